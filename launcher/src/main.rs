@@ -1,0 +1,2 @@
+//! The `xlaunch` binary.
+fn main() {}

@@ -1,0 +1,204 @@
+//! From wire messages to checked values. All validation of wire data is here.
+
+use crate::ids::{Attempt, Digest, NcclId, Rank, WorldSize};
+use crate::v1;
+
+/// A message that does not say what its type promises.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum WireError {
+    /// A field of fixed length has another.
+    #[error("field {field} has {got} bytes, expected {expected}")]
+    Length {
+        /// Name in the proto file.
+        field: &'static str,
+        /// Bytes received.
+        got: usize,
+        /// Bytes expected.
+        expected: &'static str,
+    },
+    /// A text field is longer than anything valid.
+    #[error("field {field} has {got} bytes, at most {limit} are allowed")]
+    TooLong {
+        /// Name in the proto file.
+        field: &'static str,
+        /// Bytes received.
+        got: usize,
+        /// Most bytes allowed.
+        limit: usize,
+    },
+    /// A number outside its range.
+    #[error("field {field} is {got}, expected {expected}")]
+    Range {
+        /// Name in the proto file.
+        field: &'static str,
+        /// Number received.
+        got: u64,
+        /// What is valid.
+        expected: String,
+    },
+}
+
+/// Longest text that any field may carry.
+const MAX_TEXT: usize = 4096;
+
+/// A checked [`v1::JoinRequest`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the fields are those of the message")]
+pub struct Join {
+    pub rank: Rank,
+    pub attempt: Attempt,
+    pub version: String,
+    pub config_hash: Digest,
+    pub layout_hash: Digest,
+    pub device_uuid: String,
+    pub nccl_id: Option<NcclId>,
+    pub ring_address: String,
+    pub pid: u32,
+}
+
+impl TryFrom<v1::JoinRequest> for Join {
+    type Error = WireError;
+
+    fn try_from(wire: v1::JoinRequest) -> Result<Self, WireError> {
+        Ok(Self {
+            rank: Rank(wire.rank),
+            attempt: Attempt(wire.attempt),
+            version: text("version", wire.version)?,
+            config_hash: digest("config_hash", &wire.config_hash)?,
+            layout_hash: digest("layout_hash", &wire.layout_hash)?,
+            device_uuid: text("device_uuid", wire.device_uuid)?,
+            nccl_id: nccl_id(&wire.nccl_id)?,
+            ring_address: text("ring_address", wire.ring_address)?,
+            pid: wire.pid,
+        })
+    }
+}
+
+impl From<Join> for v1::JoinRequest {
+    fn from(join: Join) -> Self {
+        Self {
+            rank: join.rank.0,
+            attempt: join.attempt.0,
+            version: join.version,
+            config_hash: join.config_hash.0.to_vec(),
+            layout_hash: join.layout_hash.0.to_vec(),
+            device_uuid: join.device_uuid,
+            nccl_id: join.nccl_id.map(|id| id.0.to_vec()).unwrap_or_default(),
+            ring_address: join.ring_address,
+            pid: join.pid,
+        }
+    }
+}
+
+/// A checked [`v1::JoinReply`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the fields are those of the message")]
+pub struct Joined {
+    pub world_size: WorldSize,
+    pub attempt: Attempt,
+    pub nccl_id: Option<NcclId>,
+    pub ring_addresses: Vec<String>,
+}
+
+impl TryFrom<v1::JoinReply> for Joined {
+    type Error = WireError;
+
+    fn try_from(wire: v1::JoinReply) -> Result<Self, WireError> {
+        if wire.world_size == 0 {
+            return Err(WireError::Range { field: "world_size", got: 0, expected: "at least 1".into() });
+        }
+        let addresses = wire.ring_addresses.len();
+        if addresses != 0 && addresses != wire.world_size as usize {
+            return Err(WireError::Range {
+                field: "ring_addresses",
+                got: addresses as u64,
+                expected: format!("none or {}", wire.world_size),
+            });
+        }
+        Ok(Self {
+            world_size: WorldSize(wire.world_size),
+            attempt: Attempt(wire.attempt),
+            nccl_id: nccl_id(&wire.nccl_id)?,
+            ring_addresses: wire.ring_addresses,
+        })
+    }
+}
+
+impl From<Joined> for v1::JoinReply {
+    fn from(joined: Joined) -> Self {
+        Self {
+            world_size: joined.world_size.0,
+            attempt: joined.attempt.0,
+            nccl_id: joined.nccl_id.map(|id| id.0.to_vec()).unwrap_or_default(),
+            ring_addresses: joined.ring_addresses,
+        }
+    }
+}
+
+fn text(field: &'static str, value: String) -> Result<String, WireError> {
+    if value.len() > MAX_TEXT {
+        return Err(WireError::TooLong { field, got: value.len(), limit: MAX_TEXT });
+    }
+    Ok(value)
+}
+
+fn digest(field: &'static str, bytes: &[u8]) -> Result<Digest, WireError> {
+    bytes.try_into().map(Digest).map_err(|_| WireError::Length { field, got: bytes.len(), expected: "16" })
+}
+
+fn nccl_id(bytes: &[u8]) -> Result<Option<NcclId>, WireError> {
+    if bytes.is_empty() {
+        return Ok(None);
+    }
+    bytes.try_into().map(|id| Some(NcclId(id))).map_err(|_| WireError::Length {
+        field: "nccl_id",
+        got: bytes.len(),
+        expected: "0 or 128",
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn join() -> Join {
+        Join {
+            rank: Rank(1),
+            attempt: Attempt(0),
+            version: "0.1.0".into(),
+            config_hash: Digest::of(b"config"),
+            layout_hash: Digest::of(b"layout"),
+            device_uuid: "cpu".into(),
+            nccl_id: Some(NcclId([7; 128])),
+            ring_address: String::new(),
+            pid: 42,
+        }
+    }
+
+    #[test]
+    fn join_survives_the_wire() {
+        assert_eq!(Join::try_from(v1::JoinRequest::from(join())), Ok(join()));
+    }
+
+    #[test]
+    fn short_ids_and_hashes_are_refused_by_name() {
+        let wire = v1::JoinRequest { nccl_id: vec![1; 127], ..join().into() };
+        let error = Join::try_from(wire).unwrap_err().to_string();
+        assert!(error.contains("nccl_id") && error.contains("127"), "{error}");
+        let wire = v1::JoinRequest { config_hash: vec![], ..join().into() };
+        assert!(Join::try_from(wire).unwrap_err().to_string().contains("config_hash"));
+    }
+
+    #[test]
+    fn a_reply_for_nobody_is_refused() {
+        let wire = v1::JoinReply { world_size: 0, ..Default::default() };
+        assert!(Joined::try_from(wire).is_err());
+        let wire = v1::JoinReply { world_size: 3, ring_addresses: vec!["a".into()], ..Default::default() };
+        assert!(Joined::try_from(wire).is_err());
+    }
+
+    #[test]
+    fn the_nccl_id_is_not_shown() {
+        assert!(!format!("{:?}", join()).contains("7, 7"));
+    }
+}

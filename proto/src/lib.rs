@@ -1,0 +1,29 @@
+//! What xlaunch's processes agree on: the gRPC messages, the job description, ids and exit codes.
+//!
+//! - [`v1`] is generated from `xlaunch/v1/agent.proto`;
+//! - [`convert`] turns wire messages into checked values: nothing else in the project validates wire data;
+//! - [`spec`] is the job description, the one definition behind `train.toml`, the wire and checkpoints;
+//! - [`ids`] are the typed ids; [`exit`] is the table of exit codes; [`env`] names the variables a worker is given.
+#![forbid(unsafe_code)]
+
+pub mod convert;
+pub mod env;
+pub mod exit;
+pub mod ids;
+pub mod model;
+pub mod spec;
+
+/// Version of this build; launcher and workers must match.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// Generated messages and services of `xlaunch/v1/agent.proto`.
+#[allow(
+    missing_docs,
+    unreachable_pub,
+    clippy::all,
+    clippy::allow_attributes_without_reason,
+    reason = "generated code"
+)]
+pub mod v1 {
+    tonic::include_proto!("xlaunch.v1");
+}

@@ -1,0 +1,233 @@
+//! Sizes of a GPT model: presets, defaults, and the rules that a valid model obeys.
+//!
+//! Shape letters as everywhere in xlaunch: B batch, T sequence, C width, H heads, D head width, F ffn, V vocabulary,
+//! Vp padded vocabulary, L layers.
+
+use serde::{Deserialize, Serialize};
+
+use crate::spec::Invalid;
+
+/// The two families of model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Arch {
+    /// Learned positions, LayerNorm, GELU, biases.
+    Gpt2,
+    /// Rotary positions, RMSNorm, SwiGLU, no biases.
+    Llama,
+}
+
+/// `[model]`: a preset, and any size that differs from it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ModelSection {
+    /// Name of a set of sizes: see [`PRESETS`]. Default `byte-tiny`.
+    pub preset: Option<String>,
+    /// `gpt2` or `llama`.
+    pub arch: Option<Arch>,
+    /// L, number of blocks.
+    pub layers: Option<usize>,
+    /// H, number of attention heads.
+    pub heads: Option<usize>,
+    /// Number of key and value heads (llama); divides `heads`.
+    pub kv_heads: Option<usize>,
+    /// C, model width; a multiple of `heads`.
+    pub dim: Option<usize>,
+    /// F, width of the feed-forward part.
+    pub ffn: Option<usize>,
+    /// T, sequence length.
+    pub seq: Option<usize>,
+    /// V, number of token ids.
+    pub vocab: Option<usize>,
+    /// Whether the head shares the embedding's weights.
+    pub tied: Option<bool>,
+}
+
+/// A model with every size known.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "the fields are those of ModelSection")]
+pub struct ModelShape {
+    pub arch: Arch,
+    pub layers: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub dim: usize,
+    pub ffn: usize,
+    pub seq: usize,
+    pub vocab: usize,
+    pub tied: bool,
+}
+
+/// Names and sizes of the presets.
+pub const PRESETS: [(&str, ModelShape); 3] = [
+    (
+        "byte-tiny",
+        ModelShape {
+            arch: Arch::Llama,
+            layers: 4,
+            heads: 4,
+            kv_heads: 4,
+            dim: 128,
+            ffn: 352,
+            seq: 128,
+            vocab: 256,
+            tied: true,
+        },
+    ),
+    (
+        "llama-28m",
+        ModelShape {
+            arch: Arch::Llama,
+            layers: 12,
+            heads: 12,
+            kv_heads: 12,
+            dim: 384,
+            ffn: 1536,
+            seq: 256,
+            vocab: 50257,
+            tied: false,
+        },
+    ),
+    (
+        "gpt2-124m",
+        ModelShape {
+            arch: Arch::Gpt2,
+            layers: 12,
+            heads: 12,
+            kv_heads: 12,
+            dim: 768,
+            ffn: 3072,
+            seq: 1024,
+            vocab: 50257,
+            tied: true,
+        },
+    ),
+];
+
+/// Largest value accepted for any one size: keeps products far from overflow.
+const MAX_SIZE: usize = 1 << 20;
+
+impl ModelSection {
+    /// Fills in the preset and checks every size. Errors name the key, such as `model.heads`.
+    pub fn resolve(&self) -> Result<ModelShape, Invalid> {
+        let name = self.preset.as_deref().unwrap_or("byte-tiny");
+        let preset =
+            PRESETS.iter().find(|(preset, _)| *preset == name).map(|(_, shape)| shape).ok_or_else(|| {
+                let known: Vec<_> = PRESETS.iter().map(|(preset, _)| *preset).collect();
+                Invalid::new(
+                    "model.preset",
+                    format!("unknown preset `{name}`"),
+                    format!("one of {}", known.join(", ")),
+                )
+            })?;
+        let heads = self.heads.unwrap_or(preset.heads);
+        let shape = ModelShape {
+            arch: self.arch.unwrap_or(preset.arch),
+            layers: self.layers.unwrap_or(preset.layers),
+            heads,
+            kv_heads: self.kv_heads.unwrap_or(if self.heads.is_some() { heads } else { preset.kv_heads }),
+            dim: self.dim.unwrap_or(preset.dim),
+            ffn: self.ffn.unwrap_or(preset.ffn),
+            seq: self.seq.unwrap_or(preset.seq),
+            vocab: self.vocab.unwrap_or(preset.vocab),
+            tied: self.tied.unwrap_or(preset.tied),
+        };
+        shape.check()?;
+        Ok(shape)
+    }
+}
+
+impl ModelShape {
+    /// D, the width of one head.
+    pub fn head_width(&self) -> usize {
+        self.dim / self.heads
+    }
+
+    /// Vp: V rounded up so that a row of logits suits the matrix units; small vocabularies stay as they are.
+    pub fn padded_vocab(&self) -> usize {
+        if self.vocab <= 1024 { self.vocab } else { self.vocab.next_multiple_of(128) }
+    }
+
+    /// Output width of the fused query, key and value projection: (H + 2 Hkv) D.
+    pub fn qkv_width(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_width()
+    }
+
+    /// The rules between sizes. Every worker and the launcher apply them.
+    pub fn check(&self) -> Result<(), Invalid> {
+        let sizes = [
+            ("model.layers", self.layers),
+            ("model.heads", self.heads),
+            ("model.kv_heads", self.kv_heads),
+            ("model.dim", self.dim),
+            ("model.ffn", self.ffn),
+            ("model.seq", self.seq),
+            ("model.vocab", self.vocab),
+        ];
+        for (key, size) in sizes {
+            if size == 0 || size > MAX_SIZE {
+                return Err(Invalid::new(key, format!("{size} is out of range"), format!("1 to {MAX_SIZE}")));
+            }
+        }
+        if !self.dim.is_multiple_of(self.heads) {
+            return Err(Invalid::new(
+                "model.dim",
+                format!("{} is not a multiple of model.heads = {}", self.dim, self.heads),
+                "every head has the same width".into(),
+            ));
+        }
+        let width = self.head_width();
+        if !width.is_multiple_of(8) || width > 256 {
+            return Err(Invalid::new(
+                "model.heads",
+                format!("heads of width {width} (dim / heads)"),
+                "a multiple of 8, at most 256".into(),
+            ));
+        }
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            return Err(Invalid::new(
+                "model.kv_heads",
+                format!("{} does not divide model.heads = {}", self.kv_heads, self.heads),
+                "each key head serves the same number of query heads".into(),
+            ));
+        }
+        if self.arch == Arch::Gpt2 && self.kv_heads != self.heads {
+            return Err(Invalid::new(
+                "model.kv_heads",
+                format!("{} differs from model.heads = {}", self.kv_heads, self.heads),
+                "grouped-query heads need arch = \"llama\"".into(),
+            ));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_preset_is_valid() {
+        for (name, shape) in &PRESETS {
+            shape.check().unwrap_or_else(|error| panic!("{name}: {error}"));
+        }
+    }
+
+    #[test]
+    fn sizes_override_the_preset_and_heads_set_kv_heads() {
+        let section = ModelSection { heads: Some(2), dim: Some(64), ..Default::default() };
+        let shape = section.resolve().unwrap();
+        assert_eq!((shape.heads, shape.kv_heads, shape.head_width(), shape.layers), (2, 2, 32, 4));
+    }
+
+    #[test]
+    fn impossible_sizes_name_their_key() {
+        let key = |section: ModelSection| section.resolve().unwrap_err().key;
+        assert_eq!(key(ModelSection { dim: Some(130), ..Default::default() }), "model.dim");
+        assert_eq!(key(ModelSection { layers: Some(0), ..Default::default() }), "model.layers");
+        assert_eq!(key(ModelSection { kv_heads: Some(3), ..Default::default() }), "model.kv_heads");
+        assert_eq!(key(ModelSection { preset: Some("huge".into()), ..Default::default() }), "model.preset");
+        let gpt2 = ModelSection { preset: Some("gpt2-124m".into()), kv_heads: Some(4), ..Default::default() };
+        assert_eq!(key(gpt2), "model.kv_heads");
+    }
+}

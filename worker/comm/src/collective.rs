@@ -1,0 +1,97 @@
+//! What a trainer needs of a collective library.
+
+use std::fmt;
+use std::sync::Arc;
+
+use xlaunch_pool::{DType, Loan};
+
+/// Result of a collective call.
+pub type Result<T> = std::result::Result<T, CommError>;
+
+/// What can go wrong between ranks.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum CommError {
+    /// NCCL is not on this host.
+    #[error("failed to load NCCL: looked for {looked_for}")]
+    Library {
+        /// Names and places tried.
+        looked_for: String,
+    },
+    /// NCCL reported an error.
+    #[error("{what}: NCCL says {reason}")]
+    Nccl {
+        /// What was tried.
+        what: &'static str,
+        /// In NCCL's words.
+        reason: String,
+    },
+    /// The CUDA driver reported an error.
+    #[error("{what}: CUDA says {reason}")]
+    Cuda {
+        /// What was tried.
+        what: &'static str,
+        /// In the driver's words.
+        reason: String,
+    },
+    /// A neighbour is gone or speaks another language.
+    #[error("lost the connection to rank {peer}: {reason}")]
+    PeerLost {
+        /// The neighbour.
+        peer: usize,
+        /// How it showed.
+        reason: String,
+    },
+    /// [`AbortHandle::abort`] was called.
+    #[error("the collective was aborted")]
+    Aborted,
+}
+
+/// Sums over all ranks, in place. Every rank makes the same calls in the same order.
+///
+/// A sum runs beside the caller's own work: on a second CUDA stream or a second thread.
+pub trait Collective: Send + fmt::Debug {
+    /// This rank.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks.
+    fn world(&self) -> usize;
+
+    /// Starts the sum of the lent elements (F32 or Bf16), ordered after all work given to the compute stream so far.
+    /// Every rank ends with the same bytes. The loan is returned by [`finish`](Self::finish).
+    fn all_reduce(&mut self, elements: Loan, dtype: DType) -> Result<()>;
+
+    /// Starts the copy of `root`'s elements to all ranks.
+    fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()>;
+
+    /// Orders everything started before all work given to the compute stream from now on, and returns the loans.
+    /// On the CPU this waits; on a GPU it only enqueues.
+    fn finish(&mut self) -> Result<()>;
+
+    /// For another thread, to make calls under way return [`CommError::Aborted`] when a peer is known to be gone.
+    fn abort_handle(&self) -> AbortHandle;
+
+    /// Ends in agreement: every rank calls it when all its sums are finished.
+    fn finalize(self: Box<Self>) -> Result<()>;
+}
+
+/// Aborts a collective from any thread, any number of times.
+#[derive(Clone)]
+pub struct AbortHandle(Arc<dyn Fn() + Send + Sync>);
+
+impl AbortHandle {
+    /// Calls `abort` when used.
+    pub fn new(abort: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Arc::new(abort))
+    }
+
+    /// Makes calls under way, and all later ones, fail.
+    pub fn abort(&self) {
+        (self.0)();
+    }
+}
+
+impl fmt::Debug for AbortHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("AbortHandle")
+    }
+}

@@ -1,0 +1,281 @@
+//! The operations a GPT trainer is made of, each with its hand-written backward.
+//!
+//! Contract of all operations:
+//!
+//! - they run in order, on one stream; on a GPU they only enqueue, and [`Backend::read_f32`] is the one that waits;
+//! - activations have [`Backend::activation_dtype`]; parameters handed to forward and backward have it too; statistics,
+//!   losses, master weights and optimizer state are F32; token ids are I32;
+//! - gradients of parameters are F32 or Bf16, whatever the slice says; sums are formed in F32;
+//! - outputs are written completely, inputs are not changed, and an output overlaps no other argument unless the
+//!   operation says "in place";
+//! - a slice of the wrong length or element type is a programming error and panics, before any memory is touched.
+
+use xlaunch_pool::{DType, Pool, PoolError};
+
+use crate::shapes::{
+    Accumulate, AdamWShape, AttentionShape, ClassifierShape, EmbedShape, LinearShape, NormShape,
+};
+use crate::tensor::{Slice, Tensor};
+
+/// Result of an engine call.
+pub type Result<T> = std::result::Result<T, EngineError>;
+
+/// What can go wrong on a device.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// A shared library is missing.
+    #[error("failed to load {library}: looked for {looked_for}")]
+    Library {
+        /// Which one, such as "the CUDA driver".
+        library: &'static str,
+        /// Names and places tried.
+        looked_for: String,
+    },
+    /// No such device.
+    #[error("failed to open GPU {ordinal}: {reason}")]
+    Device {
+        /// Number of the device within this process.
+        ordinal: usize,
+        /// In the driver's words.
+        reason: String,
+    },
+    /// A kernel did not compile.
+    #[error("failed to compile {file} for {arch}: {log}")]
+    Compile {
+        /// Source file.
+        file: &'static str,
+        /// Architecture, such as sm_90.
+        arch: String,
+        /// The compiler's log.
+        log: String,
+    },
+    /// The device or one of its libraries reported an error. The context may be unusable.
+    #[error("{what}: {reason}")]
+    Cuda {
+        /// What was tried, such as "failed to launch norm_fwd".
+        what: String,
+        /// In the library's words.
+        reason: String,
+    },
+    /// No memory.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+}
+
+/// Arithmetic of matrix products and element type of activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Precision {
+    /// F32 storage, no tf32 anywhere.
+    Fp32,
+    /// F32 storage, tf32 matrix units.
+    Tf32,
+    /// Bf16 storage, F32 sums.
+    Bf16,
+}
+
+/// What a back end computes on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Such as "NVIDIA H200" or "CPU (2 threads)".
+    pub name: String,
+    /// "GPU-..." or "cpu".
+    pub uuid: String,
+}
+
+/// One device's implementation of the operations.
+pub trait Backend {
+    /// What this computes on.
+    fn device(&self) -> &DeviceInfo;
+
+    /// Element type of activations and of the parameters that forward and backward read.
+    fn activation_dtype(&self) -> DType;
+
+    /// Where tensors come from.
+    fn pool(&self) -> &Pool;
+
+    /// The compute stream as a raw CUstream, for collectives to order themselves by; `None` on the CPU.
+    fn cuda_stream(&self) -> Option<u64> {
+        None
+    }
+
+    /// A tensor with unspecified contents.
+    fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
+        Tensor::new(self.pool(), dtype, len)
+    }
+
+    /// Sets every element to zero.
+    fn zero(&self, x: Slice<'_>) -> Result<()>;
+
+    /// Copies host values into F32 memory. `values` may change as soon as this returns.
+    fn write_f32(&self, x: Slice<'_>, values: &[f32]) -> Result<()>;
+
+    /// Copies host values into I32 memory. `values` may change as soon as this returns.
+    fn write_i32(&self, x: Slice<'_>, values: &[i32]) -> Result<()>;
+
+    /// Copies host bytes into U8 memory. `values` may change as soon as this returns.
+    fn write_u8(&self, x: Slice<'_>, values: &[u8]) -> Result<()>;
+
+    /// Copies F32 or Bf16 memory to the host, as f32, when all work given so far is done. The only call that waits.
+    fn read_f32(&self, x: Slice<'_>, values: &mut [f32]) -> Result<()>;
+
+    /// `y = x`, converting between F32 and Bf16 (round to nearest even) as their element types say.
+    fn cast(&self, x: Slice<'_>, y: Slice<'_>) -> Result<()>;
+
+    /// `out[b,t,:] = wte[tokens[b,t],:] (+ wpe[t,:])`. tokens I32 [B,T], wte [>=V,C], wpe [>=T,C], out [B,T,C].
+    /// Token ids were checked by whoever read them.
+    fn embed_fwd(
+        &self,
+        s: EmbedShape,
+        tokens: Slice<'_>,
+        wte: Slice<'_>,
+        wpe: Option<Slice<'_>>,
+        out: Slice<'_>,
+    ) -> Result<()>;
+
+    /// Adds to `dwte[tokens[b,t],:]` and to `dwpe[t,:]` the rows of `dout` [B,T,C]. Deterministic on the CPU.
+    fn embed_bwd(
+        &self,
+        s: EmbedShape,
+        tokens: Slice<'_>,
+        dout: Slice<'_>,
+        dwte: Slice<'_>,
+        dwpe: Option<Slice<'_>>,
+    ) -> Result<()>;
+
+    /// `y = norm(x)` with x, y [N,C], gamma, beta [C] (beta for [`NormKind::Layer`](crate::NormKind::Layer) alone),
+    /// stats F32 [[`NormShape::stats`]].
+    fn norm_fwd(
+        &self,
+        s: NormShape,
+        x: Slice<'_>,
+        gamma: Slice<'_>,
+        beta: Option<Slice<'_>>,
+        y: Slice<'_>,
+        stats: Slice<'_>,
+    ) -> Result<()>;
+
+    /// `sum = x + branch`, `y = norm(sum)`: the residual addition fused with the norm that follows it.
+    #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
+    fn add_norm_fwd(
+        &self,
+        s: NormShape,
+        x: Slice<'_>,
+        branch: Slice<'_>,
+        sum: Slice<'_>,
+        gamma: Slice<'_>,
+        beta: Option<Slice<'_>>,
+        y: Slice<'_>,
+        stats: Slice<'_>,
+    ) -> Result<()>;
+
+    /// Backward of both: x is what was normalised. `dx = d norm/dx (dy)`, added to dx's contents if `add` (the residual
+    /// path), replacing them otherwise; dgamma, dbeta [C].
+    #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
+    fn norm_bwd(
+        &self,
+        s: NormShape,
+        x: Slice<'_>,
+        gamma: Slice<'_>,
+        stats: Slice<'_>,
+        dy: Slice<'_>,
+        dx: Slice<'_>,
+        add: bool,
+        dgamma: Slice<'_>,
+        dbeta: Option<Slice<'_>>,
+        acc: Accumulate,
+    ) -> Result<()>;
+
+    /// `y = x w^T (+ bias)` with x [N,I], w [O,I], bias [O], y [N,O].
+    fn linear_fwd(
+        &self,
+        s: LinearShape,
+        x: Slice<'_>,
+        w: Slice<'_>,
+        bias: Option<Slice<'_>>,
+        y: Slice<'_>,
+    ) -> Result<()>;
+
+    /// `dx = dy w` with dy [N,O], dx [N,I].
+    fn linear_bwd_input(&self, s: LinearShape, dy: Slice<'_>, w: Slice<'_>, dx: Slice<'_>) -> Result<()>;
+
+    /// `dw = dy^T x`, `dbias = sum of dy's rows`; dw [O,I], dbias [O].
+    fn linear_bwd_weight(
+        &self,
+        s: LinearShape,
+        dy: Slice<'_>,
+        x: Slice<'_>,
+        dw: Slice<'_>,
+        dbias: Option<Slice<'_>>,
+        acc: Accumulate,
+    ) -> Result<()>;
+
+    /// Rotates the query and key heads of `qkv` [B,T,(H+2Hkv)D], in place. Pairs are (i, i + D/2); the angle of pair i at
+    /// position t is `t / 10000^(2 i / D)`; `table` F32 [T, D] holds D/2 cosines, then D/2 sines, per position.
+    fn rope_fwd(&self, s: AttentionShape, qkv: Slice<'_>, table: Slice<'_>) -> Result<()>;
+
+    /// Rotates the gradients back, in place.
+    fn rope_bwd(&self, s: AttentionShape, dqkv: Slice<'_>, table: Slice<'_>) -> Result<()>;
+
+    /// Causal attention: out [B,T,H D]; lse F32 [B,H,T] keeps the logarithm of each row's sum of exponentials.
+    fn attention_fwd(&self, s: AttentionShape, qkv: Slice<'_>, out: Slice<'_>, lse: Slice<'_>) -> Result<()>;
+
+    /// Its backward: dqkv [B,T,(H+2Hkv)D] from dout [B,T,H D].
+    fn attention_bwd(
+        &self,
+        s: AttentionShape,
+        qkv: Slice<'_>,
+        out: Slice<'_>,
+        dout: Slice<'_>,
+        lse: Slice<'_>,
+        dqkv: Slice<'_>,
+    ) -> Result<()>;
+
+    /// `a = gelu(h)`, the tanh form; any equal lengths.
+    fn gelu_fwd(&self, h: Slice<'_>, a: Slice<'_>) -> Result<()>;
+
+    /// `dh = gelu'(h) da`.
+    fn gelu_bwd(&self, h: Slice<'_>, da: Slice<'_>, dh: Slice<'_>) -> Result<()>;
+
+    /// `a = silu(g) u` with h [N,2F] holding g [N,F] and u [N,F] side by side in each row, a [N,F].
+    fn swiglu_fwd(&self, rows: usize, ffn: usize, h: Slice<'_>, a: Slice<'_>) -> Result<()>;
+
+    /// Its backward: dh [N,2F] from da [N,F].
+    fn swiglu_bwd(&self, rows: usize, ffn: usize, h: Slice<'_>, da: Slice<'_>, dh: Slice<'_>) -> Result<()>;
+
+    /// `losses[n] = -log softmax(logits[n, ..V])[targets[n]]`, F32 [N]; targets I32 [N]. With `grad_scale`, in place,
+    /// logits [N,Vp] become `(softmax - onehot) grad_scale`, zero in the padding; without, they stay.
+    fn classifier(
+        &self,
+        s: ClassifierShape,
+        logits: Slice<'_>,
+        targets: Slice<'_>,
+        losses: Slice<'_>,
+        grad_scale: Option<f32>,
+    ) -> Result<()>;
+
+    /// `out[0] = scale sum(x)`, added to what it holds under [`Accumulate::Add`]; x and out F32. Same result every run.
+    fn sum(&self, x: Slice<'_>, scale: f32, out: Slice<'_>, acc: Accumulate) -> Result<()>;
+
+    /// `out[0] = sum(x^2)`; x F32 or Bf16, out F32. Same result every run.
+    fn square_sum(&self, x: Slice<'_>, out: Slice<'_>) -> Result<()>;
+
+    /// One AdamW step over a flat arena. All F32 but grads (F32 or Bf16), `decay` and `work`.
+    ///
+    /// `g = grads min(1, clip / sqrt(square_sum))`; `m = beta1 m + (1-beta1) g`; `v = beta2 v + (1-beta2) g^2`;
+    /// `p = p - lr (m c1 / (sqrt(v c2) + eps) + weight_decay p)`, decay where `decay[i / DECAY_CHUNK]` (U8) is 1.
+    /// lr, c1, c2 come from `scalars` F32 [[`scalar::COUNT`](crate::scalar::COUNT)]. With `work` (Bf16), p is also
+    /// written there, rounded to nearest even.
+    #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
+    fn adamw(
+        &self,
+        s: AdamWShape,
+        params: Slice<'_>,
+        grads: Slice<'_>,
+        m: Slice<'_>,
+        v: Slice<'_>,
+        work: Option<Slice<'_>>,
+        decay: Slice<'_>,
+        scalars: Slice<'_>,
+        square_sum: Slice<'_>,
+    ) -> Result<()>;
+}

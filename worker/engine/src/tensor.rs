@@ -1,0 +1,131 @@
+//! Handles to device memory: a [`Tensor`] owns a buffer, a [`Slice`] points at a part of one.
+//!
+//! They carry a run-time element type and bounds, no shape: operations take shapes beside them. As with device
+//! pointers, several slices of one tensor may be handed to one operation; each back end sees to it that this is sound
+//! (the CPU checks before every operation that what it writes overlaps nothing else it touches, and nothing lent out).
+
+use std::cell::Cell;
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use xlaunch_pool::{DType, Loan, Pool, PoolBuf};
+
+use crate::backend::Result;
+
+/// `len` elements of one type in a pool's memory. Contents are unspecified until written.
+pub struct Tensor {
+    buf: PoolBuf<u8>,
+    dtype: DType,
+    len: usize,
+    /// Not `Sync`: one thread gives work to a tensor at a time, which is what makes the CPU's checks sufficient.
+    single_thread: PhantomData<Cell<()>>,
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tensor({} {})", self.len, self.dtype.name())
+    }
+}
+
+impl Tensor {
+    /// A tensor from this pool, contents unspecified.
+    pub fn new(pool: &Pool, dtype: DType, len: usize) -> Result<Self> {
+        let bytes = len.saturating_mul(dtype.size());
+        Ok(Self { buf: pool.alloc(bytes)?, dtype, len, single_thread: PhantomData })
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// All elements.
+    pub fn all(&self) -> Slice<'_> {
+        Slice { tensor: self, start: 0, len: self.len }
+    }
+
+    /// Elements `range`.
+    ///
+    /// # Panics
+    /// If the range is out of bounds.
+    pub fn slice(&self, range: Range<usize>) -> Slice<'_> {
+        self.all().slice(range)
+    }
+
+    /// Lends elements `range` to a collective: see [`PoolBuf::lend`].
+    pub fn lend(&self, range: Range<usize>) -> Loan {
+        let size = self.dtype.size();
+        self.buf.lend(range.start * size..range.end * size)
+    }
+
+    /// Whether any element of `range` is lent out.
+    pub fn is_lent(&self, range: Range<usize>) -> bool {
+        let size = self.dtype.size();
+        self.buf.is_lent(range.start * size..range.end * size)
+    }
+}
+
+/// Part of a tensor. Copying it copies the handle.
+#[derive(Clone, Copy)]
+pub struct Slice<'a> {
+    tensor: &'a Tensor,
+    start: usize,
+    len: usize,
+}
+
+impl fmt::Debug for Slice<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Slice({}..{} of {:?})", self.start, self.start + self.len, self.tensor)
+    }
+}
+
+impl<'a> Slice<'a> {
+    /// Elements `range` of these.
+    ///
+    /// # Panics
+    /// If the range is out of bounds.
+    pub fn slice(self, range: Range<usize>) -> Slice<'a> {
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "slice {range:?} of {} elements",
+            self.len
+        );
+        Slice { tensor: self.tensor, start: self.start + range.start, len: range.len() }
+    }
+
+    /// Number of elements.
+    pub fn len(self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
+    /// Element type.
+    pub fn dtype(self) -> DType {
+        self.tensor.dtype
+    }
+
+    /// Address of the first element: see [`PoolBuf::address`] for what its users answer for.
+    pub fn address(self) -> u64 {
+        self.tensor.buf.address() + (self.start * self.tensor.dtype.size()) as u64
+    }
+
+    /// Whether any of these elements is lent out.
+    pub fn is_lent(self) -> bool {
+        self.tensor.is_lent(self.start..self.start + self.len)
+    }
+}
