@@ -38,8 +38,9 @@ impl Driver {
         match self {
             Self::Host => {
                 let layout = host_layout(bytes)?;
+                // Zeroed so that host buffers always hold initialised memory: reading too early is wrong, never undefined.
                 // SAFETY: `layout` has a size above zero, since `bytes` is a positive multiple of GRANULE.
-                let address = unsafe { std::alloc::alloc(layout) };
+                let address = unsafe { std::alloc::alloc_zeroed(layout) };
                 if address.is_null() {
                     return Err(failed("the host has no memory left".into()));
                 }

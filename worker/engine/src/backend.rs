@@ -10,6 +10,9 @@
 //!   operation says "in place";
 //! - a slice of the wrong length or element type is a programming error and panics, before any memory is touched.
 
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
 use xlaunch_pool::{DType, Pool, PoolError};
 
 use crate::shapes::{
@@ -93,8 +96,8 @@ pub trait Backend {
     /// Where tensors come from.
     fn pool(&self) -> &Pool;
 
-    /// The compute stream as a raw CUstream, for collectives to order themselves by; `None` on the CPU.
-    fn cuda_stream(&self) -> Option<u64> {
+    /// The compute stream, for collectives to order themselves by; `None` on the CPU.
+    fn cuda_stream(&self) -> Option<Arc<CudaStream>> {
         None
     }
 
