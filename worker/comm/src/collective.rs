@@ -67,6 +67,9 @@ pub trait Collective: Send + fmt::Debug {
     /// On the CPU this waits; on a GPU it only enqueues.
     fn finish(&mut self) -> Result<()>;
 
+    /// Fails if a sum under way has failed or was aborted: results read back before this are not to be used.
+    fn check(&self) -> Result<()>;
+
     /// For another thread, to make calls under way return [`CommError::Aborted`] when a peer is known to be gone.
     fn abort_handle(&self) -> AbortHandle;
 

@@ -1,0 +1,112 @@
+//! Which gradients are summed over ranks together.
+//!
+//! Gradients lie in one arena in the order in which backward finishes them, so a bucket is a contiguous range, and one
+//! number, "everything below this offset is written", tells which buckets are ready. The first bucket is smaller: its
+//! sum starts early. A parameter is never split: one larger than the cap is a bucket of its own.
+
+use std::ops::Range;
+
+/// Buckets that cover an arena without gaps, by rising offset.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    buckets: Vec<Range<usize>>,
+}
+
+impl Plan {
+    /// Buckets of whole parameters. `ends` are the rising end offsets of the parameters in elements of `element_size`
+    /// bytes; no bucket of several parameters exceeds `cap_bytes`, nor the first one `first_cap_bytes`.
+    pub fn new(ends: &[usize], element_size: usize, cap_bytes: usize, first_cap_bytes: usize) -> Self {
+        let mut buckets: Vec<Range<usize>> = Vec::new();
+        let mut open = 0..0;
+        for end in ends {
+            let cap = if buckets.is_empty() { first_cap_bytes } else { cap_bytes };
+            if !open.is_empty() && (end - open.start) * element_size > cap {
+                let start = open.end;
+                buckets.push(open);
+                open = start..start;
+            }
+            open.end = *end;
+        }
+        if !open.is_empty() {
+            buckets.push(open);
+        }
+        Self { buckets }
+    }
+
+    /// The buckets.
+    pub fn buckets(&self) -> &[Range<usize>] {
+        &self.buckets
+    }
+
+    /// Bytes that are equal exactly when two plans are.
+    pub fn layout(&self) -> Vec<u8> {
+        format!("{:?}", self.buckets).into_bytes()
+    }
+}
+
+/// Which buckets of one backward pass have been started.
+#[derive(Clone, Debug)]
+pub struct Progress<'a> {
+    waiting: &'a [Range<usize>],
+}
+
+impl<'a> Progress<'a> {
+    /// No bucket started yet.
+    pub fn new(plan: &'a Plan) -> Self {
+        Self { waiting: &plan.buckets }
+    }
+
+    /// The buckets that became ready now that all gradients below `offset` are written. Each is given once.
+    pub fn finished_up_to(&mut self, offset: usize) -> impl Iterator<Item = Range<usize>> + use<'a> {
+        let count = self.waiting.partition_point(|bucket| bucket.end <= offset);
+        let (ready, waiting) = self.waiting.split_at(count);
+        self.waiting = waiting;
+        ready.iter().cloned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn small_first_then_capped_then_oversized_alone() {
+        let plan = Plan::new(&[10, 20, 40, 60, 500, 510], 4, 160, 60);
+        assert_eq!(plan.buckets(), [0..10, 10..40, 40..60, 60..500, 500..510]);
+    }
+
+    proptest! {
+        #[test]
+        fn buckets_cover_the_arena_at_parameter_ends(sizes in prop::collection::vec(1usize..500, 0..60), cap in 1usize..4000) {
+            let ends: Vec<usize> = sizes.iter().scan(0, |end, size| { *end += size; Some(*end) }).collect();
+            let plan = Plan::new(&ends, 4, cap, cap / 4);
+            let mut at = 0;
+            for bucket in plan.buckets() {
+                prop_assert_eq!(bucket.start, at);
+                prop_assert!(ends.contains(&bucket.end));
+                let parameters = ends.iter().filter(|end| bucket.contains(&(**end - 1))).count();
+                prop_assert!(parameters == 1 || bucket.len() * 4 <= cap);
+                at = bucket.end;
+            }
+            prop_assert_eq!(at, ends.last().copied().unwrap_or(0));
+        }
+
+        #[test]
+        fn each_bucket_is_ready_once_and_not_before_its_end(sizes in prop::collection::vec(1usize..50, 1..40), steps in prop::collection::vec(0usize..60, 0..60)) {
+            let ends: Vec<usize> = sizes.iter().scan(0, |end, size| { *end += size; Some(*end) }).collect();
+            let plan = Plan::new(&ends, 4, 300, 100);
+            let mut progress = Progress::new(&plan);
+            let (mut offset, mut seen) = (0, Vec::new());
+            let total = *ends.last().unwrap();
+            for step in steps.into_iter().chain([total]) {
+                offset = (offset + step).min(total);
+                for bucket in progress.finished_up_to(offset) {
+                    prop_assert!(bucket.end <= offset);
+                    seen.push(bucket);
+                }
+            }
+            prop_assert_eq!(seen, plan.buckets());
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! NCCL, loaded when it is first needed. No absence of a library or function panics.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::OnceLock;
+
+use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
+
+use crate::collective::{CommError, Result};
+
+/// Names under which packages, distributions and Python wheels install NCCL.
+const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+/// A path that comes first.
+const PATH_VARIABLE: &str = "XLAUNCH_NCCL";
+
+/// The functions in use, as `nccl.h` declares them; streams are `cudaStream_t`.
+pub(super) struct Library {
+    pub(super) get_unique_id: unsafe extern "C" fn(*mut ncclUniqueId) -> ncclResult_t,
+    pub(super) comm_init_rank:
+        unsafe extern "C" fn(*mut ncclComm_t, c_int, ncclUniqueId, c_int) -> ncclResult_t,
+    pub(super) all_reduce: unsafe extern "C" fn(
+        *const c_void,
+        *mut c_void,
+        usize,
+        ncclDataType_t,
+        ncclRedOp_t,
+        ncclComm_t,
+        *mut c_void,
+    ) -> ncclResult_t,
+    pub(super) broadcast: unsafe extern "C" fn(
+        *const c_void,
+        *mut c_void,
+        usize,
+        ncclDataType_t,
+        c_int,
+        ncclComm_t,
+        *mut c_void,
+    ) -> ncclResult_t,
+    pub(super) comm_get_async_error: unsafe extern "C" fn(ncclComm_t, *mut ncclResult_t) -> ncclResult_t,
+    pub(super) comm_finalize: unsafe extern "C" fn(ncclComm_t) -> ncclResult_t,
+    pub(super) comm_destroy: unsafe extern "C" fn(ncclComm_t) -> ncclResult_t,
+    pub(super) comm_abort: unsafe extern "C" fn(ncclComm_t) -> ncclResult_t,
+    get_error_string: unsafe extern "C" fn(ncclResult_t) -> *const c_char,
+    /// Keeps the functions above in memory.
+    _library: libloading::Library,
+}
+
+impl Library {
+    /// The library, loaded once per process.
+    pub(super) fn get() -> Result<&'static Self> {
+        static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
+        LIBRARY.get_or_init(Self::load).as_ref().map_err(Clone::clone)
+    }
+
+    fn load() -> Result<Self> {
+        let own = std::env::var(PATH_VARIABLE).ok();
+        let mut tried = Vec::new();
+        for name in own.iter().map(String::as_str).chain(NAMES) {
+            // SAFETY: NCCL's initialisers have no preconditions; a file of this name that is not NCCL is the operator's.
+            match unsafe { libloading::Library::new(name) } {
+                Ok(library) => return Self::resolve(library, name),
+                Err(error) => tried.push(format!("{name} ({error})")),
+            }
+        }
+        let looked_for =
+            format!("{}; {PATH_VARIABLE} or LD_LIBRARY_PATH can say where it is", tried.join(", "));
+        Err(CommError::Library { looked_for })
+    }
+
+    fn resolve(library: libloading::Library, name: &str) -> Result<Self> {
+        macro_rules! function {
+            ($symbol:literal) => {
+                // SAFETY: the type of the field is the declaration in `nccl.h`, stable since NCCL 2.14.
+                *unsafe { library.get($symbol) }.map_err(|error| CommError::Library {
+                    looked_for: format!("{name}, which is too old: {error}"),
+                })?
+            };
+        }
+        Ok(Self {
+            get_unique_id: function!(b"ncclGetUniqueId\0"),
+            comm_init_rank: function!(b"ncclCommInitRank\0"),
+            all_reduce: function!(b"ncclAllReduce\0"),
+            broadcast: function!(b"ncclBroadcast\0"),
+            comm_get_async_error: function!(b"ncclCommGetAsyncError\0"),
+            comm_finalize: function!(b"ncclCommFinalize\0"),
+            comm_destroy: function!(b"ncclCommDestroy\0"),
+            comm_abort: function!(b"ncclCommAbort\0"),
+            get_error_string: function!(b"ncclGetErrorString\0"),
+            _library: library,
+        })
+    }
+
+    /// Turns a result into an error with NCCL's words.
+    pub(super) fn check(&self, what: &'static str, result: ncclResult_t) -> Result<()> {
+        if result == ncclResult_t::ncclSuccess || result == ncclResult_t::ncclInProgress {
+            return Ok(());
+        }
+        // SAFETY: the function returns a static string for any value.
+        let words = unsafe { (self.get_error_string)(result) };
+        let reason = if words.is_null() {
+            format!("error {}", result as u32)
+        } else {
+            // SAFETY: a non-null result is a C string that lives as long as the library.
+            unsafe { CStr::from_ptr(words) }.to_string_lossy().into_owned()
+        };
+        Err(CommError::Nccl { what, reason })
+    }
+}
+
+/// Ranks are far below `i32::MAX`; a larger one could not be anyone's.
+pub(super) fn int(number: usize) -> c_int {
+    c_int::try_from(number).unwrap_or(c_int::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_an_error_that_lists_what_was_tried() {
+        match Library::get() {
+            Ok(_) => println!("skipped: NCCL is installed here"),
+            Err(error) => {
+                let text = error.to_string();
+                assert!(text.contains("libnccl.so.2") && text.contains(PATH_VARIABLE), "{text}");
+            }
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! Ranks as threads, real sockets.
+
+use std::io::Write;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use xlaunch_pool::{DType, Mode, Pool, PoolBuf};
+
+use super::{Ring, RingListener};
+use crate::collective::{Collective, CommError};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+fn listeners(world: usize, tcp: bool, dir: &std::path::Path) -> (Vec<RingListener>, Vec<String>) {
+    let bind = |rank| match tcp {
+        true => RingListener::bind_tcp([127, 0, 0, 1].into(), rank).unwrap(),
+        false => RingListener::bind(dir, rank).unwrap(),
+    };
+    let listeners: Vec<RingListener> = (0..world).map(bind).collect();
+    let addresses = listeners.iter().map(|listener| listener.address().to_string()).collect();
+    (listeners, addresses)
+}
+
+/// Runs `f` on every rank of a ring, each on its own thread.
+fn on_ring<R: Send>(world: usize, tcp: bool, f: impl Fn(Box<Ring>) -> R + Sync) -> Vec<R> {
+    let dir = tempfile::tempdir().unwrap();
+    let (listeners, addresses) = listeners(world, tcp, dir.path());
+    let (f, addresses) = (&f, &addresses);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = listeners
+            .into_iter()
+            .enumerate()
+            .map(|(rank, listener)| {
+                scope.spawn(move || f(Box::new(Ring::connect(listener, rank, addresses, TIMEOUT).unwrap())))
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn fill(buf: &PoolBuf<u8>, bytes: &[u8]) {
+    // SAFETY: the buffer has `bytes.len()` bytes of host memory that nobody else uses.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), buf.address() as *mut u8, bytes.len()) };
+}
+
+fn contents(buf: &PoolBuf<u8>) -> Vec<u8> {
+    // SAFETY: the buffer has `len` bytes of initialised host memory that nobody writes.
+    unsafe { std::slice::from_raw_parts(buf.address() as *const u8, buf.len()) }.to_vec()
+}
+
+/// A number that sums differently in another order.
+fn value(rank: usize, i: usize) -> f32 {
+    ((rank * 7919 + i * 104_729) % 1000) as f32 * 0.37 - 123.4 + 1e6 * (rank as f32)
+}
+
+/// The sum in the ring's documented order.
+fn expected(world: usize, len: usize) -> Vec<f32> {
+    let mut sums = vec![0.0; len];
+    for c in 0..world {
+        let range = len * c / world..len * (c + 1) / world;
+        for (i, total) in sums.iter_mut().enumerate().take(range.end).skip(range.start) {
+            *total = (1..world).fold(value(c, i), |sum, step| value((c + step) % world, i) + sum);
+        }
+    }
+    sums
+}
+
+fn reduce(ring: &mut Ring, pool: &Pool, len: usize) -> PoolBuf<u8> {
+    let values: Vec<f32> = (0..len).map(|i| value(ring.rank(), i)).collect();
+    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
+    let buf = pool.alloc::<u8>(bytes.len()).unwrap();
+    fill(&buf, &bytes);
+    ring.all_reduce(buf.lend(0..bytes.len()), DType::F32).unwrap();
+    buf
+}
+
+fn check_sum(world: usize, tcp: bool, lens: &[usize]) {
+    let results = on_ring(world, tcp, |mut ring| {
+        let pool = Pool::host(Mode::On);
+        let buffers: Vec<_> = lens.iter().map(|len| reduce(&mut ring, &pool, *len)).collect();
+        ring.finish().unwrap();
+        assert!(buffers.iter().all(|buf| !buf.is_lent(0..buf.len())));
+        let results: Vec<Vec<u8>> = buffers.iter().map(contents).collect();
+        ring.finalize().unwrap();
+        results
+    });
+    for (index, len) in lens.iter().enumerate() {
+        let bytes: Vec<u8> = expected(world, *len).iter().flat_map(|value| value.to_ne_bytes()).collect();
+        for (rank, result) in results.iter().enumerate() {
+            assert!(result[index] == bytes, "rank {rank} of {world}, {len} elements");
+        }
+    }
+}
+
+#[test]
+fn sums_are_equal_bit_for_bit_on_all_ranks() {
+    for world in 2..=5 {
+        check_sum(world, false, &[0, 1, world - 1, 64, 1001]);
+    }
+}
+
+#[test]
+fn large_messages_over_tcp_do_not_deadlock() {
+    check_sum(3, true, &[2_000_000, 7, 1_000_003]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+    #[test]
+    fn any_queue_of_sums(world in 2usize..5, lens in prop::collection::vec(0usize..3000, 0..6)) {
+        check_sum(world, false, &lens);
+    }
+}
+
+#[test]
+fn bf16_is_summed_in_f32_and_rounded_once_per_rank() {
+    let results = on_ring(2, false, |mut ring| {
+        let pool = Pool::host(Mode::On);
+        let own = half::bf16::from_f32(if ring.rank() == 0 { 1.0 } else { 0.003_906_25 });
+        let buf = pool.alloc::<u8>(20).unwrap();
+        fill(&buf, &own.to_ne_bytes().repeat(10));
+        ring.all_reduce(buf.lend(0..20), DType::Bf16).unwrap();
+        ring.finish().unwrap();
+        let result = contents(&buf);
+        ring.finalize().unwrap();
+        result
+    });
+    let sum = half::bf16::from_f32(1.0 + 1.0 / 256.0).to_ne_bytes().repeat(10);
+    assert!(results.iter().all(|result| *result == sum));
+}
+
+#[test]
+fn broadcast_copies_any_root() {
+    for root in 0..3 {
+        let results = on_ring(3, false, |mut ring| {
+            let pool = Pool::host(Mode::On);
+            let buf = pool.alloc::<u8>(100_000).unwrap();
+            fill(&buf, &vec![u8::try_from(ring.rank()).unwrap(); 100_000]);
+            ring.broadcast(buf.lend(0..100_000), root).unwrap();
+            ring.finish().unwrap();
+            let result = contents(&buf);
+            ring.finalize().unwrap();
+            result
+        });
+        assert!(results.iter().flatten().all(|byte| usize::from(*byte) == root));
+    }
+}
+
+#[test]
+fn a_peer_that_dies_is_named() {
+    let errors = on_ring(3, false, |mut ring| {
+        if ring.rank() == 1 {
+            return None;
+        }
+        let pool = Pool::host(Mode::On);
+        let start = Instant::now();
+        let _buf = reduce(&mut ring, &pool, 1000);
+        let error = ring.finish().unwrap_err();
+        assert!(start.elapsed() < Duration::from_secs(5));
+        Some((ring.rank(), error))
+    });
+    for (rank, error) in errors.into_iter().flatten() {
+        // Rank 0 sends to the dead one or hears from rank 2 which gave up; rank 2 hears nothing from it.
+        assert!(matches!(error, CommError::PeerLost { .. }), "{error}");
+        if rank == 2 {
+            assert!(error.to_string().contains("rank 1"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn abort_from_another_thread_ends_a_sum_that_waits() {
+    let barrier = Barrier::new(2);
+    on_ring(2, false, |mut ring| {
+        if ring.rank() == 1 {
+            barrier.wait();
+            return;
+        }
+        let pool = Pool::host(Mode::On);
+        let handle = ring.abort_handle();
+        let _buf = reduce(&mut ring, &pool, 1000);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(50));
+                handle.abort();
+            });
+            assert!(matches!(ring.finish(), Err(CommError::Aborted)));
+        });
+        assert!(matches!(ring.check(), Err(CommError::Aborted)));
+        barrier.wait();
+    });
+}
+
+#[test]
+fn strangers_are_ignored_while_ranks_meet() {
+    let dir = tempfile::tempdir().unwrap();
+    let (listeners, addresses) = listeners(2, true, dir.path());
+    let target = addresses[0].strip_prefix("tcp:").unwrap().to_string();
+    let mut stranger = std::net::TcpStream::connect(target).unwrap();
+    stranger.write_all(&[0xff; 64]).unwrap();
+    std::thread::scope(|scope| {
+        for (rank, listener) in listeners.into_iter().enumerate() {
+            let addresses = &addresses;
+            scope.spawn(move || {
+                let ring = Box::new(Ring::connect(listener, rank, addresses, TIMEOUT).unwrap());
+                ring.finalize().unwrap();
+            });
+        }
+    });
+}
+
+#[test]
+fn a_missing_neighbour_is_named_at_the_deadline() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut listeners, addresses) = listeners(2, false, dir.path());
+    let error = Ring::connect(listeners.remove(0), 0, &addresses, Duration::from_millis(100))
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("rank 1") && error.contains("did not connect"), "{error}");
+}

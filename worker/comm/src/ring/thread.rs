@@ -1,0 +1,148 @@
+//! The comm thread: works through the queue of sums, one after the other.
+
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, Sender};
+
+use half::bf16;
+use xlaunch_pool::{DType, Loan, Space};
+
+use super::wire::{Side, Socket, exchange};
+use crate::collective::{CommError, Result};
+
+/// What the thread is asked to do.
+pub(super) enum Job {
+    AllReduce(Loan, DType),
+    Broadcast(Loan, usize),
+    /// Replies with the first error of the jobs before it.
+    Finish(Sender<Result<()>>),
+    /// The same, once every rank has come this far.
+    Goodbye(Sender<Result<()>>),
+}
+
+/// The state of the thread.
+pub(super) struct Worker {
+    rank: usize,
+    world: usize,
+    next: Socket,
+    previous: Socket,
+    /// What comes from the previous rank before it is added.
+    inbox: Vec<u8>,
+}
+
+impl Worker {
+    pub(super) fn new(rank: usize, world: usize, next: Socket, previous: Socket) -> Self {
+        Self { rank, world, next, previous, inbox: Vec::new() }
+    }
+
+    /// Serves `queue` until its other end is gone. After an error every job fails with it: the ring is broken.
+    pub(super) fn run(mut self, queue: &Receiver<Job>) {
+        let mut state = Ok(());
+        for job in queue {
+            match job {
+                Job::AllReduce(loan, dtype) => state = state.and_then(|()| self.all_reduce(loan, dtype)),
+                Job::Broadcast(loan, root) => state = state.and_then(|()| self.broadcast(loan, root)),
+                // The trainer waits for the reply; it is gone only if its thread is.
+                Job::Finish(reply) => drop(reply.send(state.clone())),
+                Job::Goodbye(reply) => {
+                    state = state.and_then(|()| self.barrier());
+                    drop(reply.send(state.clone()));
+                }
+            }
+        }
+    }
+
+    fn all_reduce(&mut self, mut loan: Loan, dtype: DType) -> Result<()> {
+        let bytes = host_bytes(&mut loan);
+        let (n, rank) = (self.world, self.rank);
+        let count = bytes.len() / dtype.size();
+        // Chunk c, in bytes. Counted from `rank + n` so that nothing goes below zero.
+        let chunk = |c: usize| chunk(count, n, c % n, dtype.size());
+        for step in 0..n - 1 {
+            let (out, into) = (chunk(rank + n - step), chunk(rank + n - step - 1));
+            let mut inbox = std::mem::take(&mut self.inbox);
+            inbox.resize(into.len().max(inbox.len()), 0);
+            self.exchange(&bytes[out], &mut inbox[..into.len()])?;
+            add(&mut bytes[into.clone()], &inbox[..into.len()], dtype);
+            self.inbox = inbox;
+        }
+        for step in 0..n - 1 {
+            let (out, into) = (chunk(rank + 1 + n - step), chunk(rank + n - step));
+            let (out, into) = disjoint(bytes, out, into);
+            self.exchange(out, into)?;
+        }
+        Ok(())
+    }
+
+    /// Passes the root's bytes on, from rank to rank.
+    fn broadcast(&mut self, mut loan: Loan, root: usize) -> Result<()> {
+        let bytes = host_bytes(&mut loan);
+        if self.rank != root {
+            self.exchange(&[], bytes)?;
+        }
+        if (self.rank + 1) % self.world != root {
+            self.exchange(bytes, &mut [])?;
+        }
+        Ok(())
+    }
+
+    /// After `world - 1` rounds every rank has heard, by way of its neighbours, from every other.
+    fn barrier(&mut self) -> Result<()> {
+        (1..self.world).try_for_each(|_| self.exchange(&[0], &mut [0]))
+    }
+
+    fn exchange(&mut self, out: &[u8], into: &mut [u8]) -> Result<()> {
+        exchange(&mut self.next, out, &mut self.previous, into).map_err(|(side, error)| {
+            let peer = match side {
+                Side::Next => (self.rank + 1) % self.world,
+                Side::Previous => (self.rank + self.world - 1) % self.world,
+            };
+            CommError::PeerLost { peer, reason: error.to_string() }
+        })
+    }
+}
+
+/// The lent bytes.
+fn host_bytes(loan: &mut Loan) -> &mut [u8] {
+    assert!(loan.space() == Space::Host, "a ring sums host memory");
+    // SAFETY: a loan of host memory keeps its block alive, and until it is dropped its range is this holder's alone:
+    // the lender checks `is_lent` before it touches a range. Host blocks are initialised when they are mapped.
+    unsafe { std::slice::from_raw_parts_mut(loan.address() as *mut u8, loan.bytes()) }
+}
+
+/// Bytes of chunk `c` of `n`: whole elements, sizes that differ by at most one.
+fn chunk(count: usize, n: usize, c: usize, size: usize) -> Range<usize> {
+    let at = |c: usize| count * c / n * size;
+    at(c)..at(c + 1)
+}
+
+/// Two parts of `bytes` that do not overlap: one to send, one to fill.
+fn disjoint(bytes: &mut [u8], out: Range<usize>, into: Range<usize>) -> (&[u8], &mut [u8]) {
+    if out.end <= into.start {
+        let (low, high) = bytes.split_at_mut(into.start);
+        (&low[out], &mut high[..into.len()])
+    } else {
+        let (low, high) = bytes.split_at_mut(out.start);
+        (&high[..out.len()], &mut low[into])
+    }
+}
+
+/// `sum += part`, element by element, in f32.
+fn add(sum: &mut [u8], part: &[u8], dtype: DType) {
+    match dtype {
+        DType::F32 => {
+            for (sum, part) in sum.chunks_exact_mut(4).zip(part.chunks_exact(4)) {
+                let value = |bytes: &[u8]| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+                let total = value(sum) + value(part);
+                sum.copy_from_slice(&total.to_ne_bytes());
+            }
+        }
+        DType::Bf16 => {
+            for (sum, part) in sum.chunks_exact_mut(2).zip(part.chunks_exact(2)) {
+                let value = |bytes: &[u8]| bf16::from_ne_bytes([bytes[0], bytes[1]]).to_f32();
+                let total = bf16::from_f32(value(sum) + value(part));
+                sum.copy_from_slice(&total.to_ne_bytes());
+            }
+        }
+        other => panic!("sums of {} are not defined", other.name()),
+    }
+}

@@ -1,0 +1,144 @@
+//! Bytes both ways at once: to the next rank and from the previous one, without either waiting for the other.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, poll};
+
+/// Buffers of each socket: a chunk of a small model's bucket fits, so that a rank need not wait for its neighbour's
+/// scheduling to get rid of one.
+const BUFFER: usize = 1 << 20;
+
+/// A stream socket of either kind.
+#[derive(Debug)]
+pub(super) enum Socket {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+macro_rules! either {
+    ($self:expr, $socket:ident => $call:expr) => {
+        match $self {
+            Socket::Unix($socket) => $call,
+            Socket::Tcp($socket) => $call,
+        }
+    };
+}
+
+impl Socket {
+    pub(super) fn try_clone(&self) -> std::io::Result<Self> {
+        Ok(match self {
+            Self::Unix(socket) => Self::Unix(socket.try_clone()?),
+            Self::Tcp(socket) => Self::Tcp(socket.try_clone()?),
+        })
+    }
+
+    /// Makes transfers under way on any clone end. A socket that is closed already needs no shutdown.
+    pub(super) fn shutdown(&self) {
+        let _ = either!(self, socket => socket.shutdown(std::net::Shutdown::Both));
+    }
+
+    /// For the greeting: blocking, for at most `timeout`.
+    pub(super) fn set_blocking(&self, timeout: Duration) -> std::io::Result<()> {
+        either!(self, socket => {
+            socket.set_nonblocking(false)?;
+            socket.set_read_timeout(Some(timeout))
+        })
+    }
+
+    /// For transfers: not blocking, roomy buffers, no delay of small messages.
+    pub(super) fn prepare(&self) -> std::io::Result<()> {
+        if let Self::Tcp(socket) = self {
+            socket.set_nodelay(true)?;
+        }
+        rustix::net::sockopt::set_socket_send_buffer_size(self.as_fd(), BUFFER)?;
+        rustix::net::sockopt::set_socket_recv_buffer_size(self.as_fd(), BUFFER)?;
+        either!(self, socket => socket.set_nonblocking(true))
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        either!(self, socket => socket.as_fd())
+    }
+}
+
+impl Read for Socket {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        either!(self, socket => socket.read(buffer))
+    }
+}
+
+impl Write for Socket {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        either!(self, socket => socket.write(bytes))
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Which neighbour a transfer failed with.
+#[derive(Debug)]
+pub(super) enum Side {
+    Next,
+    Previous,
+}
+
+/// Sends all of `out` to `next` while filling `into` from `previous`.
+pub(super) fn exchange(
+    next: &mut Socket,
+    mut out: &[u8],
+    previous: &mut Socket,
+    mut into: &mut [u8],
+) -> Result<(), (Side, std::io::Error)> {
+    loop {
+        let mut moved = false;
+        if !out.is_empty() {
+            let sent = progress(next.write(out)).map_err(|error| (Side::Next, error))?;
+            out = &out[sent..];
+            moved |= sent > 0;
+        }
+        if !into.is_empty() {
+            let got = progress(previous.read(into)).map_err(|error| (Side::Previous, error))?;
+            into = &mut into[got..];
+            moved |= got > 0;
+        }
+        if out.is_empty() && into.is_empty() {
+            return Ok(());
+        }
+        if !moved {
+            wait(next, !out.is_empty(), previous, !into.is_empty())
+                .map_err(|error| (Side::Previous, error))?;
+        }
+    }
+}
+
+/// How many bytes a call moved: none when it would block, an error when the other end is closed.
+fn progress(result: std::io::Result<usize>) -> std::io::Result<usize> {
+    match result {
+        Ok(0) => Err(std::io::Error::new(ErrorKind::UnexpectedEof, "the connection was closed")),
+        Ok(count) => Ok(count),
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(0),
+        Err(error) => Err(error),
+    }
+}
+
+/// Waits until one of the wanted directions can move.
+fn wait(next: &Socket, writing: bool, previous: &Socket, reading: bool) -> std::io::Result<()> {
+    let mut fds = Vec::with_capacity(2);
+    if writing {
+        fds.push(PollFd::new(next, PollFlags::OUT));
+    }
+    if reading {
+        fds.push(PollFd::new(previous, PollFlags::IN));
+    }
+    match poll(&mut fds, None) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
