@@ -1,0 +1,70 @@
+"""Makes worker/tests/goldens/*.safetensors: what PyTorch computes for tiny models, in double precision.
+
+    python tests/peers/goldens.py            # needs torch and safetensors
+
+Contents, F32 (ids I32): param.<name>, tokens, targets [B,T], logits [B,T,V], loss [1], grad.<name>; then three AdamW steps
+(lr 1e-3, betas 0.9 and 0.95, eps 1e-8, weight decay 0.1 on matrices, clipping at 1.0) on step_tokens, step_targets
+[3,B,T]: step_losses, step_norms [3], after.<name>.
+"""
+
+import pathlib
+
+import torch
+from safetensors.torch import save_file
+
+from model import GPT, loss, optimizer
+
+SIZES = dict(layers=2, heads=4, dim=32, ffn=48, seq=16, vocab=61)
+MODELS = {
+    "gpt2": dict(arch="gpt2", tied=True, **SIZES),
+    "llama": dict(arch="llama", tied=False, **SIZES),
+    "llama_gqa": dict(arch="llama", tied=True, kv_heads=2, **SIZES),
+}
+B, T, V = 2, SIZES["seq"], SIZES["vocab"]
+
+
+def golden(config):
+    generator = torch.Generator().manual_seed(7)
+    torch.manual_seed(7)
+    model = GPT(config)
+    # Weights far from their tiny initial spread, so that every term matters; rounded to F32, as they are stored.
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+    model.double()
+    for name in ("cos", "sin"):
+        # xlaunch keeps the table in F32.
+        setattr(model, name, getattr(model, name).float().double())
+    ids = lambda *shape: torch.randint(0, V, shape, generator=generator)
+    tokens, targets = ids(B, T), ids(B, T)
+    step_tokens, step_targets = ids(3, B, T), ids(3, B, T)
+
+    named = lambda: {n: p for n, p in model.named_parameters()}
+    out = {f"param.{n}": p.detach().clone() for n, p in named().items()}
+    logits = model(tokens)
+    value = loss(logits, targets)
+    value.backward()
+    out |= {"logits": logits.detach(), "loss": value.detach().reshape(1)}
+    out |= {f"grad.{n}": p.grad.clone() for n, p in named().items()}
+
+    opt, losses, norms = optimizer(model, 1e-3), [], []
+    for x, y in zip(step_tokens, step_targets):
+        opt.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        opt.step()
+        losses.append(value.detach())
+    out |= {"step_losses": torch.stack(losses), "step_norms": torch.stack(norms)}
+    out |= {f"after.{n}": p.detach().clone() for n, p in named().items()}
+    out = {name: tensor.float().contiguous() for name, tensor in out.items()}
+    ints = {"tokens": tokens, "targets": targets, "step_tokens": step_tokens, "step_targets": step_targets}
+    return out | {name: tensor.int().contiguous() for name, tensor in ints.items()}
+
+
+if __name__ == "__main__":
+    folder = pathlib.Path(__file__).parents[2] / "worker/tests/goldens"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, config in MODELS.items():
+        save_file(golden(config), folder / f"{name}.safetensors")
+        print(folder / f"{name}.safetensors")

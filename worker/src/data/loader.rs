@@ -1,0 +1,123 @@
+//! Batches, read ahead on a thread of their own.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::thread;
+
+use super::{DataError, Order, Tokens};
+
+/// Batches read ahead of the one in use.
+const AHEAD: usize = 4;
+
+/// B sequences of T tokens and what follows each token.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// [B, T].
+    pub tokens: Vec<i32>,
+    /// [B, T]: the tokens one position later.
+    pub targets: Vec<i32>,
+}
+
+/// Which sequences one rank reads: those of micro-step m start at `first + (m world + rank) batch`.
+#[derive(Clone, Copy, Debug)]
+pub struct Schedule {
+    /// Sequences that all ranks used before this run began.
+    pub first: u64,
+    /// This rank.
+    pub rank: usize,
+    /// Number of ranks.
+    pub world: usize,
+    /// B.
+    pub batch: usize,
+    /// T.
+    pub seq: usize,
+}
+
+/// Delivers batches in order. Dropping it ends its thread.
+#[derive(Debug)]
+pub struct Loader {
+    batches: Receiver<Result<Batch, DataError>>,
+}
+
+impl Loader {
+    /// Starts reading.
+    pub fn start(tokens: Arc<Tokens>, order: Order, schedule: Schedule) -> std::io::Result<Self> {
+        let (sender, batches) = sync_channel(AHEAD);
+        thread::Builder::new().name("loader".into()).spawn(move || {
+            for micro in 0.. {
+                let batch = read(&tokens, &order, schedule, micro);
+                let failed = batch.is_err();
+                if sender.send(batch).is_err() || failed {
+                    return;
+                }
+            }
+        })?;
+        Ok(Self { batches })
+    }
+
+    /// The next batch.
+    pub fn next_batch(&self) -> Result<Batch, DataError> {
+        self.batches.recv().unwrap_or_else(|_| {
+            Err(DataError::Read {
+                path: "data".into(),
+                reason: "the loader ended after an earlier error".into(),
+            })
+        })
+    }
+}
+
+/// The batch of micro-step `micro`, counted from the start of the run.
+pub(crate) fn read(tokens: &Tokens, order: &Order, s: Schedule, micro: u64) -> Result<Batch, DataError> {
+    let first = s.first + (micro * s.world as u64 + s.rank as u64) * s.batch as u64;
+    let mut batch =
+        Batch { tokens: Vec::with_capacity(s.batch * s.seq), targets: Vec::with_capacity(s.batch * s.seq) };
+    let mut window = Vec::with_capacity(s.seq + 1);
+    for k in first..first + s.batch as u64 {
+        window.clear();
+        tokens.read(order.position(k), s.seq + 1, &mut window)?;
+        batch.tokens.extend_from_slice(&window[..s.seq]);
+        batch.targets.extend_from_slice(&window[1..]);
+    }
+    Ok(batch)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::source;
+    use xlaunch_proto::spec::Tokenizer;
+
+    fn tokens(text: &[u8]) -> Arc<Tokens> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("text");
+        fs_err::write(&path, text).unwrap();
+        Arc::new(source::open(&[path], Tokenizer::Bytes, 256).unwrap())
+    }
+
+    fn schedule(rank: usize, world: usize, batch: usize) -> Schedule {
+        Schedule { first: 0, rank, world, batch, seq: 4 }
+    }
+
+    #[test]
+    fn targets_are_the_tokens_one_later() {
+        let text = tokens(b"abcdefghijklmnop");
+        let loader = Loader::start(text, Order::new(16, 4, None), schedule(0, 1, 2)).unwrap();
+        let batch = loader.next_batch().unwrap();
+        assert_eq!(batch.tokens, b"abcdefgh".map(i32::from));
+        assert_eq!(batch.targets, b"bcdefghi".map(i32::from));
+    }
+
+    #[test]
+    fn any_number_of_ranks_reads_the_same_global_batch() {
+        let text = tokens(&(0..=255).collect::<Vec<u8>>());
+        let order = Order::new(256, 4, Some(9));
+        let one = |micro| read(&text, &order, schedule(0, 1, 4), micro).unwrap().tokens;
+        let two = |rank, micro| read(&text, &order, schedule(rank, 2, 2), micro).unwrap().tokens;
+        for step in 0..3 {
+            assert_eq!(one(step), [two(0, step), two(1, step)].concat());
+        }
+        // Accumulating twice on one rank is the same as two ranks.
+        let accumulated = |micro| read(&text, &order, schedule(0, 1, 2), micro).unwrap().tokens;
+        assert_eq!([accumulated(0), accumulated(1)].concat(), one(0));
+    }
+}

@@ -1,0 +1,81 @@
+//! Token data: files to batches.
+//!
+//! ```text
+//! globs --source--> Tokens (one logical sequence) --split--> train, val --order--> window of each sequence
+//!                                                     loader thread: windows --> Batch, read ahead
+//! ```
+//! Which window is sequence k of the run is a pure function of (seed, k): nothing depends on time or threads, and k counts
+//! the sequences of all ranks, so that any number of ranks with the same global batch sees the same data in each step.
+
+mod files;
+mod loader;
+mod order;
+mod source;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use xlaunch_proto::model::ModelShape;
+use xlaunch_proto::spec::JobSpec;
+
+pub(crate) use loader::read;
+pub use loader::{Batch, Loader, Schedule};
+pub use order::Order;
+pub use source::Tokens;
+
+/// Data that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what the fields are")]
+pub enum DataError {
+    #[error("{key}: no file matches {patterns}")]
+    NoFiles { key: &'static str, patterns: String },
+    #[error("{key}: `{pattern}` is not a valid glob: {reason}")]
+    Glob { key: &'static str, pattern: String, reason: String },
+    #[error("failed to read {}: {reason}", path.display())]
+    Read { path: PathBuf, reason: String },
+    #[error("{}: {problem}", path.display())]
+    Format { path: PathBuf, problem: String },
+    #[error(
+        "{key}: {tokens} tokens, but model.seq = {seq} needs at least {}; add data or lower model.seq",
+        seq + 1
+    )]
+    TooShort { key: &'static str, tokens: u64, seq: usize },
+    #[error("{}: token id {id} at position {position} is outside the vocabulary: model.vocab = {vocab}", path.display())]
+    Vocabulary { path: PathBuf, id: u32, position: u64, vocab: usize },
+}
+
+/// The two parts of a job's data.
+#[derive(Clone, Debug)]
+pub struct Dataset {
+    /// For training.
+    pub train: Arc<Tokens>,
+    /// Held out, or given apart; `None` when there is not enough for one sequence.
+    pub val: Option<Arc<Tokens>>,
+}
+
+impl Dataset {
+    /// Opens what `[data]` names and checks that the model can be trained on it.
+    pub fn open(spec: &JobSpec, shape: &ModelShape) -> Result<Self, DataError> {
+        let data = &spec.data;
+        let skip = PathBuf::from(&spec.job.output);
+        let open = |key, patterns: &[String]| {
+            let files = files::matching(key, patterns, &skip)?;
+            source::open(&files, data.tokenizer, shape.vocab)
+        };
+        let all = open("data.train", &data.train)?;
+        let (train, val) = if data.val.is_empty() {
+            all.split(data.val_fraction)
+        } else {
+            (all, open("data.val", &data.val)?)
+        };
+        let needed = shape.seq as u64 + 1;
+        if train.len() < needed {
+            return Err(DataError::TooShort { key: "data.train", tokens: train.len(), seq: shape.seq });
+        }
+        if !data.val.is_empty() && val.len() < needed {
+            return Err(DataError::TooShort { key: "data.val", tokens: val.len(), seq: shape.seq });
+        }
+        let val = (val.len() >= needed).then(|| Arc::new(val));
+        Ok(Self { train: Arc::new(train), val })
+    }
+}

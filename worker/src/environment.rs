@@ -1,0 +1,103 @@
+//! What the agent tells a worker through its environment.
+
+use std::path::PathBuf;
+
+use xlaunch_proto::env;
+use xlaunch_proto::ids::{Attempt, LocalRank, Rank, WorldSize};
+
+use crate::error::{Result, WorkerError};
+
+/// This worker's place in the job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "named after the variables")]
+pub struct Environment {
+    pub rank: Rank,
+    pub local_rank: LocalRank,
+    pub world_size: WorldSize,
+    pub attempt: Attempt,
+    pub agent_socket: PathBuf,
+    pub device: Device,
+    /// Threads of the CPU back end.
+    pub threads: usize,
+}
+
+/// Where this worker computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    /// On its share of the cores.
+    Cpu,
+    /// On this device of the process.
+    Cuda(usize),
+}
+
+impl Environment {
+    /// Reads the variables through `get`.
+    pub fn read(get: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let text =
+            |name: &str| get(name).ok_or_else(|| WorkerError::Environment(format!("{name} is not set")));
+        let number = |name: &str| -> Result<u32> {
+            let value = text(name)?;
+            value.parse().map_err(|_| WorkerError::Environment(format!("{name} is {value:?}, not a number")))
+        };
+        let device = match text(env::DEVICE)?.as_str() {
+            "cpu" => Device::Cpu,
+            other => match other.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok()) {
+                Some(ordinal) => Device::Cuda(ordinal),
+                None => {
+                    return Err(WorkerError::Environment(format!(
+                        "{} is {other:?}, neither cpu nor cuda:N",
+                        env::DEVICE
+                    )));
+                }
+            },
+        };
+        let threads = get("OMP_NUM_THREADS").and_then(|threads| threads.parse().ok()).unwrap_or(1);
+        Ok(Self {
+            rank: Rank(number("RANK")?),
+            local_rank: LocalRank(number("LOCAL_RANK")?),
+            world_size: WorldSize(number("WORLD_SIZE")?),
+            attempt: Attempt(number(env::ATTEMPT)?),
+            agent_socket: text(env::AGENT_SOCKET)?.into(),
+            device,
+            threads: threads.max(1),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn variable(name: &str) -> Option<String> {
+        let value = match name {
+            "RANK" => "3",
+            "LOCAL_RANK" => "1",
+            "WORLD_SIZE" => "4",
+            env::ATTEMPT => "0",
+            env::AGENT_SOCKET => "/run/agent.sock",
+            env::DEVICE => "cuda:1",
+            _ => return None,
+        };
+        Some(value.into())
+    }
+
+    #[test]
+    fn the_place_in_the_job_is_read() {
+        let environment = Environment::read(variable).unwrap();
+        assert_eq!(
+            (environment.rank, environment.device, environment.threads),
+            (Rank(3), Device::Cuda(1), 1)
+        );
+    }
+
+    #[test]
+    fn a_missing_or_odd_variable_is_named() {
+        let without = |missing: &'static str| move |name: &str| variable(name).filter(|_| name != missing);
+        for name in ["RANK", "WORLD_SIZE", env::AGENT_SOCKET, env::DEVICE] {
+            let error = Environment::read(without(name)).unwrap_err().to_string();
+            assert!(error.contains(name), "{error}");
+        }
+        let odd = |name: &str| if name == env::DEVICE { Some("tpu".into()) } else { variable(name) };
+        assert!(Environment::read(odd).unwrap_err().to_string().contains("tpu"));
+    }
+}

@@ -1,0 +1,189 @@
+//! Forward: tokens to logits, keeping what backward needs.
+
+use xlaunch_engine::{Accumulate, ClassifierShape, DType, EmbedShape, Result, Slice, Tensor};
+use xlaunch_proto::model::Arch;
+
+use super::layout::{self, Linear};
+use super::{Model, Rows};
+
+/// What forward leaves for backward. Each tensor returns to the pool when backward is done with it.
+#[derive(Debug)]
+pub struct Activations {
+    pub(super) rows: Rows,
+    pub(super) blocks: Vec<Block>,
+    /// Input of the final norm, its output and statistics.
+    pub(super) last: Normed,
+    /// [N, Vp]; gradients after [`Model::loss`] with a gradient scale.
+    pub(super) logits: Tensor,
+}
+
+/// A norm's input (the residual stream at that point), output and statistics.
+#[derive(Debug)]
+pub(super) struct Normed {
+    pub(super) x: Tensor,
+    pub(super) y: Tensor,
+    pub(super) stats: Tensor,
+}
+
+/// One block's activations.
+#[derive(Debug)]
+pub(super) struct Block {
+    pub(super) ln1: Normed,
+    /// [B, T, (H + 2 Hkv) D], rotated.
+    pub(super) qkv: Tensor,
+    /// [B, T, H D].
+    pub(super) att: Tensor,
+    /// [B, H, T].
+    pub(super) lse: Tensor,
+    pub(super) ln2: Normed,
+    /// [N, F] or, with gates, [N, 2 F].
+    pub(super) h: Tensor,
+    /// [N, F].
+    pub(super) a: Tensor,
+}
+
+impl Activations {
+    /// Logits of row `row`: V of them.
+    pub fn logits(&self, row: usize, vocab: usize) -> Slice<'_> {
+        let padded = self.logits.len() / self.rows.count();
+        self.logits.slice(row * padded..row * padded + vocab)
+    }
+}
+
+impl Model {
+    /// Logits of `tokens` I32 [B, T].
+    pub fn forward(&self, rows: Rows, tokens: Slice<'_>) -> Result<Activations> {
+        let mut blocks = Vec::with_capacity(self.shape.layers);
+        let mut ln1 = self.norm(rows, self.embed(rows, tokens)?, &self.layout.blocks[0].ln1)?;
+        for (index, params) in self.layout.blocks.iter().enumerate() {
+            let next = self.layout.blocks.get(index + 1).map_or(&self.layout.lnf, |block| &block.ln1);
+            let (block, normed) = self.block(rows, ln1, params, next)?;
+            blocks.push(block);
+            ln1 = normed;
+        }
+        let padded = self.shape.padded_vocab();
+        let logits = self.activation(rows.count() * padded)?;
+        let shape = Self::linear_shape(rows, self.shape.dim, padded);
+        self.backend.linear_fwd(shape, ln1.y.all(), self.param(&self.layout.head), None, logits.all())?;
+        Ok(Activations { rows, blocks, last: ln1, logits })
+    }
+
+    /// Loss of every row into `losses` F32 [N]. With `grad_scale`, the logits become gradients of
+    /// `grad_scale * sum(losses)`.
+    pub fn loss(
+        &self,
+        acts: &Activations,
+        targets: Slice<'_>,
+        losses: Slice<'_>,
+        grad_scale: Option<f32>,
+    ) -> Result<()> {
+        let shape = ClassifierShape {
+            rows: acts.rows.count(),
+            vocab: self.shape.vocab,
+            padded: self.shape.padded_vocab(),
+        };
+        self.backend.classifier(shape, acts.logits.all(), targets, losses, grad_scale)
+    }
+
+    fn embed(&self, rows: Rows, tokens: Slice<'_>) -> Result<Tensor> {
+        let x = self.activation(rows.count() * self.shape.dim)?;
+        let wpe = self.layout.wpe.as_ref().map(|wpe| self.param(wpe));
+        let wte = self.param(&self.layout.wte);
+        self.backend.embed_fwd(self.embed_shape(rows), tokens, wte, wpe, x.all())?;
+        Ok(x)
+    }
+
+    pub(super) fn embed_shape(&self, rows: Rows) -> EmbedShape {
+        EmbedShape { batch: rows.batch, seq: rows.seq, cols: self.shape.dim, vocab: self.shape.vocab }
+    }
+
+    /// One block, from the output of its first norm to that of the norm behind it.
+    fn block(
+        &self,
+        rows: Rows,
+        ln1: Normed,
+        params: &layout::Block,
+        next: &layout::Norm,
+    ) -> Result<(Block, Normed)> {
+        let (n, shape) = (rows.count(), &self.shape);
+        let qkv = self.linear(rows, &ln1.y, &params.qkv, shape.dim, shape.qkv_width())?;
+        if let Some(table) = &self.rope {
+            let width = shape.head_width();
+            self.backend.rope_fwd(self.attention_shape(rows), qkv.all(), table.slice(0..rows.seq * width))?;
+        }
+        let att = self.activation(n * shape.dim)?;
+        let lse = self.backend.alloc(DType::F32, n * shape.heads)?;
+        self.backend.attention_fwd(self.attention_shape(rows), qkv.all(), att.all(), lse.all())?;
+        let branch = self.linear(rows, &att, &params.proj, shape.dim, shape.dim)?;
+        let ln2 = self.add_norm(rows, &ln1.x, branch, &params.ln2)?;
+
+        let a = self.activation(n * shape.ffn)?;
+        let h = match shape.arch {
+            Arch::Gpt2 => {
+                let h = self.linear(rows, &ln2.y, &params.fc, shape.dim, shape.ffn)?;
+                self.backend.gelu_fwd(h.all(), a.all())?;
+                h
+            }
+            Arch::Llama => {
+                let h = self.linear(rows, &ln2.y, &params.fc, shape.dim, 2 * shape.ffn)?;
+                self.backend.swiglu_fwd(n, shape.ffn, h.all(), a.all())?;
+                h
+            }
+        };
+        let branch = self.linear(rows, &a, &params.out, shape.ffn, shape.dim)?;
+        let next = self.add_norm(rows, &ln2.x, branch, next)?;
+        Ok((Block { ln1, qkv, att, lse, ln2, h, a }, next))
+    }
+
+    fn linear(
+        &self,
+        rows: Rows,
+        x: &Tensor,
+        params: &Linear,
+        inputs: usize,
+        outputs: usize,
+    ) -> Result<Tensor> {
+        let y = self.activation(rows.count() * outputs)?;
+        let bias = params.bias.as_ref().map(|bias| self.param(bias));
+        let shape = Self::linear_shape(rows, inputs, outputs);
+        self.backend.linear_fwd(shape, x.all(), self.param(&params.weight), bias, y.all())?;
+        Ok(y)
+    }
+
+    fn norm(&self, rows: Rows, x: Tensor, params: &layout::Norm) -> Result<Normed> {
+        let shape = self.norm_shape(rows);
+        let y = self.activation(x.len())?;
+        let stats = self.backend.alloc(DType::F32, shape.stats())?;
+        let bias = params.bias.as_ref().map(|bias| self.param(bias));
+        self.backend.norm_fwd(shape, x.all(), self.param(&params.weight), bias, y.all(), stats.all())?;
+        Ok(Normed { x, y, stats })
+    }
+
+    /// The residual stream `x + branch`, and its norm.
+    fn add_norm(&self, rows: Rows, x: &Tensor, branch: Tensor, params: &layout::Norm) -> Result<Normed> {
+        let shape = self.norm_shape(rows);
+        let sum = self.activation(x.len())?;
+        let y = self.activation(x.len())?;
+        let stats = self.backend.alloc(DType::F32, shape.stats())?;
+        let bias = params.bias.as_ref().map(|bias| self.param(bias));
+        let weight = self.param(&params.weight);
+        self.backend.add_norm_fwd(
+            shape,
+            x.all(),
+            branch.all(),
+            sum.all(),
+            weight,
+            bias,
+            y.all(),
+            stats.all(),
+        )?;
+        Ok(Normed { x: sum, y, stats })
+    }
+
+    /// Mean of `losses` times `share`, into (or added to) `out[0]`.
+    pub fn mean_loss(&self, losses: &Tensor, share: f32, out: Slice<'_>, acc: Accumulate) -> Result<()> {
+        #[expect(clippy::cast_precision_loss, reason = "rows of one batch are far below 2^24")]
+        let scale = share / losses.len() as f32;
+        self.backend.sum(losses.all(), scale, out, acc)
+    }
+}

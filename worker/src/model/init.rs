@@ -1,0 +1,102 @@
+//! Initial weights: a pure function of (seed, parameter name, position), the same on every device, rank and layout.
+
+use xlaunch_proto::ids::Digest;
+
+use super::layout::{Init, Layout};
+
+/// The whole parameter arena with its initial values.
+pub fn weights(layout: &Layout, seed: u64) -> Vec<f32> {
+    let mut arena = vec![0.0; layout.len];
+    for param in &layout.params {
+        let values = &mut arena[param.stored()];
+        match param.init {
+            Init::Zeros => {}
+            Init::Ones => values.fill(1.0),
+            Init::Normal(deviation) => {
+                let mut normal = Normal::new(seed, &param.name);
+                values.fill_with(|| normal.next() * deviation);
+            }
+        }
+    }
+    arena
+}
+
+/// A stream of random 64-bit numbers: SplitMix64 (Steele, Lea and Flood, 2014).
+#[derive(Clone, Debug)]
+pub struct Random(u64);
+
+impl Random {
+    /// The stream of this seed and purpose.
+    pub fn new(seed: u64, purpose: &str) -> Self {
+        let digest = Digest::of(&[&seed.to_le_bytes(), purpose.as_bytes()].concat());
+        Self(digest.0.iter().take(8).fold(0, |state, byte| state << 8 | u64::from(*byte)))
+    }
+
+    /// The next number.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mix(self.0)
+    }
+
+    /// Uniform in (0, 1].
+    #[expect(clippy::cast_precision_loss, reason = "53 bits are exact")]
+    pub fn uniform(&mut self) -> f64 {
+        ((self.bits() >> 11) + 1) as f64 / (1u64 << 53) as f64
+    }
+}
+
+/// SplitMix64's output function: a bijection that scatters neighbouring numbers.
+pub fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Normal numbers in pairs, by Box and Muller's transform.
+struct Normal {
+    random: Random,
+    spare: Option<f32>,
+}
+
+impl Normal {
+    fn new(seed: u64, name: &str) -> Self {
+        Self { random: Random::new(seed, name), spare: None }
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "rounding to f32 is meant")]
+    fn next(&mut self) -> f32 {
+        self.spare.take().unwrap_or_else(|| {
+            let radius = (-2.0 * self.random.uniform().ln()).sqrt();
+            let (sin, cos) = (std::f64::consts::TAU * self.random.uniform()).sin_cos();
+            self.spare = Some((radius * sin) as f32);
+            (radius * cos) as f32
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use xlaunch_proto::model::PRESETS;
+
+    #[test]
+    fn weights_have_the_asked_spread_and_depend_on_the_seed() {
+        let layout = Layout::new(&PRESETS[0].1);
+        let arena = weights(&layout, 1);
+        let wte = layout.params.iter().find(|param| param.name == "wte.weight").unwrap();
+        let values = &arena[wte.stored()];
+        let mean = values.iter().sum::<f32>() / values.len() as f32;
+        let deviation = (values.iter().map(|x| (x - mean).powi(2)).sum::<f32>() / values.len() as f32).sqrt();
+        assert!(mean.abs() < 1e-3 && (deviation - 0.02).abs() < 1e-3, "{mean} {deviation}");
+        assert_eq!(arena, weights(&layout, 1));
+        assert_ne!(arena, weights(&layout, 2));
+    }
+
+    #[test]
+    fn parameters_of_one_shape_differ() {
+        let layout = Layout::new(&PRESETS[0].1);
+        let arena = weights(&layout, 1);
+        let first = |block: usize| arena[layout.blocks[block].qkv.weight.start];
+        assert_ne!(first(0), first(1));
+    }
+}

@@ -1,0 +1,241 @@
+//! Where each parameter lies in the flat arenas of parameters, gradients and optimizer state.
+//!
+//! The order is that in which backward finishes gradients: head, final norm, blocks from last to first, embeddings. So
+//! "all gradients below this offset are written" is one number, and a bucket of them is one contiguous range. Every
+//! parameter starts on a multiple of [`ALIGN`] elements; gaps stay zero in every arena.
+
+use std::ops::Range;
+
+use xlaunch_engine::DECAY_CHUNK;
+use xlaunch_proto::model::{Arch, ModelShape};
+
+/// Elements: keeps rows aligned for the matrix units in both element types, and decay flags per parameter.
+const ALIGN: usize = DECAY_CHUNK;
+
+/// How a parameter's initial values are drawn.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Init {
+    /// All zero.
+    Zeros,
+    /// All one.
+    Ones,
+    /// Normal with mean 0 and this standard deviation.
+    Normal(f32),
+}
+
+/// One named parameter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Param {
+    /// Name in checkpoints, such as `blocks.3.qkv.weight`.
+    pub name: String,
+    /// Shape in checkpoints: `[rows, cols]` of a matrix, `[len]` of a vector.
+    pub shape: Vec<usize>,
+    /// Elements in the arenas. Longer than the shape says where rows are padded; padding stays zero.
+    pub range: Range<usize>,
+    /// Whether weight decay applies: matrices only.
+    pub decay: bool,
+    /// Initial values.
+    pub init: Init,
+}
+
+impl Param {
+    /// Elements that checkpoints hold: the first ones of the range.
+    pub fn stored(&self) -> Range<usize> {
+        self.range.start..self.range.start + self.shape.iter().product::<usize>()
+    }
+}
+
+/// A matrix and, in gpt2, its bias.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "named after what they locate")]
+pub struct Linear {
+    pub weight: Range<usize>,
+    pub bias: Option<Range<usize>>,
+}
+
+/// A scale and, in gpt2, a shift.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "named after what they locate")]
+pub struct Norm {
+    pub weight: Range<usize>,
+    pub bias: Option<Range<usize>>,
+}
+
+/// The parameters of one block.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "named after what they locate")]
+pub struct Block {
+    pub ln1: Norm,
+    pub qkv: Linear,
+    pub proj: Linear,
+    pub ln2: Norm,
+    pub fc: Linear,
+    pub out: Linear,
+    /// End of the block's range: everything below is written once its backward is done.
+    pub end: usize,
+}
+
+/// The whole arena.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "named after what they locate")]
+pub struct Layout {
+    pub wte: Range<usize>,
+    pub wpe: Option<Range<usize>>,
+    pub blocks: Vec<Block>,
+    pub lnf: Norm,
+    /// The embedding's range where the head is tied.
+    pub head: Range<usize>,
+    /// End of what precedes the blocks: head (untied) and final norm.
+    pub top_end: usize,
+    /// Every parameter, by rising offset.
+    pub params: Vec<Param>,
+    /// Elements of an arena.
+    pub len: usize,
+}
+
+impl Layout {
+    /// The arena of this model.
+    pub fn new(shape: &ModelShape) -> Self {
+        let (dim, padded) = (shape.dim, shape.padded_vocab());
+        let gpt2 = shape.arch == Arch::Gpt2;
+        // GPT-2's initialisation: projections into the residual stream are scaled by its depth.
+        let normal = Init::Normal(0.02);
+        #[expect(clippy::cast_precision_loss, reason = "a count of layers is small")]
+        let residual = Init::Normal(0.02 / ((2 * shape.layers) as f32).sqrt());
+        let mut arena = Builder { params: Vec::new(), len: 0, bias: gpt2 };
+
+        let untied_head = (!shape.tied).then(|| arena.table("head.weight", shape.vocab, padded, dim, normal));
+        let lnf = arena.norm("lnf", dim);
+        let top_end = arena.len;
+        let mut blocks: Vec<Block> = (0..shape.layers)
+            .rev()
+            .map(|index| {
+                let name = |part: &str| format!("blocks.{index}.{part}");
+                let gates = if gpt2 { 1 } else { 2 };
+                let out = arena.linear(&name("out"), dim, shape.ffn, residual);
+                let fc = arena.linear(&name("fc"), gates * shape.ffn, dim, normal);
+                let ln2 = arena.norm(&name("ln2"), dim);
+                let proj = arena.linear(&name("proj"), dim, dim, residual);
+                let qkv = arena.linear(&name("qkv"), shape.qkv_width(), dim, normal);
+                let ln1 = arena.norm(&name("ln1"), dim);
+                Block { ln1, qkv, proj, ln2, fc, out, end: arena.len }
+            })
+            .collect();
+        blocks.reverse();
+        let wpe = gpt2.then(|| arena.table("wpe.weight", shape.seq, shape.seq, dim, normal));
+        let wte = arena.table("wte.weight", shape.vocab, padded, dim, normal);
+        let head = untied_head.unwrap_or_else(|| wte.clone());
+        Self { wte, wpe, blocks, lnf, head, top_end, len: arena.len, params: arena.params }
+    }
+
+    /// End offset of each parameter including the gap behind it: what the bucket planner takes.
+    pub fn ends(&self) -> Vec<usize> {
+        let starts = self.params.iter().skip(1).map(|param| param.range.start);
+        starts.chain([self.len]).collect()
+    }
+
+    /// Parameters that count as the model's: padding and gaps left out.
+    pub fn parameters(&self) -> usize {
+        self.params.iter().map(|param| param.stored().len()).sum()
+    }
+
+    /// One flag per [`DECAY_CHUNK`] elements: 1 where weight decay applies.
+    pub fn decay_flags(&self) -> Vec<u8> {
+        let mut flags = vec![0; self.len / DECAY_CHUNK];
+        for param in self.params.iter().filter(|param| param.decay) {
+            flags[param.range.start / DECAY_CHUNK..param.range.end.div_ceil(DECAY_CHUNK)].fill(1);
+        }
+        flags
+    }
+
+    /// Bytes that are equal exactly when two layouts are.
+    pub fn fingerprint(&self) -> Vec<u8> {
+        let lines =
+            self.params.iter().map(|param| format!("{} {:?} {:?}\n", param.name, param.shape, param.range));
+        lines.collect::<String>().into_bytes()
+    }
+}
+
+struct Builder {
+    params: Vec<Param>,
+    len: usize,
+    bias: bool,
+}
+
+impl Builder {
+    fn norm(&mut self, name: &str, dim: usize) -> Norm {
+        Norm {
+            weight: self.vector(format!("{name}.weight"), dim, Init::Ones),
+            bias: self.bias.then(|| self.vector(format!("{name}.bias"), dim, Init::Zeros)),
+        }
+    }
+
+    fn linear(&mut self, name: &str, outputs: usize, inputs: usize, init: Init) -> Linear {
+        Linear {
+            weight: self.table(&format!("{name}.weight"), outputs, outputs, inputs, init),
+            bias: self.bias.then(|| self.vector(format!("{name}.bias"), outputs, Init::Zeros)),
+        }
+    }
+
+    fn table(&mut self, name: &str, rows: usize, padded: usize, cols: usize, init: Init) -> Range<usize> {
+        self.place(name.into(), vec![rows, cols], padded * cols, true, init)
+    }
+
+    fn vector(&mut self, name: String, len: usize, init: Init) -> Range<usize> {
+        self.place(name, vec![len], len, false, init)
+    }
+
+    fn place(
+        &mut self,
+        name: String,
+        shape: Vec<usize>,
+        len: usize,
+        decay: bool,
+        init: Init,
+    ) -> Range<usize> {
+        let range = self.len..self.len + len;
+        self.len = range.end.next_multiple_of(ALIGN);
+        self.params.push(Param { name, shape, range: range.clone(), decay, init });
+        range
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use xlaunch_proto::model::PRESETS;
+
+    #[test]
+    fn parameters_follow_each_other_aligned_and_in_backward_order() {
+        for (name, shape) in &PRESETS {
+            let layout = Layout::new(shape);
+            let mut end = 0;
+            for param in &layout.params {
+                assert!(param.range.start >= end && param.range.start - end < ALIGN, "{name} {}", param.name);
+                assert_eq!(param.range.start % ALIGN, 0);
+                end = param.range.end;
+            }
+            assert!(layout.len >= end);
+            assert!(layout.blocks.windows(2).all(|pair| pair[0].qkv.weight.start > pair[1].qkv.weight.start));
+            assert_eq!(layout.params.last().map(|param| param.name.as_str()), Some("wte.weight"));
+        }
+    }
+
+    #[test]
+    fn the_presets_have_their_known_sizes() {
+        let size = |index: usize| Layout::new(&PRESETS[index].1).parameters();
+        // GPT-2 124M: 124,439,808 by its paper's sizes. llama-28m: 28.3M in blocks and two 50257 x 384 tables.
+        assert_eq!(size(2), 124_439_808);
+        assert_eq!(size(1), 12 * (4 * 384 * 384 + 3 * 384 * 1536 + 2 * 384) + 384 + 2 * 50257 * 384);
+    }
+
+    #[test]
+    fn decay_covers_matrices_alone() {
+        let layout = Layout::new(&PRESETS[2].1);
+        let flags = layout.decay_flags();
+        for param in &layout.params {
+            let flag = flags[param.range.start / DECAY_CHUNK];
+            assert_eq!(flag == 1, param.shape.len() == 2, "{}", param.name);
+        }
+    }
+}

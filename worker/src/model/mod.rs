@@ -1,0 +1,162 @@
+//! The GPT model, written once over the [`Backend`] trait: forward, and the backward that mirrors it by hand.
+//!
+//! - [`layout`]: where each parameter lies in the flat arenas;
+//! - [`init`]: initial weights;
+//! - `forward` and `backward`: one block after the other, each the other's mirror;
+//! - this file: the model's parts and the small helpers both use.
+
+mod backward;
+mod forward;
+pub mod init;
+pub mod layout;
+
+use std::ops::Range;
+use std::rc::Rc;
+
+use xlaunch_engine::{
+    AttentionShape, Backend, DType, LinearShape, NormKind, NormShape, Result, Slice, Tensor,
+};
+use xlaunch_proto::model::{Arch, ModelShape};
+
+pub use forward::Activations;
+use layout::Layout;
+
+/// Added to the variance in every norm.
+const NORM_EPS: f32 = 1e-5;
+/// Base of the rotary angles.
+const ROPE_BASE: f64 = 10_000.0;
+
+/// Sizes, parameters and their device.
+#[derive(Debug)]
+pub struct Model {
+    /// Sizes.
+    pub shape: ModelShape,
+    /// Where each parameter lies.
+    pub layout: Layout,
+    /// Master weights, F32.
+    pub params: Tensor,
+    /// What forward and backward read when activations are Bf16: the weights, rounded. The optimizer writes both.
+    pub work: Option<Tensor>,
+    /// Cosines and sines of the rotary angles, F32 [T, D]; llama only.
+    rope: Option<Tensor>,
+    backend: BackendHandle,
+}
+
+/// A back end shared by all parts of one worker.
+#[derive(Clone)]
+pub struct BackendHandle(Rc<dyn Backend>);
+
+impl BackendHandle {
+    /// Shares `backend`.
+    pub fn new(backend: impl Backend + 'static) -> Self {
+        Self(Rc::new(backend))
+    }
+}
+
+impl std::fmt::Debug for BackendHandle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "BackendHandle({})", self.0.device().name)
+    }
+}
+
+impl std::ops::Deref for BackendHandle {
+    type Target = dyn Backend;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.0
+    }
+}
+
+/// B sequences of T tokens each: what one pass works on.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows {
+    /// B.
+    pub batch: usize,
+    /// T.
+    pub seq: usize,
+}
+
+impl Rows {
+    /// N = B T.
+    pub fn count(self) -> usize {
+        self.batch * self.seq
+    }
+}
+
+impl Model {
+    /// A model with these weights: the whole arena, as [`init::weights`] or a checkpoint gives it.
+    pub fn new(backend: &BackendHandle, shape: &ModelShape, weights: &[f32]) -> Result<Self> {
+        let layout = Layout::new(shape);
+        let params = backend.alloc(DType::F32, layout.len)?;
+        backend.write_f32(params.all(), weights)?;
+        let work = match backend.activation_dtype() {
+            DType::Bf16 => {
+                let work = backend.alloc(DType::Bf16, layout.len)?;
+                backend.cast(params.all(), work.all())?;
+                Some(work)
+            }
+            _ => None,
+        };
+        let rope = match shape.arch {
+            Arch::Gpt2 => None,
+            Arch::Llama => {
+                let table = rope_table(shape.seq, shape.head_width());
+                let rope = backend.alloc(DType::F32, table.len())?;
+                backend.write_f32(rope.all(), &table)?;
+                Some(rope)
+            }
+        };
+        Ok(Self { shape: shape.clone(), layout, params, work, rope, backend: backend.clone() })
+    }
+
+    /// A parameter in the element type of the activations.
+    fn param(&self, range: &Range<usize>) -> Slice<'_> {
+        self.work.as_ref().unwrap_or(&self.params).slice(range.clone())
+    }
+
+    /// A new tensor for activations.
+    fn activation(&self, len: usize) -> Result<Tensor> {
+        self.backend.alloc(self.backend.activation_dtype(), len)
+    }
+
+    fn norm_shape(&self, rows: Rows) -> NormShape {
+        let kind = match self.shape.arch {
+            Arch::Gpt2 => NormKind::Layer,
+            Arch::Llama => NormKind::Rms,
+        };
+        NormShape { rows: rows.count(), cols: self.shape.dim, kind, eps: NORM_EPS }
+    }
+
+    fn attention_shape(&self, rows: Rows) -> AttentionShape {
+        AttentionShape {
+            batch: rows.batch,
+            seq: rows.seq,
+            heads: self.shape.heads,
+            kv_heads: self.shape.kv_heads,
+            width: self.shape.head_width(),
+        }
+    }
+
+    fn linear_shape(rows: Rows, inputs: usize, outputs: usize) -> LinearShape {
+        LinearShape { rows: rows.count(), inputs, outputs }
+    }
+}
+
+/// `[T, D]`: D/2 cosines, then D/2 sines, of the angles `t / base^(2 i / D)`.
+#[expect(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    reason = "positions are small, rounding is meant"
+)]
+fn rope_table(seq: usize, width: usize) -> Vec<f32> {
+    let half = width / 2;
+    // PyTorch's recipe forms frequencies and angles in f32; doing the same keeps both trainers' curves together.
+    let frequency = |i: usize| ROPE_BASE.powf(-((2 * i) as f64) / width as f64) as f32;
+    let angle = |t: usize, i: usize| f64::from(t as f32 * frequency(i));
+    (0..seq)
+        .flat_map(|t| {
+            let cosines = (0..half).map(move |i| angle(t, i).cos() as f32);
+            cosines.chain((0..half).map(move |i| angle(t, i).sin() as f32))
+        })
+        .collect()
+}

@@ -1,0 +1,54 @@
+//! The learning rate as a pure function of the step.
+
+use xlaunch_proto::spec::{Schedule, TrainSection};
+
+/// Learning rate of step `step` (from 0): linear warm-up that ends at `lr`, then the schedule.
+#[expect(clippy::cast_precision_loss, reason = "step counts are far below 2^53")]
+pub fn learning_rate(train: &TrainSection, step: u64) -> f64 {
+    let warmup = train.warmup_steps();
+    if step < warmup {
+        return train.lr * (step + 1) as f64 / warmup as f64;
+    }
+    match train.schedule {
+        Schedule::Constant => train.lr,
+        Schedule::Cosine => {
+            let length = train.steps.saturating_sub(warmup).max(1);
+            let progress = ((step - warmup) as f64 / length as f64).min(1.0);
+            let share = 0.5 * (1.0 + (std::f64::consts::PI * progress).cos());
+            train.lr * (train.min_lr_ratio + (1.0 - train.min_lr_ratio) * share)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn train(schedule: Schedule) -> TrainSection {
+        TrainSection {
+            steps: 100,
+            warmup: Some(10),
+            lr: 1.0,
+            min_lr_ratio: 0.1,
+            schedule,
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn warm_up_rises_to_the_peak_and_the_cosine_falls_to_the_floor() {
+        let train = train(Schedule::Cosine);
+        let rates: Vec<f64> = (0..100).map(|step| learning_rate(&train, step)).collect();
+        assert!((rates[0] - 0.1).abs() < 1e-12 && (rates[9] - 1.0).abs() < 1e-12 && rates[10] == 1.0);
+        assert!(rates[10..].windows(2).all(|pair| pair[1] < pair[0]));
+        assert!((rates[99] - 0.1).abs() < 1e-3, "{}", rates[99]);
+        assert!((learning_rate(&train, 10_000) - 0.1).abs() < 1e-12);
+    }
+
+    #[test]
+    fn constant_stays_and_no_warm_up_starts_at_the_peak() {
+        assert_eq!(learning_rate(&train(Schedule::Constant), 99), 1.0);
+        let train = TrainSection { warmup: Some(0), ..train(Schedule::Cosine) };
+        assert_eq!(learning_rate(&train, 0), 1.0);
+    }
+}

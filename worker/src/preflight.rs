@@ -1,0 +1,98 @@
+//! What can be known to fail before any worker starts.
+
+use std::path::{Path, PathBuf};
+
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::spec::JobSpec;
+
+use crate::checkpoint::{self, CheckpointError};
+use crate::data::Dataset;
+use crate::error::WorkerError;
+use crate::model::layout::Layout;
+
+/// A job that can start.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Preflight {
+    /// Checkpoint to resume from.
+    pub resume_from: Option<PathBuf>,
+    /// What the user should know.
+    pub warnings: Vec<String>,
+}
+
+/// A job that cannot start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// What to exit with.
+    pub exit: ExitCode,
+    /// Why.
+    pub message: String,
+}
+
+impl From<WorkerError> for Refusal {
+    fn from(error: WorkerError) -> Self {
+        Self { exit: error.exit(), message: error.to_string() }
+    }
+}
+
+/// Opens the data and finds the checkpoint to resume from. `job_dir` holds the job's earlier runs.
+pub fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {
+    let shape = spec
+        .model
+        .resolve()
+        .map_err(|invalid| Refusal { exit: ExitCode::Usage, message: invalid.to_string() })?;
+    let dataset = Dataset::open(spec, &shape).map_err(WorkerError::from)?;
+    let mut warnings = Vec::new();
+    if dataset.val.is_none() && spec.train.eval_every != 0 {
+        warnings.push("not enough held-out data for one sequence: no evaluation".into());
+    }
+    if let Some(path) = &spec.checkpoint.init {
+        checkpoint::load_weights(Path::new(path), &Layout::new(&shape)).map_err(WorkerError::from)?;
+    }
+    let resume_from = resume_from(spec, job_dir).map_err(WorkerError::from)?;
+    if let Some(path) = &resume_from {
+        let state = checkpoint::check_model(path, &shape).map_err(WorkerError::from)?;
+        if state.step >= spec.train.steps {
+            warnings.push(format!(
+                "{} has all {} steps: nothing is left to train",
+                path.display(),
+                state.step
+            ));
+        }
+        if state.seed != spec.job.seed {
+            warnings
+                .push(format!("job.seed was {}, is {}: the data order changes", state.seed, spec.job.seed));
+        }
+    }
+    Ok(Preflight { resume_from, warnings })
+}
+
+fn resume_from(spec: &JobSpec, job_dir: &Path) -> Result<Option<PathBuf>, CheckpointError> {
+    match (spec.checkpoint.resume.as_str(), &spec.checkpoint.dir) {
+        ("off", _) => Ok(None),
+        ("auto", Some(dir)) => Ok(checkpoint::newest(Path::new(dir))),
+        ("auto", None) => Ok(newest_of_runs(job_dir)),
+        (path, _) => {
+            let path = PathBuf::from(path);
+            if path.join("manifest.json").exists()
+                || path.file_name().is_some_and(|name| is_step(&name.to_string_lossy()))
+            {
+                return Ok(Some(path));
+            }
+            // A directory of checkpoints stands for its newest.
+            checkpoint::newest(&path).map(Some).ok_or(CheckpointError::None { path })
+        }
+    }
+}
+
+fn is_step(name: &str) -> bool {
+    name.starts_with("step-")
+}
+
+/// The newest checkpoint of the newest run that has one. Runs are named by their start, so names sort by time.
+fn newest_of_runs(job_dir: &Path) -> Option<PathBuf> {
+    let mut runs: Vec<PathBuf> =
+        fs_err::read_dir(job_dir).ok()?.flatten().map(|entry| entry.path()).collect();
+    runs.retain(|path| !path.is_symlink());
+    runs.sort();
+    runs.iter().rev().find_map(|run| checkpoint::newest(&run.join("checkpoints")))
+}

@@ -1,0 +1,282 @@
+//! The life of one rank: device, pool, communicator, model, loop, and teardown in reverse.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use cudarc::driver::CudaStream;
+use xlaunch_comm::{Collective, Local, Nccl, Ring, RingListener};
+use xlaunch_engine::cpu::CpuBackend;
+use xlaunch_engine::cuda::CudaBackend;
+use xlaunch_engine::{self as engine, Backend};
+use xlaunch_proto::VERSION;
+use xlaunch_proto::convert::{Join, Joined};
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::ids::{Digest, NcclId};
+use xlaunch_proto::model::ModelShape;
+use xlaunch_proto::spec::{JobSpec, PoolMode, Precision, Tokenizer};
+use xlaunch_proto::v1::worker_report::Report;
+use xlaunch_proto::v1::{Finished, GetJobRequest, Hello, TrainStarted};
+
+use crate::checkpoint::{self, Arenas};
+use crate::control::Control;
+use crate::data::{Dataset, Loader, Order, Schedule};
+use crate::environment::{Device, Environment};
+use crate::error::{Result, WorkerError};
+use crate::model::layout::Layout;
+use crate::model::{BackendHandle, Model, init};
+use crate::optim::AdamW;
+use crate::train::{self, Outcome, Run, Stepper};
+
+/// Time for ring neighbours to connect once all ranks have joined.
+const CONNECT: Duration = Duration::from_secs(30);
+
+/// Trains as the agent says.
+pub fn run(environment: &Environment) -> Result<ExitCode> {
+    let control = Control::connect(&environment.agent_socket)?;
+    let job = control.get_job(GetJobRequest {
+        rank: environment.rank.0,
+        attempt: environment.attempt.0,
+        version: VERSION.into(),
+    })?;
+    let spec = JobSpec::from_json(&job.spec_json)?;
+    let shape = spec.model.resolve().map_err(xlaunch_proto::spec::SpecError::from)?;
+    let dataset = Dataset::open(&spec, &shape)?;
+
+    let device = Opened::new(environment, &spec)?;
+    let start = Start::read(&spec, &shape, Path::new(&job.resume_from))?;
+    let model = Model::new(&device.backend, &shape, &start.params)?;
+    let optimizer = AdamW::new(&device.backend, &model, &spec.train)?;
+    if let Some((m, v)) = &start.moments {
+        device.backend.write_f32(optimizer.m.all(), m)?;
+        device.backend.write_f32(optimizer.v.all(), v)?;
+    }
+    let world = environment.world_size.index();
+    let mut stepper = Stepper::new(&device.backend, &model, &spec, world)?;
+
+    let run_dir = PathBuf::from(&job.run_dir);
+    let mut collective = meet(environment, &control, &spec, &model, &device, &run_dir)?;
+    let hello = Hello { rank: environment.rank.0, attempt: environment.attempt.0 };
+    control.open_session(hello, collective.abort_handle());
+
+    let loader = start_loader(&spec, &shape, &dataset, environment, start.sequences)?;
+    if environment.rank.0 == 0 {
+        control.report(Report::TrainStarted(started(&spec, &model, &device, &dataset, &stepper, &start)));
+    }
+    let checkpoint_dir =
+        spec.checkpoint.dir.as_ref().map_or_else(|| run_dir.join("checkpoints"), PathBuf::from);
+    let outcome = Run {
+        spec: &spec,
+        backend: &device.backend,
+        model: &model,
+        optimizer: &optimizer,
+        stepper: &mut stepper,
+        collective: &mut *collective,
+        dataset: &dataset,
+        loader: &loader,
+        control: &control,
+        checkpoint_dir,
+        first_step: start.step,
+        first_sequence: start.sequences,
+    }
+    .run()?;
+    let finished = finish(&spec, &device.backend, &model, &mut *collective, outcome, &dataset)?;
+    collective.finalize()?;
+    control.report(Report::Finished(finished));
+    Ok(if outcome.stopped_early { ExitCode::Stopped } else { ExitCode::Done })
+}
+
+/// The back end, and its compute stream where it is a GPU's.
+struct Opened {
+    backend: BackendHandle,
+    stream: Option<Arc<CudaStream>>,
+    precision: Precision,
+}
+
+impl Opened {
+    fn new(environment: &Environment, spec: &JobSpec) -> Result<Self> {
+        let pool = match spec.engine.pool {
+            PoolMode::On => engine::PoolMode::On,
+            PoolMode::Off => engine::PoolMode::Off,
+        };
+        Ok(match environment.device {
+            Device::Cpu => Self {
+                backend: BackendHandle::new(CpuBackend::new(environment.threads, pool)),
+                stream: None,
+                precision: Precision::Fp32,
+            },
+            Device::Cuda(ordinal) => {
+                let precision = spec.engine.precision.unwrap_or(Precision::Bf16);
+                let backend = CudaBackend::open(
+                    ordinal,
+                    match precision {
+                        Precision::Fp32 => engine::Precision::Fp32,
+                        Precision::Tf32 => engine::Precision::Tf32,
+                        Precision::Bf16 => engine::Precision::Bf16,
+                    },
+                    pool,
+                )?;
+                let stream = backend.cuda_stream();
+                Self { backend: BackendHandle::new(backend), stream, precision }
+            }
+        })
+    }
+}
+
+/// Where training starts from.
+struct Start {
+    params: Vec<f32>,
+    moments: Option<(Vec<f32>, Vec<f32>)>,
+    step: u64,
+    sequences: u64,
+}
+
+impl Start {
+    /// A checkpoint, given weights, or random ones.
+    fn read(spec: &JobSpec, shape: &ModelShape, resume_from: &Path) -> Result<Self> {
+        let layout = Layout::new(shape);
+        if !resume_from.as_os_str().is_empty() {
+            let Arenas { params, m, v, state } = checkpoint::load(resume_from, shape, &layout)?;
+            return Ok(Self { params, moments: Some((m, v)), step: state.step, sequences: state.sequences });
+        }
+        let params = match &spec.checkpoint.init {
+            Some(path) => checkpoint::load_weights(Path::new(path), &layout)?,
+            None => init::weights(&layout, spec.job.seed),
+        };
+        Ok(Self { params, moments: None, step: 0, sequences: 0 })
+    }
+}
+
+/// The rendezvous: joins with what this rank brings, and opens the collective among all.
+fn meet(
+    environment: &Environment,
+    control: &Control,
+    spec: &JobSpec,
+    model: &Model,
+    device: &Opened,
+    run_dir: &Path,
+) -> Result<Box<dyn Collective>> {
+    let world = environment.world_size.index();
+    let alone = world == 1;
+    let listener = match device.stream {
+        None if !alone => Some(RingListener::bind(run_dir, environment.rank.index())?),
+        _ => None,
+    };
+    let nccl_id = match device.stream {
+        Some(_) if !alone && environment.rank.0 == 0 => Some(NcclId(xlaunch_comm::unique_id()?)),
+        _ => None,
+    };
+    let dtype = train::wire_dtype(spec, device.backend.activation_dtype());
+    let plan = train::plan_buckets(&model.layout, dtype, &spec.comm);
+    let layout = [model.layout.fingerprint(), dtype.name().into(), plan.layout()].concat();
+    let Joined { world_size, nccl_id, ring_addresses, .. } = control.join(Join {
+        rank: environment.rank,
+        attempt: environment.attempt,
+        version: VERSION.into(),
+        config_hash: spec.digest(),
+        layout_hash: Digest::of(&layout),
+        device_uuid: device.backend.device().uuid.clone(),
+        nccl_id,
+        ring_address: listener.as_ref().map(|listener| listener.address().to_string()).unwrap_or_default(),
+        pid: std::process::id(),
+    })?;
+    if world_size != environment.world_size {
+        let message = format!("the agent speaks of {world_size} ranks, the environment of {world}");
+        return Err(WorkerError::Rendezvous(message));
+    }
+    let rank = environment.rank.index();
+    Ok(match (&device.stream, listener) {
+        (_, None) if alone => Box::new(Local::new()),
+        (Some(stream), _) => {
+            let id = nccl_id.ok_or_else(|| WorkerError::Rendezvous("rank 0 brought no NCCL id".into()))?;
+            Box::new(Nccl::new(stream.clone(), rank, world, id.0)?)
+        }
+        (None, Some(listener)) => Box::new(Ring::connect(listener, rank, &ring_addresses, CONNECT)?),
+        (None, None) => Box::new(Local::new()),
+    })
+}
+
+fn start_loader(
+    spec: &JobSpec,
+    shape: &ModelShape,
+    dataset: &Dataset,
+    environment: &Environment,
+    first: u64,
+) -> Result<Loader> {
+    let order = Order::new(dataset.train.len(), shape.seq, spec.data.shuffle.then_some(spec.job.seed));
+    let schedule = Schedule {
+        first,
+        rank: environment.rank.index(),
+        world: environment.world_size.index(),
+        batch: spec.train.batch,
+        seq: shape.seq,
+    };
+    Loader::start(dataset.train.clone(), order, schedule)
+        .map_err(|source| WorkerError::Io { what: "failed to start the loader".into(), source })
+}
+
+fn started(
+    spec: &JobSpec,
+    model: &Model,
+    device: &Opened,
+    dataset: &Dataset,
+    stepper: &Stepper,
+    start: &Start,
+) -> TrainStarted {
+    let precision = match device.precision {
+        Precision::Fp32 => "fp32",
+        Precision::Tf32 => "tf32",
+        Precision::Bf16 => "bf16",
+    };
+    TrainStarted {
+        parameters: model.layout.parameters() as u64,
+        first_step: start.step,
+        total_steps: spec.train.steps,
+        tokens_per_step: stepper.tokens_per_step(),
+        train_tokens: dataset.train.len(),
+        val_tokens: dataset.val.as_ref().map_or(0, |val| val.len()),
+        device_name: device.backend.device().name.clone(),
+        precision: precision.into(),
+    }
+}
+
+/// What follows the last step: the replica check, and text from rank 0.
+fn finish(
+    spec: &JobSpec,
+    backend: &BackendHandle,
+    model: &Model,
+    collective: &mut dyn Collective,
+    outcome: Outcome,
+    dataset: &Dataset,
+) -> Result<Finished> {
+    let difference = match spec.observe.check_replicas {
+        true => Some(train::largest_difference(backend, model, collective)?),
+        false => None,
+    };
+    let bytes = spec.data.tokenizer == Tokenizer::Bytes && spec.train.sample > 0;
+    let sample = if collective.rank() == 0 && bytes && !outcome.stopped_early {
+        let prompt = prompt(dataset, model.shape.seq / 4)?;
+        train::sample(backend, model, &prompt, spec.train.sample, spec.job.seed)?
+    } else {
+        String::new()
+    };
+    Ok(Finished {
+        steps: outcome.steps,
+        stopped_early: outcome.stopped_early,
+        sample,
+        max_parameter_difference: difference,
+    })
+}
+
+/// The first line of the held-out text that has some length, at most `longest` bytes.
+fn prompt(dataset: &Dataset, longest: usize) -> Result<Vec<u8>> {
+    let tokens = dataset.val.as_ref().unwrap_or(&dataset.train);
+    let mut ids = Vec::new();
+    tokens.read(0, usize::try_from(tokens.len().min(4096)).unwrap_or(4096), &mut ids)?;
+    let bytes: Vec<u8> = ids.iter().filter_map(|id| u8::try_from(*id).ok()).collect();
+    // The first line of the part is cut somewhere in its middle.
+    let line = bytes.split(|byte| *byte == b'\n').skip(1).find(|line| line.trim_ascii().len() >= 12);
+    let mut prompt = line.unwrap_or(b"\n").to_vec();
+    prompt.truncate(longest.max(1));
+    Ok(prompt)
+}

@@ -1,0 +1,141 @@
+//! The loop around the steps of one rank: schedule, reports, evaluation, checkpoints, stopping.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use xlaunch_comm::Collective;
+use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::v1::worker_report::Report;
+use xlaunch_proto::v1::{CheckpointReport, EvalReport, StepReport};
+
+use super::step::{Requests, StepResult, Stepper};
+use crate::checkpoint::{self, Snapshot, State};
+use crate::control::Control;
+use crate::data::{Dataset, Loader};
+use crate::error::{Result, WorkerError};
+use crate::model::{BackendHandle, Model};
+use crate::optim::{AdamW, schedule};
+
+/// Everything a rank trains with.
+#[derive(Debug)]
+#[expect(missing_docs, reason = "the parts are documented where they are defined")]
+pub struct Run<'a> {
+    pub spec: &'a JobSpec,
+    pub backend: &'a BackendHandle,
+    pub model: &'a Model,
+    pub optimizer: &'a AdamW,
+    pub stepper: &'a mut Stepper,
+    pub collective: &'a mut dyn Collective,
+    pub dataset: &'a Dataset,
+    pub loader: &'a Loader,
+    pub control: &'a Control,
+    pub checkpoint_dir: PathBuf,
+    /// Steps completed before this run.
+    pub first_step: u64,
+    /// Sequences used before this run.
+    pub first_sequence: u64,
+}
+
+/// How the loop ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// Steps completed, earlier runs included.
+    pub steps: u64,
+    /// Whether a Stop command ended it before the last step.
+    pub stopped_early: bool,
+}
+
+impl Run<'_> {
+    /// Trains until the last step or a Stop command; the last checkpoint is complete when it returns.
+    pub fn run(&mut self) -> Result<Outcome> {
+        let total = self.spec.train.steps;
+        let mut saved = None;
+        let mut step = self.first_step;
+        let mut stopped_early = false;
+        while step < total && !stopped_early {
+            let result = self.step(step)?;
+            step += 1;
+            stopped_early = result.requests.stop && step < total;
+            let due = |every: u64| every != 0 && step.is_multiple_of(every);
+            if due(self.spec.train.eval_every) || (step == total && self.spec.train.eval_every != 0) {
+                self.evaluate(step)?;
+            }
+            if due(self.spec.checkpoint.every) || result.requests.checkpoint || stopped_early || step == total
+            {
+                self.save(step)?;
+                saved = Some(step);
+            }
+        }
+        debug_assert!(step == self.first_step || saved == Some(step));
+        Ok(Outcome { steps: step, stopped_early })
+    }
+
+    fn step(&mut self, step: u64) -> Result<StepResult> {
+        if let Some(reason) = self.control.lost() {
+            return Err(WorkerError::AgentLost(reason));
+        }
+        let start = Instant::now();
+        let learning_rate = schedule::learning_rate(&self.spec.train, step);
+        self.optimizer.prepare(step, learning_rate)?;
+        let requests =
+            Requests { stop: self.control.stop_asked(), checkpoint: self.control.checkpoint_asked() };
+        let result = self.stepper.step(self.model, self.optimizer, self.collective, self.loader, requests)?;
+        if !result.loss.is_finite() {
+            return Err(WorkerError::Diverged { step, loss: result.loss });
+        }
+        let pool = self.backend.pool().stats();
+        #[expect(clippy::cast_possible_truncation, reason = "shown to people")]
+        self.control.report(Report::Step(StepReport {
+            step,
+            loss: result.loss,
+            learning_rate: learning_rate as f32,
+            grad_norm: result.grad_norm,
+            step_seconds: start.elapsed().as_secs_f64(),
+            tokens: self.stepper.tokens_per_step(),
+            pool_live_bytes: pool.live as u64,
+            pool_mapped_bytes: pool.mapped as u64,
+        }));
+        Ok(result)
+    }
+
+    fn evaluate(&mut self, step: u64) -> Result<()> {
+        let Some(val) = &self.dataset.val else { return Ok(()) };
+        let (loss, tokens) = super::evaluate(self.backend, self.model, self.collective, val, self.spec)?;
+        if self.collective.rank() == 0 {
+            self.control.report(Report::Eval(EvalReport { step, loss, tokens }));
+        }
+        Ok(())
+    }
+
+    /// Rank 0 saves for all: every rank holds the same state.
+    fn save(&mut self, step: u64) -> Result<()> {
+        if self.collective.rank() != 0 {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let host = |tensor: &xlaunch_engine::Tensor| -> Result<Vec<f32>> {
+            let mut values = vec![0.0; tensor.len()];
+            self.backend.read_f32(tensor.all(), &mut values)?;
+            Ok(values)
+        };
+        let (params, m, v) = (host(&self.model.params)?, host(&self.optimizer.m)?, host(&self.optimizer.v)?);
+        let state = State {
+            version: checkpoint::VERSION,
+            step,
+            sequences: self.first_sequence + (step - self.first_step) * self.stepper.sequences_per_step(),
+            world_size: u32::try_from(self.collective.world()).unwrap_or(u32::MAX),
+            model: self.model.shape.clone(),
+            seed: self.spec.job.seed,
+            spec: self.spec.clone(),
+        };
+        let arenas = Snapshot { params: &params, m: &m, v: &v };
+        let path = checkpoint::save(&self.checkpoint_dir, &self.model.layout, &arenas, &state)?;
+        checkpoint::prune(&self.checkpoint_dir, self.spec.checkpoint.keep)?;
+        self.control.report(Report::Checkpoint(CheckpointReport {
+            step,
+            path: path.display().to_string(),
+            seconds: start.elapsed().as_secs_f64(),
+        }));
+        Ok(())
+    }
+}

@@ -1,0 +1,195 @@
+//! One optimizer step on one rank.
+//!
+//! ```text
+//! compute stream: forward, backward ------------------------------> wait . square sum . AdamW . read back
+//! second stream:          bucket 0 . bucket 1 . ... . loss and flags ^
+//! ```
+//! A bucket's sum over ranks starts as soon as backward has written its last gradient. Loss and flags travel in one small
+//! sum, so all ranks learn in the same step that any of them was asked to stop.
+
+use xlaunch_comm::{Collective, bucket};
+use xlaunch_engine::{Accumulate, DType, Tensor};
+use xlaunch_proto::spec::{CommSection, JobSpec, WireDtype};
+
+use crate::data::Loader;
+use crate::error::Result;
+use crate::model::layout::Layout;
+use crate::model::{BackendHandle, Model, Rows};
+use crate::optim::AdamW;
+
+/// Slots of the tensor that a step is read back from. The first three are summed over ranks.
+mod slot {
+    pub(super) const LOSS: usize = 0;
+    pub(super) const STOP: usize = 1;
+    pub(super) const CHECKPOINT: usize = 2;
+    pub(super) const SUMMED: usize = 4;
+    pub(super) const SQUARE_SUM: usize = 4;
+    pub(super) const COUNT: usize = 8;
+}
+
+/// Smaller first bucket: its sum starts early, while later gradients are still being made.
+const FIRST_BUCKET_BYTES: usize = 1 << 20;
+
+/// What this rank was asked by its agent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(missing_docs, reason = "named after the commands")]
+pub struct Requests {
+    pub stop: bool,
+    pub checkpoint: bool,
+}
+
+/// What a step came to, the same on every rank.
+#[derive(Clone, Copy, Debug)]
+pub struct StepResult {
+    /// Mean loss over the global batch.
+    pub loss: f32,
+    /// Global norm of the gradients before clipping.
+    pub grad_norm: f32,
+    /// What any rank was asked.
+    pub requests: Requests,
+}
+
+/// Everything that steps use again and again.
+#[derive(Debug)]
+pub struct Stepper {
+    backend: BackendHandle,
+    rows: Rows,
+    accumulate: usize,
+    world: usize,
+    overlap: bool,
+    grads: Tensor,
+    tokens: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    results: Tensor,
+    plan: bucket::Plan,
+}
+
+/// Element type of gradients, in memory and on the wire.
+pub fn wire_dtype(spec: &JobSpec, activations: DType) -> DType {
+    match spec.comm.dtype {
+        WireDtype::Fp32 => DType::F32,
+        WireDtype::Bf16 => DType::Bf16,
+        WireDtype::Auto if activations == DType::Bf16 && spec.train.accumulate == 1 => DType::Bf16,
+        WireDtype::Auto => DType::F32,
+    }
+}
+
+/// The buckets of this layout.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a size in MiB, checked to be positive; a larger one than memory means one bucket"
+)]
+pub fn plan_buckets(layout: &Layout, dtype: DType, comm: &CommSection) -> bucket::Plan {
+    let cap = (comm.bucket_mb * f64::from(1 << 20)) as usize;
+    bucket::Plan::new(&layout.ends(), dtype.size(), cap, cap.min(FIRST_BUCKET_BYTES))
+}
+
+impl Stepper {
+    /// Allocates what every step needs.
+    pub fn new(backend: &BackendHandle, model: &Model, spec: &JobSpec, world: usize) -> Result<Self> {
+        let rows = Rows { batch: spec.train.batch, seq: model.shape.seq };
+        let dtype = wire_dtype(spec, backend.activation_dtype());
+        let stepper = Self {
+            rows,
+            accumulate: spec.train.accumulate,
+            world,
+            overlap: spec.comm.overlap,
+            grads: backend.alloc(dtype, model.layout.len)?,
+            tokens: backend.alloc(DType::I32, rows.count())?,
+            targets: backend.alloc(DType::I32, rows.count())?,
+            losses: backend.alloc(DType::F32, rows.count())?,
+            results: backend.alloc(DType::F32, slot::COUNT)?,
+            plan: plan_buckets(&model.layout, dtype, &spec.comm),
+            backend: backend.clone(),
+        };
+        // Gaps between parameters are never written again, and take part in sums and norms.
+        backend.zero(stepper.grads.all())?;
+        backend.zero(stepper.results.all())?;
+        Ok(stepper)
+    }
+
+    /// Tokens of the global batch.
+    pub fn tokens_per_step(&self) -> u64 {
+        self.sequences_per_step() * self.rows.seq as u64
+    }
+
+    /// Sequences of the global batch.
+    pub fn sequences_per_step(&self) -> u64 {
+        (self.rows.batch * self.accumulate * self.world) as u64
+    }
+
+    /// Runs one step; `optimizer` was prepared for it.
+    pub fn step(
+        &mut self,
+        model: &Model,
+        optimizer: &AdamW,
+        collective: &mut dyn Collective,
+        loader: &Loader,
+        requests: Requests,
+    ) -> Result<StepResult> {
+        self.gradients(model, collective, loader, requests)?;
+        optimizer.step(model, &self.grads, self.results.slice(slot::SQUARE_SUM..slot::SQUARE_SUM + 1))?;
+        let mut results = [0.0; slot::COUNT];
+        self.backend.read_f32(self.results.all(), &mut results)?;
+        collective.check()?;
+        Ok(StepResult {
+            loss: results[slot::LOSS],
+            grad_norm: results[slot::SQUARE_SUM].sqrt(),
+            requests: Requests {
+                stop: results[slot::STOP] > 0.0,
+                checkpoint: results[slot::CHECKPOINT] > 0.0,
+            },
+        })
+    }
+
+    /// The gradients' arena, after [`gradients`](Self::gradients).
+    pub fn grads(&self) -> &Tensor {
+        &self.grads
+    }
+
+    /// Gradients of the mean loss over the global batch, summed over ranks.
+    pub fn gradients(
+        &mut self,
+        model: &Model,
+        collective: &mut dyn Collective,
+        loader: &Loader,
+        requests: Requests,
+    ) -> Result<()> {
+        let flag = |asked| f32::from(u8::from(asked));
+        let flags = [flag(requests.stop), flag(requests.checkpoint)];
+        self.backend.write_f32(self.results.slice(slot::STOP..slot::CHECKPOINT + 1), &flags)?;
+        for micro in 0..self.accumulate {
+            let batch = loader.next_batch()?;
+            self.backend.write_i32(self.tokens.all(), &batch.tokens)?;
+            self.backend.write_i32(self.targets.all(), &batch.targets)?;
+            self.micro_step(model, collective, micro)?;
+        }
+        collective.all_reduce(self.results.lend(0..slot::SUMMED), DType::F32)?;
+        Ok(collective.finish()?)
+    }
+
+    fn micro_step(&mut self, model: &Model, collective: &mut dyn Collective, micro: usize) -> Result<()> {
+        let (first, last) = (micro == 0, micro + 1 == self.accumulate);
+        let acc = if first { Accumulate::Overwrite } else { Accumulate::Add };
+        #[expect(clippy::cast_precision_loss, reason = "numbers of ranks and micro-steps are small")]
+        let share = 1.0 / (self.accumulate * self.world) as f32;
+        #[expect(clippy::cast_precision_loss, reason = "rows of one batch are far below 2^24")]
+        let scale = share / self.rows.count() as f32;
+
+        let acts = model.forward(self.rows, self.tokens.all())?;
+        model.loss(&acts, self.targets.all(), self.losses.all(), Some(scale))?;
+        model.mean_loss(&self.losses, share, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
+        let mut progress = bucket::Progress::new(&self.plan);
+        let (overlap, end) = (self.overlap, model.layout.len);
+        model.backward(acts, self.tokens.all(), &self.grads, acc, |finished, grads| {
+            if last && (overlap || finished == end) {
+                for bucket in progress.finished_up_to(finished) {
+                    collective.all_reduce(grads.lend(bucket), grads.dtype())?;
+                }
+            }
+            Ok(())
+        })
+    }
+}

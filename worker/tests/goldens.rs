@@ -1,0 +1,212 @@
+//! Whole models against PyTorch: logits, loss, every parameter's gradient, and the weights after three AdamW steps.
+//!
+//! The numbers were made in double precision by `tests/peers/goldens.py` and stored in single, so every difference is
+//! this trainer's own rounding. Tolerance: 1e-5 of a tensor's norm, about 100 roundings of f32.
+
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::path::Path;
+
+use safetensors::SafeTensors;
+use safetensors::tensor::Dtype;
+use xlaunch_engine::cpu::CpuBackend;
+use xlaunch_engine::{Accumulate, DType, EngineError, PoolMode, Tensor};
+use xlaunch_proto::model::{Arch, ModelShape};
+use xlaunch_proto::spec::TrainSection;
+use xlaunch_worker::model::layout::Layout;
+use xlaunch_worker::model::{BackendHandle, Model, Rows};
+use xlaunch_worker::optim::AdamW;
+
+const TOLERANCE: f64 = 1e-5;
+const ROWS: Rows = Rows { batch: 2, seq: 16 };
+
+struct Golden {
+    floats: HashMap<String, Vec<f32>>,
+    ids: HashMap<String, Vec<i32>>,
+}
+
+impl Golden {
+    fn read(name: &str) -> Self {
+        let path =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(format!("{name}.safetensors"));
+        let bytes = std::fs::read(path).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let (mut floats, mut ids) = (HashMap::new(), HashMap::new());
+        for (name, tensor) in file.tensors() {
+            let words = tensor.data().chunks_exact(4).map(|word| <[u8; 4]>::try_from(word).unwrap());
+            match tensor.dtype() {
+                Dtype::F32 => {
+                    floats.insert(name, words.map(f32::from_le_bytes).collect());
+                }
+                _ => {
+                    ids.insert(name, words.map(i32::from_le_bytes).collect());
+                }
+            }
+        }
+        Self { floats, ids }
+    }
+
+    /// The arena of a layout from tensors named `<prefix><parameter>`.
+    fn arena(&self, layout: &Layout, prefix: &str) -> Vec<f32> {
+        let mut arena = vec![0.0; layout.len];
+        for param in &layout.params {
+            arena[param.stored()].copy_from_slice(&self.floats[&format!("{prefix}{}", param.name)]);
+        }
+        arena
+    }
+}
+
+/// `|ours - theirs| / |theirs|` over the whole tensor.
+fn relative(ours: &[f32], theirs: &[f32]) -> f64 {
+    assert_eq!(ours.len(), theirs.len());
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = norm(&mut ours.iter().zip(theirs).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+    let scale = norm(&mut theirs.iter().map(|b| f64::from(*b)));
+    // An exact zero (the key bias of attention has no gradient) compares by what rounding leaves.
+    difference / scale.max(1e-4)
+}
+
+fn check(what: &str, ours: &[f32], theirs: &[f32]) {
+    let error = relative(ours, theirs);
+    assert!(error <= TOLERANCE, "{what}: relative difference {error:.2e}");
+}
+
+fn read(backend: &BackendHandle, tensor: &Tensor) -> Vec<f32> {
+    let mut values = vec![0.0; tensor.len()];
+    backend.read_f32(tensor.all(), &mut values).unwrap();
+    values
+}
+
+struct Fixture {
+    backend: BackendHandle,
+    model: Model,
+    golden: Golden,
+    grads: Tensor,
+    tokens: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+}
+
+#[derive(Debug)]
+struct Failed;
+
+impl From<EngineError> for Failed {
+    fn from(error: EngineError) -> Self {
+        panic!("{error}")
+    }
+}
+
+impl From<Infallible> for Failed {
+    fn from(never: Infallible) -> Self {
+        match never {}
+    }
+}
+
+impl Fixture {
+    fn new(name: &str, arch: Arch, kv_heads: usize, tied: bool) -> Self {
+        let shape =
+            ModelShape { arch, layers: 2, heads: 4, kv_heads, dim: 32, ffn: 48, seq: 16, vocab: 61, tied };
+        let golden = Golden::read(name);
+        let backend = BackendHandle::new(CpuBackend::new(2, PoolMode::On));
+        let model = Model::new(&backend, &shape, &golden.arena(&Layout::new(&shape), "param.")).unwrap();
+        let grads = backend.alloc(DType::F32, model.layout.len).unwrap();
+        backend.zero(grads.all()).unwrap();
+        let tokens = backend.alloc(DType::I32, ROWS.count()).unwrap();
+        let targets = backend.alloc(DType::I32, ROWS.count()).unwrap();
+        let losses = backend.alloc(DType::F32, ROWS.count()).unwrap();
+        Self { backend, model, golden, grads, tokens, targets, losses }
+    }
+
+    /// Loss and gradients of one batch; the logits before they became gradients.
+    fn pass(&self, tokens: &[i32], targets: &[i32]) -> (f64, Vec<f32>) {
+        self.backend.write_i32(self.tokens.all(), tokens).unwrap();
+        self.backend.write_i32(self.targets.all(), targets).unwrap();
+        let acts = self.model.forward(ROWS, self.tokens.all()).unwrap();
+        let vocab = self.model.shape.vocab;
+        let mut logits = vec![0.0; ROWS.count() * vocab];
+        for (row, values) in logits.chunks_mut(vocab).enumerate() {
+            self.backend.read_f32(acts.logits(row, vocab), values).unwrap();
+        }
+        let scale = 1.0 / ROWS.count() as f32;
+        self.model.loss(&acts, self.targets.all(), self.losses.all(), Some(scale)).unwrap();
+        let mut ends = Vec::new();
+        self.model
+            .backward::<Failed>(acts, self.tokens.all(), &self.grads, Accumulate::Overwrite, |end, _| {
+                ends.push(end);
+                Ok(())
+            })
+            .unwrap();
+        assert!(ends.is_sorted() && ends.last() == Some(&self.model.layout.len), "{ends:?}");
+        let losses = read(&self.backend, &self.losses);
+        (losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / losses.len() as f64, logits)
+    }
+}
+
+fn compare(name: &str, arch: Arch, kv_heads: usize, tied: bool) {
+    let f = Fixture::new(name, arch, kv_heads, tied);
+    let (loss, logits) = f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);
+    check("logits", &logits, &f.golden.floats["logits"]);
+    let expected = f64::from(f.golden.floats["loss"][0]);
+    assert!((loss - expected).abs() <= TOLERANCE * expected, "loss {loss} against {expected}");
+    let grads = read(&f.backend, &f.grads);
+    for param in &f.model.layout.params {
+        let theirs = &f.golden.floats[&format!("grad.{}", param.name)];
+        check(&format!("gradient of {}", param.name), &grads[param.stored()], theirs);
+    }
+
+    let train = TrainSection {
+        lr: 1e-3,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        clip: 1.0,
+        ..Default::default()
+    };
+    let optimizer = AdamW::new(&f.backend, &f.model, &train).unwrap();
+    let square_sum = f.backend.alloc(DType::F32, 1).unwrap();
+    let (tokens, targets) = (&f.golden.ids["step_tokens"], &f.golden.ids["step_targets"]);
+    for (step, (tokens, targets)) in tokens.chunks(ROWS.count()).zip(targets.chunks(ROWS.count())).enumerate()
+    {
+        let (loss, _) = f.pass(tokens, targets);
+        optimizer.prepare(step as u64, train.lr).unwrap();
+        optimizer.step(&f.model, &f.grads, square_sum.all()).unwrap();
+        let norm = f64::from(read(&f.backend, &square_sum)[0]).sqrt();
+        for (what, ours) in [("step_losses", loss), ("step_norms", norm)] {
+            let theirs = f64::from(f.golden.floats[what][step]);
+            assert!((ours - theirs).abs() <= TOLERANCE * theirs, "{what}[{step}]: {ours} against {theirs}");
+        }
+    }
+    let params = read(&f.backend, &f.model.params);
+    for param in &f.model.layout.params {
+        let mut theirs = f.golden.floats[&format!("after.{}", param.name)].clone();
+        let ours = &params[param.stored()];
+        if param.name.ends_with("qkv.bias") {
+            // A bias of the keys shifts all scores of a query alike: its gradient is zero, and what AdamW makes of its
+            // rounding noise is noise of the size of the learning rate.
+            let keys = f.model.shape.dim..2 * f.model.shape.dim;
+            assert!(
+                ours[keys.clone()].iter().zip(&theirs[keys.clone()]).all(|(a, b)| (a - b).abs() < 3.1e-3)
+            );
+            theirs[keys.clone()].copy_from_slice(&ours[keys]);
+        }
+        check(&format!("{} after three steps", param.name), ours, &theirs);
+    }
+}
+
+#[test]
+fn gpt2_equals_pytorch() {
+    compare("gpt2", Arch::Gpt2, 4, true);
+}
+
+#[test]
+fn llama_equals_pytorch() {
+    compare("llama", Arch::Llama, 4, false);
+}
+
+#[test]
+fn llama_with_grouped_heads_equals_pytorch() {
+    compare("llama_gqa", Arch::Llama, 2, true);
+}
