@@ -1,0 +1,53 @@
+//! The keys that a configuration can have, read off the job description itself.
+
+use serde_json::Value;
+use xlaunch_proto::spec::JobSpec;
+
+/// Every key as `section.key`. An optional key shows as null in the serialised defaults, so none is missing.
+pub(super) fn all() -> Vec<String> {
+    let Ok(Value::Object(sections)) = serde_json::to_value(JobSpec::default()) else { return Vec::new() };
+    let keys = sections.iter().filter_map(|(section, keys)| Some((section, keys.as_object()?)));
+    keys.flat_map(|(section, keys)| keys.keys().map(move |key| format!("{section}.{key}"))).collect()
+}
+
+/// The environment variable of a key: `train.lr` is `XLAUNCH_TRAIN_LR`.
+pub(super) fn variable(key: &str) -> String {
+    format!("XLAUNCH_{}", key.replace('.', "_").to_uppercase())
+}
+
+/// "did you mean" for a key, or the keys of its section, or the sections.
+pub(super) fn nearest(key: &str, known: &[String]) -> String {
+    let score = |other: &String| strsim::jaro_winkler(key, other);
+    let best = known.iter().max_by(|a, b| score(a).total_cmp(&score(b)));
+    match best {
+        Some(best) if score(best) > 0.85 => format!("did you mean `{best}`?"),
+        _ => format!("a known key, such as `{}`", best.map_or("train.lr", String::as_str)),
+    }
+}
+
+/// "did you mean" for a section.
+pub(super) fn nearest_section(section: &str) -> String {
+    let mut sections: Vec<String> =
+        all().iter().filter_map(|key| Some(key.split_once('.')?.0.to_string())).collect();
+    sections.dedup();
+    let score = |other: &String| strsim::jaro_winkler(section, other);
+    match sections.iter().max_by(|a, b| score(a).total_cmp(&score(b))) {
+        Some(best) if score(best) > 0.7 => format!("did you mean `[{best}]`?"),
+        _ => format!("the sections are [{}]", sections.join("], [")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn required_and_optional_keys_are_known() {
+        let known = all();
+        for key in ["train.lr", "launch.nproc", "model.kv_heads", "checkpoint.init", "engine.precision"] {
+            assert!(known.iter().any(|known| known == key), "{key}");
+        }
+        assert_eq!(nearest("train.lrr", &known), "did you mean `train.lr`?");
+        assert_eq!(nearest_section("modle"), "did you mean `[model]`?");
+    }
+}

@@ -1,0 +1,126 @@
+//! Which devices the workers get.
+
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::spec::{Device, JobSpec};
+
+use crate::Refusal;
+
+/// Where the workers of a job compute.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// Number of workers on this node.
+    pub workers: u32,
+    /// One GPU per worker, or the CPU.
+    pub cuda: bool,
+    /// `CUDA_VISIBLE_DEVICES` for the workers, where the configuration chooses devices.
+    pub visible: Option<String>,
+    /// Threads for each worker of a CPU job.
+    pub threads: usize,
+}
+
+/// What is known of this node.
+#[derive(Clone, Debug)]
+pub struct Node {
+    /// GPUs that this process may use, or why none are seen.
+    pub gpus: Result<u32, String>,
+    /// Cores that this process may use.
+    pub cores: usize,
+}
+
+impl Node {
+    /// Looks at this node. GPUs are counted through NVML, honouring `CUDA_VISIBLE_DEVICES`.
+    pub fn inspect() -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+        Self { gpus: count_gpus().map(|present| visible_gpus(present, visible.as_deref())), cores }
+    }
+}
+
+fn count_gpus() -> Result<u32, String> {
+    let nvml = nvml_wrapper::Nvml::init().map_err(|error| format!("NVML (libnvidia-ml.so.1): {error}"))?;
+    nvml.device_count().map_err(|error| format!("NVML: {error}"))
+}
+
+/// CUDA stops at the first entry it does not know; -1 and the empty list mean none.
+fn visible_gpus(present: u32, visible: Option<&str>) -> u32 {
+    let Some(visible) = visible else { return present };
+    let known = visible.split(',').map(str::trim).take_while(|entry| match entry.parse::<i64>() {
+        Ok(index) => (0..i64::from(present)).contains(&index),
+        Err(_) => !entry.is_empty(),
+    });
+    u32::try_from(known.count()).unwrap_or(present).min(present)
+}
+
+/// Places a job on a node.
+pub fn place(spec: &JobSpec, node: &Node) -> Result<Placement, Refusal> {
+    let refuse = |message: String| Err(Refusal::new(ExitCode::Usage, message));
+    let chosen = u32::try_from(spec.launch.devices.len()).unwrap_or(u32::MAX);
+    let gpus = match &node.gpus {
+        Ok(0) | Err(_) => 0,
+        Ok(present) if chosen == 0 => *present,
+        Ok(_) => chosen,
+    };
+    if spec.engine.device == Device::Cuda && gpus == 0 {
+        let reason = node.gpus.as_ref().err().map_or("no GPU is visible", String::as_str);
+        return refuse(format!(
+            "engine.device = \"cuda\", but no GPU was found: {reason}; use \"auto\" or \"cpu\" to train without"
+        ));
+    }
+    let cuda = spec.engine.device != Device::Cpu && gpus > 0;
+    let workers = spec.launch.nproc.unwrap_or(if cuda { gpus } else { 1 });
+    if cuda && workers > gpus {
+        return refuse(format!(
+            "{workers} workers asked for, but {gpus} GPU{} present: each worker needs its own",
+            if gpus == 1 { " is" } else { "s are" }
+        ));
+    }
+    let precision = spec.engine.precision;
+    if !cuda && precision.is_some_and(|precision| precision != xlaunch_proto::spec::Precision::Fp32) {
+        return refuse("engine.precision: without a GPU only \"fp32\" is computed".into());
+    }
+    let visible = (cuda && chosen > 0).then(|| spec.launch.devices.join(","));
+    let threads = (node.cores / workers.max(1) as usize).max(1);
+    Ok(Placement { workers, cuda, visible, threads })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(gpus: Result<u32, String>) -> Node {
+        Node { gpus, cores: 8 }
+    }
+
+    fn spec(device: Device, nproc: Option<u32>) -> JobSpec {
+        let mut spec = JobSpec::default();
+        spec.engine.device = device;
+        spec.launch.nproc = nproc;
+        spec
+    }
+
+    #[test]
+    fn auto_takes_all_gpus_or_one_cpu_worker() {
+        let placed = place(&spec(Device::Auto, None), &node(Ok(4))).unwrap();
+        assert_eq!((placed.workers, placed.cuda), (4, true));
+        let placed = place(&spec(Device::Auto, None), &node(Err("no NVML".into()))).unwrap();
+        assert_eq!((placed.workers, placed.cuda, placed.threads), (1, false, 8));
+        let placed = place(&spec(Device::Cpu, Some(3)), &node(Ok(2))).unwrap();
+        assert_eq!((placed.workers, placed.cuda, placed.threads), (3, false, 2));
+    }
+
+    #[test]
+    fn more_workers_than_gpus_and_missing_gpus_are_refused() {
+        let refusal = place(&spec(Device::Auto, Some(3)), &node(Ok(2))).unwrap_err();
+        assert!(refusal.exit == ExitCode::Usage && refusal.message.contains("3 workers"), "{refusal:?}");
+        let refusal = place(&spec(Device::Cuda, None), &node(Err("NVML missing".into()))).unwrap_err();
+        assert!(refusal.message.contains("NVML missing"), "{refusal:?}");
+    }
+
+    #[test]
+    fn visible_devices_are_counted_as_cuda_does() {
+        for (visible, count) in [("0,2", 2), ("", 0), ("-1", 0), ("1,9,0", 1), ("GPU-a,GPU-b", 2)] {
+            assert_eq!(visible_gpus(4, Some(visible)), count, "{visible:?}");
+        }
+        assert_eq!(visible_gpus(4, None), 4);
+    }
+}

@@ -1,0 +1,61 @@
+//! The launcher: reads a training configuration, starts one worker process per rank, and looks after them.
+//!
+//! ```text
+//! train.toml + environment + flags --config--> JobSpec --devices--> plan --run_dir--> agent::driver (one task)
+//!     spawn: worker processes --exit, output-->  |  <--Join, Session, Status, Stop-- rendezvous::service (gRPC)
+//!     signals -------------------------------->  |  --> agent::state (pure): what to do, and why
+//!     progress, metrics, summary, report  <------'
+//! ```
+//! It never calls CUDA; NVML, loaded at run time, is asked for the number of GPUs. `main.rs` alone knows the worker.
+
+pub mod agent;
+pub mod cli;
+pub mod config;
+pub mod devices;
+pub mod logs;
+pub mod metrics;
+pub mod progress;
+pub mod rendezvous;
+pub mod report;
+pub mod run_dir;
+pub mod spawn;
+pub mod summary;
+
+use std::path::{Path, PathBuf};
+
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::spec::JobSpec;
+
+/// What the launcher asks of the built-in trainer. `main.rs` fills it in.
+#[derive(Clone, Copy, Debug)]
+pub struct Trainer {
+    /// Checks data and checkpoint before any worker starts; the path is the job's directory of earlier runs.
+    pub preflight: fn(&JobSpec, &Path) -> Result<Preflight, Refusal>,
+    /// The newest complete checkpoint in a directory.
+    pub newest_checkpoint: fn(&Path) -> Option<PathBuf>,
+}
+
+/// A job that can start.
+#[derive(Clone, Debug, Default)]
+pub struct Preflight {
+    /// Checkpoint to resume from.
+    pub resume_from: Option<PathBuf>,
+    /// What the user should know.
+    pub warnings: Vec<String>,
+}
+
+/// A job that cannot start: what to exit with, and why.
+#[derive(Clone, Debug)]
+pub struct Refusal {
+    /// The code.
+    pub exit: ExitCode,
+    /// The reason, for people.
+    pub message: String,
+}
+
+impl Refusal {
+    /// A refusal with this code.
+    pub fn new(exit: ExitCode, message: impl Into<String>) -> Self {
+        Self { exit, message: message.into() }
+    }
+}

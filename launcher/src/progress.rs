@@ -1,0 +1,166 @@
+//! How a running job looks: a bar on a terminal, plain lines otherwise. Everything goes to stderr.
+
+use std::io::{IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use xlaunch_proto::v1::{EvalReport, StepReport, TrainStarted};
+
+/// Least time between two plain lines.
+const PLAIN_EVERY: Duration = Duration::from_secs(1);
+/// Weight of the newest step in the shown speed.
+const SMOOTHING: f64 = 0.1;
+
+/// Shows steps and messages.
+#[derive(Debug)]
+pub struct Progress {
+    bar: Option<ProgressBar>,
+    total: u64,
+    last_line: Option<Instant>,
+    seconds_per_step: f64,
+}
+
+impl Default for Progress {
+    fn default() -> Self {
+        Self::new(std::io::stderr().is_terminal())
+    }
+}
+
+impl Progress {
+    fn new(terminal: bool) -> Self {
+        let bar = terminal.then(|| {
+            let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
+            let template = "{bar:24.cyan/blue} {pos}/{len} {msg}";
+            bar.set_style(
+                ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()),
+            );
+            bar
+        });
+        Self { bar, total: 0, last_line: None, seconds_per_step: 0.0 }
+    }
+
+    /// Training begins.
+    pub fn started(&mut self, started: &TrainStarted) {
+        self.total = started.total_steps;
+        if let Some(bar) = &self.bar {
+            bar.set_length(self.total);
+            bar.set_position(started.first_step);
+        }
+    }
+
+    /// A step is done.
+    pub fn step(&mut self, step: &StepReport, now: Instant) {
+        self.seconds_per_step = match self.seconds_per_step {
+            0.0 => step.step_seconds,
+            old => old + SMOOTHING * (step.step_seconds - old),
+        };
+        let done = step.step + 1;
+        let text = self.describe(step);
+        if let Some(bar) = &self.bar {
+            bar.set_position(done);
+            bar.set_message(text);
+            return;
+        }
+        let due = self.last_line.is_none_or(|last| now.duration_since(last) >= PLAIN_EVERY);
+        if due || done == self.total {
+            self.last_line = Some(now);
+            self.say(&format!("step {done}/{}  {text}", self.total));
+        }
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "shown to people")]
+    fn describe(&self, step: &StepReport) -> String {
+        let left = self.total.saturating_sub(step.step + 1) as f64 * self.seconds_per_step;
+        format!(
+            "loss {:.4}  lr {:.2e}  grad norm {:.2}  {} tok/s  {} left",
+            step.loss,
+            step.learning_rate,
+            step.grad_norm,
+            count(step.tokens as f64 / self.seconds_per_step.max(1e-9)),
+            clock(left)
+        )
+    }
+
+    /// An evaluation is done.
+    pub fn eval(&self, eval: &EvalReport) {
+        self.say(&format!("step {}  val loss {:.4} ({} tokens)", eval.step, eval.loss, eval.tokens));
+    }
+
+    /// One line, above the bar if there is one.
+    pub fn say(&self, line: &str) {
+        match &self.bar {
+            Some(bar) => bar.println(line),
+            None => {
+                // A closed stderr is no reason to stop training.
+                let _ = writeln!(std::io::stderr(), "{line}");
+            }
+        }
+    }
+
+    /// Leaves the bar as it is and the cursor below it.
+    pub fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            if bar.position() == 0 { bar.finish_and_clear() } else { bar.abandon() }
+        }
+    }
+}
+
+/// `812`, `46.1K`, `1.38M`: three digits that matter.
+pub fn count(value: f64) -> String {
+    let (value, unit) = match value {
+        v if v < 1e3 => (v, ""),
+        v if v < 1e6 => (v / 1e3, "K"),
+        v if v < 1e9 => (v / 1e6, "M"),
+        v => (v / 1e9, "G"),
+    };
+    let digits = if unit.is_empty() || value >= 100.0 {
+        0
+    } else if value >= 10.0 {
+        1
+    } else {
+        2
+    };
+    format!("{value:.digits$}{unit}")
+}
+
+/// `7s`, `3m05s`, `2h04m`.
+pub fn clock(seconds: f64) -> String {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "shown to people")]
+    let seconds = seconds.max(0.0).round() as u64;
+    match seconds {
+        s if s < 60 => format!("{s}s"),
+        s if s < 3600 => format!("{}m{:02}s", s / 60, s % 60),
+        s => format!("{}h{:02}m", s / 3600, s / 60 % 60),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_and_times_are_short() {
+        let counts = [7.0, 812.4, 46_123.0, 461_000.0, 1_384_000.0];
+        assert_eq!(counts.map(count), ["7", "812", "46.1K", "461K", "1.38M"]);
+        assert_eq!([7.2, 185.0, 7440.0].map(clock), ["7s", "3m05s", "2h04m"]);
+    }
+
+    #[test]
+    fn a_step_line_says_everything() {
+        let mut progress = Progress::new(false);
+        progress.started(&TrainStarted { total_steps: 100, ..Default::default() });
+        progress.seconds_per_step = 0.5;
+        let step = StepReport {
+            step: 9,
+            loss: 2.5,
+            learning_rate: 1e-3,
+            grad_norm: 0.75,
+            tokens: 1024,
+            ..Default::default()
+        };
+        assert_eq!(
+            progress.describe(&step),
+            "loss 2.5000  lr 1.00e-3  grad norm 0.75  2.05K tok/s  45s left"
+        );
+    }
+}
