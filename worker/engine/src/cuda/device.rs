@@ -1,0 +1,94 @@
+//! One GPU of this process: libraries found before they are used, a context, a stream.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUdevice_attribute;
+use cudarc::driver::{CudaContext, CudaStream, DriverError};
+
+use crate::backend::{DeviceInfo, EngineError, Result};
+
+/// A context on one device and the stream that everything is enqueued to.
+#[derive(Clone, Debug)]
+pub(super) struct Device {
+    pub(super) context: Arc<CudaContext>,
+    pub(super) stream: Arc<CudaStream>,
+    pub(super) info: DeviceInfo,
+    /// Such as `sm_90`.
+    pub(super) arch: String,
+    pub(super) multiprocessors: u32,
+}
+
+impl Device {
+    pub(super) fn open(ordinal: usize) -> Result<Self> {
+        find_libraries()?;
+        let failed = |error: DriverError| EngineError::Device { ordinal, reason: words(error) };
+        let context = CudaContext::new(ordinal).map_err(failed)?;
+        // SAFETY: nothing relies on cudarc's tracking: no CudaSlice is ever made, and all work of this back end goes to
+        // one stream, which collectives order themselves by with events of their own.
+        unsafe { context.disable_event_tracking() };
+        let stream = context.new_stream().map_err(failed)?;
+        let (major, minor) = context.compute_capability().map_err(failed)?;
+        let count = context
+            .attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+            .map_err(failed)?;
+        let uuid = context.uuid().map_err(failed)?;
+        let info = DeviceInfo { name: context.name().map_err(failed)?, uuid: uuid_text(uuid.bytes) };
+        Ok(Self {
+            stream,
+            info,
+            arch: format!("sm_{major}{minor}"),
+            multiprocessors: u32::try_from(count).unwrap_or(1).max(1),
+            context,
+        })
+    }
+}
+
+/// cudarc panics on the first use of a library that is missing: ask before.
+fn find_libraries() -> Result<()> {
+    let missing = |library, looked_for: &str| EngineError::Library { library, looked_for: looked_for.into() };
+    // SAFETY: asking opens the library, whose initialisers have no preconditions; here and below.
+    if !unsafe { cudarc::driver::sys::is_culib_present() } {
+        return Err(missing("the CUDA driver", "libcuda.so, libcuda.so.1 in the loader's path"));
+    }
+    // SAFETY: as above.
+    if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
+        return Err(missing("NVRTC", "libnvrtc.so, libnvrtc.so.13, libnvrtc.so.12 in LD_LIBRARY_PATH"));
+    }
+    // SAFETY: as above.
+    if !unsafe { cudarc::cublaslt::sys::is_culib_present() } {
+        return Err(missing(
+            "cuBLASLt",
+            "libcublasLt.so, libcublasLt.so.13, libcublasLt.so.12 in LD_LIBRARY_PATH",
+        ));
+    }
+    Ok(())
+}
+
+/// The driver's words for an error.
+pub(super) fn words(error: DriverError) -> String {
+    let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
+    format!("{} ({:?})", text.unwrap_or_else(|_| "unknown error".into()), error.0)
+}
+
+/// As NVML and nvidia-smi print it.
+fn uuid_text(bytes: impl IntoIterator<Item = std::ffi::c_char>) -> String {
+    use std::fmt::Write;
+    let mut text = String::from("GPU-");
+    for (i, byte) in bytes.into_iter().enumerate() {
+        let separator = if matches!(i, 4 | 6 | 8 | 10) { "-" } else { "" };
+        // Writing to a String cannot fail.
+        let _ = write!(text, "{separator}{:02x}", byte as u8);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_uuid_looks_as_nvidia_smi_prints_it() {
+        let bytes = (0..16).map(|i| (i * 16) as std::ffi::c_char);
+        assert_eq!(uuid_text(bytes), "GPU-00102030-4050-6070-8090-a0b0c0d0e0f0");
+    }
+}

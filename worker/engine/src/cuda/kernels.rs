@@ -1,0 +1,256 @@
+//! The kernels of one device: loaded by file, launched by name.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as SHARED_LIMIT;
+use cudarc::driver::{CudaFunction, CudaModule, result};
+use cudarc::nvrtc::Ptx;
+use xlaunch_pool::DType;
+
+use super::compile::{self, Source};
+use super::device::{Device, words};
+use crate::backend::{EngineError, Result};
+use crate::tensor::Slice;
+
+macro_rules! source {
+    ($file:literal) => {
+        Source { file: $file, text: include_str!(concat!("../kernels/", $file)) }
+    };
+}
+
+/// Files that are the same for every model.
+pub(super) const COMMON: [(Source, &[&str]); 8] = [
+    (source!("convert.cu"), &["cast_f32_bf16", "cast_bf16_f32"]),
+    (source!("embed.cu"), &["embed_fwd", "embed_bwd_tokens", "embed_bwd_positions"]),
+    (source!("norm.cu"), &["norm_fwd", "norm_bwd_input", "norm_bwd_params"]),
+    (source!("rope.cu"), &["rope"]),
+    (source!("activation.cu"), &["gelu_fwd", "gelu_bwd", "swiglu_fwd", "swiglu_bwd"]),
+    (source!("classifier.cu"), &["classifier"]),
+    (
+        source!("reduce.cu"),
+        &["sum_partials", "square_sum_partials", "sum_final", "column_sum_partials", "column_sum_final"],
+    ),
+    (source!("adamw.cu"), &["adamw"]),
+];
+
+/// Compiled per head width.
+pub(super) const ATTENTION: (Source, &[&str]) = (
+    source!("attention.cu"),
+    &["attention_fwd", "attention_bwd_delta", "attention_bwd_queries", "attention_bwd_keys"],
+);
+
+/// The macro that gives kernels their element type of activations.
+pub(super) fn act_macro(activations: DType) -> String {
+    format!("ACT={}", if activations == DType::Bf16 { "bf16" } else { "float" })
+}
+
+/// The macro that gives the attention kernels their head width.
+pub(super) fn width_macro(width: usize) -> String {
+    format!("WIDTH={width}")
+}
+
+/// An argument of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Arg {
+    /// A pointer or an `i64`.
+    Word(u64),
+    /// A `float`.
+    Float(f32),
+    /// A `bool`.
+    Flag(bool),
+}
+
+impl From<Slice<'_>> for Arg {
+    fn from(slice: Slice<'_>) -> Self {
+        Self::Word(slice.address())
+    }
+}
+
+/// A null pointer for none.
+impl From<Option<Slice<'_>>> for Arg {
+    fn from(slice: Option<Slice<'_>>) -> Self {
+        Self::Word(slice.map_or(0, Slice::address))
+    }
+}
+
+impl From<usize> for Arg {
+    fn from(number: usize) -> Self {
+        Self::Word(number as u64)
+    }
+}
+
+impl From<f32> for Arg {
+    fn from(number: f32) -> Self {
+        Self::Float(number)
+    }
+}
+
+impl From<bool> for Arg {
+    fn from(flag: bool) -> Self {
+        Self::Flag(flag)
+    }
+}
+
+/// How many threads run a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Launch {
+    pub(super) grid: (usize, usize, usize),
+    pub(super) block: (u32, u32),
+    /// Bytes of dynamic shared memory.
+    pub(super) shared: usize,
+}
+
+impl Launch {
+    /// A one-dimensional grid.
+    pub(super) fn blocks(count: usize, threads: u32) -> Self {
+        Self { grid: (count, 1, 1), block: (threads, 1), shared: 0 }
+    }
+
+    /// A two-dimensional grid of blocks of 32 columns and 8 rows.
+    pub(super) fn columns(cols: usize, row_blocks: usize) -> Self {
+        Self { grid: (cols.div_ceil(32), row_blocks, 1), block: (32, 8), shared: 0 }
+    }
+}
+
+/// All kernels of one device.
+#[derive(Debug)]
+pub(super) struct Kernels {
+    device: Device,
+    activations: DType,
+    common: HashMap<&'static str, CudaFunction>,
+    attention: RefCell<HashMap<(usize, &'static str), CudaFunction>>,
+}
+
+impl Kernels {
+    pub(super) fn load(device: &Device, activations: DType) -> Result<Self> {
+        let mut common = HashMap::new();
+        for (source, names) in COMMON {
+            let module = module(device, source, &[act_macro(activations)])?;
+            for name in names {
+                common.insert(*name, function(&module, name)?);
+            }
+        }
+        Ok(Self { device: device.clone(), activations, common, attention: RefCell::default() })
+    }
+
+    /// Enqueues a kernel.
+    ///
+    /// # Safety
+    /// The arguments are what the kernel of this name declares, and every pointer leads to as many elements as the
+    /// kernel touches, which stay allocated until the stream has passed this point.
+    pub(super) unsafe fn launch(&self, name: &'static str, launch: Launch, args: &[Arg]) -> Result<()> {
+        let function = self.common.get(name).ok_or_else(|| no_kernel(name))?;
+        // SAFETY: the caller's promise.
+        unsafe { self.enqueue(name, function, launch, args) }
+    }
+
+    /// Enqueues an attention kernel for heads of this width, compiled when it is first asked for.
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    pub(super) unsafe fn launch_attention(
+        &self,
+        name: &'static str,
+        width: usize,
+        launch: Launch,
+        args: &[Arg],
+    ) -> Result<()> {
+        let loaded = self.attention.borrow().get(&(width, name)).cloned();
+        let function = match loaded {
+            Some(function) => function,
+            None => {
+                self.load_attention(width)?;
+                self.attention.borrow().get(&(width, name)).cloned().ok_or_else(|| no_kernel(name))?
+            }
+        };
+        // SAFETY: the caller's promise.
+        unsafe { self.enqueue(name, &function, launch, args) }
+    }
+
+    fn load_attention(&self, width: usize) -> Result<()> {
+        let (source, names) = ATTENTION;
+        let module = module(&self.device, source, &[act_macro(self.activations), width_macro(width)])?;
+        for name in names {
+            let function = function(&module, name)?;
+            let bytes = i32::try_from(attention_shared(width, 4)).unwrap_or(i32::MAX);
+            function.set_attribute(SHARED_LIMIT, bytes).map_err(|error| EngineError::Cuda {
+                what: format!("failed to get {bytes} bytes of shared memory for heads of width {width}"),
+                reason: words(error),
+            })?;
+            self.attention.borrow_mut().insert((width, *name), function);
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    unsafe fn enqueue(
+        &self,
+        name: &'static str,
+        function: &CudaFunction,
+        launch: Launch,
+        args: &[Arg],
+    ) -> Result<()> {
+        let (x, y, z) = launch.grid;
+        if x == 0 || y == 0 || z == 0 {
+            return Ok(());
+        }
+        let failed = |reason: String| EngineError::Cuda { what: format!("failed to launch {name}"), reason };
+        let size = |size: usize| u32::try_from(size).map_err(|_| failed(format!("{size} is too large")));
+        let mut pointers: Vec<*mut c_void> = args
+            .iter()
+            .map(|arg| match arg {
+                Arg::Word(word) => std::ptr::from_ref(word).cast_mut().cast(),
+                Arg::Float(number) => std::ptr::from_ref(number).cast_mut().cast(),
+                Arg::Flag(flag) => std::ptr::from_ref(flag).cast_mut().cast(),
+            })
+            .collect();
+        // SAFETY: the function belongs to a loaded module of this context; `pointers` lead to values that live until the
+        // call has copied them; the rest is the caller's promise.
+        unsafe {
+            result::launch_kernel(
+                function.cu_function(),
+                (size(x)?, size(y)?, size(z)?),
+                (launch.block.0, launch.block.1, 1),
+                size(launch.shared)?,
+                self.device.stream.cu_stream(),
+                &mut pointers,
+            )
+        }
+        .map_err(|error| failed(words(error)))
+    }
+}
+
+/// Rows of a tile in the attention kernels: TILE there.
+pub(super) fn attention_tile(width: usize) -> usize {
+    if width <= 64 { 64 } else { 32 }
+}
+
+/// Bytes of shared memory for `tiles` tiles of the head's width and one of scores.
+pub(super) fn attention_shared(width: usize, tiles: usize) -> usize {
+    let tile = attention_tile(width);
+    tile * (tiles * (width + 4) + tile + 4) * size_of::<f32>()
+}
+
+fn no_kernel(name: &str) -> EngineError {
+    EngineError::Cuda { what: format!("failed to find {name}"), reason: "no file has this kernel".into() }
+}
+
+fn module(device: &Device, source: Source, defines: &[String]) -> Result<Arc<CudaModule>> {
+    compile::cubin(source, &device.arch, defines, |bytes| {
+        device.context.load_module(Ptx::from_binary(bytes)).map_err(|error| EngineError::Cuda {
+            what: format!("failed to load {}", source.file),
+            reason: words(error),
+        })
+    })
+}
+
+fn function(module: &Arc<CudaModule>, name: &'static str) -> Result<CudaFunction> {
+    module.load_function(name).map_err(|error| EngineError::Cuda {
+        what: format!("failed to find kernel {name}"),
+        reason: words(error),
+    })
+}

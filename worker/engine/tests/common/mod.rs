@@ -1,0 +1,387 @@
+//! Every operation as a function of host values, on any back end: inputs in, named outputs and gradients out.
+//!
+//! Outputs are NaN before they are written, so that what an operation leaves out shows. Backward is run twice over:
+//! replacing what its outputs held, and adding to it ([`Accumulate`]).
+
+#![allow(dead_code, clippy::unwrap_used, clippy::cast_precision_loss, reason = "helpers of several tests")]
+
+use xlaunch_engine::*;
+
+/// Named results of one operation.
+pub(crate) type Outputs = Vec<(&'static str, Vec<f32>)>;
+
+/// `len` numbers in [-1, 1), the same for the same seed.
+pub(crate) fn random(seed: u64, len: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1_u64 << 23) as f32 - 1.0
+    };
+    for _ in 0..8 {
+        next();
+    }
+    (0..len).map(|_| next()).collect()
+}
+
+/// `len` ids below `vocab`; many repeat.
+pub(crate) fn ids(seed: u64, len: usize, vocab: usize) -> Vec<i32> {
+    random(seed, len).iter().map(|x| ((x.abs() * vocab as f32) as i32).min(vocab as i32 - 1)).collect()
+}
+
+/// The operations of one back end over host values.
+pub(crate) struct Ops<'a> {
+    pub(crate) backend: &'a dyn Backend,
+    /// Element type of parameters' gradients.
+    pub(crate) grads: DType,
+}
+
+impl Ops<'_> {
+    fn tensor(&self, dtype: DType, values: &[f32]) -> Tensor {
+        let tensor = self.backend.alloc(dtype, values.len()).unwrap();
+        if dtype == DType::F32 {
+            self.backend.write_f32(tensor.all(), values).unwrap();
+        } else {
+            let wide = self.tensor(DType::F32, values);
+            self.backend.cast(wide.all(), tensor.all()).unwrap();
+        }
+        tensor
+    }
+
+    fn act(&self, values: &[f32]) -> Tensor {
+        self.tensor(self.backend.activation_dtype(), values)
+    }
+
+    fn maybe_act(&self, values: Option<&[f32]>) -> Option<Tensor> {
+        values.map(|values| self.act(values))
+    }
+
+    fn ints(&self, values: &[i32]) -> Tensor {
+        let tensor = self.backend.alloc(DType::I32, values.len()).unwrap();
+        self.backend.write_i32(tensor.all(), values).unwrap();
+        tensor
+    }
+
+    /// An output: NaN until written.
+    fn out(&self, len: usize) -> Tensor {
+        self.act(&vec![f32::NAN; len])
+    }
+
+    fn out_f32(&self, len: usize) -> Tensor {
+        self.tensor(DType::F32, &vec![f32::NAN; len])
+    }
+
+    /// A parameter's gradient: NaN, or the first of these values, to be added to.
+    fn grad(&self, acc: Accumulate, len: usize) -> Tensor {
+        let values = if acc == Accumulate::Add { random(77, len) } else { vec![f32::NAN; len] };
+        self.tensor(self.grads, &values)
+    }
+
+    pub(crate) fn read(&self, tensor: &Tensor) -> Vec<f32> {
+        let mut values = vec![0.0; tensor.len()];
+        self.backend.read_f32(tensor.all(), &mut values).unwrap();
+        values
+    }
+
+    pub(crate) fn embed(
+        &self,
+        s: EmbedShape,
+        tokens: &[i32],
+        wte: &[f32],
+        wpe: Option<&[f32]>,
+        dout: &[f32],
+    ) -> Outputs {
+        let (tokens, wte_t, wpe_t) = (self.ints(tokens), self.act(wte), self.maybe_act(wpe));
+        let out = self.out(dout.len());
+        let wpe_slice = wpe_t.as_ref().map(Tensor::all);
+        self.backend.embed_fwd(s, tokens.all(), wte_t.all(), wpe_slice, out.all()).unwrap();
+        // These gradients are always added to what is there.
+        let dwte = self.grad(Accumulate::Add, wte.len());
+        let dwpe = wpe.map(|wpe| self.grad(Accumulate::Add, wpe.len()));
+        let dout = self.act(dout);
+        let dwpe_slice = dwpe.as_ref().map(Tensor::all);
+        self.backend.embed_bwd(s, tokens.all(), dout.all(), dwte.all(), dwpe_slice).unwrap();
+        let mut outputs = vec![("out", self.read(&out)), ("dwte", self.read(&dwte))];
+        outputs.extend(dwpe.map(|dwpe| ("dwpe", self.read(&dwpe))));
+        outputs
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
+    pub(crate) fn norm(
+        &self,
+        s: NormShape,
+        x: &[f32],
+        branch: Option<&[f32]>,
+        gamma: &[f32],
+        beta: Option<&[f32]>,
+        dy: &[f32],
+        residual: Option<&[f32]>,
+        acc: Accumulate,
+    ) -> Outputs {
+        let (x, branch, gamma) = (self.act(x), self.maybe_act(branch), self.act(gamma));
+        let beta = self.maybe_act(beta);
+        let (y, stats) = (self.out(dy.len()), self.out_f32(s.stats()));
+        let beta_slice = beta.as_ref().map(Tensor::all);
+        let (b, mut outputs) = (self.backend, Outputs::new());
+        let x = match branch {
+            None => {
+                b.norm_fwd(s, x.all(), gamma.all(), beta_slice, y.all(), stats.all()).unwrap();
+                x
+            }
+            Some(branch) => {
+                let sum = self.out(dy.len());
+                let (branch, sum_slice) = (branch.all(), sum.all());
+                b.add_norm_fwd(s, x.all(), branch, sum_slice, gamma.all(), beta_slice, y.all(), stats.all())
+                    .unwrap();
+                outputs.push(("sum", self.read(&sum)));
+                sum
+            }
+        };
+        let dx = match residual {
+            Some(residual) => self.act(residual),
+            None => self.out(dy.len()),
+        };
+        let (dy, dgamma) = (self.act(dy), self.grad(acc, s.cols));
+        let dbeta = beta.as_ref().map(|_| self.grad(acc, s.cols));
+        let dbeta_slice = dbeta.as_ref().map(Tensor::all);
+        b.norm_bwd(
+            s,
+            x.all(),
+            gamma.all(),
+            stats.all(),
+            dy.all(),
+            dx.all(),
+            residual.is_some(),
+            dgamma.all(),
+            dbeta_slice,
+            acc,
+        )
+        .unwrap();
+        outputs.extend(
+            [("y", &y), ("stats", &stats), ("dx", &dx), ("dgamma", &dgamma)].map(|(n, t)| (n, self.read(t))),
+        );
+        outputs.extend(dbeta.map(|dbeta| ("dbeta", self.read(&dbeta))));
+        outputs
+    }
+
+    pub(crate) fn linear(
+        &self,
+        s: LinearShape,
+        x: &[f32],
+        w: &[f32],
+        bias: Option<&[f32]>,
+        dy: &[f32],
+        acc: Accumulate,
+    ) -> Outputs {
+        let (b, x, w, bias) = (self.backend, self.act(x), self.act(w), self.maybe_act(bias));
+        let (y, dx) = (self.out(dy.len()), self.out(x.len()));
+        b.linear_fwd(s, x.all(), w.all(), bias.as_ref().map(Tensor::all), y.all()).unwrap();
+        let (dy, dw) = (self.act(dy), self.grad(acc, w.len()));
+        let dbias = bias.as_ref().map(|_| self.grad(acc, s.outputs));
+        b.linear_bwd_input(s, dy.all(), w.all(), dx.all()).unwrap();
+        b.linear_bwd_weight(s, dy.all(), x.all(), dw.all(), dbias.as_ref().map(Tensor::all), acc).unwrap();
+        let mut outputs = vec![("y", self.read(&y)), ("dx", self.read(&dx)), ("dw", self.read(&dw))];
+        outputs.extend(dbias.map(|dbias| ("dbias", self.read(&dbias))));
+        outputs
+    }
+
+    pub(crate) fn rope(&self, s: AttentionShape, qkv: &[f32], table: &[f32], dqkv: &[f32]) -> Outputs {
+        let (qkv, table, dqkv) = (self.act(qkv), self.tensor(DType::F32, table), self.act(dqkv));
+        self.backend.rope_fwd(s, qkv.all(), table.all()).unwrap();
+        self.backend.rope_bwd(s, dqkv.all(), table.all()).unwrap();
+        vec![("qkv", self.read(&qkv)), ("dqkv", self.read(&dqkv))]
+    }
+
+    pub(crate) fn attention(&self, s: AttentionShape, qkv: &[f32], dout: &[f32]) -> Outputs {
+        let (b, qkv) = (self.backend, self.act(qkv));
+        let (out, lse) = (self.out(dout.len()), self.out_f32(s.batch * s.heads * s.seq));
+        b.attention_fwd(s, qkv.all(), out.all(), lse.all()).unwrap();
+        let (dout, dqkv) = (self.act(dout), self.out(qkv.len()));
+        b.attention_bwd(s, qkv.all(), out.all(), dout.all(), lse.all(), dqkv.all()).unwrap();
+        vec![("out", self.read(&out)), ("lse", self.read(&lse)), ("dqkv", self.read(&dqkv))]
+    }
+
+    pub(crate) fn gelu(&self, h: &[f32], da: &[f32]) -> Outputs {
+        let (h, da, a, dh) = (self.act(h), self.act(da), self.out(h.len()), self.out(h.len()));
+        self.backend.gelu_fwd(h.all(), a.all()).unwrap();
+        self.backend.gelu_bwd(h.all(), da.all(), dh.all()).unwrap();
+        vec![("a", self.read(&a)), ("dh", self.read(&dh))]
+    }
+
+    pub(crate) fn swiglu(&self, rows: usize, ffn: usize, h: &[f32], da: &[f32]) -> Outputs {
+        let (h, da, a, dh) = (self.act(h), self.act(da), self.out(da.len()), self.out(h.len()));
+        self.backend.swiglu_fwd(rows, ffn, h.all(), a.all()).unwrap();
+        self.backend.swiglu_bwd(rows, ffn, h.all(), da.all(), dh.all()).unwrap();
+        vec![("a", self.read(&a)), ("dh", self.read(&dh))]
+    }
+
+    /// Losses with and without gradient, and the gradient.
+    pub(crate) fn classifier(
+        &self,
+        s: ClassifierShape,
+        logits: &[f32],
+        targets: &[i32],
+        scale: f32,
+    ) -> Outputs {
+        let (b, logits, targets) = (self.backend, self.act(logits), self.ints(targets));
+        let (only, losses) = (self.out_f32(s.rows), self.out_f32(s.rows));
+        b.classifier(s, logits.all(), targets.all(), only.all(), None).unwrap();
+        b.classifier(s, logits.all(), targets.all(), losses.all(), Some(scale)).unwrap();
+        vec![
+            ("losses", self.read(&only)),
+            ("losses again", self.read(&losses)),
+            ("dlogits", self.read(&logits)),
+        ]
+    }
+
+    pub(crate) fn sums(&self, x: &[f32]) -> Outputs {
+        let (b, x_t) = (self.backend, self.tensor(DType::F32, x));
+        let (sum, squares) = (self.out_f32(1), self.out_f32(1));
+        b.sum(x_t.all(), 0.5, sum.all(), Accumulate::Overwrite).unwrap();
+        b.sum(x_t.all(), 0.25, sum.all(), Accumulate::Add).unwrap();
+        let grads = self.tensor(self.grads, x);
+        b.square_sum(grads.all(), squares.all()).unwrap();
+        vec![("sum", self.read(&sum)), ("square_sum", self.read(&squares))]
+    }
+
+    /// Two steps of AdamW; the second is clipped.
+    pub(crate) fn adamw(&self, s: AdamWShape, params: &[f32], grads: &[f32], decay: &[u8]) -> Outputs {
+        let b = self.backend;
+        let (params, grads) = (self.tensor(DType::F32, params), self.tensor(self.grads, grads));
+        let zeros = vec![0.0; params.len()];
+        let (m, v) = (self.tensor(DType::F32, &zeros), self.tensor(DType::F32, &zeros));
+        let work = (b.activation_dtype() == DType::Bf16).then(|| self.out(params.len()));
+        let flags = b.alloc(DType::U8, decay.len()).unwrap();
+        b.write_u8(flags.all(), decay).unwrap();
+        for (scalars, square_sum) in [([1e-2, 10.0, 20.0, 0.0], 0.04), ([2e-2, 5.3, 10.3, 0.0], 9.0)] {
+            let (scalars, square_sum) =
+                (self.tensor(DType::F32, &scalars), self.tensor(DType::F32, &[square_sum]));
+            let work = work.as_ref().map(Tensor::all);
+            b.adamw(
+                s,
+                params.all(),
+                grads.all(),
+                m.all(),
+                v.all(),
+                work,
+                flags.all(),
+                scalars.all(),
+                square_sum.all(),
+            )
+            .unwrap();
+        }
+        let mut outputs: Outputs = [("params", &params), ("m", &m), ("v", &v)]
+            .map(|(name, tensor)| (name, self.read(tensor)))
+            .into();
+        // The CPU keeps no rounded copy: its twin is the weights themselves.
+        outputs.push(("work", self.read(work.as_ref().unwrap_or(&params))));
+        outputs
+    }
+}
+
+/// `|a - b| / |b|`, infinite where either is not finite.
+pub(crate) fn distance(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = norm(&mut a.iter().zip(b).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+    let size = norm(&mut b.iter().map(|b| f64::from(*b)));
+    if difference.is_finite() { difference / size.max(1e-30) } else { f64::INFINITY }
+}
+
+/// One operation on one set of sizes, as a function of a back end.
+pub(crate) type Case = (String, Box<dyn Fn(&Ops<'_>) -> Outputs>);
+
+/// Every operation on sizes that are no multiples of tiles, warps or vectors. `round` is applied to every input.
+pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
+    let mut cases: Vec<Case> = Vec::new();
+    let values =
+        move |seed: u64, len: usize| -> Vec<f32> { random(seed, len).into_iter().map(round).collect() };
+    for (batch, seq, cols, vocab) in [(1, 1, 8, 3), (3, 37, 40, 11), (2, 300, 264, 700)] {
+        let s = EmbedShape { batch, seq, cols, vocab };
+        let tokens = ids(1, batch * seq, vocab);
+        let (wte, wpe, dout) =
+            (values(2, vocab * cols), values(3, (seq + 2) * cols), values(4, batch * seq * cols));
+        let with = wpe.clone();
+        let (t, w, d) = (tokens.clone(), wte.clone(), dout.clone());
+        cases.push((format!("embed {s:?}"), Box::new(move |ops| ops.embed(s, &tokens, &wte, None, &dout))));
+        cases.push((format!("embed wpe {s:?}"), Box::new(move |ops| ops.embed(s, &t, &w, Some(&with), &d))));
+    }
+    for (rows, cols) in [(1, 8), (67, 100), (130, 384)] {
+        for kind in [NormKind::Layer, NormKind::Rms] {
+            for acc in [Accumulate::Overwrite, Accumulate::Add] {
+                let s = NormShape { rows, cols, kind, eps: 1e-5 };
+                let (x, branch, dy) =
+                    (values(5, rows * cols), values(6, rows * cols), values(7, rows * cols));
+                let (gamma, residual) = (values(8, cols), values(9, rows * cols));
+                let beta = (kind == NormKind::Layer).then(|| values(10, cols));
+                cases.push((
+                    format!("norm {s:?} {acc:?}"),
+                    Box::new(move |ops| {
+                        let fused = acc == Accumulate::Add;
+                        let branch = fused.then_some(&branch[..]);
+                        let residual = fused.then_some(&residual[..]);
+                        ops.norm(s, &x, branch, &gamma, beta.as_deref(), &dy, residual, acc)
+                    }),
+                ));
+            }
+        }
+    }
+    for (rows, inputs, outputs) in [(1, 8, 16), (67, 40, 24), (130, 256, 72)] {
+        for (with_bias, acc) in
+            [(false, Accumulate::Overwrite), (true, Accumulate::Overwrite), (true, Accumulate::Add)]
+        {
+            let s = LinearShape { rows, inputs, outputs };
+            let (x, w, dy) =
+                (values(11, rows * inputs), values(12, outputs * inputs), values(13, rows * outputs));
+            let bias = with_bias.then(|| values(14, outputs));
+            cases.push((
+                format!("linear {s:?} bias {with_bias} {acc:?}"),
+                Box::new(move |ops| ops.linear(s, &x, &w, bias.as_deref(), &dy, acc)),
+            ));
+        }
+    }
+    for (batch, seq, heads, kv_heads, width) in
+        [(1, 1, 1, 1, 8), (2, 37, 2, 2, 24), (1, 130, 6, 2, 32), (2, 65, 2, 1, 64), (1, 100, 3, 3, 128)]
+    {
+        let s = AttentionShape { batch, seq, heads, kv_heads, width };
+        let len = batch * seq * s.qkv_width();
+        let (qkv, d) = (values(15, len), values(16, len));
+        let table = random(17, seq * width);
+        cases.push((format!("rope {s:?}"), Box::new(move |ops| ops.rope(s, &qkv, &table, &d))));
+        // Larger scores than unit ones, so that the softmax is not flat.
+        let qkv: Vec<f32> = values(18, len).into_iter().map(|x| round(3.0 * x)).collect();
+        let dout = values(19, batch * seq * heads * width);
+        cases.push((format!("attention {s:?}"), Box::new(move |ops| ops.attention(s, &qkv, &dout))));
+    }
+    for len in [1, 31, 10_007] {
+        let h: Vec<f32> = values(20, len).into_iter().map(|x| round(4.0 * x)).collect();
+        let da = values(21, len);
+        cases.push((format!("gelu {len}"), Box::new(move |ops| ops.gelu(&h, &da))));
+        let x = random(22, len);
+        cases.push((
+            format!("sums {len}"),
+            Box::new(move |ops| ops.sums(&x.iter().map(|x| round(x + 1.5)).collect::<Vec<_>>())),
+        ));
+    }
+    for (rows, ffn) in [(1, 1), (67, 44), (5, 1536)] {
+        let (h, da) = (values(23, 2 * rows * ffn), values(24, rows * ffn));
+        cases.push((format!("swiglu {rows} x {ffn}"), Box::new(move |ops| ops.swiglu(rows, ffn, &h, &da))));
+    }
+    for (rows, vocab, padded) in [(1, 2, 2), (67, 50, 50), (9, 1999, 2048)] {
+        let s = ClassifierShape { rows, vocab, padded };
+        let logits: Vec<f32> = values(25, rows * padded).into_iter().map(|x| round(6.0 * x)).collect();
+        let targets = ids(26, rows, vocab);
+        cases.push((
+            format!("classifier {s:?}"),
+            Box::new(move |ops| ops.classifier(s, &logits, &targets, 0.25)),
+        ));
+    }
+    for len in [64, 64 * 157 + 17] {
+        let s = AdamWShape { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: 1.0 };
+        let (params, grads) = (random(27, len), values(28, len));
+        let decay: Vec<u8> = (0..len.div_ceil(DECAY_CHUNK)).map(|i| u8::from(i % 3 != 0)).collect();
+        cases.push((format!("adamw {len}"), Box::new(move |ops| ops.adamw(s, &params, &grads, &decay))));
+    }
+    cases
+}

@@ -1,0 +1,220 @@
+//! Every backward of the CPU against finite differences of its forward, and the rules that all operations keep.
+//!
+//! With `L = sum(dy y)`, the gradient of an input is compared with `(L(x + h) - L(x - h)) / 2h`, element by element, as
+//! the norm of the difference relative to the norm. Forward is computed in f32: with h = 1e-2 its roundings weigh about
+//! 1e-7 sqrt(terms) / h = 1e-4 and the neglected third derivative about h^2 = 1e-4: the tolerance is 2e-3.
+
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+mod common;
+
+use common::{Ops, Outputs, distance, ids, random};
+use xlaunch_engine::cpu::CpuBackend;
+use xlaunch_engine::*;
+
+const H: f32 = 1e-2;
+const TOLERANCE: f64 = 2e-3;
+
+fn with_cpu<R>(f: impl FnOnce(&Ops<'_>) -> R) -> R {
+    let backend = CpuBackend::new(1, PoolMode::On);
+    f(&Ops { backend: &backend, grads: DType::F32 })
+}
+
+fn get<'a>(outputs: &'a Outputs, name: &str) -> &'a [f32] {
+    &outputs.iter().find(|(output, _)| *output == name).unwrap().1
+}
+
+/// Checks `gradient` against differences of `sum(dy f(x))`.
+fn check(what: &str, x: &[f32], dy: &[f32], gradient: &[f32], f: impl Fn(&[f32]) -> Vec<f32>) {
+    let loss =
+        |x: &[f32]| -> f64 { f(x).iter().zip(dy).map(|(y, dy)| f64::from(*y) * f64::from(*dy)).sum::<f64>() };
+    let numeric: Vec<f32> = (0..x.len())
+        .map(|i| {
+            let mut moved = x.to_vec();
+            moved[i] = x[i] + H;
+            let up = loss(&moved);
+            moved[i] = x[i] - H;
+            let step = f64::from(x[i] + H) - f64::from(moved[i]);
+            ((up - loss(&moved)) / step) as f32
+        })
+        .collect();
+    let distance = distance(gradient, &numeric);
+    assert!(distance < TOLERANCE, "{what}: {distance:.2e}");
+}
+
+#[test]
+fn embed() {
+    let s = EmbedShape { batch: 2, seq: 5, cols: 8, vocab: 4 };
+    let (tokens, wte, wpe) = (ids(1, 10, 4), random(2, 32), random(3, 40));
+    let dout = random(4, 80);
+    with_cpu(|ops| {
+        let run = |wte: &[f32], wpe: &[f32]| ops.embed(s, &tokens, wte, Some(wpe), &dout);
+        let outputs = run(&wte, &wpe);
+        // Gradients are added to what was there.
+        let minus_start = |name, len: usize| -> Vec<f32> {
+            get(&outputs, name).iter().zip(random(77, len)).map(|(sum, start)| sum - start).collect()
+        };
+        check("dwte", &wte, &dout, &minus_start("dwte", 32), |wte| get(&run(wte, &wpe), "out").to_vec());
+        check("dwpe", &wpe, &dout, &minus_start("dwpe", 40), |wpe| get(&run(&wte, wpe), "out").to_vec());
+    });
+}
+
+#[test]
+fn norms() {
+    for kind in [NormKind::Layer, NormKind::Rms] {
+        let s = NormShape { rows: 3, cols: 20, kind, eps: 1e-5 };
+        let (x, branch, gamma, dy) = (random(5, 60), random(6, 60), random(7, 20), random(8, 60));
+        let beta = (kind == NormKind::Layer).then(|| random(9, 20));
+        with_cpu(|ops| {
+            let run = |x: &[f32], gamma: &[f32], beta: Option<&[f32]>| {
+                ops.norm(s, x, Some(&branch), gamma, beta, &dy, None, Accumulate::Overwrite)
+            };
+            let outputs = run(&x, &gamma, beta.as_deref());
+            let y = |outputs: Outputs| get(&outputs, "y").to_vec();
+            check("dx", &x, &dy, get(&outputs, "dx"), |x| y(run(x, &gamma, beta.as_deref())));
+            check("dgamma", &gamma, &dy, get(&outputs, "dgamma"), |g| y(run(&x, g, beta.as_deref())));
+            if let Some(beta) = &beta {
+                check("dbeta", beta, &dy, get(&outputs, "dbeta"), |beta| y(run(&x, &gamma, Some(beta))));
+            }
+            // The residual path's gradient joins.
+            let joined =
+                ops.norm(s, &x, Some(&branch), &gamma, beta.as_deref(), &dy, Some(&branch), Accumulate::Add);
+            let expected: Vec<f32> = get(&outputs, "dx").iter().zip(&branch).map(|(a, b)| a + b).collect();
+            assert!(distance(get(&joined, "dx"), &expected) < 1e-6);
+        });
+    }
+}
+
+#[test]
+fn linear() {
+    let s = LinearShape { rows: 5, inputs: 7, outputs: 6 };
+    let (x, w, bias, dy) = (random(10, 35), random(11, 42), random(12, 6), random(13, 30));
+    with_cpu(|ops| {
+        let run =
+            |x: &[f32], w: &[f32], bias: &[f32]| ops.linear(s, x, w, Some(bias), &dy, Accumulate::Overwrite);
+        let outputs = run(&x, &w, &bias);
+        let y = |outputs: Outputs| get(&outputs, "y").to_vec();
+        check("dx", &x, &dy, get(&outputs, "dx"), |x| y(run(x, &w, &bias)));
+        check("dw", &w, &dy, get(&outputs, "dw"), |w| y(run(&x, w, &bias)));
+        check("dbias", &bias, &dy, get(&outputs, "dbias"), |bias| y(run(&x, &w, bias)));
+    });
+}
+
+#[test]
+fn rope_and_attention() {
+    for (seq, heads, kv_heads) in [(9, 2, 2), (70, 2, 1)] {
+        let s = AttentionShape { batch: 1, seq, heads, kv_heads, width: 8 };
+        let len = seq * s.qkv_width();
+        let (qkv, dout) = (random(14, len), random(15, seq * heads * 8));
+        with_cpu(|ops| {
+            let run = |qkv: &[f32]| ops.attention(s, qkv, &dout);
+            check("dqkv", &qkv, &dout, get(&run(&qkv), "dqkv"), |qkv| get(&run(qkv), "out").to_vec());
+            let (table, dqkv) = (random(16, seq * 8), random(17, len));
+            let rope = |qkv: &[f32]| ops.rope(s, qkv, &table, &dqkv);
+            check("rope", &qkv, &dqkv, get(&rope(&qkv), "dqkv"), |qkv| get(&rope(qkv), "qkv").to_vec());
+        });
+    }
+}
+
+#[test]
+fn attention_sees_no_later_token() {
+    let s = AttentionShape { batch: 1, seq: 70, heads: 1, kv_heads: 1, width: 8 };
+    let (mut qkv, dout) = (random(18, 70 * 24), vec![0.0; 70 * 8]);
+    with_cpu(|ops| {
+        let before = ops.attention(s, &qkv, &dout);
+        qkv[66 * 24..].iter_mut().for_each(|x| *x += 1.0);
+        let after = ops.attention(s, &qkv, &dout);
+        assert_eq!(get(&before, "out")[..66 * 8], get(&after, "out")[..66 * 8]);
+        assert_ne!(get(&before, "out")[66 * 8..], get(&after, "out")[66 * 8..]);
+    });
+}
+
+#[test]
+fn activations() {
+    let (h, da): (Vec<f32>, _) = (random(19, 50).iter().map(|x| 3.0 * x).collect(), random(20, 50));
+    with_cpu(|ops| {
+        let run = |h: &[f32]| ops.gelu(h, &da);
+        check("gelu", &h, &da, get(&run(&h), "dh"), |h| get(&run(h), "a").to_vec());
+        let run = |h: &[f32]| ops.swiglu(5, 5, h, &da[..25]);
+        check("swiglu", &h, &da[..25], get(&run(&h), "dh"), |h| get(&run(h), "a").to_vec());
+    });
+}
+
+#[test]
+fn classifier() {
+    let s = ClassifierShape { rows: 4, vocab: 9, padded: 12 };
+    let (logits, targets) = (random(21, 48), ids(22, 4, 9));
+    with_cpu(|ops| {
+        let run = |logits: &[f32]| ops.classifier(s, logits, &targets, 0.25);
+        let outputs = run(&logits);
+        check("dlogits", &logits, &[0.25; 4], get(&outputs, "dlogits"), |l| get(&run(l), "losses").to_vec());
+        assert_eq!(get(&outputs, "losses"), get(&outputs, "losses again"));
+        let padding = get(&outputs, "dlogits").chunks(12).flat_map(|row| &row[9..]);
+        assert!(padding.into_iter().all(|x| *x == 0.0));
+    });
+}
+
+#[test]
+fn adamw_follows_its_formula() {
+    let s = AdamWShape { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: 1.0 };
+    let outputs = with_cpu(|ops| ops.adamw(s, &[2.0; 128], &[0.5; 128], &[1, 0]));
+    let expected = |decay: f64| {
+        let (mut p, mut m, mut v) = (2.0, 0.0, 0.0);
+        for (rate, c1, c2, norm) in [(1e-2, 10.0, 20.0, 0.2_f64), (2e-2, 5.3, 10.3, 3.0)] {
+            let g = 0.5 * (1.0 / norm).min(1.0);
+            m = 0.9 * m + 0.1 * g;
+            v = 0.95 * v + 0.05 * g * g;
+            p -= rate * (m * c1 / (f64::sqrt(v * c2) + 1e-8) + decay * p);
+        }
+        p as f32
+    };
+    let params = get(&outputs, "params");
+    assert!((params[0] - expected(0.1)).abs() < 1e-6 && (params[127] - expected(0.0)).abs() < 1e-6);
+}
+
+#[test]
+fn adding_gives_the_sum_and_any_number_of_threads_the_same_bits() {
+    let (one, three) = (CpuBackend::new(1, PoolMode::On), CpuBackend::new(3, PoolMode::Off));
+    let (one, three) = (Ops { backend: &one, grads: DType::F32 }, Ops { backend: &three, grads: DType::F32 });
+    for (name, case) in common::cases(|x| x) {
+        for ((output, a), (_, b)) in case(&one).iter().zip(&case(&three)) {
+            assert!(a.iter().all(|x| x.is_finite()), "{output} of {name} is not written completely");
+            let same = a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same, "{output} of {name} depends on the number of threads");
+        }
+    }
+    let s = LinearShape { rows: 33, inputs: 8, outputs: 16 };
+    let (x, w, bias, dy) = (random(1, 33 * 8), random(2, 128), random(3, 16), random(4, 33 * 16));
+    let run = |acc| one.linear(s, &x, &w, Some(&bias), &dy, acc);
+    let (replaced, added) = (run(Accumulate::Overwrite), run(Accumulate::Add));
+    for name in ["dw", "dbias"] {
+        let start = random(77, get(&replaced, name).len());
+        let expected: Vec<f32> = get(&replaced, name).iter().zip(start).map(|(a, b)| a + b).collect();
+        assert!(distance(get(&added, name), &expected) < 1e-6, "{name}");
+    }
+}
+
+#[test]
+#[should_panic(expected = "gelu_fwd")]
+fn an_output_that_overlaps_an_input_is_refused() {
+    let backend = CpuBackend::new(1, PoolMode::On);
+    let x = backend.alloc(DType::F32, 100).unwrap();
+    let _ = backend.gelu_fwd(x.slice(0..60), x.slice(40..100));
+}
+
+#[test]
+#[should_panic(expected = "zero")]
+fn memory_that_a_collective_works_on_is_refused() {
+    let backend = CpuBackend::new(1, PoolMode::On);
+    let x = backend.alloc(DType::F32, 100).unwrap();
+    let _loan = x.lend(50..100);
+    let _ = backend.zero(x.slice(0..60));
+}
+
+#[test]
+#[should_panic(expected = "gelu_fwd")]
+fn a_slice_of_the_wrong_length_is_refused() {
+    let backend = CpuBackend::new(1, PoolMode::On);
+    let (x, y) = (backend.alloc(DType::F32, 100).unwrap(), backend.alloc(DType::F32, 99).unwrap());
+    let _ = backend.gelu_fwd(x.all(), y.all());
+}
