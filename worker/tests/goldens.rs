@@ -3,7 +3,7 @@
 //! The numbers were made in double precision by `tests/peers/goldens.py` and stored in single, so every difference is
 //! this trainer's own rounding. Tolerance: 1e-5 of a tensor's norm, about 100 roundings of f32.
 
-#![expect(clippy::unwrap_used, reason = "a test")]
+#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test, which says what it skips")]
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -12,7 +12,8 @@ use std::path::Path;
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::{Accumulate, DType, EngineError, PoolMode, Tensor};
+use xlaunch_engine::cuda::CudaBackend;
+use xlaunch_engine::{Accumulate, DType, EngineError, PoolMode, Precision, Tensor};
 use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::TrainSection;
 use xlaunch_worker::model::layout::Layout;
@@ -29,8 +30,8 @@ struct Golden {
 
 impl Golden {
     fn read(name: &str) -> Self {
-        let path =
-            Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(format!("{name}.safetensors"));
+        // Relative to the package, where cargo runs tests: a test binary copied to a GPU host finds them as well.
+        let path = Path::new("tests/goldens").join(format!("{name}.safetensors"));
         let bytes = std::fs::read(path).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
         let (mut floats, mut ids) = (HashMap::new(), HashMap::new());
@@ -104,12 +105,24 @@ impl From<Infallible> for Failed {
     }
 }
 
+/// The CPU, and a GPU in strict fp32 where there is one.
+fn backends() -> Vec<BackendHandle> {
+    let mut backends = vec![BackendHandle::new(CpuBackend::new(2, PoolMode::On))];
+    match CudaBackend::open(0, Precision::Fp32, PoolMode::On) {
+        Ok(backend) => backends.push(BackendHandle::new(backend)),
+        Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => {
+            println!("skipped on a GPU: {error}");
+        }
+        Err(error) => panic!("{error}"),
+    }
+    backends
+}
+
 impl Fixture {
-    fn new(name: &str, arch: Arch, kv_heads: usize, tied: bool) -> Self {
+    fn new(backend: BackendHandle, name: &str, arch: Arch, kv_heads: usize, tied: bool) -> Self {
         let shape =
             ModelShape { arch, layers: 2, heads: 4, kv_heads, dim: 32, ffn: 48, seq: 16, vocab: 61, tied };
         let golden = Golden::read(name);
-        let backend = BackendHandle::new(CpuBackend::new(2, PoolMode::On));
         let model = Model::new(&backend, &shape, &golden.arena(&Layout::new(&shape), "param.")).unwrap();
         let grads = backend.alloc(DType::F32, model.layout.len).unwrap();
         backend.zero(grads.all()).unwrap();
@@ -145,7 +158,12 @@ impl Fixture {
 }
 
 fn compare(name: &str, arch: Arch, kv_heads: usize, tied: bool) {
-    let f = Fixture::new(name, arch, kv_heads, tied);
+    for backend in backends() {
+        compare_on(&Fixture::new(backend, name, arch, kv_heads, tied));
+    }
+}
+
+fn compare_on(f: &Fixture) {
     let (loss, logits) = f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);
     check("logits", &logits, &f.golden.floats["logits"]);
     let expected = f64::from(f.golden.floats["loss"][0]);

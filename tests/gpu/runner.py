@@ -1,0 +1,30 @@
+"""Runs xlaunch and reads what it wrote: shared by the suites of this directory."""
+
+import json
+import pathlib
+import subprocess
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MODELS = {"A": "deploy/llama-28m.toml", "B": "deploy/gpt2-124m.toml"}
+
+
+def hardware():
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+    return f"{len(gpus)} x {gpus[0]}"
+
+
+def train(binary, model, data, nproc, **settings):
+    """One run; the lines of its metrics.jsonl that are steps, and its summary. Raises with the output if it fails."""
+    settings = {"data.train": [str(data)], "data.val_fraction": 0.0, "train.eval_every": 0} | settings
+    with tempfile.TemporaryDirectory() as out:
+        command = [str(binary), "--nproc", str(nproc), str(ROOT / MODELS[model]), "--set", f"job.output={out}"]
+        for key, value in settings.items():
+            command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-4000:]}")
+        path = next(pathlib.Path(out).glob("*/latest/metrics.jsonl"))
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return [line for line in lines if "train/loss" in line], done.stdout
