@@ -12,7 +12,7 @@ import tempfile
 
 import runner
 
-BATCH, STEPS, TOLERANCE = 32, 30, 1e-5
+BATCH, STEPS, TOLERANCE = 32, 20, 1e-5
 
 
 def main():
@@ -30,7 +30,7 @@ def main():
             reference = None
             for gpus in options.gpus:
                 steps, summary = runner.train(options.binary, model, data, gpus, **{
-                    "train.steps": STEPS, "train.warmup": 5, "train.batch": BATCH // gpus, "checkpoint.every": 0,
+                    "train.steps": STEPS, "train.lr": 6e-5, "train.warmup": 0, "train.batch": BATCH // gpus, "checkpoint.every": 0,
                     "engine.precision": "fp32", "engine.device": "cuda", "observe.check_replicas": True,
                 })
                 losses = [step["train/loss"] for step in steps]

@@ -1,0 +1,162 @@
+//! What the launcher does when workers, users or the launcher itself end early.
+
+#![expect(clippy::unwrap_used, reason = "a test")]
+
+use rustix::process::Signal;
+use xlaunch_tests::{Job, alive, children, wait_for};
+
+const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
+
+fn scripted(script: &str, args: &[&str]) -> xlaunch_tests::Finished {
+    Job::scripted(FAKE_WORKER, script).run(args)
+}
+
+#[test]
+fn a_failing_worker_ends_the_others_and_is_reported_with_its_last_words() {
+    let run = scripted("join sleep;join say:the-disk-is-on-fire exit:7;join sleep", &["--nproc", "3"]);
+    assert_eq!(run.code, 1, "{}", run.stderr);
+    let report = run.stderr.split("the job failed").nth(1).unwrap_or_default();
+    assert!(report.contains("rank 1 (pid ") && report.contains("exit code 7"), "{}", run.stderr);
+    assert!(report.contains("the-disk-is-on-fire"), "{}", run.stderr);
+    let (root, others) = report.split_once("then:").unwrap_or_default();
+    assert!(!root.contains("rank 0") && others.contains("rank 0") && others.contains("rank 2"), "{report}");
+}
+
+#[test]
+fn a_killed_worker_is_reported_with_its_signal() {
+    let run = scripted("join sleep;join signal:9", &["--nproc", "2"]);
+    assert_eq!(run.code, 1);
+    assert!(run.stderr.contains("rank 1 (pid ") && run.stderr.contains("SIGKILL"), "{}", run.stderr);
+}
+
+#[test]
+fn a_real_worker_that_is_killed_ends_the_job() {
+    let job = Job::new();
+    let run = job.start(&["--nproc", "2", "--set", "train.steps=1000000"]);
+    run.wait_for_stderr("step 1/");
+    let workers = wait_for("two workers", || Some(children(run.pid())).filter(|workers| workers.len() == 2));
+    let victim = rustix::process::Pid::from_raw(workers[1].cast_signed()).unwrap();
+    rustix::process::kill_process(victim, Signal::KILL).unwrap();
+    let run = run.finish();
+    assert_eq!(run.code, 1, "{}", run.stderr);
+    assert!(run.stderr.contains(&format!("(pid {})", workers[1])), "{}", run.stderr);
+    assert!(workers.iter().all(|worker| !alive(*worker)));
+}
+
+#[test]
+fn ranks_that_do_not_join_are_named_at_the_deadline() {
+    let run =
+        scripted("join sleep;sleep;join sleep;sleep", &["--nproc", "4", "--set", "launch.join_timeout=1.0"]);
+    assert_eq!(run.code, 69, "{}", run.stderr);
+    let report = run.stderr.split("the job failed").nth(1).unwrap_or_default();
+    assert!(report.contains("rank") && report.contains('1') && report.contains('3'), "{}", run.stderr);
+    assert!(run.stderr.contains("1, 3") || run.stderr.contains("1 and 3"), "{}", run.stderr);
+}
+
+#[test]
+fn whoever_disagrees_is_refused_by_name() {
+    for (odd, word) in [("version", "0.0.1"), ("config", "config"), ("layout", "layout")] {
+        let run = scripted(&format!("join sleep;join:{odd} sleep"), &["--nproc", "2"]);
+        assert_eq!(run.code, 69, "{odd}: {}", run.stderr);
+        assert!(run.stderr.contains("rank 1") && run.stderr.contains(word), "{odd}: {}", run.stderr);
+    }
+}
+
+#[test]
+fn one_interrupt_stops_at_a_step_with_a_checkpoint() {
+    let job = Job::new();
+    let run = job.start(&["--nproc", "2", "--set", "train.steps=1000000"]);
+    run.wait_for_stderr("step 1/");
+    run.signal(Signal::INT);
+    let run = run.finish();
+    assert_eq!(run.code, 143, "{}", run.stderr);
+    let steps = job.losses().len();
+    assert!(!job.checkpoint(steps as u64, "manifest.json").is_empty());
+}
+
+#[test]
+fn two_interrupts_end_at_once() {
+    let job = Job::scripted(FAKE_WORKER, "deaf join sleep");
+    let run = job.start(&["--nproc", "2", "--set", "launch.shutdown_timeout=100.0"]);
+    wait_for("both to join", || {
+        let said = |rank: usize| {
+            std::fs::read_to_string(job.latest().join(format!("logs/attempt_0/{rank}/stderr.log")))
+                .is_ok_and(|text| text.contains("joined 2 ranks"))
+        };
+        (said(0) && said(1)).then_some(())
+    });
+    let workers = children(run.pid());
+    run.signal(Signal::INT);
+    run.wait_for_stderr("again");
+    run.signal(Signal::INT);
+    let run = run.finish();
+    assert_eq!(run.code, 130, "{}", run.stderr);
+    assert!(workers.iter().all(|worker| !alive(*worker)));
+}
+
+#[test]
+fn terminate_stops_cleanly_too() {
+    let job = Job::new();
+    let run = job.start(&["--set", "train.steps=1000000"]);
+    run.wait_for_stderr("step 1/");
+    run.signal(Signal::TERM);
+    assert_eq!(run.finish().code, 143);
+}
+
+#[test]
+fn no_worker_outlives_a_launcher_that_is_killed() {
+    let job = Job::new();
+    let run = job.start(&["--nproc", "3", "--set", "train.steps=1000000"]);
+    run.wait_for_stderr("step 1/");
+    let workers =
+        wait_for("three workers", || Some(children(run.pid())).filter(|workers| workers.len() == 3));
+    run.signal(Signal::KILL);
+    let start = std::time::Instant::now();
+    assert_eq!(run.finish().code, 137);
+    wait_for("the workers' end", || workers.iter().all(|worker| !alive(*worker)).then_some(()));
+    assert!(start.elapsed() < std::time::Duration::from_secs(1), "{:?}", start.elapsed());
+}
+
+#[test]
+fn what_a_worker_started_ends_with_the_job() {
+    let job = Job::scripted(FAKE_WORKER, "grandchild join sleep;join say:ready sleep");
+    let run = job.start(&["--nproc", "2"]);
+    run.wait_for_stderr("ready");
+    let grandchildren: Vec<u32> = children(run.pid()).into_iter().flat_map(children).collect();
+    assert_eq!(grandchildren.len(), 1);
+    run.signal(Signal::INT);
+    run.wait_for_stderr("again");
+    run.signal(Signal::INT);
+    run.finish();
+    wait_for("the grandchild's end", || (!alive(grandchildren[0])).then_some(()));
+}
+
+#[test]
+fn a_failed_group_is_started_again_as_often_as_allowed() {
+    let run = scripted("join exit:3", &["--nproc", "2", "--set", "launch.max_restarts=2"]);
+    assert_eq!(run.code, 1);
+    assert!(
+        run.stderr.contains("restarting (1 of 2)") && run.stderr.contains("restarting (2 of 2)"),
+        "{}",
+        run.stderr
+    );
+}
+
+#[test]
+fn status_and_stop_reach_a_running_job() {
+    let job = Job::new();
+    let run = job.start(&["--nproc", "2", "--set", "train.steps=1000000"]);
+    run.wait_for_stderr("step 1/");
+    let query = |args: &[&str]| xlaunch_tests::Running::start(&mut job.command(args)).finish();
+    let status = query(&["status", "--json"]);
+    assert_eq!(status.code, 0, "{}", status.stderr);
+    let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
+    assert_eq!(
+        (&status["world_size"], status["ranks"].as_array().map(Vec::len)),
+        (&2.into(), Some(2)),
+        "{status}"
+    );
+    assert_eq!(query(&["stop"]).code, 0);
+    assert_eq!(run.finish().code, 143);
+    assert_ne!(query(&["status"]).code, 0);
+}
