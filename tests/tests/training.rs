@@ -90,9 +90,9 @@ fn a_tiny_model_learns_eight_sequences_by_heart() {
     job.write("text/a.txt", text);
     let settings = [
         "data.val_fraction=0.0",
-        "train.steps=300",
+        "train.steps=600",
         "train.batch=8",
-        "train.lr=1e-2",
+        "train.lr=5e-3",
         "train.weight_decay=0.0",
         "model.dim=64",
     ];

@@ -129,6 +129,8 @@ pub struct Job {
     killed_at_once: bool,
     /// SIGTERM has been sent.
     terminated: bool,
+    /// Whether this attempt's workers were sent SIGKILL, after the time they had.
+    killed: bool,
     /// When to go one step further, from asking to SIGTERM to SIGKILL.
     deadline: Option<Instant>,
 }
@@ -148,6 +150,7 @@ impl Job {
             stop: None,
             killed_at_once: false,
             terminated: false,
+            killed: false,
             deadline: None,
         }
     }
@@ -219,7 +222,12 @@ impl Job {
             _ => {
                 // Peers of a failed rank lose their connection, are told that the meeting failed, or obey our SIGTERM.
                 let told = known == Some(ExitCode::Rendezvous) && !self.failures.is_empty();
-                let ours = matches!(exit, Exit::Signal(9 | 15) | Exit::Code(143)) && self.terminated;
+                let ours = match exit {
+                    Exit::Signal(15) | Exit::Code(143) => self.terminated,
+                    // A SIGKILL that is not ours is the kernel's, for lack of memory: a cause.
+                    Exit::Signal(9) => self.killed || self.killed_at_once,
+                    _ => false,
+                };
                 let follows = known == Some(ExitCode::Retryable) || ours || told;
                 let code = match known {
                     Some(
@@ -286,6 +294,7 @@ impl Job {
         let left = left.join(", ");
         if self.terminated {
             self.deadline = None;
+            self.killed = true;
             return vec![Action::Say(format!("ranks still running after SIGTERM: {left}")), Action::Kill];
         }
         self.terminated = true;
@@ -332,6 +341,7 @@ impl Job {
         self.phase = Phase::Meeting;
         self.alive.fill(true);
         self.terminated = false;
+        self.killed = false;
         let (attempt, most) = (self.attempt, self.max_restarts);
         let said = format!("{who}: {}; restarting ({attempt} of {most})", root.what);
         vec![Action::Kill, Action::Say(said), Action::Start { attempt }]
@@ -376,16 +386,18 @@ mod tests {
 
     #[test]
     fn a_crash_ends_the_others_and_is_the_root_even_when_a_peer_is_seen_first() {
-        let mut job = Job::new(3, 0, GRACE);
-        let crash = Event::Exited { rank: 1, exit: Exit::Signal(11) };
-        let mut actions = run(&mut job, &[Event::Met, exited(0, 75)]);
-        assert!(actions.contains(&Action::Terminate));
-        // Killed by SIGSEGV, not by the SIGTERM that went out meanwhile: but that is known only by the signal.
-        actions.extend(run(&mut job, &[crash, Event::Exited { rank: 2, exit: Exit::Signal(15) }]));
-        let end = outcome(&actions);
-        assert_eq!(end.others.len(), 2);
-        assert_eq!(end.root.unwrap().rank, Some(1));
-        assert_eq!(end.exit, ExitCode::WorkerFailed);
+        for signal in [11, 9] {
+            let mut job = Job::new(3, 0, GRACE);
+            let crash = Event::Exited { rank: 1, exit: Exit::Signal(signal) };
+            let mut actions = run(&mut job, &[Event::Met, exited(0, 75)]);
+            assert!(actions.contains(&Action::Terminate));
+            // Killed by a signal, not by the SIGTERM that went out meanwhile: but that is known only by the signal.
+            actions.extend(run(&mut job, &[crash, Event::Exited { rank: 2, exit: Exit::Signal(15) }]));
+            let end = outcome(&actions);
+            assert_eq!(end.others.len(), 2);
+            assert_eq!(end.root.unwrap().rank, Some(1));
+            assert_eq!(end.exit, ExitCode::WorkerFailed);
+        }
     }
 
     #[test]
