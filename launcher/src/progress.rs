@@ -30,7 +30,7 @@ impl Progress {
     fn new(terminal: bool) -> Self {
         let bar = terminal.then(|| {
             let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
-            let template = "{bar:24.cyan/blue} {pos}/{len} {msg}";
+            let template = "{bar:12.cyan/blue} {pos}/{len} {wide_msg}";
             bar.set_style(
                 ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()),
             );
@@ -100,7 +100,13 @@ impl Progress {
     /// Leaves the bar as it is and the cursor below it.
     pub fn finish(&self) {
         if let Some(bar) = &self.bar {
-            if bar.position() == 0 { bar.finish_and_clear() } else { bar.abandon() }
+            if bar.position() == 0 {
+                bar.finish_and_clear();
+            } else {
+                bar.abandon();
+                // As in `say`.
+                let _ = writeln!(std::io::stderr());
+            }
         }
     }
 }

@@ -50,4 +50,23 @@ mod tests {
         assert_eq!(nearest("train.lrr", &known), "did you mean `train.lr`?");
         assert_eq!(nearest_section("modle"), "did you mean `[model]`?");
     }
+
+    #[test]
+    fn the_readme_describes_every_key_and_no_other() {
+        let readme = include_str!("../../../README.md");
+        let table = readme.split("## Configuration").nth(1).and_then(|rest| rest.split("\n## ").next());
+        let mut section = "";
+        let mut described = Vec::new();
+        for line in table.unwrap_or_default().lines() {
+            if let Some(name) = line.strip_prefix("| **[") {
+                section = name.split(']').next().unwrap_or_default();
+            } else if let Some(cell) = line.strip_prefix("| `").and_then(|line| line.split(" |").next()) {
+                described.extend(cell.split(", ").map(|key| format!("{section}.{}", key.trim_matches('`'))));
+            }
+        }
+        described.sort();
+        let mut known = all();
+        known.sort();
+        assert_eq!(described, known);
+    }
 }
