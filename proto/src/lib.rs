@@ -3,7 +3,7 @@
 //! - [`v1`] is generated from `xlaunch/v1/agent.proto`;
 //! - [`convert`] turns wire messages into checked values: nothing else in the project validates wire data;
 //! - [`spec`] is the job description, the one definition behind `train.toml`, the wire and checkpoints;
-//! - [`ids`] are the typed ids; [`exit`] is the table of exit codes; [`env`] names the variables a worker is given.
+//! - [`ids`] are the typed ids; [`exit`] is the table of exit codes; [`mod@env`] names the variables a worker is given.
 #![forbid(unsafe_code)]
 
 pub mod convert;

@@ -1,7 +1,5 @@
 //! What the launcher does when workers, users or the launcher itself end early.
 
-#![expect(clippy::unwrap_used, reason = "a test")]
-
 use rustix::process::Signal;
 use xlaunch_tests::{Job, alive, children, wait_for};
 

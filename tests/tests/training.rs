@@ -1,8 +1,6 @@
 //! The trainer end to end on CPUs: what a run leaves behind, and that neither the number of ranks nor an interruption
 //! changes it.
 
-#![expect(clippy::unwrap_used, reason = "a test")]
-
 use rustix::process::Signal;
 use xlaunch_tests::Job;
 

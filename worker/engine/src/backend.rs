@@ -124,7 +124,7 @@ pub trait Backend {
     /// `y = x`, converting between F32 and Bf16 (round to nearest even) as their element types say.
     fn cast(&self, x: Slice<'_>, y: Slice<'_>) -> Result<()>;
 
-    /// `out[b,t,:] = wte[tokens[b,t],:] (+ wpe[t,:])`. tokens I32 [B,T], wte [>=V,C], wpe [>=T,C], out [B,T,C].
+    /// `out[b,t,:] = wte[tokens[b,t],:] (+ wpe[t,:])`. tokens I32 `[B,T]`, wte `[>=V,C]`, wpe `[>=T,C]`, out `[B,T,C]`.
     /// Token ids were checked by whoever read them.
     fn embed_fwd(
         &self,
@@ -135,7 +135,7 @@ pub trait Backend {
         out: Slice<'_>,
     ) -> Result<()>;
 
-    /// Adds to `dwte[tokens[b,t],:]` and to `dwpe[t,:]` the rows of `dout` [B,T,C]. Deterministic on the CPU.
+    /// Adds to `dwte[tokens[b,t],:]` and to `dwpe[t,:]` the rows of `dout` `[B,T,C]`. Same result every run.
     fn embed_bwd(
         &self,
         s: EmbedShape,
@@ -145,7 +145,7 @@ pub trait Backend {
         dwpe: Option<Slice<'_>>,
     ) -> Result<()>;
 
-    /// `y = norm(x)` with x, y [N,C], gamma, beta [C] (beta for [`NormKind::Layer`](crate::NormKind::Layer) alone),
+    /// `y = norm(x)` with x, y `[N,C]`, gamma, beta `[C]` (beta for [`NormKind::Layer`](crate::NormKind::Layer) alone),
     /// stats F32 [[`NormShape::stats`]].
     fn norm_fwd(
         &self,
@@ -172,7 +172,7 @@ pub trait Backend {
     ) -> Result<()>;
 
     /// Backward of both: x is what was normalised. `dx = d norm/dx (dy)`, added to dx's contents if `add` (the residual
-    /// path), replacing them otherwise; dgamma, dbeta [C].
+    /// path), replacing them otherwise; dgamma, dbeta `[C]`.
     #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
     fn norm_bwd(
         &self,
@@ -188,7 +188,7 @@ pub trait Backend {
         acc: Accumulate,
     ) -> Result<()>;
 
-    /// `y = x w^T (+ bias)` with x [N,I], w [O,I], bias [O], y [N,O].
+    /// `y = x w^T (+ bias)` with x `[N,I]`, w `[O,I]`, bias `[O]`, y `[N,O]`.
     fn linear_fwd(
         &self,
         s: LinearShape,
@@ -198,10 +198,10 @@ pub trait Backend {
         y: Slice<'_>,
     ) -> Result<()>;
 
-    /// `dx = dy w` with dy [N,O], dx [N,I].
+    /// `dx = dy w` with dy `[N,O]`, dx `[N,I]`.
     fn linear_bwd_input(&self, s: LinearShape, dy: Slice<'_>, w: Slice<'_>, dx: Slice<'_>) -> Result<()>;
 
-    /// `dw = dy^T x`, `dbias = sum of dy's rows`; dw [O,I], dbias [O].
+    /// `dw = dy^T x`, `dbias = sum of dy's rows`; dw `[O,I]`, dbias `[O]`.
     fn linear_bwd_weight(
         &self,
         s: LinearShape,
@@ -212,17 +212,17 @@ pub trait Backend {
         acc: Accumulate,
     ) -> Result<()>;
 
-    /// Rotates the query and key heads of `qkv` [B,T,(H+2Hkv)D], in place. Pairs are (i, i + D/2); the angle of pair i at
-    /// position t is `t / 10000^(2 i / D)`; `table` F32 [T, D] holds D/2 cosines, then D/2 sines, per position.
+    /// Rotates the query and key heads of `qkv` `[B,T,(H+2Hkv)D]`, in place. Pairs are (i, i + D/2); the angle of pair i at
+    /// position t is `t / 10000^(2 i / D)`; `table` F32 `[T, D]` holds D/2 cosines, then D/2 sines, per position.
     fn rope_fwd(&self, s: AttentionShape, qkv: Slice<'_>, table: Slice<'_>) -> Result<()>;
 
     /// Rotates the gradients back, in place.
     fn rope_bwd(&self, s: AttentionShape, dqkv: Slice<'_>, table: Slice<'_>) -> Result<()>;
 
-    /// Causal attention: out [B,T,H D]; lse F32 [B,H,T] keeps the logarithm of each row's sum of exponentials.
+    /// Causal attention: out `[B,T,H D]`; lse F32 `[B,H,T]` keeps the logarithm of each row's sum of exponentials.
     fn attention_fwd(&self, s: AttentionShape, qkv: Slice<'_>, out: Slice<'_>, lse: Slice<'_>) -> Result<()>;
 
-    /// Its backward: dqkv [B,T,(H+2Hkv)D] from dout [B,T,H D].
+    /// Its backward: dqkv `[B,T,(H+2Hkv)D]` from dout `[B,T,H D]`.
     fn attention_bwd(
         &self,
         s: AttentionShape,
@@ -239,14 +239,14 @@ pub trait Backend {
     /// `dh = gelu'(h) da`.
     fn gelu_bwd(&self, h: Slice<'_>, da: Slice<'_>, dh: Slice<'_>) -> Result<()>;
 
-    /// `a = silu(g) u` with h [N,2F] holding g [N,F] and u [N,F] side by side in each row, a [N,F].
+    /// `a = silu(g) u` with h `[N,2F]` holding g `[N,F]` and u `[N,F]` side by side in each row, a `[N,F]`.
     fn swiglu_fwd(&self, rows: usize, ffn: usize, h: Slice<'_>, a: Slice<'_>) -> Result<()>;
 
-    /// Its backward: dh [N,2F] from da [N,F].
+    /// Its backward: dh `[N,2F]` from da `[N,F]`.
     fn swiglu_bwd(&self, rows: usize, ffn: usize, h: Slice<'_>, da: Slice<'_>, dh: Slice<'_>) -> Result<()>;
 
-    /// `losses[n] = -log softmax(logits[n, ..V])[targets[n]]`, F32 [N]; targets I32 [N]. With `grad_scale`, in place,
-    /// logits [N,Vp] become `(softmax - onehot) grad_scale`, zero in the padding; without, they stay.
+    /// `losses[n] = -log softmax(logits[n, ..V])[targets[n]]`, F32 `[N]`; targets I32 `[N]`. With `grad_scale`, in place,
+    /// logits `[N,Vp]` become `(softmax - onehot) grad_scale`, zero in the padding; without, they stay.
     fn classifier(
         &self,
         s: ClassifierShape,

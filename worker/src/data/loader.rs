@@ -12,7 +12,7 @@ const AHEAD: usize = 4;
 /// B sequences of T tokens and what follows each token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// [B, T].
+    /// `[B, T]`.
     pub tokens: Vec<i32>,
     /// [B, T]: the tokens one position later.
     pub targets: Vec<i32>,

@@ -13,7 +13,7 @@ pub struct Activations {
     pub(super) blocks: Vec<Block>,
     /// Input of the final norm, its output and statistics.
     pub(super) last: Normed,
-    /// [N, Vp]; gradients after [`Model::loss`] with a gradient scale.
+    /// `[N, Vp]`; gradients after [`Model::loss`] with a gradient scale.
     pub(super) logits: Tensor,
 }
 
@@ -29,16 +29,16 @@ pub(super) struct Normed {
 #[derive(Debug)]
 pub(super) struct Block {
     pub(super) ln1: Normed,
-    /// [B, T, (H + 2 Hkv) D], rotated.
+    /// `[B, T, (H + 2 Hkv) D]`, rotated.
     pub(super) qkv: Tensor,
-    /// [B, T, H D].
+    /// `[B, T, H D]`.
     pub(super) att: Tensor,
-    /// [B, H, T].
+    /// `[B, H, T]`.
     pub(super) lse: Tensor,
     pub(super) ln2: Normed,
-    /// [N, F] or, with gates, [N, 2 F].
+    /// `[N, F]` or, with gates, `[N, 2 F]`.
     pub(super) h: Tensor,
-    /// [N, F].
+    /// `[N, F]`.
     pub(super) a: Tensor,
 }
 
@@ -51,7 +51,7 @@ impl Activations {
 }
 
 impl Model {
-    /// Logits of `tokens` I32 [B, T].
+    /// Logits of `tokens` I32 `[B, T]`.
     pub fn forward(&self, rows: Rows, tokens: Slice<'_>) -> Result<Activations> {
         let mut blocks = Vec::with_capacity(self.shape.layers);
         let mut ln1 = self.norm(rows, self.embed(rows, tokens)?, &self.layout.blocks[0].ln1)?;
@@ -68,7 +68,7 @@ impl Model {
         Ok(Activations { rows, blocks, last: ln1, logits })
     }
 
-    /// Loss of every row into `losses` F32 [N]. With `grad_scale`, the logits become gradients of
+    /// Loss of every row into `losses` F32 `[N]`. With `grad_scale`, the logits become gradients of
     /// `grad_scale * sum(losses)`.
     pub fn loss(
         &self,

@@ -2,7 +2,7 @@
 //!
 //! The order is that in which backward finishes gradients: head, final norm, blocks from last to first, embeddings. So
 //! "all gradients below this offset are written" is one number, and a bucket of them is one contiguous range. Every
-//! parameter starts on a multiple of [`ALIGN`] elements; gaps stay zero in every arena.
+//! parameter starts on a multiple of `ALIGN` elements; gaps stay zero in every arena.
 
 use std::ops::Range;
 

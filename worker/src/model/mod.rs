@@ -37,7 +37,7 @@ pub struct Model {
     pub params: Tensor,
     /// What forward and backward read when activations are Bf16: the weights, rounded. The optimizer writes both.
     pub work: Option<Tensor>,
-    /// Cosines and sines of the rotary angles, F32 [T, D]; llama only.
+    /// Cosines and sines of the rotary angles, F32 `[T, D]`; llama only.
     rope: Option<Tensor>,
     backend: BackendHandle,
 }

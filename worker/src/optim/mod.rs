@@ -62,7 +62,7 @@ impl AdamW {
         self.backend.write_f32(self.scalars.all(), &scalars)
     }
 
-    /// Squared norm of `grads` into `square_sum` F32 [1], then the step on the model's parameters.
+    /// Squared norm of `grads` into `square_sum` F32 `[1]`, then the step on the model's parameters.
     pub fn step(&self, model: &Model, grads: &Tensor, square_sum: Slice<'_>) -> Result<()> {
         self.backend.square_sum(grads.all(), square_sum)?;
         self.backend.adamw(

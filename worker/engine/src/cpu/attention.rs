@@ -86,9 +86,9 @@ fn softmax(scores: &mut [f32], visible: usize) -> f32 {
 
 /// Memory for one task of backward.
 struct Scratch {
-    /// [QUERIES, T] probabilities, then gradients of scores.
+    /// `[QUERIES, T]` probabilities, then gradients of scores.
     p: Vec<f32>,
-    /// [QUERIES, T] gradients of probabilities.
+    /// `[QUERIES, T]` gradients of probabilities.
     dp: Vec<f32>,
 }
 
