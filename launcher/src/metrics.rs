@@ -40,6 +40,8 @@ impl Metrics {
             "perf/tokens_per_second": step.tokens as f64 / step.step_seconds.max(1e-9),
             "pool/live_bytes": step.pool_live_bytes,
             "pool/mapped_bytes": step.pool_mapped_bytes,
+            "pool/peak_bytes": step.pool_peak_bytes,
+            "pool/fragmentation": decimal(step.pool_fragmentation),
         }))
     }
 

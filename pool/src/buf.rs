@@ -3,44 +3,66 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use bytemuck::Pod;
 
-use crate::pool::{Inner, Space};
+use crate::core::{Handle, StreamId};
+use crate::error::PoolError;
+use crate::inner::Inner;
+use crate::loans::Loans;
+use crate::plan::serve::{Book, Ticket};
+use crate::pool::Space;
 
-/// A block on its way: returns to the pool when the last owner, buffer or loan, is gone.
-pub(crate) struct Block {
-    pub(crate) pool: Arc<Inner>,
-    pub(crate) address: u64,
-    pub(crate) bytes: usize,
+/// Where a buffer's memory goes when it is dropped.
+#[derive(Clone, Debug)]
+pub(crate) enum Home {
+    /// The allocator.
+    Block {
+        inner: Arc<Inner>,
+        handle: Handle,
+        #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "asked for by CUDA's traits alone"))]
+        stream: StreamId,
+    },
+    /// The driver, as the pool is off; with the length, rounded up and asked for.
+    Driver { inner: Arc<Inner>, rounded: u64, bytes: u64 },
+    /// The step's plan.
+    Slot { book: &'static Book, ticket: Ticket },
 }
 
-impl Drop for Block {
-    fn drop(&mut self) {
-        self.pool.put_back(self.address, self.bytes);
+impl Home {
+    fn loans(&self) -> &Loans {
+        match self {
+            Self::Block { inner, .. } | Self::Driver { inner, .. } => &inner.loans,
+            Self::Slot { book, .. } => &book.loans,
+        }
     }
-}
 
-/// The block and the byte ranges of it that are lent out.
-struct Shared {
-    block: Block,
-    lent: Mutex<Vec<Range<usize>>>,
-}
+    fn space(&self) -> Space {
+        match self {
+            Self::Block { inner, .. } | Self::Driver { inner, .. } => inner.space,
+            Self::Slot { book, .. } => book.space,
+        }
+    }
 
-impl Shared {
-    fn lent(&self) -> std::sync::MutexGuard<'_, Vec<Range<usize>>> {
-        self.lent.lock().unwrap_or_else(PoisonError::into_inner)
+    fn give_back(&self, address: u64) {
+        match self {
+            Self::Block { inner, handle, .. } => inner.put_back(*handle),
+            Self::Driver { inner, rounded, bytes } => inner.put_back_direct(address, *rounded, *bytes),
+            Self::Slot { book, ticket } => book.free(*ticket),
+        }
     }
 }
 
 /// `len` elements of `T` in the pool's memory, contents unspecified until written.
 ///
 /// A buffer is a handle, as a device pointer is: reading and writing is the business of kernels, or on the host of code
-/// that upholds what [`address`](Self::address) says.
+/// that upholds what [`address`](Self::address) says. With the `cuda` feature it is an argument of kernel launches and of
+/// cudarc's copies, cuBLAS, cuBLASLt and NCCL calls.
 pub struct PoolBuf<T> {
-    shared: Arc<Shared>,
+    pub(crate) address: u64,
     len: usize,
+    pub(crate) home: Home,
     elements: PhantomData<T>,
 }
 
@@ -51,10 +73,31 @@ impl<T> fmt::Debug for PoolBuf<T> {
 }
 
 impl<T: Pod> PoolBuf<T> {
-    pub(crate) fn new(block: Block, len: usize) -> Self {
-        Self { shared: Arc::new(Shared { block, lent: Mutex::default() }), len, elements: PhantomData }
+    pub(crate) fn new(address: u64, len: usize, home: Home) -> Self {
+        Self { address, len, home, elements: PhantomData }
     }
 
+    /// Lends elements `range` to another thread or stream: the block outlives the loan, and
+    /// [`is_lent`](Self::is_lent) is true of the range until the loan is dropped.
+    ///
+    /// # Panics
+    /// If the range is out of bounds or overlaps another loan.
+    pub fn lend(&self, range: Range<usize>) -> Loan {
+        assert!(range.start <= range.end && range.end <= self.len, "loan {range:?} of {} elements", self.len);
+        let bytes = range.start * size_of::<T>()..range.end * size_of::<T>();
+        let lent = self.home.loans().lend(self.address, bytes.clone());
+        assert!(lent, "elements {range:?} are lent already");
+        Loan { buffer: self.address, bytes, home: self.home.clone() }
+    }
+
+    /// Whether any element of `range` is lent out.
+    pub fn is_lent(&self, range: Range<usize>) -> bool {
+        let bytes = range.start * size_of::<T>()..range.end * size_of::<T>();
+        self.home.loans().is_lent(self.address, bytes)
+    }
+}
+
+impl<T> PoolBuf<T> {
     /// Elements asked for.
     pub fn len(&self) -> usize {
         self.len
@@ -70,45 +113,54 @@ impl<T: Pod> PoolBuf<T> {
     /// Whoever reads or writes through it answers for what a device leaves to its programmers: accesses stay within
     /// `len`, read only what was written, and are ordered with each other and with loans ([`is_lent`](Self::is_lent)).
     pub fn address(&self) -> u64 {
-        self.shared.block.address
+        self.address
     }
 
-    /// Lends elements `range` to another thread or stream: the block outlives the loan, and
-    /// [`is_lent`](Self::is_lent) is true of the range until the loan is dropped.
-    ///
-    /// # Panics
-    /// If the range is out of bounds or overlaps another loan.
-    pub fn lend(&self, range: Range<usize>) -> Loan {
-        assert!(range.start <= range.end && range.end <= self.len, "loan {range:?} of {} elements", self.len);
-        let bytes = range.start * size_of::<T>()..range.end * size_of::<T>();
-        let mut lent = self.shared.lent();
-        assert!(!lent.iter().any(|other| overlap(other, &bytes)), "elements {range:?} are lent already");
-        lent.push(bytes.clone());
-        Loan { shared: self.shared.clone(), bytes }
-    }
-
-    /// Whether any element of `range` is lent out.
-    pub fn is_lent(&self, range: Range<usize>) -> bool {
-        let bytes = range.start * size_of::<T>()..range.end * size_of::<T>();
-        self.shared.lent().iter().any(|other| overlap(other, &bytes))
-    }
-}
-
-impl<T> PoolBuf<T> {
     /// Where the memory lies.
     pub fn space(&self) -> Space {
-        self.shared.block.pool.space()
+        self.home.space()
+    }
+
+    /// Work of `stream` that was given until now uses this buffer: when it is dropped, its memory goes to work of other
+    /// streams only in an order after that. Call it after giving the work.
+    ///
+    /// # Errors
+    /// [`PoolError::PlannedBuffer`] if the buffer's place is planned: make steps that share buffers between streams
+    /// record that use from their first run on, and plans leave such buffers out.
+    pub fn record_use(&self, stream: StreamId) -> Result<(), PoolError> {
+        match &self.home {
+            Home::Block { inner, handle, .. } => inner.record_use(*handle, stream),
+            // The driver waits for all work itself before it takes memory back.
+            Home::Driver { .. } => Ok(()),
+            Home::Slot { .. } => Err(PoolError::PlannedBuffer),
+        }
+    }
+
+    /// Address and length of the segment that a buffer of a [registered](crate::Pool::registered) pool lies in, for
+    /// `ncclCommRegister`; of the driver allocation around any other buffer.
+    pub fn segment(&self) -> Option<(u64, u64)> {
+        match &self.home {
+            Home::Block { inner, handle, .. } => inner.segment_of(*handle),
+            Home::Driver { rounded, .. } => Some((self.address, *rounded)),
+            Home::Slot { .. } => None,
+        }
     }
 }
 
-fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
-    a.start < b.end && b.start < a.end
+impl<T> Drop for PoolBuf<T> {
+    fn drop(&mut self) {
+        if !self.home.loans().keep(self.address, &self.home) {
+            self.home.give_back(self.address);
+        }
+    }
 }
 
 /// Part of a buffer, lent to another thread or stream until dropped.
 pub struct Loan {
-    shared: Arc<Shared>,
+    /// Address of the buffer.
+    buffer: u64,
     bytes: Range<usize>,
+    home: Home,
 }
 
 impl fmt::Debug for Loan {
@@ -120,7 +172,7 @@ impl fmt::Debug for Loan {
 impl Loan {
     /// Address of the first byte lent.
     pub fn address(&self) -> u64 {
-        self.shared.block.address + self.bytes.start as u64
+        self.buffer + self.bytes.start as u64
     }
 
     /// Bytes lent.
@@ -130,15 +182,14 @@ impl Loan {
 
     /// Where the memory lies.
     pub fn space(&self) -> Space {
-        self.shared.block.pool.space()
+        self.home.space()
     }
 }
 
 impl Drop for Loan {
     fn drop(&mut self) {
-        let mut lent = self.shared.lent();
-        if let Some(index) = lent.iter().position(|range| *range == self.bytes) {
-            lent.swap_remove(index);
+        if let Some(home) = self.home.loans().end(self.buffer, &self.bytes) {
+            home.give_back(self.buffer);
         }
     }
 }
@@ -158,7 +209,7 @@ mod tests {
         drop(buf);
         assert_ne!(pool.alloc::<f32>(1000).unwrap().address(), address);
         drop(loan);
-        assert_eq!(pool.stats().live, 0);
+        assert_eq!(pool.stats().live.current, 0);
     }
 
     #[test]

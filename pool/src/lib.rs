@@ -1,25 +1,69 @@
-//! A pool of device memory for programs that allocate the same sizes again and again, such as trainers.
+//! A device memory pool for programs that allocate in a rhythm, such as trainers.
 //!
-//! `cudaMalloc` and `cudaFree` synchronise the device and serialise all threads of a context. [`Pool`] asks the driver
-//! for memory once, keeps what is freed, and hands it out again. Rules:
+//! `cudaMalloc` and `cudaFree` cost tens of microseconds, synchronise the device and serialise the threads of a context.
+//! [`Pool`] asks the driver rarely and keeps what is freed:
 //!
-//! - a request is rounded up to a multiple of 512 bytes, and served from freed blocks of exactly that size;
-//! - [`PoolBuf::len`] is what was asked; bytes beyond it are never read;
-//! - contents are unspecified: zeroing is the caller's, explicit;
-//! - dropping a buffer makes no driver call, never blocks on the device and never panics;
-//! - buffers are ordered by one stream: a block may be handed out again while work on its former owner is still queued,
-//!   so all work on buffers of a pool goes to one stream, or is ordered after it by events. Work of a second stream
-//!   holds a [`Loan`], which keeps the block from being handed out.
+//! - requests are served from one growable range of addresses by two-level segregated fit, in multiples of 512 bytes,
+//!   and what is freed is merged with its neighbours at once: memory mapped stays within a few percent of memory live;
+//! - [`PoolBuf::len`] is what was asked for; bytes beyond it are never read. Contents are unspecified: zeroing is the
+//!   caller's, explicit;
+//! - a freed buffer's memory goes to work of the same stream at once, and to that of another stream when it is known to
+//!   come later; where nothing else fits, that other stream is made to wait, once. Work of a second stream on a buffer is
+//!   told by [`PoolBuf::record_use`], or holds a [`Loan`];
+//! - steps that repeat themselves are served from a plan ([`Mode::Plan`], [`Pool::step`]), without a lock, at the same
+//!   addresses every time;
+//! - a limit on all bytes held is exact. Memory that runs out is an error that says who holds what ([`OutOfMemory`]);
+//! - dropping a buffer makes no driver call, never waits and never panics.
 //!
-//! [`Mode::Off`] asks the driver for every buffer; it exists to measure what the pool is worth.
+//! ```
+//! use xlaunch_pool::{Mode, Pool};
 //!
-//! Memory comes from a CUDA context ([`Pool::cuda`]) or from the host ([`Pool::host`]), with the same interface.
+//! let pool = Pool::host(Mode::On);
+//! let buf = pool.alloc::<f32>(1000)?;
+//! assert_eq!(buf.len(), 1000);
+//! drop(buf);
+//! assert_eq!(pool.stats().live.current, 0);
+//! # Ok::<(), xlaunch_pool::PoolError>(())
+//! ```
+//!
+//! # Where things are
+//! [`core`] decides, over a [`backing`]; [`plan`] packs steps; [`Pool`] and [`PoolBuf`] are what programs hold;
+//! [`Snapshot`] is what they show; [`replay`] compares allocators on recorded traces.
+//!
+//! # What ends
+//! Fork: a child must not use a CUDA pool; requests that need the driver are refused there, and those that do not return
+//! addresses that mean nothing to the child. A destroyed context: requests that need the driver fail with the driver's
+//! words. End of the process: CUDA memory is left to the driver; host memory is given back with the last buffer.
 
+pub mod backing;
 mod buf;
-mod driver;
+pub mod core;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod debug;
+mod direct;
 mod dtype;
+mod error;
+mod inner;
+mod loans;
+mod lock;
+pub mod plan;
 mod pool;
+pub mod replay;
+mod report;
+mod returns;
+mod stats;
+mod sync;
+mod tag;
+mod trace;
 
 pub use buf::{Loan, PoolBuf};
 pub use dtype::DType;
-pub use pool::{Mode, Pool, PoolError, Space, Stats};
+pub use error::{Corruption, CorruptionKind, OutOfMemory, PoolError};
+pub use pool::{External, Mode, Options, Pool, Space, Step};
+pub use report::Snapshot;
+pub use stats::Stats;
+pub use tag::{Tag, tag};
+pub use trace::{Action, Event};
+
+pub use crate::core::{Count, Place, Site, StreamId};

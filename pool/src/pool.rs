@@ -1,16 +1,20 @@
-//! The pool: size classes of freed blocks over a driver, with the counts that tell what it does.
+//! The pool as programs see it.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::path::Path;
+use std::sync::Arc;
 
 use bytemuck::Pod;
-use cudarc::driver::CudaContext;
 
-use crate::buf::{Block, PoolBuf};
-use crate::driver::Driver;
-
-/// Every block starts and ends on a multiple of this many bytes.
-pub(crate) const GRANULE: usize = 512;
+use crate::backing::host::Host;
+use crate::backing::{Backing, Purpose, Segments, Virtual};
+use crate::buf::PoolBuf;
+use crate::core::{Place, Request, Site, StreamId};
+use crate::debug::HostBytes;
+use crate::error::PoolError;
+use crate::inner::{Inner, Source};
+use crate::report::Snapshot;
+use crate::stats::Stats;
+use crate::tag;
 
 /// Where a pool's memory lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,235 +23,270 @@ pub enum Space {
     Host,
     /// Addressable by kernels of one CUDA context.
     Cuda,
+    /// Page-locked and addressable by this process.
+    Pinned,
 }
 
-/// Whether freed blocks are kept.
+/// How requests are served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Freed blocks are kept and handed out again.
+    /// From memory that is kept.
     On,
-    /// Every buffer is a driver allocation, and is given back to the driver at the next request.
+    /// As `On`; and steps that repeat themselves from a plan, see [`Pool::step`].
+    Plan,
+    /// Every buffer is a driver allocation, and is given back to the driver at the next request: for comparison.
     Off,
 }
 
-/// A request that could not be served. The pool stays usable.
-#[derive(Debug, thiserror::Error)]
-pub enum PoolError {
-    /// The size does not fit the address space.
-    #[error("a buffer of {requested} bytes is larger than any address space")]
-    TooLarge {
-        /// Bytes asked for.
-        requested: usize,
-    },
-    /// The driver refused.
-    #[error("failed to allocate {requested} bytes from the driver: {reason}")]
-    Driver {
-        /// Bytes asked for, rounded up.
-        requested: usize,
-        /// In the driver's words.
-        reason: String,
-    },
+/// How a pool is made. [`Mode`] converts into the options with that mode alone.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// How requests are served.
+    pub mode: Mode,
+    /// Most bytes to hold of the device, registered outside bytes included.
+    pub limit: u64,
+    /// Debug mode, with the byte that new buffers are filled with; it waits for the device at every request, and makes no
+    /// plans.
+    pub debug: Option<u8>,
+    /// Events kept for snapshots; with any, no plans are made.
+    pub trace: usize,
 }
 
-/// What a pool has done and holds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
-    /// Bytes in live buffers, rounded up.
-    pub live: usize,
-    /// Largest `live` so far.
-    pub peak_live: usize,
-    /// Bytes held from the driver.
-    pub mapped: usize,
-    /// Largest `mapped` so far.
-    pub peak_mapped: usize,
-    /// Buffers handed out.
-    pub allocations: u64,
-    /// Driver allocations made.
-    pub driver_allocations: u64,
-    /// Blocks given back to the driver.
-    pub driver_releases: u64,
+impl Default for Options {
+    fn default() -> Self {
+        Self { mode: Mode::On, limit: u64::MAX, debug: None, trace: 0 }
+    }
 }
 
-/// Hands out [`PoolBuf`]s. Clones share one pool.
+impl From<Mode> for Options {
+    fn from(mode: Mode) -> Self {
+        Self { mode, ..Self::default() }
+    }
+}
+
+/// Hands out [`PoolBuf`]s. Clones share one pool; each handle says what its requests are for.
 #[derive(Clone, Debug)]
 pub struct Pool {
     inner: Arc<Inner>,
-}
-
-#[derive(Debug)]
-pub(crate) struct Inner {
-    driver: Driver,
-    mode: Mode,
-    state: Mutex<State>,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    /// Freed blocks by size in bytes, the last freed on top: it is the likeliest to be in a cache.
-    free: HashMap<usize, Vec<u64>>,
-    stats: Stats,
+    stream: StreamId,
+    place: Place,
+    purpose: Purpose,
 }
 
 impl Pool {
     /// A pool of host memory.
-    pub fn host(mode: Mode) -> Self {
-        Self::new(Driver::Host, mode)
+    pub fn host(options: impl Into<Options>) -> Self {
+        let options = options.into();
+        if options.mode == Mode::Off {
+            return Self::of(Inner::off(Space::Host, &options, Box::new(Host)));
+        }
+        let backing: Box<dyn Backing> = match Virtual::new(Host, host_range()) {
+            Ok(range) => Box::new(range),
+            // The process may not have that many addresses: a limit on them, a small machine.
+            Err(_) => Box::new(Segments::new(Host)),
+        };
+        Self::with_backing(Space::Host, backing, options)
     }
 
-    /// A pool of the memory of this context's device.
-    pub fn cuda(context: Arc<CudaContext>, mode: Mode) -> Self {
-        Self::new(Driver::Cuda(context), mode)
+    /// A pool of whatever memory there is behind `backing`. In debug mode it must be host memory.
+    pub fn with_backing(space: Space, backing: Box<dyn Backing>, options: impl Into<Options>) -> Self {
+        match Inner::new(space, &options.into(), backing, Box::new(HostBytes)) {
+            Ok(inner) => Self::of(inner),
+            Err(error) => unreachable!("an empty pool is within any limit: {error}"),
+        }
     }
 
-    fn new(driver: Driver, mode: Mode) -> Self {
-        Self { inner: Arc::new(Inner { driver, mode, state: Mutex::default() }) }
+    pub(crate) fn of(inner: Inner) -> Self {
+        Self {
+            inner: Arc::new(inner),
+            stream: StreamId::default(),
+            place: Place::High,
+            purpose: Purpose::General,
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn inner(&self) -> &Inner {
+        &self.inner
+    }
+
+    /// The same pool, for work of this stream.
+    #[must_use]
+    pub fn on_stream(&self, stream: StreamId) -> Self {
+        Self { stream, ..self.clone() }
+    }
+
+    /// The same pool, for buffers that stay: they lie at the low end, away from those that come and go.
+    #[must_use]
+    pub fn persistent(&self) -> Self {
+        Self { place: Place::Low, ..self.clone() }
+    }
+
+    /// The same pool, for buffers in segments of their own that a communication library can register:
+    /// [`PoolBuf::segment`].
+    #[must_use]
+    pub fn registered(&self) -> Self {
+        Self { purpose: Purpose::Registered, place: Place::Low, ..self.clone() }
     }
 
     /// Where the memory lies.
     pub fn space(&self) -> Space {
-        self.inner.driver.space()
+        self.inner.space
+    }
+
+    /// A buffer of `len` elements with unspecified contents. An empty buffer is valid.
+    ///
+    /// # Errors
+    /// No memory, or no address range that long; the pool stays usable.
+    #[track_caller]
+    #[inline]
+    pub fn alloc<T: Pod>(&self, len: usize) -> Result<PoolBuf<T>, PoolError> {
+        let bytes = len
+            .checked_mul(size_of::<T>())
+            .filter(|bytes| isize::try_from(*bytes).is_ok())
+            .ok_or(PoolError::TooLarge { requested: u64::MAX })?;
+        let request = Request {
+            bytes: bytes as u64,
+            stream: self.stream,
+            place: self.place,
+            purpose: self.purpose,
+            site: Some(Site { location: std::panic::Location::caller(), tag: tag::current() }),
+        };
+        let (address, home) = self.inner.take(&request)?;
+        Ok(PoolBuf::new(address, len, home))
+    }
+
+    /// Begins a step of this kind (its key: a batch shape, training or evaluation) until the guard is dropped. In
+    /// [`Mode::Plan`], once two steps of a kind were equal, the next ones are served from a plan, on the thread that began
+    /// the pool's first step. In other modes nothing happens.
+    pub fn step(&self, key: u64) -> Step {
+        let mut state = self.inner.lock();
+        let state = &mut *state;
+        let begun = match (&mut state.planner, &mut state.source) {
+            (Some(planner), Source::Core(core)) => planner.begin(core, key),
+            _ => false,
+        };
+        Step { pool: begun.then(|| self.clone()) }
+    }
+
+    /// Waits until plans in the making are made.
+    pub fn finish_planning(&self) {
+        if let Some(planner) = &mut self.inner.lock().planner {
+            planner.finish();
+        }
+    }
+
+    /// From now on the addresses of planned buffers stay what they are, for captured graphs that hold them.
+    pub fn pin_plans(&self) {
+        if let Some(planner) = &mut self.inner.lock().planner {
+            planner.pin();
+        }
+    }
+
+    /// One more stream of a pool that is not CUDA's.
+    pub fn add_stream(&self) -> Result<StreamId, PoolError> {
+        self.inner.lock().core()?.add_stream().ok_or(PoolError::TooManyStreams)
+    }
+
+    /// All further work of `to` was made to wait for all work of `from` so far.
+    pub fn joined(&self, from: StreamId, to: StreamId) {
+        if let Ok(core) = self.inner.lock().core() {
+            core.joined(from, to);
+        }
+    }
+
+    /// The host has waited for all work of `stream` so far.
+    pub fn host_waited(&self, stream: StreamId) {
+        if let Ok(core) = self.inner.lock().core() {
+            core.host_waited(stream);
+        }
     }
 
     /// Counts so far.
     pub fn stats(&self) -> Stats {
-        self.inner.lock().stats
+        self.inner.lock().stats()
     }
 
-    /// A buffer of `len` elements with unspecified contents. An empty buffer is valid.
-    pub fn alloc<T: Pod>(&self, len: usize) -> Result<PoolBuf<T>, PoolError> {
-        let bytes = len
-            .checked_mul(size_of::<T>())
-            .and_then(|bytes| bytes.max(1).checked_next_multiple_of(GRANULE))
-            .filter(|bytes| isize::try_from(*bytes).is_ok())
-            .ok_or(PoolError::TooLarge { requested: usize::MAX })?;
-        let address = self.inner.take(bytes)?;
-        Ok(PoolBuf::new(Block { pool: self.inner.clone(), address, bytes }, len))
+    /// Forgets the peaks before now.
+    pub fn reset_peaks(&self) {
+        self.inner.lock().reset_peaks();
     }
 
-    /// Gives all freed blocks back to the driver; returns the bytes given back.
-    pub fn trim(&self) -> Result<usize, PoolError> {
+    /// Gives all memory that no buffer lies in back to the driver; returns the bytes given back. It waits for the device.
+    pub fn trim(&self) -> Result<u64, PoolError> {
         let mut state = self.inner.lock();
-        self.inner.release_free(&mut state)
-    }
-}
-
-impl Inner {
-    pub(crate) fn space(&self) -> Space {
-        self.driver.space()
-    }
-
-    /// The state. A panic while it was locked cannot have broken it: every change is a few plain assignments.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn take(&self, bytes: usize) -> Result<u64, PoolError> {
-        let mut state = self.lock();
-        if self.mode == Mode::Off {
-            self.release_free(&mut state)?;
-        }
-        let address = match state.free.get_mut(&bytes).and_then(Vec::pop) {
-            Some(address) => address,
-            None => self.grow(&mut state, bytes)?,
-        };
-        let stats = &mut state.stats;
-        stats.allocations += 1;
-        stats.live += bytes;
-        stats.peak_live = stats.peak_live.max(stats.live);
-        Ok(address)
-    }
-
-    /// A new block from the driver; when it has none left, once more after giving freed blocks back.
-    fn grow(&self, state: &mut State, bytes: usize) -> Result<u64, PoolError> {
-        let address = match self.driver.allocate(bytes) {
-            Ok(address) => address,
-            Err(error) if self.release_free(state)? == 0 => return Err(error),
-            Err(_) => self.driver.allocate(bytes)?,
-        };
-        let stats = &mut state.stats;
-        stats.driver_allocations += 1;
-        stats.mapped += bytes;
-        stats.peak_mapped = stats.peak_mapped.max(stats.mapped);
-        Ok(address)
-    }
-
-    fn release_free(&self, state: &mut State) -> Result<usize, PoolError> {
-        let mut released = 0;
-        for (bytes, blocks) in &mut state.free {
-            while let Some(address) = blocks.pop() {
-                state.stats.mapped -= bytes;
-                state.stats.driver_releases += 1;
-                released += bytes;
-                // SAFETY: a block on the free list came from this driver with this size, and has no owner.
-                unsafe { self.driver.release(address, *bytes)? };
+        let state = &mut *state;
+        match &mut state.source {
+            Source::Core(core) => {
+                if let Some(planner) = &mut state.planner {
+                    planner.give_region_back(core);
+                }
+                core.trim().map_err(PoolError::without_report)
             }
+            Source::Direct(direct) => Ok(direct.release()?),
         }
-        Ok(released)
     }
 
-    /// Takes a block back from a dropped buffer. No driver call: see the crate's rules.
-    pub(crate) fn put_back(&self, address: u64, bytes: usize) {
-        let mut state = self.lock();
-        state.stats.live -= bytes;
-        state.free.entry(bytes).or_default().push(address);
+    /// Sets the limit on all bytes held; free memory above it is given back at once.
+    pub fn set_limit(&self, bytes: u64) -> Result<(), PoolError> {
+        self.inner.lock().core()?.set_limit(bytes).map_err(PoolError::without_report)
+    }
+
+    /// Counts bytes that others hold of the same device against the limit, until the guard is dropped.
+    ///
+    /// # Errors
+    /// [`PoolError::TooLarge`] if they do not fit under the limit even after giving unused memory back.
+    pub fn external(&self, bytes: u64) -> Result<External, PoolError> {
+        self.inner.lock().core()?.add_external(bytes).map_err(PoolError::without_report)?;
+        Ok(External { pool: self.clone(), bytes })
+    }
+
+    /// Where a snapshot is written when memory runs out.
+    pub fn snapshot_on_failure(&self, dir: &Path) {
+        self.inner.lock().snapshot_dir = Some(dir.to_owned());
+    }
+
+    /// All blocks and the events kept, as of one moment.
+    pub fn snapshot(&self) -> Snapshot {
+        self.inner.lock().snapshot()
     }
 }
 
-impl Drop for Inner {
-    /// Host memory goes back to the host. Device memory is left to the end of its context: `Drop` never calls CUDA.
+/// A step in progress.
+#[derive(Debug)]
+#[must_use = "the step ends when this is dropped"]
+pub struct Step {
+    pool: Option<Pool>,
+}
+
+impl Drop for Step {
     fn drop(&mut self) {
-        if self.driver.space() == Space::Host {
-            let mut state = std::mem::take(self.state.get_mut().unwrap_or_else(PoisonError::into_inner));
-            // Blocks exist only while a buffer holds this `Inner`: all are on the free list now. Nothing can fail.
-            let _ = self.release_free(&mut state);
+        if let Some(pool) = &self.pool
+            && let Some(planner) = &mut pool.inner.lock().planner
+        {
+            planner.end();
         }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// Bytes of the device that others hold.
+#[derive(Debug)]
+pub struct External {
+    pool: Pool,
+    bytes: u64,
+}
 
-    #[test]
-    fn a_freed_block_serves_the_next_request_of_its_class() {
-        let pool = Pool::host(Mode::On);
-        let first = pool.alloc::<f32>(100).unwrap();
-        let address = first.address();
-        drop(first);
-        let second = pool.alloc::<f32>(128).unwrap();
-        assert_eq!((second.address(), second.len()), (address, 128));
-        assert_eq!(pool.stats().driver_allocations, 1);
-    }
-
-    #[test]
-    fn books_balance_and_trim_returns_everything_unused() {
-        let pool = Pool::host(Mode::On);
-        let kept = pool.alloc::<u8>(1).unwrap();
-        drop(pool.alloc::<u8>(5000).unwrap());
-        let stats = pool.stats();
-        assert_eq!((stats.live, stats.mapped, stats.peak_live), (512, 512 + 5120, 512 + 5120));
-        assert_eq!(pool.trim().unwrap(), 5120);
-        assert_eq!((pool.stats().live, pool.stats().mapped), (512, 512));
-        drop(kept);
-        assert_eq!(pool.stats().live, 0);
-    }
-
-    #[test]
-    fn off_asks_the_driver_every_time() {
-        let pool = Pool::host(Mode::Off);
-        for _ in 0..3 {
-            drop(pool.alloc::<f32>(64).unwrap());
+impl Drop for External {
+    fn drop(&mut self) {
+        if let Ok(core) = self.pool.inner.lock().core() {
+            core.remove_external(self.bytes);
         }
-        let stats = pool.stats();
-        assert_eq!((stats.driver_allocations, stats.driver_releases), (3, 2));
     }
+}
 
-    #[test]
-    fn an_impossible_size_is_refused_and_the_pool_lives_on() {
-        let pool = Pool::host(Mode::On);
-        assert!(matches!(pool.alloc::<f32>(usize::MAX / 2), Err(PoolError::TooLarge { .. })));
-        assert!(pool.alloc::<f32>(1 << 60).is_err());
-        assert_eq!(pool.alloc::<f32>(0).unwrap().len(), 0);
-        assert_eq!(pool.stats().live, 0);
-    }
+/// Addresses to reserve on the host: several times its memory, so that growth always finds room in one piece.
+fn host_range() -> u64 {
+    const SHARE: u64 = 4;
+    let info = rustix::system::sysinfo();
+    info.totalram.saturating_mul(u64::from(info.mem_unit)).saturating_mul(SHARE)
 }

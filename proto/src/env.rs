@@ -8,5 +8,9 @@ pub const ATTEMPT: &str = "XLAUNCH_ATTEMPT";
 pub const DEVICE: &str = "XLAUNCH_DEVICE";
 /// Id of the job.
 pub const JOB_ID: &str = "XLAUNCH_JOB_ID";
+/// Read by workers, set by users: a byte such as `0xff` that turns on the pool's debug mode and fills new buffers.
+pub const POOL_DEBUG: &str = "XLAUNCH_POOL_DEBUG";
+/// Read by workers, set by users: a directory for what the pool did in the first step.
+pub const POOL_TRACE: &str = "XLAUNCH_POOL_TRACE";
 /// Read by the agent: a program to start instead of `xlaunch worker`. For tests of the launcher.
 pub const WORKER_PROGRAM: &str = "XLAUNCH_WORKER_PROGRAM";

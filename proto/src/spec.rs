@@ -244,13 +244,15 @@ pub struct EngineSection {
     pub device: Device,
     /// Arithmetic of the matrix products. Default: bf16 on GPUs, fp32 on CPUs.
     pub precision: Option<Precision>,
-    /// `off` asks the driver for every buffer: for comparison only.
+    /// Where buffers come from.
     pub pool: PoolMode,
+    /// Most MiB of device memory that a rank's pool holds; no limit by default.
+    pub memory_limit_mb: Option<u64>,
 }
 
 impl Default for EngineSection {
     fn default() -> Self {
-        Self { device: Device::Auto, precision: None, pool: PoolMode::On }
+        Self { device: Device::Auto, precision: None, pool: PoolMode::On, memory_limit_mb: None }
     }
 }
 
@@ -278,13 +280,15 @@ pub enum Precision {
     Bf16,
 }
 
-/// Whether buffers come from the pool.
+/// Where buffers come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PoolMode {
     /// Freed buffers are kept and handed out again.
     On,
-    /// Every buffer is a driver allocation.
+    /// As `On`, and steps that repeat themselves get the same addresses each time, worked out once.
+    Plan,
+    /// Every buffer is a driver allocation: for comparison only.
     Off,
 }
 

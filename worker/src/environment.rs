@@ -19,6 +19,10 @@ pub struct Environment {
     pub device: Device,
     /// Threads of the CPU back end.
     pub threads: usize,
+    /// The byte that new buffers are filled with, in the pool's debug mode.
+    pub pool_debug: Option<u8>,
+    /// Where to write what the pool did in the first step.
+    pub pool_trace: Option<PathBuf>,
 }
 
 /// Where this worker computes.
@@ -52,6 +56,7 @@ impl Environment {
             },
         };
         let threads = get("OMP_NUM_THREADS").and_then(|threads| threads.parse().ok()).unwrap_or(1);
+        let pool_debug = get(env::POOL_DEBUG).map(|value| fill_byte(&value)).transpose()?;
         Ok(Self {
             rank: Rank(number("RANK")?),
             local_rank: LocalRank(number("LOCAL_RANK")?),
@@ -60,8 +65,21 @@ impl Environment {
             agent_socket: text(env::AGENT_SOCKET)?.into(),
             device,
             threads: threads.max(1),
+            pool_debug,
+            pool_trace: get(env::POOL_TRACE).map(PathBuf::from),
         })
     }
+}
+
+/// A byte in decimal, or in hexadecimal after 0x.
+fn fill_byte(value: &str) -> Result<u8> {
+    let byte = match value.strip_prefix("0x") {
+        Some(digits) => u8::from_str_radix(digits, 16),
+        None => value.parse(),
+    };
+    byte.map_err(|_| {
+        WorkerError::Environment(format!("{} is {value:?}, not a byte such as 0xff", env::POOL_DEBUG))
+    })
 }
 
 #[cfg(test)]
@@ -96,6 +114,11 @@ mod tests {
         for name in ["RANK", "WORLD_SIZE", env::AGENT_SOCKET, env::DEVICE] {
             let error = Environment::read(without(name)).unwrap_err().to_string();
             assert!(error.contains(name), "{error}");
+        }
+        for (value, byte) in [("0x7f", Some(0x7f)), ("12", Some(12)), ("0x100", None), ("yes", None)] {
+            let with = |name: &str| if name == env::POOL_DEBUG { Some(value.into()) } else { variable(name) };
+            let read = Environment::read(with).map(|environment| environment.pool_debug);
+            assert_eq!(read.ok(), byte.map(Some), "{value}");
         }
         let odd = |name: &str| if name == env::DEVICE { Some("tpu".into()) } else { variable(name) };
         assert!(Environment::read(odd).unwrap_err().to_string().contains("tpu"));

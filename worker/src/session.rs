@@ -31,6 +31,9 @@ use crate::train::{self, Outcome, Run, Stepper};
 /// Time for ring neighbours to connect once all ranks have joined.
 const CONNECT: Duration = Duration::from_secs(30);
 
+/// Most events of the first step that a trace of the pool keeps.
+const POOL_EVENTS: usize = 1 << 20;
+
 /// Trains as the agent says.
 pub fn run(environment: &Environment) -> Result<ExitCode> {
     let control = Control::connect(&environment.agent_socket)?;
@@ -44,6 +47,7 @@ pub fn run(environment: &Environment) -> Result<ExitCode> {
     let dataset = Dataset::open(&spec, &shape)?;
 
     let device = Opened::new(environment, &spec)?;
+    device.backend.pool().snapshot_on_failure(Path::new(&job.run_dir));
     let start = Start::read(&spec, &shape, Path::new(&job.resume_from))?;
     let model = Model::new(&device.backend, &shape, &start.params)?;
     let optimizer = AdamW::new(&device.backend, &model, &spec.train)?;
@@ -78,6 +82,7 @@ pub fn run(environment: &Environment) -> Result<ExitCode> {
         checkpoint_dir,
         first_step: start.step,
         first_sequence: start.sequences,
+        pool_trace: environment.pool_trace.as_deref(),
     }
     .run()?;
     let finished = finish(&spec, &device.backend, &model, &mut *collective, outcome, &dataset)?;
@@ -95,10 +100,14 @@ struct Opened {
 
 impl Opened {
     fn new(environment: &Environment, spec: &JobSpec) -> Result<Self> {
-        let pool = match spec.engine.pool {
+        let mode = match spec.engine.pool {
             PoolMode::On => engine::PoolMode::On,
+            PoolMode::Plan => engine::PoolMode::Plan,
             PoolMode::Off => engine::PoolMode::Off,
         };
+        let limit = spec.engine.memory_limit_mb.map_or(u64::MAX, |mib| mib.saturating_mul(1 << 20));
+        let trace = if environment.pool_trace.is_some() { POOL_EVENTS } else { 0 };
+        let pool = engine::PoolOptions { mode, limit, debug: environment.pool_debug, trace };
         Ok(match environment.device {
             Device::Cpu => Self {
                 backend: BackendHandle::new(CpuBackend::new(environment.threads, pool)),

@@ -64,6 +64,8 @@ impl Board {
                 status.step = step.step + 1;
                 status.pool_live_bytes = step.pool_live_bytes;
                 status.pool_mapped_bytes = step.pool_mapped_bytes;
+                status.pool_peak_bytes = step.pool_peak_bytes;
+                status.pool_fragmentation = step.pool_fragmentation;
             }
         }
         match report {

@@ -122,11 +122,11 @@ fn as_table(reply: &StatusReply) -> String {
         count(reply.tokens_per_second),
         reply.attempt
     );
-    out += "RANK  PID      STATE    STEP     HEARD     POOL LIVE  MAPPED  DEVICE\n";
+    out += "RANK  PID      STATE    STEP     HEARD     POOL LIVE  MAPPED  PEAK    FRAG  DEVICE\n";
     for rank in &reply.ranks {
         let shown = if rank.exit.is_empty() { &rank.device_uuid } else { &rank.exit };
         out += &format!(
-            "{:<6}{:<9}{:<9}{:<9}{:<10}{:<11}{:<8}{}\n",
+            "{:<6}{:<9}{:<9}{:<9}{:<10}{:<11}{:<8}{:<8}{:<6}{}\n",
             rank.rank,
             rank.pid,
             rank_state(rank.state()),
@@ -134,6 +134,8 @@ fn as_table(reply: &StatusReply) -> String {
             format!("{:.1}s ago", rank.seconds_since_heartbeat),
             count(rank.pool_live_bytes as f64),
             count(rank.pool_mapped_bytes as f64),
+            count(rank.pool_peak_bytes as f64),
+            format!("{:.0}%", 100.0 * rank.pool_fragmentation),
             shown
         );
     }
@@ -150,6 +152,7 @@ fn as_json(reply: &StatusReply) -> String {
                 "state": rank_state(rank.state()), "step": rank.step, "device_uuid": rank.device_uuid,
                 "seconds_since_heartbeat": rank.seconds_since_heartbeat, "exit": rank.exit,
                 "pool_live_bytes": rank.pool_live_bytes, "pool_mapped_bytes": rank.pool_mapped_bytes,
+                "pool_peak_bytes": rank.pool_peak_bytes, "pool_fragmentation": rank.pool_fragmentation,
             })
         })
         .collect();

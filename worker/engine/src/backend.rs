@@ -102,6 +102,7 @@ pub trait Backend {
     }
 
     /// A tensor with unspecified contents.
+    #[track_caller]
     fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
         Tensor::new(self.pool(), dtype, len)
     }

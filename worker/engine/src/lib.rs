@@ -17,4 +17,4 @@ pub mod tensor;
 pub use backend::{Backend, DeviceInfo, EngineError, Precision, Result};
 pub use shapes::*;
 pub use tensor::{Slice, Tensor};
-pub use xlaunch_pool::{DType, Mode as PoolMode, Pool, Stats as PoolStats};
+pub use xlaunch_pool::{DType, Mode as PoolMode, Options as PoolOptions, Pool, Stats as PoolStats};

@@ -30,6 +30,7 @@ impl fmt::Debug for Tensor {
 
 impl Tensor {
     /// A tensor from this pool, contents unspecified.
+    #[track_caller]
     pub fn new(pool: &Pool, dtype: DType, len: usize) -> Result<Self> {
         let bytes = len.saturating_mul(dtype.size());
         Ok(Self { buf: pool.alloc(bytes)?, dtype, len, single_thread: PhantomData })

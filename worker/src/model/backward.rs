@@ -20,6 +20,7 @@ impl Model {
         acc: Accumulate,
         mut finished: impl FnMut(usize, &Tensor) -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
+        let _tag = xlaunch_pool::tag("backward");
         let rows = acts.rows;
         let dx = self.top_bwd(&acts, grads, acc)?;
         drop(acts.logits);

@@ -53,6 +53,7 @@ impl Activations {
 impl Model {
     /// Logits of `tokens` I32 `[B, T]`.
     pub fn forward(&self, rows: Rows, tokens: Slice<'_>) -> Result<Activations> {
+        let _tag = xlaunch_pool::tag("forward");
         let mut blocks = Vec::with_capacity(self.shape.layers);
         let mut ln1 = self.norm(rows, self.embed(rows, tokens)?, &self.layout.blocks[0].ln1)?;
         for (index, params) in self.layout.blocks.iter().enumerate() {

@@ -51,6 +51,18 @@ impl BackendHandle {
     pub fn new(backend: impl Backend + 'static) -> Self {
         Self(Rc::new(backend))
     }
+
+    /// A tensor with unspecified contents. (Not the trait's own: through `dyn`, the pool would see one site for all.)
+    #[track_caller]
+    pub fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
+        Tensor::new(self.pool(), dtype, len)
+    }
+
+    /// A tensor that stays, with unspecified contents: it lies apart from those that come and go.
+    #[track_caller]
+    pub fn alloc_persistent(&self, dtype: DType, len: usize) -> Result<Tensor> {
+        Tensor::new(&self.pool().persistent(), dtype, len)
+    }
 }
 
 impl std::fmt::Debug for BackendHandle {
@@ -87,11 +99,11 @@ impl Model {
     /// A model with these weights: the whole arena, as [`init::weights`] or a checkpoint gives it.
     pub fn new(backend: &BackendHandle, shape: &ModelShape, weights: &[f32]) -> Result<Self> {
         let layout = Layout::new(shape);
-        let params = backend.alloc(DType::F32, layout.len)?;
+        let params = backend.alloc_persistent(DType::F32, layout.len)?;
         backend.write_f32(params.all(), weights)?;
         let work = match backend.activation_dtype() {
             DType::Bf16 => {
-                let work = backend.alloc(DType::Bf16, layout.len)?;
+                let work = backend.alloc_persistent(DType::Bf16, layout.len)?;
                 backend.cast(params.all(), work.all())?;
                 Some(work)
             }
@@ -101,7 +113,7 @@ impl Model {
             Arch::Gpt2 => None,
             Arch::Llama => {
                 let table = rope_table(shape.seq, shape.head_width());
-                let rope = backend.alloc(DType::F32, table.len())?;
+                let rope = backend.alloc_persistent(DType::F32, table.len())?;
                 backend.write_f32(rope.all(), &table)?;
                 Some(rope)
             }
@@ -115,6 +127,7 @@ impl Model {
     }
 
     /// A new tensor for activations.
+    #[track_caller]
     fn activation(&self, len: usize) -> Result<Tensor> {
         self.backend.alloc(self.backend.activation_dtype(), len)
     }

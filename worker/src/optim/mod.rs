@@ -36,10 +36,10 @@ impl AdamW {
                 weight_decay: train.weight_decay as f32,
                 clip: train.clip as f32,
             },
-            m: backend.alloc(DType::F32, model.layout.len)?,
-            v: backend.alloc(DType::F32, model.layout.len)?,
-            decay: backend.alloc(DType::U8, flags.len())?,
-            scalars: backend.alloc(DType::F32, scalar::COUNT)?,
+            m: backend.alloc_persistent(DType::F32, model.layout.len)?,
+            v: backend.alloc_persistent(DType::F32, model.layout.len)?,
+            decay: backend.alloc_persistent(DType::U8, flags.len())?,
+            scalars: backend.alloc_persistent(DType::F32, scalar::COUNT)?,
             backend: backend.clone(),
         };
         backend.zero(optimizer.m.all())?;

@@ -1,6 +1,6 @@
 //! The loop around the steps of one rank: schedule, reports, evaluation, checkpoints, stopping.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use xlaunch_comm::Collective;
@@ -8,7 +8,7 @@ use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointReport, EvalReport, StepReport};
 
-use super::step::{Requests, StepResult, Stepper};
+use super::step::{Requests, StepKind, StepResult, Stepper};
 use crate::checkpoint::{self, Snapshot, State};
 use crate::control::Control;
 use crate::data::{Dataset, Loader};
@@ -34,6 +34,8 @@ pub struct Run<'a> {
     pub first_step: u64,
     /// Sequences used before this run.
     pub first_sequence: u64,
+    /// Where to write what the pool did in the first step.
+    pub pool_trace: Option<&'a Path>,
 }
 
 /// How the loop ended.
@@ -54,6 +56,9 @@ impl Run<'_> {
         let mut stopped_early = false;
         while step < total && !stopped_early {
             let result = self.step(step)?;
+            if let Some(dir) = self.pool_trace.take() {
+                self.write_pool_trace(dir)?;
+            }
             step += 1;
             stopped_early = result.requests.stop && step < total;
             let due = |every: u64| every != 0 && step.is_multiple_of(every);
@@ -92,14 +97,32 @@ impl Run<'_> {
             grad_norm: result.grad_norm,
             step_seconds: start.elapsed().as_secs_f64(),
             tokens: self.stepper.tokens_per_step(),
-            pool_live_bytes: pool.live as u64,
-            pool_mapped_bytes: pool.mapped as u64,
+            pool_live_bytes: pool.live.current,
+            pool_mapped_bytes: pool.mapped.current,
+            pool_peak_bytes: pool.mapped.peak,
+            pool_fragmentation: pool.fragmentation() as f32,
         }));
         Ok(result)
     }
 
+    /// What the pool did until now, for PyTorch's memory_viz, for Perfetto, and as a log that can be replayed.
+    fn write_pool_trace(&self, dir: &Path) -> Result<()> {
+        let (rank, snapshot) = (self.collective.rank(), self.backend.pool().snapshot());
+        let io = |source| WorkerError::Io {
+            what: format!("failed to write a pool trace to {}", dir.display()),
+            source,
+        };
+        fs_err::create_dir_all(dir).map_err(io)?;
+        let path = |extension: &str| dir.join(format!("pool-rank{rank}.{extension}"));
+        snapshot.write_memory_viz(&path("pickle")).map_err(io)?;
+        fs_err::write(path("json"), snapshot.perfetto(u32::try_from(rank).unwrap_or(u32::MAX)))
+            .map_err(io)?;
+        fs_err::write(path("csv"), snapshot.rmm_csv()).map_err(io)
+    }
+
     fn evaluate(&mut self, step: u64) -> Result<()> {
         let Some(val) = &self.dataset.val else { return Ok(()) };
+        let _step = self.backend.pool().step(StepKind::Evaluate as u64);
         let (loss, tokens) = super::evaluate(self.backend, self.model, self.collective, val, self.spec)?;
         if self.collective.rank() == 0 {
             self.control.report(Report::Eval(EvalReport { step, loss, tokens }));

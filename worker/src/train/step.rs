@@ -30,6 +30,13 @@ mod slot {
 /// Smaller first bucket: its sum starts early, while later gradients are still being made.
 const FIRST_BUCKET_BYTES: usize = 1 << 20;
 
+/// Kinds of steps that the pool plans apart from each other.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum StepKind {
+    Train,
+    Evaluate,
+}
+
 /// What this rank was asked by its agent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "named after the commands")]
@@ -96,11 +103,11 @@ impl Stepper {
             accumulate: spec.train.accumulate,
             world,
             overlap: spec.comm.overlap,
-            grads: backend.alloc(dtype, model.layout.len)?,
-            tokens: backend.alloc(DType::I32, rows.count())?,
-            targets: backend.alloc(DType::I32, rows.count())?,
-            losses: backend.alloc(DType::F32, rows.count())?,
-            results: backend.alloc(DType::F32, slot::COUNT)?,
+            grads: backend.alloc_persistent(dtype, model.layout.len)?,
+            tokens: backend.alloc_persistent(DType::I32, rows.count())?,
+            targets: backend.alloc_persistent(DType::I32, rows.count())?,
+            losses: backend.alloc_persistent(DType::F32, rows.count())?,
+            results: backend.alloc_persistent(DType::F32, slot::COUNT)?,
             plan: plan_buckets(&model.layout, dtype, &spec.comm),
             backend: backend.clone(),
         };
@@ -129,7 +136,9 @@ impl Stepper {
         loader: &Loader,
         requests: Requests,
     ) -> Result<StepResult> {
+        let _step = self.backend.pool().step(StepKind::Train as u64);
         self.gradients(model, collective, loader, requests)?;
+        let _tag = xlaunch_pool::tag("optimizer");
         optimizer.step(model, &self.grads, self.results.slice(slot::SQUARE_SUM..slot::SQUARE_SUM + 1))?;
         let mut results = [0.0; slot::COUNT];
         self.backend.read_f32(self.results.all(), &mut results)?;

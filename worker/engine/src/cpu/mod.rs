@@ -15,7 +15,7 @@ mod reduce;
 mod rope;
 mod threads;
 
-use xlaunch_pool::{DType, Mode, Pool};
+use xlaunch_pool::{DType, Options, Pool};
 
 use crate::backend::{Backend, DeviceInfo, Result};
 use crate::shapes::{
@@ -36,7 +36,7 @@ pub struct CpuBackend {
 
 impl CpuBackend {
     /// A back end of `threads` threads, the calling one among them where possible.
-    pub fn new(threads: usize, pool: Mode) -> Self {
+    pub fn new(threads: usize, pool: impl Into<Options>) -> Self {
         let threads = Threads::new(threads);
         let count = threads.count();
         let name = format!("CPU ({count} thread{})", if count == 1 { "" } else { "s" });

@@ -111,7 +111,7 @@ impl Gemm {
             Precision::Fp32 | Precision::Bf16 => cublasComputeType_t::CUBLAS_COMPUTE_32F,
             Precision::Tf32 => cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
         };
-        let workspace = pool.alloc(WORKSPACE)?;
+        let workspace = pool.persistent().alloc(WORKSPACE)?;
         Ok(Self { device: device.clone(), handle, compute, workspace, plans: RefCell::default() })
     }
 

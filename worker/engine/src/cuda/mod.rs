@@ -20,7 +20,7 @@ mod staging;
 #[cfg(test)]
 mod tests;
 
-use xlaunch_pool::{DType, Mode, Pool};
+use xlaunch_pool::{DType, Options, Pool, StreamId};
 
 use crate::backend::{Precision, Result};
 use crate::tensor::Slice;
@@ -48,10 +48,10 @@ impl CudaBackend {
     ///
     /// # Errors
     /// A missing library, a missing device, kernels that do not compile, no memory.
-    pub fn open(ordinal: usize, precision: Precision, mode: Mode) -> Result<Self> {
+    pub fn open(ordinal: usize, precision: Precision, pool: impl Into<Options>) -> Result<Self> {
         let device = Device::open(ordinal)?;
         let activations = if precision == Precision::Bf16 { DType::Bf16 } else { DType::F32 };
-        let pool = Pool::cuda(device.context.clone(), mode);
+        let pool = Pool::cuda(&device.stream, pool)?;
         Ok(Self {
             kernels: Kernels::load(&device, activations)?,
             gemm: Gemm::new(&device, precision, &pool)?,
@@ -85,6 +85,12 @@ impl CudaBackend {
         if let Some(x) = x {
             self.act(x, len);
         }
+    }
+
+    /// All work given so far is done: the pools' memory is free for any stream and for the host.
+    fn host_waited(&self) {
+        self.pool.host_waited(StreamId::default());
+        self.staging.host_waited();
     }
 
     fn write(&self, x: Slice<'_>, dtype: DType, len: usize, bytes: &[u8]) -> Result<()> {

@@ -75,12 +75,14 @@ impl Backend for CudaBackend {
             unsafe { result::memcpy_dtoh_async(&mut halves, x.address(), stream.cu_stream()) }
                 .map_err(failed)?;
             stream.synchronize().map_err(failed)?;
+            self.host_waited();
             values.iter_mut().zip(halves).for_each(|(value, half)| *value = half.to_f32());
         } else {
             expect(x, DType::F32, values.len());
             // SAFETY: as above.
             unsafe { result::memcpy_dtoh_async(values, x.address(), stream.cu_stream()) }.map_err(failed)?;
             stream.synchronize().map_err(failed)?;
+            self.host_waited();
         }
         Ok(())
     }

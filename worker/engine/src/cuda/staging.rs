@@ -1,43 +1,30 @@
 //! Host to device through pinned memory: the caller's values are copied at once, the device's copy is enqueued.
 //!
-//! A ring of slots; one is used again only when the copy that last used it is done. With a few writes per step and one
-//! wait per step, that wait never happens on the way.
+//! Pinned buffers come from a pool of their own. One is handed out again when the device's copy from it is known to be
+//! done, which the trainer's wait at the end of a step says of all; a longer run of writes waits for the oldest itself.
 
-use std::cell::{Cell, RefCell};
-use std::ptr::NonNull;
-
-use cudarc::driver::{CudaEvent, result};
+use cudarc::driver::result;
+use xlaunch_pool::{Mode, Pool, StreamId};
 
 use super::device::{Device, words};
 use crate::backend::{EngineError, Result};
 
-const SLOTS: usize = 8;
-const SLOT_BYTES: usize = 1 << 20;
+/// Most bytes of one copy.
+const CHUNK: usize = 1 << 20;
 
-/// The ring. Its pinned memory lives as long as the context, which the process keeps.
+/// The pinned pool, and the compute stream's number in it.
 #[derive(Debug)]
 pub(super) struct Staging {
     device: Device,
-    memory: NonNull<u8>,
-    /// When each slot's last copy is done.
-    done: RefCell<Vec<CudaEvent>>,
-    next: Cell<usize>,
+    pool: Pool,
+    stream: StreamId,
 }
 
 impl Staging {
     pub(super) fn new(device: &Device) -> Result<Self> {
-        let failed = |error| cuda("failed to allocate pinned memory", error);
-        device.context.bind_to_thread().map_err(failed)?;
-        // SAFETY: the context is current on this thread; the size is above zero.
-        let memory = unsafe { result::malloc_host(SLOTS * SLOT_BYTES, 0) }.map_err(failed)?;
-        let memory = NonNull::new(memory.cast::<u8>()).ok_or_else(|| EngineError::Cuda {
-            what: "failed to allocate pinned memory".into(),
-            reason: "the driver gave a null pointer".into(),
-        })?;
-        let done = (0..SLOTS)
-            .map(|_| device.stream.record_event(None).map_err(|error| cuda("failed to make an event", error)))
-            .collect::<Result<_>>()?;
-        Ok(Self { device: device.clone(), memory, done: RefCell::new(done), next: Cell::new(0) })
+        let pool = Pool::pinned(&device.stream, Mode::On)?;
+        let stream = pool.add_cuda_stream(&device.stream)?;
+        Ok(Self { device: device.clone(), pool, stream })
     }
 
     /// Enqueues a copy of `bytes` to `address`.
@@ -45,27 +32,25 @@ impl Staging {
     /// # Safety
     /// `address` leads to as many bytes of this device's memory, allocated until the stream has passed this point.
     pub(super) unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<()> {
-        let failed = |error| cuda("failed to copy to the device", error);
-        let done = self.done.borrow_mut();
-        for (index, chunk) in bytes.chunks(SLOT_BYTES).enumerate() {
-            let slot = self.next.get();
-            self.next.set((slot + 1) % SLOTS);
-            done[slot].synchronize().map_err(failed)?;
-            // SAFETY: the slot lies inside the ring and no copy reads it any more; one thread uses the ring at a time, as
-            // the cells make it not Sync.
-            let pinned = unsafe {
-                let start = self.memory.as_ptr().add(slot * SLOT_BYTES);
-                std::slice::from_raw_parts_mut(start, chunk.len())
-            };
-            pinned.copy_from_slice(chunk);
-            let to = address + (index * SLOT_BYTES) as u64;
-            // SAFETY: by the caller's promise the range is allocated; the source is pinned memory that stays unchanged
-            // until the event below.
-            unsafe { result::memcpy_htod_async(to, pinned, self.device.stream.cu_stream()) }
-                .map_err(failed)?;
-            done[slot].record(&self.device.stream).map_err(failed)?;
+        for (index, chunk) in bytes.chunks(CHUNK).enumerate() {
+            let pinned = self.pool.alloc::<u8>(chunk.len())?;
+            // SAFETY: pinned memory of the pool is this process's, initialised, as long as asked for, this buffer's alone
+            // while it lives; and no copy reads it any more, as the pool hands it to the host.
+            let from = unsafe { std::slice::from_raw_parts_mut(pinned.address() as *mut u8, chunk.len()) };
+            from.copy_from_slice(chunk);
+            let to = address + (index * CHUNK) as u64;
+            // SAFETY: by the caller's promise the range is allocated; the source is pinned memory that the pool leaves
+            // unchanged until the stream has passed this point, as it is told below.
+            unsafe { result::memcpy_htod_async(to, from, self.device.stream.cu_stream()) }
+                .map_err(|error| cuda("failed to copy to the device", error))?;
+            pinned.record_use(self.stream)?;
         }
         Ok(())
+    }
+
+    /// The host has waited for the compute stream.
+    pub(super) fn host_waited(&self) {
+        self.pool.host_waited(self.stream);
     }
 }
 

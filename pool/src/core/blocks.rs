@@ -1,0 +1,187 @@
+//! Block headers: every granule of the address range belongs to exactly one block, and neighbours know each other.
+//!
+//! Headers live in a slab and are named by index, so no pointer is ever stored. A [`Handle`] adds a generation, which
+//! changes whenever the block it names ends: a stale handle is told apart from a live one.
+
+use std::panic::Location;
+
+use super::clock::{Stamp, StreamId};
+
+/// Every block starts and ends on a multiple of this many bytes.
+pub const GRANULE: u64 = 512;
+
+/// No block.
+pub(crate) const NONE: u32 = u32::MAX;
+
+/// What a block's memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    /// Addresses without memory behind them.
+    Hole,
+    /// Mapped, and nobody's.
+    Free,
+    /// Handed out.
+    Used,
+}
+
+/// Which requests a block's memory serves. Neighbours of different arenas are never merged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Arena {
+    /// Requests above [`SMALL`](super::SMALL), and runs for the small ones.
+    Large,
+    /// Parts of runs, so that a small buffer never pins a large hole.
+    Small,
+    /// Segments of their own, for registration with a communication library.
+    Registered,
+}
+
+/// Who asked for a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Site {
+    /// The line that asked.
+    pub location: &'static Location<'static>,
+    /// What it was for, see [`tag`](crate::tag); empty if not said.
+    pub tag: &'static str,
+}
+
+/// One block. Sizes and places are in granules.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Block {
+    pub(crate) start: u32,
+    pub(crate) granules: u32,
+    /// Neighbours in the address range.
+    pub(crate) before: u32,
+    pub(crate) after: u32,
+    /// Neighbours in the bin, while free.
+    pub(crate) bin_before: u32,
+    pub(crate) bin_after: u32,
+    pub(crate) generation: u32,
+    pub(crate) state: State,
+    pub(crate) arena: Arena,
+    /// Whose work it was handed out for.
+    pub(crate) stream: StreamId,
+    /// While free: the work that must be done before it is used again. While used: other streams' work on it so far.
+    pub(crate) stamp: Stamp,
+    /// Bytes asked for.
+    pub(crate) bytes: u64,
+    pub(crate) site: Option<Site>,
+    /// Which request of a recorded step this serves; [`NONE`] outside one.
+    pub(crate) ordinal: u32,
+}
+
+impl Block {
+    pub(crate) fn new(start: u32, granules: u32, state: State, arena: Arena) -> Self {
+        Self {
+            start,
+            granules,
+            before: NONE,
+            after: NONE,
+            bin_before: NONE,
+            bin_after: NONE,
+            generation: 0,
+            state,
+            arena,
+            stream: StreamId::default(),
+            stamp: Stamp::default(),
+            bytes: 0,
+            site: None,
+            ordinal: NONE,
+        }
+    }
+
+    /// One granule past the block.
+    pub(crate) fn end(&self) -> u32 {
+        self.start + self.granules
+    }
+}
+
+/// Names a block that was handed out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Handle {
+    pub(crate) index: u32,
+    pub(crate) generation: u32,
+}
+
+/// All headers, chained in address order from the first.
+#[derive(Debug)]
+pub(crate) struct Blocks {
+    slots: Vec<Block>,
+    vacant: Vec<u32>,
+    /// The block at address zero. Splits and merges keep the index of the lower part.
+    first: u32,
+}
+
+impl Blocks {
+    /// One hole of this many granules.
+    pub(crate) fn new(granules: u32) -> Self {
+        Self { slots: vec![Block::new(0, granules, State::Hole, Arena::Large)], vacant: Vec::new(), first: 0 }
+    }
+
+    pub(crate) fn get(&self, index: u32) -> &Block {
+        &self.slots[index as usize]
+    }
+
+    pub(crate) fn get_mut(&mut self, index: u32) -> &mut Block {
+        &mut self.slots[index as usize]
+    }
+
+    /// The block that a live handle names.
+    pub(crate) fn live(&self, handle: Handle) -> Option<&Block> {
+        self.slots
+            .get(handle.index as usize)
+            .filter(|block| block.generation == handle.generation && block.state == State::Used)
+    }
+
+    /// Indices in address order.
+    pub(crate) fn in_order(&self) -> impl Iterator<Item = u32> {
+        std::iter::successors(Some(self.first), |index| {
+            Some(self.get(*index).after).filter(|after| *after != NONE)
+        })
+    }
+
+    /// Cuts a block in two; the upper part, of the same kind, gets the index returned.
+    pub(crate) fn split(&mut self, index: u32, lower: u32) -> u32 {
+        let whole = *self.get(index);
+        debug_assert!(lower > 0 && lower < whole.granules);
+        let mut upper = Block::new(whole.start + lower, whole.granules - lower, whole.state, whole.arena);
+        upper.before = index;
+        upper.after = whole.after;
+        upper.stamp = whole.stamp;
+        let new = self.insert(upper);
+        if whole.after != NONE {
+            self.get_mut(whole.after).before = new;
+        }
+        let block = self.get_mut(index);
+        block.granules = lower;
+        block.after = new;
+        new
+    }
+
+    /// Joins a block with the next one, whose index ends; the work to wait for is that of both.
+    pub(crate) fn merge_with_next(&mut self, index: u32) {
+        let next = self.get(index).after;
+        let upper = *self.get(next);
+        let block = self.get_mut(index);
+        debug_assert!(block.end() == upper.start && block.state == upper.state);
+        block.granules += upper.granules;
+        block.after = upper.after;
+        block.stamp.join(&upper.stamp);
+        if upper.after != NONE {
+            self.get_mut(upper.after).before = index;
+        }
+        self.vacant.push(next);
+    }
+
+    fn insert(&mut self, mut block: Block) -> u32 {
+        if let Some(index) = self.vacant.pop() {
+            let slot = self.get_mut(index);
+            // Handles to the former block of this slot must not name this one.
+            block.generation = slot.generation.wrapping_add(1);
+            *slot = block;
+            return index;
+        }
+        self.slots.push(block);
+        // The range has fewer granules than u32::MAX, and each block has at least one.
+        (self.slots.len() - 1) as u32
+    }
+}

@@ -1,0 +1,222 @@
+//! Serving a step from its plan: a cursor, a comparison and a store, without a lock.
+//!
+//! One thread, the first that began a step, is served; it alone moves the cursor and marks slots, with plain loads and
+//! stores (atomics without a locked instruction, as the numbers are also read by others). Buffers that other threads drop
+//! come back through a queue.
+//!
+//! A slot is handed out only if every slot whose memory it takes over was handed out and freed in this step. By induction
+//! over the step, what a slot covers is then free: a request that departs from the plan can cost others their slot, never
+//! their data. Steps begin only when no slot is in use.
+//!
+//! The book of a pool's plans is never freed: buffers point to it without a count, which would cost more than the rest.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
+
+use super::table::Table;
+use crate::core::GRANULE;
+use crate::loans::Loans;
+use crate::pool::Space;
+use crate::returns::Returns;
+
+/// Plans that one pool makes in its life; a program whose steps keep changing is served without a plan after these.
+pub(crate) const MAX_TABLES: usize = 64;
+/// How far a request is looked for when it is not the next one of the plan.
+const LOOK_AHEAD: usize = 8;
+
+/// The plans of one pool, and where the present step is.
+#[derive(Debug)]
+pub(crate) struct Book {
+    pub(crate) space: Space,
+    pub(crate) loans: Loans,
+    #[cfg(feature = "cuda")]
+    pub(crate) lane: OnceLock<std::sync::Arc<cudarc::driver::CudaStream>>,
+    owner: AtomicUsize,
+    tables: Box<[OnceLock<Table>]>,
+    /// Number of the step's table plus one; zero outside a planned step.
+    active: AtomicUsize,
+    base: AtomicU64,
+    cursor: AtomicUsize,
+    step: AtomicU32,
+    live: AtomicU64,
+    live_bytes: AtomicU64,
+    hits: AtomicU64,
+    misses: AtomicU64,
+    returns: Returns<Ticket>,
+}
+
+/// A slot handed out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ticket {
+    table: &'static Table,
+    slot: u32,
+    step: u32,
+}
+
+/// Changes a number that this thread alone changes.
+fn update(number: &AtomicU64, change: impl Fn(u64) -> u64) {
+    number.store(change(number.load(Relaxed)), Relaxed);
+}
+
+/// A number that no other living thread has.
+fn thread_token() -> usize {
+    thread_local!(static TOKEN: u8 = const { 0 });
+    TOKEN.with(|token| std::ptr::from_ref(token).addr())
+}
+
+impl Book {
+    pub(crate) fn new(space: Space) -> &'static Self {
+        Box::leak(Box::new(Self {
+            space,
+            loans: Loans::default(),
+            #[cfg(feature = "cuda")]
+            lane: OnceLock::new(),
+            owner: AtomicUsize::new(0),
+            tables: (0..MAX_TABLES).map(|_| OnceLock::new()).collect(),
+            active: AtomicUsize::new(0),
+            base: AtomicU64::new(0),
+            cursor: AtomicUsize::new(0),
+            step: AtomicU32::new(0),
+            live: AtomicU64::new(0),
+            live_bytes: AtomicU64::new(0),
+            hits: AtomicU64::new(0),
+            misses: AtomicU64::new(0),
+            returns: Returns::new(),
+        }))
+    }
+
+    /// Whether this thread is the one that is served; the first to ask becomes it.
+    pub(crate) fn own(&self) -> bool {
+        let token = thread_token();
+        self.owner.compare_exchange(0, token, Relaxed, Relaxed).is_ok() || self.owner.load(Relaxed) == token
+    }
+
+    /// Keeps a plan; its number, or nothing when there is no room.
+    pub(crate) fn add(&self, table: Table) -> Option<usize> {
+        let number = self.tables.iter().position(|slot| slot.get().is_none())?;
+        self.tables[number].set(table).ok().map(|()| number)
+    }
+
+    /// Granules of a plan's region.
+    pub(crate) fn granules(&self, number: usize) -> u32 {
+        self.tables[number].get().map_or(0, |table| table.granules)
+    }
+
+    /// Begins a step in the region at `base`. Only on the owning thread, when [`idle`](Self::idle).
+    pub(crate) fn begin(&self, number: usize, base: u64) {
+        self.base.store(base, Relaxed);
+        self.cursor.store(0, Relaxed);
+        // The low bit of a slot's state is taken, so steps count to 2^31 and begin anew; zero is no step.
+        let step = self.step.load(Relaxed) % (u32::MAX >> 1) + 1;
+        self.step.store(step, Relaxed);
+        self.active.store(number + 1, Relaxed);
+    }
+
+    /// Ends the step. Slots still in use stay so.
+    pub(crate) fn end(&self) {
+        self.active.store(0, Relaxed);
+    }
+
+    /// Whether no slot is in use. On the owning thread.
+    pub(crate) fn idle(&'static self) -> bool {
+        self.take_returns();
+        self.live.load(Relaxed) == 0
+    }
+
+    /// Whether a slot may still be in use, as seen from any thread.
+    pub(crate) fn in_use(&self) -> bool {
+        self.live.load(Relaxed) != 0
+    }
+
+    /// Bytes in use.
+    pub(crate) fn live_bytes(&self) -> u64 {
+        self.live_bytes.load(Relaxed)
+    }
+
+    /// Requests served from a plan, and requests of planned steps that departed from it.
+    pub(crate) fn counts(&self) -> (u64, u64) {
+        (self.hits.load(Relaxed), self.misses.load(Relaxed))
+    }
+
+    /// The address for the step's next request, if the plan has one for it.
+    #[inline]
+    pub(crate) fn serve(&'static self, granules: u32) -> Option<(u64, Ticket)> {
+        let active = self.active.load(Relaxed);
+        if active == 0 || self.owner.load(Relaxed) != thread_token() {
+            return None;
+        }
+        let table = self.tables[active - 1].get()?;
+        let cursor = self.cursor.load(Relaxed);
+        match table.slots.get(cursor) {
+            Some(slot) if slot.granules == granules => self.hand_out(table, cursor),
+            _ => self.look_ahead(table, cursor, granules),
+        }
+    }
+
+    #[inline]
+    fn hand_out(&'static self, table: &'static Table, number: usize) -> Option<(u64, Ticket)> {
+        self.cursor.store(number + 1, Relaxed);
+        let slot = &table.slots[number];
+        let offset = slot.offset()?;
+        let step = self.step.load(Relaxed);
+        let freed = |before: &u32| table.states[*before as usize].load(Relaxed) == step * 2 + 1;
+        if !table.before(slot).iter().all(freed) {
+            self.take_returns();
+            if !table.before(slot).iter().all(freed) {
+                update(&self.misses, |misses| misses + 1);
+                return None;
+            }
+        }
+        table.states[number].store(step * 2, Relaxed);
+        update(&self.hits, |hits| hits + 1);
+        update(&self.live, |live| live + 1);
+        update(&self.live_bytes, |bytes| bytes + u64::from(slot.granules) * GRANULE);
+        let address = self.base.load(Relaxed) + u64::from(offset) * GRANULE;
+        Some((address, Ticket { table, slot: number as u32, step }))
+    }
+
+    /// A request that is not the next one: the plan goes on where it fits, or waits for the next request.
+    #[cold]
+    fn look_ahead(
+        &'static self,
+        table: &'static Table,
+        cursor: usize,
+        granules: u32,
+    ) -> Option<(u64, Ticket)> {
+        let ahead = table.slots.iter().skip(cursor).take(LOOK_AHEAD);
+        match ahead.zip(cursor..).find(|(slot, _)| slot.granules == granules) {
+            Some((_, number)) => {
+                update(&self.misses, |misses| misses + (number - cursor) as u64);
+                self.hand_out(table, number)
+            }
+            None => {
+                update(&self.misses, |misses| misses + 1);
+                None
+            }
+        }
+    }
+
+    /// Takes a slot back.
+    #[inline]
+    pub(crate) fn free(&self, ticket: Ticket) {
+        if self.owner.load(Relaxed) == thread_token() {
+            self.mark_free(ticket);
+        } else {
+            self.returns.push(ticket);
+        }
+    }
+
+    #[inline]
+    fn mark_free(&self, Ticket { table, slot, step }: Ticket) {
+        table.states[slot as usize].store(step * 2 + 1, Relaxed);
+        let bytes = u64::from(table.slots[slot as usize].granules) * GRANULE;
+        update(&self.live, |live| live - 1);
+        update(&self.live_bytes, |live| live - bytes);
+    }
+
+    fn take_returns(&self) {
+        if !self.returns.is_empty() {
+            self.returns.take().for_each(|ticket| self.mark_free(ticket));
+        }
+    }
+}

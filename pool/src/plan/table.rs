@@ -1,0 +1,96 @@
+//! A finished plan: for each request of a step, in order, its size, its place, and whose place it takes over.
+
+use std::sync::atomic::AtomicU32;
+use std::time::Duration;
+
+use super::pack::{Packing, pack};
+use super::record::Recording;
+
+/// A request that the plan does not serve.
+const ELSEWHERE: u32 = u32::MAX;
+
+/// One request of a planned step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Slot {
+    pub(crate) granules: u32,
+    /// Granules from the region's start; [`ELSEWHERE`].
+    offset: u32,
+    /// Its part of [`Table::before`].
+    before: (u32, u32),
+}
+
+impl Slot {
+    /// Granules from the region's start, if the plan serves it.
+    pub(crate) fn offset(&self) -> Option<u32> {
+        (self.offset != ELSEWHERE).then_some(self.offset)
+    }
+}
+
+/// The plan of a step.
+#[derive(Debug)]
+pub(crate) struct Table {
+    pub(crate) slots: Box<[Slot]>,
+    /// For each slot, the slots whose memory it takes over within a step: those that were last on each of its granules.
+    before: Box<[u32]>,
+    /// For each slot, the step that last used it, twice, plus one when it was freed again.
+    pub(crate) states: Box<[AtomicU32]>,
+    /// Length of the region.
+    pub(crate) granules: u32,
+}
+
+impl Table {
+    /// Plans a recorded step; `None` if there is nothing in it to plan.
+    pub(crate) fn new(recording: &Recording, time: Duration) -> Option<Self> {
+        let requests = recording.requests();
+        let lives: Vec<_> = requests.iter().filter_map(|request| request.life).collect();
+        if lives.is_empty() {
+            return None;
+        }
+        let Packing { offsets, granules } = pack(&lives, time);
+        let mut places = offsets.into_iter();
+        let mut slots = Vec::with_capacity(requests.len());
+        let mut all_before = Vec::new();
+        // Who was last on each part of the region: disjoint intervals (start, end, slot).
+        let mut last: Vec<(u32, u32, u32)> = Vec::new();
+        for (request, number) in requests.iter().zip(0_u32..) {
+            let offset = request.life.and_then(|_| places.next()).unwrap_or(ELSEWHERE);
+            let first = all_before.len() as u32;
+            if offset != ELSEWHERE {
+                take_over(&mut last, (offset, offset + request.granules, number), &mut all_before);
+            }
+            let before = (first, all_before.len() as u32);
+            slots.push(Slot { granules: request.granules, offset, before });
+        }
+        let states = slots.iter().map(|_| AtomicU32::new(0)).collect();
+        Some(Self { slots: slots.into(), before: all_before.into(), states, granules })
+    }
+
+    /// The slots that this one takes memory over from.
+    pub(crate) fn before(&self, slot: &Slot) -> &[u32] {
+        &self.before[slot.before.0 as usize..slot.before.1 as usize]
+    }
+}
+
+/// Puts a new interval over the others; those that lose a part are added to `lost`.
+fn take_over(last: &mut Vec<(u32, u32, u32)>, new: (u32, u32, u32), lost: &mut Vec<u32>) {
+    let (start, end, _) = new;
+    let first = lost.len();
+    let mut rest = Vec::with_capacity(last.len() + 2);
+    for (s, e, slot) in last.drain(..) {
+        if e <= start || end <= s {
+            rest.push((s, e, slot));
+            continue;
+        }
+        if !lost[first..].contains(&slot) {
+            lost.push(slot);
+        }
+        if s < start {
+            rest.push((s, start, slot));
+        }
+        if end < e {
+            rest.push((end, e, slot));
+        }
+    }
+    rest.push(new);
+    *last = rest;
+}
