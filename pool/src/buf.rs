@@ -2,54 +2,59 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::sync::Arc;
 
 use bytemuck::Pod;
 
 use crate::core::{Handle, StreamId};
+use crate::direct::Direct;
 use crate::error::PoolError;
 use crate::inner::Inner;
 use crate::loans::Loans;
-use crate::plan::serve::{Book, Ticket};
+use crate::plan::serve::Ticket;
 use crate::pool::Space;
 
 /// Where a buffer's memory goes when it is dropped.
 #[derive(Clone, Debug)]
 pub(crate) enum Home {
     /// The allocator.
-    Block {
-        inner: Arc<Inner>,
-        handle: Handle,
-        #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "asked for by CUDA's traits alone"))]
-        stream: StreamId,
-    },
-    /// The driver, as the pool is off; with the length, rounded up and asked for.
-    Driver { inner: Arc<Inner>, rounded: u64, bytes: u64 },
+    Block { inner: Arc<Inner>, handle: Handle },
+    /// The driver, as the pool is off; with the bytes asked for.
+    Driver { inner: Arc<Inner>, bytes: u64 },
     /// The step's plan.
-    Slot { book: &'static Book, ticket: Ticket },
+    Slot(Ticket),
 }
 
 impl Home {
     fn loans(&self) -> &Loans {
         match self {
             Self::Block { inner, .. } | Self::Driver { inner, .. } => &inner.loans,
-            Self::Slot { book, .. } => &book.loans,
+            Self::Slot(ticket) => &ticket.book().loans,
         }
     }
 
     fn space(&self) -> Space {
         match self {
             Self::Block { inner, .. } | Self::Driver { inner, .. } => inner.space,
-            Self::Slot { book, .. } => book.space,
+            Self::Slot(ticket) => ticket.book().space,
+        }
+    }
+
+    /// The buffer at `address` is gone; its memory too, unless it is lent.
+    #[inline(never)]
+    fn dropped(self, address: u64) {
+        if !self.loans().keep(address, &self) {
+            self.give_back(address);
         }
     }
 
     fn give_back(&self, address: u64) {
         match self {
-            Self::Block { inner, handle, .. } => inner.put_back(*handle),
-            Self::Driver { inner, rounded, bytes } => inner.put_back_direct(address, *rounded, *bytes),
-            Self::Slot { book, ticket } => book.free(*ticket),
+            Self::Block { inner, handle } => inner.put_back(*handle),
+            Self::Driver { inner, bytes } => inner.put_back_direct(address, *bytes),
+            Self::Slot(ticket) => ticket.free(),
         }
     }
 }
@@ -62,7 +67,8 @@ impl Home {
 pub struct PoolBuf<T> {
     pub(crate) address: u64,
     len: usize,
-    pub(crate) home: Home,
+    /// Dropped by hand, so that a planned buffer's drop is a few stores and nothing else.
+    pub(crate) home: ManuallyDrop<Home>,
     elements: PhantomData<T>,
 }
 
@@ -74,7 +80,7 @@ impl<T> fmt::Debug for PoolBuf<T> {
 
 impl<T: Pod> PoolBuf<T> {
     pub(crate) fn new(address: u64, len: usize, home: Home) -> Self {
-        Self { address, len, home, elements: PhantomData }
+        Self { address, len, home: ManuallyDrop::new(home), elements: PhantomData }
     }
 
     /// Lends elements `range` to another thread or stream: the block outlives the loan, and
@@ -87,7 +93,7 @@ impl<T: Pod> PoolBuf<T> {
         let bytes = range.start * size_of::<T>()..range.end * size_of::<T>();
         let lent = self.home.loans().lend(self.address, bytes.clone());
         assert!(lent, "elements {range:?} are lent already");
-        Loan { buffer: self.address, bytes, home: self.home.clone() }
+        Loan { buffer: self.address, bytes, home: Home::clone(&self.home) }
     }
 
     /// Whether any element of `range` is lent out.
@@ -128,29 +134,33 @@ impl<T> PoolBuf<T> {
     /// [`PoolError::PlannedBuffer`] if the buffer's place is planned: make steps that share buffers between streams
     /// record that use from their first run on, and plans leave such buffers out.
     pub fn record_use(&self, stream: StreamId) -> Result<(), PoolError> {
-        match &self.home {
-            Home::Block { inner, handle, .. } => inner.record_use(*handle, stream),
+        match &*self.home {
+            Home::Block { inner, handle } => inner.record_use(*handle, stream),
             // The driver waits for all work itself before it takes memory back.
             Home::Driver { .. } => Ok(()),
-            Home::Slot { .. } => Err(PoolError::PlannedBuffer),
+            Home::Slot(_) => Err(PoolError::PlannedBuffer),
         }
     }
 
     /// Address and length of the segment that a buffer of a [registered](crate::Pool::registered) pool lies in, for
     /// `ncclCommRegister`; of the driver allocation around any other buffer.
     pub fn segment(&self) -> Option<(u64, u64)> {
-        match &self.home {
-            Home::Block { inner, handle, .. } => inner.segment_of(*handle),
-            Home::Driver { rounded, .. } => Some((self.address, *rounded)),
-            Home::Slot { .. } => None,
+        match &*self.home {
+            Home::Block { inner, handle } => inner.segment_of(*handle),
+            Home::Driver { bytes, .. } => Some((self.address, Direct::rounded(*bytes))),
+            Home::Slot(_) => None,
         }
     }
 }
 
 impl<T> Drop for PoolBuf<T> {
+    #[inline]
     fn drop(&mut self) {
-        if !self.home.loans().keep(self.address, &self.home) {
-            self.home.give_back(self.address);
+        match &*self.home {
+            // Nothing in it needs to be dropped.
+            Home::Slot(ticket) if !ticket.book().loans.any() => ticket.free(),
+            // SAFETY: the buffer is being dropped: nobody uses its home after this.
+            _ => unsafe { ManuallyDrop::take(&mut self.home) }.dropped(self.address),
         }
     }
 }

@@ -124,10 +124,10 @@ fn failed(call: &'static str) -> impl Fn(cudarc::driver::DriverError) -> DriverF
 impl<T> PoolBuf<T> {
     /// The stream of cudarc's that the buffer was handed out for.
     fn lane(&self) -> &Arc<CudaStream> {
-        let lane = match &self.home {
-            Home::Block { inner, stream, .. } => inner.lane(*stream),
+        let lane = match &*self.home {
+            Home::Block { inner, handle } => inner.lane_of(*handle),
             Home::Driver { inner, .. } => inner.lane(StreamId::default()),
-            Home::Slot { book, .. } => book.lane.get(),
+            Home::Slot(ticket) => ticket.book().lane.get(),
         };
         lane.unwrap_or_else(|| panic!("{self:?} is no memory of a CUDA pool"))
     }

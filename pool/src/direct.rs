@@ -23,17 +23,23 @@ impl Direct {
         Self { driver, dropped: Vec::new(), books: Books::default() }
     }
 
-    /// Memory for one buffer, and its length.
-    pub(crate) fn alloc(&mut self, bytes: u64) -> Result<(u64, u64)> {
+    /// What is allocated for a buffer.
+    pub(crate) fn rounded(bytes: u64) -> u64 {
+        bytes.max(1).next_multiple_of(GRANULE)
+    }
+
+    /// Memory for one buffer.
+    pub(crate) fn alloc(&mut self, bytes: u64) -> Result<u64> {
         self.release()?;
-        let rounded = bytes.max(1).next_multiple_of(GRANULE);
+        let rounded = Self::rounded(bytes);
         let address = self.driver.allocate(rounded)?;
         self.books.mapped_one(rounded);
         self.books.allocated(rounded, bytes);
-        Ok((address, rounded))
+        Ok(address)
     }
 
-    pub(crate) fn free(&mut self, address: u64, rounded: u64, bytes: u64) {
+    pub(crate) fn free(&mut self, address: u64, bytes: u64) {
+        let rounded = Self::rounded(bytes);
         self.books.freed(rounded, bytes);
         self.dropped.push((address, rounded));
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
 use crate::backing::cuda::Lanes;
-use crate::backing::{Backing, Purpose, SegmentDriver};
+use crate::backing::{Backing, SegmentDriver};
 use crate::buf::Home;
 use crate::core::{Core, GRANULE, Handle, Refusal, Request, StreamId};
 use crate::debug::{Bytes, Debug};
@@ -122,6 +122,16 @@ impl Inner {
         self.lanes.as_ref()
     }
 
+    /// The stream that a live block was handed out for.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn lane_of(&self, handle: Handle) -> Option<&Arc<cudarc::driver::CudaStream>> {
+        let block = match &self.lock().source {
+            Source::Core(core) => core.block_info(handle)?,
+            Source::Direct(_) => return None,
+        };
+        self.lane(block.stream)
+    }
+
     /// A stream of a CUDA pool.
     #[cfg(feature = "cuda")]
     pub(crate) fn lane(&self, stream: StreamId) -> Option<&Arc<cudarc::driver::CudaStream>> {
@@ -140,17 +150,16 @@ impl Inner {
         state
     }
 
+    /// The plan's address for a general request on the first stream.
+    #[inline(always)]
+    pub(crate) fn planned(&self, general: bool, bytes: usize) -> Option<(u64, Home)> {
+        let book = self.book.filter(|_| general)?;
+        let granules = u32::try_from(bytes.max(1).div_ceil(GRANULE as usize)).ok()?;
+        book.serve(granules).map(|(address, ticket)| (address, Home::Slot(ticket)))
+    }
+
     /// Memory for a request: its address and where it goes afterwards.
-    #[inline]
     pub(crate) fn take(self: &Arc<Self>, request: &Request) -> Result<(u64, Home), PoolError> {
-        if let Some(book) = self.book
-            && request.stream == StreamId::default()
-            && request.purpose == Purpose::General
-            && let Ok(granules) = u32::try_from(request.bytes.max(1).div_ceil(GRANULE))
-            && let Some((address, ticket)) = book.serve(granules)
-        {
-            return Ok((address, Home::Slot { book, ticket }));
-        }
         let mut state = self.lock();
         let state = &mut *state;
         match &mut state.source {
@@ -163,11 +172,11 @@ impl Inner {
                     Err(refusal) => state.last_resort(request, refusal)?,
                 };
                 let address = state.handed_out(request, handle)?;
-                Ok((address, Home::Block { inner: self.clone(), handle, stream: request.stream }))
+                Ok((address, Home::Block { inner: self.clone(), handle }))
             }
             Source::Direct(direct) => {
-                let (address, rounded) = direct.alloc(request.bytes)?;
-                Ok((address, Home::Driver { inner: self.clone(), rounded, bytes: request.bytes }))
+                let address = direct.alloc(request.bytes)?;
+                Ok((address, Home::Driver { inner: self.clone(), bytes: request.bytes }))
             }
         }
     }
@@ -183,9 +192,9 @@ impl Inner {
     }
 
     /// Takes memory back that came from the driver. It waits for the lock: the driver is called under it anyway.
-    pub(crate) fn put_back_direct(&self, address: u64, rounded: u64, bytes: u64) {
+    pub(crate) fn put_back_direct(&self, address: u64, bytes: u64) {
         if let Source::Direct(direct) = &mut self.state.lock().source {
-            direct.free(address, rounded, bytes);
+            direct.free(address, bytes);
         }
     }
 

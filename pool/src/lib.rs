@@ -36,6 +36,7 @@
 //! words. End of the process: CUDA memory is left to the driver; host memory is given back with the last buffer.
 
 pub mod backing;
+pub mod bench;
 mod buf;
 pub mod core;
 #[cfg(feature = "cuda")]

@@ -36,7 +36,7 @@ impl Loans {
 
     /// Whether any byte of `range` is lent.
     pub(crate) fn is_lent(&self, address: u64, range: Range<usize>) -> bool {
-        self.count.load(Ordering::Relaxed) != 0
+        self.any()
             && self
                 .lent
                 .lock()
@@ -46,9 +46,17 @@ impl Loans {
 
     /// The buffer at `address` is dropped: true if a loan keeps its block, and now owns it.
     pub(crate) fn keep(&self, address: u64, home: &Home) -> bool {
-        if self.count.load(Ordering::Relaxed) == 0 {
-            return false;
-        }
+        self.any() && self.adopt(address, home)
+    }
+
+    /// Whether anything is lent.
+    #[inline]
+    pub(crate) fn any(&self) -> bool {
+        self.count.load(Ordering::Relaxed) != 0
+    }
+
+    #[cold]
+    fn adopt(&self, address: u64, home: &Home) -> bool {
         match self.lent.lock().get_mut(&address) {
             Some(entry) => {
                 entry.orphan = Some(home.clone());

@@ -1,5 +1,6 @@
 //! The pool as programs see it.
 
+use std::panic::Location;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -7,7 +8,7 @@ use bytemuck::Pod;
 
 use crate::backing::host::Host;
 use crate::backing::{Backing, Purpose, Segments, Virtual};
-use crate::buf::PoolBuf;
+use crate::buf::{Home, PoolBuf};
 use crate::core::{Place, Request, Site, StreamId};
 use crate::debug::HostBytes;
 use crate::error::PoolError;
@@ -71,6 +72,8 @@ pub struct Pool {
     stream: StreamId,
     place: Place,
     purpose: Purpose,
+    /// Whether plans may serve: general requests on the first stream.
+    plain: bool,
 }
 
 impl Pool {
@@ -102,6 +105,7 @@ impl Pool {
             stream: StreamId::default(),
             place: Place::High,
             purpose: Purpose::General,
+            plain: true,
         }
     }
 
@@ -113,7 +117,8 @@ impl Pool {
     /// The same pool, for work of this stream.
     #[must_use]
     pub fn on_stream(&self, stream: StreamId) -> Self {
-        Self { stream, ..self.clone() }
+        let plain = self.plain && stream == StreamId::default();
+        Self { stream, plain, ..self.clone() }
     }
 
     /// The same pool, for buffers that stay: they lie at the low end, away from those that come and go.
@@ -126,7 +131,7 @@ impl Pool {
     /// [`PoolBuf::segment`].
     #[must_use]
     pub fn registered(&self) -> Self {
-        Self { purpose: Purpose::Registered, place: Place::Low, ..self.clone() }
+        Self { purpose: Purpose::Registered, place: Place::Low, plain: false, ..self.clone() }
     }
 
     /// Where the memory lies.
@@ -139,21 +144,23 @@ impl Pool {
     /// # Errors
     /// No memory, or no address range that long; the pool stays usable.
     #[track_caller]
-    #[inline]
+    #[inline(always)]
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<PoolBuf<T>, PoolError> {
-        let bytes = len
-            .checked_mul(size_of::<T>())
-            .filter(|bytes| isize::try_from(*bytes).is_ok())
-            .ok_or(PoolError::TooLarge { requested: u64::MAX })?;
-        let request = Request {
-            bytes: bytes as u64,
-            stream: self.stream,
-            place: self.place,
-            purpose: self.purpose,
-            site: Some(Site { location: std::panic::Location::caller(), tag: tag::current() }),
+        let Some(bytes) = len.checked_mul(size_of::<T>()) else {
+            return Err(PoolError::TooLarge { requested: u64::MAX });
         };
-        let (address, home) = self.inner.take(&request)?;
+        let (address, home) = match self.inner.planned(self.plain, bytes) {
+            Some(planned) => planned,
+            None => self.take(bytes as u64, Location::caller())?,
+        };
         Ok(PoolBuf::new(address, len, home))
+    }
+
+    #[inline(never)]
+    fn take(&self, bytes: u64, location: &'static Location<'static>) -> Result<(u64, Home), PoolError> {
+        let site = Some(Site { location, tag: tag::current() });
+        let Self { stream, place, purpose, .. } = *self;
+        self.inner.take(&Request { bytes, stream, place, purpose, site })
     }
 
     /// Begins a step of this kind (its key: a batch shape, training or evaluation) until the guard is dropped. In

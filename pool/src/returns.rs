@@ -70,3 +70,61 @@ impl<T> Drop for Returns<T> {
         self.take().for_each(drop);
     }
 }
+
+/// Every interleaving of the ways that memory comes back, by the model checker:
+/// `RUSTFLAGS="--cfg loom" cargo test -p xlaunch-pool --no-default-features --release --lib model`.
+#[cfg(all(test, loom))]
+mod model {
+    use loom::cell::Cell;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+    use crate::lock::Lock;
+
+    /// A pool in small: blocks that are free, as bits, and those on their way.
+    struct Pool {
+        free: Lock<Cell<u32>>,
+        returns: Returns<u32>,
+    }
+
+    impl Pool {
+        /// As `Inner::put_back`.
+        fn put_back(&self, block: u32) {
+            match self.free.try_lock() {
+                Some(free) => Self::add(&free, block),
+                None => self.returns.push(block),
+            }
+        }
+
+        /// As `Inner::lock` and the allocator: all that is free, taken.
+        fn take_all(&self) -> u32 {
+            let free = self.free.lock();
+            self.returns.take().for_each(|block| Self::add(&free, block));
+            free.replace(0)
+        }
+
+        fn add(free: &Cell<u32>, block: u32) {
+            assert_eq!(free.get() & block, 0, "a block came back twice");
+            free.set(free.get() | block);
+        }
+    }
+
+    #[test]
+    fn every_block_comes_back_once() {
+        loom::model(|| {
+            let pool = Arc::new(Pool { free: Lock::new(Cell::new(0)), returns: Returns::new() });
+            let threads: Vec<_> = [0b001, 0b010]
+                .map(|block| {
+                    let pool = pool.clone();
+                    thread::spawn(move || pool.put_back(block))
+                })
+                .into();
+            pool.put_back(0b100);
+            let taken = pool.take_all();
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
+            let rest = pool.take_all();
+            assert_eq!((taken & rest, taken | rest), (0, 0b111));
+        });
+    }
+}

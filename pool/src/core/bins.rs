@@ -66,7 +66,8 @@ impl Bins {
     }
 
     pub(crate) fn remove(&mut self, blocks: &mut Blocks, index: u32) {
-        let Block { granules, bin_before, bin_after, .. } = *blocks.get(index);
+        let block = blocks.get(index);
+        let (granules, bin_before, bin_after) = (block.granules, block.bin_before, block.bin_after);
         if bin_after != NONE {
             blocks.get_mut(bin_after).bin_before = bin_before;
         }

@@ -95,11 +95,23 @@ impl Block {
     }
 }
 
-/// Names a block that was handed out.
+/// Names a block that was handed out: its index, and the generation in the upper half. (One word: two halves, written
+/// apart and read together as the handle is moved about, would cost nanoseconds.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Handle {
-    pub(crate) index: u32,
-    pub(crate) generation: u32,
+pub struct Handle(u64);
+
+impl Handle {
+    pub(crate) fn new(index: u32, generation: u32) -> Self {
+        Self(u64::from(index) | u64::from(generation) << 32)
+    }
+
+    pub(crate) fn index(self) -> u32 {
+        self.0 as u32
+    }
+
+    fn generation(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
 }
 
 /// All headers, chained in address order from the first.
@@ -128,8 +140,8 @@ impl Blocks {
     /// The block that a live handle names.
     pub(crate) fn live(&self, handle: Handle) -> Option<&Block> {
         self.slots
-            .get(handle.index as usize)
-            .filter(|block| block.generation == handle.generation && block.state == State::Used)
+            .get(handle.index() as usize)
+            .filter(|block| block.generation == handle.generation() && block.state == State::Used)
     }
 
     /// Indices in address order.
@@ -141,46 +153,51 @@ impl Blocks {
 
     /// Cuts a block in two; the upper part, of the same kind, gets the index returned.
     pub(crate) fn split(&mut self, index: u32, lower: u32) -> u32 {
-        let whole = *self.get(index);
+        let new = self.vacant.pop().unwrap_or_else(|| self.grow());
+        let whole = self.get_mut(index);
         debug_assert!(lower > 0 && lower < whole.granules);
-        let mut upper = Block::new(whole.start + lower, whole.granules - lower, whole.state, whole.arena);
-        upper.before = index;
-        upper.after = whole.after;
-        upper.stamp = whole.stamp;
-        let new = self.insert(upper);
-        if whole.after != NONE {
-            self.get_mut(whole.after).before = new;
+        let (start, granules, after) = (whole.start + lower, whole.granules - lower, whole.after);
+        let (state, arena, stamp) = (whole.state, whole.arena, whole.stamp);
+        whole.granules = lower;
+        whole.after = new;
+        if after != NONE {
+            self.get_mut(after).before = new;
         }
-        let block = self.get_mut(index);
-        block.granules = lower;
-        block.after = new;
+        // Field by field: the rest is written when it is needed, and a block is two cache lines long.
+        let upper = self.get_mut(new);
+        upper.start = start;
+        upper.granules = granules;
+        upper.before = index;
+        upper.after = after;
+        upper.state = state;
+        upper.arena = arena;
+        upper.stamp = stamp;
+        upper.ordinal = NONE;
+        // Handles to the former block of this slot must not name this one.
+        upper.generation = upper.generation.wrapping_add(1);
         new
     }
 
     /// Joins a block with the next one, whose index ends; the work to wait for is that of both.
     pub(crate) fn merge_with_next(&mut self, index: u32) {
         let next = self.get(index).after;
-        let upper = *self.get(next);
+        let upper = self.get(next);
+        let (granules, after, stamp) = (upper.granules, upper.after, upper.stamp);
+        debug_assert!(self.get(index).end() == upper.start && self.get(index).state == upper.state);
         let block = self.get_mut(index);
-        debug_assert!(block.end() == upper.start && block.state == upper.state);
-        block.granules += upper.granules;
-        block.after = upper.after;
-        block.stamp.join(&upper.stamp);
-        if upper.after != NONE {
-            self.get_mut(upper.after).before = index;
+        block.granules += granules;
+        block.after = after;
+        block.stamp.join(&stamp);
+        if after != NONE {
+            self.get_mut(after).before = index;
         }
         self.vacant.push(next);
     }
 
-    fn insert(&mut self, mut block: Block) -> u32 {
-        if let Some(index) = self.vacant.pop() {
-            let slot = self.get_mut(index);
-            // Handles to the former block of this slot must not name this one.
-            block.generation = slot.generation.wrapping_add(1);
-            *slot = block;
-            return index;
-        }
-        self.slots.push(block);
+    /// One more slot.
+    #[cold]
+    fn grow(&mut self) -> u32 {
+        self.slots.push(Block::new(0, 0, State::Hole, Arena::Large));
         // The range has fewer granules than u32::MAX, and each block has at least one.
         (self.slots.len() - 1) as u32
     }

@@ -67,7 +67,7 @@ impl Core {
     pub fn trim(&mut self) -> Result<u64, Refusal> {
         let before = self.books.mapped.current + self.backing.stranded();
         self.backing.reclaim()?;
-        self.return_all_runs();
+        self.return_runs();
         let unused = self.unused_chunks();
         if unused.is_empty() {
             return Ok(before - self.books.mapped.current);
@@ -219,22 +219,6 @@ impl Core {
             self.holes.insert(self.blocks.get(rest).start, rest);
         }
         index
-    }
-
-    /// Free runs go back to large requests whatever their size.
-    fn return_all_runs(&mut self) {
-        let runs: Vec<u32> = self
-            .blocks
-            .in_order()
-            .filter(|index| {
-                let block = self.blocks.get(*index);
-                let free = block.state == State::Free && block.arena == Arena::Small;
-                free && u64::from(block.granules) * GRANULE >= super::RUN
-            })
-            .collect();
-        for index in runs {
-            self.return_to_large(index);
-        }
     }
 
     /// Free blocks that hold whole chunks, with those chunks, the highest first.

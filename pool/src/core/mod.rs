@@ -159,21 +159,20 @@ impl Core {
     pub fn free(&mut self, handle: Handle) -> Result<(), StaleHandle> {
         self.blocks.live(handle).ok_or(StaleHandle)?;
         let clocks = &self.clocks;
-        let block = self.blocks.get_mut(handle.index);
+        let block = self.blocks.get_mut(handle.index());
         clocks.stamp(&mut block.stamp, block.stream);
         block.generation = block.generation.wrapping_add(1);
         block.state = State::Free;
         block.ordinal = NONE;
         self.books.freed(u64::from(block.granules) * GRANULE, block.bytes);
-        let merged = self.insert_free(handle.index);
-        self.return_run(merged);
+        self.insert_free(handle.index());
         Ok(())
     }
 
     /// Work of `stream` given until now uses the block: it is not handed out to other work before that is done.
     pub fn record_use(&mut self, handle: Handle, stream: StreamId) -> Result<(), StaleHandle> {
         self.blocks.live(handle).ok_or(StaleHandle)?;
-        self.clocks.stamp(&mut self.blocks.get_mut(handle.index).stamp, stream);
+        self.clocks.stamp(&mut self.blocks.get_mut(handle.index()).stamp, stream);
         Ok(())
     }
 
@@ -257,6 +256,11 @@ impl Core {
         if arena == Arena::Small {
             return self.small(request, granules);
         }
+        if self.return_runs() > 0
+            && let Some(index) = self.find_in_order(arena, granules, request)?
+        {
+            return Ok(index);
+        }
         if let Err(refusal) = self.grow(request, arena, granules) {
             if self.trim()? == 0 {
                 return Err(refusal);
@@ -264,15 +268,41 @@ impl Core {
             self.books.retries += 1;
             self.grow(request, arena, granules)?;
         }
-        match self.find(arena, granules, request) {
-            Found::Ready(index) => Ok(index),
-            // The new memory was merged with a block that another stream's work may still use.
-            Found::Unordered(index) => {
-                self.order(index, request.stream)?;
-                Ok(index)
-            }
-            Found::Nothing => unreachable!("memory for the request was mapped just now"),
+        match self.find_in_order(arena, granules, request)? {
+            Some(index) => Ok(index),
+            None => unreachable!("memory for the request was mapped just now"),
         }
+    }
+
+    /// A fitting block, with the stream made to wait for the work on it where it has to.
+    fn find_in_order(
+        &mut self,
+        arena: Arena,
+        granules: u32,
+        request: &Request,
+    ) -> Result<Option<u32>, Refusal> {
+        match self.find(arena, granules, request) {
+            Found::Ready(index) => Ok(Some(index)),
+            Found::Unordered(index) => self.order(index, request.stream).map(|()| Some(index)),
+            Found::Nothing => Ok(None),
+        }
+    }
+
+    /// Free runs go back to large requests, which need them; they stay where they are otherwise, so that steps that are
+    /// alike find memory alike. Returns how many blocks went back.
+    fn return_runs(&mut self) -> usize {
+        let whole = |index: &u32| {
+            let block = self.blocks.get(*index);
+            let free = block.state == State::Free && block.arena == Arena::Small;
+            free && u64::from(block.granules) * GRANULE >= RUN
+        };
+        let runs: Vec<u32> = self.blocks.in_order().filter(whole).collect();
+        for index in &runs {
+            self.bins[Arena::Small as usize].remove(&mut self.blocks, *index);
+            self.blocks.get_mut(*index).arena = Arena::Large;
+            self.insert_free(*index);
+        }
+        runs.len()
     }
 
     /// A block of a new run; or one of its own, when there is no memory for a whole run.
@@ -309,7 +339,7 @@ impl Core {
         block.stamp = clock::Stamp::default();
         block.bytes = request.bytes;
         block.site = request.site;
-        let handle = Handle { index, generation: block.generation };
+        let handle = Handle::new(index, block.generation);
         self.books.allocated(u64::from(granules) * GRANULE, request.bytes);
         handle
     }
@@ -331,41 +361,27 @@ impl Core {
 
     /// Merges a free block that is in no bin with its free neighbours, and puts the whole into its bin.
     fn insert_free(&mut self, mut index: u32) -> u32 {
-        let block = *self.blocks.get(index);
+        let block = self.blocks.get(index);
+        let (before, after, arena) = (block.before, block.after, block.arena);
         let joins = |other: u32| {
             other != NONE && {
                 let other = self.blocks.get(other);
-                other.state == State::Free && other.arena == block.arena
+                other.state == State::Free && other.arena == arena
             }
         };
-        let (with_before, with_after) = (joins(block.before), joins(block.after));
-        let bins = &mut self.bins[block.arena as usize];
+        let (with_before, with_after) = (joins(before), joins(after));
+        let bins = &mut self.bins[arena as usize];
         if with_after {
-            bins.remove(&mut self.blocks, block.after);
+            bins.remove(&mut self.blocks, after);
             self.blocks.merge_with_next(index);
         }
         if with_before {
-            bins.remove(&mut self.blocks, block.before);
-            self.blocks.merge_with_next(block.before);
-            index = block.before;
+            bins.remove(&mut self.blocks, before);
+            self.blocks.merge_with_next(before);
+            index = before;
         }
         bins.insert(&mut self.blocks, index);
         index
-    }
-
-    /// A free block of the small arena as large as two runs is given back to large requests; one run is kept, so that a
-    /// single small buffer that comes and goes does not make and unmake it.
-    fn return_run(&mut self, index: u32) {
-        let block = self.blocks.get(index);
-        if block.arena == Arena::Small && u64::from(block.granules) * GRANULE >= 2 * RUN {
-            self.return_to_large(index);
-        }
-    }
-
-    fn return_to_large(&mut self, index: u32) {
-        self.bins[Arena::Small as usize].remove(&mut self.blocks, index);
-        self.blocks.get_mut(index).arena = Arena::Large;
-        self.insert_free(index);
     }
 
     /// Makes `stream` wait for the work that stands against its use of a free block.

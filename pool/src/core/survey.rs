@@ -88,7 +88,7 @@ impl Core {
     /// Notes which request of a recorded step a live block serves.
     pub(crate) fn set_ordinal(&mut self, handle: Handle, ordinal: u32) {
         if self.blocks.live(handle).is_some() {
-            self.blocks.get_mut(handle.index).ordinal = ordinal;
+            self.blocks.get_mut(handle.index()).ordinal = ordinal;
         }
     }
 

@@ -121,7 +121,9 @@ impl Planner {
         let misses = self.book.counts().1 - misses_before;
         let Some(kind) = self.kinds.get_mut(&key) else { return };
         match recording {
-            Some(recording) if kind.table.is_none() && kind.pending.is_none() => kind.compare(recording),
+            Some(recording) if kind.table.is_none() && kind.pending.is_none() => {
+                kind.compare(self.book, recording)
+            }
             Some(_) => {}
             None if misses == 0 => kind.departures = 0,
             None => kind.departures += 1,
@@ -209,7 +211,7 @@ impl Planner {
 }
 
 impl Kind {
-    fn compare(&mut self, recording: Recording) {
+    fn compare(&mut self, book: &'static Book, recording: Recording) {
         if self.last.as_ref() != Some(&recording) {
             self.last = Some(recording);
             return;
@@ -217,7 +219,7 @@ impl Kind {
         self.last = None;
         // Without a thread the program goes on without a plan, and tries again two steps later.
         let thread = std::thread::Builder::new().name("pool-planner".into());
-        self.pending = thread.spawn(move || Table::new(&recording, PACK_TIME)).ok();
+        self.pending = thread.spawn(move || Table::new(book, &recording, PACK_TIME)).ok();
     }
 
     fn take_result(&mut self, book: &Book) {

@@ -11,7 +11,8 @@
 //! The book of a pool's plans is never freed: buffers point to it without a count, which would cost more than the rest.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize};
 
 use super::table::Table;
 use crate::core::GRANULE;
@@ -32,15 +33,16 @@ pub(crate) struct Book {
     #[cfg(feature = "cuda")]
     pub(crate) lane: OnceLock<std::sync::Arc<cudarc::driver::CudaStream>>,
     owner: AtomicUsize,
-    tables: Box<[OnceLock<Table>]>,
-    /// Number of the step's table plus one; zero outside a planned step.
-    active: AtomicUsize,
+    /// Never freed either, as buffers point to theirs.
+    tables: Box<[OnceLock<&'static Table>]>,
+    /// The step's table; null outside a planned step.
+    active: AtomicPtr<Table>,
     base: AtomicU64,
     cursor: AtomicUsize,
     step: AtomicU32,
-    live: AtomicU64,
-    live_bytes: AtomicU64,
-    hits: AtomicU64,
+    /// Slots handed out and freed so far: the difference is in use.
+    handed_out: AtomicU64,
+    freed: AtomicU64,
     misses: AtomicU64,
     returns: Returns<Ticket>,
 }
@@ -49,8 +51,27 @@ pub(crate) struct Book {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ticket {
     table: &'static Table,
-    slot: u32,
-    step: u32,
+    /// Its number, and the step's in the upper half. One word, as it is moved about: two halves, written apart and read
+    /// together, would cost as much as the rest.
+    slot_and_step: u64,
+}
+
+impl Ticket {
+    #[inline]
+    pub(crate) fn book(self) -> &'static Book {
+        self.table.book
+    }
+
+    /// Gives the slot back.
+    #[inline]
+    pub(crate) fn free(self) {
+        let book = self.book();
+        if book.owner.load(Relaxed) == thread_token() {
+            book.mark_free(self);
+        } else {
+            book.returns.push(self);
+        }
+    }
 }
 
 /// Changes a number that this thread alone changes.
@@ -73,13 +94,12 @@ impl Book {
             lane: OnceLock::new(),
             owner: AtomicUsize::new(0),
             tables: (0..MAX_TABLES).map(|_| OnceLock::new()).collect(),
-            active: AtomicUsize::new(0),
+            active: AtomicPtr::new(std::ptr::null_mut()),
             base: AtomicU64::new(0),
             cursor: AtomicUsize::new(0),
             step: AtomicU32::new(0),
-            live: AtomicU64::new(0),
-            live_bytes: AtomicU64::new(0),
-            hits: AtomicU64::new(0),
+            handed_out: AtomicU64::new(0),
+            freed: AtomicU64::new(0),
             misses: AtomicU64::new(0),
             returns: Returns::new(),
         }))
@@ -94,7 +114,7 @@ impl Book {
     /// Keeps a plan; its number, or nothing when there is no room.
     pub(crate) fn add(&self, table: Table) -> Option<usize> {
         let number = self.tables.iter().position(|slot| slot.get().is_none())?;
-        self.tables[number].set(table).ok().map(|()| number)
+        self.tables[number].set(Box::leak(Box::new(table))).ok().map(|()| number)
     }
 
     /// Granules of a plan's region.
@@ -109,43 +129,49 @@ impl Book {
         // The low bit of a slot's state is taken, so steps count to 2^31 and begin anew; zero is no step.
         let step = self.step.load(Relaxed) % (u32::MAX >> 1) + 1;
         self.step.store(step, Relaxed);
-        self.active.store(number + 1, Relaxed);
+        let table = self.tables[number].get().copied();
+        self.active
+            .store(table.map_or(std::ptr::null_mut(), |table| std::ptr::from_ref(table).cast_mut()), Release);
     }
 
     /// Ends the step. Slots still in use stay so.
     pub(crate) fn end(&self) {
-        self.active.store(0, Relaxed);
+        self.active.store(std::ptr::null_mut(), Relaxed);
     }
 
     /// Whether no slot is in use. On the owning thread.
     pub(crate) fn idle(&'static self) -> bool {
         self.take_returns();
-        self.live.load(Relaxed) == 0
+        !self.in_use()
     }
 
     /// Whether a slot may still be in use, as seen from any thread.
     pub(crate) fn in_use(&self) -> bool {
-        self.live.load(Relaxed) != 0
+        self.handed_out.load(Relaxed) != self.freed.load(Relaxed)
     }
 
     /// Bytes in use.
     pub(crate) fn live_bytes(&self) -> u64 {
-        self.live_bytes.load(Relaxed)
+        if !self.in_use() {
+            return 0;
+        }
+        self.tables.iter().filter_map(OnceLock::get).map(|table| table.live_bytes()).sum()
     }
 
     /// Requests served from a plan, and requests of planned steps that departed from it.
     pub(crate) fn counts(&self) -> (u64, u64) {
-        (self.hits.load(Relaxed), self.misses.load(Relaxed))
+        (self.handed_out.load(Relaxed), self.misses.load(Relaxed))
     }
 
     /// The address for the step's next request, if the plan has one for it.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn serve(&'static self, granules: u32) -> Option<(u64, Ticket)> {
-        let active = self.active.load(Relaxed);
-        if active == 0 || self.owner.load(Relaxed) != thread_token() {
+        let active = self.active.load(Acquire);
+        if active.is_null() || self.owner.load(Relaxed) != thread_token() {
             return None;
         }
-        let table = self.tables[active - 1].get()?;
+        // SAFETY: what is stored in `active` is null or a table that is never freed.
+        let table: &'static Table = unsafe { &*active };
         let cursor = self.cursor.load(Relaxed);
         match table.slots.get(cursor) {
             Some(slot) if slot.granules == granules => self.hand_out(table, cursor),
@@ -153,26 +179,23 @@ impl Book {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn hand_out(&'static self, table: &'static Table, number: usize) -> Option<(u64, Ticket)> {
         self.cursor.store(number + 1, Relaxed);
-        let slot = &table.slots[number];
+        let slot = table.slots.get(number)?;
         let offset = slot.offset()?;
         let step = self.step.load(Relaxed);
-        let freed = |before: &u32| table.states[*before as usize].load(Relaxed) == step * 2 + 1;
-        if !table.before(slot).iter().all(freed) {
+        if !table.all_before(slot, step * 2 + 1) {
             self.take_returns();
-            if !table.before(slot).iter().all(freed) {
+            if !table.all_before(slot, step * 2 + 1) {
                 update(&self.misses, |misses| misses + 1);
                 return None;
             }
         }
         table.states[number].store(step * 2, Relaxed);
-        update(&self.hits, |hits| hits + 1);
-        update(&self.live, |live| live + 1);
-        update(&self.live_bytes, |bytes| bytes + u64::from(slot.granules) * GRANULE);
+        update(&self.handed_out, |count| count + 1);
         let address = self.base.load(Relaxed) + u64::from(offset) * GRANULE;
-        Some((address, Ticket { table, slot: number as u32, step }))
+        Some((address, Ticket { table, slot_and_step: number as u64 | u64::from(step) << 32 }))
     }
 
     /// A request that is not the next one: the plan goes on where it fits, or waits for the next request.
@@ -196,22 +219,11 @@ impl Book {
         }
     }
 
-    /// Takes a slot back.
     #[inline]
-    pub(crate) fn free(&self, ticket: Ticket) {
-        if self.owner.load(Relaxed) == thread_token() {
-            self.mark_free(ticket);
-        } else {
-            self.returns.push(ticket);
-        }
-    }
-
-    #[inline]
-    fn mark_free(&self, Ticket { table, slot, step }: Ticket) {
+    fn mark_free(&self, Ticket { table, slot_and_step }: Ticket) {
+        let (slot, step) = (slot_and_step as u32, (slot_and_step >> 32) as u32);
         table.states[slot as usize].store(step * 2 + 1, Relaxed);
-        let bytes = u64::from(table.slots[slot as usize].granules) * GRANULE;
-        update(&self.live, |live| live - 1);
-        update(&self.live_bytes, |live| live - bytes);
+        update(&self.freed, |count| count + 1);
     }
 
     fn take_returns(&self) {

@@ -1,13 +1,19 @@
 //! A finished plan: for each request of a step, in order, its size, its place, and whose place it takes over.
 
 use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use super::pack::{Packing, pack};
 use super::record::Recording;
+use super::serve::Book;
+use crate::core::GRANULE;
 
 /// A request that the plan does not serve.
 const ELSEWHERE: u32 = u32::MAX;
+
+/// No slot.
+const NOBODY: u32 = u32::MAX;
 
 /// One request of a planned step.
 #[derive(Clone, Copy, Debug)]
@@ -15,7 +21,9 @@ pub(crate) struct Slot {
     pub(crate) granules: u32,
     /// Granules from the region's start; [`ELSEWHERE`].
     offset: u32,
-    /// Its part of [`Table::before`].
+    /// The first of those that it takes memory over from, if any: most have one or none.
+    first_before: u32,
+    /// The others, as a part of [`Table::before`].
     before: (u32, u32),
 }
 
@@ -29,6 +37,7 @@ impl Slot {
 /// The plan of a step.
 #[derive(Debug)]
 pub(crate) struct Table {
+    pub(crate) book: &'static Book,
     pub(crate) slots: Box<[Slot]>,
     /// For each slot, the slots whose memory it takes over within a step: those that were last on each of its granules.
     before: Box<[u32]>,
@@ -40,7 +49,7 @@ pub(crate) struct Table {
 
 impl Table {
     /// Plans a recorded step; `None` if there is nothing in it to plan.
-    pub(crate) fn new(recording: &Recording, time: Duration) -> Option<Self> {
+    pub(crate) fn new(book: &'static Book, recording: &Recording, time: Duration) -> Option<Self> {
         let requests = recording.requests();
         let lives: Vec<_> = requests.iter().filter_map(|request| request.life).collect();
         if lives.is_empty() {
@@ -58,15 +67,32 @@ impl Table {
             if offset != ELSEWHERE {
                 take_over(&mut last, (offset, offset + request.granules, number), &mut all_before);
             }
+            let first_before = if all_before.len() as u32 > first { all_before.pop() } else { None };
             let before = (first, all_before.len() as u32);
-            slots.push(Slot { granules: request.granules, offset, before });
+            let first_before = first_before.unwrap_or(NOBODY);
+            slots.push(Slot { granules: request.granules, offset, first_before, before });
         }
         let states = slots.iter().map(|_| AtomicU32::new(0)).collect();
-        Some(Self { slots: slots.into(), before: all_before.into(), states, granules })
+        Some(Self { book, slots: slots.into(), before: all_before.into(), states, granules })
     }
 
-    /// The slots that this one takes memory over from.
-    pub(crate) fn before(&self, slot: &Slot) -> &[u32] {
+    /// Bytes of the slots in use.
+    pub(crate) fn live_bytes(&self) -> u64 {
+        // Steps count from one: zero was never used.
+        let live = |state: &AtomicU32| !matches!(state.load(Relaxed), state if state == 0 || state % 2 == 1);
+        let slots = self.slots.iter().zip(&self.states);
+        slots.filter(|(_, state)| live(state)).map(|(slot, _)| u64::from(slot.granules) * GRANULE).sum()
+    }
+
+    /// Whether all slots that this one takes memory over from are in this state.
+    #[inline]
+    pub(crate) fn all_before(&self, slot: &Slot, state: u32) -> bool {
+        let is = |before: u32| self.states.get(before as usize).is_some_and(|is| is.load(Relaxed) == state);
+        (slot.first_before == NOBODY || is(slot.first_before))
+            && (slot.before.0 == slot.before.1 || self.others(slot).iter().copied().all(is))
+    }
+
+    fn others(&self, slot: &Slot) -> &[u32] {
         &self.before[slot.before.0 as usize..slot.before.1 as usize]
     }
 }

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::sys::CUdevice_attribute;
-use cudarc::driver::{CudaContext, CudaStream, DriverError};
+use cudarc::driver::sys::{CUdevice_attribute, CUmemPool_attribute, cuMemPoolGetAttribute};
+use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 
 use crate::backend::{DeviceInfo, EngineError, Result};
 
@@ -41,6 +41,32 @@ impl Device {
             context,
         })
     }
+}
+
+/// A new stream on GPU `ordinal`, for programs that use the pool without the engine's operations.
+///
+/// # Errors
+/// As [`CudaBackend::open`](super::CudaBackend::open).
+pub fn compute_stream(ordinal: usize) -> Result<Arc<CudaStream>> {
+    Device::open(ordinal).map(|device| device.stream)
+}
+
+/// Most bytes that the driver's default memory pool of GPU `ordinal` ever had in use in this process: what went past the
+/// pool by `cudaMallocAsync`.
+///
+/// # Errors
+/// As [`CudaBackend::open`](super::CudaBackend::open).
+pub fn default_mempool_high(ordinal: usize) -> Result<u64> {
+    let device = Device::open(ordinal)?;
+    let failed = |error: DriverError| EngineError::Device { ordinal, reason: words(error) };
+    let (attribute, mut high) = (CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0_u64);
+    // SAFETY: the device is open; the attribute is a u64, which the call writes.
+    unsafe {
+        result::device::get_default_mem_pool(device.context.cu_device())
+            .and_then(|pool| cuMemPoolGetAttribute(pool, attribute, (&raw mut high).cast()).result())
+    }
+    .map_err(failed)?;
+    Ok(high)
 }
 
 /// cudarc panics on the first use of a library that is missing: ask before.

@@ -25,6 +25,7 @@ use xlaunch_pool::{DType, Options, Pool, StreamId};
 use crate::backend::{Precision, Result};
 use crate::tensor::Slice;
 use device::Device;
+pub use device::{compute_stream, default_mempool_high};
 use gemm::Gemm;
 use kernels::{Arg, Kernels, Launch};
 use staging::Staging;
