@@ -49,7 +49,8 @@ impl<T> Lock<T> {
 
     /// The value, unless another thread has it now.
     pub(crate) fn try_lock(&self) -> Option<Guard<'_, T>> {
-        (!self.held.swap(true, Ordering::Acquire)).then(|| Guard { lock: self })
+        let taken = self.held.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed);
+        taken.is_ok().then(|| Guard { lock: self })
     }
 
     /// The value, as nobody else can have it.

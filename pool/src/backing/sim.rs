@@ -4,11 +4,11 @@
 //! call that a driver would answer with undefined behaviour. Work given to its streams is run as late as it may be: a
 //! stream chosen by [`Sim::lag`] runs only when something waits for it, so that a missing order shows as a wrong value.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{DriverFailure, Purpose, Result, SegmentDriver, Streams, VirtualDriver};
-use crate::core::{GRANULE, MAX_STREAMS, StreamId};
+use crate::core::{MAX_STREAMS, StreamId};
 
 const GRANULARITY: u64 = 2 << 20;
 /// Where the addresses begin.
@@ -37,9 +37,9 @@ struct State {
     streams: [VecDeque<Work>; MAX_STREAMS],
     lag: Option<usize>,
     events: u64,
-    done: Vec<u64>,
-    /// What was written last, by granule.
-    contents: HashMap<u64, u64>,
+    done: HashSet<u64>,
+    /// What was written last: start to end and value, of disjoint ranges.
+    contents: BTreeMap<u64, (u64, u64)>,
     races: Vec<String>,
 }
 
@@ -189,22 +189,52 @@ impl State {
     fn run_one(&mut self, stream: usize) {
         let Some(work) = self.streams[stream].pop_front() else { return };
         match work {
-            Work::Record(event) => self.done.push(event),
+            Work::Record(event) => drop(self.done.insert(event)),
             Work::Wait(_) => {}
             Work::Write { address, bytes, value } => {
                 self.touch(stream, address, bytes);
-                for granule in granules(address, bytes) {
-                    self.contents.insert(granule, value);
-                }
+                self.overwrite(address, address + bytes, value);
             }
             Work::Read { address, bytes, value } => {
                 self.touch(stream, address, bytes);
-                let found = granules(address, bytes).map(|granule| self.contents.get(&granule).copied());
-                if let Some(wrong) = found.into_iter().find(|found| *found != Some(value)) {
-                    self.races.push(format!("stream {stream} read {wrong:?} at {address:#x}, not {value}"));
+                let end = address + bytes;
+                if !self.holds(address, end, value) {
+                    let found: Vec<_> = self.contents.range(..end).rev().take(3).collect();
+                    self.races.push(format!(
+                        "stream {stream} did not find {value} in {address:#x}..{end:#x}, but {found:x?}"
+                    ));
                 }
             }
         }
+    }
+
+    fn overwrite(&mut self, start: u64, end: u64, value: u64) {
+        if start == end {
+            return;
+        }
+        // The range that begins before may reach in, and beyond.
+        if let Some((before, (reach, old))) = self.contents.range_mut(..start).next_back() {
+            let (before, old, cut) = (*before, *old, *reach);
+            if cut > start {
+                self.contents.insert(before, (start, old));
+                if cut > end {
+                    self.contents.insert(end, (cut, old));
+                }
+            }
+        }
+        while let Some((inside, (reach, old))) = self.contents.range(start..end).next() {
+            let (inside, reach, old) = (*inside, *reach, *old);
+            self.contents.remove(&inside);
+            if reach > end {
+                self.contents.insert(end, (reach, old));
+            }
+        }
+        self.contents.insert(start, (end, value));
+    }
+
+    fn holds(&self, start: u64, end: u64, value: u64) -> bool {
+        let whole = self.contents.range(..=start).next_back();
+        start == end || whole.is_some_and(|(_, (reach, found))| *reach >= end && *found == value)
     }
 
     fn touch(&mut self, stream: usize, address: u64, bytes: u64) {
@@ -219,10 +249,6 @@ impl State {
             }
         }
     }
-}
-
-fn granules(address: u64, bytes: u64) -> impl Iterator<Item = u64> {
-    (address / GRANULE)..(address + bytes).div_ceil(GRANULE)
 }
 
 impl Streams for Sim {
