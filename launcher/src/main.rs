@@ -1,7 +1,7 @@
 //! The `xlaunch` binary: `xlaunch worker` is one rank of the built-in trainer, everything else is the launcher.
 #![forbid(unsafe_code)]
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use xlaunch::{Preflight, Refusal, Trainer};
@@ -11,11 +11,16 @@ fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|argument| argument == "worker") {
         return xlaunch_worker::main().into();
     }
-    xlaunch::cli::main(Trainer { preflight, newest_checkpoint: xlaunch_worker::newest_checkpoint }).into()
+    let newest_checkpoint = xlaunch_worker::newest_checkpoint;
+    xlaunch::cli::main(Trainer { preflight, newest_checkpoint, bench_alloc }).into()
 }
 
 fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {
     let ready = xlaunch_worker::preflight(spec, job_dir)
         .map_err(|refusal| Refusal::new(refusal.exit, refusal.message))?;
     Ok(Preflight { resume_from: ready.resume_from, warnings: ready.warnings })
+}
+
+fn bench_alloc(traces: &[PathBuf]) -> Result<String, Refusal> {
+    xlaunch_worker::bench::alloc(traces).map_err(|error| Refusal::new(error.exit(), error.to_string()))
 }

@@ -42,6 +42,7 @@ impl Metrics {
             "pool/mapped_bytes": step.pool_mapped_bytes,
             "pool/peak_bytes": step.pool_peak_bytes,
             "pool/fragmentation": decimal(step.pool_fragmentation),
+            "pool/driver_allocations": step.pool_driver_allocations,
         }))
     }
 

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use xlaunch_proto::exit::ExitCode;
 
-use crate::Trainer;
+use crate::{Refusal, Trainer};
 
 /// Start one worker process per GPU (or per share of the CPU) and train a GPT on them.
 #[derive(Debug, Parser)]
@@ -31,10 +31,23 @@ enum Query {
         #[arg(long)]
         json: bool,
     },
+    /// Measure what parts of xlaunch cost on this machine.
+    #[command(subcommand)]
+    Bench(Bench),
     /// Stop a running launch at its next step, with a checkpoint.
     Stop {
         /// As for `status`.
         run: Option<PathBuf>,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+enum Bench {
+    /// The memory pool: the price of a request, and how much memory recorded steps take, beside other allocators.
+    Alloc {
+        /// Logs of requests to replay beside the built-in ones, as XLAUNCH_POOL_TRACE writes them.
+        #[arg(long = "trace", value_name = "FILE")]
+        traces: Vec<PathBuf>,
     },
 }
 
@@ -59,12 +72,28 @@ pub fn main(trainer: Trainer) -> ExitCode {
     };
     let exit = match cli.command {
         Some(Query::Status { run, json }) => runtime.block_on(query::status(run, json)),
+        Some(Query::Bench(Bench::Alloc { traces })) => bench((trainer.bench_alloc)(&traces)),
         Some(Query::Stop { run }) => runtime.block_on(query::stop(run)),
         None => runtime.block_on(launch::run(&cli.launch, trainer)),
     };
     // Log threads may still wait on output that an orphan holds open; they end with the process.
     runtime.shutdown_background();
     exit
+}
+
+/// Results go to stdout, everything else to stderr.
+#[expect(clippy::print_stdout, clippy::print_stderr, reason = "what the user asked for")]
+fn bench(result: Result<String, Refusal>) -> ExitCode {
+    match result {
+        Ok(table) => {
+            print!("{table}");
+            ExitCode::Done
+        }
+        Err(refusal) => {
+            eprintln!("error: {}", refusal.message);
+            refusal.exit
+        }
+    }
 }
 
 /// The table for `--help`.

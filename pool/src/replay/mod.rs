@@ -14,6 +14,12 @@ use crate::backing::sim::Sim;
 use crate::core::{Core, GRANULE, Handle, Place, Request};
 use crate::plan::pack::{Life, lower_bound, pack};
 
+/// One training step of each of the two models that the project measures itself by, bf16 on a GPU: name and log.
+pub const RECORDED: [(&str, &str); 2] = [
+    ("llama-28m, batch 32, 256 tokens", include_str!("../../traces/llama-28m.csv")),
+    ("gpt2-124m, batch 8, 1024 tokens", include_str!("../../traces/gpt2-124m.csv")),
+];
+
 /// A request or a return; buffers are numbered in the order of their requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {

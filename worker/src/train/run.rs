@@ -101,6 +101,7 @@ impl Run<'_> {
             pool_mapped_bytes: pool.mapped.current,
             pool_peak_bytes: pool.mapped.peak,
             pool_fragmentation: pool.fragmentation() as f32,
+            pool_driver_allocations: pool.chunks.added,
         }));
         Ok(result)
     }

@@ -1,0 +1,44 @@
+#!/bin/sh
+# The pool on the first GPU: its tests, training with the pool on, planned and off, and the price of a request beside the
+# driver's and PyTorch's allocators.
+#
+#     tests/gpu/alloc.sh [directory of binaries]
+#
+# Without a directory, cargo builds what is needed. With one, for hosts without cargo, it holds xlaunch and test binaries
+# named pool_cuda (the pool's tests/cuda.rs) and pool_modes, as `cargo test --no-run` makes them.
+set -eu
+root=$(cd "$(dirname "$0")/../.." && pwd)
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+grep -m 1 'model name' /proc/cpuinfo
+failed=0
+if [ $# -eq 0 ]; then
+    cd "$root"
+    cargo build --release
+    cargo test -p xlaunch-pool --test cuda -- --nocapture --test-threads=1 || failed=1
+    cargo test -p xlaunch-worker --test pool_modes -- --nocapture --test-threads=1 || failed=1
+    xlaunch=target/release/xlaunch
+else
+    binaries=$(cd "$1" && pwd)
+    "$binaries/pool_cuda" --nocapture --test-threads=1 || failed=1
+    "$binaries/pool_modes" --nocapture --test-threads=1 || failed=1
+    xlaunch=$binaries/xlaunch
+fi
+"$xlaunch" bench alloc || failed=1
+program=$(mktemp)
+flags=$(python3 - <<'END'
+import os, torch
+from torch.utils import cpp_extension as c
+libraries = os.path.join(os.path.dirname(torch.__file__), "lib")
+includes = " ".join("-I" + path for path in c.include_paths("cuda"))
+print(includes, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", "-L" + libraries,
+      "-Wl,-rpath," + libraries, "-Wl,--no-as-needed -lc10 -lc10_cuda")
+END
+) || flags=
+# shellcheck disable=SC2086  # the flags are several words
+if [ -n "$flags" ] && g++ -O2 -std=c++17 "$root/tests/gpu/torch_alloc.cpp" -o "$program" $flags; then
+    "$program"
+else
+    echo "  PyTorch's caching allocator: skipped, it could not be compiled"
+fi
+rm -f "$program"
+exit $failed

@@ -1,0 +1,73 @@
+//! `xlaunch bench`: what parts of the trainer cost on this machine, as tables.
+
+use std::fmt::Write;
+use std::path::PathBuf;
+
+use xlaunch_pool::bench::{driver_pairs, pool_pairs};
+use xlaunch_pool::replay::{Outcome, RECORDED, Trace};
+
+use crate::error::{Result, WorkerError};
+
+/// Steps that a trace is replayed for.
+const STEPS: usize = 4;
+
+/// The allocator's table: the price of a request with its return, beside the driver's where there is a GPU; and the memory
+/// that recorded traces take here and in other allocators' models. `traces` adds logs of one's own.
+///
+/// # Errors
+/// A trace that cannot be read; a device that fails. A machine without a GPU is none.
+pub fn alloc(traces: &[PathBuf]) -> Result<String> {
+    let mut out = String::new();
+    let mut pairs = pool_pairs().map_err(xlaunch_engine::EngineError::from)?;
+    let device = match xlaunch_engine::cuda::compute_stream(0) {
+        Ok(stream) => {
+            pairs.extend(driver_pairs(&stream).map_err(xlaunch_engine::EngineError::from)?);
+            None
+        }
+        Err(error) => Some(error.to_string()),
+    };
+    line(&mut out, format_args!("{:<48}{:>12}", "one request and its return", "nanoseconds"));
+    for pair in &pairs {
+        line(&mut out, format_args!("  {:<46}{:>12.1}", pair.name, pair.nanoseconds));
+    }
+    if let Some(reason) = device {
+        line(&mut out, format_args!("  not measured on a device: {reason}"));
+    }
+
+    let mut recorded = Vec::new();
+    for (name, log) in RECORDED {
+        recorded.push((name.to_owned(), parse(log, name)?));
+    }
+    for path in traces {
+        let name = path.display().to_string();
+        let log = fs_err::read_to_string(path)
+            .map_err(|source| WorkerError::Io { what: "failed to read a trace".into(), source })?;
+        recorded.push((name.clone(), parse(&log, &name)?));
+    }
+    for (name, trace) in recorded {
+        table(&mut out, &name, &trace);
+    }
+    Ok(out)
+}
+
+fn parse(log: &str, name: &str) -> Result<Trace> {
+    Trace::parse(log).map_err(|error| WorkerError::Environment(format!("{name}, {error}")))
+}
+
+#[expect(clippy::cast_precision_loss, reason = "shown with a few digits")]
+fn table(out: &mut String, name: &str, trace: &Trace) {
+    let outcomes = trace.compare(STEPS);
+    let live = trace.peak_live();
+    let mib = live as f64 / f64::from(1 << 20);
+    line(out, format_args!("\n{name}: {STEPS} steps, at most {mib:.1} MiB live"));
+    line(out, format_args!("  {:<46}{:>12}{:>12}", "allocator", "mapped MiB", "/ live"));
+    for Outcome { name, mapped, .. } in outcomes {
+        let (mapped, share) = (mapped as f64 / f64::from(1 << 20), mapped as f64 / live as f64);
+        line(out, format_args!("  {name:<46}{mapped:>12.1}{share:>12.4}"));
+    }
+}
+
+fn line(out: &mut String, text: std::fmt::Arguments<'_>) {
+    // Writing to a String cannot fail.
+    let _ = writeln!(out, "{text}");
+}
