@@ -2,9 +2,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::mem::ManuallyDrop;
 use std::ops::Range;
-use std::sync::Arc;
 
 use bytemuck::Pod;
 
@@ -17,12 +15,12 @@ use crate::plan::serve::Ticket;
 use crate::pool::Space;
 
 /// Where a buffer's memory goes when it is dropped.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) enum Home {
     /// The allocator.
-    Block { inner: Arc<Inner>, handle: Handle },
+    Block { inner: &'static Inner, handle: Handle },
     /// The driver, as the pool is off; with the bytes asked for.
-    Driver { inner: Arc<Inner>, bytes: u64 },
+    Driver { inner: &'static Inner, bytes: u64 },
     /// The step's plan.
     Slot(Ticket),
 }
@@ -45,7 +43,7 @@ impl Home {
     /// The buffer at `address` is gone; its memory too, unless it is lent.
     #[inline(never)]
     fn dropped(self, address: u64) {
-        if !self.loans().keep(address, &self) {
+        if !self.loans().keep(address, self) {
             self.give_back(address);
         }
     }
@@ -67,8 +65,7 @@ impl Home {
 pub struct PoolBuf<T> {
     pub(crate) address: u64,
     len: usize,
-    /// Dropped by hand, so that a planned buffer's drop is a few stores and nothing else.
-    pub(crate) home: ManuallyDrop<Home>,
+    pub(crate) home: Home,
     elements: PhantomData<T>,
 }
 
@@ -80,7 +77,7 @@ impl<T> fmt::Debug for PoolBuf<T> {
 
 impl<T: Pod> PoolBuf<T> {
     pub(crate) fn new(address: u64, len: usize, home: Home) -> Self {
-        Self { address, len, home: ManuallyDrop::new(home), elements: PhantomData }
+        Self { address, len, home, elements: PhantomData }
     }
 
     /// Lends elements `range` to another thread or stream: the block outlives the loan, and
@@ -93,7 +90,7 @@ impl<T: Pod> PoolBuf<T> {
         let bytes = range.start * size_of::<T>()..range.end * size_of::<T>();
         let lent = self.home.loans().lend(self.address, bytes.clone());
         assert!(lent, "elements {range:?} are lent already");
-        Loan { buffer: self.address, bytes, home: Home::clone(&self.home) }
+        Loan { buffer: self.address, bytes, home: self.home }
     }
 
     /// Whether any element of `range` is lent out.
@@ -134,7 +131,7 @@ impl<T> PoolBuf<T> {
     /// [`PoolError::PlannedBuffer`] if the buffer's place is planned: make steps that share buffers between streams
     /// record that use from their first run on, and plans leave such buffers out.
     pub fn record_use(&self, stream: StreamId) -> Result<(), PoolError> {
-        match &*self.home {
+        match &self.home {
             Home::Block { inner, handle } => inner.record_use(*handle, stream),
             // The driver waits for all work itself before it takes memory back.
             Home::Driver { .. } => Ok(()),
@@ -145,7 +142,7 @@ impl<T> PoolBuf<T> {
     /// Address and length of the segment that a buffer of a [registered](crate::Pool::registered) pool lies in, for
     /// `ncclCommRegister`; of the driver allocation around any other buffer.
     pub fn segment(&self) -> Option<(u64, u64)> {
-        match &*self.home {
+        match &self.home {
             Home::Block { inner, handle } => inner.segment_of(*handle),
             Home::Driver { bytes, .. } => Some((self.address, Direct::rounded(*bytes))),
             Home::Slot(_) => None,
@@ -156,11 +153,10 @@ impl<T> PoolBuf<T> {
 impl<T> Drop for PoolBuf<T> {
     #[inline]
     fn drop(&mut self) {
-        match &*self.home {
-            // Nothing in it needs to be dropped.
+        match &self.home {
+            // The fast one, in place.
             Home::Slot(ticket) if !ticket.book().loans.any() => ticket.free(),
-            // SAFETY: the buffer is being dropped: nobody uses its home after this.
-            _ => unsafe { ManuallyDrop::take(&mut self.home) }.dropped(self.address),
+            home => home.dropped(self.address),
         }
     }
 }
@@ -219,7 +215,7 @@ mod tests {
         drop(buf);
         assert_ne!(pool.alloc::<f32>(1000).unwrap().address(), address);
         drop(loan);
-        assert_eq!(pool.stats().live.current, 0);
+        assert_eq!(pool.stats().live.current(), 0);
     }
 
     #[test]

@@ -124,8 +124,8 @@ fn failed(call: &'static str) -> impl Fn(cudarc::driver::DriverError) -> DriverF
 impl<T> PoolBuf<T> {
     /// The stream of cudarc's that the buffer was handed out for.
     fn lane(&self) -> &Arc<CudaStream> {
-        let lane = match &*self.home {
-            Home::Block { inner, handle } => inner.lane_of(*handle),
+        let lane = match self.home {
+            Home::Block { inner, handle } => inner.lane_of(handle),
             Home::Driver { inner, .. } => inner.lane(StreamId::default()),
             Home::Slot(ticket) => ticket.book().lane.get(),
         };

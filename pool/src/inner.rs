@@ -1,12 +1,18 @@
 //! What a pool's handles and buffers share: the way of a request and of a return.
 //!
+//! It is never freed: buffers point to it without a count, which would cost as much as the allocator. What it holds goes
+//! when the last handle and the last buffer are gone; a shell of some hundred bytes stays. A program has few pools.
+//!
 //! ```text
 //! request -> plan's book (no lock) -> lock: returns, debug, allocator, recording, trace -> address
 //! drop    -> plan's book (no lock) -> lock if it is free, else queue
 //! ```
 
 use std::path::PathBuf;
+#[cfg(feature = "cuda")]
 use std::sync::Arc;
+use std::sync::atomic::Ordering::{AcqRel, Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 #[cfg(feature = "cuda")]
 use crate::backing::cuda::Lanes;
@@ -38,6 +44,9 @@ pub(crate) struct Inner {
     book: Option<&'static Book>,
     /// Whether drops wait for the lock, so that they can be told apart.
     debug: bool,
+    /// Handles to the pool: the last one closes it.
+    handles: AtomicUsize,
+    closed: AtomicBool,
     returns: Returns<Handle>,
     state: Lock<State>,
 }
@@ -47,6 +56,8 @@ pub(crate) struct Inner {
 pub(crate) struct State {
     pub(crate) source: Source,
     pub(crate) planner: Option<Planner>,
+    /// Whether planner, trace or debug mode want to see requests.
+    watched: bool,
     trace: Option<Trace>,
     debug: Option<Debug>,
     pub(crate) snapshot_dir: Option<PathBuf>,
@@ -59,6 +70,8 @@ pub(crate) enum Source {
     Core(Box<Core>),
     /// The pool is off.
     Direct(Box<Direct>),
+    /// The pool is closed and its last buffer is gone.
+    Gone,
 }
 
 impl Inner {
@@ -95,10 +108,13 @@ impl Inner {
             lanes: None,
             book: None,
             debug: false,
+            handles: AtomicUsize::new(0),
+            closed: AtomicBool::new(false),
             returns: Returns::new(),
             state: Lock::new(State {
                 source,
                 planner: None,
+                watched: options.trace > 0 || options.debug.is_some() || options.mode == Mode::Plan,
                 trace: (options.trace > 0).then(|| Trace::new(options.trace)),
                 debug: None,
                 snapshot_dir: None,
@@ -127,7 +143,7 @@ impl Inner {
     pub(crate) fn lane_of(&self, handle: Handle) -> Option<&Arc<cudarc::driver::CudaStream>> {
         let block = match &self.lock().source {
             Source::Core(core) => core.block_info(handle)?,
-            Source::Direct(_) => return None,
+            Source::Direct(_) | Source::Gone => return None,
         };
         self.lane(block.stream)
     }
@@ -159,7 +175,7 @@ impl Inner {
     }
 
     /// Memory for a request: its address and where it goes afterwards.
-    pub(crate) fn take(self: &Arc<Self>, request: &Request) -> Result<(u64, Home), PoolError> {
+    pub(crate) fn take(&'static self, request: &Request) -> Result<(u64, Home), PoolError> {
         let mut state = self.lock();
         let state = &mut *state;
         match &mut state.source {
@@ -167,34 +183,91 @@ impl Inner {
                 if let Some(debug) = &mut state.debug {
                     debug.settle(core)?;
                 }
-                let handle = match core.alloc(request) {
-                    Ok(handle) => handle,
+                let (handle, address) = match core.alloc_at(request) {
+                    Ok(block) => block,
                     Err(refusal) => state.last_resort(request, refusal)?,
                 };
-                let address = state.handed_out(request, handle)?;
-                Ok((address, Home::Block { inner: self.clone(), handle }))
+                if state.watched {
+                    state.handed_out(request, handle, address)?;
+                }
+                Ok((address, Home::Block { inner: self, handle }))
             }
+            Source::Gone => Err(PoolError::Off),
             Source::Direct(direct) => {
                 let address = direct.alloc(request.bytes)?;
-                Ok((address, Home::Driver { inner: self.clone(), bytes: request.bytes }))
+                Ok((address, Home::Driver { inner: self, bytes: request.bytes }))
             }
         }
     }
 
-    /// Takes a block back from a dropped buffer. No driver call, and no waiting.
+    /// Takes a block back from a dropped buffer. No driver call, and no waiting (but in debug mode, and for others that
+    /// drop the last buffers of a closed pool).
     #[inline]
     pub(crate) fn put_back(&self, handle: Handle) {
-        let state = if self.debug { Some(self.state.lock()) } else { self.state.try_lock() };
-        match state {
+        let wait = self.debug || self.closed.load(Relaxed);
+        match if wait { Some(self.state.lock()) } else { self.state.try_lock() } {
             Some(mut state) => state.put_back(handle),
             None => self.returns.push(handle),
         }
+        // Orders the look below behind the push above: closing sets the mark first and takes what was pushed then.
+        if self.closed_since() {
+            self.give_up();
+        }
+    }
+
+    #[inline]
+    fn closed_since(&self) -> bool {
+        self.closed.load(SeqCst)
     }
 
     /// Takes memory back that came from the driver. It waits for the lock: the driver is called under it anyway.
     pub(crate) fn put_back_direct(&self, address: u64, bytes: u64) {
         if let Source::Direct(direct) = &mut self.state.lock().source {
             direct.free(address, bytes);
+        }
+        if self.closed_since() {
+            self.give_up();
+        }
+    }
+
+    /// One more handle.
+    pub(crate) fn opened(&self) {
+        self.handles.fetch_add(1, Relaxed);
+    }
+
+    /// One handle less; the last one closes the pool.
+    pub(crate) fn dropped(&self) {
+        if self.handles.fetch_sub(1, AcqRel) == 1 {
+            self.closed.store(true, SeqCst);
+            self.give_up();
+        }
+    }
+
+    /// Of a closed pool, when its last buffer is gone: host memory goes back to the host. Device memory is left to the end
+    /// of its context, as a drop never calls CUDA; and all is left as it is while a planned buffer may be in use.
+    #[cold]
+    fn give_up(&self) {
+        let in_use = self.book.is_some_and(|book| !book.own() && book.in_use() || book.own() && !book.idle());
+        let mut state = self.lock();
+        if self.space != Space::Host || in_use {
+            return;
+        }
+        let State { source, planner, .. } = &mut *state;
+        // Nothing of this can fail on the host but unmapping, after which nothing can be done about it.
+        let empty = match source {
+            Source::Core(core) => {
+                if let Some(planner) = planner {
+                    planner.end();
+                    planner.unpin();
+                    planner.give_region_back(core);
+                }
+                core.books().buffers.current() == 0 && core.trim().is_ok()
+            }
+            Source::Direct(direct) => direct.release().is_ok() && direct.books.buffers.current() == 0,
+            Source::Gone => false,
+        };
+        if empty {
+            *source = Source::Gone;
         }
     }
 
@@ -216,7 +289,7 @@ impl Inner {
     pub(crate) fn segment_of(&self, handle: Handle) -> Option<(u64, u64)> {
         match &self.lock().source {
             Source::Core(core) => core.segment_of(handle),
-            Source::Direct(_) => None,
+            Source::Direct(_) | Source::Gone => None,
         }
     }
 }
@@ -226,14 +299,16 @@ impl State {
     pub(crate) fn core(&mut self) -> Result<&mut Core, PoolError> {
         match &mut self.source {
             Source::Core(core) => Ok(core),
-            Source::Direct(_) => Err(PoolError::Off),
+            Source::Direct(_) | Source::Gone => Err(PoolError::Off),
         }
     }
 
     pub(crate) fn stats(&self) -> Stats {
         let mut stats = match &self.source {
+            Source::Gone => Stats::default(),
             Source::Direct(direct) => Stats::of(&direct.books),
             Source::Core(core) => Stats {
+                free: core.books().mapped.current() - core.books().live.current(),
                 largest_free: core.largest_free(),
                 held_back: core.held_back(),
                 ..Stats::of(core.books())
@@ -250,24 +325,24 @@ impl State {
         match &mut self.source {
             Source::Core(core) => core.reset_peaks(),
             Source::Direct(direct) => direct.books.reset_peaks(),
+            Source::Gone => {}
         }
     }
 
     pub(crate) fn snapshot(&self) -> Snapshot {
         let segments = match &self.source {
             Source::Core(core) => core.survey(),
-            Source::Direct(_) => Vec::new(),
+            Source::Direct(_) | Source::Gone => Vec::new(),
         };
         let events = self.trace.as_ref().map(Trace::events).unwrap_or_default();
         Snapshot { device: 0, segments, events, stats: self.stats() }
     }
 
-    /// Notes a block that the allocator handed out; its address.
-    fn handed_out(&mut self, request: &Request, handle: Handle) -> Result<u64, PoolError> {
+    /// Notes a block that the allocator handed out.
+    fn handed_out(&mut self, request: &Request, handle: Handle, address: u64) -> Result<(), PoolError> {
         let Self { source: Source::Core(core), planner, trace, debug, .. } = self else {
             unreachable!("the allocator handed it out")
         };
-        let Ok(address) = core.address(handle) else { unreachable!("it was handed out just now") };
         if let Some(planner) = planner {
             planner.note(core, request, handle);
         }
@@ -283,11 +358,16 @@ impl State {
             let _ = core.free(handle);
             return Err(error);
         }
-        Ok(address)
+        Ok(())
     }
 
     fn put_back(&mut self, handle: Handle) {
         let Source::Core(core) = &mut self.source else { return };
+        if !self.watched {
+            // A buffer gives its handle back once.
+            let _ = core.free(handle);
+            return;
+        }
         if let Some(recording) = self.planner.as_mut().and_then(Planner::recording)
             && let Some(ordinal) = core.ordinal(handle)
         {
@@ -306,21 +386,20 @@ impl State {
             }
             return;
         }
-        // A buffer gives its handle back once.
         let _ = core.free(handle);
     }
 
     /// The plans' region goes before a request is refused; then the report.
     #[cold]
-    fn last_resort(&mut self, request: &Request, refusal: Refusal) -> Result<Handle, PoolError> {
+    fn last_resort(&mut self, request: &Request, refusal: Refusal) -> Result<(Handle, u64), PoolError> {
         let Self { source: Source::Core(core), planner, .. } = self else { return Err(PoolError::Off) };
         if let Refusal::TooLarge { bytes } = refusal {
             return Err(PoolError::TooLarge { requested: bytes });
         }
         if planner.as_mut().is_some_and(|planner| planner.give_region_back(core))
-            && let Ok(handle) = core.alloc(request)
+            && let Ok(block) = core.alloc_at(request)
         {
-            return Ok(handle);
+            return Ok(block);
         }
         if let Some(trace) = &mut self.trace {
             trace.add(event(core, Action::OutOfMemory, request, 0, request.bytes));
@@ -335,30 +414,6 @@ impl State {
     }
 }
 
-impl Drop for Inner {
-    /// Host memory goes back to the host. Device memory is left to the end of its context, as a drop never calls CUDA; and
-    /// all is left as it is while a planned buffer of another thread may be in use.
-    fn drop(&mut self) {
-        let in_use = self.book.is_some_and(Book::in_use);
-        if self.space == Space::Host && !in_use {
-            let mut state = self.lock();
-            let State { source, planner, .. } = &mut *state;
-            // Nothing of this can fail on the host but unmapping, after which nothing can be done about it.
-            match source {
-                Source::Core(core) => {
-                    if let Some(planner) = planner {
-                        planner.end();
-                        planner.unpin();
-                        planner.give_region_back(core);
-                    }
-                    let _ = core.trim();
-                }
-                Source::Direct(direct) => drop(direct.release()),
-            }
-        }
-    }
-}
-
 fn event(core: &Core, action: Action, request: &Request, address: u64, bytes: u64) -> Event {
     let books = core.books();
     Event {
@@ -368,8 +423,8 @@ fn event(core: &Core, action: Action, request: &Request, address: u64, bytes: u6
         bytes,
         stream: request.stream,
         site: request.site,
-        live: books.live.current,
-        mapped: books.mapped.current,
+        live: books.live.current(),
+        mapped: books.mapped.current(),
     }
 }
 
@@ -392,8 +447,8 @@ fn report(core: &Core, request: &Request, refusal: Refusal) -> OutOfMemory {
         stream: request.stream,
         site: request.site,
         refusal,
-        live: books.live.current,
-        mapped: books.mapped.current,
+        live: books.live.current(),
+        mapped: books.mapped.current(),
         external: core.external(),
         limit: (core.limit() != u64::MAX).then(|| core.limit()),
         device: core.device_memory(),

@@ -22,7 +22,7 @@
 //! let buf = pool.alloc::<f32>(1000)?;
 //! assert_eq!(buf.len(), 1000);
 //! drop(buf);
-//! assert_eq!(pool.stats().live.current, 0);
+//! assert_eq!(pool.stats().live.current(), 0);
 //! # Ok::<(), xlaunch_pool::PoolError>(())
 //! ```
 //!
@@ -32,8 +32,8 @@
 //!
 //! # What ends
 //! Fork: a child must not use a CUDA pool; requests that need the driver are refused there, and those that do not return
-//! addresses that mean nothing to the child. A destroyed context: requests that need the driver fail with the driver's
-//! words. End of the process: CUDA memory is left to the driver; host memory is given back with the last buffer.
+//! addresses that mean nothing to the child. A context lost to a fault: requests that need the driver fail with the
+//! driver's words; drops and requests that need none go on. End of the process: CUDA memory is left to the driver; host memory is given back with the last buffer.
 
 pub mod backing;
 pub mod bench;

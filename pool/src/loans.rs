@@ -45,7 +45,7 @@ impl Loans {
     }
 
     /// The buffer at `address` is dropped: true if a loan keeps its block, and now owns it.
-    pub(crate) fn keep(&self, address: u64, home: &Home) -> bool {
+    pub(crate) fn keep(&self, address: u64, home: Home) -> bool {
         self.any() && self.adopt(address, home)
     }
 
@@ -56,10 +56,10 @@ impl Loans {
     }
 
     #[cold]
-    fn adopt(&self, address: u64, home: &Home) -> bool {
+    fn adopt(&self, address: u64, home: Home) -> bool {
         match self.lent.lock().get_mut(&address) {
             Some(entry) => {
-                entry.orphan = Some(home.clone());
+                entry.orphan = Some(home);
                 true
             }
             None => false,

@@ -2,7 +2,6 @@
 
 use std::panic::Location;
 use std::path::Path;
-use std::sync::Arc;
 
 use bytemuck::Pod;
 
@@ -66,14 +65,28 @@ impl From<Mode> for Options {
 }
 
 /// Hands out [`PoolBuf`]s. Clones share one pool; each handle says what its requests are for.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Pool {
-    inner: Arc<Inner>,
+    inner: &'static Inner,
     stream: StreamId,
     place: Place,
     purpose: Purpose,
     /// Whether plans may serve: general requests on the first stream.
     plain: bool,
+}
+
+impl Clone for Pool {
+    fn clone(&self) -> Self {
+        self.inner.opened();
+        let Self { inner, stream, place, purpose, plain } = *self;
+        Self { inner, stream, place, purpose, plain }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.inner.dropped();
+    }
 }
 
 impl Pool {
@@ -100,8 +113,9 @@ impl Pool {
     }
 
     pub(crate) fn of(inner: Inner) -> Self {
+        inner.opened();
         Self {
-            inner: Arc::new(inner),
+            inner: Box::leak(Box::new(inner)),
             stream: StreamId::default(),
             place: Place::High,
             purpose: Purpose::General,
@@ -111,27 +125,33 @@ impl Pool {
 
     #[cfg(feature = "cuda")]
     pub(crate) fn inner(&self) -> &Inner {
-        &self.inner
+        self.inner
     }
 
     /// The same pool, for work of this stream.
     #[must_use]
     pub fn on_stream(&self, stream: StreamId) -> Self {
-        let plain = self.plain && stream == StreamId::default();
-        Self { stream, plain, ..self.clone() }
+        let mut pool = self.clone();
+        pool.stream = stream;
+        pool.plain = self.plain && stream == StreamId::default();
+        pool
     }
 
     /// The same pool, for buffers that stay: they lie at the low end, away from those that come and go.
     #[must_use]
     pub fn persistent(&self) -> Self {
-        Self { place: Place::Low, ..self.clone() }
+        let mut pool = self.clone();
+        pool.place = Place::Low;
+        pool
     }
 
     /// The same pool, for buffers in segments of their own that a communication library can register:
     /// [`PoolBuf::segment`].
     #[must_use]
     pub fn registered(&self) -> Self {
-        Self { purpose: Purpose::Registered, place: Place::Low, plain: false, ..self.clone() }
+        let mut pool = self.persistent();
+        (pool.purpose, pool.plain) = (Purpose::Registered, false);
+        pool
     }
 
     /// Where the memory lies.
@@ -231,6 +251,7 @@ impl Pool {
                 core.trim().map_err(PoolError::without_report)
             }
             Source::Direct(direct) => Ok(direct.release()?),
+            Source::Gone => Ok(0),
         }
     }
 

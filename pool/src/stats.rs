@@ -16,6 +16,8 @@ pub struct Stats {
     pub mapped: Count,
     /// Pieces held from the driver, in number: `added` counts driver allocations, `removed` what was given back.
     pub chunks: Count,
+    /// Mapped, and neither in a buffer nor in the plans' region.
+    pub free: u64,
     /// The longest free block.
     pub largest_free: u64,
     /// Free in chunks that also hold live buffers.
@@ -56,7 +58,7 @@ impl Stats {
 
     /// Share of the free bytes that the longest free block cannot serve: 0 is one piece.
     pub fn fragmentation(&self) -> f64 {
-        fragmentation(self.mapped.current.saturating_sub(self.live.current), self.largest_free)
+        fragmentation(self.free, self.largest_free)
     }
 
     /// The counters under the names of `torch.cuda.memory_stats()`, those that have a meaning here.
@@ -72,7 +74,7 @@ impl Stats {
             ("segment", &self.chunks),
         ];
         for (name, count) in groups {
-            let Count { current, peak, added, removed } = *count;
+            let (current, Count { peak, added, removed }) = (count.current(), *count);
             for (part, value) in
                 [("current", current), ("peak", peak), ("allocated", added), ("freed", removed)]
             {

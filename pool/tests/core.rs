@@ -134,12 +134,12 @@ fn memory_that_other_work_may_use_waits_once_for_all_of_it() {
     let other = core.add_stream().unwrap();
     let handles: Vec<_> = (0..4).map(|_| core.alloc(&Request::new(MIB)).unwrap()).collect();
     handles.into_iter().for_each(|handle| core.free(handle).unwrap());
-    let (calls, mapped) = (sim.calls(), core.books().mapped.current);
+    let (calls, mapped) = (sim.calls(), core.books().mapped.current());
     for _ in 0..4 {
         core.alloc(&Request { stream: other, ..Request::new(MIB) }).unwrap();
     }
     assert_eq!(sim.calls() - calls, 1, "one wait orders the streams, and nothing more is mapped");
-    assert_eq!((core.books().waits_inserted, core.books().mapped.current), (1, mapped));
+    assert_eq!((core.books().waits_inserted, core.books().mapped.current()), (1, mapped));
 }
 
 #[test]
@@ -183,8 +183,8 @@ fn small_buffers_do_not_pin_large_holes() {
         small.push(core.alloc(&Request::new(1000)).unwrap());
         core.free(large).unwrap();
     }
-    assert_eq!(core.books().mapped.current, 10 * MIB, "one large buffer's memory and one run");
+    assert_eq!(core.books().mapped.current(), 10 * MIB, "one large buffer's memory and one run");
     small.into_iter().for_each(|handle| core.free(handle).unwrap());
     core.trim().unwrap();
-    assert_eq!(core.books().mapped.current, 0);
+    assert_eq!(core.books().mapped.current(), 0);
 }

@@ -44,8 +44,9 @@ pub struct Site {
     pub tag: &'static str,
 }
 
-/// One block. Sizes and places are in granules.
+/// One block, in one cache line. Sizes and places are in granules.
 #[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
 pub(crate) struct Block {
     pub(crate) start: u32,
     pub(crate) granules: u32,
@@ -62,6 +63,11 @@ pub(crate) struct Block {
     pub(crate) stream: StreamId,
     /// While free: the work that must be done before it is used again. While used: other streams' work on it so far.
     pub(crate) stamp: Stamp,
+}
+
+/// What a block was handed out for; true of used blocks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Detail {
     /// Bytes asked for.
     pub(crate) bytes: u64,
     pub(crate) site: Option<Site>,
@@ -70,22 +76,20 @@ pub(crate) struct Block {
 }
 
 impl Block {
-    pub(crate) fn new(start: u32, granules: u32, state: State, arena: Arena) -> Self {
+    /// A hole of no length.
+    fn new() -> Self {
         Self {
-            start,
-            granules,
+            start: 0,
+            granules: 0,
             before: NONE,
             after: NONE,
             bin_before: NONE,
             bin_after: NONE,
             generation: 0,
-            state,
-            arena,
+            state: State::Hole,
+            arena: Arena::Large,
             stream: StreamId::default(),
             stamp: Stamp::default(),
-            bytes: 0,
-            site: None,
-            ordinal: NONE,
         }
     }
 
@@ -118,6 +122,7 @@ impl Handle {
 #[derive(Debug)]
 pub(crate) struct Blocks {
     slots: Vec<Block>,
+    details: Vec<Detail>,
     vacant: Vec<u32>,
     /// The block at address zero. Splits and merges keep the index of the lower part.
     first: u32,
@@ -126,7 +131,10 @@ pub(crate) struct Blocks {
 impl Blocks {
     /// One hole of this many granules.
     pub(crate) fn new(granules: u32) -> Self {
-        Self { slots: vec![Block::new(0, granules, State::Hole, Arena::Large)], vacant: Vec::new(), first: 0 }
+        let mut blocks = Self { slots: Vec::new(), details: Vec::new(), vacant: Vec::new(), first: 0 };
+        let first = blocks.grow();
+        blocks.get_mut(first).granules = granules;
+        blocks
     }
 
     pub(crate) fn get(&self, index: u32) -> &Block {
@@ -135,6 +143,14 @@ impl Blocks {
 
     pub(crate) fn get_mut(&mut self, index: u32) -> &mut Block {
         &mut self.slots[index as usize]
+    }
+
+    pub(crate) fn detail(&self, index: u32) -> &Detail {
+        &self.details[index as usize]
+    }
+
+    pub(crate) fn detail_mut(&mut self, index: u32) -> &mut Detail {
+        &mut self.details[index as usize]
     }
 
     /// The block that a live handle names.
@@ -163,7 +179,6 @@ impl Blocks {
         if after != NONE {
             self.get_mut(after).before = new;
         }
-        // Field by field: the rest is written when it is needed, and a block is two cache lines long.
         let upper = self.get_mut(new);
         upper.start = start;
         upper.granules = granules;
@@ -172,7 +187,6 @@ impl Blocks {
         upper.state = state;
         upper.arena = arena;
         upper.stamp = stamp;
-        upper.ordinal = NONE;
         // Handles to the former block of this slot must not name this one.
         upper.generation = upper.generation.wrapping_add(1);
         new
@@ -197,7 +211,8 @@ impl Blocks {
     /// One more slot.
     #[cold]
     fn grow(&mut self) -> u32 {
-        self.slots.push(Block::new(0, 0, State::Hole, Arena::Large));
+        self.slots.push(Block::new());
+        self.details.push(Detail { bytes: 0, site: None, ordinal: NONE });
         // The range has fewer granules than u32::MAX, and each block has at least one.
         (self.slots.len() - 1) as u32
     }

@@ -3,25 +3,26 @@
 /// A quantity over time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Count {
-    /// Now.
-    pub current: u64,
-    /// Largest so far.
-    pub peak: u64,
     /// Sum of all increases.
     pub added: u64,
     /// Sum of all decreases.
     pub removed: u64,
+    /// Largest so far.
+    pub peak: u64,
 }
 
 impl Count {
+    /// Now.
+    pub fn current(&self) -> u64 {
+        self.added - self.removed
+    }
+
     fn add(&mut self, amount: u64) {
-        self.current += amount;
         self.added += amount;
-        self.peak = self.peak.max(self.current);
+        self.peak = self.peak.max(self.current());
     }
 
     fn remove(&mut self, amount: u64) {
-        self.current -= amount;
         self.removed += amount;
     }
 }
@@ -77,7 +78,7 @@ impl Books {
         for count in
             [&mut self.requested, &mut self.live, &mut self.buffers, &mut self.mapped, &mut self.chunks]
         {
-            count.peak = count.current;
+            count.peak = count.current();
         }
     }
 }

@@ -100,7 +100,7 @@ impl Core {
         };
         let (live, free) = (sum(State::Used), sum(State::Free));
         let chunks: u64 = self.chunks.values().map(|granules| u64::from(*granules) * GRANULE).sum();
-        let books = (self.books.live.current, self.books.mapped.current, self.books.chunks.current);
+        let books = (self.books.live.current(), self.books.mapped.current(), self.books.chunks.current());
         if books != (live, live + free, self.chunks.len() as u64) || chunks != live + free {
             return Err(format!("books {books:?}, live {live}, free {free}, chunks {chunks}"));
         }

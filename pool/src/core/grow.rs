@@ -9,7 +9,7 @@ use super::{Core, Place, Refusal, Request};
 use crate::backing::Purpose;
 
 /// A chunk is this share of what is mapped, within the bounds below: memory mapped in vain stays a percent or two.
-const CHUNK_SHARE: u64 = 64;
+const CHUNK_SHARE: u64 = 256;
 const CHUNK_MIN: u64 = 2 << 20;
 const CHUNK_MAX: u64 = 512 << 20;
 /// Longest piece of general memory: what can be unmapped at once.
@@ -65,12 +65,12 @@ impl Core {
     /// # Errors
     /// The first failure of the driver; what was given back before it stays given back.
     pub fn trim(&mut self) -> Result<u64, Refusal> {
-        let before = self.books.mapped.current + self.backing.stranded();
+        let before = self.books.mapped.current() + self.backing.stranded();
         self.backing.reclaim()?;
         self.return_runs();
         let unused = self.unused_chunks();
         if unused.is_empty() {
-            return Ok(before - self.books.mapped.current);
+            return Ok(before - self.books.mapped.current());
         }
         // Memory may be unmapped when no work uses it; the device cannot tell which work that is.
         self.backing.synchronize()?;
@@ -79,12 +79,12 @@ impl Core {
         for (index, chunks) in unused {
             self.unmap(index, chunks)?;
         }
-        Ok(before - self.books.mapped.current)
+        Ok(before - self.books.mapped.current())
     }
 
     /// Bytes that count against the limit.
     pub fn held(&self) -> u64 {
-        self.books.mapped.current + self.external + self.backing.stranded()
+        self.books.mapped.current() + self.external + self.backing.stranded()
     }
 
     /// The limit; `u64::MAX` where there is none.
@@ -135,7 +135,7 @@ impl Core {
     }
 
     fn chunk(&self) -> u64 {
-        (self.books.mapped.current / CHUNK_SHARE)
+        (self.books.mapped.current() / CHUNK_SHARE)
             .clamp(CHUNK_MIN, CHUNK_MAX)
             .next_multiple_of(self.backing.granularity())
     }

@@ -34,7 +34,7 @@ use std::collections::BTreeMap;
 
 use crate::backing::{Backing, DriverFailure, Purpose};
 use bins::{Bins, Found};
-use blocks::Blocks;
+use blocks::{Blocks, Detail};
 use clock::Clocks;
 
 /// Requests up to this many bytes are served from runs.
@@ -110,6 +110,8 @@ pub struct Core {
     chunks: BTreeMap<u32, u32>,
     clocks: Clocks,
     books: Books,
+    /// Granules of the address range.
+    capacity: u32,
     limit: u64,
     external: u64,
 }
@@ -135,6 +137,7 @@ impl Core {
             chunks: BTreeMap::new(),
             clocks: Clocks::new(),
             books: Books::default(),
+            capacity: granules,
             limit: u64::MAX,
             external: 0,
             backing,
@@ -143,6 +146,11 @@ impl Core {
 
     /// A block for this request.
     pub fn alloc(&mut self, request: &Request) -> Result<Handle, Refusal> {
+        self.alloc_at(request).map(|(handle, _)| handle)
+    }
+
+    /// A block for this request, and its address.
+    pub fn alloc_at(&mut self, request: &Request) -> Result<(Handle, u64), Refusal> {
         let granules = self.granules(request.bytes)?;
         let arena = arena_of(request);
         let ready = self.find(arena, granules, request);
@@ -163,8 +171,8 @@ impl Core {
         clocks.stamp(&mut block.stamp, block.stream);
         block.generation = block.generation.wrapping_add(1);
         block.state = State::Free;
-        block.ordinal = NONE;
-        self.books.freed(u64::from(block.granules) * GRANULE, block.bytes);
+        let granules = block.granules;
+        self.books.freed(u64::from(granules) * GRANULE, self.blocks.detail(handle.index()).bytes);
         self.insert_free(handle.index());
         Ok(())
     }
@@ -219,11 +227,8 @@ impl Core {
     /// Granules of a request.
     fn granules(&self, bytes: u64) -> Result<u32, Refusal> {
         let granules = bytes.max(1).div_ceil(GRANULE);
-        let most = self.backing.capacity() / GRANULE;
-        u32::try_from(granules)
-            .ok()
-            .filter(|granules| u64::from(*granules) <= most && *granules < NONE / 4)
-            .ok_or(Refusal::TooLarge { bytes })
+        let fits = granules <= u64::from(self.capacity);
+        if fits { Ok(granules as u32) } else { Err(Refusal::TooLarge { bytes }) }
     }
 
     fn address_of(&self, start: u32) -> u64 {
@@ -328,7 +333,7 @@ impl Core {
     }
 
     /// Hands a free block out, after cutting off what is not needed.
-    fn take(&mut self, index: u32, granules: u32, request: &Request) -> Handle {
+    fn take(&mut self, index: u32, granules: u32, request: &Request) -> (Handle, u64) {
         let arena = self.blocks.get(index).arena;
         self.bins[arena as usize].remove(&mut self.blocks, index);
         let index = self.cut(index, granules, request.place);
@@ -337,11 +342,10 @@ impl Core {
         block.stream = request.stream;
         // The stream comes after all of it: whoever comes after this user's work does too.
         block.stamp = clock::Stamp::default();
-        block.bytes = request.bytes;
-        block.site = request.site;
-        let handle = Handle::new(index, block.generation);
+        let (handle, start) = (Handle::new(index, block.generation), block.start);
+        *self.blocks.detail_mut(index) = Detail { bytes: request.bytes, site: request.site, ordinal: NONE };
         self.books.allocated(u64::from(granules) * GRANULE, request.bytes);
-        handle
+        (handle, self.address_of(start))
     }
 
     /// Cuts `granules` off a block that is in no bin, puts the rest into its bin, and returns the part that was asked for.

@@ -1,6 +1,6 @@
 //! What a look at all blocks tells: for reports, not for the way of a request.
 
-use super::blocks::{Block, GRANULE, Site, State};
+use super::blocks::{GRANULE, Site, State};
 use super::{Core, Handle, StreamId};
 
 /// A block with memory, as reports show it.
@@ -23,11 +23,11 @@ impl Core {
     pub fn survey(&self) -> Vec<Vec<BlockInfo>> {
         let mut segments: Vec<Vec<BlockInfo>> = Vec::new();
         let mut end = None;
-        for block in self.blocks.in_order().map(|index| self.blocks.get(index)) {
-            if block.state == State::Hole {
+        for index in self.blocks.in_order() {
+            if self.blocks.get(index).state == State::Hole {
                 continue;
             }
-            let info = self.info(block);
+            let info = self.info(index);
             match segments.last_mut() {
                 Some(segment) if end == Some(info.address) => segment.push(info),
                 _ => segments.push(vec![info]),
@@ -58,7 +58,7 @@ impl Core {
 
     /// Free bytes in chunks that also hold live buffers: what cannot be given back.
     pub fn held_back(&self) -> u64 {
-        let free = self.books.mapped.current - self.books.live.current;
+        let free = self.books.mapped.current() - self.books.live.current();
         let unused: u64 = self
             .unused_chunks()
             .iter()
@@ -82,28 +82,30 @@ impl Core {
 
     /// The request of a recorded step that a live block serves.
     pub(crate) fn ordinal(&self, handle: Handle) -> Option<u32> {
-        self.blocks.live(handle).map(|block| block.ordinal).filter(|ordinal| *ordinal != super::NONE)
+        self.blocks.live(handle)?;
+        Some(self.blocks.detail(handle.index()).ordinal).filter(|ordinal| *ordinal != super::NONE)
     }
 
     /// Notes which request of a recorded step a live block serves.
     pub(crate) fn set_ordinal(&mut self, handle: Handle, ordinal: u32) {
         if self.blocks.live(handle).is_some() {
-            self.blocks.get_mut(handle.index()).ordinal = ordinal;
+            self.blocks.detail_mut(handle.index()).ordinal = ordinal;
         }
     }
 
     /// A live block.
     pub(crate) fn block_info(&self, handle: Handle) -> Option<BlockInfo> {
-        self.blocks.live(handle).map(|block| self.info(block))
+        self.blocks.live(handle).map(|_| self.info(handle.index()))
     }
 
-    fn info(&self, block: &Block) -> BlockInfo {
+    fn info(&self, index: u32) -> BlockInfo {
+        let (block, detail) = (self.blocks.get(index), self.blocks.detail(index));
         BlockInfo {
             address: self.address_of(block.start),
             bytes: u64::from(block.granules) * GRANULE,
-            requested: (block.state == State::Used).then_some(block.bytes),
+            requested: (block.state == State::Used).then_some(detail.bytes),
             stream: block.stream,
-            site: block.site,
+            site: detail.site,
         }
     }
 }

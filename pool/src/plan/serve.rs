@@ -10,11 +10,12 @@
 //!
 //! The book of a pool's plans is never freed: buffers point to it without a count, which would cost more than the rest.
 
+use std::cell::Cell;
 use std::sync::OnceLock;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 
-use super::table::Table;
+use super::table::{Slot, Table};
 use crate::core::GRANULE;
 use crate::loans::Loans;
 use crate::pool::Space;
@@ -35,16 +36,18 @@ pub(crate) struct Book {
     owner: AtomicUsize,
     /// Never freed either, as buffers point to theirs.
     tables: Box<[OnceLock<&'static Table>]>,
-    /// The step's table; null outside a planned step.
-    active: AtomicPtr<Table>,
     base: AtomicU64,
     cursor: AtomicUsize,
     step: AtomicU32,
-    /// Slots handed out and freed so far: the difference is in use.
-    handed_out: AtomicU64,
-    freed: AtomicU64,
+    /// Of steps that are over.
+    hits: AtomicU64,
     misses: AtomicU64,
     returns: Returns<Ticket>,
+}
+
+thread_local! {
+    /// The planned step that this thread is in.
+    static ACTIVE: Cell<Option<(&'static Book, &'static Table)>> = const { Cell::new(None) };
 }
 
 /// A slot handed out.
@@ -67,7 +70,7 @@ impl Ticket {
     pub(crate) fn free(self) {
         let book = self.book();
         if book.owner.load(Relaxed) == thread_token() {
-            book.mark_free(self);
+            Book::mark_free(self);
         } else {
             book.returns.push(self);
         }
@@ -80,6 +83,7 @@ fn update(number: &AtomicU64, change: impl Fn(u64) -> u64) {
 }
 
 /// A number that no other living thread has.
+#[inline]
 fn thread_token() -> usize {
     thread_local!(static TOKEN: u8 = const { 0 });
     TOKEN.with(|token| std::ptr::from_ref(token).addr())
@@ -94,12 +98,10 @@ impl Book {
             lane: OnceLock::new(),
             owner: AtomicUsize::new(0),
             tables: (0..MAX_TABLES).map(|_| OnceLock::new()).collect(),
-            active: AtomicPtr::new(std::ptr::null_mut()),
             base: AtomicU64::new(0),
             cursor: AtomicUsize::new(0),
             step: AtomicU32::new(0),
-            handed_out: AtomicU64::new(0),
-            freed: AtomicU64::new(0),
+            hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
             returns: Returns::new(),
         }))
@@ -123,79 +125,89 @@ impl Book {
     }
 
     /// Begins a step in the region at `base`. Only on the owning thread, when [`idle`](Self::idle).
-    pub(crate) fn begin(&self, number: usize, base: u64) {
+    pub(crate) fn begin(&'static self, number: usize, base: u64) {
         self.base.store(base, Relaxed);
         self.cursor.store(0, Relaxed);
         // The low bit of a slot's state is taken, so steps count to 2^31 and begin anew; zero is no step.
         let step = self.step.load(Relaxed) % (u32::MAX >> 1) + 1;
         self.step.store(step, Relaxed);
-        let table = self.tables[number].get().copied();
-        self.active
-            .store(table.map_or(std::ptr::null_mut(), |table| std::ptr::from_ref(table).cast_mut()), Release);
+        ACTIVE.set(self.tables[number].get().map(|table| (self, *table)));
     }
 
     /// Ends the step. Slots still in use stay so.
     pub(crate) fn end(&self) {
-        self.active.store(std::ptr::null_mut(), Relaxed);
+        if let Some((book, table)) = ACTIVE.get()
+            && std::ptr::eq(book, self)
+        {
+            ACTIVE.set(None);
+            let hits = table.used_in(self.step.load(Relaxed)) as u64;
+            update(&self.hits, |before| before + hits);
+        }
     }
 
     /// Whether no slot is in use. On the owning thread.
-    pub(crate) fn idle(&'static self) -> bool {
+    pub(crate) fn idle(&self) -> bool {
         self.take_returns();
         !self.in_use()
     }
 
     /// Whether a slot may still be in use, as seen from any thread.
     pub(crate) fn in_use(&self) -> bool {
-        self.handed_out.load(Relaxed) != self.freed.load(Relaxed)
+        self.live_bytes() != 0
     }
 
     /// Bytes in use.
     pub(crate) fn live_bytes(&self) -> u64 {
-        if !self.in_use() {
-            return 0;
-        }
-        self.tables.iter().filter_map(OnceLock::get).map(|table| table.live_bytes()).sum()
+        let tables = self.tables.iter().map_while(OnceLock::get);
+        tables.flat_map(|table| table.live()).map(|slot| u64::from(slot.granules) * GRANULE).sum()
     }
 
-    /// Requests served from a plan, and requests of planned steps that departed from it.
+    /// Requests served from plans in steps that are over, and requests of planned steps that departed from them.
     pub(crate) fn counts(&self) -> (u64, u64) {
-        (self.handed_out.load(Relaxed), self.misses.load(Relaxed))
+        (self.hits.load(Relaxed), self.misses.load(Relaxed))
     }
 
     /// The address for the step's next request, if the plan has one for it.
     #[inline(always)]
     pub(crate) fn serve(&'static self, granules: u32) -> Option<(u64, Ticket)> {
-        let active = self.active.load(Acquire);
-        if active.is_null() || self.owner.load(Relaxed) != thread_token() {
+        let (book, table) = ACTIVE.get()?;
+        if !std::ptr::eq(book, self) {
             return None;
         }
-        // SAFETY: what is stored in `active` is null or a table that is never freed.
-        let table: &'static Table = unsafe { &*active };
         let cursor = self.cursor.load(Relaxed);
         match table.slots.get(cursor) {
-            Some(slot) if slot.granules == granules => self.hand_out(table, cursor),
+            Some(slot) if slot.granules == granules => self.hand_out(table, cursor, slot),
             _ => self.look_ahead(table, cursor, granules),
         }
     }
 
     #[inline(always)]
-    fn hand_out(&'static self, table: &'static Table, number: usize) -> Option<(u64, Ticket)> {
+    fn hand_out(
+        &'static self,
+        table: &'static Table,
+        number: usize,
+        slot: &'static Slot,
+    ) -> Option<(u64, Ticket)> {
         self.cursor.store(number + 1, Relaxed);
-        let slot = table.slots.get(number)?;
         let offset = slot.offset()?;
         let step = self.step.load(Relaxed);
-        if !table.all_before(slot, step * 2 + 1) {
-            self.take_returns();
-            if !table.all_before(slot, step * 2 + 1) {
-                update(&self.misses, |misses| misses + 1);
-                return None;
-            }
+        if !table.all_before(slot, step * 2 + 1) && !self.all_before_after_returns(table, slot, step) {
+            return None;
         }
-        table.states[number].store(step * 2, Relaxed);
-        update(&self.handed_out, |count| count + 1);
+        slot.state.store(step * 2, Relaxed);
         let address = self.base.load(Relaxed) + u64::from(offset) * GRANULE;
         Some((address, Ticket { table, slot_and_step: number as u64 | u64::from(step) << 32 }))
+    }
+
+    /// As [`Table::all_before`], with what other threads dropped taken back first.
+    #[cold]
+    fn all_before_after_returns(&self, table: &Table, slot: &Slot, step: u32) -> bool {
+        self.take_returns();
+        let free = table.all_before(slot, step * 2 + 1);
+        if !free {
+            update(&self.misses, |misses| misses + 1);
+        }
+        free
     }
 
     /// A request that is not the next one: the plan goes on where it fits, or waits for the next request.
@@ -208,9 +220,9 @@ impl Book {
     ) -> Option<(u64, Ticket)> {
         let ahead = table.slots.iter().skip(cursor).take(LOOK_AHEAD);
         match ahead.zip(cursor..).find(|(slot, _)| slot.granules == granules) {
-            Some((_, number)) => {
+            Some((slot, number)) => {
                 update(&self.misses, |misses| misses + (number - cursor) as u64);
-                self.hand_out(table, number)
+                self.hand_out(table, number, slot)
             }
             None => {
                 update(&self.misses, |misses| misses + 1);
@@ -220,15 +232,14 @@ impl Book {
     }
 
     #[inline]
-    fn mark_free(&self, Ticket { table, slot_and_step }: Ticket) {
+    fn mark_free(Ticket { table, slot_and_step }: Ticket) {
         let (slot, step) = (slot_and_step as u32, (slot_and_step >> 32) as u32);
-        table.states[slot as usize].store(step * 2 + 1, Relaxed);
-        update(&self.freed, |count| count + 1);
+        table.slots[slot as usize].state.store(step * 2 + 1, Relaxed);
     }
 
     fn take_returns(&self) {
         if !self.returns.is_empty() {
-            self.returns.take().for_each(|ticket| self.mark_free(ticket));
+            self.returns.take().for_each(Self::mark_free);
         }
     }
 }

@@ -7,7 +7,6 @@ use std::time::Duration;
 use super::pack::{Packing, pack};
 use super::record::Recording;
 use super::serve::Book;
-use crate::core::GRANULE;
 
 /// A request that the plan does not serve.
 const ELSEWHERE: u32 = u32::MAX;
@@ -16,8 +15,10 @@ const ELSEWHERE: u32 = u32::MAX;
 const NOBODY: u32 = u32::MAX;
 
 /// One request of a planned step.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(crate) struct Slot {
+    /// The step that last used it, twice, plus one when it was freed again.
+    pub(crate) state: AtomicU32,
     pub(crate) granules: u32,
     /// Granules from the region's start; [`ELSEWHERE`].
     offset: u32,
@@ -41,8 +42,6 @@ pub(crate) struct Table {
     pub(crate) slots: Box<[Slot]>,
     /// For each slot, the slots whose memory it takes over within a step: those that were last on each of its granules.
     before: Box<[u32]>,
-    /// For each slot, the step that last used it, twice, plus one when it was freed again.
-    pub(crate) states: Box<[AtomicU32]>,
     /// Length of the region.
     pub(crate) granules: u32,
 }
@@ -70,28 +69,36 @@ impl Table {
             let first_before = if all_before.len() as u32 > first { all_before.pop() } else { None };
             let before = (first, all_before.len() as u32);
             let first_before = first_before.unwrap_or(NOBODY);
-            slots.push(Slot { granules: request.granules, offset, first_before, before });
+            let state = AtomicU32::new(0);
+            slots.push(Slot { state, granules: request.granules, offset, first_before, before });
         }
-        let states = slots.iter().map(|_| AtomicU32::new(0)).collect();
-        Some(Self { book, slots: slots.into(), before: all_before.into(), states, granules })
+        Some(Self { book, slots: slots.into(), before: all_before.into(), granules })
     }
 
-    /// Bytes of the slots in use.
-    pub(crate) fn live_bytes(&self) -> u64 {
+    /// Slots in use.
+    pub(crate) fn live(&self) -> impl Iterator<Item = &Slot> {
         // Steps count from one: zero was never used.
-        let live = |state: &AtomicU32| !matches!(state.load(Relaxed), state if state == 0 || state % 2 == 1);
-        let slots = self.slots.iter().zip(&self.states);
-        slots.filter(|(_, state)| live(state)).map(|(slot, _)| u64::from(slot.granules) * GRANULE).sum()
+        self.slots
+            .iter()
+            .filter(|slot| !matches!(slot.state.load(Relaxed), state if state == 0 || state % 2 == 1))
+    }
+
+    /// Slots that this step used.
+    pub(crate) fn used_in(&self, step: u32) -> usize {
+        self.slots.iter().filter(|slot| slot.state.load(Relaxed) / 2 == step).count()
     }
 
     /// Whether all slots that this one takes memory over from are in this state.
     #[inline]
     pub(crate) fn all_before(&self, slot: &Slot, state: u32) -> bool {
-        let is = |before: u32| self.states.get(before as usize).is_some_and(|is| is.load(Relaxed) == state);
+        let is = |before: u32| {
+            self.slots.get(before as usize).is_some_and(|slot| slot.state.load(Relaxed) == state)
+        };
         (slot.first_before == NOBODY || is(slot.first_before))
             && (slot.before.0 == slot.before.1 || self.others(slot).iter().copied().all(is))
     }
 
+    #[inline]
     fn others(&self, slot: &Slot) -> &[u32] {
         &self.before[slot.before.0 as usize..slot.before.1 as usize]
     }

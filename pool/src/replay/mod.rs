@@ -17,7 +17,7 @@ use crate::plan::pack::{Life, lower_bound, pack};
 /// One training step of each of the two models that the project measures itself by, bf16 on a GPU: name and log.
 pub const RECORDED: [(&str, &str); 2] = [
     ("llama-28m, batch 32, 256 tokens", include_str!("../../traces/llama-28m.csv")),
-    ("gpt2-124m, batch 8, 1024 tokens", include_str!("../../traces/gpt2-124m.csv")),
+    ("gpt2-124m, batch 32, 1024 tokens", include_str!("../../traces/gpt2-124m.csv")),
 ];
 
 /// A request or a return; buffers are numbered in the order of their requests.

@@ -213,11 +213,11 @@ impl Driven {
             self.free(0);
         }
         self.core.check().unwrap();
-        assert_eq!(self.core.books().live.current, 0);
-        assert_eq!(self.core.books().requested.current, 0);
+        assert_eq!(self.core.books().live.current(), 0);
+        assert_eq!(self.core.books().requested.current(), 0);
         self.core.trim().unwrap();
         self.core.trim().unwrap();
-        assert_eq!(self.core.books().mapped.current, 0);
+        assert_eq!(self.core.books().mapped.current(), 0);
         // What a failed call left is given back with the next mapping.
         let handle = self.core.set_limit(u64::MAX).and_then(|()| self.core.alloc(&Request::new(1)));
         self.core.free(handle.unwrap()).unwrap();
