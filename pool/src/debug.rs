@@ -6,6 +6,7 @@
 
 use std::backtrace::Backtrace;
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use crate::backing::Result as DriverResult;
 use crate::core::{BlockInfo, Core, Site};
@@ -46,7 +47,7 @@ struct Dropped {
     bytes: u64,
     requested: u64,
     site: Option<Site>,
-    freed: String,
+    freed: Arc<Backtrace>,
 }
 
 impl std::fmt::Debug for Debug {
@@ -74,7 +75,8 @@ impl Debug {
             bytes: block.bytes,
             requested: block.requested.unwrap_or(block.bytes),
             site: block.site,
-            freed: caller(&Backtrace::force_capture().to_string()),
+            // Taken now, put into words when they are asked for: that is the slow part.
+            freed: Arc::new(Backtrace::force_capture()),
         });
     }
 
@@ -145,7 +147,7 @@ fn corrupted(kind: CorruptionKind, dropped: &Dropped, at: u64) -> PoolError {
         offset: at - dropped.address,
         requested: dropped.requested,
         allocated: dropped.site,
-        freed: dropped.freed.clone(),
+        freed: caller(&dropped.freed.to_string()),
     }))
 }
 

@@ -175,6 +175,19 @@ fn a_limit_is_kept_and_outside_bytes_count() {
 }
 
 #[test]
+fn the_last_memory_serves_a_large_request_wherever_it_lies() {
+    let mut core = Core::new(Box::new(Virtual::new(Sim::new(1024 * MIB), 4096 * MIB).unwrap()));
+    core.set_limit(2 * MIB).unwrap();
+    let small = core.alloc(&Request::new(1000)).unwrap();
+    let large = core.alloc(&Request::new(MIB)).unwrap();
+    assert!(core.alloc(&Request::new(MIB)).is_err());
+    core.free(large).unwrap();
+    core.free(small).unwrap();
+    core.check().unwrap();
+    core.alloc(&Request::new(2 * MIB)).unwrap();
+}
+
+#[test]
 fn small_buffers_do_not_pin_large_holes() {
     let mut core = Core::new(Box::new(Virtual::new(Sim::new(1024 * MIB), 4096 * MIB).unwrap()));
     let mut small = Vec::new();

@@ -154,6 +154,21 @@ fn status_and_stop_reach_a_running_job() {
         (&2.into(), Some(2)),
         "{status}"
     );
+    for rank in status["ranks"].as_array().into_iter().flatten() {
+        let bytes = |key: &str| rank[key].as_u64().unwrap_or(0);
+        assert!(
+            bytes("pool_live_bytes") > 0 && bytes("pool_live_bytes") <= bytes("pool_mapped_bytes"),
+            "{rank}"
+        );
+        assert!(
+            bytes("pool_mapped_bytes") <= bytes("pool_peak_bytes") && rank["pool_fragmentation"].is_f64(),
+            "{rank}"
+        );
+    }
+    let table = query(&["status"]);
+    for column in ["POOL LIVE", "MAPPED", "PEAK", "FRAG"] {
+        assert!(table.stdout.contains(column), "{}", table.stdout);
+    }
     assert_eq!(query(&["stop"]).code, 0);
     assert_eq!(run.finish().code, 143);
     assert_ne!(query(&["status"]).code, 0);

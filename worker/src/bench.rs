@@ -17,6 +17,7 @@ const STEPS: usize = 4;
 /// # Errors
 /// A trace that cannot be read; a device that fails. A machine without a GPU is none.
 pub fn alloc(traces: &[PathBuf]) -> Result<String> {
+    let recorded = recorded(traces)?;
     let mut out = String::new();
     let mut pairs = pool_pairs().map_err(xlaunch_engine::EngineError::from)?;
     let device = match xlaunch_engine::cuda::compute_stream(0) {
@@ -34,6 +35,14 @@ pub fn alloc(traces: &[PathBuf]) -> Result<String> {
         line(&mut out, format_args!("  not measured on a device: {reason}"));
     }
 
+    for (name, trace) in recorded {
+        table(&mut out, &name, &trace);
+    }
+    Ok(out)
+}
+
+/// The built-in traces and the user's, by name.
+fn recorded(traces: &[PathBuf]) -> Result<Vec<(String, Trace)>> {
     let mut recorded = Vec::new();
     for (name, log) in RECORDED {
         recorded.push((name.to_owned(), parse(log, name)?));
@@ -44,14 +53,11 @@ pub fn alloc(traces: &[PathBuf]) -> Result<String> {
             .map_err(|source| WorkerError::Io { what: "failed to read a trace".into(), source })?;
         recorded.push((name.clone(), parse(&log, &name)?));
     }
-    for (name, trace) in recorded {
-        table(&mut out, &name, &trace);
-    }
-    Ok(out)
+    Ok(recorded)
 }
 
 fn parse(log: &str, name: &str) -> Result<Trace> {
-    Trace::parse(log).map_err(|error| WorkerError::Environment(format!("{name}, {error}")))
+    Trace::parse(log).map_err(|error| WorkerError::Trace(format!("{name}, {error}")))
 }
 
 #[expect(clippy::cast_precision_loss, reason = "shown with a few digits")]

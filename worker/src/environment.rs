@@ -78,7 +78,7 @@ fn fill_byte(value: &str) -> Result<u8> {
         None => value.parse(),
     };
     byte.map_err(|_| {
-        WorkerError::Environment(format!("{} is {value:?}, not a byte such as 0xff", env::POOL_DEBUG))
+        WorkerError::Setting(format!("{} is {value:?}, not a byte such as 0xff", env::POOL_DEBUG))
     })
 }
 

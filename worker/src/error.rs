@@ -13,6 +13,12 @@ pub enum WorkerError {
     /// Started by something else than an agent.
     #[error("environment variable {0}: `xlaunch worker` is started by an xlaunch agent, not by hand")]
     Environment(String),
+    /// A variable of the user's that cannot be used.
+    #[error("environment variable {0}")]
+    Setting(String),
+    /// A log of a pool's requests that cannot be read.
+    #[error("{0}")]
+    Trace(String),
     /// Training or evaluation data cannot be used.
     #[error(transparent)]
     Data(#[from] crate::data::DataError),
@@ -68,7 +74,7 @@ impl WorkerError {
             Self::Comm(_) | Self::AgentLost(_) => ExitCode::Retryable,
             Self::Rendezvous(_) => ExitCode::Rendezvous,
             Self::Diverged { .. } => ExitCode::WorkerFailed,
-            Self::Environment(_) | Self::Spec(_) => ExitCode::Usage,
+            Self::Environment(_) | Self::Setting(_) | Self::Trace(_) | Self::Spec(_) => ExitCode::Usage,
             Self::Io { .. } => ExitCode::Internal,
         }
     }

@@ -266,17 +266,25 @@ impl Core {
         {
             return Ok(index);
         }
-        if let Err(refusal) = self.grow(request, arena, granules) {
-            if self.trim()? == 0 {
-                return Err(refusal);
-            }
-            self.books.retries += 1;
-            self.grow(request, arena, granules)?;
+        if let Err(refusal) = self.grow_or_remap(request, arena, granules) {
+            // A part of a run is better than nothing.
+            let small = if arena == Arena::Large { Arena::Small } else { arena };
+            return self.find_in_order(small, granules, request)?.ok_or(refusal);
         }
         match self.find_in_order(arena, granules, request)? {
             Some(index) => Ok(index),
             None => unreachable!("memory for the request was mapped just now"),
         }
+    }
+
+    /// Maps what the request lacks, after giving unused memory back if there is no other way.
+    fn grow_or_remap(&mut self, request: &Request, arena: Arena, granules: u32) -> Result<(), Refusal> {
+        let Err(refusal) = self.grow(request, arena, granules) else { return Ok(()) };
+        if self.trim()? == 0 {
+            return Err(refusal);
+        }
+        self.books.retries += 1;
+        self.grow(request, arena, granules)
     }
 
     /// A fitting block, with the stream made to wait for the work on it where it has to.
@@ -319,7 +327,8 @@ impl Core {
         };
         match ready(self, run) {
             Ok(index) => {
-                self.bins[Arena::Large as usize].remove(&mut self.blocks, index);
+                let arena = self.blocks.get(index).arena;
+                self.bins[arena as usize].remove(&mut self.blocks, index);
                 let index = self.cut(index, run, request.place);
                 self.blocks.get_mut(index).arena = Arena::Small;
                 let index = self.insert_free(index);

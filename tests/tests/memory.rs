@@ -1,0 +1,91 @@
+//! The pool as the users of the trainer meet it: modes, limits, debug mode, traces, the bench.
+
+use xlaunch_tests::{Job, Running};
+
+#[test]
+fn losses_are_the_same_whatever_holds_the_memory() {
+    let losses = |job: Job, mode: &str| {
+        job.run_well(&["--nproc", "2", "--set", &format!("engine.pool=\"{mode}\"")]);
+        (job.losses(), job.checkpoint(8, "model.safetensors"))
+    };
+    let on = losses(Job::new(), "on");
+    assert_eq!(on.0.len(), 8);
+    for mode in ["plan", "off"] {
+        assert_eq!(losses(Job::new(), mode), on, "{mode}");
+    }
+    for fill in ["0x00", "0xff", "0x7f"] {
+        let mut job = Job::new();
+        job.set("XLAUNCH_POOL_DEBUG", fill);
+        assert_eq!(losses(job, "on"), on, "new buffers filled with {fill}");
+    }
+}
+
+#[test]
+fn metrics_show_what_the_pool_does_and_off_costs_driver_calls() {
+    let driver_calls = |mode: &str| {
+        let job = Job::new();
+        job.run_well(&["--set", &format!("engine.pool=\"{mode}\"")]);
+        let calls = |line: &serde_json::Value| line["pool/driver_allocations"].as_u64();
+        let metrics = job.metrics();
+        let first = metrics.first().unwrap_or(&serde_json::Value::Null);
+        for key in ["pool/live_bytes", "pool/mapped_bytes", "pool/peak_bytes"] {
+            assert!(first[key].as_u64().is_some_and(|bytes| bytes > 0), "{key} in {first}");
+        }
+        assert!(first["pool/fragmentation"].is_f64(), "{first}");
+        metrics.iter().filter_map(calls).collect::<Vec<_>>()
+    };
+    let (on, off) = (driver_calls("on"), driver_calls("off"));
+    assert_eq!((on.len(), on[7]), (8, on[2]), "no driver call after the first steps");
+    assert!(off[7] > off[6] + 20, "{off:?}");
+}
+
+#[test]
+fn a_limit_that_is_too_low_is_an_error_that_says_who_holds_the_memory() {
+    let job = Job::new();
+    let run = job.run(&["--set", "engine.memory_limit_mb=2", "--set", "train.batch=64"]);
+    assert_eq!(run.code, 76, "{}", run.stderr);
+    for words in ["out of memory:", "asked for by", "most is held by", "limit 2.0 MiB", "would have fitted"] {
+        assert!(run.stderr.contains(words), "{words} in {}", run.stderr);
+    }
+    let files = std::fs::read_dir(job.latest()).into_iter().flatten().flatten();
+    let snapshots = files.filter(|file| file.path().extension().is_some_and(|end| end == "pickle"));
+    assert_eq!(snapshots.count(), 1, "a snapshot lies beside the run");
+}
+
+#[test]
+fn a_wrong_fill_byte_is_named() {
+    let mut job = Job::new();
+    job.set("XLAUNCH_POOL_DEBUG", "always");
+    let run = job.run(&[]);
+    assert_ne!(run.code, 0);
+    assert!(
+        run.stderr.contains("XLAUNCH_POOL_DEBUG is \"always\", not a byte such as 0xff"),
+        "{}",
+        run.stderr
+    );
+}
+
+#[test]
+fn a_trace_of_the_first_step_is_written_and_can_be_replayed() {
+    let mut job = Job::new();
+    let dir = job.path().join("trace");
+    job.set("XLAUNCH_POOL_TRACE", &dir.display().to_string());
+    job.run_well(&["--nproc", "2"]);
+    for rank in 0..2 {
+        for kind in ["pickle", "json", "csv"] {
+            let path = dir.join(format!("pool-rank{rank}.{kind}"));
+            assert!(path.metadata().is_ok_and(|file| file.len() > 1000), "{}", path.display());
+        }
+    }
+    let trace = dir.join("pool-rank1.csv").display().to_string();
+    let bench = Running::start(&mut job.command(&["bench", "alloc", "--trace", &trace])).finish();
+    assert_eq!(bench.code, 0, "{}", bench.stderr);
+    for words in ["nanoseconds", "llama-28m", "gpt2-124m", "PyTorch's algorithm", "lower bound", &trace] {
+        assert!(bench.stdout.contains(words), "{words} in {}", bench.stdout);
+    }
+    let missing = Running::start(&mut job.command(&["bench", "alloc", "--trace", "nowhere.csv"])).finish();
+    assert!(missing.code != 0 && missing.stderr.contains("nowhere.csv"), "{}", missing.stderr);
+    job.write("odd.csv", "Thread,Time,Action,Pointer,Size,Stream\n0,0,grow,0x1,1,0\n");
+    let odd = Running::start(&mut job.command(&["bench", "alloc", "--trace", "odd.csv"])).finish();
+    assert!(odd.code == 2 && odd.stderr.contains("odd.csv, line 2"), "{}: {}", odd.code, odd.stderr);
+}
