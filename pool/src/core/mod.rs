@@ -304,10 +304,13 @@ impl Core {
     /// Free runs go back to large requests, which need them; they stay where they are otherwise, so that steps that are
     /// alike find memory alike. Returns how many blocks went back.
     fn return_runs(&mut self) -> usize {
+        let small = |index: u32| index != NONE && self.blocks.get(index).arena == Arena::Small;
         let whole = |index: &u32| {
             let block = self.blocks.get(*index);
-            let free = block.state == State::Free && block.arena == Arena::Small;
-            free && u64::from(block.granules) * GRANULE >= RUN
+            // As large as a run; or all that is left of one, when the rest went back before.
+            let all =
+                u64::from(block.granules) * GRANULE >= RUN || !(small(block.before) || small(block.after));
+            block.state == State::Free && block.arena == Arena::Small && all
         };
         let runs: Vec<u32> = self.blocks.in_order().filter(whole).collect();
         for index in &runs {
