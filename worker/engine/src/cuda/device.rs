@@ -15,6 +15,8 @@ pub(super) struct Device {
     pub(super) info: DeviceInfo,
     /// Such as `sm_90`.
     pub(super) arch: String,
+    /// Major and minor.
+    pub(super) capability: (i32, i32),
     pub(super) multiprocessors: u32,
 }
 
@@ -37,6 +39,7 @@ impl Device {
             stream,
             info,
             arch: format!("sm_{major}{minor}"),
+            capability: (major, minor),
             multiprocessors: u32::try_from(count).unwrap_or(1).max(1),
             context,
         })

@@ -10,16 +10,19 @@ use cudarc::driver::{CudaFunction, CudaModule, result};
 use cudarc::nvrtc::Ptx;
 use xlaunch_pool::DType;
 
-use super::compile::{self, Source};
+use super::attention::{self, Kernel, Path};
+use super::compile;
+pub(super) use super::compile::Source;
 use super::device::{Device, words};
 use crate::backend::{EngineError, Result};
 use crate::tensor::Slice;
 
 macro_rules! source {
     ($file:literal) => {
-        Source { file: $file, text: include_str!(concat!("../kernels/", $file)) }
+        $crate::cuda::compile::Source { file: $file, text: include_str!(concat!("../kernels/", $file)) }
     };
 }
+pub(super) use source;
 
 /// Files that are the same for every model.
 pub(super) const COMMON: [(Source, &[&str]); 8] = [
@@ -36,20 +39,9 @@ pub(super) const COMMON: [(Source, &[&str]); 8] = [
     (source!("adamw.cu"), &["adamw"]),
 ];
 
-/// Compiled per head width.
-pub(super) const ATTENTION: (Source, &[&str]) = (
-    source!("attention.cu"),
-    &["attention_fwd", "attention_bwd_delta", "attention_bwd_queries", "attention_bwd_keys"],
-);
-
 /// The macro that gives kernels their element type of activations.
 pub(super) fn act_macro(activations: DType) -> String {
     format!("ACT={}", if activations == DType::Bf16 { "bf16" } else { "float" })
-}
-
-/// The macro that gives the attention kernels their head width.
-pub(super) fn width_macro(width: usize) -> String {
-    format!("WIDTH={width}")
 }
 
 /// An argument of a kernel.
@@ -147,6 +139,11 @@ impl Kernels {
         unsafe { self.enqueue(name, function, launch, args) }
     }
 
+    /// The attention kernels for heads of this width.
+    pub(super) fn attention(&self, width: usize) -> Path {
+        Path::of(self.activations, self.device.capability, width)
+    }
+
     /// Enqueues an attention kernel for heads of this width, compiled when it is first asked for.
     ///
     /// # Safety
@@ -171,16 +168,21 @@ impl Kernels {
     }
 
     fn load_attention(&self, width: usize) -> Result<()> {
-        let (source, names) = ATTENTION;
-        let module = module(&self.device, source, &[act_macro(self.activations), width_macro(width)])?;
-        for name in names {
+        let path = self.attention(width);
+        let (source, defines) = path.source(self.activations);
+        let module = module(&self.device, source, &defines)?;
+        for name in attention::NAMES {
             let function = function(&module, name)?;
-            let bytes = i32::try_from(attention_shared(width, 4)).unwrap_or(i32::MAX);
+            self.attention.borrow_mut().insert((width, name), function);
+        }
+        for kernel in [Kernel::Fwd, Kernel::BwdQueries, Kernel::BwdKeys] {
+            let bytes = i32::try_from(path.shared(kernel)).unwrap_or(i32::MAX);
+            let functions = self.attention.borrow();
+            let function = functions.get(&(width, kernel.name())).ok_or_else(|| no_kernel(kernel.name()))?;
             function.set_attribute(SHARED_LIMIT, bytes).map_err(|error| EngineError::Cuda {
                 what: format!("failed to get {bytes} bytes of shared memory for heads of width {width}"),
                 reason: words(error),
             })?;
-            self.attention.borrow_mut().insert((width, *name), function);
         }
         Ok(())
     }
@@ -222,17 +224,6 @@ impl Kernels {
         }
         .map_err(|error| failed(words(error)))
     }
-}
-
-/// Rows of a tile in the attention kernels: TILE there.
-pub(super) fn attention_tile(width: usize) -> usize {
-    if width <= 64 { 64 } else { 32 }
-}
-
-/// Bytes of shared memory for `tiles` tiles of the head's width and one of scores.
-pub(super) fn attention_shared(width: usize, tiles: usize) -> usize {
-    let tile = attention_tile(width);
-    tile * (tiles * (width + 4) + tile + 4) * size_of::<f32>()
 }
 
 fn no_kernel(name: &str) -> EngineError {

@@ -1,6 +1,7 @@
 //! One NVIDIA GPU.
 //!
 //! - `device`: libraries, context, stream;
+//! - `attention`: which attention kernels, in which tiles;
 //! - `compile`, `kernels`: `../kernels/*.cu` to machine code, loaded and launched by name;
 //! - `gemm`: matrix products by cuBLASLt;
 //! - `staging`: host to device through pinned memory;
@@ -11,6 +12,7 @@
 //! may be handed out again at once: whoever gets it writes behind its last reader. [`read_f32`](crate::Backend::read_f32) alone waits.
 //! Each operation checks lengths and element types before it enqueues anything: kernels trust them.
 
+mod attention;
 mod compile;
 mod device;
 mod gemm;

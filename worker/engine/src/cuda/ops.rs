@@ -6,8 +6,9 @@ use cudarc::driver::{CudaStream, result};
 use half::bf16;
 use xlaunch_pool::{DType, Pool};
 
+use super::attention::Kernel;
 use super::gemm::{plain, transposed};
-use super::kernels::{Arg, Launch, attention_shared, attention_tile};
+use super::kernels::{Arg, Launch};
 use super::staging::cuda;
 use super::{CudaBackend, THREADS, expect, expect_grad, is_bf16};
 use crate::backend::{Backend, DeviceInfo, Result};
@@ -280,7 +281,7 @@ impl Backend for CudaBackend {
         self.act(out, rows * s.heads * s.width);
         expect(lse, DType::F32, rows * s.heads);
         let args = args![qkv, out, lse, s.seq, s.heads, s.kv_heads, score_scale(s)];
-        let launch = attention_launch(s, s.heads, 3);
+        let launch = self.kernels.attention(s.width).launch(Kernel::Fwd, s, s.heads);
         // SAFETY: checked above.
         unsafe { self.kernels.launch_attention("attention_fwd", s.width, launch, args) }
     }
@@ -299,15 +300,16 @@ impl Backend for CudaBackend {
         [out, dout].into_iter().for_each(|x| self.act(x, rows * s.heads * s.width));
         expect(lse, DType::F32, rows * s.heads);
         let delta = self.alloc(DType::F32, rows * s.heads)?;
-        let delta_launch = Launch::blocks((rows * s.heads).div_ceil(8), THREADS);
+        let path = self.kernels.attention(s.width);
+        let delta_launch = path.delta_launch(rows * s.heads);
         let delta_args = args![out, dout, delta.all(), s.batch, s.seq, s.heads];
         let args = args![qkv, dout, lse, delta.all(), dqkv, s.seq, s.heads, s.kv_heads, score_scale(s)];
         // SAFETY: checked above; delta has one float per row and head; the last two write disjoint parts of dqkv.
         unsafe {
             self.kernels.launch_attention("attention_bwd_delta", s.width, delta_launch, delta_args)?;
-            let launch = attention_launch(s, s.heads, 4);
+            let launch = path.launch(Kernel::BwdQueries, s, s.heads);
             self.kernels.launch_attention("attention_bwd_queries", s.width, launch, args)?;
-            let launch = attention_launch(s, s.kv_heads, 4);
+            let launch = path.launch(Kernel::BwdKeys, s, s.kv_heads);
             self.kernels.launch_attention("attention_bwd_keys", s.width, launch, args)
         }
     }
@@ -490,12 +492,4 @@ fn norm_launch(s: NormShape) -> Launch {
 #[expect(clippy::cast_precision_loss, reason = "head widths are small")]
 fn score_scale(s: AttentionShape) -> f32 {
     1.0 / (s.width as f32).sqrt()
-}
-
-fn attention_launch(s: AttentionShape, heads: usize, tiles: usize) -> Launch {
-    Launch {
-        grid: (s.seq.div_ceil(attention_tile(s.width)), heads, s.batch),
-        block: (THREADS, 1),
-        shared: attention_shared(s.width, tiles),
-    }
 }

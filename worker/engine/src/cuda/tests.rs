@@ -1,7 +1,8 @@
 //! What can be said without a GPU: every kernel file compiles, for every element type and head width.
 
+use super::attention::{self, Path};
 use super::compile;
-use super::kernels::{ATTENTION, COMMON, act_macro, width_macro};
+use super::kernels::{COMMON, act_macro};
 use crate::DType;
 
 #[test]
@@ -18,9 +19,11 @@ fn every_kernel_compiles_with_every_element_type_and_head_width() {
             assert_holds(&compile::compile(source, arch, &options).unwrap(), names);
         }
         for width in [24, 32, 64, 128] {
-            let (source, names) = ATTENTION;
-            let options = compile::options(arch, &[act_macro(dtype), width_macro(width)]);
-            assert_holds(&compile::compile(source, arch, &options).unwrap(), names);
+            for capability in [(7, 5), (9, 0)] {
+                let (source, defines) = Path::of(dtype, capability, width).source(dtype);
+                let options = compile::options(arch, &defines);
+                assert_holds(&compile::compile(source, arch, &options).unwrap(), &attention::NAMES);
+            }
         }
     }
 }

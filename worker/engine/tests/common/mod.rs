@@ -341,9 +341,18 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             ));
         }
     }
-    for (batch, seq, heads, kv_heads, width) in
-        [(1, 1, 1, 1, 8), (2, 37, 2, 2, 24), (1, 130, 6, 2, 32), (2, 65, 2, 1, 64), (1, 100, 3, 3, 128)]
-    {
+    for (batch, seq, heads, kv_heads, width) in [
+        (1, 1, 1, 1, 8),
+        (2, 37, 2, 2, 24),
+        (2, 70, 2, 1, 16),
+        (1, 130, 6, 2, 32),
+        (2, 256, 3, 3, 32),
+        (1, 1, 2, 2, 64),
+        (2, 65, 2, 1, 64),
+        (1, 321, 2, 2, 64),
+        (1, 100, 3, 3, 128),
+        (1, 193, 4, 1, 128),
+    ] {
         let s = AttentionShape { batch, seq, heads, kv_heads, width };
         let len = batch * seq * s.qkv_width();
         let (qkv, d) = (values(15, len), values(16, len));

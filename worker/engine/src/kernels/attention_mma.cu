@@ -1,0 +1,453 @@
+// Causal attention on matrix units: the fast path of attention.cu, with the same kernels, layouts and results.
+//
+// bf16 operands, float sums (mma.sync m16n8k16; compute capability 8.0 and later). Compiled per head width, -DWIDTH=D, a
+// multiple of 16, and with the tile sizes of the caller. A block is 4 warps; a warp owns M rows of 16. Scores stay in
+// registers: the layout of a product's result is that of the next product's left operand. Tiles travel by cp.async into
+// shared memory, two deep, in an order of chunks that keeps ldmatrix free of bank conflicts. Dao, FlashAttention-2, 2023.
+//
+// Sums are formed in one order: same bits every run. dk and dv are one block's own, so nothing is added by two.
+
+#define WARPS 4
+#define THREADS (WARPS * 32)
+#define LOG2E 1.4426950408889634f
+#define LN2 0.6931471805599453f
+#define NEVER __int_as_float(0xff800000)
+
+typedef unsigned u32;
+
+struct Place {
+    i64 seq, heads, kv_heads;
+    __device__ i64 row() const { return (heads + 2 * kv_heads) * WIDTH; }
+    __device__ i64 kv(i64 head) const { return head / (heads / kv_heads); }
+    __device__ i64 q_at(i64 head) const { return head * WIDTH; }
+    __device__ i64 k_at(i64 head) const { return (heads + kv(head)) * WIDTH; }
+    __device__ i64 v_at(i64 head) const { return (heads + kv_heads + kv(head)) * WIDTH; }
+};
+
+// Place of 8 elements of a tile in shared memory. Eight rows' chunks of one column lie in distinct banks.
+__device__ inline int at(int row, int chunk) {
+#if WIDTH % 64 == 0
+    return row * WIDTH + (chunk ^ (row & 7)) * 8;
+#elif WIDTH % 32 == 0
+    return row * WIDTH + (chunk ^ (row >> 1 & 3)) * 8;
+#else
+    return row * WIDTH + chunk * 8;
+#endif
+}
+
+__device__ inline u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Begins to copy ROWS rows, `stride` elements apart, from row `first`. Rows beyond seq become zero.
+template <int ROWS>
+__device__ inline void fetch(bf16* tile, const bf16* rows, i64 stride, i64 first, i64 seq) {
+    constexpr int CHUNKS = WIDTH / 8;
+#pragma unroll
+    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+        int r = i / CHUNKS, c = i % CHUNKS;
+        bool real = first + r < seq;
+        const bf16* from = rows + (real ? first + r : 0) * stride + c * 8;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(tile + at(r, c))), "l"(from),
+                     "r"(real ? 16 : 0));
+    }
+}
+
+__device__ inline void fetched() { asm volatile("cp.async.commit_group;"); }
+
+template <int LATER>
+__device__ inline void wait_for_tiles() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+    __syncthreads();
+}
+
+__device__ inline void ldmatrix(u32 (&x)[4], const bf16* p) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(shared_address(p))
+                 : "memory");
+}
+
+__device__ inline void ldmatrix_transposed(u32 (&x)[4], const bf16* p) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(shared_address(p))
+                 : "memory");
+}
+
+// c += a b for 16 rows, 8 columns, 16 products each.
+__device__ inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats as bf16, the first in the lower half.
+__device__ inline u32 pack(float low, float high) {
+    u32 x;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+
+__device__ inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+template <int M, int N>
+__device__ inline void clear(float (&c)[M][N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) c[m][n][i] = 0.0f;
+}
+
+// c[rows of this warp][N * 8 rows of b] = a b^T over the head's width.
+template <int M, int N>
+__device__ inline void scores(float (&c)[M][N][4], const bf16* a, const bf16* b, int warp_row) {
+    int lane = threadIdx.x % 32;
+    clear(c);
+#pragma unroll
+    for (int k = 0; k < WIDTH / 16; k++) {
+        u32 x[M][4];
+#pragma unroll
+        for (int m = 0; m < M; m++) ldmatrix(x[m], a + at(warp_row + 16 * m + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            u32 y[4];
+            ldmatrix(y, b + at(8 * n + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                mma(c[m][n], x[m], y[0], y[1]);
+                mma(c[m][n + 1], x[m], y[2], y[3]);
+            }
+        }
+    }
+}
+
+// c[rows of this warp][WIDTH] += s b, where s are scores in registers, N * 8 columns, and b has as many rows.
+template <int M, int N>
+__device__ inline void accumulate(float (&c)[M][WIDTH / 8][4], const float (&s)[M][N][4], const bf16* b) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < N / 2; k++) {
+        u32 x[M][4];
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            x[m][0] = pack(s[m][2 * k][0], s[m][2 * k][1]);
+            x[m][1] = pack(s[m][2 * k][2], s[m][2 * k][3]);
+            x[m][2] = pack(s[m][2 * k + 1][0], s[m][2 * k + 1][1]);
+            x[m][3] = pack(s[m][2 * k + 1][2], s[m][2 * k + 1][3]);
+        }
+#pragma unroll
+        for (int n = 0; n < WIDTH / 8; n += 2) {
+            u32 y[4];
+            ldmatrix_transposed(y, b + at(16 * k + lane % 16, n + lane / 16));
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                mma(c[m][n], x[m], y[0], y[1]);
+                mma(c[m][n + 1], x[m], y[2], y[3]);
+            }
+        }
+    }
+}
+
+// Row (of the warp's) and column of element i of result (m, n) in this thread.
+__device__ inline int row_of(int m, int i) { return 16 * m + threadIdx.x % 32 / 4 + i / 2 * 8; }
+__device__ inline int column_of(int n, int i) { return 8 * n + threadIdx.x % 4 * 2 + i % 2; }
+
+// Over the 4 threads of a row.
+__device__ inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
+    return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
+}
+
+__device__ inline float quad_sum(float x) {
+    x += __shfl_xor_sync(FULL_WARP, x, 1);
+    return x + __shfl_xor_sync(FULL_WARP, x, 2);
+}
+
+// Writes the rows of this warp that are below seq, scaled per row half by `scale`.
+template <int M>
+__device__ inline void write_rows(bf16* to, i64 stride, i64 first, i64 seq, const float (&c)[M][WIDTH / 8][4],
+                                  const float (&scale)[M][2]) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            i64 row = first + row_of(m, 2 * half);
+            if (row >= seq) continue;
+#pragma unroll
+            for (int n = 0; n < WIDTH / 8; n++)
+                *(u32*)(to + row * stride + column_of(n, 0)) =
+                    pack(c[m][n][2 * half] * scale[m][half], c[m][n][2 * half + 1] * scale[m][half]);
+        }
+}
+
+// Grid: (tiles of queries, H, B). Shared: 1 tile of queries, 4 of keys.
+extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const bf16* qkv, bf16* out, float* lse, i64 seq,
+                                                                    i64 heads, i64 kv_heads, float scale) {
+    constexpr int ROWS = FWD_ROWS, COLS = FWD_COLS, M = ROWS / 16 / WARPS, N = COLS / 8;
+    extern __shared__ float4 memory[];
+    bf16* q = (bf16*)memory;
+    bf16 *k = q + ROWS * WIDTH, *v = k + 2 * COLS * WIDTH;
+    Place place = {seq, heads, kv_heads};
+    // Long rows first: their blocks take the most tiles.
+    i64 first = (gridDim.x - 1 - blockIdx.x) * (i64)ROWS, head = blockIdx.y, row = place.row();
+    int warp_row = threadIdx.x / 32 * 16 * M;
+    qkv += blockIdx.z * seq * row;
+    const bf16 *keys = qkv + place.k_at(head), *values = qkv + place.v_at(head);
+    i64 end = first + ROWS < seq ? first + ROWS : seq;
+    int tiles = (int)((end + COLS - 1) / COLS);
+
+    fetch<ROWS>(q, qkv + place.q_at(head), row, first, seq);
+    fetch<COLS>(k, keys, row, 0, seq);
+    fetch<COLS>(v, values, row, 0, seq);
+    fetched();
+    float o[M][WIDTH / 8][4], largest[M][2], total[M][2];
+    clear(o);
+#pragma unroll
+    for (int m = 0; m < M; m++) largest[m][0] = largest[m][1] = NEVER, total[m][0] = total[m][1] = 0.0f;
+    float scale_2 = scale * LOG2E;
+
+    for (int tile = 0; tile < tiles; tile++) {
+        i64 key = (i64)tile * COLS;
+        int stage = tile % 2 * COLS * WIDTH, next = (tile + 1) % 2 * COLS * WIDTH;
+        if (tile + 1 < tiles) {
+            fetch<COLS>(k + next, keys, row, key + COLS, seq);
+            fetch<COLS>(v + next, values, row, key + COLS, seq);
+            fetched();
+            wait_for_tiles<1>();
+        } else {
+            wait_for_tiles<0>();
+        }
+        // Rows that come before every key of the tile see none of them.
+        if (key <= first + warp_row + 16 * M - 1) {
+            float s[M][N][4];
+            scores(s, q, k + stage, warp_row);
+            bool diagonal = key + COLS - 1 > first + warp_row;
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    int query = (int)(first - key) + warp_row + row_of(m, 2 * half);
+                    float top = NEVER;
+#pragma unroll
+                    for (int n = 0; n < N; n++)
+#pragma unroll
+                        for (int i = 2 * half; i < 2 * half + 2; i++) {
+                            if (diagonal && column_of(n, i) > query) s[m][n][i] = NEVER;
+                            top = fmaxf(top, s[m][n][i]);
+                        }
+                    // The first tile holds key 0, which every row sees: the largest is finite from there on.
+                    top = fmaxf(largest[m][half], quad_max(top) * scale_2);
+                    float shrink = exp2_fast(largest[m][half] - top), sum = 0.0f;
+                    largest[m][half] = top;
+#pragma unroll
+                    for (int n = 0; n < N; n++)
+#pragma unroll
+                        for (int i = 2 * half; i < 2 * half + 2; i++) {
+                            s[m][n][i] = exp2_fast(s[m][n][i] * scale_2 - top);
+                            sum += s[m][n][i];
+                        }
+                    total[m][half] = total[m][half] * shrink + sum;
+#pragma unroll
+                    for (int n = 0; n < WIDTH / 8; n++) o[m][n][2 * half] *= shrink, o[m][n][2 * half + 1] *= shrink;
+                }
+            accumulate(o, s, v + stage);
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            i64 query = first + warp_row + row_of(m, 2 * half);
+            float sum = quad_sum(total[m][half]);
+            total[m][half] = 1.0f / sum;
+            if (threadIdx.x % 4 == 0 && query < seq)
+                lse[(blockIdx.z * heads + head) * seq + query] = (largest[m][half] + log2f(sum)) * LN2;
+        }
+    write_rows(out + (blockIdx.z * seq * heads + head) * WIDTH, heads * WIDTH, first + warp_row, seq, o, total);
+}
+
+// delta[b,h,t] = dout . out. WIDTH / 8 threads per row of a head, rounded up to a power of two; grid: rows / 4.
+extern "C" __global__ void attention_bwd_delta(const bf16* out, const bf16* dout, float* delta, i64 batch, i64 seq,
+                                               i64 heads) {
+    constexpr int CHUNKS = WIDTH / 8, LANES = CHUNKS <= 2 ? 2 : CHUNKS <= 4 ? 4 : CHUNKS <= 8 ? 8 : CHUNKS <= 16 ? 16 : 32;
+    i64 row = (blockIdx.x * (i64)blockDim.x + threadIdx.x) / LANES;
+    int chunk = threadIdx.x % LANES;
+    bool real = row < batch * seq * heads;
+    float sum = 0.0f;
+    if (real && chunk < CHUNKS) {
+        uint4 x = *(const uint4*)(out + row * WIDTH + chunk * 8), y = *(const uint4*)(dout + row * WIDTH + chunk * 8);
+        const u32 a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            sum += __uint_as_float(a[i] << 16) * __uint_as_float(b[i] << 16);
+            sum += __uint_as_float(a[i] & 0xffff0000u) * __uint_as_float(b[i] & 0xffff0000u);
+        }
+    }
+#pragma unroll
+    for (int lane = LANES / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, lane);
+    i64 head = row % heads, t = row / heads % seq, b = row / heads / seq;
+    if (real && chunk == 0) delta[(b * heads + head) * seq + t] = sum;
+}
+
+// Grid: (tiles of queries, H, B). Shared: 2 tiles of queries, 4 of keys.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_bwd_queries(const bf16* qkv, const bf16* dout, const float* lse, const float* delta, bf16* dqkv, i64 seq,
+                          i64 heads, i64 kv_heads, float scale) {
+    constexpr int ROWS = BWD_Q_ROWS, COLS = BWD_Q_COLS, M = ROWS / 16 / WARPS, N = COLS / 8;
+    extern __shared__ float4 memory[];
+    bf16* q = (bf16*)memory;
+    bf16 *o = q + ROWS * WIDTH, *k = o + ROWS * WIDTH, *v = k + 2 * COLS * WIDTH;
+    Place place = {seq, heads, kv_heads};
+    i64 first = (gridDim.x - 1 - blockIdx.x) * (i64)ROWS, head = blockIdx.y, row = place.row();
+    int warp_row = threadIdx.x / 32 * 16 * M;
+    qkv += blockIdx.z * seq * row;
+    dqkv += blockIdx.z * seq * row;
+    const bf16 *keys = qkv + place.k_at(head), *values = qkv + place.v_at(head);
+    i64 end = first + ROWS < seq ? first + ROWS : seq;
+    int tiles = (int)((end + COLS - 1) / COLS);
+
+    fetch<ROWS>(q, qkv + place.q_at(head), row, first, seq);
+    fetch<ROWS>(o, dout + (blockIdx.z * seq * heads + head) * WIDTH, heads * WIDTH, first, seq);
+    fetch<COLS>(k, keys, row, 0, seq);
+    fetch<COLS>(v, values, row, 0, seq);
+    fetched();
+    float dq[M][WIDTH / 8][4], row_lse[M][2], row_delta[M][2];
+    clear(dq);
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            i64 query = first + warp_row + row_of(m, 2 * half), stat = (blockIdx.z * heads + head) * seq + query;
+            row_lse[m][half] = query < seq ? lse[stat] * LOG2E : 0.0f;
+            row_delta[m][half] = query < seq ? delta[stat] : 0.0f;
+        }
+    float scale_2 = scale * LOG2E;
+
+    for (int tile = 0; tile < tiles; tile++) {
+        i64 key = (i64)tile * COLS;
+        int stage = tile % 2 * COLS * WIDTH, next = (tile + 1) % 2 * COLS * WIDTH;
+        if (tile + 1 < tiles) {
+            fetch<COLS>(k + next, keys, row, key + COLS, seq);
+            fetch<COLS>(v + next, values, row, key + COLS, seq);
+            fetched();
+            wait_for_tiles<1>();
+        } else {
+            wait_for_tiles<0>();
+        }
+        if (key <= first + warp_row + 16 * M - 1) {
+            float s[M][N][4], dp[M][N][4];
+            scores(s, q, k + stage, warp_row);
+            scores(dp, o, v + stage, warp_row);
+            bool diagonal = key + COLS - 1 > first + warp_row;
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    int query = (int)(first - key) + warp_row + row_of(m, i);
+#pragma unroll
+                    for (int n = 0; n < N; n++) {
+                        bool seen = !diagonal || column_of(n, i) <= query;
+                        float p = seen ? exp2_fast(s[m][n][i] * scale_2 - row_lse[m][i / 2]) : 0.0f;
+                        s[m][n][i] = p * (dp[m][n][i] - row_delta[m][i / 2]);
+                    }
+                }
+            accumulate(dq, s, k + stage);
+        }
+        __syncthreads();
+    }
+    float scales[M][2];
+#pragma unroll
+    for (int m = 0; m < M; m++) scales[m][0] = scales[m][1] = scale;
+    write_rows(dqkv + place.q_at(head), row, first + warp_row, seq, dq, scales);
+}
+
+// Grid: (tiles of keys, Hkv, B): all query heads of a key head in turn. Shared: 2 tiles of keys, 4 of queries, and
+// twice lse and delta of a tile of queries. Rows of the scores are keys here, columns queries.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_bwd_keys(const bf16* qkv, const bf16* dout, const float* lse, const float* delta, bf16* dqkv, i64 seq,
+                       i64 heads, i64 kv_heads, float scale) {
+    constexpr int ROWS = BWD_K_ROWS, COLS = BWD_K_COLS, M = ROWS / 16 / WARPS, N = COLS / 8;
+    extern __shared__ float4 memory[];
+    bf16* k = (bf16*)memory;
+    bf16 *v = k + ROWS * WIDTH, *q = v + ROWS * WIDTH, *o = q + 2 * COLS * WIDTH;
+    float* stats = (float*)(o + 2 * COLS * WIDTH);
+    Place place = {seq, heads, kv_heads};
+    // Early keys first: most queries see them.
+    i64 first = blockIdx.x * (i64)ROWS, group = heads / kv_heads, row = place.row(), some_head = blockIdx.y * group;
+    int warp_row = threadIdx.x / 32 * 16 * M;
+    qkv += blockIdx.z * seq * row;
+    dqkv += blockIdx.z * seq * row;
+    dout += blockIdx.z * seq * heads * WIDTH;
+    lse += blockIdx.z * heads * seq;
+    delta += blockIdx.z * heads * seq;
+    int start = (int)(first / COLS), per_head = (int)((seq + COLS - 1) / COLS) - start, tiles = per_head * (int)group;
+
+    // Tile `tile` of the queries of all heads in turn, into its stage.
+    auto begin = [&](int tile) {
+        i64 head = some_head + tile / per_head, query = (i64)(start + tile % per_head) * COLS;
+        int stage = tile % 2 * COLS;
+        fetch<COLS>(q + stage * WIDTH, qkv + place.q_at(head), row, query, seq);
+        fetch<COLS>(o + stage * WIDTH, dout + head * WIDTH, heads * WIDTH, query, seq);
+        fetched();
+        for (int i = threadIdx.x; i < COLS; i += THREADS) {
+            bool real = query + i < seq;
+            stats[2 * stage + i] = real ? lse[head * seq + query + i] * LOG2E : 0.0f;
+            stats[2 * stage + COLS + i] = real ? delta[head * seq + query + i] : 0.0f;
+        }
+    };
+    fetch<ROWS>(k, qkv + place.k_at(some_head), row, first, seq);
+    fetch<ROWS>(v, qkv + place.v_at(some_head), row, first, seq);
+    begin(0);
+    float dk[M][WIDTH / 8][4], dv[M][WIDTH / 8][4];
+    clear(dk);
+    clear(dv);
+    float scale_2 = scale * LOG2E;
+
+    for (int tile = 0; tile < tiles; tile++) {
+        i64 query = (i64)(start + tile % per_head) * COLS;
+        int stage = tile % 2 * COLS;
+        if (tile + 1 < tiles) {
+            begin(tile + 1);
+            wait_for_tiles<1>();
+        } else {
+            wait_for_tiles<0>();
+        }
+        // Keys that come after every query of the tile are seen by none.
+        if (first + warp_row <= query + COLS - 1) {
+            float s[M][N][4], dp[M][N][4];
+            scores(s, k, q + stage * WIDTH, warp_row);
+            scores(dp, v, o + stage * WIDTH, warp_row);
+            bool diagonal = first + warp_row + 16 * M - 1 > query;
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                float2 column_lse = *(const float2*)(stats + 2 * stage + column_of(n, 0));
+                float2 column_delta = *(const float2*)(stats + 2 * stage + COLS + column_of(n, 0));
+#pragma unroll
+                for (int m = 0; m < M; m++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        bool seen = !diagonal || (int)(first - query) + warp_row + row_of(m, i) <= column_of(n, i);
+                        float p = exp2_fast(s[m][n][i] * scale_2 - (i % 2 ? column_lse.y : column_lse.x));
+                        p = seen ? p : 0.0f;
+                        s[m][n][i] = p;
+                        dp[m][n][i] = p * (dp[m][n][i] - (i % 2 ? column_delta.y : column_delta.x));
+                    }
+            }
+            accumulate(dv, s, o + stage * WIDTH);
+            accumulate(dk, dp, q + stage * WIDTH);
+        }
+        __syncthreads();
+    }
+    float ones[M][2], scales[M][2];
+#pragma unroll
+    for (int m = 0; m < M; m++) ones[m][0] = ones[m][1] = 1.0f, scales[m][0] = scales[m][1] = scale;
+    write_rows(dqkv + place.k_at(some_head), row, first + warp_row, seq, dk, scales);
+    write_rows(dqkv + place.v_at(some_head), row, first + warp_row, seq, dv, ones);
+}
