@@ -101,6 +101,11 @@ impl Launch {
         Self { grid: (count, 1, 1), block: (threads, 1), shared: 0 }
     }
 
+    /// A two-dimensional grid of blocks of 32 times 8 columns and 8 rows.
+    pub(super) fn wide_columns(cols: usize, row_blocks: usize) -> Self {
+        Self { grid: (cols.div_ceil(32 * 8), row_blocks, 1), block: (32, 8), shared: 0 }
+    }
+
     /// A two-dimensional grid of blocks of 32 columns and 8 rows.
     pub(super) fn columns(cols: usize, row_blocks: usize) -> Self {
         Self { grid: (cols.div_ceil(32), row_blocks, 1), block: (32, 8), shared: 0 }

@@ -22,6 +22,10 @@ use crate::tensor::{Slice, Tensor};
 const NORM_ROWS: usize = 4;
 /// Rows of one block's column sums: ROWS in the kernels.
 const SUM_ROWS: usize = 64;
+/// Threads of a row's embedding: each copies eight columns.
+const EMBED_THREADS: u32 = 128;
+/// Threads of a row's rotation: each turns eight pairs.
+const ROPE_THREADS: u32 = 64;
 /// Blocks of a sum's first stage.
 const SUM_BLOCKS: usize = 1024;
 
@@ -123,7 +127,7 @@ impl Backend for CudaBackend {
         self.act(out, rows * s.cols);
         let args = args![tokens, wte, wpe, out, s.seq, s.cols];
         // SAFETY: checked above; token ids are below V by the operation's contract.
-        unsafe { self.launch("embed_fwd", Launch::blocks(rows, THREADS), args) }
+        unsafe { self.launch("embed_fwd", Launch::blocks(rows, EMBED_THREADS), args) }
     }
 
     fn embed_bwd(
@@ -208,7 +212,7 @@ impl Backend for CudaBackend {
         let betas = dbeta.map(|_| self.alloc(DType::F32, blocks * s.cols)).transpose()?;
         let args = args![x, means, scales, dy, gammas.all(), betas.as_ref().map(Tensor::all), s.rows, s.cols];
         // SAFETY: checked above; partial sums are as large as the grid.
-        unsafe { self.launch("norm_bwd_params", Launch::columns(s.cols, blocks), args) }?;
+        unsafe { self.launch("norm_bwd_params", Launch::wide_columns(s.cols, blocks), args) }?;
         self.column_sum_final(&gammas, blocks, s.cols, dgamma, acc == Accumulate::Add)?;
         match (betas, dbeta) {
             (Some(betas), Some(dbeta)) => {
@@ -263,7 +267,7 @@ impl Backend for CudaBackend {
         let partials = self.alloc(DType::F32, blocks * s.outputs)?;
         let args = args![dy, partials.all(), s.rows, s.outputs];
         // SAFETY: checked above; partial sums are as large as the grid.
-        unsafe { self.launch("column_sum_partials", Launch::columns(s.outputs, blocks), args) }?;
+        unsafe { self.launch("column_sum_partials", Launch::wide_columns(s.outputs, blocks), args) }?;
         self.column_sum_final(&partials, blocks, s.outputs, dbias, add)
     }
 
@@ -452,7 +456,7 @@ impl CudaBackend {
         expect(table, DType::F32, s.seq * s.width);
         let args = args![qkv, table, s.seq, s.heads + s.kv_heads, s.width, s.qkv_width(), direction];
         // SAFETY: checked above.
-        unsafe { self.launch("rope", Launch::blocks(rows, THREADS), args) }
+        unsafe { self.launch("rope", Launch::blocks(rows, ROPE_THREADS), args) }
     }
 
     /// `out (+)= sum of count rows of partials`.

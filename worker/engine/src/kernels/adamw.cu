@@ -6,21 +6,30 @@
 #define CORRECTION1 1
 #define CORRECTION2 2
 
-extern "C" __global__ void adamw(float* params, const void* grads, bool grads_bf16, float* m, float* v, bf16* work,
-                                 const u8* decay, const float* scalars, const float* square_sum, i64 len, float beta1,
-                                 float beta2, float eps, float weight_decay, float max_norm) {
+extern "C" __global__ void adamw(float* __restrict__ params, const void* __restrict__ grads, bool grads_bf16,
+                                 float* __restrict__ m, float* __restrict__ v, bf16* __restrict__ work,
+                                 const u8* __restrict__ decay, const float* scalars, const float* square_sum, i64 len,
+                                 float beta1, float beta2, float eps, float weight_decay, float max_norm) {
     float norm = sqrtf(square_sum[0]);
     float clip = max_norm > 0.0f && norm > max_norm ? max_norm / norm : 1.0f;
     float rate = scalars[LEARNING_RATE], c1 = scalars[CORRECTION1], c2 = scalars[CORRECTION2];
-    for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < len; i += gridDim.x * (i64)blockDim.x) {
-        float g = load_grad(grads, grads_bf16, i) * clip, p = params[i];
-        float m_new = beta1 * m[i] + (1.0f - beta1) * g;
-        float v_new = beta2 * v[i] + (1.0f - beta2) * g * g;
+    bool wide = is_wide(params, len) && is_wide(m, len) && is_wide(v, len) && is_wide((const bf16*)grads, len) &&
+                is_wide(work, len);
+    for (i64 i = (blockIdx.x * (i64)blockDim.x + threadIdx.x) * 8; i < len; i += gridDim.x * (i64)blockDim.x * 8) {
+        Eight g = grads_bf16 ? load8((const bf16*)grads, i, len, wide) : load8((const float*)grads, i, len, wide);
+        Eight p = load8(params, i, len, wide), a = load8(m, i, len, wide), b = load8(v, i, len, wide);
+        // Eight neighbours are in one chunk: DECAY_CHUNK is a multiple of 8.
         float shrink = decay[i / DECAY_CHUNK] == 1 ? rate * weight_decay : 0.0f;
-        p -= rate * (m_new * c1) / (sqrtf(v_new * c2) + eps) + shrink * p;
-        m[i] = m_new;
-        v[i] = v_new;
-        params[i] = p;
-        if (work) store(work, i, p);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            float x = g.x[j] * clip;
+            a.x[j] = beta1 * a.x[j] + (1.0f - beta1) * x;
+            b.x[j] = beta2 * b.x[j] + (1.0f - beta2) * x * x;
+            p.x[j] -= rate * (a.x[j] * c1) / (sqrtf(b.x[j] * c2) + eps) + shrink * p.x[j];
+        }
+        store8(m, i, len, wide, a);
+        store8(v, i, len, wide, b);
+        store8(params, i, len, wide, p);
+        if (work) store8(work, i, len, wide, p);
     }
 }

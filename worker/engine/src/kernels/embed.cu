@@ -1,13 +1,21 @@
 // Token and position embedding.
 
 // Grid: one block per token row.
-extern "C" __global__ void embed_fwd(const int* tokens, const ACT* wte, const ACT* wpe, ACT* out, i64 seq, i64 cols) {
+extern "C" __global__ void embed_fwd(const int* tokens, const ACT* __restrict__ wte, const ACT* __restrict__ wpe,
+                                     ACT* __restrict__ out, i64 seq, i64 cols) {
     i64 row = blockIdx.x;
     const ACT* token = wte + tokens[row] * cols;
     const ACT* position = wpe ? wpe + row % seq * cols : nullptr;
-    for (i64 c = threadIdx.x; c < cols; c += blockDim.x) {
-        float x = load(token, c);
-        store(out + row * cols, c, position ? x + load(position, c) : x);
+    out += row * cols;
+    bool wide = is_wide(token, cols) && is_wide(out, cols) && (!position || is_wide(position, cols));
+    for (i64 c = threadIdx.x * 8ll; c < cols; c += blockDim.x * 8ll) {
+        Eight e = load8(token, c, cols, wide);
+        if (position) {
+            Eight p = load8(position, c, cols, wide);
+#pragma unroll
+            for (int j = 0; j < 8; j++) e.x[j] += p.x[j];
+        }
+        store8(out, c, cols, wide, e);
     }
 }
 

@@ -4,90 +4,120 @@
 // Rows whose column sums one block forms.
 #define ROWS 64
 
+// A lane takes eight columns at a time, every 256; `each` runs over its chunks.
+#define each(c) (i64 c = (threadIdx.x % 32) * 8; c < cols; c += 256)
+
 // With branch: sum = x + branch comes first, and sum as it was rounded is what is normalised. means is null for RMSNorm.
-extern "C" __global__ void norm_fwd(const ACT* x, const ACT* branch, ACT* sum, const ACT* gamma, const ACT* beta, ACT* y,
-                                    float* means, float* scales, i64 rows, i64 cols, float eps) {
+extern "C" __global__ void norm_fwd(const ACT* x, const ACT* branch, ACT* sum, const ACT* __restrict__ gamma,
+                                    const ACT* __restrict__ beta, ACT* __restrict__ y, float* means, float* scales,
+                                    i64 rows, i64 cols, float eps) {
     i64 row = blockIdx.x * (i64)WARPS + threadIdx.x / 32;
-    int lane = threadIdx.x % 32;
     if (row >= rows) return;
     x += row * cols;
     y += row * cols;
+    bool wide = is_wide(x, cols) && is_wide(y, cols) && is_wide(gamma, cols) && (!beta || is_wide(beta, cols));
+    float mean = 0.0f;
     if (branch) {
         branch += row * cols;
         sum += row * cols;
+        wide = wide && is_wide(branch, cols) && is_wide(sum, cols);
         // Each lane reads back below what it writes here, and nothing else.
-        for (i64 c = lane; c < cols; c += 32) store(sum, c, load(x, c) + load(branch, c));
+        for each (c) {
+            Eight a = load8(x, c, cols, wide), b = load8(branch, c, cols, wide);
+#pragma unroll
+            for (int j = 0; j < 8; j++) a.x[j] += b.x[j];
+            store8(sum, c, cols, wide, a);
+        }
         x = sum;
     }
-    float mean = 0.0f;
     if (means) {
-        for (i64 c = lane; c < cols; c += 32) mean += load(x, c);
+        for each (c) {
+            Eight a = load8(x, c, cols, wide);
+#pragma unroll
+            for (int j = 0; j < 8; j++) mean += a.x[j];
+        }
         mean = warp_sum(mean) / cols;
     }
     float variance = 0.0f;
-    for (i64 c = lane; c < cols; c += 32) {
-        float d = load(x, c) - mean;
-        variance += d * d;
+    for each (c) {
+        Eight a = load8(x, c, cols, wide, mean);
+#pragma unroll
+        for (int j = 0; j < 8; j++) variance += (a.x[j] - mean) * (a.x[j] - mean);
     }
     float scale = 1.0f / sqrtf(warp_sum(variance) / cols + eps);
-    for (i64 c = lane; c < cols; c += 32) {
-        float normed = (load(x, c) - mean) * scale * load(gamma, c);
-        store(y, c, beta ? normed + load(beta, c) : normed);
+    for each (c) {
+        Eight a = load8(x, c, cols, wide), g = load8(gamma, c, cols, wide), b = {};
+        if (beta) b = load8(beta, c, cols, wide);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            float normed = (a.x[j] - mean) * scale * g.x[j];
+            a.x[j] = beta ? normed + b.x[j] : normed;
+        }
+        store8(y, c, cols, wide, a);
     }
-    if (lane == 0) {
+    if (threadIdx.x % 32 == 0) {
         if (means) means[row] = mean;
         scales[row] = scale;
     }
 }
 
-extern "C" __global__ void norm_bwd_input(const ACT* x, const ACT* gamma, const float* means, const float* scales,
-                                          const ACT* dy, ACT* dx, bool add, i64 rows, i64 cols) {
+extern "C" __global__ void norm_bwd_input(const ACT* __restrict__ x, const ACT* __restrict__ gamma,
+                                          const float* __restrict__ means, const float* __restrict__ scales,
+                                          const ACT* __restrict__ dy, ACT* __restrict__ dx, bool add, i64 rows,
+                                          i64 cols) {
     i64 row = blockIdx.x * (i64)WARPS + threadIdx.x / 32;
-    int lane = threadIdx.x % 32;
     if (row >= rows) return;
     x += row * cols;
     dy += row * cols;
     dx += row * cols;
+    bool wide = is_wide(x, cols) && is_wide(dy, cols) && is_wide(dx, cols) && is_wide(gamma, cols);
     float mean = means ? means[row] : 0.0f, scale = scales[row];
     float mean_g = 0.0f, mean_gx = 0.0f;
-    for (i64 c = lane; c < cols; c += 32) {
-        float g = load(dy, c) * load(gamma, c);
-        mean_g += g;
-        mean_gx += g * (load(x, c) - mean) * scale;
+    for each (c) {
+        Eight a = load8(x, c, cols, wide, mean), d = load8(dy, c, cols, wide), g = load8(gamma, c, cols, wide);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            float dg = d.x[j] * g.x[j];
+            mean_g += dg;
+            mean_gx += dg * (a.x[j] - mean) * scale;
+        }
     }
     mean_g = means ? warp_sum(mean_g) / cols : 0.0f;
     mean_gx = warp_sum(mean_gx) / cols;
-    for (i64 c = lane; c < cols; c += 32) {
-        float normed = (load(x, c) - mean) * scale;
-        float d = scale * (load(dy, c) * load(gamma, c) - mean_g - normed * mean_gx);
-        store(dx, c, add ? load(dx, c) + d : d);
+    for each (c) {
+        Eight a = load8(x, c, cols, wide), d = load8(dy, c, cols, wide), g = load8(gamma, c, cols, wide), old = {};
+        if (add) old = load8(dx, c, cols, wide);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            float normed = (a.x[j] - mean) * scale;
+            float change = scale * (d.x[j] * g.x[j] - mean_g - normed * mean_gx);
+            d.x[j] = add ? old.x[j] + change : change;
+        }
+        store8(dx, c, cols, wide, d);
     }
 }
 
 // Column sums of ROWS rows, for dgamma and dbeta: gammas and betas [blocks of rows, C], betas may be null.
 //
-// Grid: (C / 32, blocks of rows); block (32 columns, 8 rows at a time).
-extern "C" __global__ void norm_bwd_params(const ACT* x, const float* means, const float* scales, const ACT* dy,
-                                           float* gammas, float* betas, i64 rows, i64 cols) {
-    __shared__ float gamma_sums[8][33], beta_sums[8][33];
-    i64 c = blockIdx.x * 32ll + threadIdx.x;
+// Grid: (C / 256, blocks of rows); block (32 times 8 columns, 8 rows at a time).
+extern "C" __global__ void norm_bwd_params(const ACT* __restrict__ x, const float* __restrict__ means,
+                                           const float* __restrict__ scales, const ACT* __restrict__ dy,
+                                           float* __restrict__ gammas, float* __restrict__ betas, i64 rows, i64 cols) {
+    i64 c = (blockIdx.x * 32ll + threadIdx.x) * 8;
     i64 first = blockIdx.y * (i64)ROWS, last = min(first + ROWS, rows);
-    float dgamma = 0.0f, dbeta = 0.0f;
+    bool wide = is_wide(x, cols) && is_wide(dy, cols);
+    Eight dgamma = {}, dbeta = {};
     if (c < cols) {
         for (i64 row = first + threadIdx.y; row < last; row += 8) {
-            float d = load(dy, row * cols + c), mean = means ? means[row] : 0.0f;
-            dgamma += d * (load(x, row * cols + c) - mean) * scales[row];
-            dbeta += d;
+            float mean = means ? means[row] : 0.0f, scale = scales[row];
+            Eight a = load8(x + row * cols, c, cols, wide), d = load8(dy + row * cols, c, cols, wide);
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                dgamma.x[j] += d.x[j] * (a.x[j] - mean) * scale;
+                dbeta.x[j] += d.x[j];
+            }
         }
     }
-    gamma_sums[threadIdx.y][threadIdx.x] = dgamma;
-    beta_sums[threadIdx.y][threadIdx.x] = dbeta;
-    __syncthreads();
-    if (threadIdx.y > 0 || c >= cols) return;
-    for (int i = 1; i < 8; i++) {
-        dgamma += gamma_sums[i][threadIdx.x];
-        dbeta += beta_sums[i][threadIdx.x];
-    }
-    gammas[blockIdx.y * cols + c] = dgamma;
-    if (betas) betas[blockIdx.y * cols + c] = dbeta;
+    sum_of_rows(dgamma, gammas + blockIdx.y * cols, c, cols);
+    if (betas) sum_of_rows(dbeta, betas + blockIdx.y * cols, c, cols);
 }

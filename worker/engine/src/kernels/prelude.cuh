@@ -29,6 +29,84 @@ __device__ inline bf16 to_bf16(float x) {
 __device__ inline void store(float* p, i64 i, float x) { p[i] = x; }
 __device__ inline void store(bf16* p, i64 i, float x) { p[i] = to_bf16(x); }
 
+// Eight neighbours at once: what memory likes best.
+struct Eight {
+    float x[8];
+};
+
+__device__ inline Eight load8(const bf16* p) {
+    uint4 words = *(const uint4*)p;
+    const unsigned w[4] = {words.x, words.y, words.z, words.w};
+    Eight e;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        e.x[2 * i] = __uint_as_float(w[i] << 16);
+        e.x[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+    }
+    return e;
+}
+
+__device__ inline Eight load8(const float* p) {
+    float4 a = ((const float4*)p)[0], b = ((const float4*)p)[1];
+    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+}
+
+__device__ inline unsigned pack_bf16(float low, float high) {
+    return (unsigned)to_bf16(high).bits << 16 | to_bf16(low).bits;
+}
+
+__device__ inline void store8(bf16* p, const Eight& e) {
+    *(uint4*)p = make_uint4(pack_bf16(e.x[0], e.x[1]), pack_bf16(e.x[2], e.x[3]), pack_bf16(e.x[4], e.x[5]),
+                            pack_bf16(e.x[6], e.x[7]));
+}
+
+__device__ inline void store8(float* p, const Eight& e) {
+    ((float4*)p)[0] = make_float4(e.x[0], e.x[1], e.x[2], e.x[3]);
+    ((float4*)p)[1] = make_float4(e.x[4], e.x[5], e.x[6], e.x[7]);
+}
+
+// Elements i to i + 8 of len: at once where the row allows it (`wide`: it begins on 16 bytes and len is a multiple of
+// 8), else one by one; those beyond the end read as `beyond` and are not written.
+template <typename T>
+__device__ inline Eight load8(const T* p, i64 i, i64 len, bool wide, float beyond = 0.0f) {
+    if (wide) return load8(p + i);
+    Eight e;
+#pragma unroll
+    for (int j = 0; j < 8; j++) e.x[j] = i + j < len ? load(p, i + j) : beyond;
+    return e;
+}
+
+template <typename T>
+__device__ inline void store8(T* p, i64 i, i64 len, bool wide, const Eight& e) {
+    if (wide) {
+        store8(p + i, e);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        if (i + j < len) store(p, i + j, e.x[j]);
+}
+
+// Whether a row at p of len elements can be taken eight by eight.
+template <typename T>
+__device__ inline bool is_wide(const T* p, i64 len) {
+    return len % 8 == 0 && (unsigned long long)p % 16 == 0;
+}
+
+// Exponential and tanh for results of this type: bf16 keeps 8 bits, for which the special-function unit is exact enough;
+// float gets the library's.
+template <typename T>
+__device__ inline float exp_for(float x) { return expf(x); }
+template <>
+__device__ inline float exp_for<bf16>(float x) { return __expf(x); }
+
+template <typename T>
+__device__ inline float tanh_for(float x) { return tanhf(x); }
+template <>
+__device__ inline float tanh_for<bf16>(float x) {
+    return copysignf(1.0f - 2.0f / (__expf(2.0f * fabsf(x)) + 1.0f), x);
+}
+
 // A gradient: float or bf16 by the flag.
 __device__ inline float load_grad(const void* p, bool is_bf16, i64 i) {
     return is_bf16 ? load((const bf16*)p, i) : load((const float*)p, i);
@@ -70,4 +148,18 @@ __device__ inline float block_max(float x) {
     if (lane == 0) partial[warp] = x;
     __syncthreads();
     return warp_max(lane < warps ? partial[lane] : __int_as_float(0xff800000));
+}
+
+// Sums eight columns over the 8 rows of a block of 32 x 8 threads, in order, into out[c..c + 8].
+__device__ inline void sum_of_rows(const Eight& mine, float* out, i64 c, i64 cols) {
+    __shared__ float sums[8][8][33];
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 8; j++) sums[threadIdx.y][j][threadIdx.x] = mine.x[j];
+    __syncthreads();
+    // One column a thread: that of the lane, and of the eight the row's.
+    float sum = 0.0f;
+#pragma unroll
+    for (int row = 0; row < 8; row++) sum += sums[row][threadIdx.y][threadIdx.x];
+    if (c + threadIdx.y < cols) out[c + threadIdx.y] = sum;
 }

@@ -8,12 +8,20 @@ extern "C" __global__ void sum_partials(const float* x, float* partials, i64 len
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-extern "C" __global__ void square_sum_partials(const void* x, bool x_bf16, float* partials, i64 len) {
+template <typename T>
+__device__ inline float square_sum(const T* x, i64 len) {
+    bool wide = is_wide(x, len);
     float sum = 0.0f;
-    for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < len; i += gridDim.x * (i64)blockDim.x) {
-        float value = load_grad(x, x_bf16, i);
-        sum += value * value;
+    for (i64 i = (blockIdx.x * (i64)blockDim.x + threadIdx.x) * 8; i < len; i += gridDim.x * (i64)blockDim.x * 8) {
+        Eight e = load8(x, i, len, wide);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum += e.x[j] * e.x[j];
     }
+    return sum;
+}
+
+extern "C" __global__ void square_sum_partials(const void* x, bool x_bf16, float* partials, i64 len) {
+    float sum = x_bf16 ? square_sum((const bf16*)x, len) : square_sum((const float*)x, len);
     sum = block_sum(sum);
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
@@ -28,18 +36,20 @@ extern "C" __global__ void sum_final(const float* partials, i64 count, float sca
 
 // Column sums of ROWS rows of dy, for a bias: partials [blocks of rows, cols]. Grid and block as norm_bwd_params.
 #define ROWS 64
-extern "C" __global__ void column_sum_partials(const ACT* dy, float* partials, i64 rows, i64 cols) {
-    __shared__ float sums[8][33];
-    i64 c = blockIdx.x * 32ll + threadIdx.x;
+extern "C" __global__ void column_sum_partials(const ACT* __restrict__ dy, float* __restrict__ partials, i64 rows,
+                                               i64 cols) {
+    i64 c = (blockIdx.x * 32ll + threadIdx.x) * 8;
     i64 first = blockIdx.y * (i64)ROWS, last = min(first + ROWS, rows);
-    float sum = 0.0f;
-    if (c < cols)
-        for (i64 row = first + threadIdx.y; row < last; row += 8) sum += load(dy, row * cols + c);
-    sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y > 0 || c >= cols) return;
-    for (int i = 1; i < 8; i++) sum += sums[i][threadIdx.x];
-    partials[blockIdx.y * cols + c] = sum;
+    bool wide = is_wide(dy, cols);
+    Eight sum = {};
+    if (c < cols) {
+        for (i64 row = first + threadIdx.y; row < last; row += 8) {
+            Eight d = load8(dy + row * cols, c, cols, wide);
+#pragma unroll
+            for (int j = 0; j < 8; j++) sum.x[j] += d.x[j];
+        }
+    }
+    sum_of_rows(sum, partials + blockIdx.y * cols, c, cols);
 }
 
 // out[c] (+)= sum of partials[.., c]. Grid: C / 32; block (32, 8).

@@ -1,16 +1,25 @@
 // Rotary position embedding of the query and key heads of qkv [B,T,(H+2Hkv)D], in place.
 //
 // Grid: one block per token row. table [T,D]: D/2 cosines, then D/2 sines. direction 1 rotates, -1 rotates back.
-extern "C" __global__ void rope(ACT* qkv, const float* table, i64 seq, i64 rotated_heads, i64 width, i64 qkv_width,
-                                float direction) {
-    i64 row = blockIdx.x, half = width / 2;
+// A thread turns eight pairs: neighbours in the first half of a head, and their partners in the second.
+extern "C" __global__ void rope(ACT* __restrict__ qkv, const float* __restrict__ table, i64 seq, i64 rotated_heads,
+                                i64 width, i64 qkv_width, float direction) {
+    i64 row = blockIdx.x, half = width / 2, parts = (half + 7) / 8;
     ACT* heads = qkv + row * qkv_width;
     const float* angles = table + row % seq * width;
-    for (i64 i = threadIdx.x; i < rotated_heads * half; i += blockDim.x) {
-        i64 pair = i % half, at = i / half * width + pair;
-        float c = angles[pair], s = angles[half + pair] * direction;
-        float a = load(heads, at), b = load(heads, at + half);
-        store(heads, at, a * c - b * s);
-        store(heads, at + half, b * c + a * s);
+    bool wide = half % 8 == 0 && is_wide(heads, qkv_width);
+    for (i64 i = threadIdx.x; i < rotated_heads * parts; i += blockDim.x) {
+        i64 pair = i % parts * 8;
+        ACT *low = heads + i / parts * width, *high = low + half;
+        Eight c = load8(angles, pair, half, wide), s = load8(angles + half, pair, half, wide);
+        Eight a = load8(low, pair, half, wide), b = load8(high, pair, half, wide);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            float x = a.x[j], y = b.x[j], sine = s.x[j] * direction;
+            a.x[j] = x * c.x[j] - y * sine;
+            b.x[j] = y * c.x[j] + x * sine;
+        }
+        store8(low, pair, half, wide, a);
+        store8(high, pair, half, wide, b);
     }
 }
