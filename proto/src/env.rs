@@ -12,5 +12,7 @@ pub const JOB_ID: &str = "XLAUNCH_JOB_ID";
 pub const POOL_DEBUG: &str = "XLAUNCH_POOL_DEBUG";
 /// Read by workers, set by users: a directory for what the pool did in the first step.
 pub const POOL_TRACE: &str = "XLAUNCH_POOL_TRACE";
+/// Read by workers, set by users: the number of a step whose kernels are timed; the table goes to stderr.
+pub const PROFILE: &str = "XLAUNCH_PROFILE";
 /// Read by the agent: a program to start instead of `xlaunch worker`. For tests of the launcher.
 pub const WORKER_PROGRAM: &str = "XLAUNCH_WORKER_PROGRAM";

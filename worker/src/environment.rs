@@ -23,6 +23,8 @@ pub struct Environment {
     pub pool_debug: Option<u8>,
     /// Where to write what the pool did in the first step.
     pub pool_trace: Option<PathBuf>,
+    /// The step whose kernels are timed.
+    pub profile: Option<u64>,
 }
 
 /// Where this worker computes.
@@ -57,6 +59,7 @@ impl Environment {
         };
         let threads = get("OMP_NUM_THREADS").and_then(|threads| threads.parse().ok()).unwrap_or(1);
         let pool_debug = get(env::POOL_DEBUG).map(|value| fill_byte(&value)).transpose()?;
+        let profile = get(env::PROFILE).map(|value| step_number(&value)).transpose()?;
         Ok(Self {
             rank: Rank(number("RANK")?),
             local_rank: LocalRank(number("LOCAL_RANK")?),
@@ -67,6 +70,7 @@ impl Environment {
             threads: threads.max(1),
             pool_debug,
             pool_trace: get(env::POOL_TRACE).map(PathBuf::from),
+            profile,
         })
     }
 }
@@ -80,6 +84,12 @@ fn fill_byte(value: &str) -> Result<u8> {
     byte.map_err(|_| {
         WorkerError::Setting(format!("{} is {value:?}, not a byte such as 0xff", env::POOL_DEBUG))
     })
+}
+
+fn step_number(value: &str) -> Result<u64> {
+    value
+        .parse()
+        .map_err(|_| WorkerError::Setting(format!("{} is {value:?}, not the number of a step", env::PROFILE)))
 }
 
 #[cfg(test)]

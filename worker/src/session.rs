@@ -83,6 +83,7 @@ pub fn run(environment: &Environment) -> Result<ExitCode> {
         first_step: start.step,
         first_sequence: start.sequences,
         pool_trace: environment.pool_trace.as_deref(),
+        profile: environment.profile,
     }
     .run()?;
     let finished = finish(&spec, &device.backend, &model, &mut *collective, outcome, &dataset)?;

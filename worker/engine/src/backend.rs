@@ -85,8 +85,27 @@ pub struct DeviceInfo {
     pub uuid: String,
 }
 
+/// What one kernel took, over all its launches.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KernelTime {
+    /// The kernel's name, or the sizes of a matrix product.
+    pub name: String,
+    /// How often it was launched.
+    pub launches: u64,
+    /// Seconds of the device, in all.
+    pub seconds: f64,
+}
+
 /// One device's implementation of the operations.
 pub trait Backend {
+    /// Begins to take the time of every kernel; nothing on the CPU.
+    fn begin_profile(&self) {}
+
+    /// Ends it; the times, the longest first.
+    fn end_profile(&self) -> Result<Vec<KernelTime>> {
+        Ok(Vec::new())
+    }
+
     /// What this computes on.
     fn device(&self) -> &DeviceInfo;
 

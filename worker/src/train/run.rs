@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use xlaunch_comm::Collective;
+use xlaunch_engine::KernelTime;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointReport, EvalReport, StepReport};
@@ -36,6 +37,8 @@ pub struct Run<'a> {
     pub first_sequence: u64,
     /// Where to write what the pool did in the first step.
     pub pool_trace: Option<&'a Path>,
+    /// The step, from 0, whose kernels are timed.
+    pub profile: Option<u64>,
 }
 
 /// How the loop ended.
@@ -84,7 +87,14 @@ impl Run<'_> {
         self.optimizer.prepare(step, learning_rate)?;
         let requests =
             Requests { stop: self.control.stop_asked(), checkpoint: self.control.checkpoint_asked() };
+        let profiled = self.profile == Some(step) && self.collective.rank() == 0;
+        if profiled {
+            self.backend.begin_profile();
+        }
         let result = self.stepper.step(self.model, self.optimizer, self.collective, self.loader, requests)?;
+        if profiled {
+            print_profile(step, &self.backend.end_profile()?);
+        }
         if !result.loss.is_finite() {
             return Err(WorkerError::Diverged { step, loss: result.loss });
         }
@@ -161,5 +171,15 @@ impl Run<'_> {
             seconds: start.elapsed().as_secs_f64(),
         }));
         Ok(())
+    }
+}
+
+/// Where the device's time of one step went.
+#[expect(clippy::print_stderr, reason = "asked for by the user; a worker's stdout is its model's")]
+fn print_profile(step: u64, times: &[KernelTime]) {
+    let total: f64 = times.iter().map(|time| time.seconds).sum();
+    eprintln!("step {}: {:.3} ms in kernels", step + 1, total * 1e3);
+    for KernelTime { name, launches, seconds } in times {
+        eprintln!("{:>10.1} us {:>5.1} % {launches:>5} x {name}", seconds * 1e6, 100.0 * seconds / total);
     }
 }

@@ -1,10 +1,12 @@
 //! One GPU of this process: libraries found before they are used, a context, a stream.
 
+use std::rc::Rc;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{CUdevice_attribute, CUmemPool_attribute, cuMemPoolGetAttribute};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 
+use super::profile::Profiler;
 use crate::backend::{DeviceInfo, EngineError, Result};
 
 /// A context on one device and the stream that everything is enqueued to.
@@ -18,6 +20,7 @@ pub(super) struct Device {
     /// Major and minor.
     pub(super) capability: (i32, i32),
     pub(super) multiprocessors: u32,
+    pub(super) profiler: Rc<Profiler>,
 }
 
 impl Device {
@@ -41,6 +44,7 @@ impl Device {
             arch: format!("sm_{major}{minor}"),
             capability: (major, minor),
             multiprocessors: u32::try_from(count).unwrap_or(1).max(1),
+            profiler: Rc::default(),
             context,
         })
     }

@@ -27,7 +27,17 @@ pub(super) use source;
 /// Files that are the same for every model.
 pub(super) const COMMON: [(Source, &[&str]); 8] = [
     (source!("convert.cu"), &["cast_f32_bf16", "cast_bf16_f32"]),
-    (source!("embed.cu"), &["embed_fwd", "embed_bwd_tokens", "embed_bwd_positions"]),
+    (
+        source!("embed.cu"),
+        &[
+            "embed_fwd",
+            "embed_count",
+            "embed_starts",
+            "embed_places",
+            "embed_bwd_tokens",
+            "embed_bwd_positions",
+        ],
+    ),
     (source!("norm.cu"), &["norm_fwd", "norm_bwd_input", "norm_bwd_params"]),
     (source!("rope.cu"), &["rope"]),
     (source!("activation.cu"), &["gelu_fwd", "gelu_bwd", "swiglu_fwd", "swiglu_bwd"]),
@@ -215,19 +225,28 @@ impl Kernels {
                 Arg::Flag(flag) => std::ptr::from_ref(flag).cast_mut().cast(),
             })
             .collect();
-        // SAFETY: the function belongs to a loaded module of this context; `pointers` lead to values that live until the
-        // call has copied them; the rest is the caller's promise.
-        unsafe {
-            result::launch_kernel(
-                function.cu_function(),
-                (size(x)?, size(y)?, size(z)?),
-                (launch.block.0, launch.block.1, 1),
-                size(launch.shared)?,
-                self.device.stream.cu_stream(),
-                &mut pointers,
-            )
-        }
-        .map_err(|error| failed(words(error)))
+        let (grid, shared) = ((size(x)?, size(y)?, size(z)?), size(launch.shared)?);
+        let block = (launch.block.0, launch.block.1, 1);
+        let stream = &self.device.stream;
+        self.device.profiler.time(
+            stream,
+            || name.to_owned(),
+            || {
+                // SAFETY: the function belongs to a loaded module of this context; `pointers` lead to values that live until
+                // the call has copied them; the rest is the caller's promise.
+                unsafe {
+                    result::launch_kernel(
+                        function.cu_function(),
+                        grid,
+                        block,
+                        shared,
+                        stream.cu_stream(),
+                        &mut pointers,
+                    )
+                }
+                .map_err(|error| failed(words(error)))
+            },
+        )
     }
 }
 

@@ -4,6 +4,7 @@
 //! - `attention`: which attention kernels, in which tiles;
 //! - `compile`, `kernels`: `../kernels/*.cu` to machine code, loaded and launched by name;
 //! - `gemm`: matrix products by cuBLASLt;
+//! - `profile`: where the device's time goes;
 //! - `staging`: host to device through pinned memory;
 //! - `ops`: every operation's checks and launches;
 //! - this file: the back end and the checks.
@@ -18,6 +19,7 @@ mod device;
 mod gemm;
 mod kernels;
 mod ops;
+mod profile;
 mod staging;
 #[cfg(test)]
 mod tests;

@@ -11,7 +11,7 @@ use super::gemm::{plain, transposed};
 use super::kernels::{Arg, Launch};
 use super::staging::cuda;
 use super::{CudaBackend, THREADS, expect, expect_grad, is_bf16};
-use crate::backend::{Backend, DeviceInfo, Result};
+use crate::backend::{Backend, DeviceInfo, KernelTime, Result};
 use crate::shapes::{
     Accumulate, AdamWShape, AttentionShape, ClassifierShape, DECAY_CHUNK, EmbedShape, LinearShape, NormKind,
     NormShape, scalar,
@@ -35,6 +35,14 @@ macro_rules! args {
 }
 
 impl Backend for CudaBackend {
+    fn begin_profile(&self) {
+        self.device.profiler.begin();
+    }
+
+    fn end_profile(&self) -> Result<Vec<KernelTime>> {
+        self.device.profiler.end()
+    }
+
     fn device(&self) -> &DeviceInfo {
         &self.device.info
     }
@@ -142,11 +150,7 @@ impl Backend for CudaBackend {
         expect(tokens, DType::I32, rows);
         self.act(dout, rows * s.cols);
         expect_grad(dwte, dwte.len().max(s.vocab * s.cols));
-        let mut grid = Launch::blocks(rows, THREADS);
-        grid.grid.1 = s.cols.div_ceil(THREADS as usize);
-        let args = args![tokens, dout, dwte, is_bf16(dwte), rows, s.cols];
-        // SAFETY: checked above; token ids are below V by the operation's contract.
-        unsafe { self.launch("embed_bwd_tokens", grid, args) }?;
+        self.embed_bwd_tokens(s, tokens, dout, dwte)?;
         let Some(dwpe) = dwpe else { return Ok(()) };
         expect_grad(dwpe, dwpe.len().max(s.seq * s.cols));
         let blocks = (s.seq * s.cols).div_ceil(THREADS as usize);
@@ -259,10 +263,20 @@ impl Backend for CudaBackend {
         self.act(x, s.rows * s.inputs);
         expect_grad(dw, s.outputs * s.inputs);
         let add = acc == Accumulate::Add;
+        let (a, b) = (plain(x), transposed(dy));
+        if let Some(dbias) = dbias {
+            expect_grad(dbias, s.outputs);
+            // SAFETY: checked above; dw and dbias are no inputs by the operation's contract.
+            let fused = !add
+                && dbias.dtype() == dw.dtype()
+                && unsafe { self.gemm.product_and_sum_of_b(s.inputs, s.outputs, s.rows, a, b, dw, dbias) }?;
+            if fused {
+                return Ok(());
+            }
+        }
         // SAFETY: checked above; dw is no input by the operation's contract.
-        unsafe { self.gemm.product(s.inputs, s.outputs, s.rows, plain(x), transposed(dy), None, dw, add) }?;
+        unsafe { self.gemm.product(s.inputs, s.outputs, s.rows, a, b, None, dw, add) }?;
         let Some(dbias) = dbias else { return Ok(()) };
-        expect_grad(dbias, s.outputs);
         let blocks = s.rows.div_ceil(SUM_ROWS);
         let partials = self.alloc(DType::F32, blocks * s.outputs)?;
         let args = args![dy, partials.all(), s.rows, s.outputs];
@@ -448,6 +462,33 @@ impl CudaBackend {
         let args = args![x, branch, sum, gamma, beta, y, means, scales, s.rows, s.cols, s.eps];
         // SAFETY: checked above.
         unsafe { self.launch("norm_fwd", norm_launch(s), args) }
+    }
+
+    /// Adds the rows of each token of the vocabulary to its gradient.
+    fn embed_bwd_tokens(
+        &self,
+        s: EmbedShape,
+        tokens: Slice<'_>,
+        dout: Slice<'_>,
+        dwte: Slice<'_>,
+    ) -> Result<()> {
+        let rows = s.batch * s.seq;
+        let counters = self.alloc(DType::I32, 2 * s.vocab)?;
+        self.zero(counters.all())?;
+        let (counts, placed) = (counters.slice(0..s.vocab), counters.slice(s.vocab..2 * s.vocab));
+        let starts = self.alloc(DType::I32, s.vocab)?;
+        let places = self.alloc(DType::I32, 2 * rows)?;
+        let (order, sorted) = (places.slice(0..rows), places.slice(rows..2 * rows));
+        let each_row = Launch::blocks(rows.div_ceil(THREADS as usize), THREADS);
+        let args = args![counts, starts.all(), order, sorted, dout, dwte, is_bf16(dwte), s.cols];
+        // SAFETY: the caller checked the operands; token ids are below V by the operation's contract, so every counter
+        // exists and the places of all tokens are as many as there are rows.
+        unsafe {
+            self.launch("embed_count", each_row, args![tokens, counts, rows])?;
+            self.launch("embed_starts", Launch::blocks(1, 1024), args![counts, starts.all(), s.vocab])?;
+            self.launch("embed_places", each_row, args![tokens, starts.all(), placed, order, rows])?;
+            self.launch("embed_bwd_tokens", Launch::blocks(s.vocab, 512), args)
+        }
     }
 
     fn rope(&self, s: AttentionShape, qkv: Slice<'_>, table: Slice<'_>, direction: f32) -> Result<()> {

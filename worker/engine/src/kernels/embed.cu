@@ -19,42 +19,92 @@ extern "C" __global__ void embed_fwd(const int* tokens, const ACT* __restrict__ 
     }
 }
 
-// dwte[token] += sum of dout's rows with that token, in order, without atomics: the same bits every run.
-//
-// Grid: (rows, columns / blockDim.x). The block of a token's first row collects all its rows; the others see an
-// earlier row with their token and leave. Matches lie near, so the search goes backwards and ends early.
-extern "C" __global__ void embed_bwd_tokens(const int* tokens, const ACT* dout, void* dwte, bool dwte_bf16, i64 rows,
-                                            i64 cols) {
-    i64 row = blockIdx.x;
-    int token = tokens[row];
-    for (i64 end = row; end > 0; end -= blockDim.x) {
-        i64 other = end - 1 - threadIdx.x;
-        if (__syncthreads_or(other >= 0 && tokens[other] == token)) return;
-    }
-    __shared__ int found[1024];
-    __shared__ int counts[32];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    i64 c = blockIdx.y * (i64)blockDim.x + threadIdx.x;
-    float sum = 0.0f;
-    for (i64 start = row; start < rows; start += blockDim.x) {
-        i64 other = start + threadIdx.x;
-        unsigned matches = __ballot_sync(FULL_WARP, other < rows && tokens[other] == token);
-        __syncthreads();
-        if (lane == 0) counts[warp] = __popc(matches);
-        __syncthreads();
-        int before = 0, total = 0;
-        for (int w = 0; w < warps; w++) {
-            if (w < warp) before += counts[w];
-            total += counts[w];
+// The rows of each token, in order, for dwte: counted, placed, sorted. Counts and places are made with atomics on
+// integers; the sums that follow are in the order of the rows, so that every run gives the same bits.
+
+// counts[token] = rows with that token; counts is zero before. One thread per row.
+extern "C" __global__ void embed_count(const int* __restrict__ tokens, int* counts, i64 rows) {
+    i64 row = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+    if (row < rows) atomicAdd(counts + tokens[row], 1);
+}
+
+// starts[token] = sum of the counts before it. One block of 1024 threads.
+extern "C" __global__ void embed_starts(const int* __restrict__ counts, int* __restrict__ starts, i64 vocab) {
+    __shared__ int sums[32];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int before = 0;
+    for (i64 start = 0; start < vocab; start += 1024) {
+        i64 token = start + threadIdx.x;
+        int count = token < vocab ? counts[token] : 0, sum = count;
+        for (int distance = 1; distance < 32; distance *= 2) {
+            int other = __shfl_up_sync(FULL_WARP, sum, distance);
+            if (lane >= distance) sum += other;
         }
-        if (matches >> lane & 1) found[before + __popc(matches & ((1u << lane) - 1))] = threadIdx.x;
         __syncthreads();
-        if (c < cols)
-            for (int i = 0; i < total; i++) sum += load(dout, (start + found[i]) * cols + c);
+        if (lane == 31) sums[warp] = sum;
+        __syncthreads();
+        int earlier = 0, total = 0;
+        for (int w = 0; w < 32; w++) {
+            if (w < warp) earlier += sums[w];
+            total += sums[w];
+        }
+        if (token < vocab) starts[token] = before + earlier + sum - count;
+        before += total;
     }
-    if (c < cols) {
-        i64 at = token * cols + c;
-        store_grad(dwte, dwte_bf16, at, load_grad(dwte, dwte_bf16, at) + sum);
+}
+
+// The rows of each token from its start on, in any order; placed is zero before. One thread per row.
+extern "C" __global__ void embed_places(const int* __restrict__ tokens, const int* __restrict__ starts, int* placed,
+                                        int* __restrict__ order, i64 rows) {
+    i64 row = blockIdx.x * (i64)blockDim.x + threadIdx.x;
+    if (row >= rows) return;
+    int token = tokens[row];
+    order[starts[token] + atomicAdd(placed + token, 1)] = (int)row;
+}
+
+// dwte[token] += sum of dout's rows with that token. Grid: V; block: 512 threads, of which groups take rows in turn and
+// a group's threads eight columns each. sorted: room for as many rows as order has.
+extern "C" __global__ void __launch_bounds__(512)
+    embed_bwd_tokens(const int* __restrict__ counts, const int* __restrict__ starts, const int* __restrict__ order,
+                     int* sorted, const ACT* __restrict__ dout, void* dwte, bool dwte_bf16, i64 cols) {
+    __shared__ float sums[512][8];
+    int token = blockIdx.x, count = counts[token];
+    if (count == 0) return;
+    order += starts[token];
+    sorted += starts[token];
+    for (int i = threadIdx.x; i < count; i += 512) {
+        int row = order[i], rank = 0;
+        for (int j = 0; j < count; j++) rank += order[j] < row;
+        sorted[rank] = row;
+    }
+    __syncthreads();
+    int lanes = (int)min((cols + 7) / 8, 512ll), groups = 512 / lanes;
+    int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+    bool wide = is_wide(dout, cols);
+    for (i64 first = 0; first < cols; first += lanes * 8) {
+        i64 c = first + lane * 8;
+        Eight sum = {};
+        if (group < groups && c < cols) {
+#pragma unroll 4
+            for (int i = group; i < count; i += groups) {
+                Eight d = load8(dout + sorted[i] * cols, c, cols, wide);
+#pragma unroll
+                for (int j = 0; j < 8; j++) sum.x[j] += d.x[j];
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < 8; j++) sums[threadIdx.x][j] = sum.x[j];
+        __syncthreads();
+        if (group == 0 && c < cols) {
+            for (int other = 1; other < groups && other < count; other++)
+#pragma unroll
+                for (int j = 0; j < 8; j++) sum.x[j] += sums[other * lanes + lane][j];
+            for (int j = 0; j < 8 && c + j < cols; j++) {
+                i64 at = token * cols + c + j;
+                store_grad(dwte, dwte_bf16, at, load_grad(dwte, dwte_bf16, at) + sum.x[j]);
+            }
+        }
     }
 }
 
