@@ -35,21 +35,11 @@ struct Site {
     k: usize,
     transpose_a: bool,
     transpose_b: bool,
-    extra: Extra,
+    bias: bool,
     input: Element,
     output: Element,
     add: bool,
     alignment: [u64; 3],
-}
-
-/// What a product does beside multiplying.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Extra {
-    Nothing,
-    /// Adds a bias along m.
-    Bias,
-    /// Sums b over k, one result per column of c: a bias' gradient.
-    SumOfB,
 }
 
 /// An element type that can be a key.
@@ -88,8 +78,7 @@ pub(super) struct Gemm {
     handle: sys::cublasLtHandle_t,
     compute: cublasComputeType_t,
     workspace: PoolBuf<u8>,
-    /// Nothing for what the library cannot do.
-    plans: RefCell<HashMap<Site, Option<Plan>>>,
+    plans: RefCell<HashMap<Site, Plan>>,
 }
 
 impl std::fmt::Debug for Gemm {
@@ -142,74 +131,36 @@ impl Gemm {
         c: Slice<'_>,
         add: bool,
     ) -> Result<()> {
-        let extra = if bias.is_some() { Extra::Bias } else { Extra::Nothing };
-        let site = site((m, n, k), a, b, extra, c, add);
-        let plan = match self.known_plan(site) {
+        let site = Site {
+            m,
+            n,
+            k,
+            transpose_a: a.transpose,
+            transpose_b: b.transpose,
+            bias: bias.is_some(),
+            input: Element::of(a.slice),
+            output: Element::of(c),
+            add,
+            alignment: [a.slice, b.slice, c].map(alignment),
+        };
+        let known = self.plans.borrow().get(&site).copied();
+        let plan = match known {
             Some(plan) => plan,
             None => {
                 let plan = self.plan(site).map_err(|error| {
                     failed(&format!("failed to find an algorithm for a product of {m} x {n} x {k}"), error)
                 })?;
-                self.plans.borrow_mut().insert(site, Some(plan));
-                Some(plan)
+                self.plans.borrow_mut().insert(site, plan);
+                plan
             }
         };
-        let Some(plan) = plan else { unreachable!("only sums of b are known to be impossible") };
-        // SAFETY: the caller's promise.
-        unsafe { self.run(&plan, (m, n, k), a, b, bias, c, add) }
-    }
-
-    /// `c = op(a) op(b)` and `sums[n] = sum over k of op(b)[k, n]`, of c's element type; false, and nothing done, where the
-    /// library cannot do both at once.
-    ///
-    /// # Safety
-    /// As [`product`](Self::product).
-    #[expect(clippy::too_many_arguments, reason = "a product has three sizes and four operands")]
-    pub(super) unsafe fn product_and_sum_of_b(
-        &self,
-        m: usize,
-        n: usize,
-        k: usize,
-        a: Operand<'_>,
-        b: Operand<'_>,
-        c: Slice<'_>,
-        sums: Slice<'_>,
-    ) -> Result<bool> {
-        let site = site((m, n, k), a, b, Extra::SumOfB, c, false);
-        let plan = self.known_plan(site).unwrap_or_else(|| {
-            let plan = self.plan(site).ok();
-            self.plans.borrow_mut().insert(site, plan);
-            plan
-        });
-        let Some(plan) = plan else { return Ok(false) };
-        // SAFETY: the caller's promise.
-        unsafe { self.run(&plan, (m, n, k), a, b, Some(sums), c, false) }.map(|()| true)
-    }
-
-    fn known_plan(&self, site: Site) -> Option<Option<Plan>> {
-        self.plans.borrow().get(&site).copied()
-    }
-
-    /// # Safety
-    /// As [`product`](Self::product), with a plan of this site.
-    #[expect(clippy::too_many_arguments, reason = "a product has three sizes and four operands")]
-    unsafe fn run(
-        &self,
-        plan: &Plan,
-        (m, n, k): (usize, usize, usize),
-        a: Operand<'_>,
-        b: Operand<'_>,
-        bias: Option<Slice<'_>>,
-        c: Slice<'_>,
-        add: bool,
-    ) -> Result<()> {
         self.device.profiler.time(
             &self.device.stream,
             || format!("product {m} x {n} x {k}"),
             || {
                 // SAFETY: the plan's objects are never destroyed; by the caller's promise the operands are as large as the
                 // layouts say; the workspace has the size that the algorithm was chosen for.
-                unsafe { self.enqueue(plan, a.slice, b.slice, bias, c, add) }.map_err(|error| {
+                unsafe { self.enqueue(&plan, a.slice, b.slice, bias, c, add) }.map_err(|error| {
                     failed(&format!("failed to enqueue a product of {m} x {n} x {k}"), error)
                 })
             },
@@ -272,12 +223,10 @@ impl Gemm {
         unsafe {
             set(description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(site.transpose_a))?;
             set(description, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(site.transpose_b))?;
-            let epilogue = match site.extra {
-                Extra::Nothing => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT,
-                Extra::Bias => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS,
-                Extra::SumOfB => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BGRADB,
-            };
-            set(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+            if site.bias {
+                let epilogue = cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
+                set(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+            }
         }
         let preference = result::create_matmul_pref()?;
         let [align_a, align_b, align_c] = site.alignment.map(|bytes| u32::try_from(bytes).unwrap_or(16));
@@ -295,28 +244,6 @@ impl Gemm {
             heuristic?
         };
         Ok(Plan { description, a, b, c, algorithm: heuristic.algo })
-    }
-}
-
-fn site(
-    (m, n, k): (usize, usize, usize),
-    a: Operand<'_>,
-    b: Operand<'_>,
-    extra: Extra,
-    c: Slice<'_>,
-    add: bool,
-) -> Site {
-    Site {
-        m,
-        n,
-        k,
-        transpose_a: a.transpose,
-        transpose_b: b.transpose,
-        extra,
-        input: Element::of(a.slice),
-        output: Element::of(c),
-        add,
-        alignment: [a.slice, b.slice, c].map(alignment),
     }
 }
 

@@ -263,20 +263,10 @@ impl Backend for CudaBackend {
         self.act(x, s.rows * s.inputs);
         expect_grad(dw, s.outputs * s.inputs);
         let add = acc == Accumulate::Add;
-        let (a, b) = (plain(x), transposed(dy));
-        if let Some(dbias) = dbias {
-            expect_grad(dbias, s.outputs);
-            // SAFETY: checked above; dw and dbias are no inputs by the operation's contract.
-            let fused = !add
-                && dbias.dtype() == dw.dtype()
-                && unsafe { self.gemm.product_and_sum_of_b(s.inputs, s.outputs, s.rows, a, b, dw, dbias) }?;
-            if fused {
-                return Ok(());
-            }
-        }
         // SAFETY: checked above; dw is no input by the operation's contract.
-        unsafe { self.gemm.product(s.inputs, s.outputs, s.rows, a, b, None, dw, add) }?;
+        unsafe { self.gemm.product(s.inputs, s.outputs, s.rows, plain(x), transposed(dy), None, dw, add) }?;
         let Some(dbias) = dbias else { return Ok(()) };
+        expect_grad(dbias, s.outputs);
         let blocks = s.rows.div_ceil(SUM_ROWS);
         let partials = self.alloc(DType::F32, blocks * s.outputs)?;
         let args = args![dy, partials.all(), s.rows, s.outputs];
@@ -336,14 +326,26 @@ impl Backend for CudaBackend {
         let len = h.len();
         [h, a].into_iter().for_each(|x| self.act(x, len));
         // SAFETY: checked above.
-        unsafe { self.launch("gelu_fwd", self.spread(len), args![h, a, len]) }
+        unsafe {
+            self.launch(
+                "gelu_fwd",
+                Launch::blocks(len.div_ceil(8 * THREADS as usize), THREADS),
+                args![h, a, len],
+            )
+        }
     }
 
     fn gelu_bwd(&self, h: Slice<'_>, da: Slice<'_>, dh: Slice<'_>) -> Result<()> {
         let len = h.len();
         [h, da, dh].into_iter().for_each(|x| self.act(x, len));
         // SAFETY: checked above.
-        unsafe { self.launch("gelu_bwd", self.spread(len), args![h, da, dh, len]) }
+        unsafe {
+            self.launch(
+                "gelu_bwd",
+                Launch::blocks(len.div_ceil(8 * THREADS as usize), THREADS),
+                args![h, da, dh, len],
+            )
+        }
     }
 
     fn swiglu_fwd(&self, rows: usize, ffn: usize, h: Slice<'_>, a: Slice<'_>) -> Result<()> {
@@ -480,14 +482,15 @@ impl CudaBackend {
         let places = self.alloc(DType::I32, 2 * rows)?;
         let (order, sorted) = (places.slice(0..rows), places.slice(rows..2 * rows));
         let each_row = Launch::blocks(rows.div_ceil(THREADS as usize), THREADS);
-        let args = args![counts, starts.all(), order, sorted, dout, dwte, is_bf16(dwte), s.cols];
+        let args =
+            args![tokens, counts, starts.all(), order, sorted, dout, dwte, is_bf16(dwte), rows, s.cols];
         // SAFETY: the caller checked the operands; token ids are below V by the operation's contract, so every counter
         // exists and the places of all tokens are as many as there are rows.
         unsafe {
             self.launch("embed_count", each_row, args![tokens, counts, rows])?;
             self.launch("embed_starts", Launch::blocks(1, 1024), args![counts, starts.all(), s.vocab])?;
             self.launch("embed_places", each_row, args![tokens, starts.all(), placed, order, rows])?;
-            self.launch("embed_bwd_tokens", Launch::blocks(s.vocab, 512), args)
+            self.launch("embed_bwd_tokens", Launch::blocks(rows, 512), args)
         }
     }
 

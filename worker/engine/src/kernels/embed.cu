@@ -62,20 +62,58 @@ extern "C" __global__ void embed_places(const int* __restrict__ tokens, const in
     order[starts[token] + atomicAdd(placed + token, 1)] = (int)row;
 }
 
-// dwte[token] += sum of dout's rows with that token. Grid: V; block: 512 threads, of which groups take rows in turn and
+// Rows of a token that are sorted by comparing all with all; more are sorted by a bit for every row there is.
+#define FEW 64
+#define MOST_BITS 131072
+
+// The rows in order, by marking each in a field of bits and counting those before it. One block of 512 threads.
+__device__ inline void sort_by_bits(const int* __restrict__ order, int* sorted, int count, i64 rows) {
+    __shared__ unsigned bits[MOST_BITS / 32];
+    __shared__ int sums[16];
+    int words = (int)((rows + 31) / 32), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int i = threadIdx.x; i < words; i += 512) bits[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += 512) atomicOr(bits + order[i] / 32, 1u << order[i] % 32);
+    __syncthreads();
+    int before = 0;
+    for (int start = 0; start < words; start += 512) {
+        unsigned word = start + threadIdx.x < words ? bits[start + threadIdx.x] : 0;
+        int mine = __popc(word), sum = mine;
+        for (int distance = 1; distance < 32; distance *= 2) {
+            int other = __shfl_up_sync(FULL_WARP, sum, distance);
+            if (lane >= distance) sum += other;
+        }
+        __syncthreads();
+        if (lane == 31) sums[warp] = sum;
+        __syncthreads();
+        int at = before + sum - mine;
+        for (int w = 0; w < 16; w++) {
+            if (w < warp) at += sums[w];
+            before += sums[w];
+        }
+        for (; word; word &= word - 1) sorted[at++] = (start + threadIdx.x) * 32 + __ffs(word) - 1;
+    }
+}
+
+// dwte[token] += sum of dout's rows with that token. Grid: a block per row; block: 512 threads, of which groups take rows in turn and
 // a group's threads eight columns each. sorted: room for as many rows as order has.
 extern "C" __global__ void __launch_bounds__(512)
-    embed_bwd_tokens(const int* __restrict__ counts, const int* __restrict__ starts, const int* __restrict__ order,
-                     int* sorted, const ACT* __restrict__ dout, void* dwte, bool dwte_bf16, i64 cols) {
+    embed_bwd_tokens(const int* __restrict__ tokens, const int* __restrict__ counts, const int* __restrict__ starts,
+                     const int* __restrict__ order, int* sorted, const ACT* __restrict__ dout, void* dwte, bool dwte_bf16, i64 rows, i64 cols) {
     __shared__ float sums[512][8];
-    int token = blockIdx.x, count = counts[token];
-    if (count == 0) return;
+    // The block at the start of a token's rows works for it, the others leave.
+    int token = tokens[order[blockIdx.x]], count = counts[token];
+    if (starts[token] != blockIdx.x) return;
     order += starts[token];
     sorted += starts[token];
-    for (int i = threadIdx.x; i < count; i += 512) {
-        int row = order[i], rank = 0;
-        for (int j = 0; j < count; j++) rank += order[j] < row;
-        sorted[rank] = row;
+    if (count <= FEW || rows > MOST_BITS) {
+        for (int i = threadIdx.x; i < count; i += 512) {
+            int row = order[i], rank = 0;
+            for (int j = 0; j < count; j++) rank += order[j] < row;
+            sorted[rank] = row;
+        }
+    } else {
+        sort_by_bits(order, sorted, count, rows);
     }
     __syncthreads();
     int lanes = (int)min((cols + 7) / 8, 512ll), groups = 512 / lanes;
@@ -85,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(512)
         i64 c = first + lane * 8;
         Eight sum = {};
         if (group < groups && c < cols) {
-#pragma unroll 4
+#pragma unroll 8
             for (int i = group; i < count; i += groups) {
                 Eight d = load8(dout + sorted[i] * cols, c, cols, wide);
 #pragma unroll
