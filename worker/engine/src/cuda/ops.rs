@@ -21,7 +21,7 @@ use crate::tensor::{Slice, Tensor};
 /// Rows that one block of the norm kernels works on: WARPS there.
 const NORM_ROWS: usize = 4;
 /// Rows of one block's column sums: ROWS in the kernels.
-const SUM_ROWS: usize = 64;
+const SUM_ROWS: usize = 128;
 /// Threads of a row's embedding: each copies eight columns.
 const EMBED_THREADS: u32 = 128;
 /// Threads of a row's rotation: each turns eight pairs.

@@ -38,7 +38,7 @@ extern "C" __global__ void swiglu_fwd(const ACT* __restrict__ h, ACT* __restrict
     for (i64 i = threadIdx.x * 8ll; i < ffn; i += blockDim.x * 8ll) {
         Eight x = load8(g, i, ffn, wide), y = load8(u, i, ffn, wide);
 #pragma unroll
-        for (int j = 0; j < 8; j++) y.x[j] *= x.x[j] / (1.0f + exp_for<ACT>(-x.x[j]));
+        for (int j = 0; j < 8; j++) y.x[j] *= x.x[j] * sigmoid_for<ACT>(x.x[j]);
         store8(a, i, ffn, wide, y);
     }
 }
@@ -52,7 +52,7 @@ extern "C" __global__ void swiglu_bwd(const ACT* __restrict__ h, const ACT* __re
         Eight x = load8(g, i, ffn, wide), y = load8(u, i, ffn, wide), d = load8(da, i, ffn, wide);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            float gate = 1.0f / (1.0f + exp_for<ACT>(-x.x[j])), up = y.x[j];
+            float gate = sigmoid_for<ACT>(x.x[j]), up = y.x[j];
             y.x[j] = d.x[j] * x.x[j] * gate;
             d.x[j] *= up * gate * (1.0f + x.x[j] * (1.0f - gate));
         }

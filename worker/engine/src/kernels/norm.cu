@@ -2,7 +2,7 @@
 
 #define WARPS 4
 // Rows whose column sums one block forms.
-#define ROWS 64
+#define ROWS 128
 
 // A lane takes eight columns at a time, every 256; `each` runs over its chunks.
 #define each(c) (i64 c = (threadIdx.x % 32) * 8; c < cols; c += 256)
@@ -108,6 +108,7 @@ extern "C" __global__ void norm_bwd_params(const ACT* __restrict__ x, const floa
     bool wide = is_wide(x, cols) && is_wide(dy, cols);
     Eight dgamma = {}, dbeta = {};
     if (c < cols) {
+#pragma unroll 2
         for (i64 row = first + threadIdx.y; row < last; row += 8) {
             float mean = means ? means[row] : 0.0f, scale = scales[row];
             Eight a = load8(x + row * cols, c, cols, wide), d = load8(dy + row * cols, c, cols, wide);

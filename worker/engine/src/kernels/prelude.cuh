@@ -93,7 +93,7 @@ __device__ inline bool is_wide(const T* p, i64 len) {
     return len % 8 == 0 && (unsigned long long)p % 16 == 0;
 }
 
-// Exponential and tanh for results of this type: bf16 keeps 8 bits, for which the special-function unit is exact enough;
+// Exponential, sigmoid and tanh for results of this type: bf16 keeps 8 bits, for which the special-function unit is exact enough;
 // float gets the library's.
 template <typename T>
 __device__ inline float exp_for(float x) { return expf(x); }
@@ -101,10 +101,15 @@ template <>
 __device__ inline float exp_for<bf16>(float x) { return __expf(x); }
 
 template <typename T>
+__device__ inline float sigmoid_for(float x) { return 1.0f / (1.0f + expf(-x)); }
+template <>
+__device__ inline float sigmoid_for<bf16>(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+template <typename T>
 __device__ inline float tanh_for(float x) { return tanhf(x); }
 template <>
 __device__ inline float tanh_for<bf16>(float x) {
-    return copysignf(1.0f - 2.0f / (__expf(2.0f * fabsf(x)) + 1.0f), x);
+    return copysignf(1.0f - __fdividef(2.0f, __expf(2.0f * fabsf(x)) + 1.0f), x);
 }
 
 // A gradient: float or bf16 by the flag.

@@ -35,7 +35,7 @@ extern "C" __global__ void sum_final(const float* partials, i64 count, float sca
 }
 
 // Column sums of ROWS rows of dy, for a bias: partials [blocks of rows, cols]. Grid and block as norm_bwd_params.
-#define ROWS 64
+#define ROWS 128
 extern "C" __global__ void column_sum_partials(const ACT* __restrict__ dy, float* __restrict__ partials, i64 rows,
                                                i64 cols) {
     i64 c = (blockIdx.x * 32ll + threadIdx.x) * 8;
@@ -43,6 +43,7 @@ extern "C" __global__ void column_sum_partials(const ACT* __restrict__ dy, float
     bool wide = is_wide(dy, cols);
     Eight sum = {};
     if (c < cols) {
+#pragma unroll 4
         for (i64 row = first + threadIdx.y; row < last; row += 8) {
             Eight d = load8(dy + row * cols, c, cols, wide);
 #pragma unroll
