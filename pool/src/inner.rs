@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize};
 use crate::backing::cuda::Lanes;
 use crate::backing::{Backing, SegmentDriver};
 use crate::buf::Home;
-use crate::core::{Core, GRANULE, Handle, Refusal, Request, StreamId};
+use crate::core::{Core, Handle, Refusal, Request, StreamId};
 use crate::debug::{Bytes, Debug};
 use crate::direct::Direct;
 use crate::error::{OutOfMemory, PoolError};
@@ -166,12 +166,9 @@ impl Inner {
         state
     }
 
-    /// The plan's address for a general request on the first stream.
-    #[inline(always)]
-    pub(crate) fn planned(&self, general: bool, bytes: usize) -> Option<(u64, Home)> {
-        let book = self.book.filter(|_| general)?;
-        let granules = u32::try_from(bytes.max(1).div_ceil(GRANULE as usize)).ok()?;
-        book.serve(granules).map(|(address, ticket)| (address, Home::Slot(ticket)))
+    /// The plans of this pool, if it makes any.
+    pub(crate) fn book(&self) -> Option<&'static Book> {
+        self.book
     }
 
     /// Memory for a request: its address and where it goes afterwards.

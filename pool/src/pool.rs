@@ -12,6 +12,7 @@ use crate::core::{Place, Request, Site, StreamId};
 use crate::debug::HostBytes;
 use crate::error::PoolError;
 use crate::inner::{Inner, Source};
+use crate::plan::serve::Book;
 use crate::report::Snapshot;
 use crate::stats::Stats;
 use crate::tag;
@@ -71,15 +72,15 @@ pub struct Pool {
     stream: StreamId,
     place: Place,
     purpose: Purpose,
-    /// Whether plans may serve: general requests on the first stream.
-    plain: bool,
+    /// The plans that may serve: none but general requests on the first stream.
+    book: Option<&'static Book>,
 }
 
 impl Clone for Pool {
     fn clone(&self) -> Self {
         self.inner.opened();
-        let Self { inner, stream, place, purpose, plain } = *self;
-        Self { inner, stream, place, purpose, plain }
+        let Self { inner, stream, place, purpose, book } = *self;
+        Self { inner, stream, place, purpose, book }
     }
 }
 
@@ -114,12 +115,13 @@ impl Pool {
 
     pub(crate) fn of(inner: Inner) -> Self {
         inner.opened();
+        let book = inner.book();
         Self {
             inner: Box::leak(Box::new(inner)),
             stream: StreamId::default(),
             place: Place::High,
             purpose: Purpose::General,
-            plain: true,
+            book,
         }
     }
 
@@ -133,7 +135,7 @@ impl Pool {
     pub fn on_stream(&self, stream: StreamId) -> Self {
         let mut pool = self.clone();
         pool.stream = stream;
-        pool.plain = self.plain && stream == StreamId::default();
+        pool.book = self.book.filter(|_| stream == StreamId::default());
         pool
     }
 
@@ -150,7 +152,7 @@ impl Pool {
     #[must_use]
     pub fn registered(&self) -> Self {
         let mut pool = self.persistent();
-        (pool.purpose, pool.plain) = (Purpose::Registered, false);
+        (pool.purpose, pool.book) = (Purpose::Registered, None);
         pool
     }
 
@@ -169,8 +171,12 @@ impl Pool {
         let Some(bytes) = len.checked_mul(size_of::<T>()) else {
             return Err(PoolError::TooLarge { requested: u64::MAX });
         };
-        let (address, home) = match self.inner.planned(self.plain, bytes) {
-            Some(planned) => planned,
+        let planned = match self.book {
+            Some(book) => book.serve_bytes(bytes),
+            None => None,
+        };
+        let (address, home) = match planned {
+            Some((address, ticket)) => (address, Home::Slot(ticket)),
             None => self.take(bytes as u64, Location::caller())?,
         };
         Ok(PoolBuf::new(address, len, home))

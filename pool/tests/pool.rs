@@ -8,7 +8,7 @@ use std::sync::mpsc;
 
 use xlaunch_pool::backing::Virtual;
 use xlaunch_pool::backing::sim::Sim;
-use xlaunch_pool::{Mode, Options, Pool, PoolBuf, PoolError, Space, tag};
+use xlaunch_pool::{Mode, Options, Pool, PoolBuf, PoolError, Space, StreamId, tag};
 
 const MIB: usize = 1 << 20;
 
@@ -261,6 +261,26 @@ fn a_planned_buffer_dropped_on_another_thread_comes_back_in_time() {
         pool.finish_planning();
     }
     assert_eq!((pool.stats().plan_hits, pool.stats().live.current()), (2 * 4, 0));
+}
+
+/// The region is handed out without the lock: while a step may do so, it stays.
+#[test]
+fn a_trim_from_another_thread_leaves_a_planned_step_its_memory() {
+    let (pool, sim) = sim_pool(1024 * MIB, Mode::Plan);
+    for round in 0..4 {
+        let step = pool.step(0);
+        if round == 3 {
+            let other = pool.clone();
+            std::thread::spawn(move || other.trim().unwrap()).join().unwrap();
+        }
+        drop(pool.alloc::<u8>(3 * MIB).unwrap());
+        let buf = pool.alloc::<u8>(3 * MIB).unwrap();
+        sim.write(StreamId::default(), buf.address(), 3 * MIB as u64, 1);
+        drop((buf, step));
+        pool.finish_planning();
+    }
+    assert_eq!((pool.stats().plan_hits, sim.finish()), (4, Vec::new()));
+    assert!(pool.trim().unwrap() > 0, "afterwards it goes");
 }
 
 #[test]

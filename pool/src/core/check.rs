@@ -12,16 +12,6 @@ impl Core {
         self.check_books()
     }
 
-    /// Address and length of every live block, in order of addresses where these are contiguous.
-    pub fn live_ranges(&self) -> Vec<(u64, u64)> {
-        self.blocks
-            .in_order()
-            .map(|index| self.blocks.get(index))
-            .filter(|block| block.state == State::Used)
-            .map(|block| (self.address_of(block.start), u64::from(block.granules) * GRANULE))
-            .collect()
-    }
-
     fn check_tiling(&self) -> Result<(), String> {
         let (mut before, mut end) = (NONE, 0);
         let mut last = None;

@@ -174,9 +174,11 @@ impl Planner {
         self.pinned = false;
     }
 
-    /// Gives the region back to the allocator, if no buffer lies in it and nobody relies on its place.
+    /// Gives the region back to the allocator, if no buffer lies in it and nobody relies on its place: no captured graph,
+    /// and no planned step, which hands parts of it out without asking here.
     pub(crate) fn give_region_back(&mut self, core: &mut Core) -> bool {
-        if self.pinned || !self.book.idle() {
+        let serving = self.step.as_ref().is_some_and(|step| step.recording.is_none());
+        if self.pinned || serving || self.book.in_use() {
             return false;
         }
         self.region.take().is_some_and(|region| core.free(region.handle).is_ok())

@@ -39,8 +39,11 @@ pub(crate) struct Book {
     base: AtomicU64,
     cursor: AtomicUsize,
     step: AtomicU32,
-    /// Of steps that are over.
+    /// Of the present step: slots passed over that the plan would have served.
+    unserved: AtomicU64,
+    /// Slots handed out in steps that are over, and slots freed: outside a step the difference is in use.
     hits: AtomicU64,
+    freed: AtomicU64,
     misses: AtomicU64,
     returns: Returns<Ticket>,
 }
@@ -101,7 +104,9 @@ impl Book {
             base: AtomicU64::new(0),
             cursor: AtomicUsize::new(0),
             step: AtomicU32::new(0),
+            unserved: AtomicU64::new(0),
             hits: AtomicU64::new(0),
+            freed: AtomicU64::new(0),
             misses: AtomicU64::new(0),
             returns: Returns::new(),
         }))
@@ -128,6 +133,7 @@ impl Book {
     pub(crate) fn begin(&'static self, number: usize, base: u64) {
         self.base.store(base, Relaxed);
         self.cursor.store(0, Relaxed);
+        self.unserved.store(0, Relaxed);
         // The low bit of a slot's state is taken, so steps count to 2^31 and begin anew; zero is no step.
         let step = self.step.load(Relaxed) % (u32::MAX >> 1) + 1;
         self.step.store(step, Relaxed);
@@ -140,8 +146,8 @@ impl Book {
             && std::ptr::eq(book, self)
         {
             ACTIVE.set(None);
-            let hits = table.used_in(self.step.load(Relaxed)) as u64;
-            update(&self.hits, |before| before + hits);
+            let served = table.served_before(self.cursor.load(Relaxed)) - self.unserved.load(Relaxed);
+            update(&self.hits, |hits| hits + served);
         }
     }
 
@@ -151,9 +157,10 @@ impl Book {
         !self.in_use()
     }
 
-    /// Whether a slot may still be in use, as seen from any thread.
+    /// Whether a slot may still be in use: outside a step, from any thread that took the pool's lock.
     pub(crate) fn in_use(&self) -> bool {
-        self.live_bytes() != 0
+        // What the owner has freed may be seen late, which errs to the safe side.
+        self.hits.load(Relaxed) != self.freed.load(Relaxed)
     }
 
     /// Bytes in use.
@@ -167,9 +174,15 @@ impl Book {
         (self.hits.load(Relaxed), self.misses.load(Relaxed))
     }
 
+    /// As [`serve`](Self::serve), of so many bytes.
+    #[inline(always)]
+    pub(crate) fn serve_bytes(&'static self, bytes: usize) -> Option<(u64, Ticket)> {
+        self.serve(u32::try_from(bytes.max(1).div_ceil(GRANULE as usize)).ok()?)
+    }
+
     /// The address for the step's next request, if the plan has one for it.
     #[inline(always)]
-    pub(crate) fn serve(&'static self, granules: u32) -> Option<(u64, Ticket)> {
+    fn serve(&'static self, granules: u32) -> Option<(u64, Ticket)> {
         let (book, table) = ACTIVE.get()?;
         if !std::ptr::eq(book, self) {
             return None;
@@ -206,6 +219,7 @@ impl Book {
         let free = table.all_before(slot, step * 2 + 1);
         if !free {
             update(&self.misses, |misses| misses + 1);
+            update(&self.unserved, |unserved| unserved + 1);
         }
         free
     }
@@ -222,6 +236,8 @@ impl Book {
         match ahead.zip(cursor..).find(|(slot, _)| slot.granules == granules) {
             Some((slot, number)) => {
                 update(&self.misses, |misses| misses + (number - cursor) as u64);
+                let skipped = table.served_before(number) - table.served_before(cursor);
+                update(&self.unserved, |unserved| unserved + skipped);
                 self.hand_out(table, number, slot)
             }
             None => {
@@ -235,6 +251,7 @@ impl Book {
     fn mark_free(Ticket { table, slot_and_step }: Ticket) {
         let (slot, step) = (slot_and_step as u32, (slot_and_step >> 32) as u32);
         table.slots[slot as usize].state.store(step * 2 + 1, Relaxed);
+        update(&table.book.freed, |freed| freed + 1);
     }
 
     fn take_returns(&self) {

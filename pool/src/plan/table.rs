@@ -42,6 +42,8 @@ pub(crate) struct Table {
     pub(crate) slots: Box<[Slot]>,
     /// For each slot, the slots whose memory it takes over within a step: those that were last on each of its granules.
     before: Box<[u32]>,
+    /// For each slot, how many before it the plan serves; one more for all.
+    served_before: Box<[u32]>,
     /// Length of the region.
     pub(crate) granules: u32,
 }
@@ -57,6 +59,7 @@ impl Table {
         let Packing { offsets, granules } = pack(&lives, time);
         let mut places = offsets.into_iter();
         let mut slots = Vec::with_capacity(requests.len());
+        let mut served_before = vec![0];
         let mut all_before = Vec::new();
         // Who was last on each part of the region: disjoint intervals (start, end, slot).
         let mut last: Vec<(u32, u32, u32)> = Vec::new();
@@ -70,9 +73,16 @@ impl Table {
             let before = (first, all_before.len() as u32);
             let first_before = first_before.unwrap_or(NOBODY);
             let state = AtomicU32::new(0);
+            served_before.push(served_before[number as usize] + u32::from(offset != ELSEWHERE));
             slots.push(Slot { state, granules: request.granules, offset, first_before, before });
         }
-        Some(Self { book, slots: slots.into(), before: all_before.into(), granules })
+        Some(Self {
+            book,
+            slots: slots.into(),
+            before: all_before.into(),
+            served_before: served_before.into(),
+            granules,
+        })
     }
 
     /// Slots in use.
@@ -83,9 +93,9 @@ impl Table {
             .filter(|slot| !matches!(slot.state.load(Relaxed), state if state == 0 || state % 2 == 1))
     }
 
-    /// Slots that this step used.
-    pub(crate) fn used_in(&self, step: u32) -> usize {
-        self.slots.iter().filter(|slot| slot.state.load(Relaxed) / 2 == step).count()
+    /// Of the slots before this number, those that the plan serves.
+    pub(crate) fn served_before(&self, number: usize) -> u64 {
+        self.served_before.get(number).map_or(0, |count| u64::from(*count))
     }
 
     /// Whether all slots that this one takes memory over from are in this state.
