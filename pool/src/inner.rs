@@ -12,7 +12,7 @@ use std::path::PathBuf;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{AcqRel, Relaxed, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicUsize, fence};
 
 #[cfg(feature = "cuda")]
 use crate::backing::cuda::Lanes;
@@ -204,17 +204,16 @@ impl Inner {
         let wait = self.debug || self.closed.load(Relaxed);
         match if wait { Some(self.state.lock()) } else { self.state.try_lock() } {
             Some(mut state) => state.put_back(handle),
-            None => self.returns.push(handle),
+            None => {
+                self.returns.push(handle);
+                // Between the push and the look below, as between the mark and the look at what was pushed in `dropped`:
+                // one of the two sees the other.
+                fence(SeqCst);
+            }
         }
-        // Orders the look below behind the push above: closing sets the mark first and takes what was pushed then.
-        if self.closed_since() {
+        if self.closed.load(Relaxed) {
             self.give_up();
         }
-    }
-
-    #[inline]
-    fn closed_since(&self) -> bool {
-        self.closed.load(SeqCst)
     }
 
     /// Takes memory back that came from the driver. It waits for the lock: the driver is called under it anyway.
@@ -222,7 +221,7 @@ impl Inner {
         if let Source::Direct(direct) = &mut self.state.lock().source {
             direct.free(address, bytes);
         }
-        if self.closed_since() {
+        if self.closed.load(Relaxed) {
             self.give_up();
         }
     }
@@ -235,7 +234,8 @@ impl Inner {
     /// One handle less; the last one closes the pool.
     pub(crate) fn dropped(&self) {
         if self.handles.fetch_sub(1, AcqRel) == 1 {
-            self.closed.store(true, SeqCst);
+            self.closed.store(true, Relaxed);
+            fence(SeqCst);
             self.give_up();
         }
     }
