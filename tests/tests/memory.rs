@@ -80,7 +80,15 @@ fn a_trace_of_the_first_step_is_written_and_can_be_replayed() {
     let trace = dir.join("pool-rank1.csv").display().to_string();
     let bench = Running::start(&mut job.command(&["bench", "alloc", "--trace", &trace])).finish();
     assert_eq!(bench.code, 0, "{}", bench.stderr);
-    for words in ["nanoseconds", "llama-28m", "gpt2-124m", "PyTorch's algorithm", "lower bound", &trace] {
+    for words in [
+        "nanoseconds",
+        "llama-28m",
+        "gpt2-124m",
+        "PyTorch's algorithm",
+        "lower bound",
+        "driver allocations",
+        &trace,
+    ] {
         assert!(bench.stdout.contains(words), "{words} in {}", bench.stdout);
     }
     let missing = Running::start(&mut job.command(&["bench", "alloc", "--trace", "nowhere.csv"])).finish();

@@ -71,6 +71,8 @@ fn table(out: &mut String, name: &str, trace: &Trace) {
         let (mapped, share) = (mapped as f64 / f64::from(1 << 20), mapped as f64 / live as f64);
         line(out, format_args!("  {name:<46}{mapped:>12.1}{share:>12.4}"));
     }
+    let calls: Vec<String> = trace.driver_allocations(STEPS).iter().map(u64::to_string).collect();
+    line(out, format_args!("  xlaunch's driver allocations, step by step: {}", calls.join(", ")));
 }
 
 fn line(out: &mut String, text: std::fmt::Arguments<'_>) {

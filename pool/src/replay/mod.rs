@@ -144,19 +144,24 @@ impl Trace {
         outcomes
     }
 
+    /// Driver allocations that this crate's allocator makes in each step.
+    pub fn driver_allocations(&self, steps: usize) -> Vec<u64> {
+        let mut ours = Ours::new();
+        let mut tokens = HashMap::new();
+        replay(&mut ours, &mut tokens, &self.start, true);
+        let mut step = || {
+            let before = ours.core.books().chunks.added;
+            replay(&mut ours, &mut tokens, &self.step, false);
+            ours.core.books().chunks.added - before
+        };
+        (0..steps).map(|_| step()).collect()
+    }
+
     fn run(&self, model: &mut dyn Model, steps: usize) -> u64 {
         let mut tokens = HashMap::new();
-        let mut apply = |model: &mut dyn Model, op: &Op, persistent: bool| match *op {
-            Op::Alloc { buffer, bytes } => drop(tokens.insert(buffer, model.alloc(bytes, persistent))),
-            Op::Free { buffer } => {
-                if let Some(token) = tokens.remove(&buffer) {
-                    model.free(token);
-                }
-            }
-        };
-        self.start.iter().for_each(|op| apply(model, op, true));
+        replay(model, &mut tokens, &self.start, true);
         for _ in 0..steps {
-            self.step.iter().for_each(|op| apply(model, op, false));
+            replay(model, &mut tokens, &self.step, false);
         }
         model.mapped()
     }
@@ -190,6 +195,20 @@ impl Trace {
         let region = pack(&lives, Duration::from_secs(1)).granules;
         let bytes = |region: u32| (persistent + u64::from(region)) * GRANULE;
         (bytes(region), bytes(lower_bound(&lives)))
+    }
+}
+
+/// Gives a model these requests; `tokens` holds its live buffers.
+fn replay(model: &mut dyn Model, tokens: &mut HashMap<usize, u64>, ops: &[Op], persistent: bool) {
+    for op in ops {
+        match *op {
+            Op::Alloc { buffer, bytes } => drop(tokens.insert(buffer, model.alloc(bytes, persistent))),
+            Op::Free { buffer } => {
+                if let Some(token) = tokens.remove(&buffer) {
+                    model.free(token);
+                }
+            }
+        }
     }
 }
 
@@ -254,6 +273,20 @@ mod tests {
             let error = Trace::parse(&format!("{LOG}{line}\n")).unwrap_err();
             assert_eq!(error.line, 5);
             assert!(error.reason.contains(reason), "{error}");
+        }
+    }
+
+    #[test]
+    fn recorded_steps_need_no_driver_after_the_first_and_little_more_than_is_live() {
+        for (name, log) in RECORDED {
+            let trace = Trace::parse(log).unwrap();
+            let calls = trace.driver_allocations(4);
+            assert!(calls[0] > 0 && calls[1..] == [0, 0, 0], "{name}: {calls:?}");
+            let outcomes = trace.compare(4);
+            let share = |index: usize| outcomes[index].mapped as f64 / outcomes[index].live as f64;
+            let (classes, torch, ours, planned, bound) = (share(0), share(1), share(2), share(3), share(4));
+            assert!(ours <= 1.03 && ours <= torch && torch < classes, "{name}: {ours}, {torch}, {classes}");
+            assert!(planned <= 1.015 * bound, "{name}: {planned} of {bound}");
         }
     }
 
