@@ -158,15 +158,13 @@ fn a_peer_that_dies_is_named() {
         let _buf = reduce(&mut ring, &pool, 1000);
         let error = ring.finish().unwrap_err();
         assert!(start.elapsed() < Duration::from_secs(5));
-        Some((ring.rank(), error))
+        Some(error)
     });
-    for (rank, error) in errors.into_iter().flatten() {
-        // Rank 0 sends to the dead one or hears from rank 2 which gave up; rank 2 hears nothing from it.
-        assert!(matches!(error, CommError::PeerLost { .. }), "{error}");
-        if rank == 2 {
-            assert!(error.to_string().contains("rank 1"), "{error}");
-        }
-    }
+    let errors: Vec<CommError> = errors.into_iter().flatten().collect();
+    assert!(errors.iter().all(|error| matches!(error, CommError::PeerLost { .. })), "{errors:?}");
+    // Rank 0 sends to the dead one and rank 2 hears from it: whoever notices first says so. The other may only see that
+    // the first gave up.
+    assert!(errors.iter().any(|error| error.to_string().contains("rank 1")), "{errors:?}");
 }
 
 #[test]
