@@ -14,15 +14,6 @@
 // Columns of the head's width that one thread owns.
 #define WC ((WIDTH + 15) / 16)
 
-struct Place {
-    i64 seq, heads, kv_heads;
-    __device__ i64 row() const { return (heads + 2 * kv_heads) * WIDTH; }
-    __device__ i64 kv(i64 head) const { return head / (heads / kv_heads); }
-    __device__ i64 q_at(i64 head) const { return head * WIDTH; }
-    __device__ i64 k_at(i64 head) const { return (heads + kv(head)) * WIDTH; }
-    __device__ i64 v_at(i64 head) const { return (heads + kv_heads + kv(head)) * WIDTH; }
-};
-
 // TILE rows of WIDTH elements, `stride` apart, from row `first`, into shared memory.
 __device__ inline void load_tile(float* tile, const ACT* rows, i64 stride, i64 first, i64 seq) {
     for (int i = threadIdx.x; i < TILE * WIDTH; i += 256) {

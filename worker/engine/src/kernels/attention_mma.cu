@@ -15,15 +15,6 @@
 
 typedef unsigned u32;
 
-struct Place {
-    i64 seq, heads, kv_heads;
-    __device__ i64 row() const { return (heads + 2 * kv_heads) * WIDTH; }
-    __device__ i64 kv(i64 head) const { return head / (heads / kv_heads); }
-    __device__ i64 q_at(i64 head) const { return head * WIDTH; }
-    __device__ i64 k_at(i64 head) const { return (heads + kv(head)) * WIDTH; }
-    __device__ i64 v_at(i64 head) const { return (heads + kv_heads + kv(head)) * WIDTH; }
-};
-
 // Place of 8 elements of a tile in shared memory. Eight rows' chunks of one column lie in distinct banks.
 __device__ inline int at(int row, int chunk) {
 #if WIDTH % 64 == 0

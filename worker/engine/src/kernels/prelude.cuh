@@ -168,3 +168,15 @@ __device__ inline void sum_of_rows(const Eight& mine, float* out, i64 c, i64 col
     for (int row = 0; row < 8; row++) sum += sums[row][threadIdx.y][threadIdx.x];
     if (c + threadIdx.y < cols) out[c + threadIdx.y] = sum;
 }
+
+#ifdef WIDTH
+// Where the heads of a token's row of qkv [B,T,(H+2Hkv)D] lie; D is WIDTH.
+struct Place {
+    i64 seq, heads, kv_heads;
+    __device__ i64 row() const { return (heads + 2 * kv_heads) * WIDTH; }
+    __device__ i64 kv(i64 head) const { return head / (heads / kv_heads); }
+    __device__ i64 q_at(i64 head) const { return head * WIDTH; }
+    __device__ i64 k_at(i64 head) const { return (heads + kv(head)) * WIDTH; }
+    __device__ i64 v_at(i64 head) const { return (heads + kv_heads + kv(head)) * WIDTH; }
+};
+#endif
