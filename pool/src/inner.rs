@@ -27,7 +27,7 @@ use crate::lock::{Guard, Lock};
 use crate::plan::Planner;
 use crate::plan::serve::Book;
 use crate::pool::{Mode, Options, Space};
-use crate::report::Snapshot;
+use crate::report::{Snapshot, by_site};
 use crate::returns::Returns;
 use crate::stats::Stats;
 use crate::trace::{Action, Event, Trace};
@@ -244,7 +244,7 @@ impl Inner {
     /// of its context, as a drop never calls CUDA; and all is left as it is while a planned buffer may be in use.
     #[cold]
     fn give_up(&self) {
-        let in_use = self.book.is_some_and(|book| !book.own() && book.in_use() || book.own() && !book.idle());
+        let in_use = self.book.is_some_and(|book| if book.own() { !book.idle() } else { book.in_use() });
         let mut state = self.lock();
         if self.space != Space::Host || in_use {
             return;
@@ -359,31 +359,23 @@ impl State {
     }
 
     fn put_back(&mut self, handle: Handle) {
-        let Source::Core(core) = &mut self.source else { return };
-        if !self.watched {
-            // A buffer gives its handle back once.
-            let _ = core.free(handle);
-            return;
-        }
-        if let Some(recording) = self.planner.as_mut().and_then(Planner::recording)
+        let Self { source: Source::Core(core), planner, trace, debug, watched, .. } = self else { return };
+        let block = if *watched { core.block_info(handle) } else { None };
+        if *watched
+            && let Some(recording) = planner.as_mut().and_then(Planner::recording)
             && let Some(ordinal) = core.ordinal(handle)
         {
             recording.free(ordinal);
         }
-        if (self.trace.is_some() || self.debug.is_some())
-            && let Some(block) = core.block_info(handle)
-        {
-            if let Some(debug) = &mut self.debug {
-                debug.dropped(block);
-            }
-            let request = Request { stream: block.stream, site: block.site, ..Request::new(0) };
-            let _ = core.free(handle);
-            if let Some(trace) = &mut self.trace {
-                trace.add(event(core, Action::Free, &request, block.address, block.bytes));
-            }
-            return;
+        if let (Some(debug), Some(block)) = (debug, block) {
+            debug.dropped(block);
         }
+        // A buffer gives its handle back once.
         let _ = core.free(handle);
+        if let (Some(trace), Some(block)) = (trace, block) {
+            let request = Request { stream: block.stream, site: block.site, ..Request::new(0) };
+            trace.add(event(core, Action::Free, &request, block.address, block.bytes));
+        }
     }
 
     /// The plans' region goes before a request is refused; then the report.
@@ -426,18 +418,7 @@ fn event(core: &Core, action: Action, request: &Request, address: u64, bytes: u6
 }
 
 fn report(core: &Core, request: &Request, refusal: Refusal) -> OutOfMemory {
-    let mut top: Vec<(u64, u64, _)> = Vec::new();
-    for block in core.survey().iter().flatten().filter(|block| block.requested.is_some()) {
-        match top.iter_mut().find(|(_, _, site)| *site == block.site) {
-            Some((bytes, buffers, _)) => {
-                *bytes += block.bytes;
-                *buffers += 1;
-            }
-            None => top.push((block.bytes, 1, block.site)),
-        }
-    }
-    top.sort_by_key(|(bytes, _, _)| std::cmp::Reverse(*bytes));
-    top.truncate(TOP_SITES);
+    let sites = by_site(&core.survey()).into_iter().take(TOP_SITES);
     let books = core.books();
     OutOfMemory {
         requested: request.bytes,
@@ -451,7 +432,7 @@ fn report(core: &Core, request: &Request, refusal: Refusal) -> OutOfMemory {
         device: core.device_memory(),
         largest_free: core.largest_free(),
         pending: core.pending(request.stream),
-        top,
+        top: sites.map(|(site, bytes, buffers)| (bytes, buffers, site)).collect(),
         snapshot: None,
     }
 }

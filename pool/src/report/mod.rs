@@ -28,18 +28,7 @@ pub struct Snapshot {
 impl Snapshot {
     /// Live bytes and buffers by who asked for them, most bytes first: what leaks, when nothing should be live.
     pub fn by_site(&self) -> Vec<(Option<Site>, u64, u64)> {
-        let mut sites: Vec<(Option<Site>, u64, u64)> = Vec::new();
-        for block in self.segments.iter().flatten().filter(|block| block.requested.is_some()) {
-            match sites.iter_mut().find(|(site, _, _)| *site == block.site) {
-                Some((_, bytes, buffers)) => {
-                    *bytes += block.bytes;
-                    *buffers += 1;
-                }
-                None => sites.push((block.site, block.bytes, 1)),
-            }
-        }
-        sites.sort_by_key(|(_, bytes, _)| std::cmp::Reverse(*bytes));
-        sites
+        by_site(&self.segments)
     }
 
     /// Writes a file for PyTorch's memory_viz.
@@ -48,7 +37,23 @@ impl Snapshot {
     }
 }
 
-/// Bytes live and mapped, and what happened, need a name for a site that was not noted.
+/// Live bytes and buffers of a survey by who asked for them, most bytes first.
+pub(crate) fn by_site(segments: &[Vec<BlockInfo>]) -> Vec<(Option<Site>, u64, u64)> {
+    let mut sites: Vec<(Option<Site>, u64, u64)> = Vec::new();
+    for block in segments.iter().flatten().filter(|block| block.requested.is_some()) {
+        match sites.iter_mut().find(|(site, _, _)| *site == block.site) {
+            Some((_, bytes, buffers)) => {
+                *bytes += block.bytes;
+                *buffers += 1;
+            }
+            None => sites.push((block.site, block.bytes, 1)),
+        }
+    }
+    sites.sort_by_key(|(_, bytes, _)| std::cmp::Reverse(*bytes));
+    sites
+}
+
+/// What a buffer is for; empty if nobody said.
 fn tag(site: Option<Site>) -> &'static str {
     site.map_or("", |site| site.tag)
 }
