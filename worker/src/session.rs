@@ -14,7 +14,7 @@ use xlaunch_proto::convert::{Join, Joined};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::ids::{Digest, NcclId};
 use xlaunch_proto::model::ModelShape;
-use xlaunch_proto::spec::{JobSpec, PoolMode, Precision, Tokenizer};
+use xlaunch_proto::spec::{Exec, JobSpec, PoolMode, Precision, Tokenizer};
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Finished, GetJobRequest, Hello, TrainStarted};
 
@@ -26,7 +26,7 @@ use crate::error::{Result, WorkerError};
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, init};
 use crate::optim::AdamW;
-use crate::train::{self, Outcome, Run, Stepper};
+use crate::train::{self, Evaluator, Outcome, Run, Stepper};
 
 /// Time for ring neighbours to connect once all ranks have joined.
 const CONNECT: Duration = Duration::from_secs(30);
@@ -56,7 +56,8 @@ pub fn run(environment: &Environment) -> Result<ExitCode> {
         device.backend.write_f32(optimizer.v.all(), v)?;
     }
     let world = environment.world_size.index();
-    let mut stepper = Stepper::new(&device.backend, &model, &spec, world)?;
+    let stepper = Stepper::new(&device.backend, &model, &spec, world)?;
+    let evaluator = Evaluator::new(&device.backend, &model, &spec)?;
 
     let run_dir = PathBuf::from(&job.run_dir);
     let mut collective = meet(environment, &control, &spec, &model, &device, &run_dir)?;
@@ -74,7 +75,8 @@ pub fn run(environment: &Environment) -> Result<ExitCode> {
         backend: &device.backend,
         model: &model,
         optimizer: &optimizer,
-        stepper: &mut stepper,
+        stepper: &stepper,
+        evaluator: &evaluator,
         collective: &mut *collective,
         dataset: &dataset,
         loader: &loader,
@@ -85,7 +87,11 @@ pub fn run(environment: &Environment) -> Result<ExitCode> {
         pool_trace: environment.pool_trace.as_deref(),
         profile: environment.profile,
     }
-    .run()?;
+    .run();
+    // Whatever the outcome: the communicator's end waits for graphs that hold its sums.
+    stepper.forget_captures();
+    evaluator.forget_captures();
+    let outcome = outcome?;
     let finished = finish(&spec, &device.backend, &model, &mut *collective, outcome, &dataset)?;
     collective.finalize()?;
     control.report(Report::Finished(finished));
@@ -101,7 +107,10 @@ struct Opened {
 
 impl Opened {
     fn new(environment: &Environment, spec: &JobSpec) -> Result<Self> {
+        let graphs = spec.engine.exec == Exec::Graph && environment.device != Device::Cpu;
         let mode = match spec.engine.pool {
+            // Graphs hold addresses, which only a plan repeats.
+            PoolMode::On if graphs => engine::PoolMode::Plan,
             PoolMode::On => engine::PoolMode::On,
             PoolMode::Plan => engine::PoolMode::Plan,
             PoolMode::Off => engine::PoolMode::Off,

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 use xlaunch_pool::{DType, Pool, PoolError};
 
+use crate::cuda::Graph;
 use crate::shapes::{
     Accumulate, AdamWShape, AttentionShape, ClassifierShape, EmbedShape, LinearShape, NormShape,
 };
@@ -104,6 +105,17 @@ pub trait Backend {
     /// Ends it; the times, the longest first.
     fn end_profile(&self) -> Result<Vec<KernelTime>> {
         Ok(Vec::new())
+    }
+
+    /// From now on, records what is enqueued to the compute stream, and to streams that are ordered behind it, instead of
+    /// running it. False, and nothing begun, where work runs as it is given: on the CPU.
+    fn begin_capture(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// What was recorded. It may be launched as long as the memory that it works on is left to it: see [`Graph`].
+    fn end_capture(&self) -> Result<Graph> {
+        Err(EngineError::Cuda { what: "failed to end a capture".into(), reason: "none was begun".into() })
     }
 
     /// What this computes on.

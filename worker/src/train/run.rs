@@ -9,7 +9,8 @@ use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointReport, EvalReport, StepReport};
 
-use super::step::{Requests, StepKind, StepResult, Stepper};
+use super::evaluate::Evaluator;
+use super::step::{Requests, StepResult, Stepper};
 use crate::checkpoint::{self, Snapshot, State};
 use crate::control::Control;
 use crate::data::{Dataset, Loader};
@@ -25,7 +26,8 @@ pub struct Run<'a> {
     pub backend: &'a BackendHandle,
     pub model: &'a Model,
     pub optimizer: &'a AdamW,
-    pub stepper: &'a mut Stepper,
+    pub stepper: &'a Stepper,
+    pub evaluator: &'a Evaluator,
     pub collective: &'a mut dyn Collective,
     pub dataset: &'a Dataset,
     pub loader: &'a Loader,
@@ -90,9 +92,11 @@ impl Run<'_> {
         let profiled = self.profile == Some(step) && self.collective.rank() == 0;
         if profiled {
             self.backend.begin_profile();
+            self.stepper.one_by_one(true);
         }
         let result = self.stepper.step(self.model, self.optimizer, self.collective, self.loader, requests)?;
         if profiled {
+            self.stepper.one_by_one(false);
             print_profile(step, &self.backend.end_profile()?);
         }
         if !result.loss.is_finite() {
@@ -133,8 +137,7 @@ impl Run<'_> {
 
     fn evaluate(&mut self, step: u64) -> Result<()> {
         let Some(val) = &self.dataset.val else { return Ok(()) };
-        let _step = self.backend.pool().step(StepKind::Evaluate as u64);
-        let (loss, tokens) = super::evaluate(self.backend, self.model, self.collective, val, self.spec)?;
+        let (loss, tokens) = self.evaluator.evaluate(self.model, self.collective, val)?;
         if self.collective.rank() == 0 {
             self.control.report(Report::Eval(EvalReport { step, loss, tokens }));
         }

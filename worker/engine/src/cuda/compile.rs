@@ -1,20 +1,13 @@
-//! Kernel text to machine code: NVRTC, and a cache of what it made.
-//!
-//! A cubin lies in the cache under a name made of its source, options, NVRTC version and architecture, so that it is
-//! never stale. It is written beside its place and renamed: a reader sees all of it or nothing. A lock file makes one of
-//! several ranks compile while the others wait for its result. A cache that cannot be used costs time, nothing else.
+//! Kernel text to machine code: NVRTC. What it made is cached by source, options, NVRTC version and architecture.
 
 use std::ffi::{CString, c_int};
-use std::fs::File;
-use std::path::{Path, PathBuf};
 
 use cudarc::nvrtc::{result, sys};
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::cache::cached;
 use crate::backend::{EngineError, Result};
 
-/// Place of the cache, before the places of the XDG base directory specification.
-const CACHE_VARIABLE: &str = "XLAUNCH_CACHE";
 const PRELUDE: &str = include_str!("../kernels/prelude.cuh");
 
 /// One `.cu` file.
@@ -22,14 +15,6 @@ const PRELUDE: &str = include_str!("../kernels/prelude.cuh");
 pub(super) struct Source {
     pub(super) file: &'static str,
     pub(super) text: &'static str,
-}
-
-/// Where cubins lie; `None` where there is no home either.
-pub(super) fn cache_dir() -> Option<PathBuf> {
-    let path = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    path(CACHE_VARIABLE)
-        .or_else(|| Some(path("XDG_CACHE_HOME")?.join("xlaunch")))
-        .or_else(|| Some(path("HOME")?.join(".cache/xlaunch")))
 }
 
 /// The cubin of a source for `arch` with these macros: from the cache, or compiled and put there. `usable` is asked
@@ -41,40 +26,14 @@ pub(super) fn cubin<T>(
     usable: impl Fn(Vec<u8>) -> Result<T>,
 ) -> Result<T> {
     let options = options(arch, defines);
-    let Some(dir) = cache_dir().filter(|dir| std::fs::create_dir_all(dir).is_ok()) else {
-        return usable(compile(source, arch, &options)?);
-    };
-    let path = dir.join(file_name(source, &options, version()));
-    if let Ok(kernel) = read(&path, &usable) {
-        return Ok(kernel);
-    }
-    // The lock goes with the file's last handle, also when this process is killed.
-    let lock = File::create(path.with_extension("lock")).and_then(|file| file.lock().map(|()| file));
-    if lock.is_ok()
-        && let Ok(kernel) = read(&path, &usable)
-    {
-        return Ok(kernel);
-    }
-    let bytes = compile(source, arch, &options)?;
-    // A full or read-only disk: the next process compiles again.
-    let _ = write(&path, &bytes);
-    usable(bytes)
+    let name = file_name(source, &options, version());
+    cached(&name, usable, || compile(source, arch, &options))
 }
 
 pub(super) fn options(arch: &str, defines: &[String]) -> Vec<String> {
     let mut options = vec![format!("--gpu-architecture={arch}"), "--std=c++17".into()];
     options.extend(defines.iter().map(|define| format!("--define-macro={define}")));
     options
-}
-
-fn read<T>(path: &Path, usable: &impl Fn(Vec<u8>) -> Result<T>) -> std::result::Result<T, ()> {
-    usable(std::fs::read(path).map_err(drop)?).map_err(drop)
-}
-
-fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    let part = path.with_extension(format!("part-{}", std::process::id()));
-    std::fs::write(&part, bytes)?;
-    std::fs::rename(&part, path)
 }
 
 fn file_name(source: Source, options: &[String], version: (c_int, c_int)) -> String {

@@ -3,7 +3,9 @@
 //! - `device`: libraries, context, stream;
 //! - `attention`: which attention kernels, in which tiles;
 //! - `compile`, `kernels`: `../kernels/*.cu` to machine code, loaded and launched by name;
+//! - `cache`: files that later processes read;
 //! - `gemm`: matrix products by cuBLASLt;
+//! - `graph`: launches recorded once;
 //! - `profile`: where the device's time goes;
 //! - `staging`: host to device through pinned memory;
 //! - `ops`: every operation's checks and launches;
@@ -14,9 +16,11 @@
 //! Each operation checks lengths and element types before it enqueues anything: kernels trust them.
 
 mod attention;
+mod cache;
 mod compile;
 mod device;
 mod gemm;
+mod graph;
 mod kernels;
 mod ops;
 mod profile;
@@ -31,6 +35,7 @@ use crate::tensor::Slice;
 use device::Device;
 pub use device::{compute_stream, default_mempool_high};
 use gemm::Gemm;
+pub use graph::Graph;
 use kernels::{Arg, Kernels, Launch};
 use staging::Staging;
 
@@ -59,7 +64,7 @@ impl CudaBackend {
         let pool = Pool::cuda(&device.stream, pool)?;
         Ok(Self {
             kernels: Kernels::load(&device, activations)?,
-            gemm: Gemm::new(&device, precision, &pool)?,
+            gemm: Gemm::new(&device, precision, true, &pool)?,
             staging: Staging::new(&device)?,
             device,
             activations,

@@ -10,7 +10,7 @@ use super::attention::Kernel;
 use super::gemm::{plain, transposed};
 use super::kernels::{Arg, Launch};
 use super::staging::cuda;
-use super::{CudaBackend, THREADS, expect, expect_grad, is_bf16};
+use super::{CudaBackend, Graph, THREADS, expect, expect_grad, graph, is_bf16};
 use crate::backend::{Backend, DeviceInfo, KernelTime, Result};
 use crate::shapes::{
     Accumulate, AdamWShape, AttentionShape, ClassifierShape, DECAY_CHUNK, EmbedShape, LinearShape, NormKind,
@@ -41,6 +41,14 @@ impl Backend for CudaBackend {
 
     fn end_profile(&self) -> Result<Vec<KernelTime>> {
         self.device.profiler.end()
+    }
+
+    fn begin_capture(&self) -> Result<bool> {
+        graph::begin(&self.device).map(|()| true)
+    }
+
+    fn end_capture(&self) -> Result<Graph> {
+        graph::end(&self.device)
     }
 
     fn device(&self) -> &DeviceInfo {
@@ -238,16 +246,18 @@ impl Backend for CudaBackend {
         self.act(w, s.outputs * s.inputs);
         self.maybe_act(bias, s.outputs);
         self.act(y, s.rows * s.outputs);
+        let (w, x) = (transposed(w), plain(x));
         // SAFETY: checked above; y is no input by the operation's contract.
-        unsafe { self.gemm.product(s.outputs, s.rows, s.inputs, transposed(w), plain(x), bias, y, false) }
+        unsafe { self.gemm.product(s.outputs, s.rows, s.inputs, w, x, bias, y, false) }
     }
 
     fn linear_bwd_input(&self, s: LinearShape, dy: Slice<'_>, w: Slice<'_>, dx: Slice<'_>) -> Result<()> {
         self.act(dy, s.rows * s.outputs);
         self.act(w, s.outputs * s.inputs);
         self.act(dx, s.rows * s.inputs);
+        let (w, dy) = (plain(w), plain(dy));
         // SAFETY: checked above; dx is no input by the operation's contract.
-        unsafe { self.gemm.product(s.inputs, s.rows, s.outputs, plain(w), plain(dy), None, dx, false) }
+        unsafe { self.gemm.product(s.inputs, s.rows, s.outputs, w, dy, None, dx, false) }
     }
 
     fn linear_bwd_weight(
