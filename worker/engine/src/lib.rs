@@ -14,7 +14,7 @@ pub mod cuda;
 pub mod shapes;
 pub mod tensor;
 
-pub use backend::{Backend, DeviceInfo, EngineError, KernelTime, Precision, Result};
+pub use backend::{Backend, DeviceInfo, EngineError, KernelTime, Precision, Reading, Result};
 pub use shapes::*;
 pub use tensor::{Slice, Tensor};
 pub use xlaunch_pool::{DType, Mode as PoolMode, Options as PoolOptions, Pool, Stats as PoolStats};

@@ -10,7 +10,7 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointReport, EvalReport, StepReport};
 
 use super::evaluate::Evaluator;
-use super::step::{Requests, StepResult, Stepper};
+use super::step::{Requests, Started, Stepper};
 use crate::checkpoint::{self, Snapshot, State};
 use crate::control::Control;
 use crate::data::{Dataset, Loader};
@@ -52,52 +52,117 @@ pub struct Outcome {
     pub stopped_early: bool,
 }
 
+/// A step that was given to the device.
+#[derive(Debug)]
+struct UnderWay {
+    started: Started,
+    learning_rate: f64,
+}
+
 impl Run<'_> {
     /// Trains until the last step or a Stop command; the last checkpoint is complete when it returns.
+    ///
+    /// A GPU is given its next step before the results of the one under way are waited for, unless something is to happen
+    /// between the two. So a request takes effect at most one step after the one whose results tell of it, and, as all ranks
+    /// decide alike, after the same step everywhere.
     pub fn run(&mut self) -> Result<Outcome> {
-        let total = self.spec.train.steps;
-        let mut saved = None;
         let mut step = self.first_step;
-        let mut stopped_early = false;
-        while step < total && !stopped_early {
-            let result = self.step(step)?;
-            if let Some(dir) = self.pool_trace.take() {
-                self.write_pool_trace(dir)?;
+        let mut asked = Requests::default();
+        let mut next = None;
+        let mut since = Instant::now();
+        while step < self.spec.train.steps && !(asked.stop && next.is_none()) {
+            let under_way = match next.take() {
+                Some(under_way) => under_way,
+                None => {
+                    since = Instant::now();
+                    self.start(step)?
+                }
+            };
+            if asked == Requests::default() && self.may_follow_at_once(step) {
+                next = Some(self.start(step + 1)?);
             }
+            let requests = self.finish(step, under_way, &mut since)?;
+            asked.stop |= requests.stop;
+            asked.checkpoint |= requests.checkpoint;
             step += 1;
-            stopped_early = result.requests.stop && step < total;
-            let due = |every: u64| every != 0 && step.is_multiple_of(every);
-            if due(self.spec.train.eval_every) || (step == total && self.spec.train.eval_every != 0) {
-                self.evaluate(step)?;
-            }
-            if due(self.spec.checkpoint.every) || result.requests.checkpoint || stopped_early || step == total
-            {
-                self.save(step)?;
-                saved = Some(step);
+            if next.is_none() {
+                self.between(step, asked)?;
+                asked.checkpoint = false;
             }
         }
-        debug_assert!(step == self.first_step || saved == Some(step));
-        Ok(Outcome { steps: step, stopped_early })
+        Ok(Outcome { steps: step, stopped_early: step < self.spec.train.steps })
     }
 
-    fn step(&mut self, step: u64) -> Result<StepResult> {
+    /// Whether nothing is to happen between a step and the one after it. The same on every rank.
+    fn may_follow_at_once(&self, step: u64) -> bool {
+        let done = step + 1;
+        let profiled = self.profile == Some(step) || self.profile == Some(done);
+        let asynchronous = self.backend.cuda_stream().is_some();
+        asynchronous
+            && !self.evaluates_after(done)
+            && !self.saves_after(done)
+            && !profiled
+            && !self.traced(step)
+    }
+
+    /// Whether an evaluation is due when `done` steps are completed.
+    fn evaluates_after(&self, done: u64) -> bool {
+        let every = self.spec.train.eval_every;
+        every != 0 && (done.is_multiple_of(every) || done == self.spec.train.steps)
+    }
+
+    /// Whether a checkpoint is due when `done` steps are completed.
+    fn saves_after(&self, done: u64) -> bool {
+        let every = self.spec.checkpoint.every;
+        (every != 0 && done.is_multiple_of(every)) || done == self.spec.train.steps
+    }
+
+    /// Whether the pool's doings are written after this step.
+    fn traced(&self, step: u64) -> bool {
+        step == self.first_step && self.pool_trace.is_some()
+    }
+
+    /// What is due when `step` steps are completed, and no step is under way.
+    fn between(&mut self, step: u64, asked: Requests) -> Result<()> {
+        if let Some(dir) = self.pool_trace.take() {
+            self.write_pool_trace(dir)?;
+        }
+        if self.evaluates_after(step) {
+            self.evaluate(step)?;
+        }
+        if self.saves_after(step) || asked.checkpoint || asked.stop {
+            self.save(step)?;
+        }
+        Ok(())
+    }
+
+    fn start(&mut self, step: u64) -> Result<UnderWay> {
         if let Some(reason) = self.control.lost() {
             return Err(WorkerError::AgentLost(reason));
         }
-        let start = Instant::now();
         let learning_rate = schedule::learning_rate(&self.spec.train, step);
         self.optimizer.prepare(step, learning_rate)?;
         let requests =
             Requests { stop: self.control.stop_asked(), checkpoint: self.control.checkpoint_asked() };
-        let profiled = self.profile == Some(step) && self.collective.rank() == 0;
-        if profiled {
+        if self.profile == Some(step) {
             self.backend.begin_profile();
             self.stepper.one_by_one(true);
         }
-        let result = self.stepper.step(self.model, self.optimizer, self.collective, self.loader, requests)?;
-        if profiled {
+        let started =
+            self.stepper.start(self.model, self.optimizer, self.collective, self.loader, requests)?;
+        Ok(UnderWay { started, learning_rate })
+    }
+
+    /// Waits for a step and reports it. `since`: when the step before it was completed, or this one started.
+    fn finish(&mut self, step: u64, under_way: UnderWay, since: &mut Instant) -> Result<Requests> {
+        let result = self.stepper.finish(under_way.started, self.collective)?;
+        let completed = Instant::now();
+        if self.profile == Some(step) {
             self.stepper.one_by_one(false);
-            print_profile(step, &self.backend.end_profile()?);
+            let times = self.backend.end_profile()?;
+            if self.collective.rank() == 0 {
+                print_profile(step, &times);
+            }
         }
         if !result.loss.is_finite() {
             return Err(WorkerError::Diverged { step, loss: result.loss });
@@ -107,9 +172,9 @@ impl Run<'_> {
         self.control.report(Report::Step(StepReport {
             step,
             loss: result.loss,
-            learning_rate: learning_rate as f32,
+            learning_rate: under_way.learning_rate as f32,
             grad_norm: result.grad_norm,
-            step_seconds: start.elapsed().as_secs_f64(),
+            step_seconds: (completed - *since).as_secs_f64(),
             tokens: self.stepper.tokens_per_step(),
             pool_live_bytes: pool.live.current(),
             pool_mapped_bytes: pool.mapped.current(),
@@ -117,7 +182,8 @@ impl Run<'_> {
             pool_fragmentation: pool.fragmentation() as f32,
             pool_driver_allocations: pool.chunks.added,
         }));
-        Ok(result)
+        *since = completed;
+        Ok(result.requests)
     }
 
     /// What the pool did until now, for PyTorch's memory_viz, for Perfetto, and as a log that can be replayed.

@@ -11,7 +11,7 @@
 //! work that reads it is enqueued, so that the work itself can be captured and replayed: see [`Replay`].
 
 use xlaunch_comm::{Collective, bucket};
-use xlaunch_engine::{Accumulate, DType, Tensor};
+use xlaunch_engine::{Accumulate, DType, Reading, Tensor};
 use xlaunch_proto::spec::{CommSection, JobSpec, WireDtype};
 
 use super::replay::{Part, Replay};
@@ -52,6 +52,10 @@ pub struct StepResult {
     /// What any rank was asked.
     pub requests: Requests,
 }
+
+/// A step that was given to the device.
+#[derive(Debug)]
+pub struct Started(Reading);
 
 /// Everything that steps use again and again.
 #[derive(Debug)]
@@ -135,9 +139,27 @@ impl Stepper {
         loader: &Loader,
         requests: Requests,
     ) -> Result<StepResult> {
+        let started = self.start(model, optimizer, collective, loader, requests)?;
+        self.finish(started, collective)
+    }
+
+    /// Gives one step to the device; `optimizer` was prepared for it.
+    pub fn start(
+        &self,
+        model: &Model,
+        optimizer: &AdamW,
+        collective: &mut dyn Collective,
+        loader: &Loader,
+        requests: Requests,
+    ) -> Result<Started> {
         self.run(model, collective, loader, requests, Some(optimizer))?;
+        Ok(Started(self.backend.begin_read(self.results.all())?))
+    }
+
+    /// Waits for a step. The one after it may have been started.
+    pub fn finish(&self, started: Started, collective: &dyn Collective) -> Result<StepResult> {
         let mut results = [0.0; slot::COUNT];
-        self.backend.read_f32(self.results.all(), &mut results)?;
+        started.0.wait(&mut results)?;
         collective.check()?;
         Ok(StepResult {
             loss: results[slot::LOSS],

@@ -28,6 +28,8 @@ mod staging;
 #[cfg(test)]
 mod tests;
 
+use std::rc::Rc;
+
 use xlaunch_pool::{DType, Options, Pool, StreamId};
 
 use crate::backend::{Precision, Result};
@@ -49,7 +51,7 @@ pub struct CudaBackend {
     activations: DType,
     kernels: Kernels,
     gemm: Gemm,
-    staging: Staging,
+    staging: Rc<Staging>,
     pool: Pool,
 }
 
@@ -65,7 +67,7 @@ impl CudaBackend {
         Ok(Self {
             kernels: Kernels::load(&device, activations)?,
             gemm: Gemm::new(&device, precision, true, &pool)?,
-            staging: Staging::new(&device)?,
+            staging: Rc::new(Staging::new(&device)?),
             device,
             activations,
             pool,

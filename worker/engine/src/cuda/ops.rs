@@ -11,7 +11,7 @@ use super::gemm::{plain, transposed};
 use super::kernels::{Arg, Launch};
 use super::staging::cuda;
 use super::{CudaBackend, Graph, THREADS, expect, expect_grad, graph, is_bf16};
-use crate::backend::{Backend, DeviceInfo, KernelTime, Result};
+use crate::backend::{Backend, DeviceInfo, KernelTime, Reading, Result};
 use crate::shapes::{
     Accumulate, AdamWShape, AttentionShape, ClassifierShape, DECAY_CHUNK, EmbedShape, LinearShape, NormKind,
     NormShape, scalar,
@@ -106,6 +106,17 @@ impl Backend for CudaBackend {
             self.host_waited();
         }
         Ok(())
+    }
+
+    fn begin_read(&self, x: Slice<'_>) -> Result<Reading> {
+        expect(x, DType::F32, x.len());
+        // SAFETY: the slice holds so many bytes of this device; what its tensor returns to the pool is written again by
+        // later work of the same stream only.
+        let read = unsafe { self.staging.begin_read(x.address(), x.len() * DType::F32.size()) }?;
+        let staging = self.staging.clone();
+        Ok(Reading::new(move |values| {
+            staging.end_read(read, |bytes| bytemuck::cast_slice_mut(values).copy_from_slice(bytes))
+        }))
     }
 
     fn cast(&self, x: Slice<'_>, y: Slice<'_>) -> Result<()> {
