@@ -244,6 +244,8 @@ pub struct EngineSection {
     pub device: Device,
     /// Arithmetic of the matrix products. Default: bf16 on GPUs, fp32 on CPUs.
     pub precision: Option<Precision>,
+    /// Whether a run repeated on the same kind of hardware gives the same bits. CPUs always do.
+    pub deterministic: bool,
     /// Where buffers come from.
     pub pool: PoolMode,
     /// Most MiB of device memory that a rank's pool holds; no limit by default.
@@ -252,7 +254,13 @@ pub struct EngineSection {
 
 impl Default for EngineSection {
     fn default() -> Self {
-        Self { device: Device::Auto, precision: None, pool: PoolMode::On, memory_limit_mb: None }
+        Self {
+            device: Device::Auto,
+            precision: None,
+            deterministic: false,
+            pool: PoolMode::On,
+            memory_limit_mb: None,
+        }
     }
 }
 
