@@ -246,6 +246,8 @@ pub struct EngineSection {
     pub precision: Option<Precision>,
     /// How a step reaches a GPU.
     pub exec: Exec,
+    /// Whether a run repeated on the same kind of hardware gives the same bits. CPUs always do.
+    pub deterministic: bool,
     /// Where buffers come from.
     pub pool: PoolMode,
     /// Most MiB of device memory that a rank's pool holds; no limit by default.
@@ -258,6 +260,7 @@ impl Default for EngineSection {
             device: Device::Auto,
             precision: None,
             exec: Exec::Graph,
+            deterministic: false,
             pool: PoolMode::On,
             memory_limit_mb: None,
         }

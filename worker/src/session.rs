@@ -7,7 +7,7 @@ use std::time::Duration;
 use cudarc::driver::CudaStream;
 use xlaunch_comm::{Collective, Local, Nccl, Ring, RingListener};
 use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::cuda::CudaBackend;
+use xlaunch_engine::cuda::{CudaBackend, CudaOptions};
 use xlaunch_engine::{self as engine, Backend};
 use xlaunch_proto::VERSION;
 use xlaunch_proto::convert::{Join, Joined};
@@ -126,15 +126,17 @@ impl Opened {
             },
             Device::Cuda(ordinal) => {
                 let precision = spec.engine.precision.unwrap_or(Precision::Bf16);
-                let backend = CudaBackend::open(
-                    ordinal,
-                    match precision {
+                let options = CudaOptions {
+                    precision: match precision {
                         Precision::Fp32 => engine::Precision::Fp32,
                         Precision::Tf32 => engine::Precision::Tf32,
                         Precision::Bf16 => engine::Precision::Bf16,
                     },
+                    deterministic: spec.engine.deterministic,
                     pool,
-                )?;
+                    log_fallback: environment.log_fallback,
+                };
+                let backend = CudaBackend::open(ordinal, options)?;
                 let stream = backend.cuda_stream();
                 Self { backend: BackendHandle::new(backend), stream, precision }
             }

@@ -6,7 +6,7 @@
 
 use xlaunch_comm::Local;
 use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::cuda::{CudaBackend, default_mempool_high};
+use xlaunch_engine::cuda::{CudaBackend, CudaOptions, default_mempool_high};
 use xlaunch_engine::{EngineError, PoolMode, PoolOptions, PoolStats, Precision};
 use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::{Exec, JobSpec};
@@ -113,7 +113,7 @@ fn the_cpu_trains_the_same_whatever_holds_its_memory() {
 
 #[test]
 fn a_gpu_trains_the_same_whatever_holds_its_memory() {
-    let high = match CudaBackend::open(0, Precision::Bf16, PoolMode::On) {
+    let high = match CudaBackend::open(0, CudaOptions::new(Precision::Bf16, PoolMode::On)) {
         Ok(_) => default_mempool_high(0).unwrap(),
         Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => {
             println!("skipped: {error}");
@@ -123,7 +123,8 @@ fn a_gpu_trains_the_same_whatever_holds_its_memory() {
     };
     for precision in [Precision::Fp32, Precision::Bf16] {
         compare(&format!("{precision:?}"), |options| {
-            BackendHandle::new(CudaBackend::open(0, precision, options).unwrap())
+            let options = CudaOptions { deterministic: true, ..CudaOptions::new(precision, options) };
+            BackendHandle::new(CudaBackend::open(0, options).unwrap())
         });
     }
     assert_eq!(default_mempool_high(0).unwrap(), high, "nothing went past the pool to the driver's own");

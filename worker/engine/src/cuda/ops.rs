@@ -7,6 +7,7 @@ use half::bf16;
 use xlaunch_pool::{DType, Pool};
 
 use super::attention::Kernel;
+use super::cudnn::{Direction, Operands};
 use super::gemm::{plain, transposed};
 use super::kernels::{Arg, Launch};
 use super::staging::cuda;
@@ -309,7 +310,13 @@ impl Backend for CudaBackend {
         self.act(qkv, rows * s.qkv_width());
         self.act(out, rows * s.heads * s.width);
         expect(lse, DType::F32, rows * s.heads);
-        let args = args![qkv, out, lse, s.seq, s.heads, s.kv_heads, score_scale(s)];
+        if let Some(plan) = self.cudnn_plan(s, Direction::Forward) {
+            let [qkv, out, lse] = [qkv, out, lse].map(Slice::address);
+            let operands = Operands { qkv, out, lse, dout: 0, dqkv: 0 };
+            // SAFETY: checked above.
+            return unsafe { self.cudnn_execute(&plan, Direction::Forward, &operands) };
+        }
+        let args = args![qkv, out, lse, s.seq, s.heads, s.kv_heads, s.scale()];
         let launch = self.kernels.attention(s.width).launch(Kernel::Fwd, s, s.heads);
         // SAFETY: checked above.
         unsafe { self.kernels.launch_attention("attention_fwd", s.width, launch, args) }
@@ -328,11 +335,17 @@ impl Backend for CudaBackend {
         [qkv, dqkv].into_iter().for_each(|x| self.act(x, rows * s.qkv_width()));
         [out, dout].into_iter().for_each(|x| self.act(x, rows * s.heads * s.width));
         expect(lse, DType::F32, rows * s.heads);
+        if let Some(plan) = self.cudnn_plan(s, Direction::Backward) {
+            let [qkv, out, lse, dout, dqkv] = [qkv, out, lse, dout, dqkv].map(Slice::address);
+            let operands = Operands { qkv, out, lse, dout, dqkv };
+            // SAFETY: checked above.
+            return unsafe { self.cudnn_execute(&plan, Direction::Backward, &operands) };
+        }
         let delta = self.alloc(DType::F32, rows * s.heads)?;
         let path = self.kernels.attention(s.width);
         let delta_launch = path.delta_launch(rows * s.heads);
         let delta_args = args![out, dout, delta.all(), s.batch, s.seq, s.heads];
-        let args = args![qkv, dout, lse, delta.all(), dqkv, s.seq, s.heads, s.kv_heads, score_scale(s)];
+        let args = args![qkv, dout, lse, delta.all(), dqkv, s.seq, s.heads, s.kv_heads, s.scale()];
         // SAFETY: checked above; delta has one float per row and head; the last two write disjoint parts of dqkv.
         unsafe {
             self.kernels.launch_attention("attention_bwd_delta", s.width, delta_launch, delta_args)?;
@@ -556,9 +569,4 @@ fn split_stats(s: NormShape, stats: Slice<'_>) -> (Option<Slice<'_>>, Slice<'_>)
 
 fn norm_launch(s: NormShape) -> Launch {
     Launch::blocks(s.rows.div_ceil(NORM_ROWS), 32 * NORM_ROWS as u32)
-}
-
-#[expect(clippy::cast_precision_loss, reason = "head widths are small")]
-fn score_scale(s: AttentionShape) -> f32 {
-    1.0 / (s.width as f32).sqrt()
 }
