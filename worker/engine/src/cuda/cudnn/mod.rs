@@ -5,13 +5,13 @@
 //! - `attention`: the two graphs;
 //! - this file: the library, its handle, and the plans made so far.
 //!
-//! Backward does not repeat its bits: blocks of keys add to the gradient of queries in the order in which they come to an
-//! end. The form of the pattern that does repeat them writes and reads something for every pair of a query and a key (a
-//! workspace of 805 MB for GPT-2 124M at 32 sequences), about what cuDNN gains: deterministic runs take this crate's own
-//! kernels instead.
+//! Backward does not repeat its bits: blocks of keys add to the gradient of queries in the order in which they come to
+//! an end. The form of the pattern that does repeat them writes and reads something for every pair of a query and a key
+//! (a workspace of 805 MB for GPT-2 124M at 32 sequences), about what cuDNN gains: deterministic runs take this crate's
+//! own kernels instead.
 //!
-//! Plans are made, and their kernels loaded, when a shape first comes by. From then on an execution only enqueues, so that
-//! it can be captured.
+//! Plans are made, and their kernels loaded, when a shape first comes by. From then on an execution only enqueues, so
+//! that it can be captured.
 
 mod attention;
 mod descriptor;
@@ -33,8 +33,8 @@ use graph::Target;
 
 use crate::shapes::AttentionShape;
 
-/// 9.15.1. Those before have wrong gradients for sequences that are no multiple of 128 unless the graph pads them, or (before
-/// 9.6) want dq's sum cleared, or (9.10.0 and 9.10.1) are wrong in other ways: see what cudnn-frontend does for them.
+/// 9.15.1. Those before have wrong gradients for sequences that are no multiple of 128 unless the graph pads them, or
+/// (before 9.6) want dq's sum cleared, or (9.10.0 and 9.10.1) are wrong in other ways, as cudnn-frontend's checks say.
 const OLDEST: usize = 9_15_01;
 
 /// A plan, or why there is none.

@@ -44,8 +44,8 @@ fn the_library_has_kernels_for_both_directions() {
         for direction in [Direction::Forward, Direction::Backward] {
             let plan = AttentionPlan::new(s, direction, &target).unwrap();
             println!("{direction:?} {s:?}: {} bytes of scratch memory", plan.scratch);
-            // Forward keeps nothing of the scores. Backward has delta and the sum for dq in f32, and in groups dk and dv of
-            // every query head in bf16.
+            // Forward keeps nothing of the scores. Backward has delta and the sum for dq in f32, and in groups dk and dv
+            // of every query head in bf16.
             let queries = batch * heads * seq;
             let backward = queries * (4 + 4 * width + if heads == kv_heads { 0 } else { 4 * width });
             let least = if direction == Direction::Backward { backward } else { 0 };
