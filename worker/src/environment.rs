@@ -142,6 +142,12 @@ mod tests {
             let read = Environment::read(with).map(|environment| environment.pool_debug);
             assert_eq!(read.ok(), byte.map(Some), "{value}");
         }
+        for (value, on) in [("1", Some(true)), ("0", Some(false)), ("on", None)] {
+            let with =
+                |name: &str| if name == env::LOG_FALLBACK { Some(value.into()) } else { variable(name) };
+            let read = Environment::read(with).map(|environment| environment.log_fallback);
+            assert_eq!(read.ok(), on, "{value}");
+        }
         let odd = |name: &str| if name == env::DEVICE { Some("tpu".into()) } else { variable(name) };
         assert!(Environment::read(odd).unwrap_err().to_string().contains("tpu"));
     }

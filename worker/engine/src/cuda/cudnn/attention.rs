@@ -188,6 +188,7 @@ impl Builder {
         let dkeys = self.part(packed, self.heads, self.kv_heads, false)?;
         self.summed_over_groups(across, queries, dkeys)?;
 
+        // Hidden, and as such in f32 for the pattern, whatever it is in memory.
         let keys = self.graph.transpose(keys, F32)?;
         let sum = self.scratch(Layout::dense(F32, rows.dims))?;
         self.graph.matmul(dscores, keys, sum)?;

@@ -276,9 +276,9 @@ impl Plan {
     /// Enqueues the plan to the handle's stream.
     ///
     /// # Safety
-    /// The plan was made for this handle. Every real tensor of its graph is given with the address of memory laid out as
-    /// the tensor, and `workspace` is the address of as many bytes as the plan wants; all of it stays allocated until the
-    /// stream has passed this point.
+    /// The plan was made for this handle. Every real tensor of its graph is given with the address of memory laid out
+    /// as the tensor, and `workspace` is the address of as many bytes as the plan wants; all of it stays allocated until
+    /// the stream has passed this point.
     pub(super) unsafe fn execute(
         &self,
         handle: cudnnHandle_t,

@@ -5,9 +5,13 @@
 //! - `attention`: the two graphs;
 //! - this file: the library, its handle, and the plans made so far.
 //!
-//! Forward repeats its bits. Backward does not: blocks of keys add to the gradient of queries in the order in which they
-//! come to an end. The form of the pattern that does repeat them writes all scores to memory (B H T T elements: 805 MB for
-//! GPT-2 124M at 32 sequences), which costs what cuDNN gains, so that deterministic runs take this crate's own kernels.
+//! Backward does not repeat its bits: blocks of keys add to the gradient of queries in the order in which they come to
+//! an end. The form of the pattern that does repeat them writes and reads something for every pair of a query and a key
+//! (a workspace of 805 MB for GPT-2 124M at 32 sequences), about what cuDNN gains: deterministic runs take this crate's
+//! own kernels instead.
+//!
+//! Plans are made, and their kernels loaded, when a shape first comes by. From then on an execution only enqueues, so
+//! that it can be captured.
 
 mod attention;
 mod descriptor;
@@ -29,7 +33,8 @@ use graph::Target;
 
 use crate::shapes::AttentionShape;
 
-/// 9.15.1, the first that needs no help with sequences that are no multiple of 128, nor with dq's sum.
+/// 9.15.1. Those before have wrong gradients for sequences that are no multiple of 128 unless the graph pads them, or
+/// (before 9.6) want dq's sum cleared, or (9.10.0 and 9.10.1) are wrong in other ways, as cudnn-frontend's checks say.
 const OLDEST: usize = 9_15_01;
 
 /// A plan, or why there is none.
@@ -51,6 +56,11 @@ impl Cudnn {
         // SAFETY: asking opens the library, whose initialisers have no preconditions.
         if !unsafe { sys::is_culib_present() } {
             return Err("cuDNN is not installed (libcudnn.so.9 in LD_LIBRARY_PATH)".into());
+        }
+        // That file only passes calls on to others, and ends the process where this one is missing.
+        // SAFETY: as above.
+        if unsafe { libloading::Library::new("libcudnn_graph.so.9") }.is_err() {
+            return Err("cuDNN is not installed in full (libcudnn_graph.so.9 in LD_LIBRARY_PATH)".into());
         }
         // SAFETY: the library is there, and has this function since its first version.
         let version = unsafe { sys::cudnnGetVersion() };

@@ -32,13 +32,24 @@ fn the_library_has_kernels_for_both_directions() {
     let device = Descriptor::new(Kind::CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR).unwrap();
     device.set(Attribute::CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION, H200.as_bytes()).unwrap();
     let target = Target::Properties(device.finalize().unwrap());
-    for (batch, heads, kv_heads, seq, width) in
-        [(32, 12, 12, 1024, 64), (32, 12, 12, 256, 32), (8, 16, 4, 2048, 128), (4, 12, 12, 1000, 64)]
-    {
+    for (batch, heads, kv_heads, seq, width) in [
+        (32, 12, 12, 1024, 64),
+        (32, 12, 12, 256, 32),
+        (8, 16, 4, 2048, 128),
+        (4, 12, 12, 1000, 64),
+        (2, 2, 2, 37, 24),
+        (2, 2, 1, 70, 16),
+    ] {
         let s = AttentionShape { batch, seq, heads, kv_heads, width };
         for direction in [Direction::Forward, Direction::Backward] {
             let plan = AttentionPlan::new(s, direction, &target).unwrap();
             println!("{direction:?} {s:?}: {} bytes of scratch memory", plan.scratch);
+            // Forward keeps nothing of the scores. Backward has delta and the sum for dq in f32, and in groups dk and dv
+            // of every query head in bf16.
+            let queries = batch * heads * seq;
+            let backward = queries * (4 + 4 * width + if heads == kv_heads { 0 } else { 4 * width });
+            let least = if direction == Direction::Backward { backward } else { 0 };
+            assert!((least..=least + (1 << 20)).contains(&plan.scratch), "{least} bytes are known of");
         }
     }
 }
