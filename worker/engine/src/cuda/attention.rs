@@ -1,8 +1,9 @@
 //! Which attention kernels run for a shape, and in tiles of which size.
 //!
-//! cuDNN's where it has some (see `cudnn`). Otherwise our own, of which two files hold the same: `attention.cu` on plain
-//! float units, for every width and element type, and `attention_mma.cu` on matrix units, for bf16 and widths that are
-//! multiples of 16.
+//! Of short sequences and narrow heads, kernels of `attention_mma.cu` whose blocks keep a whole head. Otherwise cuDNN's where
+//! it has some (see `cudnn`). Otherwise our own in tiles, of which two files hold the same: `attention.cu` on plain float
+//! units, for every width and element type, and `attention_mma.cu` on matrix units, for bf16 and widths that are multiples
+//! of 16.
 
 use std::rc::Rc;
 
@@ -14,9 +15,8 @@ use super::kernels::{Launch, Source, act_macro, source};
 use crate::backend::{Backend, EngineError, Result};
 use crate::shapes::AttentionShape;
 
-/// Kernels of both files.
-pub(super) const NAMES: [&str; 4] =
-    ["attention_fwd", "attention_bwd_delta", "attention_bwd_queries", "attention_bwd_keys"];
+/// The kernel of both files that does not work in tiles.
+const DELTA: &str = "attention_bwd_delta";
 
 const PLAIN: Source = source!("attention.cu");
 const MMA: Source = source!("attention_mma.cu");
@@ -36,13 +36,19 @@ pub(super) struct Tiles {
     bwd_keys: (usize, usize),
 }
 
-/// One of the kernels that work in tiles.
+/// One of the kernels that keep parts of a head in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kernel {
     Fwd,
     BwdQueries,
     BwdKeys,
+    FwdWhole,
+    BwdWhole,
 }
+
+/// Bytes of a head's q, k, v and dout that a block keeps at most, and rows of keys or queries that a warp looks at in turn.
+const WHOLE_BYTES: usize = 64 << 10;
+const WHOLE_COLS: (usize, usize) = (32, 32);
 
 /// Threads of a block of the plain and of the matrix-unit kernels.
 const PLAIN_THREADS: u32 = 256;
@@ -71,18 +77,50 @@ impl Path {
                 for (name, (rows, cols)) in [("FWD", fwd), ("BWD_Q", bwd_queries), ("BWD_K", bwd_keys)] {
                     defines.extend([format!("{name}_ROWS={rows}"), format!("{name}_COLS={cols}")]);
                 }
+                if let Some(rows) = self.whole() {
+                    let (fwd, bwd) = WHOLE_COLS;
+                    defines.push(format!("WHOLE={rows}"));
+                    defines.extend([format!("WHOLE_FWD_COLS={fwd}"), format!("WHOLE_BWD_COLS={bwd}")]);
+                }
                 (MMA, defines)
             }
         }
     }
 
-    /// Blocks, threads and shared memory of a kernel; `heads` are those of queries or of keys.
-    pub(super) fn launch(self, kernel: Kernel, s: AttentionShape, heads: usize) -> Launch {
+    /// The file's kernels, and those among them that want shared memory.
+    pub(super) fn kernels(self) -> (Vec<&'static str>, Vec<Kernel>) {
+        let mut shared = vec![Kernel::Fwd, Kernel::BwdQueries, Kernel::BwdKeys];
+        if self.whole().is_some() {
+            shared.extend([Kernel::FwdWhole, Kernel::BwdWhole]);
+        }
+        (shared.iter().map(|kernel| kernel.name()).chain([DELTA]).collect(), shared)
+    }
+
+    /// Longest sequence of which a block can keep a head. (With wider heads, sums leave too few registers.)
+    fn whole(self) -> Option<usize> {
+        match self {
+            Self::Mma { width: width @ (16 | 32), .. } => Some(WHOLE_BYTES / (4 * width * size_of::<u16>())),
+            _ => None,
+        }
+    }
+
+    /// Whether the kernels for whole heads take this shape.
+    pub(super) fn keeps_whole(self, s: AttentionShape, direction: Direction) -> bool {
+        let group = direction == Direction::Backward && s.kv_heads != s.heads;
+        self.whole().is_some_and(|longest| s.seq <= longest) && !group
+    }
+
+    /// Blocks, threads and shared memory of a kernel.
+    pub(super) fn launch(self, kernel: Kernel, s: AttentionShape) -> Launch {
         let (rows, block) = match self {
             Self::Plain { width } => (plain_tile(width), PLAIN_THREADS),
             Self::Mma { tiles, .. } => (tiles.of(kernel).0, MMA_THREADS),
         };
-        let grid = (s.seq.div_ceil(rows), heads, s.batch);
+        let grid = match kernel {
+            Kernel::Fwd | Kernel::BwdQueries => (s.seq.div_ceil(rows), s.heads, s.batch),
+            Kernel::BwdKeys => (s.seq.div_ceil(rows), s.kv_heads, s.batch),
+            Kernel::FwdWhole | Kernel::BwdWhole => (s.heads, s.batch, 1),
+        };
         Launch { grid, block: (block, 1), shared: self.shared(kernel) }
     }
 
@@ -105,9 +143,14 @@ impl Path {
             }
             Self::Mma { width, tiles } => {
                 let (rows, cols) = tiles.of(kernel);
-                let owned = if kernel == Kernel::Fwd { rows } else { 2 * rows };
-                let stats = if kernel == Kernel::BwdKeys { 4 * cols * size_of::<f32>() } else { 0 };
-                (owned + 4 * cols) * width * size_of::<u16>() + stats
+                let (held, stats) = match kernel {
+                    Kernel::Fwd => (rows + 4 * cols, 0),
+                    Kernel::BwdQueries => (2 * rows + 4 * cols, 0),
+                    Kernel::BwdKeys => (2 * rows + 4 * cols, 4 * cols),
+                    Kernel::FwdWhole => (3 * self.whole().unwrap_or(0), 0),
+                    Kernel::BwdWhole => (4 * self.whole().unwrap_or(0), 2 * self.whole().unwrap_or(0)),
+                };
+                held * width * size_of::<u16>() + stats * size_of::<f32>()
             }
         }
     }
@@ -119,17 +162,21 @@ impl Tiles {
             Kernel::Fwd => self.fwd,
             Kernel::BwdQueries => self.bwd_queries,
             Kernel::BwdKeys => self.bwd_keys,
+            // They work in no tiles of their own.
+            Kernel::FwdWhole | Kernel::BwdWhole => (0, 0),
         }
     }
 }
 
 impl Kernel {
-    /// Its name in both files.
+    /// Its name in the files.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Fwd => "attention_fwd",
             Self::BwdQueries => "attention_bwd_queries",
             Self::BwdKeys => "attention_bwd_keys",
+            Self::FwdWhole => "attention_fwd_whole",
+            Self::BwdWhole => "attention_bwd_whole",
         }
     }
 }
@@ -179,7 +226,7 @@ impl CudaBackend {
 }
 
 impl Direction {
-    fn operation(self) -> &'static str {
+    pub(super) fn operation(self) -> &'static str {
         match self {
             Self::Forward => "attention_fwd",
             Self::Backward => "attention_bwd",

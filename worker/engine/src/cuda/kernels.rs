@@ -10,7 +10,7 @@ use cudarc::driver::{CudaFunction, CudaModule, result};
 use cudarc::nvrtc::Ptx;
 use xlaunch_pool::DType;
 
-use super::attention::{self, Kernel, Path};
+use super::attention::Path;
 use super::compile;
 pub(super) use super::compile::Source;
 use super::device::{Device, words};
@@ -186,11 +186,12 @@ impl Kernels {
         let path = self.attention(width);
         let (source, defines) = path.source(self.activations);
         let module = module(&self.device, source, &defines)?;
-        for name in attention::NAMES {
+        let (names, shared) = path.kernels();
+        for name in names {
             let function = function(&module, name)?;
             self.attention.borrow_mut().insert((width, name), function);
         }
-        for kernel in [Kernel::Fwd, Kernel::BwdQueries, Kernel::BwdKeys] {
+        for kernel in shared {
             let bytes = i32::try_from(path.shared(kernel)).unwrap_or(i32::MAX);
             let functions = self.attention.borrow();
             let function = functions.get(&(width, kernel.name())).ok_or_else(|| no_kernel(kernel.name()))?;

@@ -310,16 +310,22 @@ impl Backend for CudaBackend {
         self.act(qkv, rows * s.qkv_width());
         self.act(out, rows * s.heads * s.width);
         expect(lse, DType::F32, rows * s.heads);
+        let (path, args) =
+            (self.kernels.attention(s.width), args![qkv, out, lse, s.seq, s.heads, s.kv_heads, s.scale()]);
+        if path.keeps_whole(s, Direction::Forward) {
+            self.fallback.took(Direction::Forward.operation(), s, "own kernels for whole heads", None);
+            let launch = path.launch(Kernel::FwdWhole, s);
+            // SAFETY: checked above.
+            return unsafe { self.kernels.launch_attention("attention_fwd_whole", s.width, launch, args) };
+        }
         if let Some(plan) = self.cudnn_plan(s, Direction::Forward) {
             let [qkv, out, lse] = [qkv, out, lse].map(Slice::address);
             let operands = Operands { qkv, out, lse, dout: 0, dqkv: 0 };
             // SAFETY: checked above.
             return unsafe { self.cudnn_execute(&plan, Direction::Forward, &operands) };
         }
-        let args = args![qkv, out, lse, s.seq, s.heads, s.kv_heads, s.scale()];
-        let launch = self.kernels.attention(s.width).launch(Kernel::Fwd, s, s.heads);
         // SAFETY: checked above.
-        unsafe { self.kernels.launch_attention("attention_fwd", s.width, launch, args) }
+        unsafe { self.kernels.launch_attention("attention_fwd", s.width, path.launch(Kernel::Fwd, s), args) }
     }
 
     fn attention_bwd(
@@ -335,6 +341,14 @@ impl Backend for CudaBackend {
         [qkv, dqkv].into_iter().for_each(|x| self.act(x, rows * s.qkv_width()));
         [out, dout].into_iter().for_each(|x| self.act(x, rows * s.heads * s.width));
         expect(lse, DType::F32, rows * s.heads);
+        let path = self.kernels.attention(s.width);
+        if path.keeps_whole(s, Direction::Backward) {
+            self.fallback.took(Direction::Backward.operation(), s, "own kernels for whole heads", None);
+            let args = args![qkv, out, dout, lse, dqkv, s.seq, s.heads, s.scale()];
+            let launch = path.launch(Kernel::BwdWhole, s);
+            // SAFETY: checked above; each block writes its head's parts of dqkv.
+            return unsafe { self.kernels.launch_attention("attention_bwd_whole", s.width, launch, args) };
+        }
         if let Some(plan) = self.cudnn_plan(s, Direction::Backward) {
             let [qkv, out, lse, dout, dqkv] = [qkv, out, lse, dout, dqkv].map(Slice::address);
             let operands = Operands { qkv, out, lse, dout, dqkv };
@@ -342,16 +356,15 @@ impl Backend for CudaBackend {
             return unsafe { self.cudnn_execute(&plan, Direction::Backward, &operands) };
         }
         let delta = self.alloc(DType::F32, rows * s.heads)?;
-        let path = self.kernels.attention(s.width);
         let delta_launch = path.delta_launch(rows * s.heads);
         let delta_args = args![out, dout, delta.all(), s.batch, s.seq, s.heads];
         let args = args![qkv, dout, lse, delta.all(), dqkv, s.seq, s.heads, s.kv_heads, s.scale()];
         // SAFETY: checked above; delta has one float per row and head; the last two write disjoint parts of dqkv.
         unsafe {
             self.kernels.launch_attention("attention_bwd_delta", s.width, delta_launch, delta_args)?;
-            let launch = path.launch(Kernel::BwdQueries, s, s.heads);
+            let launch = path.launch(Kernel::BwdQueries, s);
             self.kernels.launch_attention("attention_bwd_queries", s.width, launch, args)?;
-            let launch = path.launch(Kernel::BwdKeys, s, s.kv_heads);
+            let launch = path.launch(Kernel::BwdKeys, s);
             self.kernels.launch_attention("attention_bwd_keys", s.width, launch, args)
         }
     }

@@ -489,7 +489,7 @@ __device__ inline int tile_of(int round) {
 // Forward for sequences of at most WHOLE tokens. Grid: (H, B). Shared: a head's q, k and v.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     attention_fwd_whole(const bf16* qkv, bf16* out, float* lse, i64 seq, i64 heads, i64 kv_heads, float scale) {
-    constexpr int M = 2, N = WHOLE_COLS / 8, ROWS = 16 * M;
+    constexpr int M = 2, N = WHOLE_FWD_COLS / 8, ROWS = 16 * M;
     extern __shared__ float4 memory[];
     bf16 *q = (bf16*)memory, *k = q + WHOLE * WIDTH, *v = k + WHOLE * WIDTH;
     Place place = {seq, heads, kv_heads};
@@ -511,7 +511,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         clear(o);
 #pragma unroll
         for (int m = 0; m < M; m++) largest[m][0] = largest[m][1] = NEVER, total[m][0] = total[m][1] = 0.0f;
-        for (int key = 0; key < first + ROWS; key += WHOLE_COLS)
+        for (int key = 0; key < first + ROWS; key += WHOLE_FWD_COLS)
             see_keys<M, N>(o, largest, total, q, k + key * WIDTH, v + key * WIDTH, first, first - key, scale_2);
         write_seen(out, width, lse, first, seq, o, largest, total);
     }
@@ -523,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
     attention_bwd_whole(const bf16* qkv, const bf16* out, const bf16* dout, const float* lse, bf16* dqkv, i64 seq,
                         i64 heads, float scale) {
-    constexpr int M = 2, N = WHOLE_COLS / 8, ROWS = 16 * M, CHUNKS = WIDTH / 8;
+    constexpr int M = 2, N = WHOLE_BWD_COLS / 8, ROWS = 16 * M, CHUNKS = WIDTH / 8;
     extern __shared__ float4 memory[];
     bf16* q = (bf16*)memory;
     bf16 *k = q + WHOLE * WIDTH, *v = k + WHOLE * WIDTH, *o = v + WHOLE * WIDTH;
@@ -564,7 +564,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
         float dk[M][WIDTH / 8][4], dv[M][WIDTH / 8][4];
         clear(dk);
         clear(dv);
-        for (int query = first / WHOLE_COLS * WHOLE_COLS; query < seq; query += WHOLE_COLS)
+        for (int query = first / WHOLE_BWD_COLS * WHOLE_BWD_COLS; query < seq; query += WHOLE_BWD_COLS)
             key_gradients<M, N>(dk, dv, k, v, q + query * WIDTH, o + query * WIDTH, lses + query, deltas + query, first,
                                 first - query, scale_2);
         write_rows(dqkv + place.k_at(head), row, first, seq, dk, scales);
@@ -583,7 +583,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
                 row_lse[m][half] = lses[query];
                 row_delta[m][half] = deltas[query];
             }
-        for (int key = 0; key < first + ROWS; key += WHOLE_COLS)
+        for (int key = 0; key < first + ROWS; key += WHOLE_BWD_COLS)
             query_gradients<M, N>(dq, q, o, k + key * WIDTH, v + key * WIDTH, row_lse, row_delta, first, first - key,
                                   scale_2);
         write_rows(dqkv + place.q_at(head), row, first, seq, dq, scales);

@@ -7,8 +7,10 @@ use std::ffi::{CStr, c_char, c_void};
 
 use cudarc::cudnn::sys::{
     self, cudnnBackendAttributeName_t as Attribute, cudnnBackendAttributeType_t as Type,
-    cudnnBackendDescriptor_t, cudnnBackendDescriptorType_t as Kind, cudnnStatus_t as Status,
+    cudnnBackendDescriptor_t, cudnnBackendDescriptorType_t as Kind,
 };
+
+use super::library::{Library, SUCCESS, Status};
 
 /// Why the library did not do something: a shape or a device that it has no kernel for, mostly.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -25,18 +27,21 @@ impl Refusal {
 
     /// An error of the call just made, in the library's own words.
     pub(super) fn check(call: &'static str, status: Status) -> Result<(), Self> {
-        if status == Status::CUDNN_STATUS_SUCCESS {
+        if status == SUCCESS {
             return Ok(());
         }
         let mut message = [0_u8; 512];
         // SAFETY: the library writes a string of at most so many bytes, its end included.
-        let text = unsafe {
-            sys::cudnnGetLastErrorString(message.as_mut_ptr().cast::<c_char>(), message.len());
-            CStr::from_bytes_until_nul(&message)
-        };
-        let text = text.unwrap_or_default().to_string_lossy();
-        Err(Self::new(call, format!("{status:?} {}", text.split_whitespace().collect::<Vec<_>>().join(" "))))
+        unsafe { (library()?.last_error)(message.as_mut_ptr().cast::<c_char>(), message.len()) };
+        let text = CStr::from_bytes_until_nul(&message).unwrap_or_default().to_string_lossy();
+        let words: Vec<&str> = text.split_whitespace().collect();
+        Err(Self::new(call, format!("status {status}: {}", words.join(" "))))
     }
+}
+
+/// The library, of which a back end has found that it is there.
+pub(super) fn library() -> Result<&'static Library, Refusal> {
+    Library::get().map_err(|reason| Refusal::new("dlopen", reason))
 }
 
 /// A type of values that attributes have.
@@ -78,7 +83,7 @@ impl Descriptor {
         let mut raw = std::ptr::null_mut();
         // SAFETY: the library writes the new descriptor.
         Refusal::check("cudnnBackendCreateDescriptor", unsafe {
-            sys::cudnnBackendCreateDescriptor(kind, &raw mut raw)
+            (library()?.create_descriptor)(kind, &raw mut raw)
         })?;
         Ok(Self(raw))
     }
@@ -88,7 +93,7 @@ impl Descriptor {
         // SAFETY: this descriptor is alive; there are so many values, laid out as the type says. The library checks that
         // the attribute is one of that type.
         let status = unsafe {
-            sys::cudnnBackendSetAttribute(
+            (library()?.set_attribute)(
                 self.0,
                 attribute,
                 T::TYPE,
@@ -102,7 +107,7 @@ impl Descriptor {
     /// No attribute can be set from here on; those set are checked together.
     pub(super) fn finalize(self) -> Result<Self, Refusal> {
         // SAFETY: this descriptor is alive.
-        Refusal::check("cudnnBackendFinalize", unsafe { sys::cudnnBackendFinalize(self.0) })?;
+        Refusal::check("cudnnBackendFinalize", unsafe { (library()?.finalize)(self.0) })?;
         Ok(self)
     }
 
@@ -112,7 +117,7 @@ impl Descriptor {
         let array = if values.is_empty() { std::ptr::null_mut() } else { values.as_mut_ptr() };
         // SAFETY: as for `set`; the library writes at most so many values.
         let status = unsafe {
-            sys::cudnnBackendGetAttribute(
+            (library()?.get_attribute)(
                 self.0,
                 attribute,
                 T::TYPE,
@@ -133,7 +138,9 @@ impl Descriptor {
 
 impl Drop for Descriptor {
     fn drop(&mut self) {
-        // SAFETY: made by the library, and destroyed nowhere else. A failure leaves nothing to be done.
-        let _ = unsafe { sys::cudnnBackendDestroyDescriptor(self.0) };
+        if let Ok(library) = library() {
+            // SAFETY: made by the library, and destroyed nowhere else. A failure leaves nothing to be done.
+            unsafe { (library.destroy_descriptor)(self.0) };
+        }
     }
 }

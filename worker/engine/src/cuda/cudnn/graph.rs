@@ -8,12 +8,12 @@
 use std::ffi::c_void;
 
 use cudarc::cudnn::sys::{
-    self, cudnnBackendAttributeName_t as Attribute, cudnnBackendDescriptorType_t as Kind,
+    cudnnBackendAttributeName_t as Attribute, cudnnBackendDescriptorType_t as Kind,
     cudnnBackendHeurMode_t as HeurMode, cudnnDataType_t as DataType, cudnnHandle_t,
     cudnnPointwiseMode_t as Mode, cudnnReduceTensorOp_t as Reduce,
 };
 
-use super::descriptor::{Descriptor, Refusal};
+use super::descriptor::{Descriptor, Refusal, library};
 
 /// Every address is at least a multiple of so many bytes.
 const ALIGNMENT: i64 = 16;
@@ -300,7 +300,7 @@ impl Plan {
         pack.set(Attribute::CUDNN_ATTR_VARIANT_PACK_WORKSPACE, &[workspace as *mut c_void])?;
         let pack = pack.finalize()?;
         // SAFETY: handle, plan and pack are alive; the rest is the caller's promise. Scalars are read by this call.
-        let status = unsafe { sys::cudnnBackendExecute(handle, self.plan.raw(), pack.raw()) };
+        let status = unsafe { (library()?.execute)(handle, self.plan.raw(), pack.raw()) };
         Refusal::check("cudnnBackendExecute", status)
     }
 }

@@ -1,9 +1,10 @@
 //! Attention by cuDNN, where the library is installed and has kernels for the shape.
 //!
+//! - `library`: its functions;
 //! - `descriptor`: one object of the library's backend API, and its refusals;
 //! - `graph`: operations on tensors, made into a plan;
 //! - `attention`: the two graphs;
-//! - this file: the library, its handle, and the plans made so far.
+//! - this file: the library's handle, and the plans made so far.
 //!
 //! Backward does not repeat its bits: blocks of keys add to the gradient of queries in the order in which they come to
 //! an end. The form of the pattern that does repeat them writes and reads something for every pair of a query and a key
@@ -16,6 +17,7 @@
 mod attention;
 mod descriptor;
 mod graph;
+mod library;
 #[cfg(test)]
 mod tests;
 
@@ -24,12 +26,13 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use cudarc::cudnn::sys::{self, cudnnHandle_t};
+use cudarc::cudnn::sys::cudnnHandle_t;
 use cudarc::driver::CudaStream;
 
 pub(super) use attention::{AttentionPlan, Direction, Operands};
-use descriptor::Refusal;
+use descriptor::{Refusal, library};
 use graph::Target;
+use library::Library;
 
 use crate::shapes::AttentionShape;
 
@@ -53,17 +56,8 @@ pub(super) struct Cudnn {
 impl Cudnn {
     /// Opens the library for this stream, whose context is the current one; or says why not.
     pub(super) fn open(stream: &Arc<CudaStream>) -> Result<Self, String> {
-        // SAFETY: asking opens the library, whose initialisers have no preconditions.
-        if !unsafe { sys::is_culib_present() } {
-            return Err("cuDNN is not installed (libcudnn.so.9 in LD_LIBRARY_PATH)".into());
-        }
-        // That file only passes calls on to others, and ends the process where this one is missing.
-        // SAFETY: as above.
-        if unsafe { libloading::Library::new("libcudnn_graph.so.9") }.is_err() {
-            return Err("cuDNN is not installed in full (libcudnn_graph.so.9 in LD_LIBRARY_PATH)".into());
-        }
-        // SAFETY: the library is there, and has this function since its first version.
-        let version = unsafe { sys::cudnnGetVersion() };
+        // SAFETY: the function has no preconditions.
+        let version = unsafe { (Library::get()?.version)() };
         if version < OLDEST {
             return Err(format!("cuDNN's version is {version}, below {OLDEST}"));
         }
@@ -102,19 +96,21 @@ struct Handle(cudnnHandle_t);
 
 impl Handle {
     fn new(stream: &CudaStream) -> Result<Self, Refusal> {
-        let mut raw = std::ptr::null_mut();
+        let (library, mut raw) = (library()?, std::ptr::null_mut());
         // SAFETY: the library writes the new handle.
-        Refusal::check("cudnnCreate", unsafe { sys::cudnnCreate(&raw mut raw) })?;
+        Refusal::check("cudnnCreate", unsafe { (library.create)(&raw mut raw) })?;
         let handle = Self(raw);
         // SAFETY: both are alive, and the stream is of the context that the handle was made in.
-        Refusal::check("cudnnSetStream", unsafe { sys::cudnnSetStream(raw, stream.cu_stream().cast()) })?;
+        Refusal::check("cudnnSetStream", unsafe { (library.set_stream)(raw, stream.cu_stream().cast()) })?;
         Ok(handle)
     }
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: made by the library, and destroyed nowhere else. A failure leaves nothing to be done.
-        let _ = unsafe { sys::cudnnDestroy(self.0) };
+        if let Ok(library) = library() {
+            // SAFETY: made by the library, and destroyed nowhere else. A failure leaves nothing to be done.
+            unsafe { (library.destroy)(self.0) };
+        }
     }
 }

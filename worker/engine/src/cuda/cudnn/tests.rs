@@ -1,12 +1,11 @@
 //! What can be said without a GPU: the library takes both graphs, and plans them for a device that is not there.
 
-use cudarc::cudnn::sys::{
-    self, cudnnBackendAttributeName_t as Attribute, cudnnBackendDescriptorType_t as Kind,
-};
+use cudarc::cudnn::sys::{cudnnBackendAttributeName_t as Attribute, cudnnBackendDescriptorType_t as Kind};
 
 use super::attention::{AttentionPlan, Direction};
 use super::descriptor::Descriptor;
 use super::graph::Target;
+use super::library::Library;
 use crate::shapes::AttentionShape;
 
 /// An H200 in the library's own words.
@@ -19,12 +18,11 @@ const H200: &str = r#"{"maxGridSize":[2147483647,65535,65535],"maxBlockSize":[10
 
 #[test]
 fn the_library_has_kernels_for_both_directions() {
-    // SAFETY: asking opens the library, whose initialisers have no preconditions.
-    if !unsafe { sys::is_culib_present() } {
-        println!("skipped: cuDNN is not installed here (libcudnn.so.9 in LD_LIBRARY_PATH would do)");
+    if let Err(reason) = Library::get() {
+        println!("skipped: {reason}");
         return;
     }
-    // SAFETY: as above.
+    // SAFETY: asking opens the library, whose initialisers have no preconditions.
     if !unsafe { cudarc::driver::sys::is_culib_present() } {
         println!("skipped: the CUDA driver is not installed here, whose library cuDNN's engines ask for");
         return;
