@@ -508,6 +508,7 @@ impl CudaBackend {
         let places = self.alloc(DType::I32, 2 * rows)?;
         let (order, sorted) = (places.slice(0..rows), places.slice(rows..2 * rows));
         let each_row = Launch::blocks(rows.div_ceil(THREADS as usize), THREADS);
+        let at_once = 2 * self.device.multiprocessors as usize;
         let args =
             args![tokens, counts, starts.all(), order, sorted, dout, dwte, is_bf16(dwte), rows, s.cols];
         // SAFETY: the caller checked the operands; token ids are below V by the operation's contract, so every counter
@@ -516,7 +517,7 @@ impl CudaBackend {
             self.launch("embed_count", each_row, args![tokens, counts, rows])?;
             self.launch("embed_starts", Launch::blocks(1, 1024), args![counts, starts.all(), s.vocab])?;
             self.launch("embed_places", each_row, args![tokens, starts.all(), placed, order, rows])?;
-            self.launch("embed_bwd_tokens", Launch::blocks(rows, 512), args)
+            self.launch("embed_bwd_tokens", Launch::blocks(rows.min(at_once), 512), args)
         }
     }
 

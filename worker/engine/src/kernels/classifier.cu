@@ -1,5 +1,5 @@
-// Cross entropy with its gradient in place of the logits: one block per row. A row that fits into shared memory (`kept`)
-// is read from the logits once; a longer one three times.
+// Cross entropy with its gradient in place of the logits: one block per row. A row that fits into shared memory
+// (`kept`) is read from the logits once; a longer one three times.
 
 #define NEVER __int_as_float(0xff800000)
 // Eights that a thread fetches at once.
@@ -27,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(512, sizeof(ACT) == 2 ? 2 : 1)
     };
     // Each thread comes back to the eights that it wrote, and to no others.
     auto again = [&](i64 i) {
-        return unpack(kept ? ((Packed<ACT>*)memory)[(unsigned)i / 8] : masked(fetch8((const ACT*)l, i, padded, wide), i));
+        if (kept) return unpack(((Packed<ACT>*)memory)[(unsigned)i / 8]);
+        return unpack(masked(fetch8((const ACT*)l, i, padded, wide), i));
     };
 
     i64 first = threadIdx.x * 8ll, step = blockDim.x * 8ll;

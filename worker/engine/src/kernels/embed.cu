@@ -28,7 +28,7 @@ extern "C" __global__ void embed_count(const int* __restrict__ tokens, int* coun
     if (row < rows) atomicAdd(counts + tokens[row], 1);
 }
 
-// starts[token] = sum of the counts before it. One block of 1024 threads, each of which takes eight neighbours at a time.
+// starts[token] = sum of the counts before it. One block of 1024 threads; each takes eight neighbours at a time.
 extern "C" __global__ void embed_starts(const int* __restrict__ counts, int* __restrict__ starts, i64 vocab) {
     __shared__ int sums[32];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -104,17 +104,11 @@ __device__ inline void sort_by_bits(const int* __restrict__ order, int* sorted, 
     }
 }
 
-// dwte[token] += sum of dout's rows with that token. Grid: a block per row; block: 512 threads, of which groups take rows in turn and
-// a group's threads eight columns each. sorted: room for as many rows as order has.
-extern "C" __global__ void __launch_bounds__(512)
-    embed_bwd_tokens(const int* __restrict__ tokens, const int* __restrict__ counts, const int* __restrict__ starts,
-                     const int* __restrict__ order, int* sorted, const ACT* __restrict__ dout, void* dwte, bool dwte_bf16, i64 rows, i64 cols) {
+// dwte[token] += sum of dout's rows with that token, `count` of them, in `order`. A block of 512 threads, of which
+// groups take rows in turn and a group's threads eight columns each. sorted: room for as many rows.
+__device__ inline void sum_token(i64 token, int count, const int* __restrict__ order, int* sorted,
+                                 const ACT* __restrict__ dout, void* dwte, bool dwte_bf16, i64 rows, i64 cols) {
     __shared__ float sums[512][8];
-    // The block at the start of a token's rows works for it, the others leave.
-    int token = tokens[order[blockIdx.x]], count = counts[token];
-    if (starts[token] != blockIdx.x) return;
-    order += starts[token];
-    sorted += starts[token];
     if (count <= FEW || rows > MOST_BITS) {
         for (int i = threadIdx.x; i < count; i += 512) {
             int row = order[i], rank = 0;
@@ -151,6 +145,28 @@ extern "C" __global__ void __launch_bounds__(512)
                 i64 at = token * cols + c + j;
                 store_grad(dwte, dwte_bf16, at, load_grad(dwte, dwte_bf16, at) + sum.x[j]);
             }
+        }
+    }
+}
+
+// All tokens' sums: every block looks for tokens whose rows start at its places in the order, every gridDim-th, and
+// works for them. Grid: as many blocks as run at once, of 512 threads. sorted: room for as many rows as order has.
+extern "C" __global__ void __launch_bounds__(512, 2)
+    embed_bwd_tokens(const int* __restrict__ tokens, const int* __restrict__ counts, const int* __restrict__ starts,
+                     const int* __restrict__ order, int* sorted, const ACT* __restrict__ dout, void* dwte,
+                     bool dwte_bf16, i64 rows, i64 cols) {
+    __shared__ int found[512], many;
+    for (int first = blockIdx.x; first < rows; first += gridDim.x * 512) {
+        __syncthreads();
+        if (threadIdx.x == 0) many = 0;
+        __syncthreads();
+        int place = first + threadIdx.x * gridDim.x;
+        // Tokens do not depend on each other: in which order they are found does not matter.
+        if (place < rows && starts[tokens[order[place]]] == place) found[atomicAdd(&many, 1)] = place;
+        __syncthreads();
+        for (int i = 0; i < many; i++) {
+            int start = found[i], token = tokens[order[start]];
+            sum_token(token, counts[token], order + start, sorted + start, dout, dwte, dwte_bf16, rows, cols);
         }
     }
 }

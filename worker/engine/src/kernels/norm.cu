@@ -26,7 +26,8 @@ __device__ inline void row_sums(float (&x)[COUNT], int turn) {
         for (int i = 0; i < COUNT; i++) x[i] += partial[turn][i][w];
 }
 
-// With branch: sum = x + branch comes first, and sum as it was rounded is what is normalised. means is null for RMSNorm.
+// With branch: sum = x + branch comes first, and sum as it was rounded is what is normalised. means is null for
+// RMSNorm. Grid: a block for every blockDim.y * ROWS rows.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS)
     norm_fwd(const ACT* __restrict__ x, const ACT* __restrict__ branch, ACT* __restrict__ sum,
              const ACT* __restrict__ gamma, const ACT* __restrict__ beta, ACT* __restrict__ y,
