@@ -239,7 +239,8 @@ pub trait Backend {
     ) -> Result<()>;
 
     /// Backward of both: x is what was normalised. `dx = d norm/dx (dy)`, added to dx's contents if `add` (the residual
-    /// path), replacing them otherwise; dgamma, dbeta `[C]`.
+    /// path), replacing them otherwise; dgamma, dbeta `[C]`. `dsum` `[C]` is the sum of the rows of the new dx: the
+    /// gradient of a bias that was added where dx is the gradient. dgamma, dbeta and dsum have one element type.
     #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
     fn norm_bwd(
         &self,
@@ -252,6 +253,7 @@ pub trait Backend {
         add: bool,
         dgamma: Slice<'_>,
         dbeta: Option<Slice<'_>>,
+        dsum: Option<Slice<'_>>,
         acc: Accumulate,
     ) -> Result<()>;
 
@@ -303,8 +305,15 @@ pub trait Backend {
     /// `a = gelu(h)`, the tanh form; any equal lengths.
     fn gelu_fwd(&self, h: Slice<'_>, a: Slice<'_>) -> Result<()>;
 
-    /// `dh = gelu'(h) da`.
-    fn gelu_bwd(&self, h: Slice<'_>, da: Slice<'_>, dh: Slice<'_>) -> Result<()>;
+    /// `dh = gelu'(h) da`, `dbias = sum of dh's rows`: the gradient of the bias that h `[N,F]` ends with; dbias `[F]`.
+    fn gelu_bwd(
+        &self,
+        h: Slice<'_>,
+        da: Slice<'_>,
+        dh: Slice<'_>,
+        dbias: Slice<'_>,
+        acc: Accumulate,
+    ) -> Result<()>;
 
     /// `a = silu(g) u` with h `[N,2F]` holding g `[N,F]` and u `[N,F]` side by side in each row, a `[N,F]`.
     fn swiglu_fwd(&self, rows: usize, ffn: usize, h: Slice<'_>, a: Slice<'_>) -> Result<()>;

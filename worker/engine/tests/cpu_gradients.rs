@@ -67,7 +67,7 @@ fn norms() {
         let beta = (kind == NormKind::Layer).then(|| random(9, 20));
         with_cpu(|ops| {
             let run = |x: &[f32], gamma: &[f32], beta: Option<&[f32]>| {
-                ops.norm(s, x, Some(&branch), gamma, beta, &dy, None, Accumulate::Overwrite)
+                ops.norm(s, x, Some(&branch), gamma, beta, &dy, None, true, Accumulate::Overwrite)
             };
             let outputs = run(&x, &gamma, beta.as_deref());
             let y = |outputs: Outputs| get(&outputs, "y").to_vec();
@@ -76,11 +76,22 @@ fn norms() {
             if let Some(beta) = &beta {
                 check("dbeta", beta, &dy, get(&outputs, "dbeta"), |beta| y(run(&x, &gamma, Some(beta))));
             }
-            // The residual path's gradient joins.
-            let joined =
-                ops.norm(s, &x, Some(&branch), &gamma, beta.as_deref(), &dy, Some(&branch), Accumulate::Add);
+            // The residual path's gradient joins, also in the sum of the rows.
+            let (beta, joining) = (beta.as_deref(), Some(&branch[..]));
+            let acc = Accumulate::Add;
+            let joined = ops.norm(s, &x, Some(&branch), &gamma, beta, &dy, joining, true, acc);
             let expected: Vec<f32> = get(&outputs, "dx").iter().zip(&branch).map(|(a, b)| a + b).collect();
             assert!(distance(get(&joined, "dx"), &expected) < 1e-6);
+            let added = |start: Vec<f32>, dx: &[f32]| -> Vec<f32> {
+                start
+                    .iter()
+                    .enumerate()
+                    .map(|(c, x)| x + dx.iter().skip(c).step_by(20).sum::<f32>())
+                    .collect()
+            };
+            let dx = get(&outputs, "dx");
+            assert!(distance(get(&outputs, "dsum"), &added(vec![0.0; 20], dx)) < 1e-5);
+            assert!(distance(get(&joined, "dsum"), &added(random(77, 20), &expected)) < 1e-5);
         });
     }
 }
@@ -133,8 +144,12 @@ fn attention_sees_no_later_token() {
 fn activations() {
     let (h, da): (Vec<f32>, _) = (random(19, 50).iter().map(|x| 3.0 * x).collect(), random(20, 50));
     with_cpu(|ops| {
-        let run = |h: &[f32]| ops.gelu(h, &da);
+        let run = |h: &[f32]| ops.gelu(5, h, &da, Accumulate::Overwrite);
         check("gelu", &h, &da, get(&run(&h), "dh"), |h| get(&run(h), "a").to_vec());
+        // A bias is added to each of the ten rows.
+        let with_bias =
+            |bias: &[f32]| -> Vec<f32> { h.iter().zip(bias.iter().cycle()).map(|(h, b)| h + b).collect() };
+        check("dbias", &[0.0; 5], &da, get(&run(&h), "dbias"), |b| get(&run(&with_bias(b)), "a").to_vec());
         let run = |h: &[f32]| ops.swiglu(5, 5, h, &da[..25]);
         check("swiglu", &h, &da[..25], get(&run(&h), "dh"), |h| get(&run(h), "a").to_vec());
     });

@@ -1,4 +1,8 @@
 //! Backward: from gradients of the logits to gradients of every parameter, in the order of the arena.
+//!
+//! The gradient of a bias is the sum of the rows of its output's gradient. Whoever writes those rows forms it too where
+//! that spares reading them again: GELU that of `fc`, a norm those of `out` and `proj`, whose outputs were added to the
+//! residual stream that it normalises.
 
 use xlaunch_engine::{Accumulate, Result, Slice, Tensor};
 use xlaunch_proto::model::Arch;
@@ -28,8 +32,10 @@ impl Model {
             finished(self.layout.top_end, grads)?;
         }
         while let Some(block) = acts.blocks.pop() {
-            let params = &self.layout.blocks[acts.blocks.len()];
-            self.block_bwd(rows, block, params, &dx, grads, acc)?;
+            let index = acts.blocks.len();
+            let params = &self.layout.blocks[index];
+            let below = index.checked_sub(1).map(|below| &self.layout.blocks[below]);
+            self.block_bwd(rows, block, params, below, &dx, grads, acc)?;
             finished(params.end, grads)?;
         }
         self.embed_bwd(rows, tokens, &dx, grads, acc)?;
@@ -46,34 +52,41 @@ impl Model {
         let dhead = grads.slice(head.clone());
         self.backend.linear_bwd_weight(shape, dlogits, acts.last.y.all(), dhead, None, acc)?;
         let dx = self.activation(dy.len())?;
-        self.norm_bwd(rows, &acts.last, &self.layout.lnf, &dy, &dx, false, grads, acc)?;
+        let added = self.layout.blocks.last().map(|block| &block.out);
+        self.norm_bwd(rows, &acts.last, &self.layout.lnf, &dy, &dx, false, added, grads, acc)?;
         Ok(dx)
     }
 
-    /// `dx` holds the gradient behind the block and becomes that before it.
+    /// `dx` holds the gradient behind the block and becomes that before it, where the block `below` ends.
+    #[expect(clippy::too_many_arguments, reason = "a backward takes what its forward took, made and gets")]
     fn block_bwd(
         &self,
         rows: Rows,
         block: Block,
         params: &layout::Block,
+        below: Option<&layout::Block>,
         dx: &Tensor,
         grads: &Tensor,
         acc: Accumulate,
     ) -> Result<()> {
         let (n, shape) = (rows.count(), &self.shape);
-        let da = self.linear_bwd(rows, dx, &block.a, &params.out, (shape.ffn, shape.dim), grads, acc)?;
+        let da =
+            self.linear_bwd(rows, dx, &block.a, &params.out, (shape.ffn, shape.dim), None, grads, acc)?;
         let dh = self.activation(block.h.len())?;
-        match shape.arch {
-            Arch::Gpt2 => self.backend.gelu_bwd(block.h.all(), da.all(), dh.all())?,
-            Arch::Llama => self.backend.swiglu_bwd(n, shape.ffn, block.h.all(), da.all(), dh.all())?,
+        let h = block.h.all();
+        match (shape.arch, bias_in(grads, &params.fc)) {
+            (Arch::Gpt2, Some(dbias)) => self.backend.gelu_bwd(h, da.all(), dh.all(), dbias, acc)?,
+            _ => self.backend.swiglu_bwd(n, shape.ffn, h, da.all(), dh.all())?,
         }
         drop(da);
         let hidden = block.h.len() / n;
-        let dy = self.linear_bwd(rows, &dh, &block.ln2.y, &params.fc, (shape.dim, hidden), grads, acc)?;
+        let dy =
+            self.linear_bwd(rows, &dh, &block.ln2.y, &params.fc, (shape.dim, hidden), None, grads, acc)?;
         drop(dh);
-        self.norm_bwd(rows, &block.ln2, &params.ln2, &dy, dx, true, grads, acc)?;
+        self.norm_bwd(rows, &block.ln2, &params.ln2, &dy, dx, true, Some(&params.proj), grads, acc)?;
 
-        let datt = self.linear_bwd(rows, dx, &block.att, &params.proj, (shape.dim, shape.dim), grads, acc)?;
+        let sizes = (shape.dim, shape.dim);
+        let datt = self.linear_bwd(rows, dx, &block.att, &params.proj, sizes, None, grads, acc)?;
         let dqkv = self.activation(block.qkv.len())?;
         let attention = self.attention_shape(rows);
         let (qkv, att, lse) = (block.qkv.all(), block.att.all(), block.lse.all());
@@ -82,9 +95,10 @@ impl Model {
             let table = table.slice(0..rows.seq * shape.head_width());
             self.backend.rope_bwd(attention, dqkv.all(), table)?;
         }
-        let sizes = (shape.dim, shape.qkv_width());
-        let dy = self.linear_bwd(rows, &dqkv, &block.ln1.y, &params.qkv, sizes, grads, acc)?;
-        self.norm_bwd(rows, &block.ln1, &params.ln1, &dy, dx, true, grads, acc)
+        let (sizes, dbias) = ((shape.dim, shape.qkv_width()), bias_in(grads, &params.qkv));
+        let dy = self.linear_bwd(rows, &dqkv, &block.ln1.y, &params.qkv, sizes, dbias, grads, acc)?;
+        let added = below.map(|block| &block.out);
+        self.norm_bwd(rows, &block.ln1, &params.ln1, &dy, dx, true, added, grads, acc)
     }
 
     fn embed_bwd(
@@ -106,7 +120,8 @@ impl Model {
         self.backend.embed_bwd(self.embed_shape(rows), tokens, dx.all(), dwte, dwpe)
     }
 
-    /// Gradients of a matrix, its bias and its input, which is returned. `sizes` are inputs and outputs.
+    /// Gradients of a matrix, of its bias where nobody else forms that, and of its input, which is returned. `sizes`
+    /// are inputs and outputs.
     #[expect(clippy::too_many_arguments, reason = "a backward takes what its forward took, made and gets")]
     fn linear_bwd(
         &self,
@@ -115,11 +130,11 @@ impl Model {
         x: &Tensor,
         params: &Linear,
         sizes: (usize, usize),
+        dbias: Option<Slice<'_>>,
         grads: &Tensor,
         acc: Accumulate,
     ) -> Result<Tensor> {
         let shape = Self::linear_shape(rows, sizes.0, sizes.1);
-        let dbias = params.bias.as_ref().map(|bias| grads.slice(bias.clone()));
         let dweight = grads.slice(params.weight.clone());
         self.backend.linear_bwd_weight(shape, dy.all(), x.all(), dweight, dbias, acc)?;
         let dx = self.activation(x.len())?;
@@ -127,6 +142,7 @@ impl Model {
         Ok(dx)
     }
 
+    /// `added` is the layer whose output was added to the residual stream just before this norm.
     #[expect(clippy::too_many_arguments, reason = "a backward takes what its forward took, made and gets")]
     fn norm_bwd(
         &self,
@@ -136,6 +152,7 @@ impl Model {
         dy: &Tensor,
         dx: &Tensor,
         add: bool,
+        added: Option<&Linear>,
         grads: &Tensor,
         acc: Accumulate,
     ) -> Result<()> {
@@ -153,7 +170,13 @@ impl Model {
             add,
             dgamma,
             dbeta,
+            added.and_then(|layer| bias_in(grads, layer)),
             acc,
         )
     }
+}
+
+/// Where the gradient of a layer's bias lies, if it has one.
+fn bias_in<'a>(grads: &'a Tensor, layer: &Linear) -> Option<Slice<'a>> {
+    layer.bias.as_ref().map(|bias| grads.slice(bias.clone()))
 }

@@ -166,13 +166,18 @@ impl Backend for CpuBackend {
         add: bool,
         dgamma: Slice<'_>,
         dbeta: Option<Slice<'_>>,
+        dsum: Option<Slice<'_>>,
         acc: Accumulate,
     ) -> Result<()> {
         let (a, len) = (Access::new("norm_bwd"), s.rows * s.cols);
         let (gamma, stats) = (a.read(gamma, s.cols), a.read(stats, s.stats()));
         let (dgamma, dbeta) = (a.write(dgamma, s.cols), dbeta.map(|dbeta| a.write(dbeta, s.cols)));
+        let dsum = dsum.map(|dsum| a.write(dsum, s.cols));
         let (x, dy, dx) = (a.read(x, len), a.read(dy, len), a.write(dx, len));
         norm::bwd(&self.threads, s, x, gamma, stats, dy, dx, add, dgamma, dbeta, acc);
+        if let Some(dsum) = dsum {
+            linear::column_sums(&self.threads, dx, s.cols, dsum, acc == Accumulate::Add);
+        }
         Ok(())
     }
 
@@ -258,9 +263,19 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn gelu_bwd(&self, h: Slice<'_>, da: Slice<'_>, dh: Slice<'_>) -> Result<()> {
-        let (a, len) = (Access::new("gelu_bwd"), h.len());
-        activation::gelu_bwd(&self.threads, a.read(h, len), a.read(da, len), a.write(dh, len));
+    fn gelu_bwd(
+        &self,
+        h: Slice<'_>,
+        da: Slice<'_>,
+        dh: Slice<'_>,
+        dbias: Slice<'_>,
+        acc: Accumulate,
+    ) -> Result<()> {
+        let (a, len, cols) = (Access::new("gelu_bwd"), h.len(), dbias.len());
+        assert!(len.is_multiple_of(cols), "gelu_bwd: {h:?} should have rows of {cols} elements");
+        let (dh, dbias) = (a.write(dh, len), a.write(dbias, cols));
+        activation::gelu_bwd(&self.threads, a.read(h, len), a.read(da, len), dh);
+        linear::column_sums(&self.threads, dh, cols, dbias, acc == Accumulate::Add);
         Ok(())
     }
 

@@ -5,8 +5,9 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::Arc;
 
+use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as MOST_SHARED;
 use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as SHARED_LIMIT;
-use cudarc::driver::{CudaFunction, CudaModule, result};
+use cudarc::driver::{CudaFunction, CudaModule, DriverError, result};
 use cudarc::nvrtc::Ptx;
 use xlaunch_pool::DType;
 
@@ -38,7 +39,7 @@ pub(super) const COMMON: [(Source, &[&str]); 8] = [
             "embed_bwd_positions",
         ],
     ),
-    (source!("norm.cu"), &["norm_fwd", "norm_bwd_input", "norm_bwd_params"]),
+    (source!("norm.cu"), &["norm_fwd", "norm_bwd", "norm_fwd_any", "norm_bwd_any"]),
     (source!("rope.cu"), &["rope"]),
     (source!("activation.cu"), &["gelu_fwd", "gelu_bwd", "swiglu_fwd", "swiglu_bwd"]),
     (source!("classifier.cu"), &["classifier"]),
@@ -111,16 +112,19 @@ impl Launch {
         Self { grid: (count, 1, 1), block: (threads, 1), shared: 0 }
     }
 
+    /// A one-dimensional grid of two-dimensional blocks.
+    pub(super) fn rows(count: usize, block: (u32, u32)) -> Self {
+        Self { grid: (count, 1, 1), block, shared: 0 }
+    }
+
     /// A two-dimensional grid of blocks of 32 times 8 columns and 8 rows.
     pub(super) fn wide_columns(cols: usize, row_blocks: usize) -> Self {
         Self { grid: (cols.div_ceil(32 * 8), row_blocks, 1), block: (32, 8), shared: 0 }
     }
-
-    /// A two-dimensional grid of blocks of 32 columns and 8 rows.
-    pub(super) fn columns(cols: usize, row_blocks: usize) -> Self {
-        Self { grid: (cols.div_ceil(32), row_blocks, 1), block: (32, 8), shared: 0 }
-    }
 }
+
+/// What a block may have of shared memory beside the dynamic part.
+const STATIC_SHARED: i32 = 1024;
 
 /// All kernels of one device.
 #[derive(Debug)]
@@ -129,6 +133,8 @@ pub(super) struct Kernels {
     activations: DType,
     common: HashMap<&'static str, CudaFunction>,
     attention: RefCell<HashMap<(usize, &'static str), CudaFunction>>,
+    /// Bytes of a row that the classifier can keep in shared memory.
+    pub(super) classifier_shared: usize,
 }
 
 impl Kernels {
@@ -140,7 +146,13 @@ impl Kernels {
                 common.insert(*name, function(&module, name)?);
             }
         }
-        Ok(Self { device: device.clone(), activations, common, attention: RefCell::default() })
+        let classifier = common.get("classifier").ok_or_else(|| no_kernel("classifier"))?;
+        let classifier_shared = allow_shared(device, classifier).map_err(|error| EngineError::Cuda {
+            what: "failed to get shared memory for the classifier".into(),
+            reason: words(error),
+        })?;
+        let attention = RefCell::default();
+        Ok(Self { device: device.clone(), activations, common, attention, classifier_shared })
     }
 
     /// Enqueues a kernel.
@@ -249,6 +261,13 @@ impl Kernels {
             },
         )
     }
+}
+
+/// Lets a kernel have all the dynamic shared memory that the device gives a block; returns how many bytes that is.
+fn allow_shared(device: &Device, function: &CudaFunction) -> std::result::Result<usize, DriverError> {
+    let bytes = (device.context.attribute(MOST_SHARED)? - STATIC_SHARED).max(0);
+    function.set_attribute(SHARED_LIMIT, bytes)?;
+    Ok(bytes.unsigned_abs() as usize)
 }
 
 fn no_kernel(name: &str) -> EngineError {

@@ -19,10 +19,18 @@ use crate::shapes::{
 };
 use crate::tensor::{Slice, Tensor};
 
-/// Rows that one block of the norm kernels works on: WARPS there.
-const NORM_ROWS: usize = 4;
-/// Rows of one block's column sums: ROWS in the kernels.
-const SUM_ROWS: usize = 128;
+/// Most threads of a block of the norm kernels that keep rows in registers, eight columns each: MOST_THREADS there.
+const NORM_THREADS: usize = 192;
+/// Rows that their threads take at once: ROWS there.
+const NORM_ROWS: usize = 2;
+/// Blocks of column sums that a multiprocessor runs at once.
+const SUM_BLOCKS_AT_ONCE: usize = 4;
+/// Rows that an activation's threads take at once: ROWS there.
+const ACTIVATION_ROWS: usize = 2;
+/// Eights of a thread of `gelu_fwd`: EIGHTS there.
+const GELU_EIGHTS: usize = 4;
+/// Threads of the classifier: with rows of GPT-2's vocabulary in shared memory, a multiprocessor runs two blocks.
+const CLASSIFIER_THREADS: u32 = 512;
 /// Threads of a row's embedding: each copies eight columns.
 const EMBED_THREADS: u32 = 128;
 /// Threads of a row's rotation: each turns eight pairs.
@@ -173,10 +181,12 @@ impl Backend for CudaBackend {
         self.embed_bwd_tokens(s, tokens, dout, dwte)?;
         let Some(dwpe) = dwpe else { return Ok(()) };
         expect_grad(dwpe, dwpe.len().max(s.seq * s.cols));
-        let blocks = (s.seq * s.cols).div_ceil(THREADS as usize);
+        let threads = eights(s.cols);
+        let grid = (s.seq, s.cols.div_ceil(8 * threads as usize), 1);
+        let launch = Launch { grid, ..Launch::blocks(1, threads) };
         let args = args![dout, dwpe, is_bf16(dwpe), s.batch, s.seq, s.cols];
         // SAFETY: checked above.
-        unsafe { self.launch("embed_bwd_positions", Launch::blocks(blocks, THREADS), args) }
+        unsafe { self.launch("embed_bwd_positions", launch, args) }
     }
 
     fn norm_fwd(
@@ -216,34 +226,36 @@ impl Backend for CudaBackend {
         add: bool,
         dgamma: Slice<'_>,
         dbeta: Option<Slice<'_>>,
+        dsum: Option<Slice<'_>>,
         acc: Accumulate,
     ) -> Result<()> {
         [x, dy, dx].into_iter().for_each(|x| self.act(x, s.rows * s.cols));
         self.act(gamma, s.cols);
         expect(stats, DType::F32, s.stats());
-        [Some(dgamma), dbeta].into_iter().flatten().for_each(|grad| expect_grad(grad, s.cols));
+        let outputs: Vec<Slice<'_>> = [Some(dgamma), dbeta, dsum].into_iter().flatten().collect();
+        outputs.iter().for_each(|grad| expect_grad(*grad, s.cols));
         let (means, scales) = split_stats(s, stats);
-        // SAFETY: checked above.
-        unsafe {
-            self.launch(
-                "norm_bwd_input",
-                norm_launch(s),
-                args![x, gamma, means, scales, dy, dx, add, s.rows, s.cols],
-            )
-        }?;
-        let blocks = s.rows.div_ceil(SUM_ROWS);
-        let gammas = self.alloc(DType::F32, blocks * s.cols)?;
-        let betas = dbeta.map(|_| self.alloc(DType::F32, blocks * s.cols)).transpose()?;
-        let args = args![x, means, scales, dy, gammas.all(), betas.as_ref().map(Tensor::all), s.rows, s.cols];
-        // SAFETY: checked above; partial sums are as large as the grid.
-        unsafe { self.launch("norm_bwd_params", Launch::wide_columns(s.cols, blocks), args) }?;
-        self.column_sum_final(&gammas, blocks, s.cols, dgamma, acc == Accumulate::Add)?;
-        match (betas, dbeta) {
-            (Some(betas), Some(dbeta)) => {
-                self.column_sum_final(&betas, blocks, s.cols, dbeta, acc == Accumulate::Add)
+        let (name, launch) = match norm_block(s, &[x, gamma, dy, dx]) {
+            Some(block) => {
+                let threads = if self.activations == DType::Bf16 { 3 } else { 2 } * NORM_THREADS;
+                let at_once = threads / (block.0 * block.1) as usize * self.device.multiprocessors as usize;
+                let blocks = s.rows.div_ceil(block.1 as usize * NORM_ROWS).min(at_once);
+                ("norm_bwd", Launch::rows(blocks, block))
             }
-            _ => Ok(()),
-        }
+            None => {
+                let at_once = 2 * self.device.multiprocessors as usize;
+                ("norm_bwd_any", Launch::blocks(s.rows.min(at_once), THREADS))
+            }
+        };
+        let blocks = launch.grid.0;
+        let partials = self.alloc(DType::F32, outputs.len() * blocks * s.cols)?;
+        let mut parts = (0..).map(|i| partials.slice(i * blocks * s.cols..(i + 1) * blocks * s.cols));
+        let mut part = |wanted: bool| if wanted { parts.next() } else { None };
+        let (gammas, betas, sums) = (part(true), part(dbeta.is_some()), part(dsum.is_some()));
+        let args = args![x, gamma, means, scales, dy, dx, add, gammas, betas, sums, s.rows, s.cols];
+        // SAFETY: checked above; there are as many rows of partial sums as blocks.
+        unsafe { self.launch(name, launch, args) }?;
+        self.column_sum_final(&partials, blocks, s.cols, &outputs, acc)
     }
 
     fn linear_fwd(
@@ -289,12 +301,12 @@ impl Backend for CudaBackend {
         unsafe { self.gemm.product(s.inputs, s.outputs, s.rows, plain(x), transposed(dy), None, dw, add) }?;
         let Some(dbias) = dbias else { return Ok(()) };
         expect_grad(dbias, s.outputs);
-        let blocks = s.rows.div_ceil(SUM_ROWS);
-        let partials = self.alloc(DType::F32, blocks * s.outputs)?;
+        let launch = self.sums_of_columns(s.rows, s.outputs);
+        let partials = self.alloc(DType::F32, launch.grid.1 * s.outputs)?;
         let args = args![dy, partials.all(), s.rows, s.outputs];
-        // SAFETY: checked above; partial sums are as large as the grid.
-        unsafe { self.launch("column_sum_partials", Launch::wide_columns(s.outputs, blocks), args) }?;
-        self.column_sum_final(&partials, blocks, s.outputs, dbias, add)
+        // SAFETY: checked above; there are as many rows of partial sums as of blocks.
+        unsafe { self.launch("column_sum_partials", launch, args) }?;
+        self.column_sum_final(&partials, launch.grid.1, s.outputs, &[dbias], acc)
     }
 
     fn rope_fwd(&self, s: AttentionShape, qkv: Slice<'_>, table: Slice<'_>) -> Result<()> {
@@ -372,41 +384,45 @@ impl Backend for CudaBackend {
     fn gelu_fwd(&self, h: Slice<'_>, a: Slice<'_>) -> Result<()> {
         let len = h.len();
         [h, a].into_iter().for_each(|x| self.act(x, len));
+        let launch = Launch::blocks(len.div_ceil(8 * GELU_EIGHTS * THREADS as usize), THREADS);
         // SAFETY: checked above.
-        unsafe {
-            self.launch(
-                "gelu_fwd",
-                Launch::blocks(len.div_ceil(8 * THREADS as usize), THREADS),
-                args![h, a, len],
-            )
-        }
+        unsafe { self.launch("gelu_fwd", launch, args![h, a, len]) }
     }
 
-    fn gelu_bwd(&self, h: Slice<'_>, da: Slice<'_>, dh: Slice<'_>) -> Result<()> {
-        let len = h.len();
-        [h, da, dh].into_iter().for_each(|x| self.act(x, len));
-        // SAFETY: checked above.
-        unsafe {
-            self.launch(
-                "gelu_bwd",
-                Launch::blocks(len.div_ceil(8 * THREADS as usize), THREADS),
-                args![h, da, dh, len],
-            )
-        }
+    fn gelu_bwd(
+        &self,
+        h: Slice<'_>,
+        da: Slice<'_>,
+        dh: Slice<'_>,
+        dbias: Slice<'_>,
+        acc: Accumulate,
+    ) -> Result<()> {
+        let (len, cols) = (h.len(), dbias.len());
+        let rows = len / cols;
+        [h, da, dh].into_iter().for_each(|x| self.act(x, rows * cols));
+        expect_grad(dbias, cols);
+        let launch = self.sums_of_columns(rows, cols);
+        let partials = self.alloc(DType::F32, launch.grid.1 * cols)?;
+        let args = args![h, da, dh, partials.all(), rows, cols];
+        // SAFETY: checked above; there are as many rows of partial sums as of blocks.
+        unsafe { self.launch("gelu_bwd", launch, args) }?;
+        self.column_sum_final(&partials, launch.grid.1, cols, &[dbias], acc)
     }
 
     fn swiglu_fwd(&self, rows: usize, ffn: usize, h: Slice<'_>, a: Slice<'_>) -> Result<()> {
         self.act(h, 2 * rows * ffn);
         self.act(a, rows * ffn);
+        let launch = Launch::blocks(rows.div_ceil(ACTIVATION_ROWS), eights(ffn));
         // SAFETY: checked above.
-        unsafe { self.launch("swiglu_fwd", Launch::blocks(rows, THREADS), args![h, a, ffn]) }
+        unsafe { self.launch("swiglu_fwd", launch, args![h, a, rows, ffn]) }
     }
 
     fn swiglu_bwd(&self, rows: usize, ffn: usize, h: Slice<'_>, da: Slice<'_>, dh: Slice<'_>) -> Result<()> {
         [h, dh].into_iter().for_each(|x| self.act(x, 2 * rows * ffn));
         self.act(da, rows * ffn);
+        let launch = Launch::blocks(rows.div_ceil(ACTIVATION_ROWS), eights(ffn));
         // SAFETY: checked above.
-        unsafe { self.launch("swiglu_bwd", Launch::blocks(rows, THREADS), args![h, da, dh, ffn]) }
+        unsafe { self.launch("swiglu_bwd", launch, args![h, da, dh, rows, ffn]) }
     }
 
     fn classifier(
@@ -421,9 +437,13 @@ impl Backend for CudaBackend {
         expect(targets, DType::I32, s.rows);
         expect(losses, DType::F32, s.rows);
         let scale = grad_scale.unwrap_or(0.0);
-        let args = args![logits, targets, losses, s.vocab, s.padded, grad_scale.is_some(), scale];
-        // SAFETY: checked above; targets are below V by the operation's contract.
-        unsafe { self.launch("classifier", Launch::blocks(s.rows, 512), args) }
+        let bytes = s.padded.next_multiple_of(8) * self.activations.size();
+        let kept = bytes <= self.kernels.classifier_shared;
+        let shared = if kept { bytes } else { 0 };
+        let launch = Launch { shared, ..Launch::blocks(s.rows, CLASSIFIER_THREADS) };
+        let args = args![logits, targets, losses, s.vocab, s.padded, grad_scale.is_some(), scale, kept];
+        // SAFETY: checked above; targets are below V by the operation's contract; a row that is kept has its memory.
+        unsafe { self.launch("classifier", launch, args) }
     }
 
     fn sum(&self, x: Slice<'_>, scale: f32, out: Slice<'_>, acc: Accumulate) -> Result<()> {
@@ -508,9 +528,15 @@ impl CudaBackend {
         self.maybe_act(beta, s.cols);
         expect(stats, DType::F32, s.stats());
         let (means, scales) = split_stats(s, stats);
+        let operands: Vec<Slice<'_>> =
+            [Some(x), branch, sum, Some(gamma), beta, Some(y)].into_iter().flatten().collect();
+        let (name, launch) = match norm_block(s, &operands) {
+            Some(block) => ("norm_fwd", Launch::rows(s.rows.div_ceil(block.1 as usize * NORM_ROWS), block)),
+            None => ("norm_fwd_any", Launch::blocks(s.rows, THREADS)),
+        };
         let args = args![x, branch, sum, gamma, beta, y, means, scales, s.rows, s.cols, s.eps];
         // SAFETY: checked above.
-        unsafe { self.launch("norm_fwd", norm_launch(s), args) }
+        unsafe { self.launch(name, launch, args) }
     }
 
     /// Adds the rows of each token of the vocabulary to its gradient.
@@ -529,6 +555,7 @@ impl CudaBackend {
         let places = self.alloc(DType::I32, 2 * rows)?;
         let (order, sorted) = (places.slice(0..rows), places.slice(rows..2 * rows));
         let each_row = Launch::blocks(rows.div_ceil(THREADS as usize), THREADS);
+        let at_once = 2 * self.device.multiprocessors as usize;
         let args =
             args![tokens, counts, starts.all(), order, sorted, dout, dwte, is_bf16(dwte), rows, s.cols];
         // SAFETY: the caller checked the operands; token ids are below V by the operation's contract, so every counter
@@ -537,7 +564,7 @@ impl CudaBackend {
             self.launch("embed_count", each_row, args![tokens, counts, rows])?;
             self.launch("embed_starts", Launch::blocks(1, 1024), args![counts, starts.all(), s.vocab])?;
             self.launch("embed_places", each_row, args![tokens, starts.all(), placed, order, rows])?;
-            self.launch("embed_bwd_tokens", Launch::blocks(rows, 512), args)
+            self.launch("embed_bwd_tokens", Launch::blocks(rows.min(at_once), 512), args)
         }
     }
 
@@ -550,18 +577,30 @@ impl CudaBackend {
         unsafe { self.launch("rope", Launch::blocks(rows, ROPE_THREADS), args) }
     }
 
-    /// `out (+)= sum of count rows of partials`.
+    /// As many blocks of column sums as run at once, each over its share of the rows.
+    fn sums_of_columns(&self, rows: usize, cols: usize) -> Launch {
+        let at_once = self.device.multiprocessors as usize * SUM_BLOCKS_AT_ONCE;
+        let launch = Launch::wide_columns(cols, 1);
+        let row_blocks = (at_once / launch.grid.0).clamp(1, rows.div_ceil(launch.block.1 as usize).max(1));
+        Launch::wide_columns(cols, row_blocks)
+    }
+
+    /// `outs[i] (+)= sum of count rows of partials`, whose rows of the first output come first.
     fn column_sum_final(
         &self,
         partials: &Tensor,
         count: usize,
         cols: usize,
-        out: Slice<'_>,
-        add: bool,
+        outs: &[Slice<'_>],
+        acc: Accumulate,
     ) -> Result<()> {
-        let args = args![partials.all(), count, cols, out, is_bf16(out), add];
-        // SAFETY: partials holds [count, cols] floats by construction; out was checked by the caller.
-        unsafe { self.launch("column_sum_final", Launch::columns(cols, 1), args) }
+        let [first, second, third] = [0, 1, 2].map(|i| outs.get(i).copied());
+        let bf16 = outs.iter().any(|out| is_bf16(*out));
+        assert!(outs.len() <= 3 && outs.iter().all(|out| is_bf16(*out) == bf16), "column sums of {outs:?}");
+        let args = args![partials.all(), count, cols, first, second, third, bf16, acc == Accumulate::Add];
+        let launch = Launch { grid: (cols.div_ceil(32), outs.len(), 1), block: (32, 32), shared: 0 };
+        // SAFETY: partials holds [outs, count, cols] floats by construction; outs were checked by the caller.
+        unsafe { self.launch("column_sum_final", launch, args) }
     }
 
     /// `out (+)= scale * sum of SUM_BLOCKS partials`.
@@ -580,6 +619,15 @@ fn split_stats(s: NormShape, stats: Slice<'_>) -> (Option<Slice<'_>>, Slice<'_>)
     }
 }
 
-fn norm_launch(s: NormShape) -> Launch {
-    Launch::blocks(s.rows.div_ceil(NORM_ROWS), 32 * NORM_ROWS as u32)
+/// The block of the norm kernels that keep rows in registers: threads of a row and rows; none where a row is too wide
+/// or cannot be taken eight by eight.
+fn norm_block(s: NormShape, operands: &[Slice<'_>]) -> Option<(u32, u32)> {
+    let threads = s.cols.div_ceil(8).next_multiple_of(32);
+    let eights = s.cols.is_multiple_of(8) && operands.iter().all(|x| x.address().is_multiple_of(16));
+    (eights && threads <= NORM_THREADS).then(|| (threads as u32, (NORM_THREADS / threads) as u32))
+}
+
+/// Threads of a block that take a row eight by eight: whole warps, no more than [`THREADS`].
+fn eights(cols: usize) -> u32 {
+    (cols.div_ceil(8).next_multiple_of(32) as u32).min(THREADS)
 }

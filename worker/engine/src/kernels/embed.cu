@@ -5,7 +5,7 @@ extern "C" __global__ void embed_fwd(const int* tokens, const ACT* __restrict__ 
                                      ACT* __restrict__ out, i64 seq, i64 cols) {
     i64 row = blockIdx.x;
     const ACT* token = wte + tokens[row] * cols;
-    const ACT* position = wpe ? wpe + row % seq * cols : nullptr;
+    const ACT* position = wpe ? wpe + blockIdx.x % (unsigned)seq * cols : nullptr;
     out += row * cols;
     bool wide = is_wide(token, cols) && is_wide(out, cols) && (!position || is_wide(position, cols));
     for (i64 c = threadIdx.x * 8ll; c < cols; c += blockDim.x * 8ll) {
@@ -28,14 +28,20 @@ extern "C" __global__ void embed_count(const int* __restrict__ tokens, int* coun
     if (row < rows) atomicAdd(counts + tokens[row], 1);
 }
 
-// starts[token] = sum of the counts before it. One block of 1024 threads.
+// starts[token] = sum of the counts before it. One block of 1024 threads; each takes eight neighbours at a time.
 extern "C" __global__ void embed_starts(const int* __restrict__ counts, int* __restrict__ starts, i64 vocab) {
     __shared__ int sums[32];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int before = 0;
-    for (i64 start = 0; start < vocab; start += 1024) {
-        i64 token = start + threadIdx.x;
-        int count = token < vocab ? counts[token] : 0, sum = count;
+    for (i64 first = 0; first < vocab; first += 1024 * 8) {
+        i64 token = first + threadIdx.x * 8;
+        int mine[8], total = 0;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            mine[j] = token + j < vocab ? counts[token + j] : 0;
+            total += mine[j];
+        }
+        int sum = total;
         for (int distance = 1; distance < 32; distance *= 2) {
             int other = __shfl_up_sync(FULL_WARP, sum, distance);
             if (lane >= distance) sum += other;
@@ -43,13 +49,16 @@ extern "C" __global__ void embed_starts(const int* __restrict__ counts, int* __r
         __syncthreads();
         if (lane == 31) sums[warp] = sum;
         __syncthreads();
-        int earlier = 0, total = 0;
+        int start = before + sum - total;
         for (int w = 0; w < 32; w++) {
-            if (w < warp) earlier += sums[w];
-            total += sums[w];
+            if (w < warp) start += sums[w];
+            before += sums[w];
         }
-        if (token < vocab) starts[token] = before + earlier + sum - count;
-        before += total;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            if (token + j < vocab) starts[token + j] = start;
+            start += mine[j];
+        }
     }
 }
 
@@ -95,17 +104,11 @@ __device__ inline void sort_by_bits(const int* __restrict__ order, int* sorted, 
     }
 }
 
-// dwte[token] += sum of dout's rows with that token. Grid: a block per row; block: 512 threads, of which groups take rows in turn and
-// a group's threads eight columns each. sorted: room for as many rows as order has.
-extern "C" __global__ void __launch_bounds__(512)
-    embed_bwd_tokens(const int* __restrict__ tokens, const int* __restrict__ counts, const int* __restrict__ starts,
-                     const int* __restrict__ order, int* sorted, const ACT* __restrict__ dout, void* dwte, bool dwte_bf16, i64 rows, i64 cols) {
+// dwte[token] += sum of dout's rows with that token, `count` of them, in `order`. A block of 512 threads, of which
+// groups take rows in turn and a group's threads eight columns each. sorted: room for as many rows.
+__device__ inline void sum_token(i64 token, int count, const int* __restrict__ order, int* sorted,
+                                 const ACT* __restrict__ dout, void* dwte, bool dwte_bf16, i64 rows, i64 cols) {
     __shared__ float sums[512][8];
-    // The block at the start of a token's rows works for it, the others leave.
-    int token = tokens[order[blockIdx.x]], count = counts[token];
-    if (starts[token] != blockIdx.x) return;
-    order += starts[token];
-    sorted += starts[token];
     if (count <= FEW || rows > MOST_BITS) {
         for (int i = threadIdx.x; i < count; i += 512) {
             int row = order[i], rank = 0;
@@ -146,12 +149,49 @@ extern "C" __global__ void __launch_bounds__(512)
     }
 }
 
-// dwpe[t] += sum of dout's rows at position t. One thread per element of dwpe.
-extern "C" __global__ void embed_bwd_positions(const ACT* dout, void* dwpe, bool dwpe_bf16, i64 batch, i64 seq,
-                                               i64 cols) {
-    i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x;
-    if (i >= seq * cols) return;
-    float sum = 0.0f;
-    for (i64 b = 0; b < batch; b++) sum += load(dout, b * seq * cols + i);
-    store_grad(dwpe, dwpe_bf16, i, load_grad(dwpe, dwpe_bf16, i) + sum);
+// All tokens' sums: every block looks for tokens whose rows start at its places in the order, every gridDim-th, and
+// works for them. Grid: as many blocks as run at once, of 512 threads. sorted: room for as many rows as order has.
+extern "C" __global__ void __launch_bounds__(512, 2)
+    embed_bwd_tokens(const int* __restrict__ tokens, const int* __restrict__ counts, const int* __restrict__ starts,
+                     const int* __restrict__ order, int* sorted, const ACT* __restrict__ dout, void* dwte,
+                     bool dwte_bf16, i64 rows, i64 cols) {
+    __shared__ int found[512], many;
+    for (int first = blockIdx.x; first < rows; first += gridDim.x * 512) {
+        __syncthreads();
+        if (threadIdx.x == 0) many = 0;
+        __syncthreads();
+        int place = first + threadIdx.x * gridDim.x;
+        // Tokens do not depend on each other: in which order they are found does not matter.
+        if (place < rows && starts[tokens[order[place]]] == place) found[atomicAdd(&many, 1)] = place;
+        __syncthreads();
+        for (int i = 0; i < many; i++) {
+            int start = found[i], token = tokens[order[start]];
+            sum_token(token, counts[token], order + start, sorted + start, dout, dwte, dwte_bf16, rows, cols);
+        }
+    }
+}
+
+// dwpe[t] += sum of dout's rows at position t. One thread for eight columns. Grid: (T, C / 8 / block).
+extern "C" __global__ void embed_bwd_positions(const ACT* __restrict__ dout, void* dwpe, bool dwpe_bf16, i64 batch,
+                                               i64 seq, i64 cols) {
+    i64 c = (blockIdx.y * (i64)blockDim.x + threadIdx.x) * 8, t = blockIdx.x;
+    if (c >= cols) return;
+    bool wide = is_wide(dout, cols);
+    Eight sum = {};
+    for (i64 first = 0; first < batch; first += 8) {
+        Packed<ACT> douts[8] = {};
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (first + i < batch) douts[i] = fetch8(dout + ((first + i) * seq + t) * cols, c, cols, wide);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            Eight d = unpack(douts[i]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) sum.x[j] += d.x[j];
+        }
+    }
+    for (int j = 0; j < 8 && c + j < cols; j++) {
+        i64 at = t * cols + c + j;
+        store_grad(dwpe, dwpe_bf16, at, load_grad(dwpe, dwpe_bf16, at) + sum.x[j]);
+    }
 }

@@ -34,9 +34,21 @@ struct Eight {
     float x[8];
 };
 
-__device__ inline Eight load8(const bf16* p) {
-    uint4 words = *(const uint4*)p;
-    const unsigned w[4] = {words.x, words.y, words.z, words.w};
+// The same as they lie in memory. Kernels fetch all they need before they unpack any of it, so that the loads are on
+// their way together; and what waits takes half the registers where it is bf16.
+template <typename T>
+struct Packed;
+template <>
+struct Packed<bf16> {
+    uint4 words;
+};
+template <>
+struct Packed<float> {
+    float4 low, high;
+};
+
+__device__ inline Eight unpack(const Packed<bf16>& p) {
+    const unsigned w[4] = {p.words.x, p.words.y, p.words.z, p.words.w};
     Eight e;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -46,34 +58,51 @@ __device__ inline Eight load8(const bf16* p) {
     return e;
 }
 
-__device__ inline Eight load8(const float* p) {
-    float4 a = ((const float4*)p)[0], b = ((const float4*)p)[1];
-    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+__device__ inline Eight unpack(const Packed<float>& p) {
+    return {{p.low.x, p.low.y, p.low.z, p.low.w, p.high.x, p.high.y, p.high.z, p.high.w}};
 }
 
 __device__ inline unsigned pack_bf16(float low, float high) {
     return (unsigned)to_bf16(high).bits << 16 | to_bf16(low).bits;
 }
 
-__device__ inline void store8(bf16* p, const Eight& e) {
-    *(uint4*)p = make_uint4(pack_bf16(e.x[0], e.x[1]), pack_bf16(e.x[2], e.x[3]), pack_bf16(e.x[4], e.x[5]),
-                            pack_bf16(e.x[6], e.x[7]));
+__device__ inline void pack(const Eight& e, Packed<bf16>& p) {
+    p.words = make_uint4(pack_bf16(e.x[0], e.x[1]), pack_bf16(e.x[2], e.x[3]), pack_bf16(e.x[4], e.x[5]),
+                         pack_bf16(e.x[6], e.x[7]));
 }
 
-__device__ inline void store8(float* p, const Eight& e) {
-    ((float4*)p)[0] = make_float4(e.x[0], e.x[1], e.x[2], e.x[3]);
-    ((float4*)p)[1] = make_float4(e.x[4], e.x[5], e.x[6], e.x[7]);
+__device__ inline void pack(const Eight& e, Packed<float>& p) {
+    p.low = make_float4(e.x[0], e.x[1], e.x[2], e.x[3]);
+    p.high = make_float4(e.x[4], e.x[5], e.x[6], e.x[7]);
+}
+
+// Where it is known that eight may be taken at once: p is a multiple of 16 bytes.
+template <typename T>
+__device__ inline Packed<T> fetch8(const T* p) {
+    return *(const Packed<T>*)p;
+}
+
+template <typename T>
+__device__ inline void store8(T* p, const Eight& e) {
+    pack(e, *(Packed<T>*)p);
 }
 
 // Elements i to i + 8 of len: at once where the row allows it (`wide`: it begins on 16 bytes and len is a multiple of
-// 8), else one by one; those beyond the end read as `beyond` and are not written.
+// 8), else one by one; those beyond the end read as 0 and are not written.
 template <typename T>
-__device__ inline Eight load8(const T* p, i64 i, i64 len, bool wide, float beyond = 0.0f) {
-    if (wide) return load8(p + i);
+__device__ inline Packed<T> fetch8(const T* p, i64 i, i64 len, bool wide) {
+    if (wide) return fetch8(p + i);
     Eight e;
 #pragma unroll
-    for (int j = 0; j < 8; j++) e.x[j] = i + j < len ? load(p, i + j) : beyond;
-    return e;
+    for (int j = 0; j < 8; j++) e.x[j] = i + j < len ? load(p, i + j) : 0.0f;
+    Packed<T> packed;
+    pack(e, packed);
+    return packed;
+}
+
+template <typename T>
+__device__ inline Eight load8(const T* p, i64 i, i64 len, bool wide) {
+    return unpack(fetch8(p, i, len, wide));
 }
 
 template <typename T>
@@ -93,23 +122,24 @@ __device__ inline bool is_wide(const T* p, i64 len) {
     return len % 8 == 0 && (unsigned long long)p % 16 == 0;
 }
 
-// Exponential, sigmoid and tanh for results of this type: bf16 keeps 8 bits, for which the special-function unit is exact enough;
-// float gets the library's.
+// Exponential and sigmoid for results of this type: bf16 keeps 8 bits, for which the special-function unit is exact
+// enough; float gets the library's.
 template <typename T>
 __device__ inline float exp_for(float x) { return expf(x); }
 template <>
-__device__ inline float exp_for<bf16>(float x) { return __expf(x); }
+__device__ inline float exp_for<bf16>(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+    return y;
+}
 
 template <typename T>
 __device__ inline float sigmoid_for(float x) { return 1.0f / (1.0f + expf(-x)); }
 template <>
-__device__ inline float sigmoid_for<bf16>(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
-
-template <typename T>
-__device__ inline float tanh_for(float x) { return tanhf(x); }
-template <>
-__device__ inline float tanh_for<bf16>(float x) {
-    return copysignf(1.0f - __fdividef(2.0f, __expf(2.0f * fabsf(x)) + 1.0f), x);
+__device__ inline float sigmoid_for<bf16>(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + exp_for<bf16>(-x)));
+    return y;
 }
 
 // A gradient: float or bf16 by the flag.
@@ -155,18 +185,20 @@ __device__ inline float block_max(float x) {
     return warp_max(lane < warps ? partial[lane] : __int_as_float(0xff800000));
 }
 
-// Sums eight columns over the 8 rows of a block of 32 x 8 threads, in order, into out[c..c + 8].
+// Sums eight columns over the rows of threads (threadIdx.y) of a block of at most 256, in order, into out[c..c + 8].
 __device__ inline void sum_of_rows(const Eight& mine, float* out, i64 c, i64 cols) {
-    __shared__ float sums[8][8][33];
+    __shared__ float sums[8][256];
+    int thread = threadIdx.y * blockDim.x + threadIdx.x;
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < 8; j++) sums[threadIdx.y][j][threadIdx.x] = mine.x[j];
+    for (int j = 0; j < 8; j++) sums[j][thread] = mine.x[j];
     __syncthreads();
-    // One column a thread: that of the lane, and of the eight the row's.
-    float sum = 0.0f;
+    if (threadIdx.y > 0 || c >= cols) return;
+    Eight sum = mine;
+    for (int row = 1; row < blockDim.y; row++)
 #pragma unroll
-    for (int row = 0; row < 8; row++) sum += sums[row][threadIdx.y][threadIdx.x];
-    if (c + threadIdx.y < cols) out[c + threadIdx.y] = sum;
+        for (int j = 0; j < 8; j++) sum.x[j] += sums[j][row * blockDim.x + threadIdx.x];
+    store8(out, c, cols, is_wide(out, cols), sum);
 }
 
 #ifdef WIDTH

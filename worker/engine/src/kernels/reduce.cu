@@ -8,14 +8,25 @@ extern "C" __global__ void sum_partials(const float* x, float* partials, i64 len
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
+// Eights of a thread at once.
+#define EIGHTS 4
+
 template <typename T>
-__device__ inline float square_sum(const T* x, i64 len) {
+__device__ inline float square_sum(const T* __restrict__ x, i64 len) {
     bool wide = is_wide(x, len);
+    i64 step = gridDim.x * (i64)blockDim.x * 8;
     float sum = 0.0f;
-    for (i64 i = (blockIdx.x * (i64)blockDim.x + threadIdx.x) * 8; i < len; i += gridDim.x * (i64)blockDim.x * 8) {
-        Eight e = load8(x, i, len, wide);
+    for (i64 first = (blockIdx.x * (i64)blockDim.x + threadIdx.x) * 8; first < len; first += EIGHTS * step) {
+        Packed<T> p[EIGHTS] = {};
 #pragma unroll
-        for (int j = 0; j < 8; j++) sum += e.x[j] * e.x[j];
+        for (int k = 0; k < EIGHTS; k++)
+            if (first + k * step < len) p[k] = fetch8(x, first + k * step, len, wide);
+#pragma unroll
+        for (int k = 0; k < EIGHTS; k++) {
+            Eight e = unpack(p[k]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) sum += e.x[j] * e.x[j];
+        }
     }
     return sum;
 }
@@ -34,18 +45,25 @@ extern "C" __global__ void sum_final(const float* partials, i64 count, float sca
     if (threadIdx.x == 0) out[0] = add ? out[0] + sum : sum;
 }
 
-// Column sums of ROWS rows of dy, for a bias: partials [blocks of rows, cols]. Grid and block as norm_bwd_params.
-#define ROWS 128
+// Rows of a thread at once.
+#define ROWS 4
+
+// Column sums of dy, for a bias: partials [rows of blocks, cols], each row of blocks over its rows of dy.
+//
+// Grid: (cols / 256, any number of rows of blocks, which take rows in turn); block (32 times 8 columns, 8 rows).
 extern "C" __global__ void column_sum_partials(const ACT* __restrict__ dy, float* __restrict__ partials, i64 rows,
                                                i64 cols) {
-    i64 c = (blockIdx.x * 32ll + threadIdx.x) * 8;
-    i64 first = blockIdx.y * (i64)ROWS, last = min(first + ROWS, rows);
+    i64 c = (blockIdx.x * 32ll + threadIdx.x) * 8, step = gridDim.y * 8, end = c < cols ? rows : 0;
     bool wide = is_wide(dy, cols);
     Eight sum = {};
-    if (c < cols) {
-#pragma unroll 4
-        for (i64 row = first + threadIdx.y; row < last; row += 8) {
-            Eight d = load8(dy + row * cols, c, cols, wide);
+    for (i64 first = blockIdx.y * 8 + threadIdx.y; first < end; first += ROWS * step) {
+        Packed<ACT> dys[ROWS] = {};
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+            if (first + i * step < end) dys[i] = fetch8(dy + (first + i * step) * cols, c, cols, wide);
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            Eight d = unpack(dys[i]);
 #pragma unroll
             for (int j = 0; j < 8; j++) sum.x[j] += d.x[j];
         }
@@ -53,17 +71,23 @@ extern "C" __global__ void column_sum_partials(const ACT* __restrict__ dy, float
     sum_of_rows(sum, partials + blockIdx.y * cols, c, cols);
 }
 
-// out[c] (+)= sum of partials[.., c]. Grid: C / 32; block (32, 8).
-extern "C" __global__ void column_sum_final(const float* partials, i64 count, i64 cols, void* out, bool out_bf16,
-                                            bool add) {
-    __shared__ float sums[8][33];
+// out[c] (+)= sum of partials[.., c], for up to three outputs whose partials [count, cols] lie behind each other.
+//
+// Grid: (cols / 32, outputs); block (32, 32).
+extern "C" __global__ void column_sum_final(const float* __restrict__ partials, i64 count, i64 cols, void* first,
+                                            void* second, void* third, bool out_bf16, bool add) {
+    __shared__ float sums[32][33];
+    void* out = blockIdx.y == 0 ? first : blockIdx.y == 1 ? second : third;
     i64 c = blockIdx.x * 32ll + threadIdx.x;
+    partials += blockIdx.y * count * cols;
     float sum = 0.0f;
     if (c < cols)
-        for (i64 i = threadIdx.y; i < count; i += 8) sum += partials[i * cols + c];
+#pragma unroll 4
+        for (i64 i = threadIdx.y; i < count; i += 32) sum += partials[i * cols + c];
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    if (threadIdx.y > 0 || c >= cols) return;
-    for (int i = 1; i < 8; i++) sum += sums[i][threadIdx.x];
-    store_grad(out, out_bf16, c, add ? load_grad(out, out_bf16, c) + sum : sum);
+    // One column a warp.
+    sum = warp_sum(sums[threadIdx.x][threadIdx.y]);
+    c = blockIdx.x * 32ll + threadIdx.y;
+    if (threadIdx.x == 0 && c < cols) store_grad(out, out_bf16, c, add ? load_grad(out, out_bf16, c) + sum : sum);
 }

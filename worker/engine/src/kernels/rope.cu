@@ -4,12 +4,13 @@
 // A thread turns eight pairs: neighbours in the first half of a head, and their partners in the second.
 extern "C" __global__ void rope(ACT* __restrict__ qkv, const float* __restrict__ table, i64 seq, i64 rotated_heads,
                                 i64 width, i64 qkv_width, float direction) {
-    i64 row = blockIdx.x, half = width / 2, parts = (half + 7) / 8;
-    ACT* heads = qkv + row * qkv_width;
-    const float* angles = table + row % seq * width;
+    // Divisions of 32 bits are several times faster than of 64.
+    unsigned half = width / 2, parts = (half + 7) / 8, items = rotated_heads * parts;
+    ACT* heads = qkv + blockIdx.x * qkv_width;
+    const float* angles = table + blockIdx.x % (unsigned)seq * width;
     bool wide = half % 8 == 0 && is_wide(heads, qkv_width);
-    for (i64 i = threadIdx.x; i < rotated_heads * parts; i += blockDim.x) {
-        i64 pair = i % parts * 8;
+    for (unsigned i = threadIdx.x; i < items; i += blockDim.x) {
+        unsigned pair = i % parts * 8;
         ACT *low = heads + i / parts * width, *high = low + half;
         Eight c = load8(angles, pair, half, wide), s = load8(angles + half, pair, half, wide);
         Eight a = load8(low, pair, half, wide), b = load8(high, pair, half, wide);

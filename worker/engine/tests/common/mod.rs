@@ -122,6 +122,7 @@ impl Ops<'_> {
         beta: Option<&[f32]>,
         dy: &[f32],
         residual: Option<&[f32]>,
+        with_sum: bool,
         acc: Accumulate,
     ) -> Outputs {
         let (x, branch, gamma) = (self.act(x), self.maybe_act(branch), self.act(gamma));
@@ -150,6 +151,7 @@ impl Ops<'_> {
         let (dy, dgamma) = (self.act(dy), self.grad(acc, s.cols));
         let dbeta = beta.as_ref().map(|_| self.grad(acc, s.cols));
         let dbeta_slice = dbeta.as_ref().map(Tensor::all);
+        let dsum = with_sum.then(|| self.grad(acc, s.cols));
         b.norm_bwd(
             s,
             x.all(),
@@ -160,6 +162,7 @@ impl Ops<'_> {
             residual.is_some(),
             dgamma.all(),
             dbeta_slice,
+            dsum.as_ref().map(Tensor::all),
             acc,
         )
         .unwrap();
@@ -167,6 +170,7 @@ impl Ops<'_> {
             [("y", &y), ("stats", &stats), ("dx", &dx), ("dgamma", &dgamma)].map(|(n, t)| (n, self.read(t))),
         );
         outputs.extend(dbeta.map(|dbeta| ("dbeta", self.read(&dbeta))));
+        outputs.extend(dsum.map(|dsum| ("dsum", self.read(&dsum))));
         outputs
     }
 
@@ -207,11 +211,13 @@ impl Ops<'_> {
         vec![("out", self.read(&out)), ("lse", self.read(&lse)), ("dqkv", self.read(&dqkv))]
     }
 
-    pub(crate) fn gelu(&self, h: &[f32], da: &[f32]) -> Outputs {
+    /// `h` has rows of `ffn` elements.
+    pub(crate) fn gelu(&self, ffn: usize, h: &[f32], da: &[f32], acc: Accumulate) -> Outputs {
         let (h, da, a, dh) = (self.act(h), self.act(da), self.out(h.len()), self.out(h.len()));
+        let dbias = self.grad(acc, ffn);
         self.backend.gelu_fwd(h.all(), a.all()).unwrap();
-        self.backend.gelu_bwd(h.all(), da.all(), dh.all()).unwrap();
-        vec![("a", self.read(&a)), ("dh", self.read(&dh))]
+        self.backend.gelu_bwd(h.all(), da.all(), dh.all(), dbias.all(), acc).unwrap();
+        vec![("a", self.read(&a)), ("dh", self.read(&dh)), ("dbias", self.read(&dbias))]
     }
 
     pub(crate) fn swiglu(&self, rows: usize, ffn: usize, h: &[f32], da: &[f32]) -> Outputs {
@@ -302,7 +308,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
     let values =
         move |seed: u64, len: usize| -> Vec<f32> { random(seed, len).into_iter().map(round).collect() };
-    for (batch, seq, cols, vocab) in [(1, 1, 8, 3), (3, 37, 40, 11), (2, 300, 264, 700)] {
+    for (batch, seq, cols, vocab) in [(1, 1, 8, 3), (3, 37, 36, 11), (19, 30, 264, 700), (2, 300, 40, 9000)] {
         let s = EmbedShape { batch, seq, cols, vocab };
         let tokens = ids(1, batch * seq, vocab);
         let (wte, wpe, dout) =
@@ -312,7 +318,8 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         cases.push((format!("embed {s:?}"), Box::new(move |ops| ops.embed(s, &tokens, &wte, None, &dout))));
         cases.push((format!("embed wpe {s:?}"), Box::new(move |ops| ops.embed(s, &t, &w, Some(&with), &d))));
     }
-    for (rows, cols) in [(1, 8), (67, 100), (130, 384)] {
+    // Rows of 192 threads and of more; rows that cannot be taken eight by eight; more rows than blocks take at once.
+    for (rows, cols) in [(1, 8), (67, 100), (130, 384), (9, 1536), (5, 1544), (1999, 768)] {
         for kind in [NormKind::Layer, NormKind::Rms] {
             for acc in [Accumulate::Overwrite, Accumulate::Add] {
                 let s = NormShape { rows, cols, kind, eps: 1e-5 };
@@ -326,13 +333,13 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
                         let fused = acc == Accumulate::Add;
                         let branch = fused.then_some(&branch[..]);
                         let residual = fused.then_some(&residual[..]);
-                        ops.norm(s, &x, branch, &gamma, beta.as_deref(), &dy, residual, acc)
+                        ops.norm(s, &x, branch, &gamma, beta.as_deref(), &dy, residual, fused, acc)
                     }),
                 ));
             }
         }
     }
-    for (rows, inputs, outputs) in [(1, 8, 16), (67, 40, 24), (130, 256, 72)] {
+    for (rows, inputs, outputs) in [(1, 8, 16), (67, 40, 24), (130, 256, 72), (1999, 8, 264)] {
         for (with_bias, acc) in
             [(false, Accumulate::Overwrite), (true, Accumulate::Overwrite), (true, Accumulate::Add)]
         {
@@ -374,20 +381,28 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         cases.push((format!("attention {s:?}"), Box::new(move |ops| ops.attention(s, &qkv, &dout))));
     }
     for len in [1, 31, 10_007] {
-        let h: Vec<f32> = values(20, len).into_iter().map(|x| round(4.0 * x)).collect();
-        let da = values(21, len);
-        cases.push((format!("gelu {len}"), Box::new(move |ops| ops.gelu(&h, &da))));
         let x = random(22, len);
         cases.push((
             format!("sums {len}"),
             Box::new(move |ops| ops.sums(&x.iter().map(|x| round(x + 1.5)).collect::<Vec<_>>())),
         ));
     }
-    for (rows, ffn) in [(1, 1), (67, 44), (5, 1536)] {
+    for (rows, ffn) in [(1, 1), (67, 44), (5, 1536), (1999, 264)] {
+        for acc in [Accumulate::Overwrite, Accumulate::Add] {
+            let h: Vec<f32> = values(20, rows * ffn).into_iter().map(|x| round(4.0 * x)).collect();
+            let da = values(21, rows * ffn);
+            let name = format!("gelu {rows} x {ffn} {acc:?}");
+            cases.push((name, Box::new(move |ops| ops.gelu(ffn, &h, &da, acc))));
+        }
+    }
+    for (rows, ffn) in [(1, 1), (67, 44), (5, 1536), (3, 2056)] {
         let (h, da) = (values(23, 2 * rows * ffn), values(24, rows * ffn));
         cases.push((format!("swiglu {rows} x {ffn}"), Box::new(move |ops| ops.swiglu(rows, ffn, &h, &da))));
     }
-    for (rows, vocab, padded) in [(1, 2, 2), (67, 50, 50), (9, 1999, 2048)] {
+    // The last two are longer than 512 threads take at once, and than what shared memory holds of a row.
+    for (rows, vocab, padded) in
+        [(1, 2, 2), (67, 50, 50), (9, 1999, 2048), (3, 50_257, 50_304), (2, 128_250, 128_256)]
+    {
         let s = ClassifierShape { rows, vocab, padded };
         let logits: Vec<f32> = values(25, rows * padded).into_iter().map(|x| round(6.0 * x)).collect();
         let targets = ids(26, rows, vocab);
