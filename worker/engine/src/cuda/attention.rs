@@ -48,7 +48,7 @@ pub(super) enum Kernel {
 
 /// Bytes of a head's q, k, v and dout that a block keeps at most, and rows of keys or queries that a warp looks at in turn.
 const WHOLE_BYTES: usize = 64 << 10;
-const WHOLE_COLS: (usize, usize) = (32, 32);
+const WHOLE_COLS: (usize, usize) = (32, 16);
 
 /// Threads of a block of the plain and of the matrix-unit kernels.
 const PLAIN_THREADS: u32 = 256;

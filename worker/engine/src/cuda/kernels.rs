@@ -7,7 +7,10 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as MOST_SHARED;
 use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as SHARED_LIMIT;
-use cudarc::driver::{CudaFunction, CudaModule, DriverError, result};
+use cudarc::driver::sys::{
+    CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue, CUlaunchConfig, cuLaunchKernelEx,
+};
+use cudarc::driver::{CudaFunction, CudaModule, DriverError};
 use cudarc::nvrtc::Ptx;
 use xlaunch_pool::DType;
 
@@ -238,28 +241,50 @@ impl Kernels {
                 Arg::Flag(flag) => std::ptr::from_ref(flag).cast_mut().cast(),
             })
             .collect();
-        let (grid, shared) = ((size(x)?, size(y)?, size(z)?), size(launch.shared)?);
-        let block = (launch.block.0, launch.block.1, 1);
         let stream = &self.device.stream;
+        let mut early = early_launch();
+        let config = CUlaunchConfig {
+            gridDimX: size(x)?,
+            gridDimY: size(y)?,
+            gridDimZ: size(z)?,
+            blockDimX: launch.block.0,
+            blockDimY: launch.block.1,
+            blockDimZ: 1,
+            sharedMemBytes: size(launch.shared)?,
+            hStream: stream.cu_stream(),
+            attrs: &raw mut early,
+            numAttrs: u32::from(self.device.capability >= (9, 0) && std::env::var_os("XL_NOPDL").is_none()),
+        };
+        let no_extra = std::ptr::null_mut();
         self.device.profiler.time(
             stream,
             || name.to_owned(),
             || {
-                // SAFETY: the function belongs to a loaded module of this context; `pointers` lead to values that live until
-                // the call has copied them; the rest is the caller's promise.
+                // SAFETY: the function belongs to a loaded module of this context; config and `pointers` lead to values that
+                // live until the call has copied them; the rest is the caller's promise. Every kernel waits for the one
+                // before it in its first line, so that an early launch is seen by nobody.
                 unsafe {
-                    result::launch_kernel(
+                    cuLaunchKernelEx(
+                        &raw const config,
                         function.cu_function(),
-                        grid,
-                        block,
-                        shared,
-                        stream.cu_stream(),
-                        &mut pointers,
+                        pointers.as_mut_ptr(),
+                        no_extra,
                     )
                 }
+                .result()
                 .map_err(|error| failed(words(error)))
             },
         )
+    }
+}
+
+/// Lets a kernel be launched while the one before it comes to its end: see `after_the_kernel_before` in the prelude.
+/// Devices know of it from compute capability 9.0 on.
+fn early_launch() -> CUlaunchAttribute {
+    CUlaunchAttribute {
+        id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
     }
 }
 

@@ -29,6 +29,21 @@ fn every_kernel_compiles_with_every_element_type_and_head_width() {
     }
 }
 
+/// They may be launched before the kernel in front of them has ended.
+#[test]
+fn every_kernel_waits_for_the_one_before_it_first_of_all() {
+    let attention =
+        [(8, 0), (9, 0)].map(|capability| Path::of(DType::Bf16, capability, 32).source(DType::Bf16).0);
+    let plain = Path::of(DType::F32, (9, 0), 32).source(DType::F32).0;
+    for source in COMMON.map(|(source, _)| source).into_iter().chain(attention).chain([plain]) {
+        for kernel in source.text.split("extern \"C\" __global__").skip(1) {
+            let (name, body) = kernel.split_once(")\n    {").or_else(|| kernel.split_once(") {")).unwrap();
+            let first = body.trim_start().lines().next();
+            assert_eq!(first, Some("after_the_kernel_before();"), "{}: {name}", source.file);
+        }
+    }
+}
+
 /// The machine code names these kernels.
 fn assert_holds(cubin: &[u8], names: &[&str]) {
     for name in names {

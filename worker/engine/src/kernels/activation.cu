@@ -10,6 +10,7 @@ __device__ inline float gelu_gate(float x) { return sigmoid_for<ACT>(2.0f * GELU
 #define EIGHTS 4
 
 extern "C" __global__ void gelu_fwd(const ACT* __restrict__ h, ACT* __restrict__ a, i64 len) {
+    after_the_kernel_before();
     bool wide = is_wide(h, len) && is_wide(a, len);
     i64 first = (blockIdx.x * (i64)blockDim.x * EIGHTS + threadIdx.x) * 8, step = blockDim.x * 8;
     Packed<ACT> hs[EIGHTS];
@@ -35,6 +36,7 @@ extern "C" __global__ void gelu_fwd(const ACT* __restrict__ h, ACT* __restrict__
 extern "C" __global__ void __launch_bounds__(256, sizeof(ACT) == 2 ? 4 : 2)
     gelu_bwd(const ACT* __restrict__ h, const ACT* __restrict__ da, ACT* __restrict__ dh, float* __restrict__ partials,
              i64 rows, i64 cols) {
+    after_the_kernel_before();
     i64 c = (blockIdx.x * 32ll + threadIdx.x) * 8, step = gridDim.y * 8, end = c < cols ? rows : 0;
     bool wide = is_wide(h, cols) && is_wide(da, cols) && is_wide(dh, cols);
     Eight sum = {};
@@ -67,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(256, sizeof(ACT) == 2 ? 4 : 2)
 
 // Grid: one block per ROWS rows; h [N,2F] holds g and u side by side.
 extern "C" __global__ void swiglu_fwd(const ACT* __restrict__ h, ACT* __restrict__ a, i64 rows, i64 ffn) {
+    after_the_kernel_before();
     bool wide = is_wide(h, ffn) && is_wide(a, ffn);
     i64 first = blockIdx.x * (i64)ROWS;
     for (i64 c = threadIdx.x * 8ll; c < ffn; c += blockDim.x * 8ll) {
@@ -91,6 +94,7 @@ extern "C" __global__ void swiglu_fwd(const ACT* __restrict__ h, ACT* __restrict
 
 extern "C" __global__ void swiglu_bwd(const ACT* __restrict__ h, const ACT* __restrict__ da, ACT* __restrict__ dh,
                                       i64 rows, i64 ffn) {
+    after_the_kernel_before();
     bool wide = is_wide(h, ffn) && is_wide(da, ffn) && is_wide(dh, ffn);
     i64 first = blockIdx.x * (i64)ROWS;
     for (i64 c = threadIdx.x * 8ll; c < ffn; c += blockDim.x * 8ll) {

@@ -10,6 +10,7 @@ extern "C" __global__ void adamw(float* __restrict__ params, const void* __restr
                                  float* __restrict__ m, float* __restrict__ v, bf16* __restrict__ work,
                                  const u8* __restrict__ decay, const float* scalars, const float* square_sum, i64 len,
                                  float beta1, float beta2, float eps, float weight_decay, float max_norm) {
+    after_the_kernel_before();
     float norm = sqrtf(square_sum[0]);
     float clip = max_norm > 0.0f && norm > max_norm ? max_norm / norm : 1.0f;
     float rate = scalars[LEARNING_RATE], c1 = scalars[CORRECTION1], c2 = scalars[CORRECTION2];

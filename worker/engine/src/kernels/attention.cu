@@ -83,6 +83,7 @@ __device__ inline float row_max(float x) {
 // Grid: (tiles of queries, H, B). Shared: 3 tiles of width, 1 of scores.
 extern "C" __global__ void __launch_bounds__(256) attention_fwd(const ACT* qkv, ACT* out, float* lse, i64 seq,
                                                                 i64 heads, i64 kv_heads, float scale) {
+    after_the_kernel_before();
     extern __shared__ float4 memory[];
     float* q = (float*)memory;
     float *k = q + TILE * LD, *v = k + TILE * LD, *p = v + TILE * LD;
@@ -144,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_fwd(const ACT* qkv, 
 // delta[b,h,t] = dout . out. One warp per row of a head; grid: rows / 8.
 extern "C" __global__ void attention_bwd_delta(const ACT* out, const ACT* dout, float* delta, i64 batch, i64 seq,
                                                i64 heads) {
+    after_the_kernel_before();
     i64 i = blockIdx.x * 8ll + threadIdx.x / 32;
     if (i >= batch * seq * heads) return;
     int lane = threadIdx.x % 32;
@@ -158,6 +160,7 @@ extern "C" __global__ void attention_bwd_delta(const ACT* out, const ACT* dout, 
 extern "C" __global__ void __launch_bounds__(256)
     attention_bwd_queries(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
                           i64 heads, i64 kv_heads, float scale) {
+    after_the_kernel_before();
     extern __shared__ float4 memory[];
     float* q = (float*)memory;
     float *o = q + TILE * LD, *k = o + TILE * LD, *v = k + TILE * LD, *ds = v + TILE * LD;
@@ -208,6 +211,7 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     attention_bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
                        i64 heads, i64 kv_heads, float scale) {
+    after_the_kernel_before();
     extern __shared__ float4 memory[];
     float* k = (float*)memory;
     float *v = k + TILE * LD, *q = v + TILE * LD, *o = q + TILE * LD, *s_tile = o + TILE * LD;

@@ -297,6 +297,7 @@ __device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M
 // Grid: (tiles of queries, H, B). Shared: 1 tile of queries, 4 of keys.
 extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const bf16* qkv, bf16* out, float* lse, i64 seq,
                                                                     i64 heads, i64 kv_heads, float scale) {
+    after_the_kernel_before();
     constexpr int ROWS = FWD_ROWS, COLS = FWD_COLS, M = ROWS / 16 / WARPS, N = COLS / 8;
     extern __shared__ float4 memory[];
     bf16* q = (bf16*)memory;
@@ -340,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const bf16* 
 
 // Product of eight neighbours.
 __device__ inline float dot8(const bf16* a, const bf16* b) {
-    Eight x = load8(a), y = load8(b);
+    Eight x = unpack(fetch8(a)), y = unpack(fetch8(b));
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) sum += x.x[i] * y.x[i];
@@ -350,6 +351,7 @@ __device__ inline float dot8(const bf16* a, const bf16* b) {
 // delta[b,h,t] = dout . out. WIDTH / 8 threads per row of a head, rounded up to a power of two; grid: rows / 4.
 extern "C" __global__ void attention_bwd_delta(const bf16* out, const bf16* dout, float* delta, i64 batch, i64 seq,
                                                i64 heads) {
+    after_the_kernel_before();
     constexpr int CHUNKS = WIDTH / 8, LANES = CHUNKS <= 2 ? 2 : CHUNKS <= 4 ? 4 : CHUNKS <= 8 ? 8 : CHUNKS <= 16 ? 16 : 32;
     i64 row = (blockIdx.x * (i64)blockDim.x + threadIdx.x) / LANES;
     int chunk = threadIdx.x % LANES;
@@ -366,6 +368,7 @@ extern "C" __global__ void attention_bwd_delta(const bf16* out, const bf16* dout
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_bwd_queries(const bf16* qkv, const bf16* dout, const float* lse, const float* delta, bf16* dqkv, i64 seq,
                           i64 heads, i64 kv_heads, float scale) {
+    after_the_kernel_before();
     constexpr int ROWS = BWD_Q_ROWS, COLS = BWD_Q_COLS, M = ROWS / 16 / WARPS, N = COLS / 8;
     extern __shared__ float4 memory[];
     bf16* q = (bf16*)memory;
@@ -422,6 +425,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_bwd_keys(const bf16* qkv, const bf16* dout, const float* lse, const float* delta, bf16* dqkv, i64 seq,
                        i64 heads, i64 kv_heads, float scale) {
+    after_the_kernel_before();
     constexpr int ROWS = BWD_K_ROWS, COLS = BWD_K_COLS, M = ROWS / 16 / WARPS, N = COLS / 8;
     extern __shared__ float4 memory[];
     bf16* k = (bf16*)memory;
@@ -489,6 +493,7 @@ __device__ inline int tile_of(int round) {
 // Forward for sequences of at most WHOLE tokens. Grid: (H, B). Shared: a head's q, k and v.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     attention_fwd_whole(const bf16* qkv, bf16* out, float* lse, i64 seq, i64 heads, i64 kv_heads, float scale) {
+    after_the_kernel_before();
     constexpr int M = 2, N = WHOLE_FWD_COLS / 8, ROWS = 16 * M;
     extern __shared__ float4 memory[];
     bf16 *q = (bf16*)memory, *k = q + WHOLE * WIDTH, *v = k + WHOLE * WIDTH;
@@ -523,6 +528,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
     attention_bwd_whole(const bf16* qkv, const bf16* out, const bf16* dout, const float* lse, bf16* dqkv, i64 seq,
                         i64 heads, float scale) {
+    after_the_kernel_before();
     constexpr int M = 2, N = WHOLE_BWD_COLS / 8, ROWS = 16 * M, CHUNKS = WIDTH / 8;
     extern __shared__ float4 memory[];
     bf16* q = (bf16*)memory;

@@ -8,6 +8,7 @@
 extern "C" __global__ void __launch_bounds__(512, sizeof(ACT) == 2 ? 2 : 1)
     classifier(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses, i64 vocab, i64 padded,
                bool with_grad, float grad_scale, bool kept) {
+    after_the_kernel_before();
     extern __shared__ uint4 memory[];
     // The matrix product has just written the last rows: they are in cache, so they go first.
     i64 row = gridDim.x - 1 - blockIdx.x;

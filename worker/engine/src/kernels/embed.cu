@@ -3,6 +3,7 @@
 // Grid: one block per token row.
 extern "C" __global__ void embed_fwd(const int* tokens, const ACT* __restrict__ wte, const ACT* __restrict__ wpe,
                                      ACT* __restrict__ out, i64 seq, i64 cols) {
+    after_the_kernel_before();
     i64 row = blockIdx.x;
     const ACT* token = wte + tokens[row] * cols;
     const ACT* position = wpe ? wpe + blockIdx.x % (unsigned)seq * cols : nullptr;
@@ -24,12 +25,14 @@ extern "C" __global__ void embed_fwd(const int* tokens, const ACT* __restrict__ 
 
 // counts[token] = rows with that token; counts is zero before. One thread per row.
 extern "C" __global__ void embed_count(const int* __restrict__ tokens, int* counts, i64 rows) {
+    after_the_kernel_before();
     i64 row = blockIdx.x * (i64)blockDim.x + threadIdx.x;
     if (row < rows) atomicAdd(counts + tokens[row], 1);
 }
 
 // starts[token] = sum of the counts before it. One block of 1024 threads; each takes eight neighbours at a time.
 extern "C" __global__ void embed_starts(const int* __restrict__ counts, int* __restrict__ starts, i64 vocab) {
+    after_the_kernel_before();
     __shared__ int sums[32];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int before = 0;
@@ -65,6 +68,7 @@ extern "C" __global__ void embed_starts(const int* __restrict__ counts, int* __r
 // The rows of each token from its start on, in any order; placed is zero before. One thread per row.
 extern "C" __global__ void embed_places(const int* __restrict__ tokens, const int* __restrict__ starts, int* placed,
                                         int* __restrict__ order, i64 rows) {
+    after_the_kernel_before();
     i64 row = blockIdx.x * (i64)blockDim.x + threadIdx.x;
     if (row >= rows) return;
     int token = tokens[row];
@@ -155,6 +159,7 @@ extern "C" __global__ void __launch_bounds__(512, 2)
     embed_bwd_tokens(const int* __restrict__ tokens, const int* __restrict__ counts, const int* __restrict__ starts,
                      const int* __restrict__ order, int* sorted, const ACT* __restrict__ dout, void* dwte,
                      bool dwte_bf16, i64 rows, i64 cols) {
+    after_the_kernel_before();
     __shared__ int found[512], many;
     for (int first = blockIdx.x; first < rows; first += gridDim.x * 512) {
         __syncthreads();
@@ -174,6 +179,7 @@ extern "C" __global__ void __launch_bounds__(512, 2)
 // dwpe[t] += sum of dout's rows at position t. One thread for eight columns. Grid: (T, C / 8 / block).
 extern "C" __global__ void embed_bwd_positions(const ACT* __restrict__ dout, void* dwpe, bool dwpe_bf16, i64 batch,
                                                i64 seq, i64 cols) {
+    after_the_kernel_before();
     i64 c = (blockIdx.y * (i64)blockDim.x + threadIdx.x) * 8, t = blockIdx.x;
     if (c >= cols) return;
     bool wide = is_wide(dout, cols);

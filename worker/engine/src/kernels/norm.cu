@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS)
     norm_fwd(const ACT* __restrict__ x, const ACT* __restrict__ branch, ACT* __restrict__ sum,
              const ACT* __restrict__ gamma, const ACT* __restrict__ beta, ACT* __restrict__ y,
              float* __restrict__ means, float* __restrict__ scales, i64 rows, i64 cols, float eps) {
+    after_the_kernel_before();
     i64 c = threadIdx.x * 8ll, first = blockIdx.x * (i64)blockDim.y * ROWS + threadIdx.y;
     bool inside = c < cols, here[ROWS];
     Packed<ACT> xs[ROWS] = {}, branches[ROWS] = {}, g = {}, b = {};
@@ -94,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, sizeof(ACT) == 2 ? 3 
     norm_bwd(const ACT* __restrict__ x, const ACT* __restrict__ gamma, const float* __restrict__ means,
              const float* __restrict__ scales, const ACT* __restrict__ dy, ACT* __restrict__ dx, bool add,
              float* __restrict__ gammas, float* __restrict__ betas, float* __restrict__ sums, i64 rows, i64 cols) {
+    after_the_kernel_before();
     i64 c = threadIdx.x * 8ll, step = blockDim.y * ROWS;
     bool inside = c < cols;
     Packed<ACT> g = {};
@@ -156,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, sizeof(ACT) == 2 ? 3 
 extern "C" __global__ void norm_fwd_any(const ACT* x, const ACT* branch, ACT* sum, const ACT* __restrict__ gamma,
                                         const ACT* __restrict__ beta, ACT* __restrict__ y, float* means, float* scales,
                                         i64 rows, i64 cols, float eps) {
+    after_the_kernel_before();
     i64 row = blockIdx.x;
     x += row * cols;
     y += row * cols;
@@ -207,6 +210,7 @@ extern "C" __global__ void norm_bwd_any(const ACT* __restrict__ x, const ACT* __
                                         const ACT* __restrict__ dy, ACT* __restrict__ dx, bool add,
                                         float* __restrict__ gammas, float* __restrict__ betas,
                                         float* __restrict__ sums, i64 rows, i64 cols) {
+    after_the_kernel_before();
     i64 mine = blockIdx.x * cols;
     bool wide = is_wide(x, cols) && is_wide(gamma, cols) && is_wide(dy, cols) && is_wide(dx, cols);
     auto add_to = [&](float* out, i64 c, bool fresh, Eight e) {

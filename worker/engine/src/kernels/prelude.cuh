@@ -29,6 +29,15 @@ __device__ inline bf16 to_bf16(float x) {
 __device__ inline void store(float* p, i64 i, float x) { p[i] = x; }
 __device__ inline void store(bf16* p, i64 i, float x) { p[i] = to_bf16(x); }
 
+// The first line of every kernel: from here on, all that earlier kernels wrote is there. A kernel is launched while the one
+// before it comes to its end (programmatic dependent launch), which hides most of what a launch costs.
+__device__ inline void after_the_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Eight neighbours at once: what memory likes best.
 struct Eight {
     float x[8];

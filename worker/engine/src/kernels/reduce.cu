@@ -2,6 +2,7 @@
 
 // partials[block] = sum of x, or of its squares, over the elements of that block.
 extern "C" __global__ void sum_partials(const float* x, float* partials, i64 len) {
+    after_the_kernel_before();
     float sum = 0.0f;
     for (i64 i = blockIdx.x * (i64)blockDim.x + threadIdx.x; i < len; i += gridDim.x * (i64)blockDim.x) sum += x[i];
     sum = block_sum(sum);
@@ -32,6 +33,7 @@ __device__ inline float square_sum(const T* __restrict__ x, i64 len) {
 }
 
 extern "C" __global__ void square_sum_partials(const void* x, bool x_bf16, float* partials, i64 len) {
+    after_the_kernel_before();
     float sum = x_bf16 ? square_sum((const bf16*)x, len) : square_sum((const float*)x, len);
     sum = block_sum(sum);
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
@@ -39,6 +41,7 @@ extern "C" __global__ void square_sum_partials(const void* x, bool x_bf16, float
 
 // out[0] (+)= scale * sum of count partials. One block.
 extern "C" __global__ void sum_final(const float* partials, i64 count, float scale, float* out, bool add) {
+    after_the_kernel_before();
     float sum = 0.0f;
     for (i64 i = threadIdx.x; i < count; i += blockDim.x) sum += partials[i];
     sum = block_sum(sum) * scale;
@@ -53,6 +56,7 @@ extern "C" __global__ void sum_final(const float* partials, i64 count, float sca
 // Grid: (cols / 256, any number of rows of blocks, which take rows in turn); block (32 times 8 columns, 8 rows).
 extern "C" __global__ void column_sum_partials(const ACT* __restrict__ dy, float* __restrict__ partials, i64 rows,
                                                i64 cols) {
+    after_the_kernel_before();
     i64 c = (blockIdx.x * 32ll + threadIdx.x) * 8, step = gridDim.y * 8, end = c < cols ? rows : 0;
     bool wide = is_wide(dy, cols);
     Eight sum = {};
@@ -76,6 +80,7 @@ extern "C" __global__ void column_sum_partials(const ACT* __restrict__ dy, float
 // Grid: (cols / 32, outputs); block (32, 32).
 extern "C" __global__ void column_sum_final(const float* __restrict__ partials, i64 count, i64 cols, void* first,
                                             void* second, void* third, bool out_bf16, bool add) {
+    after_the_kernel_before();
     __shared__ float sums[32][33];
     void* out = blockIdx.y == 0 ? first : blockIdx.y == 1 ? second : third;
     i64 c = blockIdx.x * 32ll + threadIdx.x;

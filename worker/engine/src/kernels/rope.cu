@@ -4,6 +4,7 @@
 // A thread turns eight pairs: neighbours in the first half of a head, and their partners in the second.
 extern "C" __global__ void rope(ACT* __restrict__ qkv, const float* __restrict__ table, i64 seq, i64 rotated_heads,
                                 i64 width, i64 qkv_width, float direction) {
+    after_the_kernel_before();
     // Divisions of 32 bits are several times faster than of 64.
     unsigned half = width / 2, parts = (half + 7) / 8, items = rotated_heads * parts;
     ACT* heads = qkv + blockIdx.x * qkv_width;
