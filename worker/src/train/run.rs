@@ -7,7 +7,7 @@ use xlaunch_comm::Collective;
 use xlaunch_engine::KernelTime;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{CheckpointReport, EvalReport, StepReport};
+use xlaunch_proto::v1::{CheckpointReport, EvalReport, KernelReport, ProfileReport, StepReport};
 
 use super::step::{Requests, StepKind, StepResult, Stepper};
 use crate::checkpoint::{self, Snapshot, State};
@@ -39,6 +39,8 @@ pub struct Run<'a> {
     pub pool_trace: Option<&'a Path>,
     /// The step, from 0, whose kernels are timed.
     pub profile: Option<u64>,
+    /// Whether this measures: nothing is saved, and the profile is reported.
+    pub bench: bool,
 }
 
 /// How the loop ended.
@@ -51,7 +53,8 @@ pub struct Outcome {
 }
 
 impl Run<'_> {
-    /// Trains until the last step or a Stop command; the last checkpoint is complete when it returns.
+    /// Trains until the last step or a Stop command; the last checkpoint is complete when it returns,
+    /// but for a bench.
     pub fn run(&mut self) -> Result<Outcome> {
         let total = self.spec.train.steps;
         let mut saved = None;
@@ -68,13 +71,13 @@ impl Run<'_> {
             if due(self.spec.train.eval_every) || (step == total && self.spec.train.eval_every != 0) {
                 self.evaluate(step)?;
             }
-            if due(self.spec.checkpoint.every) || result.requests.checkpoint || stopped_early || step == total
-            {
+            let save = due(self.spec.checkpoint.every) || result.requests.checkpoint;
+            if !self.bench && (save || stopped_early || step == total) {
                 self.save(step)?;
                 saved = Some(step);
             }
         }
-        debug_assert!(step == self.first_step || saved == Some(step));
+        debug_assert!(self.bench || step == self.first_step || saved == Some(step));
         Ok(Outcome { steps: step, stopped_early })
     }
 
@@ -93,7 +96,7 @@ impl Run<'_> {
         }
         let result = self.stepper.step(self.model, self.optimizer, self.collective, self.loader, requests)?;
         if profiled {
-            print_profile(step, &self.backend.end_profile()?);
+            self.profiled(step, &KernelTime::by_name(&self.backend.end_profile()?));
         }
         if !result.loss.is_finite() {
             return Err(WorkerError::Diverged { step, loss: result.loss });
@@ -114,6 +117,18 @@ impl Run<'_> {
             pool_driver_allocations: pool.chunks.added,
         }));
         Ok(result)
+    }
+
+    fn profiled(&self, step: u64, times: &[KernelTime]) {
+        if !self.bench {
+            return print_profile(step, times);
+        }
+        let kernel = |time: &KernelTime| KernelReport {
+            name: time.name.clone(),
+            launches: time.launches,
+            seconds: time.seconds,
+        };
+        self.control.report(Report::Profile(ProfileReport { kernels: times.iter().map(kernel).collect() }));
     }
 
     /// What the pool did until now, for PyTorch's memory_viz, for Perfetto, and as a log that can be replayed.

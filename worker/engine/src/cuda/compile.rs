@@ -1,20 +1,18 @@
 //! Kernel text to machine code: NVRTC, and a cache of what it made.
 //!
-//! A cubin lies in the cache under a name made of its source, options, NVRTC version and architecture, so that it is
-//! never stale. It is written beside its place and renamed: a reader sees all of it or nothing. A lock file makes one of
-//! several ranks compile while the others wait for its result. A cache that cannot be used costs time, nothing else.
+//! A cubin lies in the [cache] under a name made of its source, options, NVRTC version and architecture, so that it is
+//! never stale. A lock file makes one of several ranks compile while the others wait for its result.
 
 use std::ffi::{CString, c_int};
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use cudarc::nvrtc::{result, sys};
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::backend::{EngineError, Result};
+use crate::cache;
 
-/// Place of the cache, before the places of the XDG base directory specification.
-const CACHE_VARIABLE: &str = "XLAUNCH_CACHE";
 const PRELUDE: &str = include_str!("../kernels/prelude.cuh");
 
 /// One `.cu` file.
@@ -22,14 +20,6 @@ const PRELUDE: &str = include_str!("../kernels/prelude.cuh");
 pub(super) struct Source {
     pub(super) file: &'static str,
     pub(super) text: &'static str,
-}
-
-/// Where cubins lie; `None` where there is no home either.
-pub(super) fn cache_dir() -> Option<PathBuf> {
-    let path = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    path(CACHE_VARIABLE)
-        .or_else(|| Some(path("XDG_CACHE_HOME")?.join("xlaunch")))
-        .or_else(|| Some(path("HOME")?.join(".cache/xlaunch")))
 }
 
 /// The cubin of a source for `arch` with these macros: from the cache, or compiled and put there. `usable` is asked
@@ -41,7 +31,7 @@ pub(super) fn cubin<T>(
     usable: impl Fn(Vec<u8>) -> Result<T>,
 ) -> Result<T> {
     let options = options(arch, defines);
-    let Some(dir) = cache_dir().filter(|dir| std::fs::create_dir_all(dir).is_ok()) else {
+    let Some(dir) = cache::dir() else {
         return usable(compile(source, arch, &options)?);
     };
     let path = dir.join(file_name(source, &options, version()));
@@ -57,7 +47,7 @@ pub(super) fn cubin<T>(
     }
     let bytes = compile(source, arch, &options)?;
     // A full or read-only disk: the next process compiles again.
-    let _ = write(&path, &bytes);
+    let _ = cache::write(&path, &bytes);
     usable(bytes)
 }
 
@@ -69,12 +59,6 @@ pub(super) fn options(arch: &str, defines: &[String]) -> Vec<String> {
 
 fn read<T>(path: &Path, usable: &impl Fn(Vec<u8>) -> Result<T>) -> std::result::Result<T, ()> {
     usable(std::fs::read(path).map_err(drop)?).map_err(drop)
-}
-
-fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    let part = path.with_extension(format!("part-{}", std::process::id()));
-    std::fs::write(&part, bytes)?;
-    std::fs::rename(&part, path)
 }
 
 fn file_name(source: Source, options: &[String], version: (c_int, c_int)) -> String {

@@ -11,7 +11,7 @@ use super::gemm::{plain, transposed};
 use super::kernels::{Arg, Launch};
 use super::staging::cuda;
 use super::{CudaBackend, THREADS, expect, expect_grad, is_bf16};
-use crate::backend::{Backend, DeviceInfo, KernelTime, Result};
+use crate::backend::{Backend, DeviceInfo, KernelSpan, Result};
 use crate::shapes::{
     Accumulate, AdamWShape, AttentionShape, ClassifierShape, DECAY_CHUNK, EmbedShape, LinearShape, NormKind,
     NormShape, scalar,
@@ -39,7 +39,7 @@ impl Backend for CudaBackend {
         self.device.profiler.begin();
     }
 
-    fn end_profile(&self) -> Result<Vec<KernelTime>> {
+    fn end_profile(&self) -> Result<Vec<KernelSpan>> {
         self.device.profiler.end()
     }
 
