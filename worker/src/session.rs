@@ -28,7 +28,7 @@ use crate::error::{Result, WorkerError};
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, init};
 use crate::optim::AdamW;
-use crate::train::{self, Outcome, Run, Stepper};
+use crate::train::{self, Outcome, Run, Stepper, Tracer};
 
 /// Time for ring neighbours to connect once all ranks have joined.
 const CONNECT: Duration = Duration::from_secs(30);
@@ -105,6 +105,12 @@ fn train(
         pool_trace: environment.pool_trace.as_deref(),
         profile: bench.map_or(environment.profile, |bench| bench.profile_step),
         bench: bench.is_some(),
+        tracer: Tracer::new(
+            spec.observe.trace,
+            start.step..spec.train.steps,
+            &run_dir,
+            environment.rank.index(),
+        ),
     }
     .run()?;
     let finished = finish(spec, &device.backend, &model, &mut *collective, outcome, &dataset)?;

@@ -7,6 +7,7 @@
 use std::fmt::Write;
 
 use serde::Serialize;
+use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
@@ -57,7 +58,7 @@ pub struct Row {
 /// Measures sums of `min` to `max` bytes between the workers of the placement.
 ///
 /// # Errors
-/// Those of [`launch`].
+/// bf16 on the CPU; those of [`launch`].
 pub async fn run(
     spec: &JobSpec,
     placement: &Placement,
@@ -65,6 +66,10 @@ pub async fn run(
     max: u64,
     dtype: Dtype,
 ) -> Result<Vec<Row>, Refusal> {
+    if dtype == Dtype::Bf16 && !placement.cuda {
+        let message = "--dtype bf16: without a GPU only fp32 is summed";
+        return Err(Refusal::new(ExitCode::Usage, message));
+    }
     let counts = counts(min, max, dtype);
     let question = AllReduceBench { counts: counts.clone(), bf16: dtype == Dtype::Bf16 };
     let heard = launch(spec, placement, Kind::AllReduce(question)).await?;

@@ -11,7 +11,7 @@ use std::fmt::Write;
 use std::time::Instant;
 
 use serde::Serialize;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::spec::{JobSpec, ObserveSection};
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{StepReport, TrainBench, TrainStarted};
@@ -88,20 +88,23 @@ pub async fn run(
     (trainer.preflight)(&spec, "".as_ref())?;
     let profile_step = extent.profile.then_some(extent.warmup + extent.steps);
     let bench = TrainBench { without_sums: false, profile_step };
+    say("training");
     let heard = launch(&spec, placement, Kind::Train(bench)).await?;
     let seconds = step_seconds(&heard, extent);
     let median = percentile(&seconds, 0.5);
     let without = if placement.workers == 1 {
         median
     } else {
+        say("training without sums between ranks: replicas drift apart, losses mean nothing");
         let bench = TrainBench { without_sums: true, profile_step: None };
         percentile(&step_seconds(&launch(&spec, placement, Kind::Train(bench)).await?, extent), 0.5)
     };
+    say("the device's ceiling, if it is not known yet");
     let ceiling = device::run(&spec, placement, false).await?;
 
     let started = started(&heard).ok_or_else(|| silent("the start of training"))?;
-    let mut steps = steps(&heard, 0);
-    let (first, last) = (steps.next(), steps.filter(|(_, step)| step.step < extent.end()).last());
+    let first = steps(&heard, 0).next();
+    let last = steps(&heard, 0).filter(|(_, step)| step.step < extent.end()).last();
     let (Some((first, _)), Some((_, last))) = (first, last) else { return Err(silent("any step")) };
     #[expect(clippy::cast_precision_loss, reason = "tokens of a step")]
     let speed = started.tokens_per_step as f64 / median;
@@ -150,8 +153,14 @@ fn measured_job(mut spec: JobSpec, extent: Extent) -> JobSpec {
     train.warmup = Some(rise.min(train.steps));
     (train.eval_every, train.sample) = (0, 0);
     spec.checkpoint.resume = "off".into();
-    (spec.observe.metrics, spec.observe.check_replicas) = (false, false);
+    spec.observe = ObserveSection { metrics: false, check_replicas: false, trace: 0 };
     spec
+}
+
+/// What is being measured, above the progress of its launch.
+#[expect(clippy::print_stderr, reason = "results to stdout, everything else to stderr")]
+fn say(what: &str) {
+    eprintln!("xlaunch: {what}");
 }
 
 /// Steps of a rank, and when they were heard of.

@@ -4,7 +4,8 @@
 //! - [`Tensor`] and [`Slice`] are handles to a device's memory, whichever device it is;
 //! - [`cpu`] computes in f32 on threads, and is the readable reference of
 //! - [`cuda`], whose kernels (`kernels/*.cu`) are compiled for the device at hand when it is opened;
-//! - [`calibrate`] says what a device can do at best, [`cache`] keeps what is worth making once per machine.
+//! - [`calibrate`] says what a device can do at best, [`cache`] keeps what is worth making once per machine,
+//!   [`nvtx`] names phases for a profiler that is attached.
 //!
 //! Shape letters: B batch, T sequence, C model width, H heads, D head width, F ffn, V vocabulary, Vp padded vocabulary,
 //! L layers; N = B T rows of tokens. All arrays are row-major.
@@ -14,6 +15,7 @@ pub mod cache;
 pub mod calibrate;
 pub mod cpu;
 pub mod cuda;
+pub mod nvtx;
 pub mod shapes;
 pub mod tensor;
 

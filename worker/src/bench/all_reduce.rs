@@ -10,7 +10,7 @@ use xlaunch_comm::Collective;
 use xlaunch_engine::{DType, Tensor};
 use xlaunch_proto::v1::{AllReduceBench, SumReport};
 
-use crate::error::{Result, WorkerError};
+use crate::error::Result;
 use crate::model::BackendHandle;
 
 /// Largest whole number up to which bf16 has all.
@@ -21,21 +21,18 @@ const CHUNK: usize = 1 << 20;
 const WARMUP: usize = 5;
 /// Bytes that a measurement should move, and bounds of the number of sums it takes.
 const VOLUME: u64 = 1 << 28;
-const SUMS: Range<u64> = 5..200;
+const SUMS: Range<u64> = 20..200;
 
 /// Measures each size and reports it.
 ///
 /// # Errors
-/// Those of the device and of the collective; bf16 on the CPU, which has no such numbers.
+/// Those of the device and of the collective.
 pub(crate) fn all_reduce(
     bench: &AllReduceBench,
     backend: &BackendHandle,
     collective: &mut dyn Collective,
     mut report: impl FnMut(SumReport),
 ) -> Result<()> {
-    if bench.bf16 && backend.cuda_stream().is_none() {
-        return Err(WorkerError::Setting("--dtype bf16: the CPU back end computes in fp32".into()));
-    }
     let dtype = if bench.bf16 { DType::Bf16 } else { DType::F32 };
     let staged = backend.alloc_persistent(DType::F32, CHUNK)?;
     for count in &bench.counts {

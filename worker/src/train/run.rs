@@ -10,6 +10,7 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointReport, EvalReport, KernelReport, ProfileReport, StepReport};
 
 use super::step::{Requests, StepKind, StepResult, Stepper};
+use super::trace::Tracer;
 use crate::checkpoint::{self, Snapshot, State};
 use crate::control::Control;
 use crate::data::{Dataset, Loader};
@@ -41,6 +42,8 @@ pub struct Run<'a> {
     pub profile: Option<u64>,
     /// Whether this measures: nothing is saved, and the profile is reported.
     pub bench: bool,
+    /// What `[observe] trace` asks for.
+    pub tracer: Tracer,
 }
 
 /// How the loop ended.
@@ -77,6 +80,7 @@ impl Run<'_> {
                 saved = Some(step);
             }
         }
+        self.tracer.finish()?;
         debug_assert!(self.bench || step == self.first_step || saved == Some(step));
         Ok(Outcome { steps: step, stopped_early })
     }
@@ -91,12 +95,19 @@ impl Run<'_> {
         let requests =
             Requests { stop: self.control.stop_asked(), checkpoint: self.control.checkpoint_asked() };
         let profiled = self.profile == Some(step) && self.collective.rank() == 0;
-        if profiled {
+        let traced = self.tracer.begin(step);
+        if profiled || traced {
             self.backend.begin_profile();
         }
         let result = self.stepper.step(self.model, self.optimizer, self.collective, self.loader, requests)?;
-        if profiled {
-            self.profiled(step, &KernelTime::by_name(&self.backend.end_profile()?));
+        if profiled || traced {
+            let kernels = self.backend.end_profile()?;
+            if traced {
+                self.tracer.end(step, &kernels)?;
+            }
+            if profiled {
+                self.profiled(step, &KernelTime::by_name(&kernels));
+            }
         }
         if !result.loss.is_finite() {
             return Err(WorkerError::Diverged { step, loss: result.loss });

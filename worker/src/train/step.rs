@@ -11,6 +11,7 @@ use xlaunch_comm::{Collective, bucket};
 use xlaunch_engine::{Accumulate, DType, Tensor};
 use xlaunch_proto::spec::{CommSection, JobSpec, WireDtype};
 
+use super::trace;
 use crate::data::Loader;
 use crate::error::Result;
 use crate::model::layout::Layout;
@@ -139,7 +140,10 @@ impl Stepper {
         let _step = self.backend.pool().step(StepKind::Train as u64);
         self.gradients(model, collective, loader, requests)?;
         let _tag = xlaunch_pool::tag("optimizer");
+        let optimizing = trace::span("optimizer");
         optimizer.step(model, &self.grads, self.results.slice(slot::SQUARE_SUM..slot::SQUARE_SUM + 1))?;
+        drop(optimizing);
+        let _reading = trace::span("read back");
         let mut results = [0.0; slot::COUNT];
         self.backend.read_f32(self.results.all(), &mut results)?;
         collective.check()?;
@@ -170,11 +174,14 @@ impl Stepper {
         let flags = [flag(requests.stop), flag(requests.checkpoint)];
         self.backend.write_f32(self.results.slice(slot::STOP..slot::CHECKPOINT + 1), &flags)?;
         for micro in 0..self.accumulate {
+            let waiting = trace::span("wait for data");
             let batch = loader.next_batch()?;
+            drop(waiting);
             self.backend.write_i32(self.tokens.all(), &batch.tokens)?;
             self.backend.write_i32(self.targets.all(), &batch.targets)?;
             self.micro_step(model, collective, micro)?;
         }
+        let _summing = trace::span("sums");
         collective.all_reduce(self.results.lend(0..slot::SUMMED), DType::F32)?;
         Ok(collective.finish()?)
     }
@@ -187,9 +194,12 @@ impl Stepper {
         #[expect(clippy::cast_precision_loss, reason = "rows of one batch are far below 2^24")]
         let scale = share / self.rows.count() as f32;
 
+        let forward = trace::span("forward");
         let acts = model.forward(self.rows, self.tokens.all())?;
         model.loss(&acts, self.targets.all(), self.losses.all(), Some(scale))?;
         model.mean_loss(&self.losses, share, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
+        drop(forward);
+        let _backward = trace::span("backward");
         let mut progress = bucket::Progress::new(&self.plan);
         let (overlap, end) = (self.overlap, model.layout.len);
         model.backward(acts, self.tokens.all(), &self.grads, acc, |finished, grads| {
