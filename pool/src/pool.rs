@@ -12,6 +12,7 @@ use crate::core::{Place, Request, Site, StreamId};
 use crate::debug::HostBytes;
 use crate::error::PoolError;
 use crate::inner::{Inner, Source};
+use crate::plan::Planner;
 use crate::plan::serve::Book;
 use crate::report::Snapshot;
 use crate::stats::Stats;
@@ -199,7 +200,8 @@ impl Pool {
             (Some(planner), Source::Core(core)) => planner.begin(core, key),
             _ => false,
         };
-        Step { pool: begun.then(|| self.clone()) }
+        let planned = begun && state.planner.as_ref().is_some_and(Planner::is_serving);
+        Step { pool: begun.then(|| self.clone()), planned }
     }
 
     /// Waits until plans in the making are made.
@@ -291,6 +293,15 @@ impl Pool {
 #[must_use = "the step ends when this is dropped"]
 pub struct Step {
     pool: Option<Pool>,
+    planned: bool,
+}
+
+impl Step {
+    /// Whether this step is served from a plan: the same requests get the same addresses as in every other step of its kind
+    /// that is.
+    pub fn is_planned(&self) -> bool {
+        self.planned
+    }
 }
 
 impl Drop for Step {

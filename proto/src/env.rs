@@ -8,6 +8,8 @@ pub const ATTEMPT: &str = "XLAUNCH_ATTEMPT";
 pub const DEVICE: &str = "XLAUNCH_DEVICE";
 /// Id of the job.
 pub const JOB_ID: &str = "XLAUNCH_JOB_ID";
+/// Read by workers, set by users: 1 to say on stderr which of several ways each GPU operation went, and why.
+pub const LOG_FALLBACK: &str = "XLAUNCH_LOG_FALLBACK";
 /// Read by workers, set by users: a byte such as `0xff` that turns on the pool's debug mode and fills new buffers.
 pub const POOL_DEBUG: &str = "XLAUNCH_POOL_DEBUG";
 /// Read by workers, set by users: a directory for what the pool did in the first step.

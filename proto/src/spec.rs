@@ -244,6 +244,10 @@ pub struct EngineSection {
     pub device: Device,
     /// Arithmetic of the matrix products. Default: bf16 on GPUs, fp32 on CPUs.
     pub precision: Option<Precision>,
+    /// How a step reaches a GPU.
+    pub exec: Exec,
+    /// Whether a run repeated on the same kind of hardware gives the same bits. CPUs always do.
+    pub deterministic: bool,
     /// Where buffers come from.
     pub pool: PoolMode,
     /// Most MiB of device memory that a rank's pool holds; no limit by default.
@@ -252,7 +256,14 @@ pub struct EngineSection {
 
 impl Default for EngineSection {
     fn default() -> Self {
-        Self { device: Device::Auto, precision: None, pool: PoolMode::On, memory_limit_mb: None }
+        Self {
+            device: Device::Auto,
+            precision: None,
+            exec: Exec::Graph,
+            deterministic: false,
+            pool: PoolMode::On,
+            memory_limit_mb: None,
+        }
     }
 }
 
@@ -278,6 +289,17 @@ pub enum Precision {
     Tf32,
     /// bf16 activations and matrix products with fp32 accumulation.
     Bf16,
+}
+
+/// How a step reaches a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Exec {
+    /// Captured once its buffers have found their addresses, and replayed in one call since. On the CPU, and with the pool
+    /// off, the same as `Stream`.
+    Graph,
+    /// Operation by operation.
+    Stream,
 }
 
 /// Where buffers come from.

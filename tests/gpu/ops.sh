@@ -3,6 +3,9 @@
 #
 #     tests/gpu/ops.sh [directory of test binaries]
 #
+# XLAUNCH_TIMES=1 in the environment adds times of attention, by our own kernels and by cuDNN's where it is installed;
+# XLAUNCH_LOG_FALLBACK=1 says which way each shape went.
+#
 # Without a directory, cargo builds the tests. With one, for hosts without cargo, it holds binaries named cuda_ops and
 # goldens, as `cargo test --no-run` makes them.
 set -eu

@@ -25,6 +25,8 @@ pub struct Environment {
     pub pool_trace: Option<PathBuf>,
     /// The step whose kernels are timed.
     pub profile: Option<u64>,
+    /// Whether the GPU back end says which of several ways an operation went.
+    pub log_fallback: bool,
 }
 
 /// Where this worker computes.
@@ -60,6 +62,7 @@ impl Environment {
         let threads = get("OMP_NUM_THREADS").and_then(|threads| threads.parse().ok()).unwrap_or(1);
         let pool_debug = get(env::POOL_DEBUG).map(|value| fill_byte(&value)).transpose()?;
         let profile = get(env::PROFILE).map(|value| step_number(&value)).transpose()?;
+        let log_fallback = get(env::LOG_FALLBACK).map(|value| switch(&value)).transpose()?;
         Ok(Self {
             rank: Rank(number("RANK")?),
             local_rank: LocalRank(number("LOCAL_RANK")?),
@@ -71,6 +74,7 @@ impl Environment {
             pool_debug,
             pool_trace: get(env::POOL_TRACE).map(PathBuf::from),
             profile,
+            log_fallback: log_fallback.unwrap_or(false),
         })
     }
 }
@@ -90,6 +94,14 @@ fn step_number(value: &str) -> Result<u64> {
     value
         .parse()
         .map_err(|_| WorkerError::Setting(format!("{} is {value:?}, not the number of a step", env::PROFILE)))
+}
+
+fn switch(value: &str) -> Result<bool> {
+    match value {
+        "1" => Ok(true),
+        "0" => Ok(false),
+        _ => Err(WorkerError::Setting(format!("{} is {value:?}, not 0 or 1", env::LOG_FALLBACK))),
+    }
 }
 
 #[cfg(test)]
@@ -129,6 +141,12 @@ mod tests {
             let with = |name: &str| if name == env::POOL_DEBUG { Some(value.into()) } else { variable(name) };
             let read = Environment::read(with).map(|environment| environment.pool_debug);
             assert_eq!(read.ok(), byte.map(Some), "{value}");
+        }
+        for (value, on) in [("1", Some(true)), ("0", Some(false)), ("on", None)] {
+            let with =
+                |name: &str| if name == env::LOG_FALLBACK { Some(value.into()) } else { variable(name) };
+            let read = Environment::read(with).map(|environment| environment.log_fallback);
+            assert_eq!(read.ok(), on, "{value}");
         }
         let odd = |name: &str| if name == env::DEVICE { Some("tpu".into()) } else { variable(name) };
         assert!(Environment::read(odd).unwrap_err().to_string().contains("tpu"));

@@ -7,14 +7,14 @@ use std::time::Duration;
 use cudarc::driver::CudaStream;
 use xlaunch_comm::{Collective, Local, Nccl, Ring, RingListener};
 use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::cuda::CudaBackend;
+use xlaunch_engine::cuda::{CudaBackend, CudaOptions};
 use xlaunch_engine::{self as engine, Backend};
 use xlaunch_proto::VERSION;
 use xlaunch_proto::convert::{Join, Joined};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::ids::{Digest, NcclId};
 use xlaunch_proto::model::ModelShape;
-use xlaunch_proto::spec::{JobSpec, PoolMode, Precision, Tokenizer};
+use xlaunch_proto::spec::{Exec, JobSpec, PoolMode, Precision, Tokenizer};
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Finished, GetJobReply, GetJobRequest, Hello, TrainBench, TrainStarted};
@@ -28,7 +28,7 @@ use crate::error::{Result, WorkerError};
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, init};
 use crate::optim::AdamW;
-use crate::train::{self, Outcome, Run, Stepper, Tracer};
+use crate::train::{self, Evaluator, Outcome, Run, Stepper, Tracer};
 
 /// Time for ring neighbours to connect once all ranks have joined.
 const CONNECT: Duration = Duration::from_secs(30);
@@ -72,7 +72,8 @@ fn train(
         device.backend.write_f32(optimizer.v.all(), v)?;
     }
     let world = environment.world_size.index();
-    let mut stepper = Stepper::new(&device.backend, &model, spec, world)?;
+    let stepper = Stepper::new(&device.backend, &model, spec, world)?;
+    let evaluator = Evaluator::new(&device.backend, &model, spec)?;
 
     let run_dir = PathBuf::from(&job.run_dir);
     let layout = layout(spec, &model, &device);
@@ -94,7 +95,8 @@ fn train(
         backend: &device.backend,
         model: &model,
         optimizer: &optimizer,
-        stepper: &mut stepper,
+        stepper: &stepper,
+        evaluator: &evaluator,
         collective: &mut *collective,
         dataset: &dataset,
         loader: &loader,
@@ -112,7 +114,11 @@ fn train(
             environment.rank.index(),
         ),
     }
-    .run()?;
+    .run();
+    // Whatever the outcome: the communicator's end waits for graphs that hold its sums.
+    stepper.forget_captures();
+    evaluator.forget_captures();
+    let outcome = outcome?;
     let finished = finish(spec, &device.backend, &model, &mut *collective, outcome, &dataset)?;
     collective.finalize()?;
     control.report(Report::Finished(finished));
@@ -163,7 +169,10 @@ struct Opened {
 
 impl Opened {
     fn new(environment: &Environment, spec: &JobSpec) -> Result<Self> {
+        let graphs = spec.engine.exec == Exec::Graph && environment.device != Device::Cpu;
         let mode = match spec.engine.pool {
+            // Graphs hold addresses, which only a plan repeats.
+            PoolMode::On if graphs => engine::PoolMode::Plan,
             PoolMode::On => engine::PoolMode::On,
             PoolMode::Plan => engine::PoolMode::Plan,
             PoolMode::Off => engine::PoolMode::Off,
@@ -179,15 +188,17 @@ impl Opened {
             },
             Device::Cuda(ordinal) => {
                 let precision = spec.engine.precision.unwrap_or(Precision::Bf16);
-                let backend = CudaBackend::open(
-                    ordinal,
-                    match precision {
+                let options = CudaOptions {
+                    precision: match precision {
                         Precision::Fp32 => engine::Precision::Fp32,
                         Precision::Tf32 => engine::Precision::Tf32,
                         Precision::Bf16 => engine::Precision::Bf16,
                     },
+                    deterministic: spec.engine.deterministic,
                     pool,
-                )?;
+                    log_fallback: environment.log_fallback,
+                };
+                let backend = CudaBackend::open(ordinal, options)?;
                 let stream = backend.cuda_stream();
                 Self { backend: BackendHandle::new(backend), stream, precision }
             }

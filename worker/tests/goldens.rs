@@ -12,7 +12,7 @@ use std::path::Path;
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::cuda::CudaBackend;
+use xlaunch_engine::cuda::{CudaBackend, CudaOptions};
 use xlaunch_engine::{Accumulate, DType, EngineError, PoolMode, Precision, Tensor};
 use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::TrainSection;
@@ -108,7 +108,7 @@ impl From<Infallible> for Failed {
 /// The CPU, and a GPU in strict fp32 where there is one.
 fn backends() -> Vec<BackendHandle> {
     let mut backends = vec![BackendHandle::new(CpuBackend::new(2, PoolMode::On))];
-    match CudaBackend::open(0, Precision::Fp32, PoolMode::On) {
+    match CudaBackend::open(0, CudaOptions::new(Precision::Fp32, PoolMode::On)) {
         Ok(backend) => backends.push(BackendHandle::new(backend)),
         Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => {
             println!("skipped on a GPU: {error}");

@@ -1,35 +1,40 @@
-//! Training does not notice where its memory comes from: the same bits with the pool on, with a plan, with the driver for
-//! every buffer, and whatever new buffers happen to hold. On the CPU, and on a GPU where there is one.
+//! Training does not notice where its memory comes from, nor how its work reaches the device: the same bits with the pool on,
+//! with a plan, with the driver for every buffer, whatever new buffers happen to hold, and from captured graphs. On the CPU,
+//! and on a GPU where there is one.
 
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test, which says what it skips")]
 
 use xlaunch_comm::Local;
 use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::cuda::{CudaBackend, default_mempool_high};
+use xlaunch_engine::cuda::{CudaBackend, CudaOptions, default_mempool_high};
 use xlaunch_engine::{EngineError, PoolMode, PoolOptions, PoolStats, Precision};
 use xlaunch_proto::model::{Arch, ModelShape};
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::spec::{Exec, JobSpec};
 use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
 use xlaunch_worker::model::layout::Layout;
 use xlaunch_worker::model::{BackendHandle, Model, init};
 use xlaunch_worker::optim::AdamW;
-use xlaunch_worker::train::{Requests, Stepper};
+use xlaunch_worker::train::{Evaluator, Requests, Stepper};
 
 const STEPS: u64 = 6;
 
 struct Trained {
     /// Bits of losses and gradient norms.
     bits: Vec<(u32, u32)>,
+    /// Bits of the loss on held-out data after the last step, computed twice.
+    evaluated: [u32; 2],
     /// The pool after each step.
     pool: Vec<PoolStats>,
 }
 
-fn train(backend: BackendHandle, arch: Arch) -> Trained {
+fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
     let dir = tempfile::tempdir().unwrap();
     let text: String = (0..3000).map(|i| char::from(b'a' + (i * i % 23) as u8)).collect();
     std::fs::write(dir.path().join("text"), text).unwrap();
     let mut spec = JobSpec::default();
     spec.data.train = vec![dir.path().join("text").display().to_string()];
+    spec.data.val_fraction = 0.3;
+    spec.engine.exec = exec;
     spec.train.batch = 3;
     spec.train.accumulate = 2;
     let (kv_heads, tied) = if arch == Arch::Gpt2 { (4, true) } else { (2, false) };
@@ -38,11 +43,12 @@ fn train(backend: BackendHandle, arch: Arch) -> Trained {
     let dataset = Dataset::open(&spec, &shape).unwrap();
     let model = Model::new(&backend, &shape, &init::weights(&Layout::new(&shape), 7)).unwrap();
     let optimizer = AdamW::new(&backend, &model, &spec.train).unwrap();
-    let mut stepper = Stepper::new(&backend, &model, &spec, 1).unwrap();
+    let stepper = Stepper::new(&backend, &model, &spec, 1).unwrap();
+    let evaluator = Evaluator::new(&backend, &model, &spec).unwrap();
     let order = Order::new(dataset.train.len(), shape.seq, Some(7));
     let schedule = Schedule { first: 0, rank: 0, world: 1, batch: 3, seq: shape.seq };
     let loader = Loader::start(dataset.train.clone(), order, schedule).unwrap();
-    let mut trained = Trained { bits: Vec::new(), pool: Vec::new() };
+    let mut trained = Trained { bits: Vec::new(), evaluated: [0; 2], pool: Vec::new() };
     for step in 0..STEPS {
         optimizer.prepare(step, 1e-3).unwrap();
         let result =
@@ -51,6 +57,9 @@ fn train(backend: BackendHandle, arch: Arch) -> Trained {
         trained.pool.push(backend.pool().stats());
         backend.pool().finish_planning();
     }
+    let val = dataset.val.as_ref().unwrap();
+    trained.evaluated =
+        [(); 2].map(|()| evaluator.evaluate(&model, &mut Local::new(), val).unwrap().0.to_bits());
     trained
 }
 
@@ -61,26 +70,38 @@ fn options(mode: PoolMode, debug: Option<u8>) -> PoolOptions {
 /// All ways to hold memory, against the pool switched on.
 fn compare(name: &str, open: impl Fn(PoolOptions) -> BackendHandle) {
     for arch in [Arch::Gpt2, Arch::Llama] {
-        let on = train(open(options(PoolMode::On, None)), arch);
+        let on = train(open(options(PoolMode::On, None)), arch, Exec::Stream);
         assert!(f32::from_bits(on.bits[5].0) < f32::from_bits(on.bits[0].0), "{name} learns");
         let last = on.pool[5];
         assert_eq!(last.chunks.added, on.pool[1].chunks.added, "{name}: no driver allocation after step 2");
         assert_eq!(last.waits_inserted, 0);
 
-        let plan = train(open(options(PoolMode::Plan, None)), arch);
+        let plan = train(open(options(PoolMode::Plan, None)), arch, Exec::Stream);
         assert_eq!(plan.bits, on.bits, "{name}, {arch:?}: plan");
         // The third step takes the plan up, whose region may need more in one piece than small models have free.
         let (last, third) = (plan.pool[5], plan.pool[2]);
         assert!(last.plan_hits > 50 && last.plan_misses == 0, "{last:?}");
         assert_eq!(last.chunks.added, third.chunks.added, "{name}: no driver allocation under the plan");
 
-        assert_eq!(train(open(options(PoolMode::Off, None)), arch).bits, on.bits, "{name}, {arch:?}: off");
+        assert_eq!(
+            train(open(options(PoolMode::Off, None)), arch, Exec::Stream).bits,
+            on.bits,
+            "{name}, {arch:?}: off"
+        );
         for fill in [0x00, 0xff, 0x7f] {
-            let filled = train(open(options(PoolMode::On, Some(fill))), arch);
+            let filled = train(open(options(PoolMode::On, Some(fill))), arch, Exec::Stream);
             assert_eq!(filled.bits, on.bits, "{name}, {arch:?}: filled with {fill:#x}");
         }
+
+        let graph = train(open(options(PoolMode::Plan, None)), arch, Exec::Graph);
+        assert_eq!(graph.bits, on.bits, "{name}, {arch:?}: graph");
+        assert_eq!(graph.evaluated, on.evaluated, "{name}, {arch:?}: evaluation by a graph");
+        assert_eq!(graph.evaluated[0], graph.evaluated[1], "{name}, {arch:?}: the same loss again");
+        // A replayed step asks for no buffers; on the CPU there is nothing to capture.
+        let asked = graph.pool[5].plan_hits - graph.pool[4].plan_hits;
+        assert_eq!(asked == 0, name != "CPU", "{name}: {asked} requests in a replayed step");
         println!(
-            "{name}, {arch:?}: the same {STEPS} losses and norms on, planned, off, and filled three ways"
+            "{name}, {arch:?}: the same {STEPS} losses and norms on, planned, off, and filled three ways, captured"
         );
     }
 }
@@ -92,7 +113,7 @@ fn the_cpu_trains_the_same_whatever_holds_its_memory() {
 
 #[test]
 fn a_gpu_trains_the_same_whatever_holds_its_memory() {
-    let high = match CudaBackend::open(0, Precision::Bf16, PoolMode::On) {
+    let high = match CudaBackend::open(0, CudaOptions::new(Precision::Bf16, PoolMode::On)) {
         Ok(_) => default_mempool_high(0).unwrap(),
         Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => {
             println!("skipped: {error}");
@@ -102,7 +123,8 @@ fn a_gpu_trains_the_same_whatever_holds_its_memory() {
     };
     for precision in [Precision::Fp32, Precision::Bf16] {
         compare(&format!("{precision:?}"), |options| {
-            BackendHandle::new(CudaBackend::open(0, precision, options).unwrap())
+            let options = CudaOptions { deterministic: true, ..CudaOptions::new(precision, options) };
+            BackendHandle::new(CudaBackend::open(0, options).unwrap())
         });
     }
     assert_eq!(default_mempool_high(0).unwrap(), high, "nothing went past the pool to the driver's own");

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use serde_json::{Value, json};
-use xlaunch_proto::spec::{JobSpec, PoolMode};
+use xlaunch_proto::spec::{Exec, JobSpec, PoolMode};
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Calibration, DeviceBench};
@@ -18,7 +18,7 @@ use crate::devices::{self, Placement};
 /// Those of [`launch`].
 pub async fn run(spec: &JobSpec, placement: &Placement, refresh: bool) -> Result<Calibration, Refusal> {
     let mut spec = spec.clone();
-    (spec.engine.pool, spec.engine.memory_limit_mb) = (PoolMode::On, None);
+    (spec.engine.pool, spec.engine.exec, spec.engine.memory_limit_mb) = (PoolMode::On, Exec::Stream, None);
     let alone = Placement { workers: 1, ..placement.clone() };
     let question = DeviceBench { refresh, platform: devices::platform(placement.cuda) };
     let heard = launch(&spec, &alone, Kind::Device(question)).await?;

@@ -133,6 +133,11 @@ impl Planner {
         }
     }
 
+    /// Whether the present step is served from a plan.
+    pub(crate) fn is_serving(&self) -> bool {
+        self.step.as_ref().is_some_and(|step| step.recording.is_none())
+    }
+
     /// The recording of the present step, if it is on record.
     pub(crate) fn recording(&mut self) -> Option<&mut Recording> {
         self.step.as_mut()?.recording.as_mut()
@@ -178,8 +183,7 @@ impl Planner {
     /// Gives the region back to the allocator, if no buffer lies in it and nobody relies on its place: no captured graph,
     /// and no planned step, which hands parts of it out without asking here.
     pub(crate) fn give_region_back(&mut self, core: &mut Core) -> bool {
-        let serving = self.step.as_ref().is_some_and(|step| step.recording.is_none());
-        if self.pinned || serving || self.book.in_use() {
+        if self.pinned || self.is_serving() || self.book.in_use() {
             return false;
         }
         self.region.take().is_some_and(|region| core.free(region.handle).is_ok())

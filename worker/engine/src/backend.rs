@@ -2,7 +2,7 @@
 //!
 //! Contract of all operations:
 //!
-//! - they run in order, on one stream; on a GPU they only enqueue, and [`Backend::read_f32`] is the one that waits;
+//! - they run in order, on one stream; on a GPU they only enqueue: [`Backend::read_f32`] and [`Reading::wait`] are what waits;
 //! - activations have [`Backend::activation_dtype`]; parameters handed to forward and backward have it too; statistics,
 //!   losses, master weights and optimizer state are F32; token ids are I32;
 //! - gradients of parameters are F32 or Bf16, whatever the slice says; sums are formed in F32;
@@ -16,6 +16,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 use xlaunch_pool::{DType, Pool, PoolError};
 
+use crate::cuda::Graph;
 use crate::shapes::{
     Accumulate, AdamWShape, AttentionShape, ClassifierShape, EmbedShape, LinearShape, NormShape,
 };
@@ -124,6 +125,31 @@ impl KernelTime {
     }
 }
 
+/// Values on their way to the host.
+pub struct Reading(ReadingEnd);
+
+type ReadingEnd = Box<dyn FnOnce(&mut [f32]) -> Result<()>>;
+
+impl std::fmt::Debug for Reading {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Reading")
+    }
+}
+
+impl Reading {
+    pub(crate) fn new(end: impl FnOnce(&mut [f32]) -> Result<()> + 'static) -> Self {
+        Self(Box::new(end))
+    }
+
+    /// Waits for the values. Later work may still run.
+    ///
+    /// # Errors
+    /// The device's, if work before the read has failed.
+    pub fn wait(self, values: &mut [f32]) -> Result<()> {
+        self.0(values)
+    }
+}
+
 /// One device's implementation of the operations.
 pub trait Backend {
     /// Begins to take the time of every kernel; nothing on the CPU.
@@ -132,6 +158,17 @@ pub trait Backend {
     /// Ends it; every launch, in order.
     fn end_profile(&self) -> Result<Vec<KernelSpan>> {
         Ok(Vec::new())
+    }
+
+    /// From now on, records what is enqueued to the compute stream, and to streams that are ordered behind it, instead of
+    /// running it. False, and nothing begun, where work runs as it is given: on the CPU.
+    fn begin_capture(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// What was recorded. It may be launched as long as the memory that it works on is left to it: see [`Graph`].
+    fn end_capture(&self) -> Result<Graph> {
+        Err(EngineError::Cuda { what: "failed to end a capture".into(), reason: "none was begun".into() })
     }
 
     /// What this computes on.
@@ -166,8 +203,18 @@ pub trait Backend {
     /// Copies host bytes into U8 memory. `values` may change as soon as this returns.
     fn write_u8(&self, x: Slice<'_>, values: &[u8]) -> Result<()>;
 
-    /// Copies F32 or Bf16 memory to the host, as f32, when all work given so far is done. The only call that waits.
+    /// Copies F32 or Bf16 memory to the host, as f32, when all work given so far is done.
     fn read_f32(&self, x: Slice<'_>, values: &mut [f32]) -> Result<()>;
+
+    /// Begins to copy F32 memory to the host, after all work given so far, and does not wait.
+    fn begin_read(&self, x: Slice<'_>) -> Result<Reading> {
+        let mut read = vec![0.0; x.len()];
+        self.read_f32(x, &mut read)?;
+        Ok(Reading::new(move |values| {
+            values.copy_from_slice(&read);
+            Ok(())
+        }))
+    }
 
     /// `y = x`, converting between F32 and Bf16 (round to nearest even) as their element types say.
     fn cast(&self, x: Slice<'_>, y: Slice<'_>) -> Result<()>;

@@ -19,7 +19,7 @@ pub mod nvtx;
 pub mod shapes;
 pub mod tensor;
 
-pub use backend::{Backend, DeviceInfo, EngineError, KernelSpan, KernelTime, Precision, Result};
+pub use backend::{Backend, DeviceInfo, EngineError, KernelSpan, KernelTime, Precision, Reading, Result};
 pub use shapes::*;
 pub use tensor::{Slice, Tensor};
 pub use xlaunch_pool::{DType, Mode as PoolMode, Options as PoolOptions, Pool, Stats as PoolStats};

@@ -58,7 +58,7 @@ pub struct EmbedShape {
 
 /// Attention over the packed projections `qkv[B, T, (H + 2 Hkv) D]`: H query heads, then Hkv key heads, then Hkv value
 /// heads. Query head h attends to key head `h / (H / Hkv)`, causally, with scores scaled by `1 / sqrt(D)`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionShape {
     /// B.
     pub batch: usize,
@@ -76,6 +76,12 @@ impl AttentionShape {
     /// Elements of `qkv` in one token's row.
     pub fn qkv_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.width
+    }
+
+    /// What scores are multiplied by.
+    #[expect(clippy::cast_precision_loss, reason = "head widths are small")]
+    pub fn scale(&self) -> f32 {
+        1.0 / (self.width as f32).sqrt()
     }
 }
 

@@ -9,17 +9,21 @@
 //! - bf16: 8e-3. Results are rounded once, to 8 bits: 2^-9 = 2e-3 at most; a backward reads results that forward rounded.
 
 #![expect(clippy::print_stdout, reason = "a skipped test says why, a measurement how large it was")]
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
 
 use common::{Ops, cases, distance};
 use half::bf16;
 use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::cuda::CudaBackend;
-use xlaunch_engine::{DType, EngineError, PoolMode, Precision};
+use xlaunch_engine::cuda::{CudaBackend, CudaOptions};
+use xlaunch_engine::{AttentionShape, Backend, DType, EngineError, PoolMode, Precision};
 
-fn gpu(precision: Precision, mode: PoolMode) -> Option<CudaBackend> {
-    match CudaBackend::open(0, precision, mode) {
+/// Without cuDNN if `own` says so, so that every path is tested.
+fn gpu(precision: Precision, mode: PoolMode, own: bool) -> Option<CudaBackend> {
+    let log_fallback = std::env::var_os("XLAUNCH_LOG_FALLBACK").is_some();
+    let options = CudaOptions { deterministic: own, log_fallback, ..CudaOptions::new(precision, mode) };
+    match CudaBackend::open(0, options) {
         Ok(backend) => Some(backend),
         Err(EngineError::Library { library, .. }) => {
             println!("skipped: {library} is not installed here");
@@ -33,8 +37,8 @@ fn gpu(precision: Precision, mode: PoolMode) -> Option<CudaBackend> {
     }
 }
 
-fn compare(precision: Precision, grads: DType, round: fn(f32) -> f32, tolerance: f64) {
-    let Some(cuda) = gpu(precision, PoolMode::On) else { return };
+fn compare(precision: Precision, grads: DType, own: bool, round: fn(f32) -> f32, tolerance: f64) {
+    let Some(cuda) = gpu(precision, PoolMode::On, own) else { return };
     let cpu = CpuBackend::new(2, PoolMode::On);
     let cpu = Ops { backend: &cpu, grads: DType::F32 };
     let cuda = Ops { backend: &cuda, grads };
@@ -50,7 +54,9 @@ fn compare(precision: Precision, grads: DType, round: fn(f32) -> f32, tolerance:
             }
         }
     }
-    println!("{precision:?}, gradients {}: largest difference {:.2e}, {}", grads.name(), worst.0, worst.1);
+    let kernels = if own { "own kernels" } else { "fastest kernels" };
+    let grads = grads.name();
+    println!("{precision:?}, gradients {grads}, {kernels}: largest difference {:.2e}, {}", worst.0, worst.1);
     assert!(failures.is_empty(), "beyond {tolerance:.0e}:\n{}", failures.join("\n"));
 }
 
@@ -60,23 +66,25 @@ fn to_bf16(x: f32) -> f32 {
 
 #[test]
 fn fp32_is_the_cpus_to_rounding() {
-    compare(Precision::Fp32, DType::F32, |x| x, 2e-6);
+    compare(Precision::Fp32, DType::F32, false, |x| x, 2e-6);
 }
 
 #[test]
 fn tf32_is_the_cpus_to_its_mantissa() {
-    compare(Precision::Tf32, DType::F32, |x| x, 2e-3);
+    compare(Precision::Tf32, DType::F32, false, |x| x, 2e-3);
 }
 
 #[test]
-fn bf16_is_the_cpus_to_its_mantissa_whatever_type_gradients_have() {
-    compare(Precision::Bf16, DType::F32, to_bf16, 8e-3);
-    compare(Precision::Bf16, DType::Bf16, to_bf16, 8e-3);
+fn bf16_is_the_cpus_to_its_mantissa_whatever_type_gradients_have_and_whosever_kernels_run() {
+    compare(Precision::Bf16, DType::F32, true, to_bf16, 8e-3);
+    compare(Precision::Bf16, DType::Bf16, true, to_bf16, 8e-3);
+    compare(Precision::Bf16, DType::Bf16, false, to_bf16, 8e-3);
 }
 
 #[test]
 fn the_same_bits_every_time_and_with_the_pool_off() {
-    let (Some(on), Some(off)) = (gpu(Precision::Bf16, PoolMode::On), gpu(Precision::Bf16, PoolMode::Off))
+    let (Some(on), Some(off)) =
+        (gpu(Precision::Bf16, PoolMode::On, true), gpu(Precision::Bf16, PoolMode::Off, true))
     else {
         return;
     };
@@ -89,4 +97,69 @@ fn the_same_bits_every_time_and_with_the_pool_off() {
         assert_eq!(first, bits(case(&on)), "{name}, again");
         assert_eq!(first, bits(case(&off)), "{name}, pool off");
     }
+}
+
+/// `XLAUNCH_TIMES=1` prints microseconds of attention by our own kernels and by the fastest, side by side.
+#[test]
+fn times_of_attention() {
+    if std::env::var_os("XLAUNCH_TIMES").is_none() {
+        println!("skipped: XLAUNCH_TIMES=1 asks for it");
+        return;
+    }
+    let (Some(own), Some(fastest)) =
+        (gpu(Precision::Bf16, PoolMode::On, true), gpu(Precision::Bf16, PoolMode::On, false))
+    else {
+        return;
+    };
+    println!("microseconds: B, H, Hkv, T, D | own forward, backward | fastest forward, backward | by");
+    for (batch, heads, kv_heads, seq, width) in [
+        (32, 12, 12, 1024, 64),
+        (32, 12, 12, 256, 32),
+        (8, 16, 4, 2048, 128),
+        (4, 12, 12, 1000, 64),
+        (32, 12, 12, 256, 64),
+        (32, 12, 12, 512, 64),
+    ] {
+        let s = AttentionShape { batch, seq, heads, kv_heads, width };
+        let ([own_fwd, own_bwd], _) = times(&own, s);
+        let ([fwd, bwd], by) = times(&fastest, s);
+        println!(
+            "{batch}, {heads}, {kv_heads}, {seq}, {width} | {own_fwd:.1}, {own_bwd:.1} | {fwd:.1}, {bwd:.1} | {by}"
+        );
+    }
+}
+
+/// Microseconds on the device of forward and of backward, and the kernels' names: the median of rounds, so many calls each
+/// that the device always has work waiting.
+fn times(backend: &CudaBackend, s: AttentionShape) -> ([f64; 2], String) {
+    const ROUNDS: usize = 20;
+    const CALLS: usize = 20;
+    let rows = s.batch * s.seq;
+    let ops = Ops { backend, grads: DType::F32 };
+    let (qkv, out) = (ops.random(40, rows * s.qkv_width()), ops.random(41, rows * s.heads * s.width));
+    let (dout, dqkv) = (ops.random(42, rows * s.heads * s.width), ops.random(43, rows * s.qkv_width()));
+    let lse = backend.alloc(DType::F32, rows * s.heads).unwrap();
+    let mut names = Vec::new();
+    let mut median = |call: &dyn Fn()| {
+        let mut rounds: Vec<f64> = (0..=ROUNDS)
+            .map(|round| {
+                backend.begin_profile();
+                (0..CALLS).for_each(|_| call());
+                let times = backend.end_profile().unwrap();
+                if round == 0 {
+                    names.extend(times.iter().map(|time| time.name.clone()));
+                }
+                times.iter().map(|time| time.seconds).sum::<f64>() * 1e6 / CALLS as f64
+            })
+            .collect();
+        // The first round makes plans and compiles kernels.
+        rounds.remove(0);
+        rounds.sort_by(f64::total_cmp);
+        rounds[ROUNDS / 2]
+    };
+    let forward = median(&|| backend.attention_fwd(s, qkv.all(), out.all(), lse.all()).unwrap());
+    let backward = median(&|| {
+        backend.attention_bwd(s, qkv.all(), out.all(), dout.all(), lse.all(), dqkv.all()).unwrap();
+    });
+    ([forward, backward], names.join(", "))
 }

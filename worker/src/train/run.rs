@@ -9,7 +9,8 @@ use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointReport, EvalReport, KernelReport, ProfileReport, StepReport};
 
-use super::step::{Requests, StepKind, StepResult, Stepper};
+use super::evaluate::Evaluator;
+use super::step::{Requests, Started, Stepper};
 use super::trace::Tracer;
 use crate::checkpoint::{self, Snapshot, State};
 use crate::control::Control;
@@ -26,7 +27,8 @@ pub struct Run<'a> {
     pub backend: &'a BackendHandle,
     pub model: &'a Model,
     pub optimizer: &'a AdamW,
-    pub stepper: &'a mut Stepper,
+    pub stepper: &'a Stepper,
+    pub evaluator: &'a Evaluator,
     pub collective: &'a mut dyn Collective,
     pub dataset: &'a Dataset,
     pub loader: &'a Loader,
@@ -55,57 +57,123 @@ pub struct Outcome {
     pub stopped_early: bool,
 }
 
+/// A step that was given to the device.
+#[derive(Debug)]
+struct UnderWay {
+    started: Started,
+    learning_rate: f64,
+}
+
 impl Run<'_> {
-    /// Trains until the last step or a Stop command; the last checkpoint is complete when it returns,
-    /// but for a bench.
+    /// Trains until the last step or a Stop command; the last checkpoint is complete when it returns, but for a bench.
+    ///
+    /// A GPU is given its next step before the results of the one under way are waited for, unless something is to happen
+    /// between the two. So a request takes effect at most one step after the one whose results tell of it, and, as all ranks
+    /// decide alike, after the same step everywhere.
     pub fn run(&mut self) -> Result<Outcome> {
-        let total = self.spec.train.steps;
-        let mut saved = None;
         let mut step = self.first_step;
-        let mut stopped_early = false;
-        while step < total && !stopped_early {
-            let result = self.step(step)?;
-            if let Some(dir) = self.pool_trace.take() {
-                self.write_pool_trace(dir)?;
+        let mut asked = Requests::default();
+        let mut next = None;
+        let mut since = Instant::now();
+        while step < self.spec.train.steps && !(asked.stop && next.is_none()) {
+            let under_way = match next.take() {
+                Some(under_way) => under_way,
+                None => {
+                    since = Instant::now();
+                    self.start(step)?
+                }
+            };
+            if asked == Requests::default() && self.may_follow_at_once(step) {
+                next = Some(self.start(step + 1)?);
             }
+            let requests = self.finish(step, under_way, &mut since)?;
+            asked.stop |= requests.stop;
+            asked.checkpoint |= requests.checkpoint;
             step += 1;
-            stopped_early = result.requests.stop && step < total;
-            let due = |every: u64| every != 0 && step.is_multiple_of(every);
-            if due(self.spec.train.eval_every) || (step == total && self.spec.train.eval_every != 0) {
-                self.evaluate(step)?;
-            }
-            let save = due(self.spec.checkpoint.every) || result.requests.checkpoint;
-            if !self.bench && (save || stopped_early || step == total) {
-                self.save(step)?;
-                saved = Some(step);
+            if next.is_none() {
+                self.between(step, asked)?;
+                asked.checkpoint = false;
             }
         }
         self.tracer.finish()?;
-        debug_assert!(self.bench || step == self.first_step || saved == Some(step));
-        Ok(Outcome { steps: step, stopped_early })
+        Ok(Outcome { steps: step, stopped_early: step < self.spec.train.steps })
     }
 
-    fn step(&mut self, step: u64) -> Result<StepResult> {
+    /// Whether nothing is to happen between a step and the one after it. The same on every rank.
+    fn may_follow_at_once(&self, step: u64) -> bool {
+        let done = step + 1;
+        let asynchronous = self.backend.cuda_stream().is_some();
+        asynchronous
+            && !self.evaluates_after(done)
+            && !self.saves_after(done)
+            && !self.timed(step)
+            && !self.timed(done)
+            && !self.traced(step)
+    }
+
+    /// Whether the kernels of a step are timed, one by one.
+    fn timed(&self, step: u64) -> bool {
+        self.profile == Some(step) || self.tracer.traces(step)
+    }
+
+    /// Whether an evaluation is due when `done` steps are completed.
+    fn evaluates_after(&self, done: u64) -> bool {
+        let every = self.spec.train.eval_every;
+        every != 0 && (done.is_multiple_of(every) || done == self.spec.train.steps)
+    }
+
+    /// Whether a checkpoint is due when `done` steps are completed.
+    fn saves_after(&self, done: u64) -> bool {
+        let every = self.spec.checkpoint.every;
+        (every != 0 && done.is_multiple_of(every)) || done == self.spec.train.steps
+    }
+
+    /// Whether the pool's doings are written after this step.
+    fn traced(&self, step: u64) -> bool {
+        step == self.first_step && self.pool_trace.is_some()
+    }
+
+    /// What is due when `step` steps are completed, and no step is under way.
+    fn between(&mut self, step: u64, asked: Requests) -> Result<()> {
+        if let Some(dir) = self.pool_trace.take() {
+            self.write_pool_trace(dir)?;
+        }
+        if self.evaluates_after(step) {
+            self.evaluate(step)?;
+        }
+        if !self.bench && (self.saves_after(step) || asked.checkpoint || asked.stop) {
+            self.save(step)?;
+        }
+        Ok(())
+    }
+
+    fn start(&mut self, step: u64) -> Result<UnderWay> {
         if let Some(reason) = self.control.lost() {
             return Err(WorkerError::AgentLost(reason));
         }
-        let start = Instant::now();
         let learning_rate = schedule::learning_rate(&self.spec.train, step);
         self.optimizer.prepare(step, learning_rate)?;
         let requests =
             Requests { stop: self.control.stop_asked(), checkpoint: self.control.checkpoint_asked() };
-        let profiled = self.profile == Some(step) && self.collective.rank() == 0;
-        let traced = self.tracer.begin(step);
-        if profiled || traced {
+        if self.timed(step) {
+            self.tracer.begin(step);
             self.backend.begin_profile();
+            self.stepper.one_by_one(true);
         }
-        let result = self.stepper.step(self.model, self.optimizer, self.collective, self.loader, requests)?;
-        if profiled || traced {
+        let started =
+            self.stepper.start(self.model, self.optimizer, self.collective, self.loader, requests)?;
+        Ok(UnderWay { started, learning_rate })
+    }
+
+    /// Waits for a step and reports it. `since`: when the step before it was completed, or this one started.
+    fn finish(&mut self, step: u64, under_way: UnderWay, since: &mut Instant) -> Result<Requests> {
+        let result = self.stepper.finish(under_way.started, self.collective)?;
+        let completed = Instant::now();
+        if self.timed(step) {
+            self.stepper.one_by_one(false);
             let kernels = self.backend.end_profile()?;
-            if traced {
-                self.tracer.end(step, &kernels)?;
-            }
-            if profiled {
+            self.tracer.end(step, &kernels)?;
+            if self.profile == Some(step) && self.collective.rank() == 0 {
                 self.profiled(step, &KernelTime::by_name(&kernels));
             }
         }
@@ -117,9 +185,9 @@ impl Run<'_> {
         self.control.report(Report::Step(StepReport {
             step,
             loss: result.loss,
-            learning_rate: learning_rate as f32,
+            learning_rate: under_way.learning_rate as f32,
             grad_norm: result.grad_norm,
-            step_seconds: start.elapsed().as_secs_f64(),
+            step_seconds: (completed - *since).as_secs_f64(),
             tokens: self.stepper.tokens_per_step(),
             pool_live_bytes: pool.live.current(),
             pool_mapped_bytes: pool.mapped.current(),
@@ -127,7 +195,8 @@ impl Run<'_> {
             pool_fragmentation: pool.fragmentation() as f32,
             pool_driver_allocations: pool.chunks.added,
         }));
-        Ok(result)
+        *since = completed;
+        Ok(result.requests)
     }
 
     fn profiled(&self, step: u64, times: &[KernelTime]) {
@@ -159,8 +228,7 @@ impl Run<'_> {
 
     fn evaluate(&mut self, step: u64) -> Result<()> {
         let Some(val) = &self.dataset.val else { return Ok(()) };
-        let _step = self.backend.pool().step(StepKind::Evaluate as u64);
-        let (loss, tokens) = super::evaluate(self.backend, self.model, self.collective, val, self.spec)?;
+        let (loss, tokens) = self.evaluator.evaluate(self.model, self.collective, val)?;
         if self.collective.rank() == 0 {
             self.control.report(Report::Eval(EvalReport { step, loss, tokens }));
         }

@@ -6,11 +6,15 @@
 //! ```
 //! A bucket's sum over ranks starts as soon as backward has written its last gradient. Loss and flags travel in one small
 //! sum, so all ranks learn in the same step that any of them was asked to stop.
+//!
+//! What changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device memory before the
+//! work that reads it is enqueued, so that the work itself can be captured and replayed: see [`Replay`].
 
 use xlaunch_comm::{Collective, bucket};
-use xlaunch_engine::{Accumulate, DType, Tensor};
+use xlaunch_engine::{Accumulate, DType, Reading, Tensor};
 use xlaunch_proto::spec::{CommSection, JobSpec, WireDtype};
 
+use super::replay::{Part, Replay};
 use super::trace;
 use crate::data::Loader;
 use crate::error::Result;
@@ -31,13 +35,6 @@ mod slot {
 /// Smaller first bucket: its sum starts early, while later gradients are still being made.
 const FIRST_BUCKET_BYTES: usize = 1 << 20;
 
-/// Kinds of steps that the pool plans apart from each other.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum StepKind {
-    Train,
-    Evaluate,
-}
-
 /// What this rank was asked by its agent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "named after the commands")]
@@ -57,6 +54,10 @@ pub struct StepResult {
     pub requests: Requests,
 }
 
+/// A step that was given to the device.
+#[derive(Debug)]
+pub struct Started(Reading);
+
 /// Everything that steps use again and again.
 #[derive(Debug)]
 pub struct Stepper {
@@ -71,6 +72,7 @@ pub struct Stepper {
     losses: Tensor,
     results: Tensor,
     plan: bucket::Plan,
+    replay: Replay,
 }
 
 /// Element type of gradients, in memory and on the wire.
@@ -110,6 +112,7 @@ impl Stepper {
             losses: backend.alloc_persistent(DType::F32, rows.count())?,
             results: backend.alloc_persistent(DType::F32, slot::COUNT)?,
             plan: plan_buckets(&model.layout, dtype, &spec.comm),
+            replay: Replay::new(backend, spec.engine.exec),
             backend: backend.clone(),
         };
         // Gaps between parameters are never written again, and take part in sums and norms.
@@ -130,22 +133,35 @@ impl Stepper {
 
     /// Runs one step; `optimizer` was prepared for it.
     pub fn step(
-        &mut self,
+        &self,
         model: &Model,
         optimizer: &AdamW,
         collective: &mut dyn Collective,
         loader: &Loader,
         requests: Requests,
     ) -> Result<StepResult> {
-        let _step = self.backend.pool().step(StepKind::Train as u64);
-        self.gradients(model, collective, loader, requests)?;
-        let _tag = xlaunch_pool::tag("optimizer");
-        let optimizing = trace::span("optimizer");
-        optimizer.step(model, &self.grads, self.results.slice(slot::SQUARE_SUM..slot::SQUARE_SUM + 1))?;
-        drop(optimizing);
+        let started = self.start(model, optimizer, collective, loader, requests)?;
+        self.finish(started, collective)
+    }
+
+    /// Gives one step to the device; `optimizer` was prepared for it.
+    pub fn start(
+        &self,
+        model: &Model,
+        optimizer: &AdamW,
+        collective: &mut dyn Collective,
+        loader: &Loader,
+        requests: Requests,
+    ) -> Result<Started> {
+        self.run(model, collective, loader, requests, Some(optimizer))?;
+        Ok(Started(self.backend.begin_read(self.results.all())?))
+    }
+
+    /// Waits for a step. The one after it may have been started.
+    pub fn finish(&self, started: Started, collective: &dyn Collective) -> Result<StepResult> {
         let _reading = trace::span("read back");
         let mut results = [0.0; slot::COUNT];
-        self.backend.read_f32(self.results.all(), &mut results)?;
+        started.0.wait(&mut results)?;
         collective.check()?;
         Ok(StepResult {
             loss: results[slot::LOSS],
@@ -162,13 +178,34 @@ impl Stepper {
         &self.grads
     }
 
-    /// Gradients of the mean loss over the global batch, summed over ranks.
+    /// Gradients of the mean loss over the global batch, summed over ranks: a step without its update.
     pub fn gradients(
-        &mut self,
+        &self,
         model: &Model,
         collective: &mut dyn Collective,
         loader: &Loader,
         requests: Requests,
+    ) -> Result<()> {
+        self.run(model, collective, loader, requests, None)
+    }
+
+    /// The next steps run operation by operation, so that each can be timed, or may be replayed again.
+    pub fn one_by_one(&self, one_by_one: bool) {
+        self.replay.one_by_one(one_by_one);
+    }
+
+    /// Gives captured work up. It comes before the collective's end, which waits for graphs with its sums.
+    pub fn forget_captures(&self) {
+        self.replay.forget();
+    }
+
+    fn run(
+        &self,
+        model: &Model,
+        collective: &mut dyn Collective,
+        loader: &Loader,
+        requests: Requests,
+        optimizer: Option<&AdamW>,
     ) -> Result<()> {
         let flag = |asked| f32::from(u8::from(asked));
         let flags = [flag(requests.stop), flag(requests.checkpoint)];
@@ -179,15 +216,23 @@ impl Stepper {
             drop(waiting);
             self.backend.write_i32(self.tokens.all(), &batch.tokens)?;
             self.backend.write_i32(self.targets.all(), &batch.targets)?;
-            self.micro_step(model, collective, micro)?;
+            let (first, last) = (micro == 0, micro + 1 == self.accumulate);
+            let part = Part::Train { first, last, update: optimizer.is_some() };
+            self.replay.run(part, || {
+                self.micro_step(model, collective, first, last)?;
+                if last { self.update(model, collective, optimizer) } else { Ok(()) }
+            })?;
         }
-        let _summing = trace::span("sums");
-        collective.all_reduce(self.results.lend(0..slot::SUMMED), DType::F32)?;
-        Ok(collective.finish()?)
+        Ok(())
     }
 
-    fn micro_step(&mut self, model: &Model, collective: &mut dyn Collective, micro: usize) -> Result<()> {
-        let (first, last) = (micro == 0, micro + 1 == self.accumulate);
+    fn micro_step(
+        &self,
+        model: &Model,
+        collective: &mut dyn Collective,
+        first: bool,
+        last: bool,
+    ) -> Result<()> {
         let acc = if first { Accumulate::Overwrite } else { Accumulate::Add };
         #[expect(clippy::cast_precision_loss, reason = "numbers of ranks and micro-steps are small")]
         let share = 1.0 / (self.accumulate * self.world) as f32;
@@ -210,5 +255,22 @@ impl Stepper {
             }
             Ok(())
         })
+    }
+
+    /// What follows the last micro-step: the sums' end, and the optimizer's step.
+    fn update(
+        &self,
+        model: &Model,
+        collective: &mut dyn Collective,
+        optimizer: Option<&AdamW>,
+    ) -> Result<()> {
+        let summing = trace::span("sums");
+        collective.all_reduce(self.results.lend(0..slot::SUMMED), DType::F32)?;
+        collective.finish()?;
+        drop(summing);
+        let Some(optimizer) = optimizer else { return Ok(()) };
+        let (_tag, _span) = (xlaunch_pool::tag("optimizer"), trace::span("optimizer"));
+        let square_sum = self.results.slice(slot::SQUARE_SUM..slot::SQUARE_SUM + 1);
+        Ok(optimizer.step(model, &self.grads, square_sum)?)
     }
 }

@@ -90,18 +90,24 @@ impl Tracer {
         }
     }
 
-    /// Begins to listen if `step` is to be traced; whether it is.
-    pub(super) fn begin(&mut self, step: u64) -> bool {
-        let traced = self.steps.contains(&step);
-        if traced {
+    /// Whether `step` is to be traced.
+    pub(super) fn traces(&self, step: u64) -> bool {
+        self.steps.contains(&step)
+    }
+
+    /// Begins to listen if `step` is to be traced.
+    pub(super) fn begin(&mut self, step: u64) {
+        if self.traces(step) {
             self.step = Instant::now();
             PHASES.set(Some(Vec::new()));
         }
-        traced
     }
 
-    /// The step is over, with its last phase; `kernels` ran in it. Behind the last step the file is written.
+    /// A step is over, with its last phase; `kernels` ran in it. Behind the last traced step the file is written.
     pub(super) fn end(&mut self, step: u64, kernels: &[KernelSpan]) -> Result<()> {
+        if !self.traces(step) {
+            return Ok(());
+        }
         let phases = PHASES.take().unwrap_or_default();
         let over = phases.iter().map(|phase| phase.end).max().unwrap_or(self.step);
         let micros = |instant: Instant| instant.duration_since(self.start).as_secs_f64() * 1e6;
@@ -170,7 +176,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut tracer = Tracer::new(1, 0..2, dir.path(), 3);
         drop(span("before"));
-        assert!(!tracer.begin(0) && tracer.begin(1));
+        tracer.begin(0);
+        tracer.end(0, &[]).unwrap();
+        tracer.begin(1);
         drop(span("forward"));
         let kernel = KernelSpan { name: "norm_fwd".into(), start: 1e-6, seconds: 2e-6 };
         tracer.end(1, &[kernel]).unwrap();

@@ -20,10 +20,6 @@ fn offsets(s: AttentionShape, head: usize) -> (usize, usize, usize) {
     (head * s.width, (s.heads + kv) * s.width, (s.heads + s.kv_heads + kv) * s.width)
 }
 
-fn score_scale(s: AttentionShape) -> f32 {
-    1.0 / (s.width as f32).sqrt()
-}
-
 pub(super) fn fwd(t: &Threads, s: AttentionShape, qkv: &[f32], out: &mut [f32], lse: &mut [f32]) {
     let (row, out_row) = (s.qkv_width(), s.heads * s.width);
     t.run(|| {
@@ -58,7 +54,7 @@ fn head_fwd(
         let k = Mat::strided(&qkv[k..], keys, s.width, row);
         let v = Mat::strided(&qkv[v..], keys, s.width, row);
         let scores = &mut scores[..queries * keys];
-        product(scores, keys, q, k.t(), score_scale(s), false);
+        product(scores, keys, q, k.t(), s.scale(), false);
         simd!({
             for (i, scores) in scores.chunks_exact_mut(keys).enumerate() {
                 lse[first + i] = softmax(scores, first + i + 1);
@@ -133,7 +129,7 @@ fn head_bwd(
     dqkv: &mut [f32],
     scratch: &mut Scratch,
 ) {
-    let (row, out_row, scale) = (s.qkv_width(), s.heads * s.width, score_scale(s));
+    let (row, out_row, scale) = (s.qkv_width(), s.heads * s.width, s.scale());
     let (q_at, k_at, v_at) = offsets(s, head);
     for first in (0..s.seq).step_by(QUERIES) {
         let queries = QUERIES.min(s.seq - first);

@@ -1,11 +1,17 @@
-//! Which attention kernels run for a head width, and in tiles of which size.
+//! Which attention kernels run for a shape, and in tiles of which size.
 //!
-//! Two files hold the same kernels: `attention.cu` on plain float units, for every width and element type, and
-//! `attention_mma.cu` on matrix units, for bf16 and widths that are multiples of 16.
+//! cuDNN's where it has some (see `cudnn`). Otherwise our own, of which two files hold the same: `attention.cu` on plain
+//! float units, for every width and element type, and `attention_mma.cu` on matrix units, for bf16 and widths that are
+//! multiples of 16.
+
+use std::rc::Rc;
 
 use xlaunch_pool::DType;
 
+use super::CudaBackend;
+use super::cudnn::{AttentionPlan, Direction, Operands};
 use super::kernels::{Launch, Source, act_macro, source};
+use crate::backend::{Backend, EngineError, Result};
 use crate::shapes::AttentionShape;
 
 /// Kernels of both files.
@@ -124,6 +130,59 @@ impl Kernel {
             Self::Fwd => "attention_fwd",
             Self::BwdQueries => "attention_bwd_queries",
             Self::BwdKeys => "attention_bwd_keys",
+        }
+    }
+}
+
+impl CudaBackend {
+    /// cuDNN's plan, where it is the way to go.
+    pub(super) fn cudnn_plan(&self, s: AttentionShape, direction: Direction) -> Option<Rc<AttentionPlan>> {
+        let plan = match &self.cudnn {
+            Ok(cudnn) => cudnn.plan(s, direction),
+            Err(reason) => Err(reason.clone()),
+        };
+        let own = match self.kernels.attention(s.width) {
+            Path::Mma { .. } => "own kernels on matrix units",
+            Path::Plain { .. } => "own kernels on plain units",
+        };
+        let (path, instead_of) = match &plan {
+            Ok(_) => ("cuDNN", None),
+            Err(reason) => (own, Some(("cuDNN", reason.as_str()))),
+        };
+        self.fallback.took(direction.operation(), s, path, instead_of);
+        plan.ok()
+    }
+
+    /// Enqueues cuDNN's plan.
+    ///
+    /// # Safety
+    /// The operands are addresses of what the operation of the plan's direction and shape has.
+    pub(super) unsafe fn cudnn_execute(
+        &self,
+        plan: &AttentionPlan,
+        direction: Direction,
+        operands: &Operands,
+    ) -> Result<()> {
+        let operation = direction.operation();
+        let failed =
+            |reason| EngineError::Cuda { what: format!("failed to enqueue cuDNN's {operation}"), reason };
+        let cudnn = self.cudnn.as_ref().map_err(|reason| failed(reason.clone()))?;
+        let scratch = self.alloc(DType::U8, plan.scratch)?;
+        self.device.profiler.time(
+            &self.device.stream,
+            || format!("{operation} by cuDNN"),
+            // SAFETY: the plan is of this library; the scratch memory is as large as it wants; the rest is the caller's
+            // promise.
+            || unsafe { cudnn.execute(plan, operands, scratch.all().address()) }.map_err(failed),
+        )
+    }
+}
+
+impl Direction {
+    fn operation(self) -> &'static str {
+        match self {
+            Self::Forward => "attention_fwd",
+            Self::Backward => "attention_bwd",
         }
     }
 }

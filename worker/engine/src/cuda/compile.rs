@@ -1,17 +1,12 @@
-//! Kernel text to machine code: NVRTC, and a cache of what it made.
-//!
-//! A cubin lies in the [cache] under a name made of its source, options, NVRTC version and architecture, so that it is
-//! never stale. A lock file makes one of several ranks compile while the others wait for its result.
+//! Kernel text to machine code: NVRTC. What it made is cached by source, options, NVRTC version and architecture.
 
 use std::ffi::{CString, c_int};
-use std::fs::File;
-use std::path::Path;
 
 use cudarc::nvrtc::{result, sys};
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::backend::{EngineError, Result};
-use crate::cache;
+use crate::cache::cached;
 
 const PRELUDE: &str = include_str!("../kernels/prelude.cuh");
 
@@ -31,34 +26,14 @@ pub(super) fn cubin<T>(
     usable: impl Fn(Vec<u8>) -> Result<T>,
 ) -> Result<T> {
     let options = options(arch, defines);
-    let Some(dir) = cache::dir() else {
-        return usable(compile(source, arch, &options)?);
-    };
-    let path = dir.join(file_name(source, &options, version()));
-    if let Ok(kernel) = read(&path, &usable) {
-        return Ok(kernel);
-    }
-    // The lock goes with the file's last handle, also when this process is killed.
-    let lock = File::create(path.with_extension("lock")).and_then(|file| file.lock().map(|()| file));
-    if lock.is_ok()
-        && let Ok(kernel) = read(&path, &usable)
-    {
-        return Ok(kernel);
-    }
-    let bytes = compile(source, arch, &options)?;
-    // A full or read-only disk: the next process compiles again.
-    let _ = cache::write(&path, &bytes);
-    usable(bytes)
+    let name = file_name(source, &options, version());
+    cached(&name, usable, || compile(source, arch, &options))
 }
 
 pub(super) fn options(arch: &str, defines: &[String]) -> Vec<String> {
     let mut options = vec![format!("--gpu-architecture={arch}"), "--std=c++17".into()];
     options.extend(defines.iter().map(|define| format!("--define-macro={define}")));
     options
-}
-
-fn read<T>(path: &Path, usable: &impl Fn(Vec<u8>) -> Result<T>) -> std::result::Result<T, ()> {
-    usable(std::fs::read(path).map_err(drop)?).map_err(drop)
 }
 
 fn file_name(source: Source, options: &[String], version: (c_int, c_int)) -> String {

@@ -2,8 +2,11 @@
 //!
 //! - `device`: libraries, context, stream;
 //! - `attention`: which attention kernels, in which tiles;
+//! - `cudnn`: attention by cuDNN, where it is installed;
 //! - `compile`, `kernels`: `../kernels/*.cu` to machine code, loaded and launched by name;
 //! - `gemm`: matrix products by cuBLASLt;
+//! - `graph`: launches recorded once;
+//! - `fallback`: which of several ways an operation went, for a log;
 //! - `profile`: where the device's time goes;
 //! - `staging`: host to device through pinned memory;
 //! - `ops`: every operation's checks and launches;
@@ -15,8 +18,11 @@
 
 mod attention;
 mod compile;
+mod cudnn;
 mod device;
+mod fallback;
 mod gemm;
+mod graph;
 mod kernels;
 mod ops;
 mod profile;
@@ -24,18 +30,44 @@ mod staging;
 #[cfg(test)]
 mod tests;
 
+use std::rc::Rc;
+
 use xlaunch_pool::{DType, Options, Pool, StreamId};
 
 use crate::backend::{Precision, Result};
 use crate::tensor::Slice;
+use cudnn::Cudnn;
 use device::Device;
 pub use device::{compute_stream, default_mempool_high};
+use fallback::FallbackLog;
 use gemm::Gemm;
+pub use graph::Graph;
 use kernels::{Arg, Kernels, Launch};
 use staging::Staging;
 
 /// Threads of a block, unless a kernel asks for a shape of its own.
 const THREADS: u32 = 256;
+
+/// How to open a GPU.
+#[derive(Clone, Debug)]
+pub struct CudaOptions {
+    /// Arithmetic of matrix products, and with it the activations' type.
+    pub precision: Precision,
+    /// Whether every operation gives the same bits each time, on any host: cuDNN's attention does not, and which algorithm
+    /// computes a product the fastest, another host may find otherwise.
+    pub deterministic: bool,
+    /// Where memory comes from.
+    pub pool: Options,
+    /// Whether to say on stderr, once per operation and shape, which of several ways it went and why.
+    pub log_fallback: bool,
+}
+
+impl CudaOptions {
+    /// The fastest way in everything, without a log.
+    pub fn new(precision: Precision, pool: impl Into<Options>) -> Self {
+        Self { precision, deterministic: false, pool: pool.into(), log_fallback: false }
+    }
+}
 
 /// One GPU.
 #[derive(Debug)]
@@ -44,7 +76,10 @@ pub struct CudaBackend {
     activations: DType,
     kernels: Kernels,
     gemm: Gemm,
-    staging: Staging,
+    /// Or why attention goes without it.
+    cudnn: std::result::Result<Cudnn, String>,
+    fallback: FallbackLog,
+    staging: Rc<Staging>,
     pool: Pool,
 }
 
@@ -53,14 +88,22 @@ impl CudaBackend {
     ///
     /// # Errors
     /// A missing library, a missing device, kernels that do not compile, no memory.
-    pub fn open(ordinal: usize, precision: Precision, pool: impl Into<Options>) -> Result<Self> {
+    pub fn open(ordinal: usize, options: CudaOptions) -> Result<Self> {
+        let CudaOptions { precision, deterministic, pool, log_fallback } = options;
         let device = Device::open(ordinal)?;
         let activations = if precision == Precision::Bf16 { DType::Bf16 } else { DType::F32 };
         let pool = Pool::cuda(&device.stream, pool)?;
+        let cudnn = match (deterministic, activations) {
+            (true, _) => Err("the run is to be deterministic".into()),
+            (false, DType::Bf16) => Cudnn::open(&device.stream),
+            (false, _) => Err(format!("activations are {}", activations.name())),
+        };
         Ok(Self {
+            cudnn,
+            fallback: FallbackLog::new(log_fallback),
             kernels: Kernels::load(&device, activations)?,
-            gemm: Gemm::new(&device, precision, &pool)?,
-            staging: Staging::new(&device)?,
+            gemm: Gemm::new(&device, precision, !deterministic, &pool)?,
+            staging: Rc::new(Staging::new(&device)?),
             device,
             activations,
             pool,

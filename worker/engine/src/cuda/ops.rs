@@ -7,11 +7,12 @@ use half::bf16;
 use xlaunch_pool::{DType, Pool};
 
 use super::attention::Kernel;
+use super::cudnn::{Direction, Operands};
 use super::gemm::{plain, transposed};
 use super::kernels::{Arg, Launch};
 use super::staging::cuda;
-use super::{CudaBackend, THREADS, expect, expect_grad, is_bf16};
-use crate::backend::{Backend, DeviceInfo, KernelSpan, Result};
+use super::{CudaBackend, Graph, THREADS, expect, expect_grad, graph, is_bf16};
+use crate::backend::{Backend, DeviceInfo, KernelSpan, Reading, Result};
 use crate::shapes::{
     Accumulate, AdamWShape, AttentionShape, ClassifierShape, DECAY_CHUNK, EmbedShape, LinearShape, NormKind,
     NormShape, scalar,
@@ -41,6 +42,14 @@ impl Backend for CudaBackend {
 
     fn end_profile(&self) -> Result<Vec<KernelSpan>> {
         self.device.profiler.end()
+    }
+
+    fn begin_capture(&self) -> Result<bool> {
+        graph::begin(&self.device).map(|()| true)
+    }
+
+    fn end_capture(&self) -> Result<Graph> {
+        graph::end(&self.device)
     }
 
     fn device(&self) -> &DeviceInfo {
@@ -98,6 +107,17 @@ impl Backend for CudaBackend {
             self.host_waited();
         }
         Ok(())
+    }
+
+    fn begin_read(&self, x: Slice<'_>) -> Result<Reading> {
+        expect(x, DType::F32, x.len());
+        // SAFETY: the slice holds so many bytes of this device; what its tensor returns to the pool is written again by
+        // later work of the same stream only.
+        let read = unsafe { self.staging.begin_read(x.address(), x.len() * DType::F32.size()) }?;
+        let staging = self.staging.clone();
+        Ok(Reading::new(move |values| {
+            staging.end_read(read, |bytes| bytemuck::cast_slice_mut(values).copy_from_slice(bytes))
+        }))
     }
 
     fn cast(&self, x: Slice<'_>, y: Slice<'_>) -> Result<()> {
@@ -238,16 +258,18 @@ impl Backend for CudaBackend {
         self.act(w, s.outputs * s.inputs);
         self.maybe_act(bias, s.outputs);
         self.act(y, s.rows * s.outputs);
+        let (w, x) = (transposed(w), plain(x));
         // SAFETY: checked above; y is no input by the operation's contract.
-        unsafe { self.gemm.product(s.outputs, s.rows, s.inputs, transposed(w), plain(x), bias, y, false) }
+        unsafe { self.gemm.product(s.outputs, s.rows, s.inputs, w, x, bias, y, false) }
     }
 
     fn linear_bwd_input(&self, s: LinearShape, dy: Slice<'_>, w: Slice<'_>, dx: Slice<'_>) -> Result<()> {
         self.act(dy, s.rows * s.outputs);
         self.act(w, s.outputs * s.inputs);
         self.act(dx, s.rows * s.inputs);
+        let (w, dy) = (plain(w), plain(dy));
         // SAFETY: checked above; dx is no input by the operation's contract.
-        unsafe { self.gemm.product(s.inputs, s.rows, s.outputs, plain(w), plain(dy), None, dx, false) }
+        unsafe { self.gemm.product(s.inputs, s.rows, s.outputs, w, dy, None, dx, false) }
     }
 
     fn linear_bwd_weight(
@@ -288,7 +310,13 @@ impl Backend for CudaBackend {
         self.act(qkv, rows * s.qkv_width());
         self.act(out, rows * s.heads * s.width);
         expect(lse, DType::F32, rows * s.heads);
-        let args = args![qkv, out, lse, s.seq, s.heads, s.kv_heads, score_scale(s)];
+        if let Some(plan) = self.cudnn_plan(s, Direction::Forward) {
+            let [qkv, out, lse] = [qkv, out, lse].map(Slice::address);
+            let operands = Operands { qkv, out, lse, dout: 0, dqkv: 0 };
+            // SAFETY: checked above.
+            return unsafe { self.cudnn_execute(&plan, Direction::Forward, &operands) };
+        }
+        let args = args![qkv, out, lse, s.seq, s.heads, s.kv_heads, s.scale()];
         let launch = self.kernels.attention(s.width).launch(Kernel::Fwd, s, s.heads);
         // SAFETY: checked above.
         unsafe { self.kernels.launch_attention("attention_fwd", s.width, launch, args) }
@@ -307,11 +335,17 @@ impl Backend for CudaBackend {
         [qkv, dqkv].into_iter().for_each(|x| self.act(x, rows * s.qkv_width()));
         [out, dout].into_iter().for_each(|x| self.act(x, rows * s.heads * s.width));
         expect(lse, DType::F32, rows * s.heads);
+        if let Some(plan) = self.cudnn_plan(s, Direction::Backward) {
+            let [qkv, out, lse, dout, dqkv] = [qkv, out, lse, dout, dqkv].map(Slice::address);
+            let operands = Operands { qkv, out, lse, dout, dqkv };
+            // SAFETY: checked above.
+            return unsafe { self.cudnn_execute(&plan, Direction::Backward, &operands) };
+        }
         let delta = self.alloc(DType::F32, rows * s.heads)?;
         let path = self.kernels.attention(s.width);
         let delta_launch = path.delta_launch(rows * s.heads);
         let delta_args = args![out, dout, delta.all(), s.batch, s.seq, s.heads];
-        let args = args![qkv, dout, lse, delta.all(), dqkv, s.seq, s.heads, s.kv_heads, score_scale(s)];
+        let args = args![qkv, dout, lse, delta.all(), dqkv, s.seq, s.heads, s.kv_heads, s.scale()];
         // SAFETY: checked above; delta has one float per row and head; the last two write disjoint parts of dqkv.
         unsafe {
             self.kernels.launch_attention("attention_bwd_delta", s.width, delta_launch, delta_args)?;
@@ -535,9 +569,4 @@ fn split_stats(s: NormShape, stats: Slice<'_>) -> (Option<Slice<'_>>, Slice<'_>)
 
 fn norm_launch(s: NormShape) -> Launch {
     Launch::blocks(s.rows.div_ceil(NORM_ROWS), 32 * NORM_ROWS as u32)
-}
-
-#[expect(clippy::cast_precision_loss, reason = "head widths are small")]
-fn score_scale(s: AttentionShape) -> f32 {
-    1.0 / (s.width as f32).sqrt()
 }

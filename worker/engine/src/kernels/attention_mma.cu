@@ -4,6 +4,7 @@
 // multiple of 16, and with the tile sizes of the caller. A block is 4 warps; a warp owns M rows of 16. Scores stay in
 // registers: the layout of a product's result is that of the next product's left operand. Tiles travel by cp.async into
 // shared memory, two deep, in an order of chunks that keeps ldmatrix free of bank conflicts. Dao, FlashAttention-2, 2023.
+// Of short sequences a block keeps a whole head, and goes through it backward in one launch.
 //
 // Sums are formed in one order: same bits every run. dk and dv are one block's own, so nothing is added by two.
 
@@ -177,6 +178,122 @@ __device__ inline void write_rows(bf16* to, i64 stride, i64 first, i64 seq, cons
         }
 }
 
+// Lets the warp's queries, at `row` of q and `ahead` of the first key, see N * 8 keys: softmax so far into o, with each
+// row's largest score and sum of exponentials. Both are kept to the base 2.
+template <int M, int N>
+__device__ inline void see_keys(float (&o)[M][WIDTH / 8][4], float (&largest)[M][2], float (&total)[M][2], const bf16* q,
+                                const bf16* k, const bf16* v, int row, int ahead, float scale_2) {
+    // Rows that come before every key see none of them.
+    if (ahead + 16 * M <= 0) return;
+    float s[M][N][4];
+    scores(s, q, k, row);
+    bool diagonal = 8 * N - 1 > ahead;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int query = ahead + row_of(m, 2 * half);
+            float top = NEVER;
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int i = 2 * half; i < 2 * half + 2; i++) {
+                    if (diagonal && column_of(n, i) > query) s[m][n][i] = NEVER;
+                    top = fmaxf(top, s[m][n][i]);
+                }
+            // The first keys hold key 0, which every row sees: the largest is finite from there on.
+            top = fmaxf(largest[m][half], quad_max(top) * scale_2);
+            float shrink = exp2_fast(largest[m][half] - top), sum = 0.0f;
+            largest[m][half] = top;
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int i = 2 * half; i < 2 * half + 2; i++) {
+                    s[m][n][i] = exp2_fast(s[m][n][i] * scale_2 - top);
+                    sum += s[m][n][i];
+                }
+            total[m][half] = total[m][half] * shrink + sum;
+#pragma unroll
+            for (int n = 0; n < WIDTH / 8; n++) o[m][n][2 * half] *= shrink, o[m][n][2 * half + 1] *= shrink;
+        }
+    accumulate(o, s, v);
+}
+
+// What see_keys came to: the warp's rows of out, from row `first`, and their lse.
+template <int M>
+__device__ inline void write_seen(bf16* out, i64 stride, float* lse, i64 first, i64 seq, const float (&o)[M][WIDTH / 8][4],
+                                  const float (&largest)[M][2], const float (&total)[M][2]) {
+    float shares[M][2];
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            i64 query = first + row_of(m, 2 * half);
+            float sum = quad_sum(total[m][half]);
+            shares[m][half] = 1.0f / sum;
+            if (threadIdx.x % 4 == 0 && query < seq) lse[query] = (largest[m][half] + log2f(sum)) * LN2;
+        }
+    write_rows(out, stride, first, seq, o, shares);
+}
+
+// Adds to dq of the warp's queries, at `row` of q and o (dout) and `ahead` of the first key, what N * 8 keys give.
+// row_lse is to the base 2. dq lacks the scale.
+template <int M, int N>
+__device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const bf16* q, const bf16* o, const bf16* k,
+                                       const bf16* v, const float (&row_lse)[M][2], const float (&row_delta)[M][2],
+                                       int row, int ahead, float scale_2) {
+    if (ahead + 16 * M <= 0) return;
+    float s[M][N][4], dp[M][N][4];
+    scores(s, q, k, row);
+    scores(dp, o, v, row);
+    bool diagonal = 8 * N - 1 > ahead;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int query = ahead + row_of(m, i);
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                bool seen = !diagonal || column_of(n, i) <= query;
+                float p = seen ? exp2_fast(s[m][n][i] * scale_2 - row_lse[m][i / 2]) : 0.0f;
+                s[m][n][i] = p * (dp[m][n][i] - row_delta[m][i / 2]);
+            }
+        }
+    accumulate(dq, s, k);
+}
+
+// Adds to dk and dv of the warp's keys, at `row` of k and v and `behind` the first query, what N * 8 queries give: those of
+// q and o (dout), with their lse (to the base 2) and delta. Rows of the scores are keys here, columns queries. dk lacks the
+// scale.
+template <int M, int N>
+__device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M][WIDTH / 8][4], const bf16* k,
+                                     const bf16* v, const bf16* q, const bf16* o, const float* lse, const float* delta,
+                                     int row, int behind, float scale_2) {
+    // Keys that come after every query are seen by none.
+    if (behind >= 8 * N) return;
+    float s[M][N][4], dp[M][N][4];
+    scores(s, k, q, row);
+    scores(dp, v, o, row);
+    bool diagonal = behind + 16 * M - 1 > 0;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        float2 column_lse = *(const float2*)(lse + column_of(n, 0));
+        float2 column_delta = *(const float2*)(delta + column_of(n, 0));
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                bool seen = !diagonal || behind + row_of(m, i) <= column_of(n, i);
+                float p = exp2_fast(s[m][n][i] * scale_2 - (i % 2 ? column_lse.y : column_lse.x));
+                p = seen ? p : 0.0f;
+                s[m][n][i] = p;
+                dp[m][n][i] = p * (dp[m][n][i] - (i % 2 ? column_delta.y : column_delta.x));
+            }
+    }
+    accumulate(dv, s, o);
+    accumulate(dk, dp, q);
+}
+
 // Grid: (tiles of queries, H, B). Shared: 1 tile of queries, 4 of keys.
 extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const bf16* qkv, bf16* out, float* lse, i64 seq,
                                                                     i64 heads, i64 kv_heads, float scale) {
@@ -214,54 +331,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const bf16* 
         } else {
             wait_for_tiles<0>();
         }
-        // Rows that come before every key of the tile see none of them.
-        if (key <= first + warp_row + 16 * M - 1) {
-            float s[M][N][4];
-            scores(s, q, k + stage, warp_row);
-            bool diagonal = key + COLS - 1 > first + warp_row;
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    int query = (int)(first - key) + warp_row + row_of(m, 2 * half);
-                    float top = NEVER;
-#pragma unroll
-                    for (int n = 0; n < N; n++)
-#pragma unroll
-                        for (int i = 2 * half; i < 2 * half + 2; i++) {
-                            if (diagonal && column_of(n, i) > query) s[m][n][i] = NEVER;
-                            top = fmaxf(top, s[m][n][i]);
-                        }
-                    // The first tile holds key 0, which every row sees: the largest is finite from there on.
-                    top = fmaxf(largest[m][half], quad_max(top) * scale_2);
-                    float shrink = exp2_fast(largest[m][half] - top), sum = 0.0f;
-                    largest[m][half] = top;
-#pragma unroll
-                    for (int n = 0; n < N; n++)
-#pragma unroll
-                        for (int i = 2 * half; i < 2 * half + 2; i++) {
-                            s[m][n][i] = exp2_fast(s[m][n][i] * scale_2 - top);
-                            sum += s[m][n][i];
-                        }
-                    total[m][half] = total[m][half] * shrink + sum;
-#pragma unroll
-                    for (int n = 0; n < WIDTH / 8; n++) o[m][n][2 * half] *= shrink, o[m][n][2 * half + 1] *= shrink;
-                }
-            accumulate(o, s, v + stage);
-        }
+        see_keys<M, N>(o, largest, total, q, k + stage, v + stage, warp_row, (int)(first - key) + warp_row, scale_2);
         __syncthreads();
     }
+    out += (blockIdx.z * seq * heads + head) * WIDTH;
+    write_seen(out, heads * WIDTH, lse + (blockIdx.z * heads + head) * seq, first + warp_row, seq, o, largest, total);
+}
+
+// Product of eight neighbours.
+__device__ inline float dot8(const bf16* a, const bf16* b) {
+    Eight x = load8(a), y = load8(b);
+    float sum = 0.0f;
 #pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            i64 query = first + warp_row + row_of(m, 2 * half);
-            float sum = quad_sum(total[m][half]);
-            total[m][half] = 1.0f / sum;
-            if (threadIdx.x % 4 == 0 && query < seq)
-                lse[(blockIdx.z * heads + head) * seq + query] = (largest[m][half] + log2f(sum)) * LN2;
-        }
-    write_rows(out + (blockIdx.z * seq * heads + head) * WIDTH, heads * WIDTH, first + warp_row, seq, o, total);
+    for (int i = 0; i < 8; i++) sum += x.x[i] * y.x[i];
+    return sum;
 }
 
 // delta[b,h,t] = dout . out. WIDTH / 8 threads per row of a head, rounded up to a power of two; grid: rows / 4.
@@ -272,15 +355,7 @@ extern "C" __global__ void attention_bwd_delta(const bf16* out, const bf16* dout
     int chunk = threadIdx.x % LANES;
     bool real = row < batch * seq * heads;
     float sum = 0.0f;
-    if (real && chunk < CHUNKS) {
-        uint4 x = *(const uint4*)(out + row * WIDTH + chunk * 8), y = *(const uint4*)(dout + row * WIDTH + chunk * 8);
-        const u32 a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            sum += __uint_as_float(a[i] << 16) * __uint_as_float(b[i] << 16);
-            sum += __uint_as_float(a[i] & 0xffff0000u) * __uint_as_float(b[i] & 0xffff0000u);
-        }
-    }
+    if (real && chunk < CHUNKS) sum = dot8(out + row * WIDTH + chunk * 8, dout + row * WIDTH + chunk * 8);
 #pragma unroll
     for (int lane = LANES / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, lane);
     i64 head = row % heads, t = row / heads % seq, b = row / heads / seq;
@@ -332,25 +407,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         } else {
             wait_for_tiles<0>();
         }
-        if (key <= first + warp_row + 16 * M - 1) {
-            float s[M][N][4], dp[M][N][4];
-            scores(s, q, k + stage, warp_row);
-            scores(dp, o, v + stage, warp_row);
-            bool diagonal = key + COLS - 1 > first + warp_row;
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    int query = (int)(first - key) + warp_row + row_of(m, i);
-#pragma unroll
-                    for (int n = 0; n < N; n++) {
-                        bool seen = !diagonal || column_of(n, i) <= query;
-                        float p = seen ? exp2_fast(s[m][n][i] * scale_2 - row_lse[m][i / 2]) : 0.0f;
-                        s[m][n][i] = p * (dp[m][n][i] - row_delta[m][i / 2]);
-                    }
-                }
-            accumulate(dq, s, k + stage);
-        }
+        query_gradients<M, N>(dq, q, o, k + stage, v + stage, row_lse, row_delta, warp_row, (int)(first - key) + warp_row,
+                              scale_2);
         __syncthreads();
     }
     float scales[M][2];
@@ -360,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 // Grid: (tiles of keys, Hkv, B): all query heads of a key head in turn. Shared: 2 tiles of keys, 4 of queries, and
-// twice lse and delta of a tile of queries. Rows of the scores are keys here, columns queries.
+// twice lse and delta of a tile of queries.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_bwd_keys(const bf16* qkv, const bf16* dout, const float* lse, const float* delta, bf16* dqkv, i64 seq,
                        i64 heads, i64 kv_heads, float scale) {
@@ -410,30 +468,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         } else {
             wait_for_tiles<0>();
         }
-        // Keys that come after every query of the tile are seen by none.
-        if (first + warp_row <= query + COLS - 1) {
-            float s[M][N][4], dp[M][N][4];
-            scores(s, k, q + stage * WIDTH, warp_row);
-            scores(dp, v, o + stage * WIDTH, warp_row);
-            bool diagonal = first + warp_row + 16 * M - 1 > query;
-#pragma unroll
-            for (int n = 0; n < N; n++) {
-                float2 column_lse = *(const float2*)(stats + 2 * stage + column_of(n, 0));
-                float2 column_delta = *(const float2*)(stats + 2 * stage + COLS + column_of(n, 0));
-#pragma unroll
-                for (int m = 0; m < M; m++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        bool seen = !diagonal || (int)(first - query) + warp_row + row_of(m, i) <= column_of(n, i);
-                        float p = exp2_fast(s[m][n][i] * scale_2 - (i % 2 ? column_lse.y : column_lse.x));
-                        p = seen ? p : 0.0f;
-                        s[m][n][i] = p;
-                        dp[m][n][i] = p * (dp[m][n][i] - (i % 2 ? column_delta.y : column_delta.x));
-                    }
-            }
-            accumulate(dv, s, o + stage * WIDTH);
-            accumulate(dk, dp, q + stage * WIDTH);
-        }
+        key_gradients<M, N>(dk, dv, k, v, q + stage * WIDTH, o + stage * WIDTH, stats + 2 * stage,
+                            stats + 2 * stage + COLS, warp_row, (int)(first - query) + warp_row, scale_2);
         __syncthreads();
     }
     float ones[M][2], scales[M][2];
@@ -442,3 +478,115 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     write_rows(dqkv + place.k_at(some_head), row, first + warp_row, seq, dk, scales);
     write_rows(dqkv + place.v_at(some_head), row, first + warp_row, seq, dv, ones);
 }
+
+#ifdef WHOLE
+// The tile of rows that a warp takes in this round: from both ends in turn, which gives all warps the same work.
+__device__ inline int tile_of(int round) {
+    int warp = threadIdx.x / 32;
+    return round * WARPS + (round % 2 ? WARPS - 1 - warp : warp);
+}
+
+// Forward for sequences of at most WHOLE tokens. Grid: (H, B). Shared: a head's q, k and v.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+    attention_fwd_whole(const bf16* qkv, bf16* out, float* lse, i64 seq, i64 heads, i64 kv_heads, float scale) {
+    constexpr int M = 2, N = WHOLE_COLS / 8, ROWS = 16 * M;
+    extern __shared__ float4 memory[];
+    bf16 *q = (bf16*)memory, *k = q + WHOLE * WIDTH, *v = k + WHOLE * WIDTH;
+    Place place = {seq, heads, kv_heads};
+    i64 head = blockIdx.x, row = place.row(), width = heads * WIDTH;
+    qkv += blockIdx.y * seq * row;
+    out += blockIdx.y * seq * width + head * WIDTH;
+    lse += (blockIdx.y * heads + head) * seq;
+    fetch<WHOLE>(q, qkv + place.q_at(head), row, 0, seq);
+    fetch<WHOLE>(k, qkv + place.k_at(head), row, 0, seq);
+    fetch<WHOLE>(v, qkv + place.v_at(head), row, 0, seq);
+    fetched();
+    wait_for_tiles<0>();
+    int tiles = ((int)seq + ROWS - 1) / ROWS;
+    float scale_2 = scale * LOG2E;
+    for (int round = 0; round * WARPS < tiles; round++) {
+        int tile = tile_of(round), first = tile * ROWS;
+        if (tile >= tiles) continue;
+        float o[M][WIDTH / 8][4], largest[M][2], total[M][2];
+        clear(o);
+#pragma unroll
+        for (int m = 0; m < M; m++) largest[m][0] = largest[m][1] = NEVER, total[m][0] = total[m][1] = 0.0f;
+        for (int key = 0; key < first + ROWS; key += WHOLE_COLS)
+            see_keys<M, N>(o, largest, total, q, k + key * WIDTH, v + key * WIDTH, first, first - key, scale_2);
+        write_seen(out, width, lse, first, seq, o, largest, total);
+    }
+}
+
+// All of backward for sequences of at most WHOLE tokens, with as many key heads as query heads. Grid: (H, B). Shared: a
+// head's q, k, v and dout, lse and delta. Scores are formed twice, once by owners of keys and once by owners of queries, so
+// that nothing is added by two.
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
+    attention_bwd_whole(const bf16* qkv, const bf16* out, const bf16* dout, const float* lse, bf16* dqkv, i64 seq,
+                        i64 heads, float scale) {
+    constexpr int M = 2, N = WHOLE_COLS / 8, ROWS = 16 * M, CHUNKS = WIDTH / 8;
+    extern __shared__ float4 memory[];
+    bf16* q = (bf16*)memory;
+    bf16 *k = q + WHOLE * WIDTH, *v = k + WHOLE * WIDTH, *o = v + WHOLE * WIDTH;
+    float *lses = (float*)(o + WHOLE * WIDTH), *deltas = lses + WHOLE;
+    Place place = {seq, heads, heads};
+    i64 head = blockIdx.x, row = place.row(), width = heads * WIDTH;
+    qkv += blockIdx.y * seq * row;
+    dqkv += blockIdx.y * seq * row;
+    out += blockIdx.y * seq * width + head * WIDTH;
+    dout += blockIdx.y * seq * width + head * WIDTH;
+    lse += (blockIdx.y * heads + head) * seq;
+
+    fetch<WHOLE>(q, qkv + place.q_at(head), row, 0, seq);
+    fetch<WHOLE>(k, qkv + place.k_at(head), row, 0, seq);
+    fetch<WHOLE>(v, qkv + place.v_at(head), row, 0, seq);
+    fetch<WHOLE>(o, dout, width, 0, seq);
+    fetched();
+    for (int i = threadIdx.x; i < WHOLE; i += THREADS) lses[i] = i < seq ? lse[i] * LOG2E : 0.0f;
+    wait_for_tiles<0>();
+    // delta = dout . out, CHUNKS threads a row.
+#pragma unroll
+    for (int i = threadIdx.x; i < WHOLE * CHUNKS; i += THREADS) {
+        int r = i / CHUNKS, c = i % CHUNKS;
+        float sum = r < seq ? dot8(out + r * width + c * 8, o + at(r, c)) : 0.0f;
+#pragma unroll
+        for (int lane = CHUNKS / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, lane);
+        if (c == 0) deltas[r] = sum;
+    }
+    __syncthreads();
+
+    int tiles = ((int)seq + ROWS - 1) / ROWS;
+    float scale_2 = scale * LOG2E, ones[M][2], scales[M][2];
+#pragma unroll
+    for (int m = 0; m < M; m++) ones[m][0] = ones[m][1] = 1.0f, scales[m][0] = scales[m][1] = scale;
+    for (int round = 0; round * WARPS < tiles; round++) {
+        int tile = tile_of(round), first = tile * ROWS;
+        if (tile >= tiles) continue;
+        float dk[M][WIDTH / 8][4], dv[M][WIDTH / 8][4];
+        clear(dk);
+        clear(dv);
+        for (int query = first / WHOLE_COLS * WHOLE_COLS; query < seq; query += WHOLE_COLS)
+            key_gradients<M, N>(dk, dv, k, v, q + query * WIDTH, o + query * WIDTH, lses + query, deltas + query, first,
+                                first - query, scale_2);
+        write_rows(dqkv + place.k_at(head), row, first, seq, dk, scales);
+        write_rows(dqkv + place.v_at(head), row, first, seq, dv, ones);
+    }
+    for (int round = 0; round * WARPS < tiles; round++) {
+        int tile = tile_of(round), first = tile * ROWS;
+        if (tile >= tiles) continue;
+        float dq[M][WIDTH / 8][4], row_lse[M][2], row_delta[M][2];
+        clear(dq);
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int query = first + row_of(m, 2 * half);
+                row_lse[m][half] = lses[query];
+                row_delta[m][half] = deltas[query];
+            }
+        for (int key = 0; key < first + ROWS; key += WHOLE_COLS)
+            query_gradients<M, N>(dq, q, o, k + key * WIDTH, v + key * WIDTH, row_lse, row_delta, first, first - key,
+                                  scale_2);
+        write_rows(dqkv + place.q_at(head), row, first, seq, dq, scales);
+    }
+}
+#endif

@@ -78,6 +78,11 @@ impl Ops<'_> {
         self.tensor(self.grads, &values)
     }
 
+    /// Activations in [-1, 1).
+    pub(crate) fn random(&self, seed: u64, len: usize) -> Tensor {
+        self.act(&random(seed, len))
+    }
+
     pub(crate) fn read(&self, tensor: &Tensor) -> Vec<f32> {
         let mut values = vec![0.0; tensor.len()];
         self.backend.read_f32(tensor.all(), &mut values).unwrap();
@@ -352,6 +357,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         (1, 321, 2, 2, 64),
         (1, 100, 3, 3, 128),
         (1, 193, 4, 1, 128),
+        (3, 384, 2, 2, 64),
     ] {
         let s = AttentionShape { batch, seq, heads, kv_heads, width };
         let len = batch * seq * s.qkv_width();

@@ -1,17 +1,19 @@
 //! Matrix products by cuBLASLt.
 //!
 //! cuBLASLt counts in columns: a row-major [n, k] array is its k x n matrix. All three products of a linear layer are
-//! written that way below. Descriptors and the choice of algorithm are made once per site (shape, types, alignment) and
-//! kept; the first heuristic is taken. Workspace belongs to the handle's one stream, so one is enough.
+//! written that way below. Descriptors and the choice of algorithm (`choose`) are made once per site (shape, types,
+//! alignment) and kept. Workspace belongs to the one stream, so one is enough.
+
+mod choose;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::fmt;
 
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys::{
-    self, cublasComputeType_t, cublasLtEpilogue_t, cublasLtMatmulDescAttributes_t as Attribute,
-    cublasLtMatmulPreferenceAttributes_t as Preference, cudaDataType,
+    self, cublasComputeType_t, cublasLtEpilogue_t, cublasLtMatmulDescAttributes_t as Attribute, cudaDataType,
 };
 use xlaunch_pool::{DType, Pool, PoolBuf};
 
@@ -38,8 +40,13 @@ struct Site {
     bias: bool,
     input: Element,
     output: Element,
-    add: bool,
     alignment: [u64; 3],
+}
+
+impl fmt::Display for Site {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "product {} x {} x {}", self.m, self.n, self.k)
+    }
 }
 
 /// An element type that can be a key.
@@ -62,27 +69,45 @@ impl Element {
     }
 }
 
-/// What is kept per site. The library's objects live as long as the process: there are a few dozen.
+/// The library's description of a site. Its objects live as long as the process: there are a few dozen sites.
 #[derive(Clone, Copy)]
-struct Plan {
+struct Objects {
     description: sys::cublasLtMatmulDesc_t,
     a: sys::cublasLtMatrixLayout_t,
     b: sys::cublasLtMatrixLayout_t,
     c: sys::cublasLtMatrixLayout_t,
+}
+
+/// What is kept per site.
+#[derive(Clone, Copy)]
+struct Plan {
+    objects: Objects,
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-/// Matrix products on one device's stream.
+/// The operands of one product.
+#[derive(Clone, Copy)]
+struct Call<'a> {
+    a: Slice<'a>,
+    b: Slice<'a>,
+    bias: Option<Slice<'a>>,
+    c: Slice<'a>,
+    add: bool,
+}
+
+/// Matrix products on one device.
 pub(super) struct Gemm {
     device: Device,
     handle: sys::cublasLtHandle_t,
     compute: cublasComputeType_t,
+    /// Whether algorithms are timed; the library's first proposal is taken otherwise.
+    timed: bool,
     workspace: PoolBuf<u8>,
     plans: RefCell<HashMap<Site, Plan>>,
 }
 
-impl std::fmt::Debug for Gemm {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Gemm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Gemm({} sites)", self.plans.borrow().len())
     }
 }
@@ -105,14 +130,14 @@ pub(super) fn transposed(slice: Slice<'_>) -> Operand<'_> {
 }
 
 impl Gemm {
-    pub(super) fn new(device: &Device, precision: Precision, pool: &Pool) -> Result<Self> {
+    pub(super) fn new(device: &Device, precision: Precision, timed: bool, pool: &Pool) -> Result<Self> {
         let handle = result::create_handle().map_err(|error| failed("failed to open cuBLASLt", error))?;
         let compute = match precision {
             Precision::Fp32 | Precision::Bf16 => cublasComputeType_t::CUBLAS_COMPUTE_32F,
             Precision::Tf32 => cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
         };
         let workspace = pool.persistent().alloc(WORKSPACE)?;
-        Ok(Self { device: device.clone(), handle, compute, workspace, plans: RefCell::default() })
+        Ok(Self { device: device.clone(), handle, compute, timed, workspace, plans: RefCell::default() })
     }
 
     /// `c = op(a) op(b) (+ bias along m) (+ c if add)`, sizes in the library's columns.
@@ -140,65 +165,66 @@ impl Gemm {
             bias: bias.is_some(),
             input: Element::of(a.slice),
             output: Element::of(c),
-            add,
             alignment: [a.slice, b.slice, c].map(alignment),
         };
-        let known = self.plans.borrow().get(&site).copied();
-        let plan = match known {
-            Some(plan) => plan,
-            None => {
-                let plan = self.plan(site).map_err(|error| {
-                    failed(&format!("failed to find an algorithm for a product of {m} x {n} x {k}"), error)
-                })?;
-                self.plans.borrow_mut().insert(site, plan);
-                plan
-            }
-        };
+        let call = Call { a: a.slice, b: b.slice, bias, c, add };
+        let plan = self.plan(&site, &call)?;
         self.device.profiler.time(
             &self.device.stream,
-            || format!("product {m} x {n} x {k}"),
+            || site.to_string(),
             || {
-                // SAFETY: the plan's objects are never destroyed; by the caller's promise the operands are as large as the
-                // layouts say; the workspace has the size that the algorithm was chosen for.
-                unsafe { self.enqueue(&plan, a.slice, b.slice, bias, c, add) }.map_err(|error| {
-                    failed(&format!("failed to enqueue a product of {m} x {n} x {k}"), error)
-                })
+                // SAFETY: the plan is of this site; by the caller's promise the operands are as large as it says.
+                unsafe { self.enqueue(&plan.objects, &plan.algorithm, &call) }
+                    .map_err(|error| failed(&format!("failed to enqueue {site}"), error))
             },
         )
     }
 
+    /// What is known of a site, found out where it is first met.
+    fn plan(&self, site: &Site, call: &Call<'_>) -> Result<Plan> {
+        if let Some(plan) = self.plans.borrow().get(site) {
+            return Ok(*plan);
+        }
+        let objects =
+            self.describe(site).map_err(|error| failed(&format!("failed to describe {site}"), error))?;
+        let plan = Plan { objects, algorithm: choose::algorithm(self, site, &objects, call)? };
+        self.plans.borrow_mut().insert(*site, plan);
+        Ok(plan)
+    }
+
     /// # Safety
-    /// As [`product`](Self::product), with a plan of this site.
+    /// As [`product`](Self::product), with the description and an algorithm of this site.
     unsafe fn enqueue(
         &self,
-        plan: &Plan,
-        a: Slice<'_>,
-        b: Slice<'_>,
-        bias: Option<Slice<'_>>,
-        c: Slice<'_>,
-        add: bool,
+        objects: &Objects,
+        algorithm: &sys::cublasLtMatmulAlgo_t,
+        call: &Call<'_>,
     ) -> std::result::Result<(), CublasError> {
+        let Call { a, b, bias, c, add } = *call;
         let (alpha, beta) = (1.0_f32, if add { 1.0_f32 } else { 0.0 });
         if let Some(bias) = bias {
             // SAFETY: the description is alive.
-            unsafe { set(plan.description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.address()) }?;
+            unsafe {
+                set(objects.description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.address())
+            }?;
         }
-        // SAFETY: the caller's promise; scalars are on the host, where the description says they are.
+        // SAFETY: the objects are never destroyed; the operands are as the caller promises; scalars are on the host, where
+        // the description says they are; the workspace has the size that algorithms are chosen for.
         unsafe {
             result::matmul(
                 self.handle,
-                plan.description,
+                objects.description,
                 std::ptr::from_ref(&alpha).cast(),
                 std::ptr::from_ref(&beta).cast(),
                 a.address() as *const c_void,
-                plan.a,
+                objects.a,
                 b.address() as *const c_void,
-                plan.b,
+                objects.b,
                 c.address() as *const c_void,
-                plan.c,
+                objects.c,
                 c.address() as *mut c_void,
-                plan.c,
-                &raw const plan.algorithm,
+                objects.c,
+                std::ptr::from_ref(algorithm),
                 self.workspace.address() as *mut c_void,
                 WORKSPACE,
                 self.device.stream.cu_stream().cast(),
@@ -206,8 +232,8 @@ impl Gemm {
         }
     }
 
-    fn plan(&self, site: Site) -> std::result::Result<Plan, CublasError> {
-        let Site { m, n, k, .. } = site;
+    fn describe(&self, site: &Site) -> std::result::Result<Objects, CublasError> {
+        let Site { m, n, k, .. } = *site;
         let layout = |rows: usize, cols: usize, transpose: bool, element: Element| {
             let (rows, cols) = if transpose { (cols, rows) } else { (rows, cols) };
             result::create_matrix_layout(element.cuda(), rows as u64, cols as u64, rows.cast_signed() as i64)
@@ -228,22 +254,7 @@ impl Gemm {
                 set(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
             }
         }
-        let preference = result::create_matmul_pref()?;
-        let [align_a, align_b, align_c] = site.alignment.map(|bytes| u32::try_from(bytes).unwrap_or(16));
-        // SAFETY: the preference was just made and is destroyed once, below; values have the attributes' types; all
-        // layouts are alive.
-        let heuristic = unsafe {
-            prefer(preference, Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE)?;
-            prefer(preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &align_a)?;
-            prefer(preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &align_b)?;
-            prefer(preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &align_c)?;
-            prefer(preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align_c)?;
-            let heuristic =
-                result::get_matmul_algo_heuristic(self.handle, description, a, b, c, c, preference);
-            result::destroy_matmul_pref(preference)?;
-            heuristic?
-        };
-        Ok(Plan { description, a, b, c, algorithm: heuristic.algo })
+        Ok(Objects { description, a, b, c })
     }
 }
 
@@ -263,24 +274,6 @@ unsafe fn set<T>(
     unsafe {
         result::set_matmul_desc_attribute(
             description,
-            attribute,
-            std::ptr::from_ref(value).cast(),
-            size_of::<T>(),
-        )
-    }
-}
-
-/// # Safety
-/// The preference is alive and `T` is the attribute's type.
-unsafe fn prefer<T>(
-    preference: sys::cublasLtMatmulPreference_t,
-    attribute: Preference,
-    value: &T,
-) -> std::result::Result<(), CublasError> {
-    // SAFETY: the caller's promise.
-    unsafe {
-        result::set_matmul_pref_attribute(
-            preference,
             attribute,
             std::ptr::from_ref(value).cast(),
             size_of::<T>(),

@@ -1,0 +1,164 @@
+//! Which of cuBLASLt's algorithms computes a product: the fastest of those it proposes, found out once per host.
+//!
+//! The library's first proposal is the fastest most of the time, not always. The candidates are timed where a product is
+//! first met, on its own operands, and the choice is kept on disk: all ranks and all later runs take the same algorithm, and
+//! so get the same bits.
+
+use cudarc::cublaslt::result::{self, CublasError};
+use cudarc::cublaslt::sys::{
+    self, cublasLtMatmulAlgo_t as Algorithm, cublasLtMatmulPreferenceAttributes_t as Preference,
+};
+use cudarc::driver::sys::CUevent_flags;
+use cudarc::driver::{CudaEvent, DriverError};
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::{Call, Gemm, Objects, Site, WORKSPACE, failed};
+use crate::backend::{EngineError, Result};
+use crate::cache::cached;
+use crate::cuda::{device, graph};
+
+/// Proposals asked for.
+const CANDIDATES: usize = 8;
+/// A measurement is the shortest of ROUNDS rounds of LAUNCHES launches.
+const ROUNDS: usize = 3;
+const LAUNCHES: u16 = 4;
+/// The first proposal is left for one that takes less than this share of its time.
+const CLEARLY_FASTER: f32 = 0.98;
+
+/// The algorithm of a site. `call` may be run any number of times.
+pub(super) fn algorithm(gemm: &Gemm, site: &Site, objects: &Objects, call: &Call<'_>) -> Result<Algorithm> {
+    let none = |error| failed(&format!("failed to find an algorithm for {site}"), error);
+    let candidates = candidates(gemm, site, objects).map_err(none)?;
+    let first = *candidates.first().ok_or_else(|| none(NOT_SUPPORTED))?;
+    // A product that adds to its output cannot be tried out on it, and a capture runs nothing.
+    if !gemm.timed || call.add || candidates.len() == 1 || graph::is_capturing(&gemm.device)? {
+        return Ok(first);
+    }
+    let words = |algorithm: Algorithm| bytemuck::cast_slice(&algorithm.data).to_vec();
+    let parse = |bytes: Vec<u8>| match bytemuck::try_from_bytes::<[u8; size_of::<Algorithm>()]>(&bytes) {
+        Ok(bytes) => Ok(Algorithm { data: bytemuck::cast(*bytes) }),
+        Err(_) => Err(none(NOT_SUPPORTED)),
+    };
+    let name = file_name(gemm, site);
+    cached(&name, parse, || {
+        fastest(gemm, objects, call, &candidates).map(|found| words(found.unwrap_or(first)))
+    })
+}
+
+const NOT_SUPPORTED: CublasError = CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED);
+
+/// A choice holds for one device, library version and site.
+fn file_name(gemm: &Gemm, site: &Site) -> String {
+    // SAFETY: the function has no preconditions; the library is there, as the device's opening has found.
+    let version = unsafe { sys::cublasLtGetVersion() };
+    let (name, compute) = (&gemm.device.info.name, gemm.compute);
+    let key = format!("{version} {name} {compute:?} {WORKSPACE} {site:?}");
+    format!("product-{:032x}.algorithm", xxh3_128(key.as_bytes()))
+}
+
+/// The library's proposals, the one it holds for the fastest first.
+fn candidates(
+    gemm: &Gemm,
+    site: &Site,
+    objects: &Objects,
+) -> std::result::Result<Vec<Algorithm>, CublasError> {
+    let preference = result::create_matmul_pref()?;
+    let [align_a, align_b, align_c] = site.alignment.map(|bytes| u32::try_from(bytes).unwrap_or(16));
+    let empty = sys::cublasLtMatmulHeuristicResult_t {
+        algo: Algorithm { data: [0; 8] },
+        workspaceSize: 0,
+        state: sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED,
+        wavesCount: 0.0,
+        reserved: [0; 4],
+    };
+    let (mut found, mut count) = ([empty; CANDIDATES], 0);
+    // SAFETY: the preference was just made and is destroyed once, below; values have the attributes' types; all layouts are
+    // alive; the array has room for as many results as are asked for.
+    unsafe {
+        prefer(preference, Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE)?;
+        prefer(preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &align_a)?;
+        prefer(preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &align_b)?;
+        prefer(preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &align_c)?;
+        prefer(preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align_c)?;
+        let asked = sys::cublasLtMatmulAlgoGetHeuristic(
+            gemm.handle,
+            objects.description,
+            objects.a,
+            objects.b,
+            objects.c,
+            objects.c,
+            preference,
+            CANDIDATES as i32,
+            found.as_mut_ptr(),
+            &raw mut count,
+        );
+        result::destroy_matmul_pref(preference)?;
+        asked.result()?;
+    }
+    let found = found.iter().take(usize::try_from(count).unwrap_or(0));
+    Ok(found.filter(|result| result.state.result().is_ok()).map(|result| result.algo).collect())
+}
+
+/// The fastest of the candidates, where one of them is clearly faster than the first.
+fn fastest(
+    gemm: &Gemm,
+    objects: &Objects,
+    call: &Call<'_>,
+    candidates: &[Algorithm],
+) -> Result<Option<Algorithm>> {
+    let mut best: Option<(Algorithm, f32)> = None;
+    for candidate in candidates {
+        // One that does not run after all is none.
+        let Some(time) = time(gemm, objects, call, candidate)? else { continue };
+        let bound = best.map_or(f32::INFINITY, |(_, best)| best * CLEARLY_FASTER);
+        if time < bound {
+            best = Some((*candidate, time));
+        }
+    }
+    Ok(best.map(|(algorithm, _)| algorithm))
+}
+
+/// Milliseconds of LAUNCHES launches.
+fn time(gemm: &Gemm, objects: &Objects, call: &Call<'_>, algorithm: &Algorithm) -> Result<Option<f32>> {
+    let driver = |error: DriverError| EngineError::Cuda {
+        what: "failed to time a product".into(),
+        reason: device::words(error),
+    };
+    let stream = &gemm.device.stream;
+    let mark = || -> Result<CudaEvent> {
+        stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(driver)
+    };
+    // SAFETY: the caller's call, on its own operands.
+    let launch = || unsafe { gemm.enqueue(objects, algorithm, call) };
+    if launch().is_err() {
+        return Ok(None);
+    }
+    let mut shortest = f32::INFINITY;
+    for _ in 0..ROUNDS {
+        let begin = mark()?;
+        for _ in 0..LAUNCHES {
+            launch().map_err(|error| failed("failed to time a product", error))?;
+        }
+        let end = mark()?;
+        shortest = shortest.min(begin.elapsed_ms(&end).map_err(driver)?);
+    }
+    Ok(Some(shortest))
+}
+
+/// # Safety
+/// The preference is alive and `T` is the attribute's type.
+unsafe fn prefer<T>(
+    preference: sys::cublasLtMatmulPreference_t,
+    attribute: Preference,
+    value: &T,
+) -> std::result::Result<(), CublasError> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        result::set_matmul_pref_attribute(
+            preference,
+            attribute,
+            std::ptr::from_ref(value).cast(),
+            size_of::<T>(),
+        )
+    }
+}
