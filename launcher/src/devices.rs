@@ -41,6 +41,17 @@ fn count_gpus() -> Result<u32, String> {
     nvml.device_count().map_err(|error| format!("NVML: {error}"))
 }
 
+/// What the speed of this node's devices depends on beside their name: the GPUs' driver, or the CPU's model.
+pub fn platform(cuda: bool) -> String {
+    let driver = || nvml_wrapper::Nvml::init().and_then(|nvml| nvml.sys_driver_version());
+    if cuda {
+        return driver().map_or_else(|_| "unknown driver".into(), |version| format!("driver {version}"));
+    }
+    let cpus = fs_err::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = cpus.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    model.map_or_else(|| "unknown CPU".into(), |(_, name)| name.trim().to_owned())
+}
+
 /// CUDA stops at the first entry it does not know; -1 and the empty list mean none.
 fn visible_gpus(present: u32, visible: Option<&str>) -> u32 {
     let Some(visible) = visible else { return present };

@@ -9,6 +9,7 @@
 //! It never calls CUDA; NVML, loaded at run time, is asked for the number of GPUs. `main.rs` alone knows the worker.
 
 pub mod agent;
+pub mod bench;
 pub mod cli;
 pub mod config;
 pub mod devices;

@@ -344,11 +344,13 @@ pub struct ObserveSection {
     pub metrics: bool,
     /// Compare all ranks' parameters at the end and report the largest difference.
     pub check_replicas: bool,
+    /// Steps of which every rank writes a timeline, `trace-rank<R>.json`, into the run's directory.
+    pub trace: u64,
 }
 
 impl Default for ObserveSection {
     fn default() -> Self {
-        Self { metrics: true, check_replicas: false }
+        Self { metrics: true, check_replicas: false, trace: 0 }
     }
 }
 

@@ -15,9 +15,11 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::ids::{Digest, NcclId};
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::{Exec, JobSpec, PoolMode, Precision, Tokenizer};
+use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{Finished, GetJobRequest, Hello, TrainStarted};
+use xlaunch_proto::v1::{Finished, GetJobReply, GetJobRequest, Hello, TrainBench, TrainStarted};
 
+use crate::bench::{self, Unsummed};
 use crate::checkpoint::{self, Arenas};
 use crate::control::Control;
 use crate::data::{Dataset, Loader, Order, Schedule};
@@ -26,7 +28,7 @@ use crate::error::{Result, WorkerError};
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, init};
 use crate::optim::AdamW;
-use crate::train::{self, Evaluator, Outcome, Run, Stepper};
+use crate::train::{self, Evaluator, Outcome, Run, Stepper, Tracer};
 
 /// Time for ring neighbours to connect once all ranks have joined.
 const CONNECT: Duration = Duration::from_secs(30);
@@ -34,7 +36,7 @@ const CONNECT: Duration = Duration::from_secs(30);
 /// Most events of the first step that a trace of the pool keeps.
 const POOL_EVENTS: usize = 1 << 20;
 
-/// Trains as the agent says.
+/// Does what the agent says: trains, or measures.
 pub fn run(environment: &Environment) -> Result<ExitCode> {
     let control = Control::connect(&environment.agent_socket)?;
     let job = control.get_job(GetJobRequest {
@@ -43,12 +45,26 @@ pub fn run(environment: &Environment) -> Result<ExitCode> {
         version: VERSION.into(),
     })?;
     let spec = JobSpec::from_json(&job.spec_json)?;
-    let shape = spec.model.resolve().map_err(xlaunch_proto::spec::SpecError::from)?;
-    let dataset = Dataset::open(&spec, &shape)?;
+    match job.bench.clone().and_then(|bench| bench.kind) {
+        None => train(environment, &control, &spec, &job, None),
+        Some(Kind::Train(bench)) => train(environment, &control, &spec, &job, Some(bench)),
+        Some(kind) => measure(environment, &control, &spec, &job, &kind),
+    }
+}
 
-    let device = Opened::new(environment, &spec)?;
+fn train(
+    environment: &Environment,
+    control: &Control,
+    spec: &JobSpec,
+    job: &GetJobReply,
+    bench: Option<TrainBench>,
+) -> Result<ExitCode> {
+    let shape = spec.model.resolve().map_err(xlaunch_proto::spec::SpecError::from)?;
+    let dataset = Dataset::open(spec, &shape)?;
+
+    let device = Opened::new(environment, spec)?;
     device.backend.pool().snapshot_on_failure(Path::new(&job.run_dir));
-    let start = Start::read(&spec, &shape, Path::new(&job.resume_from))?;
+    let start = Start::read(spec, &shape, Path::new(&job.resume_from))?;
     let model = Model::new(&device.backend, &shape, &start.params)?;
     let optimizer = AdamW::new(&device.backend, &model, &spec.train)?;
     if let Some((m, v)) = &start.moments {
@@ -56,22 +72,26 @@ pub fn run(environment: &Environment) -> Result<ExitCode> {
         device.backend.write_f32(optimizer.v.all(), v)?;
     }
     let world = environment.world_size.index();
-    let stepper = Stepper::new(&device.backend, &model, &spec, world)?;
-    let evaluator = Evaluator::new(&device.backend, &model, &spec)?;
+    let stepper = Stepper::new(&device.backend, &model, spec, world)?;
+    let evaluator = Evaluator::new(&device.backend, &model, spec)?;
 
     let run_dir = PathBuf::from(&job.run_dir);
-    let mut collective = meet(environment, &control, &spec, &model, &device, &run_dir)?;
+    let layout = layout(spec, &model, &device);
+    let mut collective = meet(environment, control, spec, &layout, &device, &run_dir)?;
+    if bench.is_some_and(|bench| bench.without_sums) {
+        collective = Box::new(Unsummed(collective));
+    }
     let hello = Hello { rank: environment.rank.0, attempt: environment.attempt.0 };
     control.open_session(hello, collective.abort_handle());
 
-    let loader = start_loader(&spec, &shape, &dataset, environment, start.sequences)?;
+    let loader = start_loader(spec, &shape, &dataset, environment, start.sequences)?;
     if environment.rank.0 == 0 {
-        control.report(Report::TrainStarted(started(&spec, &model, &device, &dataset, &stepper, &start)));
+        control.report(Report::TrainStarted(started(spec, &model, &device, &dataset, &stepper, &start)));
     }
     let checkpoint_dir =
         spec.checkpoint.dir.as_ref().map_or_else(|| run_dir.join("checkpoints"), PathBuf::from);
     let outcome = Run {
-        spec: &spec,
+        spec,
         backend: &device.backend,
         model: &model,
         optimizer: &optimizer,
@@ -80,22 +100,64 @@ pub fn run(environment: &Environment) -> Result<ExitCode> {
         collective: &mut *collective,
         dataset: &dataset,
         loader: &loader,
-        control: &control,
+        control,
         checkpoint_dir,
         first_step: start.step,
         first_sequence: start.sequences,
         pool_trace: environment.pool_trace.as_deref(),
-        profile: environment.profile,
+        profile: bench.map_or(environment.profile, |bench| bench.profile_step),
+        bench: bench.is_some(),
+        tracer: Tracer::new(
+            spec.observe.trace,
+            start.step..spec.train.steps,
+            &run_dir,
+            environment.rank.index(),
+        ),
     }
     .run();
     // Whatever the outcome: the communicator's end waits for graphs that hold its sums.
     stepper.forget_captures();
     evaluator.forget_captures();
     let outcome = outcome?;
-    let finished = finish(&spec, &device.backend, &model, &mut *collective, outcome, &dataset)?;
+    let finished = finish(spec, &device.backend, &model, &mut *collective, outcome, &dataset)?;
     collective.finalize()?;
     control.report(Report::Finished(finished));
     Ok(if outcome.stopped_early { ExitCode::Stopped } else { ExitCode::Done })
+}
+
+/// What workers of a bench other than training do: they meet and report as ranks of a job do.
+fn measure(
+    environment: &Environment,
+    control: &Control,
+    spec: &JobSpec,
+    job: &GetJobReply,
+    kind: &Kind,
+) -> Result<ExitCode> {
+    let device = Opened::new(environment, spec)?;
+    let layout = format!("{kind:?}").into_bytes();
+    let mut collective = meet(environment, control, spec, &layout, &device, Path::new(&job.run_dir))?;
+    let hello = Hello { rank: environment.rank.0, attempt: environment.attempt.0 };
+    control.open_session(hello, collective.abort_handle());
+    match kind {
+        Kind::AllReduce(sums) => {
+            bench::all_reduce(sums, &device.backend, &mut *collective, |sum| {
+                control.report(Report::Sum(sum));
+            })?;
+        }
+        Kind::Device(question) => {
+            drop(device);
+            let open = |precision| {
+                let mut spec = spec.clone();
+                spec.engine.precision = Some(precision);
+                Opened::new(environment, &spec).map(|device| device.backend)
+            };
+            control.report(Report::Calibration(bench::device(question, open)?));
+        }
+        Kind::Train(_) => {}
+    }
+    collective.finalize()?;
+    control.report(Report::Finished(Finished::default()));
+    Ok(ExitCode::Done)
 }
 
 /// The back end, and its compute stream where it is a GPU's.
@@ -168,12 +230,19 @@ impl Start {
     }
 }
 
+/// What all ranks must agree on to sum gradients.
+fn layout(spec: &JobSpec, model: &Model, device: &Opened) -> Vec<u8> {
+    let dtype = train::wire_dtype(spec, device.backend.activation_dtype());
+    let plan = train::plan_buckets(&model.layout, dtype, &spec.comm);
+    [model.layout.fingerprint(), dtype.name().into(), plan.layout()].concat()
+}
+
 /// The rendezvous: joins with what this rank brings, and opens the collective among all.
 fn meet(
     environment: &Environment,
     control: &Control,
     spec: &JobSpec,
-    model: &Model,
+    layout: &[u8],
     device: &Opened,
     run_dir: &Path,
 ) -> Result<Box<dyn Collective>> {
@@ -187,15 +256,12 @@ fn meet(
         Some(_) if !alone && environment.rank.0 == 0 => Some(NcclId(xlaunch_comm::unique_id()?)),
         _ => None,
     };
-    let dtype = train::wire_dtype(spec, device.backend.activation_dtype());
-    let plan = train::plan_buckets(&model.layout, dtype, &spec.comm);
-    let layout = [model.layout.fingerprint(), dtype.name().into(), plan.layout()].concat();
     let Joined { world_size, nccl_id, ring_addresses, .. } = control.join(Join {
         rank: environment.rank,
         attempt: environment.attempt,
         version: VERSION.into(),
         config_hash: spec.digest(),
-        layout_hash: Digest::of(&layout),
+        layout_hash: Digest::of(layout),
         device_uuid: device.backend.device().uuid.clone(),
         nccl_id,
         ring_address: listener.as_ref().map(|listener| listener.address().to_string()).unwrap_or_default(),

@@ -11,7 +11,7 @@ use tonic::Status;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::agent_command::Command;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{AgentCommand, GetJobReply, GetJobRequest, JobState, JoinReply, StopCommand};
+use xlaunch_proto::v1::{AgentCommand, Bench, GetJobReply, GetJobRequest, JobState, JoinReply, StopCommand};
 
 use super::state::{Action, Event, Job, Outcome, Phase, StopCause};
 use super::status::Board;
@@ -45,6 +45,8 @@ pub struct Plan<'a> {
     pub run: &'a RunDir,
     pub resume_from: Option<PathBuf>,
     pub newest_checkpoint: fn(&Path) -> Option<PathBuf>,
+    /// What `xlaunch bench` measures; `None` trains.
+    pub bench: Option<Bench>,
 }
 
 /// What is left when a job is over.
@@ -55,6 +57,17 @@ pub struct Finished {
     pub evidence: Vec<Evidence>,
     pub summary: Summary,
     pub metrics: Option<PathBuf>,
+    /// What the ranks of a bench said, in the order in which it came.
+    pub heard: Vec<Heard>,
+}
+
+/// A report of a bench.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "named after what they hold")]
+pub struct Heard {
+    pub rank: u32,
+    pub at: Instant,
+    pub report: Report,
 }
 
 /// Runs a job to its end.
@@ -124,6 +137,7 @@ struct Driver<'a> {
     progress: Progress,
     metrics: Option<Metrics>,
     summary: Summary,
+    heard: Vec<Heard>,
     reason: String,
     exits: mpsc::UnboundedSender<(u32, Exit)>,
     console: mpsc::Sender<String>,
@@ -152,6 +166,7 @@ impl<'a> Driver<'a> {
             progress: Progress::default(),
             metrics,
             summary: Summary::default(),
+            heard: Vec::new(),
             reason: String::new(),
             exits,
             console,
@@ -352,6 +367,7 @@ impl<'a> Driver<'a> {
             spec_json: self.plan.spec.to_json(),
             run_dir: path(&self.plan.run.path),
             resume_from: self.plan.resume_from.as_deref().map(path).unwrap_or_default(),
+            bench: self.plan.bench.clone(),
         })
     }
 
@@ -406,6 +422,9 @@ impl<'a> Driver<'a> {
             let largest = self.summary.replica_difference.get_or_insert(0.0);
             *largest = largest.max(difference);
         }
+        if self.plan.bench.is_some() && !matches!(report, Report::Heartbeat(_)) {
+            self.heard.push(Heard { rank, at: now, report: report.clone() });
+        }
         if rank != 0 {
             return;
         }
@@ -436,7 +455,11 @@ impl<'a> Driver<'a> {
                 self.summary.sample = finished.sample;
                 Ok(())
             }
-            Report::Hello(_) | Report::Heartbeat(_) => Ok(()),
+            Report::Hello(_)
+            | Report::Heartbeat(_)
+            | Report::Profile(_)
+            | Report::Sum(_)
+            | Report::Calibration(_) => Ok(()),
         };
         if let Err(error) = written {
             self.progress.say(&format!("xlaunch: metrics are no longer written: {error}"));
@@ -470,6 +493,7 @@ impl<'a> Driver<'a> {
             evidence: evidence.collect(),
             summary: self.summary,
             metrics: self.metrics.as_ref().map(|metrics| metrics.path().to_path_buf()),
+            heard: self.heard,
         }
     }
 }

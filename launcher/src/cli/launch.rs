@@ -19,19 +19,19 @@ use crate::{Refusal, Trainer, report};
 pub(super) struct Launch {
     /// Training configuration.
     #[arg(value_name = "CONFIG.toml", required = true)]
-    config: Option<PathBuf>,
+    pub(super) config: Option<PathBuf>,
 
     /// Workers to start. Default: one per GPU, or 1 without GPUs.
     #[arg(long, visible_alias = "nproc-per-node", value_name = "N")]
-    nproc: Option<u32>,
+    pub(super) nproc: Option<u32>,
 
     /// Override a key of the configuration; may be repeated.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
-    set: Vec<String>,
+    pub(super) set: Vec<String>,
 
     /// Resume from the newest checkpoint of this job, or from PATH.
     #[arg(long, value_name = "PATH", num_args = 0..=1, require_equals = true, default_missing_value = "auto")]
-    resume: Option<String>,
+    pub(super) resume: Option<String>,
 }
 
 /// Runs a job in the foreground.
@@ -59,6 +59,7 @@ pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
         run: &run,
         resume_from: ready.resume_from,
         newest_checkpoint: trainer.newest_checkpoint,
+        bench: None,
     };
     let finished = match driver::run(plan).await {
         Ok(finished) => finished,
@@ -76,7 +77,7 @@ pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
 }
 
 /// Everything that can be known before data is opened.
-fn prepare(launch: &Launch) -> Result<(JobSpec, Placement), Refusal> {
+pub(super) fn prepare(launch: &Launch) -> Result<(JobSpec, Placement), Refusal> {
     let path = launch.config.as_deref().unwrap_or("".as_ref());
     if path.extension().is_none_or(|extension| extension != "toml") {
         let message = format!(

@@ -1,5 +1,6 @@
 //! The command line.
 
+mod bench;
 mod launch;
 mod query;
 
@@ -8,7 +9,7 @@ use std::path::PathBuf;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use xlaunch_proto::exit::ExitCode;
 
-use crate::{Refusal, Trainer};
+use crate::Trainer;
 
 /// Start one worker process per GPU (or per share of the CPU) and train a GPT on them.
 #[derive(Debug, Parser)]
@@ -33,21 +34,11 @@ enum Query {
     },
     /// Measure what parts of xlaunch cost on this machine.
     #[command(subcommand)]
-    Bench(Bench),
+    Bench(bench::Bench),
     /// Stop a running launch at its next step, with a checkpoint.
     Stop {
         /// As for `status`.
         run: Option<PathBuf>,
-    },
-}
-
-#[derive(Debug, Subcommand)]
-enum Bench {
-    /// The memory pool: the price of a request, and how much memory recorded steps take, beside other allocators.
-    Alloc {
-        /// Logs of requests to replay beside the built-in ones, as XLAUNCH_POOL_TRACE writes them.
-        #[arg(long = "trace", value_name = "FILE")]
-        traces: Vec<PathBuf>,
     },
 }
 
@@ -72,28 +63,13 @@ pub fn main(trainer: Trainer) -> ExitCode {
     };
     let exit = match cli.command {
         Some(Query::Status { run, json }) => runtime.block_on(query::status(run, json)),
-        Some(Query::Bench(Bench::Alloc { traces })) => bench((trainer.bench_alloc)(&traces)),
+        Some(Query::Bench(bench)) => runtime.block_on(bench::run(bench, trainer)),
         Some(Query::Stop { run }) => runtime.block_on(query::stop(run)),
         None => runtime.block_on(launch::run(&cli.launch, trainer)),
     };
     // Log threads may still wait on output that an orphan holds open; they end with the process.
     runtime.shutdown_background();
     exit
-}
-
-/// Results go to stdout, everything else to stderr.
-#[expect(clippy::print_stdout, clippy::print_stderr, reason = "what the user asked for")]
-fn bench(result: Result<String, Refusal>) -> ExitCode {
-    match result {
-        Ok(table) => {
-            print!("{table}");
-            ExitCode::Done
-        }
-        Err(refusal) => {
-            eprintln!("error: {}", refusal.message);
-            refusal.exit
-        }
-    }
 }
 
 /// The table for `--help`.

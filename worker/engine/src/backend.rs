@@ -10,6 +10,7 @@
 //!   operation says "in place";
 //! - a slice of the wrong length or element type is a programming error and panics, before any memory is touched.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
@@ -86,15 +87,42 @@ pub struct DeviceInfo {
     pub uuid: String,
 }
 
+/// One launch of a kernel.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KernelSpan {
+    /// The kernel's name, or the sizes of a matrix product.
+    pub name: String,
+    /// Seconds since [`Backend::begin_profile`].
+    pub start: f64,
+    /// Seconds of the device.
+    pub seconds: f64,
+}
+
 /// What one kernel took, over all its launches.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KernelTime {
-    /// The kernel's name, or the sizes of a matrix product.
+    /// As in [`KernelSpan`].
     pub name: String,
     /// How often it was launched.
     pub launches: u64,
     /// Seconds of the device, in all.
     pub seconds: f64,
+}
+
+impl KernelTime {
+    /// By kernel, the longest first.
+    pub fn by_name(spans: &[KernelSpan]) -> Vec<Self> {
+        let mut times: HashMap<&str, (u64, f64)> = HashMap::new();
+        for span in spans {
+            let (launches, seconds) = times.entry(&span.name).or_default();
+            *launches += 1;
+            *seconds += span.seconds;
+        }
+        let time = |(name, (launches, seconds)): (&str, _)| Self { name: name.into(), launches, seconds };
+        let mut times: Vec<Self> = times.into_iter().map(time).collect();
+        times.sort_by(|a, b| b.seconds.total_cmp(&a.seconds).then_with(|| a.name.cmp(&b.name)));
+        times
+    }
 }
 
 /// Values on their way to the host.
@@ -127,8 +155,8 @@ pub trait Backend {
     /// Begins to take the time of every kernel; nothing on the CPU.
     fn begin_profile(&self) {}
 
-    /// Ends it; the times, the longest first.
-    fn end_profile(&self) -> Result<Vec<KernelTime>> {
+    /// Ends it; every launch, in order.
+    fn end_profile(&self) -> Result<Vec<KernelSpan>> {
         Ok(Vec::new())
     }
 
@@ -357,4 +385,18 @@ pub trait Backend {
         scalars: Slice<'_>,
         square_sum: Slice<'_>,
     ) -> Result<()>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn launches_of_one_kernel_are_added_and_the_longest_comes_first() {
+        let span = |name: &str, seconds| KernelSpan { name: name.into(), start: 0.0, seconds };
+        let times = KernelTime::by_name(&[span("a", 1.0), span("b", 1.5), span("a", 2.0)]);
+        let expected = [("a", 2, 3.0), ("b", 1, 1.5)];
+        let found: Vec<_> = times.iter().map(|time| (&*time.name, time.launches, time.seconds)).collect();
+        assert_eq!(found, expected);
+    }
 }

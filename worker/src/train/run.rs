@@ -7,10 +7,11 @@ use xlaunch_comm::Collective;
 use xlaunch_engine::KernelTime;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{CheckpointReport, EvalReport, StepReport};
+use xlaunch_proto::v1::{CheckpointReport, EvalReport, KernelReport, ProfileReport, StepReport};
 
 use super::evaluate::Evaluator;
 use super::step::{Requests, Started, Stepper};
+use super::trace::Tracer;
 use crate::checkpoint::{self, Snapshot, State};
 use crate::control::Control;
 use crate::data::{Dataset, Loader};
@@ -41,6 +42,10 @@ pub struct Run<'a> {
     pub pool_trace: Option<&'a Path>,
     /// The step, from 0, whose kernels are timed.
     pub profile: Option<u64>,
+    /// Whether this measures: nothing is saved, and the profile is reported.
+    pub bench: bool,
+    /// What `[observe] trace` asks for.
+    pub tracer: Tracer,
 }
 
 /// How the loop ended.
@@ -60,7 +65,7 @@ struct UnderWay {
 }
 
 impl Run<'_> {
-    /// Trains until the last step or a Stop command; the last checkpoint is complete when it returns.
+    /// Trains until the last step or a Stop command; the last checkpoint is complete when it returns, but for a bench.
     ///
     /// A GPU is given its next step before the results of the one under way are waited for, unless something is to happen
     /// between the two. So a request takes effect at most one step after the one whose results tell of it, and, as all ranks
@@ -90,19 +95,25 @@ impl Run<'_> {
                 asked.checkpoint = false;
             }
         }
+        self.tracer.finish()?;
         Ok(Outcome { steps: step, stopped_early: step < self.spec.train.steps })
     }
 
     /// Whether nothing is to happen between a step and the one after it. The same on every rank.
     fn may_follow_at_once(&self, step: u64) -> bool {
         let done = step + 1;
-        let profiled = self.profile == Some(step) || self.profile == Some(done);
         let asynchronous = self.backend.cuda_stream().is_some();
         asynchronous
             && !self.evaluates_after(done)
             && !self.saves_after(done)
-            && !profiled
+            && !self.timed(step)
+            && !self.timed(done)
             && !self.traced(step)
+    }
+
+    /// Whether the kernels of a step are timed, one by one.
+    fn timed(&self, step: u64) -> bool {
+        self.profile == Some(step) || self.tracer.traces(step)
     }
 
     /// Whether an evaluation is due when `done` steps are completed.
@@ -130,7 +141,7 @@ impl Run<'_> {
         if self.evaluates_after(step) {
             self.evaluate(step)?;
         }
-        if self.saves_after(step) || asked.checkpoint || asked.stop {
+        if !self.bench && (self.saves_after(step) || asked.checkpoint || asked.stop) {
             self.save(step)?;
         }
         Ok(())
@@ -144,7 +155,8 @@ impl Run<'_> {
         self.optimizer.prepare(step, learning_rate)?;
         let requests =
             Requests { stop: self.control.stop_asked(), checkpoint: self.control.checkpoint_asked() };
-        if self.profile == Some(step) {
+        if self.timed(step) {
+            self.tracer.begin(step);
             self.backend.begin_profile();
             self.stepper.one_by_one(true);
         }
@@ -157,11 +169,12 @@ impl Run<'_> {
     fn finish(&mut self, step: u64, under_way: UnderWay, since: &mut Instant) -> Result<Requests> {
         let result = self.stepper.finish(under_way.started, self.collective)?;
         let completed = Instant::now();
-        if self.profile == Some(step) {
+        if self.timed(step) {
             self.stepper.one_by_one(false);
-            let times = self.backend.end_profile()?;
-            if self.collective.rank() == 0 {
-                print_profile(step, &times);
+            let kernels = self.backend.end_profile()?;
+            self.tracer.end(step, &kernels)?;
+            if self.profile == Some(step) && self.collective.rank() == 0 {
+                self.profiled(step, &KernelTime::by_name(&kernels));
             }
         }
         if !result.loss.is_finite() {
@@ -184,6 +197,18 @@ impl Run<'_> {
         }));
         *since = completed;
         Ok(result.requests)
+    }
+
+    fn profiled(&self, step: u64, times: &[KernelTime]) {
+        if !self.bench {
+            return print_profile(step, times);
+        }
+        let kernel = |time: &KernelTime| KernelReport {
+            name: time.name.clone(),
+            launches: time.launches,
+            seconds: time.seconds,
+        };
+        self.control.report(Report::Profile(ProfileReport { kernels: times.iter().map(kernel).collect() }));
     }
 
     /// What the pool did until now, for PyTorch's memory_viz, for Perfetto, and as a log that can be replayed.

@@ -15,6 +15,7 @@ use xlaunch_engine::{Accumulate, DType, Reading, Tensor};
 use xlaunch_proto::spec::{CommSection, JobSpec, WireDtype};
 
 use super::replay::{Part, Replay};
+use super::trace;
 use crate::data::Loader;
 use crate::error::Result;
 use crate::model::layout::Layout;
@@ -158,6 +159,7 @@ impl Stepper {
 
     /// Waits for a step. The one after it may have been started.
     pub fn finish(&self, started: Started, collective: &dyn Collective) -> Result<StepResult> {
+        let _reading = trace::span("read back");
         let mut results = [0.0; slot::COUNT];
         started.0.wait(&mut results)?;
         collective.check()?;
@@ -209,7 +211,9 @@ impl Stepper {
         let flags = [flag(requests.stop), flag(requests.checkpoint)];
         self.backend.write_f32(self.results.slice(slot::STOP..slot::CHECKPOINT + 1), &flags)?;
         for micro in 0..self.accumulate {
+            let waiting = trace::span("wait for data");
             let batch = loader.next_batch()?;
+            drop(waiting);
             self.backend.write_i32(self.tokens.all(), &batch.tokens)?;
             self.backend.write_i32(self.targets.all(), &batch.targets)?;
             let (first, last) = (micro == 0, micro + 1 == self.accumulate);
@@ -235,9 +239,12 @@ impl Stepper {
         #[expect(clippy::cast_precision_loss, reason = "rows of one batch are far below 2^24")]
         let scale = share / self.rows.count() as f32;
 
+        let forward = trace::span("forward");
         let acts = model.forward(self.rows, self.tokens.all())?;
         model.loss(&acts, self.targets.all(), self.losses.all(), Some(scale))?;
         model.mean_loss(&self.losses, share, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
+        drop(forward);
+        let _backward = trace::span("backward");
         let mut progress = bucket::Progress::new(&self.plan);
         let (overlap, end) = (self.overlap, model.layout.len);
         model.backward(acts, self.tokens.all(), &self.grads, acc, |finished, grads| {
@@ -257,10 +264,12 @@ impl Stepper {
         collective: &mut dyn Collective,
         optimizer: Option<&AdamW>,
     ) -> Result<()> {
+        let summing = trace::span("sums");
         collective.all_reduce(self.results.lend(0..slot::SUMMED), DType::F32)?;
         collective.finish()?;
+        drop(summing);
         let Some(optimizer) = optimizer else { return Ok(()) };
-        let _tag = xlaunch_pool::tag("optimizer");
+        let (_tag, _span) = (xlaunch_pool::tag("optimizer"), trace::span("optimizer"));
         let square_sum = self.results.slice(slot::SQUARE_SUM..slot::SQUARE_SUM + 1);
         Ok(optimizer.step(model, &self.grads, square_sum)?)
     }

@@ -5,8 +5,8 @@ use std::ffi::{CString, c_int};
 use cudarc::nvrtc::{result, sys};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::cache::cached;
 use crate::backend::{EngineError, Result};
+use crate::cache::cached;
 
 const PRELUDE: &str = include_str!("../kernels/prelude.cuh");
 

@@ -4,7 +4,6 @@
 //! - `attention`: which attention kernels, in which tiles;
 //! - `cudnn`: attention by cuDNN, where it is installed;
 //! - `compile`, `kernels`: `../kernels/*.cu` to machine code, loaded and launched by name;
-//! - `cache`: files that later processes read;
 //! - `gemm`: matrix products by cuBLASLt;
 //! - `graph`: launches recorded once;
 //! - `fallback`: which of several ways an operation went, for a log;
@@ -18,7 +17,6 @@
 //! Each operation checks lengths and element types before it enqueues anything: kernels trust them.
 
 mod attention;
-mod cache;
 mod compile;
 mod cudnn;
 mod device;

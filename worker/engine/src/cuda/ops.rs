@@ -12,7 +12,7 @@ use super::gemm::{plain, transposed};
 use super::kernels::{Arg, Launch};
 use super::staging::cuda;
 use super::{CudaBackend, Graph, THREADS, expect, expect_grad, graph, is_bf16};
-use crate::backend::{Backend, DeviceInfo, KernelTime, Reading, Result};
+use crate::backend::{Backend, DeviceInfo, KernelSpan, Reading, Result};
 use crate::shapes::{
     Accumulate, AdamWShape, AttentionShape, ClassifierShape, DECAY_CHUNK, EmbedShape, LinearShape, NormKind,
     NormShape, scalar,
@@ -48,7 +48,7 @@ impl Backend for CudaBackend {
         self.device.profiler.begin();
     }
 
-    fn end_profile(&self) -> Result<Vec<KernelTime>> {
+    fn end_profile(&self) -> Result<Vec<KernelSpan>> {
         self.device.profiler.end()
     }
 

@@ -1,21 +1,30 @@
 //! Where the device's time goes: an event before and after every launch, while profiling is on.
 //!
-//! The events keep kernels from overlapping by little; what they measure is each kernel's own time on the stream.
+//! The events keep kernels from overlapping by little; what they measure is each kernel's own time on the stream. The
+//! device's clock is tied to the host's at the first launch: on a stream that was idle it begins at once.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 
 use super::device::words;
-use crate::backend::{EngineError, KernelTime, Result};
+use crate::backend::{EngineError, KernelSpan, Result};
 
 /// Launches seen since profiling began; `None` while it is off.
 #[derive(Debug, Default)]
 pub(super) struct Profiler {
-    records: RefCell<Option<Vec<Record>>>,
+    session: RefCell<Option<Session>>,
+}
+
+#[derive(Debug)]
+struct Session {
+    begun: Instant,
+    /// From there to the first launch.
+    until_first: Duration,
+    records: Vec<Record>,
 }
 
 #[derive(Debug)]
@@ -33,37 +42,44 @@ impl Profiler {
         name: impl FnOnce() -> String,
         launch: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        if self.records.borrow().is_none() {
+        if self.session.borrow().is_none() {
             return launch();
         }
         let begin = mark(stream).map_err(failed)?;
+        let begun = Instant::now();
         let result = launch()?;
         let end = mark(stream).map_err(failed)?;
-        if let Some(records) = &mut *self.records.borrow_mut() {
-            records.push(Record { name: name(), begin, end });
+        if let Some(session) = &mut *self.session.borrow_mut() {
+            if session.records.is_empty() {
+                session.until_first = begun.duration_since(session.begun);
+            }
+            session.records.push(Record { name: name(), begin, end });
         }
         Ok(result)
     }
 
     /// Begins anew.
     pub(super) fn begin(&self) {
-        *self.records.borrow_mut() = Some(Vec::new());
+        let session = Session { begun: Instant::now(), until_first: Duration::ZERO, records: Vec::new() };
+        *self.session.borrow_mut() = Some(session);
     }
 
-    /// Waits for the last launch, and says what all took, the longest first.
-    pub(super) fn end(&self) -> Result<Vec<KernelTime>> {
-        let mut times: HashMap<String, KernelTime> = HashMap::new();
-        for Record { name, begin, end } in self.records.take().unwrap_or_default() {
+    /// Waits for the last launch, and says when each ran and how long.
+    pub(super) fn end(&self) -> Result<Vec<KernelSpan>> {
+        let Some(Session { until_first, records, .. }) = self.session.take() else { return Ok(Vec::new()) };
+        let mut spans = Vec::with_capacity(records.len());
+        for Record { name, begin, end } in &records {
             end.synchronize().map_err(failed)?;
-            let milliseconds = begin.elapsed_ms(&end).map_err(failed)?;
-            let time = times.entry(name.clone()).or_insert(KernelTime { name, launches: 0, seconds: 0.0 });
-            time.launches += 1;
-            time.seconds += f64::from(milliseconds) / 1e3;
+            let since_first = seconds(&records[0].begin, begin)?;
+            let start = until_first.as_secs_f64() + since_first;
+            spans.push(KernelSpan { name: name.clone(), start, seconds: seconds(begin, end)? });
         }
-        let mut times: Vec<KernelTime> = times.into_values().collect();
-        times.sort_by(|a, b| b.seconds.total_cmp(&a.seconds).then_with(|| a.name.cmp(&b.name)));
-        Ok(times)
+        Ok(spans)
     }
+}
+
+fn seconds(from: &CudaEvent, to: &CudaEvent) -> Result<f64> {
+    from.elapsed_ms(to).map(|milliseconds| f64::from(milliseconds) / 1e3).map_err(failed)
 }
 
 fn mark(stream: &Arc<CudaStream>) -> std::result::Result<CudaEvent, DriverError> {

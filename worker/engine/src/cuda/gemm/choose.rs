@@ -14,7 +14,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::{Call, Gemm, Objects, Site, WORKSPACE, failed};
 use crate::backend::{EngineError, Result};
-use crate::cuda::cache::cached;
+use crate::cache::cached;
 use crate::cuda::{device, graph};
 
 /// Proposals asked for.

@@ -1,4 +1,4 @@
-//! `xlaunch bench`: what parts of the trainer cost on this machine, as tables.
+//! `xlaunch bench alloc`: what requests to the pool cost, and how much memory recorded steps take, as tables.
 
 use std::fmt::Write;
 use std::path::PathBuf;

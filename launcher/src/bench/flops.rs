@@ -1,0 +1,51 @@
+//! The floating-point operations that training asks of a model, as papers count them: useful work alone.
+//!
+//! Per token `6 N + 6 L T C`. N are the parameters that take part in matrix products (the head with V columns, no lookup
+//! of embeddings, no norms and biases): 2 operations each in forward, 4 in backward (Kaplan et al. 2020, section 2.1,
+//! arXiv:2001.08361). Attention's two products take `4 T C` a layer in forward and twice that in backward (Chowdhery et
+//! al. 2022, appendix B, arXiv:2204.02311: `12 L H Q T` with H Q = C); a causal mask leaves half of it.
+//!
+//! Not counted: padding of the vocabulary, scores that are formed again in backward, everything elementwise.
+
+use xlaunch_proto::model::{Arch, ModelShape};
+
+/// Operations of one token's forward and backward.
+#[expect(clippy::cast_precision_loss, reason = "a size")]
+pub fn per_token(shape: &ModelShape) -> f64 {
+    let attention = shape.layers as f64 * shape.seq as f64 * shape.dim as f64;
+    6.0 * matrix_parameters(shape) as f64 + 6.0 * attention
+}
+
+/// Parameters that take part in matrix products.
+fn matrix_parameters(shape: &ModelShape) -> usize {
+    let gates = if shape.arch == Arch::Llama { 2 } else { 1 };
+    let attention = shape.qkv_width() + shape.dim;
+    let feed_forward = (gates + 1) * shape.ffn;
+    shape.dim * (shape.layers * (attention + feed_forward) + shape.vocab)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use xlaunch_proto::model::PRESETS;
+
+    #[test]
+    fn the_presets_ask_for_what_their_sizes_say() {
+        // GPT-2 124M: 12 layers of 12 C^2, the head, and attention over 1024 tokens.
+        let (c, v) = (768.0, 50257.0);
+        let gpt2 = 6.0 * (12.0 * 12.0 * c * c + v * c) + 6.0 * 12.0 * 1024.0 * c;
+        assert_eq!(per_token(&PRESETS[2].1), gpt2);
+        // 12 layers of 4 C^2 and three matrices of C x 4 C.
+        let c = 384.0;
+        let llama = 6.0 * (12.0 * 16.0 * c * c + v * c) + 6.0 * 12.0 * 256.0 * c;
+        assert_eq!(per_token(&PRESETS[1].1), llama);
+    }
+
+    #[test]
+    fn shared_key_heads_are_counted_once() {
+        let full = ModelShape { kv_heads: 4, ..PRESETS[0].1.clone() };
+        let shared = ModelShape { kv_heads: 1, ..full.clone() };
+        let saved = 6 * shared.layers * shared.dim * 2 * 3 * shared.head_width();
+        assert_eq!(per_token(&full) - per_token(&shared), saved as f64);
+    }
+}

@@ -1,0 +1,119 @@
+//! The kernels of a step, grouped by what they are for.
+
+use std::fmt::Write;
+
+use serde::Serialize;
+use xlaunch_proto::v1::KernelReport;
+
+/// Families by the beginnings of kernel names; the first that fits counts.
+const FAMILIES: [(&str, &[&str]); 9] = [
+    ("products", &["product"]),
+    ("attention", &["attention", "rope"]),
+    ("norms", &["norm"]),
+    ("activations", &["gelu", "swiglu"]),
+    ("classifier", &["classifier"]),
+    ("embedding", &["embed"]),
+    ("optimizer", &["adamw"]),
+    ("reductions", &["sum", "square_sum", "column_sum"]),
+    ("copies", &["cast", "copy"]),
+];
+/// Kernels of no family.
+const OTHER: &str = "other";
+
+/// One kernel over all its launches in the step.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[expect(missing_docs, reason = "named after what they hold")]
+pub struct Kernel {
+    pub family: &'static str,
+    pub name: String,
+    pub ms: f64,
+    /// Of the time in all kernels.
+    pub share: f64,
+    pub launches: u64,
+}
+
+/// The kernels of a report with their families; families by their time, and in each the longest kernel first.
+pub fn grouped(kernels: &[KernelReport]) -> Vec<Kernel> {
+    let total: f64 = kernels.iter().map(|kernel| kernel.seconds).sum();
+    let mut grouped: Vec<Kernel> = kernels
+        .iter()
+        .map(|kernel| Kernel {
+            family: family(&kernel.name),
+            name: kernel.name.clone(),
+            ms: kernel.seconds * 1e3,
+            share: kernel.seconds / total,
+            launches: kernel.launches,
+        })
+        .collect();
+    let sums: Vec<f64> = grouped.iter().map(|kernel| sum(&grouped, kernel.family).0).collect();
+    let mut order: Vec<usize> = (0..grouped.len()).collect();
+    order.sort_by(|a, b| {
+        let (x, y) = (&grouped[*a], &grouped[*b]);
+        sums[*b].total_cmp(&sums[*a]).then(x.family.cmp(y.family)).then(y.ms.total_cmp(&x.ms))
+    });
+    grouped = order.into_iter().map(|index| grouped[index].clone()).collect();
+    grouped
+}
+
+fn family(kernel: &str) -> &'static str {
+    let fits = |names: &[&str]| names.iter().any(|name| kernel.starts_with(name));
+    FAMILIES.iter().find(|(_, names)| fits(names)).map_or(OTHER, |(family, _)| family)
+}
+
+/// Milliseconds and launches of a family.
+fn sum(kernels: &[Kernel], family: &str) -> (f64, u64) {
+    let members = kernels.iter().filter(|kernel| kernel.family == family);
+    members.fold((0.0, 0), |(ms, launches), kernel| (ms + kernel.ms, launches + kernel.launches))
+}
+
+/// The table: a line per family, and its kernels below it.
+pub fn table(kernels: &[Kernel]) -> String {
+    if kernels.is_empty() {
+        return "kernels      not timed: the CPU back end has none\n".into();
+    }
+    let total: f64 = kernels.iter().map(|kernel| kernel.ms).sum();
+    let mut out = format!("\n{:<44}{:>10}{:>9}{:>10}\n", "kernels of one step", "ms", "share", "launches");
+    let mut line = |name: &str, ms: f64, launches: u64| {
+        // Writing to a String cannot fail.
+        let _ = writeln!(out, "{name:<44}{ms:>10.3}{:>7.1} %{launches:>10}", 100.0 * ms / total);
+    };
+    line("all", total, kernels.iter().map(|kernel| kernel.launches).sum());
+    for family in kernels.chunk_by(|a, b| a.family == b.family) {
+        let (ms, launches) = sum(family, family[0].family);
+        line(family[0].family, ms, launches);
+        for kernel in family {
+            line(&format!("  {}", kernel.name), kernel.ms, kernel.launches);
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_stand_below_their_families_the_longest_first() {
+        let names = ["norm_fwd", "product 8 x 8 x 8", "square_sum_partials", "norm_bwd_input", "novel"];
+        let kernels = names.iter().zip([2, 4, 1, 3, 2]).map(|(name, ms)| KernelReport {
+            name: (*name).into(),
+            launches: 2,
+            seconds: f64::from(ms) / 1e3,
+        });
+        let grouped = grouped(&kernels.collect::<Vec<_>>());
+        let found: Vec<_> = grouped.iter().map(|kernel| (kernel.family, &*kernel.name)).collect();
+        let expected = [
+            ("norms", "norm_bwd_input"),
+            ("norms", "norm_fwd"),
+            ("products", "product 8 x 8 x 8"),
+            ("other", "novel"),
+            ("reductions", "square_sum_partials"),
+        ];
+        assert_eq!(found, expected);
+        assert!((grouped.iter().map(|kernel| kernel.share).sum::<f64>() - 1.0).abs() < 1e-12);
+        let table = table(&grouped);
+        let line = table.lines().find(|line| line.starts_with("norms")).unwrap_or_default();
+        let words: Vec<_> = line.split_whitespace().collect();
+        assert_eq!(words, ["norms", "5.000", "41.7", "%", "4"], "{table}");
+    }
+}

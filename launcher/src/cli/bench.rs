@@ -1,0 +1,160 @@
+//! `xlaunch bench`: results to stdout, everything else to stderr.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use clap::Subcommand;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::spec::JobSpec;
+
+use super::launch::{self, Launch};
+use crate::bench::all_reduce::{self, Dtype};
+use crate::bench::device;
+use crate::bench::train::{self, Extent};
+use crate::devices::{self, Node, Placement};
+use crate::{Refusal, Trainer};
+
+/// Largest sum where no other is asked for: on GPUs, on the CPU.
+const LARGEST: [u64; 2] = [256 << 20, 16 << 20];
+
+#[derive(Debug, Subcommand)]
+pub(super) enum Bench {
+    /// The memory pool: the price of a request, and how much memory recorded steps take, beside other allocators.
+    Alloc {
+        /// Logs of requests to replay beside the built-in ones, as XLAUNCH_POOL_TRACE writes them.
+        #[arg(long = "trace", value_name = "FILE")]
+        traces: Vec<PathBuf>,
+    },
+    /// A step of a training configuration: time, speed, share of the device's ceiling, what sums between ranks cost.
+    Train {
+        /// Training configuration. Nothing is evaluated, sampled or saved.
+        #[arg(value_name = "CONFIG.toml")]
+        config: PathBuf,
+        /// Workers to start. Default: one per GPU, or 1 without GPUs.
+        #[arg(long, value_name = "N")]
+        nproc: Option<u32>,
+        /// Override a key of the configuration; may be repeated.
+        #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+        set: Vec<String>,
+        /// Measured steps.
+        #[arg(long, value_name = "K", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..))]
+        steps: u64,
+        /// Steps before the measured ones.
+        #[arg(long, value_name = "K", default_value_t = 10)]
+        warmup: u64,
+        /// Time the kernels of one more step, by family.
+        #[arg(long)]
+        profile: bool,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Sums between ranks by size, in nccl-tests' columns.
+    #[command(name = "allreduce")]
+    AllReduce {
+        /// Workers to start. Default: one per GPU, or 1 without GPUs.
+        #[arg(long, value_name = "N")]
+        nproc: Option<u32>,
+        /// Smallest sum, such as 8, 64K or 1M.
+        #[arg(long, value_name = "BYTES", default_value = "8", value_parser = bytes)]
+        min: u64,
+        /// Largest sum. Default: 256M on GPUs, 16M on the CPU.
+        #[arg(long, value_name = "BYTES", value_parser = bytes)]
+        max: Option<u64>,
+        /// Element type. Default: bf16 on GPUs, fp32 on the CPU.
+        #[arg(long)]
+        dtype: Option<Dtype>,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// What the first device can do at best: products, copies, launches. Refreshes what is kept of it.
+    Device {
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// Runs the bench and prints what it found.
+#[expect(clippy::print_stdout, clippy::print_stderr, reason = "what the user asked for")]
+pub(super) async fn run(bench: Bench, trainer: Trainer) -> ExitCode {
+    match measure(bench, trainer).await {
+        Ok(text) => {
+            print!("{text}");
+            ExitCode::Done
+        }
+        Err(refusal) => {
+            eprintln!("error: {}", refusal.message.trim());
+            refusal.exit
+        }
+    }
+}
+
+async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
+    let began = Instant::now();
+    match bench {
+        Bench::Alloc { traces } => (trainer.bench_alloc)(&traces),
+        Bench::Train { config, nproc, set, steps, warmup, profile, json } => {
+            let (spec, placement) =
+                launch::prepare(&Launch { config: Some(config), nproc, set, resume: None })?;
+            let extent = Extent { warmup, steps, profile };
+            let found = train::run(spec, &placement, extent, began, trainer).await?;
+            Ok(if json { as_json(&serde_json::json!(found)) } else { train::table(&found) })
+        }
+        Bench::AllReduce { nproc, min, max, dtype, json } => {
+            let (spec, placement) = bare("allreduce", nproc)?;
+            let [gpus, cpu] = LARGEST;
+            let max = max.unwrap_or(if placement.cuda { gpus } else { cpu }).max(min);
+            let dtype = dtype.unwrap_or(if placement.cuda { Dtype::Bf16 } else { Dtype::Fp32 });
+            let rows = all_reduce::run(&spec, &placement, min, max, dtype).await?;
+            let (ranks, platform) = (placement.workers, devices::platform(placement.cuda));
+            let value = serde_json::json!({ "ranks": ranks, "platform": platform, "sums": rows });
+            Ok(if json { as_json(&value) } else { all_reduce::table(&rows, ranks, &platform) })
+        }
+        Bench::Device { json } => {
+            let (spec, placement) = bare("device", None)?;
+            let found = device::run(&spec, &placement, true).await?;
+            let platform = devices::platform(placement.cuda);
+            let value = device::json(&found, &platform);
+            Ok(if json { as_json(&value) } else { device::table(&found, &platform) })
+        }
+    }
+}
+
+/// A job of which nothing is used but its workers.
+fn bare(name: &str, nproc: Option<u32>) -> Result<(JobSpec, Placement), Refusal> {
+    let mut spec = JobSpec::default();
+    spec.job.name = name.into();
+    spec.launch.nproc = nproc;
+    spec.check().map_err(|invalid| Refusal::new(ExitCode::Usage, invalid.to_string()))?;
+    let placement = devices::place(&spec, &Node::inspect())?;
+    Ok((spec, placement))
+}
+
+fn as_json(value: &serde_json::Value) -> String {
+    format!("{value:#}\n")
+}
+
+/// A number of bytes, with K, M or G for powers of 1024.
+fn bytes(text: &str) -> Result<u64, String> {
+    let units = [("K", 10), ("M", 20), ("G", 30)];
+    let unit = units.iter().find_map(|(unit, shift)| Some((text.strip_suffix(unit)?, *shift)));
+    let (digits, shift) = unit.unwrap_or((text, 0));
+    let number = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(1 << shift));
+    number.filter(|bytes| *bytes > 0).ok_or_else(|| "a number of bytes such as 8, 64K or 1G".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_take_units_of_1024() {
+        assert_eq!(
+            ["8", "64K", "256M", "1G"].map(|text| bytes(text).ok()),
+            [8, 64 << 10, 256 << 20, 1 << 30].map(Some)
+        );
+        assert!(["", "0", "-1", "1T", "K", "99999999999G"].iter().all(|text| bytes(text).is_err()));
+    }
+}

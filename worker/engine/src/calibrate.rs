@@ -1,0 +1,154 @@
+//! What a device can do at best, measured through the same operations that a model is made of.
+//!
+//! The clock is the host's: many operations are enqueued between two waits, so that what is left of the host's part is
+//! small beside them. Products are of random numbers, since zeros draw less power and so run at higher clocks.
+
+use std::time::Instant;
+
+use xlaunch_pool::DType;
+
+use crate::backend::{Backend, Result};
+use crate::shapes::LinearShape;
+use crate::tensor::Tensor;
+
+/// Times that each rate is taken; the best counts.
+const ROUNDS: usize = 5;
+/// Seconds that a round should take.
+const ROUND: f64 = 0.1;
+/// Most operations of a round.
+const MOST: f64 = 1000.0;
+/// Elements sent to the device at once.
+const CHUNK: usize = 1 << 20;
+/// Elements of the smallest operation.
+const SMALL: usize = 32;
+/// Launches whose latency is taken together: fewer than a stream's queue holds.
+const LAUNCHES: usize = 200;
+
+/// Floating-point operations per second of a large square product, each multiplication and each addition counted, in the
+/// back end's own arithmetic.
+///
+/// # Errors
+/// Those of the operations; no memory for three matrices of 8192 x 8192 (1024 x 1024 on the CPU).
+pub fn product(backend: &dyn Backend) -> Result<f64> {
+    let size = if on_gpu(backend) { 8192 } else { 1024 };
+    let (x, w) = (random(backend, size * size)?, random(backend, size * size)?);
+    let y = backend.alloc(backend.activation_dtype(), size * size)?;
+    let shape = LinearShape { rows: size, inputs: size, outputs: size };
+    let seconds = best(backend, || backend.linear_fwd(shape, x.all(), w.all(), None, y.all()))?;
+    #[expect(clippy::cast_precision_loss, reason = "a rate")]
+    Ok(2.0 * (size as f64).powi(3) / seconds)
+}
+
+/// Bytes read and written per second by a copy that fits into no cache: 256 MiB, or 64 MiB on the CPU, where one thread
+/// copies.
+///
+/// # Errors
+/// Those of the operations; no memory.
+pub fn copy(backend: &dyn Backend) -> Result<f64> {
+    let len = if on_gpu(backend) { 64 << 20 } else { 16 << 20 };
+    let (x, y) = (backend.alloc(DType::F32, len)?, backend.alloc(DType::F32, len)?);
+    backend.zero(x.all())?;
+    let seconds = best(backend, || backend.cast(x.all(), y.all()))?;
+    #[expect(clippy::cast_precision_loss, reason = "a rate")]
+    Ok((2 * len * DType::F32.size()) as f64 / seconds)
+}
+
+/// Seconds to enqueue one of many small kernels, and seconds from the launch of a small kernel to its result on the host.
+///
+/// # Errors
+/// Those of the operations.
+pub fn latencies(backend: &dyn Backend) -> Result<(f64, f64)> {
+    let (x, y) = (random(backend, SMALL)?, backend.alloc(backend.activation_dtype(), SMALL)?);
+    let launch = || backend.gelu_fwd(x.all(), y.all());
+    let mut host = [0.0; SMALL];
+    let (mut enqueue, mut round_trip) = (f64::INFINITY, f64::INFINITY);
+    launch()?;
+    for _ in 0..ROUNDS {
+        wait(backend, &y)?;
+        let start = Instant::now();
+        (0..LAUNCHES).try_for_each(|_| launch())?;
+        enqueue = enqueue.min(start.elapsed().as_secs_f64());
+        wait(backend, &y)?;
+        let start = Instant::now();
+        for _ in 0..LAUNCHES {
+            launch()?;
+            backend.read_f32(y.all(), &mut host)?;
+        }
+        round_trip = round_trip.min(start.elapsed().as_secs_f64());
+    }
+    #[expect(clippy::cast_precision_loss, reason = "a few hundred")]
+    let each = LAUNCHES as f64;
+    Ok((enqueue / each, round_trip / each))
+}
+
+/// Seconds of one operation, the best of several rounds.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "a count between 1 and MOST"
+)]
+fn best(backend: &dyn Backend, operation: impl Fn() -> Result<()>) -> Result<f64> {
+    let probe = backend.alloc(DType::F32, 1)?;
+    let round = |count: usize| -> Result<f64> {
+        wait(backend, &probe)?;
+        let start = Instant::now();
+        (0..count).try_for_each(|_| operation())?;
+        wait(backend, &probe)?;
+        Ok(start.elapsed().as_secs_f64() / count as f64)
+    };
+    // The first chooses an algorithm and touches memory.
+    round(1)?;
+    let count = (ROUND / round(1)?).clamp(1.0, MOST) as usize;
+    (0..ROUNDS).try_fold(f64::INFINITY, |best, _| Ok(best.min(round(count)?)))
+}
+
+/// Waits for everything enqueued so far.
+fn wait(backend: &dyn Backend, probe: &Tensor) -> Result<()> {
+    backend.zero(probe.slice(0..1))?;
+    backend.read_f32(probe.slice(0..1), &mut [0.0])
+}
+
+/// Numbers between -1 and 1 in the activations' element type.
+fn random(backend: &dyn Backend, len: usize) -> Result<Tensor> {
+    let tensor = backend.alloc(backend.activation_dtype(), len)?;
+    let staged = backend.alloc(DType::F32, len.min(CHUNK))?;
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        #[expect(clippy::cast_precision_loss, reason = "24 bits")]
+        let share = (state >> 40) as f32 / (1 << 23) as f32;
+        share - 1.0
+    };
+    for first in (0..len).step_by(CHUNK) {
+        let count = CHUNK.min(len - first);
+        let values: Vec<f32> = (0..count).map(|_| next()).collect();
+        backend.write_f32(staged.slice(0..count), &values)?;
+        backend.cast(staged.slice(0..count), tensor.slice(first..first + count))?;
+    }
+    Ok(tensor)
+}
+
+fn on_gpu(backend: &dyn Backend) -> bool {
+    backend.cuda_stream().is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::CpuBackend;
+    use xlaunch_pool::Mode;
+
+    #[test]
+    fn rates_of_the_cpu_are_those_of_a_computer() {
+        let backend = CpuBackend::new(1, Mode::On);
+        let product = product(&backend).unwrap();
+        assert!((1e8..1e13).contains(&product), "{product}");
+        let copy = copy(&backend).unwrap();
+        assert!((1e8..1e12).contains(&copy), "{copy}");
+        let (launch, round_trip) = latencies(&backend).unwrap();
+        assert!(launch > 0.0 && launch <= 2.0 * round_trip && round_trip < 1e-2, "{launch} {round_trip}");
+    }
+}

@@ -1,0 +1,171 @@
+//! The worker's part of `xlaunch bench allreduce`: sums of known numbers through the trainer's own collective.
+//!
+//! Element i of rank r is `(i + r) mod m`, with m so small that every sum of these over all ranks is exact in bf16 (whole
+//! numbers up to 256): any order of additions gives the same bits, and any other result is wrong.
+
+use std::ops::Range;
+use std::time::Instant;
+
+use xlaunch_comm::Collective;
+use xlaunch_engine::{DType, Tensor};
+use xlaunch_proto::v1::{AllReduceBench, SumReport};
+
+use crate::error::Result;
+use crate::model::BackendHandle;
+
+/// Largest whole number up to which bf16 has all.
+const EXACT: usize = 256;
+/// Elements sent to the device, or read back, at once.
+const CHUNK: usize = 1 << 20;
+/// Sums before the clock starts.
+const WARMUP: usize = 5;
+/// Bytes that a measurement should move, and bounds of the number of sums it takes.
+const VOLUME: u64 = 1 << 28;
+const SUMS: Range<u64> = 20..200;
+
+/// Measures each size and reports it.
+///
+/// # Errors
+/// Those of the device and of the collective.
+pub(crate) fn all_reduce(
+    bench: &AllReduceBench,
+    backend: &BackendHandle,
+    collective: &mut dyn Collective,
+    mut report: impl FnMut(SumReport),
+) -> Result<()> {
+    let dtype = if bench.bf16 { DType::Bf16 } else { DType::F32 };
+    let staged = backend.alloc_persistent(DType::F32, CHUNK)?;
+    for count in &bench.counts {
+        let elements = usize::try_from(*count).unwrap_or(usize::MAX);
+        let x = backend.alloc(dtype, elements)?;
+        let wrong = check(backend, collective, &x, &staged)?;
+        let seconds = time(backend, collective, &x, &staged)?;
+        report(SumReport { count: *count, seconds, wrong });
+    }
+    Ok(())
+}
+
+/// Sums once; how many elements of this rank are not the exact sum.
+fn check(
+    backend: &BackendHandle,
+    collective: &mut dyn Collective,
+    x: &Tensor,
+    staged: &Tensor,
+) -> Result<u64> {
+    let (rank, world) = (collective.rank(), collective.world());
+    for part in parts(x.len()) {
+        let values: Vec<f32> = part.clone().map(|i| value(i, rank, world)).collect();
+        let staged = staged.slice(0..part.len());
+        backend.write_f32(staged, &values)?;
+        backend.cast(staged, x.slice(part))?;
+    }
+    sum(collective, x)?;
+    let mut wrong = 0;
+    let mut host = vec![0.0; CHUNK.min(x.len())];
+    for part in parts(x.len()) {
+        let host = &mut host[..part.len()];
+        backend.read_f32(x.slice(part.clone()), host)?;
+        collective.check()?;
+        wrong += part.zip(host).filter(|(i, found)| expected(*i, world).to_bits() != found.to_bits()).count();
+    }
+    Ok(wrong as u64)
+}
+
+/// Seconds of one sum. The numbers grow from sum to sum, which no hardware minds.
+#[expect(clippy::cast_precision_loss, reason = "a few hundred")]
+fn time(backend: &BackendHandle, collective: &mut dyn Collective, x: &Tensor, probe: &Tensor) -> Result<f64> {
+    let bytes = (x.len() * x.dtype().size()) as u64;
+    let sums = (VOLUME / bytes.max(1)).clamp(SUMS.start, SUMS.end);
+    let wait = || backend.read_f32(probe.slice(0..1), &mut [0.0]);
+    (0..WARMUP).try_for_each(|_| sum(collective, x))?;
+    wait()?;
+    let start = Instant::now();
+    (0..sums).try_for_each(|_| sum(collective, x))?;
+    wait()?;
+    let seconds = start.elapsed().as_secs_f64();
+    collective.check()?;
+    Ok(seconds / sums as f64)
+}
+
+fn sum(collective: &mut dyn Collective, x: &Tensor) -> Result<()> {
+    collective.all_reduce(x.lend(0..x.len()), x.dtype())?;
+    Ok(collective.finish()?)
+}
+
+fn parts(len: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..len).step_by(CHUNK).map(move |first| first..len.min(first + CHUNK))
+}
+
+/// m: values are 0 to m - 1, and `world` of them add up to at most [`EXACT`].
+fn modulus(world: usize) -> usize {
+    (EXACT / world.max(1)).clamp(2, 8)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "small whole numbers")]
+fn value(i: usize, rank: usize, world: usize) -> f32 {
+    ((i + rank) % modulus(world)) as f32
+}
+
+fn expected(i: usize, world: usize) -> f32 {
+    (0..world).map(|rank| value(i, rank, world)).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+    use xlaunch_comm::{Ring, RingListener};
+    use xlaunch_engine::PoolMode;
+    use xlaunch_engine::cpu::CpuBackend;
+
+    use crate::bench::Unsummed;
+
+    const BENCH: [u64; 3] = [1, 1000, 3 << 20];
+
+    /// Wrong elements of every size on each of two ranks, with `wrap` around the ring.
+    fn wrong(wrap: fn(Ring) -> Box<dyn Collective>) -> Vec<Vec<u64>> {
+        let dir = tempfile::tempdir().unwrap();
+        let listeners: Vec<_> = (0..2).map(|rank| RingListener::bind(dir.path(), rank).unwrap()).collect();
+        let addresses: Vec<_> = listeners.iter().map(|listener| listener.address().to_string()).collect();
+        let rank = |rank: usize, listener: RingListener| {
+            let ring = Ring::connect(listener, rank, &addresses, Duration::from_secs(20)).unwrap();
+            let backend = BackendHandle::new(CpuBackend::new(1, PoolMode::On));
+            let bench = AllReduceBench { counts: BENCH.to_vec(), bf16: false };
+            let (mut collective, mut wrong) = (wrap(ring), Vec::new());
+            let report = |report: SumReport| {
+                assert!(report.seconds > 0.0);
+                wrong.push(report.wrong);
+            };
+            all_reduce(&bench, &backend, &mut *collective, report).unwrap();
+            collective.finalize().unwrap();
+            wrong
+        };
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = listeners
+                .into_iter()
+                .enumerate()
+                .map(|(index, listener)| scope.spawn(move || rank(index, listener)))
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn sums_are_exact_and_missing_ones_are_seen() {
+        assert_eq!(wrong(|ring| Box::new(ring)), vec![vec![0; 3]; 2]);
+        for (rank, found) in wrong(|ring| Box::new(Unsummed(Box::new(ring)))).iter().enumerate() {
+            // One of m elements is what it would be with the other rank's zero.
+            for (size, wrong) in BENCH.iter().zip(found).skip(1) {
+                assert!(wrong * 8 >= size * 7 - 8, "rank {rank}: {wrong} of {size}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_sum_is_a_whole_number_that_bf16_has() {
+        for world in [1, 2, 3, 8, 72, 128] {
+            assert!((0..64).all(|i| expected(i, world) <= 256.0), "{world} ranks");
+            assert!((0..64).any(|i| expected(i, world) > 0.0), "{world} ranks");
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! The worker's part of `xlaunch bench device`: what its device can do at best, measured once and kept.
+//!
+//! The file in the cache is named after the device, its threads (of a CPU), and the platform that the agent names: the
+//! GPU's driver, or the CPU's model.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use xlaunch_engine::{cache, calibrate};
+use xlaunch_proto::spec::Precision;
+use xlaunch_proto::v1::{Calibration, DeviceBench};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::error::Result;
+use crate::model::BackendHandle;
+
+/// Counts up when what is measured, or how, changes.
+const VERSION: u32 = 1;
+
+/// What lies in the cache; units as in [`Calibration`].
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+struct Rates {
+    fp32_product: f64,
+    tf32_product: f64,
+    bf16_product: f64,
+    copy_bytes: f64,
+    launch_seconds: f64,
+    round_trip_seconds: f64,
+}
+
+/// The rates of the device that `open` opens with an arithmetic: from the cache, unless they are to be refreshed or are
+/// not there.
+///
+/// # Errors
+/// Those of the device.
+pub(crate) fn device(
+    bench: &DeviceBench,
+    open: impl Fn(Precision) -> Result<BackendHandle>,
+) -> Result<Calibration> {
+    let fp32 = open(Precision::Fp32)?;
+    let info = fp32.device().clone();
+    let path = path(&info.name, &info.uuid, &bench.platform);
+    let kept = path.as_ref().filter(|_| !bench.refresh).and_then(|path| fs_err::read(path).ok());
+    let kept: Option<Rates> = kept.and_then(|json| serde_json::from_slice(&json).ok());
+    let cached = kept.is_some();
+    let rates = match kept {
+        Some(rates) => rates,
+        None => {
+            let rates = measure(fp32, open)?;
+            if let (Some(path), Ok(json)) = (path, serde_json::to_vec_pretty(&rates)) {
+                // A full or read-only disk: the next bench measures again.
+                let _ = cache::write(&path, &json);
+            }
+            rates
+        }
+    };
+    Ok(Calibration {
+        device_name: info.name,
+        fp32_product: rates.fp32_product,
+        tf32_product: rates.tf32_product,
+        bf16_product: rates.bf16_product,
+        copy_bytes: rates.copy_bytes,
+        launch_seconds: rates.launch_seconds,
+        round_trip_seconds: rates.round_trip_seconds,
+        cached,
+    })
+}
+
+/// One back end at a time: each holds its memory.
+fn measure(fp32: BackendHandle, open: impl Fn(Precision) -> Result<BackendHandle>) -> Result<Rates> {
+    let (launch_seconds, round_trip_seconds) = calibrate::latencies(&*fp32)?;
+    let gpu = fp32.cuda_stream().is_some();
+    let (fp32_product, copy_bytes) = (calibrate::product(&*fp32)?, calibrate::copy(&*fp32)?);
+    drop(fp32);
+    let product = |precision| -> Result<f64> {
+        if gpu { Ok(calibrate::product(&*open(precision)?)?) } else { Ok(0.0) }
+    };
+    let (tf32_product, bf16_product) = (product(Precision::Tf32)?, product(Precision::Bf16)?);
+    Ok(Rates { fp32_product, tf32_product, bf16_product, copy_bytes, launch_seconds, round_trip_seconds })
+}
+
+/// Where the rates of this device are kept; `None` without a cache.
+fn path(name: &str, uuid: &str, platform: &str) -> Option<PathBuf> {
+    let key = format!("{VERSION}\n{name}\n{uuid}\n{platform}");
+    Some(cache::dir()?.join(format!("device-{:016x}.json", xxh3_64(key.as_bytes()))))
+}
