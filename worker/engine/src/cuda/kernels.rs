@@ -253,7 +253,7 @@ impl Kernels {
             sharedMemBytes: size(launch.shared)?,
             hStream: stream.cu_stream(),
             attrs: &raw mut early,
-            numAttrs: u32::from(self.device.capability >= (9, 0) && std::env::var_os("XL_NOPDL").is_none()),
+            numAttrs: u32::from(self.device.capability >= (9, 0)),
         };
         let no_extra = std::ptr::null_mut();
         self.device.profiler.time(
