@@ -33,8 +33,6 @@ const GELU_EIGHTS: usize = 4;
 const CLASSIFIER_THREADS: u32 = 512;
 /// Threads of a row's embedding: each copies eight columns.
 const EMBED_THREADS: u32 = 128;
-/// Threads of a row's rotation: each turns eight pairs.
-const ROPE_THREADS: u32 = 64;
 /// Blocks of a sum's first stage.
 const SUM_BLOCKS: usize = 1024;
 
@@ -572,9 +570,12 @@ impl CudaBackend {
         let rows = s.batch * s.seq;
         self.act(qkv, rows * s.qkv_width());
         expect(table, DType::F32, s.seq * s.width);
-        let args = args![qkv, table, s.seq, s.heads + s.kv_heads, s.width, s.qkv_width(), direction];
+        let rotated = s.heads + s.kv_heads;
+        let threads = rows * rotated * (s.width / 2).div_ceil(8);
+        assert!(u32::try_from(threads).is_ok(), "{s:?} has more pairs than the kernel can count");
+        let args = args![qkv, table, rows, s.seq, rotated, s.width, s.qkv_width(), direction];
         // SAFETY: checked above.
-        unsafe { self.launch("rope", Launch::blocks(rows, ROPE_THREADS), args) }
+        unsafe { self.launch("rope", Launch::blocks(threads.div_ceil(THREADS as usize), THREADS), args) }
     }
 
     /// As many blocks of column sums as run at once, each over its share of the rows.
