@@ -29,7 +29,7 @@ TOKENS = 12_000_000
 def ours(binary, model, gpus, data, weights, precision):
     settings = {
         "data.train": [str(data)], "data.val_fraction": 0.0, "data.shuffle": False, "checkpoint.init": str(weights),
-        "train.batch": peer.BATCH, "train.lr": peer.LR, "train.schedule": "constant", "train.warmup": 0,
+        "train.batch": peer.BATCH, "train.lr": peer.LR, "train.schedule": "constant", "train.warmup": peer.WARMUP,
         "engine.precision": precision, "engine.device": "cuda",
     }
     command = [str(binary), "bench", "train", str(runner.ROOT / runner.MODELS[model]), "--json"]
