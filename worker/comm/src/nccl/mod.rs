@@ -9,6 +9,7 @@
 
 mod library;
 
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,7 +20,7 @@ use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys::CUevent_flags};
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
 use xlaunch_pool::{DType, Loan, Space};
 
-use crate::collective::{AbortHandle, Collective, CommError, Result};
+use crate::collective::{AbortHandle, Collective, CommError, Result, expect_parts};
 use library::Library;
 
 /// Time between looks at NCCL's asynchronous errors.
@@ -131,22 +132,22 @@ impl Nccl {
         self.stream.wait(&self.written).map_err(cuda)
     }
 
-    /// Calls NCCL on the lent memory and keeps the loan.
-    fn enqueue(
+    /// Calls NCCL on the lent memory and keeps the loans.
+    fn enqueue<const N: usize>(
         &mut self,
         what: &'static str,
-        loan: Loan,
-        call: impl FnOnce(&Library, ncclComm_t, u64) -> ncclResult_t,
+        loans: [Loan; N],
+        call: impl FnOnce(&Library, ncclComm_t, [*mut c_void; N]) -> ncclResult_t,
     ) -> Result<()> {
-        assert!(loan.space() == Space::Cuda, "NCCL sums device memory");
+        assert!(loans.iter().all(|loan| loan.space() == Space::Cuda), "NCCL works on device memory");
         self.check()?;
         self.after_compute()?;
         let shared = &self.shared;
         let result = {
             let _calls = shared.calls.lock().unwrap_or_else(PoisonError::into_inner);
-            call(shared.library, shared.comm.0, loan.address())
+            call(shared.library, shared.comm.0, loans.each_ref().map(|loan| loan.address() as *mut c_void))
         };
-        self.loans.push(loan);
+        self.loans.extend(loans);
         self.check()?;
         self.shared.library.check(what, result)
     }
@@ -162,30 +163,41 @@ impl Collective for Nccl {
     }
 
     fn all_reduce(&mut self, elements: Loan, dtype: DType) -> Result<()> {
-        let kind = match dtype {
-            DType::F32 => ncclDataType_t::ncclFloat32,
-            DType::Bf16 => ncclDataType_t::ncclBfloat16,
-            other => panic!("sums of {} are not defined", other.name()),
-        };
-        let (count, stream) = (elements.bytes() / dtype.size(), self.stream.cu_stream());
-        self.enqueue("failed to sum", elements, |library, comm, address| {
-            let data = address as *mut std::ffi::c_void;
+        let (count, stream) = (elements.bytes() / dtype.size(), self.stream.cu_stream().cast());
+        let (kind, sum) = (data_type(dtype), ncclRedOp_t::ncclSum);
+        self.enqueue("failed to sum", [elements], |library, comm, [data]| {
             // SAFETY: the loan keeps `count` elements of device memory alive and unused by others until `finish`, which
             // orders the compute stream behind this; in place is allowed; the stream lives as long as `self`.
-            unsafe {
-                (library.all_reduce)(data, data, count, kind, ncclRedOp_t::ncclSum, comm, stream.cast())
-            }
+            unsafe { (library.all_reduce)(data, data, count, kind, sum, comm, stream) }
+        })
+    }
+
+    fn reduce_scatter(&mut self, from: Loan, into: Loan, dtype: DType) -> Result<()> {
+        expect_parts(&from, &into, self.world);
+        let (count, stream) = (into.bytes() / dtype.size(), self.stream.cu_stream().cast());
+        let (kind, sum) = (data_type(dtype), ncclRedOp_t::ncclSum);
+        self.enqueue("failed to sum", [from, into], |library, comm, [from, into]| {
+            // SAFETY: as in `all_reduce`; `into` has `count` elements, `from` as many for every rank, and two loans do not
+            // overlap.
+            unsafe { (library.reduce_scatter)(from, into, count, kind, sum, comm, stream) }
+        })
+    }
+
+    fn all_gather(&mut self, from: Loan, into: Loan) -> Result<()> {
+        expect_parts(&into, &from, self.world);
+        let (bytes, stream) = (from.bytes(), self.stream.cu_stream().cast());
+        self.enqueue("failed to gather", [from, into], |library, comm, [from, into]| {
+            // SAFETY: as in `reduce_scatter`, with bytes as elements and the roles of the two changed.
+            unsafe { (library.all_gather)(from, into, bytes, ncclDataType_t::ncclUint8, comm, stream) }
         })
     }
 
     fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()> {
-        let (bytes, stream) = (elements.bytes(), self.stream.cu_stream());
-        self.enqueue("failed to broadcast", elements, |library, comm, address| {
-            let (data, root) = (address as *mut std::ffi::c_void, library::int(root));
+        let (bytes, stream) = (elements.bytes(), self.stream.cu_stream().cast());
+        let (kind, root) = (ncclDataType_t::ncclUint8, library::int(root));
+        self.enqueue("failed to broadcast", [elements], |library, comm, [data]| {
             // SAFETY: as in `all_reduce`, with bytes as elements.
-            unsafe {
-                (library.broadcast)(data, data, bytes, ncclDataType_t::ncclUint8, root, comm, stream.cast())
-            }
+            unsafe { (library.broadcast)(data, data, bytes, kind, root, comm, stream) }
         })
     }
 
@@ -235,6 +247,15 @@ impl Collective for Nccl {
         // SAFETY: as above; the handle is not used again.
         let result = unsafe { (shared.library.comm_destroy)(shared.comm.0) };
         shared.library.check("failed to free the communicator", result)
+    }
+}
+
+/// NCCL's name for what is summed.
+fn data_type(dtype: DType) -> ncclDataType_t {
+    match dtype {
+        DType::F32 => ncclDataType_t::ncclFloat32,
+        DType::Bf16 => ncclDataType_t::ncclBfloat16,
+        other => panic!("sums of {} are not defined", other.name()),
     }
 }
 

@@ -4,9 +4,10 @@
 //! trainer thread --loans--> comm thread: reduce-scatter, all-gather --socket--> next rank
 //!                                                                   <--socket-- previous rank
 //! ```
-//! The elements are cut into as many chunks as there are ranks. Chunk c starts at rank c and travels the ring once while
-//! each rank adds its own part, `x[c+n-1] + (... + (x[c+1] + x[c]))`, then once more as the finished sum. Each sum is
-//! formed once, in an order that depends on nothing but the ranks, and copied: all ranks end with the same bytes.
+//! The elements are cut into as many chunks as there are ranks. Chunk c starts at rank c + 1 and travels the ring once
+//! while each rank adds its own part, `x[c] + (x[c-1] + ... + (x[c+2] + x[c+1]))`, so that its sum is finished at rank c;
+//! then it travels once more to all others. Each sum is formed once, in an order that depends on nothing but the ranks,
+//! and copied: all ranks end with the same bytes. Each way of the two is also there alone, and gives the same bits.
 
 mod connect;
 mod thread;
@@ -21,7 +22,7 @@ use std::time::Duration;
 
 use xlaunch_pool::{DType, Loan};
 
-use crate::collective::{AbortHandle, Collective, CommError, Result};
+use crate::collective::{AbortHandle, Collective, CommError, Result, expect_parts};
 pub use connect::RingListener;
 use thread::Job;
 use wire::Socket;
@@ -113,6 +114,16 @@ impl Collective for Ring {
 
     fn all_reduce(&mut self, elements: Loan, dtype: DType) -> Result<()> {
         self.submit(Job::AllReduce(elements, dtype))
+    }
+
+    fn reduce_scatter(&mut self, from: Loan, into: Loan, dtype: DType) -> Result<()> {
+        expect_parts(&from, &into, self.world);
+        self.submit(Job::ReduceScatter(from, into, dtype))
+    }
+
+    fn all_gather(&mut self, from: Loan, into: Loan) -> Result<()> {
+        expect_parts(&into, &from, self.world);
+        self.submit(Job::AllGather(from, into))
     }
 
     fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()> {
