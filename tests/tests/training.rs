@@ -5,6 +5,7 @@ use rustix::process::Signal;
 use xlaunch_tests::Job;
 
 const MODEL: &str = "model.safetensors";
+const OPTIMIZER: &str = "optimizer-00000-of-00001.safetensors";
 
 #[test]
 fn a_run_reports_steps_and_leaves_metrics_a_checkpoint_and_a_sample() {
@@ -143,6 +144,95 @@ fn interrupted_and_resumed_is_uninterrupted_bit_for_bit() {
     parts.run_well(&[&args[..], &["--resume"]].concat());
     assert_eq!([before, parts.losses()].concat(), whole.losses());
     assert!(parts.checkpoint(400, MODEL) == whole.checkpoint(400, MODEL));
+}
+
+const SHARED: &str = "comm.shard_optimizer=true";
+
+/// Runs with `settings`; whatever ranks share, all must end with the same parameters.
+fn train(job: &Job, ranks: &str, settings: &[&str]) {
+    let settings = settings.iter().chain(&["observe.check_replicas=true"]).flat_map(|set| ["--set", set]);
+    let run = job.run_well(&["--nproc", ranks].into_iter().chain(settings).collect::<Vec<_>>());
+    assert!(run.stdout.contains("largest parameter difference 0e0"), "{}", run.stdout);
+}
+
+#[test]
+fn a_shared_optimizer_changes_no_bit_where_no_norm_is_taken_and_no_loss_where_one_is() {
+    for ranks in ["2", "4"] {
+        for model in ["model.arch=\"llama\"", "model.arch=\"gpt2\""] {
+            // Small buckets, so that there are several.
+            let (bucket, batch) = ("comm.bucket_mb=0.02", "train.batch=2");
+            let run = |settings: &[&str]| {
+                let job = Job::new();
+                train(&job, ranks, &[&[model, bucket, batch, "train.accumulate=2"], settings].concat());
+                let norms =
+                    job.metrics().iter().filter_map(|line| line["train/grad_norm"].as_f64()).collect();
+                ([job.losses(), norms], [MODEL, OPTIMIZER].map(|file| job.checkpoint(8, file)))
+            };
+            let (shared, whole) = (run(&[SHARED, "train.clip=0.0"]), run(&["train.clip=0.0"]));
+            assert!(shared.0[0] == whole.0[0] && shared.1 == whole.1, "{ranks} ranks, {model}");
+            // Ranks' parts of the norm are rounded before they are added up.
+            let (shared, whole): ([Vec<f64>; 2], [Vec<f64>; 2]) = (run(&[SHARED]).0, run(&[]).0);
+            assert!(whole[1].iter().any(|norm| *norm > 1.0), "clipping has something to do: {whole:?}");
+            for (a, b) in shared.iter().flatten().zip(whole.iter().flatten()) {
+                assert!((a - b).abs() <= 1e-6 * b, "{ranks} ranks, {model}: {shared:?} and {whole:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_shared_optimizer_and_a_whole_one_go_on_from_each_others_checkpoints() {
+    let common = ["train.clip=0.0", "train.steps=8", "checkpoint.every=4"];
+    let whole = Job::new();
+    train(&whole, "2", &common);
+    for (before, after) in [(true, false), (false, true), (true, true)] {
+        let job = Job::new();
+        let way = |shared: bool| format!("comm.shard_optimizer={shared}");
+        train(&job, "2", &[&common[..], &[&way(before)]].concat());
+        let four = job.latest().join("checkpoints/step-00000004").display().to_string();
+        let resume = format!("checkpoint.resume={four:?}");
+        train(&job, "2", &[&common[..], &[&way(after), &resume]].concat());
+        assert_eq!(job.losses(), whole.losses()[4..], "shared before {before}, after {after}");
+        for file in [MODEL, OPTIMIZER] {
+            assert!(job.checkpoint(8, file) == whole.checkpoint(8, file), "{file}: {before}, {after}");
+        }
+        if before {
+            // The same batch by one rank: equal but for the order of sums.
+            train(&job, "1", &[&common[..], &[&resume, "train.batch=8"]].concat());
+            for (a, b) in job.losses().iter().zip(&whole.losses()[4..]) {
+                assert!((a - b).abs() <= 1e-6 * b, "by one rank: {a} and {b}");
+            }
+        }
+    }
+}
+
+#[test]
+fn stopping_and_evaluating_ranks_that_share_work_is_as_ever() {
+    let args = ["--nproc", "2", "--set", SHARED, "--set", "train.steps=400", "--set", "train.eval_every=100"];
+    let whole = Job::new();
+    whole.run_well(&args);
+    assert_eq!(whole.metrics().iter().filter(|line| line["val/loss"].is_f64()).count(), 4);
+
+    let parts = Job::new();
+    let first = parts.start(&args);
+    first.wait_for_stderr("step 1/");
+    first.signal(Signal::INT);
+    let first = first.finish();
+    assert_eq!(first.code, 143, "{}", first.stderr);
+    let before = parts.losses();
+    assert!(before.len() < 400, "it ended before the signal came");
+    parts.run_well(&[&args[..], &["--resume"]].concat());
+    assert_eq!([before, parts.losses()].concat(), whole.losses());
+    assert!(parts.checkpoint(400, MODEL) == whole.checkpoint(400, MODEL));
+}
+
+#[test]
+fn ranks_that_cannot_share_equally_are_refused() {
+    let run = Job::new().run(&["--nproc", "3", "--set", SHARED]);
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    for text in ["comm.shard_optimizer", "3 ranks", "1, 2, 4 or 8"] {
+        assert!(run.stderr.contains(text), "{text} in {}", run.stderr);
+    }
 }
 
 #[test]
