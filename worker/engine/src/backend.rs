@@ -309,21 +309,28 @@ pub trait Backend {
         acc: Accumulate,
     ) -> Result<()>;
 
-    /// Rotates the query and key heads of `qkv` `[B,T,(H+2Hkv)D]`, in place. Pairs are (i, i + D/2); the angle of pair i at
-    /// position t is `t / 10000^(2 i / D)`; `table` F32 `[T, D]` holds D/2 cosines, then D/2 sines, per position.
-    fn rope_fwd(&self, s: AttentionShape, qkv: Slice<'_>, table: Slice<'_>) -> Result<()>;
+    /// Causal attention of `qkv` `[B,T,(H+2Hkv)D]`: out `[B,T,H D]`; lse F32 `[B,H,T]` keeps the logarithm of each row's sum of
+    /// exponentials.
+    ///
+    /// With `rope`, query and key heads are first turned by their positions. Pairs are (i, i + D/2); rope F32 `[T, D]` holds,
+    /// per position, D/2 cosines of the pairs' angles, then D/2 sines. Whether that happens in place is the back end's
+    /// affair: backward takes `qkv` as forward leaves it.
+    fn attention_fwd(
+        &self,
+        s: AttentionShape,
+        qkv: Slice<'_>,
+        rope: Option<Slice<'_>>,
+        out: Slice<'_>,
+        lse: Slice<'_>,
+    ) -> Result<()>;
 
-    /// Rotates the gradients back, in place.
-    fn rope_bwd(&self, s: AttentionShape, dqkv: Slice<'_>, table: Slice<'_>) -> Result<()>;
-
-    /// Causal attention: out `[B,T,H D]`; lse F32 `[B,H,T]` keeps the logarithm of each row's sum of exponentials.
-    fn attention_fwd(&self, s: AttentionShape, qkv: Slice<'_>, out: Slice<'_>, lse: Slice<'_>) -> Result<()>;
-
-    /// Its backward: dqkv `[B,T,(H+2Hkv)D]` from dout `[B,T,H D]`.
+    /// Its backward: dqkv `[B,T,(H+2Hkv)D]`, the gradient of what forward was given, from dout `[B,T,H D]`.
+    #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
     fn attention_bwd(
         &self,
         s: AttentionShape,
         qkv: Slice<'_>,
+        rope: Option<Slice<'_>>,
         out: Slice<'_>,
         dout: Slice<'_>,
         lse: Slice<'_>,

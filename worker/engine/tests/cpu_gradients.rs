@@ -112,17 +112,17 @@ fn linear() {
 }
 
 #[test]
-fn rope_and_attention() {
+fn attention_with_and_without_turns() {
     for (seq, heads, kv_heads) in [(9, 2, 2), (70, 2, 1)] {
         let s = AttentionShape { batch: 1, seq, heads, kv_heads, width: 8 };
         let len = seq * s.qkv_width();
         let (qkv, dout) = (random(14, len), random(15, seq * heads * 8));
         with_cpu(|ops| {
-            let run = |qkv: &[f32]| ops.attention(s, qkv, &dout);
-            check("dqkv", &qkv, &dout, get(&run(&qkv), "dqkv"), |qkv| get(&run(qkv), "out").to_vec());
-            let (table, dqkv) = (random(16, seq * 8), random(17, len));
-            let rope = |qkv: &[f32]| ops.rope(s, qkv, &table, &dqkv);
-            check("rope", &qkv, &dqkv, get(&rope(&qkv), "dqkv"), |qkv| get(&rope(qkv), "qkv").to_vec());
+            let table = random(16, seq * 8);
+            for table in [None, Some(table.as_slice())] {
+                let run = |qkv: &[f32]| ops.attention(s, qkv, table, &dout);
+                check("dqkv", &qkv, &dout, get(&run(&qkv), "dqkv"), |qkv| get(&run(qkv), "out").to_vec());
+            }
         });
     }
 }
@@ -132,9 +132,9 @@ fn attention_sees_no_later_token() {
     let s = AttentionShape { batch: 1, seq: 70, heads: 1, kv_heads: 1, width: 8 };
     let (mut qkv, dout) = (random(18, 70 * 24), vec![0.0; 70 * 8]);
     with_cpu(|ops| {
-        let before = ops.attention(s, &qkv, &dout);
+        let before = ops.attention(s, &qkv, None, &dout);
         qkv[66 * 24..].iter_mut().for_each(|x| *x += 1.0);
-        let after = ops.attention(s, &qkv, &dout);
+        let after = ops.attention(s, &qkv, None, &dout);
         assert_eq!(get(&before, "out")[..66 * 8], get(&after, "out")[..66 * 8]);
         assert_ne!(get(&before, "out")[66 * 8..], get(&after, "out")[66 * 8..]);
     });

@@ -17,7 +17,7 @@ use common::{Ops, cases, distance};
 use half::bf16;
 use xlaunch_engine::cpu::CpuBackend;
 use xlaunch_engine::cuda::{CudaBackend, CudaOptions};
-use xlaunch_engine::{AttentionShape, Backend, DType, EngineError, PoolMode, Precision};
+use xlaunch_engine::{AttentionShape, Backend, DType, EngineError, KernelTime, PoolMode, Precision};
 
 /// Without cuDNN if `own` says so, so that every path is tested.
 fn gpu(precision: Precision, mode: PoolMode, own: bool) -> Option<CudaBackend> {
@@ -145,7 +145,7 @@ fn times(backend: &CudaBackend, s: AttentionShape) -> ([f64; 2], String) {
             .map(|round| {
                 backend.begin_profile();
                 (0..CALLS).for_each(|_| call());
-                let times = backend.end_profile().unwrap();
+                let times = KernelTime::by_name(&backend.end_profile().unwrap());
                 if round == 0 {
                     names.extend(times.iter().map(|time| time.name.clone()));
                 }
@@ -157,9 +157,9 @@ fn times(backend: &CudaBackend, s: AttentionShape) -> ([f64; 2], String) {
         rounds.sort_by(f64::total_cmp);
         rounds[ROUNDS / 2]
     };
-    let forward = median(&|| backend.attention_fwd(s, qkv.all(), out.all(), lse.all()).unwrap());
+    let forward = median(&|| backend.attention_fwd(s, qkv.all(), None, out.all(), lse.all()).unwrap());
     let backward = median(&|| {
-        backend.attention_bwd(s, qkv.all(), out.all(), dout.all(), lse.all(), dqkv.all()).unwrap();
+        backend.attention_bwd(s, qkv.all(), None, out.all(), dout.all(), lse.all(), dqkv.all()).unwrap();
     });
     ([forward, backward], names.join(", "))
 }

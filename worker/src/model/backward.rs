@@ -90,11 +90,7 @@ impl Model {
         let dqkv = self.activation(block.qkv.len())?;
         let attention = self.attention_shape(rows);
         let (qkv, att, lse) = (block.qkv.all(), block.att.all(), block.lse.all());
-        self.backend.attention_bwd(attention, qkv, att, datt.all(), lse, dqkv.all())?;
-        if let Some(table) = &self.rope {
-            let table = table.slice(0..rows.seq * shape.head_width());
-            self.backend.rope_bwd(attention, dqkv.all(), table)?;
-        }
+        self.backend.attention_bwd(attention, qkv, self.rope(rows), att, datt.all(), lse, dqkv.all())?;
         let (sizes, dbias) = ((shape.dim, shape.qkv_width()), bias_in(grads, &params.qkv));
         let dy = self.linear_bwd(rows, &dqkv, &block.ln1.y, &params.qkv, sizes, dbias, grads, acc)?;
         let added = below.map(|block| &block.out);

@@ -29,7 +29,7 @@ pub(super) struct Normed {
 #[derive(Debug)]
 pub(super) struct Block {
     pub(super) ln1: Normed,
-    /// `[B, T, (H + 2 Hkv) D]`, rotated.
+    /// `[B, T, (H + 2 Hkv) D]`, as attention left it.
     pub(super) qkv: Tensor,
     /// `[B, T, H D]`.
     pub(super) att: Tensor,
@@ -108,13 +108,10 @@ impl Model {
     ) -> Result<(Block, Normed)> {
         let (n, shape) = (rows.count(), &self.shape);
         let qkv = self.linear(rows, &ln1.y, &params.qkv, shape.dim, shape.qkv_width())?;
-        if let Some(table) = &self.rope {
-            let width = shape.head_width();
-            self.backend.rope_fwd(self.attention_shape(rows), qkv.all(), table.slice(0..rows.seq * width))?;
-        }
         let att = self.activation(n * shape.dim)?;
         let lse = self.backend.alloc(DType::F32, n * shape.heads)?;
-        self.backend.attention_fwd(self.attention_shape(rows), qkv.all(), att.all(), lse.all())?;
+        let rope = self.rope(rows);
+        self.backend.attention_fwd(self.attention_shape(rows), qkv.all(), rope, att.all(), lse.all())?;
         let branch = self.linear(rows, &att, &params.proj, shape.dim, shape.dim)?;
         let ln2 = self.add_norm(rows, &ln1.x, branch, &params.ln2)?;
 

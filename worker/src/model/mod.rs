@@ -148,6 +148,11 @@ impl Model {
         }
     }
 
+    /// The part of the rotary table for these positions.
+    fn rope(&self, rows: Rows) -> Option<Slice<'_>> {
+        self.rope.as_ref().map(|table| table.slice(0..rows.seq * self.shape.head_width()))
+    }
+
     fn linear_shape(rows: Rows, inputs: usize, outputs: usize) -> LinearShape {
         LinearShape { rows: rows.count(), inputs, outputs }
     }

@@ -219,24 +219,25 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn rope_fwd(&self, s: AttentionShape, qkv: Slice<'_>, table: Slice<'_>) -> Result<()> {
-        let a = Access::new("rope_fwd");
-        let qkv = a.write(qkv, s.batch * s.seq * s.qkv_width());
-        rope::rotate(&self.threads, s, qkv, a.read(table, s.seq * s.width), 1.0);
-        Ok(())
-    }
-
-    fn rope_bwd(&self, s: AttentionShape, dqkv: Slice<'_>, table: Slice<'_>) -> Result<()> {
-        let a = Access::new("rope_bwd");
-        let dqkv = a.write(dqkv, s.batch * s.seq * s.qkv_width());
-        rope::rotate(&self.threads, s, dqkv, a.read(table, s.seq * s.width), -1.0);
-        Ok(())
-    }
-
-    fn attention_fwd(&self, s: AttentionShape, qkv: Slice<'_>, out: Slice<'_>, lse: Slice<'_>) -> Result<()> {
+    fn attention_fwd(
+        &self,
+        s: AttentionShape,
+        qkv: Slice<'_>,
+        rope: Option<Slice<'_>>,
+        out: Slice<'_>,
+        lse: Slice<'_>,
+    ) -> Result<()> {
         let (a, rows) = (Access::new("attention_fwd"), s.batch * s.seq);
         let (out, lse) = (a.write(out, rows * s.heads * s.width), a.write(lse, rows * s.heads));
-        attention::fwd(&self.threads, s, a.read(qkv, rows * s.qkv_width()), out, lse);
+        let qkv = match rope {
+            Some(table) => {
+                let qkv = a.write(qkv, rows * s.qkv_width());
+                rope::rotate(&self.threads, s, qkv, a.read(table, s.seq * s.width), 1.0);
+                qkv
+            }
+            None => a.read(qkv, rows * s.qkv_width()),
+        };
+        attention::fwd(&self.threads, s, qkv, out, lse);
         Ok(())
     }
 
@@ -244,6 +245,7 @@ impl Backend for CpuBackend {
         &self,
         s: AttentionShape,
         qkv: Slice<'_>,
+        rope: Option<Slice<'_>>,
         out: Slice<'_>,
         dout: Slice<'_>,
         lse: Slice<'_>,
@@ -254,6 +256,9 @@ impl Backend for CpuBackend {
         let (out, dout, lse) = (a.read(out, len), a.read(dout, len), a.read(lse, rows * s.heads));
         let (qkv, dqkv) = (a.read(qkv, rows * s.qkv_width()), a.write(dqkv, rows * s.qkv_width()));
         attention::bwd(&self.threads, s, qkv, out, dout, lse, dqkv);
+        if let Some(table) = rope {
+            rope::rotate(&self.threads, s, dqkv, a.read(table, s.seq * s.width), -1.0);
+        }
         Ok(())
     }
 

@@ -23,7 +23,10 @@ use crate::tensor::Slice;
 
 macro_rules! source {
     ($file:literal) => {
-        $crate::cuda::compile::Source { file: $file, text: include_str!(concat!("../kernels/", $file)) }
+        $crate::cuda::compile::Source {
+            file: $file,
+            text: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/kernels/", $file)),
+        }
     };
 }
 pub(super) use source;
@@ -99,6 +102,12 @@ impl From<bool> for Arg {
         Self::Flag(flag)
     }
 }
+
+/// The arguments of a kernel, each turned into what it is passed as.
+macro_rules! args {
+    ($($arg:expr),* $(,)?) => { &[$($crate::cuda::kernels::Arg::from($arg)),*] };
+}
+pub(super) use args;
 
 /// How many threads run a kernel.
 #[derive(Clone, Copy, Debug)]

@@ -6,10 +6,8 @@ use cudarc::driver::{CudaStream, result};
 use half::bf16;
 use xlaunch_pool::{DType, Pool};
 
-use super::attention::Kernel;
-use super::cudnn::{Direction, Operands};
 use super::gemm::{plain, transposed};
-use super::kernels::{Arg, Launch};
+use super::kernels::{Launch, args};
 use super::staging::cuda;
 use super::{CudaBackend, Graph, THREADS, expect, expect_grad, graph, is_bf16};
 use crate::backend::{Backend, DeviceInfo, KernelSpan, Reading, Result};
@@ -33,15 +31,8 @@ const GELU_EIGHTS: usize = 4;
 const CLASSIFIER_THREADS: u32 = 512;
 /// Threads of a row's embedding: each copies eight columns.
 const EMBED_THREADS: u32 = 128;
-/// Threads of a row's rotation: each turns eight pairs.
-const ROPE_THREADS: u32 = 64;
 /// Blocks of a sum's first stage.
 const SUM_BLOCKS: usize = 1024;
-
-/// The arguments of a kernel, each turned into what it is passed as.
-macro_rules! args {
-    ($($arg:expr),* $(,)?) => { &[$(Arg::from($arg)),*] };
-}
 
 impl Backend for CudaBackend {
     fn begin_profile(&self) {
@@ -309,76 +300,28 @@ impl Backend for CudaBackend {
         self.column_sum_final(&partials, launch.grid.1, s.outputs, &[dbias], acc)
     }
 
-    fn rope_fwd(&self, s: AttentionShape, qkv: Slice<'_>, table: Slice<'_>) -> Result<()> {
-        self.rope(s, qkv, table, 1.0)
-    }
-
-    fn rope_bwd(&self, s: AttentionShape, dqkv: Slice<'_>, table: Slice<'_>) -> Result<()> {
-        self.rope(s, dqkv, table, -1.0)
-    }
-
-    fn attention_fwd(&self, s: AttentionShape, qkv: Slice<'_>, out: Slice<'_>, lse: Slice<'_>) -> Result<()> {
-        let rows = s.batch * s.seq;
-        self.act(qkv, rows * s.qkv_width());
-        self.act(out, rows * s.heads * s.width);
-        expect(lse, DType::F32, rows * s.heads);
-        let (path, args) =
-            (self.kernels.attention(s.width), args![qkv, out, lse, s.seq, s.heads, s.kv_heads, s.scale()]);
-        if path.keeps_whole(s, Direction::Forward) {
-            self.fallback.took(Direction::Forward.operation(), s, "own kernels for whole heads", None);
-            let launch = path.launch(Kernel::FwdWhole, s);
-            // SAFETY: checked above.
-            return unsafe { self.kernels.launch_attention("attention_fwd_whole", s.width, launch, args) };
-        }
-        if let Some(plan) = self.cudnn_plan(s, Direction::Forward) {
-            let [qkv, out, lse] = [qkv, out, lse].map(Slice::address);
-            let operands = Operands { qkv, out, lse, dout: 0, dqkv: 0 };
-            // SAFETY: checked above.
-            return unsafe { self.cudnn_execute(&plan, Direction::Forward, &operands) };
-        }
-        // SAFETY: checked above.
-        unsafe { self.kernels.launch_attention("attention_fwd", s.width, path.launch(Kernel::Fwd, s), args) }
+    fn attention_fwd(
+        &self,
+        s: AttentionShape,
+        qkv: Slice<'_>,
+        rope: Option<Slice<'_>>,
+        out: Slice<'_>,
+        lse: Slice<'_>,
+    ) -> Result<()> {
+        self.attention_forward(s, qkv, rope, out, lse)
     }
 
     fn attention_bwd(
         &self,
         s: AttentionShape,
         qkv: Slice<'_>,
+        rope: Option<Slice<'_>>,
         out: Slice<'_>,
         dout: Slice<'_>,
         lse: Slice<'_>,
         dqkv: Slice<'_>,
     ) -> Result<()> {
-        let rows = s.batch * s.seq;
-        [qkv, dqkv].into_iter().for_each(|x| self.act(x, rows * s.qkv_width()));
-        [out, dout].into_iter().for_each(|x| self.act(x, rows * s.heads * s.width));
-        expect(lse, DType::F32, rows * s.heads);
-        let path = self.kernels.attention(s.width);
-        if path.keeps_whole(s, Direction::Backward) {
-            self.fallback.took(Direction::Backward.operation(), s, "own kernels for whole heads", None);
-            let args = args![qkv, out, dout, lse, dqkv, s.seq, s.heads, s.scale()];
-            let launch = path.launch(Kernel::BwdWhole, s);
-            // SAFETY: checked above; each block writes its head's parts of dqkv.
-            return unsafe { self.kernels.launch_attention("attention_bwd_whole", s.width, launch, args) };
-        }
-        if let Some(plan) = self.cudnn_plan(s, Direction::Backward) {
-            let [qkv, out, lse, dout, dqkv] = [qkv, out, lse, dout, dqkv].map(Slice::address);
-            let operands = Operands { qkv, out, lse, dout, dqkv };
-            // SAFETY: checked above.
-            return unsafe { self.cudnn_execute(&plan, Direction::Backward, &operands) };
-        }
-        let delta = self.alloc(DType::F32, rows * s.heads)?;
-        let delta_launch = path.delta_launch(rows * s.heads);
-        let delta_args = args![out, dout, delta.all(), s.batch, s.seq, s.heads];
-        let args = args![qkv, dout, lse, delta.all(), dqkv, s.seq, s.heads, s.kv_heads, s.scale()];
-        // SAFETY: checked above; delta has one float per row and head; the last two write disjoint parts of dqkv.
-        unsafe {
-            self.kernels.launch_attention("attention_bwd_delta", s.width, delta_launch, delta_args)?;
-            let launch = path.launch(Kernel::BwdQueries, s);
-            self.kernels.launch_attention("attention_bwd_queries", s.width, launch, args)?;
-            let launch = path.launch(Kernel::BwdKeys, s);
-            self.kernels.launch_attention("attention_bwd_keys", s.width, launch, args)
-        }
+        self.attention_backward(s, qkv, rope, out, dout, lse, dqkv)
     }
 
     fn gelu_fwd(&self, h: Slice<'_>, a: Slice<'_>) -> Result<()> {
@@ -566,15 +509,6 @@ impl CudaBackend {
             self.launch("embed_places", each_row, args![tokens, starts.all(), placed, order, rows])?;
             self.launch("embed_bwd_tokens", Launch::blocks(rows.min(at_once), 512), args)
         }
-    }
-
-    fn rope(&self, s: AttentionShape, qkv: Slice<'_>, table: Slice<'_>, direction: f32) -> Result<()> {
-        let rows = s.batch * s.seq;
-        self.act(qkv, rows * s.qkv_width());
-        expect(table, DType::F32, s.seq * s.width);
-        let args = args![qkv, table, s.seq, s.heads + s.kv_heads, s.width, s.qkv_width(), direction];
-        // SAFETY: checked above.
-        unsafe { self.launch("rope", Launch::blocks(rows, ROPE_THREADS), args) }
     }
 
     /// As many blocks of column sums as run at once, each over its share of the rows.

@@ -490,14 +490,55 @@ __device__ inline int tile_of(int round) {
     return round * WARPS + (round % 2 ? WARPS - 1 - warp : warp);
 }
 
-// Forward for sequences of at most WHOLE tokens. Grid: (H, B). Shared: a head's q, k and v.
+// Turns a head's queries or keys in shared memory by their positions, if there is a table (as in rope.cu).
+__device__ inline void turn(bf16* x, const float* table, i64 seq) {
+    constexpr int CHUNKS = WIDTH / 16;
+    if (!table) return;
+    for (int i = threadIdx.x; i < seq * CHUNKS; i += THREADS) {
+        int r = i / CHUNKS, c = i % CHUNKS;
+        const float* angles = table + r * WIDTH + c * 8;
+        bf16 *low = x + at(r, c), *high = x + at(r, c + CHUNKS);
+        Eight cosine = unpack(fetch8(angles)), sine = unpack(fetch8(angles + WIDTH / 2));
+        Eight a = unpack(fetch8(low)), b = unpack(fetch8(high)), turned_a, turned_b;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            turned_a.x[j] = a.x[j] * cosine.x[j] - b.x[j] * sine.x[j];
+            turned_b.x[j] = b.x[j] * cosine.x[j] + a.x[j] * sine.x[j];
+        }
+        store8(low, turned_a);
+        store8(high, turned_b);
+    }
+}
+
+// Turns gradients of this warp's rows, from row `first`, back. Both of a pair are in one thread.
+template <int M>
+__device__ inline void turn_back(float (&c)[M][WIDTH / 8][4], const float* table, int first, i64 seq) {
+    if (!table) return;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int row = first + row_of(m, i);
+            if (row >= seq) continue;
+#pragma unroll
+            for (int n = 0; n < WIDTH / 16; n++) {
+                const float* angle = table + row * WIDTH + column_of(n, i);
+                float cosine = angle[0], sine = angle[WIDTH / 2], a = c[m][n][i], b = c[m][n + WIDTH / 16][i];
+                c[m][n][i] = a * cosine + b * sine;
+                c[m][n + WIDTH / 16][i] = b * cosine - a * sine;
+            }
+        }
+}
+
+// Forward for sequences of at most WHOLE tokens, with as many key heads as query heads. Grid: (H, B). Shared: a head's q, k
+// and v.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-    attention_fwd_whole(const bf16* qkv, bf16* out, float* lse, i64 seq, i64 heads, i64 kv_heads, float scale) {
+    attention_fwd_whole(const bf16* qkv, const float* table, bf16* out, float* lse, i64 seq, i64 heads, float scale) {
     after_the_kernel_before();
     constexpr int M = 2, N = WHOLE_FWD_COLS / 8, ROWS = 16 * M;
     extern __shared__ float4 memory[];
     bf16 *q = (bf16*)memory, *k = q + WHOLE * WIDTH, *v = k + WHOLE * WIDTH;
-    Place place = {seq, heads, kv_heads};
+    Place place = {seq, heads, heads};
     i64 head = blockIdx.x, row = place.row(), width = heads * WIDTH;
     qkv += blockIdx.y * seq * row;
     out += blockIdx.y * seq * width + head * WIDTH;
@@ -507,6 +548,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     fetch<WHOLE>(v, qkv + place.v_at(head), row, 0, seq);
     fetched();
     wait_for_tiles<0>();
+    turn(q, table, seq);
+    turn(k, table, seq);
+    __syncthreads();
     int tiles = ((int)seq + ROWS - 1) / ROWS;
     float scale_2 = scale * LOG2E;
     for (int round = 0; round * WARPS < tiles; round++) {
@@ -526,8 +570,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
 // head's q, k, v and dout, lse and delta. Scores are formed twice, once by owners of keys and once by owners of queries, so
 // that nothing is added by two.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
-    attention_bwd_whole(const bf16* qkv, const bf16* out, const bf16* dout, const float* lse, bf16* dqkv, i64 seq,
-                        i64 heads, float scale) {
+    attention_bwd_whole(const bf16* qkv, const float* table, const bf16* out, const bf16* dout, const float* lse,
+                        bf16* dqkv, i64 seq, i64 heads, float scale) {
     after_the_kernel_before();
     constexpr int M = 2, N = WHOLE_BWD_COLS / 8, ROWS = 16 * M, CHUNKS = WIDTH / 8;
     extern __shared__ float4 memory[];
@@ -549,6 +593,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     fetched();
     for (int i = threadIdx.x; i < WHOLE; i += THREADS) lses[i] = i < seq ? lse[i] * LOG2E : 0.0f;
     wait_for_tiles<0>();
+    turn(q, table, seq);
+    turn(k, table, seq);
     // delta = dout . out, CHUNKS threads a row.
 #pragma unroll
     for (int i = threadIdx.x; i < WHOLE * CHUNKS; i += THREADS) {
@@ -573,6 +619,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
         for (int query = first / WHOLE_BWD_COLS * WHOLE_BWD_COLS; query < seq; query += WHOLE_BWD_COLS)
             key_gradients<M, N>(dk, dv, k, v, q + query * WIDTH, o + query * WIDTH, lses + query, deltas + query, first,
                                 first - query, scale_2);
+        turn_back(dk, table, first, seq);
         write_rows(dqkv + place.k_at(head), row, first, seq, dk, scales);
         write_rows(dqkv + place.v_at(head), row, first, seq, dv, ones);
     }
@@ -592,6 +639,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
         for (int key = 0; key < first + ROWS; key += WHOLE_BWD_COLS)
             query_gradients<M, N>(dq, q, o, k + key * WIDTH, v + key * WIDTH, row_lse, row_delta, first, first - key,
                                   scale_2);
+        turn_back(dq, table, first, seq);
         write_rows(dqkv + place.q_at(head), row, first, seq, dq, scales);
     }
 }

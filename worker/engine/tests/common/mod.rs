@@ -195,19 +195,20 @@ impl Ops<'_> {
         outputs
     }
 
-    pub(crate) fn rope(&self, s: AttentionShape, qkv: &[f32], table: &[f32], dqkv: &[f32]) -> Outputs {
-        let (qkv, table, dqkv) = (self.act(qkv), self.tensor(DType::F32, table), self.act(dqkv));
-        self.backend.rope_fwd(s, qkv.all(), table.all()).unwrap();
-        self.backend.rope_bwd(s, dqkv.all(), table.all()).unwrap();
-        vec![("qkv", self.read(&qkv)), ("dqkv", self.read(&dqkv))]
-    }
-
-    pub(crate) fn attention(&self, s: AttentionShape, qkv: &[f32], dout: &[f32]) -> Outputs {
+    pub(crate) fn attention(
+        &self,
+        s: AttentionShape,
+        qkv: &[f32],
+        table: Option<&[f32]>,
+        dout: &[f32],
+    ) -> Outputs {
         let (b, qkv) = (self.backend, self.act(qkv));
+        let table = table.map(|table| self.tensor(DType::F32, table));
+        let rope = table.as_ref().map(Tensor::all);
         let (out, lse) = (self.out(dout.len()), self.out_f32(s.batch * s.heads * s.seq));
-        b.attention_fwd(s, qkv.all(), out.all(), lse.all()).unwrap();
+        b.attention_fwd(s, qkv.all(), rope, out.all(), lse.all()).unwrap();
         let (dout, dqkv) = (self.act(dout), self.out(qkv.len()));
-        b.attention_bwd(s, qkv.all(), out.all(), dout.all(), lse.all(), dqkv.all()).unwrap();
+        b.attention_bwd(s, qkv.all(), rope, out.all(), dout.all(), lse.all(), dqkv.all()).unwrap();
         vec![("out", self.read(&out)), ("lse", self.read(&lse)), ("dqkv", self.read(&dqkv))]
     }
 
@@ -303,6 +304,15 @@ pub(crate) fn distance(a: &[f32], b: &[f32]) -> f64 {
 /// One operation on one set of sizes, as a function of a back end.
 pub(crate) type Case = (String, Box<dyn Fn(&Ops<'_>) -> Outputs>);
 
+/// A rotary table: cosines and sines of angles that grow with the position, slower from pair to pair.
+fn turns(seq: usize, width: usize) -> Vec<f32> {
+    let angle = |t: usize, i: usize| t as f32 / 10_f32.powi(i as i32);
+    let row = |t| {
+        (0..width).map(move |c| if c < width / 2 { angle(t, c).cos() } else { angle(t, c - width / 2).sin() })
+    };
+    (0..seq).flat_map(row).collect()
+}
+
 /// Every operation on sizes that are no multiples of tiles, warps or vectors. `round` is applied to every input.
 pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
@@ -372,13 +382,15 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     ] {
         let s = AttentionShape { batch, seq, heads, kv_heads, width };
         let len = batch * seq * s.qkv_width();
-        let (qkv, d) = (values(15, len), values(16, len));
-        let table = random(17, seq * width);
-        cases.push((format!("rope {s:?}"), Box::new(move |ops| ops.rope(s, &qkv, &table, &d))));
         // Larger scores than unit ones, so that the softmax is not flat.
         let qkv: Vec<f32> = values(18, len).into_iter().map(|x| round(3.0 * x)).collect();
         let dout = values(19, batch * seq * heads * width);
-        cases.push((format!("attention {s:?}"), Box::new(move |ops| ops.attention(s, &qkv, &dout))));
+        for table in [None, Some(turns(seq, width))] {
+            let (qkv, dout, turned) =
+                (qkv.clone(), dout.clone(), if table.is_some() { ", turned" } else { "" });
+            let case = move |ops: &Ops<'_>| ops.attention(s, &qkv, table.as_deref(), &dout);
+            cases.push((format!("attention {s:?}{turned}"), Box::new(case)));
+        }
     }
     for len in [1, 31, 10_007] {
         let x = random(22, len);

@@ -18,12 +18,14 @@ use crate::cache::cached;
 use crate::cuda::{device, graph};
 
 /// Proposals asked for.
-const CANDIDATES: usize = 8;
+const CANDIDATES: usize = 32;
 /// A measurement is the shortest of ROUNDS rounds of LAUNCHES launches.
 const ROUNDS: usize = 3;
 const LAUNCHES: u16 = 4;
-/// The first proposal is left for one that takes less than this share of its time.
+/// A proposal is left for a later one that takes less than this share of its time.
 const CLEARLY_FASTER: f32 = 0.98;
+/// One that takes so many times the best in its first round gets no other.
+const HOPELESS: f32 = 1.2;
 
 /// The algorithm of a site. `call` may be run any number of times.
 pub(super) fn algorithm(gemm: &Gemm, site: &Site, objects: &Objects, call: &Call<'_>) -> Result<Algorithm> {
@@ -109,17 +111,23 @@ fn fastest(
     let mut best: Option<(Algorithm, f32)> = None;
     for candidate in candidates {
         // One that does not run after all is none.
-        let Some(time) = time(gemm, objects, call, candidate)? else { continue };
-        let bound = best.map_or(f32::INFINITY, |(_, best)| best * CLEARLY_FASTER);
-        if time < bound {
+        let best_time = best.map_or(f32::INFINITY, |(_, time)| time);
+        let Some(time) = time(gemm, objects, call, candidate, best_time)? else { continue };
+        if time < best_time * CLEARLY_FASTER {
             best = Some((*candidate, time));
         }
     }
     Ok(best.map(|(algorithm, _)| algorithm))
 }
 
-/// Milliseconds of LAUNCHES launches.
-fn time(gemm: &Gemm, objects: &Objects, call: &Call<'_>, algorithm: &Algorithm) -> Result<Option<f32>> {
+/// Milliseconds of LAUNCHES launches; `best` is another algorithm's.
+fn time(
+    gemm: &Gemm,
+    objects: &Objects,
+    call: &Call<'_>,
+    algorithm: &Algorithm,
+    best: f32,
+) -> Result<Option<f32>> {
     let driver = |error: DriverError| EngineError::Cuda {
         what: "failed to time a product".into(),
         reason: device::words(error),
@@ -141,6 +149,9 @@ fn time(gemm: &Gemm, objects: &Objects, call: &Call<'_>, algorithm: &Algorithm) 
         }
         let end = mark()?;
         shortest = shortest.min(begin.elapsed_ms(&end).map_err(driver)?);
+        if shortest > best * HOPELESS {
+            break;
+        }
     }
     Ok(Some(shortest))
 }

@@ -1,18 +1,12 @@
-//! Which attention kernels run for a shape, and in tiles of which size.
+//! Our own attention kernels for a head width, and in tiles of which size they work.
 //!
-//! Of short sequences and narrow heads, kernels of `attention_mma.cu` whose blocks keep a whole head. Otherwise cuDNN's where
-//! it has some (see `cudnn`). Otherwise our own in tiles, of which two files hold the same: `attention.cu` on plain float
-//! units, for every width and element type, and `attention_mma.cu` on matrix units, for bf16 and widths that are multiples
-//! of 16.
-
-use std::rc::Rc;
+//! Two files hold the same: `attention.cu` on plain float units, for every width and element type, and `attention_mma.cu` on
+//! matrix units, for bf16 and widths that are multiples of 16. The latter has kernels for short sequences and narrow heads,
+//! too, whose blocks keep a whole head.
 
 use xlaunch_pool::DType;
 
-use super::CudaBackend;
-use super::cudnn::{AttentionPlan, Direction, Operands};
-use super::kernels::{Launch, Source, act_macro, source};
-use crate::backend::{Backend, EngineError, Result};
+use crate::cuda::kernels::{Launch, Source, act_macro, source};
 use crate::shapes::AttentionShape;
 
 /// The kernel of both files that does not work in tiles.
@@ -23,14 +17,14 @@ const MMA: Source = source!("attention_mma.cu");
 
 /// Kernels for one head width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Path {
+pub(in crate::cuda) enum Path {
     Plain { width: usize },
     Mma { width: usize, tiles: Tiles },
 }
 
 /// Rows that a block owns and rows that it looks at in turn: queries and keys, or keys and queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Tiles {
+pub(in crate::cuda) struct Tiles {
     fwd: (usize, usize),
     bwd_queries: (usize, usize),
     bwd_keys: (usize, usize),
@@ -38,7 +32,7 @@ pub(super) struct Tiles {
 
 /// One of the kernels that keep parts of a head in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kernel {
+pub(in crate::cuda) enum Kernel {
     Fwd,
     BwdQueries,
     BwdKeys,
@@ -46,9 +40,10 @@ pub(super) enum Kernel {
     BwdWhole,
 }
 
-/// Bytes of a head's q, k, v and dout that a block keeps at most, and rows of keys or queries that a warp looks at in turn.
+/// Bytes of a head's q, k, v and dout that a block keeps at most, and rows of keys or queries that a warp looks at in turn,
+/// forward and backward.
 const WHOLE_BYTES: usize = 64 << 10;
-const WHOLE_COLS: (usize, usize) = (32, 16);
+const WHOLE_COLS: (usize, usize) = (32, 32);
 
 /// Threads of a block of the plain and of the matrix-unit kernels.
 const PLAIN_THREADS: u32 = 256;
@@ -56,7 +51,7 @@ const MMA_THREADS: u32 = 128;
 
 impl Path {
     /// The fastest path for this width on a device of this compute capability.
-    pub(super) fn of(activations: DType, capability: (i32, i32), width: usize) -> Self {
+    pub(in crate::cuda) fn of(activations: DType, capability: (i32, i32), width: usize) -> Self {
         let fits = activations == DType::Bf16 && capability.0 >= 8 && width.is_multiple_of(16);
         // The fastest of those tried on an H200, of those that leave the accumulators in a thread's 255 registers.
         let tiles = match width {
@@ -69,7 +64,7 @@ impl Path {
     }
 
     /// The file, and the macros it is compiled with.
-    pub(super) fn source(self, activations: DType) -> (Source, Vec<String>) {
+    pub(in crate::cuda) fn source(self, activations: DType) -> (Source, Vec<String>) {
         match self {
             Self::Plain { width } => (PLAIN, vec![act_macro(activations), format!("WIDTH={width}")]),
             Self::Mma { width, tiles: Tiles { fwd, bwd_queries, bwd_keys } } => {
@@ -88,7 +83,7 @@ impl Path {
     }
 
     /// The file's kernels, and those among them that want shared memory.
-    pub(super) fn kernels(self) -> (Vec<&'static str>, Vec<Kernel>) {
+    pub(in crate::cuda) fn kernels(self) -> (Vec<&'static str>, Vec<Kernel>) {
         let mut shared = vec![Kernel::Fwd, Kernel::BwdQueries, Kernel::BwdKeys];
         if self.whole().is_some() {
             shared.extend([Kernel::FwdWhole, Kernel::BwdWhole]);
@@ -105,13 +100,12 @@ impl Path {
     }
 
     /// Whether the kernels for whole heads take this shape.
-    pub(super) fn keeps_whole(self, s: AttentionShape, direction: Direction) -> bool {
-        let group = direction == Direction::Backward && s.kv_heads != s.heads;
-        self.whole().is_some_and(|longest| s.seq <= longest) && !group
+    pub(in crate::cuda) fn keeps_whole(self, s: AttentionShape) -> bool {
+        self.whole().is_some_and(|longest| s.seq <= longest) && s.kv_heads == s.heads
     }
 
     /// Blocks, threads and shared memory of a kernel.
-    pub(super) fn launch(self, kernel: Kernel, s: AttentionShape) -> Launch {
+    pub(in crate::cuda) fn launch(self, kernel: Kernel, s: AttentionShape) -> Launch {
         let (rows, block) = match self {
             Self::Plain { width } => (plain_tile(width), PLAIN_THREADS),
             Self::Mma { tiles, .. } => (tiles.of(kernel).0, MMA_THREADS),
@@ -125,7 +119,7 @@ impl Path {
     }
 
     /// Blocks and threads of `attention_bwd_delta`.
-    pub(super) fn delta_launch(self, rows: usize) -> Launch {
+    pub(in crate::cuda) fn delta_launch(self, rows: usize) -> Launch {
         const THREADS: usize = 256;
         let lanes = match self {
             Self::Plain { .. } => 32,
@@ -135,7 +129,7 @@ impl Path {
     }
 
     /// Bytes of shared memory of a kernel's block.
-    pub(super) fn shared(self, kernel: Kernel) -> usize {
+    pub(in crate::cuda) fn shared(self, kernel: Kernel) -> usize {
         match self {
             Self::Plain { width } => {
                 let (tile, tiles) = (plain_tile(width), if kernel == Kernel::Fwd { 3 } else { 4 });
@@ -170,66 +164,13 @@ impl Tiles {
 
 impl Kernel {
     /// Its name in the files.
-    pub(super) fn name(self) -> &'static str {
+    pub(in crate::cuda) fn name(self) -> &'static str {
         match self {
             Self::Fwd => "attention_fwd",
             Self::BwdQueries => "attention_bwd_queries",
             Self::BwdKeys => "attention_bwd_keys",
             Self::FwdWhole => "attention_fwd_whole",
             Self::BwdWhole => "attention_bwd_whole",
-        }
-    }
-}
-
-impl CudaBackend {
-    /// cuDNN's plan, where it is the way to go.
-    pub(super) fn cudnn_plan(&self, s: AttentionShape, direction: Direction) -> Option<Rc<AttentionPlan>> {
-        let plan = match &self.cudnn {
-            Ok(cudnn) => cudnn.plan(s, direction),
-            Err(reason) => Err(reason.clone()),
-        };
-        let own = match self.kernels.attention(s.width) {
-            Path::Mma { .. } => "own kernels on matrix units",
-            Path::Plain { .. } => "own kernels on plain units",
-        };
-        let (path, instead_of) = match &plan {
-            Ok(_) => ("cuDNN", None),
-            Err(reason) => (own, Some(("cuDNN", reason.as_str()))),
-        };
-        self.fallback.took(direction.operation(), s, path, instead_of);
-        plan.ok()
-    }
-
-    /// Enqueues cuDNN's plan.
-    ///
-    /// # Safety
-    /// The operands are addresses of what the operation of the plan's direction and shape has.
-    pub(super) unsafe fn cudnn_execute(
-        &self,
-        plan: &AttentionPlan,
-        direction: Direction,
-        operands: &Operands,
-    ) -> Result<()> {
-        let operation = direction.operation();
-        let failed =
-            |reason| EngineError::Cuda { what: format!("failed to enqueue cuDNN's {operation}"), reason };
-        let cudnn = self.cudnn.as_ref().map_err(|reason| failed(reason.clone()))?;
-        let scratch = self.alloc(DType::U8, plan.scratch)?;
-        self.device.profiler.time(
-            &self.device.stream,
-            || format!("{operation} by cuDNN"),
-            // SAFETY: the plan is of this library; the scratch memory is as large as it wants; the rest is the caller's
-            // promise.
-            || unsafe { cudnn.execute(plan, operands, scratch.all().address()) }.map_err(failed),
-        )
-    }
-}
-
-impl Direction {
-    pub(super) fn operation(self) -> &'static str {
-        match self {
-            Self::Forward => "attention_fwd",
-            Self::Backward => "attention_bwd",
         }
     }
 }

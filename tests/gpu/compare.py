@@ -1,0 +1,104 @@
+"""xlaunch and PyTorch side by side: both models on 1, 2, ... GPUs of this host, in one run.
+
+    python3 tests/gpu/compare.py --binary target/release/xlaunch --gpus 1 2 4
+
+Both sides train on the same tokens in the same order from the same weights with the same AdamW and clipping, bf16 with fp32
+master weights, 20 steps of warm-up and 60 measured ones; figures are medians. The PyTorch side is `peer.py` in the faster of
+its modes for the model: reduce-overhead (CUDA graphs) for A, default for B. `exposed` is a step's time less that of a step
+without sums; memory is what either side's allocator held at most; `first step` is from the start of the command. Exit code 1
+if PyTorch is faster anywhere.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import torch
+
+import peer
+import runner
+
+MODES = {"A": "reduce-overhead", "B": "default"}
+WARMUP, STEPS = 20, 60
+TOKENS = 12_000_000
+
+
+def ours(binary, model, gpus, data, weights, precision):
+    settings = {
+        "data.train": [str(data)], "data.val_fraction": 0.0, "data.shuffle": False, "checkpoint.init": str(weights),
+        "train.batch": peer.BATCH, "train.lr": peer.LR, "train.schedule": "constant", "train.warmup": peer.WARMUP,
+        "engine.precision": precision, "engine.device": "cuda",
+    }
+    command = [str(binary), "bench", "train", str(runner.ROOT / runner.MODELS[model]), "--json"]
+    command += ["--nproc", str(gpus), "--warmup", str(WARMUP), "--steps", str(STEPS)]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout)
+
+
+def theirs(model, gpus, data, weights, precision, mode):
+    script = pathlib.Path(peer.__file__)
+    launcher = [sys.executable]
+    if gpus > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    command = launcher + [str(script), "--model", model, "--data", str(data), "--weights", str(weights)]
+    command += ["--precision", precision, "--mode", mode, "--warmup", str(WARMUP), "--steps", str(STEPS)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-4000:]}")
+    return json.loads(lines[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--binary", type=pathlib.Path, default=runner.ROOT / "target/release/xlaunch")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--models", nargs="+", default=["A", "B"])
+    parser.add_argument("--precisions", nargs="+", default=["bf16"])
+    options = parser.parse_args()
+    arguments = " ".join(sys.argv[1:])
+    print(f"{runner.hardware()}; torch {torch.__version__}; python3 tests/gpu/compare.py {arguments}\n")
+    print("| model | precision | GPUs | xlaunch tok/s | PyTorch tok/s | ratio | scaling | exposed | memory | first step | "
+          f"loss at step {WARMUP + STEPS} |\n|---|---|---|---|---|---|---|---|---|---|---|")
+    slower = False
+    with tempfile.TemporaryDirectory() as scratch:
+        data = pathlib.Path(scratch) / "tokens.bin"
+        subprocess.run([sys.executable, str(runner.ROOT / "tests/gpu/tokens.py"), str(data), str(TOKENS)],
+                       check=True, stdout=subprocess.DEVNULL)
+        for model in options.models:
+            weights = pathlib.Path(scratch) / f"{model}.safetensors"
+            peer.initial(model, weights)
+            for precision in options.precisions:
+                alone = {}
+                for gpus in options.gpus:
+                    slower |= row(options, model, precision, gpus, data, weights, alone)
+    sys.exit(slower)
+
+
+def row(options, model, precision, gpus, data, weights, alone):
+    x = ours(options.binary, model, gpus, data, weights, precision)
+    p = theirs(model, gpus, data, weights, precision, MODES[model])
+    scaling = []
+    for name, side in [("xlaunch", x), ("PyTorch", p)]:
+        rate = side["tokens_per_second"] / gpus
+        scaling.append(f"{gpus * rate / alone.setdefault(name, rate):.2f}")
+    ratio = x["tokens_per_second"] / p["tokens_per_second"]
+    exposed = 100 * x["exposed_communication_ms"] / x["step_ms"]
+    gib = [x["pool_peak_bytes"] / 2**30, p["peak_bytes"] / 2**30]
+    difference = abs(x["final_loss"] - p["final_loss"]) / p["final_loss"]
+    print(f"| {model} | {precision} | {gpus} | {x['tokens_per_second'] / 1e3:.0f}K | {p['tokens_per_second'] / 1e3:.0f}K | "
+          f"{ratio:.2f} | {scaling[0]}, {scaling[1]} | {exposed:.1f} % | {gib[0]:.1f}, {gib[1]:.1f} GiB | "
+          f"{x['first_step_seconds']:.1f}, {p['first_step_seconds']:.1f} s | "
+          f"{x['final_loss']:.4f}, {p['final_loss']:.4f} ({100 * difference:.2f} %) |", flush=True)
+    return ratio < 1
+
+
+if __name__ == "__main__":
+    main()

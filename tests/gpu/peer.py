@@ -1,0 +1,142 @@
+"""The PyTorch side of `compare.py`: trains one of the models and prints what it took as one line of JSON.
+
+    torchrun --standalone --nproc-per-node N tests/gpu/peer.py --model A --data tokens.bin --weights init.safetensors
+
+What a careful user of PyTorch writes: torch.compile over model and loss, the vocabulary padded to a multiple of 128, SDPA,
+bf16 autocast over fp32 weights, fused AdamW, DDP with gradient_as_bucket_view and static_graph, clipping, pinned batches,
+no synchronisation inside a step. Tokens, initial weights and learning rate are those of the other side.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+
+START = time.time()
+
+import numpy
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "peers"))
+from model import GPT, loss, optimizer  # noqa: E402
+
+SIZES = {
+    "A": dict(arch="llama", layers=12, heads=12, kv_heads=12, dim=384, ffn=1536, seq=256, vocab=50257, tied=False),
+    "B": dict(arch="gpt2", layers=12, heads=12, kv_heads=12, dim=768, ffn=3072, seq=1024, vocab=50257, tied=True),
+}
+BATCH, LR, WARMUP, PADDED = 32, 3e-4, 20, 50304
+
+
+class WithLoss(torch.nn.Module):
+    """Model and loss in one, so that one graph is compiled of both. (The padding's rows begin as zeros; that they take part in
+    the loss raises it by a thousandth at first, and costs no speed.)"""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.model = GPT(sizes | {"vocab": PADDED})
+
+    def forward(self, tokens, targets):
+        return loss(self.model(tokens), targets)
+
+
+def initial(model, path):
+    """Writes weights to begin with, in the names of both sides."""
+    torch.manual_seed(1337)
+    state = GPT(SIZES[model]).state_dict()
+    if SIZES[model]["tied"]:
+        del state["head.weight"]
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
+
+
+def load(net, path):
+    state = load_file(path)
+    for name in ("wte.weight", "head.weight"):
+        if name in state:
+            state[name] = pad(state[name], (0, 0, 0, PADDED - state[name].shape[0]))
+    net.load_state_dict(state, strict=False)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=SIZES, required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--weights", required=True)
+    parser.add_argument("--mode", default="default", help="of torch.compile")
+    parser.add_argument("--precision", default="bf16", choices=["bf16", "tf32", "fp32"])
+    parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before the measured ones")
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args()
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in [("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)])
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    if world > 1:
+        dist.init_process_group("nccl", device_id=device)
+    torch.backends.cuda.matmul.allow_tf32 = options.precision != "fp32"
+    sizes = SIZES[options.model]
+    whole = WithLoss(sizes)
+    load(whole.model, options.weights)
+    whole.to(device)
+    opt = optimizer(whole, LR, fused=True)
+    net = torch.compile(whole, mode=None if options.mode == "default" else options.mode)
+    if world > 1:
+        net = DistributedDataParallel(net, device_ids=[local], gradient_as_bucket_view=True, static_graph=True)
+    tokens = torch.from_numpy(numpy.fromfile(options.data, dtype=numpy.uint16).astype(numpy.int64))
+    seq, count = sizes["seq"], BATCH * sizes["seq"]
+
+    def batch(step):
+        first = ((step * world + rank) * count) % (len(tokens) - count - 1)
+        window = tokens[first : first + count + 1]
+        return [x.view(BATCH, seq).pin_memory() for x in (window[:-1], window[1:])]
+
+    batches = [batch(step) for step in range(options.warmup + options.steps)]
+
+    def train(step):
+        for group in opt.param_groups:
+            group["lr"] = LR * min(1.0, (step + 1) / WARMUP)
+        x, y = (part.to(device, non_blocking=True) for part in batches[step])
+        with torch.autocast("cuda", torch.bfloat16, enabled=options.precision == "bf16"):
+            value = net(x, y)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0, foreach=True)
+        opt.step()
+        opt.zero_grad(set_to_none=world == 1)
+        # CUDA graphs own what they return.
+        return value.detach().clone()
+
+    for step in range(options.warmup):
+        value = train(step)
+        if step == 0:
+            value.item()
+            first_step = time.time() - START
+    torch.cuda.synchronize()
+    if world > 1:
+        dist.barrier()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(options.steps + 1)]
+    events[0].record()
+    for i in range(options.steps):
+        value = train(options.warmup + i)
+        events[i + 1].record()
+    if world > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.AVG)
+    torch.cuda.synchronize()
+    times = [events[i].elapsed_time(events[i + 1]) for i in range(options.steps)]
+    if rank == 0:
+        print(json.dumps({
+            "step_ms": statistics.median(times), "mean_ms": statistics.mean(times),
+            "tokens_per_second": world * count / statistics.median(times) * 1e3,
+            "first_step_seconds": first_step, "peak_bytes": torch.cuda.max_memory_allocated(),
+            "final_loss": value.item(),
+        }), flush=True)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
