@@ -214,7 +214,7 @@ pub struct CommSection {
     pub bucket_mb: f64,
     /// Element type of gradients on the wire.
     pub dtype: WireDtype,
-    /// Reduce buckets while backward still runs.
+    /// Reduce buckets while backward still runs, and gather shared parameters while forward reads the first ones.
     pub overlap: bool,
     /// Each rank updates its share of the parameters, and holds the optimizer's state of no others.
     pub shard_optimizer: bool,

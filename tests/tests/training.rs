@@ -156,23 +156,28 @@ fn train(job: &Job, ranks: &str, settings: &[&str]) {
 }
 
 #[test]
-fn a_shared_optimizer_changes_no_bit_where_no_norm_is_taken_and_no_loss_where_one_is() {
+fn a_shared_optimizer_changes_no_bit_unless_gradients_are_clipped_and_then_no_loss() {
     for ranks in ["2", "4"] {
         for model in ["model.arch=\"llama\"", "model.arch=\"gpt2\""] {
             // Small buckets, so that there are several.
-            let (bucket, batch) = ("comm.bucket_mb=0.02", "train.batch=2");
+            let common = [model, "comm.bucket_mb=0.02", "train.batch=2", "train.accumulate=2"];
             let run = |settings: &[&str]| {
                 let job = Job::new();
-                train(&job, ranks, &[&[model, bucket, batch, "train.accumulate=2"], settings].concat());
-                let norms =
-                    job.metrics().iter().filter_map(|line| line["train/grad_norm"].as_f64()).collect();
-                ([job.losses(), norms], [MODEL, OPTIMIZER].map(|file| job.checkpoint(8, file)))
+                train(&job, ranks, &[&common[..], &["train.eval_every=3"], settings].concat());
+                let series = |key| job.metrics().iter().filter_map(|line| line[key].as_f64()).collect();
+                let series: [Vec<f64>; 3] = ["train/loss", "val/loss", "train/grad_norm"].map(series);
+                assert_eq!(series.each_ref().map(Vec::len), [8, 3, 8]);
+                (series, [MODEL, OPTIMIZER].map(|file| job.checkpoint(8, file)))
             };
-            let (shared, whole) = (run(&[SHARED, "train.clip=0.0"]), run(&["train.clip=0.0"]));
-            assert!(shared.0[0] == whole.0[0] && shared.1 == whole.1, "{ranks} ranks, {model}");
+            let whole = run(&["train.clip=0.0"]);
+            for overlap in ["comm.overlap=true", "comm.overlap=false"] {
+                let shared = run(&[SHARED, overlap, "train.clip=0.0"]);
+                assert!(shared.0[..2] == whole.0[..2], "{ranks} ranks, {model}, {overlap}: losses");
+                assert!(shared.1 == whole.1, "{ranks} ranks, {model}, {overlap}: parameters and moments");
+            }
             // Ranks' parts of the norm are rounded before they are added up.
-            let (shared, whole): ([Vec<f64>; 2], [Vec<f64>; 2]) = (run(&[SHARED]).0, run(&[]).0);
-            assert!(whole[1].iter().any(|norm| *norm > 1.0), "clipping has something to do: {whole:?}");
+            let (shared, whole) = (run(&[SHARED]).0, run(&[]).0);
+            assert!(whole[2].iter().any(|norm| *norm > 1.0), "clipping has something to do: {whole:?}");
             for (a, b) in shared.iter().flatten().zip(whole.iter().flatten()) {
                 assert!((a - b).abs() <= 1e-6 * b, "{ranks} ranks, {model}: {shared:?} and {whole:?}");
             }

@@ -332,6 +332,7 @@ fn finish(
     outcome: Outcome,
     dataset: &Dataset,
 ) -> Result<Finished> {
+    optimizer.gather(model, collective)?;
     let difference = match spec.observe.check_replicas {
         true => Some(train::largest_difference(backend, optimizer.replica(model), collective)?),
         false => None,

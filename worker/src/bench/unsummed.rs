@@ -32,6 +32,10 @@ impl Collective for Unsummed {
         self.0.check()
     }
 
+    fn finish_gather(&mut self) -> Result<()> {
+        self.0.check()
+    }
+
     fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()> {
         self.0.broadcast(elements, root)
     }

@@ -34,7 +34,8 @@ pub struct Model {
     /// Where each parameter lies.
     pub layout: Layout,
     /// What forward and backward read, an arena of the layout in the element type of activations. The optimizer writes it;
-    /// where it is Bf16, master weights in F32 are the optimizer's.
+    /// where it is Bf16, master weights in F32 are the optimizer's. Where ranks share its work, what others updated in the
+    /// last step is not here before it is gathered.
     pub weights: Tensor,
     /// Cosines and sines of the rotary angles, F32 `[T, D]`; llama only.
     rope: Option<Tensor>,

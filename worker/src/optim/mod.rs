@@ -67,6 +67,9 @@ impl AdamW {
         };
         if let Some(masters) = &optimizer.masters {
             backend.write_f32(masters.all(), &sharding.share_of(params, 1))?;
+            if let Some(rounded) = &optimizer.rounded {
+                backend.cast(masters.all(), rounded.all())?;
+            }
         }
         backend.zero(optimizer.m.all())?;
         backend.zero(optimizer.v.all())?;
@@ -110,7 +113,7 @@ impl AdamW {
     }
 
     /// The step on this rank's share: `grads` are its summed gradients, `square_sum` F32 `[1]` is the squared norm of all
-    /// ranks' gradients.
+    /// ranks' gradients. The model gets other ranks' shares when they are gathered.
     pub fn step(&self, model: &Model, grads: Slice<'_>, square_sum: Slice<'_>) -> Result<()> {
         let [params, m, v] = self.state(model);
         let exact = model.weights.dtype() == DType::F32;
@@ -129,9 +132,16 @@ impl AdamW {
         )
     }
 
-    /// Brings every rank's share to the model of all, the parameters that forward reads first before others. Every rank
-    /// calls it.
+    /// Brings every rank's share to the model of all: what a step left there is complete. Every rank calls it, any number
+    /// of times.
     pub fn gather(&self, model: &Model, collective: &mut dyn Collective) -> xlaunch_comm::Result<()> {
+        self.start_gather(model, collective)?;
+        // A wait for nothing cannot be captured.
+        if self.sharding.is_whole() { Ok(()) } else { collective.finish() }
+    }
+
+    /// Starts it, bucket by bucket from the last one down, as forward reads them.
+    pub fn start_gather(&self, model: &Model, collective: &mut dyn Collective) -> xlaunch_comm::Result<()> {
         if self.sharding.is_whole() {
             return Ok(());
         }
@@ -141,6 +151,6 @@ impl AdamW {
             let part = share.lend(self.sharding.in_share(bucket));
             collective.all_gather(part, model.weights.lend(bucket.clone()))?;
         }
-        collective.finish()
+        Ok(())
     }
 }

@@ -229,6 +229,7 @@ impl Run<'_> {
 
     fn evaluate(&mut self, step: u64) -> Result<()> {
         let Some(val) = &self.dataset.val else { return Ok(()) };
+        self.optimizer.gather(self.model, self.collective)?;
         let (loss, tokens) = self.evaluator.evaluate(self.model, self.collective, val)?;
         if self.collective.rank() == 0 {
             self.control.report(Report::Eval(EvalReport { step, loss, tokens }));

@@ -7,11 +7,11 @@
 //! A bucket's sum over ranks starts as soon as backward has written its last gradient. Loss and flags travel in one small
 //! sum, so all ranks learn in the same step that any of them was asked to stop.
 //!
-//! Where each rank updates its share of the parameters, it gets that share of the sums, and the gradients' norm, to which
-//! each adds its part, travels with loss and flags:
+//! Where each rank updates its share of the parameters, the step begins with the exchange of what the one before it updated;
+//! backward's sums are shared out, and the gradients' norm, to which each rank adds its part, travels with loss and flags:
 //! ```text
-//! compute stream: backward -----> wait . square sum .                . AdamW .            . read back
-//! second stream:      shares of buckets ^            loss, flags, norm        . new weights
+//! compute stream: forward . . . . , backward ------> wait . square sum .                     . AdamW . read back
+//! second stream:  bucket n . ... . 0      shares of buckets ^           loss, flags and norm ^
 //! ```
 //!
 //! What changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device memory before the
@@ -26,7 +26,7 @@ use xlaunch_proto::spec::{JobSpec, SpecError, WireDtype};
 use super::replay::{Part, Replay};
 use super::trace;
 use crate::data::Loader;
-use crate::error::Result;
+use crate::error::{Result, WorkerError};
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, Rows};
 use crate::optim::AdamW;
@@ -199,7 +199,7 @@ impl Stepper {
             self.backend.write_i32(self.targets.all(), &batch.targets)?;
             let (first, last) = (micro == 0, micro + 1 == self.accumulate);
             self.replay.run(Part::Train { first, last }, || {
-                self.micro_step(model, collective, first, last)?;
+                self.micro_step(model, optimizer, collective, first, last)?;
                 if last { self.update(model, optimizer, collective) } else { Ok(()) }
             })?;
         }
@@ -235,6 +235,7 @@ impl Stepper {
     fn micro_step(
         &self,
         model: &Model,
+        optimizer: &AdamW,
         collective: &mut dyn Collective,
         first: bool,
         last: bool,
@@ -246,7 +247,16 @@ impl Stepper {
         let scale = share / self.rows.count() as f32;
 
         let forward = trace::span("forward");
-        let acts = model.forward(self.rows, self.tokens.all())?;
+        match (first, self.overlap) {
+            (true, true) => optimizer.start_gather(model, collective)?,
+            (true, false) => optimizer.gather(model, collective)?,
+            (false, _) => {}
+        }
+        let mut arrivals = bucket::Arrivals::new(self.sharding.plan());
+        let acts = model.forward_as_weights_arrive(self.rows, self.tokens.all(), |start| {
+            (0..arrivals.needed_from(start))
+                .try_for_each(|_| Ok::<_, WorkerError>(collective.finish_gather()?))
+        })?;
         model.loss(&acts, self.targets.all(), self.losses.all(), Some(scale))?;
         model.mean_loss(&self.losses, share, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
         drop(forward);
@@ -297,7 +307,6 @@ impl Stepper {
         };
         drop(summing);
         let _span = trace::span("optimizer");
-        optimizer.step(model, grads.all(), square_sum)?;
-        Ok(optimizer.gather(model, collective)?)
+        Ok(optimizer.step(model, grads.all(), square_sum)?)
     }
 }

@@ -9,6 +9,7 @@
 
 mod library;
 
+use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys::CUevent_flags};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys::CUevent_flags};
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
 use xlaunch_pool::{DType, Loan, Space};
 
@@ -48,6 +49,9 @@ pub struct Nccl {
     /// Gradients are written; sums are done. Recorded again and again: a wait takes the state at its own time.
     written: CudaEvent,
     summed: CudaEvent,
+    /// Each gathering that nobody waits for yet is done; events for more.
+    gathered: VecDeque<CudaEvent>,
+    spare: Vec<CudaEvent>,
     loans: Vec<Loan>,
     watchdog: Option<JoinHandle<()>>,
 }
@@ -85,11 +89,7 @@ impl Nccl {
         let context = compute.context().clone();
         let cuda = |what| move |error: DriverError| CommError::Cuda { what, reason: error.to_string() };
         context.bind_to_thread().map_err(cuda("failed to use the context"))?;
-        let event = || {
-            context
-                .new_event(Some(CUevent_flags::CU_EVENT_DISABLE_TIMING))
-                .map_err(cuda("failed to create an event"))
-        };
+        let event = || new_event(&context);
         let stream = context.new_stream_with_priority(-1).map_err(cuda("failed to create a stream"))?;
         let mut comm: ncclComm_t = std::ptr::null_mut();
         let id = ncclUniqueId { internal: id.map(|byte| byte.cast_signed()) };
@@ -115,6 +115,8 @@ impl Nccl {
             shared,
             written: event()?,
             summed: event()?,
+            gathered: VecDeque::new(),
+            spare: Vec::new(),
             compute,
             stream,
             loans: Vec::new(),
@@ -124,12 +126,8 @@ impl Nccl {
 
     /// Orders the comm stream behind the compute stream.
     fn after_compute(&self) -> Result<()> {
-        let cuda = |error: DriverError| CommError::Cuda {
-            what: "failed to order streams",
-            reason: error.to_string(),
-        };
-        self.written.record(&self.compute).map_err(cuda)?;
-        self.stream.wait(&self.written).map_err(cuda)
+        self.written.record(&self.compute).map_err(unordered)?;
+        self.stream.wait(&self.written).map_err(unordered)
     }
 
     /// Calls NCCL on the lent memory and keeps the loans.
@@ -189,7 +187,20 @@ impl Collective for Nccl {
         self.enqueue("failed to gather", [from, into], |library, comm, [from, into]| {
             // SAFETY: as in `reduce_scatter`, with bytes as elements and the roles of the two changed.
             unsafe { (library.all_gather)(from, into, bytes, ncclDataType_t::ncclUint8, comm, stream) }
-        })
+        })?;
+        let gathered = self.spare.pop().map_or_else(|| new_event(self.compute.context()), Ok)?;
+        gathered.record(&self.stream).map_err(unordered)?;
+        self.gathered.push_back(gathered);
+        Ok(())
+    }
+
+    fn finish_gather(&mut self) -> Result<()> {
+        self.check()?;
+        if let Some(gathered) = self.gathered.pop_front() {
+            self.compute.wait(&gathered).map_err(unordered)?;
+            self.spare.push(gathered);
+        }
+        Ok(())
     }
 
     fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()> {
@@ -203,12 +214,9 @@ impl Collective for Nccl {
 
     fn finish(&mut self) -> Result<()> {
         self.check()?;
-        let cuda = |error: DriverError| CommError::Cuda {
-            what: "failed to order streams",
-            reason: error.to_string(),
-        };
-        self.summed.record(&self.stream).map_err(cuda)?;
-        self.compute.wait(&self.summed).map_err(cuda)?;
+        self.summed.record(&self.stream).map_err(unordered)?;
+        self.compute.wait(&self.summed).map_err(unordered)?;
+        self.spare.extend(self.gathered.drain(..));
         self.loans.clear();
         Ok(())
     }
@@ -248,6 +256,16 @@ impl Collective for Nccl {
         let result = unsafe { (shared.library.comm_destroy)(shared.comm.0) };
         shared.library.check("failed to free the communicator", result)
     }
+}
+
+/// An event that streams wait for.
+fn new_event(context: &Arc<CudaContext>) -> Result<CudaEvent> {
+    let event = context.new_event(Some(CUevent_flags::CU_EVENT_DISABLE_TIMING));
+    event.map_err(|error| CommError::Cuda { what: "failed to create an event", reason: error.to_string() })
+}
+
+fn unordered(error: DriverError) -> CommError {
+    CommError::Cuda { what: "failed to order streams", reason: error.to_string() }
 }
 
 /// NCCL's name for what is summed.

@@ -13,10 +13,11 @@ mod connect;
 mod thread;
 mod wire;
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -33,6 +34,8 @@ pub struct Ring {
     world: usize,
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
+    /// Replies behind each gathering.
+    gathered: VecDeque<Receiver<Result<()>>>,
     stop: Arc<Stop>,
 }
 
@@ -81,7 +84,8 @@ impl Ring {
             .name("ring".into())
             .spawn(move || worker.run(&queue))
             .map_err(|error| CommError::PeerLost { peer: rank, reason: format!("no thread: {error}") })?;
-        Ok(Self { rank, world, jobs: Some(jobs), thread: Some(thread), stop: Arc::new(stop) })
+        let (jobs, thread) = (Some(jobs), Some(thread));
+        Ok(Self { rank, world, jobs, thread, gathered: VecDeque::new(), stop: Arc::new(stop) })
     }
 
     /// Hands a job to the comm thread, which lives as long as `self.jobs`.
@@ -93,10 +97,15 @@ impl Ring {
         }
     }
 
-    /// Waits for everything submitted, and for `job`'s reply.
-    fn wait(&self, job: impl FnOnce(Sender<Result<()>>) -> Job) -> Result<()> {
+    /// Submits a job that replies.
+    fn ask(&self, job: impl FnOnce(Sender<Result<()>>) -> Job) -> Result<Receiver<Result<()>>> {
         let (reply, done) = channel();
         self.submit(job(reply))?;
+        Ok(done)
+    }
+
+    /// Waits for a job's reply, and so for everything submitted before it.
+    fn wait(&self, done: &Receiver<Result<()>>) -> Result<()> {
         let result = done.recv().unwrap_or(Err(CommError::Aborted));
         // A socket that was shut down under a transfer looks like a lost peer.
         self.check().and(result)
@@ -123,7 +132,14 @@ impl Collective for Ring {
 
     fn all_gather(&mut self, from: Loan, into: Loan) -> Result<()> {
         expect_parts(&into, &from, self.world);
-        self.submit(Job::AllGather(from, into))
+        self.submit(Job::AllGather(from, into))?;
+        let gathered = self.ask(Job::Finish)?;
+        self.gathered.push_back(gathered);
+        Ok(())
+    }
+
+    fn finish_gather(&mut self) -> Result<()> {
+        self.gathered.pop_front().map_or(Ok(()), |gathered| self.wait(&gathered))
     }
 
     fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()> {
@@ -131,7 +147,8 @@ impl Collective for Ring {
     }
 
     fn finish(&mut self) -> Result<()> {
-        self.wait(Job::Finish)
+        self.gathered.clear();
+        self.wait(&self.ask(Job::Finish)?)
     }
 
     fn check(&self) -> Result<()> {
@@ -147,7 +164,7 @@ impl Collective for Ring {
     }
 
     fn finalize(self: Box<Self>) -> Result<()> {
-        self.wait(Job::Goodbye)
+        self.wait(&self.ask(Job::Goodbye)?)
     }
 }
 

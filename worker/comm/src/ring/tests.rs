@@ -154,7 +154,9 @@ fn sum_whole_and_shared(world: usize, part: usize, dtype: DType) -> Vec<[Vec<u8>
         ring.finish().unwrap();
         assert!(!shared.is_lent(0..bytes.len()) && !own.is_lent(0..own.len()));
         ring.all_gather(own.lend(0..own.len()), gathered.lend(0..bytes.len())).unwrap();
-        ring.finish().unwrap();
+        ring.all_reduce(shared.lend(0..bytes.len()), dtype).unwrap();
+        ring.finish_gather().unwrap();
+        assert!(!own.is_lent(0..own.len()) && !gathered.is_lent(0..bytes.len()));
         let results = [&whole, &own, &gathered].map(contents);
         ring.finalize().unwrap();
         results
@@ -189,6 +191,8 @@ fn shared_work_fails_when_a_peer_dies_or_the_ring_is_aborted() {
         let (whole, own) = (pool.alloc::<u8>(800).unwrap(), pool.alloc::<u8>(400).unwrap());
         ring.reduce_scatter(whole.lend(0..800), own.lend(0..400), DType::F32).unwrap();
         assert!(matches!(ring.finish(), Err(CommError::PeerLost { peer: 1, .. })));
+        ring.all_gather(own.lend(0..400), whole.lend(0..800)).unwrap();
+        assert!(matches!(ring.finish_gather(), Err(CommError::PeerLost { peer: 1, .. })));
         ring.abort_handle().abort();
         let refused = ring.all_gather(own.lend(0..400), whole.lend(0..800));
         assert!(matches!(refused, Err(CommError::Aborted)));

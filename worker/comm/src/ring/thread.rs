@@ -47,7 +47,7 @@ impl Worker {
                 }
                 Job::AllGather(from, into) => state = state.and_then(|()| self.all_gather(from, into)),
                 Job::Broadcast(loan, root) => state = state.and_then(|()| self.broadcast(loan, root)),
-                // The trainer waits for the reply; it is gone only if its thread is.
+                // Who has no use for the reply any more does not wait for it.
                 Job::Finish(reply) => drop(reply.send(state.clone())),
                 Job::Goodbye(reply) => {
                     state = state.and_then(|()| self.barrier());
