@@ -70,7 +70,8 @@ pub trait Collective: Send + fmt::Debug {
     fn all_gather(&mut self, from: Loan, into: Loan) -> Result<()>;
 
     /// Orders the first of the [`all_gather`](Self::all_gather)s since the last [`finish`](Self::finish), which then is the
-    /// first no more, before all work given to the compute stream from now on. Nothing where there is none.
+    /// first no more, before all work given to the compute stream from now on, and returns its loans. Nothing where there
+    /// is none.
     fn finish_gather(&mut self) -> Result<()>;
 
     /// Starts the copy of `root`'s elements to all ranks.

@@ -253,9 +253,11 @@ impl Stepper {
             (false, _) => {}
         }
         let mut arrivals = bucket::Arrivals::new(self.sharding.plan());
-        let acts = model.forward_as_weights_arrive(self.rows, self.tokens.all(), |start| {
-            (0..arrivals.needed_from(start))
-                .try_for_each(|_| Ok::<_, WorkerError>(collective.finish_gather()?))
+        let acts = model.forward_as_weights_arrive::<WorkerError>(self.rows, self.tokens.all(), |start| {
+            for _ in 0..arrivals.needed_from(start) {
+                collective.finish_gather()?;
+            }
+            Ok(())
         })?;
         model.loss(&acts, self.targets.all(), self.losses.all(), Some(scale))?;
         model.mean_loss(&self.losses, share, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;

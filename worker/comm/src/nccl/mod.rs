@@ -1,11 +1,12 @@
-//! Sums between GPUs by NCCL, on a stream of their own.
+//! Sums and copies between GPUs by NCCL, on a stream of their own.
 //!
 //! ```text
 //! compute stream:  gradients written --event--.                    .--event-- finish: work that needs the sums
 //! comm stream:                                 `-- ncclAllReduce --'
 //! ```
-//! The host only enqueues. Loans are dropped at [`finish`](Collective::finish): from then on everything given to the
-//! compute stream, also work on a block handed out again by the pool, is ordered behind the sums.
+//! The host only enqueues. Loans are dropped at [`finish`](Collective::finish), those of a gather also when it is waited for
+//! by itself: from then on everything given to the compute stream, also work on a block handed out again by the pool, is
+//! ordered behind what used them.
 
 mod library;
 
@@ -49,9 +50,11 @@ pub struct Nccl {
     /// Gradients are written; sums are done. Recorded again and again: a wait takes the state at its own time.
     written: CudaEvent,
     summed: CudaEvent,
-    /// Each gathering that nobody waits for yet is done; events for more.
-    gathered: VecDeque<CudaEvent>,
+    /// Gathers that nobody waits for yet, in order: what is recorded behind each, and what it was lent.
+    gathers: VecDeque<(CudaEvent, Vec<Loan>)>,
+    /// Events for more of them.
     spare: Vec<CudaEvent>,
+    /// What everything else was lent.
     loans: Vec<Loan>,
     watchdog: Option<JoinHandle<()>>,
 }
@@ -115,7 +118,7 @@ impl Nccl {
             shared,
             written: event()?,
             summed: event()?,
-            gathered: VecDeque::new(),
+            gathers: VecDeque::new(),
             spare: Vec::new(),
             compute,
             stream,
@@ -190,16 +193,16 @@ impl Collective for Nccl {
         })?;
         let gathered = self.spare.pop().map_or_else(|| new_event(self.compute.context()), Ok)?;
         gathered.record(&self.stream).map_err(unordered)?;
-        self.gathered.push_back(gathered);
+        let lent = self.loans.split_off(self.loans.len() - 2);
+        self.gathers.push_back((gathered, lent));
         Ok(())
     }
 
     fn finish_gather(&mut self) -> Result<()> {
         self.check()?;
-        if let Some(gathered) = self.gathered.pop_front() {
-            self.compute.wait(&gathered).map_err(unordered)?;
-            self.spare.push(gathered);
-        }
+        let Some((gathered, _)) = self.gathers.front() else { return Ok(()) };
+        self.compute.wait(gathered).map_err(unordered)?;
+        self.spare.extend(self.gathers.pop_front().map(|(gathered, _)| gathered));
         Ok(())
     }
 
@@ -216,7 +219,7 @@ impl Collective for Nccl {
         self.check()?;
         self.summed.record(&self.stream).map_err(unordered)?;
         self.compute.wait(&self.summed).map_err(unordered)?;
-        self.spare.extend(self.gathered.drain(..));
+        self.spare.extend(self.gathers.drain(..).map(|(gathered, _)| gathered));
         self.loans.clear();
         Ok(())
     }
@@ -243,6 +246,7 @@ impl Collective for Nccl {
             reason: error.to_string(),
         };
         self.stream.synchronize().map_err(cuda)?;
+        self.gathers.clear();
         self.loans.clear();
         let shared = self.shared.clone();
         if shared.ended.swap(true, Ordering::SeqCst) {

@@ -34,7 +34,7 @@ pub struct Ring {
     world: usize,
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
-    /// Replies behind each gathering.
+    /// Replies behind each gather that nobody waits for yet, in order.
     gathered: VecDeque<Receiver<Result<()>>>,
     stop: Arc<Stop>,
 }

@@ -47,7 +47,7 @@ impl Worker {
                 }
                 Job::AllGather(from, into) => state = state.and_then(|()| self.all_gather(from, into)),
                 Job::Broadcast(loan, root) => state = state.and_then(|()| self.broadcast(loan, root)),
-                // Who has no use for the reply any more does not wait for it.
+                // Its receiver may be gone: not every gather is waited for by itself.
                 Job::Finish(reply) => drop(reply.send(state.clone())),
                 Job::Goodbye(reply) => {
                     state = state.and_then(|()| self.barrier());
