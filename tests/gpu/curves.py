@@ -3,7 +3,7 @@
     python3 tests/gpu/curves.py --binary target/release/xlaunch [--models A B]
 
 PyTorch runs eagerly, in strict fp32 or under bf16 autocast with fp32 weights, with the learning rates that xlaunch
-reports. Wanted: fp32 within 1e-4 relative over the first 20 steps, bf16 within 1 % at step 200 (mean of the last 10).
+reports. Wanted: fp32 within 1e-4 relative over the first 20 steps, bf16 within 0.5 % at the end (mean of the last 50).
 """
 
 import argparse
@@ -25,7 +25,7 @@ SIZES = {
     "A": dict(arch="llama", layers=12, heads=12, kv_heads=12, dim=384, ffn=1536, seq=256, vocab=50257, tied=False),
     "B": dict(arch="gpt2", layers=12, heads=12, kv_heads=12, dim=768, ffn=3072, seq=1024, vocab=50257, tied=True),
 }
-BATCH, LR, WARMUP = 32, 6e-4, 20
+BATCH, LR, WARMUP, LAST = 32, 6e-4, 20, 50
 
 
 def peer(model, data, precision, rates):
@@ -75,30 +75,32 @@ def compare(options, model, data, scratch, precision, steps):
     theirs = peer(model, data, precision, [line["train/lr"] for line in lines])
     difference = [abs(a - b) / b for a, b in zip(ours, theirs)]
     first = max(difference[:20])
-    mean = lambda values: sum(values[-10:]) / 10
+    mean = lambda values: sum(values[-LAST:]) / len(values[-LAST:])
     last = abs(mean(ours) - mean(theirs)) / mean(theirs)
-    print(f"model {model} {precision}: first loss {ours[0]:.6f} and {theirs[0]:.6f}, last ten {mean(ours):.5f} and "
-          f"{mean(theirs):.5f}; largest difference over 20 steps {first:.1e}, of the last ten of {steps} {last:.1e}")
-    for step in [*range(0, 20, 4), *range(20, steps, 20), steps - 1]:
+    print(f"model {model} {precision}: first loss {ours[0]:.6f} and {theirs[0]:.6f}, last {LAST} {mean(ours):.5f} and "
+          f"{mean(theirs):.5f}; largest difference over 20 steps {first:.1e}, of the last {LAST} of {steps} {last:.1e}")
+    for step in [*range(0, 20, 4), *range(20, steps, max(20, steps // 20)), steps - 1]:
         print(f"  step {step + 1:3}  xlaunch {ours[step]:.6f}  PyTorch {theirs[step]:.6f}  {difference[step]:.1e}")
     sys.stdout.flush()
-    return first > 1e-4 if precision == "fp32" else last > 1e-2
+    return first > 1e-4 if precision == "fp32" else last > 5e-3
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--binary", type=pathlib.Path, default=runner.ROOT / "target/release/xlaunch")
     parser.add_argument("--models", nargs="+", default=["A", "B"])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=1000, help="under bf16; fp32 is looked at for 20")
     options = parser.parse_args()
     print(f"{runner.hardware()}; torch {torch.__version__}; python3 tests/gpu/curves.py")
     failed = False
     with tempfile.TemporaryDirectory() as scratch:
-        data = pathlib.Path(scratch) / "tokens.bin"
-        subprocess.run([sys.executable, str(runner.ROOT / "tests/gpu/tokens.py"), str(data)], check=True)
         for model in options.models:
+            # Every token is seen once: both sides read the file from its beginning.
+            data = pathlib.Path(scratch) / f"{model}.bin"
+            count = options.steps * BATCH * SIZES[model]["seq"] + 1
+            subprocess.run([sys.executable, str(runner.ROOT / "tests/gpu/tokens.py"), str(data), str(count)], check=True)
             failed |= compare(options, model, data, scratch, "bf16", options.steps)
-            failed |= compare(options, model, data, scratch, "fp32", 200 if model == "A" else 20)
+            failed |= compare(options, model, data, scratch, "fp32", 20)
     sys.exit(failed)
 
 

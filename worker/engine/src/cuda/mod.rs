@@ -78,7 +78,7 @@ pub struct CudaBackend {
     gemm: Gemm,
     /// Or why attention goes without it.
     cudnn: std::result::Result<Cudnn, String>,
-    fallback: FallbackLog,
+    fallback: Rc<FallbackLog>,
     staging: Rc<Staging>,
     pool: Pool,
 }
@@ -98,11 +98,12 @@ impl CudaBackend {
             (false, DType::Bf16) => Cudnn::open(&device.stream),
             (false, _) => Err(format!("activations are {}", activations.name())),
         };
+        let fallback = Rc::new(FallbackLog::new(log_fallback));
         Ok(Self {
             cudnn,
-            fallback: FallbackLog::new(log_fallback),
             kernels: Kernels::load(&device, activations)?,
-            gemm: Gemm::new(&device, precision, !deterministic, &pool)?,
+            gemm: Gemm::new(&device, precision, !deterministic, &fallback, &pool)?,
+            fallback,
             staging: Rc::new(Staging::new(&device)?),
             device,
             activations,

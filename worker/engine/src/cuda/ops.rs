@@ -382,6 +382,8 @@ impl Backend for CudaBackend {
         let scale = grad_scale.unwrap_or(0.0);
         let bytes = s.padded.next_multiple_of(8) * self.activations.size();
         let kept = bytes <= self.kernels.classifier_shared;
+        let (path, reason) = (["rows read three times", "rows kept"][usize::from(kept)], "they are too long");
+        self.fallback.took("classifier", s, path, (!kept).then_some(("rows kept", reason)));
         let shared = if kept { bytes } else { 0 };
         let launch = Launch { shared, ..Launch::blocks(s.rows, CLASSIFIER_THREADS) };
         let args = args![logits, targets, losses, s.vocab, s.padded, grad_scale.is_some(), scale, kept];
@@ -477,6 +479,9 @@ impl CudaBackend {
             Some(block) => ("norm_fwd", Launch::rows(s.rows.div_ceil(block.1 as usize * NORM_ROWS), block)),
             None => ("norm_fwd_any", Launch::blocks(s.rows, THREADS)),
         };
+        let any =
+            (name == "norm_fwd_any").then_some(("norm_fwd", "rows too long, or no multiple of 8 elements"));
+        self.fallback.took("norm", s, name, any);
         let args = args![x, branch, sum, gamma, beta, y, means, scales, s.rows, s.cols, s.eps];
         // SAFETY: checked above.
         unsafe { self.launch(name, launch, args) }

@@ -32,8 +32,17 @@ pub(super) fn algorithm(gemm: &Gemm, site: &Site, objects: &Objects, call: &Call
     let none = |error| failed(&format!("failed to find an algorithm for {site}"), error);
     let candidates = candidates(gemm, site, objects).map_err(none)?;
     let first = *candidates.first().ok_or_else(|| none(NOT_SUPPORTED))?;
-    // A product that adds to its output cannot be tried out on it, and a capture runs nothing.
-    if !gemm.timed || call.add || candidates.len() == 1 || graph::is_capturing(&gemm.device)? {
+    let untimed = match () {
+        () if !gemm.timed => Some("the run is to be deterministic"),
+        () if call.add => Some("it adds to its output, so it cannot be tried out"),
+        () if graph::is_capturing(&gemm.device)? => Some("it was first met in a capture, which runs nothing"),
+        () => None,
+    };
+    let instead_of = untimed.map(|reason| ("the fastest one", reason));
+    let path =
+        if untimed.is_some() { "cuBLASLt's first proposal" } else { "the fastest of cuBLASLt's proposals" };
+    gemm.fallback.took("product", site, path, instead_of);
+    if untimed.is_some() || candidates.len() == 1 {
         return Ok(first);
     }
     let words = |algorithm: Algorithm| bytemuck::cast_slice(&algorithm.data).to_vec();

@@ -10,6 +10,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
+use std::rc::Rc;
 
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys::{
@@ -18,6 +19,7 @@ use cudarc::cublaslt::sys::{
 use xlaunch_pool::{DType, Pool, PoolBuf};
 
 use super::device::Device;
+use super::fallback::FallbackLog;
 use crate::backend::{EngineError, Precision, Result};
 use crate::tensor::Slice;
 
@@ -102,6 +104,7 @@ pub(super) struct Gemm {
     compute: cublasComputeType_t,
     /// Whether algorithms are timed; the library's first proposal is taken otherwise.
     timed: bool,
+    fallback: Rc<FallbackLog>,
     workspace: PoolBuf<u8>,
     plans: RefCell<HashMap<Site, Plan>>,
 }
@@ -130,14 +133,21 @@ pub(super) fn transposed(slice: Slice<'_>) -> Operand<'_> {
 }
 
 impl Gemm {
-    pub(super) fn new(device: &Device, precision: Precision, timed: bool, pool: &Pool) -> Result<Self> {
+    pub(super) fn new(
+        device: &Device,
+        precision: Precision,
+        timed: bool,
+        fallback: &Rc<FallbackLog>,
+        pool: &Pool,
+    ) -> Result<Self> {
         let handle = result::create_handle().map_err(|error| failed("failed to open cuBLASLt", error))?;
         let compute = match precision {
             Precision::Fp32 | Precision::Bf16 => cublasComputeType_t::CUBLAS_COMPUTE_32F,
             Precision::Tf32 => cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
         };
         let workspace = pool.persistent().alloc(WORKSPACE)?;
-        Ok(Self { device: device.clone(), handle, compute, timed, workspace, plans: RefCell::default() })
+        let (device, fallback) = (device.clone(), fallback.clone());
+        Ok(Self { device, handle, compute, timed, fallback, workspace, plans: RefCell::default() })
     }
 
     /// `c = op(a) op(b) (+ bias along m) (+ c if add)`, sizes in the library's columns.
