@@ -214,13 +214,32 @@ pub struct CommSection {
     pub bucket_mb: f64,
     /// Element type of gradients on the wire.
     pub dtype: WireDtype,
-    /// Reduce buckets while backward still runs.
+    /// Reduce buckets while backward still runs, and gather shared parameters while forward reads the first ones.
     pub overlap: bool,
+    /// Each rank updates its share of the parameters, and holds the optimizer's state of no others.
+    pub shard_optimizer: bool,
 }
 
 impl Default for CommSection {
     fn default() -> Self {
-        Self { bucket_mb: 25.0, dtype: WireDtype::Auto, overlap: true }
+        Self { bucket_mb: 25.0, dtype: WireDtype::Auto, overlap: true, shard_optimizer: false }
+    }
+}
+
+/// Most shares of the optimizer's work. Parameters are laid out so that numbers of ranks that divide it get equal shares.
+pub const MAX_SHARES: usize = 8;
+
+impl CommSection {
+    /// Whether this many ranks can work so.
+    pub fn check_ranks(&self, ranks: usize) -> Result<(), Invalid> {
+        if self.shard_optimizer && (ranks == 0 || !MAX_SHARES.is_multiple_of(ranks)) {
+            return Err(Invalid::new(
+                "comm.shard_optimizer",
+                format!("{ranks} ranks cannot share the parameters equally"),
+                "1, 2, 4 or 8 ranks, or false".into(),
+            ));
+        }
+        Ok(())
     }
 }
 
@@ -373,6 +392,9 @@ impl JobSpec {
         positive("train.lr", train.lr)?;
         positive("train.eps", train.eps)?;
         positive("comm.bucket_mb", self.comm.bucket_mb)?;
+        if let Some(ranks) = self.launch.nproc {
+            self.comm.check_ranks(ranks as usize)?;
+        }
         positive("launch.join_timeout", self.launch.join_timeout)?;
         within("launch.shutdown_timeout", self.launch.shutdown_timeout, 0.0, 86_400.0)?;
         within("train.min_lr_ratio", train.min_lr_ratio, 0.0, 1.0)?;
@@ -498,6 +520,11 @@ mod tests {
         assert_eq!(key(|s| s.train.batch = 0), "train.batch");
         assert_eq!(key(|s| s.launch.nproc = Some(0)), "launch.nproc");
         assert_eq!(key(|s| s.train.warmup = Some(2000)), "train.warmup");
+        let shared_by_three = |s: &mut JobSpec| {
+            s.comm.shard_optimizer = true;
+            s.launch.nproc = Some(3);
+        };
+        assert_eq!(key(shared_by_three), "comm.shard_optimizer");
         assert_eq!(key(|s| s.train.beta2 = 1.0), "train.beta2");
         assert_eq!(key(|s| s.model.vocab = Some(100)), "model.vocab");
         assert_eq!(key(|s| s.data.train.clear()), "data.train");

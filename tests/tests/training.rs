@@ -5,6 +5,7 @@ use rustix::process::Signal;
 use xlaunch_tests::Job;
 
 const MODEL: &str = "model.safetensors";
+const OPTIMIZER: &str = "optimizer-00000-of-00001.safetensors";
 
 #[test]
 fn a_run_reports_steps_and_leaves_metrics_a_checkpoint_and_a_sample() {
@@ -143,6 +144,102 @@ fn interrupted_and_resumed_is_uninterrupted_bit_for_bit() {
     parts.run_well(&[&args[..], &["--resume"]].concat());
     assert_eq!([before, parts.losses()].concat(), whole.losses());
     assert!(parts.checkpoint(400, MODEL) == whole.checkpoint(400, MODEL));
+}
+
+const SHARED: &str = "comm.shard_optimizer=true";
+
+/// Runs with `settings`; whatever ranks share, all must end with the same parameters. What the model writes.
+fn train(job: &Job, ranks: &str, settings: &[&str]) -> String {
+    let settings = settings.iter().chain(&["observe.check_replicas=true"]).flat_map(|set| ["--set", set]);
+    let run = job.run_well(&["--nproc", ranks].into_iter().chain(settings).collect::<Vec<_>>());
+    assert!(run.stdout.contains("largest parameter difference 0e0"), "{}", run.stdout);
+    run.stdout.split("the model writes:").skip(1).collect()
+}
+
+#[test]
+fn a_shared_optimizer_changes_no_bit_unless_gradients_are_clipped_and_then_no_loss() {
+    for ranks in ["2", "4"] {
+        for model in ["model.arch=\"llama\"", "model.arch=\"gpt2\""] {
+            // Small buckets, so that there are several.
+            let common = [model, "comm.bucket_mb=0.02", "train.batch=2", "train.accumulate=2"];
+            let run = |settings: &[&str]| {
+                let job = Job::new();
+                train(&job, ranks, &[&common[..], &["train.eval_every=3"], settings].concat());
+                let series = |key| job.metrics().iter().filter_map(|line| line[key].as_f64()).collect();
+                let series: [Vec<f64>; 3] = ["train/loss", "val/loss", "train/grad_norm"].map(series);
+                assert_eq!(series.each_ref().map(Vec::len), [8, 3, 8]);
+                (series, [MODEL, OPTIMIZER].map(|file| job.checkpoint(8, file)))
+            };
+            let whole = run(&["train.clip=0.0"]);
+            for overlap in ["comm.overlap=true", "comm.overlap=false"] {
+                let shared = run(&[SHARED, overlap, "train.clip=0.0"]);
+                assert!(shared.0[..2] == whole.0[..2], "{ranks} ranks, {model}, {overlap}: losses");
+                assert!(shared.1 == whole.1, "{ranks} ranks, {model}, {overlap}: parameters and moments");
+            }
+            // Ranks' parts of the norm are rounded before they are added up.
+            let (shared, whole) = (run(&[SHARED]).0, run(&[]).0);
+            assert!(whole[2].iter().any(|norm| *norm > 1.0), "clipping has something to do: {whole:?}");
+            for (a, b) in shared.iter().flatten().zip(whole.iter().flatten()) {
+                assert!((a - b).abs() <= 1e-6 * b, "{ranks} ranks, {model}: {shared:?} and {whole:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_shared_optimizer_and_a_whole_one_go_on_from_each_others_checkpoints() {
+    let common = ["train.clip=0.0", "checkpoint.every=4", "comm.bucket_mb=0.02", "train.sample=200"];
+    let whole = Job::new();
+    let text = train(&whole, "2", &common);
+    assert!(text.len() > 200, "{text}");
+    for (before, after) in [(true, false), (false, true), (true, true)] {
+        let job = Job::new();
+        let way = |shared: bool| format!("comm.shard_optimizer={shared}");
+        train(&job, "2", &[&common[..], &[&way(before)]].concat());
+        let four = job.latest().join("checkpoints/step-00000004").display().to_string();
+        let resume = format!("checkpoint.resume={four:?}");
+        assert_eq!(train(&job, "2", &[&common[..], &[&way(after), &resume]].concat()), text);
+        assert_eq!(job.losses(), whole.losses()[4..], "shared before {before}, after {after}");
+        for file in [MODEL, OPTIMIZER] {
+            assert!(job.checkpoint(8, file) == whole.checkpoint(8, file), "{file}: {before}, {after}");
+        }
+        if before {
+            // The same batch by one rank: equal but for the order of sums.
+            train(&job, "1", &[&common[..], &[&resume, "train.batch=8"]].concat());
+            for (a, b) in job.losses().iter().zip(&whole.losses()[4..]) {
+                assert!((a - b).abs() <= 1e-6 * b, "by one rank: {a} and {b}");
+            }
+        }
+    }
+}
+
+#[test]
+fn stopping_and_evaluating_ranks_that_share_work_is_as_ever() {
+    let args = ["--nproc", "2", "--set", SHARED, "--set", "train.steps=400", "--set", "train.eval_every=100"];
+    let whole = Job::new();
+    whole.run_well(&args);
+    assert_eq!(whole.metrics().iter().filter(|line| line["val/loss"].is_f64()).count(), 4);
+
+    let parts = Job::new();
+    let first = parts.start(&args);
+    first.wait_for_stderr("step 1/");
+    first.signal(Signal::INT);
+    let first = first.finish();
+    assert_eq!(first.code, 143, "{}", first.stderr);
+    let before = parts.losses();
+    assert!(before.len() < 400, "it ended before the signal came");
+    parts.run_well(&[&args[..], &["--resume"]].concat());
+    assert_eq!([before, parts.losses()].concat(), whole.losses());
+    assert!(parts.checkpoint(400, MODEL) == whole.checkpoint(400, MODEL));
+}
+
+#[test]
+fn ranks_that_cannot_share_equally_are_refused() {
+    let run = Job::new().run(&["--nproc", "3", "--set", SHARED]);
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    for text in ["comm.shard_optimizer", "3 ranks", "1, 2, 4 or 8"] {
+        assert!(run.stderr.contains(text), "{text} in {}", run.stderr);
+    }
 }
 
 #[test]

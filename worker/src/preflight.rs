@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::spec::{Invalid, JobSpec};
 
 use crate::checkpoint::{self, CheckpointError};
 use crate::data::Dataset;
@@ -36,10 +36,10 @@ impl From<WorkerError> for Refusal {
 
 /// Opens the data and finds the checkpoint to resume from. `job_dir` holds the job's earlier runs.
 pub fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {
-    let shape = spec
-        .model
-        .resolve()
-        .map_err(|invalid| Refusal { exit: ExitCode::Usage, message: invalid.to_string() })?;
+    let usage = |invalid: Invalid| Refusal { exit: ExitCode::Usage, message: invalid.to_string() };
+    // Again: the number of workers is known now.
+    spec.check().map_err(usage)?;
+    let shape = spec.model.resolve().map_err(usage)?;
     let dataset = Dataset::open(spec, &shape).map_err(WorkerError::from)?;
     let mut warnings = Vec::new();
     if dataset.val.is_none() && spec.train.eval_every != 0 {

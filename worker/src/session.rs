@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::CudaStream;
-use xlaunch_comm::{Collective, Local, Nccl, Ring, RingListener};
+use xlaunch_comm::{Collective, Local, Nccl, Ring, RingListener, Sharding};
 use xlaunch_engine::cpu::CpuBackend;
 use xlaunch_engine::cuda::{CudaBackend, CudaOptions};
-use xlaunch_engine::{self as engine, Backend};
+use xlaunch_engine::{self as engine, Backend, DType};
 use xlaunch_proto::VERSION;
 use xlaunch_proto::convert::{Join, Joined};
 use xlaunch_proto::exit::ExitCode;
@@ -66,17 +66,18 @@ fn train(
     device.backend.pool().snapshot_on_failure(Path::new(&job.run_dir));
     let start = Start::read(spec, &shape, Path::new(&job.resume_from))?;
     let model = Model::new(&device.backend, &shape, &start.params)?;
-    let optimizer = AdamW::new(&device.backend, &model, &spec.train)?;
+    let (rank, world) = (environment.rank.index(), environment.world_size.index());
+    let activations = device.backend.activation_dtype();
+    let sharding = train::sharding(spec, &model.layout, activations, rank, world)?;
+    let optimizer = AdamW::new(&device.backend, &model, &start.params, &sharding, &spec.train)?;
     if let Some((m, v)) = &start.moments {
-        device.backend.write_f32(optimizer.m.all(), m)?;
-        device.backend.write_f32(optimizer.v.all(), v)?;
+        optimizer.set_moments(m, v)?;
     }
-    let world = environment.world_size.index();
-    let stepper = Stepper::new(&device.backend, &model, spec, world)?;
+    let stepper = Stepper::new(&device.backend, &model, spec, &sharding, world)?;
     let evaluator = Evaluator::new(&device.backend, &model, spec)?;
 
     let run_dir = PathBuf::from(&job.run_dir);
-    let layout = layout(spec, &model, &device);
+    let layout = layout(spec, &model, activations, &sharding);
     let mut collective = meet(environment, control, spec, &layout, &device, &run_dir)?;
     if bench.is_some_and(|bench| bench.without_sums) {
         collective = Box::new(Unsummed(collective));
@@ -107,19 +108,14 @@ fn train(
         pool_trace: environment.pool_trace.as_deref(),
         profile: bench.map_or(environment.profile, |bench| bench.profile_step),
         bench: bench.is_some(),
-        tracer: Tracer::new(
-            spec.observe.trace,
-            start.step..spec.train.steps,
-            &run_dir,
-            environment.rank.index(),
-        ),
+        tracer: Tracer::new(spec.observe.trace, start.step..spec.train.steps, &run_dir, rank),
     }
     .run();
     // Whatever the outcome: the communicator's end waits for graphs that hold its sums.
     stepper.forget_captures();
     evaluator.forget_captures();
     let outcome = outcome?;
-    let finished = finish(spec, &device.backend, &model, &mut *collective, outcome, &dataset)?;
+    let finished = finish(spec, &device.backend, &model, &optimizer, &mut *collective, outcome, &dataset)?;
     collective.finalize()?;
     control.report(Report::Finished(finished));
     Ok(if outcome.stopped_early { ExitCode::Stopped } else { ExitCode::Done })
@@ -231,10 +227,9 @@ impl Start {
 }
 
 /// What all ranks must agree on to sum gradients.
-fn layout(spec: &JobSpec, model: &Model, device: &Opened) -> Vec<u8> {
-    let dtype = train::wire_dtype(spec, device.backend.activation_dtype());
-    let plan = train::plan_buckets(&model.layout, dtype, &spec.comm);
-    [model.layout.fingerprint(), dtype.name().into(), plan.layout()].concat()
+fn layout(spec: &JobSpec, model: &Model, activations: DType, sharding: &Sharding) -> Vec<u8> {
+    let dtype = train::wire_dtype(spec, activations);
+    [model.layout.fingerprint(), dtype.name().into(), sharding.layout()].concat()
 }
 
 /// The rendezvous: joins with what this rank brings, and opens the collective among all.
@@ -332,12 +327,14 @@ fn finish(
     spec: &JobSpec,
     backend: &BackendHandle,
     model: &Model,
+    optimizer: &AdamW,
     collective: &mut dyn Collective,
     outcome: Outcome,
     dataset: &Dataset,
 ) -> Result<Finished> {
+    optimizer.gather(model, collective)?;
     let difference = match spec.observe.check_replicas {
-        true => Some(train::largest_difference(backend, model, collective)?),
+        true => Some(train::largest_difference(backend, optimizer.replica(model), collective)?),
         false => None,
     };
     let bytes = spec.data.tokenizer == Tokenizer::Bytes && spec.train.sample > 0;

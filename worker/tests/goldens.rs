@@ -11,6 +11,8 @@ use std::path::Path;
 
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
+use xlaunch_comm::Sharding;
+use xlaunch_comm::bucket::Plan;
 use xlaunch_engine::cpu::CpuBackend;
 use xlaunch_engine::cuda::{CudaBackend, CudaOptions};
 use xlaunch_engine::{Accumulate, DType, EngineError, PoolMode, Precision, Tensor};
@@ -183,21 +185,24 @@ fn compare_on(f: &Fixture) {
         clip: 1.0,
         ..Default::default()
     };
-    let optimizer = AdamW::new(&f.backend, &f.model, &train).unwrap();
+    let weights = f.golden.arena(&f.model.layout, "param.");
+    let whole = Sharding::whole(Plan::new(&f.model.layout.ends(), 4, usize::MAX, usize::MAX));
+    let optimizer = AdamW::new(&f.backend, &f.model, &weights, &whole, &train).unwrap();
     let square_sum = f.backend.alloc(DType::F32, 1).unwrap();
     let (tokens, targets) = (&f.golden.ids["step_tokens"], &f.golden.ids["step_targets"]);
     for (step, (tokens, targets)) in tokens.chunks(ROWS.count()).zip(targets.chunks(ROWS.count())).enumerate()
     {
         let (loss, _) = f.pass(tokens, targets);
         optimizer.prepare(step as u64, train.lr).unwrap();
-        optimizer.step(&f.model, &f.grads, square_sum.all()).unwrap();
+        f.backend.square_sum(f.grads.all(), square_sum.all()).unwrap();
+        optimizer.step(&f.model, f.grads.all(), square_sum.all()).unwrap();
         let norm = f64::from(read(&f.backend, &square_sum)[0]).sqrt();
         for (what, ours) in [("step_losses", loss), ("step_norms", norm)] {
             let theirs = f64::from(f.golden.floats[what][step]);
             assert!((ours - theirs).abs() <= TOLERANCE * theirs, "{what}[{step}]: {ours} against {theirs}");
         }
     }
-    let params = read(&f.backend, &f.model.params);
+    let params = read(&f.backend, &f.model.weights);
     for param in &f.model.layout.params {
         let mut theirs = f.golden.floats[&format!("after.{}", param.name)].clone();
         let ours = &params[param.stored()];

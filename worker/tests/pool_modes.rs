@@ -14,7 +14,7 @@ use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
 use xlaunch_worker::model::layout::Layout;
 use xlaunch_worker::model::{BackendHandle, Model, init};
 use xlaunch_worker::optim::AdamW;
-use xlaunch_worker::train::{Evaluator, Requests, Stepper};
+use xlaunch_worker::train::{Evaluator, Requests, Stepper, sharding};
 
 const STEPS: u64 = 6;
 
@@ -41,9 +41,11 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
     let shape =
         ModelShape { arch, layers: 2, heads: 4, kv_heads, dim: 64, ffn: 96, seq: 40, vocab: 256, tied };
     let dataset = Dataset::open(&spec, &shape).unwrap();
-    let model = Model::new(&backend, &shape, &init::weights(&Layout::new(&shape), 7)).unwrap();
-    let optimizer = AdamW::new(&backend, &model, &spec.train).unwrap();
-    let stepper = Stepper::new(&backend, &model, &spec, 1).unwrap();
+    let weights = init::weights(&Layout::new(&shape), 7);
+    let model = Model::new(&backend, &shape, &weights).unwrap();
+    let sharding = sharding(&spec, &model.layout, backend.activation_dtype(), 0, 1).unwrap();
+    let optimizer = AdamW::new(&backend, &model, &weights, &sharding, &spec.train).unwrap();
+    let stepper = Stepper::new(&backend, &model, &spec, &sharding, 1).unwrap();
     let evaluator = Evaluator::new(&backend, &model, &spec).unwrap();
     let order = Order::new(dataset.train.len(), shape.seq, Some(7));
     let schedule = Schedule { first: 0, rank: 0, world: 1, batch: 3, seq: shape.seq };

@@ -65,6 +65,27 @@ impl<'a> Progress<'a> {
     }
 }
 
+/// Which buckets of one forward pass have arrived: they are sent for from the last one down, as forward reads them.
+#[derive(Clone, Debug)]
+pub struct Arrivals<'a> {
+    coming: &'a [Range<usize>],
+}
+
+impl<'a> Arrivals<'a> {
+    /// All buckets are on their way.
+    pub fn new(plan: &'a Plan) -> Self {
+        Self { coming: &plan.buckets }
+    }
+
+    /// How many more must have arrived before anything from `offset` on is read. Each is counted once.
+    pub fn needed_from(&mut self, offset: usize) -> usize {
+        let (coming, needed) =
+            self.coming.split_at(self.coming.partition_point(|bucket| bucket.end <= offset));
+        self.coming = coming;
+        needed.len()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -74,6 +95,14 @@ mod tests {
     fn small_first_then_capped_then_oversized_alone() {
         let plan = Plan::new(&[10, 20, 40, 60, 500, 510], 4, 160, 60);
         assert_eq!(plan.buckets(), [0..10, 10..40, 40..60, 60..500, 500..510]);
+    }
+
+    #[test]
+    fn buckets_are_needed_once_from_the_last_one_down() {
+        let plan = Plan::new(&[10, 20, 40, 60, 500, 510], 4, 160, 60);
+        let mut arrivals = Arrivals::new(&plan);
+        let needed = [505, 500, 499, 41, 39, 10, 0, 0].map(|offset| arrivals.needed_from(offset));
+        assert_eq!(needed, [1, 0, 1, 1, 1, 0, 1, 0]);
     }
 
     proptest! {

@@ -46,9 +46,10 @@ pub enum CommError {
     Aborted,
 }
 
-/// Sums over all ranks, in place. Every rank makes the same calls in the same order.
+/// Sums and copies over all ranks. Every rank makes the same calls in the same order.
 ///
-/// A sum runs beside the caller's own work: on a second CUDA stream or a second thread.
+/// They run beside the caller's own work: on a second CUDA stream or a second thread. What is lent to them comes back at
+/// [`finish`](Self::finish).
 pub trait Collective: Send + fmt::Debug {
     /// This rank.
     fn rank(&self) -> usize;
@@ -56,9 +57,22 @@ pub trait Collective: Send + fmt::Debug {
     /// Number of ranks.
     fn world(&self) -> usize;
 
-    /// Starts the sum of the lent elements (F32 or Bf16), ordered after all work given to the compute stream so far.
-    /// Every rank ends with the same bytes. The loan is returned by [`finish`](Self::finish).
+    /// Starts the sum of the lent elements (F32 or Bf16), in place, ordered after all work given to the compute stream so
+    /// far. Every rank ends with the same bytes.
     fn all_reduce(&mut self, elements: Loan, dtype: DType) -> Result<()>;
+
+    /// Starts the same sum, of which this rank gets its part: of as many equal parts of `from` as there are ranks, that of
+    /// the rank's number, in `into`. What `from` holds afterwards is unspecified. For two ranks and more.
+    fn reduce_scatter(&mut self, from: Loan, into: Loan, dtype: DType) -> Result<()>;
+
+    /// Starts the copy of every rank's `from` to all ranks: to the part of `into` of the rank's number, of as many equal
+    /// parts as there are ranks. For two ranks and more.
+    fn all_gather(&mut self, from: Loan, into: Loan) -> Result<()>;
+
+    /// Orders the first of the [`all_gather`](Self::all_gather)s since the last [`finish`](Self::finish), which then is the
+    /// first no more, before all work given to the compute stream from now on, and returns its loans. Nothing where there
+    /// is none.
+    fn finish_gather(&mut self) -> Result<()>;
 
     /// Starts the copy of `root`'s elements to all ranks.
     fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()>;
@@ -75,6 +89,12 @@ pub trait Collective: Send + fmt::Debug {
 
     /// Ends in agreement: every rank calls it when all its sums are finished.
     fn finalize(self: Box<Self>) -> Result<()>;
+}
+
+/// Panics unless `whole` is as long as one `part` per rank: the caller's mistake.
+pub(crate) fn expect_parts(whole: &Loan, part: &Loan, world: usize) {
+    let (whole, part) = (whole.bytes(), part.bytes());
+    assert!(world > 1 && whole == part * world, "{whole} bytes in {world} parts of {part}");
 }
 
 /// Aborts a collective from any thread, any number of times.

@@ -28,6 +28,18 @@ impl Collective for Local {
         Ok(())
     }
 
+    fn reduce_scatter(&mut self, _: Loan, _: Loan, _: DType) -> Result<()> {
+        unreachable!("one rank has nobody to share with")
+    }
+
+    fn all_gather(&mut self, _: Loan, _: Loan) -> Result<()> {
+        unreachable!("one rank has nobody to share with")
+    }
+
+    fn finish_gather(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     fn broadcast(&mut self, _: Loan, _: usize) -> Result<()> {
         Ok(())
     }

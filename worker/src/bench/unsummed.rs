@@ -1,4 +1,4 @@
-//! A collective whose sums cost nothing, because they are not formed.
+//! A collective whose sums cost nothing, because they are not formed, nor the results of shared work exchanged.
 //!
 //! What a step of a training bench becomes shorter by is the communication that backward does not hide. Replicas drift
 //! apart, so nothing but a bench may use it.
@@ -21,6 +21,18 @@ impl Collective for Unsummed {
     }
 
     fn all_reduce(&mut self, _: Loan, _: DType) -> Result<()> {
+        self.0.check()
+    }
+
+    fn reduce_scatter(&mut self, _: Loan, _: Loan, _: DType) -> Result<()> {
+        self.0.check()
+    }
+
+    fn all_gather(&mut self, _: Loan, _: Loan) -> Result<()> {
+        self.0.check()
+    }
+
+    fn finish_gather(&mut self) -> Result<()> {
         self.0.check()
     }
 

@@ -8,8 +8,8 @@
 //!   manifest.json                            sizes and hashes of the files above; written last
 //! ```
 //! Everything is written into `.tmp-step-...`, synced, and renamed. A directory without a manifest that matches its files
-//! does not exist for any reader. Every rank holds the same parameters and moments, so rank 0 writes one shard for all,
-//! and a run may resume with any number of ranks: the data position counts sequences, whoever read them.
+//! does not exist for any reader. Rank 0 writes whole tensors for all, collected first where each rank holds a share of
+//! them, and a run may resume with any number of ranks: the data position counts sequences, whoever read them.
 
 mod manifest;
 mod read;

@@ -1,6 +1,6 @@
 //! Forward: tokens to logits, keeping what backward needs.
 
-use xlaunch_engine::{Accumulate, ClassifierShape, DType, EmbedShape, Result, Slice, Tensor};
+use xlaunch_engine::{Accumulate, ClassifierShape, DType, EmbedShape, EngineError, Result, Slice, Tensor};
 use xlaunch_proto::model::Arch;
 
 use super::layout::{self, Linear};
@@ -53,15 +53,29 @@ impl Activations {
 impl Model {
     /// Logits of `tokens` I32 `[B, T]`.
     pub fn forward(&self, rows: Rows, tokens: Slice<'_>) -> Result<Activations> {
+        self.forward_as_weights_arrive(rows, tokens, |_| Ok(()))
+    }
+
+    /// The same, where weights may be on their way: `needs(start)` is called before those from offset `start` on are read,
+    /// with falling starts down to 0.
+    pub fn forward_as_weights_arrive<E: From<EngineError>>(
+        &self,
+        rows: Rows,
+        tokens: Slice<'_>,
+        mut needs: impl FnMut(usize) -> std::result::Result<(), E>,
+    ) -> std::result::Result<Activations, E> {
         let _tag = xlaunch_pool::tag("forward");
         let mut blocks = Vec::with_capacity(self.shape.layers);
+        needs(self.layout.blocks[0].ln1.weight.start)?;
         let mut ln1 = self.norm(rows, self.embed(rows, tokens)?, &self.layout.blocks[0].ln1)?;
         for (index, params) in self.layout.blocks.iter().enumerate() {
             let next = self.layout.blocks.get(index + 1).map_or(&self.layout.lnf, |block| &block.ln1);
+            needs(next.weight.start)?;
             let (block, normed) = self.block(rows, ln1, params, next)?;
             blocks.push(block);
             ln1 = normed;
         }
+        needs(0)?;
         let padded = self.shape.padded_vocab();
         let logits = self.activation(rows.count() * padded)?;
         let shape = Self::linear_shape(rows, self.shape.dim, padded);

@@ -8,9 +8,11 @@ use std::ops::Range;
 
 use xlaunch_engine::DECAY_CHUNK;
 use xlaunch_proto::model::{Arch, ModelShape};
+use xlaunch_proto::spec::MAX_SHARES;
 
-/// Elements: keeps rows aligned for the matrix units in both element types, and decay flags per parameter.
-const ALIGN: usize = DECAY_CHUNK;
+/// Elements: keeps rows aligned for the matrix units in both element types, decay flags per parameter, and a rank's share of
+/// any bucket a multiple of what one flag covers.
+const ALIGN: usize = DECAY_CHUNK * MAX_SHARES;
 
 /// How a parameter's initial values are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]

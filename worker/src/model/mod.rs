@@ -33,10 +33,10 @@ pub struct Model {
     pub shape: ModelShape,
     /// Where each parameter lies.
     pub layout: Layout,
-    /// Master weights, F32.
-    pub params: Tensor,
-    /// What forward and backward read when activations are Bf16: the weights, rounded. The optimizer writes both.
-    pub work: Option<Tensor>,
+    /// What forward and backward read, an arena of the layout in the element type of activations. The optimizer writes it;
+    /// where it is Bf16, master weights in F32 are the optimizer's. Where ranks share its work, what others updated in the
+    /// last step is not here before it is gathered.
+    pub weights: Tensor,
     /// Cosines and sines of the rotary angles, F32 `[T, D]`; llama only.
     rope: Option<Tensor>,
     backend: BackendHandle,
@@ -96,19 +96,18 @@ impl Rows {
 }
 
 impl Model {
-    /// A model with these weights: the whole arena, as [`init::weights`] or a checkpoint gives it.
-    pub fn new(backend: &BackendHandle, shape: &ModelShape, weights: &[f32]) -> Result<Self> {
+    /// A model whose weights have these values: the whole arena, as [`init::weights`] or a checkpoint gives it.
+    pub fn new(backend: &BackendHandle, shape: &ModelShape, values: &[f32]) -> Result<Self> {
         let layout = Layout::new(shape);
-        let params = backend.alloc_persistent(DType::F32, layout.len)?;
-        backend.write_f32(params.all(), weights)?;
-        let work = match backend.activation_dtype() {
-            DType::Bf16 => {
-                let work = backend.alloc_persistent(DType::Bf16, layout.len)?;
-                backend.cast(params.all(), work.all())?;
-                Some(work)
+        let weights = backend.alloc_persistent(backend.activation_dtype(), layout.len)?;
+        match weights.dtype() {
+            DType::F32 => backend.write_f32(weights.all(), values)?,
+            _ => {
+                let exact = backend.alloc(DType::F32, layout.len)?;
+                backend.write_f32(exact.all(), values)?;
+                backend.cast(exact.all(), weights.all())?;
             }
-            _ => None,
-        };
+        }
         let rope = match shape.arch {
             Arch::Gpt2 => None,
             Arch::Llama => {
@@ -118,12 +117,12 @@ impl Model {
                 Some(rope)
             }
         };
-        Ok(Self { shape: shape.clone(), layout, params, work, rope, backend: backend.clone() })
+        Ok(Self { shape: shape.clone(), layout, weights, rope, backend: backend.clone() })
     }
 
     /// A parameter in the element type of the activations.
     fn param(&self, range: &Range<usize>) -> Slice<'_> {
-        self.work.as_ref().unwrap_or(&self.params).slice(range.clone())
+        self.weights.slice(range.clone())
     }
 
     /// A new tensor for activations.

@@ -18,5 +18,5 @@ pub use evaluate::Evaluator;
 pub use replicas::largest_difference;
 pub use run::{Outcome, Run};
 pub use sample::sample;
-pub use step::{Requests, Started, StepResult, Stepper, plan_buckets, wire_dtype};
+pub use step::{Requests, Started, StepResult, Stepper, sharding, wire_dtype};
 pub use trace::Tracer;

@@ -20,15 +20,13 @@ use crate::model::BackendHandle;
 /// Work that is enqueued again and again, by kind: each has its plan and its graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Part {
-    /// A micro-step: the first one of a step overwrites gradients, the last one sums them over ranks. `update`: the
-    /// optimizer's step follows the sums.
+    /// A micro-step: the first one of a step overwrites gradients, the last one sums them over ranks, and the optimizer's
+    /// step follows.
     Train {
         /// Gradients are overwritten, not added to.
         first: bool,
-        /// Gradients are summed over ranks.
+        /// Gradients are summed over ranks, and parameters updated.
         last: bool,
-        /// Parameters are updated.
-        update: bool,
     },
     /// The loss of one batch of held-out data.
     Evaluate,
@@ -38,10 +36,8 @@ impl Part {
     /// The pool's name for it.
     fn key(self) -> u64 {
         match self {
-            Self::Train { first, last, update } => {
-                u64::from(first) | u64::from(last) << 1 | u64::from(update) << 2
-            }
-            Self::Evaluate => 8,
+            Self::Train { first, last } => u64::from(first) | u64::from(last) << 1,
+            Self::Evaluate => 4,
         }
     }
 }

@@ -10,6 +10,7 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointReport, EvalReport, KernelReport, ProfileReport, StepReport};
 
 use super::evaluate::Evaluator;
+use super::replicas::on_rank_0;
 use super::step::{Requests, Started, Stepper};
 use super::trace::Tracer;
 use crate::checkpoint::{self, Snapshot, State};
@@ -228,6 +229,7 @@ impl Run<'_> {
 
     fn evaluate(&mut self, step: u64) -> Result<()> {
         let Some(val) = &self.dataset.val else { return Ok(()) };
+        self.optimizer.gather(self.model, self.collective)?;
         let (loss, tokens) = self.evaluator.evaluate(self.model, self.collective, val)?;
         if self.collective.rank() == 0 {
             self.control.report(Report::Eval(EvalReport { step, loss, tokens }));
@@ -235,18 +237,15 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Rank 0 saves for all: every rank holds the same state.
+    /// Rank 0 saves for all. Every rank calls it: what each holds a share of is collected first.
     fn save(&mut self, step: u64) -> Result<()> {
-        if self.collective.rank() != 0 {
-            return Ok(());
-        }
         let start = Instant::now();
-        let host = |tensor: &xlaunch_engine::Tensor| -> Result<Vec<f32>> {
-            let mut values = vec![0.0; tensor.len()];
-            self.backend.read_f32(tensor.all(), &mut values)?;
-            Ok(values)
+        let sharding = self.optimizer.sharding();
+        let mut collect = |share| on_rank_0(self.backend, sharding, share, self.collective);
+        let [params, m, v] = self.optimizer.state(self.model);
+        let (Some(params), Some(m), Some(v)) = (collect(params)?, collect(m)?, collect(v)?) else {
+            return Ok(());
         };
-        let (params, m, v) = (host(&self.model.params)?, host(&self.optimizer.m)?, host(&self.optimizer.v)?);
         let state = State {
             version: checkpoint::VERSION,
             step,

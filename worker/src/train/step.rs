@@ -7,29 +7,38 @@
 //! A bucket's sum over ranks starts as soon as backward has written its last gradient. Loss and flags travel in one small
 //! sum, so all ranks learn in the same step that any of them was asked to stop.
 //!
+//! Where each rank updates its share of the parameters, the step begins with the exchange of what the one before it updated;
+//! backward's sums are shared out, and the gradients' norm, to which each rank adds its part, travels with loss and flags:
+//! ```text
+//! compute stream: forward . . . . , backward ------> wait . square sum .                     . AdamW . read back
+//! second stream:  bucket n . ... . 0      shares of buckets ^           loss, flags and norm ^
+//! ```
+//!
 //! What changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device memory before the
 //! work that reads it is enqueued, so that the work itself can be captured and replayed: see [`Replay`].
 
-use xlaunch_comm::{Collective, bucket};
+use std::ops::Range;
+
+use xlaunch_comm::{Collective, Sharding, bucket};
 use xlaunch_engine::{Accumulate, DType, Reading, Tensor};
-use xlaunch_proto::spec::{CommSection, JobSpec, WireDtype};
+use xlaunch_proto::spec::{JobSpec, SpecError, WireDtype};
 
 use super::replay::{Part, Replay};
 use super::trace;
 use crate::data::Loader;
-use crate::error::Result;
+use crate::error::{Result, WorkerError};
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, Rows};
 use crate::optim::AdamW;
 
-/// Slots of the tensor that a step is read back from. The first three are summed over ranks.
+/// Slots of the tensor that a step is read back from. All are summed over ranks; where every rank has all gradients, their
+/// squares are written over what that sum left.
 mod slot {
     pub(super) const LOSS: usize = 0;
     pub(super) const STOP: usize = 1;
     pub(super) const CHECKPOINT: usize = 2;
-    pub(super) const SUMMED: usize = 4;
-    pub(super) const SQUARE_SUM: usize = 4;
-    pub(super) const COUNT: usize = 8;
+    pub(super) const SQUARE_SUM: usize = 3;
+    pub(super) const COUNT: usize = 4;
 }
 
 /// Smaller first bucket: its sum starts early, while later gradients are still being made.
@@ -67,11 +76,13 @@ pub struct Stepper {
     world: usize,
     overlap: bool,
     grads: Tensor,
+    /// This rank's share of the summed gradients, where they are not summed in place.
+    share: Option<Tensor>,
     tokens: Tensor,
     targets: Tensor,
     losses: Tensor,
     results: Tensor,
-    plan: bucket::Plan,
+    sharding: Sharding,
     replay: Replay,
 }
 
@@ -85,39 +96,63 @@ pub fn wire_dtype(spec: &JobSpec, activations: DType) -> DType {
     }
 }
 
-/// The buckets of this layout.
+/// The buckets of this layout, and what `rank` has of them.
+///
+/// # Errors
+/// A number of ranks that cannot share the parameters as the job says.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
     reason = "a size in MiB, checked to be positive; a larger one than memory means one bucket"
 )]
-pub fn plan_buckets(layout: &Layout, dtype: DType, comm: &CommSection) -> bucket::Plan {
-    let cap = (comm.bucket_mb * f64::from(1 << 20)) as usize;
-    bucket::Plan::new(&layout.ends(), dtype.size(), cap, cap.min(FIRST_BUCKET_BYTES))
+pub fn sharding(
+    spec: &JobSpec,
+    layout: &Layout,
+    activations: DType,
+    rank: usize,
+    ranks: usize,
+) -> Result<Sharding> {
+    spec.comm.check_ranks(ranks).map_err(SpecError::from)?;
+    let cap = (spec.comm.bucket_mb * f64::from(1 << 20)) as usize;
+    let size = wire_dtype(spec, activations).size();
+    let plan = bucket::Plan::new(&layout.ends(), size, cap, cap.min(FIRST_BUCKET_BYTES));
+    Ok(if spec.comm.shard_optimizer { Sharding::new(plan, rank, ranks) } else { Sharding::whole(plan) })
 }
 
 impl Stepper {
     /// Allocates what every step needs.
-    pub fn new(backend: &BackendHandle, model: &Model, spec: &JobSpec, world: usize) -> Result<Self> {
+    pub fn new(
+        backend: &BackendHandle,
+        model: &Model,
+        spec: &JobSpec,
+        sharding: &Sharding,
+        world: usize,
+    ) -> Result<Self> {
         let rows = Rows { batch: spec.train.batch, seq: model.shape.seq };
         let dtype = wire_dtype(spec, backend.activation_dtype());
+        let share = || backend.alloc_persistent(dtype, sharding.len());
         let stepper = Self {
             rows,
             accumulate: spec.train.accumulate,
             world,
             overlap: spec.comm.overlap,
             grads: backend.alloc_persistent(dtype, model.layout.len)?,
+            share: (!sharding.is_whole()).then(share).transpose()?,
             tokens: backend.alloc_persistent(DType::I32, rows.count())?,
             targets: backend.alloc_persistent(DType::I32, rows.count())?,
             losses: backend.alloc_persistent(DType::F32, rows.count())?,
             results: backend.alloc_persistent(DType::F32, slot::COUNT)?,
-            plan: plan_buckets(&model.layout, dtype, &spec.comm),
+            sharding: sharding.clone(),
             replay: Replay::new(backend, spec.engine.exec),
             backend: backend.clone(),
         };
         // Gaps between parameters are never written again, and take part in sums and norms.
         backend.zero(stepper.grads.all())?;
         backend.zero(stepper.results.all())?;
+        if let Some(share) = &stepper.share {
+            // Sums alone write it, which a bench may leave out.
+            backend.zero(share.all())?;
+        }
         Ok(stepper)
     }
 
@@ -153,7 +188,21 @@ impl Stepper {
         loader: &Loader,
         requests: Requests,
     ) -> Result<Started> {
-        self.run(model, collective, loader, requests, Some(optimizer))?;
+        let flag = |asked| f32::from(u8::from(asked));
+        let flags = [flag(requests.stop), flag(requests.checkpoint)];
+        self.backend.write_f32(self.results.slice(slot::STOP..slot::CHECKPOINT + 1), &flags)?;
+        for micro in 0..self.accumulate {
+            let waiting = trace::span("wait for data");
+            let batch = loader.next_batch()?;
+            drop(waiting);
+            self.backend.write_i32(self.tokens.all(), &batch.tokens)?;
+            self.backend.write_i32(self.targets.all(), &batch.targets)?;
+            let (first, last) = (micro == 0, micro + 1 == self.accumulate);
+            self.replay.run(Part::Train { first, last }, || {
+                self.micro_step(model, optimizer, collective, first, last)?;
+                if last { self.update(model, optimizer, collective) } else { Ok(()) }
+            })?;
+        }
         Ok(Started(self.backend.begin_read(self.results.all())?))
     }
 
@@ -173,22 +222,6 @@ impl Stepper {
         })
     }
 
-    /// The gradients' arena, after [`gradients`](Self::gradients).
-    pub fn grads(&self) -> &Tensor {
-        &self.grads
-    }
-
-    /// Gradients of the mean loss over the global batch, summed over ranks: a step without its update.
-    pub fn gradients(
-        &self,
-        model: &Model,
-        collective: &mut dyn Collective,
-        loader: &Loader,
-        requests: Requests,
-    ) -> Result<()> {
-        self.run(model, collective, loader, requests, None)
-    }
-
     /// The next steps run operation by operation, so that each can be timed, or may be replayed again.
     pub fn one_by_one(&self, one_by_one: bool) {
         self.replay.one_by_one(one_by_one);
@@ -199,36 +232,10 @@ impl Stepper {
         self.replay.forget();
     }
 
-    fn run(
-        &self,
-        model: &Model,
-        collective: &mut dyn Collective,
-        loader: &Loader,
-        requests: Requests,
-        optimizer: Option<&AdamW>,
-    ) -> Result<()> {
-        let flag = |asked| f32::from(u8::from(asked));
-        let flags = [flag(requests.stop), flag(requests.checkpoint)];
-        self.backend.write_f32(self.results.slice(slot::STOP..slot::CHECKPOINT + 1), &flags)?;
-        for micro in 0..self.accumulate {
-            let waiting = trace::span("wait for data");
-            let batch = loader.next_batch()?;
-            drop(waiting);
-            self.backend.write_i32(self.tokens.all(), &batch.tokens)?;
-            self.backend.write_i32(self.targets.all(), &batch.targets)?;
-            let (first, last) = (micro == 0, micro + 1 == self.accumulate);
-            let part = Part::Train { first, last, update: optimizer.is_some() };
-            self.replay.run(part, || {
-                self.micro_step(model, collective, first, last)?;
-                if last { self.update(model, collective, optimizer) } else { Ok(()) }
-            })?;
-        }
-        Ok(())
-    }
-
     fn micro_step(
         &self,
         model: &Model,
+        optimizer: &AdamW,
         collective: &mut dyn Collective,
         first: bool,
         last: bool,
@@ -240,37 +247,68 @@ impl Stepper {
         let scale = share / self.rows.count() as f32;
 
         let forward = trace::span("forward");
-        let acts = model.forward(self.rows, self.tokens.all())?;
+        match (first, self.overlap) {
+            (true, true) => optimizer.start_gather(model, collective)?,
+            (true, false) => optimizer.gather(model, collective)?,
+            (false, _) => {}
+        }
+        let mut arrivals = bucket::Arrivals::new(self.sharding.plan());
+        let acts = model.forward_as_weights_arrive::<WorkerError>(self.rows, self.tokens.all(), |start| {
+            for _ in 0..arrivals.needed_from(start) {
+                collective.finish_gather()?;
+            }
+            Ok(())
+        })?;
         model.loss(&acts, self.targets.all(), self.losses.all(), Some(scale))?;
         model.mean_loss(&self.losses, share, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
         drop(forward);
         let _backward = trace::span("backward");
-        let mut progress = bucket::Progress::new(&self.plan);
+        let mut progress = bucket::Progress::new(self.sharding.plan());
         let (overlap, end) = (self.overlap, model.layout.len);
         model.backward(acts, self.tokens.all(), &self.grads, acc, |finished, grads| {
             if last && (overlap || finished == end) {
                 for bucket in progress.finished_up_to(finished) {
-                    collective.all_reduce(grads.lend(bucket), grads.dtype())?;
+                    self.sum(bucket, grads, collective)?;
                 }
             }
             Ok(())
         })
     }
 
+    /// Starts the sum of a bucket over ranks.
+    fn sum(&self, bucket: Range<usize>, grads: &Tensor, collective: &mut dyn Collective) -> Result<()> {
+        match &self.share {
+            None => collective.all_reduce(grads.lend(bucket), grads.dtype())?,
+            Some(share) => {
+                let part = share.lend(self.sharding.in_share(&bucket));
+                collective.reduce_scatter(grads.lend(bucket), part, grads.dtype())?;
+            }
+        }
+        Ok(())
+    }
+
     /// What follows the last micro-step: the sums' end, and the optimizer's step.
-    fn update(
-        &self,
-        model: &Model,
-        collective: &mut dyn Collective,
-        optimizer: Option<&AdamW>,
-    ) -> Result<()> {
-        let summing = trace::span("sums");
-        collective.all_reduce(self.results.lend(0..slot::SUMMED), DType::F32)?;
-        collective.finish()?;
-        drop(summing);
-        let Some(optimizer) = optimizer else { return Ok(()) };
-        let (_tag, _span) = (xlaunch_pool::tag("optimizer"), trace::span("optimizer"));
+    fn update(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
+        let _tag = xlaunch_pool::tag("optimizer");
         let square_sum = self.results.slice(slot::SQUARE_SUM..slot::SQUARE_SUM + 1);
-        Ok(optimizer.step(model, &self.grads, square_sum)?)
+        let summing = trace::span("sums");
+        let grads = match &self.share {
+            None => {
+                collective.all_reduce(self.results.lend(0..slot::COUNT), DType::F32)?;
+                collective.finish()?;
+                self.backend.square_sum(self.grads.all(), square_sum)?;
+                &self.grads
+            }
+            Some(share) => {
+                collective.finish()?;
+                self.backend.square_sum(share.all(), square_sum)?;
+                collective.all_reduce(self.results.lend(0..slot::COUNT), DType::F32)?;
+                collective.finish()?;
+                share
+            }
+        };
+        drop(summing);
+        let _span = trace::span("optimizer");
+        Ok(optimizer.step(model, grads.all(), square_sum)?)
     }
 }

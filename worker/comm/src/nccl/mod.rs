@@ -1,25 +1,28 @@
-//! Sums between GPUs by NCCL, on a stream of their own.
+//! Sums and copies between GPUs by NCCL, on a stream of their own.
 //!
 //! ```text
 //! compute stream:  gradients written --event--.                    .--event-- finish: work that needs the sums
 //! comm stream:                                 `-- ncclAllReduce --'
 //! ```
-//! The host only enqueues. Loans are dropped at [`finish`](Collective::finish): from then on everything given to the
-//! compute stream, also work on a block handed out again by the pool, is ordered behind the sums.
+//! The host only enqueues. Loans are dropped at [`finish`](Collective::finish), those of a gather also when it is waited for
+//! by itself: from then on everything given to the compute stream, also work on a block handed out again by the pool, is
+//! ordered behind what used them.
 
 mod library;
 
+use std::collections::VecDeque;
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys::CUevent_flags};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys::CUevent_flags};
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
 use xlaunch_pool::{DType, Loan, Space};
 
-use crate::collective::{AbortHandle, Collective, CommError, Result};
+use crate::collective::{AbortHandle, Collective, CommError, Result, expect_parts};
 use library::Library;
 
 /// Time between looks at NCCL's asynchronous errors.
@@ -47,6 +50,11 @@ pub struct Nccl {
     /// Gradients are written; sums are done. Recorded again and again: a wait takes the state at its own time.
     written: CudaEvent,
     summed: CudaEvent,
+    /// Gathers that nobody waits for yet, in order: what is recorded behind each, and what it was lent.
+    gathers: VecDeque<(CudaEvent, Vec<Loan>)>,
+    /// Events for more of them.
+    spare: Vec<CudaEvent>,
+    /// What everything else was lent.
     loans: Vec<Loan>,
     watchdog: Option<JoinHandle<()>>,
 }
@@ -84,11 +92,7 @@ impl Nccl {
         let context = compute.context().clone();
         let cuda = |what| move |error: DriverError| CommError::Cuda { what, reason: error.to_string() };
         context.bind_to_thread().map_err(cuda("failed to use the context"))?;
-        let event = || {
-            context
-                .new_event(Some(CUevent_flags::CU_EVENT_DISABLE_TIMING))
-                .map_err(cuda("failed to create an event"))
-        };
+        let event = || new_event(&context);
         let stream = context.new_stream_with_priority(-1).map_err(cuda("failed to create a stream"))?;
         let mut comm: ncclComm_t = std::ptr::null_mut();
         let id = ncclUniqueId { internal: id.map(|byte| byte.cast_signed()) };
@@ -114,6 +118,8 @@ impl Nccl {
             shared,
             written: event()?,
             summed: event()?,
+            gathers: VecDeque::new(),
+            spare: Vec::new(),
             compute,
             stream,
             loans: Vec::new(),
@@ -123,30 +129,26 @@ impl Nccl {
 
     /// Orders the comm stream behind the compute stream.
     fn after_compute(&self) -> Result<()> {
-        let cuda = |error: DriverError| CommError::Cuda {
-            what: "failed to order streams",
-            reason: error.to_string(),
-        };
-        self.written.record(&self.compute).map_err(cuda)?;
-        self.stream.wait(&self.written).map_err(cuda)
+        self.written.record(&self.compute).map_err(unordered)?;
+        self.stream.wait(&self.written).map_err(unordered)
     }
 
-    /// Calls NCCL on the lent memory and keeps the loan.
-    fn enqueue(
+    /// Calls NCCL on the lent memory and keeps the loans.
+    fn enqueue<const N: usize>(
         &mut self,
         what: &'static str,
-        loan: Loan,
-        call: impl FnOnce(&Library, ncclComm_t, u64) -> ncclResult_t,
+        loans: [Loan; N],
+        call: impl FnOnce(&Library, ncclComm_t, [*mut c_void; N]) -> ncclResult_t,
     ) -> Result<()> {
-        assert!(loan.space() == Space::Cuda, "NCCL sums device memory");
+        assert!(loans.iter().all(|loan| loan.space() == Space::Cuda), "NCCL works on device memory");
         self.check()?;
         self.after_compute()?;
         let shared = &self.shared;
         let result = {
             let _calls = shared.calls.lock().unwrap_or_else(PoisonError::into_inner);
-            call(shared.library, shared.comm.0, loan.address())
+            call(shared.library, shared.comm.0, loans.each_ref().map(|loan| loan.address() as *mut c_void))
         };
-        self.loans.push(loan);
+        self.loans.extend(loans);
         self.check()?;
         self.shared.library.check(what, result)
     }
@@ -162,41 +164,62 @@ impl Collective for Nccl {
     }
 
     fn all_reduce(&mut self, elements: Loan, dtype: DType) -> Result<()> {
-        let kind = match dtype {
-            DType::F32 => ncclDataType_t::ncclFloat32,
-            DType::Bf16 => ncclDataType_t::ncclBfloat16,
-            other => panic!("sums of {} are not defined", other.name()),
-        };
-        let (count, stream) = (elements.bytes() / dtype.size(), self.stream.cu_stream());
-        self.enqueue("failed to sum", elements, |library, comm, address| {
-            let data = address as *mut std::ffi::c_void;
+        let (count, stream) = (elements.bytes() / dtype.size(), self.stream.cu_stream().cast());
+        let (kind, sum) = (data_type(dtype), ncclRedOp_t::ncclSum);
+        self.enqueue("failed to sum", [elements], |library, comm, [data]| {
             // SAFETY: the loan keeps `count` elements of device memory alive and unused by others until `finish`, which
             // orders the compute stream behind this; in place is allowed; the stream lives as long as `self`.
-            unsafe {
-                (library.all_reduce)(data, data, count, kind, ncclRedOp_t::ncclSum, comm, stream.cast())
-            }
+            unsafe { (library.all_reduce)(data, data, count, kind, sum, comm, stream) }
         })
     }
 
+    fn reduce_scatter(&mut self, from: Loan, into: Loan, dtype: DType) -> Result<()> {
+        expect_parts(&from, &into, self.world);
+        let (count, stream) = (into.bytes() / dtype.size(), self.stream.cu_stream().cast());
+        let (kind, sum) = (data_type(dtype), ncclRedOp_t::ncclSum);
+        self.enqueue("failed to sum", [from, into], |library, comm, [from, into]| {
+            // SAFETY: as in `all_reduce`; `into` has `count` elements, `from` as many for every rank, and two loans do not
+            // overlap.
+            unsafe { (library.reduce_scatter)(from, into, count, kind, sum, comm, stream) }
+        })
+    }
+
+    fn all_gather(&mut self, from: Loan, into: Loan) -> Result<()> {
+        expect_parts(&into, &from, self.world);
+        let (bytes, stream) = (from.bytes(), self.stream.cu_stream().cast());
+        self.enqueue("failed to gather", [from, into], |library, comm, [from, into]| {
+            // SAFETY: as in `reduce_scatter`, with bytes as elements and the roles of the two changed.
+            unsafe { (library.all_gather)(from, into, bytes, ncclDataType_t::ncclUint8, comm, stream) }
+        })?;
+        let gathered = self.spare.pop().map_or_else(|| new_event(self.compute.context()), Ok)?;
+        gathered.record(&self.stream).map_err(unordered)?;
+        let lent = self.loans.split_off(self.loans.len() - 2);
+        self.gathers.push_back((gathered, lent));
+        Ok(())
+    }
+
+    fn finish_gather(&mut self) -> Result<()> {
+        self.check()?;
+        let Some((gathered, _)) = self.gathers.front() else { return Ok(()) };
+        self.compute.wait(gathered).map_err(unordered)?;
+        self.spare.extend(self.gathers.pop_front().map(|(gathered, _)| gathered));
+        Ok(())
+    }
+
     fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()> {
-        let (bytes, stream) = (elements.bytes(), self.stream.cu_stream());
-        self.enqueue("failed to broadcast", elements, |library, comm, address| {
-            let (data, root) = (address as *mut std::ffi::c_void, library::int(root));
+        let (bytes, stream) = (elements.bytes(), self.stream.cu_stream().cast());
+        let (kind, root) = (ncclDataType_t::ncclUint8, library::int(root));
+        self.enqueue("failed to broadcast", [elements], |library, comm, [data]| {
             // SAFETY: as in `all_reduce`, with bytes as elements.
-            unsafe {
-                (library.broadcast)(data, data, bytes, ncclDataType_t::ncclUint8, root, comm, stream.cast())
-            }
+            unsafe { (library.broadcast)(data, data, bytes, kind, root, comm, stream) }
         })
     }
 
     fn finish(&mut self) -> Result<()> {
         self.check()?;
-        let cuda = |error: DriverError| CommError::Cuda {
-            what: "failed to order streams",
-            reason: error.to_string(),
-        };
-        self.summed.record(&self.stream).map_err(cuda)?;
-        self.compute.wait(&self.summed).map_err(cuda)?;
+        self.summed.record(&self.stream).map_err(unordered)?;
+        self.compute.wait(&self.summed).map_err(unordered)?;
+        self.spare.extend(self.gathers.drain(..).map(|(gathered, _)| gathered));
         self.loans.clear();
         Ok(())
     }
@@ -223,6 +246,7 @@ impl Collective for Nccl {
             reason: error.to_string(),
         };
         self.stream.synchronize().map_err(cuda)?;
+        self.gathers.clear();
         self.loans.clear();
         let shared = self.shared.clone();
         if shared.ended.swap(true, Ordering::SeqCst) {
@@ -235,6 +259,25 @@ impl Collective for Nccl {
         // SAFETY: as above; the handle is not used again.
         let result = unsafe { (shared.library.comm_destroy)(shared.comm.0) };
         shared.library.check("failed to free the communicator", result)
+    }
+}
+
+/// An event that streams wait for.
+fn new_event(context: &Arc<CudaContext>) -> Result<CudaEvent> {
+    let event = context.new_event(Some(CUevent_flags::CU_EVENT_DISABLE_TIMING));
+    event.map_err(|error| CommError::Cuda { what: "failed to create an event", reason: error.to_string() })
+}
+
+fn unordered(error: DriverError) -> CommError {
+    CommError::Cuda { what: "failed to order streams", reason: error.to_string() }
+}
+
+/// NCCL's name for what is summed.
+fn data_type(dtype: DType) -> ncclDataType_t {
+    match dtype {
+        DType::F32 => ncclDataType_t::ncclFloat32,
+        DType::Bf16 => ncclDataType_t::ncclBfloat16,
+        other => panic!("sums of {} are not defined", other.name()),
     }
 }
 

@@ -4,24 +4,26 @@
 //! trainer thread --loans--> comm thread: reduce-scatter, all-gather --socket--> next rank
 //!                                                                   <--socket-- previous rank
 //! ```
-//! The elements are cut into as many chunks as there are ranks. Chunk c starts at rank c and travels the ring once while
-//! each rank adds its own part, `x[c+n-1] + (... + (x[c+1] + x[c]))`, then once more as the finished sum. Each sum is
-//! formed once, in an order that depends on nothing but the ranks, and copied: all ranks end with the same bytes.
+//! The elements are cut into as many chunks as there are ranks. Chunk c starts at rank c + 1 and travels the ring once
+//! while each rank adds its own part, `x[c] + (x[c-1] + ... + (x[c+2] + x[c+1]))`, so that its sum is finished at rank c;
+//! then it travels once more to all others. Each sum is formed once, in an order that depends on nothing but the ranks,
+//! and copied: all ranks end with the same bytes. Each way of the two is also there alone, and gives the same bits.
 
 mod connect;
 mod thread;
 mod wire;
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use xlaunch_pool::{DType, Loan};
 
-use crate::collective::{AbortHandle, Collective, CommError, Result};
+use crate::collective::{AbortHandle, Collective, CommError, Result, expect_parts};
 pub use connect::RingListener;
 use thread::Job;
 use wire::Socket;
@@ -32,6 +34,8 @@ pub struct Ring {
     world: usize,
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
+    /// Replies behind each gather that nobody waits for yet, in order.
+    gathered: VecDeque<Receiver<Result<()>>>,
     stop: Arc<Stop>,
 }
 
@@ -80,7 +84,8 @@ impl Ring {
             .name("ring".into())
             .spawn(move || worker.run(&queue))
             .map_err(|error| CommError::PeerLost { peer: rank, reason: format!("no thread: {error}") })?;
-        Ok(Self { rank, world, jobs: Some(jobs), thread: Some(thread), stop: Arc::new(stop) })
+        let (jobs, thread) = (Some(jobs), Some(thread));
+        Ok(Self { rank, world, jobs, thread, gathered: VecDeque::new(), stop: Arc::new(stop) })
     }
 
     /// Hands a job to the comm thread, which lives as long as `self.jobs`.
@@ -92,10 +97,15 @@ impl Ring {
         }
     }
 
-    /// Waits for everything submitted, and for `job`'s reply.
-    fn wait(&self, job: impl FnOnce(Sender<Result<()>>) -> Job) -> Result<()> {
+    /// Submits a job that replies.
+    fn ask(&self, job: impl FnOnce(Sender<Result<()>>) -> Job) -> Result<Receiver<Result<()>>> {
         let (reply, done) = channel();
         self.submit(job(reply))?;
+        Ok(done)
+    }
+
+    /// Waits for a job's reply, and so for everything submitted before it.
+    fn wait(&self, done: &Receiver<Result<()>>) -> Result<()> {
         let result = done.recv().unwrap_or(Err(CommError::Aborted));
         // A socket that was shut down under a transfer looks like a lost peer.
         self.check().and(result)
@@ -115,12 +125,30 @@ impl Collective for Ring {
         self.submit(Job::AllReduce(elements, dtype))
     }
 
+    fn reduce_scatter(&mut self, from: Loan, into: Loan, dtype: DType) -> Result<()> {
+        expect_parts(&from, &into, self.world);
+        self.submit(Job::ReduceScatter(from, into, dtype))
+    }
+
+    fn all_gather(&mut self, from: Loan, into: Loan) -> Result<()> {
+        expect_parts(&into, &from, self.world);
+        self.submit(Job::AllGather(from, into))?;
+        let gathered = self.ask(Job::Finish)?;
+        self.gathered.push_back(gathered);
+        Ok(())
+    }
+
+    fn finish_gather(&mut self) -> Result<()> {
+        self.gathered.pop_front().map_or(Ok(()), |gathered| self.wait(&gathered))
+    }
+
     fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()> {
         self.submit(Job::Broadcast(elements, root))
     }
 
     fn finish(&mut self) -> Result<()> {
-        self.wait(Job::Finish)
+        self.gathered.clear();
+        self.wait(&self.ask(Job::Finish)?)
     }
 
     fn check(&self) -> Result<()> {
@@ -136,7 +164,7 @@ impl Collective for Ring {
     }
 
     fn finalize(self: Box<Self>) -> Result<()> {
-        self.wait(Job::Goodbye)
+        self.wait(&self.ask(Job::Goodbye)?)
     }
 }
 

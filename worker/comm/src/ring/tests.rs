@@ -60,7 +60,8 @@ fn expected(world: usize, len: usize) -> Vec<f32> {
     for c in 0..world {
         let range = len * c / world..len * (c + 1) / world;
         for (i, total) in sums.iter_mut().enumerate().take(range.end).skip(range.start) {
-            *total = (1..world).fold(value(c, i), |sum, step| value((c + step) % world, i) + sum);
+            let first = value((c + 1) % world, i);
+            *total = (2..=world).fold(first, |sum, step| value((c + step) % world, i) + sum);
         }
     }
     sums
@@ -128,6 +129,82 @@ fn bf16_is_summed_in_f32_and_rounded_once_per_rank() {
     });
     let sum = half::bf16::from_f32(1.0 + 1.0 / 256.0).to_ne_bytes().repeat(10);
     assert!(results.iter().all(|result| *result == sum));
+}
+
+/// The bytes of `len` elements of this rank, F32 or Bf16.
+fn own_bytes(rank: usize, len: usize, dtype: DType) -> Vec<u8> {
+    let values = (0..len).map(|i| value(rank, i));
+    match dtype {
+        DType::F32 => values.flat_map(f32::to_ne_bytes).collect(),
+        _ => values.flat_map(|value| half::bf16::from_f32(value).to_ne_bytes()).collect(),
+    }
+}
+
+/// What every rank has after a sum as a whole; its part of the same sum; and after all parts were gathered.
+fn sum_whole_and_shared(world: usize, part: usize, dtype: DType) -> Vec<[Vec<u8>; 3]> {
+    on_ring(world, false, |mut ring| {
+        let pool = Pool::host(Mode::On);
+        let bytes = own_bytes(ring.rank(), world * part, dtype);
+        let [whole, shared, gathered] = [(); 3].map(|()| pool.alloc::<u8>(bytes.len()).unwrap());
+        let own = pool.alloc::<u8>(bytes.len() / world).unwrap();
+        fill(&whole, &bytes);
+        fill(&shared, &bytes);
+        ring.all_reduce(whole.lend(0..bytes.len()), dtype).unwrap();
+        ring.reduce_scatter(shared.lend(0..bytes.len()), own.lend(0..own.len()), dtype).unwrap();
+        ring.finish().unwrap();
+        assert!(!shared.is_lent(0..bytes.len()) && !own.is_lent(0..own.len()));
+        ring.all_gather(own.lend(0..own.len()), gathered.lend(0..bytes.len())).unwrap();
+        ring.all_reduce(shared.lend(0..bytes.len()), dtype).unwrap();
+        ring.finish_gather().unwrap();
+        assert!(!own.is_lent(0..own.len()) && !gathered.is_lent(0..bytes.len()));
+        let results = [&whole, &own, &gathered].map(contents);
+        ring.finalize().unwrap();
+        results
+    })
+}
+
+#[test]
+fn each_rank_gets_its_part_of_the_same_sum_and_all_get_all_parts() {
+    for world in 2..=4 {
+        for dtype in [DType::F32, DType::Bf16] {
+            for part in [0, 1, 64, 1000] {
+                for (rank, [whole, own, gathered]) in
+                    sum_whole_and_shared(world, part, dtype).into_iter().enumerate()
+                {
+                    let bytes = part * dtype.size();
+                    let at = format!("rank {rank} of {world}, parts of {part} {}", dtype.name());
+                    assert!(own == whole[rank * bytes..(rank + 1) * bytes], "{at}: own part");
+                    assert!(gathered == whole, "{at}: all parts");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn shared_work_fails_when_a_peer_dies_or_the_ring_is_aborted() {
+    on_ring(2, false, |mut ring| {
+        if ring.rank() == 1 {
+            return;
+        }
+        let pool = Pool::host(Mode::On);
+        let (whole, own) = (pool.alloc::<u8>(800).unwrap(), pool.alloc::<u8>(400).unwrap());
+        ring.reduce_scatter(whole.lend(0..800), own.lend(0..400), DType::F32).unwrap();
+        assert!(matches!(ring.finish(), Err(CommError::PeerLost { peer: 1, .. })));
+        ring.all_gather(own.lend(0..400), whole.lend(0..800)).unwrap();
+        assert!(matches!(ring.finish_gather(), Err(CommError::PeerLost { peer: 1, .. })));
+        ring.abort_handle().abort();
+        let refused = ring.all_gather(own.lend(0..400), whole.lend(0..800));
+        assert!(matches!(refused, Err(CommError::Aborted)));
+    });
+}
+
+#[test]
+#[should_panic(expected = "700 bytes in 2 parts of 400")]
+fn parts_are_equal() {
+    let pool = Pool::host(Mode::On);
+    let (whole, own) = (pool.alloc::<u8>(700).unwrap(), pool.alloc::<u8>(400).unwrap());
+    crate::collective::expect_parts(&whole.lend(0..700), &own.lend(0..400), 2);
 }
 
 #[test]

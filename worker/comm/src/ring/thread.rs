@@ -12,6 +12,8 @@ use crate::collective::{CommError, Result};
 /// What the thread is asked to do.
 pub(super) enum Job {
     AllReduce(Loan, DType),
+    ReduceScatter(Loan, Loan, DType),
+    AllGather(Loan, Loan),
     Broadcast(Loan, usize),
     /// Replies with the first error of the jobs before it.
     Finish(Sender<Result<()>>),
@@ -40,8 +42,12 @@ impl Worker {
         for job in queue {
             match job {
                 Job::AllReduce(loan, dtype) => state = state.and_then(|()| self.all_reduce(loan, dtype)),
+                Job::ReduceScatter(from, into, dtype) => {
+                    state = state.and_then(|()| self.reduce_scatter(from, into, dtype));
+                }
+                Job::AllGather(from, into) => state = state.and_then(|()| self.all_gather(from, into)),
                 Job::Broadcast(loan, root) => state = state.and_then(|()| self.broadcast(loan, root)),
-                // The trainer waits for the reply; it is gone only if its thread is.
+                // Its receiver may be gone: not every gather is waited for by itself.
                 Job::Finish(reply) => drop(reply.send(state.clone())),
                 Job::Goodbye(reply) => {
                     state = state.and_then(|()| self.barrier());
@@ -53,20 +59,46 @@ impl Worker {
 
     fn all_reduce(&mut self, mut loan: Loan, dtype: DType) -> Result<()> {
         let bytes = host_bytes(&mut loan);
-        let (n, rank) = (self.world, self.rank);
-        let count = bytes.len() / dtype.size();
-        // Chunk c, in bytes. Counted from `rank + n` so that nothing goes below zero.
-        let chunk = |c: usize| chunk(count, n, c % n, dtype.size());
-        for step in 0..n - 1 {
-            let (out, into) = (chunk(rank + n - step), chunk(rank + n - step - 1));
+        self.sum_chunks(bytes, dtype)?;
+        self.spread_chunks(bytes, dtype.size())
+    }
+
+    fn reduce_scatter(&mut self, mut from: Loan, mut into: Loan, dtype: DType) -> Result<()> {
+        let (bytes, own) = (host_bytes(&mut from), host_bytes(&mut into));
+        self.sum_chunks(bytes, dtype)?;
+        own.copy_from_slice(&bytes[self.chunk(bytes.len(), dtype.size(), self.rank)]);
+        Ok(())
+    }
+
+    fn all_gather(&mut self, mut from: Loan, mut into: Loan) -> Result<()> {
+        let (own, bytes) = (host_bytes(&mut from), host_bytes(&mut into));
+        let part = self.chunk(bytes.len(), 1, self.rank);
+        bytes[part].copy_from_slice(own);
+        self.spread_chunks(bytes, 1)
+    }
+
+    /// Once around the ring: this rank ends with the sum of the chunk of its number, and with nothing of worth in others.
+    fn sum_chunks(&mut self, bytes: &mut [u8], dtype: DType) -> Result<()> {
+        // Chunks are counted from `rank + n` so that nothing goes below zero.
+        let (n, rank, size) = (self.world, self.rank, dtype.size());
+        for step in 1..n {
+            let out = self.chunk(bytes.len(), size, rank + n - step);
+            let into = self.chunk(bytes.len(), size, rank + n - step - 1);
             let mut inbox = std::mem::take(&mut self.inbox);
             inbox.resize(into.len().max(inbox.len()), 0);
             self.exchange(&bytes[out], &mut inbox[..into.len()])?;
             add(&mut bytes[into.clone()], &inbox[..into.len()], dtype);
             self.inbox = inbox;
         }
+        Ok(())
+    }
+
+    /// Once more: what each rank has in the chunk of its number comes to all.
+    fn spread_chunks(&mut self, bytes: &mut [u8], size: usize) -> Result<()> {
+        let (n, rank) = (self.world, self.rank);
         for step in 0..n - 1 {
-            let (out, into) = (chunk(rank + 1 + n - step), chunk(rank + n - step));
+            let out = self.chunk(bytes.len(), size, rank + n - step);
+            let into = self.chunk(bytes.len(), size, rank + n - step - 1);
             let (out, into) = disjoint(bytes, out, into);
             self.exchange(out, into)?;
         }
@@ -90,6 +122,13 @@ impl Worker {
         (1..self.world).try_for_each(|_| self.exchange(&[0], &mut [0]))
     }
 
+    /// Where chunk `c`, modulo the number of ranks, lies in `bytes` bytes: whole elements of `size` bytes, chunks that
+    /// differ by at most one element.
+    fn chunk(&self, bytes: usize, size: usize, c: usize) -> Range<usize> {
+        let (count, n, c) = (bytes / size, self.world, c % self.world);
+        count * c / n * size..count * (c + 1) / n * size
+    }
+
     fn exchange(&mut self, out: &[u8], into: &mut [u8]) -> Result<()> {
         exchange(&mut self.next, out, &mut self.previous, into).map_err(|(side, error)| {
             let peer = match side {
@@ -107,12 +146,6 @@ fn host_bytes(loan: &mut Loan) -> &mut [u8] {
     // SAFETY: a loan of host memory keeps its block alive, and until it is dropped its range is this holder's alone:
     // the lender checks `is_lent` before it touches a range. Host blocks are initialised when they are mapped.
     unsafe { std::slice::from_raw_parts_mut(loan.address() as *mut u8, loan.bytes()) }
-}
-
-/// Bytes of chunk `c` of `n`: whole elements, sizes that differ by at most one.
-fn chunk(count: usize, n: usize, c: usize, size: usize) -> Range<usize> {
-    let at = |c: usize| count * c / n * size;
-    at(c)..at(c + 1)
 }
 
 /// Two parts of `bytes` that do not overlap: one to send, one to fill.
