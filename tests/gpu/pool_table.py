@@ -69,7 +69,8 @@ def row(options, data, pool):
         sampled.start()
         steps, _ = runner.train(options.binary, options.model, data, gpus, **{
             "train.steps": options.steps, "train.warmup": 10, "checkpoint.every": 0,
-            "engine.pool": pool, "engine.device": "cuda", "engine.deterministic": True,
+            "engine.pool": pool, "engine.device": "cuda", "engine.exec": "stream",
+            "engine.deterministic": True,
         })
         busy = sampled.end()
         calls = [step["pool/driver_allocations"] for step in steps]
