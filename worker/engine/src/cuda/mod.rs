@@ -9,7 +9,8 @@
 //! - `fallback`: which of several ways an operation went, for a log;
 //! - `profile`: where the device's time goes;
 //! - `staging`: host to device through pinned memory;
-//! - `ops`: every operation's checks and launches;
+//! - `norm`, `embed`, `sums`: the operations of these families;
+//! - `ops`: all operations, the checks and launches of the others;
 //! - this file: the back end and the checks.
 //!
 //! Everything is enqueued to one stream, in the order of the calls, so memory that a dropped tensor returns to the pool
@@ -20,13 +21,16 @@ mod attention;
 mod compile;
 mod cudnn;
 mod device;
+mod embed;
 mod fallback;
 mod gemm;
 mod graph;
 mod kernels;
+mod norm;
 mod ops;
 mod profile;
 mod staging;
+mod sums;
 #[cfg(test)]
 mod tests;
 
@@ -164,4 +168,9 @@ fn expect_grad(x: Slice<'_>, len: usize) {
 
 fn is_bf16(x: Slice<'_>) -> bool {
     x.dtype() == DType::Bf16
+}
+
+/// Threads of a block that take a row eight by eight: whole warps, no more than [`THREADS`].
+fn eights(cols: usize) -> u32 {
+    (cols.div_ceil(8).next_multiple_of(32) as u32).min(THREADS)
 }

@@ -9,30 +9,20 @@ use xlaunch_pool::{DType, Pool};
 use super::gemm::{plain, transposed};
 use super::kernels::{Launch, args};
 use super::staging::cuda;
-use super::{CudaBackend, Graph, THREADS, expect, expect_grad, graph, is_bf16};
+use super::{CudaBackend, Graph, THREADS, eights, expect, expect_grad, graph, is_bf16};
 use crate::backend::{Backend, DeviceInfo, KernelSpan, Reading, Result};
 use crate::shapes::{
-    Accumulate, AdamWShape, AttentionShape, ClassifierShape, DECAY_CHUNK, EmbedShape, LinearShape, NormKind,
-    NormShape, scalar,
+    Accumulate, AdamWShape, AttentionShape, ClassifierShape, DECAY_CHUNK, EmbedShape, LinearShape, NormShape,
+    scalar,
 };
-use crate::tensor::{Slice, Tensor};
+use crate::tensor::Slice;
 
-/// Most threads of a block of the norm kernels that keep rows in registers, eight columns each: MOST_THREADS there.
-const NORM_THREADS: usize = 192;
-/// Rows that their threads take at once: ROWS there.
-const NORM_ROWS: usize = 2;
-/// Blocks of column sums that a multiprocessor runs at once.
-const SUM_BLOCKS_AT_ONCE: usize = 4;
 /// Rows that an activation's threads take at once: ROWS there.
 const ACTIVATION_ROWS: usize = 2;
 /// Eights of a thread of `gelu_fwd`: EIGHTS there.
 const GELU_EIGHTS: usize = 4;
 /// Threads of the classifier: with rows of GPT-2's vocabulary in shared memory, a multiprocessor runs two blocks.
 const CLASSIFIER_THREADS: u32 = 512;
-/// Threads of a row's embedding: each copies eight columns.
-const EMBED_THREADS: u32 = 128;
-/// Blocks of a sum's first stage.
-const SUM_BLOCKS: usize = 1024;
 
 impl Backend for CudaBackend {
     fn begin_profile(&self) {
@@ -145,16 +135,7 @@ impl Backend for CudaBackend {
         wpe: Option<Slice<'_>>,
         out: Slice<'_>,
     ) -> Result<()> {
-        let rows = s.batch * s.seq;
-        expect(tokens, DType::I32, rows);
-        self.act(wte, wte.len().max(s.vocab * s.cols));
-        if let Some(wpe) = wpe {
-            self.act(wpe, wpe.len().max(s.seq * s.cols));
-        }
-        self.act(out, rows * s.cols);
-        let args = args![tokens, wte, wpe, out, s.seq, s.cols];
-        // SAFETY: checked above; token ids are below V by the operation's contract.
-        unsafe { self.launch("embed_fwd", Launch::blocks(rows, EMBED_THREADS), args) }
+        self.embed_forward(s, tokens, wte, wpe, out)
     }
 
     fn embed_bwd(
@@ -165,19 +146,7 @@ impl Backend for CudaBackend {
         dwte: Slice<'_>,
         dwpe: Option<Slice<'_>>,
     ) -> Result<()> {
-        let rows = s.batch * s.seq;
-        expect(tokens, DType::I32, rows);
-        self.act(dout, rows * s.cols);
-        expect_grad(dwte, dwte.len().max(s.vocab * s.cols));
-        self.embed_bwd_tokens(s, tokens, dout, dwte)?;
-        let Some(dwpe) = dwpe else { return Ok(()) };
-        expect_grad(dwpe, dwpe.len().max(s.seq * s.cols));
-        let threads = eights(s.cols);
-        let grid = (s.seq, s.cols.div_ceil(8 * threads as usize), 1);
-        let launch = Launch { grid, ..Launch::blocks(1, threads) };
-        let args = args![dout, dwpe, is_bf16(dwpe), s.batch, s.seq, s.cols];
-        // SAFETY: checked above.
-        unsafe { self.launch("embed_bwd_positions", launch, args) }
+        self.embed_backward(s, tokens, dout, dwte, dwpe)
     }
 
     fn norm_fwd(
@@ -189,7 +158,7 @@ impl Backend for CudaBackend {
         y: Slice<'_>,
         stats: Slice<'_>,
     ) -> Result<()> {
-        self.norm(s, x, None, gamma, beta, y, stats)
+        self.norm_forward(s, x, None, gamma, beta, y, stats)
     }
 
     fn add_norm_fwd(
@@ -203,7 +172,7 @@ impl Backend for CudaBackend {
         y: Slice<'_>,
         stats: Slice<'_>,
     ) -> Result<()> {
-        self.norm(s, x, Some((branch, sum)), gamma, beta, y, stats)
+        self.norm_forward(s, x, Some((branch, sum)), gamma, beta, y, stats)
     }
 
     fn norm_bwd(
@@ -220,33 +189,7 @@ impl Backend for CudaBackend {
         dsum: Option<Slice<'_>>,
         acc: Accumulate,
     ) -> Result<()> {
-        [x, dy, dx].into_iter().for_each(|x| self.act(x, s.rows * s.cols));
-        self.act(gamma, s.cols);
-        expect(stats, DType::F32, s.stats());
-        let outputs: Vec<Slice<'_>> = [Some(dgamma), dbeta, dsum].into_iter().flatten().collect();
-        outputs.iter().for_each(|grad| expect_grad(*grad, s.cols));
-        let (means, scales) = split_stats(s, stats);
-        let (name, launch) = match norm_block(s, &[x, gamma, dy, dx]) {
-            Some(block) => {
-                let threads = if self.activations == DType::Bf16 { 3 } else { 2 } * NORM_THREADS;
-                let at_once = threads / (block.0 * block.1) as usize * self.device.multiprocessors as usize;
-                let blocks = s.rows.div_ceil(block.1 as usize * NORM_ROWS).min(at_once);
-                ("norm_bwd", Launch::rows(blocks, block))
-            }
-            None => {
-                let at_once = 2 * self.device.multiprocessors as usize;
-                ("norm_bwd_any", Launch::blocks(s.rows.min(at_once), THREADS))
-            }
-        };
-        let blocks = launch.grid.0;
-        let partials = self.alloc(DType::F32, outputs.len() * blocks * s.cols)?;
-        let mut parts = (0..).map(|i| partials.slice(i * blocks * s.cols..(i + 1) * blocks * s.cols));
-        let mut part = |wanted: bool| if wanted { parts.next() } else { None };
-        let (gammas, betas, sums) = (part(true), part(dbeta.is_some()), part(dsum.is_some()));
-        let args = args![x, gamma, means, scales, dy, dx, add, gammas, betas, sums, s.rows, s.cols];
-        // SAFETY: checked above; there are as many rows of partial sums as blocks.
-        unsafe { self.launch(name, launch, args) }?;
-        self.column_sum_final(&partials, blocks, s.cols, &outputs, acc)
+        self.norm_backward(s, x, gamma, stats, dy, dx, add, dgamma, dbeta, dsum, acc)
     }
 
     fn linear_fwd(
@@ -392,23 +335,11 @@ impl Backend for CudaBackend {
     }
 
     fn sum(&self, x: Slice<'_>, scale: f32, out: Slice<'_>, acc: Accumulate) -> Result<()> {
-        expect(x, DType::F32, x.len());
-        expect(out, DType::F32, 1);
-        let partials = self.alloc(DType::F32, SUM_BLOCKS)?;
-        let launch = Launch::blocks(SUM_BLOCKS, THREADS);
-        // SAFETY: checked above; there is one partial sum per block.
-        unsafe { self.launch("sum_partials", launch, args![x, partials.all(), x.len()]) }?;
-        self.sum_final(&partials, scale, out, acc == Accumulate::Add)
+        self.sum_of(x, scale, out, acc)
     }
 
     fn square_sum(&self, x: Slice<'_>, out: Slice<'_>) -> Result<()> {
-        expect_grad(x, x.len());
-        expect(out, DType::F32, 1);
-        let partials = self.alloc(DType::F32, SUM_BLOCKS)?;
-        let args = args![x, is_bf16(x), partials.all(), x.len()];
-        // SAFETY: checked above; there is one partial sum per block.
-        unsafe { self.launch("square_sum_partials", Launch::blocks(SUM_BLOCKS, THREADS), args) }?;
-        self.sum_final(&partials, 1.0, out, false)
+        self.square_sum_of(x, out)
     }
 
     fn adamw(
@@ -452,121 +383,4 @@ impl Backend for CudaBackend {
         // SAFETY: checked above.
         unsafe { self.launch("adamw", self.spread(len), args) }
     }
-}
-
-/// What several operations share.
-impl CudaBackend {
-    #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
-    fn norm(
-        &self,
-        s: NormShape,
-        x: Slice<'_>,
-        branch_and_sum: Option<(Slice<'_>, Slice<'_>)>,
-        gamma: Slice<'_>,
-        beta: Option<Slice<'_>>,
-        y: Slice<'_>,
-        stats: Slice<'_>,
-    ) -> Result<()> {
-        let (branch, sum) = branch_and_sum.unzip();
-        [Some(x), branch, sum, Some(y)].into_iter().flatten().for_each(|x| self.act(x, s.rows * s.cols));
-        self.act(gamma, s.cols);
-        self.maybe_act(beta, s.cols);
-        expect(stats, DType::F32, s.stats());
-        let (means, scales) = split_stats(s, stats);
-        let operands: Vec<Slice<'_>> =
-            [Some(x), branch, sum, Some(gamma), beta, Some(y)].into_iter().flatten().collect();
-        let (name, launch) = match norm_block(s, &operands) {
-            Some(block) => ("norm_fwd", Launch::rows(s.rows.div_ceil(block.1 as usize * NORM_ROWS), block)),
-            None => ("norm_fwd_any", Launch::blocks(s.rows, THREADS)),
-        };
-        let any =
-            (name == "norm_fwd_any").then_some(("norm_fwd", "rows too long, or no multiple of 8 elements"));
-        self.fallback.took("norm", s, name, any);
-        let args = args![x, branch, sum, gamma, beta, y, means, scales, s.rows, s.cols, s.eps];
-        // SAFETY: checked above.
-        unsafe { self.launch(name, launch, args) }
-    }
-
-    /// Adds the rows of each token of the vocabulary to its gradient.
-    fn embed_bwd_tokens(
-        &self,
-        s: EmbedShape,
-        tokens: Slice<'_>,
-        dout: Slice<'_>,
-        dwte: Slice<'_>,
-    ) -> Result<()> {
-        let rows = s.batch * s.seq;
-        let counters = self.alloc(DType::I32, 2 * s.vocab)?;
-        self.zero(counters.all())?;
-        let (counts, placed) = (counters.slice(0..s.vocab), counters.slice(s.vocab..2 * s.vocab));
-        let starts = self.alloc(DType::I32, s.vocab)?;
-        let places = self.alloc(DType::I32, 2 * rows)?;
-        let (order, sorted) = (places.slice(0..rows), places.slice(rows..2 * rows));
-        let each_row = Launch::blocks(rows.div_ceil(THREADS as usize), THREADS);
-        let at_once = 2 * self.device.multiprocessors as usize;
-        let args =
-            args![tokens, counts, starts.all(), order, sorted, dout, dwte, is_bf16(dwte), rows, s.cols];
-        // SAFETY: the caller checked the operands; token ids are below V by the operation's contract, so every counter
-        // exists and the places of all tokens are as many as there are rows.
-        unsafe {
-            self.launch("embed_count", each_row, args![tokens, counts, rows])?;
-            self.launch("embed_starts", Launch::blocks(1, 1024), args![counts, starts.all(), s.vocab])?;
-            self.launch("embed_places", each_row, args![tokens, starts.all(), placed, order, rows])?;
-            self.launch("embed_bwd_tokens", Launch::blocks(rows.min(at_once), 512), args)
-        }
-    }
-
-    /// As many blocks of column sums as run at once, each over its share of the rows.
-    fn sums_of_columns(&self, rows: usize, cols: usize) -> Launch {
-        let at_once = self.device.multiprocessors as usize * SUM_BLOCKS_AT_ONCE;
-        let launch = Launch::wide_columns(cols, 1);
-        let row_blocks = (at_once / launch.grid.0).clamp(1, rows.div_ceil(launch.block.1 as usize).max(1));
-        Launch::wide_columns(cols, row_blocks)
-    }
-
-    /// `outs[i] (+)= sum of count rows of partials`, whose rows of the first output come first.
-    fn column_sum_final(
-        &self,
-        partials: &Tensor,
-        count: usize,
-        cols: usize,
-        outs: &[Slice<'_>],
-        acc: Accumulate,
-    ) -> Result<()> {
-        let [first, second, third] = [0, 1, 2].map(|i| outs.get(i).copied());
-        let bf16 = outs.iter().any(|out| is_bf16(*out));
-        assert!(outs.len() <= 3 && outs.iter().all(|out| is_bf16(*out) == bf16), "column sums of {outs:?}");
-        let args = args![partials.all(), count, cols, first, second, third, bf16, acc == Accumulate::Add];
-        let launch = Launch { grid: (cols.div_ceil(32), outs.len(), 1), block: (32, 32), shared: 0 };
-        // SAFETY: partials holds [outs, count, cols] floats by construction; outs were checked by the caller.
-        unsafe { self.launch("column_sum_final", launch, args) }
-    }
-
-    /// `out (+)= scale * sum of SUM_BLOCKS partials`.
-    fn sum_final(&self, partials: &Tensor, scale: f32, out: Slice<'_>, add: bool) -> Result<()> {
-        let args = args![partials.all(), SUM_BLOCKS, scale, out, add];
-        // SAFETY: partials holds SUM_BLOCKS floats; out was checked by the caller.
-        unsafe { self.launch("sum_final", Launch::blocks(1, THREADS), args) }
-    }
-}
-
-/// Means and reciprocal deviations in a norm's statistics.
-fn split_stats(s: NormShape, stats: Slice<'_>) -> (Option<Slice<'_>>, Slice<'_>) {
-    match s.kind {
-        NormKind::Layer => (Some(stats.slice(0..s.rows)), stats.slice(s.rows..2 * s.rows)),
-        NormKind::Rms => (None, stats),
-    }
-}
-
-/// The block of the norm kernels that keep rows in registers: threads of a row and rows; none where a row is too wide
-/// or cannot be taken eight by eight.
-fn norm_block(s: NormShape, operands: &[Slice<'_>]) -> Option<(u32, u32)> {
-    let threads = s.cols.div_ceil(8).next_multiple_of(32);
-    let eights = s.cols.is_multiple_of(8) && operands.iter().all(|x| x.address().is_multiple_of(16));
-    (eights && threads <= NORM_THREADS).then(|| (threads as u32, (NORM_THREADS / threads) as u32))
-}
-
-/// Threads of a block that take a row eight by eight: whole warps, no more than [`THREADS`].
-fn eights(cols: usize) -> u32 {
-    (cols.div_ceil(8).next_multiple_of(32) as u32).min(THREADS)
 }

@@ -1,0 +1,87 @@
+//! Embeddings: rows looked up, and their gradients by lists of the rows that each token has.
+
+use super::kernels::{Launch, args};
+use super::{CudaBackend, THREADS, eights, expect, expect_grad, is_bf16};
+use crate::DType;
+use crate::backend::{Backend, Result};
+use crate::shapes::EmbedShape;
+use crate::tensor::Slice;
+
+/// Threads of a row's embedding: each copies eight columns.
+const EMBED_THREADS: u32 = 128;
+
+impl CudaBackend {
+    /// [`Backend::embed_fwd`].
+    pub(super) fn embed_forward(
+        &self,
+        s: EmbedShape,
+        tokens: Slice<'_>,
+        wte: Slice<'_>,
+        wpe: Option<Slice<'_>>,
+        out: Slice<'_>,
+    ) -> Result<()> {
+        let rows = s.batch * s.seq;
+        expect(tokens, DType::I32, rows);
+        self.act(wte, wte.len().max(s.vocab * s.cols));
+        if let Some(wpe) = wpe {
+            self.act(wpe, wpe.len().max(s.seq * s.cols));
+        }
+        self.act(out, rows * s.cols);
+        let args = args![tokens, wte, wpe, out, s.seq, s.cols];
+        // SAFETY: checked above; token ids are below V by the operation's contract.
+        unsafe { self.launch("embed_fwd", Launch::blocks(rows, EMBED_THREADS), args) }
+    }
+
+    /// [`Backend::embed_bwd`].
+    pub(super) fn embed_backward(
+        &self,
+        s: EmbedShape,
+        tokens: Slice<'_>,
+        dout: Slice<'_>,
+        dwte: Slice<'_>,
+        dwpe: Option<Slice<'_>>,
+    ) -> Result<()> {
+        let rows = s.batch * s.seq;
+        expect(tokens, DType::I32, rows);
+        self.act(dout, rows * s.cols);
+        expect_grad(dwte, dwte.len().max(s.vocab * s.cols));
+        self.embed_bwd_tokens(s, tokens, dout, dwte)?;
+        let Some(dwpe) = dwpe else { return Ok(()) };
+        expect_grad(dwpe, dwpe.len().max(s.seq * s.cols));
+        let threads = eights(s.cols);
+        let grid = (s.seq, s.cols.div_ceil(8 * threads as usize), 1);
+        let launch = Launch { grid, ..Launch::blocks(1, threads) };
+        let args = args![dout, dwpe, is_bf16(dwpe), s.batch, s.seq, s.cols];
+        // SAFETY: checked above.
+        unsafe { self.launch("embed_bwd_positions", launch, args) }
+    }
+
+    /// Adds the rows of each token of the vocabulary to its gradient.
+    fn embed_bwd_tokens(
+        &self,
+        s: EmbedShape,
+        tokens: Slice<'_>,
+        dout: Slice<'_>,
+        dwte: Slice<'_>,
+    ) -> Result<()> {
+        let rows = s.batch * s.seq;
+        let counters = self.alloc(DType::I32, 2 * s.vocab)?;
+        self.zero(counters.all())?;
+        let (counts, placed) = (counters.slice(0..s.vocab), counters.slice(s.vocab..2 * s.vocab));
+        let starts = self.alloc(DType::I32, s.vocab)?;
+        let places = self.alloc(DType::I32, 2 * rows)?;
+        let (order, sorted) = (places.slice(0..rows), places.slice(rows..2 * rows));
+        let each_row = Launch::blocks(rows.div_ceil(THREADS as usize), THREADS);
+        let at_once = 2 * self.device.multiprocessors as usize;
+        let args =
+            args![tokens, counts, starts.all(), order, sorted, dout, dwte, is_bf16(dwte), rows, s.cols];
+        // SAFETY: the caller checked the operands; token ids are below V by the operation's contract, so every counter
+        // exists and the places of all tokens are as many as there are rows.
+        unsafe {
+            self.launch("embed_count", each_row, args![tokens, counts, rows])?;
+            self.launch("embed_starts", Launch::blocks(1, 1024), args![counts, starts.all(), s.vocab])?;
+            self.launch("embed_places", each_row, args![tokens, starts.all(), placed, order, rows])?;
+            self.launch("embed_bwd_tokens", Launch::blocks(rows.min(at_once), 512), args)
+        }
+    }
+}
