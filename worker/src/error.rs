@@ -28,6 +28,9 @@ pub enum WorkerError {
     /// The device failed.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// A step could not be captured.
+    #[error("{0}; with engine.exec = \"stream\" nothing is captured")]
+    Capture(EngineError),
     /// A peer is gone or NCCL failed.
     #[error(transparent)]
     Comm(#[from] CommError),
@@ -66,7 +69,7 @@ impl WorkerError {
         match self {
             Self::Data(_) => ExitCode::Data,
             Self::Checkpoint(_) => ExitCode::Data,
-            Self::Engine(EngineError::Cuda { .. }) => ExitCode::Gpu,
+            Self::Engine(EngineError::Cuda { .. }) | Self::Capture(_) => ExitCode::Gpu,
             Self::Engine(EngineError::Pool(_)) => ExitCode::Gpu,
             Self::Engine(EngineError::Device { .. }) => ExitCode::Gpu,
             Self::Comm(CommError::Cuda { .. }) => ExitCode::Gpu,

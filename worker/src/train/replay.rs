@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use xlaunch_engine::cuda::Graph;
 use xlaunch_proto::spec::Exec;
 
-use crate::error::Result;
+use crate::error::{Result, WorkerError};
 use crate::model::BackendHandle;
 
 /// Work that is enqueued again and again, by kind: each has its plan and its graph.
@@ -48,13 +48,16 @@ pub(super) struct Replay {
     backend: BackendHandle,
     exec: Exec,
     graphs: RefCell<HashMap<Part, Graph>>,
+    /// Launched once, and not to be launched again; the device may still work on them.
+    spent: RefCell<Vec<Graph>>,
     one_by_one: Cell<bool>,
 }
 
 impl Replay {
     /// Nothing captured yet.
     pub(super) fn new(backend: &BackendHandle, exec: Exec) -> Self {
-        Self { backend: backend.clone(), exec, graphs: RefCell::default(), one_by_one: Cell::new(false) }
+        let (graphs, spent) = (RefCell::default(), RefCell::default());
+        Self { backend: backend.clone(), exec, graphs, spent, one_by_one: Cell::new(false) }
     }
 
     /// Runs `work`, or what was captured of it, as one step of the pool. What `work` enqueues is the same in every run
@@ -79,19 +82,21 @@ impl Replay {
     fn capture(&self, part: Part, work: impl FnOnce() -> Result<()>) -> Result<()> {
         let pool = self.backend.pool();
         let misses = pool.stats().plan_misses;
-        if !self.backend.begin_capture()? {
+        if !self.backend.begin_capture().map_err(WorkerError::Capture)? {
             return work();
         }
         let done = work();
         // Also after a failure: the stream would go on recording.
         let graph = self.backend.end_capture();
         done?;
-        let graph = graph?;
-        graph.launch()?;
+        let graph = graph.map_err(WorkerError::Capture)?;
+        graph.launch().map_err(WorkerError::Capture)?;
         // A buffer that is not in the plan is its own until the launch before this line, no longer.
         if pool.stats().plan_misses == misses {
             pool.pin_plans();
             self.graphs.borrow_mut().insert(part, graph);
+        } else {
+            self.spent.borrow_mut().push(graph);
         }
         Ok(())
     }
@@ -104,5 +109,6 @@ impl Replay {
     /// Gives all graphs up.
     pub(super) fn forget(&self) {
         self.graphs.borrow_mut().clear();
+        self.spent.borrow_mut().clear();
     }
 }
