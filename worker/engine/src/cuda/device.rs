@@ -97,8 +97,13 @@ fn find_libraries() -> Result<()> {
     Ok(())
 }
 
+/// An error of the driver.
+pub(super) fn cuda(what: impl Into<String>, error: DriverError) -> EngineError {
+    EngineError::Cuda { what: what.into(), reason: words(error) }
+}
+
 /// The driver's words for an error.
-pub(super) fn words(error: DriverError) -> String {
+fn words(error: DriverError) -> String {
     let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
     format!("{} ({:?})", text.unwrap_or_else(|_| "unknown error".into()), error.0)
 }

@@ -3,10 +3,10 @@
 //! A graph holds addresses. Whoever captures sees to it that the memory behind them is the graph's for as long as it is
 //! launched: persistent tensors, and buffers of a pool's pinned plan.
 
+use cudarc::driver::CudaGraph;
 use cudarc::driver::sys::{CUgraphInstantiate_flags as Flags, CUstreamCaptureMode as Mode};
-use cudarc::driver::{CudaGraph, DriverError};
 
-use super::device::{Device, words};
+use super::device::{Device, cuda};
 use crate::backend::{EngineError, Result};
 
 /// Work that [`Backend::begin_capture`](crate::Backend::begin_capture) and
@@ -25,7 +25,7 @@ impl Graph {
     /// # Errors
     /// The driver's.
     pub fn launch(&self) -> Result<()> {
-        self.0.launch().map_err(|error| failed("failed to launch a graph", error))
+        self.0.launch().map_err(|error| cuda("failed to launch a graph", error))
     }
 }
 
@@ -35,7 +35,7 @@ pub(super) fn begin(device: &Device) -> Result<()> {
     device
         .stream
         .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-        .map_err(|error| failed("failed to begin a capture", error))
+        .map_err(|error| cuda("failed to begin a capture", error))
 }
 
 /// What was recorded since [`begin`], ready to be launched.
@@ -44,7 +44,7 @@ pub(super) fn end(device: &Device) -> Result<Graph> {
     let graph = device
         .stream
         .end_capture(Flags::CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY)
-        .map_err(|error| failed("failed to end a capture", error))?;
+        .map_err(|error| cuda("failed to end a capture", error))?;
     graph.map(Graph).ok_or_else(|| EngineError::Cuda {
         what: "failed to end a capture".into(),
         reason: "nothing was captured".into(),
@@ -55,9 +55,5 @@ pub(super) fn end(device: &Device) -> Result<Graph> {
 pub(super) fn is_capturing(device: &Device) -> Result<bool> {
     use cudarc::driver::sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as NONE;
     let status = device.stream.capture_status();
-    Ok(status.map_err(|error| failed("failed to ask about a capture", error))? != NONE)
-}
-
-fn failed(what: &str, error: DriverError) -> EngineError {
-    EngineError::Cuda { what: what.into(), reason: words(error) }
+    Ok(status.map_err(|error| cuda("failed to ask about a capture", error))? != NONE)
 }

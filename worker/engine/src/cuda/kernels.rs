@@ -17,7 +17,7 @@ use xlaunch_pool::DType;
 use super::attention::Path;
 use super::compile;
 pub(super) use super::compile::Source;
-use super::device::{Device, words};
+use super::device::{Device, cuda};
 use crate::backend::{EngineError, Result};
 use crate::tensor::Slice;
 
@@ -159,10 +159,8 @@ impl Kernels {
             }
         }
         let classifier = common.get("classifier").ok_or_else(|| no_kernel("classifier"))?;
-        let classifier_shared = allow_shared(device, classifier).map_err(|error| EngineError::Cuda {
-            what: "failed to get shared memory for the classifier".into(),
-            reason: words(error),
-        })?;
+        let classifier_shared = allow_shared(device, classifier)
+            .map_err(|error| cuda("failed to get shared memory for the classifier", error))?;
         let attention = RefCell::default();
         Ok(Self { device: device.clone(), activations, common, attention, classifier_shared })
     }
@@ -219,9 +217,11 @@ impl Kernels {
             let bytes = i32::try_from(path.shared(kernel)).unwrap_or(i32::MAX);
             let functions = self.attention.borrow();
             let function = functions.get(&(width, kernel.name())).ok_or_else(|| no_kernel(kernel.name()))?;
-            function.set_attribute(SHARED_LIMIT, bytes).map_err(|error| EngineError::Cuda {
-                what: format!("failed to get {bytes} bytes of shared memory for heads of width {width}"),
-                reason: words(error),
+            function.set_attribute(SHARED_LIMIT, bytes).map_err(|error| {
+                cuda(
+                    format!("failed to get {bytes} bytes of shared memory for heads of width {width}"),
+                    error,
+                )
             })?;
         }
         Ok(())
@@ -281,7 +281,7 @@ impl Kernels {
                     )
                 }
                 .result()
-                .map_err(|error| failed(words(error)))
+                .map_err(|error| cuda(format!("failed to launch {name}"), error))
             },
         )
     }
@@ -310,16 +310,13 @@ fn no_kernel(name: &str) -> EngineError {
 
 fn module(device: &Device, source: Source, defines: &[String]) -> Result<Arc<CudaModule>> {
     compile::cubin(source, &device.arch, defines, |bytes| {
-        device.context.load_module(Ptx::from_binary(bytes)).map_err(|error| EngineError::Cuda {
-            what: format!("failed to load {}", source.file),
-            reason: words(error),
-        })
+        device
+            .context
+            .load_module(Ptx::from_binary(bytes))
+            .map_err(|error| cuda(format!("failed to load {}", source.file), error))
     })
 }
 
 fn function(module: &Arc<CudaModule>, name: &'static str) -> Result<CudaFunction> {
-    module.load_function(name).map_err(|error| EngineError::Cuda {
-        what: format!("failed to find kernel {name}"),
-        reason: words(error),
-    })
+    module.load_function(name).map_err(|error| cuda(format!("failed to find kernel {name}"), error))
 }

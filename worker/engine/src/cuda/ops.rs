@@ -6,9 +6,9 @@ use cudarc::driver::{CudaStream, result};
 use half::bf16;
 use xlaunch_pool::{DType, Pool};
 
+use super::device::cuda;
 use super::gemm::{plain, transposed};
 use super::kernels::{Launch, args};
-use super::staging::cuda;
 use super::{CudaBackend, Graph, THREADS, eights, expect, expect_grad, graph, is_bf16};
 use crate::backend::{Backend, DeviceInfo, KernelSpan, Reading, Result};
 use crate::shapes::{

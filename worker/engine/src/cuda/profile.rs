@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 
-use super::device::words;
+use super::device::cuda;
 use crate::backend::{EngineError, KernelSpan, Result};
 
 /// Launches seen since profiling began; `None` while it is off.
@@ -45,10 +45,10 @@ impl Profiler {
         if self.session.borrow().is_none() {
             return launch();
         }
-        let begin = mark(stream).map_err(failed)?;
+        let begin = mark(stream)?;
         let begun = Instant::now();
         let result = launch()?;
-        let end = mark(stream).map_err(failed)?;
+        let end = mark(stream)?;
         if let Some(session) = &mut *self.session.borrow_mut() {
             if session.records.is_empty() {
                 session.until_first = begun.duration_since(session.begun);
@@ -69,7 +69,6 @@ impl Profiler {
         let Some(Session { until_first, records, .. }) = self.session.take() else { return Ok(Vec::new()) };
         let mut spans = Vec::with_capacity(records.len());
         for Record { name, begin, end } in &records {
-            end.synchronize().map_err(failed)?;
             let since_first = seconds(&records[0].begin, begin)?;
             let start = until_first.as_secs_f64() + since_first;
             spans.push(KernelSpan { name: name.clone(), start, seconds: seconds(begin, end)? });
@@ -78,14 +77,16 @@ impl Profiler {
     }
 }
 
-fn seconds(from: &CudaEvent, to: &CudaEvent) -> Result<f64> {
+/// What the device took from one event to the other, which is waited for.
+pub(super) fn seconds(from: &CudaEvent, to: &CudaEvent) -> Result<f64> {
     from.elapsed_ms(to).map(|milliseconds| f64::from(milliseconds) / 1e3).map_err(failed)
 }
 
-fn mark(stream: &Arc<CudaStream>) -> std::result::Result<CudaEvent, DriverError> {
-    stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT))
+/// An event that times can be taken from, recorded now.
+pub(super) fn mark(stream: &Arc<CudaStream>) -> Result<CudaEvent> {
+    stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed)
 }
 
 fn failed(error: DriverError) -> EngineError {
-    EngineError::Cuda { what: "failed to take a kernel's time".into(), reason: words(error) }
+    cuda("failed to take a kernel's time", error)
 }

@@ -11,11 +11,11 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 
 use cudarc::driver::sys::CUevent_flags;
-use cudarc::driver::{CudaEvent, DriverError, result};
+use cudarc::driver::{CudaEvent, result};
 use xlaunch_pool::{Mode, Pool, PoolBuf};
 
-use super::device::{Device, words};
-use crate::backend::{EngineError, Result};
+use super::device::{Device, cuda};
+use crate::backend::Result;
 
 /// Most bytes of one copy.
 const CHUNK: usize = 1 << 20;
@@ -132,8 +132,4 @@ impl Staging {
         held.given_back += held.buffers.len() as u64;
         held.buffers.clear();
     }
-}
-
-pub(super) fn cuda(what: &str, error: DriverError) -> EngineError {
-    EngineError::Cuda { what: what.into(), reason: words(error) }
 }

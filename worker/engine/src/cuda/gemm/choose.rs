@@ -8,14 +8,13 @@ use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys::{
     self, cublasLtMatmulAlgo_t as Algorithm, cublasLtMatmulPreferenceAttributes_t as Preference,
 };
-use cudarc::driver::sys::CUevent_flags;
-use cudarc::driver::{CudaEvent, DriverError};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::{Call, Gemm, Objects, Site, WORKSPACE, failed};
-use crate::backend::{EngineError, Result};
+use crate::backend::Result;
 use crate::cache::cached;
-use crate::cuda::{device, graph};
+use crate::cuda::graph;
+use crate::cuda::profile::{mark, seconds};
 
 /// Proposals asked for.
 const CANDIDATES: usize = 32;
@@ -23,9 +22,9 @@ const CANDIDATES: usize = 32;
 const ROUNDS: usize = 3;
 const LAUNCHES: u16 = 4;
 /// A proposal is left for a later one that takes less than this share of its time.
-const CLEARLY_FASTER: f32 = 0.98;
+const CLEARLY_FASTER: f64 = 0.98;
 /// One that takes so many times the best in its first round gets no other.
-const HOPELESS: f32 = 1.2;
+const HOPELESS: f64 = 1.2;
 
 /// The algorithm of a site. `call` may be run any number of times.
 pub(super) fn algorithm(gemm: &Gemm, site: &Site, objects: &Objects, call: &Call<'_>) -> Result<Algorithm> {
@@ -45,14 +44,14 @@ pub(super) fn algorithm(gemm: &Gemm, site: &Site, objects: &Objects, call: &Call
     if untimed.is_some() || candidates.len() == 1 {
         return Ok(first);
     }
-    let words = |algorithm: Algorithm| bytemuck::cast_slice(&algorithm.data).to_vec();
-    let parse = |bytes: Vec<u8>| match bytemuck::try_from_bytes::<[u8; size_of::<Algorithm>()]>(&bytes) {
-        Ok(bytes) => Ok(Algorithm { data: bytemuck::cast(*bytes) }),
+    let bytes = |algorithm: Algorithm| bytemuck::cast_slice(&algorithm.data).to_vec();
+    let parse = |bytes: Vec<u8>| match <[u8; size_of::<Algorithm>()]>::try_from(bytes) {
+        Ok(bytes) => Ok(Algorithm { data: bytemuck::cast(bytes) }),
         Err(_) => Err(none(NOT_SUPPORTED)),
     };
     let name = file_name(gemm, site);
     cached(&name, parse, || {
-        fastest(gemm, objects, call, &candidates).map(|found| words(found.unwrap_or(first)))
+        fastest(gemm, objects, call, &candidates).map(|found| bytes(found.unwrap_or(first)))
     })
 }
 
@@ -117,10 +116,10 @@ fn fastest(
     call: &Call<'_>,
     candidates: &[Algorithm],
 ) -> Result<Option<Algorithm>> {
-    let mut best: Option<(Algorithm, f32)> = None;
+    let mut best: Option<(Algorithm, f64)> = None;
     for candidate in candidates {
         // One that does not run after all is none.
-        let best_time = best.map_or(f32::INFINITY, |(_, time)| time);
+        let best_time = best.map_or(f64::INFINITY, |(_, time)| time);
         let Some(time) = time(gemm, objects, call, candidate, best_time)? else { continue };
         if time < best_time * CLEARLY_FASTER {
             best = Some((*candidate, time));
@@ -129,35 +128,27 @@ fn fastest(
     Ok(best.map(|(algorithm, _)| algorithm))
 }
 
-/// Milliseconds of LAUNCHES launches; `best` is another algorithm's.
+/// Seconds of LAUNCHES launches; `best` is another algorithm's.
 fn time(
     gemm: &Gemm,
     objects: &Objects,
     call: &Call<'_>,
     algorithm: &Algorithm,
-    best: f32,
-) -> Result<Option<f32>> {
-    let driver = |error: DriverError| EngineError::Cuda {
-        what: "failed to time a product".into(),
-        reason: device::words(error),
-    };
+    best: f64,
+) -> Result<Option<f64>> {
     let stream = &gemm.device.stream;
-    let mark = || -> Result<CudaEvent> {
-        stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(driver)
-    };
     // SAFETY: the caller's call, on its own operands.
     let launch = || unsafe { gemm.enqueue(objects, algorithm, call) };
     if launch().is_err() {
         return Ok(None);
     }
-    let mut shortest = f32::INFINITY;
+    let mut shortest = f64::INFINITY;
     for _ in 0..ROUNDS {
-        let begin = mark()?;
+        let begin = mark(stream)?;
         for _ in 0..LAUNCHES {
             launch().map_err(|error| failed("failed to time a product", error))?;
         }
-        let end = mark()?;
-        shortest = shortest.min(begin.elapsed_ms(&end).map_err(driver)?);
+        shortest = shortest.min(seconds(&begin, &mark(stream)?)?);
         if shortest > best * HOPELESS {
             break;
         }
