@@ -34,6 +34,7 @@ mod sums;
 #[cfg(test)]
 mod tests;
 
+use std::cell::OnceCell;
 use std::rc::Rc;
 
 use xlaunch_pool::{DType, Options, Pool, StreamId};
@@ -80,8 +81,9 @@ pub struct CudaBackend {
     activations: DType,
     kernels: Kernels,
     gemm: Gemm,
-    /// Or why attention goes without it.
-    cudnn: std::result::Result<Cudnn, String>,
+    deterministic: bool,
+    /// Opened when attention first asks for it; or why it goes without.
+    cudnn: OnceCell<std::result::Result<Cudnn, String>>,
     fallback: Rc<FallbackLog>,
     staging: Rc<Staging>,
     pool: Pool,
@@ -97,14 +99,10 @@ impl CudaBackend {
         let device = Device::open(ordinal)?;
         let activations = if precision == Precision::Bf16 { DType::Bf16 } else { DType::F32 };
         let pool = Pool::cuda(&device.stream, pool)?;
-        let cudnn = match (deterministic, activations) {
-            (true, _) => Err("the run is to be deterministic".into()),
-            (false, DType::Bf16) => Cudnn::open(&device.stream),
-            (false, _) => Err(format!("activations are {}", activations.name())),
-        };
         let fallback = Rc::new(FallbackLog::new(log_fallback));
         Ok(Self {
-            cudnn,
+            deterministic,
+            cudnn: OnceCell::new(),
             kernels: Kernels::load(&device, activations)?,
             gemm: Gemm::new(&device, precision, !deterministic, &fallback, &pool)?,
             fallback,

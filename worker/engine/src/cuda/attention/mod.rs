@@ -8,7 +8,7 @@ mod path;
 
 use std::rc::Rc;
 
-use super::cudnn::{AttentionPlan, Direction, Operands};
+use super::cudnn::{AttentionPlan, Cudnn, Direction, Operands};
 use super::kernels::{Launch, args};
 use super::{CudaBackend, THREADS, expect};
 use crate::DType;
@@ -135,12 +135,19 @@ impl CudaBackend {
         unsafe { self.launch("rope", Launch::blocks(threads.div_ceil(THREADS as usize), THREADS), args) }
     }
 
+    /// The library, opened here the first time; or why attention goes without it.
+    fn cudnn(&self) -> std::result::Result<&Cudnn, String> {
+        let open = || match (self.deterministic, self.activations) {
+            (true, _) => Err("the run is to be deterministic".into()),
+            (false, DType::Bf16) => Cudnn::open(&self.device.stream),
+            (false, other) => Err(format!("activations are {}", other.name())),
+        };
+        self.cudnn.get_or_init(open).as_ref().map_err(Clone::clone)
+    }
+
     /// cuDNN's plan, where it is the way to go.
     fn cudnn_plan(&self, s: AttentionShape, direction: Direction) -> Option<Rc<AttentionPlan>> {
-        let plan = match &self.cudnn {
-            Ok(cudnn) => cudnn.plan(s, direction),
-            Err(reason) => Err(reason.clone()),
-        };
+        let plan = self.cudnn().and_then(|cudnn| cudnn.plan(s, direction));
         let own = match self.kernels.attention(s.width) {
             Path::Mma { .. } => "own kernels on matrix units",
             Path::Plain { .. } => "own kernels on plain units",
@@ -166,7 +173,7 @@ impl CudaBackend {
         let operation = direction.operation();
         let failed =
             |reason| EngineError::Cuda { what: format!("failed to enqueue cuDNN's {operation}"), reason };
-        let cudnn = self.cudnn.as_ref().map_err(|reason| failed(reason.clone()))?;
+        let cudnn = self.cudnn().map_err(failed)?;
         let scratch = self.alloc(DType::U8, plan.scratch)?;
         self.device.profiler.time(
             &self.device.stream,
