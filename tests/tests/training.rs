@@ -129,21 +129,26 @@ fn resumed_is_uninterrupted_bit_for_bit() {
 
 #[test]
 fn interrupted_and_resumed_is_uninterrupted_bit_for_bit() {
-    let args = ["--nproc", "2", "--set", "train.steps=400"];
+    interrupted_is_uninterrupted(&["--nproc", "2", "--set", "train.steps=400"]);
+}
+
+/// Runs a job of 400 steps, and again with an interrupt and a resume in between; returns the one that was left alone.
+fn interrupted_is_uninterrupted(args: &[&str]) -> Job {
     let whole = Job::new();
-    whole.run_well(&args);
+    whole.run_well(args);
 
     let parts = Job::new();
-    let first = parts.start(&args);
+    let first = parts.start(args);
     first.wait_for_stderr("step 1/");
     first.signal(Signal::INT);
     let first = first.finish();
     assert_eq!(first.code, 143, "{}", first.stderr);
     let before = parts.losses();
     assert!(before.len() < 400, "it ended before the signal came");
-    parts.run_well(&[&args[..], &["--resume"]].concat());
+    parts.run_well(&[args, &["--resume"]].concat());
     assert_eq!([before, parts.losses()].concat(), whole.losses());
     assert!(parts.checkpoint(400, MODEL) == whole.checkpoint(400, MODEL));
+    whole
 }
 
 const SHARED: &str = "comm.shard_optimizer=true";
@@ -216,21 +221,8 @@ fn a_shared_optimizer_and_a_whole_one_go_on_from_each_others_checkpoints() {
 #[test]
 fn stopping_and_evaluating_ranks_that_share_work_is_as_ever() {
     let args = ["--nproc", "2", "--set", SHARED, "--set", "train.steps=400", "--set", "train.eval_every=100"];
-    let whole = Job::new();
-    whole.run_well(&args);
+    let whole = interrupted_is_uninterrupted(&args);
     assert_eq!(whole.metrics().iter().filter(|line| line["val/loss"].is_f64()).count(), 4);
-
-    let parts = Job::new();
-    let first = parts.start(&args);
-    first.wait_for_stderr("step 1/");
-    first.signal(Signal::INT);
-    let first = first.finish();
-    assert_eq!(first.code, 143, "{}", first.stderr);
-    let before = parts.losses();
-    assert!(before.len() < 400, "it ended before the signal came");
-    parts.run_well(&[&args[..], &["--resume"]].concat());
-    assert_eq!([before, parts.losses()].concat(), whole.losses());
-    assert!(parts.checkpoint(400, MODEL) == whole.checkpoint(400, MODEL));
 }
 
 #[test]
