@@ -29,13 +29,12 @@ TOKENS = 12_000_000
 def ours(binary, model, gpus, data, weights, precision):
     settings = {
         "data.train": [str(data)], "data.val_fraction": 0.0, "data.shuffle": False, "checkpoint.init": str(weights),
-        "train.batch": peer.BATCH, "train.lr": peer.LR, "train.schedule": "constant", "train.warmup": peer.WARMUP,
+        "train.batch": runner.BATCH, "train.lr": peer.LR, "train.schedule": "constant", "train.warmup": peer.WARMUP,
         "engine.precision": precision, "engine.device": "cuda",
     }
     command = [str(binary), "bench", "train", str(runner.ROOT / runner.MODELS[model]), "--json"]
     command += ["--nproc", str(gpus), "--warmup", str(WARMUP), "--steps", str(STEPS)]
-    for key, value in settings.items():
-        command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    command += runner.overrides(settings)
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-4000:]}")
@@ -69,12 +68,10 @@ def main():
           f"loss at step {WARMUP + STEPS} |\n|---|---|---|---|---|---|---|---|---|---|---|")
     slower = False
     with tempfile.TemporaryDirectory() as scratch:
-        data = pathlib.Path(scratch) / "tokens.bin"
-        subprocess.run([sys.executable, str(runner.ROOT / "tests/gpu/tokens.py"), str(data), str(TOKENS)],
-                       check=True, stdout=subprocess.DEVNULL)
+        data = runner.tokens(pathlib.Path(scratch) / "tokens.bin", TOKENS)
         for model in options.models:
             weights = pathlib.Path(scratch) / f"{model}.safetensors"
-            peer.initial(model, weights)
+            peer.save_initial(model, weights)
             for precision in options.precisions:
                 alone = {}
                 for gpus in options.gpus:

@@ -8,24 +8,20 @@ reports. Wanted: fp32 within 1e-4 relative over the first 20 steps, bf16 within 
 
 import argparse
 import pathlib
-import subprocess
 import sys
 import tempfile
 
 import numpy
 import torch
-from safetensors.torch import save_file
 
 import runner
+from peer import initial, save_initial
+from runner import BATCH, SIZES
 
 sys.path.insert(0, str(runner.ROOT / "tests/peers"))
 from model import GPT, loss, optimizer  # noqa: E402
 
-SIZES = {
-    "A": dict(arch="llama", layers=12, heads=12, kv_heads=12, dim=384, ffn=1536, seq=256, vocab=50257, tied=False),
-    "B": dict(arch="gpt2", layers=12, heads=12, kv_heads=12, dim=768, ffn=3072, seq=1024, vocab=50257, tied=True),
-}
-BATCH, LR, WARMUP, LAST = 32, 6e-4, 20, 50
+LR, WARMUP, LAST = 6e-4, 20, 50
 
 
 def peer(model, data, precision, rates):
@@ -55,17 +51,9 @@ def peer(model, data, precision, rates):
     return losses
 
 
-def initial(model):
-    torch.manual_seed(1337)
-    return GPT(SIZES[model]).state_dict()
-
-
 def compare(options, model, data, scratch, precision, steps):
     weights = pathlib.Path(scratch) / "init.safetensors"
-    state = initial(model)
-    if SIZES[model]["tied"]:
-        del state["head.weight"]
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, weights)
+    save_initial(model, weights)
     lines, _ = runner.train(options.binary, model, data, 1, **{
         "train.steps": steps, "train.warmup": WARMUP, "train.lr": LR, "train.batch": BATCH, "checkpoint.every": 0,
         "train.schedule": "constant", "data.shuffle": False, "checkpoint.init": str(weights),
@@ -96,9 +84,8 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         for model in options.models:
             # Every token is seen once: both sides read the file from its beginning.
-            data = pathlib.Path(scratch) / f"{model}.bin"
             count = options.steps * BATCH * SIZES[model]["seq"] + 1
-            subprocess.run([sys.executable, str(runner.ROOT / "tests/gpu/tokens.py"), str(data), str(count)], check=True)
+            data = runner.tokens(pathlib.Path(scratch) / f"{model}.bin", count)
             failed |= compare(options, model, data, scratch, "bf16", options.steps)
             failed |= compare(options, model, data, scratch, "fp32", 20)
     sys.exit(failed)

@@ -6,7 +6,6 @@
 import argparse
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 
@@ -23,9 +22,7 @@ def main():
     print(f"{runner.hardware()}; python3 tests/gpu/parity.py --gpus {' '.join(map(str, options.gpus))}")
     failed = False
     with tempfile.TemporaryDirectory() as scratch:
-        data = pathlib.Path(scratch) / "tokens.bin"
-        tokens = runner.ROOT / "tests/gpu/tokens.py"
-        subprocess.run([sys.executable, str(tokens), str(data), "2000000"], check=True, stdout=subprocess.DEVNULL)
+        data = runner.tokens(pathlib.Path(scratch) / "tokens.bin", 2_000_000)
         for model in ["A"]:
             reference = None
             for gpus in options.gpus:

@@ -24,14 +24,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
+from runner import BATCH, SIZES  # noqa: E402
+
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "peers"))
 from model import GPT, loss, optimizer  # noqa: E402
 
-SIZES = {
-    "A": dict(arch="llama", layers=12, heads=12, kv_heads=12, dim=384, ffn=1536, seq=256, vocab=50257, tied=False),
-    "B": dict(arch="gpt2", layers=12, heads=12, kv_heads=12, dim=768, ffn=3072, seq=1024, vocab=50257, tied=True),
-}
-BATCH, LR, WARMUP, PADDED = 32, 3e-4, 20, 50304
+LR, WARMUP, PADDED = 3e-4, 20, 50304
 
 
 class WithLoss(torch.nn.Module):
@@ -46,10 +44,15 @@ class WithLoss(torch.nn.Module):
         return loss(self.model(tokens), targets)
 
 
-def initial(model, path):
-    """Writes weights to begin with, in the names of both sides."""
+def initial(model):
+    """Weights to begin with, the same every time."""
     torch.manual_seed(1337)
-    state = GPT(SIZES[model]).state_dict()
+    return GPT(SIZES[model]).state_dict()
+
+
+def save_initial(model, path):
+    """Writes them, in the names of both sides."""
+    state = initial(model)
     if SIZES[model]["tied"]:
         del state["head.weight"]
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)

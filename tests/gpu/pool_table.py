@@ -53,9 +53,7 @@ def main():
     print("\n| pool | " + " | ".join(f"{n} GPU | busy" for n in options.gpus) + " | scaling |")
     print("|---|" + "---|---|" * len(options.gpus) + "---|")
     with tempfile.TemporaryDirectory() as scratch:
-        data = pathlib.Path(scratch) / "tokens.bin"
-        tokens = runner.ROOT / "tests/gpu/tokens.py"
-        subprocess.run([sys.executable, str(tokens), str(data)], check=True, stdout=subprocess.DEVNULL)
+        data = runner.tokens(pathlib.Path(scratch) / "tokens.bin")
         losses = {pool: row(options, data, pool) for pool in ["off", "on", "plan"]}
     same = losses["off"] == losses["on"] == losses["plan"]
     print(f"\nlosses of all {options.steps} steps, off, on and planned: {'the same' if same else 'DIFFERENT'}")

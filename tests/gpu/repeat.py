@@ -7,7 +7,6 @@ Runs of one row differ in nothing but `engine.exec` and being run again. Micro-s
 
 import argparse
 import pathlib
-import subprocess
 import sys
 import tempfile
 
@@ -25,9 +24,7 @@ def main():
     print(f"{runner.hardware()}; python3 tests/gpu/repeat.py --gpus {' '.join(map(str, options.gpus))}")
     failed = False
     with tempfile.TemporaryDirectory() as scratch:
-        data = pathlib.Path(scratch) / "tokens.bin"
-        tokens = runner.ROOT / "tests/gpu/tokens.py"
-        subprocess.run([sys.executable, str(tokens), str(data), "2000000"], check=True, stdout=subprocess.DEVNULL)
+        data = runner.tokens(pathlib.Path(scratch) / "tokens.bin", 2_000_000)
         for model in options.models:
             for gpus in options.gpus:
                 for accumulate in [1, 2]:

@@ -3,10 +3,17 @@
 import json
 import pathlib
 import subprocess
+import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODELS = {"A": "deploy/llama-28m.toml", "B": "deploy/gpt2-124m.toml"}
+# Their sizes, for PyTorch's side, and sequences per GPU.
+SIZES = {
+    "A": dict(arch="llama", layers=12, heads=12, kv_heads=12, dim=384, ffn=1536, seq=256, vocab=50257, tied=False),
+    "B": dict(arch="gpt2", layers=12, heads=12, kv_heads=12, dim=768, ffn=3072, seq=1024, vocab=50257, tied=True),
+}
+BATCH = 32
 
 
 def hardware():
@@ -15,13 +22,25 @@ def hardware():
     return f"{len(gpus)} x {gpus[0]}"
 
 
+def tokens(path, count=8_000_000):
+    """Token ids for a run, written to this path, which is returned."""
+    command = [sys.executable, str(ROOT / "tests/gpu/tokens.py"), str(path), str(count)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def overrides(settings):
+    """Keys of the configuration as words of the command line."""
+    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+    return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+
+
 def train(binary, model, data, nproc, **settings):
     """One run; the lines of its metrics.jsonl that are steps, and its summary. Raises with the output if it fails."""
     settings = {"data.train": [str(data)], "data.val_fraction": 0.0, "train.eval_every": 0} | settings
     with tempfile.TemporaryDirectory() as out:
         command = [str(binary), "--nproc", str(nproc), str(ROOT / MODELS[model]), "--set", f"job.output={out}"]
-        for key, value in settings.items():
-            command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+        command += overrides(settings)
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-4000:]}")

@@ -10,7 +10,6 @@ import argparse
 import pathlib
 import statistics
 import tempfile
-import subprocess
 import sys
 
 import runner
@@ -30,9 +29,7 @@ def main():
     print("\n| model | precision | pool | " + " | ".join(f"{n} GPU" for n in options.gpus) + " | scaling | pool holds |")
     print("|---|---|---|" + "---|" * (len(options.gpus) + 2))
     with tempfile.TemporaryDirectory() as scratch:
-        data = pathlib.Path(scratch) / "tokens.bin"
-        tokens = runner.ROOT / "tests/gpu/tokens.py"
-        subprocess.run([sys.executable, str(tokens), str(data)], check=True, stdout=subprocess.DEVNULL)
+        data = runner.tokens(pathlib.Path(scratch) / "tokens.bin")
         for model in options.models:
             for precision in options.precisions:
                 for pool in ["on", "off"]:
