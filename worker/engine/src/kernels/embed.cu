@@ -30,11 +30,29 @@ extern "C" __global__ void embed_count(const int* __restrict__ tokens, int* coun
     if (row < rows) atomicAdd(counts + tokens[row], 1);
 }
 
+// `before` and what the threads before this one have, over a block of WARPS warps; then `before` becomes the sum of all.
+template <int WARPS>
+__device__ inline int running_sum(int mine, int& before) {
+    __shared__ int sums[WARPS];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, sum = mine;
+    for (int distance = 1; distance < 32; distance *= 2) {
+        int other = __shfl_up_sync(FULL_WARP, sum, distance);
+        if (lane >= distance) sum += other;
+    }
+    __syncthreads();
+    if (lane == 31) sums[warp] = sum;
+    __syncthreads();
+    int start = before + sum - mine;
+    for (int w = 0; w < WARPS; w++) {
+        if (w < warp) start += sums[w];
+        before += sums[w];
+    }
+    return start;
+}
+
 // starts[token] = sum of the counts before it. One block of 1024 threads; each takes eight neighbours at a time.
 extern "C" __global__ void embed_starts(const int* __restrict__ counts, int* __restrict__ starts, i64 vocab) {
     after_the_kernel_before();
-    __shared__ int sums[32];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int before = 0;
     for (i64 first = 0; first < vocab; first += 1024 * 8) {
         i64 token = first + threadIdx.x * 8;
@@ -44,19 +62,7 @@ extern "C" __global__ void embed_starts(const int* __restrict__ counts, int* __r
             mine[j] = token + j < vocab ? counts[token + j] : 0;
             total += mine[j];
         }
-        int sum = total;
-        for (int distance = 1; distance < 32; distance *= 2) {
-            int other = __shfl_up_sync(FULL_WARP, sum, distance);
-            if (lane >= distance) sum += other;
-        }
-        __syncthreads();
-        if (lane == 31) sums[warp] = sum;
-        __syncthreads();
-        int start = before + sum - total;
-        for (int w = 0; w < 32; w++) {
-            if (w < warp) start += sums[w];
-            before += sums[w];
-        }
+        int start = running_sum<32>(total, before);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             if (token + j < vocab) starts[token + j] = start;
@@ -82,8 +88,7 @@ extern "C" __global__ void embed_places(const int* __restrict__ tokens, const in
 // The rows in order, by marking each in a field of bits and counting those before it. One block of 512 threads.
 __device__ inline void sort_by_bits(const int* __restrict__ order, int* sorted, int count, i64 rows) {
     __shared__ unsigned bits[MOST_BITS / 32];
-    __shared__ int sums[16];
-    int words = (int)((rows + 31) / 32), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int words = (int)((rows + 31) / 32);
     for (int i = threadIdx.x; i < words; i += 512) bits[i] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += 512) atomicOr(bits + order[i] / 32, 1u << order[i] % 32);
@@ -91,19 +96,7 @@ __device__ inline void sort_by_bits(const int* __restrict__ order, int* sorted, 
     int before = 0;
     for (int start = 0; start < words; start += 512) {
         unsigned word = start + threadIdx.x < words ? bits[start + threadIdx.x] : 0;
-        int mine = __popc(word), sum = mine;
-        for (int distance = 1; distance < 32; distance *= 2) {
-            int other = __shfl_up_sync(FULL_WARP, sum, distance);
-            if (lane >= distance) sum += other;
-        }
-        __syncthreads();
-        if (lane == 31) sums[warp] = sum;
-        __syncthreads();
-        int at = before + sum - mine;
-        for (int w = 0; w < 16; w++) {
-            if (w < warp) at += sums[w];
-            before += sums[w];
-        }
+        int at = running_sum<16>(__popc(word), before);
         for (; word; word &= word - 1) sorted[at++] = (start + threadIdx.x) * 32 + __ffs(word) - 1;
     }
 }
