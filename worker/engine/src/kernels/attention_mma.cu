@@ -51,6 +51,22 @@ __device__ inline void wait_for_tiles() {
     __syncthreads();
 }
 
+// Waits for tile `tile` of keys and values in its stage of k and v, while the next one travels to the other.
+template <int COLS>
+__device__ inline void await_keys(bf16* k, bf16* v, const bf16* keys, const bf16* values, i64 stride, int tile, int tiles,
+                                  i64 seq) {
+    i64 key = (i64)tile * COLS;
+    int next = (tile + 1) % 2 * COLS * WIDTH;
+    if (tile + 1 < tiles) {
+        fetch<COLS>(k + next, keys, stride, key + COLS, seq);
+        fetch<COLS>(v + next, values, stride, key + COLS, seq);
+        fetched();
+        wait_for_tiles<1>();
+    } else {
+        wait_for_tiles<0>();
+    }
+}
+
 __device__ inline void ldmatrix(u32 (&x)[4], const bf16* p) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -323,15 +339,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const bf16* 
 
     for (int tile = 0; tile < tiles; tile++) {
         i64 key = (i64)tile * COLS;
-        int stage = tile % 2 * COLS * WIDTH, next = (tile + 1) % 2 * COLS * WIDTH;
-        if (tile + 1 < tiles) {
-            fetch<COLS>(k + next, keys, row, key + COLS, seq);
-            fetch<COLS>(v + next, values, row, key + COLS, seq);
-            fetched();
-            wait_for_tiles<1>();
-        } else {
-            wait_for_tiles<0>();
-        }
+        int stage = tile % 2 * COLS * WIDTH;
+        await_keys<COLS>(k, v, keys, values, row, tile, tiles, seq);
         see_keys<M, N>(o, largest, total, q, k + stage, v + stage, warp_row, (int)(first - key) + warp_row, scale_2);
         __syncthreads();
     }
@@ -401,15 +410,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     for (int tile = 0; tile < tiles; tile++) {
         i64 key = (i64)tile * COLS;
-        int stage = tile % 2 * COLS * WIDTH, next = (tile + 1) % 2 * COLS * WIDTH;
-        if (tile + 1 < tiles) {
-            fetch<COLS>(k + next, keys, row, key + COLS, seq);
-            fetch<COLS>(v + next, values, row, key + COLS, seq);
-            fetched();
-            wait_for_tiles<1>();
-        } else {
-            wait_for_tiles<0>();
-        }
+        int stage = tile % 2 * COLS * WIDTH;
+        await_keys<COLS>(k, v, keys, values, row, tile, tiles, seq);
         query_gradients<M, N>(dq, q, o, k + stage, v + stage, row_lse, row_delta, warp_row, (int)(first - key) + warp_row,
                               scale_2);
         __syncthreads();
