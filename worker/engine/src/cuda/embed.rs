@@ -9,6 +9,11 @@ use crate::tensor::Slice;
 
 /// Threads of a row's embedding: each copies eight columns.
 const EMBED_THREADS: u32 = 128;
+/// Threads of a block of embed_starts and of embed_sort.
+const STARTS_THREADS: u32 = 1024;
+const SORT_THREADS: u32 = 512;
+/// PART in embed.cu.
+const PART: usize = 64;
 
 impl CudaBackend {
     /// [`Backend::embed_fwd`].
@@ -72,16 +77,27 @@ impl CudaBackend {
         let places = self.alloc(DType::I32, 2 * rows)?;
         let (order, sorted) = (places.slice(0..rows), places.slice(rows..2 * rows));
         let each_row = Launch::blocks(rows.div_ceil(THREADS as usize), THREADS);
-        let at_once = 2 * self.device.multiprocessors as usize;
-        let args =
-            args![tokens, counts, starts.all(), order, sorted, dout, dwte, is_bf16(dwte), rows, s.cols];
+        let each_token = Launch::blocks(s.vocab.div_ceil(STARTS_THREADS as usize), STARTS_THREADS);
+        let parts = rows.div_ceil(PART);
+        let partials = self.alloc(DType::F32, 2 * parts * s.cols)?;
+        let (heads, tails) =
+            (partials.slice(0..parts * s.cols), partials.slice(parts * s.cols..partials.len()));
+        let threads = eights(s.cols);
+        let grid = (parts, s.cols.div_ceil(8 * threads as usize), 1);
+        let each_part = Launch { grid, ..Launch::blocks(1, threads) };
+        let each_sorted = Launch::blocks(rows.div_ceil(SORT_THREADS as usize), SORT_THREADS);
+        let (starts, bf16) = (starts.all(), is_bf16(dwte));
+        let sums = args![tokens, sorted, dout, dwte, bf16, heads, tails, rows, s.cols];
+        let joins = args![tokens, counts, starts, sorted, dwte, bf16, heads, tails, rows, s.cols];
         // SAFETY: the caller checked the operands; token ids are below V by the operation's contract, so every counter
-        // exists and the places of all tokens are as many as there are rows.
+        // exists and the places of all tokens are as many as there are rows; a part has a row each of heads and tails.
         unsafe {
             self.launch("embed_count", each_row, args![tokens, counts, rows])?;
-            self.launch("embed_starts", Launch::blocks(1, 1024), args![counts, starts.all(), s.vocab])?;
-            self.launch("embed_places", each_row, args![tokens, starts.all(), placed, order, rows])?;
-            self.launch("embed_bwd_tokens", Launch::blocks(rows.min(at_once), 512), args)
+            self.launch("embed_starts", each_token, args![counts, starts, s.vocab])?;
+            self.launch("embed_places", each_row, args![tokens, starts, placed, order, rows])?;
+            self.launch("embed_sort", each_sorted, args![tokens, counts, starts, order, sorted, rows])?;
+            self.launch("embed_bwd_tokens", each_part, sums)?;
+            self.launch("embed_bwd_joins", each_part, joins)
         }
     }
 }

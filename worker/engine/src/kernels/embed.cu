@@ -21,7 +21,7 @@ extern "C" __global__ void embed_fwd(const int* tokens, const ACT* __restrict__ 
 }
 
 // The rows of each token, in order, for dwte: counted, placed, sorted. Counts and places are made with atomics on
-// integers; the sums that follow are in the order of the rows, so that every run gives the same bits.
+// integers; the sums that follow are in the order of the rows, cut at fixed places, so that every run gives the same bits.
 
 // counts[token] = rows with that token; counts is zero before. One thread per row.
 extern "C" __global__ void embed_count(const int* __restrict__ tokens, int* counts, i64 rows) {
@@ -50,25 +50,17 @@ __device__ inline int running_sum(int mine, int& before) {
     return start;
 }
 
-// starts[token] = sum of the counts before it. One block of 1024 threads; each takes eight neighbours at a time.
+// starts[token] = sum of the counts before it. A thread per token, in blocks of 1024, each of which adds up for itself what
+// is counted before its own.
 extern "C" __global__ void embed_starts(const int* __restrict__ counts, int* __restrict__ starts, i64 vocab) {
     after_the_kernel_before();
-    int before = 0;
-    for (i64 first = 0; first < vocab; first += 1024 * 8) {
-        i64 token = first + threadIdx.x * 8;
-        int mine[8], total = 0;
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            mine[j] = token + j < vocab ? counts[token + j] : 0;
-            total += mine[j];
-        }
-        int start = running_sum<32>(total, before);
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            if (token + j < vocab) starts[token + j] = start;
-            start += mine[j];
-        }
-    }
+    i64 first = blockIdx.x * 1024ll, token = first + threadIdx.x;
+    int earlier = 0, before = 0;
+#pragma unroll 8
+    for (i64 i = threadIdx.x; i < first; i += 1024) earlier += counts[i];
+    running_sum<32>(earlier, before);
+    int start = running_sum<32>(token < vocab ? counts[token] : 0, before);
+    if (token < vocab) starts[token] = start;
 }
 
 // The rows of each token from its start on, in any order; placed is zero before. One thread per row.
@@ -82,7 +74,7 @@ extern "C" __global__ void embed_places(const int* __restrict__ tokens, const in
 }
 
 // Rows of a token that are sorted by comparing all with all; more are sorted by a bit for every row there is.
-#define FEW 64
+#define FEW 512
 #define MOST_BITS 131072
 
 // The rows in order, by marking each in a field of bits and counting those before it. One block of 512 threads.
@@ -101,72 +93,109 @@ __device__ inline void sort_by_bits(const int* __restrict__ order, int* sorted, 
     }
 }
 
-// dwte[token] += sum of dout's rows with that token, `count` of them, in `order`. A block of 512 threads, of which
-// groups take rows in turn and a group's threads eight columns each. sorted: room for as many rows.
-__device__ inline void sum_token(i64 token, int count, const int* __restrict__ order, int* sorted,
-                                 const ACT* __restrict__ dout, void* dwte, bool dwte_bf16, i64 rows, i64 cols) {
-    __shared__ float sums[512][8];
-    if (count <= FEW || rows > MOST_BITS) {
-        for (int i = threadIdx.x; i < count; i += 512) {
-            int row = order[i], rank = 0;
-            for (int j = 0; j < count; j++) rank += order[j] < row;
-            sorted[rank] = row;
+// Each token's rows in order, from its start on. A thread finds the place of one row among few; a block sorts the many of
+// a token that starts in its part. Grid: a thread per row, in blocks of 512.
+extern "C" __global__ void __launch_bounds__(512)
+    embed_sort(const int* __restrict__ tokens, const int* __restrict__ counts, const int* __restrict__ starts,
+               const int* __restrict__ order, int* __restrict__ sorted, i64 rows) {
+    after_the_kernel_before();
+    __shared__ int found[512], many;
+    if (threadIdx.x == 0) many = 0;
+    __syncthreads();
+    i64 place = blockIdx.x * 512ll + threadIdx.x;
+    if (place < rows) {
+        int row = order[place], token = tokens[row], start = starts[token], count = counts[token];
+        if (count <= FEW || rows > MOST_BITS) {
+            int rank = 0;
+#pragma unroll 8
+            for (int i = 0; i < count; i++) rank += order[start + i] < row;
+            sorted[start + rank] = row;
+        } else if (place == start) {
+            found[atomicAdd(&many, 1)] = token;
         }
-    } else {
-        sort_by_bits(order, sorted, count, rows);
     }
     __syncthreads();
-    int lanes = (int)min((cols + 7) / 8, 512ll), groups = 512 / lanes;
-    int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
-    bool wide = is_wide(dout, cols);
-    for (i64 first = 0; first < cols; first += lanes * 8) {
-        i64 c = first + lane * 8;
-        Eight sum = {};
-        if (group < groups && c < cols) {
-#pragma unroll 8
-            for (int i = group; i < count; i += groups) {
-                Eight d = load8(dout + sorted[i] * cols, c, cols, wide);
-#pragma unroll
-                for (int j = 0; j < 8; j++) sum.x[j] += d.x[j];
-            }
-        }
+    // Tokens do not depend on each other: in which order they are found does not matter.
+    for (int i = 0; i < many; i++) {
+        int start = starts[found[i]];
+        sort_by_bits(order + start, sorted + start, counts[found[i]], rows);
         __syncthreads();
+    }
+}
+
+// Sorted rows that a block adds up. What it has of a token that others have rows of, too, it leaves to embed_bwd_joins:
+// frequent tokens do not keep one block busy while all others are done.
+#define PART 64
+
+// dwte[token] += sum of dout's rows with that token, where one block has them all; otherwise heads[block] = its first
+// token's rows if there are some before them, tails[block] = its last token's if there are only some behind them. One
+// thread for eight columns. Grid: (rows / PART, C / 8 / block). heads, tails [grid, C].
+extern "C" __global__ void embed_bwd_tokens(const int* __restrict__ tokens, const int* __restrict__ sorted,
+                                            const ACT* __restrict__ dout, void* dwte, bool dwte_bf16,
+                                            float* __restrict__ heads, float* __restrict__ tails, i64 rows, i64 cols) {
+    after_the_kernel_before();
+    __shared__ int row_of[PART], token_of[PART + 2];
+    i64 first = blockIdx.x * (i64)PART;
+    int many = (int)min((i64)PART, rows - first);
+    // With the neighbours' nearest tokens before and behind this block's.
+    for (int i = threadIdx.x; i < many + 2; i += blockDim.x) {
+        i64 place = first + i - 1;
+        int row = place >= 0 && place < rows ? sorted[place] : -1;
+        token_of[i] = row < 0 ? -1 : tokens[row];
+        if (i > 0 && i <= many) row_of[i - 1] = row;
+    }
+    __syncthreads();
+    i64 c = (blockIdx.y * (i64)blockDim.x + threadIdx.x) * 8;
+    if (c >= cols) return;
+    bool wide = is_wide(dout, cols), is_head = token_of[0] == token_of[1];
+    Eight sum = {};
+    for (int start = 0; start < many; start += 8) {
+        Packed<ACT> douts[8] = {};
 #pragma unroll
-        for (int j = 0; j < 8; j++) sums[threadIdx.x][j] = sum.x[j];
-        __syncthreads();
-        if (group == 0 && c < cols) {
-            for (int other = 1; other < groups && other < count; other++)
+        for (int i = 0; i < 8; i++)
+            if (start + i < many) douts[i] = fetch8(dout + row_of[start + i] * cols, c, cols, wide);
 #pragma unroll
-                for (int j = 0; j < 8; j++) sum.x[j] += sums[other * lanes + lane][j];
-            for (int j = 0; j < 8 && c + j < cols; j++) {
-                i64 at = token * cols + c + j;
-                store_grad(dwte, dwte_bf16, at, load_grad(dwte, dwte_bf16, at) + sum.x[j]);
+        for (int i = 0; i < 8; i++) {
+            int at = start + i;
+            if (at >= many) break;
+            Eight d = unpack(douts[i]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) sum.x[j] += d.x[j];
+            int token = token_of[at + 1];
+            bool goes_on = token_of[at + 2] == token;
+            if (goes_on && at + 1 < many) continue;
+            if (is_head || goes_on) {
+                float* left = (is_head ? heads : tails) + blockIdx.x * cols;
+                store8(left, c, cols, is_wide(left, cols), sum);
+            } else {
+                add_grad8(dwte, dwte_bf16, token * cols, c, cols, sum);
             }
+            is_head = false;
+            sum = Eight{};
         }
     }
 }
 
-// All tokens' sums: every block looks for tokens whose rows start at its places in the order, every gridDim-th, and
-// works for them. Grid: as many blocks as run at once, of 512 threads. sorted: room for as many rows as order has.
-extern "C" __global__ void __launch_bounds__(512, 2)
-    embed_bwd_tokens(const int* __restrict__ tokens, const int* __restrict__ counts, const int* __restrict__ starts,
-                     const int* __restrict__ order, int* sorted, const ACT* __restrict__ dout, void* dwte,
-                     bool dwte_bf16, i64 rows, i64 cols) {
+// dwte[token] += what several blocks have of it, in their order, by the block in whose part the token starts. Grid and
+// threads as above.
+extern "C" __global__ void embed_bwd_joins(const int* __restrict__ tokens, const int* __restrict__ counts,
+                                           const int* __restrict__ starts, const int* __restrict__ sorted, void* dwte,
+                                           bool dwte_bf16, const float* __restrict__ heads,
+                                           const float* __restrict__ tails, i64 rows, i64 cols) {
     after_the_kernel_before();
-    __shared__ int found[512], many;
-    for (int first = blockIdx.x; first < rows; first += gridDim.x * 512) {
-        __syncthreads();
-        if (threadIdx.x == 0) many = 0;
-        __syncthreads();
-        int place = first + threadIdx.x * gridDim.x;
-        // Tokens do not depend on each other: in which order they are found does not matter.
-        if (place < rows && starts[tokens[order[place]]] == place) found[atomicAdd(&many, 1)] = place;
-        __syncthreads();
-        for (int i = 0; i < many; i++) {
-            int start = found[i], token = tokens[order[start]];
-            sum_token(token, counts[token], order + start, sorted + start, dout, dwte, dwte_bf16, rows, cols);
-        }
+    i64 first = blockIdx.x * (i64)PART, c = (blockIdx.y * (i64)blockDim.x + threadIdx.x) * 8;
+    int token = tokens[sorted[min(first + PART, rows) - 1]], start = starts[token];
+    i64 last = (start + counts[token] - 1) / PART;
+    if (start < first || last == blockIdx.x || c >= cols) return;
+    bool wide = is_wide(heads, cols);
+    Eight sum = load8(tails + blockIdx.x * cols, c, cols, wide);
+#pragma unroll 8
+    for (i64 part = blockIdx.x + 1; part <= last; part++) {
+        Eight more = load8(heads + part * cols, c, cols, wide);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum.x[j] += more.x[j];
     }
+    add_grad8(dwte, dwte_bf16, token * cols, c, cols, sum);
 }
 
 // dwpe[t] += sum of dout's rows at position t. One thread for eight columns. Grid: (T, C / 8 / block).
@@ -189,8 +218,5 @@ extern "C" __global__ void embed_bwd_positions(const ACT* __restrict__ dout, voi
             for (int j = 0; j < 8; j++) sum.x[j] += d.x[j];
         }
     }
-    for (int j = 0; j < 8 && c + j < cols; j++) {
-        i64 at = t * cols + c + j;
-        store_grad(dwpe, dwpe_bf16, at, load_grad(dwpe, dwpe_bf16, at) + sum.x[j]);
-    }
+    add_grad8(dwpe, dwpe_bf16, t * cols, c, cols, sum);
 }

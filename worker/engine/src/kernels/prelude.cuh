@@ -161,6 +161,21 @@ __device__ inline void store_grad(void* p, bool is_bf16, i64 i, float x) {
     else store((float*)p, i, x);
 }
 
+// Adds to the gradients i to i + 8 of a row of len that begins at `row`, as far as there are so many.
+template <typename T>
+__device__ inline void add8(T* row, i64 i, i64 len, Eight e) {
+    bool wide = is_wide(row, len);
+    Eight old = load8(row, i, len, wide);
+#pragma unroll
+    for (int j = 0; j < 8; j++) e.x[j] += old.x[j];
+    store8(row, i, len, wide, e);
+}
+
+__device__ inline void add_grad8(void* p, bool is_bf16, i64 row, i64 i, i64 len, const Eight& e) {
+    if (is_bf16) add8((bf16*)p + row, i, len, e);
+    else add8((float*)p + row, i, len, e);
+}
+
 #define FULL_WARP 0xffffffffu
 
 __device__ inline float warp_sum(float x) {
