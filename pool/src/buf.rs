@@ -48,6 +48,14 @@ impl Home {
         }
     }
 
+    fn segment(&self, address: u64) -> Option<(u64, u64)> {
+        match self {
+            Self::Block { inner, handle } => inner.segment_of(*handle),
+            Self::Driver { bytes, .. } => Some((address, Direct::rounded(*bytes))),
+            Self::Slot(_) => None,
+        }
+    }
+
     fn give_back(&self, address: u64) {
         match self {
             Self::Block { inner, handle } => inner.put_back(*handle),
@@ -81,7 +89,8 @@ impl<T: Pod> PoolBuf<T> {
     }
 
     /// Lends elements `range` to another thread or stream: the block outlives the loan, and
-    /// [`is_lent`](Self::is_lent) is true of the range until the loan is dropped.
+    /// [`is_lent`](Self::is_lent) is true of the range until the loan is dropped. A loan of `0..0` overlaps no other: it
+    /// keeps the block, and nothing else.
     ///
     /// # Panics
     /// If the range is out of bounds or overlaps another loan.
@@ -142,11 +151,7 @@ impl<T> PoolBuf<T> {
     /// Address and length of the segment that a buffer of a [registered](crate::Pool::registered) pool lies in, for
     /// `ncclCommRegister`; of the driver allocation around any other buffer.
     pub fn segment(&self) -> Option<(u64, u64)> {
-        match &self.home {
-            Home::Block { inner, handle } => inner.segment_of(*handle),
-            Home::Driver { bytes, .. } => Some((self.address, Direct::rounded(*bytes))),
-            Home::Slot(_) => None,
-        }
+        self.home.segment(self.address)
     }
 }
 
@@ -190,6 +195,11 @@ impl Loan {
     pub fn space(&self) -> Space {
         self.home.space()
     }
+
+    /// The segment of the buffer: see [`PoolBuf::segment`].
+    pub fn segment(&self) -> Option<(u64, u64)> {
+        self.home.segment(self.buffer)
+    }
 }
 
 impl Drop for Loan {
@@ -215,6 +225,21 @@ mod tests {
         drop(buf);
         assert_ne!(pool.alloc::<f32>(1000).unwrap().address(), address);
         drop(loan);
+        assert_eq!(pool.stats().live.current(), 0);
+    }
+
+    #[test]
+    fn a_loan_of_nothing_keeps_the_block_beside_other_loans() {
+        let pool = Pool::host(Mode::On).registered();
+        let buf = pool.alloc::<f32>(1000).unwrap();
+        let segment = buf.segment();
+        let kept = buf.lend(0..0);
+        assert!(!buf.is_lent(0..1000));
+        drop((buf.lend(0..1000), buf.lend(0..0)));
+        drop(buf);
+        assert!(segment.is_some() && kept.segment() == segment);
+        assert_ne!(pool.stats().live.current(), 0);
+        drop(kept);
         assert_eq!(pool.stats().live.current(), 0);
     }
 

@@ -218,11 +218,13 @@ pub struct CommSection {
     pub overlap: bool,
     /// Each rank updates its share of the parameters, and holds the optimizer's state of no others.
     pub shard_optimizer: bool,
+    /// GPUs sum and gather in each other's memory directly, where NCCL can.
+    pub windows: bool,
 }
 
 impl Default for CommSection {
     fn default() -> Self {
-        Self { bucket_mb: 25.0, dtype: WireDtype::Auto, overlap: true, shard_optimizer: false }
+        Self { bucket_mb: 25.0, dtype: WireDtype::Auto, overlap: true, shard_optimizer: false, windows: true }
     }
 }
 

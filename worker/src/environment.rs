@@ -25,7 +25,7 @@ pub struct Environment {
     pub pool_trace: Option<PathBuf>,
     /// The step whose kernels are timed.
     pub profile: Option<u64>,
-    /// Whether the GPU back end says which of several ways an operation went.
+    /// Whether the worker says which of several ways operations went on the GPU.
     pub log_fallback: bool,
 }
 

@@ -18,6 +18,7 @@ pub mod optim;
 mod preflight;
 pub mod session;
 pub mod train;
+pub mod windows;
 
 use std::path::{Path, PathBuf};
 

@@ -29,6 +29,7 @@ use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, init};
 use crate::optim::AdamW;
 use crate::train::{self, Evaluator, Outcome, Run, Stepper, Tracer};
+use crate::windows;
 
 /// Time for ring neighbours to connect once all ranks have joined.
 const CONNECT: Duration = Duration::from_secs(30);
@@ -84,6 +85,8 @@ fn train(
     }
     let hello = Hello { rank: environment.rank.0, attempt: environment.attempt.0 };
     control.open_session(hello, collective.abort_handle());
+    let shared = stepper.summed().chain(optimizer.gathered(&model).into_iter().flatten());
+    windows::register(&device.backend, shared, &mut *collective, environment.log_fallback)?;
 
     let loader = start_loader(spec, &shape, &dataset, environment, start.sequences)?;
     if environment.rank.0 == 0 {
@@ -136,7 +139,7 @@ fn measure(
     control.open_session(hello, collective.abort_handle());
     match kind {
         Kind::AllReduce(sums) => {
-            bench::all_reduce(sums, &device.backend, &mut *collective, |sum| {
+            bench::all_reduce(sums, &device.backend, &mut *collective, environment.log_fallback, |sum| {
                 control.report(Report::Sum(sum));
             })?;
         }
@@ -196,7 +199,8 @@ impl Opened {
                 };
                 let backend = CudaBackend::open(ordinal, options)?;
                 let stream = backend.cuda_stream();
-                Self { backend: BackendHandle::new(backend), stream, precision }
+                let windows = windows::wanted(spec, environment.world_size.index());
+                Self { backend: BackendHandle::new(backend).with_windows(windows), stream, precision }
             }
         })
     }

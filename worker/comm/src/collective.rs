@@ -57,6 +57,16 @@ pub trait Collective: Send + fmt::Debug {
     /// Number of ranks.
     fn world(&self) -> usize;
 
+    /// Lets all ranks work directly on each other's segment of the pool that this buffer lies in, until the collective ends;
+    /// the block is kept that long. Lend `0..0` of a buffer from [`Pool::registered`](xlaunch_pool::Pool::registered): it
+    /// overlaps no loan of what is summed there. Every rank calls it for the same buffers of the same pool requests in the
+    /// same order, before anything is captured. False, on all ranks alike, where nothing is gained: sums are formed
+    /// as they were.
+    ///
+    /// # Errors
+    /// A rank that is refused alone cannot go on without the others, who wait for it: it fails, and they are aborted.
+    fn register(&mut self, memory: Loan) -> Result<bool>;
+
     /// Starts the sum of the lent elements (F32 or Bf16), in place, ordered after all work given to the compute stream so
     /// far. Every rank ends with the same bytes.
     fn all_reduce(&mut self, elements: Loan, dtype: DType) -> Result<()>;

@@ -12,6 +12,7 @@ use xlaunch_proto::v1::{AllReduceBench, SumReport};
 
 use crate::error::Result;
 use crate::model::BackendHandle;
+use crate::windows;
 
 /// Largest whole number up to which bf16 has all.
 const EXACT: usize = 256;
@@ -23,7 +24,7 @@ const WARMUP: usize = 5;
 const VOLUME: u64 = 1 << 28;
 const SUMS: Range<u64> = 20..200;
 
-/// Measures each size and reports it.
+/// Measures each size and reports it; with `log`, says which way sums go.
 ///
 /// # Errors
 /// Those of the device and of the collective.
@@ -31,38 +32,41 @@ pub(crate) fn all_reduce(
     bench: &AllReduceBench,
     backend: &BackendHandle,
     collective: &mut dyn Collective,
+    log: bool,
     mut report: impl FnMut(SumReport),
 ) -> Result<()> {
     let dtype = if bench.bf16 { DType::Bf16 } else { DType::F32 };
     let staged = backend.alloc_persistent(DType::F32, CHUNK)?;
+    let elements = |count: &u64| usize::try_from(*count).unwrap_or(usize::MAX);
+    let x = backend.alloc_collective(dtype, bench.counts.iter().map(elements).max().unwrap_or(0))?;
+    windows::register(backend, [&x], collective, log)?;
     for count in &bench.counts {
-        let elements = usize::try_from(*count).unwrap_or(usize::MAX);
-        let x = backend.alloc(dtype, elements)?;
-        let wrong = check(backend, collective, &x, &staged)?;
-        let seconds = time(backend, collective, &x, &staged)?;
+        let wrong = check(backend, collective, &x, elements(count), &staged)?;
+        let seconds = time(backend, collective, &x, elements(count), &staged)?;
         report(SumReport { count: *count, seconds, wrong });
     }
     Ok(())
 }
 
-/// Sums once; how many elements of this rank are not the exact sum.
+/// Sums the first `len` elements once; how many elements of this rank are not the exact sum.
 fn check(
     backend: &BackendHandle,
     collective: &mut dyn Collective,
     x: &Tensor,
+    len: usize,
     staged: &Tensor,
 ) -> Result<u64> {
     let (rank, world) = (collective.rank(), collective.world());
-    for part in parts(x.len()) {
+    for part in parts(len) {
         let values: Vec<f32> = part.clone().map(|i| value(i, rank, world)).collect();
         let staged = staged.slice(0..part.len());
         backend.write_f32(staged, &values)?;
         backend.cast(staged, x.slice(part))?;
     }
-    sum(collective, x)?;
+    sum(collective, x, len)?;
     let mut wrong = 0;
-    let mut host = vec![0.0; CHUNK.min(x.len())];
-    for part in parts(x.len()) {
+    let mut host = vec![0.0; CHUNK.min(len)];
+    for part in parts(len) {
         let host = &mut host[..part.len()];
         backend.read_f32(x.slice(part.clone()), host)?;
         collective.check()?;
@@ -73,22 +77,28 @@ fn check(
 
 /// Seconds of one sum. The numbers grow from sum to sum, which no hardware minds.
 #[expect(clippy::cast_precision_loss, reason = "a few hundred")]
-fn time(backend: &BackendHandle, collective: &mut dyn Collective, x: &Tensor, probe: &Tensor) -> Result<f64> {
-    let bytes = (x.len() * x.dtype().size()) as u64;
+fn time(
+    backend: &BackendHandle,
+    collective: &mut dyn Collective,
+    x: &Tensor,
+    len: usize,
+    probe: &Tensor,
+) -> Result<f64> {
+    let bytes = (len * x.dtype().size()) as u64;
     let sums = (VOLUME / bytes.max(1)).clamp(SUMS.start, SUMS.end);
     let wait = || backend.read_f32(probe.slice(0..1), &mut [0.0]);
-    (0..WARMUP).try_for_each(|_| sum(collective, x))?;
+    (0..WARMUP).try_for_each(|_| sum(collective, x, len))?;
     wait()?;
     let start = Instant::now();
-    (0..sums).try_for_each(|_| sum(collective, x))?;
+    (0..sums).try_for_each(|_| sum(collective, x, len))?;
     wait()?;
     let seconds = start.elapsed().as_secs_f64();
     collective.check()?;
     Ok(seconds / sums as f64)
 }
 
-fn sum(collective: &mut dyn Collective, x: &Tensor) -> Result<()> {
-    collective.all_reduce(x.lend(0..x.len()), x.dtype())?;
+fn sum(collective: &mut dyn Collective, x: &Tensor, len: usize) -> Result<()> {
+    collective.all_reduce(x.lend(0..len), x.dtype())?;
     Ok(collective.finish()?)
 }
 
@@ -129,14 +139,14 @@ mod tests {
         let addresses: Vec<_> = listeners.iter().map(|listener| listener.address().to_string()).collect();
         let rank = |rank: usize, listener: RingListener| {
             let ring = Ring::connect(listener, rank, &addresses, Duration::from_secs(20)).unwrap();
-            let backend = BackendHandle::new(CpuBackend::new(1, PoolMode::On));
+            let backend = BackendHandle::new(CpuBackend::new(1, PoolMode::On)).with_windows(true);
             let bench = AllReduceBench { counts: BENCH.to_vec(), bf16: false };
             let (mut collective, mut wrong) = (wrap(ring), Vec::new());
             let report = |report: SumReport| {
                 assert!(report.seconds > 0.0);
                 wrong.push(report.wrong);
             };
-            all_reduce(&bench, &backend, &mut *collective, report).unwrap();
+            all_reduce(&bench, &backend, &mut *collective, false, report).unwrap();
             collective.finalize().unwrap();
             wrong
         };

@@ -20,6 +20,10 @@ impl Collective for Unsummed {
         self.0.world()
     }
 
+    fn register(&mut self, memory: Loan) -> Result<bool> {
+        self.0.register(memory)
+    }
+
     fn all_reduce(&mut self, _: Loan, _: DType) -> Result<()> {
         self.0.check()
     }

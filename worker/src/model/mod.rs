@@ -44,12 +44,27 @@ pub struct Model {
 
 /// A back end shared by all parts of one worker.
 #[derive(Clone)]
-pub struct BackendHandle(Rc<dyn Backend>);
+pub struct BackendHandle {
+    backend: Rc<dyn Backend>,
+    windows: bool,
+}
 
 impl BackendHandle {
     /// Shares `backend`.
     pub fn new(backend: impl Backend + 'static) -> Self {
-        Self(Rc::new(backend))
+        Self { backend: Rc::new(backend), windows: false }
+    }
+
+    /// The same, whether or not its rank is to have windows: see [`crate::windows`]. Without this, it has none.
+    #[must_use]
+    pub fn with_windows(mut self, windows: bool) -> Self {
+        self.windows = windows;
+        self
+    }
+
+    /// Whether tensors of [`alloc_collective`](Self::alloc_collective) are to be registered.
+    pub fn has_windows(&self) -> bool {
+        self.windows
     }
 
     /// A tensor with unspecified contents. (Not the trait's own: through `dyn`, the pool would see one site for all.)
@@ -63,11 +78,21 @@ impl BackendHandle {
     pub fn alloc_persistent(&self, dtype: DType, len: usize) -> Result<Tensor> {
         Tensor::new(&self.pool().persistent(), dtype, len)
     }
+
+    /// A tensor that stays and that collectives work on, with unspecified contents: where there are windows, it lies where
+    /// it can be registered.
+    #[track_caller]
+    pub fn alloc_collective(&self, dtype: DType, len: usize) -> Result<Tensor> {
+        match self.windows {
+            true => Tensor::new(&self.pool().registered(), dtype, len),
+            false => self.alloc_persistent(dtype, len),
+        }
+    }
 }
 
 impl std::fmt::Debug for BackendHandle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "BackendHandle({})", self.0.device().name)
+        write!(f, "BackendHandle({})", self.backend.device().name)
     }
 }
 
@@ -75,7 +100,7 @@ impl std::ops::Deref for BackendHandle {
     type Target = dyn Backend;
 
     fn deref(&self) -> &Self::Target {
-        &*self.0
+        &*self.backend
     }
 }
 
@@ -99,7 +124,7 @@ impl Model {
     /// A model whose weights have these values: the whole arena, as [`init::weights`] or a checkpoint gives it.
     pub fn new(backend: &BackendHandle, shape: &ModelShape, values: &[f32]) -> Result<Self> {
         let layout = Layout::new(shape);
-        let weights = backend.alloc_persistent(backend.activation_dtype(), layout.len)?;
+        let weights = backend.alloc_collective(backend.activation_dtype(), layout.len)?;
         match weights.dtype() {
             DType::F32 => backend.write_f32(weights.all(), values)?,
             _ => {

@@ -47,6 +47,7 @@ impl AdamW {
     ) -> Result<Self> {
         let (exact, shared) = (model.weights.dtype() == DType::F32, !sharding.is_whole());
         let share = |dtype| backend.alloc_persistent(dtype, sharding.len());
+        let sent = |dtype| backend.alloc_collective(dtype, sharding.len());
         let flags = sharding.share_of(&model.layout.decay_flags(), DECAY_CHUNK);
         let optimizer = Self {
             shape: AdamWShape {
@@ -56,8 +57,12 @@ impl AdamW {
                 weight_decay: train.weight_decay as f32,
                 clip: train.clip as f32,
             },
-            masters: (shared || !exact).then(|| share(DType::F32)).transpose()?,
-            rounded: (shared && !exact).then(|| share(model.weights.dtype())).transpose()?,
+            masters: match (shared, exact) {
+                (true, true) => Some(sent(DType::F32)?),
+                (_, false) => Some(share(DType::F32)?),
+                (false, true) => None,
+            },
+            rounded: (shared && !exact).then(|| sent(model.weights.dtype())).transpose()?,
             m: share(DType::F32)?,
             v: share(DType::F32)?,
             decay: backend.alloc_persistent(DType::U8, flags.len())?,
@@ -132,6 +137,13 @@ impl AdamW {
         )
     }
 
+    /// From which and to which tensor shares are gathered, where ranks have shares.
+    pub fn gathered<'a>(&'a self, model: &'a Model) -> Option<[&'a Tensor; 2]> {
+        let [masters, ..] = self.state(model);
+        let share = self.rounded.as_ref().unwrap_or(masters);
+        (!self.sharding.is_whole()).then_some([share, &model.weights])
+    }
+
     /// Brings every rank's share to the model of all: what a step left there is complete. Every rank calls it, any number
     /// of times.
     pub fn gather(&self, model: &Model, collective: &mut dyn Collective) -> xlaunch_comm::Result<()> {
@@ -142,14 +154,10 @@ impl AdamW {
 
     /// Starts it, bucket by bucket from the last one down, as forward reads them.
     pub fn start_gather(&self, model: &Model, collective: &mut dyn Collective) -> xlaunch_comm::Result<()> {
-        if self.sharding.is_whole() {
-            return Ok(());
-        }
-        let [masters, ..] = self.state(model);
-        let share = self.rounded.as_ref().unwrap_or(masters);
+        let Some([share, weights]) = self.gathered(model) else { return Ok(()) };
         for bucket in self.sharding.plan().buckets().iter().rev() {
             let part = share.lend(self.sharding.in_share(bucket));
-            collective.all_gather(part, model.weights.lend(bucket.clone()))?;
+            collective.all_gather(part, weights.lend(bucket.clone()))?;
         }
         Ok(())
     }

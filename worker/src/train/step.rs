@@ -130,18 +130,18 @@ impl Stepper {
     ) -> Result<Self> {
         let rows = Rows { batch: spec.train.batch, seq: model.shape.seq };
         let dtype = wire_dtype(spec, backend.activation_dtype());
-        let share = || backend.alloc_persistent(dtype, sharding.len());
+        let share = || backend.alloc_collective(dtype, sharding.len());
         let stepper = Self {
             rows,
             accumulate: spec.train.accumulate,
             world,
             overlap: spec.comm.overlap,
-            grads: backend.alloc_persistent(dtype, model.layout.len)?,
+            grads: backend.alloc_collective(dtype, model.layout.len)?,
             share: (!sharding.is_whole()).then(share).transpose()?,
             tokens: backend.alloc_persistent(DType::I32, rows.count())?,
             targets: backend.alloc_persistent(DType::I32, rows.count())?,
             losses: backend.alloc_persistent(DType::F32, rows.count())?,
-            results: backend.alloc_persistent(DType::F32, slot::COUNT)?,
+            results: backend.alloc_collective(DType::F32, slot::COUNT)?,
             sharding: sharding.clone(),
             replay: Replay::new(backend, spec.engine.exec),
             backend: backend.clone(),
@@ -154,6 +154,11 @@ impl Stepper {
             backend.zero(share.all())?;
         }
         Ok(stepper)
+    }
+
+    /// What is summed over ranks, and where the sums go.
+    pub fn summed(&self) -> impl Iterator<Item = &Tensor> {
+        [Some(&self.grads), self.share.as_ref(), Some(&self.results)].into_iter().flatten()
     }
 
     /// Tokens of the global batch.

@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
+use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId, ncclWindow_t};
 
 use crate::collective::{CommError, Result};
 
@@ -56,9 +56,28 @@ pub(super) struct Library {
     pub(super) comm_finalize: unsafe extern "C" fn(ncclComm_t) -> ncclResult_t,
     pub(super) comm_destroy: unsafe extern "C" fn(ncclComm_t) -> ncclResult_t,
     pub(super) comm_abort: unsafe extern "C" fn(ncclComm_t) -> ncclResult_t,
+    /// Absent before NCCL 2.27. Ranks of one communicator have the same version: NCCL refuses others.
+    pub(super) windows: Option<WindowCalls>,
     get_error_string: unsafe extern "C" fn(ncclResult_t) -> *const c_char,
     /// Keeps the functions above in memory.
     _library: libloading::Library,
+}
+
+/// The functions of windows.
+pub(super) struct WindowCalls {
+    pub(super) register:
+        unsafe extern "C" fn(ncclComm_t, *mut c_void, usize, *mut ncclWindow_t, c_int) -> ncclResult_t,
+    pub(super) deregister: unsafe extern "C" fn(ncclComm_t, ncclWindow_t) -> ncclResult_t,
+}
+
+impl WindowCalls {
+    fn find(library: &libloading::Library) -> Option<Self> {
+        // SAFETY: the type of the field is the declaration in `nccl.h`.
+        let register = *unsafe { library.get(b"ncclCommWindowRegister\0") }.ok()?;
+        // SAFETY: as above.
+        let deregister = *unsafe { library.get(b"ncclCommWindowDeregister\0") }.ok()?;
+        Some(Self { register, deregister })
+    }
 }
 
 impl Library {
@@ -103,6 +122,7 @@ impl Library {
             comm_finalize: function!(b"ncclCommFinalize\0"),
             comm_destroy: function!(b"ncclCommDestroy\0"),
             comm_abort: function!(b"ncclCommAbort\0"),
+            windows: WindowCalls::find(&library),
             get_error_string: function!(b"ncclGetErrorString\0"),
             _library: library,
         })
@@ -133,6 +153,13 @@ pub(super) fn int(number: usize) -> c_int {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_library_from_before_windows_has_none() {
+        // This program has neither function, as NCCL before 2.27.
+        let program = libloading::Library::from(libloading::os::unix::Library::this());
+        assert!(WindowCalls::find(&program).is_none());
+    }
 
     #[test]
     fn a_missing_library_is_an_error_that_lists_what_was_tried() {

@@ -9,6 +9,7 @@
 //! ordered behind what used them.
 
 mod library;
+mod windows;
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -24,6 +25,7 @@ use xlaunch_pool::{DType, Loan, Space};
 
 use crate::collective::{AbortHandle, Collective, CommError, Result, expect_parts};
 use library::Library;
+use windows::Windows;
 
 /// Time between looks at NCCL's asynchronous errors.
 const WATCH: Duration = Duration::from_millis(200);
@@ -56,6 +58,7 @@ pub struct Nccl {
     spare: Vec<CudaEvent>,
     /// What everything else was lent.
     loans: Vec<Loan>,
+    windows: Windows,
     watchdog: Option<JoinHandle<()>>,
 }
 
@@ -123,14 +126,16 @@ impl Nccl {
             compute,
             stream,
             loans: Vec::new(),
+            windows: Windows::default(),
             watchdog: Some(watchdog),
         })
     }
 
     /// Orders the comm stream behind the compute stream.
-    fn after_compute(&self) -> Result<()> {
+    fn after_compute(&mut self) -> Result<()> {
         self.written.record(&self.compute).map_err(unordered)?;
-        self.stream.wait(&self.written).map_err(unordered)
+        self.stream.wait(&self.written).map_err(unordered)?;
+        self.windows.separate(&self.stream)
     }
 
     /// Calls NCCL on the lent memory and keeps the loans.
@@ -161,6 +166,17 @@ impl Collective for Nccl {
 
     fn world(&self) -> usize {
         self.world
+    }
+
+    fn register(&mut self, memory: Loan) -> Result<bool> {
+        self.check()?;
+        let shared = &self.shared;
+        let result = {
+            let _calls = shared.calls.lock().unwrap_or_else(PoisonError::into_inner);
+            self.windows.register(shared.library, shared.comm.0, &self.stream, memory)
+        };
+        self.check()?;
+        result
     }
 
     fn all_reduce(&mut self, elements: Loan, dtype: DType) -> Result<()> {
@@ -253,6 +269,7 @@ impl Collective for Nccl {
             return Err(CommError::Aborted);
         }
         let _calls = shared.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        self.windows.deregister(shared.library, shared.comm.0)?;
         // SAFETY: nothing is under way on the stream, and `ended` keeps every other thread off the handle.
         let result = unsafe { (shared.library.comm_finalize)(shared.comm.0) };
         shared.library.check("failed to leave the communicator", result)?;

@@ -208,6 +208,19 @@ fn parts_are_equal() {
 }
 
 #[test]
+fn nothing_is_gained_or_kept_by_registering() {
+    on_ring(2, false, |mut ring| {
+        let pool = Pool::host(Mode::On);
+        let buf = pool.registered().alloc::<u8>(4000).unwrap();
+        assert!(!ring.register(buf.lend(0..0)).unwrap());
+        drop(buf);
+        assert_eq!(pool.stats().live.current(), 0);
+        drop(reduce(&mut ring, &pool, 1000));
+        ring.finalize().unwrap();
+    });
+}
+
+#[test]
 fn broadcast_copies_any_root() {
     for root in 0..3 {
         let results = on_ring(3, false, |mut ring| {
