@@ -337,14 +337,26 @@ pub trait Backend {
         dqkv: Slice<'_>,
     ) -> Result<()>;
 
-    /// `a = gelu(h)`, the tanh form; any equal lengths.
-    fn gelu_fwd(&self, h: Slice<'_>, a: Slice<'_>) -> Result<()>;
-
-    /// `dh = gelu'(h) da`, `dbias = sum of dh's rows`: the gradient of the bias that h `[N,F]` ends with; dbias `[F]`.
-    fn gelu_bwd(
+    /// `h = x w^T + bias`, `a = gelu(h)`, the tanh form: operands as in [`linear_fwd`](Self::linear_fwd), h, a `[N,O]`.
+    fn linear_gelu_fwd(
         &self,
+        s: LinearShape,
+        x: Slice<'_>,
+        w: Slice<'_>,
+        bias: Slice<'_>,
         h: Slice<'_>,
-        da: Slice<'_>,
+        a: Slice<'_>,
+    ) -> Result<()>;
+
+    /// Backward of `y = gelu(h) w^T` to h: `dh = gelu'(h) (dy w)` with dy `[N,O]`, w `[O,I]`, h, dh `[N,I]`;
+    /// `dbias = sum of dh's rows` `[I]`: the gradient of the bias that h ends with.
+    #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
+    fn gelu_linear_bwd(
+        &self,
+        s: LinearShape,
+        dy: Slice<'_>,
+        w: Slice<'_>,
+        h: Slice<'_>,
         dh: Slice<'_>,
         dbias: Slice<'_>,
         acc: Accumulate,

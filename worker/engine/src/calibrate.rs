@@ -19,7 +19,7 @@ const ROUND: f64 = 0.1;
 const MOST: f64 = 1000.0;
 /// Elements sent to the device at once.
 const CHUNK: usize = 1 << 20;
-/// Elements of the smallest operation.
+/// Elements that the smallest operation writes.
 const SMALL: usize = 32;
 /// Launches whose latency is taken together: fewer than a stream's queue holds.
 const LAUNCHES: usize = 200;
@@ -58,8 +58,8 @@ pub fn copy(backend: &dyn Backend) -> Result<f64> {
 /// # Errors
 /// Those of the operations.
 pub fn latencies(backend: &dyn Backend) -> Result<(f64, f64)> {
-    let (x, y) = (random(backend, SMALL)?, backend.alloc(backend.activation_dtype(), SMALL)?);
-    let launch = || backend.gelu_fwd(x.all(), y.all());
+    let (x, y) = (random(backend, 2 * SMALL)?, backend.alloc(backend.activation_dtype(), SMALL)?);
+    let launch = || backend.swiglu_fwd(1, SMALL, x.all(), y.all());
     let mut host = [0.0; SMALL];
     let (mut enqueue, mut round_trip) = (f64::INFINITY, f64::INFINITY);
     launch()?;

@@ -33,7 +33,7 @@ impl NormShape {
 }
 
 /// `y[rows, outputs] = x[rows, inputs] w[outputs, inputs]^T`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LinearShape {
     /// N.
     pub rows: usize,

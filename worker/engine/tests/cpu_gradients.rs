@@ -142,16 +142,30 @@ fn attention_sees_no_later_token() {
 
 #[test]
 fn activations() {
-    let (h, da): (Vec<f32>, _) = (random(19, 50).iter().map(|x| 3.0 * x).collect(), random(20, 50));
+    let (h, da): (Vec<f32>, _) = (random(19, 50).iter().map(|x| 3.0 * x).collect(), random(20, 25));
     with_cpu(|ops| {
-        let run = |h: &[f32]| ops.gelu(5, h, &da, Accumulate::Overwrite);
-        check("gelu", &h, &da, get(&run(&h), "dh"), |h| get(&run(h), "a").to_vec());
-        // A bias is added to each of the ten rows.
-        let with_bias =
-            |bias: &[f32]| -> Vec<f32> { h.iter().zip(bias.iter().cycle()).map(|(h, b)| h + b).collect() };
-        check("dbias", &[0.0; 5], &da, get(&run(&h), "dbias"), |b| get(&run(&with_bias(b)), "a").to_vec());
-        let run = |h: &[f32]| ops.swiglu(5, 5, h, &da[..25]);
-        check("swiglu", &h, &da[..25], get(&run(&h), "dh"), |h| get(&run(h), "a").to_vec());
+        let run = |h: &[f32]| ops.swiglu(5, 5, h, &da);
+        check("swiglu", &h, &da, get(&run(&h), "dh"), |h| get(&run(h), "a").to_vec());
+    });
+}
+
+#[test]
+fn gelu_between_two_linear_layers() {
+    let s = LinearShape { rows: 10, inputs: 6, outputs: 5 };
+    let behind = LinearShape { rows: 10, inputs: 5, outputs: 4 };
+    let (x, w, bias) = (random(32, 60), random(33, 30), random(34, 5));
+    let (next, dy) = (random(35, 20), random(36, 40));
+    with_cpu(|ops| {
+        let run = |x: &[f32], bias: &[f32]| ops.gelu(s, x, &w, bias, &next, &dy, Accumulate::Overwrite);
+        let y = |outputs: Outputs| {
+            let y = ops.linear(behind, get(&outputs, "a"), &next, None, &dy, Accumulate::Overwrite);
+            get(&y, "y").to_vec()
+        };
+        let outputs = run(&x, &bias);
+        check("dbias", &bias, &dy, get(&outputs, "dbias"), |bias| y(run(&x, bias)));
+        // What comes to h comes to x through the first layer's weights.
+        let dx = ops.linear(s, &x, &w, Some(&bias), get(&outputs, "dh"), Accumulate::Overwrite);
+        check("dx", &x, &dy, get(&dx, "dx"), |x| y(run(x, &bias)));
     });
 }
 
@@ -210,11 +224,11 @@ fn adding_gives_the_sum_and_any_number_of_threads_the_same_bits() {
 }
 
 #[test]
-#[should_panic(expected = "gelu_fwd")]
+#[should_panic(expected = "swiglu_fwd")]
 fn an_output_that_overlaps_an_input_is_refused() {
     let backend = CpuBackend::new(1, PoolMode::On);
     let x = backend.alloc(DType::F32, 100).unwrap();
-    let _ = backend.gelu_fwd(x.slice(0..60), x.slice(40..100));
+    let _ = backend.swiglu_fwd(1, 30, x.slice(0..60), x.slice(40..70));
 }
 
 #[test]
@@ -227,9 +241,9 @@ fn memory_that_a_collective_works_on_is_refused() {
 }
 
 #[test]
-#[should_panic(expected = "gelu_fwd")]
+#[should_panic(expected = "swiglu_fwd")]
 fn a_slice_of_the_wrong_length_is_refused() {
     let backend = CpuBackend::new(1, PoolMode::On);
     let (x, y) = (backend.alloc(DType::F32, 100).unwrap(), backend.alloc(DType::F32, 99).unwrap());
-    let _ = backend.gelu_fwd(x.all(), y.all());
+    let _ = backend.swiglu_fwd(1, 50, x.all(), y.all());
 }

@@ -70,15 +70,20 @@ impl Model {
         acc: Accumulate,
     ) -> Result<()> {
         let (n, shape) = (rows.count(), &self.shape);
-        let da =
-            self.linear_bwd(rows, dx, &block.a, &params.out, (shape.ffn, shape.dim), None, grads, acc)?;
-        let dh = self.activation(block.h.len())?;
-        let h = block.h.all();
+        let (h, dh) = (block.h.all(), self.activation(block.h.len())?);
         match (shape.arch, bias_in(grads, &params.fc)) {
-            (Arch::Gpt2, Some(dbias)) => self.backend.gelu_bwd(h, da.all(), dh.all(), dbias, acc)?,
-            _ => self.backend.swiglu_bwd(n, shape.ffn, h, da.all(), dh.all())?,
+            (Arch::Gpt2, Some(dbias)) => {
+                let out = Self::linear_shape(rows, shape.ffn, shape.dim);
+                let (w, dw) = (self.param(&params.out.weight), grads.slice(params.out.weight.clone()));
+                self.backend.linear_bwd_weight(out, dx.all(), block.a.all(), dw, None, acc)?;
+                self.backend.gelu_linear_bwd(out, dx.all(), w, h, dh.all(), dbias, acc)?;
+            }
+            _ => {
+                let sizes = (shape.ffn, shape.dim);
+                let da = self.linear_bwd(rows, dx, &block.a, &params.out, sizes, None, grads, acc)?;
+                self.backend.swiglu_bwd(n, shape.ffn, h, da.all(), dh.all())?;
+            }
         }
-        drop(da);
         let hidden = block.h.len() / n;
         let dy =
             self.linear_bwd(rows, &dh, &block.ln2.y, &params.fc, (shape.dim, hidden), None, grads, acc)?;

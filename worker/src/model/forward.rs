@@ -130,13 +130,15 @@ impl Model {
         let ln2 = self.add_norm(rows, &ln1.x, branch, &params.ln2)?;
 
         let a = self.activation(n * shape.ffn)?;
-        let h = match shape.arch {
-            Arch::Gpt2 => {
-                let h = self.linear(rows, &ln2.y, &params.fc, shape.dim, shape.ffn)?;
-                self.backend.gelu_fwd(h.all(), a.all())?;
+        let h = match (shape.arch, &params.fc.bias) {
+            (Arch::Gpt2, Some(bias)) => {
+                let h = self.activation(a.len())?;
+                let (weight, bias) = (self.param(&params.fc.weight), self.param(bias));
+                let fc = Self::linear_shape(rows, shape.dim, shape.ffn);
+                self.backend.linear_gelu_fwd(fc, ln2.y.all(), weight, bias, h.all(), a.all())?;
                 h
             }
-            Arch::Llama => {
+            _ => {
                 let h = self.linear(rows, &ln2.y, &params.fc, shape.dim, 2 * shape.ffn)?;
                 self.backend.swiglu_fwd(n, shape.ffn, h.all(), a.all())?;
                 h

@@ -25,19 +25,18 @@ pub(super) fn gelu_fwd(t: &Threads, h: &[f32], a: &mut [f32]) {
     });
 }
 
-pub(super) fn gelu_bwd(t: &Threads, h: &[f32], da: &[f32], dh: &mut [f32]) {
+/// In `d`, the gradient of a becomes that of h.
+pub(super) fn gelu_bwd(t: &Threads, h: &[f32], d: &mut [f32]) {
     t.run(|| {
-        dh.par_chunks_mut(ELEMENTS).zip(h.par_chunks(ELEMENTS)).zip(da.par_chunks(ELEMENTS)).for_each(
-            |((dh, h), da)| {
-                simd!({
-                    for ((dh, x), da) in dh.iter_mut().zip(h).zip(da) {
-                        let tanh = tanh(GELU_SCALE * (x + GELU_CUBE * x * x * x));
-                        let slope = GELU_SCALE * (1.0 + 3.0 * GELU_CUBE * x * x);
-                        *dh = da * (0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * slope);
-                    }
-                });
-            },
-        );
+        d.par_chunks_mut(ELEMENTS).zip(h.par_chunks(ELEMENTS)).for_each(|(d, h)| {
+            simd!({
+                for (d, x) in d.iter_mut().zip(h) {
+                    let tanh = tanh(GELU_SCALE * (x + GELU_CUBE * x * x * x));
+                    let slope = GELU_SCALE * (1.0 + 3.0 * GELU_CUBE * x * x);
+                    *d *= 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * slope;
+                }
+            });
+        });
     });
 }
 

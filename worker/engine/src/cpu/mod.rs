@@ -262,25 +262,39 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn gelu_fwd(&self, h: Slice<'_>, y: Slice<'_>) -> Result<()> {
-        let a = Access::new("gelu_fwd");
-        activation::gelu_fwd(&self.threads, a.read(h, h.len()), a.write(y, h.len()));
+    fn linear_gelu_fwd(
+        &self,
+        s: LinearShape,
+        x: Slice<'_>,
+        w: Slice<'_>,
+        bias: Slice<'_>,
+        h: Slice<'_>,
+        y: Slice<'_>,
+    ) -> Result<()> {
+        let (a, len) = (Access::new("linear_gelu_fwd"), s.rows * s.outputs);
+        let (x, w) = (a.read(x, s.rows * s.inputs), a.read(w, s.outputs * s.inputs));
+        let (h, y) = (a.write(h, len), a.write(y, len));
+        linear::fwd(&self.threads, s, x, w, Some(a.read(bias, s.outputs)), h);
+        activation::gelu_fwd(&self.threads, h, y);
         Ok(())
     }
 
-    fn gelu_bwd(
+    fn gelu_linear_bwd(
         &self,
+        s: LinearShape,
+        dy: Slice<'_>,
+        w: Slice<'_>,
         h: Slice<'_>,
-        da: Slice<'_>,
         dh: Slice<'_>,
         dbias: Slice<'_>,
         acc: Accumulate,
     ) -> Result<()> {
-        let (a, len, cols) = (Access::new("gelu_bwd"), h.len(), dbias.len());
-        assert!(len.is_multiple_of(cols), "gelu_bwd: {h:?} should have rows of {cols} elements");
-        let (dh, dbias) = (a.write(dh, len), a.write(dbias, cols));
-        activation::gelu_bwd(&self.threads, a.read(h, len), a.read(da, len), dh);
-        linear::column_sums(&self.threads, dh, cols, dbias, acc == Accumulate::Add);
+        let (a, len) = (Access::new("gelu_linear_bwd"), s.rows * s.inputs);
+        let (dy, w) = (a.read(dy, s.rows * s.outputs), a.read(w, s.outputs * s.inputs));
+        let (h, dh, dbias) = (a.read(h, len), a.write(dh, len), a.write(dbias, s.inputs));
+        linear::bwd_input(&self.threads, s, dy, w, dh);
+        activation::gelu_bwd(&self.threads, h, dh);
+        linear::column_sums(&self.threads, dh, s.inputs, dbias, acc == Accumulate::Add);
         Ok(())
     }
 

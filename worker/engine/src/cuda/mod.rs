@@ -9,7 +9,7 @@
 //! - `fallback`: which of several ways an operation went, for a log;
 //! - `profile`: where the device's time goes;
 //! - `staging`: host to device through pinned memory;
-//! - `norm`, `embed`, `sums`: the operations of these families;
+//! - `norm`, `embed`, `gelu`, `sums`: the operations of these families;
 //! - `ops`: all operations, the checks and launches of the others;
 //! - this file: the back end and the checks.
 //!
@@ -23,6 +23,7 @@ mod cudnn;
 mod device;
 mod embed;
 mod fallback;
+mod gelu;
 mod gemm;
 mod graph;
 mod kernels;
@@ -84,6 +85,7 @@ pub struct CudaBackend {
     deterministic: bool,
     /// Opened when attention first asks for it; or why it goes without.
     cudnn: OnceCell<std::result::Result<Cudnn, String>>,
+    gelu: gelu::Choices,
     fallback: Rc<FallbackLog>,
     staging: Rc<Staging>,
     pool: Pool,
@@ -105,6 +107,7 @@ impl CudaBackend {
             cudnn: OnceCell::new(),
             kernels: Kernels::load(&device, activations)?,
             gemm: Gemm::new(&device, precision, !deterministic, &fallback, &pool)?,
+            gelu: gelu::Choices::default(),
             fallback,
             staging: Rc::new(Staging::new(&device)?),
             device,

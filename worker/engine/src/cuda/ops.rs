@@ -7,9 +7,9 @@ use half::bf16;
 use xlaunch_pool::{DType, Pool};
 
 use super::device::cuda;
-use super::gemm::{plain, transposed};
+use super::gemm::{Epilogue, plain, transposed};
 use super::kernels::{Launch, args};
-use super::{CudaBackend, Graph, THREADS, eights, expect, expect_grad, graph, is_bf16};
+use super::{CudaBackend, Graph, eights, expect, expect_grad, graph, is_bf16};
 use crate::backend::{Backend, DeviceInfo, KernelSpan, Reading, Result};
 use crate::shapes::{
     Accumulate, AdamWShape, AttentionShape, ClassifierShape, DECAY_CHUNK, EmbedShape, LinearShape, NormShape,
@@ -19,8 +19,6 @@ use crate::tensor::Slice;
 
 /// Rows that an activation's threads take at once: ROWS there.
 const ACTIVATION_ROWS: usize = 2;
-/// Eights of a thread of `gelu_fwd`: EIGHTS there.
-const GELU_EIGHTS: usize = 4;
 /// Threads of the classifier: with rows of GPT-2's vocabulary in shared memory, a multiprocessor runs two blocks.
 const CLASSIFIER_THREADS: u32 = 512;
 
@@ -204,9 +202,9 @@ impl Backend for CudaBackend {
         self.act(w, s.outputs * s.inputs);
         self.maybe_act(bias, s.outputs);
         self.act(y, s.rows * s.outputs);
-        let (w, x) = (transposed(w), plain(x));
+        let (w, x, epilogue) = (transposed(w), plain(x), bias.map_or(Epilogue::None, Epilogue::Bias));
         // SAFETY: checked above; y is no input by the operation's contract.
-        unsafe { self.gemm.product(s.outputs, s.rows, s.inputs, w, x, bias, y, false) }
+        unsafe { self.gemm.product(s.outputs, s.rows, s.inputs, w, x, epilogue, y, false) }
     }
 
     fn linear_bwd_input(&self, s: LinearShape, dy: Slice<'_>, w: Slice<'_>, dx: Slice<'_>) -> Result<()> {
@@ -215,7 +213,7 @@ impl Backend for CudaBackend {
         self.act(dx, s.rows * s.inputs);
         let (w, dy) = (plain(w), plain(dy));
         // SAFETY: checked above; dx is no input by the operation's contract.
-        unsafe { self.gemm.product(s.inputs, s.rows, s.outputs, w, dy, None, dx, false) }
+        unsafe { self.gemm.product(s.inputs, s.rows, s.outputs, w, dy, Epilogue::None, dx, false) }
     }
 
     fn linear_bwd_weight(
@@ -230,9 +228,9 @@ impl Backend for CudaBackend {
         self.act(dy, s.rows * s.outputs);
         self.act(x, s.rows * s.inputs);
         expect_grad(dw, s.outputs * s.inputs);
-        let add = acc == Accumulate::Add;
+        let (add, none) = (acc == Accumulate::Add, Epilogue::None);
         // SAFETY: checked above; dw is no input by the operation's contract.
-        unsafe { self.gemm.product(s.inputs, s.outputs, s.rows, plain(x), transposed(dy), None, dw, add) }?;
+        unsafe { self.gemm.product(s.inputs, s.outputs, s.rows, plain(x), transposed(dy), none, dw, add) }?;
         let Some(dbias) = dbias else { return Ok(()) };
         expect_grad(dbias, s.outputs);
         let launch = self.sums_of_columns(s.rows, s.outputs);
@@ -267,32 +265,29 @@ impl Backend for CudaBackend {
         self.attention_backward(s, qkv, rope, out, dout, lse, dqkv)
     }
 
-    fn gelu_fwd(&self, h: Slice<'_>, a: Slice<'_>) -> Result<()> {
-        let len = h.len();
-        [h, a].into_iter().for_each(|x| self.act(x, len));
-        let launch = Launch::blocks(len.div_ceil(8 * GELU_EIGHTS * THREADS as usize), THREADS);
-        // SAFETY: checked above.
-        unsafe { self.launch("gelu_fwd", launch, args![h, a, len]) }
+    fn linear_gelu_fwd(
+        &self,
+        s: LinearShape,
+        x: Slice<'_>,
+        w: Slice<'_>,
+        bias: Slice<'_>,
+        h: Slice<'_>,
+        a: Slice<'_>,
+    ) -> Result<()> {
+        self.linear_gelu_forward(s, x, w, bias, h, a)
     }
 
-    fn gelu_bwd(
+    fn gelu_linear_bwd(
         &self,
+        s: LinearShape,
+        dy: Slice<'_>,
+        w: Slice<'_>,
         h: Slice<'_>,
-        da: Slice<'_>,
         dh: Slice<'_>,
         dbias: Slice<'_>,
         acc: Accumulate,
     ) -> Result<()> {
-        let (len, cols) = (h.len(), dbias.len());
-        let rows = len / cols;
-        [h, da, dh].into_iter().for_each(|x| self.act(x, rows * cols));
-        expect_grad(dbias, cols);
-        let launch = self.sums_of_columns(rows, cols);
-        let partials = self.alloc(DType::F32, launch.grid.1 * cols)?;
-        let args = args![h, da, dh, partials.all(), rows, cols];
-        // SAFETY: checked above; there are as many rows of partial sums as of blocks.
-        unsafe { self.launch("gelu_bwd", launch, args) }?;
-        self.column_sum_final(&partials, launch.grid.1, cols, &[dbias], acc)
+        self.gelu_linear_backward(s, dy, w, h, dh, dbias, acc)
     }
 
     fn swiglu_fwd(&self, rows: usize, ffn: usize, h: Slice<'_>, a: Slice<'_>) -> Result<()> {

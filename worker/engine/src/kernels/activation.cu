@@ -30,38 +30,37 @@ extern "C" __global__ void gelu_fwd(const ACT* __restrict__ h, ACT* __restrict__
 // Rows of a thread at once.
 #define ROWS 2
 
-// dh, and every block's sums over its rows of it: partials [rows of blocks, F].
+// In d [N,F], da becomes dh; every block's sums over its rows of dh: partials [rows of blocks, F].
 //
 // Grid: (F / 256, any number of rows of blocks, which take rows in turn); block (32 times 8 columns, 8 rows).
 extern "C" __global__ void __launch_bounds__(256, sizeof(ACT) == 2 ? 4 : 2)
-    gelu_bwd(const ACT* __restrict__ h, const ACT* __restrict__ da, ACT* __restrict__ dh, float* __restrict__ partials,
-             i64 rows, i64 cols) {
+    gelu_bwd(const ACT* __restrict__ h, ACT* __restrict__ d, float* __restrict__ partials, i64 rows, i64 cols) {
     after_the_kernel_before();
     i64 c = (blockIdx.x * 32ll + threadIdx.x) * 8, step = gridDim.y * 8, end = c < cols ? rows : 0;
-    bool wide = is_wide(h, cols) && is_wide(da, cols) && is_wide(dh, cols);
+    bool wide = is_wide(h, cols) && is_wide(d, cols);
     Eight sum = {};
     for (i64 first = blockIdx.y * 8 + threadIdx.y; first < end; first += ROWS * step) {
-        Packed<ACT> hs[ROWS], das[ROWS];
+        Packed<ACT> hs[ROWS], ds[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             i64 row = first + i * step;
             if (row >= rows) break;
             hs[i] = fetch8(h + row * cols, c, cols, wide);
-            das[i] = fetch8(da + row * cols, c, cols, wide);
+            ds[i] = fetch8(d + row * cols, c, cols, wide);
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             i64 row = first + i * step;
             if (row >= rows) break;
-            Eight e = unpack(hs[i]), d = unpack(das[i]);
+            Eight e = unpack(hs[i]), dh = unpack(ds[i]);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 float x = e.x[j], gate = gelu_gate(x);
                 float slope = 2.0f * GELU_SCALE * (1.0f + 3.0f * GELU_CUBE * x * x);
-                d.x[j] *= gate + gate * (1.0f - gate) * x * slope;
-                sum.x[j] += d.x[j];
+                dh.x[j] *= gate + gate * (1.0f - gate) * x * slope;
+                sum.x[j] += dh.x[j];
             }
-            store8(dh + row * cols, c, cols, wide, d);
+            store8(d + row * cols, c, cols, wide, dh);
         }
     }
     sum_of_rows(sum, partials + blockIdx.y * cols, c, cols);

@@ -212,13 +212,27 @@ impl Ops<'_> {
         vec![("out", self.read(&out)), ("lse", self.read(&lse)), ("dqkv", self.read(&dqkv))]
     }
 
-    /// `h` has rows of `ffn` elements.
-    pub(crate) fn gelu(&self, ffn: usize, h: &[f32], da: &[f32], acc: Accumulate) -> Outputs {
-        let (h, da, a, dh) = (self.act(h), self.act(da), self.out(h.len()), self.out(h.len()));
-        let dbias = self.grad(acc, ffn);
-        self.backend.gelu_fwd(h.all(), a.all()).unwrap();
-        self.backend.gelu_bwd(h.all(), da.all(), dh.all(), dbias.all(), acc).unwrap();
-        vec![("a", self.read(&a)), ("dh", self.read(&dh)), ("dbias", self.read(&dbias))]
+    /// A linear layer with GELU behind it, and the gradient of what it gives GELU from that of the layer behind both, whose
+    /// weights are `next`.
+    #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
+    pub(crate) fn gelu(
+        &self,
+        s: LinearShape,
+        x: &[f32],
+        w: &[f32],
+        bias: &[f32],
+        next: &[f32],
+        dy: &[f32],
+        acc: Accumulate,
+    ) -> Outputs {
+        let (b, x, w, bias) = (self.backend, self.act(x), self.act(w), self.act(bias));
+        let (h, a) = (self.out(s.rows * s.outputs), self.out(s.rows * s.outputs));
+        b.linear_gelu_fwd(s, x.all(), w.all(), bias.all(), h.all(), a.all()).unwrap();
+        let behind = LinearShape { rows: s.rows, inputs: s.outputs, outputs: dy.len() / s.rows };
+        let (next, dy) = (self.act(next), self.act(dy));
+        let (dh, dbias) = (self.out(h.len()), self.grad(acc, s.outputs));
+        b.gelu_linear_bwd(behind, dy.all(), next.all(), h.all(), dh.all(), dbias.all(), acc).unwrap();
+        [("h", &h), ("a", &a), ("dh", &dh), ("dbias", &dbias)].map(|(n, t)| (n, self.read(t))).into()
     }
 
     pub(crate) fn swiglu(&self, rows: usize, ffn: usize, h: &[f32], da: &[f32]) -> Outputs {
@@ -402,12 +416,16 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             Box::new(move |ops| ops.sums(&x.iter().map(|x| round(x + 1.5)).collect::<Vec<_>>())),
         ));
     }
-    for (rows, ffn) in [(1, 1), (67, 44), (5, 1536), (1999, 264)] {
+    // The second cannot be taken eight by eight.
+    for (rows, inputs, ffn, outputs) in
+        [(1, 8, 16, 8), (67, 40, 44, 24), (130, 72, 1536, 40), (1999, 24, 264, 16)]
+    {
         for acc in [Accumulate::Overwrite, Accumulate::Add] {
-            let h: Vec<f32> = values(20, rows * ffn).into_iter().map(|x| round(4.0 * x)).collect();
-            let da = values(21, rows * ffn);
-            let name = format!("gelu {rows} x {ffn} {acc:?}");
-            cases.push((name, Box::new(move |ops| ops.gelu(ffn, &h, &da, acc))));
+            let s = LinearShape { rows, inputs, outputs: ffn };
+            let (x, w, bias) = (values(20, rows * inputs), values(21, ffn * inputs), values(29, ffn));
+            let (next, dy) = (values(30, outputs * ffn), values(31, rows * outputs));
+            let case = move |ops: &Ops<'_>| ops.gelu(s, &x, &w, &bias, &next, &dy, acc);
+            cases.push((format!("gelu {s:?} to {outputs} {acc:?}"), Box::new(case)));
         }
     }
     for (rows, ffn) in [(1, 1), (67, 44), (5, 1536), (3, 2056)] {

@@ -2,7 +2,7 @@
 //!
 //! The library's first proposal is the fastest most of the time, not always. The candidates are timed where a product is
 //! first met, on its own operands, and the choice is kept on disk: all ranks and all later runs take the same algorithm, and
-//! so get the same bits.
+//! so get the same bits. Ways to compute something with and without an epilogue are chosen among likewise.
 
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys::{
@@ -13,6 +13,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::{Call, Gemm, Objects, Site, WORKSPACE, failed};
 use crate::backend::Result;
 use crate::cache::cached;
+use crate::cuda::device::Device;
 use crate::cuda::graph;
 use crate::cuda::profile::{mark, seconds};
 
@@ -49,21 +50,50 @@ pub(super) fn algorithm(gemm: &Gemm, site: &Site, objects: &Objects, call: &Call
         Ok(bytes) => Ok(Algorithm { data: bytemuck::cast(bytes) }),
         Err(_) => Err(none(NOT_SUPPORTED)),
     };
-    let name = file_name(gemm, site);
-    cached(&name, parse, || {
-        fastest(gemm, objects, call, &candidates).map(|found| bytes(found.unwrap_or(first)))
+    let launch = |index: usize| {
+        // SAFETY: the caller's call, on its own operands.
+        let launched = unsafe { gemm.enqueue(objects, &candidates[index], call) };
+        launched.map_err(|error| failed(&format!("failed to time {site}"), error))
+    };
+    cached(&file_name(gemm, "product", &format!("{site:?}")), parse, || {
+        let found = fastest(&gemm.device, candidates.len(), launch)?;
+        Ok(bytes(found.map_or(first, |index| candidates[index])))
     })
+}
+
+impl Gemm {
+    /// Which of several ways with products to one result is the fastest: the number of the first, or of one that is clearly
+    /// faster than those before it. `go` may be called any number of times; a way that fails is none. `site` names all that
+    /// the answer depends on beside the device and the library. `None` while a capture goes on, which runs nothing.
+    pub(in crate::cuda) fn fastest_way(
+        &self,
+        site: &str,
+        count: usize,
+        go: impl Fn(usize) -> Result<()>,
+    ) -> Result<Option<usize>> {
+        if graph::is_capturing(&self.device)? {
+            return Ok(None);
+        }
+        let parse = |bytes: Vec<u8>| match bytes[..] {
+            [index] if usize::from(index) < count => Ok(Some(usize::from(index))),
+            _ => Err(failed("failed to read which way is the fastest", NOT_SUPPORTED)),
+        };
+        cached(&file_name(self, "way", site), parse, || {
+            let found = fastest(&self.device, count, go)?.unwrap_or(0);
+            Ok(vec![u8::try_from(found).unwrap_or(0)])
+        })
+    }
 }
 
 const NOT_SUPPORTED: CublasError = CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED);
 
 /// A choice holds for one device, library version and site.
-fn file_name(gemm: &Gemm, site: &Site) -> String {
+fn file_name(gemm: &Gemm, kind: &str, site: &str) -> String {
     // SAFETY: the function has no preconditions; the library is there, as the device's opening has found.
     let version = unsafe { sys::cublasLtGetVersion() };
     let (name, compute) = (&gemm.device.info.name, gemm.compute);
-    let key = format!("{version} {name} {compute:?} {WORKSPACE} {site:?}");
-    format!("product-{:032x}.algorithm", xxh3_128(key.as_bytes()))
+    let key = format!("{version} {name} {compute:?} {WORKSPACE} {site}");
+    format!("{kind}-{:032x}.choice", xxh3_128(key.as_bytes()))
 }
 
 /// The library's proposals, the one it holds for the fastest first.
@@ -73,7 +103,7 @@ fn candidates(
     objects: &Objects,
 ) -> std::result::Result<Vec<Algorithm>, CublasError> {
     let preference = result::create_matmul_pref()?;
-    let [align_a, align_b, align_c] = site.alignment.map(|bytes| u32::try_from(bytes).unwrap_or(16));
+    let [align_a, align_b, align_c, _] = site.alignment.map(|bytes| u32::try_from(bytes).unwrap_or(16));
     let empty = sys::cublasLtMatmulHeuristicResult_t {
         algo: Algorithm { data: [0; 8] },
         workspaceSize: 0,
@@ -109,36 +139,23 @@ fn candidates(
     Ok(found.filter(|result| result.state.result().is_ok()).map(|result| result.algo).collect())
 }
 
-/// The fastest of the candidates, where one of them is clearly faster than the first.
-fn fastest(
-    gemm: &Gemm,
-    objects: &Objects,
-    call: &Call<'_>,
-    candidates: &[Algorithm],
-) -> Result<Option<Algorithm>> {
-    let mut best: Option<(Algorithm, f64)> = None;
-    for candidate in candidates {
+/// The first of `count` candidates, or one that is clearly faster than those before it.
+fn fastest(device: &Device, count: usize, launch: impl Fn(usize) -> Result<()>) -> Result<Option<usize>> {
+    let mut best: Option<(usize, f64)> = None;
+    for candidate in 0..count {
         // One that does not run after all is none.
         let best_time = best.map_or(f64::INFINITY, |(_, time)| time);
-        let Some(time) = time(gemm, objects, call, candidate, best_time)? else { continue };
+        let Some(time) = time(device, || launch(candidate), best_time)? else { continue };
         if time < best_time * CLEARLY_FASTER {
-            best = Some((*candidate, time));
+            best = Some((candidate, time));
         }
     }
-    Ok(best.map(|(algorithm, _)| algorithm))
+    Ok(best.map(|(candidate, _)| candidate))
 }
 
-/// Seconds of LAUNCHES launches; `best` is another algorithm's.
-fn time(
-    gemm: &Gemm,
-    objects: &Objects,
-    call: &Call<'_>,
-    algorithm: &Algorithm,
-    best: f64,
-) -> Result<Option<f64>> {
-    let stream = &gemm.device.stream;
-    // SAFETY: the caller's call, on its own operands.
-    let launch = || unsafe { gemm.enqueue(objects, algorithm, call) };
+/// Seconds of LAUNCHES launches; `best` is another candidate's.
+fn time(device: &Device, launch: impl Fn() -> Result<()>, best: f64) -> Result<Option<f64>> {
+    let stream = &device.stream;
     if launch().is_err() {
         return Ok(None);
     }
@@ -146,7 +163,7 @@ fn time(
     for _ in 0..ROUNDS {
         let begin = mark(stream)?;
         for _ in 0..LAUNCHES {
-            launch().map_err(|error| failed("failed to time a product", error))?;
+            launch()?;
         }
         shortest = shortest.min(seconds(&begin, &mark(stream)?)?);
         if shortest > best * HOPELESS {

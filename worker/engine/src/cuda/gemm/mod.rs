@@ -2,7 +2,7 @@
 //!
 //! cuBLASLt counts in columns: a row-major [n, k] array is its k x n matrix. All three products of a linear layer are
 //! written that way below. Descriptors and the choice of algorithm (`choose`) are made once per site (shape, types,
-//! alignment) and kept. Workspace belongs to the one stream, so one is enough.
+//! epilogue, alignment) and kept. Workspace belongs to the one stream, so one is enough.
 
 mod choose;
 
@@ -14,7 +14,8 @@ use std::rc::Rc;
 
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys::{
-    self, cublasComputeType_t, cublasLtEpilogue_t, cublasLtMatmulDescAttributes_t as Attribute, cudaDataType,
+    self, cublasComputeType_t, cublasLtEpilogue_t as LtEpilogue, cublasLtMatmulDescAttributes_t as Attribute,
+    cudaDataType,
 };
 use xlaunch_pool::{DType, Pool, PoolBuf};
 
@@ -39,15 +40,22 @@ struct Site {
     k: usize,
     transpose_a: bool,
     transpose_b: bool,
-    bias: bool,
+    epilogue: LtEpilogue,
     input: Element,
     output: Element,
-    alignment: [u64; 3],
+    /// Of a, b, c and GELU's input.
+    alignment: [u64; 4],
 }
 
 impl fmt::Display for Site {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "product {} x {} x {}", self.m, self.n, self.k)
+        write!(f, "product {} x {} x {}", self.m, self.n, self.k)?;
+        match self.epilogue {
+            LtEpilogue::CUBLASLT_EPILOGUE_GELU_AUX_BIAS => f.write_str(", GELU"),
+            LtEpilogue::CUBLASLT_EPILOGUE_DGELU => f.write_str(", GELU's slope"),
+            LtEpilogue::CUBLASLT_EPILOGUE_DGELU_BGRAD => f.write_str(", GELU's slope, sums"),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -92,9 +100,53 @@ struct Plan {
 struct Call<'a> {
     a: Slice<'a>,
     b: Slice<'a>,
-    bias: Option<Slice<'a>>,
+    epilogue: Epilogue<'a>,
     c: Slice<'a>,
     add: bool,
+}
+
+/// What is done to a product before it is written. Biases and their gradients lie along m; `h` lies as the output does.
+#[derive(Clone, Copy)]
+pub(super) enum Epilogue<'a> {
+    /// Nothing.
+    None,
+    /// A bias is added.
+    Bias(Slice<'a>),
+    /// A bias is added, the sum is written to `h`, and its GELU to the output.
+    Gelu { bias: Slice<'a>, h: Slice<'a> },
+    /// The product is multiplied by GELU's slope at `h`; the output's sum along n is written to `dbias`, which has the
+    /// output's element type.
+    GeluSlope { h: Slice<'a>, dbias: Option<Slice<'a>> },
+}
+
+impl<'a> Epilogue<'a> {
+    /// Its name in the library.
+    fn kind(self) -> LtEpilogue {
+        match self {
+            Self::None => LtEpilogue::CUBLASLT_EPILOGUE_DEFAULT,
+            Self::Bias(_) => LtEpilogue::CUBLASLT_EPILOGUE_BIAS,
+            Self::Gelu { .. } => LtEpilogue::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+            Self::GeluSlope { dbias: None, .. } => LtEpilogue::CUBLASLT_EPILOGUE_DGELU,
+            Self::GeluSlope { dbias: Some(_), .. } => LtEpilogue::CUBLASLT_EPILOGUE_DGELU_BGRAD,
+        }
+    }
+
+    /// The bias that is read, or its gradient that is written.
+    fn bias(self) -> Option<Slice<'a>> {
+        match self {
+            Self::None => None,
+            Self::Bias(bias) | Self::Gelu { bias, .. } => Some(bias),
+            Self::GeluSlope { dbias, .. } => dbias,
+        }
+    }
+
+    /// GELU's input, which is written forward and read backward.
+    fn h(self) -> Option<Slice<'a>> {
+        match self {
+            Self::None | Self::Bias(_) => None,
+            Self::Gelu { h, .. } | Self::GeluSlope { h, .. } => Some(h),
+        }
+    }
 }
 
 /// Matrix products on one device.
@@ -150,10 +202,10 @@ impl Gemm {
         Ok(Self { device, handle, compute, timed, fallback, workspace, plans: RefCell::default() })
     }
 
-    /// `c = op(a) op(b) (+ bias along m) (+ c if add)`, sizes in the library's columns.
+    /// `c = epilogue(op(a) op(b)) (+ c if add)`, sizes in the library's columns. Only plain products are added.
     ///
     /// # Safety
-    /// Every slice holds what its sizes say, and `c` overlaps no other.
+    /// Every slice holds what its sizes say, and nothing that is written overlaps another.
     #[expect(clippy::too_many_arguments, reason = "a product has three sizes and four operands")]
     pub(super) unsafe fn product(
         &self,
@@ -162,7 +214,7 @@ impl Gemm {
         k: usize,
         a: Operand<'_>,
         b: Operand<'_>,
-        bias: Option<Slice<'_>>,
+        epilogue: Epilogue<'_>,
         c: Slice<'_>,
         add: bool,
     ) -> Result<()> {
@@ -172,12 +224,12 @@ impl Gemm {
             k,
             transpose_a: a.transpose,
             transpose_b: b.transpose,
-            bias: bias.is_some(),
+            epilogue: epilogue.kind(),
             input: Element::of(a.slice),
             output: Element::of(c),
-            alignment: [a.slice, b.slice, c].map(alignment),
+            alignment: [a.slice, b.slice, c, epilogue.h().unwrap_or(c)].map(alignment),
         };
-        let call = Call { a: a.slice, b: b.slice, bias, c, add };
+        let call = Call { a: a.slice, b: b.slice, epilogue, c, add };
         let plan = self.plan(&site, &call)?;
         self.device.profiler.time(
             &self.device.stream,
@@ -195,8 +247,9 @@ impl Gemm {
         if let Some(plan) = self.plans.borrow().get(site) {
             return Ok(*plan);
         }
-        let objects =
-            self.describe(site).map_err(|error| failed(&format!("failed to describe {site}"), error))?;
+        let objects = self
+            .describe(site, call.epilogue)
+            .map_err(|error| failed(&format!("failed to describe {site}"), error))?;
         let plan = Plan { objects, algorithm: choose::algorithm(self, site, &objects, call)? };
         self.plans.borrow_mut().insert(*site, plan);
         Ok(plan)
@@ -210,17 +263,12 @@ impl Gemm {
         algorithm: &sys::cublasLtMatmulAlgo_t,
         call: &Call<'_>,
     ) -> std::result::Result<(), CublasError> {
-        let Call { a, b, bias, c, add } = *call;
+        let Call { a, b, epilogue, c, add } = *call;
         let (alpha, beta) = (1.0_f32, if add { 1.0_f32 } else { 0.0 });
-        if let Some(bias) = bias {
-            // SAFETY: the description is alive.
-            unsafe {
-                set(objects.description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.address())
-            }?;
-        }
         // SAFETY: the objects are never destroyed; the operands are as the caller promises; scalars are on the host, where
         // the description says they are; the workspace has the size that algorithms are chosen for.
         unsafe {
+            point(objects.description, epilogue)?;
             result::matmul(
                 self.handle,
                 objects.description,
@@ -242,7 +290,7 @@ impl Gemm {
         }
     }
 
-    fn describe(&self, site: &Site) -> std::result::Result<Objects, CublasError> {
+    fn describe(&self, site: &Site, epilogue: Epilogue<'_>) -> std::result::Result<Objects, CublasError> {
         let Site { m, n, k, .. } = *site;
         let layout = |rows: usize, cols: usize, transpose: bool, element: Element| {
             let (rows, cols) = if transpose { (cols, rows) } else { (rows, cols) };
@@ -259,10 +307,12 @@ impl Gemm {
         unsafe {
             set(description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(site.transpose_a))?;
             set(description, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(site.transpose_b))?;
-            if site.bias {
-                let epilogue = cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
-                set(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+            set(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &site.epilogue)?;
+            if epilogue.h().is_some() {
+                set(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(m.cast_signed() as i64))?;
             }
+            // Proposals depend on how these are aligned.
+            point(description, epilogue)?;
         }
         Ok(Objects { description, a, b, c })
     }
@@ -271,6 +321,26 @@ impl Gemm {
 /// The largest power of two that the address is a multiple of, as far as algorithms care.
 fn alignment(slice: Slice<'_>) -> u64 {
     1 << slice.address().trailing_zeros().min(MAX_ALIGNMENT.trailing_zeros())
+}
+
+/// Tells a description where its epilogue's operands lie.
+///
+/// # Safety
+/// The description is alive.
+unsafe fn point(
+    description: sys::cublasLtMatmulDesc_t,
+    epilogue: Epilogue<'_>,
+) -> std::result::Result<(), CublasError> {
+    // SAFETY: the caller's promise; an address has the size of the pointer that the attribute is.
+    unsafe {
+        if let Some(bias) = epilogue.bias() {
+            set(description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.address())?;
+        }
+        if let Some(h) = epilogue.h() {
+            set(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &h.address())?;
+        }
+    }
+    Ok(())
 }
 
 /// # Safety
