@@ -78,6 +78,16 @@ pub enum Precision {
     Bf16,
 }
 
+impl Precision {
+    /// Element type of activations.
+    pub(crate) fn activations(self) -> DType {
+        match self {
+            Self::Fp32 | Self::Tf32 => DType::F32,
+            Self::Bf16 => DType::Bf16,
+        }
+    }
+}
+
 /// What a back end computes on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {

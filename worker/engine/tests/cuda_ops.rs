@@ -83,35 +83,43 @@ fn bf16_is_the_cpus_to_its_mantissa_whatever_type_gradients_have_and_whosever_ke
 
 #[test]
 fn the_same_bits_every_time_and_with_the_pool_off() {
-    let (Some(on), Some(off)) =
-        (gpu(Precision::Bf16, PoolMode::On, true), gpu(Precision::Bf16, PoolMode::Off, true))
-    else {
-        return;
-    };
-    let (on, off) = (Ops { backend: &on, grads: DType::F32 }, Ops { backend: &off, grads: DType::F32 });
     let bits = |outputs: common::Outputs| -> Vec<Vec<u32>> {
         outputs.into_iter().map(|(_, values)| values.into_iter().map(f32::to_bits).collect()).collect()
     };
-    for (name, case) in cases(to_bf16) {
-        let first = bits(case(&on));
-        assert_eq!(first, bits(case(&on)), "{name}, again");
-        assert_eq!(first, bits(case(&off)), "{name}, pool off");
+    for precision in [Precision::Bf16, Precision::Tf32] {
+        let (Some(on), Some(off)) = (gpu(precision, PoolMode::On, true), gpu(precision, PoolMode::Off, true))
+        else {
+            return;
+        };
+        let (on, off) = (Ops { backend: &on, grads: DType::F32 }, Ops { backend: &off, grads: DType::F32 });
+        for (name, case) in cases(to_bf16) {
+            let first = bits(case(&on));
+            assert_eq!(first, bits(case(&on)), "{precision:?}, {name}, again");
+            assert_eq!(first, bits(case(&off)), "{precision:?}, {name}, pool off");
+        }
     }
 }
 
-/// `XLAUNCH_TIMES=1` prints microseconds of attention by our own kernels and by the fastest, side by side.
+/// `XLAUNCH_TIMES=1` prints microseconds of attention by our own kernels and by the fastest, side by side; and of those of
+/// strict fp32 and of tf32.
 #[test]
 fn times_of_attention() {
     if std::env::var_os("XLAUNCH_TIMES").is_none() {
         println!("skipped: XLAUNCH_TIMES=1 asks for it");
         return;
     }
-    let (Some(own), Some(fastest)) =
-        (gpu(Precision::Bf16, PoolMode::On, true), gpu(Precision::Bf16, PoolMode::On, false))
-    else {
-        return;
-    };
+    let open = |precision, own| gpu(precision, PoolMode::On, own);
+    let bf16 = (open(Precision::Bf16, true), open(Precision::Bf16, false));
+    let float = (open(Precision::Fp32, true), open(Precision::Tf32, true));
+    let ((Some(own), Some(fastest)), (Some(fp32), Some(tf32))) = (bf16, float) else { return };
     println!("microseconds: B, H, Hkv, T, D | own forward, backward | fastest forward, backward | by");
+    print_times(&own, &fastest);
+    println!("microseconds: B, H, Hkv, T, D | fp32 forward, backward | tf32 forward, backward | by");
+    print_times(&fp32, &tf32);
+}
+
+/// A line for each of some sizes.
+fn print_times(first: &CudaBackend, second: &CudaBackend) {
     for (batch, heads, kv_heads, seq, width) in [
         (32, 12, 12, 1024, 64),
         (32, 12, 12, 256, 32),
@@ -121,10 +129,10 @@ fn times_of_attention() {
         (32, 12, 12, 512, 64),
     ] {
         let s = AttentionShape { batch, seq, heads, kv_heads, width };
-        let ([own_fwd, own_bwd], _) = times(&own, s);
-        let ([fwd, bwd], by) = times(&fastest, s);
+        let ([first_fwd, first_bwd], _) = times(first, s);
+        let ([fwd, bwd], by) = times(second, s);
         println!(
-            "{batch}, {heads}, {kv_heads}, {seq}, {width} | {own_fwd:.1}, {own_bwd:.1} | {fwd:.1}, {bwd:.1} | {by}"
+            "{batch}, {heads}, {kv_heads}, {seq}, {width} | {first_fwd:.1}, {first_bwd:.1} | {fwd:.1}, {bwd:.1} | {by}"
         );
     }
 }

@@ -10,7 +10,7 @@ use crate::cache::cached;
 
 const PRELUDE: &str = include_str!("../kernels/prelude.cuh");
 
-/// One `.cu` file.
+/// One `.cu` file and what comes before it, each behind a line that names it to the compiler.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Source {
     pub(super) file: &'static str,
@@ -52,7 +52,7 @@ fn version() -> (c_int, c_int) {
 /// Compiles one file, with the prelude before it.
 pub(super) fn compile(source: Source, arch: &str, options: &[String]) -> Result<Vec<u8>> {
     let failed = |log: String| EngineError::Compile { file: source.file, arch: arch.into(), log };
-    let text = format!("{PRELUDE}\n#line 1 \"{}\"\n{}", source.file, source.text);
+    let text = format!("{PRELUDE}\n{}", source.text);
     let text = CString::new(text).map_err(|_| failed("the source holds a zero byte".into()))?;
     let program = Program(result::create_program(&text, None).map_err(|error| failed(error.to_string()))?);
     // SAFETY: the program is valid until it is dropped.

@@ -18,15 +18,24 @@ use super::attention::Path;
 use super::compile;
 pub(super) use super::compile::Source;
 use super::device::{Device, cuda};
-use crate::backend::{EngineError, Result};
+use crate::backend::{EngineError, Precision, Result};
 use crate::tensor::Slice;
 
+/// A kernel file, with the headers that it wants before it.
 macro_rules! source {
-    ($file:literal) => {
+    ($file:literal $(, after $header:literal)*) => {
         $crate::cuda::compile::Source {
             file: $file,
-            text: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/kernels/", $file)),
+            text: concat!($(source!(text $header),)* source!(text $file)),
         }
+    };
+    (text $file:literal) => {
+        concat!(
+            "#line 1 \"",
+            $file,
+            "\"\n",
+            include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/kernels/", $file))
+        )
     };
 }
 pub(super) use source;
@@ -144,7 +153,7 @@ const STATIC_SHARED: i32 = 1024;
 #[derive(Debug)]
 pub(super) struct Kernels {
     device: Device,
-    activations: DType,
+    precision: Precision,
     common: HashMap<&'static str, CudaFunction>,
     attention: RefCell<HashMap<(usize, &'static str), CudaFunction>>,
     /// Bytes of a row that the classifier can keep in shared memory.
@@ -152,7 +161,8 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    pub(super) fn load(device: &Device, activations: DType) -> Result<Self> {
+    pub(super) fn load(device: &Device, precision: Precision) -> Result<Self> {
+        let activations = precision.activations();
         let mut common = HashMap::new();
         for (source, names) in COMMON {
             let module = module(device, source, &[act_macro(activations)])?;
@@ -164,7 +174,7 @@ impl Kernels {
         let classifier_shared = allow_shared(device, classifier)
             .map_err(|error| cuda("failed to get shared memory for the classifier", error))?;
         let attention = RefCell::default();
-        Ok(Self { device: device.clone(), activations, common, attention, classifier_shared })
+        Ok(Self { device: device.clone(), precision, common, attention, classifier_shared })
     }
 
     /// Enqueues a kernel.
@@ -180,7 +190,7 @@ impl Kernels {
 
     /// The attention kernels for heads of this width.
     pub(super) fn attention(&self, width: usize) -> Path {
-        Path::of(self.activations, self.device.capability, width)
+        Path::of(self.precision, self.device.capability, width)
     }
 
     /// Enqueues an attention kernel for heads of this width, compiled when it is first asked for.
@@ -208,7 +218,7 @@ impl Kernels {
 
     fn load_attention(&self, width: usize) -> Result<()> {
         let path = self.attention(width);
-        let (source, defines) = path.source(self.activations);
+        let (source, defines) = path.source();
         let module = module(&self.device, source, &defines)?;
         let (names, shared) = path.kernels();
         for name in names {

@@ -99,19 +99,18 @@ impl CudaBackend {
     pub fn open(ordinal: usize, options: CudaOptions) -> Result<Self> {
         let CudaOptions { precision, deterministic, pool, log_fallback } = options;
         let device = Device::open(ordinal)?;
-        let activations = if precision == Precision::Bf16 { DType::Bf16 } else { DType::F32 };
         let pool = Pool::cuda(&device.stream, pool)?;
         let fallback = Rc::new(FallbackLog::new(log_fallback));
         Ok(Self {
             deterministic,
             cudnn: OnceCell::new(),
-            kernels: Kernels::load(&device, activations)?,
+            kernels: Kernels::load(&device, precision)?,
             gemm: Gemm::new(&device, precision, !deterministic, &fallback, &pool)?,
             gelu: gelu::Choices::default(),
             fallback,
             staging: Rc::new(Staging::new(&device)?),
             device,
-            activations,
+            activations: precision.activations(),
             pool,
         })
     }

@@ -3,7 +3,7 @@
 use super::attention::Path;
 use super::compile;
 use super::kernels::{COMMON, act_macro};
-use crate::DType;
+use crate::backend::Precision;
 
 #[test]
 fn every_kernel_compiles_with_every_element_type_and_head_width() {
@@ -13,15 +13,15 @@ fn every_kernel_compiles_with_every_element_type_and_head_width() {
         return;
     }
     let arch = "sm_90";
-    for dtype in [DType::F32, DType::Bf16] {
+    for precision in [Precision::Fp32, Precision::Tf32, Precision::Bf16] {
         for (source, names) in COMMON {
-            let options = compile::options(arch, &[act_macro(dtype)]);
+            let options = compile::options(arch, &[act_macro(precision.activations())]);
             assert_holds(&compile::compile(source, arch, &options).unwrap(), names);
         }
-        for width in [24, 32, 64, 128] {
+        for width in [8, 24, 32, 64, 128] {
             for capability in [(7, 5), (9, 0)] {
-                let path = Path::of(dtype, capability, width);
-                let (source, defines) = path.source(dtype);
+                let path = Path::of(precision, capability, width);
+                let (source, defines) = path.source();
                 let options = compile::options(arch, &defines);
                 assert_holds(&compile::compile(source, arch, &options).unwrap(), &path.kernels().0);
             }
@@ -32,10 +32,9 @@ fn every_kernel_compiles_with_every_element_type_and_head_width() {
 /// They may be launched before the kernel in front of them has ended.
 #[test]
 fn every_kernel_waits_for_the_one_before_it_first_of_all() {
-    let attention =
-        [(8, 0), (9, 0)].map(|capability| Path::of(DType::Bf16, capability, 32).source(DType::Bf16).0);
-    let plain = Path::of(DType::F32, (9, 0), 32).source(DType::F32).0;
-    for source in COMMON.map(|(source, _)| source).into_iter().chain(attention).chain([plain]) {
+    let attention = [Precision::Fp32, Precision::Tf32, Precision::Bf16]
+        .map(|precision| Path::of(precision, (9, 0), 32).source().0);
+    for source in COMMON.map(|(source, _)| source).into_iter().chain(attention) {
         for kernel in source.text.split("extern \"C\" __global__").skip(1) {
             let (name, body) = kernel.split_once(")\n    {").or_else(|| kernel.split_once(") {")).unwrap();
             let first = body.trim_start().lines().next();

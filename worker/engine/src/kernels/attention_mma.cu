@@ -1,10 +1,10 @@
 // Causal attention on matrix units: the fast path of attention.cu, with the same kernels, layouts and results.
 //
-// bf16 operands, float sums (mma.sync m16n8k16; compute capability 8.0 and later). Compiled per head width, -DWIDTH=D, a
-// multiple of 16, and with the tile sizes of the caller. A block is 4 warps; a warp owns M rows of 16. Scores stay in
-// registers: the layout of a product's result is that of the next product's left operand. Tiles travel by cp.async into
-// shared memory, two deep, in an order of chunks that keeps ldmatrix free of bank conflicts. Dao, FlashAttention-2, 2023.
-// Of short sequences a block keeps a whole head, and goes through it backward in one launch.
+// Operands are bf16 or tf32, sums float (compute capability 8.0 and later). Compiled behind the header of the element type,
+// mma_bf16.cuh or mma_tf32.cuh, which has products and the order of tiles in shared memory; per head width, -DWIDTH=D;
+// with tile sizes of the caller. A block is 4 warps; a warp owns M rows of 16. Scores stay in registers: the layout of a
+// product's result is that of the next product's left operand. Tiles travel by cp.async into shared memory, two deep.
+// Dao, FlashAttention-2, 2023. Of short sequences a block keeps a whole head, and goes through it backward in one launch.
 //
 // Sums are formed in one order: same bits every run. dk and dv are one block's own, so nothing is added by two.
 
@@ -14,86 +14,60 @@
 #define LN2 0.6931471805599453f
 #define NEVER __int_as_float(0xff800000)
 
-typedef unsigned u32;
+// Elements that are copied at once: 16 bytes.
+constexpr int PIECE = 16 / sizeof(ACT), PIECES = WIDTH / PIECE;
 
-// Place of 8 elements of a tile in shared memory. Eight rows' chunks of one column lie in distinct banks.
-__device__ inline int at(int row, int chunk) {
-#if WIDTH % 64 == 0
-    return row * WIDTH + (chunk ^ (row & 7)) * 8;
-#elif WIDTH % 32 == 0
-    return row * WIDTH + (chunk ^ (row >> 1 & 3)) * 8;
-#else
-    return row * WIDTH + chunk * 8;
-#endif
-}
-
-__device__ inline u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ inline int piece_at(int row, int piece) { return at(row, piece * PIECE / 8) + piece * PIECE % 8; }
 
 // Begins to copy ROWS rows, `stride` elements apart, from row `first`. Rows beyond seq become zero.
 template <int ROWS>
-__device__ inline void fetch(bf16* tile, const bf16* rows, i64 stride, i64 first, i64 seq) {
-    constexpr int CHUNKS = WIDTH / 8;
+__device__ inline void fetch(ACT* tile, const ACT* rows, i64 stride, i64 first, i64 seq) {
 #pragma unroll
-    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
-        int r = i / CHUNKS, c = i % CHUNKS;
+    for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
+        int r = i / PIECES, c = i % PIECES;
         bool real = first + r < seq;
-        const bf16* from = rows + (real ? first + r : 0) * stride + c * 8;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(tile + at(r, c))), "l"(from),
-                     "r"(real ? 16 : 0));
+        const ACT* from = rows + (real ? first + r : 0) * stride + c * PIECE;
+        u32 to = (u32)__cvta_generic_to_shared(tile + piece_at(r, c));
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0));
     }
 }
 
 __device__ inline void fetched() { asm volatile("cp.async.commit_group;"); }
 
-template <int LATER>
-__device__ inline void wait_for_tiles() {
+// Makes operands of what this thread has copied of a tile, for which it need not wait for others. Two tiles in a row may be
+// taken as one, if each gives all threads as many pieces.
+template <int ROWS>
+__device__ inline void prepare(ACT* tile) {
+#pragma unroll
+    for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) prepare_piece(tile + piece_at(i / PIECES, i % PIECES));
+}
+
+// Waits for all but the LATER newest groups of copies: two tiles of COLS rows and, with the first of them, HELD rows that
+// the block keeps. They are operands then.
+template <int LATER, int HELD, int COLS>
+__device__ inline void wait_for_tiles(bool first, ACT* held, ACT* a, ACT* b) {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+    if (first) prepare<HELD>(held);
+    prepare<COLS>(a);
+    prepare<COLS>(b);
     __syncthreads();
 }
 
-// Waits for tile `tile` of keys and values in its stage of k and v, while the next one travels to the other.
-template <int COLS>
-__device__ inline void await_keys(bf16* k, bf16* v, const bf16* keys, const bf16* values, i64 stride, int tile, int tiles,
-                                  i64 seq) {
+// Waits for tile `tile` of keys and values in its stage of k and v, while the next one travels to the other. With the first
+// come the HELD rows that the block keeps.
+template <int HELD, int COLS>
+__device__ inline void await_keys(ACT* held, ACT* k, ACT* v, const ACT* keys, const ACT* values, i64 stride, int tile,
+                                  int tiles, i64 seq) {
     i64 key = (i64)tile * COLS;
-    int next = (tile + 1) % 2 * COLS * WIDTH;
+    int stage = tile % 2 * COLS * WIDTH, next = (tile + 1) % 2 * COLS * WIDTH;
     if (tile + 1 < tiles) {
         fetch<COLS>(k + next, keys, stride, key + COLS, seq);
         fetch<COLS>(v + next, values, stride, key + COLS, seq);
         fetched();
-        wait_for_tiles<1>();
+        wait_for_tiles<1, HELD, COLS>(tile == 0, held, k + stage, v + stage);
     } else {
-        wait_for_tiles<0>();
+        wait_for_tiles<0, HELD, COLS>(tile == 0, held, k + stage, v + stage);
     }
-}
-
-__device__ inline void ldmatrix(u32 (&x)[4], const bf16* p) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(shared_address(p))
-                 : "memory");
-}
-
-__device__ inline void ldmatrix_transposed(u32 (&x)[4], const bf16* p) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(shared_address(p))
-                 : "memory");
-}
-
-// c += a b for 16 rows, 8 columns, 16 products each.
-__device__ inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Two floats as bf16, the first in the lower half.
-__device__ inline u32 pack(float low, float high) {
-    u32 x;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-    return x;
 }
 
 __device__ inline float exp2_fast(float x) {
@@ -114,52 +88,9 @@ __device__ inline void clear(float (&c)[M][N][4]) {
 
 // c[rows of this warp][N * 8 rows of b] = a b^T over the head's width.
 template <int M, int N>
-__device__ inline void scores(float (&c)[M][N][4], const bf16* a, const bf16* b, int warp_row) {
-    int lane = threadIdx.x % 32;
+__device__ inline void scores(float (&c)[M][N][4], const ACT* a, const ACT* b, int warp_row) {
     clear(c);
-#pragma unroll
-    for (int k = 0; k < WIDTH / 16; k++) {
-        u32 x[M][4];
-#pragma unroll
-        for (int m = 0; m < M; m++) ldmatrix(x[m], a + at(warp_row + 16 * m + lane % 16, 2 * k + lane / 16));
-#pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            u32 y[4];
-            ldmatrix(y, b + at(8 * n + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-                mma(c[m][n], x[m], y[0], y[1]);
-                mma(c[m][n + 1], x[m], y[2], y[3]);
-            }
-        }
-    }
-}
-
-// c[rows of this warp][WIDTH] += s b, where s are scores in registers, N * 8 columns, and b has as many rows.
-template <int M, int N>
-__device__ inline void accumulate(float (&c)[M][WIDTH / 8][4], const float (&s)[M][N][4], const bf16* b) {
-    int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int k = 0; k < N / 2; k++) {
-        u32 x[M][4];
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-            x[m][0] = pack(s[m][2 * k][0], s[m][2 * k][1]);
-            x[m][1] = pack(s[m][2 * k][2], s[m][2 * k][3]);
-            x[m][2] = pack(s[m][2 * k + 1][0], s[m][2 * k + 1][1]);
-            x[m][3] = pack(s[m][2 * k + 1][2], s[m][2 * k + 1][3]);
-        }
-#pragma unroll
-        for (int n = 0; n < WIDTH / 8; n += 2) {
-            u32 y[4];
-            ldmatrix_transposed(y, b + at(16 * k + lane % 16, n + lane / 16));
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-                mma(c[m][n], x[m], y[0], y[1]);
-                mma(c[m][n + 1], x[m], y[2], y[3]);
-            }
-        }
-    }
+    accumulate_rows(c, a, b, warp_row);
 }
 
 // Row (of the warp's) and column of element i of result (m, n) in this thread.
@@ -179,7 +110,7 @@ __device__ inline float quad_sum(float x) {
 
 // Writes the rows of this warp that are below seq, scaled per row half by `scale`.
 template <int M>
-__device__ inline void write_rows(bf16* to, i64 stride, i64 first, i64 seq, const float (&c)[M][WIDTH / 8][4],
+__device__ inline void write_rows(ACT* to, i64 stride, i64 first, i64 seq, const float (&c)[M][WIDTH / 8][4],
                                   const float (&scale)[M][2]) {
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -189,7 +120,7 @@ __device__ inline void write_rows(bf16* to, i64 stride, i64 first, i64 seq, cons
             if (row >= seq) continue;
 #pragma unroll
             for (int n = 0; n < WIDTH / 8; n++)
-                *(u32*)(to + row * stride + column_of(n, 0)) =
+                *(Two*)(to + row * stride + column_of(n, 0)) =
                     pack(c[m][n][2 * half] * scale[m][half], c[m][n][2 * half + 1] * scale[m][half]);
         }
 }
@@ -197,8 +128,8 @@ __device__ inline void write_rows(bf16* to, i64 stride, i64 first, i64 seq, cons
 // Lets the warp's queries, at `row` of q and `ahead` of the first key, see N * 8 keys: softmax so far into o, with each
 // row's largest score and sum of exponentials. Both are kept to the base 2.
 template <int M, int N>
-__device__ inline void see_keys(float (&o)[M][WIDTH / 8][4], float (&largest)[M][2], float (&total)[M][2], const bf16* q,
-                                const bf16* k, const bf16* v, int row, int ahead, float scale_2) {
+__device__ inline void see_keys(float (&o)[M][WIDTH / 8][4], float (&largest)[M][2], float (&total)[M][2], const ACT* q,
+                                const ACT* k, const ACT* v, int row, int ahead, float scale_2) {
     // Rows that come before every key see none of them.
     if (ahead + 16 * M <= 0) return;
     float s[M][N][4];
@@ -237,7 +168,7 @@ __device__ inline void see_keys(float (&o)[M][WIDTH / 8][4], float (&largest)[M]
 
 // What see_keys came to: the warp's rows of out, from row `first`, and their lse.
 template <int M>
-__device__ inline void write_seen(bf16* out, i64 stride, float* lse, i64 first, i64 seq, const float (&o)[M][WIDTH / 8][4],
+__device__ inline void write_seen(ACT* out, i64 stride, float* lse, i64 first, i64 seq, const float (&o)[M][WIDTH / 8][4],
                                   const float (&largest)[M][2], const float (&total)[M][2]) {
     float shares[M][2];
 #pragma unroll
@@ -255,8 +186,8 @@ __device__ inline void write_seen(bf16* out, i64 stride, float* lse, i64 first, 
 // Adds to dq of the warp's queries, at `row` of q and o (dout) and `ahead` of the first key, what N * 8 keys give.
 // row_lse is to the base 2. dq lacks the scale.
 template <int M, int N>
-__device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const bf16* q, const bf16* o, const bf16* k,
-                                       const bf16* v, const float (&row_lse)[M][2], const float (&row_delta)[M][2],
+__device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const ACT* q, const ACT* o, const ACT* k,
+                                       const ACT* v, const float (&row_lse)[M][2], const float (&row_delta)[M][2],
                                        int row, int ahead, float scale_2) {
     if (ahead + 16 * M <= 0) return;
     float s[M][N][4], dp[M][N][4];
@@ -282,8 +213,8 @@ __device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const bf16*
 // q and o (dout), with their lse (to the base 2) and delta. Rows of the scores are keys here, columns queries. dk lacks the
 // scale.
 template <int M, int N>
-__device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M][WIDTH / 8][4], const bf16* k,
-                                     const bf16* v, const bf16* q, const bf16* o, const float* lse, const float* delta,
+__device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M][WIDTH / 8][4], const ACT* k,
+                                     const ACT* v, const ACT* q, const ACT* o, const float* lse, const float* delta,
                                      int row, int behind, float scale_2) {
     // Keys that come after every query are seen by none.
     if (behind >= 8 * N) return;
@@ -311,19 +242,19 @@ __device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M
 }
 
 // Grid: (tiles of queries, H, B). Shared: 1 tile of queries, 4 of keys.
-extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const bf16* qkv, bf16* out, float* lse, i64 seq,
+extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const ACT* qkv, ACT* out, float* lse, i64 seq,
                                                                     i64 heads, i64 kv_heads, float scale) {
     after_the_kernel_before();
     constexpr int ROWS = FWD_ROWS, COLS = FWD_COLS, M = ROWS / 16 / WARPS, N = COLS / 8;
     extern __shared__ float4 memory[];
-    bf16* q = (bf16*)memory;
-    bf16 *k = q + ROWS * WIDTH, *v = k + 2 * COLS * WIDTH;
+    ACT* q = (ACT*)memory;
+    ACT *k = q + ROWS * WIDTH, *v = k + 2 * COLS * WIDTH;
     Place place = {seq, heads, kv_heads};
     // Long rows first: their blocks take the most tiles.
     i64 first = (gridDim.x - 1 - blockIdx.x) * (i64)ROWS, head = blockIdx.y, row = place.row();
     int warp_row = threadIdx.x / 32 * 16 * M;
     qkv += blockIdx.z * seq * row;
-    const bf16 *keys = qkv + place.k_at(head), *values = qkv + place.v_at(head);
+    const ACT *keys = qkv + place.k_at(head), *values = qkv + place.v_at(head);
     i64 end = first + ROWS < seq ? first + ROWS : seq;
     int tiles = (int)((end + COLS - 1) / COLS);
 
@@ -340,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const bf16* 
     for (int tile = 0; tile < tiles; tile++) {
         i64 key = (i64)tile * COLS;
         int stage = tile % 2 * COLS * WIDTH;
-        await_keys<COLS>(k, v, keys, values, row, tile, tiles, seq);
+        await_keys<ROWS, COLS>(q, k, v, keys, values, row, tile, tiles, seq);
         see_keys<M, N>(o, largest, total, q, k + stage, v + stage, warp_row, (int)(first - key) + warp_row, scale_2);
         __syncthreads();
     }
@@ -349,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const bf16* 
 }
 
 // Product of eight neighbours.
-__device__ inline float dot8(const bf16* a, const bf16* b) {
+__device__ inline float dot8(const ACT* a, const ACT* b) {
     Eight x = unpack(fetch8(a)), y = unpack(fetch8(b));
     float sum = 0.0f;
 #pragma unroll
@@ -358,7 +289,7 @@ __device__ inline float dot8(const bf16* a, const bf16* b) {
 }
 
 // delta[b,h,t] = dout . out. WIDTH / 8 threads per row of a head, rounded up to a power of two; grid: rows / 4.
-extern "C" __global__ void attention_bwd_delta(const bf16* out, const bf16* dout, float* delta, i64 batch, i64 seq,
+extern "C" __global__ void attention_bwd_delta(const ACT* out, const ACT* dout, float* delta, i64 batch, i64 seq,
                                                i64 heads) {
     after_the_kernel_before();
     constexpr int CHUNKS = WIDTH / 8, LANES = CHUNKS <= 2 ? 2 : CHUNKS <= 4 ? 4 : CHUNKS <= 8 ? 8 : CHUNKS <= 16 ? 16 : 32;
@@ -375,19 +306,19 @@ extern "C" __global__ void attention_bwd_delta(const bf16* out, const bf16* dout
 
 // Grid: (tiles of queries, H, B). Shared: 2 tiles of queries, 4 of keys.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_bwd_queries(const bf16* qkv, const bf16* dout, const float* lse, const float* delta, bf16* dqkv, i64 seq,
+    attention_bwd_queries(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
                           i64 heads, i64 kv_heads, float scale) {
     after_the_kernel_before();
     constexpr int ROWS = BWD_Q_ROWS, COLS = BWD_Q_COLS, M = ROWS / 16 / WARPS, N = COLS / 8;
     extern __shared__ float4 memory[];
-    bf16* q = (bf16*)memory;
-    bf16 *o = q + ROWS * WIDTH, *k = o + ROWS * WIDTH, *v = k + 2 * COLS * WIDTH;
+    ACT* q = (ACT*)memory;
+    ACT *o = q + ROWS * WIDTH, *k = o + ROWS * WIDTH, *v = k + 2 * COLS * WIDTH;
     Place place = {seq, heads, kv_heads};
     i64 first = (gridDim.x - 1 - blockIdx.x) * (i64)ROWS, head = blockIdx.y, row = place.row();
     int warp_row = threadIdx.x / 32 * 16 * M;
     qkv += blockIdx.z * seq * row;
     dqkv += blockIdx.z * seq * row;
-    const bf16 *keys = qkv + place.k_at(head), *values = qkv + place.v_at(head);
+    const ACT *keys = qkv + place.k_at(head), *values = qkv + place.v_at(head);
     i64 end = first + ROWS < seq ? first + ROWS : seq;
     int tiles = (int)((end + COLS - 1) / COLS);
 
@@ -411,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int tile = 0; tile < tiles; tile++) {
         i64 key = (i64)tile * COLS;
         int stage = tile % 2 * COLS * WIDTH;
-        await_keys<COLS>(k, v, keys, values, row, tile, tiles, seq);
+        await_keys<2 * ROWS, COLS>(q, k, v, keys, values, row, tile, tiles, seq);
         query_gradients<M, N>(dq, q, o, k + stage, v + stage, row_lse, row_delta, warp_row, (int)(first - key) + warp_row,
                               scale_2);
         __syncthreads();
@@ -425,13 +356,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // Grid: (tiles of keys, Hkv, B): all query heads of a key head in turn. Shared: 2 tiles of keys, 4 of queries, and
 // twice lse and delta of a tile of queries.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_bwd_keys(const bf16* qkv, const bf16* dout, const float* lse, const float* delta, bf16* dqkv, i64 seq,
+    attention_bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
                        i64 heads, i64 kv_heads, float scale) {
     after_the_kernel_before();
     constexpr int ROWS = BWD_K_ROWS, COLS = BWD_K_COLS, M = ROWS / 16 / WARPS, N = COLS / 8;
     extern __shared__ float4 memory[];
-    bf16* k = (bf16*)memory;
-    bf16 *v = k + ROWS * WIDTH, *q = v + ROWS * WIDTH, *o = q + 2 * COLS * WIDTH;
+    ACT* k = (ACT*)memory;
+    ACT *v = k + ROWS * WIDTH, *q = v + ROWS * WIDTH, *o = q + 2 * COLS * WIDTH;
     float* stats = (float*)(o + 2 * COLS * WIDTH);
     Place place = {seq, heads, kv_heads};
     // Early keys first: most queries see them.
@@ -470,9 +401,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         int stage = tile % 2 * COLS;
         if (tile + 1 < tiles) {
             begin(tile + 1);
-            wait_for_tiles<1>();
+            wait_for_tiles<1, 2 * ROWS, COLS>(tile == 0, k, q + stage * WIDTH, o + stage * WIDTH);
         } else {
-            wait_for_tiles<0>();
+            wait_for_tiles<0, 2 * ROWS, COLS>(tile == 0, k, q + stage * WIDTH, o + stage * WIDTH);
         }
         key_gradients<M, N>(dk, dv, k, v, q + stage * WIDTH, o + stage * WIDTH, stats + 2 * stage,
                             stats + 2 * stage + COLS, warp_row, (int)(first - query) + warp_row, scale_2);
@@ -493,13 +424,13 @@ __device__ inline int tile_of(int round) {
 }
 
 // Turns a head's queries or keys in shared memory by their positions, if there is a table (as in rope.cu).
-__device__ inline void turn(bf16* x, const float* table, i64 seq) {
+__device__ inline void turn(ACT* x, const float* table, i64 seq) {
     constexpr int CHUNKS = WIDTH / 16;
     if (!table) return;
     for (int i = threadIdx.x; i < seq * CHUNKS; i += THREADS) {
         int r = i / CHUNKS, c = i % CHUNKS;
         const float* angles = table + r * WIDTH + c * 8;
-        bf16 *low = x + at(r, c), *high = x + at(r, c + CHUNKS);
+        ACT *low = x + at(r, c), *high = x + at(r, c + CHUNKS);
         Eight cosine = unpack(fetch8(angles)), sine = unpack(fetch8(angles + WIDTH / 2));
         Eight a = unpack(fetch8(low)), b = unpack(fetch8(high)), turned_a, turned_b;
 #pragma unroll
@@ -535,11 +466,11 @@ __device__ inline void turn_back(float (&c)[M][WIDTH / 8][4], const float* table
 // Forward for sequences of at most WHOLE tokens, with as many key heads as query heads. Grid: (H, B). Shared: a head's q, k
 // and v.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-    attention_fwd_whole(const bf16* qkv, const float* table, bf16* out, float* lse, i64 seq, i64 heads, float scale) {
+    attention_fwd_whole(const ACT* qkv, const float* table, ACT* out, float* lse, i64 seq, i64 heads, float scale) {
     after_the_kernel_before();
     constexpr int M = 2, N = WHOLE_FWD_COLS / 8, ROWS = 16 * M;
     extern __shared__ float4 memory[];
-    bf16 *q = (bf16*)memory, *k = q + WHOLE * WIDTH, *v = k + WHOLE * WIDTH;
+    ACT *q = (ACT*)memory, *k = q + WHOLE * WIDTH, *v = k + WHOLE * WIDTH;
     Place place = {seq, heads, heads};
     i64 head = blockIdx.x, row = place.row(), width = heads * WIDTH;
     qkv += blockIdx.y * seq * row;
@@ -549,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     fetch<WHOLE>(k, qkv + place.k_at(head), row, 0, seq);
     fetch<WHOLE>(v, qkv + place.v_at(head), row, 0, seq);
     fetched();
-    wait_for_tiles<0>();
+    wait_for_tiles<0, WHOLE, WHOLE>(true, q, k, v);
     turn(q, table, seq);
     turn(k, table, seq);
     __syncthreads();
@@ -572,13 +503,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
 // head's q, k, v and dout, lse and delta. Scores are formed twice, once by owners of keys and once by owners of queries, so
 // that nothing is added by two.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
-    attention_bwd_whole(const bf16* qkv, const float* table, const bf16* out, const bf16* dout, const float* lse,
-                        bf16* dqkv, i64 seq, i64 heads, float scale) {
+    attention_bwd_whole(const ACT* qkv, const float* table, const ACT* out, const ACT* dout, const float* lse,
+                        ACT* dqkv, i64 seq, i64 heads, float scale) {
     after_the_kernel_before();
     constexpr int M = 2, N = WHOLE_BWD_COLS / 8, ROWS = 16 * M, CHUNKS = WIDTH / 8;
     extern __shared__ float4 memory[];
-    bf16* q = (bf16*)memory;
-    bf16 *k = q + WHOLE * WIDTH, *v = k + WHOLE * WIDTH, *o = v + WHOLE * WIDTH;
+    ACT* q = (ACT*)memory;
+    ACT *k = q + WHOLE * WIDTH, *v = k + WHOLE * WIDTH, *o = v + WHOLE * WIDTH;
     float *lses = (float*)(o + WHOLE * WIDTH), *deltas = lses + WHOLE;
     Place place = {seq, heads, heads};
     i64 head = blockIdx.x, row = place.row(), width = heads * WIDTH;
@@ -594,7 +525,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     fetch<WHOLE>(o, dout, width, 0, seq);
     fetched();
     for (int i = threadIdx.x; i < WHOLE; i += THREADS) lses[i] = i < seq ? lse[i] * LOG2E : 0.0f;
-    wait_for_tiles<0>();
+    wait_for_tiles<0, 2 * WHOLE, WHOLE>(true, q, v, o);
     turn(q, table, seq);
     turn(k, table, seq);
     // delta = dout . out, CHUNKS threads a row.

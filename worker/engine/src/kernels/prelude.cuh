@@ -5,6 +5,7 @@
 
 typedef long long i64;
 typedef unsigned char u8;
+typedef unsigned u32;
 
 struct bf16 {
     unsigned short bits;

@@ -1,11 +1,12 @@
 //! Our own attention kernels for a head width, and in tiles of which size they work.
 //!
 //! Two files hold the same: `attention.cu` on plain float units, for every width and element type, and `attention_mma.cu` on
-//! matrix units, for bf16 and widths that are multiples of 16. The latter has kernels for short sequences and narrow heads,
-//! too, whose blocks keep a whole head.
+//! matrix units, for bf16 and widths that are multiples of 16, and for tf32 and multiples of 8, each with a header of its
+//! products. For bf16 it has kernels for short sequences and narrow heads, too, whose blocks keep a whole head.
 
 use xlaunch_pool::DType;
 
+use crate::backend::Precision;
 use crate::cuda::kernels::{Launch, Source, act_macro, source};
 use crate::shapes::AttentionShape;
 
@@ -13,13 +14,14 @@ use crate::shapes::AttentionShape;
 const DELTA: &str = "attention_bwd_delta";
 
 const PLAIN: Source = source!("attention.cu");
-const MMA: Source = source!("attention_mma.cu");
+const MMA_BF16: Source = source!("attention_mma.cu", after "mma_bf16.cuh");
+const MMA_TF32: Source = source!("attention_mma.cu", after "mma_tf32.cuh");
 
-/// Kernels for one head width.
+/// Kernels for one head width and element type of activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cuda) enum Path {
-    Plain { width: usize },
-    Mma { width: usize, tiles: Tiles },
+    Plain { activations: DType, width: usize },
+    Mma { activations: DType, width: usize, tiles: Tiles },
 }
 
 /// Rows that a block owns and rows that it looks at in turn: queries and keys, or keys and queries.
@@ -51,23 +53,40 @@ const MMA_THREADS: u32 = 128;
 
 impl Path {
     /// The fastest path for this width on a device of this compute capability.
-    pub(in crate::cuda) fn of(activations: DType, capability: (i32, i32), width: usize) -> Self {
-        let fits = activations == DType::Bf16 && capability.0 >= 8 && width.is_multiple_of(16);
-        // The fastest of those tried on an H200, of those that leave the accumulators in a thread's 255 registers.
-        let tiles = match width {
-            0..=32 => Tiles { fwd: (128, 128), bwd_queries: (64, 64), bwd_keys: (64, 64) },
-            33..=64 => Tiles { fwd: (128, 64), bwd_queries: (64, 64), bwd_keys: (128, 32) },
-            65..=128 => Tiles { fwd: (64, 64), bwd_queries: (64, 32), bwd_keys: (64, 32) },
-            _ => return Self::Plain { width },
+    pub(in crate::cuda) fn of(precision: Precision, capability: (i32, i32), width: usize) -> Self {
+        let activations = precision.activations();
+        let plain = Self::Plain { activations, width };
+        let multiple = match precision {
+            Precision::Fp32 => return plain,
+            Precision::Tf32 => 8,
+            Precision::Bf16 => 16,
         };
-        if fits { Self::Mma { width, tiles } } else { Self::Plain { width } }
+        if capability.0 < 8 || !width.is_multiple_of(multiple) {
+            return plain;
+        }
+        // Of those that leave the accumulators in a thread's 255 registers: for bf16 the fastest of those tried on an H200, for
+        // tf32 with as many rows a warp as shared memory of 99 KiB allows, what compute capability 8.6 has.
+        let tiles = match (precision, width) {
+            (Precision::Bf16, 0..=32) => Tiles { fwd: (128, 128), bwd_queries: (64, 64), bwd_keys: (64, 64) },
+            (Precision::Bf16, 33..=64) => {
+                Tiles { fwd: (128, 64), bwd_queries: (64, 64), bwd_keys: (128, 32) }
+            }
+            (Precision::Bf16, 65..=128) => Tiles { fwd: (64, 64), bwd_queries: (64, 32), bwd_keys: (64, 32) },
+            (_, 0..=32) => Tiles { fwd: (128, 64), bwd_queries: (128, 32), bwd_keys: (128, 32) },
+            (_, 33..=64) => Tiles { fwd: (128, 32), bwd_queries: (128, 32), bwd_keys: (128, 32) },
+            (_, 65..=128) => Tiles { fwd: (64, 32), bwd_queries: (64, 16), bwd_keys: (64, 16) },
+            _ => return plain,
+        };
+        Self::Mma { activations, width, tiles }
     }
 
     /// The file, and the macros it is compiled with.
-    pub(in crate::cuda) fn source(self, activations: DType) -> (Source, Vec<String>) {
+    pub(in crate::cuda) fn source(self) -> (Source, Vec<String>) {
         match self {
-            Self::Plain { width } => (PLAIN, vec![act_macro(activations), format!("WIDTH={width}")]),
-            Self::Mma { width, tiles: Tiles { fwd, bwd_queries, bwd_keys } } => {
+            Self::Plain { activations, width } => {
+                (PLAIN, vec![act_macro(activations), format!("WIDTH={width}")])
+            }
+            Self::Mma { activations, width, tiles: Tiles { fwd, bwd_queries, bwd_keys } } => {
                 let mut defines = vec![act_macro(activations), format!("WIDTH={width}")];
                 for (name, (rows, cols)) in [("FWD", fwd), ("BWD_Q", bwd_queries), ("BWD_K", bwd_keys)] {
                     defines.extend([format!("{name}_ROWS={rows}"), format!("{name}_COLS={cols}")]);
@@ -77,7 +96,7 @@ impl Path {
                     defines.push(format!("WHOLE={rows}"));
                     defines.extend([format!("WHOLE_FWD_COLS={fwd}"), format!("WHOLE_BWD_COLS={bwd}")]);
                 }
-                (MMA, defines)
+                (if activations == DType::Bf16 { MMA_BF16 } else { MMA_TF32 }, defines)
             }
         }
     }
@@ -94,7 +113,9 @@ impl Path {
     /// Longest sequence of which a block can keep a head. (With wider heads, sums leave too few registers.)
     fn whole(self) -> Option<usize> {
         match self {
-            Self::Mma { width: width @ (16 | 32), .. } => Some(WHOLE_BYTES / (4 * width * size_of::<u16>())),
+            Self::Mma { activations: DType::Bf16, width: width @ (16 | 32), .. } => {
+                Some(WHOLE_BYTES / (4 * width * size_of::<u16>()))
+            }
             _ => None,
         }
     }
@@ -107,7 +128,7 @@ impl Path {
     /// Blocks, threads and shared memory of a kernel.
     pub(in crate::cuda) fn launch(self, kernel: Kernel, s: AttentionShape) -> Launch {
         let (rows, block) = match self {
-            Self::Plain { width } => (plain_tile(width), PLAIN_THREADS),
+            Self::Plain { width, .. } => (plain_tile(width), PLAIN_THREADS),
             Self::Mma { tiles, .. } => (tiles.of(kernel).0, MMA_THREADS),
         };
         let grid = match kernel {
@@ -131,11 +152,11 @@ impl Path {
     /// Bytes of shared memory of a kernel's block.
     pub(in crate::cuda) fn shared(self, kernel: Kernel) -> usize {
         match self {
-            Self::Plain { width } => {
+            Self::Plain { width, .. } => {
                 let (tile, tiles) = (plain_tile(width), if kernel == Kernel::Fwd { 3 } else { 4 });
                 tile * (tiles * (width + 4) + tile + 4) * size_of::<f32>()
             }
-            Self::Mma { width, tiles } => {
+            Self::Mma { activations, width, tiles } => {
                 let (rows, cols) = tiles.of(kernel);
                 let (held, stats) = match kernel {
                     Kernel::Fwd => (rows + 4 * cols, 0),
@@ -144,7 +165,7 @@ impl Path {
                     Kernel::FwdWhole => (3 * self.whole().unwrap_or(0), 0),
                     Kernel::BwdWhole => (4 * self.whole().unwrap_or(0), 2 * self.whole().unwrap_or(0)),
                 };
-                held * width * size_of::<u16>() + stats * size_of::<f32>()
+                held * width * activations.size() + stats * size_of::<f32>()
             }
         }
     }
