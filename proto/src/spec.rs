@@ -218,13 +218,19 @@ pub struct CommSection {
     pub overlap: bool,
     /// Each rank updates its share of the parameters, and holds the optimizer's state of no others.
     pub shard_optimizer: bool,
-    /// GPUs sum and gather in each other's memory directly, where NCCL can.
+    /// GPUs sum and gather in each other's memory directly, where NCCL can. Not faster everywhere, so it is to be asked for.
     pub windows: bool,
 }
 
 impl Default for CommSection {
     fn default() -> Self {
-        Self { bucket_mb: 25.0, dtype: WireDtype::Auto, overlap: true, shard_optimizer: false, windows: true }
+        Self {
+            bucket_mb: 25.0,
+            dtype: WireDtype::Auto,
+            overlap: true,
+            shard_optimizer: false,
+            windows: false,
+        }
     }
 }
 

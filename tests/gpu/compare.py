@@ -5,7 +5,7 @@
 Both sides train on the same tokens in the same order from the same weights with the same AdamW and clipping, bf16 with fp32
 master weights, 20 steps of warm-up and 60 measured ones; figures are medians. The PyTorch side is `peer.py` in the faster of
 its modes for the model: reduce-overhead (CUDA graphs) for A, default for B. `exposed` is a step's time less that of a step
-without sums; memory is what either side's allocator held at most; `first step` is from the start of the command. Exit code 1
+without sums; `sharded` is xlaunch with `comm.shard_optimizer`; memory is what either side's allocator held at most; `first step` is from the start of the command. Exit code 1
 if PyTorch is faster anywhere.
 """
 
@@ -26,11 +26,11 @@ WARMUP, STEPS = 20, 60
 TOKENS = 12_000_000
 
 
-def ours(binary, model, gpus, data, weights, precision):
+def ours(binary, model, gpus, data, weights, precision, sharded=False):
     settings = {
         "data.train": [str(data)], "data.val_fraction": 0.0, "data.shuffle": False, "checkpoint.init": str(weights),
         "train.batch": runner.BATCH, "train.lr": peer.LR, "train.schedule": "constant", "train.warmup": peer.WARMUP,
-        "engine.precision": precision, "engine.device": "cuda",
+        "engine.precision": precision, "engine.device": "cuda", "comm.shard_optimizer": sharded,
     }
     command = [str(binary), "bench", "train", str(runner.ROOT / runner.MODELS[model]), "--json"]
     command += ["--nproc", str(gpus), "--warmup", str(WARMUP), "--steps", str(STEPS)]
@@ -64,8 +64,8 @@ def main():
     options = parser.parse_args()
     arguments = " ".join(sys.argv[1:])
     print(f"{runner.hardware()}; torch {torch.__version__}; python3 tests/gpu/compare.py {arguments}\n")
-    print("| model | precision | GPUs | xlaunch tok/s | PyTorch tok/s | ratio | scaling | exposed | memory | first step | "
-          f"loss at step {WARMUP + STEPS} |\n|---|---|---|---|---|---|---|---|---|---|---|")
+    print("| model | precision | GPUs | xlaunch tok/s | sharded | PyTorch tok/s | ratio | scaling | exposed | memory | first step | "
+          f"loss at step {WARMUP + STEPS} |\n|---|---|---|---|---|---|---|---|---|---|---|---|")
     slower = False
     with tempfile.TemporaryDirectory() as scratch:
         data = runner.tokens(pathlib.Path(scratch) / "tokens.bin", TOKENS)
@@ -81,6 +81,8 @@ def main():
 
 def row(options, model, precision, gpus, data, weights, alone):
     x = ours(options.binary, model, gpus, data, weights, precision)
+    shared = ours(options.binary, model, gpus, data, weights, precision, sharded=True) if gpus > 1 else None
+    sharded = f"{shared['tokens_per_second'] / 1e3:.0f}K" if shared else "-"
     p = theirs(model, gpus, data, weights, precision, MODES[model])
     scaling = []
     for name, side in [("xlaunch", x), ("PyTorch", p)]:
@@ -90,7 +92,8 @@ def row(options, model, precision, gpus, data, weights, alone):
     exposed = 100 * x["exposed_communication_ms"] / x["step_ms"]
     gib = [x["pool_peak_bytes"] / 2**30, p["peak_bytes"] / 2**30]
     difference = abs(x["final_loss"] - p["final_loss"]) / p["final_loss"]
-    print(f"| {model} | {precision} | {gpus} | {x['tokens_per_second'] / 1e3:.0f}K | {p['tokens_per_second'] / 1e3:.0f}K | "
+    print(f"| {model} | {precision} | {gpus} | {x['tokens_per_second'] / 1e3:.0f}K | "
+          f"{sharded} | {p['tokens_per_second'] / 1e3:.0f}K | "
           f"{ratio:.2f} | {scaling[0]}, {scaling[1]} | {exposed:.1f} % | {gib[0]:.1f}, {gib[1]:.1f} GiB | "
           f"{x['first_step_seconds']:.1f}, {p['first_step_seconds']:.1f} s | "
           f"{x['final_loss']:.4f}, {p['final_loss']:.4f} ({100 * difference:.2f} %) |", flush=True)

@@ -52,13 +52,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn several_ranks_with_a_pool_have_windows_unless_told_otherwise() {
+    fn several_ranks_with_a_pool_have_windows_where_they_are_asked_for() {
         let mut spec = JobSpec::default();
+        assert!(!wanted(&spec, 2));
+        spec.comm.windows = true;
         assert!(wanted(&spec, 2) && !wanted(&spec, 1));
         spec.engine.pool = PoolMode::Off;
-        assert!(!wanted(&spec, 2));
-        spec.engine.pool = PoolMode::Plan;
-        spec.comm.windows = false;
         assert!(!wanted(&spec, 2));
     }
 }

@@ -64,9 +64,9 @@ pub(super) enum Bench {
         /// Element type. Default: bf16 on GPUs, fp32 on the CPU.
         #[arg(long)]
         dtype: Option<Dtype>,
-        /// Sum through NCCL's own buffers, as with `comm.windows = false`.
+        /// Sum in registered windows, as with `comm.windows = true`.
         #[arg(long)]
-        no_windows: bool,
+        windows: bool,
         /// Print JSON.
         #[arg(long)]
         json: bool,
@@ -105,9 +105,9 @@ async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
             let found = train::run(spec, &placement, extent, began, trainer).await?;
             Ok(if json { as_json(&serde_json::json!(found)) } else { train::table(&found) })
         }
-        Bench::AllReduce { nproc, min, max, dtype, no_windows, json } => {
+        Bench::AllReduce { nproc, min, max, dtype, windows, json } => {
             let (mut spec, placement) = bare("allreduce", nproc)?;
-            spec.comm.windows = !no_windows;
+            spec.comm.windows = windows;
             let [gpus, cpu] = LARGEST;
             let max = max.unwrap_or(if placement.cuda { gpus } else { cpu }).max(min);
             let dtype = dtype.unwrap_or(if placement.cuda { Dtype::Bf16 } else { Dtype::Fp32 });

@@ -64,15 +64,15 @@ impl Path {
         if capability.0 < 8 || !width.is_multiple_of(multiple) {
             return plain;
         }
-        // Of those that leave the accumulators in a thread's 255 registers: for bf16 the fastest of those tried on an H200, for
-        // tf32 with as many rows a warp as shared memory of 99 KiB allows, what compute capability 8.6 has.
+        // The fastest of those tried on an H200, of those that leave the accumulators in a thread's 255 registers and, in
+        // tf32, a block within 99 KiB of shared memory, what compute capability 8.6 has.
         let tiles = match (precision, width) {
             (Precision::Bf16, 0..=32) => Tiles { fwd: (128, 128), bwd_queries: (64, 64), bwd_keys: (64, 64) },
             (Precision::Bf16, 33..=64) => {
                 Tiles { fwd: (128, 64), bwd_queries: (64, 64), bwd_keys: (128, 32) }
             }
             (Precision::Bf16, 65..=128) => Tiles { fwd: (64, 64), bwd_queries: (64, 32), bwd_keys: (64, 32) },
-            (_, 0..=32) => Tiles { fwd: (128, 64), bwd_queries: (128, 32), bwd_keys: (128, 32) },
+            (_, 0..=32) => Tiles { fwd: (64, 64), bwd_queries: (128, 32), bwd_keys: (64, 32) },
             (_, 33..=64) => Tiles { fwd: (128, 32), bwd_queries: (128, 32), bwd_keys: (128, 32) },
             (_, 65..=128) => Tiles { fwd: (64, 32), bwd_queries: (64, 16), bwd_keys: (64, 16) },
             _ => return plain,
