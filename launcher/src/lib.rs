@@ -11,6 +11,7 @@
 pub mod agent;
 pub mod bench;
 pub mod cli;
+pub mod command;
 pub mod config;
 pub mod devices;
 pub mod logs;
