@@ -2,32 +2,35 @@
 
 /// Why a process ended, as far as its exit code says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
 pub enum ExitCode {
     /// All work is done.
-    Done = 0,
+    Done,
     /// A worker failed.
-    WorkerFailed = 1,
+    WorkerFailed,
     /// Bad usage or configuration.
-    Usage = 2,
+    Usage,
     /// Bad data or checkpoint.
-    Data = 65,
+    Data,
     /// The ranks did not meet.
-    Rendezvous = 69,
+    Rendezvous,
     /// An error inside xlaunch.
-    Internal = 70,
+    Internal,
     /// A retryable fault: a peer or the agent was lost.
-    Retryable = 75,
+    Retryable,
     /// A GPU fault.
-    Gpu = 76,
+    Gpu,
     /// Ended at once by a second SIGINT.
-    Interrupted = 130,
+    Interrupted,
     /// Stopped cleanly, with a checkpoint where training was under way.
-    Stopped = 143,
+    Stopped,
+    /// A command was ended by this signal to xlaunch.
+    Signal(u8),
+    /// A worker's own code, where `--propagate-exit-code` asks for it.
+    Worker(u8),
 }
 
 impl ExitCode {
-    /// Every code with its meaning, in rising order.
+    /// Every fixed code with its meaning, in rising order.
     pub const TABLE: [(Self, &str); 10] = [
         (Self::Done, "done"),
         (Self::WorkerFailed, "a worker failed"),
@@ -43,7 +46,20 @@ impl ExitCode {
 
     /// The number the process exits with.
     pub fn code(self) -> u8 {
-        self as u8
+        match self {
+            Self::Done => 0,
+            Self::WorkerFailed => 1,
+            Self::Usage => 2,
+            Self::Data => 65,
+            Self::Rendezvous => 69,
+            Self::Internal => 70,
+            Self::Retryable => 75,
+            Self::Gpu => 76,
+            Self::Interrupted => 130,
+            Self::Stopped => 143,
+            Self::Signal(signal) => 128 | signal,
+            Self::Worker(code) => code,
+        }
     }
 
     /// The entry of the table with this number; `None` for a number that xlaunch does not use.
@@ -51,9 +67,13 @@ impl ExitCode {
         Self::TABLE.iter().map(|(exit, _)| *exit).find(|exit| i32::from(exit.code()) == code)
     }
 
-    /// What the table says of this code.
+    /// What the table says of this code, or what it is.
     pub fn meaning(self) -> &'static str {
-        Self::TABLE.iter().find(|(exit, _)| *exit == self).map_or("", |(_, meaning)| meaning)
+        match self {
+            Self::Signal(_) => "ended by a signal",
+            Self::Worker(_) => "the worker's own",
+            fixed => Self::TABLE.iter().find(|(exit, _)| *exit == fixed).map_or("", |(_, meaning)| meaning),
+        }
     }
 }
 

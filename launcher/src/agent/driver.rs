@@ -1,5 +1,6 @@
 //! The task that owns a job: turns what happens into events for [`Job`], and its actions into deeds.
 
+use std::hash::{BuildHasher, RandomState};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -8,13 +9,15 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::sleep_until;
 use tonic::Status;
+use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::agent_command::Command;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{AgentCommand, Bench, GetJobReply, GetJobRequest, JobState, JoinReply, StopCommand};
 
-use super::state::{Action, Event, Job, Outcome, Phase, StopCause};
+use super::state::{Action, Event, Job, Kind, Outcome, Phase, Rules, StopCause};
 use super::status::Board;
+use crate::command::Restarts;
 use crate::devices::Placement;
 use crate::logs::{self, Tail};
 use crate::metrics::Metrics;
@@ -92,9 +95,9 @@ pub async fn run(plan: Plan<'_>) -> std::io::Result<Finished> {
                 driver.progress.say(&line);
                 None
             }
-            _ = interrupts.recv() => Some(Event::Stop(StopCause::Interrupt)),
-            _ = terminates.recv() => Some(Event::Stop(StopCause::Terminate)),
-            _ = hangups.recv() => Some(Event::Stop(StopCause::Terminate)),
+            _ = interrupts.recv() => Some(Event::Stop(StopCause::Signal(Signal::INT.as_raw()))),
+            _ = terminates.recv() => Some(Event::Stop(StopCause::Signal(Signal::TERM.as_raw()))),
+            _ = hangups.recv() => Some(Event::Stop(StopCause::Signal(Signal::HUP.as_raw()))),
             () = sleep_until(deadline.into()) => Some(driver.timer(Instant::now())),
             _ = look.tick() => {
                 driver.point_out_silence(Instant::now());
@@ -151,13 +154,21 @@ impl<'a> Driver<'a> {
     ) -> std::io::Result<Self> {
         let launch = &plan.spec.launch;
         let world = plan.placement.workers;
-        let grace = Duration::from_secs_f64(launch.shutdown_timeout);
+        let final_codes = [ExitCode::Usage, ExitCode::Data].map(|exit| i32::from(exit.code()));
+        let rules = Rules {
+            world,
+            kind: Kind::Trainer,
+            restarts: Restarts { most: launch.max_restarts, not_after: final_codes.into() },
+            shutdown_timeout: Duration::from_secs_f64(launch.shutdown_timeout),
+            propagate_exit_code: false,
+            seed: RandomState::new().hash_one(&plan.run.id),
+        };
         let metrics = match plan.spec.observe.metrics {
             true => Some(Metrics::create(&plan.run.path)?),
             false => None,
         };
         Ok(Self {
-            job: Job::new(world, launch.max_restarts, grace),
+            job: Job::new(rules, Instant::now()),
             spawner: Spawner::start()?,
             members: Vec::new(),
             rendezvous: Rendezvous::new(world, 0, plan.spec.digest(), Instant::now()),
@@ -203,7 +214,11 @@ impl<'a> Driver<'a> {
                         }
                     }
                 }
-                Action::Terminate => self.signal(Signal::TERM),
+                Action::Signal(signal) => {
+                    if let Some(signal) = Signal::from_named_raw(signal) {
+                        self.signal(signal);
+                    }
+                }
                 Action::Kill => self.signal(Signal::KILL),
                 Action::Say(text) => {
                     self.progress.say(&format!("xlaunch: {text}"));
@@ -340,6 +355,7 @@ impl<'a> Driver<'a> {
             }
             Message::Status(reply) => {
                 let state = match self.job.phase() {
+                    Phase::Waiting => JobState::Starting,
                     Phase::Meeting => JobState::Rendezvous,
                     Phase::Running => JobState::Running,
                     Phase::Stopping => JobState::Stopping,
@@ -486,8 +502,7 @@ impl<'a> Driver<'a> {
             Some(member) => Evidence { pid: member.worker.pid, stderr: member.tail.lines() },
             None => Evidence::default(),
         });
-        let internal =
-            Outcome { exit: xlaunch_proto::exit::ExitCode::Internal, root: None, others: Vec::new() };
+        let internal = Outcome { exit: ExitCode::Internal, root: None, others: Vec::new() };
         Finished {
             outcome: outcome.unwrap_or(internal),
             evidence: evidence.collect(),
