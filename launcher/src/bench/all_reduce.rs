@@ -15,7 +15,7 @@ use xlaunch_proto::v1::{AllReduceBench, SumReport};
 
 use super::{launch, silent};
 use crate::Refusal;
-use crate::agent::driver::Heard;
+use crate::agent::trainer::Heard;
 use crate::devices::Placement;
 
 /// Ratio of a size to the one before.

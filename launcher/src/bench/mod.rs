@@ -20,7 +20,8 @@ use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::Bench;
 use xlaunch_proto::v1::bench::Kind;
 
-use crate::agent::driver::{self, Heard};
+use crate::agent::driver;
+use crate::agent::trainer::{Heard, TrainerPlan};
 use crate::devices::Placement;
 use crate::run_dir::RunDir;
 use crate::{Refusal, report};
@@ -40,17 +41,16 @@ pub async fn launch(spec: &JobSpec, placement: &Placement, kind: Kind) -> Result
     spec.launch.nproc = Some(placement.workers);
     spec.launch.max_restarts = 0;
     let run = RunDir::create(&spec)?;
-    let plan = driver::Plan {
+    let plan = TrainerPlan {
         spec: &spec,
         placement,
-        run: &run,
         resume_from: None,
         newest_checkpoint: |_: &Path| None,
         bench: Some(Bench { kind: Some(kind) }),
     };
-    let finished = driver::run(plan).await.map_err(|error| internal("run the workers", error))?;
+    let finished = driver::run(plan, &run).await.map_err(|error| internal("run the workers", error))?;
     match report::text(&finished.outcome, &finished.evidence, &run.path.join("logs")) {
-        None if finished.outcome.exit == ExitCode::Done => Ok(finished.heard),
+        None if finished.outcome.exit == ExitCode::Done => Ok(finished.trained.heard),
         None => Err(Refusal::new(finished.outcome.exit, "stopped before everything was measured")),
         Some(text) => {
             // The report names the logs.

@@ -18,7 +18,7 @@ use xlaunch_proto::v1::{StepReport, TrainBench, TrainStarted};
 
 use super::kernels::{self, Kernel};
 use super::{device, flops, launch, percentile, silent};
-use crate::agent::driver::Heard;
+use crate::agent::trainer::Heard;
 use crate::devices::{self, Placement};
 use crate::progress::count;
 use crate::{Refusal, Trainer};

@@ -9,6 +9,7 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 
 use crate::agent::driver;
+use crate::agent::trainer::TrainerPlan;
 use crate::config::{self, ConfigError, Override};
 use crate::devices::{self, Node, Placement};
 use crate::run_dir::{self, RunDir};
@@ -53,22 +54,22 @@ pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
     let device = if placement.cuda { "GPU" } else { "CPU" };
     eprintln!("xlaunch: {} x {device}, run {}", placement.workers, run.path.display());
     let start = Instant::now();
-    let plan = driver::Plan {
+    let plan = TrainerPlan {
         spec: &spec,
         placement: &placement,
-        run: &run,
         resume_from: ready.resume_from,
         newest_checkpoint: trainer.newest_checkpoint,
         bench: None,
     };
-    let finished = match driver::run(plan).await {
+    let finished = match driver::run(plan, &run).await {
         Ok(finished) => finished,
         Err(error) => {
             return refuse(&Refusal::new(ExitCode::Internal, format!("failed to run the job: {error}")));
         }
     };
-    if finished.summary.steps() > 0 {
-        print!("{}", finished.summary.text(placement.workers, start.elapsed(), finished.metrics));
+    let trained = finished.trained;
+    if trained.summary.steps() > 0 {
+        print!("{}", trained.summary.text(placement.workers, start.elapsed(), trained.metrics));
     }
     if let Some(text) = report::text(&finished.outcome, &finished.evidence, &run.path.join("logs")) {
         eprint!("{text}");

@@ -1,0 +1,353 @@
+//! What is particular to a job of the built-in trainer: its meeting, its sessions, what workers report, and where it
+//! resumes. The driver owns it and gives it what concerns it.
+
+use std::hash::{BuildHasher, RandomState};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use tokio::sync::{mpsc, oneshot};
+use tonic::Status;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::v1::agent_command::Command as Order;
+use xlaunch_proto::v1::worker_report::Report;
+use xlaunch_proto::v1::{AgentCommand, Bench, GetJobReply, GetJobRequest, JoinReply, StopCommand};
+
+use super::state::{Event, Job, Kind, Phase, Rules};
+use super::status::Board;
+use crate::command::Restarts;
+use crate::devices::Placement;
+use crate::metrics::Metrics;
+use crate::progress::Progress;
+use crate::rendezvous::service::Message;
+use crate::rendezvous::{self, Rendezvous};
+use crate::run_dir::RunDir;
+use crate::spawn::environment::{self, Group};
+use crate::summary::Summary;
+
+/// Silence of a running worker that is pointed out.
+const SILENCE: Duration = Duration::from_secs(15);
+
+/// A job of the built-in trainer.
+#[derive(Debug)]
+#[expect(missing_docs, reason = "documented where they are defined")]
+pub struct TrainerPlan<'a> {
+    pub spec: &'a JobSpec,
+    pub placement: &'a Placement,
+    pub resume_from: Option<PathBuf>,
+    pub newest_checkpoint: fn(&Path) -> Option<PathBuf>,
+    /// What `xlaunch bench` measures; `None` trains.
+    pub bench: Option<Bench>,
+}
+
+/// What is left of it when it is over.
+#[derive(Debug, Default)]
+#[expect(missing_docs, reason = "documented where they are defined")]
+pub struct Trained {
+    pub summary: Summary,
+    pub metrics: Option<PathBuf>,
+    /// What the ranks of a bench said, in the order in which it came.
+    pub heard: Vec<Heard>,
+}
+
+/// A report of a bench.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "named after what they hold")]
+pub struct Heard {
+    pub rank: u32,
+    pub at: Instant,
+    pub report: Report,
+}
+
+/// What connects one worker.
+#[derive(Debug, Default)]
+struct Session {
+    commands: Option<mpsc::Sender<Result<AgentCommand, Status>>>,
+    heard: Option<Instant>,
+    silent: bool,
+}
+
+/// The trainer's side of a job that runs.
+pub(super) struct Trainer<'a> {
+    plan: TrainerPlan<'a>,
+    run: &'a RunDir,
+    rendezvous: Rendezvous,
+    waiting: Vec<oneshot::Sender<Result<JoinReply, Status>>>,
+    sessions: Vec<Session>,
+    progress: Progress,
+    metrics: Option<Metrics>,
+    summary: Summary,
+    heard: Vec<Heard>,
+}
+
+impl<'a> Trainer<'a> {
+    pub(super) fn new(plan: TrainerPlan<'a>, run: &'a RunDir) -> std::io::Result<Self> {
+        let metrics = plan.spec.observe.metrics.then(|| Metrics::create(&run.path)).transpose()?;
+        Ok(Self {
+            rendezvous: Rendezvous::new(plan.placement.workers, 0, plan.spec.digest(), Instant::now()),
+            waiting: Vec::new(),
+            sessions: Vec::new(),
+            progress: Progress::default(),
+            metrics,
+            summary: Summary::default(),
+            heard: Vec::new(),
+            plan,
+            run,
+        })
+    }
+
+    pub(super) fn rules(&self) -> Rules {
+        let launch = &self.plan.spec.launch;
+        let final_codes = [ExitCode::Usage, ExitCode::Data].map(|exit| i32::from(exit.code()));
+        Rules {
+            world: self.plan.placement.workers,
+            kind: Kind::Trainer,
+            restarts: Restarts { most: launch.max_restarts, not_after: final_codes.into() },
+            shutdown_timeout: Duration::from_secs_f64(launch.shutdown_timeout),
+            propagate_exit_code: false,
+            seed: RandomState::new().hash_one(&self.run.id),
+        }
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.plan.spec.job.name
+    }
+
+    /// A new meeting, from the newest checkpoint.
+    pub(super) fn begin(&mut self, attempt: u32) {
+        if attempt > 0 {
+            let saved = (self.plan.newest_checkpoint)(&self.checkpoint_dir());
+            self.plan.resume_from = saved.or_else(|| self.plan.resume_from.take());
+        }
+        let world = self.plan.placement.workers;
+        let deadline = Instant::now() + Duration::from_secs_f64(self.plan.spec.launch.join_timeout);
+        self.rendezvous = Rendezvous::new(world, attempt, self.plan.spec.digest(), deadline);
+        self.refuse_waiting("the attempt is over");
+        self.sessions = (0..world).map(|_| Session::default()).collect();
+    }
+
+    fn checkpoint_dir(&self) -> PathBuf {
+        let own = self.plan.spec.checkpoint.dir.as_ref().map(PathBuf::from);
+        own.unwrap_or_else(|| self.run.path.join("checkpoints"))
+    }
+
+    /// What starts one worker.
+    pub(super) fn command(&self, attempt: u32, rank: u32, master_port: u16) -> std::io::Result<Command> {
+        let group = Group {
+            run_id: &self.run.id,
+            socket: &self.run.socket,
+            placement: self.plan.placement,
+            attempt,
+            max_restarts: self.plan.spec.launch.max_restarts,
+            master_port,
+        };
+        environment::command(&group, rank)
+    }
+
+    /// When the meeting fails.
+    pub(super) fn deadline(&self, job: &Job) -> Option<Instant> {
+        (job.phase() == Phase::Meeting).then(|| self.rendezvous.deadline()).flatten()
+    }
+
+    /// The news that it has failed, if it has.
+    pub(super) fn timer(&self, job: &Job, now: Instant) -> Option<Event> {
+        let reason = self.rendezvous.expired(now).filter(|_| job.phase() == Phase::Meeting)?;
+        Some(Event::MeetingFailed(reason))
+    }
+
+    pub(super) fn ask_to_stop(&self) {
+        for commands in self.sessions.iter().filter_map(|session| session.commands.as_ref()) {
+            // A worker whose queue is full hangs: the deadline deals with it.
+            let _ = commands.try_send(Ok(stop_order()));
+        }
+    }
+
+    /// A worker is gone.
+    pub(super) fn ended(&mut self, rank: u32) {
+        if let Some(session) = self.sessions.get_mut(rank as usize) {
+            *session = Session::default();
+        }
+    }
+
+    pub(super) fn say(&mut self, text: &str) {
+        self.progress.say(text);
+    }
+
+    /// What a worker wants or reports.
+    pub(super) fn message(&mut self, message: Message, job: &Job, board: &mut Board) -> Option<Event> {
+        match message {
+            Message::GetJob(request, reply) => {
+                // A caller that is gone needs no answer; here and below.
+                let _ = reply.send(self.get_job(&request));
+                None
+            }
+            Message::Join(join, reply) => self.join(join, reply, board),
+            Message::SessionOpened { rank, attempt, commands } => {
+                if let Some(session) = self.session(rank, attempt, job) {
+                    if job.phase() == Phase::Stopping {
+                        let _ = commands.try_send(Ok(stop_order()));
+                    }
+                    (session.heard, session.commands) = (Some(Instant::now()), Some(commands));
+                }
+                None
+            }
+            Message::SessionClosed { rank, attempt } => {
+                if let Some(session) = self.session(rank, attempt, job) {
+                    // The last sender: without it the stream of commands ends, and the worker knows it was heard.
+                    session.commands = None;
+                }
+                None
+            }
+            Message::Report { rank, attempt, report } => {
+                if attempt == job.attempt() {
+                    self.report(rank, report, board);
+                }
+                None
+            }
+            Message::Status(_) | Message::Stop => None,
+        }
+    }
+
+    fn session(&mut self, rank: u32, attempt: u32, job: &Job) -> Option<&mut Session> {
+        self.sessions.get_mut(rank as usize).filter(|_| attempt == job.attempt())
+    }
+
+    fn get_job(&self, request: &GetJobRequest) -> Result<GetJobReply, Status> {
+        if request.version != xlaunch_proto::VERSION {
+            let message = format!(
+                "rank {} is xlaunch {}, the agent is {}",
+                request.rank,
+                request.version,
+                xlaunch_proto::VERSION
+            );
+            return Err(Status::failed_precondition(message));
+        }
+        let path = |path: &Path| path.to_string_lossy().into_owned();
+        Ok(GetJobReply {
+            spec_json: self.plan.spec.to_json(),
+            run_dir: path(&self.run.path),
+            resume_from: self.plan.resume_from.as_deref().map(path).unwrap_or_default(),
+            bench: self.plan.bench.clone(),
+        })
+    }
+
+    fn join(
+        &mut self,
+        join: xlaunch_proto::convert::Join,
+        reply: oneshot::Sender<Result<JoinReply, Status>>,
+        board: &mut Board,
+    ) -> Option<Event> {
+        let (rank, device) = (join.rank.0, join.device_uuid.clone());
+        match self.rendezvous.join(join) {
+            rendezvous::Progress::Waiting => {
+                board.joined(rank, &device);
+                self.waiting.push(reply);
+                None
+            }
+            rendezvous::Progress::Complete(joined) => {
+                board.joined(rank, &device);
+                self.waiting.push(reply);
+                for reply in self.waiting.drain(..) {
+                    let _ = reply.send(Ok(joined.clone().into()));
+                }
+                Some(Event::Met)
+            }
+            rendezvous::Progress::Ignored(problem) => {
+                let _ = reply.send(Err(Status::already_exists(problem)));
+                None
+            }
+            rendezvous::Progress::Failed(problem) => {
+                let _ = reply.send(Err(Status::failed_precondition(problem.clone())));
+                self.refuse_waiting(&problem);
+                Some(Event::MeetingFailed(problem))
+            }
+        }
+    }
+
+    fn refuse_waiting(&mut self, problem: &str) {
+        for reply in self.waiting.drain(..) {
+            let _ = reply.send(Err(Status::failed_precondition(problem.to_string())));
+        }
+    }
+
+    fn report(&mut self, rank: u32, report: Report, board: &mut Board) {
+        let now = Instant::now();
+        board.reported(rank, &report, now);
+        if let Some(session) = self.sessions.get_mut(rank as usize) {
+            (session.heard, session.silent) = (Some(now), false);
+        }
+        if let Report::Finished(finished) = &report
+            && let Some(difference) = finished.max_parameter_difference
+        {
+            let largest = self.summary.replica_difference.get_or_insert(0.0);
+            *largest = largest.max(difference);
+        }
+        if self.plan.bench.is_some() && !matches!(report, Report::Heartbeat(_)) {
+            self.heard.push(Heard { rank, at: now, report: report.clone() });
+        }
+        if rank != 0 {
+            return;
+        }
+        let written = match report {
+            Report::TrainStarted(started) => {
+                self.progress.started(&started);
+                if started.first_step > 0 {
+                    self.progress.say(&format!("resuming at step {}", started.first_step));
+                }
+                self.summary.started = Some(started);
+                Ok(())
+            }
+            Report::Step(step) => {
+                self.progress.step(&step, now);
+                self.summary.step(&step);
+                self.metrics.as_mut().map_or(Ok(()), |metrics| metrics.step(&step))
+            }
+            Report::Eval(eval) => {
+                self.progress.eval(&eval);
+                self.summary.eval = Some(eval);
+                self.metrics.as_mut().map_or(Ok(()), |metrics| metrics.eval(&eval))
+            }
+            Report::Checkpoint(checkpoint) => {
+                self.summary.checkpoint = Some(checkpoint.path);
+                Ok(())
+            }
+            Report::Finished(finished) => {
+                self.summary.sample = finished.sample;
+                Ok(())
+            }
+            Report::Hello(_)
+            | Report::Heartbeat(_)
+            | Report::Profile(_)
+            | Report::Sum(_)
+            | Report::Calibration(_) => Ok(()),
+        };
+        if let Err(error) = written {
+            self.progress.say(&format!("xlaunch: metrics are no longer written: {error}"));
+            self.metrics = None;
+        }
+    }
+
+    /// A running worker that says nothing, not even heartbeats, hangs: only a person can tell why.
+    pub(super) fn point_out_silence(&mut self, now: Instant) {
+        for (rank, session) in self.sessions.iter_mut().enumerate() {
+            let Some(heard) = session.heard.filter(|_| !session.silent) else { continue };
+            if now.duration_since(heard) > SILENCE {
+                session.silent = true;
+                let seconds = now.duration_since(heard).as_secs();
+                let text = format!("xlaunch: rank {rank} has been silent for {seconds} s: it may hang");
+                self.progress.say(&text);
+            }
+        }
+    }
+
+    pub(super) fn finish(self) -> Trained {
+        self.progress.finish();
+        let metrics = self.metrics.as_ref().map(|metrics| metrics.path().to_path_buf());
+        Trained { summary: self.summary, metrics, heard: self.heard }
+    }
+}
+
+fn stop_order() -> AgentCommand {
+    AgentCommand { command: Some(Order::Stop(StopCommand {})) }
+}
