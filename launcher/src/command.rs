@@ -110,3 +110,15 @@ pub struct Streams {
     /// Standard error.
     pub stderr: bool,
 }
+
+/// Signals that may end a job, by name.
+pub const SIGNALS: [(&str, Signal); 8] = [
+    ("SIGHUP", Signal::HUP),
+    ("SIGINT", Signal::INT),
+    ("SIGQUIT", Signal::QUIT),
+    ("SIGUSR1", Signal::USR1),
+    ("SIGUSR2", Signal::USR2),
+    ("SIGALRM", Signal::ALARM),
+    ("SIGTERM", Signal::TERM),
+    ("SIGXCPU", Signal::XCPU),
+];

@@ -99,8 +99,7 @@ async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
     match bench {
         Bench::Alloc { traces } => (trainer.bench_alloc)(&traces),
         Bench::Train { config, nproc, set, steps, warmup, profile, json } => {
-            let (spec, placement) =
-                launch::prepare(&Launch { config: Some(config), nproc, set, resume: None })?;
+            let (spec, placement) = launch::prepare(&Launch { config, nproc, set, resume: None })?;
             let extent = Extent { warmup, steps, profile };
             let found = train::run(spec, &placement, extent, began, trainer).await?;
             Ok(if json { as_json(&serde_json::json!(found)) } else { train::table(&found) })
@@ -141,7 +140,7 @@ fn as_json(value: &serde_json::Value) -> String {
 }
 
 /// A number of bytes, with K, M or G for powers of 1024.
-fn bytes(text: &str) -> Result<u64, String> {
+pub(super) fn bytes(text: &str) -> Result<u64, String> {
     let units = [("K", 10), ("M", 20), ("G", 30)];
     let unit = units.iter().find_map(|(unit, shift)| Some((text.strip_suffix(unit)?, *shift)));
     let (digits, shift) = unit.unwrap_or((text, 0));

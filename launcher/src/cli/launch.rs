@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
-use clap::Args;
 use miette::{GraphicalReportHandler, GraphicalTheme};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
@@ -14,23 +13,16 @@ use crate::devices::{self, Node, Placement};
 use crate::run_dir::{self, RunDir};
 use crate::{Refusal, Trainer, report};
 
-/// Options of a launch.
-#[derive(Debug, Args)]
+/// A launch of the built-in trainer.
+#[derive(Debug)]
 pub(super) struct Launch {
     /// Training configuration.
-    #[arg(value_name = "CONFIG.toml", required = true)]
-    pub(super) config: Option<PathBuf>,
-
+    pub(super) config: PathBuf,
     /// Workers to start. Default: one per GPU, or 1 without GPUs.
-    #[arg(long, visible_alias = "nproc-per-node", value_name = "N")]
     pub(super) nproc: Option<u32>,
-
-    /// Override a key of the configuration; may be repeated.
-    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    /// Overrides of keys, as `section.key=value`.
     pub(super) set: Vec<String>,
-
-    /// Resume from the newest checkpoint of this job, or from PATH.
-    #[arg(long, value_name = "PATH", num_args = 0..=1, require_equals = true, default_missing_value = "auto")]
+    /// The checkpoint to resume from: `auto` for the newest of this job, or a path.
     pub(super) resume: Option<String>,
 }
 
@@ -78,14 +70,6 @@ pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
 
 /// Everything that can be known before data is opened.
 pub(super) fn prepare(launch: &Launch) -> Result<(JobSpec, Placement), Refusal> {
-    let path = launch.config.as_deref().unwrap_or("".as_ref());
-    if path.extension().is_none_or(|extension| extension != "toml") {
-        let message = format!(
-            "{}: this version runs training configurations, which end in .toml: xlaunch --nproc 2 train.toml",
-            path.display()
-        );
-        return Err(Refusal::new(ExitCode::Usage, message));
-    }
     let mut overrides = Override::from_environment(std::env::vars());
     let flag = |key: &str, value: String, source: String| Override { key: key.into(), value, source };
     for argument in &launch.set {
@@ -97,7 +81,7 @@ pub(super) fn prepare(launch: &Launch) -> Result<(JobSpec, Placement), Refusal> 
     if let Some(resume) = &launch.resume {
         overrides.push(flag("checkpoint.resume", format!("{resume:?}"), format!("--resume={resume}")));
     }
-    let mut spec = config::load(path, &overrides).map_err(|error| draw(&error))?;
+    let mut spec = config::load(&launch.config, &overrides).map_err(|error| draw(&error))?;
     let placement = devices::place(&spec, &Node::inspect())?;
     // From here on the description says what is done, on every rank.
     spec.launch.nproc = Some(placement.workers);
