@@ -4,7 +4,9 @@
 //! with it when it retires. Contract: [`Spawner::spawn`] returns when the program runs or has failed to start; its exit
 //! is sent once, whatever it is; [`Worker::signal`] only initiates.
 
+pub mod affinity;
 pub mod environment;
+pub mod port;
 mod sys;
 
 use std::fmt;
