@@ -44,7 +44,7 @@ impl Affinity {
 }
 
 /// Where each of `nproc` workers runs. `gpus_pci` are the PCI addresses of their GPUs in the order of local ranks, as NVML or
-/// sysfs writes them; `sys` is `/sys`.
+/// sysfs writes them; `sys` is `/sys`; `allowed` is never empty.
 ///
 /// # Errors
 /// Why there are not enough cores to be exclusive.
@@ -287,7 +287,7 @@ mod tests {
         ranges.iter().cloned().flatten().collect()
     }
 
-    const ALL: &[Range<usize>] = &[0..32];
+    const ALL: &[Range<usize>] = &[0..16, 16..32];
 
     #[test]
     fn workers_run_beside_their_gpus() {
@@ -317,7 +317,7 @@ mod tests {
         let plan = planned(Some(Binding::CoreComplex), 3, &["0A", "0B", "0C"], ALL).unwrap();
         assert_eq!(plan, [(vec![12, 13, 28, 29], 2), (vec![14, 15, 30, 31], 2), (vec![0, 1, 16, 17], 2)]);
         // Of the first complex only one CPU is allowed: the other is larger.
-        let plan = planned(Some(Binding::CoreComplex), 3, &[], &[1..4]).unwrap();
+        let plan = planned(Some(Binding::CoreComplex), 3, &[], &[1..2, 2..4]).unwrap();
         assert_eq!(plan, [(vec![2, 3], 1), (vec![1], 1), (vec![2, 3], 1)]);
     }
 
