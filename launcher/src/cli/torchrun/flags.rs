@@ -96,7 +96,7 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
             Flag::torchrun(
                 "signals-to-handle",
                 Value("NAMES"),
-                "end the job [SIGTERM,SIGINT,SIGHUP,SIGQUIT]",
+                "that end the job [SIGTERM,SIGINT,SIGHUP,SIGQUIT]",
             ),
             Flag::xlaunch("propagate-exit-code", Nothing, "exit with the failed worker's code instead of 1"),
             Flag::xlaunch("silence", Value("SECONDS"), "point out ranks that do nothing for so long [300]"),
@@ -116,7 +116,7 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
             Flag::torchrun(
                 "log-line-prefix-template",
                 Value("TEXT"),
-                "${role_name} ${local_rank} ${rank} ${hostname}",
+                "of ${role_name}, ${local_rank}, ${rank}, ${hostname}",
             ),
             Flag::torchrun(
                 "local-ranks-filter",

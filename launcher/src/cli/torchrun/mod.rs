@@ -88,18 +88,29 @@ fn understand(
         return Ok(Request::Text(format!("xlaunch {}\n", env!("CARGO_PKG_VERSION"))));
     }
     let reader = Reader { line: &line, environment };
+    let command = |argv: &[OsString], is_program| {
+        let spec = spec::command(&reader, argv, is_program, node)?;
+        Ok(Request::Command(Box::new(spec)))
+    };
     match &line.target {
         None => Err(nothing_to_start(name)),
         Some(Target::Trainer(config)) => trainer::launch(&reader, config).map(Request::Trainer),
-        Some(Target::Script(argv)) if name == Name::Xlaunch && !reader.knows_how_to_run(argv)? => {
+        Some(Target::Script(argv)) if name == Name::Xlaunch && !is_for_python(&reader, argv)? => {
             let script = argv.first().map(|script| script.display().to_string()).unwrap_or_default();
             Err(format!(
                 "{script} does not end in .py or .toml: `xlaunch -- {script}` runs a program, `xlaunch -m {script}` a \
                  Python module"
             ))
         }
-        Some(target) => spec::command(&reader, target, node).map(Box::new).map(Request::Command),
+        Some(Target::Script(argv)) => command(argv, false),
+        Some(Target::Program(argv)) => command(argv, true),
     }
+}
+
+/// Whether a target without `--` is surely meant for Python, or a flag says what it is.
+fn is_for_python(reader: &Reader<'_>, argv: &[OsString]) -> Result<bool, String> {
+    let is_script = argv.first().is_some_and(|script| script.as_bytes().ends_with(b".py"));
+    Ok(is_script || reader.is_set("module")? || reader.is_set("no-python")? || reader.is_set("run-path")?)
 }
 
 fn nothing_to_start(name: Name) -> String {
@@ -110,14 +121,6 @@ fn nothing_to_start(name: Name) -> String {
                 .into()
         }
         Name::Torchrun => "there is nothing to start: expected SCRIPT or -m MODULE; --help says more".into(),
-    }
-}
-
-impl Reader<'_> {
-    /// Whether a target without `--` is surely meant for Python, or a flag says what it is.
-    fn knows_how_to_run(&self, argv: &[OsString]) -> Result<bool, String> {
-        let is_script = argv.first().is_some_and(|script| script.as_bytes().ends_with(b".py"));
-        Ok(is_script || self.is_set("module")? || self.is_set("no-python")? || self.is_set("run-path")?)
     }
 }
 

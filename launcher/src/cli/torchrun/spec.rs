@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
-use super::line::Target;
 use super::python::{self, As};
 use super::reader::{Environment, Reader};
 use super::values;
@@ -17,10 +16,11 @@ use crate::devices::Node;
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 const SILENCE: Duration = Duration::from_secs(300);
 
-/// The description of a launch of `target`.
+/// The description of a launch of `target` with its arguments; `is_program` where it stands behind `--`.
 pub(super) fn command(
     reader: &Reader<'_>,
-    target: &Target,
+    target: &[OsString],
+    is_program: bool,
     node: &dyn Fn() -> Node,
 ) -> Result<CommandSpec, String> {
     for flag in ["set", "resume"] {
@@ -32,7 +32,7 @@ pub(super) fn command(
     reader.parsed("node-rank", values::first_node)?;
     reader.parsed("rdzv-backend", values::backend)?;
     reader.parsed("logs-specs", values::logs_specs)?;
-    let (name, argv) = argv(reader, target)?;
+    let (name, argv) = argv(reader, target, is_program)?;
     let nproc = reader.parsed("nproc-per-node", |text| workers(text, node))?.unwrap_or(1);
     let virtual_local_rank = reader.is_set("virtual-local-rank")?;
     if virtual_local_rank {
@@ -67,14 +67,13 @@ pub(super) fn command(
 }
 
 /// The launch's name and the command of its workers.
-fn argv(reader: &Reader<'_>, target: &Target) -> Result<(String, Vec<OsString>), String> {
+fn argv(
+    reader: &Reader<'_>,
+    target: &[OsString],
+    is_program: bool,
+) -> Result<(String, Vec<OsString>), String> {
     let (is_module, no_python) = (reader.is_set("module")?, reader.is_set("no-python")?);
     let run_path = reader.is_set("run-path")?;
-    let (argv, behind_dashes) = match target {
-        Target::Script(argv) => (argv, false),
-        Target::Program(argv) => (argv, true),
-        Target::Trainer(config) => (&vec![config.clone()], false),
-    };
     let how = match (run_path, is_module) {
         (true, true) => return Err("--run-path and --module exclude each other".into()),
         (true, false) => As::RunPath,
@@ -82,11 +81,9 @@ fn argv(reader: &Reader<'_>, target: &Target) -> Result<(String, Vec<OsString>),
         (false, true) => As::Module,
         (false, false) => As::Script,
     };
-    let name = argv.first().map_or_else(String::new, |first| python::name(first, is_module));
-    if how == As::Script && (no_python || behind_dashes) {
-        return Ok((name, argv.clone()));
-    }
-    Ok((name, python::command(argv, how, reader.environment)?))
+    let name = target.first().map_or_else(String::new, |first| python::name(first, is_module));
+    let direct = how == As::Script && (no_python || is_program);
+    Ok((name, if direct { target.to_vec() } else { python::command(target, how, reader.environment)? }))
 }
 
 fn workers(text: &str, node: &dyn Fn() -> Node) -> Result<u32, String> {
