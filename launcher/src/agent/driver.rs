@@ -24,7 +24,7 @@ use crate::rendezvous::{self, Rendezvous};
 use crate::report::Evidence;
 use crate::run_dir::RunDir;
 use crate::spawn::environment::{self, Group};
-use crate::spawn::{Exit, Spawned, Spawner, Worker};
+use crate::spawn::{Exit, Options, Spawned, Spawner, Worker};
 use crate::summary::Summary;
 
 /// Messages that may wait for this task.
@@ -261,7 +261,7 @@ impl<'a> Driver<'a> {
             master_port,
         };
         let Spawned { worker, stdout, stderr } =
-            self.spawner.spawn(environment::command(&group, rank)?).await?;
+            self.spawner.spawn(environment::command(&group, rank)?, Options::default()).await?;
         let tail = Tail::default();
         let (exits, pidfd) = (self.exits.clone(), worker.watch()?);
         tokio::spawn(async move {
