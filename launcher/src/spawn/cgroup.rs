@@ -12,7 +12,7 @@ use super::tree::Process;
 /// Where version 2 is mounted: alone, or beside version 1.
 const MOUNTS: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 /// What `statfs` says of version 2.
-const MAGIC: i64 = 0x6367_7270;
+const MAGIC: rustix::fs::FsWord = 0x6367_7270;
 
 /// The cgroups of an attempt. They are removed by [`remove`].
 #[derive(Debug)]
@@ -96,9 +96,7 @@ pub(super) fn with_prefix(prefix: &Path) -> Vec<PathBuf> {
 
 /// This process's own cgroup.
 fn own() -> Option<PathBuf> {
-    let version_2 = |path: &&&str| {
-        rustix::fs::statfs(**path).is_ok_and(|found| i64::try_from(found.f_type).is_ok_and(|it| it == MAGIC))
-    };
+    let version_2 = |path: &&&str| rustix::fs::statfs(**path).is_ok_and(|found| found.f_type == MAGIC);
     let mount = MOUNTS.iter().find(version_2)?;
     let text = fs_err::read_to_string("/proc/self/cgroup").ok()?;
     let path = Path::new(text.lines().find_map(|line| line.strip_prefix("0::/"))?);

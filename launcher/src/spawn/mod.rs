@@ -27,7 +27,9 @@ use std::io::IsTerminal;
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{ChildStderr, ChildStdout, Command, Stdio};
 
-use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process_group, pidfd_open, waitid,
+};
 use rustix::thread::CpuSet;
 use tokio::sync::oneshot;
 
@@ -111,12 +113,19 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
         sys::run_on(&mut command, cpus);
     }
     let mut child = children::start(&mut command)?;
-    let missing = || std::io::Error::other("no pipe");
-    let (stdout, stderr) =
-        (child.stdout.take().ok_or_else(missing)?, child.stderr.take().ok_or_else(missing)?);
-    let pid_typed = Pid::from_child(&child);
-    let pidfd = rustix::process::pidfd_open(pid_typed, PidfdFlags::NONBLOCK)?;
-    Ok(Spawned { worker: Worker { pid: child.id(), pid_typed, pidfd }, stdout, stderr })
+    let (stdout, stderr, pid) = (child.stdout.take(), child.stderr.take(), Pid::from_child(&child));
+    match (stdout, stderr, pidfd_open(pid, PidfdFlags::NONBLOCK)) {
+        (Some(stdout), Some(stderr), Ok(pidfd)) => {
+            Ok(Spawned { worker: Worker { pid: child.id(), pid_typed: pid, pidfd }, stdout, stderr })
+        }
+        (_, _, watched) => {
+            // What cannot be watched must not run. It may have ended.
+            let _ = child.kill();
+            let _ = child.wait();
+            children::forget(child.id());
+            Err(watched.err().map_or_else(|| std::io::Error::other("no pipe"), Into::into))
+        }
+    }
 }
 
 impl Worker {
@@ -127,7 +136,7 @@ impl Worker {
             return Exit::Unknown;
         }
         let look = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-        match rustix::process::waitid(WaitId::PidFd(pidfd.get_ref().as_fd()), look) {
+        match waitid(WaitId::PidFd(pidfd.get_ref().as_fd()), look) {
             Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
                 (Some(code), _) => Exit::Code(code),
                 (None, Some(signal)) => Exit::Signal(signal),
@@ -144,7 +153,7 @@ impl Worker {
 
     /// Signals the whole process group. A group that is gone needs none.
     pub fn signal(&self, signal: Signal) {
-        let _ = rustix::process::kill_process_group(self.pid_typed, signal);
+        let _ = kill_process_group(self.pid_typed, signal);
     }
 }
 
@@ -152,7 +161,7 @@ impl Drop for Worker {
     fn drop(&mut self) {
         // One that still runs is an orphan from now on.
         let end = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
-        let _ = rustix::process::waitid(WaitId::PidFd(self.pidfd.as_fd()), end);
+        let _ = waitid(WaitId::PidFd(self.pidfd.as_fd()), end);
         children::forget(self.pid);
     }
 }

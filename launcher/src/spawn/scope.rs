@@ -6,7 +6,6 @@
 //! [`Scope::gone`] leaves nothing but what the kernel itself cannot end.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -172,7 +171,7 @@ impl Scope {
 
     /// The cgroup of this attempt.
     #[cfg(test)]
-    pub(super) fn cgroup(&self) -> Option<&Path> {
+    pub(super) fn cgroup(&self) -> Option<&std::path::Path> {
         self.leaves.as_ref().map(|leaves| leaves.path.as_path())
     }
 

@@ -173,8 +173,10 @@ fn stopped_workers_go_on_and_still_hear_that_they_shall_end() {
 }
 
 async fn stopped(mut stage: Stage) {
-    let spawned = stage.spawn("sleep 1000", Path::new("/")).await;
+    let spawned = stage.spawn("exec sleep 1000", Path::new("/")).await;
     let own = std::process::id();
+    let name = || Process::read(spawned.worker.pid).map(|process| process.name);
+    wait_for("the program", || (name()? == "sleep").then_some(()));
     let state = || Process::read(spawned.worker.pid).map(|process| process.state);
     // The scene itself is stopped with its worker, and continued from outside.
     let script = format!(
@@ -221,6 +223,8 @@ async fn codes(stage: Stage) {
     std::thread::spawn(|| {
         loop {
             reap_orphans();
+            // The lock favours who has just had it.
+            std::thread::sleep(Duration::from_micros(200));
         }
     });
     for code in 0..60 {
