@@ -84,7 +84,8 @@ impl Guard {
     }
 
     /// Its process id.
-    pub fn pid(&self) -> u32 {
+    #[cfg(test)]
+    pub(super) fn pid(&self) -> u32 {
         self.child.id()
     }
 }

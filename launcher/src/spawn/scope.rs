@@ -71,7 +71,7 @@ impl Scope {
     }
 
     /// A worker runs, or has already ended: its [`Worker`](super::Worker) is kept for as long as this scope.
-    pub fn started(&mut self, _local_rank: u32, pid: u32) {
+    pub fn started(&mut self, pid: u32) {
         if let Some(process) = Process::read(pid) {
             self.family.leaders.insert(pid, process.started);
             self.outside |= !self.leaves.as_ref().is_some_and(|leaves| leaves.hold(pid));

@@ -109,7 +109,7 @@ impl Stage {
         command.args(["-c", script]).current_dir(dir);
         self.scope.enter(0, &mut command);
         let spawned = self.spawner.spawn(command, Options::default()).await.unwrap();
-        self.scope.started(0, spawned.worker.pid);
+        self.scope.started(spawned.worker.pid);
         spawned
     }
 }
