@@ -1,7 +1,7 @@
 //! Everything that the workers of one attempt started, wherever it hid.
 //!
 //! Each rank has a cgroup where version 2 is at hand and writable, and enters it before its program runs. Otherwise, and
-//! where a rank could not enter, its processes are found as [`tree`](super::tree) says, which needs
+//! where a rank could not enter, its processes are found as `tree` says, which needs
 //! [`adopt_orphans`](super::adopt_orphans) for those that left both their parents and their environment. Either way
 //! [`Scope::gone`] leaves nothing but what the kernel itself cannot end.
 
