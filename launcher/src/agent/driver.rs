@@ -16,7 +16,7 @@ use xlaunch_proto::v1::{AgentCommand, Bench, GetJobReply, GetJobRequest, JobStat
 use super::state::{Action, Event, Job, Outcome, Phase, StopCause};
 use super::status::Board;
 use crate::devices::Placement;
-use crate::logs::{self, Tail};
+use crate::logs::{Output, RankOutput};
 use crate::metrics::Metrics;
 use crate::progress::Progress;
 use crate::rendezvous::service::{self, Message};
@@ -117,9 +117,7 @@ pub async fn run(plan: Plan<'_>) -> std::io::Result<Finished> {
 #[derive(Debug)]
 struct Member {
     worker: Worker,
-    tail: Tail,
-    /// The ends of its output.
-    output: Vec<oneshot::Receiver<()>>,
+    output: RankOutput,
     commands: Option<mpsc::Sender<Result<AgentCommand, Status>>>,
     heard: Option<Instant>,
     silent: bool,
@@ -140,7 +138,7 @@ struct Driver<'a> {
     heard: Vec<Heard>,
     reason: String,
     exits: mpsc::UnboundedSender<(u32, Exit)>,
-    console: mpsc::Sender<String>,
+    output: Output,
 }
 
 impl<'a> Driver<'a> {
@@ -169,7 +167,7 @@ impl<'a> Driver<'a> {
             heard: Vec::new(),
             reason: String::new(),
             exits,
-            console,
+            output: Output::for_trainer(console),
             plan,
         })
     }
@@ -262,25 +260,13 @@ impl<'a> Driver<'a> {
         };
         let Spawned { worker, stdout, stderr } =
             self.spawner.spawn(environment::command(&group, rank)?).await?;
-        let tail = Tail::default();
         let (exits, pidfd) = (self.exits.clone(), worker.watch()?);
         tokio::spawn(async move {
             // The driver is gone only when the whole process ends.
             let _ = exits.send((rank, Worker::exit(pidfd).await));
         });
-        let (prefixed, console) = (mpsc::channel(QUEUE), self.console.clone());
-        let (lines, mut prefix) = prefixed;
-        tokio::spawn(async move {
-            while let Some(line) = prefix.recv().await {
-                // As above.
-                let _ = console.send(format!("[rank {rank}] {line}")).await;
-            }
-        });
-        let output = vec![
-            logs::to_file(stdout, &logs.join("stdout.log"))?,
-            logs::to_file_and_console(stderr, &logs.join("stderr.log"), tail.clone(), lines)?,
-        ];
-        Ok(Member { worker, tail, output, commands: None, heard: None, silent: false, alive: true })
+        let output = self.output.start(rank, &logs, stdout, stderr)?;
+        Ok(Member { worker, output, commands: None, heard: None, silent: false, alive: true })
     }
 
     fn checkpoint_dir(&self) -> PathBuf {
@@ -293,10 +279,7 @@ impl<'a> Driver<'a> {
         if let Some(member) = self.members.get_mut(rank as usize).and_then(Option::as_mut) {
             member.alive = false;
             member.commands = None;
-            for end in member.output.drain(..) {
-                // Something the worker started may hold its output open.
-                let _ = tokio::time::timeout(LAST_OUTPUT, end).await;
-            }
+            member.output.end(LAST_OUTPUT).await;
         }
         self.board.exited(rank, exit.to_string());
         Event::Exited { rank, exit }
@@ -483,7 +466,9 @@ impl<'a> Driver<'a> {
 
     fn finish(self, outcome: Option<Outcome>) -> Finished {
         let evidence = self.members.iter().map(|member| match member {
-            Some(member) => Evidence { pid: member.worker.pid, stderr: member.tail.lines() },
+            Some(member) => {
+                Evidence { pid: member.worker.pid, stderr: member.output.tail(), ..Evidence::default() }
+            }
             None => Evidence::default(),
         });
         let internal =
