@@ -49,7 +49,7 @@ pub async fn launch(spec: &JobSpec, placement: &Placement, kind: Kind) -> Result
         bench: Some(Bench { kind: Some(kind) }),
     };
     let finished = driver::run(plan).await.map_err(|error| internal("run the workers", error))?;
-    match report::text(&finished.outcome, &finished.evidence, &run.path.join("logs")) {
+    match report::text(&finished.outcome, &finished.evidence, Some(&run.path.join("logs"))) {
         None if finished.outcome.exit == ExitCode::Done => Ok(finished.heard),
         None => Err(Refusal::new(finished.outcome.exit, "stopped before everything was measured")),
         Some(text) => {

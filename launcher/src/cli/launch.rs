@@ -70,7 +70,7 @@ pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
     if finished.summary.steps() > 0 {
         print!("{}", finished.summary.text(placement.workers, start.elapsed(), finished.metrics));
     }
-    if let Some(text) = report::text(&finished.outcome, &finished.evidence, &run.path.join("logs")) {
+    if let Some(text) = report::text(&finished.outcome, &finished.evidence, Some(&run.path.join("logs"))) {
         eprint!("{text}");
     }
     finished.outcome.exit
