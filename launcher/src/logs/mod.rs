@@ -7,7 +7,7 @@
 //!                        '---------> console: lines behind a prefix, in turns; or bytes as they are, of one rank
 //! ```
 //! - Every byte goes to the files, whatever the console does; a closed console or a full disk stops no worker.
-//! - A line on the console belongs to one writer. See [`console`] for what happens to one that does not end.
+//! - A line on the console belongs to one writer. See `console` for what happens to one that does not end.
 //! - Memory is bounded. A worker that writes faster than the console takes is slowed; the others have their turns.
 
 mod console;

@@ -33,7 +33,8 @@ impl Tail {
         }
     }
 
-    /// The last lines, oldest first, as a terminal would show them: of what a carriage return writes over, the last.
+    /// The last lines, oldest first, as a terminal would show them, without colours: of what a carriage return writes
+    /// over, the last.
     pub(super) fn lines(&self) -> Vec<String> {
         let kept = lock(&self.0);
         let mut lines: Vec<&[u8]> = kept.bytes.split(|byte| *byte == b'\n').collect();
@@ -49,10 +50,29 @@ impl Tail {
 fn shown(line: &[u8]) -> String {
     let line = line.trim_ascii_end();
     let line = line.rsplit(|byte| *byte == b'\r').next().unwrap_or(line);
+    let line = colourless(line);
     match line.get(..WIDTH) {
         Some(begin) if line.len() > WIDTH => format!("{} [...]", String::from_utf8_lossy(begin)),
-        _ => String::from_utf8_lossy(line).into_owned(),
+        _ => String::from_utf8_lossy(&line).into_owned(),
     }
+}
+
+/// The line without sequences that choose a colour: `ESC [ 1 ; 31 m`.
+fn colourless(mut line: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(line.len());
+    while let Some(at) = line.windows(2).position(|pair| pair == b"\x1b[") {
+        out.extend_from_slice(&line[..at]);
+        let digits = line[at + 2..].iter().take_while(|byte| byte.is_ascii_digit() || **byte == b';').count();
+        let end = at + 2 + digits;
+        if line.get(end) == Some(&b'm') {
+            line = &line[end + 1..];
+        } else {
+            out.extend_from_slice(&line[at..end]);
+            line = &line[end..];
+        }
+    }
+    out.extend_from_slice(line);
+    out
 }
 
 #[cfg(test)]
@@ -78,6 +98,7 @@ mod tests {
     #[test]
     fn progress_bars_count_by_their_last_state_and_other_bytes_are_shown_somehow() {
         assert_eq!(tail(b"\r 10%\r 20%\nError\xff\n"), [" 20%", "Error\u{fffd}"]);
+        assert_eq!(tail(b"\x1b[1;31mError\x1b[0m: \x1b[2Jno\x1b["), ["Error: \u{1b}[2Jno\u{1b}["]);
     }
 
     #[test]

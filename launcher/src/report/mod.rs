@@ -63,8 +63,9 @@ pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Op
     }
     for other in &outcome.others {
         let later = of(root).zip(of(other)).map(|(root, other)| later(root, other)).unwrap_or_default();
-        let why =
-            of(other).and_then(cause).map(|cause| format!(": {}", escaped(&cause.what))).unwrap_or_default();
+        // A signal says enough by its name.
+        let coded = of(other).filter(|evidence| matches!(evidence.exit, Some(Exit::Code(_))));
+        let why = coded.and_then(cause).map_or(String::new(), |cause| format!(": {}", escaped(&cause.what)));
         let _ = writeln!(out, "    {}{later}{why}", describe(other, of(other)));
     }
     if let Some(logs) = logs {
@@ -105,6 +106,10 @@ fn describe(failure: &Failure, evidence: Option<&Evidence>) -> String {
     match evidence.exit {
         // A command's codes mean what the command says.
         Some(Exit::Code(code)) => format!("{who}: exit code {code}"),
+        Some(exit @ Exit::Signal(2 | 9 | 15)) if evidence.signalled => {
+            let words = exit.to_string();
+            format!("{who}: {}), sent by xlaunch", words.split([':', ')']).next().unwrap_or_default())
+        }
         _ => format!("{who}: {}", escaped(&failure.what)),
     }
 }

@@ -32,7 +32,7 @@ fn of(pid: u32, exit: Exit, seconds: u64, stderr: &[&str]) -> Evidence {
 
 #[test]
 fn the_root_cause_comes_first_and_the_rest_in_a_line_each() {
-    let exits = [(1, Exit::Code(1)), (0, Exit::Signal(15)), (2, Exit::Signal(11))];
+    let exits = [(1, Exit::Code(1)), (0, Exit::Signal(9)), (2, Exit::Signal(11)), (3, Exit::Code(1))];
     let traceback = [
         "Traceback (most recent call last):",
         "  File \"/w/train.py\", line 12, in <module>",
@@ -43,8 +43,9 @@ fn the_root_cause_comes_first_and_the_rest_in_a_line_each() {
         Evidence { signalled: true, ..of(100, exits[1].1, 1, &[]) },
         Evidence { host: "node7".into(), ..of(101, exits[0].1, 0, &traceback) },
         of(102, exits[2].1, 2, &[]),
+        of(103, exits[3].1, 3, &["  File \"/w/train.py\", line 40, in f", "ValueError: bad"]),
     ];
-    let text = text(&outcome(3, &exits), &evidence, Some(Path::new("/runs/1/logs"))).unwrap();
+    let text = text(&outcome(4, &exits), &evidence, Some(Path::new("/runs/1/logs"))).unwrap();
     let expected = "\
 xlaunch: the job failed
   rank 1 (pid 101) on node7: exit code 1, at 04:50:35 UTC
@@ -56,8 +57,9 @@ xlaunch: the job failed
         import flash_attn
     ModuleNotFoundError: No module named 'flash_attn'
   then:
-    rank 0 (pid 100): signal 15 (SIGTERM), 1.0 s later
-    rank 2 (pid 102): signal 11 (SIGSEGV: bad memory access), 2.0 s later: it used memory that is not its own (SIGSEGV)
+    rank 0 (pid 100): signal 9 (SIGKILL), sent by xlaunch, 1.0 s later
+    rank 2 (pid 102): signal 11 (SIGSEGV: bad memory access), 2.0 s later
+    rank 3 (pid 103): exit code 1, 3.0 s later: ValueError: bad (/w/train.py, line 40)
   logs: /runs/1/logs
   exit code 1 (a worker failed)
 ";
