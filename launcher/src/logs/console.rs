@@ -85,14 +85,15 @@ impl Console {
     fn write(&self, writer: u64, fresh: bool, prefix: &[u8], text: &[u8]) {
         self.turn(|output| {
             let interrupts = output.open.is_some_and(|open| open != writer);
-            let continues = !fresh && output.open == Some(writer);
-            let newline: &[u8] = if interrupts { b"\n" } else { b"" };
-            let (prefix, mark) = match (continues, fresh) {
-                (true, _) => (&b""[..], &b""[..]),
-                (false, true) => (prefix, &b""[..]),
-                (false, false) => (prefix, MARK),
+            let (lead, text) = match output.open == Some(writer) && !fresh {
+                true => (Vec::new(), text),
+                false => begin(fresh, prefix, text),
             };
-            self.put(output, &[newline, prefix, mark].concat());
+            if text.is_empty() {
+                return;
+            }
+            let newline: &[u8] = if interrupts { b"\n" } else { b"" };
+            self.put(output, &[newline, &lead].concat());
             self.put(output, text);
             output.open = (!text.ends_with(b"\n")).then_some(writer);
         });
@@ -139,6 +140,18 @@ impl Console {
                 Err(_) => return,
             }
         }
+    }
+}
+
+/// What goes before a text at the beginning of a line, and what of the text is left to show.
+fn begin<'a>(fresh: bool, prefix: &[u8], text: &'a [u8]) -> (Vec<u8>, &'a [u8]) {
+    // The line was ended when it was interrupted: its own end comes too late.
+    let ended = text.strip_prefix(b"\n").or(text.strip_prefix(b"\r\n"));
+    match ended {
+        Some(after) if !fresh => (Vec::new(), after),
+        // What is written over the line is not its rest.
+        _ if fresh || text.starts_with(b"\r") => (prefix.to_vec(), text),
+        _ => ([prefix, MARK].concat(), text),
     }
 }
 
@@ -294,6 +307,17 @@ mod tests {
             a.feed(b"30%\n");
         });
         assert_eq!(text, "[0] \r[0] 10%\r[0] 20%\r\n[1] x\r\n[0] 30%\n");
+        let text = shown([Some("[0] "), Some("[1] ")], |_, a, b| {
+            a.feed(b"\r10%");
+            a.flush();
+            b.feed(b"x\n");
+            a.feed(b"\r20%");
+            a.flush();
+            b.feed(b"y\n");
+            a.feed(b"\n");
+            a.feed(b"next\n");
+        });
+        assert_eq!(text, "[0] \r[0] 10%\n[1] x\n[0] \r[0] 20%\n[1] y\n[0] next\n");
     }
 
     #[test]

@@ -1,8 +1,6 @@
 //! What made a worker fail, as far as it can be known from outside: pure. What the evidence does not prove is said with
 //! "perhaps"; where it says nothing there is no cause.
 
-use std::path::Path;
-
 use rustix::io::Errno;
 
 use super::Evidence;
@@ -226,11 +224,9 @@ fn shell(exit: Exit, evidence: &Evidence) -> Option<Cause> {
         _ => return None,
     };
     let said = evidence.stderr.iter().rev().find(|line| line.contains(word));
-    let name = Path::new(&evidence.program).file_name().map(|name| name.to_string_lossy());
-    Some(match (said, name) {
-        (Some(line), _) => Cause::of(format!("{what}: {}", line.trim())),
-        (None, Some(name)) => Cause::of(format!("perhaps {what} ({name} does not say which)")),
-        (None, None) => Cause::of(format!("perhaps {what}")),
+    Some(match said {
+        Some(line) => Cause::of(format!("{what}: {}", line.trim())),
+        None => Cause::of(format!("perhaps {what}")),
     })
 }
 
