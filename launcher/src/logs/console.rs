@@ -133,9 +133,8 @@ impl Console {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 // Another program that has the same terminal may have made it non-blocking.
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    if poll(&mut [PollFd::new(&output.fd, PollFlags::OUT)], None).is_err() {
-                        return;
-                    }
+                    // An interrupted or failed wait ends in another attempt, which says what is wrong.
+                    let _ = poll(&mut [PollFd::new(&output.fd, PollFlags::OUT)], None);
                 }
                 Err(_) => return,
             }
