@@ -4,6 +4,7 @@
 //! train.toml + environment + flags --config--> JobSpec --devices--> plan --run_dir--> agent::driver (one task)
 //!     spawn: worker processes --exit, output-->  |  <--Join, Session, Status, Stop-- rendezvous::service (gRPC)
 //!     signals -------------------------------->  |  --> agent::state (pure): what to do, and why
+//!     status, logs: answered from a board  <-----|
 //!     progress, metrics, summary, report  <------'
 //! ```
 //! It never calls CUDA; NVML, loaded at run time, is asked for the number of GPUs. `main.rs` alone knows the worker.
@@ -17,10 +18,12 @@ pub mod devices;
 pub mod logs;
 pub mod metrics;
 pub mod progress;
+pub mod registry;
 pub mod rendezvous;
 pub mod report;
 pub mod run_dir;
 pub mod spawn;
+pub mod status;
 pub mod summary;
 
 use std::path::{Path, PathBuf};

@@ -5,16 +5,17 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::sleep_until;
 use tonic::Status;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::agent_command::Command;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{AgentCommand, Bench, GetJobReply, GetJobRequest, JobState, JoinReply, StopCommand};
+use xlaunch_proto::v1::{
+    AgentCommand, Bench, GetJobReply, GetJobRequest, JobKind, JobState, JoinReply, StopCommand,
+};
 
 use super::state::{Action, Event, Job, Outcome, Phase, StopCause};
-use super::status::Board;
 use crate::devices::Placement;
 use crate::logs::{self, Tail};
 use crate::metrics::Metrics;
@@ -25,6 +26,7 @@ use crate::report::Evidence;
 use crate::run_dir::RunDir;
 use crate::spawn::environment::{self, Group};
 use crate::spawn::{Exit, Spawned, Spawner, Worker};
+use crate::status::board::{self, Board};
 use crate::summary::Summary;
 
 /// Messages that may wait for this task.
@@ -35,6 +37,8 @@ const SILENCE: Duration = Duration::from_secs(15);
 const LAST_OUTPUT: Duration = Duration::from_millis(500);
 /// Pause between looks at silent workers.
 const LOOK: Duration = Duration::from_secs(5);
+/// Silence of a rank that does nothing either, in status.
+const IDLE_SILENCE: Duration = Duration::from_secs(300);
 
 /// What an agent needs to run a job.
 #[derive(Debug)]
@@ -73,16 +77,27 @@ pub struct Heard {
 /// Runs a job to its end.
 pub async fn run(plan: Plan<'_>) -> std::io::Result<Finished> {
     let (messages, mut inbox) = mpsc::channel(QUEUE);
-    service::serve(&plan.run.socket, messages)?;
+    let arguments: Vec<_> = std::env::args_os().collect();
+    let board = watch::Sender::new(Board::new(board::Launch {
+        kind: JobKind::Trainer,
+        id: plan.run.id.clone(),
+        name: plan.spec.job.name.clone(),
+        command_line: board::command_line(arguments.iter().map(|argument| argument.as_os_str())),
+        max_restarts: plan.spec.launch.max_restarts,
+        log_dir: plan.run.logs.clone(),
+        silence: IDLE_SILENCE,
+    }));
+    let serving = service::serve(&plan.run.socket, messages, board.clone()).await?;
     let (exits, mut exited) = mpsc::unbounded_channel();
     let (console, mut lines) = mpsc::channel(QUEUE);
     let mut interrupts = signal(SignalKind::interrupt())?;
     let mut terminates = signal(SignalKind::terminate())?;
     let mut hangups = signal(SignalKind::hangup())?;
     let mut look = tokio::time::interval(LOOK);
-    let mut driver = Driver::new(plan, exits, console)?;
+    let mut driver = Driver::new(plan, board, exits, console)?;
 
     let mut outcome = driver.act(vec![Action::Start { attempt: 0 }]).await;
+    driver.show_state();
     while outcome.is_none() {
         let deadline = driver.deadline();
         let event = tokio::select! {
@@ -103,6 +118,7 @@ pub async fn run(plan: Plan<'_>) -> std::io::Result<Finished> {
         };
         if let Some(event) = event {
             let actions = driver.job.handle(event, Instant::now());
+            driver.show_state();
             outcome = driver.act(actions).await;
         }
     }
@@ -110,6 +126,7 @@ pub async fn run(plan: Plan<'_>) -> std::io::Result<Finished> {
         driver.progress.say(&line);
     }
     driver.progress.finish();
+    serving.finish().await;
     Ok(driver.finish(outcome))
 }
 
@@ -133,12 +150,11 @@ struct Driver<'a> {
     members: Vec<Option<Member>>,
     rendezvous: Rendezvous,
     waiting: Vec<oneshot::Sender<Result<JoinReply, Status>>>,
-    board: Board,
+    board: watch::Sender<Board>,
     progress: Progress,
     metrics: Option<Metrics>,
     summary: Summary,
     heard: Vec<Heard>,
-    reason: String,
     exits: mpsc::UnboundedSender<(u32, Exit)>,
     console: mpsc::Sender<String>,
 }
@@ -146,6 +162,7 @@ struct Driver<'a> {
 impl<'a> Driver<'a> {
     fn new(
         plan: Plan<'a>,
+        board: watch::Sender<Board>,
         exits: mpsc::UnboundedSender<(u32, Exit)>,
         console: mpsc::Sender<String>,
     ) -> std::io::Result<Self> {
@@ -162,12 +179,11 @@ impl<'a> Driver<'a> {
             members: Vec::new(),
             rendezvous: Rendezvous::new(world, 0, plan.spec.digest(), Instant::now()),
             waiting: Vec::new(),
-            board: Board::new(&plan.run.id, &plan.spec.job.name),
+            board,
             progress: Progress::default(),
             metrics,
             summary: Summary::default(),
             heard: Vec::new(),
-            reason: String::new(),
             exits,
             console,
             plan,
@@ -207,12 +223,23 @@ impl<'a> Driver<'a> {
                 Action::Kill => self.signal(Signal::KILL),
                 Action::Say(text) => {
                     self.progress.say(&format!("xlaunch: {text}"));
-                    self.reason = text;
+                    self.board.send_modify(|board| board.because(&text));
                 }
                 Action::End(outcome) => return Some(outcome),
             }
         }
         None
+    }
+
+    /// Lets callers see where the job is.
+    fn show_state(&self) {
+        let state = match self.job.phase() {
+            Phase::Meeting => JobState::Rendezvous,
+            Phase::Running => JobState::Running,
+            Phase::Stopping => JobState::Stopping,
+            Phase::Ended => JobState::Done,
+        };
+        self.board.send_modify(|board| board.now_in(state));
     }
 
     fn signal(&self, signal: Signal) {
@@ -230,14 +257,15 @@ impl<'a> Driver<'a> {
         let timeout = Duration::from_secs_f64(self.plan.spec.launch.join_timeout);
         self.rendezvous = Rendezvous::new(world, attempt, self.plan.spec.digest(), Instant::now() + timeout);
         self.refuse_waiting("the attempt is over");
-        self.board.reset(attempt, world);
+        self.board.send_modify(|board| board.reset(attempt, world));
         self.members = (0..world).map(|_| None).collect();
         let port = environment::free_port().unwrap_or(29_500);
         let mut actions = Vec::new();
         for rank in 0..world {
             match self.start_one(attempt, rank, port).await {
                 Ok(member) => {
-                    self.board.spawned(rank, member.worker.pid);
+                    let pid = member.worker.pid;
+                    self.board.send_modify(|board| board.spawned(rank, pid, Instant::now()));
                     self.members[rank as usize] = Some(member);
                 }
                 Err(error) => {
@@ -250,7 +278,7 @@ impl<'a> Driver<'a> {
     }
 
     async fn start_one(&self, attempt: u32, rank: u32, master_port: u16) -> std::io::Result<Member> {
-        let logs = self.plan.run.path.join("logs").join(format!("attempt_{attempt}")).join(rank.to_string());
+        let logs = self.plan.run.logs.join(format!("attempt_{attempt}")).join(rank.to_string());
         fs_err::create_dir_all(&logs)?;
         let group = Group {
             run_id: &self.plan.run.id,
@@ -298,7 +326,7 @@ impl<'a> Driver<'a> {
                 let _ = tokio::time::timeout(LAST_OUTPUT, end).await;
             }
         }
-        self.board.exited(rank, exit.to_string());
+        self.board.send_modify(|board| board.exited(rank, exit.to_string()));
         Event::Exited { rank, exit }
     }
 
@@ -338,16 +366,6 @@ impl<'a> Driver<'a> {
                 }
                 None
             }
-            Message::Status(reply) => {
-                let state = match self.job.phase() {
-                    Phase::Meeting => JobState::Rendezvous,
-                    Phase::Running => JobState::Running,
-                    Phase::Stopping => JobState::Stopping,
-                    Phase::Ended => JobState::Done,
-                };
-                let _ = reply.send(self.board.reply(state, &self.reason, Instant::now()));
-                None
-            }
             Message::Stop => Some(Event::Stop(StopCause::Call)),
         }
     }
@@ -379,12 +397,12 @@ impl<'a> Driver<'a> {
         let (rank, device) = (join.rank.0, join.device_uuid.clone());
         match self.rendezvous.join(join) {
             rendezvous::Progress::Waiting => {
-                self.board.joined(rank, &device);
+                self.board.send_modify(|board| board.joined(rank, &device));
                 self.waiting.push(reply);
                 None
             }
             rendezvous::Progress::Complete(joined) => {
-                self.board.joined(rank, &device);
+                self.board.send_modify(|board| board.joined(rank, &device));
                 self.waiting.push(reply);
                 for reply in self.waiting.drain(..) {
                     let _ = reply.send(Ok(joined.clone().into()));
@@ -411,7 +429,7 @@ impl<'a> Driver<'a> {
 
     fn report(&mut self, rank: u32, report: Report) {
         let now = Instant::now();
-        self.board.reported(rank, &report, now);
+        self.board.send_modify(|board| board.reported(rank, &report, now));
         if let Some(member) = self.members.get_mut(rank as usize).and_then(Option::as_mut) {
             member.heard = Some(now);
             member.silent = false;

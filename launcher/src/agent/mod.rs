@@ -5,4 +5,3 @@
 
 pub mod driver;
 pub mod state;
-mod status;

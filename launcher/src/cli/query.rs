@@ -9,7 +9,7 @@ use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{JobState, RankState, StatusReply, StatusRequest, StopRequest};
 
 use crate::progress::count;
-use crate::run_dir::SOCKET;
+use crate::registry::SOCKET;
 
 /// How deep below the given directory a run may lie: output, job, run.
 const DEPTH: usize = 3;
