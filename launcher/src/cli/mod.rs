@@ -4,8 +4,6 @@ mod bench;
 mod launch;
 mod query;
 
-use std::path::PathBuf;
-
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use xlaunch_proto::exit::ExitCode;
 
@@ -24,22 +22,15 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Query {
-    /// Show the state of a running launch.
-    Status {
-        /// Directory of the run, or of anything above it. Default: the newest run below `runs`.
-        run: Option<PathBuf>,
-        /// Print JSON.
-        #[arg(long)]
-        json: bool,
-    },
+    /// Show the state of running launches.
+    Status(query::Status),
+    /// Print what a rank of a running launch has written.
+    Logs(query::Logs),
     /// Measure what parts of xlaunch cost on this machine.
     #[command(subcommand)]
     Bench(bench::Bench),
-    /// Stop a running launch at its next step, with a checkpoint.
-    Stop {
-        /// As for `status`.
-        run: Option<PathBuf>,
-    },
+    /// Stop a running launch; training stops at its next step, with a checkpoint.
+    Stop(query::Stop),
 }
 
 /// Runs the command line of this process.
@@ -62,9 +53,10 @@ pub fn main(trainer: Trainer) -> ExitCode {
         }
     };
     let exit = match cli.command {
-        Some(Query::Status { run, json }) => runtime.block_on(query::status(run, json)),
+        Some(Query::Status(options)) => runtime.block_on(query::status(options)),
+        Some(Query::Logs(options)) => runtime.block_on(query::logs(options)),
         Some(Query::Bench(bench)) => runtime.block_on(bench::run(bench, trainer)),
-        Some(Query::Stop { run }) => runtime.block_on(query::stop(run)),
+        Some(Query::Stop(options)) => runtime.block_on(query::stop(options)),
         None => runtime.block_on(launch::run(&cli.launch, trainer)),
     };
     // Log threads may still wait on output that an orphan holds open; they end with the process.
