@@ -18,8 +18,8 @@ use xlaunch_tests::{Finished, Job, Running, wait_for};
 
 const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
-/// A job that goes on until it is stopped.
-const FOR_EVER: [&str; 2] = ["--set", "train.steps=1000000"];
+/// A job that goes on until it is stopped, and then not for long.
+const FOR_EVER: [&str; 4] = ["--set", "train.steps=1000000", "--set", "launch.shutdown_timeout=1.0"];
 
 fn query(job: &Job, args: &[&str]) -> Finished {
     Running::start(&mut job.command(args)).finish()
@@ -64,7 +64,7 @@ fn status_and_stop_reach_a_running_job() {
     assert_eq!(status["launcher_pid"], run.pid(), "{status}");
     assert_eq!((&status["restarts"], &status["max_restarts"]), (&0.into(), &0.into()), "{status}");
     assert!(
-        status["command_line"].as_str().unwrap().ends_with("train.toml --nproc 2 --set train.steps=1000000")
+        status["command_line"].as_str().unwrap().contains("train.toml --nproc 2 --set train.steps=1000000")
     );
     assert!(status["host"].as_str().is_some_and(|host| !host.is_empty()));
     let log_dir = std::fs::canonicalize(job.path().join(status["log_dir"].as_str().unwrap())).unwrap();
@@ -98,7 +98,7 @@ fn status_and_stop_reach_a_running_job() {
 #[test]
 fn launches_are_found_by_name_by_beginning_and_by_directory_from_anywhere() {
     let job = Job::scripted(FAKE_WORKER, "join say:ready sleep");
-    let (first, second) = (job.start(&[]), job.start(&[]));
+    let (first, second) = (job.start(&FOR_EVER), job.start(&FOR_EVER));
     first.wait_for_stderr("ready");
     second.wait_for_stderr("ready");
     let both = status(&job, &[]);
@@ -136,10 +136,10 @@ fn launches_are_found_by_name_by_beginning_and_by_directory_from_anywhere() {
 #[test]
 fn a_watch_goes_on_until_the_launch_ends() {
     let job = Job::scripted(FAKE_WORKER, "join say:ready sleep");
-    let run = job.start(&[]);
+    let run = job.start(&FOR_EVER);
     run.wait_for_stderr("ready");
-    let table = Running::start(&mut job.command(&["status", "--watch=0.1"]));
-    let json = Running::start(&mut job.command(&["status", "--watch=0.1", "--json"]));
+    let table = Running::start(&mut job.command(&["status", "--watch", "0.1"]));
+    let json = Running::start(&mut job.command(&["status", "--json", "--watch", "0.1"]));
     std::thread::sleep(Duration::from_secs(1));
     query(&job, &["stop"]);
     run.finish();
@@ -170,7 +170,7 @@ fn logs_are_followed_through_a_restart_to_the_last_words() {
 #[test]
 fn the_services_say_what_they_are_and_that_they_serve() {
     let job = Job::scripted(FAKE_WORKER, "join say:ready sleep");
-    let run = job.start(&[]);
+    let run = job.start(&FOR_EVER);
     run.wait_for_stderr("ready");
     let (runtime, channel) = connect(&job);
     runtime.block_on(async {

@@ -22,8 +22,7 @@ pub(super) struct Status {
     /// Name of a launch, the beginning of it, or a directory with one below. Default: the one that runs, or a list of all.
     run: Option<PathBuf>,
     /// Show it again every SECONDS, until the launch ends.
-    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "2",
-          value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2", value_parser = seconds)]
     watch: Option<Duration>,
     /// Print JSON.
     #[arg(long)]
@@ -234,5 +233,7 @@ fn width() -> usize {
 /// A pause between two looks.
 fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse::<f64>().ok().filter(|seconds| (0.1..=86_400.0).contains(seconds));
-    seconds.map(Duration::from_secs_f64).ok_or_else(|| "expected seconds, from 0.1 to 86400".into())
+    seconds
+        .map(Duration::from_secs_f64)
+        .ok_or_else(|| "expected seconds, from 0.1 to 86400; a launch goes before --watch".into())
 }
