@@ -1,23 +1,28 @@
-//! Who gets through to the agent: processes of its own user and root, and no more of them at a time than it has descriptors
-//! for. Workers, which are children of this process, always do.
+//! Who gets through to the agent: processes of its own user and root.
+//!
+//! Workers, which are children of this process, stay as long as they want. Of all others there is a limit, below that of
+//! descriptors; where it is reached, the oldest has to go, so that callers who hang or never speak keep nobody out.
 
+use std::collections::BTreeMap;
 use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use rustix::net::Shutdown;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::Connected;
 
 use crate::status::sample;
 
-/// Connections at a time that are not workers'. A process may have 1024 descriptors, often enough.
-const CALLERS: usize = 256;
+/// Connections at a time that are not workers', of two descriptors each: a process often has no more than 1024.
+const CALLERS: usize = 128;
 /// Pause where a connection could not be taken, for lack of descriptors or memory.
 const BREATH: Duration = Duration::from_millis(100);
 
@@ -33,46 +38,91 @@ pub(super) fn bind(socket: &Path) -> io::Result<ReceiverStream<io::Result<Connec
 
 /// Takes connections until nobody wants them. An error of one ends none of the others.
 async fn accept(listener: UnixListener, connections: mpsc::Sender<io::Result<Connection>>) {
-    let callers = Arc::new(Semaphore::new(CALLERS));
+    let callers = Callers::default();
     loop {
         let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
+            accepted = listener.accept() => accepted.and_then(|(stream, _)| admit(stream, &callers)),
             () = connections.closed() => return,
         };
         match accepted {
-            Ok((stream, _)) => {
-                // One that is turned away sees its connection closed.
-                if let Some(connection) = admit(stream, &callers)
-                    && connections.send(Ok(connection)).await.is_err()
-                {
+            Ok(Some(connection)) => {
+                if connections.send(Ok(connection)).await.is_err() {
                     return;
                 }
             }
+            // One that is turned away sees its connection closed.
+            Ok(None) => {}
             Err(_) => tokio::time::sleep(BREATH).await,
         }
     }
 }
 
-fn admit(stream: UnixStream, callers: &Arc<Semaphore>) -> Option<Connection> {
-    let peer = stream.peer_cred().ok()?;
+fn admit(stream: UnixStream, callers: &Callers) -> io::Result<Option<Connection>> {
+    let peer = stream.peer_cred()?;
     let own = rustix::process::getuid().as_raw();
     if peer.uid() != own && peer.uid() != 0 {
-        return None;
+        return Ok(None);
     }
     let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok());
     let is_worker = pid.and_then(sample::parent) == Some(std::process::id());
-    let permit = match is_worker {
+    let caller = match is_worker {
         true => None,
-        false => Some(callers.clone().try_acquire_owned().ok()?),
+        false => Some(callers.add(&stream)?),
     };
-    Some(Connection { stream, _permit: permit })
+    Ok(Some(Connection { stream, _caller: caller }))
+}
+
+/// The connections that are not workers'.
+#[derive(Clone, Debug, Default)]
+struct Callers(Arc<Mutex<Open>>);
+
+#[derive(Debug, Default)]
+struct Open {
+    /// Connections so far.
+    count: u64,
+    /// By number: the oldest comes first.
+    streams: BTreeMap<u64, OwnedFd>,
+}
+
+/// One of them, until it is dropped.
+#[derive(Debug)]
+struct Caller {
+    callers: Callers,
+    number: u64,
+}
+
+impl Callers {
+    /// Adds a connection, and ends the oldest where there are too many.
+    fn add(&self, stream: &UnixStream) -> io::Result<Caller> {
+        let mut open = self.open();
+        if open.streams.len() >= CALLERS
+            && let Some((_, oldest)) = open.streams.pop_first()
+        {
+            // Its owner sees the end of the stream. One that is closed already needs no end.
+            let _ = rustix::net::shutdown(&oldest, Shutdown::Both);
+        }
+        let number = open.count;
+        open.count += 1;
+        open.streams.insert(number, stream.as_fd().try_clone_to_owned()?);
+        Ok(Caller { callers: self.clone(), number })
+    }
+
+    fn open(&self) -> MutexGuard<'_, Open> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Caller {
+    fn drop(&mut self) {
+        self.callers.open().streams.remove(&self.number);
+    }
 }
 
 /// A connection that counts until it is closed.
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: UnixStream,
-    _permit: Option<OwnedSemaphorePermit>,
+    _caller: Option<Caller>,
 }
 
 impl Connected for Connection {

@@ -102,7 +102,7 @@ pub(super) async fn connect(launch: &Running) -> Result<AgentClient<Channel>, St
     });
     match channel.connect_with_connector(connector).await {
         Ok(channel) => Ok(AgentClient::new(channel)),
-        Err(_) => Err(format!("{} is starting or has ended: ask again", launch.name)),
+        Err(_) => Err(no_connection(launch)),
     }
 }
 
@@ -122,6 +122,12 @@ pub(super) fn problem(launch: &Running, status: &tonic::Status) -> String {
                 "{name} has not answered for {seconds} s: is its xlaunch stopped, or the machine overloaded?"
             )
         }
+        // Not the agent's words: the connection broke.
+        _ if std::error::Error::source(status).is_some() => no_connection(launch),
         _ => format!("{}: {}", launch.name, status.message()),
     }
+}
+
+fn no_connection(launch: &Running) -> String {
+    format!("{} takes no calls: it starts or ends; ask again", launch.name)
 }
