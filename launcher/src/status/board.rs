@@ -98,9 +98,11 @@ impl Board {
 
     /// The rank's process runs.
     pub fn spawned(&mut self, rank: u32, pid: u32, now: Instant) {
+        // A command joins nobody that we know of: it runs.
+        let is_command = self.launch.kind == JobKind::Command;
         if let Some(rank) = self.rank(rank) {
             rank.status.pid = pid;
-            rank.status.set_state(RankState::Started);
+            rank.status.set_state(if is_command { RankState::Running } else { RankState::Started });
             rank.output = Some(now);
         }
     }
