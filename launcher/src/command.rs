@@ -110,3 +110,41 @@ pub struct Streams {
     /// Standard error.
     pub stderr: bool,
 }
+
+/// Signals that may end a job, by name.
+pub const SIGNALS: [(&str, Signal); 8] = [
+    ("SIGHUP", Signal::HUP),
+    ("SIGINT", Signal::INT),
+    ("SIGQUIT", Signal::QUIT),
+    ("SIGUSR1", Signal::USR1),
+    ("SIGUSR2", Signal::USR2),
+    ("SIGALRM", Signal::ALARM),
+    ("SIGTERM", Signal::TERM),
+    ("SIGXCPU", Signal::XCPU),
+];
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A launch of one `true`, for tests of what launches have in common.
+    pub(crate) fn spec(name: &str) -> CommandSpec {
+        CommandSpec {
+            name: name.into(),
+            argv: vec!["true".into()],
+            role: "default".into(),
+            run_id: None,
+            nproc: 1,
+            master_addr: "127.0.0.1".into(),
+            master_port: None,
+            virtual_local_rank: false,
+            binding: None,
+            restarts: Restarts { most: 0, not_after: BTreeSet::new() },
+            shutdown_timeout: Duration::from_secs(30),
+            signals: Vec::new(),
+            propagate_exit_code: false,
+            silence: Duration::from_secs(300),
+            logs: LogOptions::default(),
+        }
+    }
+}

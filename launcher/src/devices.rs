@@ -41,6 +41,27 @@ fn count_gpus() -> Result<u32, String> {
     nvml.device_count().map_err(|error| format!("NVML: {error}"))
 }
 
+/// PCI addresses of the visible GPUs, in CUDA's order on a node of equal GPUs; empty where NVML tells of none.
+pub fn gpu_addresses() -> Vec<String> {
+    let Ok(nvml) = nvml_wrapper::Nvml::init() else { return Vec::new() };
+    let gpus = (0..nvml.device_count().unwrap_or(0)).map(|index| {
+        let device = nvml.device_by_index(index)?;
+        Ok((device.uuid()?, device.pci_info()?.bus_id))
+    });
+    let gpus: Vec<_> = gpus.collect::<Result<_, nvml_wrapper::error::NvmlError>>().unwrap_or_default();
+    visible_addresses(&gpus, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref())
+}
+
+/// The addresses among pairs of UUID and address that `CUDA_VISIBLE_DEVICES` names by index or by the beginning of a UUID.
+fn visible_addresses(gpus: &[(String, String)], visible: Option<&str>) -> Vec<String> {
+    let Some(visible) = visible else { return gpus.iter().map(|(_, address)| address.clone()).collect() };
+    let named = |entry: &str| match entry.parse::<usize>() {
+        Ok(index) => gpus.get(index),
+        Err(_) => gpus.iter().find(|(uuid, _)| !entry.is_empty() && uuid.starts_with(entry)),
+    };
+    visible.split(',').map_while(|entry| named(entry.trim()).map(|(_, address)| address.clone())).collect()
+}
+
 /// What the speed of this node's devices depends on beside their name: the GPUs' driver, or the CPU's model.
 pub fn platform(cuda: bool) -> String {
     let driver = || nvml_wrapper::Nvml::init().and_then(|nvml| nvml.sys_driver_version());
@@ -133,5 +154,18 @@ mod tests {
             assert_eq!(visible_gpus(4, Some(visible)), count, "{visible:?}");
         }
         assert_eq!(visible_gpus(4, None), 4);
+    }
+    #[test]
+    fn addresses_are_those_of_visible_devices_in_their_order() {
+        let gpus: Vec<_> = ["a", "b", "c"].map(|gpu| (format!("GPU-{gpu}"), format!("pci-{gpu}"))).into();
+        for (visible, addresses) in [
+            (None, "pci-a pci-b pci-c"),
+            (Some("2, 0"), "pci-c pci-a"),
+            (Some("GPU-b,7,0"), "pci-b"),
+            (Some(""), ""),
+            (Some("-1"), ""),
+        ] {
+            assert_eq!(visible_addresses(&gpus, visible).join(" "), addresses, "{visible:?}");
+        }
     }
 }

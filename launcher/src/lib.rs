@@ -1,10 +1,13 @@
-//! The launcher: reads a training configuration, starts one worker process per rank, and looks after them.
+//! The launcher: starts one worker process per rank, of the built-in trainer or of any command, and looks after them.
 //!
 //! ```text
-//! train.toml + environment + flags --config--> JobSpec --devices--> plan --run_dir--> agent::driver (one task)
-//!     spawn: worker processes --exit, output-->  |  <--Join, Session, Status, Stop-- rendezvous::service (gRPC)
-//!     signals -------------------------------->  |  --> agent::state (pure): what to do, and why
-//!     progress, metrics, summary, report  <------'
+//! train.toml + environment + flags --config--> JobSpec --devices--.
+//! torchrun's flags, PET_* --cli::torchrun--> CommandSpec ---------+--run_dir--> agent::driver (one task)
+//!     spawn: worker processes --exits-->  |  <--Join, Session, Stop-- rendezvous::service (gRPC)
+//!     signals ------------------------->  |  --> agent::state (pure): what to do, and why
+//!     status: answered from a board  <----|
+//!     progress, metrics, summary, report <'
+//! logs: workers' output --> files, console, last lines
 //! ```
 //! It never calls CUDA; NVML, loaded at run time, is asked for the number of GPUs. `main.rs` alone knows the worker.
 
@@ -17,10 +20,12 @@ pub mod devices;
 pub mod logs;
 pub mod metrics;
 pub mod progress;
+pub mod registry;
 pub mod rendezvous;
 pub mod report;
 pub mod run_dir;
 pub mod spawn;
+pub mod status;
 pub mod summary;
 
 use std::path::{Path, PathBuf};

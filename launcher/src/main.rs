@@ -1,4 +1,5 @@
-//! The `xlaunch` binary: `xlaunch worker` is one rank of the built-in trainer, everything else is the launcher.
+//! The `xlaunch` binary: `xlaunch worker` is one rank of the built-in trainer, everything else is the launcher, and, under its
+//! own name, the launcher's guard.
 #![forbid(unsafe_code)]
 
 use std::path::{Path, PathBuf};
@@ -8,6 +9,9 @@ use xlaunch::{Preflight, Refusal, Trainer};
 use xlaunch_proto::spec::JobSpec;
 
 fn main() -> ExitCode {
+    if std::env::args_os().next().is_some_and(|name| name == xlaunch::spawn::guard::NAME) {
+        return xlaunch::spawn::guard::main();
+    }
     if std::env::args_os().nth(1).is_some_and(|argument| argument == "worker") {
         return xlaunch_worker::main().into();
     }

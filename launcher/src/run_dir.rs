@@ -1,4 +1,7 @@
-//! The directory of one run: `<job.output>/<job.name>/<UTC time>/`.
+//! The directory of one run, and its entry in the registry of running launches.
+//!
+//! A training run is kept: `<job.output>/<job.name>/<UTC time>/`. A command's run leaves nothing but logs that were asked for:
+//! `<log dir>/<run id>/`, or its registry entry itself, which goes with it.
 
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -7,21 +10,24 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 
 use crate::Refusal;
+use crate::command::CommandSpec;
+use crate::registry::{Entry, SOCKET};
 
-/// Name of the agent's socket in a run's directory.
-pub const SOCKET: &str = "agent.sock";
-/// Longest path that a unix socket can have.
-const MAX_SOCKET_PATH: usize = 100;
+/// Permissions of what is kept, less the user's umask.
+const SHARED: u32 = 0o777;
 
 /// A run's directory and its socket.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct RunDir {
     /// The directory.
     pub path: PathBuf,
-    /// Where the agent listens: in the directory, or in a private one where the path would be too long.
+    /// Where output goes: `<logs>/attempt_<n>/<local rank>/`.
+    pub logs: PathBuf,
+    /// Where the agent listens.
     pub socket: PathBuf,
     /// Name of the run, unique among the job's.
     pub id: String,
+    entry: Entry,
 }
 
 /// The directory of a job's runs.
@@ -30,7 +36,7 @@ pub fn job_dir(spec: &JobSpec) -> PathBuf {
 }
 
 impl RunDir {
-    /// Creates the directory of a run that starts now, with the job description in it and `latest` beside it.
+    /// Creates the directory of a training run that starts now, with the job description in it and `latest` beside it.
     pub fn create(spec: &JobSpec) -> Result<Self, Refusal> {
         let jobs = job_dir(spec);
         let refuse = |error: std::io::Error| {
@@ -39,52 +45,85 @@ impl RunDir {
             Refusal::new(ExitCode::Usage, message)
         };
         fs_err::create_dir_all(&jobs).map_err(refuse)?;
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        let (path, id) = Self::unique(&jobs, &timestamp(now)).map_err(refuse)?;
+        let (path, id) = unique(&jobs, &timestamp(now()), SHARED).map_err(refuse)?;
         let description = serde_json::to_vec_pretty(spec).unwrap_or_default();
         fs_err::write(path.join("job.json"), description).map_err(refuse)?;
         point_latest(&jobs, &id);
-        let socket = path.join(SOCKET);
-        let socket = if socket.as_os_str().len() <= MAX_SOCKET_PATH {
-            socket
-        } else {
-            private_socket(&path, &id).map_err(refuse)?
-        };
-        Ok(Self { path, socket, id })
+        let entry = Entry::create(&spec.job.name, &id)?;
+        entry.lead_to(&path).map_err(refuse)?;
+        Ok(Self { logs: path.join("logs"), socket: entry.socket(), path, id, entry })
     }
 
-    fn unique(jobs: &Path, name: &str) -> std::io::Result<(PathBuf, String)> {
-        for attempt in 1.. {
-            let id = if attempt == 1 { name.to_string() } else { format!("{name}-{attempt}") };
-            match fs_err::create_dir(jobs.join(&id)) {
-                Ok(()) => return Ok((jobs.join(&id), id)),
-                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(error),
-            }
-        }
-        unreachable!("the loop has no end")
+    /// Creates the directory of a command's run that starts now.
+    pub fn for_command(spec: &CommandSpec) -> Result<Self, Refusal> {
+        let id = spec.run_id.as_deref().map_or_else(|| timestamp(now()), file_name);
+        let Some(logs) = &spec.logs.dir else {
+            let entry = Entry::create(&spec.name, &id)?;
+            let path = entry.path().to_path_buf();
+            return Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry });
+        };
+        let refuse = |error: std::io::Error| {
+            let message =
+                format!("failed to create logs in {}: {error}; --log-dir says where", logs.display());
+            Refusal::new(ExitCode::Usage, message)
+        };
+        fs_err::create_dir_all(logs).map_err(refuse)?;
+        // Workers may change their directory.
+        let logs = std::path::absolute(logs).map_err(refuse)?;
+        let (path, id) = unique(&logs, &id, SHARED).map_err(refuse)?;
+        let entry = Entry::create(&spec.name, &id)?;
+        entry.lead_to(&path).map_err(refuse)?;
+        Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry })
+    }
+
+    /// What `xlaunch status` calls this run.
+    pub fn name(&self) -> &str {
+        self.entry.name()
+    }
+
+    /// The directory that goes with the run, however it ends.
+    pub fn private(&self) -> &Path {
+        self.entry.path()
     }
 }
 
 impl Drop for RunDir {
     fn drop(&mut self) {
-        // Left behind, the socket would make `xlaunch status` ask nobody. One that is gone needs no removal.
-        let _ = fs_err::remove_file(&self.socket);
-        let _ = fs_err::remove_file(self.path.join(SOCKET));
-        if self.socket.parent() != Some(&self.path) {
-            let _ = self.socket.parent().map(fs_err::remove_dir);
+        // The entry removes itself. Left behind, the link to its socket would make `xlaunch status` ask nobody.
+        if self.path != self.entry.path() {
+            let _ = fs_err::remove_file(self.path.join(SOCKET));
         }
     }
 }
 
-/// A socket in a directory of its own below the temporary one, with a link from the run's directory.
-fn private_socket(run: &Path, id: &str) -> std::io::Result<PathBuf> {
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// Creates `dir/name`, or the first of `name-2`, `name-3`, ... that does not exist.
+pub(crate) fn unique(dir: &Path, name: &str, mode: u32) -> std::io::Result<(PathBuf, String)> {
     use std::os::unix::fs::DirBuilderExt;
-    let dir = std::env::temp_dir().join(format!("xlaunch-{id}-{}", std::process::id()));
-    std::fs::DirBuilder::new().mode(0o700).create(&dir)?;
-    let socket = dir.join(SOCKET);
-    fs_err::os::unix::fs::symlink(&socket, run.join(SOCKET))?;
-    Ok(socket)
+    for attempt in 1.. {
+        let id = if attempt == 1 { name.to_string() } else { format!("{name}-{attempt}") };
+        let path = dir.join(&id);
+        match std::fs::DirBuilder::new().mode(mode).create(&path) {
+            Ok(()) => return Ok((path, id)),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
+        }
+    }
+    unreachable!("the loop has no end")
+}
+
+/// The text as one component of a path that can be shown: letters, digits, `.`, `_` and `-`, not beginning with a dot.
+pub(crate) fn file_name(text: &str) -> String {
+    let plain = |c: char| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '_' };
+    let name: String = text.chars().map(plain).collect();
+    match name.strip_prefix('.') {
+        Some(rest) => format!("_{rest}"),
+        None if name.is_empty() => "_".into(),
+        None => name,
+    }
 }
 
 /// A convenience: a run works without it.
@@ -113,6 +152,7 @@ pub fn timestamp(seconds: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::command::tests::spec as command;
 
     #[test]
     fn timestamps_follow_the_calendar() {
@@ -131,6 +171,10 @@ mod tests {
         assert_ne!(a.path, b.path);
         let latest = fs_err::canonicalize(dir.path().join("n/latest")).unwrap();
         assert_eq!(latest, fs_err::canonicalize(&b.path).unwrap());
+        assert_eq!(fs_err::read_link(a.path.join(SOCKET)).unwrap(), a.socket);
+        let (path, private) = (a.path.clone(), a.private().to_path_buf());
+        drop(a);
+        assert!(path.join("job.json").exists() && !path.join(SOCKET).exists() && !private.exists());
     }
 
     #[test]
@@ -142,5 +186,30 @@ mod tests {
         spec.job.output = file.display().to_string();
         let refusal = RunDir::create(&spec).unwrap_err();
         assert!(refusal.exit == ExitCode::Usage && refusal.message.contains("job.output"), "{refusal:?}");
+    }
+
+    #[test]
+    fn a_command_without_a_log_directory_leaves_nothing() {
+        use std::os::unix::fs::PermissionsExt;
+        let run = RunDir::for_command(&command("train")).unwrap();
+        assert_eq!(fs_err::metadata(&run.path).unwrap().permissions().mode() & 0o777, 0o700);
+        assert!(run.name().starts_with("train-") && run.socket.starts_with(&run.path), "{run:?}");
+        fs_err::create_dir_all(run.logs.join("attempt_0/0")).unwrap();
+        let path = run.path.clone();
+        drop(run);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn logs_that_were_asked_for_stay_and_another_run_of_the_same_id_has_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut spec = command("train");
+        spec.run_id = Some("../my run".into());
+        spec.logs.dir = Some(dir.path().join("logs"));
+        let (a, b) = (RunDir::for_command(&spec).unwrap(), RunDir::for_command(&spec).unwrap());
+        assert_eq!((a.path.clone(), b.id.as_str()), (dir.path().join("logs/_._my_run"), "_._my_run-2"));
+        let path = a.path.clone();
+        drop((a, b));
+        assert!(path.exists() && !path.join(SOCKET).exists());
     }
 }

@@ -135,6 +135,32 @@ impl From<Joined> for v1::JoinReply {
     }
 }
 
+/// A checked [`v1::LogsRequest`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the fields are those of the message")]
+pub struct Logs {
+    pub rank: Rank,
+    pub stderr: bool,
+    pub follow: bool,
+    pub tail_lines: Option<u64>,
+}
+
+impl TryFrom<v1::LogsRequest> for Logs {
+    type Error = WireError;
+
+    fn try_from(wire: v1::LogsRequest) -> Result<Self, WireError> {
+        let stderr = match wire.stream() {
+            v1::LogStream::Stdout => false,
+            v1::LogStream::Stderr => true,
+            v1::LogStream::Unspecified => {
+                let got = u64::from(wire.stream.unsigned_abs());
+                return Err(WireError::Range { field: "stream", got, expected: "1 or 2".into() });
+            }
+        };
+        Ok(Self { rank: Rank(wire.rank), stderr, follow: wire.follow, tail_lines: wire.tail_lines })
+    }
+}
+
 fn text(field: &'static str, value: String) -> Result<String, WireError> {
     if value.len() > MAX_TEXT {
         return Err(WireError::TooLong { field, got: value.len(), limit: MAX_TEXT });
@@ -195,6 +221,16 @@ mod tests {
         assert!(Joined::try_from(wire).is_err());
         let wire = v1::JoinReply { world_size: 3, ring_addresses: vec!["a".into()], ..Default::default() };
         assert!(Joined::try_from(wire).is_err());
+    }
+
+    #[test]
+    fn a_log_that_is_neither_stdout_nor_stderr_is_refused() {
+        let wire = v1::LogsRequest { stream: 2, ..Default::default() };
+        assert!(Logs::try_from(wire).unwrap().stderr);
+        for stream in [0, 3] {
+            let wire = v1::LogsRequest { stream, ..Default::default() };
+            assert!(Logs::try_from(wire).unwrap_err().to_string().contains("stream"));
+        }
     }
 
     #[test]

@@ -16,5 +16,7 @@ pub const POOL_DEBUG: &str = "XLAUNCH_POOL_DEBUG";
 pub const POOL_TRACE: &str = "XLAUNCH_POOL_TRACE";
 /// Read by workers, set by users: the number of a step whose kernels are timed; the table goes to stderr.
 pub const PROFILE: &str = "XLAUNCH_PROFILE";
+/// Which launch a process belongs to, and no other on this host: workers pass it on to all that they start.
+pub const SCOPE: &str = "XLAUNCH_SCOPE";
 /// Read by the agent: a program to start instead of `xlaunch worker`. For tests of the launcher.
 pub const WORKER_PROGRAM: &str = "XLAUNCH_WORKER_PROGRAM";

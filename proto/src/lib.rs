@@ -16,6 +16,9 @@ pub mod spec;
 /// Version of this build; launcher and workers must match.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
+/// `xlaunch/v1/agent.proto` as an encoded `FileDescriptorSet`, for gRPC reflection.
+pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/agent.descriptors"));
+
 /// Generated messages and services of `xlaunch/v1/agent.proto`.
 #[allow(
     missing_docs,

@@ -91,6 +91,8 @@ impl Job {
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(xlaunch());
         command.args(args).current_dir(self.path()).env("CUDA_VISIBLE_DEVICES", "");
+        // Where launches register: `xlaunch status` sees those of this job alone.
+        command.env("XDG_RUNTIME_DIR", self.path()).env("TMPDIR", self.path());
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command
     }

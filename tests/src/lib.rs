@@ -7,10 +7,12 @@
 #![expect(clippy::expect_used, reason = "a harness fails its test by panicking")]
 
 mod job;
+mod launch;
 mod process;
 
 pub use job::Job;
-pub use process::{Finished, Running, alive, children, xlaunch};
+pub use launch::Launch;
+pub use process::{Finished, Running, alive, children, name, xlaunch};
 
 use std::time::{Duration, Instant};
 

@@ -154,11 +154,17 @@ pub fn alive(pid: u32) -> bool {
     exists && state(pid).is_some_and(|(state, _)| state != 'Z')
 }
 
-/// Processes whose parent is `pid`.
+/// Processes whose parent is `pid`, without the guard of a launch.
 pub fn children(pid: u32) -> Vec<u32> {
     let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
     let pids = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    pids.filter(|child| state(*child).is_some_and(|(_, parent)| parent == pid)).collect()
+    let ours = pids.filter(|child| state(*child).is_some_and(|(_, parent)| parent == pid));
+    ours.filter(|child| name(*child) != "launch-guard").collect()
+}
+
+/// Name of a process's program, or what it calls itself.
+pub fn name(pid: u32) -> String {
+    std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim().to_owned()
 }
 
 /// State letter and parent of a process, from `/proc/PID/stat`.

@@ -137,37 +137,3 @@ fn a_failed_group_is_started_again_as_often_as_allowed() {
     assert!(restarts.len() == 2 && restarts[1].contains(" s (2 of 2)"), "{}", run.stderr);
     assert!(run.stderr.contains("all 2 restarts are used up"), "{}", run.stderr);
 }
-
-#[test]
-fn status_and_stop_reach_a_running_job() {
-    let job = Job::new();
-    let run = job.start(&["--nproc", "2", "--set", "train.steps=1000000"]);
-    run.wait_for_stderr("step 1/");
-    let query = |args: &[&str]| xlaunch_tests::Running::start(&mut job.command(args)).finish();
-    let status = query(&["status", "--json"]);
-    assert_eq!(status.code, 0, "{}", status.stderr);
-    let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
-    assert_eq!(
-        (&status["world_size"], status["ranks"].as_array().map(Vec::len)),
-        (&2.into(), Some(2)),
-        "{status}"
-    );
-    for rank in status["ranks"].as_array().into_iter().flatten() {
-        let bytes = |key: &str| rank[key].as_u64().unwrap_or(0);
-        assert!(
-            bytes("pool_live_bytes") > 0 && bytes("pool_live_bytes") <= bytes("pool_mapped_bytes"),
-            "{rank}"
-        );
-        assert!(
-            bytes("pool_mapped_bytes") <= bytes("pool_peak_bytes") && rank["pool_fragmentation"].is_f64(),
-            "{rank}"
-        );
-    }
-    let table = query(&["status"]);
-    for column in ["POOL LIVE", "MAPPED", "PEAK", "FRAG"] {
-        assert!(table.stdout.contains(column), "{}", table.stdout);
-    }
-    assert_eq!(query(&["stop"]).code, 0);
-    assert_eq!(run.finish().code, 143);
-    assert_ne!(query(&["status"]).code, 0);
-}

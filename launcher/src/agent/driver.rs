@@ -1,32 +1,45 @@
 //! The task that owns a job: turns what happens into events for [`Job`], and its actions into deeds.
 //!
-//! What is particular to a kind of job (how its workers are started, what they say) is its own side's: [`Work`].
+//! What is particular to a kind of job (how its workers are started, what they say) is in `Work`. Processes belong to a
+//! [`Scope`] for each attempt, which is empty before the next one starts or the job ends; a [`Guard`] stands by for the case
+//! that this process is killed.
 
-use std::path::PathBuf;
-use std::process::Command;
-use std::time::{Duration, Instant};
+use std::collections::VecDeque;
+use std::ffi::OsStr;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime};
 
-use rustix::process::Signal;
+use rustix::process::{Signal, getpid, kill_process};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, watch};
 use tokio::time::sleep_until;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::JobState;
 
+use super::signals::{self, Asked};
 use super::state::{Action, Event, Job, Outcome, Phase, StopCause};
-use super::status::Board;
-use super::trainer::{Trained, Trainer, TrainerPlan};
-use crate::logs::{self, Tail};
+use super::trainer::Trained;
+use super::work::{Plan, Work};
+use crate::logs::RankOutput;
 use crate::rendezvous::service::{self, Message};
 use crate::report::Evidence;
 use crate::run_dir::RunDir;
-use crate::spawn::environment;
-use crate::spawn::{Exit, Spawned, Spawner, Worker};
+use crate::spawn::guard::Guard;
+use crate::spawn::scope::Scope;
+use crate::spawn::{Exit, Spawned, Spawner, Worker, adopt_orphans, gpu_memory, reap_orphans};
+use crate::status::board::Board;
 
 /// Messages that may wait for this task.
 const QUEUE: usize = 1024;
-/// Time for the last output of a worker that has ended.
+/// Time for the last output of workers that have ended; something else may hold it open.
 const LAST_OUTPUT: Duration = Duration::from_millis(500);
+/// Time for killed processes to be gone: more means that the kernel cannot end them.
+const LAST_BREATH: Duration = Duration::from_secs(10);
+/// Time for the driver to take back the memory of GPUs, before workers are started on them again.
+const GPU_MEMORY: Duration = Duration::from_secs(15);
+/// Bytes of a worker's error file that are looked at.
+const ERROR_FILE: u64 = 1 << 20;
 /// Pause between looks at silent workers.
 const LOOK: Duration = Duration::from_secs(5);
 
@@ -36,230 +49,328 @@ const LOOK: Duration = Duration::from_secs(5);
 pub struct Finished {
     pub outcome: Outcome,
     pub evidence: Vec<Evidence>,
+    /// Of a job of the built-in trainer.
     pub trained: Trained,
 }
 
-/// Runs a job to its end.
-pub async fn run(plan: TrainerPlan<'_>, run: &RunDir) -> std::io::Result<Finished> {
-    let (messages, mut inbox) = mpsc::channel(QUEUE);
-    service::serve(&run.socket, messages)?;
-    let (exits, mut exited) = mpsc::unbounded_channel();
-    let (console, mut lines) = mpsc::channel(QUEUE);
-    let mut interrupts = signal(SignalKind::interrupt())?;
-    let mut terminates = signal(SignalKind::terminate())?;
-    let mut hangups = signal(SignalKind::hangup())?;
-    let mut look = tokio::time::interval(LOOK);
-    let mut driver = Driver::new(Trainer::new(plan, run)?, run, exits, console)?;
+/// Runs a job to its end. Of its processes, sockets and private directories nothing is left then.
+///
+/// # Errors
+/// The system's, before the first worker is started.
+pub async fn run(plan: Plan<'_>, run: RunDir) -> std::io::Result<Finished> {
+    adopt_orphans()?;
+    let guard = Guard::start(&run.id, &[run.private().to_path_buf()])?;
+    let finished = drive(plan, &run, &guard).await;
+    // In this order: whatever happens in between, somebody cleans up.
+    drop(run);
+    drop(guard);
+    finished
+}
 
-    let mut outcome = driver.act(vec![Action::Start { attempt: 0 }]).await;
+async fn drive(plan: Plan<'_>, run: &RunDir, guard: &Guard) -> std::io::Result<Finished> {
+    let (console, mut lines) = mpsc::channel(QUEUE);
+    let mut work = Work::new(plan, run, console)?;
+    let (messages, mut inbox) = mpsc::channel(QUEUE);
+    let board = watch::Sender::new(Board::new(work.launch()));
+    let serving = service::serve(&run.socket, messages, board.clone()).await?;
+    let (exits, mut exited) = mpsc::unbounded_channel();
+    let mut asked = signals::listen(&work.ending_signals())?;
+    let mut children = signal(SignalKind::child())?;
+    let mut look = tokio::time::interval(LOOK);
+    let rules = work.rules();
+    let mut driver = Driver {
+        run,
+        guard,
+        world: rules.world,
+        job: Job::new(rules, Instant::now()),
+        spawner: Spawner::start()?,
+        scope: None,
+        members: Vec::new(),
+        ends: Vec::new(),
+        signalled: false,
+        board,
+        failed: false,
+        exits,
+    };
+
+    let mut outcome = driver.act(&mut work, vec![Action::Start { attempt: 0 }]).await;
     while outcome.is_none() {
-        let deadline = driver.deadline();
+        let deadline = driver.deadline(&work);
         let event = tokio::select! {
-            Some((rank, exit)) = exited.recv() => Some(driver.exited(rank, exit).await),
-            Some(message) = inbox.recv() => driver.message(message),
+            Some((rank, exit)) = exited.recv() => Some(driver.exited(&mut work, rank, exit)),
+            Some(message) = inbox.recv() => driver.message(&mut work, message),
             Some(line) = lines.recv() => {
-                driver.work.say(&line);
+                work.say(&line);
                 None
             }
-            _ = interrupts.recv() => Some(Event::Stop(StopCause::Signal(Signal::INT.as_raw()))),
-            _ = terminates.recv() => Some(Event::Stop(StopCause::Signal(Signal::TERM.as_raw()))),
-            _ = hangups.recv() => Some(Event::Stop(StopCause::Signal(Signal::HUP.as_raw()))),
-            () = sleep_until(deadline.into()) => Some(driver.timer(Instant::now())),
+            Some(asked) = asked.recv() => driver.asked(asked),
+            _ = children.recv() => {
+                reap_orphans();
+                None
+            }
+            () = sleep_until(deadline.into()) => Some(driver.timer(&work, Instant::now())),
             _ = look.tick() => {
-                driver.work.point_out_silence(Instant::now());
+                work.point_out_silence(&driver.board, Instant::now());
                 None
             }
         };
         if let Some(event) = event {
             let actions = driver.job.handle(event, Instant::now());
-            outcome = driver.act(actions).await;
+            outcome = driver.act(&mut work, actions).await;
         }
     }
     while let Ok(line) = lines.try_recv() {
-        driver.work.say(&line);
+        work.say(&line);
     }
-    Ok(driver.finish(outcome))
+    serving.finish().await;
+    let finished = driver.finish(&work, outcome);
+    Ok(Finished { trained: work.finish().await, ..finished })
+}
+
+/// How a rank's attempt ended, or failed to begin.
+#[derive(Clone, Copy, Debug, Default)]
+struct End {
+    exit: Option<Exit>,
+    died: Option<SystemTime>,
+    /// We had sent it a signal.
+    signalled: bool,
+    /// The system's error number, where there was no process.
+    spawn_error: Option<i32>,
 }
 
 /// A started worker.
 #[derive(Debug)]
 struct Member {
     worker: Worker,
-    tail: Tail,
-    /// The ends of its output.
-    output: Vec<oneshot::Receiver<()>>,
+    output: RankOutput,
 }
 
 struct Driver<'a> {
     run: &'a RunDir,
-    work: Trainer<'a>,
+    guard: &'a Guard,
     job: Job,
     world: u32,
     spawner: Spawner,
+    /// Before `members` in the order of drops: it knows workers by process ids, which are theirs as long as they are kept.
+    scope: Option<Scope>,
     members: Vec<Option<Member>>,
-    board: Board,
-    reason: String,
+    /// By rank.
+    ends: Vec<End>,
+    /// Workers of this attempt have been sent a signal.
+    signalled: bool,
+    board: watch::Sender<Board>,
+    failed: bool,
     exits: mpsc::UnboundedSender<(u32, Exit)>,
-    console: mpsc::Sender<String>,
 }
 
-impl<'a> Driver<'a> {
-    fn new(
-        work: Trainer<'a>,
-        run: &'a RunDir,
-        exits: mpsc::UnboundedSender<(u32, Exit)>,
-        console: mpsc::Sender<String>,
-    ) -> std::io::Result<Self> {
-        let rules = work.rules();
-        Ok(Self {
-            world: rules.world,
-            job: Job::new(rules, Instant::now()),
-            spawner: Spawner::start()?,
-            members: Vec::new(),
-            board: Board::new(&run.id, work.name()),
-            reason: String::new(),
-            run,
-            work,
-            exits,
-            console,
-        })
-    }
-
+impl Driver<'_> {
     /// When the next timer is due.
-    fn deadline(&self) -> Instant {
+    fn deadline(&self, work: &Work<'_>) -> Instant {
         let far = Instant::now() + Duration::from_secs(3600);
-        [self.job.deadline(), self.work.deadline(&self.job)].into_iter().flatten().min().unwrap_or(far)
+        [self.job.deadline(), work.deadline(&self.job)].into_iter().flatten().min().unwrap_or(far)
     }
 
-    fn timer(&self, now: Instant) -> Event {
-        self.work.timer(&self.job, now).unwrap_or(Event::Tick)
+    fn timer(&self, work: &Work<'_>, now: Instant) -> Event {
+        work.timer(&self.job, now).unwrap_or(Event::Tick)
     }
 
     /// Does what the state machine asks for; the outcome if the job is over.
-    async fn act(&mut self, actions: Vec<Action>) -> Option<Outcome> {
-        let mut queue = std::collections::VecDeque::from(actions);
+    async fn act(&mut self, work: &mut Work<'_>, actions: Vec<Action>) -> Option<Outcome> {
+        let mut queue = VecDeque::from(actions);
+        let mut outcome = None;
         while let Some(action) = queue.pop_front() {
             match action {
-                Action::Start { attempt } => queue.extend(self.start(attempt).await),
-                Action::AskToStop => self.work.ask_to_stop(),
+                Action::Start { attempt } => queue.extend(self.start(work, attempt).await),
+                Action::AskToStop => work.ask_to_stop(),
                 Action::Signal(signal) => {
                     if let Some(signal) = Signal::from_named_raw(signal) {
+                        self.signalled = true;
                         self.signal(signal);
                     }
                 }
-                Action::Kill => self.signal(Signal::KILL),
-                Action::Say(text) => {
-                    self.work.say(&format!("xlaunch: {text}"));
-                    self.reason = text;
+                Action::Kill => {
+                    self.signalled = true;
+                    self.scope.iter().for_each(Scope::kill);
                 }
-                Action::End(outcome) => return Some(outcome),
+                Action::Say(text) => {
+                    work.say(&format!("xlaunch: {text}"));
+                    self.board.send_modify(|board| board.because(&text));
+                }
+                Action::End(end) => {
+                    self.end_attempt(work).await;
+                    self.failed = end.root.is_some();
+                    outcome = Some(end);
+                }
             }
         }
-        None
+        self.show_state();
+        outcome
+    }
+
+    /// Lets callers see where the job is.
+    fn show_state(&self) {
+        let state = match self.job.phase() {
+            Phase::Waiting => JobState::Starting,
+            Phase::Meeting => JobState::Rendezvous,
+            Phase::Running => JobState::Running,
+            Phase::Stopping => JobState::Stopping,
+            Phase::Ended if self.failed => JobState::Failed,
+            Phase::Ended => JobState::Done,
+        };
+        self.board.send_modify(|board| board.now_in(state));
     }
 
     fn signal(&self, signal: Signal) {
-        // Groups, also of workers that are gone: what they started may not be.
-        self.members.iter().flatten().for_each(|member| member.worker.signal(signal));
+        self.scope.iter().for_each(|scope| scope.signal(signal));
     }
 
     /// Starts all workers of an attempt.
-    async fn start(&mut self, attempt: u32) -> Vec<Action> {
-        self.work.begin(attempt);
-        self.board.reset(attempt, self.world);
+    async fn start(&mut self, work: &mut Work<'_>, attempt: u32) -> Vec<Action> {
+        if attempt > 0 {
+            let pids: Vec<u32> = self.members.iter().flatten().map(|member| member.worker.pid).collect();
+            self.end_attempt(work).await;
+            if !gpu_memory::released(&pids, GPU_MEMORY).await {
+                work.say("xlaunch: GPU memory of the last attempt is still held; starting anyway");
+            }
+        }
+        self.scope = None;
         self.members = (0..self.world).map(|_| None).collect();
-        let port = environment::free_port().unwrap_or(29_500);
+        (self.ends, self.signalled) = (vec![End::default(); self.world as usize], false);
+        self.board.send_modify(|board| board.reset(attempt, self.world));
+        let begun = work.begin(attempt);
+        let mut scope = Scope::create(&self.run.id, attempt, self.world);
         let mut actions = Vec::new();
         for rank in 0..self.world {
-            let started = match self.work.command(attempt, rank, port) {
-                Ok(command) => self.start_one(attempt, rank, command).await,
-                Err(error) => Err(error),
+            let dir = self.dir(attempt, rank);
+            let started = match &begun {
+                Ok(()) => self.start_one(work, &mut scope, attempt, rank, &dir).await,
+                Err(error) => Err(std::io::Error::new(error.kind(), error.to_string())),
             };
             match started {
                 Ok(member) => {
-                    self.board.spawned(rank, member.worker.pid);
+                    let pid = member.worker.pid;
+                    self.board.send_modify(|board| board.spawned(rank, pid, Instant::now()));
                     self.members[rank as usize] = Some(member);
                 }
                 Err(error) => {
+                    self.ends[rank as usize].spawn_error = error.raw_os_error();
                     let event = Event::SpawnFailed { rank, reason: error.to_string() };
                     actions.extend(self.job.handle(event, Instant::now()));
                 }
             }
         }
+        self.guard.watch(&scope);
+        self.scope = Some(scope);
         actions
     }
 
-    async fn start_one(&self, attempt: u32, rank: u32, command: Command) -> std::io::Result<Member> {
-        let logs = self.logs().join(format!("attempt_{attempt}")).join(rank.to_string());
-        fs_err::create_dir_all(&logs)?;
-        let Spawned { worker, stdout, stderr } = self.spawner.spawn(command).await?;
-        let tail = Tail::default();
+    async fn start_one(
+        &self,
+        work: &Work<'_>,
+        scope: &mut Scope,
+        attempt: u32,
+        rank: u32,
+        dir: &Path,
+    ) -> std::io::Result<Member> {
+        fs_err::create_dir_all(dir)?;
+        let (mut command, options) = work.command(attempt, rank, dir)?;
+        scope.enter(rank, &mut command);
+        let Spawned { worker, stdout, stderr } = self.spawner.spawn(command, options).await?;
+        scope.started(worker.pid);
         let (exits, pidfd) = (self.exits.clone(), worker.watch()?);
         tokio::spawn(async move {
             // The driver is gone only when the whole process ends.
             let _ = exits.send((rank, Worker::exit(pidfd).await));
         });
-        let (prefixed, console) = (mpsc::channel(QUEUE), self.console.clone());
-        let (lines, mut prefix) = prefixed;
-        tokio::spawn(async move {
-            while let Some(line) = prefix.recv().await {
-                // As above.
-                let _ = console.send(format!("[rank {rank}] {line}")).await;
-            }
-        });
-        let output = vec![
-            logs::to_file(stdout, &logs.join("stdout.log"))?,
-            logs::to_file_and_console(stderr, &logs.join("stderr.log"), tail.clone(), lines)?,
-        ];
-        Ok(Member { worker, tail, output })
+        let output = work.output().start(rank, dir, stdout, stderr)?;
+        Ok(Member { worker, output })
     }
 
-    fn logs(&self) -> PathBuf {
-        self.run.path.join("logs")
+    /// Where the files of a worker lie.
+    fn dir(&self, attempt: u32, rank: u32) -> PathBuf {
+        self.run.logs.join(format!("attempt_{attempt}")).join(rank.to_string())
     }
 
-    /// A worker is gone: its last lines first, then the news.
-    async fn exited(&mut self, rank: u32, exit: Exit) -> Event {
-        self.work.ended(rank);
-        if let Some(member) = self.members.get_mut(rank as usize).and_then(Option::as_mut) {
-            for end in member.output.drain(..) {
-                // Something the worker started may hold its output open.
-                let _ = tokio::time::timeout(LAST_OUTPUT, end).await;
+    /// Nothing of an attempt is left behind this, and all that its workers wrote is where it belongs.
+    async fn end_attempt(&mut self, work: &mut Work<'_>) {
+        if let Some(scope) = &self.scope {
+            for left in scope.gone(LAST_BREATH).await {
+                let (pid, name, state) = (left.pid, left.name, left.state);
+                work.say(&format!(
+                    "xlaunch: process {pid} ({name}, state {state}) does not end, although killed"
+                ));
             }
         }
-        self.board.exited(rank, exit.to_string());
+        let outputs = self.members.iter_mut().flatten();
+        for member in outputs {
+            member.output.end(LAST_OUTPUT).await;
+        }
+    }
+
+    fn exited(&mut self, work: &mut Work<'_>, rank: u32, exit: Exit) -> Event {
+        work.ended(rank);
+        if let Some(end) = self.ends.get_mut(rank as usize) {
+            (end.exit, end.died, end.signalled) = (Some(exit), Some(SystemTime::now()), self.signalled);
+        }
+        self.board.send_modify(|board| board.exited(rank, exit.to_string()));
         Event::Exited { rank, exit }
     }
 
-    fn message(&mut self, message: Message) -> Option<Event> {
+    fn message(&mut self, work: &mut Work<'_>, message: Message) -> Option<Event> {
         match message {
-            Message::Status(reply) => {
-                let state = match self.job.phase() {
-                    Phase::Waiting => JobState::Starting,
-                    Phase::Meeting => JobState::Rendezvous,
-                    Phase::Running => JobState::Running,
-                    Phase::Stopping => JobState::Stopping,
-                    Phase::Ended => JobState::Done,
-                };
-                // A caller that is gone needs no answer.
-                let _ = reply.send(self.board.reply(state, &self.reason, Instant::now()));
-                None
-            }
             Message::Stop => Some(Event::Stop(StopCause::Call)),
-            of_a_worker => self.work.message(of_a_worker, &self.job, &mut self.board),
+            of_a_worker => work.message(of_a_worker, &self.job, &self.board),
         }
     }
 
-    fn finish(self, outcome: Option<Outcome>) -> Finished {
-        let evidence = self.members.iter().map(|member| match member {
-            Some(member) => Evidence { pid: member.worker.pid, stderr: member.tail.lines() },
-            None => Evidence::default(),
-        });
+    fn asked(&self, asked: Asked) -> Option<Event> {
+        match asked {
+            Asked::End(signal) => return Some(Event::Stop(StopCause::Signal(signal.as_raw()))),
+            Asked::Pass(signal) => self.signal(signal),
+            Asked::Suspend => {
+                self.scope.iter().for_each(Scope::suspend);
+                // As the terminal would have it, had we not looked after the workers first.
+                let _ = kill_process(getpid(), Signal::STOP);
+            }
+            Asked::Continue => self.scope.iter().for_each(Scope::resume),
+        }
+        None
+    }
+
+    fn finish(&self, work: &Work<'_>, outcome: Option<Outcome>) -> Finished {
         let internal = Outcome { exit: ExitCode::Internal, root: None, others: Vec::new() };
         Finished {
             outcome: outcome.unwrap_or(internal),
-            evidence: evidence.collect(),
-            trained: self.work.finish(),
+            evidence: (0..self.world).map(|rank| self.evidence(work, rank)).collect(),
+            trained: Trained::default(),
         }
     }
+
+    /// All that is known of a rank's last attempt.
+    fn evidence(&self, work: &Work<'_>, rank: u32) -> Evidence {
+        let member = self.members.get(rank as usize).and_then(Option::as_ref);
+        let end = self.ends.get(rank as usize).copied().unwrap_or_default();
+        let program = work.program();
+        Evidence {
+            pid: member.map_or(0, |member| member.worker.pid),
+            host: String::new(),
+            // The built-in trainer's codes have meanings of their own.
+            exit: end.exit.filter(|_| program.is_some()),
+            died: end.died,
+            signalled: end.signalled,
+            stderr: member.map(|member| member.output.tail()).unwrap_or_default(),
+            error_file: read_some(&self.dir(self.job.attempt(), rank).join("error.json")),
+            oom_kills: self.scope.as_ref().map_or(0, |scope| scope.oom_kills(rank)),
+            spawn_error: end.spawn_error,
+            program: program.map(OsStr::to_owned).unwrap_or_default(),
+            search_path: std::env::var_os("PATH").unwrap_or_default(),
+        }
+    }
+}
+
+/// The beginning of a file that a worker may have written.
+fn read_some(path: &Path) -> Option<String> {
+    let mut bytes = Vec::new();
+    fs_err::File::open(path).ok()?.take(ERROR_FILE).read_to_end(&mut bytes).ok()?;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
 }

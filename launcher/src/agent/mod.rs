@@ -3,10 +3,13 @@
 //! - [`state`] decides: a pure function from events to actions, each with its reason;
 //! - `policy`, a part of that: which failed attempts are followed by another one, and when;
 //! - [`driver`] does: the one task that owns the state, and everything that touches processes and sockets;
-//! - [`trainer`]: what is particular to workers of the built-in trainer.
+//! - [`work`]: the two kinds of job; [`trainer`] and [`commands`], what is particular to each;
+//! - `signals`: what xlaunch itself is sent.
 
+pub mod commands;
 pub mod driver;
 mod policy;
+mod signals;
 pub mod state;
-mod status;
 pub mod trainer;
+pub mod work;

@@ -6,28 +6,32 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 use tonic::Status;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::agent_command::Command as Order;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{AgentCommand, Bench, GetJobReply, GetJobRequest, JoinReply, StopCommand};
+use xlaunch_proto::v1::{AgentCommand, Bench, GetJobReply, GetJobRequest, JobKind, JoinReply, StopCommand};
 
 use super::state::{Event, Job, Kind, Phase, Rules};
-use super::status::Board;
 use crate::command::Restarts;
 use crate::devices::Placement;
+use crate::logs::Output;
 use crate::metrics::Metrics;
 use crate::progress::Progress;
 use crate::rendezvous::service::Message;
 use crate::rendezvous::{self, Rendezvous};
 use crate::run_dir::RunDir;
 use crate::spawn::environment::{self, Group};
+use crate::status::board::{self, Board};
 use crate::summary::Summary;
 
 /// Silence of a running worker that is pointed out.
 const SILENCE: Duration = Duration::from_secs(15);
+
+/// Silence of a rank that does nothing either, in status.
+const IDLE_SILENCE: Duration = Duration::from_secs(300);
 
 /// A job of the built-in trainer.
 #[derive(Debug)]
@@ -75,6 +79,8 @@ pub(super) struct Trainer<'a> {
     rendezvous: Rendezvous,
     waiting: Vec<oneshot::Sender<Result<JoinReply, Status>>>,
     sessions: Vec<Session>,
+    master_port: u16,
+    output: Output,
     progress: Progress,
     metrics: Option<Metrics>,
     summary: Summary,
@@ -82,12 +88,18 @@ pub(super) struct Trainer<'a> {
 }
 
 impl<'a> Trainer<'a> {
-    pub(super) fn new(plan: TrainerPlan<'a>, run: &'a RunDir) -> std::io::Result<Self> {
+    pub(super) fn new(
+        plan: TrainerPlan<'a>,
+        run: &'a RunDir,
+        console: mpsc::Sender<String>,
+    ) -> std::io::Result<Self> {
         let metrics = plan.spec.observe.metrics.then(|| Metrics::create(&run.path)).transpose()?;
         Ok(Self {
             rendezvous: Rendezvous::new(plan.placement.workers, 0, plan.spec.digest(), Instant::now()),
             waiting: Vec::new(),
             sessions: Vec::new(),
+            master_port: 0,
+            output: Output::for_trainer(console),
             progress: Progress::default(),
             metrics,
             summary: Summary::default(),
@@ -110,8 +122,21 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    pub(super) fn name(&self) -> &str {
-        &self.plan.spec.job.name
+    pub(super) fn launch(&self) -> board::Launch {
+        let arguments: Vec<_> = std::env::args_os().collect();
+        board::Launch {
+            kind: JobKind::Trainer,
+            id: self.run.id.clone(),
+            name: self.plan.spec.job.name.clone(),
+            command_line: board::command_line(arguments.iter().map(|argument| argument.as_os_str())),
+            max_restarts: self.plan.spec.launch.max_restarts,
+            log_dir: self.run.logs.clone(),
+            silence: IDLE_SILENCE,
+        }
+    }
+
+    pub(super) fn output(&self) -> &Output {
+        &self.output
     }
 
     /// A new meeting, from the newest checkpoint.
@@ -124,6 +149,7 @@ impl<'a> Trainer<'a> {
         let deadline = Instant::now() + Duration::from_secs_f64(self.plan.spec.launch.join_timeout);
         self.rendezvous = Rendezvous::new(world, attempt, self.plan.spec.digest(), deadline);
         self.refuse_waiting("the attempt is over");
+        self.master_port = environment::free_port().unwrap_or(29_500);
         self.sessions = (0..world).map(|_| Session::default()).collect();
     }
 
@@ -133,14 +159,14 @@ impl<'a> Trainer<'a> {
     }
 
     /// What starts one worker.
-    pub(super) fn command(&self, attempt: u32, rank: u32, master_port: u16) -> std::io::Result<Command> {
+    pub(super) fn command(&self, attempt: u32, rank: u32) -> std::io::Result<Command> {
         let group = Group {
             run_id: &self.run.id,
             socket: &self.run.socket,
             placement: self.plan.placement,
             attempt,
             max_restarts: self.plan.spec.launch.max_restarts,
-            master_port,
+            master_port: self.master_port,
         };
         environment::command(&group, rank)
     }
@@ -175,7 +201,12 @@ impl<'a> Trainer<'a> {
     }
 
     /// What a worker wants or reports.
-    pub(super) fn message(&mut self, message: Message, job: &Job, board: &mut Board) -> Option<Event> {
+    pub(super) fn message(
+        &mut self,
+        message: Message,
+        job: &Job,
+        board: &watch::Sender<Board>,
+    ) -> Option<Event> {
         match message {
             Message::GetJob(request, reply) => {
                 // A caller that is gone needs no answer; here and below.
@@ -205,7 +236,7 @@ impl<'a> Trainer<'a> {
                 }
                 None
             }
-            Message::Status(_) | Message::Stop => None,
+            Message::Stop => None,
         }
     }
 
@@ -236,17 +267,17 @@ impl<'a> Trainer<'a> {
         &mut self,
         join: xlaunch_proto::convert::Join,
         reply: oneshot::Sender<Result<JoinReply, Status>>,
-        board: &mut Board,
+        board: &watch::Sender<Board>,
     ) -> Option<Event> {
         let (rank, device) = (join.rank.0, join.device_uuid.clone());
         match self.rendezvous.join(join) {
             rendezvous::Progress::Waiting => {
-                board.joined(rank, &device);
+                board.send_modify(|board| board.joined(rank, &device));
                 self.waiting.push(reply);
                 None
             }
             rendezvous::Progress::Complete(joined) => {
-                board.joined(rank, &device);
+                board.send_modify(|board| board.joined(rank, &device));
                 self.waiting.push(reply);
                 for reply in self.waiting.drain(..) {
                     let _ = reply.send(Ok(joined.clone().into()));
@@ -271,9 +302,9 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    fn report(&mut self, rank: u32, report: Report, board: &mut Board) {
+    fn report(&mut self, rank: u32, report: Report, board: &watch::Sender<Board>) {
         let now = Instant::now();
-        board.reported(rank, &report, now);
+        board.send_modify(|board| board.reported(rank, &report, now));
         if let Some(session) = self.sessions.get_mut(rank as usize) {
             (session.heard, session.silent) = (Some(now), false);
         }

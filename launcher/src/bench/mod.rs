@@ -3,6 +3,7 @@
 //! - [`train`]: what a step of a configuration takes, beside what the device can do;
 //! - [`all_reduce`]: sums between ranks by size, in nccl-tests' columns;
 //! - [`device`]: what a device can do at best;
+//! - [`launches`]: what launching itself costs;
 //! - [`flops`]: how many operations a model asks for; [`kernels`]: a step's kernels by family.
 //!
 //! Each launch has a run directory in a temporary place, which goes when the launch has gone well.
@@ -11,6 +12,7 @@ pub mod all_reduce;
 pub mod device;
 pub mod flops;
 pub mod kernels;
+pub mod launches;
 pub mod train;
 
 use std::path::Path;
@@ -22,6 +24,7 @@ use xlaunch_proto::v1::bench::Kind;
 
 use crate::agent::driver;
 use crate::agent::trainer::{Heard, TrainerPlan};
+use crate::agent::work::Plan;
 use crate::devices::Placement;
 use crate::run_dir::RunDir;
 use crate::{Refusal, report};
@@ -41,6 +44,7 @@ pub async fn launch(spec: &JobSpec, placement: &Placement, kind: Kind) -> Result
     spec.launch.nproc = Some(placement.workers);
     spec.launch.max_restarts = 0;
     let run = RunDir::create(&spec)?;
+    let logs = run.logs.clone();
     let plan = TrainerPlan {
         spec: &spec,
         placement,
@@ -48,8 +52,9 @@ pub async fn launch(spec: &JobSpec, placement: &Placement, kind: Kind) -> Result
         newest_checkpoint: |_: &Path| None,
         bench: Some(Bench { kind: Some(kind) }),
     };
-    let finished = driver::run(plan, &run).await.map_err(|error| internal("run the workers", error))?;
-    match report::text(&finished.outcome, &finished.evidence, &run.path.join("logs")) {
+    let finished =
+        driver::run(Plan::Trainer(plan), run).await.map_err(|error| internal("run the workers", error))?;
+    match report::text(&finished.outcome, &finished.evidence, Some(&logs)) {
         None if finished.outcome.exit == ExitCode::Done => Ok(finished.trained.heard),
         None => Err(Refusal::new(finished.outcome.exit, "stopped before everything was measured")),
         Some(text) => {

@@ -9,8 +9,8 @@ use xlaunch_proto::spec::JobSpec;
 
 use super::launch::{self, Launch};
 use crate::bench::all_reduce::{self, Dtype};
-use crate::bench::device;
 use crate::bench::train::{self, Extent};
+use crate::bench::{device, launches};
 use crate::devices::{self, Node, Placement};
 use crate::{Refusal, Trainer};
 
@@ -71,6 +71,18 @@ pub(super) enum Bench {
         #[arg(long)]
         json: bool,
     },
+    /// Launching itself: what it costs, how fast it reacts, what it leaves behind; beside torchrun where that is in PATH.
+    Launch {
+        /// Workers of each launch.
+        #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
+        nproc: u32,
+        /// Launches of each kind.
+        #[arg(long, value_name = "K", default_value_t = 50, value_parser = clap::value_parser!(u16).range(1..))]
+        runs: u16,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
     /// What the first device can do at best: products, copies, launches. Refreshes what is kept of it.
     Device {
         /// Print JSON.
@@ -99,8 +111,7 @@ async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
     match bench {
         Bench::Alloc { traces } => (trainer.bench_alloc)(&traces),
         Bench::Train { config, nproc, set, steps, warmup, profile, json } => {
-            let (spec, placement) =
-                launch::prepare(&Launch { config: Some(config), nproc, set, resume: None })?;
+            let (spec, placement) = launch::prepare(&Launch { config, nproc, set, resume: None })?;
             let extent = Extent { warmup, steps, profile };
             let found = train::run(spec, &placement, extent, began, trainer).await?;
             Ok(if json { as_json(&serde_json::json!(found)) } else { train::table(&found) })
@@ -115,6 +126,11 @@ async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
             let (ranks, platform) = (placement.workers, devices::platform(placement.cuda));
             let value = serde_json::json!({ "ranks": ranks, "platform": platform, "sums": rows });
             Ok(if json { as_json(&value) } else { all_reduce::table(&rows, ranks, &platform) })
+        }
+        Bench::Launch { nproc, runs, json } => {
+            let torchrun = launches::torchrun();
+            let found = launches::run(nproc, runs.into(), torchrun.as_deref()).await?;
+            Ok(if json { as_json(&serde_json::json!(found)) } else { launches::table(&found) })
         }
         Bench::Device { json } => {
             let (spec, placement) = bare("device", None)?;
@@ -141,7 +157,7 @@ fn as_json(value: &serde_json::Value) -> String {
 }
 
 /// A number of bytes, with K, M or G for powers of 1024.
-fn bytes(text: &str) -> Result<u64, String> {
+pub(super) fn bytes(text: &str) -> Result<u64, String> {
     let units = [("K", 10), ("M", 20), ("G", 30)];
     let unit = units.iter().find_map(|(unit, shift)| Some((text.strip_suffix(unit)?, *shift)));
     let (digits, shift) = unit.unwrap_or((text, 0));

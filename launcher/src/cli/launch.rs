@@ -1,37 +1,33 @@
-//! `xlaunch [--nproc N] train.toml`: from the command line to the exit code.
+//! A launch, of the built-in trainer or of any command: from the command line to the exit code.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use clap::Args;
 use miette::{GraphicalReportHandler, GraphicalTheme};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 
+use crate::agent::commands::CommandPlan;
 use crate::agent::driver;
 use crate::agent::trainer::TrainerPlan;
+use crate::agent::work::Plan;
+use crate::command::CommandSpec;
 use crate::config::{self, ConfigError, Override};
 use crate::devices::{self, Node, Placement};
 use crate::run_dir::{self, RunDir};
+use crate::spawn::affinity::{self, Affinity};
 use crate::{Refusal, Trainer, report};
 
-/// Options of a launch.
-#[derive(Debug, Args)]
+/// A launch of the built-in trainer.
+#[derive(Debug)]
 pub(super) struct Launch {
     /// Training configuration.
-    #[arg(value_name = "CONFIG.toml", required = true)]
-    pub(super) config: Option<PathBuf>,
-
+    pub(super) config: PathBuf,
     /// Workers to start. Default: one per GPU, or 1 without GPUs.
-    #[arg(long, visible_alias = "nproc-per-node", value_name = "N")]
     pub(super) nproc: Option<u32>,
-
-    /// Override a key of the configuration; may be repeated.
-    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    /// Overrides of keys, as `section.key=value`.
     pub(super) set: Vec<String>,
-
-    /// Resume from the newest checkpoint of this job, or from PATH.
-    #[arg(long, value_name = "PATH", num_args = 0..=1, require_equals = true, default_missing_value = "auto")]
+    /// The checkpoint to resume from: `auto` for the newest of this job, or a path.
     pub(super) resume: Option<String>,
 }
 
@@ -61,32 +57,57 @@ pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
         newest_checkpoint: trainer.newest_checkpoint,
         bench: None,
     };
-    let finished = match driver::run(plan, &run).await {
+    let logs = run.logs.clone();
+    let finished = match driver::run(Plan::Trainer(plan), run).await {
         Ok(finished) => finished,
-        Err(error) => {
-            return refuse(&Refusal::new(ExitCode::Internal, format!("failed to run the job: {error}")));
-        }
+        Err(error) => return refuse(&failed(&error)),
     };
     let trained = finished.trained;
     if trained.summary.steps() > 0 {
         print!("{}", trained.summary.text(placement.workers, start.elapsed(), trained.metrics));
     }
-    if let Some(text) = report::text(&finished.outcome, &finished.evidence, &run.path.join("logs")) {
+    if let Some(text) = report::text(&finished.outcome, &finished.evidence, Some(&logs)) {
         eprint!("{text}");
     }
     finished.outcome.exit
 }
 
+/// Runs a command's workers in the foreground.
+#[expect(clippy::print_stderr, reason = "the report goes to stderr")]
+pub(super) async fn run_command(spec: &CommandSpec) -> ExitCode {
+    let affinities = match affinities(spec) {
+        Ok(affinities) => affinities,
+        Err(reason) => return refuse(&Refusal::new(ExitCode::Usage, reason)),
+    };
+    let run = match RunDir::for_command(spec) {
+        Ok(run) => run,
+        Err(refusal) => return refuse(&refusal),
+    };
+    let kept = spec.logs.dir.is_some().then(|| run.logs.clone());
+    let finished = match driver::run(Plan::Command(CommandPlan { spec, affinities }), run).await {
+        Ok(finished) => finished,
+        Err(error) => return refuse(&failed(&error)),
+    };
+    if let Some(text) = report::text(&finished.outcome, &finished.evidence, kept.as_deref()) {
+        eprint!("{text}");
+    }
+    finished.outcome.exit
+}
+
+fn affinities(spec: &CommandSpec) -> Result<Vec<Affinity>, String> {
+    let allowed = rustix::thread::sched_getaffinity(None);
+    let allowed = allowed.map_err(|error| format!("failed to ask which CPUs may be used: {error}"))?;
+    // NVML takes its time, and GPUs matter to a binding alone.
+    let gpus = if spec.binding.is_some() { devices::gpu_addresses() } else { Vec::new() };
+    affinity::plan(spec.binding, spec.nproc, &gpus, Path::new("/sys"), &allowed)
+}
+
+fn failed(error: &std::io::Error) -> Refusal {
+    Refusal::new(ExitCode::Internal, format!("failed to run the job: {error}"))
+}
+
 /// Everything that can be known before data is opened.
 pub(super) fn prepare(launch: &Launch) -> Result<(JobSpec, Placement), Refusal> {
-    let path = launch.config.as_deref().unwrap_or("".as_ref());
-    if path.extension().is_none_or(|extension| extension != "toml") {
-        let message = format!(
-            "{}: this version runs training configurations, which end in .toml: xlaunch --nproc 2 train.toml",
-            path.display()
-        );
-        return Err(Refusal::new(ExitCode::Usage, message));
-    }
     let mut overrides = Override::from_environment(std::env::vars());
     let flag = |key: &str, value: String, source: String| Override { key: key.into(), value, source };
     for argument in &launch.set {
@@ -98,7 +119,7 @@ pub(super) fn prepare(launch: &Launch) -> Result<(JobSpec, Placement), Refusal> 
     if let Some(resume) = &launch.resume {
         overrides.push(flag("checkpoint.resume", format!("{resume:?}"), format!("--resume={resume}")));
     }
-    let mut spec = config::load(path, &overrides).map_err(|error| draw(&error))?;
+    let mut spec = config::load(&launch.config, &overrides).map_err(|error| draw(&error))?;
     let placement = devices::place(&spec, &Node::inspect())?;
     // From here on the description says what is done, on every rank.
     spec.launch.nproc = Some(placement.workers);

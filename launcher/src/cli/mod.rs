@@ -1,59 +1,75 @@
-//! The command line.
+//! The command line: a subcommand, or a launch by torchrun's flags.
 
 mod bench;
 mod launch;
 mod query;
+mod torchrun;
 
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::io::Write;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use xlaunch_proto::exit::ExitCode;
 
-use crate::Trainer;
+use crate::devices::Node;
+use crate::{Refusal, Trainer};
+use torchrun::{Name, Request};
 
-/// Start one worker process per GPU (or per share of the CPU) and train a GPT on them.
+/// Starts worker processes and looks after them.
 #[derive(Debug, Parser)]
-#[command(name = "xlaunch", version, args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+#[command(name = "xlaunch", version)]
 struct Cli {
     #[command(subcommand)]
-    command: Option<Query>,
-
-    #[command(flatten)]
-    launch: launch::Launch,
+    command: Query,
 }
 
 #[derive(Debug, Subcommand)]
 enum Query {
-    /// Show the state of a running launch.
-    Status {
-        /// Directory of the run, or of anything above it. Default: the newest run below `runs`.
-        run: Option<PathBuf>,
-        /// Print JSON.
-        #[arg(long)]
-        json: bool,
-    },
+    /// Show the state of running launches.
+    Status(query::Status),
+    /// Print what a rank of a running launch has written.
+    Logs(query::Logs),
     /// Measure what parts of xlaunch cost on this machine.
     #[command(subcommand)]
     Bench(bench::Bench),
-    /// Stop a running launch at its next step, with a checkpoint.
-    Stop {
-        /// As for `status`.
-        run: Option<PathBuf>,
-    },
+    /// Stop a running launch; training stops at its next step, with a checkpoint.
+    Stop(query::Stop),
 }
 
 /// Runs the command line of this process.
 #[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]
 pub fn main(trainer: Trainer) -> ExitCode {
-    let command = Cli::command().after_help(exit_codes());
-    let cli = match command.try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches)) {
-        Ok(cli) => cli,
-        Err(error) => {
-            // A closed stdout or stderr leaves only the exit code to tell.
-            let _ = error.print();
-            return if error.use_stderr() { ExitCode::Usage } else { ExitCode::Done };
+    let mut arguments = std::env::args_os();
+    let name = Name::of(&arguments.next().unwrap_or_default());
+    let arguments: Vec<OsString> = arguments.collect();
+    if name == Name::Xlaunch && arguments.first().is_some_and(is_subcommand) {
+        return match Cli::command().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches)) {
+            Ok(cli) => run(query(cli.command, trainer)),
+            Err(error) => {
+                // A closed stdout or stderr leaves only the exit code to tell.
+                let _ = error.print();
+                if error.use_stderr() { ExitCode::Usage } else { ExitCode::Done }
+            }
+        };
+    }
+    match torchrun::parse(name, &arguments, &|variable| std::env::var_os(variable), &Node::inspect) {
+        Ok(Request::Text(text)) => {
+            // A reader that has seen enough may have closed stdout.
+            let _ = std::io::stdout().write_all(text.as_bytes());
+            ExitCode::Done
         }
-    };
+        Ok(Request::Trainer(launch)) => run(launch::run(&launch, trainer)),
+        Ok(Request::Command(spec)) => run(launch::run_command(&spec)),
+        Err(Refusal { exit, message }) => {
+            eprintln!("error: {message}");
+            exit
+        }
+    }
+}
+
+/// Does the work of a command line that was understood.
+#[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]
+fn run(work: impl Future<Output = ExitCode>) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -61,21 +77,37 @@ pub fn main(trainer: Trainer) -> ExitCode {
             return ExitCode::Internal;
         }
     };
-    let exit = match cli.command {
-        Some(Query::Status { run, json }) => runtime.block_on(query::status(run, json)),
-        Some(Query::Bench(bench)) => runtime.block_on(bench::run(bench, trainer)),
-        Some(Query::Stop { run }) => runtime.block_on(query::stop(run)),
-        None => runtime.block_on(launch::run(&cli.launch, trainer)),
-    };
+    let exit = runtime.block_on(work);
     // Log threads may still wait on output that an orphan holds open; they end with the process.
     runtime.shutdown_background();
     exit
 }
 
+async fn query(command: Query, trainer: Trainer) -> ExitCode {
+    match command {
+        Query::Status(options) => query::status(options).await,
+        Query::Logs(options) => query::logs(options).await,
+        Query::Bench(bench) => bench::run(bench, trainer).await,
+        Query::Stop(options) => query::stop(options).await,
+    }
+}
+
+/// Whether this first argument is no launch. A program of the same name can be launched behind `--`.
+fn is_subcommand(argument: &OsString) -> bool {
+    argument == "help" || subcommands().iter().any(|(name, _)| argument == name.as_str())
+}
+
+/// Every subcommand with what it does.
+fn subcommands() -> Vec<(String, String)> {
+    let about = |command: &clap::Command| command.get_about().map(ToString::to_string).unwrap_or_default();
+    let command = Cli::command();
+    command.get_subcommands().map(|command| (command.get_name().to_owned(), about(command))).collect()
+}
+
 /// The table for `--help`.
 fn exit_codes() -> String {
     let lines = ExitCode::TABLE.iter().map(|(exit, meaning)| format!("  {:>3}  {meaning}\n", exit.code()));
-    format!("Exit codes:\n{}", lines.collect::<String>())
+    format!("Exit codes:\n{}  128+n  a command's launch was ended by signal n\n", lines.collect::<String>())
 }
 
 #[cfg(test)]
@@ -83,11 +115,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_consistent_and_help_lists_the_exit_codes() {
+    fn subcommands_are_consistent_and_told_from_launches() {
         Cli::command().debug_assert();
-        let help = Cli::command().after_help(exit_codes()).render_long_help().to_string();
-        for (exit, meaning) in ExitCode::TABLE {
-            assert!(help.contains(&exit.code().to_string()) && help.contains(meaning), "{help}");
-        }
+        assert!(["status", "stop", "bench", "help"].iter().all(|name| is_subcommand(&name.into())));
+        assert!(!["train.py", "train.toml", "--help", "--"].iter().any(|name| is_subcommand(&name.into())));
     }
 }

@@ -6,6 +6,7 @@
 //!    '-- deadline: the meeting fails, naming the missing
 //! ```
 
+mod listener;
 pub mod service;
 
 use std::time::Instant;

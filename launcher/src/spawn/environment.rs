@@ -6,9 +6,10 @@ use std::process::Command;
 
 use xlaunch_proto::env;
 
+use crate::command::{CommandSpec, SIGNALS};
 use crate::devices::Placement;
 
-/// What the workers of one attempt have in common.
+/// What the workers of one attempt of the built-in trainer have in common.
 #[derive(Clone, Debug)]
 pub struct Group<'a> {
     /// The run's id.
@@ -22,6 +23,21 @@ pub struct Group<'a> {
     /// Restarts allowed.
     pub max_restarts: u32,
     /// For frameworks that rendezvous by themselves.
+    pub master_port: u16,
+}
+
+/// What the workers of one attempt of any other command have in common.
+#[derive(Clone, Debug)]
+pub struct CommandGroup<'a> {
+    /// The launch.
+    pub spec: &'a CommandSpec,
+    /// The run's id, which is the specification's where it has one.
+    pub run_id: &'a str,
+    /// Where the agent listens.
+    pub socket: &'a Path,
+    /// This start of the group, from 0.
+    pub attempt: u32,
+    /// Where rank 0 is to listen.
     pub master_port: u16,
 }
 
@@ -41,29 +57,19 @@ pub fn command(group: &Group<'_>, rank: u32) -> std::io::Result<Command> {
 }
 
 fn variables(group: &Group<'_>, rank: u32, omp_threads: Option<OsString>) -> Vec<(&'static str, OsString)> {
-    let world = group.placement.workers.to_string();
-    let rank_text = rank.to_string();
     let device = if group.placement.cuda { format!("cuda:{rank}") } else { "cpu".into() };
-    let mut all: Vec<(&'static str, OsString)> = vec![
-        ("RANK", rank_text.clone().into()),
-        ("LOCAL_RANK", rank_text.clone().into()),
-        ("WORLD_SIZE", world.clone().into()),
-        ("LOCAL_WORLD_SIZE", world.clone().into()),
-        ("GROUP_RANK", "0".into()),
-        ("GROUP_WORLD_SIZE", "1".into()),
-        ("ROLE_RANK", rank_text.into()),
-        ("ROLE_NAME", "default".into()),
-        ("ROLE_WORLD_SIZE", world.into()),
-        ("MASTER_ADDR", "127.0.0.1".into()),
-        ("MASTER_PORT", group.master_port.to_string().into()),
-        ("TORCHELASTIC_RESTART_COUNT", group.attempt.to_string().into()),
-        ("TORCHELASTIC_MAX_RESTARTS", group.max_restarts.to_string().into()),
-        ("TORCHELASTIC_RUN_ID", group.run_id.into()),
-        (env::AGENT_SOCKET, group.socket.into()),
-        (env::ATTEMPT, group.attempt.to_string().into()),
-        (env::JOB_ID, group.run_id.into()),
-        (env::DEVICE, device.into()),
-    ];
+    let shared = Shared {
+        run_id: group.run_id,
+        socket: group.socket,
+        attempt: group.attempt,
+        max_restarts: group.max_restarts,
+        world: group.placement.workers,
+        role: "default",
+        master: ("127.0.0.1", group.master_port),
+    };
+    let mut all = shared.variables(rank);
+    all.push(("LOCAL_RANK", rank.to_string().into()));
+    all.push((env::DEVICE, device.into()));
     if omp_threads.is_none() {
         all.push(("OMP_NUM_THREADS", group.placement.threads.to_string().into()));
     }
@@ -73,7 +79,225 @@ fn variables(group: &Group<'_>, rank: u32, omp_threads: Option<OsString>) -> Vec
     all
 }
 
+/// What a worker of a command finds beside everything in xlaunch's environment, which `inherited` looks up. `dir` is the
+/// worker's directory of this attempt, `threads` its share of the cores.
+///
+/// The store of `torch.distributed` is rank 0's: the agent offers none, so that `TORCHELASTIC_USE_AGENT_STORE` is `False`.
+pub fn command_variables(
+    group: &CommandGroup<'_>,
+    local_rank: u32,
+    dir: &Path,
+    threads: usize,
+    inherited: &dyn Fn(&str) -> Option<OsString>,
+) -> Vec<(&'static str, OsString)> {
+    let spec = group.spec;
+    let shared = Shared {
+        run_id: group.run_id,
+        socket: group.socket,
+        attempt: group.attempt,
+        max_restarts: spec.restarts.most,
+        world: spec.nproc,
+        role: &spec.role,
+        master: (&spec.master_addr, group.master_port),
+    };
+    let mut all = shared.variables(local_rank);
+    if spec.virtual_local_rank {
+        all.push(("LOCAL_RANK", "0".into()));
+        all.push(("CUDA_VISIBLE_DEVICES", own_gpu(local_rank, inherited("CUDA_VISIBLE_DEVICES"))));
+    } else {
+        all.push(("LOCAL_RANK", local_rank.to_string().into()));
+    }
+    let name = |signal| SIGNALS.iter().find(|(_, known)| known == signal).map(|(name, _)| *name);
+    let errors = inherited("TORCH_NCCL_ASYNC_ERROR_HANDLING").unwrap_or_else(|| "1".into());
+    all.push(("TORCHELASTIC_USE_AGENT_STORE", "False".into()));
+    all.push(("TORCHELASTIC_ERROR_FILE", dir.join("error.json").into()));
+    all.push((
+        "TORCHELASTIC_SIGNALS_TO_HANDLE",
+        spec.signals.iter().filter_map(name).collect::<Vec<_>>().join(",").into(),
+    ));
+    all.push(("TORCH_NCCL_ASYNC_ERROR_HANDLING", errors));
+    if inherited("OMP_NUM_THREADS").is_none() {
+        all.push(("OMP_NUM_THREADS", threads.to_string().into()));
+    }
+    all
+}
+
+/// The entry of the parent's list that falls to this rank. The command line was refused if the list is too short.
+fn own_gpu(local_rank: u32, visible: Option<OsString>) -> OsString {
+    let rank = local_rank.to_string();
+    let Some(visible) = visible else { return rank.into() };
+    let visible = visible.to_string_lossy();
+    visible.split(',').nth(local_rank as usize).map_or(rank, |gpu| gpu.trim().to_owned()).into()
+}
+
+/// What goes to the workers of either kind.
+struct Shared<'a> {
+    run_id: &'a str,
+    socket: &'a Path,
+    attempt: u32,
+    max_restarts: u32,
+    world: u32,
+    role: &'a str,
+    master: (&'a str, u16),
+}
+
+impl Shared<'_> {
+    /// All but `LOCAL_RANK`.
+    fn variables(&self, rank: u32) -> Vec<(&'static str, OsString)> {
+        let (world, rank) = (self.world.to_string(), rank.to_string());
+        let (address, port) = self.master;
+        vec![
+            ("RANK", rank.clone().into()),
+            ("WORLD_SIZE", world.clone().into()),
+            ("LOCAL_WORLD_SIZE", world.clone().into()),
+            ("GROUP_RANK", "0".into()),
+            ("GROUP_WORLD_SIZE", "1".into()),
+            ("ROLE_RANK", rank.into()),
+            ("ROLE_NAME", self.role.into()),
+            ("ROLE_WORLD_SIZE", world.into()),
+            ("MASTER_ADDR", address.into()),
+            ("MASTER_PORT", port.to_string().into()),
+            ("TORCHELASTIC_RESTART_COUNT", self.attempt.to_string().into()),
+            ("TORCHELASTIC_MAX_RESTARTS", self.max_restarts.to_string().into()),
+            ("TORCHELASTIC_RUN_ID", self.run_id.into()),
+            (env::AGENT_SOCKET, self.socket.into()),
+            (env::ATTEMPT, self.attempt.to_string().into()),
+            (env::JOB_ID, self.run_id.into()),
+        ]
+    }
+}
+
 /// A TCP port of the loopback interface that is free now.
 pub fn free_port() -> std::io::Result<u16> {
     Ok(std::net::TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use super::*;
+    use crate::command::{LogOptions, Restarts};
+
+    fn spec() -> CommandSpec {
+        let (hup, term) = (rustix::process::Signal::HUP, rustix::process::Signal::TERM);
+        CommandSpec {
+            name: "train".into(),
+            argv: vec!["train".into()],
+            role: "trainer".into(),
+            run_id: None,
+            nproc: 2,
+            master_addr: "127.0.0.1".into(),
+            master_port: None,
+            virtual_local_rank: false,
+            binding: None,
+            restarts: Restarts { most: 3, not_after: BTreeSet::new() },
+            shutdown_timeout: std::time::Duration::from_secs(30),
+            signals: vec![term, hup],
+            propagate_exit_code: false,
+            silence: std::time::Duration::from_secs(300),
+            logs: LogOptions::default(),
+        }
+    }
+
+    /// What rank 1 of 2 gets in its second attempt.
+    fn variables(spec: &CommandSpec, inherited: &[(&str, &str)]) -> BTreeMap<&'static str, String> {
+        let socket = Path::new("/run/agent.sock");
+        let group = CommandGroup { spec, run_id: "id", socket, attempt: 1, master_port: 20_001 };
+        let find = |wanted: &str| {
+            inherited.iter().find(|(name, _)| *name == wanted).map(|(_, value)| OsString::from(value))
+        };
+        let all = command_variables(&group, 1, Path::new("/logs/1"), 6, &find);
+        let count = all.len();
+        let map: BTreeMap<_, _> =
+            all.into_iter().map(|(name, value)| (name, value.into_string().unwrap())).collect();
+        assert_eq!(map.len(), count, "a variable is set twice");
+        map
+    }
+
+    #[test]
+    fn workers_of_a_command_get_what_torchrun_gives() {
+        let found = variables(&spec(), &[("CUDA_VISIBLE_DEVICES", "4,5")]);
+        for (name, value) in [
+            ("RANK", "1"),
+            ("LOCAL_RANK", "1"),
+            ("WORLD_SIZE", "2"),
+            ("ROLE_NAME", "trainer"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "20001"),
+            ("TORCHELASTIC_RESTART_COUNT", "1"),
+            ("TORCHELASTIC_MAX_RESTARTS", "3"),
+            ("TORCHELASTIC_RUN_ID", "id"),
+            ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+            ("TORCHELASTIC_ERROR_FILE", "/logs/1/error.json"),
+            ("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGHUP"),
+            ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            ("OMP_NUM_THREADS", "6"),
+            ("XLAUNCH_AGENT_SOCKET", "/run/agent.sock"),
+            ("XLAUNCH_JOB_ID", "id"),
+        ] {
+            assert_eq!(found.get(name).map(String::as_str), Some(value), "{name}");
+        }
+        // The parent's list is inherited as it is.
+        assert!(!found.contains_key("CUDA_VISIBLE_DEVICES"));
+    }
+
+    #[test]
+    fn what_the_user_chose_stays() {
+        let inherited = [("OMP_NUM_THREADS", "5"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")];
+        let found = variables(&spec(), &inherited);
+        assert!(!found.contains_key("OMP_NUM_THREADS"));
+        assert_eq!(found["TORCH_NCCL_ASYNC_ERROR_HANDLING"], "3");
+    }
+
+    #[test]
+    fn a_virtual_local_rank_sees_its_entry_of_the_parents_list() {
+        let spec = CommandSpec { virtual_local_rank: true, ..spec() };
+        for (visible, own) in [(None, "1"), (Some("GPU-a, GPU-b"), "GPU-b"), (Some("7,3"), "3")] {
+            let inherited = visible.map(|list| ("CUDA_VISIBLE_DEVICES", list));
+            let found = variables(&spec, inherited.as_slice());
+            assert_eq!((found["LOCAL_RANK"].as_str(), found["CUDA_VISIBLE_DEVICES"].as_str()), ("0", own));
+        }
+    }
+
+    /// Names that differ between a process's environment and that of torchrun's worker, by asking one.
+    #[test]
+    fn no_variable_of_a_real_torchrun_is_missing() {
+        const PRINT: &str = "/usr/bin/env";
+        let torchrun = std::env::var_os("XLAUNCH_TORCHRUN").unwrap_or_else(|| "torchrun".into());
+        let real = Command::new(torchrun)
+            .args(["--no-python", "--nproc-per-node=2", "--redirects=0:3", "--role=trainer", PRINT, "-0"])
+            .env_remove("OMP_NUM_THREADS")
+            .output();
+        let Ok(real) = real else {
+            println!("skipped: there is no torchrun in PATH, and XLAUNCH_TORCHRUN names none");
+            return;
+        };
+        assert!(real.status.success(), "{}", String::from_utf8_lossy(&real.stderr));
+        let text = String::from_utf8(real.stdout).unwrap();
+        let pairs = text.split('\0').filter_map(|pair| pair.split_once('='));
+        let given: BTreeMap<_, _> =
+            pairs.filter(|(name, value)| std::env::var(name).ok().as_deref() != Some(*value)).collect();
+        let ours = variables(
+            &CommandSpec { restarts: Restarts { most: 0, not_after: BTreeSet::new() }, ..spec() },
+            &[],
+        );
+        for (name, value) in given.iter().filter(|(name, _)| **name != "_") {
+            let found = ours.get(name).unwrap_or_else(|| panic!("{name}={value} is missing"));
+            let same = [
+                "RANK",
+                "LOCAL_RANK",
+                "GROUP_",
+                "ROLE_",
+                "WORLD_SIZE",
+                "LOCAL_WORLD_SIZE",
+                "TORCH_",
+                "TORCHELASTIC_MAX",
+            ];
+            if same.iter().any(|prefix| name.starts_with(prefix)) {
+                assert_eq!(found, value, "{name}");
+            }
+        }
+        assert!(given.contains_key("RANK"), "{text}");
+    }
 }

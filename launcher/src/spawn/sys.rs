@@ -1,11 +1,28 @@
 //! The unsafe calls of the launcher: code between fork and exec, and descriptors under the reactor's watch.
+//!
+//! Everything between fork and exec is system calls on data made before the fork: another thread may have held any lock.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::sync::Arc;
 
-use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal, setsid};
+use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::io::unix::AsyncFd;
+
+/// What a guard does not listen to: whoever ends a whole session or service means xlaunch first.
+const IGNORED: [i32; 9] = [
+    libc::SIGHUP,
+    libc::SIGINT,
+    libc::SIGQUIT,
+    libc::SIGTERM,
+    libc::SIGUSR1,
+    libc::SIGUSR2,
+    libc::SIGTSTP,
+    libc::SIGTTIN,
+    libc::SIGTTOU,
+];
 
 /// Makes the process die when the thread that starts it does, however that happens.
 pub(super) fn die_with_parent(command: &mut Command) {
@@ -19,6 +36,42 @@ pub(super) fn die_with_parent(command: &mut Command) {
         Ok(())
     };
     // SAFETY: the hook makes two system calls and touches no lock and no heap: it is async-signal-safe.
+    unsafe { command.pre_exec(hook) };
+}
+
+/// Lets the process enter the cgroup whose `cgroup.procs` this is, before it runs anything. If it may not, it runs outside.
+pub(super) fn enter_cgroup(command: &mut Command, procs: Arc<OwnedFd>) {
+    let hook = move || {
+        // Who starts it looks where it is.
+        let _ = rustix::io::write(&procs, b"0");
+        Ok(())
+    };
+    // SAFETY: the hook makes one system call on an open descriptor: it is async-signal-safe.
+    unsafe { command.pre_exec(hook) };
+}
+
+/// Binds the process to these CPUs; it does not start where that fails.
+pub(super) fn run_on(command: &mut Command, cpus: CpuSet) {
+    let hook = move || Ok(sched_setaffinity(None, &cpus)?);
+    // SAFETY: the hook makes one system call on a set that it owns, of fixed size: it is async-signal-safe.
+    unsafe { command.pre_exec(hook) };
+}
+
+/// Puts the process into a session of its own, deaf to the signals that end one, with no descriptor but its standard three.
+pub(super) fn detach(command: &mut Command) {
+    let hook = || {
+        setsid()?;
+        for signal in IGNORED {
+            // SAFETY: `signal` is async-signal-safe; ignoring is inherited through exec, and no handler is lost that exec
+            // would keep.
+            unsafe { libc::signal(signal, libc::SIG_IGN) };
+        }
+        // Before Linux 5.11 there is no such flag, and what xlaunch was given by its own parent stays open.
+        // SAFETY: the call takes three integers. Marking descriptors leaves them usable up to exec.
+        unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+        Ok(())
+    };
+    // SAFETY: the hook makes system calls only and touches no lock and no heap: it is async-signal-safe.
     unsafe { command.pre_exec(hook) };
 }
 

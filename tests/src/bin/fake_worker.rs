@@ -4,7 +4,7 @@
 //!
 //! - `join` meets the others as a worker of this job would; `join:version`, `join:config`, `join:layout` with a value that
 //!   nobody else has; what the agent answers goes to stderr, and a refusal ends the process with 69;
-//! - `say:TEXT` writes a line to stderr; `environment` writes the environment to stdout;
+//! - `say:TEXT` writes a line to stderr; `environment` writes the environment to stdout; `pause:MS` waits;
 //! - `grandchild` starts a process that sleeps, in this process group; `sleep` waits for ever; `deaf` ignores SIGTERM;
 //! - `exit:N` and `signal:N` end the process. So does the end of the entry, with 0.
 
@@ -32,6 +32,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         match verb {
             "join" => join(rank, argument)?,
             "say" => eprintln!("{argument}"),
+            "pause" => std::thread::sleep(Duration::from_millis(argument.parse()?)),
             "environment" => std::env::vars().for_each(|(name, value)| println!("{name}={value}")),
             "grandchild" => drop(Command::new("sleep").arg("1000").spawn()?),
             "deaf" => ignore_terminate(),

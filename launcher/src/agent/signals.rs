@@ -1,0 +1,40 @@
+//! Signals to xlaunch, as one stream for the task that owns the job.
+//!
+//! Workers are in process groups of their own: what the terminal sends reaches xlaunch alone, which passes it on. A job says
+//! which signals end it; SIGUSR1 and SIGUSR2, where they are not among them, go to the workers as they are (schedulers
+//! announce the end of an allocation so). SIGTSTP stops the workers, then xlaunch itself; SIGCONT continues both.
+
+use rustix::process::Signal;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+
+/// What a signal asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Asked {
+    /// The job is to end.
+    End(Signal),
+    /// The workers are to get it.
+    Pass(Signal),
+    /// All are to stop for now.
+    Suspend,
+    /// They are to go on.
+    Continue,
+}
+
+/// The signals, from now on, in the order in which they come; nothing else is done about them any more.
+pub(super) fn listen(ending: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiver<Asked>> {
+    let passed = [Signal::USR1, Signal::USR2].into_iter().filter(|signal| !ending.contains(signal));
+    let all = ending.iter().map(|signal| (*signal, Asked::End(*signal)));
+    let all = all.chain(passed.map(|signal| (signal, Asked::Pass(signal))));
+    let all = all.chain([(Signal::TSTP, Asked::Suspend), (Signal::CONT, Asked::Continue)]);
+    let (asked, stream) = mpsc::unbounded_channel();
+    for (number, what) in all {
+        let mut signals = signal(SignalKind::from_raw(number.as_raw()))?;
+        let asked = asked.clone();
+        tokio::spawn(async move {
+            // The receiver is gone when the job is over.
+            while signals.recv().await.is_some() && asked.send(what).is_ok() {}
+        });
+    }
+    Ok(stream)
+}

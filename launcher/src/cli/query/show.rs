@@ -1,0 +1,321 @@
+//! The state of a launch as text: tables for people, JSON for programs.
+
+use xlaunch_proto::v1::{JobKind, JobState, RankState, RankStatus, StatusReply};
+
+use crate::progress::{clock, count};
+
+/// Table of one launch; lines are cut at `width` characters.
+pub(super) fn table(reply: &StatusReply, now: u64, width: usize) -> String {
+    let mut out = heading(reply, now);
+    out += "\n";
+    match reply.kind() {
+        JobKind::Command => command_ranks(reply, width, &mut out),
+        _ => trainer_ranks(reply, width, &mut out),
+    }
+    fit(&out, width)
+}
+
+fn heading(reply: &StatusReply, now: u64) -> String {
+    let mut out = format!("{}-{}  {}", reply.job_name, reply.job_id, state(reply));
+    if !reply.reason.is_empty() {
+        out += &format!(" ({})", reply.reason);
+    }
+    out += &format!(
+        "\n{} for {}  pid {}  restarts {} of {}  {}\n",
+        reply.host,
+        clock(seconds(now.saturating_sub(reply.started_unix_seconds))),
+        reply.launcher_pid,
+        reply.restarts,
+        reply.max_restarts,
+        reply.command_line
+    );
+    out += &format!("logs {}\n", reply.log_dir);
+    if reply.kind() != JobKind::Command {
+        out += &format!(
+            "step {}/{}  loss {:.4}  {} tok/s\n",
+            reply.step,
+            reply.total_steps,
+            reply.loss,
+            count(reply.tokens_per_second)
+        );
+    }
+    out
+}
+
+fn command_ranks(reply: &StatusReply, width: usize, out: &mut String) {
+    *out += "RANK  PID      STATE    OUTPUT  CPU    MEMORY  GPU   GPU MEM\n";
+    for rank in &reply.ranks {
+        let row = format!(
+            "{:<6}{:<9}{:<9}{:<8}{:<7}{:<8}{:<6}{:<9}",
+            rank.rank,
+            rank.pid,
+            rank_state(rank.state()),
+            shown(rank.seconds_since_output, clock),
+            shown(rank.cpu_percent, percent),
+            shown(rank.memory_bytes, bytes),
+            shown(rank.gpu_percent, percent),
+            shown(rank.gpu_memory_bytes, bytes)
+        );
+        push_row(row, note(rank), width, out);
+    }
+}
+
+fn trainer_ranks(reply: &StatusReply, width: usize, out: &mut String) {
+    *out += "RANK  PID     STATE   STEP    HEARD  CPU   GPU   POOL LIVE  MAPPED  PEAK   FRAG  DEVICE\n";
+    for rank in &reply.ranks {
+        // The beginning tells GPUs of a node apart.
+        let device: String = rank.device_uuid.chars().take(12).collect();
+        let row = format!(
+            "{:<6}{:<8}{:<8}{:<8}{:<7}{:<6}{:<6}{:<11}{:<8}{:<7}{:<6}{:<14}",
+            rank.rank,
+            rank.pid,
+            rank_state(rank.state()),
+            rank.step,
+            clock(rank.seconds_since_heartbeat),
+            shown(rank.cpu_percent, percent),
+            shown(rank.gpu_percent, percent),
+            bytes(rank.pool_live_bytes),
+            bytes(rank.pool_mapped_bytes),
+            bytes(rank.pool_peak_bytes),
+            percent(100.0 * f64::from(rank.pool_fragmentation)),
+            device
+        );
+        push_row(row, note(rank), width, out);
+    }
+}
+
+/// A row with a note behind it, or below where it does not fit.
+fn push_row(row: String, note: &str, width: usize, out: &mut String) {
+    *out += row.trim_end();
+    if row.len().saturating_add(note.chars().count()) <= width {
+        *out += &row[row.trim_end().len()..];
+    } else {
+        *out += "\n      ";
+    }
+    *out += note;
+    out.push('\n');
+}
+
+/// What stands behind a row: how the rank ended, or what stands out.
+fn note(rank: &RankStatus) -> &str {
+    if rank.exit.is_empty() { &rank.hint } else { &rank.exit }
+}
+
+/// Table of several launches, a line each: the answers, or why there is none.
+pub(super) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, width: usize) -> String {
+    let longest = replies.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0).max(4);
+    let mut out = format!("{:<longest$}  STATE       RANKS  FOR     COMMAND\n", "NAME");
+    for (name, reply) in replies {
+        match reply {
+            Ok(reply) => {
+                let up = seconds(now.saturating_sub(reply.started_unix_seconds));
+                out += &format!(
+                    "{name:<longest$}  {:<12}{:<7}{:<8}{}\n",
+                    state(reply),
+                    reply.world_size,
+                    clock(up),
+                    reply.command_line
+                );
+            }
+            Err(problem) => out += &format!("{name:<longest$}  {problem}\n"),
+        }
+    }
+    fit(&out, width)
+}
+
+/// The same for programs.
+pub(super) fn json(reply: &StatusReply) -> serde_json::Value {
+    let ranks: Vec<_> = reply
+        .ranks
+        .iter()
+        .map(|rank| {
+            serde_json::json!({
+                "rank": rank.rank, "local_rank": rank.local_rank, "pid": rank.pid,
+                "state": rank_state(rank.state()), "step": rank.step, "device_uuid": rank.device_uuid,
+                "seconds_since_heartbeat": rank.seconds_since_heartbeat, "exit": rank.exit,
+                "seconds_since_output": rank.seconds_since_output, "cpu_percent": rank.cpu_percent,
+                "memory_bytes": rank.memory_bytes, "gpu_percent": rank.gpu_percent,
+                "gpu_memory_bytes": rank.gpu_memory_bytes, "hint": rank.hint,
+                "pool_live_bytes": rank.pool_live_bytes, "pool_mapped_bytes": rank.pool_mapped_bytes,
+                "pool_peak_bytes": rank.pool_peak_bytes, "pool_fragmentation": rank.pool_fragmentation,
+            })
+        })
+        .collect();
+    serde_json::json!({
+        "job_id": reply.job_id, "job_name": reply.job_name, "kind": kind(reply), "state": state(reply),
+        "reason": reply.reason, "command_line": reply.command_line, "host": reply.host,
+        "launcher_pid": reply.launcher_pid, "started_unix_seconds": reply.started_unix_seconds,
+        "attempt": reply.attempt, "restarts": reply.restarts, "max_restarts": reply.max_restarts,
+        "log_dir": reply.log_dir, "world_size": reply.world_size, "step": reply.step,
+        "total_steps": reply.total_steps, "loss": reply.loss, "tokens_per_second": reply.tokens_per_second,
+        "ranks": ranks,
+    })
+}
+
+fn kind(reply: &StatusReply) -> &'static str {
+    match reply.kind() {
+        JobKind::Unspecified => "unknown",
+        JobKind::Trainer => "trainer",
+        JobKind::Command => "command",
+    }
+}
+
+fn state(reply: &StatusReply) -> &'static str {
+    match reply.state() {
+        JobState::Unspecified => "unknown",
+        JobState::Starting => "starting",
+        JobState::Rendezvous => "rendezvous",
+        JobState::Running => "running",
+        JobState::Stopping => "stopping",
+        JobState::Done => "done",
+        JobState::Failed => "failed",
+    }
+}
+
+fn rank_state(state: RankState) -> &'static str {
+    match state {
+        RankState::Unspecified => "unknown",
+        RankState::Started => "started",
+        RankState::Joined => "joined",
+        RankState::Running => "running",
+        RankState::Exited => "exited",
+    }
+}
+
+/// A dash for what is not known.
+fn shown<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
+    value.map_or_else(|| "-".into(), show)
+}
+
+fn percent(value: f64) -> String {
+    format!("{value:.0}%")
+}
+
+#[expect(clippy::cast_precision_loss, reason = "shown to people")]
+fn bytes(value: u64) -> String {
+    count(value as f64)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "shown to people")]
+fn seconds(value: u64) -> f64 {
+    value as f64
+}
+
+/// Lines of at most `width` characters. What programs and users named is in them: nothing of it may act on a terminal.
+fn fit(text: &str, width: usize) -> String {
+    let mut out = String::new();
+    for line in text.split_inclusive('\n') {
+        let line = escape(line.trim_end());
+        match line.char_indices().nth(width) {
+            Some(_) => out.extend(line.chars().take(width.saturating_sub(3)).chain("...".chars())),
+            None => out += &line,
+        }
+        out.push('\n');
+    }
+    out
+}
+
+/// Control characters, and those that change the direction of text, as `\u{1b}`.
+pub(super) fn escape(text: &str) -> String {
+    let acts = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        if acts(c) {
+            out.extend(c.escape_unicode());
+        } else {
+            out.push(c);
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reply() -> StatusReply {
+        let rank = |rank| RankStatus {
+            rank,
+            pid: 4_000_000 + rank,
+            state: RankState::Running.into(),
+            seconds_since_output: Some(3.0),
+            cpu_percent: Some(1600.4),
+            memory_bytes: Some(123_400_000_000),
+            gpu_percent: Some(100.0),
+            gpu_memory_bytes: Some(141_000_000_000),
+            ..Default::default()
+        };
+        let mut silent = rank(1);
+        silent.cpu_percent = Some(0.0);
+        silent.gpu_percent = None;
+        silent.seconds_since_output = Some(312.0);
+        silent.hint = "silent for 312 s, no CPU".into();
+        StatusReply {
+            job_id: "20261121-083242".into(),
+            job_name: "train".into(),
+            kind: JobKind::Command.into(),
+            state: JobState::Running.into(),
+            command_line: "train.py --lr 3".into(),
+            host: "node-17".into(),
+            launcher_pid: 4_194_303,
+            started_unix_seconds: 1000,
+            restarts: 1,
+            max_restarts: 3,
+            log_dir: "/run/user/1000/xlaunch-1000/train-20261121-083242".into(),
+            world_size: 2,
+            ranks: vec![rank(0), silent],
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn a_commands_table_is_this() {
+        let expected = "\
+train-20261121-083242  running
+node-17 for 3m05s  pid 4194303  restarts 1 of 3  train.py --lr 3
+logs /run/user/1000/xlaunch-1000/train-20261121-083242
+
+RANK  PID      STATE    OUTPUT  CPU    MEMORY  GPU   GPU MEM
+0     4000000  running  3s      1600%  123G    100%  141G
+1     4000001  running  5m12s   0%     123G    -     141G     silent for 312 s, no CPU
+";
+        assert_eq!(table(&reply(), 1185, 100), expected);
+    }
+
+    #[test]
+    fn a_note_that_does_not_fit_stands_below_its_row() {
+        let mut reply = reply();
+        reply.ranks[0].exit = "signal 9 (SIGKILL: killed, perhaps for lack of memory)".into();
+        let text = table(&reply, 1185, 100);
+        assert!(
+            text.contains("141G\n      signal 9 (SIGKILL: killed, perhaps for lack of memory)\n1 "),
+            "{text}"
+        );
+        assert!(table(&reply, 1185, usize::MAX).contains("141G     signal 9"));
+    }
+
+    #[test]
+    fn lines_are_cut_and_nothing_in_them_acts_on_the_terminal() {
+        let mut reply = reply();
+        reply.command_line = format!("\u{1b}[2J\u{202e}{}", "x".repeat(200));
+        let text = table(&reply, 1185, 100);
+        assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+        assert!(text.contains("\\u{1b}[2J\\u{202e}xxx") && text.contains("xx...\n"), "{text}");
+        assert!(!text.contains('\u{1b}') && !text.contains('\u{202e}'));
+    }
+
+    #[test]
+    fn a_list_has_a_line_per_launch() {
+        let replies =
+            [("train-1".to_string(), Ok(reply())), ("b-2".to_string(), Err("is starting".to_string()))];
+        let expected = "\
+NAME     STATE       RANKS  FOR     COMMAND
+train-1  running     2      3m05s   train.py --lr 3
+b-2      is starting
+";
+        assert_eq!(list(&replies, 1185, 100), expected);
+    }
+}

@@ -1,0 +1,128 @@
+//! torchrun's command line, and what xlaunch adds to it.
+//!
+//! ```text
+//! arguments --line--> flags and target --reader (+ PET_* variables), values--> spec --> CommandSpec
+//!             ^ flags: the table                                            `-> trainer --> Launch
+//! ```
+//! The parser is an own one over one table. clap would do for most flags, but not for what makes a command line torchrun's:
+//! a prefix that is unambiguous among torchrun's flags stays so beside xlaunch's; `--` before the target changes what it is,
+//! and clap drops it; a target that ends in `.toml` is followed by more flags, all others by arguments that are none; empty
+//! variables count as unset, and errors name the variable that a value came from.
+//!
+//! Nothing is started, opened or changed here; the GPUs are counted only where `--nproc-per-node` asks for their number.
+
+mod flags;
+mod help;
+mod line;
+mod python;
+mod reader;
+mod spec;
+mod trainer;
+mod values;
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use xlaunch_proto::exit::ExitCode;
+
+use super::launch::Launch;
+use crate::Refusal;
+use crate::command::CommandSpec;
+use crate::devices::Node;
+use line::{Line, Target};
+use reader::{Environment, Reader};
+
+/// What the program was called as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Name {
+    /// With everything.
+    Xlaunch,
+    /// Without subcommands and training configurations: every target is what torchrun takes it for.
+    Torchrun,
+}
+
+impl Name {
+    /// By the first element of the process's arguments.
+    pub(super) fn of(program: &OsStr) -> Self {
+        let is_torchrun = Path::new(program).file_name().is_some_and(|name| name == "torchrun");
+        if is_torchrun { Self::Torchrun } else { Self::Xlaunch }
+    }
+}
+
+/// What a command line asks for.
+#[derive(Debug)]
+pub(super) enum Request {
+    /// The built-in trainer.
+    Trainer(Launch),
+    /// Any other command.
+    Command(Box<CommandSpec>),
+    /// A text on stdout.
+    Text(String),
+}
+
+/// Understands the command line behind the program's name.
+///
+/// # Errors
+/// Usage, with what was expected.
+pub(super) fn parse(
+    name: Name,
+    arguments: &[OsString],
+    environment: Environment<'_>,
+    node: &dyn Fn() -> Node,
+) -> Result<Request, Refusal> {
+    understand(name, arguments, environment, node).map_err(|message| Refusal::new(ExitCode::Usage, message))
+}
+
+fn understand(
+    name: Name,
+    arguments: &[OsString],
+    environment: Environment<'_>,
+    node: &dyn Fn() -> Node,
+) -> Result<Request, String> {
+    let line = Line::read(name, arguments)?;
+    if line.last("help").is_some() {
+        return Ok(Request::Text(help::text(name, &super::subcommands(), &super::exit_codes())));
+    }
+    if line.last("version").is_some() {
+        return Ok(Request::Text(format!("xlaunch {}\n", env!("CARGO_PKG_VERSION"))));
+    }
+    let reader = Reader { line: &line, environment };
+    let command = |argv: &[OsString], is_program| {
+        let spec = spec::command(&reader, argv, is_program, node)?;
+        Ok(Request::Command(Box::new(spec)))
+    };
+    match &line.target {
+        None => Err(nothing_to_start(name)),
+        Some(Target::Trainer(config)) => trainer::launch(&reader, config).map(Request::Trainer),
+        Some(Target::Script(argv)) if name == Name::Xlaunch && !is_for_python(&reader, argv)? => {
+            let script = argv.first().map(|script| script.display().to_string()).unwrap_or_default();
+            Err(format!(
+                "{script} does not end in .py or .toml: `xlaunch -- {script}` runs a program, `xlaunch -m {script}` a \
+                 Python module"
+            ))
+        }
+        Some(Target::Script(argv)) => command(argv, false),
+        Some(Target::Program(argv)) => command(argv, true),
+    }
+}
+
+/// Whether a target without `--` is surely meant for Python, or a flag says what it is.
+fn is_for_python(reader: &Reader<'_>, argv: &[OsString]) -> Result<bool, String> {
+    let is_script = argv.first().is_some_and(|script| script.as_bytes().ends_with(b".py"));
+    Ok(is_script || reader.is_set("module")? || reader.is_set("no-python")? || reader.is_set("run-path")?)
+}
+
+fn nothing_to_start(name: Name) -> String {
+    match name {
+        Name::Xlaunch => {
+            "there is nothing to start: expected SCRIPT.py, -m MODULE, -- PROGRAM or CONFIG.toml; \
+                          --help says more"
+                .into()
+        }
+        Name::Torchrun => "there is nothing to start: expected SCRIPT or -m MODULE; --help says more".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

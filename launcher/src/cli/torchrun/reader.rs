@@ -1,0 +1,95 @@
+//! Values of flags: from the command line, else from the environment, else none.
+
+use std::ffi::{OsStr, OsString};
+
+use super::flags::{self, Flag};
+use super::line::Line;
+
+/// A process's environment.
+pub(super) type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+/// Where values are looked up.
+#[derive(Clone, Copy)]
+pub(super) struct Reader<'a> {
+    pub(super) line: &'a Line,
+    pub(super) environment: Environment<'a>,
+}
+
+impl Reader<'_> {
+    /// Whether a flag without a value is given; in the environment it is 1 or 0.
+    pub(super) fn is_set(&self, name: &str) -> Result<bool, String> {
+        if self.line.last(name).is_some() {
+            return Ok(true);
+        }
+        match self.in_environment(name) {
+            Some((value, source)) => match value.to_str().and_then(|text| text.trim().parse::<i64>().ok()) {
+                Some(number) => Ok(number != 0),
+                None => Err(format!("{source}: expected 0 or 1")),
+            },
+            None => Ok(false),
+        }
+    }
+
+    /// A flag's value as it is.
+    pub(super) fn raw(&self, name: &str) -> Option<OsString> {
+        self.written(name).map(|(value, _)| value)
+    }
+
+    /// A flag's value as `parse` understands it.
+    pub(super) fn parsed<T>(
+        &self,
+        name: &str,
+        parse: impl FnOnce(&str) -> Result<T, String>,
+    ) -> Result<Option<T>, String> {
+        self.written(name).map(|(value, source)| understand(&value, &source, parse)).transpose()
+    }
+
+    /// The same for a variable that is no flag's.
+    pub(super) fn variable<T>(
+        &self,
+        name: &str,
+        parse: impl FnOnce(&str) -> Result<T, String>,
+    ) -> Result<Option<T>, String> {
+        let value = (self.environment)(name).filter(|value| !value.is_empty());
+        value.map(|value| understand(&value, &format!("{name}={}", value.display()), parse)).transpose()
+    }
+
+    /// A value and how it was given.
+    fn written(&self, name: &str) -> Option<(OsString, String)> {
+        let Some(given) = self.line.last(name) else { return self.in_environment(name) };
+        let value = given.value.clone()?;
+        let source = format!("--{name} {}", value.display());
+        Some((value, source))
+    }
+
+    /// An empty variable counts as none: containers cannot always unset one.
+    fn in_environment(&self, name: &str) -> Option<(OsString, String)> {
+        let variable = flags::all().find(|flag| flag.name == name).and_then(Flag::variable)?;
+        let value = (self.environment)(&variable).filter(|value| !value.is_empty())?;
+        let source = format!("{variable}={}", value.display());
+        Some((value, source))
+    }
+
+    /// Names of all flags of the command line.
+    pub(super) fn names(&self) -> impl Iterator<Item = &'static str> {
+        self.line.given.iter().map(|given| given.flag.name)
+    }
+
+    /// Every value of a flag that may be repeated.
+    pub(super) fn repeated<'a>(&'a self, name: &'a str) -> impl Iterator<Item = Option<&'a OsStr>> {
+        self.line
+            .given
+            .iter()
+            .filter(move |given| given.flag.name == name)
+            .map(|given| given.value.as_deref())
+    }
+}
+
+fn understand<T>(
+    value: &OsStr,
+    source: &str,
+    parse: impl FnOnce(&str) -> Result<T, String>,
+) -> Result<T, String> {
+    let text = value.to_str().ok_or_else(|| format!("{source}: expected UTF-8"))?;
+    parse(text).map_err(|expected| format!("{source}: {expected}"))
+}

@@ -1,0 +1,223 @@
+//! Command lines and what they mean.
+
+use std::time::Duration;
+
+use rustix::process::Signal;
+
+use super::*;
+use crate::command::{Binding, Streams};
+
+/// Variables of every test: a Python, so that none has to be installed.
+const PYTHON: (&str, &str) = ("PYTHON_EXEC", "py");
+
+fn ask(name: Name, line: &[&str], variables: &[(&str, &str)]) -> Result<Request, String> {
+    let arguments: Vec<OsString> = line.iter().map(OsString::from).collect();
+    let known = [&[PYTHON], variables].concat();
+    let environment = move |wanted: &str| {
+        known.iter().find(|(name, _)| *name == wanted).map(|(_, value)| OsString::from(value))
+    };
+    let node = || Node { gpus: Ok(4), cores: 12 };
+    parse(name, &arguments, &environment, &node).map_err(|refusal| refusal.message)
+}
+
+fn spec(line: &str, variables: &[(&str, &str)]) -> CommandSpec {
+    match ask(Name::Xlaunch, &line.split_whitespace().collect::<Vec<_>>(), variables) {
+        Ok(Request::Command(spec)) => *spec,
+        other => panic!("{line}: {other:?}"),
+    }
+}
+
+fn refused(name: Name, line: &str, variables: &[(&str, &str)]) -> String {
+    ask(name, &line.split_whitespace().collect::<Vec<_>>(), variables).expect_err(line)
+}
+
+#[test]
+fn defaults_are_torchruns() {
+    let spec = spec("dir/train.py --lr 3", &[]);
+    assert_eq!((spec.name.as_str(), spec.role.as_str(), spec.nproc), ("train", "default", 1));
+    assert_eq!(spec.argv, ["py", "-u", "dir/train.py", "--lr", "3"]);
+    assert_eq!((spec.run_id, spec.master_addr.as_str(), spec.master_port), (None, "127.0.0.1", None));
+    assert_eq!((spec.restarts.most, spec.restarts.not_after.len()), (0, 0));
+    assert_eq!(spec.signals, [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT]);
+    assert_eq!((spec.shutdown_timeout, spec.silence), (Duration::from_secs(30), Duration::from_secs(300)));
+    assert!(!spec.virtual_local_rank && !spec.propagate_exit_code && spec.binding.is_none());
+    assert_eq!((spec.logs.redirects.of(0), spec.logs.tee.of(0)), Default::default());
+    assert!(spec.logs.dir.is_none() && spec.logs.shown.is_none() && spec.logs.prefix.is_none());
+}
+
+#[test]
+fn what_is_started_is_a_script_a_module_or_a_program() {
+    let run_path =
+        "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')";
+    for (line, name, argv) in [
+        ("a.py --nproc 2 -m", "a", vec!["py", "-u", "a.py", "--nproc", "2", "-m"]),
+        ("-m pkg.a --d", "pkg.a", vec!["py", "-u", "-m", "pkg.a", "--d"]),
+        ("-m -- pkg.a", "pkg.a", vec!["py", "-u", "-m", "pkg.a"]),
+        ("--run-path --no-python /x/a.py b", "a", vec!["py", "-u", "-c", run_path, "/x/a.py", "b"]),
+        ("--no-python ./a.sh -- b", "a", vec!["./a.sh", "--", "b"]),
+        ("-- ./a.out x", "a", vec!["./a.out", "x"]),
+        ("-- cat train.toml", "cat", vec!["cat", "train.toml"]),
+    ] {
+        let spec = spec(line, &[]);
+        assert_eq!(
+            (spec.name.as_str(), spec.argv),
+            (name, argv.iter().map(OsString::from).collect()),
+            "{line}"
+        );
+    }
+    // torchrun gives Python whatever it is given.
+    for line in [["a.toml", "b"], ["status", "b"], ["--", "a"]] {
+        let request = ask(Name::Torchrun, &line, &[]);
+        assert!(
+            matches!(&request, Ok(Request::Command(spec)) if spec.argv[..2] == ["py", "-u"]),
+            "{request:?}"
+        );
+    }
+}
+
+#[test]
+fn flags_mean_what_they_mean_to_torchrun() {
+    let spec = spec(
+        "--nproc-per-node=2 --role trainer --max_restarts 3 --no-restart-codes 2,78 --shutdown-timeout 5 \
+         --signals-to-handle SIGTERM,SIGUSR1 --propagate-exit-code --silence 60 --numa-binding core-complex \
+         --virtual-local-rank --log-dir /logs -r 0:1 -t 2 --log-line-prefix-template ${rank}: \
+         --local-ranks-filter 0,2 --duplicate-stdout-filters a,,b,c --log-rotate 64M --rdzv-conf a=1,'b=2 \
+         --rdzv-backend c10d --monitor-interval 5 --start-method fork --event-log-handler console --nnodes 1:1 \
+         --node-rank 0 --logs-specs default a.py",
+        &[("CUDA_VISIBLE_DEVICES", "3,1")],
+    );
+    assert_eq!((spec.nproc, spec.role.as_str(), spec.restarts.most), (2, "trainer", 3));
+    assert_eq!(spec.restarts.not_after, [2, 78].into());
+    assert_eq!((spec.shutdown_timeout, spec.silence), (Duration::from_secs(5), Duration::from_secs(60)));
+    assert_eq!(spec.signals, [Signal::TERM, Signal::USR1]);
+    assert!(spec.propagate_exit_code && spec.virtual_local_rank);
+    assert_eq!(spec.binding, Some(Binding::CoreComplex));
+    let logs = spec.logs;
+    assert_eq!(logs.dir.as_deref(), Some("/logs".as_ref()));
+    assert_eq!(logs.redirects.of(0), Streams { stdout: true, stderr: false });
+    assert_eq!(
+        (logs.redirects.of(1), logs.tee.of(9)),
+        (Streams::default(), Streams { stdout: false, stderr: true })
+    );
+    assert_eq!((logs.prefix.as_deref(), logs.shown), (Some("${rank}:"), Some([0, 2].into())));
+    assert_eq!((logs.stdout_filters, logs.rotate_bytes), (vec!["a,b".into(), "c".into()], Some(64 << 20)));
+}
+
+#[test]
+fn workers_are_counted_by_number_or_by_devices() {
+    for (nproc, workers) in [("7", 7), ("auto", 4), ("gpu", 4), ("cpu", 12)] {
+        assert_eq!(spec(&format!("--nproc {nproc} a.py"), &[]).nproc, workers, "{nproc}");
+    }
+    let none = || Node { gpus: Err("no NVML".into()), cores: 3 };
+    let count = |nproc: &str| {
+        let arguments = ["--nproc".into(), nproc.into(), "--".into(), "true".into()];
+        match parse(Name::Xlaunch, &arguments, &|_| None, &none) {
+            Ok(Request::Command(spec)) => Ok(spec.nproc),
+            other => Err(other.unwrap_err().message),
+        }
+    };
+    assert_eq!(count("auto"), Ok(3));
+    assert_eq!(count("gpu"), Err("--nproc-per-node gpu: no GPU was found: no NVML".into()));
+}
+
+#[test]
+fn workers_meet_where_the_flags_say() {
+    for (flags, id, address, port) in [
+        ("--master-addr h --master-port 5 --rdzv-id x", Some("x"), "h", Some(5)),
+        ("--master-port 0 --rdzv-id none", None, "127.0.0.1", None),
+        ("--rdzv-backend c10d --rdzv-endpoint [::1]:29400", None, "::1", Some(29400)),
+        ("--rdzv-backend=c10d --rdzv-endpoint=localhost:0 --master-port 5", None, "localhost", None),
+        ("--standalone --rdzv-id x --rdzv-endpoint h:5 --master-port 6", None, "127.0.0.1", None),
+        ("--local-addr 10.0.0.1", None, "10.0.0.1", None),
+    ] {
+        let spec = spec(&format!("{flags} a.py"), &[]);
+        let met = (spec.run_id.as_deref(), spec.master_addr.as_str(), spec.master_port);
+        assert_eq!(met, (id, address, port), "{flags}");
+    }
+}
+
+#[test]
+fn variables_stand_in_for_flags_that_are_missing() {
+    let variables = [
+        ("PET_NPROC_PER_NODE", "gpu"),
+        ("PET_MAX_RESTARTS", "2"),
+        ("PET_RDZV_ENDPOINT", ""),
+        ("PET_MODULE", "1"),
+        ("PET_VIRTUAL_LOCAL_RANK", "0"),
+        ("PET_ROLE", "worker"),
+        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7"),
+        ("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "${local_rank} "),
+        // torchrun does not read this one.
+        ("PET_NUMA_BINDING", "node"),
+    ];
+    let found = spec("--role mine pkg", &variables);
+    assert_eq!((found.nproc, found.restarts.most, found.role.as_str()), (4, 2, "mine"));
+    assert_eq!(found.argv, ["py", "-u", "-m", "pkg"]);
+    assert_eq!((found.shutdown_timeout.as_secs(), found.logs.prefix.as_deref()), (7, Some("${local_rank} ")));
+    assert!(!found.virtual_local_rank && found.binding.is_none());
+    let given = spec("--shutdown-timeout 9 --log-line-prefix-template x pkg", &variables);
+    assert_eq!((given.shutdown_timeout.as_secs(), given.logs.prefix.as_deref()), (9, Some("x")));
+}
+
+#[test]
+fn bad_values_are_refused_with_what_was_expected() {
+    for (line, words) in [
+        ("--nproc many a.py", "--nproc-per-node many: expected a number from 1, auto, gpu or cpu"),
+        ("--nproc 0 a.py", "expected a number from 1"),
+        ("--max-restarts -1 a.py", "--max-restarts -1: expected a whole number"),
+        ("--nnodes 2 a.py", "--nnodes 2: several nodes are not supported yet"),
+        ("--nnodes 1:4 a.py", "--nnodes 1:4: several nodes are not supported yet"),
+        ("--node-rank 1 a.py", "--node-rank 1: several nodes are not supported yet"),
+        ("--rdzv-backend etcd-v2 a.py", "--rdzv-backend etcd-v2: etcd joins several nodes"),
+        ("--rdzv-backend mine a.py", "--rdzv-backend mine: plug-ins in Python are not supported"),
+        ("--logs-specs mine a.py", "--logs-specs mine: plug-ins in Python are not supported"),
+        ("--signals-to-handle SIGKILL a.py", "--signals-to-handle SIGKILL: expected some of SIGHUP"),
+        ("--tee 5 a.py", "--tee 5: expected 0 (none), 1 (stdout)"),
+        ("--numa-binding core a.py", "expected node, socket, exclusive or core-complex"),
+        ("--log-rotate 64X a.py", "--log-rotate 64X: a number of bytes such as"),
+        ("--no-python -m a", "--no-python and --module exclude each other"),
+        (
+            "--nproc 3 --virtual-local-rank a.py",
+            "3 workers need a GPU each, but CUDA_VISIBLE_DEVICES=1,0 has 2",
+        ),
+        ("--set train.lr=1 a.py", "--set is for training configurations"),
+        ("./a.out", "`xlaunch -- ./a.out` runs a program"),
+        ("", "there is nothing to start"),
+        ("--standalone", "there is nothing to start"),
+    ] {
+        let refusal = refused(Name::Xlaunch, line, &[("CUDA_VISIBLE_DEVICES", "1,0")]);
+        assert!(refusal.contains(words), "{line}: {refusal}");
+    }
+    let refusal = refused(Name::Torchrun, "a.py", &[("PET_MAX_RESTARTS", "few")]);
+    assert_eq!(refusal, "PET_MAX_RESTARTS=few: expected a whole number");
+    let refusal = refused(Name::Torchrun, "a.py", &[("PET_STANDALONE", "yes")]);
+    assert_eq!(refusal, "PET_STANDALONE=yes: expected 0 or 1");
+}
+
+#[test]
+fn training_configurations_take_their_own_flags_before_and_behind() {
+    let line = "--nproc 2 a.toml --set b.c=d --set=e.f=g --resume --max-restarts 1 --shutdown-timeout 2.5";
+    // A variable of torchrun's means nothing to the trainer.
+    match ask(Name::Xlaunch, &line.split(' ').collect::<Vec<_>>(), &[("PET_MAX_RESTARTS", "few")]) {
+        Ok(Request::Trainer(launch)) => {
+            assert_eq!((launch.config, launch.nproc), ("a.toml".into(), Some(2)));
+            let keys = ["b.c=d", "e.f=g", "launch.max_restarts=1", "launch.shutdown_timeout=2.5"];
+            assert_eq!(launch.set, keys);
+            assert_eq!(launch.resume.as_deref(), Some("auto"));
+        }
+        other => panic!("{other:?}"),
+    }
+    let refusal = refused(Name::Xlaunch, "--tee 3 a.toml", &[]);
+    assert!(refusal.starts_with("--tee is not for training configurations such as a.toml"), "{refusal}");
+}
+
+#[test]
+fn help_names_subcommands_and_exit_codes() {
+    for (name, line) in [(Name::Xlaunch, "--help"), (Name::Torchrun, "-h")] {
+        let Ok(Request::Text(help)) = ask(name, &[line], &[]) else { panic!("no help") };
+        for (exit, meaning) in ExitCode::TABLE {
+            assert!(help.contains(&exit.code().to_string()) && help.contains(meaning), "{help}");
+        }
+        assert_eq!(help.contains("Show the state of running launches"), name == Name::Xlaunch);
+    }
+}

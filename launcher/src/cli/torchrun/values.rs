@@ -1,0 +1,197 @@
+//! What the values of flags mean. Each function takes the text as written; its error says what was expected.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use rustix::process::Signal;
+
+use crate::command::{Binding, PerRank, SIGNALS, Streams};
+
+pub(super) fn whole(text: &str) -> Result<u32, String> {
+    text.trim().parse().map_err(|_| "expected a whole number".into())
+}
+
+pub(super) fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.trim().parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    seconds.ok_or_else(|| "expected a number of seconds".into())
+}
+
+/// A TCP port, where 0 is any.
+pub(super) fn port(text: &str) -> Result<Option<u16>, String> {
+    let port: u16 = text.trim().parse().map_err(|_| "expected a port from 0 (a free one) to 65535")?;
+    Ok((port != 0).then_some(port))
+}
+
+/// `HOST`, `HOST:PORT` or `[IPv6]:PORT`; without a host it is this one.
+pub(super) fn endpoint(text: &str) -> Result<(String, Option<u16>), String> {
+    let (host, number) = match text.rsplit_once(':') {
+        Some((host, number)) if !text.ends_with(']') => (host, port(number)?),
+        _ => (text, None),
+    };
+    let bare = address(host)?;
+    if bare == host && host.contains(':') {
+        return Err("expected HOST:PORT, with an IPv6 address in brackets".into());
+    }
+    Ok((if bare.is_empty() { "127.0.0.1".into() } else { bare }, number))
+}
+
+/// A host's name or address, IPv6 with brackets or without.
+pub(super) fn address(text: &str) -> Result<String, String> {
+    let bare = text.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(text);
+    let fine = bare.chars().all(|sign| sign.is_alphanumeric() || "_.:-%".contains(sign));
+    if fine { Ok(bare.into()) } else { Err("expected a host's name or address".into()) }
+}
+
+/// One node, as `N` or `MIN:MAX`.
+pub(super) fn one_node(text: &str) -> Result<(), String> {
+    let (least, most) = text.split_once(':').unwrap_or((text, text));
+    match (whole(least), whole(most)) {
+        (Ok(1), Ok(1)) => Ok(()),
+        (Ok(least), Ok(most)) if 0 < least && least <= most => {
+            Err("several nodes are not supported yet".into())
+        }
+        _ => Err("expected a number of nodes, N or MIN:MAX".into()),
+    }
+}
+
+pub(super) fn first_node(text: &str) -> Result<(), String> {
+    match whole(text)? {
+        0 => Ok(()),
+        _ => Err("several nodes are not supported yet".into()),
+    }
+}
+
+pub(super) fn backend(text: &str) -> Result<(), String> {
+    match text {
+        "static" | "c10d" => Ok(()),
+        "etcd" | "etcd-v2" => {
+            Err("etcd joins several nodes, which are not supported yet; expected static or c10d".into())
+        }
+        _ => Err("plug-ins in Python are not supported; expected static or c10d".into()),
+    }
+}
+
+pub(super) fn logs_specs(text: &str) -> Result<(), String> {
+    if text == "default" {
+        Ok(())
+    } else {
+        Err("plug-ins in Python are not supported; expected default".into())
+    }
+}
+
+pub(super) fn binding(text: &str) -> Result<Binding, String> {
+    match text {
+        "node" => Ok(Binding::Node),
+        "socket" => Ok(Binding::Socket),
+        "exclusive" => Ok(Binding::Exclusive),
+        "core-complex" => Ok(Binding::CoreComplex),
+        _ => Err("expected node, socket, exclusive or core-complex".into()),
+    }
+}
+
+pub(super) fn exit_codes(text: &str) -> Result<BTreeSet<i32>, String> {
+    let code = |part: &str| part.trim().parse::<u8>().ok().filter(|code| *code > 0).map(i32::from);
+    let codes = text.split(',').map(code).collect::<Option<_>>();
+    codes.ok_or_else(|| "expected exit codes from 1 to 255 between commas".into())
+}
+
+pub(super) fn signals(text: &str) -> Result<Vec<Signal>, String> {
+    let find = |name: &str| SIGNALS.iter().find(|(known, _)| *known == name).map(|(_, signal)| *signal);
+    let found = text.split(',').map(|name| find(name.trim())).collect::<Option<_>>();
+    let names = || SIGNALS.map(|(name, _)| name).join(", ");
+    found.ok_or_else(|| format!("expected some of {}, between commas", names()))
+}
+
+pub(super) fn ranks(text: &str) -> Result<BTreeSet<u32>, String> {
+    let ranks: Result<_, _> = text.split(',').map(whole).collect();
+    ranks.map_err(|_| "expected local ranks between commas, such as 0,1".into())
+}
+
+/// `3` for all ranks, or `0:3,1:2` for those named.
+pub(super) fn streams(text: &str) -> Result<PerRank, String> {
+    let expected = || "expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or RANK:STREAMS between commas";
+    let streams = |digit: &str| match digit.trim() {
+        "0" => Ok(Streams { stdout: false, stderr: false }),
+        "1" => Ok(Streams { stdout: true, stderr: false }),
+        "2" => Ok(Streams { stdout: false, stderr: true }),
+        "3" => Ok(Streams { stdout: true, stderr: true }),
+        _ => Err(expected()),
+    };
+    if !text.contains(':') {
+        return Ok(PerRank { all: streams(text)?, ranks: BTreeMap::new() });
+    }
+    let mut ranks = BTreeMap::new();
+    for part in text.split(',') {
+        let (rank, digit) = part.split_once(':').ok_or_else(expected)?;
+        ranks.insert(whole(rank).map_err(|_| expected())?, streams(digit)?);
+    }
+    Ok(PerRank { all: Streams::default(), ranks })
+}
+
+/// Texts between commas, where two commas are one that belongs to the text.
+pub(super) fn words(text: &str) -> Result<Vec<String>, String> {
+    let mut words = vec![String::new()];
+    let mut signs = text.chars().peekable();
+    while let Some(sign) = signs.next() {
+        match words.last_mut() {
+            Some(word) if sign != ',' || signs.next_if_eq(&',').is_some() => word.push(sign),
+            _ => words.push(String::new()),
+        }
+    }
+    // A line contains the empty text always.
+    words.retain(|word| !word.is_empty());
+    Ok(words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn streams_are_for_all_ranks_or_for_those_named() {
+        let both = Streams { stdout: true, stderr: true };
+        let per_rank = streams("0:3,12:2").unwrap();
+        assert_eq!(
+            [0, 1, 12].map(|rank| per_rank.of(rank)),
+            [both, Streams::default(), Streams { stdout: false, stderr: true }]
+        );
+        assert_eq!(streams("3").unwrap().of(7), both);
+        for text in ["4", "", "0:", "0:1,", "a:1", "0:1:2", "1,2"] {
+            assert!(streams(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn endpoints_are_a_host_and_a_port_of_which_each_may_be_missing() {
+        for (text, host, port) in [
+            ("node7:29400", "node7", Some(29400)),
+            ("localhost:0", "localhost", None),
+            ("node7", "node7", None),
+            (":29400", "127.0.0.1", Some(29400)),
+            ("[::1]:29400", "::1", Some(29400)),
+            ("[::1]", "::1", None),
+        ] {
+            assert_eq!(endpoint(text).unwrap(), (host.into(), port), "{text}");
+        }
+        for text in ["::1:29400", "host:port", "host:70000", "a/b:1"] {
+            assert!(endpoint(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn two_commas_are_one_that_belongs_to_the_word() {
+        assert_eq!(words("apple,,pie,orange,").unwrap(), ["apple,pie", "orange"]);
+        assert!(words("").unwrap().is_empty());
+    }
+
+    #[test]
+    fn nodes_are_one() {
+        assert!(["1", "1:1"].iter().all(|text| one_node(text).is_ok()));
+        for text in ["2", "1:4", "2:2"] {
+            assert_eq!(one_node(text).unwrap_err(), "several nodes are not supported yet", "{text}");
+        }
+        for text in ["0", "1:2:3", "4:1", "many"] {
+            assert!(one_node(text).unwrap_err().contains("MIN:MAX"), "{text}");
+        }
+    }
+}

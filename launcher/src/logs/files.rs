@@ -1,0 +1,169 @@
+//! Files of output: a worker's streams byte by byte, and lines of all workers that somebody asked for.
+//!
+//! A full disk stops no worker: what cannot be written is counted, and the file says so as soon as it can be written to
+//! again.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use fs_err::File;
+
+use super::lines::Lines;
+use super::lock;
+
+/// A file that is renamed to `NAME.1` when it has grown to `limit` bytes, and begun anew.
+#[derive(Debug)]
+pub(super) struct LogFile {
+    path: PathBuf,
+    file: File,
+    size: u64,
+    limit: Option<u64>,
+    lost: u64,
+}
+
+impl LogFile {
+    pub(super) fn create(path: &Path, limit: Option<u64>) -> std::io::Result<Self> {
+        Ok(Self { path: path.into(), file: File::create(path)?, size: 0, limit, lost: 0 })
+    }
+
+    pub(super) fn write(&mut self, bytes: &[u8]) {
+        let longest = self.limit.and_then(|limit| usize::try_from(limit.max(1)).ok()).unwrap_or(usize::MAX);
+        for part in bytes.chunks(longest) {
+            if self.write_part(part).is_err() {
+                self.lost += part.len() as u64;
+            }
+        }
+    }
+
+    fn write_part(&mut self, part: &[u8]) -> std::io::Result<()> {
+        let size = part.len() as u64;
+        if self.limit.is_some_and(|limit| self.size + size > limit) {
+            let mut old = self.path.clone().into_os_string();
+            old.push(".1");
+            // Where that fails the old bytes are given up: the bound holds.
+            let _ = fs_err::rename(&self.path, old);
+            self.file = File::create(&self.path)?;
+            self.size = 0;
+        }
+        if self.lost > 0 {
+            writeln!(self.file, "\n[xlaunch: {} bytes could not be written here]", self.lost)?;
+            self.lost = 0;
+        }
+        self.file.write_all(part)?;
+        self.size += size;
+        Ok(())
+    }
+}
+
+/// Where the lines go that contain one of some words, in one file per attempt for all ranks.
+#[derive(Debug)]
+pub(super) struct Filter {
+    words: Vec<String>,
+    name: &'static str,
+    limit: Option<u64>,
+    /// Of the newest attempt.
+    file: Mutex<Option<Arc<Mutex<LogFile>>>>,
+}
+
+impl Filter {
+    pub(super) fn new(words: &[String], name: &'static str, limit: Option<u64>) -> Self {
+        Self { words: words.to_vec(), name, limit, file: Mutex::default() }
+    }
+
+    /// The part of a stream of an attempt whose directory is `attempt`; `None` if no words are looked for.
+    pub(super) fn open(&self, attempt: &Path, prefix: Vec<u8>) -> std::io::Result<Option<Filtered>> {
+        if self.words.is_empty() {
+            return Ok(None);
+        }
+        let path = attempt.join(self.name);
+        let mut newest = lock(&self.file);
+        let file = match newest.take() {
+            Some(file) if lock(&file).path == path => file,
+            _ => Arc::new(Mutex::new(LogFile::create(&path, self.limit)?)),
+        };
+        *newest = Some(file.clone());
+        Ok(Some(Filtered { words: self.words.clone(), prefix, file, lines: Lines::default() }))
+    }
+}
+
+/// One stream on its way through a [`Filter`].
+#[derive(Debug)]
+pub(super) struct Filtered {
+    words: Vec<String>,
+    prefix: Vec<u8>,
+    file: Arc<Mutex<LogFile>>,
+    lines: Lines,
+}
+
+impl Filtered {
+    pub(super) fn feed(&mut self, bytes: &[u8]) {
+        let Self { words, prefix, file, lines } = self;
+        lines.feed(bytes, |piece| keep(words, prefix, file, piece.bytes));
+    }
+
+    /// The stream has ended, perhaps within a line.
+    pub(super) fn end(&mut self) {
+        let Self { words, prefix, file, lines } = self;
+        lines.flush(|piece| keep(words, prefix, file, piece.bytes));
+    }
+}
+
+fn keep(words: &[String], prefix: &[u8], file: &Mutex<LogFile>, line: &[u8]) {
+    let contains =
+        |word: &String| word.is_empty() || line.windows(word.len()).any(|window| window == word.as_bytes());
+    if words.iter().any(contains) {
+        let newline: &[u8] = if line.ends_with(b"\n") { b"" } else { b"\n" };
+        lock(file).write(&[prefix, line, newline].concat());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_and_its_predecessor_hold_the_end_of_the_stream_within_the_bound() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("stdout.log");
+        let mut log = LogFile::create(&path, Some(1000)).unwrap();
+        let stream: Vec<u8> = (0..1_000_000u32).flat_map(u32::to_le_bytes).take(12_345).collect();
+        stream.chunks(77).for_each(|part| log.write(part));
+        log.write(&stream[..2500]);
+        let (old, new) =
+            (fs_err::read(dir.path().join("stdout.log.1")).unwrap(), fs_err::read(&path).unwrap());
+        assert!(old.len() <= 1000 && new.len() <= 1000 && !new.is_empty());
+        let both = [old, new].concat();
+        assert!([stream.clone(), stream[..2500].to_vec()].concat().ends_with(&both));
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn what_a_full_disk_swallowed_is_counted_and_later_output_is_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let mut log = LogFile::create(&path, None).unwrap();
+        // Writes to this device fail as those to a full disk do.
+        let file = std::mem::replace(&mut log.file, File::options().write(true).open("/dev/full").unwrap());
+        log.write(b"gone\n");
+        log.file = file;
+        log.write(b"kept\n");
+        let text = fs_err::read_to_string(path).unwrap();
+        assert_eq!(text, "\n[xlaunch: 5 bytes could not be written here]\nkept\n");
+    }
+
+    #[test]
+    fn lines_with_any_of_the_words_are_kept_with_their_rank() {
+        let dir = tempfile::tempdir().unwrap();
+        let filter = Filter::new(&["loss".into(), "step".into()], "filtered_stdout.log", None);
+        let mut streams =
+            [0, 1].map(|i| filter.open(dir.path(), format!("[r{i}]:").into_bytes()).unwrap().unwrap());
+        streams[0].feed(b"loss 1\nnoi");
+        streams[1].feed(b"st");
+        streams[0].feed(b"se\nloss 2\n");
+        streams[1].feed(b"ep 7");
+        streams.iter_mut().for_each(Filtered::end);
+        let text = fs_err::read_to_string(dir.path().join("filtered_stdout.log")).unwrap();
+        assert_eq!(text, "[r0]:loss 1\n[r0]:loss 2\n[r1]:step 7\n");
+    }
+}

@@ -1,0 +1,116 @@
+//! Cuts a stream of bytes into lines, however the stream was cut into pieces before.
+
+/// Bytes of a line that are held back until it ends; a longer one goes out in pieces of this size.
+pub(super) const LONGEST: usize = 256 << 10;
+
+/// What is to be shown next: a line with its end, or a piece of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Piece<'a> {
+    /// As the worker wrote it, with the newline if that has come.
+    pub(super) bytes: &'a [u8],
+    /// The line's beginning went out before.
+    pub(super) continues: bool,
+}
+
+/// The lines of one stream.
+#[derive(Debug, Default)]
+pub(super) struct Lines {
+    waiting: Vec<u8>,
+    continues: bool,
+}
+
+impl Lines {
+    /// Calls `each` for every line that `bytes` end, and for pieces of [`LONGEST`] bytes of one that does not end.
+    pub(super) fn feed(&mut self, mut bytes: &[u8], mut each: impl FnMut(Piece<'_>)) {
+        while !bytes.is_empty() {
+            let room = LONGEST - self.waiting.len();
+            let within = &bytes[..bytes.len().min(room)];
+            let end = within.iter().position(|byte| *byte == b'\n').map(|at| at + 1);
+            let (piece, rest) = bytes.split_at(end.unwrap_or(within.len()));
+            bytes = rest;
+            if end.is_none() && piece.len() < room {
+                self.waiting.extend_from_slice(piece);
+            } else if self.waiting.is_empty() {
+                self.give(piece, &mut each);
+            } else {
+                let mut line = std::mem::take(&mut self.waiting);
+                line.extend_from_slice(piece);
+                self.give(&line, &mut each);
+                line.clear();
+                self.waiting = line;
+            }
+        }
+    }
+
+    /// Gives out the beginning of a line that has not ended; what comes later continues it.
+    pub(super) fn flush(&mut self, mut each: impl FnMut(Piece<'_>)) {
+        let piece = std::mem::take(&mut self.waiting);
+        if !piece.is_empty() {
+            self.give(&piece, &mut each);
+        }
+    }
+
+    /// Whether [`flush`](Self::flush) has something to give.
+    pub(super) fn waits(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    fn give(&mut self, bytes: &[u8], each: &mut impl FnMut(Piece<'_>)) {
+        each(Piece { bytes, continues: self.continues });
+        self.continues = !bytes.ends_with(b"\n");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn pieces(parts: &[&[u8]]) -> Vec<(Vec<u8>, bool)> {
+        let (mut lines, mut out) = (Lines::default(), Vec::new());
+        let mut keep = |piece: Piece<'_>| out.push((piece.bytes.to_vec(), piece.continues));
+        for part in parts {
+            lines.feed(part, &mut keep);
+        }
+        lines.flush(&mut keep);
+        out
+    }
+
+    /// Bytes with many newlines, sometimes with a line that is longer than the limit.
+    fn stream() -> impl Strategy<Value = Vec<u8>> {
+        let short = prop::collection::vec(prop::sample::select(b"ab\r\n\xff".to_vec()), 0..200);
+        let long = (0..3 * LONGEST).prop_map(|length| vec![b'x'; length]);
+        prop::collection::vec(prop_oneof![9 => short, 1 => long], 0..5).prop_map(|parts| parts.concat())
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn any_cut_gives_the_same_lines(bytes in stream(), cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..20)) {
+            let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut.index(bytes.len() + 1)).collect();
+            cuts.extend([0, bytes.len()]);
+            cuts.sort_unstable();
+            let parts: Vec<&[u8]> = cuts.windows(2).map(|cut| &bytes[cut[0]..cut[1]]).collect();
+            let out = pieces(&parts);
+            prop_assert_eq!(&out, &pieces(&[&bytes]));
+            prop_assert_eq!(out.iter().flat_map(|(line, _)| line.clone()).collect::<Vec<_>>(), bytes);
+            let mut open = false;
+            for (line, continues) in &out {
+                prop_assert_eq!(*continues, open);
+                prop_assert!(line.len() <= LONGEST && !line[..line.len() - 1].contains(&b'\n'));
+                open = !line.ends_with(b"\n");
+            }
+        }
+    }
+
+    #[test]
+    fn a_flushed_line_is_continued() {
+        let (mut lines, mut out) = (Lines::default(), Vec::new());
+        lines.feed(b"name? ", |_| unreachable!("the line has not ended"));
+        assert!(lines.waits());
+        lines.flush(|piece| out.push((piece.bytes.to_vec(), piece.continues)));
+        lines.feed(b"me\nnext\n", |piece| out.push((piece.bytes.to_vec(), piece.continues)));
+        let expected = [(&b"name? "[..], false), (b"me\n", true), (b"next\n", false)];
+        assert_eq!(out, expected.map(|(line, continues)| (line.to_vec(), continues)));
+    }
+}

@@ -1,0 +1,137 @@
+//! What a line on the console begins with.
+//!
+//! | stream | prefix |
+//! |---|---|
+//! | with `tee`, or where there is a template | the template, as torchrun fills it in: `[${role_name}${local_rank}]:` |
+//! | several ranks, on a terminal | `[N] `, in the rank's colour |
+//! | several ranks, elsewhere | none: what reads torchrun's output finds the same lines |
+//! | one rank | none, and bytes pass as they come |
+
+use std::io::Read;
+
+/// torchrun's own.
+const TEMPLATE: &str = "[${role_name}${local_rank}]:";
+/// Foreground colours of ranks, by their numbers in ANSI's sequences. Red is left to errors.
+const COLOURS: [u8; 10] = [36, 33, 35, 32, 34, 96, 93, 95, 92, 94];
+
+/// What prefixes of all ranks have in common.
+#[derive(Debug)]
+pub(super) struct Prefix {
+    role: String,
+    template: Option<String>,
+    hostname: String,
+    colours: bool,
+}
+
+impl Prefix {
+    pub(super) fn new(role: &str, template: Option<&str>) -> Self {
+        let set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+        let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
+        Self {
+            role: role.into(),
+            template: template.map(Into::into),
+            hostname: hostname(),
+            colours: !(set("NO_COLOR") || dumb),
+        }
+    }
+
+    /// For one stream of this rank; `None` passes bytes as they come.
+    pub(super) fn of(&self, local_rank: u32, tee: bool, several: bool, terminal: bool) -> Option<Vec<u8>> {
+        if tee || self.template.is_some() {
+            return Some(self.filled(local_rank));
+        }
+        several.then(|| match (terminal, self.colours) {
+            (false, _) => Vec::new(),
+            (true, false) => format!("[{local_rank}] ").into_bytes(),
+            (true, true) => {
+                let colour = COLOURS[local_rank as usize % COLOURS.len()];
+                format!("\x1b[{colour}m[{local_rank}]\x1b[0m ").into_bytes()
+            }
+        })
+    }
+
+    /// The template for this rank. On one node a rank is its local rank.
+    pub(super) fn filled(&self, local_rank: u32) -> Vec<u8> {
+        let template = self.template.as_deref().unwrap_or(TEMPLATE);
+        let rank = local_rank.to_string();
+        let value = |name: &str| match name {
+            "role_name" => Some(self.role.as_str()),
+            "local_rank" | "rank" => Some(rank.as_str()),
+            "hostname" => Some(self.hostname.as_str()),
+            _ => None,
+        };
+        fill(template, value).into_bytes()
+    }
+}
+
+/// Replaces `$name` and `${name}`, and `$$` by `$`. What has no value stays as it is.
+fn fill<'a>(template: &str, value: impl Fn(&str) -> Option<&'a str>) -> String {
+    let (mut out, mut rest) = (String::new(), template);
+    while let Some((before, after)) = rest.split_once('$') {
+        out.push_str(before);
+        let bare = after.find(|c: char| !(c.is_ascii_alphanumeric() || c == '_')).unwrap_or(after.len());
+        let (name, length) = match after.strip_prefix('{').and_then(|inner| inner.split_once('}')) {
+            Some((name, _)) => (name, name.len() + 2),
+            None => (&after[..bare], bare),
+        };
+        match value(name) {
+            _ if after.starts_with('$') => {
+                out.push('$');
+                rest = &after[1..];
+            }
+            Some(value) => {
+                out.push_str(value);
+                rest = &after[length..];
+            }
+            None => {
+                out.push('$');
+                rest = after;
+            }
+        }
+    }
+    out + rest
+}
+
+/// This host's name; `localhost` where the kernel does not tell.
+fn hostname() -> String {
+    let mut name = String::new();
+    let read =
+        fs_err::File::open("/proc/sys/kernel/hostname").and_then(|mut file| file.read_to_string(&mut name));
+    match read {
+        Ok(_) => name.trim().into(),
+        Err(_) => "localhost".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn prefix(template: Option<&str>, colours: bool) -> Prefix {
+        let template = template.map(Into::into);
+        Prefix { role: "default".into(), template, hostname: "node7".into(), colours }
+    }
+
+    #[test]
+    fn each_form_in_its_place() {
+        let form = |tee, several, terminal, colours| {
+            let prefix = prefix(None, colours).of(3, tee, several, terminal);
+            prefix.map(|bytes| String::from_utf8(bytes).unwrap())
+        };
+        assert_eq!(form(true, true, true, true).unwrap(), "[default3]:");
+        assert_eq!(form(true, false, false, true).unwrap(), "[default3]:");
+        assert_eq!(form(false, true, true, true).unwrap(), "\x1b[32m[3]\x1b[0m ");
+        assert_eq!(form(false, true, true, false).unwrap(), "[3] ");
+        assert_eq!(form(false, true, false, true).unwrap(), "");
+        assert_eq!(form(false, false, true, true), None);
+    }
+
+    #[test]
+    fn a_template_is_filled_in_as_torchrun_does() {
+        let filled = |template| String::from_utf8(prefix(Some(template), true).filled(2)).unwrap();
+        assert_eq!(filled("${hostname}:${rank}: "), "node7:2: ");
+        assert_eq!(filled("[$role_name/$local_rank]"), "[default/2]");
+        assert_eq!(filled("$$${rank} ${unknown} $ ${open"), "$2 ${unknown} $ ${open");
+        assert_eq!(prefix(Some("r${rank}|"), true).of(1, false, false, false).unwrap(), b"r1|");
+    }
+}

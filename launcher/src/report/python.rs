@@ -1,0 +1,196 @@
+//! What Python says of an exception: on stderr, and in the file that torch's `record` writes.
+
+use std::fmt;
+
+use serde::Deserialize;
+
+/// An exception that ended a program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Exception {
+    /// `ValueError: too large`: the first line of what Python says last.
+    pub(super) line: String,
+    /// Where the user's code was left.
+    pub(super) place: Option<Place>,
+}
+
+/// A line of the user's code.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) file: String,
+    pub(super) line: String,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, line {}", self.file, self.line)
+    }
+}
+
+/// torch's error file; in older ones the message is a string.
+#[derive(Deserialize)]
+struct ErrorFile {
+    message: Message,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Message {
+    Text(String),
+    Full {
+        message: Option<String>,
+        #[serde(rename = "extraInfo")]
+        extra: Option<Extra>,
+    },
+}
+
+#[derive(Deserialize)]
+struct Extra {
+    py_callstack: Option<String>,
+}
+
+/// The exception in an error file; `None` if there is none to be understood.
+pub(super) fn recorded(file: &str) -> Option<Exception> {
+    let (message, stack) = match serde_json::from_str::<ErrorFile>(file).ok()?.message {
+        Message::Text(text) => (Some(text), None),
+        Message::Full { message, extra } => (message, extra.and_then(|extra| extra.py_callstack)),
+    };
+    let lines: Vec<String> = stack.unwrap_or_default().lines().map(Into::into).collect();
+    let traced = exception(&lines);
+    let line = message.as_deref().and_then(|message| message.lines().find(|line| !line.trim().is_empty()));
+    match (line, traced) {
+        (_, Some(traced)) => Some(traced),
+        (Some(line), None) => Some(Exception { line: line.trim().into(), place: None }),
+        (None, None) => None,
+    }
+}
+
+/// The last traceback among these lines.
+pub(super) fn exception(lines: &[String]) -> Option<Exception> {
+    let lines: Vec<&str> = lines.iter().map(|line| without_rank(line)).collect();
+    let deepest = lines.iter().rposition(|line| frame(line).is_some())?;
+    let indented = |line: &&str| line.starts_with([' ', '\t']) || line.is_empty();
+    let after = &lines[deepest + 1..];
+    let at = after.iter().position(|line| !indented(line))?;
+    let line = after[at];
+    // A warning also has a line that looks like a frame, but no exception behind it.
+    let name = line.split([':', ' ']).next().unwrap_or(line);
+    let known = name.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '.')
+        && name.rsplit('.').next().is_some_and(|class| class.starts_with(char::is_uppercase))
+        && (line.len() == name.len() || line[name.len()..].starts_with(':'));
+    if !known {
+        return None;
+    }
+    let trace = lines[..=deepest].iter().rposition(|line| !indented(line)).map_or(0, |at| at + 1);
+    let frames: Vec<Place> = lines[trace..=deepest].iter().filter_map(|line| frame(line)).collect();
+    let place = frames.iter().rev().find(|place| is_users(&place.file)).cloned();
+    Some(Exception { line: line.trim_end().into(), place })
+}
+
+/// Where the user's code was when the interpreter itself failed, as faulthandler tells it: innermost first.
+pub(super) fn fault(lines: &[String]) -> Option<Place> {
+    let current = |line: &String| {
+        (line.starts_with("Current thread") || line.starts_with("Thread ")) && line.ends_with("first):")
+    };
+    let begin = lines.iter().position(current)?;
+    let stack = lines[begin + 1..].iter().take_while(|line| line.starts_with(' '));
+    stack.filter_map(|line| frame(line)).find(|place| is_users(&place.file))
+}
+
+/// `  File "train.py", line 12, in main`.
+fn frame(line: &str) -> Option<Place> {
+    let (file, rest) = line.trim_start().strip_prefix("File \"")?.split_once("\", line ")?;
+    let digits = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+    line.starts_with(' ').then(|| Place { file: file.into(), line: rest[..digits].into() })
+}
+
+/// Neither of Python's own library nor of an installed package.
+fn is_users(file: &str) -> bool {
+    let installed = ["/site-packages/", "/dist-packages/", "/lib/python3"];
+    !file.starts_with('<') && !installed.iter().any(|part| file.contains(part))
+}
+
+/// torch begins the lines of a traceback with `[rank0]: ` once ranks have met.
+pub(super) fn without_rank(line: &str) -> &str {
+    let inner = line.strip_prefix("[rank").and_then(|rest| rest.split_once("]: "));
+    match inner {
+        Some((number, rest)) if number.chars().all(|c| c.is_ascii_digit()) => rest,
+        _ if line.starts_with("[rank") && line.ends_with("]:") => "",
+        _ => line,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(text: &str) -> Vec<String> {
+        text.lines().map(Into::into).collect()
+    }
+
+    fn seen(text: &str) -> Option<(String, Option<String>)> {
+        let place = |place: Place| format!("{}:{}", place.file, place.line);
+        exception(&lines(text)).map(|found| (found.line, found.place.map(place)))
+    }
+
+    #[test]
+    fn the_place_is_the_innermost_of_the_users_code() {
+        let text = "\
+step 1
+Traceback (most recent call last):
+  File \"/home/u/train.py\", line 7, in <module>
+    main()
+  File \"/home/u/model.py\", line 40, in main
+    loss = f(x)
+           ^^^^
+  File \"/usr/lib/python3/dist-packages/torch/nn/functional.py\", line 3029, in f
+    return g(x)
+  [Previous line repeated 9 more times]
+RuntimeError: shapes do not match:
+  3 and 4
+";
+        let expected =
+            ("RuntimeError: shapes do not match:".to_string(), Some("/home/u/model.py:40".to_string()));
+        assert_eq!(seen(text), Some(expected.clone()));
+        let ranked: String = text.lines().map(|line| format!("[rank12]: {line}\n")).collect();
+        assert_eq!(seen(&ranked), Some(expected));
+    }
+
+    #[test]
+    fn of_several_tracebacks_the_last_counts() {
+        let text = "\
+Traceback (most recent call last):
+  File \"a.py\", line 1, in <module>
+KeyError: 'x'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File \"b.py\", line 2, in <module>
+    raise pkg.Odd
+pkg.errors.Odd
+";
+        assert_eq!(seen(text), Some(("pkg.errors.Odd".into(), Some("b.py:2".into()))));
+    }
+
+    #[test]
+    fn a_syntax_error_has_a_place_and_a_warning_is_no_exception() {
+        let text = "  File \"/t.py\", line 3\n    x = = 1\n        ^\nSyntaxError: invalid syntax\n";
+        assert_eq!(seen(text), Some(("SyntaxError: invalid syntax".into(), Some("/t.py:3".into()))));
+        assert_eq!(seen("  File \"/t.py\", line 3, in f\nstep 7 done\n"), None);
+        assert_eq!(seen("no traceback at all\n"), None);
+    }
+
+    #[test]
+    fn an_error_file_is_read_in_both_forms() {
+        let full = r#"{"message": {"message": "ValueError: bad", "extraInfo": {"py_callstack":
+            "Traceback (most recent call last):\n  File \"/w/t.py\", line 9, in main\n    f()\nValueError: bad\n",
+            "timestamp": "1795236635"}}}"#;
+        let place = Place { file: "/w/t.py".into(), line: "9".into() };
+        let expected = Exception { line: "ValueError: bad".into(), place: Some(place) };
+        assert_eq!(recorded(full), Some(expected));
+        let text = Exception { line: "it broke".into(), place: None };
+        assert_eq!(recorded(r#"{"message": "it broke\nhere"}"#), Some(text));
+        assert_eq!(recorded(r#"{"message": {}}"#), None);
+        assert_eq!(recorded("not json"), None);
+    }
+}

@@ -1,0 +1,365 @@
+//! Which cores a worker runs on: torchrun's `--numa-binding`, from sysfs and without numactl.
+//!
+//! A worker belongs to the NUMA node of its GPU. Where that is not known, or the node has no CPU that this process may use,
+//! the nodes are dealt out among the ranks in order. Planning reads files below one directory and the allowed CPUs, nothing
+//! else; CPUs that are not allowed are in no plan. A plan is applied between fork and exec.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::Path;
+
+use rustix::thread::CpuSet;
+
+use crate::command::Binding;
+
+/// Numbers of logical CPUs.
+type Cpus = BTreeSet<usize>;
+
+/// Where one worker runs.
+#[derive(Clone, Debug)]
+pub struct Affinity {
+    cpus: Option<CpuSet>,
+    cores: usize,
+}
+
+impl Affinity {
+    /// The CPUs that the worker is bound to; `None` where it is not.
+    pub fn cpus(&self) -> Option<&CpuSet> {
+        self.cpus.as_ref()
+    }
+
+    /// Physical cores that fall to this worker where others share its CPUs, at least 1.
+    pub fn cores(&self) -> usize {
+        self.cores
+    }
+
+    /// Binds the calling thread, and what it executes. One system call, no lock and no heap: fit for a child between fork and
+    /// exec.
+    pub fn apply(&self) -> io::Result<()> {
+        match &self.cpus {
+            Some(cpus) => Ok(rustix::thread::sched_setaffinity(None, cpus)?),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Where each of `nproc` workers runs. `gpus_pci` are the PCI addresses of their GPUs in the order of local ranks, as NVML or
+/// sysfs writes them; `sys` is `/sys`; `allowed` is never empty.
+///
+/// # Errors
+/// Why there are not enough cores to be exclusive.
+pub fn plan(
+    binding: Option<Binding>,
+    nproc: u32,
+    gpus_pci: &[String],
+    sys: &Path,
+    allowed: &CpuSet,
+) -> Result<Vec<Affinity>, String> {
+    let machine = Machine::read(sys, allowed);
+    let nproc = nproc as usize;
+    let homes: Vec<usize> = (0..nproc)
+        .map(|rank| {
+            machine.node_of_gpu(sys, gpus_pci.get(rank)).unwrap_or_else(|| machine.dealt(rank, nproc))
+        })
+        .collect();
+    let sets = (0..nproc).map(|rank| {
+        let home = homes[rank];
+        let before = homes[..rank].iter().filter(|node| **node == home).count();
+        let workers = homes.iter().filter(|node| **node == home).count();
+        match binding {
+            None => Ok(machine.cpus.keys().copied().collect()),
+            Some(Binding::Node) => Ok(machine.nodes[&home].clone()),
+            Some(Binding::Socket) => Ok(machine.socket(home)),
+            Some(Binding::Exclusive) => machine.exclusive(home, before, workers),
+            Some(Binding::CoreComplex) => Ok(machine.complex(home, before)),
+        }
+    });
+    let sets: Vec<Cpus> = sets.collect::<Result<_, _>>()?;
+    let affinity = |set: &Cpus| {
+        let sharing = sets.iter().filter(|other| *other == set).count().max(1);
+        let cores = machine.cores(set).len() / sharing;
+        Affinity { cpus: binding.map(|_| cpu_set(set)), cores: cores.max(1) }
+    };
+    Ok(sets.iter().map(affinity).collect())
+}
+
+/// The CPUs that this process may use.
+#[derive(Debug)]
+struct Machine {
+    cpus: BTreeMap<usize, Cpu>,
+    /// By NUMA node, of which none is empty.
+    nodes: BTreeMap<usize, Cpus>,
+}
+
+/// What a logical CPU is part of.
+#[derive(Debug)]
+struct Cpu {
+    socket: usize,
+    /// The first CPU of its physical core.
+    core: usize,
+    /// The first CPU of those that share its largest cache.
+    complex: usize,
+}
+
+impl Machine {
+    fn read(sys: &Path, allowed: &CpuSet) -> Self {
+        let system = sys.join("devices/system");
+        let allowed: Cpus = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).collect();
+        let mut nodes = BTreeMap::new();
+        for (node, dir) in numbered(&system.join("node"), "node") {
+            let cpus: Cpus = list(&dir.join("cpulist")).intersection(&allowed).copied().collect();
+            if !cpus.is_empty() {
+                nodes.insert(node, cpus);
+            }
+        }
+        if nodes.is_empty() {
+            nodes.insert(0, allowed.clone());
+        }
+        let cpus = allowed.iter().map(|cpu| (*cpu, Cpu::read(&system.join(format!("cpu/cpu{cpu}")), *cpu)));
+        Self { cpus: cpus.collect(), nodes }
+    }
+
+    fn node_of_gpu(&self, sys: &Path, pci: Option<&String>) -> Option<usize> {
+        let dir = sys.join("bus/pci/devices").join(in_sysfs(pci?)?);
+        // -1, which is no number of a node, says that the firmware does not tell.
+        let node = number(&dir.join("numa_node"))?;
+        self.nodes.contains_key(&node).then_some(node)
+    }
+
+    /// The node of a rank when all nodes get equally many, neighbours together.
+    fn dealt(&self, rank: usize, nproc: usize) -> usize {
+        self.nodes.keys().nth(rank * self.nodes.len() / nproc.max(1)).copied().unwrap_or(0)
+    }
+
+    fn socket(&self, node: usize) -> Cpus {
+        let socket = self.nodes[&node].first().map(|cpu| self.cpus[cpu].socket);
+        self.cpus.iter().filter(|(_, cpu)| Some(cpu.socket) == socket).map(|(number, _)| *number).collect()
+    }
+
+    /// The share of one of a node's workers: physical cores with all their CPUs, the first workers one more if need be.
+    fn exclusive(&self, node: usize, worker: usize, workers: usize) -> Result<Cpus, String> {
+        let cores: Vec<Cpus> = self.cores(&self.nodes[&node]).into_values().collect();
+        let (each, more) = (cores.len() / workers, cores.len() % workers);
+        if each == 0 {
+            return Err(format!(
+                "--numa-binding exclusive: NUMA node {node} has {} cores for {workers} workers",
+                cores.len()
+            ));
+        }
+        let start = worker * each + worker.min(more);
+        Ok(cores[start..start + each + usize::from(worker < more)].iter().flatten().copied().collect())
+    }
+
+    /// One of a node's groups of CPUs that share a cache, largest first.
+    fn complex(&self, node: usize, worker: usize) -> Cpus {
+        let mut groups: Vec<Cpus> =
+            self.grouped(&self.nodes[&node], |cpu| cpu.complex).into_values().collect();
+        groups.sort_by_key(|group| std::cmp::Reverse(group.len()));
+        groups.swap_remove(worker % groups.len())
+    }
+
+    fn cores(&self, of: &Cpus) -> BTreeMap<usize, Cpus> {
+        self.grouped(of, |cpu| cpu.core)
+    }
+
+    fn grouped(&self, cpus: &Cpus, key: impl Fn(&Cpu) -> usize) -> BTreeMap<usize, Cpus> {
+        let mut groups: BTreeMap<usize, Cpus> = BTreeMap::new();
+        for cpu in cpus {
+            groups.entry(key(&self.cpus[cpu])).or_default().insert(*cpu);
+        }
+        groups
+    }
+}
+
+impl Cpu {
+    /// What sysfs does not tell is taken to be one for the whole machine, but for cores, of which each CPU is one.
+    fn read(dir: &Path, cpu: usize) -> Self {
+        let caches = numbered(&dir.join("cache"), "index");
+        let data = caches.into_values().filter(|cache| {
+            fs_err::read_to_string(cache.join("type")).is_ok_and(|kind| kind.trim() != "Instruction")
+        });
+        let largest = data.max_by_key(|cache| number(&cache.join("level")));
+        Self {
+            socket: number(&dir.join("topology/physical_package_id")).unwrap_or(0),
+            core: list(&dir.join("topology/thread_siblings_list")).first().copied().unwrap_or(cpu),
+            complex: largest
+                .and_then(|cache| list(&cache.join("shared_cpu_list")).first().copied())
+                .unwrap_or(0),
+        }
+    }
+}
+
+/// Entries such as `node0` of a directory, by number.
+fn numbered(dir: &Path, prefix: &str) -> BTreeMap<usize, std::path::PathBuf> {
+    let entries = fs_err::read_dir(dir).into_iter().flatten().flatten();
+    let numbered = entries.filter_map(|entry| {
+        let number = entry.file_name().to_str()?.strip_prefix(prefix)?.parse().ok()?;
+        Some((number, entry.path()))
+    });
+    numbered.collect()
+}
+
+fn number(file: &Path) -> Option<usize> {
+    fs_err::read_to_string(file).ok()?.trim().parse().ok()
+}
+
+/// A file such as `0-3,8-11`; empty if there is none.
+fn list(file: &Path) -> Cpus {
+    let text = fs_err::read_to_string(file).unwrap_or_default();
+    let range = |part: &str| {
+        let (first, last) = part.trim().split_once('-').unwrap_or((part.trim(), part.trim()));
+        Some(first.parse::<usize>().ok()?..=last.parse().ok()?)
+    };
+    text.split(',').filter_map(range).flatten().collect()
+}
+
+/// `00000000:3B:00.0`, as NVML writes it, is `0000:3b:00.0` in sysfs.
+fn in_sysfs(pci: &str) -> Option<String> {
+    let (domain, rest) = pci.split_once(':')?;
+    Some(format!("{:04x}:{}", u32::from_str_radix(domain, 16).ok()?, rest.to_lowercase()))
+}
+
+fn cpu_set(cpus: &Cpus) -> CpuSet {
+    let mut set = CpuSet::new();
+    cpus.iter().for_each(|cpu| set.set(*cpu));
+    set
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::Range;
+
+    use super::*;
+
+    /// Two sockets of two NUMA nodes of four cores of two CPUs, of which the second is 16 higher; two cores share a cache.
+    fn machine() -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |path: String, text: String| {
+            let file = dir.path().join(path);
+            fs_err::create_dir_all(file.parent().unwrap()).unwrap();
+            fs_err::write(file, text + "\n").unwrap();
+        };
+        for node in 0..4 {
+            let (first, last) = (4 * node, 4 * node + 3);
+            let cpus = format!("{first}-{last},{}-{}", first + 16, last + 16);
+            write(format!("devices/system/node/node{node}/cpulist"), cpus);
+        }
+        for cpu in 0..32 {
+            let (dir, core) = (format!("devices/system/cpu/cpu{cpu}"), cpu % 16);
+            let pair = core / 2 * 2;
+            write(format!("{dir}/topology/physical_package_id"), (core / 8).to_string());
+            write(format!("{dir}/topology/thread_siblings_list"), format!("{core},{}", core + 16));
+            for (index, kind, level, shared) in [
+                (0, "Data", 1, format!("{core},{}", core + 16)),
+                (1, "Instruction", 4, "0-31".into()),
+                (2, "Unified", 3, format!("{pair}-{},{}-{}", pair + 1, pair + 16, pair + 17)),
+            ] {
+                write(format!("{dir}/cache/index{index}/type"), kind.into());
+                write(format!("{dir}/cache/index{index}/level"), level.to_string());
+                write(format!("{dir}/cache/index{index}/shared_cpu_list"), shared);
+            }
+        }
+        for (bus, node) in [("0a", "3"), ("0b", "3"), ("0c", "0"), ("0d", "-1")] {
+            write(format!("bus/pci/devices/0000:{bus}:00.0/numa_node"), node.into());
+        }
+        dir
+    }
+
+    /// The CPUs and cores of each worker.
+    fn planned(
+        binding: Option<Binding>,
+        nproc: u32,
+        buses: &[&str],
+        allowed: &[Range<usize>],
+    ) -> Result<Vec<(Vec<usize>, usize)>, String> {
+        let dir = machine();
+        let gpus: Vec<String> = buses.iter().map(|bus| format!("00000000:{bus}:00.0")).collect();
+        let allowed = cpu_set(&allowed.iter().cloned().flatten().collect());
+        let plan = plan(binding, nproc, &gpus, dir.path(), &allowed)?;
+        let cpus = |affinity: &Affinity| {
+            let set = affinity.cpus().copied().unwrap_or_default();
+            ((0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect(), affinity.cores())
+        };
+        Ok(plan.iter().map(cpus).collect())
+    }
+
+    fn cpus(ranges: &[Range<usize>]) -> Vec<usize> {
+        ranges.iter().cloned().flatten().collect()
+    }
+
+    const ALL: &[Range<usize>] = &[0..16, 16..32];
+
+    #[test]
+    fn workers_run_beside_their_gpus() {
+        let (node0, node3) = (cpus(&[0..4, 16..20]), cpus(&[12..16, 28..32]));
+        let plan = planned(Some(Binding::Node), 3, &["0A", "0B", "0C"], ALL).unwrap();
+        assert_eq!(plan, [(node3.clone(), 2), (node3, 2), (node0, 4)]);
+        let plan = planned(Some(Binding::Socket), 2, &["0A", "0C"], ALL).unwrap();
+        assert_eq!(plan, [(cpus(&[8..16, 24..32]), 8), (cpus(&[0..8, 16..24]), 8)]);
+    }
+
+    #[test]
+    fn exclusive_workers_share_no_core() {
+        let plan = planned(Some(Binding::Exclusive), 3, &["0A", "0B", "0C"], ALL).unwrap();
+        assert_eq!(plan, [(vec![12, 13, 28, 29], 2), (vec![14, 15, 30, 31], 2), (cpus(&[0..4, 16..20]), 4)]);
+        // Without GPUs: six workers on four nodes, the first node with cores 0 to 3.
+        let plan = planned(Some(Binding::Exclusive), 6, &[], ALL).unwrap();
+        assert_eq!((&plan[0].0, &plan[1].0), (&vec![0, 1, 16, 17], &vec![2, 3, 18, 19]));
+        assert_eq!(plan[2], (cpus(&[4..8, 20..24]), 4));
+        let uneven = planned(Some(Binding::Exclusive), 3, &[], &[0..4, 16..20]).unwrap();
+        assert_eq!(uneven, [(vec![0, 1, 16, 17], 2), (vec![2, 18], 1), (vec![3, 19], 1)]);
+        let refusal = planned(Some(Binding::Exclusive), 3, &[], &[0..2, 16..18]).unwrap_err();
+        assert_eq!(refusal, "--numa-binding exclusive: NUMA node 0 has 2 cores for 3 workers");
+    }
+
+    #[test]
+    fn a_core_complex_is_what_shares_the_largest_cache() {
+        let plan = planned(Some(Binding::CoreComplex), 3, &["0A", "0B", "0C"], ALL).unwrap();
+        assert_eq!(plan, [(vec![12, 13, 28, 29], 2), (vec![14, 15, 30, 31], 2), (vec![0, 1, 16, 17], 2)]);
+        // Of the first complex only one CPU is allowed: the other is larger.
+        let plan = planned(Some(Binding::CoreComplex), 3, &[], &[1..2, 2..4]).unwrap();
+        assert_eq!(plan, [(vec![2, 3], 1), (vec![1], 1), (vec![2, 3], 1)]);
+    }
+
+    #[test]
+    fn cpus_that_are_not_allowed_are_in_no_plan() {
+        let plan = planned(Some(Binding::Node), 2, &["0A", "0C"], &[0..2, 12..13]).unwrap();
+        assert_eq!(plan, [(vec![12], 1), (vec![0, 1], 2)]);
+        // The GPUs' node is out of reach: the nodes that are left are dealt out.
+        let plan = planned(Some(Binding::Node), 2, &["0A", "0B"], &[0..2, 4..6]).unwrap();
+        assert_eq!(plan, [(vec![0, 1], 2), (vec![4, 5], 2)]);
+    }
+
+    #[test]
+    fn nodes_are_dealt_out_where_nothing_tells_of_gpus() {
+        for buses in [&[] as &[&str], &["0D", "0D"], &["FF", "no address"]] {
+            let plan = planned(Some(Binding::Node), 2, buses, ALL).unwrap();
+            assert_eq!(plan, [(cpus(&[0..4, 16..20]), 4), (cpus(&[8..12, 24..28]), 4)], "{buses:?}");
+        }
+        // A machine that tells nothing is one node of cores of one CPU.
+        let allowed = cpu_set(&(0..8).collect());
+        for binding in [Binding::Node, Binding::Socket, Binding::CoreComplex] {
+            let plan = plan(Some(binding), 2, &[], Path::new("/nowhere"), &allowed).unwrap();
+            assert!(plan.iter().all(|affinity| affinity.cpus() == Some(&allowed) && affinity.cores() == 4));
+        }
+    }
+
+    #[test]
+    fn without_a_binding_only_the_share_is_planned() {
+        let plan = planned(None, 3, &["0A", "0B", "0C"], ALL).unwrap();
+        assert_eq!(plan, vec![(vec![], 5); 3]);
+        assert_eq!(planned(None, 40, &[], ALL).unwrap()[0].1, 1);
+    }
+
+    #[test]
+    fn a_plan_binds_the_thread_that_applies_it() {
+        let allowed = rustix::thread::sched_getaffinity(None).unwrap();
+        let plan = plan(Some(Binding::Exclusive), 1, &[], Path::new("/sys"), &allowed).unwrap();
+        std::thread::spawn(move || {
+            plan[0].apply().unwrap();
+            assert_eq!(&rustix::thread::sched_getaffinity(None).unwrap(), plan[0].cpus().unwrap());
+        })
+        .join()
+        .unwrap();
+    }
+}

@@ -1,0 +1,67 @@
+//! The children of this process: those it started, and orphans handed to it.
+//!
+//! What this process starts is known before it can end, under one lock, and collected only by who started it. All other
+//! children are orphans of workers, told by their process group, which is not xlaunch's.
+
+use std::collections::BTreeSet;
+use std::process::{Child, Command};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::process::{Pid, WaitId, WaitIdOptions, getpgrp, getpid, set_child_subreaper, waitid};
+
+use super::tree::Process;
+
+static STARTED: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
+
+fn started() -> MutexGuard<'static, BTreeSet<u32>> {
+    STARTED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Starts a process that [`reap_orphans`] leaves alone until it is forgotten.
+pub(super) fn start(command: &mut Command) -> std::io::Result<Child> {
+    let mut started = started();
+    let child = command.spawn()?;
+    started.insert(child.id());
+    Ok(child)
+}
+
+/// The process was collected, or nobody will.
+pub(super) fn forget(pid: u32) {
+    started().remove(&pid);
+}
+
+/// Whether a process is an orphan that was handed to this process.
+pub(super) fn adopted(process: &Process) -> bool {
+    is_orphan(process, &started())
+}
+
+fn is_orphan(process: &Process, started: &BTreeSet<u32>) -> bool {
+    let (own, group) = (getpid().as_raw_nonzero().get(), getpgrp().as_raw_nonzero().get());
+    process.parent == own.cast_unsigned()
+        && process.group != group.cast_unsigned()
+        && !started.contains(&process.pid)
+}
+
+/// From now on, processes whose parents die become children of this process, not of init.
+pub fn adopt_orphans() -> std::io::Result<()> {
+    Ok(set_child_subreaper(Some(getpid()))?)
+}
+
+/// Collects orphans that have ended. Workers are left to [`Worker::exit`](super::Worker::exit). Call it at SIGCHLD.
+pub fn reap_orphans() {
+    let any = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    if !matches!(waitid(WaitId::All, any), Ok(Some(_))) {
+        return;
+    }
+    // While a process is being started, one that failed to may lie here: it is its starter's. There is a next time.
+    let Ok(started) = STARTED.try_lock() else { return };
+    for process in Process::all() {
+        if process.ended()
+            && is_orphan(&process, &started)
+            && let Some(pid) = i32::try_from(process.pid).ok().and_then(Pid::from_raw)
+        {
+            // It has ended and is ours: there is nothing to fail.
+            let _ = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! What a rank's process tree uses now, from `/proc` and NVML.
+//!
+//! A tree is a process and its descendants by parent links. Its CPU time counts children that have ended and were collected,
+//! so that a tree of short-lived processes is seen too; what a process that left its parent uses is not.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use super::gpu::Gpus;
+
+/// What a process tree uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Usage {
+    /// CPU time per time since the last sample, since the start of the process in its first one. 100 is one core in full.
+    pub cpu_percent: f64,
+    /// Resident; shared pages count for each process.
+    pub memory_bytes: u64,
+    /// 100 is one GPU in full; `None` where no process of the tree is known to NVML.
+    pub gpu_percent: Option<f64>,
+    /// Device memory of all its contexts; `None` as above.
+    pub gpu_memory_bytes: Option<u64>,
+}
+
+/// Takes samples, and remembers the last one for differences.
+#[derive(Debug, Default)]
+pub struct Sampler {
+    gpus: Gpus,
+    last: HashMap<Root, (Instant, u64)>,
+}
+
+/// A process id alone may mean another process later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Root {
+    pid: u32,
+    started: u64,
+}
+
+impl Sampler {
+    /// A sampler that has seen nothing yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// What the trees of `pids` use, in that order. A process that is gone uses nothing.
+    pub fn sample(&mut self, pids: &[u32], now: Instant) -> Vec<Usage> {
+        let processes = processes();
+        let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
+        for (pid, process) in &processes {
+            children.entry(process.parent).or_default().push(*pid);
+        }
+        let gpus = self.gpus.by_process();
+        let last = std::mem::take(&mut self.last);
+        let mut sample_one = |pid: u32| {
+            let Some(root) = processes.get(&pid) else { return Usage::default() };
+            let mut usage = Usage::default();
+            let (mut ticks, mut pages) = (0, 0);
+            let mut queue = vec![pid];
+            while let Some(pid) = queue.pop() {
+                if let Some(process) = processes.get(&pid) {
+                    ticks += process.ticks;
+                    pages += process.pages;
+                }
+                if let Some(gpu) = gpus.get(&pid) {
+                    *usage.gpu_memory_bytes.get_or_insert(0) += gpu.memory_bytes;
+                    if let Some(percent) = gpu.percent {
+                        *usage.gpu_percent.get_or_insert(0.0) += percent;
+                    }
+                }
+                queue.extend(children.get(&pid).into_iter().flatten());
+            }
+            let key = Root { pid, started: root.started };
+            self.last.insert(key, (now, ticks));
+            let (elapsed, spent) = match last.get(&key) {
+                Some((then, before)) => (now.saturating_duration_since(*then), ticks.saturating_sub(*before)),
+                None => (age(root.started), ticks),
+            };
+            usage.cpu_percent = percent(spent, elapsed);
+            usage.memory_bytes = pages * rustix::param::page_size() as u64;
+            usage
+        };
+        pids.iter().map(|pid| sample_one(*pid)).collect()
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "shown to people")]
+fn percent(ticks: u64, elapsed: Duration) -> f64 {
+    let seconds = ticks as f64 / rustix::param::clock_ticks_per_second() as f64;
+    // Time is counted in hundredths of a second: over less than that nothing can be said.
+    100.0 * seconds / elapsed.as_secs_f64().max(0.01)
+}
+
+/// How long ago a process was started, in clock ticks since boot.
+#[expect(clippy::cast_precision_loss, reason = "shown to people")]
+fn age(started: u64) -> Duration {
+    let uptime = fs_err::read_to_string("/proc/uptime").unwrap_or_default();
+    let uptime = uptime.split(' ').next().and_then(|seconds| seconds.parse::<f64>().ok()).unwrap_or(0.0);
+    let age = uptime - started as f64 / rustix::param::clock_ticks_per_second() as f64;
+    Duration::from_secs_f64(age.max(0.0))
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Process {
+    parent: u32,
+    /// Its own, and of children that were collected.
+    ticks: u64,
+    /// Clock ticks since boot.
+    started: u64,
+    pages: u64,
+}
+
+/// All processes that can be seen.
+fn processes() -> HashMap<u32, Process> {
+    let entries = fs_err::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    // One that ends meanwhile is left out.
+    pids.filter_map(|pid| Some((pid, parse(&fs_err::read(format!("/proc/{pid}/stat")).ok()?)?))).collect()
+}
+
+/// The parent of a process.
+pub(crate) fn parent(pid: u32) -> Option<u32> {
+    Some(parse(&fs_err::read(format!("/proc/{pid}/stat")).ok()?)?.parent)
+}
+
+/// `/proc/PID/stat`; fields as numbered in proc(5), where the third follows the name in parentheses.
+fn parse(stat: &[u8]) -> Option<Process> {
+    // The name may hold anything, parentheses too.
+    let end = stat.iter().rposition(|byte| *byte == b')')?;
+    let fields: Vec<&str> = std::str::from_utf8(&stat[end + 1..]).ok()?.split_ascii_whitespace().collect();
+    let number = |field: usize| fields.get(field - 3)?.parse::<u64>().ok();
+    // Times of collected children are signed, and were wrong in old kernels.
+    let ticks = (14..=17).map(|field| number(field).unwrap_or(0)).sum();
+    Some(Process { parent: u32::try_from(number(4)?).ok()?, ticks, started: number(22)?, pages: number(24)? })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command};
+
+    use super::*;
+
+    /// A shell and what it starts, all ended with the test.
+    struct Tree(Child);
+
+    impl Tree {
+        fn start(script: &str) -> Self {
+            use std::os::unix::process::CommandExt;
+            Self(Command::new("sh").args(["-c", script]).process_group(0).spawn().unwrap())
+        }
+    }
+
+    impl Drop for Tree {
+        fn drop(&mut self) {
+            let group = rustix::process::Pid::from_child(&self.0);
+            let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+            let _ = self.0.wait();
+        }
+    }
+
+    /// Samples until `enough`, at a deadline for hangs.
+    fn watch(tree: &Tree, enough: impl Fn(&Usage) -> bool) -> Usage {
+        let (mut sampler, start) = (Sampler::new(), Instant::now());
+        sampler.sample(&[tree.0.id()], Instant::now());
+        loop {
+            std::thread::sleep(Duration::from_millis(500));
+            let usage = sampler.sample(&[tree.0.id()], Instant::now())[0];
+            if enough(&usage) {
+                return usage;
+            }
+            assert!(start.elapsed() < Duration::from_secs(60), "{usage:?}");
+        }
+    }
+
+    #[test]
+    fn a_busy_descendant_counts_for_its_root() {
+        let tree = Tree::start("(while :; do :; done) & wait");
+        let usage = watch(&tree, |usage| usage.cpu_percent > 10.0);
+        assert!(usage.cpu_percent < 150.0 && usage.memory_bytes > 100_000, "{usage:?}");
+    }
+
+    #[test]
+    fn short_lived_children_are_counted_when_they_are_gone() {
+        let tree = Tree::start("while :; do sh -c 'i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done'; done");
+        watch(&tree, |usage| usage.cpu_percent > 10.0);
+    }
+
+    #[test]
+    fn a_sleeping_tree_uses_nothing_and_one_that_is_gone_has_nothing() {
+        let tree = Tree::start("sleep 1000 & wait");
+        let usage = watch(&tree, |usage| usage.cpu_percent == 0.0);
+        assert!(usage.memory_bytes > 100_000 && usage.gpu_percent.is_none(), "{usage:?}");
+        let pid = tree.0.id();
+        drop(tree);
+        assert_eq!(Sampler::new().sample(&[pid], Instant::now()), [Usage::default()]);
+    }
+
+    #[test]
+    fn names_of_processes_may_hold_anything() {
+        let stat = b"42 (a) b (\xff 1) S 7 42 42 0 -1 4194560 1 2 3 4 10 20 30 40 20 0 1 0 900 8192 55 0";
+        assert_eq!(parse(stat), Some(Process { parent: 7, ticks: 100, started: 900, pages: 55 }));
+        assert_eq!(parse(b"garbage"), None);
+    }
+}

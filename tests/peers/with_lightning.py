@@ -1,0 +1,43 @@
+"""The same with Lightning, which takes torchrun's environment for its cluster."""
+
+import os
+import warnings
+
+import lightning
+import torch
+
+warnings.filterwarnings("ignore")
+
+
+class Line(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch, step):
+        inputs, wanted = batch
+        loss = (self.layer(inputs) - wanted).pow(2).mean()
+        mean = self.all_gather(loss.detach()).mean()
+        if self.trainer.is_global_zero:
+            print(f"step {step} ranks {self.trainer.world_size} loss {mean.item():.9e}", flush=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def main():
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(64, 8, generator=generator)
+    data = torch.utils.data.TensorDataset(x, x.sum(dim=1, keepdim=True))
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Line(), torch.utils.data.DataLoader(data, batch_size=4))
+
+
+if __name__ == "__main__":
+    main()
