@@ -65,13 +65,75 @@ fn the_root_causes_exit_code_can_be_passed_on() {
 }
 
 #[test]
-fn every_fatal_signal_has_its_name() {
-    for name in
-        ["HUP", "QUIT", "ILL", "ABRT", "BUS", "FPE", "KILL", "SEGV", "PIPE", "ALRM", "USR1", "SYS", "XCPU"]
-    {
-        let run = Launch::new().shell(&[], 1, &format!("ulimit -c 0; kill -{name} $$"));
-        assert!(run.code == 1 && run.stderr.contains(&format!("SIG{name}")), "{name}: {}", run.stderr);
+fn every_exit_code_is_told_and_can_be_passed_on() {
+    let launch = Launch::new();
+    for code in 0..=255 {
+        let run = launch.shell(&["--propagate-exit-code"], 1, &format!("exit {code}"));
+        assert_eq!(run.code, code, "{}", run.stderr);
+        assert_eq!(run.stderr.contains(&format!("exit code {code},")), code != 0, "{}", run.stderr);
     }
+}
+
+#[test]
+fn every_fatal_signal_has_its_name() {
+    const NAMES: [&str; 24] = [
+        "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE",
+        "ALRM", "TERM", "STKFLT", "XCPU", "XFSZ", "VTALRM", "PROF", "IO", "PWR", "SYS", "RTMIN+3",
+    ];
+    const NUMBERS: [i32; 24] =
+        [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 24, 25, 26, 27, 29, 30, 31, 37];
+    let launch = Launch::new();
+    for (name, number) in NAMES.iter().zip(NUMBERS) {
+        let run = launch.shell(&["--propagate-exit-code"], 1, &format!("ulimit -c 0; kill -{number} $$"));
+        assert_eq!(run.code, 128 + number, "{}", run.stderr);
+        assert!(run.stderr.contains(&format!("signal {number} (SIG{name}")), "{name}: {}", run.stderr);
+    }
+}
+
+#[test]
+fn one_worker_reads_what_the_launcher_would_and_several_read_nothing() {
+    let launch = Launch::new();
+    let input = launch.write("input", "from a file\n");
+    for (nproc, expected) in [(1, "from a file\n"), (2, "")] {
+        let mut command = launch.command(&["--nproc", &nproc.to_string(), "--", "cat"]);
+        let output = command.stdin(std::fs::File::open(&input).unwrap()).output().unwrap();
+        assert_eq!((output.status.code(), &*String::from_utf8_lossy(&output.stdout)), (Some(0), expected));
+    }
+}
+
+#[test]
+fn ctrl_z_stops_the_workers_and_fg_continues_them() {
+    let launch = Launch::new();
+    let script = "echo ready >&2; while [ ! -e go ]; do sleep 0.05; done; echo went on";
+    let run = launch.start_shell(&[], 1, script);
+    run.wait_for_stderr("ready");
+    let worker = wait_for("a worker", || children(run.pid()).first().copied());
+    run.signal(Signal::TSTP);
+    let stopped =
+        |pid| std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") T "));
+    wait_for("both to be stopped", || (stopped(worker) && stopped(run.pid())).then_some(()));
+    launch.write("go", "");
+    run.signal(Signal::CONT);
+    let run = run.finish();
+    assert_eq!((run.code, run.stdout.trim()), (0, "went on"), "{}", run.stderr);
+}
+
+#[test]
+fn a_rank_that_does_nothing_is_pointed_out_and_one_that_computes_is_not() {
+    let launch = Launch::new();
+    let script = "[ $RANK = 0 ] && exec sleep 1000; while [ ! -e go ]; do :; done; exit 3";
+    let run = launch.start_shell(&["--silence", "1"], 2, script);
+    run.wait_for_stderr("rank 0 silent for");
+    assert!(!run.stderr().contains("rank 1 silent"), "{}", run.stderr());
+    launch.write("go", "");
+    assert_eq!(run.finish().code, 1);
+}
+
+#[test]
+fn a_local_rank_among_the_arguments_is_filled_in() {
+    let run =
+        Launch::new().run(&["--nproc", "2", "--", "echo", "data-${local_rank}-${local_rank}.bin", "$X"]);
+    assert_eq!(sorted(&run.stdout), ["data-0-0.bin $X", "data-1-1.bin $X"], "{}", run.stderr);
 }
 
 #[test]

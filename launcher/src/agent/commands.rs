@@ -1,8 +1,9 @@
 //! What is particular to a job of any command: torchrun's environment, its port, its cores, its output.
 
 use std::collections::BTreeSet;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::hash::{BuildHasher, RandomState};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -47,6 +48,20 @@ pub(super) struct Commands<'a> {
     port: Option<MasterPort>,
     /// Ranks whose silence was pointed out.
     silent: BTreeSet<u32>,
+}
+
+/// The argument with `${local_rank}` filled in, as torchrun does.
+fn for_rank(argument: &OsStr, rank: u32) -> OsString {
+    const MACRO: &[u8] = b"${local_rank}";
+    let mut rest = argument.as_bytes();
+    let mut filled = Vec::with_capacity(rest.len());
+    while let Some(at) = rest.windows(MACRO.len()).position(|window| window == MACRO) {
+        filled.extend_from_slice(&rest[..at]);
+        filled.extend_from_slice(rank.to_string().as_bytes());
+        rest = &rest[at + MACRO.len()..];
+    }
+    filled.extend_from_slice(rest);
+    OsString::from_vec(filled)
 }
 
 /// Logs that go with the run are there for a look at it, and do not fill the memory that temporary directories often are.
@@ -114,7 +129,7 @@ impl<'a> Commands<'a> {
         let threads = affinity.map_or(1, Affinity::cores).min(fair.max(1));
         let (program, arguments) = spec.argv.split_first().map_or((OsStr::new(""), &[][..]), |(p, a)| (p, a));
         let mut command = Command::new(program);
-        command.args(arguments);
+        command.args(arguments.iter().map(|argument| for_rank(argument, rank)));
         command
             .envs(environment::command_variables(&group, rank, dir, threads, &|name| std::env::var_os(name)));
         let cpus = affinity.and_then(Affinity::cpus).copied();

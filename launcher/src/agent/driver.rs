@@ -10,7 +10,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
-use rustix::process::{Signal, getpid, kill_process};
+use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::time::sleep_until;
@@ -327,11 +327,7 @@ impl Driver<'_> {
         match asked {
             Asked::End(signal) => return Some(Event::Stop(StopCause::Signal(signal.as_raw()))),
             Asked::Pass(signal) => self.signal(signal),
-            Asked::Suspend => {
-                self.scope.iter().for_each(Scope::suspend);
-                // As the terminal would have it, had we not looked after the workers first.
-                let _ = kill_process(getpid(), Signal::STOP);
-            }
+            Asked::Suspend => self.scope.iter().for_each(Scope::suspend),
             Asked::Continue => self.scope.iter().for_each(Scope::resume),
         }
         None
