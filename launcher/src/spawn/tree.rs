@@ -18,6 +18,9 @@ const TICKS: u64 = 100;
 /// Longest time that one killing looks for processes that appear meanwhile.
 const LOOK: Duration = Duration::from_millis(500);
 
+/// Further looks behind one that found nothing.
+const LOOKS: u32 = 2;
+
 /// A process at the time of a look.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Process {
@@ -157,11 +160,19 @@ impl Family {
 }
 
 /// Kills what `members` finds until it finds nothing new. Returns what it found: all have been sent SIGKILL.
+///
+/// A look lists processes first and reads them then. What a process has started after the list was made is in no look at all
+/// if that process has ended when it is read: so one look that finds nothing proves nothing.
 pub(super) fn kill(members: impl Fn() -> Vec<Process>) -> Vec<Process> {
     let deadline = Instant::now() + LOOK;
     let mut stopped = BTreeSet::new();
+    let mut looks = 0;
     loop {
         let found = members();
+        if found.is_empty() && looks < LOOKS {
+            looks += 1;
+            continue;
+        }
         let mut new = false;
         for process in &found {
             if stopped.insert((process.pid, process.started)) {
@@ -215,6 +226,20 @@ mod tests {
             process(1_000_020, 1, 1_000_020, 7, 501),
         ];
         assert_eq!(selected(all, 1_000_012), [1_000_010, 1_000_011, 1_000_012, 1_000_014, 1_000_013]);
+    }
+
+    #[test]
+    fn one_look_that_finds_nothing_proves_nothing() {
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = Process::read(child.id()).unwrap();
+        let looks = std::cell::Cell::new(0);
+        let missed_at_first = || {
+            looks.set(looks.get() + 1);
+            if looks.get() == 1 { Vec::new() } else { vec![process.clone()] }
+        };
+        assert_eq!(kill(missed_at_first), std::slice::from_ref(&process));
+        assert!(!child.wait().unwrap().success());
+        assert!(kill(Vec::new).is_empty());
     }
 
     #[test]
