@@ -223,6 +223,28 @@ fn signals_reach_the_workers_and_are_the_exit_code() {
 }
 
 #[test]
+fn nohup_means_what_it_says() {
+    let launch = Launch::of("sh".as_ref());
+    let xlaunch = xlaunch_tests::xlaunch().display();
+    let worker = "echo ready >&2; while [ ! -e go ]; do sleep 0.05; done; echo done";
+    let run = launch.start(&["-c", &format!("trap '' HUP; exec {xlaunch} -- sh -c '{worker}'")]);
+    run.wait_for_stderr("ready");
+    run.signal(Signal::HUP);
+    launch.write("go", "");
+    let run = run.finish();
+    assert_eq!((run.code, run.stdout.trim()), (0, "done"), "{}", run.stderr);
+}
+
+#[test]
+fn the_gpu_of_a_virtual_local_rank_is_its_only_one() {
+    let script = "echo $RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES";
+    let launch = Launch::new();
+    let mut command = launch.command(&["--nproc", "2", "--virtual-local-rank", "--", "sh", "-c", script]);
+    let run = xlaunch_tests::Running::start(command.env("CUDA_VISIBLE_DEVICES", "GPU-b, 5")).finish();
+    assert_eq!(sorted(&run.stdout), ["0 0 GPU-b", "1 0 5"], "{}", run.stderr);
+}
+
+#[test]
 fn user_signals_are_passed_on_and_end_nothing() {
     let launch = Launch::new();
     let script = "trap 'echo saved; exit 0' USR1; echo ready >&2; while :; do sleep 0.1; done";

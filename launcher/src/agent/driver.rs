@@ -259,7 +259,6 @@ impl Driver<'_> {
                 }
             }
         }
-        self.guard.watch(&scope);
         self.scope = Some(scope);
         actions
     }
@@ -277,6 +276,7 @@ impl Driver<'_> {
         scope.enter(rank, &mut command);
         let Spawned { worker, stdout, stderr } = self.spawner.spawn(command, options).await?;
         scope.started(worker.pid);
+        self.guard.watch(scope);
         let (exits, pidfd) = (self.exits.clone(), worker.watch()?);
         tokio::spawn(async move {
             // The driver is gone only when the whole process ends.

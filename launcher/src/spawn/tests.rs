@@ -80,7 +80,8 @@ fn plays_a_scene() {
             "zombies" => zombies(Stage::new(cgroup)).await,
             "codes" => codes(Stage::new(false)).await,
             "bound" => bound(&Stage::new(false), dir).await,
-            "guarded" => guarded(cgroup, dir).await,
+            "guarded" => guarded(cgroup, dir, BARE).await,
+            "hurried" => guarded(cgroup, dir, "").await,
             _ => panic!("no scene {name}"),
         }
     });
@@ -297,7 +298,10 @@ fn a_killed_launcher_leaves_no_process_and_no_directory() {
     }
 }
 
-async fn guarded(cgroup: bool, dir: &Path) {
+/// Starts a process that has dropped its environment: the guard finds it by its group, once it knows of the worker.
+const BARE: &str = "(env -i sh -c 'trap \"\" TERM; echo $$ > two; sleep 1000' &)";
+
+async fn guarded(cgroup: bool, dir: &Path, more: &str) {
     let private = dir.join("private");
     let mut program = Command::new("/proc/self/exe");
     part(&mut program, "plays_the_guard");
@@ -305,11 +309,12 @@ async fn guarded(cgroup: bool, dir: &Path) {
     std::fs::create_dir(&private).unwrap();
     std::fs::write(private.join("socket"), "").unwrap();
     let mut stage = Stage::new(cgroup);
-    let script = "
-        (setsid sh -c 'echo $$ > one; sleep 1000' &)
-        (env -i sh -c 'trap \"\" TERM; echo $$ > two; sleep 1000' &)
-        sh -c 'echo $$ > three; sleep 1000'";
-    let spawned = stage.spawn(script, dir).await;
+    let script = format!(
+        "(setsid sh -c 'echo $$ > one; sleep 1000' &)
+        {more}
+        sh -c 'echo $$ > three; sleep 1000'"
+    );
+    let spawned = stage.spawn(&script, dir).await;
     guard.watch(&stage.scope);
     std::fs::write(dir.join("watched"), "").unwrap();
     Worker::exit(spawned.worker.watch().unwrap()).await;
@@ -324,7 +329,7 @@ fn two_hundred_launchers_killed_at_any_time_leave_nothing() {
         random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         let dir = root.path().join(round.to_string());
         std::fs::create_dir(&dir).unwrap();
-        let mut child = scene(if round % 2 == 0 { "guarded" } else { "guarded+cgroup" }, &dir);
+        let mut child = scene(if round % 2 == 0 { "hurried" } else { "hurried+cgroup" }, &dir);
         std::thread::sleep(Duration::from_micros((random >> 33) % 40_000));
         kill_scene(&mut child, &dir);
     }
