@@ -277,12 +277,13 @@ impl Driver<'_> {
         let Spawned { worker, stdout, stderr } = self.spawner.spawn(command, options).await?;
         scope.started(worker.pid);
         self.guard.watch(scope);
+        // What fails here leaves a process to the scope, and tells of no exit: the rank has not started.
+        let output = work.output().start(rank, dir, stdout, stderr)?;
         let (exits, pidfd) = (self.exits.clone(), worker.watch()?);
         tokio::spawn(async move {
             // The driver is gone only when the whole process ends.
             let _ = exits.send((rank, Worker::exit(pidfd).await));
         });
-        let output = work.output().start(rank, dir, stdout, stderr)?;
         Ok(Member { worker, output })
     }
 
