@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
 use rustix::process::{Pid, Signal, kill_process, kill_process_group, test_kill_process};
+use tokio::signal::{self, unix::SignalKind};
 
 use crate::wait_for;
 
@@ -62,6 +63,7 @@ impl Running {
     /// # Panics
     /// If it does not start.
     pub fn start(command: &mut Command) -> Self {
+        default_signals();
         let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -121,6 +123,25 @@ impl Drop for Running {
             let _ = self.child.wait();
         }
     }
+}
+
+/// Whoever started the tests, by `nohup` or in the background, may have had them ignore signals, which children inherit. What
+/// has a handler here has none after exec, and is not ignored: so those that are ignored get one.
+fn default_signals() {
+    static DONE: OnceLock<()> = OnceLock::new();
+    DONE.get_or_init(|| {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+        let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let _context = runtime.enter();
+        for ignored in [Signal::HUP, Signal::INT, Signal::QUIT, Signal::TERM] {
+            if mask >> (ignored.as_raw() - 1) & 1 == 1 {
+                // The handler stays when its stream is dropped.
+                drop(signal::unix::signal(SignalKind::from_raw(ignored.as_raw())).expect("a handler"));
+            }
+        }
+    });
 }
 
 fn kill_group(pid: u32) {

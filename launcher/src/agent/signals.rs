@@ -2,8 +2,9 @@
 //!
 //! Workers are in process groups of their own: what the terminal sends reaches xlaunch alone, which passes it on. A job says
 //! which signals end it; SIGUSR1 and SIGUSR2, where they are not among them, go to the workers as they are (schedulers
-//! announce the end of an allocation so). SIGTSTP stops the workers, then xlaunch itself; SIGCONT continues both. A signal
-//! that xlaunch was started to ignore stays ignored: `nohup` means what it says.
+//! announce the end of an allocation so). SIGTSTP stops the workers, then xlaunch itself; SIGCONT continues both. A SIGHUP
+//! that xlaunch was started to ignore stays ignored: `nohup` means what it says. (SIGINT does not: shells let commands in the
+//! background ignore it, and who sends it to one of them by its number means it.)
 
 use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
@@ -28,9 +29,9 @@ pub(super) fn listen(ending: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiv
     let all = ending.iter().map(|signal| (*signal, Asked::End(*signal)));
     let all = all.chain(passed.map(|signal| (signal, Asked::Pass(signal))));
     let all = all.chain([(Signal::TSTP, Asked::Suspend), (Signal::CONT, Asked::Continue)]);
-    let ignored = ignored(&fs_err::read_to_string("/proc/self/status")?);
+    let nohup = ignores(&fs_err::read_to_string("/proc/self/status")?, Signal::HUP);
     let (asked, stream) = mpsc::unbounded_channel();
-    for (number, what) in all.filter(|(signal, _)| ignored >> (signal.as_raw() - 1) & 1 == 0) {
+    for (number, what) in all.filter(|(signal, _)| !(nohup && *signal == Signal::HUP)) {
         let mut signals = signal(SignalKind::from_raw(number.as_raw()))?;
         let asked = asked.clone();
         tokio::spawn(async move {
@@ -41,10 +42,11 @@ pub(super) fn listen(ending: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiv
     Ok(stream)
 }
 
-/// A bit for each ignored signal, the lowest for signal 1, as `/proc/PID/status` has them.
-fn ignored(status: &str) -> u64 {
+/// Whether a process with this `/proc/PID/status`, which has a bit for each signal, the lowest for signal 1, ignores it.
+fn ignores(status: &str, signal: Signal) -> bool {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    mask >> (signal.as_raw() - 1) & 1 == 1
 }
 
 #[cfg(test)]
@@ -55,7 +57,7 @@ mod tests {
     fn ignored_signals_are_those_of_the_kernels_mask() {
         let status =
             "Name:\tx\nSigBlk:\tffffffffffffffff\nSigIgn:\t0000000000001001\nSigCgt:\t0000000000000002\n";
-        assert_eq!(ignored(status), 1 | 1 << 12);
-        assert_eq!(ignored("Name:\tx\n"), 0);
+        assert!(ignores(status, Signal::HUP) && ignores(status, Signal::PIPE));
+        assert!(!ignores(status, Signal::INT) && !ignores("Name:\tx\n", Signal::HUP));
     }
 }
