@@ -24,6 +24,7 @@ use crate::rendezvous::service::Message;
 use crate::rendezvous::{self, Rendezvous};
 use crate::run_dir::RunDir;
 use crate::spawn::environment::{self, Group};
+use crate::spawn::port::MasterPort;
 use crate::status::board::{self, Board};
 use crate::summary::Summary;
 
@@ -79,7 +80,8 @@ pub(super) struct Trainer<'a> {
     rendezvous: Rendezvous,
     waiting: Vec<oneshot::Sender<Result<JoinReply, Status>>>,
     sessions: Vec<Session>,
-    master_port: u16,
+    /// For frameworks that rendezvous by themselves. The trainer does without.
+    port: Option<MasterPort>,
     output: Output,
     progress: Progress,
     metrics: Option<Metrics>,
@@ -98,7 +100,7 @@ impl<'a> Trainer<'a> {
             rendezvous: Rendezvous::new(plan.placement.workers, 0, plan.spec.digest(), Instant::now()),
             waiting: Vec::new(),
             sessions: Vec::new(),
-            master_port: 0,
+            port: None,
             output: Output::for_trainer(console),
             progress: Progress::default(),
             metrics,
@@ -149,7 +151,7 @@ impl<'a> Trainer<'a> {
         let deadline = Instant::now() + Duration::from_secs_f64(self.plan.spec.launch.join_timeout);
         self.rendezvous = Rendezvous::new(world, attempt, self.plan.spec.digest(), deadline);
         self.refuse_waiting("the attempt is over");
-        self.master_port = environment::free_port().unwrap_or(29_500);
+        self.port = MasterPort::reserve().ok();
         self.sessions = (0..world).map(|_| Session::default()).collect();
     }
 
@@ -166,7 +168,7 @@ impl<'a> Trainer<'a> {
             placement: self.plan.placement,
             attempt,
             max_restarts: self.plan.spec.launch.max_restarts,
-            master_port: self.master_port,
+            master_port: self.port.as_ref().map_or(29_500, MasterPort::number),
         };
         environment::command(&group, rank)
     }

@@ -167,11 +167,6 @@ impl Shared<'_> {
     }
 }
 
-/// A TCP port of the loopback interface that is free now.
-pub fn free_port() -> std::io::Result<u16> {
-    Ok(std::net::TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::{BTreeMap, BTreeSet};
