@@ -5,7 +5,6 @@
 //! else; CPUs that are not allowed are in no plan. A plan is applied between fork and exec.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
 use std::path::Path;
 
 use rustix::thread::CpuSet;
@@ -31,15 +30,6 @@ impl Affinity {
     /// Physical cores that fall to this worker where others share its CPUs, at least 1.
     pub fn cores(&self) -> usize {
         self.cores
-    }
-
-    /// Binds the calling thread, and what it executes. One system call, no lock and no heap: fit for a child between fork and
-    /// exec.
-    pub fn apply(&self) -> io::Result<()> {
-        match &self.cpus {
-            Some(cpus) => Ok(rustix::thread::sched_setaffinity(None, cpus)?),
-            None => Ok(()),
-        }
     }
 }
 
@@ -356,7 +346,7 @@ mod tests {
         let allowed = rustix::thread::sched_getaffinity(None).unwrap();
         let plan = plan(Some(Binding::Exclusive), 1, &[], Path::new("/sys"), &allowed).unwrap();
         std::thread::spawn(move || {
-            plan[0].apply().unwrap();
+            rustix::thread::sched_setaffinity(None, plan[0].cpus().unwrap()).unwrap();
             assert_eq!(&rustix::thread::sched_getaffinity(None).unwrap(), plan[0].cpus().unwrap());
         })
         .join()
