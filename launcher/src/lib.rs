@@ -19,6 +19,7 @@ pub mod config;
 pub mod devices;
 pub mod logs;
 pub mod metrics;
+mod process;
 pub mod progress;
 pub mod registry;
 pub mod rendezvous;

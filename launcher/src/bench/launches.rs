@@ -3,19 +3,19 @@
 //! Launchers are child processes, looked at from outside as a user would; the workers are `true` and `sleep`. Every process
 //! of a measurement carries a mark in its environment, by which what a killed launcher leaves behind is counted, and removed.
 
-use std::collections::HashSet;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 use xlaunch_proto::exit::ExitCode;
 
 use crate::Refusal;
+use crate::process::Process;
 use crate::spawn::{Options, Spawner, Worker};
-use crate::status::sample::{Sampler, parent};
+use crate::status::sample::Sampler;
 
 /// What processes of a measurement have in their environment.
 const MARK: &str = "XLAUNCH_BENCH";
@@ -141,11 +141,11 @@ fn nothing(program: &Program) -> std::io::Result<f64> {
 /// One worker is killed.
 fn group_gone(program: &Program, workers: u32) -> std::io::Result<f64> {
     let mut launcher = program.start("group", &["sleep", "1000"])?;
-    let sleepers = until(|| asleep(launcher.id()).filter(|found| found.len() == workers as usize))?;
+    let sleepers = all_asleep(&launcher, workers)?;
     let start = Instant::now();
-    kill(sleepers[sleepers.len() / 2])?;
+    sleepers[sleepers.len() / 2].signal(Signal::KILL);
     launcher.wait()?;
-    until(|| sleepers.iter().all(|pid| parent(*pid).is_none()).then_some(()))?;
+    until(|| sleepers.iter().all(|sleeper| Process::read(sleeper.pid).is_none()).then_some(()))?;
     Ok(milliseconds(start))
 }
 
@@ -154,28 +154,25 @@ fn left(program: &Program, workers: u32) -> std::io::Result<(usize, usize)> {
     let mark = format!("left-{}", std::process::id());
     let mut launcher = program.start(&mark, &["sh", "-c", "setsid sleep 1000 & exec sleep 1000"])?;
     let all = 2 * workers as usize;
-    let sleepers = || marked(&mark).into_iter().filter(|pid| name(*pid) == "sleep").collect::<Vec<_>>();
-    until(|| (sleepers().len() == all).then_some(()))?;
+    let sleepers = || marked(&mark).iter().filter(|process| process.name == "sleep").count();
+    until(|| (sleepers() == all).then_some(()))?;
     launcher.kill()?;
     launcher.wait()?;
     std::thread::sleep(SECOND);
     let left = sleepers();
-    for pid in marked(&mark) {
-        // It may end by itself.
-        let _ = kill(pid);
-    }
-    Ok((left.len(), all))
+    marked(&mark).iter().for_each(|process| process.signal(Signal::KILL));
+    Ok((left, all))
 }
 
 /// Resident bytes, and CPU time in percent of a core, of a launcher whose workers sleep.
 fn idle(program: &Program, workers: u32) -> std::io::Result<(u64, f64)> {
     let mut launcher = program.start("idle", &["sleep", "1000"])?;
-    until(|| asleep(launcher.id()).filter(|found| found.len() == workers as usize))?;
+    let sleepers = all_asleep(&launcher, workers)?;
     let mut sampler = Sampler::new();
     sampler.sample(&[launcher.id()], Instant::now());
     std::thread::sleep(IDLE);
     let usage = sampler.sample(&[launcher.id()], Instant::now());
-    let children = asleep(launcher.id()).unwrap_or_default();
+    let children: Vec<u32> = sleepers.iter().map(|sleeper| sleeper.pid).collect();
     let theirs: u64 = sampler.sample(&children, Instant::now()).iter().map(|usage| usage.memory_bytes).sum();
     let found = usage.first().map_or((0, 0.0), |usage| (usage.memory_bytes - theirs, usage.cpu_percent));
     kill_process(Pid::from_child(&launcher), Signal::TERM)?;
@@ -193,43 +190,27 @@ async fn reaction(runs: usize) -> std::io::Result<Spread> {
         let worker = spawner.spawn(command, Options::default()).await?.worker;
         let exit = tokio::spawn(Worker::exit(worker.watch()?));
         let start = Instant::now();
-        kill(worker.pid)?;
+        worker.signal(Signal::KILL);
         exit.await.map_err(std::io::Error::other)?;
         times.push(milliseconds(start));
     }
     Ok(spread(times))
 }
 
-/// Processes below this one that are called `sleep`.
-fn asleep(ancestor: u32) -> Option<Vec<u32>> {
-    let all = pids().into_iter().filter(|pid| parent(*pid) == Some(ancestor) && name(*pid) == "sleep");
-    Some(all.collect())
+/// The launcher's workers, when all of them are `sleep`.
+fn all_asleep(launcher: &Child, workers: u32) -> std::io::Result<Vec<Process>> {
+    until(|| {
+        let mut found = Process::all();
+        found.retain(|process| process.parent == launcher.id() && process.name == "sleep");
+        (found.len() == workers as usize).then_some(found)
+    })
 }
 
 /// Processes with this mark that have not ended.
-fn marked(mark: &str) -> HashSet<u32> {
-    let wanted = format!("{MARK}={mark}");
-    let has = |pid: &u32| {
-        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        environment.split(|byte| *byte == 0).any(|variable| variable == wanted.as_bytes())
-    };
-    pids().into_iter().filter(has).collect()
-}
-
-fn pids() -> Vec<u32> {
-    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
-}
-
-fn name(pid: u32) -> String {
-    std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim().to_owned()
-}
-
-fn kill(pid: u32) -> std::io::Result<()> {
-    let gone = || std::io::Error::other("no such process");
-    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
-    let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
-    Ok(rustix::process::pidfd_send_signal(process, Signal::KILL)?)
+fn marked(mark: &str) -> Vec<Process> {
+    let mut found = Process::all();
+    found.retain(|process| process.carries(format!("{MARK}={mark}").as_bytes()));
+    found
 }
 
 fn until<T>(mut ready: impl FnMut() -> Option<T>) -> std::io::Result<T> {

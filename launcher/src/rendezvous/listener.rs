@@ -19,7 +19,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::Connected;
 
-use crate::status::sample;
+use crate::process::Process;
 
 /// Connections at a time that are not workers', of two descriptors each: a process often has no more than 1024.
 const CALLERS: usize = 128;
@@ -64,7 +64,7 @@ fn admit(stream: UnixStream, callers: &Callers) -> io::Result<Option<Connection>
         return Ok(None);
     }
     let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok());
-    let is_worker = pid.and_then(sample::parent) == Some(std::process::id());
+    let is_worker = pid.and_then(Process::read).is_some_and(|caller| caller.parent == std::process::id());
     let caller = match is_worker {
         true => None,
         false => Some(callers.add(&stream)?),

@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::process::{Pid, WaitId, WaitIdOptions, getpgrp, getpid, set_child_subreaper, waitid};
 
-use super::tree::Process;
+use crate::process::Process;
 
 static STARTED: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 

@@ -13,8 +13,9 @@ use rustix::process::{Pid, Signal, getpid, getsid, kill_process, kill_process_gr
 use xlaunch_proto::env;
 
 use super::cgroup::{self, Leaves};
-use super::tree::{self, Family, Process};
+use super::tree::{self, Family};
 use super::{children, sys};
+use crate::process::Process;
 
 /// Longest pause between looks at processes that are ending.
 const PAUSE: Duration = Duration::from_millis(50);

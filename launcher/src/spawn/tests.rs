@@ -13,8 +13,8 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::guard::{self, Guard};
 use super::scope::Scope;
-use super::tree::Process;
 use super::*;
+use crate::process::Process;
 
 /// Name of the scene, and a directory of its own.
 const SCENE: &str = "XLAUNCH_TEST_SCENE";

@@ -1,4 +1,4 @@
-//! Processes as `/proc` shows them, and which of them belong to a run where no cgroup says so.
+//! Which processes belong to a run where no cgroup says so.
 //!
 //! A process belongs to a [`Family`] if it is a worker; is in a worker's process group; carries the run's mark in its
 //! environment; was handed to xlaunch when its parent died; or descends from one that belongs. So that none slips away by
@@ -8,10 +8,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::Signal;
 use xlaunch_proto::env;
 
 use super::children;
+use crate::process::Process;
 
 /// Clock ticks per second in `/proc`, whatever the kernel's own clock.
 const TICKS: u64 = 100;
@@ -20,76 +21,6 @@ const LOOK: Duration = Duration::from_millis(500);
 
 /// Further looks behind one that found nothing.
 const LOOKS: u32 = 2;
-
-/// A process at the time of a look.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Process {
-    pub(super) pid: u32,
-    pub(super) parent: u32,
-    pub(super) group: u32,
-    pub(super) session: u32,
-    /// As in `ps`.
-    pub(super) state: char,
-    threads: u32,
-    /// Ticks from the start of the system to its own.
-    pub(super) started: u64,
-    pub(super) name: String,
-}
-
-impl Process {
-    /// The process with this number now.
-    pub(super) fn read(pid: u32) -> Option<Self> {
-        // Its name can be any bytes.
-        let stat = fs_err::read(format!("/proc/{pid}/stat")).ok()?;
-        Self::parse(&String::from_utf8_lossy(&stat))
-    }
-
-    fn parse(stat: &str) -> Option<Self> {
-        // The name in parentheses may hold parentheses.
-        let (head, tail) = stat.rsplit_once(") ")?;
-        let (pid, name) = head.split_once(" (")?;
-        let fields: Vec<&str> = tail.split_ascii_whitespace().collect();
-        let number = |field: usize| fields.get(field)?.parse().ok();
-        Some(Self {
-            pid: pid.parse().ok()?,
-            parent: number(1)?,
-            group: number(2)?,
-            session: number(3)?,
-            state: fields.first()?.chars().next()?,
-            threads: number(17)?,
-            started: fields.get(19)?.parse().ok()?,
-            name: name.to_string(),
-        })
-    }
-
-    /// All processes that can be seen.
-    pub(super) fn all() -> Vec<Self> {
-        let Ok(entries) = fs_err::read_dir("/proc") else { return Vec::new() };
-        let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-        pids.filter_map(Self::read).collect()
-    }
-
-    /// Nothing of it runs, and it only waits to be collected. A first thread that has ended before others does not.
-    pub(super) fn ended(&self) -> bool {
-        matches!(self.state, 'Z' | 'X') && self.threads <= 1
-    }
-
-    /// Signals it, unless its number is another process's by now.
-    pub(super) fn signal(&self, signal: Signal) {
-        let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else { return };
-        let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty()) else { return };
-        // The number may have passed on before the descriptor was opened, but no longer after.
-        if Self::read(self.pid).is_some_and(|now| now.started == self.started) {
-            // It may have ended, or be another user's: whoever asks what is left sees it.
-            let _ = pidfd_send_signal(pidfd, signal);
-        }
-    }
-
-    fn carries(&self, mark: &[u8]) -> bool {
-        fs_err::read(format!("/proc/{}/environ", self.pid))
-            .is_ok_and(|environment| environment.split(|byte| *byte == 0).any(|variable| variable == mark))
-    }
-}
 
 /// Value of [`env::SCOPE`] for a run of this process: no other launch on this host has the same.
 pub(super) fn mark(run_id: &str) -> String {
@@ -192,7 +123,8 @@ mod tests {
     use super::*;
 
     fn process(pid: u32, parent: u32, group: u32, session: u32, started: u64) -> Process {
-        Process { pid, parent, group, session, state: 'S', threads: 1, started, name: "x".into() }
+        let name = "x".into();
+        Process { pid, parent, group, session, state: 'S', threads: 1, ticks: 0, started, pages: 0, name }
     }
 
     fn family() -> Family {
@@ -206,12 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn names_with_parentheses_and_spaces_are_read() {
-        let stat = "42 (a) R (b) S 1 42 7 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 3 0 1234 5 6";
-        let read = Process::parse(stat).unwrap();
-        assert_eq!((read.pid, read.name.as_str(), read.state, read.parent), (42, "a) R (b", 'S', 1));
-        assert_eq!((read.group, read.session, read.threads, read.started), (42, 7, 3, 1234));
-        assert_eq!(Process::read(std::process::id()).unwrap().pid, std::process::id());
+    fn this_process_has_started_before_now() {
         assert!(Process::read(std::process::id()).unwrap().started <= now());
     }
 

@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use super::gpu::Gpus;
+use crate::process::Process;
 
 /// What a process tree uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -43,7 +44,8 @@ impl Sampler {
 
     /// What the trees of `pids` use, in that order. A process that is gone uses nothing.
     pub fn sample(&mut self, pids: &[u32], now: Instant) -> Vec<Usage> {
-        let processes = processes();
+        let all = Process::all().into_iter().map(|process| (process.pid, process));
+        let processes: HashMap<u32, Process> = all.collect();
         let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
         for (pid, process) in &processes {
             children.entry(process.parent).or_default().push(*pid);
@@ -96,40 +98,6 @@ fn age(started: u64) -> Duration {
     let uptime = uptime.split(' ').next().and_then(|seconds| seconds.parse::<f64>().ok()).unwrap_or(0.0);
     let age = uptime - started as f64 / rustix::param::clock_ticks_per_second() as f64;
     Duration::from_secs_f64(age.max(0.0))
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Process {
-    parent: u32,
-    /// Its own, and of children that were collected.
-    ticks: u64,
-    /// Clock ticks since boot.
-    started: u64,
-    pages: u64,
-}
-
-/// All processes that can be seen.
-fn processes() -> HashMap<u32, Process> {
-    let entries = fs_err::read_dir("/proc").into_iter().flatten().flatten();
-    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    // One that ends meanwhile is left out.
-    pids.filter_map(|pid| Some((pid, parse(&fs_err::read(format!("/proc/{pid}/stat")).ok()?)?))).collect()
-}
-
-/// The parent of a process.
-pub(crate) fn parent(pid: u32) -> Option<u32> {
-    Some(parse(&fs_err::read(format!("/proc/{pid}/stat")).ok()?)?.parent)
-}
-
-/// `/proc/PID/stat`; fields as numbered in proc(5), where the third follows the name in parentheses.
-fn parse(stat: &[u8]) -> Option<Process> {
-    // The name may hold anything, parentheses too.
-    let end = stat.iter().rposition(|byte| *byte == b')')?;
-    let fields: Vec<&str> = std::str::from_utf8(&stat[end + 1..]).ok()?.split_ascii_whitespace().collect();
-    let number = |field: usize| fields.get(field - 3)?.parse::<u64>().ok();
-    // Times of collected children are signed, and were wrong in old kernels.
-    let ticks = (14..=17).map(|field| number(field).unwrap_or(0)).sum();
-    Some(Process { parent: u32::try_from(number(4)?).ok()?, ticks, started: number(22)?, pages: number(24)? })
 }
 
 #[cfg(test)]
@@ -191,12 +159,5 @@ mod tests {
         let pid = tree.0.id();
         drop(tree);
         assert_eq!(Sampler::new().sample(&[pid], Instant::now()), [Usage::default()]);
-    }
-
-    #[test]
-    fn names_of_processes_may_hold_anything() {
-        let stat = b"42 (a) b (\xff 1) S 7 42 42 0 -1 4194560 1 2 3 4 10 20 30 40 20 0 1 0 900 8192 55 0";
-        assert_eq!(parse(stat), Some(Process { parent: 7, ticks: 100, started: 900, pages: 55 }));
-        assert_eq!(parse(b"garbage"), None);
     }
 }
