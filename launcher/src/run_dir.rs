@@ -35,6 +35,11 @@ pub fn job_dir(spec: &JobSpec) -> PathBuf {
     Path::new(&spec.job.output).join(&spec.job.name)
 }
 
+/// The directory of a rank's files in one attempt; `logs` is the run's [`RunDir::logs`].
+pub fn rank_dir(logs: &Path, attempt: u32, local_rank: u32) -> PathBuf {
+    logs.join(format!("attempt_{attempt}")).join(local_rank.to_string())
+}
+
 impl RunDir {
     /// Creates the directory of a training run that starts now, with the job description in it and `latest` beside it.
     pub fn create(spec: &JobSpec) -> Result<Self, Refusal> {

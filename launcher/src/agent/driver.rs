@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::ffi::OsStr;
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
 use rustix::process::Signal;
@@ -24,7 +24,7 @@ use super::work::{Plan, Work};
 use crate::logs::RankOutput;
 use crate::rendezvous::service::{self, Message};
 use crate::report::Evidence;
-use crate::run_dir::RunDir;
+use crate::run_dir::{RunDir, rank_dir};
 use crate::spawn::guard::Guard;
 use crate::spawn::scope::Scope;
 use crate::spawn::{Exit, Spawned, Spawner, Worker, adopt_orphans, gpu_memory, reap_orphans};
@@ -241,7 +241,7 @@ impl Driver<'_> {
         let mut scope = Scope::create(&self.run.id, attempt, self.world);
         let mut actions = Vec::new();
         for rank in 0..self.world {
-            let dir = self.dir(attempt, rank);
+            let dir = rank_dir(&self.run.logs, attempt, rank);
             let started = match &begun {
                 Ok(()) => self.start_one(work, &mut scope, attempt, rank, &dir).await,
                 Err(error) => Err(std::io::Error::new(error.kind(), error.to_string())),
@@ -285,11 +285,6 @@ impl Driver<'_> {
             let _ = exits.send((rank, Worker::exit(pidfd).await));
         });
         Ok(Member { worker, output })
-    }
-
-    /// Where the files of a worker lie.
-    fn dir(&self, attempt: u32, rank: u32) -> PathBuf {
-        self.run.logs.join(format!("attempt_{attempt}")).join(rank.to_string())
     }
 
     /// Nothing of an attempt is left behind this, and all that its workers wrote is where it belongs.
@@ -356,7 +351,7 @@ impl Driver<'_> {
             died: end.died,
             signalled: end.signalled,
             stderr: member.map(|member| member.output.tail()).unwrap_or_default(),
-            error_file: read_some(&self.dir(self.job.attempt(), rank).join("error.json")),
+            error_file: read_some(&rank_dir(&self.run.logs, self.job.attempt(), rank).join("error.json")),
             oom_kills: self.scope.as_ref().map_or(0, |scope| scope.oom_kills(rank)),
             spawn_error: end.spawn_error,
             program: program.map(OsStr::to_owned).unwrap_or_default(),

@@ -11,6 +11,7 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{JobKind, JobState, RankState, RankStatus, StatusReply, StepReport, TrainStarted};
 
 use super::sample::Usage;
+use crate::run_dir::rank_dir;
 
 /// CPU use of a rank, in percent of a core, below which it does nothing.
 const IDLE: f64 = 1.0;
@@ -191,7 +192,7 @@ impl Board {
 
     /// Where the output of a rank's present process goes.
     pub fn log_dir(&self, rank: u32) -> PathBuf {
-        self.launch.log_dir.join(format!("attempt_{}", self.attempt)).join(rank.to_string())
+        rank_dir(&self.launch.log_dir, self.attempt, rank)
     }
 
     /// Rank and process id of every process that runs.
