@@ -27,6 +27,12 @@ impl Process {
         Self::parse(&fs_err::read(format!("/proc/{pid}/stat")).ok()?)
     }
 
+    /// This process. Its group and its session are 0 where they began outside of its container: system calls that ask for
+    /// them have no number to answer with either.
+    pub(crate) fn own() -> Option<Self> {
+        Self::read(std::process::id())
+    }
+
     /// `/proc/PID/stat`; fields as numbered in proc(5), where the third follows the name in parentheses.
     fn parse(stat: &[u8]) -> Option<Self> {
         // The name can be any bytes, parentheses too.

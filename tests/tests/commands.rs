@@ -180,6 +180,34 @@ fn nothing_outlives_a_launcher_that_is_killed() {
     wait_for("the end of all cgroups", || cgroups(&id).is_empty().then_some(()));
 }
 
+#[test]
+fn a_container_whose_session_began_outside_of_it_is_no_obstacle() {
+    // A process has no number of its session and its group there, as with `docker exec`.
+    let container = ["--user", "--map-root-user", "--pid", "--fork", "--mount-proc"];
+    let unshare = Launch::of(std::path::Path::new("unshare"));
+    let may = unshare.command(&container).arg("true").output();
+    if !may.is_ok_and(|ran| ran.status.success()) {
+        eprintln!("skipped: no unshare, or no namespaces for this user here");
+        return;
+    }
+    let worker = "(setsid sleep 1000 &); (env -i setsid sleep 1000 &); echo rank $RANK; exit $RANK";
+    let launch = format!("\"$0\" --propagate-exit-code --nproc 2 -- sh -c '{worker}'");
+    let left = "echo left $(cat /proc/[0-9]*/comm | grep -c sleep)";
+    // The first process of the container, and not the first.
+    for script in [format!("exec {launch}"), format!("{launch}; code=$?; {left}; exit $code")] {
+        let program = xlaunch_tests::xlaunch().to_str().unwrap();
+        let run = unshare.run(&[container.as_slice(), &["sh", "-c", &script, program]].concat());
+        assert_eq!(run.code, 1, "{}", run.stderr);
+        assert!(run.stderr.contains("rank 1") && run.stderr.contains("exit code 1,"), "{}", run.stderr);
+        let told = sorted(&run.stdout);
+        assert!(told.iter().all(|line| ["left 0", "rank 0", "rank 1"].contains(line)), "{told:?}");
+        assert!(
+            told.contains(&"rank 1") && (script.starts_with("exec") || told.contains(&"left 0")),
+            "{told:?}"
+        );
+    }
+}
+
 /// Files that launches have left.
 fn left(launch: &Launch) -> Vec<String> {
     let mut found = Vec::new();

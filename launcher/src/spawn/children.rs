@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::process::{Child, Command};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use rustix::process::{Pid, WaitId, WaitIdOptions, getpgrp, getpid, set_child_subreaper, waitid};
+use rustix::process::{Pid, WaitId, WaitIdOptions, getpid, set_child_subreaper, waitid};
 
 use crate::process::Process;
 
@@ -30,16 +30,13 @@ pub(super) fn forget(pid: u32) {
     started().remove(&pid);
 }
 
-/// Whether a process is an orphan that was handed to this process.
-pub(super) fn adopted(process: &Process) -> bool {
-    is_orphan(process, &started())
+/// Whether a process is an orphan that was handed to this process, `own`.
+pub(super) fn adopted(process: &Process, own: &Process) -> bool {
+    is_orphan(process, own, &started())
 }
 
-fn is_orphan(process: &Process, started: &BTreeSet<u32>) -> bool {
-    let (own, group) = (getpid().as_raw_nonzero().get(), getpgrp().as_raw_nonzero().get());
-    process.parent == own.cast_unsigned()
-        && process.group != group.cast_unsigned()
-        && !started.contains(&process.pid)
+fn is_orphan(process: &Process, own: &Process, started: &BTreeSet<u32>) -> bool {
+    process.parent == own.pid && process.group != own.group && !started.contains(&process.pid)
 }
 
 /// From now on, processes whose parents die become children of this process, not of init.
@@ -55,9 +52,10 @@ pub fn reap_orphans() {
     }
     // While a process is being started, one that failed to may lie here: it is its starter's. There is a next time.
     let Ok(started) = STARTED.try_lock() else { return };
+    let Some(own) = Process::own() else { return };
     for process in Process::all() {
         if process.ended()
-            && is_orphan(&process, &started)
+            && is_orphan(&process, &own, &started)
             && let Some(pid) = i32::try_from(process.pid).ok().and_then(Pid::from_raw)
         {
             // It has ended and is ours: there is nothing to fail.

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, getpid, getsid, kill_process, kill_process_group};
+use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
 use xlaunch_proto::env;
 
 use super::cgroup::{self, Leaves};
@@ -196,5 +196,5 @@ impl Drop for Scope {
 
 /// The session of this process.
 pub(super) fn session() -> u32 {
-    getsid(None).map_or(0, |session| session.as_raw_nonzero().get().cast_unsigned())
+    Process::own().map_or(0, |own| own.session)
 }

@@ -24,8 +24,7 @@ const LOOKS: u32 = 2;
 
 /// Value of [`env::SCOPE`] for a run of this process: no other launch on this host has the same.
 pub(super) fn mark(run_id: &str) -> String {
-    let pid = std::process::id();
-    format!("{run_id}:{pid}:{}", Process::read(pid).map_or(0, |own| own.started))
+    format!("{run_id}:{}:{}", std::process::id(), Process::own().map_or(0, |own| own.started))
 }
 
 /// Ticks from the start of the system to now.
@@ -65,13 +64,14 @@ impl Family {
                     && started.get(&process.group).is_none_or(|current| current == leader)
             })
         };
-        let own = std::process::id();
+        let pid = std::process::id();
+        let own = all.iter().find(|process| process.pid == pid).cloned();
         let young: Vec<Process> =
-            all.into_iter().filter(|process| process.started >= self.since && process.pid != own).collect();
+            all.into_iter().filter(|process| process.started >= self.since && process.pid != pid).collect();
         let root = |process: &&Process| {
             self.leaders.get(&process.pid) == Some(&process.started)
                 || in_group(process)
-                || self.adopts && children::adopted(process)
+                || self.adopts && own.as_ref().is_some_and(|own| children::adopted(process, own))
                 || marked(process)
         };
         let mut family: BTreeSet<u32> = young.iter().filter(root).map(|process| process.pid).collect();
@@ -139,7 +139,7 @@ mod tests {
 
     #[test]
     fn this_process_has_started_before_now() {
-        assert!(Process::read(std::process::id()).unwrap().started <= now());
+        assert!(Process::own().unwrap().started <= now());
     }
 
     #[test]
