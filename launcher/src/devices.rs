@@ -27,6 +27,11 @@ pub struct Node {
     pub cores: usize,
 }
 
+/// The name of this host.
+pub fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
 impl Node {
     /// Looks at this node. GPUs are counted through NVML, honouring `CUDA_VISIBLE_DEVICES`.
     pub fn inspect() -> Self {

@@ -46,8 +46,11 @@ fn a_failure_ends_the_others_and_is_reported_with_its_last_words() {
     assert_eq!(run.code, 1, "{}", run.stderr);
     let report = run.stderr.split("the job failed").nth(1).unwrap_or_default();
     let (root, others) = report.split_once("then:").unwrap_or_default();
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     assert!(
-        root.contains("rank 1") && root.contains("exit code 7") && root.contains("on fire"),
+        root.contains("rank 1")
+            && root.contains(&format!(" on {host}: exit code 7"))
+            && root.contains("on fire"),
         "{}",
         run.stderr
     );

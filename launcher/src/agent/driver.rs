@@ -21,6 +21,7 @@ use super::signals::{self, Asked};
 use super::state::{Action, Event, Job, Outcome, Phase, StopCause};
 use super::trainer::Trained;
 use super::work::{Plan, Work};
+use crate::devices;
 use crate::logs::RankOutput;
 use crate::rendezvous::service::{self, Message};
 use crate::report::Evidence;
@@ -345,7 +346,7 @@ impl Driver<'_> {
         let program = work.program();
         Evidence {
             pid: member.map_or(0, |member| member.worker.pid),
-            host: String::new(),
+            host: devices::host_name(),
             // The built-in trainer's codes have meanings of their own.
             exit: end.exit.filter(|_| program.is_some()),
             died: end.died,

@@ -21,7 +21,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 
@@ -125,7 +125,7 @@ impl Output {
         stdout: impl Into<OwnedFd>,
         stderr: impl Into<OwnedFd>,
     ) -> std::io::Result<RankOutput> {
-        let (tail, seen) = (Arc::new(Tail::default()), Arc::default());
+        let tail = Arc::new(Tail::default());
         let start = |stream: usize, pipe: OwnedFd, name: &str, tail: Option<Arc<Tail>>| {
             let path = dir.join(name);
             let (sinks, console) = match &self.0 {
@@ -134,13 +134,13 @@ impl Output {
                 }
                 Kind::Trainer(lines) => (trainer_sinks(lines, local_rank, &path, tail)?, None),
             };
-            Flow::start(pipe, sinks, console.cloned(), Arc::clone(&seen))
+            Flow::start(pipe, sinks, console.cloned())
         };
         let flows = [
             start(0, stdout.into(), "stdout.log", None)?,
             start(1, stderr.into(), "stderr.log", Some(tail.clone()))?,
         ];
-        Ok(RankOutput { tail, seen, flows })
+        Ok(RankOutput { tail, flows })
     }
 
     /// A line of xlaunch's own, on stderr and never within a worker's. Waits for nothing: a console that stands still
@@ -237,7 +237,6 @@ fn plain(line: &[u8]) -> String {
 #[derive(Debug)]
 pub struct RankOutput {
     tail: Arc<Tail>,
-    seen: Arc<Mutex<Option<Instant>>>,
     flows: [Flow; 2],
 }
 
@@ -245,11 +244,6 @@ impl RankOutput {
     /// The last lines of stderr, at most 200, oldest first.
     pub fn tail(&self) -> Vec<String> {
         self.tail.lines()
-    }
-
-    /// When the worker last wrote anything.
-    pub fn last_output(&self) -> Option<Instant> {
-        *lock(&self.seen)
     }
 
     /// Waits until what a dead worker wrote is where it belongs: as long as that gets on, but no longer than `patience`

@@ -7,7 +7,7 @@
 //! | several ranks, elsewhere | none: what reads torchrun's output finds the same lines |
 //! | one rank | none, and bytes pass as they come |
 
-use std::io::Read;
+use crate::devices;
 
 /// torchrun's own.
 const TEMPLATE: &str = "[${role_name}${local_rank}]:";
@@ -30,7 +30,7 @@ impl Prefix {
         Self {
             role: role.into(),
             template: template.map(Into::into),
-            hostname: hostname(),
+            hostname: devices::host_name(),
             colours: !(set("NO_COLOR") || dumb),
         }
     }
@@ -90,17 +90,6 @@ fn fill<'a>(template: &str, value: impl Fn(&str) -> Option<&'a str>) -> String {
         }
     }
     out + rest
-}
-
-/// This host's name; `localhost` where the kernel does not tell.
-fn hostname() -> String {
-    let mut name = String::new();
-    let read =
-        fs_err::File::open("/proc/sys/kernel/hostname").and_then(|mut file| file.read_to_string(&mut name));
-    match read {
-        Ok(_) => name.trim().into(),
-        Err(_) => "localhost".into(),
-    }
 }
 
 #[cfg(test)]

@@ -6,8 +6,8 @@
 use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -17,7 +17,6 @@ use tokio::sync::oneshot;
 use super::console::{Console, View};
 use super::files::{Filtered, LogFile};
 use super::lines::Lines;
-use super::lock;
 use super::tail::Tail;
 
 /// Bytes moved at once.
@@ -69,19 +68,14 @@ struct Counts {
 }
 
 impl Flow {
-    /// Starts the thread. `seen` is set to the time of every output; `console` is what `sinks` may have to wait for.
-    pub(super) fn start(
-        pipe: OwnedFd,
-        sinks: Sinks,
-        console: Option<Arc<Console>>,
-        seen: Arc<Mutex<Option<Instant>>>,
-    ) -> std::io::Result<Self> {
+    /// Starts the thread. `console` is what `sinks` may have to wait for.
+    pub(super) fn start(pipe: OwnedFd, sinks: Sinks, console: Option<Arc<Console>>) -> std::io::Result<Self> {
         let (done, ended) = oneshot::channel();
         let pipe = Arc::new(File::from(pipe));
         let counts = Arc::new(Counts::default());
         let (source, progress) = (pipe.clone(), counts.clone());
         std::thread::Builder::new().name("log".into()).spawn(move || {
-            pump(&source, sinks, &progress, &seen);
+            pump(&source, sinks, &progress);
             // Nobody waits once the job has ended.
             let _ = done.send(());
         })?;
@@ -115,7 +109,7 @@ impl Flow {
     }
 }
 
-fn pump(mut pipe: &File, mut sinks: Sinks, counts: &Counts, seen: &Mutex<Option<Instant>>) {
+fn pump(mut pipe: &File, mut sinks: Sinks, counts: &Counts) {
     let mut buffer = vec![0; CHUNK];
     // When the beginning of a line is to be shown.
     let mut due: Option<Instant> = None;
@@ -134,12 +128,12 @@ fn pump(mut pipe: &File, mut sinks: Sinks, counts: &Counts, seen: &Mutex<Option<
             Ok(0) => break,
             Ok(count) => {
                 counts.read.fetch_add(count as u64, Ordering::Relaxed);
-                let now = Instant::now();
-                *lock(seen) = Some(now);
                 sinks.feed(&buffer[..count]);
                 counts.moved.fetch_add(count as u64, Ordering::Relaxed);
                 let ended = buffer[..count].contains(&b'\n');
-                due = sinks.waits().then(|| due.filter(|_| !ended).unwrap_or(now + PATIENCE));
+                due = sinks
+                    .waits()
+                    .then(|| due.filter(|_| !ended).unwrap_or_else(|| Instant::now() + PATIENCE));
             }
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(_) => break,

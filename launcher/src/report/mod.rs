@@ -25,7 +25,7 @@ const LINES: usize = 20;
 pub struct Evidence {
     /// Process id; 0 where it was never started.
     pub pid: u32,
-    /// Where it ran; empty for the host that the report is read on.
+    /// The host that it ran on.
     pub host: String,
     /// How a worker of a command ended; `None` where it has not, and for the built-in trainer, whose codes have meanings
     /// of their own.
@@ -54,19 +54,20 @@ pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Op
     let of = |failure: &Failure| failure.rank.and_then(|rank| evidence.get(rank as usize));
     let mut out = String::from("xlaunch: the job failed\n");
     // Writing to a String cannot fail.
-    let _ = writeln!(out, "  {}{}", describe(root, of(root)), of(root).map(at).unwrap_or_default());
+    let _ = writeln!(out, "  {}{}", describe(root, of(root), ""), of(root).map(at).unwrap_or_default());
     if let Some(evidence) = of(root) {
         tell(&mut out, evidence);
     }
     if !outcome.others.is_empty() {
         out.push_str("  then:\n");
     }
+    let known = of(root).map_or("", |evidence| evidence.host.as_str());
     for other in &outcome.others {
         let later = of(root).zip(of(other)).map(|(root, other)| later(root, other)).unwrap_or_default();
         // A signal says enough by its name.
         let coded = of(other).filter(|evidence| matches!(evidence.exit, Some(Exit::Code(_))));
         let why = coded.and_then(cause).map_or(String::new(), |cause| format!(": {}", escaped(&cause.what)));
-        let _ = writeln!(out, "    {}{later}{why}", describe(other, of(other)));
+        let _ = writeln!(out, "    {}{later}{why}", describe(other, of(other), known));
     }
     if let Some(logs) = logs {
         let _ = writeln!(out, "  logs: {}", logs.display());
@@ -92,15 +93,15 @@ fn tell(out: &mut String, evidence: &Evidence) {
     }
 }
 
-/// Who, and how it ended.
-fn describe(failure: &Failure, evidence: Option<&Evidence>) -> String {
+/// Who, on which host if not the one that is known, and how it ended.
+fn describe(failure: &Failure, evidence: Option<&Evidence>, known: &str) -> String {
     let Some(rank) = failure.rank else { return escaped(&failure.what) };
     let mut who = format!("rank {rank}");
     let Some(evidence) = evidence else { return format!("{who}: {}", escaped(&failure.what)) };
     if evidence.pid != 0 {
         let _ = write!(who, " (pid {})", evidence.pid);
     }
-    if !evidence.host.is_empty() {
+    if evidence.host != known {
         let _ = write!(who, " on {}", escaped(&evidence.host));
     }
     match evidence.exit {

@@ -39,6 +39,7 @@ fn outcome_of(kind: Kind, world: u32, exits: &[(u32, Exit)]) -> Outcome {
 fn of(pid: u32, exit: Exit, seconds: u64, stderr: &[&str]) -> Evidence {
     Evidence {
         pid,
+        host: "node7".into(),
         exit: Some(exit),
         died: Some(SystemTime::UNIX_EPOCH + Duration::from_secs(1_795_236_635 + seconds)),
         stderr: stderr.iter().map(|line| line.to_string()).collect(),
@@ -58,9 +59,12 @@ fn the_root_cause_comes_first_and_the_rest_in_a_line_each() {
     ];
     let evidence = [
         Evidence { signalled: true, ..of(100, exits[1].1, 1, &[]) },
-        Evidence { host: "node7".into(), ..of(101, exits[0].1, 0, &traceback) },
+        of(101, exits[0].1, 0, &traceback),
         of(102, exits[2].1, 2, &[]),
-        of(103, exits[3].1, 3, &["  File \"/w/train.py\", line 40, in f", "ValueError: bad"]),
+        Evidence {
+            host: "node8".into(),
+            ..of(103, exits[3].1, 3, &["  File \"/w/train.py\", line 40, in f", "ValueError: bad"])
+        },
     ];
     let text = text(&outcome(4, &exits), &evidence, Some(Path::new("/runs/1/logs"))).unwrap();
     let expected = "\
@@ -76,7 +80,7 @@ xlaunch: the job failed
   then:
     rank 0 (pid 100): signal 9 (SIGKILL), sent by xlaunch, 1.0 s later
     rank 2 (pid 102): signal 11 (SIGSEGV: bad memory access), 2.0 s later
-    rank 3 (pid 103): exit code 1, 3.0 s later: ValueError: bad (/w/train.py, line 40)
+    rank 3 (pid 103) on node8: exit code 1, 3.0 s later: ValueError: bad (/w/train.py, line 40)
   logs: /runs/1/logs
   exit code 1 (a worker failed)
 ";
@@ -112,7 +116,7 @@ fn a_worker_cannot_write_to_the_terminal_through_the_report() {
     let text = text(&outcome(1, &exits), &[of(7, exits[0].1, 0, &lines)], None).unwrap();
     let expected = "\
 xlaunch: the job failed
-  rank 0 (pid 7): exit code 1, at 04:50:35 UTC
+  rank 0 (pid 7) on node7: exit code 1, at 04:50:35 UTC
   its last lines on stderr:
     \\u{1b}[2Jgone\\u{7}
     a\tb \\u{202e}txt \\u{9b}31m

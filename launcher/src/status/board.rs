@@ -11,6 +11,7 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{JobKind, JobState, RankState, RankStatus, StatusReply, StepReport, TrainStarted};
 
 use super::sample::Usage;
+use crate::devices;
 use crate::run_dir::rank_dir;
 
 /// CPU use of a rank, in percent of a core, below which it does nothing.
@@ -64,11 +65,10 @@ struct Rank {
 impl Board {
     /// The board of a launch that begins now.
     pub fn new(launch: Launch) -> Self {
-        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH);
         Self {
             launch,
-            host,
+            host: devices::host_name(),
             started_unix_seconds: since_1970.map_or(0, |since| since.as_secs()),
             state: JobState::Starting,
             reason: String::new(),
