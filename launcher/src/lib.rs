@@ -16,6 +16,7 @@ pub mod bench;
 pub mod cli;
 pub mod command;
 pub mod config;
+pub mod daemon;
 pub mod devices;
 pub mod logs;
 pub mod metrics;
