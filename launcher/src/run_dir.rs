@@ -27,7 +27,8 @@ pub struct RunDir {
     pub socket: PathBuf,
     /// Name of the run, unique among the job's.
     pub id: String,
-    entry: Entry,
+    /// `None` where a daemon knows the run.
+    entry: Option<Entry>,
 }
 
 /// The directory of a job's runs.
@@ -43,20 +44,27 @@ pub fn rank_dir(logs: &Path, attempt: u32, local_rank: u32) -> PathBuf {
 impl RunDir {
     /// Creates the directory of a training run that starts now, with the job description in it and `latest` beside it.
     pub fn create(spec: &JobSpec) -> Result<Self, Refusal> {
+        let (path, id) = Self::training(spec)?;
+        let entry = Entry::create(&spec.job.name, &id)?;
+        entry.lead_to(&path).map_err(|error| cannot_train(spec, &error))?;
+        Ok(Self { logs: path.join("logs"), socket: entry.socket(), path, id, entry: Some(entry) })
+    }
+
+    /// The same of a run that a daemon's agent looks after, whose logs and socket are in `agent`.
+    pub fn create_for_agent(spec: &JobSpec, agent: &Path) -> Result<Self, Refusal> {
+        let (path, id) = Self::training(spec)?;
+        Ok(Self { logs: agent.join("logs"), socket: agent.join(SOCKET), path, id, entry: None })
+    }
+
+    fn training(spec: &JobSpec) -> Result<(PathBuf, String), Refusal> {
         let jobs = job_dir(spec);
-        let refuse = |error: std::io::Error| {
-            let message =
-                format!("failed to create a run in {}: {error}; job.output says where", jobs.display());
-            Refusal::new(ExitCode::Usage, message)
-        };
+        let refuse = |error: std::io::Error| cannot_train(spec, &error);
         fs_err::create_dir_all(&jobs).map_err(refuse)?;
         let (path, id) = unique(&jobs, &timestamp(now()), SHARED).map_err(refuse)?;
         let description = serde_json::to_vec_pretty(spec).unwrap_or_default();
         fs_err::write(path.join("job.json"), description).map_err(refuse)?;
         point_latest(&jobs, &id);
-        let entry = Entry::create(&spec.job.name, &id)?;
-        entry.lead_to(&path).map_err(refuse)?;
-        Ok(Self { logs: path.join("logs"), socket: entry.socket(), path, id, entry })
+        Ok((path, id))
     }
 
     /// Creates the directory of a command's run that starts now.
@@ -65,7 +73,7 @@ impl RunDir {
         let Some(logs) = &spec.logs.dir else {
             let entry = Entry::create(&spec.name, &id)?;
             let path = entry.path().to_path_buf();
-            return Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry });
+            return Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry: Some(entry) });
         };
         let refuse = |error: std::io::Error| {
             let message =
@@ -78,27 +86,34 @@ impl RunDir {
         let (path, id) = unique(&logs, &id, SHARED).map_err(refuse)?;
         let entry = Entry::create(&spec.name, &id)?;
         entry.lead_to(&path).map_err(refuse)?;
-        Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry })
+        Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry: Some(entry) })
     }
 
-    /// What `xlaunch status` calls this run.
-    pub fn name(&self) -> &str {
-        self.entry.name()
+    /// The same of a command that a daemon's agent looks after, in the agent's directory, which stays.
+    pub fn for_agent(spec: &CommandSpec, job: u64, agent: &Path) -> Self {
+        let id = spec.run_id.as_deref().map_or_else(|| format!("job-{job}"), file_name);
+        Self { logs: agent.join("logs"), socket: agent.join(SOCKET), path: agent.into(), id, entry: None }
     }
 
     /// The directory that goes with the run, however it ends.
-    pub fn private(&self) -> &Path {
-        self.entry.path()
+    pub fn private(&self) -> Option<&Path> {
+        self.entry.as_ref().map(Entry::path)
     }
 }
 
 impl Drop for RunDir {
     fn drop(&mut self) {
         // The entry removes itself. Left behind, the link to its socket would make `xlaunch status` ask nobody.
-        if self.path != self.entry.path() {
+        if self.private().is_some_and(|private| private != self.path) {
             let _ = fs_err::remove_file(self.path.join(SOCKET));
         }
     }
+}
+
+fn cannot_train(spec: &JobSpec, error: &std::io::Error) -> Refusal {
+    let jobs = job_dir(spec);
+    let message = format!("failed to create a run in {}: {error}; job.output says where", jobs.display());
+    Refusal::new(ExitCode::Usage, message)
 }
 
 fn now() -> u64 {
@@ -177,7 +192,7 @@ mod tests {
         let latest = fs_err::canonicalize(dir.path().join("n/latest")).unwrap();
         assert_eq!(latest, fs_err::canonicalize(&b.path).unwrap());
         assert_eq!(fs_err::read_link(a.path.join(SOCKET)).unwrap(), a.socket);
-        let (path, private) = (a.path.clone(), a.private().to_path_buf());
+        let (path, private) = (a.path.clone(), a.private().unwrap().to_path_buf());
         drop(a);
         assert!(path.join("job.json").exists() && !path.join(SOCKET).exists() && !private.exists());
     }
@@ -198,7 +213,7 @@ mod tests {
         use std::os::unix::fs::PermissionsExt;
         let run = RunDir::for_command(&command("train")).unwrap();
         assert_eq!(fs_err::metadata(&run.path).unwrap().permissions().mode() & 0o777, 0o700);
-        assert!(run.name().starts_with("train-") && run.socket.starts_with(&run.path), "{run:?}");
+        assert!(run.socket.starts_with(&run.path) && run.private() == Some(&*run.path), "{run:?}");
         fs_err::create_dir_all(run.logs.join("attempt_0/0")).unwrap();
         let path = run.path.clone();
         drop(run);

@@ -49,6 +49,8 @@ const LOOK: Duration = Duration::from_secs(5);
 #[expect(missing_docs, reason = "documented where they are defined")]
 pub struct Finished {
     pub outcome: Outcome,
+    /// Number of the last start of the group: how often it was started again.
+    pub attempt: u32,
     pub evidence: Vec<Evidence>,
     /// Of a job of the built-in trainer.
     pub trained: Trained,
@@ -60,7 +62,8 @@ pub struct Finished {
 /// The system's, before the first worker is started.
 pub async fn run(plan: Plan<'_>, run: RunDir) -> std::io::Result<Finished> {
     adopt_orphans()?;
-    let guard = Guard::start(&run.id, &[run.private().to_path_buf()])?;
+    let private: Vec<_> = run.private().map(Path::to_path_buf).into_iter().collect();
+    let guard = Guard::start(&run.id, &private)?;
     let finished = drive(plan, &run, &guard).await;
     // In this order: whatever happens in between, somebody cleans up.
     drop(run);
@@ -334,6 +337,7 @@ impl Driver<'_> {
         let internal = Outcome { exit: ExitCode::Internal, root: None, others: Vec::new() };
         Finished {
             outcome: outcome.unwrap_or(internal),
+            attempt: self.job.attempt(),
             evidence: (0..self.world).map(|rank| self.evidence(work, rank)).collect(),
             trained: Trained::default(),
         }

@@ -38,60 +38,83 @@ pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
         Ok(prepared) => prepared,
         Err(refusal) => return refuse(&refusal),
     };
-    let ready = match (trainer.preflight)(&spec, &run_dir::job_dir(&spec)) {
-        Ok(ready) => ready,
-        Err(refusal) => return refuse(&refusal),
-    };
+    match train(&spec, &placement, trainer, RunDir::create).await {
+        Ok(ended) => {
+            print!("{}", ended.summary);
+            eprint!("{}", ended.report);
+            ended.exit
+        }
+        Err(refusal) => refuse(&refusal),
+    }
+}
+
+/// A launch that is over.
+pub(super) struct Ended {
+    pub(super) exit: ExitCode,
+    /// How often the group was started again.
+    pub(super) restarts: u32,
+    /// What came of it, for stdout.
+    pub(super) summary: String,
+    /// Why it failed, for stderr; empty where it did not.
+    pub(super) report: String,
+}
+
+/// Trains. The run's directory is made when data and checkpoint are known to be good.
+#[expect(clippy::print_stderr, reason = "what the user should know, before workers write")]
+pub(super) async fn train(
+    spec: &JobSpec,
+    placement: &Placement,
+    trainer: Trainer,
+    create: impl FnOnce(&JobSpec) -> Result<RunDir, Refusal>,
+) -> Result<Ended, Refusal> {
+    let ready = (trainer.preflight)(spec, &run_dir::job_dir(spec))?;
     ready.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
-    let run = match RunDir::create(&spec) {
-        Ok(run) => run,
-        Err(refusal) => return refuse(&refusal),
-    };
+    let run = create(spec)?;
     let device = if placement.cuda { "GPU" } else { "CPU" };
     eprintln!("xlaunch: {} x {device}, run {}", placement.workers, run.path.display());
     let start = Instant::now();
     let plan = TrainerPlan {
-        spec: &spec,
-        placement: &placement,
+        spec,
+        placement,
         resume_from: ready.resume_from,
         newest_checkpoint: trainer.newest_checkpoint,
         bench: None,
     };
     let logs = run.logs.clone();
-    let finished = match driver::run(Plan::Trainer(plan), run).await {
-        Ok(finished) => finished,
-        Err(error) => return refuse(&failed(&error)),
-    };
+    let finished = driver::run(Plan::Trainer(plan), run).await.map_err(|error| failed(&error))?;
     let trained = finished.trained;
-    if trained.summary.steps() > 0 {
-        print!("{}", trained.summary.text(placement.workers, start.elapsed(), trained.metrics));
-    }
-    if let Some(text) = report::text(&finished.outcome, &finished.evidence, Some(&logs)) {
-        eprint!("{text}");
-    }
-    finished.outcome.exit
+    let summary = match trained.summary.steps() {
+        0 => String::new(),
+        _ => trained.summary.text(placement.workers, start.elapsed(), trained.metrics),
+    };
+    let report = report::text(&finished.outcome, &finished.evidence, Some(&logs)).unwrap_or_default();
+    Ok(Ended { exit: finished.outcome.exit, restarts: finished.attempt, summary, report })
 }
 
 /// Runs a command's workers in the foreground.
 #[expect(clippy::print_stderr, reason = "the report goes to stderr")]
 pub(super) async fn run_command(spec: &CommandSpec) -> ExitCode {
-    let affinities = match affinities(spec) {
-        Ok(affinities) => affinities,
-        Err(reason) => return refuse(&Refusal::new(ExitCode::Usage, reason)),
-    };
-    let run = match RunDir::for_command(spec) {
-        Ok(run) => run,
-        Err(refusal) => return refuse(&refusal),
-    };
-    let kept = spec.logs.dir.is_some().then(|| run.logs.clone());
-    let finished = match driver::run(Plan::Command(CommandPlan { spec, affinities }), run).await {
-        Ok(finished) => finished,
-        Err(error) => return refuse(&failed(&error)),
-    };
-    if let Some(text) = report::text(&finished.outcome, &finished.evidence, kept.as_deref()) {
-        eprint!("{text}");
+    match run_workers(spec, || RunDir::for_command(spec)).await {
+        Ok(ended) => {
+            eprint!("{}", ended.report);
+            ended.exit
+        }
+        Err(refusal) => refuse(&refusal),
     }
-    finished.outcome.exit
+}
+
+/// Runs a command's workers, in this run's directory.
+pub(super) async fn run_workers(
+    spec: &CommandSpec,
+    create: impl FnOnce() -> Result<RunDir, Refusal>,
+) -> Result<Ended, Refusal> {
+    let affinities = affinities(spec).map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
+    let run = create()?;
+    let kept = (spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
+    let plan = Plan::Command(CommandPlan { spec, affinities });
+    let finished = driver::run(plan, run).await.map_err(|error| failed(&error))?;
+    let report = report::text(&finished.outcome, &finished.evidence, kept.as_deref()).unwrap_or_default();
+    Ok(Ended { exit: finished.outcome.exit, restarts: finished.attempt, summary: String::new(), report })
 }
 
 fn affinities(spec: &CommandSpec) -> Result<Vec<Affinity>, String> {

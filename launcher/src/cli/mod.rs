@@ -1,5 +1,6 @@
 //! The command line: a subcommand, or a launch by torchrun's flags.
 
+mod agent;
 mod bench;
 mod launch;
 mod query;
@@ -29,6 +30,9 @@ enum Query {
     Status(query::Status),
     /// Print what a rank of a running launch has written.
     Logs(query::Logs),
+    /// Run one job of a node's daemon.
+    #[command(hide = true)]
+    Agent(agent::Agent),
     /// Measure what parts of xlaunch cost on this machine.
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -87,6 +91,7 @@ async fn query(command: Query, trainer: Trainer) -> ExitCode {
     match command {
         Query::Status(options) => query::status(options).await,
         Query::Logs(options) => query::logs(options).await,
+        Query::Agent(options) => agent::run(&options, trainer).await,
         Query::Bench(bench) => bench::run(bench, trainer).await,
         Query::Stop(options) => query::stop(options).await,
     }
@@ -94,14 +99,15 @@ async fn query(command: Query, trainer: Trainer) -> ExitCode {
 
 /// Whether this first argument is no launch. A program of the same name can be launched behind `--`.
 fn is_subcommand(argument: &OsString) -> bool {
-    argument == "help" || subcommands().iter().any(|(name, _)| argument == name.as_str())
+    argument == "help" || Cli::command().get_subcommands().any(|command| argument == command.get_name())
 }
 
 /// Every subcommand with what it does.
 fn subcommands() -> Vec<(String, String)> {
     let about = |command: &clap::Command| command.get_about().map(ToString::to_string).unwrap_or_default();
     let command = Cli::command();
-    command.get_subcommands().map(|command| (command.get_name().to_owned(), about(command))).collect()
+    let shown = command.get_subcommands().filter(|command| !command.is_hide_set());
+    shown.map(|command| (command.get_name().to_owned(), about(command))).collect()
 }
 
 /// The table for `--help`.

@@ -13,5 +13,14 @@
 //! [`view`], and keeps nobody waiting.
 
 pub mod config;
+pub mod files;
+pub mod gpus;
 pub mod orders;
+pub mod state;
 pub mod view;
+
+/// Tells this start of the system from others.
+pub fn boot_id() -> String {
+    let id = fs_err::read_to_string("/proc/sys/kernel/random/boot_id");
+    id.map(|id| id.trim().to_owned()).unwrap_or_default()
+}

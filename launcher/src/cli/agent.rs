@@ -1,0 +1,198 @@
+//! `xlaunch agent DIR`: runs one job of a node's daemon, in the job's environment, and outlives the daemon.
+//!
+//! The daemon starts it as the job's user, with what to run on standard input; see [`crate::daemon::files`] for what the two
+//! leave each other in DIR. It takes the ticket of its start before it does anything, so that a start that was taken back
+//! does not happen, and writes down how the job has ended before it ends itself.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use clap::Args;
+use rustix::stdio;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::spec::{Device, JobSpec};
+
+use super::launch::{self, Ended};
+use super::torchrun::{self, Name, Request};
+use crate::daemon::files::{self, Description, Identity, JobResult, PROTOCOL, Work};
+use crate::devices::{self, Node};
+use crate::process::Process;
+use crate::run_dir::RunDir;
+use crate::{Refusal, Trainer};
+
+/// Options of `xlaunch agent`.
+#[derive(Debug, Args)]
+pub(super) struct Agent {
+    /// The directory of the job that belongs to its user.
+    dir: PathBuf,
+    /// The environment is the job's already.
+    #[arg(long)]
+    prepared: bool,
+}
+
+/// Runs the job. What this process prints goes to `agent.log`, but for what goes wrong before it has begun.
+pub(super) async fn run(options: &Agent, trainer: Trainer) -> ExitCode {
+    match begin(options) {
+        Ok(Some(begun)) => begun.finish(trainer).await,
+        Ok(None) => ExitCode::Done,
+        Err(error) => complain(&format!("{}: {error}", options.dir.display())),
+    }
+}
+
+/// A start that is this process's.
+struct Begun {
+    dir: PathBuf,
+    order: Description,
+    /// Why it cannot run as it was asked to.
+    problem: Option<String>,
+    /// Tells others that the agent runs.
+    _lock: File,
+}
+
+/// Takes the ticket; `None` where somebody has taken it back.
+fn begin(options: &Agent) -> io::Result<Option<Begun>> {
+    let dir = std::path::absolute(&options.dir)?;
+    let order: Description = serde_json::from_slice(&standard_input()?)?;
+    if order.protocol > PROTOCOL {
+        return Err(io::Error::other(format!("a newer daemon's order (version {})", order.protocol)));
+    }
+    let problem = match options.prepared {
+        false => Some(prepare(&order, &dir)),
+        true => None,
+    };
+    let lock = std::fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(dir.join("lock"))?;
+    lock.try_lock().map_err(|_| io::Error::other("another agent of this job runs"))?;
+    if !files::claim(&dir, order.start)? {
+        return Ok(None);
+    }
+    speak_to(&dir.join("agent.log"))?;
+    let own = Process::own().ok_or_else(|| io::Error::other("/proc does not tell of this process"))?;
+    let identity = Identity {
+        protocol: PROTOCOL,
+        version: xlaunch_proto::VERSION.into(),
+        pid: own.pid,
+        started: own.started,
+        boot: crate::daemon::boot_id(),
+        start: order.start,
+    };
+    files::write(&dir, "agent.json", &serde_json::to_vec(&identity)?)?;
+    Ok(Some(Begun { dir, order, problem, _lock: lock }))
+}
+
+/// All of standard input, which stays as it is: it is read again behind [`prepare`].
+fn standard_input() -> io::Result<Vec<u8>> {
+    let input = File::from(stdio::stdin().try_clone_to_owned()?);
+    let mut bytes = vec![0; usize::try_from(input.metadata()?.len()).unwrap_or(usize::MAX)];
+    input.read_exact_at(&mut bytes, 0)?;
+    Ok(bytes)
+}
+
+/// Becomes this program again with the job's environment and directory. Returns only if that fails, with the reason.
+fn prepare(order: &Description, dir: &Path) -> String {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg("agent").arg(dir).arg("--prepared").env_clear();
+    for variable in &order.environment {
+        if let Some(at) = variable.iter().position(|byte| *byte == b'=').filter(|at| *at > 0) {
+            command.env(OsStr::from_bytes(&variable[..at]), OsStr::from_bytes(&variable[at + 1..]));
+        }
+    }
+    // A job on the CPU sees no GPU: others may hold them.
+    command.env("CUDA_VISIBLE_DEVICES", order.gpus.join(",")).env("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
+    let error = command.current_dir(&order.work_dir).exec();
+    format!("failed to start in {}: {error}", order.work_dir.display())
+}
+
+/// From now on, what this process prints goes there, and it reads nothing.
+fn speak_to(log: &Path) -> io::Result<()> {
+    let log = std::fs::OpenOptions::new().append(true).create(true).mode(0o600).open(log)?;
+    stdio::dup2_stdout(&log)?;
+    stdio::dup2_stderr(&log)?;
+    stdio::dup2_stdin(File::open("/dev/null")?)?;
+    Ok(())
+}
+
+impl Begun {
+    async fn finish(self, trainer: Trainer) -> ExitCode {
+        let ended = match &self.problem {
+            Some(problem) => Err(Refusal::new(ExitCode::Usage, problem.clone())),
+            None => self.work(trainer).await,
+        };
+        let result = self.result(ended);
+        let written = serde_json::to_vec(&result)
+            .map_err(io::Error::from)
+            .and_then(|bytes| files::write(&self.dir, "result.json", &bytes));
+        match written {
+            Ok(()) => ExitCode::Done,
+            Err(error) => complain(&format!("failed to write down how the job has ended: {error}")),
+        }
+    }
+
+    async fn work(&self, trainer: Trainer) -> Result<Ended, Refusal> {
+        match &self.order.work {
+            Work::Trainer(spec) => {
+                let spec = for_node(spec, &self.order);
+                let placement = devices::place(&spec, &Node::inspect())?;
+                launch::train(&spec, &placement, trainer, |spec| RunDir::create_for_agent(spec, &self.dir))
+                    .await
+            }
+            Work::Command(arguments) => {
+                let arguments: Vec<_> =
+                    arguments.iter().map(|argument| OsString::from_vec(argument.clone())).collect();
+                let variable = |name: &str| std::env::var_os(name);
+                let Request::Command(mut spec) =
+                    torchrun::parse(Name::Xlaunch, &arguments, &variable, &Node::inspect)?
+                else {
+                    return Err(Refusal::new(ExitCode::Usage, "the job is not a command"));
+                };
+                // All output is in its files, for whoever asks the daemon; nobody watches a console.
+                spec.logs.redirects.all = crate::command::Streams { stdout: true, stderr: true };
+                spec.name.clone_from(&self.order.name);
+                launch::run_workers(&spec, || Ok(RunDir::for_agent(&spec, self.order.job, &self.dir))).await
+            }
+        }
+    }
+
+    fn result(&self, ended: Result<Ended, Refusal>) -> JobResult {
+        let start = self.order.start;
+        match ended {
+            Ok(Ended { exit, restarts, report, .. }) => {
+                let stopped = matches!(exit, ExitCode::Stopped | ExitCode::Interrupted | ExitCode::Signal(_));
+                let reason = exit.meaning().into();
+                JobResult { exit: exit.code(), stopped, reason, report, restarts, start }
+            }
+            Err(Refusal { exit, message }) => JobResult {
+                exit: exit.code(),
+                reason: exit.meaning().into(),
+                report: format!("error: {}\n", message.trim()),
+                start,
+                ..JobResult::default()
+            },
+        }
+    }
+}
+
+/// The description with the devices that the daemon has chosen.
+fn for_node(spec: &JobSpec, order: &Description) -> JobSpec {
+    let mut spec = spec.clone();
+    spec.launch.nproc = Some(order.workers);
+    spec.launch.devices.clear();
+    spec.engine.device = if order.gpus.is_empty() { Device::Cpu } else { Device::Cuda };
+    spec
+}
+
+#[expect(clippy::print_stderr, reason = "to the daemon's log, or the agent's")]
+fn complain(problem: &str) -> ExitCode {
+    eprintln!("xlaunch agent: {problem}");
+    ExitCode::Internal
+}
