@@ -170,6 +170,11 @@ impl JobDirs {
         }
     }
 
+    /// Whether a start has begun neither, nor was taken back.
+    pub fn has_ticket(&self, job: u64, start: u32) -> bool {
+        self.agent(job).join(ticket(start)).symlink_metadata().is_ok()
+    }
+
     /// Who a job's agent is, once it says so.
     pub fn identity(&self, job: u64, uid: u32) -> Option<Identity> {
         read(&self.agent(job), "agent.json", uid)

@@ -12,6 +12,7 @@
 //! The manager alone changes jobs: it writes to the journal first, then acts, then shows. Whoever only looks reads the
 //! [`view`], and keeps nobody waiting.
 
+pub mod agents;
 pub mod config;
 pub mod files;
 pub mod gpus;

@@ -20,7 +20,7 @@ pub mod gpu_memory;
 pub mod guard;
 pub mod port;
 pub mod scope;
-mod sys;
+pub(crate) mod sys;
 #[cfg(test)]
 mod tests;
 mod tree;

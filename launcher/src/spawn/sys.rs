@@ -24,6 +24,16 @@ const IGNORED: [i32; 9] = [
     libc::SIGTTOU,
 ];
 
+/// Whose rights a process is to have.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "named after the system's words")]
+pub(crate) struct User {
+    pub(crate) uid: u32,
+    pub(crate) gid: u32,
+    /// Supplementary groups.
+    pub(crate) groups: Vec<u32>,
+}
+
 /// Makes the process die when the thread that starts it does, however that happens.
 pub(super) fn die_with_parent(command: &mut Command) {
     let parent = getpid();
@@ -75,8 +85,40 @@ pub(super) fn detach(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
+/// Puts the process into a session of its own and, where there is one, makes it that user's: nothing of this process's
+/// rights is left to it.
+pub(crate) fn start_apart(command: &mut Command, user: Option<User>) {
+    let hook = move || {
+        setsid()?;
+        if let Some(User { uid, gid, groups }) = &user {
+            // In this order: without its first user it may change no group any more.
+            // SAFETY: the pointer and the length are of one array that the hook owns; the calls take integers beside.
+            let failed = unsafe {
+                libc::setgroups(groups.len(), groups.as_ptr()) != 0
+                    || libc::setgid(*gid) != 0
+                    || libc::setuid(*uid) != 0
+            };
+            if failed {
+                return Err(std::io::Error::last_os_error());
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: the hook makes system calls only, on data that it owns, and touches no lock and no heap: setgroups, setgid and
+    // setuid of the C library signal other threads, of which a process between fork and exec has none.
+    unsafe { command.pre_exec(hook) };
+}
+
+/// A listening socket that systemd has handed over as this descriptor; `None` where it is none.
+pub(crate) fn inherited(fd: i32) -> Option<std::os::unix::net::UnixListener> {
+    use std::os::fd::FromRawFd;
+    // SAFETY: systemd's contract gives descriptors from 3 on to this process alone, and the caller asks once.
+    let listener = unsafe { std::os::unix::net::UnixListener::from_raw_fd(fd) };
+    listener.local_addr().is_ok().then_some(listener)
+}
+
 /// Puts a descriptor under the watch of the runtime's reactor; `None` if that fails.
-pub(super) fn watch(fd: OwnedFd) -> Option<AsyncFd<OwnedFd>> {
+pub(crate) fn watch(fd: OwnedFd) -> Option<AsyncFd<OwnedFd>> {
     // SAFETY: an OwnedFd is open, is always the same descriptor, and stays open until it is dropped, with the AsyncFd.
     unsafe { AsyncFd::register(fd) }.ok()
 }

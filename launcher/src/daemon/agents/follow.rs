@@ -1,0 +1,243 @@
+//! The task that follows one start of a job, from its ticket to its result, and tells the manager.
+//!
+//! It decides nothing but whether the agent is there: an agent says who it is once it has taken its ticket, and its process
+//! is watched from then on. What it says about itself is its user's word: its result counts only when its process is gone.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::{mpsc, watch};
+use tokio::time::MissedTickBehavior;
+use tonic::transport::Channel;
+use xlaunch_proto::v1::agent_client::AgentClient;
+use xlaunch_proto::v1::{StatusReply, StatusRequest, StopRequest};
+
+use super::process::Agent;
+use super::{Gone, Start, Starter};
+use crate::daemon::files::{Identity, JobDirs, JobResult};
+use crate::registry::SOCKET;
+use crate::rendezvous::client;
+
+/// For an agent to say who it is.
+const BEGIN: Duration = Duration::from_secs(60);
+/// Between looks for its word.
+const LOOK: Duration = Duration::from_millis(20);
+/// Between questions how it does.
+const ASK: Duration = Duration::from_secs(1);
+/// For an answer.
+const ANSWER: Duration = Duration::from_secs(5);
+/// For an agent to end behind its workers, before it is killed.
+const END: Duration = Duration::from_secs(60);
+
+/// One start of a job.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "as in the records")]
+pub struct Followed {
+    pub job: u64,
+    pub start: u32,
+    pub name: String,
+    pub uid: u32,
+    pub gpus: Vec<String>,
+    /// Seconds that its workers get to end.
+    pub patience: f64,
+}
+
+/// What becomes of it.
+#[derive(Clone, Debug, PartialEq)]
+pub enum News {
+    /// Its agent runs.
+    Runs,
+    /// How it does.
+    Status(Box<StatusReply>),
+    /// Its agent has never been there, and never will be; why, where something has failed.
+    NotStarted(Option<String>),
+    /// Its agent has gone and left this.
+    Ended(JobResult),
+    /// Its agent has gone without a word.
+    Lost(String),
+}
+
+/// Follows a start to its end. `fresh` starts it; otherwise an earlier daemon has, or was about to. News come with the job's
+/// number. When `stop` turns true, the job is asked to end.
+pub async fn follow(
+    followed: Followed,
+    fresh: bool,
+    dirs: JobDirs,
+    starter: Arc<Starter>,
+    news: mpsc::Sender<(u64, News)>,
+    stop: watch::Receiver<bool>,
+) {
+    let job = followed.job;
+    let task = Follow { followed, dirs, starter, news, stop };
+    let last = task.run(fresh).await;
+    // The manager is gone only when the daemon ends: the next one asks the files.
+    let _ = task.news.send((job, last)).await;
+}
+
+struct Follow {
+    followed: Followed,
+    dirs: JobDirs,
+    starter: Arc<Starter>,
+    news: mpsc::Sender<(u64, News)>,
+    stop: watch::Receiver<bool>,
+}
+
+impl Follow {
+    async fn run(&self, fresh: bool) -> News {
+        let gone = match fresh {
+            true => match self.start().await {
+                Ok(gone) => gone,
+                Err(error) => return self.not_started(&format!("its agent cannot be started: {error}")),
+            },
+            false => match self.dirs.revoke(self.followed.job, self.followed.start) {
+                Ok(true) => return News::NotStarted(None),
+                // It has taken its ticket. Whether its process is there is seen by its lock.
+                Ok(false) => Box::pin(std::future::pending()),
+                Err(error) => return News::Lost(format!("its directory cannot be read: {error}")),
+            },
+        };
+        let identity = match self.identity(gone).await {
+            Ok(identity) => identity,
+            Err(last) => return last,
+        };
+        if let Some(agent) = Agent::find(&identity, self.followed.uid) {
+            let _ = self.news.send((self.followed.job, News::Runs)).await;
+            self.watch(&agent).await;
+            self.starter.kill(self.followed.job).await;
+        }
+        self.result()
+    }
+
+    async fn start(&self) -> std::io::Result<Gone> {
+        let Followed { job, start, uid, ref name, ref gpus, patience } = self.followed;
+        let input = self.dirs.prepare(job, start, gpus)?;
+        let (dir, order, name) = (self.dirs.agent(job), self.dirs.order(job, start), name.clone());
+        self.starter.start(Start { job, name, uid, dir, order, input, patience }).await
+    }
+
+    /// Nobody may begin this start any more.
+    fn not_started(&self, reason: &str) -> News {
+        match self.dirs.revoke(self.followed.job, self.followed.start) {
+            Ok(true) => News::NotStarted(Some(reason.into())),
+            Ok(false) => self.result(),
+            Err(error) => News::Lost(format!("{reason}; its directory cannot be read: {error}")),
+        }
+    }
+
+    /// Waits for the agent to say who it is.
+    async fn identity(&self, mut gone: Gone) -> Result<Identity, News> {
+        let (job, uid) = (self.followed.job, self.followed.uid);
+        let deadline = Instant::now() + BEGIN;
+        loop {
+            let over = tokio::select! {
+                biased;
+                how = &mut gone => Some(format!("its agent ended before it began: {how}")),
+                () = tokio::time::sleep(LOOK) => None,
+            };
+            if let Some(identity) = self.dirs.identity(job, uid).filter(|it| it.start == self.followed.start)
+            {
+                return Ok(identity);
+            }
+            match over {
+                Some(reason) => return Err(self.not_started(&reason)),
+                None if Instant::now() > deadline => {
+                    return Err(self.not_started("its agent has not begun within a minute"));
+                }
+                // An agent that has taken its ticket and holds no lock is gone.
+                None if self.is_abandoned() => return Err(self.result()),
+                None => {}
+            }
+        }
+    }
+
+    fn is_abandoned(&self) -> bool {
+        let (job, start, uid) = (self.followed.job, self.followed.start, self.followed.uid);
+        // The lock is taken first: asked in this order, none that begins is taken for one that has gone.
+        !self.dirs.has_ticket(job, start) && !self.dirs.is_locked(job, uid) && {
+            self.dirs.identity(job, uid).is_none_or(|identity| identity.start != start)
+        }
+    }
+
+    /// Asks how it does, and asks it to end, until it is gone.
+    async fn watch(&self, agent: &Agent) {
+        let mut stop = self.stop.clone();
+        let mut ask = tokio::time::interval(ASK);
+        ask.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut caller = Caller { socket: self.dirs.agent(self.followed.job).join(SOCKET), client: None };
+        // When it is killed, once it has been asked to end.
+        let mut deadline: Option<Instant> = None;
+        let mut told = true;
+        loop {
+            let stopping = deadline.is_some();
+            tokio::select! {
+                biased;
+                () = agent.ended() => return,
+                _ = stop.wait_for(|stop| *stop), if !stopping => {
+                    deadline = Some(Instant::now() + Duration::from_secs_f64(self.followed.patience) + END);
+                    told = caller.stop().await;
+                }
+                _ = ask.tick() => {
+                    if deadline.is_some_and(|deadline| Instant::now() > deadline) {
+                        agent.kill();
+                        self.starter.kill(self.followed.job).await;
+                    }
+                    let status = tokio::select! {
+                        () = agent.ended() => return,
+                        status = caller.status() => status,
+                    };
+                    if let Some(status) = status {
+                        let _ = self.news.send((self.followed.job, News::Status(Box::new(status)))).await;
+                    }
+                    if !told {
+                        // It had just begun, and did not listen yet.
+                        told = caller.stop().await;
+                    }
+                }
+            }
+        }
+    }
+
+    /// What is left when the agent is gone.
+    fn result(&self) -> News {
+        let result = self.dirs.result(self.followed.job, self.followed.uid);
+        match result.filter(|result| result.start == self.followed.start) {
+            Some(result) => News::Ended(result),
+            None => News::Lost("its agent has gone without saying how the job ended".into()),
+        }
+    }
+}
+
+/// A connection with the agent, made when it is needed.
+struct Caller {
+    socket: PathBuf,
+    client: Option<AgentClient<Channel>>,
+}
+
+impl Caller {
+    async fn client(&mut self) -> Option<&mut AgentClient<Channel>> {
+        if self.client.is_none() {
+            // It listens a moment after it has begun.
+            self.client = client::connect(&self.socket, ANSWER).await.ok();
+        }
+        self.client.as_mut()
+    }
+
+    async fn status(&mut self) -> Option<StatusReply> {
+        let answer = self.client().await?.status(StatusRequest {}).await;
+        if answer.is_err() {
+            self.client = None;
+        }
+        answer.ok().map(tonic::Response::into_inner)
+    }
+
+    /// Whether the agent has heard it.
+    async fn stop(&mut self) -> bool {
+        let Some(client) = self.client().await else { return false };
+        let heard = client.stop(StopRequest {}).await.is_ok();
+        if !heard {
+            self.client = None;
+        }
+        heard
+    }
+}
