@@ -13,5 +13,6 @@
 //! [`view`], and keeps nobody waiting.
 
 pub mod config;
+pub mod journal;
 pub mod orders;
 pub mod view;
