@@ -83,6 +83,12 @@ impl FaultyDisk {
         state.fault.is_none_or(|fault| state.calls > fault.at)
     }
 
+    /// Another daemon starts, and nothing more happens to it.
+    pub(super) fn restart(&self) {
+        let mut state = self.0.lock().unwrap();
+        (state.gone, state.fault) = (false, None);
+    }
+
     /// Leaves in the directory what the end of the node does.
     pub(super) fn lose(&self, loss: Loss) {
         let state = self.0.lock().unwrap();

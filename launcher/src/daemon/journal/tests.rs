@@ -157,6 +157,27 @@ fn what_was_acknowledged_survives_an_end_at_any_call() {
 }
 
 #[test]
+fn what_a_restart_has_read_survives_too() {
+    for at in 0.. {
+        let mut struck = false;
+        for torn in TORN {
+            let dir = tempfile::tempdir().unwrap();
+            let fault = Fault { at, torn, then: Then::Gone };
+            let disk = FaultyDisk::new(dir.path(), Some(fault));
+            drop(live(dir.path(), &disk, &mut Model::at(Vec::new())));
+            struck = disk.has_struck();
+            disk.restart();
+            let (_, replay) = Journal::<Record>::open_on(dir.path(), Box::new(disk.clone())).unwrap();
+            disk.lose(Loss { contents: true, names: true });
+            assert_eq!(open(dir.path()).unwrap().1.records, replay.records, "{fault:?}");
+        }
+        if !struck {
+            return;
+        }
+    }
+}
+
+#[test]
 fn after_a_failure_nothing_is_added_until_a_rewrite() {
     for at in 0.. {
         let mut struck = false;
