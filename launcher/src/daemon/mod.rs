@@ -16,6 +16,7 @@ pub mod agents;
 pub mod config;
 pub mod files;
 pub mod gpus;
+pub mod journal;
 pub mod orders;
 pub mod state;
 pub mod view;

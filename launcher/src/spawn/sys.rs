@@ -26,7 +26,6 @@ const IGNORED: [i32; 9] = [
 
 /// Whose rights a process is to have.
 #[derive(Clone, Debug)]
-#[expect(missing_docs, reason = "named after the system's words")]
 pub(crate) struct User {
     pub(crate) uid: u32,
     pub(crate) gid: u32,

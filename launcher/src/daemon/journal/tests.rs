@@ -1,0 +1,461 @@
+//! Whatever happens to the journal: what was acknowledged is there, in order, and nothing else but what was being written.
+
+use std::path::Path;
+
+use proptest::prelude::*;
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+
+use super::faults::{Fault, FaultyDisk, Loss, Then};
+use super::*;
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Record {
+    job: u64,
+    text: String,
+}
+
+type Records = Vec<Record>;
+
+fn record(job: u64) -> Record {
+    Record { job, text: format!("line\nand \"ü\" {job}") }
+}
+
+fn records(jobs: std::ops::Range<u64>) -> Records {
+    jobs.map(record).collect()
+}
+
+/// Opens without a fault, and without waiting for the disk.
+fn open(dir: &Path) -> Result<(Journal<Record>, Replay<Record>), JournalError> {
+    Journal::open_on(dir, Box::new(FaultyDisk::new(dir, None)))
+}
+
+/// Opens a directory whose journal has these bytes.
+fn open_bytes(dir: &Path, bytes: &[u8]) -> Result<Replay<Record>, JournalError> {
+    fs_err::write(dir.join("journal"), bytes).unwrap();
+    open(dir).map(|(_, replay)| replay)
+}
+
+fn journal_of(records: &[Record]) -> Vec<u8> {
+    lines::journal(&lines::of(records).unwrap()).unwrap()
+}
+
+fn is_subsequence(part: &[Record], whole: &[Record]) -> bool {
+    let mut rest = whole.iter();
+    part.iter().all(|record| rest.any(|other| other == record))
+}
+
+fn copies(dir: &Path) -> Vec<Vec<u8>> {
+    let entries = fs_err::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    let copies = entries.filter(|path| path.to_string_lossy().contains("journal.damaged-"));
+    copies.map(|path| fs_err::read(path).unwrap()).collect()
+}
+
+/// What an opening of the journal may find.
+struct Model {
+    /// What was acknowledged last.
+    now: Records,
+    /// This, and what a call that failed may have left.
+    possible: Vec<Records>,
+}
+
+impl Model {
+    fn at(now: Records) -> Self {
+        Self { possible: vec![now.clone()], now }
+    }
+
+    /// Appends, and notes what may be there.
+    fn append(&mut self, journal: &mut Journal<Record>, added: &[Record]) -> bool {
+        let broken = journal.broken.is_some();
+        match journal.append_all(added) {
+            Ok(()) => {
+                assert!(!broken, "appended to a file in which something had failed");
+                *self = Self::at([&self.now, added].concat());
+                true
+            }
+            Err(_) => {
+                if !broken {
+                    self.possible = (0..=added.len()).map(|n| [&self.now, &added[..n]].concat()).collect();
+                }
+                false
+            }
+        }
+    }
+
+    fn rewrite(&mut self, journal: &mut Journal<Record>, to: &[Record]) -> bool {
+        let written = journal.rewrite(to).is_ok();
+        match written {
+            true => *self = Self::at(to.to_vec()),
+            false => self.possible.push(to.to_vec()),
+        }
+        written
+    }
+
+    fn check(&self, found: &[Record], context: &dyn std::fmt::Debug) {
+        assert!(self.possible.iter().any(|possible| possible == found), "{context:?}: {found:?}");
+    }
+}
+
+/// A daemon's life on this disk, until something fails: appends, a compaction, a restart, and all again.
+fn live(dir: &Path, disk: &FaultyDisk, model: &mut Model) -> Option<Journal<Record>> {
+    for round in 0..2 {
+        let (mut journal, replay) = Journal::open_on(dir, Box::new(disk.clone())).ok()?;
+        model.check(&replay.records, &"restart");
+        let first = round * 10;
+        let ok = model.append(&mut journal, &[record(first)])
+            && model.append(&mut journal, &records(first + 1..first + 4))
+            && model.append(&mut journal, &[record(first + 4)])
+            && {
+                let kept = model.now[2..].to_vec();
+                model.rewrite(&mut journal, &kept)
+            }
+            && model.append(&mut journal, &[record(first + 5)])
+            && {
+                let kept = model.now[1..].to_vec();
+                model.rewrite(&mut journal, &kept)
+            }
+            && model.append(&mut journal, &[record(first + 6)]);
+        if !ok {
+            return Some(journal);
+        }
+    }
+    None
+}
+
+const TORN: [usize; 7] = [0, 1, 8, 9, 30, 70, usize::MAX];
+
+#[test]
+fn what_was_acknowledged_survives_an_end_at_any_call() {
+    let losses = [(false, false), (true, false), (false, true), (true, true)];
+    let losses = losses.map(|(contents, names)| Loss { contents, names });
+    for at in 0.. {
+        let mut struck = false;
+        for (torn, loss) in TORN.into_iter().flat_map(|torn| losses.map(|loss| (torn, loss))) {
+            let dir = tempfile::tempdir().unwrap();
+            let fault = Fault { at, torn, then: Then::Gone };
+            let disk = FaultyDisk::new(dir.path(), Some(fault));
+            let mut model = Model::at(Vec::new());
+            drop(live(dir.path(), &disk, &mut model));
+            struck = disk.has_struck();
+            disk.lose(loss);
+
+            let (mut journal, replay) = open(dir.path()).unwrap();
+            model.check(&replay.records, &(fault, loss));
+            journal.append(&record(99)).unwrap();
+            drop(journal);
+            let (_, again) = open(dir.path()).unwrap();
+            assert_eq!(again.records, [replay.records, vec![record(99)]].concat(), "{fault:?}");
+            assert_eq!(again.notes, [""; 0], "{fault:?}");
+            assert!(copies(dir.path()).is_empty(), "{fault:?} {loss:?}: an end is no damage");
+        }
+        if !struck {
+            assert!(at > 40, "the script has only {at} calls");
+            return;
+        }
+    }
+}
+
+#[test]
+fn what_a_restart_has_read_survives_too() {
+    for at in 0.. {
+        let mut struck = false;
+        for torn in TORN {
+            let dir = tempfile::tempdir().unwrap();
+            let fault = Fault { at, torn, then: Then::Gone };
+            let disk = FaultyDisk::new(dir.path(), Some(fault));
+            drop(live(dir.path(), &disk, &mut Model::at(Vec::new())));
+            struck = disk.has_struck();
+            disk.restart();
+            let (_, replay) = Journal::<Record>::open_on(dir.path(), Box::new(disk.clone())).unwrap();
+            disk.lose(Loss { contents: true, names: true });
+            assert_eq!(open(dir.path()).unwrap().1.records, replay.records, "{fault:?}");
+        }
+        if !struck {
+            return;
+        }
+    }
+}
+
+#[test]
+fn after_a_failure_nothing_is_added_until_a_rewrite() {
+    for at in 0.. {
+        let mut struck = false;
+        for (torn, errno) in TORN.into_iter().flat_map(|torn| [(torn, Errno::IO), (torn, Errno::NOSPC)]) {
+            let dir = tempfile::tempdir().unwrap();
+            let fault = Fault { at, torn, then: Then::Error(errno) };
+            let disk = FaultyDisk::new(dir.path(), Some(fault));
+            let mut model = Model::at(Vec::new());
+            let journal = live(dir.path(), &disk, &mut model);
+            struck = disk.has_struck();
+            if let Some(mut journal) = journal {
+                if journal.broken.is_some() {
+                    let error = journal.append(&record(50)).unwrap_err().to_string();
+                    assert!(error.contains("until it is rewritten"), "{error}");
+                    if torn == 30 {
+                        let now = model.now.clone();
+                        assert!(model.rewrite(&mut journal, &now), "{fault:?}");
+                    }
+                }
+                if journal.broken.is_none() {
+                    assert!(model.append(&mut journal, &[record(51)]), "{fault:?}");
+                }
+            }
+            // All that was acknowledged was synced, so that power may be lost as well.
+            disk.lose(Loss { contents: errno == Errno::IO, names: errno == Errno::IO });
+            let (_, replay) = open(dir.path()).unwrap();
+            model.check(&replay.records, &fault);
+        }
+        if !struck {
+            return;
+        }
+    }
+}
+
+#[test]
+fn an_append_says_what_the_disk_says() {
+    // A new journal takes seven calls; then come the append's write and its sync.
+    for at in [7, 8] {
+        let dir = tempfile::tempdir().unwrap();
+        let fault = Fault { at, torn: 0, then: Then::Error(Errno::NOSPC) };
+        let disk = FaultyDisk::new(dir.path(), Some(fault));
+        let (mut journal, _) = Journal::open_on(dir.path(), Box::new(disk)).unwrap();
+        let error = journal.append(&record(1)).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+    }
+}
+
+#[test]
+fn a_repair_that_ends_at_any_call_is_made_again() {
+    let whole = journal_of(&records(0..5));
+    let torn = whole[..whole.len() - 7].to_vec();
+    let mut middle = whole.clone();
+    middle[whole.len() / 2] ^= 4;
+    let headless = lines::intact_records(&whole);
+    for (bytes, records, damaged) in [(torn, 4, false), (middle, 4, true), (headless, 5, true)] {
+        for at in 0.. {
+            let mut struck = false;
+            for (torn, lost) in TORN.into_iter().flat_map(|torn| [(torn, false), (torn, true)]) {
+                let dir = tempfile::tempdir().unwrap();
+                fs_err::write(dir.path().join("journal"), &bytes).unwrap();
+                let fault = Fault { at, torn, then: Then::Gone };
+                let disk = FaultyDisk::new(dir.path(), Some(fault));
+                let repaired = Journal::<Record>::open_on(dir.path(), Box::new(disk.clone())).is_ok();
+                struck = disk.has_struck();
+                disk.lose(Loss { contents: lost, names: lost });
+                let (_, replay) = open(dir.path()).unwrap();
+                assert_eq!(replay.records.len(), records, "{fault:?}");
+                assert!(!repaired || replay.notes.is_empty(), "{fault:?}");
+                assert_eq!(copies(dir.path()).contains(&bytes), damaged, "{fault:?}");
+            }
+            if !struck {
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_journal_cut_at_any_byte_has_what_came_before() {
+    let whole = journal_of(&records(0..5));
+    for len in 0..=whole.len() {
+        let dir = tempfile::tempdir().unwrap();
+        let replay = open_bytes(dir.path(), &whole[..len]).unwrap();
+        let lines = whole[..len].iter().filter(|byte| **byte == b'\n').count();
+        assert_eq!(replay.records, records(0..lines.saturating_sub(1) as u64), "{len} bytes");
+        let is_whole = len == 0 || whole[len - 1] == b'\n';
+        assert_eq!(replay.notes.is_empty(), is_whole, "{len} bytes: {:?}", replay.notes);
+        if lines > 0 && !is_whole {
+            let start = whole[..len].iter().rposition(|byte| *byte == b'\n').unwrap() + 1;
+            assert!(replay.notes[0].contains(&format!("last {} bytes", len - start)), "{:?}", replay.notes);
+            assert_eq!(fs_err::read(dir.path().join("journal")).unwrap(), whole[..start]);
+        }
+    }
+}
+
+#[test]
+fn a_flipped_bit_costs_no_more_than_the_lines_it_is_in() {
+    let whole = journal_of(&records(0..5));
+    let dir = tempfile::tempdir().unwrap();
+    for (at, bit) in (0..whole.len()).flat_map(|at| (0..8).map(move |bit| (at, bit))) {
+        let mut bytes = whole.clone();
+        bytes[at] ^= 1 << bit;
+        let replay = open_bytes(dir.path(), &bytes).unwrap();
+        // A newline that is none any more damages two lines.
+        let left = if whole[at] == b'\n' { 3 } else { 4 };
+        assert!(replay.records.len() >= left, "byte {at}, bit {bit}: {:?}", replay.records);
+        assert!(is_subsequence(&replay.records, &records(0..5)), "byte {at}, bit {bit}");
+        assert_eq!(replay.notes.len(), 1, "byte {at}, bit {bit}: {:?}", replay.notes);
+        // In its last line it cannot be told from a write that was not finished.
+        let last = whole.len() - lines::of(&[record(4)]).unwrap().len() - 1;
+        assert_eq!(copies(dir.path()).contains(&bytes), at < last, "byte {at}, bit {bit}");
+        let again = open(dir.path()).unwrap().1;
+        assert_eq!((again.records, again.notes.len()), (replay.records, 0), "byte {at}, bit {bit}");
+        for entry in fs_err::read_dir(dir.path()).unwrap() {
+            fs_err::remove_file(entry.unwrap().path()).unwrap();
+        }
+    }
+}
+
+#[test]
+fn damage_is_named_and_the_damaged_file_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut lines: Vec<_> =
+        journal_of(&records(0..20)).split_inclusive(|b| *b == b'\n').map(Vec::from).collect();
+    for number in [3, 7] {
+        lines[number - 1][12] ^= 1;
+    }
+    let bytes = lines.concat();
+    let replay = open_bytes(dir.path(), &bytes).unwrap();
+    let note = &replay.notes[0];
+    assert!(note.contains("damaged lines are left out: 3, 7;"), "{note}");
+    let copy = note.rsplit("kept as ").next().unwrap();
+    assert_eq!(fs_err::read(copy).unwrap(), bytes);
+
+    let replay = open_bytes(dir.path(), &lines[1..2].concat()).unwrap();
+    assert!(replay.notes[0].contains("the first line, which names the format, is missing"), "{replay:?}");
+    assert_eq!(replay.records, [record(0)]);
+    let replay = open_bytes(dir.path(), &[b"no journal\n".repeat(13), lines[1].clone()].concat()).unwrap();
+    assert!(replay.notes[0].contains("9, 10 and 3 more"), "{replay:?}");
+    assert_eq!(copies(dir.path()).len(), 3, "each has a name of its own");
+}
+
+#[test]
+fn a_newer_journal_is_refused_and_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let header = |version: u64| {
+        let header =
+            serde_json::json!({"format": "xlaunch-journal", "version": version, "writer": "9.8.7", "new": 1});
+        lines::of(&[header]).unwrap()
+    };
+    // Its end is torn: not even that is repaired.
+    let newer = [header(2), lines::of(&records(0..2)).unwrap(), b"12".to_vec()].concat();
+    let error = open_bytes(dir.path(), &newer).unwrap_err().to_string();
+    let expected =
+        "written by xlaunch 9.8.7 (version 2); this one reads up to 1: start that version or newer";
+    assert!(error.ends_with(expected), "{error}");
+    assert_eq!(fs_err::read(dir.path().join("journal")).unwrap(), newer);
+
+    let unknown = lines::of(&[serde_json::json!({"job": 1, "text": "", "gang": true})]).unwrap();
+    let newer = [header(1), lines::of(&[record(0)]).unwrap(), unknown, b"12".to_vec()].concat();
+    let error = open_bytes(dir.path(), &newer).unwrap_err().to_string();
+    assert!(error.contains("line 3") && error.contains("gang") && error.contains("9.8.7"), "{error}");
+    assert_eq!(fs_err::read(dir.path().join("journal")).unwrap(), newer);
+    assert!(copies(dir.path()).is_empty());
+}
+
+#[test]
+fn a_directory_has_one_daemon_at_a_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let (journal, _) = open(dir.path()).unwrap();
+    let error = open(dir.path()).unwrap_err();
+    let process = std::process::id();
+    assert!(matches!(error, JournalError::InUse { pid: Some(pid), .. } if pid == process), "{error}");
+    assert!(error.to_string().contains(&format!("another daemon, process {process}, uses")), "{error}");
+    drop(journal);
+    open(dir.path()).unwrap();
+}
+
+#[test]
+fn the_state_is_this_users_alone() {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+    let dir = tempfile::tempdir().unwrap();
+    let state = dir.path().join("a/state");
+    drop(Journal::<Record>::open(&state).unwrap());
+    let mode = |path: &Path| fs_err::metadata(path).unwrap().mode() & 0o777;
+    assert_eq!(
+        (mode(&state), mode(&state.join("journal")), mode(&state.join("lock"))),
+        (0o700, 0o600, 0o600)
+    );
+
+    fs_err::set_permissions(&state, std::fs::Permissions::from_mode(0o770)).unwrap();
+    let error = open(&state).unwrap_err().to_string();
+    assert!(error.contains("others can write to it"), "{error}");
+    // Root may give the directory away; for everybody else, there is one of root's.
+    let not_ours = if rustix::process::geteuid().is_root() {
+        std::os::unix::fs::chown(&state, Some(12_345), None).unwrap();
+        state
+    } else {
+        "/".into()
+    };
+    let error = open(&not_ours).unwrap_err().to_string();
+    assert!(error.contains("it belongs to user"), "{error}");
+}
+
+#[test]
+fn records_go_to_the_real_disk_and_come_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut journal, replay) = Journal::open(dir.path()).unwrap();
+    assert_eq!(replay, Replay { records: Vec::new(), notes: Vec::new() });
+    journal.append_all(&records(0..3)).unwrap();
+    journal.append(&record(3)).unwrap();
+    journal.rewrite(&records(2..4)).unwrap();
+    journal.append(&record(4)).unwrap();
+    let len = fs_err::metadata(dir.path().join("journal")).unwrap().len();
+    assert_eq!(journal.len_bytes(), len);
+    drop(journal);
+    let (journal, replay) = Journal::<Record>::open(dir.path()).unwrap();
+    assert_eq!((replay.records, replay.notes), (records(2..5), Vec::new()));
+    assert_eq!(journal.len_bytes(), len);
+    let text = fs_err::read_to_string(dir.path().join("journal")).unwrap();
+    assert!(text.lines().next().unwrap().contains(r#"{"format":"xlaunch-journal","version":1,"writer":""#));
+}
+
+#[test]
+fn appended_records_are_not_kept_in_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut journal, _) = open(dir.path()).unwrap();
+    // What it holds is what it shows: the disk's side is the test's own.
+    let held = |journal: &Journal<Record>| {
+        let Journal { place: _, file, len: _, broken, _lock, _records } = journal;
+        format!("{file:?}{broken:?}{_lock:?}{_records:?}").len()
+    };
+    let before = held(&journal);
+    for job in 0..10_000 {
+        journal.append(&Record { job, text: String::new() }).unwrap();
+    }
+    assert_eq!(held(&journal), before);
+}
+
+fn pieces() -> impl Strategy<Value = Vec<Vec<u8>>> {
+    let line = |record: Record| lines::of(&[record]).unwrap();
+    let piece = prop_oneof![
+        6 => (0..50_u64).prop_map(move |job| line(record(job))),
+        1 => (0..50_u64, 0..60_usize).prop_map(move |(job, len)| line(record(job))[..len.min(20)].to_vec()),
+        1 => proptest::collection::vec(any::<u8>(), 0..20),
+        1 => Just(b"\n".to_vec()),
+        1 => Just(lines::journal(&[]).unwrap()),
+    ];
+    proptest::collection::vec(piece, 0..12)
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_can_be_opened(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        let dir = tempfile::tempdir().unwrap();
+        let replay = open_bytes(dir.path(), &bytes).unwrap();
+        prop_assert_eq!(replay.records, []);
+        prop_assert_eq!(replay.notes.is_empty(), bytes.is_empty());
+        prop_assert!(bytes.is_empty() || copies(dir.path()).contains(&bytes));
+    }
+
+    #[test]
+    fn pieces_of_journals_give_their_records_in_order(pieces in pieces()) {
+        let bytes = pieces.concat();
+        let dir = tempfile::tempdir().unwrap();
+        match open_bytes(dir.path(), &bytes) {
+            Ok(replay) => {
+                let written: Vec<_> =
+                    pieces.iter().filter_map(|piece| serde_json::from_slice(piece.get(9..)?).ok()).collect();
+                prop_assert!(is_subsequence(&replay.records, &written));
+                let again = open(dir.path()).unwrap().1;
+                prop_assert_eq!(again, Replay { records: replay.records, notes: Vec::new() });
+            }
+            // A second header is no record.
+            Err(error) => {
+                prop_assert!(matches!(error, JournalError::Unknown { .. }), "{}", error);
+                prop_assert_eq!(fs_err::read(dir.path().join("journal")).unwrap(), bytes);
+            }
+        }
+    }
+}
