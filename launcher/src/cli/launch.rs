@@ -20,7 +20,7 @@ use crate::{Refusal, Trainer, report};
 
 /// A launch of the built-in trainer.
 #[derive(Debug)]
-pub(super) struct Launch {
+pub(crate) struct Launch {
     /// Training configuration.
     pub(super) config: PathBuf,
     /// Workers to start. Default: one per GPU, or 1 without GPUs.

@@ -4,7 +4,7 @@ mod agent;
 mod bench;
 mod launch;
 mod query;
-mod torchrun;
+pub(crate) mod torchrun;
 
 use std::ffi::OsString;
 use std::io::Write;

@@ -17,8 +17,13 @@ pub mod config;
 pub mod files;
 pub mod gpus;
 pub mod journal;
+mod live;
+pub mod manager;
 pub mod orders;
+mod show;
 pub mod state;
+mod submission;
+mod users;
 pub mod view;
 
 /// Tells this start of the system from others.

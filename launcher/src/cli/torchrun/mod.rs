@@ -35,7 +35,7 @@ use reader::{Environment, Reader};
 
 /// What the program was called as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Name {
+pub(crate) enum Name {
     /// With everything.
     Xlaunch,
     /// Without subcommands and training configurations: every target is what torchrun takes it for.
@@ -52,7 +52,7 @@ impl Name {
 
 /// What a command line asks for.
 #[derive(Debug)]
-pub(super) enum Request {
+pub(crate) enum Request {
     /// The built-in trainer.
     Trainer(Launch),
     /// Any other command.
@@ -65,7 +65,7 @@ pub(super) enum Request {
 ///
 /// # Errors
 /// Usage, with what was expected.
-pub(super) fn parse(
+pub(crate) fn parse(
     name: Name,
     arguments: &[OsString],
     environment: Environment<'_>,

@@ -161,7 +161,6 @@ impl Follow {
 
     /// Asks how it does, and asks it to end, until it is gone.
     async fn watch(&self, agent: &Agent) {
-        let mut stop = self.stop.clone();
         let mut ask = tokio::time::interval(ASK);
         ask.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut caller = Caller { socket: self.dirs.agent(self.followed.job).join(SOCKET), client: None };
@@ -173,14 +172,19 @@ impl Follow {
             tokio::select! {
                 biased;
                 () = agent.ended() => return,
-                _ = stop.wait_for(|stop| *stop), if !stopping => {
+                () = self.stopped(), if !stopping => {
                     deadline = Some(Instant::now() + Duration::from_secs_f64(self.followed.patience) + END);
-                    told = caller.stop().await;
+                    told = false;
+                    ask.reset_immediately();
                 }
                 _ = ask.tick() => {
                     if deadline.is_some_and(|deadline| Instant::now() > deadline) {
                         agent.kill();
                         self.starter.kill(self.followed.job).await;
+                    }
+                    if !told {
+                        // It may have just begun, and not listen yet: then it is told the next time.
+                        told = caller.stop().await;
                     }
                     let status = tokio::select! {
                         () = agent.ended() => return,
@@ -189,12 +193,15 @@ impl Follow {
                     if let Some(status) = status {
                         let _ = self.news.send((self.followed.job, News::Status(Box::new(status)))).await;
                     }
-                    if !told {
-                        // It had just begun, and did not listen yet.
-                        told = caller.stop().await;
-                    }
                 }
             }
+        }
+    }
+
+    /// Waits until the job shall end. A manager that is gone wants nothing: the job outlives it.
+    async fn stopped(&self) {
+        if self.stop.clone().wait_for(|stop| *stop).await.is_err() {
+            std::future::pending().await
         }
     }
 
