@@ -7,7 +7,7 @@ use std::path::Path;
 use miette::{Diagnostic, LabeledSpan, NamedSource, SourceCode};
 use xlaunch_proto::spec::Invalid;
 
-use super::keys;
+use super::keys::{nearest, nearest_section};
 
 /// A configuration that cannot be used. `Display` is one line; miette draws the place.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ impl Diagnostic for ConfigError {
 }
 
 impl ConfigError {
-    pub(super) fn unreadable(path: &Path, error: &std::io::Error) -> Self {
+    pub(crate) fn unreadable(path: &Path, error: &std::io::Error) -> Self {
         let help = match error.kind() {
             std::io::ErrorKind::NotFound => "is the path right?".into(),
             _ => String::new(),
@@ -54,25 +54,25 @@ impl ConfigError {
     }
 
     /// A value that did not come from the file.
-    pub(super) fn value(source: &str, problem: &str, expected: &str) -> Self {
+    pub(crate) fn value(source: &str, problem: &str, expected: &str) -> Self {
         let help =
             if expected.starts_with("did you") { expected.into() } else { format!("expected {expected}") };
         Self { place: source.into(), problem: problem.into(), help, source: None }
     }
 
-    /// What the TOML parser or the schema says.
-    pub(super) fn in_file(path: &Path, text: &str, error: &toml::de::Error) -> Self {
+    /// What the TOML parser or the schema, with these keys, says.
+    pub(crate) fn in_file(path: &Path, text: &str, known: &[String], error: &toml::de::Error) -> Self {
         let span = error.span().unwrap_or(0..0);
         let message = error.message().trim();
         let (problem, help) = match unknown_field(message) {
-            Some(field) => unknown(text, span.start, field),
+            Some(field) => unknown(text, span.start, field, known),
             None => (message.replace('\n', ", "), String::new()),
         };
         Self::at(path, text, span, problem, help)
     }
 
     /// A value of the right type that cannot work.
-    pub(super) fn invalid(path: &Path, text: &str, invalid: &Invalid) -> Self {
+    pub(crate) fn invalid(path: &Path, text: &str, invalid: &Invalid) -> Self {
         let problem = format!("{}: {}", invalid.key, invalid.problem);
         let help = format!("expected {}", invalid.expected);
         match span_of(text, invalid.key) {
@@ -96,7 +96,7 @@ fn unknown_field(message: &str) -> Option<&str> {
 }
 
 /// An unknown key of the section that `at` lies in, or an unknown section.
-fn unknown(text: &str, at: usize, field: &str) -> (String, String) {
+fn unknown(text: &str, at: usize, field: &str, known: &[String]) -> (String, String) {
     let line = text[..at].rfind('\n').map_or(0, |newline| newline + 1);
     let is_header = text[line..].trim_start().starts_with('[');
     let section = text[..line]
@@ -106,9 +106,9 @@ fn unknown(text: &str, at: usize, field: &str) -> (String, String) {
     match section {
         Some(section) if !is_header => {
             let key = format!("{section}.{field}");
-            (format!("unknown key `{key}`"), keys::nearest(&key, &keys::all()))
+            (format!("unknown key `{key}`"), nearest(&key, known))
         }
-        _ => (format!("unknown section [{field}]"), keys::nearest_section(field)),
+        _ => (format!("unknown section [{field}]"), nearest_section(field, known)),
     }
 }
 

@@ -1,11 +1,17 @@
-//! The keys that a configuration can have, read off the job description itself.
+//! The keys that a configuration can have, read off its own defaults.
 
+use serde::Serialize;
 use serde_json::Value;
 use xlaunch_proto::spec::JobSpec;
 
-/// Every key as `section.key`. An optional key shows as null in the serialised defaults, so none is missing.
+/// Every key of a job, as `section.key`.
 pub(super) fn all() -> Vec<String> {
-    let Ok(Value::Object(sections)) = serde_json::to_value(JobSpec::default()) else { return Vec::new() };
+    of(&JobSpec::default())
+}
+
+/// Every key, as `section.key`. An optional key shows as null in the serialised defaults, so none is missing.
+pub(crate) fn of(defaults: &impl Serialize) -> Vec<String> {
+    let Ok(Value::Object(sections)) = serde_json::to_value(defaults) else { return Vec::new() };
     let keys = sections.iter().filter_map(|(section, keys)| Some((section, keys.as_object()?)));
     keys.flat_map(|(section, keys)| keys.keys().map(move |key| format!("{section}.{key}"))).collect()
 }
@@ -21,16 +27,16 @@ pub(super) fn nearest(key: &str, known: &[String]) -> String {
     let best = known.iter().max_by(|a, b| score(a).total_cmp(&score(b)));
     match best {
         Some(best) if score(best) > 0.85 => format!("did you mean `{best}`?"),
-        _ => format!("a known key, such as `{}`", best.map_or("train.lr", String::as_str)),
+        Some(best) => format!("a known key, such as `{best}`"),
+        None => String::new(),
     }
 }
 
 /// "did you mean" for a section.
-pub(super) fn nearest_section(section: &str) -> String {
-    let mut sections: Vec<String> =
-        all().iter().filter_map(|key| Some(key.split_once('.')?.0.to_string())).collect();
+pub(super) fn nearest_section(section: &str, known: &[String]) -> String {
+    let mut sections: Vec<&str> = known.iter().filter_map(|key| Some(key.split_once('.')?.0)).collect();
     sections.dedup();
-    let score = |other: &String| strsim::jaro_winkler(section, other);
+    let score = |other: &str| strsim::jaro_winkler(section, other);
     match sections.iter().max_by(|a, b| score(a).total_cmp(&score(b))) {
         Some(best) if score(best) > 0.7 => format!("did you mean `[{best}]`?"),
         _ => format!("the sections are [{}]", sections.join("], [")),
@@ -48,7 +54,7 @@ mod tests {
             assert!(known.iter().any(|known| known == key), "{key}");
         }
         assert_eq!(nearest("train.lrr", &known), "did you mean `train.lr`?");
-        assert_eq!(nearest_section("modle"), "did you mean `[model]`?");
+        assert_eq!(nearest_section("modle", &known), "did you mean `[model]`?");
     }
 
     #[test]

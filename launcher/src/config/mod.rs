@@ -4,7 +4,7 @@
 //! paths of data are against the file's directory, all others against the working directory.
 
 mod diagnostics;
-mod keys;
+pub(crate) mod keys;
 
 use std::path::{Component, Path, PathBuf};
 
@@ -58,16 +58,17 @@ pub fn load(path: &Path, overrides: &[Override]) -> Result<JobSpec, ConfigError>
 
 /// [`load`] without the file system.
 fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<JobSpec, ConfigError> {
+    let in_file = |error| ConfigError::in_file(path, text, &keys::all(), &error);
     // The file by itself first: its errors have a place.
-    toml::from_str::<JobSpec>(text).map_err(|error| ConfigError::in_file(path, text, &error))?;
-    let mut table: Table = toml::from_str(text).map_err(|error| ConfigError::in_file(path, text, &error))?;
+    toml::from_str::<JobSpec>(text).map_err(in_file)?;
+    let mut table: Table = toml::from_str(text).map_err(in_file)?;
     for change in overrides {
         apply(&mut table, change)?;
         JobSpec::deserialize(table.clone()).map_err(|error| {
             ConfigError::value(&change.source, error.message().trim(), "a value of the key's type")
         })?;
     }
-    let spec = JobSpec::deserialize(table).map_err(|error| ConfigError::in_file(path, text, &error))?;
+    let spec = JobSpec::deserialize(table).map_err(in_file)?;
     spec.check().map_err(|invalid| {
         match overrides.iter().rev().find(|change| change.key == invalid.key) {
             Some(change) => ConfigError::value(&change.source, &invalid.problem, &invalid.expected),
