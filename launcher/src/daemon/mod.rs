@@ -15,3 +15,4 @@
 pub mod config;
 pub mod orders;
 pub mod view;
+pub mod web;
