@@ -26,8 +26,9 @@ mod submission;
 mod users;
 pub mod view;
 
+    id.map(|id| id.trim().to_owned()).unwrap_or_default()
+    let id = fs_err::read_to_string("/proc/sys/kernel/random/boot_id");
 /// Tells this start of the system from others.
 pub fn boot_id() -> String {
-    let id = fs_err::read_to_string("/proc/sys/kernel/random/boot_id");
-    id.map(|id| id.trim().to_owned()).unwrap_or_default()
+pub mod web;
 }

@@ -1,0 +1,359 @@
+// Asks the daemon every two seconds and shows what it says. Whatever comes from users goes in as text, never as HTML.
+
+import { draw } from "./chart.js";
+
+const EVERY_MS = 2000;
+const TIMEOUT_MS = 10000;
+const LOG_LINES = 200;
+
+const part = (id) => document.getElementById(id);
+let round = 0;
+let timer;
+let known;
+let heard;
+
+// ---- what is asked ----
+
+async function ask(path) {
+  const answer = await fetch(path, { signal: AbortSignal.timeout(TIMEOUT_MS) });
+  const value = await answer.json().catch(() => ({}));
+  if (answer.ok) return value;
+  throw Object.assign(new Error(value.error ?? `HTTP status ${answer.status}`), { answered: true });
+}
+
+/** One round; a later one makes it stop. */
+async function look() {
+  clearTimeout(timer);
+  const mine = ++round;
+  try {
+    const node = await ask("/api/v1/node");
+    if (mine !== round) return;
+    heard = Date.now();
+    part("unreachable").hidden = true;
+    showNode(node);
+    await lookAtJob(node, mine);
+  } catch (error) {
+    if (mine === round) showUnreachable(error);
+  }
+  if (mine === round && !document.hidden) timer = setTimeout(look, EVERY_MS);
+}
+
+function chosen() {
+  const found = /^#job=([0-9]+)$/.exec(location.hash);
+  return found && Number(found[1]);
+}
+
+async function lookAtJob(node, mine) {
+  const id = chosen();
+  part("job").hidden = id === null;
+  if (id === null) return;
+  let job;
+  try {
+    job = await ask(`/api/v1/jobs/${id}`);
+  } catch (error) {
+    if (!error.answered) throw error;
+    if (mine === round) showNoJob(id, error.message);
+    return;
+  }
+  if (mine !== round) return;
+  showJob(job, node);
+  await lookAtLog(job, mine);
+}
+
+async function lookAtLog(job, mine) {
+  const [rank, stream] = [part("log-rank").value || "0", part("log-stream").value];
+  let text;
+  try {
+    const { lines } = await ask(`/api/v1/jobs/${job.id}/logs?rank=${rank}&stream=${stream}&lines=${LOG_LINES}`);
+    text = lines.map(plain).join("\n") || "Nothing has been written.";
+  } catch (error) {
+    if (!error.answered) throw error;
+    text = `There is no log: ${error.message}`;
+  }
+  if (mine !== round) return;
+  const log = part("log");
+  const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 30;
+  put(log, text);
+  if (follows) log.scrollTop = log.scrollHeight;
+}
+
+/** A line as a terminal leaves it: without colours, and of a progress bar what was written last. */
+function plain(line) {
+  const text = line.replace(/\u001b\[[0-9;?]*[ -/]*[@-~]/g, "");
+  return text.replace(/\r+$/, "").split("\r").at(-1);
+}
+
+// ---- the node ----
+
+function showNode({ unix_ms, node, gpus, jobs, jobs_left_out }) {
+  document.title = `${node.host}: ${node.jobs_running} running, ${node.jobs_queued} waiting`;
+  put(part("host"), node.host);
+  facts(part("facts"), {
+    "version": node.version,
+    "up for": time(unix_ms / 1000 - node.started_unix_seconds),
+    "cores": node.cores,
+    "running": node.jobs_running,
+    "waiting": node.jobs_queued,
+    "ended": node.jobs_ended,
+  });
+  banner(part("drained"), node.drained && `Drained, no job is started: ${node.drained}`);
+  banner(part("problem"), node.gpu_problem && `GPUs are not known: ${node.gpu_problem}`);
+  const names = new Map(jobs.map((job) => [job.id, job.name]));
+  fill(part("gpus"), gpus, (gpu) => gpu.uuid, [
+    ["GPU", (gpu) => gpu.index, "number"],
+    ["name", (gpu) => gpu.name],
+    ["state", (gpu) => state(gpu.state)],
+    ["job", (gpu) => gpu.job && link(gpu.job, `${gpu.job} ${names.get(gpu.job) ?? ""}`)],
+    ["use", (gpu) => gpu.busy_percent === null ? null : meter(gpu.busy_percent, 100, percent(gpu.busy_percent))],
+    ["memory", (gpu) => gpu.memory_bytes && meter(gpu.memory_used_bytes, gpu.memory_bytes, `${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_bytes)}`)],
+    ["power", (gpu) => gpu.power_watts === null ? null : `${Math.round(gpu.power_watts)} W`, "number"],
+    ["heat", (gpu) => gpu.temperature_celsius === null ? null : `${Math.round(gpu.temperature_celsius)} °C`, "number"],
+    ["why", (gpu) => gpu.reason, "wide"],
+  ], "There is no GPU.");
+  fill(part("jobs"), jobs, (job) => job.id, [
+    ["job", (job) => link(job.id, String(job.id)), "number"],
+    ["name", (job) => clip(job.name), "wide clip"],
+    ["user", (job) => job.user || job.uid],
+    ["state", (job) => state(job.state)],
+    ["why", (job) => clip(job.reason), "wide clip"],
+    ["step", (job) => job.step === null ? null : `${job.step} of ${job.total_steps}`, "number"],
+    ["loss", (job) => job.loss === null ? null : loss(job.loss), "number"],
+    ["tok/s", (job) => job.tokens_per_second === null ? null : count(job.tokens_per_second), "number"],
+    ["runtime", (job) => runtime(job, unix_ms), "number"],
+  ], "There are no jobs. xlaunch submit adds one.");
+  for (const row of part("jobs").tBodies[0].rows) row.classList.toggle("chosen", row.dataset.key === String(chosen()));
+  const left = part("left-out");
+  left.hidden = !jobs_left_out;
+  put(left, `${jobs_left_out} more are not shown.`);
+  tell(jobs);
+}
+
+/** Says what has become of jobs since the last look. */
+function tell(jobs) {
+  const before = known;
+  known = new Map(jobs.map((job) => [job.id, job.state]));
+  if (!before) return;
+  const changed = jobs.filter((job) => before.get(job.id) !== job.state);
+  if (changed.length) put(part("news"), changed.slice(0, 5).map((job) => `Job ${job.id} is ${job.state}.`).join(" "));
+}
+
+function showUnreachable(error) {
+  const since = heard ? `; what is shown is ${time((Date.now() - heard) / 1000)} old` : "";
+  const why = error.answered ? error.message : "it does not answer";
+  banner(part("unreachable"), `The daemon cannot be reached: ${why}${since}.`);
+}
+
+// ---- one job ----
+
+function showNoJob(id, why) {
+  put(part("job-title"), `Job ${id}`);
+  put(part("job-reason"), why);
+  for (const each of ["charts", "restarts", "restarts-title", "report-part", "ranks-part", "log", "log-title"]) part(each).hidden = true;
+  facts(part("job-facts"), {});
+}
+
+function showJob(job, node) {
+  const { status } = job;
+  for (const each of ["log", "log-title"]) part(each).hidden = false;
+  put(part("job-title"), `Job ${job.id}: ${job.name}`);
+  put(part("job-reason"), job.reason);
+  const stale = job.status_age_seconds > 10 && ["running", "stopping"].includes(job.state);
+  facts(part("job-facts"), {
+    "state": state(job.state),
+    "user": job.user || job.uid,
+    "submitted": when(job.submitted_unix_ms),
+    "runtime": runtime(job, job.unix_ms),
+    "turn": job.queue_position || null,
+    "exit code": job.exit_code,
+    "step": job.step === null ? null : `${job.step} of ${job.total_steps}`,
+    "loss": job.loss === null ? null : loss(job.loss),
+    "tok/s": job.tokens_per_second === null ? null : count(job.tokens_per_second),
+    "last heard of": stale ? `${time(job.status_age_seconds)} ago` : null,
+    "GPUs": node.gpus.filter((gpu) => job.gpus.includes(gpu.uuid)).map((gpu) => gpu.index).join(", ") || null,
+    "directory": job.work_dir,
+    "command": job.command_line,
+  });
+  showCharts(job);
+  for (const each of ["restarts", "restarts-title"]) part(each).hidden = !status;
+  if (status) {
+    const cause = job.restarts && status.reason ? ` Attempt ${status.attempt}: ${status.reason}` : "";
+    put(part("restarts"), `${job.restarts} of at most ${job.max_restarts}.${cause}`);
+  }
+  part("report-part").hidden = !job.report;
+  put(part("report"), job.report);
+  const ranks = status?.ranks ?? [];
+  part("ranks-part").hidden = !ranks.length;
+  fill(part("ranks"), ranks, (rank) => rank.rank, [
+    ["rank", (rank) => rank.rank, "number"],
+    ["state", (rank) => state(rank.state)],
+    ["pid", (rank) => rank.pid || null, "number"],
+    ["device", (rank) => device(rank.device_uuid, node.gpus)],
+    ["CPU", (rank) => rank.cpu_percent === null ? null : percent(rank.cpu_percent), "number"],
+    ["memory", (rank) => rank.memory_bytes === null ? null : bytes(rank.memory_bytes), "number"],
+    ["GPU", (rank) => rank.gpu_percent === null ? null : percent(rank.gpu_percent), "number"],
+    ["GPU memory", (rank) => rank.gpu_memory_bytes === null ? null : bytes(rank.gpu_memory_bytes), "number"],
+    ["last output", (rank) => rank.seconds_since_output === null ? null : `${time(rank.seconds_since_output)} ago`, "number"],
+    ["hint", (rank) => hint(rank.exit || rank.hint), "wide"],
+  ], "");
+  options(part("log-rank"), ranks.length ? ranks.map((rank) => rank.rank) : [0]);
+}
+
+function showCharts({ kind, history }) {
+  part("charts").hidden = kind !== "trainer";
+  if (kind !== "trainer") return;
+  draw(part("loss"), "Loss", history.map((point) => [point.step, value(point.loss)]), loss);
+  draw(part("speed"), "Tokens per second", history.map((point) => [point.step, value(point.tokens_per_second)]), count);
+}
+
+// ---- parts of the page, which are changed only where something is new ----
+
+function put(element, text) {
+  const wanted = String(text ?? "");
+  if (element.textContent !== wanted) element.textContent = wanted;
+}
+
+function banner(element, text) {
+  element.hidden = !text;
+  put(element, text);
+}
+
+/** What is null is left out. */
+function facts(list, entries) {
+  const shown = Object.entries(entries).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  while (list.children.length > shown.length) list.lastChild.remove();
+  shown.forEach(([name, value], index) => {
+    const entry = list.children[index] ?? list.appendChild(element("div", element("dt"), element("dd")));
+    put(entry.firstChild, name);
+    show(entry.lastChild, value);
+  });
+}
+
+/** Rows keep their elements, and so the focus, as long as their key is there. */
+function fill(table, items, key, columns, empty) {
+  const body = table.tBodies[0];
+  const head = table.tHead.rows[0];
+  if (!head.cells.length) {
+    for (const [name] of columns) head.append(attributes(element("th", name), { role: "columnheader", scope: "col" }));
+  }
+  const rows = new Map([...body.rows].map((row) => [row.dataset.key, row]));
+  const wanted = items.map((item) => {
+    const name = String(key(item));
+    const row = rows.get(name) ?? makeRow(name, columns);
+    columns.forEach(([, content], index) => {
+      const value = content(item);
+      row.cells[index].classList.toggle("nothing", value === null || value === undefined || value === "");
+      show(row.cells[index], value || value === 0 ? value : "–");
+    });
+    return row;
+  });
+  if (!wanted.length) wanted.push(rows.get("") ?? emptyRow(columns.length, empty));
+  for (const row of body.rows) if (!wanted.includes(row)) row.remove();
+  wanted.forEach((row, index) => { if (body.rows[index] !== row) body.insertBefore(row, body.rows[index] ?? null); });
+}
+
+function makeRow(name, columns) {
+  const row = attributes(element("tr"), { role: "row", "data-key": name });
+  columns.forEach(([label, , kind], index) => {
+    const cell = index ? attributes(element("td"), { role: "cell" }) : attributes(element("th"), { role: "rowheader", scope: "row" });
+    if (kind) cell.className = kind;
+    cell.dataset.label = label;
+    row.append(cell);
+  });
+  return row;
+}
+
+function emptyRow(columns, text) {
+  const cell = attributes(element("td", text), { role: "cell", colspan: columns, class: "empty" });
+  return attributes(element("tr", cell), { role: "row", "data-key": "" });
+}
+
+/** A text, or an element that replaces one like it only if it differs. */
+function show(parent, value) {
+  if (!(value instanceof Element)) return put(parent, value);
+  const old = parent.firstElementChild;
+  if (parent.childNodes.length === 1 && old?.isEqualNode(value)) return;
+  if (old?.tagName === "A" && value.tagName === "A" && old.getAttribute("href") === value.getAttribute("href")) return put(old, value.textContent);
+  parent.replaceChildren(value);
+}
+
+function options(select, values) {
+  const texts = values.map(String);
+  if ([...select.options].map((option) => option.value).join() === texts.join()) return;
+  const before = select.value;
+  select.replaceChildren(...texts.map((text) => element("option", text)));
+  if (texts.includes(before)) select.value = before;
+}
+
+function element(name, ...children) {
+  const out = document.createElement(name);
+  out.append(...children);
+  return out;
+}
+
+function attributes(out, values) {
+  for (const [name, value] of Object.entries(values)) out.setAttribute(name, value);
+  return out;
+}
+
+const state = (name) => attributes(element("span", name), { class: "state", "data-state": name });
+const link = (id, text) => attributes(element("a", text), { href: `#job=${id}` });
+const hint = (text) => text && attributes(element("span", text), { class: "hint" });
+const clip = (text) => text && attributes(element("span", text.slice(0, 1000)), { title: text.slice(0, 1000) });
+
+function meter(now, most, text) {
+  const bar = attributes(element("meter"), { min: 0, max: most, value: now, "aria-hidden": "true" });
+  return attributes(element("span", bar, ` ${text}`), { class: "number" });
+}
+
+// ---- values as text ----
+
+/** Numbers that JSON does not have come as strings. */
+const value = (number) => Number(number);
+const loss = (number) => Number.isFinite(value(number)) ? value(number).toFixed(4).replace(/(\.\d\d)00$/, "$1") : String(number);
+const percent = (number) => `${Math.round(number)}%`;
+const when = (unix_ms) => unix_ms && new Date(unix_ms).toLocaleString();
+
+function scaled(number, base, units) {
+  let unit = 0;
+  while (Math.abs(number) >= base && unit < units.length - 1) { number /= base; unit++; }
+  return `${unit && Math.abs(number) < 100 ? Number(number.toPrecision(3)) : Math.round(number)}${units[unit]}`;
+}
+
+function count(number) {
+  return Number.isFinite(value(number)) ? scaled(value(number), 1000, ["", "K", "M", "G", "T"]) : String(number);
+}
+
+function bytes(number) {
+  return scaled(number, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]);
+}
+
+function runtime(job, now) {
+  return job.started_unix_ms && time(Math.max(0, (job.ended_unix_ms ?? now) - job.started_unix_ms) / 1000);
+}
+
+function time(seconds) {
+  const whole = Math.max(0, Math.floor(seconds));
+  const two = (number) => String(number).padStart(2, "0");
+  if (whole < 60) return `${whole}s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)}m${two(whole % 60)}s`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)}h${two(Math.floor(whole / 60) % 60)}m`;
+  return `${Math.floor(whole / 86400)}d${two(Math.floor(whole / 3600) % 24)}h`;
+}
+
+function device(uuid, gpus) {
+  const gpu = gpus.find((gpu) => gpu.uuid === uuid);
+  return gpu ? `GPU ${gpu.index}` : uuid;
+}
+
+// ---- when it asks ----
+
+document.addEventListener("visibilitychange", () => { clearTimeout(timer); if (!document.hidden) look(); });
+window.addEventListener("hashchange", async () => {
+  for (const id of ["loss", "speed"]) part(id).replaceChildren();
+  put(part("log"), "");
+  part("log-rank").replaceChildren();
+  await look();
+  if (chosen() !== null) part("job-title").focus();
+});
+for (const id of ["log-rank", "log-stream"]) part(id).addEventListener("change", look);
+look();

@@ -1,0 +1,274 @@
+// Checks the daemon's page in a browser, and takes pictures of it.
+//
+//   node tests/web/page.mjs http://127.0.0.1:9470 JOB [DIRECTORY]
+//
+// JOB is the number of a job that the page lists. Pictures go to DIRECTORY, if there is one. It needs playwright-core, which
+// is looked for from $XLAUNCH_TEST_BROWSER (a directory with node_modules) or from here, and Chromium: $CHROMIUM, or
+// /usr/bin/chromium. It prints a line per check, and exits with 1 if one has failed.
+
+import { createRequire } from "node:module";
+import { join, resolve } from "node:path";
+
+const [url, job, directory] = process.argv.slice(2);
+if (!url || !/^[0-9]+$/.test(job ?? "")) {
+  console.error("usage: node tests/web/page.mjs URL JOB [DIRECTORY]");
+  process.exit(2);
+}
+const { chromium } = createRequire(resolve(process.env.XLAUNCH_TEST_BROWSER ?? ".", "here.js"))("playwright-core");
+
+const DEADLINE_MS = 30000;
+const POLL_MS = 2000;
+const PHONE = { width: 375, height: 800 };
+const DESK = { width: 1280, height: 900 };
+
+const browser = await chromium.launch({
+  executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium",
+  args: ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
+});
+let failed = 0;
+try {
+  await main();
+} finally {
+  await browser.close();
+}
+process.exit(failed ? 1 : 0);
+
+async function main() {
+  const context = await browser.newContext({ viewport: DESK, reducedMotion: "reduce" });
+  const page = await context.newPage();
+  const errors = [];
+  const said = new Map();
+  page.on("console", (message) => { if (["error", "warning"].includes(message.type())) errors.push(message.text()); });
+  page.on("pageerror", (error) => errors.push(String(error)));
+  page.on("dialog", (dialog) => { errors.push(`a dialog: ${dialog.message()}`); dialog.dismiss(); });
+  page.on("response", async (response) => {
+    const path = new URL(response.url()).pathname;
+    if (path.startsWith("/api/") && response.ok()) said.set(path, await response.json().catch(() => null));
+  });
+
+  await page.goto(url);
+  await page.locator("#jobs tbody a").first().waitFor();
+  await check("the list shows what the API says", () => sameList(page, said.get("/api/v1/node")));
+  await check("keys lead to the job", () => byKeys(page));
+  await check("the job shows what the API says", () => sameJob(page, said));
+  await check("the focus stays through updates", () => focusStays(page));
+  for (const scheme of ["light", "dark"]) {
+    await page.emulateMedia({ colorScheme: scheme });
+    await check(`texts stand out (${scheme})`, () => contrast(page));
+    await picture(page, `desk-${scheme}`);
+  }
+  await page.setViewportSize(PHONE);
+  await check("a phone need not scroll sideways", () => narrow(page));
+  await picture(page, "phone-job");
+  await page.goto(`${url}/#`);
+  await page.locator("#jobs tbody a").first().waitFor();
+  await check("nor in the list", () => narrow(page));
+  await picture(page, "phone-list");
+  await page.setViewportSize(DESK);
+  await check("a job that is not there is said to be none", async () => {
+    await page.evaluate(() => { location.hash = "#job=999999999"; });
+    await until(async () => (await page.locator("#job-reason").textContent()).includes("999999999"), "no word of it");
+  });
+  // The browser itself reports answers of 404.
+  const own = errors.filter((text) => !/status of 404/.test(text));
+  await check("the console has no errors", () => own.length && own.join("; "));
+  await check("a hidden tab asks nothing", () => hidden(page));
+  await check("a daemon that is gone is missed, and found again", () => unreachable(page));
+}
+
+/** Runs a check until it finds nothing wrong: what the page shows may be an answer behind. */
+async function check(name, test) {
+  let problem = "";
+  try {
+    const end = Date.now() + DEADLINE_MS / 3;
+    do {
+      problem = await test();
+      if (problem) await new Promise((done) => setTimeout(done, 100));
+    } while (problem && Date.now() < end);
+  } catch (error) {
+    problem = String(error);
+  }
+  if (problem) failed++;
+  console.log(problem ? `FAILED  ${name}: ${problem}` : `ok      ${name}`);
+}
+
+async function until(condition, otherwise) {
+  const end = Date.now() + DEADLINE_MS;
+  while (!(await condition())) {
+    if (Date.now() > end) throw new Error(otherwise);
+    await new Promise((done) => setTimeout(done, 50));
+  }
+}
+
+/** Texts of the cells of a table by the names of columns, a record per row. */
+function rows(page, id) {
+  return page.locator(`#${id} tbody tr[data-key]:not([data-key=""])`).evaluateAll((rows) =>
+    rows.map((row) => Object.fromEntries([...row.cells].map((cell) => [cell.dataset.label, cell.textContent]))));
+}
+
+async function sameList(page, said) {
+  if (!said) return "the API has not been asked";
+  const [jobs, gpus] = [await rows(page, "jobs"), await rows(page, "gpus")];
+  const problems = [];
+  compare(problems, "host", await page.locator("#host").textContent(), said.node.host);
+  compare(problems, "jobs", jobs.length, said.jobs.length);
+  compare(problems, "gpus", gpus.length, said.gpus.length);
+  jobs.forEach((row, index) => {
+    const want = said.jobs[index];
+    compare(problems, "id", row.job, String(want.id));
+    compare(problems, `name of ${want.id}`, row.name, want.name || "–");
+    compare(problems, `state of ${want.id}`, row.state, want.state);
+    compare(problems, `reason of ${want.id}`, row.why, want.reason.slice(0, 1000) || "–");
+    compare(problems, `user of ${want.id}`, row.user, want.user || String(want.uid));
+    compare(problems, `step of ${want.id}`, row.step, want.step === null ? "–" : `${want.step} of ${want.total_steps}`);
+    near(problems, `loss of ${want.id}`, row.loss, want.loss, 1e-4);
+    near(problems, `speed of ${want.id}`, row["tok/s"], want.tokens_per_second, 0.006 * want.tokens_per_second + 0.5);
+  });
+  gpus.forEach((row, index) => {
+    const want = said.gpus[index];
+    compare(problems, "index", row.GPU, String(want.index));
+    compare(problems, `state of GPU ${want.index}`, row.state, want.state);
+    compare(problems, `reason of GPU ${want.index}`, row.why, want.reason || "–");
+    compare(problems, `job of GPU ${want.index}`, row.job.split(" ")[0], want.job === null ? "–" : String(want.job));
+  });
+  return problems.join("; ");
+}
+
+async function sameJob(page, said) {
+  const want = said.get(`/api/v1/jobs/${job}`);
+  if (!want) return "the API has not been asked";
+  const problems = [];
+  compare(problems, "title", await page.locator("#job-title").textContent(), `Job ${want.id}: ${want.name}`);
+  compare(problems, "reason", await page.locator("#job-reason").textContent(), want.reason);
+  if (want.report) compare(problems, "report", await page.locator("#report").textContent(), want.report);
+  const ranks = await rows(page, "ranks");
+  const wanted = want.status?.ranks ?? [];
+  compare(problems, "ranks", ranks.length, wanted.length);
+  ranks.forEach((row, index) => {
+    compare(problems, `state of rank ${index}`, row.state, wanted[index].state);
+    compare(problems, `pid of rank ${index}`, row.pid, String(wanted[index].pid || "–"));
+    compare(problems, `hint of rank ${index}`, row.hint, wanted[index].exit || wanted[index].hint || "–");
+    near(problems, `CPU of rank ${index}`, row.CPU, wanted[index].cpu_percent, 0.51);
+  });
+  const finite = want.history.filter((point) => typeof point.loss === "number");
+  if (finite.length) {
+    compare(problems, "the curve's points", await page.locator("#loss .curve").evaluate((path) =>
+      path.getAttribute("d").split(/[ML]/).length - 1), finite.length);
+    const last = await page.locator("#loss tbody tr").last().locator("td").allTextContents();
+    compare(problems, "the table's last step", last[0], String(want.history.at(-1).step));
+    near(problems, "the table's last loss", last[1], want.history.at(-1).loss, 1e-4);
+  }
+  const log = said.get(`/api/v1/jobs/${job}/logs`);
+  if (log?.lines.length) {
+    const shown = (await page.locator("#log").textContent()).split("\n");
+    compare(problems, "lines of the log", shown.length, log.lines.length);
+  }
+  return problems.join("; ");
+}
+
+function compare(problems, what, shown, wanted) {
+  if (shown !== wanted) problems.push(`${what} is shown as ${JSON.stringify(shown)} instead of ${JSON.stringify(wanted)}`);
+}
+
+function near(problems, what, shown, wanted, within) {
+  if (wanted === null || typeof wanted === "string") return compare(problems, what, shown, wanted ?? "–");
+  const unit = { K: 1e3, M: 1e6, G: 1e9, T: 1e12 }[shown.at(-1)] ?? 1;
+  if (!(Math.abs(parseFloat(shown) * unit - wanted) <= within)) compare(problems, what, shown, wanted);
+}
+
+async function byKeys(page) {
+  await page.evaluate(() => { location.hash = ""; document.activeElement?.blur(); window.scrollTo(0, 0); });
+  for (let key = 0; key < 500; key++) {
+    await page.keyboard.press("Tab");
+    const [href, outline] = await page.evaluate(() => {
+      const at = document.activeElement;
+      return [at.getAttribute("href"), getComputedStyle(at).outlineStyle];
+    });
+    if (href !== `#job=${job}`) continue;
+    if (outline === "none") return "the focus cannot be seen";
+    await page.keyboard.press("Enter");
+    await page.locator("#job").waitFor({ state: "visible" });
+    await until(() => page.evaluate(() => document.activeElement.id === "job-title"), "the focus is not on the job");
+    return "";
+  }
+  return "no key leads there";
+}
+
+async function focusStays(page) {
+  const link = page.locator(`#jobs a[href="#job=${job}"]`);
+  await link.focus();
+  await page.waitForResponse(/api\/v1\/node/);
+  await page.waitForResponse(/api\/v1\/node/);
+  await page.evaluate(() => new Promise(requestAnimationFrame));
+  return (await link.evaluate((link) => link === document.activeElement)) ? "" : "it is lost";
+}
+
+/** Texts against what is behind them, as WCAG 2.2 counts: 4.5 for AA. */
+function contrast(page) {
+  return page.evaluate(() => {
+    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const mix = (...colors) => {
+      canvas.clearRect(0, 0, 1, 1);
+      for (const color of colors) { canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1); }
+      return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const light = (rgb) => {
+      const [r, g, b] = rgb.map((c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+      return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const problems = new Set();
+    for (const element of document.querySelectorAll("body *")) {
+      const text = [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim());
+      if (!text || !element.checkVisibility() || element.closest("noscript, svg title, svg desc")) continue;
+      const backs = [];
+      for (let at = element; at; at = at.parentElement) backs.unshift(getComputedStyle(at).backgroundColor);
+      const style = getComputedStyle(element);
+      const back = ["white", ...backs];
+      const [a, b] = [light(mix(...back)), light(mix(...back, element.closest("svg") ? style.fill : style.color))];
+      const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+      if (ratio < 4.5) problems.add(`${element.tagName} ${element.className?.baseVal ?? element.className} ${ratio.toFixed(2)}`);
+    }
+    return [...problems].join("; ");
+  });
+}
+
+async function narrow(page) {
+  await page.waitForResponse(/api\/v1\/node/);
+  return page.evaluate(() => {
+    const { scrollWidth, clientWidth } = document.documentElement;
+    const wide = [...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right > clientWidth + 1 && e.checkVisibility());
+    return scrollWidth > clientWidth ? `${scrollWidth} > ${clientWidth}: ${wide.slice(0, 5).map((e) => `${e.tagName}#${e.id}.${e.className}`)}` : "";
+  });
+}
+
+async function hidden(page) {
+  const turn = (value) => page.evaluate((value) => {
+    Object.defineProperty(document, "hidden", { configurable: true, get: () => value });
+    document.dispatchEvent(new Event("visibilitychange"));
+  }, value);
+  await turn(true);
+  await page.waitForTimeout(500);
+  let asked = 0;
+  const count = () => asked++;
+  page.on("request", count);
+  await page.waitForTimeout(2 * POLL_MS);
+  const before = asked;
+  await turn(false);
+  await until(() => asked > before, "it asks nothing when it is shown again, either");
+  page.off("request", count);
+  return before ? `${before} requests` : "";
+}
+
+async function unreachable(page) {
+  const banner = page.locator("#unreachable");
+  await page.route("**/api/**", (route) => route.abort());
+  await banner.waitFor({ state: "visible", timeout: DEADLINE_MS });
+  await page.unroute("**/api/**");
+  await banner.waitFor({ state: "hidden", timeout: DEADLINE_MS });
+}
+
+async function picture(page, name) {
+  if (!directory) return;
+  await page.evaluate(() => window.scrollTo(0, 0));
+  await page.screenshot({ path: join(directory, `${name}.png`), fullPage: true });
+}
