@@ -25,10 +25,10 @@ pub mod state;
 mod submission;
 mod users;
 pub mod view;
+pub mod web;
 
-    id.map(|id| id.trim().to_owned()).unwrap_or_default()
-    let id = fs_err::read_to_string("/proc/sys/kernel/random/boot_id");
 /// Tells this start of the system from others.
 pub fn boot_id() -> String {
-pub mod web;
+    let id = fs_err::read_to_string("/proc/sys/kernel/random/boot_id");
+    id.map(|id| id.trim().to_owned()).unwrap_or_default()
 }
