@@ -150,7 +150,7 @@ pub(super) fn prepare(launch: &Launch) -> Result<(JobSpec, Placement), Refusal> 
 }
 
 /// The error with its place in the file drawn below.
-fn draw(error: &ConfigError) -> Refusal {
+pub(crate) fn draw(error: &ConfigError) -> Refusal {
     let mut text = String::new();
     let mut theme = GraphicalTheme::default();
     // "error:" stands in front already.

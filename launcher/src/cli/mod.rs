@@ -2,6 +2,7 @@
 
 mod agent;
 mod bench;
+mod daemon;
 mod launch;
 mod query;
 pub(crate) mod torchrun;
@@ -14,6 +15,7 @@ use xlaunch_proto::exit::ExitCode;
 
 use crate::devices::Node;
 use crate::{Refusal, Trainer};
+pub(crate) use launch::draw;
 use torchrun::{Name, Request};
 
 /// Starts worker processes and looks after them.
@@ -33,6 +35,8 @@ enum Query {
     /// Run one job of a node's daemon.
     #[command(hide = true)]
     Agent(agent::Agent),
+    /// Look after this node's queue of jobs.
+    Daemon(daemon::Daemon),
     /// Measure what parts of xlaunch cost on this machine.
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -92,6 +96,7 @@ async fn query(command: Query, trainer: Trainer) -> ExitCode {
         Query::Status(options) => query::status(options).await,
         Query::Logs(options) => query::logs(options).await,
         Query::Agent(options) => agent::run(&options, trainer).await,
+        Query::Daemon(options) => daemon::run(options).await,
         Query::Bench(bench) => bench::run(bench, trainer).await,
         Query::Stop(options) => query::stop(options).await,
     }

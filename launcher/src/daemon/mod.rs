@@ -20,6 +20,8 @@ pub mod journal;
 mod live;
 pub mod manager;
 pub mod orders;
+pub mod run;
+pub mod service;
 mod show;
 pub mod state;
 mod submission;

@@ -1,0 +1,59 @@
+//! `xlaunch daemon`: what `xlaunch.service` runs.
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+
+use clap::Args;
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use xlaunch_proto::exit::ExitCode;
+
+use crate::daemon::run::{self, Options};
+
+/// Options of `xlaunch daemon`.
+#[derive(Debug, Args)]
+pub(super) struct Daemon {
+    /// Configuration. Default: /etc/xlaunch/daemon.toml for root, ~/.config/xlaunch/daemon.toml for others; it may be missing.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Run without systemd: jobs are processes of their own, messages go to stderr.
+    #[arg(long)]
+    foreground: bool,
+    /// Where the queue and the jobs are kept (daemon.state_dir).
+    #[arg(long, value_name = "DIR")]
+    state_dir: Option<PathBuf>,
+    /// Where to listen (daemon.socket).
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+}
+
+#[expect(clippy::print_stderr, reason = "what keeps the daemon from starting goes to stderr")]
+pub(super) async fn run(options: Daemon) -> ExitCode {
+    let Daemon { config, foreground, state_dir, socket } = options;
+    log(foreground);
+    match run::run(&Options { config, foreground, state_dir, socket }).await {
+        Ok(()) => ExitCode::Done,
+        Err(refusal) => {
+            eprintln!("error: {}", refusal.message.trim());
+            refusal.exit
+        }
+    }
+}
+
+/// The journal takes fields as they are; elsewhere lines say them.
+fn log(foreground: bool) {
+    let filter = || {
+        EnvFilter::try_from_env("XLAUNCH_LOG").unwrap_or_else(|_| EnvFilter::new("warn,xlaunch=info"))
+    };
+    let under_journald = std::env::var_os("JOURNAL_STREAM").is_some() && !foreground;
+    if under_journald && let Ok(journal) = tracing_journald::layer() {
+        tracing_subscriber::registry().with(filter()).with(journal.with_field_prefix(None)).init();
+        return;
+    }
+    let lines = tracing_subscriber::fmt::layer()
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_target(false);
+    tracing_subscriber::registry().with(filter()).with(lines).init();
+}
