@@ -1,4 +1,7 @@
-//! From wire messages to checked values. All validation of wire data is here.
+//! From wire messages to checked values. All validation of wire data is here: the agent's in this file, the daemon's in
+//! [`node`].
+
+pub mod node;
 
 use crate::ids::{Attempt, Digest, NcclId, Rank, WorldSize};
 use crate::v1;
@@ -35,6 +38,14 @@ pub enum WireError {
         got: u64,
         /// What is valid.
         expected: String,
+    },
+    /// A field whose content cannot work.
+    #[error("field {field} {problem}")]
+    Content {
+        /// Name in the proto file.
+        field: &'static str,
+        /// What is wrong, to be read behind the name.
+        problem: String,
     },
 }
 
