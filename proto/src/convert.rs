@@ -1,4 +1,7 @@
-//! From wire messages to checked values. All validation of wire data is here.
+//! From wire messages to checked values. All validation of wire data is here: the agent's in this file, the daemon's in
+//! [`node`].
+
+pub mod node;
 
 use crate::ids::{Attempt, Digest, NcclId, Rank, WorldSize};
 use crate::v1;
@@ -35,6 +38,14 @@ pub enum WireError {
         got: u64,
         /// What is valid.
         expected: String,
+    },
+    /// A field whose content cannot work.
+    #[error("field {field} {problem}")]
+    Content {
+        /// Name in the proto file.
+        field: &'static str,
+        /// What is wrong, to be read behind the name.
+        problem: String,
     },
 }
 
@@ -159,6 +170,11 @@ impl TryFrom<v1::LogsRequest> for Logs {
         };
         Ok(Self { rank: Rank(wire.rank), stderr, follow: wire.follow, tail_lines: wire.tail_lines })
     }
+}
+
+/// Bytes of a message on the wire.
+pub fn encoded_size(message: &impl prost::Message) -> usize {
+    message.encoded_len()
 }
 
 fn text(field: &'static str, value: String) -> Result<String, WireError> {

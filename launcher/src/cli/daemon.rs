@@ -43,9 +43,8 @@ pub(super) async fn run(options: Daemon) -> ExitCode {
 
 /// The journal takes fields as they are; elsewhere lines say them.
 fn log(foreground: bool) {
-    let filter = || {
-        EnvFilter::try_from_env("XLAUNCH_LOG").unwrap_or_else(|_| EnvFilter::new("warn,xlaunch=info"))
-    };
+    let filter =
+        || EnvFilter::try_from_env("XLAUNCH_LOG").unwrap_or_else(|_| EnvFilter::new("warn,xlaunch=info"));
     let under_journald = std::env::var_os("JOURNAL_STREAM").is_some() && !foreground;
     if under_journald && let Ok(journal) = tracing_journald::layer() {
         tracing_subscriber::registry().with(filter()).with(journal.with_field_prefix(None)).init();

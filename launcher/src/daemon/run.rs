@@ -62,8 +62,8 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
     let variable = |name: &str| std::env::var_os(name);
     let place = config.daemon.state_dir(root, variable).map_err(|error| bad(&error))?;
     make_state_dir(&place, root).map_err(|error| unusable(&place, &error))?;
-    let (journal, Replay { records, notes }) = Journal::<Record>::open(&place)
-        .map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
+    let (journal, Replay { records, notes }) =
+        Journal::<Record>::open(&place).map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
     notes.iter().for_each(|note| warn!("{note}"));
     let mut jobs = Jobs::default();
     records.into_iter().for_each(|record| jobs.apply(record));
@@ -142,11 +142,8 @@ async fn attend(
     serving: &mut [tokio::task::JoinHandle<io::Result<()>>],
 ) -> Result<(), Refusal> {
     let listen = |kind| signal(kind).map_err(|error| internal(&error));
-    let (mut term, mut int, mut hup) = (
-        listen(SignalKind::terminate())?,
-        listen(SignalKind::interrupt())?,
-        listen(SignalKind::hangup())?,
-    );
+    let (mut term, mut int, mut hup) =
+        (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?, listen(SignalKind::hangup())?);
     loop {
         let any = std::future::poll_fn(|context| {
             let ended = serving.iter_mut().find_map(|task| match Pin::new(task).poll(context) {
@@ -216,7 +213,9 @@ async fn starter(config: &DaemonConfig, foreground: bool, root: bool) -> Result<
     }
     let bus = zbus::Connection::system().await;
     bus.map(Starter::Systemd).map_err(|error| {
-        let message = format!("agents are started by systemd, and D-Bus does not answer: {error}; daemon.agents says how");
+        let message = format!(
+            "agents are started by systemd, and D-Bus does not answer: {error}; daemon.agents says how"
+        );
         Refusal::new(ExitCode::Usage, message)
     })
 }
@@ -265,7 +264,8 @@ fn bad(error: &ConfigError) -> Refusal {
 }
 
 fn unusable(place: &Path, error: &io::Error) -> Refusal {
-    let message = format!("{} cannot hold the daemon's state: {error}; daemon.state_dir says where", place.display());
+    let message =
+        format!("{} cannot hold the daemon's state: {error}; daemon.state_dir says where", place.display());
     Refusal::new(ExitCode::Usage, message)
 }
 

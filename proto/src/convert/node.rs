@@ -1,0 +1,353 @@
+//! What callers send to the daemon of a node, checked.
+//!
+//! Anybody on the node may send anything: lengths are bounded here, so that nothing behind this file has to be.
+
+use std::path::PathBuf;
+
+use super::{Logs, WireError};
+use crate::spec::JobSpec;
+use crate::v1;
+
+/// Bytes of a request id.
+const REQUEST_ID: usize = 64;
+/// Bytes of a version.
+const VERSION: usize = 64;
+/// Bytes of a job's name.
+const NAME: usize = 256;
+/// Bytes of a path.
+const PATH: usize = 4096;
+/// Bytes of a reason.
+const REASON: usize = 1024;
+/// Bytes of all variables of an environment.
+const ENVIRONMENT: usize = 256 << 10;
+/// Arguments of a command.
+const ARGUMENTS: usize = 4096;
+/// Bytes of all of them.
+const ARGUMENT_BYTES: usize = 512 << 10;
+/// GPUs, more than any node has.
+const GPUS: u32 = 1024;
+/// Bytes of the UUID of one.
+const UUID: usize = 128;
+/// Highest priority; the lowest is the negative of it.
+const PRIORITY: i32 = 1000;
+
+/// What a job runs.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Work {
+    /// The built-in trainer.
+    Trainer(Box<JobSpec>),
+    /// The rest of an xlaunch command line, at least one argument, none with a zero byte.
+    Command(Vec<Vec<u8>>),
+}
+
+/// A checked [`v1::SubmitRequest`].
+#[derive(Clone, Debug, PartialEq)]
+#[expect(missing_docs, reason = "the fields are those of the message")]
+pub struct Submit {
+    pub request_id: String,
+    pub version: String,
+    pub work_dir: PathBuf,
+    pub environment: Vec<Vec<u8>>,
+    pub work: Work,
+    pub name: String,
+    pub priority: i32,
+    pub gpus: Option<u32>,
+}
+
+impl TryFrom<v1::SubmitRequest> for Submit {
+    type Error = WireError;
+
+    fn try_from(wire: v1::SubmitRequest) -> Result<Self, WireError> {
+        within("request_id", wire.request_id.len(), REQUEST_ID)?;
+        let printable = wire.request_id.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ');
+        if wire.request_id.is_empty() || !printable {
+            return Err(content(
+                "request_id",
+                format!("is not 1 to {REQUEST_ID} printable ASCII characters"),
+            ));
+        }
+        if wire.priority.unsigned_abs() > PRIORITY.unsigned_abs() {
+            let problem = format!("is {}, expected -{PRIORITY} to {PRIORITY}", wire.priority);
+            return Err(content("priority", problem));
+        }
+        if let Some(gpus) = wire.gpus.filter(|gpus| *gpus > GPUS) {
+            let expected = format!("at most {GPUS}");
+            return Err(WireError::Range { field: "gpus", got: gpus.into(), expected });
+        }
+        Ok(Self {
+            request_id: wire.request_id,
+            version: text("version", wire.version, VERSION)?,
+            work_dir: work_dir(wire.work_dir)?,
+            environment: environment(wire.environment)?,
+            work: work(wire.work)?,
+            name: text("name", wire.name, NAME)?,
+            priority: wire.priority,
+            gpus: wire.gpus,
+        })
+    }
+}
+
+/// A checked [`v1::JobLogsRequest`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the fields are those of the message")]
+pub struct JobLogs {
+    pub job: u64,
+    pub logs: Logs,
+}
+
+impl TryFrom<v1::JobLogsRequest> for JobLogs {
+    type Error = WireError;
+
+    fn try_from(wire: v1::JobLogsRequest) -> Result<Self, WireError> {
+        let logs = wire.logs.ok_or_else(|| content("logs", "is missing".into()))?;
+        Ok(Self { job: wire.job, logs: logs.try_into()? })
+    }
+}
+
+/// A checked [`v1::DrainRequest`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the fields are those of the message")]
+pub struct Drain {
+    pub gpus: Vec<String>,
+    pub undo: bool,
+    pub reason: String,
+}
+
+impl TryFrom<v1::DrainRequest> for Drain {
+    type Error = WireError;
+
+    fn try_from(wire: v1::DrainRequest) -> Result<Self, WireError> {
+        if wire.gpus.len() > GPUS as usize {
+            let (got, expected) = (wire.gpus.len() as u64, format!("at most {GPUS}"));
+            return Err(WireError::Range { field: "gpus", got, expected });
+        }
+        let gpus = wire.gpus.into_iter().map(|uuid| text("gpus", uuid, UUID)).collect::<Result<_, _>>()?;
+        Ok(Self { gpus, undo: wire.undo, reason: text("reason", wire.reason, REASON)? })
+    }
+}
+
+fn work_dir(path: String) -> Result<PathBuf, WireError> {
+    let path = text("work_dir", path, PATH)?;
+    if !path.starts_with('/') {
+        return Err(content("work_dir", "is not an absolute path".into()));
+    }
+    Ok(path.into())
+}
+
+fn environment(variables: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, WireError> {
+    within("environment", total(&variables), ENVIRONMENT)?;
+    for variable in &variables {
+        let name = variable.iter().position(|byte| *byte == b'=');
+        if name.is_none_or(|end| end == 0) || variable.contains(&0) {
+            let shown = String::from_utf8_lossy(variable).chars().take(32).collect::<String>();
+            return Err(content("environment", format!("has {shown:?}, which is not NAME=VALUE")));
+        }
+    }
+    Ok(variables)
+}
+
+fn work(work: Option<v1::submit_request::Work>) -> Result<Work, WireError> {
+    use v1::submit_request::Work::{Command, TrainerSpecJson};
+    match work {
+        None => Err(content("work", "is missing: a job is a trainer's description or a command".into())),
+        Some(TrainerSpecJson(json)) => {
+            let spec = JobSpec::from_json(&json)
+                .map_err(|error| content("trainer_spec_json", format!("is refused: {error}")))?;
+            check_text("job.name", &spec.job.name, NAME)?;
+            Ok(Work::Trainer(Box::new(spec)))
+        }
+        Some(Command(line)) => {
+            let arguments = line.arguments;
+            if arguments.is_empty() || arguments.len() > ARGUMENTS {
+                let (got, expected) = (arguments.len() as u64, format!("1 to {ARGUMENTS}"));
+                return Err(WireError::Range { field: "arguments", got, expected });
+            }
+            within("arguments", total(&arguments), ARGUMENT_BYTES)?;
+            if arguments.iter().any(|argument| argument.contains(&0)) {
+                return Err(content("arguments", "has an argument with a zero byte".into()));
+            }
+            Ok(Work::Command(arguments))
+        }
+    }
+}
+
+/// Bytes of all of them, each with the zero that the kernel puts behind it.
+fn total(strings: &[Vec<u8>]) -> usize {
+    strings.iter().map(|string| string.len() + 1).sum()
+}
+
+/// Text that can be shown in a line.
+fn text(field: &'static str, value: String, limit: usize) -> Result<String, WireError> {
+    check_text(field, &value, limit).map(|()| value)
+}
+
+fn check_text(field: &'static str, value: &str, limit: usize) -> Result<(), WireError> {
+    within(field, value.len(), limit)?;
+    match value.chars().any(char::is_control) {
+        true => Err(content(field, "has control characters".into())),
+        false => Ok(()),
+    }
+}
+
+fn within(field: &'static str, got: usize, limit: usize) -> Result<(), WireError> {
+    if got > limit {
+        return Err(WireError::TooLong { field, got, limit });
+    }
+    Ok(())
+}
+
+fn content(field: &'static str, problem: String) -> WireError {
+    WireError::Content { field, problem }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use prost::Message;
+    use v1::submit_request::Work::{Command, TrainerSpecJson};
+
+    use super::*;
+
+    fn submit() -> v1::SubmitRequest {
+        v1::SubmitRequest {
+            request_id: "a 1".into(),
+            version: "0.1.0".into(),
+            work_dir: "/home/ann".into(),
+            environment: vec![b"A=".to_vec(), b"B=\xff=1".to_vec()],
+            work: Some(command(&[b"train.py", b"\xff"])),
+            name: "näme".into(),
+            priority: -1000,
+            gpus: Some(1024),
+        }
+    }
+
+    fn command(arguments: &[&[u8]]) -> v1::submit_request::Work {
+        Command(v1::CommandLine { arguments: arguments.iter().map(|argument| argument.to_vec()).collect() })
+    }
+
+    /// What is said where one field differs from a good request.
+    fn refusal(change: impl FnOnce(&mut v1::SubmitRequest)) -> String {
+        let mut wire = submit();
+        change(&mut wire);
+        Submit::try_from(wire).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_job_at_its_limits_is_taken_and_one_beyond_is_refused_by_name() {
+        assert_eq!(Submit::try_from(submit()).unwrap().work_dir, PathBuf::from("/home/ann"));
+        let full = v1::SubmitRequest {
+            request_id: "x".repeat(64),
+            version: "v".repeat(64),
+            work_dir: format!("/{}", "d".repeat(4095)),
+            environment: vec![[b"A=".to_vec(), vec![b'x'; ENVIRONMENT - 3]].concat()],
+            work: Some(command(&[b"".as_slice(); 4096])),
+            name: "n".repeat(256),
+            priority: 1000,
+            gpus: None,
+        };
+        Submit::try_from(full.clone()).unwrap();
+        let starts =
+            |text: String, field: &str| assert!(text.starts_with(&format!("field {field} ")), "{text}");
+        starts(refusal(|wire| wire.request_id.clear()), "request_id");
+        starts(refusal(|wire| wire.request_id = "é".into()), "request_id");
+        starts(refusal(|wire| wire.request_id = full.request_id + "x"), "request_id");
+        starts(refusal(|wire| wire.version = full.version + "x"), "version");
+        starts(refusal(|wire| wire.work_dir = full.work_dir + "x"), "work_dir");
+        starts(refusal(|wire| wire.work_dir = "here".into()), "work_dir");
+        starts(refusal(|wire| wire.work_dir = "/a\0".into()), "work_dir");
+        starts(
+            refusal(|wire| wire.environment = [full.environment, vec![b"B=".to_vec()]].concat()),
+            "environment",
+        );
+        for variable in [b"=B".as_slice(), b"B", b"", b"B=\0"] {
+            starts(refusal(|wire| wire.environment.push(variable.into())), "environment");
+        }
+        starts(refusal(|wire| wire.work = None), "work");
+        starts(refusal(|wire| wire.work = Some(command(&[]))), "arguments");
+        starts(refusal(|wire| wire.work = Some(command(&[b"".as_slice(); 4097]))), "arguments");
+        starts(refusal(|wire| wire.work = Some(command(&[&[b'x'; ARGUMENT_BYTES]]))), "arguments");
+        starts(refusal(|wire| wire.work = Some(command(&[b"a\0"]))), "arguments");
+        starts(refusal(|wire| wire.name = full.name + "x"), "name");
+        starts(refusal(|wire| wire.name = "\x1b[2J".into()), "name");
+        starts(refusal(|wire| wire.priority = 1001), "priority");
+        starts(refusal(|wire| wire.priority = i32::MIN), "priority");
+        starts(refusal(|wire| wire.gpus = Some(1025)), "gpus");
+    }
+
+    #[test]
+    fn a_trainer_job_is_checked_as_a_whole() {
+        let mut spec = JobSpec::default();
+        let trainer = |json: Vec<u8>| v1::SubmitRequest { work: Some(TrainerSpecJson(json)), ..submit() };
+        let submit = Submit::try_from(trainer(spec.to_json())).unwrap();
+        assert_eq!(submit.work, Work::Trainer(Box::new(spec.clone())));
+        spec.train.batch = 0;
+        let error = Submit::try_from(trainer(spec.to_json())).unwrap_err().to_string();
+        assert!(error.contains("train.batch"), "{error}");
+        spec.train.batch = 1;
+        spec.job.name = "a\nb".into();
+        let error = Submit::try_from(trainer(spec.to_json())).unwrap_err().to_string();
+        assert!(error.contains("job.name"), "{error}");
+        let error = Submit::try_from(trainer(vec![b'['; 1 << 20])).unwrap_err().to_string();
+        assert!(error.contains("trainer_spec_json"), "{error}");
+    }
+
+    #[test]
+    fn logs_of_nothing_and_a_drain_of_too_much_are_refused() {
+        assert!(JobLogs::try_from(v1::JobLogsRequest { job: 1, logs: None }).is_err());
+        let drain = |count| v1::DrainRequest { gpus: vec!["GPU-1".into(); count], ..Default::default() };
+        assert!(Drain::try_from(drain(1024)).is_ok() && Drain::try_from(drain(1025)).is_err());
+        assert!(
+            Drain::try_from(v1::DrainRequest { reason: "x".repeat(1025), ..Default::default() }).is_err()
+        );
+    }
+
+    /// Whatever it is, it is refused or within bounds.
+    fn bounded(submit: &Submit) {
+        assert!((1..=64).contains(&submit.request_id.len()) && submit.name.len() <= 256);
+        assert!(submit.work_dir.is_absolute() && submit.work_dir.as_os_str().len() <= 4096);
+        assert!(submit.environment.iter().all(|variable| variable.contains(&b'=')));
+        assert!(submit.priority.abs() <= 1000 && submit.gpus.unwrap_or(0) <= 1024);
+        match &submit.work {
+            Work::Command(arguments) => assert!((1..=4096).contains(&arguments.len())),
+            Work::Trainer(spec) => spec.check().unwrap(),
+        }
+    }
+
+    fn decode<M: Message + Default, T: TryFrom<M>>(bytes: &[u8]) -> Option<T> {
+        T::try_from(M::decode(bytes).ok()?).ok()
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_refused_or_within_bounds(
+            bytes in proptest::collection::vec(any::<u8>(), 0..300),
+            at in any::<prop::sample::Index>(),
+            cut in any::<prop::sample::Index>(),
+            as_trainer in any::<bool>(),
+        ) {
+            // Noise, and a good request of which a part is noise, cut somewhere.
+            let mut good = submit();
+            if as_trainer {
+                good.work = Some(TrainerSpecJson(JobSpec::default().to_json()));
+            }
+            let good = good.encode_to_vec();
+            let at = at.index(good.len());
+            let end = good.len().min(at + bytes.len() % 8);
+            let mut spoilt = good;
+            let noise = &bytes[..end - at];
+            spoilt[at..end].copy_from_slice(noise);
+            spoilt.truncate(cut.index(2 * spoilt.len()));
+            for bytes in [&bytes, &spoilt] {
+                if let Some(submit) = decode::<v1::SubmitRequest, Submit>(bytes) {
+                    bounded(&submit);
+                }
+                if let Some(drain) = decode::<v1::DrainRequest, Drain>(bytes) {
+                    assert!(drain.gpus.len() <= 1024 && drain.reason.len() <= 1024);
+                }
+                decode::<v1::JobLogsRequest, JobLogs>(bytes);
+                let _ = (v1::ListRequest::decode(&**bytes), v1::GetRequest::decode(&**bytes));
+                let _ = (v1::CancelRequest::decode(&**bytes), v1::NodeStatusRequest::decode(&**bytes));
+            }
+        }
+    }
+}
