@@ -131,6 +131,15 @@ fn failed(error: &std::io::Error) -> Refusal {
 
 /// Everything that can be known before data is opened.
 pub(super) fn prepare(launch: &Launch) -> Result<(JobSpec, Placement), Refusal> {
+    let mut spec = load(launch)?;
+    let placement = devices::place(&spec, &Node::inspect())?;
+    // From here on the description says what is done, on every rank.
+    spec.launch.nproc = Some(placement.workers);
+    Ok((spec, placement))
+}
+
+/// What is to be trained, of all layers, wherever that will be.
+pub(super) fn load(launch: &Launch) -> Result<JobSpec, Refusal> {
     let mut overrides = Override::from_environment(std::env::vars());
     let flag = |key: &str, value: String, source: String| Override { key: key.into(), value, source };
     for argument in &launch.set {
@@ -142,11 +151,7 @@ pub(super) fn prepare(launch: &Launch) -> Result<(JobSpec, Placement), Refusal> 
     if let Some(resume) = &launch.resume {
         overrides.push(flag("checkpoint.resume", format!("{resume:?}"), format!("--resume={resume}")));
     }
-    let mut spec = config::load(&launch.config, &overrides).map_err(|error| draw(&error))?;
-    let placement = devices::place(&spec, &Node::inspect())?;
-    // From here on the description says what is done, on every rank.
-    spec.launch.nproc = Some(placement.workers);
-    Ok((spec, placement))
+    config::load(&launch.config, &overrides).map_err(|error| draw(&error))
 }
 
 /// The error with its place in the file drawn below.

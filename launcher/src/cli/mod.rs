@@ -2,8 +2,11 @@
 
 mod agent;
 mod bench;
+mod channel;
+mod console;
 mod daemon;
 mod launch;
+mod node;
 mod query;
 pub(crate) mod torchrun;
 
@@ -28,10 +31,22 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Query {
-    /// Show the state of running launches.
+    /// Show the state of running launches, or of a job.
     Status(query::Status),
-    /// Print what a rank of a running launch has written.
+    /// Print what a rank of a running launch or of a job writes.
     Logs(query::Logs),
+    /// Stop a running launch or a job, training with a checkpoint.
+    Stop(query::Stop),
+    /// Have the node's daemon launch something when its turn comes.
+    Submit(node::Submit),
+    /// List the daemon's jobs.
+    Jobs(node::Jobs),
+    /// Take jobs out of the queue, or stop them.
+    Cancel(node::Cancel),
+    /// Show the node and its GPUs as the daemon sees them.
+    Node(node::Node),
+    /// Start no more jobs on the node or some of its GPUs.
+    Drain(node::Drain),
     /// Run one job of a node's daemon.
     #[command(hide = true)]
     Agent(agent::Agent),
@@ -40,8 +55,6 @@ enum Query {
     /// Measure what parts of xlaunch cost on this machine.
     #[command(subcommand)]
     Bench(bench::Bench),
-    /// Stop a running launch; training stops at its next step, with a checkpoint.
-    Stop(query::Stop),
 }
 
 /// Runs the command line of this process.
@@ -51,7 +64,7 @@ pub fn main(trainer: Trainer) -> ExitCode {
     let name = Name::of(&arguments.next().unwrap_or_default());
     let arguments: Vec<OsString> = arguments.collect();
     if name == Name::Xlaunch && arguments.first().is_some_and(is_subcommand) {
-        return match Cli::command().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches)) {
+        return match understand(&arguments) {
             Ok(cli) => run(query(cli.command, trainer)),
             Err(error) => {
                 // A closed stdout or stderr leaves only the exit code to tell.
@@ -73,6 +86,30 @@ pub fn main(trainer: Trainer) -> ExitCode {
             exit
         }
     }
+}
+
+fn understand(arguments: &[OsString]) -> Result<Cli, clap::Error> {
+    let arguments = match arguments {
+        [first, rest @ ..] if first == "submit" => {
+            [std::slice::from_ref(first), &node::split(rest, submit_option)].concat()
+        }
+        arguments => arguments.to_vec(),
+    };
+    let line = std::iter::once(OsString::from("xlaunch")).chain(arguments);
+    Cli::command().try_get_matches_from(line).and_then(|matches| Cli::from_arg_matches(&matches))
+}
+
+/// Whether this option of `submit`, if it is one, is followed by a value.
+fn submit_option(name: &str) -> Option<bool> {
+    let mut command = Cli::command();
+    command.build();
+    let is_named = |option: &&clap::Arg| {
+        let short = option.get_short().map(|letter| format!("-{letter}"));
+        let long = option.get_long().map(|long| format!("--{long}"));
+        [short, long].iter().flatten().any(|known| known == name)
+    };
+    let option = command.find_subcommand("submit")?.get_arguments().find(is_named)?;
+    Some(option.get_action().takes_values())
 }
 
 /// Does the work of a command line that was understood.
@@ -97,8 +134,13 @@ async fn query(command: Query, trainer: Trainer) -> ExitCode {
         Query::Logs(options) => query::logs(options).await,
         Query::Agent(options) => agent::run(&options, trainer).await,
         Query::Daemon(options) => daemon::run(options).await,
-        Query::Bench(bench) => bench::run(bench, trainer).await,
         Query::Stop(options) => query::stop(options).await,
+        Query::Submit(options) => node::submit(options).await,
+        Query::Jobs(options) => node::jobs(options).await,
+        Query::Cancel(options) => node::cancel(options).await,
+        Query::Node(options) => node::node(options).await,
+        Query::Drain(options) => node::drain(options).await,
+        Query::Bench(bench) => bench::run(bench, trainer).await,
     }
 }
 
@@ -128,7 +170,12 @@ mod tests {
     #[test]
     fn subcommands_are_consistent_and_told_from_launches() {
         Cli::command().debug_assert();
-        assert!(["status", "stop", "bench", "help"].iter().all(|name| is_subcommand(&name.into())));
+        let row = |about: &str| about.chars().count() <= 62;
+        assert!(
+            subcommands().iter().all(|(_, about)| row(about)),
+            "lines of --help have at most 100 columns"
+        );
+        assert!(["status", "stop", "submit", "bench", "help"].iter().all(|name| is_subcommand(&name.into())));
         assert!(!["train.py", "train.toml", "--help", "--"].iter().any(|name| is_subcommand(&name.into())));
     }
 }

@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tokio::net::UnixStream;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::Channel;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{StatusReply, StatusRequest};
 
+use crate::cli::channel;
 use crate::registry::{self, Running, SOCKET};
 
 /// How deep below a directory a run may lie: output, job, run.
@@ -93,17 +94,8 @@ fn find(dir: &Path, depth: usize, found: &mut Vec<PathBuf>) {
 
 /// Connects to a launch's agent.
 pub(super) async fn connect(launch: &Running) -> Result<AgentClient<Channel>, String> {
-    let path = launch.socket.clone();
-    // The URI is never resolved: the connector below ignores it.
-    let channel = Endpoint::from_static("http://agent").timeout(PATIENCE).connect_timeout(PATIENCE);
-    let connector = tower::service_fn(move |_: Uri| {
-        let path = path.clone();
-        async move { Ok::<_, std::io::Error>(hyper_util::rt::TokioIo::new(UnixStream::connect(path).await?)) }
-    });
-    match channel.connect_with_connector(connector).await {
-        Ok(channel) => Ok(AgentClient::new(channel)),
-        Err(_) => Err(no_connection(launch)),
-    }
+    let channel = channel::connect(&launch.socket, PATIENCE).await.map_err(|_| no_connection(launch))?;
+    Ok(AgentClient::new(channel))
 }
 
 /// The state of a launch.

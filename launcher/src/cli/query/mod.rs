@@ -1,25 +1,31 @@
-//! `xlaunch status`, `logs` and `stop`: gRPC to a running agent.
+//! `xlaunch status`, `logs` and `stop`: gRPC to a running agent, or to the daemon where a job of its is meant.
 //!
 //! - [`find`]: which launch is meant, and how it is reached;
 //! - [`show`]: how its state looks.
+//!
+//! A plain number is a job of the daemon, if one answers; otherwise it names a launch as any other word does.
 
 mod find;
-mod show;
+pub(super) mod show;
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use clap::Args;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{LogStream, LogsRequest, StatusReply, StopRequest};
 
+use super::console::{End, finish, now, put, redrawn, width};
+use super::node::{self, At, Daemon};
 use crate::registry::Running;
 
 /// Options of `xlaunch status`.
 #[derive(Debug, Args)]
 pub(super) struct Status {
-    /// Name of a launch, the beginning of it, or a directory with one below. Default: the one that runs, or a list of all.
+    /// Number of a daemon's job; name of a launch, the beginning of it, or a directory with one below. Default: the one
+    /// that runs, or a list of all.
+    #[arg(value_name = "JOB")]
     run: Option<PathBuf>,
     /// Show it again every SECONDS, until the launch ends.
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2", value_parser = seconds)]
@@ -27,12 +33,15 @@ pub(super) struct Status {
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    at: At,
 }
 
 /// Options of `xlaunch logs`.
 #[derive(Debug, Args)]
 pub(super) struct Logs {
     /// As for `status`; the one that runs by default.
+    #[arg(value_name = "JOB")]
     run: Option<PathBuf>,
     /// Whose.
     #[arg(long, value_name = "R", default_value_t = 0)]
@@ -46,35 +55,62 @@ pub(super) struct Logs {
     /// Begin with the last N lines.
     #[arg(long, value_name = "N")]
     tail: Option<u64>,
+    #[command(flatten)]
+    at: At,
 }
 
 /// Options of `xlaunch stop`.
 #[derive(Debug, Args)]
 pub(super) struct Stop {
     /// As for `status`; the one that runs by default.
+    #[arg(value_name = "JOB")]
     run: Option<PathBuf>,
+    #[command(flatten)]
+    at: At,
 }
 
-/// Why a query ends before it is answered.
-enum End {
-    /// Something the user should know.
-    Problem(String),
-    /// Nobody reads stdout any more.
-    Unread,
+/// Who is asked.
+enum Asked {
+    /// The daemon, of this job.
+    Daemon(Daemon, u64),
+    /// The agent of a launch. Should there be none of this name: why no daemon was asked.
+    Agent(Option<String>),
 }
 
-impl From<String> for End {
-    fn from(problem: String) -> Self {
-        Self::Problem(problem)
+async fn asked(run: Option<&Path>, at: &At) -> Result<Asked, End> {
+    let Some(job) = run.and_then(Path::to_str).and_then(|run| run.parse().ok()) else {
+        return Ok(Asked::Agent(None));
+    };
+    match Daemon::connect(at).await {
+        Ok(daemon) => Ok(Asked::Daemon(daemon, job)),
+        Err(refusal) if at.is_given() => Err(refusal.into()),
+        Err(refusal) => Ok(Asked::Agent(Some(refusal.message))),
+    }
+}
+
+/// The problem with a launch that might have been meant as a job.
+fn explained(end: End, no_daemon: Option<String>) -> End {
+    match (end, no_daemon) {
+        (End::Problem(mut problem), Some(no_daemon)) => {
+            problem.message += &format!("\nfor a job of the daemon: {no_daemon}");
+            End::Problem(problem)
+        }
+        (end, _) => end,
     }
 }
 
 pub(super) async fn status(options: Status) -> ExitCode {
-    let result = match options.watch {
-        Some(pause) => watch(options.run.as_deref(), pause, options.json).await,
-        None => look(options.run.as_deref(), options.json).await,
+    finish(show_status(&options).await.map(|()| ExitCode::Done))
+}
+
+async fn show_status(options: &Status) -> Result<(), End> {
+    let run = options.run.as_deref();
+    let shown = match (asked(run, &options.at).await?, options.watch) {
+        (Asked::Daemon(daemon, job), pause) => return node::status(daemon, job, pause, options.json).await,
+        (Asked::Agent(why), Some(pause)) => (watch(run, pause, options.json).await, why),
+        (Asked::Agent(why), None) => (look(run, options.json).await, why),
     };
-    finish(result)
+    shown.0.map_err(|end| explained(end, shown.1))
 }
 
 /// Shows launches once.
@@ -118,9 +154,7 @@ async fn watch(run: Option<&Path>, pause: Duration, json: bool) -> Result<(), En
             }
         };
         let text = match (redraw, json) {
-            // To the upper left corner, and clear what is below; the first time, everything.
-            (true, _) if turn == 0 => format!("\x1b[2J\x1b[H{text}"),
-            (true, _) => format!("\x1b[H\x1b[J{text}"),
+            (true, _) => redrawn(&text, turn == 0),
             (false, false) => format!("{text}\n"),
             (false, true) => text,
         };
@@ -163,12 +197,11 @@ fn all_as_json(replies: &[(String, Result<StatusReply, String>)]) -> serde_json:
 }
 
 pub(super) async fn logs(options: Logs) -> ExitCode {
-    finish(print_logs(options).await)
+    finish(print_logs(options).await.map(|()| ExitCode::Done))
 }
 
 async fn print_logs(options: Logs) -> Result<(), End> {
-    let launch = find::launch(options.run.as_deref()).await?;
-    let mut agent = find::connect(&launch).await?;
+    let asked = asked(options.run.as_deref(), &options.at).await?;
     let stream = if options.stderr { LogStream::Stderr } else { LogStream::Stdout };
     let request = LogsRequest {
         rank: options.rank,
@@ -176,7 +209,13 @@ async fn print_logs(options: Logs) -> Result<(), End> {
         follow: options.follow,
         tail_lines: options.tail,
     };
-    let failed = |status: tonic::Status| End::Problem(find::problem(&launch, &status));
+    let why = match asked {
+        Asked::Daemon(daemon, job) => return node::logs(daemon, job, request, put).await,
+        Asked::Agent(why) => why,
+    };
+    let launch = find::launch(options.run.as_deref()).await.map_err(|none| explained(none.into(), why))?;
+    let mut agent = find::connect(&launch).await?;
+    let failed = |status: tonic::Status| End::from(find::problem(&launch, &status));
     let mut pieces = agent.logs(request).await.map_err(failed)?.into_inner();
     loop {
         match pieces.message().await {
@@ -184,7 +223,7 @@ async fn print_logs(options: Logs) -> Result<(), End> {
             Ok(None) => return Ok(()),
             // The agent has ended before we had read all: what is missing is in the files, where they are kept.
             Err(status) if options.follow && !is_running(&launch) => {
-                return Err(End::Problem(format!("{} has ended: {}", launch.name, status.message())));
+                return Err(format!("{} has ended: {}", launch.name, status.message()).into());
             }
             Err(status) => return Err(failed(status)),
         }
@@ -192,42 +231,18 @@ async fn print_logs(options: Logs) -> Result<(), End> {
 }
 
 pub(super) async fn stop(options: Stop) -> ExitCode {
-    finish(ask_to_stop(options).await)
+    finish(ask_to_stop(options).await.map(|()| ExitCode::Done))
 }
 
 async fn ask_to_stop(options: Stop) -> Result<(), End> {
-    let launch = find::launch(options.run.as_deref()).await?;
+    let why = match asked(options.run.as_deref(), &options.at).await? {
+        Asked::Daemon(daemon, job) => return node::stop(daemon, job).await,
+        Asked::Agent(why) => why,
+    };
+    let launch = find::launch(options.run.as_deref()).await.map_err(|none| explained(none.into(), why))?;
     let mut agent = find::connect(&launch).await?;
     agent.stop(StopRequest {}).await.map_err(|status| find::problem(&launch, &status))?;
     put(format!("asked {} to stop\n", launch.name).as_bytes())
-}
-
-#[expect(clippy::print_stderr, reason = "errors go to stderr")]
-fn finish(result: Result<(), End>) -> ExitCode {
-    match result {
-        Ok(()) | Err(End::Unread) => ExitCode::Done,
-        Err(End::Problem(problem)) => {
-            let lines = problem.lines().map(show::escape).collect::<Vec<_>>();
-            eprintln!("error: {}", lines.join("\n"));
-            ExitCode::WorkerFailed
-        }
-    }
-}
-
-fn put(bytes: &[u8]) -> Result<(), End> {
-    let mut stdout = std::io::stdout().lock();
-    stdout.write_all(bytes).and_then(|()| stdout.flush()).map_err(|_| End::Unread)
-}
-
-/// Seconds since 1970.
-fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
-
-/// Characters in a line of the terminal; elsewhere lines are as long as they are.
-fn width() -> usize {
-    let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok().filter(|size| size.ws_col > 0);
-    size.map_or(usize::MAX, |size| size.ws_col.into())
 }
 
 /// A pause between two looks.

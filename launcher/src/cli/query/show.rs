@@ -2,17 +2,25 @@
 
 use xlaunch_proto::v1::{JobKind, JobState, RankState, RankStatus, StatusReply};
 
+use crate::cli::console::fit;
 use crate::progress::{clock, count};
 
 /// Table of one launch; lines are cut at `width` characters.
 pub(super) fn table(reply: &StatusReply, now: u64, width: usize) -> String {
     let mut out = heading(reply, now);
     out += "\n";
+    out += &ranks(reply, width);
+    fit(&out, width)
+}
+
+/// A line per rank, not cut.
+pub(in crate::cli) fn ranks(reply: &StatusReply, width: usize) -> String {
+    let mut out = String::new();
     match reply.kind() {
         JobKind::Command => command_ranks(reply, width, &mut out),
         _ => trainer_ranks(reply, width, &mut out),
     }
-    fit(&out, width)
+    out
 }
 
 fn heading(reply: &StatusReply, now: u64) -> String {
@@ -31,15 +39,20 @@ fn heading(reply: &StatusReply, now: u64) -> String {
     );
     out += &format!("logs {}\n", reply.log_dir);
     if reply.kind() != JobKind::Command {
-        out += &format!(
-            "step {}/{}  loss {:.4}  {} tok/s\n",
-            reply.step,
-            reply.total_steps,
-            reply.loss,
-            count(reply.tokens_per_second)
-        );
+        out += &training(reply);
     }
     out
+}
+
+/// How far training is, in a line.
+pub(in crate::cli) fn training(reply: &StatusReply) -> String {
+    format!(
+        "step {}/{}  loss {:.4}  {} tok/s\n",
+        reply.step,
+        reply.total_steps,
+        reply.loss,
+        count(reply.tokens_per_second)
+    )
 }
 
 fn command_ranks(reply: &StatusReply, width: usize, out: &mut String) {
@@ -124,7 +137,7 @@ pub(super) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, 
 }
 
 /// The same for programs.
-pub(super) fn json(reply: &StatusReply) -> serde_json::Value {
+pub(in crate::cli) fn json(reply: &StatusReply) -> serde_json::Value {
     let ranks: Vec<_> = reply
         .ranks
         .iter()
@@ -142,7 +155,7 @@ pub(super) fn json(reply: &StatusReply) -> serde_json::Value {
         })
         .collect();
     serde_json::json!({
-        "job_id": reply.job_id, "job_name": reply.job_name, "kind": kind(reply), "state": state(reply),
+        "job_id": reply.job_id, "job_name": reply.job_name, "kind": kind(reply.kind()), "state": state(reply),
         "reason": reply.reason, "command_line": reply.command_line, "host": reply.host,
         "launcher_pid": reply.launcher_pid, "started_unix_seconds": reply.started_unix_seconds,
         "attempt": reply.attempt, "restarts": reply.restarts, "max_restarts": reply.max_restarts,
@@ -152,8 +165,8 @@ pub(super) fn json(reply: &StatusReply) -> serde_json::Value {
     })
 }
 
-fn kind(reply: &StatusReply) -> &'static str {
-    match reply.kind() {
+pub(in crate::cli) fn kind(kind: JobKind) -> &'static str {
+    match kind {
         JobKind::Unspecified => "unknown",
         JobKind::Trainer => "trainer",
         JobKind::Command => "command",
@@ -183,53 +196,22 @@ fn rank_state(state: RankState) -> &'static str {
 }
 
 /// A dash for what is not known.
-fn shown<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
+pub(in crate::cli) fn shown<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
     value.map_or_else(|| "-".into(), show)
 }
 
-fn percent(value: f64) -> String {
+pub(in crate::cli) fn percent(value: f64) -> String {
     format!("{value:.0}%")
 }
 
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
-fn bytes(value: u64) -> String {
+pub(in crate::cli) fn bytes(value: u64) -> String {
     count(value as f64)
 }
 
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
-fn seconds(value: u64) -> f64 {
+pub(in crate::cli) fn seconds(value: u64) -> f64 {
     value as f64
-}
-
-/// Lines of at most `width` characters. What programs and users named is in them: nothing of it may act on a terminal.
-fn fit(text: &str, width: usize) -> String {
-    let mut out = String::new();
-    for line in text.split_inclusive('\n') {
-        let line = escape(line.trim_end());
-        match line.char_indices().nth(width) {
-            Some(_) => out.extend(line.chars().take(width.saturating_sub(3)).chain("...".chars())),
-            None => out += &line,
-        }
-        out.push('\n');
-    }
-    out
-}
-
-/// Control characters, and those that change the direction of text, as `\u{1b}`.
-pub(super) fn escape(text: &str) -> String {
-    let acts = |c: char| {
-        c.is_control()
-            || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-    };
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        if acts(c) {
-            out.extend(c.escape_unicode());
-        } else {
-            out.push(c);
-        }
-    }
-    out
 }
 
 #[cfg(test)]

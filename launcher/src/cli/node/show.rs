@@ -1,0 +1,274 @@
+//! A job as text: for people, and JSON for programs.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value, json};
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::{Job, JobKind, NodeJobState};
+
+use crate::cli::console::{escape, fit};
+use crate::cli::query::show::{self, seconds};
+use crate::daemon::view::has_ended;
+use crate::progress::clock;
+
+/// Seconds from which on the age of a status is worth a word.
+const OLD: f64 = 5.0;
+
+/// One job with its ranks; lines are cut at `width` characters.
+pub(super) fn job(job: &Job, now: u64, width: usize) -> String {
+    let mut out = format!("job {}  {}  {}\n", job.id, escape(&job.name), escape(&state_and_reason(job)));
+    out += &format!("user {}  {}", escape(&user(job)), times(job, now));
+    if job.priority != 0 {
+        out += &format!("  priority {}", job.priority);
+    }
+    out += &format!("\n{}\n{}\nin {}\n", gpus(job), escape(&job.command_line), escape(&job.work_dir));
+    if let Some(code) = job.exit_code {
+        let known = i32::try_from(code).ok().and_then(ExitCode::from_code);
+        let meaning = known.map_or_else(String::new, |exit| format!(" ({})", exit.meaning()));
+        out += &format!("exit code {code}{meaning}\n");
+    }
+    if !job.report.is_empty() {
+        out += &format!("\n{}\n", job.report.trim_end());
+    }
+    if let Some(status) = &job.status {
+        out += &format!("logs {}\n", escape(&status.log_dir));
+        if status.kind() != JobKind::Command {
+            out += &show::training(status);
+        }
+        if job.status_age_seconds >= OLD && !has_ended(job.state()) {
+            out += &format!("as it was {} ago\n", clock(job.status_age_seconds));
+        }
+        out.push('\n');
+        out += &show::ranks(status, width);
+    }
+    fit(&out, width)
+}
+
+/// When what happened.
+fn times(job: &Job, now: u64) -> String {
+    let since = |at: u64| clock(seconds(now.saturating_sub(at) / 1000));
+    match (job.started_unix_ms, job.ended_unix_ms) {
+        (0, 0) => format!("waiting for {}", since(job.submitted_unix_ms)),
+        (0, ended) => format!("ended {} ago, never started", since(ended)),
+        (_, 0) => {
+            format!("submitted {} ago  running for {}", since(job.submitted_unix_ms), run_time(job, now))
+        }
+        (_, ended) => format!("ran for {}  ended {} ago", run_time(job, now), since(ended)),
+    }
+}
+
+/// How long it has run, or `-`.
+pub(super) fn run_time(job: &Job, now: u64) -> String {
+    match (job.started_unix_ms, job.ended_unix_ms) {
+        (0, _) => "-".into(),
+        (started, ended) => {
+            let until = if ended == 0 { now } else { ended };
+            clock(seconds(until.saturating_sub(started) / 1000))
+        }
+    }
+}
+
+fn gpus(job: &Job) -> String {
+    match (job.gpus.len(), job.gpus_wanted) {
+        (0, 0) => "no GPUs".into(),
+        (0, wanted) => format!("wants {wanted} GPUs"),
+        (held, _) => format!("{held} GPUs: {}", escape(&job.gpus.join(" "))),
+    }
+}
+
+/// Whose job it is.
+pub(super) fn user(job: &Job) -> String {
+    if job.user.is_empty() { job.uid.to_string() } else { job.user.clone() }
+}
+
+/// Such as `queued, 2nd in line (no free GPU)`.
+pub(super) fn state_and_reason(job: &Job) -> String {
+    let mut out = state(job).to_owned();
+    if job.state() == NodeJobState::Queued && job.queue_position > 0 {
+        out += &format!(", number {} in line", job.queue_position);
+    }
+    if !job.reason.is_empty() {
+        out += &format!(" ({})", job.reason);
+    }
+    out
+}
+
+/// The state in a word.
+pub(super) fn state(job: &Job) -> &'static str {
+    match job.state() {
+        NodeJobState::Unspecified => "unknown",
+        NodeJobState::Queued => "queued",
+        NodeJobState::Starting => "starting",
+        NodeJobState::Running => "running",
+        NodeJobState::Stopping => "stopping",
+        NodeJobState::Done => "done",
+        NodeJobState::Failed => "failed",
+        NodeJobState::Cancelled => "cancelled",
+        NodeJobState::Lost => "lost",
+    }
+}
+
+/// A job for programs. What has not happened and what is not known is null.
+pub(super) fn json(job: &Job) -> Value {
+    let at = |ms: u64| (ms != 0).then_some(ms);
+    let history: Vec<_> = job
+        .history
+        .iter()
+        .map(|point| {
+            json!({
+                "unix_ms": point.unix_ms, "step": point.step, "loss": point.loss,
+                "tokens_per_second": point.tokens_per_second,
+            })
+        })
+        .collect();
+    json!({
+        "id": job.id, "name": job.name, "uid": job.uid, "user": job.user, "kind": show::kind(job.kind()),
+        "state": state(job), "reason": job.reason, "priority": job.priority, "gpus_wanted": job.gpus_wanted,
+        "gpus": job.gpus, "command_line": job.command_line, "work_dir": job.work_dir,
+        "submitted_unix_ms": at(job.submitted_unix_ms), "started_unix_ms": at(job.started_unix_ms),
+        "ended_unix_ms": at(job.ended_unix_ms), "exit_code": job.exit_code, "report": job.report,
+        "queue_position": (job.queue_position != 0).then_some(job.queue_position),
+        "status": job.status.as_ref().map(show::json),
+        "status_age_seconds": job.status.as_ref().map(|_| job.status_age_seconds),
+        "history": history,
+    })
+}
+
+/// Columns as wide as their widest cell, of which nothing acts on a terminal.
+pub(super) fn columns(head: &[&str], rows: &[Vec<String>]) -> String {
+    let head = head.iter().map(|&cell| cell.to_owned()).collect();
+    let lines: Vec<Vec<String>> = std::iter::once(&head)
+        .chain(rows)
+        .map(|row: &Vec<String>| row.iter().map(|cell| escape(cell)).collect())
+        .collect();
+    let width = |column: usize| {
+        lines
+            .iter()
+            .filter_map(|row| row.get(column))
+            .map(|cell: &String| cell.chars().count())
+            .max()
+            .unwrap_or(0)
+    };
+    let widths: Vec<_> = (0..head.len()).map(width).collect();
+    let mut out = String::new();
+    for row in &lines {
+        let cells = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:<width$}"));
+        out += cells.collect::<Vec<_>>().join("  ").trim_end();
+        out.push('\n');
+    }
+    out
+}
+
+/// Milliseconds since 1970.
+pub(super) fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_proto::v1::{JobState, RankState, RankStatus, StatusReply};
+
+    use super::*;
+
+    fn running() -> Job {
+        let rank = RankStatus { pid: 812, state: RankState::Running.into(), step: 120, ..Default::default() };
+        let status = StatusReply {
+            kind: JobKind::Trainer.into(),
+            state: JobState::Running.into(),
+            log_dir: "/runs/a/logs".into(),
+            world_size: 1,
+            step: 120,
+            total_steps: 500,
+            loss: 2.5,
+            tokens_per_second: 46_123.0,
+            ranks: vec![rank],
+            ..Default::default()
+        };
+        Job {
+            id: 7,
+            name: "train".into(),
+            uid: 1000,
+            user: "anna".into(),
+            kind: JobKind::Trainer.into(),
+            state: NodeJobState::Running.into(),
+            gpus_wanted: 2,
+            gpus: vec!["GPU-a".into(), "GPU-b".into()],
+            command_line: "train.toml".into(),
+            work_dir: "/home/anna".into(),
+            submitted_unix_ms: 1_000_000,
+            started_unix_ms: 1_060_000,
+            status: Some(status),
+            status_age_seconds: 12.0,
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn a_running_job_is_shown_with_its_ranks() {
+        let expected = "\
+job 7  train  running
+user anna  submitted 4m05s ago  running for 3m05s
+2 GPUs: GPU-a GPU-b
+train.toml
+in /home/anna
+logs /runs/a/logs
+step 120/500  loss 2.5000  46.1K tok/s
+as it was 12s ago
+
+RANK  PID     STATE   STEP    HEARD  CPU   GPU   POOL LIVE  MAPPED  PEAK   FRAG  DEVICE
+0     812     running 120     0s     -     -     0          0       0      0%
+";
+        assert_eq!(job(&running(), 1_245_000, 100), expected);
+    }
+
+    #[test]
+    fn waiting_and_ended_jobs_say_why() {
+        let mut waits = Job { status: None, gpus: Vec::new(), started_unix_ms: 0, ..running() };
+        waits.state = NodeJobState::Queued.into();
+        (waits.queue_position, waits.reason, waits.priority) = (2, "needs 2 GPUs, 1 is free".into(), -5);
+        let expected = "\
+job 7  train  queued, number 2 in line (needs 2 GPUs, 1 is free)
+user anna  waiting for 1m00s  priority -5
+wants 2 GPUs
+train.toml
+in /home/anna
+";
+        assert_eq!(job(&waits, 1_060_000, 100), expected);
+        let mut failed = Job { status: None, ended_unix_ms: 1_070_000, exit_code: Some(76), ..running() };
+        failed.state = NodeJobState::Failed.into();
+        failed.report = "rank 1 failed\n  \u{1b}[2Jlast line\n".into();
+        let expected = "\
+job 7  train  failed
+user anna  ran for 10s  ended 5s ago
+2 GPUs: GPU-a GPU-b
+train.toml
+in /home/anna
+exit code 76 (GPU fault)
+
+rank 1 failed
+  \\u{1b}[2Jlast line
+";
+        assert_eq!(job(&failed, 1_075_000, 100), expected);
+    }
+
+    #[test]
+    fn no_name_breaks_out_of_its_line() {
+        let mut hostile = running();
+        hostile.name = "a\nuser root".into();
+        hostile.user = "\u{1b}[31m".into();
+        let text = job(&hostile, 1_245_000, 40);
+        assert!(text.starts_with("job 7  a\\u{a}user root  running\nuser \\u{1b}[31m"), "{text}");
+        assert!(text.lines().all(|line| line.chars().count() <= 40), "{text}");
+    }
+
+    #[test]
+    fn programs_find_every_field_by_its_name() {
+        let value = json(&running());
+        assert_eq!(value["state"], "running");
+        assert_eq!(value["ended_unix_ms"], Value::Null);
+        assert_eq!(value["exit_code"], Value::Null);
+        assert_eq!(value["status"]["step"], 120);
+        assert_eq!(value["gpus"], json!(["GPU-a", "GPU-b"]));
+    }
+}

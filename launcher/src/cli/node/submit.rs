@@ -1,0 +1,350 @@
+//! `xlaunch submit`: a launch that waits for its turn.
+//!
+//! ```text
+//! arguments --split--> own options, the launch's command line --work--> SubmitRequest --> daemon
+//! ```
+//! What the launch's command line says is understood here, so that mistakes are told at once; what this machine's GPUs are to
+//! it is for the daemon to decide.
+
+use std::ffi::OsString;
+use std::hash::{BuildHasher, RandomState};
+use std::io::IsTerminal;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+use clap::Args;
+use xlaunch_proto::env;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::submit_request::Work;
+use xlaunch_proto::v1::{CommandLine, Job, NodeJobState, SubmitRequest};
+
+use super::connect::{At, Daemon};
+use super::show;
+use crate::Refusal;
+use crate::cli::console::{End, put, say};
+use crate::cli::launch;
+use crate::cli::torchrun::{self, Name, Request};
+use crate::devices::Node;
+
+/// Bytes of an environment that a daemon takes.
+const ENVIRONMENT: usize = 256 << 10;
+/// What a launch gives its workers: of another launch's, a job has no use.
+const WORKERS: [&str; 21] = [
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",
+    env::AGENT_SOCKET,
+    env::ATTEMPT,
+    env::DEVICE,
+    env::JOB_ID,
+];
+
+/// Options of `xlaunch submit`.
+#[derive(Debug, Args)]
+#[command(
+    override_usage = "xlaunch submit [OPTIONS] [FLAGS] SCRIPT.py [ARGUMENTS]\n       \
+    xlaunch submit [OPTIONS] [FLAGS] -m MODULE [ARGUMENTS]\n       \
+    xlaunch submit [OPTIONS] [FLAGS] -- PROGRAM [ARGUMENTS]\n       \
+    xlaunch submit [OPTIONS] CONFIG.toml [FLAGS]",
+    after_help = "`xlaunch --help` lists FLAGS, which are those of a launch in the foreground."
+)]
+pub(in crate::cli) struct Submit {
+    /// Name in lists. Default: that of the training configuration or command.
+    #[arg(long)]
+    name: Option<String>,
+    /// Higher goes first; above 0 is for administrators.
+    #[arg(long, value_name = "P", default_value_t = 0, allow_negative_numbers = true)]
+    priority: i32,
+    /// GPUs to hold, 0 for a job on the CPU. Default: one per worker on a node that has GPUs.
+    #[arg(long, value_name = "N")]
+    gpus: Option<u32>,
+    /// Print the job as JSON: as it is added, or, with --wait, as it has ended.
+    #[arg(long)]
+    json: bool,
+    /// Wait for the job's end, and exit with its exit code.
+    #[arg(long)]
+    wait: bool,
+    #[command(flatten)]
+    at: At,
+    /// A launch as `xlaunch` itself takes it: from the first word that is none of these options.
+    #[arg(value_name = "TARGET", required = true, num_args = 1.., allow_hyphen_values = true)]
+    target: Vec<OsString>,
+}
+
+/// The arguments of `submit` with `--` before the launch's command line, so that the rest is left as it is. `takes_value`
+/// knows the options.
+pub(in crate::cli) fn split(
+    arguments: &[OsString],
+    takes_value: impl Fn(&str) -> Option<bool>,
+) -> Vec<OsString> {
+    let mut own = 0;
+    while let Some(argument) = arguments.get(own).and_then(|argument| argument.to_str()) {
+        let name = argument.split_once('=').map_or(argument, |(name, _)| name);
+        match takes_value(name) {
+            None => break,
+            Some(true) if name == argument => own += 2,
+            Some(_) => own += 1,
+        }
+    }
+    let (own, target) = arguments.split_at(own.min(arguments.len()));
+    let mark: &[OsString] = if target.is_empty() { &[] } else { &["--".into()] };
+    [own, mark, target].concat()
+}
+
+/// Adds the job, and waits for its end where that is asked for.
+pub(super) async fn submit(options: Submit) -> Result<ExitCode, End> {
+    let work = match work(&options.target, &|name| std::env::var_os(name))? {
+        Ok(work) => work,
+        Err(text) => return put(text.as_bytes()).map(|()| ExitCode::Done),
+    };
+    let request = request(&options, work)?;
+    let mut daemon = Daemon::connect(&options.at).await?;
+    let reply = daemon.submit(request).await?;
+    let Some(job) = reply.job else {
+        return Err(Refusal::new(ExitCode::Internal, "the daemon's answer names no job").into());
+    };
+    let id = job.id;
+    match (options.json, options.wait) {
+        (true, true) => {}
+        (true, false) => put(format!("{:#}\n", show::json(&job)).as_bytes())?,
+        (false, _) => put(format!("job {id}\n").as_bytes())?,
+    }
+    if std::io::stderr().is_terminal() {
+        say(&hint(&job, options.wait));
+    }
+    if !options.wait {
+        return Ok(ExitCode::Done);
+    }
+    let ended = wait(&mut daemon, id, options.json).await?;
+    if options.json {
+        put(format!("{:#}\n", show::json(&ended)).as_bytes())?;
+    }
+    Ok(exit(&ended))
+}
+
+/// What is to be run; `Err` is a text that the command line asks for instead.
+fn work(
+    target: &[OsString],
+    environment: &dyn Fn(&str) -> Option<OsString>,
+) -> Result<Result<Work, String>, Refusal> {
+    // The daemon chooses the GPUs: what is visible here does not count.
+    let environment = |name: &str| environment(name).filter(|_| name != "CUDA_VISIBLE_DEVICES");
+    let node = || Node { gpus: Ok(1), cores: 1 };
+    Ok(match torchrun::parse(Name::Xlaunch, target, &environment, &node)? {
+        Request::Text(text) => Err(text),
+        Request::Trainer(launch) => Ok(Work::TrainerSpecJson(launch::load(&launch)?.to_json())),
+        Request::Command(_) => {
+            let arguments = target.iter().map(|argument| argument.as_bytes().to_vec()).collect();
+            Ok(Work::Command(CommandLine { arguments }))
+        }
+    })
+}
+
+fn request(options: &Submit, work: Work) -> Result<SubmitRequest, Refusal> {
+    let refuse = |message: String| Refusal::new(ExitCode::Usage, message);
+    let here = std::env::current_dir()
+        .map_err(|error| refuse(format!("failed to find the working directory: {error}")))?;
+    let work_dir = here.into_os_string().into_string();
+    let work_dir =
+        work_dir.map_err(|path| refuse(format!("the working directory {} is not UTF-8", path.display())))?;
+    Ok(SubmitRequest {
+        request_id: request_id(),
+        version: xlaunch_proto::VERSION.into(),
+        work_dir,
+        environment: environment(std::env::vars_os()).map_err(refuse)?,
+        name: options.name.clone().unwrap_or_default(),
+        priority: options.priority,
+        gpus: options.gpus,
+        work: Some(work),
+    })
+}
+
+/// Different every time: the hash keys are random.
+fn request_id() -> String {
+    let word = || RandomState::new().hash_one((std::process::id(), std::time::SystemTime::now()));
+    format!("{:016x}{:016x}", word(), word())
+}
+
+/// The job's environment as NAME=VALUE.
+fn environment(variables: impl Iterator<Item = (OsString, OsString)>) -> Result<Vec<Vec<u8>>, String> {
+    let is_workers = |name: &OsString| name == env::SCOPE || WORKERS.iter().any(|known| name == known);
+    let kept = variables.filter(|(name, _)| !name.is_empty() && !is_workers(name));
+    let pairs: Vec<_> = kept.map(|(name, value)| [name.into_vec(), value.into_vec()].join(&b'=')).collect();
+    let bytes: usize = pairs.iter().map(Vec::len).sum();
+    if bytes > ENVIRONMENT {
+        let name = |pair: &Vec<u8>| String::from_utf8_lossy(pair).split('=').next().map(str::to_owned);
+        let longest = pairs.iter().max_by_key(|pair| pair.len()).and_then(name).unwrap_or_default();
+        return Err(format!(
+            "the environment has {bytes} bytes, and a job takes {ENVIRONMENT}: unset what it does not need; the longest \
+             variable is {longest}"
+        ));
+    }
+    Ok(pairs)
+}
+
+fn hint(job: &Job, waits: bool) -> String {
+    let id = job.id;
+    if waits {
+        return format!(
+            "waiting for its end; it goes on without this command. `xlaunch cancel {id}` ends it"
+        );
+    }
+    format!(
+        "`xlaunch status {id}` shows it, `xlaunch logs {id} -f` what it writes; `xlaunch cancel {id}` ends it"
+    )
+}
+
+/// Follows the job to its end; changes go to stderr, and the report unless it is `quiet`.
+async fn wait(daemon: &mut Daemon, id: u64, quiet: bool) -> Result<Job, End> {
+    let mut last = None;
+    let ended = daemon.follow(id, |job| {
+        let state = show::state(job);
+        if !quiet && last.replace(state) != Some(state) {
+            say(&format!("job {id} {}", show::state_and_reason(job)));
+        }
+    });
+    let ended = ended.await?;
+    if !quiet && !ended.report.is_empty() {
+        say(ended.report.trim_end());
+    }
+    Ok(ended)
+}
+
+/// How a job has ended, as an exit code.
+fn exit(job: &Job) -> ExitCode {
+    if let Some(code) = job.exit_code {
+        let known = i32::try_from(code).ok().and_then(ExitCode::from_code);
+        return known.unwrap_or_else(|| u8::try_from(code).map_or(ExitCode::Internal, ExitCode::Worker));
+    }
+    match job.state() {
+        NodeJobState::Done => ExitCode::Done,
+        // Before it had started.
+        NodeJobState::Cancelled => ExitCode::Stopped,
+        NodeJobState::Lost => ExitCode::Retryable,
+        _ => ExitCode::WorkerFailed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Vec<OsString> {
+        line.split_whitespace().map(OsString::from).collect()
+    }
+
+    #[test]
+    fn a_launch_begins_at_the_first_word_that_is_no_option_of_submit() {
+        for (line, expected) in [
+            ("train.toml --set train.steps=10", "-- train.toml --set train.steps=10"),
+            ("--gpus 2 train.py --lr 3e-4 --gpus 3", "--gpus 2 -- train.py --lr 3e-4 --gpus 3"),
+            ("--gpus=2 --wait --json -m pkg --wait", "--gpus=2 --wait --json -- -m pkg --wait"),
+            ("--nproc-per-node 2 --wait train.py", "-- --nproc-per-node 2 --wait train.py"),
+            ("-- sleep 10", "-- -- sleep 10"),
+            ("--name a -- sleep", "--name a -- -- sleep"),
+            ("--priority -5 --socket /s x.toml", "--priority -5 --socket /s -- x.toml"),
+            // A prefix of an option may be one of the launch's flags.
+            ("--n 2 x.py", "-- --n 2 x.py"),
+            ("--help", "--help"),
+            ("--name", "--name"),
+            ("", ""),
+        ] {
+            assert_eq!(split(&words(line), crate::cli::submit_option), words(expected), "{line}");
+        }
+    }
+
+    #[test]
+    fn flags_of_the_launch_are_checked_and_gpus_of_this_machine_do_not_count() {
+        let one_gpu = |name: &str| (name == "CUDA_VISIBLE_DEVICES").then(|| "0".into());
+        for line in ["--nproc 64 --virtual-local-rank -- a", "--nproc gpu --no-python ./a --b"] {
+            let Ok(Ok(Work::Command(command))) = work(&words(line), &one_gpu) else { panic!("{line}") };
+            let arguments = command.arguments.into_iter().map(OsString::from_vec).collect::<Vec<_>>();
+            assert_eq!(arguments, words(line));
+        }
+        for (line, problem) in
+            [("--nprok 2 -- a", "unknown flag --nprok"), ("--nnodes 2 -- a", "several nodes"), ("a", "-- a")]
+        {
+            let refusal = work(&words(line), &|_| None).unwrap_err();
+            assert!(
+                refusal.message.contains(problem) && refusal.exit == ExitCode::Usage,
+                "{}",
+                refusal.message
+            );
+        }
+        assert!(
+            matches!(work(&words("--version"), &|_| None), Ok(Err(text)) if text.starts_with("xlaunch "))
+        );
+    }
+
+    #[test]
+    fn a_training_job_travels_as_its_checked_description() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = dir.path().join("a.toml");
+        fs_err::write(&config, "[data]\ntrain = [\"*.txt\"]\n").unwrap();
+        let line = [config.clone().into(), "--set".into(), "train.steps=7".into()];
+        let Ok(Ok(Work::TrainerSpecJson(json))) = work(&line, &|_| None) else { panic!() };
+        let spec = xlaunch_proto::spec::JobSpec::from_json(&json).unwrap();
+        assert_eq!((spec.train.steps, spec.job.name.as_str(), spec.launch.nproc), (7, "a", None));
+        assert_eq!(spec.data.train, [dir.path().join("*.txt").to_str().unwrap()]);
+        assert!(spec.job.output.starts_with('/'));
+        fs_err::write(&config, "[train]\nstepz = 1\n").unwrap();
+        assert!(work(&line, &|_| None).unwrap_err().message.contains("train.steps"));
+    }
+
+    #[test]
+    fn the_environment_goes_without_what_a_launch_gives_its_workers() {
+        let variables = |pairs: &[(&str, &str)]| {
+            pairs.iter().map(|(name, value)| (name.into(), value.into())).collect::<Vec<_>>().into_iter()
+        };
+        let kept = environment(variables(&[
+            ("PATH", "/bin=x"),
+            ("RANK", "3"),
+            ("MASTER_PORT", "1"),
+            ("XLAUNCH_SCOPE", "1"),
+            ("XLAUNCH_JOB_ID", "1"),
+            ("XLAUNCH_POOL_DEBUG", "0xff"),
+            ("NCCL_DEBUG", "INFO"),
+        ]));
+        let expected = ["PATH=/bin=x", "XLAUNCH_POOL_DEBUG=0xff", "NCCL_DEBUG=INFO"];
+        assert_eq!(kept.unwrap(), expected.map(|pair| pair.as_bytes().to_vec()));
+        let long = "x".repeat(ENVIRONMENT);
+        let error = environment(variables(&[("A", "b"), ("LONG", &long)])).unwrap_err();
+        assert!(error.contains("262144") && error.contains("LONG"), "{error}");
+    }
+
+    #[test]
+    fn the_exit_code_is_the_jobs() {
+        let job =
+            |state: NodeJobState, exit_code| Job { state: state.into(), exit_code, ..Default::default() };
+        for (state, code, expected) in [
+            (NodeJobState::Done, Some(0), 0),
+            (NodeJobState::Failed, Some(1), 1),
+            (NodeJobState::Failed, Some(42), 42),
+            (NodeJobState::Cancelled, Some(143), 143),
+            (NodeJobState::Cancelled, None, 143),
+            (NodeJobState::Lost, None, 75),
+            (NodeJobState::Failed, None, 1),
+        ] {
+            assert_eq!(exit(&job(state, code)).code(), expected, "{state:?} {code:?}");
+        }
+    }
+
+    #[test]
+    fn requests_have_different_ids() {
+        assert_ne!(request_id(), request_id());
+        assert_eq!(request_id().len(), 32);
+    }
+}
