@@ -15,7 +15,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::time::sleep_until;
 use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::v1::JobState;
+use xlaunch_proto::v1::{JobState, StatusReply};
 
 use super::signals::{self, Asked};
 use super::state::{Action, Event, Job, Outcome, Phase, StopCause};
@@ -49,9 +49,9 @@ const LOOK: Duration = Duration::from_secs(5);
 #[expect(missing_docs, reason = "documented where they are defined")]
 pub struct Finished {
     pub outcome: Outcome,
-    /// Number of the last start of the group: how often it was started again.
-    pub attempt: u32,
     pub evidence: Vec<Evidence>,
+    /// What callers were shown last.
+    pub status: StatusReply,
     /// Of a job of the built-in trainer.
     pub trained: Trained,
 }
@@ -337,7 +337,7 @@ impl Driver<'_> {
         let internal = Outcome { exit: ExitCode::Internal, root: None, others: Vec::new() };
         Finished {
             outcome: outcome.unwrap_or(internal),
-            attempt: self.job.attempt(),
+            status: self.board.borrow().reply(Instant::now()),
             evidence: (0..self.world).map(|rank| self.evidence(work, rank)).collect(),
             trained: Trained::default(),
         }

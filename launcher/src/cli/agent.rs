@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use clap::Args;
+use prost::Message;
 use rustix::stdio;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::{Device, JobSpec};
@@ -128,10 +129,11 @@ impl Begun {
             Some(problem) => Err(Refusal::new(ExitCode::Usage, problem.clone())),
             None => self.work(trainer).await,
         };
-        let result = self.result(ended);
-        let written = serde_json::to_vec(&result)
-            .map_err(io::Error::from)
-            .and_then(|bytes| files::write(&self.dir, "result.json", &bytes));
+        let result = self.result(ended.as_ref());
+        let status = ended.as_ref().map(|ended| ended.status.encode_to_vec()).unwrap_or_default();
+        let written = files::write(&self.dir, files::STATUS, &status)
+            .and_then(|()| Ok(serde_json::to_vec(&result)?))
+            .and_then(|bytes| files::write(&self.dir, files::RESULT, &bytes));
         match written {
             Ok(()) => ExitCode::Done,
             Err(error) => complain(&format!("failed to write down how the job has ended: {error}")),
@@ -163,13 +165,13 @@ impl Begun {
         }
     }
 
-    fn result(&self, ended: Result<Ended, Refusal>) -> JobResult {
+    fn result(&self, ended: Result<&Ended, &Refusal>) -> JobResult {
         let start = self.order.start;
         match ended {
-            Ok(Ended { exit, restarts, report, .. }) => {
+            Ok(Ended { exit, report, .. }) => {
                 let stopped = matches!(exit, ExitCode::Stopped | ExitCode::Interrupted | ExitCode::Signal(_));
                 let reason = exit.meaning().into();
-                JobResult { exit: exit.code(), stopped, reason, report, restarts, start }
+                JobResult { exit: exit.code(), stopped, reason, report: report.clone(), start }
             }
             Err(Refusal { exit, message }) => JobResult {
                 exit: exit.code(),

@@ -6,6 +6,7 @@ use std::time::Instant;
 use miette::{GraphicalReportHandler, GraphicalTheme};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::v1::StatusReply;
 
 use crate::agent::commands::CommandPlan;
 use crate::agent::driver;
@@ -51,8 +52,8 @@ pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
 /// A launch that is over.
 pub(super) struct Ended {
     pub(super) exit: ExitCode,
-    /// How often the group was started again.
-    pub(super) restarts: u32,
+    /// The ranks, and how far they came.
+    pub(super) status: StatusReply,
     /// What came of it, for stdout.
     pub(super) summary: String,
     /// Why it failed, for stderr; empty where it did not.
@@ -88,7 +89,7 @@ pub(super) async fn train(
         _ => trained.summary.text(placement.workers, start.elapsed(), trained.metrics),
     };
     let report = report::text(&finished.outcome, &finished.evidence, Some(&logs)).unwrap_or_default();
-    Ok(Ended { exit: finished.outcome.exit, restarts: finished.attempt, summary, report })
+    Ok(Ended { exit: finished.outcome.exit, status: finished.status, summary, report })
 }
 
 /// Runs a command's workers in the foreground.
@@ -114,7 +115,7 @@ pub(super) async fn run_workers(
     let plan = Plan::Command(CommandPlan { spec, affinities });
     let finished = driver::run(plan, run).await.map_err(|error| failed(&error))?;
     let report = report::text(&finished.outcome, &finished.evidence, kept.as_deref()).unwrap_or_default();
-    Ok(Ended { exit: finished.outcome.exit, restarts: finished.attempt, summary: String::new(), report })
+    Ok(Ended { exit: finished.outcome.exit, status: finished.status, summary: String::new(), report })
 }
 
 fn affinities(spec: &CommandSpec) -> Result<Vec<Affinity>, String> {

@@ -10,6 +10,7 @@
 //!         agent.json            who the agent is
 //!         agent.sock            where it listens
 //!         agent.log             what it says itself
+//!         status.pb             what it last said of the ranks (StatusReply)
 //!         result.json           how the job has ended: written last, in one piece
 //!         logs/attempt_<n>/<local rank>/
 //! ```
@@ -23,13 +24,18 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 
+use prost::Message;
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::v1::StatusReply;
 
 /// Version of the files between daemon and agent.
 pub const PROTOCOL: u32 = 1;
+/// What an agent last said of the ranks.
+pub const STATUS: &str = "status.pb";
+/// How a job has ended.
+pub const RESULT: &str = "result.json";
 /// Bytes of a file of a job's user that are read.
 const LIMIT: u64 = 1 << 20;
 
@@ -87,7 +93,6 @@ pub struct JobResult {
     pub stopped: bool,
     pub reason: String,
     pub report: String,
-    pub restarts: u32,
     /// Which start of the job it was.
     pub start: u32,
 }
@@ -177,12 +182,20 @@ impl JobDirs {
 
     /// Who a job's agent is, once it says so.
     pub fn identity(&self, job: u64, uid: u32) -> Option<Identity> {
-        read(&self.agent(job), "agent.json", uid)
+        let bytes = read(&self.agent(job), "agent.json", uid)?;
+        serde_json::from_slice(&bytes).ok()
     }
 
     /// How a job has ended, if its agent has said so.
     pub fn result(&self, job: u64, uid: u32) -> Option<JobResult> {
-        read(&self.agent(job), "result.json", uid)
+        let bytes = read(&self.agent(job), RESULT, uid)?;
+        serde_json::from_slice(&bytes).ok()
+    }
+
+    /// What a job's agent has last said of its ranks, if the job has ended.
+    pub fn last_status(&self, job: u64, uid: u32) -> Option<StatusReply> {
+        let bytes = read(&self.agent(job), STATUS, uid).filter(|bytes| !bytes.is_empty())?;
+        StatusReply::decode(bytes.as_slice()).ok()
     }
 
     /// Whether an agent that has taken its ticket runs. Nobody else has reason to hold its lock.
@@ -238,10 +251,10 @@ fn sync_dir(dir: &Path) -> io::Result<()> {
 }
 
 /// A small file of a user; `None` where it is not there, or not what it should be.
-fn read<T: DeserializeOwned>(dir: &Path, name: &str, uid: u32) -> Option<T> {
+fn read(dir: &Path, name: &str, uid: u32) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     open(dir, name, uid).ok()?.take(LIMIT).read_to_end(&mut bytes).ok()?;
-    serde_json::from_slice(&bytes).ok()
+    Some(bytes)
 }
 
 /// Opens a plain file of this user, wherever its name leads but through a link.

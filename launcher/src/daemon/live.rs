@@ -25,6 +25,11 @@ impl Live {
         Self { runs: false, stop: watch::Sender::new(false), status: None, history: History::default() }
     }
 
+    /// A job that has ended, as its agent left it.
+    pub(super) fn ended(status: StatusReply) -> Self {
+        Self { status: Some((Arc::new(status), Instant::now())), ..Self::new() }
+    }
+
     /// Its agent has said how it does.
     pub(super) fn says(&mut self, status: StatusReply) {
         self.history.add(&status);

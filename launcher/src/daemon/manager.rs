@@ -137,6 +137,9 @@ impl Manager {
                 warn!(job, "failed to remove its directory: {error}");
             }
         }
+        let over = |entry: &Entry| matches!(entry.phase, Phase::Ended { .. });
+        let over: Vec<_> = self.jobs.jobs.iter().filter(|it| over(it.1)).map(|it| *it.0).collect();
+        over.into_iter().for_each(|job| self.recall(job));
         let now = boot_id();
         let active: Vec<_> = self.jobs.active().map(|(job, entry)| (job, entry.clone())).collect();
         for (job, entry) in active {
@@ -178,7 +181,6 @@ impl Manager {
         (submitted.job, submitted.at, description.job) = (job, unix_ms(), job);
         self.create(&description, caller.uid)?;
         self.write(Record::Submitted(Box::new(submitted)))?;
-        info!(job, uid = caller.uid, "submitted");
         Ok((self.job(job)?, false))
     }
 
@@ -236,8 +238,19 @@ impl Manager {
             _ if result.stopped => End::Cancelled,
             _ => End::Failed,
         };
+        self.recall(job);
         let JobResult { exit, reason, report, .. } = result;
         self.end(Record::Ended { job, end, exit: Some(exit), reason, report, at: unix_ms() });
+    }
+
+    /// Takes what the agent of a job that has ended has said last.
+    fn recall(&mut self, job: u64) {
+        let Some(Entry { submitted, .. }) = self.jobs.jobs.get(&job) else { return };
+        let Some(status) = self.dirs.last_status(job, submitted.uid) else { return };
+        match self.live.get_mut(&job) {
+            Some(live) => live.says(status),
+            None => drop(self.live.insert(job, Live::ended(status))),
+        }
     }
 
     fn lost(&mut self, job: u64, reason: &str) {
