@@ -29,6 +29,7 @@ pub mod run_dir;
 pub mod spawn;
 pub mod status;
 pub mod summary;
+pub mod tensorboard;
 
 use std::path::{Path, PathBuf};
 

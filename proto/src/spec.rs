@@ -369,6 +369,8 @@ impl Default for CheckpointSection {
 pub struct ObserveSection {
     /// Write `metrics.jsonl` into the run's directory.
     pub metrics: bool,
+    /// Write TensorBoard's event file into `tensorboard` in the run's directory.
+    pub tensorboard: bool,
     /// Compare all ranks' parameters at the end and report the largest difference.
     pub check_replicas: bool,
     /// Steps of which every rank writes a timeline, `trace-rank<R>.json`, into the run's directory.
@@ -377,7 +379,7 @@ pub struct ObserveSection {
 
 impl Default for ObserveSection {
     fn default() -> Self {
-        Self { metrics: true, check_replicas: false, trace: 0 }
+        Self { metrics: true, tensorboard: false, check_replicas: false, trace: 0 }
     }
 }
 

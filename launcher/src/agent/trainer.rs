@@ -27,6 +27,7 @@ use crate::spawn::environment::{self, Group};
 use crate::spawn::port::MasterPort;
 use crate::status::board::{self, Board};
 use crate::summary::Summary;
+use crate::tensorboard::TensorBoard;
 
 /// Silence of a running worker that is pointed out.
 const SILENCE: Duration = Duration::from_secs(15);
@@ -85,6 +86,7 @@ pub(super) struct Trainer<'a> {
     output: Output,
     progress: Progress,
     metrics: Option<Metrics>,
+    tensorboard: Option<TensorBoard>,
     summary: Summary,
     heard: Vec<Heard>,
 }
@@ -95,7 +97,9 @@ impl<'a> Trainer<'a> {
         run: &'a RunDir,
         console: mpsc::Sender<String>,
     ) -> std::io::Result<Self> {
-        let metrics = plan.spec.observe.metrics.then(|| Metrics::create(&run.path)).transpose()?;
+        let observe = &plan.spec.observe;
+        let metrics = observe.metrics.then(|| Metrics::create(&run.path)).transpose()?;
+        let tensorboard = observe.tensorboard.then(|| TensorBoard::create(&run.path)).transpose()?;
         Ok(Self {
             rendezvous: Rendezvous::new(plan.placement.workers, 0, plan.spec.digest(), Instant::now()),
             waiting: Vec::new(),
@@ -104,6 +108,7 @@ impl<'a> Trainer<'a> {
             output: Output::for_trainer(console),
             progress: Progress::default(),
             metrics,
+            tensorboard,
             summary: Summary::default(),
             heard: Vec::new(),
             plan,
@@ -322,42 +327,47 @@ impl<'a> Trainer<'a> {
         if rank != 0 {
             return;
         }
-        let written = match report {
+        match report {
             Report::TrainStarted(started) => {
                 self.progress.started(&started);
                 if started.first_step > 0 {
                     self.progress.say(&format!("resuming at step {}", started.first_step));
                 }
                 self.summary.started = Some(started);
-                Ok(())
             }
             Report::Step(step) => {
                 self.progress.step(&step, now);
                 self.summary.step(&step);
-                self.metrics.as_mut().map_or(Ok(()), |metrics| metrics.step(&step))
+                self.write(|metrics| metrics.step(&step), |board| board.step(&step));
             }
             Report::Eval(eval) => {
                 self.progress.eval(&eval);
+                self.write(|metrics| metrics.eval(&eval), |board| board.eval(&eval));
                 self.summary.eval = Some(eval);
-                self.metrics.as_mut().map_or(Ok(()), |metrics| metrics.eval(&eval))
             }
-            Report::Checkpoint(checkpoint) => {
-                self.summary.checkpoint = Some(checkpoint.path);
-                Ok(())
-            }
-            Report::Finished(finished) => {
-                self.summary.sample = finished.sample;
-                Ok(())
-            }
+            Report::Checkpoint(checkpoint) => self.summary.checkpoint = Some(checkpoint.path),
+            Report::Finished(finished) => self.summary.sample = finished.sample,
             Report::Hello(_)
             | Report::Heartbeat(_)
             | Report::Profile(_)
             | Report::Sum(_)
-            | Report::Calibration(_) => Ok(()),
-        };
-        if let Err(error) = written {
+            | Report::Calibration(_) => {}
+        }
+    }
+
+    /// Adds to both files, to each as long as it can be written.
+    fn write(
+        &mut self,
+        metrics: impl FnOnce(&mut Metrics) -> std::io::Result<()>,
+        tensorboard: impl FnOnce(&mut TensorBoard) -> std::io::Result<()>,
+    ) {
+        if let Some(Err(error)) = self.metrics.as_mut().map(metrics) {
             self.progress.say(&format!("xlaunch: metrics are no longer written: {error}"));
             self.metrics = None;
+        }
+        if let Some(Err(error)) = self.tensorboard.as_mut().map(tensorboard) {
+            self.progress.say(&format!("xlaunch: events for TensorBoard are no longer written: {error}"));
+            self.tensorboard = None;
         }
     }
 
