@@ -8,10 +8,12 @@
 
 mod job;
 mod launch;
+mod node;
 mod process;
 
 pub use job::Job;
 pub use launch::Launch;
+pub use node::Node;
 pub use process::{Finished, Running, alive, children, name, xlaunch};
 
 use std::time::{Duration, Instant};

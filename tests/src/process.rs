@@ -81,6 +81,11 @@ impl Running {
         self.child.id()
     }
 
+    /// Whether it has not ended.
+    pub fn runs(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
     /// What it has written to standard error so far.
     pub fn stderr(&self) -> String {
         self.stderr.as_ref().map(|(text, _)| locked(text)).unwrap_or_default()
