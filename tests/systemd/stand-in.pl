@@ -57,8 +57,10 @@ my ($reloads, $ended) = (0, 0);
 $SIG{HUP} = sub { $reloads++; notify("RELOADING=1"); notify("READY=1", "STATUS=reloaded $reloads") };
 $SIG{TERM} = sub { $ended = 1 };
 notify("READY=1", "STATUS=stand-in");
+my $listener = IO::Socket::UNIX->new_from_fd(3, "r");
 while (!$ended) {
     notify("WATCHDOG=1");
-    select undef, undef, undef, $ENV{WATCHDOG_USEC} / 4e6;
+    vec(my $ready = "", 3, 1) = 1;
+    $listener->accept if select($ready, undef, undef, $ENV{WATCHDOG_USEC} / 4e6) > 0;
 }
 notify("STOPPING=1");
