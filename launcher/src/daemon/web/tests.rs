@@ -463,11 +463,12 @@ async fn a_connection_that_asks_and_is_silent_is_closed() {
 #[tokio::test]
 async fn a_node_that_ends_closes_its_page() {
     let served = Served::new().await;
-    let mut stream = served.connect().await;
+    let (mut stream, address) = (served.connect().await, served.address.clone());
     drop(served);
     let mut rest = Vec::new();
     let end = tokio::time::timeout(HANGS, stream.read_to_end(&mut rest)).await.expect("it is still open");
     assert!(end.is_err() || rest.is_empty());
+    assert!(TcpStream::connect(&address).await.is_err(), "it still listens");
 }
 
 /// A program from the environment, or from the path.
