@@ -140,6 +140,11 @@ async function sameJob(page, said) {
   const problems = [];
   compare(problems, "title", await page.locator("#job-title").textContent(), `Job ${want.id}: ${want.name}`);
   compare(problems, "reason", await page.locator("#job-reason").textContent(), want.reason);
+  const facts = await page.locator("#job-facts > div").evaluateAll((all) =>
+    Object.fromEntries(all.map((fact) => [fact.firstChild.textContent, fact.lastChild.textContent])));
+  compare(problems, "state", facts.state, want.state);
+  compare(problems, "command", facts.command ?? "", want.command_line);
+  compare(problems, "directory", facts.directory ?? "", want.work_dir);
   if (want.report) compare(problems, "report", await page.locator("#report").textContent(), want.report);
   const ranks = await rows(page, "ranks");
   const wanted = want.status?.ranks ?? [];
@@ -160,8 +165,11 @@ async function sameJob(page, said) {
   }
   const log = said.get(`/api/v1/jobs/${job}/logs`);
   if (log?.lines.length) {
-    const shown = (await page.locator("#log").textContent()).split("\n");
-    compare(problems, "lines of the log", shown.length, log.lines.length);
+    const text = await page.locator("#log").textContent();
+    // Colours and progress bars are left out.
+    const differ = log.lines.some((line) => /[\u001b\r]/.test(line));
+    if (differ) compare(problems, "lines of the log", text.split("\n").length, log.lines.length);
+    else compare(problems, "the log", text, log.lines.join("\n"));
   }
   return problems.join("; ");
 }

@@ -95,3 +95,36 @@ impl Open {
         self.0.retain(|connection| connection.task.id() != id);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn the_oldest_that_waits_goes_first() {
+        let mut tasks = JoinSet::new();
+        let mut open = Open::default();
+        let mut add = |open: &mut Open, busy| {
+            let task = tasks.spawn(std::future::pending::<()>());
+            open.0.push(Connection { task: task.clone(), busy: Arc::new(AtomicBool::new(busy)) });
+            task.id()
+        };
+        let ids: Vec<_> = (0..MOST - 1).map(|number| add(&mut open, number != 1)).collect();
+        let left = |open: &Open| open.0.iter().map(|connection| connection.task.id()).collect::<Vec<_>>();
+        open.make_room();
+        assert_eq!(left(&open), ids, "there was room");
+        let last = add(&mut open, true);
+        open.make_room();
+        assert_eq!(left(&open), [&ids[..1], &ids[2..], &[last]].concat());
+        // All are being answered.
+        add(&mut open, true);
+        open.make_room();
+        assert_eq!((open.0.len(), left(&open)[0]), (MOST - 1, ids[2]));
+        open.remove(last);
+        assert!(!left(&open).contains(&last));
+        for _ in 0..2 {
+            let closed = tasks.join_next().await.unwrap();
+            assert!(closed.unwrap_err().is_cancelled());
+        }
+    }
+}
