@@ -85,7 +85,7 @@ impl Node {
         let mut daemon = Running::start(&mut self.command());
         wait_for("the daemon", || {
             assert!(daemon.runs(), "{}", daemon.stderr());
-            std::os::unix::net::UnixStream::connect(self.socket()).ok()
+            daemon.stderr().contains("listening on").then_some(())
         });
         self.daemon = Some(daemon);
     }

@@ -5,13 +5,14 @@
 //! does not happen, and writes down how the job has ended before it ends itself.
 
 use std::ffi::{OsStr, OsString};
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use prost::Message;
@@ -26,6 +27,11 @@ use crate::devices::{self, Node};
 use crate::process::Process;
 use crate::run_dir::RunDir;
 use crate::{Refusal, Trainer};
+
+/// For another agent of the same job to go.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Between looks whether it has.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// Options of `xlaunch agent`.
 #[derive(Debug, Args)]
@@ -73,7 +79,7 @@ fn begin(options: &Agent) -> io::Result<Option<Begun>> {
         .truncate(false)
         .mode(0o600)
         .open(dir.join("lock"))?;
-    lock.try_lock().map_err(|_| io::Error::other("another agent of this job runs"))?;
+    hold(&lock)?;
     if !files::claim(&dir, order.start)? {
         return Ok(None);
     }
@@ -89,6 +95,19 @@ fn begin(options: &Agent) -> io::Result<Option<Begun>> {
     };
     files::write(&dir, "agent.json", &serde_json::to_vec(&identity)?)?;
     Ok(Some(Begun { dir, order, problem, _lock: lock }))
+}
+
+/// Waits for another agent of this job to go, as one does whose start was taken back.
+fn hold(lock: &File) -> io::Result<()> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        match lock.try_lock() {
+            Ok(()) => return Ok(()),
+            Err(TryLockError::WouldBlock) if Instant::now() < deadline => std::thread::sleep(LOOK),
+            Err(TryLockError::WouldBlock) => return Err(io::Error::other("another agent of this job runs")),
+            Err(TryLockError::Error(error)) => return Err(error),
+        }
+    }
 }
 
 /// All of standard input, which stays as it is: it is read again behind [`prepare`].

@@ -6,6 +6,7 @@
 //!     order-<start>.json        the same for one start, with the GPUs: the agent's standard input
 //!     agent/                    the job's user's alone
 //!         ticket-<start>        whoever takes it away decides whether this start happens
+//!         begun-<start>         the same, taken by the agent
 //!         lock                  held by the agent as long as it runs
 //!         agent.json            who the agent is
 //!         agent.sock            where it listens
@@ -166,18 +167,19 @@ impl JobDirs {
         self.job(job).join(format!("order-{start}.json"))
     }
 
-    /// Takes a start back; `false` where its agent has begun.
+    /// Takes a start back, prepared or not; `false` where its agent has begun.
     pub fn revoke(&self, job: u64, start: u32) -> io::Result<bool> {
         match std::fs::remove_file(self.agent(job).join(ticket(start))) {
             Ok(()) => Ok(true),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            // It was taken, unless it was never there.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(!self.has_begun(job, start)),
             Err(error) => Err(error),
         }
     }
 
-    /// Whether a start has begun neither, nor was taken back.
-    pub fn has_ticket(&self, job: u64, start: u32) -> bool {
-        self.agent(job).join(ticket(start)).symlink_metadata().is_ok()
+    /// Whether a start's ticket has been taken by its agent.
+    pub fn has_begun(&self, job: u64, start: u32) -> bool {
+        self.agent(job).join(begun(start)).symlink_metadata().is_ok()
     }
 
     /// Who a job's agent is, once it says so.
@@ -223,9 +225,13 @@ fn ticket(start: u32) -> String {
     format!("ticket-{start}")
 }
 
+fn begun(start: u32) -> String {
+    format!("begun-{start}")
+}
+
 /// The agent's side: takes the ticket of this start in `dir`; `false` where it was taken back.
 pub fn claim(dir: &Path, start: u32) -> io::Result<bool> {
-    match std::fs::rename(dir.join(ticket(start)), dir.join(format!("started-{start}"))) {
+    match std::fs::rename(dir.join(ticket(start)), dir.join(begun(start))) {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(error) => Err(error),
@@ -314,7 +320,10 @@ mod tests {
             }
             assert_eq!(dirs.revoke(1, start).unwrap(), !agent_is_first);
             assert!(!claim(&dirs.agent(1), start).unwrap());
+            assert_eq!(dirs.has_begun(1, start), agent_is_first);
         }
+        // Written down, and not prepared when the daemon was killed.
+        assert!(dirs.revoke(1, 3).unwrap());
     }
 
     #[test]

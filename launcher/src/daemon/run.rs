@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use sd_notify::NotifyState;
 use tokio::net::UnixListener;
@@ -38,6 +38,9 @@ use crate::spawn::sys;
 const QUEUE: usize = 256;
 /// Time for answers that are under way, when the daemon ends.
 const FAREWELL: Duration = Duration::from_secs(2);
+
+/// For the socket of an earlier daemon to close.
+const LINGER: Duration = Duration::from_secs(2);
 
 /// What the command line says.
 #[derive(Clone, Debug, Default)]
@@ -69,7 +72,7 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
     records.into_iter().for_each(|record| jobs.apply(record));
     let dirs = JobDirs::open(&place).map_err(|error| unusable(&place, &error))?;
     let starter = starter(&config, options.foreground, root).await?;
-    let (listener, socket) = listen(&config, options.foreground, root)?;
+    let (listener, socket) = listen(&config, options.foreground, root).await?;
     let (look, gpus) = Look::start().map_err(|error| internal(&error))?;
     let (reload, jobs_config) = watch::channel(config.jobs.clone());
     let (orders, taken) = mpsc::channel(QUEUE);
@@ -221,7 +224,11 @@ async fn starter(config: &DaemonConfig, foreground: bool, root: bool) -> Result<
 }
 
 /// The socket that systemd hands over, or one of our own; and its name.
-fn listen(config: &DaemonConfig, foreground: bool, root: bool) -> Result<(UnixListener, String), Refusal> {
+async fn listen(
+    config: &DaemonConfig,
+    foreground: bool,
+    root: bool,
+) -> Result<(UnixListener, String), Refusal> {
     if !foreground
         && let Some((fd, _)) = sd_notify::listen_fds_with_names().ok().and_then(|mut fds| fds.next())
     {
@@ -240,8 +247,21 @@ fn listen(config: &DaemonConfig, foreground: bool, root: bool) -> Result<(UnixLi
     if let Some(dir) = socket.parent() {
         fs_err::create_dir_all(dir).map_err(|error| refuse(&error))?;
     }
-    let listener = service::listener::bind(&socket, Some(&config.daemon.socket_group));
-    Ok((listener.map_err(|error| refuse(&error))?, socket.display().to_string()))
+    let listener = bind(&socket, &config.daemon.socket_group).await.map_err(|error| refuse(&error))?;
+    Ok((listener, socket.display().to_string()))
+}
+
+/// What a killed daemon was just starting has its socket open for another moment.
+async fn bind(socket: &Path, group: &str) -> io::Result<UnixListener> {
+    let deadline = Instant::now() + LINGER;
+    loop {
+        match service::listener::bind(socket, Some(group)) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            bound => return bound,
+        }
+    }
 }
 
 async fn until(mut ended: watch::Receiver<bool>) {

@@ -154,7 +154,7 @@ impl Follow {
     fn is_abandoned(&self) -> bool {
         let (job, start, uid) = (self.followed.job, self.followed.start, self.followed.uid);
         // The lock is taken first: asked in this order, none that begins is taken for one that has gone.
-        !self.dirs.has_ticket(job, start) && !self.dirs.is_locked(job, uid) && {
+        self.dirs.has_begun(job, start) && !self.dirs.is_locked(job, uid) && {
             self.dirs.identity(job, uid).is_none_or(|identity| identity.start != start)
         }
     }
