@@ -6,6 +6,7 @@
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::fs::File;
@@ -23,8 +24,14 @@ const QUEUE: usize = 2;
 const PIECE: usize = 1 << 16;
 /// Between looks at a log that has no more.
 const POLL: Duration = Duration::from_millis(100);
+/// Bytes at the end of a file in which its last lines are looked for: a file may be all hole.
+const SEARCH: u64 = 1 << 30;
 
-type Pieces = mpsc::Sender<Result<LogsReply, Status>>;
+/// Where a log goes, piece by piece.
+pub type Pieces = mpsc::Sender<Result<LogsReply, Status>>;
+
+/// Opens a log; `NotFound` where there is none.
+pub type Open = Arc<dyn Fn(&Path) -> std::io::Result<std::fs::File> + Send + Sync>;
 
 /// Streams the log that `logs` names; `held` is dropped when the stream has ended.
 ///
@@ -54,16 +61,32 @@ pub fn stream<T: Send + 'static>(
     Ok(stream)
 }
 
+/// Sends what there is of the log at `path`, all or the last lines, as `open` gives it. Whether there is one.
+///
+/// # Errors
+/// Those of `open` and of reading.
+pub async fn send_log(
+    path: PathBuf,
+    open: Open,
+    tail: Option<u64>,
+    pieces: &Pieces,
+) -> std::io::Result<bool> {
+    let mut log = Log { path, open, tail, file: None };
+    log.send_all(pieces).await?;
+    Ok(log.file.is_some())
+}
+
 async fn send(board: &watch::Receiver<Board>, logs: Logs, pieces: &Pieces) -> Result<(), Status> {
     let failed = |error: std::io::Error| Status::internal(format!("failed to read the log: {error}"));
     let name = if logs.stderr { "stderr.log" } else { "stdout.log" };
     let mut tail = logs.tail_lines;
+    let open: Open = Arc::new(|path| std::fs::File::open(path));
     loop {
         let (attempt, path) = {
             let board = board.borrow();
             (board.attempt(), board.log_dir(logs.rank.0).join(name))
         };
-        let mut log = Log::at(path, tail.take());
+        let mut log = Log { path, open: open.clone(), tail: tail.take(), file: None };
         let over = loop {
             // Asked before the log is read: what was written until then is in it.
             let (over, next) = {
@@ -88,6 +111,7 @@ async fn send(board: &watch::Receiver<Board>, logs: Logs, pieces: &Pieces) -> Re
 /// A log of one attempt.
 struct Log {
     path: PathBuf,
+    open: Open,
     /// Lines to begin with, until it is opened.
     tail: Option<u64>,
     /// What is read now, and its inode.
@@ -95,10 +119,6 @@ struct Log {
 }
 
 impl Log {
-    fn at(path: PathBuf, tail: Option<u64>) -> Self {
-        Self { path, tail, file: None }
-    }
-
     /// Sends what there is, to the end of the newest file.
     async fn send_all(&mut self, pieces: &Pieces) -> std::io::Result<()> {
         if self.file.is_none() {
@@ -106,7 +126,7 @@ impl Log {
         }
         while let Some((file, inode)) = &mut self.file {
             // Asked before the file is read: what is renamed already does not grow.
-            let next = successor(&self.path, *inode).await?;
+            let next = successor(&self.open, &self.path, *inode).await?;
             send_rest(file, pieces).await?;
             match next {
                 Some(next) => self.file = Some(next),
@@ -118,7 +138,8 @@ impl Log {
 
     /// The file to begin with, at the place to begin at.
     async fn first(&mut self) -> std::io::Result<Option<(File, u64)>> {
-        let (old, new) = (open(&rotated(&self.path)).await?, open(&self.path).await?);
+        let (old, new) =
+            (open(&self.open, rotated(&self.path)).await?, open(&self.open, self.path.clone()).await?);
         let Some(lines) = self.tail else { return Ok(old.or(new)) };
         let Some((mut file, inode)) = new else { return Ok(old) };
         let (start, found) = tail_start(&file, lines).await?;
@@ -135,10 +156,11 @@ impl Log {
 }
 
 /// What is to be read behind the file with this inode; `None` if that is the newest.
-async fn successor(path: &Path, inode: u64) -> std::io::Result<Option<(File, u64)>> {
-    let Some(newest) = open(path).await?.filter(|(_, newest)| *newest != inode) else { return Ok(None) };
+async fn successor(with: &Open, path: &Path, inode: u64) -> std::io::Result<Option<(File, u64)>> {
+    let newest = open(with, path.into()).await?.filter(|(_, newest)| *newest != inode);
+    let Some(newest) = newest else { return Ok(None) };
     // Renamed twice meanwhile: the one in between is still there.
-    let between = open(&rotated(path)).await?.filter(|(_, between)| *between != inode);
+    let between = open(with, rotated(path)).await?.filter(|(_, between)| *between != inode);
     Ok(between.or(Some(newest)))
 }
 
@@ -147,15 +169,17 @@ fn rotated(path: &Path) -> PathBuf {
 }
 
 /// The file, if it exists, and its inode.
-async fn open(path: &Path) -> std::io::Result<Option<(File, u64)>> {
-    match File::open(path).await {
+async fn open(with: &Open, path: PathBuf) -> std::io::Result<Option<(File, u64)>> {
+    let with = with.clone();
+    let open = move || match with(&path) {
         Ok(file) => {
-            let inode = file.metadata().await?.ino();
-            Ok(Some((file, inode)))
+            let inode = file.metadata()?.ino();
+            Ok(Some((File::from_std(file), inode)))
         }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
-    }
+    };
+    tokio::task::spawn_blocking(open).await.map_err(std::io::Error::other)?
 }
 
 /// Sends the file from where it stands to its end.
@@ -185,8 +209,9 @@ fn search_back(file: &std::fs::File, lines: u64) -> std::io::Result<(u64, u64)> 
     let mut buffer = vec![0; PIECE];
     // The end of the last line, if it has one, ends no other.
     let (mut end, mut found) = (length - 1, 0);
-    while end > 0 {
-        let start = end.saturating_sub(PIECE as u64);
+    let first = length.saturating_sub(SEARCH);
+    while end > first {
+        let start = end.saturating_sub(PIECE as u64).max(first);
         #[expect(clippy::cast_possible_truncation, reason = "at most the length of the buffer")]
         let piece = &mut buffer[..(end - start) as usize];
         file.read_exact_at(piece, start)?;
@@ -198,144 +223,8 @@ fn search_back(file: &std::fs::File, lines: u64) -> std::io::Result<(u64, u64)> 
         }
         end = start;
     }
-    Ok((0, found + 1))
+    Ok((first, found + 1))
 }
 
 #[cfg(test)]
-mod tests {
-    use std::io::Write;
-
-    use xlaunch_proto::ids::Rank;
-    use xlaunch_proto::v1::{JobKind, JobState};
-
-    use super::super::board::Launch;
-    use super::*;
-
-    struct Case {
-        dir: tempfile::TempDir,
-        board: watch::Sender<Board>,
-    }
-
-    impl Case {
-        fn new() -> Self {
-            let dir = tempfile::tempdir().unwrap();
-            let launch = Launch {
-                kind: JobKind::Command,
-                id: "1".into(),
-                name: "n".into(),
-                command_line: "n".into(),
-                max_restarts: 1,
-                log_dir: dir.path().into(),
-                silence: Duration::from_secs(300),
-            };
-            let case = Self { dir, board: watch::Sender::new(Board::new(launch)) };
-            case.attempt(0);
-            case
-        }
-
-        fn attempt(&self, attempt: u32) {
-            fs_err::create_dir_all(self.dir.path().join(format!("attempt_{attempt}/0"))).unwrap();
-            self.board.send_modify(|board| board.reset(attempt, 1));
-        }
-
-        fn path(&self) -> PathBuf {
-            self.board.borrow().log_dir(0).join("stdout.log")
-        }
-
-        fn write(&self, text: &str) {
-            let mut file = fs_err::OpenOptions::new().create(true).append(true).open(self.path()).unwrap();
-            file.write_all(text.as_bytes()).unwrap();
-        }
-
-        fn rotate(&self) {
-            fs_err::rename(self.path(), self.path().with_file_name("stdout.log.1")).unwrap();
-        }
-
-        fn stream(&self, follow: bool, tail_lines: Option<u64>) -> mpsc::Receiver<Result<LogsReply, Status>> {
-            let logs = Logs { rank: Rank(0), stderr: false, follow, tail_lines };
-            stream(self.board.subscribe(), logs, ()).unwrap()
-        }
-
-        async fn read(&self, tail_lines: Option<u64>) -> String {
-            rest(&mut self.stream(false, tail_lines)).await
-        }
-    }
-
-    async fn rest(stream: &mut mpsc::Receiver<Result<LogsReply, Status>>) -> String {
-        let mut text = Vec::new();
-        while let Some(piece) = stream.recv().await {
-            text.extend(piece.unwrap().bytes);
-        }
-        String::from_utf8(text).unwrap()
-    }
-
-    /// Reads until `text` has come.
-    async fn expect(stream: &mut mpsc::Receiver<Result<LogsReply, Status>>, text: &str) {
-        let mut got = String::new();
-        while got != text {
-            let piece = tokio::time::timeout(Duration::from_secs(60), stream.recv()).await;
-            let piece = piece.unwrap_or_else(|_| panic!("{got:?} instead of {text:?}"));
-            got += std::str::from_utf8(&piece.unwrap().unwrap().bytes).unwrap();
-            assert!(text.starts_with(&got), "{got:?} instead of {text:?}");
-        }
-    }
-
-    #[tokio::test]
-    async fn the_last_lines_are_found_across_pieces_and_rotation() {
-        let case = Case::new();
-        let long = "x".repeat(PIECE + 7);
-        case.write(&format!("old 1\n{long}\n"));
-        case.rotate();
-        case.write("new 1\nnew 2\nnew 3");
-        assert_eq!(case.read(None).await, format!("old 1\n{long}\nnew 1\nnew 2\nnew 3"));
-        assert_eq!(case.read(Some(2)).await, "new 2\nnew 3");
-        assert_eq!(case.read(Some(3)).await, "new 1\nnew 2\nnew 3");
-        assert_eq!(case.read(Some(4)).await, format!("{long}\nnew 1\nnew 2\nnew 3"));
-        assert_eq!(case.read(Some(99)).await, case.read(None).await);
-        assert_eq!(case.read(Some(0)).await, "");
-    }
-
-    #[tokio::test]
-    async fn a_follower_goes_through_rotation_and_restarts_to_the_end() {
-        let case = Case::new();
-        case.write("one\ntwo\n");
-        let mut stream = case.stream(true, Some(1));
-        expect(&mut stream, "two\n").await;
-        case.write("three\n");
-        case.rotate();
-        case.write("four\n");
-        expect(&mut stream, "three\nfour\n").await;
-        case.attempt(1);
-        case.write("five\n");
-        expect(&mut stream, "five\n").await;
-        case.write("last words");
-        case.board.send_modify(|board| board.now_in(JobState::Failed));
-        assert_eq!(rest(&mut stream).await, "last words");
-    }
-
-    #[tokio::test]
-    async fn a_reader_that_stops_reading_holds_little_and_one_that_leaves_holds_nothing() {
-        let case = Case::new();
-        case.write(&"a line\n".repeat(1_000_000));
-        let held = std::sync::Arc::new(());
-        let logs = Logs { rank: Rank(0), stderr: false, follow: true, tail_lines: None };
-        let mut reader = stream(case.board.subscribe(), logs, held.clone()).unwrap();
-        reader.recv().await.unwrap().unwrap();
-        tokio::time::sleep(Duration::from_millis(50)).await;
-        assert!(reader.len() <= QUEUE, "{}", reader.len());
-        drop(reader);
-        while std::sync::Arc::strong_count(&held) > 1 {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-    }
-
-    #[tokio::test]
-    async fn what_is_not_there_is_said() {
-        let case = Case::new();
-        let error = case.stream(false, None).recv().await.unwrap().unwrap_err();
-        assert!(error.message().contains("stdout.log"), "{error}");
-        let logs = Logs { rank: Rank(3), stderr: false, follow: false, tail_lines: None };
-        let error = stream(case.board.subscribe(), logs, ()).unwrap_err();
-        assert!(error.message().contains("no rank 3"), "{error}");
-    }
-}
+mod tests;

@@ -1,0 +1,148 @@
+use std::io::Write;
+
+use xlaunch_proto::ids::Rank;
+use xlaunch_proto::v1::{JobKind, JobState};
+
+use super::super::board::Launch;
+use super::*;
+
+struct Case {
+    dir: tempfile::TempDir,
+    board: watch::Sender<Board>,
+}
+
+impl Case {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let launch = Launch {
+            kind: JobKind::Command,
+            id: "1".into(),
+            name: "n".into(),
+            command_line: "n".into(),
+            max_restarts: 1,
+            log_dir: dir.path().into(),
+            silence: Duration::from_secs(300),
+        };
+        let case = Self { dir, board: watch::Sender::new(Board::new(launch)) };
+        case.attempt(0);
+        case
+    }
+
+    fn attempt(&self, attempt: u32) {
+        fs_err::create_dir_all(self.dir.path().join(format!("attempt_{attempt}/0"))).unwrap();
+        self.board.send_modify(|board| board.reset(attempt, 1));
+    }
+
+    fn path(&self) -> PathBuf {
+        self.board.borrow().log_dir(0).join("stdout.log")
+    }
+
+    fn write(&self, text: &str) {
+        let mut file = fs_err::OpenOptions::new().create(true).append(true).open(self.path()).unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+    }
+
+    fn rotate(&self) {
+        fs_err::rename(self.path(), self.path().with_file_name("stdout.log.1")).unwrap();
+    }
+
+    fn stream(&self, follow: bool, tail_lines: Option<u64>) -> mpsc::Receiver<Result<LogsReply, Status>> {
+        let logs = Logs { rank: Rank(0), stderr: false, follow, tail_lines };
+        stream(self.board.subscribe(), logs, ()).unwrap()
+    }
+
+    async fn read(&self, tail_lines: Option<u64>) -> String {
+        rest(&mut self.stream(false, tail_lines)).await
+    }
+}
+
+async fn rest(stream: &mut mpsc::Receiver<Result<LogsReply, Status>>) -> String {
+    let mut text = Vec::new();
+    while let Some(piece) = stream.recv().await {
+        text.extend(piece.unwrap().bytes);
+    }
+    String::from_utf8(text).unwrap()
+}
+
+/// Reads until `text` has come.
+async fn expect(stream: &mut mpsc::Receiver<Result<LogsReply, Status>>, text: &str) {
+    let mut got = String::new();
+    while got != text {
+        let piece = tokio::time::timeout(Duration::from_secs(60), stream.recv()).await;
+        let piece = piece.unwrap_or_else(|_| panic!("{got:?} instead of {text:?}"));
+        got += std::str::from_utf8(&piece.unwrap().unwrap().bytes).unwrap();
+        assert!(text.starts_with(&got), "{got:?} instead of {text:?}");
+    }
+}
+
+#[tokio::test]
+async fn the_last_lines_are_found_across_pieces_and_rotation() {
+    let case = Case::new();
+    let long = "x".repeat(PIECE + 7);
+    case.write(&format!("old 1\n{long}\n"));
+    case.rotate();
+    case.write("new 1\nnew 2\nnew 3");
+    assert_eq!(case.read(None).await, format!("old 1\n{long}\nnew 1\nnew 2\nnew 3"));
+    assert_eq!(case.read(Some(2)).await, "new 2\nnew 3");
+    assert_eq!(case.read(Some(3)).await, "new 1\nnew 2\nnew 3");
+    assert_eq!(case.read(Some(4)).await, format!("{long}\nnew 1\nnew 2\nnew 3"));
+    assert_eq!(case.read(Some(99)).await, case.read(None).await);
+    assert_eq!(case.read(Some(0)).await, "");
+}
+
+#[tokio::test]
+async fn lines_are_not_looked_for_without_end() {
+    let case = Case::new();
+    case.write("a line\n");
+    let file = fs_err::OpenOptions::new().write(true).open(case.path()).unwrap();
+    let length = 1 << 42;
+    if let Err(error) = file.set_len(length) {
+        return eprintln!("skipped: no file with a hole of this length: {error}");
+    }
+    let found = tail_start(&File::open(case.path()).await.unwrap(), 1).await.unwrap();
+    assert_eq!(found, (length - SEARCH, 1));
+}
+
+#[tokio::test]
+async fn a_follower_goes_through_rotation_and_restarts_to_the_end() {
+    let case = Case::new();
+    case.write("one\ntwo\n");
+    let mut stream = case.stream(true, Some(1));
+    expect(&mut stream, "two\n").await;
+    case.write("three\n");
+    case.rotate();
+    case.write("four\n");
+    expect(&mut stream, "three\nfour\n").await;
+    case.attempt(1);
+    case.write("five\n");
+    expect(&mut stream, "five\n").await;
+    case.write("last words");
+    case.board.send_modify(|board| board.now_in(JobState::Failed));
+    assert_eq!(rest(&mut stream).await, "last words");
+}
+
+#[tokio::test]
+async fn a_reader_that_stops_reading_holds_little_and_one_that_leaves_holds_nothing() {
+    let case = Case::new();
+    case.write(&"a line\n".repeat(1_000_000));
+    let held = std::sync::Arc::new(());
+    let logs = Logs { rank: Rank(0), stderr: false, follow: true, tail_lines: None };
+    let mut reader = stream(case.board.subscribe(), logs, held.clone()).unwrap();
+    reader.recv().await.unwrap().unwrap();
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert!(reader.len() <= QUEUE, "{}", reader.len());
+    drop(reader);
+    while std::sync::Arc::strong_count(&held) > 1 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+#[tokio::test]
+async fn what_is_not_there_is_said() {
+    let case = Case::new();
+    let error = case.stream(false, None).recv().await.unwrap().unwrap_err();
+    assert!(error.message().contains("stdout.log"), "{error}");
+    let logs = Logs { rank: Rank(3), stderr: false, follow: false, tail_lines: None };
+    let error = stream(case.board.subscribe(), logs, ()).unwrap_err();
+    assert!(error.message().contains("no rank 3"), "{error}");
+}
