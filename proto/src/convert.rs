@@ -172,6 +172,11 @@ impl TryFrom<v1::LogsRequest> for Logs {
     }
 }
 
+/// Bytes of a message on the wire.
+pub fn encoded_size(message: &impl prost::Message) -> usize {
+    message.encoded_len()
+}
+
 fn text(field: &'static str, value: String) -> Result<String, WireError> {
     if value.len() > MAX_TEXT {
         return Err(WireError::TooLong { field, got: value.len(), limit: MAX_TEXT });

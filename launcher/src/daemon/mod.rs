@@ -14,4 +14,5 @@
 
 pub mod config;
 pub mod orders;
+pub mod service;
 pub mod view;
