@@ -259,7 +259,7 @@ async fn requests_that_are_too_large_or_nonsense_are_refused_and_the_connection_
         b"\0\0\0\x01\0abc",
         b"\x07\xff\xff\xff\xff",
     ];
-    let mut raw = Raw::new(case.connect(ANN)).await;
+    let mut raw = Raw::new(case.connect(ANN)).await.unwrap();
     for (method, body) in METHODS.iter().flat_map(|method| bodies.map(|body| (*method, body))) {
         raw.call(method, body, END_STREAM).await;
         soon(method, raw.answer()).await;
@@ -285,11 +285,11 @@ struct Raw {
 }
 
 impl Raw {
-    async fn new(mut socket: UnixStream) -> Self {
-        socket.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+    async fn new(mut socket: UnixStream) -> io::Result<Self> {
+        socket.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await?;
         let mut raw = Self { socket, stream: 0 };
-        raw.frame(SETTINGS, 0, 0, b"").await.unwrap();
-        raw
+        raw.frame(SETTINGS, 0, 0, b"").await?;
+        Ok(raw)
     }
 
     async fn frame(&mut self, kind: u8, flags: u8, stream: u32, payload: &[u8]) -> io::Result<()> {
@@ -356,7 +356,7 @@ async fn attack(case: &Case, uid: u32, kind: usize) -> Option<UnixStream> {
         2 => drop(socket.write_all(b"GET / HTTP/1.1\r\nHost: node\r\n\r\n").await),
         3 => drop(socket.write_all(b"PRI * HTTP/2.0\r\n").await),
         _ => {
-            let mut raw = Raw::new(socket).await;
+            let Ok(mut raw) = Raw::new(socket).await else { return None };
             match kind {
                 // Half a call, and nothing more.
                 4 => drop(raw.begin("Submit", END_HEADERS).await),
@@ -436,6 +436,17 @@ async fn a_thousand_bad_callers_disturb_nobody_else() {
     assert_eq!(watched.next().await.unwrap().unwrap().id, 1);
     case.shown.send_replace(Arc::default());
     assert_eq!(soon("the watch", watched.next()).await.unwrap().unwrap_err().code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn a_connection_that_cannot_be_taken_ends_no_other() {
+    let case = Case::new([(1, ANN, NodeJobState::Running)], None);
+    for _ in 0..3 {
+        // It has no name, so that nobody can tell whose it is.
+        let mut nobodys = UnixStream::connect(case.dir.path().join("node.sock")).await.unwrap();
+        assert_eq!(soon("its end", nobodys.read(&mut [0])).await.unwrap(), 0);
+    }
+    soon("a call", case.client(ANN).await.get(GetRequest { job: 1 })).await.unwrap();
 }
 
 #[tokio::test]
