@@ -3,7 +3,7 @@
 //! - [`train`]: what a step of a configuration takes, beside what the device can do;
 //! - [`all_reduce`]: sums between ranks by size, in nccl-tests' columns;
 //! - [`device`]: what a device can do at best;
-//! - [`launches`]: what launching itself costs;
+//! - [`launches`]: what launching itself costs; [`queries`]: how many questions a daemon answers;
 //! - [`flops`]: how many operations a model asks for; [`kernels`]: a step's kernels by family.
 //!
 //! Each launch has a run directory in a temporary place, which goes when the launch has gone well.
@@ -13,6 +13,7 @@ pub mod device;
 pub mod flops;
 pub mod kernels;
 pub mod launches;
+pub mod queries;
 pub mod train;
 
 use std::path::Path;

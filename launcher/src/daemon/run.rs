@@ -22,7 +22,7 @@ use super::agents::Starter;
 use super::config::{self, Agents, DaemonConfig};
 use super::files::JobDirs;
 use super::gpus::Look;
-use super::journal::{Journal, Replay};
+use super::journal::{Journal, JournalError, Replay};
 use super::manager::{self, Setup};
 use super::orders::Node;
 use super::service::access::Access;
@@ -39,8 +39,9 @@ const QUEUE: usize = 256;
 /// Time for answers that are under way, when the daemon ends.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// For the socket of an earlier daemon to close.
+/// For the lock and the socket of an earlier daemon to be free, and between looks.
 const LINGER: Duration = Duration::from_secs(2);
+const BREATH: Duration = Duration::from_millis(50);
 
 /// What the command line says.
 #[derive(Clone, Debug, Default)]
@@ -65,8 +66,7 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
     let variable = |name: &str| std::env::var_os(name);
     let place = config.daemon.state_dir(root, variable).map_err(|error| bad(&error))?;
     make_state_dir(&place, root).map_err(|error| unusable(&place, &error))?;
-    let (journal, Replay { records, notes }) =
-        Journal::<Record>::open(&place).map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
+    let (journal, Replay { records, notes }) = open(&place).await?;
     notes.iter().for_each(|note| warn!("{note}"));
     let mut jobs = Jobs::default();
     records.into_iter().for_each(|record| jobs.apply(record));
@@ -136,6 +136,17 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
     let _ = tokio::time::timeout(FAREWELL, manager).await;
     drop(look);
     result
+}
+
+/// What a killed daemon was just starting has its lock for another moment.
+async fn open(place: &Path) -> Result<(Journal<Record>, Replay<Record>), Refusal> {
+    let deadline = Instant::now() + LINGER;
+    loop {
+        match Journal::open(place) {
+            Err(JournalError::InUse { .. }) if Instant::now() < deadline => tokio::time::sleep(BREATH).await,
+            opened => return opened.map_err(|error| Refusal::new(ExitCode::Usage, error.to_string())),
+        }
+    }
 }
 
 /// Until a signal ends the daemon; SIGHUP reloads it.
@@ -251,13 +262,13 @@ async fn listen(
     Ok((listener, socket.display().to_string()))
 }
 
-/// What a killed daemon was just starting has its socket open for another moment.
+/// As [`open`] with its socket.
 async fn bind(socket: &Path, group: &str) -> io::Result<UnixListener> {
     let deadline = Instant::now() + LINGER;
     loop {
         match service::listener::bind(socket, Some(group)) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
-                tokio::time::sleep(Duration::from_millis(50)).await;
+                tokio::time::sleep(BREATH).await;
             }
             bound => return bound,
         }

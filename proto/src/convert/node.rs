@@ -24,9 +24,9 @@ const ENVIRONMENT: usize = 256 << 10;
 const ARGUMENTS: usize = 4096;
 /// Bytes of all of them.
 const ARGUMENT_BYTES: usize = 512 << 10;
-/// GPUs, more than any node has.
+/// GPUs: more than any node has.
 const GPUS: u32 = 1024;
-/// Bytes of the UUID of one.
+/// Bytes of a UUID.
 const UUID: usize = 128;
 /// Highest priority; the lowest is the negative of it.
 const PRIORITY: i32 = 1000;
@@ -183,10 +183,8 @@ fn text(field: &'static str, value: String, limit: usize) -> Result<String, Wire
 
 fn check_text(field: &'static str, value: &str, limit: usize) -> Result<(), WireError> {
     within(field, value.len(), limit)?;
-    match value.chars().any(char::is_control) {
-        true => Err(content(field, "has control characters".into())),
-        false => Ok(()),
-    }
+    let shown = !value.chars().any(char::is_control);
+    shown.then_some(()).ok_or_else(|| content(field, "has control characters".into()))
 }
 
 fn within(field: &'static str, got: usize, limit: usize) -> Result<(), WireError> {
@@ -330,12 +328,10 @@ mod tests {
             if as_trainer {
                 good.work = Some(TrainerSpecJson(JobSpec::default().to_json()));
             }
-            let good = good.encode_to_vec();
-            let at = at.index(good.len());
-            let end = good.len().min(at + bytes.len() % 8);
-            let mut spoilt = good;
-            let noise = &bytes[..end - at];
-            spoilt[at..end].copy_from_slice(noise);
+            let mut spoilt = good.encode_to_vec();
+            let at = at.index(spoilt.len());
+            let end = spoilt.len().min(at + bytes.len() % 8);
+            spoilt[at..end].copy_from_slice(&bytes[..end - at]);
             spoilt.truncate(cut.index(2 * spoilt.len()));
             for bytes in [&bytes, &spoilt] {
                 if let Some(submit) = decode::<v1::SubmitRequest, Submit>(bytes) {

@@ -48,8 +48,8 @@ const HEADERS: u32 = 16 << 10;
 const WINDOWS: (u32, u32) = (64 << 10, 256 << 10);
 /// Calls at a time on one connection.
 const CALLS: u32 = 32;
-/// Calls of a user at a time, and of all.
-const USER_CALLS: (usize, usize) = (512, 4096);
+/// Calls of a user at a time, and of all: streams of both kinds, and a few besides.
+const USER_CALLS: (usize, usize) = (320, 4096);
 /// Streams of logs of a user at a time, and of all; as many of jobs.
 const STREAMS: (usize, usize) = (128, 512);
 /// Readers of files of one owner at a time, and of all: below the number of threads that may wait for files.

@@ -238,10 +238,12 @@ async fn requests_that_are_too_large_or_nonsense_are_refused_and_the_connection_
     let error = ann.submit(large).await.unwrap_err();
     assert!(matches!(error.code(), Code::OutOfRange | Code::ResourceExhausted), "{error}");
 
-    let mut headers = Request::new(GetRequest { job: 1 });
-    let long = MetadataValue::try_from("x".repeat(64 << 10)).unwrap();
-    headers.metadata_mut().insert("x-long", long);
-    soon("a call with long headers", ann.get(headers)).await.unwrap_err();
+    for length in [24 << 10, 1 << 20] {
+        let mut headers = Request::new(GetRequest { job: 1 });
+        headers.metadata_mut().insert("x-long", MetadataValue::try_from("x".repeat(length)).unwrap());
+        let mut other = case.client(ANN).await;
+        soon("a call with long headers", other.get(headers)).await.unwrap_err();
+    }
 
     let mut agent = xlaunch_proto::v1::agent_client::AgentClient::new(case.channel(ANN).await);
     let unknown = agent.stop(xlaunch_proto::v1::StopRequest {}).await.unwrap_err();
@@ -257,7 +259,7 @@ async fn requests_that_are_too_large_or_nonsense_are_refused_and_the_connection_
         b"\0\0\0\x01\0abc",
         b"\x07\xff\xff\xff\xff",
     ];
-    let mut raw = Raw::new(case.connect(ANN)).await;
+    let mut raw = Raw::new(case.connect(ANN)).await.unwrap();
     for (method, body) in METHODS.iter().flat_map(|method| bodies.map(|body| (*method, body))) {
         raw.call(method, body, END_STREAM).await;
         soon(method, raw.answer()).await;
@@ -283,11 +285,11 @@ struct Raw {
 }
 
 impl Raw {
-    async fn new(mut socket: UnixStream) -> Self {
-        socket.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+    async fn new(mut socket: UnixStream) -> io::Result<Self> {
+        socket.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await?;
         let mut raw = Self { socket, stream: 0 };
-        raw.frame(SETTINGS, 0, 0, b"").await.unwrap();
-        raw
+        raw.frame(SETTINGS, 0, 0, b"").await?;
+        Ok(raw)
     }
 
     async fn frame(&mut self, kind: u8, flags: u8, stream: u32, payload: &[u8]) -> io::Result<()> {
@@ -354,7 +356,7 @@ async fn attack(case: &Case, uid: u32, kind: usize) -> Option<UnixStream> {
         2 => drop(socket.write_all(b"GET / HTTP/1.1\r\nHost: node\r\n\r\n").await),
         3 => drop(socket.write_all(b"PRI * HTTP/2.0\r\n").await),
         _ => {
-            let mut raw = Raw::new(socket).await;
+            let Ok(mut raw) = Raw::new(socket).await else { return None };
             match kind {
                 // Half a call, and nothing more.
                 4 => drop(raw.begin("Submit", END_HEADERS).await),
@@ -407,25 +409,44 @@ async fn a_thousand_bad_callers_disturb_nobody_else() {
     let case = Case::new([(1, ANN, NodeJobState::Running), (2, BOB, NodeJobState::Running)], None);
     let mut ann = case.client(ANN).await;
     let mut watched = ann.watch(GetRequest { job: 1 }).await.unwrap().into_inner();
-    for _ in 0..10 {
+    for _ in 0..7 {
         let mut open = Vec::new();
-        for number in 0..100 {
+        for number in 0..160 {
             open.extend(soon("an attack", attack(&case, BOB, number % 8)).await);
             if number % 10 == 0 {
                 let answer = soon("an honest call", ann.get(GetRequest { job: 1 })).await;
                 assert_eq!(answer.unwrap().into_inner().id, 1);
             }
         }
-        // Whoever came in between is let in, too, even in the same user's name.
-        for (uid, job) in [(ANN, 1), (BOB, 2)] {
-            let mut late = case.client(uid).await;
-            let answer = soon("a new caller", late.get(GetRequest { job })).await;
-            assert_eq!(answer.unwrap().into_inner().id, job);
-        }
+        let mut late = case.client(ANN).await;
+        let answer = soon("a new caller", late.get(GetRequest { job: 1 })).await;
+        assert_eq!(answer.unwrap().into_inner().id, 1);
+        // In the same user's name one is let in, too, and told what is wrong.
+        let mut late = case.client(BOB).await;
+        let answer = soon("a new caller of theirs", late.get(GetRequest { job: 2 })).await;
+        answer.map_or_else(|error| assert_eq!(error.code(), Code::ResourceExhausted, "{error}"), drop);
     }
+    let mut bob = case.client(BOB).await;
+    soon("the end of the bad callers", async {
+        while bob.get(GetRequest { job: 2 }).await.is_err() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
     assert_eq!(watched.next().await.unwrap().unwrap().id, 1);
     case.shown.send_replace(Arc::default());
     assert_eq!(soon("the watch", watched.next()).await.unwrap().unwrap_err().code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn a_connection_that_cannot_be_taken_ends_no_other() {
+    let case = Case::new([(1, ANN, NodeJobState::Running)], None);
+    for _ in 0..3 {
+        // It has no name, so that nobody can tell whose it is.
+        let mut nobodys = UnixStream::connect(case.dir.path().join("node.sock")).await.unwrap();
+        assert_eq!(soon("its end", nobodys.read(&mut [0])).await.unwrap(), 0);
+    }
+    soon("a call", case.client(ANN).await.get(GetRequest { job: 1 })).await.unwrap();
 }
 
 #[tokio::test]

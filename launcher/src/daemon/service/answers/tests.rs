@@ -94,6 +94,8 @@ async fn a_watcher_sees_the_job_at_once_its_changes_and_its_end() {
     // Another job changes: that is not worth telling.
     let same = case.shown.borrow().jobs[&1].clone();
     case.shown.send_replace(Arc::new(view([same, job_of(2, BOB.uid, NodeJobState::Queued)])));
+    tokio::time::sleep(3 * PACE).await;
+    assert!(case.jobs.is_empty());
     case.show(NodeJobState::Running, "");
     assert_eq!(case.next().await.unwrap().unwrap().state(), NodeJobState::Running);
     case.show(NodeJobState::Done, "");
@@ -122,7 +124,7 @@ async fn a_slow_watcher_gets_what_is_newest_and_a_quick_one_a_few_a_second() {
         tokio::time::sleep(Duration::from_millis(2)).await;
         told.extend(case.jobs.try_recv());
     }
-    let most = start.elapsed().as_millis() / PACE.as_millis() + 1;
+    let most = start.elapsed().as_millis() / 250 + 1;
     assert!(told.len() >= 2 && told.len() as u128 <= most, "{} of at most {most}", told.len());
 }
 

@@ -90,7 +90,9 @@ async fn rest(stream: &mut mpsc::Receiver<Result<LogsReply, Status>>) -> Result<
 #[tokio::test]
 async fn an_ended_job_is_read_from_the_files_of_its_last_attempt() {
     let case = Case::new(NodeJobState::Failed);
-    case.write("attempt_9/0/stdout.log", "an earlier one");
+    for earlier in 0..10 {
+        case.write(&format!("attempt_{earlier}/0/stdout.log"), "an earlier one");
+    }
     case.write("attempt_10/0/stdout.log.1", "one\ntwo\n");
     case.write("attempt_10/0/stdout.log", "three\n");
     case.write("attempt_10/1/stderr.log", "oops");
@@ -209,7 +211,8 @@ async fn a_socket_of_another_user_is_told_nothing() {
     let mut stream = case.stream(OUT).unwrap();
     let (mut connection, _) = listener.accept().await.unwrap();
     let mut heard = Vec::new();
-    connection.read_to_end(&mut heard).await.unwrap();
+    let end = tokio::time::timeout(Duration::from_secs(60), connection.read_to_end(&mut heard)).await;
+    end.expect("the connection is closed").unwrap();
     assert!(heard.is_empty());
     case.now(NodeJobState::Lost);
     assert_eq!(next(&mut stream).await.unwrap().unwrap_err().code(), Code::NotFound);
