@@ -3,6 +3,7 @@
 mod bench;
 mod channel;
 mod console;
+mod generate;
 mod launch;
 mod node;
 mod query;
@@ -47,6 +48,9 @@ enum Query {
     /// Measure what parts of xlaunch cost on this machine.
     #[command(subcommand)]
     Bench(bench::Bench),
+    /// Write man pages and shell completions.
+    #[command(subcommand)]
+    Gen(generate::Gen),
 }
 
 /// Runs the command line of this process.
@@ -130,8 +134,14 @@ async fn query(command: Query, trainer: Trainer) -> ExitCode {
         Query::Cancel(options) => node::cancel(options).await,
         Query::Node(options) => node::node(options).await,
         Query::Drain(options) => node::drain(options).await,
+        Query::Gen(what) => console::finish(generate::run(&what, self::command()).map(|()| ExitCode::Done)),
         Query::Bench(bench) => bench::run(bench, trainer).await,
     }
+}
+
+/// The subcommands as clap knows them.
+fn command() -> clap::Command {
+    Cli::command().about(torchrun::ABOUT)
 }
 
 /// Whether this first argument is no launch. A program of the same name can be launched behind `--`.
