@@ -43,6 +43,8 @@ enum Query {
     Cancel(node::Cancel),
     /// Show the node and its GPUs as the daemon sees them.
     Node(node::Node),
+    /// Show the node, its GPUs and its jobs on the whole terminal.
+    Top(node::Top),
     /// Start no more jobs on the node or some of its GPUs.
     Drain(node::Drain),
     /// Measure what parts of xlaunch cost on this machine.
@@ -133,6 +135,7 @@ async fn query(command: Query, trainer: Trainer) -> ExitCode {
         Query::Jobs(options) => node::jobs(options).await,
         Query::Cancel(options) => node::cancel(options).await,
         Query::Node(options) => node::node(options).await,
+        Query::Top(options) => node::top(options).await,
         Query::Drain(options) => node::drain(options).await,
         Query::Gen(what) => console::finish(generate::run(&what, self::command()).map(|()| ExitCode::Done)),
         Query::Bench(bench) => bench::run(bench, trainer).await,

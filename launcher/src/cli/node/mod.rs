@@ -14,6 +14,7 @@ mod show;
 mod submit;
 #[cfg(test)]
 mod tests;
+mod top;
 
 use std::io::IsTerminal;
 use std::time::Duration;
@@ -28,6 +29,7 @@ pub(super) use control::{Cancel, Drain, stop};
 pub(super) use gpus::Node;
 pub(super) use jobs::Jobs;
 pub(super) use submit::{Submit, split};
+pub(super) use top::Top;
 
 pub(super) async fn submit(options: Submit) -> ExitCode {
     finish(submit::submit(options).await)
@@ -47,6 +49,10 @@ pub(super) async fn drain(options: Drain) -> ExitCode {
 
 pub(super) async fn node(options: Node) -> ExitCode {
     finish(gpus::show(options).await.map(|()| ExitCode::Done))
+}
+
+pub(super) async fn top(options: Top) -> ExitCode {
+    finish(top::top(options).await)
 }
 
 /// Shows a job once, or every `pause` until it has ended: one in place of the last on a terminal, blocks or lines of JSON
