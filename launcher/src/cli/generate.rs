@@ -8,6 +8,7 @@ use clap_complete::Shell;
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::spec::JobSpec;
 
 use super::console::{End, put};
 use super::torchrun;
@@ -26,6 +27,8 @@ pub(super) enum Gen {
         /// Whose.
         shell: Shell,
     },
+    /// Print the JSON schema of training configurations, for editors.
+    Schema,
 }
 
 /// Generates; `command` has the subcommands.
@@ -41,7 +44,14 @@ pub(super) fn run(what: &Gen, command: Command) -> Result<(), End> {
             clap_complete::generate(*shell, &mut command, "xlaunch", &mut script);
             put(&script)
         }
+        Gen::Schema => put(format!("{:#}\n", schema()).as_bytes()),
     }
+}
+
+fn schema() -> serde_json::Value {
+    let mut schema = schemars::schema_for!(JobSpec);
+    schema.insert("title".into(), "xlaunch training configuration".into());
+    schema.to_value()
 }
 
 /// The command with the flags of launches, which clap does not parse.
@@ -160,5 +170,24 @@ mod tests {
                 assert!(script.contains(word), "{shell} does not know {word}");
             }
         }
+    }
+
+    #[test]
+    fn the_schema_knows_every_key_with_its_default_and_no_other() {
+        let schema = schema();
+        let defaults = serde_json::to_value(JobSpec::default()).unwrap();
+        let named = |reference: &str| &schema["$defs"][reference.rsplit('/').next().unwrap()];
+        for (section, keys) in defaults.as_object().unwrap() {
+            let found = &schema["properties"][section];
+            let keys_of = named(found["$ref"].as_str().unwrap());
+            assert_eq!(keys_of["additionalProperties"], false, "{section}");
+            for (key, default) in keys.as_object().unwrap() {
+                let known = &keys_of["properties"][key];
+                assert!(known.is_object(), "{section}.{key} is not in {keys_of:#}");
+                assert!(known["description"].is_string(), "{section}.{key}");
+                assert_eq!(&known["default"], default, "{section}.{key}");
+            }
+        }
+        assert_eq!(schema["additionalProperties"], false);
     }
 }

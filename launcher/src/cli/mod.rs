@@ -50,7 +50,7 @@ enum Query {
     /// Measure what parts of xlaunch cost on this machine.
     #[command(subcommand)]
     Bench(bench::Bench),
-    /// Write man pages and shell completions.
+    /// Write man pages, completions, the schema of configurations.
     #[command(subcommand)]
     Gen(generate::Gen),
 }

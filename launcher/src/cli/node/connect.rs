@@ -34,7 +34,7 @@ const ANSWER: usize = 64 << 20;
 pub(in crate::cli) struct At {
     /// The daemon's socket. Default: XLAUNCH_SOCKET, else that of your own daemon, else that of the node's.
     #[arg(long, value_name = "PATH")]
-    pub(super) socket: Option<PathBuf>,
+    pub(in crate::cli) socket: Option<PathBuf>,
 }
 
 impl At {
