@@ -98,8 +98,14 @@ impl Daemon {
         answer.map(tonic::Response::into_inner).map_err(|status| self.refusal(&status))
     }
 
-    /// A job as it is now, also while the daemon is restarted.
+    /// A job as it is now.
     pub(super) async fn get(&mut self, job: u64) -> Result<Job, Refusal> {
+        let found = self.client.get(GetRequest { job }).await;
+        found.map(tonic::Response::into_inner).map_err(|status| self.refusal(&status))
+    }
+
+    /// The same, also while the daemon is restarted.
+    pub(super) async fn get_again(&mut self, job: u64) -> Result<Job, Refusal> {
         let since = Instant::now();
         loop {
             match self.client.get(GetRequest { job }).await {

@@ -65,7 +65,7 @@ pub(super) async fn status(
 ) -> Result<(), End> {
     let redraw = pause.is_some() && !json && std::io::stdout().is_terminal();
     for turn in 0.. {
-        let job = daemon.get(id).await?;
+        let job = if turn == 0 { daemon.get(id).await? } else { daemon.get_again(id).await? };
         let ended = has_ended(job.state());
         let text = match (json, pause) {
             (true, Some(_)) => format!("{}\n", show::json(&job)),
