@@ -9,6 +9,7 @@ use crate::spec::Invalid;
 
 /// The two families of model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Arch {
     /// Learned positions, LayerNorm, GELU, biases.
@@ -19,6 +20,7 @@ pub enum Arch {
 
 /// `[model]`: a preset, and any size that differs from it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelSection {
     /// Name of a set of sizes: see [`PRESETS`]. Default `byte-tiny`.

@@ -32,6 +32,7 @@ impl Invalid {
 
 /// Everything `train.toml` can say. Every key has a default.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 #[expect(missing_docs, reason = "each section has its own documentation")]
 pub struct JobSpec {
@@ -48,6 +49,7 @@ pub struct JobSpec {
 
 /// `[job]`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct JobSection {
     /// Shown in status and logs. Default: the configuration file's name.
@@ -66,6 +68,7 @@ impl Default for JobSection {
 
 /// `[launch]`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct LaunchSection {
     /// Workers to start; `--nproc` overrides it. Default: one per GPU, or 1 without GPUs.
@@ -94,6 +97,7 @@ impl Default for LaunchSection {
 
 /// `[data]`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct DataSection {
     /// Text globs (byte tokeniser) or `.bin` files of token ids, relative to the configuration file.
@@ -123,6 +127,7 @@ impl Default for DataSection {
 
 /// How files become token ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Tokenizer {
     /// Each byte of a text file is a token: V = 256.
@@ -133,6 +138,7 @@ pub enum Tokenizer {
 
 /// `[train]`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainSection {
     /// Optimizer steps.
@@ -198,6 +204,7 @@ impl TrainSection {
 
 /// Shape of the learning rate after warm-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Schedule {
     /// Half a cosine from `lr` down to `lr * min_lr_ratio`.
@@ -208,6 +215,7 @@ pub enum Schedule {
 
 /// `[comm]`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct CommSection {
     /// Largest gradient bucket in MiB.
@@ -253,6 +261,7 @@ impl CommSection {
 
 /// Element type of gradients on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum WireDtype {
     /// bf16 under `precision = "bf16"` without accumulation, fp32 otherwise.
@@ -265,6 +274,7 @@ pub enum WireDtype {
 
 /// `[engine]`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct EngineSection {
     /// Where to train.
@@ -296,6 +306,7 @@ impl Default for EngineSection {
 
 /// Where to train.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Device {
     /// GPUs where there are any, the CPU otherwise.
@@ -308,6 +319,7 @@ pub enum Device {
 
 /// Arithmetic of the matrix products. Master weights and optimizer state are fp32 in all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
     /// Strict: no tf32 anywhere.
@@ -320,6 +332,7 @@ pub enum Precision {
 
 /// How a step reaches a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Exec {
     /// Captured once its buffers have found their addresses, and replayed in one call since. On the CPU, and with the pool
@@ -331,6 +344,7 @@ pub enum Exec {
 
 /// Where buffers come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum PoolMode {
     /// Freed buffers are kept and handed out again.
@@ -343,6 +357,7 @@ pub enum PoolMode {
 
 /// `[checkpoint]`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointSection {
     /// Steps between checkpoints; 0 saves at the end only.
@@ -365,6 +380,7 @@ impl Default for CheckpointSection {
 
 /// `[observe]`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ObserveSection {
     /// Write `metrics.jsonl` into the run's directory.

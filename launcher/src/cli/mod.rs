@@ -5,6 +5,7 @@ mod bench;
 mod channel;
 mod console;
 mod daemon;
+mod generate;
 mod launch;
 mod node;
 mod query;
@@ -45,6 +46,8 @@ enum Query {
     Cancel(node::Cancel),
     /// Show the node and its GPUs as the daemon sees them.
     Node(node::Node),
+    /// Show the node, its GPUs and its jobs on the whole terminal.
+    Top(node::Top),
     /// Start no more jobs on the node or some of its GPUs.
     Drain(node::Drain),
     /// Run one job of a node's daemon.
@@ -55,6 +58,9 @@ enum Query {
     /// Measure what parts of xlaunch cost on this machine.
     #[command(subcommand)]
     Bench(bench::Bench),
+    /// Write man pages, completions, the schema of configurations.
+    #[command(subcommand)]
+    Gen(generate::Gen),
 }
 
 /// Runs the command line of this process.
@@ -139,9 +145,16 @@ async fn query(command: Query, trainer: Trainer) -> ExitCode {
         Query::Jobs(options) => node::jobs(options).await,
         Query::Cancel(options) => node::cancel(options).await,
         Query::Node(options) => node::node(options).await,
+        Query::Top(options) => node::top(options).await,
         Query::Drain(options) => node::drain(options).await,
+        Query::Gen(what) => console::finish(generate::run(&what, self::command()).map(|()| ExitCode::Done)),
         Query::Bench(bench) => bench::run(bench, trainer).await,
     }
+}
+
+/// The subcommands as clap knows them.
+fn command() -> clap::Command {
+    Cli::command().about(torchrun::ABOUT)
 }
 
 /// Whether this first argument is no launch. A program of the same name can be launched behind `--`.

@@ -34,7 +34,7 @@ const ANSWER: usize = 64 << 20;
 pub(in crate::cli) struct At {
     /// The daemon's socket. Default: XLAUNCH_SOCKET, else that of your own daemon, else that of the node's.
     #[arg(long, value_name = "PATH")]
-    pub(super) socket: Option<PathBuf>,
+    pub(in crate::cli) socket: Option<PathBuf>,
 }
 
 impl At {
@@ -98,8 +98,14 @@ impl Daemon {
         answer.map(tonic::Response::into_inner).map_err(|status| self.refusal(&status))
     }
 
-    /// A job as it is now, also while the daemon is restarted.
+    /// A job as it is now.
     pub(super) async fn get(&mut self, job: u64) -> Result<Job, Refusal> {
+        let found = self.client.get(GetRequest { job }).await;
+        found.map(tonic::Response::into_inner).map_err(|status| self.refusal(&status))
+    }
+
+    /// The same, also while the daemon is restarted.
+    pub(super) async fn get_again(&mut self, job: u64) -> Result<Job, Refusal> {
         let since = Instant::now();
         loop {
             match self.client.get(GetRequest { job }).await {

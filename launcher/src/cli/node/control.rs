@@ -99,9 +99,14 @@ pub(super) fn cancelled(job: &Job) -> String {
 
 pub(super) async fn drain(options: Drain) -> Result<(), End> {
     let mut daemon = Daemon::connect(&options.at).await?;
-    let reply = daemon.client.status(NodeStatusRequest {}).await;
-    let node = reply.map_err(|status| daemon.refusal(&status))?.into_inner();
-    let gpus = options.gpus.iter().map(|named| uuid(&node.gpus, named)).collect::<Result<Vec<_>, _>>()?;
+    let gpus = match &options.gpus[..] {
+        [] => Vec::new(),
+        named => {
+            let reply = daemon.client.status(NodeStatusRequest {}).await;
+            let known = reply.map_err(|status| daemon.refusal(&status))?.into_inner().gpus;
+            named.iter().map(|named| uuid(&known, named)).collect::<Result<_, _>>()?
+        }
+    };
     let request = DrainRequest { gpus: gpus.clone(), undo: options.undo, reason: options.reason };
     let reply = daemon.client.drain(request).await;
     let node = reply.map_err(|status| daemon.refusal(&status))?.into_inner();

@@ -14,6 +14,7 @@ mod show;
 mod submit;
 #[cfg(test)]
 mod tests;
+mod top;
 
 use std::io::IsTerminal;
 use std::time::Duration;
@@ -28,6 +29,7 @@ pub(super) use control::{Cancel, Drain, stop};
 pub(super) use gpus::Node;
 pub(super) use jobs::Jobs;
 pub(super) use submit::{Submit, split};
+pub(super) use top::Top;
 
 pub(super) async fn submit(options: Submit) -> ExitCode {
     finish(submit::submit(options).await)
@@ -49,6 +51,10 @@ pub(super) async fn node(options: Node) -> ExitCode {
     finish(gpus::show(options).await.map(|()| ExitCode::Done))
 }
 
+pub(super) async fn top(options: Top) -> ExitCode {
+    finish(top::top(options).await)
+}
+
 /// Shows a job once, or every `pause` until it has ended: one in place of the last on a terminal, blocks or lines of JSON
 /// elsewhere.
 pub(super) async fn status(
@@ -59,7 +65,7 @@ pub(super) async fn status(
 ) -> Result<(), End> {
     let redraw = pause.is_some() && !json && std::io::stdout().is_terminal();
     for turn in 0.. {
-        let job = daemon.get(id).await?;
+        let job = if turn == 0 { daemon.get(id).await? } else { daemon.get_again(id).await? };
         let ended = has_ended(job.state());
         let text = match (json, pause) {
             (true, Some(_)) => format!("{}\n", show::json(&job)),

@@ -269,6 +269,14 @@ async fn a_daemon_that_is_gone_is_told_from_one_that_refuses() {
     let gone = At { socket: Some(fake.dir.path().join("other")) };
     let refusal = soon(Daemon::connect(&gone)).await.unwrap_err();
     assert!(refusal.message.contains("other: No such file or directory"), "{}", refusal.message);
+    // One that goes between the connection and the call.
+    let going = fake.dir.path().join("going");
+    let listener = std::os::unix::net::UnixListener::bind(&going).unwrap();
+    let mut daemon = Daemon::connect(&At { socket: Some(going.clone()) }).await.unwrap();
+    drop(listener);
+    let refusal = soon(daemon.get(1)).await.unwrap_err();
+    assert_eq!(refusal.exit, ExitCode::Retryable);
+    assert!(refusal.message.contains(going.to_str().unwrap()), "{}", refusal.message);
     let dead = fake.dir.path().join("dead");
     drop(std::os::unix::net::UnixListener::bind(&dead).unwrap());
     let refusal = soon(Daemon::connect(&At { socket: Some(dead) })).await.unwrap_err();

@@ -252,3 +252,27 @@ fn seconds(text: &str) -> Result<Duration, String> {
         .map(Duration::from_secs_f64)
         .ok_or_else(|| "expected seconds, from 0.1 to 86400; a launch goes before --watch".into())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_number_is_a_job_of_the_daemon_that_listens_and_a_word_is_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| At { socket: Some(dir.path().join(name)) };
+        let _daemon = tokio::net::UnixListener::bind(dir.path().join("s")).unwrap();
+        let asks = async |run: &str, name: &str| match asked(Some(Path::new(run)), &at(name)).await {
+            Ok(Asked::Daemon(_, job)) => format!("job {job}"),
+            Ok(Asked::Agent(_)) => "a launch".into(),
+            Err(End::Problem(problem)) => problem.message,
+            Err(End::Unread) => String::new(),
+        };
+        assert_eq!(asks("7", "s").await, "job 7");
+        for launch in ["train", "7-train", "./7", "-7", "7.toml"] {
+            assert_eq!(asks(launch, "s").await, "a launch", "{launch}");
+        }
+        // The command line names a daemon: nothing else will do.
+        assert!(asks("7", "other").await.contains("no daemon answers"));
+    }
+}

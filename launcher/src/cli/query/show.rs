@@ -100,9 +100,9 @@ fn trainer_ranks(reply: &StatusReply, width: usize, out: &mut String) {
 /// A row with a note behind it, or below where it does not fit.
 fn push_row(row: String, note: &str, width: usize, out: &mut String) {
     *out += row.trim_end();
-    if row.len().saturating_add(note.chars().count()) <= width {
+    if !note.is_empty() && row.len().saturating_add(note.chars().count()) <= width {
         *out += &row[row.trim_end().len()..];
-    } else {
+    } else if !note.is_empty() {
         *out += "\n      ";
     }
     *out += note;

@@ -164,9 +164,9 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
         &[
             Flag::torchrun("logs-specs", Value("NAME"), "any but default: a plug-in in Python")
                 .only_on_the_command_line(),
-            Flag::torchrun("print-completion", Value("SHELL"), "there is no completion script")
+            Flag::torchrun("print-completion", Value("SHELL"), "`xlaunch gen completions` prints a script")
                 .only_on_the_command_line()
-                .refused("there is no completion script"),
+                .refused("`xlaunch gen completions` prints a script"),
         ],
     ),
     (

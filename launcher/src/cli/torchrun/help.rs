@@ -6,19 +6,34 @@ use super::flags::{self, Flag, Takes};
 /// Where the second column begins.
 const COLUMN: usize = 38;
 
+/// What xlaunch does.
+pub(in crate::cli) const ABOUT: &str =
+    "Starts one worker process per GPU, or share of the CPU, and looks after them.";
+/// How xlaunch is called, and what for.
+const USAGES: [(&str, &str); 5] = [
+    ("xlaunch [FLAGS] SCRIPT.py [ARGUMENTS]", "with torchrun's flags and environment"),
+    ("xlaunch [FLAGS] -m MODULE [ARGUMENTS]", ""),
+    ("xlaunch [FLAGS] -- PROGRAM [ARGUMENTS]", ""),
+    ("xlaunch [FLAGS] CONFIG.toml", "trains a GPT with the built-in trainer"),
+    ("xlaunch SUBCOMMAND", ""),
+];
+
+/// The ways to call xlaunch, a line each.
+pub(in crate::cli) fn usage() -> String {
+    USAGES.map(|(usage, _)| usage).join("\n")
+}
+
 /// All flags with a line each. `subcommands` are those of xlaunch with what they do; `exit_codes` is the text's end.
 pub(super) fn text(name: Name, subcommands: &[(String, String)], exit_codes: &str) -> String {
     let mut out = match name {
         Name::Torchrun => "Starts a script once per worker, as torchrun does on one node.\n\n\
             Usage:\n  torchrun [FLAGS] SCRIPT [ARGUMENTS]\n  torchrun [FLAGS] -m MODULE [ARGUMENTS]\n"
             .to_owned(),
-        Name::Xlaunch => "Starts one worker process per GPU, or share of the CPU, and looks after them.\n\n\
-            Usage:\n  xlaunch [FLAGS] SCRIPT.py [ARGUMENTS]     with torchrun's flags and environment\n  \
-            xlaunch [FLAGS] -m MODULE [ARGUMENTS]\n  \
-            xlaunch [FLAGS] -- PROGRAM [ARGUMENTS]\n  \
-            xlaunch [FLAGS] CONFIG.toml               trains a GPT with the built-in trainer\n  \
-            xlaunch SUBCOMMAND\n"
-            .to_owned(),
+        Name::Xlaunch => {
+            let line = |(usage, what)| format!("  {:<42}{what}", usage).trim_end().to_owned() + "\n";
+            let usages: String = USAGES.map(line).concat();
+            format!("{ABOUT}\n\nUsage:\n{usages}")
+        }
     };
     if name == Name::Xlaunch {
         out += "\nSubcommands:\n";

@@ -191,7 +191,10 @@ mod tests {
             ("--standalone=1", "--standalone takes no value"),
             ("-mx", "--module takes no value"),
             ("-x", "unknown flag -x; --help lists all"),
-            ("--print-completion bash", "--print-completion is not supported: there is no completion script"),
+            (
+                "--print-completion bash",
+                "--print-completion is not supported: `xlaunch gen completions` prints a script",
+            ),
             ("a.toml b", "a.toml is a training configuration and takes no arguments, but there is b"),
         ] {
             assert_eq!(Line::read(Name::Xlaunch, &arguments(line)).unwrap_err(), words, "{line}");

@@ -11,6 +11,7 @@
 //!
 //! Nothing is started, opened or changed here; the GPUs are counted only where `--nproc-per-node` asks for their number.
 
+mod arguments;
 mod flags;
 mod help;
 mod line;
@@ -30,6 +31,8 @@ use super::launch::Launch;
 use crate::Refusal;
 use crate::command::CommandSpec;
 use crate::devices::Node;
+pub(super) use arguments::arguments;
+pub(super) use help::{ABOUT, usage};
 use line::{Line, Target};
 use reader::{Environment, Reader};
 
