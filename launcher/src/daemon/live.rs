@@ -61,7 +61,7 @@ impl History {
         }
         self.stride = self.stride.max(1);
         self.come += 1;
-        if self.come % self.stride != 0 {
+        if !self.come.is_multiple_of(self.stride) {
             return;
         }
         self.points.push(Progress {

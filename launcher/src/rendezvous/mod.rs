@@ -6,7 +6,6 @@
 //!    '-- deadline: the meeting fails, naming the missing
 //! ```
 
-pub mod client;
 mod listener;
 pub mod service;
 

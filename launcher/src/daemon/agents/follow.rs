@@ -13,11 +13,11 @@ use tonic::transport::Channel;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{StatusReply, StatusRequest, StopRequest};
 
+use super::call;
 use super::process::Agent;
 use super::{Gone, Start, Starter};
 use crate::daemon::files::{Identity, JobDirs, JobResult};
 use crate::registry::SOCKET;
-use crate::rendezvous::client;
 
 /// For an agent to say who it is.
 const BEGIN: Duration = Duration::from_secs(60);
@@ -163,7 +163,11 @@ impl Follow {
     async fn watch(&self, agent: &Agent) {
         let mut ask = tokio::time::interval(ASK);
         ask.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut caller = Caller { socket: self.dirs.agent(self.followed.job).join(SOCKET), client: None };
+        let mut caller = Caller {
+            socket: self.dirs.agent(self.followed.job).join(SOCKET),
+            uid: self.followed.uid,
+            client: None,
+        };
         // When it is killed, once it has been asked to end.
         let mut deadline: Option<Instant> = None;
         let mut told = true;
@@ -218,6 +222,7 @@ impl Follow {
 /// A connection with the agent, made when it is needed.
 struct Caller {
     socket: PathBuf,
+    uid: u32,
     client: Option<AgentClient<Channel>>,
 }
 
@@ -225,23 +230,24 @@ impl Caller {
     async fn client(&mut self) -> Option<&mut AgentClient<Channel>> {
         if self.client.is_none() {
             // It listens a moment after it has begun.
-            self.client = client::connect(&self.socket, ANSWER).await.ok();
+            self.client = call::connect(&self.socket, self.uid).await.ok();
         }
         self.client.as_mut()
     }
 
     async fn status(&mut self) -> Option<StatusReply> {
-        let answer = self.client().await?.status(StatusRequest {}).await;
-        if answer.is_err() {
+        let asked = async { self.client().await?.status(StatusRequest {}).await.ok() };
+        let answer = tokio::time::timeout(ANSWER, asked).await.ok().flatten();
+        if answer.is_none() {
             self.client = None;
         }
-        answer.ok().map(tonic::Response::into_inner)
+        answer.map(tonic::Response::into_inner)
     }
 
     /// Whether the agent has heard it.
     async fn stop(&mut self) -> bool {
-        let Some(client) = self.client().await else { return false };
-        let heard = client.stop(StopRequest {}).await.is_ok();
+        let asked = async { self.client().await?.stop(StopRequest {}).await.ok() };
+        let heard = tokio::time::timeout(ANSWER, asked).await.ok().flatten().is_some();
         if !heard {
             self.client = None;
         }
