@@ -21,8 +21,8 @@ fn training(node: &Node, steps: u64) -> String {
 fn metrics(node: &Node) -> Vec<(u64, f64)> {
     let lines = node.lines("runs/tiny/latest/metrics.jsonl");
     let read = |line: &String| {
-        let line: Value = serde_json::from_str(line).unwrap();
-        (line["_step"].as_u64().unwrap(), line["train/loss"].as_f64().unwrap())
+        let line: Value = serde_json::from_str(line).unwrap_or_default();
+        (line["_step"].as_u64().unwrap_or(u64::MAX), line["train/loss"].as_f64().unwrap_or(f64::NAN))
     };
     lines.iter().map(read).collect()
 }

@@ -31,7 +31,7 @@ pub(super) fn understand(
             (files::Work::Trainer(spec), size)
         }
         Work::Command(arguments) => {
-            let command = parse(&arguments, wanted.unwrap_or(gpus.min(1)))?;
+            let command = parse(&arguments, &environment, wanted.unwrap_or(gpus.min(1)))?;
             if command.logs.dir.is_some() {
                 return Err(invalid(
                     "--log-dir: the daemon keeps the logs of its jobs; `xlaunch logs` shows them",
@@ -111,12 +111,20 @@ fn of_trainer(spec: &JobSpec, wanted: Option<u32>, has_gpus: bool) -> Result<Siz
     })
 }
 
-/// The command as its agent will understand it with so many GPUs.
-fn parse(arguments: &[Vec<u8>], gpus: u32) -> Result<CommandSpec, Refused> {
+/// The command as its agent will understand it in this environment with so many GPUs.
+fn parse(arguments: &[Vec<u8>], environment: &[Vec<u8>], gpus: u32) -> Result<CommandSpec, Refused> {
     let arguments: Vec<_> = arguments.iter().map(|argument| OsString::from_vec(argument.clone())).collect();
     let node = || Node { gpus: Ok(gpus), cores: 1 };
-    // The job's own variables may say more; what they change is not for the queue.
-    match torchrun::parse(Name::Xlaunch, &arguments, &|_| None, &node) {
+    let variable = |name: &str| {
+        let found = environment.iter().find_map(|it| it.strip_prefix(name.as_bytes())?.strip_prefix(b"="));
+        match (found, name) {
+            // Where Python is, its agent finds out: paths of users are not for the daemon to look at.
+            (_, "PATH") => None,
+            (None, "PYTHON_EXEC") => Some("python3".into()),
+            (found, _) => found.map(|value| OsString::from_vec(value.to_vec())),
+        }
+    };
+    match torchrun::parse(Name::Xlaunch, &arguments, &variable, &node) {
         Ok(Request::Command(command)) => Ok(*command),
         Ok(Request::Trainer(_)) => Err(invalid("a training configuration is submitted as its description")),
         Ok(Request::Text(_)) => Err(invalid("this command line starts nothing")),
@@ -175,6 +183,13 @@ mod tests {
     }
 
     #[test]
+    fn variables_of_the_job_count_as_they_will_for_its_agent() {
+        let environment = vec![b"PET_NPROC_PER_NODE=3".to_vec()];
+        let submission = Submission { environment, ..submission(command("train.py"), None) };
+        assert_eq!(understand(submission, 1, 8).unwrap().0.workers, 3);
+    }
+
+    #[test]
     fn what_cannot_work_is_refused_in_words() {
         assert!(refusal(trainer(Device::Auto, Some(4)), Some(2), 8).contains("4 workers need a GPU each"));
         assert!(refusal(trainer(Device::Cuda, None), None, 0).contains("no GPU"));
@@ -190,10 +205,7 @@ mod tests {
             let submission = Submission { name: name.into(), ..submission(command("-- /bin/true a"), None) };
             understand(submission, 1, 0).unwrap().0
         };
-        assert_eq!(
-            (named("").name.as_str(), named("../x\ny").name.as_str()),
-            ("true", "_./x_y".replace('/', "_").as_str())
-        );
+        assert_eq!((named("").name.as_str(), named("../x\ny").name.as_str()), ("true", "_._x_y"));
         assert_eq!(named("").command_line, "/bin/true a");
     }
 }
