@@ -187,10 +187,15 @@ impl Begun {
     fn result(&self, ended: Result<&Ended, &Refusal>) -> JobResult {
         let start = self.order.start;
         match ended {
-            Ok(Ended { exit, report, .. }) => {
+            Ok(Ended { exit, reason, report, .. }) => {
                 let stopped = matches!(exit, ExitCode::Stopped | ExitCode::Interrupted | ExitCode::Signal(_));
-                let reason = exit.meaning().into();
-                JobResult { exit: exit.code(), stopped, reason, report: report.clone(), start }
+                JobResult {
+                    exit: exit.code(),
+                    stopped,
+                    reason: reason.clone(),
+                    report: report.clone(),
+                    start,
+                }
             }
             Err(Refusal { exit, message }) => JobResult {
                 exit: exit.code(),

@@ -10,11 +10,13 @@ use xlaunch_proto::v1::StatusReply;
 
 use crate::agent::commands::CommandPlan;
 use crate::agent::driver;
+use crate::agent::state::Outcome;
 use crate::agent::trainer::TrainerPlan;
 use crate::agent::work::Plan;
 use crate::command::CommandSpec;
 use crate::config::{self, ConfigError, Override};
 use crate::devices::{self, Node, Placement};
+use crate::report::Evidence;
 use crate::run_dir::{self, RunDir};
 use crate::spawn::affinity::{self, Affinity};
 use crate::{Refusal, Trainer, report};
@@ -52,6 +54,8 @@ pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
 /// A launch that is over.
 pub(super) struct Ended {
     pub(super) exit: ExitCode,
+    /// Why it ended so, in one line.
+    pub(super) reason: String,
     /// The ranks, and how far they came.
     pub(super) status: StatusReply,
     /// What came of it, for stdout.
@@ -89,7 +93,12 @@ pub(super) async fn train(
         _ => trained.summary.text(placement.workers, start.elapsed(), trained.metrics),
     };
     let report = report::text(&finished.outcome, &finished.evidence, Some(&logs)).unwrap_or_default();
-    Ok(Ended { exit: finished.outcome.exit, status: finished.status, summary, report })
+    let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
+    Ok(Ended { exit, reason, status: finished.status, summary, report })
+}
+
+fn reason(outcome: &Outcome, evidence: &[Evidence]) -> String {
+    report::headline(outcome, evidence).unwrap_or_else(|| outcome.exit.meaning().into())
 }
 
 /// Runs a command's workers in the foreground.
@@ -115,7 +124,8 @@ pub(super) async fn run_workers(
     let plan = Plan::Command(CommandPlan { spec, affinities });
     let finished = driver::run(plan, run).await.map_err(|error| failed(&error))?;
     let report = report::text(&finished.outcome, &finished.evidence, kept.as_deref()).unwrap_or_default();
-    Ok(Ended { exit: finished.outcome.exit, status: finished.status, summary: String::new(), report })
+    let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
+    Ok(Ended { exit, reason, status: finished.status, summary: String::new(), report })
 }
 
 fn affinities(spec: &CommandSpec) -> Result<Vec<Affinity>, String> {

@@ -1,5 +1,6 @@
 //! The node's GPUs as NVML tells of them every few seconds, by a thread that may wait for the driver.
 
+use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
@@ -69,6 +70,8 @@ fn inventory() -> Inventory {
     };
     match looked() {
         Ok(gpus) => Inventory { gpus, problem: String::new() },
+        // A node without a driver has no GPUs, and nothing is wrong with that.
+        Err(NvmlError::LibloadingError(_)) if !Path::new("/dev/nvidiactl").exists() => Inventory::default(),
         Err(error) => Inventory { gpus: Vec::new(), problem: format!("NVML: {error}") },
     }
 }

@@ -76,6 +76,15 @@ pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Op
     Some(out)
 }
 
+/// Who failed first, how, and why where that is known, in one line; `None` if nothing failed.
+pub fn headline(outcome: &Outcome, evidence: &[Evidence]) -> Option<String> {
+    let root = outcome.root.as_ref()?;
+    let evidence = root.rank.and_then(|rank| evidence.get(rank as usize));
+    let known = evidence.map_or("", |evidence| evidence.host.as_str());
+    let cause = evidence.and_then(cause).map(|cause| format!(": {}", escaped(&cause.what)));
+    Some(format!("{}{}", describe(root, evidence, known), cause.unwrap_or_default()))
+}
+
 /// What happened to the root, what to do about it, and its last words.
 fn tell(out: &mut String, evidence: &Evidence) {
     if let Some(cause) = cause(evidence) {

@@ -67,6 +67,8 @@ fn the_root_cause_comes_first_and_the_rest_in_a_line_each() {
         },
     ];
     let text = text(&outcome(4, &exits), &evidence, Some(Path::new("/runs/1/logs"))).unwrap();
+    let line = "rank 1 (pid 101): exit code 1: ModuleNotFoundError: No module named 'flash_attn' (/w/train.py, line 12)";
+    assert_eq!(headline(&outcome(4, &exits), &evidence).as_deref(), Some(line));
     let expected = "\
 xlaunch: the job failed
   rank 1 (pid 101) on node7: exit code 1, at 04:50:35 UTC

@@ -21,7 +21,11 @@ pub(super) fn job(job: &Job, now: u64, width: usize) -> String {
     if job.priority != 0 {
         out += &format!("  priority {}", job.priority);
     }
-    out += &format!("\n{}\n{}\nin {}\n", gpus(job), escape(&job.command_line), escape(&job.work_dir));
+    out += &format!("\n{}\n", gpus(job));
+    if !job.command_line.is_empty() {
+        out += &format!("{}\n", escape(&job.command_line));
+    }
+    out += &format!("in {}\n", escape(&job.work_dir));
     if let Some(code) = job.exit_code {
         let known = i32::try_from(code).ok().and_then(ExitCode::from_code);
         let meaning = known.map_or_else(String::new, |exit| format!(" ({})", exit.meaning()));

@@ -1,6 +1,6 @@
 //! The jobs of a node, as a fold over records: what the journal holds is all there is to know of them.
 //!
-//! Nothing here looks at the world. [`Jobs::apply`] takes what has happened; [`orders`](self::orders) and
+//! Nothing here looks at the world. [`Jobs::apply`] takes what has happened; [`mod@orders`] and
 //! [`schedule`] say what is to happen next, as records that the manager writes down before it acts on them.
 //!
 //! ```text

@@ -62,11 +62,11 @@ pub fn schedule(jobs: &Jobs, room: &Room) -> Schedule {
             schedule.waits.insert(job, format!("its user holds {holds} of at most {limit} GPUs"));
         } else if on_gpus && free.len() < wants {
             blocked[1] = Some(job);
-            schedule.waits.insert(job, format!("waits for {wants} GPUs; {} are free", free.len()));
+            schedule.waits.insert(job, format!("waits for GPUs: {wants} wanted, {} free", free.len()));
         } else if !on_gpus && cpu < submitted.workers {
             blocked[0] = Some(job);
             let wants = submitted.workers;
-            schedule.waits.insert(job, format!("waits for room for {wants} CPU workers; there is for {cpu}"));
+            schedule.waits.insert(job, format!("waits for CPU workers: {wants} wanted, {cpu} free"));
         } else {
             *holds += submitted.gpus;
             cpu -= if on_gpus { 0 } else { submitted.workers };

@@ -62,7 +62,7 @@ fn no_gpu_is_given_to_two_jobs_and_none_that_is_out_of_service_to_any() {
     room.gpus[3].unusable = Some("sick".into());
     let now = schedule(&jobs, &room);
     assert_eq!(starts(&now), [(2, "e".into())]);
-    assert_eq!(now.waits[&3], "waits for 1 GPUs; 0 are free");
+    assert_eq!(now.waits[&3], "waits for GPUs: 1 wanted, 0 free");
     jobs.apply(ended(1, 20));
     jobs.apply(Record::Drained { gpus: vec![], undo: true, reason: String::new(), uid: 0, at: 0 });
     assert_eq!(starts(&schedule(&jobs, &room)), [(2, "a".into()), (3, "b".into())]);
