@@ -225,7 +225,8 @@ fn users_have_their_own_jobs_and_run_them_as_themselves() {
     node.wait(2, "running");
     wait_for("its output", || (node.run(&["logs", "2"]).stdout == "65534\n65534\n").then_some(()));
     use std::os::unix::fs::MetadataExt;
-    assert_eq!(std::fs::metadata(theirs.join("made")).unwrap().uid(), 65_534);
+    let made = wait_for("its file", || std::fs::metadata(theirs.join("made")).ok());
+    assert_eq!(made.uid(), 65_534);
     let seen = nobody(&["jobs", "--all", "--json"]).stdout;
     let seen: Value = serde_json::from_str(&seen).unwrap();
     let seen = seen.as_array().or_else(|| seen["jobs"].as_array()).unwrap().len();

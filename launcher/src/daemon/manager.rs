@@ -21,7 +21,7 @@ use super::files::{Description, JobDirs, JobResult};
 use super::gpus::Inventory;
 use super::journal::Journal;
 use super::live::{Live, unix_ms};
-use super::orders::{Order, Refused, Submission};
+use super::orders::{Answer, Order, Refused, Submission};
 use super::state::orders::Rules;
 use super::state::schedule::{Room, Schedule, Slot, schedule};
 use super::state::{End, Entry, Jobs, Phase, Record};
@@ -157,17 +157,29 @@ impl Manager {
         }
     }
 
+    /// Whoever is answered sees what they have ordered: it is shown first.
     fn order(&mut self, order: Order) {
         match order {
-            // A caller that is gone needs no answer; here and below.
             Order::Submit { caller, submission, answer } => {
-                let _ = answer.send(self.submit(caller, *submission));
+                let done = self.submit(caller, *submission);
+                self.answer(answer, done);
             }
-            Order::Cancel { caller, job, answer } => drop(answer.send(self.cancel(caller, job))),
+            Order::Cancel { caller, job, answer } => {
+                let done = self.cancel(caller, job);
+                self.answer(answer, done);
+            }
             Order::Drain { caller, gpus, undo, reason, answer } => {
-                let _ = answer.send(self.drain(caller, &gpus, undo, &reason));
+                let done = self.drain(caller, &gpus, undo, &reason);
+                self.answer(answer, done);
             }
         }
+    }
+
+    fn answer<T>(&mut self, answer: Answer<T>, done: Result<T, Refused>) {
+        self.start_jobs();
+        self.show();
+        // A caller that is gone needs no answer.
+        let _ = answer.send(done);
     }
 
     fn submit(&mut self, caller: Caller, submission: Submission) -> Result<(Job, bool), Refused> {
