@@ -14,31 +14,21 @@ use std::time::Duration;
 
 use rustix::fs::{CWD, Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
-use tokio::net::UnixStream;
 use tokio::sync::{mpsc, watch};
-use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Status};
 use xlaunch_proto::convert::Logs;
-use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{LogStream, LogsReply, LogsRequest, NodeJobState};
 
 use super::access::Quota;
+use crate::daemon::agents::connect::connect;
 use crate::daemon::view::{JobView, NodeView};
 use crate::run_dir::rank_dir;
 use crate::status::follow::{self, Open, Pieces};
 
 /// Pieces that wait for a slow caller.
 const QUEUE: usize = 2;
-/// Bytes of a piece that an agent may send; ours sends 64 KiB.
-const PIECE: usize = 256 << 10;
-/// Bytes that an agent may send ahead.
-const WINDOW: u32 = 128 << 10;
-/// Bytes of headers from an agent.
-const HEADERS: u32 = 16 << 10;
 /// Time for an agent to begin its answer, and for it to be missed when it has gone.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Between questions whether an agent that sends nothing is alive.
-const ALIVE: Duration = Duration::from_secs(20);
 /// Characters of an agent's message that are passed on.
 const MESSAGE: usize = 1024;
 /// Entries of a log directory that are looked at.
@@ -116,7 +106,8 @@ impl Source {
             follow: self.logs.follow,
             tail_lines: self.logs.tail_lines,
         };
-        let answer = async { Some(connect(&self.job).await.ok()?.logs(request).await) };
+        let answer =
+            async { Some(connect(&self.job.socket, self.job.job.uid).await.ok()?.logs(request).await) };
         let mut anything = false;
         let mut answer = match tokio::time::timeout(PATIENCE, answer).await {
             Ok(Some(Ok(answer))) => answer.into_inner(),
@@ -187,28 +178,6 @@ fn passed_on(status: &Status, anything: bool) -> Result<Heard, Status> {
     }
     let message: String = status.message().chars().filter(|c| !c.is_control()).take(MESSAGE).collect();
     Err(Status::new(status.code(), message))
-}
-
-/// Connects to the agent of a job, if it is that user's.
-async fn connect(job: &JobView) -> io::Result<AgentClient<Channel>> {
-    let stream = UnixStream::connect(&job.socket).await?;
-    if stream.peer_cred()?.uid() != job.job.uid {
-        return Err(io::Error::other("whoever listens there is another user"));
-    }
-    // The URI is never resolved: there is one connection, and no second.
-    let endpoint = Endpoint::from_static("http://agent")
-        .initial_stream_window_size(WINDOW)
-        .initial_connection_window_size(WINDOW)
-        .http2_max_header_list_size(HEADERS)
-        .http2_keep_alive_interval(ALIVE)
-        .keep_alive_timeout(PATIENCE);
-    let mut stream = Some(hyper_util::rt::TokioIo::new(stream));
-    let connector = tower::service_fn(move |_: Uri| {
-        let stream = stream.take().ok_or(io::ErrorKind::NotConnected);
-        async move { Ok::<_, io::Error>(stream?) }
-    });
-    let channel = endpoint.connect_with_connector(connector).await.map_err(io::Error::other)?;
-    Ok(AgentClient::new(channel).max_decoding_message_size(PIECE))
 }
 
 /// The directory of a job's logs. Where it lies is the manager's to say; what it holds is the user's.
