@@ -30,6 +30,10 @@ use crate::{Refusal, Trainer};
 
 /// For another agent of the same job to go.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Between looks whether a full disk has room again.
+const ROOM: Duration = Duration::from_secs(1);
+/// For room to begin in.
+const BEGIN: Duration = Duration::from_secs(45);
 /// Between looks whether it has.
 const LOOK: Duration = Duration::from_millis(5);
 
@@ -93,8 +97,19 @@ fn begin(options: &Agent) -> io::Result<Option<Begun>> {
         boot: crate::daemon::boot_id(),
         start: order.start,
     };
-    files::write(&dir, "agent.json", &serde_json::to_vec(&identity)?)?;
+    introduce(&dir, &identity)?;
     Ok(Some(Begun { dir, order, problem, _lock: lock }))
+}
+
+/// Says who the agent is; the daemon waits a little longer for that than this waits for a full disk.
+fn introduce(dir: &Path, identity: &Identity) -> io::Result<()> {
+    let (bytes, deadline) = (serde_json::to_vec(identity)?, Instant::now() + BEGIN);
+    loop {
+        match files::write(dir, "agent.json", &bytes) {
+            Err(error) if files::is_full(&error) && Instant::now() < deadline => std::thread::sleep(ROOM),
+            written => return written,
+        }
+    }
 }
 
 /// Waits for another agent of this job to go, as one does whose start was taken back.
@@ -150,12 +165,18 @@ impl Begun {
         };
         let result = self.result(ended.as_ref());
         let status = ended.as_ref().map(|ended| ended.status.encode_to_vec()).unwrap_or_default();
-        let written = files::write(&self.dir, files::STATUS, &status)
-            .and_then(|()| Ok(serde_json::to_vec(&result)?))
-            .and_then(|bytes| files::write(&self.dir, files::RESULT, &bytes));
-        match written {
-            Ok(()) => ExitCode::Done,
-            Err(error) => complain(&format!("failed to write down how the job has ended: {error}")),
+        loop {
+            let written = files::write(&self.dir, files::STATUS, &status)
+                .and_then(|()| Ok(serde_json::to_vec(&result)?))
+                .and_then(|bytes| files::write(&self.dir, files::RESULT, &bytes));
+            match written {
+                Ok(()) => return ExitCode::Done,
+                // Nobody else knows it: a full disk is waited for.
+                Err(error) if files::is_full(&error) => tokio::time::sleep(ROOM).await,
+                Err(error) => {
+                    return complain(&format!("failed to write down how the job has ended: {error}"));
+                }
+            }
         }
     }
 

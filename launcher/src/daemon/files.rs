@@ -252,6 +252,11 @@ pub fn write(dir: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     sync_dir(dir)
 }
 
+/// Whether a write failed for want of room, which there may be again.
+pub fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
+
 fn sync_dir(dir: &Path) -> io::Result<()> {
     File::open(dir)?.sync_all()
 }

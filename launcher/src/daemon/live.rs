@@ -4,9 +4,13 @@ use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::watch;
-use xlaunch_proto::v1::{JobKind, Progress, StatusReply};
+use xlaunch_proto::convert::encoded_size;
+use xlaunch_proto::v1::{JobKind, Progress, RankStatus, StatusReply};
 
 use super::view::POINTS;
+
+/// Bytes in memory of what an agent says, which is its user's word: those of some hundred ranks.
+const STATUS: usize = 128 << 10;
 
 /// A job that is followed.
 #[derive(Debug)]
@@ -27,13 +31,22 @@ impl Live {
 
     /// A job that has ended, as its agent left it.
     pub(super) fn ended(status: StatusReply) -> Self {
-        Self { status: Some((Arc::new(status), Instant::now())), ..Self::new() }
+        let mut live = Self::new();
+        live.keep(status);
+        live
     }
 
     /// Its agent has said how it does.
     pub(super) fn says(&mut self, status: StatusReply) {
         self.history.add(&status);
-        self.status = Some((Arc::new(status), Instant::now()));
+        self.keep(status);
+    }
+
+    /// A few bytes on the wire may be a rank, which takes some hundred here: what is too large is not kept.
+    fn keep(&mut self, status: StatusReply) {
+        if encoded_size(&status) + status.ranks.len() * size_of::<RankStatus>() <= STATUS {
+            self.status = Some((Arc::new(status), Instant::now()));
+        }
     }
 }
 

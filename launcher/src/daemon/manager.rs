@@ -288,7 +288,8 @@ impl Manager {
     /// What has happened has happened, whether it can be written down or not.
     fn end(&mut self, record: Record) {
         if let Record::Ended { job, end, reason, .. } = &record {
-            info!(job, ?end, "ended: {reason}");
+            // An agent's word is a field: it cannot look like another message.
+            info!(job, ?end, reason, "ended");
         }
         if self.write(record.clone()).is_err() {
             self.unsaved = true;

@@ -8,6 +8,7 @@
 
 mod connect;
 mod control;
+mod foreign;
 mod gpus;
 mod jobs;
 mod show;
@@ -26,6 +27,7 @@ use super::console::{End, finish, put, redrawn, width};
 use crate::daemon::view::has_ended;
 pub(super) use connect::{At, Daemon};
 pub(super) use control::{Cancel, Drain, stop};
+use foreign::Foreign;
 pub(super) use gpus::Node;
 pub(super) use jobs::Jobs;
 pub(super) use submit::{Submit, split};
@@ -82,17 +84,23 @@ pub(super) async fn status(
     Ok(())
 }
 
-/// Hands out what a rank of a job has written.
+/// Hands out what a rank of a job has written: unchanged, but for another user's job on a terminal.
 pub(super) async fn logs(
     mut daemon: Daemon,
     job: u64,
     logs: LogsRequest,
     mut put: impl FnMut(&[u8]) -> Result<(), End>,
 ) -> Result<(), End> {
+    let own = rustix::process::getuid().as_raw();
+    let shown = std::io::stdout().is_terminal() && daemon.get(job).await?.uid != own;
+    let mut foreign = shown.then(Foreign::default);
     let reply = daemon.client.logs(JobLogsRequest { job, logs: Some(logs) }).await;
     let mut pieces = reply.map_err(|status| daemon.refusal(&status))?.into_inner();
     while let Some(piece) = pieces.message().await.map_err(|status| daemon.refusal(&status))? {
-        put(&piece.bytes)?;
+        match &mut foreign {
+            Some(foreign) => put(foreign.text(&piece.bytes).as_bytes())?,
+            None => put(&piece.bytes)?,
+        }
     }
     Ok(())
 }

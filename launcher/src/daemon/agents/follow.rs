@@ -8,19 +8,21 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, watch};
-use tokio::time::MissedTickBehavior;
+use tokio::time::{MissedTickBehavior, timeout};
 use tonic::transport::Channel;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{StatusReply, StatusRequest, StopRequest};
 
-use super::call;
+use super::connect::connect;
 use super::process::Agent;
 use super::{Gone, Start, Starter};
-use crate::daemon::files::{Identity, JobDirs, JobResult};
+use crate::daemon::files::{Identity, JobDirs, JobResult, is_full};
 use crate::registry::SOCKET;
 
 /// For an agent to say who it is.
 const BEGIN: Duration = Duration::from_secs(60);
+/// Between looks whether a full disk has room again.
+const ROOM: Duration = Duration::from_secs(1);
 /// Between looks for its word.
 const LOOK: Duration = Duration::from_millis(20);
 /// Between questions how it does.
@@ -109,7 +111,20 @@ impl Follow {
         self.result()
     }
 
+    /// Starts it as soon as there is room for its order on disk.
     async fn start(&self) -> std::io::Result<Gone> {
+        loop {
+            match self.try_start().await {
+                Err(error) if is_full(&error) => tokio::select! {
+                    () = tokio::time::sleep(ROOM) => {}
+                    () = self.stopped() => return Err(error),
+                },
+                started => return started,
+            }
+        }
+    }
+
+    async fn try_start(&self) -> std::io::Result<Gone> {
         let Followed { job, start, uid, ref name, ref gpus, patience } = self.followed;
         let input = self.dirs.prepare(job, start, gpus)?;
         let (dir, order, name) = (self.dirs.agent(job), self.dirs.order(job, start), name.clone());
@@ -230,14 +245,15 @@ impl Caller {
     async fn client(&mut self) -> Option<&mut AgentClient<Channel>> {
         if self.client.is_none() {
             // It listens a moment after it has begun.
-            self.client = call::connect(&self.socket, self.uid).await.ok();
+            let connected = timeout(ANSWER, connect(&self.socket, self.uid)).await;
+            self.client = connected.ok()?.ok();
         }
         self.client.as_mut()
     }
 
     async fn status(&mut self) -> Option<StatusReply> {
-        let asked = async { self.client().await?.status(StatusRequest {}).await.ok() };
-        let answer = tokio::time::timeout(ANSWER, asked).await.ok().flatten();
+        let asked = self.client().await?.status(StatusRequest {});
+        let answer = timeout(ANSWER, asked).await.ok().and_then(Result::ok);
         if answer.is_none() {
             self.client = None;
         }
@@ -246,8 +262,8 @@ impl Caller {
 
     /// Whether the agent has heard it.
     async fn stop(&mut self) -> bool {
-        let asked = async { self.client().await?.stop(StopRequest {}).await.ok() };
-        let heard = tokio::time::timeout(ANSWER, asked).await.ok().flatten().is_some();
+        let Some(client) = self.client().await else { return false };
+        let heard = timeout(ANSWER, client.stop(StopRequest {})).await.is_ok_and(|answer| answer.is_ok());
         if !heard {
             self.client = None;
         }

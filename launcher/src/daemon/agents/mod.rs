@@ -3,7 +3,7 @@
 //! An agent is this program again, `xlaunch agent DIR`, as the job's user. Under systemd each is a transient unit of its own,
 //! so that neither the daemon's end nor its limits are theirs; elsewhere it is a process in a session of its own.
 
-pub(super) mod call;
+pub(super) mod connect;
 pub mod follow;
 mod process;
 mod unit;

@@ -20,7 +20,7 @@ use xlaunch_proto::convert::Logs;
 use xlaunch_proto::v1::{LogStream, LogsReply, LogsRequest, NodeJobState};
 
 use super::access::Quota;
-use crate::daemon::agents::call::connect;
+use crate::daemon::agents::connect::connect;
 use crate::daemon::view::{JobView, NodeView};
 use crate::run_dir::rank_dir;
 use crate::status::follow::{self, Open, Pieces};

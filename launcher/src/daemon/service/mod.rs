@@ -11,12 +11,12 @@
 
 pub mod access;
 mod answers;
+mod calls;
 pub mod listener;
 mod logs;
 mod tail;
 
 use std::io;
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::UnixListener;
@@ -25,8 +25,9 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::service::InterceptorLayer;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
+use tower::layer::layer_fn;
 use xlaunch_proto::convert::node::{self, Drain, JobLogs, Submit};
-use xlaunch_proto::v1::node_server::{Node as Calls, NodeServer};
+use xlaunch_proto::v1::node_server::{Node as NodeCalls, NodeServer};
 use xlaunch_proto::v1::{
     CancelRequest, DrainRequest, GetRequest, Job, JobLogsRequest, ListReply, ListRequest, LogsReply,
     NodeStatus, NodeStatusRequest, SubmitReply, SubmitRequest,
@@ -34,9 +35,10 @@ use xlaunch_proto::v1::{
 
 pub use tail::log_tail;
 
-use self::access::{Access, Held, Quota};
+use self::access::{Access, Quota};
 use self::answers::refused;
-use self::listener::{Connections, Credentials, InProgress, Peer};
+use self::calls::Call;
+use self::listener::{Connections, Credentials};
 use super::orders::{Node, Submission, Work};
 use super::view::Caller;
 
@@ -48,10 +50,12 @@ const HEADERS: u32 = 16 << 10;
 const WINDOWS: (u32, u32) = (64 << 10, 256 << 10);
 /// Calls at a time on one connection.
 const CALLS: u32 = 32;
-/// Calls of a user at a time, and of all: streams of both kinds, and a few besides.
+/// Calls of a user at a time, each until its answer is sent, and of all: streams of both kinds, and a few besides.
 const USER_CALLS: (usize, usize) = (320, 4096);
 /// Streams of logs of a user at a time, and of all; as many of jobs.
 const STREAMS: (usize, usize) = (128, 512);
+/// Lists of a user at a time that they have not read, and of all: the longest take most of a megabyte each.
+const LISTS: (usize, usize) = (16, 128);
 /// Readers of files of one owner at a time, and of all: below the number of threads that may wait for files.
 const OWNERS: (usize, usize) = (32, 128);
 /// Time for a request to arrive and be answered.
@@ -88,8 +92,8 @@ async fn serve_peers(
     let open = Connections::default();
     let (connections, incoming) = mpsc::channel(1);
     tokio::spawn(listener::accept(listener, credentials, open.clone(), connections));
-    let (logs, watches, owners) = (quota(STREAMS), quota(STREAMS), quota(OWNERS));
-    let service = NodeServer::new(Service { node, access, logs, watches, owners });
+    let (lists, logs, watches, owners) = (quota(LISTS), quota(STREAMS), quota(STREAMS), quota(OWNERS));
+    let service = NodeServer::new(Service { node, access, lists, logs, watches, owners });
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<NodeServer<Service>>().await;
     let reflection = tonic_reflection::server::Builder::configure()
@@ -97,7 +101,7 @@ async fn serve_peers(
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()
         .map_err(io::Error::other)?;
-    let calls = quota(USER_CALLS);
+    let quota = quota(USER_CALLS);
     let (end, ends) = oneshot::channel::<()>();
     let server = Server::builder()
         .max_concurrent_streams(CALLS)
@@ -107,7 +111,8 @@ async fn serve_peers(
         .http2_keepalive_interval(Some(ALIVE))
         .http2_keepalive_timeout(Some(ALIVE))
         .timeout(PATIENCE)
-        .layer(InterceptorLayer::new(move |request| begin(&calls, request)))
+        .layer(InterceptorLayer::new(move |request| calls::begin(&quota, request)))
+        .layer(layer_fn(calls::UntilSent))
         .add_service(service.max_decoding_message_size(REQUEST))
         .add_service(health_service.max_decoding_message_size(REQUEST))
         .add_service(reflection.max_decoding_message_size(REQUEST))
@@ -128,23 +133,6 @@ async fn serve_peers(
     Ok(())
 }
 
-/// A call in progress; clones are of the same.
-#[derive(Clone, Debug)]
-struct Call {
-    peer: Peer,
-    _counted: Arc<(InProgress, Held)>,
-}
-
-/// Counts a call whose headers have come.
-fn begin(calls: &Quota, mut request: Request<()>) -> Result<Request<()>, Status> {
-    let peer = request.extensions().get::<Peer>().cloned();
-    let peer = peer.ok_or_else(|| Status::internal("the connection has no user"))?;
-    let in_progress = peer.calls();
-    let held = calls.take(peer.uid).map_err(|count| busy(count, "calls"))?;
-    request.extensions_mut().insert(Call { peer, _counted: Arc::new((in_progress, held)) });
-    Ok(request)
-}
-
 fn busy(count: usize, what: &str) -> Status {
     Status::resource_exhausted(format!("{count} {what} are in progress: end some of them, or ask again"))
 }
@@ -153,6 +141,7 @@ fn busy(count: usize, what: &str) -> Status {
 struct Service {
     node: Node,
     access: Access,
+    lists: Quota,
     logs: Quota,
     watches: Quota,
     owners: Quota,
@@ -169,7 +158,7 @@ impl Service {
 }
 
 #[tonic::async_trait]
-impl Calls for Service {
+impl NodeCalls for Service {
     async fn submit(&self, request: Request<SubmitRequest>) -> Result<Response<SubmitReply>, Status> {
         let (call, caller) = self.caller(&request).await?;
         let submission = submission(checked(request.into_inner())?);
@@ -182,12 +171,14 @@ impl Calls for Service {
     }
 
     async fn list(&self, request: Request<ListRequest>) -> Result<Response<ListReply>, Status> {
-        let (_call, caller) = self.caller(&request).await?;
-        Ok(Response::new(answers::list(&self.node.view(), caller, request.get_ref())))
+        let (_, caller) = self.caller(&request).await?;
+        let held = self.lists.take(caller.uid).map_err(|count| busy(count, "lists"))?;
+        let list = answers::list(&self.node.view(), caller, request.get_ref());
+        Ok(calls::until_sent(Response::new(list), held))
     }
 
     async fn get(&self, request: Request<GetRequest>) -> Result<Response<Job>, Status> {
-        let (_call, caller) = self.caller(&request).await?;
+        let (_, caller) = self.caller(&request).await?;
         let job = answers::job(&self.node.view(), caller, request.get_ref().job)?;
         Ok(Response::new(job.answer(true)))
     }
@@ -195,7 +186,7 @@ impl Calls for Service {
     type WatchStream = ReceiverStream<Result<Job, Status>>;
 
     async fn watch(&self, request: Request<GetRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        let (call, caller) = self.caller(&request).await?;
+        let (_, caller) = self.caller(&request).await?;
         let id = request.get_ref().job;
         answers::job(&self.node.view(), caller, id)?;
         let held = self.watches.take(caller.uid).map_err(|count| busy(count, "watches"))?;
@@ -206,7 +197,7 @@ impl Calls for Service {
                 () = answers::watch(view, id, &jobs) => {}
                 () = jobs.closed() => {}
             }
-            drop((call, held));
+            drop(held);
         });
         Ok(Response::new(ReceiverStream::new(stream)))
     }
@@ -214,12 +205,12 @@ impl Calls for Service {
     type LogsStream = ReceiverStream<Result<LogsReply, Status>>;
 
     async fn logs(&self, request: Request<JobLogsRequest>) -> Result<Response<Self::LogsStream>, Status> {
-        let (call, caller) = self.caller(&request).await?;
+        let (_, caller) = self.caller(&request).await?;
         let JobLogs { job, logs } = checked(request.into_inner())?;
         let job = answers::job(&self.node.view(), caller, job)?;
         let held = self.logs.take(caller.uid).map_err(|count| busy(count, "streams of logs"))?;
         let source = logs::Source { view: self.node.watch(), job, logs, owners: self.owners.clone() };
-        Ok(Response::new(ReceiverStream::new(logs::stream(source, (call, held))?)))
+        Ok(Response::new(ReceiverStream::new(logs::stream(source, held)?)))
     }
 
     async fn cancel(&self, request: Request<CancelRequest>) -> Result<Response<Job>, Status> {
@@ -258,7 +249,7 @@ impl Calls for Service {
     }
 
     async fn status(&self, request: Request<NodeStatusRequest>) -> Result<Response<NodeStatus>, Status> {
-        let (_call, caller) = self.caller(&request).await?;
+        let (_, caller) = self.caller(&request).await?;
         Ok(Response::new(answers::status(&self.node.view(), caller)))
     }
 }

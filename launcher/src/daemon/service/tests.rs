@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
@@ -471,6 +472,57 @@ async fn streams_of_a_user_have_a_limit_of_their_own() {
         }
     })
     .await;
+}
+
+/// A caller of so many calls who takes no byte of an answer.
+async fn reads_nothing(case: &Case, uid: u32, method: &str, body: &[u8], calls: u32) -> Raw {
+    let mut raw = Raw::new(case.connect(uid)).await.unwrap();
+    // SETTINGS_INITIAL_WINDOW_SIZE: 0.
+    raw.frame(SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 0]).await.unwrap();
+    for _ in 0..calls {
+        raw.call(method, body, END_STREAM).await;
+    }
+    raw
+}
+
+#[tokio::test]
+async fn answers_that_nobody_reads_count_against_their_caller_alone() {
+    let case = Case::new([(1, ANN, NodeJobState::Running), (2, BOB, NodeJobState::Running)], None);
+    let (mut ann, mut bob) = (case.client(ANN).await, case.client(BOB).await);
+    let lists = u32::try_from(LISTS.0).unwrap();
+    let unread = reads_nothing(&case, ANN, "List", b"\0\0\0\0\0", lists).await;
+    let error = soon("the last list", async {
+        loop {
+            match ann.list(ListRequest::default()).await {
+                Err(error) => return error,
+                Ok(_) => tokio::task::yield_now().await,
+            }
+        }
+    })
+    .await;
+    assert_eq!(error.code(), Code::ResourceExhausted);
+    assert!(error.message().contains("16 lists"), "{error}");
+    ann.get(GetRequest { job: 1 }).await.unwrap();
+    bob.list(ListRequest::default()).await.unwrap();
+    drop(unread);
+    soon("the end of what was not read", async {
+        while ann.list(ListRequest::default()).await.is_err() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+
+    let mut unread = Vec::new();
+    for _ in 0..USER_CALLS.0 / CALLS as usize {
+        unread.push(reads_nothing(&case, ANN, "Get", b"\0\0\0\0\x02\x08\x01", CALLS).await);
+    }
+    soon("the last call", async {
+        while ann.get(GetRequest { job: 1 }).await.is_ok() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+    bob.get(GetRequest { job: 2 }).await.unwrap();
 }
 
 #[tokio::test]
