@@ -34,8 +34,9 @@ use crate::registry::SOCKET;
 const QUEUE: usize = 1024;
 /// Between signs of life, and attempts to write what could not be written.
 const TICK: Duration = Duration::from_secs(5);
-/// Bytes of a journal that is worth shortening.
+/// Bytes of a journal that is worth shortening, where it has more than so many for each job.
 const LONG: u64 = 4 << 20;
+const PER_JOB: u64 = 16 << 10;
 
 /// What the task works with.
 #[derive(Debug)]
@@ -104,6 +105,8 @@ struct Manager {
     /// Jobs to be shown anew.
     changed: BTreeSet<u64>,
     waits: BTreeMap<u64, String>,
+    /// Of jobs in the queue, from 1, as they were shown.
+    positions: BTreeMap<u64, u32>,
 }
 
 impl Manager {
@@ -126,6 +129,7 @@ impl Manager {
             shown: NodeView::default(),
             view,
             waits: BTreeMap::new(),
+            positions: BTreeMap::new(),
         }
     }
 
@@ -184,7 +188,7 @@ impl Manager {
 
     fn submit(&mut self, caller: Caller, submission: Submission) -> Result<(Job, bool), Refused> {
         if let Some(job) = self.jobs.of_request(caller.uid, &submission.request_id) {
-            return Ok((self.job(job)?, true));
+            return Ok((self.now(job)?, true));
         }
         let present = u32::try_from(self.gpus.borrow().gpus.len()).unwrap_or(u32::MAX);
         let (mut submitted, mut description) = submission::understand(submission, caller.uid, present)?;
@@ -193,7 +197,7 @@ impl Manager {
         (submitted.job, submitted.at, description.job) = (job, unix_ms(), job);
         self.create(&description, caller.uid)?;
         self.write(Record::Submitted(Box::new(submitted)))?;
-        Ok((self.job(job)?, false))
+        Ok((self.now(job)?, false))
     }
 
     fn create(&self, description: &Description, uid: u32) -> Result<(), Refused> {
@@ -209,7 +213,7 @@ impl Manager {
                 live.stop.send_replace(true);
             }
         }
-        self.job(job)
+        self.now(job)
     }
 
     fn drain(
@@ -348,12 +352,11 @@ impl Manager {
 
     /// Brings the journal up to what is true, where it is not, and shortens a long one.
     fn save(&mut self) {
-        let records = self.jobs.records();
-        let long =
-            self.journal.len_bytes() > LONG && self.journal.len_bytes() > 1024 * records.len() as u64 * 4;
+        let long = self.journal.len_bytes() > LONG.max(PER_JOB * self.jobs.jobs.len() as u64);
         if !self.unsaved && !long {
             return;
         }
+        let records = self.jobs.records();
         match tokio::task::block_in_place(|| self.journal.rewrite(&records)) {
             Ok(()) => self.unsaved = false,
             Err(error) => {
@@ -445,11 +448,15 @@ impl Manager {
         show::node(&self.base, &self.jobs, &self.gpus.borrow(), &self.config.borrow().leave_gpus)
     }
 
-    /// A job as callers see it.
-    fn job(&mut self, job: u64) -> Result<Job, Refused> {
+    /// A job as it is now.
+    fn now(&mut self, job: u64) -> Result<Job, Refused> {
+        let position = self.jobs.queue().into_iter().zip(1..).find(|(queued, _)| *queued == job);
+        self.job(job, position.map_or(0, |(_, position)| position))
+    }
+
+    /// The same, where its position in the queue is known; 0 for a job that is not in it.
+    fn job(&mut self, job: u64, position: u32) -> Result<Job, Refused> {
         let entry = self.jobs.jobs.get(&job).ok_or(Refused::NoJob(job))?;
-        let position = self.jobs.queue().iter().position(|queued| *queued == job).map_or(0, |at| at + 1);
-        let position = u32::try_from(position).unwrap_or(u32::MAX);
         let waits = self.waits.get(&job).map_or("", String::as_str);
         Ok(show::job(entry, self.live.get(&job), &self.users.name(entry.submitted.uid), position, waits))
     }
@@ -461,10 +468,13 @@ impl Manager {
             return;
         }
         self.shown.node = node;
-        // Whoever leaves the queue moves all others.
-        self.changed.extend(self.jobs.queue());
+        let queue: BTreeMap<u64, u32> = self.jobs.queue().into_iter().zip(1..).collect();
+        // Whoever leaves the queue moves those behind.
+        let moved = queue.iter().filter(|(job, position)| self.positions.get(job) != Some(position));
+        self.changed.extend(moved.map(|(job, _)| *job));
+        self.positions = queue;
         for job in std::mem::take(&mut self.changed) {
-            match self.job(job) {
+            match self.job(job, self.positions.get(&job).copied().unwrap_or(0)) {
                 Ok(shown) => {
                     if has_ended(shown.state())
                         && let Some(live) = self.live.get_mut(&job)

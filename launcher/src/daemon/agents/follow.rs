@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{MissedTickBehavior, timeout};
 use tonic::transport::Channel;
+use tracing::warn;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{StatusReply, StatusRequest, StopRequest};
 
@@ -87,19 +88,19 @@ struct Follow {
 
 impl Follow {
     async fn run(&self, fresh: bool) -> News {
-        let gone = match fresh {
+        let (gone, problem) = match fresh {
             true => match self.start().await {
-                Ok(gone) => gone,
-                Err(error) => return self.not_started(&format!("its agent cannot be started: {error}")),
+                Ok(gone) => (Some(gone), None),
+                Err(error) => (None, Some(format!("its agent cannot be started: {error}"))),
             },
-            false => match self.dirs.revoke(self.followed.job, self.followed.start) {
-                Ok(true) => return News::NotStarted(None),
-                // It has taken its ticket. Whether its process is there is seen by its lock.
-                Ok(false) => Box::pin(std::future::pending()),
-                Err(error) => return News::Lost(format!("its directory cannot be read: {error}")),
-            },
+            false => (None, None),
         };
-        let identity = match self.identity(gone).await {
+        if gone.is_none()
+            && let Some(last) = self.take_back(problem).await
+        {
+            return last;
+        }
+        let identity = match self.identity(gone.unwrap_or_else(never)).await {
             Ok(identity) => identity,
             Err(last) => return last,
         };
@@ -131,37 +132,47 @@ impl Follow {
         self.starter.start(Start { job, name, uid, dir, order, input, patience }).await
     }
 
-    /// Nobody may begin this start any more.
-    fn not_started(&self, reason: &str) -> News {
-        match self.dirs.revoke(self.followed.job, self.followed.start) {
-            Ok(true) => News::NotStarted(Some(reason.into())),
-            Ok(false) => self.result(),
-            Err(error) => News::Lost(format!("{reason}; its directory cannot be read: {error}")),
+    /// Sees to it that nobody begins this start any more; `None` where its agent has. Whether that still runs is seen by its
+    /// lock.
+    async fn take_back(&self, reason: Option<String>) -> Option<News> {
+        loop {
+            match self.dirs.revoke(self.followed.job, self.followed.start) {
+                Ok(true) => return Some(News::NotStarted(reason)),
+                Ok(false) => return None,
+                // Guessed wrong, its GPUs would be given to two jobs.
+                Err(error) => {
+                    warn!(job = self.followed.job, "its directory cannot be read: {error}");
+                    tokio::time::sleep(ROOM).await;
+                }
+            }
         }
     }
 
     /// Waits for the agent to say who it is.
     async fn identity(&self, mut gone: Gone) -> Result<Identity, News> {
         let (job, uid) = (self.followed.job, self.followed.uid);
-        let deadline = Instant::now() + BEGIN;
+        let mut deadline = Some(Instant::now() + BEGIN);
         loop {
             let over = tokio::select! {
                 biased;
                 how = &mut gone => Some(format!("its agent ended before it began: {how}")),
-                () = tokio::time::sleep(LOOK) => None,
+                () = tokio::time::sleep(LOOK) => deadline
+                    .filter(|deadline| Instant::now() > *deadline)
+                    .map(|_| "its agent has not begun within a minute".into()),
             };
             if let Some(identity) = self.dirs.identity(job, uid).filter(|it| it.start == self.followed.start)
             {
                 return Ok(identity);
             }
-            match over {
-                Some(reason) => return Err(self.not_started(&reason)),
-                None if Instant::now() > deadline => {
-                    return Err(self.not_started("its agent has not begun within a minute"));
+            if let Some(reason) = over {
+                (gone, deadline) = (never(), None);
+                if let Some(last) = self.take_back(Some(reason)).await {
+                    return Err(last);
                 }
-                // An agent that has taken its ticket and holds no lock is gone.
-                None if self.is_abandoned() => return Err(self.result()),
-                None => {}
+            }
+            // An agent that has taken its ticket and holds no lock is gone.
+            if self.is_abandoned() {
+                return Err(self.result());
             }
         }
     }
@@ -232,6 +243,10 @@ impl Follow {
             None => News::Lost("its agent has gone without saying how the job ended".into()),
         }
     }
+}
+
+fn never() -> Gone {
+    Box::pin(std::future::pending())
 }
 
 /// A connection with the agent, made when it is needed.
