@@ -336,10 +336,12 @@ impl Manager {
 
     /// Brings the journal up to what is true, where it is not, and shortens a long one.
     fn save(&mut self) {
+        let bytes = self.journal.len_bytes();
+        if !self.unsaved && bytes <= LONG {
+            return;
+        }
         let records = self.jobs.records();
-        let long =
-            self.journal.len_bytes() > LONG && self.journal.len_bytes() > 1024 * records.len() as u64 * 4;
-        if !self.unsaved && !long {
+        if !self.unsaved && bytes <= 1024 * records.len() as u64 * 4 {
             return;
         }
         match tokio::task::block_in_place(|| self.journal.rewrite(&records)) {
