@@ -6,37 +6,36 @@
 //! An order that cannot be written down is refused, and no job is started then; that a job has ended is true all the same,
 //! and is written down as soon as the disk takes it.
 
+mod orders;
+mod records;
+mod shown;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
-use xlaunch_proto::v1::{Job, NodeStatus};
+use xlaunch_proto::v1::NodeStatus;
 
 use super::agents::Starter;
 use super::agents::follow::{Followed, News, follow};
 use super::config::JobsSection;
-use super::files::{Description, JobDirs, JobResult};
-use super::gpus::Inventory;
+use super::files::{JobDirs, JobResult};
+use super::gpus::{GpuFacts, Inventory};
 use super::journal::Journal;
 use super::live::{Live, unix_ms};
-use super::orders::{Answer, Order, Refused, Submission};
-use super::state::orders::Rules;
+use super::orders::Order;
 use super::state::schedule::{Room, Schedule, Slot, schedule};
 use super::state::{End, Entry, Jobs, Phase, Record};
-use super::users::{self, Users};
-use super::view::{Caller, NodeView, has_ended};
-use super::{boot_id, show, submission};
-use crate::registry::SOCKET;
+use super::users::Users;
+use super::view::NodeView;
+use super::{boot_id, show};
 
 /// News that may wait for this task.
 const QUEUE: usize = 1024;
 /// Between signs of life, and attempts to write what could not be written.
 const TICK: Duration = Duration::from_secs(5);
-/// Bytes of a journal that is worth shortening, where it has more than so many for each job.
-const LONG: u64 = 4 << 20;
-const PER_JOB: u64 = 16 << 10;
 
 /// What the task works with.
 #[derive(Debug)]
@@ -161,74 +160,6 @@ impl Manager {
         }
     }
 
-    /// Whoever is answered sees what they have ordered: it is shown first.
-    fn order(&mut self, order: Order) {
-        match order {
-            Order::Submit { caller, submission, answer } => {
-                let done = self.submit(caller, *submission);
-                self.answer(answer, done);
-            }
-            Order::Cancel { caller, job, answer } => {
-                let done = self.cancel(caller, job);
-                self.answer(answer, done);
-            }
-            Order::Drain { caller, gpus, undo, reason, answer } => {
-                let done = self.drain(caller, &gpus, undo, &reason);
-                self.answer(answer, done);
-            }
-        }
-    }
-
-    fn answer<T>(&mut self, answer: Answer<T>, done: Result<T, Refused>) {
-        self.start_jobs();
-        self.show();
-        // A caller that is gone needs no answer.
-        let _ = answer.send(done);
-    }
-
-    fn submit(&mut self, caller: Caller, submission: Submission) -> Result<(Job, bool), Refused> {
-        if let Some(job) = self.jobs.of_request(caller.uid, &submission.request_id) {
-            return Ok((self.now(job)?, true));
-        }
-        let present = u32::try_from(self.gpus.borrow().gpus.len()).unwrap_or(u32::MAX);
-        let (mut submitted, mut description) = submission::understand(submission, caller.uid, present)?;
-        self.jobs.admit(caller, &submitted, &self.rules())?;
-        let job = self.jobs.submitted + 1;
-        (submitted.job, submitted.at, description.job) = (job, unix_ms(), job);
-        self.create(&description, caller.uid)?;
-        self.write(Record::Submitted(Box::new(submitted)))?;
-        Ok((self.now(job)?, false))
-    }
-
-    fn create(&self, description: &Description, uid: u32) -> Result<(), Refused> {
-        let created = tokio::task::block_in_place(|| self.dirs.create(description, uid, users::gid(uid)));
-        created.map_err(|error| Refused::Broken(format!("the job's directory cannot be made: {error}")))
-    }
-
-    fn cancel(&mut self, caller: Caller, job: u64) -> Result<Job, Refused> {
-        if let Some(record) = self.jobs.cancel(caller, job, unix_ms())? {
-            self.write(record)?;
-            info!(job, uid = caller.uid, "cancelled");
-            if let Some(live) = self.live.get(&job) {
-                live.stop.send_replace(true);
-            }
-        }
-        self.now(job)
-    }
-
-    fn drain(
-        &mut self,
-        caller: Caller,
-        gpus: &[String],
-        undo: bool,
-        reason: &str,
-    ) -> Result<NodeStatus, Refused> {
-        let known: Vec<_> = self.gpus.borrow().gpus.iter().map(|gpu| (gpu.index, gpu.uuid.clone())).collect();
-        self.write(Jobs::drained(caller, gpus, undo, reason, &known, unix_ms())?)?;
-        info!(uid = caller.uid, undo, "drained: {reason}");
-        Ok(self.node())
-    }
-
     fn news(&mut self, job: u64, news: News) {
         self.changed.insert(job);
         match news {
@@ -289,83 +220,6 @@ impl Manager {
         }
     }
 
-    /// What has happened has happened, whether it can be written down or not.
-    fn end(&mut self, record: Record) {
-        if let Record::Ended { job, end, reason, .. } = &record {
-            // An agent's word is a field: it cannot look like another message.
-            info!(job, ?end, reason, "ended");
-        }
-        if self.write(record.clone()).is_err() {
-            self.unsaved = true;
-            self.apply(record);
-        }
-        self.forget();
-    }
-
-    fn forget(&mut self) {
-        let keep = self.config.borrow().keep;
-        for job in self.jobs.beyond(keep) {
-            if self.write(Record::Forgotten { job }).is_err() {
-                return;
-            }
-            self.live.remove(&job);
-            if let Err(error) = tokio::task::block_in_place(|| self.dirs.remove(job)) {
-                warn!(job, "failed to remove its directory: {error}");
-            }
-        }
-    }
-
-    /// Writes down what is then true.
-    fn write(&mut self, record: Record) -> Result<(), Refused> {
-        self.save();
-        let broken = |error: &dyn std::fmt::Display| {
-            Refused::Broken(format!("the daemon cannot write to its journal: {error}"))
-        };
-        if self.unsaved {
-            return Err(broken(&"it is behind what has happened; is the disk full?"));
-        }
-        if let Err(error) = tokio::task::block_in_place(|| self.journal.append(&record)) {
-            warn!("failed to write to the journal: {error}");
-            // What it holds now, nobody knows: it is written anew.
-            self.unsaved = true;
-            self.save();
-            return Err(broken(&error));
-        }
-        self.apply(record);
-        Ok(())
-    }
-
-    fn apply(&mut self, record: Record) {
-        use Record::{Cancelled, Counted, Drained, Ended, Forgotten, Requeued, Starting, Submitted};
-        let job = match &record {
-            Submitted(submitted) => Some(submitted.job),
-            Starting { job, .. }
-            | Cancelled { job, .. }
-            | Ended { job, .. }
-            | Requeued { job, .. }
-            | Forgotten { job } => Some(*job),
-            Drained { .. } | Counted { .. } => None,
-        };
-        self.changed.extend(job);
-        self.jobs.apply(record);
-    }
-
-    /// Brings the journal up to what is true, where it is not, and shortens a long one.
-    fn save(&mut self) {
-        let long = self.journal.len_bytes() > LONG.max(PER_JOB * self.jobs.jobs.len() as u64);
-        if !self.unsaved && !long {
-            return;
-        }
-        let records = self.jobs.records();
-        match tokio::task::block_in_place(|| self.journal.rewrite(&records)) {
-            Ok(()) => self.unsaved = false,
-            Err(error) => {
-                self.unsaved = true;
-                warn!("failed to write the journal: {error}");
-            }
-        }
-    }
-
     /// Starts what can start now.
     fn start_jobs(&mut self) {
         let Schedule { starts, waits } = schedule(&self.jobs, &self.room());
@@ -415,7 +269,7 @@ impl Manager {
 
     fn room(&self) -> Room {
         let config = self.config.borrow();
-        let slot = |gpu: &super::gpus::GpuFacts| Slot {
+        let slot = |gpu: &GpuFacts| Slot {
             uuid: gpu.uuid.clone(),
             unusable: show::unusable(gpu, &config.leave_gpus).map(|(_, reason)| reason),
         };
@@ -424,70 +278,5 @@ impl Manager {
             cpu_workers: config.cpu_workers.unwrap_or(self.cores),
             gpus_per_user: config.max_gpus_per_user,
         }
-    }
-
-    fn rules(&self) -> Rules {
-        let config = self.config.borrow();
-        let own = rustix::process::getuid();
-        let named = |gpu: &super::gpus::GpuFacts| {
-            config.leave_gpus.iter().any(|named| *named == gpu.uuid || *named == gpu.index.to_string())
-        };
-        let gpus = self.gpus.borrow().gpus.iter().filter(|gpu| !named(gpu)).count();
-        let gpus = u32::try_from(gpus).unwrap_or(u32::MAX);
-        Rules {
-            allow_commands: config.allow_commands.unwrap_or(!own.is_root()),
-            allow_root: config.allow_root,
-            max_per_user: config.max_per_user,
-            only_user: (!own.is_root()).then(|| own.as_raw()),
-            gpus: if config.max_gpus_per_user > 0 { gpus.min(config.max_gpus_per_user) } else { gpus },
-            cpu_workers: config.cpu_workers.unwrap_or(self.cores),
-        }
-    }
-
-    fn node(&self) -> NodeStatus {
-        show::node(&self.base, &self.jobs, &self.gpus.borrow(), &self.config.borrow().leave_gpus)
-    }
-
-    /// A job as it is now.
-    fn now(&mut self, job: u64) -> Result<Job, Refused> {
-        let position = self.jobs.queue().into_iter().zip(1..).find(|(queued, _)| *queued == job);
-        self.job(job, position.map_or(0, |(_, position)| position))
-    }
-
-    /// The same, where its position in the queue is known; 0 for a job that is not in it.
-    fn job(&mut self, job: u64, position: u32) -> Result<Job, Refused> {
-        let entry = self.jobs.jobs.get(&job).ok_or(Refused::NoJob(job))?;
-        let waits = self.waits.get(&job).map_or("", String::as_str);
-        Ok(show::job(entry, self.live.get(&job), &self.users.name(entry.submitted.uid), position, waits))
-    }
-
-    /// Replaces what callers see, where something has changed.
-    fn show(&mut self) {
-        let node = self.node();
-        if self.changed.is_empty() && node == self.shown.node {
-            return;
-        }
-        self.shown.node = node;
-        let queue: BTreeMap<u64, u32> = self.jobs.queue().into_iter().zip(1..).collect();
-        // Whoever leaves the queue moves those behind.
-        let moved = queue.iter().filter(|(job, position)| self.positions.get(job) != Some(position));
-        self.changed.extend(moved.map(|(job, _)| *job));
-        self.positions = queue;
-        for job in std::mem::take(&mut self.changed) {
-            match self.job(job, self.positions.get(&job).copied().unwrap_or(0)) {
-                Ok(shown) => {
-                    if has_ended(shown.state())
-                        && let Some(live) = self.live.get_mut(&job)
-                    {
-                        live.runs = false;
-                    }
-                    let (socket, logs) = (self.dirs.agent(job).join(SOCKET), self.dirs.logs(job));
-                    let view = show::view(shown, self.live.get(&job), socket, logs);
-                    self.shown.jobs.insert(job, view);
-                }
-                Err(_) => drop(self.shown.jobs.remove(&job)),
-            }
-        }
-        self.view.send_replace(Arc::new(self.shown.clone()));
     }
 }
