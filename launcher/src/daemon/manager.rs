@@ -134,7 +134,7 @@ impl Manager {
         for job in self.dirs.all().into_iter().filter(|job| !self.jobs.jobs.contains_key(job)) {
             // Its submission was never answered, or it was forgotten.
             if let Err(error) = self.dirs.remove(job) {
-                warn!(job, "failed to remove its directory: {error}");
+                warn!(job, "failed to remove the directory of job {job}: {error}");
             }
         }
         let over = |entry: &Entry| matches!(entry.phase, Phase::Ended { .. });
@@ -145,7 +145,7 @@ impl Manager {
         for (job, entry) in active {
             let Phase::Active { start, boot, .. } = &entry.phase else { continue };
             if *boot == now {
-                info!(job, "is taken up again");
+                info!(job, "job {job} is taken up again");
                 self.follow(job, false);
                 continue;
             }
@@ -192,7 +192,7 @@ impl Manager {
     fn cancel(&mut self, caller: Caller, job: u64) -> Result<Job, Refused> {
         if let Some(record) = self.jobs.cancel(caller, job, unix_ms())? {
             self.write(record)?;
-            info!(job, uid = caller.uid, "cancelled");
+            info!(job, uid = caller.uid, "job {job} is cancelled by user {}", caller.uid);
             if let Some(live) = self.live.get(&job) {
                 live.stop.send_replace(true);
             }
@@ -217,7 +217,7 @@ impl Manager {
         self.changed.insert(job);
         match news {
             News::Runs => {
-                info!(job, "runs");
+                info!(job, "job {job} runs");
                 self.live.entry(job).or_insert_with(Live::new).runs = true;
             }
             News::Status(status) => self.live.entry(job).or_insert_with(Live::new).says(*status),
@@ -276,7 +276,7 @@ impl Manager {
     /// What has happened has happened, whether it can be written down or not.
     fn end(&mut self, record: Record) {
         if let Record::Ended { job, end, reason, .. } = &record {
-            info!(job, ?end, "ended: {reason}");
+            info!(job, ?end, "job {job} has ended: {reason}");
         }
         if self.write(record.clone()).is_err() {
             self.unsaved = true;
@@ -293,7 +293,7 @@ impl Manager {
             }
             self.live.remove(&job);
             if let Err(error) = tokio::task::block_in_place(|| self.dirs.remove(job)) {
-                warn!(job, "failed to remove its directory: {error}");
+                warn!(job, "failed to remove the directory of job {job}: {error}");
             }
         }
     }

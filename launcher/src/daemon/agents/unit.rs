@@ -50,7 +50,8 @@ pub(super) async fn start(bus: &zbus::Connection, start: Start) -> zbus::Result<
     // After an upgrade, the daemon that still runs is the old one: the new one lies where it lay.
     let program = program.to_string_lossy();
     let program = program.strip_suffix(" (deleted)").unwrap_or(&program).to_owned();
-    let dir = start.dir.to_string_lossy().into_owned();
+    // systemd fills in variables. (ExecStartEx can do without, but up to systemd 252 such a unit is lost at a daemon-reload.)
+    let dir = start.dir.to_string_lossy().replace('$', "$$");
     let exec: Vec<Exec<'_>> = vec![(&program, vec![&program, "agent", &dir], false)];
     let end = Duration::from_secs_f64(start.patience.clamp(0.0, 1e6)) + MORE_PATIENCE;
     let unit = name(start.job);
