@@ -9,7 +9,7 @@ work=/home/alice/job
 # What the environment of a job holds, and nobody else may read.
 secret=hunter2-$$
 # Seconds that a training job is to take alone: all that happens to the daemon meanwhile fits in.
-length=45
+length=32
 
 step() {
     echo "ok: $(($(date +%s) - begin)) s: $*"
@@ -207,6 +207,7 @@ expect "the unit" "yes continue mixed $((60 * 1000000))" \
     "$(show Delegate $unit) $(show OOMPolicy $unit) $(show KillMode $unit) $(show TimeoutStopUSec $unit |
         sed 's/^1min$/60000000/')"
 expect "locked memory" infinity "$(show LimitMEMLOCK $unit)"
+show After $unit | grep -q 'remote-fs.target' || fail "$unit is not ordered: $(show After $unit)"
 step "the job runs as its user, in $unit"
 
 # Who sees what.
@@ -253,6 +254,7 @@ until_true "a new daemon after SIGSTOP" replaced "$pid"
 journalctl --unit $service --no-pager | grep -q "Watchdog timeout" || fail "it was not the watchdog"
 rm "/run/systemd/system/$service.d/watchdog.conf"
 systemctl daemon-reload
+expect "the unit of job $job after a daemon-reload" loaded "$(show LoadState $unit)"
 adopts "SIGSTOP and watchdog"
 
 # Callers wait at the socket, and the first one starts the daemon.
@@ -285,7 +287,7 @@ until_true "the end of its unit" gone $unit
 wait $calm || fail "training: $(cat /srv/test/train)"
 losses $work/jobs/train/latest > /srv/test/of-job
 losses $work/calm/train/latest > /srv/test/alone
-expect "steps" "$(seq "$total" | md5sum)" "$(cut -d ' ' -f 1 /srv/test/of-job | md5sum)"
+expect "steps" "$(seq 0 $((total - 1)) | md5sum)" "$(cut -d ' ' -f 1 /srv/test/of-job | md5sum)"
 cmp /srv/test/of-job /srv/test/alone || fail "the job's losses are others than those of the same training alone"
 expect "runs of the job" 1 "$(find $work/jobs/train -mindepth 1 -maxdepth 1 -type d | wc -l)"
 step "the job is done, with every step once and the losses of one that was left alone"
@@ -329,7 +331,37 @@ until_true "the start of job $stopped" is "$stopped" running
 systemctl kill --signal KILL "xlaunch-job-$stopped.service"
 until_true "the end of job $stopped" is "$stopped" lost
 if pgrep --full '^sleep 1234567'; then fail "processes of job $stopped are left"; fi
-step "cancel; a job that is killed as a whole is lost"
+asked=$(submit -- sleep 1234567)
+until_true "the start of job $asked" is "$asked" running
+# What happens to all units when the system goes down.
+systemctl stop "xlaunch-job-$asked.service"
+ended "$asked" cancelled 143
+step "cancel; a job whose unit is stopped says how it ended, one that is killed as a whole is lost"
+
+# As far as a daemon can tell, the system has been restarted: all processes are gone, and its number is another.
+running=$(submit -- sleep 1234567)
+until_true "the start of job $running" is "$running" running
+systemctl stop $service 2> /dev/null
+systemctl kill --signal KILL "xlaunch-job-$running.service"
+until_true "the end of its unit" gone "xlaunch-job-$running.service"
+boot=$(cat /proc/sys/kernel/random/boot_id)
+# The container's is mounted over the kernel's.
+umount /proc/sys/kernel/random/boot_id
+[ "$boot" != "$(cat /proc/sys/kernel/random/boot_id)" ] || fail "the number is still $boot"
+systemctl start $service
+ended "$running" lost null
+value "$running" reason | grep -q 'restarted' || fail "its reason: $(value "$running" reason)"
+step "a job that ran when the system ended is lost"
+
+# The page and the metrics, where the operator wants them.
+sed -i 's/^#listen = .*/listen = "127.0.0.1:9470"/' /etc/xlaunch/daemon.toml
+systemctl reset-failed $service
+systemctl restart $service
+perl -MIO::Socket::INET -e '$s = IO::Socket::INET->new("127.0.0.1:9470") or die $!;
+    print $s "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:9470\r\nConnection: close\r\n\r\n"; print <$s>' > /srv/test/metrics ||
+    fail "the metrics: $(cat /srv/test/metrics)"
+grep -q '^xlaunch_' /srv/test/metrics || fail "the metrics: $(cat /srv/test/metrics)"
+step "metrics on the loopback device"
 
 journalctl --unit $service --no-pager JOB="$job" | grep -q "job $job is taken up again" || fail "the journal knows no job"
 expect "lines of other jobs" 0 "$(journalctl --unit $service --no-pager --quiet JOB="$job" | grep -c "job $failing " || true)"

@@ -312,3 +312,15 @@ fn unusable(place: &Path, error: &io::Error) -> Refusal {
 fn internal(error: &io::Error) -> Refusal {
     Refusal::new(ExitCode::Internal, error.to_string())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_daemon_may_open_as_many_files_as_the_operator_lets_it() {
+        open_many_files();
+        let limit = getrlimit(Resource::Nofile);
+        assert_eq!(limit.current, limit.maximum);
+    }
+}

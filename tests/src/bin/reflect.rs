@@ -34,7 +34,9 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let channel = Endpoint::from_static("http://node").connect_with_connector(connector).await?;
 
     let answer = reflect(&channel, MessageRequest::ListServices(String::new())).await?;
-    let MessageResponse::ListServicesResponse(list) = answer else { return Err("no list of services".into()) };
+    let MessageResponse::ListServicesResponse(list) = answer else {
+        return Err("no list of services".into());
+    };
     let mut services: Vec<_> = list.service.into_iter().map(|service| service.name).collect();
     services.sort();
     println!("services: {}", services.join(" "));
@@ -42,9 +44,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let answer = reflect(&channel, MessageRequest::FileContainingSymbol(NODE.into())).await?;
     let MessageResponse::FileDescriptorResponse(files) = answer else { return Err("no description".into()) };
     let files = files.file_descriptor_proto;
-    let describes = |name: &str| {
-        files.iter().any(|file| file.windows(name.len()).any(|bytes| bytes == name.as_bytes()))
-    };
+    let describes =
+        |name: &str| files.iter().any(|file| file.windows(name.len()).any(|bytes| bytes == name.as_bytes()));
     for name in ["xlaunch/v1/node.proto", "xlaunch.v1", "Node", "Status", "NodeStatusRequest"] {
         if !describes(name) {
             return Err(format!("the description of {NODE} does not have {name}").into());

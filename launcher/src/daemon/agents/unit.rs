@@ -58,6 +58,8 @@ pub(super) async fn start(bus: &zbus::Connection, start: Start) -> zbus::Result<
     let properties = [
         ("Description", Variant::from(format!("xlaunch job {} ({})", start.job, start.name))),
         ("Type", "exec".into()),
+        // When the system goes down, a last checkpoint is written before the file systems of others go.
+        ("After", vec!["remote-fs.target"].into()),
         ("ExecStart", exec.into()),
         ("User", start.uid.to_string().into()),
         ("StandardInputFile", start.order.to_string_lossy().into_owned().into()),
