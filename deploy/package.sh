@@ -19,15 +19,10 @@ cargo build --locked --package xlaunch --bin xlaunch --profile "$profile" >&2
 generated=$build/package
 rm -rf "$generated"
 mkdir -p "$generated/man"
-if "$build/xlaunch" gen man "$generated/man" > /dev/null 2>&1; then
-    for shell in bash zsh fish; do
-        "$build/xlaunch" gen completions $shell > "$generated/xlaunch.$shell"
-    done
-else
-    # Placeholders, as long as this build has no `gen`.
-    echo '.TH XLAUNCH 1' > "$generated/man/xlaunch.1"
-    touch "$generated/xlaunch.bash" "$generated/xlaunch.zsh" "$generated/xlaunch.fish"
-fi
+"$build/xlaunch" gen man "$generated/man" >&2
+for shell in bash zsh fish; do
+    "$build/xlaunch" gen completions $shell > "$generated/xlaunch.$shell"
+done
 
 # Paths and contents follow from the commit alone.
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct 2> /dev/null || date +%s)

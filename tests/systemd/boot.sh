@@ -1,14 +1,16 @@
 #!/bin/sh
-# Boots Debian in namespaces of its own, with systemd as its first process, and runs inside.sh there: boot.sh DEB DIR
+# Boots Debian in namespaces of its own, with systemd as its first process, and runs inside.sh there:
+# boot.sh DEB CLIENT DIR
 #
-# DEB is the package to install. DIR takes `log`, what inside.sh printed, and `exit`, how it ended. The tree of Debian is made
-# once, in $XLAUNCH_TEST_SYSTEMD_ROOT where that is set, and never written to: what happens inside is gone with the last
-# process, and so is all of it when this script ends. Needs root, systemd-nspawn and, for the tree, debootstrap.
+# DEB is the package to install, CLIENT the program `reflect` of these tests. DIR takes `log`, what inside.sh printed, and
+# `exit`, how it ended. The tree of Debian is made once, in $XLAUNCH_TEST_SYSTEMD_ROOT where that is set, and never written to:
+# what happens inside is gone with the last process, and so is all of it when this script ends. Needs root, systemd-nspawn
+# and, for the tree, debootstrap.
 #
 # Exits as inside.sh does; with 77, and a reason, where no system can be booted.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-dir=$(cd "$2" && pwd)
+dir=$(cd "$3" && pwd)
 root=${XLAUNCH_TEST_SYSTEMD_ROOT:-$dir}
 # Seconds until it counts as hung.
 limit=300
@@ -35,7 +37,10 @@ mkdir -p "$root"
 ) 9> "$root/lock"
 
 cp "$1" "$dir/xlaunch.deb"
-cp "$here"/inside.sh "$here"/stand-in.pl "$dir"
+cp "$2" "$dir/reflect"
+cp "$here"/inside.sh "$dir"
+# Users run the client.
+chmod 755 "$dir" "$dir/reflect"
 cat > "$dir/inside.service" << 'UNIT'
 [Unit]
 After=multi-user.target dbus.service
@@ -44,7 +49,6 @@ FailureAction=poweroff-force
 
 [Service]
 Type=oneshot
-PassEnvironment=XLAUNCH_TEST_DAEMON
 ExecStart=/bin/sh /srv/test/inside.sh
 ExecStopPost=/bin/sh -c 'echo $EXIT_STATUS > /srv/test/exit'
 StandardOutput=append:/srv/test/log
@@ -95,7 +99,6 @@ trap 'exit 1' INT TERM HUP
         systemd-nspawn --quiet --boot --register=no --keep-unit --console=pipe --private-network --capability=all \
         --directory="$root/tree" --volatile=overlay --machine=xlaunch-test \
         --bind="$dir:/srv/test" --bind-ro="$dir/inside.service:/etc/systemd/system/inside.service" \
-        --setenv=XLAUNCH_TEST_DAEMON="${XLAUNCH_TEST_DAEMON:-stand-in}" \
         systemd.wants=inside.service
 ) < /dev/null > "$dir/console" 2>&1 &
 inside=$!

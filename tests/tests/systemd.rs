@@ -8,6 +8,9 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+/// Asks the daemon what generic clients of gRPC ask.
+const CLIENT: &str = env!("CARGO_BIN_EXE_reflect");
+
 /// How `boot.sh` ends where no system can be booted.
 const SKIPPED: i32 = 77;
 
@@ -57,7 +60,7 @@ fn a_system_boots_with_the_daemon_and_keeps_it_running() {
 
     let dir = tempfile::tempdir().unwrap();
     let boot = repository().join("tests/systemd/boot.sh");
-    let output = Command::new(boot).arg(package.trim_end()).arg(dir.path()).output().unwrap();
+    let output = Command::new(boot).args([package.trim_end(), CLIENT]).arg(dir.path()).output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     if output.status.code() == Some(SKIPPED) {
         eprintln!("skipped: {errors}");

@@ -136,7 +136,7 @@ fn standard_input() -> io::Result<Vec<u8>> {
 /// Becomes this program again with the job's environment and directory. Returns only if that fails, with the reason.
 fn prepare(order: &Description, dir: &Path) -> String {
     let mut command = Command::new("/proc/self/exe");
-    command.arg("agent").arg(dir).arg("--prepared").env_clear();
+    command.arg0("xlaunch").arg("agent").arg(dir).arg("--prepared").env_clear();
     for variable in &order.environment {
         if let Some(at) = variable.iter().position(|byte| *byte == b'=').filter(|at| *at > 0) {
             command.env(OsStr::from_bytes(&variable[..at]), OsStr::from_bytes(&variable[at + 1..]));

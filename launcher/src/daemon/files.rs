@@ -19,14 +19,13 @@
 //! daemon that does not know takes it away itself before it starts another. What is in `agent/` belongs to a user, who may
 //! have put anything there: it is read without following links, and only where it is a plain file of that user.
 
-use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 
 use prost::Message;
-use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
+use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::StatusReply;
@@ -268,19 +267,14 @@ fn read(dir: &Path, name: &str, uid: u32) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// Opens a plain file of this user, wherever its name leads but through a link.
-pub fn open(dir: &Path, name: &str, uid: u32) -> io::Result<File> {
+/// Opens a plain file of this user, which is in `dir` itself and no link.
+fn open(dir: &Path, name: &str, uid: u32) -> io::Result<File> {
     // Not blocking: a pipe would wait for somebody to write.
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let name = CString::new(name)?;
-    let beneath = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
-    let dir = rustix::fs::openat(
-        CWD,
-        dir,
-        OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
-        Mode::empty(),
-    )?;
-    let file = File::from(rustix::fs::openat2(&dir, &*name, flags, Mode::empty(), beneath)?);
+    // The path of `dir` is the daemon's. Not openat2: RestrictSUIDSGID of the unit keeps it from the daemon.
+    let path = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let dir = rustix::fs::openat(CWD, dir, path, Mode::empty())?;
+    let file = File::from(rustix::fs::openat(&dir, name, flags, Mode::empty())?);
     let found = file.metadata()?;
     if !found.is_file() || found.uid() != uid {
         return Err(io::Error::other("it is not a plain file of the job's user"));
@@ -290,6 +284,8 @@ pub fn open(dir: &Path, name: &str, uid: u32) -> io::Result<File> {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::CString;
+
     use super::*;
 
     fn description(job: u64) -> Description {

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sd_notify::NotifyState;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -61,6 +62,7 @@ pub struct Options {
 /// # Errors
 /// Where it cannot start. The texts are for the operator.
 pub async fn run(options: &Options) -> Result<(), Refusal> {
+    open_many_files();
     let config = load(options)?;
     let root = rustix::process::geteuid().is_root();
     let variable = |name: &str| std::env::var_os(name);
@@ -136,6 +138,13 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
     let _ = tokio::time::timeout(FAREWELL, manager).await;
     drop(look);
     result
+}
+
+/// Callers and agents hold descriptors: as many as this process may have.
+fn open_many_files() {
+    let limit = getrlimit(Resource::Nofile);
+    // What was enough before is enough then.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 /// What a killed daemon was just starting has its lock for another moment.
@@ -302,4 +311,16 @@ fn unusable(place: &Path, error: &io::Error) -> Refusal {
 
 fn internal(error: &io::Error) -> Refusal {
     Refusal::new(ExitCode::Internal, error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_daemon_may_open_as_many_files_as_the_operator_lets_it() {
+        open_many_files();
+        let limit = getrlimit(Resource::Nofile);
+        assert_eq!(limit.current, limit.maximum);
+    }
 }

@@ -50,13 +50,16 @@ pub(super) async fn start(bus: &zbus::Connection, start: Start) -> zbus::Result<
     // After an upgrade, the daemon that still runs is the old one: the new one lies where it lay.
     let program = program.to_string_lossy();
     let program = program.strip_suffix(" (deleted)").unwrap_or(&program).to_owned();
-    let dir = start.dir.to_string_lossy().into_owned();
+    // systemd fills in variables. (ExecStartEx can do without, but up to systemd 252 such a unit is lost at a daemon-reload.)
+    let dir = start.dir.to_string_lossy().replace('$', "$$");
     let exec: Vec<Exec<'_>> = vec![(&program, vec![&program, "agent", &dir], false)];
     let end = Duration::from_secs_f64(start.patience.clamp(0.0, 1e6)) + MORE_PATIENCE;
     let unit = name(start.job);
     let properties = [
         ("Description", Variant::from(format!("xlaunch job {} ({})", start.job, start.name))),
         ("Type", "exec".into()),
+        // When the system goes down, a last checkpoint is written before the file systems of others go.
+        ("After", vec!["remote-fs.target"].into()),
         ("ExecStart", exec.into()),
         ("User", start.uid.to_string().into()),
         ("StandardInputFile", start.order.to_string_lossy().into_owned().into()),
@@ -72,6 +75,8 @@ pub(super) async fn start(bus: &zbus::Connection, start: Start) -> zbus::Result<
         // Memory that network cards read has to stay where it is.
         ("LimitMEMLOCK", u64::MAX.into()),
         ("LimitNOFILE", FILES.into()),
+        // Loaders of data start as many processes and threads as they like.
+        ("TasksMax", u64::MAX.into()),
     ];
     let manager = ManagerProxy::new(bus).await?;
     manager.start_transient_unit(&unit, "fail", &properties, &[]).await?;

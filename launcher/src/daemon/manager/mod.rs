@@ -137,7 +137,7 @@ impl Manager {
         for job in self.dirs.all().into_iter().filter(|job| !self.jobs.jobs.contains_key(job)) {
             // Its submission was never answered, or it was forgotten.
             if let Err(error) = self.dirs.remove(job) {
-                warn!(job, "failed to remove its directory: {error}");
+                warn!(job, "failed to remove the directory of job {job}: {error}");
             }
         }
         let over = |entry: &Entry| matches!(entry.phase, Phase::Ended { .. });
@@ -148,7 +148,7 @@ impl Manager {
         for (job, entry) in active {
             let Phase::Active { start, boot, .. } = &entry.phase else { continue };
             if *boot == now {
-                info!(job, "is taken up again");
+                info!(job, "job {job} is taken up again");
                 self.follow(job, false);
                 continue;
             }
@@ -164,7 +164,7 @@ impl Manager {
         self.changed.insert(job);
         match news {
             News::Runs => {
-                info!(job, "runs");
+                info!(job, "job {job} runs");
                 self.live.entry(job).or_insert_with(Live::new).runs = true;
             }
             News::Status(status) => self.live.entry(job).or_insert_with(Live::new).says(*status),

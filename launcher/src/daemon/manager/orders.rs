@@ -61,7 +61,7 @@ impl Manager {
     fn cancel(&mut self, caller: Caller, job: u64) -> Result<Job, Refused> {
         if let Some(record) = self.jobs.cancel(caller, job, unix_ms())? {
             self.write(record)?;
-            info!(job, uid = caller.uid, "cancelled");
+            info!(job, uid = caller.uid, "job {job} is cancelled by user {}", caller.uid);
             if let Some(live) = self.live.get(&job) {
                 live.stop.send_replace(true);
             }

@@ -15,7 +15,7 @@ impl Manager {
     pub(super) fn end(&mut self, record: Record) {
         if let Record::Ended { job, end, reason, .. } = &record {
             // An agent's word is a field: it cannot look like another message.
-            info!(job, ?end, reason, "ended");
+            info!(job, ?end, reason, "job {job} has ended");
         }
         if self.write(record.clone()).is_err() {
             self.unsaved = true;
@@ -32,7 +32,7 @@ impl Manager {
             }
             self.live.remove(&job);
             if let Err(error) = tokio::task::block_in_place(|| self.dirs.remove(job)) {
-                warn!(job, "failed to remove its directory: {error}");
+                warn!(job, "failed to remove the directory of job {job}: {error}");
             }
         }
     }
