@@ -44,7 +44,7 @@ async fn measure() {
         ["bad-callers", socket, count] => bad_callers(Path::new(socket), count.parse().unwrap()),
         ["idle"] => idle().await,
         ["recovery"] => recovery().await,
-        _ => std::process::exit(2),
+        _ => panic!("usage: daemon_load jobs N | queries RATE | slow | idle | recovery"),
     }
 }
 
