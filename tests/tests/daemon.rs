@@ -1,7 +1,5 @@
 //! The daemon of a node: jobs of any kind, in their order, whatever happens to the daemon, and to whom they belong.
 
-#![expect(clippy::unwrap_used, reason = "a test")]
-
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 

@@ -1,7 +1,5 @@
 //! What one user's job can do to another user who looks at it: nothing.
 
-#![expect(clippy::unwrap_used, reason = "a test")]
-
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
