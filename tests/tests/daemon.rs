@@ -30,7 +30,9 @@ fn metrics(node: &Node) -> Vec<(u64, f64)> {
 #[test]
 fn a_job_runs_where_it_was_submitted_and_all_of_it_is_told() {
     let node = Node::new("");
-    let script = "echo hello $RANK $GREETING; echo oops >&2; pwd > where; exit 3";
+    // A rank that fails ends the others: each waits for the other's words.
+    let script = "echo hello $RANK $GREETING; echo oops >&2; pwd > where; touch said$RANK; \
+                  while ! [ -e said0 -a -e said1 ]; do sleep 0.02; done; exit 3";
     let mut submit = node.client(&["submit", "--name", "greet", "--nproc", "2", "--", "sh", "-c", script]);
     let run = Running::start(submit.env("GREETING", "world")).finish();
     assert_eq!(run.stdout, "job 1\n", "{}", run.stderr);

@@ -268,6 +268,15 @@ fn a_daemon_that_is_killed_at_any_change_on_disk_loses_nothing_and_does_nothing_
 }
 
 #[test]
+fn whoever_has_submitted_a_job_finds_it() {
+    let mut case = Case::new();
+    for number in 0..50 {
+        let job = case.submit(&number.to_string(), "true").job.unwrap().id;
+        assert_eq!(case.get(job).id, job);
+    }
+}
+
+#[test]
 fn a_request_that_is_sent_again_adds_no_second_job() {
     let mut case = Case::new();
     let mut ids = ["a", "b", "a"].map(|id| case.submit(id, "true"));
