@@ -8,6 +8,7 @@
 //!     status: answered from a board  <----|
 //!     progress, metrics, summary, report <'
 //! logs: workers' output --> files, console, last lines
+//! daemon: a queue of such launches, each run by an agent, `xlaunch agent`, that outlives it
 //! ```
 //! It never calls CUDA; NVML, loaded at run time, is asked for the number of GPUs. `main.rs` alone knows the worker.
 
