@@ -98,7 +98,9 @@ pub(super) async fn train(
 }
 
 fn reason(outcome: &Outcome, evidence: &[Evidence]) -> String {
-    report::headline(outcome, evidence).unwrap_or_else(|| outcome.exit.meaning().into())
+    // That a job is done needs no reason.
+    let meaning = if outcome.exit == ExitCode::Done { "" } else { outcome.exit.meaning() };
+    report::headline(outcome, evidence).unwrap_or_else(|| meaning.into())
 }
 
 /// Runs a command's workers in the foreground.
