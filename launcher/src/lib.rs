@@ -14,9 +14,12 @@
 
 pub mod agent;
 pub mod bench;
+mod channel;
 pub mod cli;
+mod clock;
 pub mod command;
 pub mod config;
+mod connection;
 pub mod daemon;
 pub mod devices;
 pub mod logs;

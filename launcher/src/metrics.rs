@@ -2,8 +2,8 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::clock;
 use fs_err::File;
 use serde_json::{Value, json};
 use xlaunch_proto::v1::{EvalReport, StepReport};
@@ -63,7 +63,7 @@ fn decimal(value: f32) -> Value {
 }
 
 fn now() -> f64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+    clock::unix().as_secs_f64()
 }
 
 #[cfg(test)]

@@ -4,12 +4,12 @@
 //! `<log dir>/<run id>/`, or its registry entry itself, which goes with it.
 
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 
 use crate::Refusal;
+use crate::clock;
 use crate::command::CommandSpec;
 use crate::registry::{Entry, SOCKET};
 
@@ -117,7 +117,7 @@ fn cannot_train(spec: &JobSpec, error: &std::io::Error) -> Refusal {
 }
 
 fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+    clock::unix().as_secs()
 }
 
 /// Creates `dir/name`, or the first of `name-2`, `name-3`, ... that does not exist.

@@ -6,12 +6,12 @@
 
 use std::io::{self, Write};
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use fs_err::File;
 use prost::Message;
 use xlaunch_proto::v1::{EvalReport, StepReport};
 
+use crate::clock;
 use crate::devices;
 use crate::run_dir::file_name;
 
@@ -115,7 +115,7 @@ fn checksum(bytes: &[u8]) -> [u8; 4] {
 }
 
 fn now() -> f64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+    clock::unix().as_secs_f64()
 }
 
 #[cfg(test)]

@@ -8,20 +8,22 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
-use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot, watch};
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::Channel;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::{GetRequest, Gpu, Job, NodeJobState, NodeStatus, NodeStatusRequest, StatusReply};
 
 use super::percentile;
 use crate::Refusal;
+use crate::channel;
 use crate::daemon::orders::Node;
 use crate::daemon::service::access::Access;
 use crate::daemon::service::{listener, serve};
 use crate::daemon::view::{JobView, NodeView};
 
+/// Time for an answer.
+const PATIENCE: Duration = Duration::from_secs(10);
 /// Jobs of the node.
 const JOBS: u64 = 100;
 /// GPUs of the node, and ranks of each job.
@@ -119,7 +121,7 @@ async fn ask(socket: &std::path::Path, load: Load) -> std::io::Result<Vec<f64>> 
     let deadline = Instant::now() + load.time;
     let mut callers = tokio::task::JoinSet::new();
     for _ in 0..load.connections {
-        let client = NodeClient::new(connect(socket).await?);
+        let client = NodeClient::new(channel::connect(socket, PATIENCE).await?);
         (0..load.pipelined).for_each(|_| drop(callers.spawn(caller(client.clone(), deadline))));
     }
     let mut times = Vec::new();
@@ -144,17 +146,6 @@ async fn caller(mut client: NodeClient<Channel>, deadline: Instant) -> Result<Ve
             return Ok(times);
         }
     }
-}
-
-async fn connect(socket: &std::path::Path) -> std::io::Result<Channel> {
-    let path = socket.to_path_buf();
-    // The URI is never resolved: the connector below ignores it.
-    let connector = tower::service_fn(move |_: Uri| {
-        let path = path.clone();
-        async move { Ok::<_, std::io::Error>(hyper_util::rt::TokioIo::new(UnixStream::connect(path).await?)) }
-    });
-    let endpoint = Endpoint::from_static("http://node");
-    endpoint.connect_with_connector(connector).await.map_err(std::io::Error::other)
 }
 
 /// A node that is busy.

@@ -17,12 +17,13 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use prost::Message;
 use rustix::stdio;
+use xlaunch_proto::convert::node::Work;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::{Device, JobSpec};
 
 use super::launch::{self, Ended};
 use super::torchrun::{self, Name, Request};
-use crate::daemon::files::{self, Description, Identity, JobResult, PROTOCOL, Work};
+use crate::daemon::files::{self, Description, Identity, JobResult, PROTOCOL};
 use crate::devices::{self, Node};
 use crate::process::Process;
 use crate::run_dir::RunDir;

@@ -1,11 +1,11 @@
 //! What queries print, and how they end: answers to stdout, problems to stderr.
 
 use std::io::Write;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use xlaunch_proto::exit::ExitCode;
 
 use crate::Refusal;
+use crate::clock;
 
 /// Why a query ends before it is answered.
 #[derive(Debug)]
@@ -55,7 +55,7 @@ pub(super) fn put(bytes: &[u8]) -> Result<(), End> {
 
 /// Seconds since 1970.
 pub(super) fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+    clock::unix().as_secs()
 }
 
 /// Characters in a line of the terminal; elsewhere lines are as long as they are.

@@ -2,7 +2,6 @@
 
 mod agent;
 mod bench;
-mod channel;
 mod console;
 mod daemon;
 mod generate;

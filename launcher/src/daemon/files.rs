@@ -21,14 +21,16 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 
 use prost::Message;
 use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::convert::node::Work;
 use xlaunch_proto::v1::StatusReply;
+
+use super::plain;
 
 /// Version of the files between daemon and agent.
 pub const PROTOCOL: u32 = 1;
@@ -55,15 +57,6 @@ pub struct Description {
     pub start: u32,
     /// UUIDs of the GPUs that it holds; none as submitted, and for a job on the CPU.
     pub gpus: Vec<String>,
-}
-
-/// What is run.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[expect(missing_docs, reason = "as in the message")]
-pub enum Work {
-    Trainer(Box<JobSpec>),
-    Command(Vec<Vec<u8>>),
 }
 
 /// Who an agent is.
@@ -269,17 +262,10 @@ fn read(dir: &Path, name: &str, uid: u32) -> Option<Vec<u8>> {
 
 /// Opens a plain file of this user, which is in `dir` itself and no link.
 fn open(dir: &Path, name: &str, uid: u32) -> io::Result<File> {
-    // Not blocking: a pipe would wait for somebody to write.
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    // The path of `dir` is the daemon's. Not openat2: RestrictSUIDSGID of the unit keeps it from the daemon.
+    // The path of `dir` is the daemon's.
     let path = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let dir = rustix::fs::openat(CWD, dir, path, Mode::empty())?;
-    let file = File::from(rustix::fs::openat(&dir, name, flags, Mode::empty())?);
-    let found = file.metadata()?;
-    if !found.is_file() || found.uid() != uid {
-        return Err(io::Error::other("it is not a plain file of the job's user"));
-    }
-    Ok(file)
+    plain::open_below(&dir, Path::new(name), uid)
 }
 
 #[cfg(test)]

@@ -39,6 +39,13 @@ pub struct GpuFacts {
     pub temperature_celsius: Option<f64>,
 }
 
+impl GpuFacts {
+    /// Whether it is one of these, by UUID or index.
+    pub(super) fn is_among(&self, named: &[String]) -> bool {
+        named.iter().any(|named| *named == self.uuid || *named == self.index.to_string())
+    }
+}
+
 /// The thread that looks. It ends when this is dropped.
 #[derive(Debug)]
 pub struct Look {

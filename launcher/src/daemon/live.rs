@@ -1,13 +1,14 @@
 //! What is known of a job beside the journal, while this daemon runs: what its agent says, and how that went.
 
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
 use tokio::sync::watch;
 use xlaunch_proto::convert::encoded_size;
 use xlaunch_proto::v1::{JobKind, Progress, RankStatus, StatusReply};
 
 use super::view::POINTS;
+use crate::clock::unix_ms;
 
 /// Bytes in memory of what an agent says, which is its user's word: those of some hundred ranks.
 const STATUS: usize = 128 << 10;
@@ -96,12 +97,6 @@ impl History {
     pub(super) fn points(&self) -> Arc<[Progress]> {
         self.points.as_slice().into()
     }
-}
-
-/// Milliseconds since 1970.
-pub(super) fn unix_ms() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -20,6 +20,7 @@ pub mod journal;
 mod live;
 pub mod manager;
 pub mod orders;
+mod plain;
 pub mod run;
 pub mod service;
 mod show;

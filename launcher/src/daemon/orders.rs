@@ -1,35 +1,12 @@
 //! What callers can have done, and how it reaches the manager.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use tokio::sync::{mpsc, oneshot, watch};
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::convert::node::Submit;
 use xlaunch_proto::v1::{Job, NodeStatus};
 
 use super::view::{Caller, NodeView};
-
-/// What is to be run, checked.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Work {
-    /// A job of the built-in trainer.
-    Trainer(Box<JobSpec>),
-    /// The rest of an xlaunch command line that launches a command, each argument without a zero byte.
-    Command(Vec<Vec<u8>>),
-}
-
-/// A [`SubmitRequest`](xlaunch_proto::v1::SubmitRequest), checked: lengths, UTF-8 where text is meant, `work_dir` absolute.
-#[derive(Clone, Debug, PartialEq)]
-#[expect(missing_docs, reason = "the fields are those of the message")]
-pub struct Submission {
-    pub request_id: String,
-    pub work_dir: PathBuf,
-    pub environment: Vec<Vec<u8>>,
-    pub work: Work,
-    pub name: String,
-    pub priority: i32,
-    pub gpus: Option<u32>,
-}
 
 /// Why an order is refused. The texts are for the caller.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -61,7 +38,7 @@ pub enum Order {
     /// Answered with the job, and whether an earlier request had added it.
     Submit {
         caller: Caller,
-        submission: Box<Submission>,
+        submission: Box<Submit>,
         answer: Answer<(Job, bool)>,
     },
     Cancel {
@@ -102,7 +79,7 @@ impl Node {
     }
 
     /// Adds a job; its request's id may have been seen before.
-    pub async fn submit(&self, caller: Caller, submission: Submission) -> Result<(Job, bool), Refused> {
+    pub async fn submit(&self, caller: Caller, submission: Submit) -> Result<(Job, bool), Refused> {
         self.order(|answer| Order::Submit { caller, submission: Box::new(submission), answer }).await
     }
 

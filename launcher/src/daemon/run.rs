@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sd_notify::NotifyState;
@@ -31,6 +31,7 @@ use super::state::{Jobs, Record};
 use super::view::NodeView;
 use super::{service, web};
 use crate::Refusal;
+use crate::clock;
 use crate::config::ConfigError;
 use crate::devices;
 use crate::spawn::sys;
@@ -93,9 +94,7 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
             host: devices::host_name(),
             version: xlaunch_proto::VERSION.into(),
             daemon_pid: std::process::id(),
-            started_unix_seconds: SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .map_or(0, |since| since.as_secs()),
+            started_unix_seconds: clock::unix().as_secs(),
             cores: u32::try_from(cores).unwrap_or(u32::MAX),
             ..NodeStatus::default()
         },

@@ -74,7 +74,7 @@ pub(super) fn unusable(gpu: &GpuFacts, left: &[String]) -> Option<(GpuState, Str
     if let Some(sick) = &gpu.sick {
         return Some((GpuState::Sick, sick.clone()));
     }
-    if left.iter().any(|named| *named == gpu.uuid || *named == gpu.index.to_string()) {
+    if gpu.is_among(left) {
         return Some((GpuState::Drained, "left to others by jobs.leave_gpus".into()));
     }
     match gpu.processes {

@@ -3,10 +3,11 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt;
 
+use xlaunch_proto::convert::node::{Submit, Work};
 use xlaunch_proto::spec::{Device, JobSpec};
 
-use super::files::{self, Description, PROTOCOL};
-use super::orders::{Refused, Submission, Work};
+use super::files::{Description, PROTOCOL};
+use super::orders::Refused;
 use super::state::Submitted;
 use crate::cli::torchrun::{self, Name, Request};
 use crate::command::CommandSpec;
@@ -19,16 +20,16 @@ const NAME: usize = 64;
 
 /// The job for the journal, and for its directory; ids and times are filled in later. `gpus` is how many the node has.
 pub(super) fn understand(
-    submission: Submission,
+    submission: Submit,
     uid: u32,
     gpus: u32,
 ) -> Result<(Submitted, Description), Refused> {
-    let Submission { request_id, work_dir, environment, work, name, priority, gpus: wanted } = submission;
+    let Submit { request_id, work_dir, environment, work, name, priority, gpus: wanted, .. } = submission;
     let on_gpus = |workers: u32| wanted.unwrap_or(if gpus > 0 { workers } else { 0 });
     let (work, size) = match work {
         Work::Trainer(spec) => {
             let size = of_trainer(&spec, wanted, gpus > 0)?;
-            (files::Work::Trainer(spec), size)
+            (Work::Trainer(spec), size)
         }
         Work::Command(arguments) => {
             let command = parse(&arguments, &environment, wanted.unwrap_or(gpus.min(1)))?;
@@ -44,7 +45,7 @@ pub(super) fn understand(
                 command_line: board::command_line(command.argv.iter().map(AsRef::<OsStr>::as_ref)),
                 name: command.name,
             };
-            (files::Work::Command(arguments), size)
+            (Work::Command(arguments), size)
         }
     };
     let mut name = file_name(if name.is_empty() { &size.name } else { &name });
@@ -54,7 +55,7 @@ pub(super) fn understand(
         request_id,
         uid,
         name: name.clone(),
-        trainer: matches!(work, files::Work::Trainer(_)),
+        trainer: matches!(work, Work::Trainer(_)),
         priority,
         gpus: size.gpus,
         workers: size.workers,
@@ -136,9 +137,10 @@ fn parse(arguments: &[Vec<u8>], environment: &[Vec<u8>], gpus: u32) -> Result<Co
 mod tests {
     use super::*;
 
-    fn submission(work: Work, gpus: Option<u32>) -> Submission {
-        Submission {
+    fn submission(work: Work, gpus: Option<u32>) -> Submit {
+        Submit {
             request_id: "r".into(),
+            version: String::new(),
             work_dir: "/w".into(),
             environment: Vec::new(),
             work,
@@ -185,7 +187,7 @@ mod tests {
     #[test]
     fn variables_of_the_job_count_as_they_will_for_its_agent() {
         let environment = vec![b"PET_NPROC_PER_NODE=3".to_vec()];
-        let submission = Submission { environment, ..submission(command("train.py"), None) };
+        let submission = Submit { environment, ..submission(command("train.py"), None) };
         assert_eq!(understand(submission, 1, 8).unwrap().0.workers, 3);
     }
 
@@ -202,7 +204,7 @@ mod tests {
     #[test]
     fn a_job_is_called_what_its_user_says_or_after_what_it_runs() {
         let named = |name: &str| {
-            let submission = Submission { name: name.into(), ..submission(command("-- /bin/true a"), None) };
+            let submission = Submit { name: name.into(), ..submission(command("-- /bin/true a"), None) };
             understand(submission, 1, 0).unwrap().0
         };
         assert_eq!((named("").name.as_str(), named("../x\ny").name.as_str()), ("true", "_._x_y"));

@@ -7,18 +7,15 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use rustix::net::Shutdown;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::server::Connected;
 
+use crate::connection;
 use crate::process::Process;
 
 /// Connections at a time that are not workers', of two descriptors each: a process often has no more than 1024.
@@ -69,7 +66,7 @@ fn admit(stream: UnixStream, callers: &Callers) -> io::Result<Option<Connection>
         true => None,
         false => Some(callers.add(&stream)?),
     };
-    Ok(Some(Connection { stream, _caller: caller }))
+    Ok(Some(Connection::new(stream, (), caller)))
 }
 
 /// The connections that are not workers'.
@@ -86,7 +83,7 @@ struct Open {
 
 /// One of them, until it is dropped.
 #[derive(Debug)]
-struct Caller {
+pub(super) struct Caller {
     callers: Callers,
     number: u64,
 }
@@ -119,42 +116,4 @@ impl Drop for Caller {
 }
 
 /// A connection that counts until it is closed.
-#[derive(Debug)]
-pub(super) struct Connection {
-    stream: UnixStream,
-    _caller: Option<Caller>,
-}
-
-impl Connected for Connection {
-    type ConnectInfo = ();
-
-    fn connect_info(&self) -> Self::ConnectInfo {}
-}
-
-impl AsyncRead for Connection {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(context, buffer)
-    }
-}
-
-impl AsyncWrite for Connection {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
-    }
-}
+pub(super) type Connection = connection::Connection<(), Option<Caller>>;

@@ -5,12 +5,13 @@
 
 use std::ffi::OsStr;
 use std::path::PathBuf;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{JobKind, JobState, RankState, RankStatus, StatusReply, StepReport, TrainStarted};
 
 use super::sample::Usage;
+use crate::clock;
 use crate::devices;
 use crate::run_dir::rank_dir;
 
@@ -65,11 +66,10 @@ struct Rank {
 impl Board {
     /// The board of a launch that begins now.
     pub fn new(launch: Launch) -> Self {
-        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH);
         Self {
             launch,
             host: devices::host_name(),
-            started_unix_seconds: since_1970.map_or(0, |since| since.as_secs()),
+            started_unix_seconds: clock::unix().as_secs(),
             state: JobState::Starting,
             reason: String::new(),
             attempt: 0,

@@ -14,5 +14,6 @@ pub mod follow;
 mod gpu;
 mod monitor;
 pub mod sample;
+pub(crate) mod words;
 
 pub use monitor::Monitor;

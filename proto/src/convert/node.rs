@@ -4,6 +4,8 @@
 
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
+
 use super::{Logs, WireError};
 use crate::spec::JobSpec;
 use crate::v1;
@@ -31,8 +33,9 @@ const UUID: usize = 128;
 /// Highest priority; the lowest is the negative of it.
 const PRIORITY: i32 = 1000;
 
-/// What a job runs.
-#[derive(Clone, Debug, PartialEq)]
+/// What a job runs; also in the files of the daemon.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Work {
     /// The built-in trainer.
     Trainer(Box<JobSpec>),

@@ -14,7 +14,7 @@ use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::{GetRequest, Job, SubmitReply, SubmitRequest};
 
 use crate::Refusal;
-use crate::cli::channel::{self, cause};
+use crate::channel::{self, cause};
 
 /// The node's daemon listens here.
 const NODE: &str = "/run/xlaunch/xlaunch.sock";

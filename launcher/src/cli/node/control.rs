@@ -5,9 +5,9 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{CancelRequest, DrainRequest, Gpu, Job, NodeJobState, NodeStatus, NodeStatusRequest};
 
 use super::connect::{At, Daemon};
-use super::show;
 use crate::Refusal;
 use crate::cli::console::{End, escape, put, say};
+use crate::status::words::node_job_state;
 
 /// Options of `xlaunch cancel`.
 #[derive(Debug, Args)]
@@ -91,7 +91,7 @@ pub(super) fn cancelled(job: &Job) -> String {
     match job.state() {
         NodeJobState::Cancelled => format!("job {id} is cancelled\n"),
         NodeJobState::Done | NodeJobState::Failed | NodeJobState::Lost => {
-            format!("job {id} has ended already: {}\n", show::state(job))
+            format!("job {id} has ended already: {}\n", node_job_state(job.state()))
         }
         _ => format!("job {id} is asked to stop\n"),
     }

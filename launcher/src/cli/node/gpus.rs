@@ -2,13 +2,14 @@
 
 use clap::Args;
 use serde_json::{Value, json};
-use xlaunch_proto::v1::{Gpu, GpuState, NodeStatus, NodeStatusRequest};
+use xlaunch_proto::v1::{Gpu, NodeStatus, NodeStatusRequest};
 
 use super::connect::{At, Daemon};
 use super::show::columns;
 use crate::cli::console::{End, escape, fit, now, put, width};
 use crate::cli::query::show::{bytes, percent, seconds, shown};
 use crate::progress::clock;
+use crate::status::words::gpu_state;
 
 /// Options of `xlaunch node`.
 #[derive(Debug, Args)]
@@ -70,7 +71,7 @@ fn gpu_row(gpu: &Gpu) -> Vec<String> {
     vec![
         gpu.index.to_string(),
         gpu.name.clone(),
-        state(gpu).into(),
+        gpu_state(gpu.state()).into(),
         if gpu.job == 0 { "-".into() } else { gpu.job.to_string() },
         shown(gpu.busy_percent, percent),
         memory(gpu),
@@ -88,23 +89,11 @@ pub(super) fn memory(gpu: &Gpu) -> String {
     }
 }
 
-/// The state in a word.
-pub(super) fn state(gpu: &Gpu) -> &'static str {
-    match gpu.state() {
-        GpuState::Unspecified => "unknown",
-        GpuState::Free => "free",
-        GpuState::Held => "held",
-        GpuState::Drained => "drained",
-        GpuState::Sick => "sick",
-        GpuState::Foreign => "foreign",
-    }
-}
-
 /// A node for programs.
 fn json(node: &NodeStatus) -> Value {
     let gpus: Vec<_> = node.gpus.iter().map(|gpu| {
         json!({
-            "index": gpu.index, "uuid": gpu.uuid, "name": gpu.name, "state": state(gpu),
+            "index": gpu.index, "uuid": gpu.uuid, "name": gpu.name, "state": gpu_state(gpu.state()),
             "reason": gpu.reason, "job": (gpu.job != 0).then_some(gpu.job), "busy_percent": gpu.busy_percent,
             "memory_used_bytes": gpu.memory_used_bytes, "memory_bytes": gpu.memory_bytes,
             "power_watts": gpu.power_watts, "temperature_celsius": gpu.temperature_celsius,
@@ -120,6 +109,8 @@ fn json(node: &NodeStatus) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use xlaunch_proto::v1::GpuState;
+
     use super::*;
 
     #[test]

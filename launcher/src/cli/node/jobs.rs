@@ -10,7 +10,9 @@ use super::connect::{At, Daemon};
 use super::show;
 use crate::cli::console::{End, fit, put, width};
 use crate::cli::query::show::shown;
+use crate::clock::unix_ms;
 use crate::daemon::view::has_ended;
+use crate::status::words::node_job_state;
 
 /// Characters of a name that are shown.
 const NAME: usize = 32;
@@ -39,7 +41,7 @@ pub(super) async fn list(options: Jobs) -> Result<(), End> {
     sort(&mut jobs);
     let text = match options.json {
         true => format!("{:#}\n", jobs.iter().map(show::json).collect::<serde_json::Value>()),
-        false => table(&jobs, show::now_ms(), width()),
+        false => table(&jobs, unix_ms(), width()),
     };
     put(text.as_bytes())
 }
@@ -68,7 +70,7 @@ fn row(job: &Job, now: u64) -> Vec<String> {
         job.id.to_string(),
         short(&job.name),
         show::user(job),
-        show::state(job).into(),
+        node_job_state(job.state()).into(),
         gpus.to_string(),
         shown(job.status.as_ref(), |status| status.world_size.to_string()),
         show::run_time(job, now),

@@ -24,6 +24,7 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{JobLogsRequest, LogsRequest};
 
 use super::console::{End, finish, put, redrawn, width};
+use crate::clock::unix_ms;
 use crate::daemon::view::has_ended;
 pub(super) use connect::{At, Daemon};
 pub(super) use control::{Cancel, Drain, stop};
@@ -72,7 +73,7 @@ pub(super) async fn status(
         let text = match (json, pause) {
             (true, Some(_)) => format!("{}\n", show::json(&job)),
             (true, None) => format!("{:#}\n", show::json(&job)),
-            (false, _) => show::job(&job, show::now_ms(), width()),
+            (false, _) => show::job(&job, unix_ms(), width()),
         };
         put(if redraw { redrawn(&text, turn == 0) } else { text }.as_bytes())?;
         let Some(pause) = pause.filter(|_| !ended) else { break };

@@ -1,7 +1,5 @@
 //! A job as text: for people, and JSON for programs.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use serde_json::{Value, json};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{Job, JobKind, NodeJobState};
@@ -10,6 +8,7 @@ use crate::cli::console::{escape, fit};
 use crate::cli::query::show::{self, seconds};
 use crate::daemon::view::has_ended;
 use crate::progress::clock;
+use crate::status::words::{kind, node_job_state};
 
 /// Seconds from which on the age of a status is worth a word.
 const OLD: f64 = 5.0;
@@ -87,7 +86,7 @@ pub(super) fn user(job: &Job) -> String {
 
 /// Such as `queued, 2nd in line (no free GPU)`.
 pub(super) fn state_and_reason(job: &Job) -> String {
-    let mut out = state(job).to_owned();
+    let mut out = node_job_state(job.state()).to_owned();
     if job.state() == NodeJobState::Queued && job.queue_position > 0 {
         out += &format!(", number {} in line", job.queue_position);
     }
@@ -95,21 +94,6 @@ pub(super) fn state_and_reason(job: &Job) -> String {
         out += &format!(" ({})", job.reason);
     }
     out
-}
-
-/// The state in a word.
-pub(super) fn state(job: &Job) -> &'static str {
-    match job.state() {
-        NodeJobState::Unspecified => "unknown",
-        NodeJobState::Queued => "queued",
-        NodeJobState::Starting => "starting",
-        NodeJobState::Running => "running",
-        NodeJobState::Stopping => "stopping",
-        NodeJobState::Done => "done",
-        NodeJobState::Failed => "failed",
-        NodeJobState::Cancelled => "cancelled",
-        NodeJobState::Lost => "lost",
-    }
 }
 
 /// A job for programs. What has not happened and what is not known is null.
@@ -126,8 +110,8 @@ pub(super) fn json(job: &Job) -> Value {
         })
         .collect();
     json!({
-        "id": job.id, "name": job.name, "uid": job.uid, "user": job.user, "kind": show::kind(job.kind()),
-        "state": state(job), "reason": job.reason, "priority": job.priority, "gpus_wanted": job.gpus_wanted,
+        "id": job.id, "name": job.name, "uid": job.uid, "user": job.user, "kind": kind(job.kind()),
+        "state": node_job_state(job.state()), "reason": job.reason, "priority": job.priority, "gpus_wanted": job.gpus_wanted,
         "gpus": job.gpus, "command_line": job.command_line, "work_dir": job.work_dir,
         "submitted_unix_ms": at(job.submitted_unix_ms), "started_unix_ms": at(job.started_unix_ms),
         "ended_unix_ms": at(job.ended_unix_ms), "exit_code": job.exit_code, "report": job.report,
@@ -161,12 +145,6 @@ pub(super) fn columns(head: &[&str], rows: &[Vec<String>]) -> String {
         out.push('\n');
     }
     out
-}
-
-/// Milliseconds since 1970.
-pub(super) fn now_ms() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
 }
 
 #[cfg(test)]

@@ -24,6 +24,7 @@ use crate::cli::console::{End, put, say};
 use crate::cli::launch;
 use crate::cli::torchrun::{self, Name, Request};
 use crate::devices::Node;
+use crate::status::words::node_job_state;
 
 /// Bytes of an environment that a daemon takes.
 const ENVIRONMENT: usize = 256 << 10;
@@ -211,7 +212,7 @@ fn hint(job: &Job, waits: bool) -> String {
 async fn wait(daemon: &mut Daemon, id: u64, quiet: bool) -> Result<Job, End> {
     let mut last = None;
     let ended = daemon.follow(id, |job| {
-        let state = show::state(job);
+        let state = node_job_state(job.state());
         if !quiet && last.replace(state) != Some(state) {
             say(&format!("job {id} {}", show::state_and_reason(job)));
         }

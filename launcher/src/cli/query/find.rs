@@ -8,7 +8,7 @@ use tonic::transport::Channel;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{StatusReply, StatusRequest};
 
-use crate::cli::channel;
+use crate::channel;
 use crate::registry::{self, Running, SOCKET};
 
 /// How deep below a directory a run may lie: output, job, run.

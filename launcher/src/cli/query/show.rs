@@ -1,9 +1,10 @@
 //! The state of a launch as text: tables for people, JSON for programs.
 
-use xlaunch_proto::v1::{JobKind, JobState, RankState, RankStatus, StatusReply};
+use xlaunch_proto::v1::{JobKind, RankStatus, StatusReply};
 
 use crate::cli::console::fit;
 use crate::progress::{clock, count};
+use crate::status::words::{job_state, kind, rank_state};
 
 /// Table of one launch; lines are cut at `width` characters.
 pub(super) fn table(reply: &StatusReply, now: u64, width: usize) -> String {
@@ -24,7 +25,7 @@ pub(in crate::cli) fn ranks(reply: &StatusReply, width: usize) -> String {
 }
 
 fn heading(reply: &StatusReply, now: u64) -> String {
-    let mut out = format!("{}-{}  {}", reply.job_name, reply.job_id, state(reply));
+    let mut out = format!("{}-{}  {}", reply.job_name, reply.job_id, job_state(reply.state()));
     if !reply.reason.is_empty() {
         out += &format!(" ({})", reply.reason);
     }
@@ -124,7 +125,7 @@ pub(super) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, 
                 let up = seconds(now.saturating_sub(reply.started_unix_seconds));
                 out += &format!(
                     "{name:<longest$}  {:<12}{:<7}{:<8}{}\n",
-                    state(reply),
+                    job_state(reply.state()),
                     reply.world_size,
                     clock(up),
                     reply.command_line
@@ -155,7 +156,7 @@ pub(in crate::cli) fn json(reply: &StatusReply) -> serde_json::Value {
         })
         .collect();
     serde_json::json!({
-        "job_id": reply.job_id, "job_name": reply.job_name, "kind": kind(reply.kind()), "state": state(reply),
+        "job_id": reply.job_id, "job_name": reply.job_name, "kind": kind(reply.kind()), "state": job_state(reply.state()),
         "reason": reply.reason, "command_line": reply.command_line, "host": reply.host,
         "launcher_pid": reply.launcher_pid, "started_unix_seconds": reply.started_unix_seconds,
         "attempt": reply.attempt, "restarts": reply.restarts, "max_restarts": reply.max_restarts,
@@ -163,36 +164,6 @@ pub(in crate::cli) fn json(reply: &StatusReply) -> serde_json::Value {
         "total_steps": reply.total_steps, "loss": reply.loss, "tokens_per_second": reply.tokens_per_second,
         "ranks": ranks,
     })
-}
-
-pub(in crate::cli) fn kind(kind: JobKind) -> &'static str {
-    match kind {
-        JobKind::Unspecified => "unknown",
-        JobKind::Trainer => "trainer",
-        JobKind::Command => "command",
-    }
-}
-
-fn state(reply: &StatusReply) -> &'static str {
-    match reply.state() {
-        JobState::Unspecified => "unknown",
-        JobState::Starting => "starting",
-        JobState::Rendezvous => "rendezvous",
-        JobState::Running => "running",
-        JobState::Stopping => "stopping",
-        JobState::Done => "done",
-        JobState::Failed => "failed",
-    }
-}
-
-fn rank_state(state: RankState) -> &'static str {
-    match state {
-        RankState::Unspecified => "unknown",
-        RankState::Started => "started",
-        RankState::Joined => "joined",
-        RankState::Running => "running",
-        RankState::Exited => "exited",
-    }
 }
 
 /// A dash for what is not known.
@@ -216,6 +187,8 @@ pub(in crate::cli) fn seconds(value: u64) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use xlaunch_proto::v1::{JobState, RankState};
+
     use super::*;
 
     fn reply() -> StatusReply {

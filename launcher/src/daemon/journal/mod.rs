@@ -18,14 +18,20 @@ use std::fs::TryLockError;
 use std::io::{self, Write};
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use fs_err::File;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::clock;
 use disk::{Disk, RealDisk};
 use lines::{State, Unreadable};
+
+/// How long a lock may outlast its daemon: while that one dies, or while a child it has forked is not the other program yet.
+const LEAVING: Duration = Duration::from_secs(1);
+/// How often it is tried within that.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// Damaged lines that a note names.
 const NAMED: usize = 10;
@@ -236,15 +242,19 @@ impl Place {
         let path = self.dir.join("lock");
         let mut options = fs_err::OpenOptions::new();
         let mut file = options.read(true).write(true).create(true).truncate(false).mode(0o600).open(&path)?;
-        match file.file().try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                let pid = fs_err::read_to_string(&path).ok().and_then(|text| text.trim().parse().ok());
-                return Err(JournalError::InUse { dir: self.dir.clone(), pid });
-            }
-            Err(TryLockError::Error(error)) => {
-                let text = format!("failed to lock {}: {error}", path.display());
-                return Err(io::Error::new(error.kind(), text).into());
+        let began = Instant::now();
+        loop {
+            match file.file().try_lock() {
+                Ok(()) => break,
+                Err(TryLockError::WouldBlock) if began.elapsed() < LEAVING => std::thread::sleep(LOOK),
+                Err(TryLockError::WouldBlock) => {
+                    let pid = fs_err::read_to_string(&path).ok().and_then(|text| text.trim().parse().ok());
+                    return Err(JournalError::InUse { dir: self.dir.clone(), pid });
+                }
+                Err(TryLockError::Error(error)) => {
+                    let text = format!("failed to lock {}: {error}", path.display());
+                    return Err(io::Error::new(error.kind(), text).into());
+                }
             }
         }
         // For the other's message alone: a full disk does not keep a daemon from its journal.
@@ -309,7 +319,7 @@ impl Place {
 
     /// Keeps a damaged journal as it is, under a name that is free.
     fn copy(&self, bytes: &[u8]) -> io::Result<PathBuf> {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let now = clock::unix().as_secs();
         let mut number = 1;
         loop {
             let suffix = if number == 1 { String::new() } else { format!("-{number}") };

@@ -24,13 +24,14 @@ use super::config::JobsSection;
 use super::files::{JobDirs, JobResult};
 use super::gpus::{GpuFacts, Inventory};
 use super::journal::Journal;
-use super::live::{Live, unix_ms};
+use super::live::Live;
 use super::orders::Order;
 use super::state::schedule::{Room, Schedule, Slot, schedule};
 use super::state::{End, Entry, Jobs, Phase, Record};
 use super::users::Users;
 use super::view::NodeView;
 use super::{boot_id, show};
+use crate::clock::unix_ms;
 
 /// News that may wait for this task.
 const QUEUE: usize = 1024;
@@ -65,12 +66,14 @@ pub async fn run(
     let mut manager = Manager::new(setup, news, view);
     manager.recover();
     let mut tick = tokio::time::interval(TICK);
+    manager.settle();
     loop {
-        manager.start_jobs();
-        manager.show();
         tokio::select! {
             order = orders.recv() => match order {
-                Some(order) => manager.order(order),
+                Some(order) => {
+                    manager.order(order);
+                    continue;
+                }
                 None => return,
             },
             Some((job, news)) = heard.recv() => manager.news(job, news),
@@ -81,6 +84,7 @@ pub async fn run(
                 alive(&manager.shown.node);
             }
         }
+        manager.settle();
     }
 }
 
@@ -218,6 +222,12 @@ impl Manager {
             }
             None => self.end(Record::Requeued { job, reason: "the daemon ended before it started".into() }),
         }
+    }
+
+    /// Behind whatever has happened: starts what can start now, and shows what is.
+    fn settle(&mut self) {
+        self.start_jobs();
+        self.show();
     }
 
     /// Starts what can start now.

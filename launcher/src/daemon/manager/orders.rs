@@ -1,13 +1,13 @@
 //! What becomes of orders: whoever is answered sees what they have ordered.
 
 use tracing::info;
+use xlaunch_proto::convert::node::Submit;
 use xlaunch_proto::v1::{Job, NodeStatus};
 
 use super::Manager;
+use crate::clock::unix_ms;
 use crate::daemon::files::Description;
-use crate::daemon::gpus::GpuFacts;
-use crate::daemon::live::unix_ms;
-use crate::daemon::orders::{Answer, Order, Refused, Submission};
+use crate::daemon::orders::{Answer, Order, Refused};
 use crate::daemon::state::orders::Rules;
 use crate::daemon::state::{Jobs, Record};
 use crate::daemon::view::Caller;
@@ -33,13 +33,12 @@ impl Manager {
     }
 
     fn answer<T>(&mut self, answer: Answer<T>, done: Result<T, Refused>) {
-        self.start_jobs();
-        self.show();
+        self.settle();
         // A caller that is gone needs no answer.
         let _ = answer.send(done);
     }
 
-    fn submit(&mut self, caller: Caller, submission: Submission) -> Result<(Job, bool), Refused> {
+    fn submit(&mut self, caller: Caller, submission: Submit) -> Result<(Job, bool), Refused> {
         if let Some(job) = self.jobs.of_request(caller.uid, &submission.request_id) {
             return Ok((self.now(job)?, true));
         }
@@ -85,13 +84,10 @@ impl Manager {
     fn rules(&self) -> Rules {
         let config = self.config.borrow();
         let own = rustix::process::getuid();
-        let named = |gpu: &GpuFacts| {
-            config.leave_gpus.iter().any(|named| *named == gpu.uuid || *named == gpu.index.to_string())
-        };
-        let gpus = self.gpus.borrow().gpus.iter().filter(|gpu| !named(gpu)).count();
+        let gpus = self.gpus.borrow().gpus.iter().filter(|gpu| !gpu.is_among(&config.leave_gpus)).count();
         let gpus = u32::try_from(gpus).unwrap_or(u32::MAX);
         Rules {
-            allow_commands: config.allow_commands.unwrap_or(!own.is_root()),
+            allow_commands: config.allow_commands(own.is_root()),
             allow_root: config.allow_root,
             max_per_user: config.max_per_user,
             only_user: (!own.is_root()).then(|| own.as_raw()),

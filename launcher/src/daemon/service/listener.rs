@@ -8,21 +8,18 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use nix::unistd::Group;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
-use tonic::transport::server::Connected;
 
 use super::access::lock;
+use crate::connection;
 
 /// Connections of a user at a time, of two descriptors each.
 const EACH: usize = 64;
@@ -178,7 +175,8 @@ impl Connections {
         let calls = Arc::<Calls>::default();
         let dup = stream.as_fd().try_clone_to_owned()?;
         open.entries.insert(number, Entry { uid, since: Instant::now(), calls: calls.clone(), stream: dup });
-        Ok(Some(Connection { stream, peer: Peer { uid, pid, calls }, open: self.clone(), number }))
+        let counted = Counted { open: self.clone(), number };
+        Ok(Some(Connection::new(stream, Peer { uid, pid, calls }, counted)))
     }
 
     /// Ends those that have made no call for too long.
@@ -274,53 +272,18 @@ impl Drop for InProgress {
 }
 
 /// A connection that counts until it is closed.
+pub(super) type Connection = connection::Connection<Peer, Counted>;
+
+/// One of those that are open, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Connection {
-    stream: UnixStream,
-    peer: Peer,
+pub(super) struct Counted {
     open: Connections,
     number: u64,
 }
 
-impl Drop for Connection {
+impl Drop for Counted {
     fn drop(&mut self) {
         lock(&self.open.0).entries.remove(&self.number);
-    }
-}
-
-impl Connected for Connection {
-    type ConnectInfo = Peer;
-
-    fn connect_info(&self) -> Peer {
-        self.peer.clone()
-    }
-}
-
-impl AsyncRead for Connection {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(context, buffer)
-    }
-}
-
-impl AsyncWrite for Connection {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
     }
 }
 

@@ -4,16 +4,13 @@
 //! answers are bounded. A file is read only if it is a regular one of that user's, found without going through a link: so
 //! nobody has the daemon read what they could not read themselves, or wait where nothing ever comes.
 
-use std::ffi::OsStr;
-use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::fs::{CWD, Dir, FileType, Mode, OFlags};
-use rustix::io::Errno;
+use rustix::fs::{CWD, Dir, Mode, OFlags};
 use tokio::sync::{mpsc, watch};
 use tonic::{Code, Status};
 use xlaunch_proto::convert::Logs;
@@ -21,6 +18,7 @@ use xlaunch_proto::v1::{LogStream, LogsReply, LogsRequest, NodeJobState};
 
 use super::access::Quota;
 use crate::daemon::agents::connect::connect;
+use crate::daemon::plain::open_below;
 use crate::daemon::view::{JobView, NodeView};
 use crate::run_dir::rank_dir;
 use crate::status::follow::{self, Open, Pieces};
@@ -194,34 +192,6 @@ fn newest_attempt(dir: &OwnedFd) -> io::Result<Option<u32>> {
         newest = newest.max(number.and_then(|number| number.parse().ok()));
     }
     Ok(newest)
-}
-
-/// Opens the file at `path` below `dir`: a regular one of this user's, not behind a link of any kind.
-fn open_below(dir: &OwnedFd, path: &Path, uid: u32) -> io::Result<File> {
-    let refused = |what: &str| io::Error::other(format!("{} {what}", path.display()));
-    let open = |dir: &OwnedFd, name: &OsStr, flags: OFlags| {
-        let opened = rustix::fs::openat(dir, name, flags | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty());
-        opened.map_err(|error| match error {
-            Errno::LOOP | Errno::NOTDIR => refused("is behind a link, or no file"),
-            Errno::NXIO => refused("is not a regular file"),
-            error => error.into(),
-        })
-    };
-    let (parent, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
-    let mut at = dir.as_fd().try_clone_to_owned()?;
-    for step in parent {
-        at = open(&at, step, OFlags::DIRECTORY | OFlags::PATH)?;
-    }
-    // A pipe that nobody writes to would be waited for otherwise.
-    let file = open(&at, name, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY)?;
-    let found = rustix::fs::fstat(&file)?;
-    if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
-        return Err(refused("is not a regular file"));
-    }
-    if found.st_uid != uid {
-        return Err(refused(&format!("belongs to user {}", found.st_uid)));
-    }
-    Ok(file.into())
 }
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ use tonic::service::InterceptorLayer;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 use tower::layer::layer_fn;
-use xlaunch_proto::convert::node::{self, Drain, JobLogs, Submit};
+use xlaunch_proto::convert::node::{Drain, JobLogs, Submit};
 use xlaunch_proto::v1::node_server::{Node as NodeCalls, NodeServer};
 use xlaunch_proto::v1::{
     CancelRequest, DrainRequest, GetRequest, Job, JobLogsRequest, ListReply, ListRequest, LogsReply,
@@ -39,7 +39,7 @@ use self::access::{Access, Quota};
 use self::answers::refused;
 use self::calls::Call;
 use self::listener::{Connections, Credentials};
-use super::orders::{Node, Submission, Work};
+use super::orders::Node;
 use super::view::Caller;
 
 /// Bytes of a request: the largest is an environment with a command line.
@@ -161,7 +161,7 @@ impl Service {
 impl NodeCalls for Service {
     async fn submit(&self, request: Request<SubmitRequest>) -> Result<Response<SubmitReply>, Status> {
         let (call, caller) = self.caller(&request).await?;
-        let submission = submission(checked(request.into_inner())?);
+        let submission: Submit = checked(request.into_inner())?;
         let request_id = submission.request_id.clone();
         let answer = self.node.submit(caller, submission).await.map_err(refused);
         let job = answer.as_ref().map(|(job, _)| job.id);
@@ -261,21 +261,6 @@ fn outcome(job: &Result<u64, &Status>) -> String {
 
 fn checked<W, T: TryFrom<W, Error: std::fmt::Display>>(wire: W) -> Result<T, Status> {
     T::try_from(wire).map_err(|error| Status::invalid_argument(error.to_string()))
-}
-
-fn submission(submit: Submit) -> Submission {
-    Submission {
-        request_id: submit.request_id,
-        work_dir: submit.work_dir,
-        environment: submit.environment,
-        work: match submit.work {
-            node::Work::Trainer(spec) => Work::Trainer(spec),
-            node::Work::Command(arguments) => Work::Command(arguments),
-        },
-        name: submit.name,
-        priority: submit.priority,
-        gpus: submit.gpus,
-    }
 }
 
 #[cfg(test)]

@@ -5,11 +5,10 @@
 //! them in JSON.
 
 use serde_json::{Value, json};
-use xlaunch_proto::v1::{
-    Gpu, GpuState, JobKind, JobState, NodeJobState, Progress, RankState, RankStatus, StatusReply,
-};
+use xlaunch_proto::v1::{Gpu, JobKind, NodeJobState, Progress, RankStatus, StatusReply};
 
 use crate::daemon::view::{JobView, NodeView};
+use crate::status::words::{gpu_state, job_state, kind, node_job_state, rank_state};
 
 /// Ended jobs in an answer about the node, the newest.
 const ENDED: usize = 100;
@@ -144,59 +143,4 @@ fn number(value: f64) -> Value {
 /// The shortest decimal that is this f32.
 fn single(value: f32) -> Value {
     number(value.to_string().parse().unwrap_or(f64::from(value)))
-}
-
-pub(super) fn kind(kind: JobKind) -> &'static str {
-    match kind {
-        JobKind::Unspecified => "unknown",
-        JobKind::Trainer => "trainer",
-        JobKind::Command => "command",
-    }
-}
-
-pub(super) fn node_job_state(state: NodeJobState) -> &'static str {
-    match state {
-        NodeJobState::Unspecified => "unknown",
-        NodeJobState::Queued => "queued",
-        NodeJobState::Starting => "starting",
-        NodeJobState::Running => "running",
-        NodeJobState::Stopping => "stopping",
-        NodeJobState::Done => "done",
-        NodeJobState::Failed => "failed",
-        NodeJobState::Cancelled => "cancelled",
-        NodeJobState::Lost => "lost",
-    }
-}
-
-fn job_state(state: JobState) -> &'static str {
-    match state {
-        JobState::Unspecified => "unknown",
-        JobState::Starting => "starting",
-        JobState::Rendezvous => "rendezvous",
-        JobState::Running => "running",
-        JobState::Stopping => "stopping",
-        JobState::Done => "done",
-        JobState::Failed => "failed",
-    }
-}
-
-pub(super) fn gpu_state(state: GpuState) -> &'static str {
-    match state {
-        GpuState::Unspecified => "unknown",
-        GpuState::Free => "free",
-        GpuState::Held => "held",
-        GpuState::Drained => "drained",
-        GpuState::Sick => "sick",
-        GpuState::Foreign => "foreign",
-    }
-}
-
-fn rank_state(state: RankState) -> &'static str {
-    match state {
-        RankState::Unspecified => "unknown",
-        RankState::Started => "started",
-        RankState::Joined => "joined",
-        RankState::Running => "running",
-        RankState::Exited => "exited",
-    }
 }

@@ -13,8 +13,9 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 use xlaunch_proto::v1::{NodeJobState, Progress, RankState, RankStatus, StatusReply};
 
-use super::api::{gpu_state, has_trained, kind, node_job_state};
+use super::api::has_trained;
 use crate::daemon::view::{JobView, NodeView};
+use crate::status::words::{gpu_state, kind, node_job_state};
 
 pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 /// How long an ended job is told of, in milliseconds.

@@ -21,7 +21,7 @@ mod tests;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
@@ -35,6 +35,7 @@ use serde_json::{Value, json};
 pub use self::listen::Listen;
 use self::listen::Listener;
 use super::orders::Node;
+use crate::clock::unix_ms;
 
 /// Longest wait for the lines of a log.
 const LOG_TIMEOUT: Duration = Duration::from_secs(10);
@@ -162,9 +163,4 @@ fn no_job(id: u64) -> Response {
 
 fn refusal(status: StatusCode, why: &str) -> Response {
     (status, Json(json!({ "error": why }))).into_response()
-}
-
-fn unix_ms() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }

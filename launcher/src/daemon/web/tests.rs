@@ -12,6 +12,7 @@ use xlaunch_proto::v1::{
 };
 
 use super::*;
+use crate::clock::unix_ms;
 use crate::daemon::view::{JobView, NodeView};
 
 const HANGS: Duration = Duration::from_secs(60);

@@ -14,6 +14,7 @@ use crate::cli::console::escape;
 use crate::cli::node::{gpus, jobs, show};
 use crate::cli::query::show as ranks;
 use crate::progress::count;
+use crate::status::words::{gpu_state, node_job_state};
 
 /// GPUs from which on there are two in a line.
 const MANY: usize = 4;
@@ -83,7 +84,7 @@ fn gpu_lines(state: &State, width: u16) -> Vec<Line<'static>> {
 
 /// Index, who has it, how busy it is, its memory; more where there is room.
 fn gpu_cell(state: &State, gpu: &Gpu, width: usize, has_room: bool) -> Vec<Span<'static>> {
-    let holder = if gpu.job == 0 { gpus::state(gpu).to_owned() } else { format!("job {}", gpu.job) };
+    let holder = if gpu.job == 0 { gpu_state(gpu.state()).to_owned() } else { format!("job {}", gpu.job) };
     let (bar, shade) = match gpu.busy_percent {
         Some(busy) => (bar(busy), if busy < 10.0 { Color::Blue } else { Color::Green }),
         None => (format!("{:>BAR$}", "-"), Color::Reset),
@@ -151,7 +152,7 @@ fn row(job: &Job, now: u64) -> Vec<String> {
         job.id.to_string(),
         jobs::short(&job.name),
         show::user(job),
-        show::state(job).into(),
+        node_job_state(job.state()).into(),
         gpus.to_string(),
         show::run_time(job, now),
         jobs::step_or_reason(job),

@@ -23,9 +23,9 @@ use tokio::sync::mpsc;
 use xlaunch_proto::exit::ExitCode;
 
 use super::connect::{At, Daemon};
-use super::show;
 use crate::Refusal;
 use crate::cli::console::End;
+use crate::clock::unix_ms;
 use feed::Feed;
 use state::{Act, State};
 
@@ -57,7 +57,7 @@ pub(super) async fn top(options: Top) -> Result<ExitCode, End> {
     let mut events = events().map_err(failed)?;
     let mut feed = Feed::start(daemon, state.selected());
     loop {
-        state.now(show::now_ms());
+        state.now(unix_ms());
         screen.terminal.draw(|frame| draw::draw(frame, &state)).map_err(failed)?;
         let act = tokio::select! {
             event = events.recv() => match event {

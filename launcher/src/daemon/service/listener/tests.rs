@@ -21,7 +21,7 @@ impl Case {
         let (stream, far) = UnixStream::pair().unwrap();
         let Some(connection) = self.open.add(stream, uid, None).unwrap() else { return false };
         let calls = busy.then(|| connection.peer.calls()).into_iter().collect();
-        self.held.insert(connection.number, (connection, calls, far));
+        self.held.insert(connection._held.number, (connection, calls, far));
         true
     }
 

@@ -150,7 +150,7 @@ async fn nothing_is_read_that_is_not_a_file_of_the_jobs_user() {
     let case = Case::new(NodeJobState::Done);
     let path = case.write(log, "");
     fs_err::remove_file(&path).unwrap();
-    rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    rustix::fs::mknodat(CWD, &path, rustix::fs::FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
     assert!(refused(&case, "fifo").await.contains("not a regular file"));
     fs_err::remove_file(&path).unwrap();
     let socket = std::os::unix::net::UnixListener::bind(&path).unwrap();

@@ -12,7 +12,7 @@ use tonic::transport::{Channel, Endpoint, Uri};
 ///
 /// # Errors
 /// Those of the socket as they are.
-pub(super) async fn connect(socket: &Path, patience: Duration) -> io::Result<Channel> {
+pub(crate) async fn connect(socket: &Path, patience: Duration) -> io::Result<Channel> {
     let path = socket.to_path_buf();
     // The URI is never resolved: the connector below ignores it.
     let endpoint = Endpoint::from_static("http://socket").timeout(patience).connect_timeout(patience);
@@ -32,7 +32,7 @@ fn as_io(error: &tonic::transport::Error) -> io::Error {
 }
 
 /// The first error of this type, from the outside inwards.
-pub(super) fn cause<'a, E: std::error::Error + 'static>(
+pub(crate) fn cause<'a, E: std::error::Error + 'static>(
     error: &'a (dyn std::error::Error + 'static),
 ) -> Option<&'a E> {
     std::iter::successors(Some(error), |error| error.source()).find_map(|error| error.downcast_ref())
