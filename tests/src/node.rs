@@ -24,10 +24,25 @@ impl Node {
     /// # Panics
     /// If there is no temporary directory, or the daemon does not start.
     pub fn new(jobs: &str) -> Self {
+        Self::with_gpus(&[], jobs)
+    }
+
+    /// The same with these GPUs, each a line as `nvml.c` says; an NVML of our own tells of them.
+    ///
+    /// # Panics
+    /// As [`Self::new`], or if there is no C compiler.
+    pub fn with_gpus(gpus: &[&str], jobs: &str) -> Self {
         let dir = TempDir::new().expect("a temporary directory");
         // Jobs of other users pass through.
         std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).expect("it is ours");
         let mut node = Self { dir, daemon: None };
+        if !gpus.is_empty() {
+            node.set_gpus(gpus);
+            let library = node.path().join("libnvidia-ml.so.1");
+            let source = concat!(env!("CARGO_MANIFEST_DIR"), "/src/nvml.c");
+            let built = Command::new("cc").args(["-shared", "-fPIC", source, "-o"]).arg(library).status();
+            assert!(built.expect("a C compiler").success());
+        }
         node.configure(jobs);
         node.start();
         node
@@ -38,6 +53,17 @@ impl Node {
         let workers = if jobs.contains("cpu_workers") { "" } else { "cpu_workers = 64\n" };
         let text = format!("[jobs]\nallow_root = true\nallow_commands = true\n{workers}{jobs}\n");
         self.write("daemon.toml", &text);
+    }
+
+    /// Replaces the GPUs.
+    pub fn set_gpus(&self, gpus: &[&str]) {
+        // In one step: the daemon may be reading them.
+        let new = self.write("gpus.new", &(gpus.join("\n") + "\n"));
+        std::fs::rename(new, self.gpus()).expect("a file in the temporary directory");
+    }
+
+    fn gpus(&self) -> PathBuf {
+        self.path().join("gpus")
     }
 
     /// The daemon's directory, which jobs are submitted from.
@@ -71,9 +97,18 @@ impl Node {
         text.lines().map(str::to_owned).collect()
     }
 
+    /// xlaunch, which finds the GPUs of this node if it has any.
+    fn xlaunch(&self) -> Command {
+        let mut command = Command::new(xlaunch());
+        if self.gpus().exists() {
+            command.env("LD_LIBRARY_PATH", self.path()).env("XLAUNCH_TEST_NVML", self.gpus());
+        }
+        command
+    }
+
     /// The command that starts a daemon here.
     pub fn command(&self) -> Command {
-        let mut command = Command::new(xlaunch());
+        let mut command = self.xlaunch();
         command.args(["daemon", "--foreground", "--config"]).arg(self.path().join("daemon.toml"));
         command.arg("--state-dir").arg(self.state()).arg("--socket").arg(self.socket());
         command.current_dir("/").env_remove("XLAUNCH_SOCKET");
@@ -113,7 +148,7 @@ impl Node {
 
     /// A command line of this node's clients.
     pub fn client(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(xlaunch());
+        let mut command = self.xlaunch();
         command.args(args).current_dir(self.path()).env("XLAUNCH_SOCKET", self.socket());
         command.env("XDG_RUNTIME_DIR", self.path());
         command

@@ -49,22 +49,28 @@ impl GpuFacts {
 /// The thread that looks. It ends when this is dropped.
 #[derive(Debug)]
 pub struct Look {
-    _ends: SyncSender<()>,
+    asks: SyncSender<()>,
 }
 
 impl Look {
     /// Looks once, then goes on. Whoever receives sees the newest.
     pub fn start() -> std::io::Result<(Self, watch::Receiver<Inventory>)> {
-        let (ends, ended) = sync_channel::<()>(0);
+        let (asks, asked) = sync_channel::<()>(1);
         let (sender, receiver) = watch::channel(inventory());
         let run = move || {
-            while ended.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
+            while asked.recv_timeout(EVERY) != Err(RecvTimeoutError::Disconnected) {
                 let now = inventory();
                 sender.send_if_modified(|last| std::mem::replace(last, now.clone()) != now);
             }
         };
         std::thread::Builder::new().name("gpus".into()).spawn(run)?;
-        Ok((Self { _ends: ends }, receiver))
+        Ok((Self { asks }, receiver))
+    }
+
+    /// Has it look now: somebody has left a GPU.
+    pub fn again(&self) {
+        // Where that is asked for already, or no thread is left to look, there is nothing more to do.
+        let _ = self.asks.try_send(());
     }
 }
 

@@ -23,11 +23,11 @@ use super::agents::Starter;
 use super::config::{self, Agents, DaemonConfig};
 use super::files::JobDirs;
 use super::gpus::Look;
-use super::journal::{Journal, JournalError, Replay};
+use super::journal::{Journal, Replay};
 use super::manager::{self, Setup};
 use super::orders::Node;
 use super::service::access::Access;
-use super::state::{Jobs, Record};
+use super::state::Jobs;
 use super::view::NodeView;
 use super::{service, web};
 use crate::Refusal;
@@ -41,7 +41,7 @@ const QUEUE: usize = 256;
 /// Time for answers that are under way, when the daemon ends.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// For the lock and the socket of an earlier daemon to be free, and between looks.
+/// For the socket of an earlier daemon to be free, and between looks.
 const LINGER: Duration = Duration::from_secs(2);
 const BREATH: Duration = Duration::from_millis(50);
 
@@ -69,7 +69,8 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
     let variable = |name: &str| std::env::var_os(name);
     let place = config.daemon.state_dir(root, variable).map_err(|error| bad(&error))?;
     make_state_dir(&place, root).map_err(|error| unusable(&place, &error))?;
-    let (journal, Replay { records, notes }) = open(&place).await?;
+    let (journal, Replay { records, notes }) =
+        Journal::open(&place).map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
     notes.iter().for_each(|note| warn!("{note}"));
     let mut jobs = Jobs::default();
     records.into_iter().for_each(|record| jobs.apply(record));
@@ -87,6 +88,7 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
         jobs,
         dirs,
         starter,
+        look,
         gpus,
         config: jobs_config,
         cores: u32::try_from(cores).unwrap_or(u32::MAX),
@@ -135,7 +137,6 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
     }
     // With the last of those who give orders, the manager ends, whatever it was writing.
     let _ = tokio::time::timeout(FAREWELL, manager).await;
-    drop(look);
     result
 }
 
@@ -144,17 +145,6 @@ fn open_many_files() {
     let limit = getrlimit(Resource::Nofile);
     // What was enough before is enough then.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
-}
-
-/// What a killed daemon was just starting has its lock for another moment.
-async fn open(place: &Path) -> Result<(Journal<Record>, Replay<Record>), Refusal> {
-    let deadline = Instant::now() + LINGER;
-    loop {
-        match Journal::open(place) {
-            Err(JournalError::InUse { .. }) if Instant::now() < deadline => tokio::time::sleep(BREATH).await,
-            opened => return opened.map_err(|error| Refusal::new(ExitCode::Usage, error.to_string())),
-        }
-    }
 }
 
 /// Until a signal ends the daemon; SIGHUP reloads it.
@@ -270,7 +260,7 @@ async fn listen(
     Ok((listener, socket.display().to_string()))
 }
 
-/// As [`open`] with its socket.
+/// What a killed daemon was just starting has its socket for another moment, as it has the journal's lock.
 async fn bind(socket: &Path, group: &str) -> io::Result<UnixListener> {
     let deadline = Instant::now() + LINGER;
     loop {

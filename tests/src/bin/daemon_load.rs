@@ -1,4 +1,5 @@
-//! A daemon under load, measured from outside: `daemon_load jobs N | queries RATE | slow | idle | recovery`.
+//! A daemon under load, measured from outside: `daemon_load jobs N | queries RATE | slow | idle | recovery |
+//! callers SOCKET JOB RATE FOLLOWERS SECONDS`.
 //!
 //! Each starts a node of its own and prints what it finds. `tests/peers/results/daemon-cpu.txt` has results.
 
@@ -13,6 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tonic::transport::{Channel, Endpoint, Uri};
 use xlaunch_proto::v1::node_client::NodeClient;
@@ -40,6 +42,11 @@ async fn measure() {
     match words[..] {
         ["jobs", count] => jobs(count.parse().unwrap()).await,
         ["queries", rate] => queries(rate.parse().unwrap()).await,
+        ["callers", socket, job, rate, followers, seconds] => {
+            let number = |word: &str| word.parse::<usize>().unwrap();
+            let job = job.parse().unwrap();
+            callers(Path::new(socket), job, number(rate), number(followers), number(seconds) as u64).await;
+        }
         ["slow"] => slow().await,
         ["bad-callers", socket, count] => bad_callers(Path::new(socket), count.parse().unwrap()),
         ["idle"] => idle().await,
@@ -48,8 +55,8 @@ async fn measure() {
     }
 }
 
-async fn connect(node: &Node) -> NodeClient<Channel> {
-    let socket = node.socket();
+async fn connect(socket: &Path) -> NodeClient<Channel> {
+    let socket = socket.to_path_buf();
     let connector = tower::service_fn(move |_: Uri| {
         let socket = socket.clone();
         async move {
@@ -117,7 +124,7 @@ fn cgroups() -> usize {
 
 async fn jobs(count: usize) {
     let node = Node::new("keep = 100\nmax_per_user = 0\ncpu_workers = 4");
-    let mut client = connect(&node).await;
+    let mut client = connect(&node.socket()).await;
     let begun = Instant::now();
     println!("jobs    RSS KiB  descriptors  threads  files  journal  cgroups  jobs/s  daemon CPU ms/job");
     for done in 0..=count {
@@ -167,7 +174,6 @@ async fn queries(rate: usize) {
     wait_for("steps", || (node.lines(metrics).len() > 20).then_some(()));
     let daemon = node.daemon().pid();
     let own = std::process::id();
-    let time = Duration::from_secs(10);
     println!("                               step ms  daemon CPU %  callers' CPU %  answers/s");
     for (what, rate, followers) in [
         ("training alone", 0, 0),
@@ -176,22 +182,60 @@ async fn queries(rate: usize) {
         ("100 followers, all queries", rate, 100),
         ("training alone again", 0, 0),
     ] {
-        let mut tasks = Vec::new();
-        for _ in 0..followers {
-            let mut client = connect_shared(&node, tasks.len()).await;
+        let callers = Callers::start(&node.socket(), job, rate, followers).await;
+        let (steps, begun) = (node.lines(metrics).len(), Instant::now());
+        let (daemon_before, own_before) = (held(daemon).cpu_seconds, held(own).cpu_seconds);
+        sleep(Duration::from_secs(10)).await;
+        let seconds = begun.elapsed().as_secs_f64();
+        println!(
+            "{what:<30} {:>7.2}  {:>12.1}  {:>14.1}  {:>9.0}",
+            seconds * 1e3 / (node.lines(metrics).len() - steps) as f64,
+            (held(daemon).cpu_seconds - daemon_before) / seconds * 100.0,
+            (held(own).cpu_seconds - own_before) / seconds * 100.0,
+            callers.answered() as f64 / seconds,
+        );
+        drop(callers);
+        sleep(Duration::from_millis(500)).await;
+    }
+    node.run(&["cancel", &job.to_string()]);
+    node.wait(job, "cancelled");
+}
+
+/// Calls a daemon that runs, for so many seconds: tests/gpu/daemon.py looks at its job meanwhile.
+async fn callers(socket: &Path, job: u64, rate: usize, followers: usize, seconds: u64) {
+    let callers = Callers::start(socket, job, rate, followers).await;
+    sleep(Duration::from_secs(seconds)).await;
+    println!("{:.0} answers/s", callers.answered() as f64 / callers.begun.elapsed().as_secs_f64());
+}
+
+/// Who ask about the node at this rate, and who follow the logs of a job, until this is dropped.
+struct Callers {
+    _tasks: JoinSet<()>,
+    answers: Arc<AtomicUsize>,
+    begun: Instant,
+}
+
+impl Callers {
+    async fn start(socket: &Path, job: u64, rate: usize, followers: usize) -> Self {
+        let mut tasks = JoinSet::new();
+        let mut shared = None;
+        for number in 0..followers {
+            // 25 share a connection.
+            if number % 25 == 0 {
+                shared = Some(connect(socket).await);
+            }
+            let mut client = shared.clone().unwrap();
             let logs = LogsRequest { stream: 2, follow: true, ..Default::default() };
-            tasks.push(tokio::spawn(async move {
+            tasks.spawn(async move {
                 let request = JobLogsRequest { job, logs: Some(logs) };
                 let mut pieces = client.logs(request).await.unwrap().into_inner();
                 while let Ok(Some(_)) = pieces.message().await {}
-            }));
+            });
         }
-        let answers = Arc::new(AtomicUsize::new(0));
-        let (steps, begun) = (node.lines(metrics).len(), Instant::now());
-        let (daemon_before, own_before) = (held(daemon).cpu_seconds, held(own).cpu_seconds);
+        let (answers, begun) = (Arc::new(AtomicUsize::new(0)), Instant::now());
         for _ in 0..if rate > 0 { 16 } else { 0 } {
-            let (mut client, answers) = (connect(&node).await, answers.clone());
-            tasks.push(tokio::spawn(async move {
+            let (mut client, answers) = (connect(socket).await, answers.clone());
+            tasks.spawn(async move {
                 loop {
                     let due = (begun.elapsed().as_secs_f64() * rate as f64) as usize;
                     if answers.load(Ordering::Relaxed) >= due {
@@ -201,34 +245,15 @@ async fn queries(rate: usize) {
                     client.status(NodeStatusRequest {}).await.unwrap();
                     answers.fetch_add(1, Ordering::Relaxed);
                 }
-            }));
+            });
         }
-        sleep(time).await;
-        let seconds = begun.elapsed().as_secs_f64();
-        println!(
-            "{what:<30} {:>7.2}  {:>12.1}  {:>14.1}  {:>9.0}",
-            seconds * 1e3 / (node.lines(metrics).len() - steps) as f64,
-            (held(daemon).cpu_seconds - daemon_before) / seconds * 100.0,
-            (held(own).cpu_seconds - own_before) / seconds * 100.0,
-            answers.load(Ordering::Relaxed) as f64 / seconds,
-        );
-        tasks.iter().for_each(tokio::task::JoinHandle::abort);
-        sleep(Duration::from_millis(500)).await;
+        Self { _tasks: tasks, answers, begun }
     }
-    node.run(&["cancel", &job.to_string()]);
-    node.wait(job, "cancelled");
-}
 
-/// A connection for this one of many followers: 25 share one.
-async fn connect_shared(node: &Node, number: usize) -> NodeClient<Channel> {
-    thread_local! {
-        static LAST: std::cell::RefCell<Option<NodeClient<Channel>>> = const { std::cell::RefCell::new(None) };
+    /// Questions answered so far.
+    fn answered(&self) -> usize {
+        self.answers.load(Ordering::Relaxed)
     }
-    if number.is_multiple_of(25) {
-        let client = connect(node).await;
-        LAST.with(|last| last.replace(Some(client)));
-    }
-    LAST.with(|last| last.borrow().clone()).unwrap()
 }
 
 async fn slow() {
@@ -236,7 +261,7 @@ async fn slow() {
     std::os::unix::fs::chown(node.socket(), Some(NOBODY), None).unwrap();
     let job = node.submit_shell("exec sleep 1000");
     node.wait(job, "running");
-    let mut client = connect(&node).await;
+    let mut client = connect(&node.socket()).await;
     println!("                     Get, ms: median  99th  longest  daemon RSS KiB  descriptors");
     for (what, callers) in [("nobody else", 0), ("1,000 bad callers", 1000)] {
         let bad = (callers > 0).then(|| {
@@ -316,7 +341,7 @@ async fn recovery() {
     for _ in 0..20 {
         let killed = Instant::now();
         node.kill_and_start();
-        let mut client = connect(&node).await;
+        let mut client = connect(&node.socket()).await;
         loop {
             let job = client.get(GetRequest { job }).await.unwrap().into_inner();
             if job.state() == NodeJobState::Running && job.status.is_some() {

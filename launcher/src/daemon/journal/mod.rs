@@ -29,7 +29,7 @@ use disk::{Disk, RealDisk};
 use lines::{State, Unreadable};
 
 /// How long a lock may outlast its daemon: while that one dies, or while a child it has forked is not the other program yet.
-const LEAVING: Duration = Duration::from_secs(1);
+const LEAVING: Duration = Duration::from_secs(2);
 /// How often it is tried within that.
 const LOOK: Duration = Duration::from_millis(10);
 

@@ -22,7 +22,7 @@ use super::agents::Starter;
 use super::agents::follow::{Followed, News, follow};
 use super::config::JobsSection;
 use super::files::{JobDirs, JobResult};
-use super::gpus::{GpuFacts, Inventory};
+use super::gpus::{GpuFacts, Inventory, Look};
 use super::journal::Journal;
 use super::live::Live;
 use super::orders::Order;
@@ -47,6 +47,7 @@ pub struct Setup {
     pub jobs: Jobs,
     pub dirs: JobDirs,
     pub starter: Starter,
+    pub look: Look,
     pub gpus: watch::Receiver<Inventory>,
     /// Changed by a reload.
     pub config: watch::Receiver<JobsSection>,
@@ -93,6 +94,7 @@ struct Manager {
     jobs: Jobs,
     dirs: JobDirs,
     starter: Arc<Starter>,
+    look: Look,
     gpus: watch::Receiver<Inventory>,
     config: watch::Receiver<JobsSection>,
     cores: u32,
@@ -114,13 +116,14 @@ struct Manager {
 
 impl Manager {
     fn new(setup: Setup, news: mpsc::Sender<(u64, News)>, view: watch::Sender<Arc<NodeView>>) -> Self {
-        let Setup { journal, jobs, dirs, starter, gpus, config, cores, node } = setup;
+        let Setup { journal, jobs, dirs, starter, look, gpus, config, cores, node } = setup;
         Self {
             changed: jobs.jobs.keys().copied().collect(),
             journal,
             jobs,
             dirs,
             starter: Arc::new(starter),
+            look,
             gpus,
             config,
             cores,

@@ -13,6 +13,7 @@ const PER_JOB: u64 = 16 << 10;
 impl Manager {
     /// What has happened has happened, whether it can be written down or not.
     pub(super) fn end(&mut self, record: Record) {
+        let on_gpus = self.jobs.active().any(|(_, entry)| entry.submitted.gpus > 0);
         if let Record::Ended { job, end, reason, .. } = &record {
             // An agent's word is a field: it cannot look like another message.
             info!(job, ?end, reason, "job {job} has ended");
@@ -20,6 +21,10 @@ impl Manager {
         if self.write(record.clone()).is_err() {
             self.unsaved = true;
             self.apply(record);
+        }
+        if on_gpus {
+            // The last look has seen its processes there: they are strangers' until the next.
+            self.look.again();
         }
         self.forget();
     }

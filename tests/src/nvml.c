@@ -1,0 +1,123 @@
+/* An NVML for tests of what is done with its answers: GPUs as the lines of the file XLAUNCH_TEST_NVML say,
+ *
+ *     UUID ERRORS [PID ...]
+ *
+ * with so many uncorrected memory errors, used by those of the processes that run. Types and codes are those of nvml.h. */
+
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { SUCCESS = 0, INVALID = 2, UNSUPPORTED = 3, INSUFFICIENT_SIZE = 7 };
+enum { MOST = 16 };
+
+struct gpu {
+    char uuid[64];
+    unsigned long long errors;
+    unsigned pids[MOST], processes;
+};
+
+struct process {
+    unsigned pid;
+    unsigned long long memory;
+    unsigned instance, compute;
+};
+
+struct memory {
+    unsigned version;
+    unsigned long long total, reserved, free, used;
+};
+
+static unsigned read_gpus(struct gpu *gpus) {
+    const char *path = getenv("XLAUNCH_TEST_NVML");
+    FILE *file = path ? fopen(path, "r") : NULL;
+    char line[1024];
+    unsigned count = 0;
+    while (file && count < MOST && fgets(line, sizeof line, file)) {
+        struct gpu *gpu = &gpus[count];
+        int at = 0, next = 0, pid = 0;
+        memset(gpu, 0, sizeof *gpu);
+        if (sscanf(line, "%63s %llu%n", gpu->uuid, &gpu->errors, &at) < 2) continue;
+        while (gpu->processes < MOST && sscanf(line + at, "%d%n", &pid, &next) == 1) {
+            if (kill(pid, 0) == 0) gpu->pids[gpu->processes++] = (unsigned)pid;
+            at += next;
+        }
+        count++;
+    }
+    if (file) fclose(file);
+    return count;
+}
+
+/* A device is its index and one. */
+static int find(void *device, struct gpu *found) {
+    struct gpu gpus[MOST];
+    uintptr_t number = (uintptr_t)device;
+    if (number == 0 || number > read_gpus(gpus)) return INVALID;
+    *found = gpus[number - 1];
+    return SUCCESS;
+}
+
+int nvmlInit_v2(void) { return SUCCESS; }
+int nvmlShutdown(void) { return SUCCESS; }
+
+int nvmlDeviceGetCount_v2(unsigned *count) {
+    struct gpu gpus[MOST];
+    *count = read_gpus(gpus);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
+    struct gpu gpu;
+    *device = (void *)(uintptr_t)(index + 1);
+    return find(*device, &gpu);
+}
+
+int nvmlDeviceGetUUID(void *device, char *uuid, unsigned length) {
+    struct gpu gpu;
+    int code = find(device, &gpu);
+    if (code == SUCCESS) snprintf(uuid, length, "%s", gpu.uuid);
+    return code;
+}
+
+int nvmlDeviceGetName(void *device, char *name, unsigned length) {
+    (void)device;
+    snprintf(name, length, "Test GPU");
+    return SUCCESS;
+}
+
+int nvmlDeviceGetTotalEccErrors(void *device, int kind, int counter, unsigned long long *errors) {
+    struct gpu gpu;
+    int code = find(device, &gpu);
+    (void)kind, (void)counter;
+    if (code == SUCCESS) *errors = gpu.errors;
+    return code;
+}
+
+int nvmlDeviceGetMemoryInfo_v2(void *device, struct memory *memory) {
+    (void)device;
+    memory->total = 80ull << 30;
+    memory->used = 1ull << 30;
+    memory->free = memory->total - memory->used;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struct process *processes) {
+    struct gpu gpu;
+    unsigned room = *count;
+    int code = find(device, &gpu);
+    if (code != SUCCESS) return code;
+    *count = gpu.processes;
+    if (gpu.processes > 0 && (!processes || room < gpu.processes)) return INSUFFICIENT_SIZE;
+    for (unsigned at = 0; at < gpu.processes; at++) {
+        processes[at] = (struct process){.pid = gpu.pids[at], .memory = 1ull << 30};
+    }
+    return SUCCESS;
+}
+
+int nvmlDeviceGetPowerUsage(void *device, unsigned *milliwatts) {
+    (void)device;
+    *milliwatts = 123456;
+    return SUCCESS;
+}
