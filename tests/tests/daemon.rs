@@ -59,6 +59,41 @@ fn whoever_waits_for_a_job_gets_its_exit_code_and_report() {
 }
 
 #[test]
+fn restarts_are_told_with_their_causes_also_by_the_next_daemon() {
+    let mut node = Node::new("");
+    let script = "if [ $TORCHELASTIC_RESTART_COUNT -lt 2 ] && [ $RANK = 1 ]; then exit 7; fi; \
+                  while ! [ -e end ]; do sleep 0.02; done; exit $RANK";
+    let job = node.submit(&["--nproc", "2", "--max-restarts", "2", "--", "sh", "-c", script]);
+    let restarts = |node: &Node| node.job(job)["status"]["past_restarts"].clone();
+    let told = |restarts: &Value| -> Vec<(u64, u64, String)> {
+        let each = restarts.as_array().into_iter().flatten();
+        each.map(|it| {
+            let number = |key: &str| it[key].as_u64().unwrap_or(u64::MAX);
+            (number("attempt"), number("rank"), it["cause"].as_str().unwrap_or_default().to_owned())
+        })
+        .collect()
+    };
+    let expected = [(0, 1, "exit code 7".to_owned()), (1, 1, "exit code 7".to_owned())];
+    let all = wait_for("two restarts", || Some(told(&restarts(&node))).filter(|told| told.len() == 2));
+    assert_eq!(all, expected);
+    for attempt in [0, 1] {
+        node.daemon().wait_for_stderr(&format!("attempt {attempt} of job {job} has failed"));
+    }
+    let log = node.daemon().stderr();
+    assert!(log.contains("rank=1") && log.contains("attempt=1"), "{log}");
+    node.kill_and_start();
+    node.wait(job, "running");
+    let again = wait_for("its status", || Some(told(&restarts(&node))).filter(|told| !told.is_empty()));
+    assert_eq!(again, expected);
+    node.write("end", "");
+    node.wait(job, "failed");
+    node.daemon().wait_for_stderr(&format!("rank 1 of job {job} has failed in attempt 2"));
+    assert!(!node.daemon().stderr().contains("attempt 1 of job"), "{}", node.daemon().stderr());
+    node.kill_and_start();
+    assert_eq!(told(&restarts(&node)), expected);
+}
+
+#[test]
 fn jobs_that_do_not_fit_wait_for_their_turn() {
     let node = Node::new("");
     node.configure("cpu_workers = 1\nmax_per_user = 3");
@@ -117,6 +152,10 @@ fn training_goes_on_while_the_daemon_is_killed_and_nothing_of_it_is_lost() {
     let ended = node.wait(job, "done");
     assert_eq!(ended["exit_code"], 0);
     assert_eq!(metrics(&node), metrics(&undisturbed));
+    node.kill_and_start();
+    let history: Vec<_> =
+        node.job(job)["history"].as_array().unwrap().iter().map(|it| it["step"].clone()).collect();
+    assert_eq!(history, (1..=60).map(Value::from).collect::<Vec<_>>());
     assert_eq!(metrics(&node).len(), 60);
     assert_eq!(node.agents(), [0; 0]);
 }

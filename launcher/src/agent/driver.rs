@@ -15,12 +15,13 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::time::sleep_until;
 use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::v1::{JobState, StatusReply};
+use xlaunch_proto::v1::{JobState, Restart, StatusReply};
 
 use super::signals::{self, Asked};
 use super::state::{Action, Event, Job, Outcome, Phase, StopCause};
 use super::trainer::Trained;
 use super::work::{Plan, Work};
+use crate::clock;
 use crate::devices;
 use crate::logs::RankOutput;
 use crate::rendezvous::service::{self, Message};
@@ -200,6 +201,10 @@ impl Driver<'_> {
                     work.say(&format!("xlaunch: {text}"));
                     self.board.send_modify(|board| board.because(&text));
                 }
+                Action::Restart { attempt, rank, cause } => {
+                    let restart = Restart { unix_ms: clock::unix_ms(), attempt, rank, cause };
+                    self.board.send_modify(|board| board.restarts(restart));
+                }
                 Action::End(end) => {
                     self.end_attempt(work).await;
                     self.failed = end.root.is_some();
@@ -337,7 +342,7 @@ impl Driver<'_> {
         let internal = Outcome { exit: ExitCode::Internal, root: None, others: Vec::new() };
         Finished {
             outcome: outcome.unwrap_or(internal),
-            status: self.board.borrow().reply(Instant::now()),
+            status: self.board.borrow().reply(Instant::now(), true),
             evidence: (0..self.world).map(|rank| self.evidence(work, rank)).collect(),
             trained: Trained::default(),
         }

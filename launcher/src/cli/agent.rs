@@ -209,13 +209,15 @@ impl Begun {
     fn result(&self, ended: Result<&Ended, &Refusal>) -> JobResult {
         let start = self.order.start;
         match ended {
-            Ok(Ended { exit, reason, report, .. }) => {
+            Ok(Ended { exit, reason, rank, status, report, .. }) => {
                 let stopped = matches!(exit, ExitCode::Stopped | ExitCode::Interrupted | ExitCode::Signal(_));
                 JobResult {
                     exit: exit.code(),
                     stopped,
                     reason: reason.clone(),
                     report: report.clone(),
+                    rank: *rank,
+                    attempt: status.attempt,
                     start,
                 }
             }

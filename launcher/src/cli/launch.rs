@@ -56,6 +56,8 @@ pub(super) struct Ended {
     pub(super) exit: ExitCode,
     /// Why it ended so, in one line.
     pub(super) reason: String,
+    /// Whose failure it was, where it was a rank's.
+    pub(super) rank: Option<u32>,
     /// The ranks, and how far they came.
     pub(super) status: StatusReply,
     /// What came of it, for stdout.
@@ -94,7 +96,8 @@ pub(super) async fn train(
     };
     let report = report::text(&finished.outcome, &finished.evidence, Some(&logs)).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
-    Ok(Ended { exit, reason, status: finished.status, summary, report })
+    let rank = finished.outcome.root.and_then(|root| root.rank);
+    Ok(Ended { exit, reason, rank, status: finished.status, summary, report })
 }
 
 fn reason(outcome: &Outcome, evidence: &[Evidence]) -> String {
@@ -127,7 +130,8 @@ pub(super) async fn run_workers(
     let finished = driver::run(plan, run).await.map_err(|error| failed(&error))?;
     let report = report::text(&finished.outcome, &finished.evidence, kept.as_deref()).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
-    Ok(Ended { exit, reason, status: finished.status, summary: String::new(), report })
+    let rank = finished.outcome.root.and_then(|root| root.rank);
+    Ok(Ended { exit, reason, rank, status: finished.status, summary: String::new(), report })
 }
 
 fn affinities(spec: &CommandSpec) -> Result<Vec<Affinity>, String> {

@@ -86,6 +86,9 @@ pub struct JobResult {
     pub stopped: bool,
     pub reason: String,
     pub report: String,
+    /// Whose failure it was, and in which attempt.
+    pub rank: Option<u32>,
+    pub attempt: u32,
     /// Which start of the job it was.
     pub start: u32,
 }

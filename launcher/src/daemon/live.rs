@@ -5,97 +5,60 @@ use std::time::Instant;
 
 use tokio::sync::watch;
 use xlaunch_proto::convert::encoded_size;
-use xlaunch_proto::v1::{JobKind, Progress, RankStatus, StatusReply};
+use xlaunch_proto::v1::{Progress, RankStatus, Restart, StatusReply};
 
-use super::view::POINTS;
-use crate::clock::unix_ms;
+use crate::status::board::RESTARTS;
+use crate::status::history::POINTS;
 
 /// Bytes in memory of what an agent says, which is its user's word: those of some hundred ranks.
 const STATUS: usize = 128 << 10;
 
-/// A job that is followed.
-#[derive(Debug)]
+/// Characters of a failure's cause.
+const CAUSE: usize = 500;
+
+/// A job that is followed, or was. The default is one whose beginning another daemon has seen.
+#[derive(Debug, Default)]
 pub(super) struct Live {
     /// Its agent has begun.
     pub(super) runs: bool,
     /// Turned true, it is asked to end.
     pub(super) stop: watch::Sender<bool>,
     pub(super) status: Option<(Arc<StatusReply>, Instant)>,
-    pub(super) history: History,
+    /// Of a training job, oldest first.
+    pub(super) history: Arc<[Progress]>,
+    /// The attempts whose failures have been told, where this daemon has followed it from its beginning or heard of it.
+    told: Option<u32>,
 }
 
 impl Live {
     /// A job whose agent is started, or looked for.
-    pub(super) fn new() -> Self {
-        Self { runs: false, stop: watch::Sender::new(false), status: None, history: History::default() }
+    pub(super) fn new(fresh: bool) -> Self {
+        Self { told: fresh.then_some(0), ..Self::default() }
     }
 
-    /// A job that has ended, as its agent left it.
-    pub(super) fn ended(status: StatusReply) -> Self {
-        let mut live = Self::new();
-        live.keep(status);
-        live
-    }
-
-    /// Its agent has said how it does.
-    pub(super) fn says(&mut self, status: StatusReply) {
-        self.history.add(&status);
-        self.keep(status);
-    }
-
-    /// A few bytes on the wire may be a rank, which takes some hundred here: what is too large is not kept.
-    fn keep(&mut self, status: StatusReply) {
-        if encoded_size(&status) + status.ranks.len() * size_of::<RankStatus>() <= STATUS {
-            self.status = Some((Arc::new(status), Instant::now()));
+    /// Its agent has said how it does; the restarts that are new. A few bytes on the wire may be a rank, which takes some
+    /// hundred here: what is too large is not kept.
+    pub(super) fn says(&mut self, mut status: StatusReply) -> Vec<Restart> {
+        let mut history = std::mem::take(&mut status.history);
+        history.truncate(POINTS);
+        self.history = history.into();
+        if encoded_size(&status) + status.ranks.len() * size_of::<RankStatus>() > STATUS {
+            return Vec::new();
         }
+        status.past_restarts.truncate(RESTARTS);
+        status.past_restarts.iter_mut().for_each(|restart| cut(&mut restart.cause));
+        let failed = status.past_restarts.last().map_or(0, |restart| restart.attempt.saturating_add(1));
+        let told = self.told.unwrap_or(failed);
+        self.told = Some(told.max(failed));
+        let new = status.past_restarts.iter().filter(|restart| restart.attempt >= told).cloned().collect();
+        self.status = Some((Arc::new(status), Instant::now()));
+        new
     }
 }
 
-/// The progress of a training job, thinned out evenly: when there are too many points, every second one goes, and only so
-/// many are taken from then on.
-#[derive(Debug, Default)]
-pub(super) struct History {
-    points: Vec<Progress>,
-    /// Of so many points that come, one is taken.
-    stride: u64,
-    come: u64,
-}
-
-impl History {
-    fn add(&mut self, status: &StatusReply) {
-        if status.kind() != JobKind::Trainer || status.step == 0 {
-            return;
-        }
-        if self.points.last().is_some_and(|last| last.step == status.step) {
-            return;
-        }
-        if self.points.last().is_some_and(|last| last.step > status.step) {
-            // A new attempt began at an earlier checkpoint: what was lost is not shown twice.
-            self.points.retain(|point| point.step < status.step);
-        }
-        self.stride = self.stride.max(1);
-        self.come += 1;
-        if !self.come.is_multiple_of(self.stride) {
-            return;
-        }
-        self.points.push(Progress {
-            unix_ms: unix_ms(),
-            step: status.step,
-            loss: status.loss,
-            tokens_per_second: status.tokens_per_second,
-        });
-        if self.points.len() > POINTS {
-            let mut keep = false;
-            self.points.retain(|_| {
-                keep = !keep;
-                keep
-            });
-            self.stride *= 2;
-        }
-    }
-
-    pub(super) fn points(&self) -> Arc<[Progress]> {
-        self.points.as_slice().into()
+fn cut(text: &mut String) {
+    if let Some((end, _)) = text.char_indices().nth(CAUSE) {
+        text.truncate(end);
     }
 }
 
@@ -104,19 +67,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_long_history_is_thinned_out_evenly_and_a_new_attempt_takes_back_what_was_lost() {
-        let mut history = History::default();
-        let status = |step| StatusReply { kind: JobKind::Trainer.into(), step, ..StatusReply::default() };
-        for step in 1..=10_000 {
-            history.add(&status(step));
-            history.add(&status(step));
-        }
-        let steps: Vec<u64> = history.points().iter().map(|point| point.step).collect();
-        assert!((POINTS / 2..=POINTS).contains(&steps.len()), "{}", steps.len());
-        let gaps: Vec<u64> = steps.windows(2).map(|pair| pair[1] - pair[0]).collect();
-        let (least, most) = (gaps.iter().min().unwrap(), gaps.iter().max().unwrap());
-        assert!(most <= &(2 * least) && steps[0] < 100 && steps.last().unwrap() > &9_900, "{least} {most}");
-        history.add(&status(5_000));
-        assert!(history.points().iter().all(|point| point.step <= 5_000));
+    fn each_restart_is_told_once_and_those_of_another_daemons_time_never() {
+        let status = |attempt: u32| StatusReply {
+            attempt,
+            past_restarts: (0..attempt).map(|attempt| Restart { attempt, ..Restart::default() }).collect(),
+            ..StatusReply::default()
+        };
+        let told = |live: &mut Live, attempt| -> Vec<u32> {
+            live.says(status(attempt)).into_iter().map(|restart| restart.attempt).collect()
+        };
+        let mut fresh = Live::new(true);
+        assert_eq!(
+            (told(&mut fresh, 2), told(&mut fresh, 2), told(&mut fresh, 3)),
+            (vec![0, 1], vec![], vec![2])
+        );
+        let mut adopted = Live::new(false);
+        assert_eq!((told(&mut adopted, 2), told(&mut adopted, 3)), (vec![], vec![2]));
+    }
+
+    #[test]
+    fn what_is_too_large_is_not_kept() {
+        let mut live = Live::new(true);
+        live.says(StatusReply { step: 1, ..StatusReply::default() });
+        let history = vec![Progress::default(); 100_000];
+        live.says(StatusReply { step: 2, reason: "x".repeat(STATUS), history, ..StatusReply::default() });
+        assert_eq!(live.status.as_ref().unwrap().0.step, 1);
+        assert_eq!(live.history.len(), POINTS);
     }
 }

@@ -63,7 +63,7 @@ pub(super) fn view(job: Job, live: Option<&Live>, socket: PathBuf, logs: PathBuf
     Arc::new(JobView {
         job,
         status: live.and_then(|live| live.status.clone()),
-        history: live.map(|live| live.history.points()).unwrap_or_default(),
+        history: live.map(|live| live.history.clone()).unwrap_or_default(),
         socket,
         logs,
     })

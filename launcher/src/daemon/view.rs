@@ -9,9 +9,6 @@ use std::time::Instant;
 
 use xlaunch_proto::v1::{Job, NodeJobState, NodeStatus, Progress, StatusReply};
 
-/// Points that a job's history is thinned out to.
-pub const POINTS: usize = 400;
-
 /// The node and its jobs at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct NodeView {

@@ -148,10 +148,10 @@ impl Agent for Service {
         Ok(Response::new(Box::pin(ReceiverStream::new(outgoing))))
     }
 
-    async fn status(&self, _: Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
+    async fn status(&self, request: Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
         let mut board = self.board.clone();
         self.monitor.refresh(&mut board).await;
-        let reply = board.borrow().reply(Instant::now());
+        let reply = board.borrow().reply(Instant::now(), request.into_inner().history);
         Ok(Response::new(reply))
     }
 

@@ -3,13 +3,17 @@
 //! The driver tells what happens, the monitor what it sees; [`Board::reply`] is the answer to a status query. Whatever passes
 //! with time (silence, hints) is worked out when it is asked for.
 
+use std::collections::VecDeque;
 use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{JobKind, JobState, RankState, RankStatus, StatusReply, StepReport, TrainStarted};
+use xlaunch_proto::v1::{
+    JobKind, JobState, RankState, RankStatus, Restart, StatusReply, StepReport, TrainStarted,
+};
 
+use super::history::{self, History};
 use super::sample::Usage;
 use crate::clock;
 use crate::devices;
@@ -17,6 +21,8 @@ use crate::run_dir::rank_dir;
 
 /// CPU use of a rank, in percent of a core, below which it does nothing.
 const IDLE: f64 = 1.0;
+/// Restarts that are told.
+pub const RESTARTS: usize = 20;
 /// Characters of a command line that are told.
 const COMMAND_LINE: usize = 4096;
 
@@ -48,8 +54,10 @@ pub struct Board {
     state: JobState,
     reason: String,
     attempt: u32,
+    restarts: VecDeque<Restart>,
     train: Option<TrainStarted>,
     last_step: Option<StepReport>,
+    history: History,
     ranks: Vec<Rank>,
     looked: Option<Instant>,
 }
@@ -73,8 +81,10 @@ impl Board {
             state: JobState::Starting,
             reason: String::new(),
             attempt: 0,
+            restarts: VecDeque::new(),
             train: None,
             last_step: None,
+            history: History::default(),
             ranks: Vec::new(),
             looked: None,
         }
@@ -95,6 +105,14 @@ impl Board {
     /// Why it is.
     pub fn because(&mut self, reason: &str) {
         self.reason = reason.into();
+    }
+
+    /// An attempt has failed, and another follows.
+    pub fn restarts(&mut self, restart: Restart) {
+        if self.restarts.len() == RESTARTS {
+            self.restarts.pop_front();
+        }
+        self.restarts.push_back(restart);
     }
 
     /// The rank's process runs.
@@ -133,7 +151,10 @@ impl Board {
         }
         match report {
             Report::TrainStarted(started) if rank == 0 => self.train = Some(started.clone()),
-            Report::Step(step) if rank == 0 => self.last_step = Some(*step),
+            Report::Step(step) if rank == 0 => {
+                self.last_step = Some(*step);
+                self.history.add(clock::unix_ms(), step);
+            }
             _ => {}
         }
     }
@@ -209,8 +230,8 @@ impl Board {
         silence(silent, idle, rank.status.gpu_percent.is_some(), self.launch.silence)
     }
 
-    /// The answer to a status query at `now`.
-    pub fn reply(&self, now: Instant) -> StatusReply {
+    /// The answer to a status query at `now`, on demand with its history.
+    pub fn reply(&self, now: Instant, history: bool) -> StatusReply {
         let since = |then: Instant| now.saturating_duration_since(then).as_secs_f64();
         let ranks = self.ranks.iter().map(|rank| RankStatus {
             seconds_since_heartbeat: rank.heard.map_or(0.0, since),
@@ -219,8 +240,6 @@ impl Board {
             ..rank.status.clone()
         });
         let step = self.last_step.unwrap_or_default();
-        #[expect(clippy::cast_precision_loss, reason = "shown to people")]
-        let speed = if step.step_seconds > 0.0 { step.tokens as f64 / step.step_seconds } else { 0.0 };
         StatusReply {
             job_id: self.launch.id.clone(),
             job_name: self.launch.name.clone(),
@@ -231,7 +250,7 @@ impl Board {
             step: self.last_step.map_or(0, |step| step.step + 1),
             total_steps: self.train.as_ref().map_or(0, |started| started.total_steps),
             loss: step.loss,
-            tokens_per_second: speed,
+            tokens_per_second: history::speed(&step),
             reason: self.reason.clone(),
             kind: self.launch.kind.into(),
             command_line: self.launch.command_line.clone(),
@@ -241,6 +260,8 @@ impl Board {
             host: self.host.clone(),
             launcher_pid: std::process::id(),
             log_dir: self.launch.log_dir.to_string_lossy().into_owned(),
+            past_restarts: self.restarts.iter().cloned().collect(),
+            history: if history { self.history.points().to_vec() } else { Vec::new() },
         }
     }
 
@@ -315,7 +336,7 @@ mod tests {
         board.used(1, 42, &usage(0.0, Some(0.0)), at(200));
         assert_eq!(board.hint(1, at(309)), None, "idle for 299 s");
         assert_eq!(board.hint(1, at(310)).as_deref(), Some("silent for 310 s, no CPU, no GPU"));
-        assert_eq!(board.reply(at(310)).ranks[1].hint, "silent for 310 s, no CPU, no GPU");
+        assert_eq!(board.reply(at(310), false).ranks[1].hint, "silent for 310 s, no CPU, no GPU");
         board.wrote(1, 42, at(305));
         assert_eq!(board.hint(1, at(330)), None, "it has printed");
         assert_eq!(board.hint(1, at(700)).as_deref(), Some("silent for 395 s, no CPU, no GPU"));
@@ -334,8 +355,8 @@ mod tests {
         board.reset(2, 2);
         board.spawned(0, 43, now);
         board.used(0, 42, &usage(50.0, None), now);
-        assert_eq!(board.reply(now).ranks[0].cpu_percent, None);
-        assert_eq!((board.running(), board.reply(now).restarts), (vec![(0, 43)], 2));
+        assert_eq!(board.reply(now, false).ranks[0].cpu_percent, None);
+        assert_eq!((board.running(), board.reply(now, false).restarts), (vec![(0, 43)], 2));
     }
 
     #[test]

@@ -12,6 +12,8 @@
 pub mod board;
 pub mod follow;
 mod gpu;
+pub mod history;
+pub(crate) mod json;
 mod monitor;
 pub mod sample;
 pub(crate) mod words;

@@ -311,10 +311,12 @@ impl Job {
                 let when =
                     if after.is_zero() { String::new() } else { format!(" in {:.1} s", after.as_secs_f64()) };
                 let said = Action::Say(format!("{what}; restarting{when} ({attempt} of {most})"));
+                let restart =
+                    Action::Restart { attempt: attempt - 1, rank: root.rank, cause: root.what.clone() };
                 self.last = failures;
                 (self.phase, self.deadline) = (Phase::Waiting, Some(now + after));
                 let rest = if after.is_zero() { self.begin_attempt(now) } else { Vec::new() };
-                [vec![Action::Kill, said], rest].concat()
+                [vec![Action::Kill, said, restart], rest].concat()
             }
         }
     }

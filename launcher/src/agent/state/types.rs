@@ -85,6 +85,15 @@ pub enum Action {
     Kill,
     /// Tell the user.
     Say(String),
+    /// Remember that this attempt has failed and another follows.
+    Restart {
+        /// From 0.
+        attempt: u32,
+        /// Whose failure it was; `None` for the group's.
+        rank: Option<u32>,
+        /// In words.
+        cause: String,
+    },
     /// The job is over.
     End(Outcome),
 }

@@ -1,7 +1,6 @@
 //! `xlaunch node`: the node and its GPUs, as a table for people and as JSON for programs.
 
 use clap::Args;
-use serde_json::{Value, json};
 use xlaunch_proto::v1::{Gpu, NodeStatus, NodeStatusRequest};
 
 use super::connect::{At, Daemon};
@@ -9,6 +8,7 @@ use super::show::columns;
 use crate::cli::console::{End, escape, fit, now, put, width};
 use crate::cli::query::show::{bytes, percent, seconds, shown};
 use crate::progress::clock;
+use crate::status::json;
 use crate::status::words::gpu_state;
 
 /// Options of `xlaunch node`.
@@ -26,7 +26,7 @@ pub(super) async fn show(options: Node) -> Result<(), End> {
     let reply = daemon.client.status(NodeStatusRequest {}).await;
     let node = reply.map_err(|status| daemon.refusal(&status))?.into_inner();
     let text = match options.json {
-        true => format!("{:#}\n", json(&node)),
+        true => format!("{:#}\n", json::node(&node)),
         false => table(&node, now(), width()),
     };
     put(text.as_bytes())
@@ -89,26 +89,9 @@ pub(super) fn memory(gpu: &Gpu) -> String {
     }
 }
 
-/// A node for programs.
-fn json(node: &NodeStatus) -> Value {
-    let gpus: Vec<_> = node.gpus.iter().map(|gpu| {
-        json!({
-            "index": gpu.index, "uuid": gpu.uuid, "name": gpu.name, "state": gpu_state(gpu.state()),
-            "reason": gpu.reason, "job": (gpu.job != 0).then_some(gpu.job), "busy_percent": gpu.busy_percent,
-            "memory_used_bytes": gpu.memory_used_bytes, "memory_bytes": gpu.memory_bytes,
-            "power_watts": gpu.power_watts, "temperature_celsius": gpu.temperature_celsius,
-        })
-    }).collect();
-    json!({
-        "host": node.host, "version": node.version, "daemon_pid": node.daemon_pid,
-        "started_unix_seconds": node.started_unix_seconds, "drained": node.drained, "cores": node.cores,
-        "jobs_queued": node.jobs_queued, "jobs_running": node.jobs_running, "jobs_ended": node.jobs_ended,
-        "gpu_problem": node.gpu_problem, "gpus": gpus,
-    })
-}
-
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
     use xlaunch_proto::v1::GpuState;
 
     use super::*;
@@ -152,6 +135,6 @@ GPU  NAME         STATE  JOB  BUSY  MEMORY      POWER  TEMP  UUID
 1    NVIDIA H200  sick   -    -     -           -      -     GPU-b  Xid 79
 ";
         assert_eq!(table(&status, 1185, 100), expected);
-        assert_eq!(json(&status)["gpus"][1]["job"], Value::Null);
+        assert_eq!(json::node(&status)["gpus"][1]["job"], Value::Null);
     }
 }

@@ -8,7 +8,8 @@ use crate::cli::console::{escape, fit};
 use crate::cli::query::show::{self, seconds};
 use crate::daemon::view::has_ended;
 use crate::progress::clock;
-use crate::status::words::{kind, node_job_state};
+use crate::status::json;
+use crate::status::words::node_job_state;
 
 /// Seconds from which on the age of a status is worth a word.
 const OLD: f64 = 5.0;
@@ -41,6 +42,7 @@ pub(super) fn job(job: &Job, now: u64, width: usize) -> String {
         if job.status_age_seconds >= OLD && !has_ended(job.state()) {
             out += &format!("as it was {} ago\n", clock(job.status_age_seconds));
         }
+        out += &show::restarts(status, now / 1000);
         out.push('\n');
         out += &show::ranks(status, width);
     }
@@ -96,30 +98,13 @@ pub(super) fn state_and_reason(job: &Job) -> String {
     out
 }
 
-/// A job for programs. What has not happened and what is not known is null.
+/// A job for programs.
 pub(super) fn json(job: &Job) -> Value {
-    let at = |ms: u64| (ms != 0).then_some(ms);
-    let history: Vec<_> = job
-        .history
-        .iter()
-        .map(|point| {
-            json!({
-                "unix_ms": point.unix_ms, "step": point.step, "loss": point.loss,
-                "tokens_per_second": point.tokens_per_second,
-            })
-        })
-        .collect();
-    json!({
-        "id": job.id, "name": job.name, "uid": job.uid, "user": job.user, "kind": kind(job.kind()),
-        "state": node_job_state(job.state()), "reason": job.reason, "priority": job.priority, "gpus_wanted": job.gpus_wanted,
-        "gpus": job.gpus, "command_line": job.command_line, "work_dir": job.work_dir,
-        "submitted_unix_ms": at(job.submitted_unix_ms), "started_unix_ms": at(job.started_unix_ms),
-        "ended_unix_ms": at(job.ended_unix_ms), "exit_code": job.exit_code, "report": job.report,
-        "queue_position": (job.queue_position != 0).then_some(job.queue_position),
-        "status": job.status.as_ref().map(show::json),
-        "status_age_seconds": job.status.as_ref().map(|_| job.status_age_seconds),
-        "history": history,
-    })
+    let mut value = json::job(job);
+    value["status"] = job.status.as_ref().map_or(Value::Null, json::status);
+    value["status_age_seconds"] = json!(job.status.as_ref().map(|_| job.status_age_seconds));
+    value["history"] = json::history(&job.history);
+    value
 }
 
 /// Columns as wide as their widest cell, of which nothing acts on a terminal.

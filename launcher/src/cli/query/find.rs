@@ -101,7 +101,7 @@ pub(super) async fn connect(launch: &Running) -> Result<AgentClient<Channel>, St
 /// The state of a launch.
 pub(super) async fn ask(launch: &Running) -> Result<StatusReply, String> {
     let mut agent = connect(launch).await?;
-    let reply = agent.status(StatusRequest {}).await;
+    let reply = agent.status(StatusRequest::default()).await;
     reply.map(tonic::Response::into_inner).map_err(|status| problem(launch, &status))
 }
 

@@ -19,6 +19,7 @@ use xlaunch_proto::v1::{LogStream, LogsRequest, StatusReply, StopRequest};
 use super::console::{End, finish, now, put, redrawn, width};
 use super::node::{self, At, Daemon};
 use crate::registry::Running;
+use crate::status::json;
 
 /// Options of `xlaunch status`.
 #[derive(Debug, Args)]
@@ -114,46 +115,54 @@ async fn show_status(options: &Status) -> Result<(), End> {
 }
 
 /// Shows launches once.
-async fn look(run: Option<&Path>, json: bool) -> Result<(), End> {
+async fn look(run: Option<&Path>, as_json: bool) -> Result<(), End> {
     let launches = find::launches(run).await?;
     let text = match &launches[..] {
         [launch] => {
             let reply = find::ask(launch).await?;
-            if json { format!("{:#}\n", show::json(&reply)) } else { show::table(&reply, now(), width()) }
+            if as_json {
+                format!("{:#}\n", json::status(&reply))
+            } else {
+                show::table(&reply, now(), width())
+            }
         }
         _ => {
             let replies = ask_all(&launches).await;
-            if json { format!("{:#}\n", all_as_json(&replies)) } else { show::list(&replies, now(), width()) }
+            if as_json {
+                format!("{:#}\n", all_as_json(&replies))
+            } else {
+                show::list(&replies, now(), width())
+            }
         }
     };
     put(text.as_bytes())
 }
 
 /// Shows launches until they have ended: one in place of the last on a terminal, blocks or lines of JSON elsewhere.
-async fn watch(run: Option<&Path>, pause: Duration, json: bool) -> Result<(), End> {
+async fn watch(run: Option<&Path>, pause: Duration, as_json: bool) -> Result<(), End> {
     let mut launches = find::launches(run).await?;
-    let redraw = !json && std::io::stdout().is_terminal();
+    let redraw = !as_json && std::io::stdout().is_terminal();
     for turn in 0.. {
         let text = match &launches[..] {
             [launch] => match find::ask(launch).await {
-                Ok(reply) if json => format!("{}\n", show::json(&reply)),
+                Ok(reply) if as_json => format!("{}\n", json::status(&reply)),
                 Ok(reply) => show::table(&reply, now(), width()),
                 Err(problem) if turn == 0 => return Err(problem.into()),
                 // It was there: it has ended, unless it is found again.
                 Err(problem) if is_running(launch) => return Err(problem.into()),
-                Err(_) if json => return Ok(()),
+                Err(_) if as_json => return Ok(()),
                 Err(_) => return put(format!("{} has ended\n", launch.name).as_bytes()),
             },
             _ => {
                 let replies = ask_all(&launches).await;
-                if json {
+                if as_json {
                     format!("{}\n", all_as_json(&replies))
                 } else {
                     show::list(&replies, now(), width())
                 }
             }
         };
-        let text = match (redraw, json) {
+        let text = match (redraw, as_json) {
             (true, _) => redrawn(&text, turn == 0),
             (false, false) => format!("{text}\n"),
             (false, true) => text,
@@ -193,7 +202,7 @@ async fn ask_all(launches: &[Running]) -> Vec<(String, Result<StatusReply, Strin
 
 /// Of those that answer.
 fn all_as_json(replies: &[(String, Result<StatusReply, String>)]) -> serde_json::Value {
-    replies.iter().filter_map(|(_, reply)| reply.as_ref().ok()).map(show::json).collect()
+    replies.iter().filter_map(|(_, reply)| reply.as_ref().ok()).map(json::status).collect()
 }
 
 pub(super) async fn logs(options: Logs) -> ExitCode {

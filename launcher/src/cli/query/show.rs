@@ -1,14 +1,18 @@
 //! The state of a launch as text: tables for people, JSON for programs.
 
-use xlaunch_proto::v1::{JobKind, RankStatus, StatusReply};
+use xlaunch_proto::v1::{JobKind, RankStatus, Restart, StatusReply};
 
-use crate::cli::console::fit;
+use crate::cli::console::{escape, fit};
 use crate::progress::{clock, count};
-use crate::status::words::{job_state, kind, rank_state};
+use crate::status::words::{job_state, rank_state};
+
+/// Restarts that are shown.
+const RESTARTS: usize = 3;
 
 /// Table of one launch; lines are cut at `width` characters.
 pub(super) fn table(reply: &StatusReply, now: u64, width: usize) -> String {
     let mut out = heading(reply, now);
+    out += &restarts(reply, now);
     out += "\n";
     out += &ranks(reply, width);
     fit(&out, width)
@@ -43,6 +47,16 @@ fn heading(reply: &StatusReply, now: u64) -> String {
         out += &training(reply);
     }
     out
+}
+
+/// The last restarts, a line each.
+pub(in crate::cli) fn restarts(reply: &StatusReply, now: u64) -> String {
+    let line = |restart: &Restart| {
+        let ago = clock(seconds(now.saturating_sub(restart.unix_ms / 1000)));
+        let who = restart.rank.map_or_else(|| "the group".into(), |rank| format!("rank {rank}"));
+        format!("attempt {} failed {ago} ago: {who}: {}\n", restart.attempt, escape(&restart.cause))
+    };
+    reply.past_restarts.iter().rev().take(RESTARTS).rev().map(line).collect()
 }
 
 /// How far training is, in a line.
@@ -137,35 +151,6 @@ pub(super) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, 
     fit(&out, width)
 }
 
-/// The same for programs.
-pub(in crate::cli) fn json(reply: &StatusReply) -> serde_json::Value {
-    let ranks: Vec<_> = reply
-        .ranks
-        .iter()
-        .map(|rank| {
-            serde_json::json!({
-                "rank": rank.rank, "local_rank": rank.local_rank, "pid": rank.pid,
-                "state": rank_state(rank.state()), "step": rank.step, "device_uuid": rank.device_uuid,
-                "seconds_since_heartbeat": rank.seconds_since_heartbeat, "exit": rank.exit,
-                "seconds_since_output": rank.seconds_since_output, "cpu_percent": rank.cpu_percent,
-                "memory_bytes": rank.memory_bytes, "gpu_percent": rank.gpu_percent,
-                "gpu_memory_bytes": rank.gpu_memory_bytes, "hint": rank.hint,
-                "pool_live_bytes": rank.pool_live_bytes, "pool_mapped_bytes": rank.pool_mapped_bytes,
-                "pool_peak_bytes": rank.pool_peak_bytes, "pool_fragmentation": rank.pool_fragmentation,
-            })
-        })
-        .collect();
-    serde_json::json!({
-        "job_id": reply.job_id, "job_name": reply.job_name, "kind": kind(reply.kind()), "state": job_state(reply.state()),
-        "reason": reply.reason, "command_line": reply.command_line, "host": reply.host,
-        "launcher_pid": reply.launcher_pid, "started_unix_seconds": reply.started_unix_seconds,
-        "attempt": reply.attempt, "restarts": reply.restarts, "max_restarts": reply.max_restarts,
-        "log_dir": reply.log_dir, "world_size": reply.world_size, "step": reply.step,
-        "total_steps": reply.total_steps, "loss": reply.loss, "tokens_per_second": reply.tokens_per_second,
-        "ranks": ranks,
-    })
-}
-
 /// A dash for what is not known.
 pub(in crate::cli) fn shown<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
     value.map_or_else(|| "-".into(), show)
@@ -238,6 +223,31 @@ RANK  PID      STATE    OUTPUT  CPU    MEMORY  GPU   GPU MEM
 1     4000001  running  5m12s   0%     123G    -     141G     silent for 312 s, no CPU
 ";
         assert_eq!(table(&reply(), 1185, 100), expected);
+    }
+
+    #[test]
+    fn the_last_restarts_stand_above_the_ranks() {
+        let mut reply = reply();
+        let restart = |attempt: u32, cause: &str| Restart {
+            unix_ms: 1_000_000 + u64::from(attempt) * 60_000,
+            attempt,
+            rank: (attempt > 1).then_some(1),
+            cause: cause.into(),
+        };
+        reply.past_restarts = vec![
+            restart(0, "old"),
+            restart(1, "no meeting"),
+            restart(2, "exit code 3\nx"),
+            restart(3, "new"),
+        ];
+        let expected = "\n\
+attempt 1 failed 2m05s ago: the group: no meeting
+attempt 2 failed 1m05s ago: rank 1: exit code 3\\u{a}x
+attempt 3 failed 5s ago: rank 1: new
+
+RANK";
+        let text = table(&reply, 1185, 100);
+        assert!(text.contains(expected), "{text}");
     }
 
     #[test]

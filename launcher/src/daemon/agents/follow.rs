@@ -267,7 +267,7 @@ impl Caller {
     }
 
     async fn status(&mut self) -> Option<StatusReply> {
-        let asked = self.client().await?.status(StatusRequest {});
+        let asked = self.client().await?.status(StatusRequest { history: true });
         let answer = timeout(ANSWER, asked).await.ok().and_then(Result::ok);
         if answer.is_none() {
             self.client = None;

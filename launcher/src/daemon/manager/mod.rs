@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
-use xlaunch_proto::v1::NodeStatus;
+use xlaunch_proto::v1::{NodeStatus, Restart, StatusReply};
 
 use super::agents::Starter;
 use super::agents::follow::{Followed, News, follow};
@@ -172,12 +172,18 @@ impl Manager {
         match news {
             News::Runs => {
                 info!(job, "job {job} runs");
-                self.live.entry(job).or_insert_with(Live::new).runs = true;
+                self.live.entry(job).or_default().runs = true;
             }
-            News::Status(status) => self.live.entry(job).or_insert_with(Live::new).says(*status),
+            News::Status(status) => self.says(job, *status),
             News::Ended(result) => self.ended(job, result),
             News::Lost(reason) => self.lost(job, &reason),
             News::NotStarted(reason) => self.not_started(job, reason),
+        }
+    }
+
+    fn says(&mut self, job: u64, status: StatusReply) {
+        for Restart { attempt, rank, cause, .. } in self.live.entry(job).or_default().says(status) {
+            warn!(job, attempt, rank, cause, "attempt {attempt} of job {job} has failed; it starts again");
         }
     }
 
@@ -193,7 +199,10 @@ impl Manager {
             _ => End::Failed,
         };
         self.recall(job);
-        let JobResult { exit, reason, report, .. } = result;
+        let JobResult { exit, reason, report, rank, attempt, .. } = result;
+        if let Some(rank) = rank {
+            warn!(job, attempt, rank, "rank {rank} of job {job} has failed in attempt {attempt}");
+        }
         self.end(Record::Ended { job, end, exit: Some(exit), reason, report, at: unix_ms() });
     }
 
@@ -201,10 +210,7 @@ impl Manager {
     fn recall(&mut self, job: u64) {
         let Some(Entry { submitted, .. }) = self.jobs.jobs.get(&job) else { return };
         let Some(status) = self.dirs.last_status(job, submitted.uid) else { return };
-        match self.live.get_mut(&job) {
-            Some(live) => live.says(status),
-            None => drop(self.live.insert(job, Live::ended(status))),
-        }
+        self.says(job, status);
     }
 
     fn lost(&mut self, job: u64, reason: &str) {
@@ -266,7 +272,7 @@ impl Manager {
             gpus: gpus.clone(),
             patience: submitted.patience,
         };
-        let live = Live::new();
+        let live = Live::new(fresh);
         live.stop.send_replace(cancelled.is_some());
         let stop = live.stop.subscribe();
         tokio::spawn(follow(

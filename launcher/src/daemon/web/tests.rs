@@ -8,7 +8,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{mpsc, oneshot, watch};
 use xlaunch_proto::v1::{
     Gpu, GpuState, Job, JobKind, JobState, NodeJobState, NodeStatus, Progress, RankState, RankStatus,
-    StatusReply,
+    Restart, StatusReply,
 };
 
 use super::*;
@@ -128,7 +128,13 @@ fn made_up(now: u64, steps: u64) -> NodeView {
         total_steps: 2000,
         loss: last.loss,
         tokens_per_second: last.tokens_per_second,
-        reason: "restarted: rank 2 was ended by signal 9 (SIGKILL)".into(),
+        reason: "rank 2: signal 9 (SIGKILL: killed, perhaps for lack of memory); restarting (1 of 3)".into(),
+        past_restarts: vec![Restart {
+            unix_ms: now - 45_000,
+            attempt: 0,
+            rank: Some(2),
+            cause: "signal 9 (SIGKILL: killed, perhaps for lack of memory)".into(),
+        }],
         attempt: 1,
         restarts: 1,
         max_restarts: 3,
@@ -285,8 +291,9 @@ async fn the_node_and_its_jobs_are_shown_as_json() {
     let served = Served::new().await;
     let node = served.json("/api/v1/node").await;
     assert_eq!(node["node"]["host"], "node-17");
-    assert_eq!(node["gpus"][6]["state"], "sick");
-    assert_eq!((&node["gpus"][0]["job"], &node["gpus"][4]["job"]), (&json!(7), &Value::Null));
+    let gpus = &node["node"]["gpus"];
+    assert_eq!(gpus[6]["state"], "sick");
+    assert_eq!((&gpus[0]["job"], &gpus[4]["job"]), (&json!(7), &Value::Null));
     // Those that run, those that wait by their turn, those that have ended.
     let ids: Vec<_> =
         node["jobs"].as_array().unwrap().iter().map(|job| job["id"].as_u64().unwrap()).collect();
@@ -299,6 +306,7 @@ async fn the_node_and_its_jobs_are_shown_as_json() {
     assert_eq!(job["history"].as_array().unwrap().len(), 400);
     assert_eq!(job["history"][399]["step"], 800);
     assert_eq!(job["status"]["ranks"][3]["hint"], "silent for 312 s, no CPU");
+    assert_eq!(job["status"]["past_restarts"][0]["rank"], 2);
     assert_eq!(job["loss"], job["history"][399]["loss"]);
     let failed = served.json("/api/v1/jobs/6").await;
     assert!(failed["report"].as_str().unwrap().contains("rank 2 of 4"), "{failed}");

@@ -171,7 +171,7 @@ fn shade(state: NodeJobState) -> Color {
 /// Lines that a job would fill.
 fn height(job: &Job, width: u16) -> u16 {
     let curves = if job.history.is_empty() { 0 } else { 1 + CURVE };
-    lines(text(job, width.into()).lines().count()).saturating_add(curves + 1)
+    lines(text(job, 0, width.into()).lines().count()).saturating_add(curves + 1)
 }
 
 /// A job below a line with its name: curves, where it trains, and ranks.
@@ -195,12 +195,13 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, job: &Job, state: &State) {
         draw_curve(frame, right, "tok/s", &speed, count, colour(state, Color::Magenta));
     }
     let width = usize::from(rest.width);
-    let text: Vec<_> = text(job, width).lines().map(|line| Line::raw(escape(line))).collect();
+    let text: Vec<_> =
+        text(job, state.now_ms() / 1000, width).lines().map(|line| Line::raw(escape(line))).collect();
     frame.render_widget(Paragraph::new(text), rest);
 }
 
-/// What stands below a job's curves: the report of one that has ended, and ranks.
-fn text(job: &Job, width: usize) -> String {
+/// What stands below a job's curves: the report of one that has ended, restarts, and ranks.
+fn text(job: &Job, now: u64, width: usize) -> String {
     let mut out = format!("{}\n", escape(&job.command_line));
     if !job.report.is_empty() {
         out += &format!("{}\n", job.report.trim_end());
@@ -209,6 +210,7 @@ fn text(job: &Job, width: usize) -> String {
         if job.kind() == JobKind::Trainer {
             out += &ranks::training(status);
         }
+        out += &ranks::restarts(status, now);
         out += &ranks::ranks(status, width);
     }
     out

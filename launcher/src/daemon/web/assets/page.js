@@ -56,7 +56,7 @@ async function lookAtJob(node, mine) {
     return;
   }
   if (mine !== round) return;
-  showJob(job, node);
+  showJob(job, node.node.gpus);
   await lookAtLog(job, mine);
 }
 
@@ -85,7 +85,7 @@ function plain(line) {
 
 // ---- the node ----
 
-function showNode({ unix_ms, node, gpus, jobs, jobs_left_out }) {
+function showNode({ unix_ms, node, jobs, jobs_left_out }) {
   document.title = `${node.host}: ${node.jobs_running} running, ${node.jobs_queued} waiting`;
   put(part("host"), node.host);
   facts(part("facts"), {
@@ -99,7 +99,7 @@ function showNode({ unix_ms, node, gpus, jobs, jobs_left_out }) {
   banner(part("drained"), node.drained && `Drained, no job is started: ${node.drained}`);
   banner(part("problem"), node.gpu_problem && `GPUs are not known: ${node.gpu_problem}`);
   const names = new Map(jobs.map((job) => [job.id, job.name]));
-  fill(part("gpus"), gpus, (gpu) => gpu.uuid, [
+  fill(part("gpus"), node.gpus, (gpu) => gpu.uuid, [
     ["GPU", (gpu) => gpu.index, "number"],
     ["name", (gpu) => gpu.name],
     ["state", (gpu) => state(gpu.state)],
@@ -148,11 +148,11 @@ function showUnreachable(error) {
 function showNoJob(id, why) {
   put(part("job-title"), `Job ${id}`);
   put(part("job-reason"), why);
-  for (const each of ["charts", "restarts", "restarts-title", "report-part", "ranks-part", "log", "log-title"]) part(each).hidden = true;
+  for (const each of ["charts", "restarts-part", "report-part", "ranks-part", "log", "log-title"]) part(each).hidden = true;
   facts(part("job-facts"), {});
 }
 
-function showJob(job, node) {
+function showJob(job, gpus) {
   const { status } = job;
   for (const each of ["log", "log-title"]) part(each).hidden = false;
   put(part("job-title"), `Job ${job.id}: ${job.name}`);
@@ -169,16 +169,20 @@ function showJob(job, node) {
     "loss": job.loss === null ? null : loss(job.loss),
     "tok/s": job.tokens_per_second === null ? null : count(job.tokens_per_second),
     "last heard of": stale ? `${time(job.status_age_seconds)} ago` : null,
-    "GPUs": node.gpus.filter((gpu) => job.gpus.includes(gpu.uuid)).map((gpu) => gpu.index).join(", ") || null,
+    "GPUs": gpus.filter((gpu) => job.gpus.includes(gpu.uuid)).map((gpu) => gpu.index).join(", ") || null,
     "directory": job.work_dir,
     "command": job.command_line,
   });
   showCharts(job);
-  for (const each of ["restarts", "restarts-title"]) part(each).hidden = !status;
-  if (status) {
-    const cause = job.restarts && status.reason ? ` Attempt ${status.attempt}: ${status.reason}` : "";
-    put(part("restarts"), `${job.restarts} of at most ${job.max_restarts}.${cause}`);
-  }
+  const restarts = status?.past_restarts ?? [];
+  part("restarts-part").hidden = !restarts.length;
+  put(part("restarts-title"), `Restarts: ${job.restarts} of at most ${job.max_restarts}`);
+  fill(part("restarts"), restarts.toReversed(), (restart) => restart.attempt, [
+    ["attempt", (restart) => restart.attempt, "number"],
+    ["failed", (restart) => `${time((job.unix_ms - restart.unix_ms) / 1000)} ago`],
+    ["rank", (restart) => restart.rank, "number"],
+    ["cause", (restart) => restart.cause],
+  ]);
   part("report-part").hidden = !job.report;
   put(part("report"), job.report);
   const ranks = status?.ranks ?? [];
@@ -187,7 +191,7 @@ function showJob(job, node) {
     ["rank", (rank) => rank.rank, "number"],
     ["state", (rank) => state(rank.state)],
     ["pid", (rank) => rank.pid || null, "number"],
-    ["device", (rank) => device(rank.device_uuid, node.gpus)],
+    ["device", (rank) => device(rank.device_uuid, gpus)],
     ["CPU", (rank) => rank.cpu_percent === null ? null : percent(rank.cpu_percent), "number"],
     ["memory", (rank) => rank.memory_bytes === null ? null : bytes(rank.memory_bytes), "number"],
     ["GPU", (rank) => rank.gpu_percent === null ? null : percent(rank.gpu_percent), "number"],

@@ -1,0 +1,92 @@
+"""From a failure to the first new step: a worker of a training job is killed, and the group starts again from its checkpoint.
+
+    python3 tests/gpu/restart.py --binary target/release/xlaunch --gpus 4 [--model B] [--times 2]
+
+Seconds from the kill until the first step behind the checkpoint is reported, by xlaunch's metrics.jsonl; and what the new
+attempt computed is what the first one had: the losses of the steps that were made twice. xlaunch waits a second before the
+second restart in a row, which is in the figure.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import tempfile
+import time
+
+import runner
+
+LIMIT = 180
+EVERY = 20
+
+
+def steps(out):
+    path = next(pathlib.Path(out).glob("*/latest/metrics.jsonl"), None)
+    # The last line may not be whole yet.
+    lines = path.read_text().split("\n")[:-1] if path else []
+    return [line for line in map(json.loads, lines) if "train/loss" in line]
+
+
+def wait_for(what, look, process):
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline and process.poll() is None:
+        if found := look():
+            return found
+        time.sleep(0.01)
+    raise SystemExit(f"{what}: not within {LIMIT} s, exit code {process.poll()}")
+
+
+def workers(launcher):
+    """Process ids of its workers."""
+    listed = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout.split()
+    is_worker = lambda pid: b"\0worker\0" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    return [int(pid) for pid in listed if is_worker(pid)]
+
+
+def behind(lines, number):
+    """Index of the first step of attempt `number`: steps go back at each restart."""
+    starts = [at for at in range(1, len(lines)) if lines[at]["_step"] <= lines[at - 1]["_step"]]
+    return starts[number - 1] if len(starts) >= number else None
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--binary", type=pathlib.Path, default=runner.ROOT / "target/release/xlaunch")
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--model", choices=runner.MODELS, default="B")
+    parser.add_argument("--times", type=int, default=2)
+    options = parser.parse_args()
+    print(f"{runner.hardware()}; tests/gpu/restart.py --gpus {options.gpus} --model {options.model}")
+    with tempfile.TemporaryDirectory(prefix="xr-") as place:
+        out = pathlib.Path(place) / "out"
+        data = runner.tokens(pathlib.Path(place) / "tokens.bin", 2_000_000)
+        settings = {"data.train": [str(data)], "data.val_fraction": 0.0, "train.eval_every": 0, "train.steps": 1_000_000}
+        settings |= {"job.output": str(out), "checkpoint.every": EVERY, "launch.max_restarts": options.times}
+        command = [str(options.binary.resolve()), "--nproc", str(options.gpus), str(runner.ROOT / runner.MODELS[options.model])]
+        launched = subprocess.Popen(command + runner.overrides(settings), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        took = []
+        try:
+            for number in range(1, options.times + 1):
+                first = behind(steps(out), number - 1) if number > 1 else 0
+                wait_for("steps", lambda: len(steps(out)) >= first + 2 * EVERY + EVERY // 2, launched)
+                began = time.time()
+                os.kill(workers(launched.pid)[-1], signal.SIGKILL)
+                at = wait_for("a new step", lambda: behind(steps(out), number), launched)
+                lines = steps(out)
+                took.append(lines[at]["_timestamp"] - began)
+                made = {line["_step"]: line["train/loss"] for line in lines[:at]}
+                wait_for("steps made again", lambda: steps(out)[-1]["_step"] > lines[at - 1]["_step"], launched)
+                again = [line for line in steps(out)[at:] if line["_step"] in made]
+                apart = max(abs(line["train/loss"] - made[line["_step"]]) for line in again)
+                print(f"kill {number}: {took[-1]:.2f} s from step {lines[at - 1]['_step']} to step {lines[at]['_step']}; "
+                      f"{len(again)} steps made again, losses at most {apart:.1e} apart", flush=True)
+        finally:
+            launched.terminate()
+            print("\n".join(line for line in launched.communicate()[1].splitlines() if line.startswith("xlaunch:")))
+    print(f"the first {took[0]:.2f} s")
+
+
+if __name__ == "__main__":
+    main()
