@@ -422,6 +422,7 @@ impl JobSpec {
             self.comm.check_ranks(ranks as usize)?;
         }
         positive("launch.join_timeout", self.launch.join_timeout)?;
+        within("launch.join_timeout", self.launch.join_timeout, 0.0, 86_400.0)?;
         within("launch.shutdown_timeout", self.launch.shutdown_timeout, 0.0, 86_400.0)?;
         within("train.min_lr_ratio", train.min_lr_ratio, 0.0, 1.0)?;
         within("train.beta1", train.beta1, 0.0, 0.999_999)?;

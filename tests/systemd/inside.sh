@@ -132,6 +132,7 @@ done
 expect "the socket" "660 root xlaunch" "$(stat -c '%a %U %G' $socket)"
 expect "its directory" "755 root root" "$(stat -c '%a %U %G' /run/xlaunch)"
 expect "the state" "711 root root" "$(stat -c '%a %U %G' /var/lib/xlaunch)"
+systemd-tmpfiles --cat-config | grep -q '^x /tmp/xlaunch-' || fail "old directories in /tmp are cleaned away"
 expect "what listens on TCP" "" "$(ss --no-header --listening --numeric --tcp)"
 getent group xlaunch-admin > /dev/null || fail "there is no group xlaunch-admin"
 systemd-analyze security --no-pager --threshold=30 $service > /srv/test/security ||
@@ -368,6 +369,8 @@ step "metrics on the loopback device"
 
 journalctl --unit $service --no-pager JOB="$job" | grep -q "job $job has ended: done" || fail "the journal knows no job"
 expect "lines of other jobs" 0 "$(journalctl --unit $service --no-pager --quiet JOB="$job" | grep -c "job $failing " || true)"
+journalctl --unit $service --no-pager JOB="$failing" RANK=0 ATTEMPT=0 | grep -q "rank 0 of job $failing has failed" ||
+    fail "the journal knows neither rank nor attempt"
 [ -n "$(journalctl --unit $service --no-pager --quiet UID="$(id -u alice)")" ] || fail "the journal knows no user"
 if journalctl --no-pager | grep -q "$secret"; then fail "the journal has the secret"; fi
 step "the journal has fields"

@@ -46,6 +46,7 @@ fn settings_are_refused_like_lines_of_the_file() {
     refused(&job, &["--set", "train.stepz=3"], 2, &["train.stepz", "steps"]);
     refused(&job, &["--set", "train.steps"], 2, &["="]);
     refused(&job, &["--set", "train.steps=many"], 2, &["train.steps"]);
+    refused(&job, &["--set", "launch.join_timeout=1e300"], 2, &["launch.join_timeout", "86400"]);
     refused(&job, &["--nproc", "0"], 2, &["nproc"]);
     refused(&job, &["--nproc", "many"], 2, &["many"]);
     refused(&job, &["--set", "model.heads=5"], 2, &["heads"]);

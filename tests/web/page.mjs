@@ -112,7 +112,7 @@ async function sameList(page, said) {
   const problems = [];
   compare(problems, "host", await page.locator("#host").textContent(), said.node.host);
   compare(problems, "jobs", jobs.length, said.jobs.length);
-  compare(problems, "gpus", gpus.length, said.gpus.length);
+  compare(problems, "gpus", gpus.length, said.node.gpus.length);
   jobs.forEach((row, index) => {
     const want = said.jobs[index];
     compare(problems, "id", row.job, String(want.id));
@@ -125,7 +125,7 @@ async function sameList(page, said) {
     near(problems, `speed of ${want.id}`, row["tok/s"], want.tokens_per_second, 0.006 * want.tokens_per_second + 0.5);
   });
   gpus.forEach((row, index) => {
-    const want = said.gpus[index];
+    const want = said.node.gpus[index];
     compare(problems, "index", row.GPU, String(want.index));
     compare(problems, `state of GPU ${want.index}`, row.state, want.state);
     compare(problems, `reason of GPU ${want.index}`, row.why, want.reason || "–");
@@ -154,6 +154,14 @@ async function sameJob(page, said) {
     compare(problems, `pid of rank ${index}`, row.pid, String(wanted[index].pid || "–"));
     compare(problems, `hint of rank ${index}`, row.hint, wanted[index].exit || wanted[index].hint || "–");
     near(problems, `CPU of rank ${index}`, row.CPU, wanted[index].cpu_percent, 0.51);
+  });
+  const restarts = await rows(page, "restarts");
+  const failures = (want.status?.past_restarts ?? []).toReversed();
+  compare(problems, "restarts", restarts.length, failures.length);
+  restarts.forEach((row, index) => {
+    compare(problems, "attempt", row.attempt, String(failures[index].attempt));
+    compare(problems, "rank that failed", row.rank, String(failures[index].rank ?? "–"));
+    compare(problems, "cause", row.cause, failures[index].cause);
   });
   const finite = want.history.filter((point) => typeof point.loss === "number");
   if (finite.length) {

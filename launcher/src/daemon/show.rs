@@ -44,18 +44,24 @@ pub(super) fn job(entry: &Entry, live: Option<&Live>, user: &str, position: u32,
             (job.gpus, job.started_unix_ms) = (gpus.clone(), *at);
         }
         Phase::Ended { end, exit, reason, report, gpus, started, at } => {
-            job.set_state(match end {
-                End::Done => NodeJobState::Done,
-                End::Failed => NodeJobState::Failed,
-                End::Cancelled => NodeJobState::Cancelled,
-                End::Lost => NodeJobState::Lost,
-            });
+            job.set_state((*end).into());
             (job.reason, job.report) = (reason.clone(), report.clone());
             (job.gpus, job.exit_code) = (gpus.clone(), exit.map(u32::from));
             (job.started_unix_ms, job.ended_unix_ms) = (*started, *at);
         }
     }
     job
+}
+
+impl From<End> for NodeJobState {
+    fn from(end: End) -> Self {
+        match end {
+            End::Done => Self::Done,
+            End::Failed => Self::Failed,
+            End::Cancelled => Self::Cancelled,
+            End::Lost => Self::Lost,
+        }
+    }
 }
 
 /// The same with what is known beside.

@@ -144,7 +144,7 @@ fn work(
     // The daemon chooses the GPUs: what is visible here does not count.
     let environment = |name: &str| environment(name).filter(|_| name != "CUDA_VISIBLE_DEVICES");
     let node = || Node { gpus: Ok(1), cores: 1 };
-    Ok(match torchrun::parse(Name::Xlaunch, target, &environment, &node)? {
+    Ok(match torchrun::parse(Name::Xlaunch, target, &environment, &node).map_err(out_of_place)? {
         Request::Text(text) => Err(text),
         Request::Trainer(launch) => Ok(Work::TrainerSpecJson(launch::load(&launch)?.to_json())),
         Request::Command(_) => {
@@ -152,6 +152,21 @@ fn work(
             Ok(Work::Command(CommandLine { arguments }))
         }
     })
+}
+
+/// A launch has no flag of this name, but `submit` may have.
+fn out_of_place(refusal: Refusal) -> Refusal {
+    let options = Submit::augment_args(clap::Command::new("submit"));
+    let is_meant = |name: &&str| refusal.message.starts_with(&format!("unknown flag --{name};"));
+    match options.get_opts().filter_map(clap::Arg::get_long).find(is_meant) {
+        Some(name) => {
+            let message = format!(
+                "--{name} is an option of `submit` itself: it goes before what is launched and its flags"
+            );
+            Refusal { message, ..refusal }
+        }
+        None => refusal,
+    }
 }
 
 fn request(options: &Submit, work: Work) -> Result<SubmitRequest, Refusal> {
@@ -275,9 +290,12 @@ mod tests {
             let arguments = command.arguments.into_iter().map(OsString::from_vec).collect::<Vec<_>>();
             assert_eq!(arguments, words(line));
         }
-        for (line, problem) in
-            [("--nprok 2 -- a", "unknown flag --nprok"), ("--nnodes 2 -- a", "several nodes"), ("a", "-- a")]
-        {
+        for (line, problem) in [
+            ("--nprok 2 -- a", "unknown flag --nprok"),
+            ("--nnodes 2 -- a", "several nodes"),
+            ("a", "-- a"),
+            ("--nproc 2 --name x -- a", "--name is an option of `submit` itself"),
+        ] {
             let refusal = work(&words(line), &|_| None).unwrap_err();
             assert!(
                 refusal.message.contains(problem) && refusal.exit == ExitCode::Usage,

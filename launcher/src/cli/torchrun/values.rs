@@ -7,13 +7,17 @@ use rustix::process::Signal;
 
 use crate::command::{Binding, PerRank, SIGNALS, Streams};
 
+/// Longest time that can be given: it can be added to any moment.
+const LONGEST: Duration = Duration::from_secs(1_000_000_000);
+
 pub(super) fn whole(text: &str) -> Result<u32, String> {
     text.trim().parse().map_err(|_| "expected a whole number".into())
 }
 
 pub(super) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.trim().parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    seconds.ok_or_else(|| "expected a number of seconds".into())
+    let seconds = seconds.filter(|seconds| *seconds <= LONGEST);
+    seconds.ok_or_else(|| format!("expected a number of seconds, at most {}", LONGEST.as_secs()))
 }
 
 /// A TCP port, where 0 is any.
@@ -146,6 +150,14 @@ pub(super) fn words(text: &str) -> Result<Vec<String>, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn seconds_are_decimal_and_fit_a_clock() {
+        assert_eq!(seconds(" 2.5 "), Ok(Duration::from_millis(2500)));
+        for text in ["-1", "1e18", "1e300", "inf", "nan", "", "5s"] {
+            assert!(seconds(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn streams_are_for_all_ranks_or_for_those_named() {

@@ -77,7 +77,9 @@ impl Manager {
     ) -> Result<NodeStatus, Refused> {
         let known: Vec<_> = self.gpus.borrow().gpus.iter().map(|gpu| (gpu.index, gpu.uuid.clone())).collect();
         self.write(Jobs::drained(caller, gpus, undo, reason, &known, unix_ms())?)?;
-        info!(uid = caller.uid, undo, "drained: {reason}");
+        let what = if gpus.is_empty() { "the node".into() } else { format!("GPU {}", gpus.join(", ")) };
+        let done = if undo { "takes jobs again" } else { "is drained" };
+        info!(uid = caller.uid, reason, "{what} {done}");
         Ok(self.node())
     }
 

@@ -5,6 +5,7 @@ use tracing::{info, warn};
 use super::Manager;
 use crate::daemon::orders::Refused;
 use crate::daemon::state::Record;
+use crate::status::words::node_job_state;
 
 /// Bytes of a journal that is worth shortening, where it has more than so many for each job.
 const LONG: u64 = 4 << 20;
@@ -16,7 +17,7 @@ impl Manager {
         let on_gpus = self.jobs.active().any(|(_, entry)| entry.submitted.gpus > 0);
         if let Record::Ended { job, end, reason, .. } = &record {
             // An agent's word is a field: it cannot look like another message.
-            info!(job, ?end, reason, "job {job} has ended");
+            info!(job, reason, "job {job} has ended: {}", node_job_state((*end).into()));
         }
         if self.write(record.clone()).is_err() {
             self.unsaved = true;
