@@ -53,15 +53,26 @@ impl Case {
         wait_for("steps", at);
     }
 
-    /// What the page is answered.
-    fn api(&self, path: &str) -> Value {
+    fn get(&self, path: &str) -> String {
         let mut stream = TcpStream::connect(&self.address).unwrap();
         let host = &self.address;
-        write!(stream, "GET /api/v1/{path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n").unwrap();
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n").unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
-        let body = answer.split_once("\r\n\r\n").unwrap().1;
-        serde_json::from_str(body).unwrap_or_else(|_| panic!("{answer}"))
+        answer.split_once("\r\n\r\n").unwrap().1.to_owned()
+    }
+
+    /// What the page is answered.
+    fn api(&self, path: &str) -> Value {
+        let body = self.get(&format!("/api/v1/{path}"));
+        serde_json::from_str(&body).unwrap_or_else(|_| panic!("{body}"))
+    }
+
+    /// The job's sample of this name, as Prometheus reads it.
+    fn sample(&self, name: &str) -> f64 {
+        let (text, sample) = (self.get("/metrics"), format!("{name}{{job=\"{}\"}} ", self.job));
+        let value = text.lines().find_map(|line| line.strip_prefix(&sample));
+        value.and_then(|value| value.parse().ok()).unwrap_or_else(|| panic!("no {sample} in {text}"))
     }
 
     /// What a client is answered over gRPC.
@@ -95,6 +106,13 @@ fn the_page_reads_what_grpc_answers() {
     // It passes with time.
     let age = ["status_age_seconds"];
     assert_eq!(without(without(page, &of_the_page), &age), without(client, &age));
+    // Those since the checkpoint were made again.
+    let steps = case.sample("xlaunch_step_duration_seconds_count");
+    assert!(steps > case.sample("xlaunch_step"), "{steps}");
+    // Of each rank, 32 tokens; two ranks sum fp32 gradients of the same parameters in each step.
+    assert_eq!(case.sample("xlaunch_tokens_total"), steps * 64.0);
+    let bytes = case.sample("xlaunch_allreduce_bytes_total") / steps;
+    assert!(bytes > 1e5 && bytes % 4.0 == 0.0, "{bytes}");
     let node = case.client(&["node", "--json"]);
     assert_eq!(case.api("node")["node"], node);
     let states: Vec<_> = node["gpus"].as_array().unwrap().iter().map(|gpu| gpu["state"].clone()).collect();

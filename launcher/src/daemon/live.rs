@@ -8,7 +8,7 @@ use xlaunch_proto::convert::encoded_size;
 use xlaunch_proto::v1::{Progress, RankStatus, Restart, StatusReply};
 
 use crate::status::board::RESTARTS;
-use crate::status::history::POINTS;
+use crate::status::history::{POINTS, is_sound};
 
 /// Bytes in memory of what an agent says, which is its user's word: those of some hundred ranks.
 const STATUS: usize = 128 << 10;
@@ -45,6 +45,7 @@ impl Live {
         if encoded_size(&status) + status.ranks.len() * size_of::<RankStatus>() > STATUS {
             return Vec::new();
         }
+        status.totals = status.totals.filter(is_sound);
         status.past_restarts.truncate(RESTARTS);
         status.past_restarts.iter_mut().for_each(|restart| cut(&mut restart.cause));
         let failed = status.past_restarts.last().map_or(0, |restart| restart.attempt.saturating_add(1));

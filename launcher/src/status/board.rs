@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{
-    JobKind, JobState, RankState, RankStatus, Restart, StatusReply, StepReport, TrainStarted,
+    JobKind, JobState, RankState, RankStatus, Restart, StatusReply, StepReport, Totals, TrainStarted,
 };
 
 use super::history::{self, History};
@@ -58,6 +58,7 @@ pub struct Board {
     train: Option<TrainStarted>,
     last_step: Option<StepReport>,
     history: History,
+    totals: Option<Totals>,
     ranks: Vec<Rank>,
     looked: Option<Instant>,
 }
@@ -85,6 +86,7 @@ impl Board {
             train: None,
             last_step: None,
             history: History::default(),
+            totals: None,
             ranks: Vec::new(),
             looked: None,
         }
@@ -154,6 +156,7 @@ impl Board {
             Report::Step(step) if rank == 0 => {
                 self.last_step = Some(*step);
                 self.history.add(clock::unix_ms(), step);
+                history::count(self.totals.get_or_insert_default(), step);
             }
             _ => {}
         }
@@ -261,6 +264,7 @@ impl Board {
             launcher_pid: std::process::id(),
             log_dir: self.launch.log_dir.to_string_lossy().into_owned(),
             past_restarts: self.restarts.iter().cloned().collect(),
+            totals: self.totals.clone(),
             history: if history { self.history.points().to_vec() } else { Vec::new() },
         }
     }

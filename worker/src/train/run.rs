@@ -195,6 +195,7 @@ impl Run<'_> {
             pool_peak_bytes: pool.mapped.peak,
             pool_fragmentation: pool.fragmentation() as f32,
             pool_driver_allocations: pool.chunks.added,
+            all_reduce_bytes: self.stepper.all_reduce_bytes(),
         }));
         *since = completed;
         Ok(result.requests)

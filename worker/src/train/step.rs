@@ -166,6 +166,11 @@ impl Stepper {
         self.sequences_per_step() * self.rows.seq as u64
     }
 
+    /// Bytes of gradients that a step sums over ranks, of one rank.
+    pub fn all_reduce_bytes(&self) -> u64 {
+        if self.world > 1 { (self.grads.len() * self.grads.dtype().size()) as u64 } else { 0 }
+    }
+
     /// Sequences of the global batch.
     pub fn sequences_per_step(&self) -> u64 {
         (self.rows.batch * self.accumulate * self.world) as u64

@@ -11,7 +11,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
-use xlaunch_proto::v1::{NodeJobState, Progress, RankState, RankStatus, StatusReply};
+use xlaunch_proto::v1::{NodeJobState, RankState, RankStatus, StatusReply, StepTimes, Totals};
 
 use super::api::has_trained;
 use crate::daemon::view::{JobView, NodeView};
@@ -78,6 +78,23 @@ impl Out<'_> {
         }
         Ok(())
     }
+
+    /// Of steps, by how long they took.
+    fn histogram(&mut self, name: &str, help: &str, jobs: &[(Labels, Totals)]) -> fmt::Result {
+        let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Histogram)?;
+        for (labels, totals) in jobs {
+            let bucket = |times: &StepTimes| (times.seconds, times.steps);
+            let buckets: Vec<_> = totals.steps.iter().map(bucket).collect();
+            let count = totals.steps.iter().map(|times| times.steps).sum();
+            metric.encode_family(labels)?.encode_histogram::<Labels>(
+                totals.step_seconds,
+                count,
+                &buckets,
+                None,
+            )?;
+        }
+        Ok(())
+    }
 }
 
 impl Scrape {
@@ -124,8 +141,15 @@ impl Scrape {
         out.gauge("xlaunch_loss", "Of the last step, in nats per token.", losses)?;
         let speeds = trained(self.live(), |_, status| Some(status.tokens_per_second));
         out.gauge("xlaunch_tokens_per_second", "In the last step, over all ranks.", speeds)?;
-        let times = trained(self.live(), |job, _| step_seconds(&job.history));
-        out.gauge("xlaunch_step_seconds", "Mean over the last steps, with what comes between them.", times)?;
+        let totals = |job: &JobView| Some((of(job), job.status.as_ref()?.0.totals.clone()?));
+        let totals: Vec<_> = self.recent().filter_map(totals).collect();
+        let help =
+            "Steps of the job, with what comes between them; those made again after a restart count again.";
+        out.histogram("xlaunch_step_duration_seconds", help, &totals)?;
+        let tokens = totals.iter().map(|(labels, totals)| (labels.clone(), totals.tokens));
+        out.counter("xlaunch_tokens", "That the job has been trained on, by all ranks.", tokens)?;
+        let bytes = totals.iter().map(|(labels, totals)| (labels.clone(), totals.all_reduce_bytes));
+        out.counter("xlaunch_allreduce_bytes", "Gradients that were summed over ranks, of one rank.", bytes)?;
         let restarts = |job: &JobView| Some((of(job), job.status.as_ref()?.0.restarts.into()));
         let restarts = self.recent().filter_map(restarts);
         out.counter("xlaunch_worker_restarts", "Starts of all workers of the job after the first.", restarts)
@@ -202,14 +226,6 @@ fn info(view: &JobView) -> Sample {
         ("state", node_job_state(job.state()).into()),
     ];
     (labels, 1.0)
-}
-
-/// Seconds per step between the last two points of a history in which steps went by.
-fn step_seconds(history: &[Progress]) -> Option<f64> {
-    let [.., before, last] = history else { return None };
-    let steps = last.step.checked_sub(before.step).filter(|steps| *steps > 0)?;
-    let ms = last.unix_ms.checked_sub(before.unix_ms)?;
-    Some(whole(ms) / 1000.0 / whole(steps))
 }
 
 fn of(job: &JobView) -> Labels {

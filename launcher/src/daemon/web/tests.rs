@@ -8,7 +8,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{mpsc, oneshot, watch};
 use xlaunch_proto::v1::{
     Gpu, GpuState, Job, JobKind, JobState, NodeJobState, NodeStatus, Progress, RankState, RankStatus,
-    Restart, StatusReply,
+    Restart, StatusReply, StepTimes, Totals,
 };
 
 use super::*;
@@ -129,6 +129,16 @@ fn made_up(now: u64, steps: u64) -> NodeView {
         loss: last.loss,
         tokens_per_second: last.tokens_per_second,
         reason: "rank 2: signal 9 (SIGKILL: killed, perhaps for lack of memory); restarting (1 of 3)".into(),
+        totals: Some(Totals {
+            tokens: steps * 32_768,
+            all_reduce_bytes: steps * 133_800_000,
+            step_seconds: 0.12 * f64::from(u32::try_from(steps).unwrap()),
+            steps: vec![
+                StepTimes { seconds: 0.1, steps: 0 },
+                StepTimes { seconds: 0.25, steps },
+                StepTimes { seconds: f64::INFINITY, steps: 0 },
+            ],
+        }),
         past_restarts: vec![Restart {
             unix_ms: now - 45_000,
             attempt: 0,
@@ -580,7 +590,9 @@ fn prometheus_takes_the_metrics_and_the_alerts() {
     run(&["test", "rules", deployed("prometheus/rules_test.yml").to_str().unwrap()], "");
     let text = metrics::text(Arc::new(made_up(unix_ms(), 800)), unix_ms()).unwrap();
     // It reads the older text format, in which comments name counters as samples do.
-    let older = text.replace("xlaunch_worker_restarts ", "xlaunch_worker_restarts_total ");
+    let counters = ["xlaunch_worker_restarts", "xlaunch_tokens", "xlaunch_allreduce_bytes"];
+    let older =
+        counters.iter().fold(text, |text, name| text.replace(&format!("{name} "), &format!("{name}_total ")));
     run(&["check", "metrics"], &older);
 }
 
@@ -609,7 +621,12 @@ fn metrics_tell_of_jobs_as_long_as_it_makes_sense() {
         "xlaunch_job_info{job=\"7\",name=\"llama-28m\",user=\"grace\",kind=\"trainer\",state=\"running\"} 1.0",
         "xlaunch_job_info{job=\"8\",name=\"eval\",user=\"1002\",kind=\"command\",state=\"queued\"} 1.0",
         "xlaunch_step{job=\"7\"} 800.0",
-        "xlaunch_step_seconds{job=\"7\"} 0.12",
+        "xlaunch_step_duration_seconds_sum{job=\"7\"} 96.0",
+        "xlaunch_step_duration_seconds_count{job=\"7\"} 800",
+        "xlaunch_step_duration_seconds_bucket{le=\"0.1\",job=\"7\"} 0",
+        "xlaunch_step_duration_seconds_bucket{le=\"+Inf\",job=\"7\"} 800",
+        "xlaunch_tokens_total{job=\"7\"} 26214400",
+        "xlaunch_allreduce_bytes_total{job=\"7\"} 107040000000",
         "xlaunch_tokens_per_second{job=\"7\"} 4",
         "xlaunch_worker_restarts_total{job=\"7\"} 1",
         "xlaunch_worker_up{job=\"7\",rank=\"3\"} 1.0",
@@ -627,7 +644,7 @@ fn metrics_tell_of_jobs_as_long_as_it_makes_sense() {
     for sample in [
         // Nothing is fast that has ended, and a day ago is long ago.
         "xlaunch_tokens_per_second{job=\"6\"}",
-        "xlaunch_step_seconds{job=\"6\"}",
+        "xlaunch_step_duration_seconds_sum{job=\"6\"}",
         "xlaunch_job_status_age_seconds{job=\"6\"}",
         "xlaunch_job_info{job=\"3\"",
         "xlaunch_loss{job=\"8\"}",
