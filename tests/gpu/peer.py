@@ -75,6 +75,7 @@ def main():
     parser.add_argument("--precision", default="bf16", choices=["bf16", "tf32", "fp32"])
     parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before the measured ones")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--announce", action="store_true", help="each rank says when its first step was done, and who it is")
     options = parser.parse_args()
     rank, world, local = (int(os.environ.get(k, d)) for k, d in [("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)])
     device = torch.device("cuda", local)
@@ -118,6 +119,8 @@ def main():
         if step == 0:
             value.item()
             first_step = time.time() - START
+            if options.announce:
+                print(f"first step {time.time()} {rank} {os.getpid()}", flush=True)
     torch.cuda.synchronize()
     if world > 1:
         dist.barrier()
