@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::{Invalid, JobSpec};
 
@@ -46,7 +47,8 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {
         warnings.push("not enough held-out data for one sequence: no evaluation".into());
     }
     if let Some(path) = &spec.checkpoint.init {
-        checkpoint::load_weights(Path::new(path), &Layout::new(&shape)).map_err(WorkerError::from)?;
+        checkpoint::load_weights(Path::new(path), &Layout::new(&shape), &one_thread()?)
+            .map_err(WorkerError::from)?;
     }
     let resume_from = resume_from(spec, job_dir).map_err(WorkerError::from)?;
     if let Some(path) = &resume_from {
@@ -64,6 +66,15 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {
         }
     }
     Ok(Preflight { resume_from, warnings })
+}
+
+/// A worker reads with more: here, the same file is read to see that it can be.
+fn one_thread() -> Result<ThreadPool, Refusal> {
+    let built = ThreadPoolBuilder::new().num_threads(1).build();
+    built.map_err(|error| Refusal {
+        exit: ExitCode::Internal,
+        message: format!("failed to start a thread: {error}"),
+    })
 }
 
 fn resume_from(spec: &JobSpec, job_dir: &Path) -> Result<Option<PathBuf>, CheckpointError> {

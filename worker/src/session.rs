@@ -1,10 +1,13 @@
 //! The life of one rank: device, pool, communicator, model, loop, and teardown in reverse.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use cudarc::driver::CudaStream;
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use xlaunch_comm::{Collective, Local, Nccl, Ring, RingListener, Sharding};
 use xlaunch_engine::cpu::CpuBackend;
 use xlaunch_engine::cuda::{CudaBackend, CudaOptions};
@@ -63,28 +66,33 @@ fn train(
     let shape = spec.model.resolve().map_err(xlaunch_proto::spec::SpecError::from)?;
     let dataset = Dataset::open(spec, &shape)?;
 
+    // A second or more for large models, as devices and communicators take: both at the same time.
+    let start = Start::read_beside(spec, &shape, Path::new(&job.resume_from), environment.threads)?;
     let device = Opened::new(environment, spec)?;
-    device.backend.pool().snapshot_on_failure(Path::new(&job.run_dir));
-    let start = Start::read(spec, &shape, Path::new(&job.resume_from))?;
-    let model = Model::new(&device.backend, &shape, &start.params)?;
+    let run_dir = PathBuf::from(&job.run_dir);
+    device.backend.pool().snapshot_on_failure(&run_dir);
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
+    let layout = Layout::new(&shape);
     let activations = device.backend.activation_dtype();
-    let sharding = train::sharding(spec, &model.layout, activations, rank, world)?;
+    let sharding = train::sharding(spec, &layout, activations, rank, world)?;
+    let agreed = agreed(spec, &layout, activations, &sharding);
+    let collective = meet(environment, control, spec, &agreed, &device, &run_dir)?;
+    let hello = Hello { rank: environment.rank.0, attempt: environment.attempt.0 };
+    control.open_session(hello, collective.abort_handle());
+
+    let start = start.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+    let model = Model::new(&device.backend, &shape, &start.params)?;
     let optimizer = AdamW::new(&device.backend, &model, &start.params, &sharding, &spec.train)?;
     if let Some((m, v)) = &start.moments {
         optimizer.set_moments(m, v)?;
     }
     let stepper = Stepper::new(&device.backend, &model, spec, &sharding, world)?;
     let evaluator = Evaluator::new(&device.backend, &model, spec)?;
-
-    let run_dir = PathBuf::from(&job.run_dir);
-    let layout = layout(spec, &model, activations, &sharding);
-    let mut collective = meet(environment, control, spec, &layout, &device, &run_dir)?;
-    if bench.is_some_and(|bench| bench.without_sums) {
-        collective = Box::new(Unsummed(collective));
-    }
-    let hello = Hello { rank: environment.rank.0, attempt: environment.attempt.0 };
-    control.open_session(hello, collective.abort_handle());
+    // From here on it is the first to be dropped: before what it works on.
+    let mut collective: Box<dyn Collective> = match bench {
+        Some(bench) if bench.without_sums => Box::new(Unsummed(collective)),
+        _ => collective,
+    };
     let shared = stepper.summed().chain(optimizer.gathered(&model).into_iter().flatten());
     windows::register(&device.backend, shared, &mut *collective, environment.log_fallback)?;
 
@@ -215,25 +223,42 @@ struct Start {
 }
 
 impl Start {
+    /// Reads on threads of its own.
+    fn read_beside(
+        spec: &JobSpec,
+        shape: &ModelShape,
+        resume_from: &Path,
+        threads: usize,
+    ) -> Result<JoinHandle<Result<Self>>> {
+        let failed = |source| WorkerError::Io { what: "failed to start a thread".into(), source };
+        let (spec, shape, resume_from) = (spec.clone(), shape.clone(), resume_from.to_path_buf());
+        let threads = ThreadPoolBuilder::new().num_threads(threads).build();
+        let threads = threads.map_err(|error| failed(io::Error::other(error)))?;
+        std::thread::Builder::new()
+            .name("weights".into())
+            .spawn(move || Self::read(&spec, &shape, &resume_from, &threads))
+            .map_err(failed)
+    }
+
     /// A checkpoint, given weights, or random ones.
-    fn read(spec: &JobSpec, shape: &ModelShape, resume_from: &Path) -> Result<Self> {
+    fn read(spec: &JobSpec, shape: &ModelShape, resume_from: &Path, threads: &ThreadPool) -> Result<Self> {
         let layout = Layout::new(shape);
         if !resume_from.as_os_str().is_empty() {
-            let Arenas { params, m, v, state } = checkpoint::load(resume_from, shape, &layout)?;
+            let Arenas { params, m, v, state } = checkpoint::load(resume_from, shape, &layout, threads)?;
             return Ok(Self { params, moments: Some((m, v)), step: state.step, sequences: state.sequences });
         }
         let params = match &spec.checkpoint.init {
-            Some(path) => checkpoint::load_weights(Path::new(path), &layout)?,
-            None => init::weights(&layout, spec.job.seed),
+            Some(path) => checkpoint::load_weights(Path::new(path), &layout, threads)?,
+            None => init::weights(&layout, spec.job.seed, threads),
         };
         Ok(Self { params, moments: None, step: 0, sequences: 0 })
     }
 }
 
 /// What all ranks must agree on to sum gradients.
-fn layout(spec: &JobSpec, model: &Model, activations: DType, sharding: &Sharding) -> Vec<u8> {
+fn agreed(spec: &JobSpec, layout: &Layout, activations: DType, sharding: &Sharding) -> Vec<u8> {
     let dtype = train::wire_dtype(spec, activations);
-    [model.layout.fingerprint(), dtype.name().into(), sharding.layout()].concat()
+    [layout.fingerprint(), dtype.name().into(), sharding.layout()].concat()
 }
 
 /// The rendezvous: joins with what this rank brings, and opens the collective among all.

@@ -41,7 +41,11 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
     let shape =
         ModelShape { arch, layers: 2, heads: 4, kv_heads, dim: 64, ffn: 96, seq: 40, vocab: 256, tied };
     let dataset = Dataset::open(&spec, &shape).unwrap();
-    let weights = init::weights(&Layout::new(&shape), 7);
+    let weights = init::weights(
+        &Layout::new(&shape),
+        7,
+        &rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap(),
+    );
     let model = Model::new(&backend, &shape, &weights).unwrap();
     let sharding = sharding(&spec, &model.layout, backend.activation_dtype(), 0, 1).unwrap();
     let optimizer = AdamW::new(&backend, &model, &weights, &sharding, &spec.train).unwrap();

@@ -1,13 +1,21 @@
 //! Reading: only complete checkpoints, only of the same model.
 
+use std::collections::HashMap;
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use safetensors::SafeTensors;
-use safetensors::tensor::Dtype;
+use fs_err::File;
+use rayon::ThreadPool;
+use rayon::prelude::*;
+use safetensors::tensor::{Dtype, Metadata};
 use xlaunch_proto::model::ModelShape;
 
 use super::{CheckpointError, MODEL, OPTIMIZER, STATE, State, VERSION, list, manifest};
-use crate::model::layout::Layout;
+use crate::model::layout::{Layout, Param, Piece};
+
+/// Bytes of the longest header of a safetensors file.
+const HEADER: u64 = 100_000_000;
 
 /// What a checkpoint gives back: whole arenas, gaps and padding zero.
 #[derive(Debug)]
@@ -39,47 +47,101 @@ pub fn check_model(path: &Path, shape: &ModelShape) -> Result<State, CheckpointE
     }
 }
 
-/// Reads a checkpoint of this model.
-pub fn load(path: &Path, shape: &ModelShape, layout: &Layout) -> Result<Arenas, CheckpointError> {
-    let state = check_model(path, shape)?;
-    let model = path.join(MODEL);
-    let optimizer = path.join(OPTIMIZER);
-    Ok(Arenas {
-        params: load_arena(&model, layout, "")?,
-        m: load_arena(&optimizer, layout, "m.")?,
-        v: load_arena(&optimizer, layout, "v.")?,
-        state,
-    })
+/// Reads a checkpoint of this model, on these threads.
+pub fn load(
+    path: &Path,
+    shape: &ModelShape,
+    layout: &Layout,
+    threads: &ThreadPool,
+) -> Result<Arenas, CheckpointError> {
+    let read = || {
+        let [params] = load_arenas(&path.join(MODEL), layout, [""], threads)?;
+        let [m, v] = load_arenas(&path.join(OPTIMIZER), layout, ["m.", "v."], threads)?;
+        Ok((params, m, v))
+    };
+    // Beside each other: hashing takes as long as reading. What the hashes say comes first.
+    let (state, arenas) = threads.join(|| check_model(path, shape), read);
+    let (state, (params, m, v)) = (state?, arenas?);
+    Ok(Arenas { params, m, v, state })
 }
 
-/// Reads the weights of `path`, a `model.safetensors`, into an arena.
-pub fn load_weights(path: &Path, layout: &Layout) -> Result<Vec<f32>, CheckpointError> {
-    load_arena(path, layout, "")
+/// Reads the weights of `path`, a `model.safetensors`, into an arena, on these threads.
+pub fn load_weights(path: &Path, layout: &Layout, threads: &ThreadPool) -> Result<Vec<f32>, CheckpointError> {
+    load_arenas(path, layout, [""], threads).map(|[params]| params)
 }
 
-fn load_arena(path: &Path, layout: &Layout, prefix: &str) -> Result<Vec<f32>, CheckpointError> {
+/// An arena for each of these prefixes of names.
+fn load_arenas<const N: usize>(
+    path: &Path,
+    layout: &Layout,
+    prefixes: [&str; N],
+    threads: &ThreadPool,
+) -> Result<[Vec<f32>; N], CheckpointError> {
     let read = |reason: String| CheckpointError::Read { path: path.into(), reason };
-    let bytes = fs_err::read(path).map_err(|error| read(error.to_string()))?;
-    let file = SafeTensors::deserialize(&bytes).map_err(|error| read(error.to_string()))?;
-    let mut arena = vec![0.0; layout.len];
-    for param in &layout.params {
+    let file = File::open(path).map_err(|error| read(error.to_string()))?;
+    let (header, data) = header(&file).map_err(|error| read(error.to_string()))?;
+    let mut arenas = [const { Vec::new() }; N];
+    for (arena, prefix) in arenas.iter_mut().zip(prefixes) {
+        let places = places(path, layout, &header, prefix)?;
+        *arena = vec![0.0; layout.len];
+        let pieces = layout.pieces(arena);
+        let fill = |Piece { param, first, values }: Piece<'_>| {
+            let begin = data.saturating_add(places[param.name.as_str()]);
+            let at = begin.saturating_add((first * size_of::<f32>()) as u64);
+            file.file().read_exact_at(bytemuck::cast_slice_mut(values), at)?;
+            // Nothing on machines that have the bytes in the file's order.
+            values.iter_mut().for_each(|value| *value = f32::from_bits(u32::from_le(value.to_bits())));
+            Ok(())
+        };
+        let filled = threads.install(|| pieces.into_par_iter().try_for_each(fill));
+        filled.map_err(|error: io::Error| read(error.to_string()))?;
+    }
+    Ok(arenas)
+}
+
+/// What a safetensors file says it holds, and where its data begin:
+/// <https://huggingface.co/docs/safetensors>, "Format".
+fn header(file: &File) -> io::Result<(Metadata, u64)> {
+    let mut length = [0; 8];
+    file.file().read_exact_at(&mut length, 0)?;
+    let (length, begin) = (u64::from_le_bytes(length), length.len() as u64);
+    if length > HEADER.min(file.metadata()?.len().saturating_sub(begin)) {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "its header is longer than the file, or than any",
+        ));
+    }
+    let mut header = vec![0; usize::try_from(length).map_err(io::Error::other)?];
+    file.file().read_exact_at(&mut header, begin)?;
+    Ok((serde_json::from_slice(&header)?, begin + length))
+}
+
+/// Where the values of each parameter begin, in bytes behind the header.
+fn places<'a>(
+    path: &Path,
+    layout: &'a Layout,
+    header: &Metadata,
+    prefix: &str,
+) -> Result<HashMap<&'a str, u64>, CheckpointError> {
+    let place = |param: &'a Param| {
         let name = format!("{prefix}{}", param.name);
-        let tensor = file.tensor(&name).map_err(|error| read(format!("{name}: {error}")))?;
-        if tensor.dtype() != Dtype::F32 || tensor.shape() != param.shape {
+        let read =
+            |reason: &str| CheckpointError::Read { path: path.into(), reason: format!("{name}: {reason}") };
+        let tensor = header.info(&name).ok_or_else(|| read("there is no such tensor"))?;
+        if tensor.dtype != Dtype::F32 || tensor.shape != param.shape {
             let difference = format!(
                 "{name} is {:?} {:?}, the model has F32 {:?}",
-                tensor.dtype(),
-                tensor.shape(),
-                param.shape
+                tensor.dtype, tensor.shape, param.shape
             );
             return Err(CheckpointError::OtherModel { path: path.into(), difference });
         }
-        let (values, target) = (tensor.data().chunks_exact(4), &mut arena[param.stored()]);
-        for (value, bytes) in target.iter_mut().zip(values) {
-            *value = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        let (begin, end) = tensor.data_offsets;
+        if end.checked_sub(begin) != Some(param.stored().len() * size_of::<f32>()) {
+            return Err(read("its data are not of its size"));
         }
-    }
-    Ok(arena)
+        Ok((param.name.as_str(), begin as u64))
+    };
+    layout.params.iter().map(place).collect()
 }
 
 /// The first size that differs, in words.
@@ -101,6 +163,8 @@ fn difference(saved: &ModelShape, wanted: &ModelShape) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use rayon::ThreadPoolBuilder;
+
     use super::super::{MANIFEST, Snapshot, prune, save};
     use super::*;
     use xlaunch_proto::model::{ModelSection, ModelShape};
@@ -142,11 +206,46 @@ mod tests {
         let path = save_step(dir.path(), 7);
         assert_eq!(path.file_name().unwrap(), "step-00000007");
         let layout = Layout::new(&shape());
-        let arenas = load(&path, &shape(), &layout).unwrap();
+        let arenas =
+            load(&path, &shape(), &layout, &ThreadPoolBuilder::new().num_threads(2).build().unwrap())
+                .unwrap();
         assert_eq!((arenas.state.step, arenas.state.sequences), (7, 112));
         let qkv = layout.blocks[0].qkv.weight.start;
         assert_eq!((arenas.params[qkv + 3], arenas.m[qkv], arenas.v[qkv]), (10.0, 7.0, 7.0));
         assert_eq!(save_step(dir.path(), 7), path, "the same step again replaces it");
+    }
+
+    #[test]
+    fn weights_of_others_that_are_damaged_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, layout) = (save_step(dir.path(), 1).join(MODEL), Layout::new(&shape()));
+        let threads = ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        let good = fs_err::read(&path).unwrap();
+        let load = |bytes: &[u8]| {
+            fs_err::write(&path, bytes).unwrap();
+            load_weights(&path, &layout, &threads).map_err(|error| error.to_string())
+        };
+        assert!(load(&good).is_ok());
+        let length = usize::try_from(u64::from_le_bytes(good[..8].try_into().unwrap())).unwrap();
+        for len in [0, 7, 8, 100, 8 + length, good.len() - 1] {
+            assert!(load(&good[..len]).is_err(), "{len} bytes");
+        }
+        for length in [u64::MAX, good.len() as u64, 0, 1] {
+            let error = load(&[&length.to_le_bytes()[..], &good[8..]].concat()).unwrap_err();
+            assert!(error.contains(MODEL), "{error}");
+        }
+        let header: serde_json::Value = serde_json::from_slice(&good[8..8 + length]).unwrap();
+        let with = |offsets: [u64; 2]| {
+            let mut header = header.clone();
+            header["wte.weight"]["data_offsets"] = serde_json::json!(offsets);
+            let header = serde_json::to_vec(&header).unwrap();
+            [&(header.len() as u64).to_le_bytes()[..], &header, &good[8 + length..]].concat()
+        };
+        let size =
+            layout.params.iter().find(|param| param.name == "wte.weight").unwrap().stored().len() as u64 * 4;
+        for offsets in [[0, 4], [4, 0], [u64::MAX - size, u64::MAX], [1 << 40, (1 << 40) + size]] {
+            assert!(load(&with(offsets)).is_err(), "{offsets:?}");
+        }
     }
 
     #[test]

@@ -1,25 +1,28 @@
 //! Initial weights: a pure function of (seed, parameter name, position), the same on every device, rank and layout.
 
+use rayon::ThreadPool;
+use rayon::prelude::*;
 use xlaunch_proto::ids::Digest;
 
-use super::layout::{Init, Layout};
+use super::layout::{Init, Layout, Piece};
 
-/// The whole parameter arena with its initial values.
-pub fn weights(layout: &Layout, seed: u64) -> Vec<f32> {
+/// The whole parameter arena with its initial values, the same from any number of threads.
+pub fn weights(layout: &Layout, seed: u64, threads: &ThreadPool) -> Vec<f32> {
     let mut arena = vec![0.0; layout.len];
-    for param in &layout.params {
-        let values = &mut arena[param.stored()];
-        match param.init {
-            Init::Zeros => {}
-            Init::Ones => values.fill(1.0),
-            Init::Normal(deviation) => {
-                let mut normal = Normal::new(seed, &param.name);
-                values.fill_with(|| normal.next() * deviation);
-            }
+    let fill = |Piece { param, first, values }: Piece<'_>| match param.init {
+        Init::Zeros => {}
+        Init::Ones => values.fill(1.0),
+        Init::Normal(deviation) => {
+            let mut normal = Normal::at(seed, &param.name, first);
+            values.fill_with(|| normal.next() * deviation);
         }
-    }
+    };
+    threads.install(|| layout.pieces(&mut arena).into_par_iter().for_each(fill));
     arena
 }
+
+/// Between the states of a stream.
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// A stream of random 64-bit numbers: SplitMix64 (Steele, Lea and Flood, 2014).
 #[derive(Clone, Debug)]
@@ -32,9 +35,14 @@ impl Random {
         Self(digest.0.iter().take(8).fold(0, |state, byte| state << 8 | u64::from(*byte)))
     }
 
+    /// Goes past so many numbers.
+    fn skip(&mut self, numbers: u64) {
+        self.0 = self.0.wrapping_add(STEP.wrapping_mul(numbers));
+    }
+
     /// The next number.
     pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        self.0 = self.0.wrapping_add(STEP);
         mix(self.0)
     }
 
@@ -59,8 +67,12 @@ struct Normal {
 }
 
 impl Normal {
-    fn new(seed: u64, name: &str) -> Self {
-        Self { random: Random::new(seed, name), spare: None }
+    /// From the number of this even position on: a pair takes two random numbers.
+    fn at(seed: u64, name: &str, position: usize) -> Self {
+        debug_assert!(position.is_multiple_of(2));
+        let mut random = Random::new(seed, name);
+        random.skip(position as u64);
+        Self { random, spare: None }
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "rounding to f32 is meant")]
@@ -77,25 +89,30 @@ impl Normal {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rayon::ThreadPoolBuilder;
     use xlaunch_proto::model::PRESETS;
+
+    fn threads(count: usize) -> ThreadPool {
+        ThreadPoolBuilder::new().num_threads(count).build().unwrap()
+    }
 
     #[test]
     fn weights_have_the_asked_spread_and_depend_on_the_seed() {
         let layout = Layout::new(&PRESETS[0].1);
-        let arena = weights(&layout, 1);
+        let arena = weights(&layout, 1, &threads(1));
         let wte = layout.params.iter().find(|param| param.name == "wte.weight").unwrap();
         let values = &arena[wte.stored()];
         let mean = values.iter().sum::<f32>() / values.len() as f32;
         let deviation = (values.iter().map(|x| (x - mean).powi(2)).sum::<f32>() / values.len() as f32).sqrt();
         assert!(mean.abs() < 1e-3 && (deviation - 0.02).abs() < 1e-3, "{mean} {deviation}");
-        assert_eq!(arena, weights(&layout, 1));
-        assert_ne!(arena, weights(&layout, 2));
+        assert_eq!(arena, weights(&layout, 1, &threads(3)));
+        assert_ne!(arena, weights(&layout, 2, &threads(1)));
     }
 
     #[test]
     fn parameters_of_one_shape_differ() {
         let layout = Layout::new(&PRESETS[0].1);
-        let arena = weights(&layout, 1);
+        let arena = weights(&layout, 1, &threads(1));
         let first = |block: usize| arena[layout.blocks[block].qkv.weight.start];
         assert_ne!(first(0), first(1));
     }

@@ -14,6 +14,9 @@ use xlaunch_proto::spec::MAX_SHARES;
 /// any bucket a multiple of what one flag covers.
 const ALIGN: usize = DECAY_CHUNK * MAX_SHARES;
 
+/// Elements of a [`Piece`], even: a millisecond's work or more.
+const PIECE: usize = 1 << 18;
+
 /// How a parameter's initial values are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
@@ -95,7 +98,32 @@ pub struct Layout {
     pub len: usize,
 }
 
+/// A part of a parameter's values in an arena.
+#[derive(Debug)]
+pub struct Piece<'a> {
+    /// Whose.
+    pub param: &'a Param,
+    /// Index of the first among the parameter's stored values, even.
+    pub first: usize,
+    /// A few hundred thousand at most: pieces are shared out among threads.
+    pub values: &'a mut [f32],
+}
+
 impl Layout {
+    /// The stored values of all parameters in an arena, in pieces; what lies between parameters is in none.
+    pub fn pieces<'a>(&'a self, arena: &'a mut [f32]) -> Vec<Piece<'a>> {
+        let (mut pieces, mut rest, mut begin) = (Vec::new(), arena, 0);
+        for param in &self.params {
+            let stored = param.stored();
+            let (_, tail) = rest.split_at_mut(stored.start - begin);
+            let (values, tail) = tail.split_at_mut(stored.len());
+            (rest, begin) = (tail, stored.end);
+            let parts = values.chunks_mut(PIECE).enumerate();
+            pieces.extend(parts.map(|(number, values)| Piece { param, first: number * PIECE, values }));
+        }
+        pieces
+    }
+
     /// The arena of this model.
     pub fn new(shape: &ModelShape) -> Self {
         let (dim, padded) = (shape.dim, shape.padded_vocab());
