@@ -176,6 +176,8 @@ mod tests {
             dim: Some(16),
             heads: Some(2),
             ffn: Some(24),
+            // An embedding of more than two pieces.
+            vocab: Some(40_001),
             ..Default::default()
         };
         section.resolve().unwrap()
@@ -210,6 +212,9 @@ mod tests {
             load(&path, &shape(), &layout, &ThreadPoolBuilder::new().num_threads(2).build().unwrap())
                 .unwrap();
         assert_eq!((arenas.state.step, arenas.state.sequences), (7, 112));
+        let wte = layout.params.iter().find(|param| param.name == "wte.weight").unwrap().stored();
+        let expected = (0..wte.len()).map(|i| i as f32 + 7.0);
+        assert!(wte.len() > 600_000 && arenas.v[wte].iter().copied().eq(expected));
         let qkv = layout.blocks[0].qkv.weight.start;
         assert_eq!((arenas.params[qkv + 3], arenas.m[qkv], arenas.v[qkv]), (10.0, 7.0, 7.0));
         assert_eq!(save_step(dir.path(), 7), path, "the same step again replaces it");

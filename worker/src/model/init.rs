@@ -90,7 +90,7 @@ impl Normal {
 mod tests {
     use super::*;
     use rayon::ThreadPoolBuilder;
-    use xlaunch_proto::model::PRESETS;
+    use xlaunch_proto::model::{ModelSection, PRESETS};
 
     fn threads(count: usize) -> ThreadPool {
         ThreadPoolBuilder::new().num_threads(count).build().unwrap()
@@ -107,6 +107,26 @@ mod tests {
         assert!(mean.abs() < 1e-3 && (deviation - 0.02).abs() < 1e-3, "{mean} {deviation}");
         assert_eq!(arena, weights(&layout, 1, &threads(3)));
         assert_ne!(arena, weights(&layout, 2, &threads(1)));
+    }
+
+    #[test]
+    fn weights_are_the_same_stream_whatever_the_pieces_and_threads() {
+        let section = ModelSection {
+            layers: Some(1),
+            dim: Some(32),
+            heads: Some(2),
+            vocab: Some(20_001),
+            ..Default::default()
+        };
+        let layout = Layout::new(&section.resolve().unwrap());
+        let arena = weights(&layout, 3, &threads(3));
+        for param in &layout.params {
+            let Init::Normal(deviation) = param.init else { continue };
+            let mut normal = Normal::at(3, &param.name, 0);
+            let values = &arena[param.stored()];
+            assert!(values.iter().all(|value| *value == normal.next() * deviation), "{}", param.name);
+        }
+        assert!(layout.params.iter().any(|param| param.stored().len() > 600_000), "more than two pieces");
     }
 
     #[test]
