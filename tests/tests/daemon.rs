@@ -124,9 +124,13 @@ fn a_cancelled_job_ends_with_all_that_it_has_started() {
     let job = node.wait(runs, "cancelled");
     assert_eq!(job["exit_code"], 143, "{job}");
     wait_for("the end of its processes", || pids.iter().all(|pid| !alive(*pid)).then_some(()));
-    let again = node.run(&["cancel", &runs.to_string()]);
+    let again = node.run(&["cancel", &runs.to_string(), "--json"]);
     assert_eq!((again.code, &node.job(runs)["state"]), (0, &"cancelled".into()), "{}", again.stderr);
-    assert_eq!(node.run(&["drain", "--reason", "new fans"]).code, 0);
+    let told: Value = serde_json::from_str(&again.stdout).unwrap_or_else(|_| panic!("{}", again.stdout));
+    assert_eq!((&told[0]["id"], &told[0]["state"]), (&runs.into(), &"cancelled".into()));
+    let drained = node.run(&["drain", "--reason", "new fans", "--json"]);
+    let told: Value = serde_json::from_str(&drained.stdout).unwrap_or_else(|_| panic!("{}", drained.stderr));
+    assert_eq!(told["drained"], "new fans");
     let waits = node.submit_shell("true");
     assert!(node.job(waits)["reason"].as_str().unwrap().contains("new fans"));
     node.run(&["cancel", &waits.to_string()]);

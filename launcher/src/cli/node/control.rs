@@ -5,8 +5,10 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{CancelRequest, DrainRequest, Gpu, Job, NodeJobState, NodeStatus, NodeStatusRequest};
 
 use super::connect::{At, Daemon};
+use super::show;
 use crate::Refusal;
 use crate::cli::console::{End, escape, put, say};
+use crate::status::json;
 use crate::status::words::node_job_state;
 
 /// Options of `xlaunch cancel`.
@@ -15,6 +17,9 @@ pub(in crate::cli) struct Cancel {
     /// Numbers, as `xlaunch jobs` shows them.
     #[arg(value_name = "JOB", required = true)]
     jobs: Vec<u64>,
+    /// Print the jobs as JSON, a list.
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     at: At,
 }
@@ -31,6 +36,9 @@ pub(in crate::cli) struct Drain {
     /// Start jobs again.
     #[arg(long)]
     undo: bool,
+    /// Print the node as JSON.
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     at: At,
 }
@@ -38,8 +46,16 @@ pub(in crate::cli) struct Drain {
 /// What has become of several jobs.
 #[derive(Debug, Default)]
 pub(super) struct Told {
-    pub(super) answer: String,
+    /// Those that will end, or have.
+    pub(super) jobs: Vec<Job>,
     pub(super) problems: String,
+}
+
+impl Told {
+    /// The jobs, a line each.
+    pub(super) fn answer(&self) -> String {
+        self.jobs.iter().map(cancelled).collect()
+    }
 }
 
 pub(super) async fn cancel(options: Cancel) -> Result<ExitCode, End> {
@@ -48,7 +64,11 @@ pub(super) async fn cancel(options: Cancel) -> Result<ExitCode, End> {
     if !told.problems.is_empty() {
         say(&told.problems);
     }
-    put(told.answer.as_bytes())?;
+    let answer = match options.json {
+        true => format!("{:#}\n", told.jobs.iter().map(show::json).collect::<serde_json::Value>()),
+        false => told.answer(),
+    };
+    put(answer.as_bytes())?;
     Ok(exit)
 }
 
@@ -57,7 +77,7 @@ pub(super) async fn cancel_all(daemon: &mut Daemon, jobs: &[u64]) -> (Told, Exit
     let (mut told, mut exit) = (Told::default(), ExitCode::Done);
     for &job in jobs {
         match daemon.client.cancel(CancelRequest { job }).await {
-            Ok(reply) => told.answer += &cancelled(&reply.into_inner()),
+            Ok(reply) => told.jobs.push(reply.into_inner()),
             Err(status) => {
                 let refusal = daemon.refusal(&status);
                 told.problems += &format!("error: {}\n", refusal.message);
@@ -81,7 +101,7 @@ pub(in crate::cli) async fn stop(mut daemon: Daemon, job: u64) -> Result<(), End
 impl Drain {
     /// The whole node.
     pub(super) fn all(at: At) -> Self {
-        Self { gpus: Vec::new(), reason: String::new(), undo: false, at }
+        Self { gpus: Vec::new(), reason: String::new(), undo: false, json: false, at }
     }
 }
 
@@ -110,7 +130,11 @@ pub(super) async fn drain(options: Drain) -> Result<(), End> {
     let request = DrainRequest { gpus: gpus.clone(), undo: options.undo, reason: options.reason };
     let reply = daemon.client.drain(request).await;
     let node = reply.map_err(|status| daemon.refusal(&status))?.into_inner();
-    put(drained(&node, &gpus, options.undo).as_bytes())
+    let answer = match options.json {
+        true => format!("{:#}\n", json::node(&node)),
+        false => drained(&node, &gpus, options.undo),
+    };
+    put(answer.as_bytes())
 }
 
 /// The UUID of the GPU of this index, UUID, or beginning of a UUID.

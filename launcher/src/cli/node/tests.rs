@@ -259,7 +259,7 @@ async fn one_job_that_is_not_there_keeps_no_other_from_being_cancelled() {
     let (text, exit) = soon(control::cancel_all(&mut fake.connect().await, &[1, 3, 2])).await;
     assert_eq!(fake.look(|state| state.cancelled.clone()), [1, 2]);
     assert_eq!(exit, ExitCode::WorkerFailed);
-    assert_eq!(text.answer, "job 1 is asked to stop\njob 2 is asked to stop\n");
+    assert_eq!(text.answer(), "job 1 is asked to stop\njob 2 is asked to stop\n");
     assert_eq!(text.problems, "error: there is no job 3\n");
 }
 
