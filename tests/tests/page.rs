@@ -106,9 +106,9 @@ fn the_page_reads_what_grpc_answers() {
     // It passes with time.
     let age = ["status_age_seconds"];
     assert_eq!(without(without(page, &of_the_page), &age), without(client, &age));
-    // Those since the checkpoint were made again.
+    // Those since the checkpoint, if there were any, have been made again.
     let steps = case.sample("xlaunch_step_duration_seconds_count");
-    assert!(steps > case.sample("xlaunch_step"), "{steps}");
+    assert!(steps >= case.sample("xlaunch_step"), "{steps}");
     // Of each rank, 32 tokens; two ranks sum fp32 gradients of the same parameters in each step.
     assert_eq!(case.sample("xlaunch_tokens_total"), steps * 64.0);
     let bytes = case.sample("xlaunch_allreduce_bytes_total") / steps;
