@@ -29,7 +29,7 @@ fn gpu(gpu: &Gpu) -> Value {
     })
 }
 
-/// A job of a node, without its status and history.
+/// A job of a node as a line of a list: without its report, which may be pages, its status and its history.
 pub(crate) fn job(job: &Job) -> Value {
     json!({
         "id": job.id, "name": job.name, "uid": job.uid, "user": job.user, "kind": kind(job.kind()),
@@ -37,7 +37,7 @@ pub(crate) fn job(job: &Job) -> Value {
         "gpus_wanted": job.gpus_wanted, "gpus": job.gpus, "command_line": job.command_line,
         "work_dir": job.work_dir, "submitted_unix_ms": at(job.submitted_unix_ms),
         "started_unix_ms": at(job.started_unix_ms), "ended_unix_ms": at(job.ended_unix_ms),
-        "exit_code": job.exit_code, "report": job.report,
+        "exit_code": job.exit_code,
         "queue_position": (job.queue_position != 0).then_some(job.queue_position),
     })
 }

@@ -1,7 +1,7 @@
 //! A daemon under load, measured from outside: `daemon_load jobs N | queries RATE | slow | idle | recovery |
 //! callers SOCKET JOB RATE FOLLOWERS SECONDS`.
 //!
-//! Each starts a node of its own and prints what it finds. `tests/peers/results/daemon-cpu.txt` has results.
+//! Each but the last starts a node of its own; all print what they find. `tests/peers/results/daemon-cpu.txt` has results.
 
 #![expect(clippy::print_stdout, clippy::unwrap_used, reason = "a measurement of our own")]
 

@@ -101,6 +101,7 @@ pub(super) fn state_and_reason(job: &Job) -> String {
 /// A job for programs.
 pub(super) fn json(job: &Job) -> Value {
     let mut value = json::job(job);
+    value["report"] = json!(job.report);
     value["status"] = job.status.as_ref().map_or(Value::Null, json::status);
     value["status_age_seconds"] = json!(job.status.as_ref().map(|_| job.status_age_seconds));
     value["history"] = json::history(&job.history);

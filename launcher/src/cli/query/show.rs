@@ -1,4 +1,4 @@
-//! The state of a launch as text: tables for people, JSON for programs.
+//! The state of a launch as tables for people; programs get it as [`crate::status::json`] has it.
 
 use xlaunch_proto::v1::{JobKind, RankStatus, Restart, StatusReply};
 

@@ -52,8 +52,6 @@ pub(super) fn job(view: &JobView, now: u64) -> Value {
 /// A job as a line of a list.
 fn line(view: &JobView) -> Value {
     let mut value = json::job(&view.job);
-    // Pages of text, a hundred times over.
-    value.as_object_mut().map(|job| job.remove("report"));
     let status = view.status.as_ref().map(|(reply, _)| reply.as_ref());
     let trained = status.filter(|status| has_trained(status));
     value["step"] = json!(trained.map(|status| status.step));
