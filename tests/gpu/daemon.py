@@ -19,6 +19,7 @@ import time
 import urllib.request
 
 import runner
+from runner import check
 
 ADDRESS = "127.0.0.1:9471"
 LIMIT = 120
@@ -41,12 +42,6 @@ def wait_for(what, look, limit=LIMIT):
             return found
         time.sleep(0.02)
     raise SystemExit(f"{what}: not within {limit} s")
-
-
-def check(what, good, found=""):
-    print(f"{'ok  ' if good else 'FAIL'} {what}{f': {found}' if found else ''}", flush=True)
-    if not good:
-        sys.exit(1)
 
 
 class Node:
@@ -158,10 +153,7 @@ def draining(node, gpus):
 
 
 def steps(node):
-    # The last line may not be whole yet.
-    lines = (node.place / "out").glob("*/latest/metrics.jsonl")
-    lines = next(lines, pathlib.Path("/dev/null")).read_text().split("\n")[:-1]
-    return [line for line in map(json.loads, lines) if "train/loss" in line]
+    return runner.steps(node.place / "out")
 
 
 def training(node, options, data):

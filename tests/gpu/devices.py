@@ -16,15 +16,10 @@ import tempfile
 import time
 
 import runner
+from runner import check
 
 HOLD = str(runner.ROOT / "tests/peers/hold.py")
 LIMIT = 120
-
-
-def check(what, good, found=""):
-    print(f"{'ok  ' if good else 'FAIL'} {what}{f': {found}' if found else ''}", flush=True)
-    if not good:
-        sys.exit(1)
 
 
 def launch(options, *words):

@@ -9,7 +9,6 @@ without a checkpoint: it begins again from its initial weights.
 """
 
 import argparse
-import json
 import os
 import pathlib
 import signal
@@ -19,16 +18,10 @@ import tempfile
 import time
 
 import runner
+from runner import steps
 
 LIMIT = 180
 EVERY = 20
-
-
-def steps(out):
-    path = next(pathlib.Path(out).glob("*/latest/metrics.jsonl"), None)
-    # The last line may not be whole yet.
-    lines = path.read_text().split("\n")[:-1] if path else []
-    return [line for line in map(json.loads, lines) if "train/loss" in line]
 
 
 def wait_for(what, look, process):

@@ -35,6 +35,21 @@ def overrides(settings):
     return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
 
+def check(what, good, found=""):
+    """Prints a check's result; a failed one ends the suite."""
+    print(f"{'ok  ' if good else 'FAIL'} {what}{f': {found}' if found else ''}", flush=True)
+    if not good:
+        sys.exit(1)
+
+
+def steps(out):
+    """The steps that the newest run below this directory has written so far; none where there is no run."""
+    path = next(pathlib.Path(out).glob("*/latest/metrics.jsonl"), None)
+    # The last line may not be whole yet.
+    lines = path.read_text().split("\n")[:-1] if path else []
+    return [line for line in map(json.loads, lines) if "train/loss" in line]
+
+
 def train(binary, model, data, nproc, **settings):
     """One run; the lines of its metrics.jsonl that are steps, and its summary. Raises with the output if it fails."""
     settings = {"data.train": [str(data)], "data.val_fraction": 0.0, "train.eval_every": 0} | settings
@@ -44,6 +59,7 @@ def train(binary, model, data, nproc, **settings):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-4000:]}")
-        path = next(pathlib.Path(out).glob("*/latest/metrics.jsonl"))
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        return [line for line in lines if "train/loss" in line], done.stdout
+        written = steps(out)
+        if not written:
+            raise RuntimeError(f"{' '.join(command)}: no step in its metrics.jsonl")
+        return written, done.stdout
