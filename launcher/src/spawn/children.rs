@@ -39,6 +39,19 @@ fn is_orphan(process: &Process, own: &Process, started: &BTreeSet<u32>) -> bool 
     process.parent == own.pid && process.group != own.group && !started.contains(&process.pid)
 }
 
+/// Processes whose parent is this one, as far as the kernel lists them by parent; others among them where it does not.
+fn children() -> Vec<Process> {
+    let tasks = fs_err::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let lists = tasks.map(|task| fs_err::read_to_string(task.path().join("children")).ok());
+    // A host may have thousands of processes. A thread that ends meanwhile has left its children to another.
+    let lists: Vec<String> = lists.flatten().collect();
+    if lists.is_empty() {
+        return Process::all();
+    }
+    let pids = lists.iter().flat_map(|list| list.split_ascii_whitespace()).filter_map(|pid| pid.parse().ok());
+    pids.filter_map(Process::read).collect()
+}
+
 /// From now on, processes whose parents die become children of this process, not of init.
 pub fn adopt_orphans() -> std::io::Result<()> {
     Ok(set_child_subreaper(Some(getpid()))?)
@@ -53,7 +66,7 @@ pub fn reap_orphans() {
     // While a process is being started, one that failed to may lie here: it is its starter's. There is a next time.
     let Ok(started) = STARTED.try_lock() else { return };
     let Some(own) = Process::own() else { return };
-    for process in Process::all() {
+    for process in children() {
         if process.ended()
             && is_orphan(&process, &own, &started)
             && let Some(pid) = i32::try_from(process.pid).ok().and_then(Pid::from_raw)

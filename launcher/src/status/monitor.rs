@@ -11,8 +11,10 @@ use tokio::sync::watch;
 use super::board::Board;
 use super::sample::Sampler;
 
-/// Between looks that nobody asks for.
+/// Between looks that nobody asks for,
 const EVERY: Duration = Duration::from_secs(5);
+/// or so many times as long as the last one took: on a host with thousands of processes, that is some time.
+const PAUSE: u32 = 250;
 /// A look that is no older than this is new enough for anyone.
 const FRESH: Duration = Duration::from_secs(1);
 /// How long a caller waits for a newer one.
@@ -48,14 +50,16 @@ impl Monitor {
 
 fn run(board: &watch::Sender<Board>, asked: &Receiver<()>) {
     let mut sampler = Sampler::new();
-    let mut last: Option<Instant> = None;
+    let (mut last, mut pause): (Option<Instant>, _) = (None, EVERY);
     loop {
-        match asked.recv_timeout(EVERY) {
+        match asked.recv_timeout(pause) {
             Err(RecvTimeoutError::Disconnected) => return,
             Ok(()) if last.is_some_and(|last| last.elapsed() < FRESH) => continue,
             Ok(()) | Err(RecvTimeoutError::Timeout) => {}
         }
+        let begin = Instant::now();
         last = Some(look(board, &mut sampler));
+        pause = EVERY.max(begin.elapsed() * PAUSE);
     }
 }
 
