@@ -297,6 +297,7 @@ fn a_failed_group_starts_again_with_its_count_and_another_port() {
     let counts: Vec<&str> = lines.iter().map(|line| line[0]).collect();
     assert_eq!(counts, ["0", "1", "2"]);
     assert!(lines.iter().all(|line| line[1] == "5" && line[2].parse::<u16>().is_ok()), "{lines:?}");
+    assert!(lines.windows(2).all(|pair| pair[0][2] != pair[1][2]), "{lines:?}");
 }
 
 #[test]

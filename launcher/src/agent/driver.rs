@@ -50,6 +50,7 @@ const LOOK: Duration = Duration::from_secs(5);
 #[expect(missing_docs, reason = "documented where they are defined")]
 pub struct Finished {
     pub outcome: Outcome,
+    /// By rank, where the job has failed.
     pub evidence: Vec<Evidence>,
     /// What callers were shown last.
     pub status: StatusReply,
@@ -340,10 +341,13 @@ impl Driver<'_> {
 
     fn finish(&self, work: &Work<'_>, outcome: Option<Outcome>) -> Finished {
         let internal = Outcome { exit: ExitCode::Internal, root: None, others: Vec::new() };
+        let outcome = outcome.unwrap_or(internal);
+        // Nobody asks how a job went well.
+        let told = if outcome.root.is_some() { self.world } else { 0 };
         Finished {
-            outcome: outcome.unwrap_or(internal),
+            outcome,
             status: self.board.borrow().reply(Instant::now(), true),
-            evidence: (0..self.world).map(|rank| self.evidence(work, rank)).collect(),
+            evidence: (0..told).map(|rank| self.evidence(work, rank)).collect(),
             trained: Trained::default(),
         }
     }
@@ -356,13 +360,13 @@ impl Driver<'_> {
         Evidence {
             pid: member.map_or(0, |member| member.worker.pid),
             host: devices::host_name(),
-            // The built-in trainer's codes have meanings of their own.
-            exit: end.exit.filter(|_| program.is_some()),
+            // The built-in trainer's codes have meanings of their own; signals mean the same to all.
+            exit: end.exit.filter(|exit| program.is_some() || matches!(exit, Exit::Signal(_))),
             died: end.died,
             signalled: end.signalled,
             stderr: member.map(|member| member.output.tail()).unwrap_or_default(),
             error_file: read_some(&rank_dir(&self.run.logs, self.job.attempt(), rank).join("error.json")),
-            oom_kills: self.scope.as_ref().map_or(0, |scope| scope.oom_kills(rank)),
+            oom_kills: self.scope.as_ref().map(|scope| scope.oom_kills(rank)).unwrap_or_default(),
             spawn_error: end.spawn_error,
             program: program.map(OsStr::to_owned).unwrap_or_default(),
             search_path: std::env::var_os("PATH").unwrap_or_default(),

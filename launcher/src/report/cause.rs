@@ -6,9 +6,13 @@ use rustix::io::Errno;
 use super::Evidence;
 use super::python::{self, Exception};
 use crate::spawn::Exit;
+use crate::spawn::oom::OomKills;
 
 /// How C++ begins the message of an exception that nobody caught.
 const WHAT: &str = "what():  ";
+
+/// What to do where the host has too little memory.
+const MEMORY: &str = "give the job more memory, or use less: fewer data loader workers, smaller batches";
 
 /// What happened, and what to do about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,7 +45,7 @@ pub fn cause(evidence: &Evidence) -> Option<Cause> {
     }
     memory(exit, evidence)
         .or_else(|| told(exit, evidence))
-        .or_else(|| ended_by_signal(exit).and_then(|signal| signalled(exit, signal)))
+        .or_else(|| ended_by_signal(exit).and_then(|signal| signalled(exit, signal, evidence)))
         .or_else(|| shell(exit, evidence))
 }
 
@@ -78,16 +82,23 @@ fn ended_by_signal(exit: Exit) -> Option<i32> {
     }
 }
 
-/// The kernel ran out of memory, by its own count.
+/// The kernel ran out of memory, by its own counts.
 fn memory(exit: Exit, evidence: &Evidence) -> Option<Cause> {
-    let advice = "give the job more memory, or use less: fewer data loader workers, smaller batches";
-    let cause = match (evidence.oom_kills, ended_by_signal(exit)) {
-        (0, _) => return None,
-        (_, Some(9)) => Cause::of("the kernel killed it for lack of memory"),
-        (1, _) => Cause::of("the kernel killed one of its processes for lack of memory"),
-        (count, _) => Cause::of(format!("the kernel killed {count} of its processes for lack of memory")),
+    let OomKills { rank, launch, host } = evidence.oom_kills;
+    let killed = ended_by_signal(exit) == Some(9);
+    let what = match (rank, launch, host) {
+        (1.., ..) | (_, 1.., _) if killed => "the kernel killed it for lack of memory".to_owned(),
+        (_, _, 1) if killed => {
+            "it was killed, as a process of this host was by the kernel for lack of memory".into()
+        }
+        (_, _, 2..) if killed => {
+            format!("it was killed, as {host} processes of this host were by the kernel for lack of memory")
+        }
+        (1, ..) => "the kernel killed one of its processes for lack of memory".into(),
+        (2.., ..) => format!("the kernel killed {rank} of its processes for lack of memory"),
+        _ => return None,
     };
-    Some(cause.advise(advice))
+    Some(Cause::of(what).advise(MEMORY))
 }
 
 /// What the worker itself said.
@@ -139,6 +150,12 @@ fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
             .advise("use less of it (smaller batches), or see who else does: nvidia-smi")
     } else if name == "MemoryError" || has(&["DefaultCPUAllocator: can't allocate memory"]) {
         Cause::of(format!("the host's memory ran out: {}", whole.what))
+    } else if has(&["is killed by signal: Killed"]) {
+        match evidence.oom_kills.launch {
+            0 => whole.advise("perhaps for lack of memory; the kernel's log says: dmesg, or journalctl -k"),
+            _ => Cause::of(format!("the kernel killed a process for lack of memory: {}", whole.what))
+                .advise(MEMORY),
+        }
     } else if has(&["insufficient shared memory", "out of shared memory"]) {
         whole.advise("enlarge /dev/shm (in a container: --shm-size), or use fewer data loader workers")
     } else if has(&["EADDRINUSE", "Address already in use", "address already in use"]) {
@@ -191,7 +208,7 @@ fn port(line: &str) -> Option<u16> {
 }
 
 /// A signal that xlaunch did not send.
-fn signalled(exit: Exit, signal: i32) -> Option<Cause> {
+fn signalled(exit: Exit, signal: i32, evidence: &Evidence) -> Option<Cause> {
     let cause = match signal {
         1 => Cause::of("its terminal or session went away (SIGHUP)"),
         2 => Cause::of("it was interrupted (SIGINT, Ctrl-C)"),
@@ -202,6 +219,7 @@ fn signalled(exit: Exit, signal: i32) -> Option<Cause> {
         8 => Cause::of("it divided by zero, or the like (SIGFPE)"),
         9 => Cause::of("it was killed, not by xlaunch: perhaps by the kernel for lack of memory")
             .advise("the kernel's log says: dmesg, or journalctl -k"),
+        11 if evidence.program.is_empty() => Cause::of("it used memory that is not its own (SIGSEGV)"),
         11 => Cause::of("it used memory that is not its own (SIGSEGV)")
             .advise("PYTHONFAULTHANDLER=1 in the environment makes Python say where"),
         13 => Cause::of("it wrote to a pipe that nobody reads any more (SIGPIPE)"),

@@ -67,14 +67,31 @@ fn memory_of_gpu_and_host() {
 fn the_kernels_kills() {
     let killed = evidence(Exit::Signal(9), &traceback("ValueError: got over this"));
     assert_eq!(of(&killed).0, "it was killed, not by xlaunch: perhaps by the kernel for lack of memory");
-    assert_eq!(of(&Evidence { oom_kills: 1, ..killed.clone() }).0, "the kernel killed it for lack of memory");
+    let told = |oom_kills| of(&Evidence { oom_kills, ..killed.clone() }).0;
+    let (rank, launch) =
+        (OomKills { rank: 1, ..OomKills::default() }, OomKills { launch: 1, ..OomKills::default() });
+    assert_eq!(told(rank), "the kernel killed it for lack of memory");
+    assert_eq!(told(launch), "the kernel killed it for lack of memory");
+    let host = told(OomKills { host: 3, ..OomKills::default() });
+    assert_eq!(host, "it was killed, as 3 processes of this host were by the kernel for lack of memory");
     assert_eq!(cause(&Evidence { signalled: true, ..killed }), None);
     let child = evidence(
         Exit::Code(1),
         &traceback("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed."),
     );
-    let child = of(&Evidence { oom_kills: 2, ..child });
-    assert_eq!(child.0, "the kernel killed 2 of its processes for lack of memory");
+    let told = |oom_kills| of(&Evidence { oom_kills, ..child.clone() });
+    let two = told(OomKills { rank: 2, launch: 2, host: 2 });
+    assert_eq!(two.0, "the kernel killed 2 of its processes for lack of memory");
+    let one = told(OomKills { rank: 0, launch: 1, host: 1 });
+    assert!(
+        one.0.starts_with("the kernel killed a process for lack of memory: RuntimeError: DataLoader"),
+        "{one:?}"
+    );
+    assert!(one.1.contains("fewer data loader workers") && of(&child).1.contains("dmesg"), "{one:?}");
+    // Others of the host, or of a session, say nothing of a rank that ended by itself.
+    let other = evidence(Exit::Code(1), &traceback("ValueError: bad"));
+    let others = OomKills { rank: 0, launch: 1, host: 1 };
+    assert_eq!(of(&Evidence { oom_kills: others, ..other }).0, "ValueError: bad (/w/t.py, line 7)");
     let shell = of(&evidence(Exit::Code(137), ""));
     assert_eq!(
         shell.0,

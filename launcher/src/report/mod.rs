@@ -14,6 +14,7 @@ use std::time::SystemTime;
 use crate::agent::state::{Failure, Outcome};
 use crate::run_dir;
 use crate::spawn::Exit;
+use crate::spawn::oom::OomKills;
 
 pub use cause::{Cause, cause};
 
@@ -27,8 +28,8 @@ pub struct Evidence {
     pub pid: u32,
     /// The host that it ran on.
     pub host: String,
-    /// How a worker of a command ended; `None` where it has not, and for the built-in trainer, whose codes have meanings
-    /// of their own.
+    /// How a worker ended; `None` where it has not, and for codes of the built-in trainer, which have meanings of their
+    /// own.
     pub exit: Option<Exit>,
     /// When it ended.
     pub died: Option<SystemTime>,
@@ -38,11 +39,11 @@ pub struct Evidence {
     pub stderr: Vec<String>,
     /// What it left in `TORCHELASTIC_ERROR_FILE`.
     pub error_file: Option<String>,
-    /// Its processes that the kernel killed for lack of memory.
-    pub oom_kills: u64,
+    /// What the kernel killed for lack of memory.
+    pub oom_kills: OomKills,
     /// The system's error number, where the process could not be started.
     pub spawn_error: Option<i32>,
-    /// The program that was started.
+    /// The program that was started; empty for the built-in trainer.
     pub program: OsString,
     /// The `PATH` that it was looked for in.
     pub search_path: OsString,

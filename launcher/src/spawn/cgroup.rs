@@ -1,12 +1,13 @@
 //! Cgroups of one attempt: `xlaunch-<run>.<pid>-<attempt>/<local rank>` below xlaunch's own cgroup, version 2.
 //!
 //! A process cannot leave its cgroup by forking, in whatever session it hides. No controller is turned on, so that
-//! xlaunch's own cgroup may keep its processes; usage and kills for lack of memory are read where somebody else has.
+//! xlaunch's own cgroup may keep its processes; kills for lack of memory are read where somebody else has.
 
 use std::os::fd::OwnedFd;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
+use super::oom;
 use crate::process::Process;
 
 /// Where version 2 is mounted: alone, or beside version 1.
@@ -68,8 +69,7 @@ impl Leaves {
 
     /// Processes of this rank that the kernel has killed for lack of memory, where it counts.
     pub(super) fn oom_kills(&self, local_rank: u32) -> Option<u64> {
-        let text = fs_err::read_to_string(self.leaf(local_rank).join("memory.events")).ok()?;
-        text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
+        oom::count(&self.leaf(local_rank).join("memory.events"))
     }
 }
 

@@ -18,6 +18,7 @@ pub mod environment;
 mod exit;
 pub mod gpu_memory;
 pub mod guard;
+pub mod oom;
 pub mod port;
 pub mod scope;
 pub(crate) mod sys;

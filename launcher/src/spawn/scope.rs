@@ -13,6 +13,7 @@ use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
 use xlaunch_proto::env;
 
 use super::cgroup::{self, Leaves};
+use super::oom::{self, OomKills};
 use super::tree::{self, Family};
 use super::{children, sys};
 use crate::process::Process;
@@ -29,6 +30,7 @@ pub struct Scope {
     leaves: Option<Leaves>,
     /// A worker could not enter its cgroup.
     outside: bool,
+    before: oom::Before,
 }
 
 /// A process that still exists.
@@ -60,7 +62,7 @@ impl Scope {
             // The first process of a container is handed everybody's orphans, and all end with it anyway.
             adopts: pid != Pid::INIT,
         };
-        Self { family, leaves: None, outside: false }
+        Self { family, leaves: None, outside: false, before: oom::Before::now() }
     }
 
     /// Marks the command as one of this scope, and lets it enter its rank's cgroup before its program runs.
@@ -160,9 +162,10 @@ impl Scope {
         }
     }
 
-    /// Processes of a rank that the kernel has killed for lack of memory; 0 where it does not count them by cgroup.
-    pub fn oom_kills(&self, local_rank: u32) -> u64 {
-        self.leaves.as_ref().and_then(|leaves| leaves.oom_kills(local_rank)).unwrap_or(0)
+    /// What the kernel has killed for lack of memory since this scope began.
+    pub fn oom_kills(&self, local_rank: u32) -> OomKills {
+        let of_rank = self.leaves.as_ref().and_then(|leaves| leaves.oom_kills(local_rank));
+        self.before.since(of_rank.unwrap_or(0))
     }
 
     /// Whether all workers so far are in cgroups of this scope.

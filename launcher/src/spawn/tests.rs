@@ -141,7 +141,7 @@ async fn hidden(mut stage: Stage, dir: &Path) {
     assert!(hidden.iter().all(|pid| left.contains(pid)) && left.contains(&spawned.worker.pid), "{left:?}");
     stage.scope.signal(Signal::TERM);
     assert!(hidden.iter().all(|pid| alive(*pid)));
-    assert_eq!(stage.scope.oom_kills(0), 0);
+    assert_eq!(stage.scope.oom_kills(0).rank, 0);
     assert_eq!(stage.scope.gone(DEADLINE).await, []);
     assert!(!hidden.iter().chain([&spawned.worker.pid]).any(|pid| alive(*pid)));
     let cgroup = stage.scope.cgroup().map(Path::to_path_buf);
