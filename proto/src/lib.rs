@@ -11,6 +11,7 @@ pub mod env;
 pub mod exit;
 pub mod ids;
 pub mod model;
+mod phase;
 pub mod spec;
 
 /// Version of this build; launcher and workers must match.

@@ -1,7 +1,7 @@
 //! What the launcher does when workers, users or the launcher itself end early.
 
 use rustix::process::Signal;
-use xlaunch_tests::{Job, alive, children, wait_for};
+use xlaunch_tests::{Job, Running, alive, children, wait_for};
 
 const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
@@ -39,6 +39,27 @@ fn a_real_worker_that_is_killed_ends_the_job() {
     assert_eq!(run.code, 1, "{}", run.stderr);
     assert!(run.stderr.contains(&format!("(pid {})", workers[1])), "{}", run.stderr);
     assert!(workers.iter().all(|worker| !alive(*worker)));
+}
+
+#[test]
+fn a_rank_that_hangs_is_named_until_it_goes_on() {
+    let job = Job::new();
+    let run = job.start(&["--nproc", "2", "--set", "train.steps=1000000", "--set", "launch.silence=3"]);
+    run.wait_for_stderr("step 1/");
+    let workers = wait_for("two workers", || Some(children(run.pid())).filter(|workers| workers.len() == 2));
+    let hanging = rustix::process::Pid::from_raw(workers[1].cast_signed()).unwrap();
+    rustix::process::kill_process(hanging, Signal::STOP).unwrap();
+    run.wait_for_stderr("xlaunch: rank 1 may hang: not heard of for");
+    let status = Running::start(&mut job.command(&["status", "--json"])).finish().stdout;
+    let status: serde_json::Value = serde_json::from_str(&status).unwrap();
+    let hint = |rank: usize| status["ranks"][rank]["hint"].as_str().unwrap_or_default().to_owned();
+    assert!(hint(1).starts_with("not heard of for") && hint(0).is_empty(), "{status}");
+    rustix::process::kill_process(hanging, Signal::CONT).unwrap();
+    run.wait_for_stderr("xlaunch: steps go on");
+    run.signal(Signal::INT);
+    let run = run.finish();
+    assert_eq!(run.code, 143, "{}", run.stderr);
+    assert_eq!(run.stderr.matches("may hang").count(), 1, "{}", run.stderr);
 }
 
 #[test]

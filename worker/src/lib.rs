@@ -11,6 +11,7 @@ pub mod bench;
 pub mod checkpoint;
 pub mod control;
 pub mod data;
+mod doing;
 pub mod environment;
 pub mod error;
 pub mod model;

@@ -43,7 +43,7 @@ const GPU_MEMORY: Duration = Duration::from_secs(15);
 /// Bytes of a worker's error file that are looked at.
 const ERROR_FILE: u64 = 1 << 20;
 /// Pause between looks at silent workers.
-const LOOK: Duration = Duration::from_secs(5);
+const LOOK: Duration = Duration::from_secs(1);
 
 /// What is left when a job is over.
 #[derive(Debug)]
@@ -109,14 +109,16 @@ async fn drive(plan: Plan<'_>, run: &RunDir, guard: &Guard) -> std::io::Result<F
                 work.say(&line);
                 None
             }
-            Some(asked) = asked.recv() => driver.asked(asked),
+            Some(asked) = asked.recv() => driver.asked(&mut work, asked),
             _ = children.recv() => {
                 reap_orphans();
                 None
             }
             () = sleep_until(deadline.into()) => Some(driver.timer(&work, Instant::now())),
             _ = look.tick() => {
-                work.point_out_silence(&driver.board, Instant::now());
+                if driver.job.phase() == Phase::Running {
+                    work.point_out_silence(&driver.board, Instant::now());
+                }
                 None
             }
         };
@@ -329,12 +331,15 @@ impl Driver<'_> {
         }
     }
 
-    fn asked(&self, asked: Asked) -> Option<Event> {
+    fn asked(&self, work: &mut Work<'_>, asked: Asked) -> Option<Event> {
         match asked {
             Asked::End(signal) => return Some(Event::Stop(StopCause::Signal(signal.as_raw()))),
             Asked::Pass(signal) => self.signal(signal),
             Asked::Suspend => self.scope.iter().for_each(Scope::suspend),
-            Asked::Continue => self.scope.iter().for_each(Scope::resume),
+            Asked::Continue => {
+                self.scope.iter().for_each(Scope::resume);
+                work.resumed();
+            }
         }
         None
     }

@@ -8,6 +8,7 @@
 
 pub mod commands;
 pub mod driver;
+mod hang;
 mod policy;
 mod signals;
 pub mod state;

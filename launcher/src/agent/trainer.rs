@@ -6,31 +6,31 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, watch};
 use tonic::Status;
+use xlaunch_proto::convert::Join;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::agent_command::Command as Order;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{AgentCommand, Bench, GetJobReply, GetJobRequest, JobKind, JoinReply, StopCommand};
+use xlaunch_proto::v1::{AgentCommand, Bench, GetJobReply, GetJobRequest, JobKind, StopCommand};
 
+use super::hang::Watch;
 use super::state::{Event, Job, Kind, Phase, Rules};
 use crate::command::Restarts;
 use crate::devices::Placement;
 use crate::logs::Output;
 use crate::metrics::Metrics;
 use crate::progress::Progress;
+use crate::rendezvous::Rendezvous;
+use crate::rendezvous::meeting::{Meeting, Outcome, Reply};
 use crate::rendezvous::service::Message;
-use crate::rendezvous::{self, Rendezvous};
 use crate::run_dir::RunDir;
 use crate::spawn::environment::{self, Group};
 use crate::spawn::port::MasterPort;
 use crate::status::board::{self, Board};
 use crate::summary::Summary;
 use crate::tensorboard::TensorBoard;
-
-/// Silence of a running worker that is pointed out.
-const SILENCE: Duration = Duration::from_secs(15);
 
 /// Silence of a rank that does nothing either, in status.
 const IDLE_SILENCE: Duration = Duration::from_secs(300);
@@ -70,17 +70,15 @@ pub struct Heard {
 #[derive(Debug, Default)]
 struct Session {
     commands: Option<mpsc::Sender<Result<AgentCommand, Status>>>,
-    heard: Option<Instant>,
-    silent: bool,
 }
 
 /// The trainer's side of a job that runs.
 pub(super) struct Trainer<'a> {
     plan: TrainerPlan<'a>,
     run: &'a RunDir,
-    rendezvous: Rendezvous,
-    waiting: Vec<oneshot::Sender<Result<JoinReply, Status>>>,
+    meeting: Meeting,
     sessions: Vec<Session>,
+    watch: Watch,
     /// For frameworks that rendezvous by themselves. The trainer does without.
     port: Option<MasterPort>,
     output: Output,
@@ -101,9 +99,9 @@ impl<'a> Trainer<'a> {
         let metrics = observe.metrics.then(|| Metrics::create(&run.path)).transpose()?;
         let tensorboard = observe.tensorboard.then(|| TensorBoard::create(&run.path)).transpose()?;
         Ok(Self {
-            rendezvous: Rendezvous::new(plan.placement.workers, 0, plan.spec.digest(), Instant::now()),
-            waiting: Vec::new(),
+            meeting: meeting(&plan, 0),
             sessions: Vec::new(),
+            watch: Watch::new(Duration::from_secs_f64(plan.spec.launch.silence), Instant::now()),
             port: None,
             output: Output::for_trainer(console),
             progress: Progress::default(),
@@ -152,12 +150,11 @@ impl<'a> Trainer<'a> {
             let saved = (self.plan.newest_checkpoint)(&self.checkpoint_dir());
             self.plan.resume_from = saved.or_else(|| self.plan.resume_from.take());
         }
-        let world = self.plan.placement.workers;
-        let deadline = Instant::now() + Duration::from_secs_f64(self.plan.spec.launch.join_timeout);
-        self.rendezvous = Rendezvous::new(world, attempt, self.plan.spec.digest(), deadline);
-        self.refuse_waiting("the attempt is over");
+        self.meeting.refuse("the attempt is over");
+        self.meeting = meeting(&self.plan, attempt);
         self.port = MasterPort::reserve().ok();
-        self.sessions = (0..world).map(|_| Session::default()).collect();
+        self.sessions = (0..self.plan.placement.workers).map(|_| Session::default()).collect();
+        self.watch.begin(Instant::now());
     }
 
     fn checkpoint_dir(&self) -> PathBuf {
@@ -180,12 +177,12 @@ impl<'a> Trainer<'a> {
 
     /// When the meeting fails.
     pub(super) fn deadline(&self, job: &Job) -> Option<Instant> {
-        (job.phase() == Phase::Meeting).then(|| self.rendezvous.deadline()).flatten()
+        (job.phase() == Phase::Meeting).then(|| self.meeting.deadline()).flatten()
     }
 
     /// The news that it has failed, if it has.
     pub(super) fn timer(&self, job: &Job, now: Instant) -> Option<Event> {
-        let reason = self.rendezvous.expired(now).filter(|_| job.phase() == Phase::Meeting)?;
+        let reason = self.meeting.expired(now).filter(|_| job.phase() == Phase::Meeting)?;
         Some(Event::MeetingFailed(reason))
     }
 
@@ -201,6 +198,7 @@ impl<'a> Trainer<'a> {
         if let Some(session) = self.sessions.get_mut(rank as usize) {
             *session = Session::default();
         }
+        self.watch.closed(rank);
     }
 
     pub(super) fn say(&mut self, text: &str) {
@@ -226,7 +224,8 @@ impl<'a> Trainer<'a> {
                     if job.phase() == Phase::Stopping {
                         let _ = commands.try_send(Ok(stop_order()));
                     }
-                    (session.heard, session.commands) = (Some(Instant::now()), Some(commands));
+                    session.commands = Some(commands);
+                    self.watch.opened(rank, Instant::now());
                 }
                 None
             }
@@ -234,6 +233,7 @@ impl<'a> Trainer<'a> {
                 if let Some(session) = self.session(rank, attempt, job) {
                     // The last sender: without it the stream of commands ends, and the worker knows it was heard.
                     session.commands = None;
+                    self.watch.closed(rank);
                 }
                 None
             }
@@ -270,51 +270,23 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    fn join(
-        &mut self,
-        join: xlaunch_proto::convert::Join,
-        reply: oneshot::Sender<Result<JoinReply, Status>>,
-        board: &watch::Sender<Board>,
-    ) -> Option<Event> {
+    fn join(&mut self, join: Join, reply: Reply, board: &watch::Sender<Board>) -> Option<Event> {
         let (rank, device) = (join.rank.0, join.device_uuid.clone());
-        match self.rendezvous.join(join) {
-            rendezvous::Progress::Waiting => {
-                board.send_modify(|board| board.joined(rank, &device));
-                self.waiting.push(reply);
-                None
-            }
-            rendezvous::Progress::Complete(joined) => {
-                board.send_modify(|board| board.joined(rank, &device));
-                self.waiting.push(reply);
-                for reply in self.waiting.drain(..) {
-                    let _ = reply.send(Ok(joined.clone().into()));
-                }
-                Some(Event::Met)
-            }
-            rendezvous::Progress::Ignored(problem) => {
-                let _ = reply.send(Err(Status::already_exists(problem)));
-                None
-            }
-            rendezvous::Progress::Failed(problem) => {
-                let _ = reply.send(Err(Status::failed_precondition(problem.clone())));
-                self.refuse_waiting(&problem);
-                Some(Event::MeetingFailed(problem))
-            }
+        let outcome = self.meeting.join(join, reply);
+        if matches!(outcome, Outcome::Waiting | Outcome::Met) {
+            board.send_modify(|board| board.joined(rank, &device));
         }
-    }
-
-    fn refuse_waiting(&mut self, problem: &str) {
-        for reply in self.waiting.drain(..) {
-            let _ = reply.send(Err(Status::failed_precondition(problem.to_string())));
+        match outcome {
+            Outcome::Waiting | Outcome::Ignored => None,
+            Outcome::Met => Some(Event::Met),
+            Outcome::Failed(problem) => Some(Event::MeetingFailed(problem)),
         }
     }
 
     fn report(&mut self, rank: u32, report: Report, board: &watch::Sender<Board>) {
         let now = Instant::now();
         board.send_modify(|board| board.reported(rank, &report, now));
-        if let Some(session) = self.sessions.get_mut(rank as usize) {
-            (session.heard, session.silent) = (Some(now), false);
-        }
+        self.watch.heard(rank, &report, now);
         if let Report::Finished(finished) = &report
             && let Some(difference) = finished.max_parameter_difference
         {
@@ -371,17 +343,17 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// A running worker that says nothing, not even heartbeats, hangs: only a person can tell why.
-    pub(super) fn point_out_silence(&mut self, now: Instant) {
-        for (rank, session) in self.sessions.iter_mut().enumerate() {
-            let Some(heard) = session.heard.filter(|_| !session.silent) else { continue };
-            if now.duration_since(heard) > SILENCE {
-                session.silent = true;
-                let seconds = now.duration_since(heard).as_secs();
-                let text = format!("xlaunch: rank {rank} has been silent for {seconds} s: it may hang");
-                self.progress.say(&text);
-            }
+    /// Says which ranks hold up the others, if any do, and when that is over.
+    pub(super) fn point_out_silence(&mut self, board: &watch::Sender<Board>, now: Instant) {
+        if let Some(change) = self.watch.look(now) {
+            self.progress.say(&format!("xlaunch: {}", change.line));
+            board.send_modify(|board| board.point_out(change.hints));
         }
+    }
+
+    /// All workers were stopped by a signal, and go on.
+    pub(super) fn resumed(&mut self) {
+        self.watch.resumed(Instant::now());
     }
 
     pub(super) fn finish(self) -> Trained {
@@ -389,6 +361,12 @@ impl<'a> Trainer<'a> {
         let metrics = self.metrics.as_ref().map(|metrics| metrics.path().to_path_buf());
         Trained { summary: self.summary, metrics, heard: self.heard }
     }
+}
+
+/// The meeting of an attempt that begins now.
+fn meeting(plan: &TrainerPlan<'_>, attempt: u32) -> Meeting {
+    let deadline = Instant::now() + Duration::from_secs_f64(plan.spec.launch.join_timeout);
+    Meeting::new(Rendezvous::new(plan.placement.workers, attempt, plan.spec.digest(), deadline))
 }
 
 fn stop_order() -> AgentCommand {

@@ -157,8 +157,16 @@ impl<'a> Work<'a> {
 
     pub(super) fn point_out_silence(&mut self, board: &watch::Sender<Board>, now: Instant) {
         match self {
-            Self::Trainer(trainer) => trainer.point_out_silence(now),
+            Self::Trainer(trainer) => trainer.point_out_silence(board, now),
             Self::Command(commands) => commands.point_out_silence(board, now),
+        }
+    }
+
+    /// All workers were stopped by a signal, and go on.
+    pub(super) fn resumed(&mut self) {
+        match self {
+            Self::Trainer(trainer) => trainer.resumed(),
+            Self::Command(_) => {}
         }
     }
 

@@ -1,7 +1,8 @@
 //! `xlaunch bench launch`: what launching itself costs, and how fast it reacts, beside torchrun where that is installed.
 //!
-//! Launchers are child processes, looked at from outside as a user would; the workers are `true` and `sleep`. Every process
-//! of a measurement carries a mark in its environment, by which what a killed launcher leaves behind is counted, and removed.
+//! Launchers are child processes, looked at from outside as a user would; the workers are `true` and `sleep`, and for a hang
+//! the built-in trainer's. Every process of a measurement carries a mark in its environment, by which what a killed launcher
+//! leaves behind is counted, and removed.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -29,6 +30,22 @@ const LOOK: Duration = Duration::from_millis(1);
 const IDLE: Duration = Duration::from_secs(3);
 /// Runs of torchrun, which takes seconds for each.
 const FEW: usize = 3;
+/// A job that trains until it is killed.
+const HANG: &str = r#"
+[model]
+layers = 1
+dim = 32
+heads = 2
+ffn = 32
+seq = 32
+[data]
+train = ["text.txt"]
+[train]
+steps = 100000000
+eval_every = 0
+[engine]
+device = "cpu"
+"#;
 
 /// Milliseconds.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -63,6 +80,8 @@ pub struct Found {
     pub resident_bytes: u64,
     /// Its CPU time then, in percent of a core.
     pub cpu_percent: f64,
+    /// Seconds until a rank of a training job is named, from when it is stopped.
+    pub hang_named_seconds: f64,
     /// The other one.
     pub torchrun: Option<Launcher>,
 }
@@ -78,12 +97,14 @@ pub async fn run(workers: u32, runs: usize, torchrun: Option<&Path>) -> Result<F
     let ours =
         Program { path: own, options: vec!["--nproc-per-node".into(), workers.to_string(), "--".into()] };
     let (resident_bytes, cpu_percent) = idle(&ours, workers).map_err(failed)?;
+    let hang_named_seconds = hang(&ours.path).map_err(failed)?;
     Ok(Found {
         workers,
         xlaunch: launcher(&ours, workers, runs).map_err(failed)?,
         reaction: reaction(runs.max(100)).await.map_err(failed)?,
         resident_bytes,
         cpu_percent,
+        hang_named_seconds,
         torchrun: torchrun
             .map(|path| launcher(&theirs(path, workers), workers, FEW))
             .transpose()
@@ -180,6 +201,30 @@ fn idle(program: &Program, workers: u32) -> std::io::Result<(u64, f64)> {
     Ok(found)
 }
 
+/// Trains a small model on the CPU, and stops rank 1 of 2 in the middle of it.
+fn hang(own: &Path) -> std::io::Result<f64> {
+    let dir = tempfile::Builder::new().prefix("xlaunch-bench-").tempdir()?;
+    fs_err::write(dir.path().join("text.txt"), "what ranks learn until one hangs\n".repeat(1000))?;
+    fs_err::write(dir.path().join("hang.toml"), HANG)?;
+    let told = dir.path().join("told");
+    let mut launcher = Command::new(own);
+    launcher.args(["--nproc", "2", "hang.toml"]).current_dir(dir.path());
+    launcher.stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&told)?);
+    let mut launcher = launcher.spawn()?;
+    let says = |text| until(|| fs_err::read_to_string(&told).ok()?.contains(text).then_some(()));
+    let named = says("step 1/").and_then(|()| {
+        let mut rank_1 = Process::all();
+        rank_1.retain(|process| process.parent == launcher.id() && process.carries(b"RANK=1"));
+        let start = Instant::now();
+        rank_1.iter().for_each(|process| process.signal(Signal::STOP));
+        says("rank 1 may hang")?;
+        Ok(start.elapsed().as_secs_f64())
+    });
+    launcher.kill()?;
+    launcher.wait()?;
+    named
+}
+
 /// From the signal that kills a worker to its exit status in our hands.
 async fn reaction(runs: usize) -> std::io::Result<Spread> {
     let spawner = Spawner::start()?;
@@ -254,6 +299,7 @@ pub fn table(found: &Found) -> String {
     let left = |launcher: &Launcher| of(launcher.left_of);
     line("launcher killed: processes left after 1 s", left(&found.xlaunch), other.map(left));
     line("a worker's death to the launcher's knowledge", times(found.reaction), None);
+    line("a rank hangs: named after", format!("{:.0}", found.hang_named_seconds * 1e3), None);
     line("memory of the launcher", format!("{:.1} MB", found.resident_bytes as f64 / 1e6), None);
     line("its CPU while workers sleep", format!("{:.2} %", found.cpu_percent), None);
     out

@@ -3,7 +3,8 @@
 //! - [`train`]: what a step of a configuration takes, beside what the device can do;
 //! - [`all_reduce`]: sums between ranks by size, in nccl-tests' columns;
 //! - [`device`]: what a device can do at best;
-//! - [`launches`]: what launching itself costs; [`queries`]: how many questions a daemon answers;
+//! - [`launches`]: what launching itself costs; [`rendezvous`]: how long many ranks take to meet;
+//! - [`queries`]: how many questions a daemon answers;
 //! - [`flops`]: how many operations a model asks for; [`kernels`]: a step's kernels by family.
 //!
 //! Each launch has a run directory in a temporary place, which goes when the launch has gone well.
@@ -14,6 +15,7 @@ pub mod flops;
 pub mod kernels;
 pub mod launches;
 pub mod queries;
+pub mod rendezvous;
 pub mod train;
 
 use std::path::Path;

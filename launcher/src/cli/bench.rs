@@ -11,7 +11,7 @@ use super::launch::{self, Launch};
 use crate::bench::all_reduce::{self, Dtype};
 use crate::bench::queries::{self, Load};
 use crate::bench::train::{self, Extent};
-use crate::bench::{device, launches};
+use crate::bench::{device, launches, rendezvous};
 use crate::devices::{self, Node, Placement};
 use crate::{Refusal, Trainer};
 
@@ -87,6 +87,18 @@ pub(super) enum Bench {
         #[arg(long)]
         json: bool,
     },
+    /// How long simulated ranks take to meet, each with a connection of its own.
+    Rendezvous {
+        /// Ranks that meet; may be repeated.
+        #[arg(long, value_name = "N", default_values_t = [1000, 10_000], value_parser = clap::value_parser!(u32).range(1..=100_000))]
+        ranks: Vec<u32>,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+        /// The ranks' side: they meet here.
+        #[arg(long, hide = true)]
+        callers: Option<PathBuf>,
+    },
     /// The daemon's service: questions it answers in a second, on one core, and what they cost.
     Status {
         /// Connections at a time.
@@ -147,6 +159,13 @@ async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
             let torchrun = launches::torchrun();
             let found = launches::run(nproc, runs.into(), torchrun.as_deref()).await?;
             Ok(if json { as_json(&serde_json::json!(found)) } else { launches::table(&found) })
+        }
+        Bench::Rendezvous { ranks, callers: Some(socket), .. } => {
+            rendezvous::callers(&socket, ranks.first().copied().unwrap_or_default()).await
+        }
+        Bench::Rendezvous { ranks, json, callers: None } => {
+            let found = rendezvous::run(&ranks).await?;
+            Ok(if json { as_json(&serde_json::json!(found)) } else { rendezvous::table(&found) })
         }
         Bench::Status { connections, pipelined, json } => {
             let load = Load { connections: connections.into(), pipelined: pipelined.into(), time: LOAD };

@@ -1,4 +1,4 @@
-//! How the ranks of one attempt meet: a pure state machine, and the gRPC service that feeds it.
+//! How the ranks of one attempt meet: a pure state machine, who waits for it, and the gRPC service that feeds it.
 //!
 //! ```text
 //! Meeting --last rank joined--> Met
@@ -7,6 +7,7 @@
 //! ```
 
 mod listener;
+pub mod meeting;
 pub mod service;
 
 use std::time::Instant;

@@ -25,6 +25,7 @@ use xlaunch_proto::v1::{
 };
 
 use super::listener;
+use super::meeting::Reply;
 use crate::status::board::Board;
 use crate::status::{Monitor, follow};
 
@@ -46,7 +47,7 @@ const FAREWELL: Duration = Duration::from_millis(500);
 #[expect(missing_docs, reason = "named after the calls")]
 pub enum Message {
     GetJob(GetJobRequest, oneshot::Sender<Result<GetJobReply, Status>>),
-    Join(Join, oneshot::Sender<Result<JoinReply, Status>>),
+    Join(Join, Reply),
     SessionOpened { rank: u32, attempt: u32, commands: mpsc::Sender<Result<AgentCommand, Status>> },
     SessionClosed { rank: u32, attempt: u32 },
     Report { rank: u32, attempt: u32, report: Report },

@@ -3,7 +3,7 @@
 //! The driver tells what happens, the monitor what it sees; [`Board::reply`] is the answer to a status query. Whatever passes
 //! with time (silence, hints) is worked out when it is asked for.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -70,6 +70,8 @@ struct Rank {
     output: Option<Instant>,
     /// It has used neither CPU nor GPU since then.
     idle: Option<Instant>,
+    /// That it holds up the others.
+    hint: Option<String>,
 }
 
 impl Board {
@@ -189,6 +191,13 @@ impl Board {
         }
     }
 
+    /// These ranks, and no others, hold up the job: what to say of them.
+    pub fn point_out(&mut self, mut hints: BTreeMap<u32, String>) {
+        for (number, rank) in (0..).zip(&mut self.ranks) {
+            rank.hint = hints.remove(&number);
+        }
+    }
+
     /// All that the monitor sees is as of `now`.
     pub(super) fn looked(&mut self, now: Instant) {
         self.looked = Some(now);
@@ -228,6 +237,9 @@ impl Board {
     pub fn hint(&self, rank: u32, now: Instant) -> Option<String> {
         let rank = self.ranks.get(rank as usize)?;
         rank.runs()?;
+        if rank.hint.is_some() {
+            return rank.hint.clone();
+        }
         let silent = now.saturating_duration_since(rank.output?);
         let idle = now.saturating_duration_since(rank.idle?);
         silence(silent, idle, rank.status.gpu_percent.is_some(), self.launch.silence)

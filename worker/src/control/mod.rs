@@ -12,7 +12,7 @@ mod session;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use tokio::sync::{mpsc, oneshot};
@@ -23,6 +23,7 @@ use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{GetJobReply, GetJobRequest, Hello, JoinRequest};
 
+use crate::doing::Doing;
 use crate::error::{Result, WorkerError};
 
 /// What both threads see.
@@ -32,6 +33,8 @@ struct Shared {
     checkpoint: AtomicBool,
     /// Steps completed, for heartbeats.
     step: AtomicU64,
+    /// What the trainer's thread is doing, for heartbeats.
+    trainer: OnceLock<Arc<Doing>>,
     /// What to abort when the agent is lost.
     abort: Mutex<Option<AbortHandle>>,
     /// Why the agent is considered lost.
@@ -89,8 +92,11 @@ impl Control {
         self.answer(reply)
     }
 
-    /// Opens the session: heartbeats from now on. `abort` is what to abort when the agent is lost.
+    /// Opens the session: heartbeats from now on, which tell what the calling thread is doing. `abort` is what to abort when
+    /// the agent is lost.
     pub fn open_session(&self, hello: Hello, abort: AbortHandle) {
+        // There is one session, and one trainer.
+        let _ = self.shared.trainer.set(Doing::here());
         *self.shared.abort.lock().unwrap_or_else(PoisonError::into_inner) = Some(abort);
         self.send(Request::Session(hello));
     }

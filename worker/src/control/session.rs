@@ -64,7 +64,7 @@ pub(super) async fn run(
                 None => return lose(&shared, &mut requests, "it closed the session").await,
             },
             _ = heartbeat.tick() => {
-                send(Report::Heartbeat(Heartbeat { step: shared.step.load(Ordering::Relaxed) }));
+                send(Report::Heartbeat(beat(&shared)));
             }
             () = sleep_until(heard + LEASE) => {
                 return lose(&shared, &mut requests, "it does not answer heartbeats").await;
@@ -76,6 +76,12 @@ pub(super) async fn run(
     let end = async { while let Some(Ok(_)) = commands.next().await {} };
     // An agent that takes no last reports sees the exit code all the same.
     let _ = tokio::time::timeout(FAREWELL, end).await;
+}
+
+fn beat(shared: &Shared) -> Heartbeat {
+    let (phase, lasts) = shared.trainer.get().map(|trainer| trainer.read()).unwrap_or_default();
+    let step = shared.step.load(Ordering::Relaxed);
+    Heartbeat { step, phase: phase.into(), phase_seconds: lasts.as_secs_f64() }
 }
 
 /// The agent is gone: unblock the trainer, and end the process if it does not end by itself.

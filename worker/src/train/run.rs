@@ -7,12 +7,12 @@ use xlaunch_comm::Collective;
 use xlaunch_engine::KernelTime;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{CheckpointReport, EvalReport, KernelReport, ProfileReport, StepReport};
+use xlaunch_proto::v1::{CheckpointReport, EvalReport, KernelReport, Phase, ProfileReport, StepReport};
 
 use super::evaluate::Evaluator;
 use super::replicas::on_rank_0;
 use super::step::{Requests, Started, Stepper};
-use super::trace::Tracer;
+use super::trace::{self, Tracer};
 use crate::checkpoint::{self, Snapshot, State};
 use crate::control::Control;
 use crate::data::{Dataset, Loader};
@@ -140,9 +140,11 @@ impl Run<'_> {
             self.write_pool_trace(dir)?;
         }
         if self.evaluates_after(step) {
+            let _span = trace::span(Phase::Evaluation);
             self.evaluate(step)?;
         }
         if !self.bench && (self.saves_after(step) || asked.checkpoint || asked.stop) {
+            let _span = trace::span(Phase::Checkpoint);
             self.save(step)?;
         }
         Ok(())

@@ -1,7 +1,9 @@
 //! Text sampled from a byte-level model.
 
 use xlaunch_engine::DType;
+use xlaunch_proto::v1::Phase;
 
+use super::trace;
 use crate::error::Result;
 use crate::model::init::Random;
 use crate::model::{BackendHandle, Model, Rows};
@@ -18,6 +20,7 @@ pub fn sample(
     count: usize,
     seed: u64,
 ) -> Result<String> {
+    let _span = trace::span(Phase::Sample);
     let (seq, vocab) = (model.shape.seq, model.shape.vocab.min(256));
     let rows = Rows { batch: 1, seq };
     let mut random = Random::new(seed, "sample");

@@ -22,6 +22,7 @@ use std::ops::Range;
 use xlaunch_comm::{Collective, Sharding, bucket};
 use xlaunch_engine::{Accumulate, DType, Reading, Tensor};
 use xlaunch_proto::spec::{JobSpec, SpecError, WireDtype};
+use xlaunch_proto::v1::Phase;
 
 use super::replay::{Part, Replay};
 use super::trace;
@@ -202,7 +203,7 @@ impl Stepper {
         let flags = [flag(requests.stop), flag(requests.checkpoint)];
         self.backend.write_f32(self.results.slice(slot::STOP..slot::CHECKPOINT + 1), &flags)?;
         for micro in 0..self.accumulate {
-            let waiting = trace::span("wait for data");
+            let waiting = trace::span(Phase::WaitForData);
             let batch = loader.next_batch()?;
             drop(waiting);
             self.backend.write_i32(self.tokens.all(), &batch.tokens)?;
@@ -218,7 +219,7 @@ impl Stepper {
 
     /// Waits for a step. The one after it may have been started.
     pub fn finish(&self, started: Started, collective: &dyn Collective) -> Result<StepResult> {
-        let _reading = trace::span("read back");
+        let _reading = trace::span(Phase::ReadBack);
         let mut results = [0.0; slot::COUNT];
         started.0.wait(&mut results)?;
         collective.check()?;
@@ -256,7 +257,7 @@ impl Stepper {
         #[expect(clippy::cast_precision_loss, reason = "rows of one batch are far below 2^24")]
         let scale = share / self.rows.count() as f32;
 
-        let forward = trace::span("forward");
+        let forward = trace::span(Phase::Forward);
         match (first, self.overlap) {
             (true, true) => optimizer.start_gather(model, collective)?,
             (true, false) => optimizer.gather(model, collective)?,
@@ -272,7 +273,7 @@ impl Stepper {
         model.loss(&acts, self.targets.all(), self.losses.all(), Some(scale))?;
         model.mean_loss(&self.losses, share, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
         drop(forward);
-        let _backward = trace::span("backward");
+        let _backward = trace::span(Phase::Backward);
         let mut progress = bucket::Progress::new(self.sharding.plan());
         let (overlap, end) = (self.overlap, model.layout.len);
         model.backward(acts, self.tokens.all(), &self.grads, acc, |finished, grads| {
@@ -301,7 +302,7 @@ impl Stepper {
     fn update(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
         let _tag = xlaunch_pool::tag("optimizer");
         let square_sum = self.results.slice(slot::SQUARE_SUM..slot::SQUARE_SUM + 1);
-        let summing = trace::span("sums");
+        let summing = trace::span(Phase::Sums);
         let grads = match &self.share {
             None => {
                 collective.all_reduce(self.results.lend(0..slot::COUNT), DType::F32)?;
@@ -318,7 +319,7 @@ impl Stepper {
             }
         };
         drop(summing);
-        let _span = trace::span("optimizer");
+        let _span = trace::span(Phase::Optimizer);
         Ok(optimizer.step(model, grads.all(), square_sum)?)
     }
 }

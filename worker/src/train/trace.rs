@@ -5,6 +5,7 @@
 //! compute stream  |           [embed_fwd][norm_fwd][product ...]...                        | ...
 //! ```
 //! Phases are [`span`]s of the trainer's thread: what the host does in them is to compute on a CPU, to enqueue on a GPU.
+//! Heartbeats tell the present one.
 //! Kernels come from the back end's profiler. The file, in the Trace Event Format, is `trace-rank<R>.json` in the run's
 //! directory. Where a profiler that takes NVTX ranges is attached, it gets every phase, in all steps.
 
@@ -15,7 +16,9 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 use xlaunch_engine::{KernelSpan, nvtx};
+use xlaunch_proto::v1;
 
+use crate::doing;
 use crate::error::{Result, WorkerError};
 
 /// Steps of a job before the traced ones, where it is long enough: caches and clocks have settled by then.
@@ -39,18 +42,21 @@ struct Phase {
 #[must_use = "the phase ends when this is dropped"]
 pub(super) struct Span {
     name: &'static str,
+    outer: v1::Phase,
     begin: Option<Instant>,
     _range: Option<nvtx::Range>,
 }
 
 /// Begins a phase of this thread. It costs next to nothing while nobody listens.
-pub(super) fn span(name: &'static str) -> Span {
+pub(super) fn span(phase: v1::Phase) -> Span {
+    let (name, outer) = (phase.name(), doing::enter(phase));
     let listening = PHASES.with_borrow(Option::is_some);
-    Span { name, begin: listening.then(Instant::now), _range: nvtx::range(name) }
+    Span { name, outer, begin: listening.then(Instant::now), _range: nvtx::range(name) }
 }
 
 impl Drop for Span {
     fn drop(&mut self) {
+        doing::enter(self.outer);
         let Some(begin) = self.begin else { return };
         let phase = Phase { name: self.name, begin, end: Instant::now() };
         PHASES.with_borrow_mut(|phases| {
@@ -175,14 +181,14 @@ mod tests {
     fn phases_and_kernels_lie_in_their_step_and_nothing_is_kept_outside() {
         let dir = tempfile::tempdir().unwrap();
         let mut tracer = Tracer::new(1, 0..2, dir.path(), 3);
-        drop(span("before"));
+        drop(span(v1::Phase::Sample));
         tracer.begin(0);
         tracer.end(0, &[]).unwrap();
         tracer.begin(1);
-        drop(span("forward"));
+        drop(span(v1::Phase::Forward));
         let kernel = KernelSpan { name: "norm_fwd".into(), start: 1e-6, seconds: 2e-6 };
         tracer.end(1, &[kernel]).unwrap();
-        drop(span("after"));
+        drop(span(v1::Phase::Sample));
         let text = fs_err::read_to_string(dir.path().join("trace-rank3.json")).unwrap();
         let trace: Value = serde_json::from_str(&text).unwrap();
         let events = trace["traceEvents"].as_array().unwrap();
