@@ -1,5 +1,9 @@
 //! What the launcher does when workers, users or the launcher itself end early.
 
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
 use rustix::process::Signal;
 use xlaunch_tests::{Job, Running, alive, children, wait_for};
 
@@ -54,12 +58,45 @@ fn a_rank_that_hangs_is_named_until_it_goes_on() {
     let status: serde_json::Value = serde_json::from_str(&status).unwrap();
     let hint = |rank: usize| status["ranks"][rank]["hint"].as_str().unwrap_or_default().to_owned();
     assert!(hint(1).starts_with("not heard of for") && hint(0).is_empty(), "{status}");
+    // Longer than a worker waits for its agent.
+    std::thread::sleep(Duration::from_secs(16));
     rustix::process::kill_process(hanging, Signal::CONT).unwrap();
     run.wait_for_stderr("xlaunch: steps go on");
     run.signal(Signal::INT);
     let run = run.finish();
     assert_eq!(run.code, 143, "{}", run.stderr);
     assert_eq!(run.stderr.matches("may hang").count(), 1, "{}", run.stderr);
+}
+
+#[test]
+fn a_rank_whose_trainer_alone_hangs_is_named_with_what_it_does() {
+    let job = Job::new();
+    let run = job.start(&["--nproc", "2", "--set", "train.steps=1000000", "--set", "launch.silence=2"]);
+    run.wait_for_stderr("step 1/");
+    let workers = wait_for("two workers", || Some(children(run.pid())).filter(|workers| workers.len() == 2));
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/peers/freeze.py");
+    let mut freeze = Command::new("python3");
+    // Its first thread is the trainer's.
+    freeze.args([script, &workers[1].to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let Ok(mut freeze) = freeze.spawn() else {
+        eprintln!("skipped: no python3 here");
+        return;
+    };
+    let mut said = String::new();
+    BufReader::new(freeze.stdout.take().unwrap()).read_line(&mut said).unwrap();
+    if said.trim() != "frozen" {
+        eprintln!("skipped: this user may not trace processes here");
+        return;
+    }
+    run.wait_for_stderr("xlaunch: rank 1 may hang: no step for");
+    let told = run.stderr();
+    let line = told.lines().find(|line| line.contains("may hang")).unwrap_or_default();
+    assert!(line.contains("; in `") && line.contains("` of step "), "{line}");
+    drop(freeze.stdin.take());
+    assert!(freeze.wait().unwrap().success());
+    run.wait_for_stderr("xlaunch: steps go on");
+    run.signal(Signal::INT);
+    assert_eq!(run.finish().code, 143);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
-use tokio::time::{Instant, interval, sleep_until};
+use tokio::time::{MissedTickBehavior, interval};
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::Channel;
@@ -19,8 +19,9 @@ use super::{Request, Shared};
 
 /// Time between heartbeats.
 const HEARTBEAT: Duration = Duration::from_secs(1);
-/// Silence of the agent after which it counts as lost.
-const LEASE: Duration = Duration::from_secs(15);
+/// Heartbeats without an answer after which the agent counts as lost. It is not told by a clock: a process that was stopped
+/// finds much time gone by, and the answers still to be read.
+const LEASE: u32 = 15;
 /// Time for the trainer to end by itself once the collective is aborted.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 /// Time for the agent to take the last reports.
@@ -43,7 +44,8 @@ pub(super) async fn run(
         Err(status) => return lose(&shared, &mut requests, status.message()).await,
     };
     let mut heartbeat = interval(HEARTBEAT);
-    let mut heard = Instant::now();
+    heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut unanswered = 0;
     loop {
         tokio::select! {
             request = requests.recv() => match request {
@@ -53,7 +55,7 @@ pub(super) async fn run(
             },
             command = commands.next() => match command {
                 Some(Ok(command)) => {
-                    heard = Instant::now();
+                    unanswered = 0;
                     match command.command {
                         Some(Command::Stop(_)) => shared.stop.store(true, Ordering::Relaxed),
                         Some(Command::Checkpoint(_)) => shared.checkpoint.store(true, Ordering::Relaxed),
@@ -64,10 +66,11 @@ pub(super) async fn run(
                 None => return lose(&shared, &mut requests, "it closed the session").await,
             },
             _ = heartbeat.tick() => {
+                if unanswered == LEASE {
+                    return lose(&shared, &mut requests, "it does not answer heartbeats").await;
+                }
+                unanswered += 1;
                 send(Report::Heartbeat(beat(&shared)));
-            }
-            () = sleep_until(heard + LEASE) => {
-                return lose(&shared, &mut requests, "it does not answer heartbeats").await;
             }
         }
     }
