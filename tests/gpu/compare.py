@@ -5,7 +5,7 @@
 Both sides train on the same tokens in the same order from the same weights with the same AdamW and clipping, bf16 with fp32
 master weights, 20 steps of warm-up and 60 measured ones; figures are medians. The PyTorch side is `peer.py` in the faster of
 its modes for the model: reduce-overhead (CUDA graphs) for A, default for B. `exposed` is a step's time less that of a step
-without sums; `sharded` is xlaunch with `comm.shard_optimizer`; memory is what either side's allocator held at most; `first step` is from the start of the command. Exit code 1
+without sums; `sharded` is xlaunch with `comm.shard_optimizer`; scaling counts from 1 GPU of the same run; memory is what either side's allocator held at most; `first step` is from the start of the command. Exit code 1
 if PyTorch is faster anywhere.
 """
 
@@ -87,7 +87,9 @@ def row(options, model, precision, gpus, data, weights, alone):
     scaling = []
     for name, side in [("xlaunch", x), ("PyTorch", p)]:
         rate = side["tokens_per_second"] / gpus
-        scaling.append(f"{gpus * rate / alone.setdefault(name, rate):.2f}")
+        if gpus == 1:
+            alone[name] = rate
+        scaling.append(f"{gpus * rate / alone[name]:.2f}" if name in alone else "-")
     ratio = x["tokens_per_second"] / p["tokens_per_second"]
     exposed = 100 * x["exposed_communication_ms"] / x["step_ms"]
     gib = [x["pool_peak_bytes"] / 2**30, p["peak_bytes"] / 2**30]

@@ -126,11 +126,12 @@ def places(node, uuids):
     script = node.place / "worker.py"
     script.write_text(WORKER)
     each = max(1, len(uuids) // 2)
-    jobs = [node.submit("--gpus", str(each), str(script)) for _ in range(3)]
+    jobs = [node.submit("--nproc-per-node", str(each), str(script)) for _ in range(3)]
     seen = []
     for job in jobs:
         held = node.wait(job, "done")["gpus"] or []
-        lines = [json.loads(line[line.index("{"):]) for line in node.run("logs", str(job)).splitlines() if "{" in line]
+        logs = [node.run("logs", str(job), "--rank", str(rank)) for rank in range(each)]
+        lines = [json.loads(line[line.index("{"):]) for log in logs for line in log.splitlines() if "{" in line]
         check(f"job {job}: {each} workers", len(lines) == each and len(held) in (0, each), lines)
         visible = lines[0]["visible"].split(",")
         check("CUDA_VISIBLE_DEVICES names GPUs of this node by UUID", set(visible) <= set(uuids) and len(visible) == each)

@@ -71,7 +71,7 @@ def main():
                 if what == "process":
                     os.kill(last, signal.SIGSTOP)
                 else:
-                    frozen = subprocess.Popen([sys.executable, str(FREEZE), str(last)], stdin=subprocess.PIPE)
+                    frozen = subprocess.Popen([sys.executable, str(FREEZE), str(last)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
                 at, line = told.wait("may hang", since)
                 check(f"the {what} is stopped: named after {at - since:.1f} s", at - since < GOAL and f"rank {rank} " in line, line)
                 since = time.monotonic()

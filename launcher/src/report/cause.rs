@@ -88,10 +88,10 @@ fn memory(exit: Exit, evidence: &Evidence) -> Option<Cause> {
     let killed = ended_by_signal(exit) == Some(9);
     let what = match (rank, launch, host) {
         (1.., ..) | (_, 1.., _) if killed => "the kernel killed it for lack of memory".to_owned(),
-        (_, _, 1) if killed => {
+        (_, _, Some(1)) if killed => {
             "it was killed, as a process of this host was by the kernel for lack of memory".into()
         }
-        (_, _, 2..) if killed => {
+        (_, _, Some(host @ 2..)) if killed => {
             format!("it was killed, as {host} processes of this host were by the kernel for lack of memory")
         }
         (1, ..) => "the kernel killed one of its processes for lack of memory".into(),
@@ -217,6 +217,10 @@ fn signalled(exit: Exit, signal: i32, evidence: &Evidence) -> Option<Cause> {
         7 => Cause::of("it used memory that could not be provided (SIGBUS)")
             .advise("perhaps /dev/shm is full: df -h /dev/shm; in a container, enlarge it with --shm-size"),
         8 => Cause::of("it divided by zero, or the like (SIGFPE)"),
+        9 if evidence.oom_kills.host == Some(0) => {
+            Cause::of("it was killed, neither by xlaunch nor by the kernel for lack of memory")
+                .advise("somebody sent it SIGKILL: a person, or a program that looks after this host")
+        }
         9 => Cause::of("it was killed, not by xlaunch: perhaps by the kernel for lack of memory")
             .advise("the kernel's log says: dmesg, or journalctl -k"),
         11 if evidence.program.is_empty() => Cause::of("it used memory that is not its own (SIGSEGV)"),

@@ -72,17 +72,19 @@ fn the_kernels_kills() {
         (OomKills { rank: 1, ..OomKills::default() }, OomKills { launch: 1, ..OomKills::default() });
     assert_eq!(told(rank), "the kernel killed it for lack of memory");
     assert_eq!(told(launch), "the kernel killed it for lack of memory");
-    let host = told(OomKills { host: 3, ..OomKills::default() });
+    let host = told(OomKills { host: Some(3), ..OomKills::default() });
     assert_eq!(host, "it was killed, as 3 processes of this host were by the kernel for lack of memory");
+    let nobody = told(OomKills { host: Some(0), ..OomKills::default() });
+    assert_eq!(nobody, "it was killed, neither by xlaunch nor by the kernel for lack of memory");
     assert_eq!(cause(&Evidence { signalled: true, ..killed }), None);
     let child = evidence(
         Exit::Code(1),
         &traceback("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed."),
     );
     let told = |oom_kills| of(&Evidence { oom_kills, ..child.clone() });
-    let two = told(OomKills { rank: 2, launch: 2, host: 2 });
+    let two = told(OomKills { rank: 2, launch: 2, host: Some(2) });
     assert_eq!(two.0, "the kernel killed 2 of its processes for lack of memory");
-    let one = told(OomKills { rank: 0, launch: 1, host: 1 });
+    let one = told(OomKills { rank: 0, launch: 1, host: Some(1) });
     assert!(
         one.0.starts_with("the kernel killed a process for lack of memory: RuntimeError: DataLoader"),
         "{one:?}"
@@ -90,7 +92,7 @@ fn the_kernels_kills() {
     assert!(one.1.contains("fewer data loader workers") && of(&child).1.contains("dmesg"), "{one:?}");
     // Others of the host, or of a session, say nothing of a rank that ended by itself.
     let other = evidence(Exit::Code(1), &traceback("ValueError: bad"));
-    let others = OomKills { rank: 0, launch: 1, host: 1 };
+    let others = OomKills { rank: 0, launch: 1, host: Some(1) };
     assert_eq!(of(&Evidence { oom_kills: others, ..other }).0, "ValueError: bad (/w/t.py, line 7)");
     let shell = of(&evidence(Exit::Code(137), ""));
     assert_eq!(

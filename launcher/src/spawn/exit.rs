@@ -42,7 +42,7 @@ fn signal_name(signal: i32) -> &'static str {
         6 => "SIGABRT: aborted",
         7 => "SIGBUS: bad memory access",
         8 => "SIGFPE: arithmetic error",
-        9 => "SIGKILL: killed, perhaps for lack of memory",
+        9 => "SIGKILL: killed",
         10 => "SIGUSR1: a user's signal without a handler",
         11 => "SIGSEGV: bad memory access",
         12 => "SIGUSR2: a user's signal without a handler",

@@ -13,15 +13,15 @@ pub struct OomKills {
     pub rank: u64,
     /// In xlaunch's own cgroup: of all ranks, and of whatever else runs there.
     pub launch: u64,
-    /// On the host.
-    pub host: u64,
+    /// On the host, where that can be known.
+    pub host: Option<u64>,
 }
 
 /// What was counted before an attempt.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Before {
     launch: u64,
-    host: u64,
+    host: Option<u64>,
 }
 
 impl Before {
@@ -32,7 +32,7 @@ impl Before {
     /// With the kernel's file systems below `root`.
     fn below(root: &Path) -> Self {
         let launch = own(root).iter().find_map(|file| count(file)).unwrap_or(0);
-        Self { launch, host: count(&root.join("proc/vmstat")).unwrap_or(0) }
+        Self { launch, host: count(&root.join("proc/vmstat")) }
     }
 
     /// What was added since. `rank` is what the rank's own cgroup has counted.
@@ -41,7 +41,8 @@ impl Before {
     }
 
     fn until(self, now: Self, rank: u64) -> OomKills {
-        let (launch, host) = (now.launch.saturating_sub(self.launch), now.host.saturating_sub(self.host));
+        let launch = now.launch.saturating_sub(self.launch);
+        let host = now.host.zip(self.host).map(|(now, before)| now.saturating_sub(before));
         OomKills { rank, launch, host }
     }
 }
@@ -87,7 +88,7 @@ mod tests {
         root
     }
 
-    fn counted(files: &[(&str, &str)]) -> (u64, u64) {
+    fn counted(files: &[(&str, &str)]) -> (u64, Option<u64>) {
         let before = Before::below(root(files).path());
         (before.launch, before.host)
     }
@@ -102,24 +103,26 @@ mod tests {
         let session = "sys/fs/cgroup/user.slice/session-2.scope/memory.events";
         assert_eq!(
             counted(&[two, vmstat, (session, events), ("sys/fs/cgroup/memory.events", control)]),
-            (3, 7)
+            (3, Some(7))
         );
-        assert_eq!(counted(&[two, ("sys/fs/cgroup/memory.events", events)]), (3, 0));
+        assert_eq!(counted(&[two, ("sys/fs/cgroup/memory.events", events)]), (3, None));
         assert_eq!(
             counted(&[one, vmstat, ("sys/fs/cgroup/memory/docker/ab/memory.oom_control", control)]),
-            (2, 7)
+            (2, Some(7))
         );
-        assert_eq!(counted(&[one, ("sys/fs/cgroup/memory/memory.oom_control", control)]), (2, 0));
-        assert_eq!(counted(&[two]), (0, 0));
-        assert_eq!(counted(&[]), (0, 0));
+        assert_eq!(counted(&[one, ("sys/fs/cgroup/memory/memory.oom_control", control)]), (2, None));
+        assert_eq!(counted(&[two]), (0, None));
+        assert_eq!(counted(&[]), (0, None));
     }
 
     #[test]
     fn only_what_was_added_counts() {
-        let before = Before { launch: 3, host: 7 };
-        let now = Before { launch: 4, host: 9 };
-        assert_eq!(before.until(now, 0), OomKills { rank: 0, launch: 1, host: 2 });
+        let before = Before { launch: 3, host: Some(7) };
+        let now = Before { launch: 4, host: Some(9) };
+        assert_eq!(before.until(now, 0), OomKills { rank: 0, launch: 1, host: Some(2) });
         // In another cgroup than before.
-        assert_eq!(now.until(before, 5), OomKills { rank: 5, launch: 0, host: 0 });
+        assert_eq!(now.until(before, 5), OomKills { rank: 5, launch: 0, host: Some(0) });
+        let unknown = Before { launch: 3, host: None };
+        assert_eq!(unknown.until(now, 0), OomKills { rank: 0, launch: 1, host: None });
     }
 }

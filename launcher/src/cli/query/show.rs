@@ -253,13 +253,13 @@ RANK";
     #[test]
     fn a_note_that_does_not_fit_stands_below_its_row() {
         let mut reply = reply();
-        reply.ranks[0].exit = "signal 9 (SIGKILL: killed, perhaps for lack of memory)".into();
+        reply.ranks[0].exit = "signal 26 (SIGVTALRM: a timer of CPU time ran out)".into();
         let text = table(&reply, 1185, 100);
         assert!(
-            text.contains("141G\n      signal 9 (SIGKILL: killed, perhaps for lack of memory)\n1 "),
+            text.contains("141G\n      signal 26 (SIGVTALRM: a timer of CPU time ran out)\n1 "),
             "{text}"
         );
-        assert!(table(&reply, 1185, usize::MAX).contains("141G     signal 9"));
+        assert!(table(&reply, 1185, usize::MAX).contains("141G     signal 26"));
     }
 
     #[test]

@@ -122,7 +122,7 @@ pub(super) fn made_up(now: u64, steps: u64) -> NodeView {
         total_steps: 2000,
         loss: last.loss,
         tokens_per_second: last.tokens_per_second,
-        reason: "rank 2: signal 9 (SIGKILL: killed, perhaps for lack of memory); restarting (1 of 3)".into(),
+        reason: "rank 2: signal 9 (SIGKILL: killed); restarting (1 of 3)".into(),
         totals: Some(Totals {
             tokens: steps * 32_768,
             all_reduce_bytes: steps * 133_800_000,
@@ -137,7 +137,7 @@ pub(super) fn made_up(now: u64, steps: u64) -> NodeView {
             unix_ms: now - 45_000,
             attempt: 0,
             rank: Some(2),
-            cause: "signal 9 (SIGKILL: killed, perhaps for lack of memory)".into(),
+            cause: "signal 9 (SIGKILL: killed)".into(),
         }],
         attempt: 1,
         restarts: 1,
