@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use serde_json::Value;
-use xlaunch_tests::{Finished, Job, Running};
+use xlaunch_tests::{Finished, Job, Launch, Running, xlaunch};
 
 /// A job whose calibration goes to its own directory.
 fn job() -> Job {
@@ -109,6 +109,31 @@ fn sums_are_right_and_busbw_follows_algbw() {
     );
     let refused = bench(&job, &["allreduce", "--dtype", "bf16"]);
     assert!(refused.code == 2 && refused.stderr.contains("--dtype bf16"), "{}", refused.stderr);
+}
+
+#[test]
+fn simulated_ranks_meet_where_there_are_descriptors_for_them() {
+    let job = job();
+    let met = json(&job, &["rendezvous", "--ranks", "50", "--ranks", "200"]);
+    assert_eq!([0, 1].map(|row| number(&met[row], "ranks")), [50.0, 200.0]);
+    assert!(number(&met[1], "seconds") > 0.0, "{met}");
+    let few = format!("ulimit -n 150; exec {} bench rendezvous --ranks 200", xlaunch().display());
+    let run = Launch::of("sh".as_ref()).run(&["-c", &few]);
+    assert_eq!(run.code, 70, "{}", run.stderr);
+    assert!(run.stderr.contains("200 ranks need 300 descriptors, 150 are allowed"), "{}", run.stderr);
+}
+
+#[test]
+fn launches_are_measured_from_outside() {
+    let found = json(&job(), &["launch", "--nproc", "2", "--runs", "2"]);
+    let ours = &found["xlaunch"];
+    assert!(
+        number(&ours["nothing"], "median") > 0.0 && number(&ours["group_gone"], "median") > 0.0,
+        "{found}"
+    );
+    // Each worker has hidden another process.
+    assert_eq!(ours["left_of"][1], 4, "{found}");
+    assert!(number(&found, "hang_named_seconds") > 1.0, "{found}");
 }
 
 #[test]

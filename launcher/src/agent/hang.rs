@@ -12,6 +12,8 @@ use xlaunch_proto::v1::worker_report::Report;
 
 /// Heartbeats come every second: a rank that is missed for so long has stopped, or its host has.
 const HEARTBEATS: Duration = Duration::from_secs(15);
+/// Looks come every second too: where they have not, this process was stopped itself.
+const LOOKS: Duration = Duration::from_secs(5);
 /// A first step may compile kernels, and choose algorithms by time.
 const FIRST: Duration = Duration::from_secs(300);
 /// What is done between steps may wait for a slow disk.
@@ -33,6 +35,7 @@ pub(super) struct Watch {
     stepped: bool,
     /// When the job was last seen to get on.
     moved: Instant,
+    looked: Instant,
     pointed_out: BTreeMap<u32, String>,
 }
 
@@ -62,6 +65,7 @@ impl Watch {
             steps: VecDeque::new(),
             stepped: false,
             moved: now,
+            looked: now,
             pointed_out: BTreeMap::new(),
         }
     }
@@ -70,7 +74,7 @@ impl Watch {
     pub(super) fn begin(&mut self, now: Instant) {
         self.ranks.clear();
         self.pointed_out.clear();
-        (self.stepped, self.moved) = (false, now);
+        (self.stepped, self.moved, self.looked) = (false, now, now);
     }
 
     /// A rank has opened its session.
@@ -117,6 +121,9 @@ impl Watch {
 
     /// Looks again; `None` where what stands out, if anything, was told before.
     pub(super) fn look(&mut self, now: Instant) -> Option<Change> {
+        if now.saturating_duration_since(std::mem::replace(&mut self.looked, now)) > LOOKS {
+            self.resumed(now);
+        }
         let found = self.found(now);
         if found.keys().eq(self.pointed_out.keys()) {
             return None;
@@ -308,13 +315,17 @@ mod tests {
 
     #[test]
     fn a_job_that_was_stopped_by_its_user_does_not_hang() {
-        let mut play = Play::new();
-        play.step(1);
-        play.now += 1000;
-        play.watch.resumed(play.at());
-        play.look();
-        play.wait(40);
-        assert_eq!(play.told(), []);
+        for told_so in [true, false] {
+            let mut play = Play::new();
+            play.step(1);
+            play.now += 1000;
+            if told_so {
+                play.watch.resumed(play.at());
+            }
+            play.look();
+            play.wait(40);
+            assert_eq!(play.told(), []);
+        }
     }
 
     #[test]
