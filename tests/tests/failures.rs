@@ -13,6 +13,16 @@ fn scripted(script: &str, args: &[&str]) -> xlaunch_tests::Finished {
     Job::scripted(FAKE_WORKER, script).run(args)
 }
 
+/// The workers of a job of two, by rank.
+fn two_workers(run: &Running) -> Vec<u32> {
+    wait_for("two workers", || Some(children(run.pid())).filter(|workers| workers.len() == 2))
+}
+
+fn signal(pid: u32, signal: Signal) {
+    let pid = rustix::process::Pid::from_raw(pid.cast_signed()).expect("a process id");
+    rustix::process::kill_process(pid, signal).expect("a process of ours");
+}
+
 #[test]
 fn a_failing_worker_ends_the_others_and_is_reported_with_its_last_words() {
     let run = scripted("join sleep;join say:the-disk-is-on-fire exit:7;join sleep", &["--nproc", "3"]);
@@ -36,9 +46,8 @@ fn a_real_worker_that_is_killed_ends_the_job() {
     let job = Job::new();
     let run = job.start(&["--nproc", "2", "--set", "train.steps=1000000"]);
     run.wait_for_stderr("step 1/");
-    let workers = wait_for("two workers", || Some(children(run.pid())).filter(|workers| workers.len() == 2));
-    let victim = rustix::process::Pid::from_raw(workers[1].cast_signed()).unwrap();
-    rustix::process::kill_process(victim, Signal::KILL).unwrap();
+    let workers = two_workers(&run);
+    signal(workers[1], Signal::KILL);
     let run = run.finish();
     assert_eq!(run.code, 1, "{}", run.stderr);
     assert!(run.stderr.contains(&format!("(pid {})", workers[1])), "{}", run.stderr);
@@ -50,9 +59,8 @@ fn a_rank_that_hangs_is_named_until_it_goes_on() {
     let job = Job::new();
     let run = job.start(&["--nproc", "2", "--set", "train.steps=1000000", "--set", "launch.silence=3"]);
     run.wait_for_stderr("step 1/");
-    let workers = wait_for("two workers", || Some(children(run.pid())).filter(|workers| workers.len() == 2));
-    let hanging = rustix::process::Pid::from_raw(workers[1].cast_signed()).unwrap();
-    rustix::process::kill_process(hanging, Signal::STOP).unwrap();
+    let workers = two_workers(&run);
+    signal(workers[1], Signal::STOP);
     run.wait_for_stderr("xlaunch: rank 1 may hang: not heard of for");
     let status = Running::start(&mut job.command(&["status", "--json"])).finish().stdout;
     let status: serde_json::Value = serde_json::from_str(&status).unwrap();
@@ -60,7 +68,7 @@ fn a_rank_that_hangs_is_named_until_it_goes_on() {
     assert!(hint(1).starts_with("not heard of for") && hint(0).is_empty(), "{status}");
     // Longer than a worker waits for its agent.
     std::thread::sleep(Duration::from_secs(16));
-    rustix::process::kill_process(hanging, Signal::CONT).unwrap();
+    signal(workers[1], Signal::CONT);
     run.wait_for_stderr("xlaunch: steps go on");
     run.signal(Signal::INT);
     let run = run.finish();
@@ -73,7 +81,7 @@ fn a_rank_whose_trainer_alone_hangs_is_named_with_what_it_does() {
     let job = Job::new();
     let run = job.start(&["--nproc", "2", "--set", "train.steps=1000000", "--set", "launch.silence=2"]);
     run.wait_for_stderr("step 1/");
-    let workers = wait_for("two workers", || Some(children(run.pid())).filter(|workers| workers.len() == 2));
+    let workers = two_workers(&run);
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/peers/freeze.py");
     let mut freeze = Command::new("python3");
     // Its first thread is the trainer's.

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant, SystemTime};
 use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
-use tokio::time::sleep_until;
+use tokio::time::{MissedTickBehavior, sleep_until};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{JobState, Restart, StatusReply};
 
@@ -83,6 +83,7 @@ async fn drive(plan: Plan<'_>, run: &RunDir, guard: &Guard) -> std::io::Result<F
     let mut asked = signals::listen(&work.ending_signals())?;
     let mut children = signal(SignalKind::child())?;
     let mut look = tokio::time::interval(LOOK);
+    look.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let rules = work.rules();
     let mut driver = Driver {
         run,
@@ -109,7 +110,7 @@ async fn drive(plan: Plan<'_>, run: &RunDir, guard: &Guard) -> std::io::Result<F
                 work.say(&line);
                 None
             }
-            Some(asked) = asked.recv() => driver.asked(&mut work, asked),
+            Some(asked) = asked.recv() => driver.asked(asked),
             _ = children.recv() => {
                 reap_orphans();
                 None
@@ -331,15 +332,12 @@ impl Driver<'_> {
         }
     }
 
-    fn asked(&self, work: &mut Work<'_>, asked: Asked) -> Option<Event> {
+    fn asked(&self, asked: Asked) -> Option<Event> {
         match asked {
             Asked::End(signal) => return Some(Event::Stop(StopCause::Signal(signal.as_raw()))),
             Asked::Pass(signal) => self.signal(signal),
             Asked::Suspend => self.scope.iter().for_each(Scope::suspend),
-            Asked::Continue => {
-                self.scope.iter().for_each(Scope::resume);
-                work.resumed();
-            }
+            Asked::Continue => self.scope.iter().for_each(Scope::resume),
         }
         None
     }

@@ -112,7 +112,7 @@ impl Watch {
     }
 
     /// All processes of the job were stopped, and go on now.
-    pub(super) fn resumed(&mut self, now: Instant) {
+    fn resumed(&mut self, now: Instant) {
         self.moved = now;
         for rank in self.ranks.values_mut() {
             (rank.heard, rank.since) = (now, now);
@@ -159,16 +159,13 @@ impl Watch {
             (number, format!("no step for {} s; in `{phase}` of step {step} for {lasts} s", still.as_secs()))
         };
         let newest = all().map(|(_, rank)| rank.step).max().unwrap_or_default();
-        let works = |(_, rank): &(u32, &Rank)| !matches!(rank.phase, Phase::Sums | Phase::ReadBack);
-        let behind = |(_, rank): &(u32, &Rank)| rank.step < newest;
-        let [working, behind]: [BTreeMap<_, _>; 2] =
-            [all().filter(works).map(hint).collect(), all().filter(behind).map(hint).collect()];
-        match () {
-            () if !working.is_empty() => working,
-            () if !behind.is_empty() => behind,
-            // All wait: for the network, or for a GPU.
-            () => all().map(hint).collect(),
-        }
+        let works = |rank: &Rank| !matches!(rank.phase, Phase::Sums | Phase::ReadBack);
+        let those = |stands_out: &dyn Fn(&Rank) -> bool| -> BTreeMap<_, _> {
+            all().filter(|(_, rank)| stands_out(rank)).map(hint).collect()
+        };
+        // Where nobody works and nobody is behind, all wait: for the network, or for a GPU.
+        let mut groups = [those(&works), those(&|rank| rank.step < newest), those(&|_| true)].into_iter();
+        groups.find(|group| !group.is_empty()).unwrap_or_default()
     }
 
     /// How long the job may take to get on.
@@ -222,9 +219,8 @@ mod tests {
                 self.now += 1;
                 for (rank, phase) in (0..).zip(self.phases) {
                     let Some((step, phase)) = phase else { continue };
-                    let mut beat = Heartbeat { step, phase_seconds: 0.0, ..Heartbeat::default() };
-                    beat.set_phase(phase);
-                    beat.phase_seconds = f64::from(u32::try_from(self.now - begin).unwrap());
+                    let phase_seconds = f64::from(u32::try_from(self.now - begin).unwrap());
+                    let beat = Heartbeat { step, phase: phase.into(), phase_seconds };
                     self.watch.heard(rank, &Report::Heartbeat(beat), self.at());
                 }
                 self.look();

@@ -351,11 +351,6 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// All workers were stopped by a signal, and go on.
-    pub(super) fn resumed(&mut self) {
-        self.watch.resumed(Instant::now());
-    }
-
     pub(super) fn finish(self) -> Trained {
         self.progress.finish();
         let metrics = self.metrics.as_ref().map(|metrics| metrics.path().to_path_buf());

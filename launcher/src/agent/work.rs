@@ -162,14 +162,6 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// All workers were stopped by a signal, and go on.
-    pub(super) fn resumed(&mut self) {
-        match self {
-            Self::Trainer(trainer) => trainer.resumed(),
-            Self::Command(_) => {}
-        }
-    }
-
     /// All is over and said.
     pub(super) async fn finish(self) -> Trained {
         match self {

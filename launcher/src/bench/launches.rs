@@ -203,12 +203,13 @@ fn idle(program: &Program, workers: u32) -> std::io::Result<(u64, f64)> {
 
 /// Trains a small model on the CPU, and stops rank 1 of 2 in the middle of it.
 fn hang(own: &Path) -> std::io::Result<f64> {
-    let dir = tempfile::Builder::new().prefix("xlaunch-bench-").tempdir()?;
+    let dir = super::scratch()?;
     fs_err::write(dir.path().join("text.txt"), "what ranks learn until one hangs\n".repeat(1000))?;
     fs_err::write(dir.path().join("hang.toml"), HANG)?;
     let told = dir.path().join("told");
+    let mark = format!("hang-{}", std::process::id());
     let mut launcher = Command::new(own);
-    launcher.args(["--nproc", "2", "hang.toml"]).current_dir(dir.path());
+    launcher.args(["--nproc", "2", "hang.toml"]).current_dir(dir.path()).env(MARK, &mark);
     launcher.stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&told)?);
     let mut launcher = launcher.spawn()?;
     let says = |text| until(|| fs_err::read_to_string(&told).ok()?.contains(text).then_some(()));
@@ -222,6 +223,8 @@ fn hang(own: &Path) -> std::io::Result<f64> {
     });
     launcher.kill()?;
     launcher.wait()?;
+    // Before the directory that they work in goes.
+    until(|| marked(&mark).is_empty().then_some(()))?;
     named
 }
 

@@ -40,8 +40,7 @@ pub async fn launch(spec: &JobSpec, placement: &Placement, kind: Kind) -> Result
     let internal = |what: &str, error: std::io::Error| {
         Refusal::new(ExitCode::Internal, format!("failed to {what}: {error}"))
     };
-    let dir = tempfile::Builder::new().prefix("xlaunch-bench-").tempdir();
-    let dir = dir.map_err(|error| internal("make a temporary directory", error))?;
+    let dir = scratch().map_err(|error| internal("make a temporary directory", error))?;
     let mut spec = spec.clone();
     spec.job.output = dir.path().display().to_string();
     spec.launch.nproc = Some(placement.workers);
@@ -66,6 +65,11 @@ pub async fn launch(spec: &JobSpec, placement: &Placement, kind: Kind) -> Result
             Err(Refusal::new(finished.outcome.exit, text.trim_start_matches("xlaunch: ")))
         }
     }
+}
+
+/// A temporary directory for what is not to be kept.
+fn scratch() -> std::io::Result<tempfile::TempDir> {
+    tempfile::Builder::new().prefix("xlaunch-bench-").tempdir()
 }
 
 /// A bench whose workers ended well without saying what they were asked for.

@@ -67,7 +67,7 @@ pub fn run(load: Load) -> Result<Found, Refusal> {
 }
 
 fn measure(load: Load) -> std::io::Result<Found> {
-    let dir = tempfile::Builder::new().prefix("xlaunch-bench-").tempdir()?;
+    let dir = super::scratch()?;
     let socket = dir.path().join("node.sock");
     let (listening, listens) = std::sync::mpsc::channel();
     let (end, ended) = oneshot::channel::<()>();

@@ -77,7 +77,7 @@ pub fn table(found: &[Met]) -> String {
 /// The agent's side.
 async fn meet(ranks: u32) -> io::Result<Met> {
     allow(ranks)?;
-    let dir = tempfile::Builder::new().prefix("xlaunch-bench-").tempdir()?;
+    let dir = super::scratch()?;
     let socket = dir.path().join("agent.sock");
     let (messages, mut inbox) = mpsc::channel(1024);
     let board = watch::Sender::new(Board::new(Launch {
