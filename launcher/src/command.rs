@@ -38,7 +38,7 @@ pub struct CommandSpec {
     /// Exit with the root cause's code instead of 1.
     pub propagate_exit_code: bool,
     /// A rank that prints nothing and uses neither CPU nor GPU for so long is pointed out.
-    pub silence: Duration,
+    pub stall_timeout: Duration,
     /// Where output goes.
     pub logs: LogOptions,
 }
@@ -143,7 +143,7 @@ pub(crate) mod tests {
             shutdown_timeout: Duration::from_secs(30),
             signals: Vec::new(),
             propagate_exit_code: false,
-            silence: Duration::from_secs(300),
+            stall_timeout: Duration::from_secs(300),
             logs: LogOptions::default(),
         }
     }

@@ -82,7 +82,7 @@ pub struct LaunchSection {
     /// Seconds for all ranks to join.
     pub join_timeout: f64,
     /// Seconds without a step after which the rank that holds up the others is pointed out.
-    pub silence: f64,
+    pub stall_timeout: f64,
 }
 
 impl Default for LaunchSection {
@@ -93,7 +93,7 @@ impl Default for LaunchSection {
             max_restarts: 0,
             shutdown_timeout: 30.0,
             join_timeout: 120.0,
-            silence: 45.0,
+            stall_timeout: 45.0,
         }
     }
 }
@@ -426,8 +426,8 @@ impl JobSpec {
         }
         positive("launch.join_timeout", self.launch.join_timeout)?;
         within("launch.join_timeout", self.launch.join_timeout, 0.0, 86_400.0)?;
-        positive("launch.silence", self.launch.silence)?;
-        within("launch.silence", self.launch.silence, 0.0, 86_400.0)?;
+        positive("launch.stall_timeout", self.launch.stall_timeout)?;
+        within("launch.stall_timeout", self.launch.stall_timeout, 0.0, 86_400.0)?;
         within("launch.shutdown_timeout", self.launch.shutdown_timeout, 0.0, 86_400.0)?;
         within("train.min_lr_ratio", train.min_lr_ratio, 0.0, 1.0)?;
         within("train.beta1", train.beta1, 0.0, 0.999_999)?;

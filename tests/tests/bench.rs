@@ -57,7 +57,7 @@ fn a_training_bench_says_what_a_step_takes_and_leaves_nothing_behind() {
     close(get("tflops_per_rank"), get("flops_per_token") * get("tokens_per_second") / 2.0 / 1e12);
     close(get("share_of_ceiling"), get("tflops_per_rank") / get("ceiling_tflops"));
     assert!(0.0 < get("share_of_ceiling") && get("share_of_ceiling") < 1.5, "{found}");
-    close(get("exposed_communication_ms"), get("step_ms") - get("step_ms_without_sums"));
+    close(get("exposed_communication_ms"), get("step_ms") - get("step_ms_without_all_reduce"));
     assert!(get("first_step_seconds") > get("step_ms_p5") / 1e3 && get("pool_peak_bytes") > 0.0, "{found}");
     assert!(get("final_loss") > 0.0 && get("final_loss") < 6.0, "{found}");
     assert_eq!(found["kernels"], serde_json::json!([]), "the CPU times no kernels");
@@ -149,7 +149,7 @@ fn a_device_is_measured_once_and_again_when_it_is_asked_for() {
     // What lies there is what is used.
     let file = cache.join(&files[0]);
     let mut kept: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
-    kept["fp32_product"] = 5e12.into();
+    kept["fp32_gemm_flops"] = 5e12.into();
     std::fs::write(&file, kept.to_string()).unwrap();
     assert_eq!(train(), 5.0);
     let fresh = json(&job, &["device"]);

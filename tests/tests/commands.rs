@@ -125,7 +125,7 @@ fn ctrl_z_stops_the_workers_and_fg_continues_them() {
 fn a_rank_that_does_nothing_is_pointed_out_and_one_that_computes_is_not() {
     let launch = Launch::new();
     let script = "[ $RANK = 0 ] && exec sleep 1000; while [ ! -e go ]; do :; done; exit 3";
-    let run = launch.start_shell(&["--silence", "1"], 2, script);
+    let run = launch.start_shell(&["--stall-timeout", "1"], 2, script);
     run.wait_for_stderr("rank 0 silent for");
     assert!(!run.stderr().contains("rank 1 silent"), "{}", run.stderr());
     launch.write("go", "");

@@ -57,7 +57,7 @@ fn a_real_worker_that_is_killed_ends_the_job() {
 #[test]
 fn a_rank_that_hangs_is_named_until_it_goes_on() {
     let job = Job::new();
-    let run = job.start(&["--nproc", "2", "--set", "train.steps=1000000", "--set", "launch.silence=3"]);
+    let run = job.start(&["--nproc", "2", "--set", "train.steps=1000000", "--set", "launch.stall_timeout=3"]);
     run.wait_for_stderr("step 1/");
     let workers = two_workers(&run);
     signal(workers[1], Signal::STOP);
@@ -79,7 +79,7 @@ fn a_rank_that_hangs_is_named_until_it_goes_on() {
 #[test]
 fn a_rank_whose_trainer_alone_hangs_is_named_with_what_it_does() {
     let job = Job::new();
-    let run = job.start(&["--nproc", "2", "--set", "train.steps=1000000", "--set", "launch.silence=2"]);
+    let run = job.start(&["--nproc", "2", "--set", "train.steps=1000000", "--set", "launch.stall_timeout=2"]);
     run.wait_for_stderr("step 1/");
     let workers = two_workers(&run);
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/peers/freeze.py");

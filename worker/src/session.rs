@@ -22,7 +22,7 @@ use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Finished, GetJobReply, GetJobRequest, Hello, TrainBench, TrainStarted};
 
-use crate::bench::{self, Unsummed};
+use crate::bench::{self, SkipAllReduce};
 use crate::checkpoint::{self, Arenas};
 use crate::control::Control;
 use crate::data::{Dataset, Loader, Order, Schedule};
@@ -90,7 +90,7 @@ fn train(
     let evaluator = Evaluator::new(&device.backend, &model, spec)?;
     // From here on it is the first to be dropped: before what it works on.
     let mut collective: Box<dyn Collective> = match bench {
-        Some(bench) if bench.without_sums => Box::new(Unsummed(collective)),
+        Some(bench) if bench.skip_all_reduce => Box::new(SkipAllReduce(collective)),
         _ => collective,
     };
     let shared = stepper.summed().chain(optimizer.gathered(&model).into_iter().flatten());
@@ -148,7 +148,7 @@ fn measure(
     match kind {
         Kind::AllReduce(sums) => {
             bench::all_reduce(sums, &device.backend, &mut *collective, environment.log_fallback, |sum| {
-                control.report(Report::Sum(sum));
+                control.report(Report::AllReduce(sum));
             })?;
         }
         Kind::Device(question) => {

@@ -96,7 +96,7 @@ impl<'a> Commands<'a> {
             command_line: board::command_line(self.spec.argv.iter().map(AsRef::<OsStr>::as_ref)),
             max_restarts: self.spec.restarts.most,
             log_dir: self.run.logs.clone(),
-            silence: self.spec.silence,
+            stall_timeout: self.spec.stall_timeout,
         }
     }
 
@@ -157,7 +157,7 @@ impl<'a> Commands<'a> {
     }
 
     /// A rank that neither prints nor computes perhaps hangs: once for each such time.
-    pub(super) fn point_out_silence(&mut self, board: &watch::Sender<Board>, now: Instant) {
+    pub(super) fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) {
         for rank in 0..self.spec.nproc {
             match board.borrow().hint(rank, now) {
                 Some(hint) if self.silent.insert(rank) => {

@@ -118,7 +118,7 @@ async fn drive(plan: Plan<'_>, run: &RunDir, guard: &Guard) -> std::io::Result<F
             () = sleep_until(deadline.into()) => Some(driver.timer(&work, Instant::now())),
             _ = look.tick() => {
                 if driver.job.phase() == Phase::Running {
-                    work.point_out_silence(&driver.board, Instant::now());
+                    work.report_stalls(&driver.board, Instant::now());
                 }
                 None
             }

@@ -26,7 +26,7 @@ const STEPS: usize = 200;
 /// What ranks of one attempt were last heard to do.
 #[derive(Debug)]
 pub(super) struct Watch {
-    silence: Duration,
+    stall_timeout: Duration,
     /// Those with an open session.
     ranks: BTreeMap<u32, Rank>,
     /// Seconds that the last steps took, of all attempts.
@@ -58,9 +58,9 @@ pub(super) struct Change {
 
 impl Watch {
     /// Points ranks out after `silence` without a step, or later where steps take long.
-    pub(super) fn new(silence: Duration, now: Instant) -> Self {
+    pub(super) fn new(stall_timeout: Duration, now: Instant) -> Self {
         Self {
-            silence,
+            stall_timeout,
             ranks: BTreeMap::new(),
             steps: VecDeque::new(),
             stepped: false,
@@ -143,7 +143,7 @@ impl Watch {
     /// What stands out, by rank.
     fn found(&self, now: Instant) -> BTreeMap<u32, String> {
         let missed = |rank: &Rank| now.saturating_duration_since(rank.heard);
-        let patience = self.silence.min(HEARTBEATS);
+        let patience = self.stall_timeout.min(HEARTBEATS);
         let all = || self.ranks.iter().map(|(number, rank)| (*number, rank));
         let silent = all().filter(|(_, rank)| missed(rank) > patience);
         let silent: BTreeMap<_, _> = silent
@@ -159,7 +159,7 @@ impl Watch {
             (number, format!("no step for {} s; in `{phase}` of step {step} for {lasts} s", still.as_secs()))
         };
         let newest = all().map(|(_, rank)| rank.step).max().unwrap_or_default();
-        let works = |rank: &Rank| !matches!(rank.phase, Phase::Sums | Phase::ReadBack);
+        let works = |rank: &Rank| !matches!(rank.phase, Phase::AllReduce | Phase::ReadBack);
         let those = |stands_out: &dyn Fn(&Rank) -> bool| -> BTreeMap<_, _> {
             all().filter(|(_, rank)| stands_out(rank)).map(hint).collect()
         };
@@ -173,15 +173,15 @@ impl Watch {
         let between =
             |rank: &Rank| matches!(rank.phase, Phase::Evaluation | Phase::Checkpoint | Phase::Sample);
         if self.ranks.values().any(between) {
-            return self.silence.max(BETWEEN);
+            return self.stall_timeout.max(BETWEEN);
         }
         if !self.stepped {
-            return self.silence.max(FIRST);
+            return self.stall_timeout.max(FIRST);
         }
         let mut steps: Vec<f64> = self.steps.iter().copied().collect();
         steps.sort_by(f64::total_cmp);
         let slow = steps.get(steps.len() * 99 / 100).copied().unwrap_or(0.0);
-        self.silence.max(Duration::try_from_secs_f64(SLOW * slow).unwrap_or(BETWEEN))
+        self.stall_timeout.max(Duration::try_from_secs_f64(SLOW * slow).unwrap_or(BETWEEN))
     }
 }
 
@@ -252,7 +252,8 @@ mod tests {
     fn whoever_does_not_wait_for_the_others_holds_them_up() {
         let mut play = Play::new();
         play.step(1);
-        play.phases = [Some((1, Phase::Sums)), Some((1, Phase::WaitForData)), Some((1, Phase::Sums))];
+        play.phases =
+            [Some((1, Phase::AllReduce)), Some((1, Phase::WaitForData)), Some((1, Phase::AllReduce))];
         play.wait(120);
         let line = "rank 1 may hang: no step for 46 s; in `wait for data` of step 2 for 46 s";
         assert_eq!(play.told(), [(47, line.to_owned())], "once");
@@ -278,7 +279,7 @@ mod tests {
     fn whoever_is_a_step_behind_is_named_and_all_where_nobody_stands_out() {
         let mut play = Play::new();
         play.step(1);
-        play.phases = [(9, Phase::ReadBack), (8, Phase::ReadBack), (9, Phase::Sums)].map(Some);
+        play.phases = [(9, Phase::ReadBack), (8, Phase::ReadBack), (9, Phase::AllReduce)].map(Some);
         play.wait(60);
         assert_eq!(play.told()[0].1, "rank 1 may hang: no step for 46 s; in `read back` of step 9 for 46 s");
         play.step(1);
@@ -302,7 +303,8 @@ mod tests {
         assert_eq!(play.told().len(), 1);
         play.step(1);
         play.told();
-        play.phases = [Some((9, Phase::Checkpoint)), Some((9, Phase::Sums)), Some((9, Phase::Sums))];
+        play.phases =
+            [Some((9, Phase::Checkpoint)), Some((9, Phase::AllReduce)), Some((9, Phase::AllReduce))];
         play.wait(590);
         assert_eq!(play.told(), [], "a slow disk");
         play.wait(20);

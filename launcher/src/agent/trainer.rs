@@ -101,7 +101,7 @@ impl<'a> Trainer<'a> {
         Ok(Self {
             meeting: meeting(&plan, 0),
             sessions: Vec::new(),
-            watch: Watch::new(Duration::from_secs_f64(plan.spec.launch.silence), Instant::now()),
+            watch: Watch::new(Duration::from_secs_f64(plan.spec.launch.stall_timeout), Instant::now()),
             port: None,
             output: Output::for_trainer(console),
             progress: Progress::default(),
@@ -136,7 +136,7 @@ impl<'a> Trainer<'a> {
             command_line: board::command_line(arguments.iter().map(|argument| argument.as_os_str())),
             max_restarts: self.plan.spec.launch.max_restarts,
             log_dir: self.run.logs.clone(),
-            silence: IDLE_SILENCE,
+            stall_timeout: IDLE_SILENCE,
         }
     }
 
@@ -322,7 +322,7 @@ impl<'a> Trainer<'a> {
             Report::Hello(_)
             | Report::Heartbeat(_)
             | Report::Profile(_)
-            | Report::Sum(_)
+            | Report::AllReduce(_)
             | Report::Calibration(_) => {}
         }
     }
@@ -344,7 +344,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// Says which ranks hold up the others, if any do, and when that is over.
-    pub(super) fn point_out_silence(&mut self, board: &watch::Sender<Board>, now: Instant) {
+    pub(super) fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) {
         if let Some(change) = self.watch.look(now) {
             self.progress.say(&format!("xlaunch: {}", change.line));
             board.send_modify(|board| board.point_out(change.hints));

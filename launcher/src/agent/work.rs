@@ -155,10 +155,10 @@ impl<'a> Work<'a> {
         }
     }
 
-    pub(super) fn point_out_silence(&mut self, board: &watch::Sender<Board>, now: Instant) {
+    pub(super) fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) {
         match self {
-            Self::Trainer(trainer) => trainer.point_out_silence(board, now),
-            Self::Command(commands) => commands.point_out_silence(board, now),
+            Self::Trainer(trainer) => trainer.report_stalls(board, now),
+            Self::Command(commands) => commands.report_stalls(board, now),
         }
     }
 

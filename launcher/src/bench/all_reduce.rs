@@ -11,7 +11,7 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{AllReduceBench, SumReport};
+use xlaunch_proto::v1::{AllReduceBench, AllReduceReport};
 
 use super::{launch, silent};
 use crate::Refusal;
@@ -91,10 +91,10 @@ fn counts(min: u64, max: u64, dtype: Dtype) -> Vec<u64> {
 /// One size as all ranks found it; `None` where one said nothing.
 #[expect(clippy::cast_precision_loss, reason = "sizes and rates")]
 fn row(count: u64, dtype: Dtype, world: u32, heard: &[Heard]) -> Option<Row> {
-    let reports: Vec<&SumReport> = heard
+    let reports: Vec<&AllReduceReport> = heard
         .iter()
         .filter_map(|heard| match &heard.report {
-            Report::Sum(sum) if sum.count == count => Some(sum),
+            Report::AllReduce(sum) if sum.count == count => Some(sum),
             _ => None,
         })
         .collect();
@@ -148,7 +148,7 @@ mod tests {
         let report = |rank, seconds, wrong| Heard {
             rank,
             at: Instant::now(),
-            report: Report::Sum(SumReport { count: 250, seconds, wrong }),
+            report: Report::AllReduce(AllReduceReport { count: 250, seconds, wrong }),
         };
         let heard = [report(0, 1e-6, 0), report(1, 3e-6, 2), report(2, 2e-6, 1), report(3, 2e-6, 0)];
         let found = row(250, Dtype::Fp32, 4, &heard).unwrap();

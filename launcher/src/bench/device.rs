@@ -40,7 +40,7 @@ pub fn table(found: &Calibration, platform: &str) -> String {
     for (name, rate) in products(found) {
         line(&format!("{name} product"), format!("{:.3} TFLOP/s", rate / 1e12));
     }
-    line("copy", format!("{:.1} GB/s, read and written", found.copy_bytes / 1e9));
+    line("copy", format!("{:.1} GB/s, read and written", found.copy_bytes_per_second / 1e9));
     line("launch", format!("{:.2} us a kernel, one of many", found.launch_seconds * 1e6));
     line("round trip", format!("{:.2} us from a launch to its result", found.round_trip_seconds * 1e6));
     out
@@ -52,14 +52,15 @@ pub fn json(found: &Calibration, platform: &str) -> Value {
         products(found).into_iter().map(|(name, rate)| (name.into(), rate.into())).collect();
     json!({
         "device": found.device_name, "platform": platform, "product_flops": products,
-        "copy_bytes_per_second": found.copy_bytes, "launch_seconds": found.launch_seconds,
+        "copy_bytes_per_second": found.copy_bytes_per_second, "launch_seconds": found.launch_seconds,
         "round_trip_seconds": found.round_trip_seconds,
     })
 }
 
 /// Rates by the names that precisions have in reports; none that the device does not have.
 fn products(found: &Calibration) -> Vec<(&'static str, f64)> {
-    let all = [("fp32", found.fp32_product), ("tf32", found.tf32_product), ("bf16", found.bf16_product)];
+    let all =
+        [("fp32", found.fp32_gemm_flops), ("tf32", found.tf32_gemm_flops), ("bf16", found.bf16_gemm_flops)];
     all.into_iter().filter(|(_, rate)| *rate > 0.0).collect()
 }
 

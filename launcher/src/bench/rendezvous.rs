@@ -87,7 +87,7 @@ async fn meet(ranks: u32) -> io::Result<Met> {
         command_line: String::new(),
         max_restarts: 0,
         log_dir: dir.path().into(),
-        silence: PATIENCE,
+        stall_timeout: PATIENCE,
     }));
     board.send_modify(|board| board.reset(0, ranks));
     let serving = service::serve(&socket, messages, board.clone()).await?;

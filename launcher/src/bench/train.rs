@@ -61,7 +61,7 @@ pub struct Measured {
     pub first_step_seconds: f64,
     /// Median with the sums less the median without; 0 for one rank. Noise can make it negative.
     pub exposed_communication_ms: f64,
-    pub step_ms_without_sums: f64,
+    pub step_ms_without_all_reduce: f64,
     /// Mapped by the pool of the rank with the most.
     pub pool_peak_bytes: u64,
     pub final_loss: f32,
@@ -87,7 +87,7 @@ pub async fn run(
     let spec = measured_job(spec, extent);
     (trainer.preflight)(&spec, "".as_ref())?;
     let profile_step = extent.profile.then_some(extent.warmup + extent.steps);
-    let bench = TrainBench { without_sums: false, profile_step };
+    let bench = TrainBench { skip_all_reduce: false, profile_step };
     say("training");
     let heard = launch(&spec, placement, Kind::Train(bench)).await?;
     let seconds = step_seconds(&heard, extent);
@@ -96,7 +96,7 @@ pub async fn run(
         median
     } else {
         say("training without sums between ranks: replicas drift apart, losses mean nothing");
-        let bench = TrainBench { without_sums: true, profile_step: None };
+        let bench = TrainBench { skip_all_reduce: true, profile_step: None };
         percentile(&step_seconds(&launch(&spec, placement, Kind::Train(bench)).await?, extent), 0.5)
     };
     say("the device's ceiling, if it is not known yet");
@@ -131,7 +131,7 @@ pub async fn run(
         share_of_ceiling: flops_per_rank / product,
         first_step_seconds: first.duration_since(began).as_secs_f64(),
         exposed_communication_ms: (median - without) * 1e3,
-        step_ms_without_sums: without * 1e3,
+        step_ms_without_all_reduce: without * 1e3,
         pool_peak_bytes: peak(&heard),
         final_loss: last.loss,
         kernels: extent.profile.then(|| profile(&heard)),
@@ -230,7 +230,7 @@ pub fn table(m: &Measured) -> String {
         ),
     );
     line("first step", format!("{:.2} s after the command", m.first_step_seconds));
-    let without = format!("a step without sums takes {:.3} ms", m.step_ms_without_sums);
+    let without = format!("a step without sums takes {:.3} ms", m.step_ms_without_all_reduce);
     let exposed = if m.ranks == 1 { "1 rank".into() } else { without };
     line("sums", format!("{:.3} ms exposed; {exposed}", m.exposed_communication_ms));
     line("pool", format!("{:.1} MiB at most", m.pool_peak_bytes as f64 / f64::from(1 << 20)));

@@ -190,7 +190,7 @@ mod tests {
             shutdown_timeout: std::time::Duration::from_secs(30),
             signals: vec![term, hup],
             propagate_exit_code: false,
-            silence: std::time::Duration::from_secs(300),
+            stall_timeout: std::time::Duration::from_secs(300),
             logs: LogOptions::default(),
         }
     }

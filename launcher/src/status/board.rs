@@ -42,7 +42,7 @@ pub struct Launch {
     /// Holds `attempt_<n>/<local rank>/{stdout,stderr}.log`.
     pub log_dir: PathBuf,
     /// How long a rank may print nothing and do nothing before that is pointed out.
-    pub silence: Duration,
+    pub stall_timeout: Duration,
 }
 
 /// The state of a job as callers see it.
@@ -242,7 +242,7 @@ impl Board {
         }
         let silent = now.saturating_duration_since(rank.output?);
         let idle = now.saturating_duration_since(rank.idle?);
-        silence(silent, idle, rank.status.gpu_percent.is_some(), self.launch.silence)
+        silence(silent, idle, rank.status.gpu_percent.is_some(), self.launch.stall_timeout)
     }
 
     /// The answer to a status query at `now`, on demand with its history.
@@ -333,7 +333,7 @@ mod tests {
             command_line: "n".into(),
             max_restarts: 3,
             log_dir: "/logs".into(),
-            silence: Duration::from_secs(300),
+            stall_timeout: Duration::from_secs(300),
         });
         board.reset(1, 2);
         board

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use xlaunch_comm::Collective;
 use xlaunch_engine::{DType, Tensor};
-use xlaunch_proto::v1::{AllReduceBench, SumReport};
+use xlaunch_proto::v1::{AllReduceBench, AllReduceReport};
 
 use crate::error::Result;
 use crate::model::BackendHandle;
@@ -33,7 +33,7 @@ pub(crate) fn all_reduce(
     backend: &BackendHandle,
     collective: &mut dyn Collective,
     log: bool,
-    mut report: impl FnMut(SumReport),
+    mut report: impl FnMut(AllReduceReport),
 ) -> Result<()> {
     let dtype = if bench.bf16 { DType::Bf16 } else { DType::F32 };
     let staged = backend.alloc_persistent(DType::F32, CHUNK)?;
@@ -43,7 +43,7 @@ pub(crate) fn all_reduce(
     for count in &bench.counts {
         let wrong = check(backend, collective, &x, elements(count), &staged)?;
         let seconds = time(backend, collective, &x, elements(count), &staged)?;
-        report(SumReport { count: *count, seconds, wrong });
+        report(AllReduceReport { count: *count, seconds, wrong });
     }
     Ok(())
 }
@@ -128,7 +128,7 @@ mod tests {
     use xlaunch_engine::PoolMode;
     use xlaunch_engine::cpu::CpuBackend;
 
-    use crate::bench::Unsummed;
+    use crate::bench::SkipAllReduce;
 
     const BENCH: [u64; 3] = [1, 1000, 3 << 20];
 
@@ -142,7 +142,7 @@ mod tests {
             let backend = BackendHandle::new(CpuBackend::new(1, PoolMode::On)).with_windows(true);
             let bench = AllReduceBench { counts: BENCH.to_vec(), bf16: false };
             let (mut collective, mut wrong) = (wrap(ring), Vec::new());
-            let report = |report: SumReport| {
+            let report = |report: AllReduceReport| {
                 assert!(report.seconds > 0.0);
                 wrong.push(report.wrong);
             };
@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn sums_are_exact_and_missing_ones_are_seen() {
         assert_eq!(wrong(|ring| Box::new(ring)), vec![vec![0; 3]; 2]);
-        for (rank, found) in wrong(|ring| Box::new(Unsummed(Box::new(ring)))).iter().enumerate() {
+        for (rank, found) in wrong(|ring| Box::new(SkipAllReduce(Box::new(ring)))).iter().enumerate() {
             // One of m elements is what it would be with the other rank's zero.
             for (size, wrong) in BENCH.iter().zip(found).skip(1) {
                 assert!(wrong * 8 >= size * 7 - 8, "rank {rank}: {wrong} of {size}");

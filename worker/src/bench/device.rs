@@ -20,10 +20,10 @@ const VERSION: u32 = 1;
 /// What lies in the cache; units as in [`Calibration`].
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Rates {
-    fp32_product: f64,
-    tf32_product: f64,
-    bf16_product: f64,
-    copy_bytes: f64,
+    fp32_gemm_flops: f64,
+    tf32_gemm_flops: f64,
+    bf16_gemm_flops: f64,
+    copy_bytes_per_second: f64,
     launch_seconds: f64,
     round_trip_seconds: f64,
 }
@@ -56,10 +56,10 @@ pub(crate) fn device(
     };
     Ok(Calibration {
         device_name: info.name,
-        fp32_product: rates.fp32_product,
-        tf32_product: rates.tf32_product,
-        bf16_product: rates.bf16_product,
-        copy_bytes: rates.copy_bytes,
+        fp32_gemm_flops: rates.fp32_gemm_flops,
+        tf32_gemm_flops: rates.tf32_gemm_flops,
+        bf16_gemm_flops: rates.bf16_gemm_flops,
+        copy_bytes_per_second: rates.copy_bytes_per_second,
         launch_seconds: rates.launch_seconds,
         round_trip_seconds: rates.round_trip_seconds,
         cached,
@@ -70,13 +70,20 @@ pub(crate) fn device(
 fn measure(fp32: BackendHandle, open: impl Fn(Precision) -> Result<BackendHandle>) -> Result<Rates> {
     let (launch_seconds, round_trip_seconds) = calibrate::latencies(&*fp32)?;
     let gpu = fp32.cuda_stream().is_some();
-    let (fp32_product, copy_bytes) = (calibrate::product(&*fp32)?, calibrate::copy(&*fp32)?);
+    let (fp32_gemm_flops, copy_bytes_per_second) = (calibrate::product(&*fp32)?, calibrate::copy(&*fp32)?);
     drop(fp32);
     let product = |precision| -> Result<f64> {
         if gpu { Ok(calibrate::product(&*open(precision)?)?) } else { Ok(0.0) }
     };
-    let (tf32_product, bf16_product) = (product(Precision::Tf32)?, product(Precision::Bf16)?);
-    Ok(Rates { fp32_product, tf32_product, bf16_product, copy_bytes, launch_seconds, round_trip_seconds })
+    let (tf32_gemm_flops, bf16_gemm_flops) = (product(Precision::Tf32)?, product(Precision::Bf16)?);
+    Ok(Rates {
+        fp32_gemm_flops,
+        tf32_gemm_flops,
+        bf16_gemm_flops,
+        copy_bytes_per_second,
+        launch_seconds,
+        round_trip_seconds,
+    })
 }
 
 /// Where the rates of this device are kept; `None` without a cache.

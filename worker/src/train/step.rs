@@ -302,7 +302,7 @@ impl Stepper {
     fn update(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
         let _tag = xlaunch_pool::tag("optimizer");
         let square_sum = self.results.slice(slot::SQUARE_SUM..slot::SQUARE_SUM + 1);
-        let summing = trace::span(Phase::Sums);
+        let summing = trace::span(Phase::AllReduce);
         let grads = match &self.share {
             None => {
                 collective.all_reduce(self.results.lend(0..slot::COUNT), DType::F32)?;

@@ -99,7 +99,11 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
                 "that end the job [SIGTERM,SIGINT,SIGHUP,SIGQUIT]",
             ),
             Flag::xlaunch("propagate-exit-code", Nothing, "exit with the failed worker's code instead of 1"),
-            Flag::xlaunch("silence", Value("SECONDS"), "point out ranks that do nothing for so long [300]"),
+            Flag::xlaunch(
+                "stall-timeout",
+                Value("SECONDS"),
+                "point out ranks that do nothing for so long [300]",
+            ),
         ],
     ),
     (

@@ -61,7 +61,7 @@ pub(super) fn command(
         shutdown_timeout: shutdown_timeout.unwrap_or(SHUTDOWN_TIMEOUT),
         signals: signals.unwrap_or_else(|| vec![Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT]),
         propagate_exit_code: reader.is_set("propagate-exit-code")?,
-        silence: reader.parsed("silence", values::seconds)?.unwrap_or(SILENCE),
+        stall_timeout: reader.parsed("stall-timeout", values::seconds)?.unwrap_or(SILENCE),
         logs: logs(reader)?,
     })
 }

@@ -39,7 +39,10 @@ fn defaults_are_torchruns() {
     assert_eq!((spec.run_id, spec.master_addr.as_str(), spec.master_port), (None, "127.0.0.1", None));
     assert_eq!((spec.restarts.most, spec.restarts.not_after.len()), (0, 0));
     assert_eq!(spec.signals, [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT]);
-    assert_eq!((spec.shutdown_timeout, spec.silence), (Duration::from_secs(30), Duration::from_secs(300)));
+    assert_eq!(
+        (spec.shutdown_timeout, spec.stall_timeout),
+        (Duration::from_secs(30), Duration::from_secs(300))
+    );
     assert!(!spec.virtual_local_rank && !spec.propagate_exit_code && spec.binding.is_none());
     assert_eq!((spec.logs.redirects.of(0), spec.logs.tee.of(0)), Default::default());
     assert!(spec.logs.dir.is_none() && spec.logs.shown.is_none() && spec.logs.prefix.is_none());
@@ -79,7 +82,7 @@ fn what_is_started_is_a_script_a_module_or_a_program() {
 fn flags_mean_what_they_mean_to_torchrun() {
     let spec = spec(
         "--nproc-per-node=2 --role trainer --max_restarts 3 --no-restart-codes 2,78 --shutdown-timeout 5 \
-         --signals-to-handle SIGTERM,SIGUSR1 --propagate-exit-code --silence 60 --numa-binding core-complex \
+         --signals-to-handle SIGTERM,SIGUSR1 --propagate-exit-code --stall-timeout 60 --numa-binding core-complex \
          --virtual-local-rank --log-dir /logs -r 0:1 -t 2 --log-line-prefix-template ${rank}: \
          --local-ranks-filter 0,2 --duplicate-stdout-filters a,,b,c --log-rotate 64M --rdzv-conf a=1,'b=2 \
          --rdzv-backend c10d --monitor-interval 5 --start-method fork --event-log-handler console --nnodes 1:1 \
@@ -88,7 +91,10 @@ fn flags_mean_what_they_mean_to_torchrun() {
     );
     assert_eq!((spec.nproc, spec.role.as_str(), spec.restarts.most), (2, "trainer", 3));
     assert_eq!(spec.restarts.not_after, [2, 78].into());
-    assert_eq!((spec.shutdown_timeout, spec.silence), (Duration::from_secs(5), Duration::from_secs(60)));
+    assert_eq!(
+        (spec.shutdown_timeout, spec.stall_timeout),
+        (Duration::from_secs(5), Duration::from_secs(60))
+    );
     assert_eq!(spec.signals, [Signal::TERM, Signal::USR1]);
     assert!(spec.propagate_exit_code && spec.virtual_local_rank);
     assert_eq!(spec.binding, Some(Binding::CoreComplex));

@@ -21,7 +21,7 @@ impl Case {
             command_line: "n".into(),
             max_restarts: 1,
             log_dir: dir.path().into(),
-            silence: Duration::from_secs(300),
+            stall_timeout: Duration::from_secs(300),
         };
         let case = Self { dir, board: watch::Sender::new(Board::new(launch)) };
         case.attempt(0);

@@ -68,7 +68,7 @@ async fn agent(socket: PathBuf, log_dir: PathBuf) -> (watch::Sender<Board>, Serv
         command_line: "n".into(),
         max_restarts: 0,
         log_dir,
-        silence: Duration::from_secs(300),
+        stall_timeout: Duration::from_secs(300),
     }));
     board.send_modify(|board| board.reset(0, 1));
     let serving = serve(&socket, mpsc::channel(1).0, board.clone()).await.unwrap();

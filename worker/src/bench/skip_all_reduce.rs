@@ -9,9 +9,9 @@ use xlaunch_pool::Loan;
 
 /// `inner` without its sums.
 #[derive(Debug)]
-pub(crate) struct Unsummed(pub(crate) Box<dyn Collective>);
+pub(crate) struct SkipAllReduce(pub(crate) Box<dyn Collective>);
 
-impl Collective for Unsummed {
+impl Collective for SkipAllReduce {
     fn rank(&self) -> usize {
         self.0.rank()
     }
