@@ -4,6 +4,7 @@
 //! (`select`) are created once per site (shape, types, epilogue, alignment) and kept. All work goes to one stream, so
 //! that one workspace is enough.
 
+mod call;
 mod select;
 
 use std::cell::RefCell;
@@ -24,6 +25,7 @@ use super::variant_log::VariantLog;
 use crate::error::{EngineError, Result};
 use crate::options::Precision;
 use crate::tensor::Slice;
+pub(crate) use call::{Epilogue, GemmCall, plain, transposed};
 
 /// Bytes of scratch memory for the library: what its documentation recommends for Hopper.
 const WORKSPACE: usize = 32 << 20;
@@ -96,69 +98,6 @@ struct Plan {
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-/// `c = epilogue(op(a) op(b))`, column-major: a (m, k), b (k, n) after `op`, c (m, n).
-#[derive(Clone, Copy)]
-pub(crate) struct GemmCall<'a> {
-    pub(crate) m: usize,
-    pub(crate) n: usize,
-    pub(crate) k: usize,
-    pub(crate) a: Operand<'a>,
-    pub(crate) b: Operand<'a>,
-    pub(crate) epilogue: Epilogue<'a>,
-    pub(crate) c: Slice<'a>,
-    /// Whether the result is added to c; only without an epilogue.
-    pub(crate) accumulate: bool,
-}
-
-/// What is applied to the result before it is written. Biases and their gradients have length m; `h` is laid out like
-/// the output.
-#[derive(Clone, Copy)]
-pub(crate) enum Epilogue<'a> {
-    None,
-    /// `c = a b + bias`.
-    Bias(Slice<'a>),
-    /// `h = a b + bias`, `c = gelu(h)`.
-    Gelu {
-        bias: Slice<'a>,
-        h: Slice<'a>,
-    },
-    /// `c = gelu'(h) (a b)`, and `dbias` = sum of c along n, in the output's element type.
-    GeluGrad {
-        h: Slice<'a>,
-        dbias: Option<Slice<'a>>,
-    },
-}
-
-impl<'a> Epilogue<'a> {
-    /// Its name in the library.
-    fn kind(self) -> LtEpilogue {
-        match self {
-            Self::None => LtEpilogue::CUBLASLT_EPILOGUE_DEFAULT,
-            Self::Bias(_) => LtEpilogue::CUBLASLT_EPILOGUE_BIAS,
-            Self::Gelu { .. } => LtEpilogue::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
-            Self::GeluGrad { dbias: None, .. } => LtEpilogue::CUBLASLT_EPILOGUE_DGELU,
-            Self::GeluGrad { dbias: Some(_), .. } => LtEpilogue::CUBLASLT_EPILOGUE_DGELU_BGRAD,
-        }
-    }
-
-    /// The bias that is read, or its gradient that is written.
-    fn bias(self) -> Option<Slice<'a>> {
-        match self {
-            Self::None => None,
-            Self::Bias(bias) | Self::Gelu { bias, .. } => Some(bias),
-            Self::GeluGrad { dbias, .. } => dbias,
-        }
-    }
-
-    /// The GELU input, written forward and read backward.
-    fn h(self) -> Option<Slice<'a>> {
-        match self {
-            Self::None | Self::Bias(_) => None,
-            Self::Gelu { h, .. } | Self::GeluGrad { h, .. } => Some(h),
-        }
-    }
-}
-
 /// Matrix multiplication on one device.
 pub(crate) struct Gemm {
     device: Device,
@@ -175,23 +114,6 @@ impl fmt::Debug for Gemm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Gemm({} sites)", self.plans.borrow().len())
     }
-}
-
-/// One operand: its memory, and whether it is transposed.
-#[derive(Clone, Copy)]
-pub(crate) struct Operand<'a> {
-    slice: Slice<'a>,
-    transpose: bool,
-}
-
-/// As in memory, column-major.
-pub(crate) fn plain(slice: Slice<'_>) -> Operand<'_> {
-    Operand { slice, transpose: false }
-}
-
-/// Transposed.
-pub(crate) fn transposed(slice: Slice<'_>) -> Operand<'_> {
-    Operand { slice, transpose: true }
 }
 
 impl Gemm {
