@@ -9,9 +9,7 @@ use std::time::Duration;
 use cudarc::driver::CudaStream;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use xlaunch_comm::{Collective, Local, Nccl, Ring, RingListener, Sharding};
-use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::cuda::{CudaBackend, CudaOptions};
-use xlaunch_engine::{self as engine, Backend, DType};
+use xlaunch_engine::{self as engine, CpuBackend, CudaBackend, CudaOptions, DType};
 use xlaunch_proto::VERSION;
 use xlaunch_proto::convert::{Join, Joined};
 use xlaunch_proto::exit::ExitCode;
@@ -206,7 +204,7 @@ impl Opened {
                     log_fallback: environment.log_fallback,
                 };
                 let backend = CudaBackend::open(ordinal, options)?;
-                let stream = backend.cuda_stream();
+                let stream = Some(backend.stream());
                 let windows = windows::wanted(spec, environment.world_size.index());
                 Self { backend: BackendHandle::new(backend).with_windows(windows), stream, precision }
             }

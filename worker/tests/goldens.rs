@@ -13,9 +13,9 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use xlaunch_comm::Sharding;
 use xlaunch_comm::bucket::Plan;
-use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::cuda::{CudaBackend, CudaOptions};
-use xlaunch_engine::{Accumulate, DType, EngineError, PoolMode, Precision, Tensor};
+use xlaunch_engine::{
+    Accumulate, CpuBackend, CudaBackend, CudaOptions, DType, EngineError, PoolMode, Precision, SquaredNorm, Tensor,
+};
 use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::TrainSection;
 use xlaunch_worker::model::layout::Layout;
@@ -188,15 +188,15 @@ fn compare_on(f: &Fixture) {
     let weights = f.golden.arena(&f.model.layout, "param.");
     let whole = Sharding::whole(Plan::new(&f.model.layout.ends(), 4, usize::MAX, usize::MAX));
     let optimizer = AdamW::new(&f.backend, &f.model, &weights, &whole, &train).unwrap();
-    let square_sum = f.backend.alloc(DType::F32, 1).unwrap();
+    let grad_norm_sq = f.backend.alloc(DType::F32, 1).unwrap();
     let (tokens, targets) = (&f.golden.ids["step_tokens"], &f.golden.ids["step_targets"]);
     for (step, (tokens, targets)) in tokens.chunks(ROWS.count()).zip(targets.chunks(ROWS.count())).enumerate()
     {
         let (loss, _) = f.pass(tokens, targets);
         optimizer.prepare(step as u64, train.lr).unwrap();
-        f.backend.square_sum(f.grads.all(), square_sum.all()).unwrap();
-        optimizer.step(&f.model, f.grads.all(), square_sum.all()).unwrap();
-        let norm = f64::from(read(&f.backend, &square_sum)[0]).sqrt();
+        f.backend.squared_norm(SquaredNorm { x: f.grads.all(), out: grad_norm_sq.all() }).unwrap();
+        optimizer.step(&f.model, f.grads.all(), grad_norm_sq.all()).unwrap();
+        let norm = f64::from(read(&f.backend, &grad_norm_sq)[0]).sqrt();
         for (what, ours) in [("step_losses", loss), ("step_norms", norm)] {
             let theirs = f64::from(f.golden.floats[what][step]);
             assert!((ours - theirs).abs() <= TOLERANCE * theirs, "{what}[{step}]: {ours} against {theirs}");

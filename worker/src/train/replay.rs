@@ -11,7 +11,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 
-use xlaunch_engine::cuda::Graph;
+use xlaunch_engine::Capture;
 use xlaunch_proto::spec::Exec;
 
 use crate::error::{Result, WorkerError};
@@ -47,9 +47,9 @@ impl Part {
 pub(super) struct Replay {
     backend: BackendHandle,
     exec: Exec,
-    graphs: RefCell<HashMap<Part, Graph>>,
+    graphs: RefCell<HashMap<Part, Capture>>,
     /// Launched once, and not to be launched again; the device may still work on them.
-    spent: RefCell<Vec<Graph>>,
+    spent: RefCell<Vec<Capture>>,
     one_by_one: Cell<bool>,
 }
 

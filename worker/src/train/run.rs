@@ -103,7 +103,7 @@ impl Run<'_> {
     /// Whether nothing is to happen between a step and the one after it. The same on every rank.
     fn may_follow_at_once(&self, step: u64) -> bool {
         let done = step + 1;
-        let asynchronous = self.backend.cuda_stream().is_some();
+        let asynchronous = self.backend.is_asynchronous();
         asynchronous
             && !self.evaluates_after(done)
             && !self.saves_after(done)

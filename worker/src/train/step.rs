@@ -20,7 +20,7 @@
 use std::ops::Range;
 
 use xlaunch_comm::{Collective, Sharding, bucket};
-use xlaunch_engine::{Accumulate, DType, Reading, Tensor};
+use xlaunch_engine::{Accumulate, DType, PendingRead, SquaredNorm, Tensor};
 use xlaunch_proto::spec::{JobSpec, SpecError, WireDtype};
 use xlaunch_proto::v1::Phase;
 
@@ -38,7 +38,7 @@ mod slot {
     pub(super) const LOSS: usize = 0;
     pub(super) const STOP: usize = 1;
     pub(super) const CHECKPOINT: usize = 2;
-    pub(super) const SQUARE_SUM: usize = 3;
+    pub(super) const GRAD_NORM_SQ: usize = 3;
     pub(super) const COUNT: usize = 4;
 }
 
@@ -66,7 +66,7 @@ pub struct StepResult {
 
 /// A step that was given to the device.
 #[derive(Debug)]
-pub struct Started(Reading);
+pub struct Started(PendingRead);
 
 /// Everything that steps use again and again.
 #[derive(Debug)]
@@ -225,7 +225,7 @@ impl Stepper {
         collective.check()?;
         Ok(StepResult {
             loss: results[slot::LOSS],
-            grad_norm: results[slot::SQUARE_SUM].sqrt(),
+            grad_norm: results[slot::GRAD_NORM_SQ].sqrt(),
             requests: Requests {
                 stop: results[slot::STOP] > 0.0,
                 checkpoint: results[slot::CHECKPOINT] > 0.0,
@@ -301,18 +301,18 @@ impl Stepper {
     /// What follows the last micro-step: the sums' end, and the optimizer's step.
     fn update(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
         let _tag = xlaunch_pool::tag("optimizer");
-        let square_sum = self.results.slice(slot::SQUARE_SUM..slot::SQUARE_SUM + 1);
+        let grad_norm_sq = self.results.slice(slot::GRAD_NORM_SQ..slot::GRAD_NORM_SQ + 1);
         let summing = trace::span(Phase::AllReduce);
         let grads = match &self.share {
             None => {
                 collective.all_reduce(self.results.lend(0..slot::COUNT), DType::F32)?;
                 collective.finish()?;
-                self.backend.square_sum(self.grads.all(), square_sum)?;
+                self.backend.squared_norm(SquaredNorm { x: self.grads.all(), out: grad_norm_sq })?;
                 &self.grads
             }
             Some(share) => {
                 collective.finish()?;
-                self.backend.square_sum(share.all(), square_sum)?;
+                self.backend.squared_norm(SquaredNorm { x: share.all(), out: grad_norm_sq })?;
                 collective.all_reduce(self.results.lend(0..slot::COUNT), DType::F32)?;
                 collective.finish()?;
                 share
@@ -320,6 +320,6 @@ impl Stepper {
         };
         drop(summing);
         let _span = trace::span(Phase::Optimizer);
-        Ok(optimizer.step(model, grads.all(), square_sum)?)
+        Ok(optimizer.step(model, grads.all(), grad_norm_sq)?)
     }
 }
