@@ -47,8 +47,6 @@ pub struct Trainer {
     pub preflight: fn(&JobSpec, &Path) -> Result<Preflight, Refusal>,
     /// The newest complete checkpoint in a directory.
     pub newest_checkpoint: fn(&Path) -> Option<PathBuf>,
-    /// The table of `xlaunch bench alloc`, with these traces beside the built-in ones.
-    pub bench_alloc: fn(&[PathBuf]) -> Result<String, Refusal>,
 }
 
 /// A job that can start.

@@ -5,7 +5,7 @@
 //! those taken before: nothing written overlaps anything else, and nothing lent to another thread is touched. So within
 //! an operation the slices obey Rust's rules. Between operations there are none: slices live no longer than the
 //! `Access`, and a thread has one `Access` at a time. Other threads cannot interfere: a [`Tensor`](crate::Tensor) is not
-//! `Sync`, so its handles stay on this thread, and what a [`Loan`](xlaunch_pool::Loan) lets another thread touch is
+//! `Sync`, so its handles stay on this thread, and what a [`Lease`](xlaunch_pool::Lease) lets another thread touch is
 //! refused here. Pool memory of the host is zeroed when it is mapped, so it is always initialised.
 
 use std::cell::{Cell, RefCell};

@@ -142,7 +142,7 @@ impl CudaBackend {
 
     /// All work given so far is done: the pools' memory is free for any stream and for the host.
     fn host_waited(&self) {
-        self.pool.host_waited(StreamId::default());
+        self.pool.record_synchronize(StreamId::default());
         self.staging.host_waited();
     }
 
