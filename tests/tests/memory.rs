@@ -1,6 +1,8 @@
-//! The pool as the users of the trainer meet it: modes, limits, debug mode, traces, the bench.
+//! The pool as the users of the trainer meet it: modes, limits, debug mode, traces.
 
-use xlaunch_tests::{Job, Running};
+use std::collections::HashSet;
+
+use xlaunch_tests::Job;
 
 #[test]
 fn losses_are_the_same_whatever_holds_the_memory() {
@@ -44,7 +46,7 @@ fn a_limit_that_is_too_low_is_an_error_that_says_who_holds_the_memory() {
     let job = Job::new();
     let run = job.run(&["--set", "engine.memory_limit_mb=2", "--set", "train.batch=64"]);
     assert_eq!(run.code, 76, "{}", run.stderr);
-    for words in ["out of memory:", "asked for by", "most is held by", "limit 2.0 MiB", "would have fitted"] {
+    for words in ["out of memory:", "cannot allocate", "largest holders", "limit 2.0 MiB", "help: raise the limit"] {
         assert!(run.stderr.contains(words), "{words} in {}", run.stderr);
     }
     let files = std::fs::read_dir(job.latest()).into_iter().flatten().flatten();
@@ -77,23 +79,20 @@ fn a_trace_of_the_first_step_is_written_and_can_be_replayed() {
             assert!(path.metadata().is_ok_and(|file| file.len() > 1000), "{}", path.display());
         }
     }
-    let trace = dir.join("pool-rank1.csv").display().to_string();
-    let bench = Running::start(&mut job.command(&["bench", "alloc", "--trace", &trace])).finish();
-    assert_eq!(bench.code, 0, "{}", bench.stderr);
-    for words in [
-        "nanoseconds",
-        "llama-28m",
-        "gpt2-124m",
-        "PyTorch's algorithm",
-        "lower bound",
-        "driver allocations",
-        &trace,
-    ] {
-        assert!(bench.stdout.contains(words), "{words} in {}", bench.stdout);
+    // RAPIDS' replay format; that such a log replays is a test of xlaunch-pool.
+    let trace = std::fs::read_to_string(dir.join("pool-rank1.csv")).unwrap();
+    let mut lines = trace.lines();
+    assert_eq!(lines.next(), Some("Thread,Time,Action,Pointer,Size,Stream"));
+    let mut live = HashSet::new();
+    for line in lines {
+        let fields: Vec<&str> = line.split(',').collect();
+        let [_, _, action, pointer, bytes, _] = fields[..] else { panic!("six fields in {line}") };
+        assert!(bytes.parse::<u64>().is_ok(), "{line}");
+        match action {
+            "allocate" => assert!(live.insert(pointer), "{line}: the address is live"),
+            "free" => assert!(live.remove(pointer), "{line}: the address is not live"),
+            _ => panic!("{line}"),
+        }
     }
-    let missing = Running::start(&mut job.command(&["bench", "alloc", "--trace", "nowhere.csv"])).finish();
-    assert!(missing.code != 0 && missing.stderr.contains("nowhere.csv"), "{}", missing.stderr);
-    job.write("odd.csv", "Thread,Time,Action,Pointer,Size,Stream\n0,0,grow,0x1,1,0\n");
-    let odd = Running::start(&mut job.command(&["bench", "alloc", "--trace", "odd.csv"])).finish();
-    assert!(odd.code == 2 && odd.stderr.contains("odd.csv, line 2"), "{}: {}", odd.code, odd.stderr);
+    assert!(!live.is_empty(), "parameters are live after the first step");
 }

@@ -16,9 +16,6 @@ pub enum WorkerError {
     /// A variable of the user's that cannot be used.
     #[error("environment variable {0}")]
     Setting(String),
-    /// A log of a pool's requests that cannot be read.
-    #[error("{0}")]
-    Trace(String),
     /// Training or evaluation data cannot be used.
     #[error(transparent)]
     Data(#[from] crate::data::DataError),
@@ -77,7 +74,7 @@ impl WorkerError {
             Self::Comm(_) | Self::AgentLost(_) => ExitCode::Retryable,
             Self::Rendezvous(_) => ExitCode::Rendezvous,
             Self::Diverged { .. } => ExitCode::WorkerFailed,
-            Self::Environment(_) | Self::Setting(_) | Self::Trace(_) | Self::Spec(_) => ExitCode::Usage,
+            Self::Environment(_) | Self::Setting(_) | Self::Spec(_) => ExitCode::Usage,
             Self::Io { .. } => ExitCode::Internal,
         }
     }

@@ -7,7 +7,7 @@
 //! [`main`] is `xlaunch worker`; [`preflight`] and [`newest_checkpoint`] are what the launcher asks before it starts one.
 #![forbid(unsafe_code)]
 
-pub mod bench;
+mod bench;
 pub mod checkpoint;
 pub mod control;
 pub mod data;

@@ -24,12 +24,6 @@ const LOAD: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Bench {
-    /// The memory pool: the price of a request, and how much memory recorded steps take, beside other allocators.
-    Alloc {
-        /// Logs of requests to replay beside the built-in ones, as XLAUNCH_POOL_TRACE writes them.
-        #[arg(long = "trace", value_name = "FILE")]
-        traces: Vec<PathBuf>,
-    },
     /// A step of a training configuration: time, speed, share of the device's ceiling, what sums between ranks cost.
     Train {
         /// Training configuration. Nothing is evaluated, sampled or saved.
@@ -138,7 +132,6 @@ pub(super) async fn run(bench: Bench, trainer: Trainer) -> ExitCode {
 async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
     let began = Instant::now();
     match bench {
-        Bench::Alloc { traces } => (trainer.bench_alloc)(&traces),
         Bench::Train { config, nproc, set, steps, warmup, profile, json } => {
             let (spec, placement) = launch::prepare(&Launch { config, nproc, set, resume: None })?;
             let extent = Extent { warmup, steps, profile };

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use xlaunch_pool::{DType, Loan};
+use xlaunch_pool::{DType, Lease as Loan};
 
 /// Result of a collective call.
 pub type Result<T> = std::result::Result<T, CommError>;

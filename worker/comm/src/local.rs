@@ -1,6 +1,6 @@
 //! One rank: every sum is what it was.
 
-use xlaunch_pool::{DType, Loan};
+use xlaunch_pool::{DType, Lease as Loan};
 
 use crate::collective::{AbortHandle, Collective, Result};
 

@@ -9,7 +9,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use xlaunch_pool::{DType, Loan, Pool, PoolBuf};
+use xlaunch_pool::{DType, Lease as Loan, Pool, PoolBuf};
 
 use crate::error::Result;
 
@@ -64,16 +64,16 @@ impl Tensor {
         self.all().slice(range)
     }
 
-    /// Lends elements `range` to a collective: see [`PoolBuf::lend`].
+    /// Lends elements `range` to a collective: see [`PoolBuf::lease`].
     pub fn lend(&self, range: Range<usize>) -> Loan {
         let size = self.dtype.size();
-        self.buf.lend(range.start * size..range.end * size)
+        self.buf.lease(range.start * size..range.end * size)
     }
 
     /// Whether any element of `range` is lent out.
     pub fn is_lent(&self, range: Range<usize>) -> bool {
         let size = self.dtype.size();
-        self.buf.is_lent(range.start * size..range.end * size)
+        self.buf.is_leased(range.start * size..range.end * size)
     }
 }
 

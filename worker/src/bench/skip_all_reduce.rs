@@ -5,7 +5,7 @@
 
 use xlaunch_comm::{AbortHandle, Collective, Result};
 use xlaunch_engine::DType;
-use xlaunch_pool::Loan;
+use xlaunch_pool::Lease as Loan;
 
 /// `inner` without its sums.
 #[derive(Debug)]

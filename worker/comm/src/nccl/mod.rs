@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys::CUevent_flags};
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
-use xlaunch_pool::{DType, Loan, Space};
+use xlaunch_pool::{DType, Lease as Loan, Space};
 
 use crate::collective::{AbortHandle, Collective, CommError, Result, expect_parts};
 use library::Library;

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream};
 use cudarc::nccl::sys::{ncclComm_t, ncclWindow_t};
-use xlaunch_pool::Loan;
+use xlaunch_pool::Lease as Loan;
 
 use super::{library::Library, unordered};
 use crate::collective::Result;

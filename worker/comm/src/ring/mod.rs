@@ -21,7 +21,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use xlaunch_pool::{DType, Loan};
+use xlaunch_pool::{DType, Lease as Loan};
 
 use crate::collective::{AbortHandle, Collective, CommError, Result, expect_parts};
 pub use connect::RingListener;

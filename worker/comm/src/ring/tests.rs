@@ -72,7 +72,7 @@ fn reduce(ring: &mut Ring, pool: &Pool, len: usize) -> PoolBuf<u8> {
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
     let buf = pool.alloc::<u8>(bytes.len()).unwrap();
     fill(&buf, &bytes);
-    ring.all_reduce(buf.lend(0..bytes.len()), DType::F32).unwrap();
+    ring.all_reduce(buf.lease(0..bytes.len()), DType::F32).unwrap();
     buf
 }
 
@@ -81,7 +81,7 @@ fn check_sum(world: usize, tcp: bool, lens: &[usize]) {
         let pool = Pool::host(Mode::On);
         let buffers: Vec<_> = lens.iter().map(|len| reduce(&mut ring, &pool, *len)).collect();
         ring.finish().unwrap();
-        assert!(buffers.iter().all(|buf| !buf.is_lent(0..buf.len())));
+        assert!(buffers.iter().all(|buf| !buf.is_leased(0..buf.len())));
         let results: Vec<Vec<u8>> = buffers.iter().map(contents).collect();
         ring.finalize().unwrap();
         results
@@ -121,7 +121,7 @@ fn bf16_is_summed_in_f32_and_rounded_once_per_rank() {
         let own = half::bf16::from_f32(if ring.rank() == 0 { 1.0 } else { 0.003_906_25 });
         let buf = pool.alloc::<u8>(20).unwrap();
         fill(&buf, &own.to_ne_bytes().repeat(10));
-        ring.all_reduce(buf.lend(0..20), DType::Bf16).unwrap();
+        ring.all_reduce(buf.lease(0..20), DType::Bf16).unwrap();
         ring.finish().unwrap();
         let result = contents(&buf);
         ring.finalize().unwrap();
@@ -149,14 +149,14 @@ fn sum_whole_and_shared(world: usize, part: usize, dtype: DType) -> Vec<[Vec<u8>
         let own = pool.alloc::<u8>(bytes.len() / world).unwrap();
         fill(&whole, &bytes);
         fill(&shared, &bytes);
-        ring.all_reduce(whole.lend(0..bytes.len()), dtype).unwrap();
-        ring.reduce_scatter(shared.lend(0..bytes.len()), own.lend(0..own.len()), dtype).unwrap();
+        ring.all_reduce(whole.lease(0..bytes.len()), dtype).unwrap();
+        ring.reduce_scatter(shared.lease(0..bytes.len()), own.lease(0..own.len()), dtype).unwrap();
         ring.finish().unwrap();
-        assert!(!shared.is_lent(0..bytes.len()) && !own.is_lent(0..own.len()));
-        ring.all_gather(own.lend(0..own.len()), gathered.lend(0..bytes.len())).unwrap();
-        ring.all_reduce(shared.lend(0..bytes.len()), dtype).unwrap();
+        assert!(!shared.is_leased(0..bytes.len()) && !own.is_leased(0..own.len()));
+        ring.all_gather(own.lease(0..own.len()), gathered.lease(0..bytes.len())).unwrap();
+        ring.all_reduce(shared.lease(0..bytes.len()), dtype).unwrap();
         ring.finish_gather().unwrap();
-        assert!(!own.is_lent(0..own.len()) && !gathered.is_lent(0..bytes.len()));
+        assert!(!own.is_leased(0..own.len()) && !gathered.is_leased(0..bytes.len()));
         let results = [&whole, &own, &gathered].map(contents);
         ring.finalize().unwrap();
         results
@@ -189,12 +189,12 @@ fn shared_work_fails_when_a_peer_dies_or_the_ring_is_aborted() {
         }
         let pool = Pool::host(Mode::On);
         let (whole, own) = (pool.alloc::<u8>(800).unwrap(), pool.alloc::<u8>(400).unwrap());
-        ring.reduce_scatter(whole.lend(0..800), own.lend(0..400), DType::F32).unwrap();
+        ring.reduce_scatter(whole.lease(0..800), own.lease(0..400), DType::F32).unwrap();
         assert!(matches!(ring.finish(), Err(CommError::PeerLost { peer: 1, .. })));
-        ring.all_gather(own.lend(0..400), whole.lend(0..800)).unwrap();
+        ring.all_gather(own.lease(0..400), whole.lease(0..800)).unwrap();
         assert!(matches!(ring.finish_gather(), Err(CommError::PeerLost { peer: 1, .. })));
         ring.abort_handle().abort();
-        let refused = ring.all_gather(own.lend(0..400), whole.lend(0..800));
+        let refused = ring.all_gather(own.lease(0..400), whole.lease(0..800));
         assert!(matches!(refused, Err(CommError::Aborted)));
     });
 }
@@ -204,7 +204,7 @@ fn shared_work_fails_when_a_peer_dies_or_the_ring_is_aborted() {
 fn parts_are_equal() {
     let pool = Pool::host(Mode::On);
     let (whole, own) = (pool.alloc::<u8>(700).unwrap(), pool.alloc::<u8>(400).unwrap());
-    crate::collective::expect_parts(&whole.lend(0..700), &own.lend(0..400), 2);
+    crate::collective::expect_parts(&whole.lease(0..700), &own.lease(0..400), 2);
 }
 
 #[test]
@@ -212,7 +212,7 @@ fn nothing_is_gained_or_kept_by_registering() {
     on_ring(2, false, |mut ring| {
         let pool = Pool::host(Mode::On);
         let buf = pool.registered().alloc::<u8>(4000).unwrap();
-        assert!(!ring.register(buf.lend(0..0)).unwrap());
+        assert!(!ring.register(buf.lease(0..0)).unwrap());
         drop(buf);
         assert_eq!(pool.stats().live.current(), 0);
         drop(reduce(&mut ring, &pool, 1000));
@@ -227,7 +227,7 @@ fn broadcast_copies_any_root() {
             let pool = Pool::host(Mode::On);
             let buf = pool.alloc::<u8>(100_000).unwrap();
             fill(&buf, &vec![u8::try_from(ring.rank()).unwrap(); 100_000]);
-            ring.broadcast(buf.lend(0..100_000), root).unwrap();
+            ring.broadcast(buf.lease(0..100_000), root).unwrap();
             ring.finish().unwrap();
             let result = contents(&buf);
             ring.finalize().unwrap();

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender};
 
 use half::bf16;
-use xlaunch_pool::{DType, Loan, Space};
+use xlaunch_pool::{DType, Lease as Loan, Space};
 
 use super::wire::{Side, Socket, exchange};
 use crate::collective::{CommError, Result};

@@ -1,19 +1,19 @@
-//! PyTorch's caching allocator in its default settings, on one stream: the rules of `CUDACachingAllocator.cpp`
-//! (`round_size`, `get_allocation_size`, `should_split`, `free_block`) without the memory.
+//! A model of PyTorch's caching allocator with its default settings, on one stream: the rules of
+//! `CUDACachingAllocator.cpp` (`round_size`, `get_allocation_size`, `should_split`, `free_block`) without memory.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::Model;
+use super::compare::Model;
 
 const MIN_BLOCK: u64 = 512;
 /// Largest request of the small pool.
 const SMALL_SIZE: u64 = 1 << 20;
 const SMALL_BUFFER: u64 = 2 << 20;
 const LARGE_BUFFER: u64 = 20 << 20;
-/// Requests from here on get a segment of their own size.
+/// Smallest request that gets a segment of its own size.
 const MIN_LARGE_ALLOC: u64 = 10 << 20;
 const ROUND_LARGE: u64 = 2 << 20;
-/// Distance between segments, so that none are neighbours.
+/// Gap between segments, so that blocks of different segments are never merged.
 const GAP: u64 = 1 << 20;
 
 #[derive(Clone, Copy)]
@@ -22,18 +22,20 @@ struct Block {
     free: bool,
 }
 
-/// Blocks by address, and free ones of the small and the large pool by size.
 #[derive(Default)]
 pub(super) struct Torch {
+    /// By address.
     blocks: BTreeMap<u64, Block>,
+    /// Size and address of the free blocks of the small and of the large pool.
     free: [BTreeSet<(u64, u64)>; 2],
+    /// Pool of each used block, by address.
     pools: HashMap<u64, usize>,
     next_segment: u64,
     mapped: u64,
 }
 
 impl Model for Torch {
-    /// A token is the address.
+    /// The token is the address.
     fn alloc(&mut self, bytes: u64, _: bool) -> u64 {
         let bytes = bytes.max(1).next_multiple_of(MIN_BLOCK);
         let pool = usize::from(bytes > SMALL_SIZE);
@@ -82,6 +84,7 @@ impl Model for Torch {
 }
 
 impl Torch {
+    /// Maps a segment for a request; returns its size and address.
     fn segment(&mut self, bytes: u64, pool: usize) -> (u64, u64) {
         let size = match bytes {
             _ if pool == 0 => SMALL_BUFFER,

@@ -1,46 +1,48 @@
-//! A device of the imagination: addresses without memory, streams that run late, calls that fail on demand.
+//! A simulated device: addresses without memory, streams that run late, driver calls that fail on demand.
 //!
-//! For tests of the allocator and of programs that use it. [`Sim`] keeps exact books of what is mapped and panics on a
-//! call that a driver would answer with undefined behaviour. Work given to its streams is run as late as it may be: a
-//! stream chosen by [`Sim::lag`] runs only when something waits for it, so that a missing order shows as a wrong value.
+//! [`Sim`] tracks what is mapped and panics on a call whose behaviour a driver leaves undefined. Work submitted to its
+//! streams runs as late as possible, and the stream chosen by [`Sim::set_lagging`] runs only when something waits for it:
+//! a missing wait between streams shows as a wrong value.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{DriverFailure, Purpose, Result, SegmentDriver, Streams, VirtualDriver};
-use crate::core::{MAX_STREAMS, StreamId};
+use xlaunch_pool::backing::{DriverFailure, Purpose, Result, SegmentDriver, Streams, VirtualDriver};
+use xlaunch_pool::{MAX_STREAMS, StreamId};
 
 const GRANULARITY: u64 = 2 << 20;
-/// Where the addresses begin.
+/// First address.
 const BASE: u64 = 1 << 44;
 
-/// A handle to the device: the driver half goes to a backing, the other stays with the test.
+/// A handle to the device. One clone is the driver of a back end, another one stays with the test.
 #[derive(Clone, Debug)]
-pub struct Sim {
+pub(crate) struct Sim {
     state: Arc<Mutex<State>>,
 }
 
 #[derive(Debug, Default)]
 struct State {
+    /// Bytes of physical memory.
     total: u64,
-    created: u64,
-    most_created: u64,
+    allocated: u64,
+    max_allocated: u64,
     /// Driver calls so far.
     calls: u64,
-    /// Calls that fail: from this one on, so many.
+    /// Calls that fail: number of the first, and how many.
     fail: Option<(u64, u64)>,
     next_address: u64,
     next_memory: u64,
+    /// Physical allocations: handle to size.
     memories: HashMap<u64, u64>,
-    /// Address to length.
+    /// Mapped ranges: address to length.
     mapped: BTreeMap<u64, u64>,
     streams: [VecDeque<Work>; MAX_STREAMS],
-    lag: Option<usize>,
+    lagging: Option<usize>,
     events: u64,
-    done: HashSet<u64>,
-    /// What was written last: start to end and value, of disjoint ranges.
+    completed: HashSet<u64>,
+    /// What was written last, as disjoint ranges: start to end and value.
     contents: BTreeMap<u64, (u64, u64)>,
-    races: Vec<String>,
+    errors: Vec<String>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -52,67 +54,67 @@ enum Work {
 }
 
 impl Sim {
-    /// A device with this much memory.
-    pub fn new(total: u64) -> Self {
+    /// A device with `total` bytes of memory.
+    pub(crate) fn new(total: u64) -> Self {
         let state = State { total, next_address: BASE, ..State::default() };
         Self { state: Arc::new(Mutex::new(state)) }
     }
 
-    /// Calls number `first` (from zero, over the life of the device) and the `count - 1` after it fail.
-    pub fn fail(&self, first: u64, count: u64) {
+    /// Makes `count` driver calls fail, starting with number `first`, counted from zero over the life of the device.
+    pub(crate) fn fail(&self, first: u64, count: u64) {
         self.state().fail = Some((first, count));
     }
 
-    /// Calls no longer fail.
-    pub fn heal(&self) {
+    /// Ends the effect of [`fail`](Self::fail).
+    pub(crate) fn heal(&self) {
         self.state().fail = None;
     }
 
-    /// Driver calls so far, failed ones included.
-    pub fn calls(&self) -> u64 {
+    /// Number of driver calls so far, including failed ones.
+    pub(crate) fn calls(&self) -> u64 {
         self.state().calls
     }
 
-    /// Physical bytes held now.
-    pub fn held(&self) -> u64 {
-        self.state().created
+    /// Physical bytes allocated now.
+    pub(crate) fn held(&self) -> u64 {
+        self.state().allocated
     }
 
-    /// Most physical bytes ever held.
-    pub fn most_held(&self) -> u64 {
-        self.state().most_created
+    /// Largest number of physical bytes allocated so far.
+    pub(crate) fn max_held(&self) -> u64 {
+        self.state().max_allocated
     }
 
-    /// This stream's work is run as late as it may be.
-    pub fn lag(&self, stream: StreamId) {
-        self.state().lag = Some(stream.index());
+    /// Makes this stream run only when something waits for it.
+    pub(crate) fn set_lagging(&self, stream: StreamId) {
+        self.state().lagging = Some(stream.index());
     }
 
-    /// Work of `stream` that writes `value` to a buffer.
-    pub fn write(&self, stream: StreamId, address: u64, bytes: u64, value: u64) {
+    /// Submits work to `stream` that writes `value` to a buffer.
+    pub(crate) fn write(&self, stream: StreamId, address: u64, bytes: u64, value: u64) {
         self.state().streams[stream.index()].push_back(Work::Write { address, bytes, value });
     }
 
-    /// Work of `stream` that expects `value` in a buffer.
-    pub fn read(&self, stream: StreamId, address: u64, bytes: u64, value: u64) {
+    /// Submits work to `stream` that expects `value` in a buffer.
+    pub(crate) fn read(&self, stream: StreamId, address: u64, bytes: u64, value: u64) {
         self.state().streams[stream.index()].push_back(Work::Read { address, bytes, value });
     }
 
-    /// Makes `to` wait for `from`, as a user's program does.
-    pub fn join(&self, from: StreamId, to: StreamId) {
-        self.state().order(from, to);
+    /// Makes `to` wait for `from`, as a program does; not counted as a driver call of the pool.
+    pub(crate) fn submit_wait(&self, from: StreamId, to: StreamId) {
+        self.state().insert_wait(from, to);
     }
 
-    /// The host waits for all work of `stream`.
-    pub fn wait(&self, stream: StreamId) {
+    /// Waits on the host for all work of `stream`.
+    pub(crate) fn synchronize_stream(&self, stream: StreamId) {
         self.state().run_until_empty(stream.index());
     }
 
-    /// Runs what is left, and says what was read wrongly.
-    pub fn finish(&self) -> Vec<String> {
+    /// Runs all remaining work; returns a description of every wrong access.
+    pub(crate) fn finish(&self) -> Vec<String> {
         let mut state = self.state();
         state.run_all();
-        std::mem::take(&mut state.races)
+        std::mem::take(&mut state.errors)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -126,32 +128,32 @@ impl State {
         self.calls += 1;
         match self.fail {
             Some((first, count)) if (first..first.saturating_add(count)).contains(&number) => {
-                Err(DriverFailure { call, reason: "told to fail".into() })
+                Err(DriverFailure { call, reason: "failure requested by the test".into() })
             }
             _ => Ok(()),
         }
     }
 
-    fn take(&mut self, bytes: u64) -> Result<()> {
-        if self.created + bytes > self.total {
+    fn allocate(&mut self, bytes: u64) -> Result<()> {
+        if self.allocated + bytes > self.total {
             return Err(DriverFailure { call: "create", reason: "out of memory".into() });
         }
-        self.created += bytes;
-        self.most_created = self.most_created.max(self.created);
+        self.allocated += bytes;
+        self.max_allocated = self.max_allocated.max(self.allocated);
         Ok(())
     }
 
     fn map(&mut self, address: u64, bytes: u64) {
         let below = self.mapped.range(..address + bytes).next_back();
-        assert!(below.is_none_or(|(start, len)| start + len <= address), "mapped twice: {address:#x}");
+        assert!(below.is_none_or(|(start, len)| start + len <= address), "{address:#x} is mapped already");
         self.mapped.insert(address, bytes);
     }
 
     fn unmap(&mut self, address: u64, bytes: u64) {
-        assert_eq!(self.mapped.remove(&address), Some(bytes), "unmapped what was not mapped: {address:#x}");
+        assert_eq!(self.mapped.remove(&address), Some(bytes), "{address:#x} is not mapped with this length");
     }
 
-    fn order(&mut self, from: StreamId, to: StreamId) {
+    fn insert_wait(&mut self, from: StreamId, to: StreamId) {
         self.events += 1;
         let event = self.events;
         self.streams[from.index()].push_back(Work::Record(event));
@@ -166,42 +168,42 @@ impl State {
 
     fn run_until_empty(&mut self, stream: usize) {
         while !self.streams[stream].is_empty() {
-            // The others run only as far as this one waits for them.
+            // Other streams run only as far as this one waits for them.
             let next = if self.blocked(stream) { self.next_stream(Some(stream)) } else { Some(stream) };
-            let Some(next) = next else { unreachable!("waits are for work that was given before") };
+            let Some(next) = next else { unreachable!("waits are for work submitted before") };
             self.run_one(next);
         }
     }
 
-    /// A stream that can run, other than `not`; the lagging one last.
-    fn next_stream(&self, not: Option<usize>) -> Option<usize> {
+    /// A stream that can run, except `excluded`; the lagging one only if no other can.
+    fn next_stream(&self, excluded: Option<usize>) -> Option<usize> {
         let can = |stream: &usize| {
-            Some(*stream) != not && !self.streams[*stream].is_empty() && !self.blocked(*stream)
+            Some(*stream) != excluded && !self.streams[*stream].is_empty() && !self.blocked(*stream)
         };
-        let others = (0..MAX_STREAMS).filter(|stream| Some(*stream) != self.lag);
-        others.chain(self.lag).find(can)
+        let others = (0..MAX_STREAMS).filter(|stream| Some(*stream) != self.lagging);
+        others.chain(self.lagging).find(can)
     }
 
     fn blocked(&self, stream: usize) -> bool {
-        matches!(self.streams[stream].front(), Some(Work::Wait(event)) if !self.done.contains(event))
+        matches!(self.streams[stream].front(), Some(Work::Wait(event)) if !self.completed.contains(event))
     }
 
     fn run_one(&mut self, stream: usize) {
         let Some(work) = self.streams[stream].pop_front() else { return };
         match work {
-            Work::Record(event) => drop(self.done.insert(event)),
+            Work::Record(event) => drop(self.completed.insert(event)),
             Work::Wait(_) => {}
             Work::Write { address, bytes, value } => {
-                self.touch(stream, address, bytes);
+                self.check_mapped(stream, address, bytes);
                 self.overwrite(address, address + bytes, value);
             }
             Work::Read { address, bytes, value } => {
-                self.touch(stream, address, bytes);
+                self.check_mapped(stream, address, bytes);
                 let end = address + bytes;
                 if !self.holds(address, end, value) {
                     let found: Vec<_> = self.contents.range(..end).rev().take(3).collect();
-                    self.races.push(format!(
-                        "stream {stream} did not find {value} in {address:#x}..{end:#x}, but {found:x?}"
+                    self.errors.push(format!(
+                        "stream {stream} expected {value} in {address:#x}..{end:#x}, found {found:x?}"
                     ));
                 }
             }
@@ -212,7 +214,7 @@ impl State {
         if start == end {
             return;
         }
-        // The range that begins before may reach in, and beyond.
+        // The range that starts before `start` may extend into the new one, and beyond it.
         if let Some((before, (reach, old))) = self.contents.range_mut(..start).next_back() {
             let (before, old, cut) = (*before, *old, *reach);
             if cut > start {
@@ -237,13 +239,13 @@ impl State {
         start == end || whole.is_some_and(|(_, (reach, found))| *reach >= end && *found == value)
     }
 
-    fn touch(&mut self, stream: usize, address: u64, bytes: u64) {
+    fn check_mapped(&mut self, stream: usize, address: u64, bytes: u64) {
         let mut at = address;
         while at < address + bytes {
             match self.mapped.range(..=at).next_back() {
                 Some((start, len)) if at < start + len => at = start + len,
                 _ => {
-                    self.races.push(format!("stream {stream} touched unmapped memory at {at:#x}"));
+                    self.errors.push(format!("stream {stream} accessed unmapped memory at {at:#x}"));
                     return;
                 }
             }
@@ -259,16 +261,16 @@ impl Streams for Sim {
         Ok(())
     }
 
-    fn order(&mut self, from: StreamId, to: StreamId) -> Result<()> {
+    fn insert_wait(&mut self, from: StreamId, to: StreamId) -> Result<()> {
         let mut state = self.state();
-        state.call("order")?;
-        state.order(from, to);
+        state.call("insert_wait")?;
+        state.insert_wait(from, to);
         Ok(())
     }
 
-    fn memory(&self) -> Option<(u64, u64)> {
+    fn memory_info(&self) -> Option<(u64, u64)> {
         let state = self.state();
-        Some((state.total - state.created, state.total))
+        Some((state.total - state.allocated, state.total))
     }
 }
 
@@ -292,7 +294,7 @@ impl VirtualDriver for Sim {
     fn create(&mut self, bytes: u64, _: Purpose) -> Result<u64> {
         let mut state = self.state();
         state.call("create")?;
-        state.take(bytes)?;
+        state.allocate(bytes)?;
         state.next_memory += 1;
         let memory = state.next_memory;
         state.memories.insert(memory, bytes);
@@ -302,7 +304,7 @@ impl VirtualDriver for Sim {
     fn map(&mut self, address: u64, bytes: u64, memory: u64) -> Result<()> {
         let mut state = self.state();
         state.call("map")?;
-        assert_eq!(state.memories.get(&memory), Some(&bytes), "mapped memory that is not there");
+        assert_eq!(state.memories.get(&memory), Some(&bytes), "the memory is not allocated with this size");
         state.map(address, bytes);
         Ok(())
     }
@@ -321,8 +323,8 @@ impl VirtualDriver for Sim {
     fn release(&mut self, memory: u64, bytes: u64) -> Result<()> {
         let mut state = self.state();
         state.call("release")?;
-        assert_eq!(state.memories.remove(&memory), Some(bytes), "released twice");
-        state.created -= bytes;
+        assert_eq!(state.memories.remove(&memory), Some(bytes), "the memory is not allocated with this size");
+        state.allocated -= bytes;
         Ok(())
     }
 }
@@ -335,7 +337,7 @@ impl SegmentDriver for Sim {
     fn allocate(&mut self, bytes: u64) -> Result<u64> {
         let mut state = self.state();
         state.call("allocate")?;
-        state.take(bytes)?;
+        state.allocate(bytes)?;
         let address = state.next_address;
         state.next_address += bytes;
         state.map(address, bytes);
@@ -346,7 +348,7 @@ impl SegmentDriver for Sim {
         let mut state = self.state();
         state.call("free")?;
         state.unmap(address, bytes);
-        state.created -= bytes;
+        state.allocated -= bytes;
         Ok(())
     }
 }

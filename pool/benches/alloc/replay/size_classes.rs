@@ -1,19 +1,20 @@
-//! Lists by size class, the usual first design of a caching pool: multiples of 512 bytes up to 1 MiB, powers of two above.
+//! A model of size-class lists, the usual first design of a caching pool: multiples of 512 bytes up to 1 MiB, powers of
+//! two above.
 
 use std::collections::HashMap;
 
-use super::Model;
-use crate::core::GRANULE;
+use super::compare::Model;
+use xlaunch_pool::backing::GRANULE;
 
-/// Free blocks by class; nothing is split or merged.
+/// Number of free blocks of each class. Blocks are never split or merged.
 #[derive(Default)]
-pub(super) struct Classes {
+pub(super) struct SizeClasses {
     free: HashMap<u64, u64>,
     mapped: u64,
 }
 
-impl Model for Classes {
-    /// A token is the class: blocks of one are alike.
+impl Model for SizeClasses {
+    /// The token is the class: the blocks of a class are interchangeable.
     fn alloc(&mut self, bytes: u64, _: bool) -> u64 {
         const LARGE: u64 = 1 << 20;
         let class =

@@ -1,56 +1,53 @@
-//! What the pool costs and saves, measured: the numbers behind `xlaunch bench alloc`.
-
-#[cfg(feature = "cuda")]
-mod driver;
+//! Times of host pools. The hit path is the same for device memory, which it does not access.
 
 use std::hint::black_box;
 use std::time::Instant;
 
-use crate::{Mode, Pool, PoolBuf, PoolError};
+use serde::Serialize;
+use xlaunch_pool::{Mode, Pool, PoolBuf, PoolError};
 
-#[cfg(feature = "cuda")]
-pub use driver::driver_pairs;
-
-/// Repetitions of a measurement, of which the median counts.
-const RUNS: usize = 9;
-
-/// Nanoseconds that one request with its return costs.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Pair {
+/// Time of one allocation with its free.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Timing {
     /// What was measured.
-    pub name: &'static str,
-    /// Median over repetitions.
-    pub nanoseconds: f64,
+    pub(crate) name: &'static str,
+    /// Median over the runs.
+    pub(crate) nanoseconds: f64,
 }
 
-/// Pairs of a host pool: the way of a hit is the same for device memory, which it does not touch.
-pub fn pool_pairs() -> Result<Vec<Pair>, PoolError> {
+/// Times of a host pool.
+pub(super) fn host(runs: usize) -> Result<Vec<Timing>, PoolError> {
+    let timing = |name, nanoseconds| Timing { name, nanoseconds };
     Ok(vec![
-        Pair { name: "xlaunch, one buffer of 1 MiB", nanoseconds: one_buffer()? },
-        Pair { name: "xlaunch, 256 live buffers of mixed sizes", nanoseconds: mixed()? },
-        Pair { name: "xlaunch, from a plan", nanoseconds: planned()? },
-        Pair { name: "xlaunch, freed by a second thread", nanoseconds: second_thread()? },
+        timing("xlaunch-pool, 1 MiB of host memory", one_buffer(runs)?),
+        timing("xlaunch-pool, 256 live buffers of mixed sizes", mixed_sizes(runs)?),
+        timing("xlaunch-pool, from a plan", planned(runs)?),
+        timing("xlaunch-pool, freed by a second thread", second_thread(runs)?),
     ])
 }
 
-/// Median of the time of one of `pairs`, in nanoseconds.
-fn median(pairs: usize, mut run: impl FnMut() -> Result<(), PoolError>) -> Result<f64, PoolError> {
+/// Time of one of the `pairs` that a run makes, in nanoseconds: the median of `runs`, after one to warm up.
+pub(super) fn median(
+    runs: usize,
+    pairs: usize,
+    mut run: impl FnMut() -> Result<(), PoolError>,
+) -> Result<f64, PoolError> {
     run()?;
-    let mut times = Vec::with_capacity(RUNS);
-    for _ in 0..RUNS {
+    let mut times = Vec::with_capacity(runs);
+    for _ in 0..runs {
         let start = Instant::now();
         run()?;
         #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
         times.push(start.elapsed().as_secs_f64() * 1e9 / pairs as f64);
     }
     times.sort_by(f64::total_cmp);
-    Ok(times[RUNS / 2])
+    Ok(times[runs / 2])
 }
 
-fn one_buffer() -> Result<f64, PoolError> {
+fn one_buffer(runs: usize) -> Result<f64, PoolError> {
     const PAIRS: usize = 300_000;
     let pool = Pool::host(Mode::On);
-    median(PAIRS, || {
+    median(runs, PAIRS, || {
         for _ in 0..PAIRS {
             let buf = pool.alloc::<u8>(1 << 20)?;
             black_box(buf.address());
@@ -59,8 +56,8 @@ fn one_buffer() -> Result<f64, PoolError> {
     })
 }
 
-/// Sizes of a trainer's buffers, from bytes to tens of MiB, evenly over powers of two.
-fn mixed() -> Result<f64, PoolError> {
+/// Sizes from 256 bytes to 8 MiB, uniform over powers of two, as the buffers of a trainer.
+fn mixed_sizes(runs: usize) -> Result<f64, PoolError> {
     const PAIRS: usize = 300_000;
     let pool = Pool::host(Mode::On);
     let mut random = 0x9e37_79b9_7f4a_7c15_u64;
@@ -77,12 +74,12 @@ fn mixed() -> Result<f64, PoolError> {
     for (_, len) in &choices[..256] {
         live.push(pool.alloc(*len)?);
     }
-    median(PAIRS, || {
+    median(runs, PAIRS, || {
         choices.iter().try_for_each(|(which, len)| pool.alloc(*len).map(|buf| live[*which] = buf))
     })
 }
 
-fn planned() -> Result<f64, PoolError> {
+fn planned(runs: usize) -> Result<f64, PoolError> {
     const STEPS: usize = 300;
     const BUFFERS: usize = 1000;
     let pool = Pool::host(Mode::Plan);
@@ -97,22 +94,22 @@ fn planned() -> Result<f64, PoolError> {
     step()?;
     step()?;
     pool.finish_planning();
-    let time = median(STEPS * BUFFERS, || (0..STEPS).try_for_each(|_| step()))?;
-    debug_assert_eq!(pool.stats().plan_misses, 0);
+    let time = median(runs, STEPS * BUFFERS, || (0..STEPS).try_for_each(|_| step()))?;
+    assert_eq!(pool.stats().plan_misses, 0, "all requests are served from the plan");
     Ok(time)
 }
 
-/// A thread that asks, and one that frees at the same time.
-fn second_thread() -> Result<f64, PoolError> {
+/// One thread allocates while another one frees.
+fn second_thread(runs: usize) -> Result<f64, PoolError> {
     const PAIRS: usize = 100_000;
     let pool = Pool::host(Mode::On);
-    median(PAIRS, || {
+    median(runs, PAIRS, || {
         let (sender, receiver) = std::sync::mpsc::sync_channel::<Vec<PoolBuf<u8>>>(4);
         std::thread::scope(|scope| {
             scope.spawn(move || receiver.into_iter().for_each(drop));
             (0..PAIRS / 100).try_for_each(|_| -> Result<(), PoolError> {
                 let batch = (0..100).map(|_| pool.alloc(8192)).collect::<Result<_, _>>()?;
-                // The receiver ends after the sender.
+                // The receiver outlives the sender.
                 let _ = sender.send(batch);
                 Ok(())
             })?;

@@ -1,26 +1,28 @@
-//! What a look at all blocks tells: for reports, not for the way of a request.
+//! Queries over all blocks, for reports: linear in the number of blocks, never on the path of a request.
 
-use super::blocks::{GRANULE, Site, State};
-use super::{Core, Handle, StreamId};
+use super::blocks::{Handle, Site, State};
+use super::{Core, NONE};
+use crate::backing::GRANULE;
+use crate::stream::StreamId;
 
-/// A block with memory, as reports show it.
+/// A free or used block, as reports show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockInfo {
-    /// Its address.
+    /// Address of its first byte.
     pub address: u64,
-    /// Its length.
+    /// Its length in bytes.
     pub bytes: u64,
-    /// Bytes asked for, while in use.
+    /// Bytes requested, while the block is in use.
     pub requested: Option<u64>,
-    /// Whose work it serves, or last served.
+    /// Stream that it was last allocated for.
     pub stream: StreamId,
-    /// Who asked for it, or did last.
+    /// Where it was last allocated.
     pub site: Option<Site>,
 }
 
 impl Core {
-    /// All blocks with memory, in order of places; neighbours in one inner list have neighbouring addresses.
-    pub fn survey(&self) -> Vec<Vec<BlockInfo>> {
+    /// All free and used blocks in address order. Blocks with consecutive addresses form one inner list.
+    pub fn heap_walk(&self) -> Vec<Vec<BlockInfo>> {
         let mut segments: Vec<Vec<BlockInfo>> = Vec::new();
         let mut end = None;
         for index in self.blocks.in_order() {
@@ -37,17 +39,17 @@ impl Core {
         segments
     }
 
-    /// Length of the longest free block.
+    /// Length of the largest free block in bytes.
     pub fn largest_free(&self) -> u64 {
-        let longest = |bins: &super::Bins| bins.longest(&self.blocks);
-        u64::from(self.bins.iter().map(longest).max().unwrap_or(0)) * GRANULE
+        let largest = |bins: &super::Bins| bins.largest(&self.blocks);
+        u64::from(self.bins.iter().map(largest).max().unwrap_or(0)) * GRANULE
     }
 
-    /// For each stream, the free bytes that its work stands against handing to `stream`.
+    /// For each stream that `stream` would have to wait for, the free bytes that its work may still use.
     pub fn pending(&self, stream: StreamId) -> Vec<(StreamId, u64)> {
         let mut pending: Vec<(StreamId, u64)> = self.clocks.streams().map(|stream| (stream, 0)).collect();
-        let free = self.blocks.in_order().map(|index| self.blocks.get(index));
-        for block in free.filter(|block| block.state == State::Free) {
+        let blocks = self.blocks.in_order().map(|index| self.blocks.get(index));
+        for block in blocks.filter(|block| block.state == State::Free) {
             for other in self.clocks.missing(&block.stamp, stream) {
                 pending[other.index()].1 += u64::from(block.granules) * GRANULE;
             }
@@ -56,9 +58,9 @@ impl Core {
         pending
     }
 
-    /// Free bytes in chunks that also hold live buffers: what cannot be given back.
-    pub fn held_back(&self) -> u64 {
-        let free = self.books.mapped.current() - self.books.live.current();
+    /// Free bytes in chunks that also hold live buffers, so that they cannot be unmapped.
+    pub fn inactive_split(&self) -> u64 {
+        let free = self.counters.mapped.current() - self.counters.live.current();
         let unused: u64 = self
             .unused_chunks()
             .iter()
@@ -68,22 +70,22 @@ impl Core {
         free - unused
     }
 
-    /// Free and total bytes of the device, where it tells. A driver call.
+    /// Free and total bytes of the device, if the driver reports them. A driver call.
     pub fn device_memory(&self) -> Option<(u64, u64)> {
-        self.backing.memory()
+        self.backing.memory_info()
     }
 
-    /// The mapped chunk that a live block lies in: address and length of what a communication library registers.
+    /// Address and length of the chunk that a live block is in: what a communication library registers.
     pub fn segment_of(&self, handle: Handle) -> Option<(u64, u64)> {
         let block = self.blocks.live(handle)?;
         let (start, granules) = self.chunks.range(..=block.start).next_back()?;
         Some((self.address_of(*start), u64::from(*granules) * GRANULE))
     }
 
-    /// The request of a recorded step that a live block serves.
+    /// Which request of a recorded step a live block serves.
     pub(crate) fn ordinal(&self, handle: Handle) -> Option<u32> {
         self.blocks.live(handle)?;
-        Some(self.blocks.detail(handle.index()).ordinal).filter(|ordinal| *ordinal != super::NONE)
+        Some(self.blocks.detail(handle.index()).ordinal).filter(|ordinal| *ordinal != NONE)
     }
 
     /// Notes which request of a recorded step a live block serves.
