@@ -1,11 +1,11 @@
 #!/bin/sh
-# The pool on the first GPU: its tests, training with the pool on, planned and off, and the price of a request beside the
-# driver's and PyTorch's allocators.
+# The memory pool on the first GPU: its tests, training with the pool on, planned and off, and the cost of an allocation
+# compared with the driver's and PyTorch's allocators.
 #
 #     tests/gpu/alloc.sh [directory of binaries]
 #
-# Without a directory, cargo builds what is needed. With one, for hosts without cargo, it holds xlaunch and test binaries
-# named pool_cuda (the pool's tests/cuda.rs) and pool_modes, as `cargo test --no-run` makes them.
+# Without a directory, cargo builds what is needed. A directory, for hosts without cargo, contains xlaunch and the test
+# binaries pool_cuda (the pool's tests/cuda.rs) and pool_modes, as `cargo test --no-run` builds them.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
@@ -38,7 +38,7 @@ END
 if [ -n "$flags" ] && g++ -O2 -std=c++17 "$root/tests/gpu/torch_alloc.cpp" -o "$program" $flags; then
     "$program"
 else
-    echo "  PyTorch's caching allocator: skipped, it could not be compiled"
+    echo "  not run: PyTorch's caching allocator: torch_alloc.cpp does not compile here"
 fi
 rm -f "$program"
 exit $failed

@@ -116,8 +116,17 @@ impl Process {
     }
 
     /// Waits until standard error contains `text`.
+    ///
+    /// # Panics
+    /// If the process exits without writing it.
     pub fn wait_for_stderr(&self, text: &str) {
-        wait_for(&format!("{text:?} on stderr"), || self.stderr().contains(text).then_some(()));
+        wait_for(&format!("{text:?} on stderr"), || {
+            // In this order: the last output may be collected after the exit.
+            let is_complete = self.stderr.as_ref().is_none_or(|stderr| stderr.thread.is_finished());
+            let found = self.stderr().contains(text);
+            assert!(found || !is_complete || is_alive(self.pid()), "exited without {text:?}: {}", self.stderr());
+            found.then_some(())
+        });
     }
 
     /// Sends a signal to the process, not to its group.
