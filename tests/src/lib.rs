@@ -11,7 +11,6 @@
 #![expect(clippy::expect_used, reason = "a harness fails its test by panicking")]
 
 mod cgroup;
-mod channel;
 mod freeze;
 mod job;
 mod launch;
@@ -20,7 +19,6 @@ mod process;
 pub mod requirements;
 
 pub use cgroup::MemoryCgroup;
-pub use channel::connect;
 pub use freeze::FrozenThread;
 pub use job::Job;
 pub use launch::Launch;

@@ -20,11 +20,11 @@ use std::time::Duration;
 
 use rustix::process::{Signal, getpid, kill_process};
 use xlaunch_proto::ids::Digest;
+use xlaunch_proto::net::connect::{connect, endpoint};
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{GetJobRequest, JoinRequest};
 use xlaunch_proto::{VERSION, env};
-use xlaunch_tests::connect;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let rank: u32 = std::env::var("RANK")?.parse()?;
@@ -67,7 +67,7 @@ fn join(rank: u32, mismatch: &str) -> Result<(), Box<dyn Error>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let reply = runtime.block_on(async {
         let socket = std::env::var(env::AGENT_SOCKET)?;
-        let mut agent = AgentClient::new(connect(Path::new(&socket)).await?);
+        let mut agent = AgentClient::new(connect(Path::new(&socket), endpoint()).await?);
         let attempt = std::env::var(env::ATTEMPT)?.parse()?;
         let request = GetJobRequest { rank, attempt, version: VERSION.into() };
         let job = agent.get_job(request).await?.into_inner();

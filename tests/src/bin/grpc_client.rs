@@ -16,16 +16,16 @@ use tonic_reflection::pb::v1::ServerReflectionRequest;
 use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
 use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
 use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
+use xlaunch_proto::net::connect::{connect, endpoint};
 use xlaunch_proto::v1::NodeStatusRequest;
 use xlaunch_proto::v1::node_client::NodeClient;
-use xlaunch_tests::connect;
 
 const NODE: &str = "xlaunch.v1.Node";
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn Error>> {
     let socket = PathBuf::from(std::env::args_os().nth(1).ok_or("usage: grpc_client SOCKET")?);
-    let channel = connect(&socket).await?;
+    let channel = connect(&socket, endpoint()).await?;
 
     let reply = reflect(&channel, MessageRequest::ListServices(String::new())).await?;
     let MessageResponse::ListServicesResponse(list) = reply else {

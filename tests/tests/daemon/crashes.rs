@@ -12,13 +12,14 @@ use rustix::process::Signal;
 use tokio::runtime::Runtime;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
+use xlaunch_proto::net::connect::{connect, endpoint};
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::submit_request::Work;
 use xlaunch_proto::v1::{
     CancelRequest, CommandLine, DrainRequest, GetRequest, Job, ListRequest, NodeJobState, SubmitReply,
     SubmitRequest,
 };
-use xlaunch_tests::{HANG_TIMEOUT, Node, Process, connect, is_alive, requirements, send_signal, wait_for};
+use xlaunch_tests::{HANG_TIMEOUT, Node, Process, is_alive, requirements, send_signal, wait_for};
 
 xlaunch_harness::tests! {
     acknowledged_job_is_found_at_once,
@@ -80,7 +81,7 @@ impl Case {
                 self.node.start_daemon();
             }
             if self.client.is_none() {
-                let channel = self.runtime.block_on(connect(&self.node.socket()));
+                let channel = self.runtime.block_on(connect(&self.node.socket(), endpoint()));
                 self.client = channel.ok().map(NodeClient::new);
             }
             let client = self.client.as_mut()?;

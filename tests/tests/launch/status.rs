@@ -11,9 +11,10 @@ use tonic_reflection::pb::v1::ServerReflectionRequest;
 use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
 use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
 use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
+use xlaunch_proto::net::connect::{connect, endpoint};
 use xlaunch_proto::v1::LogsRequest;
 use xlaunch_proto::v1::agent_client::AgentClient;
-use xlaunch_tests::{Job, Output, Process, connect, wait_for};
+use xlaunch_tests::{Job, Output, Process, wait_for};
 
 use crate::FAKE_WORKER;
 
@@ -154,7 +155,7 @@ fn reflection_and_health_describe_the_services() {
     let run = job.spawn(&ENDLESS);
     run.wait_for_stderr("ready");
     runtime().block_on(async {
-        let channel = connect(&job.run_dir().join("agent.sock")).await.unwrap();
+        let channel = connect(&job.run_dir().join("agent.sock"), endpoint()).await.unwrap();
         let list = MessageRequest::ListServices(String::new());
         let request = ServerReflectionRequest { host: String::new(), message_request: Some(list) };
         let mut reflection = ServerReflectionClient::new(channel.clone());
@@ -182,7 +183,7 @@ fn thousand_clients_that_do_not_read_do_not_disturb_training() {
         // Followers of logs that never read, more than the agent admits.
         let mut streams = Vec::new();
         for _ in 0..100 {
-            let mut agent = AgentClient::new(connect(&socket).await.unwrap());
+            let mut agent = AgentClient::new(connect(&socket, endpoint()).await.unwrap());
             let request = LogsRequest { stream: 2, follow: true, ..Default::default() };
             streams.push(tokio::time::timeout(Duration::from_secs(60), agent.logs(request)).await.unwrap());
         }
