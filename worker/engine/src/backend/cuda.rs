@@ -50,7 +50,7 @@ impl CudaBackend {
 
     /// All work enqueued so far is done: memory returned to the pools is free for any stream and for the host.
     fn host_waited(&self) {
-        self.gpu.pool.host_waited(StreamId::default());
+        self.gpu.pool.record_synchronize(StreamId::default());
         self.staging.host_waited();
     }
 

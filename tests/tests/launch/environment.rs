@@ -1,16 +1,21 @@
-//! What a worker finds in its environment, and where its output goes.
-
-#![expect(clippy::unwrap_used, reason = "a test")]
+//! The environment of a trainer's workers, and where their output goes.
 
 use std::collections::HashMap;
 
 use xlaunch_tests::Job;
 
-const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
+use crate::FAKE_WORKER;
 
+xlaunch_harness::tests! {
+    workers_get_torchrun_variables_and_environment_of_launcher,
+    omp_num_threads_of_user_is_kept,
+    stderr_is_prefixed_with_rank_and_logged_without_prefix;
+}
+
+/// What `env` of each rank printed.
 fn environments(job: &Job, ranks: usize) -> Vec<HashMap<String, String>> {
     let read = |rank| {
-        let path = job.latest().join(format!("logs/attempt_0/{rank}/stdout.log"));
+        let path = job.run_dir().join(format!("logs/attempt_0/{rank}/stdout.log"));
         let text = std::fs::read_to_string(path).unwrap();
         let pairs = text.lines().filter_map(|line| line.split_once('='));
         pairs.map(|(name, value)| (name.to_string(), value.to_string())).collect()
@@ -18,13 +23,12 @@ fn environments(job: &Job, ranks: usize) -> Vec<HashMap<String, String>> {
     (0..ranks).map(read).collect()
 }
 
-#[test]
-fn workers_get_torchruns_variables_and_everything_the_launcher_had() {
-    let mut job = Job::scripted(FAKE_WORKER, "environment join");
+fn workers_get_torchrun_variables_and_environment_of_launcher() {
+    let mut job = Job::scripted(FAKE_WORKER, "env join");
     for name in ["NCCL_DEBUG", "NVSHMEM_BOOTSTRAP", "TORCH_LOGS", "ANYTHING_ELSE"] {
-        job.set(name, "as it was");
+        job.set_env(name, "unchanged");
     }
-    job.run_well(&["--nproc", "2"]);
+    job.run_ok(&["--nproc", "2"]);
     let environments = environments(&job, 2);
     for (rank, environment) in environments.iter().enumerate() {
         let rank = rank.to_string();
@@ -40,10 +44,10 @@ fn workers_get_torchruns_variables_and_everything_the_launcher_had() {
             ("TORCHELASTIC_RESTART_COUNT", "0"),
             ("XLAUNCH_ATTEMPT", "0"),
             ("XLAUNCH_DEVICE", "cpu"),
-            ("NCCL_DEBUG", "as it was"),
-            ("NVSHMEM_BOOTSTRAP", "as it was"),
-            ("TORCH_LOGS", "as it was"),
-            ("ANYTHING_ELSE", "as it was"),
+            ("NCCL_DEBUG", "unchanged"),
+            ("NVSHMEM_BOOTSTRAP", "unchanged"),
+            ("TORCH_LOGS", "unchanged"),
+            ("ANYTHING_ELSE", "unchanged"),
         ] {
             assert_eq!(environment.get(name).map(String::as_str), Some(value), "{name} of rank {rank}");
         }
@@ -51,25 +55,22 @@ fn workers_get_torchruns_variables_and_everything_the_launcher_had() {
         assert!(environment["XLAUNCH_AGENT_SOCKET"].starts_with('/'));
         assert!(environment["OMP_NUM_THREADS"].parse::<usize>().is_ok_and(|threads| threads > 0));
     }
-    let same = ["MASTER_PORT", "TORCHELASTIC_RUN_ID", "XLAUNCH_AGENT_SOCKET"];
-    assert!(same.iter().all(|name| environments[0][*name] == environments[1][*name]));
+    let common = ["MASTER_PORT", "TORCHELASTIC_RUN_ID", "XLAUNCH_AGENT_SOCKET"];
+    assert!(common.iter().all(|name| environments[0][*name] == environments[1][*name]));
 }
 
-#[test]
-fn threads_that_the_user_chose_stay() {
-    let mut job = Job::scripted(FAKE_WORKER, "environment join");
-    job.set("OMP_NUM_THREADS", "5");
-    job.run_well(&[]);
+fn omp_num_threads_of_user_is_kept() {
+    let mut job = Job::scripted(FAKE_WORKER, "env join");
+    job.set_env("OMP_NUM_THREADS", "5");
+    job.run_ok(&[]);
     assert_eq!(environments(&job, 1)[0]["OMP_NUM_THREADS"], "5");
 }
 
-#[test]
-fn stderr_is_shown_with_its_rank_and_kept_with_stdout_in_files() {
-    let job = Job::scripted(FAKE_WORKER, "say:hello-from-zero join;say:hello-from-one join");
-    let run = job.run_well(&["--nproc", "2"]);
-    assert!(
-        run.stderr.contains("[rank 0] hello-from-zero") && run.stderr.contains("[rank 1] hello-from-one")
-    );
-    let log = std::fs::read_to_string(job.latest().join("logs/attempt_0/1/stderr.log")).unwrap();
-    assert_eq!(log, "hello-from-one\njoined 2 ranks\n");
+fn stderr_is_prefixed_with_rank_and_logged_without_prefix() {
+    let job = Job::scripted(FAKE_WORKER, "stderr:hello-from-zero join;stderr:hello-from-one join");
+    let run = job.run_ok(&["--nproc", "2"]);
+    for line in ["[rank 0] hello-from-zero", "[rank 1] hello-from-one"] {
+        assert!(run.stderr.contains(line), "{line} in {}", run.stderr);
+    }
+    assert_eq!(job.worker_stderr(1), "hello-from-one\njoined 2 ranks\n");
 }

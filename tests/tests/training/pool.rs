@@ -1,32 +1,38 @@
-//! The pool as the users of the trainer meet it: modes, limits, debug mode, traces.
+//! The memory pool as users of the trainer see it: modes, limits, debug fill, traces.
 
 use std::collections::HashSet;
 
 use xlaunch_tests::Job;
 
-#[test]
-fn losses_are_the_same_whatever_holds_the_memory() {
-    let losses = |job: Job, mode: &str| {
-        job.run_well(&["--nproc", "2", "--set", &format!("engine.pool=\"{mode}\"")]);
+xlaunch_harness::tests! {
+    losses_do_not_depend_on_pool_mode_or_fill_byte,
+    metrics_show_pool_counters_and_pool_off_allocates_every_step,
+    memory_limit_error_names_largest_holders_and_writes_snapshot,
+    invalid_fill_byte_is_named,
+    trace_of_first_step_can_be_replayed;
+}
+
+fn losses_do_not_depend_on_pool_mode_or_fill_byte() {
+    let train = |job: Job, mode: &str| {
+        job.run_ok(&["--nproc", "2", "--set", &format!("engine.pool=\"{mode}\"")]);
         (job.losses(), job.checkpoint(8, "model.safetensors"))
     };
-    let on = losses(Job::new(), "on");
+    let on = train(Job::new(), "on");
     assert_eq!(on.0.len(), 8);
     for mode in ["plan", "off"] {
-        assert_eq!(losses(Job::new(), mode), on, "{mode}");
+        assert_eq!(train(Job::new(), mode), on, "{mode}");
     }
     for fill in ["0x00", "0xff", "0x7f"] {
         let mut job = Job::new();
-        job.set("XLAUNCH_POOL_DEBUG", fill);
-        assert_eq!(losses(job, "on"), on, "new buffers filled with {fill}");
+        job.set_env("XLAUNCH_POOL_DEBUG", fill);
+        assert_eq!(train(job, "on"), on, "new buffers filled with {fill}");
     }
 }
 
-#[test]
-fn metrics_show_what_the_pool_does_and_off_costs_driver_calls() {
+fn metrics_show_pool_counters_and_pool_off_allocates_every_step() {
     let driver_calls = |mode: &str| {
         let job = Job::new();
-        job.run_well(&["--set", &format!("engine.pool=\"{mode}\"")]);
+        job.run_ok(&["--set", &format!("engine.pool=\"{mode}\"")]);
         let calls = |line: &serde_json::Value| line["pool/driver_allocations"].as_u64();
         let metrics = job.metrics();
         let first = metrics.first().unwrap_or(&serde_json::Value::Null);
@@ -41,38 +47,33 @@ fn metrics_show_what_the_pool_does_and_off_costs_driver_calls() {
     assert!(off[7] > off[6] + 20, "{off:?}");
 }
 
-#[test]
-fn a_limit_that_is_too_low_is_an_error_that_says_who_holds_the_memory() {
+fn memory_limit_error_names_largest_holders_and_writes_snapshot() {
     let job = Job::new();
     let run = job.run(&["--set", "engine.memory_limit_mb=2", "--set", "train.batch=64"]);
     assert_eq!(run.code, 76, "{}", run.stderr);
     for words in ["out of memory:", "cannot allocate", "largest holders", "limit 2.0 MiB", "help: raise the limit"] {
         assert!(run.stderr.contains(words), "{words} in {}", run.stderr);
     }
-    let files = std::fs::read_dir(job.latest()).into_iter().flatten().flatten();
+    let files = std::fs::read_dir(job.run_dir()).into_iter().flatten().flatten();
     let snapshots = files.filter(|file| file.path().extension().is_some_and(|end| end == "pickle"));
-    assert_eq!(snapshots.count(), 1, "a snapshot lies beside the run");
+    assert_eq!(snapshots.count(), 1, "one snapshot in the run directory");
 }
 
-#[test]
-fn a_wrong_fill_byte_is_named() {
+fn invalid_fill_byte_is_named() {
     let mut job = Job::new();
-    job.set("XLAUNCH_POOL_DEBUG", "always");
+    job.set_env("XLAUNCH_POOL_DEBUG", "always");
     let run = job.run(&[]);
     assert_ne!(run.code, 0);
-    assert!(
-        run.stderr.contains("XLAUNCH_POOL_DEBUG is \"always\", not a byte such as 0xff"),
-        "{}",
-        run.stderr
-    );
+    for words in ["XLAUNCH_POOL_DEBUG", "always", "0xff"] {
+        assert!(run.stderr.contains(words), "{words} in {}", run.stderr);
+    }
 }
 
-#[test]
-fn a_trace_of_the_first_step_is_written_and_can_be_replayed() {
+fn trace_of_first_step_can_be_replayed() {
     let mut job = Job::new();
     let dir = job.path().join("trace");
-    job.set("XLAUNCH_POOL_TRACE", &dir.display().to_string());
-    job.run_well(&["--nproc", "2"]);
+    job.set_env("XLAUNCH_POOL_TRACE", &dir.display().to_string());
+    job.run_ok(&["--nproc", "2"]);
     for rank in 0..2 {
         for kind in ["pickle", "json", "csv"] {
             let path = dir.join(format!("pool-rank{rank}.{kind}"));
