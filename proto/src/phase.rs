@@ -10,7 +10,7 @@ impl Phase {
             Self::WaitForData => "wait for data",
             Self::Forward => "forward",
             Self::Backward => "backward",
-            Self::Sums => "sums",
+            Self::AllReduce => "all-reduce",
             Self::Optimizer => "optimizer",
             Self::ReadBack => "read back",
             Self::Evaluation => "evaluation",

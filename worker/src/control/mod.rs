@@ -16,9 +16,10 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use tokio::sync::{mpsc, oneshot};
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::Channel;
 use xlaunch_comm::AbortHandle;
 use xlaunch_proto::convert::{Join, Joined};
+use xlaunch_proto::net;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{GetJobReply, GetJobRequest, Hello, JoinRequest};
@@ -68,7 +69,7 @@ impl Control {
         let shared = Arc::new(Shared::default());
         let (sender, requests) = mpsc::unbounded_channel();
         let channel = runtime
-            .block_on(connect(socket))
+            .block_on(net::connect(socket, net::connect::endpoint()))
             .map_err(|error| WorkerError::AgentLost(format!("no answer on {}: {error}", socket.display())))?;
         let theirs = shared.clone();
         let thread = thread::Builder::new()
@@ -154,21 +155,6 @@ impl Drop for Control {
             let _ = thread.join();
         }
     }
-}
-
-async fn connect(socket: &Path) -> std::result::Result<Channel, tonic::transport::Error> {
-    let path = socket.to_path_buf();
-    // The URI is never resolved: the connector below ignores it.
-    Endpoint::from_static("http://agent")
-        .connect_with_connector(tower::service_fn(move |_: Uri| {
-            let path = path.clone();
-            async move {
-                Ok::<_, std::io::Error>(hyper_util::rt::TokioIo::new(
-                    tokio::net::UnixStream::connect(path).await?,
-                ))
-            }
-        }))
-        .await
 }
 
 /// The control thread: one request after the other until the session begins, then the session.
