@@ -9,7 +9,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use xlaunch_pool::{DType, Lease as Loan, Pool, PoolBuf};
+use xlaunch_pool::{DType, Lease, Pool, PoolBuf};
 
 use crate::error::Result;
 
@@ -65,7 +65,7 @@ impl Tensor {
     }
 
     /// Lends elements `range` to a collective: see [`PoolBuf::lease`].
-    pub fn lend(&self, range: Range<usize>) -> Loan {
+    pub fn lend(&self, range: Range<usize>) -> Lease {
         let size = self.dtype.size();
         self.buf.lease(range.start * size..range.end * size)
     }
