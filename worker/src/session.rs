@@ -297,13 +297,13 @@ fn meet(
     }
     let rank = environment.rank.index();
     Ok(match (&device.stream, listener) {
-        (_, None) if alone => Box::new(Local::new()),
+        (_, None) if alone => Box::new(Local),
         (Some(stream), _) => {
             let id = nccl_id.ok_or_else(|| WorkerError::Rendezvous("rank 0 brought no NCCL id".into()))?;
             Box::new(Nccl::new(stream.clone(), rank, world, id.0)?)
         }
         (None, Some(listener)) => Box::new(Ring::connect(listener, rank, &ring_addresses, CONNECT)?),
-        (None, None) => Box::new(Local::new()),
+        (None, None) => Box::new(Local),
     })
 }
 

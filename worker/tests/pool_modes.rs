@@ -58,14 +58,14 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
     for step in 0..STEPS {
         optimizer.prepare(step, 1e-3).unwrap();
         let result =
-            stepper.step(&model, &optimizer, &mut Local::new(), &loader, Requests::default()).unwrap();
+            stepper.step(&model, &optimizer, &mut Local, &loader, Requests::default()).unwrap();
         trained.bits.push((result.loss.to_bits(), result.grad_norm.to_bits()));
         trained.pool.push(backend.pool().stats());
         backend.pool().finish_planning();
     }
     let val = dataset.val.as_ref().unwrap();
     trained.evaluated =
-        [(); 2].map(|()| evaluator.evaluate(&model, &mut Local::new(), val).unwrap().0.to_bits());
+        [(); 2].map(|()| evaluator.evaluate(&model, &mut Local, val).unwrap().0.to_bits());
     trained
 }
 
