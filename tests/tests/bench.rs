@@ -185,7 +185,7 @@ fn a_trace_shows_the_phases_of_the_steps_asked_for_on_every_rank() {
                 .map(|phase| phase["name"].as_str().unwrap())
                 .collect();
             let micro = ["wait for data", "forward", "backward"];
-            assert_eq!(inside, [&micro[..], &micro[..], &["sums", "optimizer", "read back"]].concat());
+            assert_eq!(inside, [&micro[..], &micro[..], &["all-reduce", "optimizer", "read back"]].concat());
         }
         assert_eq!(phases.len(), 3 * 9, "every phase lies in a step");
     }

@@ -1,4 +1,4 @@
-//! `xlaunch bench alloc`: what requests to the pool cost, and how much memory recorded steps take, as tables.
+//! `xlaunch bench alloc`: tables of the time per pool request, and of the memory that recorded steps need.
 
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -8,14 +8,11 @@ use xlaunch_pool::replay::{Outcome, RECORDED, Trace};
 
 use crate::error::{Result, WorkerError};
 
-/// Steps that a trace is replayed for.
+/// How many times the step of a trace is replayed.
 const STEPS: usize = 4;
 
-/// The allocator's table: the price of a request with its return, beside the driver's where there is a GPU; and the memory
-/// that recorded traces take here and in other allocators' models. `traces` adds logs of one's own.
-///
-/// # Errors
-/// A trace that cannot be read; a device that fails. A machine without a GPU is none.
+/// The report: the time of an allocation plus free, by the pool and, if there is a GPU, by the driver; and the memory that
+/// recorded traces need with this pool and with models of other allocators. `traces` adds the user's own logs.
 pub fn alloc(traces: &[PathBuf]) -> Result<String> {
     let recorded = recorded(traces)?;
     let mut out = String::new();
@@ -27,12 +24,12 @@ pub fn alloc(traces: &[PathBuf]) -> Result<String> {
         }
         Err(error) => Some(error.to_string()),
     };
-    line(&mut out, format_args!("{:<48}{:>12}", "one request and its return", "nanoseconds"));
+    line(&mut out, format_args!("{:<48}{:>12}", "one allocation and its free", "nanoseconds"));
     for pair in &pairs {
         line(&mut out, format_args!("  {:<46}{:>12.1}", pair.name, pair.nanoseconds));
     }
     if let Some(reason) = device {
-        line(&mut out, format_args!("  not measured on a device: {reason}"));
+        line(&mut out, format_args!("  no device measured: {reason}"));
     }
 
     for (name, trace) in recorded {

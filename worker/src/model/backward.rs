@@ -1,8 +1,8 @@
 //! Backward: from gradients of the logits to gradients of every parameter, in the order of the arena.
 //!
-//! The gradient of a bias is the sum of the rows of its output's gradient. Whoever writes those rows forms it too where
-//! that spares reading them again: GELU that of `fc`, a norm those of `out` and `proj`, whose outputs were added to the
-//! residual stream that it normalises.
+//! The gradient of a bias is the column sum of its output's gradient. The kernel that writes that gradient computes the
+//! sum too where this saves another pass over it: GELU's backward for `fc`, a norm's backward for `out` and `proj`, whose
+//! outputs were added to the residual stream that the norm reads.
 
 use xlaunch_engine::{Accumulate, Result, Slice, Tensor};
 use xlaunch_proto::model::Arch;
@@ -12,10 +12,10 @@ use super::layout::{self, Linear};
 use super::{Model, Rows};
 
 impl Model {
-    /// Gradients of all parameters into `grads`, an arena of the layout (F32 or Bf16) that was zeroed once.
+    /// Writes (or adds, by `acc`) the gradients of all parameters to `grads`, an arena of the layout (F32 or Bf16) that was
+    /// zeroed once.
     ///
-    /// `finished(end, grads)` is called whenever all gradients below offset `end` are written. `acc` says whether this
-    /// is the first micro-step of a step.
+    /// `finished(end, grads)` is called whenever all gradients below offset `end` have been enqueued.
     pub fn backward<E: From<xlaunch_engine::EngineError>>(
         &self,
         mut acts: Activations,
@@ -42,7 +42,7 @@ impl Model {
         finished(self.layout.len, grads)
     }
 
-    /// Head and final norm: the gradient of the residual stream.
+    /// Head and final norm. Returns the gradient of the residual stream.
     fn top_bwd(&self, acts: &Activations, grads: &Tensor, acc: Accumulate) -> Result<Tensor> {
         let (rows, head) = (acts.rows, &self.layout.head);
         let shape = Self::linear_shape(rows, self.shape.dim, self.shape.padded_vocab());
@@ -57,8 +57,12 @@ impl Model {
         Ok(dx)
     }
 
-    /// `dx` holds the gradient behind the block and becomes that before it, where the block `below` ends.
-    #[expect(clippy::too_many_arguments, reason = "a backward takes what its forward took, made and gets")]
+    /// `dx` is the gradient of the residual stream after the block, and is updated to that before it. `below` is the block
+    /// whose output is added there.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "a backward takes the inputs and outputs of its forward, and their gradients"
+    )]
     fn block_bwd(
         &self,
         rows: Rows,
@@ -113,7 +117,7 @@ impl Model {
         let dwte = grads.slice(self.layout.wte.clone());
         let dwpe = self.layout.wpe.as_ref().map(|wpe| grads.slice(wpe.clone()));
         if acc == Accumulate::Overwrite {
-            // The tied table holds the head's gradient already; everything else starts from zero.
+            // A tied table already contains the head's gradient. Others start from zero, as embed_bwd only adds.
             for table in dwpe.into_iter().chain((!self.shape.tied).then_some(dwte)) {
                 self.backend.zero(table)?;
             }
@@ -121,9 +125,12 @@ impl Model {
         self.backend.embed_bwd(self.embed_shape(rows), tokens, dx.all(), dwte, dwpe)
     }
 
-    /// Gradients of a matrix, of its bias where nobody else forms that, and of its input, which is returned. `sizes`
-    /// are inputs and outputs.
-    #[expect(clippy::too_many_arguments, reason = "a backward takes what its forward took, made and gets")]
+    /// Gradients of a matrix, of its bias unless another kernel computes it (`dbias`), and of its input, which is returned.
+    /// `sizes` are the numbers of inputs and outputs.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "a backward takes the inputs and outputs of its forward, and their gradients"
+    )]
     fn linear_bwd(
         &self,
         rows: Rows,
@@ -143,8 +150,12 @@ impl Model {
         Ok(dx)
     }
 
-    /// `added` is the layer whose output was added to the residual stream just before this norm.
-    #[expect(clippy::too_many_arguments, reason = "a backward takes what its forward took, made and gets")]
+    /// `added` is the layer whose output was added to the residual stream before this norm: its bias gradient is computed
+    /// here.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "a backward takes the inputs and outputs of its forward, and their gradients"
+    )]
     fn norm_bwd(
         &self,
         rows: Rows,
@@ -177,7 +188,7 @@ impl Model {
     }
 }
 
-/// Where the gradient of a layer's bias lies, if it has one.
+/// The gradient of a layer's bias, if it has one.
 fn bias_in<'a>(grads: &'a Tensor, layer: &Linear) -> Option<Slice<'a>> {
     layer.bias.as_ref().map(|bias| grads.slice(bias.clone()))
 }

@@ -74,7 +74,8 @@ impl Windows {
             (calls.register)(comm, start as *mut _, bytes as usize, &raw mut handle, NCCL_WIN_COLL_SYMMETRIC)
         };
         self.all.push(Window { start, handle: Handle(handle), leases: vec![memory] });
-        library.check("failed to register an NCCL window; set comm.windows = false to train without", result)?;
+        library
+            .check("failed to register an NCCL window; set comm.windows = false to train without", result)?;
         Ok(!handle.is_null())
     }
 

@@ -87,7 +87,10 @@ impl Ring {
         let thread = std::thread::Builder::new()
             .name("ring".into())
             .spawn(move || worker.run(&queue))
-            .map_err(|error| CommError::PeerLost { peer: rank, reason: format!("failed to start its thread: {error}") })?;
+            .map_err(|error| CommError::PeerLost {
+                peer: rank,
+                reason: format!("failed to start its thread: {error}"),
+            })?;
         let (jobs, thread) = (Some(jobs), Some(thread));
         Ok(Self { rank, world, jobs, thread, pending_gathers: VecDeque::new(), abort: Arc::new(abort) })
     }
