@@ -1,5 +1,5 @@
-//! Names of environment variables: those that the agent sets for workers in addition to torchrun's, and those that users
-//! set for workers.
+//! Names of environment variables: those that the agent sets for workers in addition to torchrun's, and those that
+//! users set for workers.
 
 /// Set by the agent: path of its unix socket.
 pub const AGENT_SOCKET: &str = "XLAUNCH_AGENT_SOCKET";
@@ -17,8 +17,8 @@ pub const POOL_DEBUG: &str = "XLAUNCH_POOL_DEBUG";
 pub const POOL_TRACE: &str = "XLAUNCH_POOL_TRACE";
 /// Set by users: the number of a step, from 0, whose kernels are timed. The table is printed to stderr.
 pub const PROFILE: &str = "XLAUNCH_PROFILE";
-/// Set by the agent: an id of this launch that is unique on the host. All descendants of workers inherit it, which is how
-/// the agent finds them when it cleans up.
+/// Set by the agent: an id of this launch that is unique on the host. All descendants of workers inherit it, which is
+/// how the agent finds them when it cleans up.
 pub const SCOPE: &str = "XLAUNCH_SCOPE";
 /// Read by the agent: a program to start in place of `xlaunch worker`. For tests of the launcher.
 pub const WORKER_PROGRAM: &str = "XLAUNCH_WORKER_PROGRAM";

@@ -1,10 +1,12 @@
-//! The protocol between xlaunch's processes: gRPC messages, job descriptions, ids, exit codes and environment variables.
+//! The protocol between xlaunch's processes: gRPC messages, job descriptions, ids, exit codes and environment
+//! variables.
 //!
 //! - [`v1`] is generated from `xlaunch/v1/agent.proto` and `xlaunch/v1/node.proto`;
 //! - [`convert`] converts wire messages to checked values; no other code in the project validates wire data;
 //! - [`spec`] is the description of a training job, shared by `train.toml`, the wire and checkpoints; [`model`] is its
 //!   model;
-//! - [`ids`] are typed ids, [`exit`] is the table of exit codes, [`mod@env`] names the environment variables of workers.
+//! - [`ids`] are typed ids, [`exit`] is the table of exit codes, [`mod@env`] names the environment variables of
+//!   workers.
 #![forbid(unsafe_code)]
 
 pub mod convert;

@@ -23,8 +23,8 @@ pub enum Arch {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelSection {
-    /// Named shape from which all other keys take their defaults: `byte-tiny` (0.8M parameters, byte vocabulary), `llama-28m`
-    /// or `gpt2-124m`. Default: byte-tiny.
+    /// Named shape from which all other keys take their defaults: `byte-tiny` (0.8M parameters, byte vocabulary),
+    /// `llama-28m` or `gpt2-124m`. Default: byte-tiny.
     pub preset: Option<String>,
     /// Architecture of the transformer blocks. Default: the preset's.
     pub arch: Option<Arch>,
@@ -32,11 +32,11 @@ pub struct ModelSection {
     pub layers: Option<usize>,
     /// Number of attention heads (H). Default: the preset's.
     pub heads: Option<usize>,
-    /// Number of key and value heads, for grouped-query attention (llama only). Must divide `heads`. Default: `heads` if that
-    /// is set, otherwise the preset's.
+    /// Number of key and value heads, for grouped-query attention (llama only). Must divide `heads`. Default: `heads`
+    /// if that is set, otherwise the preset's.
     pub kv_heads: Option<usize>,
-    /// Width of the residual stream (C). A multiple of `heads`, so that `dim / heads` is a multiple of 8 and at most 256.
-    /// Default: the preset's.
+    /// Width of the residual stream (C). A multiple of `heads`, so that `dim / heads` is a multiple of 8 and at most
+    /// 256. Default: the preset's.
     pub dim: Option<usize>,
     /// Hidden width of the feed-forward layers (F). Default: the preset's.
     pub ffn: Option<usize>,

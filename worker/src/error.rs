@@ -45,7 +45,7 @@ pub enum WorkerError {
     Spec(#[from] xlaunch_proto::spec::SpecError),
     /// Training diverged.
     #[error(
-        "loss is {loss} at step {step}: training diverged; a lower train.lr, a longer train.warmup or train.clip may help"
+        "training diverged: the loss is {loss} at step {step}; try a lower train.lr, a longer train.warmup or train.clip"
     )]
     Diverged {
         /// Number of the step, from 0.

@@ -17,8 +17,8 @@ pub fn wanted(spec: &JobSpec, ranks: usize) -> bool {
 }
 
 /// Registers these tensors until the collective ends, if windows are wanted; with `log`, prints the outcome to stderr.
-/// Every rank calls it with the same tensors, before any graph capture. It waits for the other ranks, so the collective's
-/// abort handle must be in place.
+/// Every rank calls it with the same tensors, before any graph capture. It waits for the other ranks, so the
+/// collective's abort handle must be in place.
 pub fn register<'a>(
     backend: &BackendHandle,
     tensors: impl IntoIterator<Item = &'a Tensor>,

@@ -44,7 +44,8 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {
     let dataset = Dataset::open(spec, &shape).map_err(WorkerError::from)?;
     let mut warnings = Vec::new();
     if dataset.val.is_none() && spec.train.eval_every != 0 {
-        warnings.push("evaluation is off: the held-out data is shorter than one sequence (`data.val_fraction`, `model.seq`)".into());
+        let problem = "evaluation is off: the held-out data is shorter than one sequence";
+        warnings.push(format!("{problem}; raise `data.val_fraction` or lower `model.seq`"));
     }
     if let Some(path) = &spec.checkpoint.init {
         checkpoint::load_weights(Path::new(path), &Layout::new(&shape), &one_thread()?)

@@ -54,7 +54,8 @@ struct Golden {
 
 impl Golden {
     fn read(name: &str) -> Self {
-        // Relative to the package, which is where cargo runs tests, so that a test binary copied to a GPU host works too.
+        // Relative to the package, which is where cargo runs tests, so that a test binary copied to a GPU host works
+        // too.
         let path = Path::new("tests/goldens").join(format!("{name}.safetensors"));
         let bytes = std::fs::read(path).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -234,8 +235,8 @@ fn compare_steps(f: &Fixture) {
         let mut theirs = f.golden.floats[&format!("after.{}", param.name)].clone();
         let ours = &params[param.stored()];
         if param.name.ends_with("qkv.bias") {
-            // A bias of the keys shifts all scores of a query alike, so its gradient is zero but for rounding. AdamW scales
-            // that noise to updates of the size of the learning rate: three of them, at most.
+            // A bias of the keys shifts all scores of a query alike, so its gradient is zero but for rounding. AdamW
+            // scales that noise to updates of the size of the learning rate: three of them, at most.
             let keys = f.model.shape.dim..2 * f.model.shape.dim;
             assert!(
                 ours[keys.clone()].iter().zip(&theirs[keys.clone()]).all(|(a, b)| (a - b).abs() < 3.1e-3)

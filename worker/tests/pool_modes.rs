@@ -113,7 +113,7 @@ fn compare(name: &str, open: impl Fn(PoolOptions) -> BackendHandle) {
         let requests = graph.pool[5].plan_hits - graph.pool[4].plan_hits;
         assert_eq!(requests == 0, name != "CPU", "{name}: {requests} requests in a replayed step");
         println!(
-            "{name}, {arch:?}: {STEPS} identical losses and gradient norms with pool on, plan, off, three fills, and graphs"
+            "{name}, {arch:?}: {STEPS} identical losses and norms with pool on, plan, off, three fills, and graphs"
         );
     }
 }

@@ -1,7 +1,7 @@
 //! The job description, in the form that `train.toml`, the wire and checkpoints share.
 //!
-//! The launcher reads it from TOML, applies the layers (file, environment, flags) and checks it with [`JobSpec::check`];
-//! workers receive it as JSON. The rendezvous compares the ranks' [`digest`](JobSpec::digest)s.
+//! The launcher reads it from TOML, applies the layers (file, environment, flags) and checks it with
+//! [`JobSpec::check`]; workers receive it as JSON. The rendezvous compares the ranks' [`digest`](JobSpec::digest)s.
 
 mod sections;
 
@@ -18,7 +18,8 @@ pub use sections::{
 /// Version of the serialised form.
 pub const SPEC_VERSION: u32 = 1;
 
-/// Renamed keys: the old and the new dotted path. Configuration loaders accept the old one for a release, with a warning.
+/// Renamed keys: the old and the new dotted path. Configuration loaders accept the old one for a release, with a
+/// warning.
 pub const RENAMED_KEYS: &[(&str, &str)] = &[("launch.silence", "launch.stall_timeout")];
 
 /// A training job. Every key of `train.toml` has a default, and unknown keys are refused.

@@ -5,8 +5,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Most ranks that can shard the optimizer. Parameters are aligned in the arena so that every bucket can be cut into this
-/// many equal shards.
+/// Most ranks that can shard the optimizer. Parameters are aligned in the arena so that every bucket can be cut into
+/// this many equal shards.
 pub const MAX_SHARDS: usize = 8;
 
 /// The job's name, seed and output directory.
@@ -38,8 +38,8 @@ impl Default for JobSection {
 pub struct LaunchSection {
     /// Number of workers (ranks) to start; `--nproc` overrides it. Default: one per GPU, or 1 without GPUs.
     pub nproc: Option<u32>,
-    /// GPUs to use, by index (as nvidia-smi numbers them) or UUID. Default: all GPUs that CUDA_VISIBLE_DEVICES allows, in
-    /// its order.
+    /// GPUs to use, by index (as nvidia-smi numbers them) or UUID. Default: all GPUs that CUDA_VISIBLE_DEVICES allows,
+    /// in its order.
     pub devices: Vec<String>,
     /// How many times all workers are restarted after a failure before the job fails. Restarts resume from the newest
     /// checkpoint, so set `checkpoint.every` too.
@@ -47,8 +47,8 @@ pub struct LaunchSection {
     /// Seconds that workers get to exit after SIGTERM before they are killed. Increase it if writing a checkpoint takes
     /// longer.
     pub shutdown_timeout: f64,
-    /// Seconds within which all ranks must join the rendezvous. Increase it if opening data or reading a checkpoint takes
-    /// longer.
+    /// Seconds within which all ranks must join the rendezvous. Increase it if opening data or reading a checkpoint
+    /// takes longer.
     pub join_timeout: f64,
     /// Seconds without a completed step after which the rank that blocks the others is reported, with the phase that it
     /// is in. It is only reported: no worker is killed. Jobs with slow steps get more time automatically.
@@ -119,7 +119,8 @@ pub struct TrainSection {
     pub steps: u64,
     /// Sequences per rank and micro-step. The global batch is batch * accumulate * number of ranks sequences.
     pub batch: usize,
-    /// Micro-steps per optimizer step (gradient accumulation). Increase it for a larger global batch than fits in memory.
+    /// Micro-steps per optimizer step (gradient accumulation). Increase it for a larger global batch than fits in
+    /// memory.
     pub accumulate: usize,
     /// Peak learning rate.
     pub lr: f64,
@@ -193,16 +194,16 @@ pub enum Schedule {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct CommSection {
-    /// Maximum size of a gradient bucket in MiB, like DDP's bucket_cap_mb. Smaller buckets overlap better with backward;
-    /// larger ones use bandwidth better.
+    /// Maximum size of a gradient bucket in MiB, like DDP's bucket_cap_mb. Smaller buckets overlap better with
+    /// backward; larger ones use bandwidth better.
     pub bucket_mb: f64,
     /// Element type in which gradients are stored and all-reduced.
     pub dtype: WireDtype,
     /// All-reduce buckets while backward is still running, and all-gather sharded parameters while forward is running.
     /// Turn it off only to measure its effect.
     pub overlap: bool,
-    /// Shard the optimizer state over ranks (ZeRO stage 1): each rank updates a part of the parameters and all-gathers the
-    /// rest. Saves memory; needs 1, 2, 4 or 8 ranks.
+    /// Shard the optimizer state over ranks (ZeRO stage 1): each rank updates a part of the parameters and all-gathers
+    /// the rest. Saves memory; needs 1, 2, 4 or 8 ranks.
     pub shard_optimizer: bool,
     /// Register buffers with NCCL as symmetric memory windows, so that GPUs access each other's memory directly. Needs
     /// NCCL 2.27, peer access between the GPUs and `engine.pool` other than "off". Not faster on every machine: measure
@@ -246,8 +247,8 @@ pub struct EngineSection {
     pub precision: Option<Precision>,
     /// How the operations of a step are launched on a GPU.
     pub exec: Exec,
-    /// Make repeated runs on the same kind of GPU bit-identical, by using neither cuDNN's attention nor kernels selected by
-    /// timing. Slower. CPU runs are always bit-identical.
+    /// Make repeated runs on the same kind of GPU bit-identical, by using neither cuDNN's attention nor kernels
+    /// selected by timing. Slower. CPU runs are always bit-identical.
     pub deterministic: bool,
     /// How device memory is allocated.
     pub pool: PoolMode,
@@ -299,8 +300,8 @@ pub enum Precision {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Exec {
-    /// The third step is captured as a CUDA graph and later steps replay it. Same results as stream. On the CPU, and with
-    /// `engine.pool = "off"`, the same as stream.
+    /// The third step is captured as a CUDA graph and later steps replay it. Same results as stream. On the CPU, and
+    /// with `engine.pool = "off"`, the same as stream.
     Graph,
     /// Operation by operation.
     Stream,
@@ -330,8 +331,8 @@ pub struct CheckpointSection {
     pub keep: usize,
     /// Directory of checkpoints. Default: `checkpoints` in the run's directory.
     pub dir: Option<String>,
-    /// "off", "auto" (the newest complete checkpoint in `dir` or, without `dir`, of the job's earlier runs; a fresh start
-    /// if there is none), or the path of a checkpoint or of a directory of checkpoints.
+    /// "off", "auto" (the newest complete checkpoint in `dir` or, without `dir`, of the job's earlier runs; a fresh
+    /// start if there is none), or the path of a checkpoint or of a directory of checkpoints.
     pub resume: String,
     /// A model.safetensors file with initial weights, in place of random ones.
     pub init: Option<String>,
@@ -354,8 +355,8 @@ pub struct ObserveSection {
     pub tensorboard: bool,
     /// After training, compare the parameters of all ranks and report the largest difference, which should be 0.
     pub check_replicas: bool,
-    /// Number of steps of which every rank writes a timeline, `trace-rank<R>.json`, to the run's directory. Open it with
-    /// Perfetto. Traced steps run operation by operation and are slower. 0 turns it off.
+    /// Number of steps of which every rank writes a timeline, `trace-rank<R>.json`, to the run's directory. Open it
+    /// with Perfetto. Traced steps run operation by operation and are slower. 0 turns it off.
     pub trace: u64,
 }
 

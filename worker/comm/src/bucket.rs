@@ -1,8 +1,9 @@
 //! Which gradients are reduced over ranks together.
 //!
-//! Gradients are stored in one arena in the order in which backward finishes them. So a bucket is a contiguous range, and
-//! one number, "all gradients below this offset are written", tells which buckets are ready. The first bucket is smaller,
-//! so that its all-reduce starts early. A parameter is never split: one larger than the cap is a bucket of its own.
+//! Gradients are stored in one arena in the order in which backward finishes them. So a bucket is a contiguous range,
+//! and one number, "all gradients below this offset are written", tells which buckets are ready. The first bucket is
+//! smaller, so that its all-reduce starts early. A parameter is never split: one larger than the cap is a bucket of its
+//! own.
 
 use std::ops::Range;
 
@@ -65,8 +66,8 @@ impl<'a> ReduceProgress<'a> {
     }
 }
 
-/// Tracks which buckets of parameters one forward pass has waited for. They are gathered from the last one down, which is
-/// the order in which forward reads them.
+/// Tracks which buckets of parameters one forward pass has waited for. They are gathered from the last one down, which
+/// is the order in which forward reads them.
 #[derive(Clone, Debug)]
 pub struct GatherProgress<'a> {
     pending: &'a [Range<usize>],
@@ -108,7 +109,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn buckets_cover_the_arena_at_parameter_ends(sizes in prop::collection::vec(1usize..500, 0..60), cap in 1usize..4000) {
+        fn buckets_cover_the_arena_at_parameter_ends(
+            sizes in prop::collection::vec(1usize..500, 0..60),
+            cap in 1usize..4000,
+        ) {
             let ends: Vec<usize> = sizes.iter().scan(0, |end, size| { *end += size; Some(*end) }).collect();
             let plan = Plan::new(&ends, 4, cap, cap / 4);
             let mut at = 0;
@@ -123,7 +127,10 @@ mod tests {
         }
 
         #[test]
-        fn each_bucket_is_ready_once_and_not_before_its_end(sizes in prop::collection::vec(1usize..50, 1..40), steps in prop::collection::vec(0usize..60, 0..60)) {
+        fn each_bucket_is_ready_once_and_not_before_its_end(
+            sizes in prop::collection::vec(1usize..50, 1..40),
+            steps in prop::collection::vec(0usize..60, 0..60),
+        ) {
             let ends: Vec<usize> = sizes.iter().scan(0, |end, size| { *end += size; Some(*end) }).collect();
             let plan = Plan::new(&ends, 4, 300, 100);
             let mut progress = ReduceProgress::new(&plan);

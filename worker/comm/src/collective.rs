@@ -48,8 +48,8 @@ pub enum CommError {
 
 /// The communicator of one rank. Every rank makes the same calls in the same order.
 ///
-/// Collectives are asynchronous: they run on a second CUDA stream or a second thread. Buffers are leased to a collective
-/// when it is started, and the leases end when it has been waited for.
+/// Collectives are asynchronous: they run on a second CUDA stream or a second thread. Buffers are leased to a
+/// collective when it is started, and the leases end when it has been waited for.
 pub trait Collective: Send + fmt::Debug {
     /// This rank.
     fn rank(&self) -> usize;
@@ -57,8 +57,8 @@ pub trait Collective: Send + fmt::Debug {
     /// Number of ranks.
     fn world_size(&self) -> usize;
 
-    /// Registers the pool segment of this buffer as an NCCL window: all ranks then access each other's copy of it directly
-    /// until the collective ends, and the block is kept that long. Pass a lease of `0..0` of a buffer from
+    /// Registers the pool segment of this buffer as an NCCL window: all ranks then access each other's copy of it
+    /// directly until the collective ends, and the block is kept that long. Pass a lease of `0..0` of a buffer from
     /// [`Pool::registered`](xlaunch_pool::Pool::registered): it overlaps no lease of what is reduced there. Every rank
     /// calls this for the same buffers of the same pool requests in the same order, before any graph capture. Returns
     /// false, on all ranks alike, where windows are not supported: collectives then work as without it.
@@ -71,8 +71,8 @@ pub trait Collective: Send + fmt::Debug {
     /// compute stream so far. Every rank ends with the same bytes.
     fn all_reduce(&mut self, elements: Loan, dtype: DType) -> Result<()>;
 
-    /// Starts the same sum, of which this rank gets its own shard: `from` is cut into one equal shard per rank, and shard
-    /// `rank` is written to `into`. The contents of `from` are unspecified afterwards. Needs two ranks or more.
+    /// Starts the same sum, of which this rank gets its own shard: `from` is cut into one equal shard per rank, and
+    /// shard `rank` is written to `into`. The contents of `from` are unspecified afterwards. Needs two ranks or more.
     fn reduce_scatter(&mut self, from: Loan, into: Loan, dtype: DType) -> Result<()>;
 
     /// Starts copying every rank's shard `from` to all ranks, into shard `rank` of `into`. Needs two ranks or more.

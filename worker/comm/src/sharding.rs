@@ -4,9 +4,9 @@
 //! arena, two buckets, two ranks:   | shard 0 | shard 1 |      shard 0      |      shard 1      |
 //! state of rank 1:                 | shard 1 |      shard 1      |
 //! ```
-//! A bucket is cut into one equal shard per rank. A rank stores its shards contiguously, in the order of the buckets, so
-//! that one kernel launch updates all of them. Buckets cover the arena without gaps, so the shard of a bucket that starts
-//! at `a` is stored at `a / world`.
+//! A bucket is cut into one equal shard per rank. A rank stores its shards contiguously, in the order of the buckets,
+//! so that one kernel launch updates all of them. Buckets cover the arena without gaps, so the shard of a bucket that
+//! starts at `a` is stored at `a / world`.
 
 use std::ops::Range;
 
@@ -74,7 +74,8 @@ impl Sharding {
         start..start + len
     }
 
-    /// This rank's shards of `arena`, which holds one value for every `chunk` elements. Shards are multiples of `chunk`.
+    /// This rank's shards of `arena`, which holds one value for every `chunk` elements. Shards are multiples of
+    /// `chunk`.
     pub fn shard_of<T: Copy>(&self, arena: &[T], chunk: usize) -> Vec<T> {
         let shards = self.plan.buckets().iter().map(|bucket| self.in_arena(bucket));
         shards.flat_map(|shard| &arena[shard.start / chunk..shard.end / chunk]).copied().collect()

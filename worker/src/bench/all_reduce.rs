@@ -1,7 +1,7 @@
 //! The worker's part of `xlaunch bench allreduce`: all-reduces known values with the trainer's own collective.
 //!
-//! Element i of rank r is `(i + r) mod m`, with m small enough that every sum over ranks is exact in bf16 (integers up to
-//! 256). So any order of additions gives the same bits, and any other result is an error.
+//! Element i of rank r is `(i + r) mod m`, with m small enough that every sum over ranks is exact in bf16 (integers up
+//! to 256). So any order of additions gives the same bits, and any other result is an error.
 
 use std::ops::Range;
 use std::time::Instant;

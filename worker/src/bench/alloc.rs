@@ -11,8 +11,8 @@ use crate::error::{Result, WorkerError};
 /// How many times the step of a trace is replayed.
 const STEPS: usize = 4;
 
-/// The report: the time of an allocation plus free, by the pool and, if there is a GPU, by the driver; and the memory that
-/// recorded traces need with this pool and with models of other allocators. `traces` adds the user's own logs.
+/// The report: the time of an allocation plus free, by the pool and, if there is a GPU, by the driver; and the memory
+/// that recorded traces need with this pool and with models of other allocators. `traces` adds the user's own logs.
 pub fn alloc(traces: &[PathBuf]) -> Result<String> {
     let recorded = recorded(traces)?;
     let mut out = String::new();

@@ -28,8 +28,8 @@ struct Rates {
     round_trip_seconds: f64,
 }
 
-/// The rates of the device that `open` opens in a given precision. They are read from the cache if they are there, unless
-/// the request says to refresh them.
+/// The rates of the device that `open` opens in a given precision. They are read from the cache if they are there,
+/// unless the request says to refresh them.
 pub(crate) fn device(
     bench: &DeviceBench,
     open: impl Fn(Precision) -> Result<BackendHandle>,

@@ -8,8 +8,8 @@
 //!   manifest.json                            sizes and hashes of the files above; written last
 //! ```
 //! Everything is written to `.tmp-step-...`, synced, and renamed. Readers ignore a directory without a manifest that
-//! matches its files. Rank 0 writes whole tensors, gathered first if they are sharded. So a run may resume with any number
-//! of ranks: the data position counts the sequences of all ranks.
+//! matches its files. Rank 0 writes whole tensors, gathered first if they are sharded. So a run may resume with any
+//! number of ranks: the data position counts the sequences of all ranks.
 
 mod manifest;
 mod read;

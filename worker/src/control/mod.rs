@@ -93,8 +93,8 @@ impl Control {
         self.wait_for(reply)
     }
 
-    /// Opens the session: from now on heartbeats report the phase of the calling thread. `abort` is used when the agent is
-    /// lost.
+    /// Opens the session: from now on heartbeats report the phase of the calling thread. `abort` is used when the agent
+    /// is lost.
     pub fn open_session(&self, hello: Hello, abort: AbortHandle) {
         // Fails only if a tracker is set already: there is one session per worker.
         let _ = self.shared.trainer.set(PhaseTracker::of_this_thread());

@@ -98,10 +98,7 @@ async fn agent_lost(shared: &Shared, requests: &mut mpsc::UnboundedReceiver<Requ
     }
     let closed = async { while requests.recv().await.is_some() {} };
     if tokio::time::timeout(ABORT_EXIT_TIMEOUT, closed).await.is_err() {
-        #[expect(
-            clippy::exit,
-            reason = "the training thread hangs in a call that cannot be interrupted, and a worker must not outlive its agent"
-        )]
+        #[expect(clippy::exit, reason = "the training thread hangs in a call that cannot be interrupted")]
         std::process::exit(i32::from(ExitCode::Retryable.code()));
     }
 }

@@ -40,7 +40,7 @@ pub enum DataError {
         seq + 1
     )]
     TooShort { key: &'static str, tokens: u64, seq: usize },
-    #[error("{}: token id {id} at position {position} is outside the vocabulary: model.vocab = {vocab}", path.display())]
+    #[error("{}: token id {id} at position {position} is not below model.vocab = {vocab}", path.display())]
     Vocabulary { path: PathBuf, id: u32, position: u64, vocab: usize },
 }
 

@@ -1,8 +1,8 @@
 //! Backward: from gradients of the logits to gradients of every parameter, in the order of the arena.
 //!
 //! The gradient of a bias is the column sum of its output's gradient. The kernel that writes that gradient computes the
-//! sum too where this saves another pass over it: GELU's backward for `fc`, a norm's backward for `out` and `proj`, whose
-//! outputs were added to the residual stream that the norm reads.
+//! sum too where this saves another pass over it: GELU's backward for `fc`, a norm's backward for `out` and `proj`,
+//! whose outputs were added to the residual stream that the norm reads.
 
 use xlaunch_engine::{Accumulate, Result, Slice, Tensor};
 use xlaunch_proto::model::Arch;
@@ -12,8 +12,8 @@ use super::layout::{self, Linear};
 use super::{Model, Rows};
 
 impl Model {
-    /// Writes (or adds, by `acc`) the gradients of all parameters to `grads`, an arena of the layout (F32 or Bf16) that was
-    /// zeroed once.
+    /// Writes (or adds, by `acc`) the gradients of all parameters to `grads`, an arena of the layout (F32 or Bf16) that
+    /// was zeroed once.
     ///
     /// `finished(end, grads)` is called whenever all gradients below offset `end` have been enqueued.
     pub fn backward<E: From<xlaunch_engine::EngineError>>(
@@ -57,8 +57,8 @@ impl Model {
         Ok(dx)
     }
 
-    /// `dx` is the gradient of the residual stream after the block, and is updated to that before it. `below` is the block
-    /// whose output is added there.
+    /// `dx` is the gradient of the residual stream after the block, and is updated to that before it. `below` is the
+    /// block whose output is added there.
     #[expect(
         clippy::too_many_arguments,
         reason = "a backward takes the inputs and outputs of its forward, and their gradients"
@@ -125,8 +125,8 @@ impl Model {
         self.backend.embed_bwd(self.embed_shape(rows), tokens, dx.all(), dwte, dwpe)
     }
 
-    /// Gradients of a matrix, of its bias unless another kernel computes it (`dbias`), and of its input, which is returned.
-    /// `sizes` are the numbers of inputs and outputs.
+    /// Gradients of a matrix, of its bias unless another kernel computes it (`dbias`), and of its input, which is
+    /// returned. `sizes` are the numbers of inputs and outputs.
     #[expect(
         clippy::too_many_arguments,
         reason = "a backward takes the inputs and outputs of its forward, and their gradients"
@@ -150,8 +150,8 @@ impl Model {
         Ok(dx)
     }
 
-    /// `added` is the layer whose output was added to the residual stream before this norm: its bias gradient is computed
-    /// here.
+    /// `added` is the layer whose output was added to the residual stream before this norm: its bias gradient is
+    /// computed here.
     #[expect(
         clippy::too_many_arguments,
         reason = "a backward takes the inputs and outputs of its forward, and their gradients"

@@ -56,8 +56,8 @@ impl Model {
         self.forward_with_gathers(rows, tokens, |_| Ok(()))
     }
 
-    /// [`forward`](Self::forward) while weights are still being gathered: `needs(start)` is called before weights from offset
-    /// `start` on are read, with decreasing `start` down to 0.
+    /// [`forward`](Self::forward) while weights are still being gathered: `needs(start)` is called before weights from
+    /// offset `start` on are read, with decreasing `start` down to 0.
     pub fn forward_with_gathers<E: From<EngineError>>(
         &self,
         rows: Rows,
@@ -83,8 +83,8 @@ impl Model {
         Ok(Activations { rows, blocks, last: ln1, logits })
     }
 
-    /// Writes the cross-entropy loss of every row to `losses` F32 `[N]`. With `grad_scale`, the logits are overwritten with
-    /// the gradients of `grad_scale * sum(losses)`.
+    /// Writes the cross-entropy loss of every row to `losses` F32 `[N]`. With `grad_scale`, the logits are overwritten
+    /// with the gradients of `grad_scale * sum(losses)`.
     pub fn loss(
         &self,
         acts: &Activations,

@@ -33,9 +33,9 @@ pub struct Model {
     pub shape: ModelShape,
     /// Offsets of each parameter.
     pub layout: Layout,
-    /// The weights that forward and backward read: an arena of the layout in the element type of activations. The optimizer
-    /// updates it; if it is Bf16, the optimizer has F32 master weights. With a sharded optimizer, other ranks' updates of
-    /// the last step are missing until they are gathered.
+    /// The weights that forward and backward read: an arena of the layout in the element type of activations. The
+    /// optimizer updates it; if it is Bf16, the optimizer has F32 master weights. With a sharded optimizer, other
+    /// ranks' updates of the last step are missing until they are gathered.
     pub weights: Tensor,
     /// Cosines and sines of the rotary angles, F32 `[T, D]`; llama only.
     rope: Option<Tensor>,
@@ -67,8 +67,8 @@ impl BackendHandle {
         self.windows
     }
 
-    /// A tensor with unspecified contents. (A method of the trait would, called through `dyn`, give the pool the same caller
-    /// location for every request.)
+    /// A tensor with unspecified contents. (A method of the trait would, called through `dyn`, give the pool the same
+    /// caller location for every request.)
     #[track_caller]
     pub fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
         Tensor::new(self.pool(), dtype, len)
@@ -80,8 +80,8 @@ impl BackendHandle {
         Tensor::new(&self.pool().persistent(), dtype, len)
     }
 
-    /// A long-lived tensor for collectives, with unspecified contents. With windows, it is allocated in a segment that can
-    /// be registered.
+    /// A long-lived tensor for collectives, with unspecified contents. With windows, it is allocated in a segment that
+    /// can be registered.
     #[track_caller]
     pub fn alloc_collective(&self, dtype: DType, len: usize) -> Result<Tensor> {
         match self.windows {

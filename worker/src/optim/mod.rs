@@ -149,8 +149,8 @@ impl AdamW {
         self.sharding.is_sharded().then_some([shard, &model.weights])
     }
 
-    /// All-gathers the shards that the last step updated, so that the model's weights are complete. Every rank calls it;
-    /// calling it again is harmless.
+    /// All-gathers the shards that the last step updated, so that the model's weights are complete. Every rank calls
+    /// it; calling it again is harmless.
     pub fn gather(&self, model: &Model, collective: &mut dyn Collective) -> xlaunch_comm::Result<()> {
         self.start_gather(model, collective)?;
         // Without a collective under way, the wait would be for an event outside the capture, which CUDA refuses.

@@ -2,10 +2,10 @@
 //! fixed addresses, then captured as a CUDA graph, and from then on launched in one call.
 //!
 //! ```text
-//! runs 1, 2: op by op, requests recorded by the pool --equal--> run 3: planned, captured, launched --> run 4..: launched
+//! runs 1, 2: op by op, recorded by the pool --equal--> run 3: planned, captured, launched --> run 4..: launched
 //! ```
-//! A graph contains addresses: those of persistent tensors, and of buffers in the pool's plan, which is pinned from then
-//! on. A graph with a buffer outside the plan is launched once and never again.
+//! A graph contains addresses: those of persistent tensors, and of buffers in the pool's plan, which is pinned from
+//! then on. A graph with a buffer outside the plan is launched once and never again.
 //!
 //! Invariant: captured or not, the same kernels run in the same order, so results are bit-identical.
 
@@ -61,8 +61,8 @@ impl Replay {
         Self { backend: backend.clone(), exec, graphs, retired, eager: Cell::new(false) }
     }
 
-    /// Runs `enqueue`, or launches the graph that was captured of it. `enqueue` must enqueue the same operations in every
-    /// run of this kind of work.
+    /// Runs `enqueue`, or launches the graph that was captured of it. `enqueue` must enqueue the same operations in
+    /// every run of this kind of work.
     pub(super) fn run(&self, work: Work, enqueue: impl FnOnce() -> Result<()>) -> Result<()> {
         let graphs = self.exec == Exec::Graph && !self.eager.get();
         if graphs && let Some(graph) = self.graphs.borrow().get(&work) {

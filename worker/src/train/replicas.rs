@@ -24,8 +24,8 @@ pub fn max_difference_to_rank_0(
     Ok(differences.fold(0.0, f64::max))
 }
 
-/// Gathers the arena of which every rank has a `shard`; `Some` on rank 0. It does so bucket by bucket, so that no device
-/// needs memory for the whole arena. Every rank calls it.
+/// Gathers the arena of which every rank has a `shard`; `Some` on rank 0. It does so bucket by bucket, so that no
+/// device needs memory for the whole arena. Every rank calls it.
 pub(super) fn gather_on_rank_0(
     backend: &BackendHandle,
     sharding: &Sharding,

@@ -66,12 +66,12 @@ struct InFlight {
 }
 
 impl Run<'_> {
-    /// Trains until the last step or a stop command. Unless this is a benchmark, the last checkpoint is complete when it
-    /// returns.
+    /// Trains until the last step or a stop command. Unless this is a benchmark, the last checkpoint is complete when
+    /// it returns.
     ///
     /// The next step is enqueued before the results of the current one are read back, so that the GPU does not idle
-    /// meanwhile, unless something has to happen between the two. A request therefore takes effect at most one step after the step whose
-    /// results contain it. All ranks see the same requests, so they act on it after the same step.
+    /// meanwhile, unless something has to happen between the two. A request therefore takes effect at most one step
+    /// after the step whose results contain it. All ranks see the same requests, so they act on it after the same step.
     pub fn run(&mut self) -> Result<Outcome> {
         let mut step = self.first_step;
         let mut requested = Requests::default();
@@ -173,8 +173,8 @@ impl Run<'_> {
         Ok(InFlight { pending, learning_rate })
     }
 
-    /// Waits for a step and reports it. `since` is when the previous step was completed or, if the device was idle, when
-    /// this one was started.
+    /// Waits for a step and reports it. `since` is when the previous step was completed or, if the device was idle,
+    /// when this one was started.
     fn finish(&mut self, step: u64, current: InFlight, since: &mut Instant) -> Result<Requests> {
         let result = self.stepper.finish(current.pending, self.collective)?;
         let completed = Instant::now();
@@ -221,7 +221,8 @@ impl Run<'_> {
         self.control.report(Report::Profile(ProfileReport { kernels: times.iter().map(kernel).collect() }));
     }
 
-    /// Writes the pool's requests so far for PyTorch's memory_viz, for Perfetto, and as a log for `xlaunch bench alloc`.
+    /// Writes the pool's requests so far for PyTorch's memory_viz, for Perfetto, and as a log for `xlaunch bench
+    /// alloc`.
     fn write_pool_trace(&self, dir: &Path) -> Result<()> {
         let (rank, snapshot) = (self.collective.rank(), self.backend.pool().snapshot());
         let io = |source| WorkerError::Io {

@@ -8,15 +8,15 @@
 //! all-reduce, so that all ranks learn in the same step that any of them was told to stop.
 //!
 //! With a sharded optimizer (`comm.shard_optimizer`) the step begins with the all-gather of the parameters that the
-//! previous step updated. Buckets are reduce-scattered, and the squared gradient norm, of which each rank has the part of
-//! its shard, is all-reduced with loss and flags:
+//! previous step updated. Buckets are reduce-scattered, and the squared gradient norm, of which each rank has the part
+//! of its shard, is all-reduced with loss and flags:
 //! ```text
 //! compute stream: forward . . . . , backward ------> wait . grad norm .                      . AdamW . read back
 //! comm stream:    gather n . ... . 0     reduce-scatter ^              loss, flags and norm ^
 //! ```
 //!
-//! Everything that changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device memory
-//! before the work that reads it is enqueued. So the work itself can be captured and replayed: see [`Replay`].
+//! Everything that changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device
+//! memory before the work that reads it is enqueued. So the work itself can be captured and replayed: see [`Replay`].
 
 use std::ops::Range;
 
@@ -33,8 +33,8 @@ use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, Rows};
 use crate::optim::AdamW;
 
-/// Slots of the tensor that is read back after a step. All are all-reduced. Without sharding every rank computes the norm
-/// of all gradients itself, and writes it after that all-reduce.
+/// Slots of the tensor that is read back after a step. All are all-reduced. Without sharding every rank computes the
+/// norm of all gradients itself, and writes it after that all-reduce.
 mod slot {
     pub(super) const LOSS: usize = 0;
     pub(super) const STOP: usize = 1;
@@ -234,7 +234,8 @@ impl Stepper {
         })
     }
 
-    /// Makes the next steps run operation by operation, so that each kernel can be timed, or lets them replay graphs again.
+    /// Makes the next steps run operation by operation, so that each kernel can be timed, or lets them replay graphs
+    /// again.
     pub fn set_eager(&self, eager: bool) {
         self.replay.set_eager(eager);
     }

@@ -4,8 +4,8 @@
 //! host            | step 11 [wait for data][forward][backward][all-reduce][optimizer][read back] | step 12 ...
 //! compute stream  |           [embed_fwd][norm_fwd][gemm ...]...                                 | ...
 //! ```
-//! Phases are [`span`]s of the training thread, in which the host computes (CPU) or enqueues work (GPU). Heartbeats report
-//! the current one. Kernels come from the back end's profiler. The file, in the Trace Event Format, is
+//! Phases are [`span`]s of the training thread, in which the host computes (CPU) or enqueues work (GPU). Heartbeats
+//! report the current one. Kernels come from the back end's profiler. The file, in the Trace Event Format, is
 //! `trace-rank<R>.json` in the run's directory. An attached profiler gets every phase of all steps as an NVTX range.
 
 use std::cell::RefCell;

@@ -151,11 +151,6 @@ impl Library {
     }
 }
 
-/// A rank or world size as C's `int`. Saturates: NCCL refuses a number that large.
-pub(super) fn int(number: usize) -> c_int {
-    c_int::try_from(number).unwrap_or(c_int::MAX)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

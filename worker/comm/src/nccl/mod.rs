@@ -5,34 +5,29 @@
 //! comm stream:                                 `-- ncclAllReduce --'
 //! ```
 //! The host only enqueues. Leases are dropped in [`wait_all`](Collective::wait_all), those of a gather also in
-//! [`wait_gather`](Collective::wait_gather): everything enqueued on the compute stream from then on, including work on a
-//! block that the pool has handed out again, is ordered after the kernels that used them.
+//! [`wait_gather`](Collective::wait_gather): everything enqueued on the compute stream from then on, including work on
+//! a block that the pool has handed out again, is ordered after the kernels that used them.
 //!
 //! A watchdog thread polls NCCL's asynchronous errors and aborts the communicator when it finds one.
 
+mod communicator;
 mod library;
 mod windows;
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys::CUevent_flags};
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
 use xlaunch_pool::{DType, Loan, Space};
 
 use crate::collective::{AbortHandle, Collective, CommError, Result, expect_shards};
+use communicator::Communicator;
 use library::Library;
 use windows::Windows;
-
-/// How often the watchdog polls `ncclCommGetAsyncError`.
-const ASYNC_ERROR_POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// How long an abort lets another thread's NCCL call return on its own before it aborts under it.
-const ABORT_CALL_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// A new id with which the ranks of one communicator find each other. It is a secret: anyone who has it can join.
 pub fn unique_id() -> Result<[u8; 128]> {
@@ -48,11 +43,11 @@ pub fn unique_id() -> Result<[u8; 128]> {
 pub struct Nccl {
     rank: usize,
     world: usize,
-    shared: Arc<Shared>,
+    communicator: Arc<Communicator>,
     compute: Arc<CudaStream>,
     stream: Arc<CudaStream>,
-    /// Recorded on the compute stream before, and on the comm stream after, collectives. Both are reused: a stream waits
-    /// for the record that is current when the wait is enqueued.
+    /// Recorded on the compute stream before, and on the comm stream after, collectives. Both are reused: a stream
+    /// waits for the record that is current when the wait is enqueued.
     compute_done: CudaEvent,
     comm_done: CudaEvent,
     /// Gathers that have not been waited for, oldest first: the event recorded after each, and its leases.
@@ -71,58 +66,25 @@ impl fmt::Debug for Nccl {
     }
 }
 
-/// Shared by the trainer's thread, the watchdog and abort handles.
-struct Shared {
-    library: &'static Library,
-    comm: Communicator,
-    /// Set once, before the communicator is destroyed or aborted. No call is started on it afterwards.
-    closed: AtomicBool,
-    /// Held during calls on the communicator.
-    calls: Mutex<()>,
-    /// The error that the watchdog found.
-    failure: Mutex<Option<CommError>>,
-}
-
-/// NCCL's handle. NCCL allows calls from any thread, one at a time, and an abort at any time.
-struct Communicator(ncclComm_t);
-
-// SAFETY: the handle is a pointer that NCCL lets any thread use; `Shared::calls` serialises calls.
-unsafe impl Send for Communicator {}
-// SAFETY: as above.
-unsafe impl Sync for Communicator {}
-
 impl Nccl {
-    /// Joins the communicator with this id. Every rank calls it; it returns when all have. Collectives are ordered after
-    /// and before work on the stream `compute`.
+    /// Joins the communicator with this id. Every rank calls it; it returns when all have. Collectives are ordered
+    /// after and before work on the stream `compute`.
     pub fn new(compute: Arc<CudaStream>, rank: usize, world: usize, id: [u8; 128]) -> Result<Self> {
-        let library = Library::get()?;
         let context = compute.context().clone();
         let cuda = |what| move |error: DriverError| CommError::Cuda { what, reason: error.to_string() };
         context.bind_to_thread().map_err(cuda("failed to use the context"))?;
         let event = || new_event(&context);
         let stream = context.new_stream_with_priority(-1).map_err(cuda("failed to create a stream"))?;
-        let mut comm: ncclComm_t = std::ptr::null_mut();
-        let id = ncclUniqueId { internal: id.map(|byte| byte.cast_signed()) };
-        let (ranks, this) = (library::int(world), library::int(rank));
-        // SAFETY: the context is current; the function writes one pointer.
-        let result = unsafe { (library.comm_init_rank)(&raw mut comm, ranks, id, this) };
-        library.check("failed to join the communicator", result)?;
-        let shared = Arc::new(Shared {
-            library,
-            comm: Communicator(comm),
-            closed: AtomicBool::new(false),
-            calls: Mutex::default(),
-            failure: Mutex::default(),
-        });
-        let polled = shared.clone();
+        let communicator = Communicator::join(rank, world, id)?;
+        let watched = communicator.clone();
         let watchdog =
-            std::thread::Builder::new().name("nccl-watchdog".into()).spawn(move || polled.watch()).map_err(
+            std::thread::Builder::new().name("nccl-watchdog".into()).spawn(move || watched.watch()).map_err(
                 |error| CommError::Nccl { what: "failed to start the watchdog", reason: error.to_string() },
             )?;
         Ok(Self {
             rank,
             world,
-            shared,
+            communicator,
             compute_done: event()?,
             comm_done: event()?,
             pending_gathers: VecDeque::new(),
@@ -152,15 +114,10 @@ impl Nccl {
         assert!(leases.iter().all(|lease| lease.space() == Space::Cuda), "NCCL takes device memory only");
         self.check()?;
         self.wait_for_compute()?;
-        let shared = &self.shared;
-        let result = {
-            let _calls = shared.calls.lock().unwrap_or_else(PoisonError::into_inner);
-            call(shared.library, shared.comm.0, leases.each_ref().map(|lease| lease.address() as *mut c_void))
-        };
+        let data = leases.each_ref().map(|lease| lease.address() as *mut c_void);
+        let result = self.communicator.call(|library, comm| call(library, comm, data))?;
         self.leases.extend(leases);
-        // First: after an abort NCCL's own result says nothing about the cause.
-        self.check()?;
-        self.shared.library.check(what, result)
+        self.communicator.check_result(what, result)
     }
 }
 
@@ -174,12 +131,9 @@ impl Collective for Nccl {
     }
 
     fn register(&mut self, memory: Loan) -> Result<bool> {
-        self.check()?;
-        let shared = &self.shared;
-        let result = {
-            let _calls = shared.calls.lock().unwrap_or_else(PoisonError::into_inner);
-            self.windows.register(shared.library, shared.comm.0, &self.stream, memory)
-        };
+        let (windows, stream) = (&mut self.windows, &self.stream);
+        let result =
+            self.communicator.call(|library, comm| windows.register(library, comm, stream, memory))?;
         self.check()?;
         result
     }
@@ -188,8 +142,8 @@ impl Collective for Nccl {
         let (count, stream) = (elements.bytes() / dtype.size(), self.stream.cu_stream().cast());
         let (kind, sum) = (data_type(dtype), ncclRedOp_t::ncclSum);
         self.enqueue("failed to start an all-reduce", [elements], |library, comm, [data]| {
-            // SAFETY: the lease gives exclusive access to `count` elements of device memory until `wait_all`, which orders
-            // the compute stream after this call; in place is allowed; the stream lives as long as `self`.
+            // SAFETY: the lease gives exclusive access to `count` elements of device memory until `wait_all`, which
+            // orders the compute stream after this call; in place is allowed; the stream lives as long as `self`.
             unsafe { (library.all_reduce)(data, data, count, kind, sum, comm, stream) }
         })
     }
@@ -230,7 +184,7 @@ impl Collective for Nccl {
 
     fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()> {
         let (bytes, stream) = (elements.bytes(), self.stream.cu_stream().cast());
-        let (kind, root) = (ncclDataType_t::ncclUint8, library::int(root));
+        let (kind, root) = (ncclDataType_t::ncclUint8, communicator::int(root));
         self.enqueue("failed to start a broadcast", [elements], |library, comm, [data]| {
             // SAFETY: as in `all_reduce`, with bytes as elements.
             unsafe { (library.broadcast)(data, data, bytes, kind, root, comm, stream) }
@@ -247,18 +201,12 @@ impl Collective for Nccl {
     }
 
     fn check(&self) -> Result<()> {
-        if let Some(failure) = self.shared.failure.lock().unwrap_or_else(PoisonError::into_inner).clone() {
-            return Err(failure);
-        }
-        match self.shared.closed.load(Ordering::SeqCst) {
-            true => Err(CommError::Aborted),
-            false => Ok(()),
-        }
+        self.communicator.check()
     }
 
     fn abort_handle(&self) -> AbortHandle {
-        let shared = self.shared.clone();
-        AbortHandle::new(move || shared.abort())
+        let communicator = self.communicator.clone();
+        AbortHandle::new(move || communicator.abort())
     }
 
     fn finalize(mut self: Box<Self>) -> Result<()> {
@@ -270,18 +218,8 @@ impl Collective for Nccl {
         self.stream.synchronize().map_err(cuda)?;
         self.pending_gathers.clear();
         self.leases.clear();
-        let shared = self.shared.clone();
-        if shared.closed.swap(true, Ordering::SeqCst) {
-            return Err(CommError::Aborted);
-        }
-        let _calls = shared.calls.lock().unwrap_or_else(PoisonError::into_inner);
-        self.windows.deregister(shared.library, shared.comm.0)?;
-        // SAFETY: the stream is idle, and `closed` keeps every other thread from using the handle.
-        let result = unsafe { (shared.library.comm_finalize)(shared.comm.0) };
-        shared.library.check("failed to finalize the communicator", result)?;
-        // SAFETY: as above; the handle is not used again.
-        let result = unsafe { (shared.library.comm_destroy)(shared.comm.0) };
-        shared.library.check("failed to destroy the communicator", result)
+        let windows = &mut self.windows;
+        self.communicator.close(|library, comm| windows.deregister(library, comm))
     }
 }
 
@@ -303,54 +241,9 @@ fn data_type(dtype: DType) -> ncclDataType_t {
     }
 }
 
-impl Shared {
-    /// The watchdog thread: polls for errors that NCCL reports asynchronously, such as a lost peer.
-    fn watch(&self) {
-        while !self.closed.load(Ordering::SeqCst) {
-            std::thread::sleep(ASYNC_ERROR_POLL_INTERVAL);
-            let Ok(_calls) = self.calls.try_lock() else { continue };
-            if self.closed.load(Ordering::SeqCst) {
-                return;
-            }
-            let mut state = ncclResult_t::ncclSuccess;
-            // SAFETY: the communicator is alive, as `closed` is not set and `calls` is held; one value is written.
-            let result = unsafe { (self.library.comm_get_async_error)(self.comm.0, &raw mut state) };
-            let found = self
-                .library
-                .check("failed to poll for errors", result)
-                .and_then(|()| self.library.check("a collective failed", state));
-            if let Err(error) = found {
-                *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                drop(_calls);
-                return self.abort();
-            }
-        }
-    }
-
-    /// Aborts the communicator, once: kernels under way end, and other threads' calls return.
-    fn abort(&self) {
-        if self.closed.swap(true, Ordering::SeqCst) {
-            return;
-        }
-        // Another thread's call may be stuck waiting for a lost peer, which is what abort is for. A call that is merely
-        // under way gets time to return first.
-        let deadline = std::time::Instant::now() + ABORT_CALL_TIMEOUT;
-        let _calls = loop {
-            match self.calls.try_lock() {
-                Ok(calls) => break Some(calls),
-                Err(_) if std::time::Instant::now() > deadline => break None,
-                Err(_) => std::thread::sleep(Duration::from_millis(5)),
-            }
-        };
-        // SAFETY: the handle is alive and, by `closed`, no new call is started on it; NCCL allows an abort while another
-        // thread is in a call. The result is ignored: the communicator is unusable either way.
-        unsafe { (self.library.comm_abort)(self.comm.0) };
-    }
-}
-
 impl Drop for Nccl {
     fn drop(&mut self) {
-        self.shared.abort();
+        self.communicator.abort();
         if let Some(watchdog) = self.watchdog.take() {
             // A panic of the watchdog has been printed already.
             let _ = watchdog.join();

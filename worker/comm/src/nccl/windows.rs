@@ -1,15 +1,15 @@
 //! NCCL windows ("symmetric memory", NCCL 2.27 and later): memory of every rank that the kernels of all ranks read and
 //! write directly.
 //!
-//! Collectives between windows occupy few SMs and need no intermediate buffers. NCCL decides for each call whether to use
-//! them: both operands must be in windows, at the same offsets on all ranks, and all devices must have peer access. In
-//! any other call a registered buffer is treated like an ordinary one.
+//! Collectives between windows occupy few SMs and need no intermediate buffers. NCCL decides for each call whether to
+//! use them: both operands must be in windows, at the same offsets on all ranks, and all devices must have peer access.
+//! In any other call a registered buffer is treated like an ordinary one.
 //!
-//! NCCL needs one physical allocation that can be exported as a file descriptor and was mapped by one call: a segment of
-//! [`Pool::registered`](xlaunch_pool::Pool::registered). It finds the allocation from any address in it
-//! (`cuMemGetAddressRange`, `cuMemRetainAllocationHandle`) and maps all of it on the other ranks. So a window is a whole
-//! segment, whose start and length are multiples of the driver's 2 MiB granularity, and not a buffer, which may start
-//! anywhere in a segment.
+//! NCCL needs one physical allocation that can be exported as a file descriptor and was mapped by one call: a segment
+//! of [`Pool::registered`](xlaunch_pool::Pool::registered). It finds the allocation from any address in it
+//! (`cuMemGetAddressRange`, `cuMemRetainAllocationHandle`) and maps all of it on the other ranks. So a window is a
+//! whole segment, whose start and length are multiples of the driver's 2 MiB granularity, and not a buffer, which may
+//! start anywhere in a segment.
 
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ struct Window {
 /// NCCL's handle of a window; null where NCCL does not support windows for this memory.
 struct Handle(ncclWindow_t);
 
-// SAFETY: an opaque handle, which NCCL lets any thread use; calls with it are made under `Shared::calls`.
+// SAFETY: an opaque handle, which NCCL lets any thread use; calls with it are made under `Communicator::calls`.
 unsafe impl Send for Handle {}
 
 impl Windows {
@@ -82,9 +82,9 @@ impl Windows {
     /// Keeps the next NCCL kernel from starting before the work that the stream waits for has ended.
     ///
     /// NCCL's symmetric kernels use programmatic dependent launch: they may start while their predecessor is finishing,
-    /// and those of NCCL 2.28 to 2.30.4 do not wait for its end. In a captured graph any kernel that the stream waits for
-    /// can be that predecessor, including one of the compute stream that is still writing gradients. A memset of four
-    /// bytes in between is a predecessor that does not allow an early start.
+    /// and those of NCCL 2.28 to 2.30.4 do not wait for its end. In a captured graph any kernel that the stream waits
+    /// for can be that predecessor, including one of the compute stream that is still writing gradients. A memset of
+    /// four bytes in between is a predecessor that does not allow an early start.
     pub(super) fn fence(&mut self, stream: &Arc<CudaStream>) -> Result<()> {
         self.fence_word.as_mut().map_or(Ok(()), |word| stream.memset_zeros(word)).map_err(order_error)
     }

@@ -4,13 +4,13 @@
 //! trainer thread --leases--> comm thread: reduce-scatter, all-gather --socket--> next rank
 //!                                                                    <--socket-- previous rank
 //! ```
-//! The elements are cut into one chunk per rank. Reduce-scatter: chunk c starts at rank c + 1 and travels around the ring
-//! while each rank adds its own part, `x[c] + (x[c-1] + ... + (x[c+2] + x[c+1]))`, so that rank c ends with its sum.
-//! All-gather: the sum travels around once more, to all other ranks. All-reduce is one after the other, and the two are
-//! also available separately.
+//! The elements are cut into one chunk per rank. Reduce-scatter: chunk c starts at rank c + 1 and travels around the
+//! ring while each rank adds its own part, `x[c] + (x[c-1] + ... + (x[c+2] + x[c+1]))`, so that rank c ends with its
+//! sum. All-gather: the sum travels around once more, to all other ranks. All-reduce is one after the other, and the
+//! two are also available separately.
 //!
-//! Invariant: each sum is computed once, in an order that depends on the ranks only, and copied. So all ranks end with the
-//! same bytes, and reduce-scatter plus all-gather gives the same bits as all-reduce.
+//! Invariant: each sum is computed once, in an order that depends on the ranks only, and copied. So all ranks end with
+//! the same bytes, and reduce-scatter plus all-gather gives the same bits as all-reduce.
 
 mod connect;
 mod thread;

@@ -252,8 +252,8 @@ fn error_names_the_dead_peer() {
     });
     let errors: Vec<CommError> = errors.into_iter().flatten().collect();
     assert!(errors.iter().all(|error| matches!(error, CommError::PeerLost { .. })), "{errors:?}");
-    // Rank 0 sends to the dead rank and rank 2 receives from it. The one that notices first names it; the other may only
-    // see that the first closed its connections.
+    // Rank 0 sends to the dead rank and rank 2 receives from it. The one that notices first names it; the other may
+    // only see that the first closed its connections.
     assert!(errors.iter().any(|error| error.to_string().contains("rank 1")), "{errors:?}");
 }
 

@@ -35,7 +35,8 @@ impl Worker {
         Self { rank, world, next, previous, inbox: Vec::new() }
     }
 
-    /// Runs jobs until the sender of `queue` is dropped. The first error breaks the ring: every later job fails with it.
+    /// Runs jobs until the sender of `queue` is dropped. The first error breaks the ring: every later job fails with
+    /// it.
     pub(super) fn run(mut self, queue: &Receiver<Job>) {
         let mut state = Ok(());
         for job in queue {
@@ -121,8 +122,8 @@ impl Worker {
         (1..self.world).try_for_each(|_| self.exchange(&[0], &mut [0]))
     }
 
-    /// The range of chunk `c` modulo the world size in a buffer of `bytes` bytes: whole elements of `size` bytes, in chunks
-    /// whose lengths differ by at most one element.
+    /// The range of chunk `c` modulo the world size in a buffer of `bytes` bytes: whole elements of `size` bytes, in
+    /// chunks whose lengths differ by at most one element.
     fn chunk(&self, bytes: usize, size: usize, c: usize) -> Range<usize> {
         let (count, n, c) = (bytes / size, self.world, c % self.world);
         count * c / n * size..count * (c + 1) / n * size
@@ -142,8 +143,8 @@ impl Worker {
 /// The leased bytes.
 fn host_bytes(loan: &mut Loan) -> &mut [u8] {
     assert!(loan.space() == Space::Host, "the ring reduces host memory only");
-    // SAFETY: the lease keeps the host block alive and gives its holder exclusive access to the range until it is dropped:
-    // the lender checks `is_lent` before it touches a range. Host blocks are initialised when they are mapped.
+    // SAFETY: the lease keeps the host block alive and gives its holder exclusive access to the range until it is
+    // dropped: the lender checks `is_lent` before it touches a range. Host blocks are initialised when they are mapped.
     unsafe { std::slice::from_raw_parts_mut(loan.address() as *mut u8, loan.bytes()) }
 }
 

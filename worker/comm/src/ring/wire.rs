@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-/// Send and receive buffer of each socket. A chunk of a small model's bucket fits, so that a rank need not wait until its
-/// neighbour is scheduled.
+/// Send and receive buffer of each socket. A chunk of a small model's bucket fits, so that a rank need not wait until
+/// its neighbour is scheduled.
 const SOCKET_BUFFER_BYTES: usize = 1 << 20;
 
 /// A stream socket of either kind.
