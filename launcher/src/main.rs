@@ -1,22 +1,32 @@
-//! The `xlaunch` binary: `xlaunch worker` is one rank of the built-in trainer, everything else is the launcher, and, under its
-//! own name, the launcher's guard.
+//! The `xlaunch` binary: `xlaunch worker` is one rank of the built-in trainer, everything else is the command line, and,
+//! under its own name, the guard that cleans up after a launcher that was killed.
+//!
+//! - [`cli`]: subcommands, torchrun's flags, tables and JSON for people and programs;
+//! - [`bench`]: the measurements of `xlaunch bench`;
+//! - [`trainer`]: what the command line needs of the worker crate, which only this file names.
 #![forbid(unsafe_code)]
+
+mod bench;
+mod cli;
+mod client;
+mod trainer;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use xlaunch::{Preflight, Refusal, Trainer};
+use trainer::{Preflight, Trainer};
+use xlaunch_agent::{Refusal, spawn};
 use xlaunch_proto::spec::JobSpec;
 
 fn main() -> ExitCode {
-    if std::env::args_os().next().is_some_and(|name| name == xlaunch::spawn::guard::NAME) {
-        return xlaunch::spawn::guard::main();
+    if std::env::args_os().next().is_some_and(|name| name == spawn::guard::NAME) {
+        return spawn::guard::main();
     }
     if std::env::args_os().nth(1).is_some_and(|argument| argument == "worker") {
         return xlaunch_worker::main().into();
     }
     let newest_checkpoint = xlaunch_worker::newest_checkpoint;
-    xlaunch::cli::main(Trainer { preflight, newest_checkpoint, bench_alloc }).into()
+    cli::main(Trainer { preflight, newest_checkpoint, bench_alloc }).into()
 }
 
 fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {

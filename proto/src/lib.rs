@@ -5,16 +5,22 @@
 //! - [`convert`] converts wire messages to checked values; no other code in the project validates wire data;
 //! - [`spec`] is the description of a training job, shared by `train.toml`, the wire and checkpoints; [`model`] is its
 //!   model;
+//! - [`net`] connects processes: gRPC over unix sockets, peer credentials, connection limits;
+//! - [`json`] and [`labels`] render messages for programs and people;
 //! - [`ids`] are typed ids, [`exit`] is the table of exit codes, [`mod@env`] names the environment variables of
 //!   workers.
 #![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
 pub mod convert;
 pub mod env;
 pub mod exit;
 pub mod ids;
 mod invalid;
+pub mod json;
+pub mod labels;
 pub mod model;
+pub mod net;
 mod phase;
 pub mod spec;
 

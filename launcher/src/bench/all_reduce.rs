@@ -14,16 +14,16 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{AllReduceBench, AllReduceReport};
 
 use super::{launch, silent};
-use crate::Refusal;
-use crate::agent::trainer::Heard;
-use crate::devices::Placement;
+use xlaunch_agent::Refusal;
+use xlaunch_agent::devices::Placement;
+use xlaunch_agent::workload::trainer::Heard;
 
 /// Ratio of a size to the one before.
 const FACTOR: u64 = 4;
 
 /// Element type on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Dtype {
+pub(crate) enum Dtype {
     /// 2 bytes; on GPUs.
     Bf16,
     /// 4 bytes.
@@ -43,23 +43,22 @@ impl Dtype {
 
 /// One size: the columns of the table. Units: bytes, microseconds, GB/s (1e9 bytes per second).
 #[derive(Clone, Debug, PartialEq, Serialize)]
-#[expect(missing_docs, reason = "named after nccl-tests' columns")]
-pub struct Row {
-    pub size: u64,
-    pub count: u64,
+pub(crate) struct Row {
+    pub(crate) size: u64,
+    pub(crate) count: u64,
     #[serde(rename = "type")]
-    pub dtype: &'static str,
-    pub time: f64,
-    pub algbw: f64,
-    pub busbw: f64,
-    pub wrong: u64,
+    pub(crate) dtype: &'static str,
+    pub(crate) time: f64,
+    pub(crate) algbw: f64,
+    pub(crate) busbw: f64,
+    pub(crate) wrong: u64,
 }
 
 /// Measures sums of `min` to `max` bytes between the workers of the placement.
 ///
 /// # Errors
 /// bf16 on the CPU; those of [`launch`].
-pub async fn run(
+pub(crate) async fn run(
     spec: &JobSpec,
     placement: &Placement,
     min: u64,
@@ -116,7 +115,7 @@ fn row(count: u64, dtype: Dtype, world: u32, heard: &[Heard]) -> Option<Row> {
 }
 
 /// The table.
-pub fn table(rows: &[Row], world: u32, platform: &str) -> String {
+pub(crate) fn table(rows: &[Row], world: u32, platform: &str) -> String {
     let mut out = format!("# sums over {world} ranks, in place; {platform}\n");
     out += "#       size         count      type   redop    root     time   algbw   busbw  #wrong\n";
     out += "#        (B)    (elements)                               (us)  (GB/s)  (GB/s)\n";

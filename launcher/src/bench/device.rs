@@ -9,14 +9,18 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Calibration, DeviceBench};
 
 use super::{launch, silent};
-use crate::Refusal;
-use crate::devices::{self, Placement};
+use xlaunch_agent::Refusal;
+use xlaunch_agent::devices::{self, Placement};
 
 /// Measured by a worker on the first device of the placement, or found in its cache unless `refresh`.
 ///
 /// # Errors
 /// Those of [`launch`].
-pub async fn run(spec: &JobSpec, placement: &Placement, refresh: bool) -> Result<Calibration, Refusal> {
+pub(crate) async fn run(
+    spec: &JobSpec,
+    placement: &Placement,
+    refresh: bool,
+) -> Result<Calibration, Refusal> {
     let mut spec = spec.clone();
     (spec.engine.pool, spec.engine.exec, spec.engine.memory_limit_mb) = (PoolMode::On, Exec::Stream, None);
     let alone = Placement { workers: 1, ..placement.clone() };
@@ -30,7 +34,7 @@ pub async fn run(spec: &JobSpec, placement: &Placement, refresh: bool) -> Result
 }
 
 /// The table.
-pub fn table(found: &Calibration, platform: &str) -> String {
+pub(crate) fn table(found: &Calibration, platform: &str) -> String {
     let mut out = String::new();
     let mut line = |name: &str, value: String| {
         // Writing to a String cannot fail.
@@ -47,7 +51,7 @@ pub fn table(found: &Calibration, platform: &str) -> String {
 }
 
 /// The same as JSON, in the units of [`Calibration`].
-pub fn json(found: &Calibration, platform: &str) -> Value {
+pub(crate) fn json(found: &Calibration, platform: &str) -> Value {
     let products: serde_json::Map<String, Value> =
         products(found).into_iter().map(|(name, rate)| (name.into(), rate.into())).collect();
     json!({
@@ -65,6 +69,6 @@ fn products(found: &Calibration) -> Vec<(&'static str, f64)> {
 }
 
 /// The rate of products in this precision.
-pub fn product(found: &Calibration, precision: &str) -> Option<f64> {
+pub(crate) fn product(found: &Calibration, precision: &str) -> Option<f64> {
     products(found).into_iter().find(|(name, _)| *name == precision).map(|(_, rate)| rate)
 }

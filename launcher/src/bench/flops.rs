@@ -11,7 +11,7 @@ use xlaunch_proto::model::{Arch, ModelShape};
 
 /// Operations of one token's forward and backward.
 #[expect(clippy::cast_precision_loss, reason = "a size")]
-pub fn per_token(shape: &ModelShape) -> f64 {
+pub(crate) fn per_token(shape: &ModelShape) -> f64 {
     let attention = shape.layers as f64 * shape.seq as f64 * shape.dim as f64;
     6.0 * matrix_parameters(shape) as f64 + 6.0 * attention
 }

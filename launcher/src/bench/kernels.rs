@@ -22,18 +22,17 @@ const OTHER: &str = "other";
 
 /// One kernel over all its launches in the step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-#[expect(missing_docs, reason = "named after what they hold")]
-pub struct Kernel {
-    pub family: &'static str,
-    pub name: String,
-    pub ms: f64,
+pub(crate) struct Kernel {
+    pub(crate) family: &'static str,
+    pub(crate) name: String,
+    pub(crate) ms: f64,
     /// Of the time in all kernels.
-    pub share: f64,
-    pub launches: u64,
+    pub(crate) share: f64,
+    pub(crate) launches: u64,
 }
 
 /// The kernels of a report with their families; families by their time, and in each the longest kernel first.
-pub fn grouped(kernels: &[KernelReport]) -> Vec<Kernel> {
+pub(crate) fn grouped(kernels: &[KernelReport]) -> Vec<Kernel> {
     let total: f64 = kernels.iter().map(|kernel| kernel.seconds).sum();
     let mut grouped: Vec<Kernel> = kernels
         .iter()
@@ -67,7 +66,7 @@ fn sum(kernels: &[Kernel], family: &str) -> (f64, u64) {
 }
 
 /// The table: a line per family, and its kernels below it.
-pub fn table(kernels: &[Kernel]) -> String {
+pub(crate) fn table(kernels: &[Kernel]) -> String {
     if kernels.is_empty() {
         return "kernels      not timed: the CPU back end has none\n".into();
     }

@@ -13,10 +13,10 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 use xlaunch_proto::exit::ExitCode;
 
-use crate::Refusal;
-use crate::process::Process;
-use crate::spawn::{Options, Spawner, Worker};
-use crate::status::sample::Sampler;
+use xlaunch_agent::Refusal;
+use xlaunch_agent::process::Process;
+use xlaunch_agent::spawn::{Options, Spawner, Worker};
+use xlaunch_agent::status::sample::Sampler;
 
 /// What processes of a measurement have in their environment.
 const MARK: &str = "XLAUNCH_BENCH";
@@ -49,48 +49,48 @@ device = "cpu"
 
 /// Milliseconds.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Spread {
+pub(crate) struct Spread {
     /// The one in the middle.
-    pub median: f64,
+    pub(crate) median: f64,
     /// All but one in a hundred are no longer.
     pub p99: f64,
 }
 
 /// What one launcher takes.
 #[derive(Clone, Debug, Serialize)]
-pub struct Launcher {
+pub(crate) struct Launcher {
     /// From the command to its end, with workers that do nothing.
-    pub nothing: Spread,
+    pub(crate) nothing: Spread,
     /// From a worker's death to the end of the command, and of all other workers.
-    pub group_gone: Spread,
+    pub(crate) group_gone: Spread,
     /// Processes left a second after the launcher was killed, of as many.
-    pub left_of: (usize, usize),
+    pub(crate) left_of: (usize, usize),
 }
 
 /// All that was found.
 #[derive(Clone, Debug, Serialize)]
-pub struct Found {
+pub(crate) struct Found {
     /// Workers of each launch.
-    pub workers: u32,
+    pub(crate) workers: u32,
     /// This program.
-    pub xlaunch: Launcher,
+    pub(crate) xlaunch: Launcher,
     /// From a worker's death to the launcher's knowledge of it.
-    pub reaction: Spread,
+    pub(crate) reaction: Spread,
     /// Resident bytes of the launcher, its guard included, while its workers sleep.
-    pub resident_bytes: u64,
+    pub(crate) resident_bytes: u64,
     /// Its CPU time then, in percent of a core.
-    pub cpu_percent: f64,
+    pub(crate) cpu_percent: f64,
     /// Seconds until a rank of a training job is named, from when it is stopped.
-    pub hang_named_seconds: f64,
+    pub(crate) hang_named_seconds: f64,
     /// The other one.
-    pub torchrun: Option<Launcher>,
+    pub(crate) torchrun: Option<Launcher>,
 }
 
 /// Measures `runs` launches of `workers` each; `torchrun` is the program to compare with, if there is one.
 ///
 /// # Errors
 /// A launch that fails or hangs.
-pub async fn run(workers: u32, runs: usize, torchrun: Option<&Path>) -> Result<Found, Refusal> {
+pub(crate) async fn run(workers: u32, runs: usize, torchrun: Option<&Path>) -> Result<Found, Refusal> {
     let failed =
         |error: std::io::Error| Refusal::new(ExitCode::Internal, format!("failed to measure: {error}"));
     let own = std::env::current_exe().map_err(failed)?;
@@ -113,7 +113,7 @@ pub async fn run(workers: u32, runs: usize, torchrun: Option<&Path>) -> Result<F
 }
 
 /// The first `torchrun` in PATH that is not this program.
-pub fn torchrun() -> Option<PathBuf> {
+pub(crate) fn torchrun() -> Option<PathBuf> {
     let own = std::env::current_exe().ok().and_then(|path| path.canonicalize().ok());
     let paths = std::env::var_os("PATH")?;
     let mut found = std::env::split_paths(&paths).map(|dir| dir.join("torchrun"));
@@ -285,7 +285,7 @@ fn spread(mut times: Vec<f64>) -> Spread {
 
 /// The table.
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
-pub fn table(found: &Found) -> String {
+pub(crate) fn table(found: &Found) -> String {
     let mut out = format!("{} workers; milliseconds, median and 99th percentile\n\n", found.workers);
     let mut line = |name: &str, ours: String, theirs: Option<String>| {
         // Writing to a String cannot fail.

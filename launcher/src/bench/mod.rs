@@ -9,14 +9,14 @@
 //!
 //! Each launch has a run directory in a temporary place, which goes when the launch has gone well.
 
-pub mod all_reduce;
-pub mod device;
-pub mod flops;
-pub mod kernels;
-pub mod launches;
-pub mod queries;
-pub mod rendezvous;
-pub mod train;
+pub(crate) mod all_reduce;
+pub(crate) mod device;
+pub(crate) mod flops;
+pub(crate) mod kernels;
+pub(crate) mod launches;
+pub(crate) mod queries;
+pub(crate) mod rendezvous;
+pub(crate) mod train;
 
 use std::path::Path;
 
@@ -25,18 +25,18 @@ use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::Bench;
 use xlaunch_proto::v1::bench::Kind;
 
-use crate::agent::driver;
-use crate::agent::trainer::{Heard, TrainerPlan};
-use crate::agent::work::Plan;
-use crate::devices::Placement;
-use crate::run_dir::RunDir;
-use crate::{Refusal, report};
+use xlaunch_agent::devices::Placement;
+use xlaunch_agent::driver;
+use xlaunch_agent::run_dir::RunDir;
+use xlaunch_agent::workload::Plan;
+use xlaunch_agent::workload::trainer::{Heard, TrainerPlan};
+use xlaunch_agent::{Refusal, report};
 
 /// Runs the workers of one measurement to their end; what they said.
 ///
 /// # Errors
 /// A worker that failed, with the agent's report; an interrupt.
-pub async fn launch(spec: &JobSpec, placement: &Placement, kind: Kind) -> Result<Vec<Heard>, Refusal> {
+pub(crate) async fn launch(spec: &JobSpec, placement: &Placement, kind: Kind) -> Result<Vec<Heard>, Refusal> {
     let internal = |what: &str, error: std::io::Error| {
         Refusal::new(ExitCode::Internal, format!("failed to {what}: {error}"))
     };

@@ -15,12 +15,11 @@ use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::{GetRequest, Gpu, Job, NodeJobState, NodeStatus, NodeStatusRequest, StatusReply};
 
 use super::percentile;
-use crate::Refusal;
-use crate::channel;
-use crate::daemon::orders::Node;
-use crate::daemon::service::access::Access;
-use crate::daemon::service::{listener, serve};
-use crate::daemon::view::{JobView, NodeView};
+use xlaunch_agent::Refusal;
+use xlaunch_daemon::orders::Node;
+use xlaunch_daemon::service::access::Access;
+use xlaunch_daemon::service::{listener, serve};
+use xlaunch_daemon::view::{JobView, NodeView};
 
 /// Time for an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -31,35 +30,35 @@ const GPUS: u32 = 8;
 
 /// How hard to ask.
 #[derive(Clone, Copy, Debug)]
-pub struct Load {
+pub(crate) struct Load {
     /// Connections at a time, at most 64.
-    pub connections: usize,
+    pub(crate) connections: usize,
     /// Questions at a time on each, at most 32.
-    pub pipelined: usize,
+    pub(crate) pipelined: usize,
     /// How long.
-    pub time: Duration,
+    pub(crate) time: Duration,
 }
 
 /// What was found.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Found {
+pub(crate) struct Found {
     /// Questions that were answered: one about the node for each about a job.
-    pub queries: usize,
+    pub(crate) queries: usize,
     /// Of them, in a second.
-    pub queries_per_second: f64,
+    pub(crate) queries_per_second: f64,
     /// Milliseconds to an answer: the one in the middle.
-    pub median_ms: f64,
+    pub(crate) median_ms: f64,
     /// Milliseconds: all but one in a hundred are no longer.
     pub p99_ms: f64,
     /// Use of the service's core, 100 for all of it.
-    pub service_cpu_percent: f64,
+    pub(crate) service_cpu_percent: f64,
 }
 
 /// Asks for a while.
 ///
 /// # Errors
 /// Where the service cannot be started or does not answer.
-pub fn run(load: Load) -> Result<Found, Refusal> {
+pub(crate) fn run(load: Load) -> Result<Found, Refusal> {
     let failed = |error: std::io::Error| {
         Refusal::new(ExitCode::Internal, format!("failed to ask the daemon's service: {error}"))
     };
@@ -108,7 +107,7 @@ fn measure(load: Load) -> std::io::Result<Found> {
 }
 
 /// The figures, a line each.
-pub fn table(found: &Found) -> String {
+pub(crate) fn table(found: &Found) -> String {
     format!(
         "queries per second       {:.0}\ntime to an answer        {:.2} ms median, {:.2} ms 99th percentile\n\
          CPU of the service       {:.0} %\n",
@@ -121,7 +120,7 @@ async fn ask(socket: &std::path::Path, load: Load) -> std::io::Result<Vec<f64>> 
     let deadline = Instant::now() + load.time;
     let mut callers = tokio::task::JoinSet::new();
     for _ in 0..load.connections {
-        let client = NodeClient::new(channel::connect(socket, PATIENCE).await?);
+        let client = NodeClient::new(crate::client::connect(socket, PATIENCE).await?);
         (0..load.pipelined).for_each(|_| drop(callers.spawn(caller(client.clone(), deadline))));
     }
     let mut times = Vec::new();

@@ -23,11 +23,11 @@ use xlaunch_proto::ids::{Attempt, Digest, NcclId, Rank};
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{JobKind, JoinRequest};
 
-use crate::rendezvous::Rendezvous;
-use crate::rendezvous::meeting::{Meeting, Outcome};
-use crate::rendezvous::service::{self, Message};
-use crate::status::board::{Board, Launch};
-use crate::{Refusal, channel};
+use xlaunch_agent::Refusal;
+use xlaunch_agent::rendezvous::Rendezvous;
+use xlaunch_agent::rendezvous::meeting::{Meeting, Outcome};
+use xlaunch_agent::rendezvous::service::{self, Message};
+use xlaunch_agent::status::board::{Board, Launch};
 
 /// Time for everybody to meet.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -40,18 +40,18 @@ const JOB: &[u8] = b"bench";
 
 /// What one meeting took.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct Met {
+pub(crate) struct Met {
     /// Ranks that met.
-    pub ranks: u32,
+    pub(crate) ranks: u32,
     /// From the first connection to the last answer.
-    pub seconds: f64,
+    pub(crate) seconds: f64,
 }
 
 /// Has so many ranks meet, each number by itself.
 ///
 /// # Errors
 /// Too few descriptors; a meeting that fails.
-pub async fn run(ranks: &[u32]) -> Result<Vec<Met>, Refusal> {
+pub(crate) async fn run(ranks: &[u32]) -> Result<Vec<Met>, Refusal> {
     let mut found = Vec::new();
     for ranks in ranks {
         let met = meet(*ranks).await.map_err(|error| failed(&error))?;
@@ -65,7 +65,7 @@ fn failed(error: &io::Error) -> Refusal {
 }
 
 /// The table.
-pub fn table(found: &[Met]) -> String {
+pub(crate) fn table(found: &[Met]) -> String {
     let mut out = format!("{:>8}  seconds to meet\n", "ranks");
     for Met { ranks, seconds } in found {
         // Writing to a String cannot fail.
@@ -122,7 +122,7 @@ async fn meet(ranks: u32) -> io::Result<Met> {
 ///
 /// # Errors
 /// The first rank's that could not join.
-pub async fn callers(socket: &Path, ranks: u32) -> Result<String, Refusal> {
+pub(crate) async fn callers(socket: &Path, ranks: u32) -> Result<String, Refusal> {
     allow(ranks).map_err(|error| failed(&error))?;
     let start = Instant::now();
     let mut joining = JoinSet::new();
@@ -156,7 +156,7 @@ async fn join(socket: &Path, rank: u32) -> io::Result<()> {
 /// All come at once: a socket's queue holds fewer.
 async fn connect(socket: &Path) -> io::Result<Channel> {
     loop {
-        match channel::connect(socket, PATIENCE).await {
+        match crate::client::connect(socket, PATIENCE).await {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => tokio::time::sleep(BREATH).await,
             connected => return connected,
         }

@@ -18,62 +18,62 @@ use xlaunch_proto::v1::{StepReport, TrainBench, TrainStarted};
 
 use super::kernels::{self, Kernel};
 use super::{device, flops, launch, percentile, silent};
-use crate::agent::trainer::Heard;
-use crate::devices::{self, Placement};
-use crate::progress::count;
-use crate::{Refusal, Trainer};
+use crate::trainer::Trainer;
+use xlaunch_agent::Refusal;
+use xlaunch_agent::devices::{self, Placement};
+use xlaunch_agent::sinks::progress::count;
+use xlaunch_agent::workload::trainer::Heard;
 
 /// How much is measured.
 #[derive(Clone, Copy, Debug)]
-pub struct Extent {
+pub(crate) struct Extent {
     /// Steps before the measured ones.
-    pub warmup: u64,
+    pub(crate) warmup: u64,
     /// Measured steps.
-    pub steps: u64,
+    pub(crate) steps: u64,
     /// Time the kernels of one more step.
-    pub profile: bool,
+    pub(crate) profile: bool,
 }
 
 /// What was found: the fields of the JSON form.
 #[derive(Clone, Debug, Serialize)]
-#[expect(missing_docs, reason = "named after what they hold, with their units")]
-pub struct Measured {
-    pub device: String,
-    pub platform: String,
-    pub ranks: u32,
-    pub job: String,
-    pub parameters: u64,
-    pub precision: String,
-    pub tokens_per_step: u64,
-    pub warmup: u64,
-    pub steps: u64,
-    pub step_ms: f64,
+pub(crate) struct Measured {
+    pub(crate) device: String,
+    pub(crate) platform: String,
+    pub(crate) ranks: u32,
+    pub(crate) job: String,
+    pub(crate) parameters: u64,
+    pub(crate) precision: String,
+    pub(crate) tokens_per_step: u64,
+    pub(crate) warmup: u64,
+    pub(crate) steps: u64,
+    pub(crate) step_ms: f64,
     pub step_ms_p5: f64,
     pub step_ms_p95: f64,
-    pub tokens_per_second: f64,
+    pub(crate) tokens_per_second: f64,
     /// By [`flops::per_token`].
-    pub flops_per_token: f64,
-    pub tflops_per_rank: f64,
+    pub(crate) flops_per_token: f64,
+    pub(crate) tflops_per_rank: f64,
     /// Of a large product in the same precision.
-    pub ceiling_tflops: f64,
-    pub share_of_ceiling: f64,
+    pub(crate) ceiling_tflops: f64,
+    pub(crate) share_of_ceiling: f64,
     /// From the start of the command to the end of the first step.
-    pub first_step_seconds: f64,
+    pub(crate) first_step_seconds: f64,
     /// Median with the sums less the median without; 0 for one rank. Noise can make it negative.
-    pub exposed_communication_ms: f64,
-    pub step_ms_without_all_reduce: f64,
+    pub(crate) exposed_communication_ms: f64,
+    pub(crate) step_ms_without_all_reduce: f64,
     /// Mapped by the pool of the rank with the most.
-    pub pool_peak_bytes: u64,
-    pub final_loss: f32,
+    pub(crate) pool_peak_bytes: u64,
+    pub(crate) final_loss: f32,
     /// Of one step of rank 0; asked for with `--profile`.
-    pub kernels: Option<Vec<Kernel>>,
+    pub(crate) kernels: Option<Vec<Kernel>>,
 }
 
 /// Measures the job; `began` is when the command did.
 ///
 /// # Errors
 /// Data that cannot be read; those of [`launch`].
-pub async fn run(
+pub(crate) async fn run(
     spec: JobSpec,
     placement: &Placement,
     extent: Extent,
@@ -205,7 +205,7 @@ fn profile(heard: &[Heard]) -> Vec<Kernel> {
 
 /// The table.
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
-pub fn table(m: &Measured) -> String {
+pub(crate) fn table(m: &Measured) -> String {
     let mut out = String::new();
     let mut line = |name: &str, value: String| {
         // Writing to a String cannot fail.

@@ -1,6 +1,6 @@
 //! `xlaunch agent DIR`: runs one job of a node's daemon, in the job's environment, and outlives the daemon.
 //!
-//! The daemon starts it as the job's user, with what to run on standard input; see [`crate::daemon::files`] for what the two
+//! The daemon starts it as the job's user, with what to run on standard input; see [`xlaunch_daemon::files`] for what the two
 //! leave each other in DIR. It takes the ticket of its start before it does anything, so that a start that was taken back
 //! does not happen, and writes down how the job has ended before it ends itself.
 
@@ -23,11 +23,12 @@ use xlaunch_proto::spec::{Device, JobSpec};
 
 use super::launch::{self, Ended};
 use super::torchrun::{self, Name, Request};
-use crate::daemon::files::{self, Description, Identity, JobResult, PROTOCOL};
-use crate::devices::{self, Node};
-use crate::process::Process;
-use crate::run_dir::RunDir;
-use crate::{Refusal, Trainer};
+use crate::trainer::Trainer;
+use xlaunch_agent::Refusal;
+use xlaunch_agent::devices::{self, Node};
+use xlaunch_agent::process::Process;
+use xlaunch_agent::run_dir::RunDir;
+use xlaunch_daemon::files::{self, Description, Identity, JobResult, PROTOCOL};
 
 /// For another agent of the same job to go.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -95,7 +96,7 @@ fn begin(options: &Agent) -> io::Result<Option<Begun>> {
         version: xlaunch_proto::VERSION.into(),
         pid: own.pid,
         started: own.started,
-        boot: crate::daemon::boot_id(),
+        boot: xlaunch_daemon::boot_id(),
         start: order.start,
     };
     introduce(&dir, &identity)?;
@@ -199,7 +200,7 @@ impl Begun {
                     return Err(Refusal::new(ExitCode::Usage, "the job is not a command"));
                 };
                 // All output is in its files, for whoever asks the daemon; nobody watches a console.
-                spec.logs.redirects.all = crate::command::Streams { stdout: true, stderr: true };
+                spec.logs.redirects.all = xlaunch_agent::command::Streams { stdout: true, stderr: true };
                 spec.name.clone_from(&self.order.name);
                 launch::run_workers(&spec, || Ok(RunDir::for_agent(&spec, self.order.job, &self.dir))).await
             }

@@ -12,8 +12,9 @@ use crate::bench::all_reduce::{self, Dtype};
 use crate::bench::queries::{self, Load};
 use crate::bench::train::{self, Extent};
 use crate::bench::{device, launches, rendezvous};
-use crate::devices::{self, Node, Placement};
-use crate::{Refusal, Trainer};
+use crate::trainer::Trainer;
+use xlaunch_agent::Refusal;
+use xlaunch_agent::devices::{self, Node, Placement};
 
 /// Largest sum where no other is asked for: on GPUs, on the CPU.
 const LARGEST: [u64; 2] = [256 << 20, 16 << 20];

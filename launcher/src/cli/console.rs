@@ -4,8 +4,8 @@ use std::io::Write;
 
 use xlaunch_proto::exit::ExitCode;
 
-use crate::Refusal;
-use crate::clock;
+use xlaunch_agent::Refusal;
+use xlaunch_agent::clock;
 
 /// Why a query ends before it is answered.
 #[derive(Debug)]

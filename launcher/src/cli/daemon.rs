@@ -9,7 +9,7 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use xlaunch_proto::exit::ExitCode;
 
-use crate::daemon::run::{self, Options};
+use xlaunch_daemon::run::{self, Options};
 
 /// Options of `xlaunch daemon`.
 #[derive(Debug, Args)]
@@ -32,7 +32,9 @@ pub(super) struct Daemon {
 pub(super) async fn run(options: Daemon) -> ExitCode {
     let Daemon { config, foreground, state_dir, socket } = options;
     log(foreground);
-    match run::run(&Options { config, foreground, state_dir, socket }).await {
+    match run::run(&Options { config, foreground, state_dir, socket, parse_command: super::parse_submitted })
+        .await
+    {
         Ok(()) => ExitCode::Done,
         Err(refusal) => {
             eprintln!("error: {}", refusal.message.trim());
@@ -43,8 +45,10 @@ pub(super) async fn run(options: Daemon) -> ExitCode {
 
 /// The journal takes fields as they are; elsewhere lines say them.
 fn log(foreground: bool) {
-    let filter =
-        || EnvFilter::try_from_env("XLAUNCH_LOG").unwrap_or_else(|_| EnvFilter::new("warn,xlaunch=info"));
+    let filter = || {
+        EnvFilter::try_from_env("XLAUNCH_LOG")
+            .unwrap_or_else(|_| EnvFilter::new("warn,xlaunch=info,xlaunch_agent=info,xlaunch_daemon=info"))
+    };
     let under_journald = std::env::var_os("JOURNAL_STREAM").is_some() && !foreground;
     if under_journald && let Ok(journal) = tracing_journald::layer() {
         tracing_subscriber::registry().with(filter()).with(journal.with_field_prefix(None)).init();

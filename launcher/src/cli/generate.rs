@@ -12,7 +12,7 @@ use xlaunch_proto::spec::JobSpec;
 
 use super::console::{End, put};
 use super::torchrun;
-use crate::Refusal;
+use xlaunch_agent::Refusal;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Gen {

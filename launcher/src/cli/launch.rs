@@ -3,23 +3,23 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use miette::{GraphicalReportHandler, GraphicalTheme};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::StatusReply;
 
-use crate::agent::commands::CommandPlan;
-use crate::agent::driver;
-use crate::agent::state::Outcome;
-use crate::agent::trainer::TrainerPlan;
-use crate::agent::work::Plan;
-use crate::command::CommandSpec;
-use crate::config::{self, ConfigError, Override};
-use crate::devices::{self, Node, Placement};
-use crate::report::Evidence;
-use crate::run_dir::{self, RunDir};
-use crate::spawn::affinity::{self, Affinity};
-use crate::{Refusal, Trainer, report};
+use crate::trainer::Trainer;
+use xlaunch_agent::command::CommandSpec;
+use xlaunch_agent::config::{self, Override};
+use xlaunch_agent::devices::{self, Node, Placement};
+use xlaunch_agent::driver;
+use xlaunch_agent::report::Evidence;
+use xlaunch_agent::run_dir::{self, RunDir};
+use xlaunch_agent::spawn::affinity::{self, Affinity};
+use xlaunch_agent::state::Outcome;
+use xlaunch_agent::workload::Plan;
+use xlaunch_agent::workload::command::CommandPlan;
+use xlaunch_agent::workload::trainer::TrainerPlan;
+use xlaunch_agent::{Refusal, report};
 
 /// A launch of the built-in trainer.
 #[derive(Debug)]
@@ -160,7 +160,7 @@ pub(super) fn load(launch: &Launch) -> Result<JobSpec, Refusal> {
     let mut overrides = Override::from_environment(std::env::vars());
     let flag = |key: &str, value: String, source: String| Override { key: key.into(), value, source };
     for argument in &launch.set {
-        overrides.push(Override::from_flag(argument).map_err(|error| draw(&error))?);
+        overrides.push(Override::from_flag(argument)?);
     }
     if let Some(nproc) = launch.nproc {
         overrides.push(flag("launch.nproc", nproc.to_string(), format!("--nproc {nproc}")));
@@ -168,19 +168,7 @@ pub(super) fn load(launch: &Launch) -> Result<JobSpec, Refusal> {
     if let Some(resume) = &launch.resume {
         overrides.push(flag("checkpoint.resume", format!("{resume:?}"), format!("--resume={resume}")));
     }
-    config::load(&launch.config, &overrides).map_err(|error| draw(&error))
-}
-
-/// The error with its place in the file drawn below.
-pub(crate) fn draw(error: &ConfigError) -> Refusal {
-    let mut text = String::new();
-    let mut theme = GraphicalTheme::default();
-    // "error:" stands in front already.
-    theme.characters.error = String::new();
-    if GraphicalReportHandler::new_themed(theme).with_links(false).render_report(&mut text, error).is_err() {
-        text = error.to_string();
-    }
-    Refusal::new(ExitCode::Usage, text)
+    Ok(config::load(&launch.config, &overrides)?)
 }
 
 #[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]

@@ -8,6 +8,8 @@ mod generate;
 mod launch;
 mod node;
 mod query;
+#[cfg(test)]
+mod submission_tests;
 pub(crate) mod torchrun;
 
 use std::ffi::OsString;
@@ -16,10 +18,11 @@ use std::io::Write;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use xlaunch_proto::exit::ExitCode;
 
-use crate::devices::Node;
-use crate::{Refusal, Trainer};
-pub(crate) use launch::draw;
+use crate::trainer::Trainer;
 use torchrun::{Name, Request};
+use xlaunch_agent::Refusal;
+use xlaunch_agent::command::CommandSpec;
+use xlaunch_agent::devices::Node;
 
 /// Starts worker processes and looks after them.
 #[derive(Debug, Parser)]
@@ -64,7 +67,7 @@ enum Query {
 
 /// Runs the command line of this process.
 #[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]
-pub fn main(trainer: Trainer) -> ExitCode {
+pub(crate) fn main(trainer: Trainer) -> ExitCode {
     let mut arguments = std::env::args_os();
     let name = Name::of(&arguments.next().unwrap_or_default());
     let arguments: Vec<OsString> = arguments.collect();
@@ -115,6 +118,21 @@ fn submit_option(name: &str) -> Option<bool> {
     };
     let option = command.find_subcommand("submit")?.get_arguments().find(is_named)?;
     Some(option.get_action().takes_values())
+}
+
+/// Parses the command line of a submission in its environment, on a node with this number of GPUs.
+fn parse_submitted(
+    arguments: &[OsString],
+    variable: &dyn Fn(&str) -> Option<OsString>,
+    gpus: u32,
+) -> Result<CommandSpec, String> {
+    let node = || Node { gpus: Ok(gpus), cores: 1 };
+    match torchrun::parse(Name::Xlaunch, arguments, variable, &node) {
+        Ok(Request::Command(command)) => Ok(*command),
+        Ok(Request::Trainer(_)) => Err("a training configuration is submitted as its description".into()),
+        Ok(Request::Text(_)) => Err("this command line starts nothing".into()),
+        Err(refusal) => Err(refusal.message),
+    }
 }
 
 /// Does the work of a command line that was understood.

@@ -17,9 +17,10 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use tokio::sync::{mpsc, oneshot};
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::Channel;
 use xlaunch_comm::AbortHandle;
 use xlaunch_proto::convert::{Join, Joined};
+use xlaunch_proto::net;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{GetJobReply, GetJobRequest, Hello, JoinRequest};
@@ -68,7 +69,7 @@ impl Control {
             .map_err(|error| io("the control runtime", error))?;
         let shared = Arc::new(Shared::default());
         let (sender, requests) = mpsc::unbounded_channel();
-        let channel = runtime.block_on(connect(socket)).map_err(|error| {
+        let channel = runtime.block_on(net::connect(socket, net::connect::endpoint())).map_err(|error| {
             WorkerError::AgentLost(format!("failed to connect to {}: {error}", socket.display()))
         })?;
         let thread_shared = shared.clone();
@@ -155,21 +156,6 @@ impl Drop for Control {
             let _ = thread.join();
         }
     }
-}
-
-async fn connect(socket: &Path) -> std::result::Result<Channel, tonic::transport::Error> {
-    let path = socket.to_path_buf();
-    // The URI is never resolved, as the connector below ignores it.
-    Endpoint::from_static("http://agent")
-        .connect_with_connector(tower::service_fn(move |_: Uri| {
-            let path = path.clone();
-            async move {
-                Ok::<_, std::io::Error>(hyper_util::rt::TokioIo::new(
-                    tokio::net::UnixStream::connect(path).await?,
-                ))
-            }
-        }))
-        .await
 }
 
 /// The control thread: unary requests until the session is opened, then the session.

@@ -13,8 +13,8 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::{GetRequest, Job, SubmitReply, SubmitRequest};
 
-use crate::Refusal;
-use crate::channel::{self, cause};
+use xlaunch_agent::Refusal;
+use xlaunch_proto::net::connect::cause;
 
 /// The node's daemon listens here.
 const NODE: &str = "/run/xlaunch/xlaunch.sock";
@@ -70,7 +70,7 @@ impl Daemon {
     pub(in crate::cli) async fn connect(at: &At) -> Result<Self, Refusal> {
         let mut problems = Vec::new();
         for socket in at.sockets(|name| std::env::var_os(name)) {
-            match channel::connect(&socket, PATIENCE).await {
+            match crate::client::connect(&socket, PATIENCE).await {
                 Ok(channel) => {
                     let client = NodeClient::new(channel).max_decoding_message_size(ANSWER);
                     return Ok(Self { socket, client });
@@ -131,7 +131,7 @@ impl Daemon {
                     Ok(Some(job)) => {
                         since = Instant::now();
                         seen(&job);
-                        if crate::daemon::view::has_ended(job.state()) {
+                        if xlaunch_daemon::view::has_ended(job.state()) {
                             return Ok(job);
                         }
                     }

@@ -6,10 +6,10 @@ use xlaunch_proto::v1::{CancelRequest, DrainRequest, Gpu, Job, NodeJobState, Nod
 
 use super::connect::{At, Daemon};
 use super::show;
-use crate::Refusal;
 use crate::cli::console::{End, escape, put, say};
-use crate::status::json;
-use crate::status::words::node_job_state;
+use xlaunch_agent::Refusal;
+use xlaunch_proto::json;
+use xlaunch_proto::labels::node_job_state;
 
 /// Options of `xlaunch cancel`.
 #[derive(Debug, Args)]

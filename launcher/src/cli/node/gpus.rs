@@ -7,9 +7,9 @@ use super::connect::{At, Daemon};
 use super::show::columns;
 use crate::cli::console::{End, escape, fit, now, put, width};
 use crate::cli::query::show::{bytes, percent, seconds, shown};
-use crate::progress::clock;
-use crate::status::json;
-use crate::status::words::gpu_state;
+use xlaunch_agent::sinks::progress::clock;
+use xlaunch_proto::json;
+use xlaunch_proto::labels::gpu_state;
 
 /// Options of `xlaunch node`.
 #[derive(Debug, Args)]

@@ -10,9 +10,9 @@ use super::connect::{At, Daemon};
 use super::show;
 use crate::cli::console::{End, fit, put, width};
 use crate::cli::query::show::shown;
-use crate::clock::unix_ms;
-use crate::daemon::view::has_ended;
-use crate::status::words::node_job_state;
+use xlaunch_agent::clock::unix_ms;
+use xlaunch_daemon::view::has_ended;
+use xlaunch_proto::labels::node_job_state;
 
 /// Characters of a name that are shown.
 const NAME: usize = 32;

@@ -24,8 +24,6 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{JobLogsRequest, LogsRequest};
 
 use super::console::{End, finish, put, redrawn, width};
-use crate::clock::unix_ms;
-use crate::daemon::view::has_ended;
 pub(super) use connect::{At, Daemon};
 pub(super) use control::{Cancel, Drain, stop};
 use foreign::Foreign;
@@ -33,6 +31,8 @@ pub(super) use gpus::Node;
 pub(super) use jobs::Jobs;
 pub(super) use submit::{Submit, split};
 pub(super) use top::Top;
+use xlaunch_agent::clock::unix_ms;
+use xlaunch_daemon::view::has_ended;
 
 pub(super) async fn submit(options: Submit) -> ExitCode {
     finish(submit::submit(options).await)

@@ -6,10 +6,10 @@ use xlaunch_proto::v1::{Job, JobKind, NodeJobState};
 
 use crate::cli::console::{escape, fit};
 use crate::cli::query::show::{self, seconds};
-use crate::daemon::view::has_ended;
-use crate::progress::clock;
-use crate::status::json;
-use crate::status::words::node_job_state;
+use xlaunch_agent::sinks::progress::clock;
+use xlaunch_daemon::view::has_ended;
+use xlaunch_proto::json;
+use xlaunch_proto::labels::node_job_state;
 
 /// Seconds from which on the age of a status is worth a word.
 const OLD: f64 = 5.0;

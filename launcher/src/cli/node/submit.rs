@@ -19,12 +19,12 @@ use xlaunch_proto::v1::{CommandLine, Job, NodeJobState, SubmitRequest};
 
 use super::connect::{At, Daemon};
 use super::show;
-use crate::Refusal;
 use crate::cli::console::{End, put, say};
 use crate::cli::launch;
 use crate::cli::torchrun::{self, Name, Request};
-use crate::devices::Node;
-use crate::status::words::node_job_state;
+use xlaunch_agent::Refusal;
+use xlaunch_agent::devices::Node;
+use xlaunch_proto::labels::node_job_state;
 
 /// Bytes of an environment that a daemon takes.
 const ENVIRONMENT: usize = 256 << 10;

@@ -8,8 +8,7 @@ use tonic::transport::Channel;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{StatusReply, StatusRequest};
 
-use crate::channel;
-use crate::registry::{self, Running, SOCKET};
+use xlaunch_agent::registry::{self, Running, SOCKET};
 
 /// How deep below a directory a run may lie: output, job, run.
 const DEPTH: usize = 3;
@@ -94,7 +93,8 @@ fn find(dir: &Path, depth: usize, found: &mut Vec<PathBuf>) {
 
 /// Connects to a launch's agent.
 pub(super) async fn connect(launch: &Running) -> Result<AgentClient<Channel>, String> {
-    let channel = channel::connect(&launch.socket, PATIENCE).await.map_err(|_| no_connection(launch))?;
+    let channel =
+        crate::client::connect(&launch.socket, PATIENCE).await.map_err(|_| no_connection(launch))?;
     Ok(AgentClient::new(channel))
 }
 

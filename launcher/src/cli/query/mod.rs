@@ -18,8 +18,8 @@ use xlaunch_proto::v1::{LogStream, LogsRequest, StatusReply, StopRequest};
 
 use super::console::{End, finish, now, put, redrawn, width};
 use super::node::{self, At, Daemon};
-use crate::registry::Running;
-use crate::status::json;
+use xlaunch_agent::registry::Running;
+use xlaunch_proto::json;
 
 /// Options of `xlaunch status`.
 #[derive(Debug, Args)]
@@ -181,7 +181,7 @@ async fn watch(run: Option<&Path>, pause: Duration, as_json: bool) -> Result<(),
 
 /// Whether a launch that gave no answer is there all the same.
 fn is_running(launch: &Running) -> bool {
-    crate::registry::running().iter().any(|other| other.socket == launch.socket)
+    xlaunch_agent::registry::running().iter().any(|other| other.socket == launch.socket)
 }
 
 /// All at once: one that hangs delays no other.

@@ -1,10 +1,10 @@
-//! The state of a launch as tables for people; programs get it as [`crate::status::json`] has it.
+//! The state of a launch as tables for people; programs get it as [`xlaunch_proto::json`] has it.
 
 use xlaunch_proto::v1::{JobKind, RankStatus, Restart, StatusReply};
 
 use crate::cli::console::{escape, fit};
-use crate::progress::{clock, count};
-use crate::status::words::{job_state, rank_state};
+use xlaunch_agent::sinks::progress::{clock, count};
+use xlaunch_proto::labels::{job_state, rank_state};
 
 /// Restarts that are shown.
 const RESTARTS: usize = 3;

@@ -28,13 +28,13 @@ use std::path::Path;
 use xlaunch_proto::exit::ExitCode;
 
 use super::launch::Launch;
-use crate::Refusal;
-use crate::command::CommandSpec;
-use crate::devices::Node;
 pub(super) use arguments::arguments;
 pub(super) use help::{ABOUT, usage};
 use line::{Line, Target};
 use reader::{Environment, Reader};
+use xlaunch_agent::Refusal;
+use xlaunch_agent::command::CommandSpec;
+use xlaunch_agent::devices::Node;
 
 /// What the program was called as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

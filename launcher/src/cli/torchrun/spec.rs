@@ -10,8 +10,8 @@ use super::python::{self, As};
 use super::reader::{Environment, Reader};
 use super::values;
 use crate::cli::bench;
-use crate::command::{CommandSpec, LogOptions, Restarts};
-use crate::devices::Node;
+use xlaunch_agent::command::{CommandSpec, LogOptions, Restarts};
+use xlaunch_agent::devices::Node;
 
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 const SILENCE: Duration = Duration::from_secs(300);

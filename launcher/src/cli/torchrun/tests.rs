@@ -5,7 +5,7 @@ use std::time::Duration;
 use rustix::process::Signal;
 
 use super::*;
-use crate::command::{Binding, Streams};
+use xlaunch_agent::command::{Binding, Streams};
 
 /// Variables of every test: a Python, so that none has to be installed.
 const PYTHON: (&str, &str) = ("PYTHON_EXEC", "py");

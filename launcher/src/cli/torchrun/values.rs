@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
-use crate::command::{Binding, PerRank, SIGNALS, Streams};
+use xlaunch_agent::command::{Binding, PerRank, SIGNALS, Streams};
 
 /// Longest time that can be given: it can be added to any moment.
 const LONGEST: Duration = Duration::from_secs(1_000_000_000);

@@ -13,8 +13,8 @@ use super::state::State;
 use crate::cli::console::escape;
 use crate::cli::node::{gpus, jobs, show};
 use crate::cli::query::show as ranks;
-use crate::progress::count;
-use crate::status::words::{gpu_state, node_job_state};
+use xlaunch_agent::sinks::progress::count;
+use xlaunch_proto::labels::{gpu_state, node_job_state};
 
 /// GPUs from which on there are two in a line.
 const MANY: usize = 4;

@@ -6,9 +6,9 @@ use tokio::sync::{mpsc, watch};
 use xlaunch_proto::v1::{CancelRequest, GetRequest, ListRequest, NodeStatusRequest};
 
 use super::state::{News, Snapshot};
-use crate::Refusal;
 use crate::cli::node::connect::Daemon;
 use crate::cli::node::control;
+use xlaunch_agent::Refusal;
 
 /// Pause between two looks.
 const EVERY: Duration = Duration::from_secs(1);

@@ -23,11 +23,11 @@ use tokio::sync::mpsc;
 use xlaunch_proto::exit::ExitCode;
 
 use super::connect::{At, Daemon};
-use crate::Refusal;
 use crate::cli::console::End;
-use crate::clock::unix_ms;
 use feed::Feed;
 use state::{Act, State};
+use xlaunch_agent::Refusal;
+use xlaunch_agent::clock::unix_ms;
 
 /// How often the thread of keys looks whether anybody still wants them.
 const LOOK: Duration = Duration::from_millis(200);

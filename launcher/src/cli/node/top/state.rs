@@ -4,7 +4,7 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use xlaunch_proto::v1::{Job, NodeStatus};
 
 use crate::cli::node::jobs;
-use crate::daemon::view::has_ended;
+use xlaunch_daemon::view::has_ended;
 
 /// Something new from the daemon.
 #[derive(Debug)]

@@ -1,0 +1,78 @@
+//! The keys that a configuration can have, read off its own defaults.
+
+use serde::Serialize;
+use serde_json::Value;
+use xlaunch_proto::spec::JobSpec;
+
+/// Every key of a job, as `section.key`.
+pub(super) fn all() -> Vec<String> {
+    of(&JobSpec::default())
+}
+
+/// Every key, as `section.key`. An optional key shows as null in the serialised defaults, so none is missing.
+pub fn of(defaults: &impl Serialize) -> Vec<String> {
+    let Ok(Value::Object(sections)) = serde_json::to_value(defaults) else { return Vec::new() };
+    let keys = sections.iter().filter_map(|(section, keys)| Some((section, keys.as_object()?)));
+    keys.flat_map(|(section, keys)| keys.keys().map(move |key| format!("{section}.{key}"))).collect()
+}
+
+/// The environment variable of a key: `train.lr` is `XLAUNCH_TRAIN_LR`.
+pub(super) fn variable(key: &str) -> String {
+    format!("XLAUNCH_{}", key.replace('.', "_").to_uppercase())
+}
+
+/// "did you mean" for a key, or the keys of its section, or the sections.
+pub(super) fn nearest(key: &str, known: &[String]) -> String {
+    let score = |other: &String| strsim::jaro_winkler(key, other);
+    let best = known.iter().max_by(|a, b| score(a).total_cmp(&score(b)));
+    match best {
+        Some(best) if score(best) > 0.85 => format!("did you mean `{best}`?"),
+        Some(best) => format!("a known key, such as `{best}`"),
+        None => String::new(),
+    }
+}
+
+/// "did you mean" for a section.
+pub(super) fn nearest_section(section: &str, known: &[String]) -> String {
+    let mut sections: Vec<&str> = known.iter().filter_map(|key| Some(key.split_once('.')?.0)).collect();
+    sections.dedup();
+    let score = |other: &str| strsim::jaro_winkler(section, other);
+    match sections.iter().max_by(|a, b| score(a).total_cmp(&score(b))) {
+        Some(best) if score(best) > 0.7 => format!("did you mean `[{best}]`?"),
+        _ => format!("the sections are [{}]", sections.join("], [")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn required_and_optional_keys_are_known() {
+        let known = all();
+        for key in ["train.lr", "launch.nproc", "model.kv_heads", "checkpoint.init", "engine.precision"] {
+            assert!(known.iter().any(|known| known == key), "{key}");
+        }
+        assert_eq!(nearest("train.lrr", &known), "did you mean `train.lr`?");
+        assert_eq!(nearest_section("modle", &known), "did you mean `[model]`?");
+    }
+
+    #[test]
+    fn the_readme_describes_every_key_and_no_other() {
+        let readme = include_str!("../../../../README.md");
+        let table = readme.split("## Configuration").nth(1).and_then(|rest| rest.split("\n## ").next());
+        let mut section = "";
+        let mut described = Vec::new();
+        for line in table.unwrap_or_default().lines() {
+            if let Some(name) = line.strip_prefix("| **[") {
+                section = name.split(']').next().unwrap_or_default();
+            } else if let Some(cell) = line.strip_prefix("| `").and_then(|line| line.split(" |").next()) {
+                described.extend(cell.split(", ").map(|key| format!("{section}.{}", key.trim_matches('`'))));
+            }
+        }
+        described.sort();
+        let mut known = all();
+        known.sort();
+        assert_eq!(described, known);
+    }
+}

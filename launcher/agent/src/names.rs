@@ -1,0 +1,29 @@
+//! Names of files and directories that are made of user input.
+
+use std::path::{Path, PathBuf};
+
+/// Creates `dir/name`, or the first of `name-2`, `name-3`, ... that does not exist.
+pub fn unique(dir: &Path, name: &str, mode: u32) -> std::io::Result<(PathBuf, String)> {
+    use std::os::unix::fs::DirBuilderExt;
+    for attempt in 1.. {
+        let id = if attempt == 1 { name.to_string() } else { format!("{name}-{attempt}") };
+        let path = dir.join(&id);
+        match std::fs::DirBuilder::new().mode(mode).create(&path) {
+            Ok(()) => return Ok((path, id)),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error),
+        }
+    }
+    unreachable!("the loop has no end")
+}
+
+/// The text as one component of a path that can be shown: letters, digits, `.`, `_` and `-`, not beginning with a dot.
+pub fn file_name(text: &str) -> String {
+    let plain = |c: char| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '_' };
+    let name: String = text.chars().map(plain).collect();
+    match name.strip_prefix('.') {
+        Some(rest) => format!("_{rest}"),
+        None if name.is_empty() => "_".into(),
+        None => name,
+    }
+}

@@ -1,0 +1,210 @@
+//! The directory of one run, and its entry in the registry of running launches.
+//!
+//! A training run is kept: `<job.output>/<job.name>/<UTC time>/`. A command's run leaves nothing but logs that were asked for:
+//! `<log dir>/<run id>/`, or its registry entry itself, which goes with it.
+
+use std::path::{Path, PathBuf};
+
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::spec::JobSpec;
+
+use crate::Refusal;
+use crate::clock;
+use crate::command::CommandSpec;
+use crate::names::{file_name, unique};
+use crate::registry::{Entry, SOCKET};
+
+/// Permissions of what is kept, less the user's umask.
+const SHARED: u32 = 0o777;
+
+/// A run's directory and its socket.
+#[derive(Debug)]
+pub struct RunDir {
+    /// The directory.
+    pub path: PathBuf,
+    /// Where output goes: `<logs>/attempt_<n>/<local rank>/`.
+    pub logs: PathBuf,
+    /// Where the agent listens.
+    pub socket: PathBuf,
+    /// Name of the run, unique among the job's.
+    pub id: String,
+    /// `None` where a daemon knows the run.
+    entry: Option<Entry>,
+}
+
+/// The directory of a job's runs.
+pub fn job_dir(spec: &JobSpec) -> PathBuf {
+    Path::new(&spec.job.output).join(&spec.job.name)
+}
+
+/// The directory of a rank's files in one attempt; `logs` is the run's [`RunDir::logs`].
+pub fn rank_dir(logs: &Path, attempt: u32, local_rank: u32) -> PathBuf {
+    logs.join(format!("attempt_{attempt}")).join(local_rank.to_string())
+}
+
+impl RunDir {
+    /// Creates the directory of a training run that starts now, with the job description in it and `latest` beside it.
+    pub fn create(spec: &JobSpec) -> Result<Self, Refusal> {
+        let (path, id) = Self::training(spec)?;
+        let entry = Entry::create(&spec.job.name, &id)?;
+        entry.lead_to(&path).map_err(|error| cannot_train(spec, &error))?;
+        Ok(Self { logs: path.join("logs"), socket: entry.socket(), path, id, entry: Some(entry) })
+    }
+
+    /// The same of a run that a daemon's agent looks after, whose logs and socket are in `agent`.
+    pub fn create_for_agent(spec: &JobSpec, agent: &Path) -> Result<Self, Refusal> {
+        let (path, id) = Self::training(spec)?;
+        Ok(Self { logs: agent.join("logs"), socket: agent.join(SOCKET), path, id, entry: None })
+    }
+
+    fn training(spec: &JobSpec) -> Result<(PathBuf, String), Refusal> {
+        let jobs = job_dir(spec);
+        let refuse = |error: std::io::Error| cannot_train(spec, &error);
+        fs_err::create_dir_all(&jobs).map_err(refuse)?;
+        let (path, id) = unique(&jobs, &timestamp(now()), SHARED).map_err(refuse)?;
+        let description = serde_json::to_vec_pretty(spec).unwrap_or_default();
+        fs_err::write(path.join("job.json"), description).map_err(refuse)?;
+        point_latest(&jobs, &id);
+        Ok((path, id))
+    }
+
+    /// Creates the directory of a command's run that starts now.
+    pub fn for_command(spec: &CommandSpec) -> Result<Self, Refusal> {
+        let id = spec.run_id.as_deref().map_or_else(|| timestamp(now()), file_name);
+        let Some(logs) = &spec.logs.dir else {
+            let entry = Entry::create(&spec.name, &id)?;
+            let path = entry.path().to_path_buf();
+            return Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry: Some(entry) });
+        };
+        let refuse = |error: std::io::Error| {
+            let message =
+                format!("failed to create logs in {}: {error}; --log-dir says where", logs.display());
+            Refusal::new(ExitCode::Usage, message)
+        };
+        fs_err::create_dir_all(logs).map_err(refuse)?;
+        // Workers may change their directory.
+        let logs = std::path::absolute(logs).map_err(refuse)?;
+        let (path, id) = unique(&logs, &id, SHARED).map_err(refuse)?;
+        let entry = Entry::create(&spec.name, &id)?;
+        entry.lead_to(&path).map_err(refuse)?;
+        Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry: Some(entry) })
+    }
+
+    /// The same of a command that a daemon's agent looks after, in the agent's directory, which stays.
+    pub fn for_agent(spec: &CommandSpec, job: u64, agent: &Path) -> Self {
+        let id = spec.run_id.as_deref().map_or_else(|| format!("job-{job}"), file_name);
+        Self { logs: agent.join("logs"), socket: agent.join(SOCKET), path: agent.into(), id, entry: None }
+    }
+
+    /// The directory that goes with the run, however it ends.
+    pub fn private(&self) -> Option<&Path> {
+        self.entry.as_ref().map(Entry::path)
+    }
+}
+
+impl Drop for RunDir {
+    fn drop(&mut self) {
+        // The entry removes itself. Left behind, the link to its socket would make `xlaunch status` ask nobody.
+        if self.private().is_some_and(|private| private != self.path) {
+            let _ = fs_err::remove_file(self.path.join(SOCKET));
+        }
+    }
+}
+
+fn cannot_train(spec: &JobSpec, error: &std::io::Error) -> Refusal {
+    let jobs = job_dir(spec);
+    let message = format!("failed to create a run in {}: {error}; job.output says where", jobs.display());
+    Refusal::new(ExitCode::Usage, message)
+}
+
+fn now() -> u64 {
+    clock::unix().as_secs()
+}
+
+/// A convenience: a run works without it.
+fn point_latest(jobs: &Path, id: &str) {
+    let (link, new) = (jobs.join("latest"), jobs.join(format!(".latest-{id}")));
+    if fs_err::os::unix::fs::symlink(id, &new).is_ok() {
+        let _ = fs_err::rename(&new, &link);
+    }
+}
+
+/// `20261121-045035` in UTC, by the civil calendar (Hinnant's days-to-date algorithm).
+pub fn timestamp(seconds: u64) -> String {
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    let shifted = days + 719_468;
+    let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
+    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
+    let year = year_of_era + era * 400 + u64::from(month <= 2);
+    let (hour, minute, second) = (rest / 3600, rest / 60 % 60, rest % 60);
+    format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::command::tests::spec as command;
+
+    #[test]
+    fn timestamps_follow_the_calendar() {
+        assert_eq!(timestamp(0), "19700101-000000");
+        assert_eq!(timestamp(951_827_696), "20000229-123456");
+        assert_eq!(timestamp(1_795_236_635), "20261121-045035");
+    }
+
+    #[test]
+    fn runs_of_one_second_do_not_share_a_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut spec = JobSpec::default();
+        spec.job.output = dir.path().display().to_string();
+        spec.job.name = "n".into();
+        let (a, b) = (RunDir::create(&spec).unwrap(), RunDir::create(&spec).unwrap());
+        assert_ne!(a.path, b.path);
+        let latest = fs_err::canonicalize(dir.path().join("n/latest")).unwrap();
+        assert_eq!(latest, fs_err::canonicalize(&b.path).unwrap());
+        assert_eq!(fs_err::read_link(a.path.join(SOCKET)).unwrap(), a.socket);
+        let (path, private) = (a.path.clone(), a.private().unwrap().to_path_buf());
+        drop(a);
+        assert!(path.join("job.json").exists() && !path.join(SOCKET).exists() && !private.exists());
+    }
+
+    #[test]
+    fn an_output_that_cannot_be_written_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        fs_err::write(&file, "").unwrap();
+        let mut spec = JobSpec::default();
+        spec.job.output = file.display().to_string();
+        let refusal = RunDir::create(&spec).unwrap_err();
+        assert!(refusal.exit == ExitCode::Usage && refusal.message.contains("job.output"), "{refusal:?}");
+    }
+
+    #[test]
+    fn a_command_without_a_log_directory_leaves_nothing() {
+        use std::os::unix::fs::PermissionsExt;
+        let run = RunDir::for_command(&command("train")).unwrap();
+        assert_eq!(fs_err::metadata(&run.path).unwrap().permissions().mode() & 0o777, 0o700);
+        assert!(run.socket.starts_with(&run.path) && run.private() == Some(&*run.path), "{run:?}");
+        fs_err::create_dir_all(run.logs.join("attempt_0/0")).unwrap();
+        let path = run.path.clone();
+        drop(run);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn logs_that_were_asked_for_stay_and_another_run_of_the_same_id_has_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut spec = command("train");
+        spec.run_id = Some("../my run".into());
+        spec.logs.dir = Some(dir.path().join("logs"));
+        let (a, b) = (RunDir::for_command(&spec).unwrap(), RunDir::for_command(&spec).unwrap());
+        assert_eq!((a.path.clone(), b.id.as_str()), (dir.path().join("logs/_._my_run"), "_._my_run-2"));
+        let path = a.path.clone();
+        drop((a, b));
+        assert!(path.exists() && !path.join(SOCKET).exists());
+    }
+}

@@ -1,0 +1,193 @@
+//! `[observe] tensorboard`: losses and speed as TensorBoard reads them.
+//!
+//! The file is `tensorboard/events.out.tfevents.<seconds>.<host>.<process>` in the run's directory, a TFRecord per event: length
+//! (u64, little-endian), its checksum, a protobuf message `Event`, its checksum. Of TensorFlow's messages only the fields
+//! that scalars need stand here, under their numbers.
+
+use std::io::{self, Write};
+use std::path::Path;
+
+use fs_err::File;
+use prost::Message;
+use xlaunch_proto::v1::{EvalReport, StepReport};
+
+use crate::clock;
+use crate::devices;
+use crate::names::file_name;
+
+/// What the first event says, so that readers know the format.
+const VERSION: &str = "brain.Event:2";
+
+/// The file of one run.
+#[derive(Debug)]
+pub struct TensorBoard {
+    file: File,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Event {
+    /// Seconds since 1970.
+    #[prost(double, tag = "1")]
+    wall_time: f64,
+    #[prost(int64, tag = "2")]
+    step: i64,
+    #[prost(oneof = "What", tags = "3, 5")]
+    what: Option<What>,
+}
+
+#[derive(Clone, PartialEq, prost::Oneof)]
+enum What {
+    #[prost(string, tag = "3")]
+    FileVersion(String),
+    #[prost(message, tag = "5")]
+    Summary(Summary),
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Summary {
+    #[prost(message, repeated, tag = "1")]
+    value: Vec<Value>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Value {
+    #[prost(string, tag = "1")]
+    tag: String,
+    /// One of several kinds of value in TensorFlow: written even where it is 0.
+    #[prost(float, optional, tag = "2")]
+    simple_value: Option<f32>,
+}
+
+impl TensorBoard {
+    /// Creates the file in the run's directory.
+    pub fn create(run_dir: &Path) -> io::Result<Self> {
+        let dir = run_dir.join("tensorboard");
+        fs_err::create_dir_all(&dir)?;
+        let now = now();
+        let (host, process) = (file_name(&devices::host_name()), std::process::id());
+        let file = File::create(dir.join(format!("events.out.tfevents.{now:.0}.{host}.{process}")))?;
+        let mut board = Self { file };
+        board.write(0, What::FileVersion(VERSION.into()))?;
+        Ok(board)
+    }
+
+    /// A training step.
+    #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "speeds and times")]
+    pub fn step(&mut self, step: &StepReport) -> io::Result<()> {
+        let speed = step.tokens as f64 / step.step_seconds.max(1e-9);
+        let values = [
+            ("train/loss", step.loss),
+            ("lr", step.learning_rate),
+            ("train/grad_norm", step.grad_norm),
+            ("perf/tokens_per_s", speed as f32),
+            ("perf/step_seconds", step.step_seconds as f32),
+        ];
+        self.scalars(step.step, &values)
+    }
+
+    /// An evaluation.
+    pub fn eval(&mut self, eval: &EvalReport) -> io::Result<()> {
+        self.scalars(eval.step, &[("val/loss", eval.loss)])
+    }
+
+    fn scalars(&mut self, step: u64, values: &[(&str, f32)]) -> io::Result<()> {
+        let value = |&(tag, value): &(&str, f32)| Value { tag: tag.into(), simple_value: Some(value) };
+        self.write(step, What::Summary(Summary { value: values.iter().map(value).collect() }))
+    }
+
+    fn write(&mut self, step: u64, what: What) -> io::Result<()> {
+        let step = i64::try_from(step).unwrap_or(i64::MAX);
+        let event = Event { wall_time: now(), step, what: Some(what) };
+        // One write per event: a reader that follows the file sees whole ones.
+        self.file.write_all(&record(&event.encode_to_vec()))
+    }
+}
+
+/// A TFRecord.
+fn record(data: &[u8]) -> Vec<u8> {
+    let len = (data.len() as u64).to_le_bytes();
+    [&len[..], &checksum(&len), data, &checksum(data)].concat()
+}
+
+/// CRC-32C, masked: in a file of records, a checksum of bytes that hold checksums says little.
+fn checksum(bytes: &[u8]) -> [u8; 4] {
+    crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
+}
+
+fn now() -> f64 {
+    clock::unix().as_secs_f64()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The events of the one file in a run's directory.
+    fn events(run_dir: &Path) -> Vec<Event> {
+        let mut files = fs_err::read_dir(run_dir.join("tensorboard")).unwrap().map(Result::unwrap);
+        let file = files.next().unwrap();
+        assert!(files.next().is_none());
+        let name = file.file_name().into_string().unwrap();
+        let parts: Vec<_> = name.splitn(5, '.').collect();
+        assert_eq!(parts[..3], ["events", "out", "tfevents"], "{name}");
+        assert!(parts[3].parse::<u64>().is_ok(), "{name}");
+        assert!(name.ends_with(&format!(".{}", std::process::id())), "{name}");
+
+        let bytes = fs_err::read(file.path()).unwrap();
+        let (mut rest, mut events) = (&bytes[..], Vec::new());
+        while !rest.is_empty() {
+            let (len, after) = rest.split_at(8);
+            let (sum, after) = after.split_at(4);
+            assert_eq!(sum, checksum(len));
+            let len = u64::from_le_bytes(len.try_into().unwrap());
+            let (data, after) = after.split_at(usize::try_from(len).unwrap());
+            let (sum, after) = after.split_at(4);
+            assert_eq!(sum, checksum(data));
+            events.push(Event::decode(data).unwrap());
+            rest = after;
+        }
+        events
+    }
+
+    fn scalars(event: &Event) -> Vec<(&str, f32)> {
+        let Some(What::Summary(summary)) = &event.what else { return Vec::new() };
+        summary.value.iter().map(|value| (value.tag.as_str(), value.simple_value.unwrap())).collect()
+    }
+
+    #[test]
+    fn events_come_back_with_their_values() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut board = TensorBoard::create(dir.path()).unwrap();
+        let step = StepReport {
+            step: 3,
+            loss: 0.1,
+            grad_norm: 0.0,
+            learning_rate: 1e-4,
+            step_seconds: 0.5,
+            tokens: 100,
+            ..Default::default()
+        };
+        board.step(&step).unwrap();
+        board.eval(&EvalReport { step: 4, loss: f32::NAN, tokens: 10 }).unwrap();
+        let events = events(dir.path());
+        assert_eq!(events[0].what, Some(What::FileVersion("brain.Event:2".into())));
+        assert_eq!(events.iter().map(|event| event.step).collect::<Vec<_>>(), [0, 3, 4]);
+        let expected = [
+            ("train/loss", 0.1),
+            ("lr", 1e-4),
+            ("train/grad_norm", 0.0),
+            ("perf/tokens_per_s", 200.0),
+            ("perf/step_seconds", 0.5),
+        ];
+        assert_eq!(scalars(&events[1]), expected);
+        assert!(matches!(scalars(&events[2])[..], [("val/loss", loss)] if loss.is_nan()));
+        assert!(events.iter().all(|event| event.wall_time > 1.7e9));
+    }
+
+    #[test]
+    fn records_are_what_tensorflow_writes() {
+        // Made by TensorBoard's own writer.
+        let written = b"\x09\0\0\0\0\0\0\0\x37\xf9\x71\x39123456789\xe5\xb0\x8a\xc7";
+        assert_eq!(record(b"123456789"), written);
+    }
+}

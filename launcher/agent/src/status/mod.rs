@@ -1,0 +1,19 @@
+//! What callers can see of a running launch, while it runs.
+//!
+//! ```text
+//! agent::driver --what happens--> board <--use, output, every few seconds-- monitor (a thread) <-- sample, gpu
+//!                                   |
+//!                                   '--a snapshot--> rendezvous::service: Status
+//!                 log files --------------> follow --> rendezvous::service: Logs
+//! ```
+//! Nothing here waits for the driver, and nothing makes it wait: the board is changed and read in place, under a lock that is
+//! held for microseconds.
+
+pub mod board;
+pub mod follow;
+mod gpu;
+pub mod history;
+mod monitor;
+pub mod sample;
+
+pub use monitor::Monitor;

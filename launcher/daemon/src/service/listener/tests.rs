@@ -1,0 +1,42 @@
+use std::os::unix::fs::PermissionsExt;
+
+use tokio::net::UnixStream;
+use xlaunch_proto::net::peer_credentials;
+
+use super::*;
+
+#[tokio::test]
+async fn the_socket_is_private_and_replaces_that_of_a_dead_daemon_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("xlaunch.sock");
+    let first = bind(&socket, Some("no-such-group")).unwrap();
+    assert_eq!(fs_err::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
+    let error = bind(&socket, None).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::AddrInUse, "{error}");
+    UnixStream::connect(&socket).await.unwrap();
+    drop(first);
+    let second = bind(&socket, None).unwrap();
+    let (connected, accepted) = tokio::join!(UnixStream::connect(&socket), second.accept());
+    assert_eq!(peer_credentials(&accepted.unwrap().0).unwrap().uid, rustix::process::getuid().as_raw());
+    drop(connected);
+
+    let file = dir.path().join("file");
+    fs_err::write(&file, "precious").unwrap();
+    assert_eq!(bind(&file, None).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+    assert_eq!(fs_err::read_to_string(&file).unwrap(), "precious");
+    assert!(bind(&dir.path().join("d".repeat(200)), None).unwrap_err().to_string().contains("too long"));
+}
+
+#[tokio::test]
+async fn the_members_of_a_group_reach_the_daemon_of_root() {
+    use std::os::unix::fs::MetadataExt;
+    let group = Group::from_gid(rustix::process::getgid().as_raw().into()).unwrap();
+    let (true, Some(group)) = (rustix::process::getuid().is_root(), group) else {
+        return eprintln!("skipped: this is not root, or the group has no name");
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("xlaunch.sock");
+    let _listener = bind(&socket, Some(&group.name)).unwrap();
+    let found = fs_err::metadata(&socket).unwrap();
+    assert_eq!((found.mode() & 0o777, found.gid()), (0o660, group.gid.as_raw()));
+}

@@ -1,0 +1,536 @@
+//! Calls over a real socket, in the name of users: a caller's end of the connection is bound to a path that begins with the
+//! number of the user, which stands for what the kernel would say.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio_stream::StreamExt;
+use tonic::Code;
+use tonic::metadata::MetadataValue;
+use tonic::transport::Channel;
+use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::v1::node_client::NodeClient;
+use xlaunch_proto::v1::submit_request::Work as Wire;
+use xlaunch_proto::v1::{CommandLine, Gpu, LogsRequest, NodeJobState};
+
+use super::*;
+use crate::orders::{Order, Refused};
+use crate::view::{JobView, NodeView};
+
+const ANN: u32 = 1001;
+const BOB: u32 = 1002;
+const ADMIN: u32 = 1003;
+
+/// A daemon whose manager follows a script, and its callers.
+struct Case {
+    dir: tempfile::TempDir,
+    shown: watch::Sender<Arc<NodeView>>,
+    end: Option<oneshot::Sender<()>>,
+    served: JoinHandle<io::Result<()>>,
+    connections: AtomicUsize,
+}
+
+impl Case {
+    /// With these jobs, by id, and a manager that answers with `refuse`, or as if all went well.
+    fn new<const N: usize>(jobs: [(u64, u32, NodeJobState); N], refuse: Option<Refused>) -> Self {
+        let view = |(id, uid, state): (u64, u32, NodeJobState)| {
+            let job = Job { id, uid, state: state.into(), started_unix_ms: 1, ..Default::default() };
+            (id, Arc::new(JobView { job, ..Default::default() }))
+        };
+        let jobs = jobs.into_iter().map(view).collect();
+        let gpus = vec![Gpu { job: 1, ..Default::default() }, Gpu { job: 2, ..Default::default() }];
+        let node = NodeStatus { host: "here".into(), gpus, ..Default::default() };
+        let shown = watch::Sender::new(Arc::new(NodeView { node, jobs }));
+        let (orders, ordered) = mpsc::channel(8);
+        tokio::spawn(manage(ordered, refuse));
+        let dir = tempfile::tempdir().unwrap();
+        let listener = listener::bind(&dir.path().join("node.sock"), None).unwrap();
+        let node = Node::new(orders, shown.subscribe());
+        let access = Access::with(900, |uid| Ok(uid == ADMIN));
+        let (end, ended) = oneshot::channel();
+        let served = tokio::spawn(serve_peers(listener, node, access, named, async {
+            ended.await.unwrap_or_default();
+        }));
+        Self { dir, shown, end: Some(end), served, connections: AtomicUsize::new(0) }
+    }
+
+    fn connect(&self, uid: u32) -> UnixStream {
+        let number = self.connections.fetch_add(1, Ordering::Relaxed);
+        connect(self.dir.path(), uid, number)
+    }
+
+    async fn channel(&self, uid: u32) -> Channel {
+        net::connect_stream(self.connect(uid), net::connect::endpoint()).await.unwrap()
+    }
+
+    async fn client(&self, uid: u32) -> NodeClient<Channel> {
+        NodeClient::new(self.channel(uid).await)
+    }
+}
+
+fn connect(dir: &Path, uid: u32, number: usize) -> UnixStream {
+    let address = |path: &Path| SocketAddrUnix::new(path).unwrap();
+    let socket: OwnedFd = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+    rustix::net::bind(&socket, &address(&dir.join(format!("{uid}-{number}")))).unwrap();
+    rustix::net::connect(&socket, &address(&dir.join("node.sock"))).unwrap();
+    let stream = std::os::unix::net::UnixStream::from(socket);
+    stream.set_nonblocking(true).unwrap();
+    UnixStream::from_std(stream).unwrap()
+}
+
+/// Instead of the kernel.
+fn named(stream: &UnixStream) -> io::Result<Credentials> {
+    let address = stream.peer_addr()?;
+    let name = address.as_pathname().and_then(|path| path.file_name()?.to_str()?.split_once('-'));
+    let uid = name.and_then(|(uid, _)| uid.parse().ok());
+    let uid = uid.ok_or_else(|| io::Error::other("a caller without a name"))?;
+    Ok(Credentials { uid, pid: None, exempt: false })
+}
+
+async fn manage(mut orders: mpsc::Receiver<Order>, refuse: Option<Refused>) {
+    let seen = &mut BTreeMap::<String, u64>::new();
+    while let Some(order) = orders.recv().await {
+        match (order, &refuse) {
+            (Order::Submit { answer, .. }, Some(refused)) => drop(answer.send(Err(refused.clone()))),
+            (Order::Cancel { answer, .. }, Some(refused)) => drop(answer.send(Err(refused.clone()))),
+            (Order::Drain { answer, .. }, Some(refused)) => drop(answer.send(Err(refused.clone()))),
+            (Order::Submit { caller, submission, answer }, None) => {
+                let next = seen.len() as u64 + 1;
+                let repeated = seen.contains_key(&submission.request_id);
+                let id = *seen.entry(submission.request_id).or_insert(next);
+                let name = format!("{:?}", submission.work);
+                drop(answer.send(Ok((Job { id, uid: caller.uid, name, ..Default::default() }, repeated))));
+            }
+            (Order::Cancel { job, answer, .. }, None) => {
+                drop(answer.send(Ok(Job { id: job, ..Default::default() })));
+            }
+            (Order::Drain { gpus, reason, undo, answer, .. }, None) => {
+                let drained = format!("{} {undo} {reason}", gpus.join(","));
+                drop(answer.send(Ok(NodeStatus { drained, ..Default::default() })));
+            }
+        }
+    }
+}
+
+fn submit() -> SubmitRequest {
+    SubmitRequest {
+        request_id: "1".into(),
+        work_dir: "/".into(),
+        work: Some(Wire::Command(CommandLine { arguments: vec![b"train.py".to_vec()] })),
+        ..Default::default()
+    }
+}
+
+fn logs(job: u64) -> JobLogsRequest {
+    JobLogsRequest { job, logs: Some(LogsRequest { stream: 1, ..Default::default() }) }
+}
+
+/// Within a time that nothing but a hang takes.
+async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(60), future).await.unwrap_or_else(|_| panic!("{what} hangs"))
+}
+
+#[tokio::test]
+async fn another_users_job_does_not_exist() {
+    let case = Case::new([(1, ANN, NodeJobState::Running), (2, BOB, NodeJobState::Queued)], None);
+    let (mut ann, mut bob, mut admin) =
+        (case.client(ANN).await, case.client(BOB).await, case.client(ADMIN).await);
+    assert_eq!(ann.get(GetRequest { job: 1 }).await.unwrap().into_inner().uid, ANN);
+    assert_eq!(admin.get(GetRequest { job: 1 }).await.unwrap().into_inner().uid, ANN);
+    for job in [1, 99] {
+        let words = format!("there is no job {job}");
+        let refusals = [
+            bob.get(GetRequest { job }).await.map(drop),
+            bob.watch(GetRequest { job }).await.map(drop),
+            bob.logs(logs(job)).await.map(drop),
+        ];
+        for refusal in refusals {
+            let refusal = refusal.unwrap_err();
+            assert_eq!((refusal.code(), refusal.message()), (Code::NotFound, words.as_str()));
+        }
+    }
+    let ids = |list: ListReply| list.jobs.iter().map(|job| job.id).collect::<Vec<_>>();
+    assert_eq!(ids(bob.list(ListRequest::default()).await.unwrap().into_inner()), [2]);
+    assert_eq!(ids(admin.list(ListRequest::default()).await.unwrap().into_inner()), [2, 1]);
+    let status = bob.status(NodeStatusRequest {}).await.unwrap().into_inner();
+    assert_eq!(status.gpus.iter().map(|gpu| gpu.job).collect::<Vec<_>>(), [0, 2]);
+    let error = bob.logs(logs(2)).await.unwrap_err();
+    assert_eq!((error.code(), error.message()), (Code::FailedPrecondition, "job 2 has not started"));
+    assert_eq!(bob.drain(DrainRequest::default()).await.unwrap_err().code(), Code::PermissionDenied);
+    let drain = DrainRequest { gpus: vec!["GPU-1".into()], undo: false, reason: "fan".into() };
+    assert_eq!(admin.drain(drain).await.unwrap().into_inner().drained, "GPU-1 false fan");
+}
+
+#[tokio::test]
+async fn orders_reach_the_manager_checked_and_its_refusals_the_caller() {
+    let case = Case::new([], None);
+    let mut ann = case.client(ANN).await;
+    for repeated in [false, true] {
+        let reply = ann.submit(submit()).await.unwrap().into_inner();
+        let job = reply.job.unwrap();
+        assert_eq!((job.id, job.uid, reply.repeated), (1, ANN, repeated));
+        assert!(job.name.starts_with("Command("), "{}", job.name);
+    }
+    let work = Some(Wire::TrainerSpecJson(JobSpec::default().to_json()));
+    let reply = ann.submit(SubmitRequest { request_id: "2".into(), work, ..submit() }).await.unwrap();
+    assert!(reply.into_inner().job.unwrap().name.starts_with("Trainer("));
+    let error = ann.submit(SubmitRequest { work_dir: "here".into(), ..submit() }).await.unwrap_err();
+    assert_eq!(error.code(), Code::InvalidArgument);
+    assert!(error.message().contains("work_dir"), "{error}");
+    assert_eq!(ann.cancel(CancelRequest { job: 5 }).await.unwrap().into_inner().id, 5);
+
+    let refusals = [
+        (Refused::NotAllowed("no".into()), Code::PermissionDenied),
+        (Refused::Invalid("no".into()), Code::InvalidArgument),
+        (Refused::NoJob(5), Code::NotFound),
+        (Refused::Full("no".into()), Code::ResourceExhausted),
+        (Refused::Broken("no".into()), Code::Unavailable),
+    ];
+    for (refused, code) in refusals {
+        let case = Case::new([], Some(refused.clone()));
+        let mut admin = case.client(ADMIN).await;
+        let errors = [
+            admin.submit(submit()).await.unwrap_err(),
+            admin.cancel(CancelRequest { job: 5 }).await.unwrap_err(),
+            admin.drain(DrainRequest::default()).await.unwrap_err(),
+        ];
+        errors.iter().for_each(|error| {
+            assert_eq!((error.code(), error.message()), (code, refused.to_string().as_str()));
+        });
+    }
+}
+
+#[tokio::test]
+async fn health_and_reflection_answer() {
+    use tonic_reflection::pb::v1::ServerReflectionRequest;
+    use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
+    use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
+    let case = Case::new([], None);
+    let channel = case.channel(ANN).await;
+    let mut health = tonic_health::pb::health_client::HealthClient::new(channel.clone());
+    let request = tonic_health::pb::HealthCheckRequest { service: "xlaunch.v1.Node".into() };
+    assert_eq!(health.check(request).await.unwrap().into_inner().status, 1);
+    let symbol = MessageRequest::FileContainingSymbol("xlaunch.v1.Node".into());
+    let request = ServerReflectionRequest { host: String::new(), message_request: Some(symbol) };
+    let mut reflection = ServerReflectionClient::new(channel);
+    let answers = reflection.server_reflection_info(tokio_stream::once(request)).await.unwrap();
+    let answer = answers.into_inner().next().await.unwrap().unwrap();
+    assert!(format!("{answer:?}").contains("FileDescriptorResponse"), "{answer:?}");
+}
+
+#[tokio::test]
+async fn requests_that_are_too_large_or_nonsense_are_refused_and_the_connection_serves_on() {
+    let case = Case::new([(1, ANN, NodeJobState::Running)], None);
+    let mut ann = case.client(ANN).await;
+    let large = SubmitRequest { environment: vec![vec![b'x'; 2 << 20]], ..submit() };
+    let error = ann.submit(large).await.unwrap_err();
+    assert!(matches!(error.code(), Code::OutOfRange | Code::ResourceExhausted), "{error}");
+
+    for length in [24 << 10, 1 << 20] {
+        let mut headers = Request::new(GetRequest { job: 1 });
+        headers.metadata_mut().insert("x-long", MetadataValue::try_from("x".repeat(length)).unwrap());
+        let mut other = case.client(ANN).await;
+        soon("a call with long headers", other.get(headers)).await.unwrap_err();
+    }
+
+    let mut agent = xlaunch_proto::v1::agent_client::AgentClient::new(case.channel(ANN).await);
+    let unknown = agent.stop(xlaunch_proto::v1::StopRequest {}).await.unwrap_err();
+    assert_eq!(unknown.code(), Code::Unimplemented);
+
+    // A field that promises more than there is; a wire type that does not exist; a number that never ends; fields that
+    // nobody knows; a message that is said to be longer than it is, and one of 4 GiB.
+    let bodies: [&[u8]; 6] = [
+        b"\0\0\0\0\x05\x0a\x7fabc",
+        b"\0\0\0\0\x01\x0f",
+        b"\0\0\0\0\x06\xff\xff\xff\xff\xff\xff",
+        b"\0\0\0\0\x06\xfa\xff\x03\x02hi",
+        b"\0\0\0\x01\0abc",
+        b"\x07\xff\xff\xff\xff",
+    ];
+    let mut raw = Raw::new(case.connect(ANN)).await.unwrap();
+    for (method, body) in METHODS.iter().flat_map(|method| bodies.map(|body| (*method, body))) {
+        raw.call(method, body, END_STREAM).await;
+        soon(method, raw.answer()).await;
+    }
+    assert_eq!(soon("an honest call", ann.get(GetRequest { job: 1 })).await.unwrap().into_inner().id, 1);
+}
+
+const METHODS: [&str; 8] = ["Submit", "List", "Get", "Watch", "Logs", "Cancel", "Drain", "Status"];
+
+const DATA: u8 = 0;
+const HEADERS_FRAME: u8 = 1;
+const RST_STREAM: u8 = 3;
+const SETTINGS: u8 = 4;
+const GOAWAY: u8 = 7;
+const CONTINUATION: u8 = 9;
+const END_STREAM: u8 = 1;
+const END_HEADERS: u8 = 4;
+
+/// HTTP/2 by hand.
+struct Raw {
+    socket: UnixStream,
+    stream: u32,
+}
+
+impl Raw {
+    async fn new(mut socket: UnixStream) -> io::Result<Self> {
+        socket.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await?;
+        let mut raw = Self { socket, stream: 0 };
+        raw.frame(SETTINGS, 0, 0, b"").await?;
+        Ok(raw)
+    }
+
+    async fn frame(&mut self, kind: u8, flags: u8, stream: u32, payload: &[u8]) -> io::Result<()> {
+        let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+        let mut frame = vec![length[1], length[2], length[3], kind, flags];
+        frame.extend(stream.to_be_bytes());
+        frame.extend(payload);
+        self.socket.write_all(&frame).await
+    }
+
+    /// The headers of a call in a stream of its own.
+    async fn begin(&mut self, method: &str, flags: u8) -> io::Result<()> {
+        self.stream = if self.stream == 0 { 1 } else { self.stream + 2 };
+        let path = format!("/xlaunch.v1.Node/{method}");
+        let headers = [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":authority", "node"),
+            (":path", &path),
+            ("content-type", "application/grpc"),
+            ("te", "trailers"),
+        ];
+        let mut block = Vec::new();
+        for (name, value) in headers {
+            // Literal, not indexed, not compressed.
+            block.push(0);
+            for text in [name, value] {
+                block.push(u8::try_from(text.len()).unwrap());
+                block.extend(text.as_bytes());
+            }
+        }
+        self.frame(HEADERS_FRAME, flags, self.stream, &block).await
+    }
+
+    async fn call(&mut self, method: &str, body: &[u8], flags: u8) {
+        self.begin(method, END_HEADERS).await.unwrap();
+        self.frame(DATA, flags, self.stream, body).await.unwrap();
+    }
+
+    /// Waits until the newest stream has been ended by the other side.
+    async fn answer(&mut self) {
+        loop {
+            let mut head = [0; 9];
+            self.socket.read_exact(&mut head).await.expect("the connection stays open");
+            let [high, mid, low, kind, flags, stream @ ..] = head;
+            let mut payload = vec![0; u32::from_be_bytes([0, high, mid, low]) as usize];
+            self.socket.read_exact(&mut payload).await.unwrap();
+            assert_ne!(kind, GOAWAY, "{}", String::from_utf8_lossy(&payload));
+            let ended = kind == RST_STREAM || (kind <= HEADERS_FRAME && flags & END_STREAM != 0);
+            if ended && u32::from_be_bytes(stream) == self.stream {
+                return;
+            }
+        }
+    }
+}
+
+/// Callers of all bad kinds. Those who are still connected are returned, not to be ended by their end.
+async fn attack(case: &Case, uid: u32, kind: usize) -> Option<UnixStream> {
+    // Any of these may be cut off in the middle: that is an answer, too.
+    let mut socket = case.connect(uid);
+    match kind {
+        0 => {}
+        1 => drop(socket.write_all(&[0xa5; 300]).await),
+        2 => drop(socket.write_all(b"GET / HTTP/1.1\r\nHost: node\r\n\r\n").await),
+        3 => drop(socket.write_all(b"PRI * HTTP/2.0\r\n").await),
+        _ => {
+            let Ok(mut raw) = Raw::new(socket).await else { return None };
+            match kind {
+                // Half a call, and nothing more.
+                4 => drop(raw.begin("Submit", END_HEADERS).await),
+                // Headers without end.
+                5 => {
+                    drop(raw.begin("Submit", 0).await);
+                    for _ in 0..1000 {
+                        if raw
+                            .frame(
+                                CONTINUATION,
+                                0,
+                                raw.stream,
+                                &[b"\x00\x01a\x7f".as_slice(), &[b'x'; 127]].concat(),
+                            )
+                            .await
+                            .is_err()
+                        {
+                            break;
+                        }
+                    }
+                }
+                // Calls that are taken back at once.
+                6 => {
+                    for _ in 0..500 {
+                        let begun = raw.begin("Watch", END_HEADERS).await;
+                        if begun.is_err()
+                            || raw.frame(RST_STREAM, 0, raw.stream, &[0, 0, 0, 8]).await.is_err()
+                        {
+                            break;
+                        }
+                    }
+                }
+                // More calls at a time than are allowed.
+                _ => {
+                    for _ in 0..200 {
+                        if raw.begin("Submit", END_HEADERS).await.is_err() {
+                            break;
+                        }
+                    }
+                }
+            }
+            socket = raw.socket;
+        }
+    }
+    Some(socket).filter(|_| kind != 1)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_thousand_bad_callers_disturb_nobody_else() {
+    let case = Case::new([(1, ANN, NodeJobState::Running), (2, BOB, NodeJobState::Running)], None);
+    let mut ann = case.client(ANN).await;
+    let mut watched = ann.watch(GetRequest { job: 1 }).await.unwrap().into_inner();
+    for _ in 0..7 {
+        let mut open = Vec::new();
+        for number in 0..160 {
+            open.extend(soon("an attack", attack(&case, BOB, number % 8)).await);
+            if number % 10 == 0 {
+                let answer = soon("an honest call", ann.get(GetRequest { job: 1 })).await;
+                assert_eq!(answer.unwrap().into_inner().id, 1);
+            }
+        }
+        let mut late = case.client(ANN).await;
+        let answer = soon("a new caller", late.get(GetRequest { job: 1 })).await;
+        assert_eq!(answer.unwrap().into_inner().id, 1);
+        // In the same user's name one is let in, too, and told what is wrong.
+        let mut late = case.client(BOB).await;
+        let answer = soon("a new caller of theirs", late.get(GetRequest { job: 2 })).await;
+        answer.map_or_else(|error| assert_eq!(error.code(), Code::ResourceExhausted, "{error}"), drop);
+    }
+    let mut bob = case.client(BOB).await;
+    soon("the end of the bad callers", async {
+        while bob.get(GetRequest { job: 2 }).await.is_err() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+    assert_eq!(watched.next().await.unwrap().unwrap().id, 1);
+    case.shown.send_replace(Arc::default());
+    assert_eq!(soon("the watch", watched.next()).await.unwrap().unwrap_err().code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn a_connection_that_cannot_be_taken_ends_no_other() {
+    let case = Case::new([(1, ANN, NodeJobState::Running)], None);
+    for _ in 0..3 {
+        // It has no name, so that nobody can tell whose it is.
+        let mut nobodys = UnixStream::connect(case.dir.path().join("node.sock")).await.unwrap();
+        assert_eq!(soon("its end", nobodys.read(&mut [0])).await.unwrap(), 0);
+    }
+    soon("a call", case.client(ANN).await.get(GetRequest { job: 1 })).await.unwrap();
+}
+
+#[tokio::test]
+async fn streams_of_a_user_have_a_limit_of_their_own() {
+    let case = Case::new([(1, ANN, NodeJobState::Running), (2, BOB, NodeJobState::Running)], None);
+    let mut watches = Vec::new();
+    while watches.len() < STREAMS.0 {
+        let mut ann = case.client(ANN).await;
+        for _ in 0..CALLS {
+            watches.push(ann.watch(GetRequest { job: 1 }).await.unwrap());
+        }
+    }
+    let mut ann = case.client(ANN).await;
+    let error = ann.watch(GetRequest { job: 1 }).await.unwrap_err();
+    assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+    ann.get(GetRequest { job: 1 }).await.unwrap();
+    case.client(BOB).await.watch(GetRequest { job: 2 }).await.unwrap();
+    drop(watches);
+    soon("the end of the others", async {
+        while ann.watch(GetRequest { job: 1 }).await.is_err() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+}
+
+/// A caller of so many calls who takes no byte of an answer.
+async fn reads_nothing(case: &Case, uid: u32, method: &str, body: &[u8], calls: u32) -> Raw {
+    let mut raw = Raw::new(case.connect(uid)).await.unwrap();
+    // SETTINGS_INITIAL_WINDOW_SIZE: 0.
+    raw.frame(SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 0]).await.unwrap();
+    for _ in 0..calls {
+        raw.call(method, body, END_STREAM).await;
+    }
+    raw
+}
+
+#[tokio::test]
+async fn answers_that_nobody_reads_count_against_their_caller_alone() {
+    let case = Case::new([(1, ANN, NodeJobState::Running), (2, BOB, NodeJobState::Running)], None);
+    let (mut ann, mut bob) = (case.client(ANN).await, case.client(BOB).await);
+    let lists = u32::try_from(LISTS.0).unwrap();
+    let unread = reads_nothing(&case, ANN, "List", b"\0\0\0\0\0", lists).await;
+    let error = soon("the last list", async {
+        loop {
+            match ann.list(ListRequest::default()).await {
+                Err(error) => return error,
+                Ok(_) => tokio::task::yield_now().await,
+            }
+        }
+    })
+    .await;
+    assert_eq!(error.code(), Code::ResourceExhausted);
+    assert!(error.message().contains("16 lists"), "{error}");
+    ann.get(GetRequest { job: 1 }).await.unwrap();
+    bob.list(ListRequest::default()).await.unwrap();
+    drop(unread);
+    soon("the end of what was not read", async {
+        while ann.list(ListRequest::default()).await.is_err() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+
+    let mut unread = Vec::new();
+    for _ in 0..USER_CALLS.0 / CALLS as usize {
+        unread.push(reads_nothing(&case, ANN, "Get", b"\0\0\0\0\x02\x08\x01", CALLS).await);
+    }
+    soon("the last call", async {
+        while ann.get(GetRequest { job: 1 }).await.is_ok() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+    bob.get(GetRequest { job: 2 }).await.unwrap();
+}
+
+#[tokio::test]
+async fn the_end_waits_for_nobody_and_closes_every_connection() {
+    let mut case = Case::new([(1, ANN, NodeJobState::Running)], None);
+    let mut ann = case.client(ANN).await;
+    let mut watched = ann.watch(GetRequest { job: 1 }).await.unwrap().into_inner();
+    assert_eq!(watched.next().await.unwrap().unwrap().id, 1);
+    let mut silent = case.connect(ANN);
+    case.end.take().unwrap().send(()).unwrap();
+    soon("the end", &mut case.served).await.unwrap().unwrap();
+    soon("the watch", watched.next()).await.unwrap().unwrap_err();
+    let mut rest = Vec::new();
+    // What is closed with bytes unread is reset.
+    drop(soon("a silent caller", silent.read_to_end(&mut rest)).await);
+}

@@ -1,0 +1,69 @@
+//! The view as JSON: what the page shows, and what scripts may read.
+//!
+//! As the clients print it, [`xlaunch_proto::json`] says how; with what a line of a list shows of a job's status beside it.
+
+use serde_json::{Value, json};
+use xlaunch_proto::v1::{JobKind, NodeJobState, StatusReply};
+
+use crate::view::{JobView, NodeView};
+use xlaunch_proto::json;
+
+/// Ended jobs in an answer about the node, the newest.
+const ENDED: usize = 100;
+/// Waiting jobs in it, those that go next.
+const QUEUED: usize = 200;
+
+/// The node, its GPUs, and its jobs: those that run, those that wait in the order of their turn, those that have ended last.
+pub(super) fn node(view: &NodeView, now: u64) -> Value {
+    let (jobs, left_out) = listed(view);
+    let jobs: Vec<_> = jobs.into_iter().map(line).collect();
+    json!({
+        "unix_ms": now,
+        "node": json::node(&view.node),
+        "jobs": jobs,
+        "jobs_left_out": left_out,
+    })
+}
+
+/// The jobs of an answer about the node, and how many are not in it.
+fn listed(view: &NodeView) -> (Vec<&JobView>, usize) {
+    let newest_first = || view.jobs.values().rev().map(AsRef::as_ref);
+    let is_queued = |job: &&JobView| job.job.state() == NodeJobState::Queued;
+    let running = newest_first().filter(|job| !job.has_ended() && !is_queued(job));
+    let mut queued: Vec<_> = newest_first().filter(is_queued).collect();
+    queued.sort_by_key(|job| job.job.queue_position);
+    let ended = newest_first().filter(|job| job.has_ended());
+    let jobs: Vec<_> = running.chain(queued.into_iter().take(QUEUED)).chain(ended.take(ENDED)).collect();
+    let left_out = view.jobs.len() - jobs.len();
+    (jobs, left_out)
+}
+
+/// One job, with its ranks and its history.
+pub(super) fn job(view: &JobView, now: u64) -> Value {
+    let mut value = line(view);
+    value["report"] = json!(view.job.report);
+    value["unix_ms"] = json!(now);
+    value["status"] = view.status.as_ref().map_or(Value::Null, |(reply, _)| json::status(reply));
+    value["status_age_seconds"] = json!(view.status.as_ref().map(|(_, at)| at.elapsed().as_secs_f64()));
+    value["history"] = json::history(&view.history);
+    value
+}
+
+/// A job as a line of a list.
+fn line(view: &JobView) -> Value {
+    let mut value = json::job(&view.job);
+    let status = view.status.as_ref().map(|(reply, _)| reply.as_ref());
+    let trained = status.filter(|status| has_trained(status));
+    value["step"] = json!(trained.map(|status| status.step));
+    value["total_steps"] = json!(trained.map(|status| status.total_steps));
+    value["loss"] = json!(trained.map(|status| json::single(status.loss)));
+    value["tokens_per_second"] = json!(trained.map(|status| json::number(status.tokens_per_second)));
+    value["restarts"] = json!(status.map(|status| status.restarts));
+    value["max_restarts"] = json!(status.map(|status| status.max_restarts));
+    value
+}
+
+/// Whether there is a step whose loss is known.
+pub(super) fn has_trained(status: &StatusReply) -> bool {
+    status.kind() != JobKind::Command && status.step > 0
+}

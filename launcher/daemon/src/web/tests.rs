@@ -1,0 +1,335 @@
+//! A made-up node, asked through real sockets.
+
+mod made_up;
+mod metrics;
+
+use std::process::Stdio;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::sync::{mpsc, oneshot, watch};
+use xlaunch_proto::v1::NodeJobState;
+
+use super::*;
+use crate::view::NodeView;
+use made_up::{HOSTILE, job, made_up};
+use xlaunch_agent::clock::unix_ms;
+
+const HANGS: Duration = Duration::from_secs(60);
+/// A page of the made-up node, until it is dropped.
+struct Served {
+    address: String,
+    view: watch::Sender<Arc<NodeView>>,
+    _orders: mpsc::Receiver<crate::orders::Order>,
+    _ended: oneshot::Sender<()>,
+}
+
+impl Served {
+    async fn new() -> Self {
+        Self::on(Listen::Tcp(([127, 0, 0, 1], 0).into())).await
+    }
+
+    async fn on(listen: Listen) -> Self {
+        let listener = Listener::bind(&listen).await.unwrap();
+        let address = match (&listener, &listen) {
+            (Listener::Tcp(listener), _) => listener.local_addr().unwrap().to_string(),
+            (_, Listen::Unix(path)) => path.to_str().unwrap().to_string(),
+            _ => unreachable!(),
+        };
+        let (orders, orders_end) = mpsc::channel(1);
+        let (view, seen) = watch::channel(Arc::new(made_up(unix_ms(), 800)));
+        let (ended, end) = oneshot::channel::<()>();
+        let logs: LogTail = Arc::new(|job, rank, stderr, lines| {
+            Box::pin(async move {
+                if rank == 13 {
+                    return Err("rank 13 has no log".into());
+                }
+                let stream = if stderr { "stderr" } else { "stdout" };
+                Ok((1..=lines)
+                    .map(|line| format!("{stream} of job {job}, rank {rank}: line {line} <b>"))
+                    .collect())
+            })
+        });
+        tokio::spawn(serve_on(listener, Node::new(orders, seen), logs, async {
+            let _ = end.await;
+        }));
+        Self { address, view, _orders: orders_end, _ended: ended }
+    }
+
+    async fn connect(&self) -> Box<dyn listen::Stream> {
+        match self.address.starts_with('/') {
+            true => Box::new(UnixStream::connect(&self.address).await.unwrap()),
+            false => Box::new(TcpStream::connect(&self.address).await.unwrap()),
+        }
+    }
+
+    /// The whole answer to these bytes, which ask for the end of the connection.
+    async fn ask(&self, request: &str) -> Answer {
+        let exchange = async {
+            let mut stream = self.connect().await;
+            stream.write_all(request.as_bytes()).await.unwrap();
+            let mut answer = Vec::new();
+            stream.read_to_end(&mut answer).await.unwrap();
+            String::from_utf8(answer).unwrap()
+        };
+        let text = tokio::time::timeout(HANGS, exchange).await.unwrap();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{text:?} to {request:?}"));
+        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        Answer { status, head: head.to_lowercase(), body: body.into() }
+    }
+
+    async fn get(&self, path: &str) -> Answer {
+        self.ask(&format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")).await
+    }
+
+    async fn json(&self, path: &str) -> Value {
+        let answer = self.get(path).await;
+        assert_eq!(answer.status, 200, "{path}: {}", answer.body);
+        serde_json::from_str(&answer.body).unwrap()
+    }
+}
+
+struct Answer {
+    status: u16,
+    head: String,
+    body: String,
+}
+
+#[tokio::test]
+async fn the_node_and_its_jobs_are_shown_as_json() {
+    let served = Served::new().await;
+    let node = served.json("/api/v1/node").await;
+    assert_eq!(node["node"]["host"], "node-17");
+    let gpus = &node["node"]["gpus"];
+    assert_eq!(gpus[6]["state"], "sick");
+    assert_eq!((&gpus[0]["job"], &gpus[4]["job"]), (&json!(7), &Value::Null));
+    // Those that run, those that wait by their turn, those that have ended.
+    let ids: Vec<_> =
+        node["jobs"].as_array().unwrap().iter().map(|job| job["id"].as_u64().unwrap()).collect();
+    assert_eq!(ids, [7, 8, 9, 6, 5, 4, 3]);
+    assert_eq!((&node["jobs"][0]["step"], &node["jobs"][0]["restarts"]), (&json!(800), &json!(1)));
+    assert_eq!((&node["jobs"][1]["step"], &node["jobs"][1]["started_unix_ms"]), (&Value::Null, &Value::Null));
+    assert_eq!((&node["jobs"][2]["name"], &node["jobs"][3]["loss"]), (&json!(HOSTILE), &json!("NaN")));
+
+    let job = served.json("/api/v1/jobs/7").await;
+    assert_eq!(job["history"].as_array().unwrap().len(), 400);
+    assert_eq!(job["history"][399]["step"], 800);
+    assert_eq!(job["status"]["ranks"][3]["hint"], "silent for 312 s, no CPU");
+    assert_eq!(job["status"]["past_restarts"][0]["rank"], 2);
+    assert_eq!(job["loss"], job["history"][399]["loss"]);
+    let failed = served.json("/api/v1/jobs/6").await;
+    assert!(failed["report"].as_str().unwrap().contains("rank 2 of 4"), "{failed}");
+}
+
+#[tokio::test]
+async fn of_many_jobs_none_that_runs_is_left_out() {
+    let served = Served::new().await;
+    let mut view = made_up(unix_ms(), 10);
+    for id in 100..700 {
+        view.jobs.insert(id, Arc::new(job(id, "old", NodeJobState::Done)));
+    }
+    served.view.send_replace(Arc::new(view));
+    let node = served.json("/api/v1/node").await;
+    assert_eq!((&node["jobs"][0]["id"], &node["jobs"][3]["id"]), (&json!(7), &json!(699)));
+    assert_eq!(node["jobs_left_out"], json!(607 - node["jobs"].as_array().unwrap().len()));
+    assert!(node["jobs_left_out"].as_u64().unwrap() > 0);
+}
+
+#[tokio::test]
+async fn the_end_of_a_log_is_shown() {
+    let served = Served::new().await;
+    let log = served.json("/api/v1/jobs/7/logs?rank=2&stream=stderr&lines=3").await;
+    assert_eq!(log["lines"].as_array().unwrap().len(), 3);
+    assert_eq!(log["lines"][2], "stderr of job 7, rank 2: line 3 <b>");
+    assert_eq!(served.json("/api/v1/jobs/7/logs").await["lines"][0], "stdout of job 7, rank 0: line 1 <b>");
+    for (path, status, why) in [
+        ("7/logs?rank=13", 404, "rank 13 has no log"),
+        ("7/logs?lines=501", 400, "1 to 500"),
+        ("7/logs?lines=0", 400, "1 to 500"),
+        ("7/logs?stream=both", 400, "stdout or stderr"),
+        ("7/logs?rank=-1", 400, "rank=R"),
+        ("7/logs?path=/etc/passwd", 400, "it takes"),
+        ("70/logs", 404, "no job 70"),
+        ("seven/logs", 400, "numbers"),
+        ("seven", 400, "numbers"),
+        ("70", 404, "no job 70"),
+    ] {
+        let answer = served.get(&format!("/api/v1/jobs/{path}")).await;
+        assert_eq!(answer.status, status, "{path}");
+        let error: Value = serde_json::from_str(&answer.body).unwrap();
+        assert!(error["error"].as_str().unwrap().contains(why), "{path}: {error}");
+    }
+}
+
+#[tokio::test]
+async fn the_page_and_its_files_are_there_and_say_what_browsers_may_do() {
+    let served = Served::new().await;
+    let page = served.get("/").await;
+    for file in ["page.css", "page.js", "icon.svg"] {
+        assert!(page.body.contains(&format!("\"/assets/{file}\"")), "{file}");
+    }
+    for (path, kind) in [
+        ("/", "text/html"),
+        ("/assets/page.css", "text/css"),
+        ("/assets/page.js", "text/javascript"),
+        ("/assets/chart.js", "text/javascript"),
+        ("/assets/icon.svg", "image/svg+xml"),
+        ("/api/v1/node", "application/json"),
+        ("/metrics", "application/openmetrics-text"),
+    ] {
+        let answer = served.get(path).await;
+        assert_eq!(answer.status, 200, "{path}");
+        for line in [
+            &format!("content-type: {kind}"),
+            "content-security-policy: default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; ",
+            "x-content-type-options: nosniff",
+            "referrer-policy: no-referrer",
+            "x-frame-options: deny",
+            "cache-control: no-store",
+        ] {
+            assert!(answer.head.contains(line), "{path} lacks {line:?}: {}", answer.head);
+        }
+        assert!(!answer.head.contains("access-control"), "{path}");
+    }
+    // The policy would keep these from working, and they from being noticed.
+    assert!(
+        !page.body.contains("<style") && !page.body.contains(" style=") && !page.body.contains("onclick")
+    );
+    assert_eq!(served.get("/assets/mod.rs").await.status, 404);
+    assert_eq!(served.get("/favicon.ico").await.status, 404);
+}
+
+#[tokio::test]
+async fn nothing_can_be_changed() {
+    let served = Served::new().await;
+    for method in ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "NEW"] {
+        let request =
+            format!("{method} /api/v1/jobs/7 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
+        let answer = served.ask(&request).await;
+        assert_eq!(answer.status, 405, "{method}");
+        assert!(answer.head.contains("allow: get, head"), "{method}: {}", answer.head);
+    }
+    let head = served.ask("HEAD /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await;
+    assert_eq!((head.status, head.body.as_str()), (200, ""));
+    let body = "GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello";
+    assert_eq!(served.ask(body).await.status, 413);
+}
+
+#[tokio::test]
+async fn only_who_names_this_host_is_answered() {
+    let served = Served::new().await;
+    for (status, host) in [
+        (200, "Host: localhost:9470\r\n"),
+        (200, "Host: 127.0.0.1\r\n"),
+        (200, "Host: [::1]:9470\r\n"),
+        (403, "Host: evil.example:9470\r\n"),
+        (403, "Host: localhost\r\nHost: evil.example\r\n"),
+        (403, ""),
+    ] {
+        let answer =
+            served.ask(&format!("GET /api/v1/node HTTP/1.1\r\n{host}Connection: close\r\n\r\n")).await;
+        assert_eq!(answer.status, status, "{host:?}");
+        assert_eq!(answer.body.contains("node-17"), status == 200, "{host:?}");
+        assert!(status == 200 || answer.body.contains("http://localhost"), "{}", answer.body);
+    }
+    let proxied = "GET http://evil.example/ HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+    assert_eq!(served.ask(proxied).await.status, 403);
+
+    let dir = tempfile::tempdir().unwrap();
+    let served = Served::on(Listen::Unix(dir.path().join("web.sock"))).await;
+    let proxied = "GET / HTTP/1.1\r\nHost: node-17.example\r\nConnection: close\r\n\r\n";
+    assert_eq!(served.ask(proxied).await.status, 200);
+}
+
+#[tokio::test]
+async fn who_never_ends_a_request_keeps_nobody_out() {
+    let served = Served::new().await;
+    let many = async {
+        let mut slow = Vec::new();
+        for number in 0..1000 {
+            let mut stream = TcpStream::connect(&served.address).await.unwrap();
+            // Some never speak, some never end.
+            if number % 2 == 0 {
+                let _ = stream.write_all(b"GET / HTTP/1.1\r\nHost: loc").await;
+            }
+            slow.push(stream);
+        }
+        slow
+    };
+    // They do not even keep each other out, as they would if each had to wait for one before it to be given up.
+    let mut slow = tokio::time::timeout(HANGS, many).await.expect("new ones have to wait");
+    for path in ["/metrics", "/"] {
+        assert_eq!(served.get(path).await.status, 200);
+    }
+    // The first had to go; the last has its time.
+    let mut rest = Vec::new();
+    let end = tokio::time::timeout(HANGS, slow[0].read_to_end(&mut rest)).await.expect("it is still open");
+    assert!(end.is_err() || rest.is_empty(), "{rest:?}");
+    let last = &mut slow[998];
+    last.write_all(b"alhost\r\nConnection: close\r\n\r\n").await.unwrap();
+    tokio::time::timeout(HANGS, last.read_to_end(&mut rest)).await.unwrap().unwrap();
+    assert!(rest.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&rest));
+}
+
+#[tokio::test]
+async fn a_connection_that_asks_and_is_silent_is_closed() {
+    let served = Served::new().await;
+    let mut stream = TcpStream::connect(&served.address).await.unwrap();
+    stream.write_all(b"GET /assets/icon.svg HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HT").await.unwrap();
+    let mut answers = Vec::new();
+    tokio::time::timeout(HANGS, stream.read_to_end(&mut answers)).await.expect("it is still open").unwrap();
+    let answers = String::from_utf8(answers).unwrap();
+    assert!(answers.starts_with("HTTP/1.1 200"), "{answers}");
+    assert!(!answers.contains("<!doctype html>"), "{answers}");
+}
+
+#[tokio::test]
+async fn a_node_that_ends_closes_its_page() {
+    let served = Served::new().await;
+    let (mut stream, address) = (served.connect().await, served.address.clone());
+    drop(served);
+    let mut rest = Vec::new();
+    let end = tokio::time::timeout(HANGS, stream.read_to_end(&mut rest)).await.expect("it is still open");
+    assert!(end.is_err() || rest.is_empty());
+    assert!(TcpStream::connect(&address).await.is_err(), "it still listens");
+}
+
+/// A program from the environment, or from the path.
+fn program(name: &str) -> Option<std::path::PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    let found = std::env::split_paths(&path).map(|dir| dir.join(name)).find(|file| file.is_file());
+    if found.is_none() {
+        eprintln!("skipped: there is no {name} in PATH");
+    }
+    found
+}
+
+/// `XLAUNCH_TEST_BROWSER` names a directory whose `node_modules` has playwright-core.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_browser_shows_what_the_api_says() {
+    let (Some(node), true) = (program("node"), std::env::var_os("XLAUNCH_TEST_BROWSER").is_some()) else {
+        eprintln!("skipped: XLAUNCH_TEST_BROWSER names no directory with playwright-core");
+        return;
+    };
+    let served = Served::new().await;
+    let mut script = tokio::process::Command::new(node);
+    script.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/web/page.mjs"));
+    script.arg(format!("http://{}", served.address)).arg("7");
+    // Where pictures are wanted.
+    script.args(std::env::var_os("XLAUNCH_TEST_PICTURES"));
+    let script = script.kill_on_drop(true).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut steps = 800;
+    let mut done = std::pin::pin!(script.wait_with_output());
+    let output = loop {
+        tokio::select! {
+            output = &mut done => break output.unwrap(),
+            () = tokio::time::sleep(Duration::from_millis(500)) => {
+                steps = 2000.min(steps + 4);
+                served.view.send_replace(Arc::new(made_up(unix_ms(), steps)));
+            }
+        }
+    };
+    let text = String::from_utf8_lossy(&output.stdout);
+    eprintln!("{text}");
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+}

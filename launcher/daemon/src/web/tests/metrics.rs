@@ -1,0 +1,131 @@
+//! What Prometheus is told, and what is asked of it.
+
+use std::process::Stdio;
+use std::sync::Arc;
+
+use serde_json::Value;
+use xlaunch_proto::v1::NodeJobState;
+
+use super::made_up::{HOSTILE, job, made_up};
+use super::program;
+use crate::web::metrics;
+use xlaunch_agent::clock::unix_ms;
+
+/// A file of `deploy/`.
+fn deployed(name: &str) -> std::path::PathBuf {
+    std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy")).join(name)
+}
+
+/// Names in a text that begin so.
+fn names(text: &str, beginning: &str) -> Vec<String> {
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    words.filter(|word| word.starts_with(beginning)).map(Into::into).collect()
+}
+
+#[test]
+fn dashboard_and_alerts_ask_for_metrics_that_there_are() {
+    let text = metrics::text(Arc::new(made_up(unix_ms(), 800)), unix_ms()).unwrap();
+    let exported: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).collect();
+    let has = |name: &String| exported.iter().any(|line| line.split(['{', ' ']).next() == Some(name));
+    let rules = fs_err::read_to_string(deployed("prometheus/rules.yml")).unwrap();
+    let expressions: String = rules.lines().filter(|line| line.trim_start().starts_with("expr:")).collect();
+    let dashboard = fs_err::read_to_string(deployed("grafana/xlaunch.json")).unwrap();
+    let dashboard: Value = serde_json::from_str(&dashboard).unwrap();
+    let mut asked = Vec::new();
+    for panel in dashboard["panels"].as_array().unwrap() {
+        for target in panel["targets"].as_array().unwrap() {
+            asked.push(target["expr"].as_str().unwrap());
+        }
+    }
+    for variable in dashboard["templating"]["list"].as_array().unwrap() {
+        asked.extend(variable["definition"].as_str());
+    }
+    let asked = names(&asked.join(" "), "xlaunch_");
+    assert!(asked.len() > 15, "{asked:?}");
+    for name in asked.iter().chain(&names(&expressions, "xlaunch_")) {
+        assert!(has(name), "{name} is asked for, and not exported");
+    }
+    // What DCGM's exporter tells is told by it alone.
+    assert!(names(&text, "DCGM").is_empty());
+}
+
+#[test]
+fn prometheus_takes_the_metrics_and_the_alerts() {
+    let Some(promtool) = program("promtool") else { return };
+    let run = |arguments: &[&str], input: &str| {
+        use std::io::Write;
+        let mut child = std::process::Command::new(&promtool);
+        child.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = child.spawn().unwrap();
+        child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+        let output = child.wait_with_output().unwrap();
+        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "promtool {arguments:?}: {out}{err}");
+    };
+    run(&["check", "rules", deployed("prometheus/rules.yml").to_str().unwrap()], "");
+    run(&["test", "rules", deployed("prometheus/rules_test.yml").to_str().unwrap()], "");
+    let text = metrics::text(Arc::new(made_up(unix_ms(), 800)), unix_ms()).unwrap();
+    // It reads the older text format, in which comments name counters as samples do.
+    let counters = ["xlaunch_worker_restarts", "xlaunch_tokens", "xlaunch_allreduce_bytes"];
+    let older =
+        counters.iter().fold(text, |text, name| text.replace(&format!("{name} "), &format!("{name}_total ")));
+    run(&["check", "metrics"], &older);
+}
+
+#[test]
+fn what_users_name_breaks_no_line_of_the_metrics() {
+    let mut view = made_up(unix_ms(), 800);
+    let long = format!("{HOSTILE}{}", "\u{1f600}\\\"\n".repeat(2000));
+    view.jobs.insert(10, Arc::new(job(10, &long, NodeJobState::Queued)));
+    let text = metrics::text(Arc::new(view), unix_ms()).unwrap();
+    let line = text.lines().find(|line| line.contains("job=\"9\"")).unwrap();
+    let name = r#"name="<img src=x onerror=alert(1)>\"\n}\\ xlaunch_up 1 "#;
+    assert!(line.contains(name) && line.ends_with("state=\"queued\"} 1.0"), "{line}");
+    let line = text.lines().find(|line| line.contains("job=\"10\"")).unwrap();
+    assert!(line.len() < 2000 && line.ends_with("state=\"queued\"} 1.0"), "{line}");
+    assert!(!text.lines().any(|line| line.starts_with("}") || line.starts_with("xlaunch_up")), "{text}");
+    assert!(text.ends_with("\n# EOF\n"));
+}
+
+#[test]
+fn metrics_tell_of_jobs_as_long_as_it_makes_sense() {
+    let now = unix_ms();
+    let text = metrics::text(Arc::new(made_up(now, 800)), now).unwrap();
+    let has = |sample: &str| text.lines().any(|line| line.starts_with(sample));
+    for sample in [
+        "xlaunch_jobs{state=\"lost\"} 1.0",
+        "xlaunch_job_info{job=\"7\",name=\"llama-28m\",user=\"grace\",kind=\"trainer\",state=\"running\"} 1.0",
+        "xlaunch_job_info{job=\"8\",name=\"eval\",user=\"1002\",kind=\"command\",state=\"queued\"} 1.0",
+        "xlaunch_step{job=\"7\"} 800.0",
+        "xlaunch_step_duration_seconds_sum{job=\"7\"} 96.0",
+        "xlaunch_step_duration_seconds_count{job=\"7\"} 800",
+        "xlaunch_step_duration_seconds_bucket{le=\"0.1\",job=\"7\"} 0",
+        "xlaunch_step_duration_seconds_bucket{le=\"+Inf\",job=\"7\"} 800",
+        "xlaunch_tokens_total{job=\"7\"} 26214400",
+        "xlaunch_allreduce_bytes_total{job=\"7\"} 107040000000",
+        "xlaunch_tokens_per_second{job=\"7\"} 4",
+        "xlaunch_worker_restarts_total{job=\"7\"} 1",
+        "xlaunch_worker_up{job=\"7\",rank=\"3\"} 1.0",
+        "xlaunch_worker_hint{job=\"7\",rank=\"2\"} 0.0",
+        "xlaunch_worker_hint{job=\"7\",rank=\"3\"} 1.0",
+        "xlaunch_pool_mapped_bytes{job=\"7\",rank=\"0\"} 3600000000.0",
+        "xlaunch_gpu_job{UUID=\"GPU-5a1e0001-77d0-4c3f-9b52-0d3f5f1e2a00\",job=\"7\"} 1.0",
+        "xlaunch_drained 0.0",
+        // It failed ten minutes ago: an alert has a loss and a state to tell of.
+        "xlaunch_job_info{job=\"6\",name=\"gpt2-124m\",user=\"ada\",kind=\"trainer\",state=\"failed\"} 1.0",
+        "xlaunch_loss{job=\"6\"} NaN",
+    ] {
+        assert!(has(sample), "{sample} is missing in {text}");
+    }
+    for sample in [
+        // Nothing is fast that has ended, and a day ago is long ago.
+        "xlaunch_tokens_per_second{job=\"6\"}",
+        "xlaunch_step_duration_seconds_sum{job=\"6\"}",
+        "xlaunch_job_status_age_seconds{job=\"6\"}",
+        "xlaunch_job_info{job=\"3\"",
+        "xlaunch_loss{job=\"8\"}",
+        "xlaunch_gpu_job{UUID=\"GPU-5a1e0004",
+    ] {
+        assert!(!has(sample), "{sample} is in {text}");
+    }
+}

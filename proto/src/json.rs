@@ -1,0 +1,110 @@
+//! Answers as JSON: what the clients print for programs and what the daemon's page reads are the same.
+//!
+//! Keys are those of `xlaunch/v1/node.proto` and `agent.proto`, states in lower case; times are milliseconds since 1970 (UTC).
+//! What has not happened and what is not known is null. Numbers that JSON does not have are `"NaN"`, `"Infinity"` and
+//! `"-Infinity"`, as protobuf has them in JSON.
+
+use crate::v1::{Gpu, Job, NodeStatus, Progress, RankStatus, Restart, StatusReply};
+use serde_json::{Value, json};
+
+use crate::labels::{gpu_state, job_state, kind, node_job_state, rank_state};
+
+/// A node with its GPUs.
+pub fn node(node: &NodeStatus) -> Value {
+    json!({
+        "host": node.host, "version": node.version, "daemon_pid": node.daemon_pid,
+        "started_unix_seconds": node.started_unix_seconds, "drained": node.drained, "cores": node.cores,
+        "jobs_queued": node.jobs_queued, "jobs_running": node.jobs_running, "jobs_ended": node.jobs_ended,
+        "gpu_problem": node.gpu_problem, "gpus": node.gpus.iter().map(gpu).collect::<Vec<_>>(),
+    })
+}
+
+fn gpu(gpu: &Gpu) -> Value {
+    json!({
+        "index": gpu.index, "uuid": gpu.uuid, "name": gpu.name, "state": gpu_state(gpu.state()),
+        "reason": gpu.reason, "job": (gpu.job != 0).then_some(gpu.job),
+        "busy_percent": gpu.busy_percent.map(number), "memory_used_bytes": gpu.memory_used_bytes,
+        "memory_bytes": gpu.memory_bytes, "power_watts": gpu.power_watts.map(number),
+        "temperature_celsius": gpu.temperature_celsius.map(number),
+    })
+}
+
+/// A job of a node as a line of a list: without its report, which may be pages, its status and its history.
+pub fn job(job: &Job) -> Value {
+    json!({
+        "id": job.id, "name": job.name, "uid": job.uid, "user": job.user, "kind": kind(job.kind()),
+        "state": node_job_state(job.state()), "reason": job.reason, "priority": job.priority,
+        "gpus_wanted": job.gpus_wanted, "gpus": job.gpus, "command_line": job.command_line,
+        "work_dir": job.work_dir, "submitted_unix_ms": at(job.submitted_unix_ms),
+        "started_unix_ms": at(job.started_unix_ms), "ended_unix_ms": at(job.ended_unix_ms),
+        "exit_code": job.exit_code,
+        "queue_position": (job.queue_position != 0).then_some(job.queue_position),
+    })
+}
+
+/// A launch with its ranks, without its history.
+pub fn status(reply: &StatusReply) -> Value {
+    json!({
+        "job_id": reply.job_id, "job_name": reply.job_name, "kind": kind(reply.kind()),
+        "state": job_state(reply.state()), "reason": reply.reason, "command_line": reply.command_line,
+        "host": reply.host, "launcher_pid": reply.launcher_pid,
+        "started_unix_seconds": reply.started_unix_seconds, "attempt": reply.attempt,
+        "restarts": reply.restarts, "max_restarts": reply.max_restarts,
+        "past_restarts": reply.past_restarts.iter().map(restart).collect::<Vec<_>>(),
+        "log_dir": reply.log_dir, "world_size": reply.world_size, "step": reply.step,
+        "total_steps": reply.total_steps, "loss": single(reply.loss),
+        "tokens_per_second": number(reply.tokens_per_second),
+        "ranks": reply.ranks.iter().map(rank).collect::<Vec<_>>(),
+    })
+}
+
+fn restart(restart: &Restart) -> Value {
+    json!({
+        "unix_ms": restart.unix_ms, "attempt": restart.attempt, "rank": restart.rank, "cause": restart.cause,
+    })
+}
+
+fn rank(rank: &RankStatus) -> Value {
+    json!({
+        "rank": rank.rank, "local_rank": rank.local_rank, "pid": rank.pid,
+        "state": rank_state(rank.state()), "device_uuid": rank.device_uuid, "step": rank.step,
+        "seconds_since_heartbeat": number(rank.seconds_since_heartbeat), "exit": rank.exit,
+        "seconds_since_output": rank.seconds_since_output.map(number),
+        "cpu_percent": rank.cpu_percent.map(number), "memory_bytes": rank.memory_bytes,
+        "gpu_percent": rank.gpu_percent.map(number), "gpu_memory_bytes": rank.gpu_memory_bytes,
+        "pool_live_bytes": rank.pool_live_bytes, "pool_mapped_bytes": rank.pool_mapped_bytes,
+        "pool_peak_bytes": rank.pool_peak_bytes, "pool_fragmentation": single(rank.pool_fragmentation),
+        "hint": rank.hint,
+    })
+}
+
+/// The history of a training job.
+pub fn history(points: &[Progress]) -> Value {
+    let point = |point: &Progress| {
+        json!({
+            "unix_ms": point.unix_ms, "step": point.step, "loss": single(point.loss),
+            "tokens_per_second": number(point.tokens_per_second),
+        })
+    };
+    points.iter().map(point).collect()
+}
+
+/// Null where it has not happened.
+fn at(unix_ms: u64) -> Value {
+    if unix_ms == 0 { Value::Null } else { json!(unix_ms) }
+}
+
+/// A number; those that JSON does not have are text, as protobuf has them in JSON.
+pub fn number(value: f64) -> Value {
+    match value {
+        _ if value.is_nan() => json!("NaN"),
+        f64::INFINITY => json!("Infinity"),
+        f64::NEG_INFINITY => json!("-Infinity"),
+        _ => json!(value),
+    }
+}
+
+/// The shortest decimal that is this f32.
+pub fn single(value: f32) -> Value {
+    number(value.to_string().parse().unwrap_or(f64::from(value)))
+}

@@ -1,0 +1,76 @@
+//! The accept loop of a server on a unix socket.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::mpsc;
+use tokio::time::MissedTickBehavior;
+use tokio_stream::wrappers::ReceiverStream;
+
+use super::limits::{Connection, Connections};
+
+/// Pause after a failed `accept(2)`, for lack of descriptors or memory.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
+/// Interval at which connections that have made no call are closed.
+const SILENT_POLL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The process at the other end of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Credentials {
+    /// Its user.
+    pub uid: u32,
+    /// Its process id, where the kernel knows one in this namespace.
+    pub pid: Option<u32>,
+    /// Counts against no limit.
+    pub exempt: bool,
+}
+
+/// What the kernel says of the process that connected.
+///
+/// # Errors
+/// Those of `getsockopt(2)`.
+pub fn peer_credentials(stream: &UnixStream) -> io::Result<Credentials> {
+    let peer = stream.peer_cred()?;
+    let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok());
+    Ok(Credentials { uid: peer.uid(), pid, exempt: false })
+}
+
+/// Accepts connections until the stream that is returned is dropped. `identify` says who calls; `None` turns the caller
+/// away. An error of one connection ends none of the others.
+pub fn accept(
+    listener: UnixListener,
+    open: Connections,
+    identify: impl Fn(&UnixStream) -> io::Result<Option<Credentials>> + Send + 'static,
+) -> ReceiverStream<io::Result<Connection<UnixStream>>> {
+    let (connections, incoming) = mpsc::channel(1);
+    tokio::spawn(async move {
+        let mut poll = tokio::time::interval(SILENT_POLL_INTERVAL);
+        poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            let accepted = tokio::select! {
+                accepted = listener.accept() => accepted.map(|(stream, _)| stream),
+                _ = poll.tick() => {
+                    open.close_silent(Instant::now());
+                    continue;
+                }
+                () = connections.closed() => return,
+            };
+            let admitted = accepted.and_then(|stream| match identify(&stream)? {
+                Some(credentials) => open.admit(stream, credentials),
+                None => Ok(None),
+            });
+            match admitted {
+                Ok(Some(connection)) => {
+                    if connections.send(Ok(connection)).await.is_err() {
+                        return;
+                    }
+                }
+                // The caller sees its connection closed.
+                Ok(None) => {}
+                Err(_) => tokio::time::sleep(ACCEPT_RETRY_DELAY).await,
+            }
+        }
+    });
+    ReceiverStream::new(incoming)
+}

@@ -1,0 +1,269 @@
+//! Which connections stay open when there are too many.
+//!
+//! Each user has a share of the connections. Where theirs is used up, their oldest connection without a call in progress
+//! makes room; where all are used up, a connection of the user who has most does. A connection that makes no call at all
+//! is closed after a while. What a connection is used for is told by [`Peer::begin_call`].
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use rustix::net::Shutdown;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tonic::transport::server::Connected;
+
+use super::accept::Credentials;
+
+/// How many connections a server keeps open.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Connections of one user, of two descriptors each.
+    pub per_user: usize,
+    /// Connections of all users.
+    pub total: usize,
+    /// Time to make a first call.
+    pub first_call_timeout: Option<Duration>,
+    /// Where all connections of a user are busy, close the oldest of them rather than refuse the new one.
+    pub close_busy: bool,
+}
+
+/// The open connections of one server.
+#[derive(Clone, Debug)]
+pub struct Connections {
+    limits: Limits,
+    open: Arc<Mutex<Open>>,
+}
+
+#[derive(Debug, Default)]
+struct Open {
+    /// Number of the next connection.
+    next: u64,
+    /// By number, so that the oldest comes first.
+    entries: BTreeMap<u64, Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    uid: u32,
+    since: Instant,
+    calls: Arc<Calls>,
+    /// A duplicate, to close the connection from here.
+    stream: OwnedFd,
+}
+
+#[derive(Debug, Default)]
+struct Calls {
+    in_progress: AtomicUsize,
+    made_any: AtomicBool,
+}
+
+impl Connections {
+    /// No connection is open yet.
+    pub fn new(limits: Limits) -> Self {
+        Self { limits, open: Arc::default() }
+    }
+
+    /// Adds a connection, closing another where that makes room. `None` where there is no room.
+    ///
+    /// # Errors
+    /// Where the descriptor cannot be duplicated.
+    pub fn admit<S: AsFd>(&self, stream: S, peer: Credentials) -> io::Result<Option<Connection<S>>> {
+        let Credentials { uid, pid, exempt } = peer;
+        let calls = Arc::<Calls>::default();
+        let slot = match exempt {
+            true => None,
+            false => {
+                let mut open = self.lock();
+                match open.room(uid, self.limits) {
+                    Room::Free => {}
+                    Room::Close(oldest) => open.entries.remove(&oldest).iter().for_each(shut_down),
+                    Room::None => return Ok(None),
+                }
+                let number = open.next;
+                open.next += 1;
+                let duplicate = stream.as_fd().try_clone_to_owned()?;
+                let entry = Entry { uid, since: Instant::now(), calls: calls.clone(), stream: duplicate };
+                open.entries.insert(number, entry);
+                Some(Slot { connections: self.clone(), number })
+            }
+        };
+        Ok(Some(Connection { _slot: slot, stream, peer: Peer { uid, pid, calls } }))
+    }
+
+    /// Closes connections that have made no call within their time.
+    pub fn close_silent(&self, now: Instant) {
+        let Some(timeout) = self.limits.first_call_timeout else { return };
+        self.lock().entries.retain(|_, entry| {
+            let silent = !entry.calls.made_any.load(Ordering::Relaxed);
+            let stays = !silent || now.duration_since(entry.since) < timeout;
+            if !stays {
+                shut_down(entry);
+            }
+            stays
+        });
+    }
+
+    /// Closes all connections.
+    pub fn close_all(&self) {
+        std::mem::take(&mut self.lock().entries).values().for_each(shut_down);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Open> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn shut_down(entry: &Entry) {
+    // The other end sees the end of the stream. A connection that is closed already reports an error, which is fine.
+    let _ = rustix::net::shutdown(&entry.stream, Shutdown::Both);
+}
+
+/// Whether one more connection fits.
+#[derive(Debug, PartialEq, Eq)]
+enum Room {
+    Free,
+    /// If the connection with this number is closed.
+    Close(u64),
+    None,
+}
+
+impl Open {
+    fn room(&self, uid: u32, limits: Limits) -> Room {
+        let mut counts = BTreeMap::<u32, usize>::new();
+        self.entries.values().for_each(|entry| *counts.entry(entry.uid).or_default() += 1);
+        let own = counts.get(&uid).copied().unwrap_or(0);
+        let close = |number: Option<u64>| number.map_or(Room::None, Room::Close);
+        let among_own = || match limits.close_busy {
+            true => self.oldest_idle(uid).or_else(|| self.oldest(uid)),
+            false => self.oldest_idle(uid),
+        };
+        if own >= limits.per_user {
+            return close(among_own());
+        }
+        if self.entries.len() < limits.total {
+            return Room::Free;
+        }
+        match counts.into_iter().max_by_key(|(_, count)| *count) {
+            // The user with most connections gives one to a user with fewer, busy or not.
+            Some((most, count)) if most != uid && count > own + 1 => {
+                close(self.oldest_idle(most).or_else(|| self.oldest(most)))
+            }
+            _ => close(among_own()),
+        }
+    }
+
+    fn oldest(&self, uid: u32) -> Option<u64> {
+        self.of(uid).map(|(number, _)| number).next()
+    }
+
+    fn oldest_idle(&self, uid: u32) -> Option<u64> {
+        let mut idle = self.of(uid).filter(|(_, entry)| entry.calls.in_progress.load(Ordering::Relaxed) == 0);
+        idle.next().map(|(number, _)| number)
+    }
+
+    fn of(&self, uid: u32) -> impl Iterator<Item = (u64, &Entry)> {
+        let own = self.entries.iter().filter(move |(_, entry)| entry.uid == uid);
+        own.map(|(number, entry)| (*number, entry))
+    }
+}
+
+/// The process at the other end of a connection, as gRPC handlers see it.
+#[derive(Clone, Debug)]
+pub struct Peer {
+    /// Its user.
+    pub uid: u32,
+    /// Its process id, where the kernel knows one in this namespace.
+    pub pid: Option<u32>,
+    calls: Arc<Calls>,
+}
+
+impl Peer {
+    /// A call has begun: the connection is busy until the result is dropped.
+    pub fn begin_call(&self) -> CallInProgress {
+        self.calls.made_any.store(true, Ordering::Relaxed);
+        self.calls.in_progress.fetch_add(1, Ordering::Relaxed);
+        CallInProgress(self.calls.clone())
+    }
+}
+
+/// A call, until it is dropped.
+#[derive(Debug)]
+pub struct CallInProgress(Arc<Calls>);
+
+impl Drop for CallInProgress {
+    fn drop(&mut self) {
+        self.0.in_progress.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// An admitted connection. It counts until it is dropped.
+#[derive(Debug)]
+pub struct Connection<S> {
+    /// Dropped before the stream: a connection that is closed no longer counts.
+    _slot: Option<Slot>,
+    stream: S,
+    peer: Peer,
+}
+
+impl<S> Connection<S> {
+    /// The process at the other end.
+    pub fn peer(&self) -> &Peer {
+        &self.peer
+    }
+}
+
+#[derive(Debug)]
+struct Slot {
+    connections: Connections,
+    number: u64,
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.connections.lock().entries.remove(&self.number);
+    }
+}
+
+impl<S> Connected for Connection<S> {
+    type ConnectInfo = Peer;
+
+    fn connect_info(&self) -> Peer {
+        self.peer.clone()
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+#[cfg(test)]
+mod tests;

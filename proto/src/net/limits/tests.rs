@@ -1,0 +1,112 @@
+use tokio::io::AsyncReadExt;
+use tokio::net::UnixStream;
+
+use super::*;
+
+const PER_USER: usize = 64;
+const TOTAL: usize = 512;
+const FIRST_CALL_TIMEOUT: Duration = Duration::from_secs(10);
+const LIMITS: Limits = Limits {
+    per_user: PER_USER,
+    total: TOTAL,
+    first_call_timeout: Some(FIRST_CALL_TIMEOUT),
+    close_busy: false,
+};
+
+/// Connections of users over socket pairs.
+struct Case {
+    open: Connections,
+    /// With their calls and the far ends.
+    held: BTreeMap<u64, (Connection<UnixStream>, Vec<CallInProgress>, UnixStream)>,
+}
+
+impl Case {
+    fn new(limits: Limits) -> Self {
+        Self { open: Connections::new(limits), held: BTreeMap::new() }
+    }
+
+    /// Whether the user got one more.
+    fn connect(&mut self, uid: u32, busy: bool) -> bool {
+        let (stream, far) = UnixStream::pair().unwrap();
+        let peer = Credentials { uid, pid: None, exempt: false };
+        let Some(connection) = self.open.admit(stream, peer).unwrap() else { return false };
+        let calls = busy.then(|| connection.peer.begin_call()).into_iter().collect();
+        let number = connection._slot.as_ref().unwrap().number;
+        self.held.insert(number, (connection, calls, far));
+        true
+    }
+
+    fn numbers(&self, uid: u32) -> Vec<u64> {
+        self.open.lock().of(uid).map(|(number, _)| number).collect()
+    }
+
+    fn total(&self) -> usize {
+        self.open.lock().entries.len()
+    }
+}
+
+#[tokio::test]
+async fn oldest_idle_connection_of_a_user_makes_room_for_their_newest() {
+    let mut case = Case::new(LIMITS);
+    assert!(case.connect(1, true));
+    (1..PER_USER).for_each(|_| assert!(case.connect(1, false)));
+    assert!(case.connect(1, false));
+    let numbers = case.numbers(1);
+    assert_eq!((numbers.len(), numbers[0], numbers[1]), (PER_USER, 0, 2), "1 was closed, 0 is busy");
+    assert!(case.connect(2, false), "other users are not affected");
+    for number in case.numbers(1) {
+        let (connection, calls, _) = case.held.get_mut(&number).unwrap();
+        calls.push(connection.peer.begin_call());
+    }
+    assert!(!case.connect(1, false), "all of theirs are busy");
+    assert_eq!(case.numbers(2).len(), 1);
+    case.held.pop_first();
+    assert!(case.connect(1, false), "one was closed");
+}
+
+#[tokio::test]
+async fn busy_connections_are_closed_where_the_limits_say_so() {
+    let limits = Limits { per_user: 2, total: 2, close_busy: true, ..LIMITS };
+    let mut case = Case::new(limits);
+    assert!(case.connect(1, true) && case.connect(1, false) && case.connect(1, true));
+    assert_eq!(case.numbers(1), [0, 2], "the idle one first");
+    assert!(case.connect(1, true));
+    assert_eq!(case.numbers(1), [2, 3], "then the oldest");
+}
+
+#[tokio::test]
+async fn exempt_connections_do_not_count() {
+    let mut case = Case::new(Limits { per_user: 1, total: 1, ..LIMITS });
+    assert!(case.connect(1, true));
+    let (stream, _far) = UnixStream::pair().unwrap();
+    let worker = case.open.admit(stream, Credentials { uid: 1, pid: None, exempt: true }).unwrap();
+    assert!(worker.is_some_and(|connection| connection._slot.is_none()));
+    assert_eq!(case.total(), 1);
+}
+
+#[tokio::test]
+async fn users_who_hold_all_connections_give_some_to_others() {
+    let mut case = Case::new(LIMITS);
+    for uid in 1..=8 {
+        (0..PER_USER).for_each(|_| assert!(case.connect(uid, true)));
+    }
+    for count in 1..PER_USER - 8 {
+        assert!(case.connect(9, true));
+        assert_eq!((case.numbers(9).len(), case.total()), (count, TOTAL));
+    }
+    let fewest = (1..=8).map(|uid| case.numbers(uid).len()).min().unwrap();
+    assert!(fewest >= TOTAL / 9, "{fewest}");
+}
+
+#[tokio::test]
+async fn connections_without_a_first_call_are_closed() {
+    let mut case = Case::new(LIMITS);
+    assert!(case.connect(1, false) && case.connect(1, true) && case.connect(2, false));
+    case.open.close_silent(Instant::now());
+    assert_eq!(case.numbers(1), [0, 1]);
+    case.open.close_silent(Instant::now() + FIRST_CALL_TIMEOUT);
+    assert_eq!((case.numbers(1), case.numbers(2)), (vec![1], vec![]));
+    let (.., far) = case.held.get_mut(&0).unwrap();
+    let end = tokio::time::timeout(Duration::from_secs(60), far.read(&mut [0])).await;
+    assert_eq!(end.expect("the caller sees the end").unwrap(), 0);
+}
