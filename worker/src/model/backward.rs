@@ -1,8 +1,8 @@
 //! Backward: from gradients of the logits to gradients of every parameter, in the order of the arena.
 //!
-//! The gradient of a bias is the sum of the rows of its output's gradient. The operation that writes those rows also forms
-//! it where that saves reading them again: GELU that of `fc`, a norm those of `out` and `proj`, whose outputs were added to
-//! the residual stream that it normalises.
+//! The gradient of a bias is the column sum of its output's gradient. The kernel that writes that gradient computes the
+//! sum too where this saves another pass over it: GELU's backward for `fc`, a norm's backward for `out` and `proj`,
+//! whose outputs were added to the residual stream that the norm reads.
 
 use xlaunch_engine::{
     Accumulate, AttentionBackward, EmbedBackward, GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight,
@@ -41,10 +41,10 @@ struct Residual<'a> {
 }
 
 impl Model {
-    /// Gradients of all parameters into `grads`, an arena of the layout (F32 or Bf16) that was zeroed once.
+    /// Writes (or adds, by `acc`) the gradients of all parameters to `grads`, an arena of the layout (F32 or Bf16) that
+    /// was zeroed once.
     ///
-    /// `finished(end, grads)` is called whenever all gradients below offset `end` are written. `acc` says whether this
-    /// is the first micro-step of a step.
+    /// `finished(end, grads)` is called whenever all gradients below offset `end` have been enqueued.
     pub fn backward<E: From<xlaunch_engine::EngineError>>(
         &self,
         mut acts: Activations,
@@ -71,7 +71,7 @@ impl Model {
         finished(self.layout.len, grads)
     }
 
-    /// Head and final norm: the gradient of the residual stream.
+    /// Head and final norm. Returns the gradient of the residual stream.
     fn top_backward(&self, pass: Pass<'_>, acts: &Activations) -> Result<Tensor> {
         let (rows, head) = (pass.rows, &self.layout.head);
         let shape = Self::linear_shape(rows, self.shape.dim, self.shape.padded_vocab());
@@ -94,7 +94,8 @@ impl Model {
         Ok(dx)
     }
 
-    /// `dx` holds the gradient of the block's output and becomes that of its input, the output of the block `below`.
+    /// `dx` is the gradient of the residual stream after the block, and is updated to that before it. `below` is the
+    /// block whose output is added there.
     fn block_backward(
         &self,
         pass: Pass<'_>,
@@ -128,6 +129,7 @@ impl Model {
         let added = below.map(|block| &block.out);
         self.norm_backward(pass, &block.ln1, &params.ln1, &dy, Residual { dx, add: true, added })
     }
+
     /// The gradient of `fc`'s output from that of the block's output, with the gradients of `out`.
     fn mlp_backward(&self, pass: Pass<'_>, block: &Block, params: &layout::Block, dx: &Tensor) -> Result<Tensor> {
         let (rows, shape, acc) = (pass.rows, &self.shape, pass.acc);
@@ -156,7 +158,7 @@ impl Model {
         let dwte = pass.grads.slice(self.layout.wte.clone());
         let dwpe = self.layout.wpe.as_ref().map(|wpe| pass.grads.slice(wpe.clone()));
         if pass.acc == Accumulate::Overwrite {
-            // The tied table already holds the head's gradient; everything else starts from zero.
+            // A tied table already contains the head's gradient. Others start from zero: the operation only adds.
             for table in dwpe.into_iter().chain((!self.shape.tied).then_some(dwte)) {
                 self.backend.zero(table)?;
             }
@@ -165,8 +167,8 @@ impl Model {
         self.backend.embed_backward(EmbedBackward { shape, tokens, dout: dx.all(), dwte, dwpe })
     }
 
-    /// Gradients of a matrix, of its bias if `dbias` is set, and of its input, which is returned. `sizes` are inputs and
-    /// outputs.
+    /// Gradients of a matrix, of its bias unless another kernel computes it (`dbias`), and of its input, which is
+    /// returned. `sizes` are the numbers of inputs and outputs.
     fn linear_backward(
         &self,
         pass: Pass<'_>,

@@ -9,14 +9,14 @@ use xlaunch_proto::model::Arch;
 use super::layout::{self, Linear};
 use super::{Model, Rows};
 
-/// What forward leaves for backward. Each tensor returns to the pool when backward is done with it.
+/// The activations that backward needs. Backward frees each tensor after its last use.
 #[derive(Debug)]
 pub struct Activations {
     pub(super) rows: Rows,
     pub(super) blocks: Vec<Block>,
     /// Input of the final norm, its output and statistics.
     pub(super) last: Normed,
-    /// `[N, Vp]`; gradients after [`Model::loss`] with a gradient scale.
+    /// `[N, Vp]`. [`Model::loss`] with a gradient scale overwrites them with their gradients.
     pub(super) logits: Tensor,
 }
 
@@ -32,21 +32,21 @@ pub(super) struct Normed {
 #[derive(Debug)]
 pub(super) struct Block {
     pub(super) ln1: Normed,
-    /// `[B, T, (H + 2 Hkv) D]`, as attention left it.
+    /// `[B, T, (H + 2 Hkv) D]`, after attention, which may rotate it in place.
     pub(super) qkv: Tensor,
     /// `[B, T, H D]`.
     pub(super) att: Tensor,
     /// `[B, H, T]`.
     pub(super) lse: Tensor,
     pub(super) ln2: Normed,
-    /// `[N, F]` or, with gates, `[N, 2 F]`.
+    /// `[N, F]` or, with SwiGLU's gates, `[N, 2 F]`.
     pub(super) h: Tensor,
     /// `[N, F]`.
     pub(super) a: Tensor,
 }
 
 impl Activations {
-    /// Logits of row `row`: V of them.
+    /// The V logits of row `row`.
     pub fn logits(&self, row: usize, vocab: usize) -> Slice<'_> {
         let padded = self.logits.len() / self.rows.count();
         self.logits.slice(row * padded..row * padded + vocab)
@@ -56,12 +56,12 @@ impl Activations {
 impl Model {
     /// Logits of `tokens` I32 `[B, T]`.
     pub fn forward(&self, rows: Rows, tokens: Slice<'_>) -> Result<Activations> {
-        self.forward_as_weights_arrive(rows, tokens, |_| Ok(()))
+        self.forward_with_gathers(rows, tokens, |_| Ok(()))
     }
 
-    /// The same, where weights may be on their way: `needs(start)` is called before those from offset `start` on are read,
-    /// with falling starts down to 0.
-    pub fn forward_as_weights_arrive<E: From<EngineError>>(
+    /// [`forward`](Self::forward) while weights are still being gathered: `needs(start)` is called before weights from
+    /// offset `start` on are read, with decreasing `start` down to 0.
+    pub fn forward_with_gathers<E: From<EngineError>>(
         &self,
         rows: Rows,
         tokens: Slice<'_>,
@@ -87,8 +87,8 @@ impl Model {
         Ok(Activations { rows, blocks, last: ln1, logits })
     }
 
-    /// Loss of every row into `losses` F32 `[N]`. With `grad_scale`, the logits become gradients of
-    /// `grad_scale * sum(losses)`.
+    /// Writes the cross-entropy loss of every row to `losses` F32 `[N]`. With `grad_scale`, the logits are overwritten
+    /// with the gradients of `grad_scale * sum(losses)`.
     pub fn loss(
         &self,
         acts: &Activations,
@@ -118,7 +118,7 @@ impl Model {
         EmbedShape { batch: rows.batch, seq: rows.seq, cols: self.shape.dim, vocab: self.shape.vocab }
     }
 
-    /// One block, from the output of its first norm to that of the norm behind it.
+    /// One block, from the output of its first norm to the output of the norm after it.
     fn block(
         &self,
         rows: Rows,
@@ -198,7 +198,7 @@ impl Model {
         Ok(Normed { x, y, stats })
     }
 
-    /// The residual stream `x + branch`, and its norm.
+    /// The residual stream `x + branch` and its norm, in one kernel.
     fn add_norm(&self, rows: Rows, x: &Tensor, branch: Tensor, params: &layout::Norm) -> Result<Normed> {
         let shape = self.norm_shape(rows);
         let sum = self.activation(x.len())?;
@@ -216,10 +216,10 @@ impl Model {
         Ok(Normed { x: sum, y, stats })
     }
 
-    /// Mean of `losses` times `share`, into (or added to) `out[0]`.
-    pub fn mean_loss(&self, losses: &Tensor, share: f32, out: Slice<'_>, acc: Accumulate) -> Result<()> {
+    /// Writes (or adds) `weight * mean(losses)` to `out[0]`.
+    pub fn mean_loss(&self, losses: &Tensor, weight: f32, out: Slice<'_>, acc: Accumulate) -> Result<()> {
         #[expect(clippy::cast_precision_loss, reason = "rows of one batch are far below 2^24")]
-        let scale = share / losses.len() as f32;
+        let scale = weight / losses.len() as f32;
         self.backend.sum(Sum { x: losses.all(), scale, out, acc })
     }
 }
