@@ -97,7 +97,7 @@ losses() {
 }
 
 steps() {
-    cat $work/jobs/train/*/metrics.jsonl 2> /dev/null | grep -c train/loss || true
+    cat $work/jobs/train/latest/metrics.jsonl 2> /dev/null | grep -c train/loss || true
 }
 
 has_more_steps_than() {

@@ -34,6 +34,7 @@ const MAX_UNFINISHED: usize = 16;
 const STATUS_GPUS: usize = 8;
 const STATUS_JOBS: u64 = 100;
 
+/// Measures the daemon from outside while it is loaded.
 #[derive(Debug, Parser)]
 struct Arguments {
     #[command(subcommand)]
