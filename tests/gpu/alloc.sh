@@ -1,12 +1,12 @@
 #!/bin/sh
-# The pool on the first GPU: its tests, training with the pool on, planned and off, and the price of a request beside the
-# driver's and PyTorch's allocators.
+# The memory pool on the first GPU: its tests, training with the pool on, planned and off, and the cost of an allocation
+# compared with the driver's and PyTorch's allocators.
 #
 #     tests/gpu/alloc.sh [directory of binaries]
 #
-# Without a directory, cargo builds what is needed. With one, for hosts without cargo, it holds the test binaries pool_cuda
-# (the pool's tests/cuda.rs) and pool_modes, as `cargo test --no-run` makes them, and pool_bench, as
-# `cargo bench -p xlaunch-pool --no-run` makes it.
+# Without a directory, cargo builds what is needed. A directory, for hosts without cargo, contains the test binaries
+# pool_cuda (the pool's tests/cuda.rs) and pool_modes, as `cargo test --no-run` builds them, and pool_bench, as
+# `cargo bench -p xlaunch-pool --no-run` builds it.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
@@ -37,7 +37,7 @@ END
 if [ -n "$flags" ] && g++ -O2 -std=c++17 "$root/tests/gpu/torch_alloc.cpp" -o "$program" $flags; then
     "$program"
 else
-    echo "  PyTorch's caching allocator: skipped, it could not be compiled"
+    echo "  not run: PyTorch's caching allocator: torch_alloc.cpp does not compile here"
 fi
 rm -f "$program"
 exit $failed

@@ -1,7 +1,7 @@
-//! `xlaunch bench`: what parts of the trainer cost on this machine.
+//! `xlaunch bench`: measures parts of the trainer on this machine.
 //!
-//! - `device` and `all_reduce` are what workers of these benches do instead of training; the agent collects their reports;
-//! - `skip_all_reduce` is the collective of a training bench that leaves its sums out.
+//! - `device` and `all_reduce` run in workers, in place of training; the agent collects their reports;
+//! - `skip_all_reduce` is a collective for training benchmarks that skips communication.
 
 mod all_reduce;
 mod device;
