@@ -124,7 +124,11 @@ impl Process {
             // In this order: the last output may be collected after the exit.
             let is_complete = self.stderr.as_ref().is_none_or(|stderr| stderr.thread.is_finished());
             let found = self.stderr().contains(text);
-            assert!(found || !is_complete || is_alive(self.pid()), "exited without {text:?}: {}", self.stderr());
+            assert!(
+                found || !is_complete || is_alive(self.pid()),
+                "exited without {text:?}: {}",
+                self.stderr()
+            );
             found.then_some(())
         });
     }

@@ -2,8 +2,8 @@
 //
 //   node tests/web/page.mjs http://127.0.0.1:9470 JOB [DIRECTORY]
 //
-// JOB is the number of a job that the page lists. Screenshots are written to DIRECTORY, if given. Needs playwright-core,
-// in the node_modules of $XLAUNCH_TEST_BROWSER or of the current directory, and Chromium: $CHROMIUM or
+// JOB is the number of a job that the page lists. Screenshots are written to DIRECTORY, if given. Needs
+// playwright-core, in the node_modules of $XLAUNCH_TEST_BROWSER or of the current directory, and Chromium: $CHROMIUM or
 // /usr/bin/chromium. Prints one line per check and exits with 1 if any has failed.
 
 import { createRequire } from "node:module";

@@ -1,5 +1,5 @@
-//! Load generator for the daemon, measured from outside. `daemon_load --help` lists the measurements; each but `clients`
-//! starts a daemon of its own. Results are in `tests/peers/results/daemon-cpu.txt`.
+//! Load generator for the daemon, which is measured from outside. `daemon_load --help` lists the measurements; each but
+//! `clients` starts a daemon of its own. Results are in `tests/peers/results/daemon-cpu.txt`.
 
 #![expect(
     clippy::print_stdout,
