@@ -91,7 +91,7 @@ fn a_training_bench_that_fails_says_why() {
 fn sums_are_right_and_busbw_follows_algbw() {
     let job = job();
     let found = json(&job, &["allreduce", "--nproc", "4", "--max", "64K"]);
-    let rows = found["sums"].as_array().unwrap();
+    let rows = found["sizes"].as_array().unwrap();
     let sizes: Vec<f64> = rows.iter().map(|row| number(row, "size")).collect();
     assert_eq!(sizes, [8.0, 32.0, 128.0, 512.0, 2048.0, 8192.0, 32768.0, 65536.0]);
     for row in rows {
@@ -120,7 +120,7 @@ fn simulated_ranks_meet_where_there_are_descriptors_for_them() {
     let few = format!("ulimit -n 150; exec {} bench rendezvous --ranks 200", xlaunch().display());
     let run = Launch::of("sh".as_ref()).run(&["-c", &few]);
     assert_eq!(run.code, 70, "{}", run.stderr);
-    assert!(run.stderr.contains("200 ranks need 300 descriptors, 150 are allowed"), "{}", run.stderr);
+    assert!(run.stderr.contains("200 ranks need 300 file descriptors, 150 are allowed"), "{}", run.stderr);
 }
 
 #[test]
@@ -128,12 +128,12 @@ fn launches_are_measured_from_outside() {
     let found = json(&job(), &["launch", "--nproc", "2", "--runs", "2"]);
     let ours = &found["xlaunch"];
     assert!(
-        number(&ours["nothing"], "median") > 0.0 && number(&ours["group_gone"], "median") > 0.0,
+        number(&ours["no_op_launch_ms"], "median") > 0.0 && number(&ours["group_exit_ms"], "median") > 0.0,
         "{found}"
     );
     // Each worker has hidden another process.
-    assert_eq!(ours["left_of"][1], 4, "{found}");
-    assert!(number(&found, "hang_named_seconds") > 1.0, "{found}");
+    assert_eq!(ours["processes_started"], 4, "{found}");
+    assert!(number(&found, "hang_report_seconds") > 1.0, "{found}");
 }
 
 #[test]
@@ -153,7 +153,7 @@ fn a_device_is_measured_once_and_again_when_it_is_asked_for() {
     std::fs::write(&file, kept.to_string()).unwrap();
     assert_eq!(train(), 5.0);
     let fresh = json(&job, &["device"]);
-    let product = number(&fresh["product_flops"], "fp32");
+    let product = number(&fresh["gemm_flops"], "fp32");
     assert!(product > 1e8 && product != 5e12 && number(&fresh, "copy_bytes_per_second") > 1e8, "{fresh}");
     assert_eq!(train(), product / 1e12, "what was measured again is kept");
     std::fs::write(&file, "no JSON").unwrap();

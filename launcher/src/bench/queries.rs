@@ -14,7 +14,7 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::{GetRequest, Gpu, Job, NodeJobState, NodeStatus, NodeStatusRequest, StatusReply};
 
-use super::percentile;
+use super::quantile;
 use xlaunch_agent::Refusal;
 use xlaunch_daemon::orders::Node;
 use xlaunch_daemon::service::access::Access;
@@ -66,7 +66,7 @@ pub(crate) fn run(load: Load) -> Result<Found, Refusal> {
 }
 
 fn measure(load: Load) -> std::io::Result<Found> {
-    let dir = super::scratch()?;
+    let dir = super::scratch_dir()?;
     let socket = dir.path().join("node.sock");
     let (listening, listens) = std::sync::mpsc::channel();
     let (end, ended) = oneshot::channel::<()>();
@@ -100,8 +100,8 @@ fn measure(load: Load) -> std::io::Result<Found> {
     Ok(Found {
         queries: times.len(),
         queries_per_second,
-        median_ms: percentile(&times, 0.5),
-        p99_ms: percentile(&times, 0.99),
+        median_ms: quantile(&times, 0.5),
+        p99_ms: quantile(&times, 0.99),
         service_cpu_percent: used.as_secs_f64() / seconds * 100.0,
     })
 }
