@@ -1,5 +1,5 @@
-//! The `xlaunch` binary: the command line; `xlaunch worker`, one rank of the built-in trainer; and, under its own name, the
-//! process that cleans up after a launcher that was killed.
+//! The `xlaunch` binary: the command line; `xlaunch worker`, one rank of the built-in trainer; and, under its own name,
+//! the process that cleans up after a launcher that was killed.
 //!
 //! - [`cli`]: subcommands and torchrun's flags; [`client`]: gRPC clients of agents and the daemon; [`render`]: tables;
 //! - [`bench`]: the measurements of `xlaunch bench`;

@@ -1,5 +1,5 @@
-//! The functions of the worker crate that the command line needs. `main.rs` fills them in, so that no other module depends
-//! on the worker.
+//! The functions of the worker crate that the command line needs. `main.rs` fills them in, so that no other module
+//! depends on the worker.
 
 use std::path::{Path, PathBuf};
 

@@ -1,8 +1,8 @@
 //! `xlaunch bench allreduce`: all-reduce by message size, with the columns of nccl-tests.
 //!
-//! With n ranks and S bytes in t seconds, algbw is S / t and busbw is algbw times 2 (n - 1) / n: the load of each link in a
-//! ring, comparable between numbers of ranks (nccl-tests, doc/PERFORMANCE.md). Times are means over ranks, the default of
-//! nccl-tests. #wrong counts elements, over all ranks, that are not the exact sum.
+//! With n ranks and S bytes in t seconds, algbw is S / t and busbw is algbw times 2 (n - 1) / n: the load of each link
+//! in a ring, comparable between numbers of ranks (nccl-tests, doc/PERFORMANCE.md). Times are means over ranks, the
+//! default of nccl-tests. #wrong counts elements, over all ranks, that are not the exact sum.
 
 use std::fmt::Write;
 

@@ -1,9 +1,10 @@
 //! Floating-point operations of training a model, counted as in the literature: useful work only ("model FLOPs").
 //!
-//! Per token: `6 N + 6 L T C`. N is the number of parameters in matrix multiplications (with the head's V columns, without
-//! the embedding lookup, norms and biases): 2 operations each in forward, 4 in backward (Kaplan et al. 2020, section 2.1,
-//! arXiv:2001.08361). The two matrix multiplications of attention take `4 T C` per layer in forward and twice that in
-//! backward (Chowdhery et al. 2022, appendix B, arXiv:2204.02311: `12 L H Q T` with H Q = C); a causal mask halves them.
+//! Per token: `6 N + 6 L T C`. N is the number of parameters in matrix multiplications (with the head's V columns,
+//! without the embedding lookup, norms and biases): 2 operations each in forward, 4 in backward (Kaplan et al. 2020,
+//! section 2.1, arXiv:2001.08361). The two matrix multiplications of attention take `4 T C` per layer in forward and
+//! twice that in backward (Chowdhery et al. 2022, appendix B, arXiv:2204.02311: `12 L H Q T` with H Q = C); a causal
+//! mask halves them.
 //!
 //! Not counted: padding of the vocabulary, attention scores that backward recomputes, elementwise operations.
 

@@ -1,8 +1,8 @@
 //! `xlaunch bench launch`: the overhead and reaction times of launching, compared with torchrun if it is installed.
 //!
-//! Launchers are child processes, measured from outside. Their workers are `true` and `sleep`, and the built-in trainer to
-//! measure hang detection. Every process of a measurement has a marker variable in its environment, by which processes that
-//! a killed launcher leaves behind are counted and removed.
+//! Launchers are child processes, measured from outside. Their workers are `true` and `sleep`, and the built-in trainer
+//! to measure hang detection. Every process of a measurement has a marker variable in its environment, by which
+//! processes that a killed launcher leaves behind are counted and removed.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -170,8 +170,8 @@ fn group_exit(program: &Program, workers: u32) -> std::io::Result<f64> {
     Ok(milliseconds(start))
 }
 
-/// Kills the launcher after each worker has started a process in another session. Returns how many processes are left, and
-/// how many there were.
+/// Kills the launcher after each worker has started a process in another session. Returns how many processes are left,
+/// and how many there were.
 fn processes_left(program: &Program, workers: u32) -> std::io::Result<(usize, usize)> {
     let marker = format!("left-{}", std::process::id());
     let mut launcher = program.start(&marker, &["sh", "-c", "setsid sleep 1000 & exec sleep 1000"])?;
@@ -204,7 +204,8 @@ fn idle(program: &Program, workers: u32) -> std::io::Result<(u64, f64)> {
     Ok(found)
 }
 
-/// Trains a small model on the CPU, and stops rank 1 of 2 during training. Returns the seconds until rank 1 is reported.
+/// Trains a small model on the CPU, and stops rank 1 of 2 during training. Returns the seconds until rank 1 is
+/// reported.
 fn hang(own: &Path) -> std::io::Result<f64> {
     let dir = super::scratch_dir()?;
     fs_err::write(dir.path().join("text.txt"), "text to train on until a rank hangs\n".repeat(1000))?;

@@ -1,7 +1,8 @@
 //! `xlaunch bench rendezvous`: the time that many ranks need to join.
 //!
-//! The ranks are tasks of one child process, each with its own connection, that join as workers do: at the agent's service
-//! on a unix socket, which runs in this process. The child measures from its first connection to the last reply.
+//! The ranks are tasks of one child process, each with its own connection, that join as workers do: at the agent's
+//! service on a unix socket, which runs in this process. The child measures from its first connection to the last
+//! reply.
 
 use std::fmt::Write;
 use std::io;

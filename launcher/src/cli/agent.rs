@@ -1,8 +1,8 @@
 //! `xlaunch agent DIR`: runs one job of a node's daemon, in the job's environment, and outlives the daemon.
 //!
 //! The daemon starts it as the job's user, with a [`Description`] on standard input. The two exchange files in DIR, see
-//! [`xlaunch_daemon::files`]. The agent claims the ticket of its start before it does anything, so that a start that the
-//! daemon has revoked does not happen, and it writes the job's result before it exits.
+//! [`xlaunch_daemon::files`]. The agent claims the ticket of its start before it does anything, so that a start that
+//! the daemon has revoked does not happen, and it writes the job's result before it exits.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, TryLockError};
@@ -35,7 +35,8 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Interval between attempts to write to a full disk.
 const FULL_DISK_RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Time for a full disk to get space again before the job begins. The daemon waits a little longer than this for the agent.
+/// Time for a full disk to get space again before the job begins. The daemon waits a little longer than this for the
+/// agent.
 const IDENTITY_TIMEOUT: Duration = Duration::from_secs(45);
 
 /// Options of `xlaunch agent`.

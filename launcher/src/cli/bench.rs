@@ -92,7 +92,8 @@ pub(super) enum Bench {
     /// Rendezvous of simulated ranks, each with its own connection
     Rendezvous {
         /// Number of ranks; may be repeated
-        #[arg(long, value_name = "N", default_values_t = [1000, 10_000], value_parser = clap::value_parser!(u32).range(1..=100_000))]
+        #[arg(long, value_name = "N", default_values_t = [1000, 10_000])]
+        #[arg(value_parser = clap::value_parser!(u32).range(1..=100_000))]
         ranks: Vec<u32>,
         /// Print JSON
         #[arg(long)]

@@ -192,8 +192,8 @@ fn command_definition() -> clap::Command {
     Cli::command().about(torchrun::ABOUT)
 }
 
-/// Whether the first argument is a subcommand rather than something to launch. A program of the same name can be launched
-/// after `--`.
+/// Whether the first argument is a subcommand rather than something to launch. A program of the same name can be
+/// launched after `--`.
 fn is_subcommand(argument: &OsString) -> bool {
     argument == "help" || Cli::command().get_subcommands().any(|command| argument == command.get_name())
 }

@@ -85,8 +85,8 @@ pub(super) struct Submit {
     target: Vec<OsString>,
 }
 
-/// Inserts `--` before the launch's command line, so that clap leaves its flags alone. `takes_value` knows the options of
-/// `submit`.
+/// Inserts `--` before the launch's command line, so that clap leaves its flags alone. `takes_value` knows the options
+/// of `submit`.
 pub(super) fn split(arguments: &[OsString], takes_value: impl Fn(&str) -> Option<bool>) -> Vec<OsString> {
     let mut own = 0;
     while let Some(argument) = arguments.get(own).and_then(|argument| argument.to_str()) {
@@ -201,8 +201,8 @@ fn environment(variables: impl Iterator<Item = (OsString, OsString)>) -> Result<
         let name = |pair: &Vec<u8>| String::from_utf8_lossy(pair).split('=').next().map(str::to_owned);
         let longest = pairs.iter().max_by_key(|pair| pair.len()).and_then(name).unwrap_or_default();
         return Err(format!(
-            "the environment is too large: {bytes} bytes of at most {MAX_ENVIRONMENT_BYTES}; unset variables that the job does \
-             not need (the longest is {longest})"
+            "the environment is too large: {bytes} bytes of at most {MAX_ENVIRONMENT_BYTES}; unset variables that the \
+             job does not need (the longest is {longest})"
         ));
     }
     Ok(pairs)

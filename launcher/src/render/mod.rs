@@ -1,7 +1,7 @@
 //! Text for people: tables and blocks of text from gRPC messages. Pure.
 //!
-//! - [`text`]: cells, columns, units, and escaping: names, reasons and command lines come from other users, so nothing in
-//!   them may act on the terminal;
+//! - [`text`]: cells, columns, units, and escaping: names, reasons and command lines come from other users, so nothing
+//!   in them may act on the terminal;
 //! - [`launch`]: a launch and its ranks; [`job`]: a job of the daemon; [`jobs`]: the queue; [`node`]: the node's GPUs;
 //! - [`sanitize`]: another user's log.
 //!

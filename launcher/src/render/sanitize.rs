@@ -2,8 +2,8 @@
 
 use super::text::escape;
 
-/// Turns a log into safe text, chunk by chunk. Line feeds, tabs and carriage returns are kept, other control characters are
-/// escaped, and invalid UTF-8 is replaced.
+/// Turns a log into safe text, chunk by chunk. Line feeds, tabs and carriage returns are kept, other control characters
+/// are escaped, and invalid UTF-8 is replaced.
 #[derive(Debug, Default)]
 pub(crate) struct LogSanitizer {
     /// An incomplete UTF-8 sequence at the end of the last chunk.

@@ -1,4 +1,5 @@
-//! The reference of training configurations: Markdown tables from the JSON schema, which has the doc comments of the types.
+//! The reference of training configurations: Markdown tables from the JSON schema, which has the doc comments of the
+//! types.
 
 use std::fmt::Write;
 

@@ -1,7 +1,7 @@
 //! The table of flags: everything that the parser and `--help` know about them.
 //!
-//! Names are spelled with dashes; underscores are accepted too. Most of torchrun's flags can also be set by an environment
-//! variable, `PET_<NAME>`.
+//! Names are spelled with dashes; underscores are accepted too. Most of torchrun's flags can also be set by an
+//! environment variable, `PET_<NAME>`.
 
 /// One flag.
 #[derive(Debug)]

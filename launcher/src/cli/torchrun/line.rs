@@ -36,8 +36,8 @@ pub(super) enum Target {
 }
 
 impl Line {
-    /// Reads flags up to the target. All arguments after a script or program belong to it; a training configuration takes no
-    /// arguments, so flags may follow it. `--help` and `--version` end the line.
+    /// Reads flags up to the target. All arguments after a script or program belong to it; a training configuration
+    /// takes no arguments, so flags may follow it. `--help` and `--version` end the line.
     pub(super) fn read(name: Name, arguments: &[OsString]) -> Result<Self, String> {
         let mut line = Self::default();
         let mut rest = arguments;

@@ -4,10 +4,10 @@
 //! arguments --line--> flags and target --reader (+ PET_* variables), values--> spec --> CommandSpec
 //!             ^ flags: the table                                            `-> trainer --> Launch
 //! ```
-//! The parser is our own, over one table of flags. clap cannot express what makes a command line torchrun's: a prefix that is
-//! unambiguous among torchrun's flags must stay so beside xlaunch's; `--` before the target changes its meaning, and clap
-//! drops it; a target that ends in `.toml` is followed by more flags, any other by its own arguments; empty variables count as
-//! unset, and errors name the variable that a value came from.
+//! The parser is our own, over one table of flags. clap cannot express what makes a command line torchrun's: a prefix
+//! that is unambiguous among torchrun's flags must stay so beside xlaunch's; `--` before the target changes its
+//! meaning, and clap drops it; a target that ends in `.toml` is followed by more flags, any other by its own arguments;
+//! empty variables count as unset, and errors name the variable that a value came from.
 //!
 //! Nothing is started, opened or changed here; the GPUs are counted only where `--nproc-per-node` asks for their number.
 
