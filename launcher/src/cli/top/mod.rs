@@ -1,11 +1,11 @@
-//! `xlaunch top`: the node, its GPUs and its jobs on a whole terminal.
+//! `xlaunch top`: the node, its GPUs and its jobs, full screen.
 //!
 //! ```text
-//! daemon --feed (a task, every second)--> news --.
-//! terminal --keys (a thread)----------------------+--> State (pure) --draw (pure)--> terminal
-//! signals --> end
+//! daemon --feed (a task, every second)--> updates --.
+//! terminal --keys (a thread)-------------------------+--> State (pure) --draw (pure)--> terminal
+//! signals --> exit
 //! ```
-//! The terminal is given back however this ends: [`Screen`] does it, and a panic's hook before its message.
+//! The terminal is restored in every case: by dropping [`Screen`], and by a panic hook before the panic's message.
 
 mod draw;
 mod feed;
@@ -22,71 +22,71 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use xlaunch_proto::exit::ExitCode;
 
-use super::connect::{At, Daemon};
-use crate::cli::console::End;
+use super::output::QueryError;
+use crate::client::daemon::{DaemonAddress, DaemonClient};
 use feed::Feed;
-use state::{Act, State};
+use state::{Command, State};
 use xlaunch_agent::Refusal;
 use xlaunch_agent::clock::unix_ms;
 
-/// How often the thread of keys looks whether anybody still wants them.
-const LOOK: Duration = Duration::from_millis(200);
+/// The key thread checks this often whether its channel is closed.
+const KEY_POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Options of `xlaunch top`.
 #[derive(Debug, Args)]
-pub(in crate::cli) struct Top {
+pub(super) struct Top {
     #[command(flatten)]
-    at: At,
+    daemon: DaemonAddress,
 }
 
-pub(super) async fn top(options: Top) -> Result<ExitCode, End> {
+pub(super) async fn run(options: Top) -> Result<ExitCode, QueryError> {
     if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {
         let message =
-            "xlaunch top needs a terminal; `xlaunch jobs` and `xlaunch node` print the same, also as JSON";
+            "`xlaunch top` needs a terminal; use `xlaunch jobs` and `xlaunch node`, with --json in scripts";
         return Err(Refusal::new(ExitCode::Usage, message).into());
     }
-    let mut daemon = Daemon::connect(&options.at).await?;
-    // The first answer is waited for: its errors are better read without a screen around them.
+    let mut daemon = DaemonClient::connect(&options.daemon).await?;
+    // The first snapshot is taken before the screen opens, so that its errors are printed normally.
     let mut state = State::new(has_colours(std::env::var_os("NO_COLOR").as_deref()));
-    state.take(feed::ask(&mut daemon, None).await?);
+    state.update(feed::snapshot(&mut daemon, None).await?);
     let failed = |error: std::io::Error| {
-        End::from(Refusal::new(ExitCode::Internal, format!("failed to use the terminal: {error}")))
+        QueryError::from(Refusal::new(ExitCode::Internal, format!("failed to use the terminal: {error}")))
     };
     let mut signals = Signals::new().map_err(failed)?;
     let mut screen = Screen::open().map_err(failed)?;
     let mut events = events().map_err(failed)?;
     let mut feed = Feed::start(daemon, state.selected());
     loop {
-        state.now(unix_ms());
+        state.set_time(unix_ms());
         screen.terminal.draw(|frame| draw::draw(frame, &state)).map_err(failed)?;
-        let act = tokio::select! {
+        let command = tokio::select! {
             event = events.recv() => match event {
                 Some(Event::Key(key)) => state.key(key),
-                // Another size, which the next frame has.
-                Some(_) => Act::Nothing,
-                None => Act::Quit,
+                // A resize: the next frame has the new size.
+                Some(_) => Command::Nothing,
+                None => Command::Quit,
             },
-            news = feed.next() => {
-                state.take(news);
-                Act::Nothing
+            update = feed.next() => {
+                state.update(update);
+                Command::Nothing
             }
             exit = signals.next() => return Ok(exit),
         };
-        match act {
-            Act::Quit => return Ok(ExitCode::Done),
-            Act::Cancel(job) => feed.cancel(job),
-            Act::Nothing => {}
+        match command {
+            Command::Quit => return Ok(ExitCode::Done),
+            Command::Cancel(job) => feed.cancel(job),
+            Command::Nothing => {}
         }
         feed.select(state.selected());
     }
 }
 
-/// As <https://no-color.org> has it.
+/// <https://no-color.org>: any value but the empty one turns colours off.
 fn has_colours(no_color: Option<&std::ffi::OsStr>) -> bool {
     no_color.is_none_or(std::ffi::OsStr::is_empty)
 }
 
-/// The terminal in raw mode, until it is dropped.
+/// The terminal in raw mode until this is dropped.
 struct Screen {
     terminal: DefaultTerminal,
 }
@@ -99,18 +99,18 @@ impl Screen {
 
 impl Drop for Screen {
     fn drop(&mut self) {
-        // A terminal that is gone needs nothing back.
+        // If the terminal is gone there is nothing to restore.
         let _ = self.terminal.show_cursor();
         let _ = ratatui::try_restore();
     }
 }
 
-/// What happens on the terminal. Its thread ends soon after nobody listens any more.
+/// Key presses and resizes. The thread that reads them ends once the receiver is dropped.
 fn events() -> std::io::Result<mpsc::Receiver<Event>> {
     let (sender, events) = mpsc::channel(16);
     let read = move || {
         while !sender.is_closed() {
-            match event::poll(LOOK) {
+            match event::poll(KEY_POLL_INTERVAL) {
                 Ok(false) => continue,
                 Ok(true) => {}
                 Err(_) => return,
@@ -125,7 +125,7 @@ fn events() -> std::io::Result<mpsc::Receiver<Event>> {
     Ok(events)
 }
 
-/// Signals that end it, by number.
+/// Signals that end the program, by number.
 struct Signals(Vec<(u8, tokio::signal::unix::Signal)>);
 
 impl Signals {
@@ -140,13 +140,13 @@ impl Signals {
         signals.into_iter().collect::<std::io::Result<_>>().map(Self)
     }
 
-    /// The exit code of the first that comes.
+    /// Waits for a signal; returns the exit code for it.
     async fn next(&mut self) -> ExitCode {
         std::future::poll_fn(|context| {
-            let came = |(number, signal): &mut (u8, tokio::signal::unix::Signal)| {
+            let received = |(number, signal): &mut (u8, tokio::signal::unix::Signal)| {
                 signal.poll_recv(context).is_ready().then_some(*number)
             };
-            let number = self.0.iter_mut().find_map(came);
+            let number = self.0.iter_mut().find_map(received);
             number.map_or(Poll::Pending, |number| Poll::Ready(ExitCode::Signal(number)))
         })
         .await

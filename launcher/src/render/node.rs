@@ -1,45 +1,19 @@
-//! `xlaunch node`: the node and its GPUs, as a table for people and as JSON for programs.
+//! The node and its GPUs.
 
-use clap::Args;
-use xlaunch_proto::v1::{Gpu, NodeStatus, NodeStatusRequest};
+use xlaunch_proto::v1::{Gpu, NodeStatus};
 
-use super::connect::{At, Daemon};
-use super::show::columns;
-use crate::cli::console::{End, escape, fit, now, put, width};
-use crate::cli::query::show::{bytes, percent, seconds, shown};
+use super::text::{bytes, columns, escape, fit, or_dash, percent, seconds};
 use xlaunch_agent::sinks::progress::clock;
-use xlaunch_proto::json;
 use xlaunch_proto::labels::gpu_state;
 
-/// Options of `xlaunch node`.
-#[derive(Debug, Args)]
-pub(in crate::cli) struct Node {
-    /// Print JSON.
-    #[arg(long)]
-    json: bool,
-    #[command(flatten)]
-    at: At,
-}
-
-pub(super) async fn show(options: Node) -> Result<(), End> {
-    let mut daemon = Daemon::connect(&options.at).await?;
-    let reply = daemon.client.status(NodeStatusRequest {}).await;
-    let node = reply.map_err(|status| daemon.refusal(&status))?.into_inner();
-    let text = match options.json {
-        true => format!("{:#}\n", json::node(&node)),
-        false => table(&node, now(), width()),
-    };
-    put(text.as_bytes())
-}
-
-/// The node and its GPUs; lines are cut at `width` characters.
-fn table(node: &NodeStatus, now: u64, width: usize) -> String {
+/// Lines are truncated to `width` characters.
+pub(crate) fn table(node: &NodeStatus, now: u64, width: usize) -> String {
     let mut out = format!("{}\n{}\n", heading(node, now), counts(node));
     if !node.drained.is_empty() {
         out += &format!("drained: {}\n", escape(&node.drained));
     }
     if !node.gpu_problem.is_empty() {
-        out += &format!("GPUs are not known: {}\n", escape(&node.gpu_problem));
+        out += &format!("GPUs unknown: {}\n", escape(&node.gpu_problem));
     }
     if !node.gpus.is_empty() {
         let head = ["GPU", "NAME", "STATE", "JOB", "BUSY", "MEMORY", "POWER", "TEMP", "UUID"];
@@ -49,8 +23,7 @@ fn table(node: &NodeStatus, now: u64, width: usize) -> String {
     fit(&out, width)
 }
 
-/// Host, version, how long it is up.
-pub(super) fn heading(node: &NodeStatus, now: u64) -> String {
+pub(crate) fn heading(node: &NodeStatus, now: u64) -> String {
     let up = clock(seconds(now.saturating_sub(node.started_unix_seconds)));
     format!(
         "{}  xlaunch {}  pid {}  up {up}  {} cores",
@@ -61,8 +34,7 @@ pub(super) fn heading(node: &NodeStatus, now: u64) -> String {
     )
 }
 
-/// Jobs by state.
-pub(super) fn counts(node: &NodeStatus) -> String {
+pub(crate) fn counts(node: &NodeStatus) -> String {
     format!("jobs: {} running, {} queued, {} ended", node.jobs_running, node.jobs_queued, node.jobs_ended)
 }
 
@@ -73,31 +45,32 @@ fn gpu_row(gpu: &Gpu) -> Vec<String> {
         gpu.name.clone(),
         gpu_state(gpu.state()).into(),
         if gpu.job == 0 { "-".into() } else { gpu.job.to_string() },
-        shown(gpu.busy_percent, percent),
+        or_dash(gpu.busy_percent, percent),
         memory(gpu),
-        shown(gpu.power_watts, |watts| format!("{watts:.0}W")),
-        shown(gpu.temperature_celsius, |degrees| format!("{degrees:.0}C")),
+        or_dash(gpu.power_watts, |watts| format!("{watts:.0}W")),
+        or_dash(gpu.temperature_celsius, |degrees| format!("{degrees:.0}C")),
         format!("{}{reason}", gpu.uuid),
     ]
 }
 
 /// Such as `12.1G/141G`.
-pub(super) fn memory(gpu: &Gpu) -> String {
+pub(crate) fn memory(gpu: &Gpu) -> String {
     match (gpu.memory_used_bytes, gpu.memory_bytes) {
         (None, None) => "-".into(),
-        (used, all) => format!("{}/{}", shown(used, bytes), shown(all, bytes)),
+        (used, all) => format!("{}/{}", or_dash(used, bytes), or_dash(all, bytes)),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use serde_json::Value;
+    use xlaunch_proto::json;
     use xlaunch_proto::v1::GpuState;
 
     use super::*;
 
     #[test]
-    fn a_nodes_table_is_this() {
+    fn node_table() {
         let held = Gpu {
             uuid: "GPU-a".into(),
             name: "NVIDIA H200".into(),

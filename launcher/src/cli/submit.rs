@@ -1,10 +1,10 @@
-//! `xlaunch submit`: a launch that waits for its turn.
+//! `xlaunch submit`: queues a launch with the node's daemon.
 //!
 //! ```text
-//! arguments --split--> own options, the launch's command line --work--> SubmitRequest --> daemon
+//! arguments --split--> options of submit, command line of the launch --work--> SubmitRequest --> daemon
 //! ```
-//! What the launch's command line says is understood here, so that mistakes are told at once; what this machine's GPUs are to
-//! it is for the daemon to decide.
+//! The launch's command line is parsed here, in the user's environment, so that mistakes are reported at once. What depends
+//! on GPUs is for the daemon to decide.
 
 use std::ffi::OsString;
 use std::hash::{BuildHasher, RandomState};
@@ -17,19 +17,19 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::submit_request::Work;
 use xlaunch_proto::v1::{CommandLine, Job, NodeJobState, SubmitRequest};
 
-use super::connect::{At, Daemon};
-use super::show;
-use crate::cli::console::{End, put, say};
-use crate::cli::launch;
-use crate::cli::torchrun::{self, Name, Request};
+use super::launch;
+use super::output::{QueryError, print, print_note};
+use super::torchrun::{self, Name, Request};
+use crate::client::daemon::{DaemonAddress, DaemonClient};
+use crate::render::job;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::Node;
 use xlaunch_proto::labels::node_job_state;
 
-/// Bytes of an environment that a daemon takes.
-const ENVIRONMENT: usize = 256 << 10;
-/// What a launch gives its workers: of another launch's, a job has no use.
-const WORKERS: [&str; 21] = [
+/// The daemon refuses larger environments.
+const MAX_ENVIRONMENT_BYTES: usize = 256 << 10;
+/// Variables that a launch sets for its workers. A job submitted by a worker must not inherit them.
+const WORKER_VARIABLES: [&str; 21] = [
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -60,37 +60,34 @@ const WORKERS: [&str; 21] = [
     xlaunch submit [OPTIONS] [FLAGS] -m MODULE [ARGUMENTS]\n       \
     xlaunch submit [OPTIONS] [FLAGS] -- PROGRAM [ARGUMENTS]\n       \
     xlaunch submit [OPTIONS] CONFIG.toml [FLAGS]",
-    after_help = "`xlaunch --help` lists FLAGS, which are those of a launch in the foreground."
+    after_help = "FLAGS are those of a launch in the foreground: see `xlaunch --help`."
 )]
-pub(in crate::cli) struct Submit {
-    /// Name in lists. Default: that of the training configuration or command.
+pub(super) struct Submit {
+    /// Name of the job [default: name of the training configuration or command]
     #[arg(long)]
     name: Option<String>,
-    /// Higher goes first; above 0 is for administrators.
+    /// Jobs with a higher priority start first; only administrators may set more than 0
     #[arg(long, value_name = "P", default_value_t = 0, allow_negative_numbers = true)]
     priority: i32,
-    /// GPUs to hold, 0 for a job on the CPU. Default: one per worker on a node that has GPUs.
+    /// GPUs to allocate, 0 for a CPU job [default: one per worker if the node has GPUs]
     #[arg(long, value_name = "N")]
     gpus: Option<u32>,
-    /// Print the job as JSON: as it is added, or, with --wait, as it has ended.
+    /// Print the job as JSON; with --wait, after it has ended
     #[arg(long)]
     json: bool,
-    /// Wait for the job's end, and exit with its exit code.
+    /// Wait until the job has ended, and exit with its exit code
     #[arg(long)]
     wait: bool,
     #[command(flatten)]
-    at: At,
-    /// A launch as `xlaunch` itself takes it: from the first word that is none of these options.
+    daemon: DaemonAddress,
+    /// What to launch, with its flags and arguments; starts at the first word that is not one of these options
     #[arg(value_name = "TARGET", required = true, num_args = 1.., allow_hyphen_values = true)]
     target: Vec<OsString>,
 }
 
-/// The arguments of `submit` with `--` before the launch's command line, so that the rest is left as it is. `takes_value`
-/// knows the options.
-pub(in crate::cli) fn split(
-    arguments: &[OsString],
-    takes_value: impl Fn(&str) -> Option<bool>,
-) -> Vec<OsString> {
+/// Inserts `--` before the launch's command line, so that clap leaves its flags alone. `takes_value` knows the options
+/// of `submit`.
+pub(super) fn split(arguments: &[OsString], takes_value: impl Fn(&str) -> Option<bool>) -> Vec<OsString> {
     let mut own = 0;
     while let Some(argument) = arguments.get(own).and_then(|argument| argument.to_str()) {
         let name = argument.split_once('=').map_or(argument, |(name, _)| name);
@@ -101,42 +98,41 @@ pub(in crate::cli) fn split(
         }
     }
     let (own, target) = arguments.split_at(own.min(arguments.len()));
-    let mark: &[OsString] = if target.is_empty() { &[] } else { &["--".into()] };
-    [own, mark, target].concat()
+    let separator: &[OsString] = if target.is_empty() { &[] } else { &["--".into()] };
+    [own, separator, target].concat()
 }
 
-/// Adds the job, and waits for its end where that is asked for.
-pub(super) async fn submit(options: Submit) -> Result<ExitCode, End> {
+pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
+    torchrun::print_deprecated_flags(Name::Xlaunch, &options.target);
     let work = match work(&options.target, &|name| std::env::var_os(name))? {
         Ok(work) => work,
-        Err(text) => return put(text.as_bytes()).map(|()| ExitCode::Done),
+        Err(text) => return print(text.as_bytes()).map(|()| ExitCode::Done),
     };
     let request = request(&options, work)?;
-    let mut daemon = Daemon::connect(&options.at).await?;
-    let reply = daemon.submit(request).await?;
-    let Some(job) = reply.job else {
-        return Err(Refusal::new(ExitCode::Internal, "the daemon's answer names no job").into());
+    let mut daemon = DaemonClient::connect(&options.daemon).await?;
+    let Some(job) = daemon.submit(request).await?.job else {
+        return Err(Refusal::new(ExitCode::Internal, "the daemon's reply contains no job").into());
     };
     let id = job.id;
     match (options.json, options.wait) {
         (true, true) => {}
-        (true, false) => put(format!("{:#}\n", show::json(&job)).as_bytes())?,
-        (false, _) => put(format!("job {id}\n").as_bytes())?,
+        (true, false) => print(format!("{:#}\n", job::json(&job)).as_bytes())?,
+        (false, _) => print(format!("job {id}\n").as_bytes())?,
     }
     if std::io::stderr().is_terminal() {
-        say(&hint(&job, options.wait));
+        print_note(&hint(&job, options.wait));
     }
     if !options.wait {
         return Ok(ExitCode::Done);
     }
     let ended = wait(&mut daemon, id, options.json).await?;
     if options.json {
-        put(format!("{:#}\n", show::json(&ended)).as_bytes())?;
+        print(format!("{:#}\n", job::json(&ended)).as_bytes())?;
     }
-    Ok(exit(&ended))
+    Ok(exit_code(&ended))
 }
 
-/// What is to be run; `Err` is a text that the command line asks for instead.
+/// What to run, or text to print instead, such as `--help`.
 fn work(
     target: &[OsString],
     environment: &dyn Fn(&str) -> Option<OsString>,
@@ -154,17 +150,17 @@ fn work(
     })
 }
 
-/// A launch has no flag of this name, but `submit` may have.
+/// Explains an unknown flag that is an option of `submit` in the wrong place.
 fn out_of_place(refusal: Refusal) -> Refusal {
     let options = Submit::augment_args(clap::Command::new("submit"));
     let is_meant = |name: &&str| refusal.message.starts_with(&format!("unknown flag --{name};"));
     match options.get_opts().filter_map(clap::Arg::get_long).find(is_meant) {
-        Some(name) => {
-            let message = format!(
-                "--{name} is an option of `submit` itself: it goes before what is launched and its flags"
-            );
-            Refusal { message, ..refusal }
-        }
+        Some(name) => Refusal {
+            message: format!(
+                "--{name} is an option of `submit` itself: put it before the flags of the launch"
+            ),
+            ..refusal
+        },
         None => refusal,
     }
 }
@@ -172,7 +168,7 @@ fn out_of_place(refusal: Refusal) -> Refusal {
 fn request(options: &Submit, work: Work) -> Result<SubmitRequest, Refusal> {
     let refuse = |message: String| Refusal::new(ExitCode::Usage, message);
     let here = std::env::current_dir()
-        .map_err(|error| refuse(format!("failed to find the working directory: {error}")))?;
+        .map_err(|error| refuse(format!("failed to get the working directory: {error}")))?;
     let work_dir = here.into_os_string().into_string();
     let work_dir =
         work_dir.map_err(|path| refuse(format!("the working directory {} is not UTF-8", path.display())))?;
@@ -188,24 +184,25 @@ fn request(options: &Submit, work: Work) -> Result<SubmitRequest, Refusal> {
     })
 }
 
-/// Different every time: the hash keys are random.
+/// A random id: `RandomState` has random keys.
 fn request_id() -> String {
     let word = || RandomState::new().hash_one((std::process::id(), std::time::SystemTime::now()));
     format!("{:016x}{:016x}", word(), word())
 }
 
-/// The job's environment as NAME=VALUE.
+/// The job's environment, each variable as `NAME=VALUE`.
 fn environment(variables: impl Iterator<Item = (OsString, OsString)>) -> Result<Vec<Vec<u8>>, String> {
-    let is_workers = |name: &OsString| name == env::SCOPE || WORKERS.iter().any(|known| name == known);
-    let kept = variables.filter(|(name, _)| !name.is_empty() && !is_workers(name));
+    let is_worker_variable =
+        |name: &OsString| name == env::SCOPE || WORKER_VARIABLES.iter().any(|known| name == known);
+    let kept = variables.filter(|(name, _)| !name.is_empty() && !is_worker_variable(name));
     let pairs: Vec<_> = kept.map(|(name, value)| [name.into_vec(), value.into_vec()].join(&b'=')).collect();
     let bytes: usize = pairs.iter().map(Vec::len).sum();
-    if bytes > ENVIRONMENT {
+    if bytes > MAX_ENVIRONMENT_BYTES {
         let name = |pair: &Vec<u8>| String::from_utf8_lossy(pair).split('=').next().map(str::to_owned);
         let longest = pairs.iter().max_by_key(|pair| pair.len()).and_then(name).unwrap_or_default();
         return Err(format!(
-            "the environment has {bytes} bytes, and a job takes {ENVIRONMENT}: unset what it does not need; the longest \
-             variable is {longest}"
+            "the environment is too large: {bytes} bytes of at most {MAX_ENVIRONMENT_BYTES}; unset variables that the \
+             job does not need (the longest is {longest})"
         ));
     }
     Ok(pairs)
@@ -215,39 +212,36 @@ fn hint(job: &Job, waits: bool) -> String {
     let id = job.id;
     if waits {
         return format!(
-            "waiting for its end; it goes on without this command. `xlaunch cancel {id}` ends it"
+            "waiting; interrupting this command leaves the job running, `xlaunch cancel {id}` ends it"
         );
     }
-    format!(
-        "`xlaunch status {id}` shows it, `xlaunch logs {id} -f` what it writes; `xlaunch cancel {id}` ends it"
-    )
+    format!("see also: `xlaunch status {id}`, `xlaunch logs {id} -f`, `xlaunch cancel {id}`")
 }
 
-/// Follows the job to its end; changes go to stderr, and the report unless it is `quiet`.
-async fn wait(daemon: &mut Daemon, id: u64, quiet: bool) -> Result<Job, End> {
+/// Follows the job until it has ended. Changes of state and the failure report go to stderr, unless `quiet`.
+async fn wait(daemon: &mut DaemonClient, id: u64, quiet: bool) -> Result<Job, QueryError> {
     let mut last = None;
     let ended = daemon.follow(id, |job| {
         let state = node_job_state(job.state());
         if !quiet && last.replace(state) != Some(state) {
-            say(&format!("job {id} {}", show::state_and_reason(job)));
+            print_note(&format!("job {id} {}", job::state_and_reason(job)));
         }
     });
     let ended = ended.await?;
     if !quiet && !ended.report.is_empty() {
-        say(ended.report.trim_end());
+        print_note(ended.report.trim_end());
     }
     Ok(ended)
 }
 
-/// How a job has ended, as an exit code.
-fn exit(job: &Job) -> ExitCode {
+/// The job's own exit code, or one for its state if it never ran.
+fn exit_code(job: &Job) -> ExitCode {
     if let Some(code) = job.exit_code {
         let known = i32::try_from(code).ok().and_then(ExitCode::from_code);
         return known.unwrap_or_else(|| u8::try_from(code).map_or(ExitCode::Internal, ExitCode::Worker));
     }
     match job.state() {
         NodeJobState::Done => ExitCode::Done,
-        // Before it had started.
         NodeJobState::Cancelled => ExitCode::Stopped,
         NodeJobState::Lost => ExitCode::Retryable,
         _ => ExitCode::WorkerFailed,
@@ -263,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_launch_begins_at_the_first_word_that_is_no_option_of_submit() {
+    fn launch_starts_at_the_first_word_that_is_not_an_option_of_submit() {
         for (line, expected) in [
             ("train.toml --set train.steps=10", "-- train.toml --set train.steps=10"),
             ("--gpus 2 train.py --lr 3e-4 --gpus 3", "--gpus 2 -- train.py --lr 3e-4 --gpus 3"),
@@ -272,7 +266,7 @@ mod tests {
             ("-- sleep 10", "-- -- sleep 10"),
             ("--name a -- sleep", "--name a -- -- sleep"),
             ("--priority -5 --socket /s x.toml", "--priority -5 --socket /s -- x.toml"),
-            // A prefix of an option may be one of the launch's flags.
+            // A prefix of an option of `submit` can be a flag of the launch.
             ("--n 2 x.py", "-- --n 2 x.py"),
             ("--help", "--help"),
             ("--name", "--name"),
@@ -283,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_of_the_launch_are_checked_and_gpus_of_this_machine_do_not_count() {
+    fn flags_of_the_launch_are_validated_without_counting_local_gpus() {
         let one_gpu = |name: &str| (name == "CUDA_VISIBLE_DEVICES").then(|| "0".into());
         for line in ["--nproc 64 --virtual-local-rank -- a", "--nproc gpu --no-python ./a --b"] {
             let Ok(Ok(Work::Command(command))) = work(&words(line), &one_gpu) else { panic!("{line}") };
@@ -309,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_training_job_travels_as_its_checked_description() {
+    fn training_job_is_submitted_as_a_validated_description() {
         let dir = tempfile::tempdir().unwrap();
         let config = dir.path().join("a.toml");
         fs_err::write(&config, "[data]\ntrain = [\"*.txt\"]\n").unwrap();
@@ -324,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn the_environment_goes_without_what_a_launch_gives_its_workers() {
+    fn environment_excludes_variables_of_the_submitting_launch() {
         let variables = |pairs: &[(&str, &str)]| {
             pairs.iter().map(|(name, value)| (name.into(), value.into())).collect::<Vec<_>>().into_iter()
         };
@@ -339,13 +333,13 @@ mod tests {
         ]));
         let expected = ["PATH=/bin=x", "XLAUNCH_POOL_DEBUG=0xff", "NCCL_DEBUG=INFO"];
         assert_eq!(kept.unwrap(), expected.map(|pair| pair.as_bytes().to_vec()));
-        let long = "x".repeat(ENVIRONMENT);
+        let long = "x".repeat(MAX_ENVIRONMENT_BYTES);
         let error = environment(variables(&[("A", "b"), ("LONG", &long)])).unwrap_err();
         assert!(error.contains("262144") && error.contains("LONG"), "{error}");
     }
 
     #[test]
-    fn the_exit_code_is_the_jobs() {
+    fn exit_code_is_that_of_the_job() {
         let job =
             |state: NodeJobState, exit_code| Job { state: state.into(), exit_code, ..Default::default() };
         for (state, code, expected) in [
@@ -357,7 +351,7 @@ mod tests {
             (NodeJobState::Lost, None, 75),
             (NodeJobState::Failed, None, 1),
         ] {
-            assert_eq!(exit(&job(state, code)).code(), expected, "{state:?} {code:?}");
+            assert_eq!(exit_code(&job(state, code)).code(), expected, "{state:?} {code:?}");
         }
     }
 

@@ -1,16 +1,16 @@
-//! The state of a launch as tables for people; programs get it as [`xlaunch_proto::json`] has it.
+//! A launch and its ranks.
 
 use xlaunch_proto::v1::{JobKind, RankStatus, Restart, StatusReply};
 
-use crate::cli::console::{escape, fit};
+use super::text::{bytes, escape, fit, or_dash, percent, seconds};
 use xlaunch_agent::sinks::progress::{clock, count};
 use xlaunch_proto::labels::{job_state, rank_state};
 
-/// Restarts that are shown.
-const RESTARTS: usize = 3;
+/// Only the last restarts are listed.
+const MAX_RESTARTS_SHOWN: usize = 3;
 
-/// Table of one launch; lines are cut at `width` characters.
-pub(super) fn table(reply: &StatusReply, now: u64, width: usize) -> String {
+/// A launch with its ranks. Lines are truncated to `width` characters.
+pub(crate) fn table(reply: &StatusReply, now: u64, width: usize) -> String {
     let mut out = heading(reply, now);
     out += &restarts(reply, now);
     out += "\n";
@@ -18,8 +18,8 @@ pub(super) fn table(reply: &StatusReply, now: u64, width: usize) -> String {
     fit(&out, width)
 }
 
-/// A line per rank, not cut.
-pub(in crate::cli) fn ranks(reply: &StatusReply, width: usize) -> String {
+/// A line per rank, not truncated: `width` decides where notes go.
+pub(crate) fn ranks(reply: &StatusReply, width: usize) -> String {
     let mut out = String::new();
     match reply.kind() {
         JobKind::Command => command_ranks(reply, width, &mut out),
@@ -49,18 +49,18 @@ fn heading(reply: &StatusReply, now: u64) -> String {
     out
 }
 
-/// The last restarts, a line each.
-pub(in crate::cli) fn restarts(reply: &StatusReply, now: u64) -> String {
+/// The last restarts, one per line.
+pub(crate) fn restarts(reply: &StatusReply, now: u64) -> String {
     let line = |restart: &Restart| {
         let ago = clock(seconds(now.saturating_sub(restart.unix_ms / 1000)));
         let who = restart.rank.map_or_else(|| "the group".into(), |rank| format!("rank {rank}"));
         format!("attempt {} failed {ago} ago: {who}: {}\n", restart.attempt, escape(&restart.cause))
     };
-    reply.past_restarts.iter().rev().take(RESTARTS).rev().map(line).collect()
+    reply.past_restarts.iter().rev().take(MAX_RESTARTS_SHOWN).rev().map(line).collect()
 }
 
-/// How far training is, in a line.
-pub(in crate::cli) fn training(reply: &StatusReply) -> String {
+/// One line of training progress.
+pub(crate) fn training(reply: &StatusReply) -> String {
     format!(
         "step {}/{}  loss {:.4}  {} tok/s\n",
         reply.step,
@@ -78,20 +78,20 @@ fn command_ranks(reply: &StatusReply, width: usize, out: &mut String) {
             rank.rank,
             rank.pid,
             rank_state(rank.state()),
-            shown(rank.seconds_since_output, clock),
-            shown(rank.cpu_percent, percent),
-            shown(rank.memory_bytes, bytes),
-            shown(rank.gpu_percent, percent),
-            shown(rank.gpu_memory_bytes, bytes)
+            or_dash(rank.seconds_since_output, clock),
+            or_dash(rank.cpu_percent, percent),
+            or_dash(rank.memory_bytes, bytes),
+            or_dash(rank.gpu_percent, percent),
+            or_dash(rank.gpu_memory_bytes, bytes)
         );
         push_row(row, note(rank), width, out);
     }
 }
 
 fn trainer_ranks(reply: &StatusReply, width: usize, out: &mut String) {
-    *out += "RANK  PID     STATE   STEP    HEARD  CPU   GPU   POOL LIVE  MAPPED  PEAK   FRAG  DEVICE\n";
+    *out += "RANK  PID     STATE   STEP    BEAT   CPU   GPU   POOL LIVE  MAPPED  PEAK   FRAG  DEVICE\n";
     for rank in &reply.ranks {
-        // The beginning tells GPUs of a node apart.
+        // The first characters of a UUID distinguish the GPUs of a node.
         let device: String = rank.device_uuid.chars().take(12).collect();
         let row = format!(
             "{:<6}{:<8}{:<8}{:<8}{:<7}{:<6}{:<6}{:<11}{:<8}{:<7}{:<6}{:<14}",
@@ -100,8 +100,8 @@ fn trainer_ranks(reply: &StatusReply, width: usize, out: &mut String) {
             rank_state(rank.state()),
             rank.step,
             clock(rank.seconds_since_heartbeat),
-            shown(rank.cpu_percent, percent),
-            shown(rank.gpu_percent, percent),
+            or_dash(rank.cpu_percent, percent),
+            or_dash(rank.gpu_percent, percent),
             bytes(rank.pool_live_bytes),
             bytes(rank.pool_mapped_bytes),
             bytes(rank.pool_peak_bytes),
@@ -112,7 +112,7 @@ fn trainer_ranks(reply: &StatusReply, width: usize, out: &mut String) {
     }
 }
 
-/// A row with a note behind it, or below where it does not fit.
+/// Appends a row with its note: on the same line if that fits into `width`, else on the next.
 fn push_row(row: String, note: &str, width: usize, out: &mut String) {
     *out += row.trim_end();
     if !note.is_empty() && row.len().saturating_add(note.chars().count()) <= width {
@@ -124,15 +124,15 @@ fn push_row(row: String, note: &str, width: usize, out: &mut String) {
     out.push('\n');
 }
 
-/// What stands behind a row: how the rank ended, or what stands out.
+/// How the rank ended, or what is unusual about it.
 fn note(rank: &RankStatus) -> &str {
     if rank.exit.is_empty() { &rank.hint } else { &rank.exit }
 }
 
-/// Table of several launches, a line each: the answers, or why there is none.
-pub(super) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, width: usize) -> String {
+/// One line per launch: its status, or why there is none.
+pub(crate) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, width: usize) -> String {
     let longest = replies.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0).max(4);
-    let mut out = format!("{:<longest$}  STATE       RANKS  FOR     COMMAND\n", "NAME");
+    let mut out = format!("{:<longest$}  STATE       RANKS  UP      COMMAND\n", "NAME");
     for (name, reply) in replies {
         match reply {
             Ok(reply) => {
@@ -149,25 +149,6 @@ pub(super) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, 
         }
     }
     fit(&out, width)
-}
-
-/// A dash for what is not known.
-pub(in crate::cli) fn shown<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
-    value.map_or_else(|| "-".into(), show)
-}
-
-pub(in crate::cli) fn percent(value: f64) -> String {
-    format!("{value:.0}%")
-}
-
-#[expect(clippy::cast_precision_loss, reason = "shown to people")]
-pub(in crate::cli) fn bytes(value: u64) -> String {
-    count(value as f64)
-}
-
-#[expect(clippy::cast_precision_loss, reason = "shown to people")]
-pub(in crate::cli) fn seconds(value: u64) -> f64 {
-    value as f64
 }
 
 #[cfg(test)]
@@ -188,11 +169,11 @@ mod tests {
             gpu_memory_bytes: Some(141_000_000_000),
             ..Default::default()
         };
-        let mut silent = rank(1);
-        silent.cpu_percent = Some(0.0);
-        silent.gpu_percent = None;
-        silent.seconds_since_output = Some(312.0);
-        silent.hint = "silent for 312 s, no CPU".into();
+        let mut stalled = rank(1);
+        stalled.cpu_percent = Some(0.0);
+        stalled.gpu_percent = None;
+        stalled.seconds_since_output = Some(312.0);
+        stalled.hint = "no output for 312 s, no CPU time".into();
         StatusReply {
             job_id: "20261121-083242".into(),
             job_name: "train".into(),
@@ -206,13 +187,13 @@ mod tests {
             max_restarts: 3,
             log_dir: "/run/user/1000/xlaunch-1000/train-20261121-083242".into(),
             world_size: 2,
-            ranks: vec![rank(0), silent],
+            ranks: vec![rank(0), stalled],
             ..Default::default()
         }
     }
 
     #[test]
-    fn a_commands_table_is_this() {
+    fn command_launch_table() {
         let expected = "\
 train-20261121-083242  running
 node-17 for 3m05s  pid 4194303  restarts 1 of 3  train.py --lr 3
@@ -220,13 +201,13 @@ logs /run/user/1000/xlaunch-1000/train-20261121-083242
 
 RANK  PID      STATE    OUTPUT  CPU    MEMORY  GPU   GPU MEM
 0     4000000  running  3s      1600%  123G    100%  141G
-1     4000001  running  5m12s   0%     123G    -     141G     silent for 312 s, no CPU
+1     4000001  running  5m12s   0%     123G    -     141G     no output for 312 s, no CPU time
 ";
         assert_eq!(table(&reply(), 1185, 100), expected);
     }
 
     #[test]
-    fn the_last_restarts_stand_above_the_ranks() {
+    fn last_restarts_are_listed_above_the_ranks() {
         let mut reply = reply();
         let restart = |attempt: u32, cause: &str| Restart {
             unix_ms: 1_000_000 + u64::from(attempt) * 60_000,
@@ -236,12 +217,12 @@ RANK  PID      STATE    OUTPUT  CPU    MEMORY  GPU   GPU MEM
         };
         reply.past_restarts = vec![
             restart(0, "old"),
-            restart(1, "no meeting"),
+            restart(1, "rendezvous timed out"),
             restart(2, "exit code 3\nx"),
             restart(3, "new"),
         ];
         let expected = "\n\
-attempt 1 failed 2m05s ago: the group: no meeting
+attempt 1 failed 2m05s ago: the group: rendezvous timed out
 attempt 2 failed 1m05s ago: rank 1: exit code 3\\u{a}x
 attempt 3 failed 5s ago: rank 1: new
 
@@ -251,7 +232,7 @@ RANK";
     }
 
     #[test]
-    fn a_note_that_does_not_fit_stands_below_its_row() {
+    fn note_that_does_not_fit_goes_to_the_next_line() {
         let mut reply = reply();
         reply.ranks[0].exit = "signal 26 (SIGVTALRM: a timer of CPU time ran out)".into();
         let text = table(&reply, 1185, 100);
@@ -263,7 +244,7 @@ RANK";
     }
 
     #[test]
-    fn lines_are_cut_and_nothing_in_them_acts_on_the_terminal() {
+    fn lines_are_truncated_and_escaped() {
         let mut reply = reply();
         reply.command_line = format!("\u{1b}[2J\u{202e}{}", "x".repeat(200));
         let text = table(&reply, 1185, 100);
@@ -273,11 +254,11 @@ RANK";
     }
 
     #[test]
-    fn a_list_has_a_line_per_launch() {
+    fn list_has_one_line_per_launch() {
         let replies =
             [("train-1".to_string(), Ok(reply())), ("b-2".to_string(), Err("is starting".to_string()))];
         let expected = "\
-NAME     STATE       RANKS  FOR     COMMAND
+NAME     STATE       RANKS  UP      COMMAND
 train-1  running     2      3m05s   train.py --lr 3
 b-2      is starting
 ";

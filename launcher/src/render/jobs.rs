@@ -1,53 +1,19 @@
-//! `xlaunch jobs`: a line per job. What runs comes first, then what waits, in the order in which it will be started, then
-//! what has ended, the newest first.
+//! The queue: one line per job.
 
 use std::cmp::Reverse;
 
-use clap::Args;
-use xlaunch_proto::v1::{Job, JobKind, ListRequest, NodeJobState};
+use xlaunch_proto::v1::{Job, JobKind, NodeJobState};
 
-use super::connect::{At, Daemon};
-use super::show;
-use crate::cli::console::{End, fit, put, width};
-use crate::cli::query::show::shown;
-use xlaunch_agent::clock::unix_ms;
+use super::job::{run_time, user};
+use super::text::{columns, fit, or_dash};
 use xlaunch_daemon::view::has_ended;
 use xlaunch_proto::labels::node_job_state;
 
-/// Characters of a name that are shown.
-const NAME: usize = 32;
+/// Longer names are truncated in tables.
+const MAX_NAME_CHARS: usize = 32;
 
-/// Options of `xlaunch jobs`.
-#[derive(Debug, Args)]
-pub(in crate::cli) struct Jobs {
-    /// With those that have ended.
-    #[arg(short, long)]
-    all: bool,
-    /// The newest N alone.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    limit: Option<u32>,
-    /// Print JSON.
-    #[arg(long)]
-    json: bool,
-    #[command(flatten)]
-    at: At,
-}
-
-pub(super) async fn list(options: Jobs) -> Result<(), End> {
-    let mut daemon = Daemon::connect(&options.at).await?;
-    let request = ListRequest { ended: options.all, limit: options.limit.unwrap_or(0) };
-    let reply = daemon.client.list(request).await;
-    let mut jobs = reply.map_err(|status| daemon.refusal(&status))?.into_inner().jobs;
-    sort(&mut jobs);
-    let text = match options.json {
-        true => format!("{:#}\n", jobs.iter().map(show::json).collect::<serde_json::Value>()),
-        false => table(&jobs, unix_ms(), width()),
-    };
-    put(text.as_bytes())
-}
-
-/// The order that users expect.
-pub(super) fn sort(jobs: &mut [Job]) {
+/// Running jobs first, then queued ones in the order in which they will start, then ended ones, the newest first.
+pub(crate) fn sort(jobs: &mut [Job]) {
     jobs.sort_by_key(|job| match job.state() {
         NodeJobState::Queued => (1, u64::from(job.queue_position), Reverse(0)),
         state if has_ended(state) => (2, 0, Reverse(job.ended_unix_ms)),
@@ -55,31 +21,31 @@ pub(super) fn sort(jobs: &mut [Job]) {
     });
 }
 
-fn table(jobs: &[Job], now: u64, width: usize) -> String {
+pub(crate) fn table(jobs: &[Job], now: u64, width: usize) -> String {
     if jobs.is_empty() {
         return "no jobs\n".into();
     }
     let head = ["JOB", "NAME", "USER", "STATE", "GPUS", "WORKERS", "TIME", "STEP OR REASON"];
     let rows: Vec<_> = jobs.iter().map(|job| row(job, now)).collect();
-    fit(&show::columns(&head, &rows), width)
+    fit(&columns(&head, &rows), width)
 }
 
 fn row(job: &Job, now: u64) -> Vec<String> {
     let gpus = u32::try_from(job.gpus.len()).unwrap_or(u32::MAX).max(job.gpus_wanted);
     vec![
         job.id.to_string(),
-        short(&job.name),
-        show::user(job),
+        truncated_name(&job.name),
+        user(job),
         node_job_state(job.state()).into(),
         gpus.to_string(),
-        shown(job.status.as_ref(), |status| status.world_size.to_string()),
-        show::run_time(job, now),
+        or_dash(job.status.as_ref(), |status| status.world_size.to_string()),
+        run_time(job, now),
         step_or_reason(job),
     ]
 }
 
-/// What says most: how far training is, with the reason for the state if there is one.
-pub(super) fn step_or_reason(job: &Job) -> String {
+/// Progress of a training job, and the reason for the job's state if there is one.
+pub(crate) fn step_or_reason(job: &Job) -> String {
     let trains = job.status.as_ref().filter(|_| job.kind() == JobKind::Trainer);
     match trains.filter(|status| status.total_steps > 0) {
         Some(status) if job.reason.is_empty() => format!("{}/{}", status.step, status.total_steps),
@@ -88,10 +54,9 @@ pub(super) fn step_or_reason(job: &Job) -> String {
     }
 }
 
-/// A name of bounded length.
-pub(super) fn short(name: &str) -> String {
-    match name.char_indices().nth(NAME) {
-        Some(_) => name.chars().take(NAME - 3).chain("...".chars()).collect(),
+pub(crate) fn truncated_name(name: &str) -> String {
+    match name.char_indices().nth(MAX_NAME_CHARS) {
+        Some(_) => name.chars().take(MAX_NAME_CHARS - 3).chain("...".chars()).collect(),
         None => name.into(),
     }
 }
@@ -114,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn what_runs_comes_before_what_waits_and_what_has_ended() {
+    fn running_jobs_come_before_queued_and_ended_ones() {
         let mut old = job(1, NodeJobState::Done);
         (old.started_unix_ms, old.ended_unix_ms) = (1_000, 8_000);
         let mut newer = job(2, NodeJobState::Failed);
@@ -144,7 +109,7 @@ JOB  NAME     USER  STATE     GPUS  WORKERS  TIME   STEP OR REASON
     }
 
     #[test]
-    fn long_and_hostile_names_keep_their_column() {
+    fn long_and_hostile_names_stay_in_their_column() {
         let mut long = job(1, NodeJobState::Running);
         (long.name, long.reason) = ("x".repeat(200), "y\u{1b}[2J\nz".into());
         let text = table(&[long], 0, 120);

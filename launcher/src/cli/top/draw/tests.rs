@@ -4,7 +4,7 @@ use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::KeyCode;
 use xlaunch_proto::v1::{NodeStatus, Progress, RankState, RankStatus, StatusReply};
 
-use super::super::state::{News, Snapshot};
+use super::super::state::{Snapshot, Update};
 use super::*;
 
 fn frame(state: &State, width: u16, height: u16) -> Buffer {
@@ -13,7 +13,7 @@ fn frame(state: &State, width: u16, height: u16) -> Buffer {
     terminal.backend().buffer().clone()
 }
 
-/// The frame's lines without what is empty at their ends.
+/// The lines of a frame without trailing spaces.
 fn text(state: &State, width: u16, height: u16) -> String {
     let frame = frame(state, width, height);
     let mut out = String::new();
@@ -41,7 +41,7 @@ fn gpu(index: u32) -> Gpu {
     }
 }
 
-fn trains() -> Job {
+fn training() -> Job {
     let rank = |rank| RankStatus {
         rank,
         pid: 812 + rank,
@@ -84,7 +84,7 @@ fn trains() -> Job {
     }
 }
 
-fn waits(id: u64) -> Job {
+fn queued(id: u64) -> Job {
     let state = NodeJobState::Queued.into();
     let position = u32::try_from(id).unwrap();
     Job {
@@ -130,13 +130,13 @@ fn state(gpus: u32, jobs: &[Job]) -> State {
     };
     let mut state = State::new(true);
     let detail = jobs.first().cloned();
-    state.take(News::Snapshot(Box::new(Snapshot { node, jobs: jobs.to_vec(), detail })));
-    state.now(1_185_000);
+    state.update(Update::Snapshot(Box::new(Snapshot { node, jobs: jobs.to_vec(), detail })));
+    state.set_time(1_185_000);
     state
 }
 
 #[test]
-fn a_small_terminal_shows_node_gpus_jobs_and_the_selected_job() {
+fn small_terminal_shows_node_gpus_jobs_and_selected_job() {
     let expected = "\
 node-17  xlaunch 0.1.0  pid 812  up 3m05s  64 cores
 jobs: 1 running, 1 queued, 40 ended
@@ -158,17 +158,17 @@ loss 2.5000  2.5000 to 5.0000            tok/s 45.9K  40.0K to 45.9K
 ██████████████████████▇▇▇▆▆▅▅▅▄▄▄▃▃▂▂▂▁  ▁▂▃▄▄▅▆▇▇███████████▂▂▃▄▅▅▆▇███████████
 train.toml
 step 120/500  loss 2.5000  46.1K tok/s
-RANK  PID     STATE   STEP    HEARD  CPU   GPU   POOL LIVE  MAPPED  PEAK   FRAG
+RANK  PID     STATE   STEP    BEAT   CPU   GPU   POOL LIVE  MAPPED  PEAK   FRAG
 0     812     running 120     0s     101%  98%   0          0       0      0%
 1     813     running 120     0s     101%  98%   0          0       0      0%
-j, k, arrows: select  enter: this job alone  c: cancel  q: quit
+j, k, arrows: select  enter: this job only  c: cancel  q: quit
 ";
-    assert_eq!(text(&state(2, &[trains(), waits(8), failed()]), 80, 24), expected);
+    assert_eq!(text(&state(2, &[training(), queued(8), failed()]), 80, 24), expected);
 }
 
 #[test]
-fn many_gpus_stand_two_in_a_line() {
-    let text = text(&state(8, &[trains(), waits(8), failed()]), 80, 24);
+fn many_gpus_are_drawn_two_per_line() {
+    let text = text(&state(8, &[training(), queued(8), failed()]), 80, 24);
     let expected = "\
 node-17  xlaunch 0.1.0  pid 812  up 3m05s  64 cores
 jobs: 1 running, 1 queued, 40 ended
@@ -190,16 +190,16 @@ loss 2.5000  2.5000 to 5.0000            tok/s 45.9K  40.0K to 45.9K
 ██████████████████████▇▇▇▆▆▅▅▅▄▄▄▃▃▂▂▂▁  ▁▂▃▄▄▅▆▇▇███████████▂▂▃▄▅▅▆▇███████████
 train.toml
 step 120/500  loss 2.5000  46.1K tok/s
-RANK  PID     STATE   STEP    HEARD  CPU   GPU   POOL LIVE  MAPPED  PEAK   FRAG
+RANK  PID     STATE   STEP    BEAT   CPU   GPU   POOL LIVE  MAPPED  PEAK   FRAG
 0     812     running 120     0s     101%  98%   0          0       0      0%
 1     813     running 120     0s     101%  98%   0          0       0      0%
-j, k, arrows: select  enter: this job alone  c: cancel  q: quit
+j, k, arrows: select  enter: this job only  c: cancel  q: quit
 ";
     assert_eq!(text, expected);
 }
 
 #[test]
-fn a_job_alone_has_its_report() {
+fn zoomed_job_shows_its_report() {
     let mut state = state(2, &[failed()]);
     state.key(KeyCode::Enter.into());
     let expected = "\
@@ -218,22 +218,22 @@ esc: all jobs  j, k: next, previous  c: cancel  q: quit
 }
 
 #[test]
-fn the_selected_job_of_a_long_list_is_in_sight() {
-    let jobs: Vec<_> = (1..100).map(waits).collect();
+fn selected_job_of_a_long_list_is_visible() {
+    let jobs: Vec<_> = (1..100).map(queued).collect();
     let mut state = state(2, &jobs);
     for _ in 0..70 {
         state.key(KeyCode::Down.into());
     }
     let text = text(&state, 80, 24);
     assert!(text.contains("\n> 71   sweep-71 "), "{text}");
-    assert!(text.contains("-- job 71  sweep-71  queued, number 71 in line"), "{text}");
+    assert!(text.contains("-- job 71  sweep-71  queued, position 71"), "{text}");
 }
 
 #[test]
-fn every_size_is_drawn() {
-    let mut alone = state(8, &[trains()]);
-    alone.key(KeyCode::Enter.into());
-    let states = [State::new(true), state(8, &[trains(), failed()]), state(0, &[]), alone];
+fn every_terminal_size_is_drawn() {
+    let mut zoomed = state(8, &[training()]);
+    zoomed.key(KeyCode::Enter.into());
+    let states = [State::new(true), state(8, &[training(), failed()]), state(0, &[]), zoomed];
     for (width, height) in [(1, 1), (2, 30), (200, 2), (10, 5), (40, 12), (80, 7), (300, 90)] {
         for state in &states {
             frame(state, width, height);
@@ -242,8 +242,8 @@ fn every_size_is_drawn() {
 }
 
 #[test]
-fn without_colours_there_are_none() {
-    let mut state = state(2, &[trains(), waits(8), failed()]);
+fn no_color_disables_colours() {
+    let mut state = state(2, &[training(), queued(8), failed()]);
     let has_colours = |state: &State| {
         let frame = frame(state, 80, 24);
         frame.content().iter().any(|cell| cell.fg != Color::Reset || cell.bg != Color::Reset)
@@ -254,12 +254,12 @@ fn without_colours_there_are_none() {
 }
 
 #[test]
-fn nothing_acts_on_the_terminal() {
+fn hostile_text_is_escaped() {
     let hostile = "\u{1b}[2J\u{202e}a\nb".to_owned();
     let mut job = Job { name: hostile.clone(), user: hostile.clone(), ..failed() };
     (job.reason, job.command_line, job.report) = (hostile.clone(), hostile.clone(), hostile.clone());
     let mut state = state(1, &[job]);
-    state.take(News::Problem(hostile));
+    state.update(Update::Error(hostile));
     let text = text(&state, 200, 24);
     assert!(text.contains("\\u{202e}a") && !text.contains(['\u{1b}', '\u{202e}']), "{text}");
     assert!(text.contains("-- job 3  \\u{1b}[2J\\u{202e}a\\u{a}b  failed"), "{text}");

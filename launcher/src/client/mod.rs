@@ -1,4 +1,7 @@
-//! gRPC clients of agents and of the daemon.
+//! gRPC clients: of the agents of running launches ([`launches`]) and of the node's daemon ([`daemon`]).
+
+pub(crate) mod daemon;
+pub(crate) mod launches;
 
 use std::io;
 use std::path::Path;
@@ -7,10 +10,10 @@ use std::time::Duration;
 use tonic::transport::Channel;
 use xlaunch_proto::net;
 
-/// Connects to the server that listens on `socket`. Each call, and the connection itself, fails after `timeout`.
+/// Connects to the server that listens on `socket`. The connection and each call fail after `timeout`.
 ///
 /// # Errors
-/// Those of the socket, with their error numbers.
+/// Those of the socket, with their `errno`.
 pub(crate) async fn connect(socket: &Path, timeout: Duration) -> io::Result<Channel> {
     net::connect(socket, net::connect::endpoint().timeout(timeout).connect_timeout(timeout)).await
 }

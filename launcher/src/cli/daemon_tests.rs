@@ -1,4 +1,4 @@
-//! The client against a scripted daemon on a socket of its own.
+//! The daemon client against a scripted daemon on a socket of its own.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -16,34 +16,34 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::node_server::{Node, NodeServer};
 use xlaunch_proto::v1::*;
 
-use super::connect::{At, Daemon};
-use super::{control, logs};
-use crate::cli::console::End;
+use super::cancel;
+use crate::client::daemon::{DaemonAddress, DaemonClient};
+use xlaunch_agent::Refusal;
 
 /// A daemon with one user's jobs 1 and 2, and job 3 of another.
 #[derive(Clone, Debug)]
-pub(super) struct Fake {
+struct FakeDaemon {
     state: Arc<Mutex<State>>,
     dir: Arc<tempfile::TempDir>,
-    /// Told when a client has seen the beginning of what it watches.
-    seen: Arc<Notify>,
+    /// Notified when a client has seen the first state of the job it watches.
+    first_state_seen: Arc<Notify>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     connections: Vec<OwnedFd>,
-    /// Calls of `Submit` and `Watch` that break their connection instead of giving the next answer.
-    lose: usize,
+    /// Number of `Submit` and `Watch` calls that break their connection instead of replying.
+    calls_to_lose: usize,
     submits: Vec<SubmitRequest>,
     cancelled: Vec<u64>,
     logs: Vec<JobLogsRequest>,
     watches: usize,
 }
 
-impl Fake {
-    pub(super) async fn start() -> Self {
+impl FakeDaemon {
+    async fn start() -> Self {
         let dir = Arc::new(tempfile::tempdir().unwrap());
-        let fake = Self { state: Arc::default(), dir, seen: Arc::default() };
+        let fake = Self { state: Arc::default(), dir, first_state_seen: Arc::default() };
         let state = fake.state.clone();
         let connections =
             UnixListenerStream::new(UnixListener::bind(fake.socket()).unwrap()).map(move |found| {
@@ -60,25 +60,25 @@ impl Fake {
         self.dir.path().join("s")
     }
 
-    fn at(&self) -> At {
-        At { socket: Some(self.socket()) }
+    fn address(&self) -> DaemonAddress {
+        DaemonAddress { socket: Some(self.socket()) }
     }
 
-    pub(super) async fn connect(&self) -> Daemon {
-        Daemon::connect(&self.at()).await.unwrap()
+    async fn connect(&self) -> DaemonClient {
+        DaemonClient::connect(&self.address()).await.unwrap()
     }
 
-    fn look<T>(&self, look: impl FnOnce(&mut State) -> T) -> T {
-        look(&mut self.state.lock().unwrap())
+    fn with_state<T>(&self, access: impl FnOnce(&mut State) -> T) -> T {
+        access(&mut self.state.lock().unwrap())
     }
 
-    /// Breaks all connections, if this call is to be lost.
-    fn lost(&self) -> bool {
-        self.look(|state| {
-            if state.lose == 0 {
+    /// Breaks all connections if this call is one of those to lose.
+    fn loses_call(&self) -> bool {
+        self.with_state(|state| {
+            if state.calls_to_lose == 0 {
                 return false;
             }
-            state.lose -= 1;
+            state.calls_to_lose -= 1;
             for connection in state.connections.drain(..) {
                 let _ = rustix::net::shutdown(connection, Shutdown::Both);
             }
@@ -98,21 +98,21 @@ fn find(id: u64) -> Result<Job, Status> {
     }
 }
 
-type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+type Replies<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 #[tonic::async_trait]
-impl Node for Fake {
+impl Node for FakeDaemon {
     async fn submit(&self, request: Request<SubmitRequest>) -> Result<Response<SubmitReply>, Status> {
         let request = request.into_inner();
         if request.priority > 0 {
             return Err(Status::permission_denied("priorities above 0 are for administrators"));
         }
-        let repeated = self.look(|state| {
+        let repeated = self.with_state(|state| {
             let repeated = state.submits.iter().any(|known| known.request_id == request.request_id);
             state.submits.push(request);
             repeated
         });
-        if self.lost() {
+        if self.loses_call() {
             return std::future::pending().await;
         }
         Ok(Response::new(SubmitReply { job: Some(job(1, NodeJobState::Queued)), repeated }))
@@ -126,33 +126,33 @@ impl Node for Fake {
         find(request.into_inner().job).map(Response::new)
     }
 
-    type WatchStream = Answers<Job>;
+    type WatchStream = Replies<Job>;
 
-    async fn watch(&self, request: Request<GetRequest>) -> Result<Response<Answers<Job>>, Status> {
+    async fn watch(&self, request: Request<GetRequest>) -> Result<Response<Replies<Job>>, Status> {
         let id = find(request.into_inner().job)?.id;
-        let turn = self.look(|state| {
+        let call = self.with_state(|state| {
             state.watches += 1;
             state.watches
         });
         let fake = self.clone();
         let first = tokio_stream::once(Ok(job(id, NodeJobState::Running)));
-        let last = async_end(turn, fake, Job { exit_code: Some(42), ..job(id, NodeJobState::Failed) });
+        let last = last_state(call, fake, Job { exit_code: Some(42), ..job(id, NodeJobState::Failed) });
         Ok(Response::new(Box::pin(first.chain(last))))
     }
 
-    type LogsStream = Answers<LogsReply>;
+    type LogsStream = Replies<LogsReply>;
 
-    async fn logs(&self, request: Request<JobLogsRequest>) -> Result<Response<Answers<LogsReply>>, Status> {
+    async fn logs(&self, request: Request<JobLogsRequest>) -> Result<Response<Replies<LogsReply>>, Status> {
         let request = request.into_inner();
         find(request.job)?;
-        self.look(|state| state.logs.push(request));
+        self.with_state(|state| state.logs.push(request));
         let pieces = ["step 1\n", "\u{1b}[31mstep", " 2\n"].map(|text| Ok(LogsReply { bytes: text.into() }));
         Ok(Response::new(Box::pin(tokio_stream::iter(pieces))))
     }
 
     async fn cancel(&self, request: Request<CancelRequest>) -> Result<Response<Job>, Status> {
         let id = find(request.into_inner().job)?.id;
-        self.look(|state| state.cancelled.push(id));
+        self.with_state(|state| state.cancelled.push(id));
         Ok(Response::new(job(id, NodeJobState::Stopping)))
     }
 
@@ -165,120 +165,116 @@ impl Node for Fake {
     }
 }
 
-/// The end of a watched job; the first watchers may be cut off before it.
-fn async_end(turn: usize, fake: Fake, last: Job) -> impl Stream<Item = Result<Job, Status>> + Send {
-    let (sender, end) = tokio::sync::mpsc::channel(1);
+/// The last state of a watched job. The connection of the first watcher may break before it.
+fn last_state(call: usize, fake: FakeDaemon, last: Job) -> impl Stream<Item = Result<Job, Status>> + Send {
+    let (sender, receiver) = tokio::sync::mpsc::channel(1);
     tokio::spawn(async move {
-        fake.seen.notified().await;
-        if turn == 1 && fake.lost() {
+        fake.first_state_seen.notified().await;
+        if call == 1 && fake.loses_call() {
             return std::future::pending().await;
         }
         let _ = sender.send(Ok(last)).await;
     });
-    tokio_stream::wrappers::ReceiverStream::new(end)
+    tokio_stream::wrappers::ReceiverStream::new(receiver)
 }
 
-async fn soon<T>(work: impl Future<Output = T>) -> T {
-    tokio::time::timeout(Duration::from_secs(60), work).await.expect("an answer within a minute")
+async fn within_a_minute<T>(work: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(60), work).await.expect("the call hangs")
 }
 
 #[tokio::test]
-async fn a_submission_whose_answer_is_lost_is_repeated_under_its_id_once() {
-    let fake = Fake::start().await;
-    fake.look(|state| state.lose = 1);
+async fn submission_with_lost_reply_is_repeated_once_under_the_same_id() {
+    let fake = FakeDaemon::start().await;
+    fake.with_state(|state| state.calls_to_lose = 1);
     let request = SubmitRequest { request_id: "a".into(), ..Default::default() };
     let mut daemon = fake.connect().await;
-    let reply = soon(daemon.submit(request.clone())).await.unwrap();
+    let reply = within_a_minute(daemon.submit(request.clone())).await.unwrap();
     assert!(reply.repeated && reply.job.unwrap().id == 1);
-    fake.look(|state| {
+    fake.with_state(|state| {
         assert_eq!(state.submits.iter().map(|known| &*known.request_id).collect::<Vec<_>>(), ["a", "a"]);
-        state.lose = 2;
+        state.calls_to_lose = 2;
     });
-    let refusal = soon(daemon.submit(request)).await.unwrap_err();
+    let refusal = within_a_minute(daemon.submit(request)).await.unwrap_err();
     assert_eq!(refusal.exit, ExitCode::Retryable);
     assert!(refusal.message.contains("`xlaunch jobs`"), "{}", refusal.message);
-    assert_eq!(fake.look(|state| state.submits.len()), 4);
+    assert_eq!(fake.with_state(|state| state.submits.len()), 4);
 }
 
 #[tokio::test]
-async fn what_the_daemon_refuses_is_not_repeated_and_told_in_its_words() {
-    let fake = Fake::start().await;
+async fn refused_call_is_not_repeated_and_shows_the_daemons_message() {
+    let fake = FakeDaemon::start().await;
     let request = SubmitRequest { request_id: "a".into(), priority: 1, ..Default::default() };
-    let refusal = soon(fake.connect().await.submit(request)).await.unwrap_err();
+    let refusal = within_a_minute(fake.connect().await.submit(request)).await.unwrap_err();
     assert_eq!(refusal.exit, ExitCode::Usage);
     assert_eq!(refusal.message, "priorities above 0 are for administrators");
-    let drained = soon(control::drain(control::Drain::all(fake.at()))).await;
-    assert!(
-        matches!(&drained, Err(End::Problem(refusal)) if refusal.message.contains("administrators")),
-        "{drained:?}"
-    );
+    let drained = within_a_minute(fake.connect().await.drain(DrainRequest::default())).await.unwrap_err();
+    assert!(drained.message.contains("administrators"), "{drained:?}");
 }
 
 #[tokio::test]
-async fn a_job_is_followed_through_a_break_to_its_end() {
-    let fake = Fake::start().await;
-    fake.look(|state| state.lose = 1);
+async fn follow_survives_a_lost_connection() {
+    let fake = FakeDaemon::start().await;
+    fake.with_state(|state| state.calls_to_lose = 1);
     let mut seen = Vec::new();
     let mut daemon = fake.connect().await;
-    let ended = soon(daemon.follow(1, |job| {
+    let ended = within_a_minute(daemon.follow(1, |job| {
         seen.push(job.state());
-        fake.seen.notify_one();
+        fake.first_state_seen.notify_one();
     }))
     .await
     .unwrap();
     assert_eq!(ended.exit_code, Some(42));
     assert_eq!(seen, [NodeJobState::Running, NodeJobState::Running, NodeJobState::Failed]);
-    assert_eq!(fake.look(|state| state.watches), 2);
-    let refusal = soon(daemon.follow(3, |_| ())).await.unwrap_err();
+    assert_eq!(fake.with_state(|state| state.watches), 2);
+    let refusal = within_a_minute(daemon.follow(3, |_| ())).await.unwrap_err();
     assert_eq!((refusal.exit, &*refusal.message), (ExitCode::WorkerFailed, "there is no job 3"));
 }
 
 #[tokio::test]
-async fn logs_arrive_unchanged() {
-    let fake = Fake::start().await;
+async fn logs_are_passed_on_unchanged() {
+    let fake = FakeDaemon::start().await;
     let request =
         LogsRequest { rank: 1, stream: LogStream::Stderr.into(), follow: true, tail_lines: Some(3) };
     let mut got = Vec::new();
-    let put = |bytes: &[u8]| {
+    let mut daemon = fake.connect().await;
+    let print = |bytes: &[u8]| {
         got.extend_from_slice(bytes);
-        Ok(())
+        Ok::<_, Refusal>(())
     };
-    soon(logs(fake.connect().await, 2, request, put)).await.unwrap();
+    within_a_minute(daemon.logs(2, request, print)).await.unwrap();
     assert_eq!(got, b"step 1\n\x1b[31mstep 2\n");
-    assert_eq!(fake.look(|state| state.logs.clone()), [JobLogsRequest { job: 2, logs: Some(request) }]);
-    let missing = soon(logs(fake.connect().await, 3, request, |_| Ok(()))).await;
-    assert!(
-        matches!(&missing, Err(End::Problem(refusal)) if refusal.message == "there is no job 3"),
-        "{missing:?}"
-    );
+    assert_eq!(fake.with_state(|state| state.logs.clone()), [JobLogsRequest { job: 2, logs: Some(request) }]);
+    let missing = within_a_minute(daemon.logs(3, request, |_| Ok::<_, Refusal>(()))).await.unwrap_err();
+    assert_eq!(missing.message, "there is no job 3");
 }
 
 #[tokio::test]
-async fn one_job_that_is_not_there_keeps_no_other_from_being_cancelled() {
-    let fake = Fake::start().await;
-    let (text, exit) = soon(control::cancel_all(&mut fake.connect().await, &[1, 3, 2])).await;
-    assert_eq!(fake.look(|state| state.cancelled.clone()), [1, 2]);
-    assert_eq!(exit, ExitCode::WorkerFailed);
-    assert_eq!(text.answer(), "job 1 is asked to stop\njob 2 is asked to stop\n");
-    assert_eq!(text.problems, "error: there is no job 3\n");
+async fn unknown_job_does_not_prevent_cancelling_the_others() {
+    let fake = FakeDaemon::start().await;
+    let results = within_a_minute(cancel::cancel_all(&mut fake.connect().await, &[1, 3, 2])).await;
+    assert_eq!(fake.with_state(|state| state.cancelled.clone()), [1, 2]);
+    assert_eq!(results.exit, ExitCode::WorkerFailed);
+    assert_eq!(results.text(), "job 1 is stopping\njob 2 is stopping\n");
+    assert_eq!(results.errors, "error: there is no job 3\n");
 }
 
 #[tokio::test]
-async fn a_daemon_that_is_gone_is_told_from_one_that_refuses() {
-    let fake = Fake::start().await;
-    let gone = At { socket: Some(fake.dir.path().join("other")) };
-    let refusal = soon(Daemon::connect(&gone)).await.unwrap_err();
+async fn unreachable_daemon_errors_name_the_socket() {
+    let fake = FakeDaemon::start().await;
+    let gone = DaemonAddress { socket: Some(fake.dir.path().join("other")) };
+    let refusal = within_a_minute(DaemonClient::connect(&gone)).await.unwrap_err();
     assert!(refusal.message.contains("other: No such file or directory"), "{}", refusal.message);
-    // One that goes between the connection and the call.
+    // A daemon that goes away between the connection and the call.
     let going = fake.dir.path().join("going");
     let listener = std::os::unix::net::UnixListener::bind(&going).unwrap();
-    let mut daemon = Daemon::connect(&At { socket: Some(going.clone()) }).await.unwrap();
+    let mut daemon = DaemonClient::connect(&DaemonAddress { socket: Some(going.clone()) }).await.unwrap();
     drop(listener);
-    let refusal = soon(daemon.get(1)).await.unwrap_err();
+    let refusal = within_a_minute(daemon.get(1)).await.unwrap_err();
     assert_eq!(refusal.exit, ExitCode::Retryable);
     assert!(refusal.message.contains(going.to_str().unwrap()), "{}", refusal.message);
     let dead = fake.dir.path().join("dead");
     drop(std::os::unix::net::UnixListener::bind(&dead).unwrap());
-    let refusal = soon(Daemon::connect(&At { socket: Some(dead) })).await.unwrap_err();
+    let refusal =
+        within_a_minute(DaemonClient::connect(&DaemonAddress { socket: Some(dead) })).await.unwrap_err();
     assert!(refusal.message.contains("dead: Connection refused"), "{}", refusal.message);
 }

@@ -1,21 +1,21 @@
-//! A job as text: for people, and JSON for programs.
+//! A job of the daemon: for people, and as JSON for programs.
 
 use serde_json::{Value, json};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{Job, JobKind, NodeJobState};
 
-use crate::cli::console::{escape, fit};
-use crate::cli::query::show::{self, seconds};
+use super::launch;
+use super::text::{escape, fit, seconds};
 use xlaunch_agent::sinks::progress::clock;
 use xlaunch_daemon::view::has_ended;
 use xlaunch_proto::json;
 use xlaunch_proto::labels::node_job_state;
 
-/// Seconds from which on the age of a status is worth a word.
-const OLD: f64 = 5.0;
+/// A status older than this is shown with its age.
+const STALE_STATUS_SECONDS: f64 = 5.0;
 
-/// One job with its ranks; lines are cut at `width` characters.
-pub(super) fn job(job: &Job, now: u64, width: usize) -> String {
+/// A job with its ranks. Lines are truncated to `width` characters.
+pub(crate) fn text(job: &Job, now: u64, width: usize) -> String {
     let mut out = format!("job {}  {}  {}\n", job.id, escape(&job.name), escape(&state_and_reason(job)));
     out += &format!("user {}  {}", escape(&user(job)), times(job, now));
     if job.priority != 0 {
@@ -37,24 +37,23 @@ pub(super) fn job(job: &Job, now: u64, width: usize) -> String {
     if let Some(status) = &job.status {
         out += &format!("logs {}\n", escape(&status.log_dir));
         if status.kind() != JobKind::Command {
-            out += &show::training(status);
+            out += &launch::training(status);
         }
-        if job.status_age_seconds >= OLD && !has_ended(job.state()) {
-            out += &format!("as it was {} ago\n", clock(job.status_age_seconds));
+        if job.status_age_seconds >= STALE_STATUS_SECONDS && !has_ended(job.state()) {
+            out += &format!("status from {} ago\n", clock(job.status_age_seconds));
         }
-        out += &show::restarts(status, now / 1000);
+        out += &launch::restarts(status, now / 1000);
         out.push('\n');
-        out += &show::ranks(status, width);
+        out += &launch::ranks(status, width);
     }
     fit(&out, width)
 }
 
-/// When what happened.
 fn times(job: &Job, now: u64) -> String {
     let since = |at: u64| clock(seconds(now.saturating_sub(at) / 1000));
     match (job.started_unix_ms, job.ended_unix_ms) {
         (0, 0) => format!("waiting for {}", since(job.submitted_unix_ms)),
-        (0, ended) => format!("ended {} ago, never started", since(ended)),
+        (0, ended) => format!("ended {} ago without starting", since(ended)),
         (_, 0) => {
             format!("submitted {} ago  running for {}", since(job.submitted_unix_ms), run_time(job, now))
         }
@@ -62,8 +61,8 @@ fn times(job: &Job, now: u64) -> String {
     }
 }
 
-/// How long it has run, or `-`.
-pub(super) fn run_time(job: &Job, now: u64) -> String {
+/// How long the job has run, or `-` if it has not started.
+pub(crate) fn run_time(job: &Job, now: u64) -> String {
     match (job.started_unix_ms, job.ended_unix_ms) {
         (0, _) => "-".into(),
         (started, ended) => {
@@ -76,21 +75,21 @@ pub(super) fn run_time(job: &Job, now: u64) -> String {
 fn gpus(job: &Job) -> String {
     match (job.gpus.len(), job.gpus_wanted) {
         (0, 0) => "no GPUs".into(),
-        (0, wanted) => format!("wants {wanted} GPUs"),
+        (0, wanted) => format!("{wanted} GPUs requested"),
         (held, _) => format!("{held} GPUs: {}", escape(&job.gpus.join(" "))),
     }
 }
 
-/// Whose job it is.
-pub(super) fn user(job: &Job) -> String {
+/// The user's name, or the uid if it has none.
+pub(crate) fn user(job: &Job) -> String {
     if job.user.is_empty() { job.uid.to_string() } else { job.user.clone() }
 }
 
-/// Such as `queued, 2nd in line (no free GPU)`.
-pub(super) fn state_and_reason(job: &Job) -> String {
+/// Such as `queued, position 2 (no free GPU)`.
+pub(crate) fn state_and_reason(job: &Job) -> String {
     let mut out = node_job_state(job.state()).to_owned();
     if job.state() == NodeJobState::Queued && job.queue_position > 0 {
-        out += &format!(", number {} in line", job.queue_position);
+        out += &format!(", position {}", job.queue_position);
     }
     if !job.reason.is_empty() {
         out += &format!(" ({})", job.reason);
@@ -98,8 +97,8 @@ pub(super) fn state_and_reason(job: &Job) -> String {
     out
 }
 
-/// A job for programs.
-pub(super) fn json(job: &Job) -> Value {
+/// The job with its status, its report and its loss curve.
+pub(crate) fn json(job: &Job) -> Value {
     let mut value = json::job(job);
     value["report"] = json!(job.report);
     value["status"] = job.status.as_ref().map_or(Value::Null, json::status);
@@ -108,29 +107,16 @@ pub(super) fn json(job: &Job) -> Value {
     value
 }
 
-/// Columns as wide as their widest cell, of which nothing acts on a terminal.
-pub(super) fn columns(head: &[&str], rows: &[Vec<String>]) -> String {
-    let head = head.iter().map(|&cell| cell.to_owned()).collect();
-    let lines: Vec<Vec<String>> = std::iter::once(&head)
-        .chain(rows)
-        .map(|row: &Vec<String>| row.iter().map(|cell| escape(cell)).collect())
-        .collect();
-    let width = |column: usize| {
-        lines
-            .iter()
-            .filter_map(|row| row.get(column))
-            .map(|cell: &String| cell.chars().count())
-            .max()
-            .unwrap_or(0)
-    };
-    let widths: Vec<_> = (0..head.len()).map(width).collect();
-    let mut out = String::new();
-    for row in &lines {
-        let cells = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:<width$}"));
-        out += cells.collect::<Vec<_>>().join("  ").trim_end();
-        out.push('\n');
+/// One line about a job that was cancelled.
+pub(crate) fn cancelled(job: &Job) -> String {
+    let id = job.id;
+    match job.state() {
+        NodeJobState::Cancelled => format!("job {id} was cancelled\n"),
+        NodeJobState::Done | NodeJobState::Failed | NodeJobState::Lost => {
+            format!("job {id} had already ended: {}\n", node_job_state(job.state()))
+        }
+        _ => format!("job {id} is stopping\n"),
     }
-    out
 }
 
 #[cfg(test)]
@@ -173,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_running_job_is_shown_with_its_ranks() {
+    fn running_job_is_shown_with_its_ranks() {
         let expected = "\
 job 7  train  running
 user anna  submitted 4m05s ago  running for 3m05s
@@ -182,27 +168,27 @@ train.toml
 in /home/anna
 logs /runs/a/logs
 step 120/500  loss 2.5000  46.1K tok/s
-as it was 12s ago
+status from 12s ago
 
-RANK  PID     STATE   STEP    HEARD  CPU   GPU   POOL LIVE  MAPPED  PEAK   FRAG  DEVICE
+RANK  PID     STATE   STEP    BEAT   CPU   GPU   POOL LIVE  MAPPED  PEAK   FRAG  DEVICE
 0     812     running 120     0s     -     -     0          0       0      0%
 ";
-        assert_eq!(job(&running(), 1_245_000, 100), expected);
+        assert_eq!(text(&running(), 1_245_000, 100), expected);
     }
 
     #[test]
-    fn waiting_and_ended_jobs_say_why() {
+    fn queued_and_failed_jobs_show_their_reason() {
         let mut waits = Job { status: None, gpus: Vec::new(), started_unix_ms: 0, ..running() };
         waits.state = NodeJobState::Queued.into();
         (waits.queue_position, waits.reason, waits.priority) = (2, "needs 2 GPUs, 1 is free".into(), -5);
         let expected = "\
-job 7  train  queued, number 2 in line (needs 2 GPUs, 1 is free)
+job 7  train  queued, position 2 (needs 2 GPUs, 1 is free)
 user anna  waiting for 1m00s  priority -5
-wants 2 GPUs
+2 GPUs requested
 train.toml
 in /home/anna
 ";
-        assert_eq!(job(&waits, 1_060_000, 100), expected);
+        assert_eq!(text(&waits, 1_060_000, 100), expected);
         let mut failed = Job { status: None, ended_unix_ms: 1_070_000, exit_code: Some(76), ..running() };
         failed.state = NodeJobState::Failed.into();
         failed.report = "rank 1 failed\n  \u{1b}[2Jlast line\n".into();
@@ -217,21 +203,21 @@ exit code 76 (GPU fault)
 rank 1 failed
   \\u{1b}[2Jlast line
 ";
-        assert_eq!(job(&failed, 1_075_000, 100), expected);
+        assert_eq!(text(&failed, 1_075_000, 100), expected);
     }
 
     #[test]
-    fn no_name_breaks_out_of_its_line() {
+    fn hostile_names_stay_on_their_line() {
         let mut hostile = running();
         hostile.name = "a\nuser root".into();
         hostile.user = "\u{1b}[31m".into();
-        let text = job(&hostile, 1_245_000, 40);
+        let text = text(&hostile, 1_245_000, 40);
         assert!(text.starts_with("job 7  a\\u{a}user root  running\nuser \\u{1b}[31m"), "{text}");
         assert!(text.lines().all(|line| line.chars().count() <= 40), "{text}");
     }
 
     #[test]
-    fn programs_find_every_field_by_its_name() {
+    fn json_has_every_field() {
         let value = json(&running());
         assert_eq!(value["state"], "running");
         assert_eq!(value["ended_unix_ms"], Value::Null);
