@@ -129,7 +129,7 @@ fn rendezvous_of_simulated_ranks_needs_enough_file_descriptors() {
 fn launch_measures_cleanup_and_hang_detection() {
     let found = json(&job(), &["launch", "--nproc", "2", "--runs", "2"]);
     let ours = &found["xlaunch"];
-    for key in ["nothing", "group_gone"] {
+    for key in ["no_op_launch_ms", "group_exit_ms"] {
         assert!(number(&ours[key], "median") > 0.0, "{key} in {found}");
     }
     // Each of the workers has daemonized another process.
