@@ -5,6 +5,7 @@
 //! - [`convert`] converts wire messages to checked values; no other code in the project validates wire data;
 //! - [`spec`] is the description of a training job, shared by `train.toml`, the wire and checkpoints; [`model`] is its
 //!   model;
+//! - [`command`] is the description of any other command to launch, independent of the node that runs it;
 //! - [`net`] connects processes: gRPC over unix sockets, peer credentials, connection limits;
 //! - [`json`] and [`labels`] render messages for programs and people;
 //! - [`ids`] are typed ids, [`exit`] is the table of exit codes, [`mod@env`] names the environment variables of
@@ -12,6 +13,7 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+pub mod command;
 pub mod convert;
 pub mod env;
 pub mod exit;
