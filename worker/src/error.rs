@@ -16,9 +16,6 @@ pub enum WorkerError {
     /// A variable that users set has an invalid value.
     #[error("environment variable {0}")]
     Setting(String),
-    /// A log of pool requests that cannot be parsed.
-    #[error("{0}")]
-    Trace(String),
     /// Training or evaluation data cannot be used.
     #[error(transparent)]
     Data(#[from] crate::data::DataError),
@@ -45,7 +42,7 @@ pub enum WorkerError {
     Spec(#[from] xlaunch_proto::spec::SpecError),
     /// Training diverged.
     #[error(
-        "training diverged: the loss is {loss} at step {step}; try a lower train.lr, a longer train.warmup or train.clip"
+        "training diverged: the loss is {loss} at step {step}; try a lower train.lr, longer train.warmup or train.clip"
     )]
     Diverged {
         /// Number of the step, from 0.
@@ -77,7 +74,7 @@ impl WorkerError {
             Self::Comm(_) | Self::AgentLost(_) => ExitCode::Retryable,
             Self::Rendezvous(_) => ExitCode::Rendezvous,
             Self::Diverged { .. } => ExitCode::WorkerFailed,
-            Self::Environment(_) | Self::Setting(_) | Self::Trace(_) | Self::Spec(_) => ExitCode::Usage,
+            Self::Environment(_) | Self::Setting(_) | Self::Spec(_) => ExitCode::Usage,
             Self::Io { .. } => ExitCode::Internal,
         }
     }

@@ -8,7 +8,7 @@
 //! before it restarts them.
 #![forbid(unsafe_code)]
 
-pub mod bench;
+mod bench;
 pub mod checkpoint;
 pub mod control;
 pub mod data;

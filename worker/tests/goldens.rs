@@ -12,9 +12,10 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use xlaunch_comm::Sharding;
 use xlaunch_comm::bucket::Plan;
-use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::cuda::{CudaBackend, CudaOptions};
-use xlaunch_engine::{Accumulate, DType, EngineError, PoolMode, Precision, Tensor};
+use xlaunch_engine::{
+    Accumulate, CpuBackend, CudaBackend, CudaOptions, DType, EngineError, PoolMode, Precision, SquaredNorm,
+    Tensor,
+};
 use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::TrainSection;
 use xlaunch_worker::model::layout::Layout;
@@ -222,7 +223,7 @@ fn compare_steps(f: &Fixture) {
     {
         let (loss, _) = f.pass(tokens, targets);
         optimizer.prepare(step as u64, train.lr).unwrap();
-        f.backend.square_sum(f.grads.all(), grad_norm_sq.all()).unwrap();
+        f.backend.squared_norm(SquaredNorm { x: f.grads.all(), out: grad_norm_sq.all() }).unwrap();
         optimizer.step(&f.model, f.grads.all(), grad_norm_sq.all()).unwrap();
         let norm = f64::from(read(&f.backend, &grad_norm_sq)[0]).sqrt();
         for (what, ours) in [("step_losses", loss), ("step_norms", norm)] {

@@ -8,9 +8,10 @@
 )]
 
 use xlaunch_comm::Local;
-use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::cuda::{CudaBackend, CudaOptions, default_mempool_high};
-use xlaunch_engine::{EngineError, PoolMode, PoolOptions, PoolStats, Precision};
+use xlaunch_engine::cuda::default_mempool_high;
+use xlaunch_engine::{
+    CpuBackend, CudaBackend, CudaOptions, EngineError, PoolMode, PoolOptions, PoolStats, Precision,
+};
 use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::{Exec, JobSpec};
 use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};

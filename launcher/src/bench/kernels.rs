@@ -7,14 +7,14 @@ use xlaunch_proto::v1::KernelReport;
 
 /// Families by the beginnings of kernel names; the first that fits counts.
 const FAMILIES: [(&str, &[&str]); 9] = [
-    ("products", &["product"]),
+    ("GEMM", &["gemm"]),
     ("attention", &["attention", "rope"]),
     ("norms", &["norm"]),
     ("activations", &["gelu", "swiglu"]),
     ("classifier", &["classifier"]),
     ("embedding", &["embed"]),
     ("optimizer", &["adamw"]),
-    ("reductions", &["sum", "square_sum", "column_sum"]),
+    ("reductions", &["sum", "squared_norm", "column_sum"]),
     ("copies", &["cast", "copy"]),
 ];
 /// Kernels of no family.
@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn kernels_stand_below_their_families_the_longest_first() {
-        let names = ["norm_fwd", "product 8 x 8 x 8", "square_sum_partials", "norm_bwd_input", "novel"];
+        let names = ["norm_fwd", "gemm 8 x 8 x 8", "squared_norm_partials", "norm_bwd_input", "novel"];
         let kernels = names.iter().zip([2, 4, 1, 3, 2]).map(|(name, ms)| KernelReport {
             name: (*name).into(),
             launches: 2,
@@ -104,9 +104,9 @@ mod tests {
         let expected = [
             ("norms", "norm_bwd_input"),
             ("norms", "norm_fwd"),
-            ("products", "product 8 x 8 x 8"),
+            ("GEMM", "gemm 8 x 8 x 8"),
             ("other", "novel"),
-            ("reductions", "square_sum_partials"),
+            ("reductions", "squared_norm_partials"),
         ];
         assert_eq!(found, expected);
         assert!((grouped.iter().map(|kernel| kernel.share).sum::<f64>() - 1.0).abs() < 1e-12);

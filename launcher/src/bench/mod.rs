@@ -4,7 +4,6 @@
 //! - [`all_reduce`]: sums between ranks by size, in nccl-tests' columns;
 //! - [`device`]: what a device can do at best;
 //! - [`launches`]: what launching itself costs; [`rendezvous`]: how long many ranks take to meet;
-//! - [`queries`]: how many questions a daemon answers;
 //! - [`flops`]: how many operations a model asks for; [`kernels`]: a step's kernels by family.
 //!
 //! Each launch has a run directory in a temporary place, which goes when the launch has gone well.
@@ -14,7 +13,6 @@ pub(crate) mod device;
 pub(crate) mod flops;
 pub(crate) mod kernels;
 pub(crate) mod launches;
-pub(crate) mod queries;
 pub(crate) mod rendezvous;
 pub(crate) mod train;
 

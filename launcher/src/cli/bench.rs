@@ -1,7 +1,7 @@
 //! `xlaunch bench`: results to stdout, everything else to stderr.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use clap::Subcommand;
 use xlaunch_proto::exit::ExitCode;
@@ -9,7 +9,6 @@ use xlaunch_proto::spec::JobSpec;
 
 use super::launch::{self, Launch};
 use crate::bench::all_reduce::{self, Dtype};
-use crate::bench::queries::{self, Load};
 use crate::bench::train::{self, Extent};
 use crate::bench::{device, launches, rendezvous};
 use crate::trainer::Trainer;
@@ -19,17 +18,8 @@ use xlaunch_agent::devices::{self, Node, Placement};
 /// Largest sum where no other is asked for: on GPUs, on the CPU.
 const LARGEST: [u64; 2] = [256 << 20, 16 << 20];
 
-/// How long questions are asked.
-const LOAD: Duration = Duration::from_secs(5);
-
 #[derive(Debug, Subcommand)]
 pub(super) enum Bench {
-    /// The memory pool: the price of a request, and how much memory recorded steps take, beside other allocators.
-    Alloc {
-        /// Logs of requests to replay beside the built-in ones, as XLAUNCH_POOL_TRACE writes them.
-        #[arg(long = "trace", value_name = "FILE")]
-        traces: Vec<PathBuf>,
-    },
     /// A step of a training configuration: time, speed, share of the device's ceiling, what sums between ranks cost.
     Train {
         /// Training configuration. Nothing is evaluated, sampled or saved.
@@ -100,18 +90,6 @@ pub(super) enum Bench {
         #[arg(long, hide = true)]
         callers: Option<PathBuf>,
     },
-    /// The daemon's service: questions it answers in a second, on one core, and what they cost.
-    Status {
-        /// Connections at a time.
-        #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=64))]
-        connections: u8,
-        /// Questions at a time on each.
-        #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=32))]
-        pipelined: u8,
-        /// Print JSON.
-        #[arg(long)]
-        json: bool,
-    },
     /// What the first device can do at best: products, copies, launches. Refreshes what is kept of it.
     Device {
         /// Print JSON.
@@ -138,7 +116,6 @@ pub(super) async fn run(bench: Bench, trainer: Trainer) -> ExitCode {
 async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
     let began = Instant::now();
     match bench {
-        Bench::Alloc { traces } => (trainer.bench_alloc)(&traces),
         Bench::Train { config, nproc, set, steps, warmup, profile, json } => {
             let (spec, placement) = launch::prepare(&Launch { config, nproc, set, resume: None })?;
             let extent = Extent { warmup, steps, profile };
@@ -167,12 +144,6 @@ async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
         Bench::Rendezvous { ranks, json, callers: None } => {
             let found = rendezvous::run(&ranks).await?;
             Ok(if json { as_json(&serde_json::json!(found)) } else { rendezvous::table(&found) })
-        }
-        Bench::Status { connections, pipelined, json } => {
-            let load = Load { connections: connections.into(), pipelined: pipelined.into(), time: LOAD };
-            // It has threads of its own.
-            let found = tokio::task::block_in_place(|| queries::run(load))?;
-            Ok(if json { as_json(&serde_json::json!(found)) } else { queries::table(&found) })
         }
         Bench::Device { json } => {
             let (spec, placement) = bare("device", None)?;

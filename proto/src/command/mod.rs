@@ -28,7 +28,7 @@ pub const MAX_TIMEOUT: Duration = Duration::from_secs(1_000_000_000);
 const MAX_ARGUMENTS: usize = 4096;
 /// All arguments together, with their terminating zeros.
 const MAX_ARGUMENT_BYTES: usize = 512 << 10;
-const MAX_TEXT_BYTES: usize = 4096;
+const MAX_FIELD_BYTES: usize = 4096;
 /// Entries of each list and map other than the arguments.
 const MAX_ENTRIES: usize = 4096;
 
@@ -389,7 +389,7 @@ struct Versioned<T> {
 }
 
 fn check_text(field: &'static str, text: &OsStr) -> Result<(), CommandSpecError> {
-    at_most(field, "bytes", text.len(), MAX_TEXT_BYTES)?;
+    at_most(field, "bytes", text.len(), MAX_FIELD_BYTES)?;
     match text.as_bytes().contains(&0) {
         true => Err(invalid(field, "has a zero byte".into())),
         false => Ok(()),

@@ -94,7 +94,7 @@ fn a_spec_at_the_limits_is_accepted_and_beyond_is_refused_with_the_field_name() 
     full().check().unwrap();
     let mut limits = full();
     limits.arguments = vec!["".into(); MAX_ARGUMENTS];
-    limits.role = text(MAX_TEXT_BYTES);
+    limits.role = text(MAX_FIELD_BYTES);
     (limits.shutdown_timeout, limits.stall_timeout) = (MAX_TIMEOUT, MAX_TIMEOUT);
     limits.check().unwrap();
     limits.arguments = vec![text(MAX_ARGUMENT_BYTES - 1 - limits.program.target().len() - 1).into()];
@@ -108,7 +108,7 @@ fn a_spec_at_the_limits_is_accepted_and_beyond_is_refused_with_the_field_name() 
     assert_eq!(field(&|spec| spec.arguments.push("a\0b".into())), "arguments");
     assert_eq!(field(&|spec| spec.arguments = vec!["".into(); MAX_ARGUMENTS + 1]), "arguments");
     assert_eq!(field(&|spec| spec.arguments = vec![text(MAX_ARGUMENT_BYTES).into()]), "arguments");
-    assert_eq!(field(&|spec| spec.role = text(MAX_TEXT_BYTES + 1)), "role");
+    assert_eq!(field(&|spec| spec.role = text(MAX_FIELD_BYTES + 1)), "role");
     assert_eq!(field(&|spec| spec.role = "\0".into()), "role");
     assert_eq!(field(&|spec| spec.run_id = Some("\0".into())), "run_id");
     assert_eq!(field(&|spec| spec.master_addr = "\0".into()), "master_addr");

@@ -123,8 +123,7 @@ mod tests {
     use super::*;
     use std::time::Duration;
     use xlaunch_comm::{Ring, RingListener};
-    use xlaunch_engine::PoolMode;
-    use xlaunch_engine::cpu::CpuBackend;
+    use xlaunch_engine::{CpuBackend, PoolMode};
 
     use crate::bench::SkipAllReduce;
 

@@ -14,7 +14,7 @@
 pub mod schedule;
 
 use xlaunch_comm::{Collective, Sharding};
-use xlaunch_engine::{AdamWShape, DECAY_CHUNK, DType, Result, Slice, Tensor, scalar};
+use xlaunch_engine::{AdamWConfig, AdamWStep, DECAY_CHUNK, DType, Result, Slice, Tensor, scalar};
 use xlaunch_proto::spec::TrainSection;
 
 use crate::model::{BackendHandle, Model};
@@ -22,7 +22,7 @@ use crate::model::{BackendHandle, Model};
 /// The optimizer's state and hyperparameters.
 #[derive(Debug)]
 pub struct AdamW {
-    shape: AdamWShape,
+    config: AdamWConfig,
     sharding: Sharding,
     /// `None` where the model's F32 weights are the master weights.
     masters: Option<Tensor>,
@@ -50,7 +50,7 @@ impl AdamW {
         let gathered_shard = |dtype| backend.alloc_collective(dtype, sharding.len());
         let flags = sharding.shard_of(&model.layout.decay_flags(), DECAY_CHUNK);
         let optimizer = Self {
-            shape: AdamWShape {
+            config: AdamWConfig {
                 beta1: train.beta1 as f32,
                 beta2: train.beta2 as f32,
                 eps: train.eps as f32,
@@ -113,29 +113,28 @@ impl AdamW {
         };
         let mut scalars = [0.0; scalar::COUNT];
         scalars[scalar::LEARNING_RATE] = learning_rate as f32;
-        scalars[scalar::CORRECTION1] = correction(self.shape.beta1);
-        scalars[scalar::CORRECTION2] = correction(self.shape.beta2);
+        scalars[scalar::CORRECTION1] = correction(self.config.beta1);
+        scalars[scalar::CORRECTION2] = correction(self.config.beta2);
         self.backend.write_f32(self.scalars.all(), &scalars)
     }
 
-    /// Updates this rank's shard from its reduced gradients `grads`. `square_sum` F32 `[1]` is the squared norm of all
-    /// gradients. The shards of other ranks reach the model in [`gather`](Self::gather).
-    pub fn step(&self, model: &Model, grads: Slice<'_>, square_sum: Slice<'_>) -> Result<()> {
+    /// Updates this rank's shard from its reduced gradients `grads`. `grad_norm_sq` F32 `[1]` is the squared norm of
+    /// all gradients. The shards of other ranks reach the model in [`gather`](Self::gather).
+    pub fn step(&self, model: &Model, grads: Slice<'_>, grad_norm_sq: Slice<'_>) -> Result<()> {
         let [params, m, v] = self.state(model);
         let f32_model = model.weights.dtype() == DType::F32;
         let work = (!f32_model).then(|| self.rounded.as_ref().unwrap_or(&model.weights).all());
-        let (decay, scalars) = (self.decay.all(), self.scalars.all());
-        self.backend.adamw(
-            self.shape,
-            params.all(),
+        self.backend.adamw(AdamWStep {
+            config: self.config,
+            params: params.all(),
             grads,
-            m.all(),
-            v.all(),
+            m: m.all(),
+            v: v.all(),
             work,
-            decay,
-            scalars,
-            square_sum,
-        )
+            decay: self.decay.all(),
+            scalars: self.scalars.all(),
+            grad_norm_sq,
+        })
     }
 
     /// The source and destination of [`gather`](Self::gather); none without sharding.

@@ -3,9 +3,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
-use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::cuda::{CudaBackend, CudaOptions};
-use xlaunch_engine::{self as engine, Backend};
+use xlaunch_engine::{self as engine, CpuBackend, CudaBackend, CudaOptions};
 use xlaunch_proto::spec::{Exec, JobSpec, PoolMode, Precision};
 
 use crate::environment::{Device, Environment};
@@ -56,7 +54,7 @@ impl OpenDevice {
                     log_fallback: environment.log_fallback,
                 };
                 let backend = CudaBackend::open(ordinal, options)?;
-                let stream = backend.cuda_stream();
+                let stream = Some(backend.stream());
                 let windows = nccl_windows::wanted(spec, environment.world_size.index());
                 Self { backend: BackendHandle::new(backend).with_windows(windows), stream, precision }
             }

@@ -12,7 +12,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 
-use xlaunch_engine::cuda::Graph;
+use xlaunch_engine::Capture;
 use xlaunch_proto::spec::Exec;
 
 use crate::error::{Result, WorkerError};
@@ -47,9 +47,9 @@ impl Work {
 pub(super) struct Replay {
     backend: BackendHandle,
     exec: Exec,
-    graphs: RefCell<HashMap<Work, Graph>>,
+    graphs: RefCell<HashMap<Work, Capture>>,
     /// Graphs that must not be launched again. They are kept because the device may still be executing them.
-    retired: RefCell<Vec<Graph>>,
+    retired: RefCell<Vec<Capture>>,
     /// Enqueue operation by operation, even work that has a graph.
     eager: Cell<bool>,
 }

@@ -104,7 +104,7 @@ impl Run<'_> {
     /// Whether the step after `step` can be enqueued before this one is read back. The same on every rank.
     fn can_enqueue_next(&self, step: u64) -> bool {
         let done = step + 1;
-        let asynchronous = self.backend.cuda_stream().is_some();
+        let asynchronous = self.backend.is_asynchronous();
         asynchronous
             && !self.evaluates_after(done)
             && !self.saves_after(done)

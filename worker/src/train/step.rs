@@ -21,7 +21,7 @@
 use std::ops::Range;
 
 use xlaunch_comm::{Collective, Sharding, bucket};
-use xlaunch_engine::{Accumulate, DType, Reading, Tensor};
+use xlaunch_engine::{Accumulate, DType, PendingRead, SquaredNorm, Tensor};
 use xlaunch_proto::spec::{JobSpec, SpecError, WireDtype};
 use xlaunch_proto::v1::Phase;
 
@@ -67,7 +67,7 @@ pub struct StepResult {
 
 /// A step that was enqueued and has not been waited for.
 #[derive(Debug)]
-pub struct PendingStep(Reading);
+pub struct PendingStep(PendingRead);
 
 /// Buffers that all steps reuse, and their captured graphs.
 #[derive(Debug)]
@@ -315,12 +315,12 @@ impl Stepper {
             None => {
                 collective.all_reduce(self.results.lend(0..slot::COUNT), DType::F32)?;
                 collective.wait_all()?;
-                self.backend.square_sum(self.grads.all(), grad_norm_sq)?;
+                self.backend.squared_norm(SquaredNorm { x: self.grads.all(), out: grad_norm_sq })?;
                 &self.grads
             }
             Some(shard) => {
                 collective.wait_all()?;
-                self.backend.square_sum(shard.all(), grad_norm_sq)?;
+                self.backend.squared_norm(SquaredNorm { x: shard.all(), out: grad_norm_sq })?;
                 collective.all_reduce(self.results.lend(0..slot::COUNT), DType::F32)?;
                 collective.wait_all()?;
                 shard

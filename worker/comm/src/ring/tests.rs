@@ -72,7 +72,7 @@ fn start_all_reduce(ring: &mut Ring, pool: &Pool, len: usize) -> PoolBuf<u8> {
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
     let buf = pool.alloc::<u8>(bytes.len()).unwrap();
     fill(&buf, &bytes);
-    ring.all_reduce(buf.lend(0..bytes.len()), DType::F32).unwrap();
+    ring.all_reduce(buf.lease(0..bytes.len()), DType::F32).unwrap();
     buf
 }
 
@@ -81,7 +81,7 @@ fn check_all_reduce(world: usize, tcp: bool, lens: &[usize]) {
         let pool = Pool::host(Mode::On);
         let buffers: Vec<_> = lens.iter().map(|len| start_all_reduce(&mut ring, &pool, *len)).collect();
         ring.wait_all().unwrap();
-        assert!(buffers.iter().all(|buf| !buf.is_lent(0..buf.len())));
+        assert!(buffers.iter().all(|buf| !buf.is_leased(0..buf.len())));
         let results: Vec<Vec<u8>> = buffers.iter().map(contents).collect();
         ring.finalize().unwrap();
         results
@@ -121,7 +121,7 @@ fn bf16_is_added_in_f32_and_rounded_once_per_rank() {
         let own = half::bf16::from_f32(if ring.rank() == 0 { 1.0 } else { 0.003_906_25 });
         let buf = pool.alloc::<u8>(20).unwrap();
         fill(&buf, &own.to_ne_bytes().repeat(10));
-        ring.all_reduce(buf.lend(0..20), DType::Bf16).unwrap();
+        ring.all_reduce(buf.lease(0..20), DType::Bf16).unwrap();
         ring.wait_all().unwrap();
         let result = contents(&buf);
         ring.finalize().unwrap();
@@ -149,14 +149,14 @@ fn all_reduce_and_sharded(world: usize, shard: usize, dtype: DType) -> Vec<[Vec<
         let own = pool.alloc::<u8>(bytes.len() / world).unwrap();
         fill(&whole, &bytes);
         fill(&scattered, &bytes);
-        ring.all_reduce(whole.lend(0..bytes.len()), dtype).unwrap();
-        ring.reduce_scatter(scattered.lend(0..bytes.len()), own.lend(0..own.len()), dtype).unwrap();
+        ring.all_reduce(whole.lease(0..bytes.len()), dtype).unwrap();
+        ring.reduce_scatter(scattered.lease(0..bytes.len()), own.lease(0..own.len()), dtype).unwrap();
         ring.wait_all().unwrap();
-        assert!(!scattered.is_lent(0..bytes.len()) && !own.is_lent(0..own.len()));
-        ring.all_gather(own.lend(0..own.len()), gathered.lend(0..bytes.len())).unwrap();
-        ring.all_reduce(scattered.lend(0..bytes.len()), dtype).unwrap();
+        assert!(!scattered.is_leased(0..bytes.len()) && !own.is_leased(0..own.len()));
+        ring.all_gather(own.lease(0..own.len()), gathered.lease(0..bytes.len())).unwrap();
+        ring.all_reduce(scattered.lease(0..bytes.len()), dtype).unwrap();
         ring.wait_gather().unwrap();
-        assert!(!own.is_lent(0..own.len()) && !gathered.is_lent(0..bytes.len()));
+        assert!(!own.is_leased(0..own.len()) && !gathered.is_leased(0..bytes.len()));
         let results = [&whole, &own, &gathered].map(contents);
         ring.finalize().unwrap();
         results
@@ -189,12 +189,12 @@ fn sharded_collectives_fail_after_peer_death_and_abort() {
         }
         let pool = Pool::host(Mode::On);
         let (whole, own) = (pool.alloc::<u8>(800).unwrap(), pool.alloc::<u8>(400).unwrap());
-        ring.reduce_scatter(whole.lend(0..800), own.lend(0..400), DType::F32).unwrap();
+        ring.reduce_scatter(whole.lease(0..800), own.lease(0..400), DType::F32).unwrap();
         assert!(matches!(ring.wait_all(), Err(CommError::PeerLost { peer: 1, .. })));
-        ring.all_gather(own.lend(0..400), whole.lend(0..800)).unwrap();
+        ring.all_gather(own.lease(0..400), whole.lease(0..800)).unwrap();
         assert!(matches!(ring.wait_gather(), Err(CommError::PeerLost { peer: 1, .. })));
         ring.abort_handle().abort();
-        let refused = ring.all_gather(own.lend(0..400), whole.lend(0..800));
+        let refused = ring.all_gather(own.lease(0..400), whole.lease(0..800));
         assert!(matches!(refused, Err(CommError::Aborted)));
     });
 }
@@ -204,7 +204,7 @@ fn sharded_collectives_fail_after_peer_death_and_abort() {
 fn unequal_shards_panic() {
     let pool = Pool::host(Mode::On);
     let (whole, own) = (pool.alloc::<u8>(700).unwrap(), pool.alloc::<u8>(400).unwrap());
-    crate::collective::expect_shards(&whole.lend(0..700), &own.lend(0..400), 2);
+    crate::collective::expect_shards(&whole.lease(0..700), &own.lease(0..400), 2);
 }
 
 #[test]
@@ -212,7 +212,7 @@ fn register_is_unsupported_and_keeps_no_lease() {
     on_ring(2, false, |mut ring| {
         let pool = Pool::host(Mode::On);
         let buf = pool.registered().alloc::<u8>(4000).unwrap();
-        assert!(!ring.register(buf.lend(0..0)).unwrap());
+        assert!(!ring.register(buf.lease(0..0)).unwrap());
         drop(buf);
         assert_eq!(pool.stats().live.current(), 0);
         drop(start_all_reduce(&mut ring, &pool, 1000));
@@ -227,7 +227,7 @@ fn broadcast_copies_from_any_root() {
             let pool = Pool::host(Mode::On);
             let buf = pool.alloc::<u8>(100_000).unwrap();
             fill(&buf, &vec![u8::try_from(ring.rank()).unwrap(); 100_000]);
-            ring.broadcast(buf.lend(0..100_000), root).unwrap();
+            ring.broadcast(buf.lease(0..100_000), root).unwrap();
             ring.wait_all().unwrap();
             let result = contents(&buf);
             ring.finalize().unwrap();
