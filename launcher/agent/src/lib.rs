@@ -1,7 +1,7 @@
 //! Supervises the workers of one job on this node: starts one process per rank, follows them, restarts or ends them.
 //!
 //! ```text
-//! JobSpec or CommandSpec --devices, run_dir--> driver (the one task that owns the job)
+//! JobSpec or CommandSpec --devices, command, run_dir--> driver (the one task that owns the job)
 //!     spawn: worker processes --exits-->  |  <--Join, Session, Stop-- rendezvous (gRPC service)
 //!     signals ------------------------->  |  --> state (pure): what to do next, and why
 //!     status: answered from a board  <----|
@@ -26,6 +26,7 @@ pub mod driver;
 pub mod logs;
 pub mod names;
 pub mod process;
+mod python;
 mod refusal;
 pub mod registry;
 pub mod rendezvous;

@@ -10,7 +10,7 @@ use xlaunch_proto::spec::JobSpec;
 
 use crate::Refusal;
 use crate::clock;
-use crate::command::CommandSpec;
+use crate::command::ResolvedCommand;
 use crate::names::{file_name, unique};
 use crate::registry::{Entry, SOCKET};
 
@@ -69,7 +69,7 @@ impl RunDir {
     }
 
     /// Creates the directory of a command's run that starts now.
-    pub fn for_command(spec: &CommandSpec) -> Result<Self, Refusal> {
+    pub fn for_command(spec: &ResolvedCommand) -> Result<Self, Refusal> {
         let id = spec.run_id.as_deref().map_or_else(|| timestamp(now()), file_name);
         let Some(logs) = &spec.logs.dir else {
             let entry = Entry::create(&spec.name, &id)?;
@@ -91,7 +91,7 @@ impl RunDir {
     }
 
     /// The same of a command that a daemon's agent looks after, in the agent's directory, which stays.
-    pub fn for_agent(spec: &CommandSpec, job: u64, agent: &Path) -> Self {
+    pub fn for_agent(spec: &ResolvedCommand, job: u64, agent: &Path) -> Self {
         let id = spec.run_id.as_deref().map_or_else(|| format!("job-{job}"), file_name);
         Self { logs: agent.join("logs"), socket: agent.join(SOCKET), path: agent.into(), id, entry: None }
     }

@@ -32,8 +32,8 @@ use xlaunch_proto::v1::StatusReply;
 
 use super::plain;
 
-/// Version of the files between daemon and agent.
-pub const PROTOCOL: u32 = 1;
+/// Version of the files between daemon and agent. 2: a command is a `CommandSpec`, not a command line.
+pub const PROTOCOL: u32 = 2;
 /// What an agent last said of the ranks.
 pub const STATUS: &str = "status.pb";
 /// How a job has ended.
@@ -275,6 +275,8 @@ fn open(dir: &Path, name: &str, uid: u32) -> io::Result<File> {
 mod tests {
     use std::ffi::CString;
 
+    use xlaunch_proto::command::{CommandSpec, Program};
+
     use super::*;
 
     fn description(job: u64) -> Description {
@@ -284,7 +286,7 @@ mod tests {
             name: "n".into(),
             work_dir: "/".into(),
             environment: vec![b"A=\xff".to_vec()],
-            work: Work::Command(vec![b"--".to_vec()]),
+            work: Work::Command(Box::new(CommandSpec::new(Program::Binary("a".into()), Vec::new()))),
             workers: 1,
             start: 0,
             gpus: Vec::new(),

@@ -25,7 +25,7 @@ pub mod run;
 pub mod service;
 mod show;
 pub mod state;
-pub mod submission;
+mod submission;
 mod users;
 pub mod view;
 pub mod web;

@@ -28,7 +28,6 @@ use super::manager::{self, Setup};
 use super::orders::Node;
 use super::service::access::Access;
 use super::state::Jobs;
-use super::submission::CommandParser;
 use super::view::NodeView;
 use super::{service, web};
 use xlaunch_agent::Refusal;
@@ -56,8 +55,6 @@ pub struct Options {
     pub state_dir: Option<PathBuf>,
     /// In place of `daemon.socket`.
     pub socket: Option<PathBuf>,
-    /// Parses the command lines of submissions.
-    pub parse_command: CommandParser,
 }
 
 /// Runs the daemon until SIGTERM or SIGINT.
@@ -94,7 +91,6 @@ pub async fn run(options: &Options) -> Result<(), Refusal> {
         gpus,
         config: jobs_config,
         cores: u32::try_from(cores).unwrap_or(u32::MAX),
-        parse_command: options.parse_command,
         node: NodeStatus {
             host: devices::host_name(),
             version: xlaunch_proto::VERSION.into(),

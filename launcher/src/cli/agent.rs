@@ -4,10 +4,10 @@
 //! [`xlaunch_daemon::files`]. The agent claims the ticket of its start before it does anything, so that a start that
 //! the daemon has revoked does not happen, and it writes the job's result before it exits.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::fs::{File, TryLockError};
 use std::io;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -22,9 +22,9 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::{Device, JobSpec};
 
 use super::launch::{self, Ended};
-use super::torchrun::{self, Name, Request};
 use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
+use xlaunch_agent::command::{self, Streams};
 use xlaunch_agent::devices::{self, Node};
 use xlaunch_agent::process::Process;
 use xlaunch_agent::run_dir::RunDir;
@@ -199,19 +199,14 @@ impl ClaimedStart {
                 launch::train(&spec, &placement, trainer, |spec| RunDir::create_for_agent(spec, &self.dir))
                     .await
             }
-            Work::Command(arguments) => {
-                let arguments: Vec<_> =
-                    arguments.iter().map(|argument| OsString::from_vec(argument.clone())).collect();
+            Work::Command(spec) => {
                 let variable = |name: &str| std::env::var_os(name);
-                let Request::Command(mut spec) =
-                    torchrun::parse(Name::Xlaunch, &arguments, &variable, &Node::inspect)?
-                else {
-                    return Err(Refusal::new(ExitCode::Usage, "the job is not a command"));
-                };
-                // All output is in its files, for whoever asks the daemon; nobody watches a console.
-                spec.logs.redirects.all = xlaunch_agent::command::Streams { stdout: true, stderr: true };
-                spec.name.clone_from(&self.order.name);
-                launch::run_workers(&spec, || Ok(RunDir::for_agent(&spec, self.order.job, &self.dir))).await
+                let mut command = command::resolve((**spec).clone(), &variable, &Node::inspect)?;
+                // All output goes to files, which the daemon serves: there is no console.
+                command.logs.redirects.all = Streams { stdout: true, stderr: true };
+                command.name.clone_from(&self.order.name);
+                launch::run_workers(&command, || Ok(RunDir::for_agent(&command, self.order.job, &self.dir)))
+                    .await
             }
         }
     }

@@ -32,9 +32,7 @@ pub(super) struct Daemon {
 pub(super) async fn run(options: Daemon) -> ExitCode {
     let Daemon { config, foreground, state_dir, socket } = options;
     log(foreground);
-    match run::run(&Options { config, foreground, state_dir, socket, parse_command: super::parse_submitted })
-        .await
-    {
+    match run::run(&Options { config, foreground, state_dir, socket }).await {
         Ok(()) => ExitCode::Done,
         Err(refusal) => {
             eprintln!("error: {}", refusal.message.trim());

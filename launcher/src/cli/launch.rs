@@ -8,7 +8,7 @@ use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::StatusReply;
 
 use crate::trainer::Trainer;
-use xlaunch_agent::command::CommandSpec;
+use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::config::{self, Override};
 use xlaunch_agent::devices::{self, Node, Placement};
 use xlaunch_agent::driver;
@@ -107,8 +107,12 @@ fn reason(outcome: &Outcome, evidence: &[Evidence]) -> String {
 
 /// Runs a command in the foreground.
 #[expect(clippy::print_stderr, reason = "the report goes to stderr")]
-pub(super) async fn run_command(spec: &CommandSpec) -> ExitCode {
-    match run_workers(spec, || RunDir::for_command(spec)).await {
+pub(super) async fn run_command(spec: CommandSpec) -> ExitCode {
+    let command = match command::resolve(spec, &|name| std::env::var_os(name), &Node::inspect) {
+        Ok(command) => command,
+        Err(refusal) => return refuse(&refusal),
+    };
+    match run_workers(&command, || RunDir::for_command(&command)).await {
         Ok(ended) => {
             eprint!("{}", ended.report);
             ended.exit
@@ -119,7 +123,7 @@ pub(super) async fn run_command(spec: &CommandSpec) -> ExitCode {
 
 /// Runs the workers of a command. `create` makes the run directory.
 pub(super) async fn run_workers(
-    spec: &CommandSpec,
+    spec: &ResolvedCommand,
     create: impl FnOnce() -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
     let affinities = affinities(spec).map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
@@ -133,7 +137,7 @@ pub(super) async fn run_workers(
     Ok(Ended { exit, reason, rank, status: finished.status, summary: String::new(), report })
 }
 
-fn affinities(spec: &CommandSpec) -> Result<Vec<Affinity>, String> {
+fn affinities(spec: &ResolvedCommand) -> Result<Vec<Affinity>, String> {
     let allowed = rustix::thread::sched_getaffinity(None);
     let allowed = allowed.map_err(|error| format!("failed to read the CPU affinity: {error}"))?;
     // Loading NVML is slow, and only a binding needs the GPUs.

@@ -21,8 +21,6 @@ mod node;
 mod output;
 mod status;
 mod stop;
-#[cfg(test)]
-mod submission_tests;
 mod submit;
 mod target;
 mod top;
@@ -37,8 +35,6 @@ use xlaunch_proto::exit::ExitCode;
 use crate::trainer::Trainer;
 use torchrun::{Name, Request};
 use xlaunch_agent::Refusal;
-use xlaunch_agent::command::CommandSpec;
-use xlaunch_agent::devices::Node;
 
 /// Launches and supervises one worker process per GPU
 #[derive(Debug, Parser)]
@@ -98,14 +94,14 @@ pub(crate) fn main(trainer: Trainer) -> ExitCode {
             }
         };
     }
-    match torchrun::parse(name, &arguments, &|variable| std::env::var_os(variable), &Node::inspect) {
+    match torchrun::parse(name, &arguments, &|variable| std::env::var_os(variable)) {
         Ok(Request::Text(text)) => {
             // The reader may have closed stdout, as `head` does.
             let _ = std::io::stdout().write_all(text.as_bytes());
             ExitCode::Done
         }
         Ok(Request::Trainer(launch)) => run(launch::run(&launch, trainer)),
-        Ok(Request::Command(spec)) => run(launch::run_command(&spec)),
+        Ok(Request::Command(spec)) => run(launch::run_command(*spec)),
         Err(Refusal { exit, message }) => {
             eprintln!("error: {message}");
             exit
@@ -135,21 +131,6 @@ fn submit_option(name: &str) -> Option<bool> {
     };
     let option = command.find_subcommand("submit")?.get_arguments().find(is_named)?;
     Some(option.get_action().takes_values())
-}
-
-/// Parses the command line of a submission in its environment, on a node with this number of GPUs.
-fn parse_submitted(
-    arguments: &[OsString],
-    variable: &dyn Fn(&str) -> Option<OsString>,
-    gpus: u32,
-) -> Result<CommandSpec, String> {
-    let node = || Node { gpus: Ok(gpus), cores: 1 };
-    match torchrun::parse(Name::Xlaunch, arguments, variable, &node) {
-        Ok(Request::Command(command)) => Ok(*command),
-        Ok(Request::Trainer(_)) => Err("a training configuration is submitted as its description".into()),
-        Ok(Request::Text(_)) => Err("this command line starts nothing".into()),
-        Err(refusal) => Err(refusal.message),
-    }
 }
 
 /// Does the work of a command line that was understood.

@@ -9,13 +9,13 @@
 use std::ffi::OsString;
 use std::hash::{BuildHasher, RandomState};
 use std::io::IsTerminal;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStringExt;
 
 use clap::Args;
 use xlaunch_proto::env;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::submit_request::Work;
-use xlaunch_proto::v1::{CommandLine, Job, NodeJobState, SubmitRequest};
+use xlaunch_proto::v1::{Job, NodeJobState, SubmitRequest};
 
 use super::launch;
 use super::output::{QueryError, print, print_note};
@@ -23,7 +23,6 @@ use super::torchrun::{self, Name, Request};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::job;
 use xlaunch_agent::Refusal;
-use xlaunch_agent::devices::Node;
 use xlaunch_proto::labels::node_job_state;
 
 /// The daemon refuses larger environments.
@@ -137,16 +136,10 @@ fn work(
     target: &[OsString],
     environment: &dyn Fn(&str) -> Option<OsString>,
 ) -> Result<Result<Work, String>, Refusal> {
-    // The daemon chooses the GPUs: what is visible here does not count.
-    let environment = |name: &str| environment(name).filter(|_| name != "CUDA_VISIBLE_DEVICES");
-    let node = || Node { gpus: Ok(1), cores: 1 };
-    Ok(match torchrun::parse(Name::Xlaunch, target, &environment, &node).map_err(out_of_place)? {
+    Ok(match torchrun::parse(Name::Xlaunch, target, environment).map_err(out_of_place)? {
         Request::Text(text) => Err(text),
         Request::Trainer(launch) => Ok(Work::TrainerSpecJson(launch::load(&launch)?.to_json())),
-        Request::Command(_) => {
-            let arguments = target.iter().map(|argument| argument.as_bytes().to_vec()).collect();
-            Ok(Work::Command(CommandLine { arguments }))
-        }
+        Request::Command(spec) => Ok(Work::CommandSpecJson(spec.to_json())),
     })
 }
 
@@ -250,6 +243,8 @@ fn exit_code(job: &Job) -> ExitCode {
 
 #[cfg(test)]
 mod tests {
+    use xlaunch_proto::command::{CommandSpec, Nproc};
+
     use super::*;
 
     fn words(line: &str) -> Vec<OsString> {
@@ -276,13 +271,25 @@ mod tests {
         }
     }
 
+    fn spec(line: &str, environment: &dyn Fn(&str) -> Option<OsString>) -> CommandSpec {
+        match work(&words(line), environment) {
+            Ok(Ok(Work::CommandSpecJson(json))) => CommandSpec::from_json(&json).unwrap(),
+            other => panic!("{line}: {}", other.is_ok()),
+        }
+    }
+
+    #[test]
+    fn variables_stand_in_for_flags_as_in_a_launch() {
+        let variable = |name: &str| (name == "PET_NPROC_PER_NODE").then(|| "3".into());
+        assert_eq!(spec("train.py", &variable).nproc, Nproc::Count(3));
+        assert_eq!(spec("--nproc gpu train.py", &variable).nproc, Nproc::Gpu);
+    }
+
     #[test]
     fn flags_of_the_launch_are_validated_without_counting_local_gpus() {
         let one_gpu = |name: &str| (name == "CUDA_VISIBLE_DEVICES").then(|| "0".into());
         for line in ["--nproc 64 --virtual-local-rank -- a", "--nproc gpu --no-python ./a --b"] {
-            let Ok(Ok(Work::Command(command))) = work(&words(line), &one_gpu) else { panic!("{line}") };
-            let arguments = command.arguments.into_iter().map(OsString::from_vec).collect::<Vec<_>>();
-            assert_eq!(arguments, words(line));
+            assert_eq!(spec(line, &one_gpu).name(), "a", "{line}");
         }
         for (line, problem) in [
             ("--nprok 2 -- a", "unknown flag --nprok"),

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use xlaunch_proto::env;
 
-use crate::command::{CommandSpec, SIGNALS};
+use crate::command::ResolvedCommand;
 use crate::devices::Placement;
 
 /// What the workers of one attempt of the built-in trainer have in common.
@@ -30,7 +30,7 @@ pub struct Group<'a> {
 #[derive(Clone, Debug)]
 pub struct CommandGroup<'a> {
     /// The launch.
-    pub spec: &'a CommandSpec,
+    pub spec: &'a ResolvedCommand,
     /// The run's id, which is the specification's where it has one.
     pub run_id: &'a str,
     /// Where the agent listens.
@@ -107,13 +107,12 @@ pub fn command_variables(
     } else {
         all.push(("LOCAL_RANK", local_rank.to_string().into()));
     }
-    let name = |signal| SIGNALS.iter().find(|(_, known)| known == signal).map(|(name, _)| *name);
     let errors = inherited("TORCH_NCCL_ASYNC_ERROR_HANDLING").unwrap_or_else(|| "1".into());
     all.push(("TORCHELASTIC_USE_AGENT_STORE", "False".into()));
     all.push(("TORCHELASTIC_ERROR_FILE", dir.join("error.json").into()));
     all.push((
         "TORCHELASTIC_SIGNALS_TO_HANDLE",
-        spec.signals.iter().filter_map(name).collect::<Vec<_>>().join(",").into(),
+        spec.signals.iter().map(|signal| signal.name()).collect::<Vec<_>>().join(",").into(),
     ));
     all.push(("TORCH_NCCL_ASYNC_ERROR_HANDLING", errors));
     if inherited("OMP_NUM_THREADS").is_none() {
@@ -172,11 +171,10 @@ mod tests {
     use std::collections::{BTreeMap, BTreeSet};
 
     use super::*;
-    use crate::command::{LogOptions, Restarts};
+    use crate::command::{LogOptions, Restarts, Signal};
 
-    fn spec() -> CommandSpec {
-        let (hup, term) = (rustix::process::Signal::HUP, rustix::process::Signal::TERM);
-        CommandSpec {
+    fn spec() -> ResolvedCommand {
+        ResolvedCommand {
             name: "train".into(),
             argv: vec!["train".into()],
             role: "trainer".into(),
@@ -188,7 +186,7 @@ mod tests {
             binding: None,
             restarts: Restarts { most: 3, not_after: BTreeSet::new() },
             shutdown_timeout: std::time::Duration::from_secs(30),
-            signals: vec![term, hup],
+            signals: vec![Signal::Term, Signal::Hup],
             propagate_exit_code: false,
             stall_timeout: std::time::Duration::from_secs(300),
             logs: LogOptions::default(),
@@ -196,7 +194,7 @@ mod tests {
     }
 
     /// What rank 1 of 2 gets in its second attempt.
-    fn variables(spec: &CommandSpec, inherited: &[(&str, &str)]) -> BTreeMap<&'static str, String> {
+    fn variables(spec: &ResolvedCommand, inherited: &[(&str, &str)]) -> BTreeMap<&'static str, String> {
         let socket = Path::new("/run/agent.sock");
         let group = CommandGroup { spec, run_id: "id", socket, attempt: 1, master_port: 20_001 };
         let find = |wanted: &str| {
@@ -247,7 +245,7 @@ mod tests {
 
     #[test]
     fn a_virtual_local_rank_sees_its_entry_of_the_parents_list() {
-        let spec = CommandSpec { virtual_local_rank: true, ..spec() };
+        let spec = ResolvedCommand { virtual_local_rank: true, ..spec() };
         for (visible, own) in [(None, "1"), (Some("GPU-a, GPU-b"), "GPU-b"), (Some("7,3"), "3")] {
             let inherited = visible.map(|list| ("CUDA_VISIBLE_DEVICES", list));
             let found = variables(&spec, inherited.as_slice());
@@ -274,7 +272,7 @@ mod tests {
         let given: BTreeMap<_, _> =
             pairs.filter(|(name, value)| std::env::var(name).ok().as_deref() != Some(*value)).collect();
         let ours = variables(
-            &CommandSpec { restarts: Restarts { most: 0, not_after: BTreeSet::new() }, ..spec() },
+            &ResolvedCommand { restarts: Restarts { most: 0, not_after: BTreeSet::new() }, ..spec() },
             &[],
         );
         for (name, value) in given.iter().filter(|(name, _)| **name != "_") {

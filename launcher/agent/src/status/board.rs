@@ -4,7 +4,6 @@
 //! with time (silence, hints) is worked out when it is asked for.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -23,8 +22,6 @@ use crate::run_dir::rank_dir;
 const IDLE: f64 = 1.0;
 /// Restarts that are told.
 pub const RESTARTS: usize = 20;
-/// Characters of a command line that are told.
-const COMMAND_LINE: usize = 4096;
 
 /// What is known of a launch from its start.
 #[derive(Clone, Debug)]
@@ -35,7 +32,7 @@ pub struct Launch {
     pub id: String,
     /// Name of the job.
     pub name: String,
-    /// As [`command_line`] makes it.
+    /// Quoted for a shell.
     pub command_line: String,
     /// Restarts allowed.
     pub max_restarts: u32,
@@ -303,24 +300,6 @@ fn silence(silent: Duration, idle: Duration, has_gpu: bool, patience: Duration) 
     Some(format!("silent for {} s, no CPU{gpu}", silent.as_secs()))
 }
 
-/// Program and arguments in one line, quoted where a shell needs it, cut where it is very long.
-pub fn command_line<'a>(arguments: impl IntoIterator<Item = &'a OsStr>) -> String {
-    let quote = |argument: &OsStr| {
-        let text = argument.to_string_lossy();
-        let plain = |c: char| c.is_alphanumeric() || "_-./=:,@%+".contains(c);
-        match !text.is_empty() && text.chars().all(plain) {
-            true => text.into_owned(),
-            false => format!("'{}'", text.replace('\'', r"'\''")),
-        }
-    };
-    let mut line = arguments.into_iter().map(quote).collect::<Vec<_>>().join(" ");
-    if let Some((end, _)) = line.char_indices().nth(COMMAND_LINE) {
-        line.truncate(end);
-        line += "...";
-    }
-    line
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -373,13 +352,5 @@ mod tests {
         board.used(0, 42, &usage(50.0, None), now);
         assert_eq!(board.reply(now, false).ranks[0].cpu_percent, None);
         assert_eq!((board.running(), board.reply(now, false).restarts), (vec![(0, 43)], 2));
-    }
-
-    #[test]
-    fn a_command_line_can_be_pasted_into_a_shell() {
-        let line = command_line(["train.py", "--name", "it's two", "", "a=b"].map(OsStr::new));
-        assert_eq!(line, r"train.py --name 'it'\''s two' '' a=b");
-        let long = "é".repeat(COMMAND_LINE + 1);
-        assert_eq!(command_line([OsStr::new(&long)]).chars().count(), COMMAND_LINE + 3);
     }
 }

@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use tonic::Status;
 use xlaunch_proto::v1::JobKind;
 
-use crate::command::{CommandSpec, LogOptions};
+use crate::command::{LogOptions, ResolvedCommand, quote_line};
 use crate::logs::Output;
 use crate::rendezvous::service::Message;
 use crate::run_dir::RunDir;
@@ -33,14 +33,14 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 #[expect(missing_docs, reason = "documented where they are defined")]
 pub struct CommandPlan<'a> {
-    pub spec: &'a CommandSpec,
+    pub spec: &'a ResolvedCommand,
     /// By local rank.
     pub affinities: Vec<Affinity>,
 }
 
 /// The side of a running job of any command.
 pub(crate) struct Commands<'a> {
-    spec: &'a CommandSpec,
+    spec: &'a ResolvedCommand,
     affinities: Vec<Affinity>,
     run: &'a RunDir,
     output: Output,
@@ -93,7 +93,7 @@ impl<'a> Commands<'a> {
             kind: JobKind::Command,
             id: self.run.id.clone(),
             name: self.spec.name.clone(),
-            command_line: board::command_line(self.spec.argv.iter().map(AsRef::<OsStr>::as_ref)),
+            command_line: quote_line(self.spec.argv.iter().map(AsRef::<OsStr>::as_ref)),
             max_restarts: self.spec.restarts.most,
             log_dir: self.run.logs.clone(),
             stall_timeout: self.spec.stall_timeout,
@@ -101,7 +101,7 @@ impl<'a> Commands<'a> {
     }
 
     pub(crate) fn ending_signals(&self) -> Vec<Signal> {
-        self.spec.signals.clone()
+        self.spec.signals.iter().map(|signal| Signal::from(*signal)).collect()
     }
 
     /// Another attempt has another port: what is left of the last one may still hold its own.

@@ -15,7 +15,7 @@ use xlaunch_proto::v1::agent_command::Command as Order;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{AgentCommand, Bench, GetJobReply, GetJobRequest, JobKind, StopCommand};
 
-use crate::command::Restarts;
+use crate::command::{Restarts, quote_line};
 use crate::devices::Placement;
 use crate::logs::Output;
 use crate::rendezvous::Rendezvous;
@@ -133,7 +133,7 @@ impl<'a> Trainer<'a> {
             kind: JobKind::Trainer,
             id: self.run.id.clone(),
             name: self.plan.spec.job.name.clone(),
-            command_line: board::command_line(arguments.iter().map(|argument| argument.as_os_str())),
+            command_line: quote_line(arguments.iter().map(|argument| argument.as_os_str())),
             max_restarts: self.plan.spec.launch.max_restarts,
             log_dir: self.run.logs.clone(),
             stall_timeout: IDLE_SILENCE,

@@ -28,7 +28,6 @@ use super::live::Live;
 use super::orders::Order;
 use super::state::schedule::{Room, Schedule, Slot, schedule};
 use super::state::{End, Entry, Jobs, Phase, Record};
-use super::submission::CommandParser;
 use super::users::Users;
 use super::view::NodeView;
 use super::{boot_id, show};
@@ -53,8 +52,6 @@ pub struct Setup {
     /// Changed by a reload.
     pub config: watch::Receiver<JobsSection>,
     pub cores: u32,
-    /// Parses the command lines of submissions.
-    pub parse_command: CommandParser,
     /// What does not change of the node.
     pub node: NodeStatus,
 }
@@ -101,7 +98,6 @@ struct Manager {
     gpus: watch::Receiver<Inventory>,
     config: watch::Receiver<JobsSection>,
     cores: u32,
-    parse_command: CommandParser,
     base: NodeStatus,
     news: mpsc::Sender<(u64, News)>,
     /// Jobs that are followed, and jobs that have ended while this daemon ran.
@@ -120,7 +116,7 @@ struct Manager {
 
 impl Manager {
     fn new(setup: Setup, news: mpsc::Sender<(u64, News)>, view: watch::Sender<Arc<NodeView>>) -> Self {
-        let Setup { journal, jobs, dirs, starter, look, gpus, config, cores, parse_command, node } = setup;
+        let Setup { journal, jobs, dirs, starter, look, gpus, config, cores, node } = setup;
         Self {
             changed: jobs.jobs.keys().copied().collect(),
             journal,
@@ -131,7 +127,6 @@ impl Manager {
             gpus,
             config,
             cores,
-            parse_command,
             base: node,
             news,
             live: BTreeMap::new(),

@@ -44,7 +44,7 @@ impl Manager {
         }
         let present = u32::try_from(self.gpus.borrow().gpus.len()).unwrap_or(u32::MAX);
         let (mut submitted, mut description) =
-            submission::understand(submission, caller.uid, present, self.parse_command)?;
+            submission::understand(submission, caller.uid, present)?;
         self.jobs.admit(caller, &submitted, &self.rules())?;
         let job = self.jobs.submitted + 1;
         (submitted.job, submitted.at, description.job) = (job, unix_ms(), job);

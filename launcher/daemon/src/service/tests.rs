@@ -18,8 +18,9 @@ use tonic::metadata::MetadataValue;
 use tonic::transport::Channel;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::node_client::NodeClient;
+use xlaunch_proto::command::{CommandSpec, Program};
 use xlaunch_proto::v1::submit_request::Work as Wire;
-use xlaunch_proto::v1::{CommandLine, Gpu, LogsRequest, NodeJobState};
+use xlaunch_proto::v1::{Gpu, LogsRequest, NodeJobState};
 
 use super::*;
 use crate::orders::{Order, Refused};
@@ -124,7 +125,9 @@ fn submit() -> SubmitRequest {
     SubmitRequest {
         request_id: "1".into(),
         work_dir: "/".into(),
-        work: Some(Wire::Command(CommandLine { arguments: vec![b"train.py".to_vec()] })),
+        work: Some(Wire::CommandSpecJson(
+            CommandSpec::new(Program::Script("train.py".into()), Vec::new()).to_json(),
+        )),
         ..Default::default()
     }
 }

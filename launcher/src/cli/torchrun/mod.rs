@@ -9,13 +9,13 @@
 //! meaning, and clap drops it; a target that ends in `.toml` is followed by more flags, any other by its own arguments;
 //! empty variables count as unset, and errors name the variable that a value came from.
 //!
-//! Nothing is started, opened or changed here; the GPUs are counted only where `--nproc-per-node` asks for their number.
+//! Parsing does not look at the node: the interpreter and the number of workers are resolved by the agent that runs the
+//! command (`xlaunch_agent::command::resolve`).
 
 mod arguments;
 mod flags;
 mod help;
 mod line;
-mod python;
 mod reader;
 mod spec;
 mod trainer;
@@ -34,8 +34,7 @@ pub(super) use help::{ABOUT, usage};
 use line::{Line, Target};
 use reader::{Environment, Reader};
 use xlaunch_agent::Refusal;
-use xlaunch_agent::command::CommandSpec;
-use xlaunch_agent::devices::Node;
+use xlaunch_proto::command::CommandSpec;
 
 /// The name by which the program was called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,17 +71,11 @@ pub(crate) fn parse(
     name: Name,
     arguments: &[OsString],
     environment: Environment<'_>,
-    node: &dyn Fn() -> Node,
 ) -> Result<Request, Refusal> {
-    understand(name, arguments, environment, node).map_err(|message| Refusal::new(ExitCode::Usage, message))
+    understand(name, arguments, environment).map_err(|message| Refusal::new(ExitCode::Usage, message))
 }
 
-fn understand(
-    name: Name,
-    arguments: &[OsString],
-    environment: Environment<'_>,
-    node: &dyn Fn() -> Node,
-) -> Result<Request, String> {
+fn understand(name: Name, arguments: &[OsString], environment: Environment<'_>) -> Result<Request, String> {
     let line = Line::read(name, arguments)?;
     if line.last("help").is_some() {
         return Ok(Request::Text(help::text(name, &super::subcommands(), &super::exit_codes())));
@@ -92,7 +85,7 @@ fn understand(
     }
     let reader = Reader { line: &line, environment };
     let command = |argv: &[OsString], is_program| {
-        let spec = spec::command(&reader, argv, is_program, node)?;
+        let spec = spec::command(&reader, argv, is_program)?;
         Ok(Request::Command(Box::new(spec)))
     };
     match &line.target {

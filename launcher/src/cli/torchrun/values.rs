@@ -3,21 +3,29 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use rustix::process::Signal;
-
-use xlaunch_agent::command::{Binding, PerRank, SIGNALS, Streams};
-
-/// A longer time could overflow when it is added to an `Instant`.
-const MAX_DURATION: Duration = Duration::from_secs(1_000_000_000);
+use xlaunch_proto::command::{Binding, MAX_TIMEOUT, Nproc, PerRank, Signal, Streams};
 
 pub(super) fn whole(text: &str) -> Result<u32, String> {
     text.trim().parse().map_err(|_| "expected a whole number".into())
 }
 
+/// The number of workers, or what to count.
+pub(super) fn nproc(text: &str) -> Result<Nproc, String> {
+    match text {
+        "auto" => Ok(Nproc::Auto),
+        "gpu" => Ok(Nproc::Gpu),
+        "cpu" => Ok(Nproc::Cpu),
+        _ => match whole(text) {
+            Ok(count) if count > 0 => Ok(Nproc::Count(count)),
+            _ => Err("expected a number from 1, auto, gpu or cpu".into()),
+        },
+    }
+}
+
 pub(super) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.trim().parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    let seconds = seconds.filter(|seconds| *seconds <= MAX_DURATION);
-    seconds.ok_or_else(|| format!("expected a number of seconds, at most {}", MAX_DURATION.as_secs()))
+    let seconds = seconds.filter(|seconds| *seconds <= MAX_TIMEOUT);
+    seconds.ok_or_else(|| format!("expected a number of seconds, at most {}", MAX_TIMEOUT.as_secs()))
 }
 
 /// A TCP port; `None` for 0, which means any free port.
@@ -100,9 +108,8 @@ pub(super) fn exit_codes(text: &str) -> Result<BTreeSet<i32>, String> {
 }
 
 pub(super) fn signals(text: &str) -> Result<Vec<Signal>, String> {
-    let find = |name: &str| SIGNALS.iter().find(|(known, _)| *known == name).map(|(_, signal)| *signal);
-    let found = text.split(',').map(|name| find(name.trim())).collect::<Option<_>>();
-    let names = || SIGNALS.map(|(name, _)| name).join(", ");
+    let found = text.split(',').map(|name| Signal::parse(name.trim())).collect::<Option<_>>();
+    let names = || Signal::ALL.map(Signal::name).join(", ");
     found.ok_or_else(|| format!("expected a comma-separated list of {}", names()))
 }
 

@@ -9,7 +9,7 @@ use xlaunch_pool::{DType, Lease, Space};
 use super::wire::{Side, Socket, exchange};
 use crate::collective::{CommError, Result};
 
-/// A queued operation. Leases are dropped, and so returned to the lender, when it is done.
+/// A queued operation. Leases are dropped, which ends them, when it is done.
 pub(super) enum Job {
     AllReduce(Lease, DType),
     ReduceScatter(Lease, Lease, DType),
@@ -144,7 +144,8 @@ impl Worker {
 fn host_bytes(lease: &mut Lease) -> &mut [u8] {
     assert!(lease.space() == Space::Host, "the ring reduces host memory only");
     // SAFETY: the lease keeps the host block alive and gives its holder exclusive access to the range until it is
-    // dropped: the lender checks `is_lent` before it touches a range. Host blocks are initialised when they are mapped.
+    // dropped: the owner of the buffer checks `is_leased` before it touches a range. Host blocks are initialised when
+    // they are mapped.
     unsafe { std::slice::from_raw_parts_mut(lease.address() as *mut u8, lease.bytes()) }
 }
 

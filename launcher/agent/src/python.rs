@@ -1,63 +1,53 @@
-//! The interpreter for scripts, and how it is called.
+//! The Python interpreter of this node, and the command lines that run programs with it.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use super::reader::Environment;
+use xlaunch_proto::command::Program;
 
-/// What `--run-path` asks Python for.
+/// Looks up a variable of a process's environment.
+pub type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+/// Executes a script with runpy, as torchrun's `--run-path` does.
 const RUN_PATH: &str =
     "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')";
 
-/// How the target is to be understood.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum As {
-    /// A file with a program in Python.
-    Script,
-    /// A module's name.
-    Module,
-    /// The same as a script, by way of runpy.
-    RunPath,
-}
-
-/// The command that runs it. Output is unbuffered, or the last words of a worker that is killed would be lost.
-pub(super) fn command(
-    target: &[OsString],
-    how: As,
+/// Program and arguments of a worker. Python's output is unbuffered, as a worker that is killed would lose its last
+/// lines otherwise.
+pub(crate) fn argv(
+    program: Program,
+    arguments: Vec<OsString>,
     environment: Environment<'_>,
 ) -> Result<Vec<OsString>, String> {
+    let (how, target): (&[&str], _) = match program {
+        Program::Binary(binary) => return Ok([vec![binary], arguments].concat()),
+        Program::Script(script) => (&[], script),
+        Program::Module(module) => (&["-m"], module),
+        Program::RunPath(script) => (&["-c", RUN_PATH], script),
+    };
     let mut argv = vec![interpreter(environment)?, "-u".into()];
-    match how {
-        As::Script => {}
-        As::Module => argv.push("-m".into()),
-        As::RunPath => argv.extend(["-c".into(), RUN_PATH.into()]),
-    }
-    argv.extend_from_slice(target);
+    argv.extend(how.iter().map(OsString::from));
+    argv.push(target);
+    argv.extend(arguments);
     Ok(argv)
 }
 
-/// `PYTHON_EXEC`, or the first Python in `PATH`, where an active virtual environment stands in front.
+/// `PYTHON_EXEC`, or the first Python in `PATH`, which is that of an active virtual environment.
 fn interpreter(environment: Environment<'_>) -> Result<OsString, String> {
     if let Some(chosen) = environment("PYTHON_EXEC").filter(|chosen| !chosen.is_empty()) {
         return Ok(chosen);
     }
     let path = environment("PATH").unwrap_or_default();
     let candidates = |dir: PathBuf| ["python3", "python"].map(|name| dir.join(name));
-    let found = std::env::split_paths(&path).flat_map(candidates).find(|file| is_program(file));
+    let found = std::env::split_paths(&path).flat_map(candidates).find(|file| is_executable(file));
     let missing =
         "there is no python3 or python in PATH; PYTHON_EXEC can name one, and -- PROGRAM needs none";
     found.map(PathBuf::into_os_string).ok_or_else(|| missing.into())
 }
 
-fn is_program(file: &Path) -> bool {
+fn is_executable(file: &Path) -> bool {
     fs_err::metadata(file).is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
-}
-
-/// Name of a launch: the target's file name without extension, or all of a module's name.
-pub(super) fn name(target: &OsStr, is_module: bool) -> String {
-    let stem = if is_module { Some(target) } else { Path::new(target).file_stem() };
-    stem.map_or_else(|| "command".into(), |stem| stem.to_string_lossy().replace('/', "-"))
 }
 
 #[cfg(test)]
@@ -65,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_python_in_path_runs_scripts_unless_another_is_chosen() {
+    fn first_python_in_path_runs_scripts_unless_python_exec_is_set() {
         let dirs = tempfile::tempdir().unwrap();
         let program = |name: &str, mode: u32| {
             let file = dirs.path().join(name);
@@ -78,21 +68,16 @@ mod tests {
         let (venv, _system) = (program("venv/python", 0o755), program("usr/python3", 0o755));
         let path = std::env::join_paths(["notes", "venv", "usr"].map(|dir| dirs.path().join(dir))).unwrap();
         let only_path = |name: &str| (name == "PATH").then(|| path.clone());
-        let target = ["train.py".into(), "--lr=3".into()];
+        let script = || Program::Script("train.py".into());
         assert_eq!(
-            command(&target, As::Script, &only_path).unwrap(),
+            argv(script(), vec!["--lr=3".into()], &only_path).unwrap(),
             [venv, "-u".into(), "train.py".into(), "--lr=3".into()]
         );
         let chosen = |name: &str| (name == "PYTHON_EXEC").then(|| "/opt/python".into());
-        assert_eq!(command(&target, As::Module, &chosen).unwrap()[..3], ["/opt/python", "-u", "-m"]);
-        let refusal = command(&target, As::Script, &|_| None).unwrap_err();
+        let module = argv(Program::Module("pkg".into()), Vec::new(), &chosen).unwrap();
+        assert_eq!(module, ["/opt/python", "-u", "-m", "pkg"]);
+        let refusal = argv(script(), Vec::new(), &|_| None).unwrap_err();
         assert!(refusal.contains("PYTHON_EXEC"), "{refusal}");
-    }
-
-    #[test]
-    fn launches_are_named_by_what_they_start() {
-        assert_eq!(name("dir/train.py".as_ref(), false), "train");
-        assert_eq!(name("pkg.train".as_ref(), true), "pkg.train");
-        assert_eq!(name("..".as_ref(), false), "command");
+        assert_eq!(argv(Program::Binary("a".into()), vec!["b".into()], &|_| None).unwrap(), ["a", "b"]);
     }
 }
