@@ -1,5 +1,5 @@
 //! The `xlaunch` binary: `xlaunch worker` is one rank of the built-in trainer, everything else is the command line, and,
-//! under its own name, the guard that cleans up after a launcher that was killed.
+//! under its own name, the reaper that cleans up after a killed launcher.
 //!
 //! - [`cli`]: subcommands, torchrun's flags, tables and JSON for people and programs;
 //! - [`bench`]: the measurements of `xlaunch bench`;
@@ -19,8 +19,8 @@ use xlaunch_agent::{Refusal, spawn};
 use xlaunch_proto::spec::JobSpec;
 
 fn main() -> ExitCode {
-    if std::env::args_os().next().is_some_and(|name| name == spawn::guard::NAME) {
-        return spawn::guard::main();
+    if std::env::args_os().next().is_some_and(|name| name == spawn::reaper::NAME) {
+        return spawn::reaper::main();
     }
     if std::env::args_os().nth(1).is_some_and(|argument| argument == "worker") {
         return xlaunch_worker::main().into();

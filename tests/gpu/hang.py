@@ -72,19 +72,19 @@ def main():
                     os.kill(last, signal.SIGSTOP)
                 else:
                     frozen = subprocess.Popen([sys.executable, str(FREEZE), str(last)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-                at, line = told.wait("may hang", since)
+                at, line = told.wait("waiting for it", since)
                 check(f"the {what} is stopped: named after {at - since:.1f} s", at - since < GOAL and f"rank {rank} " in line, line)
                 since = time.monotonic()
                 if what == "process":
                     os.kill(last, signal.SIGCONT)
                 else:
                     frozen.communicate()
-                at, line = told.wait("steps go on", since)
+                at, line = told.wait("steps continue", since)
                 check(f"it goes on: {at - since:.1f} s until steps do", True)
         finally:
             launched.send_signal(signal.SIGINT)
             code = launched.wait()
-        named = [line for _, line in told.lines if "may hang" in line]
+        named = [line for _, line in told.lines if "waiting for it" in line]
         check("nothing else was named", len(named) == 2, "; ".join(named[2:]))
         check("the job ended as it was asked to", code == 143, code)
 

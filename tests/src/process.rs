@@ -185,7 +185,7 @@ pub fn children(pid: u32) -> Vec<u32> {
     let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
     let pids = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let ours = pids.filter(|child| state(*child).is_some_and(|(_, parent)| parent == pid));
-    ours.filter(|child| name(*child) != "launch-guard").collect()
+    ours.filter(|child| name(*child) != "launch-reaper").collect()
 }
 
 /// Name of a process's program, or what it calls itself.

@@ -126,7 +126,7 @@ fn a_rank_that_does_nothing_is_pointed_out_and_one_that_computes_is_not() {
     let launch = Launch::new();
     let script = "[ $RANK = 0 ] && exec sleep 1000; while [ ! -e go ]; do :; done; exit 3";
     let run = launch.start_shell(&["--stall-timeout", "1"], 2, script);
-    run.wait_for_stderr("rank 0 silent for");
+    run.wait_for_stderr("rank 0: no output for");
     assert!(!run.stderr().contains("rank 1 silent"), "{}", run.stderr());
     launch.write("go", "");
     assert_eq!(run.finish().code, 1);
@@ -144,7 +144,7 @@ fn whoever_ignores_sigterm_is_killed_when_its_time_is_over() {
     let script = "[ $RANK = 0 ] && { trap '' TERM; while :; do sleep 0.1; done; }; sleep 0.3; exit 3";
     let run = Launch::new().shell(&["--shutdown-timeout", "0.5"], 2, script);
     assert_eq!(run.code, 1, "{}", run.stderr);
-    assert!(run.stderr.contains("did not end in time") && run.stderr.contains("SIGKILL"), "{}", run.stderr);
+    assert!(run.stderr.contains("did not exit in time") && run.stderr.contains("SIGKILL"), "{}", run.stderr);
 }
 
 /// Leaves a process that nobody waits for, in a session of its own, deaf to SIGTERM; its id goes to a file.
@@ -307,7 +307,7 @@ fn final_codes_and_loops_end_restarts_early() {
     assert!(run.stderr.contains("exit code 78 is final"), "{}", run.stderr);
     let run = Launch::new().shell(&["--max-restarts", "9"], 1, "echo x; exit 1");
     assert_eq!(run.stdout, "x\nx\nx\n", "{}", run.stderr);
-    assert!(run.stderr.contains("3 attempts ended in the same way"), "{}", run.stderr);
+    assert!(run.stderr.contains("3 attempts in a row failed in the same way"), "{}", run.stderr);
 }
 
 #[test]

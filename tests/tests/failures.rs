@@ -61,19 +61,19 @@ fn a_rank_that_hangs_is_named_until_it_goes_on() {
     run.wait_for_stderr("step 1/");
     let workers = two_workers(&run);
     signal(workers[1], Signal::STOP);
-    run.wait_for_stderr("xlaunch: rank 1 may hang: not heard of for");
+    run.wait_for_stderr("xlaunch: rank 1 sent no heartbeat for");
     let status = Running::start(&mut job.command(&["status", "--json"])).finish().stdout;
     let status: serde_json::Value = serde_json::from_str(&status).unwrap();
     let hint = |rank: usize| status["ranks"][rank]["hint"].as_str().unwrap_or_default().to_owned();
-    assert!(hint(1).starts_with("not heard of for") && hint(0).is_empty(), "{status}");
+    assert!(hint(1).starts_with("no heartbeat for") && hint(0).is_empty(), "{status}");
     // Longer than a worker waits for its agent.
     std::thread::sleep(Duration::from_secs(16));
     signal(workers[1], Signal::CONT);
-    run.wait_for_stderr("xlaunch: steps go on");
+    run.wait_for_stderr("xlaunch: steps continue");
     run.signal(Signal::INT);
     let run = run.finish();
     assert_eq!(run.code, 143, "{}", run.stderr);
-    assert_eq!(run.stderr.matches("may hang").count(), 1, "{}", run.stderr);
+    assert_eq!(run.stderr.matches("sent no heartbeat").count(), 1, "{}", run.stderr);
 }
 
 #[test]
@@ -96,13 +96,13 @@ fn a_rank_whose_trainer_alone_hangs_is_named_with_what_it_does() {
         eprintln!("skipped: this user may not trace processes here");
         return;
     }
-    run.wait_for_stderr("xlaunch: rank 1 may hang: no step for");
+    run.wait_for_stderr("xlaunch: rank 1 made no progress for");
     let told = run.stderr();
-    let line = told.lines().find(|line| line.contains("may hang")).unwrap_or_default();
-    assert!(line.contains("; in `") && line.contains("` of step "), "{line}");
+    let line = told.lines().find(|line| line.contains("made no progress")).unwrap_or_default();
+    assert!(line.contains(" s (phase: ") && line.contains(", step "), "{line}");
     drop(freeze.stdin.take());
     assert!(freeze.wait().unwrap().success());
-    run.wait_for_stderr("xlaunch: steps go on");
+    run.wait_for_stderr("xlaunch: steps continue");
     run.signal(Signal::INT);
     assert_eq!(run.finish().code, 143);
 }

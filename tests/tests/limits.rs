@@ -57,7 +57,7 @@ fn a_worker_that_the_kernel_kills_for_lack_of_memory_is_said_to_be() {
     assert_eq!(run.code, 1, "{}", run.stderr);
     let report = run.stderr.split("the job failed").nth(1).unwrap_or_default();
     assert!(report.contains("rank 1") && report.contains("SIGKILL"), "{}", run.stderr);
-    assert!(report.contains("cause: the kernel killed it for lack of memory"), "{}", run.stderr);
+    assert!(report.contains("cause: killed by the kernel's OOM killer"), "{}", run.stderr);
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! A launch of any command: what torchrun's options describe, with every default filled in. Pure data: `cli::torchrun` makes
-//! it, the agent acts on it.
+//! A launch of any command: torchrun's options with all defaults applied. Pure data: the command line parses it, the
+//! agent acts on it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -8,101 +8,102 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
-/// What to start, and how to look after it.
+/// What to start, and how to supervise it.
 #[derive(Clone, Debug)]
 pub struct CommandSpec {
-    /// Name of its runs, in directories and in `xlaunch status`: the script's or program's file name without extension.
+    /// Name of its runs in directories and in `xlaunch status`: the file name of the script or program, without
+    /// extension.
     pub name: String,
     /// Program and arguments of every worker.
     pub argv: Vec<OsString>,
-    /// `ROLE_NAME`, and part of the prefix of its lines.
+    /// `ROLE_NAME`, and part of the prefix of output lines.
     pub role: String,
-    /// `TORCHELASTIC_RUN_ID` where the user chose one.
+    /// `TORCHELASTIC_RUN_ID` if the user chose one.
     pub run_id: Option<String>,
     /// Workers on this node.
     pub nproc: u32,
     /// `MASTER_ADDR`.
     pub master_addr: String,
-    /// `MASTER_PORT` where the user chose one; otherwise a free one is found for every attempt.
+    /// `MASTER_PORT` if the user chose one; otherwise every attempt gets a free port.
     pub master_port: Option<u16>,
     /// One GPU per worker by `CUDA_VISIBLE_DEVICES`, and `LOCAL_RANK` 0 for all.
     pub virtual_local_rank: bool,
-    /// Which cores a worker may run on.
+    /// CPU affinity of the workers; `None` leaves them unbound.
     pub binding: Option<Binding>,
-    /// When workers are started again.
+    /// Which failures lead to a restart.
     pub restarts: Restarts,
     /// Time between SIGTERM and SIGKILL.
     pub shutdown_timeout: Duration,
-    /// Signals to xlaunch that end the job.
+    /// Signals to xlaunch that stop the job.
     pub signals: Vec<Signal>,
     /// Exit with the root cause's code instead of 1.
     pub propagate_exit_code: bool,
-    /// A rank that prints nothing and uses neither CPU nor GPU for so long is pointed out.
+    /// A rank that neither prints nor uses CPU or GPU for this long is reported.
     pub stall_timeout: Duration,
-    /// Where output goes.
+    /// Where the output of workers goes.
     pub logs: LogOptions,
 }
 
-/// Which failures are followed by a new attempt.
+/// Which failures lead to a restart.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Restarts {
-    /// How many at most.
+    /// Maximum number of restarts.
     pub most: u32,
-    /// Exit codes that are final.
+    /// Exit codes after which there is none.
     pub not_after: BTreeSet<i32>,
 }
 
-/// Which cores a worker may run on.
+/// CPU affinity of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Binding {
-    /// All of its GPU's NUMA node; without GPUs, of the node that falls to its rank.
+    /// All cores of its GPU's NUMA node; without GPUs the nodes are distributed over the ranks.
     Node,
-    /// All of its socket.
+    /// All cores of its socket.
     Socket,
-    /// Its share of its NUMA node's cores.
+    /// A share of its NUMA node's cores, disjoint from those of other workers.
     Exclusive,
-    /// Cores that share a last-level cache, one group per worker of a node.
+    /// Cores that share a last-level cache: one such group per worker of a node.
     CoreComplex,
 }
 
 /// Where the output of workers goes.
 #[derive(Clone, Debug, Default)]
 pub struct LogOptions {
-    /// Logs are kept below this directory; otherwise they go with the run.
+    /// Logs are kept below this directory; without it they are removed with the run.
     pub dir: Option<PathBuf>,
-    /// What goes to files and not to the console.
+    /// Streams that go to files only.
     pub redirects: PerRank,
-    /// What goes to files and to the console.
+    /// Streams that go to files and to the console.
     pub tee: PerRank,
-    /// Local ranks whose output the console shows; all where it is `None`.
+    /// Local ranks whose output is shown on the console; `None` for all.
     pub shown: Option<BTreeSet<u32>>,
-    /// Lines of stdout with any of these go to `filtered_stdout.log` of the attempt, too.
+    /// Lines of stdout that contain any of these are copied to `filtered_stdout.log` of the attempt.
     pub stdout_filters: Vec<String>,
-    /// Lines of stderr with any of these go to `filtered_stderr.log` of the attempt, too.
+    /// Lines of stderr that contain any of these are copied to `filtered_stderr.log` of the attempt.
     pub stderr_filters: Vec<String>,
-    /// What a line on the console begins with: `${role_name}`, `${local_rank}`, `${rank}`, `${hostname}` are filled in.
+    /// Template of the prefix of lines on the console: `${role_name}`, `${local_rank}`, `${rank}`, `${hostname}`.
     pub prefix: Option<String>,
-    /// A log file that has grown so far is renamed to `NAME.1`, of which there is one.
+    /// A log file of this size is renamed to `NAME.1`, which replaces an earlier one.
     pub rotate_bytes: Option<u64>,
 }
 
-/// A choice of streams for each local rank.
+/// Streams, by local rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PerRank {
-    /// For ranks that are not named.
+    /// For ranks without an entry in `ranks`.
     pub all: Streams,
-    /// For others.
+    /// By local rank.
     pub ranks: BTreeMap<u32, Streams>,
 }
 
 impl PerRank {
-    /// The choice for this local rank.
+    /// The streams of this local rank.
     pub fn of(&self, local_rank: u32) -> Streams {
         self.ranks.get(&local_rank).copied().unwrap_or(self.all)
     }
 }
 
-/// Some of a worker's two streams.
+/// A subset of the two output streams.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Streams {
     /// Standard output.
@@ -111,7 +112,7 @@ pub struct Streams {
     pub stderr: bool,
 }
 
-/// Signals that may end a job, by name.
+/// Signals that may stop a job, by name.
 pub const SIGNALS: [(&str, Signal); 8] = [
     ("SIGHUP", Signal::HUP),
     ("SIGINT", Signal::INT),
@@ -127,7 +128,7 @@ pub const SIGNALS: [(&str, Signal); 8] = [
 pub mod tests {
     use super::*;
 
-    /// A launch of one `true`, for tests of what launches have in common.
+    /// A launch of one `true`.
     pub fn spec(name: &str) -> CommandSpec {
         CommandSpec {
             name: name.into(),

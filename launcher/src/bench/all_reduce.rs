@@ -16,7 +16,7 @@ use xlaunch_proto::v1::{AllReduceBench, AllReduceReport};
 use super::{launch, silent};
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::Placement;
-use xlaunch_agent::workload::trainer::Heard;
+use xlaunch_agent::sinks::RankReport;
 
 /// Ratio of a size to the one before.
 const FACTOR: u64 = 4;
@@ -89,7 +89,7 @@ fn counts(min: u64, max: u64, dtype: Dtype) -> Vec<u64> {
 
 /// One size as all ranks found it; `None` where one said nothing.
 #[expect(clippy::cast_precision_loss, reason = "sizes and rates")]
-fn row(count: u64, dtype: Dtype, world: u32, heard: &[Heard]) -> Option<Row> {
+fn row(count: u64, dtype: Dtype, world: u32, heard: &[RankReport]) -> Option<Row> {
     let reports: Vec<&AllReduceReport> = heard
         .iter()
         .filter_map(|heard| match &heard.report {
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn a_row_is_the_mean_of_times_and_the_sum_of_wrong_elements() {
-        let report = |rank, seconds, wrong| Heard {
+        let report = |rank, seconds, wrong| RankReport {
             rank,
             at: Instant::now(),
             report: Report::AllReduce(AllReduceReport { count: 250, seconds, wrong }),

@@ -218,7 +218,7 @@ fn hang(own: &Path) -> std::io::Result<f64> {
         rank_1.retain(|process| process.parent == launcher.id() && process.carries(b"RANK=1"));
         let start = Instant::now();
         rank_1.iter().for_each(|process| process.signal(Signal::STOP));
-        says("rank 1 may hang")?;
+        says("rank 1 sent no heartbeat")?;
         Ok(start.elapsed().as_secs_f64())
     });
     launcher.kill()?;

@@ -28,15 +28,15 @@ use xlaunch_proto::v1::bench::Kind;
 use xlaunch_agent::devices::Placement;
 use xlaunch_agent::driver;
 use xlaunch_agent::run_dir::RunDir;
-use xlaunch_agent::workload::Plan;
-use xlaunch_agent::workload::trainer::{Heard, TrainerPlan};
+use xlaunch_agent::sinks::RankReport;
+use xlaunch_agent::workload::trainer::TrainerPlan;
 use xlaunch_agent::{Refusal, report};
 
 /// Runs the workers of one measurement to their end; what they said.
 ///
 /// # Errors
 /// A worker that failed, with the agent's report; an interrupt.
-pub(crate) async fn launch(spec: &JobSpec, placement: &Placement, kind: Kind) -> Result<Vec<Heard>, Refusal> {
+pub(crate) async fn launch(spec: &JobSpec, placement: &Placement, kind: Kind) -> Result<Vec<RankReport>, Refusal> {
     let internal = |what: &str, error: std::io::Error| {
         Refusal::new(ExitCode::Internal, format!("failed to {what}: {error}"))
     };
@@ -54,10 +54,10 @@ pub(crate) async fn launch(spec: &JobSpec, placement: &Placement, kind: Kind) ->
         newest_checkpoint: |_: &Path| None,
         bench: Some(Bench { kind: Some(kind) }),
     };
-    let finished =
-        driver::run(Plan::Trainer(plan), run).await.map_err(|error| internal("run the workers", error))?;
+    let (finished, results) =
+        driver::run_trainer(plan, run).await.map_err(|error| internal("run the workers", error))?;
     match report::text(&finished.outcome, &finished.evidence, Some(&logs)) {
-        None if finished.outcome.exit == ExitCode::Done => Ok(finished.trained.heard),
+        None if finished.outcome.exit == ExitCode::Done => Ok(results.reports),
         None => Err(Refusal::new(finished.outcome.exit, "stopped before everything was measured")),
         Some(text) => {
             // The report names the logs.

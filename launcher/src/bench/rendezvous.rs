@@ -25,7 +25,7 @@ use xlaunch_proto::v1::{JobKind, JoinRequest};
 
 use xlaunch_agent::Refusal;
 use xlaunch_agent::rendezvous::Rendezvous;
-use xlaunch_agent::rendezvous::meeting::{Meeting, Outcome};
+use xlaunch_agent::rendezvous::barrier::{JoinBarrier, JoinOutcome};
 use xlaunch_agent::rendezvous::service::{self, Message};
 use xlaunch_agent::status::board::{Board, Launch};
 
@@ -95,15 +95,15 @@ async fn meet(ranks: u32) -> io::Result<Met> {
     callers.args(["bench", "rendezvous", "--ranks", &ranks.to_string(), "--callers"]).arg(&socket);
     let callers = callers.stdin(Stdio::null()).stdout(Stdio::piped()).kill_on_drop(true).spawn()?;
     let deadline = Instant::now() + PATIENCE;
-    let mut meeting = Meeting::new(Rendezvous::new(ranks, 0, Digest::of(JOB), deadline));
+    let mut meeting = JoinBarrier::new(Rendezvous::new(ranks, 0, Digest::of(JOB), deadline));
     let answer = async {
         while let Some(message) = inbox.recv().await {
             let Message::Join(join, reply) = message else { continue };
             let (rank, device) = (join.rank.0, join.device_uuid.clone());
             match meeting.join(join, reply) {
-                Outcome::Waiting | Outcome::Met => board.send_modify(|board| board.joined(rank, &device)),
-                Outcome::Ignored => {}
-                Outcome::Failed(problem) => return problem,
+                JoinOutcome::Waiting | JoinOutcome::Complete => board.send_modify(|board| board.joined(rank, &device)),
+                JoinOutcome::Ignored => {}
+                JoinOutcome::Failed(problem) => return problem,
             }
         }
         "the service has ended".to_owned()

@@ -22,7 +22,7 @@ use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Placement};
 use xlaunch_agent::sinks::progress::count;
-use xlaunch_agent::workload::trainer::Heard;
+use xlaunch_agent::sinks::RankReport;
 
 /// How much is measured.
 #[derive(Clone, Copy, Debug)]
@@ -164,7 +164,7 @@ fn say(what: &str) {
 }
 
 /// Steps of a rank, and when they were heard of.
-fn steps(heard: &[Heard], rank: u32) -> impl Iterator<Item = (Instant, StepReport)> {
+fn steps(heard: &[RankReport], rank: u32) -> impl Iterator<Item = (Instant, StepReport)> {
     heard.iter().filter(move |heard| heard.rank == rank).filter_map(|heard| match &heard.report {
         Report::Step(step) => Some((heard.at, *step)),
         _ => None,
@@ -172,14 +172,14 @@ fn steps(heard: &[Heard], rank: u32) -> impl Iterator<Item = (Instant, StepRepor
 }
 
 /// Seconds of the measured steps, sorted.
-fn step_seconds(heard: &[Heard], extent: Extent) -> Vec<f64> {
+fn step_seconds(heard: &[RankReport], extent: Extent) -> Vec<f64> {
     let measured = steps(heard, 0).filter(|(_, step)| (extent.warmup..extent.end()).contains(&step.step));
     let mut seconds: Vec<f64> = measured.map(|(_, step)| step.step_seconds).collect();
     seconds.sort_by(f64::total_cmp);
     seconds
 }
 
-fn started(heard: &[Heard]) -> Option<&TrainStarted> {
+fn started(heard: &[RankReport]) -> Option<&TrainStarted> {
     heard.iter().find_map(|heard| match &heard.report {
         Report::TrainStarted(started) => Some(started),
         _ => None,
@@ -187,7 +187,7 @@ fn started(heard: &[Heard]) -> Option<&TrainStarted> {
 }
 
 /// Most bytes that any rank's pool mapped.
-fn peak(heard: &[Heard]) -> u64 {
+fn peak(heard: &[RankReport]) -> u64 {
     let bytes = heard.iter().filter_map(|heard| match &heard.report {
         Report::Step(step) => Some(step.pool_peak_bytes),
         _ => None,
@@ -195,7 +195,7 @@ fn peak(heard: &[Heard]) -> u64 {
     bytes.max().unwrap_or(0)
 }
 
-fn profile(heard: &[Heard]) -> Vec<Kernel> {
+fn profile(heard: &[RankReport]) -> Vec<Kernel> {
     let reported = heard.iter().find_map(|heard| match &heard.report {
         Report::Profile(profile) => Some(kernels::grouped(&profile.kernels)),
         _ => None,
@@ -244,7 +244,7 @@ mod tests {
 
     #[test]
     fn only_measured_steps_of_rank_0_count_and_they_are_sorted() {
-        let step = |rank, step, step_seconds| Heard {
+        let step = |rank, step, step_seconds| RankReport {
             rank,
             at: Instant::now(),
             report: Report::Step(StepReport { step, step_seconds, ..Default::default() }),
