@@ -1,5 +1,5 @@
 //! The `xlaunch` binary: the command line; `xlaunch worker`, one rank of the built-in trainer; and, under its own name,
-//! the process that cleans up after a launcher that was killed.
+//! the reaper that cleans up after a launcher that was killed.
 //!
 //! - [`cli`]: subcommands and torchrun's flags; [`client`]: gRPC clients of agents and the daemon; [`render`]: tables;
 //! - [`bench`]: the measurements of `xlaunch bench`;
@@ -20,8 +20,8 @@ use xlaunch_agent::{Refusal, spawn};
 use xlaunch_proto::spec::JobSpec;
 
 fn main() -> ExitCode {
-    if std::env::args_os().next().is_some_and(|name| name == spawn::guard::NAME) {
-        return spawn::guard::main();
+    if std::env::args_os().next().is_some_and(|name| name == spawn::reaper::NAME) {
+        return spawn::reaper::main();
     }
     if std::env::args_os().nth(1).is_some_and(|argument| argument == "worker") {
         return xlaunch_worker::main().into();

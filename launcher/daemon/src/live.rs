@@ -7,8 +7,8 @@ use tokio::sync::watch;
 use xlaunch_proto::convert::encoded_size;
 use xlaunch_proto::v1::{Progress, RankStatus, Restart, StatusReply};
 
-use xlaunch_agent::status::board::RESTARTS;
-use xlaunch_agent::status::history::{POINTS, is_sound};
+use xlaunch_agent::status::board::MAX_PAST_RESTARTS;
+use xlaunch_agent::status::history::{MAX_POINTS, is_sound};
 
 /// Bytes in memory of what an agent says, which is its user's word: those of some hundred ranks.
 const STATUS: usize = 128 << 10;
@@ -40,13 +40,13 @@ impl Live {
     /// hundred here: what is too large is not kept.
     pub(super) fn says(&mut self, mut status: StatusReply) -> Vec<Restart> {
         let mut history = std::mem::take(&mut status.history);
-        history.truncate(POINTS);
+        history.truncate(MAX_POINTS);
         self.history = history.into();
         if encoded_size(&status) + status.ranks.len() * size_of::<RankStatus>() > STATUS {
             return Vec::new();
         }
         status.totals = status.totals.filter(is_sound);
-        status.past_restarts.truncate(RESTARTS);
+        status.past_restarts.truncate(MAX_PAST_RESTARTS);
         status.past_restarts.iter_mut().for_each(|restart| cut(&mut restart.cause));
         let failed = status.past_restarts.last().map_or(0, |restart| restart.attempt.saturating_add(1));
         let told = self.told.unwrap_or(failed);
@@ -93,6 +93,6 @@ mod tests {
         let history = vec![Progress::default(); 100_000];
         live.says(StatusReply { step: 2, reason: "x".repeat(STATUS), history, ..StatusReply::default() });
         assert_eq!(live.status.as_ref().unwrap().0.step, 1);
-        assert_eq!(live.history.len(), POINTS);
+        assert_eq!(live.history.len(), MAX_POINTS);
     }
 }

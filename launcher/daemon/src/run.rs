@@ -240,7 +240,7 @@ async fn listen(
     if !foreground
         && let Some((fd, _)) = sd_notify::listen_fds_with_names().ok().and_then(|mut fds| fds.next())
     {
-        let listener = sys::inherited(fd)
+        let listener = sys::inherited_listener(fd)
             .ok_or_else(|| Refusal::new(ExitCode::Usage, "what systemd hands over is no unix socket"))?;
         let name = listener.local_addr().ok().and_then(|it| Some(it.as_pathname()?.display().to_string()));
         listener.set_nonblocking(true).map_err(|error| internal(&error))?;

@@ -13,7 +13,7 @@ use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{AllReduceBench, AllReduceReport};
 
-use super::{BenchReport, missing_report, run_workers};
+use super::{RankReport, missing_report, run_workers};
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::Placement;
 
@@ -88,7 +88,7 @@ fn counts(min: u64, max: u64, dtype: Dtype) -> Vec<u64> {
 
 /// One size, over all ranks; `None` if a rank has not reported it.
 #[expect(clippy::cast_precision_loss, reason = "sizes and rates")]
-fn row(count: u64, dtype: Dtype, world: u32, reports: &[BenchReport]) -> Option<Row> {
+fn row(count: u64, dtype: Dtype, world: u32, reports: &[RankReport]) -> Option<Row> {
     let reports: Vec<&AllReduceReport> = reports
         .iter()
         .filter_map(|received| match &received.report {
@@ -142,7 +142,7 @@ mod tests {
 
     #[test]
     fn row_has_mean_time_and_total_of_wrong_elements() {
-        let report = |rank, seconds, wrong| BenchReport {
+        let report = |rank, seconds, wrong| RankReport {
             rank,
             at: Instant::now(),
             report: Report::AllReduce(AllReduceReport { count: 250, seconds, wrong }),

@@ -26,15 +26,15 @@ use xlaunch_proto::v1::bench::Kind;
 use xlaunch_agent::devices::Placement;
 use xlaunch_agent::driver;
 use xlaunch_agent::run_dir::RunDir;
-use xlaunch_agent::workload::Plan;
-use xlaunch_agent::workload::trainer::{Heard as BenchReport, TrainerPlan};
+use xlaunch_agent::sinks::RankReport;
+use xlaunch_agent::workload::trainer::TrainerPlan;
 use xlaunch_agent::{Refusal, report};
 
 /// Runs the workers of one measurement and returns their reports.
 ///
 /// # Errors
 /// A worker failed (with the agent's failure report), or the user interrupted the launch.
-async fn run_workers(spec: &JobSpec, placement: &Placement, kind: Kind) -> Result<Vec<BenchReport>, Refusal> {
+async fn run_workers(spec: &JobSpec, placement: &Placement, kind: Kind) -> Result<Vec<RankReport>, Refusal> {
     let internal = |what: &str, error: std::io::Error| {
         Refusal::new(ExitCode::Internal, format!("failed to {what}: {error}"))
     };
@@ -52,10 +52,10 @@ async fn run_workers(spec: &JobSpec, placement: &Placement, kind: Kind) -> Resul
         newest_checkpoint: |_: &Path| None,
         bench: Some(Bench { kind: Some(kind) }),
     };
-    let finished =
-        driver::run(Plan::Trainer(plan), run).await.map_err(|error| internal("run the workers", error))?;
+    let (finished, results) =
+        driver::run_trainer(plan, run).await.map_err(|error| internal("run the workers", error))?;
     match report::text(&finished.outcome, &finished.evidence, Some(&logs)) {
-        None if finished.outcome.exit == ExitCode::Done => Ok(finished.trained.heard),
+        None if finished.outcome.exit == ExitCode::Done => Ok(results.reports),
         None => Err(Refusal::new(finished.outcome.exit, "stopped before the measurement was complete")),
         Some(text) => {
             // The report refers to the logs in it.

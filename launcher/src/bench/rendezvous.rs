@@ -25,7 +25,7 @@ use xlaunch_proto::v1::{JobKind, JoinRequest};
 
 use xlaunch_agent::Refusal;
 use xlaunch_agent::rendezvous::Rendezvous;
-use xlaunch_agent::rendezvous::meeting::{Meeting, Outcome};
+use xlaunch_agent::rendezvous::barrier::{JoinBarrier, JoinOutcome};
 use xlaunch_agent::rendezvous::service::{self, Message};
 use xlaunch_agent::status::board::{Board, Launch};
 
@@ -92,15 +92,15 @@ async fn measure(ranks: u32) -> io::Result<Measured> {
     child.args(["bench", "rendezvous", "--ranks", &ranks.to_string(), "--join-at"]).arg(&socket);
     let child = child.stdin(Stdio::null()).stdout(Stdio::piped()).kill_on_drop(true).spawn()?;
     let deadline = Instant::now() + RENDEZVOUS_TIMEOUT;
-    let mut meeting = Meeting::new(Rendezvous::new(ranks, 0, Digest::of(CONFIG), deadline));
+    let mut barrier = JoinBarrier::new(Rendezvous::new(ranks, 0, Digest::of(CONFIG), deadline));
     let answer = async {
         while let Some(message) = inbox.recv().await {
             let Message::Join(join, reply) = message else { continue };
             let (rank, device) = (join.rank.0, join.device_uuid.clone());
-            match meeting.join(join, reply) {
-                Outcome::Waiting | Outcome::Met => board.send_modify(|board| board.joined(rank, &device)),
-                Outcome::Ignored => {}
-                Outcome::Failed(problem) => return problem,
+            match barrier.join(join, reply) {
+                JoinOutcome::Waiting | JoinOutcome::Complete => board.send_modify(|board| board.joined(rank, &device)),
+                JoinOutcome::Ignored => {}
+                JoinOutcome::Failed(problem) => return problem,
             }
         }
         "the service has stopped".to_owned()

@@ -18,7 +18,7 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{StepReport, TrainBench, TrainStarted};
 
 use super::kernels::{self, Kernel};
-use super::{BenchReport, device, flops, missing_report, quantile, run_workers};
+use super::{RankReport, device, flops, missing_report, quantile, run_workers};
 use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Placement};
@@ -162,7 +162,7 @@ fn announce(what: &str) {
 }
 
 /// Steps of a rank, with the times at which their reports arrived.
-fn steps(reports: &[BenchReport], rank: u32) -> impl Iterator<Item = (Instant, StepReport)> {
+fn steps(reports: &[RankReport], rank: u32) -> impl Iterator<Item = (Instant, StepReport)> {
     reports.iter().filter(move |received| received.rank == rank).filter_map(|received| {
         match &received.report {
             Report::Step(step) => Some((received.at, *step)),
@@ -172,14 +172,14 @@ fn steps(reports: &[BenchReport], rank: u32) -> impl Iterator<Item = (Instant, S
 }
 
 /// Seconds of the measured steps, sorted.
-fn step_seconds(reports: &[BenchReport], extent: Extent) -> Vec<f64> {
+fn step_seconds(reports: &[RankReport], extent: Extent) -> Vec<f64> {
     let measured = steps(reports, 0).filter(|(_, step)| (extent.warmup..extent.end()).contains(&step.step));
     let mut seconds: Vec<f64> = measured.map(|(_, step)| step.step_seconds).collect();
     seconds.sort_by(f64::total_cmp);
     seconds
 }
 
-fn started(reports: &[BenchReport]) -> Option<&TrainStarted> {
+fn started(reports: &[RankReport]) -> Option<&TrainStarted> {
     reports.iter().find_map(|received| match &received.report {
         Report::TrainStarted(started) => Some(started),
         _ => None,
@@ -187,7 +187,7 @@ fn started(reports: &[BenchReport]) -> Option<&TrainStarted> {
 }
 
 /// The most bytes that any rank's pool has mapped.
-fn pool_peak_bytes(reports: &[BenchReport]) -> u64 {
+fn pool_peak_bytes(reports: &[RankReport]) -> u64 {
     let bytes = reports.iter().filter_map(|received| match &received.report {
         Report::Step(step) => Some(step.pool_peak_bytes),
         _ => None,
@@ -195,7 +195,7 @@ fn pool_peak_bytes(reports: &[BenchReport]) -> u64 {
     bytes.max().unwrap_or(0)
 }
 
-fn profile(reports: &[BenchReport]) -> Vec<Kernel> {
+fn profile(reports: &[RankReport]) -> Vec<Kernel> {
     let reported = reports.iter().find_map(|received| match &received.report {
         Report::Profile(profile) => Some(kernels::grouped(&profile.kernels)),
         _ => None,
@@ -243,7 +243,7 @@ mod tests {
 
     #[test]
     fn step_seconds_are_the_measured_steps_of_rank_0_sorted() {
-        let step = |rank, step, step_seconds| BenchReport {
+        let step = |rank, step, step_seconds| RankReport {
             rank,
             at: Instant::now(),
             report: Report::Step(StepReport { step, step_seconds, ..Default::default() }),

@@ -16,7 +16,6 @@ use xlaunch_agent::report::Evidence;
 use xlaunch_agent::run_dir::{self, RunDir};
 use xlaunch_agent::spawn::affinity::{self, Affinity};
 use xlaunch_agent::state::Outcome;
-use xlaunch_agent::workload::Plan;
 use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::trainer::TrainerPlan;
 use xlaunch_agent::{Refusal, report};
@@ -88,11 +87,10 @@ pub(super) async fn train(
         bench: None,
     };
     let logs = run.logs.clone();
-    let finished = driver::run(Plan::Trainer(plan), run).await.map_err(|error| failed(&error))?;
-    let trained = finished.trained;
-    let summary = match trained.summary.steps() {
+    let (finished, results) = driver::run_trainer(plan, run).await.map_err(|error| failed(&error))?;
+    let summary = match results.summary.steps() {
         0 => String::new(),
-        _ => trained.summary.text(placement.workers, start.elapsed(), trained.metrics),
+        _ => results.summary.text(placement.workers, start.elapsed(), results.metrics),
     };
     let report = report::text(&finished.outcome, &finished.evidence, Some(&logs)).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
@@ -129,8 +127,8 @@ pub(super) async fn run_workers(
     let affinities = affinities(spec).map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
     let run = create()?;
     let kept = (spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
-    let plan = Plan::Command(CommandPlan { spec, affinities });
-    let finished = driver::run(plan, run).await.map_err(|error| failed(&error))?;
+    let plan = CommandPlan { spec, affinities };
+    let finished = driver::run_command(plan, run).await.map_err(|error| failed(&error))?;
     let report = report::text(&finished.outcome, &finished.evidence, kept.as_deref()).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
     let rank = finished.outcome.root.and_then(|root| root.rank);
@@ -159,6 +157,7 @@ pub(super) fn prepare(launch: &Launch) -> Result<(JobSpec, Placement), Refusal> 
 }
 
 /// The job description from all layers of configuration, not yet placed on devices.
+#[expect(clippy::print_stderr, reason = "warnings go to stderr")]
 pub(super) fn load(launch: &Launch) -> Result<JobSpec, Refusal> {
     let mut overrides = Override::from_environment(std::env::vars());
     let flag = |key: &str, value: String, source: String| Override { key: key.into(), value, source };
@@ -171,7 +170,9 @@ pub(super) fn load(launch: &Launch) -> Result<JobSpec, Refusal> {
     if let Some(resume) = &launch.resume {
         overrides.push(flag("checkpoint.resume", format!("{resume:?}"), format!("--resume={resume}")));
     }
-    Ok(config::load(&launch.config, &overrides)?)
+    let loaded = config::load(&launch.config, &overrides)?;
+    loaded.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    Ok(loaded.spec)
 }
 
 #[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]

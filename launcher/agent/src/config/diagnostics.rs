@@ -1,4 +1,4 @@
-//! What is wrong with a configuration: where, what was expected, and the nearest thing that would do.
+//! Errors in a configuration: the place, what was expected, and the nearest valid name.
 
 use std::fmt;
 use std::ops::Range;
@@ -11,10 +11,10 @@ use xlaunch_proto::spec::Invalid;
 use super::keys::{nearest, nearest_section};
 use crate::Refusal;
 
-/// A configuration that cannot be used. `Display` is one line; miette draws the place.
+/// A configuration that cannot be used. `Display` is one line; miette shows the place in the file.
 #[derive(Debug)]
 pub struct ConfigError {
-    /// `train.toml:3:7`, or where else the value came from.
+    /// `train.toml:3:7`, or another source of the value.
     place: String,
     problem: String,
     help: String,
@@ -46,6 +46,7 @@ impl Diagnostic for ConfigError {
 }
 
 impl ConfigError {
+    /// The file cannot be read.
     pub fn unreadable(path: &Path, error: &std::io::Error) -> Self {
         let help = match error.kind() {
             std::io::ErrorKind::NotFound => "is the path right?".into(),
@@ -62,7 +63,7 @@ impl ConfigError {
         Self { place: source.into(), problem: problem.into(), help, source: None }
     }
 
-    /// What the TOML parser or the schema, with these keys, says.
+    /// An error of the TOML parser, or of the schema with these keys.
     pub fn in_file(path: &Path, text: &str, known: &[String], error: &toml::de::Error) -> Self {
         let span = error.span().unwrap_or(0..0);
         let message = error.message().trim();
@@ -73,7 +74,7 @@ impl ConfigError {
         Self::at(path, text, span, problem, help)
     }
 
-    /// A value of the right type that cannot work.
+    /// A value of the right type that is invalid.
     pub fn invalid(path: &Path, text: &str, invalid: &Invalid) -> Self {
         let problem = format!("{}: {}", invalid.key, invalid.problem);
         let help = format!("expected {}", invalid.expected);
@@ -81,6 +82,12 @@ impl ConfigError {
             Some(span) => Self::at(path, text, span, problem, help),
             None => Self { place: path.display().to_string(), problem, help, source: None },
         }
+    }
+
+    /// The file sets a renamed key under both names.
+    pub(super) fn renamed_twice(path: &Path, text: &str, span: Range<usize>, old: &str, new: &str) -> Self {
+        let problem = format!("`{old}` was renamed to `{new}`, which is set, too");
+        Self::at(path, text, span, problem, format!("remove `{old}`"))
     }
 
     fn at(path: &Path, text: &str, span: Range<usize>, problem: String, help: String) -> Self {
@@ -93,11 +100,11 @@ impl ConfigError {
 }
 
 impl From<ConfigError> for Refusal {
-    /// The error with its place in the file drawn below it.
+    /// The message is followed by an excerpt of the file.
     fn from(error: ConfigError) -> Self {
         let mut text = String::new();
         let mut theme = GraphicalTheme::default();
-        // The command line prints "error:" before it.
+        // The command line prints "error:" itself.
         theme.characters.error = String::new();
         let handler = GraphicalReportHandler::new_themed(theme).with_links(false);
         if handler.render_report(&mut text, &error).is_err() {
@@ -112,7 +119,7 @@ fn unknown_field(message: &str) -> Option<&str> {
     message.strip_prefix("unknown field `")?.split('`').next()
 }
 
-/// An unknown key of the section that `at` lies in, or an unknown section.
+/// Problem and help for an unknown key of the section at `at`, or for an unknown section.
 fn unknown(text: &str, at: usize, field: &str, known: &[String]) -> (String, String) {
     let line = text[..at].rfind('\n').map_or(0, |newline| newline + 1);
     let is_header = text[line..].trim_start().starts_with('[');
@@ -129,7 +136,7 @@ fn unknown(text: &str, at: usize, field: &str, known: &[String]) -> (String, Str
     }
 }
 
-/// Where the value of `section.key` stands in the text, if it does.
+/// The span of the value of `section.key` in the text.
 fn span_of(text: &str, key: &str) -> Option<Range<usize>> {
     let (section, key) = key.split_once('.')?;
     let document = toml::de::DeTable::parse(text).ok()?;
@@ -137,7 +144,15 @@ fn span_of(text: &str, key: &str) -> Option<Range<usize>> {
     Some(section.get(key)?.span())
 }
 
-/// Line and column, from 1, of a byte offset.
+/// The span of the key `section.key` itself.
+pub(super) fn key_span(text: &str, key: &str) -> Option<Range<usize>> {
+    let (section, name) = key.split_once('.')?;
+    let document = toml::de::DeTable::parse(text).ok()?;
+    let section = document.get_ref().get(section)?.get_ref().as_table()?;
+    section.keys().find(|key| key.get_ref() == name).map(|key| key.span())
+}
+
+/// Line and column, counted from 1, of a byte offset.
 fn position(text: &str, at: usize) -> (usize, usize) {
     let before = &text[..at.min(text.len())];
     let line = before.matches('\n').count() + 1;

@@ -76,7 +76,7 @@ fn detached(start: Start) -> io::Result<Gone> {
     // The job's own comes with its order.
     command.env("PATH", "/usr/local/bin:/usr/bin:/bin");
     command.stdin(start.input).stdout(Stdio::null());
-    sys::start_apart(&mut command, identity(start.uid)?);
+    sys::start_in_session(&mut command, identity(start.uid)?);
     let mut child = tokio::process::Command::from(command).spawn()?;
     Ok(Box::pin(async move {
         let ended = child.wait().await;

@@ -31,7 +31,7 @@ impl Agent {
         let process = Process::read(identity.pid)?;
         // The identity is the user's word: it may name any process, and this one may be killed.
         let is_it = process.started == identity.started && !process.ended() && is_of(identity.pid, uid);
-        Some(Self { pidfd: sys::watch(pidfd).filter(|_| is_it)? })
+        Some(Self { pidfd: sys::register(pidfd).filter(|_| is_it)? })
     }
 
     /// Waits for its end.

@@ -5,7 +5,7 @@ use xlaunch_proto::ids::Rank;
 use xlaunch_proto::v1::{Job, JobKind, JobState};
 
 use super::*;
-use xlaunch_agent::rendezvous::service::{Serving, serve};
+use xlaunch_agent::rendezvous::service::{RunningService, serve};
 use xlaunch_agent::status::board::{Board, Launch};
 
 const OUT: Logs = Logs { rank: Rank(0), stderr: false, follow: false, tail_lines: None };
@@ -60,7 +60,7 @@ impl Case {
 }
 
 /// The agent of a job whose log directory this is.
-async fn agent(socket: PathBuf, log_dir: PathBuf) -> (watch::Sender<Board>, Serving) {
+async fn agent(socket: PathBuf, log_dir: PathBuf) -> (watch::Sender<Board>, RunningService) {
     let board = watch::Sender::new(Board::new(Launch {
         kind: JobKind::Command,
         id: "1".into(),
@@ -180,7 +180,7 @@ async fn a_running_job_is_read_through_its_agent_to_its_end() {
     let mut stream = case.stream(Logs { follow: true, ..OUT }).unwrap();
     assert_eq!(next(&mut stream).await.unwrap().unwrap().bytes, b"one\ntwo\n");
     fs_err::write(&path, "one\ntwo\nlast words").unwrap();
-    board.send_modify(|board| board.now_in(JobState::Done));
+    board.send_modify(|board| board.set_state(JobState::Done));
     assert_eq!(rest(&mut stream).await.unwrap(), "last words");
     serving.finish().await;
     // Between the agent's end and the news of it the files are waited for.

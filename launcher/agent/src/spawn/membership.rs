@@ -1,9 +1,9 @@
-//! Which processes belong to a run where no cgroup says so.
+//! Finds the processes of a run without cgroups.
 //!
-//! A process belongs to a [`Family`] if it is a worker; is in a worker's process group; carries the run's mark in its
-//! environment; was handed to xlaunch when its parent died; or descends from one that belongs. So that none slips away by
-//! forking while others are counted, all are stopped first, until a look finds nobody new, and then killed. A process is
-//! never told by its number alone, which may be given to another one: its start time must be the same.
+//! A process belongs to the run if it is a worker, is in a worker's process group, carries the run's mark in its
+//! environment, was adopted by xlaunch when its parent died, or descends from such a process. To kill them all, they
+//! are first stopped, so that none can fork, until a scan finds nothing new. A process is identified by id and start
+//! time, because ids are reused.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -14,43 +14,43 @@ use xlaunch_proto::env;
 use super::children;
 use crate::process::Process;
 
-/// Clock ticks per second in `/proc`, whatever the kernel's own clock.
-const TICKS: u64 = 100;
-/// Longest time that one killing looks for processes that appear meanwhile.
-const LOOK: Duration = Duration::from_millis(500);
+/// `USER_HZ`: the unit of times in `/proc`, whatever the kernel's own clock.
+const TICKS_PER_SECOND: u64 = 100;
+/// For [`kill`] to stop processes that keep appearing; then it kills what it has.
+const STOP_TIMEOUT: Duration = Duration::from_millis(500);
+/// Scans that must find nothing after a first one, before [`kill`] believes it.
+const EMPTY_RESCANS: u32 = 2;
 
-/// Further looks behind one that found nothing.
-const LOOKS: u32 = 2;
-
-/// Value of [`env::SCOPE`] for a run of this process: no other launch on this host has the same.
+/// The value of [`env::SCOPE`] for a run of this process, unique on this host.
 pub(super) fn mark(run_id: &str) -> String {
     format!("{run_id}:{}:{}", std::process::id(), Process::own().map_or(0, |own| own.started))
 }
 
-/// Ticks from the start of the system to now.
-pub(super) fn now() -> u64 {
+/// Clock ticks since boot.
+pub(super) fn clock_ticks() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-    now.tv_sec.cast_unsigned() * TICKS + now.tv_nsec.cast_unsigned() * TICKS / 1_000_000_000
+    now.tv_sec.cast_unsigned() * TICKS_PER_SECOND
+        + now.tv_nsec.cast_unsigned() * TICKS_PER_SECOND / 1_000_000_000
 }
 
-/// What is known of a run's processes.
+/// The properties by which a run's processes are recognised.
 #[derive(Clone, Debug)]
-pub(super) struct Family {
-    /// Value of [`env::SCOPE`] in their environment.
+pub(super) struct RunProcesses {
+    /// The value of [`env::SCOPE`] in their environment.
     pub(super) mark: String,
-    /// The session in which workers start, xlaunch's: their process groups cannot be of another one.
+    /// xlaunch's session, in which workers start: a process group cannot span sessions.
     pub(super) session: u32,
-    /// Workers, which lead their process groups: numbers and start times.
+    /// Process ids and start times of the workers, which lead their process groups.
     pub(super) leaders: BTreeMap<u32, u64>,
-    /// What has started before, in ticks, is not of this run.
+    /// Processes that started earlier, in clock ticks since boot, do not belong to the run.
     pub(super) since: u64,
-    /// Whether orphans of this run become children of this process.
+    /// Whether orphans that this process adopts belong to the run.
     pub(super) adopts: bool,
 }
 
-impl Family {
-    /// Its living processes.
-    pub(super) fn members(&self) -> Vec<Process> {
+impl RunProcesses {
+    /// The living processes of the run.
+    pub(super) fn list(&self) -> Vec<Process> {
         let mark = format!("{}={}", env::SCOPE, self.mark);
         let all = Process::all();
         self.select(all, |process| process.carries(mark.as_bytes()))
@@ -66,42 +66,42 @@ impl Family {
         };
         let pid = std::process::id();
         let own = all.iter().find(|process| process.pid == pid).cloned();
-        let young: Vec<Process> =
+        let candidates: Vec<Process> =
             all.into_iter().filter(|process| process.started >= self.since && process.pid != pid).collect();
         let root = |process: &&Process| {
             self.leaders.get(&process.pid) == Some(&process.started)
                 || in_group(process)
-                || self.adopts && own.as_ref().is_some_and(|own| children::adopted(process, own))
+                || self.adopts && own.as_ref().is_some_and(|own| children::is_adopted(process, own))
                 || marked(process)
         };
-        let mut family: BTreeSet<u32> = young.iter().filter(root).map(|process| process.pid).collect();
+        let mut members: BTreeSet<u32> = candidates.iter().filter(root).map(|process| process.pid).collect();
         loop {
-            let before = family.len();
-            for process in &young {
-                if family.contains(&process.parent) {
-                    family.insert(process.pid);
+            let before = members.len();
+            for process in &candidates {
+                if members.contains(&process.parent) {
+                    members.insert(process.pid);
                 }
             }
-            if family.len() == before {
+            if members.len() == before {
                 break;
             }
         }
-        young.into_iter().filter(|process| family.contains(&process.pid) && !process.ended()).collect()
+        candidates.into_iter().filter(|process| members.contains(&process.pid) && !process.ended()).collect()
     }
 }
 
-/// Kills what `members` finds until it finds nothing new. Returns what it found: all have been sent SIGKILL.
+/// Kills what `scan` finds until it finds nothing new. Returns what it found last: all of it has been sent SIGKILL.
 ///
-/// A look lists processes first and reads them then. What a process has started after the list was made is in no look at all
-/// if that process has ended when it is read: so one look that finds nothing proves nothing.
-pub(super) fn kill(members: impl Fn() -> Vec<Process>) -> Vec<Process> {
-    let deadline = Instant::now() + LOOK;
+/// A scan first lists process ids, then reads each process. A process that forks after the listing and exits before it
+/// is read hides its child from the scan, so a single empty scan proves nothing.
+pub(super) fn kill(scan: impl Fn() -> Vec<Process>) -> Vec<Process> {
+    let deadline = Instant::now() + STOP_TIMEOUT;
     let mut stopped = BTreeSet::new();
-    let mut looks = 0;
+    let mut empty_scans = 0;
     loop {
-        let found = members();
-        if found.is_empty() && looks < LOOKS {
-            looks += 1;
+        let found = scan();
+        if found.is_empty() && empty_scans < EMPTY_RESCANS {
+            empty_scans += 1;
             continue;
         }
         let mut new = false;
@@ -127,23 +127,23 @@ mod tests {
         Process { pid, parent, group, session, state: 'S', threads: 1, ticks: 0, started, pages: 0, name }
     }
 
-    fn family() -> Family {
+    fn run() -> RunProcesses {
         let leaders = BTreeMap::from([(1_000_010, 500)]);
-        Family { mark: "run:1:1".into(), session: 7, leaders, since: 400, adopts: false }
+        RunProcesses { mark: "run:1:1".into(), session: 7, leaders, since: 400, adopts: false }
     }
 
     fn selected(all: Vec<Process>, marked: u32) -> Vec<u32> {
-        let found = family().select(all, |process| process.pid == marked);
+        let found = run().select(all, |process| process.pid == marked);
         found.into_iter().map(|process| process.pid).collect()
     }
 
     #[test]
-    fn this_process_has_started_before_now() {
-        assert!(Process::own().unwrap().started <= now());
+    fn clock_ticks_match_start_times_in_proc() {
+        assert!(Process::own().unwrap().started <= clock_ticks());
     }
 
     #[test]
-    fn workers_groups_marks_and_their_descendants_belong() {
+    fn workers_groups_marked_processes_and_descendants_belong() {
         let all = vec![
             process(1_000_010, 1, 1_000_010, 7, 500),
             process(1_000_011, 1, 1_000_010, 7, 501),
@@ -156,21 +156,21 @@ mod tests {
     }
 
     #[test]
-    fn one_look_that_finds_nothing_proves_nothing() {
+    fn kill_rescans_after_an_empty_scan() {
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let process = Process::read(child.id()).unwrap();
-        let looks = std::cell::Cell::new(0);
-        let missed_at_first = || {
-            looks.set(looks.get() + 1);
-            if looks.get() == 1 { Vec::new() } else { vec![process.clone()] }
+        let scans = std::cell::Cell::new(0);
+        let empty_at_first = || {
+            scans.set(scans.get() + 1);
+            if scans.get() == 1 { Vec::new() } else { vec![process.clone()] }
         };
-        assert_eq!(kill(missed_at_first), std::slice::from_ref(&process));
+        assert_eq!(kill(empty_at_first), std::slice::from_ref(&process));
         assert!(!child.wait().unwrap().success());
         assert!(kill(Vec::new).is_empty());
     }
 
     #[test]
-    fn numbers_that_passed_on_to_others_do_not_belong() {
+    fn reused_process_ids_do_not_belong() {
         let reused = vec![process(1_000_010, 1, 1_000_010, 7, 900), process(1_000_011, 1, 1_000_010, 7, 901)];
         assert!(selected(reused, 0).is_empty());
         let other_session = vec![process(1_000_011, 1, 1_000_010, 8, 901)];
