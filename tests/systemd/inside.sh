@@ -219,7 +219,7 @@ for user in bob dave carol; do
     if as $user ls /var/lib/xlaunch/jobs/1/agent > /dev/null 2>&1; then fail "$user looks into the job's directory"; fi
     if as $user systemctl show $unit | grep -q "$secret"; then fail "the unit shows the secret"; fi
 done
-for file in job.json order-1.json; do
+for file in job.json start-1.json; do
     expect "$file" "600 root" "$(stat -c '%a %U' /var/lib/xlaunch/jobs/1/$file)"
 done
 if as dave xlaunch status "$job" > /dev/null 2>&1; then fail "dave sees the job of alice"; fi

@@ -106,9 +106,9 @@ fn jobs_that_do_not_fit_wait_for_their_turn() {
     assert_eq!(node.job(next)["queue_position"], 1);
     assert_eq!(node.job(low)["queue_position"], 2);
     let full = node.run(&["submit", "--", "true"]);
-    assert!(full.code != 0 && full.stderr.contains("3 of your jobs"), "{}", full.stderr);
+    assert!(full.code != 0 && full.stderr.contains("3 queued or running jobs"), "{}", full.stderr);
     let large = node.run(&["submit", "--nproc", "2", "--", "true"]);
-    assert!(large.code == 2 && large.stderr.contains("2 workers"), "{}", large.stderr);
+    assert!(large.code == 2 && large.stderr.contains("2 CPU workers"), "{}", large.stderr);
     node.write("go", "");
     node.wait(low, "done");
     assert_eq!(node.lines("order"), ["first", "next", "low"]);
@@ -217,7 +217,7 @@ fn a_job_of_another_start_of_the_system_is_lost_and_no_process_is_touched() {
     std::fs::write(&path, lines).unwrap();
     node.start();
     let lost = node.wait(job, "lost");
-    assert!(lost["reason"].as_str().unwrap().contains("restarted"), "{lost}");
+    assert!(lost["reason"].as_str().unwrap().contains("rebooted"), "{lost}");
     assert!(agents.iter().all(|agent| alive(*agent)));
 }
 

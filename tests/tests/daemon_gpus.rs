@@ -76,7 +76,7 @@ fn a_gpu_that_falls_ill_under_a_job_is_shown_and_gets_no_other() {
     let job = node.submit(&["--gpus", "1", "--", "sh", "-c", "while ! [ -e end ]; do sleep 0.02; done"]);
     node.wait(job, "running");
     node.set_gpus(&["GPU-a 7"]);
-    let ill = || node.run(&["node"]).stdout.contains("7 uncorrected memory errors").then_some(());
+    let ill = || node.run(&["node"]).stdout.contains("7 uncorrected ECC errors").then_some(());
     wait_for("the errors", ill);
     assert_eq!(gpus(&node), [("held".to_owned(), job)]);
     node.write("end", "");
@@ -90,5 +90,5 @@ fn a_gpu_that_falls_ill_under_a_job_is_shown_and_gets_no_other() {
 fn more_gpus_than_the_node_has_are_refused() {
     let node = Node::with_gpus(&["GPU-a 0", "GPU-b 0"], "");
     let run = node.run(&["submit", "--gpus", "3", "--", "true"]);
-    assert!(run.code != 0 && run.stderr.contains("jobs can have 2 here"), "{}", run.stderr);
+    assert!(run.code != 0 && run.stderr.contains("can get at most 2 here"), "{}", run.stderr);
 }

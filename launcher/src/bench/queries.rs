@@ -16,7 +16,7 @@ use xlaunch_proto::v1::{GetRequest, Gpu, Job, NodeJobState, NodeStatus, NodeStat
 
 use super::percentile;
 use xlaunch_agent::Refusal;
-use xlaunch_daemon::orders::Node;
+use xlaunch_daemon::commands::NodeHandle;
 use xlaunch_daemon::service::access::Access;
 use xlaunch_daemon::service::{listener, serve};
 use xlaunch_daemon::view::{JobView, NodeView};
@@ -75,13 +75,13 @@ fn measure(load: Load) -> std::io::Result<Found> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
             let (_shown, view) = watch::channel(Arc::new(node()));
-            let (orders, _ordered) = mpsc::channel(1);
+            let (commands, _receiver) = mpsc::channel(1);
             let listener = listener::bind(&at, None)?;
             // Whoever waits for this has gone where that fails.
             let _ = listening.send(());
             let before = thread_time();
             let ended = async { ended.await.unwrap_or_default() };
-            serve(listener, Node::new(orders, view), Access::new(""), ended).await?;
+            serve(listener, NodeHandle::new(commands, view), Access::new(""), ended).await?;
             std::io::Result::Ok(thread_time().saturating_sub(before))
         })
     })?;
