@@ -24,7 +24,7 @@ fn ids(view: &NodeView, caller: Caller, ended: bool, limit: u32) -> Vec<u64> {
 }
 
 #[test]
-fn callers_see_their_own_jobs_and_administrators_all() {
+fn callers_see_own_jobs_and_admins_all() {
     use NodeJobState::{Done, Queued, Running};
     let view = view([
         job_of(1, ANN.uid, Running),
@@ -37,15 +37,15 @@ fn callers_see_their_own_jobs_and_administrators_all() {
     assert_eq!(ids(&view, ANN, true, 2), [4, 3]);
     assert_eq!(ids(&view, BOB, true, 0), [2]);
     assert_eq!(ids(&view, ADMIN, true, 0), [4, 3, 2, 1]);
-    let foreign = job(&view, BOB, 1).unwrap_err();
-    assert_eq!(foreign.message(), job(&view, BOB, 99).unwrap_err().message().replace("99", "1"));
+    let other = job(&view, BOB, 1).unwrap_err();
+    assert_eq!(other.message(), job(&view, BOB, 99).unwrap_err().message().replace("99", "1"));
     assert!(job(&view, ADMIN, 1).is_ok() && job(&view, ANN, 1).is_ok());
     let holders = |caller| status(&view, caller).gpus.iter().map(|gpu| gpu.job).collect::<Vec<_>>();
     assert_eq!((holders(ANN), holders(BOB), holders(ADMIN)), (vec![1, 0, 0], vec![0, 2, 0], vec![1, 2, 0]));
 }
 
 #[test]
-fn a_list_is_as_long_as_fits() {
+fn list_is_limited_by_size_and_count() {
     let long = |id| {
         let mut job = JobView::clone(&job_of(id, ANN.uid, NodeJobState::Queued));
         job.job.command_line = "x".repeat(4096);
@@ -56,11 +56,11 @@ fn a_list_is_as_long_as_fits() {
     assert!((50..100).contains(&reply.jobs.len()), "{}", reply.jobs.len());
     assert_eq!(reply.jobs[0].id, 100);
     let short = view((1..=2000).map(|id| job_of(id, ANN.uid, NodeJobState::Queued)));
-    assert_eq!(ids(&short, ANN, false, 5000).len(), JOBS);
+    assert_eq!(ids(&short, ANN, false, 5000).len(), MAX_LISTED_JOBS);
     assert!(list(&short, ANN, &ListRequest::default()).jobs.iter().all(|job| job.history.is_empty()));
 }
 
-/// A job that is watched, and how its view is changed.
+/// A watched job, and the sender of views.
 struct Case {
     shown: watch::Sender<Arc<NodeView>>,
     jobs: mpsc::Receiver<Result<Job, Status>>,
@@ -82,19 +82,19 @@ impl Case {
     }
 
     async fn next(&mut self) -> Option<Result<Job, Status>> {
-        tokio::time::timeout(Duration::from_secs(60), self.jobs.recv()).await.expect("an answer")
+        tokio::time::timeout(Duration::from_secs(60), self.jobs.recv()).await.expect("a reply")
     }
 }
 
 #[tokio::test]
-async fn a_watcher_sees_the_job_at_once_its_changes_and_its_end() {
+async fn watch_sends_job_then_changes_until_end() {
     let mut case = Case::new();
     let first = case.next().await.unwrap().unwrap();
     assert_eq!((first.state(), first.history.len()), (NodeJobState::Queued, 3));
-    // Another job changes: that is not worth telling.
+    // A change of another job is not sent.
     let same = case.shown.borrow().jobs[&1].clone();
     case.shown.send_replace(Arc::new(view([same, job_of(2, BOB.uid, NodeJobState::Queued)])));
-    tokio::time::sleep(3 * PACE).await;
+    tokio::time::sleep(3 * WATCH_INTERVAL).await;
     assert!(case.jobs.is_empty());
     case.show(NodeJobState::Running, "");
     assert_eq!(case.next().await.unwrap().unwrap().state(), NodeJobState::Running);
@@ -104,7 +104,7 @@ async fn a_watcher_sees_the_job_at_once_its_changes_and_its_end() {
 }
 
 #[tokio::test]
-async fn a_slow_watcher_gets_what_is_newest_and_a_quick_one_a_few_a_second() {
+async fn slow_watcher_skips_changes_and_fast_one_is_throttled() {
     let mut case = Case::new();
     while case.jobs.is_empty() {
         tokio::task::yield_now().await;
@@ -114,22 +114,22 @@ async fn a_slow_watcher_gets_what_is_newest_and_a_quick_one_a_few_a_second() {
         tokio::task::yield_now().await;
     }
     assert_eq!(case.next().await.unwrap().unwrap().state(), NodeJobState::Queued, "this one waited");
-    assert_eq!(case.next().await.unwrap().unwrap().reason, "999");
+    assert_eq!(case.next().await.unwrap().unwrap().reason, "999", "the newest");
 
     let mut case = Case::new();
     let start = std::time::Instant::now();
-    let mut told = Vec::new();
+    let mut sent = Vec::new();
     for number in 0..300 {
         case.show(NodeJobState::Running, number.to_string());
         tokio::time::sleep(Duration::from_millis(2)).await;
-        told.extend(case.jobs.try_recv());
+        sent.extend(case.jobs.try_recv());
     }
     let most = start.elapsed().as_millis() / 250 + 1;
-    assert!(told.len() >= 2 && told.len() as u128 <= most, "{} of at most {most}", told.len());
+    assert!(sent.len() >= 2 && sent.len() as u128 <= most, "{} of at most {most}", sent.len());
 }
 
 #[tokio::test]
-async fn a_watcher_is_told_that_the_job_or_the_daemon_is_gone() {
+async fn watch_ends_with_error_when_job_or_daemon_is_gone() {
     let mut case = Case::new();
     case.next().await.unwrap().unwrap();
     case.shown.send_replace(Arc::default());

@@ -1,4 +1,4 @@
-//! From the journal's jobs and what is known beside it to what callers are shown. Pure.
+//! Builds the messages of the view from jobs, their runtime state and the GPU inventory. Pure.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -6,12 +6,18 @@ use std::sync::Arc;
 use xlaunch_proto::v1::{Gpu, GpuState, Job, JobKind, NodeJobState, NodeStatus};
 
 use super::gpus::{GpuFacts, Inventory};
-use super::live::Live;
+use super::runtime::JobRuntime;
 use super::state::{End, Entry, Jobs, Phase};
 use super::view::JobView;
 
-/// A job as it is shown. `position` and `waits` are of one in the queue.
-pub(super) fn job(entry: &Entry, live: Option<&Live>, user: &str, position: u32, waits: &str) -> Job {
+/// The message for a job. For a queued one, `position` counts from 1 and `waits` says what it waits for.
+pub(super) fn job(
+    entry: &Entry,
+    runtime: Option<&JobRuntime>,
+    user: &str,
+    position: u32,
+    waits: &str,
+) -> Job {
     let submitted = &entry.submitted;
     let kind = if submitted.trainer { JobKind::Trainer } else { JobKind::Command };
     let mut job = Job {
@@ -34,7 +40,7 @@ pub(super) fn job(entry: &Entry, live: Option<&Live>, user: &str, position: u32,
             job.reason = if waits.is_empty() { reason.clone() } else { waits.into() };
         }
         Phase::Active { gpus, at, cancelled, .. } => {
-            let runs = live.is_some_and(|live| live.runs);
+            let runs = runtime.is_some_and(|runtime| runtime.runs);
             job.set_state(match (cancelled, runs) {
                 (Some(_), _) => NodeJobState::Stopping,
                 (None, true) => NodeJobState::Running,
@@ -64,34 +70,35 @@ impl From<End> for NodeJobState {
     }
 }
 
-/// The same with what is known beside.
-pub(super) fn view(job: Job, live: Option<&Live>, socket: PathBuf, logs: PathBuf) -> Arc<JobView> {
+/// The view of a job from its message and its runtime state.
+pub(super) fn view(job: Job, runtime: Option<&JobRuntime>, socket: PathBuf, logs: PathBuf) -> Arc<JobView> {
     Arc::new(JobView {
         job,
-        status: live.and_then(|live| live.status.clone()),
-        history: live.map(|live| live.history.clone()).unwrap_or_default(),
+        status: runtime.and_then(|runtime| runtime.status.clone()),
+        history: runtime.map(|runtime| runtime.history.clone()).unwrap_or_default(),
         socket,
         logs,
     })
 }
 
-/// Why no job is placed on a GPU that no job holds, whatever administrators say.
-pub(super) fn unusable(gpu: &GpuFacts, left: &[String]) -> Option<(GpuState, String)> {
+/// Why no job may be placed on a GPU, drains by administrators aside. Only meaningful for a GPU that no job holds: the
+/// processes of a job would count as foreign.
+pub(super) fn unusable(gpu: &GpuFacts, reserved: &[String]) -> Option<(GpuState, String)> {
     if let Some(sick) = &gpu.sick {
         return Some((GpuState::Sick, sick.clone()));
     }
-    if gpu.is_among(left) {
-        return Some((GpuState::Drained, "left to others by jobs.leave_gpus".into()));
+    if gpu.is_among(reserved) {
+        return Some((GpuState::Drained, "reserved by jobs.leave_gpus".into()));
     }
     match gpu.processes {
         0 => None,
-        1 => Some((GpuState::Foreign, "a process that is none of the jobs uses it".into())),
-        count => Some((GpuState::Foreign, format!("{count} processes that are none of the jobs use it"))),
+        1 => Some((GpuState::Foreign, "used by a process outside any job".into())),
+        count => Some((GpuState::Foreign, format!("used by {count} processes outside any job"))),
     }
 }
 
-/// The node with its GPUs; `base` says what does not change.
-pub(super) fn node(base: &NodeStatus, jobs: &Jobs, inventory: &Inventory, left: &[String]) -> NodeStatus {
+/// The message for the node with its GPUs. `base` has the fields that never change; `reserved` is `jobs.leave_gpus`.
+pub(super) fn node(base: &NodeStatus, jobs: &Jobs, inventory: &Inventory, reserved: &[String]) -> NodeStatus {
     let holder = |uuid: &str| {
         jobs.active().find_map(|(job, entry)| match &entry.phase {
             Phase::Active { gpus, .. } if gpus.iter().any(|gpu| gpu == uuid) => Some(job),
@@ -111,7 +118,7 @@ pub(super) fn node(base: &NodeStatus, jobs: &Jobs, inventory: &Inventory, left: 
             temperature_celsius: facts.temperature_celsius,
             ..Gpu::default()
         };
-        let (state, reason) = match (gpu.job, jobs.drained_gpus.get(&facts.uuid), unusable(facts, left)) {
+        let (state, reason) = match (gpu.job, jobs.drained_gpus.get(&facts.uuid), unusable(facts, reserved)) {
             (1.., _, _) => (GpuState::Held, facts.sick.clone().unwrap_or_default()),
             (0, _, Some((GpuState::Sick, reason))) => (GpuState::Sick, reason),
             (0, Some(reason), _) => (GpuState::Drained, reason.clone()),
@@ -140,7 +147,7 @@ mod tests {
     use crate::state::tests::submitted;
 
     #[test]
-    fn a_gpu_is_shown_with_what_keeps_jobs_from_it() {
+    fn gpu_state_names_what_keeps_jobs_off_it() {
         let gpu = |index: u32| GpuFacts { index, uuid: format!("GPU-{index}"), ..GpuFacts::default() };
         let inventory = Inventory {
             gpus: vec![

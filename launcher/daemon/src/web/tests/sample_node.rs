@@ -1,4 +1,4 @@
-//! A node with jobs of all kinds and users who name them as they please.
+//! A sample node with jobs in all states, some with hostile names.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -10,7 +10,7 @@ use xlaunch_proto::v1::{
 
 use crate::view::{JobView, NodeView};
 
-/// What a user may name a job.
+/// A name that a user can give a job.
 pub(super) const HOSTILE: &str = "<img src=x onerror=alert(1)>\"\n}\\ xlaunch_up 1 \u{202e}\r\t'";
 
 pub(super) fn gpu_uuid(index: u32) -> String {
@@ -39,12 +39,12 @@ fn rank(rank: u32, step: u64) -> RankStatus {
     }
 }
 
-/// A curve such as training gives, ending now.
+/// A typical loss curve that ends at `now`.
 fn history(steps: u64, now: u64) -> Vec<Progress> {
     let every = (steps / 400).max(1);
     let points = (0..steps / every).map(|point| {
         let step = (point + 1) * every;
-        #[expect(clippy::cast_precision_loss, reason = "a made-up curve")]
+        #[expect(clippy::cast_precision_loss, reason = "a sample curve")]
         let x = step as f32;
         Progress {
             unix_ms: now - (steps - step) * 120,
@@ -73,8 +73,8 @@ pub(super) fn job(id: u64, name: &str, state: NodeJobState) -> JobView {
     JobView { job, ..Default::default() }
 }
 
-/// A node with jobs in all states at `now`; job 7 has trained `steps` of 2000.
-pub(super) fn made_up(now: u64, steps: u64) -> NodeView {
+/// The sample node at `now`. Job 7 has finished `steps` of 2000 steps.
+pub(super) fn sample_node(now: u64, steps: u64) -> NodeView {
     let gpu = |index: u32, state: GpuState, job| Gpu {
         index,
         uuid: gpu_uuid(index),
@@ -93,7 +93,7 @@ pub(super) fn made_up(now: u64, steps: u64) -> NodeView {
     for (state, reason) in [
         (GpuState::Drained, "drained by root: fan is being replaced"),
         (GpuState::Sick, "Xid 79: the GPU has fallen off the bus"),
-        (GpuState::Foreign, "used by process 4711 (python)"),
+        (GpuState::Foreign, "used by a process outside any job"),
     ] {
         let index = u32::try_from(gpus.len()).unwrap();
         gpus.push(Gpu { reason: reason.into(), ..gpu(index, state, 0) });
@@ -178,12 +178,12 @@ pub(super) fn made_up(now: u64, steps: u64) -> NodeView {
 
     let mut waiting = job(8, "eval", NodeJobState::Queued);
     waiting.job.queue_position = 1;
-    waiting.job.reason = "waits for 2 GPUs: 1 is free".into();
+    waiting.job.reason = "waits for GPUs: 2 wanted, 1 free".into();
     let mut hostile = job(9, HOSTILE, NodeJobState::Queued);
     hostile.job.queue_position = 2;
     hostile.job.reason = HOSTILE.repeat(200);
     let mut lost = job(3, "sweep-3", NodeJobState::Lost);
-    lost.job.reason = "the node was started again".into();
+    lost.job.reason = "the node was rebooted while it ran".into();
     lost.job.started_unix_ms = now - 90_000_000;
     lost.job.ended_unix_ms = now - 86_400_000;
     let mut done = job(5, "tokenize", NodeJobState::Done);
