@@ -1,7 +1,7 @@
 #!/bin/sh
-# Builds the Debian package, and prints its path: deploy/package.sh [PROFILE]
-# PROFILE is cargo's, `release` where none is given; packages of `dev` are for tests, and compressed less.
-# Needs cargo-deb, which it installs where it is missing.
+# Builds the Debian package and prints its path: deploy/package.sh [PROFILE]
+# PROFILE is the cargo profile, `release` by default; packages of `dev` are for tests and compressed less.
+# Installs cargo-deb if it is missing.
 set -eu
 cd "$(dirname "$0")/.."
 profile=${1:-release}
@@ -15,7 +15,7 @@ command -v cargo-deb > /dev/null || cargo install --locked cargo-deb >&2
 
 cargo build --locked --package xlaunch --bin xlaunch --profile "$profile" >&2
 
-# What the binary says of itself; [package.metadata.deb] of launcher/Cargo.toml takes it from here.
+# Man pages and completions; [package.metadata.deb] in launcher/Cargo.toml picks them up here.
 generated=$build/package
 rm -rf "$generated"
 mkdir -p "$generated/man"
@@ -24,7 +24,7 @@ for shell in bash zsh fish; do
     "$build/xlaunch" gen completions $shell > "$generated/xlaunch.$shell"
 done
 
-# Paths and contents follow from the commit alone.
+# Reproducible: timestamps come from the commit.
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct 2> /dev/null || date +%s)
 export SOURCE_DATE_EPOCH
 cargo deb --quiet --locked --no-build --package xlaunch --profile "$profile" $fast

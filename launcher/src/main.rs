@@ -12,7 +12,7 @@ mod client;
 mod render;
 mod trainer;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 
 use trainer::{Preflight, Trainer};
@@ -27,15 +27,11 @@ fn main() -> ExitCode {
         return xlaunch_worker::main().into();
     }
     let newest_checkpoint = xlaunch_worker::newest_checkpoint;
-    cli::main(Trainer { preflight, newest_checkpoint, bench_alloc }).into()
+    cli::main(Trainer { preflight, newest_checkpoint }).into()
 }
 
 fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {
     let ready = xlaunch_worker::preflight(spec, job_dir)
         .map_err(|refusal| Refusal::new(refusal.exit, refusal.message))?;
     Ok(Preflight { resume_from: ready.resume_from, warnings: ready.warnings })
-}
-
-fn bench_alloc(traces: &[PathBuf]) -> Result<String, Refusal> {
-    xlaunch_worker::bench::alloc(traces).map_err(|error| Refusal::new(error.exit(), error.to_string()))
 }

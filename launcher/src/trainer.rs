@@ -13,8 +13,6 @@ pub(crate) struct Trainer {
     pub(crate) preflight: fn(&JobSpec, &Path) -> Result<Preflight, Refusal>,
     /// The newest complete checkpoint in a directory.
     pub(crate) newest_checkpoint: fn(&Path) -> Option<PathBuf>,
-    /// The table of `xlaunch bench alloc`, with these traces beside the built-in ones.
-    pub(crate) bench_alloc: fn(&[PathBuf]) -> Result<String, Refusal>,
 }
 
 /// The result of a successful preflight check.

@@ -1,11 +1,14 @@
-//! What xlaunch's processes agree on: the gRPC messages, the job description, ids and exit codes.
+//! The protocol between xlaunch's processes: gRPC messages, job descriptions, ids, exit codes and environment
+//! variables.
 //!
 //! - [`v1`] is generated from `xlaunch/v1/agent.proto` and `xlaunch/v1/node.proto`;
-//! - [`convert`] turns wire messages into checked values: nothing else in the project validates wire data;
-//! - [`spec`] is the job description, the one definition behind `train.toml`, the wire and checkpoints;
-//! - [`net`] connects processes: gRPC over unix sockets, peer credentials, limits of connections;
-//! - [`json`] and [`labels`] show messages to people and programs;
-//! - [`ids`] are the typed ids; [`exit`] is the table of exit codes; [`mod@env`] names the variables a worker is given.
+//! - [`convert`] converts wire messages to checked values; no other code in the project validates wire data;
+//! - [`spec`] is the description of a training job, shared by `train.toml`, the wire and checkpoints; [`model`] is its
+//!   model;
+//! - [`net`] connects processes: gRPC over unix sockets, peer credentials, connection limits;
+//! - [`json`] and [`labels`] render messages for programs and people;
+//! - [`ids`] are typed ids, [`exit`] is the table of exit codes, [`mod@env`] names the environment variables of
+//!   workers.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
@@ -13,6 +16,7 @@ pub mod convert;
 pub mod env;
 pub mod exit;
 pub mod ids;
+mod invalid;
 pub mod json;
 pub mod labels;
 pub mod model;
@@ -20,10 +24,10 @@ pub mod net;
 mod phase;
 pub mod spec;
 
-/// Version of this build; launcher and workers must match.
+/// Version of this build. The launcher and its workers must have the same.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// The files of `xlaunch/v1` as an encoded `FileDescriptorSet`, for gRPC reflection.
+/// `xlaunch/v1` as an encoded `FileDescriptorSet`, for gRPC reflection.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors"));
 
 /// Generated messages and services of `xlaunch/v1`.

@@ -4,7 +4,6 @@
 //! - [`all_reduce`]: all-reduce by message size, with the columns of nccl-tests;
 //! - [`device`]: peak rates of a device;
 //! - [`launches`]: launching itself; [`rendezvous`]: rendezvous of many ranks;
-//! - [`queries`]: queries per second of the daemon;
 //! - [`flops`]: operations per token of a model; [`kernels`]: the kernels of a step by family.
 //!
 //! Run directories are temporary. They are kept only if a launch fails.
@@ -14,7 +13,6 @@ pub(crate) mod device;
 pub(crate) mod flops;
 pub(crate) mod kernels;
 pub(crate) mod launches;
-pub(crate) mod queries;
 pub(crate) mod rendezvous;
 pub(crate) mod train;
 

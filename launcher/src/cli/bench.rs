@@ -1,7 +1,7 @@
 //! `xlaunch bench`: options, and dispatch to [`crate::bench`].
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use clap::Subcommand;
 use xlaunch_proto::exit::ExitCode;
@@ -9,7 +9,6 @@ use xlaunch_proto::spec::JobSpec;
 
 use super::launch::{self, Launch};
 use crate::bench::all_reduce::{self, Dtype};
-use crate::bench::queries::{self, Load};
 use crate::bench::train::{self, Extent};
 use crate::bench::{device, launches, rendezvous};
 use crate::trainer::Trainer;
@@ -20,17 +19,8 @@ use xlaunch_agent::devices::{self, Node, Placement};
 const DEFAULT_MAX_BYTES_GPU: u64 = 256 << 20;
 const DEFAULT_MAX_BYTES_CPU: u64 = 16 << 20;
 
-/// How long questions are asked.
-const LOAD: Duration = Duration::from_secs(5);
-
 #[derive(Debug, Subcommand)]
 pub(super) enum Bench {
-    /// The memory pool: the price of a request, and how much memory recorded steps take, beside other allocators.
-    Alloc {
-        /// Logs of requests to replay beside the built-in ones, as XLAUNCH_POOL_TRACE writes them.
-        #[arg(long = "trace", value_name = "FILE")]
-        traces: Vec<PathBuf>,
-    },
     /// Training steps: time, throughput, share of peak FLOP/s, exposed communication
     Train {
         /// Training configuration; evaluation, sampling and checkpoints are turned off
@@ -102,18 +92,6 @@ pub(super) enum Bench {
         #[arg(long, hide = true)]
         join_at: Option<PathBuf>,
     },
-    /// The daemon's service: questions it answers in a second, on one core, and what they cost.
-    Status {
-        /// Connections at a time.
-        #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=64))]
-        connections: u8,
-        /// Questions at a time on each.
-        #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=32))]
-        pipelined: u8,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
-    },
     /// Peak rates of the first device: GEMM, copies, kernel launches; updates the cached calibration
     Device {
         /// Print JSON
@@ -139,7 +117,6 @@ pub(super) async fn run(bench: Bench, trainer: Trainer) -> ExitCode {
 async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
     let command_start = Instant::now();
     match bench {
-        Bench::Alloc { traces } => (trainer.bench_alloc)(&traces),
         Bench::Train { config, nproc, set, steps, warmup, profile, json } => {
             let (spec, placement) = launch::prepare(&Launch { config, nproc, set, resume: None })?;
             let extent = Extent { warmup, steps, profile };
@@ -168,12 +145,6 @@ async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
         Bench::Rendezvous { ranks, json, join_at: None } => {
             let found = rendezvous::run(&ranks).await?;
             Ok(if json { as_json(&serde_json::json!(found)) } else { rendezvous::table(&found) })
-        }
-        Bench::Status { connections, pipelined, json } => {
-            let load = Load { connections: connections.into(), pipelined: pipelined.into(), time: LOAD };
-            // It has threads of its own.
-            let found = tokio::task::block_in_place(|| queries::run(load))?;
-            Ok(if json { as_json(&serde_json::json!(found)) } else { queries::table(&found) })
         }
         Bench::Device { json } => {
             let (spec, placement) = default_job("device", None)?;

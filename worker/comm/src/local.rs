@@ -1,26 +1,19 @@
-//! One rank: every sum is what it was.
+//! The collective of a job with one rank: nothing to communicate.
 
-use xlaunch_pool::{DType, Loan};
+use xlaunch_pool::{DType, Lease as Loan};
 
 use crate::collective::{AbortHandle, Collective, Result};
 
-/// The collective of a job with one rank.
+/// A world of one rank.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Local;
-
-impl Local {
-    /// A world of one.
-    pub fn new() -> Self {
-        Self
-    }
-}
 
 impl Collective for Local {
     fn rank(&self) -> usize {
         0
     }
 
-    fn world(&self) -> usize {
+    fn world_size(&self) -> usize {
         1
     }
 
@@ -33,14 +26,14 @@ impl Collective for Local {
     }
 
     fn reduce_scatter(&mut self, _: Loan, _: Loan, _: DType) -> Result<()> {
-        unreachable!("one rank has nobody to share with")
+        unreachable!("one rank is never sharded")
     }
 
     fn all_gather(&mut self, _: Loan, _: Loan) -> Result<()> {
-        unreachable!("one rank has nobody to share with")
+        unreachable!("one rank is never sharded")
     }
 
-    fn finish_gather(&mut self) -> Result<()> {
+    fn wait_gather(&mut self) -> Result<()> {
         Ok(())
     }
 
@@ -48,7 +41,7 @@ impl Collective for Local {
         Ok(())
     }
 
-    fn finish(&mut self) -> Result<()> {
+    fn wait_all(&mut self) -> Result<()> {
         Ok(())
     }
 

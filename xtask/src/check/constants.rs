@@ -1,0 +1,106 @@
+//! Names of constants: each is defined once per crate, so that a name means one thing.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use quote::ToTokens;
+use syn::visit::Visit;
+
+use crate::syntax::Module;
+use crate::violation::Violation;
+
+/// Words that say nothing about what a constant limits.
+const VAGUE: [(&str, &str); 7] = [
+    ("BREATH", "RETRY_DELAY"),
+    ("FAREWELL", "DRAIN_TIMEOUT"),
+    ("LOOK", "POLL_INTERVAL"),
+    ("LOOKS", "POLL_INTERVAL"),
+    ("PATIENCE", "TIMEOUT"),
+    ("SILENCE", "STALL_TIMEOUT"),
+    ("WORD", "a specific name"),
+];
+
+struct Constant<'a> {
+    file: &'a Path,
+    line: usize,
+    value: String,
+}
+
+pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
+    let mut constants = BTreeMap::new();
+    for module in modules {
+        let mut visitor = Constants { file: &module.file, found: &mut constants };
+        module.items.iter().for_each(|item| visitor.visit_item(item));
+    }
+    let mut violations = Vec::new();
+    for (name, definitions) in &constants {
+        let Some(Constant { file, line, .. }) = definitions.first() else { continue };
+        if definitions.len() > 1 {
+            let places: Vec<String> = definitions
+                .iter()
+                .map(|constant| format!("{} ({}:{})", constant.value, constant.file.display(), constant.line))
+                .collect();
+            let message = format!("`{name}` is defined {} times: {}", places.len(), places.join(", "));
+            violations.push(Violation::new(file, *line, message));
+        }
+        if let Some((word, better)) = VAGUE.iter().find(|(word, _)| name.split('_').any(|part| part == *word))
+        {
+            violations.push(Violation::new(
+                file,
+                *line,
+                format!("`{name}`: `{word}` is vague: use `{better}`"),
+            ));
+        }
+    }
+    violations
+}
+
+/// Collects constants of modules and functions. Associated constants are named by their type as well.
+struct Constants<'a, 'b> {
+    file: &'a Path,
+    found: &'b mut BTreeMap<String, Vec<Constant<'a>>>,
+}
+
+impl<'ast> Visit<'ast> for Constants<'_, '_> {
+    fn visit_item_const(&mut self, item: &'ast syn::ItemConst) {
+        let name = item.ident.to_string();
+        if name != "_" {
+            let value = item.expr.to_token_stream().to_string();
+            let value = if value.chars().count() > 40 { "..".into() } else { value };
+            let line = item.ident.span().start().line;
+            self.found.entry(name).or_default().push(Constant { file: self.file, line, value });
+        }
+        syn::visit::visit_item_const(self, item);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::syntax::tests::parse;
+
+    fn messages(files: &[(&str, &str)]) -> Vec<String> {
+        check(&parse(files)).into_iter().map(|violation| violation.message).collect()
+    }
+
+    #[test]
+    fn a_name_with_two_definitions_is_reported() {
+        let found = messages(&[
+            ("src/lib.rs", "mod a; const LIMIT: u32 = 1; const _: () = (); const _: () = ();"),
+            ("src/a.rs", "fn f() {\nconst LIMIT: u32 = 2; } #[cfg(test)] const LIMIT: u32 = 3;"),
+        ]);
+        assert_eq!(found, ["`LIMIT` is defined 2 times: 2 (src/a.rs:2), 1 (src/lib.rs:1)"]);
+    }
+
+    #[test]
+    fn associated_constants_may_share_a_name() {
+        let text = "struct A; struct B; impl A { const SIZE: u8 = 1; } impl B { const SIZE: u8 = 2; }";
+        assert!(messages(&[("src/lib.rs", text)]).is_empty());
+    }
+
+    #[test]
+    fn vague_names_are_reported() {
+        let found = messages(&[("src/lib.rs", "const MORE_PATIENCE: u32 = 1; const LOOKUP: u32 = 2;")]);
+        assert_eq!(found, ["`MORE_PATIENCE`: `PATIENCE` is vague: use `TIMEOUT`"]);
+    }
+}

@@ -1,0 +1,256 @@
+//! Import circles between the top-level modules of a crate.
+//!
+//! An edge `a -> b` is any path in module `a`, or in a module below it, that names something of module `b`: imports,
+//! types, calls, and paths in macro arguments. Names that the crate's root re-exports count for the module that defines
+//! them; items that the root defines itself belong to the node `crate`.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+
+use proc_macro2::{Ident, TokenStream, TokenTree};
+use syn::visit::Visit;
+use syn::{Item, UseTree, Visibility};
+
+use crate::syntax::{Module, is_test};
+use crate::violation::Violation;
+
+/// Node of the items that the crate's root file defines.
+const ROOT: &str = "crate";
+
+/// Where an edge was seen first.
+type Edges = BTreeMap<(String, String), (PathBuf, usize)>;
+
+pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
+    let top: BTreeSet<String> = modules.iter().filter_map(|module| module.path.first().cloned()).collect();
+    let mut edges = Edges::new();
+    let exports = exports(modules, &top);
+    for module in modules {
+        let mut references = References { module, found: Vec::new() };
+        for item in &module.items {
+            // Re-exports of the root are its interface, not a use of its own.
+            let is_export =
+                |item: &Item| matches!(item, Item::Use(item) if !matches!(item.vis, Visibility::Inherited));
+            if !(module.path.is_empty() && is_export(item)) {
+                references.visit_item(item);
+            }
+        }
+        let from = module.path.first().map_or(ROOT, String::as_str);
+        for (path, line) in references.found {
+            let to = match path.first() {
+                Some(first) if top.contains(first) => first,
+                Some(first) => exports.get(first).map_or(ROOT, String::as_str),
+                None => continue,
+            };
+            if from != to {
+                edges.entry((from.to_owned(), to.to_owned())).or_insert((module.file.clone(), line));
+            }
+        }
+    }
+    circles(&edges)
+}
+
+/// Names that the root re-exports, with the modules that define them.
+fn exports(modules: &[Module], top: &BTreeSet<String>) -> BTreeMap<String, String> {
+    let mut exports = BTreeMap::new();
+    for module in modules.iter().filter(|module| module.path.is_empty()) {
+        for item in &module.items {
+            let Item::Use(item) = item else { continue };
+            leaves(&item.tree, &mut Vec::new(), &mut |path, name| {
+                let first =
+                    path.iter().find(|segment| !["crate", "self"].contains(&segment.to_string().as_str()));
+                if let Some(first) = first.map(ToString::to_string).filter(|first| top.contains(first)) {
+                    exports.insert(name.to_string(), first);
+                }
+            });
+        }
+    }
+    exports
+}
+
+/// Calls `leaf` with the path of each name that a `use` imports, and the name it gets.
+fn leaves(tree: &UseTree, prefix: &mut Vec<Ident>, leaf: &mut impl FnMut(&[Ident], &Ident)) {
+    match tree {
+        UseTree::Path(path) => {
+            prefix.push(path.ident.clone());
+            leaves(&path.tree, prefix, leaf);
+            prefix.pop();
+        }
+        UseTree::Name(name) => leaf(&with(prefix, &name.ident), &name.ident),
+        UseTree::Rename(rename) => leaf(&with(prefix, &rename.ident), &rename.rename),
+        UseTree::Glob(_) => {
+            if let Some(last) = prefix.last().cloned() {
+                leaf(prefix, &last);
+            }
+        }
+        UseTree::Group(group) => group.items.iter().for_each(|tree| leaves(tree, prefix, leaf)),
+    }
+}
+
+fn with(prefix: &[Ident], last: &Ident) -> Vec<Ident> {
+    prefix.iter().chain([last]).cloned().collect()
+}
+
+/// Collects paths below the crate's root, with their lines.
+struct References<'a> {
+    module: &'a Module,
+    found: Vec<(Vec<String>, usize)>,
+}
+
+impl References<'_> {
+    fn add(&mut self, path: &[Ident]) {
+        let Some(first) = path.first() else { return };
+        let names: Vec<String> = path.iter().map(ToString::to_string).collect();
+        let mut base = self.module.path.clone();
+        let below = match names[0].as_str() {
+            "crate" => {
+                base.clear();
+                &names[1..]
+            }
+            "self" => &names[1..],
+            "super" => {
+                let ups = names.iter().take_while(|name| *name == "super").count();
+                base.truncate(base.len().saturating_sub(ups));
+                &names[ups..]
+            }
+            // Another relative path names an external crate, an imported name or a module below this one.
+            _ => return,
+        };
+        base.extend(below.iter().cloned());
+        self.found.push((base, first.span().start().line));
+    }
+
+    fn add_tokens(&mut self, tokens: TokenStream) {
+        let mut path: Vec<Ident> = Vec::new();
+        // Colons since the last name of the path.
+        let mut colons = 0;
+        for token in tokens {
+            match token {
+                TokenTree::Punct(punct) if punct.as_char() == ':' && !path.is_empty() => colons += 1,
+                TokenTree::Ident(ident) if colons == 2 || path.is_empty() => {
+                    path.push(ident);
+                    colons = 0;
+                }
+                other => {
+                    self.add(&std::mem::take(&mut path));
+                    colons = 0;
+                    match other {
+                        TokenTree::Ident(ident) => path.push(ident),
+                        TokenTree::Group(group) => self.add_tokens(group.stream()),
+                        _ => {}
+                    }
+                }
+            }
+        }
+        self.add(&path);
+    }
+}
+
+impl<'ast> Visit<'ast> for References<'_> {
+    fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {
+        leaves(&item.tree, &mut Vec::new(), &mut |path, _| self.add(path));
+    }
+
+    fn visit_path(&mut self, path: &'ast syn::Path) {
+        let idents: Vec<Ident> = path.segments.iter().map(|segment| segment.ident.clone()).collect();
+        if idents.len() > 1 {
+            self.add(&idents);
+        }
+        syn::visit::visit_path(self, path);
+    }
+
+    fn visit_macro(&mut self, item: &'ast syn::Macro) {
+        self.visit_path(&item.path);
+        self.add_tokens(item.tokens.clone());
+    }
+
+    fn visit_impl_item_fn(&mut self, item: &'ast syn::ImplItemFn) {
+        if !is_test(&item.attrs) {
+            syn::visit::visit_impl_item_fn(self, item);
+        }
+    }
+}
+
+/// One violation per set of modules that reach each other.
+fn circles(edges: &Edges) -> Vec<Violation> {
+    let nodes: BTreeSet<&String> = edges.keys().flat_map(|(from, to)| [from, to]).collect();
+    let reach = |start: &String| {
+        let (mut seen, mut open) = (BTreeSet::new(), vec![start]);
+        while let Some(node) = open.pop() {
+            let next = edges.keys().filter(|(from, _)| from == node).map(|(_, to)| to);
+            open.extend(next.filter(|to| seen.insert((*to).clone())));
+        }
+        seen
+    };
+    let reached: BTreeMap<&String, BTreeSet<String>> =
+        nodes.iter().map(|node| (*node, reach(node))).collect();
+    let mut done = BTreeSet::new();
+    let mut violations = Vec::new();
+    for node in nodes {
+        let circle: Vec<&String> =
+            reached[node].iter().filter(|other| reached[other].contains(node)).collect();
+        if circle.is_empty() || !done.insert(circle.clone()) {
+            continue;
+        }
+        let inside: Vec<_> =
+            edges.iter().filter(|((from, to), _)| circle.contains(&from) && circle.contains(&to)).collect();
+        let shown: Vec<String> = inside
+            .iter()
+            .map(|((from, to), (file, line))| format!("{from} -> {to} ({}:{line})", file.display()))
+            .collect();
+        if let Some((_, (file, line))) = inside.first() {
+            violations.push(Violation::new(file, *line, format!("import circle: {}", shown.join(", "))));
+        }
+    }
+    violations
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::syntax::tests::parse;
+
+    fn messages(files: &[(&str, &str)]) -> Vec<String> {
+        check(&parse(files)).into_iter().map(|violation| violation.message).collect()
+    }
+
+    #[test]
+    fn an_import_circle_is_reported_with_its_edges() {
+        let found = messages(&[
+            ("src/lib.rs", "mod a; mod b; mod c;"),
+            ("src/a.rs", "use crate::b::B;\npub struct A(crate::c::C);"),
+            ("src/b.rs", "pub struct B;\nfn f() { let _ = vec![super::a::A::new()]; }"),
+            ("src/c.rs", "pub struct C;"),
+        ]);
+        assert_eq!(found, ["import circle: a -> b (src/a.rs:1), b -> a (src/b.rs:2)"]);
+    }
+
+    #[test]
+    fn imports_below_a_module_and_through_re_exports_of_the_root_count() {
+        let found = messages(&[
+            ("src/lib.rs", "mod a; mod b; pub use b::Thing;"),
+            ("src/a/mod.rs", "mod inner;"),
+            ("src/a/inner.rs", "use crate::Thing;"),
+            ("src/b.rs", "use super::a::X; pub struct Thing;"),
+        ]);
+        assert_eq!(found, ["import circle: a -> b (src/a/inner.rs:1), b -> a (src/b.rs:1)"]);
+    }
+
+    #[test]
+    fn items_of_the_root_that_use_their_users_are_a_circle() {
+        let found = messages(&[
+            ("src/lib.rs", "mod a; pub struct Shared; fn main() { crate::a::run() }"),
+            ("src/a.rs", "use crate::Shared;"),
+        ]);
+        assert_eq!(found, ["import circle: a -> crate (src/a.rs:1), crate -> a (src/lib.rs:1)"]);
+    }
+
+    #[test]
+    fn layers_and_test_imports_are_no_circle() {
+        let found = messages(&[
+            ("src/lib.rs", "mod a; mod b;"),
+            ("src/a.rs", "use crate::b::B; use super::b;"),
+            ("src/b.rs", "pub struct B; #[cfg(test)] mod tests { use crate::a::A; }"),
+        ]);
+        assert!(found.is_empty(), "{found:?}");
+    }
+}

@@ -1,0 +1,111 @@
+//! Runs the commands that the documentation shows, so that it cannot go stale.
+//!
+//! A code block that begins with ```` ```sh run ```` is one shell script, run in the repository's root with the release
+//! build of `xlaunch` first in the `PATH` and with its own runtime directory. The first command that fails fails it.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use crate::Error;
+use crate::workspace::Workspace;
+
+/// A block that takes longer has hung.
+const BLOCK_TIMEOUT_SECONDS: &str = "300";
+
+/// One runnable block.
+#[derive(Debug, PartialEq)]
+struct Block {
+    /// Line of its first command.
+    line: usize,
+    script: String,
+}
+
+/// Runs the blocks of these files, or of all documents, and returns whether every block succeeds.
+pub(crate) fn run(workspace: &Workspace, files: &[String]) -> Result<bool, Error> {
+    let documents: Vec<PathBuf> = match files {
+        [] => workspace.files.iter().filter(|file| is_document(file)).cloned().collect(),
+        _ => files.iter().map(PathBuf::from).collect(),
+    };
+    let (mut passed, mut failed) = (0, 0);
+    for file in documents {
+        for block in blocks(&workspace.read(&file)?) {
+            let place = format!("{}:{}", file.display(), block.line);
+            let begin = Instant::now();
+            match run_block(&workspace.root, &block.script)? {
+                None => {
+                    println!("{place}: ok, {:.1} s", begin.elapsed().as_secs_f64());
+                    passed += 1;
+                }
+                Some(failure) => {
+                    println!("{place}: FAILED: {failure}\n{}", block.script);
+                    failed += 1;
+                }
+            }
+        }
+    }
+    println!("{passed} passed, {failed} failed");
+    Ok(failed == 0)
+}
+
+fn is_document(file: &Path) -> bool {
+    let markdown = file.extension().is_some_and(|extension| extension == "md");
+    markdown && (file.starts_with("docs") || file.starts_with("examples") || file.components().count() == 1)
+}
+
+/// The runnable blocks of a Markdown text.
+fn blocks(text: &str) -> Vec<Block> {
+    let mut blocks: Vec<Block> = Vec::new();
+    let mut inside = false;
+    for (number, line) in (1..).zip(text.lines()) {
+        if line.trim() == "```sh run" {
+            inside = true;
+            blocks.push(Block { line: number + 1, script: String::new() });
+        } else if line.trim() == "```" {
+            inside = false;
+        } else if let Some(block) = blocks.last_mut().filter(|_| inside) {
+            block.script.push_str(line);
+            block.script.push('\n');
+        }
+    }
+    blocks
+}
+
+/// How the script failed, if it did, with what it wrote.
+fn run_block(root: &Path, script: &str) -> Result<Option<String>, Error> {
+    let runtime = tempfile::tempdir()?;
+    // This program lies beside `xlaunch`.
+    let mut path = std::env::current_exe()?.parent().map(OsString::from).unwrap_or_default();
+    path.push(":");
+    path.push(std::env::var_os("PATH").unwrap_or_default());
+    let mut shell = Command::new("timeout");
+    shell.args(["--kill-after", "10", BLOCK_TIMEOUT_SECONDS, "sh", "-eu", "-c", script]);
+    shell.current_dir(root).env("PATH", path).env("XDG_RUNTIME_DIR", runtime.path());
+    let output = shell.stdin(Stdio::null()).output()?;
+    let written =
+        [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    Ok((!output.status.success()).then(|| format!("{}\n{written}", output.status)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_marked_run_are_found() {
+        let text =
+            "Text\n```sh run\ncd x\n\nls\n```\n```sh\nnot this\n```\n- item\n  ```sh run\n  ls\n  ```\n";
+        let found = blocks(text);
+        let expected = [(3, "cd x\n\nls\n"), (12, "  ls\n")];
+        assert_eq!(found, expected.map(|(line, script)| Block { line, script: script.into() }));
+    }
+
+    #[test]
+    fn the_first_command_that_fails_fails_the_block() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        assert_eq!(run_block(root, "true; test -f Cargo.toml").unwrap(), None);
+        let failure = run_block(root, "echo why\nfalse\ntrue").unwrap().unwrap();
+        assert!(failure.contains("exit status: 1") && failure.contains("why"), "{failure}");
+    }
+}

@@ -1,0 +1,50 @@
+//! Developer commands for this repository, run as `cargo xtask COMMAND`.
+//!
+//! `check` enforces rules that neither the compiler nor clippy knows; `proto` writes generated files, which `check`
+//! compares with what is committed; `docs` runs the commands that the documentation shows.
+#![forbid(unsafe_code)]
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command line tool")]
+
+mod check;
+mod docs;
+mod proto;
+mod syntax;
+mod violation;
+mod workspace;
+
+use std::process::ExitCode;
+
+use workspace::Workspace;
+
+type Error = Box<dyn std::error::Error>;
+
+const USAGE: &str = "\
+usage: cargo xtask COMMAND
+
+  check [NAME...]   report violations of the repository's rules, per crate; NAMEs select checks
+  proto             generate proto/src/generated/ from proto/xlaunch/v1/*.proto
+  docs [FILE...]    run the ```sh run blocks of the documentation, or of FILEs, on target/release/xlaunch";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match run(&arguments) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Whether the command found nothing wrong.
+fn run(arguments: &[String]) -> Result<bool, Error> {
+    let Some((command, rest)) = arguments.split_first() else { return Err(USAGE.into()) };
+    let workspace = Workspace::find()?;
+    match command.as_str() {
+        "check" => check::run(&workspace, rest),
+        "proto" => proto::write(&workspace).map(|()| true),
+        "docs" => docs::run(&workspace, rest),
+        _ => Err(USAGE.into()),
+    }
+}

@@ -1,0 +1,176 @@
+//! The modules of a crate as rustc finds them from its root file, without test code.
+
+use std::path::{Path, PathBuf};
+
+use syn::punctuated::Punctuated;
+use syn::{Attribute, Expr, ExprLit, Item, Lit, Meta, Token};
+
+use crate::Error;
+
+/// One module; nested inline modules are modules of their own.
+pub(crate) struct Module {
+    /// Path below the crate's root, which is the empty path.
+    pub(crate) path: Vec<String>,
+    pub(crate) file: PathBuf,
+    /// Its items other than modules and test code.
+    pub(crate) items: Vec<Item>,
+}
+
+/// Reads a file of the repository.
+pub(crate) type Read<'a> = &'a dyn Fn(&Path) -> Option<String>;
+
+/// Parses the crate with this root file.
+pub(crate) fn modules(entry: &Path, read: Read<'_>) -> Result<Vec<Module>, Error> {
+    let mut modules = Vec::new();
+    // The root file's modules are its siblings, whatever it is called.
+    let children = entry.parent().unwrap_or(Path::new("")).to_path_buf();
+    file(entry, &children, Vec::new(), read, &mut modules)?;
+    Ok(modules)
+}
+
+fn file(
+    path: &Path,
+    children: &Path,
+    module: Vec<String>,
+    read: Read<'_>,
+    modules: &mut Vec<Module>,
+) -> Result<(), Error> {
+    let text = read(path).ok_or_else(|| format!("{}: no such file", path.display()))?;
+    let parsed = syn::parse_file(&text).map_err(|error| {
+        let start = error.span().start();
+        format!("{}:{}:{}: {error}", path.display(), start.line, start.column + 1)
+    })?;
+    if is_test(&parsed.attrs) { Ok(()) } else { items(parsed.items, path, children, module, read, modules) }
+}
+
+fn items(
+    all: Vec<Item>,
+    path: &Path,
+    children: &Path,
+    module: Vec<String>,
+    read: Read<'_>,
+    modules: &mut Vec<Module>,
+) -> Result<(), Error> {
+    let mut kept = Vec::new();
+    for item in all {
+        if is_test(attributes(&item)) {
+            continue;
+        }
+        let Item::Mod(inner) = item else {
+            kept.push(item);
+            continue;
+        };
+        let name = inner.ident.to_string();
+        let mut inner_path = module.clone();
+        inner_path.push(name.clone());
+        let inner_children = children.join(&name);
+        match inner.content {
+            Some((_, content)) => items(content, path, &inner_children, inner_path, read, modules)?,
+            None => {
+                let sibling = children.join(format!("{name}.rs"));
+                let found = match path_attribute(&inner.attrs) {
+                    Some(name) => path.parent().unwrap_or(Path::new("")).join(name),
+                    None if read(&sibling).is_some() => sibling,
+                    None => inner_children.join("mod.rs"),
+                };
+                file(&found, &inner_children, inner_path, read, modules)?;
+            }
+        }
+    }
+    modules.push(Module { path: module, file: path.to_path_buf(), items: kept });
+    Ok(())
+}
+
+/// Whether the attributes say that the item is compiled for tests only.
+pub(crate) fn is_test(attributes: &[Attribute]) -> bool {
+    attributes.iter().any(|attribute| {
+        if attribute.path().is_ident("test") {
+            return true;
+        }
+        match &attribute.meta {
+            Meta::List(list) if list.path.is_ident("cfg") => list
+                .parse_args_with(Punctuated::<Meta, Token![,]>::parse_terminated)
+                .is_ok_and(|conditions| conditions.iter().any(requires_test)),
+            _ => false,
+        }
+    })
+}
+
+/// Whether a `cfg` condition is true in test builds only: `test`, or `all(.., test, ..)`.
+fn requires_test(condition: &Meta) -> bool {
+    match condition {
+        Meta::Path(path) => path.is_ident("test"),
+        Meta::List(list) if list.path.is_ident("all") => list
+            .parse_args_with(Punctuated::<Meta, Token![,]>::parse_terminated)
+            .is_ok_and(|conditions| conditions.iter().any(requires_test)),
+        _ => false,
+    }
+}
+
+/// The value of `#[path = "..."]`.
+fn path_attribute(attributes: &[Attribute]) -> Option<String> {
+    let attribute = attributes.iter().find(|attribute| attribute.path().is_ident("path"))?;
+    match &attribute.meta.require_name_value().ok()?.value {
+        Expr::Lit(ExprLit { lit: Lit::Str(name), .. }) => Some(name.value()),
+        _ => None,
+    }
+}
+
+fn attributes(item: &Item) -> &[Attribute] {
+    match item {
+        Item::Const(item) => &item.attrs,
+        Item::Enum(item) => &item.attrs,
+        Item::Fn(item) => &item.attrs,
+        Item::Impl(item) => &item.attrs,
+        Item::Macro(item) => &item.attrs,
+        Item::Mod(item) => &item.attrs,
+        Item::Static(item) => &item.attrs,
+        Item::Struct(item) => &item.attrs,
+        Item::Trait(item) => &item.attrs,
+        Item::Type(item) => &item.attrs,
+        Item::Use(item) => &item.attrs,
+        _ => &[],
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// The modules of a crate that is given as (file, text) pairs; the first is its root.
+    pub(crate) fn parse(files: &[(&str, &str)]) -> Vec<Module> {
+        let read = |path: &Path| {
+            files.iter().find(|(name, _)| Path::new(name) == path).map(|(_, text)| (*text).to_owned())
+        };
+        modules(Path::new(files[0].0), &read).unwrap()
+    }
+
+    #[test]
+    fn modules_are_found_as_rustc_finds_them_and_test_code_is_left_out() {
+        let modules = parse(&[
+            (
+                "src/lib.rs",
+                "mod a; mod b { mod c; fn f() {} } #[path = \"odd.rs\"] mod d; #[cfg(test)] mod tests;",
+            ),
+            ("src/a/mod.rs", "mod inner; #[cfg(all(test, unix))] mod tests; #[test] fn t() {}"),
+            ("src/a/inner.rs", "#[cfg(not(test))] fn kept() {} #[cfg(test)] fn dropped() {}"),
+            ("src/b/c.rs", ""),
+            ("src/odd.rs", ""),
+        ]);
+        let found: Vec<_> = modules
+            .iter()
+            .map(|module| (module.path.join("::"), module.file.to_str().unwrap(), module.items.len()))
+            .collect();
+        assert_eq!(
+            found,
+            [
+                ("a::inner".into(), "src/a/inner.rs", 1),
+                ("a".into(), "src/a/mod.rs", 0),
+                ("b::c".into(), "src/b/c.rs", 0),
+                ("b".into(), "src/lib.rs", 1),
+                ("d".into(), "src/odd.rs", 0),
+                (String::new(), "src/lib.rs", 0),
+            ]
+        );
+    }
+}
