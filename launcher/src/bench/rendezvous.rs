@@ -172,7 +172,7 @@ fn raise_file_limit(ranks: u32) -> io::Result<()> {
     if maximum.is_some_and(|maximum| maximum < needed) {
         let limit = maximum.unwrap_or_default();
         return Err(io::Error::other(format!(
-            "{ranks} ranks need {needed} descriptors, {limit} are allowed (ulimit -Hn)"
+            "{ranks} ranks need {needed} file descriptors, {limit} are allowed (ulimit -Hn)"
         )));
     }
     Ok(setrlimit(Resource::Nofile, Rlimit { current: Some(needed), maximum })?)
