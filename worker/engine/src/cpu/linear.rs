@@ -55,27 +55,28 @@ pub(super) fn product(out: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, sc
     assert!(a.cols == b.rows && a.fits() && b.fits() && shape.fits() && stride >= b.cols);
     // SAFETY: every element the call reads or writes lies inside its slice, as `fits` has checked; `out` is borrowed
     // mutably, so it overlaps neither input; its rows do not overlap each other, since they are `stride >= cols` apart.
+    // The kernels prefer column-major outputs: the transposed product `out^T = b^T a^T` is the same memory.
     unsafe {
-        gemm::gemm(
-            a.rows,
+        gemm_f32::gemm::f32::get_gemm_fn()(
             b.cols,
+            a.rows,
             a.cols,
             out.as_mut_ptr(),
-            1,
             stride.cast_signed(),
+            1,
             add,
-            a.data.as_ptr(),
-            a.col_stride.cast_signed(),
-            a.row_stride.cast_signed(),
             b.data.as_ptr(),
-            b.col_stride.cast_signed(),
             b.row_stride.cast_signed(),
+            b.col_stride.cast_signed(),
+            a.data.as_ptr(),
+            a.row_stride.cast_signed(),
+            a.col_stride.cast_signed(),
             1.0,
             scale,
             false,
             false,
             false,
-            gemm::Parallelism::None,
+            gemm_common::Parallelism::None,
         );
     }
 }
