@@ -1,17 +1,18 @@
-//! The `xlaunch` binary: `xlaunch worker` is one rank of the built-in trainer, everything else is the command line, and,
-//! under its own name, the guard that cleans up after a launcher that was killed.
+//! The `xlaunch` binary: the command line; `xlaunch worker`, one rank of the built-in trainer; and, under its own name,
+//! the process that cleans up after a launcher that was killed.
 //!
-//! - [`cli`]: subcommands, torchrun's flags, tables and JSON for people and programs;
+//! - [`cli`]: subcommands and torchrun's flags; [`client`]: gRPC clients of agents and the daemon; [`render`]: tables;
 //! - [`bench`]: the measurements of `xlaunch bench`;
-//! - [`trainer`]: what the command line needs of the worker crate, which only this file names.
+//! - [`trainer`]: functions of the worker crate, which is named only in this file.
 #![forbid(unsafe_code)]
 
 mod bench;
 mod cli;
 mod client;
+mod render;
 mod trainer;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 
 use trainer::{Preflight, Trainer};
@@ -26,15 +27,11 @@ fn main() -> ExitCode {
         return xlaunch_worker::main().into();
     }
     let newest_checkpoint = xlaunch_worker::newest_checkpoint;
-    cli::main(Trainer { preflight, newest_checkpoint, bench_alloc }).into()
+    cli::main(Trainer { preflight, newest_checkpoint }).into()
 }
 
 fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {
     let ready = xlaunch_worker::preflight(spec, job_dir)
         .map_err(|refusal| Refusal::new(refusal.exit, refusal.message))?;
     Ok(Preflight { resume_from: ready.resume_from, warnings: ready.warnings })
-}
-
-fn bench_alloc(traces: &[PathBuf]) -> Result<String, Refusal> {
-    xlaunch_worker::bench::alloc(traces).map_err(|error| Refusal::new(error.exit(), error.to_string()))
 }

@@ -1,4 +1,4 @@
-//! Buffers handed out by a pool, and loans of parts of them to a second stream or thread.
+//! Buffers, and leases of parts of them to another stream or thread.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -6,74 +6,22 @@ use std::ops::Range;
 
 use bytemuck::Pod;
 
-use crate::core::{Handle, StreamId};
-use crate::direct::Direct;
 use crate::error::PoolError;
-use crate::inner::Inner;
-use crate::loans::Loans;
-use crate::plan::serve::Ticket;
-use crate::pool::Space;
+use crate::inner::Origin;
+use crate::options::Space;
+use crate::stream::StreamId;
 
-/// Where a buffer's memory goes when it is dropped.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Home {
-    /// The allocator.
-    Block { inner: &'static Inner, handle: Handle },
-    /// The driver, as the pool is off; with the bytes asked for.
-    Driver { inner: &'static Inner, bytes: u64 },
-    /// The step's plan.
-    Slot(Ticket),
-}
-
-impl Home {
-    fn loans(&self) -> &Loans {
-        match self {
-            Self::Block { inner, .. } | Self::Driver { inner, .. } => &inner.loans,
-            Self::Slot(ticket) => &ticket.book().loans,
-        }
-    }
-
-    fn space(&self) -> Space {
-        match self {
-            Self::Block { inner, .. } | Self::Driver { inner, .. } => inner.space,
-            Self::Slot(ticket) => ticket.book().space,
-        }
-    }
-
-    /// The buffer at `address` is gone; its memory too, unless it is lent.
-    #[inline(never)]
-    fn dropped(self, address: u64) {
-        if !self.loans().keep(address, self) {
-            self.give_back(address);
-        }
-    }
-
-    fn segment(&self, address: u64) -> Option<(u64, u64)> {
-        match self {
-            Self::Block { inner, handle } => inner.segment_of(*handle),
-            Self::Driver { bytes, .. } => Some((address, Direct::rounded(*bytes))),
-            Self::Slot(_) => None,
-        }
-    }
-
-    fn give_back(&self, address: u64) {
-        match self {
-            Self::Block { inner, handle } => inner.put_back(*handle),
-            Self::Driver { inner, bytes } => inner.put_back_direct(address, *bytes),
-            Self::Slot(ticket) => ticket.free(),
-        }
-    }
-}
-
-/// `len` elements of `T` in the pool's memory, contents unspecified until written.
+/// `len` elements of `T` in the memory of a pool. The contents are unspecified until written.
 ///
-/// A buffer is a handle, as a device pointer is: reading and writing is the business of kernels, or on the host of code
-/// that upholds what [`address`](Self::address) says. With the `cuda` feature it is an argument of kernel launches and of
-/// cudarc's copies, cuBLAS, cuBLASLt and NCCL calls.
+/// A buffer is a handle, as a device pointer is: kernels read and write it, or host code that upholds what
+/// [`address`](Self::address) demands. With the `cuda` feature it is an argument of kernel launches and of the copies,
+/// cuBLAS, cuBLASLt and NCCL calls of cudarc.
+///
+/// Dropping it frees its memory without a driver call, from any thread.
 pub struct PoolBuf<T> {
     pub(crate) address: u64,
     len: usize,
-    pub(crate) home: Home,
+    pub(crate) origin: Origin,
     elements: PhantomData<T>,
 }
 
@@ -84,128 +32,134 @@ impl<T> fmt::Debug for PoolBuf<T> {
 }
 
 impl<T: Pod> PoolBuf<T> {
-    pub(crate) fn new(address: u64, len: usize, home: Home) -> Self {
-        Self { address, len, home, elements: PhantomData }
+    pub(crate) fn new(address: u64, len: usize, origin: Origin) -> Self {
+        Self { address, len, origin, elements: PhantomData }
     }
 
-    /// Lends elements `range` to another thread or stream: the block outlives the loan, and
-    /// [`is_lent`](Self::is_lent) is true of the range until the loan is dropped. A loan of `0..0` overlaps no other: it
-    /// keeps the block, and nothing else.
+    /// Leases elements `range` to another thread or stream. Until the lease is dropped, the memory stays allocated even
+    /// if the buffer is dropped, and [`is_leased`](Self::is_leased) is true of the range. A lease of `0..0` overlaps no
+    /// other: it only keeps the memory allocated.
     ///
     /// # Panics
-    /// If the range is out of bounds or overlaps another loan.
-    pub fn lend(&self, range: Range<usize>) -> Loan {
-        assert!(range.start <= range.end && range.end <= self.len, "loan {range:?} of {} elements", self.len);
+    /// If the range is out of bounds or overlaps another lease.
+    pub fn lease(&self, range: Range<usize>) -> Lease {
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "lease of elements {range:?} of {}",
+            self.len
+        );
         let bytes = range.start * size_of::<T>()..range.end * size_of::<T>();
-        let lent = self.home.loans().lend(self.address, bytes.clone());
-        assert!(lent, "elements {range:?} are lent already");
-        Loan { buffer: self.address, bytes, home: self.home }
+        let leased = self.origin.leases().add(self.address, bytes.clone());
+        assert!(leased, "elements {range:?} are leased already");
+        Lease { buffer: self.address, bytes, origin: self.origin }
     }
 
-    /// Whether any element of `range` is lent out.
-    pub fn is_lent(&self, range: Range<usize>) -> bool {
+    /// Whether any element of `range` is leased.
+    pub fn is_leased(&self, range: Range<usize>) -> bool {
         let bytes = range.start * size_of::<T>()..range.end * size_of::<T>();
-        self.home.loans().is_lent(self.address, bytes)
+        self.origin.leases().overlaps(self.address, bytes)
     }
 }
 
 impl<T> PoolBuf<T> {
-    /// Elements asked for.
+    /// Number of elements, as requested: bytes added by rounding are not part of the buffer.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether no elements were asked for.
+    /// Whether the buffer has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// Address of the first element, aligned to 512 bytes, valid for `len` elements while the buffer lives.
     ///
-    /// Whoever reads or writes through it answers for what a device leaves to its programmers: accesses stay within
-    /// `len`, read only what was written, and are ordered with each other and with loans ([`is_lent`](Self::is_lent)).
+    /// Code that accesses memory through it must do what a device leaves to its programmers: stay within `len`, read
+    /// only what was written, and order accesses with each other and with leases ([`is_leased`](Self::is_leased)).
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Where the memory lies.
+    /// The kind of memory.
     pub fn space(&self) -> Space {
-        self.home.space()
+        self.origin.space()
     }
 
-    /// Work of `stream` that was given until now uses this buffer: when it is dropped, its memory goes to work of other
-    /// streams only in an order after that. Call it after giving the work.
+    /// Records that work of `stream` submitted so far uses this buffer: after the buffer is dropped, its memory serves
+    /// only work that runs after that work too. Call it after submitting the work.
     ///
     /// # Errors
-    /// [`PoolError::PlannedBuffer`] if the buffer's place is planned: make steps that share buffers between streams
-    /// record that use from their first run on, and plans leave such buffers out.
+    /// [`PoolError::PlannedBuffer`] if a plan chose the address. Plans leave out buffers whose use by a second stream
+    /// was recorded, so steps should record such uses from their first run on.
     pub fn record_use(&self, stream: StreamId) -> Result<(), PoolError> {
-        match &self.home {
-            Home::Block { inner, handle } => inner.record_use(*handle, stream),
-            // The driver waits for all work itself before it takes memory back.
-            Home::Driver { .. } => Ok(()),
-            Home::Slot(_) => Err(PoolError::PlannedBuffer),
+        match &self.origin {
+            Origin::Block { inner, handle } => inner.record_use(*handle, stream),
+            // The driver waits for all work itself before it frees memory.
+            Origin::Driver { .. } => Ok(()),
+            Origin::Slot(_) => Err(PoolError::PlannedBuffer),
         }
     }
 
-    /// Address and length of the segment that a buffer of a [registered](crate::Pool::registered) pool lies in, for
-    /// `ncclCommRegister`; of the driver allocation around any other buffer.
+    /// Address and length in bytes of the driver allocation that the buffer is in. For a buffer of a
+    /// [registered](crate::Pool::registered) pool this is the segment to pass to `ncclCommRegister`. `None` for planned
+    /// buffers.
     pub fn segment(&self) -> Option<(u64, u64)> {
-        self.home.segment(self.address)
+        self.origin.segment(self.address)
     }
 }
 
 impl<T> Drop for PoolBuf<T> {
     #[inline]
     fn drop(&mut self) {
-        match &self.home {
-            // The fast one, in place.
-            Home::Slot(ticket) if !ticket.book().loans.any() => ticket.free(),
-            home => home.dropped(self.address),
+        match &self.origin {
+            // The fast path, inlined.
+            Origin::Slot(slot) if !slot.server().leases.any() => slot.free(),
+            origin => origin.buffer_dropped(self.address),
         }
     }
 }
 
-/// Part of a buffer, lent to another thread or stream until dropped.
-pub struct Loan {
+/// A range of a buffer that is leased to another thread or stream until this is dropped.
+pub struct Lease {
     /// Address of the buffer.
     buffer: u64,
+    /// The range, relative to the buffer.
     bytes: Range<usize>,
-    home: Home,
+    origin: Origin,
 }
 
-impl fmt::Debug for Loan {
+impl fmt::Debug for Lease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Loan({} bytes in {:?} memory)", self.bytes(), self.space())
+        write!(f, "Lease({} bytes in {:?} memory)", self.bytes(), self.space())
     }
 }
 
-impl Loan {
-    /// Address of the first byte lent.
+impl Lease {
+    /// Address of the first leased byte.
     pub fn address(&self) -> u64 {
         self.buffer + self.bytes.start as u64
     }
 
-    /// Bytes lent.
+    /// Number of leased bytes.
     pub fn bytes(&self) -> usize {
         self.bytes.len()
     }
 
-    /// Where the memory lies.
+    /// The kind of memory.
     pub fn space(&self) -> Space {
-        self.home.space()
+        self.origin.space()
     }
 
-    /// The segment of the buffer: see [`PoolBuf::segment`].
+    /// The driver allocation that the buffer is in: see [`PoolBuf::segment`].
     pub fn segment(&self) -> Option<(u64, u64)> {
-        self.home.segment(self.buffer)
+        self.origin.segment(self.buffer)
     }
 }
 
-impl Drop for Loan {
+impl Drop for Lease {
     fn drop(&mut self) {
-        if let Some(home) = self.home.loans().end(self.buffer, &self.bytes) {
-            home.give_back(self.buffer);
+        if self.origin.leases().end(self.buffer, &self.bytes) {
+            self.origin.free(self.buffer);
         }
     }
 }
@@ -215,27 +169,27 @@ mod tests {
     use crate::{Mode, Pool};
 
     #[test]
-    fn a_loan_keeps_its_range_and_block_until_dropped() {
+    fn lease_keeps_range_and_memory_until_dropped() {
         let pool = Pool::host(Mode::On);
         let buf = pool.alloc::<f32>(1000).unwrap();
         let address = buf.address();
-        let loan = buf.lend(10..20);
-        assert!(buf.is_lent(19..30) && !buf.is_lent(0..10) && !buf.is_lent(20..1000));
-        assert_eq!((loan.address(), loan.bytes()), (address + 40, 40));
+        let lease = buf.lease(10..20);
+        assert!(buf.is_leased(19..30) && !buf.is_leased(0..10) && !buf.is_leased(20..1000));
+        assert_eq!((lease.address(), lease.bytes()), (address + 40, 40));
         drop(buf);
         assert_ne!(pool.alloc::<f32>(1000).unwrap().address(), address);
-        drop(loan);
+        drop(lease);
         assert_eq!(pool.stats().live.current(), 0);
     }
 
     #[test]
-    fn a_loan_of_nothing_keeps_the_block_beside_other_loans() {
+    fn empty_lease_keeps_memory_and_overlaps_no_other() {
         let pool = Pool::host(Mode::On).registered();
         let buf = pool.alloc::<f32>(1000).unwrap();
         let segment = buf.segment();
-        let kept = buf.lend(0..0);
-        assert!(!buf.is_lent(0..1000));
-        drop((buf.lend(0..1000), buf.lend(0..0)));
+        let kept = buf.lease(0..0);
+        assert!(!buf.is_leased(0..1000));
+        drop((buf.lease(0..1000), buf.lease(0..0)));
         drop(buf);
         assert!(segment.is_some() && kept.segment() == segment);
         assert_ne!(pool.stats().live.current(), 0);
@@ -244,10 +198,10 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "lent already")]
-    fn a_range_is_lent_once() {
+    #[should_panic(expected = "leased already")]
+    fn overlapping_leases_panic() {
         let buf = Pool::host(Mode::On).alloc::<f32>(8).unwrap();
-        let _first = buf.lend(0..4);
-        let _second = buf.lend(3..5);
+        let _first = buf.lease(0..4);
+        let _second = buf.lease(3..5);
     }
 }

@@ -1,4 +1,4 @@
-//! Pools of a CUDA device's memory, and buffers as arguments of cudarc's calls.
+//! Pools of CUDA memory, and buffers as arguments of cudarc's calls.
 
 use std::sync::Arc;
 
@@ -6,86 +6,91 @@ use cudarc::driver::{
     CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, LaunchArgs, PushKernelArg, SyncOnDrop, result, sys,
 };
 
-use crate::backing::cuda::{Cuda, Lanes, Pinned};
-use crate::backing::{Backing, DriverFailure, Result as DriverResult, Segments, Streams, Virtual};
-use crate::buf::{Home, PoolBuf};
-use crate::core::StreamId;
-use crate::debug::{Bytes, HostBytes};
+use crate::backing::cuda::{Cuda, Pinned, StreamTable, failed};
+use crate::backing::{Backing, Result as DriverResult, Segments, Streams, VirtualMemory};
+use crate::buf::PoolBuf;
+use crate::debug::{HostMemory, MemoryAccess};
 use crate::error::PoolError;
-use crate::inner::Inner;
-use crate::pool::{Mode, Options, Pool, Space};
+use crate::inner::{Inner, Origin};
+use crate::options::{Mode, Options, Space};
+use crate::pool::Pool;
+use crate::stream::{MAX_STREAMS, StreamId};
 
-/// Addresses to reserve, as multiples of the device's memory: growth always finds room in one piece.
-const RANGES: [u64; 3] = [4, 2, 1];
+/// Lengths of the address range to try, as multiples of the device's memory: the longer the range, the more surely
+/// growth finds a contiguous hole.
+const RANGE_TIMES_MEMORY: [u64; 3] = [4, 2, 1];
 
 impl Pool {
-    /// A pool of the memory of this stream's device; the stream is number zero of the pool's.
+    /// A pool of memory of the device of `stream`, which becomes the pool's stream 0.
     ///
     /// # Errors
-    /// The driver refuses.
+    /// A driver call failed.
     pub fn cuda(stream: &Arc<CudaStream>, options: impl Into<Options>) -> Result<Self, PoolError> {
         let options = options.into();
-        let (lanes, cuda) = device(stream)?;
-        let bytes = Box::new(CudaBytes(cuda.clone()));
+        let (streams, cuda) = device(stream)?;
+        let memory = Box::new(DeviceMemory(cuda.clone()));
         let mut inner = if options.mode == Mode::Off {
             Inner::off(Space::Cuda, &options, Box::new(cuda))
         } else {
-            Inner::new(Space::Cuda, &options, backing(cuda), bytes)?
+            Inner::new(Space::Cuda, &options, backing(cuda), memory)?
         };
-        inner.set_lanes(lanes);
-        Ok(Self::of(inner))
+        inner.set_streams(streams);
+        Ok(Self::from_inner(inner))
     }
 
-    /// A pool of page-locked host memory for copies. Stream zero is the host itself: what [`PoolBuf::record_use`] said a
-    /// stream copies from or to is handed out again when the host has waited for that stream, which it does where nothing
-    /// else is free. Streams are added by [`add_cuda_stream`](Self::add_cuda_stream).
+    /// A pool of page-locked host memory, for copies to and from the device of `stream`. Its stream 0 is the host.
+    ///
+    /// Add the streams that copy with [`add_cuda_stream`](Self::add_cuda_stream), and call [`PoolBuf::record_use`]
+    /// after every copy: the memory is reused once the host has waited for that stream. If nothing else is free, the
+    /// pool waits for it.
     ///
     /// # Errors
-    /// The driver refuses.
+    /// A driver call failed.
     pub fn pinned(stream: &Arc<CudaStream>, options: impl Into<Options>) -> Result<Self, PoolError> {
         let options = options.into();
-        let (lanes, cuda) = device(stream)?;
+        let (streams, cuda) = device(stream)?;
         let mut inner = if options.mode == Mode::Off {
             Inner::off(Space::Pinned, &options, Box::new(Pinned(cuda)))
         } else {
             let backing = Box::new(Segments::new(Pinned(cuda)));
-            Inner::new(Space::Pinned, &options, backing, Box::new(HostBytes))?
+            Inner::new(Space::Pinned, &options, backing, Box::new(HostMemory))?
         };
-        inner.set_lanes(lanes);
-        Ok(Self::of(inner))
+        inner.set_streams(streams);
+        Ok(Self::from_inner(inner))
     }
 
-    /// One more stream of this pool's device.
+    /// Adds a stream of the pool's device.
     ///
     /// # Errors
-    /// There are too many, the pool is off or not of a CUDA device, or the driver refuses.
+    /// [`PoolError::TooManyStreams`]; [`PoolError::Off`] if the pool is off or not of CUDA memory; or a driver call
+    /// failed.
     pub fn add_cuda_stream(&self, stream: &Arc<CudaStream>) -> Result<StreamId, PoolError> {
         let mut state = self.inner().lock();
         let core = state.core()?;
-        let lanes = self.inner().lanes().ok_or(PoolError::Off)?;
-        // First what can fail, then what cannot be taken back.
-        if core.streams() == crate::core::MAX_STREAMS {
+        let streams = self.inner().streams().ok_or(PoolError::Off)?;
+        // What can fail comes first: a stream cannot be removed from the allocator.
+        if core.streams() == MAX_STREAMS {
             return Err(PoolError::TooManyStreams);
         }
-        lanes.add(stream.clone())?;
+        streams.add(stream.clone())?;
         core.add_stream().ok_or(PoolError::TooManyStreams)
     }
 }
 
-fn device(stream: &Arc<CudaStream>) -> Result<(Arc<Lanes>, Cuda), PoolError> {
-    let lanes = Arc::new(Lanes::default());
-    lanes.add(stream.clone())?;
-    let cuda = Cuda::new(stream.context().clone(), lanes.clone())?;
-    Ok((lanes, cuda))
+fn device(stream: &Arc<CudaStream>) -> Result<(Arc<StreamTable>, Cuda), PoolError> {
+    let streams = Arc::new(StreamTable::default());
+    streams.add(stream.clone())?;
+    let cuda = Cuda::new(stream.context().clone(), streams.clone())?;
+    Ok((streams, cuda))
 }
 
-/// Virtual memory, or plain allocations where there is none or its addresses cannot be had.
+/// Virtual memory, or plain allocations if the device does not support it or no address range can be reserved.
 fn backing(cuda: Cuda) -> Box<dyn Backing> {
     if cuda.has_virtual_memory()
-        && let Some((_, total)) = cuda.memory()
+        && let Some((_, total)) = cuda.memory_info()
     {
-        for times in RANGES {
-            if let Ok(range) = Virtual::new(cuda.clone(), total * times) {
+        for times in RANGE_TIMES_MEMORY {
+            if let Ok(range) = VirtualMemory::new(cuda.clone(), total * times) {
                 return Box::new(range);
             }
         }
@@ -93,14 +98,15 @@ fn backing(cuda: Cuda) -> Box<dyn Backing> {
     Box::new(Segments::new(cuda))
 }
 
-/// Device memory as debug mode sees it.
-struct CudaBytes(Cuda);
+/// Device memory for debug mode.
+struct DeviceMemory(Cuda);
 
-impl Bytes for CudaBytes {
+impl MemoryAccess for DeviceMemory {
     fn fill(&mut self, address: u64, bytes: u64, value: u8) -> DriverResult<()> {
         self.0.synchronize()?;
         if bytes > 0 {
-            // SAFETY: the context is current, the range lies in a block that no work uses, as the device was waited for.
+            // SAFETY: the context is current, and the range is in a block that no work uses: the device was
+            // synchronised.
             unsafe { result::memset_d8_async(address, value, bytes as usize, std::ptr::null_mut()) }
                 .map_err(failed("cuMemsetD8Async"))?;
         }
@@ -117,33 +123,31 @@ impl Bytes for CudaBytes {
     }
 }
 
-fn failed(call: &'static str) -> impl Fn(cudarc::driver::DriverError) -> DriverFailure {
-    move |error| DriverFailure { call, reason: error.to_string() }
-}
-
 impl<T> PoolBuf<T> {
-    /// The stream of cudarc's that the buffer was handed out for.
-    fn lane(&self) -> &Arc<CudaStream> {
-        let lane = match self.home {
-            Home::Block { inner, handle } => inner.lane_of(handle),
-            Home::Driver { inner, .. } => inner.lane(StreamId::default()),
-            Home::Slot(ticket) => ticket.book().lane.get(),
+    /// The stream that the buffer was allocated for.
+    fn cuda_stream(&self) -> &Arc<CudaStream> {
+        let stream = match self.origin {
+            Origin::Block { inner, handle } => inner.stream_of(handle),
+            Origin::Driver { inner, .. } => inner.stream(StreamId::default()),
+            Origin::Slot(slot) => slot.server().stream.get(),
         };
-        lane.unwrap_or_else(|| panic!("{self:?} is no memory of a CUDA pool"))
+        stream.unwrap_or_else(|| panic!("{self:?} has no CUDA stream: it is not from a CUDA pool"))
     }
 }
 
+/// # Panics
+/// [`stream`](DeviceSlice::stream) panics if the buffer is not from a CUDA pool.
 impl<T> DeviceSlice<T> for PoolBuf<T> {
     fn len(&self) -> usize {
         PoolBuf::len(self)
     }
 
     fn stream(&self) -> &Arc<CudaStream> {
-        self.lane()
+        self.cuda_stream()
     }
 }
 
-// Order between streams is the pool's and its user's, by `record_use`: nothing to record when a call is over.
+// The pool and its user order streams, by `record_use`, so there is nothing to record when a call is over.
 impl<T> DevicePtr<T> for PoolBuf<T> {
     fn device_ptr<'a>(&'a self, _: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
         (self.address, SyncOnDrop::Sync(None))
@@ -156,7 +160,7 @@ impl<T> DevicePtrMut<T> for PoolBuf<T> {
     }
 }
 
-// SAFETY: the argument is the address, a u64 in the buffer that is borrowed for as long as the launch's arguments.
+// SAFETY: the argument is the address, a u64 inside the buffer, which is borrowed as long as the launch arguments.
 unsafe impl<'a, 'b: 'a, T> PushKernelArg<&'b PoolBuf<T>> for LaunchArgs<'a> {
     #[inline(always)]
     fn arg(&mut self, arg: &'b PoolBuf<T>) -> &mut Self {

@@ -1,56 +1,57 @@
-//! The pool switched off: a driver allocation for every buffer.
+//! The allocator of a pool that is off: a driver allocation for every buffer.
 //!
-//! A buffer's drop makes no driver call here either: what was dropped goes back to the driver at the next request.
+//! Dropping a buffer makes no driver call here either: dropped buffers are freed at the next request.
 
-use crate::backing::{Result, SegmentDriver};
-use crate::core::{Books, GRANULE};
+use crate::backing::{GRANULE, Result, SegmentDriver};
+use crate::core::Counters;
 
-/// A driver, and the buffers to give back to it.
-pub(crate) struct Direct {
+/// A driver, and the dropped buffers that it has yet to free.
+pub(crate) struct DirectAllocator {
     driver: Box<dyn SegmentDriver>,
+    /// Address and size of each.
     dropped: Vec<(u64, u64)>,
-    pub(crate) books: Books,
+    pub(crate) counters: Counters,
 }
 
-impl std::fmt::Debug for Direct {
+impl std::fmt::Debug for DirectAllocator {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Direct").field("books", &self.books).finish_non_exhaustive()
+        f.debug_struct("DirectAllocator").field("counters", &self.counters).finish_non_exhaustive()
     }
 }
 
-impl Direct {
+impl DirectAllocator {
     pub(crate) fn new(driver: Box<dyn SegmentDriver>) -> Self {
-        Self { driver, dropped: Vec::new(), books: Books::default() }
+        Self { driver, dropped: Vec::new(), counters: Counters::default() }
     }
 
-    /// What is allocated for a buffer.
+    /// Size of the driver allocation for a buffer of this many bytes.
     pub(crate) fn rounded(bytes: u64) -> u64 {
         bytes.max(1).next_multiple_of(GRANULE)
     }
 
-    /// Memory for one buffer.
+    /// Frees what was dropped, then allocates memory for one buffer.
     pub(crate) fn alloc(&mut self, bytes: u64) -> Result<u64> {
         self.release()?;
         let rounded = Self::rounded(bytes);
         let address = self.driver.allocate(rounded)?;
-        self.books.mapped_one(rounded);
-        self.books.allocated(rounded, bytes);
+        self.counters.chunk_mapped(rounded);
+        self.counters.allocated(rounded, bytes);
         Ok(address)
     }
 
     pub(crate) fn free(&mut self, address: u64, bytes: u64) {
         let rounded = Self::rounded(bytes);
-        self.books.freed(rounded, bytes);
+        self.counters.freed(rounded, bytes);
         self.dropped.push((address, rounded));
     }
 
-    /// Gives dropped buffers back; returns their bytes.
+    /// Frees dropped buffers; returns their bytes.
     pub(crate) fn release(&mut self) -> Result<u64> {
         let mut released = 0;
         while let Some((address, bytes)) = self.dropped.last().copied() {
             self.driver.free(address, bytes)?;
             self.dropped.pop();
-            self.books.unmapped_one(bytes);
+            self.counters.chunk_unmapped(bytes);
             released += bytes;
         }
         Ok(released)

@@ -1,20 +1,20 @@
-//! The element types that training buffers hold.
+//! Element types of training buffers.
 
 /// Element type of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DType {
-    /// IEEE single precision.
+    /// IEEE 754 single precision.
     F32,
-    /// The upper half of a single: 8 bits of exponent, 7 of mantissa.
+    /// bfloat16: the upper half of a single, with 8 exponent and 7 mantissa bits.
     Bf16,
-    /// Token ids.
+    /// 32-bit signed integers, such as token ids.
     I32,
     /// Bytes.
     U8,
 }
 
 impl DType {
-    /// Bytes of one element.
+    /// Size of one element in bytes.
     pub const fn size(self) -> usize {
         match self {
             Self::F32 | Self::I32 => 4,
@@ -23,7 +23,7 @@ impl DType {
         }
     }
 
-    /// Short name, as in kernels and configuration.
+    /// Short name, as used in kernel names and configuration files.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "fp32",

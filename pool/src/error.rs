@@ -1,102 +1,105 @@
-//! What a pool refuses, and the report of a pool that has no memory left.
+//! Errors of a pool, and the report of a pool that ran out of memory.
 
 use std::fmt;
 use std::path::PathBuf;
 
 use crate::backing::DriverFailure;
-use crate::core::{Refusal, Site, StreamId};
+use crate::core::{AllocError, Site};
+use crate::stats::fragmentation;
+use crate::stream::{MAX_STREAMS, StreamId};
 
-/// A request that could not be served. The pool stays usable.
+/// A call that failed. The pool stays usable.
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
-    /// The size does not fit the address range.
-    #[error("a buffer of {requested} bytes is larger than any address range")]
+    /// The request exceeds the address range.
+    #[error("cannot allocate {requested} bytes: more than the address range of the pool")]
     TooLarge {
-        /// Bytes asked for; `u64::MAX` stands for more than can be counted.
+        /// Bytes requested; `u64::MAX` if the size overflows.
         requested: u64,
     },
-    /// There is no memory for it.
+    /// There is no memory for the request.
     #[error(transparent)]
     OutOfMemory(Box<OutOfMemory>),
-    /// A driver call failed that has nothing to do with the amount of memory.
-    #[error("the device's memory cannot be used: {0}")]
+    /// A driver call failed for another reason than lack of memory.
+    #[error("cannot use device memory: {0}")]
     Driver(#[from] DriverFailure),
-    /// Debug mode found memory changed that nobody should have written.
+    /// Debug mode found bytes that were overwritten.
     #[error(transparent)]
     Corrupted(Box<Corruption>),
-    /// All numbers for streams are taken.
-    #[error("a pool tells at most {} streams apart", crate::core::MAX_STREAMS)]
+    /// The pool has [`MAX_STREAMS`] streams already.
+    #[error("cannot add a stream: a pool has at most {MAX_STREAMS}")]
     TooManyStreams,
-    /// The buffer's place is planned, for one stream alone.
-    #[error("a buffer whose place is planned is for one stream alone")]
+    /// A planned buffer is for work of one stream only.
+    #[error("cannot record a use by another stream: the address of the buffer is planned for one stream")]
     PlannedBuffer,
-    /// What was asked needs the pool's allocator, and the pool is off.
-    #[error("the pool is off")]
+    /// The call needs the pool's allocator, or its CUDA streams, and the pool has none.
+    #[error("not supported: the pool is off, or not a pool of CUDA memory")]
     Off,
 }
 
 impl PoolError {
-    /// A refusal of something that is no request for a buffer.
-    pub(crate) fn without_report(refusal: Refusal) -> Self {
-        match refusal {
-            Refusal::Driver(failure) => Self::Driver(failure),
-            Refusal::TooLarge { bytes } | Refusal::Limit { needed: bytes, .. } => {
+    /// The error of a call that requests no buffer, so that there is no report to attach.
+    pub(crate) fn without_report(error: AllocError) -> Self {
+        match error {
+            AllocError::Driver(failure) => Self::Driver(failure),
+            AllocError::TooLarge { bytes } | AllocError::Limit { needed: bytes, .. } => {
                 Self::TooLarge { requested: bytes }
             }
         }
     }
 }
 
-/// Why a request found no memory, and what would have made it fit.
+/// Report of a request that found no memory. [`Display`](fmt::Display) prints all of it, with what would have made the
+/// request succeed.
 #[derive(Clone, Debug)]
 pub struct OutOfMemory {
-    /// Bytes asked for.
+    /// Bytes requested.
     pub requested: u64,
-    /// Whose work they were for.
+    /// Stream that the request was made for.
     pub stream: StreamId,
-    /// Who asked.
+    /// Where the request was made.
     pub site: Option<Site>,
-    /// What stood against it in the end.
-    pub refusal: Refusal,
-    /// Bytes in buffers.
+    /// Why it failed in the end.
+    pub cause: AllocError,
+    /// Bytes of live buffers.
     pub live: u64,
-    /// Bytes held from the driver.
+    /// Bytes allocated from the driver.
     pub mapped: u64,
-    /// Bytes that others registered.
+    /// Bytes that the program reserved for other libraries.
     pub external: u64,
-    /// The limit, if there is one.
+    /// The limit in bytes, if there is one.
     pub limit: Option<u64>,
-    /// Free and total bytes of the device, if it tells.
+    /// Free and total bytes of the device, if the driver reports them.
     pub device: Option<(u64, u64)>,
-    /// The longest free block.
+    /// Size of the largest free block in bytes.
     pub largest_free: u64,
-    /// Free bytes that other streams' work stands against, by stream.
+    /// Free bytes that work of other streams may still use, by stream.
     pub pending: Vec<(StreamId, u64)>,
-    /// Who holds most: bytes, buffers, site.
+    /// The sites that hold most memory, largest first: bytes, number of buffers, site.
     pub top: Vec<(u64, u64, Option<Site>)>,
-    /// The snapshot written, if a place for it was given.
+    /// The snapshot that was written, if [`Pool::snapshot_on_failure`](crate::Pool::snapshot_on_failure) named a
+    /// directory.
     pub snapshot: Option<PathBuf>,
 }
 
 impl OutOfMemory {
-    /// Free bytes of what is mapped.
+    /// Mapped bytes that are not live.
     pub fn free(&self) -> u64 {
         self.mapped - self.live
     }
 
-    /// What would have made the request fit.
+    /// What would have made the request succeed.
     fn advice(&self) -> String {
-        let more = |bytes| human(bytes);
-        match &self.refusal {
-            Refusal::Limit { needed, limit } => {
+        match &self.cause {
+            AllocError::Limit { needed, limit } => {
                 let over = (self.mapped + self.external + needed).saturating_sub(*limit);
-                format!("a limit higher by {}, or as much freed in one piece", more(over))
+                format!("raise the limit by {}, or free as much in one block", human(over))
             }
             _ => {
                 let missing = self.requested.saturating_sub(self.largest_free);
                 let device = self.device.map_or(0, |(free, _)| free);
                 let missing = missing.saturating_sub(device).max(1);
-                format!("{} more free on the device, or as much freed in one piece", more(missing))
+                format!("make {} more available on the device, or free as much in one block", human(missing))
             }
         }
     }
@@ -104,11 +107,11 @@ impl OutOfMemory {
 
 impl fmt::Display for OutOfMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "out of memory: {} asked for by {}", human(self.requested), At(self.site))?;
+        write!(f, "out of memory: cannot allocate {} at {}", human(self.requested), SiteName(self.site))?;
         if self.stream != StreamId::default() {
-            write!(f, " on stream {}", self.stream.0)?;
+            write!(f, " for stream {}", self.stream.index())?;
         }
-        write!(f, "\n  {}", self.refusal)?;
+        write!(f, ": {}", self.cause)?;
         write!(
             f,
             "\n  live {}, mapped {}, largest free block {} of {} free (fragmentation {:.0} %)",
@@ -119,54 +122,53 @@ impl fmt::Display for OutOfMemory {
             100.0 * fragmentation(self.free(), self.largest_free)
         )?;
         if self.external > 0 {
-            write!(f, ", held by others {}", human(self.external))?;
+            write!(f, ", external {}", human(self.external))?;
         }
         if let Some(limit) = self.limit {
             write!(f, ", limit {}", human(limit))?;
         }
         if let Some((free, total)) = self.device {
-            write!(f, "\n  the device has {} free of {}", human(free), human(total))?;
+            write!(f, "\n  device memory: {} free of {}", human(free), human(total))?;
         }
         for (stream, bytes) in &self.pending {
-            write!(f, "\n  {} wait for work of stream {}", human(*bytes), stream.0)?;
+            write!(f, "\n  {} free but pending on stream {}", human(*bytes), stream.index())?;
         }
         if !self.top.is_empty() {
-            write!(f, "\n  most is held by")?;
+            write!(f, "\n  largest holders:")?;
         }
         for (bytes, buffers, site) in &self.top {
-            write!(f, "\n    {:>10}  {buffers:>6} buffers  {}", human(*bytes), At(*site))?;
+            write!(f, "\n    {:>10}  {buffers:>6} buffers  {}", human(*bytes), SiteName(*site))?;
         }
-        write!(f, "\n  it would have fitted with {}", self.advice())?;
         if let Some(path) = &self.snapshot {
             write!(f, "\n  snapshot for PyTorch's memory_viz: {}", path.display())?;
         }
-        Ok(())
+        write!(f, "\n  help: {}", self.advice())
     }
 }
 
 impl std::error::Error for OutOfMemory {}
 
-/// Memory that was written by somebody whom it did not belong to.
+/// Report of overwritten memory, from debug mode.
 #[derive(Clone, Debug)]
 pub struct Corruption {
-    /// What happened.
+    /// What was overwritten.
     pub kind: CorruptionKind,
-    /// How far into the buffer.
+    /// Position of the first overwritten byte, from the start of the buffer.
     pub offset: u64,
-    /// Bytes the buffer was asked with.
+    /// Bytes requested for the buffer.
     pub requested: u64,
-    /// Who had asked for the buffer.
+    /// Where the buffer was allocated.
     pub allocated: Option<Site>,
-    /// Where it was dropped, as far as the program's symbols tell.
+    /// Where the buffer was dropped, as `file:line:column`, if the program has debug information.
     pub freed: String,
 }
 
 /// Kinds of [`Corruption`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CorruptionKind {
-    /// A freed buffer was written to.
+    /// A buffer was written to after it was dropped.
     UseAfterFree,
-    /// Bytes behind a buffer's end were written.
+    /// Bytes past the end of a buffer were written.
     Overrun,
 }
 
@@ -174,14 +176,14 @@ impl fmt::Display for Corruption {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let what = match self.kind {
             CorruptionKind::UseAfterFree => "written to after it was freed",
-            CorruptionKind::Overrun => "written behind its end",
+            CorruptionKind::Overrun => "written past its end",
         };
         write!(
             f,
-            "a buffer of {} was {what}, at byte {}\n  allocated by {}\n  freed at {}",
+            "memory corruption: a buffer of {} was {what}, at byte {}\n  allocated at {}\n  freed at {}",
             human(self.requested),
             self.offset,
-            At(self.allocated),
+            SiteName(self.allocated),
             self.freed
         )
     }
@@ -189,16 +191,10 @@ impl fmt::Display for Corruption {
 
 impl std::error::Error for Corruption {}
 
-/// Share of the free bytes that the longest free block cannot serve.
-#[expect(clippy::cast_precision_loss, reason = "a share, shown with a few digits")]
-pub(crate) fn fragmentation(free: u64, largest: u64) -> f64 {
-    if free == 0 { 0.0 } else { 1.0 - largest as f64 / free as f64 }
-}
+/// A site as `tag (file:line:column)`.
+struct SiteName(Option<Site>);
 
-/// A site in words.
-struct At(Option<Site>);
-
-impl fmt::Display for At {
+impl fmt::Display for SiteName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Some(Site { location, tag: "" }) => write!(f, "{location}"),
@@ -208,7 +204,7 @@ impl fmt::Display for At {
     }
 }
 
-/// Bytes for people.
+/// A size with a binary unit.
 #[expect(clippy::cast_precision_loss, reason = "shown with three digits")]
 fn human(bytes: u64) -> String {
     let bytes_f = bytes as f64;

@@ -1,19 +1,20 @@
-//! A device memory pool for programs that allocate in a rhythm, such as trainers.
+//! A memory pool for CUDA devices and for the host, for programs that make similar allocations again and again, such as
+//! trainers.
 //!
-//! `cudaMalloc` and `cudaFree` cost tens of microseconds, synchronise the device and serialise the threads of a context.
-//! [`Pool`] asks the driver rarely and keeps what is freed:
+//! `cudaMalloc` and `cudaFree` cost tens of microseconds, synchronise the device and serialise the threads of a
+//! context. A [`Pool`] rarely calls the driver and keeps what is freed:
 //!
-//! - requests are served from one growable range of addresses by two-level segregated fit, in multiples of 512 bytes,
-//!   and what is freed is merged with its neighbours at once: memory mapped stays within a few percent of memory live;
-//! - [`PoolBuf::len`] is what was asked for; bytes beyond it are never read. Contents are unspecified: zeroing is the
-//!   caller's, explicit;
-//! - a freed buffer's memory goes to work of the same stream at once, and to that of another stream when it is known to
-//!   come later; where nothing else fits, that other stream is made to wait, once. Work of a second stream on a buffer is
-//!   told by [`PoolBuf::record_use`], or holds a [`Loan`];
-//! - steps that repeat themselves are served from a plan ([`Mode::Plan`], [`Pool::step`]), without a lock, at the same
-//!   addresses every time;
-//! - a limit on all bytes held is exact. Memory that runs out is an error that says who holds what ([`OutOfMemory`]);
-//! - dropping a buffer makes no driver call, never waits and never panics.
+//! - Requests are served from one growable address range by two-level segregated fit, in multiples of 512 bytes. Freed
+//!   memory is merged with its neighbours at once, so mapped memory stays within a few percent of live memory.
+//! - [`PoolBuf::len`] is what was requested; bytes added by rounding are never read. The contents of a new buffer are
+//!   unspecified.
+//! - The memory of a freed buffer serves work of the same stream at once, and work of another stream if that is known
+//!   to run later. If nothing else fits, the other stream is made to wait. A second stream that uses a buffer is
+//!   recorded with [`PoolBuf::record_use`], or holds a [`Lease`].
+//! - Repeated steps are served from a plan ([`Mode::Plan`], [`Pool::step`]): without a lock, at the same addresses.
+//! - A limit on the bytes held is exact. When memory runs out, the error says who holds what ([`OutOfMemory`]).
+//! - Dropping a buffer makes no driver call and does not panic, nor does it wait for a lock, except in debug mode and
+//!   with the pool off.
 //!
 //! ```
 //! use xlaunch_pool::{Mode, Pool};
@@ -26,45 +27,50 @@
 //! # Ok::<(), xlaunch_pool::PoolError>(())
 //! ```
 //!
-//! # Where things are
-//! [`core`] decides, over a [`backing`]; [`plan`] packs steps; [`Pool`] and [`PoolBuf`] are what programs hold;
-//! [`Snapshot`] is what they show; [`replay`] compares allocators on recorded traces.
+//! # Structure
+//! [`core`] is the allocator, without locks and devices; [`backing`] maps memory; [`plan`] serves repeated steps.
+//! [`Pool`] and [`PoolBuf`] are what programs hold, [`Snapshot`] is what reports show.
 //!
-//! # What ends
-//! Fork: a child must not use a CUDA pool; requests that need the driver are refused there, and those that do not return
-//! addresses that mean nothing to the child. A context lost to a fault: requests that need the driver fail with the
-//! driver's words; drops and requests that need none go on. End of the process: CUDA memory is left to the driver; host memory is given back with the last buffer.
+//! # Fork, faults, exit
+//! - After `fork`, the child must not use a CUDA pool: requests that need the driver fail there, and addresses from
+//!   requests that do not are meaningless to the child.
+//! - After a fault, which makes the CUDA context unusable, requests that need the driver fail with the driver's
+//!   message. Drops, and requests that need no driver, still work.
+//! - CUDA memory is freed by the driver when the context ends. Host memory is freed when the last handle and the last
+//!   buffer of its pool are dropped.
 
 pub mod backing;
-pub mod bench;
 mod buf;
 pub mod core;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod debug;
+mod deferred;
 mod direct;
 mod dtype;
 mod error;
 mod inner;
-mod loans;
+mod leases;
 mod lock;
+mod options;
 pub mod plan;
 mod pool;
-pub mod replay;
 mod report;
-mod returns;
 mod stats;
+mod stream;
 mod sync;
 mod tag;
 mod trace;
 
-pub use buf::{Loan, PoolBuf};
+pub use buf::{Lease, PoolBuf};
 pub use dtype::DType;
 pub use error::{Corruption, CorruptionKind, OutOfMemory, PoolError};
-pub use pool::{External, Mode, Options, Pool, Space, Step};
+pub use options::{Mode, Options, Space};
+pub use pool::{External, Pool, Step};
 pub use report::Snapshot;
 pub use stats::Stats;
+pub use stream::{MAX_STREAMS, StreamId};
 pub use tag::{Tag, tag};
 pub use trace::{Action, Event};
 
-pub use crate::core::{Count, Place, Site, StreamId};
+pub use crate::core::{Counter, Place, Site};

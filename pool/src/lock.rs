@@ -1,74 +1,76 @@
-//! The pool's lock: held for some ten nanoseconds, but for the rare growth.
+//! The pool's lock: held for tens of nanoseconds, except while memory is mapped.
 //!
-//! Giving it up is a plain store, which makes an uncontended pair half as expensive as a mutex of the standard library;
-//! that is half of what an allocation costs. Who finds it held spins a little, then sleeps in short turns.
+//! Releasing it is a plain store, so an uncontended lock and unlock cost half of a `std::sync::Mutex`, which would be
+//! half the cost of an allocation. A waiting thread spins briefly, then sleeps in short turns.
 
 use std::cell::UnsafeCell;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 
-use crate::sync::{AtomicBool, Ordering, pause};
+use crate::sync::{AtomicBool, Ordering, back_off};
 
-const SPINS: u32 = 100;
-const SLEEP: Duration = Duration::from_micros(50);
+/// Attempts before a waiting thread sleeps between attempts.
+const SPIN_ATTEMPTS: u32 = 100;
+/// Sleep between attempts of a thread that has spun long enough.
+const CONTENDED_SLEEP: Duration = Duration::from_micros(50);
 
-/// One value, used by one thread at a time. A panic while it is held releases it.
+/// A value that one thread uses at a time. A panic while the lock is held releases it.
 #[derive(Default)]
-pub(crate) struct Lock<T> {
+pub(crate) struct SpinLock<T> {
     held: AtomicBool,
     value: UnsafeCell<T>,
 }
 
-// SAFETY: a guard exists for one thread at a time, as `held` goes from false to true by an atomic exchange; so sharing the
-// lock hands the value from thread to thread, which `T: Send` allows.
-unsafe impl<T: Send> Sync for Lock<T> {}
+// SAFETY: `held` goes from false to true by an atomic exchange, so at most one thread has a guard at a time: sharing
+// the lock moves the value between threads, which `T: Send` allows.
+unsafe impl<T: Send> Sync for SpinLock<T> {}
 
-impl<T> fmt::Debug for Lock<T> {
+impl<T> fmt::Debug for SpinLock<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Lock")
+        f.write_str("SpinLock")
     }
 }
 
-impl<T> Lock<T> {
+impl<T> SpinLock<T> {
     pub(crate) fn new(value: T) -> Self {
         Self { held: AtomicBool::new(false), value: UnsafeCell::new(value) }
     }
 
-    /// The value, when no other thread has it.
+    /// Waits for the lock.
     pub(crate) fn lock(&self) -> Guard<'_, T> {
-        let mut tries = 0;
+        let mut attempts = 0;
         loop {
             if let Some(guard) = self.try_lock() {
                 return guard;
             }
-            tries += 1;
-            pause(tries > SPINS, SLEEP);
+            attempts += 1;
+            back_off(attempts > SPIN_ATTEMPTS, CONTENDED_SLEEP);
         }
     }
 
-    /// The value, unless another thread has it now.
+    /// Takes the lock unless another thread holds it.
     pub(crate) fn try_lock(&self) -> Option<Guard<'_, T>> {
         let taken = self.held.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed);
         taken.is_ok().then(|| Guard { lock: self })
     }
 
-    /// The value, as nobody else can have it.
+    /// The value, without locking: the exclusive borrow proves that no guard exists.
     pub(crate) fn get_mut(&mut self) -> &mut T {
         self.value.get_mut()
     }
 }
 
-/// Gives the lock up when dropped.
+/// Releases the lock when dropped.
 pub(crate) struct Guard<'a, T> {
-    lock: &'a Lock<T>,
+    lock: &'a SpinLock<T>,
 }
 
 impl<T> Deref for Guard<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        // SAFETY: this guard is the only one, and its borrow keeps `deref_mut` away.
+        // SAFETY: this guard is the only one, and its borrow excludes `deref_mut`.
         unsafe { &*self.lock.value.get() }
     }
 }

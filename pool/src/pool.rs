@@ -6,123 +6,80 @@ use std::path::Path;
 use bytemuck::Pod;
 
 use crate::backing::host::Host;
-use crate::backing::{Backing, Purpose, Segments, Virtual};
-use crate::buf::{Home, PoolBuf};
-use crate::core::{Place, Request, Site, StreamId};
-use crate::debug::HostBytes;
+use crate::backing::{Backing, Purpose, Segments, VirtualMemory};
+use crate::buf::PoolBuf;
+use crate::core::{Place, Request, Site};
+use crate::debug::HostMemory;
 use crate::error::PoolError;
-use crate::inner::{Inner, Source};
-use crate::plan::Planner;
-use crate::plan::serve::Book;
+use crate::inner::{Inner, Origin, Source};
+use crate::options::{Mode, Options, Space};
+use crate::plan::{PlanServer, Planner};
 use crate::report::Snapshot;
 use crate::stats::Stats;
+use crate::stream::StreamId;
 use crate::tag;
 
-/// Where a pool's memory lies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Space {
-    /// Addressable by this process.
-    Host,
-    /// Addressable by kernels of one CUDA context.
-    Cuda,
-    /// Page-locked and addressable by this process.
-    Pinned,
-}
-
-/// How requests are served.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// From memory that is kept.
-    On,
-    /// As `On`; and steps that repeat themselves from a plan, see [`Pool::step`].
-    Plan,
-    /// Every buffer is a driver allocation, and is given back to the driver at the next request: for comparison.
-    Off,
-}
-
-/// How a pool is made. [`Mode`] converts into the options with that mode alone.
-#[derive(Clone, Copy, Debug)]
-pub struct Options {
-    /// How requests are served.
-    pub mode: Mode,
-    /// Most bytes to hold of the device, registered outside bytes included.
-    pub limit: u64,
-    /// Debug mode, with the byte that new buffers are filled with; it waits for the device at every request, and makes no
-    /// plans.
-    pub debug: Option<u8>,
-    /// Events kept for snapshots; with any, no plans are made.
-    pub trace: usize,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self { mode: Mode::On, limit: u64::MAX, debug: None, trace: 0 }
-    }
-}
-
-impl From<Mode> for Options {
-    fn from(mode: Mode) -> Self {
-        Self { mode, ..Self::default() }
-    }
-}
-
-/// Hands out [`PoolBuf`]s. Clones share one pool; each handle says what its requests are for.
+/// A handle to a pool, which allocates [`PoolBuf`]s. Handles made from one another share the pool; each has its own
+/// stream, [placement](Self::persistent) and [purpose](Self::registered).
+///
+/// Buffers may outlive all handles.
 #[derive(Debug)]
 pub struct Pool {
     inner: &'static Inner,
     stream: StreamId,
     place: Place,
     purpose: Purpose,
-    /// The plans that may serve: none but general requests on the first stream.
-    book: Option<&'static Book>,
+    /// The plan server. Plans serve only general requests for the first stream, so other handles have none.
+    server: Option<&'static PlanServer>,
 }
 
 impl Clone for Pool {
     fn clone(&self) -> Self {
-        self.inner.opened();
-        let Self { inner, stream, place, purpose, book } = *self;
-        Self { inner, stream, place, purpose, book }
+        self.inner.handle_created();
+        let Self { inner, stream, place, purpose, server } = *self;
+        Self { inner, stream, place, purpose, server }
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.inner.dropped();
+        self.inner.handle_dropped();
     }
 }
 
 impl Pool {
-    /// A pool of host memory.
+    /// A pool of host memory. Its buffers hold initialised bytes.
     pub fn host(options: impl Into<Options>) -> Self {
         let options = options.into();
         if options.mode == Mode::Off {
-            return Self::of(Inner::off(Space::Host, &options, Box::new(Host)));
+            return Self::from_inner(Inner::off(Space::Host, &options, Box::new(Host)));
         }
-        let backing: Box<dyn Backing> = match Virtual::new(Host, host_range()) {
+        let backing: Box<dyn Backing> = match VirtualMemory::new(Host, host_address_range()) {
             Ok(range) => Box::new(range),
-            // The process may not have that many addresses: a limit on them, a small machine.
+            // The address space of the process is limited, or the machine is small.
             Err(_) => Box::new(Segments::new(Host)),
         };
         Self::with_backing(Space::Host, backing, options)
     }
 
-    /// A pool of whatever memory there is behind `backing`. In debug mode it must be host memory.
+    /// A pool over a back end of the caller's, such as one for a test. [`Options::debug`] requires that the back end
+    /// provides host memory; [`Mode::Off`] is treated as [`Mode::On`].
     pub fn with_backing(space: Space, backing: Box<dyn Backing>, options: impl Into<Options>) -> Self {
-        match Inner::new(space, &options.into(), backing, Box::new(HostBytes)) {
-            Ok(inner) => Self::of(inner),
+        match Inner::new(space, &options.into(), backing, Box::new(HostMemory)) {
+            Ok(inner) => Self::from_inner(inner),
             Err(error) => unreachable!("an empty pool is within any limit: {error}"),
         }
     }
 
-    pub(crate) fn of(inner: Inner) -> Self {
-        inner.opened();
-        let book = inner.book();
+    pub(crate) fn from_inner(inner: Inner) -> Self {
+        inner.handle_created();
+        let server = inner.server();
         Self {
             inner: Box::leak(Box::new(inner)),
             stream: StreamId::default(),
             place: Place::High,
             purpose: Purpose::General,
-            book,
+            server,
         }
     }
 
@@ -131,16 +88,17 @@ impl Pool {
         self.inner
     }
 
-    /// The same pool, for work of this stream.
+    /// A handle to the same pool for buffers whose first use is work of `stream`.
     #[must_use]
     pub fn on_stream(&self, stream: StreamId) -> Self {
         let mut pool = self.clone();
         pool.stream = stream;
-        pool.book = self.book.filter(|_| stream == StreamId::default());
+        pool.server = self.server.filter(|_| stream == StreamId::default());
         pool
     }
 
-    /// The same pool, for buffers that stay: they lie at the low end, away from those that come and go.
+    /// A handle to the same pool for long-lived buffers such as parameters. They are placed at the low end of the
+    /// address range, away from the short-lived ones at the high end, so that neither fragments the other.
     #[must_use]
     pub fn persistent(&self) -> Self {
         let mut pool = self.clone();
@@ -148,51 +106,59 @@ impl Pool {
         pool
     }
 
-    /// The same pool, for buffers in segments of their own that a communication library can register:
-    /// [`PoolBuf::segment`].
+    /// A handle to the same pool for buffers that a communication library registers: each is in a
+    /// [segment](PoolBuf::segment) that is one physical allocation and accessible to network cards.
     #[must_use]
     pub fn registered(&self) -> Self {
         let mut pool = self.persistent();
-        (pool.purpose, pool.book) = (Purpose::Registered, None);
+        (pool.purpose, pool.server) = (Purpose::Registered, None);
         pool
     }
 
-    /// Where the memory lies.
+    /// The kind of memory.
     pub fn space(&self) -> Space {
         self.inner.space
     }
 
-    /// A buffer of `len` elements with unspecified contents. An empty buffer is valid.
+    /// Allocates a buffer of `len` elements. Its contents are unspecified. `len` may be 0.
     ///
     /// # Errors
-    /// No memory, or no address range that long; the pool stays usable.
+    /// [`PoolError::OutOfMemory`] with a report, or [`PoolError::TooLarge`]; in debug mode also
+    /// [`PoolError::Corrupted`]. The pool stays usable.
     #[track_caller]
     #[inline(always)]
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<PoolBuf<T>, PoolError> {
         let Some(bytes) = len.checked_mul(size_of::<T>()) else {
             return Err(PoolError::TooLarge { requested: u64::MAX });
         };
-        let planned = match self.book {
-            Some(book) => book.serve_bytes(bytes),
+        let planned = match self.server {
+            Some(server) => server.serve_bytes(bytes),
             None => None,
         };
-        let (address, home) = match planned {
-            Some((address, ticket)) => (address, Home::Slot(ticket)),
-            None => self.take(bytes as u64, Location::caller())?,
+        let (address, origin) = match planned {
+            Some((address, slot)) => (address, Origin::Slot(slot)),
+            None => self.alloc_unplanned(bytes as u64, Location::caller())?,
         };
-        Ok(PoolBuf::new(address, len, home))
+        Ok(PoolBuf::new(address, len, origin))
     }
 
     #[inline(never)]
-    fn take(&self, bytes: u64, location: &'static Location<'static>) -> Result<(u64, Home), PoolError> {
+    fn alloc_unplanned(
+        &self,
+        bytes: u64,
+        location: &'static Location<'static>,
+    ) -> Result<(u64, Origin), PoolError> {
         let site = Some(Site { location, tag: tag::current() });
         let Self { stream, place, purpose, .. } = *self;
-        self.inner.take(&Request { bytes, stream, place, purpose, site })
+        self.inner.alloc(&Request { bytes, stream, place, purpose, site })
     }
 
-    /// Begins a step of this kind (its key: a batch shape, training or evaluation) until the guard is dropped. In
-    /// [`Mode::Plan`], once two steps of a kind were equal, the next ones are served from a plan, on the thread that began
-    /// the pool's first step. In other modes nothing happens.
+    /// Begins a step, which ends when the guard is dropped. `key` identifies the kind of step, such as training with
+    /// one batch shape.
+    ///
+    /// In [`Mode::Plan`], once two steps with the same key have made the same requests, a plan serves the following
+    /// ones: without a lock, at the same addresses in every step. Only the thread that began the pool's first step is
+    /// served. In other modes nothing happens.
     pub fn step(&self, key: u64) -> Step {
         let mut state = self.inner.lock();
         let state = &mut *state;
@@ -204,91 +170,93 @@ impl Pool {
         Step { pool: begun.then(|| self.clone()), planned }
     }
 
-    /// Waits until plans in the making are made.
+    /// Waits until the plans that are being computed on other threads are finished. Without it, steps are not planned
+    /// until the plan is ready.
     pub fn finish_planning(&self) {
         if let Some(planner) = &mut self.inner.lock().planner {
             planner.finish();
         }
     }
 
-    /// From now on the addresses of planned buffers stay what they are, for captured graphs that hold them.
+    /// Keeps the addresses of planned buffers for the rest of the pool's life, for captured CUDA graphs that hold them.
     pub fn pin_plans(&self) {
         if let Some(planner) = &mut self.inner.lock().planner {
             planner.pin();
         }
     }
 
-    /// One more stream of a pool that is not CUDA's.
+    /// Adds a stream to a pool with a back end of the caller's. For a CUDA pool, see `add_cuda_stream`.
+    ///
+    /// # Errors
+    /// [`PoolError::TooManyStreams`], or [`PoolError::Off`] if the pool is off.
     pub fn add_stream(&self) -> Result<StreamId, PoolError> {
         self.inner.lock().core()?.add_stream().ok_or(PoolError::TooManyStreams)
     }
 
-    /// All further work of `to` was made to wait for all work of `from` so far.
-    pub fn joined(&self, from: StreamId, to: StreamId) {
+    /// Records that the program made all further work of `to` wait for all work submitted to `from` so far. The pool
+    /// then need not insert a wait of its own.
+    pub fn record_wait(&self, from: StreamId, to: StreamId) {
         if let Ok(core) = self.inner.lock().core() {
-            core.joined(from, to);
+            core.record_wait(from, to);
         }
     }
 
-    /// The host has waited for all work of `stream` so far.
-    pub fn host_waited(&self, stream: StreamId) {
+    /// Records that the host has waited for all work submitted to `stream` so far.
+    pub fn record_synchronize(&self, stream: StreamId) {
         if let Ok(core) = self.inner.lock().core() {
-            core.host_waited(stream);
+            core.record_synchronize(stream);
         }
     }
 
-    /// Counts so far.
+    /// What the pool holds and has done. Linear in the number of blocks.
     pub fn stats(&self) -> Stats {
         self.inner.lock().stats()
     }
 
-    /// Forgets the peaks before now.
+    /// Resets the peaks of the statistics to the current values.
     pub fn reset_peaks(&self) {
         self.inner.lock().reset_peaks();
     }
 
-    /// Gives all memory that no buffer lies in back to the driver; returns the bytes given back. It waits for the device.
+    /// Frees all memory that holds no live buffer; returns the number of bytes freed. Synchronises the device.
+    ///
+    /// # Errors
+    /// A driver call failed.
     pub fn trim(&self) -> Result<u64, PoolError> {
-        let mut state = self.inner.lock();
-        let state = &mut *state;
-        match &mut state.source {
-            Source::Core(core) => {
-                if let Some(planner) = &mut state.planner {
-                    planner.give_region_back(core);
-                }
-                core.trim().map_err(PoolError::without_report)
-            }
-            Source::Direct(direct) => Ok(direct.release()?),
-            Source::Gone => Ok(0),
-        }
+        self.inner.lock().trim()
     }
 
-    /// Sets the limit on all bytes held; free memory above it is given back at once.
+    /// Sets the limit on the bytes that the pool maps: see [`Options::limit`]. Unused memory above it is freed at once.
+    ///
+    /// # Errors
+    /// [`PoolError::Off`] if the pool is off, or a driver call failed while memory was freed.
     pub fn set_limit(&self, bytes: u64) -> Result<(), PoolError> {
         self.inner.lock().core()?.set_limit(bytes).map_err(PoolError::without_report)
     }
 
-    /// Counts bytes that others hold of the same device against the limit, until the guard is dropped.
+    /// Counts bytes that other libraries hold on the same device towards the limit, until the guard is dropped.
     ///
     /// # Errors
-    /// [`PoolError::TooLarge`] if they do not fit under the limit even after giving unused memory back.
-    pub fn external(&self, bytes: u64) -> Result<External, PoolError> {
+    /// [`PoolError::TooLarge`] if they exceed the limit even after unused memory was freed; [`PoolError::Off`] if the
+    /// pool is off.
+    pub fn reserve_external(&self, bytes: u64) -> Result<External, PoolError> {
         self.inner.lock().core()?.add_external(bytes).map_err(PoolError::without_report)?;
         Ok(External { pool: self.clone(), bytes })
     }
 
-    /// Where a snapshot is written when memory runs out.
+    /// Makes requests that fail for lack of memory write a [snapshot](Snapshot::write_memory_viz) into this directory.
+    /// The error names the file.
     pub fn snapshot_on_failure(&self, dir: &Path) {
         self.inner.lock().snapshot_dir = Some(dir.to_owned());
     }
 
-    /// All blocks and the events kept, as of one moment.
+    /// All blocks and recent events, at one moment.
     pub fn snapshot(&self) -> Snapshot {
         self.inner.lock().snapshot()
     }
 }
 
-/// A step in progress.
+/// A step in progress: see [`Pool::step`].
 #[derive(Debug)]
 #[must_use = "the step ends when this is dropped"]
 pub struct Step {
@@ -297,8 +265,8 @@ pub struct Step {
 }
 
 impl Step {
-    /// Whether this step is served from a plan: the same requests get the same addresses as in every other step of its kind
-    /// that is.
+    /// Whether a plan serves this step: equal requests get the same addresses as in every other planned step with this
+    /// key.
     pub fn is_planned(&self) -> bool {
         self.planned
     }
@@ -314,8 +282,9 @@ impl Drop for Step {
     }
 }
 
-/// Bytes of the device that others hold.
+/// Bytes of the device that count towards the limit until this is dropped: see [`Pool::reserve_external`].
 #[derive(Debug)]
+#[must_use = "the reservation ends when this is dropped"]
 pub struct External {
     pool: Pool,
     bytes: u64,
@@ -329,9 +298,9 @@ impl Drop for External {
     }
 }
 
-/// Addresses to reserve on the host: several times its memory, so that growth always finds room in one piece.
-fn host_range() -> u64 {
-    const SHARE: u64 = 4;
+/// Bytes of addresses to reserve on the host: a multiple of its memory, so that growth always finds a contiguous hole.
+fn host_address_range() -> u64 {
+    const TIMES_MEMORY: u64 = 4;
     let info = rustix::system::sysinfo();
-    info.totalram.saturating_mul(u64::from(info.mem_unit)).saturating_mul(SHARE)
+    info.totalram.saturating_mul(u64::from(info.mem_unit)).saturating_mul(TIMES_MEMORY)
 }

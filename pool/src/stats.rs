@@ -1,67 +1,66 @@
-//! What a pool has done and holds, in numbers.
+//! What a pool holds and has done, in numbers.
 
-use crate::core::{Books, Count};
-use crate::error::fragmentation;
+use crate::core::{Counter, Counters};
 
-/// Counts of a pool at one moment. Bytes, unless a name says otherwise.
+/// Statistics of a pool at one moment, in bytes unless noted otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// In buffers, rounded up to granules.
-    pub live: Count,
-    /// In buffers, as asked for.
-    pub requested: Count,
-    /// Buffers, in number.
-    pub buffers: Count,
-    /// Held from the driver.
-    pub mapped: Count,
-    /// Pieces held from the driver, in number: `added` counts driver allocations, `removed` what was given back.
-    pub chunks: Count,
-    /// Mapped, and neither in a buffer nor in the plans' region.
+    /// Bytes of live buffers, rounded up to granules of 512 bytes.
+    pub live: Counter,
+    /// Bytes of live buffers as requested.
+    pub requested: Counter,
+    /// Number of live buffers.
+    pub buffers: Counter,
+    /// Bytes allocated from the driver.
+    pub mapped: Counter,
+    /// Number of pieces allocated from the driver: `added` counts driver allocations, `removed` frees.
+    pub chunks: Counter,
+    /// Mapped bytes that neither a buffer nor the plan region uses.
     pub free: u64,
-    /// The longest free block.
+    /// Size of the largest free block.
     pub largest_free: u64,
-    /// Free in chunks that also hold live buffers.
-    pub held_back: u64,
-    /// Requests refused for want of memory.
+    /// Free bytes in pieces that also hold live buffers, so that they cannot be unmapped.
+    pub inactive_split: u64,
+    /// Number of requests that failed.
     pub out_of_memory: u64,
-    /// Requests served after unused memory had been given back.
+    /// Number of requests for which unused memory was unmapped and mapped again elsewhere.
     pub retries: u64,
-    /// Waits of one stream for another that reuse made necessary.
+    /// Number of waits between streams that the allocator inserted.
     pub waits_inserted: u64,
-    /// Waits for the whole device.
+    /// Number of times the allocator synchronised the device.
     pub synchronizations: u64,
-    /// Buffers whose drop found the pool busy, and left it to the next request.
+    /// Number of buffers that were dropped while the pool was locked, so that the next request freed them.
     pub deferred_frees: u64,
-    /// Requests served from a plan.
+    /// Number of requests served from a plan, in steps that are over.
     pub plan_hits: u64,
-    /// Requests of planned steps that departed from the plan.
+    /// Number of requests of planned steps that departed from the plan.
     pub plan_misses: u64,
-    /// Bytes of the plans' region; `live` counts what lies in it, not the region.
+    /// Size of the region that plans share. `live` counts the buffers in it, not the region.
     pub plan_region: u64,
 }
 
 impl Stats {
-    pub(crate) fn of(books: &Books) -> Self {
+    pub(crate) fn of(counters: &Counters) -> Self {
         Self {
-            live: books.live,
-            requested: books.requested,
-            buffers: books.buffers,
-            mapped: books.mapped,
-            chunks: books.chunks,
-            out_of_memory: books.refused,
-            retries: books.retries,
-            waits_inserted: books.waits_inserted,
-            synchronizations: books.synchronizations,
+            live: counters.live,
+            requested: counters.requested,
+            buffers: counters.buffers,
+            mapped: counters.mapped,
+            chunks: counters.chunks,
+            out_of_memory: counters.failures,
+            retries: counters.retries,
+            waits_inserted: counters.waits_inserted,
+            synchronizations: counters.synchronizations,
             ..Self::default()
         }
     }
 
-    /// Share of the free bytes that the longest free block cannot serve: 0 is one piece.
+    /// Fraction of the free bytes that the largest free block cannot serve: 0 if the free bytes are one block.
     pub fn fragmentation(&self) -> f64 {
         fragmentation(self.free, self.largest_free)
     }
 
-    /// The counters under the names of `torch.cuda.memory_stats()`, those that have a meaning here.
+    /// The counters under the names of `torch.cuda.memory_stats()`, as far as they have a meaning here.
     pub fn torch(&self) -> Vec<(String, u64)> {
         let mut all = Vec::new();
         let groups = [
@@ -73,15 +72,15 @@ impl Stats {
             ("active", &self.buffers),
             ("segment", &self.chunks),
         ];
-        for (name, count) in groups {
-            let (current, Count { peak, added, removed }) = (count.current(), *count);
+        for (name, counter) in groups {
+            let (current, Counter { peak, added, removed }) = (counter.current(), *counter);
             for (part, value) in
                 [("current", current), ("peak", peak), ("allocated", added), ("freed", removed)]
             {
                 all.push((format!("{name}.all.{part}"), value));
             }
         }
-        all.push(("inactive_split_bytes.all.current".into(), self.held_back));
+        all.push(("inactive_split_bytes.all.current".into(), self.inactive_split));
         let singles = [
             ("num_ooms", self.out_of_memory),
             ("num_alloc_retries", self.retries),
@@ -92,4 +91,10 @@ impl Stats {
         all.extend(singles.map(|(name, value)| (name.to_owned(), value)));
         all
     }
+}
+
+/// See [`Stats::fragmentation`].
+#[expect(clippy::cast_precision_loss, reason = "a fraction that is shown with a few digits")]
+pub(crate) fn fragmentation(free: u64, largest: u64) -> f64 {
+    if free == 0 { 0.0 } else { 1.0 - largest as f64 / free as f64 }
 }

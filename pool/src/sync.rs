@@ -1,4 +1,4 @@
-//! Atomics of the standard library, or of the model checker when built with `--cfg loom`.
+//! Atomics of the standard library, or of the loom model checker when built with `--cfg loom`.
 
 #[cfg(not(loom))]
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
@@ -6,14 +6,14 @@ pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
-/// Between two tries: a hint to the processor, or a sleep.
+/// Backs off between two attempts to take a lock: a spin hint to the processor, or a sleep once `long`.
 #[cfg(not(loom))]
-pub(crate) fn pause(long: bool, sleep: std::time::Duration) {
+pub(crate) fn back_off(long: bool, sleep: std::time::Duration) {
     if long { std::thread::sleep(sleep) } else { std::hint::spin_loop() }
 }
 
-/// Between two tries: another thread's turn.
+/// Backs off between two attempts to take a lock: lets the model run another thread.
 #[cfg(loom)]
-pub(crate) fn pause(_: bool, _: std::time::Duration) {
+pub(crate) fn back_off(_: bool, _: std::time::Duration) {
     loom::thread::yield_now();
 }

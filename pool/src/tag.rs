@@ -1,30 +1,31 @@
-//! What buffers are for, said by the program around its requests.
+//! Tags: what the program says a request is for.
 
 use std::cell::Cell;
 
 thread_local!(static TAG: Cell<&'static str> = const { Cell::new("") });
 
-/// Ends its tag when dropped; the one before applies again.
+/// Ends the tag when dropped and restores the previous one.
 #[derive(Debug)]
 #[must_use = "the tag ends when this is dropped"]
 pub struct Tag {
-    before: &'static str,
-    /// Ends on the thread it began on.
-    thread: std::marker::PhantomData<*const ()>,
+    previous: &'static str,
+    /// Not `Send`: the tag must end on the thread that it began on.
+    not_send: std::marker::PhantomData<*const ()>,
 }
 
-/// Requests of this thread are noted as being for `name`, such as `attention.backward`, until the guard is dropped.
+/// Tags the requests of this thread with `name`, such as `attention.backward`, until the guard is dropped. Reports and
+/// snapshots show the tag with the line of code that made the request.
 pub fn tag(name: &'static str) -> Tag {
-    Tag { before: TAG.replace(name), thread: std::marker::PhantomData }
+    Tag { previous: TAG.replace(name), not_send: std::marker::PhantomData }
 }
 
 impl Drop for Tag {
     fn drop(&mut self) {
-        TAG.set(self.before);
+        TAG.set(self.previous);
     }
 }
 
-/// The present tag; empty outside any.
+/// The current tag of this thread; empty if there is none.
 pub(crate) fn current() -> &'static str {
     TAG.get()
 }

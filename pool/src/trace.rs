@@ -1,64 +1,66 @@
-//! The last requests and returns, kept for snapshots.
+//! The most recent allocations and frees, kept for snapshots.
 
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use crate::core::{Site, StreamId};
+use crate::core::Site;
+use crate::stream::StreamId;
 
-/// What happened.
+/// What an [`Event`] reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// A buffer was handed out.
+    /// A buffer was allocated.
     Alloc,
-    /// A buffer came back.
+    /// A buffer was freed.
     Free,
-    /// A request was refused for want of memory.
+    /// A request failed because memory ran out.
     OutOfMemory,
 }
 
-/// One entry of the trace.
+/// One allocation, free or failed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
     /// What happened.
     pub action: Action,
-    /// Microseconds since the pool was made.
+    /// Microseconds since the pool was created.
     pub micros: u64,
-    /// The buffer; zero for a refused request.
+    /// Address of the buffer; 0 for a failed request.
     pub address: u64,
-    /// Its length, rounded up.
+    /// Size of the buffer in bytes, rounded up to granules; of a failed request, the bytes requested.
     pub bytes: u64,
-    /// Whose work it serves.
+    /// Stream that the request was made for.
     pub stream: StreamId,
-    /// Who asked.
+    /// Where the request was made.
     pub site: Option<Site>,
-    /// Bytes live after it.
+    /// Bytes live after the event.
     pub live: u64,
-    /// Bytes mapped after it.
+    /// Bytes mapped after the event.
     pub mapped: u64,
 }
 
-/// A ring of the last events.
+/// A ring buffer of the last events.
 #[derive(Debug)]
-pub(crate) struct Trace {
+pub(crate) struct EventRing {
     start: Instant,
-    room: usize,
+    capacity: usize,
     events: VecDeque<Event>,
 }
 
-impl Trace {
-    pub(crate) fn new(room: usize) -> Self {
-        Self { start: Instant::now(), room, events: VecDeque::with_capacity(room) }
+impl EventRing {
+    pub(crate) fn new(capacity: usize) -> Self {
+        Self { start: Instant::now(), capacity, events: VecDeque::with_capacity(capacity) }
     }
 
-    /// Adds an event, with the time filled in; the oldest leaves when there is no room.
+    /// Adds an event and fills in its time; a full ring drops its oldest event.
     pub(crate) fn add(&mut self, event: Event) {
-        if self.events.len() == self.room {
+        if self.events.len() == self.capacity {
             self.events.pop_front();
         }
         let micros = u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX);
         self.events.push_back(Event { micros, ..event });
     }
 
+    /// The events, oldest first.
     pub(crate) fn events(&self) -> Vec<Event> {
         self.events.iter().copied().collect()
     }

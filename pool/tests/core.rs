@@ -1,4 +1,5 @@
-//! The allocator against its oracle: no overlap, exact books, exact limit, reuse in order only, and every driver failure.
+//! The allocator against its oracle: no overlap, exact counters and limit, reuse only in stream order, and a failure of
+//! every driver call.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -6,30 +7,34 @@ mod common;
 
 use proptest::prelude::*;
 
-use common::{Driven, Op};
-use xlaunch_pool::Place;
-use xlaunch_pool::backing::sim::Sim;
-use xlaunch_pool::backing::{Backing, Segments, Virtual};
-use xlaunch_pool::core::{Core, Refusal, Request, StreamId};
+use common::oracle::{CheckedCore, Op};
+use common::sim::Sim;
+use xlaunch_pool::backing::{Backing, Segments, VirtualMemory};
+use xlaunch_pool::core::{AllocError, Core, Request};
+use xlaunch_pool::{Place, StreamId};
 
 const MIB: u64 = 1 << 20;
 
-fn run(bytes: &[[u8; 4]], contiguous: bool, lag: usize, check_every: usize) {
-    let mut driven = Driven::new(contiguous, lag);
+fn run(bytes: &[[u8; 4]], contiguous: bool, lagging: usize, check_every: usize) {
+    let mut checked = CheckedCore::new(contiguous, lagging);
     for (number, bytes) in bytes.iter().enumerate() {
-        driven.step(Op::decode(*bytes));
+        checked.step(Op::decode(*bytes));
         if number % check_every == 0 {
-            driven.core.check().unwrap();
+            checked.core.check().unwrap();
         }
     }
-    driven.finish();
+    checked.finish();
+}
+
+fn core_on(sim: &Sim) -> Core {
+    Core::new(Box::new(VirtualMemory::new(sim.clone(), 4096 * MIB).unwrap()))
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 3000, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_program_is_served_rightly(
+    fn random_programs_keep_invariants(
         bytes in prop::collection::vec(any::<[u8; 4]>(), 1..150),
         contiguous in any::<bool>(),
         lag in 0_usize..3,
@@ -40,7 +45,7 @@ proptest! {
 
 /// A million operations, with driver failures and limits among them.
 #[test]
-fn a_long_life_keeps_the_limit_to_the_byte() {
+fn million_operations_keep_limit_exact() {
     let mut random = 0x2545_f491_4f6c_dd1d_u64;
     let mut next = || {
         random ^= random << 13;
@@ -48,15 +53,15 @@ fn a_long_life_keeps_the_limit_to_the_byte() {
         random ^= random << 17;
         (random >> 16) as u32
     };
-    for life in 0..10 {
-        // Lives of the imagination end in a run of all streams, which grows with their work: ten lives, not one.
+    for round in 0..10 {
+        // Ten programs rather than one: the lagging stream queues its work, up to the end of a program.
         let bytes: Vec<[u8; 4]> = (0..100_000).map(|_| next().to_le_bytes()).collect();
-        run(&bytes, life % 2 == 0, life, 500);
+        run(&bytes, round % 2 == 0, round, 500);
     }
 }
 
-/// What a small trainer does: parameters, two steps on two streams with a shared buffer, a trim, a larger step.
-fn program(core: &mut Core, other: StreamId) -> Result<(), Refusal> {
+/// What a small trainer does: parameters, buffers of two streams, one of them shared, a larger request, a trim.
+fn program(core: &mut Core, other: StreamId) -> Result<(), AllocError> {
     let mut live = Vec::new();
     let mut alloc = |core: &mut Core, bytes, stream, place| {
         let handle = core.alloc(&Request { stream, place, ..Request::new(bytes) });
@@ -73,7 +78,7 @@ fn program(core: &mut Core, other: StreamId) -> Result<(), Refusal> {
     ] {
         match alloc(core, bytes, stream, place) {
             Ok(handle) => core.record_use(handle, other).unwrap(),
-            Err(refusal) => failed = failed.or(Some(refusal)),
+            Err(error) => failed = failed.or(Some(error)),
         }
     }
     for handle in live.drain(..) {
@@ -82,18 +87,18 @@ fn program(core: &mut Core, other: StreamId) -> Result<(), Refusal> {
     let after = core.alloc(&Request { stream: other, ..Request::new(12 * MIB) });
     match after {
         Ok(handle) => core.free(handle).unwrap(),
-        Err(refusal) => failed = failed.or(Some(refusal)),
+        Err(error) => failed = failed.or(Some(error)),
     }
     failed = core.trim().err().or(failed);
     failed.map_or(Ok(()), Err)
 }
 
 #[test]
-fn every_driver_call_may_fail_and_the_allocator_lives_on() {
+fn allocator_survives_failure_of_every_driver_call() {
     for contiguous in [true, false] {
         let make = |sim: &Sim| -> Option<(Core, StreamId)> {
             let backing: Box<dyn Backing> = match contiguous {
-                true => Box::new(Virtual::new(sim.clone(), 1024 * MIB).ok()?),
+                true => Box::new(VirtualMemory::new(sim.clone(), 1024 * MIB).ok()?),
                 false => Box::new(Segments::new(sim.clone())),
             };
             let mut core = Core::new(backing);
@@ -104,7 +109,7 @@ fn every_driver_call_may_fail_and_the_allocator_lives_on() {
         let (mut core, other) = make(&sim).unwrap();
         program(&mut core, other).unwrap();
         let calls = sim.calls();
-        assert!(calls > 8, "the program uses the driver: {calls} calls");
+        assert!(calls > 8, "the program makes {calls} driver calls");
         for k in 0..calls {
             for count in [1, 2, u64::MAX] {
                 let sim = Sim::new(128 * MIB);
@@ -113,70 +118,72 @@ fn every_driver_call_may_fail_and_the_allocator_lives_on() {
                 core.set_limit(100 * MIB).unwrap();
                 let _ = program(&mut core, other);
                 core.check().unwrap();
-                assert!(sim.most_held() <= 100 * MIB);
+                assert!(sim.max_held() <= 100 * MIB);
                 sim.heal();
                 let handle = core.alloc(&Request::new(64 * MIB)).unwrap_or_else(|error| {
-                    panic!("call {k} failed {count} times, and then 64 MiB of 128 were refused: {error}")
+                    panic!(
+                        "after {count} failures from call {k} on, 64 MiB of 128 are not available: {error}"
+                    )
                 });
                 core.free(handle).unwrap();
                 core.trim().unwrap();
                 core.check().unwrap();
-                assert_eq!(sim.held(), 0, "call {k}, {count} times: memory was lost");
+                assert_eq!(sim.held(), 0, "{count} failures from call {k} on leaked memory");
             }
         }
     }
 }
 
 #[test]
-fn memory_that_other_work_may_use_waits_once_for_all_of_it() {
+fn reuse_on_another_stream_inserts_one_wait_for_all_freed_blocks() {
     let sim = Sim::new(64 * MIB);
-    let mut core = Core::new(Box::new(Virtual::new(sim.clone(), 256 * MIB).unwrap()));
+    let mut core = core_on(&sim);
     let other = core.add_stream().unwrap();
     let handles: Vec<_> = (0..4).map(|_| core.alloc(&Request::new(MIB)).unwrap()).collect();
     handles.into_iter().for_each(|handle| core.free(handle).unwrap());
-    let (calls, mapped) = (sim.calls(), core.books().mapped.current());
+    let (calls, mapped) = (sim.calls(), core.counters().mapped.current());
     for _ in 0..4 {
         core.alloc(&Request { stream: other, ..Request::new(MIB) }).unwrap();
     }
-    assert_eq!(sim.calls() - calls, 1, "one wait orders the streams, and nothing more is mapped");
-    assert_eq!((core.books().waits_inserted, core.books().mapped.current()), (1, mapped));
+    assert_eq!(sim.calls() - calls, 1, "one wait orders the streams, and no memory is mapped");
+    assert_eq!((core.counters().waits_inserted, core.counters().mapped.current()), (1, mapped));
 }
 
 #[test]
-fn free_chunks_are_mapped_anew_where_a_large_request_needs_them() {
+fn free_chunks_are_remapped_for_a_large_request() {
     let sim = Sim::new(64 * MIB);
-    let mut core = Core::new(Box::new(Virtual::new(sim.clone(), 1024 * MIB).unwrap()));
+    let mut core = core_on(&sim);
     // Every second buffer is freed: 32 MiB free, in pieces of 4.
     let handles: Vec<_> = (0..16).map(|_| core.alloc(&Request::new(4 * MIB)).unwrap()).collect();
     handles.iter().step_by(2).for_each(|handle| core.free(*handle).unwrap());
     assert_eq!((sim.held(), core.largest_free()), (64 * MIB, 4 * MIB));
     core.alloc(&Request::new(30 * MIB)).unwrap();
-    assert_eq!(core.books().retries, 1);
+    assert_eq!(core.counters().retries, 1);
     core.check().unwrap();
 }
 
 #[test]
-fn a_limit_is_kept_and_outside_bytes_count() {
+fn limit_is_exact_and_includes_external_bytes() {
     let sim = Sim::new(1024 * MIB);
-    let mut core = Core::new(Box::new(Virtual::new(sim.clone(), 4096 * MIB).unwrap()));
+    let mut core = core_on(&sim);
     core.set_limit(10 * MIB).unwrap();
     core.add_external(4 * MIB).unwrap();
     let handle = core.alloc(&Request::new(6 * MIB)).unwrap();
-    assert_eq!(core.alloc(&Request::new(1)), Err(Refusal::Limit { limit: 10 * MIB, needed: 2 * MIB }));
+    assert_eq!(core.alloc(&Request::new(1)), Err(AllocError::Limit { limit: 10 * MIB, needed: 2 * MIB }));
     assert!(core.add_external(1).is_err());
     core.free(handle).unwrap();
     core.add_external(6 * MIB).unwrap();
-    assert_eq!(sim.held(), 0, "unused memory made room for the outside bytes");
+    assert_eq!(sim.held(), 0, "unused memory was unmapped to make room for the external bytes");
     core.remove_external(10 * MIB);
     core.alloc(&Request::new(10 * MIB)).unwrap();
     assert!(
-        core.alloc(&Request::new(u64::MAX)).is_err_and(|error| matches!(error, Refusal::TooLarge { .. }))
+        core.alloc(&Request::new(u64::MAX)).is_err_and(|error| matches!(error, AllocError::TooLarge { .. }))
     );
 }
 
 #[test]
-fn the_last_memory_serves_a_large_request_wherever_it_lies() {
-    let mut core = Core::new(Box::new(Virtual::new(Sim::new(1024 * MIB), 4096 * MIB).unwrap()));
+fn memory_of_an_empty_slab_serves_a_large_request() {
+    let mut core = core_on(&Sim::new(1024 * MIB));
     core.set_limit(2 * MIB).unwrap();
     let small = core.alloc(&Request::new(1000)).unwrap();
     let large = core.alloc(&Request::new(MIB)).unwrap();
@@ -189,15 +196,15 @@ fn the_last_memory_serves_a_large_request_wherever_it_lies() {
 
 #[test]
 fn small_buffers_do_not_pin_large_holes() {
-    let mut core = Core::new(Box::new(Virtual::new(Sim::new(1024 * MIB), 4096 * MIB).unwrap()));
+    let mut core = core_on(&Sim::new(1024 * MIB));
     let mut small = Vec::new();
     for _ in 0..8 {
         let large = core.alloc(&Request::new(8 * MIB)).unwrap();
         small.push(core.alloc(&Request::new(1000)).unwrap());
         core.free(large).unwrap();
     }
-    assert_eq!(core.books().mapped.current(), 10 * MIB, "one large buffer's memory and one run");
+    assert_eq!(core.counters().mapped.current(), 10 * MIB, "one large buffer and one slab");
     small.into_iter().for_each(|handle| core.free(handle).unwrap());
     core.trim().unwrap();
-    assert_eq!(core.books().mapped.current(), 0);
+    assert_eq!(core.counters().mapped.current(), 0);
 }

@@ -1,42 +1,72 @@
-//! Pools of a real device: memory mapped, used by kernels and libraries, ordered between streams, given back. Skipped with
-//! a word where there is no GPU.
+//! Pools of a real device: memory is mapped, used by kernels and libraries, ordered between streams, and freed.
 
-#![cfg(feature = "cuda")]
 #![expect(
     clippy::unwrap_used,
     clippy::print_stdout,
     clippy::exit,
-    reason = "a test, which says what it skips"
+    reason = "tests that show what they measured, and that end child processes"
 )]
 
 use std::process::Command;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::cublaslt::{CudaBlasLT, Matmul, MatmulConfig};
 use cudarc::driver::{CudaContext, CudaStream, LaunchConfig, PushKernelArg, result, sys};
 use cudarc::nccl::{self, Comm, Id, ReduceOp};
-use xlaunch_pool::{Mode, Options, Pool, PoolBuf, PoolError, Space};
+use xlaunch_harness::Requirement;
+use xlaunch_pool::{Mode, Options, Pool, PoolBuf, PoolError, Space, StreamId};
+
+xlaunch_harness::suite! {
+    needs gpu:
+        memory_is_mapped_used_and_freed,
+        kernels_and_cublaslt_take_buffers_as_arguments,
+        reuse_on_another_stream_waits_for_pending_work,
+        recorded_use_keeps_memory_until_the_second_stream_is_done,
+        full_device_is_reported_and_pool_stays_usable,
+        pinned_memory_is_reused_after_its_copies,
+        request_after_device_fault_is_a_typed_error,
+        request_in_forked_child_is_a_typed_error;
+    needs gpu_and_nccl:
+        nccl_takes_buffers_as_arguments,
+        nccl_registers_segment_of_registered_buffer;
+}
 
 const MIB: usize = 1 << 20;
 
-/// One test at a time: they compare what the device has free.
-static ONE: Mutex<()> = Mutex::new(());
+/// Tests run one at a time: they compare how much memory the device has free.
+static EXCLUSIVE: Mutex<()> = Mutex::new(());
 
-/// A context on the first GPU, as programs use it beside the pool.
-fn gpu() -> Option<(Arc<CudaContext>, MutexGuard<'static, ()>)> {
-    let one = ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    // SAFETY: asking opens the library, whose initialisers have no preconditions.
+/// A driver library, and a GPU as device 0. Creates no context: the fork test would inherit it.
+fn gpu() -> Requirement {
+    // SAFETY: the call opens the library, whose initialisers have no preconditions.
     if !unsafe { sys::is_culib_present() } {
-        println!("skipped: no CUDA driver");
-        return None;
+        return Err("no CUDA driver library".into());
     }
-    let Ok(context) = CudaContext::new(0) else {
-        println!("skipped: no GPU");
-        return None;
-    };
+    let devices = result::init().and_then(|()| result::device::get_count());
+    match devices {
+        Ok(1..) => Ok(()),
+        Ok(_) => Err("no GPU".into()),
+        Err(error) => Err(format!("no GPU: {error}")),
+    }
+}
+
+fn gpu_and_nccl() -> Requirement {
+    gpu()?;
+    // SAFETY: as above.
+    if unsafe { nccl::sys::is_culib_present() } { Ok(()) } else { Err("no NCCL library".into()) }
+}
+
+fn exclusive() -> MutexGuard<'static, ()> {
+    EXCLUSIVE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A context on the first GPU, for this test alone.
+fn device() -> (Arc<CudaContext>, MutexGuard<'static, ()>) {
+    let exclusive = exclusive();
+    let context = CudaContext::new(0).unwrap();
     // SAFETY: the tests order streams themselves.
     unsafe { context.disable_event_tracking() };
-    Some((context, one))
+    (context, exclusive)
 }
 
 fn free_memory(context: &CudaContext) -> usize {
@@ -49,9 +79,8 @@ fn pool(context: &Arc<CudaContext>, options: impl Into<Options>) -> (Pool, Arc<C
     (Pool::cuda(&stream, options).unwrap(), stream)
 }
 
-#[test]
-fn memory_is_mapped_used_and_given_back() {
-    let Some((context, _one)) = gpu() else { return };
+fn memory_is_mapped_used_and_freed() {
+    let (context, _exclusive) = device();
     let before = free_memory(&context);
     for mode in [Mode::On, Mode::Plan, Mode::Off] {
         let (pool, stream) = pool(&context, mode);
@@ -72,20 +101,19 @@ fn memory_is_mapped_used_and_given_back() {
         let host = stream.clone_dtoh(&bufs[3]).unwrap();
         stream.synchronize().unwrap();
         assert!(host.iter().all(|word| *word == 0));
-        // What libraries of other tests give back meanwhile is in the difference too.
+        // Less than what was allocated: libraries of earlier tests may free memory meanwhile.
         assert!(before - free_memory(&context) >= 250 * MIB);
         drop(bufs);
         pool.trim().unwrap();
         let stats = pool.stats();
         assert_eq!((stats.mapped.current(), stats.live.current()), (0, 0));
     }
-    // Contexts of other tests' streams and modules may hold a little.
-    assert!(before.abs_diff(free_memory(&context)) <= 64 * MIB, "the device has everything back");
+    // Streams and modules of other tests may hold a little.
+    assert!(before.abs_diff(free_memory(&context)) <= 64 * MIB, "all memory was freed");
 }
 
-#[test]
-fn kernels_and_libraries_take_buffers_as_arguments() {
-    let Some((context, _one)) = gpu() else { return };
+fn kernels_and_cublaslt_take_buffers_as_arguments() {
+    let (context, _exclusive) = device();
     let (pool, stream) = pool(&context, Mode::On);
     let source = r#"extern "C" __global__ void twice(const float* x, float* y, int n) {
         int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -101,7 +129,7 @@ fn kernels_and_libraries_take_buffers_as_arguments() {
     // SAFETY: the arguments are what the kernel takes, and it stays within n elements.
     unsafe { stream.launch_builder(&twice).arg(&x).arg(&mut y).arg(&count).launch(config) }.unwrap();
 
-    // [32, 32] times [32, 32]: every element 1.5 * 3 * 32.
+    // [32, 32] times [32, 32]: every element is 1.5 * 3 * 32 = 144.
     let blas = CudaBlasLT::new(stream.clone()).unwrap();
     let mut z = pool.alloc::<f32>(n).unwrap();
     let config = MatmulConfig {
@@ -124,35 +152,37 @@ fn kernels_and_libraries_take_buffers_as_arguments() {
     };
     // SAFETY: the sizes are those of the buffers.
     unsafe { blas.matmul(config, &x, &y, &mut z, None, None) }.unwrap();
-    let mut expected = 144.0;
+    expect_all(&stream, &z, 144.0);
+}
 
-    // SAFETY: asking opens the library, whose initialisers have no preconditions.
-    if unsafe { nccl::sys::is_culib_present() } {
-        let comm = Comm::from_rank(stream.clone(), 0, 1, Id::new().unwrap()).unwrap();
-        comm.all_reduce(&x, &mut y, &ReduceOp::Sum).unwrap();
-        comm.all_reduce_in_place(&mut z, &ReduceOp::Sum).unwrap();
-        expected = 144.0;
-    } else {
-        println!("skipped for NCCL: no library");
-    }
-    let host = stream.clone_dtoh(&z).unwrap();
+fn nccl_takes_buffers_as_arguments() {
+    let (context, _exclusive) = device();
+    let (pool, stream) = pool(&context, Mode::On);
+    let n = 1024;
+    let mut x = pool.alloc::<f32>(n).unwrap();
+    let mut y = pool.alloc::<f32>(n).unwrap();
+    stream.memcpy_htod(&vec![1.5_f32; n], &mut x).unwrap();
+    let comm = Comm::from_rank(stream.clone(), 0, 1, Id::new().unwrap()).unwrap();
+    comm.all_reduce(&x, &mut y, &ReduceOp::Sum).unwrap();
+    comm.all_reduce_in_place(&mut x, &ReduceOp::Sum).unwrap();
+    expect_all(&stream, &x, 1.5);
+    expect_all(&stream, &y, 1.5);
+}
+
+fn expect_all(stream: &Arc<CudaStream>, buf: &PoolBuf<f32>, expected: f32) {
+    let host = stream.clone_dtoh(buf).unwrap();
     stream.synchronize().unwrap();
     assert!(host.iter().all(|value| (value - expected).abs() < 1e-3), "{:?}", &host[..4]);
 }
 
-#[test]
-fn nccl_registers_a_registered_buffer() {
-    let Some((context, _one)) = gpu() else { return };
-    // SAFETY: asking opens the library, whose initialisers have no preconditions.
-    if !unsafe { nccl::sys::is_culib_present() } {
-        println!("skipped: no NCCL");
-        return;
-    }
+fn nccl_registers_segment_of_registered_buffer() {
+    let (context, _exclusive) = device();
     let (pool, stream) = pool(&context, Mode::On);
     let buf = pool.registered().alloc::<f32>(5 * MIB).unwrap();
     let (start, len) = buf.segment().unwrap();
     let (mut comm, mut handle) = (std::ptr::null_mut(), std::ptr::null_mut());
-    // SAFETY: the context is current; the segment is mapped and outlives its registration; each call writes one pointer.
+    // SAFETY: the context is current; the segment is mapped and outlives its registration; each call writes one
+    // pointer.
     let results = unsafe {
         [
             nccl::sys::ncclCommInitAll(&raw mut comm, 1, std::ptr::null()),
@@ -165,12 +195,12 @@ fn nccl_registers_a_registered_buffer() {
     println!("registered {len} bytes, handle {}", if handle.is_null() { "null" } else { "given" });
 }
 
-/// Long work on one stream, whose memory another stream gets: without the order it would be overwritten while it is read.
-#[test]
-fn memory_in_use_on_one_stream_waits_before_it_serves_another() {
-    let Some((context, _one)) = gpu() else { return };
+/// Another stream gets memory that long work of the first stream still reads: without a wait, the second stream would
+/// overwrite it.
+fn reuse_on_another_stream_waits_for_pending_work() {
+    let (context, _exclusive) = device();
     let len = 256 * MIB;
-    // No room for a second buffer: what the first stream uses must be handed on.
+    // The limit leaves no room for another buffer, so the pool must reuse what the first stream uses.
     let (pool, first) = pool(&context, Options { limit: 3 * len as u64, ..Options::default() });
     let second = context.new_stream().unwrap();
     let other = pool.add_cuda_stream(&second).unwrap();
@@ -193,9 +223,8 @@ fn memory_in_use_on_one_stream_waits_before_it_serves_another() {
     assert!(first.clone_dtoh(&out).unwrap().iter().all(|byte| *byte == 0));
 }
 
-#[test]
-fn a_buffer_used_on_a_second_stream_is_kept_for_it() {
-    let Some((context, _one)) = gpu() else { return };
+fn recorded_use_keeps_memory_until_the_second_stream_is_done() {
+    let (context, _exclusive) = device();
     let (pool, first) = pool(&context, Mode::On);
     let second = context.new_stream().unwrap();
     let other = pool.add_cuda_stream(&second).unwrap();
@@ -203,24 +232,23 @@ fn a_buffer_used_on_a_second_stream_is_kept_for_it() {
     let mut out = pool.alloc::<u8>(64 * MIB).unwrap();
     first.memset_zeros(&mut buf).unwrap();
     first.synchronize().unwrap();
-    pool.host_waited(xlaunch_pool::StreamId::default());
+    pool.record_synchronize(StreamId::default());
     second.memcpy_dtod(&buf, &mut out).unwrap();
     buf.record_use(other).unwrap();
     let address = buf.address();
     drop(buf);
     let again = pool.alloc::<u8>(64 * MIB).unwrap();
     let waited = pool.stats().waits_inserted;
-    assert_eq!(waited == 1, again.address() == address, "the same memory only after a wait");
+    assert_eq!(waited == 1, again.address() == address, "memory is reused only after a wait");
     drop(again);
     second.synchronize().unwrap();
-    pool.host_waited(other);
+    pool.record_synchronize(other);
     let _free = pool.alloc::<u8>(64 * MIB).unwrap();
-    assert_eq!(pool.stats().waits_inserted, waited, "the host's wait orders all");
+    assert_eq!(pool.stats().waits_inserted, waited, "after the host has waited, no wait is inserted");
 }
 
-#[test]
-fn a_full_device_is_an_error_with_the_figures_and_the_pool_lives_on() {
-    let Some((context, _one)) = gpu() else { return };
+fn full_device_is_reported_and_pool_stays_usable() {
+    let (context, _exclusive) = device();
     let (pool, stream) = pool(&context, Mode::On);
     let (free, total) = (free_memory(&context), result::mem_get_info().unwrap().1);
     let _kept = pool.alloc::<u8>(100 * MIB).unwrap();
@@ -233,7 +261,7 @@ fn a_full_device_is_an_error_with_the_figures_and_the_pool_lives_on() {
     stream.synchronize().unwrap();
     assert!(matches!(pool.alloc::<u8>(1 << 50), Err(PoolError::TooLarge { .. })));
 
-    // To the brim, in pieces; then the whole again in one piece, which takes remapping.
+    // Fill the limit with pieces, free every second one, then request a block that needs remapping.
     drop((buf, pool.trim().unwrap()));
     pool.set_limit(2048 * MIB as u64).unwrap();
     let mut pieces: Vec<_> = (0..15).map(|_| pool.alloc::<u8>(128 * MIB).unwrap()).collect();
@@ -244,23 +272,22 @@ fn a_full_device_is_an_error_with_the_figures_and_the_pool_lives_on() {
     drop(large);
 }
 
-#[test]
-fn pinned_memory_comes_back_when_its_copies_are_done() {
-    let Some((context, _one)) = gpu() else { return };
+fn pinned_memory_is_reused_after_its_copies() {
+    let (context, _exclusive) = device();
     let (device, stream) = pool(&context, Mode::On);
     let pinned = Pool::pinned(&stream, Mode::On).unwrap();
-    let lane = pinned.add_cuda_stream(&stream).unwrap();
+    let copies = pinned.add_cuda_stream(&stream).unwrap();
     assert_eq!(pinned.space(), Space::Pinned);
     let targets: Vec<PoolBuf<u8>> = (0..20).map(|_| device.alloc(MIB).unwrap()).collect();
     for (value, target) in targets.iter().enumerate() {
         let staging = pinned.alloc::<u8>(MIB).unwrap();
-        // SAFETY: the memory is this buffer's, and no copy reads it any more; the device's is allocated.
+        // SAFETY: both ranges are allocated, and no earlier copy still reads this memory: the pool waited for it.
         unsafe {
             let host = std::slice::from_raw_parts_mut(staging.address() as *mut u8, MIB);
             host.fill(value as u8);
             result::memcpy_htod_async(target.address(), host, stream.cu_stream()).unwrap();
         }
-        staging.record_use(lane).unwrap();
+        staging.record_use(copies).unwrap();
     }
     for (value, target) in targets.iter().enumerate() {
         let host = stream.clone_dtoh(target).unwrap();
@@ -269,15 +296,16 @@ fn pinned_memory_comes_back_when_its_copies_are_done() {
     }
     let stats = pinned.stats();
     assert!(stats.mapped.peak < 20 * MIB as u64 && stats.waits_inserted > 0, "{stats:?}");
-    pinned.host_waited(lane);
+    pinned.record_synchronize(copies);
     pinned.trim().unwrap();
     assert_eq!(pinned.stats().mapped.current(), 0);
 }
 
 const CHILD: &str = "XLAUNCH_POOL_TEST_CHILD";
 
-/// Runs this test again in a process of its own, as what it does cannot be undone.
-fn in_a_child(name: &str) {
+/// Runs the test again in a child process, because what it does to the process cannot be undone.
+fn run_in_child(name: &str) {
+    let _exclusive = exclusive();
     let program = std::env::current_exe().unwrap();
     let output =
         Command::new(program).args([name, "--exact", "--nocapture"]).env(CHILD, "1").output().unwrap();
@@ -286,60 +314,52 @@ fn in_a_child(name: &str) {
     assert!(output.status.success() && text.contains("typed error:"), "{text}");
 }
 
-#[test]
-fn a_context_lost_to_a_fault_is_a_typed_error() {
+fn request_after_device_fault_is_a_typed_error() {
     if std::env::var_os(CHILD).is_none() {
-        if gpu().is_some() {
-            in_a_child("a_context_lost_to_a_fault_is_a_typed_error");
-        }
-        return;
+        return run_in_child("request_after_device_fault_is_a_typed_error");
     }
-    let (context, _one) = gpu().unwrap();
+    let (context, _exclusive) = device();
     let (pool, stream) = pool(&context, Mode::On);
     let kept = pool.alloc::<u8>(MIB).unwrap();
     let freed = pool.alloc::<u8>(64 * MIB).unwrap().address();
     let source = r#"extern "C" __global__ void fault(int* p) { *p = 1; }"#;
     let module = context.load_module(cudarc::nvrtc::compile_ptx(source).unwrap()).unwrap();
     let (fault, nowhere) = (module.load_function("fault").unwrap(), 8_u64);
-    // SAFETY: the fault, which makes the context unusable, is the point; this process ends with it.
+    // SAFETY: causing a fault, which makes the context unusable, is the point of the test; this process ends after it.
     unsafe { stream.launch_builder(&fault).arg(&nowhere).launch(LaunchConfig::for_num_elems(1)) }.unwrap();
     stream.synchronize().unwrap_err();
     println!("typed error: {}", pool.trim().unwrap_err());
-    // Whether the driver still maps memory is its own affair.
+    // Whether the driver still maps memory is not specified.
     println!("a larger request: {:?}", pool.alloc::<u8>(500 * MIB).map_err(|error| error.to_string()));
-    // What needs no driver goes on, and drops do.
+    // Requests that need no driver call still work, and so do drops.
     assert_eq!(pool.alloc::<u8>(64 * MIB).unwrap().address(), freed);
     drop((kept, pool));
-    // The destructors of cudarc's objects would report the same fault.
+    // Skips the destructors of cudarc's objects, which would report the same fault.
     std::process::exit(0);
 }
 
-#[test]
-fn a_forked_child_gets_a_typed_error() {
+fn request_in_forked_child_is_a_typed_error() {
     if std::env::var_os(CHILD).is_none() {
-        if gpu().is_some() {
-            in_a_child("a_forked_child_gets_a_typed_error");
-        }
-        return;
+        return run_in_child("request_in_forked_child_is_a_typed_error");
     }
-    let (context, _one) = gpu().unwrap();
+    let (context, _exclusive) = device();
     let (pool, _stream) = pool(&context, Mode::On);
     drop(pool.alloc::<u8>(MIB).unwrap());
-    // SAFETY: the child makes a request of the pool, prints and ends without running anything of its parent's.
+    // SAFETY: the child makes a request, prints and exits; it runs no destructors and takes no locks of its parent.
     match unsafe { libc::fork() } {
         0 => {
             let refused = pool.alloc::<u8>(500 * MIB);
             let Err(error) = refused else { std::process::abort() };
             println!("typed error: {error}");
-            // SAFETY: ends the child without destructors, which belong to the parent.
+            // SAFETY: exits without running destructors, whose objects belong to the parent.
             unsafe { libc::_exit(if error.to_string().contains("fork") { 0 } else { 1 }) }
         }
         child => {
             let mut status = 0;
-            // SAFETY: waits for the child made above and writes one integer.
+            // SAFETY: waits for the child forked above; the call writes one integer.
             unsafe { libc::waitpid(child, &raw mut status, 0) };
             assert_eq!(status, 0);
-            assert!(pool.alloc::<u8>(500 * MIB).is_ok(), "the parent's pool lives on");
+            assert!(pool.alloc::<u8>(500 * MIB).is_ok(), "the pool of the parent stays usable");
         }
     }
 }

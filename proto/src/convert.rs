@@ -1,15 +1,15 @@
-//! From wire messages to checked values. All validation of wire data is here: the agent's in this file, the daemon's in
-//! [`node`].
+//! Conversion of wire messages to checked values. All validation of wire data is here: messages of the agent in this
+//! file, of the daemon in [`node`].
 
 pub mod node;
 
 use crate::ids::{Attempt, Digest, NcclId, Rank, WorldSize};
 use crate::v1;
 
-/// A message that does not say what its type promises.
+/// Why a message is invalid.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum WireError {
-    /// A field of fixed length has another.
+    /// A field of fixed length has a different one.
     #[error("field {field} has {got} bytes, expected {expected}")]
     Length {
         /// Name in the proto file.
@@ -19,14 +19,14 @@ pub enum WireError {
         /// Bytes expected.
         expected: &'static str,
     },
-    /// A text field is longer than anything valid.
+    /// A field is too long.
     #[error("field {field} has {got} bytes, at most {limit} are allowed")]
     TooLong {
         /// Name in the proto file.
         field: &'static str,
         /// Bytes received.
         got: usize,
-        /// Most bytes allowed.
+        /// Maximum number of bytes.
         limit: usize,
     },
     /// A number outside its range.
@@ -39,18 +39,18 @@ pub enum WireError {
         /// What is valid.
         expected: String,
     },
-    /// A field whose content cannot work.
+    /// A field with invalid content.
     #[error("field {field} {problem}")]
     Content {
         /// Name in the proto file.
         field: &'static str,
-        /// What is wrong, to be read behind the name.
+        /// What is wrong, as the end of a sentence that starts with the field's name.
         problem: String,
     },
 }
 
-/// Longest text that any field may carry.
-const MAX_TEXT: usize = 4096;
+/// Maximum length of text fields.
+const MAX_TEXT_BYTES: usize = 4096;
 
 /// A checked [`v1::JoinRequest`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -172,14 +172,14 @@ impl TryFrom<v1::LogsRequest> for Logs {
     }
 }
 
-/// Bytes of a message on the wire.
+/// Encoded size of a message in bytes.
 pub fn encoded_size(message: &impl prost::Message) -> usize {
     message.encoded_len()
 }
 
 fn text(field: &'static str, value: String) -> Result<String, WireError> {
-    if value.len() > MAX_TEXT {
-        return Err(WireError::TooLong { field, got: value.len(), limit: MAX_TEXT });
+    if value.len() > MAX_TEXT_BYTES {
+        return Err(WireError::TooLong { field, got: value.len(), limit: MAX_TEXT_BYTES });
     }
     Ok(value)
 }
@@ -218,12 +218,12 @@ mod tests {
     }
 
     #[test]
-    fn join_survives_the_wire() {
+    fn join_round_trips() {
         assert_eq!(Join::try_from(v1::JoinRequest::from(join())), Ok(join()));
     }
 
     #[test]
-    fn short_ids_and_hashes_are_refused_by_name() {
+    fn ids_and_hashes_of_wrong_length_are_refused_with_the_field_name() {
         let wire = v1::JoinRequest { nccl_id: vec![1; 127], ..join().into() };
         let error = Join::try_from(wire).unwrap_err().to_string();
         assert!(error.contains("nccl_id") && error.contains("127"), "{error}");
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_for_nobody_is_refused() {
+    fn join_reply_with_inconsistent_world_size_is_refused() {
         let wire = v1::JoinReply { world_size: 0, ..Default::default() };
         assert!(Joined::try_from(wire).is_err());
         let wire = v1::JoinReply { world_size: 3, ring_addresses: vec!["a".into()], ..Default::default() };
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_that_is_neither_stdout_nor_stderr_is_refused() {
+    fn logs_request_with_unknown_stream_is_refused() {
         let wire = v1::LogsRequest { stream: 2, ..Default::default() };
         assert!(Logs::try_from(wire).unwrap().stderr);
         for stream in [0, 3] {
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nccl_id_is_not_shown() {
+    fn debug_output_hides_the_nccl_id() {
         assert!(!format!("{:?}", join()).contains("7, 7"));
     }
 }

@@ -1,22 +1,24 @@
-//! Environment variables that the agent sets for a worker beside torchrun's own.
+//! Names of environment variables: those that the agent sets for workers in addition to torchrun's, and those that
+//! users set for workers.
 
-/// Path of the agent's unix socket.
+/// Set by the agent: path of its unix socket.
 pub const AGENT_SOCKET: &str = "XLAUNCH_AGENT_SOCKET";
-/// Number of this start of the group, from 0.
+/// Set by the agent: the attempt, which is the number of restarts so far.
 pub const ATTEMPT: &str = "XLAUNCH_ATTEMPT";
-/// Where this worker computes: `cpu`, or `cuda:N` with N the device number within this process.
+/// Set by the agent: the worker's device, `cpu` or `cuda:N` with the CUDA ordinal N within the worker's process.
 pub const DEVICE: &str = "XLAUNCH_DEVICE";
-/// Id of the job.
+/// Set by the agent: the job's id.
 pub const JOB_ID: &str = "XLAUNCH_JOB_ID";
-/// Read by workers, set by users: 1 to say on stderr which of several ways each GPU operation went, and why.
+/// Set by users: `1` makes workers print to stderr which variant was selected for each GPU operation, and why.
 pub const LOG_FALLBACK: &str = "XLAUNCH_LOG_FALLBACK";
-/// Read by workers, set by users: a byte such as `0xff` that turns on the pool's debug mode and fills new buffers.
+/// Set by users: a byte such as `0xff` turns on the pool's debug mode, which fills new buffers with it.
 pub const POOL_DEBUG: &str = "XLAUNCH_POOL_DEBUG";
-/// Read by workers, set by users: a directory for what the pool did in the first step.
+/// Set by users: a directory for a trace of the pool's requests during the first step.
 pub const POOL_TRACE: &str = "XLAUNCH_POOL_TRACE";
-/// Read by workers, set by users: the number of a step whose kernels are timed; the table goes to stderr.
+/// Set by users: the number of a step, from 0, whose kernels are timed. The table is printed to stderr.
 pub const PROFILE: &str = "XLAUNCH_PROFILE";
-/// Which launch a process belongs to, and no other on this host: workers pass it on to all that they start.
+/// Set by the agent: an id of this launch that is unique on the host. All descendants of workers inherit it, which is
+/// how the agent finds them when it cleans up.
 pub const SCOPE: &str = "XLAUNCH_SCOPE";
-/// Read by the agent: a program to start instead of `xlaunch worker`. For tests of the launcher.
+/// Read by the agent: a program to start in place of `xlaunch worker`. For tests of the launcher.
 pub const WORKER_PROGRAM: &str = "XLAUNCH_WORKER_PROGRAM";

@@ -1,50 +1,50 @@
-//! The exit codes of `xlaunch` and of its workers: the one table, also printed by `--help`.
+//! The exit codes of `xlaunch` and its workers. `--help` and the man page print the same table.
 
-/// Why a process ended, as far as its exit code says.
+/// The reason for an exit, as encoded in an exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExitCode {
-    /// All work is done.
+    /// Success.
     Done,
     /// A worker failed.
     WorkerFailed,
-    /// Bad usage or configuration.
+    /// Bad command line or configuration.
     Usage,
     /// Bad data or checkpoint.
     Data,
-    /// The ranks did not meet.
+    /// The rendezvous failed: ranks are missing, or disagree.
     Rendezvous,
     /// An error inside xlaunch.
     Internal,
-    /// A retryable fault: a peer or the agent was lost.
+    /// A failure that a retry may fix: a peer or the agent was lost.
     Retryable,
     /// A GPU fault.
     Gpu,
-    /// Ended at once by a second SIGINT.
+    /// Killed by a second SIGINT.
     Interrupted,
-    /// Stopped cleanly, with a checkpoint where training was under way.
+    /// Stopped cleanly; a training job has saved a checkpoint.
     Stopped,
-    /// A command was ended by this signal to xlaunch.
+    /// xlaunch received this signal, and terminated its command.
     Signal(u8),
-    /// A worker's own code, where `--propagate-exit-code` asks for it.
+    /// The exit code of a worker, with `--propagate-exit-code`.
     Worker(u8),
 }
 
 impl ExitCode {
-    /// Every fixed code with its meaning, in rising order.
+    /// Every fixed code and its meaning, by rising code.
     pub const TABLE: [(Self, &str); 10] = [
         (Self::Done, "done"),
         (Self::WorkerFailed, "a worker failed"),
-        (Self::Usage, "bad usage or configuration"),
+        (Self::Usage, "bad command line or configuration"),
         (Self::Data, "bad data or checkpoint"),
-        (Self::Rendezvous, "rendezvous failed: ranks missing or in disagreement"),
+        (Self::Rendezvous, "rendezvous failed: ranks are missing or disagree"),
         (Self::Internal, "internal error"),
         (Self::Retryable, "retryable: a peer or the agent was lost"),
         (Self::Gpu, "GPU fault"),
-        (Self::Interrupted, "ended at once by a second interrupt"),
+        (Self::Interrupted, "killed by a second interrupt"),
         (Self::Stopped, "stopped cleanly, with a checkpoint"),
     ];
 
-    /// The number the process exits with.
+    /// The numeric exit code.
     pub fn code(self) -> u8 {
         match self {
             Self::Done => 0,
@@ -62,16 +62,16 @@ impl ExitCode {
         }
     }
 
-    /// The entry of the table with this number; `None` for a number that xlaunch does not use.
+    /// The table entry of a numeric code; `None` for a code that is not in the table.
     pub fn from_code(code: i32) -> Option<Self> {
         Self::TABLE.iter().map(|(exit, _)| *exit).find(|exit| i32::from(exit.code()) == code)
     }
 
-    /// What the table says of this code, or what it is.
+    /// The meaning of this code.
     pub fn meaning(self) -> &'static str {
         match self {
-            Self::Signal(_) => "ended by a signal",
-            Self::Worker(_) => "the worker's own",
+            Self::Signal(_) => "terminated by a signal",
+            Self::Worker(_) => "exit code of a worker",
             fixed => Self::TABLE.iter().find(|(exit, _)| *exit == fixed).map_or("", |(_, meaning)| meaning),
         }
     }

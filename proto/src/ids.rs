@@ -1,4 +1,4 @@
-//! Typed ids: a rank is never mistaken for a count.
+//! Typed ids, so that a rank cannot be mistaken for a count.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ macro_rules! number {
         pub struct $name(pub u32);
 
         impl $name {
-            /// For indexing.
+            /// The number as an index.
             pub fn index(self) -> usize {
                 self.0 as usize
             }
@@ -24,23 +24,23 @@ macro_rules! number {
 }
 
 number! {
-    /// Position of a worker among all workers of the job.
+    /// Number of a worker among all workers of the job, from 0.
     Rank
 }
 number! {
-    /// Position of a worker among those of its node.
+    /// Number of a worker among the workers of its node, from 0.
     LocalRank
 }
 number! {
-    /// How many workers the job has.
+    /// Number of workers of the job.
     WorldSize
 }
 number! {
-    /// A start of the whole group: 0, then one more with each restart.
+    /// One start of all workers: 0, and one more with each restart.
     Attempt
 }
 
-/// NCCL's unique id. It lets any process join the communicator, so it is a secret: `Debug` does not show it.
+/// NCCL's unique id. Anyone who knows it can join the communicator, so it is a secret: `Debug` does not print it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct NcclId(pub [u8; 128]);
 
@@ -50,7 +50,7 @@ impl fmt::Debug for NcclId {
     }
 }
 
-/// XXH3-128 of something all ranks must agree on.
+/// XXH3-128 of data that all ranks must agree on. Not cryptographic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Digest(pub [u8; 16]);
 

@@ -1,53 +1,56 @@
-//! Sizes of a GPT model: presets, defaults, and the rules that a valid model obeys.
+//! The shape of a GPT model: presets, `[model]`, and the rules of a valid shape.
 //!
-//! Shape letters as everywhere in xlaunch: B batch, T sequence, C width, H heads, D head width, F ffn, V vocabulary,
+//! Shape letters, as everywhere in xlaunch: B batch, T sequence, C width, H heads, D head width, F ffn, V vocabulary,
 //! Vp padded vocabulary, L layers.
 
 use serde::{Deserialize, Serialize};
 
-use crate::spec::Invalid;
+use crate::invalid::Invalid;
 
-/// The two families of model.
+/// Architecture of the transformer blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Arch {
-    /// Learned positions, LayerNorm, GELU, biases.
+    /// GPT-2: learned position embeddings, LayerNorm, GELU, biases.
     Gpt2,
-    /// Rotary positions, RMSNorm, SwiGLU, no biases.
+    /// Llama: rotary position embeddings, RMSNorm, SwiGLU, no biases.
     Llama,
 }
 
-/// `[model]`: a preset, and any size that differs from it.
+/// The model: a preset, and sizes that differ from it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelSection {
-    /// Name of a set of sizes: see [`PRESETS`]. Default `byte-tiny`.
+    /// Named shape from which all other keys take their defaults: `byte-tiny` (0.8M parameters, byte vocabulary),
+    /// `llama-28m` or `gpt2-124m`. Default: byte-tiny.
     pub preset: Option<String>,
-    /// `gpt2` or `llama`.
+    /// Architecture of the transformer blocks. Default: the preset's.
     pub arch: Option<Arch>,
-    /// L, number of blocks.
+    /// Number of transformer blocks (L). Default: the preset's.
     pub layers: Option<usize>,
-    /// H, number of attention heads.
+    /// Number of attention heads (H). Default: the preset's.
     pub heads: Option<usize>,
-    /// Number of key and value heads (llama); divides `heads`.
+    /// Number of key and value heads, for grouped-query attention (llama only). Must divide `heads`. Default: `heads`
+    /// if that is set, otherwise the preset's.
     pub kv_heads: Option<usize>,
-    /// C, model width; a multiple of `heads`.
+    /// Width of the residual stream (C). A multiple of `heads`, so that `dim / heads` is a multiple of 8 and at most
+    /// 256. Default: the preset's.
     pub dim: Option<usize>,
-    /// F, width of the feed-forward part.
+    /// Hidden width of the feed-forward layers (F). Default: the preset's.
     pub ffn: Option<usize>,
-    /// T, sequence length.
+    /// Sequence length in tokens (T). Default: the preset's.
     pub seq: Option<usize>,
-    /// V, number of token ids.
+    /// Vocabulary size (V). At least 256 with `data.tokenizer = "bytes"`. Default: the preset's.
     pub vocab: Option<usize>,
-    /// Whether the head shares the embedding's weights.
+    /// Share the weights of the token embedding with the output head. Default: the preset's.
     pub tied: Option<bool>,
 }
 
-/// A model with every size known.
+/// A model's shape, with every size resolved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[expect(missing_docs, reason = "the fields are those of ModelSection")]
+#[expect(missing_docs, reason = "the fields are documented in ModelSection")]
 pub struct ModelShape {
     pub arch: Arch,
     pub layers: usize,
@@ -60,7 +63,7 @@ pub struct ModelShape {
     pub tied: bool,
 }
 
-/// Names and sizes of the presets.
+/// The presets, by name.
 pub const PRESETS: [(&str, ModelShape); 3] = [
     (
         "byte-tiny",
@@ -106,11 +109,11 @@ pub const PRESETS: [(&str, ModelShape); 3] = [
     ),
 ];
 
-/// Largest value accepted for any one size: keeps products far from overflow.
+/// Largest value accepted for any one size. It keeps their products far from overflow.
 const MAX_SIZE: usize = 1 << 20;
 
 impl ModelSection {
-    /// Fills in the preset and checks every size. Errors name the key, such as `model.heads`.
+    /// Fills in the preset and checks the result.
     pub fn resolve(&self) -> Result<ModelShape, Invalid> {
         let name = self.preset.as_deref().unwrap_or("byte-tiny");
         let preset =
@@ -145,7 +148,7 @@ impl ModelShape {
         self.dim / self.heads
     }
 
-    /// Vp: V rounded up so that a row of logits suits the matrix units; small vocabularies stay as they are.
+    /// Vp: V rounded up to a multiple that tensor cores handle well. Small vocabularies are not padded.
     pub fn padded_vocab(&self) -> usize {
         if self.vocab <= 1024 { self.vocab } else { self.vocab.next_multiple_of(128) }
     }
@@ -155,7 +158,7 @@ impl ModelShape {
         (self.heads + 2 * self.kv_heads) * self.head_width()
     }
 
-    /// The rules between sizes. Every worker and the launcher apply them.
+    /// Checks the rules between sizes. The launcher and every worker apply them.
     pub fn check(&self) -> Result<(), Invalid> {
         let sizes = [
             ("model.layers", self.layers),
@@ -175,14 +178,14 @@ impl ModelShape {
             return Err(Invalid::new(
                 "model.dim",
                 format!("{} is not a multiple of model.heads = {}", self.dim, self.heads),
-                "every head has the same width".into(),
+                "a multiple of model.heads, as all heads have the same width".into(),
             ));
         }
         let width = self.head_width();
         if !width.is_multiple_of(8) || width > 256 {
             return Err(Invalid::new(
                 "model.heads",
-                format!("heads of width {width} (dim / heads)"),
+                format!("the head width model.dim / model.heads is {width}"),
                 "a multiple of 8, at most 256".into(),
             ));
         }
@@ -190,14 +193,14 @@ impl ModelShape {
             return Err(Invalid::new(
                 "model.kv_heads",
                 format!("{} does not divide model.heads = {}", self.kv_heads, self.heads),
-                "each key head serves the same number of query heads".into(),
+                "a divisor of model.heads, as all key heads serve the same number of query heads".into(),
             ));
         }
         if self.arch == Arch::Gpt2 && self.kv_heads != self.heads {
             return Err(Invalid::new(
                 "model.kv_heads",
                 format!("{} differs from model.heads = {}", self.kv_heads, self.heads),
-                "grouped-query heads need arch = \"llama\"".into(),
+                "model.heads, as grouped-query attention needs model.arch = \"llama\"".into(),
             ));
         }
         Ok(())
@@ -216,14 +219,14 @@ mod tests {
     }
 
     #[test]
-    fn sizes_override_the_preset_and_heads_set_kv_heads() {
+    fn sizes_override_the_preset_and_kv_heads_follow_heads() {
         let section = ModelSection { heads: Some(2), dim: Some(64), ..Default::default() };
         let shape = section.resolve().unwrap();
         assert_eq!((shape.heads, shape.kv_heads, shape.head_width(), shape.layers), (2, 2, 32, 4));
     }
 
     #[test]
-    fn impossible_sizes_name_their_key() {
+    fn resolve_names_the_key_of_an_invalid_size() {
         let key = |section: ModelSection| section.resolve().unwrap_err().key;
         assert_eq!(key(ModelSection { dim: Some(130), ..Default::default() }), "model.dim");
         assert_eq!(key(ModelSection { layers: Some(0), ..Default::default() }), "model.layers");

@@ -1,9 +1,9 @@
-//! What phases of a training step are called, on the wire as on a timeline and in messages.
+//! Names of training phases, the same on timelines, in status and in messages.
 
 use crate::v1::Phase;
 
 impl Phase {
-    /// Its name.
+    /// The phase's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Unspecified => "between phases",

@@ -1,11 +1,12 @@
 #!/bin/sh
-# The pool on the first GPU: its tests, training with the pool on, planned and off, and the price of a request beside the
-# driver's and PyTorch's allocators.
+# The memory pool on the first GPU: its tests, training with the pool on, planned and off, and the cost of an allocation
+# compared with the driver's and PyTorch's allocators.
 #
 #     tests/gpu/alloc.sh [directory of binaries]
 #
-# Without a directory, cargo builds what is needed. With one, for hosts without cargo, it holds xlaunch and test binaries
-# named pool_cuda (the pool's tests/cuda.rs) and pool_modes, as `cargo test --no-run` makes them.
+# Without a directory, cargo builds what is needed. A directory, for hosts without cargo, contains the test binaries
+# pool_cuda (the pool's tests/cuda.rs) and pool_modes, as `cargo test --no-run` builds them, and pool_bench, as
+# `cargo bench -p xlaunch-pool --no-run` builds it.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
@@ -13,17 +14,15 @@ grep -m 1 'model name' /proc/cpuinfo
 failed=0
 if [ $# -eq 0 ]; then
     cd "$root"
-    cargo build --release
     cargo test -p xlaunch-pool --test cuda -- --nocapture --test-threads=1 || failed=1
     cargo test -p xlaunch-worker --test pool_modes -- --nocapture --test-threads=1 || failed=1
-    xlaunch=target/release/xlaunch
+    cargo bench -p xlaunch-pool || failed=1
 else
     binaries=$(cd "$1" && pwd)
     "$binaries/pool_cuda" --nocapture --test-threads=1 || failed=1
     "$binaries/pool_modes" --nocapture --test-threads=1 || failed=1
-    xlaunch=$binaries/xlaunch
+    "$binaries/pool_bench" || failed=1
 fi
-"$xlaunch" bench alloc || failed=1
 program=$(mktemp)
 flags=$(python3 - <<'END'
 import os, torch
@@ -38,7 +37,7 @@ END
 if [ -n "$flags" ] && g++ -O2 -std=c++17 "$root/tests/gpu/torch_alloc.cpp" -o "$program" $flags; then
     "$program"
 else
-    echo "  PyTorch's caching allocator: skipped, it could not be compiled"
+    echo "  not run: PyTorch's caching allocator: torch_alloc.cpp does not compile here"
 fi
 rm -f "$program"
 exit $failed

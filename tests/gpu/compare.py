@@ -1,12 +1,18 @@
-"""xlaunch and PyTorch side by side: both models on 1, 2, ... GPUs of this host, in one run.
+"""xlaunch and PyTorch compared: both models on 1, 2, ... GPUs of this host, in one run.
 
     python3 tests/gpu/compare.py --binary target/release/xlaunch --gpus 1 2 4
 
-Both sides train on the same tokens in the same order from the same weights with the same AdamW and clipping, bf16 with fp32
-master weights, 20 steps of warm-up and 60 measured ones; figures are medians. The PyTorch side is `peer.py` in the faster of
-its modes for the model: reduce-overhead (CUDA graphs) for A, default for B. `exposed` is a step's time less that of a step
-without sums; `sharded` is xlaunch with `comm.shard_optimizer`; scaling counts from 1 GPU of the same run; memory is what either side's allocator held at most; `first step` is from the start of the command. Exit code 1
-if PyTorch is faster anywhere.
+Both train on the same tokens in the same order from the same weights with the same AdamW and clipping, in bf16 with
+fp32 master weights: 20 steps of warm-up and 60 measured ones; figures are medians. PyTorch runs `peer.py` in the faster
+of its modes for the model: reduce-overhead (CUDA graphs) for A, default for B. Columns:
+
+- sharded: xlaunch with `comm.shard_optimizer`;
+- scaling: relative to 1 GPU of the same run;
+- exposed: share of a step's time that a step without all-reduces saves;
+- memory: peak of each side's allocator;
+- first step: seconds from the start of the command.
+
+Exit code 1 if PyTorch is faster anywhere.
 """
 
 import argparse
@@ -24,9 +30,11 @@ import runner
 MODES = {"A": "reduce-overhead", "B": "default"}
 WARMUP, STEPS = 20, 60
 TOKENS = 12_000_000
+COLUMNS = ["model", "precision", "GPUs", "xlaunch tok/s", "sharded", "PyTorch tok/s", "ratio", "scaling", "exposed",
+           "memory", "first step", f"loss at step {WARMUP + STEPS}"]
 
 
-def ours(binary, model, gpus, data, weights, precision, sharded=False):
+def run_xlaunch(binary, model, gpus, data, weights, precision, sharded=False):
     settings = {
         "data.train": [str(data)], "data.val_fraction": 0.0, "data.shuffle": False, "checkpoint.init": str(weights),
         "train.batch": runner.BATCH, "train.lr": peer.LR, "train.schedule": "constant", "train.warmup": peer.WARMUP,
@@ -41,7 +49,7 @@ def ours(binary, model, gpus, data, weights, precision, sharded=False):
     return json.loads(done.stdout)
 
 
-def theirs(model, gpus, data, weights, precision, mode):
+def run_pytorch(model, gpus, data, weights, precision, mode):
     script = pathlib.Path(peer.__file__)
     launcher = [sys.executable]
     if gpus > 1:
@@ -64,8 +72,7 @@ def main():
     options = parser.parse_args()
     arguments = " ".join(sys.argv[1:])
     print(f"{runner.hardware()}; torch {torch.__version__}; python3 tests/gpu/compare.py {arguments}\n")
-    print("| model | precision | GPUs | xlaunch tok/s | sharded | PyTorch tok/s | ratio | scaling | exposed | memory | first step | "
-          f"loss at step {WARMUP + STEPS} |\n|---|---|---|---|---|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
     slower = False
     with tempfile.TemporaryDirectory() as scratch:
         data = runner.tokens(pathlib.Path(scratch) / "tokens.bin", TOKENS)
@@ -73,32 +80,37 @@ def main():
             weights = pathlib.Path(scratch) / f"{model}.safetensors"
             peer.save_initial(model, weights)
             for precision in options.precisions:
-                alone = {}
+                # Tokens per second on one GPU, by side.
+                single = {}
                 for gpus in options.gpus:
-                    slower |= row(options, model, precision, gpus, data, weights, alone)
+                    slower |= row(options, model, precision, gpus, data, weights, single)
     sys.exit(slower)
 
 
-def row(options, model, precision, gpus, data, weights, alone):
-    x = ours(options.binary, model, gpus, data, weights, precision)
-    shared = ours(options.binary, model, gpus, data, weights, precision, sharded=True) if gpus > 1 else None
-    sharded = f"{shared['tokens_per_second'] / 1e3:.0f}K" if shared else "-"
-    p = theirs(model, gpus, data, weights, precision, MODES[model])
+def row(options, model, precision, gpus, data, weights, single):
+    """Measures and prints one row. Whether PyTorch is faster."""
+    x = run_xlaunch(options.binary, model, gpus, data, weights, precision)
+    sharded = "-"
+    if gpus > 1:
+        found = run_xlaunch(options.binary, model, gpus, data, weights, precision, sharded=True)
+        sharded = f"{found['tokens_per_second'] / 1e3:.0f}K"
+    p = run_pytorch(model, gpus, data, weights, precision, MODES[model])
     scaling = []
     for name, side in [("xlaunch", x), ("PyTorch", p)]:
-        rate = side["tokens_per_second"] / gpus
         if gpus == 1:
-            alone[name] = rate
-        scaling.append(f"{gpus * rate / alone[name]:.2f}" if name in alone else "-")
+            single[name] = side["tokens_per_second"]
+        scaling.append(f"{side['tokens_per_second'] / single[name]:.2f}" if name in single else "-")
     ratio = x["tokens_per_second"] / p["tokens_per_second"]
     exposed = 100 * x["exposed_communication_ms"] / x["step_ms"]
     gib = [x["pool_peak_bytes"] / 2**30, p["peak_bytes"] / 2**30]
     difference = abs(x["final_loss"] - p["final_loss"]) / p["final_loss"]
-    print(f"| {model} | {precision} | {gpus} | {x['tokens_per_second'] / 1e3:.0f}K | "
-          f"{sharded} | {p['tokens_per_second'] / 1e3:.0f}K | "
-          f"{ratio:.2f} | {scaling[0]}, {scaling[1]} | {exposed:.1f} % | {gib[0]:.1f}, {gib[1]:.1f} GiB | "
-          f"{x['first_step_seconds']:.1f}, {p['first_step_seconds']:.1f} s | "
-          f"{x['final_loss']:.4f}, {p['final_loss']:.4f} ({100 * difference:.2f} %) |", flush=True)
+    cells = [
+        model, precision, gpus, f"{x['tokens_per_second'] / 1e3:.0f}K", sharded,
+        f"{p['tokens_per_second'] / 1e3:.0f}K", f"{ratio:.2f}", ", ".join(scaling), f"{exposed:.1f} %",
+        f"{gib[0]:.1f}, {gib[1]:.1f} GiB", f"{x['first_step_seconds']:.1f}, {p['first_step_seconds']:.1f} s",
+        f"{x['final_loss']:.4f}, {p['final_loss']:.4f} ({100 * difference:.2f} %)",
+    ]
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
     return ratio < 1
 
 

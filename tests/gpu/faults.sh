@@ -1,5 +1,5 @@
 #!/bin/sh
-# What happens to a run on several GPUs when a worker is killed, and when the user presses Ctrl-C.
+# A training run on several GPUs whose worker is killed, and one that is interrupted by Ctrl-C.
 #
 #     tests/gpu/faults.sh BINARY NPROC
 set -u

@@ -1,13 +1,13 @@
 #!/bin/sh
-# Every CUDA operation against its CPU twin, and whole models against PyTorch's numbers, on the first GPU.
+# Every CUDA operation against its CPU implementation, and whole models against PyTorch's numbers, on the first GPU.
 #
 #     tests/gpu/ops.sh [directory of test binaries]
 #
-# XLAUNCH_TIMES=1 in the environment adds times of attention, by our own kernels and by cuDNN's where it is installed;
-# XLAUNCH_LOG_FALLBACK=1 says which way each shape went.
+# XLAUNCH_TIMES=1 in the environment adds times of attention by xlaunch's kernels and, if it is installed, by cuDNN's.
+# XLAUNCH_LOG_FALLBACK=1 prints which kernel was selected for each shape.
 #
-# Without a directory, cargo builds the tests. With one, for hosts without cargo, it holds binaries named cuda_ops and
-# goldens, as `cargo test --no-run` makes them.
+# Without a directory, cargo builds the tests. A directory, for hosts without cargo, contains the binaries cuda_ops and
+# goldens, as `cargo test --no-run` builds them.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader

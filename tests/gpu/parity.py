@@ -1,4 +1,4 @@
-"""The same global batch on 1, 2 and 4 GPUs in strict fp32: losses equal to 1e-5, parameters equal on all ranks.
+"""The same global batch on 1, 2 and 4 GPUs in strict fp32: losses agree within 1e-5, parameters are equal on all ranks.
 
     python3 tests/gpu/parity.py --binary target/release/xlaunch --gpus 1 2 4
 """
@@ -27,15 +27,17 @@ def main():
             reference = None
             for gpus in options.gpus:
                 steps, summary = runner.train(options.binary, model, data, gpus, **{
-                    "train.steps": STEPS, "train.lr": 6e-5, "train.warmup": 0, "train.batch": BATCH // gpus, "checkpoint.every": 0,
-                    "engine.precision": "fp32", "engine.device": "cuda", "observe.check_replicas": True,
+                    "train.steps": STEPS, "train.lr": 6e-5, "train.warmup": 0, "train.batch": BATCH // gpus,
+                    "checkpoint.every": 0, "engine.precision": "fp32", "engine.device": "cuda",
+                    "observe.check_replicas": True,
                 })
                 losses = [step["train/loss"] for step in steps]
                 reference = reference or losses
                 worst = max(abs(a - b) / b for a, b in zip(losses, reference))
                 replicas = re.search(r"replicas.*", summary)
                 print(f"model {model}, {gpus} GPUs: loss {losses[0]:.6f} -> {losses[-1]:.6f}, largest relative "
-                      f"difference from {options.gpus[0]} GPU {worst:.1e}; {replicas.group(0) if replicas else 'one replica'}")
+                      f"difference from {options.gpus[0]} GPU {worst:.1e}; "
+                      f"{replicas.group(0) if replicas else 'one replica'}")
                 failed |= worst > TOLERANCE
     sys.exit(failed)
 

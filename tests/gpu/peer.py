@@ -1,10 +1,10 @@
-"""The PyTorch side of `compare.py`: trains one of the models and prints what it took as one line of JSON.
+"""PyTorch's part of `compare.py`: trains one of the models and prints its measurements as one line of JSON.
 
     torchrun --standalone --nproc-per-node N tests/gpu/peer.py --model A --data tokens.bin --weights init.safetensors
 
-What a careful user of PyTorch writes: torch.compile over model and loss, the vocabulary padded to a multiple of 128, SDPA,
-bf16 autocast over fp32 weights, fused AdamW, DDP with gradient_as_bucket_view and static_graph, clipping, pinned batches,
-no synchronisation inside a step. Tokens, initial weights and learning rate are those of the other side.
+Well-tuned PyTorch: torch.compile over model and loss, the vocabulary padded to a multiple of 128, SDPA, bf16 autocast
+over fp32 weights, fused AdamW, DDP with gradient_as_bucket_view and static_graph, clipping, pinned batches, no
+synchronisation within a step. Tokens, initial weights and learning rate are the same as for xlaunch.
 """
 
 import argparse
@@ -29,29 +29,30 @@ from runner import BATCH, SIZES  # noqa: E402
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "peers"))
 from model import GPT, loss, optimizer  # noqa: E402
 
-LR, WARMUP, PADDED = 3e-4, 20, 50304
+LR, WARMUP = 3e-4, 20
+PADDED_VOCAB = 50304
 
 
 class WithLoss(torch.nn.Module):
-    """Model and loss in one, so that one graph is compiled of both. (The padding's rows begin as zeros; that they take part in
-    the loss raises it by a thousandth at first, and costs no speed.)"""
+    """Model and loss, to be compiled as one graph. The rows added to the vocabulary are zero; as they take part in the
+    softmax, the loss is a thousandth higher at first, at no cost in speed."""
 
     def __init__(self, sizes):
         super().__init__()
-        self.model = GPT(sizes | {"vocab": PADDED})
+        self.model = GPT(sizes | {"vocab": PADDED_VOCAB})
 
     def forward(self, tokens, targets):
         return loss(self.model(tokens), targets)
 
 
 def initial(model):
-    """Weights to begin with, the same every time."""
+    """Initial weights, the same every time."""
     torch.manual_seed(1337)
     return GPT(SIZES[model]).state_dict()
 
 
 def save_initial(model, path):
-    """Writes them, in the names of both sides."""
+    """Writes the initial weights to a file that both sides can read."""
     state = initial(model)
     if SIZES[model]["tied"]:
         del state["head.weight"]
@@ -62,7 +63,7 @@ def load(net, path):
     state = load_file(path)
     for name in ("wte.weight", "head.weight"):
         if name in state:
-            state[name] = pad(state[name], (0, 0, 0, PADDED - state[name].shape[0]))
+            state[name] = pad(state[name], (0, 0, 0, PADDED_VOCAB - state[name].shape[0]))
     net.load_state_dict(state, strict=False)
 
 
@@ -75,7 +76,7 @@ def main():
     parser.add_argument("--precision", default="bf16", choices=["bf16", "tf32", "fp32"])
     parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before the measured ones")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--announce", action="store_true", help="each rank says when its first step was done, and who it is")
+    parser.add_argument("--announce", action="store_true", help="print `first step TIME RANK PID` after the first step")
     options = parser.parse_args()
     rank, world, local = (int(os.environ.get(k, d)) for k, d in [("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)])
     device = torch.device("cuda", local)
@@ -111,7 +112,7 @@ def main():
         torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0, foreach=True)
         opt.step()
         opt.zero_grad(set_to_none=world == 1)
-        # CUDA graphs own what they return.
+        # A CUDA graph overwrites its outputs at the next replay.
         return value.detach().clone()
 
     for step in range(options.warmup):

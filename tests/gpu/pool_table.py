@@ -1,9 +1,9 @@
-"""What the pool is worth: model A with the driver for every buffer, with the pool, and with plans, by number of GPUs.
+"""The effect of the memory pool: model A with driver allocations only, with the pool, and with planned memory.
 
     python3 tests/gpu/pool_table.py --binary target/release/xlaunch --gpus 1 2 4
 
-A run's figure is its median step; utilisation is what nvidia-smi sampled during the run, over the GPUs in use. Losses of
-the three must be the same in every digit, and no driver allocation may follow the first steps: it fails otherwise.
+Speed is that of a run's median step; utilisation is sampled by nvidia-smi over the GPUs in use. Fails if losses differ
+in any digit between the three, or if the pool makes driver allocations after the first steps.
 """
 
 import argparse
@@ -17,27 +17,27 @@ import threading
 import runner
 
 WARMUP = 10
-# Plans are taken up within the first steps.
+# Step after which plans are in use and the pool makes no driver allocations.
 SETTLED = 5
 
 
 class Utilisation(threading.Thread):
-    """Samples what the GPUs in use are busy."""
+    """Samples the utilisation of the GPUs in use."""
 
     def __init__(self, gpus):
         super().__init__(daemon=True)
-        self.gpus, self.samples, self.ended = gpus, [], threading.Event()
+        self.gpus, self.samples, self.stopped = gpus, [], threading.Event()
 
     def run(self):
         query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-        while not self.ended.wait(0.2):
+        while not self.stopped.wait(0.2):
             lines = subprocess.run(query, capture_output=True, text=True).stdout.split()[: self.gpus]
             self.samples.append(statistics.mean(map(float, lines)))
 
-    def end(self):
-        self.ended.set()
+    def stop(self):
+        self.stopped.set()
         self.join()
-        # Start and end of a run are not training: the busiest half is.
+        # Start and end of a run are not training; the busiest half of the samples is.
         busiest = sorted(self.samples)[len(self.samples) // 2 :]
         return statistics.mean(busiest) if busiest else 0.0
 
@@ -56,28 +56,28 @@ def main():
         data = runner.tokens(pathlib.Path(scratch) / "tokens.bin")
         losses = {pool: row(options, data, pool) for pool in ["off", "on", "plan"]}
     same = losses["off"] == losses["on"] == losses["plan"]
-    print(f"\nlosses of all {options.steps} steps, off, on and planned: {'the same' if same else 'DIFFERENT'}")
+    print(f"\nlosses of all {options.steps} steps, off, on and planned: {'equal' if same else 'DIFFERENT'}")
     sys.exit(0 if same else 1)
 
 
 def row(options, data, pool):
     cells, rates, losses = [], [], []
     for gpus in options.gpus:
-        sampled = Utilisation(gpus)
-        sampled.start()
+        utilisation = Utilisation(gpus)
+        utilisation.start()
         steps, _ = runner.train(options.binary, options.model, data, gpus, **{
             "train.steps": options.steps, "train.warmup": 10, "checkpoint.every": 0,
             "engine.pool": pool, "engine.device": "cuda", "engine.exec": "stream",
             "engine.deterministic": True,
         })
-        busy = sampled.end()
+        busy = utilisation.stop()
         calls = [step["pool/driver_allocations"] for step in steps]
         if pool != "off" and calls[-1] != calls[SETTLED]:
-            sys.exit(f"pool {pool}, {gpus} GPUs: driver allocations went on after step {SETTLED}: {calls}")
+            sys.exit(f"pool {pool}, {gpus} GPUs: driver allocations after step {SETTLED}: {calls}")
         rates.append(statistics.median(step["perf/tokens_per_second"] for step in steps[WARMUP:]))
         losses.append([step["train/loss"] for step in steps])
         per_step = (calls[-1] - calls[SETTLED]) / (len(calls) - 1 - SETTLED)
-        cells.append(f"{rates[-1] / 1e3:.0f}K ({per_step:.0f} driver allocations a step) | {busy:.0f} %")
+        cells.append(f"{rates[-1] / 1e3:.0f}K ({per_step:.0f} driver allocations per step) | {busy:.0f} %")
     print(f"| {pool} | " + " | ".join(cells) + f" | {rates[-1] / rates[0]:.2f} |", flush=True)
     return losses
 

@@ -1,8 +1,9 @@
-"""The same losses, bit for bit: steps as graphs and operation by operation, twice over, on 1, 2 and more GPUs.
+"""Determinism: losses are the same bit for bit with CUDA graphs, with a stream, and when repeated.
 
     python3 tests/gpu/repeat.py --binary target/release/xlaunch --gpus 1 2 4
 
-Runs of one row differ in nothing but `engine.exec` and being run again. Micro-steps are accumulated in every second row.
+Runs of one row differ only in `engine.exec`, or not at all. Every second row accumulates gradients over two
+micro-steps.
 """
 
 import argparse
@@ -33,11 +34,13 @@ def main():
 
 
 def row(options, data, model, gpus, accumulate):
+    """Whether the runs are equal."""
     runs = [curve(options, data, model, gpus, accumulate, mode) for mode in ["graph", "stream", "graph"]]
     equal = runs[0] == runs[1] == runs[2]
     first = next((i for i, steps in enumerate(zip(*runs)) if len(set(steps)) > 1), None)
-    print(f"model {model}, {gpus} GPUs, {accumulate} micro-steps: {STEPS} losses and gradient norms of graph, stream, graph "
-          f"{'are equal' if equal else f'DIFFER from step {first + 1} on'}; last loss {runs[0][-1][0]:.6f}", flush=True)
+    result = "are equal" if equal else f"DIFFER from step {first + 1} on"
+    print(f"model {model}, {gpus} GPUs, {accumulate} micro-steps: {STEPS} losses and gradient norms of graph, stream, "
+          f"graph {result}; last loss {runs[0][-1][0]:.6f}", flush=True)
     return equal
 
 

@@ -8,11 +8,12 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODELS = {"A": "deploy/llama-28m.toml", "B": "deploy/gpt2-124m.toml"}
-# Their sizes, for PyTorch's side, and sequences per GPU.
+# The sizes of these models, for PyTorch.
 SIZES = {
     "A": dict(arch="llama", layers=12, heads=12, kv_heads=12, dim=384, ffn=1536, seq=256, vocab=50257, tied=False),
     "B": dict(arch="gpt2", layers=12, heads=12, kv_heads=12, dim=768, ffn=3072, seq=1024, vocab=50257, tied=True),
 }
+# Sequences per GPU.
 BATCH = 32
 
 
@@ -23,35 +24,35 @@ def hardware():
 
 
 def tokens(path, count=8_000_000):
-    """Token ids for a run, written to this path, which is returned."""
+    """Writes token ids for a run to this path and returns it."""
     command = [sys.executable, str(ROOT / "tests/gpu/tokens.py"), str(path), str(count)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return path
 
 
 def overrides(settings):
-    """Keys of the configuration as words of the command line."""
+    """Configuration keys as `--set` options."""
     values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
     return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
 
-def check(what, good, found=""):
-    """Prints a check's result; a failed one ends the suite."""
-    print(f"{'ok  ' if good else 'FAIL'} {what}{f': {found}' if found else ''}", flush=True)
-    if not good:
+def check(what, ok, found=""):
+    """Prints the result of a check. A failed one ends the script."""
+    print(f"{'ok  ' if ok else 'FAIL'} {what}{f': {found}' if found else ''}", flush=True)
+    if not ok:
         sys.exit(1)
 
 
 def steps(out):
-    """The steps that the newest run below this directory has written so far; none where there is no run."""
+    """Steps in the metrics of the newest run below this directory so far; empty if there is no run yet."""
     path = next(pathlib.Path(out).glob("*/latest/metrics.jsonl"), None)
-    # The last line may not be whole yet.
+    # The last line may be incomplete.
     lines = path.read_text().split("\n")[:-1] if path else []
     return [line for line in map(json.loads, lines) if "train/loss" in line]
 
 
 def train(binary, model, data, nproc, **settings):
-    """One run; the lines of its metrics.jsonl that are steps, and its summary. Raises with the output if it fails."""
+    """Runs a training job. Returns its steps from metrics.jsonl and its summary; raises with stderr if it fails."""
     settings = {"data.train": [str(data)], "data.val_fraction": 0.0, "train.eval_every": 0} | settings
     with tempfile.TemporaryDirectory() as out:
         command = [str(binary), "--nproc", str(nproc), str(ROOT / MODELS[model]), "--set", f"job.output={out}"]

@@ -1,9 +1,9 @@
-"""Tokens per second of both models, by number of GPUs and precision, with the pool on and off.
+"""Tokens per second of both models by number of GPUs and precision, with the pool on and off.
 
     python3 tests/gpu/throughput.py --binary target/release/xlaunch --gpus 1 2 4
 
-Each figure is the median step of one run after its first steps, as the run's own metrics.jsonl has it. Prints a table in
-Markdown; scaling is against one GPU of the same column.
+Each figure is the median step of one run after warm-up, from the run's metrics.jsonl. Prints a Markdown table; scaling
+is relative to one GPU of the same row.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     print(f"{runner.hardware()}; python3 tests/gpu/throughput.py --gpus {' '.join(map(str, options.gpus))}")
-    print("\n| model | precision | pool | " + " | ".join(f"{n} GPU" for n in options.gpus) + " | scaling | pool holds |")
+    print("\n| model | precision | pool | " + " | ".join(f"{n} GPU" for n in options.gpus) + " | scaling | pool size |")
     print("|---|---|---|" + "---|" * (len(options.gpus) + 2))
     with tempfile.TemporaryDirectory() as scratch:
         data = runner.tokens(pathlib.Path(scratch) / "tokens.bin")
@@ -37,7 +37,7 @@ def main():
 
 
 def row(options, data, model, precision, pool):
-    rates, held = [], 0
+    rates, mapped = [], 0
     for gpus in options.gpus:
         try:
             steps, _ = runner.train(options.binary, model, data, gpus, **{
@@ -49,12 +49,12 @@ def row(options, data, model, precision, pool):
             rates.append(None)
             continue
         rates.append(statistics.median(step["perf/tokens_per_second"] for step in steps[WARMUP:]))
-        held = max(step["pool/mapped_bytes"] for step in steps)
+        mapped = max(step["pool/mapped_bytes"] for step in steps)
     cells = ["failed" if rate is None else f"{rate / 1e3:.0f}K" for rate in rates]
     scaling = f"{rates[-1] / rates[0]:.2f}" if rates[0] and rates[-1] else "-"
-    # Without a pool nothing is held between steps.
-    held = f"{held / 2**30:.2f} GiB" if pool == "on" else "-"
-    print(f"| {model} | {precision} | {pool} | " + " | ".join(cells) + f" | {scaling} | {held} |", flush=True)
+    # Without a pool no memory is kept between steps.
+    size = f"{mapped / 2**30:.2f} GiB" if pool == "on" else "-"
+    print(f"| {model} | {precision} | {pool} | " + " | ".join(cells) + f" | {scaling} | {size} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python3 tests/gpu/tokens.py OUT.bin [COUNT]
 
-Words and punctuation, numbered by frequency; what is rarer than the vocabulary is large becomes one id. Not GPT-2's
-tokens, but real text with its statistics, on any host and without a download.
+Words and punctuation are numbered by frequency; those beyond the vocabulary share one id. These are not GPT-2's tokens,
+but real text with its statistics, on any host and without a download.
 """
 
 import array

@@ -1,5 +1,5 @@
-// What PyTorch's caching allocator costs when it is called from C++: nanoseconds for one allocation of 1 MiB with its
-// return, median of nine runs. alloc.sh compiles and runs it where PyTorch for CUDA is installed.
+// Cost of PyTorch's caching allocator called from C++: nanoseconds to allocate and free 1 MiB, median of nine runs.
+// alloc.sh compiles and runs it if PyTorch for CUDA is installed.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -17,7 +17,7 @@ int main() {
     const auto start = std::chrono::steady_clock::now();
     for (int pair = 0; pair < pairs; pair++) allocator::raw_delete(allocator::raw_alloc(1 << 20));
     const std::chrono::duration<double, std::nano> time = std::chrono::steady_clock::now() - start;
-    if (run > 0) times.push_back(time.count() / pairs);  // the first fills the cache
+    if (run > 0) times.push_back(time.count() / pairs);  // the first run fills the cache
   }
   std::sort(times.begin(), times.end());
   std::printf("  %-46s%12.1f\n", "PyTorch's caching allocator, from C++", times[runs / 2]);

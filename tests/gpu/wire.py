@@ -1,9 +1,9 @@
-"""What gradients summed over ranks in bf16 instead of fp32 change in the loss.
+"""The effect on the loss of gradient all-reduces in bf16 instead of fp32.
 
     python3 tests/gpu/wire.py --binary target/release/xlaunch --gpus 4 [--models A B]
 
-Runs differ in `comm.dtype` and the seed alone. Losses are means of the last 100 steps; the spread between seeds, which
-begin with other weights and draw the tokens in another order, says how much of a difference is chance.
+Runs differ only in `comm.dtype` and the seed. Losses are means of the last 100 steps. Seeds determine initial weights
+and the order of tokens, so the spread between them shows how much of a difference is chance.
 """
 
 import argparse
@@ -30,16 +30,17 @@ def main():
         for model in options.models:
             differences = []
             for seed in options.seeds:
-                exact, rounded = (end(options, model, data, wire, seed) for wire in ["fp32", "bf16"])
+                exact, rounded = (final_loss(options, model, data, dtype, seed) for dtype in ["fp32", "bf16"])
                 differences.append(100 * (rounded - exact) / exact)
-                print(f"model {model}, {options.gpus} GPUs, seed {seed}: loss {exact:.4f} with sums in fp32, {rounded:.4f} in "
-                      f"bf16, {differences[-1]:+.2f} %", flush=True)
+                print(f"model {model}, {options.gpus} GPUs, seed {seed}: loss {exact:.4f} with all-reduces in fp32, "
+                      f"{rounded:.4f} in bf16, {differences[-1]:+.2f} %", flush=True)
             print(f"model {model}: {statistics.mean(differences):+.2f} %", flush=True)
 
 
-def end(options, model, data, wire, seed):
+def final_loss(options, model, data, dtype, seed):
     steps, _ = runner.train(options.binary, model, data, options.gpus, **{
-        "train.steps": options.steps, "job.seed": seed, "comm.dtype": wire, "checkpoint.every": 0, "engine.device": "cuda",
+        "train.steps": options.steps, "job.seed": seed, "comm.dtype": dtype, "checkpoint.every": 0,
+        "engine.device": "cuda",
     })
     return statistics.mean(step["train/loss"] for step in steps[-LAST:])
 

@@ -1,10 +1,11 @@
-"""Training speed on CPUs beside PyTorch's: the README's model and batch, the same cores, one run.
+"""Training speed on CPUs next to PyTorch: the model and batch of the README, on the same cores, in one run.
 
     cargo build --release && python3 tests/peers/cpu_throughput.py        # needs torch
 
-Sides: xlaunch with 1 process and with 2 ranks; PyTorch eager and torch.compile, 1 process with all threads and 2 ranks
-over gloo (DDP, torchrun). Every side trains 16 sequences of 128 per step with AdamW, clipping and reading the loss. Sides
-take turns, ROUNDS times; a figure is the median over rounds of a run's median step.
+Compared are xlaunch with 1 process and with 2 ranks, and PyTorch eager and torch.compile with 1 process on all threads
+and with 2 ranks over gloo (DDP, torchrun). All train 16 sequences of 128 tokens per step with AdamW and gradient
+clipping, and read the loss. They run in turn, ROUNDS times; a figure is the median over rounds of the median step of a
+run. Exit code 1 if PyTorch is faster anywhere.
 """
 
 import argparse
@@ -23,7 +24,7 @@ SIZES = dict(arch="llama", layers=4, heads=4, kv_heads=4, dim=128, ffn=352, seq=
 BATCH, STEPS, WARMUP, ROUNDS = 16, 120, 30, 3
 
 
-def ours(binary, ranks):
+def run_xlaunch(binary, ranks):
     with tempfile.TemporaryDirectory() as out:
         settings = {"job.output": out, "train.steps": STEPS, "train.batch": BATCH // ranks, "train.eval_every": 0,
                     "train.sample": 0, "engine.device": "cpu"}
@@ -35,9 +36,9 @@ def ours(binary, ranks):
         return statistics.median(step["perf/tokens_per_second"] for step in steps[WARMUP:])
 
 
-def theirs(mode, ranks):
-    """Runs this file as the peer."""
-    command = [sys.executable, __file__, "--peer", mode]
+def run_pytorch(mode, ranks):
+    """Runs `train` in processes of its own."""
+    command = [sys.executable, __file__, "--train", mode]
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     if ranks > 1:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -47,7 +48,8 @@ def theirs(mode, ranks):
     return float(done.stdout.split()[-1])
 
 
-def peer(mode):
+def train(mode):
+    """One PyTorch rank. Rank 0 prints tokens per second of the job."""
     import torch
     from model import GPT, loss, optimizer
 
@@ -87,33 +89,34 @@ def cpu():
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--binary", type=pathlib.Path, default=ROOT / "target/release/xlaunch")
-    parser.add_argument("--peer", choices=["eager", "compile"], help=argparse.SUPPRESS)
+    parser.add_argument("--train", choices=["eager", "compile"], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.peer:
-        return peer(options.peer)
+    if options.train:
+        return train(options.train)
     try:
         import torch
     except ImportError:
-        print("skipped: torch is not installed (pip install torch)")
+        print("not run: torch is not installed (pip install torch)")
         return
-    sides = {}
+    runs = {}
     for ranks in (1, 2):
-        sides[f"xlaunch, {ranks}"] = lambda ranks=ranks: ours(options.binary, ranks)
+        runs[f"xlaunch, {ranks}"] = lambda ranks=ranks: run_xlaunch(options.binary, ranks)
         for mode in ("eager", "compile"):
-            sides[f"PyTorch {mode}, {ranks}"] = lambda mode=mode, ranks=ranks: theirs(mode, ranks)
-    rates = {side: [] for side in sides}
+            runs[f"PyTorch {mode}, {ranks}"] = lambda mode=mode, ranks=ranks: run_pytorch(mode, ranks)
+    rates = {name: [] for name in runs}
     for _ in range(ROUNDS):
-        for side, run in sides.items():
-            rates[side].append(run())
-    median = {side: statistics.median(values) for side, values in rates.items()}
+        for name, run in runs.items():
+            rates[name].append(run())
+    median = {name: statistics.median(values) for name, values in rates.items()}
     print(f"{cpu()}; torch {torch.__version__}; python3 tests/peers/cpu_throughput.py\n")
     print("| processes | xlaunch | PyTorch eager | torch.compile | ratio |\n|---|---|---|---|---|")
     slower = False
     for ranks in (1, 2):
-        mine, eager, compiled = (median[f"{side}, {ranks}"] for side in ("xlaunch", "PyTorch eager", "PyTorch compile"))
-        ratios = mine / eager, mine / compiled
+        names = ("xlaunch", "PyTorch eager", "PyTorch compile")
+        ours, eager, compiled = (median[f"{name}, {ranks}"] for name in names)
+        ratios = ours / eager, ours / compiled
         slower |= min(ratios) < 1
-        print(f"| {ranks} | {mine / 1e3:.1f}K tok/s | {eager / 1e3:.1f}K | {compiled / 1e3:.1f}K | "
+        print(f"| {ranks} | {ours / 1e3:.1f}K tok/s | {eager / 1e3:.1f}K | {compiled / 1e3:.1f}K | "
               f"{ratios[0]:.2f}x, {ratios[1]:.2f}x |")
     sys.exit(slower)
 

@@ -1,6 +1,6 @@
-"""A small training run as a user of PyTorch writes it: DistributedDataParallel, nothing but torchrun's environment.
+"""A small training script with DistributedDataParallel. It gets its ranks from the environment that torchrun sets.
 
-    torchrun --nproc-per-node 2 tests/peers/ddp.py [--fail RANK]      # or xlaunch in its place
+    torchrun --nproc-per-node 2 tests/peers/ddp.py [--fail RANK]      # or xlaunch instead of torchrun
 
 Rank 0 prints every loss. With --fail, that rank raises an exception after five steps.
 """

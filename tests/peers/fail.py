@@ -1,8 +1,8 @@
-"""Ranks that sum without end, until one of them fails as it is told: for what a launcher makes of it.
+"""Ranks that all-reduce endlessly until one of them fails, to test what the launcher does.
 
     torchrun --nproc-per-node 2 tests/peers/fail.py --how exception|memory|nothing [--rank 1]
 
-The failing rank says when and who it is on stdout, as `failing TIME PID`, just before; `nothing` leaves it to others.
+Just before, the failing rank prints `failing TIME PID`. With `nothing` it goes on, to be killed from outside.
 """
 
 import argparse

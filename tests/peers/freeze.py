@@ -1,8 +1,8 @@
-"""Stops one thread of another process, and no other of its threads, until stdin ends.
+"""Stops one thread of another process until stdin is closed; its other threads go on.
 
     python3 freeze.py THREAD
 
-Prints `frozen` once it stands still. It is traced for that: exit code 3 where the system does not allow it.
+Prints `frozen` when the thread has stopped. Uses ptrace: exit code 3 if that is not permitted.
 """
 
 import ctypes

@@ -1,10 +1,10 @@
-"""Makes worker/tests/goldens/*.safetensors: what PyTorch computes for tiny models, in double precision.
+"""Writes worker/tests/goldens/*.safetensors: what PyTorch computes for tiny models in double precision.
 
     python tests/peers/goldens.py            # needs torch and safetensors
 
-Contents, F32 (ids I32): param.<name>, tokens, targets [B,T], logits [B,T,V], loss [1], grad.<name>; then three AdamW steps
-(lr 1e-3, betas 0.9 and 0.95, eps 1e-8, weight decay 0.1 on matrices, clipping at 1.0) on step_tokens, step_targets
-[3,B,T]: step_losses, step_norms [3], after.<name>.
+Contents, F32 (ids I32): param.<name>, tokens, targets [B,T], logits [B,T,V], loss [1], grad.<name>; then three AdamW
+steps (lr 1e-3, betas 0.9 and 0.95, eps 1e-8, weight decay 0.1 on matrices, clipping at 1.0) on step_tokens,
+step_targets [3,B,T]: step_losses, step_norms [3], after.<name>.
 """
 
 import pathlib
@@ -27,13 +27,13 @@ def golden(config):
     generator = torch.Generator().manual_seed(7)
     torch.manual_seed(7)
     model = GPT(config)
-    # Weights far from their tiny initial spread, so that every term matters; rounded to F32, as they are stored.
+    # Larger weights than the initial ones, so that every term matters; rounded to F32, as they are stored.
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=generator) * 0.1)
     model.double()
     for name in ("cos", "sin"):
-        # xlaunch keeps the table in F32.
+        # xlaunch stores the RoPE table in F32.
         setattr(model, name, getattr(model, name).float().double())
     ids = lambda *shape: torch.randint(0, V, shape, generator=generator)
     tokens, targets = ids(B, T), ids(B, T)

@@ -1,8 +1,8 @@
-"""A rank that says what it sees of its GPU and where it may run, takes memory, and computes for some seconds.
+"""A rank that prints what it sees of its GPU and its CPU affinity, allocates memory, and computes for some seconds.
 
     torchrun --nproc-per-node 2 tests/peers/hold.py [--share 0.5] [--seconds 5] [--fail]
 
-With `--fail`, rank 0 of the first attempt ends with code 1 as soon as all have their memory.
+With `--fail`, rank 0 of the first attempt exits with code 1 as soon as all ranks have allocated their memory.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--share", type=float, default=0.1, help="of the GPU's memory")
+    parser.add_argument("--share", type=float, default=0.1, help="fraction of GPU memory to allocate")
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--fail", action="store_true")
     options = parser.parse_args()
@@ -24,7 +24,7 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     properties = torch.cuda.get_device_properties(device)
     total = properties.total_memory
-    held = torch.empty(int(total * options.share), dtype=torch.uint8, device=device)
+    memory = torch.empty(int(total * options.share), dtype=torch.uint8, device=device)
     print(json.dumps({
         "rank": dist.get_rank(),
         "local_rank": os.environ["LOCAL_RANK"],
@@ -33,7 +33,7 @@ def main():
         "uuid": f"GPU-{properties.uuid}",
         "pci": f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0",
         "cpus": sorted(os.sched_getaffinity(0)),
-        "held": held.numel(),
+        "allocated": memory.numel(),
     }), flush=True)
     dist.barrier()
     if options.fail and dist.get_rank() == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

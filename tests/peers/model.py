@@ -1,4 +1,4 @@
-"""The models of xlaunch in PyTorch: the same maths and the same names, for goldens and side-by-side runs."""
+"""The models of xlaunch in PyTorch, with the same parameter names: for goldens and comparisons."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 
 def rotate(x, cos, sin):
-    """Pairs (i, i + D/2)."""
+    """Rotary position embedding on pairs (i, i + D/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 

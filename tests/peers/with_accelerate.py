@@ -1,4 +1,4 @@
-"""The same with Accelerate, which finds the other ranks by torchrun's environment."""
+"""A small training script with Accelerate, which reads the environment that torchrun sets. Prints every loss."""
 
 import torch
 from accelerate import Accelerator
@@ -14,8 +14,8 @@ def main():
     data = torch.utils.data.TensorDataset(x, x.sum(dim=1, keepdim=True))
     loader = torch.utils.data.DataLoader(data, batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for step, (inputs, wanted) in enumerate(loader):
-        loss = (model(inputs) - wanted).pow(2).mean()
+    for step, (inputs, targets) in enumerate(loader):
+        loss = (model(inputs) - targets).pow(2).mean()
         optimizer.zero_grad()
         accelerator.backward(loss)
         optimizer.step()

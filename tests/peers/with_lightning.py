@@ -1,4 +1,4 @@
-"""The same with Lightning, which takes torchrun's environment for its cluster."""
+"""A small training script with Lightning, which detects the environment that torchrun sets. Prints every loss."""
 
 import os
 import warnings
@@ -16,8 +16,8 @@ class Line(lightning.LightningModule):
         self.layer = torch.nn.Linear(8, 1)
 
     def training_step(self, batch, step):
-        inputs, wanted = batch
-        loss = (self.layer(inputs) - wanted).pow(2).mean()
+        inputs, targets = batch
+        loss = (self.layer(inputs) - targets).pow(2).mean()
         mean = self.all_gather(loss.detach()).mean()
         if self.trainer.is_global_zero:
             print(f"step {step} ranks {self.trainer.world_size} loss {mean.item():.9e}", flush=True)

@@ -1,4 +1,4 @@
-//! A job in a directory of its own.
+//! A training job in a temporary directory.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -6,9 +6,9 @@ use std::process::Command;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::process::{Finished, Running, xlaunch};
+use crate::{Output, Process, xlaunch_path};
 
-/// Sizes and data small enough for a step of a few milliseconds.
+/// A model and data small enough for steps of a few milliseconds.
 const CONFIG: &str = r#"
 [model]
 arch = "llama"
@@ -35,7 +35,7 @@ sample = 0
 device = "cpu"
 "#;
 
-/// A temporary directory with text and a configuration, and the environment that `xlaunch` gets.
+/// A temporary directory with text and `train.toml`, and environment variables for `xlaunch`.
 #[derive(Debug)]
 pub struct Job {
     dir: TempDir,
@@ -49,12 +49,12 @@ impl Default for Job {
 }
 
 impl Job {
-    /// A job that trains a tiny model on a little text.
+    /// A job that trains a tiny model for eight steps.
     ///
     /// # Panics
-    /// If the directory cannot be made; here and below.
+    /// Here and below: if a file cannot be written or read.
     pub fn new() -> Self {
-        let dir = tempfile::tempdir().expect("a temporary directory");
+        let dir = tempfile::tempdir().expect("create a temporary directory");
         let job = Self { dir, environment: Vec::new() };
         job.write("train.toml", CONFIG);
         let lines = (0..400).map(|i| format!("line {i}: {} and {}\n", i * i, i % 7));
@@ -62,67 +62,67 @@ impl Job {
         job
     }
 
-    /// A job whose workers are scripted: see the `fake_worker` program.
+    /// A job with scripted workers: see the `fake_worker` program.
     pub fn scripted(fake_worker: &str, script: &str) -> Self {
         let mut job = Self::new();
-        job.set("XLAUNCH_WORKER_PROGRAM", fake_worker);
-        job.set("FAKE_WORKER", script);
+        job.set_env("XLAUNCH_WORKER_PROGRAM", fake_worker);
+        job.set_env("FAKE_WORKER", script);
         job
     }
 
-    /// Its directory.
+    /// The job's directory.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
 
-    /// Writes a file below its directory.
+    /// Writes a file, creating its directory.
     pub fn write(&self, name: &str, contents: impl AsRef<[u8]>) {
         let path = self.path().join(name);
-        std::fs::create_dir_all(path.parent().expect("a parent")).expect("a directory");
-        std::fs::write(path, contents).expect("a file");
+        std::fs::create_dir_all(path.parent().expect("a file has a parent")).expect("create a directory");
+        std::fs::write(path, contents).expect("write a file");
     }
 
-    /// Sets a variable of the environment.
-    pub fn set(&mut self, name: &str, value: &str) {
+    /// Sets an environment variable for `xlaunch`.
+    pub fn set_env(&mut self, name: &str, value: &str) {
         self.environment.push((name.into(), value.into()));
     }
 
-    /// The command `xlaunch ARGS` in its directory.
+    /// The command `xlaunch ARGS` in the job's directory.
     pub fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(xlaunch());
+        let mut command = Command::new(xlaunch_path());
         command.args(args).current_dir(self.path()).env("CUDA_VISIBLE_DEVICES", "");
-        // Where launches register: `xlaunch status` sees those of this job alone.
+        // Launches register here, so `xlaunch status` sees only those of this job.
         command.env("XDG_RUNTIME_DIR", self.path()).env("TMPDIR", self.path());
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command
     }
 
     /// Starts `xlaunch train.toml ARGS`.
-    pub fn start(&self, args: &[&str]) -> Running {
-        Running::start(self.command(&[&["train.toml"], args].concat()).env("RUST_BACKTRACE", "0"))
+    pub fn spawn(&self, args: &[&str]) -> Process {
+        Process::spawn(self.command(&[&["train.toml"], args].concat()).env("RUST_BACKTRACE", "0"))
     }
 
     /// Runs `xlaunch train.toml ARGS` to its end.
-    pub fn run(&self, args: &[&str]) -> Finished {
-        self.start(args).finish()
+    pub fn run(&self, args: &[&str]) -> Output {
+        self.spawn(args).wait()
     }
 
-    /// Runs it and expects success.
-    pub fn run_well(&self, args: &[&str]) -> Finished {
-        let finished = self.run(args);
-        assert_eq!(finished.code, 0, "{}", finished.stderr);
-        finished
+    /// The same, and expects exit code 0.
+    pub fn run_ok(&self, args: &[&str]) -> Output {
+        let output = self.run(args);
+        assert_eq!(output.code, 0, "{}", output.stderr);
+        output
     }
 
     /// Directory of the newest run.
-    pub fn latest(&self) -> PathBuf {
+    pub fn run_dir(&self) -> PathBuf {
         let link = self.path().join("runs/train/latest");
         std::fs::canonicalize(&link).unwrap_or(link)
     }
 
     /// The lines of the newest run's `metrics.jsonl`.
     pub fn metrics(&self) -> Vec<Value> {
-        let text = std::fs::read_to_string(self.latest().join("metrics.jsonl")).expect("metrics");
+        let text = std::fs::read_to_string(self.run_dir().join("metrics.jsonl")).expect("read metrics");
         text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect()
     }
 
@@ -131,9 +131,15 @@ impl Job {
         self.metrics().iter().filter_map(|line| line["train/loss"].as_f64()).collect()
     }
 
-    /// The bytes of a file of the newest run's checkpoint of this step.
+    /// The bytes of a file in the newest run's checkpoint of this step.
     pub fn checkpoint(&self, step: u64, file: &str) -> Vec<u8> {
-        let path = self.latest().join(format!("checkpoints/step-{step:08}")).join(file);
+        let path = self.run_dir().join(format!("checkpoints/step-{step:08}")).join(file);
         std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    }
+
+    /// Standard error of a scripted worker's first attempt so far.
+    pub fn worker_stderr(&self, rank: usize) -> String {
+        let path = self.run_dir().join(format!("logs/attempt_0/{rank}/stderr.log"));
+        std::fs::read_to_string(path).unwrap_or_default()
     }
 }

@@ -1,4 +1,4 @@
-//! A launch of any command, in a directory of its own, with its runtime files apart from those of other tests.
+//! A temporary directory in which any command is launched, with a runtime directory apart from those of other tests.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,10 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
-use crate::{Finished, Running, xlaunch};
+use crate::{Output, Process, xlaunch_path};
+
+/// Prefixes of environment variables that would change a launch.
+const LAUNCHER_VARIABLES: [&str; 6] = ["PET_", "XLAUNCH_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "OMP_"];
 
 /// A directory to launch commands in.
 #[derive(Debug)]
@@ -22,42 +25,45 @@ impl Default for Launch {
 }
 
 impl Launch {
-    /// An empty directory.
+    /// An empty directory, with `xlaunch` as the launcher.
     ///
     /// # Panics
-    /// If there is no temporary directory.
+    /// If no temporary directory can be created.
     pub fn new() -> Self {
-        let dir = TempDir::new().expect("a temporary directory");
-        std::fs::create_dir(dir.path().join("runtime")).expect("a runtime directory");
-        Self { dir, program: xlaunch().to_path_buf() }
+        Self::with_program(xlaunch_path())
     }
 
-    /// The same for another launcher, such as the real torchrun.
-    pub fn of(program: &Path) -> Self {
-        Self { program: program.to_path_buf(), ..Self::new() }
+    /// The same with another program, such as the real torchrun or a shell around `xlaunch`.
+    ///
+    /// # Panics
+    /// As [`Self::new`].
+    pub fn with_program(program: impl AsRef<Path>) -> Self {
+        let dir = TempDir::new().expect("create a temporary directory");
+        std::fs::create_dir(dir.path().join("runtime")).expect("create the runtime directory");
+        Self { dir, program: program.as_ref().to_path_buf() }
     }
 
-    /// The directory, which commands start in.
+    /// Working directory of the launcher.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
 
-    /// Where the launcher keeps what is not to be kept.
-    pub fn runtime(&self) -> PathBuf {
+    /// `XDG_RUNTIME_DIR` and `TMPDIR` of the launcher.
+    pub fn runtime_dir(&self) -> PathBuf {
         self.dir.path().join("runtime")
     }
 
-    /// Writes a file into the directory.
+    /// Writes a file.
     ///
     /// # Panics
     /// If that fails.
     pub fn write(&self, name: &str, text: &str) -> PathBuf {
         let path = self.dir.path().join(name);
-        std::fs::write(&path, text).expect("a file in the temporary directory");
+        std::fs::write(&path, text).expect("write a file");
         path
     }
 
-    /// Reads a file of the directory; empty if there is none.
+    /// Reads a file; empty if it does not exist.
     pub fn read(&self, name: &str) -> String {
         std::fs::read_to_string(self.dir.path().join(name)).unwrap_or_default()
     }
@@ -66,38 +72,34 @@ impl Launch {
     pub fn command<A: AsRef<OsStr>>(&self, args: &[A]) -> Command {
         let mut command = Command::new(&self.program);
         command.args(args).current_dir(self.path());
-        command.env("XDG_RUNTIME_DIR", self.runtime()).env("TMPDIR", self.runtime());
+        command.env("XDG_RUNTIME_DIR", self.runtime_dir()).env("TMPDIR", self.runtime_dir());
         for (name, _) in std::env::vars_os() {
             let name = name.to_string_lossy();
-            if ["PET_", "XLAUNCH_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "OMP_"]
-                .iter()
-                .any(|p| name.starts_with(p))
-            {
+            if LAUNCHER_VARIABLES.iter().any(|prefix| name.starts_with(prefix)) {
                 command.env_remove(&*name);
             }
         }
         command
     }
 
-    /// Starts it.
-    pub fn start<A: AsRef<OsStr>>(&self, args: &[A]) -> Running {
-        Running::start(&mut self.command(args))
+    /// Starts the launcher.
+    pub fn spawn<A: AsRef<OsStr>>(&self, args: &[A]) -> Process {
+        Process::spawn(&mut self.command(args))
     }
 
-    /// Runs it to its end.
-    pub fn run<A: AsRef<OsStr>>(&self, args: &[A]) -> Finished {
-        self.start(args).finish()
+    /// Runs the launcher to its end.
+    pub fn run<A: AsRef<OsStr>>(&self, args: &[A]) -> Output {
+        self.spawn(args).wait()
     }
 
-    /// Runs a shell script on so many workers, with these options before.
-    pub fn shell(&self, options: &[&str], nproc: u32, script: &str) -> Finished {
-        self.start_shell(options, nproc, script).finish()
-    }
-
-    /// Starts it.
-    pub fn start_shell(&self, options: &[&str], nproc: u32, script: &str) -> Running {
+    /// Starts `nproc` workers that run a shell script, with more options of the launcher.
+    pub fn spawn_shell(&self, options: &[&str], nproc: u32, script: &str) -> Process {
         let nproc = nproc.to_string();
-        let words = [options, &["--nproc-per-node", &nproc, "--", "sh", "-c", script]].concat();
-        self.start(&words)
+        self.spawn(&[options, &["--nproc-per-node", &nproc, "--", "sh", "-c", script]].concat())
+    }
+
+    /// The same, to its end.
+    pub fn run_shell(&self, options: &[&str], nproc: u32, script: &str) -> Output {
+        self.spawn_shell(options, nproc, script).wait()
     }
 }

@@ -1,37 +1,48 @@
-//! Harness for end-to-end tests: real `xlaunch` processes in directories of their own.
+//! Harness for end-to-end tests: real `xlaunch` processes in temporary directories.
 //!
-//! A [`Job`] is a temporary directory with text to train on and a configuration; [`Job::run`] runs `xlaunch` on it to its
-//! end, [`Job::start`] leaves it running. Nothing outlives a test: processes are killed by group when their handle is
-//! dropped. Deadlines are for hangs: no test measures time with them.
+//! - [`Job`]: a training configuration and text; runs the built-in trainer or scripted workers.
+//! - [`Launch`]: a directory to launch any command in.
+//! - [`Node`]: a daemon with its state, its jobs and, if wanted, simulated GPUs.
+//! - [`requirements`]: what a test needs of the machine; see `xlaunch_harness`.
+//!
+//! Nothing outlives a test: dropping a handle kills the process groups below it. Timeouts only catch hangs; no test
+//! measures time with them.
 
 #![expect(clippy::expect_used, reason = "a harness fails its test by panicking")]
 
+mod cgroup;
+mod freeze;
 mod job;
 mod launch;
 mod node;
 mod process;
+pub mod requirements;
 
+pub use cgroup::MemoryCgroup;
+pub use freeze::FrozenThread;
 pub use job::Job;
 pub use launch::Launch;
-pub use node::Node;
-pub use process::{Finished, Running, alive, children, name, xlaunch};
+pub use node::{NOBODY, Node, spawn_daemon};
+pub use process::{
+    Output, Process, children, has_program, is_alive, process_name, send_signal, xlaunch_path,
+};
 
 use std::time::{Duration, Instant};
 
-/// Longest time that anything in a test may take before it counts as hung.
-pub const DEADLINE: Duration = Duration::from_secs(120);
+/// Longest that any wait in a test may take before the test counts as hung. Generous: machines may be shared and slow.
+pub const HANG_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Waits until `ready` gives a value.
+/// Polls `ready` until it returns a value.
 ///
 /// # Panics
-/// At the [`DEADLINE`], naming `what`.
+/// After [`HANG_TIMEOUT`], naming `what`.
 pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {
         if let Some(value) = ready() {
             return value;
         }
-        assert!(start.elapsed() < DEADLINE, "{what} did not happen");
+        assert!(start.elapsed() < HANG_TIMEOUT, "timed out after {HANG_TIMEOUT:?} waiting for {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }

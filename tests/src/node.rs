@@ -1,7 +1,8 @@
-//! A node's daemon in a directory of its own, with its jobs. Nothing of it outlives the test.
+//! A node's daemon in a temporary directory, with its jobs. No process outlives the test.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -9,42 +10,50 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{Finished, Running, alive, wait_for, xlaunch};
+use crate::{Output, Process, is_alive, wait_for, xlaunch_path};
+
+/// User and group of the second user, for tests that run as root.
+pub const NOBODY: u32 = 65_534;
+
+/// Configuration of a small training job on `text.txt`, without `steps`; its run directory is `runs/tiny`.
+const TINY_JOB: &str = "[model]\npreset = \"byte-tiny\"\n[data]\ntrain = [\"text.txt\"]\n\
+    [checkpoint]\nevery = 0\n[train]\nbatch = 1\nwarmup = 2\neval_every = 0\nsample = 0\n";
 
 /// A node for tests.
 #[derive(Debug)]
 pub struct Node {
     dir: TempDir,
-    daemon: Option<Running>,
+    daemon: Option<Process>,
 }
 
 impl Node {
-    /// Starts a daemon that takes commands and jobs of the user who runs the tests; `jobs` are more lines of `[jobs]`.
+    /// Starts a daemon without GPUs that accepts commands and jobs of the user who runs the tests. `jobs` is added to
+    /// the `[jobs]` section of its configuration.
     ///
     /// # Panics
-    /// If there is no temporary directory, or the daemon does not start.
+    /// Here and below: if a file cannot be written or a process does not start.
     pub fn new(jobs: &str) -> Self {
         Self::with_gpus(&[], jobs)
     }
 
-    /// The same with these GPUs, each a line as `nvml.c` says; an NVML of our own tells of them.
+    /// The same with these GPUs, simulated by `nvml.c`, which describes the format of a line.
     ///
     /// # Panics
     /// As [`Self::new`], or if there is no C compiler.
     pub fn with_gpus(gpus: &[&str], jobs: &str) -> Self {
-        let dir = TempDir::new().expect("a temporary directory");
-        // Jobs of other users pass through.
-        std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).expect("it is ours");
+        let dir = TempDir::new().expect("create a temporary directory");
+        // Other users need to reach the socket.
+        std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).expect("set permissions");
         let mut node = Self { dir, daemon: None };
         if !gpus.is_empty() {
             node.set_gpus(gpus);
             let library = node.path().join("libnvidia-ml.so.1");
             let source = concat!(env!("CARGO_MANIFEST_DIR"), "/src/nvml.c");
             let built = Command::new("cc").args(["-shared", "-fPIC", source, "-o"]).arg(library).status();
-            assert!(built.expect("a C compiler").success());
+            assert!(built.expect("run the C compiler").success());
         }
         node.configure(jobs);
-        node.start();
+        node.start_daemon();
         node
     }
 
@@ -57,28 +66,40 @@ impl Node {
 
     /// Replaces the GPUs.
     pub fn set_gpus(&self, gpus: &[&str]) {
-        // In one step: the daemon may be reading them.
+        // Renamed into place: the daemon may be reading the file.
         let new = self.write("gpus.new", &(gpus.join("\n") + "\n"));
-        std::fs::rename(new, self.gpus()).expect("a file in the temporary directory");
+        std::fs::rename(new, self.gpus_file()).expect("rename a file");
     }
 
-    fn gpus(&self) -> PathBuf {
+    fn gpus_file(&self) -> PathBuf {
         self.path().join("gpus")
     }
 
-    /// The daemon's directory, which jobs are submitted from.
+    /// The directory from which jobs are submitted.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
 
-    /// Where the daemon keeps things.
-    pub fn state(&self) -> PathBuf {
+    /// The daemon's state directory.
+    pub fn state_dir(&self) -> PathBuf {
         self.path().join("state")
     }
 
-    /// Where it listens.
+    /// The daemon's socket.
     pub fn socket(&self) -> PathBuf {
         self.path().join("xlaunch.sock")
+    }
+
+    /// Lets [`NOBODY`] connect to the daemon, and creates a directory of that user.
+    pub fn admit_nobody(&self) -> PathBuf {
+        let chown = |path: &Path, group| {
+            std::os::unix::fs::chown(path, Some(NOBODY), group).expect("change the owner as root");
+        };
+        chown(&self.socket(), None);
+        let dir = self.path().join("nobody");
+        std::fs::create_dir(&dir).expect("create a directory");
+        chown(&dir, Some(NOBODY));
+        dir
     }
 
     /// Writes a file.
@@ -87,66 +108,67 @@ impl Node {
     /// If that fails.
     pub fn write(&self, name: &str, text: &str) -> PathBuf {
         let path = self.path().join(name);
-        std::fs::write(&path, text).expect("a file in the temporary directory");
+        std::fs::write(&path, text).expect("write a file");
         path
     }
 
-    /// Lines of a file; none if it is not there.
+    /// Writes `tiny.toml` for a training job of this length, and its text. Returns the path of the configuration.
+    pub fn write_tiny_job(&self, steps: u64) -> String {
+        self.write("text.txt", &"It was a dark and stormy night. ".repeat(2000));
+        self.write("tiny.toml", &format!("{TINY_JOB}steps = {steps}\n")).display().to_string()
+    }
+
+    /// Lines of a file; none if it does not exist.
     pub fn lines(&self, name: &str) -> Vec<String> {
         let text = std::fs::read_to_string(self.path().join(name)).unwrap_or_default();
         text.lines().map(str::to_owned).collect()
     }
 
-    /// xlaunch, which finds the GPUs of this node if it has any.
+    /// `xlaunch` with the simulated GPUs, if the node has any.
     fn xlaunch(&self) -> Command {
-        let mut command = Command::new(xlaunch());
-        if self.gpus().exists() {
-            command.env("LD_LIBRARY_PATH", self.path()).env("XLAUNCH_TEST_NVML", self.gpus());
+        let mut command = Command::new(xlaunch_path());
+        if self.gpus_file().exists() {
+            command.env("LD_LIBRARY_PATH", self.path()).env("XLAUNCH_TEST_NVML", self.gpus_file());
         }
         command
     }
 
-    /// The command that starts a daemon here.
-    pub fn command(&self) -> Command {
+    /// The command that starts a daemon on this node's directory.
+    pub fn daemon_command(&self) -> Command {
         let mut command = self.xlaunch();
         command.args(["daemon", "--foreground", "--config"]).arg(self.path().join("daemon.toml"));
-        command.arg("--state-dir").arg(self.state()).arg("--socket").arg(self.socket());
+        command.arg("--state-dir").arg(self.state_dir()).arg("--socket").arg(self.socket());
         command.current_dir("/").env_remove("XLAUNCH_SOCKET");
         command
     }
 
-    /// Starts a daemon and waits until it takes calls.
-    pub fn start(&mut self) {
-        let mut daemon = Running::start(&mut self.command());
-        wait_for("the daemon", || {
-            assert!(daemon.runs(), "{}", daemon.stderr());
-            daemon.stderr().contains("listening on").then_some(())
-        });
-        self.daemon = Some(daemon);
+    /// Starts the daemon and waits until it listens.
+    pub fn start_daemon(&mut self) {
+        self.daemon = Some(spawn_daemon(&mut self.daemon_command()));
     }
 
-    /// The daemon that runs.
+    /// The running daemon.
     ///
     /// # Panics
-    /// If none does.
-    pub fn daemon(&self) -> &Running {
-        self.daemon.as_ref().expect("a daemon runs")
+    /// If it was stopped.
+    pub fn daemon(&self) -> &Process {
+        self.daemon.as_ref().expect("the daemon is running")
     }
 
-    /// Ends the daemon by a signal.
-    pub fn end(&mut self, signal: Signal) -> Finished {
-        let daemon = self.daemon.take().expect("a daemon runs");
+    /// Stops the daemon by a signal.
+    pub fn stop_daemon(&mut self, signal: Signal) -> Output {
+        let daemon = self.daemon.take().expect("the daemon is running");
         daemon.signal(signal);
-        daemon.finish()
+        daemon.wait()
     }
 
-    /// Kills the daemon and starts another.
-    pub fn kill_and_start(&mut self) {
-        self.end(Signal::KILL);
-        self.start();
+    /// Kills the daemon and starts it again.
+    pub fn kill_and_restart_daemon(&mut self) {
+        self.stop_daemon(Signal::KILL);
+        self.start_daemon();
     }
 
-    /// A command line of this node's clients.
+    /// A client command that talks to this node's daemon.
     pub fn client(&self, args: &[&str]) -> Command {
         let mut command = self.xlaunch();
         command.args(args).current_dir(self.path()).env("XLAUNCH_SOCKET", self.socket());
@@ -154,19 +176,24 @@ impl Node {
         command
     }
 
-    /// Runs one.
-    pub fn run(&self, args: &[&str]) -> Finished {
-        Running::start(&mut self.client(args)).finish()
+    /// Runs a client command to its end.
+    pub fn run(&self, args: &[&str]) -> Output {
+        Process::spawn(&mut self.client(args)).wait()
     }
 
-    /// Submits a job.
+    /// The same as [`NOBODY`], in a directory of that user.
+    pub fn run_as_nobody(&self, dir: &Path, args: &[&str]) -> Output {
+        Process::spawn(self.client(args).uid(NOBODY).gid(NOBODY).current_dir(dir)).wait()
+    }
+
+    /// Submits a job and returns its number.
     ///
     /// # Panics
-    /// If it is not taken.
+    /// If it is refused.
     pub fn submit(&self, args: &[&str]) -> u64 {
-        let run = self.run(&[&["submit"], args].concat());
-        let job = run.stdout.trim().strip_prefix("job ").and_then(|job| job.parse().ok());
-        job.unwrap_or_else(|| panic!("{}{}", run.stdout, run.stderr))
+        let output = self.run(&[&["submit"], args].concat());
+        let job = output.stdout.trim().strip_prefix("job ").and_then(|job| job.parse().ok());
+        job.unwrap_or_else(|| panic!("{}{}", output.stdout, output.stderr))
     }
 
     /// Submits a shell script.
@@ -174,13 +201,19 @@ impl Node {
         self.submit(&["--", "sh", "-c", script])
     }
 
-    /// A job, as `xlaunch status --json` shows it.
+    /// Standard output of a client command with `--json`, parsed.
     ///
     /// # Panics
-    /// If there is none.
+    /// If it is not JSON.
+    pub fn json(&self, args: &[&str]) -> Value {
+        let output = self.run(&[args, &["--json"]].concat());
+        serde_json::from_str(&output.stdout)
+            .unwrap_or_else(|_| panic!("{args:?}: {}{}", output.stdout, output.stderr))
+    }
+
+    /// A job, as `xlaunch status --json` shows it.
     pub fn job(&self, job: u64) -> Value {
-        let run = self.run(&["status", &job.to_string(), "--json"]);
-        serde_json::from_str(&run.stdout).unwrap_or_else(|_| panic!("{}{}", run.stdout, run.stderr))
+        self.json(&["status", &job.to_string()])
     }
 
     /// Waits until the job is in this state.
@@ -190,22 +223,35 @@ impl Node {
         })
     }
 
-    /// Process ids of agents that run.
+    /// Process ids of running agents.
     pub fn agents(&self) -> Vec<u32> {
-        let entries = std::fs::read_dir(self.state().join("jobs")).into_iter().flatten().flatten();
+        let entries = std::fs::read_dir(self.state_dir().join("jobs")).into_iter().flatten().flatten();
         let agents = entries.filter_map(|entry| {
             let text = std::fs::read(entry.path().join("agent/agent.json")).ok()?;
             let identity: Value = serde_json::from_slice(&text).ok()?;
             u32::try_from(identity["pid"].as_u64()?).ok()
         });
-        agents.filter(|pid| alive(*pid)).collect()
+        agents.filter(|pid| is_alive(*pid)).collect()
     }
+}
+
+/// Starts a daemon by this command and waits until it listens.
+///
+/// # Panics
+/// If it exits first.
+pub fn spawn_daemon(command: &mut Command) -> Process {
+    let mut daemon = Process::spawn(command);
+    wait_for("the daemon to listen", || {
+        assert!(daemon.is_running(), "{}", daemon.stderr());
+        daemon.stderr().contains("listening on").then_some(())
+    });
+    daemon
 }
 
 impl Drop for Node {
     fn drop(&mut self) {
         drop(self.daemon.take());
-        // Guards end what agents have started.
+        // The guards of the agents kill their workers.
         for agent in self.agents() {
             if let Some(pid) = i32::try_from(agent).ok().and_then(Pid::from_raw) {
                 let _ = kill_process(pid, Signal::KILL);

@@ -1,8 +1,9 @@
-/* An NVML for tests of what is done with its answers: GPUs as the lines of the file XLAUNCH_TEST_NVML say,
+/* A simulated NVML. The file XLAUNCH_TEST_NVML has one line per GPU:
  *
  *     UUID ERRORS [PID ...]
  *
- * with so many uncorrected memory errors, used by those of the processes that run. Types and codes are those of nvml.h. */
+ * ERRORS is the number of uncorrected memory errors. The processes, as far as they exist, use the GPU. Types and error
+ * codes are those of nvml.h. */
 
 #include <signal.h>
 #include <stdint.h>
@@ -11,12 +12,13 @@
 #include <string.h>
 
 enum { SUCCESS = 0, INVALID = 2, UNSUPPORTED = 3, INSUFFICIENT_SIZE = 7 };
-enum { MOST = 16 };
+/* Limit of GPUs, and of processes per GPU. */
+enum { MAX = 16 };
 
 struct gpu {
     char uuid[64];
     unsigned long long errors;
-    unsigned pids[MOST], processes;
+    unsigned pids[MAX], processes;
 };
 
 struct process {
@@ -35,12 +37,12 @@ static unsigned read_gpus(struct gpu *gpus) {
     FILE *file = path ? fopen(path, "r") : NULL;
     char line[1024];
     unsigned count = 0;
-    while (file && count < MOST && fgets(line, sizeof line, file)) {
+    while (file && count < MAX && fgets(line, sizeof line, file)) {
         struct gpu *gpu = &gpus[count];
         int at = 0, next = 0, pid = 0;
         memset(gpu, 0, sizeof *gpu);
         if (sscanf(line, "%63s %llu%n", gpu->uuid, &gpu->errors, &at) < 2) continue;
-        while (gpu->processes < MOST && sscanf(line + at, "%d%n", &pid, &next) == 1) {
+        while (gpu->processes < MAX && sscanf(line + at, "%d%n", &pid, &next) == 1) {
             if (kill(pid, 0) == 0) gpu->pids[gpu->processes++] = (unsigned)pid;
             at += next;
         }
@@ -50,9 +52,9 @@ static unsigned read_gpus(struct gpu *gpus) {
     return count;
 }
 
-/* A device is its index and one. */
+/* A device handle is the GPU's index plus one: NULL is invalid. */
 static int find(void *device, struct gpu *found) {
-    struct gpu gpus[MOST];
+    struct gpu gpus[MAX];
     uintptr_t number = (uintptr_t)device;
     if (number == 0 || number > read_gpus(gpus)) return INVALID;
     *found = gpus[number - 1];
@@ -63,7 +65,7 @@ int nvmlInit_v2(void) { return SUCCESS; }
 int nvmlShutdown(void) { return SUCCESS; }
 
 int nvmlDeviceGetCount_v2(unsigned *count) {
-    struct gpu gpus[MOST];
+    struct gpu gpus[MAX];
     *count = read_gpus(gpus);
     return SUCCESS;
 }
@@ -105,11 +107,11 @@ int nvmlDeviceGetMemoryInfo_v2(void *device, struct memory *memory) {
 
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struct process *processes) {
     struct gpu gpu;
-    unsigned room = *count;
+    unsigned capacity = *count;
     int code = find(device, &gpu);
     if (code != SUCCESS) return code;
     *count = gpu.processes;
-    if (gpu.processes > 0 && (!processes || room < gpu.processes)) return INSUFFICIENT_SIZE;
+    if (gpu.processes > 0 && (!processes || capacity < gpu.processes)) return INSUFFICIENT_SIZE;
     for (unsigned at = 0; at < gpu.processes; at++) {
         processes[at] = (struct process){.pid = gpu.pids[at], .memory = 1ull << 30};
     }

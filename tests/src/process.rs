@@ -1,4 +1,4 @@
-//! `xlaunch` as a child process, and what can be seen of processes from outside.
+//! `xlaunch` as a child process, and processes seen from outside.
 
 use std::io::Read;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -12,13 +12,13 @@ use tokio::signal::{self, unix::SignalKind};
 
 use crate::wait_for;
 
-/// The `xlaunch` of this workspace, built with the profile that the tests were built with.
+/// The `xlaunch` of this workspace, built with the profile of the tests.
 ///
 /// # Panics
 /// If it does not build.
-pub fn xlaunch() -> &'static Path {
-    static BINARY: OnceLock<PathBuf> = OnceLock::new();
-    BINARY.get_or_init(|| {
+pub fn xlaunch_path() -> &'static Path {
+    static PATH: OnceLock<PathBuf> = OnceLock::new();
+    PATH.get_or_init(|| {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut command = Command::new(cargo);
         command.args(["build", "--quiet", "--package", "xlaunch", "--bin", "xlaunch"]);
@@ -26,19 +26,19 @@ pub fn xlaunch() -> &'static Path {
         if !cfg!(debug_assertions) {
             command.arg("--release");
         }
-        let output = command.stderr(Stdio::inherit()).output().expect("cargo runs");
+        let output = command.stderr(Stdio::inherit()).output().expect("run cargo");
         let text = String::from_utf8_lossy(&output.stdout);
         let messages = text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
-        let found = messages
+        let path = messages
             .filter(|message| message["target"]["name"] == "xlaunch")
             .find_map(|message| message["executable"].as_str().map(PathBuf::from));
-        found.expect("xlaunch builds")
+        path.expect("build xlaunch")
     })
 }
 
-/// How a process ended, and what it wrote.
+/// Result of a finished process.
 #[derive(Clone, Debug)]
-pub struct Finished {
+pub struct Output {
     /// Exit code, or 128 + n for signal n.
     pub code: i32,
     /// Standard output.
@@ -47,80 +47,110 @@ pub struct Finished {
     pub stderr: String,
 }
 
-/// A running `xlaunch`, in a process group of its own.
-#[derive(Debug)]
-pub struct Running {
-    child: Child,
-    stdout: Option<(Text, JoinHandle<()>)>,
-    stderr: Option<(Text, JoinHandle<()>)>,
+impl Output {
+    /// The failure report of a launch, which follows everything else on stderr; empty without one.
+    pub fn failure_report(&self) -> &str {
+        self.stderr.split_once("the job failed").map_or("", |(_, report)| report)
+    }
+
+    /// The part of the failure report about the rank that failed first.
+    pub fn root_cause(&self) -> &str {
+        self.failure_report().split("then:").next().unwrap_or_default()
+    }
+
+    /// The part of the failure report about ranks that failed or were stopped after it.
+    pub fn consequences(&self) -> &str {
+        self.failure_report().split_once("then:").map_or("", |(_, rest)| rest)
+    }
+
+    /// Whether stderr reports exactly this exit code of a worker.
+    pub fn reports_exit_code(&self, code: i32) -> bool {
+        self.stderr.split("exit code ").skip(1).any(|rest| {
+            let digits = rest.find(|c: char| !c.is_ascii_digit()).map_or(rest, |end| &rest[..end]);
+            digits.parse() == Ok(code)
+        })
+    }
 }
 
-type Text = Arc<Mutex<String>>;
+/// A child in a process group of its own, with its output collected. Dropping it kills its group and those of its
+/// children.
+#[derive(Debug)]
+pub struct Process {
+    child: Child,
+    stdout: Option<Collector>,
+    stderr: Option<Collector>,
+}
 
-impl Running {
-    /// Starts the command with its output collected.
+impl Process {
+    /// Starts the command without input.
     ///
     /// # Panics
     /// If it does not start.
-    pub fn start(command: &mut Command) -> Self {
-        default_signals();
+    pub fn spawn(command: &mut Command) -> Self {
+        reset_ignored_signals();
         let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .process_group(0)
             .spawn()
-            .expect("the command starts");
-        let stdout = child.stdout.take().map(collect);
-        let stderr = child.stderr.take().map(collect);
+            .unwrap_or_else(|error| panic!("{}: {error}", command.get_program().display()));
+        let stdout = child.stdout.take().map(Collector::spawn);
+        let stderr = child.stderr.take().map(Collector::spawn);
         Self { child, stdout, stderr }
     }
 
-    /// Its process id.
+    /// Process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Whether it has not ended.
-    pub fn runs(&mut self) -> bool {
+    /// Whether it has not exited.
+    pub fn is_running(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// What it has written to standard error so far.
+    /// Standard error so far.
     pub fn stderr(&self) -> String {
-        self.stderr.as_ref().map(|(text, _)| locked(text)).unwrap_or_default()
+        self.stderr.as_ref().map(Collector::text).unwrap_or_default()
     }
 
-    /// Waits until standard error holds `text`.
+    /// Waits until standard error contains `text`.
+    ///
+    /// # Panics
+    /// If the process exits without writing it.
     pub fn wait_for_stderr(&self, text: &str) {
-        wait_for(&format!("{text:?} on stderr"), || self.stderr().contains(text).then_some(()));
+        wait_for(&format!("{text:?} on stderr"), || {
+            // In this order: the last output may be collected after the exit.
+            let is_complete = self.stderr.as_ref().is_none_or(|stderr| stderr.thread.is_finished());
+            let found = self.stderr().contains(text);
+            assert!(
+                found || !is_complete || is_alive(self.pid()),
+                "exited without {text:?}: {}",
+                self.stderr()
+            );
+            found.then_some(())
+        });
     }
 
     /// Sends a signal to the process, not to its group.
     pub fn signal(&self, signal: Signal) {
-        let _ = kill_process(self.rustix_pid(), signal);
+        let _ = kill_process(Pid::from_child(&self.child), signal);
     }
 
-    /// Waits for its end.
-    pub fn finish(mut self) -> Finished {
-        let status = wait_for("the end of xlaunch", || self.child.try_wait().expect("it is our child"));
-        let text = |stream: Option<(Text, JoinHandle<()>)>| {
-            let (text, thread) = stream.expect("output is collected once");
-            thread.join().expect("the collector ends");
-            locked(&text)
-        };
+    /// Waits until it has exited.
+    pub fn wait(mut self) -> Output {
+        let status = wait_for("the process to exit", || self.child.try_wait().expect("wait for a child"));
         let code = status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0));
-        Finished { code, stdout: text(self.stdout.take()), stderr: text(self.stderr.take()) }
-    }
-
-    fn rustix_pid(&self) -> Pid {
-        Pid::from_child(&self.child)
+        let [stdout, stderr] = [self.stdout.take(), self.stderr.take()]
+            .map(|stream| stream.expect("output is taken once").join());
+        Output { code, stdout, stderr }
     }
 }
 
-impl Drop for Running {
+impl Drop for Process {
     fn drop(&mut self) {
-        if matches!(self.child.try_wait(), Ok(None)) {
+        if self.is_running() {
             for child in children(self.pid()) {
                 kill_group(child);
             }
@@ -130,73 +160,111 @@ impl Drop for Running {
     }
 }
 
-/// Whoever started the tests, by `nohup` or in the background, may have had them ignore signals, which children inherit. What
-/// has a handler here has none after exec, and is not ignored: so those that are ignored get one.
-fn default_signals() {
+/// A thread that reads a stream to its end.
+#[derive(Debug)]
+struct Collector {
+    text: Arc<Mutex<String>>,
+    thread: JoinHandle<()>,
+}
+
+impl Collector {
+    fn spawn(mut stream: impl Read + Send + 'static) -> Self {
+        let text = Arc::<Mutex<String>>::default();
+        let shared = text.clone();
+        let thread = std::thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            while let Ok(len @ 1..) = stream.read(&mut buffer) {
+                let piece = String::from_utf8_lossy(&buffer[..len]);
+                shared.lock().unwrap_or_else(PoisonError::into_inner).push_str(&piece);
+            }
+        });
+        Self { text, thread }
+    }
+
+    fn text(&self) -> String {
+        self.text.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn join(self) -> String {
+        let Self { text, thread } = self;
+        thread.join().expect("collect output");
+        text.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// Tests started by `nohup` or in the background of a shell inherit ignored signals, and would pass them on to their
+/// children. A signal with a handler has its default action again after exec, so each ignored one gets a handler.
+fn reset_ignored_signals() {
     static DONE: OnceLock<()> = OnceLock::new();
     DONE.get_or_init(|| {
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
         let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
         let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-        let _context = runtime.enter();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let runtime = runtime.expect("start a runtime");
+        let context = runtime.enter();
         for ignored in [Signal::HUP, Signal::INT, Signal::QUIT, Signal::TERM] {
             if mask >> (ignored.as_raw() - 1) & 1 == 1 {
-                // The handler stays when its stream is dropped.
-                drop(signal::unix::signal(SignalKind::from_raw(ignored.as_raw())).expect("a handler"));
+                // tokio keeps the handler when the stream is dropped.
+                let kind = SignalKind::from_raw(ignored.as_raw());
+                drop(signal::unix::signal(kind).expect("install a signal handler"));
             }
         }
+        drop(context);
+        // Unlike a drop, this is allowed inside another runtime.
+        runtime.shutdown_background();
     });
 }
 
+fn to_pid(pid: u32) -> Option<Pid> {
+    i32::try_from(pid).ok().and_then(Pid::from_raw)
+}
+
 fn kill_group(pid: u32) {
-    if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
-        // It may be gone.
+    if let Some(pid) = to_pid(pid) {
+        // It may have exited.
         let _ = kill_process_group(pid, Signal::KILL);
     }
 }
 
-fn locked(text: &Text) -> String {
-    text.lock().unwrap_or_else(PoisonError::into_inner).clone()
+/// Sends a signal to a process of the test.
+///
+/// # Panics
+/// If it does not exist.
+pub fn send_signal(pid: u32, signal: Signal) {
+    let pid = to_pid(pid).expect("a valid process id");
+    kill_process(pid, signal).expect("signal a process of this test");
 }
 
-fn collect(mut stream: impl Read + Send + 'static) -> (Text, JoinHandle<()>) {
-    let text = Text::default();
-    let ours = text.clone();
-    let thread = std::thread::spawn(move || {
-        let mut buffer = [0; 4096];
-        while let Ok(len @ 1..) = stream.read(&mut buffer) {
-            let piece = String::from_utf8_lossy(&buffer[..len]);
-            ours.lock().unwrap_or_else(PoisonError::into_inner).push_str(&piece);
-        }
-    });
-    (text, thread)
+/// Whether a process exists and is not a zombie.
+pub fn is_alive(pid: u32) -> bool {
+    let exists = to_pid(pid).is_some_and(|pid| test_kill_process(pid).is_ok());
+    exists && state_and_parent(pid).is_some_and(|(state, _)| state != 'Z')
 }
 
-/// Whether a process exists that is no zombie.
-pub fn alive(pid: u32) -> bool {
-    let exists =
-        i32::try_from(pid).ok().and_then(Pid::from_raw).is_some_and(|pid| test_kill_process(pid).is_ok());
-    exists && state(pid).is_some_and(|(state, _)| state != 'Z')
-}
-
-/// Processes whose parent is `pid`, without the guard of a launch.
+/// Children of a launcher that are its workers: without its guard process.
 pub fn children(pid: u32) -> Vec<u32> {
     let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
     let pids = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let ours = pids.filter(|child| state(*child).is_some_and(|(_, parent)| parent == pid));
-    ours.filter(|child| name(*child) != "launch-guard").collect()
+    let children = pids.filter(|child| state_and_parent(*child).is_some_and(|(_, parent)| parent == pid));
+    children.filter(|child| process_name(*child) != "launch-guard").collect()
 }
 
-/// Name of a process's program, or what it calls itself.
-pub fn name(pid: u32) -> String {
+/// A process's name, as `ps` shows it.
+pub fn process_name(pid: u32) -> String {
     std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim().to_owned()
 }
 
-/// State letter and parent of a process, from `/proc/PID/stat`.
-fn state(pid: u32) -> Option<(char, u32)> {
+/// State letter and parent, from `/proc/PID/stat`.
+fn state_and_parent(pid: u32) -> Option<(char, u32)> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may hold anything, parentheses too.
+    // The name before, in parentheses, may itself contain parentheses and spaces.
     let mut fields = stat.rsplit(") ").next()?.split(' ');
     Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))
+}
+
+/// Whether a program of this name is in `PATH`.
+pub fn has_program(name: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|dir| dir.join(name).is_file())
 }

@@ -1,46 +1,87 @@
 #!/bin/sh
-# Boots Debian in namespaces of its own, with systemd as its first process, and runs inside.sh there:
-# boot.sh DEB CLIENT DIR
+# Boots Debian with systemd in namespaces and runs inside.sh there:
 #
-# DEB is the package to install, CLIENT the program `reflect` of these tests. DIR takes `log`, what inside.sh printed, and
-# `exit`, how it ended. The tree of Debian is made once, in $XLAUNCH_TEST_SYSTEMD_ROOT where that is set, and never written to:
-# what happens inside is gone with the last process, and so is all of it when this script ends. Needs root, systemd-nspawn
-# and, for the tree, debootstrap.
+#     boot.sh DEB CLIENT DIR
+#     boot.sh --check          # can namespaces and cgroups be created here?
 #
-# Exits as inside.sh does; with 77, and a reason, where no system can be booted.
+# DEB is the package to install, CLIENT the test program `grpc_client`. DIR receives `log`, the output of inside.sh, and
+# `exit`, its exit status, which is that of this script, too. The Debian tree is created once, in
+# $XLAUNCH_TEST_SYSTEMD_ROOT if that is set, and never written to: changes are in an overlay that is discarded. Nothing
+# outlives this script. Needs root, systemd-nspawn and, for the tree, debootstrap.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-dir=$(cd "$3" && pwd)
-root=${XLAUNCH_TEST_SYSTEMD_ROOT:-$dir}
-# Seconds until it counts as hung.
-limit=300
+# Seconds after which the booted system counts as hung.
+limit=600
 
-skip() {
+fail() {
     echo "$*" >&2
-    exit 77
+    exit 1
 }
 
-unshare --pid --fork --mount-proc true 2> /dev/null || skip "no namespaces may be made"
+# The booted system gets cgroups of its own. If systemd runs on the host, it delegates them; otherwise they are
+# created in every hierarchy that systemd uses: version 2 alone, or its part of a hybrid layout.
+group=xlaunch-test-$$
+groups=
+scope=
+create_cgroups() {
+    if [ -d /run/systemd/system ]; then
+        scope="systemd-run --quiet --scope --property=Delegate=yes"
+        return
+    fi
+    for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/unified /sys/fs/cgroup/systemd; do
+        [ -e "$hierarchy/cgroup.procs" ] || continue
+        mkdir "$hierarchy/$group" || fail "no permission to create a cgroup in $hierarchy"
+        groups="$groups $hierarchy/$group"
+    done
+    [ -n "$groups" ] || fail "no cgroup hierarchy in /sys/fs/cgroup"
+}
 
+remove_cgroups() {
+    for created in $groups; do
+        # A cgroup stays busy until its last process has been reaped.
+        for _ in 1 2 3 4 5 6 7 8 9 10; do
+            find "$created" -depth -type d -exec rmdir {} + 2> /dev/null || true
+            [ -d "$created" ] || break
+            sleep 0.2
+        done
+    done
+}
+
+# Killing `unshare` kills all processes of its PID namespace.
+inside=
+finish() {
+    [ -z "$inside" ] || kill -KILL "$inside" 2> /dev/null || true
+    wait
+    remove_cgroups
+}
+trap finish EXIT
+trap 'exit 1' INT TERM HUP
+
+unshare --mount --pid --fork --mount-proc true 2> /dev/null || fail "no permission to create namespaces"
+create_cgroups
+[ "$1" != --check ] || exit 0
+
+dir=$(cd "$3" && pwd)
+root=${XLAUNCH_TEST_SYSTEMD_ROOT:-$dir}
 mkdir -p "$root"
 (
     flock 9
     [ -d "$root/tree" ] && exit
     rm -rf --one-file-system "$root/tree.new"
-    # It mounts; in a namespace of its own, what it mounts goes with it.
+    # In a mount namespace, so that mounts of debootstrap do not stay.
     unshare --mount debootstrap --variant=minbase --include=systemd,systemd-sysv,dbus,procps,iproute2 \
         bookworm "$root/tree.new" > "$root/debootstrap.log" 2>&1 ||
-        skip "debootstrap: $(tail -n 5 "$root/debootstrap.log")"
-    # The tree holds no packages: it is installed into, and not from.
+        fail "debootstrap: $(tail -n 5 "$root/debootstrap.log")"
+    # The booted system installs no other packages.
     rm -rf "$root/tree.new"/var/cache/apt/archives/*.deb
     mv "$root/tree.new" "$root/tree"
 ) 9> "$root/lock"
 
 cp "$1" "$dir/xlaunch.deb"
-cp "$2" "$dir/reflect"
+cp "$2" "$dir/grpc_client"
 cp "$here"/inside.sh "$dir"
-# Users run the client.
-chmod 755 "$dir" "$dir/reflect"
+# Other users run the client.
+chmod 755 "$dir" "$dir/grpc_client"
 cat > "$dir/inside.service" << 'UNIT'
 [Unit]
 After=multi-user.target dbus.service
@@ -55,43 +96,10 @@ StandardOutput=append:/srv/test/log
 StandardError=append:/srv/test/log
 UNIT
 
-# A control group of its own, to be divided up inside. Where systemd runs the host, it gives one out; elsewhere one is made in
-# every hierarchy that systemd looks at: version 2 alone, or its part of a hybrid layout.
-group=xlaunch-test-$$
-groups=
-scope=
-if [ -d /run/systemd/system ]; then
-    scope="systemd-run --quiet --scope --property=Delegate=yes"
-else
-    for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/unified /sys/fs/cgroup/systemd; do
-        [ -e "$hierarchy/cgroup.procs" ] && groups="$groups $hierarchy/$group"
-    done
-    for made in $groups; do
-        mkdir "$made" || skip "no control group may be made"
-    done
-fi
-
-# The end of `unshare` is the end of all processes in its namespace.
-inside=
-finish() {
-    [ -z "$inside" ] || kill -KILL "$inside" 2> /dev/null || true
-    wait
-    for made in $groups; do
-        # Dead processes leave their groups a moment later.
-        for _ in 1 2 3 4 5 6 7 8 9 10; do
-            find "$made" -depth -type d -exec rmdir {} + 2> /dev/null || true
-            [ -d "$made" ] || break
-            sleep 0.2
-        done
-    done
-}
-trap finish EXIT
-trap 'exit 1' INT TERM HUP
-
-# All capabilities and no filter of system calls: inside, systemd confines services as it does on a machine.
+# All capabilities and no seccomp filter: the systemd inside confines its services as on a real machine.
 (
-    for made in $groups; do
-        echo 0 > "$made/cgroup.procs"
+    for created in $groups; do
+        echo 0 > "$created/cgroup.procs"
     done
     SYSTEMD_NSPAWN_UNIFIED_HIERARCHY=1 SYSTEMD_SECCOMP=0
     export SYSTEMD_NSPAWN_UNIFIED_HIERARCHY SYSTEMD_SECCOMP
@@ -106,5 +114,5 @@ wait "$inside" || true
 inside=
 
 cat "$dir/log" 2> /dev/null || cat "$dir/console"
-[ -f "$dir/exit" ] || { echo "the system inside ended, or was ended after $limit s, before the test did" >&2; exit 1; }
+[ -f "$dir/exit" ] || fail "the booted system stopped before the test was over, or was killed after $limit s"
 exit "$(cat "$dir/exit")"

@@ -1,14 +1,14 @@
 #!/bin/sh
-# In the system that boot.sh boots: installs the package, and uses it as an operator and users would. Prints one line for each
-# thing that works, with the seconds so far; the first that does not work ends it.
+# Runs in the system that boot.sh boots: installs the package and uses it as an operator and several users would.
+# Prints one line per step, with the seconds since the start; the first failure ends it.
 set -eu
 begin=$(date +%s)
 service=xlaunch.service
 socket=/run/xlaunch/xlaunch.sock
 work=/home/alice/job
-# What the environment of a job holds, and nobody else may read.
+# A value in the environment of a job, which other users must not be able to read.
 secret=hunter2-$$
-# Seconds that a training job is to take alone: all that happens to the daemon meanwhile fits in.
+# Duration of the training job in seconds if it runs alone: long enough for all that happens to the daemon meanwhile.
 length=32
 
 step() {
@@ -35,15 +35,15 @@ until_true() {
         if "$@"; then return; fi
         sleep 0.1
     done
-    fail "$what did not happen"
+    fail "timed out waiting for $what"
 }
 
 show() {
     systemctl show --property="$1" --value "${2:-$service}"
 }
 
-# Runs, and as another process than the given one. Asked for in one go: it may end between two questions.
-replaced() {
+# Whether the daemon is active with another process id. One query for both: it may exit between two.
+is_replaced() {
     now=$(systemctl show --property=ActiveState --property=MainPID $service | sort | tr '\n' ' ')
     case $now in
         "ActiveState=active MainPID=$1 ") return 1 ;;
@@ -62,30 +62,32 @@ as() {
     (cd "$(getent passwd "$user" | cut -d : -f 6)" && runuser -u "$user" -- "$@")
 }
 
-# In the directory of alice's jobs.
-here() {
+# As alice, in the directory of her jobs.
+in_work() {
     (cd $work && runuser -u alice -- "$@")
 }
 
 submit() {
-    here xlaunch submit "$@" | sed -n 's/^job \([0-9]*\)$/\1/p'
+    in_work xlaunch submit "$@" | sed -n 's/^job \([0-9]*\)$/\1/p'
 }
 
-# A value of a job, as JSON.
+# A field of a job, as JSON.
 value() {
     as alice xlaunch status "$1" --json | sed -n "s/^  \"$2\": \(.*[^,]\),\{0,1\}\$/\1/p"
 }
 
-is() {
+# Whether a job is in one of these states.
+is_in() {
     case " $2 " in *" $(value "$1" state | tr -d '"') "*) return 0 ;; *) return 1 ;; esac
 }
 
-ended() {
-    until_true "the end of job $1" is "$1" "done failed cancelled lost"
+expect_end() {
+    until_true "the end of job $1" is_in "$1" "done failed cancelled lost"
     expect "job $1: $(value "$1" report)" "\"$2\" $3" "$(value "$1" state) $(value "$1" exit_code)"
 }
 
-gone() {
+# Whether a unit is not active any more.
+is_inactive() {
     ! systemctl --quiet is-active "$1"
 }
 
@@ -98,29 +100,29 @@ steps() {
     cat $work/jobs/train/*/metrics.jsonl 2> /dev/null | grep -c train/loss || true
 }
 
-goes_on() {
+has_more_steps_than() {
     [ "$(steps)" -gt "$1" ]
 }
 
-# The daemon knows of the job that runs, from its agent, as it is now: it has asked anew, of the same process.
-adopted() {
-    is "$job" running && as alice xlaunch status "$job" --json | grep -q '"status_age_seconds": [01]\.' &&
+# Whether the daemon has adopted the training job: it has a fresh status from the same agent.
+is_adopted() {
+    is_in "$job" running && as alice xlaunch status "$job" --json | grep -q '"status_age_seconds": [01]\.' &&
         [ "$(show MainPID "$unit")" = "$agent" ]
 }
 
-# After something has happened to the daemon.
-adopts() {
+# Expects that the daemon adopts the training job within 5 s after the given event, and that training continues.
+expect_adoption() {
     from=$(date +%s%N)
-    until adopted; do
+    until is_adopted; do
         [ $(($(date +%s%N) - from)) -lt 5000000000 ] || fail "job $job after $1: $(value "$job" state)"
         sleep 0.1
     done
     took=$((($(date +%s%N) - from) / 1000000))
     seen=$(steps)
-    until_true "a step of job $job after $1" goes_on "$seen"
-    # Starts by the operator count towards the limit of those in a minute.
+    until_true "a step of job $job after $1" has_more_steps_than "$seen"
+    # Manual starts count towards the unit's start limit.
     systemctl reset-failed $service
-    step "$1: job $job taken up again after $took ms, at step $seen of $total"
+    step "$1: job $job adopted after $took ms, at step $seen of $total"
 }
 
 # Installation.
@@ -129,34 +131,35 @@ for unit in $service xlaunch.socket; do
     expect "$unit at boot" enabled "$(systemctl is-enabled $unit)"
     expect "$unit now" active "$(systemctl is-active $unit)"
 done
-expect "the socket" "660 root xlaunch" "$(stat -c '%a %U %G' $socket)"
-expect "its directory" "755 root root" "$(stat -c '%a %U %G' /run/xlaunch)"
-expect "the state" "711 root root" "$(stat -c '%a %U %G' /var/lib/xlaunch)"
-systemd-tmpfiles --cat-config | grep -q '^x /tmp/xlaunch-' || fail "old directories in /tmp are cleaned away"
-expect "what listens on TCP" "" "$(ss --no-header --listening --numeric --tcp)"
+expect "socket permissions" "660 root xlaunch" "$(stat -c '%a %U %G' $socket)"
+expect "permissions of its directory" "755 root root" "$(stat -c '%a %U %G' /run/xlaunch)"
+expect "permissions of the state directory" "711 root root" "$(stat -c '%a %U %G' /var/lib/xlaunch)"
+systemd-tmpfiles --cat-config | grep -q '^x /tmp/xlaunch-' ||
+    fail "systemd-tmpfiles removes old directories of xlaunch from /tmp"
+expect "TCP listeners" "" "$(ss --no-header --listening --numeric --tcp)"
 getent group xlaunch-admin > /dev/null || fail "there is no group xlaunch-admin"
 systemd-analyze security --no-pager --threshold=30 $service > /srv/test/security ||
     fail "confinement: $(tail -n 1 /srv/test/security)"
 step "installed and running;$(tail -n 1 /srv/test/security | tr -cd ' -~')"
 for path in man/man1/xlaunch-submit.1 bash-completion/completions/xlaunch doc/xlaunch/grafana/xlaunch.json; do
-    # Installations of Debian may leave documents out.
+    # A minimal Debian may exclude documentation from installation.
     [ -s /usr/share/$path ] || dpkg --contents /srv/test/xlaunch.deb | grep -q "/usr/share/$path" ||
-        fail "the package has no $path"
+        fail "the package lacks $path"
 done
 
-# Users: alice and dave may submit, carol may do all, bob nothing.
+# Users: alice and dave may submit jobs, carol is an administrator, bob may do nothing.
 useradd --create-home --groups xlaunch alice
 useradd --create-home bob
 useradd --create-home --groups xlaunch,xlaunch-admin carol
 useradd --create-home --groups xlaunch dave
-as alice /srv/test/reflect $socket > /srv/test/reflection 2>&1 || fail "reflection: $(cat /srv/test/reflection)"
-grep -q '^services: .*grpc.health.v1.Health .*xlaunch.v1.Node' /srv/test/reflection || fail "$(cat /srv/test/reflection)"
-grep -q "^daemon: $(show MainPID) " /srv/test/reflection || fail "$(cat /srv/test/reflection)"
-if as bob /srv/test/reflect $socket > /dev/null 2>&1; then fail "somebody outside of the group can connect"; fi
-if as bob xlaunch jobs > /srv/test/bob 2>&1; then fail "somebody outside of the group sees jobs"; fi
-step "members of the group connect, others do not: $(tr '\n' ';' < /srv/test/reflection)"
+as alice /srv/test/grpc_client $socket > /srv/test/grpc 2>&1 || fail "gRPC client: $(cat /srv/test/grpc)"
+grep -q '^services: .*grpc.health.v1.Health .*xlaunch.v1.Node' /srv/test/grpc || fail "$(cat /srv/test/grpc)"
+grep -q "^daemon: $(show MainPID) " /srv/test/grpc || fail "$(cat /srv/test/grpc)"
+if as bob /srv/test/grpc_client $socket > /dev/null 2>&1; then fail "a user outside the group can connect"; fi
+if as bob xlaunch jobs > /srv/test/bob 2>&1; then fail "a user outside the group sees jobs"; fi
+step "members of the group connect, others do not: $(tr '\n' ';' < /srv/test/grpc)"
 
-# A training job, alone and as a job of the daemon, which has all happen to it that can.
+# A training job, run alone and as a job of the daemon. The latter is disturbed in every way below.
 mkdir $work
 cat > $work/train.toml << 'JOB'
 [job]
@@ -178,72 +181,74 @@ JOB
 cat /usr/share/perl5/Debconf/*.pm /usr/lib/x86_64-linux-gnu/perl-base/*.pm /srv/test/inside.sh > $work/text.txt
 chown -R alice: $work
 from=$(date +%s%N)
-here xlaunch --nproc 1 train.toml --set train.steps=5 --set job.output=short > /srv/test/train 2>&1 ||
+in_work xlaunch --nproc 1 train.toml --set train.steps=5 --set job.output=short > /srv/test/train 2>&1 ||
     fail "training: $(cat /srv/test/train)"
 between=$(date +%s%N)
-here xlaunch --nproc 1 train.toml --set train.steps=55 --set job.output=short > /srv/test/train 2>&1
+in_work xlaunch --nproc 1 train.toml --set train.steps=55 --set job.output=short > /srv/test/train 2>&1
 each=$((($(date +%s%N) - between - (between - from)) / 50))
 [ $each -gt 1000000 ] || each=1000000
 total=$((length * 1000000000 / each))
-step "training: $((each / 1000000)) ms a step, $total steps"
+step "training: $((each / 1000000)) ms per step, $total steps"
 
-job=$(here env SECRET="$secret" xlaunch submit --gpus 0 train.toml --set train.steps=$total --set job.output=jobs |
+job=$(in_work env SECRET="$secret" xlaunch submit --gpus 0 train.toml --set train.steps=$total --set job.output=jobs |
     sed -n 's/^job //p')
 expect "the first job" 1 "$job"
-until_true "the start of job $job" is "$job" running
+until_true "the start of job $job" is_in "$job" running
 unit=xlaunch-job-$job.service
 agent=$(show MainPID $unit)
-until_true "a step of job $job" goes_on 0
+until_true "a step of job $job" has_more_steps_than 0
 
-# Whose it is, and where.
+# User and cgroup of its processes.
 expect "the agent's user" "alice alice" "$(ps -o user=,group= -p "$agent" | tr -s ' ')"
-expect "its control group" "0::/system.slice/$unit" "$(tail -n 1 "/proc/$agent/cgroup")"
+expect "its cgroup" "0::/system.slice/$unit" "$(tail -n 1 "/proc/$agent/cgroup")"
 workers=$(pgrep --parent "$agent" --full worker) || fail "the agent has no workers: $(ps -ef)"
 for worker in $workers; do
     expect "a worker's user" alice "$(ps -o user= -p "$worker")"
-    grep -q "/system.slice/$unit" "/proc/$worker/cgroup" || fail "a worker in $(cat "/proc/$worker/cgroup")"
+    grep -q "/system.slice/$unit" "/proc/$worker/cgroup" || fail "a worker's cgroup: $(cat "/proc/$worker/cgroup")"
 done
 expect "the daemon's processes" "$(show MainPID)" "$(cat "/sys/fs/cgroup$(show ControlGroup)/cgroup.procs")"
-expect "the unit" "yes continue mixed $((60 * 1000000))" \
+expect "settings of the unit" "yes continue mixed $((60 * 1000000))" \
     "$(show Delegate $unit) $(show OOMPolicy $unit) $(show KillMode $unit) $(show TimeoutStopUSec $unit |
         sed 's/^1min$/60000000/')"
 expect "locked memory" infinity "$(show LimitMEMLOCK $unit)"
-show After $unit | grep -q 'remote-fs.target' || fail "$unit is not ordered: $(show After $unit)"
-step "the job runs as its user, in $unit"
+show After $unit | grep -q 'remote-fs.target' || fail "$unit is not ordered after remote-fs.target: $(show After $unit)"
+step "the job runs as its user in $unit"
 
-# Who sees what.
+# What other users see.
 tr '\0' '\n' < "/proc/$agent/environ" | grep -q "^SECRET=$secret$" || fail "the job lacks its environment"
 for user in bob dave carol; do
-    if as $user cat "/proc/$agent/environ" > /dev/null 2>&1; then fail "$user reads the job's environment"; fi
-    if as $user grep -r -s -q "$secret" /var/lib/xlaunch /run/xlaunch /run/systemd; then fail "$user finds the secret"; fi
-    if as $user ls /var/lib/xlaunch/jobs/1/agent > /dev/null 2>&1; then fail "$user looks into the job's directory"; fi
-    if as $user systemctl show $unit | grep -q "$secret"; then fail "the unit shows the secret"; fi
+    if as $user cat "/proc/$agent/environ" > /dev/null 2>&1; then fail "$user can read the job's environment"; fi
+    if as $user grep -r -s -q "$secret" /var/lib/xlaunch /run/xlaunch /run/systemd; then
+        fail "$user can find the secret"
+    fi
+    if as $user ls /var/lib/xlaunch/jobs/1/agent > /dev/null 2>&1; then fail "$user can list the job's directory"; fi
+    if as $user systemctl show $unit | grep -q "$secret"; then fail "$user can see the secret in the unit"; fi
 done
-for file in job.json order-1.json; do
-    expect "$file" "600 root" "$(stat -c '%a %U' /var/lib/xlaunch/jobs/1/$file)"
+for file in /var/lib/xlaunch/jobs/1/*.json; do
+    expect "$file" "600 root" "$(stat -c '%a %U' "$file")"
 done
-if as dave xlaunch status "$job" > /dev/null 2>&1; then fail "dave sees the job of alice"; fi
-if as dave xlaunch cancel "$job" > /dev/null 2>&1; then fail "dave cancels the job of alice"; fi
-if as dave xlaunch logs "$job" > /dev/null 2>&1; then fail "dave reads the logs of alice"; fi
-expect "what dave sees" 0 "$(as dave xlaunch jobs --all --json | grep -c '"id"' || true)"
-as carol xlaunch status "$job" > /dev/null || fail "an administrator does not see the job"
-step "other users see nothing of it"
+if as dave xlaunch status "$job" > /dev/null 2>&1; then fail "dave can see the job of alice"; fi
+if as dave xlaunch cancel "$job" > /dev/null 2>&1; then fail "dave can cancel the job of alice"; fi
+if as dave xlaunch logs "$job" > /dev/null 2>&1; then fail "dave can read the logs of alice"; fi
+expect "jobs that dave sees" 0 "$(as dave xlaunch jobs --all --json | grep -c '"id"' || true)"
+as carol xlaunch status "$job" > /dev/null || fail "an administrator cannot see the job"
+step "other users cannot see the job"
 
-# The same, with nothing in its way, at the same time.
-here xlaunch --nproc 1 train.toml --set train.steps=$total --set job.output=calm > /srv/test/train 2>&1 &
-calm=$!
+# The same training undisturbed, at the same time.
+in_work xlaunch --nproc 1 train.toml --set train.steps=$total --set job.output=undisturbed > /srv/test/train 2>&1 &
+undisturbed=$!
 
-# The daemon's life under systemd.
+# Restarts and crashes of the daemon under systemd.
 systemctl restart $service
-adopts "restart"
+expect_adoption "restart"
 
 pid=$(show MainPID)
 kill -KILL "$pid"
-until_true "a new daemon after SIGKILL" replaced "$pid"
-adopts "SIGKILL"
+until_true "a new daemon after SIGKILL" is_replaced "$pid"
+expect_adoption "SIGKILL"
 
-# The unit's time is long for a test; the daemon is to say that it is alive twice in it.
-expect "the watchdog's time" 30s "$(show WatchdogUSec)"
+# The unit's timeout is too long for a test. The daemon notifies the watchdog twice within it.
+expect "the watchdog timeout" 30s "$(show WatchdogUSec)"
 mkdir -p "/run/systemd/system/$service.d"
 printf '[Service]\nWatchdogSec=10\n' > "/run/systemd/system/$service.d/watchdog.conf"
 systemctl daemon-reload
@@ -251,25 +256,26 @@ systemctl restart $service
 pid=$(show MainPID)
 sleep 1
 kill -STOP "$pid"
-until_true "a new daemon after SIGSTOP" replaced "$pid"
-journalctl --unit $service --no-pager | grep -q "Watchdog timeout" || fail "it was not the watchdog"
+until_true "a new daemon after SIGSTOP" is_replaced "$pid"
+journalctl --unit $service --no-pager | grep -q "Watchdog timeout" ||
+    fail "the daemon was not restarted by the watchdog"
 rm "/run/systemd/system/$service.d/watchdog.conf"
 systemctl daemon-reload
-expect "the unit of job $job after a daemon-reload" loaded "$(show LoadState $unit)"
-adopts "SIGSTOP and watchdog"
+expect "state of $unit after daemon-reload" loaded "$(show LoadState $unit)"
+expect_adoption "SIGSTOP and watchdog"
 
-# Callers wait at the socket, and the first one starts the daemon.
+# Socket activation: the first client starts the daemon.
 systemctl stop $service 2> /dev/null
 expect "the daemon" inactive "$(show ActiveState)"
-adopts "stop, and a caller"
+expect_adoption "stop and socket activation"
 
 systemctl stop $service 2> /dev/null
 seen=$(steps)
-until_true "a step without a daemon" goes_on "$seen"
+until_true "a step without a daemon" has_more_steps_than "$seen"
 systemctl start $service
-adopts "stop and start"
+expect_adoption "stop and start"
 
-# An upgrade: another daemon, the same socket, the operator's configuration, and a path that still has programs of its own.
+# Upgrade: a new daemon, the same socket, and the operator's configuration.
 echo '# by the operator' >> /etc/xlaunch/daemon.toml
 dpkg-deb --raw-extract /srv/test/xlaunch.deb /srv/new
 sed -i 's/^Version: .*/&+1/' /srv/new/DEBIAN/control
@@ -277,118 +283,120 @@ dpkg-deb --build -Znone /srv/new /srv/new.deb > /dev/null
 pid=$(show MainPID)
 since=$(show ActiveEnterTimestampMonotonic xlaunch.socket)
 install /srv/new.deb
-until_true "a new daemon after the upgrade" replaced "$pid"
-expect "when the socket was opened" "$since" "$(show ActiveEnterTimestampMonotonic xlaunch.socket)"
-grep -q '# by the operator' /etc/xlaunch/daemon.toml || fail "the operator's configuration is gone"
-dpkg-query --show xlaunch | grep -q '+1$' || fail "the upgrade is none"
-adopts "upgrade"
+until_true "a new daemon after the upgrade" is_replaced "$pid"
+expect "start time of the socket unit" "$since" "$(show ActiveEnterTimestampMonotonic xlaunch.socket)"
+grep -q '# by the operator' /etc/xlaunch/daemon.toml || fail "the upgrade has replaced the operator's configuration"
+dpkg-query --show xlaunch | grep -q '+1$' || fail "the new version is not installed"
+expect_adoption "upgrade"
 
-ended "$job" "done" 0
-until_true "the end of its unit" gone $unit
-wait $calm || fail "training: $(cat /srv/test/train)"
-losses $work/jobs/train/latest > /srv/test/of-job
-losses $work/calm/train/latest > /srv/test/alone
-expect "steps" "$(seq 0 $((total - 1)) | md5sum)" "$(cut -d ' ' -f 1 /srv/test/of-job | md5sum)"
-cmp /srv/test/of-job /srv/test/alone || fail "the job's losses are others than those of the same training alone"
+expect_end "$job" "done" 0
+until_true "the end of its unit" is_inactive $unit
+wait $undisturbed || fail "training: $(cat /srv/test/train)"
+losses $work/jobs/train/latest > /srv/test/job-losses
+losses $work/undisturbed/train/latest > /srv/test/undisturbed-losses
+expect "steps" "$(seq 0 $((total - 1)) | md5sum)" "$(cut -d ' ' -f 1 /srv/test/job-losses | md5sum)"
+cmp /srv/test/job-losses /srv/test/undisturbed-losses || fail "losses differ from those of the undisturbed training"
 expect "runs of the job" 1 "$(find $work/jobs/train -mindepth 1 -maxdepth 1 -type d | wc -l)"
-step "the job is done, with every step once and the losses of one that was left alone"
+step "the job is done, with every step once and the losses of the undisturbed training"
 
-# Other jobs: commands, where the operator allows them.
-if here xlaunch submit -- true 2> /srv/test/refused; then fail "commands are taken"; fi
-grep -q allow_commands /srv/test/refused || fail "the refusal: $(cat /srv/test/refused)"
+# Jobs that run commands, once the operator allows them.
+if in_work xlaunch submit -- true 2> /srv/test/refused; then fail "a command is accepted by default"; fi
+grep -q allow_commands /srv/test/refused || fail "the error does not name allow_commands: $(cat /srv/test/refused)"
 sed -i 's/^#allow_commands = .*/allow_commands = true/' /etc/xlaunch/daemon.toml
 pid=$(show MainPID)
 systemctl reload $service
-takes_commands() {
+accepts_commands() {
     commanded=$(submit --name greet -- sh -c 'echo hello' 2> /dev/null) && [ -n "$commanded" ]
 }
-until_true "a command after the reload" takes_commands
-expect "the process after a reload" "$pid" "$(show MainPID)"
-expect "the daemon after a reload" active "$(show ActiveState)"
-ended "$commanded" "done" 0
+until_true "a command after the reload" accepts_commands
+expect "process id after the reload" "$pid" "$(show MainPID)"
+expect "the daemon after the reload" active "$(show ActiveState)"
+expect_end "$commanded" "done" 0
 expect "its output" hello "$(as alice xlaunch logs "$commanded")"
 step "reload"
 
 failing=$(submit --propagate-exit-code -- sh -c 'while ! [ -e go ]; do sleep 0.1; done; echo broken >&2; exit 7')
-until_true "the start of job $failing" is "$failing" running
+until_true "the start of job $failing" is_in "$failing" running
 systemctl stop $service 2> /dev/null
-here touch go
-until_true "the end of job $failing without a daemon" gone "xlaunch-job-$failing.service"
+in_work touch go
+until_true "the end of job $failing without a daemon" is_inactive "xlaunch-job-$failing.service"
 systemctl start $service
-ended "$failing" failed 7
+expect_end "$failing" failed 7
 value "$failing" report | grep -q 'exit code 7.*broken' || fail "its report: $(value "$failing" report)"
-step "a job that fails while there is no daemon keeps its exit code and report"
+step "a job that fails while the daemon is stopped keeps its exit code and report"
 
-# The unit's delegated control group holds whatever a job starts, in whatever session it hides.
+# The unit's cgroup holds all processes of a job, in any session.
 cancelled=$(submit -- sh -c 'setsid sleep 1234567 & sleep 1234567')
-until_true "the start of job $cancelled" is "$cancelled" running
-until_true "its processes" pgrep --full 'sleep 1234567' > /dev/null
+until_true "the start of job $cancelled" is_in "$cancelled" running
+until_true "the processes of job $cancelled" pgrep --full 'sleep 1234567' > /dev/null
 as alice xlaunch cancel "$cancelled" > /dev/null
-ended "$cancelled" cancelled 143
-until_true "the end of its unit" gone "xlaunch-job-$cancelled.service"
-if pgrep --full '^sleep 1234567'; then fail "processes of job $cancelled are left"; fi
+expect_end "$cancelled" cancelled 143
+until_true "the end of its unit" is_inactive "xlaunch-job-$cancelled.service"
+if pgrep --full '^sleep 1234567'; then fail "processes of job $cancelled were left"; fi
+killed=$(submit -- sleep 1234567)
+until_true "the start of job $killed" is_in "$killed" running
+systemctl kill --signal KILL "xlaunch-job-$killed.service"
+until_true "the end of job $killed" is_in "$killed" lost
+if pgrep --full '^sleep 1234567'; then fail "processes of job $killed were left"; fi
 stopped=$(submit -- sleep 1234567)
-until_true "the start of job $stopped" is "$stopped" running
-systemctl kill --signal KILL "xlaunch-job-$stopped.service"
-until_true "the end of job $stopped" is "$stopped" lost
-if pgrep --full '^sleep 1234567'; then fail "processes of job $stopped are left"; fi
-asked=$(submit -- sleep 1234567)
-until_true "the start of job $asked" is "$asked" running
-# What happens to all units when the system goes down.
-systemctl stop "xlaunch-job-$asked.service"
-ended "$asked" cancelled 143
-step "cancel; a job whose unit is stopped says how it ended, one that is killed as a whole is lost"
+until_true "the start of job $stopped" is_in "$stopped" running
+# As at shutdown of the system.
+systemctl stop "xlaunch-job-$stopped.service"
+expect_end "$stopped" cancelled 143
+step "cancelled job; stopped unit: job cancelled; killed unit: job lost"
 
-# As far as a daemon can tell, the system has been restarted: all processes are gone, and its number is another.
+# As if the system had been restarted: all processes of the job are gone, and the boot id differs.
 running=$(submit -- sleep 1234567)
-until_true "the start of job $running" is "$running" running
+until_true "the start of job $running" is_in "$running" running
 systemctl stop $service 2> /dev/null
 systemctl kill --signal KILL "xlaunch-job-$running.service"
-until_true "the end of its unit" gone "xlaunch-job-$running.service"
+until_true "the end of its unit" is_inactive "xlaunch-job-$running.service"
 cat /proc/sys/kernel/random/uuid > /srv/boot_id
 printf '[Service]\nBindReadOnlyPaths=/srv/boot_id:/proc/sys/kernel/random/boot_id\n' \
     > "/run/systemd/system/$service.d/boot.conf"
 systemctl daemon-reload
 systemctl reset-failed $service
 systemctl start $service
-ended "$running" lost null
+expect_end "$running" lost null
 value "$running" reason | grep -q 'restarted' || fail "its reason: $(value "$running" reason)"
 rm "/run/systemd/system/$service.d/boot.conf"
 systemctl daemon-reload
-step "a job that ran when the system ended is lost"
+step "a job that was running at a reboot is lost"
 
-# The page and the metrics, where the operator wants them.
+# Web page and metrics, once the operator enables them.
 sed -i 's/^#listen = .*/listen = "127.0.0.1:9470"/' /etc/xlaunch/daemon.toml
 systemctl reset-failed $service
 systemctl restart $service
 perl -MIO::Socket::INET -e '$s = IO::Socket::INET->new("127.0.0.1:9470") or die $!;
-    print $s "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:9470\r\nConnection: close\r\n\r\n"; print <$s>' > /srv/test/metrics ||
+    print $s "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:9470\r\nConnection: close\r\n\r\n"; print <$s>' \
+    > /srv/test/metrics ||
     fail "the metrics: $(cat /srv/test/metrics)"
 grep -q '^xlaunch_' /srv/test/metrics || fail "the metrics: $(cat /srv/test/metrics)"
-step "metrics on the loopback device"
+step "metrics on the loopback interface"
 
-journalctl --unit $service --no-pager JOB="$job" | grep -q "job $job has ended: done" || fail "the journal knows no job"
-expect "lines of other jobs" 0 "$(journalctl --unit $service --no-pager --quiet JOB="$job" | grep -c "job $failing " || true)"
-journalctl --unit $service --no-pager JOB="$failing" RANK=0 ATTEMPT=0 | grep -q "rank 0 of job $failing has failed" ||
-    fail "the journal knows neither rank nor attempt"
-[ -n "$(journalctl --unit $service --no-pager --quiet UID="$(id -u alice)")" ] || fail "the journal knows no user"
-if journalctl --no-pager | grep -q "$secret"; then fail "the journal has the secret"; fi
-step "the journal has fields"
+journalctl --unit $service --no-pager JOB="$job" | grep -q "done" || fail "the journal has no end of job $job"
+expect "lines of job $failing among those of job $job" 0 \
+    "$(journalctl --unit $service --no-pager --quiet JOB="$job" | grep -c "job $failing " || true)"
+[ -n "$(journalctl --unit $service --no-pager --quiet JOB="$failing" RANK=0 ATTEMPT=0)" ] ||
+    fail "the journal has no failure of rank 0 of job $failing"
+[ -n "$(journalctl --unit $service --no-pager --quiet UID="$(id -u alice)")" ] || fail "the journal has no user ids"
+if journalctl --no-pager | grep -q "$secret"; then fail "the journal contains the secret"; fi
+step "the journal has structured fields"
 
 echo 'nonsense = 1' >> /etc/xlaunch/daemon.toml
-systemctl restart $service 2> /dev/null && fail "it starts with a broken configuration"
+systemctl restart $service 2> /dev/null && fail "it starts with an invalid configuration"
 expect "the exit code" 2 "$(show ExecMainStatus)"
-expect "starts with a broken configuration" 0 "$(show NRestarts)"
+expect "restarts with an invalid configuration" 0 "$(show NRestarts)"
 sed -i '/^nonsense/d' /etc/xlaunch/daemon.toml
 systemctl reset-failed $service xlaunch.socket
 systemctl start xlaunch.socket $service
-step "a broken configuration is refused, once"
+step "an invalid configuration is refused once, without restarts"
 
 dpkg --remove xlaunch > /srv/test/dpkg 2>&1 || { cat /srv/test/dpkg; fail "removal"; }
-[ ! -e $socket ] || fail "the socket is left"
-[ -d /var/lib/xlaunch ] || fail "removal took the journal"
+[ ! -e $socket ] || fail "removal left the socket"
+[ -d /var/lib/xlaunch ] || fail "removal deleted the state directory"
 dpkg --purge xlaunch > /srv/test/dpkg 2>&1 || { cat /srv/test/dpkg; fail "purge"; }
 for path in /var/lib/xlaunch /run/xlaunch /etc/xlaunch; do
-    [ ! -e $path ] || fail "purge leaves $path"
+    [ ! -e $path ] || fail "purge left $path"
 done
 step "removed and purged"

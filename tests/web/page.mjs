@@ -1,10 +1,10 @@
-// Checks the daemon's page in a browser, and takes pictures of it.
+// Checks the daemon's web page in a browser and takes screenshots.
 //
 //   node tests/web/page.mjs http://127.0.0.1:9470 JOB [DIRECTORY]
 //
-// JOB is the number of a job that the page lists. Pictures go to DIRECTORY, if there is one. It needs playwright-core, which
-// is looked for from $XLAUNCH_TEST_BROWSER (a directory with node_modules) or from here, and Chromium: $CHROMIUM, or
-// /usr/bin/chromium. It prints a line per check, and exits with 1 if one has failed.
+// JOB is the number of a job that the page lists. Screenshots are written to DIRECTORY, if given. Needs
+// playwright-core, in the node_modules of $XLAUNCH_TEST_BROWSER or of the current directory, and Chromium: $CHROMIUM or
+// /usr/bin/chromium. Prints one line per check and exits with 1 if any has failed.
 
 import { createRequire } from "node:module";
 import { join, resolve } from "node:path";
@@ -14,12 +14,14 @@ if (!url || !/^[0-9]+$/.test(job ?? "")) {
   console.error("usage: node tests/web/page.mjs URL JOB [DIRECTORY]");
   process.exit(2);
 }
-const { chromium } = createRequire(resolve(process.env.XLAUNCH_TEST_BROWSER ?? ".", "here.js"))("playwright-core");
+const modules = resolve(process.env.XLAUNCH_TEST_BROWSER ?? ".", "node_modules");
+const { chromium } = createRequire(modules)("playwright-core");
 
-const DEADLINE_MS = 30000;
-const POLL_MS = 2000;
+const TIMEOUT_MS = 30000;
+/** As in page.js: how often the page polls. */
+const POLL_INTERVAL_MS = 2000;
 const PHONE = { width: 375, height: 800 };
-const DESK = { width: 1280, height: 900 };
+const DESKTOP = { width: 1280, height: 900 };
 
 const browser = await chromium.launch({
   executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium",
@@ -34,53 +36,54 @@ try {
 process.exit(failed ? 1 : 0);
 
 async function main() {
-  const context = await browser.newContext({ viewport: DESK, reducedMotion: "reduce" });
+  const context = await browser.newContext({ viewport: DESKTOP, reducedMotion: "reduce" });
   const page = await context.newPage();
   const errors = [];
-  const said = new Map();
+  const replies = new Map();
   page.on("console", (message) => { if (["error", "warning"].includes(message.type())) errors.push(message.text()); });
   page.on("pageerror", (error) => errors.push(String(error)));
-  page.on("dialog", (dialog) => { errors.push(`a dialog: ${dialog.message()}`); dialog.dismiss(); });
+  page.on("dialog", (dialog) => { errors.push(`dialog: ${dialog.message()}`); dialog.dismiss(); });
   page.on("response", async (response) => {
     const path = new URL(response.url()).pathname;
-    if (path.startsWith("/api/") && response.ok()) said.set(path, await response.json().catch(() => null));
+    if (path.startsWith("/api/") && response.ok()) replies.set(path, await response.json().catch(() => null));
   });
 
   await page.goto(url);
   await page.locator("#jobs tbody a").first().waitFor();
-  await check("the list shows what the API says", () => sameList(page, said.get("/api/v1/node")));
-  await check("keys lead to the job", () => byKeys(page));
-  await check("the job shows what the API says", () => sameJob(page, said));
-  await check("the focus stays through updates", () => focusStays(page));
+  await check("the list agrees with the API", () => compareList(page, replies.get("/api/v1/node")));
+  await check("the job can be opened by keyboard", () => openByKeyboard(page));
+  await check("the job agrees with the API", () => compareJob(page, replies));
+  await check("updates keep the focus", () => focusIsKept(page));
   for (const scheme of ["light", "dark"]) {
     await page.emulateMedia({ colorScheme: scheme });
-    await check(`texts stand out (${scheme})`, () => contrast(page));
-    await picture(page, `desk-${scheme}`);
+    await check(`contrast is sufficient (${scheme})`, () => contrast(page));
+    await screenshot(page, `desktop-${scheme}`);
   }
   await page.setViewportSize(PHONE);
-  await check("a phone need not scroll sideways", () => narrow(page));
-  await picture(page, "phone-job");
+  await check("the job fits a phone", () => fitsWidth(page));
+  await screenshot(page, "phone-job");
   await page.goto(`${url}/#`);
   await page.locator("#jobs tbody a").first().waitFor();
-  await check("nor in the list", () => narrow(page));
-  await picture(page, "phone-list");
-  await page.setViewportSize(DESK);
-  await check("a job that is not there is said to be none", async () => {
+  await check("the list fits a phone", () => fitsWidth(page));
+  await screenshot(page, "phone-list");
+  await page.setViewportSize(DESKTOP);
+  await check("an unknown job is reported", async () => {
     await page.evaluate(() => { location.hash = "#job=999999999"; });
-    await until(async () => (await page.locator("#job-reason").textContent()).includes("999999999"), "no word of it");
+    const isReported = async () => (await page.locator("#job-reason").textContent()).includes("999999999");
+    await until(isReported, "its number is not shown");
   });
-  // The browser itself reports answers of 404.
-  const own = errors.filter((text) => !/status of 404/.test(text));
-  await check("the console has no errors", () => own.length && own.join("; "));
-  await check("a hidden tab asks nothing", () => hidden(page));
-  await check("a daemon that is gone is missed, and found again", () => unreachable(page));
+  // The browser logs the 404 reply for the unknown job.
+  const unexpected = errors.filter((text) => !/status of 404/.test(text));
+  await check("the console has no errors", () => unexpected.length && unexpected.join("; "));
+  await check("a hidden tab sends no requests", () => hiddenTab(page));
+  await check("an unreachable daemon is reported until it is back", () => unreachableDaemon(page));
 }
 
-/** Runs a check until it finds nothing wrong: what the page shows may be an answer behind. */
+/** Repeats a check until it finds no problem: the page may not show the latest reply yet. */
 async function check(name, test) {
   let problem = "";
   try {
-    const end = Date.now() + DEADLINE_MS / 3;
+    const end = Date.now() + TIMEOUT_MS / 3;
     do {
       problem = await test();
       if (problem) await new Promise((done) => setTimeout(done, 100));
@@ -92,40 +95,41 @@ async function check(name, test) {
   console.log(problem ? `FAILED  ${name}: ${problem}` : `ok      ${name}`);
 }
 
-async function until(condition, otherwise) {
-  const end = Date.now() + DEADLINE_MS;
+async function until(condition, problem) {
+  const end = Date.now() + TIMEOUT_MS;
   while (!(await condition())) {
-    if (Date.now() > end) throw new Error(otherwise);
+    if (Date.now() > end) throw new Error(problem);
     await new Promise((done) => setTimeout(done, 50));
   }
 }
 
-/** Texts of the cells of a table by the names of columns, a record per row. */
+/** Rows of a table, each an object with the texts of its cells by column. */
 function rows(page, id) {
   return page.locator(`#${id} tbody tr[data-key]:not([data-key=""])`).evaluateAll((rows) =>
     rows.map((row) => Object.fromEntries([...row.cells].map((cell) => [cell.dataset.label, cell.textContent]))));
 }
 
-async function sameList(page, said) {
-  if (!said) return "the API has not been asked";
+async function compareList(page, reply) {
+  if (!reply) return "the page has not queried the API";
   const [jobs, gpus] = [await rows(page, "jobs"), await rows(page, "gpus")];
   const problems = [];
-  compare(problems, "host", await page.locator("#host").textContent(), said.node.host);
-  compare(problems, "jobs", jobs.length, said.jobs.length);
-  compare(problems, "gpus", gpus.length, said.node.gpus.length);
+  compare(problems, "host", await page.locator("#host").textContent(), reply.node.host);
+  compare(problems, "jobs", jobs.length, reply.jobs.length);
+  compare(problems, "gpus", gpus.length, reply.node.gpus.length);
   jobs.forEach((row, index) => {
-    const want = said.jobs[index];
+    const want = reply.jobs[index];
     compare(problems, "id", row.job, String(want.id));
     compare(problems, `name of ${want.id}`, row.name, want.name || "–");
     compare(problems, `state of ${want.id}`, row.state, want.state);
     compare(problems, `reason of ${want.id}`, row.why, want.reason.slice(0, 1000) || "–");
     compare(problems, `user of ${want.id}`, row.user, want.user || String(want.uid));
-    compare(problems, `step of ${want.id}`, row.step, want.step === null ? "–" : `${want.step} of ${want.total_steps}`);
+    const step = want.step === null ? "–" : `${want.step} of ${want.total_steps}`;
+    compare(problems, `step of ${want.id}`, row.step, step);
     near(problems, `loss of ${want.id}`, row.loss, want.loss, 1e-4);
     near(problems, `speed of ${want.id}`, row["tok/s"], want.tokens_per_second, 0.006 * want.tokens_per_second + 0.5);
   });
   gpus.forEach((row, index) => {
-    const want = said.node.gpus[index];
+    const want = reply.node.gpus[index];
     compare(problems, "index", row.GPU, String(want.index));
     compare(problems, `state of GPU ${want.index}`, row.state, want.state);
     compare(problems, `reason of GPU ${want.index}`, row.why, want.reason || "–");
@@ -134,9 +138,9 @@ async function sameList(page, said) {
   return problems.join("; ");
 }
 
-async function sameJob(page, said) {
-  const want = said.get(`/api/v1/jobs/${job}`);
-  if (!want) return "the API has not been asked";
+async function compareJob(page, replies) {
+  const want = replies.get(`/api/v1/jobs/${job}`);
+  if (!want) return "the page has not queried the API";
   const problems = [];
   compare(problems, "title", await page.locator("#job-title").textContent(), `Job ${want.id}: ${want.name}`);
   compare(problems, "reason", await page.locator("#job-reason").textContent(), want.reason);
@@ -165,34 +169,36 @@ async function sameJob(page, said) {
   });
   const finite = want.history.filter((point) => typeof point.loss === "number");
   if (finite.length) {
-    compare(problems, "the curve's points", await page.locator("#loss .curve").evaluate((path) =>
+    compare(problems, "points of the curve", await page.locator("#loss .curve").evaluate((path) =>
       path.getAttribute("d").split(/[ML]/).length - 1), finite.length);
     const last = await page.locator("#loss tbody tr").last().locator("td").allTextContents();
-    compare(problems, "the table's last step", last[0], String(want.history.at(-1).step));
-    near(problems, "the table's last loss", last[1], want.history.at(-1).loss, 1e-4);
+    compare(problems, "last step in the table", last[0], String(want.history.at(-1).step));
+    near(problems, "last loss in the table", last[1], want.history.at(-1).loss, 1e-4);
   }
-  const log = said.get(`/api/v1/jobs/${job}/logs`);
+  const log = replies.get(`/api/v1/jobs/${job}/logs`);
   if (log?.lines.length) {
     const text = await page.locator("#log").textContent();
-    // Colours and progress bars are left out.
-    const differ = log.lines.some((line) => /[\u001b\r]/.test(line));
-    if (differ) compare(problems, "lines of the log", text.split("\n").length, log.lines.length);
-    else compare(problems, "the log", text, log.lines.join("\n"));
+    // The page removes escape sequences and progress bars: then only the number of lines is compared.
+    const isFiltered = log.lines.some((line) => /[\u001b\r]/.test(line));
+    if (isFiltered) compare(problems, "lines of the log", text.split("\n").length, log.lines.length);
+    else compare(problems, "log", text, log.lines.join("\n"));
   }
   return problems.join("; ");
 }
 
-function compare(problems, what, shown, wanted) {
-  if (shown !== wanted) problems.push(`${what} is shown as ${JSON.stringify(shown)} instead of ${JSON.stringify(wanted)}`);
+function compare(problems, what, shown, expected) {
+  if (shown === expected) return;
+  problems.push(`${what} is shown as ${JSON.stringify(shown)} instead of ${JSON.stringify(expected)}`);
 }
 
-function near(problems, what, shown, wanted, within) {
-  if (wanted === null || typeof wanted === "string") return compare(problems, what, shown, wanted ?? "–");
+/** Compares a number that is shown rounded, possibly with a unit prefix. */
+function near(problems, what, shown, expected, tolerance) {
+  if (expected === null || typeof expected === "string") return compare(problems, what, shown, expected ?? "–");
   const unit = { K: 1e3, M: 1e6, G: 1e9, T: 1e12 }[shown.at(-1)] ?? 1;
-  if (!(Math.abs(parseFloat(shown) * unit - wanted) <= within)) compare(problems, what, shown, wanted);
+  if (!(Math.abs(parseFloat(shown) * unit - expected) <= tolerance)) compare(problems, what, shown, expected);
 }
 
-async function byKeys(page) {
+async function openByKeyboard(page) {
   await page.evaluate(() => { location.hash = ""; document.activeElement?.blur(); window.scrollTo(0, 0); });
   for (let key = 0; key < 500; key++) {
     await page.keyboard.press("Tab");
@@ -201,25 +207,25 @@ async function byKeys(page) {
       return [at.getAttribute("href"), getComputedStyle(at).outlineStyle];
     });
     if (href !== `#job=${job}`) continue;
-    if (outline === "none") return "the focus cannot be seen";
+    if (outline === "none") return "the focus is not visible";
     await page.keyboard.press("Enter");
     await page.locator("#job").waitFor({ state: "visible" });
     await until(() => page.evaluate(() => document.activeElement.id === "job-title"), "the focus is not on the job");
     return "";
   }
-  return "no key leads there";
+  return "the link cannot be reached with Tab";
 }
 
-async function focusStays(page) {
+async function focusIsKept(page) {
   const link = page.locator(`#jobs a[href="#job=${job}"]`);
   await link.focus();
   await page.waitForResponse(/api\/v1\/node/);
   await page.waitForResponse(/api\/v1\/node/);
   await page.evaluate(() => new Promise(requestAnimationFrame));
-  return (await link.evaluate((link) => link === document.activeElement)) ? "" : "it is lost";
+  return (await link.evaluate((link) => link === document.activeElement)) ? "" : "the focus is lost";
 }
 
-/** Texts against what is behind them, as WCAG 2.2 counts: 4.5 for AA. */
+/** Contrast ratio of all texts by WCAG 2.2: at least 4.5 for level AA. */
 function contrast(page) {
   return page.evaluate(() => {
     const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
@@ -242,48 +248,52 @@ function contrast(page) {
       const back = ["white", ...backs];
       const [a, b] = [light(mix(...back)), light(mix(...back, element.closest("svg") ? style.fill : style.color))];
       const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-      if (ratio < 4.5) problems.add(`${element.tagName} ${element.className?.baseVal ?? element.className} ${ratio.toFixed(2)}`);
+      const name = `${element.tagName} ${element.className?.baseVal ?? element.className}`;
+      if (ratio < 4.5) problems.add(`${name} ${ratio.toFixed(2)}`);
     }
     return [...problems].join("; ");
   });
 }
 
-async function narrow(page) {
+/** Whether the page needs no horizontal scrolling. */
+async function fitsWidth(page) {
   await page.waitForResponse(/api\/v1\/node/);
   return page.evaluate(() => {
     const { scrollWidth, clientWidth } = document.documentElement;
-    const wide = [...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right > clientWidth + 1 && e.checkVisibility());
-    return scrollWidth > clientWidth ? `${scrollWidth} > ${clientWidth}: ${wide.slice(0, 5).map((e) => `${e.tagName}#${e.id}.${e.className}`)}` : "";
+    if (scrollWidth <= clientWidth) return "";
+    const isWide = (e) => e.getBoundingClientRect().right > clientWidth + 1 && e.checkVisibility();
+    const wide = [...document.querySelectorAll("body *")].filter(isWide).slice(0, 5);
+    return `${scrollWidth} > ${clientWidth}: ${wide.map((e) => `${e.tagName}#${e.id}.${e.className}`)}`;
   });
 }
 
-async function hidden(page) {
-  const turn = (value) => page.evaluate((value) => {
+async function hiddenTab(page) {
+  const setHidden = (value) => page.evaluate((value) => {
     Object.defineProperty(document, "hidden", { configurable: true, get: () => value });
     document.dispatchEvent(new Event("visibilitychange"));
   }, value);
-  await turn(true);
+  await setHidden(true);
   await page.waitForTimeout(500);
-  let asked = 0;
-  const count = () => asked++;
+  let requests = 0;
+  const count = () => requests++;
   page.on("request", count);
-  await page.waitForTimeout(2 * POLL_MS);
-  const before = asked;
-  await turn(false);
-  await until(() => asked > before, "it asks nothing when it is shown again, either");
+  await page.waitForTimeout(2 * POLL_INTERVAL_MS);
+  const whileHidden = requests;
+  await setHidden(false);
+  await until(() => requests > whileHidden, "no requests when it is shown again");
   page.off("request", count);
-  return before ? `${before} requests` : "";
+  return whileHidden ? `${whileHidden} requests` : "";
 }
 
-async function unreachable(page) {
+async function unreachableDaemon(page) {
   const banner = page.locator("#unreachable");
   await page.route("**/api/**", (route) => route.abort());
-  await banner.waitFor({ state: "visible", timeout: DEADLINE_MS });
+  await banner.waitFor({ state: "visible", timeout: TIMEOUT_MS });
   await page.unroute("**/api/**");
-  await banner.waitFor({ state: "hidden", timeout: DEADLINE_MS });
+  await banner.waitFor({ state: "hidden", timeout: TIMEOUT_MS });
 }
 
-async function picture(page, name) {
+async function screenshot(page, name) {
   if (!directory) return;
   await page.evaluate(() => window.scrollTo(0, 0));
   await page.screenshot({ path: join(directory, `${name}.png`), fullPage: true });

@@ -1,4 +1,4 @@
-//! What the agent tells a worker through its environment.
+//! The environment variables that the agent sets for a worker, and those that users may set.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ use crate::error::{Result, WorkerError};
 
 /// This worker's place in the job.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "named after the variables")]
+#[expect(missing_docs, reason = "the fields are named after the variables")]
 pub struct Environment {
     pub rank: Rank,
     pub local_rank: LocalRank,
@@ -19,33 +19,33 @@ pub struct Environment {
     pub device: Device,
     /// Threads of the CPU back end.
     pub threads: usize,
-    /// The byte that new buffers are filled with, in the pool's debug mode.
+    /// The pool's debug mode: fill new buffers with this byte.
     pub pool_debug: Option<u8>,
-    /// Where to write what the pool did in the first step.
+    /// Directory for a trace of the pool's requests during the first step.
     pub pool_trace: Option<PathBuf>,
-    /// The step whose kernels are timed.
+    /// The step, from 0, whose kernels are timed.
     pub profile: Option<u64>,
-    /// Whether the worker says which of several ways operations went on the GPU.
+    /// Print which variant was selected for each GPU operation.
     pub log_fallback: bool,
 }
 
-/// Where this worker computes.
+/// The device that this worker computes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {
-    /// On its share of the cores.
+    /// The CPU, on `threads` cores.
     Cpu,
-    /// On this device of the process.
+    /// The CUDA device with this ordinal, as this process numbers them.
     Cuda(usize),
 }
 
 impl Environment {
-    /// Reads the variables through `get`.
+    /// Reads the variables with `get`.
     pub fn read(get: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let text =
             |name: &str| get(name).ok_or_else(|| WorkerError::Environment(format!("{name} is not set")));
         let number = |name: &str| -> Result<u32> {
             let value = text(name)?;
-            value.parse().map_err(|_| WorkerError::Environment(format!("{name} is {value:?}, not a number")))
+            value.parse().map_err(|_| WorkerError::Environment(format!("{name} is `{value}`, not a number")))
         };
         let device = match text(env::DEVICE)?.as_str() {
             "cpu" => Device::Cpu,
@@ -53,7 +53,7 @@ impl Environment {
                 Some(ordinal) => Device::Cuda(ordinal),
                 None => {
                     return Err(WorkerError::Environment(format!(
-                        "{} is {other:?}, neither cpu nor cuda:N",
+                        "{} is `{other}`, expected `cpu` or `cuda:N`",
                         env::DEVICE
                     )));
                 }
@@ -79,28 +79,28 @@ impl Environment {
     }
 }
 
-/// A byte in decimal, or in hexadecimal after 0x.
+/// A byte in decimal, or in hexadecimal with a prefix `0x`.
 fn fill_byte(value: &str) -> Result<u8> {
     let byte = match value.strip_prefix("0x") {
         Some(digits) => u8::from_str_radix(digits, 16),
         None => value.parse(),
     };
     byte.map_err(|_| {
-        WorkerError::Setting(format!("{} is {value:?}, not a byte such as 0xff", env::POOL_DEBUG))
+        WorkerError::Setting(format!("{} is `{value}`, not a byte such as `0xff`", env::POOL_DEBUG))
     })
 }
 
 fn step_number(value: &str) -> Result<u64> {
     value
         .parse()
-        .map_err(|_| WorkerError::Setting(format!("{} is {value:?}, not the number of a step", env::PROFILE)))
+        .map_err(|_| WorkerError::Setting(format!("{} is `{value}`, not a step number", env::PROFILE)))
 }
 
 fn switch(value: &str) -> Result<bool> {
     match value {
         "1" => Ok(true),
         "0" => Ok(false),
-        _ => Err(WorkerError::Setting(format!("{} is {value:?}, not 0 or 1", env::LOG_FALLBACK))),
+        _ => Err(WorkerError::Setting(format!("{} is `{value}`, not 0 or 1", env::LOG_FALLBACK))),
     }
 }
 
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn the_place_in_the_job_is_read() {
+    fn ranks_and_device_are_read() {
         let environment = Environment::read(variable).unwrap();
         assert_eq!(
             (environment.rank, environment.device, environment.threads),
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_or_odd_variable_is_named() {
+    fn missing_or_invalid_variable_is_named() {
         let without = |missing: &'static str| move |name: &str| variable(name).filter(|_| name != missing);
         for name in ["RANK", "WORLD_SIZE", env::AGENT_SOCKET, env::DEVICE] {
             let error = Environment::read(without(name)).unwrap_err().to_string();
@@ -148,7 +148,7 @@ mod tests {
             let read = Environment::read(with).map(|environment| environment.log_fallback);
             assert_eq!(read.ok(), on, "{value}");
         }
-        let odd = |name: &str| if name == env::DEVICE { Some("tpu".into()) } else { variable(name) };
-        assert!(Environment::read(odd).unwrap_err().to_string().contains("tpu"));
+        let invalid = |name: &str| if name == env::DEVICE { Some("tpu".into()) } else { variable(name) };
+        assert!(Environment::read(invalid).unwrap_err().to_string().contains("tpu"));
     }
 }

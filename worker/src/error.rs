@@ -1,24 +1,21 @@
-//! What ends a worker, and the exit code that says so.
+//! The errors that end a worker, and their exit codes.
 
 use xlaunch_comm::CommError;
 use xlaunch_engine::EngineError;
 use xlaunch_proto::exit::ExitCode;
 
-/// Result of a worker's work.
+/// Result with a [`WorkerError`].
 pub type Result<T> = std::result::Result<T, WorkerError>;
 
 /// Why a worker cannot go on.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
-    /// Started by something else than an agent.
+    /// A variable that the agent sets is missing or malformed: the worker was not started by an agent.
     #[error("environment variable {0}: `xlaunch worker` is started by an xlaunch agent, not by hand")]
     Environment(String),
-    /// A variable of the user's that cannot be used.
+    /// A variable that users set has an invalid value.
     #[error("environment variable {0}")]
     Setting(String),
-    /// A log of a pool's requests that cannot be read.
-    #[error("{0}")]
-    Trace(String),
     /// Training or evaluation data cannot be used.
     #[error(transparent)]
     Data(#[from] crate::data::DataError),
@@ -29,36 +26,36 @@ pub enum WorkerError {
     #[error(transparent)]
     Engine(#[from] EngineError),
     /// A step could not be captured.
-    #[error("{0}; with engine.exec = \"stream\" nothing is captured")]
+    #[error("{0}; set engine.exec = \"stream\" to train without graph capture")]
     Capture(EngineError),
-    /// A peer is gone or NCCL failed.
+    /// A peer was lost or NCCL failed.
     #[error(transparent)]
     Comm(#[from] CommError),
     /// The agent refused this worker at the rendezvous.
     #[error("rendezvous failed: {0}")]
     Rendezvous(String),
-    /// The agent is gone.
+    /// The connection to the agent broke, or the agent stopped answering.
     #[error("lost the agent: {0}")]
     AgentLost(String),
-    /// The job description is not usable.
+    /// The job description is invalid.
     #[error(transparent)]
     Spec(#[from] xlaunch_proto::spec::SpecError),
     /// Training diverged.
     #[error(
-        "loss is {loss} at step {step}: training diverged; a lower train.lr, a longer train.warmup or train.clip may help"
+        "training diverged: the loss is {loss} at step {step}; try a lower train.lr, a longer train.warmup or train.clip"
     )]
     Diverged {
-        /// The step.
+        /// Number of the step, from 0.
         step: u64,
-        /// What it is.
+        /// NaN or infinite.
         loss: f32,
     },
-    /// The operating system refused something.
+    /// A system call failed.
     #[error("{what}: {source}")]
     Io {
-        /// What was tried.
+        /// The operation that failed.
         what: String,
-        /// Its answer.
+        /// The operating system's error.
         source: std::io::Error,
     },
 }
@@ -77,7 +74,7 @@ impl WorkerError {
             Self::Comm(_) | Self::AgentLost(_) => ExitCode::Retryable,
             Self::Rendezvous(_) => ExitCode::Rendezvous,
             Self::Diverged { .. } => ExitCode::WorkerFailed,
-            Self::Environment(_) | Self::Setting(_) | Self::Trace(_) | Self::Spec(_) => ExitCode::Usage,
+            Self::Environment(_) | Self::Setting(_) | Self::Spec(_) => ExitCode::Usage,
             Self::Io { .. } => ExitCode::Internal,
         }
     }

@@ -1,25 +1,27 @@
-//! The process of one rank: trains a GPT as its agent says, and reports to it.
+//! The process of one rank: trains a GPT as its agent tells it to, and reports to the agent.
 //!
 //! ```text
 //! environment --> session: data, device, model, rendezvous --> train::Run --> teardown
 //!                   control (own thread): job, join, heartbeats, reports, commands  <--gRPC--> agent
 //! ```
-//! [`main`] is `xlaunch worker`; [`preflight`] and [`newest_checkpoint`] are what the launcher asks before it starts one.
+//! [`main`] is `xlaunch worker`. The launcher calls [`preflight()`] before it starts workers, and [`newest_checkpoint`]
+//! before it restarts them.
 #![forbid(unsafe_code)]
 
-pub mod bench;
+mod bench;
 pub mod checkpoint;
 pub mod control;
 pub mod data;
-mod doing;
 pub mod environment;
 pub mod error;
 pub mod model;
+pub mod nccl_windows;
 pub mod optim;
+mod phase;
 mod preflight;
+mod random;
 pub mod session;
 pub mod train;
-pub mod windows;
 
 use std::path::{Path, PathBuf};
 
@@ -34,8 +36,8 @@ pub fn newest_checkpoint(dir: &Path) -> Option<PathBuf> {
     checkpoint::newest(dir)
 }
 
-/// `xlaunch worker`. Errors go to stderr, which the agent keeps for its report.
-#[expect(clippy::print_stderr, reason = "a worker's stderr is its agent's evidence")]
+/// `xlaunch worker`. Errors go to stderr, whose last lines the agent includes in its report of a failure.
+#[expect(clippy::print_stderr, reason = "the agent reports the tail of a failed worker's stderr")]
 pub fn main() -> ExitCode {
     let environment = Environment::read(|name| std::env::var(name).ok());
     match environment.and_then(|environment| session::run(&environment)) {

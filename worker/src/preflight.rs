@@ -1,4 +1,4 @@
-//! What can be known to fail before any worker starts.
+//! Checks of a job before any worker is started: data, initial weights, and the checkpoint to resume from.
 
 use std::path::{Path, PathBuf};
 
@@ -16,16 +16,16 @@ use crate::model::layout::Layout;
 pub struct Preflight {
     /// Checkpoint to resume from.
     pub resume_from: Option<PathBuf>,
-    /// What the user should know.
+    /// For the user; the job starts all the same.
     pub warnings: Vec<String>,
 }
 
 /// A job that cannot start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// What to exit with.
+    /// Exit code of the launcher.
     pub exit: ExitCode,
-    /// Why.
+    /// The reason.
     pub message: String,
 }
 
@@ -38,13 +38,14 @@ impl From<WorkerError> for Refusal {
 /// Opens the data and finds the checkpoint to resume from. `job_dir` holds the job's earlier runs.
 pub fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {
     let usage = |invalid: Invalid| Refusal { exit: ExitCode::Usage, message: invalid.to_string() };
-    // Again: the number of workers is known now.
+    // The configuration was checked when it was read, but the number of workers is known only now.
     spec.check().map_err(usage)?;
     let shape = spec.model.resolve().map_err(usage)?;
     let dataset = Dataset::open(spec, &shape).map_err(WorkerError::from)?;
     let mut warnings = Vec::new();
     if dataset.val.is_none() && spec.train.eval_every != 0 {
-        warnings.push("not enough held-out data for one sequence: no evaluation".into());
+        let problem = "evaluation is off: the held-out data is shorter than one sequence";
+        warnings.push(format!("{problem}; raise `data.val_fraction` or lower `model.seq`"));
     }
     if let Some(path) = &spec.checkpoint.init {
         checkpoint::load_weights(Path::new(path), &Layout::new(&shape), &one_thread()?)
@@ -55,25 +56,27 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {
         let state = checkpoint::check_model(path, &shape).map_err(WorkerError::from)?;
         if state.step >= spec.train.steps {
             warnings.push(format!(
-                "{} has all {} steps: nothing is left to train",
+                "checkpoint {} has all {} steps: there is nothing left to train",
                 path.display(),
                 state.step
             ));
         }
         if state.seed != spec.job.seed {
-            warnings
-                .push(format!("job.seed was {}, is {}: the data order changes", state.seed, spec.job.seed));
+            warnings.push(format!(
+                "`job.seed` changed from {} to {}: the data order changes",
+                state.seed, spec.job.seed
+            ));
         }
     }
     Ok(Preflight { resume_from, warnings })
 }
 
-/// A worker reads with more: here, the same file is read to see that it can be.
+/// Threads for a test read of the initial weights. One is enough: only the workers' reads have to be fast.
 fn one_thread() -> Result<ThreadPool, Refusal> {
     let built = ThreadPoolBuilder::new().num_threads(1).build();
     built.map_err(|error| Refusal {
         exit: ExitCode::Internal,
-        message: format!("failed to start a thread: {error}"),
+        message: format!("failed to start a thread pool: {error}"),
     })
 }
 
@@ -89,7 +92,7 @@ fn resume_from(spec: &JobSpec, job_dir: &Path) -> Result<Option<PathBuf>, Checkp
             {
                 return Ok(Some(path));
             }
-            // A directory of checkpoints stands for its newest.
+            // Not a checkpoint itself: the newest one in it.
             checkpoint::newest(&path).map(Some).ok_or(CheckpointError::None { path })
         }
     }
@@ -99,7 +102,7 @@ fn is_step(name: &str) -> bool {
     name.starts_with("step-")
 }
 
-/// The newest checkpoint of the newest run that has one. Runs are named by their start, so names sort by time.
+/// The newest checkpoint of the newest run that has one. Runs are named by their start time, so names sort by time.
 fn newest_of_runs(job_dir: &Path) -> Option<PathBuf> {
     let mut runs: Vec<PathBuf> =
         fs_err::read_dir(job_dir).ok()?.flatten().map(|entry| entry.path()).collect();

@@ -1,21 +1,20 @@
 //! Whole models against PyTorch: logits, loss, every parameter's gradient, and the weights after three AdamW steps.
 //!
-//! The numbers were made in double precision by `tests/peers/goldens.py` and stored in single, so every difference is
-//! this trainer's own rounding. Tolerance: 1e-5 of a tensor's norm, about 100 roundings of f32.
+//! The expected values were computed in double precision by `tests/peers/goldens.py` and stored in single precision, so
+//! every difference is rounding of this trainer. Tolerance: 1e-5 of a tensor's norm, about 100 roundings of f32.
 
-#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test, which says what it skips")]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::HashMap;
-use std::convert::Infallible;
 use std::path::Path;
 
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use xlaunch_comm::Sharding;
 use xlaunch_comm::bucket::Plan;
-use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::cuda::{CudaBackend, CudaOptions};
-use xlaunch_engine::{Accumulate, DType, EngineError, PoolMode, Precision, Tensor};
+use xlaunch_engine::{
+    Accumulate, CpuBackend, CudaBackend, CudaOptions, DType, EngineError, PoolMode, Precision, SquaredNorm, Tensor,
+};
 use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::TrainSection;
 use xlaunch_worker::model::layout::Layout;
@@ -25,6 +24,29 @@ use xlaunch_worker::optim::AdamW;
 const TOLERANCE: f64 = 1e-5;
 const ROWS: Rows = Rows { batch: 2, seq: 16 };
 
+xlaunch_harness::suite! {
+    gpt2_matches_pytorch_on_cpu,
+    llama_matches_pytorch_on_cpu,
+    llama_with_grouped_query_attention_matches_pytorch_on_cpu;
+    needs has_gpu:
+    gpt2_matches_pytorch_on_gpu,
+    llama_matches_pytorch_on_gpu,
+    llama_with_grouped_query_attention_matches_pytorch_on_gpu;
+}
+
+/// A model and the name of its file.
+#[derive(Clone, Copy)]
+struct Case {
+    name: &'static str,
+    arch: Arch,
+    kv_heads: usize,
+    tied: bool,
+}
+
+const GPT2: Case = Case { name: "gpt2", arch: Arch::Gpt2, kv_heads: 4, tied: true };
+const LLAMA: Case = Case { name: "llama", arch: Arch::Llama, kv_heads: 4, tied: false };
+const LLAMA_GQA: Case = Case { name: "llama_gqa", arch: Arch::Llama, kv_heads: 2, tied: true };
+
 struct Golden {
     floats: HashMap<String, Vec<f32>>,
     ids: HashMap<String, Vec<i32>>,
@@ -32,7 +54,8 @@ struct Golden {
 
 impl Golden {
     fn read(name: &str) -> Self {
-        // Relative to the package, where cargo runs tests: a test binary copied to a GPU host finds them as well.
+        // Relative to the package, which is where cargo runs tests, so that a test binary copied to a GPU host works
+        // too.
         let path = Path::new("tests/goldens").join(format!("{name}.safetensors"));
         let bytes = std::fs::read(path).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -67,7 +90,7 @@ fn relative(ours: &[f32], theirs: &[f32]) -> f64 {
     let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
     let difference = norm(&mut ours.iter().zip(theirs).map(|(a, b)| f64::from(*a) - f64::from(*b)));
     let scale = norm(&mut theirs.iter().map(|b| f64::from(*b)));
-    // An exact zero (the key bias of attention has no gradient) compares by what rounding leaves.
+    // A tensor that is zero but for rounding (the gradient of attention's key bias) is compared absolutely.
     difference / scale.max(1e-4)
 }
 
@@ -101,27 +124,30 @@ impl From<EngineError> for Failed {
     }
 }
 
-impl From<Infallible> for Failed {
-    fn from(never: Infallible) -> Self {
-        match never {}
-    }
+fn cpu() -> BackendHandle {
+    BackendHandle::new(CpuBackend::new(2, PoolMode::On))
 }
 
-/// The CPU, and a GPU in strict fp32 where there is one.
-fn backends() -> Vec<BackendHandle> {
-    let mut backends = vec![BackendHandle::new(CpuBackend::new(2, PoolMode::On))];
-    match CudaBackend::open(0, CudaOptions::new(Precision::Fp32, PoolMode::On)) {
-        Ok(backend) => backends.push(BackendHandle::new(backend)),
-        Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => {
-            println!("skipped on a GPU: {error}");
-        }
-        Err(error) => panic!("{error}"),
+fn open_gpu() -> Result<CudaBackend, EngineError> {
+    CudaBackend::open(0, CudaOptions::new(Precision::Fp32, PoolMode::On))
+}
+
+/// Strict fp32, as nothing less could meet the tolerance.
+fn gpu() -> BackendHandle {
+    BackendHandle::new(open_gpu().unwrap())
+}
+
+fn has_gpu() -> xlaunch_harness::Requirement {
+    match open_gpu() {
+        Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => Err(error.to_string()),
+        // Any other error is a failure of the tests.
+        _ => Ok(()),
     }
-    backends
 }
 
 impl Fixture {
-    fn new(backend: BackendHandle, name: &str, arch: Arch, kv_heads: usize, tied: bool) -> Self {
+    fn new(backend: BackendHandle, case: Case) -> Self {
+        let Case { name, arch, kv_heads, tied } = case;
         let shape =
             ModelShape { arch, layers: 2, heads: 4, kv_heads, dim: 32, ffn: 48, seq: 16, vocab: 61, tied };
         let golden = Golden::read(name);
@@ -134,7 +160,7 @@ impl Fixture {
         Self { backend, model, golden, grads, tokens, targets, losses }
     }
 
-    /// Loss and gradients of one batch; the logits before they became gradients.
+    /// Forward and backward of one batch. Returns the loss, and the logits from before they were overwritten.
     fn pass(&self, tokens: &[i32], targets: &[i32]) -> (f64, Vec<f32>) {
         self.backend.write_i32(self.tokens.all(), tokens).unwrap();
         self.backend.write_i32(self.targets.all(), targets).unwrap();
@@ -159,13 +185,13 @@ impl Fixture {
     }
 }
 
-fn compare(name: &str, arch: Arch, kv_heads: usize, tied: bool) {
-    for backend in backends() {
-        compare_on(&Fixture::new(backend, name, arch, kv_heads, tied));
-    }
+fn compare(backend: BackendHandle, case: Case) {
+    let f = Fixture::new(backend, case);
+    compare_pass(&f);
+    compare_steps(&f);
 }
 
-fn compare_on(f: &Fixture) {
+fn compare_pass(f: &Fixture) {
     let (loss, logits) = f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);
     check("logits", &logits, &f.golden.floats["logits"]);
     let expected = f64::from(f.golden.floats["loss"][0]);
@@ -175,7 +201,9 @@ fn compare_on(f: &Fixture) {
         let theirs = &f.golden.floats[&format!("grad.{}", param.name)];
         check(&format!("gradient of {}", param.name), &grads[param.stored()], theirs);
     }
+}
 
+fn compare_steps(f: &Fixture) {
     let train = TrainSection {
         lr: 1e-3,
         beta1: 0.9,
@@ -186,17 +214,17 @@ fn compare_on(f: &Fixture) {
         ..Default::default()
     };
     let weights = f.golden.arena(&f.model.layout, "param.");
-    let whole = Sharding::whole(Plan::new(&f.model.layout.ends(), 4, usize::MAX, usize::MAX));
-    let optimizer = AdamW::new(&f.backend, &f.model, &weights, &whole, &train).unwrap();
-    let square_sum = f.backend.alloc(DType::F32, 1).unwrap();
+    let replicated = Sharding::replicated(Plan::new(&f.model.layout.ends(), 4, usize::MAX, usize::MAX));
+    let optimizer = AdamW::new(&f.backend, &f.model, &weights, &replicated, &train).unwrap();
+    let grad_norm_sq = f.backend.alloc(DType::F32, 1).unwrap();
     let (tokens, targets) = (&f.golden.ids["step_tokens"], &f.golden.ids["step_targets"]);
     for (step, (tokens, targets)) in tokens.chunks(ROWS.count()).zip(targets.chunks(ROWS.count())).enumerate()
     {
         let (loss, _) = f.pass(tokens, targets);
         optimizer.prepare(step as u64, train.lr).unwrap();
-        f.backend.square_sum(f.grads.all(), square_sum.all()).unwrap();
-        optimizer.step(&f.model, f.grads.all(), square_sum.all()).unwrap();
-        let norm = f64::from(read(&f.backend, &square_sum)[0]).sqrt();
+        f.backend.squared_norm(SquaredNorm { x: f.grads.all(), out: grad_norm_sq.all() }).unwrap();
+        optimizer.step(&f.model, f.grads.all(), grad_norm_sq.all()).unwrap();
+        let norm = f64::from(read(&f.backend, &grad_norm_sq)[0]).sqrt();
         for (what, ours) in [("step_losses", loss), ("step_norms", norm)] {
             let theirs = f64::from(f.golden.floats[what][step]);
             assert!((ours - theirs).abs() <= TOLERANCE * theirs, "{what}[{step}]: {ours} against {theirs}");
@@ -207,8 +235,8 @@ fn compare_on(f: &Fixture) {
         let mut theirs = f.golden.floats[&format!("after.{}", param.name)].clone();
         let ours = &params[param.stored()];
         if param.name.ends_with("qkv.bias") {
-            // A bias of the keys shifts all scores of a query alike: its gradient is zero, and what AdamW makes of its
-            // rounding noise is noise of the size of the learning rate.
+            // A bias of the keys shifts all scores of a query alike, so its gradient is zero but for rounding. AdamW
+            // scales that noise to updates of the size of the learning rate: three of them, at most.
             let keys = f.model.shape.dim..2 * f.model.shape.dim;
             assert!(
                 ours[keys.clone()].iter().zip(&theirs[keys.clone()]).all(|(a, b)| (a - b).abs() < 3.1e-3)
@@ -219,17 +247,26 @@ fn compare_on(f: &Fixture) {
     }
 }
 
-#[test]
-fn gpt2_equals_pytorch() {
-    compare("gpt2", Arch::Gpt2, 4, true);
+fn gpt2_matches_pytorch_on_cpu() {
+    compare(cpu(), GPT2);
 }
 
-#[test]
-fn llama_equals_pytorch() {
-    compare("llama", Arch::Llama, 4, false);
+fn llama_matches_pytorch_on_cpu() {
+    compare(cpu(), LLAMA);
 }
 
-#[test]
-fn llama_with_grouped_heads_equals_pytorch() {
-    compare("llama_gqa", Arch::Llama, 2, true);
+fn llama_with_grouped_query_attention_matches_pytorch_on_cpu() {
+    compare(cpu(), LLAMA_GQA);
+}
+
+fn gpt2_matches_pytorch_on_gpu() {
+    compare(gpu(), GPT2);
+}
+
+fn llama_matches_pytorch_on_gpu() {
+    compare(gpu(), LLAMA);
+}
+
+fn llama_with_grouped_query_attention_matches_pytorch_on_gpu() {
+    compare(gpu(), LLAMA_GQA);
 }

@@ -1,13 +1,17 @@
-//! Training does not notice where its memory comes from, nor how its work reaches the device: the same bits with the pool on,
-//! with a plan, with the driver for every buffer, whatever new buffers happen to hold, and from captured graphs. On the CPU,
-//! and on a GPU where there is one.
+//! Training gives the same bits however memory is allocated and work is launched: with the pool, with a plan, with a
+//! driver allocation per buffer, with any initial contents of new buffers, and from captured graphs.
 
-#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a test, which says what it skips")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test fails by panicking, and prints what it compared"
+)]
 
 use xlaunch_comm::Local;
-use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::cuda::{CudaBackend, CudaOptions, default_mempool_high};
-use xlaunch_engine::{EngineError, PoolMode, PoolOptions, PoolStats, Precision};
+use xlaunch_engine::cuda::default_mempool_high;
+use xlaunch_engine::{
+    CpuBackend, CudaBackend, CudaOptions, EngineError, PoolMode, PoolOptions, PoolStats, Precision,
+};
 use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::{Exec, JobSpec};
 use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
@@ -16,14 +20,19 @@ use xlaunch_worker::model::{BackendHandle, Model, init};
 use xlaunch_worker::optim::AdamW;
 use xlaunch_worker::train::{Evaluator, Requests, Stepper, sharding};
 
+xlaunch_harness::suite! {
+    pool_modes_and_graphs_train_bit_identically_on_cpu;
+    needs has_gpu: pool_modes_and_graphs_train_bit_identically_on_gpu;
+}
+
 const STEPS: u64 = 6;
 
 struct Trained {
     /// Bits of losses and gradient norms.
     bits: Vec<(u32, u32)>,
-    /// Bits of the loss on held-out data after the last step, computed twice.
+    /// Bits of the loss on held-out data after the last step, evaluated twice.
     evaluated: [u32; 2],
-    /// The pool after each step.
+    /// Counters of the pool after each step.
     pool: Vec<PoolStats>,
 }
 
@@ -57,15 +66,13 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
     let mut trained = Trained { bits: Vec::new(), evaluated: [0; 2], pool: Vec::new() };
     for step in 0..STEPS {
         optimizer.prepare(step, 1e-3).unwrap();
-        let result =
-            stepper.step(&model, &optimizer, &mut Local::new(), &loader, Requests::default()).unwrap();
+        let result = stepper.step(&model, &optimizer, &mut Local, &loader, Requests::default()).unwrap();
         trained.bits.push((result.loss.to_bits(), result.grad_norm.to_bits()));
         trained.pool.push(backend.pool().stats());
         backend.pool().finish_planning();
     }
     let val = dataset.val.as_ref().unwrap();
-    trained.evaluated =
-        [(); 2].map(|()| evaluator.evaluate(&model, &mut Local::new(), val).unwrap().0.to_bits());
+    trained.evaluated = [(); 2].map(|()| evaluator.evaluate(&model, &mut Local, val).unwrap().0.to_bits());
     trained
 }
 
@@ -73,7 +80,7 @@ fn options(mode: PoolMode, debug: Option<u8>) -> PoolOptions {
     PoolOptions { mode, debug, ..PoolOptions::default() }
 }
 
-/// All ways to hold memory, against the pool switched on.
+/// Compares every mode with `pool = "on"`.
 fn compare(name: &str, open: impl Fn(PoolOptions) -> BackendHandle) {
     for arch in [Arch::Gpt2, Arch::Llama] {
         let on = train(open(options(PoolMode::On, None)), arch, Exec::Stream);
@@ -84,7 +91,7 @@ fn compare(name: &str, open: impl Fn(PoolOptions) -> BackendHandle) {
 
         let plan = train(open(options(PoolMode::Plan, None)), arch, Exec::Stream);
         assert_eq!(plan.bits, on.bits, "{name}, {arch:?}: plan");
-        // The third step takes the plan up, whose region may need more in one piece than small models have free.
+        // The third step is the first with a plan, whose region may be larger than any free block of a small model.
         let (last, third) = (plan.pool[5], plan.pool[2]);
         assert!(last.plan_hits > 50 && last.plan_misses == 0, "{last:?}");
         assert_eq!(last.chunks.added, third.chunks.added, "{name}: no driver allocation under the plan");
@@ -103,36 +110,36 @@ fn compare(name: &str, open: impl Fn(PoolOptions) -> BackendHandle) {
         assert_eq!(graph.bits, on.bits, "{name}, {arch:?}: graph");
         assert_eq!(graph.evaluated, on.evaluated, "{name}, {arch:?}: evaluation by a graph");
         assert_eq!(graph.evaluated[0], graph.evaluated[1], "{name}, {arch:?}: the same loss again");
-        // A replayed step asks for no buffers; on the CPU there is nothing to capture.
-        let asked = graph.pool[5].plan_hits - graph.pool[4].plan_hits;
-        assert_eq!(asked == 0, name != "CPU", "{name}: {asked} requests in a replayed step");
+        // A replayed step requests no buffers. On the CPU there are no graphs.
+        let requests = graph.pool[5].plan_hits - graph.pool[4].plan_hits;
+        assert_eq!(requests == 0, name != "CPU", "{name}: {requests} requests in a replayed step");
         println!(
-            "{name}, {arch:?}: the same {STEPS} losses and norms on, planned, off, and filled three ways, captured"
+            "{name}, {arch:?}: {STEPS} identical losses and norms with pool on, plan, off, three fills, and graphs"
         );
     }
 }
 
-#[test]
-fn the_cpu_trains_the_same_whatever_holds_its_memory() {
+fn pool_modes_and_graphs_train_bit_identically_on_cpu() {
     compare("CPU", |options| BackendHandle::new(CpuBackend::new(2, options)));
 }
 
-#[test]
-fn a_gpu_trains_the_same_whatever_holds_its_memory() {
-    let high = match CudaBackend::open(0, CudaOptions::new(Precision::Bf16, PoolMode::On)) {
-        Ok(_) => default_mempool_high(0).unwrap(),
-        Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => {
-            println!("skipped: {error}");
-            return;
-        }
-        Err(error) => panic!("{error}"),
-    };
+fn has_gpu() -> xlaunch_harness::Requirement {
+    match CudaBackend::open(0, CudaOptions::new(Precision::Bf16, PoolMode::On)) {
+        Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => Err(error.to_string()),
+        // Any other error is a failure of the tests.
+        _ => Ok(()),
+    }
+}
+
+fn pool_modes_and_graphs_train_bit_identically_on_gpu() {
+    drop(CudaBackend::open(0, CudaOptions::new(Precision::Bf16, PoolMode::On)).unwrap());
+    let high = default_mempool_high(0).unwrap();
     for precision in [Precision::Fp32, Precision::Bf16] {
         compare(&format!("{precision:?}"), |options| {
             let options = CudaOptions { deterministic: true, ..CudaOptions::new(precision, options) };
             BackendHandle::new(CudaBackend::open(0, options).unwrap())
         });
     }
-    assert_eq!(default_mempool_high(0).unwrap(), high, "nothing went past the pool to the driver's own");
-    println!("the driver's default memory pool: {high} bytes at most, before and after");
+    assert_eq!(default_mempool_high(0).unwrap(), high, "no allocation bypassed the pool");
+    println!("high-water mark of the driver's default memory pool: {high} bytes, before and after");
 }

@@ -1,20 +1,21 @@
-//! Any sequence of requests, returns, orders, limits and driver failures, against the oracle of the property tests.
+//! Runs byte-coded sequences of requests, frees, waits, limits and driver failures against the oracle of the property
+//! tests.
 #![no_main]
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
 
-use common::{Driven, Op};
+use common::oracle::{CheckedCore, Op};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
-    let Some((how, bytes)) = bytes.split_first() else { return };
-    let mut driven = Driven::new(how & 1 == 0, usize::from(how >> 1));
+    let Some((setup, bytes)) = bytes.split_first() else { return };
+    let mut checked = CheckedCore::new(setup & 1 == 0, usize::from(setup >> 1));
     for op in bytes.as_chunks().0 {
-        driven.step(Op::decode(*op));
+        checked.step(Op::decode(*op));
     }
-    if let Err(wrong) = driven.core.check() {
-        panic!("{wrong}");
+    if let Err(violation) = checked.core.check() {
+        panic!("{violation}");
     }
-    driven.finish();
+    checked.finish();
 });

@@ -1,7 +1,7 @@
-//! Memory of a CUDA device, and pinned memory of the host, by the driver API.
+//! The drivers of CUDA device memory and of pinned host memory, over the CUDA driver API.
 //!
-//! The driver's calls go through cudarc's raw bindings, which load the driver's library at run time. Calls are made in
-//! the context's process alone: after a fork the child gets an error instead.
+//! Calls go through cudarc's raw bindings, which load the driver library at run time. CUDA does not survive a fork, so
+//! calls in another process than the one that created the driver fail before they reach CUDA.
 
 use std::sync::{Arc, OnceLock};
 
@@ -13,81 +13,79 @@ use cudarc::driver::sys::{
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result};
 
 use super::{DriverFailure, Purpose, Result, SegmentDriver, Streams, VirtualDriver};
-use crate::core::{MAX_STREAMS, StreamId};
+use crate::stream::{MAX_STREAMS, StreamId};
 
-/// Segments of plain allocations and of pinned memory.
+/// Granularity of `cuMemAlloc` segments and of pinned memory, in bytes.
 const SEGMENT_GRANULARITY: u64 = 2 << 20;
 
-/// The streams of one pool; each with an event that is recorded again and again: a wait takes the state at its own time.
+/// The CUDA streams of one pool by [`StreamId`]. Each has one event that is recorded again for every wait: a wait
+/// refers to the state of the event at the time of the call, so earlier waits are not affected.
 #[derive(Debug, Default)]
-pub(crate) struct Lanes {
-    lanes: [OnceLock<Lane>; MAX_STREAMS],
+pub(crate) struct StreamTable {
+    streams: [OnceLock<(Arc<CudaStream>, CudaEvent)>; MAX_STREAMS],
 }
 
-/// A stream and its event.
-type Lane = (Arc<CudaStream>, CudaEvent);
-
-impl Lanes {
-    /// The next stream. The allocator has counted it before.
+impl StreamTable {
+    /// Adds the next stream. The caller has checked that there are fewer than [`MAX_STREAMS`].
     pub(crate) fn add(&self, stream: Arc<CudaStream>) -> Result<()> {
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING;
         let event = stream.context().new_event(Some(flags)).map_err(failed("cuEventCreate"))?;
-        let lane = (stream, event);
-        let left = self.lanes.iter().try_fold(lane, |lane, place| match place.set(lane) {
-            Ok(()) => Err(()),
-            Err(lane) => Ok(lane),
-        });
-        assert!(left.is_err(), "the allocator counts streams");
+        let not_added =
+            self.streams.iter().try_fold((stream, event), |stream, slot| match slot.set(stream) {
+                Ok(()) => Err(()),
+                Err(stream) => Ok(stream),
+            });
+        assert!(not_added.is_err(), "the allocator counts streams");
         Ok(())
     }
 
-    /// A stream by its number.
-    pub(crate) fn get(&self, stream: StreamId) -> Option<&Lane> {
-        self.lanes.get(stream.index())?.get()
+    pub(crate) fn get(&self, stream: StreamId) -> Option<&Arc<CudaStream>> {
+        self.streams.get(stream.index())?.get().map(|(stream, _)| stream)
     }
 
-    /// A stream that the allocator knows.
-    fn known(&self, stream: StreamId) -> &Lane {
-        match self.get(stream) {
-            Some(lane) => lane,
-            None => unreachable!("the allocator counts the streams that were added here"),
+    /// A stream that the allocator knows, and its event.
+    fn with_event(&self, stream: StreamId) -> &(Arc<CudaStream>, CudaEvent) {
+        match self.streams[stream.index()].get() {
+            Some(stream) => stream,
+            None => unreachable!("the allocator counts the streams that are added here"),
         }
     }
 }
 
-/// One context's device.
+/// The device of one context.
 #[derive(Clone, Debug)]
 pub(crate) struct Cuda {
     context: Arc<CudaContext>,
-    lanes: Arc<Lanes>,
+    streams: Arc<StreamTable>,
     granularity: u64,
-    /// Whether network cards may read virtual memory.
+    /// Whether network cards can access memory of the virtual memory API.
     rdma: bool,
+    /// The process that created the context.
     process: u32,
 }
 
 impl Cuda {
-    pub(crate) fn new(context: Arc<CudaContext>, lanes: Arc<Lanes>) -> Result<Self> {
+    pub(crate) fn new(context: Arc<CudaContext>, streams: Arc<StreamTable>) -> Result<Self> {
         let rdma = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
         let rdma = context.attribute(rdma).is_ok_and(|supported| supported == 1);
         let process = std::process::id();
-        let mut cuda = Self { context, lanes, granularity: SEGMENT_GRANULARITY, rdma, process };
+        let mut cuda = Self { context, streams, granularity: SEGMENT_GRANULARITY, rdma, process };
         if cuda.has_virtual_memory() {
-            cuda.granularity = cuda.minimum()?;
+            cuda.granularity = cuda.minimum_granularity()?;
         }
         Ok(cuda)
     }
 
-    /// Whether physical memory and addresses can be had apart.
+    /// Whether the device supports the virtual memory API.
     pub(crate) fn has_virtual_memory(&self) -> bool {
         let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
         self.context.attribute(attribute).is_ok_and(|supported| supported == 1)
     }
 
-    /// Makes the context current on this thread.
+    /// Makes the context current on this thread, as drops and calls may come from any thread.
     fn enter(&self) -> Result<()> {
         if std::process::id() != self.process {
-            let reason = "CUDA cannot be used after a fork: start the child with exec".to_owned();
+            let reason = "CUDA cannot be used in a forked child: start the child with exec".to_owned();
             return Err(DriverFailure { call: "cuCtxSetCurrent", reason });
         }
         self.context.bind_to_thread().map_err(failed("cuCtxSetCurrent"))
@@ -99,11 +97,13 @@ impl Cuda {
     }
 
     fn properties(&self, purpose: Purpose) -> CUmemAllocationProp {
-        // SAFETY: a struct of integers, C enums with a value zero and pointers: zeros are valid, and the documented default.
+        // SAFETY: a struct of integers, C enums with a variant of value zero, and pointers: zeros are valid, and are
+        // the documented default.
         let mut properties: CUmemAllocationProp = unsafe { std::mem::zeroed() };
         properties.type_ = CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
         properties.location = self.location();
         if purpose == Purpose::Registered {
+            // NCCL shares registered memory between processes, so its handles must be exportable.
             let handle = CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
             properties.requestedHandleTypes = handle;
             properties.allocFlags.gpuDirectRDMACapable = u8::from(self.rdma);
@@ -111,8 +111,8 @@ impl Cuda {
         properties
     }
 
-    /// What sizes of general and of registered memory are multiples of.
-    fn minimum(&self) -> Result<u64> {
+    /// Granularity that fits both general and registered memory, in bytes.
+    fn minimum_granularity(&self) -> Result<u64> {
         self.enter()?;
         let flag = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
         let mut largest = SEGMENT_GRANULARITY;
@@ -135,14 +135,14 @@ impl Streams for Cuda {
         self.context.synchronize().map_err(failed("cuCtxSynchronize"))
     }
 
-    fn order(&mut self, from: StreamId, to: StreamId) -> Result<()> {
+    fn insert_wait(&mut self, from: StreamId, to: StreamId) -> Result<()> {
         self.enter()?;
-        let ((from, event), (to, _)) = (self.lanes.known(from), self.lanes.known(to));
+        let ((from, event), (to, _)) = (self.streams.with_event(from), self.streams.with_event(to));
         event.record(from).map_err(failed("cuEventRecord"))?;
         to.wait(event).map_err(failed("cuStreamWaitEvent"))
     }
 
-    fn memory(&self) -> Option<(u64, u64)> {
+    fn memory_info(&self) -> Option<(u64, u64)> {
         self.enter().ok()?;
         result::mem_get_info().ok().map(|(free, total)| (free as u64, total as u64))
     }
@@ -163,7 +163,7 @@ impl VirtualDriver for Cuda {
         result.result().map_err(failed("cuMemAddressReserve")).map(|()| address)
     }
 
-    /// The range stays reserved to the end of the process: giving it back is a driver call, which a drop must not make.
+    /// The range stays reserved until the process ends: releasing it is a driver call, which a drop must not make.
     fn unreserve(&mut self, _: u64, _: u64) {}
 
     fn create(&mut self, bytes: u64, purpose: Purpose) -> Result<Self::Memory> {
@@ -175,7 +175,7 @@ impl VirtualDriver for Cuda {
     }
 
     fn map(&mut self, address: u64, bytes: u64, memory: Self::Memory) -> Result<()> {
-        // SAFETY: the range lies in the reserved one and nothing is mapped there; the handle is of this size.
+        // SAFETY: the range is part of the reserved one, nothing is mapped in it, and the handle has this size.
         let result = unsafe { sys::cuMemMap(address, bytes as usize, 0, memory, 0) };
         result.result().map_err(failed("cuMemMap"))
     }
@@ -183,20 +183,20 @@ impl VirtualDriver for Cuda {
     fn set_access(&mut self, address: u64, bytes: u64) -> Result<()> {
         let flags = CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
         let access = CUmemAccessDesc { location: self.location(), flags };
-        // SAFETY: the range was mapped just now; the call reads one description.
+        // SAFETY: the range was just mapped; the call reads one descriptor.
         let result = unsafe { sys::cuMemSetAccess(address, bytes as usize, &raw const access, 1) };
         result.result().map_err(failed("cuMemSetAccess"))
     }
 
     fn unmap(&mut self, address: u64, bytes: u64) -> Result<()> {
         self.enter()?;
-        // SAFETY: exactly this range was mapped by one call, no buffer lies in it, and the device was waited for.
+        // SAFETY: one call mapped exactly this range, no buffer is in it, and the device was synchronised.
         unsafe { sys::cuMemUnmap(address, bytes as usize) }.result().map_err(failed("cuMemUnmap"))
     }
 
     fn release(&mut self, memory: Self::Memory, _: u64) -> Result<()> {
         self.enter()?;
-        // SAFETY: the handle came from `create`, is mapped nowhere, and is not used again.
+        // SAFETY: `create` returned the handle; it is not mapped and not used again.
         unsafe { sys::cuMemRelease(memory) }.result().map_err(failed("cuMemRelease"))
     }
 }
@@ -208,18 +208,18 @@ impl SegmentDriver for Cuda {
 
     fn allocate(&mut self, bytes: u64) -> Result<u64> {
         self.enter()?;
-        // SAFETY: the context is current and the size is above zero.
+        // SAFETY: the context is current and the size is not zero.
         unsafe { result::malloc_sync(bytes as usize) }.map_err(failed("cuMemAlloc"))
     }
 
     fn free(&mut self, address: u64, _: u64) -> Result<()> {
         self.enter()?;
-        // SAFETY: the address came from `allocate` and no buffer lies there; the call waits for the device itself.
+        // SAFETY: `allocate` returned the address, no buffer is there, and cuMemFree synchronises the device itself.
         unsafe { result::free_sync(address) }.map_err(failed("cuMemFree"))
     }
 }
 
-/// Page-locked memory of the host, which the device copies from and to at full speed.
+/// Page-locked host memory, which the device copies from and to at full speed.
 #[derive(Debug)]
 pub(crate) struct Pinned(pub(crate) Cuda);
 
@@ -228,18 +228,18 @@ impl Streams for Pinned {
         self.0.synchronize()
     }
 
-    /// Stream zero is the host, which waits itself.
-    fn order(&mut self, from: StreamId, to: StreamId) -> Result<()> {
+    /// Stream 0 stands for the host, which waits itself.
+    fn insert_wait(&mut self, from: StreamId, to: StreamId) -> Result<()> {
         if to != StreamId::default() {
-            return self.0.order(from, to);
+            return self.0.insert_wait(from, to);
         }
         self.0.enter()?;
-        let (from, event) = self.0.lanes.known(from);
+        let (from, event) = self.0.streams.with_event(from);
         event.record(from).map_err(failed("cuEventRecord"))?;
         event.synchronize().map_err(failed("cuEventSynchronize"))
     }
 
-    fn memory(&self) -> Option<(u64, u64)> {
+    fn memory_info(&self) -> Option<(u64, u64)> {
         None
     }
 }
@@ -251,21 +251,21 @@ impl SegmentDriver for Pinned {
 
     fn allocate(&mut self, bytes: u64) -> Result<u64> {
         self.0.enter()?;
-        // SAFETY: the context is current and the size is above zero.
+        // SAFETY: the context is current and the size is not zero.
         let address = unsafe { result::malloc_host(bytes as usize, 0) }.map_err(failed("cuMemHostAlloc"))?;
-        // SAFETY: the driver gave this many bytes; from here on they are initialised.
+        // SAFETY: the driver allocated this many bytes; zeroing them makes them initialised.
         unsafe { std::ptr::write_bytes(address.cast::<u8>(), 0, bytes as usize) };
         Ok(address as u64)
     }
 
     fn free(&mut self, address: u64, _: u64) -> Result<()> {
         self.0.enter()?;
-        // SAFETY: the address came from `allocate`, no buffer lies there, and the device was waited for.
+        // SAFETY: `allocate` returned the address, no buffer is there, and the device was synchronised.
         unsafe { result::free_host(address as *mut _) }.map_err(failed("cuMemFreeHost"))
     }
 }
 
-fn failed(call: &'static str) -> impl Fn(DriverError) -> DriverFailure {
+pub(crate) fn failed(call: &'static str) -> impl Fn(DriverError) -> DriverFailure {
     move |error| {
         let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
         let reason = format!("{} ({:?})", text.unwrap_or_else(|_| "unknown error".into()), error.0);

@@ -1,13 +1,13 @@
-//! Host memory: one range of reserved addresses, or allocations where such a range is not to be had.
+//! The driver of host memory: one reserved address range, or separate allocations where no such range can be reserved.
 
 use std::alloc::Layout;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-use super::{DriverFailure, Purpose, Result, SegmentDriver, Streams, VirtualDriver};
-use crate::core::{GRANULE, StreamId};
+use super::{DriverFailure, GRANULE, Purpose, Result, SegmentDriver, Streams, VirtualDriver};
+use crate::stream::StreamId;
 
-/// Memory of this process. Fresh memory reads as zero, so host buffers always hold initialised bytes.
+/// Memory of this process. It is zeroed when it is mapped, so host buffers always hold initialised bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Host;
 
@@ -18,12 +18,12 @@ impl Streams for Host {
         Ok(())
     }
 
-    /// Work on host memory is done when the call that gives it returns.
-    fn order(&mut self, _: StreamId, _: StreamId) -> Result<()> {
+    /// Work on host memory is complete when the call that submits it returns.
+    fn insert_wait(&mut self, _: StreamId, _: StreamId) -> Result<()> {
         Ok(())
     }
 
-    fn memory(&self) -> Option<(u64, u64)> {
+    fn memory_info(&self) -> Option<(u64, u64)> {
         None
     }
 }
@@ -37,17 +37,17 @@ impl VirtualDriver for Host {
 
     fn reserve(&mut self, bytes: u64) -> Result<u64> {
         let (flags, length) = (MapFlags::PRIVATE | MapFlags::NORESERVE, length("mmap", bytes)?);
-        // SAFETY: a new mapping at a place of the kernel's choice touches no memory of this process.
+        // SAFETY: a new mapping at an address that the kernel chooses touches no memory of this process.
         let address = unsafe { mmap_anonymous(std::ptr::null_mut(), length, ProtFlags::empty(), flags) };
         Ok(address.map_err(failed("mmap"))? as u64)
     }
 
     fn unreserve(&mut self, address: u64, bytes: u64) {
-        // SAFETY: the range was reserved by `reserve` and nothing is mapped in it.
+        // SAFETY: `reserve` reserved the range, and nothing is mapped in it.
         let _ = unsafe { munmap(address as *mut _, bytes as usize) };
     }
 
-    /// Host memory comes with the mapping.
+    /// Host memory is allocated by `map`.
     fn create(&mut self, _: u64, _: Purpose) -> Result<()> {
         Ok(())
     }
@@ -69,10 +69,10 @@ impl VirtualDriver for Host {
     }
 }
 
-/// Puts a fresh mapping in place of the one that is there.
+/// Replaces the mapping of a range: the range stays reserved, its memory is new.
 fn remap(address: u64, bytes: u64, access: ProtFlags, flags: MapFlags) -> Result<()> {
     let flags = MapFlags::PRIVATE | MapFlags::FIXED | flags;
-    // SAFETY: the allocator gives parts of the range that `reserve` reserved, which no live buffer lies in.
+    // SAFETY: the range is part of what `reserve` reserved, and no live buffer is in it.
     let result = unsafe { mmap_anonymous(address as *mut _, length("mmap", bytes)?, access, flags) };
     result.map(drop).map_err(failed("mmap"))
 }
@@ -84,31 +84,31 @@ impl SegmentDriver for Host {
 
     fn allocate(&mut self, bytes: u64) -> Result<u64> {
         let layout = layout(bytes)?;
-        // SAFETY: the layout has a size above zero: the allocator asks for positive multiples of the granule.
+        // SAFETY: the size is not zero: the allocator requests positive multiples of the granule.
         let address = unsafe { std::alloc::alloc_zeroed(layout) };
         if address.is_null() {
-            let reason = format!("the host has no {bytes} bytes left");
-            return Err(DriverFailure { call: "alloc", reason });
+            let reason = format!("the host cannot allocate {bytes} bytes");
+            return Err(DriverFailure { call: "alloc_zeroed", reason });
         }
         Ok(address as u64)
     }
 
     fn free(&mut self, address: u64, bytes: u64) -> Result<()> {
         let layout = layout(bytes)?;
-        // SAFETY: the allocator gives back what `allocate` gave, with its size, when no buffer lies in it.
+        // SAFETY: `allocate` returned the address for this size, and no buffer is in it any more.
         unsafe { std::alloc::dealloc(address as *mut u8, layout) };
         Ok(())
     }
 }
 
 fn layout(bytes: u64) -> Result<Layout> {
-    Layout::from_size_align(length("alloc", bytes)?, GRANULE as usize)
-        .map_err(|error| DriverFailure { call: "alloc", reason: error.to_string() })
+    Layout::from_size_align(length("alloc_zeroed", bytes)?, GRANULE as usize)
+        .map_err(|error| DriverFailure { call: "alloc_zeroed", reason: error.to_string() })
 }
 
 fn length(call: &'static str, bytes: u64) -> Result<usize> {
     usize::try_from(bytes)
-        .map_err(|_| DriverFailure { call, reason: format!("{bytes} bytes do not fit an address") })
+        .map_err(|_| DriverFailure { call, reason: format!("{bytes} bytes exceed the address space") })
 }
 
 fn failed(call: &'static str) -> impl Fn(rustix::io::Errno) -> DriverFailure {

@@ -1,133 +1,139 @@
 //! Where the allocator's memory comes from.
 //!
-//! The allocator decides in offsets of one long address range; a [`Backing`] puts memory behind parts of it.
+//! The allocator works in offsets of one long range; a [`Backing`] maps memory at parts of that range. Two back ends
+//! implement it over drivers that are thin, one call per method:
 //!
 //! ```text
-//! Core --offsets--> Backing = Virtual   (one reserved range, memory mapped into it)   over a VirtualDriver: CUDA, Host, Sim
-//!                           | Segments  (every growth is an allocation of its own)    over a SegmentDriver: CUDA, pinned, Sim
+//! Core --offsets--> Backing = VirtualMemory (one reserved address range, memory mapped into it) over a VirtualDriver
+//!                           | Segments      (every growth is a separate allocation)             over a SegmentDriver
 //! ```
-//! Drivers are thin: one call each. What must hold when a call fails is written once, here.
+//! What must hold when a driver call fails is written once, in the two back ends. The crate's own drivers are CUDA
+//! device memory, pinned host memory and pageable host memory; implement [`VirtualDriver`] or [`SegmentDriver`] for
+//! others.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 pub(crate) mod host;
 mod segments;
-pub mod sim;
 mod virtual_memory;
 
 pub use segments::Segments;
-pub use virtual_memory::Virtual;
+pub use virtual_memory::VirtualMemory;
 
-use crate::core::StreamId;
+use crate::stream::StreamId;
 
-/// A driver call that failed, in the driver's words.
+/// Every block starts and ends on a multiple of this many bytes.
+pub const GRANULE: u64 = 512;
+
+/// A driver call that failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{call}: {reason}")]
+#[error("{call} failed: {reason}")]
 pub struct DriverFailure {
     /// The call, such as `cuMemCreate`.
     pub call: &'static str,
-    /// Why.
+    /// The driver's description of the error.
     pub reason: String,
 }
 
 /// Result of a driver call.
 pub type Result<T> = std::result::Result<T, DriverFailure>;
 
-/// What mapped memory is for.
+/// What mapped memory is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
     /// Kernels and copies of this process.
     General,
-    /// Also registration with a communication library: one physical allocation, open to network cards.
+    /// Also registration with a communication library: one physical allocation that network cards can access.
     Registered,
 }
 
-/// Memory behind a range of addresses. Offsets and sizes are in bytes and multiples of [`granularity`](Self::granularity).
+/// Memory that is mapped at parts of a range of offsets. Offsets and sizes are in bytes; those of mappings are
+/// multiples of [`granularity`](Self::granularity).
 pub trait Backing: Send {
-    /// Length of the address range.
+    /// Length of the range in bytes.
     fn capacity(&self) -> u64;
 
-    /// What offsets and sizes of mappings are multiples of; itself a multiple of [`GRANULE`](crate::core::GRANULE).
+    /// Unit of mappings in bytes; a multiple of [`GRANULE`].
     fn granularity(&self) -> u64;
 
-    /// Whether neighbouring offsets are neighbouring addresses wherever memory is mapped.
-    fn contiguous(&self) -> bool;
+    /// Whether neighbouring offsets have neighbouring addresses.
+    fn is_contiguous(&self) -> bool;
 
-    /// The address of a mapped offset.
+    /// Address of an offset at which memory is mapped.
     fn address(&self, offset: u64) -> u64;
 
-    /// Puts memory behind `pieces` of these lengths, one after the other from `offset` on; all or, on failure, none.
+    /// Maps consecutive `pieces` of these sizes, the first at `offset`: all, or none if it fails.
     fn map(&mut self, offset: u64, pieces: &[u64], purpose: Purpose) -> Result<()>;
 
-    /// Takes the memory of one piece away. On failure it is still there.
+    /// Unmaps one piece and frees its memory. If it fails, the piece is still mapped.
     fn unmap(&mut self, offset: u64, bytes: u64) -> Result<()>;
 
-    /// Bytes that a failed call left held without a use.
+    /// Bytes that failed calls left allocated but unusable.
     fn stranded(&self) -> u64;
 
-    /// Gives stranded bytes back; as much as goes without a failure.
+    /// Frees stranded bytes, up to the first failure.
     fn reclaim(&mut self) -> Result<()>;
 
-    /// Waits until all work that may use the memory is done.
+    /// Waits until all work that may use the memory has completed.
     fn synchronize(&mut self) -> Result<()>;
 
-    /// Makes all further work of `to` wait for all work of `from` so far.
-    fn order(&mut self, from: StreamId, to: StreamId) -> Result<()>;
+    /// Makes all further work of `to` wait for all work submitted to `from` so far.
+    fn insert_wait(&mut self, from: StreamId, to: StreamId) -> Result<()>;
 
-    /// Free and total bytes of the device, where it tells.
-    fn memory(&self) -> Option<(u64, u64)>;
+    /// Free and total bytes of the device, if the driver reports them.
+    fn memory_info(&self) -> Option<(u64, u64)>;
 }
 
-/// Order between the streams of a device.
+/// The streams and the memory of a device, common to both kinds of driver.
 pub trait Streams: Send {
-    /// As [`Backing::synchronize`].
+    /// See [`Backing::synchronize`].
     fn synchronize(&mut self) -> Result<()>;
 
-    /// As [`Backing::order`].
-    fn order(&mut self, from: StreamId, to: StreamId) -> Result<()>;
+    /// See [`Backing::insert_wait`].
+    fn insert_wait(&mut self, from: StreamId, to: StreamId) -> Result<()>;
 
-    /// As [`Backing::memory`].
-    fn memory(&self) -> Option<(u64, u64)>;
+    /// See [`Backing::memory_info`].
+    fn memory_info(&self) -> Option<(u64, u64)>;
 }
 
-/// A device with virtual memory: physical memory and addresses are separate.
+/// A device with virtual memory management: physical memory and addresses are allocated separately.
 pub trait VirtualDriver: Streams {
-    /// Names physical memory.
+    /// Handle of a physical allocation.
     type Memory: Copy + Send;
 
-    /// What sizes are multiples of.
+    /// Unit of all sizes in bytes.
     fn granularity(&self) -> u64;
 
-    /// A range of addresses without memory.
+    /// Reserves a range of addresses without memory.
     fn reserve(&mut self, bytes: u64) -> Result<u64>;
 
-    /// Gives a range back. Called once, when nothing is mapped in it.
+    /// Releases a reserved range. Called at most once, when nothing is mapped in the range.
     fn unreserve(&mut self, address: u64, bytes: u64);
 
-    /// Physical memory.
+    /// Allocates physical memory.
     fn create(&mut self, bytes: u64, purpose: Purpose) -> Result<Self::Memory>;
 
-    /// Puts memory behind addresses.
+    /// Maps physical memory at an address of a reserved range.
     fn map(&mut self, address: u64, bytes: u64, memory: Self::Memory) -> Result<()>;
 
-    /// Lets the device read and write there.
+    /// Makes a mapped range readable and writable by the device.
     fn set_access(&mut self, address: u64, bytes: u64) -> Result<()>;
 
-    /// Takes the memory from the addresses again.
+    /// Unmaps what one [`map`](Self::map) mapped.
     fn unmap(&mut self, address: u64, bytes: u64) -> Result<()>;
 
-    /// Gives physical memory back.
+    /// Frees physical memory that is not mapped.
     fn release(&mut self, memory: Self::Memory, bytes: u64) -> Result<()>;
 }
 
-/// A device that allocates memory with addresses of its choice.
+/// A device that chooses the address of each allocation.
 pub trait SegmentDriver: Streams {
-    /// What sizes are multiples of.
+    /// Unit of all sizes in bytes.
     fn granularity(&self) -> u64;
 
-    /// Memory, aligned to [`GRANULE`](crate::core::GRANULE).
+    /// Allocates memory, aligned to [`GRANULE`], and returns its address.
     fn allocate(&mut self, bytes: u64) -> Result<u64>;
 
-    /// Gives it back.
+    /// Frees an allocation of this size.
     fn free(&mut self, address: u64, bytes: u64) -> Result<()>;
 }

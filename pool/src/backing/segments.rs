@@ -1,16 +1,17 @@
-//! Every growth is an allocation of its own: for devices without virtual memory, and for pinned host memory.
+//! A back end whose every growth is a separate allocation: for devices without virtual memory management and for pinned
+//! host memory.
 
 use super::{Backing, Purpose, Result, SegmentDriver};
-use crate::core::StreamId;
+use crate::stream::StreamId;
 
-/// Length of the range of offsets, which are not addresses here: 2^40 bytes.
+/// Length of the range of offsets in bytes. Offsets are not addresses here, so the length costs nothing.
 const CAPACITY: u64 = 1 << 40;
 
 /// Memory of a [`SegmentDriver`].
 #[derive(Debug)]
 pub struct Segments<D: SegmentDriver> {
     driver: D,
-    /// In order of offsets.
+    /// Sorted by offset.
     segments: Vec<Segment>,
 }
 
@@ -21,12 +22,12 @@ struct Segment {
 }
 
 impl<D: SegmentDriver> Segments<D> {
-    /// Memory of this driver.
+    /// A back end without memory yet.
     pub fn new(driver: D) -> Self {
         Self { driver, segments: Vec::new() }
     }
 
-    /// The number of segments that begin at or before `offset`.
+    /// Number of segments that start at or before `offset`.
     fn up_to(&self, offset: u64) -> usize {
         self.segments.partition_point(|segment| segment.offset <= offset)
     }
@@ -41,7 +42,7 @@ impl<D: SegmentDriver> Backing for Segments<D> {
         self.driver.granularity()
     }
 
-    fn contiguous(&self) -> bool {
+    fn is_contiguous(&self) -> bool {
         false
     }
 
@@ -59,7 +60,7 @@ impl<D: SegmentDriver> Backing for Segments<D> {
 
     fn unmap(&mut self, offset: u64, bytes: u64) -> Result<()> {
         let index = self.up_to(offset) - 1;
-        debug_assert_eq!(self.segments[index].offset, offset, "segments are given back whole");
+        debug_assert_eq!(self.segments[index].offset, offset, "segments are unmapped whole");
         self.driver.free(self.segments[index].address, bytes)?;
         self.segments.remove(index);
         Ok(())
@@ -77,11 +78,11 @@ impl<D: SegmentDriver> Backing for Segments<D> {
         self.driver.synchronize()
     }
 
-    fn order(&mut self, from: StreamId, to: StreamId) -> Result<()> {
-        self.driver.order(from, to)
+    fn insert_wait(&mut self, from: StreamId, to: StreamId) -> Result<()> {
+        self.driver.insert_wait(from, to)
     }
 
-    fn memory(&self) -> Option<(u64, u64)> {
-        self.driver.memory()
+    fn memory_info(&self) -> Option<(u64, u64)> {
+        self.driver.memory_info()
     }
 }

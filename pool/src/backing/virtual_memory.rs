@@ -1,20 +1,20 @@
-//! One reserved range of addresses, with memory mapped into it where it is needed.
+//! A back end of one reserved address range, into which memory is mapped where it is needed.
 //!
-//! Mapping is a transaction: create all, map all, open access once; whatever fails, what was done is undone. When undoing
-//! fails as well, the memory is stranded: counted, and given back at the next opportunity, before which nothing is mapped.
+//! Mapping is a transaction: create all pieces, map all, set access once; if any call fails, the calls before it are
+//! undone. If undoing fails too, the memory is stranded: it is counted, and freed before anything else is mapped.
 
 use std::collections::HashMap;
 
 use super::{Backing, Purpose, Result, VirtualDriver};
-use crate::core::StreamId;
+use crate::stream::StreamId;
 
 /// Memory of a [`VirtualDriver`].
 #[derive(Debug)]
-pub struct Virtual<D: VirtualDriver> {
+pub struct VirtualMemory<D: VirtualDriver> {
     driver: D,
     base: u64,
     capacity: u64,
-    /// What is mapped, by offset.
+    /// Mapped pieces by offset.
     mapped: HashMap<u64, Piece<D::Memory>>,
     stranded: Vec<Stranded<D::Memory>>,
 }
@@ -25,22 +25,25 @@ struct Piece<M> {
     bytes: u64,
 }
 
-/// Memory that could not be given back, and the address it may still be mapped at.
+/// Memory that could not be freed, and the address it may still be mapped at.
 #[derive(Clone, Copy, Debug)]
 struct Stranded<M> {
     piece: Piece<M>,
     mapped_at: Option<u64>,
 }
 
-impl<D: VirtualDriver> Virtual<D> {
-    /// Reserves `capacity` bytes of addresses, rounded up.
+impl<D: VirtualDriver> VirtualMemory<D> {
+    /// Reserves `capacity` bytes of addresses, rounded up to the driver's granularity.
+    ///
+    /// # Errors
+    /// The driver cannot reserve a range of that length.
     pub fn new(mut driver: D, capacity: u64) -> Result<Self> {
         let capacity = capacity.next_multiple_of(driver.granularity());
         let base = driver.reserve(capacity)?;
         Ok(Self { driver, base, capacity, mapped: HashMap::new(), stranded: Vec::new() })
     }
 
-    /// The steps of a mapping; what was done is in `done` also after a failure.
+    /// The calls of a mapping. After a failure, `done` holds what must be undone.
     fn try_map(
         &mut self,
         offset: u64,
@@ -62,7 +65,7 @@ impl<D: VirtualDriver> Virtual<D> {
     }
 }
 
-impl<D: VirtualDriver> Backing for Virtual<D> {
+impl<D: VirtualDriver> Backing for VirtualMemory<D> {
     fn capacity(&self) -> u64 {
         self.capacity
     }
@@ -71,7 +74,7 @@ impl<D: VirtualDriver> Backing for Virtual<D> {
         self.driver.granularity()
     }
 
-    fn contiguous(&self) -> bool {
+    fn is_contiguous(&self) -> bool {
         true
     }
 
@@ -94,7 +97,7 @@ impl<D: VirtualDriver> Backing for Virtual<D> {
 
     fn unmap(&mut self, offset: u64, bytes: u64) -> Result<()> {
         let Some(piece) = self.mapped.get(&offset).copied().filter(|piece| piece.bytes == bytes) else {
-            unreachable!("the allocator unmaps what it mapped: {bytes} bytes at {offset}");
+            unreachable!("the allocator unmaps what it mapped: {bytes} bytes at offset {offset}");
         };
         self.driver.unmap(self.base + offset, bytes)?;
         self.mapped.remove(&offset);
@@ -124,16 +127,16 @@ impl<D: VirtualDriver> Backing for Virtual<D> {
         self.driver.synchronize()
     }
 
-    fn order(&mut self, from: StreamId, to: StreamId) -> Result<()> {
-        self.driver.order(from, to)
+    fn insert_wait(&mut self, from: StreamId, to: StreamId) -> Result<()> {
+        self.driver.insert_wait(from, to)
     }
 
-    fn memory(&self) -> Option<(u64, u64)> {
-        self.driver.memory()
+    fn memory_info(&self) -> Option<(u64, u64)> {
+        self.driver.memory_info()
     }
 }
 
-impl<D: VirtualDriver> Drop for Virtual<D> {
+impl<D: VirtualDriver> Drop for VirtualMemory<D> {
     fn drop(&mut self) {
         if self.mapped.is_empty() && self.stranded.is_empty() {
             self.driver.unreserve(self.base, self.capacity);

@@ -1,56 +1,65 @@
-//! Free blocks by size: two levels of bins with a bit each, so that the next bin with anything in it is one instruction
-//! away (Masmano et al., TLSF, 2004). Sizes are in granules. A power of two has [`SECOND`] bins.
+//! Free blocks by size, in the two-level bins of TLSF (Masmano et al., 2004): one bit per bin, so that bit scans find
+//! the next bin that is not empty. The first level is the power of two of a size, which the second level divides into
+//! [`SECOND_LEVELS`] bins. Sizes are in granules.
 
 use super::blocks::{Block, Blocks, NONE};
 
 /// Bins of one power of two.
-const SECOND: u32 = 32;
-/// Powers of two, the first of which holds all sizes below `SECOND`.
-const FIRST: usize = 28;
-/// Blocks of a bin that are looked at before the next bin is taken.
-const LOOK: usize = 8;
+const SECOND_LEVELS: u32 = 32;
+/// Powers of two; the first one holds all sizes below [`SECOND_LEVELS`].
+const FIRST_LEVELS: usize = 28;
+/// Number of blocks of one bin that compete for the best fit; bounds the time of a search.
+const BEST_FIT_CANDIDATES: usize = 8;
 
-/// Which of several fitting blocks of one size is preferred.
+/// Which end of the address range a request prefers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Place {
-    /// The lowest address, and the lower part of it: for buffers that stay.
+    /// The low end: for persistent buffers such as parameters.
     #[default]
     Low,
-    /// The highest address, and the upper part of it: for buffers of one step.
+    /// The high end: for buffers of one step.
     High,
 }
 
-/// What a search found.
+/// Result of a search for a free block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Found {
-    /// Fits, and may be used at once.
+pub(crate) enum Fit {
+    /// This block fits and may be used at once.
     Ready(u32),
-    /// Fits, once streams have waited for others.
-    Unordered(u32),
-    Nothing,
+    /// This block fits, but the stream must first wait for other streams.
+    NeedsWait(u32),
+    /// No block fits.
+    None,
 }
 
 /// The free blocks of one arena.
 #[derive(Debug)]
 pub(crate) struct Bins {
+    /// Bit per first level: whether any of its bins holds a block.
     first: u32,
-    second: [u32; FIRST],
-    heads: Box<[[u32; SECOND as usize]; FIRST]>,
+    /// Bit per bin of each first level.
+    second: [u32; FIRST_LEVELS],
+    /// First block of each bin, or [`NONE`]; a bin is a doubly linked list through the block headers.
+    heads: Box<[[u32; SECOND_LEVELS as usize]; FIRST_LEVELS]>,
 }
 
 /// The bin of blocks of this size.
 fn bin_of(granules: u32) -> (usize, u32) {
-    if granules < SECOND {
+    if granules < SECOND_LEVELS {
         return (0, granules);
     }
     let log = granules.ilog2();
-    let shift = log - SECOND.ilog2();
-    (shift as usize + 1, (granules >> shift) & (SECOND - 1))
+    let shift = log - SECOND_LEVELS.ilog2();
+    (shift as usize + 1, (granules >> shift) & (SECOND_LEVELS - 1))
 }
 
 impl Bins {
     pub(crate) fn new() -> Self {
-        Self { first: 0, second: [0; FIRST], heads: Box::new([[NONE; SECOND as usize]; FIRST]) }
+        Self {
+            first: 0,
+            second: [0; FIRST_LEVELS],
+            heads: Box::new([[NONE; SECOND_LEVELS as usize]; FIRST_LEVELS]),
+        }
     }
 
     pub(crate) fn insert(&mut self, blocks: &mut Blocks, index: u32) {
@@ -85,27 +94,27 @@ impl Bins {
         }
     }
 
-    /// A block of at least `granules`: the best of the first few of the smallest bin that has one, of those that are
-    /// `ready` if there are any.
+    /// Finds a block of at least `granules`: the best of the first few of the smallest bin that has one. A larger block
+    /// that is `ready` is preferred to a smaller one that is not.
     pub(crate) fn find(
         &self,
         blocks: &Blocks,
         granules: u32,
         place: Place,
         ready: impl Fn(&Block) -> bool,
-    ) -> Found {
-        let mut unordered = NONE;
+    ) -> Fit {
+        let mut needs_wait = NONE;
         let mut bin = self.bin_from(bin_of(granules));
         while let Some((first, second)) = bin {
             let mut best = NONE;
             let mut index = self.heads[first][second as usize];
-            for _ in 0..LOOK {
+            for _ in 0..BEST_FIT_CANDIDATES {
                 if index == NONE {
                     break;
                 }
                 let block = blocks.get(index);
                 if block.granules >= granules {
-                    let slot = if ready(block) { &mut best } else { &mut unordered };
+                    let slot = if ready(block) { &mut best } else { &mut needs_wait };
                     if *slot == NONE || better(block, blocks.get(*slot), place) {
                         *slot = index;
                     }
@@ -113,22 +122,22 @@ impl Bins {
                 index = block.bin_after;
             }
             if best != NONE {
-                return Found::Ready(best);
+                return Fit::Ready(best);
             }
             bin = self.bin_from((first, second + 1));
         }
-        if unordered == NONE { Found::Nothing } else { Found::Unordered(unordered) }
+        if needs_wait == NONE { Fit::None } else { Fit::NeedsWait(needs_wait) }
     }
 
-    /// Granules of the longest block.
-    pub(crate) fn longest(&self, blocks: &Blocks) -> u32 {
+    /// Granules of the largest block.
+    pub(crate) fn largest(&self, blocks: &Blocks) -> u32 {
         let Some(first) = self.first.checked_ilog2() else { return 0 };
         let second = self.second[first as usize].ilog2();
         let head = self.heads[first as usize][second as usize];
         chain(blocks, head).map(|index| blocks.get(index).granules).max().unwrap_or(0)
     }
 
-    /// Whether the block is in the bin of its size, and that bin's bits are set.
+    /// Whether the block is in the bin of its size and the bits of that bin are set.
     pub(crate) fn holds(&self, blocks: &Blocks, index: u32) -> bool {
         let (first, second) = bin_of(blocks.get(index).granules);
         self.first & 1 << first != 0
@@ -136,9 +145,9 @@ impl Bins {
             && chain(blocks, self.heads[first][second as usize]).any(|other| other == index)
     }
 
-    /// The first bin with anything in it, from this one on.
+    /// The first bin that is not empty, starting with this one.
     fn bin_from(&self, (first, second): (usize, u32)) -> Option<(usize, u32)> {
-        let row = if second < SECOND { self.second[first] & (u32::MAX << second) } else { 0 };
+        let row = if second < SECOND_LEVELS { self.second[first] & (u32::MAX << second) } else { 0 };
         if row != 0 {
             return Some((first, row.trailing_zeros()));
         }
@@ -156,6 +165,8 @@ fn chain(blocks: &Blocks, head: u32) -> impl Iterator<Item = u32> {
     std::iter::successors(some(head), move |index| some(blocks.get(*index).bin_after))
 }
 
+/// Whether `a` fits better than `b`, both being large enough: the smaller one, then the one nearer to the preferred
+/// end.
 fn better(a: &Block, b: &Block, place: Place) -> bool {
     if a.granules != b.granules {
         return a.granules < b.granules;
@@ -171,14 +182,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bins_are_in_order_of_size_and_cover_all_sizes() {
+    fn bins_are_ordered_by_size_and_cover_all_sizes() {
         let mut last = (0, 0);
         for granules in (1..5000).chain((13..32).map(|log| (1 << log) - 1)).chain([u32::MAX]) {
             let bin = bin_of(granules);
-            assert!(bin >= last && bin.0 < FIRST && bin.1 < SECOND, "{granules}: {bin:?} after {last:?}");
+            assert!(
+                bin >= last && bin.0 < FIRST_LEVELS && bin.1 < SECOND_LEVELS,
+                "{granules}: {bin:?} after {last:?}"
+            );
             last = bin;
         }
-        assert_eq!(last, (FIRST - 1, SECOND - 1));
+        assert_eq!(last, (FIRST_LEVELS - 1, SECOND_LEVELS - 1));
         assert_eq!(bin_of(31), (0, 31));
         assert_eq!(bin_of(32), (1, 0));
     }

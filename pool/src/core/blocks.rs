@@ -1,50 +1,49 @@
-//! Block headers: every granule of the address range belongs to exactly one block, and neighbours know each other.
+//! Block headers. Every granule of the address range belongs to exactly one block, and blocks are linked in address
+//! order.
 //!
-//! Headers live in a slab and are named by index, so no pointer is ever stored. A [`Handle`] adds a generation, which
-//! changes whenever the block it names ends: a stale handle is told apart from a live one.
+//! Headers are elements of a `Vec` and are named by index, so no pointers are stored. A [`Handle`] adds a generation,
+//! which changes when the block is freed: a stale handle is detected.
 
 use std::panic::Location;
 
-use super::clock::{Stamp, StreamId};
+use super::clock::Stamp;
+use crate::stream::StreamId;
 
-/// Every block starts and ends on a multiple of this many bytes.
-pub const GRANULE: u64 = 512;
-
-/// No block.
+/// Index of no block.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// What a block's memory is.
+/// State of the memory of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
-    /// Addresses without memory behind them.
+    /// No memory is mapped.
     Hole,
-    /// Mapped, and nobody's.
+    /// Mapped and not in use.
     Free,
-    /// Handed out.
+    /// Allocated.
     Used,
 }
 
-/// Which requests a block's memory serves. Neighbours of different arenas are never merged.
+/// Which requests the memory of a block serves. Neighbours of different arenas are never merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Arena {
-    /// Requests above [`SMALL`](super::SMALL), and runs for the small ones.
+    /// Requests above [`SMALL_MAX`](super::SMALL_MAX), and slabs for the small ones.
     Large,
-    /// Parts of runs, so that a small buffer never pins a large hole.
+    /// Parts of slabs, so that a small buffer never pins a large hole.
     Small,
-    /// Segments of their own, for registration with a communication library.
+    /// Separate segments for registration with a communication library.
     Registered,
 }
 
-/// Who asked for a block.
+/// Where a request was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Site {
-    /// The line that asked.
+    /// Line of code that made the request.
     pub location: &'static Location<'static>,
-    /// What it was for, see [`tag`](crate::tag); empty if not said.
+    /// The [`tag`](fn@crate::tag) of the request; empty if there was none.
     pub tag: &'static str,
 }
 
-/// One block, in one cache line. Sizes and places are in granules.
+/// A block header. It fills one cache line; positions and sizes are in granules.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
 pub(crate) struct Block {
@@ -59,24 +58,24 @@ pub(crate) struct Block {
     pub(crate) generation: u32,
     pub(crate) state: State,
     pub(crate) arena: Arena,
-    /// Whose work it was handed out for.
+    /// Stream that it was last allocated for.
     pub(crate) stream: StreamId,
-    /// While free: the work that must be done before it is used again. While used: other streams' work on it so far.
+    /// While free: the work that must complete before it is used again. While used: the work of other streams on it.
     pub(crate) stamp: Stamp,
 }
 
-/// What a block was handed out for; true of used blocks.
+/// The request that a used block serves. Apart from the header, which the search for a free block reads.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Detail {
-    /// Bytes asked for.
+    /// Bytes requested.
     pub(crate) bytes: u64,
     pub(crate) site: Option<Site>,
-    /// Which request of a recorded step this serves; [`NONE`] outside one.
+    /// Position of the request in a recorded step; [`NONE`] outside of one.
     pub(crate) ordinal: u32,
 }
 
 impl Block {
-    /// A hole of no length.
+    /// An empty hole.
     fn new() -> Self {
         Self {
             start: 0,
@@ -93,14 +92,14 @@ impl Block {
         }
     }
 
-    /// One granule past the block.
+    /// First granule after the block.
     pub(crate) fn end(&self) -> u32 {
         self.start + self.granules
     }
 }
 
-/// Names a block that was handed out: its index, and the generation in the upper half. (One word: two halves, written
-/// apart and read together as the handle is moved about, would cost nanoseconds.)
+/// Names an allocated block: its index in the lower half, its generation in the upper half. One word rather than two
+/// fields: moving two fields that were written separately stalls store forwarding, which costs nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Handle(u64);
 
@@ -118,18 +117,19 @@ impl Handle {
     }
 }
 
-/// All headers, chained in address order from the first.
+/// All headers, linked in address order.
 #[derive(Debug)]
 pub(crate) struct Blocks {
     slots: Vec<Block>,
     details: Vec<Detail>,
+    /// Slots that are not in use.
     vacant: Vec<u32>,
-    /// The block at address zero. Splits and merges keep the index of the lower part.
+    /// The block at offset 0. Splits and merges keep the index of the lower part.
     first: u32,
 }
 
 impl Blocks {
-    /// One hole of this many granules.
+    /// A single hole of this many granules.
     pub(crate) fn new(granules: u32) -> Self {
         let mut blocks = Self { slots: Vec::new(), details: Vec::new(), vacant: Vec::new(), first: 0 };
         let first = blocks.grow();
@@ -153,21 +153,21 @@ impl Blocks {
         &mut self.details[index as usize]
     }
 
-    /// The block that a live handle names.
+    /// The block of a handle; `None` if the handle is stale.
     pub(crate) fn live(&self, handle: Handle) -> Option<&Block> {
         self.slots
             .get(handle.index() as usize)
             .filter(|block| block.generation == handle.generation() && block.state == State::Used)
     }
 
-    /// Indices in address order.
+    /// The indices of all blocks in address order.
     pub(crate) fn in_order(&self) -> impl Iterator<Item = u32> {
         std::iter::successors(Some(self.first), |index| {
             Some(self.get(*index).after).filter(|after| *after != NONE)
         })
     }
 
-    /// Cuts a block in two; the upper part, of the same kind, gets the index returned.
+    /// Splits a block after `lower` granules. The upper part, of the same kind, gets the index that is returned.
     pub(crate) fn split(&mut self, index: u32, lower: u32) -> u32 {
         let new = self.vacant.pop().unwrap_or_else(|| self.grow());
         let whole = self.get_mut(index);
@@ -187,12 +187,12 @@ impl Blocks {
         upper.state = state;
         upper.arena = arena;
         upper.stamp = stamp;
-        // Handles to the former block of this slot must not name this one.
+        // Handles to the former block of this slot must stay stale.
         upper.generation = upper.generation.wrapping_add(1);
         new
     }
 
-    /// Joins a block with the next one, whose index ends; the work to wait for is that of both.
+    /// Merges a block with the next one, whose index becomes vacant. The stamp covers the work on both.
     pub(crate) fn merge_with_next(&mut self, index: u32) {
         let next = self.get(index).after;
         let upper = self.get(next);
@@ -208,12 +208,12 @@ impl Blocks {
         self.vacant.push(next);
     }
 
-    /// One more slot.
+    /// Adds a slot.
     #[cold]
     fn grow(&mut self) -> u32 {
         self.slots.push(Block::new());
         self.details.push(Detail { bytes: 0, site: None, ordinal: NONE });
-        // The range has fewer granules than u32::MAX, and each block has at least one.
+        // No overflow: every block has at least one granule, and the range has fewer than u32::MAX / 2.
         (self.slots.len() - 1) as u32
     }
 }

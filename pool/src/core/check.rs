@@ -1,17 +1,22 @@
-//! The invariants of the module's documentation, checked in full: for tests, and for a doubt in the field.
+//! Verification of the invariants of the module documentation: for tests, fuzzing and debugging.
 
 use super::Core;
-use super::blocks::{GRANULE, NONE, State};
+use super::blocks::{NONE, State};
+use crate::backing::GRANULE;
 
 impl Core {
-    /// Walks all blocks; says what does not hold.
+    /// Walks all blocks and verifies the invariants. Linear in the number of blocks.
+    ///
+    /// # Errors
+    /// A description of the first violation.
     pub fn check(&self) -> Result<(), String> {
         self.check_tiling()?;
         self.check_chunks()?;
-        self.check_free()?;
-        self.check_books()
+        self.check_bins()?;
+        self.check_counters()
     }
 
+    /// Blocks tile the range, and neighbours of the same kind are merged.
     fn check_tiling(&self) -> Result<(), String> {
         let (mut before, mut end) = (NONE, 0);
         let mut last = None;
@@ -22,25 +27,25 @@ impl Core {
             }
             let kind = (block.state, block.arena);
             if last == Some(kind) && block.state != State::Used {
-                return Err(format!("blocks {before} and {index} are both {kind:?} and not merged"));
+                return Err(format!("blocks {before} and {index} are both {kind:?} but not merged"));
             }
             last = Some(kind);
             (before, end) = (index, block.end());
         }
         let capacity = (self.backing.capacity() / GRANULE).min(u64::from(NONE / 2));
         if u64::from(end) + self.backing.granularity() / GRANULE <= capacity {
-            return Err(format!("blocks end at {end} of {capacity}"));
+            return Err(format!("blocks end at granule {end} of {capacity}"));
         }
         Ok(())
     }
 
-    /// Memory is mapped where blocks are not holes, and nowhere else.
+    /// Memory is mapped exactly where blocks are not holes, and every hole is in the map of holes.
     fn check_chunks(&self) -> Result<(), String> {
         let mut mapped = Vec::new();
         for (start, granules) in &self.chunks {
             match mapped.last_mut() {
                 Some((_, end)) if *end == *start => *end = start + granules,
-                Some((_, end)) if *end > *start => return Err(format!("two chunks at {start}")),
+                Some((_, end)) if *end > *start => return Err(format!("two chunks overlap at {start}")),
                 _ => mapped.push((*start, start + granules)),
             }
         }
@@ -51,7 +56,7 @@ impl Core {
             if block.state == State::Hole {
                 holes += 1;
                 if self.holes.get(&block.start) != Some(&index) {
-                    return Err(format!("hole {index} is not in its book"));
+                    return Err(format!("hole {index} is not in the map of holes"));
                 }
                 continue;
             }
@@ -61,7 +66,7 @@ impl Core {
             }
         }
         if holes != self.holes.len() {
-            return Err(format!("{holes} holes, {} in the book", self.holes.len()));
+            return Err(format!("{holes} holes, but {} in the map of holes", self.holes.len()));
         }
         if mapped != blocks {
             return Err(format!("mapped {mapped:?}, blocks {blocks:?}"));
@@ -70,7 +75,7 @@ impl Core {
     }
 
     /// Every free block is in the bin of its size.
-    fn check_free(&self) -> Result<(), String> {
+    fn check_bins(&self) -> Result<(), String> {
         for index in self.blocks.in_order() {
             let block = self.blocks.get(index);
             if block.state != State::Free {
@@ -83,16 +88,18 @@ impl Core {
         Ok(())
     }
 
-    fn check_books(&self) -> Result<(), String> {
-        let sum = |state| -> u64 {
+    /// The counters equal the totals recomputed from the block list and the chunks.
+    fn check_counters(&self) -> Result<(), String> {
+        let total = |state| -> u64 {
             let blocks = self.blocks.in_order().map(|index| self.blocks.get(index));
             blocks.filter(|block| block.state == state).map(|block| u64::from(block.granules) * GRANULE).sum()
         };
-        let (live, free) = (sum(State::Used), sum(State::Free));
+        let (live, free) = (total(State::Used), total(State::Free));
         let chunks: u64 = self.chunks.values().map(|granules| u64::from(*granules) * GRANULE).sum();
-        let books = (self.books.live.current(), self.books.mapped.current(), self.books.chunks.current());
-        if books != (live, live + free, self.chunks.len() as u64) || chunks != live + free {
-            return Err(format!("books {books:?}, live {live}, free {free}, chunks {chunks}"));
+        let counters = &self.counters;
+        let counted = (counters.live.current(), counters.mapped.current(), counters.chunks.current());
+        if counted != (live, live + free, self.chunks.len() as u64) || chunks != live + free {
+            return Err(format!("counters {counted:?}, but live {live}, free {free}, chunks {chunks}"));
         }
         Ok(())
     }

@@ -1,29 +1,18 @@
-//! Order between streams, by counting: which work is known to come after which, without asking the driver.
+//! Order between streams by vector clocks: which work is known to run after which, without asking the driver.
 //!
-//! Each stream counts the marks that were put on it. A freed block is stamped with the present count of every stream that
-//! used it; `seen[r][s]` is the count of `s` that all further work of `r` comes after. A block is ready for `r` when no
-//! part of its stamp is above what `r` has seen. Counts move on when one stream is made to wait for another, and when the
-//! host has waited for a stream: never at a free.
+//! Each stream has a count, which starts a new epoch whenever another stream or the host waits for it. A freed block is
+//! stamped with the current count of every stream that used it; `seen[r][s]` is the count of `s` that all further work
+//! of `r` runs after. A block is ready for `r` if no part of its stamp exceeds what `r` has seen. A free therefore
+//! costs no driver call and advances no count.
 
-/// Most streams that one pool can tell apart.
-pub const MAX_STREAMS: usize = 8;
+use crate::stream::{MAX_STREAMS, StreamId};
 
-/// Names a stream of a pool. Zero is the one that the pool was made for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct StreamId(pub(crate) u8);
-
-impl StreamId {
-    pub(crate) fn index(self) -> usize {
-        usize::from(self.0)
-    }
-}
-
-/// Work that must be done before memory may be used again: a count per stream, zero for none.
+/// Work that must complete before memory may be used again: a count per stream, 0 for none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stamp([u32; MAX_STREAMS]);
 
 impl Stamp {
-    /// Also everything in `other`.
+    /// Adds the work in `other`.
     pub(crate) fn join(&mut self, other: &Self) {
         for (mine, theirs) in self.0.iter_mut().zip(other.0) {
             *mine = (*mine).max(theirs);
@@ -31,7 +20,7 @@ impl Stamp {
     }
 }
 
-/// The counts of all streams, and what each has seen of the others.
+/// The counts of all streams, and what each stream has seen of the others.
 #[derive(Clone, Debug)]
 pub(crate) struct Clocks {
     streams: usize,
@@ -43,82 +32,82 @@ impl Clocks {
     pub(crate) fn new() -> Self {
         let mut seen = [[0; MAX_STREAMS]; MAX_STREAMS];
         for (stream, seen) in seen.iter_mut().enumerate() {
-            // A stream is always ordered after its own work.
+            // A stream always runs after its own earlier work.
             seen[stream] = u32::MAX;
         }
         Self { streams: 1, now: [1; MAX_STREAMS], seen }
     }
 
-    /// Streams known.
     pub(crate) fn streams(&self) -> impl Iterator<Item = StreamId> + use<> {
         (0..self.streams).map(|stream| StreamId(stream as u8))
     }
 
-    /// One more stream, if there is room.
-    pub(crate) fn add(&mut self) -> Option<StreamId> {
+    /// Adds a stream; `None` if there are [`MAX_STREAMS`] already.
+    pub(crate) fn add_stream(&mut self) -> Option<StreamId> {
         (self.streams < MAX_STREAMS).then(|| {
             self.streams += 1;
             StreamId((self.streams - 1) as u8)
         })
     }
 
-    /// Puts all work of `stream` so far into the stamp.
+    /// Adds all work submitted to `stream` so far to the stamp.
     pub(crate) fn stamp(&self, stamp: &mut Stamp, stream: StreamId) {
         stamp.0[stream.index()] = self.now[stream.index()];
     }
 
-    /// Whether further work of `stream` comes after all work in the stamp.
+    /// Whether all further work of `stream` runs after the work in the stamp.
     pub(crate) fn ready(&self, stamp: &Stamp, stream: StreamId) -> bool {
         let seen = &self.seen[stream.index()];
         stamp.0.iter().zip(seen).all(|(stamp, seen)| stamp <= seen)
     }
 
-    /// The streams whose work in the stamp `stream` does not come after yet.
+    /// The streams that `stream` must wait for before it may use memory with this stamp.
     pub(crate) fn missing(&self, stamp: &Stamp, stream: StreamId) -> impl Iterator<Item = StreamId> + use<> {
         let (stamp, seen) = (*stamp, self.seen[stream.index()]);
         self.streams().filter(move |other| stamp.0[other.index()] > seen[other.index()])
     }
 
-    /// `to` was made to wait for all work of `from` so far, and with it for all that `from` had waited for. False, and
-    /// nothing learned, when the count of `from` is at its end: see [`restart`](Self::restart).
-    pub(crate) fn ordered(&mut self, from: StreamId, to: StreamId) -> bool {
-        let before = self.seen[from.index()];
-        self.has_room(from) && {
-            self.learn(to, from, &before);
+    /// Records that `to` waits for all work submitted to `from` so far, and thereby for all that `from` has waited for.
+    /// False, with nothing recorded, if the count of `from` is exhausted: see [`reset`](Self::reset).
+    pub(crate) fn record_wait(&mut self, from: StreamId, to: StreamId) -> bool {
+        let seen_by_from = self.seen[from.index()];
+        self.can_advance(from) && {
+            self.merge(to, from, &seen_by_from);
             self.now[from.index()] += 1;
             true
         }
     }
 
-    /// The host has waited for all work of `stream` so far: all that is given to any stream from now on comes after.
-    /// False as in [`ordered`](Self::ordered).
-    pub(crate) fn host_waited(&mut self, stream: StreamId) -> bool {
-        let before = self.seen[stream.index()];
-        self.has_room(stream) && {
+    /// Records that the host has waited for all work submitted to `stream` so far: whatever is submitted to any stream
+    /// from now on runs after it. False, with nothing recorded, if the count is exhausted.
+    pub(crate) fn record_synchronize(&mut self, stream: StreamId) -> bool {
+        let seen_by_stream = self.seen[stream.index()];
+        self.can_advance(stream) && {
             for other in self.streams() {
-                self.learn(other, stream, &before);
+                self.merge(other, stream, &seen_by_stream);
             }
             self.now[stream.index()] += 1;
             true
         }
     }
 
-    fn learn(&mut self, to: StreamId, from: StreamId, before: &[u32; MAX_STREAMS]) {
+    /// `to` has now seen the current count of `from` and all that `from` has seen.
+    fn merge(&mut self, to: StreamId, from: StreamId, seen_by_from: &[u32; MAX_STREAMS]) {
         let now = self.now[from.index()];
         let seen = &mut self.seen[to.index()];
-        for (stream, (seen, before)) in seen.iter_mut().zip(before).enumerate() {
-            let known = if stream == from.index() { now } else { *before };
+        for (stream, (seen, theirs)) in seen.iter_mut().zip(seen_by_from).enumerate() {
+            let known = if stream == from.index() { now } else { *theirs };
             *seen = (*seen).max(known);
         }
     }
 
-    /// Whether the count of `stream` can go on, below the mark of "always ordered".
-    fn has_room(&self, stream: StreamId) -> bool {
+    /// Whether the count of `stream` can advance and stay below `u32::MAX`, which means "always ordered".
+    fn can_advance(&self, stream: StreamId) -> bool {
         self.now[stream.index()] < u32::MAX - 1
     }
 
-    /// All work of all streams is done: counting starts anew. Every stamp must be cleared with it.
-    pub(crate) fn restart(&mut self) {
+    /// Starts all counts anew, when all work of all streams has completed. Every stamp must be cleared with it.
+    pub(crate) fn reset(&mut self) {
         let streams = self.streams;
         *self = Self { streams, ..Self::new() };
     }
@@ -132,57 +121,57 @@ mod tests {
     const B: StreamId = StreamId(1);
     const C: StreamId = StreamId(2);
 
-    fn three() -> Clocks {
+    fn three_streams() -> Clocks {
         let mut clocks = Clocks::new();
-        assert_eq!((clocks.add(), clocks.add()), (Some(B), Some(C)));
+        assert_eq!((clocks.add_stream(), clocks.add_stream()), (Some(B), Some(C)));
         clocks
     }
 
-    fn stamped(clocks: &Clocks, streams: &[StreamId]) -> Stamp {
+    fn stamp_of(clocks: &Clocks, streams: &[StreamId]) -> Stamp {
         let mut stamp = Stamp::default();
         streams.iter().for_each(|stream| clocks.stamp(&mut stamp, *stream));
         stamp
     }
 
     #[test]
-    fn a_stream_follows_itself_and_nobody_else_unasked() {
-        let clocks = three();
-        let stamp = stamped(&clocks, &[A]);
+    fn stream_is_ordered_after_itself_only() {
+        let clocks = three_streams();
+        let stamp = stamp_of(&clocks, &[A]);
         assert!(clocks.ready(&stamp, A) && !clocks.ready(&stamp, B));
         assert_eq!(clocks.missing(&stamp, B).collect::<Vec<_>>(), [A]);
     }
 
     #[test]
-    fn a_wait_covers_earlier_work_and_not_later_work() {
-        let mut clocks = three();
-        let early = stamped(&clocks, &[A]);
-        clocks.ordered(A, B);
-        let late = stamped(&clocks, &[A]);
+    fn wait_covers_earlier_work_but_not_later_work() {
+        let mut clocks = three_streams();
+        let early = stamp_of(&clocks, &[A]);
+        clocks.record_wait(A, B);
+        let late = stamp_of(&clocks, &[A]);
         assert!(clocks.ready(&early, B) && !clocks.ready(&late, B));
     }
 
     #[test]
-    fn a_wait_passes_on_what_the_other_stream_had_seen() {
-        let mut clocks = three();
-        let stamp = stamped(&clocks, &[A]);
-        clocks.ordered(A, B);
-        clocks.ordered(B, C);
+    fn waits_are_transitive() {
+        let mut clocks = three_streams();
+        let stamp = stamp_of(&clocks, &[A]);
+        clocks.record_wait(A, B);
+        clocks.record_wait(B, C);
         assert!(clocks.ready(&stamp, C));
     }
 
     #[test]
-    fn after_the_host_waited_every_stream_is_ordered() {
-        let mut clocks = three();
-        let stamp = stamped(&clocks, &[A, B]);
-        clocks.ordered(A, B);
-        clocks.host_waited(B);
+    fn host_synchronize_orders_all_streams() {
+        let mut clocks = three_streams();
+        let stamp = stamp_of(&clocks, &[A, B]);
+        clocks.record_wait(A, B);
+        clocks.record_synchronize(B);
         assert!(clocks.ready(&stamp, C) && clocks.ready(&stamp, A));
-        assert!(!clocks.ready(&stamped(&clocks, &[B]), C));
+        assert!(!clocks.ready(&stamp_of(&clocks, &[B]), C));
     }
 
     #[test]
-    fn there_are_eight_streams() {
+    fn number_of_streams_is_limited() {
         let mut clocks = Clocks::new();
-        assert_eq!(std::iter::from_fn(|| clocks.add()).count(), MAX_STREAMS - 1);
+        assert_eq!(std::iter::from_fn(|| clocks.add_stream()).count(), MAX_STREAMS - 1);
     }
 }

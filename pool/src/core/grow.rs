@@ -1,21 +1,25 @@
-//! Mapping more memory and giving it back: the only part of the allocator that calls the driver, but for waits.
+//! Mapping and unmapping memory, and the limit. Apart from waits, only this part of the allocator calls the driver.
 //!
-//! Growth is at the edges of what is mapped, by a chunk that is a small share of all that is mapped, and by no more than
-//! the request lacks when that is larger. It is a transaction: the blocks change after the driver has done its part.
+//! Memory grows at the edges of what is mapped, by a chunk that is a small fraction of all mapped memory, or by what
+//! the request lacks if that is more. Growth is a transaction: blocks change only after the driver calls have
+//! succeeded.
 
-use super::blocks::{Arena, Block, Blocks, GRANULE, NONE, State};
+use super::blocks::{Arena, Block, Blocks, NONE, State};
 use super::clock::Stamp;
-use super::{Core, Place, Refusal, Request};
-use crate::backing::Purpose;
+use super::{AllocError, Core, Place, Request};
+use crate::backing::{GRANULE, Purpose};
 
-/// A chunk is this share of what is mapped, within the bounds below: memory mapped in vain stays a percent or two.
-const CHUNK_SHARE: u64 = 256;
+/// Mapped bytes divided by the size of a chunk, within the bounds below: unneeded memory stays at a percent or two.
+const MAPPED_PER_CHUNK: u64 = 256;
+/// Smallest chunk in bytes.
 const CHUNK_MIN: u64 = 2 << 20;
+/// Largest chunk in bytes.
 const CHUNK_MAX: u64 = 512 << 20;
-/// Longest piece of general memory: what can be unmapped at once.
+/// Largest piece of general memory in bytes. A piece is unmapped as a whole, so this bounds what one buffer keeps
+/// mapped.
 const PIECE_MAX: u64 = 512 << 20;
 
-/// Where to map, in granules.
+/// The part of a hole to map, in granules.
 #[derive(Clone, Copy, Debug)]
 struct Growth {
     start: u32,
@@ -23,21 +27,21 @@ struct Growth {
 }
 
 impl Core {
-    /// Maps what a request lacks.
-    pub(super) fn grow(&mut self, request: &Request, arena: Arena, granules: u32) -> Result<(), Refusal> {
+    /// Maps what a request lacks, so that a free block fits it.
+    pub(super) fn grow(&mut self, request: &Request, arena: Arena, granules: u32) -> Result<(), AllocError> {
         let granularity = (self.backing.granularity() / GRANULE) as u32;
-        let isolated = arena == Arena::Registered || !self.backing.contiguous();
+        let isolated = arena == Arena::Registered || !self.backing.is_contiguous();
         let chunk = if arena == Arena::Registered { 0 } else { self.chunk() };
-        let too_large = Refusal::TooLarge { bytes: request.bytes };
+        let too_large = AllocError::TooLarge { bytes: request.bytes };
         let Growth { start, granules: needed } =
-            self.room(request.place, granules, granularity, isolated).ok_or(too_large)?;
+            self.find_hole(request.place, granules, granularity, isolated).ok_or(too_large)?;
         let needed_bytes = u64::from(needed) * GRANULE;
         let held = self.held();
         let allowed = self.limit.saturating_sub(held);
         if needed_bytes > allowed {
-            return Err(Refusal::Limit { limit: self.limit, needed: needed_bytes });
+            return Err(AllocError::Limit { limit: self.limit, needed: needed_bytes });
         }
-        // Ask for a whole chunk where address range and limit have room; halve what the driver refuses.
+        // Map a whole chunk if the range and the limit have room for it; halve the size while the driver refuses.
         let unit = self.backing.granularity();
         let margin = if isolated { granularity } else { 0 };
         let mut wanted = needed_bytes.max(chunk.min(allowed / unit * unit));
@@ -53,47 +57,51 @@ impl Core {
                     Err(failure) if wanted == needed_bytes => return Err(failure),
                     Err(_) => {}
                 },
-                None if wanted == needed_bytes => return Err(Refusal::TooLarge { bytes: request.bytes }),
+                None if wanted == needed_bytes => return Err(AllocError::TooLarge { bytes: request.bytes }),
                 None => {}
             }
             wanted = (wanted / 2).next_multiple_of(unit).max(needed_bytes);
         }
     }
 
-    /// Gives every chunk that lies in free blocks back to the driver; returns the bytes given back.
+    /// Unmaps every chunk without live blocks and frees its memory; returns the number of bytes freed. Synchronises the
+    /// device if there is anything to unmap.
     ///
     /// # Errors
-    /// The first failure of the driver; what was given back before it stays given back.
-    pub fn trim(&mut self) -> Result<u64, Refusal> {
-        let before = self.books.mapped.current() + self.backing.stranded();
+    /// The first driver call that failed; chunks unmapped before it stay unmapped.
+    pub fn trim(&mut self) -> Result<u64, AllocError> {
+        let before = self.counters.mapped.current() + self.backing.stranded();
         self.backing.reclaim()?;
-        self.return_runs();
+        self.recycle_slabs();
         let unused = self.unused_chunks();
         if unused.is_empty() {
-            return Ok(before - self.books.mapped.current());
+            return Ok(before - self.counters.mapped.current());
         }
-        // Memory may be unmapped when no work uses it; the device cannot tell which work that is.
+        // No work may use memory that is unmapped, and the driver cannot tell which work does: wait for all of it.
         self.backing.synchronize()?;
-        self.books.synchronizations += 1;
-        self.all_done();
+        self.counters.synchronizations += 1;
+        self.clear_stamps();
         for (index, chunks) in unused {
             self.unmap(index, chunks)?;
         }
-        Ok(before - self.books.mapped.current())
+        Ok(before - self.counters.mapped.current())
     }
 
-    /// Bytes that count against the limit.
+    /// Bytes that count towards the limit: mapped, external and stranded.
     pub fn held(&self) -> u64 {
-        self.books.mapped.current() + self.external + self.backing.stranded()
+        self.counters.mapped.current() + self.external + self.backing.stranded()
     }
 
-    /// The limit; `u64::MAX` where there is none.
+    /// The limit in bytes; `u64::MAX` if there is none.
     pub fn limit(&self) -> u64 {
         self.limit
     }
 
-    /// Sets the limit. What is above it already is given back as far as it is free.
-    pub fn set_limit(&mut self, limit: u64) -> Result<(), Refusal> {
+    /// Sets the limit in bytes. If more is held already, unused memory is unmapped.
+    ///
+    /// # Errors
+    /// A driver call failed while unmapping. The limit applies all the same.
+    pub fn set_limit(&mut self, limit: u64) -> Result<(), AllocError> {
         self.limit = limit;
         if self.held() > limit {
             self.trim()?;
@@ -101,52 +109,57 @@ impl Core {
         Ok(())
     }
 
-    /// Counts bytes that others hold of the same device against the limit.
-    pub fn add_external(&mut self, bytes: u64) -> Result<(), Refusal> {
-        let refusal = Refusal::Limit { limit: self.limit, needed: bytes };
+    /// Counts bytes that other libraries hold on the same device towards the limit.
+    ///
+    /// # Errors
+    /// They do not fit within the limit, even after unused memory was unmapped.
+    pub fn add_external(&mut self, bytes: u64) -> Result<(), AllocError> {
+        let error = AllocError::Limit { limit: self.limit, needed: bytes };
         let fits = |core: &Self| core.held().checked_add(bytes).is_some_and(|held| held <= core.limit);
         if !fits(self) {
             self.trim()?;
         }
         if !fits(self) {
-            return Err(refusal);
+            return Err(error);
         }
         self.external += bytes;
         Ok(())
     }
 
-    /// Others hold less than before.
+    /// Stops counting bytes that [`add_external`](Self::add_external) counted.
     pub fn remove_external(&mut self, bytes: u64) {
         self.external = self.external.saturating_sub(bytes);
     }
 
-    /// Bytes that others hold.
+    /// Bytes that other libraries hold.
     pub fn external(&self) -> u64 {
         self.external
     }
 
-    /// Forgets all order: every stream's work so far is done.
-    pub(super) fn all_done(&mut self) {
-        self.clocks.restart();
+    /// All work of all streams has completed: clears every stamp and starts the clocks anew.
+    pub(super) fn clear_stamps(&mut self) {
+        self.clocks.reset();
         let all: Vec<u32> = self.blocks.in_order().collect();
         for index in all {
             self.blocks.get_mut(index).stamp = Stamp::default();
         }
     }
 
+    /// Size of the next chunk in bytes.
     fn chunk(&self) -> u64 {
-        (self.books.mapped.current() / CHUNK_SHARE)
+        (self.counters.mapped.current() / MAPPED_PER_CHUNK)
             .clamp(CHUNK_MIN, CHUNK_MAX)
             .next_multiple_of(self.backing.granularity())
     }
 
-    /// The least that must be mapped, and where, so that a free block of `granules` comes to be.
-    fn room(&self, place: Place, granules: u32, granularity: u32, isolated: bool) -> Option<Growth> {
+    /// The least that must be mapped, and where, to obtain a free block of `granules`. An `isolated` mapping does not
+    /// touch other memory.
+    fn find_hole(&self, place: Place, granules: u32, granularity: u32, isolated: bool) -> Option<Growth> {
         let whole = granules.checked_next_multiple_of(granularity)?;
         let fits = |hole: &u32| -> Option<Growth> {
             let block = self.blocks.get(*hole);
             if isolated {
-                // One granularity of distance on both sides: segments are no neighbours.
+                // A gap of one granularity on both sides keeps segments from being merged.
                 let start = block.start + granularity;
                 let fits = start + whole + granularity <= block.end();
                 return fits.then_some(Growth { start, granules: whole });
@@ -162,13 +175,13 @@ impl Core {
         }
     }
 
-    /// What is missing to `granules` when the free block `edge`, if it is one, grows.
+    /// Granules missing from `granules` if the block `edge` is free and grows; all of them if it is not free.
     fn lacking(&self, granules: u32, edge: u32) -> u32 {
         let free = (edge != NONE)
             .then(|| self.blocks.get(edge))
             .filter(|edge| edge.state == State::Free && edge.arena == Arena::Large)
             .map_or(0, |edge| edge.granules);
-        // At least one: a block that is large enough would have been found.
+        // At least one: a block that is large enough would have been found before.
         granules.saturating_sub(free).max(1)
     }
 
@@ -176,27 +189,28 @@ impl Core {
         self.hole_at(start).is_some_and(|index| start + granules <= self.blocks.get(index).end())
     }
 
-    /// The hole that this place lies in.
+    /// The hole that contains this granule.
     fn hole_at(&self, start: u32) -> Option<u32> {
         let (_, index) = self.holes.range(..=start).next_back()?;
         (start < self.blocks.get(*index).end()).then_some(*index)
     }
 
-    fn map(&mut self, start: u32, bytes: u64, arena: Arena) -> Result<(), Refusal> {
+    /// Maps `bytes` at `start` and turns them into a free block.
+    fn map(&mut self, start: u32, bytes: u64, arena: Arena) -> Result<(), AllocError> {
         let purpose = if arena == Arena::Registered { Purpose::Registered } else { Purpose::General };
-        let whole = purpose == Purpose::Registered || !self.backing.contiguous();
-        let most = if whole { bytes } else { PIECE_MAX };
+        let whole = purpose == Purpose::Registered || !self.backing.is_contiguous();
+        let piece_max = if whole { bytes } else { PIECE_MAX };
         let pieces: Vec<u64> =
-            (0..bytes.div_ceil(most)).map(|piece| most.min(bytes - piece * most)).collect();
+            (0..bytes.div_ceil(piece_max)).map(|piece| piece_max.min(bytes - piece * piece_max)).collect();
         self.backing.map(u64::from(start) * GRANULE, &pieces, purpose)?;
 
         let mut at = start;
         for bytes in pieces {
             self.chunks.insert(at, (bytes / GRANULE) as u32);
             at += (bytes / GRANULE) as u32;
-            self.books.mapped_one(bytes);
+            self.counters.chunk_mapped(bytes);
         }
-        let Some(hole) = self.hole_at(start) else { unreachable!("memory is mapped into holes") };
+        let Some(hole) = self.hole_at(start) else { unreachable!("memory is mapped in holes only") };
         let index = self.carve(hole, start, at - start);
         let block = self.blocks.get_mut(index);
         (block.state, block.arena) = (State::Free, arena);
@@ -205,7 +219,7 @@ impl Core {
         Ok(())
     }
 
-    /// Cuts a part out of a hole, keeping the books of holes; the part is in none of them.
+    /// Splits a part off a hole and updates the map of holes, which the part is then not in.
     fn carve(&mut self, hole: u32, start: u32, granules: u32) -> u32 {
         let first = self.blocks.get(hole).start;
         self.holes.remove(&first);
@@ -221,7 +235,7 @@ impl Core {
         index
     }
 
-    /// Free blocks that hold whole chunks, with those chunks, the highest first.
+    /// Free blocks that contain whole chunks, with those chunks from the highest to the lowest.
     pub(super) fn unused_chunks(&self) -> Vec<(u32, Vec<(u32, u32)>)> {
         let inside = |index: u32| {
             let block = self.blocks.get(index);
@@ -241,13 +255,13 @@ impl Core {
             .collect()
     }
 
-    /// Unmaps chunks of one free block, given from the highest to the lowest.
-    fn unmap(&mut self, index: u32, chunks: Vec<(u32, u32)>) -> Result<(), Refusal> {
+    /// Unmaps chunks of one free block, from the highest to the lowest: the block keeps its index while it shrinks.
+    fn unmap(&mut self, index: u32, chunks: Vec<(u32, u32)>) -> Result<(), AllocError> {
         for (start, granules) in chunks {
             let bytes = u64::from(granules) * GRANULE;
             self.backing.unmap(u64::from(start) * GRANULE, bytes)?;
             self.chunks.remove(&start);
-            self.books.unmapped_one(bytes);
+            self.counters.chunk_unmapped(bytes);
             let Block { start: first, arena, .. } = *self.blocks.get(index);
             self.bins[arena as usize].remove(&mut self.blocks, index);
             if start + granules < self.blocks.get(index).end() {
@@ -266,7 +280,7 @@ impl Core {
         Ok(())
     }
 
-    /// Turns a block that is in no bin into a hole, merged with its neighbours.
+    /// Turns a block that is in no bin into a hole and merges it with neighbouring holes.
     fn insert_hole(&mut self, mut index: u32) {
         let block = self.blocks.get_mut(index);
         (block.state, block.arena) = (State::Hole, Arena::Large);

@@ -1,68 +1,75 @@
-//! Plans: where a program asks for the same buffers in every step, their addresses are worked out once.
+//! Plans: if a program makes the same requests in every step, their addresses are computed once.
 //!
 //! ```text
-//! step 1, 2: served as ever, recorded --equal--> thread: pack --> Table --next step--> region, cursor
+//! steps 1, 2: served by the allocator, recorded --equal--> thread: pack --> SlotTable --next step--> region, cursor
 //! ```
-//! A step is named by a key (a kind of step, a batch shape); each key has its plan. All plans share one region, a block of
-//! the allocator that is as large as the largest: addresses stay the same from step to step while plans follow each other.
+//! A step is identified by a key, such as a batch shape; each key has its plan. All plans share one region, a block of
+//! the allocator as large as the largest plan needs, so addresses stay the same from step to step.
 //!
-//! - `record`: what a step asked for; `pack`: offsets; `table`: the finished plan;
-//! - `serve`: the fast path; this file: which plan, when.
+//! Files: `record`: the requests of a step; `pack`: offsets; `slots`: the finished plan; `server`: the fast path; this
+//! file: which plan serves a step, and when plans are made.
 
 pub mod pack;
-pub(crate) mod record;
-pub(crate) mod serve;
-pub(crate) mod table;
+mod record;
+mod server;
+mod slots;
+
+pub(crate) use server::{PlanServer, PlannedSlot};
 
 use std::collections::HashMap;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crate::backing::Purpose;
-use crate::core::{Core, GRANULE, Handle, Place, Request, StreamId};
+use crate::backing::{GRANULE, Purpose};
+use crate::core::{Core, Handle, Place, Request};
 use crate::stats::Stats;
+use crate::stream::StreamId;
 use record::Recording;
-use serve::Book;
-use table::Table;
+use slots::SlotTable;
 
-/// Plans kept at a time.
-const MAX_PLANS: usize = 8;
-/// For the local search, in the background.
-const PACK_TIME: Duration = Duration::from_millis(200);
-/// A plan that this many steps in a row departed from is made anew.
-const PATIENCE: u32 = 3;
+/// Number of kinds of steps that are remembered at a time.
+const MAX_STEP_KINDS: usize = 8;
+/// Time limit of the local search for a plan, on a thread of its own.
+const PACK_TIMEOUT: Duration = Duration::from_millis(200);
+/// A plan that this many steps in a row departed from is replaced.
+const REPLAN_AFTER_DEPARTURES: u32 = 3;
 
-/// Which plan a step follows, and what is known of steps without one. Lives under the pool's lock.
+/// Which plan serves the current step, and what is known of steps without a plan. Under the pool's lock.
 #[derive(Debug)]
 pub(crate) struct Planner {
-    book: &'static Book,
-    stream: StreamId,
-    kinds: HashMap<u64, Kind>,
-    step: Option<Step>,
+    server: &'static PlanServer,
+    kinds: HashMap<u64, StepKind>,
+    step: Option<CurrentStep>,
     region: Option<Region>,
+    /// Whether captured graphs hold addresses of the region, so that it must stay.
     pinned: bool,
-    /// Counts steps, to tell which kind was used last.
-    now: u64,
+    /// Number of steps so far, to find the kind that was used least recently.
+    steps: u64,
 }
 
-/// What is known of one kind of step.
+/// What is known of the steps with one key.
 #[derive(Debug, Default)]
-struct Kind {
+struct StepKind {
+    /// The last step, until two are equal.
     last: Option<Recording>,
-    pending: Option<JoinHandle<Option<Table>>>,
+    /// The thread that makes the plan.
+    pending: Option<JoinHandle<Option<SlotTable>>>,
+    /// Number of the plan.
     table: Option<usize>,
+    /// Steps in a row that departed from the plan.
     departures: u32,
-    used: u64,
+    last_used: u64,
 }
 
 #[derive(Debug)]
-struct Step {
+struct CurrentStep {
     key: u64,
-    /// What is asked for, unless a plan serves.
+    /// The requests so far, unless a plan serves the step.
     recording: Option<Recording>,
     misses_before: u64,
 }
 
+/// The block of the allocator that all plans share.
 #[derive(Clone, Copy, Debug)]
 struct Region {
     handle: Handle,
@@ -71,167 +78,160 @@ struct Region {
 }
 
 impl Planner {
-    pub(crate) fn new(book: &'static Book) -> Self {
-        Self {
-            book,
-            stream: StreamId::default(),
-            kinds: HashMap::new(),
-            step: None,
-            region: None,
-            pinned: false,
-            now: 0,
-        }
+    pub(crate) fn new(server: &'static PlanServer) -> Self {
+        Self { server, kinds: HashMap::new(), step: None, region: None, pinned: false, steps: 0 }
     }
 
-    /// Begins a step of this kind: from its plan if there is one, else on record.
-    /// False, and nothing begun, on another thread than the first.
+    /// Begins a step: served from the plan of its key if there is one, otherwise recorded. False, without beginning
+    /// anything, on a thread other than the first that began a step.
     pub(crate) fn begin(&mut self, core: &mut Core, key: u64) -> bool {
-        if !self.book.own() {
+        if !self.server.is_owner() {
             return false;
         }
         self.end();
-        self.now += 1;
-        self.forget_the_oldest(key);
+        self.steps += 1;
+        self.evict_least_recent(key);
         let kind = self.kinds.entry(key).or_default();
-        kind.used = self.now;
+        kind.last_used = self.steps;
         if kind.pending.as_ref().is_some_and(JoinHandle::is_finished) {
-            kind.take_result(self.book);
+            kind.take_result(self.server);
         }
-        let table = kind.table.filter(|_| self.book.idle());
-        let base = table.and_then(|table| self.region(core, self.book.granules(table)));
-        let misses_before = self.book.counts().1;
+        let table = kind.table.filter(|_| self.server.is_idle());
+        let base = table.and_then(|table| self.region(core, self.server.granules(table)));
+        let misses_before = self.server.hits_and_misses().1;
         let recording = match (table, base) {
             (Some(table), Some(base)) => {
-                self.book.begin(table, base);
+                self.server.begin(table, base);
                 None
             }
             _ => {
-                self.give_region_back(core);
+                self.release_region(core);
                 Some(Recording::default())
             }
         };
-        self.step = Some(Step { key, recording, misses_before });
+        self.step = Some(CurrentStep { key, recording, misses_before });
         true
     }
 
-    /// Ends the step: compares it with the last of its kind, and has it planned when they are equal.
+    /// Ends the step. A recorded step that equals the last one of its kind is planned.
     pub(crate) fn end(&mut self) {
-        self.book.end();
-        let Some(Step { key, recording, misses_before }) = self.step.take() else { return };
-        let misses = self.book.counts().1 - misses_before;
+        self.server.end();
+        let Some(CurrentStep { key, recording, misses_before }) = self.step.take() else { return };
+        let misses = self.server.hits_and_misses().1 - misses_before;
         let Some(kind) = self.kinds.get_mut(&key) else { return };
         match recording {
             Some(recording) if kind.table.is_none() && kind.pending.is_none() => {
-                kind.compare(self.book, recording)
+                kind.compare(self.server, recording)
             }
             Some(_) => {}
             None if misses == 0 => kind.departures = 0,
             None => kind.departures += 1,
         }
-        if kind.departures >= PATIENCE {
-            *kind = Kind { used: kind.used, ..Kind::default() };
+        if kind.departures >= REPLAN_AFTER_DEPARTURES {
+            *kind = StepKind { last_used: kind.last_used, ..StepKind::default() };
         }
     }
 
-    /// Whether the present step is served from a plan.
+    /// Whether a plan serves the current step.
     pub(crate) fn is_serving(&self) -> bool {
         self.step.as_ref().is_some_and(|step| step.recording.is_none())
     }
 
-    /// The recording of the present step, if it is on record.
+    /// The recording of the current step, if it is recorded.
     pub(crate) fn recording(&mut self) -> Option<&mut Recording> {
         self.step.as_mut()?.recording.as_mut()
     }
 
-    /// Notes a block that was handed out, if the step is on record.
-    pub(crate) fn note(&mut self, core: &mut Core, request: &Request, handle: Handle) {
-        let plain = request.stream == self.stream && request.purpose == Purpose::General;
+    /// Records a block that was allocated, if the current step is recorded.
+    pub(crate) fn record_alloc(&mut self, core: &mut Core, request: &Request, handle: Handle) {
+        let plannable = request.stream == StreamId::default() && request.purpose == Purpose::General;
         let granules = request.bytes.max(1).div_ceil(GRANULE);
         if let Some(recording) = self.recording()
             && let Ok(granules) = u32::try_from(granules)
         {
-            let ordinal = recording.alloc(granules, plain);
+            let ordinal = recording.alloc(granules, plannable);
             core.set_ordinal(handle, ordinal);
         }
     }
 
-    /// Puts what buffers in the region come to in the place of the region.
-    pub(crate) fn count(&self, stats: &mut Stats) {
-        (stats.plan_hits, stats.plan_misses) = self.book.counts();
+    /// Fills in the statistics of plans. `live` counts the region as one buffer; it becomes what the buffers in it use.
+    pub(crate) fn fill_stats(&self, stats: &mut Stats) {
+        (stats.plan_hits, stats.plan_misses) = self.server.hits_and_misses();
         stats.plan_region = self.region.map_or(0, |region| u64::from(region.granules) * GRANULE);
-        // Another thread than the plans' own may see some slots late.
-        stats.live.removed += stats.plan_region.saturating_sub(self.book.live_bytes());
+        // A thread other than the owner may see some frees late, so the difference may be momentarily off.
+        stats.live.removed += stats.plan_region.saturating_sub(self.server.live_bytes());
     }
 
-    /// Waits for plans in the making.
+    /// Waits for plans that are being made.
     pub(crate) fn finish(&mut self) {
         for kind in self.kinds.values_mut() {
-            kind.take_result(self.book);
+            kind.take_result(self.server);
         }
     }
 
-    /// From now on the region stays where it is.
+    /// Keeps the region where it is.
     pub(crate) fn pin(&mut self) {
         self.pinned = true;
     }
 
-    /// The region may move again.
+    /// Allows the region to move again.
     pub(crate) fn unpin(&mut self) {
         self.pinned = false;
     }
 
-    /// Gives the region back to the allocator, if no buffer lies in it and nobody relies on its place: no captured graph,
-    /// and no planned step, which hands parts of it out without asking here.
-    pub(crate) fn give_region_back(&mut self, core: &mut Core) -> bool {
-        if self.pinned || self.is_serving() || self.book.in_use() {
+    /// Frees the region, unless a buffer is in it or something relies on its address: a captured graph, or a planned
+    /// step, which hands out parts of the region without taking the lock.
+    pub(crate) fn release_region(&mut self, core: &mut Core) -> bool {
+        if self.pinned || self.is_serving() || self.server.may_be_in_use() {
             return false;
         }
         self.region.take().is_some_and(|region| core.free(region.handle).is_ok())
     }
 
-    /// Address of a region of at least this many granules.
+    /// Address of a region of at least this many granules; `None` if there is no memory, or the region cannot move.
     fn region(&mut self, core: &mut Core, granules: u32) -> Option<u64> {
         if let Some(region) = self.region.filter(|region| region.granules >= granules) {
             return Some(region.base);
         }
-        if self.region.is_some() && !self.give_region_back(core) {
+        if self.region.is_some() && !self.release_region(core) {
             return None;
         }
         let bytes = u64::from(granules) * GRANULE;
-        let request = Request { stream: self.stream, place: Place::High, ..Request::new(bytes) };
+        let request = Request { place: Place::High, ..Request::new(bytes) };
         let handle = core.alloc(&request).ok()?;
         let base = core.address(handle).ok()?;
         self.region = Some(Region { handle, granules, base });
         Some(base)
     }
 
-    /// Makes room for a new kind of step.
-    fn forget_the_oldest(&mut self, key: u64) {
-        if self.kinds.len() < MAX_PLANS || self.kinds.contains_key(&key) {
+    /// Forgets the least recently used kind of step if there is no room for a new one.
+    fn evict_least_recent(&mut self, key: u64) {
+        if self.kinds.len() < MAX_STEP_KINDS || self.kinds.contains_key(&key) {
             return;
         }
-        let oldest = self.kinds.iter().min_by_key(|(_, kind)| kind.used).map(|(key, _)| *key);
+        let oldest = self.kinds.iter().min_by_key(|(_, kind)| kind.last_used).map(|(key, _)| *key);
         if let Some(oldest) = oldest {
             self.kinds.remove(&oldest);
         }
     }
 }
 
-impl Kind {
-    fn compare(&mut self, book: &'static Book, recording: Recording) {
+impl StepKind {
+    /// Starts to plan a step that equals the last one.
+    fn compare(&mut self, server: &'static PlanServer, recording: Recording) {
         if self.last.as_ref() != Some(&recording) {
             self.last = Some(recording);
             return;
         }
         self.last = None;
-        // Without a thread the program goes on without a plan, and tries again two steps later.
+        // If no thread can be started, the program goes on without a plan, and two steps later tries again.
         let thread = std::thread::Builder::new().name("pool-planner".into());
-        self.pending = thread.spawn(move || Table::new(book, &recording, PACK_TIME)).ok();
+        self.pending = thread.spawn(move || SlotTable::new(server, &recording, PACK_TIMEOUT)).ok();
     }
 
-    fn take_result(&mut self, book: &Book) {
+    fn take_result(&mut self, server: &PlanServer) {
         if let Some(thread) = self.pending.take() {
-            self.table = thread.join().ok().flatten().and_then(|table| book.add(table));
+            self.table = thread.join().ok().flatten().and_then(|table| server.add(table));
         }
     }
 }

@@ -1,16 +1,17 @@
-//! Where to put buffers whose lifetimes are known: offsets that do not overlap while both live, in as few bytes as can be
-//! found in bounded time. (The problem is NP-hard; greedy orders come within a percent or two on training steps.)
+//! Offline placement of buffers with known lifetimes: offsets such that buffers that live at the same time do not
+//! overlap, in as few bytes as a bounded search finds. The problem (dynamic storage allocation) is NP-hard; on training
+//! steps, greedy orders come within a percent or two of the lower bound.
 
 use std::time::{Duration, Instant};
 
-/// A buffer to be placed: granules, and the events between which it lives.
+/// A buffer to place. It lives from event `birth` until before event `death`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Life {
-    /// Its size.
+    /// Size in granules.
     pub granules: u32,
-    /// The event that brings it to life.
+    /// Number of the event that allocates it.
     pub birth: u32,
-    /// The event that ends it; after `birth`.
+    /// Number of the event that frees it; greater than `birth`.
     pub death: u32,
 }
 
@@ -20,25 +21,25 @@ impl Life {
     }
 }
 
-/// Places for buffers.
+/// A placement of buffers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Packing {
     /// First granule of each buffer, in the order given.
     pub offsets: Vec<u32>,
-    /// Granules in all.
+    /// Total size in granules.
     pub granules: u32,
 }
 
-/// Tries of the local search, whatever time is left: the same input gives the same result on machines fast enough.
-const TRIES: u32 = 2000;
+/// Largest number of local search steps. On a machine that completes them in time, equal inputs give equal results.
+const MAX_SEARCH_STEPS: u32 = 2000;
 
-/// The least that any placing needs: the most that lives at one time.
+/// A lower bound of any placement in granules: the largest total that lives at one time.
 pub fn lower_bound(lives: &[Life]) -> u32 {
     let mut changes: Vec<(u32, bool, u32)> = lives
         .iter()
         .flat_map(|life| [(life.birth, true, life.granules), (life.death, false, life.granules)])
         .collect();
-    // At one event, deaths come first: false sorts before true.
+    // At the same event, deaths are before births: false sorts before true.
     changes.sort_unstable();
     let (mut live, mut most) = (0, 0);
     for (_, born, granules) in changes {
@@ -48,12 +49,13 @@ pub fn lower_bound(lives: &[Life]) -> u32 {
     most
 }
 
-/// Places all buffers: the best of several greedy orders, then a local search for at most `time`.
+/// Places all buffers: the best of four greedy orders, improved by a local search for at most `time`.
 pub fn pack(lives: &[Life], time: Duration) -> Packing {
     let deadline = Instant::now() + time;
     let bound = lower_bound(lives);
     let life = |index: &usize| lives[*index];
     let length = |life: Life| u64::from(life.death - life.birth);
+    // The largest first, the largest product of size and lifetime, the earliest, the longest-lived.
     let orders: [&dyn Fn(Life) -> (u64, u64); 4] = [
         &|life| (u64::MAX - u64::from(life.granules), u64::from(life.birth)),
         &|life| (u64::MAX - u64::from(life.granules) * length(life), u64::from(life.birth)),
@@ -70,9 +72,9 @@ pub fn pack(lives: &[Life], time: Duration) -> Packing {
         }
     }
     let Some((mut best, mut order)) = best else { unreachable!("there are four orders") };
-    // xorshift64: reproducible, and no more is asked of it.
+    // xorshift64: reproducible, and good enough to pick candidates.
     let mut random = 0x9e37_79b9_7f4a_7c15_u64;
-    for _ in 0..TRIES {
+    for _ in 0..MAX_SEARCH_STEPS {
         if best.granules == bound || lives.len() < 2 || Instant::now() >= deadline {
             break;
         }
@@ -80,7 +82,7 @@ pub fn pack(lives: &[Life], time: Duration) -> Packing {
         random ^= random >> 7;
         random ^= random << 17;
         let mut other = order.clone();
-        move_a_culprit(&mut other, &best, lives, random);
+        move_top_buffer_forward(&mut other, &best, lives, random);
         let packing = place(lives, &other);
         if packing.granules <= best.granules {
             (best, order) = (packing, other);
@@ -89,20 +91,20 @@ pub fn pack(lives: &[Life], time: Duration) -> Packing {
     best
 }
 
-/// One of the buffers that reach the top is placed earlier.
-fn move_a_culprit(order: &mut Vec<usize>, packing: &Packing, lives: &[Life], random: u64) {
+/// Moves one of the buffers that end at the top of the packing to an earlier position of the order.
+fn move_top_buffer_forward(order: &mut Vec<usize>, packing: &Packing, lives: &[Life], random: u64) {
     let top = |index: &usize| packing.offsets[*index] + lives[*index].granules == packing.granules;
-    let culprits: Vec<usize> = (0..order.len()).filter(|at| top(&order[*at])).collect();
-    let at = culprits[(random % culprits.len() as u64) as usize];
+    let candidates: Vec<usize> = (0..order.len()).filter(|at| top(&order[*at])).collect();
+    let at = candidates[(random % candidates.len() as u64) as usize];
     let to = ((random >> 32) % (at as u64 + 1)) as usize;
     let index = order.remove(at);
     order.insert(to, index);
 }
 
-/// Places buffers in this order, each at the lowest offset that is free for all its life.
+/// Places buffers in this order, each at the lowest offset that is free during its whole life.
 fn place(lives: &[Life], order: &[usize]) -> Packing {
     let mut offsets = vec![0; lives.len()];
-    // Placed buffers by offset.
+    // Placed buffers, sorted by offset.
     let mut placed: Vec<(u32, usize)> = Vec::with_capacity(lives.len());
     let mut granules = 0;
     for index in order.iter().copied() {
@@ -135,14 +137,14 @@ mod tests {
     }
 
     #[test]
-    fn buffers_that_never_meet_share_their_place() {
+    fn disjoint_lifetimes_share_an_offset() {
         let lives = [life(10, 0, 2), life(10, 2, 4), life(10, 4, 6)];
         assert_eq!(pack(&lives, Duration::ZERO).granules, 10);
     }
 
     #[test]
-    fn the_search_finds_what_every_greedy_order_misses() {
-        // A known gap: the bound is 8, and greedy placing of these in any of the four orders needs 9 or more.
+    fn local_search_reaches_bound_that_greedy_orders_miss() {
+        // The bound is 8; each of the four greedy orders needs 9 or more.
         let lives =
             [life(3, 0, 4), life(2, 0, 2), life(3, 1, 3), life(3, 3, 7), life(5, 4, 6), life(2, 2, 5)];
         let packing = pack(&lives, Duration::from_secs(10));
@@ -151,7 +153,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_two_living_buffers_overlap(raw in prop::collection::vec((1_u32..50, 0_u32..40, 1_u32..20), 0..60)) {
+        fn live_buffers_never_overlap(raw in prop::collection::vec((1_u32..50, 0_u32..40, 1_u32..20), 0..60)) {
             let lives: Vec<Life> = raw.iter().map(|(g, b, l)| life(*g, *b, b + l)).collect();
             let packing = pack(&lives, Duration::from_millis(5));
             prop_assert!(packing.granules >= lower_bound(&lives));

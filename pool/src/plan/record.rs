@@ -1,17 +1,17 @@
-//! What a step asked for, in order: the material of a plan, and what tells two steps apart.
+//! The requests of a step, in order: input of a plan, and what two steps are compared by.
 
 use super::pack::Life;
 
-/// One request or one return of a recorded step.
+/// A request or a free of a recorded step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Event {
     Alloc {
         granules: u32,
-        /// Whether its lifetime on one stream is all there is to know of it.
-        plain: bool,
+        /// Whether the request is for general memory of the pool's first stream, which a plan can serve.
+        plannable: bool,
     },
     Free {
-        /// Which of the step's requests ends.
+        /// The request whose buffer is freed.
         ordinal: u32,
     },
 }
@@ -25,28 +25,28 @@ pub(crate) struct Recording {
     shared: Vec<u32>,
 }
 
-/// A request of a recorded step as a plan needs it.
+/// A request of a recorded step, as a plan needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Planned {
+pub(crate) struct RecordedRequest {
     pub(crate) granules: u32,
-    /// Nothing if the request outlived the step or is not for one stream alone: it is served as ever.
+    /// `None` if the plan must not serve the request: it outlived the step, or several streams used it.
     pub(crate) life: Option<Life>,
 }
 
 impl Recording {
-    /// Notes a request and gives it its number.
-    pub(crate) fn alloc(&mut self, granules: u32, plain: bool) -> u32 {
-        self.events.push(Event::Alloc { granules, plain });
+    /// Records a request and returns its ordinal.
+    pub(crate) fn alloc(&mut self, granules: u32, plannable: bool) -> u32 {
+        self.events.push(Event::Alloc { granules, plannable });
         self.requests += 1;
         self.requests - 1
     }
 
-    /// Notes that a request of this step ended.
+    /// Records that the buffer of a request was freed.
     pub(crate) fn free(&mut self, ordinal: u32) {
         self.events.push(Event::Free { ordinal });
     }
 
-    /// Notes that a second stream uses the request's memory.
+    /// Records that a second stream uses the memory of a request.
     pub(crate) fn share(&mut self, ordinal: u32) {
         if !self.shared.contains(&ordinal) {
             self.shared.push(ordinal);
@@ -54,19 +54,19 @@ impl Recording {
     }
 
     /// All requests in order.
-    pub(crate) fn requests(&self) -> Vec<Planned> {
+    pub(crate) fn requests(&self) -> Vec<RecordedRequest> {
         let mut requests = Vec::with_capacity(self.requests as usize);
         let mut births = Vec::with_capacity(self.requests as usize);
         for (event, at) in self.events.iter().zip(0..) {
             match *event {
-                Event::Alloc { granules, plain } => {
-                    births.push((at, plain));
-                    requests.push(Planned { granules, life: None });
+                Event::Alloc { granules, plannable } => {
+                    births.push((at, plannable));
+                    requests.push(RecordedRequest { granules, life: None });
                 }
                 Event::Free { ordinal } => {
-                    let (birth, plain) = births[ordinal as usize];
+                    let (birth, plannable) = births[ordinal as usize];
                     let request = &mut requests[ordinal as usize];
-                    if plain && !self.shared.contains(&ordinal) {
+                    if plannable && !self.shared.contains(&ordinal) {
                         request.life = Some(Life { granules: request.granules, birth, death: at });
                     }
                 }

@@ -1,7 +1,8 @@
-//! The pickle that PyTorch's memory viewer opens: the layout of `torch.cuda.memory._snapshot()`, protocol 2.
+//! The pickle file of PyTorch's memory viewer (<https://pytorch.org/memory_viz>): the structure that
+//! `torch.cuda.memory._snapshot()` returns, in pickle protocol 2.
 //!
-//! The viewer adds up block sizes to find addresses, so blocks tile their segment; and it plays the trace backwards from
-//! the final state, so both are of one moment.
+//! The viewer derives the addresses of blocks from their sizes, so the blocks of a segment must tile it; and it replays
+//! the trace backwards from the final state, so blocks and events must be of the same moment.
 
 use serde::Serialize;
 
@@ -50,7 +51,7 @@ struct Frame {
 #[derive(Serialize)]
 struct Entry {
     action: &'static str,
-    /// Where the event was; of a refusal, what the device had free instead.
+    /// Address of the buffer; a failed request has `device_free` instead.
     #[serde(skip_serializing_if = "Option::is_none")]
     addr: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -62,7 +63,10 @@ struct Entry {
 }
 
 impl Snapshot {
-    /// The file's bytes.
+    /// The contents of a file for PyTorch's memory viewer.
+    ///
+    /// # Errors
+    /// The pickle could not be serialised.
     pub fn memory_viz(&self) -> Result<Vec<u8>, serde_pickle::Error> {
         let mut device_traces: Vec<Vec<Entry>> = (0..self.device).map(|_| Vec::new()).collect();
         device_traces.push(self.events.iter().flat_map(entries).collect());
@@ -72,15 +76,15 @@ impl Snapshot {
 }
 
 fn segment(device: u32, blocks: &[BlockInfo]) -> Segment {
-    let sum = |bytes: &dyn Fn(&BlockInfo) -> u64| blocks.iter().map(bytes).sum();
-    let live: u64 = sum(&|block| if block.requested.is_some() { block.bytes } else { 0 });
+    let total = |bytes: &dyn Fn(&BlockInfo) -> u64| blocks.iter().map(bytes).sum();
+    let live: u64 = total(&|block| if block.requested.is_some() { block.bytes } else { 0 });
     Segment {
         device,
         address: blocks.first().map_or(0, |block| block.address),
-        total_size: sum(&|block| block.bytes),
+        total_size: total(&|block| block.bytes),
         allocated_size: live,
         active_size: live,
-        requested_size: sum(&|block| block.requested.unwrap_or(0)),
+        requested_size: total(&|block| block.requested.unwrap_or(0)),
         stream: 0,
         segment_type: "large",
         segment_pool_id: (0, 0),
@@ -101,18 +105,18 @@ fn block(block: &BlockInfo) -> Block {
     }
 }
 
-/// A return is two entries, asked for and done, which the viewer folds into one.
+/// The entries of an event. A free is two entries, requested and completed, which the viewer combines.
 fn entries(event: &Event) -> Vec<Entry> {
     let actions: &[&'static str] = match event.action {
         Action::Alloc => &["alloc"],
         Action::Free => &["free_requested", "free_completed"],
         Action::OutOfMemory => &["oom"],
     };
-    let refused = event.action == Action::OutOfMemory;
+    let failed = event.action == Action::OutOfMemory;
     let entry = |action: &&'static str| Entry {
         action,
-        addr: (!refused).then_some(event.address),
-        device_free: refused.then_some(0),
+        addr: (!failed).then_some(event.address),
+        device_free: failed.then_some(0),
         size: event.bytes,
         stream: event.stream.0,
         time_us: event.micros,

@@ -1,6 +1,8 @@
-//! What a pool holds and did, for people and their tools.
+//! Snapshots of a pool, and their file formats.
 //!
-//! - `memory_viz`: PyTorch's snapshot viewer; `perfetto`: counters over time in a trace; `rmm`: RAPIDS' replay log.
+//! - `memory_viz`: PyTorch's memory viewer;
+//! - `perfetto`: counters over time, for Perfetto and Chrome;
+//! - `rmm`: the replay log of the RAPIDS Memory Manager.
 
 mod memory_viz;
 mod perfetto;
@@ -12,32 +14,36 @@ use crate::core::{BlockInfo, Site};
 use crate::stats::Stats;
 use crate::trace::Event;
 
-/// All blocks and the last events of a pool, as of one moment.
+/// All blocks and recent events of a pool at one moment.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    /// Number of the device, for the reader.
+    /// Number of the device in reports. A pool sets it to 0; callers with several devices may change it.
     pub device: u32,
-    /// Blocks by segment: a range of addresses with memory.
+    /// Free and used blocks; each inner list is a range of consecutive addresses.
     pub segments: Vec<Vec<BlockInfo>>,
-    /// The last events, oldest first; empty unless [`Options::trace`](crate::Options::trace) is set.
+    /// Recent events, oldest first; empty unless [`Options::trace`](crate::Options::trace) is set.
     pub events: Vec<Event>,
-    /// The counts.
+    /// The statistics.
     pub stats: Stats,
 }
 
 impl Snapshot {
-    /// Live bytes and buffers by who asked for them, most bytes first: what leaks, when nothing should be live.
+    /// Live bytes and number of buffers by the site that allocated them, most bytes first. When nothing should be live,
+    /// these are the leaks.
     pub fn by_site(&self) -> Vec<(Option<Site>, u64, u64)> {
         by_site(&self.segments)
     }
 
-    /// Writes a file for PyTorch's memory_viz.
+    /// Writes [`memory_viz`](Self::memory_viz) to a file.
+    ///
+    /// # Errors
+    /// The file could not be written.
     pub fn write_memory_viz(&self, path: &Path) -> std::io::Result<()> {
         std::fs::write(path, self.memory_viz().map_err(std::io::Error::other)?)
     }
 }
 
-/// Live bytes and buffers of a survey by who asked for them, most bytes first.
+/// See [`Snapshot::by_site`].
 pub(crate) fn by_site(segments: &[Vec<BlockInfo>]) -> Vec<(Option<Site>, u64, u64)> {
     let mut sites: Vec<(Option<Site>, u64, u64)> = Vec::new();
     for block in segments.iter().flatten().filter(|block| block.requested.is_some()) {
@@ -51,9 +57,4 @@ pub(crate) fn by_site(segments: &[Vec<BlockInfo>]) -> Vec<(Option<Site>, u64, u6
     }
     sites.sort_by_key(|(_, bytes, _)| std::cmp::Reverse(*bytes));
     sites
-}
-
-/// What a buffer is for; empty if nobody said.
-fn tag(site: Option<Site>) -> &'static str {
-    site.map_or("", |site| site.tag)
 }

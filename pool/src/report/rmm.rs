@@ -1,4 +1,4 @@
-//! The log that RAPIDS Memory Manager's replay benchmark reads: one line per request and return.
+//! The log that the replay benchmark of the RAPIDS Memory Manager reads: one line per allocation and free.
 
 use std::fmt::Write;
 
@@ -6,7 +6,7 @@ use super::Snapshot;
 use crate::trace::Action;
 
 impl Snapshot {
-    /// `Thread,Time,Action,Pointer,Size,Stream`, times in seconds.
+    /// The events as CSV with the columns `Thread,Time,Action,Pointer,Size,Stream`; times are in seconds.
     pub fn rmm_csv(&self) -> String {
         let mut csv = String::from("Thread,Time,Action,Pointer,Size,Stream\n");
         for event in &self.events {
@@ -20,7 +20,9 @@ impl Snapshot {
             let _ = writeln!(
                 csv,
                 "0,{seconds}.{micros:06},{action},{:#x},{},{}",
-                event.address, event.bytes, event.stream.0
+                event.address,
+                event.bytes,
+                event.stream.index()
             );
         }
         csv

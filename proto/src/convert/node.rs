@@ -1,6 +1,6 @@
-//! What callers send to the daemon of a node, checked.
+//! Validation of requests to the daemon of a node.
 //!
-//! Anybody on the node may send anything: lengths are bounded here, so that nothing behind this file has to be.
+//! Any user of the node may send anything. All lengths are bounded here, so that the daemon does not have to.
 
 use std::path::PathBuf;
 
@@ -10,36 +10,29 @@ use super::{Logs, WireError};
 use crate::spec::JobSpec;
 use crate::v1;
 
-/// Bytes of a request id.
-const REQUEST_ID: usize = 64;
-/// Bytes of a version.
-const VERSION: usize = 64;
-/// Bytes of a job's name.
-const NAME: usize = 256;
-/// Bytes of a path.
-const PATH: usize = 4096;
-/// Bytes of a reason.
-const REASON: usize = 1024;
-/// Bytes of all variables of an environment.
-const ENVIRONMENT: usize = 256 << 10;
-/// Arguments of a command.
-const ARGUMENTS: usize = 4096;
-/// Bytes of all of them.
-const ARGUMENT_BYTES: usize = 512 << 10;
-/// GPUs: more than any node has.
-const GPUS: u32 = 1024;
-/// Bytes of a UUID.
-const UUID: usize = 128;
-/// Highest priority; the lowest is the negative of it.
-const PRIORITY: i32 = 1000;
+const MAX_REQUEST_ID_BYTES: usize = 64;
+const MAX_VERSION_BYTES: usize = 64;
+const MAX_NAME_BYTES: usize = 256;
+const MAX_PATH_BYTES: usize = 4096;
+const MAX_REASON_BYTES: usize = 1024;
+/// All variables of an environment together.
+const MAX_ENVIRONMENT_BYTES: usize = 256 << 10;
+const MAX_ARGUMENTS: usize = 4096;
+/// All arguments together.
+const MAX_ARGUMENT_BYTES: usize = 512 << 10;
+/// More than any node has.
+const MAX_GPUS: u32 = 1024;
+const MAX_UUID_BYTES: usize = 128;
+/// The lowest priority is the negative of it.
+const MAX_PRIORITY: i32 = 1000;
 
-/// What a job runs; also in the files of the daemon.
+/// What a job runs. The daemon also stores this on disk.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Work {
     /// The built-in trainer.
     Trainer(Box<JobSpec>),
-    /// The rest of an xlaunch command line, at least one argument, none with a zero byte.
+    /// The arguments of an xlaunch command line: at least one, none with a zero byte.
     Command(Vec<Vec<u8>>),
 }
 
@@ -61,29 +54,29 @@ impl TryFrom<v1::SubmitRequest> for Submit {
     type Error = WireError;
 
     fn try_from(wire: v1::SubmitRequest) -> Result<Self, WireError> {
-        within("request_id", wire.request_id.len(), REQUEST_ID)?;
+        within("request_id", wire.request_id.len(), MAX_REQUEST_ID_BYTES)?;
         let printable = wire.request_id.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ');
         if wire.request_id.is_empty() || !printable {
             return Err(content(
                 "request_id",
-                format!("is not 1 to {REQUEST_ID} printable ASCII characters"),
+                format!("is not 1 to {MAX_REQUEST_ID_BYTES} printable ASCII characters"),
             ));
         }
-        if wire.priority.unsigned_abs() > PRIORITY.unsigned_abs() {
-            let problem = format!("is {}, expected -{PRIORITY} to {PRIORITY}", wire.priority);
+        if wire.priority.unsigned_abs() > MAX_PRIORITY.unsigned_abs() {
+            let problem = format!("is {}, expected -{MAX_PRIORITY} to {MAX_PRIORITY}", wire.priority);
             return Err(content("priority", problem));
         }
-        if let Some(gpus) = wire.gpus.filter(|gpus| *gpus > GPUS) {
-            let expected = format!("at most {GPUS}");
+        if let Some(gpus) = wire.gpus.filter(|gpus| *gpus > MAX_GPUS) {
+            let expected = format!("at most {MAX_GPUS}");
             return Err(WireError::Range { field: "gpus", got: gpus.into(), expected });
         }
         Ok(Self {
             request_id: wire.request_id,
-            version: text("version", wire.version, VERSION)?,
+            version: text("version", wire.version, MAX_VERSION_BYTES)?,
             work_dir: work_dir(wire.work_dir)?,
             environment: environment(wire.environment)?,
             work: work(wire.work)?,
-            name: text("name", wire.name, NAME)?,
+            name: text("name", wire.name, MAX_NAME_BYTES)?,
             priority: wire.priority,
             gpus: wire.gpus,
         })
@@ -120,17 +113,18 @@ impl TryFrom<v1::DrainRequest> for Drain {
     type Error = WireError;
 
     fn try_from(wire: v1::DrainRequest) -> Result<Self, WireError> {
-        if wire.gpus.len() > GPUS as usize {
-            let (got, expected) = (wire.gpus.len() as u64, format!("at most {GPUS}"));
+        if wire.gpus.len() > MAX_GPUS as usize {
+            let (got, expected) = (wire.gpus.len() as u64, format!("at most {MAX_GPUS}"));
             return Err(WireError::Range { field: "gpus", got, expected });
         }
-        let gpus = wire.gpus.into_iter().map(|uuid| text("gpus", uuid, UUID)).collect::<Result<_, _>>()?;
-        Ok(Self { gpus, undo: wire.undo, reason: text("reason", wire.reason, REASON)? })
+        let gpus =
+            wire.gpus.into_iter().map(|uuid| text("gpus", uuid, MAX_UUID_BYTES)).collect::<Result<_, _>>()?;
+        Ok(Self { gpus, undo: wire.undo, reason: text("reason", wire.reason, MAX_REASON_BYTES)? })
     }
 }
 
 fn work_dir(path: String) -> Result<PathBuf, WireError> {
-    let path = text("work_dir", path, PATH)?;
+    let path = text("work_dir", path, MAX_PATH_BYTES)?;
     if !path.starts_with('/') {
         return Err(content("work_dir", "is not an absolute path".into()));
     }
@@ -138,7 +132,7 @@ fn work_dir(path: String) -> Result<PathBuf, WireError> {
 }
 
 fn environment(variables: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, WireError> {
-    within("environment", total(&variables), ENVIRONMENT)?;
+    within("environment", total_bytes(&variables), MAX_ENVIRONMENT_BYTES)?;
     for variable in &variables {
         let name = variable.iter().position(|byte| *byte == b'=');
         if name.is_none_or(|end| end == 0) || variable.contains(&0) {
@@ -152,20 +146,20 @@ fn environment(variables: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, WireError> {
 fn work(work: Option<v1::submit_request::Work>) -> Result<Work, WireError> {
     use v1::submit_request::Work::{Command, TrainerSpecJson};
     match work {
-        None => Err(content("work", "is missing: a job is a trainer's description or a command".into())),
+        None => Err(content("work", "is missing; expected a training job or a command".into())),
         Some(TrainerSpecJson(json)) => {
             let spec = JobSpec::from_json(&json)
                 .map_err(|error| content("trainer_spec_json", format!("is refused: {error}")))?;
-            check_text("job.name", &spec.job.name, NAME)?;
+            check_text("job.name", &spec.job.name, MAX_NAME_BYTES)?;
             Ok(Work::Trainer(Box::new(spec)))
         }
         Some(Command(line)) => {
             let arguments = line.arguments;
-            if arguments.is_empty() || arguments.len() > ARGUMENTS {
-                let (got, expected) = (arguments.len() as u64, format!("1 to {ARGUMENTS}"));
+            if arguments.is_empty() || arguments.len() > MAX_ARGUMENTS {
+                let (got, expected) = (arguments.len() as u64, format!("1 to {MAX_ARGUMENTS}"));
                 return Err(WireError::Range { field: "arguments", got, expected });
             }
-            within("arguments", total(&arguments), ARGUMENT_BYTES)?;
+            within("arguments", total_bytes(&arguments), MAX_ARGUMENT_BYTES)?;
             if arguments.iter().any(|argument| argument.contains(&0)) {
                 return Err(content("arguments", "has an argument with a zero byte".into()));
             }
@@ -174,12 +168,12 @@ fn work(work: Option<v1::submit_request::Work>) -> Result<Work, WireError> {
     }
 }
 
-/// Bytes of all of them, each with the zero that the kernel puts behind it.
-fn total(strings: &[Vec<u8>]) -> usize {
+/// Total length including terminating zeros, as the kernel counts arguments and environment.
+fn total_bytes(strings: &[Vec<u8>]) -> usize {
     strings.iter().map(|string| string.len() + 1).sum()
 }
 
-/// Text that can be shown in a line.
+/// Text that can be displayed on one line.
 fn text(field: &'static str, value: String, limit: usize) -> Result<String, WireError> {
     check_text(field, &value, limit).map(|()| value)
 }
@@ -226,7 +220,7 @@ mod tests {
         Command(v1::CommandLine { arguments: arguments.iter().map(|argument| argument.to_vec()).collect() })
     }
 
-    /// What is said where one field differs from a good request.
+    /// The error for a valid request with this change.
     fn refusal(change: impl FnOnce(&mut v1::SubmitRequest)) -> String {
         let mut wire = submit();
         change(&mut wire);
@@ -234,13 +228,13 @@ mod tests {
     }
 
     #[test]
-    fn a_job_at_its_limits_is_taken_and_one_beyond_is_refused_by_name() {
+    fn submit_at_the_limits_is_accepted_and_beyond_is_refused_with_the_field_name() {
         assert_eq!(Submit::try_from(submit()).unwrap().work_dir, PathBuf::from("/home/ann"));
         let full = v1::SubmitRequest {
             request_id: "x".repeat(64),
             version: "v".repeat(64),
             work_dir: format!("/{}", "d".repeat(4095)),
-            environment: vec![[b"A=".to_vec(), vec![b'x'; ENVIRONMENT - 3]].concat()],
+            environment: vec![[b"A=".to_vec(), vec![b'x'; MAX_ENVIRONMENT_BYTES - 3]].concat()],
             work: Some(command(&[b"".as_slice(); 4096])),
             name: "n".repeat(256),
             priority: 1000,
@@ -266,7 +260,7 @@ mod tests {
         starts(refusal(|wire| wire.work = None), "work");
         starts(refusal(|wire| wire.work = Some(command(&[]))), "arguments");
         starts(refusal(|wire| wire.work = Some(command(&[b"".as_slice(); 4097]))), "arguments");
-        starts(refusal(|wire| wire.work = Some(command(&[&[b'x'; ARGUMENT_BYTES]]))), "arguments");
+        starts(refusal(|wire| wire.work = Some(command(&[&[b'x'; MAX_ARGUMENT_BYTES]]))), "arguments");
         starts(refusal(|wire| wire.work = Some(command(&[b"a\0"]))), "arguments");
         starts(refusal(|wire| wire.name = full.name + "x"), "name");
         starts(refusal(|wire| wire.name = "\x1b[2J".into()), "name");
@@ -276,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trainer_job_is_checked_as_a_whole() {
+    fn trainer_spec_is_validated() {
         let mut spec = JobSpec::default();
         let trainer = |json: Vec<u8>| v1::SubmitRequest { work: Some(TrainerSpecJson(json)), ..submit() };
         let submit = Submit::try_from(trainer(spec.to_json())).unwrap();
@@ -293,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn logs_of_nothing_and_a_drain_of_too_much_are_refused() {
+    fn empty_logs_request_and_oversized_drain_are_refused() {
         assert!(JobLogs::try_from(v1::JobLogsRequest { job: 1, logs: None }).is_err());
         let drain = |count| v1::DrainRequest { gpus: vec!["GPU-1".into(); count], ..Default::default() };
         assert!(Drain::try_from(drain(1024)).is_ok() && Drain::try_from(drain(1025)).is_err());
@@ -302,8 +296,8 @@ mod tests {
         );
     }
 
-    /// Whatever it is, it is refused or within bounds.
-    fn bounded(submit: &Submit) {
+    /// A request that was accepted must be within bounds.
+    fn assert_bounded(submit: &Submit) {
         assert!((1..=64).contains(&submit.request_id.len()) && submit.name.len() <= 256);
         assert!(submit.work_dir.is_absolute() && submit.work_dir.as_os_str().len() <= 4096);
         assert!(submit.environment.iter().all(|variable| variable.contains(&b'=')));
@@ -320,25 +314,25 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_refused_or_within_bounds(
+        fn arbitrary_bytes_are_refused_or_within_bounds(
             bytes in proptest::collection::vec(any::<u8>(), 0..300),
             at in any::<prop::sample::Index>(),
             cut in any::<prop::sample::Index>(),
             as_trainer in any::<bool>(),
         ) {
-            // Noise, and a good request of which a part is noise, cut somewhere.
+            // Random bytes, and a valid request that is partly overwritten and truncated.
             let mut good = submit();
             if as_trainer {
                 good.work = Some(TrainerSpecJson(JobSpec::default().to_json()));
             }
-            let mut spoilt = good.encode_to_vec();
-            let at = at.index(spoilt.len());
-            let end = spoilt.len().min(at + bytes.len() % 8);
-            spoilt[at..end].copy_from_slice(&bytes[..end - at]);
-            spoilt.truncate(cut.index(2 * spoilt.len()));
-            for bytes in [&bytes, &spoilt] {
+            let mut damaged = good.encode_to_vec();
+            let at = at.index(damaged.len());
+            let end = damaged.len().min(at + bytes.len() % 8);
+            damaged[at..end].copy_from_slice(&bytes[..end - at]);
+            damaged.truncate(cut.index(2 * damaged.len()));
+            for bytes in [&bytes, &damaged] {
                 if let Some(submit) = decode::<v1::SubmitRequest, Submit>(bytes) {
-                    bounded(&submit);
+                    assert_bounded(&submit);
                 }
                 if let Some(drain) = decode::<v1::DrainRequest, Drain>(bytes) {
                     assert!(drain.gpus.len() <= 1024 && drain.reason.len() <= 1024);

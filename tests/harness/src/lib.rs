@@ -1,89 +1,165 @@
-//! A `main` for test suites that need something a machine may not have: a GPU, root, PyTorch.
+//! A test harness for suites that need something a machine may not have: a GPU, root, PyTorch.
 //!
-//! The built-in harness knows only passed and failed at run time, so a test that returns early looks passed. Here each
-//! group of tests names its requirement, a function that says what is missing. Tests of an unmet requirement are
-//! reported as ignored, and the reason is printed as `not run: SUITE::TEST: REASON` for the gate's closing list.
+//! The built-in harness decides at compile time which tests are ignored, so a test that returns early because something
+//! is missing counts as passed. Here tests are grouped by requirement, a function that says what is missing. A test
+//! whose requirement is not met is reported as ignored, and the reason is printed on stderr as
+//! `not run: SUITE::TEST: REASON`. With `--include-ignored` such a test fails: for machines that must have everything.
 //!
-//! ```ignore
+//! ```text
+//! // Cargo.toml: [[test]] name = "training", harness = false
+//! mod resume; // has its own list: xlaunch_harness::tests! { .. }
+//!
 //! xlaunch_harness::suite! {
 //!     trains_on_one_rank, trains_on_two_ranks;
-//!     needs gpu: trains_on_a_gpu;
+//!     needs gpu: trains_on_gpu;
+//!     needs gpu, root: resets_gpu;
+//!     modules resume;
 //! }
 //!
-//! fn gpu() -> Result<(), String> { .. }
+//! fn gpu() -> xlaunch_harness::Requirement { .. }
 //! fn trains_on_one_rank() { .. }
 //! ```
-//! The target in `Cargo.toml` says `harness = false`. A function that is missing from the list is unused, which the
-//! compiler reports.
+//!
+//! Test functions are private, so one that is missing from the list is dead code, which the compiler reports; so is the
+//! list of a module that is missing from `modules`.
+//!
+//! The command line is that of the built-in harness, and `cargo nextest` works as usual. Requirements are probed only
+//! if a selected test has them: nextest starts one process per test.
 #![forbid(unsafe_code)]
 
+use std::panic::resume_unwind;
 use std::process::ExitCode;
 
-use libtest_mimic::{Arguments, Trial};
+use libtest_mimic::{Arguments, Failed, Trial};
 
-/// What is missing, where a requirement is not met.
+/// What is missing and how to get it, if the requirement is not met.
 pub type Requirement = Result<(), String>;
 
-/// Tests that share a requirement.
+/// Tests of one module that share requirements.
 #[derive(Debug)]
 pub struct Group {
-    /// Asked once, before the first test runs.
-    pub requirement: fn() -> Requirement,
-    /// Names and functions of the tests; a test fails by panicking.
+    /// As `module_path!()` gives it; starts with the name of the suite.
+    pub module: &'static str,
+    /// All must be met.
+    pub requirements: Vec<fn() -> Requirement>,
+    /// Names and functions of the tests. A test fails by panicking.
     pub tests: Vec<(&'static str, fn())>,
 }
 
-/// Runs the groups as the command line asks, which is that of the built-in harness.
-#[expect(clippy::print_stderr, reason = "why tests are not run is for the reader of the output")]
+/// Runs the groups as the arguments of this process say.
+#[expect(clippy::print_stderr, reason = "reasons are part of the report")]
 pub fn run(suite: &str, groups: Vec<Group>) -> ExitCode {
     let arguments = Arguments::from_args();
-    let mut trials = Vec::new();
-    for Group { requirement, tests } in groups {
-        let missing = requirement().err();
-        for (name, test) in tests {
-            if let Some(reason) = &missing {
-                eprintln!("not run: {suite}::{name}: {reason}");
-            }
-            let run = move || {
-                test();
-                Ok(())
-            };
-            trials.push(Trial::test(name, run).with_ignored_flag(missing.is_some()));
-        }
+    let plan = Plan::new(suite, groups, &arguments);
+    if !arguments.list {
+        plan.not_run.iter().for_each(|line| eprintln!("{line}"));
     }
-    libtest_mimic::run(&arguments, trials).exit_code()
+    libtest_mimic::run(&arguments, plan.trials).exit_code()
 }
 
-/// The requirement of tests that run everywhere.
-pub fn nothing() -> Requirement {
-    Ok(())
+struct Plan {
+    trials: Vec<Trial>,
+    /// One line per selected test with an unmet requirement.
+    not_run: Vec<String>,
 }
 
-/// Defines `main` for a list of tests, some of which need something.
+impl Plan {
+    fn new(suite: &str, groups: Vec<Group>, arguments: &Arguments) -> Self {
+        let mut plan = Self { trials: Vec::new(), not_run: Vec::new() };
+        for group in groups {
+            let inner = group.module.strip_prefix(suite).unwrap_or(group.module).trim_start_matches("::");
+            let names = group.tests.iter().map(|(name, _)| match inner {
+                "" => (*name).to_owned(),
+                _ => format!("{inner}::{name}"),
+            });
+            let names: Vec<String> = names.collect();
+            // `--ignored` filters out what is not ignored, which is not known yet.
+            let selected = |name: &String| {
+                let probe = Trial::test(name.clone(), || Ok(())).with_ignored_flag(arguments.ignored);
+                !arguments.is_filtered_out(&probe)
+            };
+            let missing = if names.iter().any(selected) { missing(&group.requirements) } else { None };
+            if let Some(reason) = &missing {
+                let lines = names.iter().filter(|name| selected(name));
+                plan.not_run.extend(lines.map(|name| format!("not run: {suite}::{name}: {reason}")));
+            }
+            for (name, (_, test)) in names.into_iter().zip(group.tests) {
+                plan.trials.push(trial(name, test, missing.clone()));
+            }
+        }
+        plan
+    }
+}
+
+/// All reasons of unmet requirements.
+fn missing(requirements: &[fn() -> Requirement]) -> Option<String> {
+    let reasons: Vec<String> = requirements.iter().filter_map(|probe| probe().err()).collect();
+    (!reasons.is_empty()).then(|| reasons.join("; "))
+}
+
+fn trial(name: String, test: fn(), missing: Option<String>) -> Trial {
+    let ignored = missing.is_some();
+    let thread_name = name.clone();
+    let run = move || {
+        if let Some(reason) = missing {
+            return Err(Failed::from(format!("requirement not met: {reason}")));
+        }
+        // As in the built-in harness: panic messages name the thread, and no test inherits another's thread.
+        let thread = std::thread::Builder::new().name(thread_name).spawn(test)?;
+        thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+        Ok(())
+    };
+    Trial::test(name, run).with_ignored_flag(ignored)
+}
+
+/// Defines `main` for a suite: its tests by requirement, and the modules that have lists of their own.
 #[macro_export]
 macro_rules! suite {
-    ($($groups:tt)*) => {
+    ($($list:tt)*) => {
         fn main() -> ::std::process::ExitCode {
             let mut groups = ::std::vec::Vec::new();
-            $crate::groups!(groups; $($groups)*);
+            $crate::groups!(groups; $($list)*);
             $crate::run(env!("CARGO_CRATE_NAME"), groups)
         }
     };
 }
 
-/// Part of [`suite`].
+/// Lists the tests of a module, by requirement.
+#[macro_export]
+macro_rules! tests {
+    ($($list:tt)*) => {
+        pub(crate) fn tests() -> ::std::vec::Vec<$crate::Group> {
+            let mut groups = ::std::vec::Vec::new();
+            $crate::groups!(groups; $($list)*);
+            groups
+        }
+    };
+}
+
 #[doc(hidden)]
 #[macro_export]
 macro_rules! groups {
-    ($list:ident;) => {};
-    ($list:ident; needs $requirement:path: $($test:path),+ $(,)?; $($rest:tt)*) => {
-        $list.push($crate::Group {
-            requirement: $requirement,
-            tests: ::std::vec![$((stringify!($test), $test as fn())),+],
-        });
-        $crate::groups!($list; $($rest)*);
+    ($groups:ident;) => {};
+    ($groups:ident; modules $($module:ident),+ $(,)?; $($rest:tt)*) => {
+        $($groups.extend($module::tests());)+
+        $crate::groups!($groups; $($rest)*);
     };
-    ($list:ident; $($test:path),+ $(,)?; $($rest:tt)*) => {
-        $crate::groups!($list; needs $crate::nothing: $($test),+; $($rest)*);
+    ($groups:ident; needs $($requirement:path),+: $($test:path),+ $(,)?; $($rest:tt)*) => {
+        $crate::groups!(@push $groups, [$($requirement),+], $($test),+);
+        $crate::groups!($groups; $($rest)*);
+    };
+    ($groups:ident; $($test:path),+ $(,)?; $($rest:tt)*) => {
+        $crate::groups!(@push $groups, [], $($test),+);
+        $crate::groups!($groups; $($rest)*);
+    };
+    (@push $groups:ident, [$($requirement:path),*], $($test:path),+) => {
+        $groups.extend([$crate::Group {
+            module: module_path!(),
+            requirements: ::std::vec![$($requirement as fn() -> $crate::Requirement),*],
+            tests: ::std::vec![$((stringify!($test), $test as fn())),+],
+        }]);
     };
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,22 +1,26 @@
-//! A worker that does what it is told, for tests of the launcher.
+//! A scripted worker for tests of the launcher.
 //!
-//! `FAKE_WORKER` holds one entry per rank, separated by `;`, the last for all further ranks. An entry is words:
+//! `FAKE_WORKER` holds one script per rank, separated by `;`; the last one is for all further ranks. A script is a list
+//! of commands:
 //!
-//! - `join` meets the others as a worker of this job would; `join:version`, `join:config`, `join:layout` with a value that
-//!   nobody else has; what the agent answers goes to stderr, and a refusal ends the process with 69;
-//! - `say:TEXT` writes a line to stderr; `environment` writes the environment to stdout; `pause:MS` waits;
-//! - `grandchild` starts a process that sleeps, in this process group; `sleep` waits for ever; `deaf` ignores SIGTERM;
-//! - `exit:N` and `signal:N` end the process. So does the end of the entry, with 0.
+//! - `join` takes part in the rendezvous as a worker of this job; `join:version`, `join:config` and `join:layout` do so
+//!   with a value that differs from that of the other ranks. The agent's reply goes to stderr; a refusal ends the
+//!   process with exit code 69;
+//! - `stderr:TEXT` writes a line; `env` writes the environment to stdout;
+//! - `sleep:MS` sleeps, `sleep` without a time does so forever; `ignore-sigterm` ignores SIGTERM from then on;
+//! - `grandchild` starts a process that sleeps, in the process group of the worker;
+//! - `exit:N` and `signal:N` end the process. After the last command it exits with code 0.
 
 #![expect(clippy::print_stdout, clippy::print_stderr, clippy::exit, reason = "what a scripted worker is for")]
 
 use std::error::Error;
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
 use rustix::process::{Signal, getpid, kill_process};
-use tonic::transport::{Channel, Endpoint, Uri};
 use xlaunch_proto::ids::Digest;
+use xlaunch_proto::net::connect::{connect, endpoint};
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{GetJobRequest, JoinRequest};
@@ -24,66 +28,59 @@ use xlaunch_proto::{VERSION, env};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let rank: u32 = std::env::var("RANK")?.parse()?;
-    let script = std::env::var("FAKE_WORKER")?;
-    let entries: Vec<&str> = script.split(';').collect();
-    let entry = entries.get(rank as usize).or(entries.last()).copied().unwrap_or_default();
-    for word in entry.split_whitespace() {
-        let (verb, argument) = word.split_once(':').unwrap_or((word, ""));
-        match verb {
+    let scripts = std::env::var("FAKE_WORKER")?;
+    let scripts: Vec<&str> = scripts.split(';').collect();
+    let script = scripts.get(rank as usize).or(scripts.last()).copied().unwrap_or_default();
+    for word in script.split_whitespace() {
+        let (command, argument) = word.split_once(':').unwrap_or((word, ""));
+        match command {
             "join" => join(rank, argument)?,
-            "say" => eprintln!("{argument}"),
-            "pause" => std::thread::sleep(Duration::from_millis(argument.parse()?)),
-            "environment" => std::env::vars().for_each(|(name, value)| println!("{name}={value}")),
-            "grandchild" => drop(Command::new("sleep").arg("1000").spawn()?),
-            "deaf" => ignore_terminate(),
-            "sleep" => loop {
+            "stderr" => eprintln!("{argument}"),
+            "env" => std::env::vars().for_each(|(name, value)| println!("{name}={value}")),
+            "sleep" if argument.is_empty() => loop {
                 std::thread::sleep(Duration::from_secs(1000));
             },
+            "sleep" => std::thread::sleep(Duration::from_millis(argument.parse()?)),
+            "ignore-sigterm" => ignore_sigterm()?,
+            "grandchild" => drop(Command::new("sleep").arg("1000").spawn()?),
             "exit" => std::process::exit(argument.parse()?),
             "signal" => {
-                let signal = Signal::from_named_raw(argument.parse()?).ok_or("no such signal")?;
+                let signal = Signal::from_named_raw(argument.parse()?).ok_or("unknown signal")?;
                 kill_process(getpid(), signal)?;
             }
-            _ => return Err(format!("unknown word {word}").into()),
+            _ => return Err(format!("unknown command `{word}`").into()),
         }
     }
     Ok(())
 }
 
-/// Takes SIGTERM and does nothing.
-fn ignore_terminate() {
-    std::thread::spawn(|| {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        if let Ok(runtime) = runtime {
-            runtime.block_on(async {
-                let mut terminate =
-                    tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()).ok();
-                while let Some(terminate) = &mut terminate {
-                    terminate.recv().await;
-                }
-            });
-        }
-    });
-    // Until the handler is in place.
-    std::thread::sleep(Duration::from_millis(200));
+/// Installs a handler that does nothing.
+fn ignore_sigterm() -> Result<(), Box<dyn Error>> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let _context = runtime.enter();
+    // tokio keeps the handler when stream and runtime are dropped.
+    drop(tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?);
+    Ok(())
 }
 
-fn join(rank: u32, odd: &str) -> Result<(), Box<dyn Error>> {
+fn join(rank: u32, mismatch: &str) -> Result<(), Box<dyn Error>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let answer = runtime.block_on(async {
-        let mut agent = AgentClient::new(connect().await?);
+    let reply = runtime.block_on(async {
+        let socket = std::env::var(env::AGENT_SOCKET)?;
+        let mut agent = AgentClient::new(connect(Path::new(&socket), endpoint()).await?);
         let attempt = std::env::var(env::ATTEMPT)?.parse()?;
         let request = GetJobRequest { rank, attempt, version: VERSION.into() };
         let job = agent.get_job(request).await?.into_inner();
         let spec = JobSpec::from_json(&job.spec_json)?;
-        let own =
-            |what: &str, common: Vec<u8>| if odd == what { Digest::of(b"odd").0.to_vec() } else { common };
+        let hash = |field: &str, common: Vec<u8>| {
+            if mismatch == field { Digest::of(b"mismatch").0.to_vec() } else { common }
+        };
         let request = JoinRequest {
             rank,
             attempt,
-            version: if odd == "version" { "0.0.1".into() } else { VERSION.into() },
-            config_hash: own("config", spec.digest().0.to_vec()),
-            layout_hash: own("layout", Digest::of(b"layout").0.to_vec()),
+            version: if mismatch == "version" { "0.0.1".into() } else { VERSION.into() },
+            config_hash: hash("config", spec.digest().0.to_vec()),
+            layout_hash: hash("layout", Digest::of(b"layout").0.to_vec()),
             device_uuid: "cpu".into(),
             nccl_id: Vec::new(),
             ring_address: "nowhere".into(),
@@ -91,7 +88,7 @@ fn join(rank: u32, odd: &str) -> Result<(), Box<dyn Error>> {
         };
         Ok::<_, Box<dyn Error>>(agent.join(request).await)
     })?;
-    match answer {
+    match reply {
         Ok(reply) => eprintln!("joined {} ranks", reply.into_inner().world_size),
         Err(status) => {
             eprintln!("refused: {}", status.message());
@@ -99,17 +96,4 @@ fn join(rank: u32, odd: &str) -> Result<(), Box<dyn Error>> {
         }
     }
     Ok(())
-}
-
-async fn connect() -> Result<Channel, Box<dyn Error>> {
-    let socket = std::env::var(env::AGENT_SOCKET)?;
-    let connector = tower::service_fn(move |_: Uri| {
-        let socket = socket.clone();
-        async move {
-            Ok::<_, std::io::Error>(hyper_util::rt::TokioIo::new(
-                tokio::net::UnixStream::connect(socket).await?,
-            ))
-        }
-    });
-    Ok(Endpoint::from_static("http://agent").connect_with_connector(connector).await?)
 }

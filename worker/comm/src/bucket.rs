@@ -1,8 +1,9 @@
-//! Which gradients are summed over ranks together.
+//! Which gradients are reduced over ranks together.
 //!
-//! Gradients lie in one arena in the order in which backward finishes them, so a bucket is a contiguous range, and one
-//! number, "everything below this offset is written", tells which buckets are ready. The first bucket is smaller: its
-//! sum starts early. A parameter is never split: one larger than the cap is a bucket of its own.
+//! Gradients are stored in one arena in the order in which backward finishes them. So a bucket is a contiguous range,
+//! and one number, "all gradients below this offset are written", tells which buckets are ready. The first bucket is
+//! smaller, so that its all-reduce starts early. A parameter is never split: one larger than the cap is a bucket of its
+//! own.
 
 use std::ops::Range;
 
@@ -14,7 +15,7 @@ pub struct Plan {
 
 impl Plan {
     /// Buckets of whole parameters. `ends` are the rising end offsets of the parameters in elements of `element_size`
-    /// bytes; no bucket of several parameters exceeds `cap_bytes`, nor the first one `first_cap_bytes`.
+    /// bytes; no bucket of several parameters exceeds `cap_bytes`, and the first one `first_cap_bytes`.
     pub fn new(ends: &[usize], element_size: usize, cap_bytes: usize, first_cap_bytes: usize) -> Self {
         let mut buckets: Vec<Range<usize>> = Vec::new();
         let mut open = 0..0;
@@ -33,55 +34,56 @@ impl Plan {
         Self { buckets }
     }
 
-    /// The buckets.
+    /// The buckets, by rising offset.
     pub fn buckets(&self) -> &[Range<usize>] {
         &self.buckets
     }
 
-    /// Bytes that are equal exactly when two plans are.
+    /// Bytes that are equal exactly when two plans are. The rendezvous compares their digest.
     pub fn layout(&self) -> Vec<u8> {
         format!("{:?}", self.buckets).into_bytes()
     }
 }
 
-/// Which buckets of one backward pass have been started.
+/// Tracks which buckets of one backward pass are ready to be reduced.
 #[derive(Clone, Debug)]
-pub struct Progress<'a> {
-    waiting: &'a [Range<usize>],
+pub struct ReduceProgress<'a> {
+    pending: &'a [Range<usize>],
 }
 
-impl<'a> Progress<'a> {
-    /// No bucket started yet.
+impl<'a> ReduceProgress<'a> {
+    /// The start of backward: no bucket is ready.
     pub fn new(plan: &'a Plan) -> Self {
-        Self { waiting: &plan.buckets }
+        Self { pending: &plan.buckets }
     }
 
-    /// The buckets that became ready now that all gradients below `offset` are written. Each is given once.
-    pub fn finished_up_to(&mut self, offset: usize) -> impl Iterator<Item = Range<usize>> + use<'a> {
-        let count = self.waiting.partition_point(|bucket| bucket.end <= offset);
-        let (ready, waiting) = self.waiting.split_at(count);
-        self.waiting = waiting;
+    /// The buckets that became ready now that all gradients below `offset` are written. Each is returned once.
+    pub fn written_up_to(&mut self, offset: usize) -> impl Iterator<Item = Range<usize>> + use<'a> {
+        let count = self.pending.partition_point(|bucket| bucket.end <= offset);
+        let (ready, pending) = self.pending.split_at(count);
+        self.pending = pending;
         ready.iter().cloned()
     }
 }
 
-/// Which buckets of one forward pass have arrived: they are sent for from the last one down, as forward reads them.
+/// Tracks which buckets of parameters one forward pass has waited for. They are gathered from the last one down, which
+/// is the order in which forward reads them.
 #[derive(Clone, Debug)]
-pub struct Arrivals<'a> {
-    coming: &'a [Range<usize>],
+pub struct GatherProgress<'a> {
+    pending: &'a [Range<usize>],
 }
 
-impl<'a> Arrivals<'a> {
-    /// All buckets are on their way.
+impl<'a> GatherProgress<'a> {
+    /// The start of forward: all gathers are under way.
     pub fn new(plan: &'a Plan) -> Self {
-        Self { coming: &plan.buckets }
+        Self { pending: &plan.buckets }
     }
 
-    /// How many more must have arrived before anything from `offset` on is read. Each is counted once.
+    /// How many more gathers must have finished before parameters from `offset` on are read. Each is counted once.
     pub fn needed_from(&mut self, offset: usize) -> usize {
-        let (coming, needed) =
-            self.coming.split_at(self.coming.partition_point(|bucket| bucket.end <= offset));
-        self.coming = coming;
+        let (pending, needed) =
+            self.pending.split_at(self.pending.partition_point(|bucket| bucket.end <= offset));
+        self.pending = pending;
         needed.len()
     }
 }
@@ -92,22 +94,25 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn small_first_then_capped_then_oversized_alone() {
+    fn first_bucket_is_small_and_oversized_parameters_get_their_own() {
         let plan = Plan::new(&[10, 20, 40, 60, 500, 510], 4, 160, 60);
         assert_eq!(plan.buckets(), [0..10, 10..40, 40..60, 60..500, 500..510]);
     }
 
     #[test]
-    fn buckets_are_needed_once_from_the_last_one_down() {
+    fn gathers_are_needed_once_from_the_last_bucket_down() {
         let plan = Plan::new(&[10, 20, 40, 60, 500, 510], 4, 160, 60);
-        let mut arrivals = Arrivals::new(&plan);
-        let needed = [505, 500, 499, 41, 39, 10, 0, 0].map(|offset| arrivals.needed_from(offset));
+        let mut progress = GatherProgress::new(&plan);
+        let needed = [505, 500, 499, 41, 39, 10, 0, 0].map(|offset| progress.needed_from(offset));
         assert_eq!(needed, [1, 0, 1, 1, 1, 0, 1, 0]);
     }
 
     proptest! {
         #[test]
-        fn buckets_cover_the_arena_at_parameter_ends(sizes in prop::collection::vec(1usize..500, 0..60), cap in 1usize..4000) {
+        fn buckets_cover_the_arena_at_parameter_ends(
+            sizes in prop::collection::vec(1usize..500, 0..60),
+            cap in 1usize..4000,
+        ) {
             let ends: Vec<usize> = sizes.iter().scan(0, |end, size| { *end += size; Some(*end) }).collect();
             let plan = Plan::new(&ends, 4, cap, cap / 4);
             let mut at = 0;
@@ -122,15 +127,18 @@ mod tests {
         }
 
         #[test]
-        fn each_bucket_is_ready_once_and_not_before_its_end(sizes in prop::collection::vec(1usize..50, 1..40), steps in prop::collection::vec(0usize..60, 0..60)) {
+        fn each_bucket_is_ready_once_and_not_before_its_end(
+            sizes in prop::collection::vec(1usize..50, 1..40),
+            steps in prop::collection::vec(0usize..60, 0..60),
+        ) {
             let ends: Vec<usize> = sizes.iter().scan(0, |end, size| { *end += size; Some(*end) }).collect();
             let plan = Plan::new(&ends, 4, 300, 100);
-            let mut progress = Progress::new(&plan);
+            let mut progress = ReduceProgress::new(&plan);
             let (mut offset, mut seen) = (0, Vec::new());
             let total = *ends.last().unwrap();
             for step in steps.into_iter().chain([total]) {
                 offset = (offset + step).min(total);
-                for bucket in progress.finished_up_to(offset) {
+                for bucket in progress.written_up_to(offset) {
                     prop_assert!(bucket.end <= offset);
                     seen.push(bucket);
                 }

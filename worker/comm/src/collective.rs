@@ -1,9 +1,9 @@
-//! What a trainer needs of a collective library.
+//! The [`Collective`] trait, its errors, and the handle that aborts one.
 
 use std::fmt;
 use std::sync::Arc;
 
-use xlaunch_pool::{DType, Loan};
+use xlaunch_pool::{DType, Lease};
 
 /// Result of a collective call.
 pub type Result<T> = std::result::Result<T, CommError>;
@@ -20,25 +20,25 @@ pub enum CommError {
     /// NCCL reported an error.
     #[error("{what}: NCCL says {reason}")]
     Nccl {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
-        /// In NCCL's words.
+        /// NCCL's error text.
         reason: String,
     },
     /// The CUDA driver reported an error.
     #[error("{what}: CUDA says {reason}")]
     Cuda {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
-        /// In the driver's words.
+        /// The driver's error text.
         reason: String,
     },
-    /// A neighbour is gone or speaks another language.
+    /// A ring neighbour closed its connection, never connected, or violated the protocol.
     #[error("lost the connection to rank {peer}: {reason}")]
     PeerLost {
         /// The neighbour.
         peer: usize,
-        /// How it showed.
+        /// What was observed.
         reason: String,
     },
     /// [`AbortHandle::abort`] was called.
@@ -46,65 +46,64 @@ pub enum CommError {
     Aborted,
 }
 
-/// Sums and copies over all ranks. Every rank makes the same calls in the same order.
+/// The communicator of one rank. Every rank makes the same calls in the same order.
 ///
-/// They run beside the caller's own work: on a second CUDA stream or a second thread. What is lent to them comes back at
-/// [`finish`](Self::finish).
+/// Collectives are asynchronous: they run on a second CUDA stream or a second thread. Buffers are leased to a
+/// collective when it is started, and the leases end when it has been waited for.
 pub trait Collective: Send + fmt::Debug {
     /// This rank.
     fn rank(&self) -> usize;
 
     /// Number of ranks.
-    fn world(&self) -> usize;
+    fn world_size(&self) -> usize;
 
-    /// Lets all ranks work directly on each other's segment of the pool that this buffer lies in, until the collective ends;
-    /// the block is kept that long. Lend `0..0` of a buffer from [`Pool::registered`](xlaunch_pool::Pool::registered): it
-    /// overlaps no loan of what is summed there. Every rank calls it for the same buffers of the same pool requests in the
-    /// same order, before anything is captured. False, on all ranks alike, where nothing is gained: sums are formed
-    /// as they were.
+    /// Registers the pool segment of this buffer as an NCCL window: all ranks then access each other's copy of it
+    /// directly until the collective ends, and the block is kept that long. Pass a lease of `0..0` of a buffer from
+    /// [`Pool::registered`](xlaunch_pool::Pool::registered): it overlaps no lease of what is reduced there. Every rank
+    /// calls this for the same buffers of the same pool requests in the same order, before any graph capture. Returns
+    /// false, on all ranks alike, where windows are not supported: collectives then work as without it.
     ///
     /// # Errors
-    /// A rank that is refused alone cannot go on without the others, who wait for it: it fails, and they are aborted.
-    fn register(&mut self, memory: Loan) -> Result<bool>;
+    /// Registration that fails on one rank only is fatal: the other ranks wait for it and have to be aborted.
+    fn register(&mut self, memory: Lease) -> Result<bool>;
 
-    /// Starts the sum of the lent elements (F32 or Bf16), in place, ordered after all work given to the compute stream so
-    /// far. Every rank ends with the same bytes.
-    fn all_reduce(&mut self, elements: Loan, dtype: DType) -> Result<()>;
+    /// Starts an in-place sum over ranks of the leased elements (F32 or Bf16), ordered after all work enqueued on the
+    /// compute stream so far. Every rank ends with the same bytes.
+    fn all_reduce(&mut self, elements: Lease, dtype: DType) -> Result<()>;
 
-    /// Starts the same sum, of which this rank gets its part: of as many equal parts of `from` as there are ranks, that of
-    /// the rank's number, in `into`. What `from` holds afterwards is unspecified. For two ranks and more.
-    fn reduce_scatter(&mut self, from: Loan, into: Loan, dtype: DType) -> Result<()>;
+    /// Starts the same sum, of which this rank gets its own shard: `from` is cut into one equal shard per rank, and
+    /// shard `rank` is written to `into`. The contents of `from` are unspecified afterwards. Needs two ranks or more.
+    fn reduce_scatter(&mut self, from: Lease, into: Lease, dtype: DType) -> Result<()>;
 
-    /// Starts the copy of every rank's `from` to all ranks: to the part of `into` of the rank's number, of as many equal
-    /// parts as there are ranks. For two ranks and more.
-    fn all_gather(&mut self, from: Loan, into: Loan) -> Result<()>;
+    /// Starts copying every rank's shard `from` to all ranks, into shard `rank` of `into`. Needs two ranks or more.
+    fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()>;
 
-    /// Orders the first of the [`all_gather`](Self::all_gather)s since the last [`finish`](Self::finish), which then is the
-    /// first no more, before all work given to the compute stream from now on, and returns its loans. Nothing where there
-    /// is none.
-    fn finish_gather(&mut self) -> Result<()>;
+    /// Waits for the oldest [`all_gather`](Self::all_gather) that has not been waited for: orders it before all work
+    /// enqueued on the compute stream from now on, and ends its leases. Does nothing if there is none.
+    fn wait_gather(&mut self) -> Result<()>;
 
-    /// Starts the copy of `root`'s elements to all ranks.
-    fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()>;
+    /// Starts copying `root`'s elements to all ranks.
+    fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()>;
 
-    /// Orders everything started before all work given to the compute stream from now on, and returns the loans.
-    /// On the CPU this waits; on a GPU it only enqueues.
-    fn finish(&mut self) -> Result<()>;
+    /// Waits for everything started: orders it before all work enqueued on the compute stream from now on, and ends the
+    /// leases. Blocks the host on the CPU; only enqueues on a GPU.
+    fn wait_all(&mut self) -> Result<()>;
 
-    /// Fails if a sum under way has failed or was aborted: results read back before this are not to be used.
+    /// Fails if a collective has failed asynchronously or was aborted. Results that were read back before this call
+    /// succeeded must not be used.
     fn check(&self) -> Result<()>;
 
-    /// For another thread, to make calls under way return [`CommError::Aborted`] when a peer is known to be gone.
+    /// For another thread, to make calls under way return [`CommError::Aborted`] when a peer is known to be lost.
     fn abort_handle(&self) -> AbortHandle;
 
-    /// Ends in agreement: every rank calls it when all its sums are finished.
+    /// Orderly shutdown: every rank calls it once all its collectives have been waited for.
     fn finalize(self: Box<Self>) -> Result<()>;
 }
 
-/// Panics unless `whole` is as long as one `part` per rank: the caller's mistake.
-pub(crate) fn expect_parts(whole: &Loan, part: &Loan, world: usize) {
-    let (whole, part) = (whole.bytes(), part.bytes());
-    assert!(world > 1 && whole == part * world, "{whole} bytes in {world} parts of {part}");
+/// Panics unless `whole` is as long as one `shard` per rank: anything else is a bug of the caller.
+pub(crate) fn expect_shards(whole: &Lease, shard: &Lease, world: usize) {
+    let (whole, shard) = (whole.bytes(), shard.bytes());
+    assert!(world > 1 && whole == shard * world, "{whole} bytes in {world} shards of {shard}");
 }
 
 /// Aborts a collective from any thread, any number of times.
@@ -112,7 +111,7 @@ pub(crate) fn expect_parts(whole: &Loan, part: &Loan, world: usize) {
 pub struct AbortHandle(Arc<dyn Fn() + Send + Sync>);
 
 impl AbortHandle {
-    /// Calls `abort` when used.
+    /// A handle that calls `abort` each time it is used.
     pub fn new(abort: impl Fn() + Send + Sync + 'static) -> Self {
         Self(Arc::new(abort))
     }

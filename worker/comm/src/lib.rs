@@ -1,9 +1,11 @@
-//! Sums of gradients over ranks: NCCL between GPUs, a ring over sockets between CPU workers, nothing for one rank.
+//! Collectives over ranks: NCCL between GPUs, a ring over sockets between CPU workers, nothing for a single rank.
 //!
-//! - [`Collective`] is what a trainer uses; [`Local`], [`Ring`] and [`Nccl`] implement it;
-//! - [`Sharding`] says which part of every bucket a rank updates, where they share that work;
-//! - [`bucket`] plans, as pure functions, which parts of the gradient arena are summed together, and says when backward
-//!   has finished one.
+//! - [`Collective`] is what a trainer uses; [`Nccl`], [`Ring`] and [`Local`] implement it;
+//! - [`bucket`] plans, as pure functions, which ranges of the gradient arena are reduced together, and tracks which of
+//!   them backward has finished;
+//! - [`Sharding`] says which shard of every bucket a rank updates when the optimizer is sharded.
+//!
+//! This crate knows buffers of the pool, not models or steps.
 
 pub mod bucket;
 mod collective;

@@ -1,54 +1,47 @@
-//! One rank: every sum is what it was.
+//! The collective of a job with one rank: nothing to communicate.
 
-use xlaunch_pool::{DType, Loan};
+use xlaunch_pool::{DType, Lease};
 
 use crate::collective::{AbortHandle, Collective, Result};
 
-/// The collective of a job with one rank.
+/// A world of one rank.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Local;
-
-impl Local {
-    /// A world of one.
-    pub fn new() -> Self {
-        Self
-    }
-}
 
 impl Collective for Local {
     fn rank(&self) -> usize {
         0
     }
 
-    fn world(&self) -> usize {
+    fn world_size(&self) -> usize {
         1
     }
 
-    fn register(&mut self, _: Loan) -> Result<bool> {
+    fn register(&mut self, _: Lease) -> Result<bool> {
         Ok(false)
     }
 
-    fn all_reduce(&mut self, _: Loan, _: DType) -> Result<()> {
+    fn all_reduce(&mut self, _: Lease, _: DType) -> Result<()> {
         Ok(())
     }
 
-    fn reduce_scatter(&mut self, _: Loan, _: Loan, _: DType) -> Result<()> {
-        unreachable!("one rank has nobody to share with")
+    fn reduce_scatter(&mut self, _: Lease, _: Lease, _: DType) -> Result<()> {
+        unreachable!("one rank is never sharded")
     }
 
-    fn all_gather(&mut self, _: Loan, _: Loan) -> Result<()> {
-        unreachable!("one rank has nobody to share with")
+    fn all_gather(&mut self, _: Lease, _: Lease) -> Result<()> {
+        unreachable!("one rank is never sharded")
     }
 
-    fn finish_gather(&mut self) -> Result<()> {
+    fn wait_gather(&mut self) -> Result<()> {
         Ok(())
     }
 
-    fn broadcast(&mut self, _: Loan, _: usize) -> Result<()> {
+    fn broadcast(&mut self, _: Lease, _: usize) -> Result<()> {
         Ok(())
     }
 
-    fn finish(&mut self) -> Result<()> {
+    fn wait_all(&mut self) -> Result<()> {
         Ok(())
     }
 

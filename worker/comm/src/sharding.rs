@@ -1,54 +1,55 @@
-//! Which parameters a rank updates: its part of every bucket, or all.
+//! Which parameters a rank updates: its shard of every bucket (as in ZeRO), or all of them.
 //!
 //! ```text
-//! arena:    | part 0 | part 1 |     part 0     |     part 1     |     two buckets, two ranks
-//! share 1:  | part 1 |     part 1     |
+//! arena, two buckets, two ranks:   | shard 0 | shard 1 |      shard 0      |      shard 1      |
+//! state of rank 1:                 | shard 1 |      shard 1      |
 //! ```
-//! A bucket is cut into as many equal parts as there are ranks; part r is rank r's. A rank's share is its parts behind each
-//! other, in the order of the buckets, so that one launch works on all of them. Buckets cover the arena without gaps: the
-//! part of a bucket that starts at a lies at a / ranks.
+//! A bucket is cut into one equal shard per rank. A rank stores its shards contiguously, in the order of the buckets,
+//! so that one kernel launch updates all of them. Buckets cover the arena without gaps, so the shard of a bucket that
+//! starts at `a` is stored at `a / world`.
 
 use std::ops::Range;
 
 use crate::bucket::Plan;
 
-/// The cut of an arena's buckets, and one rank's share.
+/// How an arena's buckets are cut into shards, and which shard is this rank's.
 #[derive(Clone, Debug)]
 pub struct Sharding {
     plan: Plan,
     rank: usize,
-    parts: usize,
+    /// Shards per bucket: the world size, or 1 where every rank has all parameters.
+    shards: usize,
 }
 
 impl Sharding {
-    /// Every rank has a share of its own. The ends of all buckets are multiples of `ranks`.
+    /// One shard of every bucket per rank. The ends of all buckets must be multiples of `world`.
     ///
     /// # Panics
-    /// If they are not, or there is no such rank.
-    pub fn new(plan: Plan, rank: usize, ranks: usize) -> Self {
-        assert!(rank < ranks, "rank {rank} of {ranks}");
-        assert!(plan.buckets().iter().all(|bucket| bucket.end.is_multiple_of(ranks)), "{plan:?} for {ranks}");
-        Self { plan, rank, parts: ranks }
+    /// If they are not, or `rank` is not below `world`.
+    pub fn new(plan: Plan, rank: usize, world: usize) -> Self {
+        assert!(rank < world, "rank {rank} of {world}");
+        assert!(plan.buckets().iter().all(|bucket| bucket.end.is_multiple_of(world)), "{plan:?} for {world}");
+        Self { plan, rank, shards: world }
     }
 
-    /// Every rank has all.
-    pub fn whole(plan: Plan) -> Self {
+    /// Every rank updates all parameters.
+    pub fn replicated(plan: Plan) -> Self {
         Self::new(plan, 0, 1)
     }
 
-    /// Whether every rank has all.
-    pub fn is_whole(&self) -> bool {
-        self.parts == 1
+    /// Whether a rank updates a part of the parameters only.
+    pub fn is_sharded(&self) -> bool {
+        self.shards > 1
     }
 
-    /// The buckets.
+    /// The buckets that are cut.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
-    /// Elements of this rank's share.
+    /// Elements that this rank updates.
     pub fn len(&self) -> usize {
-        self.arena_len() / self.parts
+        self.arena_len() / self.shards
     }
 
     /// Whether there are no parameters.
@@ -56,33 +57,33 @@ impl Sharding {
         self.len() == 0
     }
 
-    /// Elements of the arena.
+    /// Elements of the whole arena.
     pub fn arena_len(&self) -> usize {
         self.plan.buckets().last().map_or(0, |bucket| bucket.end)
     }
 
-    /// Where this rank's part of a bucket lies in its share.
-    pub fn in_share(&self, bucket: &Range<usize>) -> Range<usize> {
-        bucket.start / self.parts..bucket.end / self.parts
+    /// Where this rank stores its shard of a bucket.
+    pub fn in_shard(&self, bucket: &Range<usize>) -> Range<usize> {
+        bucket.start / self.shards..bucket.end / self.shards
     }
 
-    /// Where it lies in the arena.
+    /// Where this rank's shard of a bucket is in the whole arena.
     pub fn in_arena(&self, bucket: &Range<usize>) -> Range<usize> {
-        let len = bucket.len() / self.parts;
+        let len = bucket.len() / self.shards;
         let start = bucket.start + self.rank * len;
         start..start + len
     }
 
-    /// This rank's share of `arena`, which holds one value for every `chunk` elements; parts are multiples of that.
-    pub fn share_of<T: Copy>(&self, arena: &[T], chunk: usize) -> Vec<T> {
-        let part = |bucket: &Range<usize>| self.in_arena(bucket);
-        let parts = self.plan.buckets().iter().map(part);
-        parts.flat_map(|part| &arena[part.start / chunk..part.end / chunk]).copied().collect()
+    /// This rank's shards of `arena`, which holds one value for every `chunk` elements. Shards are multiples of
+    /// `chunk`.
+    pub fn shard_of<T: Copy>(&self, arena: &[T], chunk: usize) -> Vec<T> {
+        let shards = self.plan.buckets().iter().map(|bucket| self.in_arena(bucket));
+        shards.flat_map(|shard| &arena[shard.start / chunk..shard.end / chunk]).copied().collect()
     }
 
-    /// Bytes that are equal exactly when two ranks cut alike.
+    /// Bytes that are equal exactly when two ranks cut the arena alike. The rendezvous compares their digest.
     pub fn layout(&self) -> Vec<u8> {
-        [self.plan.layout(), format!(" in {} parts", self.parts).into_bytes()].concat()
+        [self.plan.layout(), format!(" in {} shards", self.shards).into_bytes()].concat()
     }
 }
 
@@ -92,19 +93,19 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn parts_lie_as_drawn() {
+    fn shards_are_stored_contiguously_per_rank() {
         let plan = Plan::new(&[8, 24], 4, 64, 32);
         assert_eq!(plan.buckets(), [0..8, 8..24]);
         let sharding = Sharding::new(plan, 1, 2);
-        let places = [0..8, 8..24].map(|bucket| (sharding.in_arena(&bucket), sharding.in_share(&bucket)));
+        let places = [0..8, 8..24].map(|bucket| (sharding.in_arena(&bucket), sharding.in_shard(&bucket)));
         assert_eq!(places, [(4..8, 0..4), (16..24, 4..12)]);
         assert_eq!(sharding.len(), 12);
         let chunks = ["a", "b", "c", "d", "e", "f"];
-        assert_eq!(sharding.share_of(&chunks, 4), ["b", "e", "f"]);
+        assert_eq!(sharding.shard_of(&chunks, 4), ["b", "e", "f"]);
     }
 
     #[test]
-    fn ranks_that_cut_differently_differ() {
+    fn layout_depends_on_world_size_and_not_on_rank() {
         let plan = Plan::new(&[8, 24], 4, 64, 32);
         let layout = |rank, ranks| Sharding::new(plan.clone(), rank, ranks).layout();
         assert_eq!(layout(0, 2), layout(1, 2));
@@ -113,7 +114,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_element_has_one_owner_and_one_place(
+        fn every_element_is_in_exactly_one_shard(
             sizes in prop::collection::vec(1usize..9, 1..30),
             ranks in 1usize..5,
         ) {
@@ -124,13 +125,13 @@ mod tests {
             let mut seen = vec![0; arena.len()];
             for rank in 0..ranks {
                 let sharding = Sharding::new(plan.clone(), rank, ranks);
-                let share = sharding.share_of(&arena, 1);
-                prop_assert_eq!(share.len(), sharding.len());
+                let shard = sharding.shard_of(&arena, 1);
+                prop_assert_eq!(shard.len(), sharding.len());
                 for bucket in plan.buckets() {
                     let own: Vec<usize> = sharding.in_arena(bucket).collect();
-                    prop_assert_eq!(&share[sharding.in_share(bucket)], own);
+                    prop_assert_eq!(&shard[sharding.in_shard(bucket)], own);
                 }
-                share.iter().for_each(|element| seen[*element] += 1);
+                shard.iter().for_each(|element| seen[*element] += 1);
             }
             prop_assert!(seen.iter().all(|count| *count == 1));
         }

@@ -1,19 +1,19 @@
-//! Files that one process of a host makes, and all later ones read: machine code, choices of algorithms, what a device can
-//! do at best.
+//! Files that one process of a host writes and later ones read: machine code, selected algorithms, peak rates of
+//! devices.
 //!
-//! A file's name holds a hash of all that its content depends on, so that it is never stale. It is written beside its place
-//! and renamed: a reader sees all of it or nothing. A lock file makes one of several ranks work while the others wait for its
-//! result. A cache that cannot be used costs time, nothing else.
+//! A file's name contains a hash of everything that its content depends on, so that it is never stale. It is written to
+//! a temporary name and renamed: a reader sees all of it or nothing. A lock file makes one of several ranks compute the
+//! result while the others wait for it. A cache that cannot be used costs time, nothing else.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use crate::backend::Result;
+use crate::error::Result;
 
-/// Place of the cache, before the places of the XDG base directory specification.
+/// Overrides the directories of the XDG base directory specification.
 const CACHE_VARIABLE: &str = "XLAUNCH_CACHE";
 
-/// Where the files lie; the directory is made if it is not there. `None` where there is no place for it.
+/// The directory of the files, created if it is missing. `None` if it cannot be.
 pub fn dir() -> Option<PathBuf> {
     let path = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     path(CACHE_VARIABLE)
@@ -22,37 +22,37 @@ pub fn dir() -> Option<PathBuf> {
         .filter(|dir| std::fs::create_dir_all(dir).is_ok())
 }
 
-/// What `usable` makes of the file `name`, which `make` makes if it is not there, or not usable.
+/// What `load` makes of the file `name`, which `compute` creates if it is missing or `load` rejects it.
 pub(crate) fn cached<T>(
     name: &str,
-    usable: impl Fn(Vec<u8>) -> Result<T>,
-    make: impl FnOnce() -> Result<Vec<u8>>,
+    load: impl Fn(Vec<u8>) -> Result<T>,
+    compute: impl FnOnce() -> Result<Vec<u8>>,
 ) -> Result<T> {
     let Some(dir) = dir() else {
-        return usable(make()?);
+        return load(compute()?);
     };
     let path = dir.join(name);
-    if let Ok(value) = read(&path, &usable) {
+    if let Ok(value) = read(&path, &load) {
         return Ok(value);
     }
-    // The lock goes with the file's last handle, also when this process is killed.
+    // The lock is released with the file's last handle, also when this process is killed.
     let lock = File::create(path.with_extension("lock")).and_then(|file| file.lock().map(|()| file));
     if lock.is_ok()
-        && let Ok(value) = read(&path, &usable)
+        && let Ok(value) = read(&path, &load)
     {
         return Ok(value);
     }
-    let bytes = make()?;
-    // A full or read-only disk: the next process makes it again.
+    let bytes = compute()?;
+    // On a full or read-only disk, the next process computes it again.
     let _ = write(&path, &bytes);
-    usable(bytes)
+    load(bytes)
 }
 
-fn read<T>(path: &Path, usable: &impl Fn(Vec<u8>) -> Result<T>) -> std::result::Result<T, ()> {
-    usable(std::fs::read(path).map_err(drop)?).map_err(drop)
+fn read<T>(path: &Path, load: &impl Fn(Vec<u8>) -> Result<T>) -> std::result::Result<T, ()> {
+    load(std::fs::read(path).map_err(drop)?).map_err(drop)
 }
 
-/// Puts a whole file into its place.
+/// Writes a file atomically.
 ///
 /// # Errors
 /// Those of the file system.

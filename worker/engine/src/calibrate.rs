@@ -1,51 +1,53 @@
-//! What a device can do at best, measured through the same operations that a model is made of.
+//! Peak rates of a device, measured through the same operations that a model uses.
 //!
-//! The clock is the host's: many operations are enqueued between two waits, so that what is left of the host's part is
-//! small beside them. Products are of random numbers, since zeros draw less power and so run at higher clocks.
+//! Times are the host's: many operations are enqueued between two waits, so that the host's share is small. Matrices
+//! are random, since zeros draw less power and so run at higher clocks.
 
 use std::time::Instant;
 
 use xlaunch_pool::DType;
 
-use crate::backend::{Backend, Result};
-use crate::shapes::LinearShape;
+use crate::backend::Backend;
+use crate::error::Result;
+use crate::ops::{LinearForward, LinearShape, SwigluForward};
 use crate::tensor::Tensor;
 
-/// Times that each rate is taken; the best counts.
+/// Rounds per rate; the best counts.
 const ROUNDS: usize = 5;
-/// Seconds that a round should take.
-const ROUND: f64 = 0.1;
+/// Target duration of a round, in seconds.
+const ROUND_SECONDS: f64 = 0.1;
 /// Most operations of a round.
-const MOST: f64 = 1000.0;
-/// Elements sent to the device at once.
+const MAX_OPERATIONS: f64 = 1000.0;
+/// Elements copied to the device at once.
 const CHUNK: usize = 1 << 20;
-/// Elements that the smallest operation writes.
+/// Elements that the operation for latencies writes.
 const SMALL: usize = 32;
-/// Launches whose latency is taken together: fewer than a stream's queue holds.
+/// Launches that are timed together: fewer than fit into a stream's queue.
 const LAUNCHES: usize = 200;
 
-/// Floating-point operations per second of a large square product, each multiplication and each addition counted, in the
-/// back end's own arithmetic.
+/// Floating-point operations per second of a large square GEMM in the back end's precision, counting multiplications
+/// and additions.
 ///
 /// # Errors
 /// Those of the operations; no memory for three matrices of 8192 x 8192 (1024 x 1024 on the CPU).
-pub fn product(backend: &dyn Backend) -> Result<f64> {
-    let size = if on_gpu(backend) { 8192 } else { 1024 };
+pub fn gemm(backend: &dyn Backend) -> Result<f64> {
+    let size = if backend.is_asynchronous() { 8192 } else { 1024 };
     let (x, w) = (random(backend, size * size)?, random(backend, size * size)?);
     let y = backend.alloc(backend.activation_dtype(), size * size)?;
     let shape = LinearShape { rows: size, inputs: size, outputs: size };
-    let seconds = best(backend, || backend.linear_fwd(shape, x.all(), w.all(), None, y.all()))?;
+    let args = LinearForward { shape, x: x.all(), w: w.all(), bias: None, y: y.all() };
+    let seconds = best(backend, || backend.linear_forward(args))?;
     #[expect(clippy::cast_precision_loss, reason = "a rate")]
     Ok(2.0 * (size as f64).powi(3) / seconds)
 }
 
-/// Bytes read and written per second by a copy that fits into no cache: 256 MiB, or 64 MiB on the CPU, where one thread
-/// copies.
+/// Bytes read plus bytes written per second by a copy that exceeds all caches: 256 MiB, or 64 MiB on the CPU, where one
+/// thread copies.
 ///
 /// # Errors
 /// Those of the operations; no memory.
 pub fn copy(backend: &dyn Backend) -> Result<f64> {
-    let len = if on_gpu(backend) { 64 << 20 } else { 16 << 20 };
+    let len = if backend.is_asynchronous() { 64 << 20 } else { 16 << 20 };
     let (x, y) = (backend.alloc(DType::F32, len)?, backend.alloc(DType::F32, len)?);
     backend.zero(x.all())?;
     let seconds = best(backend, || backend.cast(x.all(), y.all()))?;
@@ -53,13 +55,13 @@ pub fn copy(backend: &dyn Backend) -> Result<f64> {
     Ok((2 * len * DType::F32.size()) as f64 / seconds)
 }
 
-/// Seconds to enqueue one of many small kernels, and seconds from the launch of a small kernel to its result on the host.
+/// Seconds to enqueue one of many small kernels, and seconds from the launch of one to its result on the host.
 ///
 /// # Errors
 /// Those of the operations.
 pub fn latencies(backend: &dyn Backend) -> Result<(f64, f64)> {
     let (x, y) = (random(backend, 2 * SMALL)?, backend.alloc(backend.activation_dtype(), SMALL)?);
-    let launch = || backend.swiglu_fwd(1, SMALL, x.all(), y.all());
+    let launch = || backend.swiglu_forward(SwigluForward { rows: 1, ffn: SMALL, h: x.all(), a: y.all() });
     let mut host = [0.0; SMALL];
     let (mut enqueue, mut round_trip) = (f64::INFINITY, f64::INFINITY);
     launch()?;
@@ -81,12 +83,12 @@ pub fn latencies(backend: &dyn Backend) -> Result<(f64, f64)> {
     Ok((enqueue / each, round_trip / each))
 }
 
-/// Seconds of one operation, the best of several rounds.
+/// Seconds per operation, the best of several rounds.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
     clippy::cast_precision_loss,
-    reason = "a count between 1 and MOST"
+    reason = "a count between 1 and MAX_OPERATIONS"
 )]
 fn best(backend: &dyn Backend, operation: impl Fn() -> Result<()>) -> Result<f64> {
     let probe = backend.alloc(DType::F32, 1)?;
@@ -97,9 +99,9 @@ fn best(backend: &dyn Backend, operation: impl Fn() -> Result<()>) -> Result<f64
         wait(backend, &probe)?;
         Ok(start.elapsed().as_secs_f64() / count as f64)
     };
-    // The first chooses an algorithm and touches memory.
+    // The first call selects an algorithm and touches the memory.
     round(1)?;
-    let count = (ROUND / round(1)?).clamp(1.0, MOST) as usize;
+    let count = (ROUND_SECONDS / round(1)?).clamp(1.0, MAX_OPERATIONS) as usize;
     (0..ROUNDS).try_fold(f64::INFINITY, |best, _| Ok(best.min(round(count)?)))
 }
 
@@ -109,7 +111,7 @@ fn wait(backend: &dyn Backend, probe: &Tensor) -> Result<()> {
     backend.read_f32(probe.slice(0..1), &mut [0.0])
 }
 
-/// Numbers between -1 and 1 in the activations' element type.
+/// Random numbers between -1 and 1 in the activations' element type.
 fn random(backend: &dyn Backend, len: usize) -> Result<Tensor> {
     let tensor = backend.alloc(backend.activation_dtype(), len)?;
     let staged = backend.alloc(DType::F32, len.min(CHUNK))?;
@@ -131,21 +133,17 @@ fn random(backend: &dyn Backend, len: usize) -> Result<Tensor> {
     Ok(tensor)
 }
 
-fn on_gpu(backend: &dyn Backend) -> bool {
-    backend.cuda_stream().is_some()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::CpuBackend;
+    use crate::backend::CpuBackend;
     use xlaunch_pool::Mode;
 
     #[test]
-    fn rates_of_the_cpu_are_those_of_a_computer() {
+    fn cpu_rates_are_plausible() {
         let backend = CpuBackend::new(1, Mode::On);
-        let product = product(&backend).unwrap();
-        assert!((1e8..1e13).contains(&product), "{product}");
+        let gemm = gemm(&backend).unwrap();
+        assert!((1e8..1e13).contains(&gemm), "{gemm}");
         let copy = copy(&backend).unwrap();
         assert!((1e8..1e12).contains(&copy), "{copy}");
         let (launch, round_trip) = latencies(&backend).unwrap();

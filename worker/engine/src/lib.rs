@@ -1,25 +1,37 @@
 //! Fused training operations behind one trait, on CUDA devices and on CPUs.
 //!
-//! - [`Backend`] is the list of operations: a model is written once over it;
-//! - [`Tensor`] and [`Slice`] are handles to a device's memory, whichever device it is;
-//! - [`cpu`] computes in f32 on threads, and is the readable reference of
-//! - [`cuda`], whose kernels (`kernels/*.cu`) are compiled for the device at hand when it is opened;
-//! - [`calibrate`] says what a device can do at best, [`cache`] keeps what is worth making once per machine,
-//!   [`nvtx`] names phases for a profiler that is attached.
+//! Modules, each depending only on those above it:
 //!
-//! Shape letters: B batch, T sequence, C model width, H heads, D head width, F ffn, V vocabulary, Vp padded vocabulary,
-//! L layers; N = B T rows of tokens. All arrays are row-major.
+//! - `error`, `options`, `handles`, `profile`: what callers pass in and get back;
+//! - [`cache`]: files that are computed once per machine; [`nvtx`]: named ranges for an attached profiler;
+//! - [`tensor`]: [`Tensor`] and [`Slice`], handles to memory of any device;
+//! - `cpu`, [`cuda`]: what operations are built from on either device; CUDA kernels are compiled when it is opened;
+//! - `ops`: the operations, one folder each, with the maths, arguments, both implementations and the kernel;
+//! - `backend`: [`Backend`], the list of operations that a model is written over, [`CpuBackend`] and [`CudaBackend`];
+//! - [`calibrate`]: the peak rates of a device.
+//!
+//! Shape letters are listed in `ops`. All arrays are row-major.
 
-pub mod backend;
+mod backend;
 pub mod cache;
 pub mod calibrate;
-pub mod cpu;
+mod cpu;
 pub mod cuda;
+mod error;
+mod handles;
 pub mod nvtx;
-pub mod shapes;
+mod ops;
+mod options;
+mod profile;
 pub mod tensor;
+#[doc(hidden)]
+pub mod testing;
 
-pub use backend::{Backend, DeviceInfo, EngineError, KernelSpan, KernelTime, Precision, Reading, Result};
-pub use shapes::*;
+pub use backend::{Backend, CpuBackend, CudaBackend};
+pub use error::{EngineError, Result};
+pub use handles::{Capture, PendingRead};
+pub use ops::*;
+pub use options::{CudaOptions, DeviceInfo, Precision};
+pub use profile::{KernelSpan, KernelTime};
 pub use tensor::{Slice, Tensor};
 pub use xlaunch_pool::{DType, Mode as PoolMode, Options as PoolOptions, Pool, Stats as PoolStats};

@@ -1,13 +1,13 @@
-//! Named ranges of a thread for a profiler that is attached, by NVTX.
+//! Named ranges of a thread for an attached profiler, by NVTX.
 //!
-//! Nsight Systems and others put the path of the library that takes ranges into `NVTX_INJECTION64_PATH`; without it
-//! nothing is loaded. NVTX itself is C headers; CUDA's `libnvtx3interop.so` exports what they define.
+//! Nsight Systems and others set `NVTX_INJECTION64_PATH` to the library that receives ranges; without it nothing is
+//! loaded. NVTX itself consists of C headers; CUDA's `libnvtx3interop.so` exports the functions that they define.
 
 use std::ffi::{CString, c_char, c_int};
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
-/// By which a profiler says that it is there.
+/// Set by an attached profiler.
 const ATTACHED: &str = "NVTX_INJECTION64_PATH";
 const LIBRARIES: [&str; 2] = ["libnvtx3interop.so.1", "libnvtx3interop.so"];
 
@@ -20,11 +20,11 @@ struct Functions {
 #[derive(Debug)]
 #[must_use = "the range ends when this is dropped"]
 pub struct Range {
-    /// Ends on the thread it began on.
+    /// Not `Send`: a range ends on the thread that it began on.
     thread: PhantomData<*const ()>,
 }
 
-/// Begins a range of this thread; `None` where no profiler is attached, or the library is not there.
+/// Begins a range of this thread; `None` if no profiler is attached or the library is missing.
 pub fn range(name: &str) -> Option<Range> {
     let functions = functions()?;
     let name = CString::new(name).ok()?;
@@ -36,7 +36,7 @@ pub fn range(name: &str) -> Option<Range> {
 impl Drop for Range {
     fn drop(&mut self) {
         if let Some(functions) = functions() {
-            // SAFETY: no preconditions; ranges of a thread end in the order opposite to their begin, as guards do.
+            // SAFETY: no preconditions; ranges of a thread are nested, as guards are.
             unsafe { (functions.pop)() };
         }
     }
@@ -54,7 +54,7 @@ fn load() -> Option<Functions> {
     let push = *unsafe { library.get(b"nvtxRangePushA\0") }.ok()?;
     // SAFETY: as above.
     let pop = *unsafe { library.get(b"nvtxRangePop\0") }.ok()?;
-    // The functions are used as long as the process lives.
+    // Never unloaded: the functions are used until the process ends.
     std::mem::forget(library);
     Some(Functions { push, pop })
 }

@@ -1,24 +1,24 @@
 //! Handles to device memory: a [`Tensor`] owns a buffer, a [`Slice`] points at a part of one.
 //!
-//! They carry a run-time element type and bounds, no shape: operations take shapes beside them. As with device
-//! pointers, several slices of one tensor may be handed to one operation; each back end sees to it that this is sound
-//! (the CPU checks before every operation that what it writes overlaps nothing else it touches, and nothing lent out).
+//! They carry a run-time element type and bounds but no shape, which operations take separately. As with device
+//! pointers, several slices of one tensor may be passed to one operation. Each back end ensures that this is sound: the
+//! CPU checks before every operation that what it writes overlaps no other operand and is not lent out.
 
 use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use xlaunch_pool::{DType, Loan, Pool, PoolBuf};
+use xlaunch_pool::{DType, Lease, Pool, PoolBuf};
 
-use crate::backend::Result;
+use crate::error::Result;
 
 /// `len` elements of one type in a pool's memory. Contents are unspecified until written.
 pub struct Tensor {
     buf: PoolBuf<u8>,
     dtype: DType,
     len: usize,
-    /// Not `Sync`: one thread gives work to a tensor at a time, which is what makes the CPU's checks sufficient.
+    /// Not `Sync`: only one thread uses a tensor at a time, which makes the CPU's checks sufficient.
     single_thread: PhantomData<Cell<()>>,
 }
 
@@ -64,16 +64,16 @@ impl Tensor {
         self.all().slice(range)
     }
 
-    /// Lends elements `range` to a collective: see [`PoolBuf::lend`].
-    pub fn lend(&self, range: Range<usize>) -> Loan {
+    /// Lends elements `range` to a collective: see [`PoolBuf::lease`].
+    pub fn lend(&self, range: Range<usize>) -> Lease {
         let size = self.dtype.size();
-        self.buf.lend(range.start * size..range.end * size)
+        self.buf.lease(range.start * size..range.end * size)
     }
 
     /// Whether any element of `range` is lent out.
     pub fn is_lent(&self, range: Range<usize>) -> bool {
         let size = self.dtype.size();
-        self.buf.is_lent(range.start * size..range.end * size)
+        self.buf.is_leased(range.start * size..range.end * size)
     }
 }
 
@@ -120,7 +120,7 @@ impl<'a> Slice<'a> {
         self.tensor.dtype
     }
 
-    /// Address of the first element: see [`PoolBuf::address`] for what its users answer for.
+    /// Address of the first element: see [`PoolBuf::address`] for its safety rules.
     pub fn address(self) -> u64 {
         self.tensor.buf.address() + (self.start * self.tensor.dtype.size()) as u64
     }

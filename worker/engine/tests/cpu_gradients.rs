@@ -1,15 +1,15 @@
-//! Every backward of the CPU against finite differences of its forward, and the rules that all operations keep.
+//! Every backward of the CPU against finite differences of its forward, and the contract of all operations.
 //!
 //! With `L = sum(dy y)`, the gradient of an input is compared with `(L(x + h) - L(x - h)) / 2h`, element by element, as
-//! the norm of the difference relative to the norm. Forward is computed in f32: with h = 1e-2 its roundings weigh about
-//! 1e-7 sqrt(terms) / h = 1e-4 and the neglected third derivative about h^2 = 1e-4: the tolerance is 2e-3.
+//! the norm of the difference relative to the norm. Forward is computed in f32: with h = 1e-2 its rounding error
+//! contributes about 1e-7 sqrt(terms) / h = 1e-4 and the neglected third derivative about h^2 = 1e-4. The tolerance is
+//! 2e-3.
 
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 mod common;
 
 use common::{Ops, Outputs, distance, ids, random};
-use xlaunch_engine::cpu::CpuBackend;
 use xlaunch_engine::*;
 
 const H: f32 = 1e-2;
@@ -43,14 +43,14 @@ fn check(what: &str, x: &[f32], dy: &[f32], gradient: &[f32], f: impl Fn(&[f32])
 }
 
 #[test]
-fn embed() {
+fn embed_gradients() {
     let s = EmbedShape { batch: 2, seq: 5, cols: 8, vocab: 4 };
     let (tokens, wte, wpe) = (ids(1, 10, 4), random(2, 32), random(3, 40));
     let dout = random(4, 80);
     with_cpu(|ops| {
         let run = |wte: &[f32], wpe: &[f32]| ops.embed(s, &tokens, wte, Some(wpe), &dout);
         let outputs = run(&wte, &wpe);
-        // Gradients are added to what was there.
+        // Gradients accumulate.
         let minus_start = |name, len: usize| -> Vec<f32> {
             get(&outputs, name).iter().zip(random(77, len)).map(|(sum, start)| sum - start).collect()
         };
@@ -60,7 +60,7 @@ fn embed() {
 }
 
 #[test]
-fn norms() {
+fn norm_gradients() {
     for kind in [NormKind::Layer, NormKind::Rms] {
         let s = NormShape { rows: 3, cols: 20, kind, eps: 1e-5 };
         let (x, branch, gamma, dy) = (random(5, 60), random(6, 60), random(7, 20), random(8, 60));
@@ -76,7 +76,7 @@ fn norms() {
             if let Some(beta) = &beta {
                 check("dbeta", beta, &dy, get(&outputs, "dbeta"), |beta| y(run(&x, &gamma, Some(beta))));
             }
-            // The residual path's gradient joins, also in the sum of the rows.
+            // The gradient of the residual path is added, also in the sum of the rows.
             let (beta, joining) = (beta.as_deref(), Some(&branch[..]));
             let acc = Accumulate::Add;
             let joined = ops.norm(s, &x, Some(&branch), &gamma, beta, &dy, joining, true, acc);
@@ -97,7 +97,7 @@ fn norms() {
 }
 
 #[test]
-fn linear() {
+fn linear_gradients() {
     let s = LinearShape { rows: 5, inputs: 7, outputs: 6 };
     let (x, w, bias, dy) = (random(10, 35), random(11, 42), random(12, 6), random(13, 30));
     with_cpu(|ops| {
@@ -112,7 +112,7 @@ fn linear() {
 }
 
 #[test]
-fn attention_with_and_without_turns() {
+fn attention_gradients_with_and_without_rope() {
     for (seq, heads, kv_heads) in [(9, 2, 2), (70, 2, 1)] {
         let s = AttentionShape { batch: 1, seq, heads, kv_heads, width: 8 };
         let len = seq * s.qkv_width();
@@ -128,7 +128,7 @@ fn attention_with_and_without_turns() {
 }
 
 #[test]
-fn attention_sees_no_later_token() {
+fn attention_is_causal() {
     let s = AttentionShape { batch: 1, seq: 70, heads: 1, kv_heads: 1, width: 8 };
     let (mut qkv, dout) = (random(18, 70 * 24), vec![0.0; 70 * 8]);
     with_cpu(|ops| {
@@ -141,7 +141,7 @@ fn attention_sees_no_later_token() {
 }
 
 #[test]
-fn activations() {
+fn swiglu_gradients() {
     let (h, da): (Vec<f32>, _) = (random(19, 50).iter().map(|x| 3.0 * x).collect(), random(20, 25));
     with_cpu(|ops| {
         let run = |h: &[f32]| ops.swiglu(5, 5, h, &da);
@@ -150,43 +150,43 @@ fn activations() {
 }
 
 #[test]
-fn gelu_between_two_linear_layers() {
+fn gelu_gradients_between_two_linear_layers() {
     let s = LinearShape { rows: 10, inputs: 6, outputs: 5 };
-    let behind = LinearShape { rows: 10, inputs: 5, outputs: 4 };
+    let next_shape = LinearShape { rows: 10, inputs: 5, outputs: 4 };
     let (x, w, bias) = (random(32, 60), random(33, 30), random(34, 5));
     let (next, dy) = (random(35, 20), random(36, 40));
     with_cpu(|ops| {
         let run = |x: &[f32], bias: &[f32]| ops.gelu(s, x, &w, bias, &next, &dy, Accumulate::Overwrite);
         let y = |outputs: Outputs| {
-            let y = ops.linear(behind, get(&outputs, "a"), &next, None, &dy, Accumulate::Overwrite);
+            let y = ops.linear(next_shape, get(&outputs, "a"), &next, None, &dy, Accumulate::Overwrite);
             get(&y, "y").to_vec()
         };
         let outputs = run(&x, &bias);
         check("dbias", &bias, &dy, get(&outputs, "dbias"), |bias| y(run(&x, bias)));
-        // What comes to h comes to x through the first layer's weights.
+        // The gradient of h reaches x through the first layer's weights.
         let dx = ops.linear(s, &x, &w, Some(&bias), get(&outputs, "dh"), Accumulate::Overwrite);
         check("dx", &x, &dy, get(&dx, "dx"), |x| y(run(x, &bias)));
     });
 }
 
 #[test]
-fn classifier() {
+fn classifier_gradients() {
     let s = ClassifierShape { rows: 4, vocab: 9, padded: 12 };
     let (logits, targets) = (random(21, 48), ids(22, 4, 9));
     with_cpu(|ops| {
         let run = |logits: &[f32]| ops.classifier(s, logits, &targets, 0.25);
         let outputs = run(&logits);
         check("dlogits", &logits, &[0.25; 4], get(&outputs, "dlogits"), |l| get(&run(l), "losses").to_vec());
-        assert_eq!(get(&outputs, "losses"), get(&outputs, "losses again"));
+        assert_eq!(get(&outputs, "losses"), get(&outputs, "losses with gradient"));
         let padding = get(&outputs, "dlogits").chunks(12).flat_map(|row| &row[9..]);
         assert!(padding.into_iter().all(|x| *x == 0.0));
     });
 }
 
 #[test]
-fn adamw_follows_its_formula() {
-    let s = AdamWShape { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: 1.0 };
-    let outputs = with_cpu(|ops| ops.adamw(s, &[2.0; 128], &[0.5; 128], &[1, 0]));
+fn adamw_matches_reference_formula() {
+    let config = AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: 1.0 };
+    let outputs = with_cpu(|ops| ops.adamw(config, &[2.0; 128], &[0.5; 128], &[1, 0]));
     let expected = |decay: f64| {
         let (mut p, mut m, mut v) = (2.0, 0.0, 0.0);
         for (rate, c1, c2, norm) in [(1e-2, 10.0, 20.0, 0.2_f64), (2e-2, 5.3, 10.3, 3.0)] {
@@ -202,7 +202,7 @@ fn adamw_follows_its_formula() {
 }
 
 #[test]
-fn adding_gives_the_sum_and_any_number_of_threads_the_same_bits() {
+fn accumulation_adds_and_results_do_not_depend_on_thread_count() {
     let (one, three) = (CpuBackend::new(1, PoolMode::On), CpuBackend::new(3, PoolMode::Off));
     let (one, three) = (Ops { backend: &one, grads: DType::F32 }, Ops { backend: &three, grads: DType::F32 });
     for (name, case) in common::cases(|x| x) {
@@ -224,16 +224,16 @@ fn adding_gives_the_sum_and_any_number_of_threads_the_same_bits() {
 }
 
 #[test]
-#[should_panic(expected = "swiglu_fwd")]
-fn an_output_that_overlaps_an_input_is_refused() {
+#[should_panic(expected = "swiglu_forward")]
+fn overlapping_output_panics() {
     let backend = CpuBackend::new(1, PoolMode::On);
     let x = backend.alloc(DType::F32, 100).unwrap();
-    let _ = backend.swiglu_fwd(1, 30, x.slice(0..60), x.slice(40..70));
+    let _ = backend.swiglu_forward(SwigluForward { rows: 1, ffn: 30, h: x.slice(0..60), a: x.slice(40..70) });
 }
 
 #[test]
 #[should_panic(expected = "zero")]
-fn memory_that_a_collective_works_on_is_refused() {
+fn lent_memory_panics() {
     let backend = CpuBackend::new(1, PoolMode::On);
     let x = backend.alloc(DType::F32, 100).unwrap();
     let _loan = x.lend(50..100);
@@ -241,9 +241,9 @@ fn memory_that_a_collective_works_on_is_refused() {
 }
 
 #[test]
-#[should_panic(expected = "swiglu_fwd")]
-fn a_slice_of_the_wrong_length_is_refused() {
+#[should_panic(expected = "swiglu_forward")]
+fn slice_of_wrong_length_panics() {
     let backend = CpuBackend::new(1, PoolMode::On);
     let (x, y) = (backend.alloc(DType::F32, 100).unwrap(), backend.alloc(DType::F32, 99).unwrap());
-    let _ = backend.swiglu_fwd(1, 50, x.all(), y.all());
+    let _ = backend.swiglu_forward(SwigluForward { rows: 1, ffn: 50, h: x.all(), a: y.all() });
 }

@@ -1,44 +1,58 @@
-//! Every CUDA operation against its CPU twin, on sizes that are no multiples of tiles, warps or vectors.
+//! Every CUDA operation against its CPU implementation, on sizes that are not multiples of tiles, warps or vectors.
 //!
-//! Both get the same inputs, rounded to Bf16 where the GPU computes with that. The measure is the norm of the difference
-//! relative to the norm of the CPU's result:
+//! Both get the same inputs, rounded to Bf16 where the GPU computes in it. The measure is the norm of the difference
+//! relative to the norm of the CPU's result. Tolerances:
 //!
-//! - fp32: 2e-6. Both sum in f32 in different orders; over the few hundred terms of these sizes that is some 10 roundings
-//!   of 6e-8. Exponentials and square roots differ by a few roundings more.
-//! - tf32: 2e-3. Factors are rounded to 10 bits of mantissa, 2^-11 = 5e-4 each at most, twice per product.
-//! - bf16: 8e-3. Results are rounded once, to 8 bits: 2^-9 = 2e-3 at most; a backward reads results that forward rounded.
+//! - fp32: 2e-6. Both sum in f32 in different orders; over the few hundred terms of these sizes that is some 10
+//!   roundings of
+//!   6e-8. Exponentials and square roots differ by a few roundings more.
+//! - tf32: 2e-3. Factors are rounded to 10 bits of mantissa, 2^-11 = 5e-4 each at most, twice per multiplication.
+//! - bf16: 8e-3. Results are rounded once, to 8 bits: 2^-9 = 2e-3 at most; a backward reads results that forward
+//!   rounded.
 
-#![expect(clippy::print_stdout, reason = "a skipped test says why, a measurement how large it was")]
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![expect(clippy::print_stdout, reason = "measurements are printed")]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
 
-use common::{Ops, cases, distance};
+use common::{Ops, Outputs, cases, distance, random};
 use half::bf16;
-use xlaunch_engine::cpu::CpuBackend;
-use xlaunch_engine::cuda::{CudaBackend, CudaOptions};
-use xlaunch_engine::{AttentionShape, Backend, DType, EngineError, KernelTime, PoolMode, Precision};
+use xlaunch_engine::testing::{GeluVariant, force_gelu_variant};
+use xlaunch_engine::*;
+use xlaunch_harness::Requirement;
 
-/// Without cuDNN if `own` says so, so that every path is tested.
-fn gpu(precision: Precision, mode: PoolMode, own: bool) -> Option<CudaBackend> {
-    let log_fallback = std::env::var_os("XLAUNCH_LOG_FALLBACK").is_some();
-    let options = CudaOptions { deterministic: own, log_fallback, ..CudaOptions::new(precision, mode) };
-    match CudaBackend::open(0, options) {
-        Ok(backend) => Some(backend),
-        Err(EngineError::Library { library, .. }) => {
-            println!("skipped: {library} is not installed here");
-            None
-        }
-        Err(EngineError::Device { reason, .. }) => {
-            println!("skipped: no GPU here: {reason}");
-            None
-        }
+xlaunch_harness::suite! {
+    needs gpu:
+        fp32_matches_cpu,
+        tf32_matches_cpu,
+        bf16_matches_cpu_with_own_and_fastest_kernels,
+        all_gelu_variants_agree,
+        results_are_bitwise_reproducible_with_and_without_pool;
+    needs gpu_and_xlaunch_times: attention_times;
+}
+
+fn gpu() -> Requirement {
+    match cuda::compute_stream(0) {
+        Ok(_) => Ok(()),
+        Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => Err(error.to_string()),
         Err(error) => panic!("{error}"),
     }
 }
 
+fn gpu_and_xlaunch_times() -> Requirement {
+    gpu()?;
+    std::env::var_os("XLAUNCH_TIMES").map(drop).ok_or_else(|| "runs with XLAUNCH_TIMES=1 only".into())
+}
+
+/// `own` selects deterministic variants: this crate's kernels, without cuDNN and without timing.
+fn open(precision: Precision, mode: PoolMode, own: bool) -> CudaBackend {
+    let log_fallback = std::env::var_os("XLAUNCH_LOG_FALLBACK").is_some();
+    let options = CudaOptions { deterministic: own, log_fallback, ..CudaOptions::new(precision, mode) };
+    CudaBackend::open(0, options).unwrap()
+}
+
 fn compare(precision: Precision, grads: DType, own: bool, round: fn(f32) -> f32, tolerance: f64) {
-    let Some(cuda) = gpu(precision, PoolMode::On, own) else { return };
+    let cuda = open(precision, PoolMode::On, own);
     let cpu = CpuBackend::new(2, PoolMode::On);
     let cpu = Ops { backend: &cpu, grads: DType::F32 };
     let cuda = Ops { backend: &cuda, grads };
@@ -57,68 +71,75 @@ fn compare(precision: Precision, grads: DType, own: bool, round: fn(f32) -> f32,
     let kernels = if own { "own kernels" } else { "fastest kernels" };
     let grads = grads.name();
     println!("{precision:?}, gradients {grads}, {kernels}: largest difference {:.2e}, {}", worst.0, worst.1);
-    assert!(failures.is_empty(), "beyond {tolerance:.0e}:\n{}", failures.join("\n"));
+    assert!(failures.is_empty(), "above {tolerance:.0e}:\n{}", failures.join("\n"));
 }
 
 fn to_bf16(x: f32) -> f32 {
     bf16::from_f32(x).to_f32()
 }
 
-#[test]
-fn fp32_is_the_cpus_to_rounding() {
+fn fp32_matches_cpu() {
     compare(Precision::Fp32, DType::F32, false, |x| x, 2e-6);
 }
 
-#[test]
-fn tf32_is_the_cpus_to_its_mantissa() {
+fn tf32_matches_cpu() {
     compare(Precision::Tf32, DType::F32, false, |x| x, 2e-3);
 }
 
-#[test]
-fn bf16_is_the_cpus_to_its_mantissa_whatever_type_gradients_have_and_whosever_kernels_run() {
+fn bf16_matches_cpu_with_own_and_fastest_kernels() {
     compare(Precision::Bf16, DType::F32, true, to_bf16, 8e-3);
     compare(Precision::Bf16, DType::Bf16, true, to_bf16, 8e-3);
     compare(Precision::Bf16, DType::Bf16, false, to_bf16, 8e-3);
 }
 
-#[test]
-fn the_same_bits_every_time_and_with_the_pool_off() {
-    let bits = |outputs: common::Outputs| -> Vec<Vec<u32>> {
+/// Other tests see the fastest variant only.
+fn all_gelu_variants_agree() {
+    let backend = open(Precision::Bf16, PoolMode::On, false);
+    let ops = Ops { backend: &backend, grads: DType::Bf16 };
+    for (rows, inputs, ffn, outputs) in [(67, 40, 48, 24), (130, 72, 1536, 40), (1999, 24, 264, 768)] {
+        let s = LinearShape { rows, inputs, outputs: ffn };
+        let next = LinearShape { rows, inputs: ffn, outputs };
+        let (x, w, bias) = (random(1, rows * inputs), random(2, ffn * inputs), random(3, ffn));
+        let (next_w, dy) = (random(4, outputs * ffn), random(5, rows * outputs));
+        let run = |variant| {
+            force_gelu_variant(&backend, s, next, variant);
+            ops.gelu(s, &x, &w, &bias, &next_w, &dy, Accumulate::Overwrite)
+        };
+        let kernel = run(GeluVariant::Kernel);
+        for variant in [GeluVariant::Epilogue, GeluVariant::EpilogueWithBiasGrad] {
+            for ((name, ours), (_, theirs)) in run(variant).iter().zip(&kernel) {
+                let distance = distance(ours, theirs);
+                assert!(distance < 8e-3, "{name} of {s:?} by {variant:?}: {distance:.2e}");
+            }
+        }
+    }
+}
+
+fn results_are_bitwise_reproducible_with_and_without_pool() {
+    let bits = |outputs: Outputs| -> Vec<Vec<u32>> {
         outputs.into_iter().map(|(_, values)| values.into_iter().map(f32::to_bits).collect()).collect()
     };
     for precision in [Precision::Bf16, Precision::Tf32] {
-        let (Some(on), Some(off)) = (gpu(precision, PoolMode::On, true), gpu(precision, PoolMode::Off, true))
-        else {
-            return;
-        };
+        let (on, off) = (open(precision, PoolMode::On, true), open(precision, PoolMode::Off, true));
         let (on, off) = (Ops { backend: &on, grads: DType::F32 }, Ops { backend: &off, grads: DType::F32 });
         for (name, case) in cases(to_bf16) {
             let first = bits(case(&on));
-            assert_eq!(first, bits(case(&on)), "{precision:?}, {name}, again");
+            assert_eq!(first, bits(case(&on)), "{precision:?}, {name}, repeated");
             assert_eq!(first, bits(case(&off)), "{precision:?}, {name}, pool off");
         }
     }
 }
 
-/// `XLAUNCH_TIMES=1` prints microseconds of attention by our own kernels and by the fastest, side by side; and of those of
-/// strict fp32 and of tf32.
-#[test]
-fn times_of_attention() {
-    if std::env::var_os("XLAUNCH_TIMES").is_none() {
-        println!("skipped: XLAUNCH_TIMES=1 asks for it");
-        return;
-    }
-    let open = |precision, own| gpu(precision, PoolMode::On, own);
-    let bf16 = (open(Precision::Bf16, true), open(Precision::Bf16, false));
-    let float = (open(Precision::Fp32, true), open(Precision::Tf32, true));
-    let ((Some(own), Some(fastest)), (Some(fp32), Some(tf32))) = (bf16, float) else { return };
+/// Prints microseconds of attention: our own kernels and the fastest; strict fp32 and tf32.
+fn attention_times() {
+    let open = |precision, own| open(precision, PoolMode::On, own);
     println!("microseconds: B, H, Hkv, T, D | own forward, backward | fastest forward, backward | by");
-    print_times(&own, &fastest);
+    print_times(&open(Precision::Bf16, true), &open(Precision::Bf16, false));
     println!("microseconds: B, H, Hkv, T, D | fp32 forward, backward | tf32 forward, backward | by");
-    print_times(&fp32, &tf32);
+    print_times(&open(Precision::Fp32, true), &open(Precision::Tf32, true));
 }
 
-/// A line for each of some sizes.
+/// One line per shape.
 fn print_times(first: &CudaBackend, second: &CudaBackend) {
     for (batch, heads, kv_heads, seq, width) in [
         (32, 12, 12, 1024, 64),
@@ -137,12 +158,12 @@ fn print_times(first: &CudaBackend, second: &CudaBackend) {
     }
 }
 
-/// Microseconds on the device of forward and of backward, and the kernels' names: the median of rounds, so many calls each
-/// that the device always has work waiting.
-fn times(backend: &CudaBackend, s: AttentionShape) -> ([f64; 2], String) {
+/// Median device time of forward and of backward in microseconds, and the kernels' names. Each round has enough calls
+/// that the device never waits for the host.
+fn times(backend: &CudaBackend, shape: AttentionShape) -> ([f64; 2], String) {
     const ROUNDS: usize = 20;
     const CALLS: usize = 20;
-    let rows = s.batch * s.seq;
+    let (s, rows) = (shape, shape.batch * shape.seq);
     let ops = Ops { backend, grads: DType::F32 };
     let (qkv, out) = (ops.random(40, rows * s.qkv_width()), ops.random(41, rows * s.heads * s.width));
     let (dout, dqkv) = (ops.random(42, rows * s.heads * s.width), ops.random(43, rows * s.qkv_width()));
@@ -160,14 +181,18 @@ fn times(backend: &CudaBackend, s: AttentionShape) -> ([f64; 2], String) {
                 times.iter().map(|time| time.seconds).sum::<f64>() * 1e6 / CALLS as f64
             })
             .collect();
-        // The first round makes plans and compiles kernels.
+        // The first round builds plans and compiles kernels.
         rounds.remove(0);
         rounds.sort_by(f64::total_cmp);
         rounds[ROUNDS / 2]
     };
-    let forward = median(&|| backend.attention_fwd(s, qkv.all(), None, out.all(), lse.all()).unwrap());
+    let (qkv, out, dout, lse, dqkv) = (qkv.all(), out.all(), dout.all(), lse.all(), dqkv.all());
+    let forward = median(&|| {
+        backend.attention_forward(AttentionForward { shape, qkv, rope: None, out, lse }).unwrap();
+    });
     let backward = median(&|| {
-        backend.attention_bwd(s, qkv.all(), None, out.all(), dout.all(), lse.all(), dqkv.all()).unwrap();
+        let args = AttentionBackward { shape, qkv, rope: None, out, dout, lse, dqkv };
+        backend.attention_backward(args).unwrap();
     });
     ([forward, backward], names.join(", "))
 }

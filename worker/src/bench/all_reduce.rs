@@ -1,7 +1,7 @@
-//! The worker's part of `xlaunch bench allreduce`: sums of known numbers through the trainer's own collective.
+//! The worker's part of `xlaunch bench allreduce`: all-reduces known values with the trainer's own collective.
 //!
-//! Element i of rank r is `(i + r) mod m`, with m so small that every sum of these over all ranks is exact in bf16 (whole
-//! numbers up to 256): any order of additions gives the same bits, and any other result is wrong.
+//! Element i of rank r is `(i + r) mod m`, with m small enough that every sum over ranks is exact in bf16 (integers up
+//! to 256). So any order of additions gives the same bits, and any other result is an error.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -12,22 +12,19 @@ use xlaunch_proto::v1::{AllReduceBench, AllReduceReport};
 
 use crate::error::Result;
 use crate::model::BackendHandle;
-use crate::windows;
+use crate::nccl_windows;
 
-/// Largest whole number up to which bf16 has all.
-const EXACT: usize = 256;
-/// Elements sent to the device, or read back, at once.
+/// bf16 represents every integer up to this one exactly.
+const MAX_EXACT_BF16: usize = 256;
+/// Elements copied to or from the device at once.
 const CHUNK: usize = 1 << 20;
-/// Sums before the clock starts.
+/// Untimed all-reduces before the measurement.
 const WARMUP: usize = 5;
-/// Bytes that a measurement should move, and bounds of the number of sums it takes.
-const VOLUME: u64 = 1 << 28;
-const SUMS: Range<u64> = 20..200;
+/// A measurement repeats the all-reduce until this many bytes were reduced, within the bounds of `REPEATS`.
+const VOLUME_BYTES: u64 = 1 << 28;
+const REPEATS: Range<u64> = 20..200;
 
-/// Measures each size and reports it; with `log`, says which way sums go.
-///
-/// # Errors
-/// Those of the device and of the collective.
+/// Measures and reports each size. With `log`, prints whether NCCL windows are used.
 pub(crate) fn all_reduce(
     bench: &AllReduceBench,
     backend: &BackendHandle,
@@ -36,34 +33,34 @@ pub(crate) fn all_reduce(
     mut report: impl FnMut(AllReduceReport),
 ) -> Result<()> {
     let dtype = if bench.bf16 { DType::Bf16 } else { DType::F32 };
-    let staged = backend.alloc_persistent(DType::F32, CHUNK)?;
+    let staging = backend.alloc_persistent(DType::F32, CHUNK)?;
     let elements = |count: &u64| usize::try_from(*count).unwrap_or(usize::MAX);
     let x = backend.alloc_collective(dtype, bench.counts.iter().map(elements).max().unwrap_or(0))?;
-    windows::register(backend, [&x], collective, log)?;
+    nccl_windows::register(backend, [&x], collective, log)?;
     for count in &bench.counts {
-        let wrong = check(backend, collective, &x, elements(count), &staged)?;
-        let seconds = time(backend, collective, &x, elements(count), &staged)?;
+        let wrong = check(backend, collective, &x, elements(count), &staging)?;
+        let seconds = time(backend, collective, &x, elements(count), &staging)?;
         report(AllReduceReport { count: *count, seconds, wrong });
     }
     Ok(())
 }
 
-/// Sums the first `len` elements once; how many elements of this rank are not the exact sum.
+/// All-reduces the first `len` elements once. Returns how many elements of this rank differ from the exact sum.
 fn check(
     backend: &BackendHandle,
     collective: &mut dyn Collective,
     x: &Tensor,
     len: usize,
-    staged: &Tensor,
+    staging: &Tensor,
 ) -> Result<u64> {
-    let (rank, world) = (collective.rank(), collective.world());
+    let (rank, world) = (collective.rank(), collective.world_size());
     for part in parts(len) {
         let values: Vec<f32> = part.clone().map(|i| value(i, rank, world)).collect();
-        let staged = staged.slice(0..part.len());
-        backend.write_f32(staged, &values)?;
-        backend.cast(staged, x.slice(part))?;
+        let staging = staging.slice(0..part.len());
+        backend.write_f32(staging, &values)?;
+        backend.cast(staging, x.slice(part))?;
     }
-    sum(collective, x, len)?;
+    run(collective, x, len)?;
     let mut wrong = 0;
     let mut host = vec![0.0; CHUNK.min(len)];
     for part in parts(len) {
@@ -75,7 +72,7 @@ fn check(
     Ok(wrong as u64)
 }
 
-/// Seconds of one sum. The numbers grow from sum to sum, which no hardware minds.
+/// Seconds per all-reduce. The values grow with each one, which does not affect the time.
 #[expect(clippy::cast_precision_loss, reason = "a few hundred")]
 fn time(
     backend: &BackendHandle,
@@ -85,33 +82,34 @@ fn time(
     probe: &Tensor,
 ) -> Result<f64> {
     let bytes = (len * x.dtype().size()) as u64;
-    let sums = (VOLUME / bytes.max(1)).clamp(SUMS.start, SUMS.end);
+    let repeats = (VOLUME_BYTES / bytes.max(1)).clamp(REPEATS.start, REPEATS.end);
+    // A read-back waits for everything enqueued before it.
     let wait = || backend.read_f32(probe.slice(0..1), &mut [0.0]);
-    (0..WARMUP).try_for_each(|_| sum(collective, x, len))?;
+    (0..WARMUP).try_for_each(|_| run(collective, x, len))?;
     wait()?;
     let start = Instant::now();
-    (0..sums).try_for_each(|_| sum(collective, x, len))?;
+    (0..repeats).try_for_each(|_| run(collective, x, len))?;
     wait()?;
     let seconds = start.elapsed().as_secs_f64();
     collective.check()?;
-    Ok(seconds / sums as f64)
+    Ok(seconds / repeats as f64)
 }
 
-fn sum(collective: &mut dyn Collective, x: &Tensor, len: usize) -> Result<()> {
+fn run(collective: &mut dyn Collective, x: &Tensor, len: usize) -> Result<()> {
     collective.all_reduce(x.lend(0..len), x.dtype())?;
-    Ok(collective.finish()?)
+    Ok(collective.wait_all()?)
 }
 
 fn parts(len: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len).step_by(CHUNK).map(move |first| first..len.min(first + CHUNK))
 }
 
-/// m: values are 0 to m - 1, and `world` of them add up to at most [`EXACT`].
+/// m: values are 0 to m - 1, and `world` of them add up to at most [`MAX_EXACT_BF16`].
 fn modulus(world: usize) -> usize {
-    (EXACT / world.max(1)).clamp(2, 8)
+    (MAX_EXACT_BF16 / world.max(1)).clamp(2, 8)
 }
 
-#[expect(clippy::cast_precision_loss, reason = "small whole numbers")]
+#[expect(clippy::cast_precision_loss, reason = "small integers")]
 fn value(i: usize, rank: usize, world: usize) -> f32 {
     ((i + rank) % modulus(world)) as f32
 }
@@ -125,14 +123,13 @@ mod tests {
     use super::*;
     use std::time::Duration;
     use xlaunch_comm::{Ring, RingListener};
-    use xlaunch_engine::PoolMode;
-    use xlaunch_engine::cpu::CpuBackend;
+    use xlaunch_engine::{CpuBackend, PoolMode};
 
     use crate::bench::SkipAllReduce;
 
     const BENCH: [u64; 3] = [1, 1000, 3 << 20];
 
-    /// Wrong elements of every size on each of two ranks, with `wrap` around the ring.
+    /// The number of wrong elements per size on each of two ranks, with `wrap` applied to the ring.
     fn wrong(wrap: fn(Ring) -> Box<dyn Collective>) -> Vec<Vec<u64>> {
         let dir = tempfile::tempdir().unwrap();
         let listeners: Vec<_> = (0..2).map(|rank| RingListener::bind(dir.path(), rank).unwrap()).collect();
@@ -161,10 +158,10 @@ mod tests {
     }
 
     #[test]
-    fn sums_are_exact_and_missing_ones_are_seen() {
+    fn all_reduce_is_exact_and_a_skipped_one_is_detected() {
         assert_eq!(wrong(|ring| Box::new(ring)), vec![vec![0; 3]; 2]);
         for (rank, found) in wrong(|ring| Box::new(SkipAllReduce(Box::new(ring)))).iter().enumerate() {
-            // One of m elements is what it would be with the other rank's zero.
+            // One of m elements is right by chance: where the other rank adds zero.
             for (size, wrong) in BENCH.iter().zip(found).skip(1) {
                 assert!(wrong * 8 >= size * 7 - 8, "rank {rank}: {wrong} of {size}");
             }
@@ -172,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn every_sum_is_a_whole_number_that_bf16_has() {
+    fn every_sum_is_an_integer_that_bf16_represents() {
         for world in [1, 2, 3, 8, 72, 128] {
             assert!((0..64).all(|i| expected(i, world) <= 256.0), "{world} ranks");
             assert!((0..64).any(|i| expected(i, world) > 0.0), "{world} ranks");

@@ -1,7 +1,7 @@
-//! The worker's part of `xlaunch bench device`: what its device can do at best, measured once and kept.
+//! The worker's part of `xlaunch bench device`: the peak rates of its device, measured once and cached.
 //!
-//! The file in the cache is named after the device, its threads (of a CPU), and the platform that the agent names: the
-//! GPU's driver, or the CPU's model.
+//! The cache key is the device (with the number of threads of a CPU) and the platform that the agent sends: the GPU's
+//! driver version, or the CPU's model.
 
 use std::path::PathBuf;
 
@@ -14,10 +14,10 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::error::Result;
 use crate::model::BackendHandle;
 
-/// Counts up when what is measured, or how, changes.
-const VERSION: u32 = 1;
+/// Version of the cached form; increased when the measurement changes.
+const CACHE_VERSION: u32 = 1;
 
-/// What lies in the cache; units as in [`Calibration`].
+/// The cached values; units as in [`Calibration`].
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Rates {
     fp32_gemm_flops: f64,
@@ -28,11 +28,8 @@ struct Rates {
     round_trip_seconds: f64,
 }
 
-/// The rates of the device that `open` opens with an arithmetic: from the cache, unless they are to be refreshed or are
-/// not there.
-///
-/// # Errors
-/// Those of the device.
+/// The rates of the device that `open` opens in a given precision. They are read from the cache if they are there,
+/// unless the request says to refresh them.
 pub(crate) fn device(
     bench: &DeviceBench,
     open: impl Fn(Precision) -> Result<BackendHandle>,
@@ -40,15 +37,15 @@ pub(crate) fn device(
     let fp32 = open(Precision::Fp32)?;
     let info = fp32.device().clone();
     let path = path(&info.name, &info.uuid, &bench.platform);
-    let kept = path.as_ref().filter(|_| !bench.refresh).and_then(|path| fs_err::read(path).ok());
-    let kept: Option<Rates> = kept.and_then(|json| serde_json::from_slice(&json).ok());
-    let cached = kept.is_some();
-    let rates = match kept {
+    let cached = path.as_ref().filter(|_| !bench.refresh).and_then(|path| fs_err::read(path).ok());
+    let cached: Option<Rates> = cached.and_then(|json| serde_json::from_slice(&json).ok());
+    let is_cached = cached.is_some();
+    let rates = match cached {
         Some(rates) => rates,
         None => {
             let rates = measure(fp32, open)?;
             if let (Some(path), Ok(json)) = (path, serde_json::to_vec_pretty(&rates)) {
-                // A full or read-only disk: the next bench measures again.
+                // On a full or read-only disk the next run measures again.
                 let _ = cache::write(&path, &json);
             }
             rates
@@ -62,20 +59,20 @@ pub(crate) fn device(
         copy_bytes_per_second: rates.copy_bytes_per_second,
         launch_seconds: rates.launch_seconds,
         round_trip_seconds: rates.round_trip_seconds,
-        cached,
+        cached: is_cached,
     })
 }
 
-/// One back end at a time: each holds its memory.
+/// Opens one back end at a time, as each allocates device memory.
 fn measure(fp32: BackendHandle, open: impl Fn(Precision) -> Result<BackendHandle>) -> Result<Rates> {
     let (launch_seconds, round_trip_seconds) = calibrate::latencies(&*fp32)?;
-    let gpu = fp32.cuda_stream().is_some();
-    let (fp32_gemm_flops, copy_bytes_per_second) = (calibrate::product(&*fp32)?, calibrate::copy(&*fp32)?);
+    let gpu = fp32.is_asynchronous();
+    let (fp32_gemm_flops, copy_bytes_per_second) = (calibrate::gemm(&*fp32)?, calibrate::copy(&*fp32)?);
     drop(fp32);
-    let product = |precision| -> Result<f64> {
-        if gpu { Ok(calibrate::product(&*open(precision)?)?) } else { Ok(0.0) }
+    let gemm = |precision| -> Result<f64> {
+        if gpu { Ok(calibrate::gemm(&*open(precision)?)?) } else { Ok(0.0) }
     };
-    let (tf32_gemm_flops, bf16_gemm_flops) = (product(Precision::Tf32)?, product(Precision::Bf16)?);
+    let (tf32_gemm_flops, bf16_gemm_flops) = (gemm(Precision::Tf32)?, gemm(Precision::Bf16)?);
     Ok(Rates {
         fp32_gemm_flops,
         tf32_gemm_flops,
@@ -86,8 +83,8 @@ fn measure(fp32: BackendHandle, open: impl Fn(Precision) -> Result<BackendHandle
     })
 }
 
-/// Where the rates of this device are kept; `None` without a cache.
+/// The cache file of this device; `None` without a cache directory.
 fn path(name: &str, uuid: &str, platform: &str) -> Option<PathBuf> {
-    let key = format!("{VERSION}\n{name}\n{uuid}\n{platform}");
+    let key = format!("{CACHE_VERSION}\n{name}\n{uuid}\n{platform}");
     Some(cache::dir()?.join(format!("device-{:016x}.json", xxh3_64(key.as_bytes()))))
 }

@@ -1,15 +1,12 @@
-//! `xlaunch bench`: what parts of the trainer cost on this machine.
+//! `xlaunch bench`: measures parts of the trainer on this machine.
 //!
-//! - `alloc` runs in the process that asks;
-//! - `device` and `all_reduce` are what workers of these benches do instead of training; the agent collects their reports;
-//! - `skip_all_reduce` is the collective of a training bench that leaves its sums out.
+//! - `device` and `all_reduce` run in workers, in place of training; the agent collects their reports;
+//! - `skip_all_reduce` is a collective for training benchmarks that skips communication.
 
 mod all_reduce;
-mod alloc;
 mod device;
 mod skip_all_reduce;
 
 pub(crate) use all_reduce::all_reduce;
-pub use alloc::alloc;
 pub(crate) use device::device;
 pub(crate) use skip_all_reduce::SkipAllReduce;

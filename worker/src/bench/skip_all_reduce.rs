@@ -1,13 +1,12 @@
-//! A collective whose sums cost nothing, because they are not formed, nor the results of shared work exchanged.
+//! A collective that skips gradient communication, for benchmarks only: replicas drift apart.
 //!
-//! What a step of a training bench becomes shorter by is the communication that backward does not hide. Replicas drift
-//! apart, so nothing but a bench may use it.
+//! The time that a training step saves with it is the communication time that backward does not hide.
 
 use xlaunch_comm::{AbortHandle, Collective, Result};
 use xlaunch_engine::DType;
-use xlaunch_pool::Loan;
+use xlaunch_pool::Lease;
 
-/// `inner` without its sums.
+/// Wraps a collective. All-reduce, reduce-scatter and all-gather do nothing.
 #[derive(Debug)]
 pub(crate) struct SkipAllReduce(pub(crate) Box<dyn Collective>);
 
@@ -16,35 +15,35 @@ impl Collective for SkipAllReduce {
         self.0.rank()
     }
 
-    fn world(&self) -> usize {
-        self.0.world()
+    fn world_size(&self) -> usize {
+        self.0.world_size()
     }
 
-    fn register(&mut self, memory: Loan) -> Result<bool> {
+    fn register(&mut self, memory: Lease) -> Result<bool> {
         self.0.register(memory)
     }
 
-    fn all_reduce(&mut self, _: Loan, _: DType) -> Result<()> {
+    fn all_reduce(&mut self, _: Lease, _: DType) -> Result<()> {
         self.0.check()
     }
 
-    fn reduce_scatter(&mut self, _: Loan, _: Loan, _: DType) -> Result<()> {
+    fn reduce_scatter(&mut self, _: Lease, _: Lease, _: DType) -> Result<()> {
         self.0.check()
     }
 
-    fn all_gather(&mut self, _: Loan, _: Loan) -> Result<()> {
+    fn all_gather(&mut self, _: Lease, _: Lease) -> Result<()> {
         self.0.check()
     }
 
-    fn finish_gather(&mut self) -> Result<()> {
+    fn wait_gather(&mut self) -> Result<()> {
         self.0.check()
     }
 
-    fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()> {
+    fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()> {
         self.0.broadcast(elements, root)
     }
 
-    fn finish(&mut self) -> Result<()> {
+    fn wait_all(&mut self) -> Result<()> {
         self.0.check()
     }
 

@@ -25,7 +25,7 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    /// Reads the file to its end.
+    /// Hashes a file.
     pub(super) fn of(dir: &Path, name: &str) -> std::io::Result<Self> {
         let mut file = File::open(dir.join(name))?;
         let (mut hash, mut bytes) = (Xxh3::new(), 0);
@@ -43,23 +43,29 @@ impl Entry {
     }
 }
 
-/// Checks every file of the checkpoint against its manifest. Names cannot lead out of the directory.
+/// Checks every file of a checkpoint against its manifest. File names that could leave the directory are refused.
 pub(super) fn verify(dir: &Path) -> Result<(), CheckpointError> {
     let incomplete = |reason: String| CheckpointError::Incomplete { path: dir.into(), reason };
     let text = fs_err::read(dir.join(MANIFEST)).map_err(|error| incomplete(error.to_string()))?;
     let manifest: Manifest =
         serde_json::from_slice(&text).map_err(|error| incomplete(format!("{MANIFEST}: {error}")))?;
     if manifest.version != VERSION {
-        return Err(incomplete(format!("version {}, this build reads {VERSION}", manifest.version)));
+        return Err(incomplete(format!(
+            "it has format version {}, but this build reads version {VERSION}",
+            manifest.version
+        )));
     }
     for expected in &manifest.files {
         if expected.name.contains(['/', '\\']) || expected.name.starts_with('.') {
-            return Err(incomplete(format!("{MANIFEST} names {:?}", expected.name)));
+            return Err(incomplete(format!("{MANIFEST} contains the file name {:?}", expected.name)));
         }
         let bytes =
             fs_err::metadata(dir.join(&expected.name)).map_err(|error| incomplete(error.to_string()))?.len();
         if bytes != expected.bytes {
-            return Err(incomplete(format!("{} has {bytes} of {} bytes", expected.name, expected.bytes)));
+            return Err(incomplete(format!(
+                "{} has {bytes} bytes instead of {}",
+                expected.name, expected.bytes
+            )));
         }
         let found = Entry::of(dir, &expected.name).map_err(|error| incomplete(error.to_string()))?;
         if found != *expected {

@@ -1,4 +1,4 @@
-//! Checkpoints: complete or invisible.
+//! Checkpoints, which are either complete or invisible.
 //!
 //! ```text
 //! <dir>/step-00001000/
@@ -7,9 +7,9 @@
 //!   state.json                               step, data position, job description
 //!   manifest.json                            sizes and hashes of the files above; written last
 //! ```
-//! Everything is written into `.tmp-step-...`, synced, and renamed. A directory without a manifest that matches its files
-//! does not exist for any reader. Rank 0 writes whole tensors for all, collected first where each rank holds a share of
-//! them, and a run may resume with any number of ranks: the data position counts sequences, whoever read them.
+//! Everything is written to `.tmp-step-...`, synced, and renamed. Readers ignore a directory without a manifest that
+//! matches its files. Rank 0 writes whole tensors, gathered first if they are sharded. So a run may resume with any
+//! number of ranks: the data position counts the sequences of all ranks.
 
 mod manifest;
 mod read;
@@ -24,14 +24,14 @@ use xlaunch_proto::spec::JobSpec;
 pub use read::{Arenas, check_model, load, load_weights, newest};
 pub use write::{Snapshot, prune, save};
 
-/// Version of the layout above.
+/// Version of the directory layout above.
 pub(crate) const VERSION: u32 = 1;
 pub(crate) const MODEL: &str = "model.safetensors";
 pub(crate) const OPTIMIZER: &str = "optimizer-00000-of-00001.safetensors";
 pub(crate) const STATE: &str = "state.json";
 pub(crate) const MANIFEST: &str = "manifest.json";
 
-/// A checkpoint that cannot be written or used.
+/// Why a checkpoint cannot be written or used.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 pub enum CheckpointError {
@@ -41,13 +41,13 @@ pub enum CheckpointError {
     Read { path: PathBuf, reason: String },
     #[error("{} is not a complete checkpoint: {reason}", path.display())]
     Incomplete { path: PathBuf, reason: String },
-    #[error("checkpoint {} is of another model: {difference}", path.display())]
+    #[error("checkpoint {} was written by another model: {difference}", path.display())]
     OtherModel { path: PathBuf, difference: String },
     #[error("no valid checkpoint in {}", path.display())]
     None { path: PathBuf },
 }
 
-/// What `state.json` holds.
+/// The contents of `state.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct State {
@@ -57,27 +57,27 @@ pub struct State {
     pub step: u64,
     /// Sequences that all ranks have used.
     pub sequences: u64,
-    /// Ranks that ran.
+    /// World size of the run that wrote it.
     pub world_size: u32,
-    /// Sizes of the model.
+    /// The model's shape.
     pub model: ModelShape,
-    /// The job's seed: data order, with `sequences`, is a function of it.
+    /// The job's seed. Together with `sequences` it determines the data order.
     pub seed: u64,
-    /// The job description, for the reader's information.
+    /// The job description, for information only.
     pub spec: JobSpec,
 }
 
-/// Name of the directory of step `step`.
+/// The directory name of step `step`.
 pub fn name(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// The step that a directory name stands for.
+/// The step of a directory name.
 fn step_of(name: &str) -> Option<u64> {
     name.strip_prefix("step-").filter(|digits| digits.len() >= 8)?.parse().ok()
 }
 
-/// Checkpoint directories in `dir` by falling step, valid or not. A directory that is not there has none.
+/// Checkpoint directories in `dir`, newest step first, valid or not. None if `dir` does not exist.
 fn list(dir: &Path) -> Vec<PathBuf> {
     let entries = fs_err::read_dir(dir).into_iter().flatten().flatten();
     let mut found: Vec<(u64, PathBuf)> =

@@ -1,4 +1,4 @@
-//! Reading: only complete checkpoints, only of the same model.
+//! Reads checkpoints that are complete and of the same model.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,12 +14,12 @@ use xlaunch_proto::model::ModelShape;
 use super::{CheckpointError, MODEL, OPTIMIZER, STATE, State, VERSION, list, manifest};
 use crate::model::layout::{Layout, Param, Piece};
 
-/// Bytes of the longest header of a safetensors file.
-const HEADER: u64 = 100_000_000;
+/// Largest header that the safetensors format allows.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// What a checkpoint gives back: whole arenas, gaps and padding zero.
+/// A loaded checkpoint: whole arenas, with zero gaps and padding.
 #[derive(Debug)]
-#[expect(missing_docs, reason = "named after the arenas")]
+#[expect(missing_docs, reason = "the fields are named after the arenas")]
 pub struct Arenas {
     pub params: Vec<f32>,
     pub m: Vec<f32>,
@@ -32,14 +32,17 @@ pub fn newest(dir: &Path) -> Option<PathBuf> {
     list(dir).into_iter().find(|path| manifest::verify(path).is_ok())
 }
 
-/// Checks that `path` is a complete checkpoint of this model; reads no tensors.
+/// Checks that `path` is a complete checkpoint of this model, without loading its tensors.
 pub fn check_model(path: &Path, shape: &ModelShape) -> Result<State, CheckpointError> {
     manifest::verify(path)?;
     let read = |reason: String| CheckpointError::Read { path: path.into(), reason };
     let text = fs_err::read(path.join(STATE)).map_err(|error| read(error.to_string()))?;
     let state: State = serde_json::from_slice(&text).map_err(|error| read(format!("{STATE}: {error}")))?;
     if state.version != VERSION {
-        return Err(read(format!("version {}, this build reads {VERSION}", state.version)));
+        return Err(read(format!(
+            "it has format version {}, but this build reads version {VERSION}",
+            state.version
+        )));
     }
     match difference(&state.model, shape) {
         None => Ok(state),
@@ -47,7 +50,7 @@ pub fn check_model(path: &Path, shape: &ModelShape) -> Result<State, CheckpointE
     }
 }
 
-/// Reads a checkpoint of this model, on these threads.
+/// Loads a checkpoint of this model with these threads.
 pub fn load(
     path: &Path,
     shape: &ModelShape,
@@ -59,18 +62,18 @@ pub fn load(
         let [m, v] = load_arenas(&path.join(OPTIMIZER), layout, ["m.", "v."], threads)?;
         Ok((params, m, v))
     };
-    // Beside each other: hashing takes as long as reading. What the hashes say comes first.
+    // In parallel, as verifying the hashes takes as long as reading. Its error takes precedence.
     let (state, arenas) = threads.join(|| check_model(path, shape), read);
     let (state, (params, m, v)) = (state?, arenas?);
     Ok(Arenas { params, m, v, state })
 }
 
-/// Reads the weights of `path`, a `model.safetensors`, into an arena, on these threads.
+/// Loads a `model.safetensors` into an arena with these threads.
 pub fn load_weights(path: &Path, layout: &Layout, threads: &ThreadPool) -> Result<Vec<f32>, CheckpointError> {
     load_arenas(path, layout, [""], threads).map(|[params]| params)
 }
 
-/// An arena for each of these prefixes of names.
+/// Loads one arena for each of these prefixes of tensor names.
 fn load_arenas<const N: usize>(
     path: &Path,
     layout: &Layout,
@@ -82,14 +85,14 @@ fn load_arenas<const N: usize>(
     let (header, data) = header(&file).map_err(|error| read(error.to_string()))?;
     let mut arenas = [const { Vec::new() }; N];
     for (arena, prefix) in arenas.iter_mut().zip(prefixes) {
-        let places = places(path, layout, &header, prefix)?;
+        let offsets = tensor_offsets(path, layout, &header, prefix)?;
         *arena = vec![0.0; layout.len];
         let pieces = layout.pieces(arena);
         let fill = |Piece { param, first, values }: Piece<'_>| {
-            let begin = data.saturating_add(places[param.name.as_str()]);
+            let begin = data.saturating_add(offsets[param.name.as_str()]);
             let at = begin.saturating_add((first * size_of::<f32>()) as u64);
             file.file().read_exact_at(bytemuck::cast_slice_mut(values), at)?;
-            // Nothing on machines that have the bytes in the file's order.
+            // A no-op on little-endian machines.
             values.iter_mut().for_each(|value| *value = f32::from_bits(u32::from_le(value.to_bits())));
             Ok(())
         };
@@ -99,16 +102,16 @@ fn load_arenas<const N: usize>(
     Ok(arenas)
 }
 
-/// What a safetensors file says it holds, and where its data begin:
-/// <https://huggingface.co/docs/safetensors>, "Format".
+/// The header of a safetensors file, and the file offset of its data. See <https://huggingface.co/docs/safetensors>,
+/// "Format".
 fn header(file: &File) -> io::Result<(Metadata, u64)> {
     let mut length = [0; 8];
     file.file().read_exact_at(&mut length, 0)?;
     let (length, begin) = (u64::from_le_bytes(length), length.len() as u64);
-    if length > HEADER.min(file.metadata()?.len().saturating_sub(begin)) {
+    if length > MAX_HEADER_BYTES.min(file.metadata()?.len().saturating_sub(begin)) {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
-            "its header is longer than the file, or than any",
+            "the length of its safetensors header is invalid",
         ));
     }
     let mut header = vec![0; usize::try_from(length).map_err(io::Error::other)?];
@@ -116,41 +119,44 @@ fn header(file: &File) -> io::Result<(Metadata, u64)> {
     Ok((serde_json::from_slice(&header)?, begin + length))
 }
 
-/// Where the values of each parameter begin, in bytes behind the header.
-fn places<'a>(
+/// Offset of each parameter's values, in bytes after the header.
+fn tensor_offsets<'a>(
     path: &Path,
     layout: &'a Layout,
     header: &Metadata,
     prefix: &str,
 ) -> Result<HashMap<&'a str, u64>, CheckpointError> {
-    let place = |param: &'a Param| {
+    let offset = |param: &'a Param| {
         let name = format!("{prefix}{}", param.name);
         let read =
             |reason: &str| CheckpointError::Read { path: path.into(), reason: format!("{name}: {reason}") };
-        let tensor = header.info(&name).ok_or_else(|| read("there is no such tensor"))?;
+        let tensor = header.info(&name).ok_or_else(|| read("tensor not found"))?;
         if tensor.dtype != Dtype::F32 || tensor.shape != param.shape {
             let difference = format!(
-                "{name} is {:?} {:?}, the model has F32 {:?}",
+                "{name} is {:?} {:?}, but the model has F32 {:?}",
                 tensor.dtype, tensor.shape, param.shape
             );
             return Err(CheckpointError::OtherModel { path: path.into(), difference });
         }
         let (begin, end) = tensor.data_offsets;
         if end.checked_sub(begin) != Some(param.stored().len() * size_of::<f32>()) {
-            return Err(read("its data are not of its size"));
+            return Err(read("its data offsets do not match its shape"));
         }
         Ok((param.name.as_str(), begin as u64))
     };
-    layout.params.iter().map(place).collect()
+    layout.params.iter().map(offset).collect()
 }
 
-/// The first size that differs, in words.
+/// Describes the first difference between two shapes.
 fn difference(saved: &ModelShape, wanted: &ModelShape) -> Option<String> {
     if saved.arch != wanted.arch {
-        return Some(format!("model.arch is {:?} there, {:?} here", saved.arch, wanted.arch));
+        return Some(format!(
+            "model.arch is {:?} in the checkpoint, {:?} in this job",
+            saved.arch, wanted.arch
+        ));
     }
     if saved.tied != wanted.tied {
-        return Some(format!("model.tied is {} there, {} here", saved.tied, wanted.tied));
+        return Some(format!("model.tied is {} in the checkpoint, {} in this job", saved.tied, wanted.tied));
     }
     let sizes = |shape: &ModelShape| {
         [shape.layers, shape.heads, shape.kv_heads, shape.dim, shape.ffn, shape.seq, shape.vocab]
@@ -158,7 +164,10 @@ fn difference(saved: &ModelShape, wanted: &ModelShape) -> Option<String> {
     let names = ["layers", "heads", "kv_heads", "dim", "ffn", "seq", "vocab"];
     let (saved, wanted) = (sizes(saved), sizes(wanted));
     let index = (0..names.len()).find(|index| saved[*index] != wanted[*index])?;
-    Some(format!("model.{} is {} there, {} here", names[index], saved[index], wanted[index]))
+    Some(format!(
+        "model.{} is {} in the checkpoint, {} in this job",
+        names[index], saved[index], wanted[index]
+    ))
 }
 
 #[cfg(test)]
@@ -203,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_saved_is_read_back_bit_for_bit() {
+    fn saved_checkpoint_loads_bit_identically() {
         let dir = tempfile::tempdir().unwrap();
         let path = save_step(dir.path(), 7);
         assert_eq!(path.file_name().unwrap(), "step-00000007");
@@ -217,11 +226,11 @@ mod tests {
         assert!(wte.len() > 600_000 && arenas.v[wte].iter().copied().eq(expected));
         let qkv = layout.blocks[0].qkv.weight.start;
         assert_eq!((arenas.params[qkv + 3], arenas.m[qkv], arenas.v[qkv]), (10.0, 7.0, 7.0));
-        assert_eq!(save_step(dir.path(), 7), path, "the same step again replaces it");
+        assert_eq!(save_step(dir.path(), 7), path, "saving a step again replaces its checkpoint");
     }
 
     #[test]
-    fn weights_of_others_that_are_damaged_are_refused() {
+    fn damaged_safetensors_files_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let (path, layout) = (save_step(dir.path(), 1).join(MODEL), Layout::new(&shape()));
         let threads = ThreadPoolBuilder::new().num_threads(2).build().unwrap();
@@ -254,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_makes_a_checkpoint_invisible() {
+    fn damaged_checkpoints_are_ignored() {
         let dir = tempfile::tempdir().unwrap();
         let older = save_step(dir.path(), 1);
         for damage in 0..3 {
@@ -274,16 +283,16 @@ mod tests {
     }
 
     #[test]
-    fn another_model_is_refused_with_the_first_difference() {
+    fn checkpoint_of_another_model_is_refused_with_the_first_difference() {
         let dir = tempfile::tempdir().unwrap();
         let path = save_step(dir.path(), 1);
         let other = ModelShape { ffn: 32, ..shape() };
         let error = check_model(&path, &other).unwrap_err().to_string();
-        assert!(error.contains("model.ffn is 24 there, 32 here"), "{error}");
+        assert!(error.contains("model.ffn is 24 in the checkpoint, 32 in this job"), "{error}");
     }
 
     #[test]
-    fn prune_keeps_the_newest() {
+    fn prune_keeps_the_newest_checkpoints() {
         let dir = tempfile::tempdir().unwrap();
         for step in [1, 2, 10] {
             save_step(dir.path(), step);

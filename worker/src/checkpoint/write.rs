@@ -1,4 +1,4 @@
-//! Writing: into a hidden directory, synced, the manifest last, then one rename.
+//! Writes checkpoints: into a hidden directory, synced, with the manifest last, and then renamed.
 
 use std::borrow::Cow;
 use std::io::Write;
@@ -11,16 +11,16 @@ use super::manifest::{Entry, Manifest};
 use super::{CheckpointError, MANIFEST, MODEL, OPTIMIZER, STATE, State, VERSION, list, name};
 use crate::model::layout::{Layout, Param};
 
-/// Host copies of the arenas that a checkpoint holds.
+/// Host copies of the arenas that a checkpoint contains.
 #[derive(Debug)]
-#[expect(missing_docs, reason = "named after the arenas")]
+#[expect(missing_docs, reason = "the fields are named after the arenas")]
 pub struct Snapshot<'a> {
     pub params: &'a [f32],
     pub m: &'a [f32],
     pub v: &'a [f32],
 }
 
-/// Saves a checkpoint of `state.step` into `dir`; returns its path. One of the same step is replaced.
+/// Saves a checkpoint of `state.step` to `dir` and returns its path. An existing one of the same step is replaced.
 pub fn save(
     dir: &Path,
     layout: &Layout,
@@ -65,7 +65,7 @@ fn write(
     File::open(&temporary)?.sync_all()?;
 
     if path.exists() {
-        // A directory cannot replace another one by rename; the old one is out of sight before the new one appears.
+        // Rename cannot replace a directory that is not empty, so the old checkpoint is moved out of the way first.
         let old = dir.join(format!(".old-{}", name(state.step)));
         if old.exists() {
             fs_err::remove_dir_all(&old)?;
@@ -101,7 +101,7 @@ fn tensors<'a>(
     })
 }
 
-/// One parameter's part of an arena, as safetensors takes it.
+/// One parameter's part of an arena, as a safetensors view.
 struct F32View<'a> {
     param: &'a Param,
     values: &'a [f32],
@@ -117,7 +117,7 @@ impl View for F32View<'_> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        // The format is little-endian, as is every machine with an NVIDIA GPU that this runs on.
+        // The format is little-endian, as are all supported platforms.
         Cow::Borrowed(bytemuck::cast_slice(self.values))
     }
 

@@ -1,12 +1,13 @@
-//! The worker's side of the conversation with its agent, on a thread of its own.
+//! The gRPC client of the agent, on a separate thread.
 //!
 //! ```text
-//! trainer thread --requests--> control thread --gRPC over the unix socket--> agent
-//!                <--flags (stop, checkpoint)--            <--commands--
+//! training thread --requests--> control thread --gRPC over the unix socket--> agent
+//!                 <--flags (stop, checkpoint)--            <--commands--
 //! ```
-//! The trainer never waits for the network but in [`Control::get_job`] and [`Control::join`]. When the agent is lost the
-//! control thread aborts the collective and, should the trainer not end by itself, ends the process: a worker never
-//! outlives its agent.
+//! Invariants:
+//! - the training thread waits for the network only in [`Control::get_job`] and [`Control::join`];
+//! - a worker never outlives its agent: when the agent is lost, the control thread aborts the collective and, if the
+//!   training thread does not end then, exits the process.
 
 mod session;
 
@@ -24,25 +25,25 @@ use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{GetJobReply, GetJobRequest, Hello, JoinRequest};
 
-use crate::doing::Doing;
 use crate::error::{Result, WorkerError};
+use crate::phase::PhaseTracker;
 
-/// What both threads see.
+/// State that both threads access.
 #[derive(Debug, Default)]
 struct Shared {
-    stop: AtomicBool,
-    checkpoint: AtomicBool,
+    stop_requested: AtomicBool,
+    checkpoint_requested: AtomicBool,
     /// Steps completed, for heartbeats.
     step: AtomicU64,
-    /// What the trainer's thread is doing, for heartbeats.
-    trainer: OnceLock<Arc<Doing>>,
-    /// What to abort when the agent is lost.
+    /// The training thread's phase, for heartbeats.
+    trainer: OnceLock<Arc<PhaseTracker>>,
+    /// Aborts the collective when the agent is lost.
     abort: Mutex<Option<AbortHandle>>,
     /// Why the agent is considered lost.
     lost: Mutex<Option<String>>,
 }
 
-/// One request of the trainer.
+/// A request of the training thread.
 enum Request {
     GetJob(GetJobRequest, oneshot::Sender<std::result::Result<GetJobReply, tonic::Status>>),
     Join(Box<JoinRequest>, oneshot::Sender<std::result::Result<Joined, tonic::Status>>),
@@ -50,7 +51,7 @@ enum Request {
     Report(Report),
 }
 
-/// The trainer's handle. Dropping it sends what is queued and ends the conversation.
+/// The training thread's handle. Dropping it sends the queued reports and closes the session.
 #[derive(Debug)]
 pub struct Control {
     requests: Option<mpsc::UnboundedSender<Request>>,
@@ -68,36 +69,36 @@ impl Control {
             .map_err(|error| io("the control runtime", error))?;
         let shared = Arc::new(Shared::default());
         let (sender, requests) = mpsc::unbounded_channel();
-        let channel = runtime
-            .block_on(net::connect(socket, net::connect::endpoint()))
-            .map_err(|error| WorkerError::AgentLost(format!("no answer on {}: {error}", socket.display())))?;
-        let theirs = shared.clone();
+        let channel = runtime.block_on(net::connect(socket, net::connect::endpoint())).map_err(|error| {
+            WorkerError::AgentLost(format!("failed to connect to {}: {error}", socket.display()))
+        })?;
+        let thread_shared = shared.clone();
         let thread = thread::Builder::new()
             .name("control".into())
-            .spawn(move || runtime.block_on(serve(AgentClient::new(channel), requests, theirs)))
+            .spawn(move || runtime.block_on(serve(AgentClient::new(channel), requests, thread_shared)))
             .map_err(|error| io("the control thread", error))?;
         Ok(Self { requests: Some(sender), shared, thread: Some(thread) })
     }
 
-    /// What to do.
+    /// Asks the agent what to do.
     pub fn get_job(&self, request: GetJobRequest) -> Result<GetJobReply> {
         let (sender, reply) = oneshot::channel();
         self.send(Request::GetJob(request, sender));
-        self.answer(reply)
+        self.wait_for(reply)
     }
 
-    /// Meets the other ranks. Waits until all have joined, or the agent says why they will not.
+    /// The rendezvous: waits until all ranks have joined, or the agent reports why they cannot.
     pub fn join(&self, join: Join) -> Result<Joined> {
         let (sender, reply) = oneshot::channel();
         self.send(Request::Join(Box::new(join.into()), sender));
-        self.answer(reply)
+        self.wait_for(reply)
     }
 
-    /// Opens the session: heartbeats from now on, which tell what the calling thread is doing. `abort` is what to abort when
-    /// the agent is lost.
+    /// Opens the session: from now on heartbeats report the phase of the calling thread. `abort` is used when the agent
+    /// is lost.
     pub fn open_session(&self, hello: Hello, abort: AbortHandle) {
-        // There is one session, and one trainer.
-        let _ = self.shared.trainer.set(Doing::here());
+        // Fails only if a tracker is set already: there is one session per worker.
+        let _ = self.shared.trainer.set(PhaseTracker::of_this_thread());
         *self.shared.abort.lock().unwrap_or_else(PoisonError::into_inner) = Some(abort);
         self.send(Request::Session(hello));
     }
@@ -110,38 +111,38 @@ impl Control {
         self.send(Request::Report(report));
     }
 
-    /// Whether the agent asked for a stop.
-    pub fn stop_asked(&self) -> bool {
-        self.shared.stop.load(Ordering::Relaxed)
+    /// Whether the agent requested a stop.
+    pub fn stop_requested(&self) -> bool {
+        self.shared.stop_requested.load(Ordering::Relaxed)
     }
 
-    /// Whether the agent asked for a checkpoint since the last call.
-    pub fn checkpoint_asked(&self) -> bool {
-        self.shared.checkpoint.swap(false, Ordering::Relaxed)
+    /// Whether the agent requested a checkpoint since the last call.
+    pub fn take_checkpoint_request(&self) -> bool {
+        self.shared.checkpoint_requested.swap(false, Ordering::Relaxed)
     }
 
-    /// Why the agent is lost, if it is.
+    /// Why the agent is considered lost, if it is.
     pub fn lost(&self) -> Option<String> {
         self.shared.lost.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// A send fails only when the control thread has ended, which `answer` and `lost` report.
+    /// Sending fails only when the control thread has ended, which `wait_for` and `lost` report.
     fn send(&self, request: Request) {
         if let Some(requests) = &self.requests {
             let _ = requests.send(request);
         }
     }
 
-    fn answer<T>(&self, reply: oneshot::Receiver<std::result::Result<T, tonic::Status>>) -> Result<T> {
+    fn wait_for<T>(&self, reply: oneshot::Receiver<std::result::Result<T, tonic::Status>>) -> Result<T> {
         match reply.blocking_recv() {
-            Ok(Ok(answer)) => Ok(answer),
-            // The agent is there and said no.
+            Ok(Ok(reply)) => Ok(reply),
+            // The agent is reachable and refused.
             Ok(Err(status)) if status.code() != tonic::Code::Unavailable => {
                 Err(WorkerError::Rendezvous(status.message().into()))
             }
             Ok(Err(status)) => Err(WorkerError::AgentLost(status.message().into())),
             Err(_) => {
-                Err(WorkerError::AgentLost(self.lost().unwrap_or_else(|| "the connection broke".into())))
+                Err(WorkerError::AgentLost(self.lost().unwrap_or_else(|| "the connection was closed".into())))
             }
         }
     }
@@ -157,7 +158,7 @@ impl Drop for Control {
     }
 }
 
-/// The control thread: one request after the other until the session begins, then the session.
+/// The control thread: unary requests until the session is opened, then the session.
 async fn serve(
     mut agent: AgentClient<Channel>,
     mut requests: mpsc::UnboundedReceiver<Request>,
@@ -166,7 +167,7 @@ async fn serve(
     while let Some(request) = requests.recv().await {
         match request {
             Request::GetJob(request, reply) => {
-                // The trainer waits for the reply; it is gone only if its thread is.
+                // The receiver is dropped only if the training thread has ended.
                 let _ = reply.send(agent.get_job(request).await.map(tonic::Response::into_inner));
             }
             Request::Join(request, reply) => {

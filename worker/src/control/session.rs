@@ -1,4 +1,4 @@
-//! The session: reports and heartbeats out, commands in, until the trainer is done or the agent is lost.
+//! The session stream: sends reports and heartbeats, receives commands, until training ends or the agent is lost.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -17,15 +17,14 @@ use xlaunch_proto::v1::{Heartbeat, Hello, WorkerReport};
 
 use super::{Request, Shared};
 
-/// Time between heartbeats.
-const HEARTBEAT: Duration = Duration::from_secs(1);
-/// Heartbeats without an answer after which the agent counts as lost. It is not told by a clock: a process that was stopped
-/// finds much time gone by, and the answers still to be read.
-const LEASE: u32 = 15;
-/// Time for the trainer to end by itself once the collective is aborted.
-const LAST_WORDS: Duration = Duration::from_secs(3);
-/// Time for the agent to take the last reports.
-const FAREWELL: Duration = Duration::from_secs(5);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+/// Unacknowledged heartbeats after which the agent is considered lost. Counted instead of timed: a worker that was
+/// suspended (SIGSTOP) resumes with an old clock, but finds the acknowledgements in its socket.
+const MAX_UNACKNOWLEDGED_HEARTBEATS: u32 = 15;
+/// Time for the training thread to end after the collective has been aborted.
+const ABORT_EXIT_TIMEOUT: Duration = Duration::from_secs(3);
+/// Time for the agent to read the last reports.
+const REPORT_DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) async fn run(
     mut agent: AgentClient<Channel>,
@@ -35,17 +34,17 @@ pub(super) async fn run(
 ) {
     let (reports, outgoing) = mpsc::unbounded_channel();
     let send = |report: Report| {
-        // Fails only when the stream is gone, which the incoming side notices.
+        // Fails only when the stream is closed, which the receiving side reports.
         let _ = reports.send(WorkerReport { report: Some(report) });
     };
     send(Report::Hello(hello));
     let mut commands = match agent.session(UnboundedReceiverStream::new(outgoing)).await {
         Ok(commands) => commands.into_inner(),
-        Err(status) => return lose(&shared, &mut requests, status.message()).await,
+        Err(status) => return agent_lost(&shared, &mut requests, status.message()).await,
     };
-    let mut heartbeat = interval(HEARTBEAT);
+    let mut heartbeat = interval(HEARTBEAT_INTERVAL);
     heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut unanswered = 0;
+    let mut unacknowledged = 0;
     loop {
         tokio::select! {
             request = requests.recv() => match request {
@@ -55,52 +54,51 @@ pub(super) async fn run(
             },
             command = commands.next() => match command {
                 Some(Ok(command)) => {
-                    unanswered = 0;
+                    unacknowledged = 0;
                     match command.command {
-                        Some(Command::Stop(_)) => shared.stop.store(true, Ordering::Relaxed),
-                        Some(Command::Checkpoint(_)) => shared.checkpoint.store(true, Ordering::Relaxed),
+                        Some(Command::Stop(_)) => shared.stop_requested.store(true, Ordering::Relaxed),
+                        Some(Command::Checkpoint(_)) => {
+                            shared.checkpoint_requested.store(true, Ordering::Relaxed);
+                        }
                         Some(Command::HeartbeatAck(_)) | None => {}
                     }
                 }
-                Some(Err(status)) => return lose(&shared, &mut requests, status.message()).await,
-                None => return lose(&shared, &mut requests, "it closed the session").await,
+                Some(Err(status)) => return agent_lost(&shared, &mut requests, status.message()).await,
+                None => return agent_lost(&shared, &mut requests, "it closed the session").await,
             },
             _ = heartbeat.tick() => {
-                if unanswered == LEASE {
-                    return lose(&shared, &mut requests, "it does not answer heartbeats").await;
+                if unacknowledged == MAX_UNACKNOWLEDGED_HEARTBEATS {
+                    return agent_lost(&shared, &mut requests, "it stopped answering heartbeats").await;
                 }
-                unanswered += 1;
-                send(Report::Heartbeat(beat(&shared)));
+                unacknowledged += 1;
+                send(Report::Heartbeat(heartbeat_of(&shared)));
             }
         }
     }
-    // The trainer is done: closing our side lets the agent read everything, then close its own.
+    // Training has ended: half-closing the stream lets the agent read everything and then close its side.
     drop(reports);
     let end = async { while let Some(Ok(_)) = commands.next().await {} };
-    // An agent that takes no last reports sees the exit code all the same.
-    let _ = tokio::time::timeout(FAREWELL, end).await;
+    // If the agent does not read the last reports in time, it still gets the exit code.
+    let _ = tokio::time::timeout(REPORT_DRAIN_TIMEOUT, end).await;
 }
 
-fn beat(shared: &Shared) -> Heartbeat {
-    let (phase, lasts) = shared.trainer.get().map(|trainer| trainer.read()).unwrap_or_default();
+fn heartbeat_of(shared: &Shared) -> Heartbeat {
+    let (phase, duration) = shared.trainer.get().map(|trainer| trainer.read()).unwrap_or_default();
     let step = shared.step.load(Ordering::Relaxed);
-    Heartbeat { step, phase: phase.into(), phase_seconds: lasts.as_secs_f64() }
+    Heartbeat { step, phase: phase.into(), phase_seconds: duration.as_secs_f64() }
 }
 
-/// The agent is gone: unblock the trainer, and end the process if it does not end by itself.
-async fn lose(shared: &Shared, requests: &mut mpsc::UnboundedReceiver<Request>, reason: &str) {
+/// Unblocks the training thread after the agent was lost, and exits the process if that does not end it.
+async fn agent_lost(shared: &Shared, requests: &mut mpsc::UnboundedReceiver<Request>, reason: &str) {
     *shared.lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(reason.to_owned());
-    shared.stop.store(true, Ordering::Relaxed);
+    shared.stop_requested.store(true, Ordering::Relaxed);
     let abort = shared.abort.lock().unwrap_or_else(PoisonError::into_inner).clone();
     if let Some(abort) = abort {
         abort.abort();
     }
     let closed = async { while requests.recv().await.is_some() {} };
-    if tokio::time::timeout(LAST_WORDS, closed).await.is_err() {
-        #[expect(
-            clippy::exit,
-            reason = "the trainer hangs in a call that nothing interrupts, and must not outlive its agent"
-        )]
+    if tokio::time::timeout(ABORT_EXIT_TIMEOUT, closed).await.is_err() {
+        #[expect(clippy::exit, reason = "the training thread hangs in a call that cannot be interrupted")]
         std::process::exit(i32::from(ExitCode::Retryable.code()));
     }
 }

@@ -1,7 +1,7 @@
-//! Which files a list of globs names, in a fixed order.
+//! Expands globs to a sorted list of files.
 //!
-//! The walk skips what is nobody's text: hidden directories, directories tagged as caches (`CACHEDIR.TAG`, as cargo's
-//! target directory is) and the job's own output.
+//! Directories that cannot be meant as training data are skipped: hidden ones, caches (tagged with `CACHEDIR.TAG`, like
+//! cargo's target directory) and the job's own output.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -9,7 +9,7 @@ use walkdir::{DirEntry, WalkDir};
 
 use super::DataError;
 
-/// Files that match any of `patterns` (absolute), sorted by path, each once. `skip` is a directory to leave out.
+/// The files that match any of `patterns` (absolute), sorted by path, without duplicates and without those in `skip`.
 pub(super) fn matching(
     key: &'static str,
     patterns: &[String],
@@ -17,7 +17,7 @@ pub(super) fn matching(
 ) -> Result<Vec<PathBuf>, DataError> {
     let mut files = Vec::new();
     for pattern in patterns {
-        let (base, rest) = split(&normal(Path::new(pattern)));
+        let (base, rest) = split(&normalize(Path::new(pattern)));
         match rest {
             None if base.is_file() => files.push(base),
             None => {}
@@ -32,8 +32,8 @@ pub(super) fn matching(
     Ok(files)
 }
 
-/// The path without `.` and `..`, so that it compares with what a walk yields.
-fn normal(path: &Path) -> PathBuf {
+/// The path without `.` and `..`, as walkdir yields paths. Symbolic links are not resolved.
+fn normalize(path: &Path) -> PathBuf {
     let mut out = PathBuf::new();
     for component in path.components() {
         match component {
@@ -47,7 +47,7 @@ fn normal(path: &Path) -> PathBuf {
     out
 }
 
-/// The leading components without wildcards, and the rest if there is any.
+/// The leading components without wildcards, and the rest, if any.
 fn split(pattern: &Path) -> (PathBuf, Option<PathBuf>) {
     let wild =
         |component: &Component<'_>| component.as_os_str().to_string_lossy().contains(['*', '?', '[', '{']);
@@ -74,7 +74,7 @@ fn walk(base: &Path, glob: &str, skip: &Path, files: &mut Vec<PathBuf>) -> Resul
                 files.push(entry.into_path());
             }
             Ok(_) => {}
-            // A base that is not there matches nothing, as a glob does.
+            // A base that does not exist matches no file, like any glob.
             Err(error) if error.depth() == 0 => {}
             Err(error) => {
                 let path = error.path().unwrap_or(base).to_path_buf();
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn globs_find_text_and_leave_out_caches_hidden_directories_and_output() {
+    fn globs_skip_caches_hidden_directories_and_output() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().canonicalize().unwrap();
         for file in ["b.md", "a.md", "sub/c.md", "sub/d.txt", ".git/e.md", "target/f.md", "runs/g.md"] {

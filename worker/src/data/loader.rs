@@ -1,4 +1,4 @@
-//! Batches, read ahead on a thread of their own.
+//! Reads batches ahead on a separate thread.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -6,26 +6,27 @@ use std::thread;
 
 use super::{DataError, Order, Tokens};
 
-/// Batches read ahead of the one in use.
-const AHEAD: usize = 4;
+/// Batches that are read ahead of the one in use.
+const READ_AHEAD: usize = 4;
 
-/// B sequences of T tokens and what follows each token.
+/// B sequences of T tokens, and the token that follows each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
     /// `[B, T]`.
     pub tokens: Vec<i32>,
-    /// [B, T]: the tokens one position later.
+    /// `[B, T]`: the tokens one position later.
     pub targets: Vec<i32>,
 }
 
-/// Which sequences one rank reads: those of micro-step m start at `first + (m world + rank) batch`.
+/// The sequences that one rank reads: in micro-step m, `batch` sequences from number
+/// `first + (m * world + rank) * batch` on.
 #[derive(Clone, Copy, Debug)]
 pub struct Schedule {
-    /// Sequences that all ranks used before this run began.
+    /// Sequences that all ranks used in earlier runs.
     pub first: u64,
     /// This rank.
     pub rank: usize,
-    /// Number of ranks.
+    /// World size.
     pub world: usize,
     /// B.
     pub batch: usize,
@@ -33,16 +34,16 @@ pub struct Schedule {
     pub seq: usize,
 }
 
-/// Delivers batches in order. Dropping it ends its thread.
+/// Yields batches in order. Dropping it ends its thread.
 #[derive(Debug)]
 pub struct Loader {
     batches: Receiver<Result<Batch, DataError>>,
 }
 
 impl Loader {
-    /// Starts reading.
+    /// Starts the thread.
     pub fn start(tokens: Arc<Tokens>, order: Order, schedule: Schedule) -> std::io::Result<Self> {
-        let (sender, batches) = sync_channel(AHEAD);
+        let (sender, batches) = sync_channel(READ_AHEAD);
         thread::Builder::new().name("loader".into()).spawn(move || {
             for micro in 0.. {
                 let batch = read(&tokens, &order, schedule, micro);
@@ -60,13 +61,13 @@ impl Loader {
         self.batches.recv().unwrap_or_else(|_| {
             Err(DataError::Read {
                 path: "data".into(),
-                reason: "the loader ended after an earlier error".into(),
+                reason: "the loader thread ended after an earlier error".into(),
             })
         })
     }
 }
 
-/// The batch of micro-step `micro`, counted from the start of the run.
+/// Reads the batch of micro-step `micro`, counted from the start of the run.
 pub(crate) fn read(tokens: &Tokens, order: &Order, s: Schedule, micro: u64) -> Result<Batch, DataError> {
     let first = s.first + (micro * s.world as u64 + s.rank as u64) * s.batch as u64;
     let mut batch =
@@ -99,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn targets_are_the_tokens_one_later() {
+    fn targets_are_tokens_shifted_by_one() {
         let text = tokens(b"abcdefghijklmnop");
         let loader = Loader::start(text, Order::new(16, 4, None), schedule(0, 1, 2)).unwrap();
         let batch = loader.next_batch().unwrap();
@@ -108,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn any_number_of_ranks_reads_the_same_global_batch() {
+    fn global_batch_does_not_depend_on_world_size_or_accumulation() {
         let text = tokens(&(0..=255).collect::<Vec<u8>>());
         let order = Order::new(256, 4, Some(9));
         let one = |micro| read(&text, &order, schedule(0, 1, 4), micro).unwrap().tokens;
@@ -116,7 +117,7 @@ mod tests {
         for step in 0..3 {
             assert_eq!(one(step), [two(0, step), two(1, step)].concat());
         }
-        // Accumulating twice on one rank is the same as two ranks.
+        // Two micro-steps on one rank read the same as one on two ranks.
         let accumulated = |micro| read(&text, &order, schedule(0, 1, 2), micro).unwrap().tokens;
         assert_eq!([accumulated(0), accumulated(1)].concat(), one(0));
     }

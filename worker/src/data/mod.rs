@@ -1,11 +1,11 @@
-//! Token data: files to batches.
+//! From data files to batches of token ids.
 //!
 //! ```text
-//! globs --source--> Tokens (one logical sequence) --split--> train, val --order--> window of each sequence
-//!                                                     loader thread: windows --> Batch, read ahead
+//! globs --files--> paths --source--> Tokens (one logical sequence) --split--> train, val
+//! sequence number --order--> window of the tokens --loader thread--> Batch, read ahead
 //! ```
-//! Which window is sequence k of the run is a pure function of (seed, k): nothing depends on time or threads, and k counts
-//! the sequences of all ranks, so that any number of ranks with the same global batch sees the same data in each step.
+//! Invariant: the window of sequence k is a pure function of (seed, k), independent of time and threads. k counts the
+//! sequences of all ranks, so any number of ranks with the same global batch sees the same data in each step.
 
 mod files;
 mod loader;
@@ -23,11 +23,11 @@ pub use loader::{Batch, Loader, Schedule};
 pub use order::Order;
 pub use source::Tokens;
 
-/// Data that cannot be used.
+/// Why data cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[expect(missing_docs, reason = "the messages say what the fields are")]
 pub enum DataError {
-    #[error("{key}: no file matches {patterns}")]
+    #[error("{key}: no file matches `{patterns}`")]
     NoFiles { key: &'static str, patterns: String },
     #[error("{key}: `{pattern}` is not a valid glob: {reason}")]
     Glob { key: &'static str, pattern: String, reason: String },
@@ -40,21 +40,21 @@ pub enum DataError {
         seq + 1
     )]
     TooShort { key: &'static str, tokens: u64, seq: usize },
-    #[error("{}: token id {id} at position {position} is outside the vocabulary: model.vocab = {vocab}", path.display())]
+    #[error("{}: token id {id} at position {position} is not below model.vocab = {vocab}", path.display())]
     Vocabulary { path: PathBuf, id: u32, position: u64, vocab: usize },
 }
 
-/// The two parts of a job's data.
+/// A job's data.
 #[derive(Clone, Debug)]
 pub struct Dataset {
-    /// For training.
+    /// Training data.
     pub train: Arc<Tokens>,
-    /// Held out, or given apart; `None` when there is not enough for one sequence.
+    /// Evaluation data: held out of the training data, or from `data.val`. `None` if it is shorter than one sequence.
     pub val: Option<Arc<Tokens>>,
 }
 
 impl Dataset {
-    /// Opens what `[data]` names and checks that the model can be trained on it.
+    /// Opens the files of `[data]` and checks that the model can be trained on them.
     pub fn open(spec: &JobSpec, shape: &ModelShape) -> Result<Self, DataError> {
         let data = &spec.data;
         let skip = PathBuf::from(&spec.job.output);

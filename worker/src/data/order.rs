@@ -1,28 +1,29 @@
-//! Which window of the data is sequence k of the run.
+//! The order of training data: which window of the tokens is sequence k of the run.
 
-use crate::model::init::mix;
+use crate::random::mix;
 
-/// Windows of T tokens (plus the one behind, the last target), drawn without repetition within an epoch.
+/// Windows of T tokens plus one, the last target, drawn without repetition within an epoch.
 #[derive(Clone, Debug)]
 pub struct Order {
     seq: u64,
     windows: u64,
-    /// Largest shift of an epoch's windows that keeps the last one inside.
-    slack: u64,
+    /// Largest offset of an epoch's windows that keeps the last one within the tokens.
+    max_shift: u64,
+    /// `None` for file order.
     seed: Option<u64>,
 }
 
 impl Order {
-    /// Windows over `tokens` tokens, at least `seq + 1`. Without a seed they come in file order.
+    /// Windows over `tokens` tokens, at least `seq + 1`. Without a seed they are in file order.
     pub fn new(tokens: u64, seq: usize, seed: Option<u64>) -> Self {
         let seq = seq as u64;
         let windows = ((tokens - 1) / seq).max(1);
-        // One window less buys every epoch its own cut of the text, where there are enough.
-        let (windows, slack) = match seed {
+        // With one window less, each epoch can cut the text at another offset, so that sequences differ between epochs.
+        let (windows, max_shift) = match seed {
             Some(_) if windows >= 8 => (windows - 1, seq - 1),
             _ => (windows, 0),
         };
-        Self { seq, windows, slack, seed }
+        Self { seq, windows, max_shift, seed }
     }
 
     /// Position of the first token of sequence `k`.
@@ -30,18 +31,18 @@ impl Order {
         let (epoch, index) = (k / self.windows, k % self.windows);
         let Some(seed) = self.seed else { return index * self.seq };
         let key = mix(seed ^ mix(epoch));
-        let shift = if self.slack == 0 { 0 } else { key % (self.slack + 1) };
+        let shift = if self.max_shift == 0 { 0 } else { key % (self.max_shift + 1) };
         shift + permute(index, self.windows, key) * self.seq
     }
 
-    /// Windows in an epoch.
+    /// Windows per epoch.
     pub fn windows(&self) -> u64 {
         self.windows
     }
 }
 
 /// A bijection of `0..count` chosen by `key`: a four-round Feistel network on the smallest even number of bits that
-/// holds `count`, walked until the result is in range (Black and Rogaway, 2002).
+/// holds `count`, applied until the result is in range ("cycle walking", Black and Rogaway, 2002).
 fn permute(index: u64, count: u64, key: u64) -> u64 {
     let bits = (64 - (count - 1).leading_zeros()).max(2).div_ceil(2);
     let mask = (1 << bits) - 1;
@@ -73,12 +74,12 @@ mod tests {
             let next: BTreeSet<u64> =
                 (order.windows()..2 * order.windows()).map(|k| order.position(k)).collect();
             assert!(next.iter().all(|position| position + 7 < tokens));
-            assert_ne!(seen, next, "another epoch cuts the text elsewhere");
+            assert_ne!(seen, next, "the next epoch cuts the text at another offset");
         }
     }
 
     #[test]
-    fn the_order_depends_on_the_seed_alone() {
+    fn order_depends_on_the_seed_only() {
         let positions = |seed| -> Vec<u64> {
             let order = Order::new(10_000, 16, seed);
             (0..50).map(|k| order.position(k)).collect()
@@ -89,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn one_window_is_enough() {
+    fn data_of_one_window_works() {
         let order = Order::new(17, 16, Some(5));
         assert_eq!((order.position(0), order.position(9)), (0, 0));
     }

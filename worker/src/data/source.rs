@@ -1,7 +1,7 @@
 //! One logical sequence of token ids over several files.
 //!
-//! Files are read at positions, not mapped: the page cache serves both the same way, and a file that is truncated under
-//! a running job gives an error here instead of SIGBUS there. Formats of token files, told apart by content:
+//! Files are read with `pread`, not mapped. The page cache serves both alike, and a file that is truncated during a job
+//! causes an error instead of SIGBUS. Formats of token files, recognised by their content:
 //!
 //! - llm.c: 256 little-endian i32, `[20240520, 1, tokens, 0...]`, then u16 tokens; the size must match;
 //! - nanoGPT: u16 tokens, no header.
@@ -16,13 +16,13 @@ use xlaunch_proto::spec::Tokenizer;
 use super::DataError;
 
 /// First word of llm.c's header.
-const MAGIC: i32 = 20_240_520;
+const LLMC_MAGIC: i32 = 20_240_520;
 /// Bytes of llm.c's header.
-const HEADER: u64 = 1024;
-/// Ids of each file that are checked when it is opened; the rest are checked when read.
-const CHECKED_AT_OPEN: u64 = 1 << 24;
+const LLMC_HEADER_BYTES: u64 = 1024;
+/// How many ids of each file are checked against the vocabulary when it is opened. The rest are checked when read.
+const IDS_CHECKED_AT_OPEN: u64 = 1 << 24;
 
-/// Token ids of several files, one after the other, or a part of them.
+/// The concatenated token ids of several files, or a range of them.
 #[derive(Clone, Debug)]
 pub struct Tokens {
     parts: Arc<Vec<Part>>,
@@ -57,7 +57,7 @@ pub(super) fn open(files: &[PathBuf], tokenizer: Tokenizer, vocab: usize) -> Res
         parts.push(part);
     }
     let tokens = Tokens { parts: Arc::new(parts), start: 0, len, vocab };
-    tokens.check_heads()?;
+    tokens.check_first_ids()?;
     Ok(tokens)
 }
 
@@ -67,17 +67,17 @@ impl Tokens {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// All but the last `fraction`, and the last `fraction`.
+    /// Splits off the last `fraction` of the tokens.
     #[expect(
         clippy::cast_precision_loss,
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
-        reason = "a share of a length is a length"
+        reason = "a fraction of a length is a valid length"
     )]
     pub(super) fn split(&self, fraction: f64) -> (Self, Self) {
         let held_out = (self.len as f64 * fraction) as u64;
@@ -101,12 +101,12 @@ impl Tokens {
         Ok(())
     }
 
-    /// Finds ids outside the vocabulary near the start of each file, before any training.
-    fn check_heads(&self) -> Result<(), DataError> {
+    /// Finds ids outside the vocabulary near the start of each file, so that most mistakes are found before training.
+    fn check_first_ids(&self) -> Result<(), DataError> {
         let mut ids = Vec::new();
         for part in self.parts.iter().filter(|part| self.vocab < 1 << (8 * part.width)) {
             let mut at = 0;
-            while at < part.tokens.min(CHECKED_AT_OPEN) {
+            while at < part.tokens.min(IDS_CHECKED_AT_OPEN) {
                 let take = (part.tokens - at).min(1 << 16);
                 ids.clear();
                 part.read(at, take, self.vocab, &mut ids)?;
@@ -127,26 +127,30 @@ impl Part {
         let (file, bytes) = open_file(path)?;
         let problem = |problem: String| DataError::Format { path: path.into(), problem };
         let mut words = [0; 12];
-        let headed = bytes >= HEADER && {
+        let has_header = bytes >= LLMC_HEADER_BYTES && {
             file.read_exact_at(&mut words, 0).map_err(|error| read_error(path, &error))?;
-            word(&words, 0) == MAGIC
+            word(&words, 0) == LLMC_MAGIC
         };
-        let (header, tokens) = if headed {
+        let (header, tokens) = if has_header {
             let (version, tokens) = (word(&words, 1), u64::try_from(word(&words, 2)).unwrap_or(0));
             if version != 1 {
-                return Err(problem(format!("token file of version {version}; version 1 is known")));
-            }
-            if bytes != HEADER + 2 * tokens {
                 return Err(problem(format!(
-                    "the header says {tokens} tokens, which makes {} bytes, but the file has {bytes}: it is cut short or damaged",
-                    HEADER + 2 * tokens
+                    "token file format version {version} is not supported; expected version 1"
                 )));
             }
-            (HEADER, tokens)
+            if bytes != LLMC_HEADER_BYTES + 2 * tokens {
+                return Err(problem(format!(
+                    "it is truncated or damaged: the header says {tokens} tokens, {} bytes in all, but it has {bytes} bytes",
+                    LLMC_HEADER_BYTES + 2 * tokens
+                )));
+            }
+            (LLMC_HEADER_BYTES, tokens)
         } else if bytes % 2 == 0 {
             (0, bytes / 2)
         } else {
-            return Err(problem(format!("{bytes} bytes are not a whole number of 16-bit token ids")));
+            return Err(problem(format!(
+                "its size of {bytes} bytes is not a whole number of 16-bit token ids"
+            )));
         };
         Ok(Self { path: path.into(), file, start, tokens, header, width: 2 })
     }
@@ -183,7 +187,7 @@ fn open_file(path: &Path) -> Result<(File, u64), DataError> {
 
 fn read_error(path: &Path, error: &std::io::Error) -> DataError {
     let reason = match error.kind() {
-        std::io::ErrorKind::UnexpectedEof => "the file became shorter while it was in use".into(),
+        std::io::ErrorKind::UnexpectedEof => "the file was truncated while it was in use".into(),
         _ => error.to_string(),
     };
     DataError::Read { path: path.into(), reason }
@@ -202,9 +206,9 @@ mod tests {
         values.iter().flat_map(|id| id.to_le_bytes()).collect()
     }
 
-    fn headed(version: i32, tokens: i32, body: &[u16]) -> Vec<u8> {
+    fn llmc_file(version: i32, tokens: i32, body: &[u16]) -> Vec<u8> {
         let mut words = [0i32; 256];
-        words[..3].copy_from_slice(&[MAGIC, version, tokens]);
+        words[..3].copy_from_slice(&[LLMC_MAGIC, version, tokens]);
         let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         bytes.extend(ids(body));
         bytes
@@ -224,13 +228,13 @@ mod tests {
 
     #[test]
     fn both_token_formats_and_text_read_as_one_sequence() {
-        let files = [headed(1, 3, &[1, 2, 3]), ids(&[4, 500])];
+        let files = [llmc_file(1, 3, &[1, 2, 3]), ids(&[4, 500])];
         assert_eq!(open_bytes(&files, Tokenizer::Bin, 501).unwrap(), [1, 2, 3, 4, 500]);
         assert_eq!(open_bytes(&[b"ab".into(), b"c".into()], Tokenizer::Bytes, 256).unwrap(), [97, 98, 99]);
     }
 
     #[test]
-    fn reads_cross_files_and_splits() {
+    fn reads_span_files_within_a_split() {
         let dir = tempfile::tempdir().unwrap();
         let paths = [dir.path().join("a"), dir.path().join("b")];
         fs_err::write(&paths[0], b"abcdef").unwrap();
@@ -244,10 +248,10 @@ mod tests {
     }
 
     #[test]
-    fn damaged_files_are_refused_by_name() {
+    fn damaged_files_are_refused_with_path_and_problem() {
         let error = |bytes: Vec<u8>| open_bytes(&[bytes], Tokenizer::Bin, 100).unwrap_err().to_string();
-        assert!(error(headed(1, 5, &[1, 2, 3])).contains("cut short"));
-        assert!(error(headed(2, 3, &[1, 2, 3])).contains("version 2"));
+        assert!(error(llmc_file(1, 5, &[1, 2, 3])).contains("truncated"));
+        assert!(error(llmc_file(2, 3, &[1, 2, 3])).contains("version 2"));
         assert!(error(vec![1, 2, 3]).contains("16-bit"));
         let outside = error(ids(&[5, 6, 100]));
         assert!(

@@ -1,21 +1,50 @@
 //! Backward: from gradients of the logits to gradients of every parameter, in the order of the arena.
 //!
-//! The gradient of a bias is the sum of the rows of its output's gradient. Whoever writes those rows forms it too where
-//! that spares reading them again: GELU that of `fc`, a norm those of `out` and `proj`, whose outputs were added to the
-//! residual stream that it normalises.
+//! The gradient of a bias is the column sum of its output's gradient. The kernel that writes that gradient computes the
+//! sum too where this saves another pass over it: GELU's backward for `fc`, a norm's backward for `out` and `proj`,
+//! whose outputs were added to the residual stream that the norm reads.
 
-use xlaunch_engine::{Accumulate, Result, Slice, Tensor};
+use xlaunch_engine::{
+    Accumulate, AttentionBackward, EmbedBackward, GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight,
+    NormBackward, Result, Slice, SwigluBackward, Tensor,
+};
 use xlaunch_proto::model::Arch;
 
 use super::forward::{Activations, Block, Normed};
 use super::layout::{self, Linear};
 use super::{Model, Rows};
 
+/// What every part of one backward pass works with.
+#[derive(Clone, Copy)]
+struct Pass<'a> {
+    rows: Rows,
+    /// An arena of the layout.
+    grads: &'a Tensor,
+    acc: Accumulate,
+}
+
+impl<'a> Pass<'a> {
+    /// The gradient of a layer's bias, if it has one.
+    fn bias(self, layer: &Linear) -> Option<Slice<'a>> {
+        layer.bias.as_ref().map(|bias| self.grads.slice(bias.clone()))
+    }
+}
+
+/// The gradient of the residual stream, which a norm's backward writes.
+#[derive(Clone, Copy)]
+struct Residual<'a> {
+    dx: &'a Tensor,
+    /// Whether `dx` already holds the gradient of the residual path.
+    add: bool,
+    /// The layer whose output was added to the stream just before the norm.
+    added: Option<&'a Linear>,
+}
+
 impl Model {
-    /// Gradients of all parameters into `grads`, an arena of the layout (F32 or Bf16) that was zeroed once.
+    /// Writes (or adds, by `acc`) the gradients of all parameters to `grads`, an arena of the layout (F32 or Bf16) that
+    /// was zeroed once.
     ///
-    /// `finished(end, grads)` is called whenever all gradients below offset `end` are written. `acc` says whether this
-    /// is the first micro-step of a step.
+    /// `finished(end, grads)` is called whenever all gradients below offset `end` have been enqueued.
     pub fn backward<E: From<xlaunch_engine::EngineError>>(
         &self,
         mut acts: Activations,
@@ -25,8 +54,8 @@ impl Model {
         mut finished: impl FnMut(usize, &Tensor) -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
         let _tag = xlaunch_pool::tag("backward");
-        let rows = acts.rows;
-        let dx = self.top_bwd(&acts, grads, acc)?;
+        let pass = Pass { rows: acts.rows, grads, acc };
+        let dx = self.top_backward(pass, &acts)?;
         drop(acts.logits);
         if !self.shape.tied {
             finished(self.layout.top_end, grads)?;
@@ -35,149 +64,150 @@ impl Model {
             let index = acts.blocks.len();
             let params = &self.layout.blocks[index];
             let below = index.checked_sub(1).map(|below| &self.layout.blocks[below]);
-            self.block_bwd(rows, block, params, below, &dx, grads, acc)?;
+            self.block_backward(pass, block, params, below, &dx)?;
             finished(params.end, grads)?;
         }
-        self.embed_bwd(rows, tokens, &dx, grads, acc)?;
+        self.embed_backward(pass, tokens, &dx)?;
         finished(self.layout.len, grads)
     }
 
-    /// Head and final norm: the gradient of the residual stream.
-    fn top_bwd(&self, acts: &Activations, grads: &Tensor, acc: Accumulate) -> Result<Tensor> {
-        let (rows, head) = (acts.rows, &self.layout.head);
+    /// Head and final norm. Returns the gradient of the residual stream.
+    fn top_backward(&self, pass: Pass<'_>, acts: &Activations) -> Result<Tensor> {
+        let (rows, head) = (pass.rows, &self.layout.head);
         let shape = Self::linear_shape(rows, self.shape.dim, self.shape.padded_vocab());
         let dlogits = acts.logits.all();
         let dy = self.activation(rows.count() * self.shape.dim)?;
-        self.backend.linear_bwd_input(shape, dlogits, self.param(head), dy.all())?;
-        let dhead = grads.slice(head.clone());
-        self.backend.linear_bwd_weight(shape, dlogits, acts.last.y.all(), dhead, None, acc)?;
+        let (w, dx) = (self.param(head), dy.all());
+        self.backend.linear_backward_input(LinearBackwardInput { shape, dy: dlogits, w, dx })?;
+        self.backend.linear_backward_weight(LinearBackwardWeight {
+            shape,
+            dy: dlogits,
+            x: acts.last.y.all(),
+            dw: pass.grads.slice(head.clone()),
+            dbias: None,
+            acc: pass.acc,
+        })?;
         let dx = self.activation(dy.len())?;
         let added = self.layout.blocks.last().map(|block| &block.out);
-        self.norm_bwd(rows, &acts.last, &self.layout.lnf, &dy, &dx, false, added, grads, acc)?;
+        let residual = Residual { dx: &dx, add: false, added };
+        self.norm_backward(pass, &acts.last, &self.layout.lnf, &dy, residual)?;
         Ok(dx)
     }
 
-    /// `dx` holds the gradient behind the block and becomes that before it, where the block `below` ends.
-    #[expect(clippy::too_many_arguments, reason = "a backward takes what its forward took, made and gets")]
-    fn block_bwd(
+    /// `dx` is the gradient of the residual stream after the block, and is updated to that before it. `below` is the
+    /// block whose output is added there.
+    fn block_backward(
         &self,
-        rows: Rows,
+        pass: Pass<'_>,
         block: Block,
         params: &layout::Block,
         below: Option<&layout::Block>,
         dx: &Tensor,
-        grads: &Tensor,
-        acc: Accumulate,
     ) -> Result<()> {
-        let (n, shape) = (rows.count(), &self.shape);
-        let (h, dh) = (block.h.all(), self.activation(block.h.len())?);
-        match (shape.arch, bias_in(grads, &params.fc)) {
-            (Arch::Gpt2, Some(dbias)) => {
-                let out = Self::linear_shape(rows, shape.ffn, shape.dim);
-                let (w, dw) = (self.param(&params.out.weight), grads.slice(params.out.weight.clone()));
-                self.backend.linear_bwd_weight(out, dx.all(), block.a.all(), dw, None, acc)?;
-                self.backend.gelu_linear_bwd(out, dx.all(), w, h, dh.all(), dbias, acc)?;
-            }
-            _ => {
-                let sizes = (shape.ffn, shape.dim);
-                let da = self.linear_bwd(rows, dx, &block.a, &params.out, sizes, None, grads, acc)?;
-                self.backend.swiglu_bwd(n, shape.ffn, h, da.all(), dh.all())?;
-            }
-        }
-        let hidden = block.h.len() / n;
-        let dy =
-            self.linear_bwd(rows, &dh, &block.ln2.y, &params.fc, (shape.dim, hidden), None, grads, acc)?;
+        let (n, shape) = (pass.rows.count(), &self.shape);
+        let dh = self.mlp_backward(pass, &block, params, dx)?;
+        let sizes = (shape.dim, block.h.len() / n);
+        let dy = self.linear_backward(pass, &dh, &block.ln2.y, &params.fc, sizes, None)?;
         drop(dh);
-        self.norm_bwd(rows, &block.ln2, &params.ln2, &dy, dx, true, Some(&params.proj), grads, acc)?;
+        let residual = Residual { dx, add: true, added: Some(&params.proj) };
+        self.norm_backward(pass, &block.ln2, &params.ln2, &dy, residual)?;
 
         let sizes = (shape.dim, shape.dim);
-        let datt = self.linear_bwd(rows, dx, &block.att, &params.proj, sizes, None, grads, acc)?;
+        let datt = self.linear_backward(pass, dx, &block.att, &params.proj, sizes, None)?;
         let dqkv = self.activation(block.qkv.len())?;
-        let attention = self.attention_shape(rows);
-        let (qkv, att, lse) = (block.qkv.all(), block.att.all(), block.lse.all());
-        self.backend.attention_bwd(attention, qkv, self.rope(rows), att, datt.all(), lse, dqkv.all())?;
-        let (sizes, dbias) = ((shape.dim, shape.qkv_width()), bias_in(grads, &params.qkv));
-        let dy = self.linear_bwd(rows, &dqkv, &block.ln1.y, &params.qkv, sizes, dbias, grads, acc)?;
+        self.backend.attention_backward(AttentionBackward {
+            shape: self.attention_shape(pass.rows),
+            qkv: block.qkv.all(),
+            rope: self.rope(pass.rows),
+            out: block.att.all(),
+            dout: datt.all(),
+            lse: block.lse.all(),
+            dqkv: dqkv.all(),
+        })?;
+        let (sizes, dbias) = ((shape.dim, shape.qkv_width()), pass.bias(&params.qkv));
+        let dy = self.linear_backward(pass, &dqkv, &block.ln1.y, &params.qkv, sizes, dbias)?;
         let added = below.map(|block| &block.out);
-        self.norm_bwd(rows, &block.ln1, &params.ln1, &dy, dx, true, added, grads, acc)
+        self.norm_backward(pass, &block.ln1, &params.ln1, &dy, Residual { dx, add: true, added })
     }
 
-    fn embed_bwd(
-        &self,
-        rows: Rows,
-        tokens: Slice<'_>,
-        dx: &Tensor,
-        grads: &Tensor,
-        acc: Accumulate,
-    ) -> Result<()> {
-        let dwte = grads.slice(self.layout.wte.clone());
-        let dwpe = self.layout.wpe.as_ref().map(|wpe| grads.slice(wpe.clone()));
-        if acc == Accumulate::Overwrite {
-            // The tied table holds the head's gradient already; everything else starts from zero.
+    /// The gradient of `fc`'s output from that of the block's output, with the gradients of `out`.
+    fn mlp_backward(&self, pass: Pass<'_>, block: &Block, params: &layout::Block, dx: &Tensor) -> Result<Tensor> {
+        let (rows, shape, acc) = (pass.rows, &self.shape, pass.acc);
+        let (h, dh) = (block.h.all(), self.activation(block.h.len())?);
+        match (shape.arch, pass.bias(&params.fc)) {
+            (Arch::Gpt2, Some(dbias)) => {
+                let shape = Self::linear_shape(rows, shape.ffn, shape.dim);
+                let (dy, w) = (dx.all(), self.param(&params.out.weight));
+                let (x, dw) = (block.a.all(), pass.grads.slice(params.out.weight.clone()));
+                let args = LinearBackwardWeight { shape, dy, x, dw, dbias: None, acc };
+                self.backend.linear_backward_weight(args)?;
+                let args = GeluLinearBackward { shape, dy, w, h, dh: dh.all(), dbias, acc };
+                self.backend.gelu_linear_backward(args)?;
+            }
+            _ => {
+                let (sizes, ffn) = ((shape.ffn, shape.dim), shape.ffn);
+                let da = self.linear_backward(pass, dx, &block.a, &params.out, sizes, None)?;
+                let (rows, da) = (rows.count(), da.all());
+                self.backend.swiglu_backward(SwigluBackward { rows, ffn, h, da, dh: dh.all() })?;
+            }
+        }
+        Ok(dh)
+    }
+
+    fn embed_backward(&self, pass: Pass<'_>, tokens: Slice<'_>, dx: &Tensor) -> Result<()> {
+        let dwte = pass.grads.slice(self.layout.wte.clone());
+        let dwpe = self.layout.wpe.as_ref().map(|wpe| pass.grads.slice(wpe.clone()));
+        if pass.acc == Accumulate::Overwrite {
+            // A tied table already contains the head's gradient. Others start from zero: the operation only adds.
             for table in dwpe.into_iter().chain((!self.shape.tied).then_some(dwte)) {
                 self.backend.zero(table)?;
             }
         }
-        self.backend.embed_bwd(self.embed_shape(rows), tokens, dx.all(), dwte, dwpe)
+        let shape = self.embed_shape(pass.rows);
+        self.backend.embed_backward(EmbedBackward { shape, tokens, dout: dx.all(), dwte, dwpe })
     }
 
-    /// Gradients of a matrix, of its bias where nobody else forms that, and of its input, which is returned. `sizes`
-    /// are inputs and outputs.
-    #[expect(clippy::too_many_arguments, reason = "a backward takes what its forward took, made and gets")]
-    fn linear_bwd(
+    /// Gradients of a matrix, of its bias unless another kernel computes it (`dbias`), and of its input, which is
+    /// returned. `sizes` are the numbers of inputs and outputs.
+    fn linear_backward(
         &self,
-        rows: Rows,
+        pass: Pass<'_>,
         dy: &Tensor,
         x: &Tensor,
         params: &Linear,
         sizes: (usize, usize),
         dbias: Option<Slice<'_>>,
-        grads: &Tensor,
-        acc: Accumulate,
     ) -> Result<Tensor> {
-        let shape = Self::linear_shape(rows, sizes.0, sizes.1);
-        let dweight = grads.slice(params.weight.clone());
-        self.backend.linear_bwd_weight(shape, dy.all(), x.all(), dweight, dbias, acc)?;
+        let shape = Self::linear_shape(pass.rows, sizes.0, sizes.1);
+        let (dy, dw) = (dy.all(), pass.grads.slice(params.weight.clone()));
+        let args = LinearBackwardWeight { shape, dy, x: x.all(), dw, dbias, acc: pass.acc };
+        self.backend.linear_backward_weight(args)?;
         let dx = self.activation(x.len())?;
-        self.backend.linear_bwd_input(shape, dy.all(), self.param(&params.weight), dx.all())?;
+        let w = self.param(&params.weight);
+        self.backend.linear_backward_input(LinearBackwardInput { shape, dy, w, dx: dx.all() })?;
         Ok(dx)
     }
 
-    /// `added` is the layer whose output was added to the residual stream just before this norm.
-    #[expect(clippy::too_many_arguments, reason = "a backward takes what its forward took, made and gets")]
-    fn norm_bwd(
+    fn norm_backward(
         &self,
-        rows: Rows,
+        pass: Pass<'_>,
         normed: &Normed,
         params: &layout::Norm,
         dy: &Tensor,
-        dx: &Tensor,
-        add: bool,
-        added: Option<&Linear>,
-        grads: &Tensor,
-        acc: Accumulate,
+        residual: Residual<'_>,
     ) -> Result<()> {
-        let (x, stats) = (normed.x.all(), normed.stats.all());
-        let dgamma = grads.slice(params.weight.clone());
-        let dbeta = params.bias.as_ref().map(|bias| grads.slice(bias.clone()));
-        let gamma = self.param(&params.weight);
-        self.backend.norm_bwd(
-            self.norm_shape(rows),
-            x,
-            gamma,
-            stats,
-            dy.all(),
-            dx.all(),
-            add,
-            dgamma,
-            dbeta,
-            added.and_then(|layer| bias_in(grads, layer)),
-            acc,
-        )
+        self.backend.norm_backward(NormBackward {
+            shape: self.norm_shape(pass.rows),
+            x: normed.x.all(),
+            gamma: self.param(&params.weight),
+            stats: normed.stats.all(),
+            dy: dy.all(),
+            dx: residual.dx.all(),
+            add_to_dx: residual.add,
+            dgamma: pass.grads.slice(params.weight.clone()),
+            dbeta: params.bias.as_ref().map(|bias| pass.grads.slice(bias.clone())),
+            dsum: residual.added.and_then(|layer| pass.bias(layer)),
+            acc: pass.acc,
+        })
     }
-}
-
-/// Where the gradient of a layer's bias lies, if it has one.
-fn bias_in<'a>(grads: &'a Tensor, layer: &Linear) -> Option<Slice<'a>> {
-    layer.bias.as_ref().map(|bias| grads.slice(bias.clone()))
 }

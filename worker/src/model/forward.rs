@@ -1,19 +1,22 @@
 //! Forward: tokens to logits, keeping what backward needs.
 
-use xlaunch_engine::{Accumulate, ClassifierShape, DType, EmbedShape, EngineError, Result, Slice, Tensor};
+use xlaunch_engine::{
+    Accumulate, AttentionForward, ClassifierShape, DType, EmbedForward, EmbedShape, EngineError, FusedClassifier,
+    LinearForward, LinearGeluForward, NormForward, ResidualAdd, Result, Slice, Sum, SwigluForward, Tensor,
+};
 use xlaunch_proto::model::Arch;
 
 use super::layout::{self, Linear};
 use super::{Model, Rows};
 
-/// What forward leaves for backward. Each tensor returns to the pool when backward is done with it.
+/// The activations that backward needs. Backward frees each tensor after its last use.
 #[derive(Debug)]
 pub struct Activations {
     pub(super) rows: Rows,
     pub(super) blocks: Vec<Block>,
     /// Input of the final norm, its output and statistics.
     pub(super) last: Normed,
-    /// `[N, Vp]`; gradients after [`Model::loss`] with a gradient scale.
+    /// `[N, Vp]`. [`Model::loss`] with a gradient scale overwrites them with their gradients.
     pub(super) logits: Tensor,
 }
 
@@ -29,21 +32,21 @@ pub(super) struct Normed {
 #[derive(Debug)]
 pub(super) struct Block {
     pub(super) ln1: Normed,
-    /// `[B, T, (H + 2 Hkv) D]`, as attention left it.
+    /// `[B, T, (H + 2 Hkv) D]`, after attention, which may rotate it in place.
     pub(super) qkv: Tensor,
     /// `[B, T, H D]`.
     pub(super) att: Tensor,
     /// `[B, H, T]`.
     pub(super) lse: Tensor,
     pub(super) ln2: Normed,
-    /// `[N, F]` or, with gates, `[N, 2 F]`.
+    /// `[N, F]` or, with SwiGLU's gates, `[N, 2 F]`.
     pub(super) h: Tensor,
     /// `[N, F]`.
     pub(super) a: Tensor,
 }
 
 impl Activations {
-    /// Logits of row `row`: V of them.
+    /// The V logits of row `row`.
     pub fn logits(&self, row: usize, vocab: usize) -> Slice<'_> {
         let padded = self.logits.len() / self.rows.count();
         self.logits.slice(row * padded..row * padded + vocab)
@@ -53,12 +56,12 @@ impl Activations {
 impl Model {
     /// Logits of `tokens` I32 `[B, T]`.
     pub fn forward(&self, rows: Rows, tokens: Slice<'_>) -> Result<Activations> {
-        self.forward_as_weights_arrive(rows, tokens, |_| Ok(()))
+        self.forward_with_gathers(rows, tokens, |_| Ok(()))
     }
 
-    /// The same, where weights may be on their way: `needs(start)` is called before those from offset `start` on are read,
-    /// with falling starts down to 0.
-    pub fn forward_as_weights_arrive<E: From<EngineError>>(
+    /// [`forward`](Self::forward) while weights are still being gathered: `needs(start)` is called before weights from
+    /// offset `start` on are read, with decreasing `start` down to 0.
+    pub fn forward_with_gathers<E: From<EngineError>>(
         &self,
         rows: Rows,
         tokens: Slice<'_>,
@@ -79,12 +82,13 @@ impl Model {
         let padded = self.shape.padded_vocab();
         let logits = self.activation(rows.count() * padded)?;
         let shape = Self::linear_shape(rows, self.shape.dim, padded);
-        self.backend.linear_fwd(shape, ln1.y.all(), self.param(&self.layout.head), None, logits.all())?;
+        let (w, y) = (self.param(&self.layout.head), logits.all());
+        self.backend.linear_forward(LinearForward { shape, x: ln1.y.all(), w, bias: None, y })?;
         Ok(Activations { rows, blocks, last: ln1, logits })
     }
 
-    /// Loss of every row into `losses` F32 `[N]`. With `grad_scale`, the logits become gradients of
-    /// `grad_scale * sum(losses)`.
+    /// Writes the cross-entropy loss of every row to `losses` F32 `[N]`. With `grad_scale`, the logits are overwritten
+    /// with the gradients of `grad_scale * sum(losses)`.
     pub fn loss(
         &self,
         acts: &Activations,
@@ -97,14 +101,16 @@ impl Model {
             vocab: self.shape.vocab,
             padded: self.shape.padded_vocab(),
         };
-        self.backend.classifier(shape, acts.logits.all(), targets, losses, grad_scale)
+        let logits = acts.logits.all();
+        self.backend.classifier(FusedClassifier { shape, logits, targets, losses, grad_scale })
     }
 
     fn embed(&self, rows: Rows, tokens: Slice<'_>) -> Result<Tensor> {
         let x = self.activation(rows.count() * self.shape.dim)?;
         let wpe = self.layout.wpe.as_ref().map(|wpe| self.param(wpe));
         let wte = self.param(&self.layout.wte);
-        self.backend.embed_fwd(self.embed_shape(rows), tokens, wte, wpe, x.all())?;
+        let shape = self.embed_shape(rows);
+        self.backend.embed_forward(EmbedForward { shape, tokens, wte, wpe, out: x.all() })?;
         Ok(x)
     }
 
@@ -112,7 +118,7 @@ impl Model {
         EmbedShape { batch: rows.batch, seq: rows.seq, cols: self.shape.dim, vocab: self.shape.vocab }
     }
 
-    /// One block, from the output of its first norm to that of the norm behind it.
+    /// One block, from the output of its first norm to the output of the norm after it.
     fn block(
         &self,
         rows: Rows,
@@ -124,8 +130,13 @@ impl Model {
         let qkv = self.linear(rows, &ln1.y, &params.qkv, shape.dim, shape.qkv_width())?;
         let att = self.activation(n * shape.dim)?;
         let lse = self.backend.alloc(DType::F32, n * shape.heads)?;
-        let rope = self.rope(rows);
-        self.backend.attention_fwd(self.attention_shape(rows), qkv.all(), rope, att.all(), lse.all())?;
+        self.backend.attention_forward(AttentionForward {
+            shape: self.attention_shape(rows),
+            qkv: qkv.all(),
+            rope: self.rope(rows),
+            out: att.all(),
+            lse: lse.all(),
+        })?;
         let branch = self.linear(rows, &att, &params.proj, shape.dim, shape.dim)?;
         let ln2 = self.add_norm(rows, &ln1.x, branch, &params.ln2)?;
 
@@ -133,14 +144,20 @@ impl Model {
         let h = match (shape.arch, &params.fc.bias) {
             (Arch::Gpt2, Some(bias)) => {
                 let h = self.activation(a.len())?;
-                let (weight, bias) = (self.param(&params.fc.weight), self.param(bias));
-                let fc = Self::linear_shape(rows, shape.dim, shape.ffn);
-                self.backend.linear_gelu_fwd(fc, ln2.y.all(), weight, bias, h.all(), a.all())?;
+                self.backend.linear_gelu_forward(LinearGeluForward {
+                    shape: Self::linear_shape(rows, shape.dim, shape.ffn),
+                    x: ln2.y.all(),
+                    w: self.param(&params.fc.weight),
+                    bias: self.param(bias),
+                    h: h.all(),
+                    a: a.all(),
+                })?;
                 h
             }
             _ => {
                 let h = self.linear(rows, &ln2.y, &params.fc, shape.dim, 2 * shape.ffn)?;
-                self.backend.swiglu_fwd(n, shape.ffn, h.all(), a.all())?;
+                let args = SwigluForward { rows: n, ffn: shape.ffn, h: h.all(), a: a.all() };
+                self.backend.swiglu_forward(args)?;
                 h
             }
         };
@@ -160,7 +177,8 @@ impl Model {
         let y = self.activation(rows.count() * outputs)?;
         let bias = params.bias.as_ref().map(|bias| self.param(bias));
         let shape = Self::linear_shape(rows, inputs, outputs);
-        self.backend.linear_fwd(shape, x.all(), self.param(&params.weight), bias, y.all())?;
+        let w = self.param(&params.weight);
+        self.backend.linear_forward(LinearForward { shape, x: x.all(), w, bias, y: y.all() })?;
         Ok(y)
     }
 
@@ -168,36 +186,40 @@ impl Model {
         let shape = self.norm_shape(rows);
         let y = self.activation(x.len())?;
         let stats = self.backend.alloc(DType::F32, shape.stats())?;
-        let bias = params.bias.as_ref().map(|bias| self.param(bias));
-        self.backend.norm_fwd(shape, x.all(), self.param(&params.weight), bias, y.all(), stats.all())?;
+        self.backend.norm_forward(NormForward {
+            shape,
+            x: x.all(),
+            residual: None,
+            gamma: self.param(&params.weight),
+            beta: params.bias.as_ref().map(|bias| self.param(bias)),
+            y: y.all(),
+            stats: stats.all(),
+        })?;
         Ok(Normed { x, y, stats })
     }
 
-    /// The residual stream `x + branch`, and its norm.
+    /// The residual stream `x + branch` and its norm, in one kernel.
     fn add_norm(&self, rows: Rows, x: &Tensor, branch: Tensor, params: &layout::Norm) -> Result<Normed> {
         let shape = self.norm_shape(rows);
         let sum = self.activation(x.len())?;
         let y = self.activation(x.len())?;
         let stats = self.backend.alloc(DType::F32, shape.stats())?;
-        let bias = params.bias.as_ref().map(|bias| self.param(bias));
-        let weight = self.param(&params.weight);
-        self.backend.add_norm_fwd(
+        self.backend.norm_forward(NormForward {
             shape,
-            x.all(),
-            branch.all(),
-            sum.all(),
-            weight,
-            bias,
-            y.all(),
-            stats.all(),
-        )?;
+            x: x.all(),
+            residual: Some(ResidualAdd { branch: branch.all(), sum: sum.all() }),
+            gamma: self.param(&params.weight),
+            beta: params.bias.as_ref().map(|bias| self.param(bias)),
+            y: y.all(),
+            stats: stats.all(),
+        })?;
         Ok(Normed { x: sum, y, stats })
     }
 
-    /// Mean of `losses` times `share`, into (or added to) `out[0]`.
-    pub fn mean_loss(&self, losses: &Tensor, share: f32, out: Slice<'_>, acc: Accumulate) -> Result<()> {
+    /// Writes (or adds) `weight * mean(losses)` to `out[0]`.
+    pub fn mean_loss(&self, losses: &Tensor, weight: f32, out: Slice<'_>, acc: Accumulate) -> Result<()> {
         #[expect(clippy::cast_precision_loss, reason = "rows of one batch are far below 2^24")]
-        let scale = share / losses.len() as f32;
-        self.backend.sum(losses.all(), scale, out, acc)
+        let scale = weight / losses.len() as f32;
+        self.backend.sum(Sum { x: losses.all(), scale, out, acc })
     }
 }

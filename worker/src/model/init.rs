@@ -1,12 +1,13 @@
-//! Initial weights: a pure function of (seed, parameter name, position), the same on every device, rank and layout.
+//! Initial weights: a pure function of (seed, parameter name, position), the same on every device, rank and layout, and
+//! for any number of threads.
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
-use xlaunch_proto::ids::Digest;
 
 use super::layout::{Init, Layout, Piece};
+use crate::random::Random;
 
-/// The whole parameter arena with its initial values, the same from any number of threads.
+/// The whole parameter arena with its initial values.
 pub fn weights(layout: &Layout, seed: u64, threads: &ThreadPool) -> Vec<f32> {
     let mut arena = vec![0.0; layout.len];
     let fill = |Piece { param, first, values }: Piece<'_>| match param.init {
@@ -21,53 +22,14 @@ pub fn weights(layout: &Layout, seed: u64, threads: &ThreadPool) -> Vec<f32> {
     arena
 }
 
-/// Between the states of a stream.
-const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
-
-/// A stream of random 64-bit numbers: SplitMix64 (Steele, Lea and Flood, 2014).
-#[derive(Clone, Debug)]
-pub struct Random(u64);
-
-impl Random {
-    /// The stream of this seed and purpose.
-    pub fn new(seed: u64, purpose: &str) -> Self {
-        let digest = Digest::of(&[&seed.to_le_bytes(), purpose.as_bytes()].concat());
-        Self(digest.0.iter().take(8).fold(0, |state, byte| state << 8 | u64::from(*byte)))
-    }
-
-    /// Goes past so many numbers.
-    fn skip(&mut self, numbers: u64) {
-        self.0 = self.0.wrapping_add(STEP.wrapping_mul(numbers));
-    }
-
-    /// The next number.
-    pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(STEP);
-        mix(self.0)
-    }
-
-    /// Uniform in (0, 1].
-    #[expect(clippy::cast_precision_loss, reason = "53 bits are exact")]
-    pub fn uniform(&mut self) -> f64 {
-        ((self.bits() >> 11) + 1) as f64 / (1u64 << 53) as f64
-    }
-}
-
-/// SplitMix64's output function: a bijection that scatters neighbouring numbers.
-pub fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
-
-/// Normal numbers in pairs, by Box and Muller's transform.
+/// Normally distributed numbers, in pairs, by the Box-Muller transform.
 struct Normal {
     random: Random,
     spare: Option<f32>,
 }
 
 impl Normal {
-    /// From the number of this even position on: a pair takes two random numbers.
+    /// Starts at an even position of the stream: a pair consumes two random numbers and gives two normal ones.
     fn at(seed: u64, name: &str, position: usize) -> Self {
         debug_assert!(position.is_multiple_of(2));
         let mut random = Random::new(seed, name);
@@ -75,7 +37,7 @@ impl Normal {
         Self { random, spare: None }
     }
 
-    #[expect(clippy::cast_possible_truncation, reason = "rounding to f32 is meant")]
+    #[expect(clippy::cast_possible_truncation, reason = "rounding to f32 is intended")]
     fn next(&mut self) -> f32 {
         self.spare.take().unwrap_or_else(|| {
             let radius = (-2.0 * self.random.uniform().ln()).sqrt();
@@ -97,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_have_the_asked_spread_and_depend_on_the_seed() {
+    fn weights_have_the_configured_deviation_and_depend_on_the_seed() {
         let layout = Layout::new(&PRESETS[0].1);
         let arena = weights(&layout, 1, &threads(1));
         let wte = layout.params.iter().find(|param| param.name == "wte.weight").unwrap();
@@ -110,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_are_the_same_stream_whatever_the_pieces_and_threads() {
+    fn weights_do_not_depend_on_pieces_and_threads() {
         let section = ModelSection {
             layers: Some(1),
             dim: Some(32),
@@ -130,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_of_one_shape_differ() {
+    fn parameters_of_equal_shape_get_different_values() {
         let layout = Layout::new(&PRESETS[0].1);
         let arena = weights(&layout, 1, &threads(1));
         let first = |block: usize| arena[layout.blocks[block].qkv.weight.start];

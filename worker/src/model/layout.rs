@@ -1,21 +1,21 @@
-//! Where each parameter lies in the flat arenas of parameters, gradients and optimizer state.
+//! Offsets of each parameter in the flat arenas of parameters, gradients and optimizer state.
 //!
-//! The order is that in which backward finishes gradients: head, final norm, blocks from last to first, embeddings. So
-//! "all gradients below this offset are written" is one number, and a bucket of them is one contiguous range. Every
-//! parameter starts on a multiple of `ALIGN` elements; gaps stay zero in every arena.
+//! Parameters are in the order in which backward finishes their gradients: head, final norm, blocks from last to first,
+//! embeddings. So "all gradients below this offset are written" is one number, and a bucket is one contiguous range.
+//! Every parameter starts at a multiple of `ALIGN` elements; gaps stay zero in every arena.
 
 use std::ops::Range;
 
 use xlaunch_engine::DECAY_CHUNK;
 use xlaunch_proto::model::{Arch, ModelShape};
-use xlaunch_proto::spec::MAX_SHARES;
+use xlaunch_proto::spec::MAX_SHARDS;
 
-/// Elements: keeps rows aligned for the matrix units in both element types, decay flags per parameter, and a rank's share of
-/// any bucket a multiple of what one flag covers.
-const ALIGN: usize = DECAY_CHUNK * MAX_SHARES;
+/// Alignment of parameters in elements. It aligns rows for tensor cores in both element types, keeps a decay flag from
+/// covering two parameters, and makes every shard of a bucket a whole number of decay flags.
+const ALIGN: usize = DECAY_CHUNK * MAX_SHARDS;
 
-/// Elements of a [`Piece`], even: a millisecond's work or more.
-const PIECE: usize = 1 << 18;
+/// Most elements of a [`Piece`]: at least a millisecond of work, and even, as normal numbers are drawn in pairs.
+const PIECE_LEN: usize = 1 << 18;
 
 /// How a parameter's initial values are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -35,7 +35,7 @@ pub struct Param {
     pub name: String,
     /// Shape in checkpoints: `[rows, cols]` of a matrix, `[len]` of a vector.
     pub shape: Vec<usize>,
-    /// Elements in the arenas. Longer than the shape says where rows are padded; padding stays zero.
+    /// Range in the arenas. Longer than the shape where rows are padded; padding stays zero.
     pub range: Range<usize>,
     /// Whether weight decay applies: matrices only.
     pub decay: bool,
@@ -44,7 +44,7 @@ pub struct Param {
 }
 
 impl Param {
-    /// Elements that checkpoints hold: the first ones of the range.
+    /// The part of the range that checkpoints contain: all but the padding at its end.
     pub fn stored(&self) -> Range<usize> {
         self.range.start..self.range.start + self.shape.iter().product::<usize>()
     }
@@ -52,7 +52,7 @@ impl Param {
 
 /// A matrix and, in gpt2, its bias.
 #[derive(Clone, Debug)]
-#[expect(missing_docs, reason = "named after what they locate")]
+#[expect(missing_docs, reason = "the fields are named after the parameters")]
 pub struct Linear {
     pub weight: Range<usize>,
     pub bias: Option<Range<usize>>,
@@ -60,15 +60,15 @@ pub struct Linear {
 
 /// A scale and, in gpt2, a shift.
 #[derive(Clone, Debug)]
-#[expect(missing_docs, reason = "named after what they locate")]
+#[expect(missing_docs, reason = "the fields are named after the parameters")]
 pub struct Norm {
     pub weight: Range<usize>,
     pub bias: Option<Range<usize>>,
 }
 
-/// The parameters of one block.
+/// The parameters of one transformer block.
 #[derive(Clone, Debug)]
-#[expect(missing_docs, reason = "named after what they locate")]
+#[expect(missing_docs, reason = "the fields are named after the parameters")]
 pub struct Block {
     pub ln1: Norm,
     pub qkv: Linear,
@@ -76,21 +76,21 @@ pub struct Block {
     pub ln2: Norm,
     pub fc: Linear,
     pub out: Linear,
-    /// End of the block's range: everything below is written once its backward is done.
+    /// End of the block's range: after its backward, all gradients below are written.
     pub end: usize,
 }
 
-/// The whole arena.
+/// Offsets of a whole arena.
 #[derive(Clone, Debug)]
-#[expect(missing_docs, reason = "named after what they locate")]
+#[expect(missing_docs, reason = "the fields are named after the parameters")]
 pub struct Layout {
     pub wte: Range<usize>,
     pub wpe: Option<Range<usize>>,
     pub blocks: Vec<Block>,
     pub lnf: Norm,
-    /// The embedding's range where the head is tied.
+    /// The range of `wte` if the head is tied.
     pub head: Range<usize>,
-    /// End of what precedes the blocks: head (untied) and final norm.
+    /// End of the untied head and the final norm, which precede the blocks.
     pub top_end: usize,
     /// Every parameter, by rising offset.
     pub params: Vec<Param>,
@@ -98,19 +98,19 @@ pub struct Layout {
     pub len: usize,
 }
 
-/// A part of a parameter's values in an arena.
+/// A part of one parameter's values in an arena: the unit in which threads fill it.
 #[derive(Debug)]
 pub struct Piece<'a> {
-    /// Whose.
+    /// The parameter.
     pub param: &'a Param,
-    /// Index of the first among the parameter's stored values, even.
+    /// Index of the first value among the stored values of the parameter. Even.
     pub first: usize,
-    /// A few hundred thousand at most: pieces are shared out among threads.
+    /// The values, at most `PIECE_LEN`.
     pub values: &'a mut [f32],
 }
 
 impl Layout {
-    /// The stored values of all parameters in an arena, in pieces; what lies between parameters is in none.
+    /// The stored values of all parameters in an arena, in pieces. Gaps and padding are in none.
     pub fn pieces<'a>(&'a self, arena: &'a mut [f32]) -> Vec<Piece<'a>> {
         let (mut pieces, mut rest, mut begin) = (Vec::new(), arena, 0);
         for param in &self.params {
@@ -118,17 +118,17 @@ impl Layout {
             let (_, tail) = rest.split_at_mut(stored.start - begin);
             let (values, tail) = tail.split_at_mut(stored.len());
             (rest, begin) = (tail, stored.end);
-            let parts = values.chunks_mut(PIECE).enumerate();
-            pieces.extend(parts.map(|(number, values)| Piece { param, first: number * PIECE, values }));
+            let parts = values.chunks_mut(PIECE_LEN).enumerate();
+            pieces.extend(parts.map(|(number, values)| Piece { param, first: number * PIECE_LEN, values }));
         }
         pieces
     }
 
-    /// The arena of this model.
+    /// The layout of this model.
     pub fn new(shape: &ModelShape) -> Self {
         let (dim, padded) = (shape.dim, shape.padded_vocab());
         let gpt2 = shape.arch == Arch::Gpt2;
-        // GPT-2's initialisation: projections into the residual stream are scaled by its depth.
+        // GPT-2's initialisation: projections into the residual stream are scaled down by its depth.
         let normal = Init::Normal(0.02);
         #[expect(clippy::cast_precision_loss, reason = "a count of layers is small")]
         let residual = Init::Normal(0.02 / ((2 * shape.layers) as f32).sqrt());
@@ -158,18 +158,18 @@ impl Layout {
         Self { wte, wpe, blocks, lnf, head, top_end, len: arena.len, params: arena.params }
     }
 
-    /// End offset of each parameter including the gap behind it: what the bucket planner takes.
+    /// End offset of each parameter including the gap after it, for the bucket planner.
     pub fn ends(&self) -> Vec<usize> {
         let starts = self.params.iter().skip(1).map(|param| param.range.start);
         starts.chain([self.len]).collect()
     }
 
-    /// Parameters that count as the model's: padding and gaps left out.
+    /// Number of parameters of the model, without padding and gaps.
     pub fn parameters(&self) -> usize {
         self.params.iter().map(|param| param.stored().len()).sum()
     }
 
-    /// One flag per [`DECAY_CHUNK`] elements: 1 where weight decay applies.
+    /// One flag per [`DECAY_CHUNK`] elements of an arena: 1 where weight decay applies.
     pub fn decay_flags(&self) -> Vec<u8> {
         let mut flags = vec![0; self.len / DECAY_CHUNK];
         for param in self.params.iter().filter(|param| param.decay) {
@@ -178,7 +178,7 @@ impl Layout {
         flags
     }
 
-    /// Bytes that are equal exactly when two layouts are.
+    /// Bytes that are equal exactly when two layouts are. The rendezvous compares their digest.
     pub fn fingerprint(&self) -> Vec<u8> {
         let lines =
             self.params.iter().map(|param| format!("{} {:?} {:?}\n", param.name, param.shape, param.range));
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn the_presets_have_their_known_sizes() {
+    fn presets_have_their_published_sizes() {
         let size = |index: usize| Layout::new(&PRESETS[index].1).parameters();
         // GPT-2 124M: 124,439,808 by its paper's sizes. llama-28m: 28.3M in blocks and two 50257 x 384 tables.
         assert_eq!(size(2), 124_439_808);
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn decay_covers_matrices_alone() {
+    fn weight_decay_applies_to_matrices_only() {
         let layout = Layout::new(&PRESETS[2].1);
         let flags = layout.decay_flags();
         for param in &layout.params {

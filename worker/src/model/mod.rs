@@ -1,9 +1,9 @@
-//! The GPT model, written once over the [`Backend`] trait: forward, and the backward that mirrors it by hand.
+//! The GPT model, written once over the [`Backend`] trait: forward and a hand-written backward. There is no autograd.
 //!
-//! - [`layout`]: where each parameter lies in the flat arenas;
+//! - [`layout`]: offsets of each parameter in the flat arenas;
 //! - [`init`]: initial weights;
-//! - `forward` and `backward`: one block after the other, each the other's mirror;
-//! - this file: the model's parts and the small helpers both use.
+//! - `forward` and `backward`: the operations of each block, in mirrored order;
+//! - this file: the model's data and helpers that both passes use.
 
 mod backward;
 mod forward;
@@ -26,23 +26,23 @@ const NORM_EPS: f32 = 1e-5;
 /// Base of the rotary angles.
 const ROPE_BASE: f64 = 10_000.0;
 
-/// Sizes, parameters and their device.
+/// A model on a device.
 #[derive(Debug)]
 pub struct Model {
     /// Sizes.
     pub shape: ModelShape,
-    /// Where each parameter lies.
+    /// Offsets of each parameter.
     pub layout: Layout,
-    /// What forward and backward read, an arena of the layout in the element type of activations. The optimizer writes it;
-    /// where it is Bf16, master weights in F32 are the optimizer's. Where ranks share its work, what others updated in the
-    /// last step is not here before it is gathered.
+    /// The weights that forward and backward read: an arena of the layout in the element type of activations. The
+    /// optimizer updates it; if it is Bf16, the optimizer has F32 master weights. With a sharded optimizer, other
+    /// ranks' updates of the last step are missing until they are gathered.
     pub weights: Tensor,
     /// Cosines and sines of the rotary angles, F32 `[T, D]`; llama only.
     rope: Option<Tensor>,
     backend: BackendHandle,
 }
 
-/// A back end shared by all parts of one worker.
+/// The back end, shared by all parts of one worker.
 #[derive(Clone)]
 pub struct BackendHandle {
     backend: Rc<dyn Backend>,
@@ -55,32 +55,33 @@ impl BackendHandle {
         Self { backend: Rc::new(backend), windows: false }
     }
 
-    /// The same, whether or not its rank is to have windows: see [`crate::windows`]. Without this, it has none.
+    /// Sets whether tensors for collectives should become NCCL windows: see [`crate::nccl_windows`]. Default: false.
     #[must_use]
     pub fn with_windows(mut self, windows: bool) -> Self {
         self.windows = windows;
         self
     }
 
-    /// Whether tensors of [`alloc_collective`](Self::alloc_collective) are to be registered.
+    /// Whether tensors of [`alloc_collective`](Self::alloc_collective) should be registered as windows.
     pub fn has_windows(&self) -> bool {
         self.windows
     }
 
-    /// A tensor with unspecified contents. (Not the trait's own: through `dyn`, the pool would see one site for all.)
+    /// A tensor with unspecified contents. (A method of the trait would, called through `dyn`, give the pool the same
+    /// caller location for every request.)
     #[track_caller]
     pub fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
         Tensor::new(self.pool(), dtype, len)
     }
 
-    /// A tensor that stays, with unspecified contents: it lies apart from those that come and go.
+    /// A long-lived tensor with unspecified contents. The pool keeps it apart from short-lived ones.
     #[track_caller]
     pub fn alloc_persistent(&self, dtype: DType, len: usize) -> Result<Tensor> {
         Tensor::new(&self.pool().persistent(), dtype, len)
     }
 
-    /// A tensor that stays and that collectives work on, with unspecified contents: where there are windows, it lies where
-    /// it can be registered.
+    /// A long-lived tensor for collectives, with unspecified contents. With windows, it is allocated in a segment that
+    /// can be registered.
     #[track_caller]
     pub fn alloc_collective(&self, dtype: DType, len: usize) -> Result<Tensor> {
         match self.windows {
@@ -104,7 +105,7 @@ impl std::ops::Deref for BackendHandle {
     }
 }
 
-/// B sequences of T tokens each: what one pass works on.
+/// The shape of one pass: B sequences of T tokens each.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows {
     /// B.
@@ -121,16 +122,16 @@ impl Rows {
 }
 
 impl Model {
-    /// A model whose weights have these values: the whole arena, as [`init::weights`] or a checkpoint gives it.
+    /// A model with the weights `values`, a whole arena from [`init::weights`] or a checkpoint.
     pub fn new(backend: &BackendHandle, shape: &ModelShape, values: &[f32]) -> Result<Self> {
         let layout = Layout::new(shape);
         let weights = backend.alloc_collective(backend.activation_dtype(), layout.len)?;
         match weights.dtype() {
             DType::F32 => backend.write_f32(weights.all(), values)?,
             _ => {
-                let exact = backend.alloc(DType::F32, layout.len)?;
-                backend.write_f32(exact.all(), values)?;
-                backend.cast(exact.all(), weights.all())?;
+                let staging = backend.alloc(DType::F32, layout.len)?;
+                backend.write_f32(staging.all(), values)?;
+                backend.cast(staging.all(), weights.all())?;
             }
         }
         let rope = match shape.arch {
@@ -150,7 +151,7 @@ impl Model {
         self.weights.slice(range.clone())
     }
 
-    /// A new tensor for activations.
+    /// A new tensor in the element type of the activations.
     #[track_caller]
     fn activation(&self, len: usize) -> Result<Tensor> {
         self.backend.alloc(self.backend.activation_dtype(), len)
@@ -188,11 +189,11 @@ impl Model {
 #[expect(
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,
-    reason = "positions are small, rounding is meant"
+    reason = "positions are small, and rounding to f32 is intended"
 )]
 fn rope_table(seq: usize, width: usize) -> Vec<f32> {
     let half = width / 2;
-    // PyTorch's recipe forms frequencies and angles in f32; doing the same keeps both trainers' curves together.
+    // PyTorch implementations round frequencies and angles to f32. Doing the same keeps loss curves comparable.
     let frequency = |i: usize| ROPE_BASE.powf(-((2 * i) as f64) / width as f64) as f32;
     let angle = |t: usize, i: usize| f64::from(t as f32 * frequency(i));
     (0..seq)

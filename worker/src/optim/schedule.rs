@@ -14,8 +14,8 @@ pub fn learning_rate(train: &TrainSection, step: u64) -> f64 {
         Schedule::Cosine => {
             let length = train.steps.saturating_sub(warmup).max(1);
             let progress = ((step - warmup) as f64 / length as f64).min(1.0);
-            let share = 0.5 * (1.0 + (std::f64::consts::PI * progress).cos());
-            train.lr * (train.min_lr_ratio + (1.0 - train.min_lr_ratio) * share)
+            let cosine = 0.5 * (1.0 + (std::f64::consts::PI * progress).cos());
+            train.lr * (train.min_lr_ratio + (1.0 - train.min_lr_ratio) * cosine)
         }
     }
 }
@@ -36,7 +36,7 @@ mod tests {
     }
 
     #[test]
-    fn warm_up_rises_to_the_peak_and_the_cosine_falls_to_the_floor() {
+    fn warm_up_rises_to_lr_and_cosine_decays_to_the_minimum() {
         let train = train(Schedule::Cosine);
         let rates: Vec<f64> = (0..100).map(|step| learning_rate(&train, step)).collect();
         assert!((rates[0] - 0.1).abs() < 1e-12 && (rates[9] - 1.0).abs() < 1e-12 && rates[10] == 1.0);
@@ -46,7 +46,7 @@ mod tests {
     }
 
     #[test]
-    fn constant_stays_and_no_warm_up_starts_at_the_peak() {
+    fn constant_schedule_stays_at_lr_and_warm_up_is_optional() {
         assert_eq!(learning_rate(&train(Schedule::Constant), 99), 1.0);
         let train = TrainSection { warmup: Some(0), ..train(Schedule::Cosine) };
         assert_eq!(learning_rate(&train, 0), 1.0);

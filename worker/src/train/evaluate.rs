@@ -6,17 +6,17 @@ use xlaunch_comm::Collective;
 use xlaunch_engine::{Accumulate, DType, Tensor};
 use xlaunch_proto::spec::JobSpec;
 
-use super::replay::{Part, Replay};
+use super::replay::{Replay, Work};
 use crate::data::{self, Order, Tokens};
 use crate::error::Result;
 use crate::model::{BackendHandle, Model, Rows};
 
-/// Everything that evaluations use again and again.
+/// Buffers that all evaluations reuse, and the captured graph of one batch.
 #[derive(Debug)]
 pub struct Evaluator {
     backend: BackendHandle,
     rows: Rows,
-    /// Most batches per rank of one evaluation.
+    /// Maximum number of batches per rank and evaluation.
     batches: u64,
     tokens: Tensor,
     targets: Tensor,
@@ -26,7 +26,7 @@ pub struct Evaluator {
 }
 
 impl Evaluator {
-    /// Allocates what every evaluation needs.
+    /// Allocates the buffers.
     pub fn new(backend: &BackendHandle, model: &Model, spec: &JobSpec) -> Result<Self> {
         let rows = Rows { batch: spec.train.batch, seq: model.shape.seq };
         Ok(Self {
@@ -41,15 +41,15 @@ impl Evaluator {
         })
     }
 
-    /// Mean loss over the first `train.eval_batches` batches per rank of `tokens` in file order, or as many as there are,
-    /// at least one; and the number of tokens it is the mean of. Every rank calls it and gets the same.
+    /// The mean loss over the first `train.eval_batches` batches per rank of `tokens` in file order (fewer if there are
+    /// fewer, but at least one), and the number of tokens in that mean. Every rank calls it and gets the same result.
     pub fn evaluate(
         &self,
         model: &Model,
         collective: &mut dyn Collective,
         tokens: &Arc<Tokens>,
     ) -> Result<(f32, u64)> {
-        let (rank, world) = (collective.rank(), collective.world());
+        let (rank, world) = (collective.rank(), collective.world_size());
         let order = Order::new(tokens.len(), self.rows.seq, None);
         let per_round = (self.rows.batch * world) as u64;
         let rounds = (order.windows() / per_round).clamp(1, self.batches);
@@ -59,14 +59,14 @@ impl Evaluator {
             let batch = data::read(tokens, &order, schedule, round)?;
             self.backend.write_i32(self.tokens.all(), &batch.tokens)?;
             self.backend.write_i32(self.targets.all(), &batch.targets)?;
-            self.replay.run(Part::Evaluate, || {
+            self.replay.run(Work::Evaluate, || {
                 let acts = model.forward(self.rows, self.tokens.all())?;
                 model.loss(&acts, self.targets.all(), self.losses.all(), None)?;
                 Ok(model.mean_loss(&self.losses, 1.0, self.result.all(), Accumulate::Add)?)
             })?;
         }
         collective.all_reduce(self.result.lend(0..1), DType::F32)?;
-        collective.finish()?;
+        collective.wait_all()?;
         let mut sum = [0.0];
         self.backend.read_f32(self.result.all(), &mut sum)?;
         #[expect(clippy::cast_precision_loss, reason = "numbers of ranks and rounds are small")]
@@ -74,8 +74,8 @@ impl Evaluator {
         Ok((mean, rounds * per_round * self.rows.seq as u64))
     }
 
-    /// As [`Stepper::forget_captures`](super::Stepper::forget_captures).
-    pub fn forget_captures(&self) {
-        self.replay.forget();
+    /// As [`Stepper::drop_graphs`](super::Stepper::drop_graphs).
+    pub fn drop_graphs(&self) {
+        self.replay.drop_graphs();
     }
 }

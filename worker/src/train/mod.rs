@@ -1,10 +1,13 @@
 //! Training: the step, the loop around it, evaluation and sampling.
 //!
-//! - `step`: forward, backward with overlapped buckets, clipping, AdamW; one wait for the device per step;
-//! - `replay`: work captured once and replayed since;
-//! - `run`: the loop: data, schedule, reports, evaluation, checkpoints, stopping;
+//! - `run`: the loop: learning rate, reports, evaluation, checkpoints, stopping;
+//! - `step`: one step: forward, backward overlapped with bucketed all-reduce, clipping, AdamW;
+//! - `replay`: captures work as a CUDA graph and replays it;
 //! - `trace`: a timeline of some steps;
-//! - `evaluate`, `sample`, `replicas`: what happens between and after steps.
+//! - `evaluate`, `sample`, `replicas`: what runs between and after steps.
+//!
+//! Invariants: the host waits for the device once per step, to read back loss and flags; nothing in a step depends on
+//! the wall clock; all ranks take the same decisions after the same step.
 
 mod evaluate;
 mod replay;
@@ -15,8 +18,8 @@ mod step;
 mod trace;
 
 pub use evaluate::Evaluator;
-pub use replicas::largest_difference;
+pub use replicas::max_difference_to_rank_0;
 pub use run::{Outcome, Run};
 pub use sample::sample;
-pub use step::{Requests, Started, StepResult, Stepper, sharding, wire_dtype};
+pub use step::{PendingStep, Requests, StepResult, Stepper, sharding, wire_dtype};
 pub use trace::Tracer;

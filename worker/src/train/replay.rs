@@ -1,39 +1,39 @@
-//! Work that is the same in every step: enqueued operation by operation until its buffers have found their addresses, then
-//! captured as a graph, and replayed in one call since.
+//! Replays work that is the same in every step: it is enqueued operation by operation until the pool gives its buffers
+//! fixed addresses, then captured as a CUDA graph, and from then on launched in one call.
 //!
 //! ```text
-//! runs 1, 2: op by op, recorded by the pool --equal--> run 3: from the pool's plan, captured, launched --> run 4..: launched
+//! runs 1, 2: op by op, recorded by the pool --equal--> run 3: planned, captured, launched --> run 4..: launched
 //! ```
-//! A graph holds addresses: those of persistent tensors, and of buffers in the pool's plan, which is pinned from then on. Work
-//! whose buffers are not all in the plan is never captured. The same kernels run in the same order either way, so results
-//! are the same bit for bit.
+//! A graph contains addresses: those of persistent tensors, and of buffers in the pool's plan, which is pinned from
+//! then on. A graph with a buffer outside the plan is launched once and never again.
+//!
+//! Invariant: captured or not, the same kernels run in the same order, so results are bit-identical.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 
-use xlaunch_engine::cuda::Graph;
+use xlaunch_engine::Capture;
 use xlaunch_proto::spec::Exec;
 
 use crate::error::{Result, WorkerError};
 use crate::model::BackendHandle;
 
-/// Work that is enqueued again and again, by kind: each has its plan and its graph.
+/// The kinds of repeated work. Each has its own plan and its own graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Part {
-    /// A micro-step: the first one of a step overwrites gradients, the last one sums them over ranks, and the optimizer's
-    /// step follows.
+pub(super) enum Work {
+    /// A micro-step of training.
     Train {
-        /// Gradients are overwritten, not added to.
+        /// The first of its step: gradients are overwritten instead of added to.
         first: bool,
-        /// Gradients are summed over ranks, and parameters updated.
+        /// The last of its step: gradients are all-reduced, and the optimizer's step follows.
         last: bool,
     },
     /// The loss of one batch of held-out data.
     Evaluate,
 }
 
-impl Part {
-    /// The pool's name for it.
+impl Work {
+    /// The pool's key of its plan.
     fn key(self) -> u64 {
         match self {
             Self::Train { first, last } => u64::from(first) | u64::from(last) << 1,
@@ -42,73 +42,74 @@ impl Part {
     }
 }
 
-/// What was captured so far.
+/// The graphs captured so far.
 #[derive(Debug)]
 pub(super) struct Replay {
     backend: BackendHandle,
     exec: Exec,
-    graphs: RefCell<HashMap<Part, Graph>>,
-    /// Launched once, and not to be launched again; the device may still work on them.
-    spent: RefCell<Vec<Graph>>,
-    one_by_one: Cell<bool>,
+    graphs: RefCell<HashMap<Work, Capture>>,
+    /// Graphs that must not be launched again. They are kept because the device may still be executing them.
+    retired: RefCell<Vec<Capture>>,
+    /// Enqueue operation by operation, even work that has a graph.
+    eager: Cell<bool>,
 }
 
 impl Replay {
-    /// Nothing captured yet.
+    /// Without any graph.
     pub(super) fn new(backend: &BackendHandle, exec: Exec) -> Self {
-        let (graphs, spent) = (RefCell::default(), RefCell::default());
-        Self { backend: backend.clone(), exec, graphs, spent, one_by_one: Cell::new(false) }
+        let (graphs, retired) = (RefCell::default(), RefCell::default());
+        Self { backend: backend.clone(), exec, graphs, retired, eager: Cell::new(false) }
     }
 
-    /// Runs `work`, or what was captured of it, as one step of the pool. What `work` enqueues is the same in every run
-    /// of this part.
-    pub(super) fn run(&self, part: Part, work: impl FnOnce() -> Result<()>) -> Result<()> {
-        let graphs = self.exec == Exec::Graph && !self.one_by_one.get();
-        if graphs && let Some(graph) = self.graphs.borrow().get(&part) {
+    /// Runs `enqueue`, or launches the graph that was captured of it. `enqueue` must enqueue the same operations in
+    /// every run of this kind of work.
+    pub(super) fn run(&self, work: Work, enqueue: impl FnOnce() -> Result<()>) -> Result<()> {
+        let graphs = self.exec == Exec::Graph && !self.eager.get();
+        if graphs && let Some(graph) = self.graphs.borrow().get(&work) {
             return Ok(graph.launch()?);
         }
         let pool = self.backend.pool();
         if graphs {
             pool.finish_planning();
         }
-        let step = pool.step(part.key());
+        let step = pool.step(work.key());
         if graphs && step.is_planned() {
-            return self.capture(part, work);
+            return self.capture(work, enqueue);
         }
-        work()
+        enqueue()
     }
 
-    /// Captures `work`, whose step of the pool is planned, and launches it.
-    fn capture(&self, part: Part, work: impl FnOnce() -> Result<()>) -> Result<()> {
+    /// Captures work whose buffers the pool has planned, and launches it.
+    fn capture(&self, work: Work, enqueue: impl FnOnce() -> Result<()>) -> Result<()> {
         let pool = self.backend.pool();
         let misses = pool.stats().plan_misses;
         if !self.backend.begin_capture().map_err(WorkerError::Capture)? {
-            return work();
+            return enqueue();
         }
-        let done = work();
-        // Also after a failure: the stream would go on recording.
+        let done = enqueue();
+        // After an error too, as the stream would otherwise stay in capture mode.
         let graph = self.backend.end_capture();
         done?;
         let graph = graph.map_err(WorkerError::Capture)?;
         graph.launch().map_err(WorkerError::Capture)?;
-        // A buffer that is not in the plan is its own until the launch before this line, no longer.
+        // A buffer outside the plan was valid for the launch above only: the pool may hand its block out again.
         if pool.stats().plan_misses == misses {
             pool.pin_plans();
-            self.graphs.borrow_mut().insert(part, graph);
+            self.graphs.borrow_mut().insert(work, graph);
         } else {
-            self.spent.borrow_mut().push(graph);
+            self.retired.borrow_mut().push(graph);
         }
         Ok(())
     }
 
-    /// Whether work is to run operation by operation, whatever was captured.
-    pub(super) fn one_by_one(&self, one_by_one: bool) {
-        self.one_by_one.set(one_by_one);
+    /// Switches between operation-by-operation execution and graphs.
+    pub(super) fn set_eager(&self, eager: bool) {
+        self.eager.set(eager);
     }
 
-    /// Gives all graphs up.
-    pub(super) fn forget(&self) {
+    /// Destroys all graphs.
+    pub(super) fn drop_graphs(&self) {
         self.graphs.borrow_mut().clear();
-        self.spent.borrow_mut().clear();
+        self.retired.borrow_mut().clear();
     }
 }

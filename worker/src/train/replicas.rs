@@ -1,4 +1,4 @@
-//! Arenas between ranks: whether all hold the same, and what each holds a share of.
+//! Arenas compared across ranks, and shards gathered on rank 0.
 
 use xlaunch_comm::{Collective, Sharding};
 use xlaunch_engine::{DType, Tensor};
@@ -6,8 +6,8 @@ use xlaunch_engine::{DType, Tensor};
 use crate::error::Result;
 use crate::model::BackendHandle;
 
-/// Largest difference between this rank's `arena` and rank 0's. Every rank calls it.
-pub fn largest_difference(
+/// The largest absolute difference between this rank's `arena` and rank 0's. Every rank calls it.
+pub fn max_difference_to_rank_0(
     backend: &BackendHandle,
     arena: &Tensor,
     collective: &mut dyn Collective,
@@ -16,7 +16,7 @@ pub fn largest_difference(
     let reference = backend.alloc(DType::F32, len)?;
     backend.cast(arena.all(), reference.all())?;
     collective.broadcast(reference.lend(0..len), 0)?;
-    collective.finish()?;
+    collective.wait_all()?;
     let (mut theirs, mut ours) = (vec![0.0; len], vec![0.0; len]);
     backend.read_f32(reference.all(), &mut theirs)?;
     backend.read_f32(arena.all(), &mut ours)?;
@@ -24,32 +24,32 @@ pub fn largest_difference(
     Ok(differences.fold(0.0, f64::max))
 }
 
-/// On rank 0, the arena of which every rank has a `share`; bucket by bucket, so that no device holds all of it. Every rank
-/// calls it.
-pub(super) fn on_rank_0(
+/// Gathers the arena of which every rank has a `shard`; `Some` on rank 0. It does so bucket by bucket, so that no
+/// device needs memory for the whole arena. Every rank calls it.
+pub(super) fn gather_on_rank_0(
     backend: &BackendHandle,
     sharding: &Sharding,
-    share: &Tensor,
+    shard: &Tensor,
     collective: &mut dyn Collective,
 ) -> Result<Option<Vec<f32>>> {
-    let here = collective.rank() == 0;
-    let mut arena = vec![0.0; if here { sharding.arena_len() } else { 0 }];
+    let is_rank_0 = collective.rank() == 0;
+    let mut arena = vec![0.0; if is_rank_0 { sharding.arena_len() } else { 0 }];
     for bucket in sharding.plan().buckets() {
-        let part = sharding.in_share(bucket);
-        let gathered = match sharding.is_whole() {
-            true => None,
-            false => {
-                let whole = backend.alloc(share.dtype(), bucket.len())?;
-                collective.all_gather(share.lend(part.clone()), whole.lend(0..bucket.len()))?;
-                collective.finish()?;
+        let own = sharding.in_shard(bucket);
+        let gathered = match sharding.is_sharded() {
+            false => None,
+            true => {
+                let whole = backend.alloc(shard.dtype(), bucket.len())?;
+                collective.all_gather(shard.lend(own.clone()), whole.lend(0..bucket.len()))?;
+                collective.wait_all()?;
                 Some(whole)
             }
         };
-        if here {
-            let values = gathered.as_ref().map_or_else(|| share.slice(part), Tensor::all);
+        if is_rank_0 {
+            let values = gathered.as_ref().map_or_else(|| shard.slice(own), Tensor::all);
             backend.read_f32(values, &mut arena[bucket.clone()])?;
         }
     }
     collective.check()?;
-    Ok(here.then_some(arena))
+    Ok(is_rank_0.then_some(arena))
 }

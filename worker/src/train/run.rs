@@ -1,4 +1,4 @@
-//! The loop around the steps of one rank: schedule, reports, evaluation, checkpoints, stopping.
+//! The training loop of one rank: learning rate, reports, evaluation, checkpoints, stopping.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -10,8 +10,8 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointReport, EvalReport, KernelReport, Phase, ProfileReport, StepReport};
 
 use super::evaluate::Evaluator;
-use super::replicas::on_rank_0;
-use super::step::{Requests, Started, Stepper};
+use super::replicas::gather_on_rank_0;
+use super::step::{PendingStep, Requests, Stepper};
 use super::trace::{self, Tracer};
 use crate::checkpoint::{self, Snapshot, State};
 use crate::control::Control;
@@ -20,9 +20,9 @@ use crate::error::{Result, WorkerError};
 use crate::model::{BackendHandle, Model};
 use crate::optim::{AdamW, schedule};
 
-/// Everything a rank trains with.
+/// Everything that the loop works with.
 #[derive(Debug)]
-#[expect(missing_docs, reason = "the parts are documented where they are defined")]
+#[expect(missing_docs, reason = "the types are documented where they are defined")]
 pub struct Run<'a> {
     pub spec: &'a JobSpec,
     pub backend: &'a BackendHandle,
@@ -39,13 +39,13 @@ pub struct Run<'a> {
     pub first_step: u64,
     /// Sequences used before this run.
     pub first_sequence: u64,
-    /// Where to write what the pool did in the first step.
+    /// Directory for a trace of the pool's requests during the first step.
     pub pool_trace: Option<&'a Path>,
     /// The step, from 0, whose kernels are timed.
     pub profile: Option<u64>,
-    /// Whether this measures: nothing is saved, and the profile is reported.
+    /// A benchmark: no checkpoints are saved, and the profile is reported to the agent.
     pub bench: bool,
-    /// What `[observe] trace` asks for.
+    /// Writes the timeline of `[observe] trace`.
     pub tracer: Tracer,
 }
 
@@ -54,66 +54,67 @@ pub struct Run<'a> {
 pub struct Outcome {
     /// Steps completed, earlier runs included.
     pub steps: u64,
-    /// Whether a Stop command ended it before the last step.
+    /// A stop command ended training before the last step.
     pub stopped_early: bool,
 }
 
-/// A step that was given to the device.
+/// A step that was enqueued and has not been waited for.
 #[derive(Debug)]
-struct UnderWay {
-    started: Started,
+struct InFlight {
+    pending: PendingStep,
     learning_rate: f64,
 }
 
 impl Run<'_> {
-    /// Trains until the last step or a Stop command; the last checkpoint is complete when it returns, but for a bench.
+    /// Trains until the last step or a stop command. Unless this is a benchmark, the last checkpoint is complete when
+    /// it returns.
     ///
-    /// A GPU is given its next step before the results of the one under way are waited for, unless something is to happen
-    /// between the two. So a request takes effect at most one step after the one whose results tell of it, and, as all ranks
-    /// decide alike, after the same step everywhere.
+    /// The next step is enqueued before the results of the current one are read back, so that the GPU does not idle
+    /// meanwhile, unless something has to happen between the two. A request therefore takes effect at most one step
+    /// after the step whose results contain it. All ranks see the same requests, so they act on it after the same step.
     pub fn run(&mut self) -> Result<Outcome> {
         let mut step = self.first_step;
-        let mut asked = Requests::default();
+        let mut requested = Requests::default();
         let mut next = None;
         let mut since = Instant::now();
-        while step < self.spec.train.steps && !(asked.stop && next.is_none()) {
-            let under_way = match next.take() {
-                Some(under_way) => under_way,
+        while step < self.spec.train.steps && !(requested.stop && next.is_none()) {
+            let current = match next.take() {
+                Some(current) => current,
                 None => {
                     since = Instant::now();
                     self.start(step)?
                 }
             };
-            if asked == Requests::default() && self.may_follow_at_once(step) {
+            if requested == Requests::default() && self.can_enqueue_next(step) {
                 next = Some(self.start(step + 1)?);
             }
-            let requests = self.finish(step, under_way, &mut since)?;
-            asked.stop |= requests.stop;
-            asked.checkpoint |= requests.checkpoint;
+            let requests = self.finish(step, current, &mut since)?;
+            requested.stop |= requests.stop;
+            requested.checkpoint |= requests.checkpoint;
             step += 1;
             if next.is_none() {
-                self.between(step, asked)?;
-                asked.checkpoint = false;
+                self.between_steps(step, requested)?;
+                requested.checkpoint = false;
             }
         }
         self.tracer.finish()?;
         Ok(Outcome { steps: step, stopped_early: step < self.spec.train.steps })
     }
 
-    /// Whether nothing is to happen between a step and the one after it. The same on every rank.
-    fn may_follow_at_once(&self, step: u64) -> bool {
+    /// Whether the step after `step` can be enqueued before this one is read back. The same on every rank.
+    fn can_enqueue_next(&self, step: u64) -> bool {
         let done = step + 1;
-        let asynchronous = self.backend.cuda_stream().is_some();
+        let asynchronous = self.backend.is_asynchronous();
         asynchronous
             && !self.evaluates_after(done)
             && !self.saves_after(done)
-            && !self.timed(step)
-            && !self.timed(done)
-            && !self.traced(step)
+            && !self.is_profiled(step)
+            && !self.is_profiled(done)
+            && !self.writes_pool_trace_after(step)
     }
 
-    /// Whether the kernels of a step are timed, one by one.
-    fn timed(&self, step: u64) -> bool {
+    /// Whether each kernel of a step is timed.
+    fn is_profiled(&self, step: u64) -> bool {
         self.profile == Some(step) || self.tracer.traces(step)
     }
 
@@ -129,13 +130,13 @@ impl Run<'_> {
         (every != 0 && done.is_multiple_of(every)) || done == self.spec.train.steps
     }
 
-    /// Whether the pool's doings are written after this step.
-    fn traced(&self, step: u64) -> bool {
+    /// Whether the pool trace is written after this step.
+    fn writes_pool_trace_after(&self, step: u64) -> bool {
         step == self.first_step && self.pool_trace.is_some()
     }
 
-    /// What is due when `step` steps are completed, and no step is under way.
-    fn between(&mut self, step: u64, asked: Requests) -> Result<()> {
+    /// Does what is due after `step` completed steps. No step is in flight.
+    fn between_steps(&mut self, step: u64, requested: Requests) -> Result<()> {
         if let Some(dir) = self.pool_trace.take() {
             self.write_pool_trace(dir)?;
         }
@@ -143,52 +144,57 @@ impl Run<'_> {
             let _span = trace::span(Phase::Evaluation);
             self.evaluate(step)?;
         }
-        if !self.bench && (self.saves_after(step) || asked.checkpoint || asked.stop) {
+        if !self.bench && (self.saves_after(step) || requested.checkpoint || requested.stop) {
             let _span = trace::span(Phase::Checkpoint);
             self.save(step)?;
         }
         Ok(())
     }
 
-    fn start(&mut self, step: u64) -> Result<UnderWay> {
+    /// Enqueues a step.
+    fn start(&mut self, step: u64) -> Result<InFlight> {
         if let Some(reason) = self.control.lost() {
             return Err(WorkerError::AgentLost(reason));
         }
         let learning_rate = schedule::learning_rate(&self.spec.train, step);
         self.optimizer.prepare(step, learning_rate)?;
-        let requests =
-            Requests { stop: self.control.stop_asked(), checkpoint: self.control.checkpoint_asked() };
-        if self.timed(step) {
+        let requests = Requests {
+            stop: self.control.stop_requested(),
+            checkpoint: self.control.take_checkpoint_request(),
+        };
+        if self.is_profiled(step) {
             self.tracer.begin(step);
             self.backend.begin_profile();
-            self.stepper.one_by_one(true);
+            // Kernels of a graph cannot be timed one by one.
+            self.stepper.set_eager(true);
         }
-        let started =
+        let pending =
             self.stepper.start(self.model, self.optimizer, self.collective, self.loader, requests)?;
-        Ok(UnderWay { started, learning_rate })
+        Ok(InFlight { pending, learning_rate })
     }
 
-    /// Waits for a step and reports it. `since`: when the step before it was completed, or this one started.
-    fn finish(&mut self, step: u64, under_way: UnderWay, since: &mut Instant) -> Result<Requests> {
-        let result = self.stepper.finish(under_way.started, self.collective)?;
+    /// Waits for a step and reports it. `since` is when the previous step was completed or, if the device was idle,
+    /// when this one was started.
+    fn finish(&mut self, step: u64, current: InFlight, since: &mut Instant) -> Result<Requests> {
+        let result = self.stepper.finish(current.pending, self.collective)?;
         let completed = Instant::now();
-        if self.timed(step) {
-            self.stepper.one_by_one(false);
+        if self.is_profiled(step) {
+            self.stepper.set_eager(false);
             let kernels = self.backend.end_profile()?;
             self.tracer.end(step, &kernels)?;
             if self.profile == Some(step) && self.collective.rank() == 0 {
-                self.profiled(step, &KernelTime::by_name(&kernels));
+                self.report_profile(step, &KernelTime::by_name(&kernels));
             }
         }
         if !result.loss.is_finite() {
             return Err(WorkerError::Diverged { step, loss: result.loss });
         }
         let pool = self.backend.pool().stats();
-        #[expect(clippy::cast_possible_truncation, reason = "shown to people")]
+        #[expect(clippy::cast_possible_truncation, reason = "for display only")]
         self.control.report(Report::Step(StepReport {
             step,
             loss: result.loss,
-            learning_rate: under_way.learning_rate as f32,
+            learning_rate: current.learning_rate as f32,
             grad_norm: result.grad_norm,
             step_seconds: (completed - *since).as_secs_f64(),
             tokens: self.stepper.tokens_per_step(),
@@ -203,7 +209,7 @@ impl Run<'_> {
         Ok(result.requests)
     }
 
-    fn profiled(&self, step: u64, times: &[KernelTime]) {
+    fn report_profile(&self, step: u64, times: &[KernelTime]) {
         if !self.bench {
             return print_profile(step, times);
         }
@@ -215,7 +221,8 @@ impl Run<'_> {
         self.control.report(Report::Profile(ProfileReport { kernels: times.iter().map(kernel).collect() }));
     }
 
-    /// What the pool did until now, for PyTorch's memory_viz, for Perfetto, and as a log that can be replayed.
+    /// Writes the pool's requests so far for PyTorch's memory_viz, for Perfetto, and as a log for `xlaunch bench
+    /// alloc`.
     fn write_pool_trace(&self, dir: &Path) -> Result<()> {
         let (rank, snapshot) = (self.collective.rank(), self.backend.pool().snapshot());
         let io = |source| WorkerError::Io {
@@ -240,20 +247,20 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Rank 0 saves for all. Every rank calls it: what each holds a share of is collected first.
+    /// Saves a checkpoint on rank 0. Every rank calls it, as shards are gathered first.
     fn save(&mut self, step: u64) -> Result<()> {
         let start = Instant::now();
         let sharding = self.optimizer.sharding();
-        let mut collect = |share| on_rank_0(self.backend, sharding, share, self.collective);
+        let mut gather = |shard| gather_on_rank_0(self.backend, sharding, shard, self.collective);
         let [params, m, v] = self.optimizer.state(self.model);
-        let (Some(params), Some(m), Some(v)) = (collect(params)?, collect(m)?, collect(v)?) else {
+        let (Some(params), Some(m), Some(v)) = (gather(params)?, gather(m)?, gather(v)?) else {
             return Ok(());
         };
         let state = State {
             version: checkpoint::VERSION,
             step,
             sequences: self.first_sequence + (step - self.first_step) * self.stepper.sequences_per_step(),
-            world_size: u32::try_from(self.collective.world()).unwrap_or(u32::MAX),
+            world_size: u32::try_from(self.collective.world_size()).unwrap_or(u32::MAX),
             model: self.model.shape.clone(),
             seed: self.spec.job.seed,
             spec: self.spec.clone(),
@@ -270,8 +277,8 @@ impl Run<'_> {
     }
 }
 
-/// Where the device's time of one step went.
-#[expect(clippy::print_stderr, reason = "asked for by the user; a worker's stdout is its model's")]
+/// Prints the device time per kernel of one step.
+#[expect(clippy::print_stderr, reason = "requested with XLAUNCH_PROFILE; stdout is for results")]
 fn print_profile(step: u64, times: &[KernelTime]) {
     let total: f64 = times.iter().map(|time| time.seconds).sum();
     eprintln!("step {}: {:.3} ms in kernels", step + 1, total * 1e3);

@@ -1,18 +1,18 @@
-//! Text sampled from a byte-level model.
+//! Samples text from a byte-level model.
 
 use xlaunch_engine::DType;
 use xlaunch_proto::v1::Phase;
 
 use super::trace;
 use crate::error::Result;
-use crate::model::init::Random;
 use crate::model::{BackendHandle, Model, Rows};
+use crate::random::Random;
 
-/// Below 1, likely bytes become likelier.
+/// Softmax temperature. Below 1 it favours likely bytes.
 const TEMPERATURE: f64 = 0.8;
 
-/// `count` bytes that the model finds likely after `prompt`, which comes first in the text. Bytes that are not UTF-8 or
-/// are control characters other than newline and tab show as `\u{fffd}`.
+/// Returns `prompt` followed by `count` bytes sampled from the model. Invalid UTF-8, and control characters other than
+/// newline and tab, are replaced by `\u{fffd}`, so that a sample cannot send escape sequences to a terminal.
 pub fn sample(
     backend: &BackendHandle,
     model: &Model,
@@ -28,7 +28,7 @@ pub fn sample(
     let tokens = backend.alloc(DType::I32, seq)?;
     let mut logits = vec![0.0; vocab];
     for _ in 0..count {
-        // Attention is causal: what stands behind the last byte does not matter, so one shape serves every length.
+        // Attention is causal: padding after the last byte has no effect, so one shape serves every length.
         let context = &text[text.len().saturating_sub(seq)..];
         let mut window: Vec<i32> = context.iter().map(|byte| i32::from(*byte)).collect();
         window.resize(seq, 0);
@@ -37,23 +37,23 @@ pub fn sample(
         backend.read_f32(acts.logits(context.len() - 1, vocab), &mut logits)?;
         text.push(draw(&logits, random.uniform()));
     }
-    Ok(readable(&text))
+    Ok(sanitize(&text))
 }
 
-/// The byte at which the cumulated softmax passes `uniform`.
+/// The byte at which the cumulative softmax reaches `uniform`.
 fn draw(logits: &[f32], uniform: f64) -> u8 {
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weights: Vec<f64> =
         logits.iter().map(|logit| (f64::from(logit - largest) / TEMPERATURE).exp()).collect();
-    let mut left = uniform * weights.iter().sum::<f64>();
+    let mut remaining = uniform * weights.iter().sum::<f64>();
     let index = weights.iter().position(|weight| {
-        left -= weight;
-        left <= 0.0
+        remaining -= weight;
+        remaining <= 0.0
     });
     u8::try_from(index.unwrap_or(0)).unwrap_or(0)
 }
 
-fn readable(text: &[u8]) -> String {
+fn sanitize(text: &[u8]) -> String {
     let shown = |c: char| if c.is_control() && c != '\n' && c != '\t' { '\u{fffd}' } else { c };
     String::from_utf8_lossy(text).chars().map(shown).collect()
 }
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn likely_bytes_are_drawn_and_the_last_one_is_reachable() {
+    fn draw_favours_likely_bytes_and_covers_the_whole_range() {
         let mut logits = vec![-50.0; 256];
         logits[b'x' as usize] = 50.0;
         assert_eq!(draw(&logits, 0.5), b'x');
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn control_characters_and_broken_utf8_cannot_reach_a_terminal() {
-        assert_eq!(readable(b"a\x1b[2J\n\xff"), "a\u{fffd}[2J\n\u{fffd}");
+    fn sample_contains_no_control_characters_or_invalid_utf8() {
+        assert_eq!(sanitize(b"a\x1b[2J\n\xff"), "a\u{fffd}[2J\n\u{fffd}");
     }
 }

@@ -1,30 +1,31 @@
 //! One optimizer step on one rank.
 //!
 //! ```text
-//! compute stream: forward, backward ------------------------------> wait . square sum . AdamW . read back
-//! second stream:          bucket 0 . bucket 1 . ... . loss and flags ^
+//! compute stream: forward, backward ------------------------------> wait . grad norm . AdamW . read back
+//! comm stream:            bucket 0 . bucket 1 . ... . loss and flags ^
 //! ```
-//! A bucket's sum over ranks starts as soon as backward has written its last gradient. Loss and flags travel in one small
-//! sum, so all ranks learn in the same step that any of them was asked to stop.
+//! The all-reduce of a bucket starts as soon as backward has written its last gradient. Loss and flags share one small
+//! all-reduce, so that all ranks learn in the same step that any of them was told to stop.
 //!
-//! Where each rank updates its share of the parameters, the step begins with the exchange of what the one before it updated;
-//! backward's sums are shared out, and the gradients' norm, to which each rank adds its part, travels with loss and flags:
+//! With a sharded optimizer (`comm.shard_optimizer`) the step begins with the all-gather of the parameters that the
+//! previous step updated. Buckets are reduce-scattered, and the squared gradient norm, of which each rank has the part
+//! of its shard, is all-reduced with loss and flags:
 //! ```text
-//! compute stream: forward . . . . , backward ------> wait . square sum .                     . AdamW . read back
-//! second stream:  bucket n . ... . 0      shares of buckets ^           loss, flags and norm ^
+//! compute stream: forward . . . . , backward ------> wait . grad norm .                      . AdamW . read back
+//! comm stream:    gather n . ... . 0     reduce-scatter ^              loss, flags and norm ^
 //! ```
 //!
-//! What changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device memory before the
-//! work that reads it is enqueued, so that the work itself can be captured and replayed: see [`Replay`].
+//! Everything that changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device
+//! memory before the work that reads it is enqueued. So the work itself can be captured and replayed: see [`Replay`].
 
 use std::ops::Range;
 
 use xlaunch_comm::{Collective, Sharding, bucket};
-use xlaunch_engine::{Accumulate, DType, Reading, Tensor};
+use xlaunch_engine::{Accumulate, DType, PendingRead, SquaredNorm, Tensor};
 use xlaunch_proto::spec::{JobSpec, SpecError, WireDtype};
 use xlaunch_proto::v1::Phase;
 
-use super::replay::{Part, Replay};
+use super::replay::{Replay, Work};
 use super::trace;
 use crate::data::Loader;
 use crate::error::{Result, WorkerError};
@@ -32,20 +33,20 @@ use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, Rows};
 use crate::optim::AdamW;
 
-/// Slots of the tensor that a step is read back from. All are summed over ranks; where every rank has all gradients, their
-/// squares are written over what that sum left.
+/// Slots of the tensor that is read back after a step. All are all-reduced. Without sharding every rank computes the
+/// norm of all gradients itself, and writes it after that all-reduce.
 mod slot {
     pub(super) const LOSS: usize = 0;
     pub(super) const STOP: usize = 1;
     pub(super) const CHECKPOINT: usize = 2;
-    pub(super) const SQUARE_SUM: usize = 3;
+    pub(super) const GRAD_NORM_SQ: usize = 3;
     pub(super) const COUNT: usize = 4;
 }
 
-/// Smaller first bucket: its sum starts early, while later gradients are still being made.
+/// Cap of the first bucket: a small one lets communication start early in backward.
 const FIRST_BUCKET_BYTES: usize = 1 << 20;
 
-/// What this rank was asked by its agent.
+/// Requests of the agent, in the step that all ranks agree on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "named after the commands")]
 pub struct Requests {
@@ -53,22 +54,22 @@ pub struct Requests {
     pub checkpoint: bool,
 }
 
-/// What a step came to, the same on every rank.
+/// The results of a step, the same on every rank.
 #[derive(Clone, Copy, Debug)]
 pub struct StepResult {
     /// Mean loss over the global batch.
     pub loss: f32,
     /// Global norm of the gradients before clipping.
     pub grad_norm: f32,
-    /// What any rank was asked.
+    /// Requests that any rank received.
     pub requests: Requests,
 }
 
-/// A step that was given to the device.
+/// A step that was enqueued and has not been waited for.
 #[derive(Debug)]
-pub struct Started(Reading);
+pub struct PendingStep(PendingRead);
 
-/// Everything that steps use again and again.
+/// Buffers that all steps reuse, and their captured graphs.
 #[derive(Debug)]
 pub struct Stepper {
     backend: BackendHandle,
@@ -77,8 +78,8 @@ pub struct Stepper {
     world: usize,
     overlap: bool,
     grads: Tensor,
-    /// This rank's share of the summed gradients, where they are not summed in place.
-    share: Option<Tensor>,
+    /// This rank's shard of the reduced gradients; `None` without sharding, where they are reduced in place.
+    grad_shard: Option<Tensor>,
     tokens: Tensor,
     targets: Tensor,
     losses: Tensor,
@@ -97,14 +98,14 @@ pub fn wire_dtype(spec: &JobSpec, activations: DType) -> DType {
     }
 }
 
-/// The buckets of this layout, and what `rank` has of them.
+/// The buckets of this layout, and the shards of `rank`.
 ///
 /// # Errors
-/// A number of ranks that cannot share the parameters as the job says.
+/// If this number of ranks cannot shard the optimizer as the job says.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
-    reason = "a size in MiB, checked to be positive; a larger one than memory means one bucket"
+    reason = "positive by JobSpec::check; a cap above all memory means a single bucket"
 )]
 pub fn sharding(
     spec: &JobSpec,
@@ -117,11 +118,11 @@ pub fn sharding(
     let cap = (spec.comm.bucket_mb * f64::from(1 << 20)) as usize;
     let size = wire_dtype(spec, activations).size();
     let plan = bucket::Plan::new(&layout.ends(), size, cap, cap.min(FIRST_BUCKET_BYTES));
-    Ok(if spec.comm.shard_optimizer { Sharding::new(plan, rank, ranks) } else { Sharding::whole(plan) })
+    Ok(if spec.comm.shard_optimizer { Sharding::new(plan, rank, ranks) } else { Sharding::replicated(plan) })
 }
 
 impl Stepper {
-    /// Allocates what every step needs.
+    /// Allocates the buffers.
     pub fn new(
         backend: &BackendHandle,
         model: &Model,
@@ -131,14 +132,14 @@ impl Stepper {
     ) -> Result<Self> {
         let rows = Rows { batch: spec.train.batch, seq: model.shape.seq };
         let dtype = wire_dtype(spec, backend.activation_dtype());
-        let share = || backend.alloc_collective(dtype, sharding.len());
+        let shard = || backend.alloc_collective(dtype, sharding.len());
         let stepper = Self {
             rows,
             accumulate: spec.train.accumulate,
             world,
             overlap: spec.comm.overlap,
             grads: backend.alloc_collective(dtype, model.layout.len)?,
-            share: (!sharding.is_whole()).then(share).transpose()?,
+            grad_shard: sharding.is_sharded().then(shard).transpose()?,
             tokens: backend.alloc_persistent(DType::I32, rows.count())?,
             targets: backend.alloc_persistent(DType::I32, rows.count())?,
             losses: backend.alloc_persistent(DType::F32, rows.count())?,
@@ -147,19 +148,19 @@ impl Stepper {
             replay: Replay::new(backend, spec.engine.exec),
             backend: backend.clone(),
         };
-        // Gaps between parameters are never written again, and take part in sums and norms.
+        // Gaps between parameters are reduced and enter the norm, but are never written again.
         backend.zero(stepper.grads.all())?;
         backend.zero(stepper.results.all())?;
-        if let Some(share) = &stepper.share {
-            // Sums alone write it, which a bench may leave out.
-            backend.zero(share.all())?;
+        if let Some(shard) = &stepper.grad_shard {
+            // Written by reduce-scatter only, which a benchmark may skip.
+            backend.zero(shard.all())?;
         }
         Ok(stepper)
     }
 
-    /// What is summed over ranks, and where the sums go.
-    pub fn summed(&self) -> impl Iterator<Item = &Tensor> {
-        [Some(&self.grads), self.share.as_ref(), Some(&self.results)].into_iter().flatten()
+    /// The buffers that are reduced, and those that results are written to.
+    pub fn reduce_buffers(&self) -> impl Iterator<Item = &Tensor> {
+        [Some(&self.grads), self.grad_shard.as_ref(), Some(&self.results)].into_iter().flatten()
     }
 
     /// Tokens of the global batch.
@@ -167,7 +168,7 @@ impl Stepper {
         self.sequences_per_step() * self.rows.seq as u64
     }
 
-    /// Bytes of gradients that a step sums over ranks, of one rank.
+    /// Bytes of gradients that one rank contributes to the all-reduce of a step.
     pub fn all_reduce_bytes(&self) -> u64 {
         if self.world > 1 { (self.grads.len() * self.grads.dtype().size()) as u64 } else { 0 }
     }
@@ -177,7 +178,7 @@ impl Stepper {
         (self.rows.batch * self.accumulate * self.world) as u64
     }
 
-    /// Runs one step; `optimizer` was prepared for it.
+    /// Runs one step. [`AdamW::prepare`] must have been called for it.
     pub fn step(
         &self,
         model: &Model,
@@ -186,11 +187,11 @@ impl Stepper {
         loader: &Loader,
         requests: Requests,
     ) -> Result<StepResult> {
-        let started = self.start(model, optimizer, collective, loader, requests)?;
-        self.finish(started, collective)
+        let pending = self.start(model, optimizer, collective, loader, requests)?;
+        self.finish(pending, collective)
     }
 
-    /// Gives one step to the device; `optimizer` was prepared for it.
+    /// Enqueues one step. [`AdamW::prepare`] must have been called for it.
     pub fn start(
         &self,
         model: &Model,
@@ -198,8 +199,8 @@ impl Stepper {
         collective: &mut dyn Collective,
         loader: &Loader,
         requests: Requests,
-    ) -> Result<Started> {
-        let flag = |asked| f32::from(u8::from(asked));
+    ) -> Result<PendingStep> {
+        let flag = |requested| f32::from(u8::from(requested));
         let flags = [flag(requests.stop), flag(requests.checkpoint)];
         self.backend.write_f32(self.results.slice(slot::STOP..slot::CHECKPOINT + 1), &flags)?;
         for micro in 0..self.accumulate {
@@ -209,23 +210,23 @@ impl Stepper {
             self.backend.write_i32(self.tokens.all(), &batch.tokens)?;
             self.backend.write_i32(self.targets.all(), &batch.targets)?;
             let (first, last) = (micro == 0, micro + 1 == self.accumulate);
-            self.replay.run(Part::Train { first, last }, || {
+            self.replay.run(Work::Train { first, last }, || {
                 self.micro_step(model, optimizer, collective, first, last)?;
                 if last { self.update(model, optimizer, collective) } else { Ok(()) }
             })?;
         }
-        Ok(Started(self.backend.begin_read(self.results.all())?))
+        Ok(PendingStep(self.backend.begin_read(self.results.all())?))
     }
 
-    /// Waits for a step. The one after it may have been started.
-    pub fn finish(&self, started: Started, collective: &dyn Collective) -> Result<StepResult> {
+    /// Waits for a step. The next one may have been enqueued already.
+    pub fn finish(&self, pending: PendingStep, collective: &dyn Collective) -> Result<StepResult> {
         let _reading = trace::span(Phase::ReadBack);
         let mut results = [0.0; slot::COUNT];
-        started.0.wait(&mut results)?;
+        pending.0.wait(&mut results)?;
         collective.check()?;
         Ok(StepResult {
             loss: results[slot::LOSS],
-            grad_norm: results[slot::SQUARE_SUM].sqrt(),
+            grad_norm: results[slot::GRAD_NORM_SQ].sqrt(),
             requests: Requests {
                 stop: results[slot::STOP] > 0.0,
                 checkpoint: results[slot::CHECKPOINT] > 0.0,
@@ -233,14 +234,16 @@ impl Stepper {
         })
     }
 
-    /// The next steps run operation by operation, so that each can be timed, or may be replayed again.
-    pub fn one_by_one(&self, one_by_one: bool) {
-        self.replay.one_by_one(one_by_one);
+    /// Makes the next steps run operation by operation, so that each kernel can be timed, or lets them replay graphs
+    /// again.
+    pub fn set_eager(&self, eager: bool) {
+        self.replay.set_eager(eager);
     }
 
-    /// Gives captured work up. It comes before the collective's end, which waits for graphs with its sums.
-    pub fn forget_captures(&self) {
-        self.replay.forget();
+    /// Destroys captured graphs. Call it before the collective is closed, which waits for graphs that contain its
+    /// operations.
+    pub fn drop_graphs(&self) {
+        self.replay.drop_graphs();
     }
 
     fn micro_step(
@@ -253,9 +256,9 @@ impl Stepper {
     ) -> Result<()> {
         let acc = if first { Accumulate::Overwrite } else { Accumulate::Add };
         #[expect(clippy::cast_precision_loss, reason = "numbers of ranks and micro-steps are small")]
-        let share = 1.0 / (self.accumulate * self.world) as f32;
+        let weight = 1.0 / (self.accumulate * self.world) as f32;
         #[expect(clippy::cast_precision_loss, reason = "rows of one batch are far below 2^24")]
-        let scale = share / self.rows.count() as f32;
+        let scale = weight / self.rows.count() as f32;
 
         let forward = trace::span(Phase::Forward);
         match (first, self.overlap) {
@@ -263,63 +266,68 @@ impl Stepper {
             (true, false) => optimizer.gather(model, collective)?,
             (false, _) => {}
         }
-        let mut arrivals = bucket::Arrivals::new(self.sharding.plan());
-        let acts = model.forward_as_weights_arrive::<WorkerError>(self.rows, self.tokens.all(), |start| {
-            for _ in 0..arrivals.needed_from(start) {
-                collective.finish_gather()?;
+        let mut gathers = bucket::GatherProgress::new(self.sharding.plan());
+        let acts = model.forward_with_gathers::<WorkerError>(self.rows, self.tokens.all(), |start| {
+            for _ in 0..gathers.needed_from(start) {
+                collective.wait_gather()?;
             }
             Ok(())
         })?;
         model.loss(&acts, self.targets.all(), self.losses.all(), Some(scale))?;
-        model.mean_loss(&self.losses, share, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
+        model.mean_loss(&self.losses, weight, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
         drop(forward);
         let _backward = trace::span(Phase::Backward);
-        let mut progress = bucket::Progress::new(self.sharding.plan());
+        let mut progress = bucket::ReduceProgress::new(self.sharding.plan());
         let (overlap, end) = (self.overlap, model.layout.len);
         model.backward(acts, self.tokens.all(), &self.grads, acc, |finished, grads| {
             if last && (overlap || finished == end) {
-                for bucket in progress.finished_up_to(finished) {
-                    self.sum(bucket, grads, collective)?;
+                for bucket in progress.written_up_to(finished) {
+                    self.reduce_bucket(bucket, grads, collective)?;
                 }
             }
             Ok(())
         })
     }
 
-    /// Starts the sum of a bucket over ranks.
-    fn sum(&self, bucket: Range<usize>, grads: &Tensor, collective: &mut dyn Collective) -> Result<()> {
-        match &self.share {
+    /// Starts the all-reduce or reduce-scatter of a bucket.
+    fn reduce_bucket(
+        &self,
+        bucket: Range<usize>,
+        grads: &Tensor,
+        collective: &mut dyn Collective,
+    ) -> Result<()> {
+        match &self.grad_shard {
             None => collective.all_reduce(grads.lend(bucket), grads.dtype())?,
-            Some(share) => {
-                let part = share.lend(self.sharding.in_share(&bucket));
-                collective.reduce_scatter(grads.lend(bucket), part, grads.dtype())?;
+            Some(shard) => {
+                let own = shard.lend(self.sharding.in_shard(&bucket));
+                collective.reduce_scatter(grads.lend(bucket), own, grads.dtype())?;
             }
         }
         Ok(())
     }
 
-    /// What follows the last micro-step: the sums' end, and the optimizer's step.
+    /// After the last micro-step: waits for the reduced gradients, and runs the optimizer.
     fn update(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
         let _tag = xlaunch_pool::tag("optimizer");
-        let square_sum = self.results.slice(slot::SQUARE_SUM..slot::SQUARE_SUM + 1);
-        let summing = trace::span(Phase::AllReduce);
-        let grads = match &self.share {
+        let grad_norm_sq = self.results.slice(slot::GRAD_NORM_SQ..slot::GRAD_NORM_SQ + 1);
+        let all_reduce = trace::span(Phase::AllReduce);
+        let grads = match &self.grad_shard {
             None => {
                 collective.all_reduce(self.results.lend(0..slot::COUNT), DType::F32)?;
-                collective.finish()?;
-                self.backend.square_sum(self.grads.all(), square_sum)?;
+                collective.wait_all()?;
+                self.backend.squared_norm(SquaredNorm { x: self.grads.all(), out: grad_norm_sq })?;
                 &self.grads
             }
-            Some(share) => {
-                collective.finish()?;
-                self.backend.square_sum(share.all(), square_sum)?;
+            Some(shard) => {
+                collective.wait_all()?;
+                self.backend.squared_norm(SquaredNorm { x: shard.all(), out: grad_norm_sq })?;
                 collective.all_reduce(self.results.lend(0..slot::COUNT), DType::F32)?;
-                collective.finish()?;
-                share
+                collective.wait_all()?;
+                shard
             }
         };
-        drop(summing);
+        drop(all_reduce);
         let _span = trace::span(Phase::Optimizer);
-        Ok(optimizer.step(model, grads.all(), square_sum)?)
+        Ok(optimizer.step(model, grads.all(), grad_norm_sq)?)
     }
 }

@@ -1,13 +1,12 @@
-//! `[observe] trace`: what host and device did in some steps, for Perfetto and Chrome.
+//! `[observe] trace`: a timeline of host and device during some steps, for Perfetto and Chrome's tracing page.
 //!
 //! ```text
-//! host            | step 11 [wait for data][forward][backward][sums][optimizer][read back] | step 12 ...
-//! compute stream  |           [embed_fwd][norm_fwd][product ...]...                        | ...
+//! host            | step 11 [wait for data][forward][backward][all-reduce][optimizer][read back] | step 12 ...
+//! compute stream  |           [embed_fwd][norm_fwd][gemm ...]...                                 | ...
 //! ```
-//! Phases are [`span`]s of the trainer's thread: what the host does in them is to compute on a CPU, to enqueue on a GPU.
-//! Heartbeats tell the present one.
-//! Kernels come from the back end's profiler. The file, in the Trace Event Format, is `trace-rank<R>.json` in the run's
-//! directory. Where a profiler that takes NVTX ranges is attached, it gets every phase, in all steps.
+//! Phases are [`span`]s of the training thread, in which the host computes (CPU) or enqueues work (GPU). Heartbeats
+//! report the current one. Kernels come from the back end's profiler. The file, in the Trace Event Format, is
+//! `trace-rank<R>.json` in the run's directory. An attached profiler gets every phase of all steps as an NVTX range.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -16,22 +15,22 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 use xlaunch_engine::{KernelSpan, nvtx};
-use xlaunch_proto::v1;
+use xlaunch_proto::v1::Phase;
 
-use crate::doing;
 use crate::error::{Result, WorkerError};
+use crate::phase;
 
-/// Steps of a job before the traced ones, where it is long enough: caches and clocks have settled by then.
-const SETTLED: u64 = 10;
-/// Tracks of a process.
-const HOST: u32 = 0;
-const DEVICE: u32 = 1;
+/// Steps before the traced ones if the job is long enough: caches are warm and clocks stable by then.
+const WARMUP_STEPS: u64 = 10;
+/// Tracks of the timeline, as thread ids of the Trace Event Format.
+const HOST_TRACK: u32 = 0;
+const DEVICE_TRACK: u32 = 1;
 
-thread_local!(static PHASES: RefCell<Option<Vec<Phase>>> = const { RefCell::new(None) });
+// Finished phases of the step that is being traced; `None` outside traced steps.
+thread_local!(static PHASES: RefCell<Option<Vec<FinishedPhase>>> = const { RefCell::new(None) });
 
-/// A phase that is over.
 #[derive(Clone, Copy, Debug)]
-struct Phase {
+struct FinishedPhase {
     name: &'static str,
     begin: Instant,
     end: Instant,
@@ -42,26 +41,28 @@ struct Phase {
 #[must_use = "the phase ends when this is dropped"]
 pub(super) struct Span {
     name: &'static str,
-    outer: v1::Phase,
+    /// Phases nest; this one is resumed at the end.
+    outer: Phase,
+    /// `None` outside traced steps.
     begin: Option<Instant>,
     _range: Option<nvtx::Range>,
 }
 
-/// Begins a phase of this thread. It costs next to nothing while nobody listens.
-pub(super) fn span(phase: v1::Phase) -> Span {
-    let (name, outer) = (phase.name(), doing::enter(phase));
-    let listening = PHASES.with_borrow(Option::is_some);
-    Span { name, outer, begin: listening.then(Instant::now), _range: nvtx::range(name) }
+/// Begins a phase of this thread. Outside traced steps this is one atomic write.
+pub(super) fn span(phase: Phase) -> Span {
+    let (name, outer) = (phase.name(), phase::enter(phase));
+    let tracing = PHASES.with_borrow(Option::is_some);
+    Span { name, outer, begin: tracing.then(Instant::now), _range: nvtx::range(name) }
 }
 
 impl Drop for Span {
     fn drop(&mut self) {
-        doing::enter(self.outer);
+        phase::enter(self.outer);
         let Some(begin) = self.begin else { return };
-        let phase = Phase { name: self.name, begin, end: Instant::now() };
+        let finished = FinishedPhase { name: self.name, begin, end: Instant::now() };
         PHASES.with_borrow_mut(|phases| {
             if let Some(phases) = phases {
-                phases.push(phase);
+                phases.push(finished);
             }
         });
     }
@@ -73,17 +74,18 @@ pub struct Tracer {
     steps: Range<u64>,
     path: PathBuf,
     rank: usize,
+    /// Origin of the timeline.
     start: Instant,
-    step: Instant,
+    /// Start of the current traced step.
+    step_start: Instant,
     events: Vec<Value>,
 }
 
 impl Tracer {
-    /// `count` steps of those in `job` are traced: after ten of them, or after the first where the job is too short for
-    /// that; none if `count` is 0.
+    /// Traces `count` of the steps `job`, after ten warm-up steps, or after one if the job is too short for that.
     pub fn new(count: u64, job: Range<u64>, run_dir: &Path, rank: usize) -> Self {
-        let begin = match job.start + SETTLED {
-            settled if settled.saturating_add(count) <= job.end => settled,
+        let begin = match job.start + WARMUP_STEPS {
+            warm if warm.saturating_add(count) <= job.end => warm,
             _ => (job.start + 1).min(job.end.saturating_sub(1)).max(job.start),
         };
         Self {
@@ -91,7 +93,7 @@ impl Tracer {
             path: run_dir.join(format!("trace-rank{rank}.json")),
             rank,
             start: Instant::now(),
-            step: Instant::now(),
+            step_start: Instant::now(),
             events: Vec::new(),
         }
     }
@@ -101,46 +103,46 @@ impl Tracer {
         self.steps.contains(&step)
     }
 
-    /// Begins to listen if `step` is to be traced.
+    /// Starts collecting phases if `step` is to be traced.
     pub(super) fn begin(&mut self, step: u64) {
         if self.traces(step) {
-            self.step = Instant::now();
+            self.step_start = Instant::now();
             PHASES.set(Some(Vec::new()));
         }
     }
 
-    /// A step is over, with its last phase; `kernels` ran in it. Behind the last traced step the file is written.
+    /// Records a finished step and its kernels. After the last traced step the file is written.
     pub(super) fn end(&mut self, step: u64, kernels: &[KernelSpan]) -> Result<()> {
         if !self.traces(step) {
             return Ok(());
         }
         let phases = PHASES.take().unwrap_or_default();
-        let over = phases.iter().map(|phase| phase.end).max().unwrap_or(self.step);
+        let end = phases.iter().map(|phase| phase.end).max().unwrap_or(self.step_start);
         let micros = |instant: Instant| instant.duration_since(self.start).as_secs_f64() * 1e6;
-        let (rank, begin) = (self.rank, micros(self.step));
-        let event = |track, name: &str, ts, dur| complete(rank, track, name, ts, dur);
-        let whole = event(HOST, &format!("step {}", step + 1), begin, micros(over) - begin);
+        let (rank, begin) = (self.rank, micros(self.step_start));
+        let event = |track, name: &str, ts, dur| complete_event(rank, track, name, ts, dur);
+        let whole = event(HOST_TRACK, &format!("step {}", step + 1), begin, micros(end) - begin);
         let phases = phases.iter().map(|phase| {
-            event(HOST, phase.name, micros(phase.begin), micros(phase.end) - micros(phase.begin))
+            event(HOST_TRACK, phase.name, micros(phase.begin), micros(phase.end) - micros(phase.begin))
         });
-        let kernels = kernels
-            .iter()
-            .map(|kernel| event(DEVICE, &kernel.name, begin + kernel.start * 1e6, kernel.seconds * 1e6));
+        let kernels = kernels.iter().map(|kernel| {
+            event(DEVICE_TRACK, &kernel.name, begin + kernel.start * 1e6, kernel.seconds * 1e6)
+        });
         let events: Vec<Value> = std::iter::once(whole).chain(phases).chain(kernels).collect();
         self.events.extend(events);
         if step + 1 == self.steps.end { self.finish() } else { Ok(()) }
     }
 
-    /// Writes what was traced, if that was not done before.
+    /// Writes the file, unless that was done before or nothing was traced.
     pub(super) fn finish(&mut self) -> Result<()> {
         if self.events.is_empty() {
             return Ok(());
         }
         let rank = self.rank;
         let mut all = vec![
-            named(rank, HOST, "process_name", &format!("rank {rank}")),
-            named(rank, HOST, "thread_name", "host"),
-            named(rank, DEVICE, "thread_name", "compute stream"),
+            name_event(rank, HOST_TRACK, "process_name", &format!("rank {rank}")),
+            name_event(rank, HOST_TRACK, "thread_name", "host"),
+            name_event(rank, DEVICE_TRACK, "thread_name", "compute stream"),
         ];
         all.append(&mut self.events);
         let text = json!({ "traceEvents": all, "displayTimeUnit": "ms" }).to_string();
@@ -149,13 +151,13 @@ impl Tracer {
     }
 }
 
-/// A span of a track; times in microseconds.
-fn complete(rank: usize, track: u32, name: &str, ts: f64, dur: f64) -> Value {
+/// A "complete" event; times in microseconds.
+fn complete_event(rank: usize, track: u32, name: &str, ts: f64, dur: f64) -> Value {
     json!({ "ph": "X", "name": name, "ts": ts, "dur": dur, "pid": rank, "tid": track })
 }
 
-/// What a process or a track is called.
-fn named(rank: usize, track: u32, what: &str, name: &str) -> Value {
+/// A "metadata" event that names a process or a track.
+fn name_event(rank: usize, track: u32, what: &str, name: &str) -> Value {
     json!({ "ph": "M", "name": what, "pid": rank, "tid": track, "args": { "name": name } })
 }
 
@@ -168,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn traced_steps_come_after_ten_or_after_the_first() {
+    fn traced_steps_follow_ten_warm_up_steps_or_one_in_short_jobs() {
         assert_eq!(steps(3, 0..100), 10..13);
         assert_eq!(steps(3, 50..100), 60..63);
         assert_eq!(steps(3, 0..12), 1..4);
@@ -178,17 +180,17 @@ mod tests {
     }
 
     #[test]
-    fn phases_and_kernels_lie_in_their_step_and_nothing_is_kept_outside() {
+    fn trace_contains_phases_and_kernels_of_traced_steps_only() {
         let dir = tempfile::tempdir().unwrap();
         let mut tracer = Tracer::new(1, 0..2, dir.path(), 3);
-        drop(span(v1::Phase::Sample));
+        drop(span(Phase::Sample));
         tracer.begin(0);
         tracer.end(0, &[]).unwrap();
         tracer.begin(1);
-        drop(span(v1::Phase::Forward));
+        drop(span(Phase::Forward));
         let kernel = KernelSpan { name: "norm_fwd".into(), start: 1e-6, seconds: 2e-6 };
         tracer.end(1, &[kernel]).unwrap();
-        drop(span(v1::Phase::Sample));
+        drop(span(Phase::Sample));
         let text = fs_err::read_to_string(dir.path().join("trace-rank3.json")).unwrap();
         let trace: Value = serde_json::from_str(&text).unwrap();
         let events = trace["traceEvents"].as_array().unwrap();

@@ -1,4 +1,5 @@
-//! NCCL, loaded when it is first needed. No absence of a library or function panics.
+//! The NCCL library, loaded on first use. A missing library or function is an error, never a panic: cudarc's own loader
+//! panics, and does not try `libnccl.so.2`.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -9,10 +10,10 @@ use crate::collective::{CommError, Result};
 
 /// Names under which packages, distributions and Python wheels install NCCL.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-/// A path that comes first.
+/// Environment variable with a path that is tried first.
 const PATH_VARIABLE: &str = "XLAUNCH_NCCL";
 
-/// The functions in use, as `nccl.h` declares them; streams are `cudaStream_t`.
+/// The functions in use, as declared in `nccl.h`. Streams (`cudaStream_t`) are passed as `*mut c_void`.
 pub(super) struct Library {
     pub(super) get_unique_id: unsafe extern "C" fn(*mut ncclUniqueId) -> ncclResult_t,
     pub(super) comm_init_rank:
@@ -56,14 +57,14 @@ pub(super) struct Library {
     pub(super) comm_finalize: unsafe extern "C" fn(ncclComm_t) -> ncclResult_t,
     pub(super) comm_destroy: unsafe extern "C" fn(ncclComm_t) -> ncclResult_t,
     pub(super) comm_abort: unsafe extern "C" fn(ncclComm_t) -> ncclResult_t,
-    /// Absent before NCCL 2.27. Ranks of one communicator have the same version: NCCL refuses others.
+    /// `None` before NCCL 2.27. All ranks of a communicator have the same version, which NCCL enforces.
     pub(super) windows: Option<WindowCalls>,
     get_error_string: unsafe extern "C" fn(ncclResult_t) -> *const c_char,
-    /// Keeps the functions above in memory.
+    /// Keeps the functions above mapped.
     _library: libloading::Library,
 }
 
-/// The functions of windows.
+/// The functions that register and deregister windows.
 pub(super) struct WindowCalls {
     pub(super) register:
         unsafe extern "C" fn(ncclComm_t, *mut c_void, usize, *mut ncclWindow_t, c_int) -> ncclResult_t,
@@ -88,17 +89,22 @@ impl Library {
     }
 
     fn load() -> Result<Self> {
-        let own = std::env::var(PATH_VARIABLE).ok();
+        let path = std::env::var(PATH_VARIABLE).ok();
+        Self::open(path.as_deref().into_iter().chain(NAMES))
+    }
+
+    /// Loads the first of these names that exists.
+    fn open<'a>(names: impl Iterator<Item = &'a str>) -> Result<Self> {
         let mut tried = Vec::new();
-        for name in own.iter().map(String::as_str).chain(NAMES) {
-            // SAFETY: NCCL's initialisers have no preconditions; a file of this name that is not NCCL is the operator's.
+        for name in names {
+            // SAFETY: NCCL's initialisers have no preconditions. The operator vouches that a file of this name is NCCL.
             match unsafe { libloading::Library::new(name) } {
                 Ok(library) => return Self::resolve(library, name),
                 Err(error) => tried.push(format!("{name} ({error})")),
             }
         }
         let looked_for =
-            format!("{}; {PATH_VARIABLE} or LD_LIBRARY_PATH can say where it is", tried.join(", "));
+            format!("{}; set {PATH_VARIABLE} or LD_LIBRARY_PATH to where it is", tried.join(", "));
         Err(CommError::Library { looked_for })
     }
 
@@ -128,26 +134,21 @@ impl Library {
         })
     }
 
-    /// Turns a result into an error with NCCL's words.
+    /// Converts a failure to an error with NCCL's text.
     pub(super) fn check(&self, what: &'static str, result: ncclResult_t) -> Result<()> {
         if result == ncclResult_t::ncclSuccess || result == ncclResult_t::ncclInProgress {
             return Ok(());
         }
         // SAFETY: the function returns a static string for any value.
-        let words = unsafe { (self.get_error_string)(result) };
-        let reason = if words.is_null() {
+        let text = unsafe { (self.get_error_string)(result) };
+        let reason = if text.is_null() {
             format!("error {}", result as u32)
         } else {
             // SAFETY: a non-null result is a C string that lives as long as the library.
-            unsafe { CStr::from_ptr(words) }.to_string_lossy().into_owned()
+            unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
         };
         Err(CommError::Nccl { what, reason })
     }
-}
-
-/// Ranks are far below `i32::MAX`; a larger one could not be anyone's.
-pub(super) fn int(number: usize) -> c_int {
-    c_int::try_from(number).unwrap_or(c_int::MAX)
 }
 
 #[cfg(test)]
@@ -155,20 +156,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_library_from_before_windows_has_none() {
-        // This program has neither function, as NCCL before 2.27.
+    fn library_without_window_functions_has_no_windows() {
+        // This test program lacks both functions, as NCCL before 2.27 does.
         let program = libloading::Library::from(libloading::os::unix::Library::this());
         assert!(WindowCalls::find(&program).is_none());
     }
 
     #[test]
-    fn a_missing_library_is_an_error_that_lists_what_was_tried() {
-        match Library::get() {
-            Ok(_) => println!("skipped: NCCL is installed here"),
-            Err(error) => {
-                let text = error.to_string();
-                assert!(text.contains("libnccl.so.2") && text.contains(PATH_VARIABLE), "{text}");
-            }
-        }
+    fn missing_library_is_an_error_that_lists_what_was_tried() {
+        let names = ["/nowhere/libnccl.so.2", "libnccl-missing.so"];
+        let text = Library::open(names.into_iter()).err().unwrap().to_string();
+        assert!(names.iter().all(|name| text.contains(name)) && text.contains(PATH_VARIABLE), "{text}");
     }
 }

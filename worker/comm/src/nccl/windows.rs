@@ -1,96 +1,101 @@
-//! Windows: memory of every rank that NCCL's kernels of all ranks read and write directly.
+//! NCCL windows ("symmetric memory", NCCL 2.27 and later): memory of every rank that the kernels of all ranks read and
+//! write directly.
 //!
-//! Sums and gathers between windows need few processors and no buffers between (NCCL 2.27 and later: "symmetric memory").
-//! NCCL itself decides for each call whether it goes that way: both its operands lie in windows, at the same distances from
-//! their starts on all ranks, and every device reaches every other. In all else a registered buffer is one like others.
+//! Collectives between windows occupy few SMs and need no intermediate buffers. NCCL decides for each call whether to
+//! use them: both operands must be in windows, at the same offsets on all ranks, and all devices must have peer access.
+//! In any other call a registered buffer is treated like an ordinary one.
 //!
-//! What NCCL asks for is a segment of [`Pool::registered`](xlaunch_pool::Pool::registered): one physical allocation that can
-//! be exported as a file descriptor, mapped by one call. NCCL finds it by any address in it (`cuMemGetAddressRange`,
-//! `cuMemRetainAllocationHandle`) and maps all of it on the other ranks. So a window is a whole segment, whose start and
-//! length are multiples of the driver's 2 MiB, and not a buffer, which may start anywhere in one.
+//! NCCL needs one physical allocation that can be exported as a file descriptor and was mapped by one call: a segment
+//! of [`Pool::registered`](xlaunch_pool::Pool::registered). It finds the allocation from any address in it
+//! (`cuMemGetAddressRange`, `cuMemRetainAllocationHandle`) and maps all of it on the other ranks. So a window is a
+//! whole segment, whose start and length are multiples of the driver's 2 MiB granularity, and not a buffer, which may
+//! start anywhere in a segment.
 
 use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream};
 use cudarc::nccl::sys::{ncclComm_t, ncclWindow_t};
-use xlaunch_pool::Loan;
+use xlaunch_pool::Lease;
 
-use super::{library::Library, unordered};
+use super::{library::Library, order_error};
 use crate::collective::Result;
 
-/// `NCCL_WIN_COLL_SYMMETRIC` of `nccl.h`: all ranks register alike.
-const SYMMETRIC: i32 = 1;
+/// `NCCL_WIN_COLL_SYMMETRIC` of `nccl.h`: all ranks use the same offsets.
+const NCCL_WIN_COLL_SYMMETRIC: i32 = 1;
 
-/// What one rank has registered.
+/// The windows of one rank.
 #[derive(Default)]
 pub(super) struct Windows {
     all: Vec<Window>,
-    /// What `separate` writes; there from the first window on.
-    word: Option<CudaSlice<u32>>,
+    /// What `fence` writes. Allocated with the first window.
+    fence_word: Option<CudaSlice<u32>>,
 }
 
 struct Window {
-    /// Start of its segment.
+    /// Address of its segment.
     start: u64,
     handle: Handle,
-    /// Of every buffer that was registered in it.
-    kept: Vec<Loan>,
+    /// One lease per buffer registered in it: they keep the segment mapped.
+    leases: Vec<Lease>,
 }
 
-/// NCCL's name of a window; null where it has no use for one.
+/// NCCL's handle of a window; null where NCCL does not support windows for this memory.
 struct Handle(ncclWindow_t);
 
-// SAFETY: a name, used by whoever holds the communicator's lock, on any thread.
+// SAFETY: an opaque handle, which NCCL lets any thread use; calls with it are made under `Communicator::calls`.
 unsafe impl Send for Handle {}
 
 impl Windows {
-    /// Registers the segment that this memory lies in, with all other ranks. Nothing is under capture.
+    /// Registers the segment of this memory, together with all other ranks. Must not be called during graph capture.
     ///
     /// # Errors
-    /// NCCL's. The communicator cannot be used any more: NCCL marks it so, and other ranks may wait in this call.
+    /// Of NCCL. The communicator is then unusable: NCCL marks it so, and other ranks may be waiting in this call.
     pub(super) fn register(
         &mut self,
         library: &Library,
         comm: ncclComm_t,
         stream: &Arc<CudaStream>,
-        memory: Loan,
+        memory: Lease,
     ) -> Result<bool> {
         let (Some(calls), Some((start, bytes))) = (&library.windows, memory.segment()) else {
             return Ok(false);
         };
         if let Some(window) = self.all.iter_mut().find(|window| window.start == start) {
-            window.kept.push(memory);
+            window.leases.push(memory);
             return Ok(!window.handle.0.is_null());
         }
-        if self.word.is_none() {
-            self.word = Some(stream.alloc_zeros(1).map_err(unordered)?);
+        if self.fence_word.is_none() {
+            self.fence_word = Some(stream.alloc_zeros(1).map_err(order_error)?);
         }
         let mut handle: ncclWindow_t = std::ptr::null_mut();
-        // SAFETY: the communicator is alive; the segment is mapped, and stays so while the loan is kept; one pointer is
-        // written before the call returns.
-        let result =
-            unsafe { (calls.register)(comm, start as *mut _, bytes as usize, &raw mut handle, SYMMETRIC) };
-        self.all.push(Window { start, handle: Handle(handle), kept: vec![memory] });
-        library.check("failed to register memory, which comm.windows = false leaves out", result)?;
+        // SAFETY: the communicator is alive; the segment stays mapped while the lease is kept; one pointer is written
+        // before the call returns.
+        let result = unsafe {
+            (calls.register)(comm, start as *mut _, bytes as usize, &raw mut handle, NCCL_WIN_COLL_SYMMETRIC)
+        };
+        self.all.push(Window { start, handle: Handle(handle), leases: vec![memory] });
+        library
+            .check("failed to register an NCCL window; set comm.windows = false to train without", result)?;
         Ok(!handle.is_null())
     }
 
-    /// Parts the call that follows from what the stream waits for.
+    /// Keeps the next NCCL kernel from starting before the work that the stream waits for has ended.
     ///
-    /// The kernels between windows may be launched while the kernel before them comes to its end, and those of NCCL 2.28 to
-    /// 2.30.4 do not wait for that end. In a captured graph every kernel that the stream waits for can be the one before,
-    /// also that of another stream which still writes what is to be summed. Behind a write of four bytes nothing can.
-    pub(super) fn separate(&mut self, stream: &Arc<CudaStream>) -> Result<()> {
-        self.word.as_mut().map_or(Ok(()), |word| stream.memset_zeros(word)).map_err(unordered)
+    /// NCCL's symmetric kernels use programmatic dependent launch: they may start while their predecessor is finishing,
+    /// and those of NCCL 2.28 to 2.30.4 do not wait for its end. In a captured graph any kernel that the stream waits
+    /// for can be that predecessor, including one of the compute stream that is still writing gradients. A memset of
+    /// four bytes in between is a predecessor that does not allow an early start.
+    pub(super) fn fence(&mut self, stream: &Arc<CudaStream>) -> Result<()> {
+        self.fence_word.as_mut().map_or(Ok(()), |word| stream.memset_zeros(word)).map_err(order_error)
     }
 
-    /// Gives all windows up. Nothing works on them any more, and no graph does again.
+    /// Deregisters all windows. No kernel may be using them, and no captured graph that does may be launched again.
     pub(super) fn deregister(&mut self, library: &Library, comm: ncclComm_t) -> Result<()> {
         let Some(calls) = &library.windows else { return Ok(()) };
         for window in self.all.drain(..).filter(|window| !window.handle.0.is_null()) {
-            // SAFETY: the communicator is alive, and the handle is one of its windows, given up once.
+            // SAFETY: the communicator is alive, and the handle is one of its windows, deregistered once.
             let result = unsafe { (calls.deregister)(comm, window.handle.0) };
-            library.check("failed to give a window up", result)?;
+            library.check("failed to deregister an NCCL window", result)?;
         }
         Ok(())
     }

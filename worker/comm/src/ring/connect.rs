@@ -1,4 +1,5 @@
-//! How neighbours meet: each rank listens, connects to the next and accepts the previous, and both say who they are.
+//! How ring neighbours connect: each rank listens, connects to the next one and accepts the previous one, which sends a
+//! handshake with its rank and job.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, TcpListener, TcpStream};
@@ -9,18 +10,18 @@ use std::time::{Duration, Instant};
 use super::wire::Socket;
 use crate::collective::{CommError, Result};
 
-/// Longest path a unix socket can have, less the byte that ends it.
-const MAX_PATH: usize = 107;
-/// Pause between attempts to accept or connect.
-const PAUSE: Duration = Duration::from_millis(2);
-/// Time for a stranger on the listening socket to say who it is.
-const INTRODUCTION: Duration = Duration::from_millis(500);
-/// First bytes of a greeting: name and version of the protocol.
+/// Longest path of a unix socket: `sun_path` without its terminating zero.
+const MAX_SOCKET_PATH: usize = 107;
+/// Delay between attempts to accept or connect.
+const CONNECT_RETRY_DELAY: Duration = Duration::from_millis(2);
+/// Time for an accepted connection to send its handshake. Short, as a foreign process may connect and send nothing.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_millis(500);
+/// First bytes of a handshake: name and version of the protocol.
 const MAGIC: &[u8; 8] = b"xlring\0\x01";
-/// Bytes of a greeting: magic, job, world, rank.
-const GREETING: usize = 8 + 8 + 4 + 4;
+/// Bytes of a handshake: magic, hash of the job's addresses, world size, rank.
+const HANDSHAKE_BYTES: usize = 8 + 8 + 4 + 4;
 
-/// Where one rank waits for its previous neighbour.
+/// The listening socket on which one rank accepts its previous neighbour.
 #[derive(Debug)]
 pub struct RingListener {
     kind: Kind,
@@ -34,12 +35,13 @@ enum Kind {
 }
 
 impl RingListener {
-    /// Listens on a unix socket in `dir`, or in the system's temporary directory where its path would be too long.
+    /// Listens on a unix socket in `dir`, or in the system's temporary directory if the path would be too long.
     pub fn bind(dir: &Path, rank: usize) -> Result<Self> {
         let name = format!("ring-{}-{rank}.sock", std::process::id());
-        let short = dir.join(&name);
-        let path = if short.as_os_str().len() <= MAX_PATH { short } else { std::env::temp_dir().join(name) };
-        // A socket left by an earlier process of this id would be in the way.
+        let in_dir = dir.join(&name);
+        let fits = in_dir.as_os_str().len() <= MAX_SOCKET_PATH;
+        let path = if fits { in_dir } else { std::env::temp_dir().join(name) };
+        // An earlier process with this id may have left its socket.
         let _ = std::fs::remove_file(&path);
         let failed = |error: std::io::Error| CommError::PeerLost {
             peer: rank,
@@ -63,7 +65,7 @@ impl RingListener {
         Ok(Self { kind: Kind::Tcp(listener), address })
     }
 
-    /// What the previous rank needs to know: `unix:PATH` or `tcp:IP:PORT`.
+    /// What the previous rank connects to: `unix:PATH` or `tcp:IP:PORT`.
     pub fn address(&self) -> &str {
         &self.address
     }
@@ -79,7 +81,7 @@ impl RingListener {
 impl Drop for RingListener {
     fn drop(&mut self) {
         if let Kind::Unix(_, path) = &self.kind {
-            // The connections live on without the path; one that is gone already needs no removal.
+            // Connections outlive the path. The error of a path that was removed already is ignored.
             let _ = std::fs::remove_file(path);
         }
     }
@@ -99,15 +101,15 @@ pub(super) fn neighbours(
 
     let mut to_next = dial(&addresses[next], deadline).map_err(|error| lost(next, error.to_string()))?;
     to_next
-        .write_all(&greeting(addresses, rank))
-        .map_err(|error| lost(next, format!("failed to greet it: {error}")))?;
-    let expected = greeting(addresses, previous);
+        .write_all(&handshake(addresses, rank))
+        .map_err(|error| lost(next, format!("failed to send the handshake: {error}")))?;
+    let expected = handshake(addresses, previous);
     let from_previous = loop {
-        match listener.accept().and_then(introduce) {
-            Ok((socket, said)) if said == expected => break socket,
-            // A stranger, or a rank of another job: not ours to answer.
+        match listener.accept().and_then(read_handshake) {
+            Ok((socket, received)) if received == expected => break socket,
+            // A foreign process, or a rank of another job: closed without an answer.
             Ok(_) => {}
-            Err(error) if error.kind() == ErrorKind::WouldBlock => std::thread::sleep(PAUSE),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => std::thread::sleep(CONNECT_RETRY_DELAY),
             Err(_) => {}
         }
         if Instant::now() > deadline {
@@ -125,36 +127,37 @@ fn dial(address: &str, deadline: Instant) -> std::io::Result<Socket> {
         let attempt = match address.split_once(':') {
             Some(("unix", path)) => UnixStream::connect(path).map(Socket::Unix),
             Some(("tcp", host)) => TcpStream::connect(host).map(Socket::Tcp),
-            _ => return Err(std::io::Error::other(format!("{address:?} is no ring address"))),
+            _ => return Err(std::io::Error::other(format!("`{address}` is not a ring address"))),
         };
         match attempt {
             Ok(socket) => return Ok(socket),
             Err(error) if Instant::now() > deadline => return Err(error),
-            Err(_) => std::thread::sleep(PAUSE),
+            Err(_) => std::thread::sleep(CONNECT_RETRY_DELAY),
         }
     }
 }
 
-/// Reads what a caller says of itself.
-fn introduce(mut socket: Socket) -> std::io::Result<(Socket, [u8; GREETING])> {
-    socket.set_blocking(INTRODUCTION)?;
-    let mut said = [0; GREETING];
-    socket.read_exact(&mut said).map_err(std::io::Error::other)?;
-    Ok((socket, said))
+fn read_handshake(mut socket: Socket) -> std::io::Result<(Socket, [u8; HANDSHAKE_BYTES])> {
+    socket.set_blocking(HANDSHAKE_TIMEOUT)?;
+    let mut received = [0; HANDSHAKE_BYTES];
+    // A timed-out read is WouldBlock too, which the caller takes for "no connection yet": hence another kind.
+    socket.read_exact(&mut received).map_err(std::io::Error::other)?;
+    Ok((socket, received))
 }
 
-/// What `rank` of the job with these addresses says of itself.
-fn greeting(addresses: &[String], rank: usize) -> [u8; GREETING] {
-    // FNV-1a over all addresses: tells jobs apart, and is no protection against one that knows them.
-    let bytes = addresses.iter().flat_map(|address| address.bytes().chain([0]));
-    let job = bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+/// The handshake that `rank` of the job with these addresses sends.
+fn handshake(addresses: &[String], rank: usize) -> [u8; HANDSHAKE_BYTES] {
+    // FNV-1a over all addresses: it tells jobs apart. It does not authenticate: anyone who knows the addresses can
+    // compute it.
+    let text = addresses.iter().flat_map(|address| address.bytes().chain([0]));
+    let job = text.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
     });
     let word = |number: usize| u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes();
-    let mut said = [0; GREETING];
-    said[..8].copy_from_slice(MAGIC);
-    said[8..16].copy_from_slice(&u64::to_le_bytes(job));
-    said[16..20].copy_from_slice(&word(addresses.len()));
-    said[20..].copy_from_slice(&word(rank));
-    said
+    let mut bytes = [0; HANDSHAKE_BYTES];
+    bytes[..8].copy_from_slice(MAGIC);
+    bytes[8..16].copy_from_slice(&u64::to_le_bytes(job));
+    bytes[16..20].copy_from_slice(&word(addresses.len()));
+    bytes[20..].copy_from_slice(&word(rank));
+    bytes
 }

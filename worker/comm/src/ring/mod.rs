@@ -1,13 +1,16 @@
 //! A deterministic ring all-reduce between CPU workers, over unix or TCP sockets.
 //!
 //! ```text
-//! trainer thread --loans--> comm thread: reduce-scatter, all-gather --socket--> next rank
-//!                                                                   <--socket-- previous rank
+//! trainer thread --leases--> comm thread: reduce-scatter, all-gather --socket--> next rank
+//!                                                                    <--socket-- previous rank
 //! ```
-//! The elements are cut into as many chunks as there are ranks. Chunk c starts at rank c + 1 and travels the ring once
-//! while each rank adds its own part, `x[c] + (x[c-1] + ... + (x[c+2] + x[c+1]))`, so that its sum is finished at rank c;
-//! then it travels once more to all others. Each sum is formed once, in an order that depends on nothing but the ranks,
-//! and copied: all ranks end with the same bytes. Each way of the two is also there alone, and gives the same bits.
+//! The elements are cut into one chunk per rank. Reduce-scatter: chunk c starts at rank c + 1 and travels around the
+//! ring while each rank adds its own part, `x[c] + (x[c-1] + ... + (x[c+2] + x[c+1]))`, so that rank c ends with its
+//! sum. All-gather: the sum travels around once more, to all other ranks. All-reduce is one after the other, and the
+//! two are also available separately.
+//!
+//! Invariant: each sum is computed once, in an order that depends on the ranks only, and copied. So all ranks end with
+//! the same bytes, and reduce-scatter plus all-gather gives the same bits as all-reduce.
 
 mod connect;
 mod thread;
@@ -21,9 +24,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use xlaunch_pool::{DType, Loan};
+use xlaunch_pool::{DType, Lease};
 
-use crate::collective::{AbortHandle, Collective, CommError, Result, expect_parts};
+use crate::collective::{AbortHandle, Collective, CommError, Result, expect_shards};
 pub use connect::RingListener;
 use thread::Job;
 use wire::Socket;
@@ -34,9 +37,9 @@ pub struct Ring {
     world: usize,
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
-    /// Replies behind each gather that nobody waits for yet, in order.
-    gathered: VecDeque<Receiver<Result<()>>>,
-    stop: Arc<Stop>,
+    /// One completion per gather that has not been waited for, oldest first.
+    pending_gathers: VecDeque<Receiver<Result<()>>>,
+    abort: Arc<AbortState>,
 }
 
 impl fmt::Debug for Ring {
@@ -45,13 +48,14 @@ impl fmt::Debug for Ring {
     }
 }
 
-/// Ends everything under way, from any thread.
-struct Stop {
+/// What an abort from any thread needs.
+struct AbortState {
     aborted: AtomicBool,
+    /// Clones of both neighbours' sockets: shutting them down ends transfers under way.
     sockets: [Socket; 2],
 }
 
-impl Stop {
+impl AbortState {
     fn abort(&self) {
         self.aborted.store(true, Ordering::SeqCst);
         self.sockets.iter().for_each(Socket::shutdown);
@@ -59,7 +63,7 @@ impl Stop {
 }
 
 impl Ring {
-    /// Connects to the next rank and accepts the previous one. `addresses` holds every rank's, by rank.
+    /// Connects to the next rank and accepts the previous one. `addresses` is indexed by rank.
     pub fn connect(
         listener: RingListener,
         rank: usize,
@@ -71,7 +75,7 @@ impl Ring {
             |peer: usize, error: &std::io::Error| CommError::PeerLost { peer, reason: error.to_string() };
         let (next, previous) = ((rank + 1) % world, (rank + world - 1) % world);
         let (to_next, from_previous) = connect::neighbours(&listener, rank, addresses, timeout)?;
-        let stop = Stop {
+        let abort = AbortState {
             aborted: AtomicBool::new(false),
             sockets: [
                 to_next.try_clone().map_err(|error| lost(next, &error))?,
@@ -83,12 +87,15 @@ impl Ring {
         let thread = std::thread::Builder::new()
             .name("ring".into())
             .spawn(move || worker.run(&queue))
-            .map_err(|error| CommError::PeerLost { peer: rank, reason: format!("no thread: {error}") })?;
+            .map_err(|error| CommError::PeerLost {
+                peer: rank,
+                reason: format!("failed to start its thread: {error}"),
+            })?;
         let (jobs, thread) = (Some(jobs), Some(thread));
-        Ok(Self { rank, world, jobs, thread, gathered: VecDeque::new(), stop: Arc::new(stop) })
+        Ok(Self { rank, world, jobs, thread, pending_gathers: VecDeque::new(), abort: Arc::new(abort) })
     }
 
-    /// Hands a job to the comm thread, which lives as long as `self.jobs`.
+    /// Queues a job for the comm thread, which runs as long as `self.jobs` is open.
     fn submit(&self, job: Job) -> Result<()> {
         self.check()?;
         match &self.jobs {
@@ -97,17 +104,17 @@ impl Ring {
         }
     }
 
-    /// Submits a job that replies.
-    fn ask(&self, job: impl FnOnce(Sender<Result<()>>) -> Job) -> Result<Receiver<Result<()>>> {
+    /// Queues a job that replies when it is done.
+    fn submit_with_reply(&self, job: impl FnOnce(Sender<Result<()>>) -> Job) -> Result<Receiver<Result<()>>> {
         let (reply, done) = channel();
         self.submit(job(reply))?;
         Ok(done)
     }
 
-    /// Waits for a job's reply, and so for everything submitted before it.
+    /// Waits for a job's reply, and thereby for everything queued before it.
     fn wait(&self, done: &Receiver<Result<()>>) -> Result<()> {
         let result = done.recv().unwrap_or(Err(CommError::Aborted));
-        // A socket that was shut down under a transfer looks like a lost peer.
+        // An abort shuts the sockets down, which the comm thread reports as a lost peer.
         self.check().and(result)
     }
 }
@@ -117,67 +124,67 @@ impl Collective for Ring {
         self.rank
     }
 
-    fn world(&self) -> usize {
+    fn world_size(&self) -> usize {
         self.world
     }
 
-    fn register(&mut self, _: Loan) -> Result<bool> {
+    fn register(&mut self, _: Lease) -> Result<bool> {
         Ok(false)
     }
 
-    fn all_reduce(&mut self, elements: Loan, dtype: DType) -> Result<()> {
+    fn all_reduce(&mut self, elements: Lease, dtype: DType) -> Result<()> {
         self.submit(Job::AllReduce(elements, dtype))
     }
 
-    fn reduce_scatter(&mut self, from: Loan, into: Loan, dtype: DType) -> Result<()> {
-        expect_parts(&from, &into, self.world);
+    fn reduce_scatter(&mut self, from: Lease, into: Lease, dtype: DType) -> Result<()> {
+        expect_shards(&from, &into, self.world);
         self.submit(Job::ReduceScatter(from, into, dtype))
     }
 
-    fn all_gather(&mut self, from: Loan, into: Loan) -> Result<()> {
-        expect_parts(&into, &from, self.world);
+    fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()> {
+        expect_shards(&into, &from, self.world);
         self.submit(Job::AllGather(from, into))?;
-        let gathered = self.ask(Job::Finish)?;
-        self.gathered.push_back(gathered);
+        let done = self.submit_with_reply(Job::Flush)?;
+        self.pending_gathers.push_back(done);
         Ok(())
     }
 
-    fn finish_gather(&mut self) -> Result<()> {
-        self.gathered.pop_front().map_or(Ok(()), |gathered| self.wait(&gathered))
+    fn wait_gather(&mut self) -> Result<()> {
+        self.pending_gathers.pop_front().map_or(Ok(()), |done| self.wait(&done))
     }
 
-    fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()> {
+    fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()> {
         self.submit(Job::Broadcast(elements, root))
     }
 
-    fn finish(&mut self) -> Result<()> {
-        self.gathered.clear();
-        self.wait(&self.ask(Job::Finish)?)
+    fn wait_all(&mut self) -> Result<()> {
+        self.pending_gathers.clear();
+        self.wait(&self.submit_with_reply(Job::Flush)?)
     }
 
     fn check(&self) -> Result<()> {
-        match self.stop.aborted.load(Ordering::SeqCst) {
+        match self.abort.aborted.load(Ordering::SeqCst) {
             true => Err(CommError::Aborted),
             false => Ok(()),
         }
     }
 
     fn abort_handle(&self) -> AbortHandle {
-        let stop = self.stop.clone();
-        AbortHandle::new(move || stop.abort())
+        let state = self.abort.clone();
+        AbortHandle::new(move || state.abort())
     }
 
     fn finalize(self: Box<Self>) -> Result<()> {
-        self.wait(&self.ask(Job::Goodbye)?)
+        self.wait(&self.submit_with_reply(Job::Barrier)?)
     }
 }
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        self.stop.abort();
+        self.abort.abort();
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread has been printed already; the rank ends anyway.
+            // A panic of the thread has been printed already.
             let _ = thread.join();
         }
     }

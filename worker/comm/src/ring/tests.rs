@@ -1,4 +1,4 @@
-//! Ranks as threads, real sockets.
+//! The ring over real sockets, with ranks as threads.
 
 use std::io::Write;
 use std::sync::Barrier;
@@ -40,21 +40,21 @@ fn on_ring<R: Send>(world: usize, tcp: bool, f: impl Fn(Box<Ring>) -> R + Sync) 
 }
 
 fn fill(buf: &PoolBuf<u8>, bytes: &[u8]) {
-    // SAFETY: the buffer has `bytes.len()` bytes of host memory that nobody else uses.
+    // SAFETY: the buffer has `bytes.len()` bytes of host memory that no other thread uses.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), buf.address() as *mut u8, bytes.len()) };
 }
 
 fn contents(buf: &PoolBuf<u8>) -> Vec<u8> {
-    // SAFETY: the buffer has `len` bytes of initialised host memory that nobody writes.
+    // SAFETY: the buffer has `len` bytes of initialised host memory that no thread writes.
     unsafe { std::slice::from_raw_parts(buf.address() as *const u8, buf.len()) }.to_vec()
 }
 
-/// A number that sums differently in another order.
+/// Values whose sum depends on the order of the additions.
 fn value(rank: usize, i: usize) -> f32 {
     ((rank * 7919 + i * 104_729) % 1000) as f32 * 0.37 - 123.4 + 1e6 * (rank as f32)
 }
 
-/// The sum in the ring's documented order.
+/// The sum in the order that the module documents.
 fn expected(world: usize, len: usize) -> Vec<f32> {
     let mut sums = vec![0.0; len];
     for c in 0..world {
@@ -67,21 +67,21 @@ fn expected(world: usize, len: usize) -> Vec<f32> {
     sums
 }
 
-fn reduce(ring: &mut Ring, pool: &Pool, len: usize) -> PoolBuf<u8> {
+fn start_all_reduce(ring: &mut Ring, pool: &Pool, len: usize) -> PoolBuf<u8> {
     let values: Vec<f32> = (0..len).map(|i| value(ring.rank(), i)).collect();
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_ne_bytes()).collect();
     let buf = pool.alloc::<u8>(bytes.len()).unwrap();
     fill(&buf, &bytes);
-    ring.all_reduce(buf.lend(0..bytes.len()), DType::F32).unwrap();
+    ring.all_reduce(buf.lease(0..bytes.len()), DType::F32).unwrap();
     buf
 }
 
-fn check_sum(world: usize, tcp: bool, lens: &[usize]) {
+fn check_all_reduce(world: usize, tcp: bool, lens: &[usize]) {
     let results = on_ring(world, tcp, |mut ring| {
         let pool = Pool::host(Mode::On);
-        let buffers: Vec<_> = lens.iter().map(|len| reduce(&mut ring, &pool, *len)).collect();
-        ring.finish().unwrap();
-        assert!(buffers.iter().all(|buf| !buf.is_lent(0..buf.len())));
+        let buffers: Vec<_> = lens.iter().map(|len| start_all_reduce(&mut ring, &pool, *len)).collect();
+        ring.wait_all().unwrap();
+        assert!(buffers.iter().all(|buf| !buf.is_leased(0..buf.len())));
         let results: Vec<Vec<u8>> = buffers.iter().map(contents).collect();
         ring.finalize().unwrap();
         results
@@ -95,34 +95,34 @@ fn check_sum(world: usize, tcp: bool, lens: &[usize]) {
 }
 
 #[test]
-fn sums_are_equal_bit_for_bit_on_all_ranks() {
+fn all_reduce_gives_the_same_bits_on_all_ranks() {
     for world in 2..=5 {
-        check_sum(world, false, &[0, 1, world - 1, 64, 1001]);
+        check_all_reduce(world, false, &[0, 1, world - 1, 64, 1001]);
     }
 }
 
 #[test]
 fn large_messages_over_tcp_do_not_deadlock() {
-    check_sum(3, true, &[2_000_000, 7, 1_000_003]);
+    check_all_reduce(3, true, &[2_000_000, 7, 1_000_003]);
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
     #[test]
-    fn any_queue_of_sums(world in 2usize..5, lens in prop::collection::vec(0usize..3000, 0..6)) {
-        check_sum(world, false, &lens);
+    fn any_queue_of_all_reduces_is_exact(world in 2usize..5, lens in prop::collection::vec(0usize..3000, 0..6)) {
+        check_all_reduce(world, false, &lens);
     }
 }
 
 #[test]
-fn bf16_is_summed_in_f32_and_rounded_once_per_rank() {
+fn bf16_is_added_in_f32_and_rounded_once_per_rank() {
     let results = on_ring(2, false, |mut ring| {
         let pool = Pool::host(Mode::On);
         let own = half::bf16::from_f32(if ring.rank() == 0 { 1.0 } else { 0.003_906_25 });
         let buf = pool.alloc::<u8>(20).unwrap();
         fill(&buf, &own.to_ne_bytes().repeat(10));
-        ring.all_reduce(buf.lend(0..20), DType::Bf16).unwrap();
-        ring.finish().unwrap();
+        ring.all_reduce(buf.lease(0..20), DType::Bf16).unwrap();
+        ring.wait_all().unwrap();
         let result = contents(&buf);
         ring.finalize().unwrap();
         result
@@ -140,23 +140,23 @@ fn own_bytes(rank: usize, len: usize, dtype: DType) -> Vec<u8> {
     }
 }
 
-/// What every rank has after a sum as a whole; its part of the same sum; and after all parts were gathered.
-fn sum_whole_and_shared(world: usize, part: usize, dtype: DType) -> Vec<[Vec<u8>; 3]> {
+/// The results of every rank: of all-reduce, of reduce-scatter, and of all-gather of the latter.
+fn all_reduce_and_sharded(world: usize, shard: usize, dtype: DType) -> Vec<[Vec<u8>; 3]> {
     on_ring(world, false, |mut ring| {
         let pool = Pool::host(Mode::On);
-        let bytes = own_bytes(ring.rank(), world * part, dtype);
-        let [whole, shared, gathered] = [(); 3].map(|()| pool.alloc::<u8>(bytes.len()).unwrap());
+        let bytes = own_bytes(ring.rank(), world * shard, dtype);
+        let [whole, scattered, gathered] = [(); 3].map(|()| pool.alloc::<u8>(bytes.len()).unwrap());
         let own = pool.alloc::<u8>(bytes.len() / world).unwrap();
         fill(&whole, &bytes);
-        fill(&shared, &bytes);
-        ring.all_reduce(whole.lend(0..bytes.len()), dtype).unwrap();
-        ring.reduce_scatter(shared.lend(0..bytes.len()), own.lend(0..own.len()), dtype).unwrap();
-        ring.finish().unwrap();
-        assert!(!shared.is_lent(0..bytes.len()) && !own.is_lent(0..own.len()));
-        ring.all_gather(own.lend(0..own.len()), gathered.lend(0..bytes.len())).unwrap();
-        ring.all_reduce(shared.lend(0..bytes.len()), dtype).unwrap();
-        ring.finish_gather().unwrap();
-        assert!(!own.is_lent(0..own.len()) && !gathered.is_lent(0..bytes.len()));
+        fill(&scattered, &bytes);
+        ring.all_reduce(whole.lease(0..bytes.len()), dtype).unwrap();
+        ring.reduce_scatter(scattered.lease(0..bytes.len()), own.lease(0..own.len()), dtype).unwrap();
+        ring.wait_all().unwrap();
+        assert!(!scattered.is_leased(0..bytes.len()) && !own.is_leased(0..own.len()));
+        ring.all_gather(own.lease(0..own.len()), gathered.lease(0..bytes.len())).unwrap();
+        ring.all_reduce(scattered.lease(0..bytes.len()), dtype).unwrap();
+        ring.wait_gather().unwrap();
+        assert!(!own.is_leased(0..own.len()) && !gathered.is_leased(0..bytes.len()));
         let results = [&whole, &own, &gathered].map(contents);
         ring.finalize().unwrap();
         results
@@ -164,17 +164,17 @@ fn sum_whole_and_shared(world: usize, part: usize, dtype: DType) -> Vec<[Vec<u8>
 }
 
 #[test]
-fn each_rank_gets_its_part_of_the_same_sum_and_all_get_all_parts() {
+fn reduce_scatter_then_all_gather_equals_all_reduce() {
     for world in 2..=4 {
         for dtype in [DType::F32, DType::Bf16] {
-            for part in [0, 1, 64, 1000] {
+            for shard in [0, 1, 64, 1000] {
                 for (rank, [whole, own, gathered]) in
-                    sum_whole_and_shared(world, part, dtype).into_iter().enumerate()
+                    all_reduce_and_sharded(world, shard, dtype).into_iter().enumerate()
                 {
-                    let bytes = part * dtype.size();
-                    let at = format!("rank {rank} of {world}, parts of {part} {}", dtype.name());
-                    assert!(own == whole[rank * bytes..(rank + 1) * bytes], "{at}: own part");
-                    assert!(gathered == whole, "{at}: all parts");
+                    let bytes = shard * dtype.size();
+                    let at = format!("rank {rank} of {world}, shards of {shard} {}", dtype.name());
+                    assert!(own == whole[rank * bytes..(rank + 1) * bytes], "{at}: reduce-scatter");
+                    assert!(gathered == whole, "{at}: all-gather");
                 }
             }
         }
@@ -182,53 +182,53 @@ fn each_rank_gets_its_part_of_the_same_sum_and_all_get_all_parts() {
 }
 
 #[test]
-fn shared_work_fails_when_a_peer_dies_or_the_ring_is_aborted() {
+fn sharded_collectives_fail_after_peer_death_and_abort() {
     on_ring(2, false, |mut ring| {
         if ring.rank() == 1 {
             return;
         }
         let pool = Pool::host(Mode::On);
         let (whole, own) = (pool.alloc::<u8>(800).unwrap(), pool.alloc::<u8>(400).unwrap());
-        ring.reduce_scatter(whole.lend(0..800), own.lend(0..400), DType::F32).unwrap();
-        assert!(matches!(ring.finish(), Err(CommError::PeerLost { peer: 1, .. })));
-        ring.all_gather(own.lend(0..400), whole.lend(0..800)).unwrap();
-        assert!(matches!(ring.finish_gather(), Err(CommError::PeerLost { peer: 1, .. })));
+        ring.reduce_scatter(whole.lease(0..800), own.lease(0..400), DType::F32).unwrap();
+        assert!(matches!(ring.wait_all(), Err(CommError::PeerLost { peer: 1, .. })));
+        ring.all_gather(own.lease(0..400), whole.lease(0..800)).unwrap();
+        assert!(matches!(ring.wait_gather(), Err(CommError::PeerLost { peer: 1, .. })));
         ring.abort_handle().abort();
-        let refused = ring.all_gather(own.lend(0..400), whole.lend(0..800));
+        let refused = ring.all_gather(own.lease(0..400), whole.lease(0..800));
         assert!(matches!(refused, Err(CommError::Aborted)));
     });
 }
 
 #[test]
-#[should_panic(expected = "700 bytes in 2 parts of 400")]
-fn parts_are_equal() {
+#[should_panic(expected = "700 bytes in 2 shards of 400")]
+fn unequal_shards_panic() {
     let pool = Pool::host(Mode::On);
     let (whole, own) = (pool.alloc::<u8>(700).unwrap(), pool.alloc::<u8>(400).unwrap());
-    crate::collective::expect_parts(&whole.lend(0..700), &own.lend(0..400), 2);
+    crate::collective::expect_shards(&whole.lease(0..700), &own.lease(0..400), 2);
 }
 
 #[test]
-fn nothing_is_gained_or_kept_by_registering() {
+fn register_is_unsupported_and_keeps_no_lease() {
     on_ring(2, false, |mut ring| {
         let pool = Pool::host(Mode::On);
         let buf = pool.registered().alloc::<u8>(4000).unwrap();
-        assert!(!ring.register(buf.lend(0..0)).unwrap());
+        assert!(!ring.register(buf.lease(0..0)).unwrap());
         drop(buf);
         assert_eq!(pool.stats().live.current(), 0);
-        drop(reduce(&mut ring, &pool, 1000));
+        drop(start_all_reduce(&mut ring, &pool, 1000));
         ring.finalize().unwrap();
     });
 }
 
 #[test]
-fn broadcast_copies_any_root() {
+fn broadcast_copies_from_any_root() {
     for root in 0..3 {
         let results = on_ring(3, false, |mut ring| {
             let pool = Pool::host(Mode::On);
             let buf = pool.alloc::<u8>(100_000).unwrap();
             fill(&buf, &vec![u8::try_from(ring.rank()).unwrap(); 100_000]);
-            ring.broadcast(buf.lend(0..100_000), root).unwrap();
-            ring.finish().unwrap();
+            ring.broadcast(buf.lease(0..100_000), root).unwrap();
+            ring.wait_all().unwrap();
             let result = contents(&buf);
             ring.finalize().unwrap();
             result
@@ -238,27 +238,27 @@ fn broadcast_copies_any_root() {
 }
 
 #[test]
-fn a_peer_that_dies_is_named() {
+fn error_names_the_dead_peer() {
     let errors = on_ring(3, false, |mut ring| {
         if ring.rank() == 1 {
             return None;
         }
         let pool = Pool::host(Mode::On);
         let start = Instant::now();
-        let _buf = reduce(&mut ring, &pool, 1000);
-        let error = ring.finish().unwrap_err();
+        let _buf = start_all_reduce(&mut ring, &pool, 1000);
+        let error = ring.wait_all().unwrap_err();
         assert!(start.elapsed() < Duration::from_secs(5));
         Some(error)
     });
     let errors: Vec<CommError> = errors.into_iter().flatten().collect();
     assert!(errors.iter().all(|error| matches!(error, CommError::PeerLost { .. })), "{errors:?}");
-    // Rank 0 sends to the dead one and rank 2 hears from it: whoever notices first says so. The other may only see that
-    // the first gave up.
+    // Rank 0 sends to the dead rank and rank 2 receives from it. The one that notices first names it; the other may
+    // only see that the first closed its connections.
     assert!(errors.iter().any(|error| error.to_string().contains("rank 1")), "{errors:?}");
 }
 
 #[test]
-fn abort_from_another_thread_ends_a_sum_that_waits() {
+fn abort_from_another_thread_ends_a_blocked_all_reduce() {
     let barrier = Barrier::new(2);
     on_ring(2, false, |mut ring| {
         if ring.rank() == 1 {
@@ -267,13 +267,13 @@ fn abort_from_another_thread_ends_a_sum_that_waits() {
         }
         let pool = Pool::host(Mode::On);
         let handle = ring.abort_handle();
-        let _buf = reduce(&mut ring, &pool, 1000);
+        let _buf = start_all_reduce(&mut ring, &pool, 1000);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 std::thread::sleep(Duration::from_millis(50));
                 handle.abort();
             });
-            assert!(matches!(ring.finish(), Err(CommError::Aborted)));
+            assert!(matches!(ring.wait_all(), Err(CommError::Aborted)));
         });
         assert!(matches!(ring.check(), Err(CommError::Aborted)));
         barrier.wait();
@@ -281,12 +281,12 @@ fn abort_from_another_thread_ends_a_sum_that_waits() {
 }
 
 #[test]
-fn strangers_are_ignored_while_ranks_meet() {
+fn foreign_connections_are_ignored_while_ranks_connect() {
     let dir = tempfile::tempdir().unwrap();
     let (listeners, addresses) = listeners(2, true, dir.path());
     let target = addresses[0].strip_prefix("tcp:").unwrap().to_string();
-    let mut stranger = std::net::TcpStream::connect(target).unwrap();
-    stranger.write_all(&[0xff; 64]).unwrap();
+    let mut foreign = std::net::TcpStream::connect(target).unwrap();
+    foreign.write_all(&[0xff; 64]).unwrap();
     std::thread::scope(|scope| {
         for (rank, listener) in listeners.into_iter().enumerate() {
             let addresses = &addresses;
@@ -299,7 +299,7 @@ fn strangers_are_ignored_while_ranks_meet() {
 }
 
 #[test]
-fn a_missing_neighbour_is_named_at_the_deadline() {
+fn missing_neighbour_is_named_at_the_timeout() {
     let dir = tempfile::tempdir().unwrap();
     let (mut listeners, addresses) = listeners(2, false, dir.path());
     let error = Ring::connect(listeners.remove(0), 0, &addresses, Duration::from_millis(100))

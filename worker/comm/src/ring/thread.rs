@@ -1,33 +1,32 @@
-//! The comm thread: works through the queue of sums, one after the other.
+//! The comm thread: runs queued collectives one after the other.
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender};
 
 use half::bf16;
-use xlaunch_pool::{DType, Loan, Space};
+use xlaunch_pool::{DType, Lease, Space};
 
 use super::wire::{Side, Socket, exchange};
 use crate::collective::{CommError, Result};
 
-/// What the thread is asked to do.
+/// A queued operation. Leases are dropped, and so returned to the lender, when it is done.
 pub(super) enum Job {
-    AllReduce(Loan, DType),
-    ReduceScatter(Loan, Loan, DType),
-    AllGather(Loan, Loan),
-    Broadcast(Loan, usize),
-    /// Replies with the first error of the jobs before it.
-    Finish(Sender<Result<()>>),
-    /// The same, once every rank has come this far.
-    Goodbye(Sender<Result<()>>),
+    AllReduce(Lease, DType),
+    ReduceScatter(Lease, Lease, DType),
+    AllGather(Lease, Lease),
+    Broadcast(Lease, usize),
+    /// Replies with the first error of all jobs before it.
+    Flush(Sender<Result<()>>),
+    /// The same, once every rank has reached it.
+    Barrier(Sender<Result<()>>),
 }
 
-/// The state of the thread.
 pub(super) struct Worker {
     rank: usize,
     world: usize,
     next: Socket,
     previous: Socket,
-    /// What comes from the previous rank before it is added.
+    /// Receive buffer for a chunk of the previous rank, before it is added.
     inbox: Vec<u8>,
 }
 
@@ -36,20 +35,21 @@ impl Worker {
         Self { rank, world, next, previous, inbox: Vec::new() }
     }
 
-    /// Serves `queue` until its other end is gone. After an error every job fails with it: the ring is broken.
+    /// Runs jobs until the sender of `queue` is dropped. The first error breaks the ring: every later job fails with
+    /// it.
     pub(super) fn run(mut self, queue: &Receiver<Job>) {
         let mut state = Ok(());
         for job in queue {
             match job {
-                Job::AllReduce(loan, dtype) => state = state.and_then(|()| self.all_reduce(loan, dtype)),
+                Job::AllReduce(lease, dtype) => state = state.and_then(|()| self.all_reduce(lease, dtype)),
                 Job::ReduceScatter(from, into, dtype) => {
                     state = state.and_then(|()| self.reduce_scatter(from, into, dtype));
                 }
                 Job::AllGather(from, into) => state = state.and_then(|()| self.all_gather(from, into)),
-                Job::Broadcast(loan, root) => state = state.and_then(|()| self.broadcast(loan, root)),
-                // Its receiver may be gone: not every gather is waited for by itself.
-                Job::Finish(reply) => drop(reply.send(state.clone())),
-                Job::Goodbye(reply) => {
+                Job::Broadcast(lease, root) => state = state.and_then(|()| self.broadcast(lease, root)),
+                // The receiver may have been dropped: `wait_all` covers gathers that were not waited for one by one.
+                Job::Flush(reply) => drop(reply.send(state.clone())),
+                Job::Barrier(reply) => {
                     state = state.and_then(|()| self.barrier());
                     drop(reply.send(state.clone()));
                 }
@@ -57,29 +57,29 @@ impl Worker {
         }
     }
 
-    fn all_reduce(&mut self, mut loan: Loan, dtype: DType) -> Result<()> {
-        let bytes = host_bytes(&mut loan);
-        self.sum_chunks(bytes, dtype)?;
-        self.spread_chunks(bytes, dtype.size())
+    fn all_reduce(&mut self, mut lease: Lease, dtype: DType) -> Result<()> {
+        let bytes = host_bytes(&mut lease);
+        self.reduce_scatter_chunks(bytes, dtype)?;
+        self.all_gather_chunks(bytes, dtype.size())
     }
 
-    fn reduce_scatter(&mut self, mut from: Loan, mut into: Loan, dtype: DType) -> Result<()> {
+    fn reduce_scatter(&mut self, mut from: Lease, mut into: Lease, dtype: DType) -> Result<()> {
         let (bytes, own) = (host_bytes(&mut from), host_bytes(&mut into));
-        self.sum_chunks(bytes, dtype)?;
+        self.reduce_scatter_chunks(bytes, dtype)?;
         own.copy_from_slice(&bytes[self.chunk(bytes.len(), dtype.size(), self.rank)]);
         Ok(())
     }
 
-    fn all_gather(&mut self, mut from: Loan, mut into: Loan) -> Result<()> {
+    fn all_gather(&mut self, mut from: Lease, mut into: Lease) -> Result<()> {
         let (own, bytes) = (host_bytes(&mut from), host_bytes(&mut into));
-        let part = self.chunk(bytes.len(), 1, self.rank);
-        bytes[part].copy_from_slice(own);
-        self.spread_chunks(bytes, 1)
+        let shard = self.chunk(bytes.len(), 1, self.rank);
+        bytes[shard].copy_from_slice(own);
+        self.all_gather_chunks(bytes, 1)
     }
 
-    /// Once around the ring: this rank ends with the sum of the chunk of its number, and with nothing of worth in others.
-    fn sum_chunks(&mut self, bytes: &mut [u8], dtype: DType) -> Result<()> {
-        // Chunks are counted from `rank + n` so that nothing goes below zero.
+    /// Once around the ring: this rank ends with the sum of chunk `rank`; other chunks hold partial sums.
+    fn reduce_scatter_chunks(&mut self, bytes: &mut [u8], dtype: DType) -> Result<()> {
+        // Chunk indices are taken modulo n; starting from `rank + n` keeps the subtractions above zero.
         let (n, rank, size) = (self.world, self.rank, dtype.size());
         for step in 1..n {
             let out = self.chunk(bytes.len(), size, rank + n - step);
@@ -93,8 +93,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Once more: what each rank has in the chunk of its number comes to all.
-    fn spread_chunks(&mut self, bytes: &mut [u8], size: usize) -> Result<()> {
+    /// Once around the ring: every rank's chunk `rank` is copied to all ranks.
+    fn all_gather_chunks(&mut self, bytes: &mut [u8], size: usize) -> Result<()> {
         let (n, rank) = (self.world, self.rank);
         for step in 0..n - 1 {
             let out = self.chunk(bytes.len(), size, rank + n - step);
@@ -105,9 +105,9 @@ impl Worker {
         Ok(())
     }
 
-    /// Passes the root's bytes on, from rank to rank.
-    fn broadcast(&mut self, mut loan: Loan, root: usize) -> Result<()> {
-        let bytes = host_bytes(&mut loan);
+    /// Passes the root's bytes on from rank to rank.
+    fn broadcast(&mut self, mut lease: Lease, root: usize) -> Result<()> {
+        let bytes = host_bytes(&mut lease);
         if self.rank != root {
             self.exchange(&[], bytes)?;
         }
@@ -117,13 +117,13 @@ impl Worker {
         Ok(())
     }
 
-    /// After `world - 1` rounds every rank has heard, by way of its neighbours, from every other.
+    /// After `world - 1` rounds a byte of every rank has, through its neighbours, reached every other.
     fn barrier(&mut self) -> Result<()> {
         (1..self.world).try_for_each(|_| self.exchange(&[0], &mut [0]))
     }
 
-    /// Where chunk `c`, modulo the number of ranks, lies in `bytes` bytes: whole elements of `size` bytes, chunks that
-    /// differ by at most one element.
+    /// The range of chunk `c` modulo the world size in a buffer of `bytes` bytes: whole elements of `size` bytes, in
+    /// chunks whose lengths differ by at most one element.
     fn chunk(&self, bytes: usize, size: usize, c: usize) -> Range<usize> {
         let (count, n, c) = (bytes / size, self.world, c % self.world);
         count * c / n * size..count * (c + 1) / n * size
@@ -140,15 +140,15 @@ impl Worker {
     }
 }
 
-/// The lent bytes.
-fn host_bytes(loan: &mut Loan) -> &mut [u8] {
-    assert!(loan.space() == Space::Host, "a ring sums host memory");
-    // SAFETY: a loan of host memory keeps its block alive, and until it is dropped its range is this holder's alone:
-    // the lender checks `is_lent` before it touches a range. Host blocks are initialised when they are mapped.
-    unsafe { std::slice::from_raw_parts_mut(loan.address() as *mut u8, loan.bytes()) }
+/// The leased bytes.
+fn host_bytes(lease: &mut Lease) -> &mut [u8] {
+    assert!(lease.space() == Space::Host, "the ring reduces host memory only");
+    // SAFETY: the lease keeps the host block alive and gives its holder exclusive access to the range until it is
+    // dropped: the lender checks `is_lent` before it touches a range. Host blocks are initialised when they are mapped.
+    unsafe { std::slice::from_raw_parts_mut(lease.address() as *mut u8, lease.bytes()) }
 }
 
-/// Two parts of `bytes` that do not overlap: one to send, one to fill.
+/// Two ranges of `bytes` that do not overlap: one to send, one to receive into.
 fn disjoint(bytes: &mut [u8], out: Range<usize>, into: Range<usize>) -> (&[u8], &mut [u8]) {
     if out.end <= into.start {
         let (low, high) = bytes.split_at_mut(into.start);
@@ -176,6 +176,6 @@ fn add(sum: &mut [u8], part: &[u8], dtype: DType) {
                 sum.copy_from_slice(&total.to_ne_bytes());
             }
         }
-        other => panic!("sums of {} are not defined", other.name()),
+        other => panic!("all-reduce of {} is not supported", other.name()),
     }
 }

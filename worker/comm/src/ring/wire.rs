@@ -1,4 +1,5 @@
-//! Bytes both ways at once: to the next rank and from the previous one, without either waiting for the other.
+//! Full-duplex transfer: bytes to the next rank and from the previous one at once, so that a ring in which every rank
+//! sends cannot deadlock on full socket buffers.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -8,9 +9,9 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-/// Buffers of each socket: a chunk of a small model's bucket fits, so that a rank need not wait for its neighbour's
-/// scheduling to get rid of one.
-const BUFFER: usize = 1 << 20;
+/// Send and receive buffer of each socket. A chunk of a small model's bucket fits, so that a rank need not wait until
+/// its neighbour is scheduled.
+const SOCKET_BUFFER_BYTES: usize = 1 << 20;
 
 /// A stream socket of either kind.
 #[derive(Debug)]
@@ -36,12 +37,12 @@ impl Socket {
         })
     }
 
-    /// Makes transfers under way on any clone end. A socket that is closed already needs no shutdown.
+    /// Ends transfers under way on all clones. The error of a socket that is closed already is ignored.
     pub(super) fn shutdown(&self) {
         let _ = either!(self, socket => socket.shutdown(std::net::Shutdown::Both));
     }
 
-    /// For the greeting: blocking, for at most `timeout`.
+    /// For the handshake: blocking reads of at most `timeout`.
     pub(super) fn set_blocking(&self, timeout: Duration) -> std::io::Result<()> {
         either!(self, socket => {
             socket.set_nonblocking(false)?;
@@ -49,13 +50,13 @@ impl Socket {
         })
     }
 
-    /// For transfers: not blocking, roomy buffers, no delay of small messages.
+    /// For transfers: non-blocking, with large buffers and without Nagle's delay of small messages.
     pub(super) fn prepare(&self) -> std::io::Result<()> {
         if let Self::Tcp(socket) = self {
             socket.set_nodelay(true)?;
         }
-        rustix::net::sockopt::set_socket_send_buffer_size(self.as_fd(), BUFFER)?;
-        rustix::net::sockopt::set_socket_recv_buffer_size(self.as_fd(), BUFFER)?;
+        rustix::net::sockopt::set_socket_send_buffer_size(self.as_fd(), SOCKET_BUFFER_BYTES)?;
+        rustix::net::sockopt::set_socket_recv_buffer_size(self.as_fd(), SOCKET_BUFFER_BYTES)?;
         either!(self, socket => socket.set_nonblocking(true))
     }
 }
@@ -82,7 +83,7 @@ impl Write for Socket {
     }
 }
 
-/// Which neighbour a transfer failed with.
+/// The neighbour with which a transfer failed.
 #[derive(Debug)]
 pub(super) enum Side {
     Next,
@@ -118,7 +119,7 @@ pub(super) fn exchange(
     }
 }
 
-/// How many bytes a call moved: none when it would block, an error when the other end is closed.
+/// How many bytes a call moved: 0 when it would block, an error when the peer has closed the connection.
 fn progress(result: std::io::Result<usize>) -> std::io::Result<usize> {
     match result {
         Ok(0) => Err(std::io::Error::new(ErrorKind::UnexpectedEof, "the connection was closed")),
@@ -128,7 +129,7 @@ fn progress(result: std::io::Result<usize>) -> std::io::Result<usize> {
     }
 }
 
-/// Waits until one of the wanted directions can move.
+/// Blocks until one of the wanted directions can make progress.
 fn wait(next: &Socket, writing: bool, previous: &Socket, reading: bool) -> std::io::Result<()> {
     let mut fds = Vec::with_capacity(2);
     if writing {

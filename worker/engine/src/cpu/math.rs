@@ -1,33 +1,33 @@
-//! Scalar functions and sums that the compiler turns into vector code, and the dispatch that lets it.
+//! Scalar functions and sums that the compiler vectorises, and the dispatch to the vector unit at hand.
 
-/// Evaluates an expression compiled for the vector unit at hand (AVX-512, AVX2 or what every CPU of the target has).
+/// Evaluates an expression compiled for the vector unit at hand (AVX-512, AVX2 or the target's baseline).
 ///
-/// Only code that is inlined into pulp's dispatch is compiled that way; in what is left outside, every fused multiply-add
-/// is a call into a library. Hence a macro, for the attribute on the closure, and hence the token: a closure that gives
-/// something away can be called once alone, so there is no wrapper between it and the dispatch.
+/// Only code that is inlined into pulp's dispatch is compiled for that unit; anywhere else every fused multiply-add is
+/// a library call. Hence a macro, which can put the attribute on the closure, and hence the token: it makes the closure
+/// `FnOnce` only, so that no `FnMut` wrapper that might not be inlined sits between it and the dispatch.
 macro_rules! simd {
     ($body:expr) => {{
-        let token = super::math::Once;
+        let token = $crate::cpu::math::Once;
         pulp::Arch::new().dispatch(
             #[inline(always)]
             || {
-                let _given_away: super::math::Once = token;
+                let _moved: $crate::cpu::math::Once = token;
                 $body
             },
         )
     }};
 }
-pub(super) use simd;
+pub(crate) use simd;
 
-/// What a [`simd`] closure gives away.
-pub(super) struct Once;
+/// Moved out of a [`simd`] closure, which makes it `FnOnce`.
+pub(crate) struct Once;
 
 /// `e^x`, with a relative error below 2e-7 where the result is a normal number; 0 below -87.3.
 ///
-/// Cody and Waite's reduction to `|r| <= ln(2)/2` and a polynomial of degree 6; the rounding to an integer n and the
-/// scale 2^n go through the bits of a float near 2^23, which needs no conversion instruction.
+/// Cody-Waite reduction to `|r| <= ln(2)/2` and a polynomial of degree 6. Adding a float near 2^23 rounds to the
+/// integer n and leaves n in the low mantissa bits, from which the scale 2^n is built without a conversion instruction.
 #[inline(always)]
-pub(super) fn exp(x: f32) -> f32 {
+pub(crate) fn exp(x: f32) -> f32 {
     const SHIFT: f32 = 12_582_912.0;
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
@@ -48,22 +48,22 @@ pub(super) fn exp(x: f32) -> f32 {
 
 /// `1 / (1 + e^-x)`.
 #[inline(always)]
-pub(super) fn sigmoid(x: f32) -> f32 {
+pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
 /// `tanh(x)`, absolute error below 3e-7.
 #[inline(always)]
-pub(super) fn tanh(x: f32) -> f32 {
+pub(crate) fn tanh(x: f32) -> f32 {
     2.0f32.mul_add(sigmoid(2.0 * x), -1.0)
 }
 
-/// Number of partial results in a sum: enough for two AVX-512 registers.
+/// Number of partial sums: two AVX-512 registers, which hides the latency of additions.
 const LANES: usize = 32;
 
 /// Sum of `f(i)` over `0..len`, in an order that depends on `len` alone.
 #[inline(always)]
-pub(super) fn sum(len: usize, f: impl Fn(usize) -> f32) -> f32 {
+pub(crate) fn sum(len: usize, f: impl Fn(usize) -> f32) -> f32 {
     let mut lanes = [0.0; LANES];
     let whole = len / LANES * LANES;
     for start in (0..whole).step_by(LANES) {
@@ -83,20 +83,20 @@ pub(super) fn sum(len: usize, f: impl Fn(usize) -> f32) -> f32 {
 
 /// Sum of the elements.
 #[inline(always)]
-pub(super) fn total(x: &[f32]) -> f32 {
+pub(crate) fn total(x: &[f32]) -> f32 {
     sum(x.len(), |i| x[i])
 }
 
-/// Sum of products.
+/// Dot product.
 #[inline(always)]
-pub(super) fn dot(x: &[f32], y: &[f32]) -> f32 {
+pub(crate) fn dot(x: &[f32], y: &[f32]) -> f32 {
     let y = &y[..x.len()];
     sum(x.len(), |i| x[i] * y[i])
 }
 
-/// Largest element; negative infinity of none.
+/// Largest element; negative infinity if there are none.
 #[inline(always)]
-pub(super) fn max(x: &[f32]) -> f32 {
+pub(crate) fn max(x: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
     let chunks = x.chunks_exact(LANES);
     let rest = chunks.remainder();

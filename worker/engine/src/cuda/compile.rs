@@ -1,59 +1,124 @@
-//! Kernel text to machine code: NVRTC. What it made is cached by source, options, NVRTC version and architecture.
+//! Kernel text to machine code by NVRTC, cached on disk by source, options, NVRTC version and architecture.
 
 use std::ffi::{CString, c_int};
 
 use cudarc::nvrtc::{result, sys};
+use xlaunch_pool::DType;
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::backend::{EngineError, Result};
 use crate::cache::cached;
+use crate::error::{EngineError, Result};
 
-const PRELUDE: &str = include_str!("../kernels/prelude.cuh");
+/// Threads of a block, unless a kernel has a shape of its own.
+pub(crate) const BLOCK_THREADS: u32 = 256;
+/// Block of the kernels that sum columns: threads along columns, eight each, and along rows.
+pub(crate) const COLUMN_BLOCK: (u32, u32) = (32, 8);
 
-/// One `.cu` file and what comes before it, each behind a line that names it to the compiler.
+/// Text before every file.
+const PRELUDE: &str = include_str!("headers/prelude.cuh");
+
+/// A `.cu` file with the headers it needs before it, each after a `#line` that names it in the compiler's messages.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Source {
-    pub(super) file: &'static str,
-    pub(super) text: &'static str,
+pub(crate) struct Source {
+    /// Path below `src/ops`.
+    pub(crate) file: &'static str,
+    pub(crate) text: &'static str,
 }
 
-/// The cubin of a source for `arch` with these macros: from the cache, or compiled and put there. `usable` is asked
-/// about a cached one, which is compiled anew if it is not.
-pub(super) fn cubin<T>(
+/// A kernel file, with the headers that it needs before it, as a [`Source`]. Paths are relative to `src/ops`.
+macro_rules! source {
+    ($file:literal $(, after $header:literal)* $(,)?) => {
+        $crate::cuda::Source {
+            file: $file,
+            text: concat!($($crate::cuda::source!(text $header),)* $crate::cuda::source!(text $file)),
+        }
+    };
+    (text $file:literal) => {
+        concat!(
+            "#line 1 \"",
+            $file,
+            "\"\n",
+            include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/ops/", $file))
+        )
+    };
+}
+pub(crate) use source;
+
+/// A constant of the launch code that kernels need too. Defined once in Rust and passed to the compiler as a macro.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Macro {
+    name: &'static str,
+    value: Value,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Value {
+    Int(usize),
+    Float(f32),
+}
+
+impl Macro {
+    pub(crate) const fn int(name: &'static str, value: usize) -> Self {
+        Self { name, value: Value::Int(value) }
+    }
+
+    pub(crate) const fn float(name: &'static str, value: f32) -> Self {
+        Self { name, value: Value::Float(value) }
+    }
+
+    fn option(self) -> String {
+        match self.value {
+            Value::Int(value) => format!("--define-macro={}={value}", self.name),
+            // Debug prints the shortest text that is read back as the same f32, always with a point or an exponent.
+            Value::Float(value) => format!("--define-macro={}={value:?}f", self.name),
+        }
+    }
+}
+
+/// Options that compile a file for this architecture and element type of activations. They are part of the cache key.
+pub(crate) fn options(arch: &str, activations: DType, macros: &[Macro]) -> Vec<String> {
+    let act = if activations == DType::Bf16 { "bf16" } else { "float" };
+    let common = [
+        Macro::int("BLOCK_THREADS", BLOCK_THREADS as usize),
+        Macro::int("COLUMN_BLOCK_X", COLUMN_BLOCK.0 as usize),
+        Macro::int("COLUMN_BLOCK_Y", COLUMN_BLOCK.1 as usize),
+    ];
+    let mut options =
+        vec![format!("--gpu-architecture={arch}"), "--std=c++17".into(), format!("--define-macro=ACT={act}")];
+    options.extend(common.iter().chain(macros).map(|definition| definition.option()));
+    options
+}
+
+/// What `load` makes of the cubin of a source, from the cache or newly compiled. A cached cubin that `load` rejects is
+/// compiled again.
+pub(crate) fn cubin<T>(
     source: Source,
     arch: &str,
-    defines: &[String],
-    usable: impl Fn(Vec<u8>) -> Result<T>,
+    options: &[String],
+    load: impl Fn(Vec<u8>) -> Result<T>,
 ) -> Result<T> {
-    let options = options(arch, defines);
-    let name = file_name(source, &options, version());
-    cached(&name, usable, || compile(source, arch, &options))
-}
-
-pub(super) fn options(arch: &str, defines: &[String]) -> Vec<String> {
-    let mut options = vec![format!("--gpu-architecture={arch}"), "--std=c++17".into()];
-    options.extend(defines.iter().map(|define| format!("--define-macro={define}")));
-    options
+    let name = file_name(source, options, version());
+    cached(&name, load, || compile(source, arch, options))
 }
 
 fn file_name(source: Source, options: &[String], version: (c_int, c_int)) -> String {
     let key = format!("{version:?}\n{options:?}\n{PRELUDE}\n{}", source.text);
-    format!("{}-{:032x}.cubin", source.file, xxh3_128(key.as_bytes()))
+    format!("{}-{:032x}.cubin", source.file.replace('/', "-"), xxh3_128(key.as_bytes()))
 }
 
-/// Of the NVRTC at hand.
+/// Version of the loaded NVRTC.
 fn version() -> (c_int, c_int) {
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: both are valid for writes; the library is there, as the device's opening has found.
+    // SAFETY: both are valid for writes; opening the device has checked that the library is installed.
     let _ = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) };
     (major, minor)
 }
 
 /// Compiles one file, with the prelude before it.
-pub(super) fn compile(source: Source, arch: &str, options: &[String]) -> Result<Vec<u8>> {
+pub(crate) fn compile(source: Source, arch: &str, options: &[String]) -> Result<Vec<u8>> {
     let failed = |log: String| EngineError::Compile { file: source.file, arch: arch.into(), log };
     let text = format!("{PRELUDE}\n{}", source.text);
-    let text = CString::new(text).map_err(|_| failed("the source holds a zero byte".into()))?;
+    let text = CString::new(text).map_err(|_| failed("the source contains a zero byte".into()))?;
     let program = Program(result::create_program(&text, None).map_err(|error| failed(error.to_string()))?);
     // SAFETY: the program is valid until it is dropped.
     if let Err(error) = unsafe { result::compile_program(program.0, options) } {
@@ -65,7 +130,7 @@ pub(super) fn compile(source: Source, arch: &str, options: &[String]) -> Result<
         .result()
         .map_err(|error| failed(error.to_string()))?;
     let mut cubin = vec![0_u8; size];
-    // SAFETY: as above; the buffer has the size the library asked for.
+    // SAFETY: as above; the buffer has the size that the library returned.
     unsafe { sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()) }
         .result()
         .map_err(|error| failed(error.to_string()))?;
@@ -86,7 +151,25 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: the program was created and is destroyed once. Failing would mean that it was not valid.
+        // SAFETY: the program was created and is destroyed once. An error would mean that it was not valid.
         let _ = unsafe { result::destroy_program(self.0) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn macros_are_part_of_the_cache_key() {
+        let source = Source { file: "norm/kernel.cu", text: "" };
+        let name = |rows| {
+            let macros = [Macro::int("ROWS", rows), Macro::float("SCALE", 0.797_884_6)];
+            file_name(source, &options("sm_90", DType::Bf16, &macros), (13, 0))
+        };
+        assert_eq!(name(2), name(2));
+        assert_ne!(name(2), name(3));
+        assert!(name(2).starts_with("norm-kernel.cu-"), "{}", name(2));
+        assert_eq!(Macro::float("SCALE", 0.797_884_6).option(), "--define-macro=SCALE=0.7978846f");
     }
 }

@@ -1,4 +1,4 @@
-//! One GPU of this process: libraries found before they are used, a context, a stream.
+//! One GPU of this process: its context and stream, and checks that the libraries are installed.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -7,29 +7,30 @@ use cudarc::driver::sys::{CUdevice_attribute, CUmemPool_attribute, cuMemPoolGetA
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 
 use super::profile::Profiler;
-use crate::backend::{DeviceInfo, EngineError, Result};
+use crate::error::{EngineError, Result};
+use crate::options::DeviceInfo;
 
 /// A context on one device and the stream that everything is enqueued to.
 #[derive(Clone, Debug)]
-pub(super) struct Device {
-    pub(super) context: Arc<CudaContext>,
-    pub(super) stream: Arc<CudaStream>,
-    pub(super) info: DeviceInfo,
+pub(crate) struct Device {
+    pub(crate) context: Arc<CudaContext>,
+    pub(crate) stream: Arc<CudaStream>,
+    pub(crate) info: DeviceInfo,
     /// Such as `sm_90`.
-    pub(super) arch: String,
-    /// Major and minor.
-    pub(super) capability: (i32, i32),
-    pub(super) multiprocessors: u32,
-    pub(super) profiler: Rc<Profiler>,
+    pub(crate) arch: String,
+    /// Compute capability, major and minor.
+    pub(crate) capability: (i32, i32),
+    pub(crate) multiprocessors: u32,
+    pub(crate) profiler: Rc<Profiler>,
 }
 
 impl Device {
-    pub(super) fn open(ordinal: usize) -> Result<Self> {
+    pub(crate) fn open(ordinal: usize) -> Result<Self> {
         find_libraries()?;
-        let failed = |error: DriverError| EngineError::Device { ordinal, reason: words(error) };
+        let failed = |error: DriverError| EngineError::Device { ordinal, reason: message(error) };
         let context = CudaContext::new(ordinal).map_err(failed)?;
-        // SAFETY: nothing relies on cudarc's tracking: no CudaSlice is ever made, and all work of this back end goes to
-        // one stream, which collectives order themselves by with events of their own.
+        // SAFETY: nothing relies on cudarc's event tracking: no CudaSlice is ever created, and all work of this back
+        // end goes to one stream, with which collectives synchronise by events of their own.
         unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().map_err(failed)?;
         let (major, minor) = context.compute_capability().map_err(failed)?;
@@ -53,19 +54,19 @@ impl Device {
 /// A new stream on GPU `ordinal`, for programs that use the pool without the engine's operations.
 ///
 /// # Errors
-/// As [`CudaBackend::open`](super::CudaBackend::open).
+/// As [`CudaBackend::open`](crate::CudaBackend::open).
 pub fn compute_stream(ordinal: usize) -> Result<Arc<CudaStream>> {
     Device::open(ordinal).map(|device| device.stream)
 }
 
-/// Most bytes that the driver's default memory pool of GPU `ordinal` ever had in use in this process: what went past the
-/// pool by `cudaMallocAsync`.
+/// High-water mark of the driver's default memory pool of GPU `ordinal` in this process, in bytes: what was allocated
+/// by `cudaMallocAsync` instead of the pool.
 ///
 /// # Errors
-/// As [`CudaBackend::open`](super::CudaBackend::open).
+/// As [`CudaBackend::open`](crate::CudaBackend::open).
 pub fn default_mempool_high(ordinal: usize) -> Result<u64> {
     let device = Device::open(ordinal)?;
-    let failed = |error: DriverError| EngineError::Device { ordinal, reason: words(error) };
+    let failed = |error: DriverError| EngineError::Device { ordinal, reason: message(error) };
     let (attribute, mut high) = (CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0_u64);
     // SAFETY: the device is open; the attribute is a u64, which the call writes.
     unsafe {
@@ -76,10 +77,10 @@ pub fn default_mempool_high(ordinal: usize) -> Result<u64> {
     Ok(high)
 }
 
-/// cudarc panics on the first use of a library that is missing: ask before.
+/// cudarc panics on the first use of a missing library, so they are checked first.
 fn find_libraries() -> Result<()> {
     let missing = |library, looked_for: &str| EngineError::Library { library, looked_for: looked_for.into() };
-    // SAFETY: asking opens the library, whose initialisers have no preconditions; here and below.
+    // SAFETY: the check opens the library, whose initialisers have no preconditions; here and below.
     if !unsafe { cudarc::driver::sys::is_culib_present() } {
         return Err(missing("the CUDA driver", "libcuda.so, libcuda.so.1 in the loader's path"));
     }
@@ -97,18 +98,17 @@ fn find_libraries() -> Result<()> {
     Ok(())
 }
 
-/// An error of the driver.
-pub(super) fn cuda(what: impl Into<String>, error: DriverError) -> EngineError {
-    EngineError::Cuda { what: what.into(), reason: words(error) }
+pub(crate) fn driver_error(what: impl Into<String>, error: DriverError) -> EngineError {
+    EngineError::Cuda { what: what.into(), reason: message(error) }
 }
 
-/// The driver's words for an error.
-fn words(error: DriverError) -> String {
+/// The driver's message and name of an error.
+fn message(error: DriverError) -> String {
     let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
     format!("{} ({:?})", text.unwrap_or_else(|_| "unknown error".into()), error.0)
 }
 
-/// As NVML and nvidia-smi print it.
+/// The UUID in the format of NVML and nvidia-smi.
 fn uuid_text(bytes: impl IntoIterator<Item = std::ffi::c_char>) -> String {
     use std::fmt::Write;
     let mut text = String::from("GPU-");
@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_uuid_looks_as_nvidia_smi_prints_it() {
+    fn uuid_is_formatted_like_nvidia_smi() {
         let bytes = (0..16).map(|i| (i * 16) as std::ffi::c_char);
         assert_eq!(uuid_text(bytes), "GPU-00102030-4050-6070-8090-a0b0c0d0e0f0");
     }

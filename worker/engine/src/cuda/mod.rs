@@ -1,176 +1,144 @@
-//! One NVIDIA GPU.
+//! What operations on an NVIDIA GPU are built from.
 //!
 //! - `device`: libraries, context, stream;
-//! - `attention`: which attention kernels, in which tiles;
-//! - `cudnn`: attention by cuDNN, where it is installed;
-//! - `compile`, `kernels`: `../kernels/*.cu` to machine code, loaded and launched by name;
-//! - `gemm`: matrix products by cuBLASLt;
-//! - `graph`: launches recorded once;
-//! - `fallback`: which of several ways an operation went, for a log;
-//! - `profile`: where the device's time goes;
-//! - `staging`: host to device through pinned memory;
-//! - `norm`, `embed`, `gelu`, `sums`: the operations of these families;
-//! - `ops`: all operations, the checks and launches of the others;
-//! - this file: the back end and the checks.
+//! - `compile`, `launch`: `.cu` files to machine code, loaded and launched by name;
+//! - `gemm`: matrix multiplication by cuBLASLt;
+//! - `cudnn`: cuDNN's graph API;
+//! - `graph`: capture into CUDA graphs;
+//! - `profile`: times of kernels;
+//! - `staging`: host to device and back through pinned memory;
+//! - `variant_log`: which variant of an operation was selected;
+//! - this file: an open GPU, and the checks of operands.
 //!
 //! Everything is enqueued to one stream, in the order of the calls, so memory that a dropped tensor returns to the pool
-//! may be handed out again at once: whoever gets it writes behind its last reader. [`read_f32`](crate::Backend::read_f32) alone waits.
-//! Each operation checks lengths and element types before it enqueues anything: kernels trust them.
+//! may be handed out again at once: its next user writes after its last reader. Operations check lengths and element
+//! types before they enqueue anything, because kernels trust them.
 
-mod attention;
-mod compile;
-mod cudnn;
-mod device;
-mod embed;
-mod fallback;
-mod gelu;
-mod gemm;
-mod graph;
-mod kernels;
-mod norm;
-mod ops;
-mod profile;
-mod staging;
-mod sums;
-#[cfg(test)]
-mod tests;
+pub(crate) mod compile;
+pub(crate) mod cudnn;
+pub(crate) mod device;
+pub(crate) mod gemm;
+pub(crate) mod graph;
+pub(crate) mod launch;
+pub(crate) mod profile;
+pub(crate) mod staging;
+pub(crate) mod variant_log;
 
-use std::cell::OnceCell;
 use std::rc::Rc;
 
-use xlaunch_pool::{DType, Options, Pool, StreamId};
+use cudarc::driver::result;
+use xlaunch_pool::{DType, Pool};
 
-use crate::backend::{Precision, Result};
-use crate::tensor::Slice;
-use cudnn::Cudnn;
+use crate::error::Result;
+use crate::options::{CudaOptions, Precision};
+use crate::tensor::{Slice, Tensor};
+pub(crate) use compile::{BLOCK_THREADS, COLUMN_BLOCK, Macro, Source, source};
 use device::Device;
+pub(crate) use device::driver_error;
 pub use device::{compute_stream, default_mempool_high};
-use fallback::FallbackLog;
 use gemm::Gemm;
-pub use graph::Graph;
-use kernels::{Arg, Kernels, Launch};
-use staging::Staging;
+pub(crate) use launch::{Arg, KernelFile, Kernels, Launch, VEC, args};
+use variant_log::VariantLog;
 
-/// Threads of a block, unless a kernel asks for a shape of its own.
-const THREADS: u32 = 256;
-
-/// How to open a GPU.
-#[derive(Clone, Debug)]
-pub struct CudaOptions {
-    /// Arithmetic of matrix products, and with it the activations' type.
-    pub precision: Precision,
-    /// Whether every operation gives the same bits each time, on any host: cuDNN's attention does not, and which algorithm
-    /// computes a product the fastest, another host may find otherwise.
-    pub deterministic: bool,
-    /// Where memory comes from.
-    pub pool: Options,
-    /// Whether to say on stderr, once per operation and shape, which of several ways it went and why.
-    pub log_fallback: bool,
-}
-
-impl CudaOptions {
-    /// The fastest way in everything, without a log.
-    pub fn new(precision: Precision, pool: impl Into<Options>) -> Self {
-        Self { precision, deterministic: false, pool: pool.into(), log_fallback: false }
-    }
-}
-
-/// One GPU.
+/// An open GPU: its libraries, kernels and memory.
 #[derive(Debug)]
-pub struct CudaBackend {
-    device: Device,
-    activations: DType,
-    kernels: Kernels,
-    gemm: Gemm,
-    deterministic: bool,
-    /// Opened when attention first asks for it; or why it goes without.
-    cudnn: OnceCell<std::result::Result<Cudnn, String>>,
-    gelu: gelu::Choices,
-    fallback: Rc<FallbackLog>,
-    staging: Rc<Staging>,
-    pool: Pool,
+pub(crate) struct Gpu {
+    pub(crate) device: Device,
+    pub(crate) precision: Precision,
+    /// Element type of activations.
+    pub(crate) activations: DType,
+    pub(crate) deterministic: bool,
+    pub(crate) kernels: Kernels,
+    pub(crate) gemm: Gemm,
+    pub(crate) variants: Rc<VariantLog>,
+    pub(crate) pool: Pool,
 }
 
-impl CudaBackend {
-    /// Opens GPU `ordinal` of this process and compiles or loads its kernels.
-    ///
-    /// # Errors
-    /// A missing library, a missing device, kernels that do not compile, no memory.
-    pub fn open(ordinal: usize, options: CudaOptions) -> Result<Self> {
+impl Gpu {
+    /// Opens GPU `ordinal` of this process and compiles or loads these kernels.
+    pub(crate) fn open(ordinal: usize, options: CudaOptions, files: &[&KernelFile]) -> Result<Self> {
         let CudaOptions { precision, deterministic, pool, log_fallback } = options;
         let device = Device::open(ordinal)?;
         let pool = Pool::cuda(&device.stream, pool)?;
-        let fallback = Rc::new(FallbackLog::new(log_fallback));
+        let variants = Rc::new(VariantLog::new(log_fallback));
+        let activations = precision.activations();
         Ok(Self {
+            precision,
+            activations,
             deterministic,
-            cudnn: OnceCell::new(),
-            kernels: Kernels::load(&device, precision)?,
-            gemm: Gemm::new(&device, precision, !deterministic, &fallback, &pool)?,
-            gelu: gelu::Choices::default(),
-            fallback,
-            staging: Rc::new(Staging::new(&device)?),
+            kernels: Kernels::new(&device, activations, files)?,
+            gemm: Gemm::new(&device, precision, !deterministic, &variants, &pool)?,
+            variants,
             device,
-            activations: precision.activations(),
             pool,
         })
     }
 
-    /// Enough blocks to fill the device, no more than there is work.
-    fn spread(&self, len: usize) -> Launch {
-        let most = self.device.multiprocessors as usize * 8;
-        Launch::blocks(len.div_ceil(THREADS as usize).min(most), THREADS)
+    /// A tensor with unspecified contents.
+    #[track_caller]
+    pub(crate) fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
+        Tensor::new(&self.pool, dtype, len)
     }
 
+    /// Sets every element to zero.
+    pub(crate) fn zero(&self, x: Slice<'_>) -> Result<()> {
+        let (bytes, stream) = (x.len() * x.dtype().size(), self.device.stream.cu_stream());
+        // SAFETY: the slice holds `bytes` bytes of this device; every type is valid with any bytes.
+        unsafe { result::memset_d8_async(x.address(), 0, bytes, stream) }
+            .map_err(|error| driver_error("failed to clear memory", error))
+    }
+
+    /// Enough blocks to fill the device, no more than there are elements: for grid-stride loops.
+    pub(crate) fn grid_for(&self, len: usize) -> Launch {
+        let most = self.device.multiprocessors as usize * 8;
+        Launch::blocks(len.div_ceil(BLOCK_THREADS as usize).min(most), BLOCK_THREADS)
+    }
+
+    /// Enqueues a kernel.
+    ///
     /// # Safety
     /// As [`Kernels::launch`].
-    unsafe fn launch(&self, name: &'static str, launch: Launch, args: &[Arg]) -> Result<()> {
+    pub(crate) unsafe fn launch(&self, name: &'static str, launch: Launch, args: &[Arg]) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.kernels.launch(name, launch, args) }
     }
 
-    /// Checks an operand of the activations' type.
-    fn act(&self, x: Slice<'_>, len: usize) {
+    /// Checks an operand of the activations' element type.
+    pub(crate) fn expect_act(&self, x: Slice<'_>, len: usize) {
         expect(x, self.activations, len);
     }
 
-    /// Checks an optional operand of the activations' type.
-    fn maybe_act(&self, x: Option<Slice<'_>>, len: usize) {
+    /// Checks an optional operand of the activations' element type.
+    pub(crate) fn expect_optional_act(&self, x: Option<Slice<'_>>, len: usize) {
         if let Some(x) = x {
-            self.act(x, len);
+            self.expect_act(x, len);
         }
-    }
-
-    /// All work given so far is done: the pools' memory is free for any stream and for the host.
-    fn host_waited(&self) {
-        self.pool.host_waited(StreamId::default());
-        self.staging.host_waited();
-    }
-
-    fn write(&self, x: Slice<'_>, dtype: DType, len: usize, bytes: &[u8]) -> Result<()> {
-        expect(x, dtype, len);
-        // SAFETY: the slice holds `len` elements of that type, which are these bytes.
-        unsafe { self.staging.write(x.address(), bytes) }
     }
 }
 
 /// Panics unless `x` has this type and length: see the contract of [`Backend`](crate::Backend).
-fn expect(x: Slice<'_>, dtype: DType, len: usize) {
+pub(crate) fn expect(x: Slice<'_>, dtype: DType, len: usize) {
     assert!(x.dtype() == dtype && x.len() == len, "expected {len} {}, got {x:?}", dtype.name());
 }
 
 /// Panics unless `x` can hold a parameter's gradient.
-fn expect_grad(x: Slice<'_>, len: usize) {
+pub(crate) fn expect_grad(x: Slice<'_>, len: usize) {
     assert!(
         matches!(x.dtype(), DType::F32 | DType::Bf16) && x.len() == len && !x.is_lent(),
-        "expected a gradient of {len} elements that no collective works on, got {x:?}"
+        "expected a gradient of {len} elements that is not lent to a collective, got {x:?}"
     );
 }
 
-fn is_bf16(x: Slice<'_>) -> bool {
+pub(crate) fn is_bf16(x: Slice<'_>) -> bool {
     x.dtype() == DType::Bf16
 }
 
-/// Threads of a block that take a row eight by eight: whole warps, no more than [`THREADS`].
-fn eights(cols: usize) -> u32 {
-    (cols.div_ceil(8).next_multiple_of(32) as u32).min(THREADS)
+/// Whether rows of `cols` elements of these arrays can be accessed as vectors of eight.
+pub(crate) fn vectorizable(cols: usize, arrays: &[Slice<'_>]) -> bool {
+    cols.is_multiple_of(VEC) && arrays.iter().all(|x| x.address().is_multiple_of(16))
+}
+
+/// Threads of a block that processes a row as vectors: whole warps, at most [`BLOCK_THREADS`].
+pub(crate) fn vec_threads(cols: usize) -> u32 {
+    (cols.div_ceil(VEC).next_multiple_of(32) as u32).min(BLOCK_THREADS)
 }

@@ -1,7 +1,7 @@
-//! Where the device's time goes: an event before and after every launch, while profiling is on.
+//! Times of kernels: an event before and after every launch, while profiling is on.
 //!
-//! The events keep kernels from overlapping by little; what they measure is each kernel's own time on the stream. The
-//! device's clock is tied to the host's at the first launch: on a stream that was idle it begins at once.
+//! The events add about 3 us to each kernel and keep kernels from overlapping. The device's clock is aligned with the
+//! host's at the first launch, assuming that it starts at once on a stream that was idle.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -10,19 +10,20 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys::CUevent_flags;
 use cudarc::driver::{CudaEvent, CudaStream, DriverError};
 
-use super::device::cuda;
-use crate::backend::{EngineError, KernelSpan, Result};
+use super::device::driver_error;
+use crate::error::{EngineError, Result};
+use crate::profile::KernelSpan;
 
-/// Launches seen since profiling began; `None` while it is off.
+/// The session in progress; `None` while profiling is off.
 #[derive(Debug, Default)]
-pub(super) struct Profiler {
+pub(crate) struct Profiler {
     session: RefCell<Option<Session>>,
 }
 
 #[derive(Debug)]
 struct Session {
-    begun: Instant,
-    /// From there to the first launch.
+    started: Instant,
+    /// From the start to the first launch.
     until_first: Duration,
     records: Vec<Record>,
 }
@@ -35,8 +36,8 @@ struct Record {
 }
 
 impl Profiler {
-    /// Runs a launch, and takes its time if profiling is on.
-    pub(super) fn time<T>(
+    /// Runs a launch, and records its time if profiling is on.
+    pub(crate) fn time<T>(
         &self,
         stream: &Arc<CudaStream>,
         name: impl FnOnce() -> String,
@@ -46,26 +47,26 @@ impl Profiler {
             return launch();
         }
         let begin = mark(stream)?;
-        let begun = Instant::now();
+        let launched = Instant::now();
         let result = launch()?;
         let end = mark(stream)?;
         if let Some(session) = &mut *self.session.borrow_mut() {
             if session.records.is_empty() {
-                session.until_first = begun.duration_since(session.begun);
+                session.until_first = launched.duration_since(session.started);
             }
             session.records.push(Record { name: name(), begin, end });
         }
         Ok(result)
     }
 
-    /// Begins anew.
-    pub(super) fn begin(&self) {
-        let session = Session { begun: Instant::now(), until_first: Duration::ZERO, records: Vec::new() };
+    /// Starts a session, discarding any other.
+    pub(crate) fn begin(&self) {
+        let session = Session { started: Instant::now(), until_first: Duration::ZERO, records: Vec::new() };
         *self.session.borrow_mut() = Some(session);
     }
 
-    /// Waits for the last launch, and says when each ran and how long.
-    pub(super) fn end(&self) -> Result<Vec<KernelSpan>> {
+    /// Ends the session: waits for the last launch and returns the times of all.
+    pub(crate) fn end(&self) -> Result<Vec<KernelSpan>> {
         let Some(Session { until_first, records, .. }) = self.session.take() else { return Ok(Vec::new()) };
         let mut spans = Vec::with_capacity(records.len());
         for Record { name, begin, end } in &records {
@@ -77,16 +78,16 @@ impl Profiler {
     }
 }
 
-/// What the device took from one event to the other, which is waited for.
-pub(super) fn seconds(from: &CudaEvent, to: &CudaEvent) -> Result<f64> {
+/// Device time between two events, the second of which is waited for.
+pub(crate) fn seconds(from: &CudaEvent, to: &CudaEvent) -> Result<f64> {
     from.elapsed_ms(to).map(|milliseconds| f64::from(milliseconds) / 1e3).map_err(failed)
 }
 
-/// An event that times can be taken from, recorded now.
-pub(super) fn mark(stream: &Arc<CudaStream>) -> Result<CudaEvent> {
+/// A timing event, recorded now.
+pub(crate) fn mark(stream: &Arc<CudaStream>) -> Result<CudaEvent> {
     stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed)
 }
 
 fn failed(error: DriverError) -> EngineError {
-    cuda("failed to take a kernel's time", error)
+    driver_error("failed to time a kernel", error)
 }

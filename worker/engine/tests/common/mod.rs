@@ -1,7 +1,6 @@
 //! Every operation as a function of host values, on any back end: inputs in, named outputs and gradients out.
 //!
-//! Outputs are NaN before they are written, so that what an operation leaves out shows. Backward is run twice over:
-//! replacing what its outputs held, and adding to it ([`Accumulate`]).
+//! Outputs are NaN before they are written, so that elements which an operation misses are noticed.
 
 #![allow(dead_code, clippy::unwrap_used, clippy::cast_precision_loss, reason = "helpers of several tests")]
 
@@ -100,13 +99,17 @@ impl Ops<'_> {
         let (tokens, wte_t, wpe_t) = (self.ints(tokens), self.act(wte), self.maybe_act(wpe));
         let out = self.out(dout.len());
         let wpe_slice = wpe_t.as_ref().map(Tensor::all);
-        self.backend.embed_fwd(s, tokens.all(), wte_t.all(), wpe_slice, out.all()).unwrap();
-        // These gradients are always added to what is there.
+        let (shape, tokens) = (s, tokens.all());
+        let forward = EmbedForward { shape, tokens, wte: wte_t.all(), wpe: wpe_slice, out: out.all() };
+        self.backend.embed_forward(forward).unwrap();
+        // These gradients always accumulate.
         let dwte = self.grad(Accumulate::Add, wte.len());
         let dwpe = wpe.map(|wpe| self.grad(Accumulate::Add, wpe.len()));
         let dout = self.act(dout);
-        let dwpe_slice = dwpe.as_ref().map(Tensor::all);
-        self.backend.embed_bwd(s, tokens.all(), dout.all(), dwte.all(), dwpe_slice).unwrap();
+        let (dout, dwpe_slice) = (dout.all(), dwpe.as_ref().map(Tensor::all));
+        self.backend
+            .embed_backward(EmbedBackward { shape, tokens, dout, dwte: dwte.all(), dwpe: dwpe_slice })
+            .unwrap();
         let mut outputs = vec![("out", self.read(&out)), ("dwte", self.read(&dwte))];
         outputs.extend(dwpe.map(|dwpe| ("dwpe", self.read(&dwpe))));
         outputs
@@ -128,18 +131,21 @@ impl Ops<'_> {
         let (x, branch, gamma) = (self.act(x), self.maybe_act(branch), self.act(gamma));
         let beta = self.maybe_act(beta);
         let (y, stats) = (self.out(dy.len()), self.out_f32(s.stats()));
-        let beta_slice = beta.as_ref().map(Tensor::all);
         let (b, mut outputs) = (self.backend, Outputs::new());
-        let x = match branch {
-            None => {
-                b.norm_fwd(s, x.all(), gamma.all(), beta_slice, y.all(), stats.all()).unwrap();
-                x
-            }
-            Some(branch) => {
-                let sum = self.out(dy.len());
-                let (branch, sum_slice) = (branch.all(), sum.all());
-                b.add_norm_fwd(s, x.all(), branch, sum_slice, gamma.all(), beta_slice, y.all(), stats.all())
-                    .unwrap();
+        let sum = branch.map(|branch| (branch, self.out(dy.len())));
+        let forward = NormForward {
+            shape: s,
+            x: x.all(),
+            residual: sum.as_ref().map(|(branch, sum)| ResidualAdd { branch: branch.all(), sum: sum.all() }),
+            gamma: gamma.all(),
+            beta: beta.as_ref().map(Tensor::all),
+            y: y.all(),
+            stats: stats.all(),
+        };
+        b.norm_forward(forward).unwrap();
+        let x = match sum {
+            None => x,
+            Some((_, sum)) => {
                 outputs.push(("sum", self.read(&sum)));
                 sum
             }
@@ -150,22 +156,21 @@ impl Ops<'_> {
         };
         let (dy, dgamma) = (self.act(dy), self.grad(acc, s.cols));
         let dbeta = beta.as_ref().map(|_| self.grad(acc, s.cols));
-        let dbeta_slice = dbeta.as_ref().map(Tensor::all);
         let dsum = with_sum.then(|| self.grad(acc, s.cols));
-        b.norm_bwd(
-            s,
-            x.all(),
-            gamma.all(),
-            stats.all(),
-            dy.all(),
-            dx.all(),
-            residual.is_some(),
-            dgamma.all(),
-            dbeta_slice,
-            dsum.as_ref().map(Tensor::all),
+        let backward = NormBackward {
+            shape: s,
+            x: x.all(),
+            gamma: gamma.all(),
+            stats: stats.all(),
+            dy: dy.all(),
+            dx: dx.all(),
+            add_to_dx: residual.is_some(),
+            dgamma: dgamma.all(),
+            dbeta: dbeta.as_ref().map(Tensor::all),
+            dsum: dsum.as_ref().map(Tensor::all),
             acc,
-        )
-        .unwrap();
+        };
+        b.norm_backward(backward).unwrap();
         outputs.extend(
             [("y", &y), ("stats", &stats), ("dx", &dx), ("dgamma", &dgamma)].map(|(n, t)| (n, self.read(t))),
         );
@@ -185,11 +190,15 @@ impl Ops<'_> {
     ) -> Outputs {
         let (b, x, w, bias) = (self.backend, self.act(x), self.act(w), self.maybe_act(bias));
         let (y, dx) = (self.out(dy.len()), self.out(x.len()));
-        b.linear_fwd(s, x.all(), w.all(), bias.as_ref().map(Tensor::all), y.all()).unwrap();
+        let (shape, bias_slice) = (s, bias.as_ref().map(Tensor::all));
+        let forward = LinearForward { shape, x: x.all(), w: w.all(), bias: bias_slice, y: y.all() };
+        b.linear_forward(forward).unwrap();
         let (dy, dw) = (self.act(dy), self.grad(acc, w.len()));
         let dbias = bias.as_ref().map(|_| self.grad(acc, s.outputs));
-        b.linear_bwd_input(s, dy.all(), w.all(), dx.all()).unwrap();
-        b.linear_bwd_weight(s, dy.all(), x.all(), dw.all(), dbias.as_ref().map(Tensor::all), acc).unwrap();
+        let (dy, dbias_slice) = (dy.all(), dbias.as_ref().map(Tensor::all));
+        b.linear_backward_input(LinearBackwardInput { shape, dy, w: w.all(), dx: dx.all() }).unwrap();
+        let backward = LinearBackwardWeight { shape, dy, x: x.all(), dw: dw.all(), dbias: dbias_slice, acc };
+        b.linear_backward_weight(backward).unwrap();
         let mut outputs = vec![("y", self.read(&y)), ("dx", self.read(&dx)), ("dw", self.read(&dw))];
         outputs.extend(dbias.map(|dbias| ("dbias", self.read(&dbias))));
         outputs
@@ -206,14 +215,24 @@ impl Ops<'_> {
         let table = table.map(|table| self.tensor(DType::F32, table));
         let rope = table.as_ref().map(Tensor::all);
         let (out, lse) = (self.out(dout.len()), self.out_f32(s.batch * s.heads * s.seq));
-        b.attention_fwd(s, qkv.all(), rope, out.all(), lse.all()).unwrap();
         let (dout, dqkv) = (self.act(dout), self.out(qkv.len()));
-        b.attention_bwd(s, qkv.all(), rope, out.all(), dout.all(), lse.all(), dqkv.all()).unwrap();
+        let backward = AttentionBackward {
+            shape: s,
+            qkv: qkv.all(),
+            rope,
+            out: out.all(),
+            dout: dout.all(),
+            lse: lse.all(),
+            dqkv: dqkv.all(),
+        };
+        let AttentionBackward { shape, qkv, out: out_slice, lse: lse_slice, .. } = backward;
+        b.attention_forward(AttentionForward { shape, qkv, rope, out: out_slice, lse: lse_slice }).unwrap();
+        b.attention_backward(backward).unwrap();
         vec![("out", self.read(&out)), ("lse", self.read(&lse)), ("dqkv", self.read(&dqkv))]
     }
 
-    /// A linear layer with GELU behind it, and the gradient of what it gives GELU from that of the layer behind both, whose
-    /// weights are `next`.
+    /// A linear layer followed by GELU, and the gradient of GELU's input from that of the output of the next linear
+    /// layer, whose weights are `next`.
     #[expect(clippy::too_many_arguments, reason = "a fused operation has many operands")]
     pub(crate) fn gelu(
         &self,
@@ -227,18 +246,31 @@ impl Ops<'_> {
     ) -> Outputs {
         let (b, x, w, bias) = (self.backend, self.act(x), self.act(w), self.act(bias));
         let (h, a) = (self.out(s.rows * s.outputs), self.out(s.rows * s.outputs));
-        b.linear_gelu_fwd(s, x.all(), w.all(), bias.all(), h.all(), a.all()).unwrap();
-        let behind = LinearShape { rows: s.rows, inputs: s.outputs, outputs: dy.len() / s.rows };
+        let forward =
+            LinearGeluForward { shape: s, x: x.all(), w: w.all(), bias: bias.all(), h: h.all(), a: a.all() };
+        b.linear_gelu_forward(forward).unwrap();
+        let shape = LinearShape { rows: s.rows, inputs: s.outputs, outputs: dy.len() / s.rows };
         let (next, dy) = (self.act(next), self.act(dy));
         let (dh, dbias) = (self.out(h.len()), self.grad(acc, s.outputs));
-        b.gelu_linear_bwd(behind, dy.all(), next.all(), h.all(), dh.all(), dbias.all(), acc).unwrap();
+        let (w, dh_slice, dbias_slice) = (next.all(), dh.all(), dbias.all());
+        b.gelu_linear_backward(GeluLinearBackward {
+            shape,
+            dy: dy.all(),
+            w,
+            h: h.all(),
+            dh: dh_slice,
+            dbias: dbias_slice,
+            acc,
+        })
+        .unwrap();
         [("h", &h), ("a", &a), ("dh", &dh), ("dbias", &dbias)].map(|(n, t)| (n, self.read(t))).into()
     }
 
     pub(crate) fn swiglu(&self, rows: usize, ffn: usize, h: &[f32], da: &[f32]) -> Outputs {
         let (h, da, a, dh) = (self.act(h), self.act(da), self.out(da.len()), self.out(h.len()));
-        self.backend.swiglu_fwd(rows, ffn, h.all(), a.all()).unwrap();
-        self.backend.swiglu_bwd(rows, ffn, h.all(), da.all(), dh.all()).unwrap();
+        self.backend.swiglu_forward(SwigluForward { rows, ffn, h: h.all(), a: a.all() }).unwrap();
+        let backward = SwigluBackward { rows, ffn, h: h.all(), da: da.all(), dh: dh.all() };
+        self.backend.swiglu_backward(backward).unwrap();
         vec![("a", self.read(&a)), ("dh", self.read(&dh))]
     }
 
@@ -252,27 +284,32 @@ impl Ops<'_> {
     ) -> Outputs {
         let (b, logits, targets) = (self.backend, self.act(logits), self.ints(targets));
         let (only, losses) = (self.out_f32(s.rows), self.out_f32(s.rows));
-        b.classifier(s, logits.all(), targets.all(), only.all(), None).unwrap();
-        b.classifier(s, logits.all(), targets.all(), losses.all(), Some(scale)).unwrap();
+        let (logits_slice, targets) = (logits.all(), targets.all());
+        for (losses, grad_scale) in [(&only, None), (&losses, Some(scale))] {
+            let losses = losses.all();
+            let args = FusedClassifier { shape: s, logits: logits_slice, targets, losses, grad_scale };
+            b.classifier(args).unwrap();
+        }
         vec![
             ("losses", self.read(&only)),
-            ("losses again", self.read(&losses)),
+            ("losses with gradient", self.read(&losses)),
             ("dlogits", self.read(&logits)),
         ]
     }
 
-    pub(crate) fn sums(&self, x: &[f32]) -> Outputs {
+    pub(crate) fn reductions(&self, x: &[f32]) -> Outputs {
         let (b, x_t) = (self.backend, self.tensor(DType::F32, x));
-        let (sum, squares) = (self.out_f32(1), self.out_f32(1));
-        b.sum(x_t.all(), 0.5, sum.all(), Accumulate::Overwrite).unwrap();
-        b.sum(x_t.all(), 0.25, sum.all(), Accumulate::Add).unwrap();
+        let (sum, squared_norm) = (self.out_f32(1), self.out_f32(1));
+        for (scale, acc) in [(0.5, Accumulate::Overwrite), (0.25, Accumulate::Add)] {
+            b.sum(Sum { x: x_t.all(), scale, out: sum.all(), acc }).unwrap();
+        }
         let grads = self.tensor(self.grads, x);
-        b.square_sum(grads.all(), squares.all()).unwrap();
-        vec![("sum", self.read(&sum)), ("square_sum", self.read(&squares))]
+        b.squared_norm(SquaredNorm { x: grads.all(), out: squared_norm.all() }).unwrap();
+        vec![("sum", self.read(&sum)), ("squared_norm", self.read(&squared_norm))]
     }
 
     /// Two steps of AdamW; the second is clipped.
-    pub(crate) fn adamw(&self, s: AdamWShape, params: &[f32], grads: &[f32], decay: &[u8]) -> Outputs {
+    pub(crate) fn adamw(&self, config: AdamWConfig, params: &[f32], grads: &[f32], decay: &[u8]) -> Outputs {
         let b = self.backend;
         let (params, grads) = (self.tensor(DType::F32, params), self.tensor(self.grads, grads));
         let zeros = vec![0.0; params.len()];
@@ -280,27 +317,26 @@ impl Ops<'_> {
         let work = (b.activation_dtype() == DType::Bf16).then(|| self.out(params.len()));
         let flags = b.alloc(DType::U8, decay.len()).unwrap();
         b.write_u8(flags.all(), decay).unwrap();
-        for (scalars, square_sum) in [([1e-2, 10.0, 20.0, 0.0], 0.04), ([2e-2, 5.3, 10.3, 0.0], 9.0)] {
-            let (scalars, square_sum) =
-                (self.tensor(DType::F32, &scalars), self.tensor(DType::F32, &[square_sum]));
-            let work = work.as_ref().map(Tensor::all);
-            b.adamw(
-                s,
-                params.all(),
-                grads.all(),
-                m.all(),
-                v.all(),
-                work,
-                flags.all(),
-                scalars.all(),
-                square_sum.all(),
-            )
-            .unwrap();
+        for (scalars, grad_norm_sq) in [([1e-2, 10.0, 20.0, 0.0], 0.04), ([2e-2, 5.3, 10.3, 0.0], 9.0)] {
+            let (scalars, grad_norm_sq) =
+                (self.tensor(DType::F32, &scalars), self.tensor(DType::F32, &[grad_norm_sq]));
+            let step = AdamWStep {
+                config,
+                params: params.all(),
+                grads: grads.all(),
+                m: m.all(),
+                v: v.all(),
+                work: work.as_ref().map(Tensor::all),
+                decay: flags.all(),
+                scalars: scalars.all(),
+                grad_norm_sq: grad_norm_sq.all(),
+            };
+            b.adamw(step).unwrap();
         }
         let mut outputs: Outputs = [("params", &params), ("m", &m), ("v", &v)]
             .map(|(name, tensor)| (name, self.read(tensor)))
             .into();
-        // The CPU keeps no rounded copy: its twin is the weights themselves.
+        // The CPU has no rounded copy: the weights themselves are compared.
         outputs.push(("work", self.read(work.as_ref().unwrap_or(&params))));
         outputs
     }
@@ -318,8 +354,8 @@ pub(crate) fn distance(a: &[f32], b: &[f32]) -> f64 {
 /// One operation on one set of sizes, as a function of a back end.
 pub(crate) type Case = (String, Box<dyn Fn(&Ops<'_>) -> Outputs>);
 
-/// A rotary table: cosines and sines of angles that grow with the position, slower from pair to pair.
-fn turns(seq: usize, width: usize) -> Vec<f32> {
+/// A rotary table: cosines and sines of angles that grow with the position, more slowly from pair to pair.
+fn rope_table(seq: usize, width: usize) -> Vec<f32> {
     let angle = |t: usize, i: usize| t as f32 / 10_f32.powi(i as i32);
     let row = |t| {
         (0..width).map(move |c| if c < width / 2 { angle(t, c).cos() } else { angle(t, c - width / 2).sin() })
@@ -327,12 +363,12 @@ fn turns(seq: usize, width: usize) -> Vec<f32> {
     (0..seq).flat_map(row).collect()
 }
 
-/// Every operation on sizes that are no multiples of tiles, warps or vectors. `round` is applied to every input.
+/// Every operation on sizes that are not multiples of tiles, warps or vectors. `round` is applied to every input.
 pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
     let values =
         move |seed: u64, len: usize| -> Vec<f32> { random(seed, len).into_iter().map(round).collect() };
-    // In the last, every token has more rows than threads sort, and more than a block adds up.
+    // In the last, every token has more rows than are sorted by rank, and more than one block sums.
     for (batch, seq, cols, vocab) in
         [(1, 1, 8, 3), (3, 37, 36, 11), (19, 30, 264, 700), (2, 300, 40, 9000), (4, 901, 2056, 5)]
     {
@@ -345,7 +381,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         cases.push((format!("embed {s:?}"), Box::new(move |ops| ops.embed(s, &tokens, &wte, None, &dout))));
         cases.push((format!("embed wpe {s:?}"), Box::new(move |ops| ops.embed(s, &t, &w, Some(&with), &d))));
     }
-    // Rows of 192 threads and of more; rows that cannot be taken eight by eight; more rows than blocks take at once.
+    // Rows that fit into registers and wider ones; rows that are not vectorizable; more rows than run at once.
     for (rows, cols) in [(1, 8), (67, 100), (130, 384), (9, 1536), (5, 1544), (1999, 768)] {
         for kind in [NormKind::Layer, NormKind::Rms] {
             for acc in [Accumulate::Overwrite, Accumulate::Add] {
@@ -402,21 +438,20 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         // Larger scores than unit ones, so that the softmax is not flat.
         let qkv: Vec<f32> = values(18, len).into_iter().map(|x| round(3.0 * x)).collect();
         let dout = values(19, batch * seq * heads * width);
-        for table in [None, Some(turns(seq, width))] {
-            let (qkv, dout, turned) =
-                (qkv.clone(), dout.clone(), if table.is_some() { ", turned" } else { "" });
+        for table in [None, Some(rope_table(seq, width))] {
+            let (qkv, dout, rope) = (qkv.clone(), dout.clone(), if table.is_some() { ", rope" } else { "" });
             let case = move |ops: &Ops<'_>| ops.attention(s, &qkv, table.as_deref(), &dout);
-            cases.push((format!("attention {s:?}{turned}"), Box::new(case)));
+            cases.push((format!("attention {s:?}{rope}"), Box::new(case)));
         }
     }
     for len in [1, 31, 10_007] {
         let x = random(22, len);
         cases.push((
-            format!("sums {len}"),
-            Box::new(move |ops| ops.sums(&x.iter().map(|x| round(x + 1.5)).collect::<Vec<_>>())),
+            format!("reductions {len}"),
+            Box::new(move |ops| ops.reductions(&x.iter().map(|x| round(x + 1.5)).collect::<Vec<_>>())),
         ));
     }
-    // The second cannot be taken eight by eight.
+    // The second is not vectorizable.
     for (rows, inputs, ffn, outputs) in
         [(1, 8, 16, 8), (67, 40, 44, 24), (130, 72, 1536, 40), (1999, 24, 264, 16)]
     {
@@ -432,7 +467,7 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         let (h, da) = (values(23, 2 * rows * ffn), values(24, rows * ffn));
         cases.push((format!("swiglu {rows} x {ffn}"), Box::new(move |ops| ops.swiglu(rows, ffn, &h, &da))));
     }
-    // The last two are longer than 512 threads take at once, and than what shared memory holds of a row.
+    // The last two are longer than 512 threads read at once, and than what fits into shared memory.
     for (rows, vocab, padded) in
         [(1, 2, 2), (67, 50, 50), (9, 1999, 2048), (3, 50_257, 50_304), (2, 128_250, 128_256)]
     {
@@ -445,10 +480,10 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         ));
     }
     for len in [64, 64 * 157 + 17] {
-        let s = AdamWShape { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: 1.0 };
+        let config = AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: 1.0 };
         let (params, grads) = (random(27, len), values(28, len));
         let decay: Vec<u8> = (0..len.div_ceil(DECAY_CHUNK)).map(|i| u8::from(i % 3 != 0)).collect();
-        cases.push((format!("adamw {len}"), Box::new(move |ops| ops.adamw(s, &params, &grads, &decay))));
+        cases.push((format!("adamw {len}"), Box::new(move |ops| ops.adamw(config, &params, &grads, &decay))));
     }
     cases
 }

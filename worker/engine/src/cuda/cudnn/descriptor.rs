@@ -1,7 +1,7 @@
-//! One object of cuDNN's backend API, and what the library says when it refuses.
+//! One object of cuDNN's backend API, and the library's errors.
 //!
-//! Everything in that API is a descriptor: made of a kind, given attributes, made final, destroyed. Attributes and their
-//! types are listed in the documentation of the cuDNN graph library.
+//! Everything in that API is a descriptor: created with a type, given attributes, finalised, destroyed. Attributes and
+//! their types are listed in the documentation of the cuDNN graph library.
 
 use std::ffi::{CStr, c_char, c_void};
 
@@ -12,26 +12,26 @@ use cudarc::cudnn::sys::{
 
 use super::library::{Library, SUCCESS, Status};
 
-/// Why the library did not do something: a shape or a device that it has no kernel for, mostly.
+/// An error of the library: in most cases a shape or a device that it has no kernel for.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{call}: {reason}")]
-pub(super) struct Refusal {
+pub(crate) struct CudnnError {
     call: &'static str,
     reason: String,
 }
 
-impl Refusal {
-    pub(super) fn new(call: &'static str, reason: impl Into<String>) -> Self {
+impl CudnnError {
+    pub(crate) fn new(call: &'static str, reason: impl Into<String>) -> Self {
         Self { call, reason: reason.into() }
     }
 
-    /// An error of the call just made, in the library's own words.
-    pub(super) fn check(call: &'static str, status: Status) -> Result<(), Self> {
+    /// The error of the call just made, with the library's message.
+    pub(crate) fn check(call: &'static str, status: Status) -> Result<(), Self> {
         if status == SUCCESS {
             return Ok(());
         }
         let mut message = [0_u8; 512];
-        // SAFETY: the library writes a string of at most so many bytes, its end included.
+        // SAFETY: the library writes a string of at most `message.len()` bytes, including its end.
         unsafe { (library()?.last_error)(message.as_mut_ptr().cast::<c_char>(), message.len()) };
         let text = CStr::from_bytes_until_nul(&message).unwrap_or_default().to_string_lossy();
         let words: Vec<&str> = text.split_whitespace().collect();
@@ -39,16 +39,16 @@ impl Refusal {
     }
 }
 
-/// The library, of which a back end has found that it is there.
-pub(super) fn library() -> Result<&'static Library, Refusal> {
-    Library::get().map_err(|reason| Refusal::new("dlopen", reason))
+/// The library. Opening a [`Cudnn`](super::Cudnn) has shown that it is installed.
+pub(crate) fn library() -> Result<&'static Library, CudnnError> {
+    Library::get().map_err(|reason| CudnnError::new("dlopen", reason))
 }
 
-/// A type of values that attributes have.
+/// A type of attribute values.
 ///
 /// # Safety
-/// `TYPE` stands for values that are laid out as `Self`.
-pub(super) unsafe trait Value {
+/// Values of `TYPE` have the layout of `Self`.
+pub(crate) unsafe trait Value {
     const TYPE: Type;
 }
 
@@ -73,25 +73,25 @@ values! {
     sys::cudnnBackendHeurMode_t => CUDNN_TYPE_HEUR_MODE,
 }
 
-/// A descriptor, laid out as the library's own pointer to it, so that a slice of these is an array of those.
+/// A descriptor, laid out as the library's own pointer to it, so that a slice of these is an array of pointers.
 #[derive(Debug)]
 #[repr(transparent)]
-pub(super) struct Descriptor(cudnnBackendDescriptor_t);
+pub(crate) struct Descriptor(cudnnBackendDescriptor_t);
 
 impl Descriptor {
-    pub(super) fn new(kind: Kind) -> Result<Self, Refusal> {
+    pub(crate) fn new(kind: Kind) -> Result<Self, CudnnError> {
         let mut raw = std::ptr::null_mut();
         // SAFETY: the library writes the new descriptor.
-        Refusal::check("cudnnBackendCreateDescriptor", unsafe {
+        CudnnError::check("cudnnBackendCreateDescriptor", unsafe {
             (library()?.create_descriptor)(kind, &raw mut raw)
         })?;
         Ok(Self(raw))
     }
 
-    /// The library copies the values; a descriptor among them has to outlive this one.
-    pub(super) fn set<T: Value>(&self, attribute: Attribute, values: &[T]) -> Result<(), Refusal> {
-        // SAFETY: this descriptor is alive; there are so many values, laid out as the type says. The library checks that
-        // the attribute is one of that type.
+    /// The library copies the values, but keeps references: a descriptor among them has to outlive this one.
+    pub(crate) fn set<T: Value>(&self, attribute: Attribute, values: &[T]) -> Result<(), CudnnError> {
+        // SAFETY: this descriptor is alive; the array has `values.len()` values, laid out as the type says. The library
+        // checks that the attribute has that type.
         let status = unsafe {
             (library()?.set_attribute)(
                 self.0,
@@ -101,21 +101,22 @@ impl Descriptor {
                 values.as_ptr().cast::<c_void>(),
             )
         };
-        Refusal::check("cudnnBackendSetAttribute", status)
+        CudnnError::check("cudnnBackendSetAttribute", status)
     }
 
-    /// No attribute can be set from here on; those set are checked together.
-    pub(super) fn finalize(self) -> Result<Self, Refusal> {
+    /// Checks all attributes together. None can be set afterwards.
+    pub(crate) fn finalize(self) -> Result<Self, CudnnError> {
         // SAFETY: this descriptor is alive.
-        Refusal::check("cudnnBackendFinalize", unsafe { (library()?.finalize)(self.0) })?;
+        CudnnError::check("cudnnBackendFinalize", unsafe { (library()?.finalize)(self.0) })?;
         Ok(self)
     }
 
-    /// Reads at most so many values of an attribute, and says how many were read; for none, how many there are.
-    pub(super) fn get<T: Value>(&self, attribute: Attribute, values: &mut [T]) -> Result<usize, Refusal> {
+    /// Reads at most `values.len()` values of an attribute and returns their number; for an empty slice, the number
+    /// that exists.
+    pub(crate) fn get<T: Value>(&self, attribute: Attribute, values: &mut [T]) -> Result<usize, CudnnError> {
         let mut count = 0;
         let array = if values.is_empty() { std::ptr::null_mut() } else { values.as_mut_ptr() };
-        // SAFETY: as for `set`; the library writes at most so many values.
+        // SAFETY: as for `set`; the library writes at most `values.len()` values.
         let status = unsafe {
             (library()?.get_attribute)(
                 self.0,
@@ -126,12 +127,12 @@ impl Descriptor {
                 array.cast::<c_void>(),
             )
         };
-        Refusal::check("cudnnBackendGetAttribute", status)?;
+        CudnnError::check("cudnnBackendGetAttribute", status)?;
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
     /// The library's own pointer.
-    pub(super) fn raw(&self) -> cudnnBackendDescriptor_t {
+    pub(crate) fn raw(&self) -> cudnnBackendDescriptor_t {
         self.0
     }
 }
@@ -139,7 +140,7 @@ impl Descriptor {
 impl Drop for Descriptor {
     fn drop(&mut self) {
         if let Ok(library) = library() {
-            // SAFETY: made by the library, and destroyed nowhere else. A failure leaves nothing to be done.
+            // SAFETY: created by the library and destroyed only here. A failure cannot be handled.
             unsafe { (library.destroy_descriptor)(self.0) };
         }
     }

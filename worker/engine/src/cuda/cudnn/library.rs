@@ -1,6 +1,7 @@
-//! cuDNN's functions, loaded when a back end first wants them. No absence of a library or function panics or aborts.
+//! cuDNN's functions, loaded on first use. A missing library or function is an error, never a panic or abort.
 //!
-//! The name with the version comes first: of several installations, the one whose other files are found under that name too.
+//! The versioned name is tried first: with several installations, it is the one whose other files have versioned names
+//! too.
 
 use std::ffi::{c_char, c_void};
 use std::path::Path;
@@ -13,48 +14,49 @@ use cudarc::cudnn::sys::{
 
 /// Names under which packages, distributions and Python wheels install cuDNN.
 const NAMES: [&str; 2] = ["libcudnn.so.9", "libcudnn.so"];
-/// The file that the first only passes calls on to; the process ends at the first call where it is missing.
+/// The file that `libcudnn.so.9` forwards calls to. Without it, cuDNN aborts the process at the first call: hence the
+/// check.
 const GRAPH: &str = "libcudnn_graph.so.9";
-/// A path that comes first.
+/// Environment variable with a path that is tried before all names.
 const PATH_VARIABLE: &str = "XLAUNCH_CUDNN";
 
-/// `cudnnStatus_t`, of which newer versions know more values.
-pub(super) type Status = i32;
-pub(super) const SUCCESS: Status = 0;
+/// `cudnnStatus_t` as an integer: newer versions have values that the binding's enum lacks.
+pub(crate) type Status = i32;
+pub(crate) const SUCCESS: Status = 0;
 
 /// The functions in use, as `cudnn_graph.h` declares them; streams are `cudaStream_t`.
-pub(super) struct Library {
-    pub(super) version: unsafe extern "C" fn() -> usize,
-    pub(super) last_error: unsafe extern "C" fn(*mut c_char, usize),
-    pub(super) create: unsafe extern "C" fn(*mut cudnnHandle_t) -> Status,
-    pub(super) destroy: unsafe extern "C" fn(cudnnHandle_t) -> Status,
-    pub(super) set_stream: unsafe extern "C" fn(cudnnHandle_t, *mut c_void) -> Status,
-    pub(super) create_descriptor: unsafe extern "C" fn(Kind, *mut cudnnBackendDescriptor_t) -> Status,
-    pub(super) destroy_descriptor: unsafe extern "C" fn(cudnnBackendDescriptor_t) -> Status,
-    pub(super) set_attribute:
+pub(crate) struct Library {
+    pub(crate) version: unsafe extern "C" fn() -> usize,
+    pub(crate) last_error: unsafe extern "C" fn(*mut c_char, usize),
+    pub(crate) create: unsafe extern "C" fn(*mut cudnnHandle_t) -> Status,
+    pub(crate) destroy: unsafe extern "C" fn(cudnnHandle_t) -> Status,
+    pub(crate) set_stream: unsafe extern "C" fn(cudnnHandle_t, *mut c_void) -> Status,
+    pub(crate) create_descriptor: unsafe extern "C" fn(Kind, *mut cudnnBackendDescriptor_t) -> Status,
+    pub(crate) destroy_descriptor: unsafe extern "C" fn(cudnnBackendDescriptor_t) -> Status,
+    pub(crate) set_attribute:
         unsafe extern "C" fn(cudnnBackendDescriptor_t, Attribute, Type, i64, *const c_void) -> Status,
-    pub(super) get_attribute:
+    pub(crate) get_attribute:
         unsafe extern "C" fn(cudnnBackendDescriptor_t, Attribute, Type, i64, *mut i64, *mut c_void) -> Status,
-    pub(super) finalize: unsafe extern "C" fn(cudnnBackendDescriptor_t) -> Status,
-    pub(super) execute:
+    pub(crate) finalize: unsafe extern "C" fn(cudnnBackendDescriptor_t) -> Status,
+    pub(crate) execute:
         unsafe extern "C" fn(cudnnHandle_t, cudnnBackendDescriptor_t, cudnnBackendDescriptor_t) -> Status,
     /// Keep the functions above in memory.
     _files: [libloading::Library; 2],
 }
 
 impl Library {
-    /// The library, loaded once per process, or why it is not.
-    pub(super) fn get() -> Result<&'static Self, String> {
+    /// The library, loaded once per process, or why it could not be loaded.
+    pub(crate) fn get() -> Result<&'static Self, String> {
         static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
         LIBRARY.get_or_init(Self::load).as_ref().map_err(Clone::clone)
     }
 
     fn load() -> Result<Self, String> {
-        let own = std::env::var(PATH_VARIABLE).ok();
+        let custom = std::env::var(PATH_VARIABLE).ok();
         let mut tried = Vec::new();
-        for name in own.iter().map(String::as_str).chain(NAMES) {
+        for name in custom.iter().map(String::as_str).chain(NAMES) {
             let beside = Path::new(name).with_file_name(GRAPH);
-            // SAFETY: cuDNN's initialisers have no preconditions; a file of this name that is not cuDNN is the operator's.
+            // SAFETY: cuDNN's initialisers have no preconditions; the operator answers for files of these names.
             let opened = unsafe {
                 libloading::Library::new(name)
                     .and_then(|library| Ok([library, libloading::Library::new(&beside)?]))
@@ -65,7 +67,7 @@ impl Library {
             }
         }
         Err(format!(
-            "cuDNN is not installed in full: looked for {}; {PATH_VARIABLE} or LD_LIBRARY_PATH can say where it is",
+            "cuDNN is not fully installed: looked for {}; set {PATH_VARIABLE} or LD_LIBRARY_PATH",
             tried.join(", ")
         ))
     }

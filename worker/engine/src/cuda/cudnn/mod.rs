@@ -1,116 +1,71 @@
-//! Attention by cuDNN, where the library is installed and has kernels for the shape.
+//! cuDNN's graph API, where the library is installed. Which graphs are built is up to the operations.
 //!
-//! - `library`: its functions;
-//! - `descriptor`: one object of the library's backend API, and its refusals;
-//! - `graph`: operations on tensors, made into a plan;
-//! - `attention`: the two graphs;
-//! - this file: the library's handle, and the plans made so far.
+//! - `library`: its functions, loaded at run time;
+//! - `descriptor`: one object of the backend API, and errors;
+//! - `graph`: operations on tensors, built into a plan;
+//! - this file: the library's handle.
 //!
-//! Backward does not repeat its bits: blocks of keys add to the gradient of queries in the order in which they come to
-//! an end. The form of the pattern that does repeat them writes and reads something for every pair of a query and a key
-//! (a workspace of 805 MB for GPT-2 124M at 32 sequences), about what cuDNN gains: deterministic runs take this crate's
-//! own kernels instead.
-//!
-//! Plans are made, and their kernels loaded, when a shape first comes by. From then on an execution only enqueues, so
-//! that it can be captured.
+//! Building a plan also loads its kernels. From then on an execution only enqueues, so that it can be captured.
 
-mod attention;
-mod descriptor;
-mod graph;
-mod library;
-#[cfg(test)]
-mod tests;
+pub(crate) mod descriptor;
+pub(crate) mod graph;
+pub(crate) mod library;
 
-use std::cell::RefCell;
-use std::collections::HashMap;
-use std::rc::Rc;
 use std::sync::Arc;
 
 use cudarc::cudnn::sys::cudnnHandle_t;
 use cudarc::driver::CudaStream;
 
-pub(super) use attention::{AttentionPlan, Direction, Operands};
-use descriptor::{Refusal, library};
-use graph::Target;
+pub(crate) use descriptor::CudnnError;
+use descriptor::library;
 use library::Library;
 
-use crate::shapes::AttentionShape;
+/// 9.15.1. Earlier versions compute wrong attention gradients: for sequences that are not multiples of 128 unless the
+/// graph pads them, or (before 9.6) unless the accumulator of dq is zeroed, or (9.10.0 and 9.10.1) in other cases; see
+/// the version checks in cudnn-frontend.
+const OLDEST_VERSION: usize = 9_15_01;
 
-/// 9.15.1. Those before have wrong gradients for sequences that are no multiple of 128 unless the graph pads them, or
-/// (before 9.6) want dq's sum cleared, or (9.10.0 and 9.10.1) are wrong in other ways, as cudnn-frontend's checks say.
-const OLDEST: usize = 9_15_01;
-
-/// A plan, or why there is none.
-type Planned = Result<Rc<AttentionPlan>, String>;
-
-/// The library on one stream.
+/// A handle of the library, which enqueues to one stream.
 #[derive(Debug)]
-pub(super) struct Cudnn {
-    /// Refusals are for good.
-    plans: RefCell<HashMap<(AttentionShape, Direction), Planned>>,
-    handle: Handle,
-    /// The handle enqueues to it.
+pub(crate) struct Cudnn {
+    handle: cudnnHandle_t,
+    /// Must outlive the handle.
     _stream: Arc<CudaStream>,
 }
 
 impl Cudnn {
-    /// Opens the library for this stream, whose context is the current one; or says why not.
-    pub(super) fn open(stream: &Arc<CudaStream>) -> Result<Self, String> {
+    /// Opens the library for this stream, whose context is the current one; or the reason why it cannot be used.
+    pub(crate) fn open(stream: &Arc<CudaStream>) -> Result<Self, String> {
         // SAFETY: the function has no preconditions.
         let version = unsafe { (Library::get()?.version)() };
-        if version < OLDEST {
-            return Err(format!("cuDNN's version is {version}, below {OLDEST}"));
+        if version < OLDEST_VERSION {
+            return Err(format!("cuDNN has version {version}, older than {OLDEST_VERSION}"));
         }
-        let handle = Handle::new(stream).map_err(|refusal| refusal.to_string())?;
-        Ok(Self { plans: RefCell::default(), handle, _stream: stream.clone() })
+        Self::with_handle(stream).map_err(|error| error.to_string())
     }
 
-    /// The plan for a shape, made when it is first asked for, which takes up to seconds; or why there is none.
-    pub(super) fn plan(&self, s: AttentionShape, direction: Direction) -> Planned {
-        let make = || {
-            let plan = AttentionPlan::new(s, direction, &Target::Handle(self.handle.0));
-            plan.map(Rc::new).map_err(|refusal| refusal.to_string())
-        };
-        self.plans.borrow_mut().entry((s, direction)).or_insert_with(make).clone()
-    }
-
-    /// Enqueues a plan.
-    ///
-    /// # Safety
-    /// The plan is of this library; the operands of its direction are addresses of as much memory as its shape says, and
-    /// `scratch` of as many bytes as it wants, all of it allocated until the stream has passed this point.
-    pub(super) unsafe fn execute(
-        &self,
-        plan: &AttentionPlan,
-        operands: &Operands,
-        scratch: u64,
-    ) -> Result<(), String> {
-        // SAFETY: the caller's promise.
-        unsafe { plan.execute(self.handle.0, operands, scratch) }.map_err(|refusal| refusal.to_string())
-    }
-}
-
-/// The library's own state.
-#[derive(Debug)]
-struct Handle(cudnnHandle_t);
-
-impl Handle {
-    fn new(stream: &CudaStream) -> Result<Self, Refusal> {
-        let (library, mut raw) = (library()?, std::ptr::null_mut());
+    fn with_handle(stream: &Arc<CudaStream>) -> Result<Self, CudnnError> {
+        let (library, mut handle) = (library()?, std::ptr::null_mut());
         // SAFETY: the library writes the new handle.
-        Refusal::check("cudnnCreate", unsafe { (library.create)(&raw mut raw) })?;
-        let handle = Self(raw);
-        // SAFETY: both are alive, and the stream is of the context that the handle was made in.
-        Refusal::check("cudnnSetStream", unsafe { (library.set_stream)(raw, stream.cu_stream().cast()) })?;
-        Ok(handle)
+        CudnnError::check("cudnnCreate", unsafe { (library.create)(&raw mut handle) })?;
+        let cudnn = Self { handle, _stream: stream.clone() };
+        // SAFETY: both are alive, and the stream belongs to the context that the handle was created in.
+        let status = unsafe { (library.set_stream)(handle, stream.cu_stream().cast()) };
+        CudnnError::check("cudnnSetStream", status)?;
+        Ok(cudnn)
+    }
+
+    /// The library's handle, valid as long as this.
+    pub(crate) fn handle(&self) -> cudnnHandle_t {
+        self.handle
     }
 }
 
-impl Drop for Handle {
+impl Drop for Cudnn {
     fn drop(&mut self) {
         if let Ok(library) = library() {
-            // SAFETY: made by the library, and destroyed nowhere else. A failure leaves nothing to be done.
-            unsafe { (library.destroy)(self.0) };
+            // SAFETY: created by the library and destroyed only here. A failure cannot be handled.
+            unsafe { (library.destroy)(self.handle) };
         }
     }
 }

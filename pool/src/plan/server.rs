@@ -1,0 +1,267 @@
+//! The plan server: serves the requests of a planned step by a cursor, a comparison and a store, without a lock.
+//!
+//! Only one thread is served, the first that began a step. It alone moves the cursor and marks slots, by plain loads
+//! and stores: the values are atomics because other threads read some of them, but no instruction is locked. Buffers
+//! that other threads drop are queued in [`DeferredFrees`].
+//!
+//! A slot is handed out only if every slot whose memory it reuses was handed out and freed in the same step, and a step
+//! starts only when no slot is in use. By induction over the step, the memory of the slot is then free: a request that
+//! departs from the plan can cost other requests their slots, but never corrupts their data.
+//!
+//! The server of a pool is never freed: buffers refer to it without a reference count, which would cost more than the
+//! rest of the path.
+
+use std::cell::Cell;
+use std::sync::OnceLock;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
+
+use super::slots::{Slot, SlotTable};
+use crate::backing::GRANULE;
+use crate::deferred::DeferredFrees;
+use crate::leases::Leases;
+use crate::options::Space;
+
+/// Number of plans that one pool makes in its life. Later kinds of steps are served by the allocator: a program with
+/// that many kinds does not repeat its steps.
+pub(crate) const MAX_TABLES: usize = 64;
+/// Number of slots that are searched for a request that is not the next one of the plan.
+const RESYNC_WINDOW: usize = 8;
+
+/// The plans of one pool, and the state of the current step.
+#[derive(Debug)]
+pub(crate) struct PlanServer {
+    pub(crate) space: Space,
+    pub(crate) leases: Leases,
+    /// The pool's first stream, which all planned buffers are for.
+    #[cfg(feature = "cuda")]
+    pub(crate) stream: OnceLock<std::sync::Arc<cudarc::driver::CudaStream>>,
+    /// Token of the thread that is served; 0 before the first step.
+    owner: AtomicUsize,
+    /// Never freed either: buffers refer to theirs.
+    tables: Box<[OnceLock<&'static SlotTable>]>,
+    base: AtomicU64,
+    cursor: AtomicUsize,
+    step: AtomicU32,
+    /// Planned slots of the current step that were not handed out although the cursor passed them.
+    skipped: AtomicU64,
+    /// Slots handed out in completed steps; equal to `freed` when no slot is in use.
+    hits: AtomicU64,
+    freed: AtomicU64,
+    misses: AtomicU64,
+    deferred: DeferredFrees<PlannedSlot>,
+}
+
+thread_local! {
+    /// The planned step that this thread is in.
+    static ACTIVE: Cell<Option<(&'static PlanServer, &'static SlotTable)>> = const { Cell::new(None) };
+}
+
+/// A slot that was handed out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlannedSlot {
+    table: &'static SlotTable,
+    /// The number of the slot, and in the upper half that of the step. One word rather than two fields: moving two
+    /// fields that were written separately stalls store forwarding, which costs as much as the rest of the path.
+    slot_and_step: u64,
+}
+
+impl PlannedSlot {
+    #[inline]
+    pub(crate) fn server(self) -> &'static PlanServer {
+        self.table.server
+    }
+
+    /// Frees the slot.
+    #[inline]
+    pub(crate) fn free(self) {
+        let server = self.server();
+        if server.owner.load(Relaxed) == thread_token() {
+            PlanServer::mark_free(self);
+        } else {
+            server.deferred.push(self);
+        }
+    }
+}
+
+/// Changes a number that only this thread changes.
+fn update(number: &AtomicU64, change: impl Fn(u64) -> u64) {
+    number.store(change(number.load(Relaxed)), Relaxed);
+}
+
+/// A number that differs between living threads: the address of a thread-local variable.
+#[inline]
+fn thread_token() -> usize {
+    thread_local!(static TOKEN: u8 = const { 0 });
+    TOKEN.with(|token| std::ptr::from_ref(token).addr())
+}
+
+impl PlanServer {
+    pub(crate) fn new(space: Space) -> &'static Self {
+        Box::leak(Box::new(Self {
+            space,
+            leases: Leases::default(),
+            #[cfg(feature = "cuda")]
+            stream: OnceLock::new(),
+            owner: AtomicUsize::new(0),
+            tables: (0..MAX_TABLES).map(|_| OnceLock::new()).collect(),
+            base: AtomicU64::new(0),
+            cursor: AtomicUsize::new(0),
+            step: AtomicU32::new(0),
+            skipped: AtomicU64::new(0),
+            hits: AtomicU64::new(0),
+            freed: AtomicU64::new(0),
+            misses: AtomicU64::new(0),
+            deferred: DeferredFrees::new(),
+        }))
+    }
+
+    /// Whether this thread is the one that is served. The first thread to ask becomes it.
+    pub(crate) fn is_owner(&self) -> bool {
+        let token = thread_token();
+        self.owner.compare_exchange(0, token, Relaxed, Relaxed).is_ok() || self.owner.load(Relaxed) == token
+    }
+
+    /// Stores a plan for the rest of the process; returns its number, or `None` if there are [`MAX_TABLES`] already.
+    pub(crate) fn add(&self, table: SlotTable) -> Option<usize> {
+        let number = self.tables.iter().position(|slot| slot.get().is_none())?;
+        self.tables[number].set(Box::leak(Box::new(table))).ok().map(|()| number)
+    }
+
+    /// Length of the region of a plan in granules.
+    pub(crate) fn granules(&self, number: usize) -> u32 {
+        self.tables[number].get().map_or(0, |table| table.granules)
+    }
+
+    /// Begins a step in the region at `base`. Only on the owning thread, and only if [`is_idle`](Self::is_idle).
+    pub(crate) fn begin(&'static self, number: usize, base: u64) {
+        self.base.store(base, Relaxed);
+        self.cursor.store(0, Relaxed);
+        self.skipped.store(0, Relaxed);
+        // The lowest bit of a slot's state marks a free, so steps count up to 2^31 and wrap to 1; 0 means never used.
+        let step = self.step.load(Relaxed) % (u32::MAX >> 1) + 1;
+        self.step.store(step, Relaxed);
+        ACTIVE.set(self.tables[number].get().map(|table| (self, *table)));
+    }
+
+    /// Ends the step. Slots in use stay in use.
+    pub(crate) fn end(&self) {
+        if let Some((server, table)) = ACTIVE.get()
+            && std::ptr::eq(server, self)
+        {
+            ACTIVE.set(None);
+            let served = table.served_before(self.cursor.load(Relaxed)) - self.skipped.load(Relaxed);
+            update(&self.hits, |hits| hits + served);
+        }
+    }
+
+    /// Whether no slot is in use, after taking deferred frees. Only on the owning thread.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.take_deferred();
+        !self.may_be_in_use()
+    }
+
+    /// Whether a slot may be in use. Outside of a step, from any thread that has taken the pool's lock.
+    pub(crate) fn may_be_in_use(&self) -> bool {
+        // The owner's frees may become visible late, which errs on the safe side.
+        self.hits.load(Relaxed) != self.freed.load(Relaxed)
+    }
+
+    /// Bytes of the slots in use.
+    pub(crate) fn live_bytes(&self) -> u64 {
+        let tables = self.tables.iter().map_while(OnceLock::get);
+        tables.flat_map(|table| table.live()).map(|slot| u64::from(slot.granules) * GRANULE).sum()
+    }
+
+    /// Hits of completed steps, and misses.
+    pub(crate) fn hits_and_misses(&self) -> (u64, u64) {
+        (self.hits.load(Relaxed), self.misses.load(Relaxed))
+    }
+
+    /// The address for the next request of the step, if the plan has one of this size.
+    #[inline(always)]
+    pub(crate) fn serve_bytes(&'static self, bytes: usize) -> Option<(u64, PlannedSlot)> {
+        self.serve(u32::try_from(bytes.max(1).div_ceil(GRANULE as usize)).ok()?)
+    }
+
+    #[inline(always)]
+    fn serve(&'static self, granules: u32) -> Option<(u64, PlannedSlot)> {
+        let (server, table) = ACTIVE.get()?;
+        if !std::ptr::eq(server, self) {
+            return None;
+        }
+        let cursor = self.cursor.load(Relaxed);
+        match table.slots.get(cursor) {
+            Some(slot) if slot.granules == granules => self.hand_out(table, cursor, slot),
+            _ => self.resynchronize(table, cursor, granules),
+        }
+    }
+
+    #[inline(always)]
+    fn hand_out(
+        &'static self,
+        table: &'static SlotTable,
+        number: usize,
+        slot: &'static Slot,
+    ) -> Option<(u64, PlannedSlot)> {
+        self.cursor.store(number + 1, Relaxed);
+        let offset = slot.offset()?;
+        let step = self.step.load(Relaxed);
+        let freed = step * 2 + 1;
+        if !table.predecessors_are(slot, freed) && !self.predecessors_are_after_deferred(table, slot, freed) {
+            return None;
+        }
+        slot.state.store(step * 2, Relaxed);
+        let address = self.base.load(Relaxed) + u64::from(offset) * GRANULE;
+        Some((address, PlannedSlot { table, slot_and_step: number as u64 | u64::from(step) << 32 }))
+    }
+
+    /// As [`SlotTable::predecessors_are`], after taking deferred frees. Counts a miss if it is false.
+    #[cold]
+    fn predecessors_are_after_deferred(&self, table: &SlotTable, slot: &Slot, state: u32) -> bool {
+        self.take_deferred();
+        let free = table.predecessors_are(slot, state);
+        if !free {
+            update(&self.misses, |misses| misses + 1);
+            update(&self.skipped, |skipped| skipped + 1);
+        }
+        free
+    }
+
+    /// Handles a request that is not the next one of the plan: if it is one of those that follow, the cursor moves
+    /// there; otherwise the cursor stays, and the allocator serves the request.
+    #[cold]
+    fn resynchronize(
+        &'static self,
+        table: &'static SlotTable,
+        cursor: usize,
+        granules: u32,
+    ) -> Option<(u64, PlannedSlot)> {
+        let following = table.slots.iter().skip(cursor).take(RESYNC_WINDOW);
+        match following.zip(cursor..).find(|(slot, _)| slot.granules == granules) {
+            Some((slot, number)) => {
+                update(&self.misses, |misses| misses + (number - cursor) as u64);
+                let skipped = table.served_before(number) - table.served_before(cursor);
+                update(&self.skipped, |total| total + skipped);
+                self.hand_out(table, number, slot)
+            }
+            None => {
+                update(&self.misses, |misses| misses + 1);
+                None
+            }
+        }
+    }
+
+    #[inline]
+    fn mark_free(PlannedSlot { table, slot_and_step }: PlannedSlot) {
+        let (slot, step) = (slot_and_step as u32, (slot_and_step >> 32) as u32);
+        table.slots[slot as usize].state.store(step * 2 + 1, Relaxed);
+        update(&table.server.freed, |freed| freed + 1);
+    }
+
+    fn take_deferred(&self) {
+        if !self.deferred.is_empty() {
+            self.deferred.take().for_each(Self::mark_free);
+        }
+    }
+}

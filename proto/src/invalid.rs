@@ -1,0 +1,20 @@
+//! The error of a configuration value that cannot work.
+
+/// A configuration value that cannot work, with the key that holds it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{key}: {problem}; expected {expected}")]
+pub struct Invalid {
+    /// Dotted path of the key, such as `train.lr`.
+    pub key: &'static str,
+    /// What is wrong with its value.
+    pub problem: String,
+    /// What would be accepted.
+    pub expected: String,
+}
+
+impl Invalid {
+    /// An error for `key`.
+    pub fn new(key: &'static str, problem: String, expected: String) -> Self {
+        Self { key, problem, expected }
+    }
+}

@@ -1,0 +1,223 @@
+//! The job description, in the form that `train.toml`, the wire and checkpoints share.
+//!
+//! The launcher reads it from TOML, applies the layers (file, environment, flags) and checks it with
+//! [`JobSpec::check`]; workers receive it as JSON. The rendezvous compares the ranks' [`digest`](JobSpec::digest)s.
+
+mod sections;
+
+use serde::{Deserialize, Serialize};
+
+use crate::ids::Digest;
+pub use crate::invalid::Invalid;
+use crate::model::ModelSection;
+pub use sections::{
+    CheckpointSection, CommSection, DataSection, Device, EngineSection, Exec, JobSection, LaunchSection,
+    MAX_SHARDS, ObserveSection, PoolMode, Precision, Schedule, Tokenizer, TrainSection, WireDtype,
+};
+
+/// Version of the serialised form.
+pub const SPEC_VERSION: u32 = 1;
+
+/// Renamed keys: the old and the new dotted path. Configuration loaders accept the old one for a release, with a
+/// warning.
+pub const RENAMED_KEYS: &[(&str, &str)] = &[("launch.silence", "launch.stall_timeout")];
+
+/// A training job. Every key of `train.toml` has a default, and unknown keys are refused.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+#[expect(missing_docs, reason = "each section has its own documentation")]
+pub struct JobSpec {
+    pub job: JobSection,
+    pub launch: LaunchSection,
+    pub model: ModelSection,
+    pub data: DataSection,
+    pub train: TrainSection,
+    pub comm: CommSection,
+    pub engine: EngineSection,
+    pub checkpoint: CheckpointSection,
+    pub observe: ObserveSection,
+}
+
+impl CommSection {
+    /// Checks that this many ranks can shard the optimizer, if it is to be sharded.
+    pub fn check_ranks(&self, ranks: usize) -> Result<(), Invalid> {
+        if self.shard_optimizer && (ranks == 0 || !MAX_SHARDS.is_multiple_of(ranks)) {
+            return Err(Invalid::new(
+                "comm.shard_optimizer",
+                format!("{ranks} ranks cannot shard the optimizer equally"),
+                "1, 2, 4 or 8 ranks, or false".into(),
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl JobSpec {
+    /// Checks all rules that depend on the values only, and returns the first violation.
+    pub fn check(&self) -> Result<(), Invalid> {
+        let model = self.model.resolve()?;
+        let train = &self.train;
+        let at_least_1 = |key, value: usize| match value {
+            0 => Err(Invalid::new(key, "0 is out of range".into(), "at least 1".into())),
+            _ => Ok(()),
+        };
+        if self.launch.nproc == Some(0) {
+            return Err(Invalid::new("launch.nproc", "0 is out of range".into(), "at least 1".into()));
+        }
+        at_least_1("train.steps", usize::try_from(train.steps).unwrap_or(usize::MAX))?;
+        at_least_1("train.batch", train.batch)?;
+        at_least_1("train.accumulate", train.accumulate)?;
+        at_least_1("data.train", self.data.train.len())?;
+        positive("train.lr", train.lr)?;
+        positive("train.eps", train.eps)?;
+        positive("comm.bucket_mb", self.comm.bucket_mb)?;
+        if let Some(ranks) = self.launch.nproc {
+            self.comm.check_ranks(ranks as usize)?;
+        }
+        positive("launch.join_timeout", self.launch.join_timeout)?;
+        within("launch.join_timeout", self.launch.join_timeout, 0.0, 86_400.0)?;
+        positive("launch.stall_timeout", self.launch.stall_timeout)?;
+        within("launch.stall_timeout", self.launch.stall_timeout, 0.0, 86_400.0)?;
+        within("launch.shutdown_timeout", self.launch.shutdown_timeout, 0.0, 86_400.0)?;
+        within("train.min_lr_ratio", train.min_lr_ratio, 0.0, 1.0)?;
+        within("train.beta1", train.beta1, 0.0, 0.999_999)?;
+        within("train.beta2", train.beta2, 0.0, 0.999_999)?;
+        within("train.weight_decay", train.weight_decay, 0.0, 100.0)?;
+        within("train.clip", train.clip, 0.0, f64::MAX)?;
+        within("data.val_fraction", self.data.val_fraction, 0.0, 0.5)?;
+        if train.warmup_steps() > train.steps {
+            return Err(Invalid::new(
+                "train.warmup",
+                format!("{} warm-up steps in a run of {} steps", train.warmup_steps(), train.steps),
+                "at most train.steps".into(),
+            ));
+        }
+        if self.data.tokenizer == Tokenizer::Bytes && model.vocab < 256 {
+            return Err(Invalid::new(
+                "model.vocab",
+                format!("{} token ids for the byte tokenizer", model.vocab),
+                "at least 256".into(),
+            ));
+        }
+        if self.comm.dtype == WireDtype::Bf16 && self.engine.precision.is_some_and(|p| p != Precision::Bf16) {
+            return Err(Invalid::new(
+                "comm.dtype",
+                "bf16 gradients need bf16 activations".into(),
+                "engine.precision = \"bf16\"".into(),
+            ));
+        }
+        if self.engine.device == Device::Cpu && self.engine.precision.is_some_and(|p| p != Precision::Fp32) {
+            return Err(Invalid::new(
+                "engine.precision",
+                "the CPU back end supports fp32 only".into(),
+                "\"fp32\" with engine.device = \"cpu\"".into(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// The hash that the rendezvous compares. Equal descriptions have equal digests.
+    pub fn digest(&self) -> Digest {
+        Digest::of(&self.to_json())
+    }
+
+    /// The serialised form that workers receive.
+    pub fn to_json(&self) -> Vec<u8> {
+        // Structs of numbers, strings and lists: serialisation cannot fail.
+        serde_json::to_vec(&Versioned { version: SPEC_VERSION, spec: self.clone() }).unwrap_or_default()
+    }
+
+    /// Parses the form of [`to_json`](Self::to_json) and checks the result.
+    pub fn from_json(json: &[u8]) -> Result<Self, SpecError> {
+        let Versioned { version, spec } = serde_json::from_slice(json)?;
+        if version != SPEC_VERSION {
+            return Err(SpecError::Version(version));
+        }
+        spec.check()?;
+        Ok(spec)
+    }
+}
+
+/// Why a job description cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum SpecError {
+    /// Not a job description in JSON.
+    #[error("invalid job description: {0}")]
+    Json(#[from] serde_json::Error),
+    /// Written by another version of xlaunch.
+    #[error("job description has version {0}, but this build reads version {SPEC_VERSION}")]
+    Version(u32),
+    /// A value that cannot work.
+    #[error(transparent)]
+    Invalid(#[from] Invalid),
+}
+
+#[derive(Serialize, Deserialize)]
+struct Versioned {
+    version: u32,
+    spec: JobSpec,
+}
+
+fn positive(key: &'static str, value: f64) -> Result<(), Invalid> {
+    if value.is_finite() && value > 0.0 {
+        return Ok(());
+    }
+    Err(Invalid::new(key, format!("{value} is not a positive number"), "a finite number above 0".into()))
+}
+
+fn within(key: &'static str, value: f64, low: f64, high: f64) -> Result<(), Invalid> {
+    if (low..=high).contains(&value) {
+        return Ok(());
+    }
+    let expected = if high == f64::MAX { format!("at least {low}") } else { format!("{low} to {high}") };
+    Err(Invalid::new(key, format!("{value} is out of range"), expected))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_are_valid_and_round_trip_through_json() {
+        let spec = JobSpec::default();
+        spec.check().unwrap();
+        assert_eq!(JobSpec::from_json(&spec.to_json()).unwrap(), spec);
+    }
+
+    #[test]
+    fn digest_depends_on_every_value() {
+        let mut other = JobSpec::default();
+        other.train.lr *= 1.000_001;
+        assert_ne!(JobSpec::default().digest(), other.digest());
+    }
+
+    #[test]
+    fn check_names_the_key_of_an_invalid_value() {
+        let key = |change: fn(&mut JobSpec)| {
+            let mut spec = JobSpec::default();
+            change(&mut spec);
+            spec.check().unwrap_err().key
+        };
+        assert_eq!(key(|s| s.train.lr = f64::NAN), "train.lr");
+        assert_eq!(key(|s| s.train.batch = 0), "train.batch");
+        assert_eq!(key(|s| s.launch.nproc = Some(0)), "launch.nproc");
+        assert_eq!(key(|s| s.train.warmup = Some(2000)), "train.warmup");
+        let sharded_by_three = |s: &mut JobSpec| {
+            s.comm.shard_optimizer = true;
+            s.launch.nproc = Some(3);
+        };
+        assert_eq!(key(sharded_by_three), "comm.shard_optimizer");
+        assert_eq!(key(|s| s.train.beta2 = 1.0), "train.beta2");
+        assert_eq!(key(|s| s.model.vocab = Some(100)), "model.vocab");
+        assert_eq!(key(|s| s.data.train.clear()), "data.train");
+    }
+
+    #[test]
+    fn unknown_version_is_refused() {
+        let json = String::from_utf8(JobSpec::default().to_json())
+            .unwrap()
+            .replace("\"version\":1", "\"version\":9");
+        assert!(matches!(JobSpec::from_json(json.as_bytes()), Err(SpecError::Version(9))));
+    }
+}

@@ -1,0 +1,367 @@
+//! The sections of `train.toml` and their defaults.
+//!
+//! Doc comments of fields and variants are user documentation: the JSON schema and the configuration reference contain
+//! them, next to each key's type and default. So they are plain text without links, for a reader who knows PyTorch.
+
+use serde::{Deserialize, Serialize};
+
+/// Most ranks that can shard the optimizer. Parameters are aligned in the arena so that every bucket can be cut into
+/// this many equal shards.
+pub const MAX_SHARDS: usize = 8;
+
+/// The job's name, seed and output directory.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct JobSection {
+    /// Name of the job in status, logs and the run's directory. Default: the name of the configuration file without its
+    /// extension.
+    pub name: String,
+    /// Seed of the initial weights, the data order and text sampling. Runs with the same seed and configuration see the
+    /// same data in the same order.
+    pub seed: u64,
+    /// Directory of runs: each creates `<output>/<name>/<run>` for its checkpoints, metrics and logs. Relative to the
+    /// working directory.
+    pub output: String,
+}
+
+impl Default for JobSection {
+    fn default() -> Self {
+        Self { name: String::new(), seed: 1337, output: "runs".into() }
+    }
+}
+
+/// How workers are started and supervised.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct LaunchSection {
+    /// Number of workers (ranks) to start; `--nproc` overrides it. Default: one per GPU, or 1 without GPUs.
+    pub nproc: Option<u32>,
+    /// GPUs to use, by index (as nvidia-smi numbers them) or UUID. Default: all GPUs that CUDA_VISIBLE_DEVICES allows,
+    /// in its order.
+    pub devices: Vec<String>,
+    /// How many times all workers are restarted after a failure before the job fails. Restarts resume from the newest
+    /// checkpoint, so set `checkpoint.every` too.
+    pub max_restarts: u32,
+    /// Seconds that workers get to exit after SIGTERM before they are killed. Increase it if writing a checkpoint takes
+    /// longer.
+    pub shutdown_timeout: f64,
+    /// Seconds within which all ranks must join the rendezvous. Increase it if opening data or reading a checkpoint
+    /// takes longer.
+    pub join_timeout: f64,
+    /// Seconds without a completed step after which the rank that blocks the others is reported, with the phase that it
+    /// is in. It is only reported: no worker is killed. Jobs with slow steps get more time automatically.
+    pub stall_timeout: f64,
+}
+
+impl Default for LaunchSection {
+    fn default() -> Self {
+        Self {
+            nproc: None,
+            devices: Vec::new(),
+            max_restarts: 0,
+            shutdown_timeout: 30.0,
+            join_timeout: 120.0,
+            stall_timeout: 45.0,
+        }
+    }
+}
+
+/// Training and evaluation data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct DataSection {
+    /// Files with training data: paths or globs (`**` spans directories), relative to the configuration file. Hidden
+    /// directories, directories with a CACHEDIR.TAG and `job.output` are skipped.
+    pub train: Vec<String>,
+    /// Files with evaluation data, like `train`. Default: the last `val_fraction` of the training tokens is held out.
+    pub val: Vec<String>,
+    /// Fraction of the training tokens that is held out for evaluation when `val` is empty: 0 to 0.5.
+    pub val_fraction: f64,
+    /// How files are turned into token ids.
+    pub tokenizer: Tokenizer,
+    /// Read sequences in a seeded random order, newly drawn each epoch. false reads them in file order.
+    pub shuffle: bool,
+}
+
+impl Default for DataSection {
+    fn default() -> Self {
+        let globs = ["**/*.txt", "**/*.md", "**/*.rs", "**/*.py", "**/*.toml"];
+        Self {
+            train: globs.map(String::from).to_vec(),
+            val: Vec::new(),
+            val_fraction: 0.05,
+            tokenizer: Tokenizer::Bytes,
+            shuffle: true,
+        }
+    }
+}
+
+/// How files are turned into token ids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Tokenizer {
+    /// Every byte of a text file is one token; the vocabulary is 256.
+    Bytes,
+    /// Files already contain 16-bit token ids, in llm.c's format (magic number 20240520) or nanoGPT's (no header).
+    Bin,
+}
+
+/// The optimizer (AdamW), its schedule, and evaluation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainSection {
+    /// Number of optimizer steps.
+    pub steps: u64,
+    /// Sequences per rank and micro-step. The global batch is batch * accumulate * number of ranks sequences.
+    pub batch: usize,
+    /// Micro-steps per optimizer step (gradient accumulation). Increase it for a larger global batch than fits in
+    /// memory.
+    pub accumulate: usize,
+    /// Peak learning rate.
+    pub lr: f64,
+    /// Learning-rate schedule after warm-up.
+    pub schedule: Schedule,
+    /// Steps of linear warm-up from 0 to `lr`. Default: 5 % of `steps`, at most 100.
+    pub warmup: Option<u64>,
+    /// Final learning rate of the cosine schedule, as a fraction of `lr`: 0 to 1.
+    pub min_lr_ratio: f64,
+    /// Decay rate of AdamW's first moment.
+    pub beta1: f64,
+    /// Decay rate of AdamW's second moment.
+    pub beta2: f64,
+    /// AdamW's epsilon, added to the denominator.
+    pub eps: f64,
+    /// Decoupled weight decay. Applied to matrices only, not to biases and norms.
+    pub weight_decay: f64,
+    /// Maximum global gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
+    pub clip: f64,
+    /// Steps between evaluations; the last step is always evaluated. 0 turns evaluation off.
+    pub eval_every: u64,
+    /// Maximum number of batches per rank and evaluation.
+    pub eval_batches: usize,
+    /// Bytes of text to sample from the model after training and print. Models with `data.tokenizer = "bytes"` only; 0
+    /// turns it off.
+    pub sample: usize,
+}
+
+impl Default for TrainSection {
+    fn default() -> Self {
+        Self {
+            steps: 1000,
+            batch: 8,
+            accumulate: 1,
+            lr: 1e-3,
+            schedule: Schedule::Cosine,
+            warmup: None,
+            min_lr_ratio: 0.1,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            clip: 1.0,
+            eval_every: 250,
+            eval_batches: 16,
+            sample: 240,
+        }
+    }
+}
+
+impl TrainSection {
+    /// Steps of linear warm-up, with the default filled in.
+    pub fn warmup_steps(&self) -> u64 {
+        self.warmup.unwrap_or_else(|| (self.steps / 20).min(100))
+    }
+}
+
+/// Learning-rate schedule after warm-up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Schedule {
+    /// Cosine decay from `lr` to `lr * min_lr_ratio` at the last step.
+    Cosine,
+    /// `lr` at every step.
+    Constant,
+}
+
+/// Communication of gradients and parameters between ranks.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct CommSection {
+    /// Maximum size of a gradient bucket in MiB, like DDP's bucket_cap_mb. Smaller buckets overlap better with
+    /// backward; larger ones use bandwidth better.
+    pub bucket_mb: f64,
+    /// Element type in which gradients are stored and all-reduced.
+    pub dtype: WireDtype,
+    /// All-reduce buckets while backward is still running, and all-gather sharded parameters while forward is running.
+    /// Turn it off only to measure its effect.
+    pub overlap: bool,
+    /// Shard the optimizer state over ranks (ZeRO stage 1): each rank updates a part of the parameters and all-gathers
+    /// the rest. Saves memory; needs 1, 2, 4 or 8 ranks.
+    pub shard_optimizer: bool,
+    /// Register buffers with NCCL as symmetric memory windows, so that GPUs access each other's memory directly. Needs
+    /// NCCL 2.27, peer access between the GPUs and `engine.pool` other than "off". Not faster on every machine: measure
+    /// with `xlaunch bench allreduce`.
+    pub windows: bool,
+}
+
+impl Default for CommSection {
+    fn default() -> Self {
+        Self {
+            bucket_mb: 25.0,
+            dtype: WireDtype::Auto,
+            overlap: true,
+            shard_optimizer: false,
+            windows: false,
+        }
+    }
+}
+
+/// Element type in which gradients are stored and all-reduced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum WireDtype {
+    /// bf16 with `engine.precision = "bf16"` and no gradient accumulation, fp32 otherwise.
+    Auto,
+    /// 4 bytes per gradient.
+    Fp32,
+    /// 2 bytes per gradient. Needs `engine.precision = "bf16"`.
+    Bf16,
+}
+
+/// Device, arithmetic and memory of each worker.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct EngineSection {
+    /// Kind of device to train on.
+    pub device: Device,
+    /// Arithmetic of matrix multiplications. Default: bf16 on GPUs, fp32 on CPUs.
+    pub precision: Option<Precision>,
+    /// How the operations of a step are launched on a GPU.
+    pub exec: Exec,
+    /// Make repeated runs on the same kind of GPU bit-identical, by using neither cuDNN's attention nor kernels
+    /// selected by timing. Slower. CPU runs are always bit-identical.
+    pub deterministic: bool,
+    /// How device memory is allocated.
+    pub pool: PoolMode,
+    /// Maximum device memory of each rank's allocator in MiB. Default: no limit.
+    pub memory_limit_mb: Option<u64>,
+}
+
+impl Default for EngineSection {
+    fn default() -> Self {
+        Self {
+            device: Device::Auto,
+            precision: None,
+            exec: Exec::Graph,
+            deterministic: false,
+            pool: PoolMode::On,
+            memory_limit_mb: None,
+        }
+    }
+}
+
+/// Kind of device to train on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Device {
+    /// GPUs if there are any, the CPU otherwise.
+    Auto,
+    /// NVIDIA GPUs, one per worker.
+    Cuda,
+    /// The CPU. Its cores are divided among the workers.
+    Cpu,
+}
+
+/// Arithmetic of matrix multiplications. Master weights and optimizer state are always fp32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// fp32 throughout, without TF32. Slow on GPUs; for comparisons.
+    Fp32,
+    /// fp32 tensors, TF32 tensor cores.
+    Tf32,
+    /// bf16 weights, activations and matrix multiplications, with fp32 accumulation.
+    Bf16,
+}
+
+/// How the operations of a step are launched on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Exec {
+    /// The third step is captured as a CUDA graph and later steps replay it. Same results as stream. On the CPU, and
+    /// with `engine.pool = "off"`, the same as stream.
+    Graph,
+    /// Operation by operation.
+    Stream,
+}
+
+/// How device memory is allocated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum PoolMode {
+    /// A caching allocator: freed buffers are reused. With `engine.exec = "graph"` on a GPU the same as plan.
+    On,
+    /// As on, and the addresses of repeated steps are planned once, so that every step gets the same ones.
+    Plan,
+    /// Every buffer is a driver allocation. Very slow; for comparisons.
+    Off,
+}
+
+/// Saving and resuming.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct CheckpointSection {
+    /// Steps between checkpoints. The last step is always saved; 0 saves only that one.
+    pub every: u64,
+    /// Number of newest checkpoints to keep; older ones are deleted. 0 keeps all.
+    pub keep: usize,
+    /// Directory of checkpoints. Default: `checkpoints` in the run's directory.
+    pub dir: Option<String>,
+    /// "off", "auto" (the newest complete checkpoint in `dir` or, without `dir`, of the job's earlier runs; a fresh
+    /// start if there is none), or the path of a checkpoint or of a directory of checkpoints.
+    pub resume: String,
+    /// A model.safetensors file with initial weights, in place of random ones.
+    pub init: Option<String>,
+}
+
+impl Default for CheckpointSection {
+    fn default() -> Self {
+        Self { every: 0, keep: 2, dir: None, resume: "off".into(), init: None }
+    }
+}
+
+/// Metrics, traces and checks.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct ObserveSection {
+    /// Write `metrics.jsonl` to the run's directory: one JSON object per step and evaluation.
+    pub metrics: bool,
+    /// Write a TensorBoard event file to `tensorboard` in the run's directory.
+    pub tensorboard: bool,
+    /// After training, compare the parameters of all ranks and report the largest difference, which should be 0.
+    pub check_replicas: bool,
+    /// Number of steps of which every rank writes a timeline, `trace-rank<R>.json`, to the run's directory. Open it
+    /// with Perfetto. Traced steps run operation by operation and are slower. 0 turns it off.
+    pub trace: u64,
+}
+
+impl Default for ObserveSection {
+    fn default() -> Self {
+        Self { metrics: true, tensorboard: false, check_replicas: false, trace: 0 }
+    }
+}

@@ -1,0 +1,174 @@
+//! What tests need of a machine beyond Rust and a C compiler: probes that say what is missing and how to get it.
+//!
+//! A probe tries the very thing where it can, since what is installed may still not be permitted.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use xlaunch_harness::Requirement;
+
+use crate::{FrozenThread, MemoryCgroup, Process, has_program};
+
+/// The interpreter for Python scripts.
+pub fn python_path() -> PathBuf {
+    std::env::var_os("XLAUNCH_TEST_PYTHON").unwrap_or_else(|| "python3".into()).into()
+}
+
+/// Python 3, as `python3`: what `xlaunch` itself starts scripts with.
+///
+/// # Errors
+/// Here and below: what is missing.
+pub fn python3() -> Requirement {
+    succeeds(Command::new("python3").arg("--version"), "Python 3 (install `python3`)")
+}
+
+/// PyTorch.
+pub fn torch() -> Requirement {
+    python_modules(&["torch"])
+}
+
+/// PyTorch and Accelerate.
+pub fn accelerate() -> Requirement {
+    python_modules(&["torch", "accelerate"])
+}
+
+/// PyTorch and Lightning.
+pub fn lightning() -> Requirement {
+    python_modules(&["torch", "lightning"])
+}
+
+/// TensorBoard, to read event files.
+pub fn tensorboard() -> Requirement {
+    python_modules(&["tensorboard"])
+}
+
+fn python_modules(modules: &[&str]) -> Requirement {
+    let what = format!(
+        "Python modules {} (`pip install {}`; XLAUNCH_TEST_PYTHON names another Python)",
+        modules.join(", "),
+        modules.join(" ")
+    );
+    succeeds(Command::new(python_path()).args(["-c", &format!("import {}", modules.join(", "))]), &what)
+}
+
+/// The right to act as several users.
+pub fn root() -> Requirement {
+    if rustix::process::geteuid().is_root() { Ok(()) } else { Err("needs root".into()) }
+}
+
+/// A new user and PID namespace, as an unprivileged container has them.
+pub fn pid_namespace() -> Requirement {
+    let mut unshare = Command::new("unshare");
+    unshare.args(["--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "true"]);
+    succeeds(&mut unshare, "user and PID namespaces (`unshare` of util-linux, and permission)")
+}
+
+/// A file system mounted for some processes only.
+pub fn mount_namespace() -> Requirement {
+    let mut unshare = Command::new("unshare");
+    unshare.args(["--mount", "mount", "-t", "tmpfs", "none", "/tmp"]);
+    succeeds(&mut unshare, "a private mount (`unshare` and `nsenter` of util-linux, and root)")?;
+    programs(&["nsenter"])
+}
+
+/// `strace`, and permission to delay system calls with it.
+pub fn strace() -> Requirement {
+    let mut strace = Command::new("strace");
+    strace.args(["-f", "-qq", "-o", "/dev/null", "-e", "inject=fsync:delay_enter=1", "true"]);
+    succeeds(&mut strace, "`strace`, and permission to trace processes")
+}
+
+/// Permission to stop a single thread of another process.
+pub fn freeze_thread() -> Requirement {
+    let what = "permission to trace processes (CAP_SYS_PTRACE, or kernel.yama.ptrace_scope=0), and Python 3";
+    let sleep = Process::spawn(Command::new("sleep").arg("1000"));
+    FrozenThread::new(sleep.pid()).map(drop).map_err(|error| format!("needs {what}: {error}"))
+}
+
+/// A cgroup with a memory limit.
+pub fn memory_cgroup() -> Requirement {
+    let cgroup = MemoryCgroup::new("xlaunch-test-probe", 96 << 20);
+    cgroup.map(drop).map_err(|error| format!("needs permission to limit memory by cgroup: {error}"))
+}
+
+/// A terminal around a command.
+pub fn terminal() -> Requirement {
+    programs(&["script"]).map_err(|error| format!("{error} (install `bsdutils` or `util-linux`)"))
+}
+
+/// Node.js, Chromium and playwright-core.
+pub fn browser() -> Requirement {
+    programs(&["node"])?;
+    let chromium = std::env::var_os("CHROMIUM").unwrap_or_else(|| "/usr/bin/chromium".into());
+    if !Path::new(&chromium).is_file() {
+        let path = Path::new(&chromium).display();
+        return Err(format!("needs Chromium: no `{path}` (CHROMIUM names another)"));
+    }
+    let dir = std::env::var("XLAUNCH_TEST_BROWSER").unwrap_or_default();
+    if !Path::new(&dir).join("node_modules/playwright-core").exists() {
+        return Err("needs playwright-core: XLAUNCH_TEST_BROWSER names the directory in which \
+            `npm install playwright-core` was run"
+            .into());
+    }
+    Ok(())
+}
+
+/// `systemd-analyze security`.
+pub fn systemd_analyze() -> Requirement {
+    programs(&["systemd-analyze"])
+}
+
+/// What `systemd/boot.sh` boots a Debian with, and cargo-deb for the package.
+pub fn systemd_nspawn() -> Requirement {
+    root()?;
+    programs(&["systemd-nspawn", "debootstrap"])
+        .map_err(|error| format!("{error} (`apt-get install systemd-container debootstrap`)"))?;
+    programs(&["cargo-deb"]).map_err(|error| format!("{error} (`cargo install cargo-deb`)"))?;
+    let boot = concat!(env!("CARGO_MANIFEST_DIR"), "/systemd/boot.sh");
+    succeeds(Command::new(boot).arg("--check"), "namespaces and cgroups for a booted system")
+}
+
+fn programs(names: &[&str]) -> Requirement {
+    match names.iter().find(|name| !has_program(name)) {
+        Some(name) => Err(format!("needs `{name}`, which is not in PATH")),
+        None => Ok(()),
+    }
+}
+
+/// Runs a probe without input; its last line on stderr is part of the reason.
+fn succeeds(command: &mut Command, what: &str) -> Requirement {
+    let reason = match command.stdin(Stdio::null()).output() {
+        Ok(output) if output.status.success() => return Ok(()),
+        Ok(output) => last_line(&output).unwrap_or_else(|| output.status.to_string()),
+        Err(error) => format!("`{}`: {error}", command.get_program().display()),
+    };
+    Err(format!("needs {what}: {reason}"))
+}
+
+fn last_line(output: &Output) -> Option<String> {
+    let text = String::from_utf8_lossy(&output.stderr);
+    text.lines().rev().find(|line| !line.trim().is_empty()).map(|line| line.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reason_names_what_is_needed_and_why_the_probe_failed() {
+        let mut failing = Command::new("sh");
+        failing.args(["-c", "echo first >&2; echo not permitted >&2; exit 3"]);
+        assert_eq!(succeeds(&mut failing, "a thing").unwrap_err(), "needs a thing: not permitted");
+        assert_eq!(
+            succeeds(Command::new("false").arg("x"), "a thing").unwrap_err(),
+            "needs a thing: exit status: 1"
+        );
+        let missing = succeeds(&mut Command::new("no-such-program"), "a thing").unwrap_err();
+        assert!(missing.starts_with("needs a thing: `no-such-program`: "), "{missing}");
+        assert_eq!(
+            programs(&["sh", "no-such-program"]).unwrap_err(),
+            "needs `no-such-program`, which is not in PATH"
+        );
+        assert_eq!(succeeds(&mut Command::new("true"), "a thing"), Ok(()));
+    }
+}

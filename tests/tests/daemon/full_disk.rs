@@ -1,0 +1,104 @@
+//! A daemon whose disk is full: new jobs are refused, and none is lost.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use rustix::process::Signal;
+use xlaunch_tests::{Node, Process, requirements, spawn_daemon, wait_for};
+
+xlaunch_harness::tests! {
+    needs requirements::mount_namespace:
+    full_disk_refuses_jobs_and_loses_none;
+}
+
+/// A node whose state is on a tmpfs of 1 MiB, in a mount namespace that only the daemon and its agents share.
+struct SmallDisk {
+    node: Node,
+    /// Keeps the namespace.
+    holder: Process,
+}
+
+impl SmallDisk {
+    fn new() -> Self {
+        let mut node = Node::new("");
+        node.stop_daemon(Signal::TERM);
+        let mut holder = Command::new("unshare");
+        let mount = "mount -t tmpfs -o size=1m,mode=711 none \"$0\" && echo mounted >&2 && exec sleep 1000";
+        let holder = Process::spawn(holder.args(["-m", "sh", "-c", mount]).arg(node.state_dir()));
+        holder.wait_for_stderr("mounted");
+        Self { node, holder }
+    }
+
+    fn start_daemon(&self) -> Process {
+        let daemon = self.node.daemon_command();
+        let mut command = Command::new("nsenter");
+        command.args(["-m", "-t", &self.holder.pid().to_string(), "--"]);
+        command.arg(daemon.get_program()).args(daemon.get_args()).current_dir("/");
+        spawn_daemon(&mut command)
+    }
+
+    /// A file that takes all space, seen from outside the namespace.
+    fn filler(&self) -> PathBuf {
+        let root = PathBuf::from(format!("/proc/{}/root", self.holder.pid()));
+        root.join(self.node.state_dir().strip_prefix("/").unwrap()).join("filler")
+    }
+
+    fn fill(&self) {
+        let mut file = std::fs::File::create(self.filler()).unwrap();
+        while file.write_all(&[0; 512]).is_ok() {}
+    }
+
+    fn free(&self) {
+        let _ = std::fs::remove_file(self.filler());
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        // Agents that wait for space can exit.
+        self.free();
+    }
+}
+
+fn full_disk_refuses_jobs_and_loses_none() {
+    let disk = SmallDisk::new();
+    let (node, daemon) = (&disk.node, disk.start_daemon());
+    let running = node.submit_shell("while ! [ -e go ]; do sleep 0.05; done; seq 100000; touch over; exit 3");
+    node.wait(running, "running");
+    assert_eq!(node.run(&["drain"]).code, 0);
+    let queued = node.submit_shell("echo ran >> ran");
+    disk.fill();
+    let assert_refused = || {
+        let run = node.run(&["submit", "--", "true"]);
+        assert!(run.code != 0 && run.stderr.contains("No space left on device"), "{}", run.stderr);
+    };
+    assert_refused();
+    node.write("go", "");
+    wait_for("the end of the job's script", || node.path().join("over").exists().then_some(()));
+    assert_refused();
+    // The next daemon finds a full disk, too.
+    daemon.signal(Signal::KILL);
+    daemon.wait();
+    let daemon = disk.start_daemon();
+    node.run(&["drain", "--undo"]);
+    for _ in 0..20 {
+        let states = [running, queued].map(|job| node.job(job)["state"].clone());
+        assert!(["starting", "running"].iter().any(|state| states[0] == *state), "{states:?}");
+        assert!(["queued", "starting", "running", "done"].iter().any(|s| states[1] == *s), "{states:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    disk.free();
+    assert_eq!(node.wait(running, "failed")["exit_code"], 1);
+    assert_eq!(node.run(&["drain", "--undo"]).code, 0);
+    node.wait(queued, "done");
+    let next = node.submit_shell("echo ran >> ran");
+    node.wait(next, "done");
+    assert_eq!(node.lines("ran").len(), 2);
+    daemon.signal(Signal::KILL);
+    daemon.wait();
+    let _daemon = disk.start_daemon();
+    let states = [running, queued, next].map(|job| node.job(job)["state"].clone());
+    assert_eq!(states, ["failed", "done", "done"]);
+}

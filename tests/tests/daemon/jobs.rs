@@ -1,0 +1,122 @@
+//! Jobs of a node: submission, order, output, cancellation, and what is kept of them.
+
+use std::process::Command;
+
+use rustix::process::Signal;
+use serde_json::Value;
+use xlaunch_tests::{Node, Process, is_alive, wait_for, xlaunch_path};
+
+xlaunch_harness::tests! {
+    job_runs_in_directory_and_environment_of_its_submission,
+    submit_wait_returns_exit_code_and_report,
+    queued_jobs_start_by_priority_and_order,
+    cancel_kills_all_processes_of_the_job,
+    second_daemon_is_refused_and_invalid_configuration_is_reported,
+    job_that_cannot_start_says_why,
+    oldest_finished_jobs_are_forgotten;
+}
+
+fn job_runs_in_directory_and_environment_of_its_submission() {
+    let node = Node::new("");
+    // A failure stops the other rank, so each waits for the other's output.
+    let script = "echo hello $RANK $GREETING; echo oops >&2; pwd > where; touch said$RANK; \
+                  while ! [ -e said0 -a -e said1 ]; do sleep 0.02; done; exit 3";
+    let mut submit = node.client(&["submit", "--name", "greet", "--nproc", "2", "--", "sh", "-c", script]);
+    let run = Process::spawn(submit.env("GREETING", "world")).wait();
+    assert_eq!(run.stdout, "job 1\n", "{}", run.stderr);
+    let job = node.wait(1, "failed");
+    let found = (&job["name"], &job["exit_code"], &job["workers"]);
+    assert_eq!(found, (&"greet".into(), &1.into(), &Value::Null));
+    assert!(job["report"].as_str().unwrap().contains("exit code 3"), "{job}");
+    assert_eq!(node.run(&["logs", "1", "--rank", "1"]).stdout, "hello 1 world\n");
+    assert_eq!(node.run(&["logs", "1", "--stderr"]).stdout, "oops\n");
+    assert_eq!(node.lines("where"), [node.path().display().to_string()]);
+    assert!(node.run(&["jobs", "--all"]).stdout.contains("greet"));
+}
+
+fn submit_wait_returns_exit_code_and_report() {
+    let node = Node::new("");
+    let wait =
+        |script: &str| node.run(&["submit", "--wait", "--propagate-exit-code", "--", "sh", "-c", script]);
+    assert_eq!(wait("sleep 0.2").code, 0);
+    let failed = wait("exit 9");
+    assert!(failed.code == 9 && failed.reports_exit_code(9), "{}", failed.stderr);
+}
+
+fn queued_jobs_start_by_priority_and_order() {
+    let node = Node::new("");
+    node.configure("cpu_workers = 1\nmax_per_user = 3");
+    node.daemon().signal(Signal::HUP);
+    node.daemon().wait_for_stderr("reloaded");
+    let first = node.submit_shell("while ! [ -e go ]; do sleep 0.05; done; echo first >> order");
+    let low = node.submit(&["--priority", "-5", "--", "sh", "-c", "echo low >> order"]);
+    let next = node.submit_shell("echo next >> order");
+    node.wait(first, "running");
+    assert_eq!(node.job(next)["queue_position"], 1);
+    assert_eq!(node.job(low)["queue_position"], 2);
+    let over_limit = node.run(&["submit", "--", "true"]);
+    assert!(over_limit.code != 0 && over_limit.stderr.contains('3'), "{}", over_limit.stderr);
+    let too_large = node.run(&["submit", "--nproc", "2", "--", "true"]);
+    assert!(too_large.code == 2 && too_large.stderr.contains("2 workers"), "{}", too_large.stderr);
+    node.write("go", "");
+    node.wait(low, "done");
+    assert_eq!(node.lines("order"), ["first", "next", "low"]);
+}
+
+fn cancel_kills_all_processes_of_the_job() {
+    let node = Node::new("");
+    let job = node.submit_shell("echo $$ > pid; (setsid sleep 1000 & echo $! > daemonized); exec sleep 1000");
+    let pid = |name: &str| wait_for(name, || node.lines(name).first().and_then(|line| line.parse().ok()));
+    let pids = [pid("pid"), pid("daemonized")];
+    assert_eq!(node.run(&["cancel", &job.to_string()]).code, 0);
+    let cancelled = node.wait(job, "cancelled");
+    assert_eq!(cancelled["exit_code"], 143, "{cancelled}");
+    wait_for("its processes to be killed", || pids.iter().all(|pid| !is_alive(*pid)).then_some(()));
+    let again = node.json(&["cancel", &job.to_string()]);
+    assert_eq!((&again[0]["id"], &again[0]["state"]), (&job.into(), &"cancelled".into()));
+
+    assert_eq!(node.json(&["drain", "--reason", "new fans"])["drained"], "new fans");
+    let queued = node.submit_shell("true");
+    assert!(node.job(queued)["reason"].as_str().unwrap().contains("new fans"));
+    node.run(&["cancel", &queued.to_string()]);
+    assert_eq!(node.wait(queued, "cancelled")["exit_code"], Value::Null);
+}
+
+fn second_daemon_is_refused_and_invalid_configuration_is_reported() {
+    let node = Node::new("");
+    let mut second = Command::new(xlaunch_path());
+    second.args(["daemon", "--foreground", "--config"]).arg(node.path().join("daemon.toml"));
+    second.arg("--state-dir").arg(node.state_dir()).arg("--socket").arg(node.path().join("other.sock"));
+    let run = Process::spawn(&mut second).wait();
+    assert!(run.code == 2 && run.stderr.contains("another daemon"), "{}", run.stderr);
+    node.configure("alow_root = true");
+    node.daemon().signal(Signal::HUP);
+    node.daemon().wait_for_stderr("allow_root");
+    assert_eq!(node.run(&["submit", "--", "true"]).code, 0);
+}
+
+fn job_that_cannot_start_says_why() {
+    let node = Node::new("");
+    let gone = node.path().join("gone");
+    std::fs::create_dir(&gone).unwrap();
+    let mut submit = node.client(&["submit", "--priority", "-1", "--", "true"]);
+    node.run(&["drain"]);
+    assert_eq!(Process::spawn(submit.current_dir(&gone)).wait().code, 0);
+    std::fs::remove_dir(&gone).unwrap();
+    node.run(&["drain", "--undo"]);
+    let failed = node.wait(1, "failed");
+    assert!(failed["report"].as_str().unwrap().contains("gone: No such file"), "{failed}");
+    let missing = node.submit(&["--", "no-such-program"]);
+    assert!(node.wait(missing, "failed")["report"].as_str().unwrap().contains("no-such-program"));
+}
+
+fn oldest_finished_jobs_are_forgotten() {
+    let node = Node::new("keep = 2");
+    for job in 1..=4 {
+        assert_eq!(node.submit_shell("true"), job);
+        node.wait(job, "done");
+    }
+    let is_forgotten = || node.run(&["status", "2"]).stderr.contains("no job 2").then_some(());
+    wait_for("job 2 to be forgotten", is_forgotten);
+    assert!(!node.state_dir().join("jobs/2").exists() && node.state_dir().join("jobs/3").exists());
+}

@@ -1,0 +1,17 @@
+//! The node's daemon: jobs, crashes, a full disk, GPUs, hostile users, its web page, and the load generator.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod crashes;
+mod full_disk;
+mod gpus;
+mod hostile;
+mod jobs;
+mod load;
+mod page;
+mod restarts;
+mod users;
+
+xlaunch_harness::suite! {
+    modules crashes, full_disk, gpus, hostile, jobs, load, page, restarts, users;
+}

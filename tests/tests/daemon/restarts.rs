@@ -1,0 +1,150 @@
+//! Jobs survive restarts and crashes of the daemon; what cannot be known is reported as lost.
+
+use std::time::Duration;
+
+use rustix::process::Signal;
+use serde_json::Value;
+use xlaunch_tests::{Node, is_alive, send_signal, wait_for};
+
+xlaunch_harness::tests! {
+    past_restarts_of_a_job_survive_restart_of_the_daemon,
+    training_is_not_disturbed_by_kills_of_the_daemon,
+    hundred_daemon_restarts_neither_lose_nor_repeat_jobs,
+    killed_agent_leaves_lost_job_and_no_process,
+    job_of_an_earlier_boot_is_lost_and_no_process_is_signalled;
+}
+
+/// Attempt, rank and cause of each restart of a job.
+fn past_restarts(node: &Node, job: u64) -> Vec<(u64, u64, String)> {
+    let job = node.job(job);
+    let restarts = job["status"]["past_restarts"].as_array().into_iter().flatten();
+    let restart = |restart: &Value| {
+        let number = |key: &str| restart[key].as_u64().unwrap_or(u64::MAX);
+        (number("attempt"), number("rank"), restart["cause"].as_str().unwrap_or_default().to_owned())
+    };
+    restarts.map(restart).collect()
+}
+
+fn past_restarts_of_a_job_survive_restart_of_the_daemon() {
+    let mut node = Node::new("");
+    let script = "if [ $TORCHELASTIC_RESTART_COUNT -lt 2 ] && [ $RANK = 1 ]; then exit 7; fi; \
+                  while ! [ -e end ]; do sleep 0.02; done; exit $RANK";
+    let job = node.submit(&["--nproc", "2", "--max-restarts", "2", "--", "sh", "-c", script]);
+    let expected = [(0, 1, "exit code 7".to_owned()), (1, 1, "exit code 7".to_owned())];
+    let found =
+        wait_for("two restarts", || Some(past_restarts(&node, job)).filter(|restarts| restarts.len() == 2));
+    assert_eq!(found, expected);
+    let is_logged = |node: &Node, attempt: u64| {
+        node.daemon()
+            .stderr()
+            .lines()
+            .any(|line| line.contains(&format!("attempt={attempt}")) && line.contains("rank=1"))
+    };
+    for attempt in [0, 1] {
+        wait_for("the restart in the daemon's log", || is_logged(&node, attempt).then_some(()));
+    }
+    node.kill_and_restart_daemon();
+    node.wait(job, "running");
+    let found = wait_for("the job's status", || {
+        Some(past_restarts(&node, job)).filter(|restarts| !restarts.is_empty())
+    });
+    assert_eq!(found, expected);
+    node.write("end", "");
+    node.wait(job, "failed");
+    wait_for("the failure in the daemon's log", || is_logged(&node, 2).then_some(()));
+    assert!(!is_logged(&node, 1), "an earlier restart is logged again: {}", node.daemon().stderr());
+    node.kill_and_restart_daemon();
+    assert_eq!(past_restarts(&node, job), expected);
+}
+
+/// Steps and losses of the newest run.
+fn metrics(node: &Node) -> Vec<(u64, f64)> {
+    let lines = node.lines("runs/tiny/latest/metrics.jsonl");
+    let read = |line: &String| {
+        let line: Value = serde_json::from_str(line).unwrap_or_default();
+        (line["_step"].as_u64().unwrap_or(u64::MAX), line["train/loss"].as_f64().unwrap_or(f64::NAN))
+    };
+    lines.iter().map(read).collect()
+}
+
+fn training_is_not_disturbed_by_kills_of_the_daemon() {
+    let undisturbed = Node::new("");
+    let config = undisturbed.write_tiny_job(60);
+    undisturbed.wait(undisturbed.submit(&[&config]), "done");
+    let mut node = Node::new("");
+    let config = node.write_tiny_job(60);
+    let job = node.submit(&[&config]);
+    for step in [5, 20, 40] {
+        wait_for("steps", || (metrics(&node).len() > step).then_some(()));
+        let agents = node.agents();
+        node.kill_and_restart_daemon();
+        assert!(agents.iter().all(|agent| is_alive(*agent)) || node.job(job)["state"] == "done");
+        let state = node.job(job)["state"].clone();
+        assert!(["starting", "running", "done"].iter().any(|known| state == *known), "{state}");
+    }
+    assert_eq!(node.wait(job, "done")["exit_code"], 0);
+    assert_eq!(metrics(&node), metrics(&undisturbed));
+    node.kill_and_restart_daemon();
+    let done = node.job(job);
+    let steps = done["history"].as_array().unwrap().iter().filter_map(|point| point["step"].as_u64());
+    assert_eq!(steps.collect::<Vec<u64>>(), (1..=60).collect::<Vec<u64>>());
+    assert_eq!(metrics(&node).len(), 60);
+    assert_eq!(node.agents(), [0; 0]);
+}
+
+fn hundred_daemon_restarts_neither_lose_nor_repeat_jobs() {
+    let mut node = Node::new("");
+    let mut jobs = Vec::new();
+    for round in 0..100_u64 {
+        jobs.push(node.submit_shell("echo $$ >> ran; sleep 0.1"));
+        // Anywhere between the submission and the end of the job.
+        std::thread::sleep(Duration::from_millis(round * 7 % 40));
+        node.stop_daemon(if round % 3 == 0 { Signal::TERM } else { Signal::KILL });
+        node.start_daemon();
+    }
+    for job in &jobs {
+        let done = node.wait(*job, "done");
+        assert_eq!(done["exit_code"], 0, "{done}");
+    }
+    assert_eq!(node.lines("ran").len(), jobs.len());
+}
+
+fn killed_agent_leaves_lost_job_and_no_process() {
+    let node = Node::new("");
+    let job = node.submit_shell("echo $$ > pid; exec sleep 1000");
+    let worker = wait_for("pid", || node.lines("pid").first().and_then(|line| line.parse().ok()));
+    node.wait(job, "running");
+    node.agents().into_iter().for_each(|agent| send_signal(agent, Signal::KILL));
+    let lost = node.wait(job, "lost");
+    assert_eq!(lost["exit_code"], Value::Null, "{lost}");
+    wait_for("the worker to be killed", || (!is_alive(worker)).then_some(()));
+}
+
+fn job_of_an_earlier_boot_is_lost_and_no_process_is_signalled() {
+    let mut node = Node::new("");
+    let job = node.submit_shell("exec sleep 1000");
+    node.wait(job, "running");
+    let agents = node.agents();
+    node.stop_daemon(Signal::KILL);
+    // As if the system had been restarted: the journal names another boot id. Lines start with a CRC of the rest.
+    let path = node.state_dir().join("journal");
+    let journal = std::fs::read_to_string(&path).unwrap();
+    let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    let mut lines = String::new();
+    for line in journal.replace(boot_id.trim(), "another").lines() {
+        let record = &line[9..];
+        lines += &format!("{:08x} {record}\n", crc32(record.as_bytes()));
+    }
+    std::fs::write(&path, lines).unwrap();
+    node.start_daemon();
+    let lost = node.wait(job, "lost");
+    assert!(lost["reason"].as_str().unwrap().contains("restarted"), "{lost}");
+    assert!(agents.iter().all(|agent| is_alive(*agent)));
+}
+
+/// CRC-32 (IEEE), bit by bit.
+fn crc32(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0, |crc, byte| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0xedb8_8320 & (crc & 1).wrapping_neg()))
+    })
+}

@@ -1,0 +1,55 @@
+//! The Debian package and its units under a real systemd: `systemd/boot.sh` boots Debian in namespaces.
+//!
+//! `XLAUNCH_TEST_SYSTEMD_ROOT` names a directory that keeps the Debian tree between runs; without it, each run
+//! downloads one.
+
+#![expect(clippy::print_stderr, reason = "the log of the booted system")]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use xlaunch_tests::{requirements, xlaunch_path};
+
+xlaunch_harness::tests! {
+    needs requirements::systemd_analyze:
+    unit_is_confined;
+    needs requirements::systemd_nspawn:
+    package_runs_under_systemd;
+}
+
+/// Queries the daemon as generic gRPC clients do.
+const GRPC_CLIENT: &str = env!("CARGO_BIN_EXE_grpc_client");
+
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn unit_is_confined() {
+    let mut analyze = Command::new("systemd-analyze");
+    // In tenths: exposure of at most 3.0.
+    analyze.args(["security", "--offline=true", "--threshold=30", "--no-pager"]);
+    let output = analyze.arg(repository().join("deploy/systemd/xlaunch.service")).output().unwrap();
+    let table = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{table}\n{}", String::from_utf8_lossy(&output.stderr));
+    assert!(table.contains("Overall exposure level for xlaunch.service"), "{table}");
+}
+
+fn package_runs_under_systemd() {
+    // The package contains the binary that all tests use.
+    xlaunch_path();
+    let profile = if cfg!(debug_assertions) { "dev" } else { "release" };
+    let output = Command::new(repository().join("deploy/package.sh")).arg(profile).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let package = String::from_utf8(output.stdout).unwrap();
+
+    let dir = tempfile::tempdir().unwrap();
+    let boot = repository().join("tests/systemd/boot.sh");
+    let output = Command::new(boot).args([package.trim_end(), GRPC_CLIENT]).arg(dir.path()).output().unwrap();
+    let log = String::from_utf8_lossy(&output.stdout);
+    eprintln!("{log}");
+    assert!(output.status.success(), "{}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    assert!(
+        log.lines().last().is_some_and(|line| line.ends_with("removed and purged")),
+        "the test ended early"
+    );
+}

@@ -1,0 +1,239 @@
+//! Any command under torchrun's contract: arguments, environment, output, exit codes, failures and restarts.
+
+use std::collections::BTreeSet;
+use std::os::unix::fs::symlink;
+
+use xlaunch_tests::{Launch, Process, is_alive, requirements, wait_for, xlaunch_path};
+
+use crate::sorted_lines;
+
+xlaunch_harness::tests! {
+    output_of_every_rank_is_passed_through,
+    worker_failure_stops_group_and_reports_stderr_tail,
+    propagate_exit_code_exits_with_code_of_root_cause,
+    all_exit_codes_are_reported_and_propagated,
+    fatal_signals_are_reported_by_name,
+    stdin_is_passed_to_single_worker_only,
+    stall_timeout_reports_idle_rank_but_not_computing_rank,
+    local_rank_placeholder_in_arguments_is_substituted,
+    worker_that_ignores_sigterm_is_killed_after_shutdown_timeout,
+    virtual_local_rank_sees_only_its_gpu,
+    restart_increments_count_and_changes_port,
+    final_exit_code_and_repeated_failure_stop_restarts,
+    log_dir_has_layout_of_torchrun,
+    unsupported_options_are_refused_by_name,
+    fifty_concurrent_launches_have_distinct_ports,
+    worker_that_closes_its_output_or_calls_exec_is_waited_for,
+    status_and_stop_work_for_commands;
+    needs requirements::python3:
+    script_arguments_are_passed_unchanged,
+    invoked_as_torchrun_behaves_as_torchrun,
+    program_that_cannot_start_is_named;
+}
+
+fn output_of_every_rank_is_passed_through() {
+    let run = Launch::new().run_shell(&[], 4, "echo rank $RANK of $WORLD_SIZE; echo oops $LOCAL_RANK >&2");
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    assert_eq!(sorted_lines(&run.stdout), ["rank 0 of 4", "rank 1 of 4", "rank 2 of 4", "rank 3 of 4"]);
+    assert!((0..4).all(|rank| run.stderr.contains(&format!("oops {rank}\n"))), "{}", run.stderr);
+}
+
+fn script_arguments_are_passed_unchanged() {
+    let launch = Launch::new();
+    launch.write("args.py", "import sys\nprint(sys.argv[1:])\n");
+    let run = launch.run(&["--nproc", "1", "args.py", "--nproc", "7", "--d", "-m", "--", "x y"]);
+    assert_eq!(run.stdout.trim(), "['--nproc', '7', '--d', '-m', '--', 'x y']", "{}", run.stderr);
+}
+
+fn invoked_as_torchrun_behaves_as_torchrun() {
+    let launch = Launch::new();
+    let link = launch.path().join("torchrun");
+    symlink(xlaunch_path(), &link).unwrap();
+    // As an argument of xlaunch, this would be its subcommand.
+    let script = launch.write("status", "print('a script with the name of a subcommand')\n");
+    let run = Launch::with_program(&link).run(&["--standalone", script.to_str().unwrap()]);
+    assert_eq!(run.stdout.trim(), "a script with the name of a subcommand", "{}", run.stderr);
+}
+
+fn worker_failure_stops_group_and_reports_stderr_tail() {
+    let script = "[ $RANK = 1 ] || exec sleep 1000; echo the disk is on fire >&2; exit 7";
+    let run = Launch::new().run_shell(&[], 3, script);
+    assert_eq!(run.code, 1, "{}", run.stderr);
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    for words in ["rank 1", host.as_str(), "exit code 7", "on fire"] {
+        assert!(run.root_cause().contains(words), "{words} in {}", run.stderr);
+    }
+    for words in ["rank 0", "rank 2", "SIGTERM"] {
+        assert!(run.consequences().contains(words), "{words} in {}", run.stderr);
+    }
+}
+
+fn propagate_exit_code_exits_with_code_of_root_cause() {
+    for (script, code) in [("exit 85", 85), ("exit 255", 255), ("kill -SEGV $$", 139), ("kill -KILL $$", 137)]
+    {
+        let run = Launch::new().run_shell(&["--propagate-exit-code"], 2, script);
+        assert_eq!(run.code, code, "{script}: {}", run.stderr);
+        assert_eq!(Launch::new().run_shell(&[], 1, script).code, 1, "{script}");
+    }
+}
+
+fn all_exit_codes_are_reported_and_propagated() {
+    let launch = Launch::new();
+    for code in 0..=255 {
+        let run = launch.run_shell(&["--propagate-exit-code"], 1, &format!("exit {code}"));
+        assert_eq!(run.code, code, "{}", run.stderr);
+        assert_eq!(run.reports_exit_code(code), code != 0, "{code}: {}", run.stderr);
+    }
+}
+
+fn fatal_signals_are_reported_by_name() {
+    const NAMES: [&str; 24] = [
+        "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE",
+        "ALRM", "TERM", "STKFLT", "XCPU", "XFSZ", "VTALRM", "PROF", "IO", "PWR", "SYS", "RTMIN+3",
+    ];
+    const NUMBERS: [i32; 24] =
+        [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 24, 25, 26, 27, 29, 30, 31, 37];
+    let launch = Launch::new();
+    for (name, number) in NAMES.iter().zip(NUMBERS) {
+        let run = launch.run_shell(&["--propagate-exit-code"], 1, &format!("ulimit -c 0; kill -{number} $$"));
+        assert_eq!(run.code, 128 + number, "{}", run.stderr);
+        assert!(run.stderr.contains(&format!("signal {number} (SIG{name}")), "{name}: {}", run.stderr);
+    }
+}
+
+fn stdin_is_passed_to_single_worker_only() {
+    let launch = Launch::new();
+    let input = launch.write("input", "from a file\n");
+    for (nproc, expected) in [(1, "from a file\n"), (2, "")] {
+        let mut command = launch.command(&["--nproc", &nproc.to_string(), "--", "cat"]);
+        let output = command.stdin(std::fs::File::open(&input).unwrap()).output().unwrap();
+        assert_eq!((output.status.code(), &*String::from_utf8_lossy(&output.stdout)), (Some(0), expected));
+    }
+}
+
+fn stall_timeout_reports_idle_rank_but_not_computing_rank() {
+    let launch = Launch::new();
+    let script = "[ $RANK = 0 ] && exec sleep 1000; while [ ! -e go ]; do :; done; exit 3";
+    let run = launch.spawn_shell(&["--stall-timeout", "1"], 2, script);
+    run.wait_for_stderr("rank 0");
+    assert!(!run.stderr().contains("rank 1"), "{}", run.stderr());
+    launch.write("go", "");
+    assert_eq!(run.wait().code, 1);
+}
+
+fn local_rank_placeholder_in_arguments_is_substituted() {
+    let run =
+        Launch::new().run(&["--nproc", "2", "--", "echo", "data-${local_rank}-${local_rank}.bin", "$X"]);
+    assert_eq!(sorted_lines(&run.stdout), ["data-0-0.bin $X", "data-1-1.bin $X"], "{}", run.stderr);
+}
+
+fn worker_that_ignores_sigterm_is_killed_after_shutdown_timeout() {
+    let script = "[ $RANK = 0 ] && { trap '' TERM; while :; do sleep 0.1; done; }; sleep 0.3; exit 3";
+    let run = Launch::new().run_shell(&["--shutdown-timeout", "0.5"], 2, script);
+    assert_eq!(run.code, 1, "{}", run.stderr);
+    let after = run.consequences();
+    assert!(after.contains("rank 0") && after.contains("SIGKILL"), "{}", run.stderr);
+}
+
+fn virtual_local_rank_sees_only_its_gpu() {
+    let script = "echo $RANK $LOCAL_RANK $CUDA_VISIBLE_DEVICES";
+    let launch = Launch::new();
+    let mut command = launch.command(&["--nproc", "2", "--virtual-local-rank", "--", "sh", "-c", script]);
+    let run = Process::spawn(command.env("CUDA_VISIBLE_DEVICES", "GPU-b, 5")).wait();
+    assert_eq!(sorted_lines(&run.stdout), ["0 0 GPU-b", "1 0 5"], "{}", run.stderr);
+}
+
+fn restart_increments_count_and_changes_port() {
+    let launch = Launch::new();
+    let script = "echo $TORCHELASTIC_RESTART_COUNT $TORCHELASTIC_MAX_RESTARTS $MASTER_PORT; \
+                  [ $TORCHELASTIC_RESTART_COUNT = 2 ] || exit 1";
+    let run = launch.run_shell(&["--max-restarts", "5"], 1, script);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let lines: Vec<Vec<&str>> = run.stdout.lines().map(|line| line.split(' ').collect()).collect();
+    let counts: Vec<&str> = lines.iter().map(|line| line[0]).collect();
+    assert_eq!(counts, ["0", "1", "2"]);
+    assert!(lines.iter().all(|line| line[1] == "5" && line[2].parse::<u16>().is_ok()), "{lines:?}");
+    assert!(lines.windows(2).all(|pair| pair[0][2] != pair[1][2]), "{lines:?}");
+}
+
+fn final_exit_code_and_repeated_failure_stop_restarts() {
+    let launch = Launch::new();
+    let options = ["--max-restarts", "9", "--no-restart-codes", "78"];
+    let run = launch.run_shell(&options, 1, "echo x; exit 78");
+    assert_eq!((run.code, run.stdout.as_str()), (1, "x\n"), "{}", run.stderr);
+    assert!(run.reports_exit_code(78), "{}", run.stderr);
+    let run = launch.run_shell(&options[..2], 1, "echo x; exit 1");
+    assert_eq!(run.stdout, "x\nx\nx\n", "{}", run.stderr);
+    assert!(run.stderr.contains("3 attempts"), "{}", run.stderr);
+}
+
+fn log_dir_has_layout_of_torchrun() {
+    let launch = Launch::new();
+    let script = "echo out $RANK; echo err $RANK >&2; echo $TORCHELASTIC_ERROR_FILE > file.$RANK";
+    let run = launch.run_shell(&["--log-dir", "logs", "--rdzv-id", "night", "--redirects", "1:3"], 2, script);
+    assert_eq!((run.code, run.stdout.as_str()), (0, "out 0\n"), "{}", run.stderr);
+    for rank in 0..2 {
+        let dir = format!("logs/night/attempt_0/{rank}");
+        assert_eq!(launch.read(&format!("{dir}/stdout.log")), format!("out {rank}\n"));
+        assert_eq!(launch.read(&format!("{dir}/stderr.log")), format!("err {rank}\n"));
+        assert!(launch.read(&format!("file.{rank}")).trim().ends_with(&format!("{dir}/error.json")));
+    }
+    assert!(!run.stderr.contains("err 1"), "{}", run.stderr);
+}
+
+fn program_that_cannot_start_is_named() {
+    let launch = Launch::new();
+    let run = launch.run(&["--nproc", "2", "--", "no-such-program"]);
+    assert!(run.code == 1 && run.stderr.contains("no-such-program"), "{}: {}", run.code, run.stderr);
+    let run = launch.run(&["--nproc", "1", "missing.py"]);
+    assert!(run.code != 0 && run.stderr.contains("missing.py"), "{}: {}", run.code, run.stderr);
+}
+
+fn unsupported_options_are_refused_by_name() {
+    let launch = Launch::new();
+    for (args, word) in [
+        (&["--nnodes", "2", "x.py"][..], "nodes"),
+        (&["--rdzv-backend", "etcd", "x.py"], "etcd"),
+        (&["--nproc-per-nod", "x", "x.py"], "nproc"),
+        (&["--no-such-flag", "x.py"], "no-such-flag"),
+    ] {
+        let run = launch.run(args);
+        assert!(run.code == 2 && run.stderr.contains(word), "{args:?}: {} {}", run.code, run.stderr);
+    }
+}
+
+fn fifty_concurrent_launches_have_distinct_ports() {
+    let launch = Launch::new();
+    let script = |i| format!("echo $MASTER_PORT > port.{i}; while [ ! -e go ]; do sleep 0.05; done");
+    let runs: Vec<Process> = (0..50).map(|i| launch.spawn_shell(&[], 1, &script(i))).collect();
+    let ports = wait_for("fifty ports", || {
+        let ports = (0..50).map(|i| launch.read(&format!("port.{i}")).trim().parse::<u16>().ok());
+        ports.collect::<Option<Vec<u16>>>()
+    });
+    launch.write("go", "");
+    assert!(runs.into_iter().all(|run| run.wait().code == 0));
+    assert_eq!(ports.iter().collect::<BTreeSet<_>>().len(), 50, "{ports:?}");
+}
+
+fn worker_that_closes_its_output_or_calls_exec_is_waited_for() {
+    let launch = Launch::new();
+    let run = launch.run_shell(&[], 1, "exec >&- 2>&-; sleep 0.5; echo done > end");
+    assert_eq!((run.code, launch.read("end").trim()), (0, "done"), "{}", run.stderr);
+    let run = launch.run_shell(&[], 1, "exec sh -c 'sleep 0.3; exit 4'");
+    assert!(run.reports_exit_code(4), "{}", run.stderr);
+}
+
+fn status_and_stop_work_for_commands() {
+    let launch = Launch::new();
+    let run = launch.spawn_shell(&[], 2, "echo ready >&2; exec sleep 1000");
+    wait_for("both workers", || (run.stderr().matches("ready").count() == 2).then_some(()));
+    let status = launch.run(&["status", "--json"]);
+    assert_eq!(status.code, 0, "{}", status.stderr);
+    let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
+    assert_eq!((status["ranks"].as_array().map(Vec::len), &status["state"]), (Some(2), &"running".into()));
+    let pid = status["ranks"][1]["pid"].as_u64().unwrap_or_default();
+    assert!(is_alive(u32::try_from(pid).unwrap()), "{status}");
+    assert_eq!(launch.run(&["stop"]).code, 0);
+    assert_eq!(run.wait().code, 143);
+    assert_ne!(launch.run(&["status"]).code, 0);
+}

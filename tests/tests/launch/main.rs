@@ -1,0 +1,26 @@
+//! The launcher: commands under torchrun's contract, scripted workers, failures, signals, and the status of a run.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod cleanup;
+mod commands;
+mod environment;
+mod failures;
+mod input;
+mod limits;
+mod signals;
+mod status;
+
+/// The scripted worker of [`xlaunch_tests::Job::scripted`].
+const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
+
+xlaunch_harness::suite! {
+    modules cleanup, commands, environment, failures, input, limits, signals, status;
+}
+
+/// Lines of a text, sorted: ranks write in any order.
+fn sorted_lines(text: &str) -> Vec<&str> {
+    let mut lines: Vec<&str> = text.lines().collect();
+    lines.sort_unstable();
+    lines
+}

@@ -1,0 +1,65 @@
+//! Signals to the launcher of a command: forwarding, job control, exit codes.
+
+use rustix::process::Signal;
+use xlaunch_tests::{Launch, children, wait_for, xlaunch_path};
+
+use crate::sorted_lines;
+
+xlaunch_harness::tests! {
+    sigtstp_stops_workers_and_sigcont_continues_them,
+    terminating_signals_are_forwarded_and_set_exit_code,
+    sighup_ignored_by_nohup_stays_ignored,
+    sigusr1_is_forwarded_and_does_not_stop_the_job;
+}
+
+fn sigtstp_stops_workers_and_sigcont_continues_them() {
+    let launch = Launch::new();
+    let script = "echo ready >&2; while [ ! -e go ]; do sleep 0.05; done; echo continued";
+    let run = launch.spawn_shell(&[], 1, script);
+    run.wait_for_stderr("ready");
+    let worker = wait_for("a worker", || children(run.pid()).first().copied());
+    run.signal(Signal::TSTP);
+    let is_stopped =
+        |pid| std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") T "));
+    wait_for("launcher and worker to stop", || (is_stopped(worker) && is_stopped(run.pid())).then_some(()));
+    launch.write("go", "");
+    run.signal(Signal::CONT);
+    let run = run.wait();
+    assert_eq!((run.code, run.stdout.trim()), (0, "continued"), "{}", run.stderr);
+}
+
+fn terminating_signals_are_forwarded_and_set_exit_code() {
+    for (signal, number) in [(Signal::INT, 2), (Signal::TERM, 15), (Signal::HUP, 1), (Signal::QUIT, 3)] {
+        let launch = Launch::new();
+        let script =
+            format!("trap 'echo got $RANK; exit 0' {number}; echo ready >&2; while :; do sleep 0.1; done");
+        let run = launch.spawn_shell(&[], 2, &script);
+        wait_for("both workers", || (run.stderr().matches("ready").count() == 2).then_some(()));
+        run.signal(signal);
+        let run = run.wait();
+        let found = (run.code, sorted_lines(&run.stdout));
+        assert_eq!(found, (128 + number, vec!["got 0", "got 1"]), "{}", run.stderr);
+    }
+}
+
+fn sighup_ignored_by_nohup_stays_ignored() {
+    let launch = Launch::with_program("sh");
+    let xlaunch = xlaunch_path().display();
+    let worker = "echo ready >&2; while [ ! -e go ]; do sleep 0.05; done; echo done";
+    let run = launch.spawn(&["-c", &format!("trap '' HUP; exec {xlaunch} -- sh -c '{worker}'")]);
+    run.wait_for_stderr("ready");
+    run.signal(Signal::HUP);
+    launch.write("go", "");
+    let run = run.wait();
+    assert_eq!((run.code, run.stdout.trim()), (0, "done"), "{}", run.stderr);
+}
+
+fn sigusr1_is_forwarded_and_does_not_stop_the_job() {
+    let launch = Launch::new();
+    let script = "trap 'echo saved; exit 0' USR1; echo ready >&2; while :; do sleep 0.1; done";
+    let run = launch.spawn_shell(&[], 1, script);
+    run.wait_for_stderr("ready");
+    run.signal(Signal::USR1);
+    let run = run.wait();
+    assert_eq!((run.code, run.stdout.trim()), (0, "saved"), "{}", run.stderr);
+}

@@ -1,0 +1,242 @@
+//! What a training run leaves, and that neither the number of ranks nor an interruption changes its result.
+
+use rustix::process::Signal;
+use xlaunch_tests::Job;
+
+xlaunch_harness::tests! {
+    run_reports_steps_and_leaves_metrics_checkpoint_and_sample,
+    losses_do_not_depend_on_number_of_ranks,
+    gradient_accumulation_equals_one_large_batch,
+    same_command_gives_the_same_bits,
+    tiny_model_memorizes_eight_sequences,
+    resumed_run_equals_uninterrupted_run_bit_for_bit,
+    interrupted_and_resumed_run_equals_uninterrupted_run_bit_for_bit,
+    sharded_optimizer_equals_replicated_optimizer,
+    sharded_and_replicated_optimizer_resume_from_each_others_checkpoints,
+    sharded_optimizer_stops_resumes_and_evaluates,
+    sharded_optimizer_refuses_number_of_ranks_that_does_not_divide_evenly,
+    checkpoint_without_manifest_or_with_changed_byte_is_not_used;
+}
+
+const MODEL: &str = "model.safetensors";
+const OPTIMIZER: &str = "optimizer-00000-of-00001.safetensors";
+const SHARD_OPTIMIZER: &str = "comm.shard_optimizer=true";
+
+/// Asserts that the values differ by rounding only: an order of additions.
+fn assert_close(found: &[f64], expected: &[f64], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (step, (a, b)) in found.iter().zip(expected).enumerate() {
+        assert!((a - b).abs() <= 1e-6 * b.abs(), "{what}, step {step}: {a} and {b}");
+    }
+}
+
+/// `--set` before each setting.
+fn set<'a>(settings: &[&'a str]) -> Vec<&'a str> {
+    settings.iter().flat_map(|setting| ["--set", setting]).collect()
+}
+
+fn run_reports_steps_and_leaves_metrics_checkpoint_and_sample() {
+    let job = Job::new();
+    let run = job.run_ok(&["--nproc", "2", "--set", "train.sample=20", "--set", "train.eval_every=4"]);
+    for text in ["step 8/8", "loss", "lr ", "grad norm", "tok/s", "val loss"] {
+        assert!(run.stderr.contains(text), "{text} in {}", run.stderr);
+    }
+    for text in ["2 ranks on CPU", "steps       8", "checkpoint", "metrics.jsonl", "the model writes:"] {
+        assert!(run.stdout.contains(text), "{text} in {}", run.stdout);
+    }
+    let metrics = job.metrics();
+    let steps: Vec<_> = metrics.iter().filter(|line| line["train/loss"].is_f64()).collect();
+    assert_eq!(steps.len(), 8);
+    assert!(steps.iter().all(|step| step["train/grad_norm"].is_f64() && step["pool/mapped_bytes"].is_u64()));
+    assert_eq!(metrics.iter().filter(|line| line["val/loss"].is_f64()).count(), 2);
+    assert!(!job.checkpoint(8, "manifest.json").is_empty());
+}
+
+/// Runs with these settings, and expects all ranks to end with the same parameters. Returns the sampled text.
+fn train(job: &Job, ranks: usize, settings: &[&str]) -> String {
+    let ranks = ranks.to_string();
+    let settings = set(&[settings, &["observe.check_replicas=true"]].concat());
+    let run = job.run_ok(&[&["--nproc", &ranks], &settings[..]].concat());
+    assert!(run.stdout.contains("difference 0e0"), "{}", run.stdout);
+    run.stdout.split("the model writes:").skip(1).collect()
+}
+
+fn losses_do_not_depend_on_number_of_ranks() {
+    let losses = |ranks: usize, model: &str| {
+        let job = Job::new();
+        train(&job, ranks, &[&format!("train.batch={}", 8 / ranks), model]);
+        job.losses()
+    };
+    for model in ["model.arch=\"llama\"", "model.arch=\"gpt2\""] {
+        let one = losses(1, model);
+        assert_eq!(one.len(), 8);
+        for ranks in [2, 4] {
+            assert_close(&losses(ranks, model), &one, &format!("{model}, {ranks} ranks"));
+        }
+    }
+}
+
+fn gradient_accumulation_equals_one_large_batch() {
+    let losses = |batch: &str, accumulate: &str| {
+        let job = Job::new();
+        job.run_ok(&set(&[batch, accumulate]));
+        job.losses()
+    };
+    let whole = losses("train.batch=8", "train.accumulate=1");
+    assert_close(&losses("train.batch=2", "train.accumulate=4"), &whole, "4 micro-steps");
+}
+
+fn same_command_gives_the_same_bits() {
+    let bits = || {
+        let job = Job::new();
+        job.run_ok(&["--nproc", "2"]);
+        (job.losses(), job.checkpoint(8, MODEL))
+    };
+    assert!(bits() == bits());
+}
+
+fn tiny_model_memorizes_eight_sequences() {
+    let job = Job::new();
+    // Eight windows of 32 tokens and the token after the last. Each begins with a byte of its own, so that every next
+    // token can be known.
+    let text: Vec<u8> = (0..257_u32)
+        .map(|i| if i % 32 == 0 { b'A' + (i / 32) as u8 } else { b'a' + (i * i * 31 % 113 % 26) as u8 })
+        .collect();
+    job.write("text/a.txt", text);
+    job.run_ok(&set(&[
+        "data.val_fraction=0.0",
+        "train.steps=600",
+        "train.batch=8",
+        "train.lr=5e-3",
+        "train.weight_decay=0.0",
+        "model.dim=64",
+    ]));
+    let last = job.losses().last().copied();
+    assert!(last.is_some_and(|loss| loss < 0.1), "{last:?}");
+}
+
+fn resumed_run_equals_uninterrupted_run_bit_for_bit() {
+    let args = ["--nproc", "2", "--set", "train.steps=12"];
+    let whole = Job::new();
+    whole.run_ok(&args);
+
+    let resumed = Job::new();
+    resumed.run_ok(&[&args[..], &set(&["checkpoint.every=5", "checkpoint.keep=0"])].concat());
+    // As if the run had been lost after step 5.
+    for step in [10, 12] {
+        std::fs::remove_dir_all(resumed.run_dir().join(format!("checkpoints/step-{step:08}"))).unwrap();
+    }
+    resumed.run_ok(&[&args[..], &["--resume"]].concat());
+    assert_eq!(resumed.losses(), whole.losses()[5..]);
+    assert!(resumed.checkpoint(12, MODEL) == whole.checkpoint(12, MODEL));
+}
+
+fn interrupted_and_resumed_run_equals_uninterrupted_run_bit_for_bit() {
+    assert_interruption_changes_nothing(&["--nproc", "2", "--set", "train.steps=400"]);
+}
+
+/// Runs a job of 400 steps, and again with an interrupt and a resume. Returns the uninterrupted one.
+fn assert_interruption_changes_nothing(args: &[&str]) -> Job {
+    let whole = Job::new();
+    whole.run_ok(args);
+
+    let resumed = Job::new();
+    let run = resumed.spawn(args);
+    run.wait_for_stderr("step 1/");
+    run.signal(Signal::INT);
+    let run = run.wait();
+    assert_eq!(run.code, 143, "{}", run.stderr);
+    let before = resumed.losses();
+    assert!(before.len() < 400, "it finished before the signal");
+    resumed.run_ok(&[args, &["--resume"]].concat());
+    assert_eq!([before, resumed.losses()].concat(), whole.losses());
+    assert!(resumed.checkpoint(400, MODEL) == whole.checkpoint(400, MODEL));
+    whole
+}
+
+fn sharded_optimizer_equals_replicated_optimizer() {
+    for ranks in [2, 4] {
+        for model in ["model.arch=\"llama\"", "model.arch=\"gpt2\""] {
+            // Small buckets, so that there are several.
+            let common = [model, "comm.bucket_mb=0.02", "train.batch=2", "train.accumulate=2"];
+            let run = |settings: &[&str]| {
+                let job = Job::new();
+                train(&job, ranks, &[&common[..], &["train.eval_every=3"], settings].concat());
+                let series = |key| job.metrics().iter().filter_map(|line| line[key].as_f64()).collect();
+                let series: [Vec<f64>; 3] = ["train/loss", "val/loss", "train/grad_norm"].map(series);
+                assert_eq!(series.each_ref().map(Vec::len), [8, 3, 8]);
+                (series, [MODEL, OPTIMIZER].map(|file| job.checkpoint(8, file)))
+            };
+            let replicated = run(&["train.clip=0.0"]);
+            for overlap in ["comm.overlap=true", "comm.overlap=false"] {
+                let sharded = run(&[SHARD_OPTIMIZER, overlap, "train.clip=0.0"]);
+                assert!(sharded.0[..2] == replicated.0[..2], "{ranks} ranks, {model}, {overlap}: losses");
+                assert!(sharded.1 == replicated.1, "{ranks} ranks, {model}, {overlap}: parameters, moments");
+            }
+            // With clipping, the shards' contributions to the gradient norm are rounded before they are added.
+            let (sharded, replicated) = (run(&[SHARD_OPTIMIZER]).0, run(&[]).0);
+            assert!(replicated[2].iter().any(|norm| *norm > 1.0), "something is clipped: {replicated:?}");
+            for (sharded, replicated) in sharded.iter().zip(&replicated) {
+                assert_close(sharded, replicated, &format!("{ranks} ranks, {model}, clipped"));
+            }
+        }
+    }
+}
+
+fn sharded_and_replicated_optimizer_resume_from_each_others_checkpoints() {
+    let common = ["train.clip=0.0", "checkpoint.every=4", "comm.bucket_mb=0.02", "train.sample=200"];
+    let whole = Job::new();
+    let text = train(&whole, 2, &common);
+    assert!(text.len() > 200, "{text}");
+    for (before, after) in [(true, false), (false, true), (true, true)] {
+        let job = Job::new();
+        let sharded = |shard: bool| format!("comm.shard_optimizer={shard}");
+        train(&job, 2, &[&common[..], &[&sharded(before)]].concat());
+        let checkpoint = job.run_dir().join("checkpoints/step-00000004").display().to_string();
+        let resume = format!("checkpoint.resume={checkpoint:?}");
+        assert_eq!(train(&job, 2, &[&common[..], &[&sharded(after), &resume]].concat()), text);
+        assert_eq!(job.losses(), whole.losses()[4..], "sharded before {before}, after {after}");
+        for file in [MODEL, OPTIMIZER] {
+            assert!(job.checkpoint(8, file) == whole.checkpoint(8, file), "{file}: {before}, {after}");
+        }
+        if before {
+            // The same global batch on one rank.
+            train(&job, 1, &[&common[..], &[&resume, "train.batch=8"]].concat());
+            assert_close(&job.losses(), &whole.losses()[4..], "one rank");
+        }
+    }
+}
+
+fn sharded_optimizer_stops_resumes_and_evaluates() {
+    let args = ["--nproc", "2", "--set", SHARD_OPTIMIZER, "--set", "train.steps=400"];
+    let whole =
+        assert_interruption_changes_nothing(&[&args[..], &["--set", "train.eval_every=100"]].concat());
+    assert_eq!(whole.metrics().iter().filter(|line| line["val/loss"].is_f64()).count(), 4);
+}
+
+fn sharded_optimizer_refuses_number_of_ranks_that_does_not_divide_evenly() {
+    let run = Job::new().run(&["--nproc", "3", "--set", SHARD_OPTIMIZER]);
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    for text in ["comm.shard_optimizer", "3 ranks", "1, 2, 4 or 8"] {
+        assert!(run.stderr.contains(text), "{text} in {}", run.stderr);
+    }
+}
+
+fn checkpoint_without_manifest_or_with_changed_byte_is_not_used() {
+    let job = Job::new();
+    let args = ["--set", "checkpoint.every=4", "--set", "checkpoint.dir=\"saved\""];
+    job.run_ok(&args);
+    let saved = job.path().join("saved");
+    std::fs::remove_file(saved.join("step-00000008/manifest.json")).unwrap();
+    job.run_ok(&[&args[..], &["--resume"]].concat());
+    assert_eq!(job.metrics()[0]["_step"], 4);
+
+    let weights = saved.join("step-00000004").join(MODEL);
+    let mut bytes = std::fs::read(&weights).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&weights, bytes).unwrap();
+    let refused = job.run(&["--resume=saved/step-00000004"]);
+    assert_eq!(refused.code, 65, "{}", refused.stderr);
+    assert!(refused.stderr.contains(MODEL), "{}", refused.stderr);
+}

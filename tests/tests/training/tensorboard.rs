@@ -1,0 +1,61 @@
+//! What TensorBoard itself reads from the event file of a run.
+
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+use xlaunch_tests::{Job, requirements};
+
+xlaunch_harness::tests! {
+    needs requirements::tensorboard:
+    event_file_has_the_values_of_metrics_jsonl;
+}
+
+/// Prints `[step, tag, value]` for every scalar in a directory's event files, one per line.
+const READER: &str = r#"
+import glob, json, sys
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+for path in glob.glob(sys.argv[1] + "/events.out.tfevents.*"):
+    for event in LegacyEventFileLoader(path).Load():
+        for value in event.summary.value:
+            print(json.dumps([event.step, value.tag, value.simple_value]))
+"#;
+
+/// Tags of the event file, and the keys of `metrics.jsonl` with the same values.
+const TAGS: [(&str, &str); 6] = [
+    ("train/loss", "train/loss"),
+    ("lr", "train/lr"),
+    ("train/grad_norm", "train/grad_norm"),
+    ("perf/tokens_per_s", "perf/tokens_per_second"),
+    ("perf/step_seconds", "perf/step_seconds"),
+    ("val/loss", "val/loss"),
+];
+
+/// Step, tag and value of every scalar.
+fn read_scalars(dir: &Path) -> Vec<Value> {
+    let output = Command::new(requirements::python_path()).args(["-c", READER]).arg(dir).output().unwrap();
+    let lines = String::from_utf8_lossy(&output.stdout);
+    let scalars: Vec<Value> = lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    assert!(!scalars.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    scalars
+}
+
+fn event_file_has_the_values_of_metrics_jsonl() {
+    let job = Job::new();
+    job.run_ok(&["--set", "observe.tensorboard=true", "--set", "train.eval_every=4"]);
+    let found = read_scalars(&job.run_dir().join("tensorboard"));
+
+    let metrics = job.metrics();
+    let of_line = |line: &Value| {
+        let step = line["_step"].clone();
+        TAGS.map(|(tag, key)| line[key].as_f64().map(|value| (step.clone(), tag, value)))
+    };
+    let expected: Vec<_> = metrics.iter().flat_map(of_line).flatten().collect();
+    assert_eq!(expected.len(), 8 * 5 + 2, "{expected:?}");
+    assert_eq!(found.len(), expected.len(), "{found:?}");
+    for (found, (step, tag, value)) in found.iter().zip(expected) {
+        assert_eq!((&found[0], &found[1]), (&step, &Value::from(tag)));
+        let read = found[2].as_f64().unwrap_or(f64::NAN);
+        assert!((read - value).abs() <= value.abs() * 1e-6, "{tag}: {read}, not {value}");
+    }
+}

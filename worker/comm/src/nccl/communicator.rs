@@ -1,0 +1,147 @@
+//! One rank's NCCL communicator, shared by the training thread, the watchdog and abort handles.
+
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use cudarc::nccl::sys::{ncclComm_t, ncclResult_t, ncclUniqueId};
+
+use super::library::Library;
+use crate::collective::{CommError, Result};
+
+/// How often the watchdog polls `ncclCommGetAsyncError`.
+const ASYNC_ERROR_POLL_INTERVAL: Duration = Duration::from_millis(200);
+/// How long an abort lets another thread's NCCL call return on its own before it aborts under it.
+const ABORT_CALL_TIMEOUT: Duration = Duration::from_millis(500);
+/// How often an abort checks whether that call has returned.
+const ABORT_CALL_POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// NCCL's handle. NCCL allows calls from any thread, one at a time, and an abort at any time.
+struct Handle(ncclComm_t);
+
+// SAFETY: the handle is a pointer that NCCL lets any thread use; `Communicator::calls` serialises calls.
+unsafe impl Send for Handle {}
+// SAFETY: as above.
+unsafe impl Sync for Handle {}
+
+pub(super) struct Communicator {
+    library: &'static Library,
+    handle: Handle,
+    /// Set once, before the communicator is destroyed or aborted. No call is started on it afterwards.
+    closed: AtomicBool,
+    /// Held during calls on the communicator.
+    calls: Mutex<()>,
+    /// The error that the watchdog found.
+    failure: Mutex<Option<CommError>>,
+}
+
+impl Communicator {
+    /// Joins the communicator with this id. Every rank calls it, with its CUDA context current; it returns when all have.
+    pub(super) fn join(rank: usize, world: usize, id: [u8; 128]) -> Result<Arc<Self>> {
+        let library = Library::get()?;
+        let mut handle: ncclComm_t = std::ptr::null_mut();
+        let id = ncclUniqueId { internal: id.map(|byte| byte.cast_signed()) };
+        let (ranks, this) = (int(world), int(rank));
+        // SAFETY: the caller's context is current; the function writes one pointer.
+        let result = unsafe { (library.comm_init_rank)(&raw mut handle, ranks, id, this) };
+        library.check("failed to join the communicator", result)?;
+        Ok(Arc::new(Self {
+            library,
+            handle: Handle(handle),
+            closed: AtomicBool::new(false),
+            calls: Mutex::default(),
+            failure: Mutex::default(),
+        }))
+    }
+
+    /// Makes a call on the communicator, unless it is closed.
+    pub(super) fn call<R>(&self, call: impl FnOnce(&Library, ncclComm_t) -> R) -> Result<R> {
+        let _calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        // Under the lock: an abort that came first has destroyed the handle.
+        self.check()?;
+        Ok(call(self.library, self.handle.0))
+    }
+
+    /// Fails if the communicator has failed or was closed.
+    pub(super) fn check(&self) -> Result<()> {
+        if let Some(failure) = self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone() {
+            return Err(failure);
+        }
+        match self.closed.load(Ordering::SeqCst) {
+            true => Err(CommError::Aborted),
+            false => Ok(()),
+        }
+    }
+
+    /// Converts the result of a call to an error.
+    pub(super) fn check_result(&self, what: &'static str, result: ncclResult_t) -> Result<()> {
+        // First: after an abort NCCL's own result says nothing about the cause.
+        self.check()?;
+        self.library.check(what, result)
+    }
+
+    /// Destroys the communicator together with all other ranks, after `before`. Its streams must be idle.
+    pub(super) fn close(&self, before: impl FnOnce(&Library, ncclComm_t) -> Result<()>) -> Result<()> {
+        if self.closed.swap(true, Ordering::SeqCst) {
+            return Err(CommError::Aborted);
+        }
+        let _calls = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let (library, comm) = (self.library, self.handle.0);
+        before(library, comm)?;
+        // SAFETY: no work is under way, and `closed` keeps every other thread from using the handle.
+        let result = unsafe { (library.comm_finalize)(comm) };
+        library.check("failed to finalize the communicator", result)?;
+        // SAFETY: as above; the handle is not used again.
+        let result = unsafe { (library.comm_destroy)(comm) };
+        library.check("failed to destroy the communicator", result)
+    }
+
+    /// The watchdog thread: polls for errors that NCCL reports asynchronously, such as a lost peer.
+    pub(super) fn watch(&self) {
+        while !self.closed.load(Ordering::SeqCst) {
+            std::thread::sleep(ASYNC_ERROR_POLL_INTERVAL);
+            let Ok(calls) = self.calls.try_lock() else { continue };
+            if self.closed.load(Ordering::SeqCst) {
+                return;
+            }
+            let mut state = ncclResult_t::ncclSuccess;
+            // SAFETY: the communicator is alive, as `closed` is not set and `calls` is held; one value is written.
+            let result = unsafe { (self.library.comm_get_async_error)(self.handle.0, &raw mut state) };
+            let found = self
+                .library
+                .check("failed to poll for errors", result)
+                .and_then(|()| self.library.check("a collective failed", state));
+            drop(calls);
+            if let Err(error) = found {
+                *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                return self.abort();
+            }
+        }
+    }
+
+    /// Aborts the communicator, once: kernels under way end, and other threads' calls return.
+    pub(super) fn abort(&self) {
+        if self.closed.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        // Another thread's call may be stuck waiting for a lost peer, which is what abort is for. A call that is merely
+        // under way gets time to return first.
+        let deadline = Instant::now() + ABORT_CALL_TIMEOUT;
+        let _calls = loop {
+            match self.calls.try_lock() {
+                Ok(calls) => break Some(calls),
+                Err(_) if Instant::now() > deadline => break None,
+                Err(_) => std::thread::sleep(ABORT_CALL_POLL_INTERVAL),
+            }
+        };
+        // SAFETY: the handle is alive and, by `closed`, no new call is started on it; NCCL allows an abort while
+        // another thread is in a call. The result is ignored: the communicator is unusable either way.
+        unsafe { (self.library.comm_abort)(self.handle.0) };
+    }
+}
+
+/// A rank or world size as C's `int`. Saturates: NCCL refuses a number that large.
+pub(super) fn int(number: usize) -> c_int {
+    c_int::try_from(number).unwrap_or(c_int::MAX)
+}

@@ -1,0 +1,157 @@
+//! The operations of a GPT trainer behind one trait, and its two implementations.
+
+mod cpu;
+mod cuda;
+
+use xlaunch_pool::{DType, Pool};
+
+pub use cpu::CpuBackend;
+pub use cuda::CudaBackend;
+
+use crate::error::{EngineError, Result};
+use crate::handles::{Capture, PendingRead};
+use crate::ops::{
+    AdamWStep, AttentionBackward, AttentionForward, EmbedBackward, EmbedForward, FusedClassifier,
+    GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward,
+    NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward,
+};
+use crate::options::DeviceInfo;
+use crate::profile::KernelSpan;
+use crate::tensor::{Slice, Tensor};
+
+/// One device's implementation of the operations. Formulas are with the argument structs' modules.
+///
+/// Contract of all operations:
+///
+/// - they run in order, on one stream; on a GPU they only enqueue, and only [`read_f32`](Self::read_f32) and
+///   [`PendingRead::wait`] wait;
+/// - activations have the type [`activation_dtype`](Self::activation_dtype), and so have the parameters that forward
+///   and
+///   backward read; statistics, losses, master weights and optimizer state are F32; token ids are I32;
+/// - gradients of parameters are F32 or Bf16, independently of the activations; sums are formed in F32;
+/// - outputs are written completely, inputs are not changed, and an output overlaps no other operand unless the
+///   operation
+///   works in place;
+/// - the result is the same in every run, except for variants that
+///   [`CudaOptions::deterministic`](crate::CudaOptions::deterministic) rules out;
+/// - a slice of the wrong length or element type is a programming error and panics before any memory is touched.
+pub trait Backend {
+    /// The device.
+    fn device(&self) -> &DeviceInfo;
+
+    /// Element type of activations and of the parameters that forward and backward read.
+    fn activation_dtype(&self) -> DType;
+
+    /// Where tensors are allocated.
+    fn pool(&self) -> &Pool;
+
+    /// Whether operations only enqueue work, so that the host may run ahead of the device.
+    fn is_asynchronous(&self) -> bool {
+        false
+    }
+
+    /// Starts to time every kernel; does nothing on the CPU.
+    fn begin_profile(&self) {}
+
+    /// Ends it; returns every launch, in order.
+    fn end_profile(&self) -> Result<Vec<KernelSpan>> {
+        Ok(Vec::new())
+    }
+
+    /// From now on, records what is enqueued to the compute stream, and to streams that are ordered after it by events,
+    /// instead of running it. Returns false, and starts nothing, on the CPU, where work runs at once.
+    fn begin_capture(&self) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Ends the capture, also after a failure: the stream would keep recording otherwise.
+    fn end_capture(&self) -> Result<Capture> {
+        Err(EngineError::Cuda { what: "failed to end a capture".into(), reason: "none was started".into() })
+    }
+
+    /// A tensor with unspecified contents.
+    #[track_caller]
+    fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
+        Tensor::new(self.pool(), dtype, len)
+    }
+
+    /// Sets every element to zero.
+    fn zero(&self, x: Slice<'_>) -> Result<()>;
+
+    /// Copies host values into F32 memory. `values` may change as soon as this returns.
+    fn write_f32(&self, x: Slice<'_>, values: &[f32]) -> Result<()>;
+
+    /// Copies host values into I32 memory. `values` may change as soon as this returns.
+    fn write_i32(&self, x: Slice<'_>, values: &[i32]) -> Result<()>;
+
+    /// Copies host bytes into U8 memory. `values` may change as soon as this returns.
+    fn write_u8(&self, x: Slice<'_>, values: &[u8]) -> Result<()>;
+
+    /// Waits for all work enqueued so far, then copies F32 or Bf16 memory to the host as f32.
+    fn read_f32(&self, x: Slice<'_>, values: &mut [f32]) -> Result<()>;
+
+    /// Starts to copy F32 memory to the host, after all work enqueued so far, without waiting.
+    fn begin_read(&self, x: Slice<'_>) -> Result<PendingRead> {
+        let mut read = vec![0.0; x.len()];
+        self.read_f32(x, &mut read)?;
+        Ok(PendingRead::new(move |values| {
+            values.copy_from_slice(&read);
+            Ok(())
+        }))
+    }
+
+    /// `y = x`, converting between F32 and Bf16 (round to nearest even) as their element types require.
+    fn cast(&self, x: Slice<'_>, y: Slice<'_>) -> Result<()>;
+
+    /// Token and position embedding.
+    fn embed_forward(&self, args: EmbedForward<'_>) -> Result<()>;
+
+    /// Gradients of the embedding tables.
+    fn embed_backward(&self, args: EmbedBackward<'_>) -> Result<()>;
+
+    /// LayerNorm or RMSNorm, fused with the residual addition before it.
+    fn norm_forward(&self, args: NormForward<'_>) -> Result<()>;
+
+    /// Gradients of the norm's input and parameters.
+    fn norm_backward(&self, args: NormBackward<'_>) -> Result<()>;
+
+    /// A linear layer.
+    fn linear_forward(&self, args: LinearForward<'_>) -> Result<()>;
+
+    /// The gradient of a linear layer's input.
+    fn linear_backward_input(&self, args: LinearBackwardInput<'_>) -> Result<()>;
+
+    /// Gradients of a linear layer's parameters.
+    fn linear_backward_weight(&self, args: LinearBackwardWeight<'_>) -> Result<()>;
+
+    /// Causal attention, fused with the rotary embedding.
+    fn attention_forward(&self, args: AttentionForward<'_>) -> Result<()>;
+
+    /// The gradient of attention's input.
+    fn attention_backward(&self, args: AttentionBackward<'_>) -> Result<()>;
+
+    /// A linear layer fused with the GELU after it.
+    fn linear_gelu_forward(&self, args: LinearGeluForward<'_>) -> Result<()>;
+
+    /// The gradient of GELU's input from that of the linear layer after it, fused with the gradient of the bias before
+    /// it.
+    fn gelu_linear_backward(&self, args: GeluLinearBackward<'_>) -> Result<()>;
+
+    /// SwiGLU.
+    fn swiglu_forward(&self, args: SwigluForward<'_>) -> Result<()>;
+
+    /// The gradient of SwiGLU's input.
+    fn swiglu_backward(&self, args: SwigluBackward<'_>) -> Result<()>;
+
+    /// Softmax cross entropy, fused with its gradient.
+    fn classifier(&self, args: FusedClassifier<'_>) -> Result<()>;
+
+    /// A scaled sum.
+    fn sum(&self, args: Sum<'_>) -> Result<()>;
+
+    /// A squared norm.
+    fn squared_norm(&self, args: SquaredNorm<'_>) -> Result<()>;
+
+    /// One AdamW step over a flat arena.
+    fn adamw(&self, args: AdamWStep<'_>) -> Result<()>;
+}

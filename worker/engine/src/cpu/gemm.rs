@@ -1,0 +1,90 @@
+//! Matrix multiplication by the `gemm` crate, with rows split among threads.
+
+use rayon::prelude::*;
+
+use super::threads::Threads;
+
+/// A matrix in memory: element (i, j) at `i * row_stride + j * col_stride`.
+#[derive(Clone, Copy)]
+pub(crate) struct Mat<'a> {
+    pub(crate) data: &'a [f32],
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) row_stride: usize,
+    pub(crate) col_stride: usize,
+}
+
+impl<'a> Mat<'a> {
+    /// A row-major matrix without gaps.
+    pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
+        Self { data, rows, cols, row_stride: cols, col_stride: 1 }
+    }
+
+    /// `rows` rows of `cols` elements, `row_stride` apart.
+    pub(crate) fn strided(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+        Self { data, rows, cols, row_stride, col_stride: 1 }
+    }
+
+    /// The transposed matrix, in the same memory.
+    pub(crate) fn t(self) -> Self {
+        Self {
+            rows: self.cols,
+            cols: self.rows,
+            row_stride: self.col_stride,
+            col_stride: self.row_stride,
+            ..self
+        }
+    }
+
+    fn fits(self) -> bool {
+        let last = |count: usize, stride: usize| count.saturating_sub(1) * stride;
+        self.rows == 0
+            || self.cols == 0
+            || last(self.rows, self.row_stride) + last(self.cols, self.col_stride) < self.data.len()
+    }
+}
+
+/// `out = scale a b`, added to the contents of `out` if `add`. Rows of `out` are `stride` apart.
+pub(crate) fn gemm(out: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, scale: f32, add: bool) {
+    let shape = Mat { data: out, rows: a.rows, cols: b.cols, row_stride: stride, col_stride: 1 };
+    assert!(a.cols == b.rows && a.fits() && b.fits() && shape.fits() && stride >= b.cols);
+    // SAFETY: every element that the call reads or writes is inside its slice, as `fits` has checked; `out` is borrowed
+    // mutably, so it overlaps neither input; its rows do not overlap each other, since they are `stride >= cols` apart.
+    unsafe {
+        // The kernels prefer column-major outputs: the transposed product `out^T = b^T a^T` is the same memory.
+        gemm_f32::gemm::f32::get_gemm_fn()(
+            b.cols,
+            a.rows,
+            a.cols,
+            out.as_mut_ptr(),
+            stride.cast_signed(),
+            1,
+            add,
+            b.data.as_ptr(),
+            b.row_stride.cast_signed(),
+            b.col_stride.cast_signed(),
+            a.data.as_ptr(),
+            a.row_stride.cast_signed(),
+            a.col_stride.cast_signed(),
+            1.0,
+            scale,
+            false,
+            false,
+            false,
+            gemm_common::Parallelism::None,
+        );
+    }
+}
+
+/// `out = a b`, added to the contents of `out` if `add`, with the rows of `out` split among threads.
+pub(crate) fn parallel_gemm(threads: &Threads, out: &mut [f32], a: Mat<'_>, b: Mat<'_>, add: bool) {
+    let cols = b.cols;
+    let per_thread = a.rows.div_ceil(threads.count()).max(1);
+    threads.run(|| {
+        out.par_chunks_mut(per_thread * cols).enumerate().for_each(|(index, out)| {
+            let first = index * per_thread;
+            let part = Mat { data: &a.data[first * a.row_stride..], rows: out.len() / cols, ..a };
+            gemm(out, cols, part, b, 1.0, add);
+        });
+    });
+}

@@ -1,0 +1,85 @@
+//! One matrix multiplication: operands, sizes and epilogue.
+
+use cudarc::cublaslt::sys::cublasLtEpilogue_t as LtEpilogue;
+
+use crate::tensor::Slice;
+
+/// `c = epilogue(op(a) op(b))`, column-major: a (m, k), b (k, n) after `op`, c (m, n).
+#[derive(Clone, Copy)]
+pub(crate) struct GemmCall<'a> {
+    pub(crate) m: usize,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+    pub(crate) a: Operand<'a>,
+    pub(crate) b: Operand<'a>,
+    pub(crate) epilogue: Epilogue<'a>,
+    pub(crate) c: Slice<'a>,
+    /// Whether the result is added to c; only without an epilogue.
+    pub(crate) accumulate: bool,
+}
+
+/// What is applied to the result before it is written. Biases and their gradients have length m; `h` is laid out like
+/// the output.
+#[derive(Clone, Copy)]
+pub(crate) enum Epilogue<'a> {
+    None,
+    /// `c = a b + bias`.
+    Bias(Slice<'a>),
+    /// `h = a b + bias`, `c = gelu(h)`.
+    Gelu {
+        bias: Slice<'a>,
+        h: Slice<'a>,
+    },
+    /// `c = gelu'(h) (a b)`, and `dbias` = sum of c along n, in the output's element type.
+    GeluGrad {
+        h: Slice<'a>,
+        dbias: Option<Slice<'a>>,
+    },
+}
+
+impl<'a> Epilogue<'a> {
+    /// Its name in the library.
+    pub(super) fn kind(self) -> LtEpilogue {
+        match self {
+            Self::None => LtEpilogue::CUBLASLT_EPILOGUE_DEFAULT,
+            Self::Bias(_) => LtEpilogue::CUBLASLT_EPILOGUE_BIAS,
+            Self::Gelu { .. } => LtEpilogue::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+            Self::GeluGrad { dbias: None, .. } => LtEpilogue::CUBLASLT_EPILOGUE_DGELU,
+            Self::GeluGrad { dbias: Some(_), .. } => LtEpilogue::CUBLASLT_EPILOGUE_DGELU_BGRAD,
+        }
+    }
+
+    /// The bias that is read, or its gradient that is written.
+    pub(super) fn bias(self) -> Option<Slice<'a>> {
+        match self {
+            Self::None => None,
+            Self::Bias(bias) | Self::Gelu { bias, .. } => Some(bias),
+            Self::GeluGrad { dbias, .. } => dbias,
+        }
+    }
+
+    /// The GELU input, written forward and read backward.
+    pub(super) fn h(self) -> Option<Slice<'a>> {
+        match self {
+            Self::None | Self::Bias(_) => None,
+            Self::Gelu { h, .. } | Self::GeluGrad { h, .. } => Some(h),
+        }
+    }
+}
+
+/// One operand: its memory, and whether it is transposed.
+#[derive(Clone, Copy)]
+pub(crate) struct Operand<'a> {
+    pub(super) slice: Slice<'a>,
+    pub(super) transpose: bool,
+}
+
+/// As in memory, column-major.
+pub(crate) fn plain(slice: Slice<'_>) -> Operand<'_> {
+    Operand { slice, transpose: false }
+}
+
+/// Transposed.
+pub(crate) fn transposed(slice: Slice<'_>) -> Operand<'_> {
+    Operand { slice, transpose: true }
+}

@@ -1,0 +1,259 @@
+//! The kernels of one device: loaded by file, launched by name.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+
+use cudarc::driver::CudaFunction;
+use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as MAX_SHARED;
+use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as SHARED_LIMIT;
+use cudarc::driver::sys::{
+    CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue, CUlaunchConfig, cuLaunchKernelEx,
+};
+use cudarc::nvrtc::Ptx;
+use xlaunch_pool::DType;
+
+use super::compile::{self, Macro, Source};
+use super::device::{Device, driver_error};
+use crate::error::{EngineError, Result};
+use crate::tensor::Slice;
+
+/// Elements of a `Vec8`.
+pub(crate) const VEC: usize = 8;
+
+/// Shared memory of a block that is left to static allocations, in bytes.
+const STATIC_SHARED: i32 = 1024;
+
+/// A kernel file that is compiled when a GPU is opened.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KernelFile {
+    pub(crate) source: Source,
+    /// Names of its kernels.
+    pub(crate) kernels: &'static [&'static str],
+    pub(crate) macros: &'static [Macro],
+    /// Kernels that may use up to [`Kernels::max_dynamic_shared`] bytes of dynamic shared memory.
+    pub(crate) dynamic_shared: &'static [&'static str],
+}
+
+/// An argument of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Arg {
+    /// A pointer or an `i64`.
+    Word(u64),
+    /// A `float`.
+    Float(f32),
+    /// A `bool`.
+    Flag(bool),
+}
+
+impl From<Slice<'_>> for Arg {
+    fn from(slice: Slice<'_>) -> Self {
+        Self::Word(slice.address())
+    }
+}
+
+/// `None` is a null pointer.
+impl From<Option<Slice<'_>>> for Arg {
+    fn from(slice: Option<Slice<'_>>) -> Self {
+        Self::Word(slice.map_or(0, Slice::address))
+    }
+}
+
+impl From<usize> for Arg {
+    fn from(number: usize) -> Self {
+        Self::Word(number as u64)
+    }
+}
+
+impl From<f32> for Arg {
+    fn from(number: f32) -> Self {
+        Self::Float(number)
+    }
+}
+
+impl From<bool> for Arg {
+    fn from(flag: bool) -> Self {
+        Self::Flag(flag)
+    }
+}
+
+/// The arguments of a kernel, each converted to what it is passed as.
+macro_rules! args {
+    ($($arg:expr),* $(,)?) => { &[$($crate::cuda::Arg::from($arg)),*] };
+}
+pub(crate) use args;
+
+/// Grid, block and dynamic shared memory of a launch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Launch {
+    pub(crate) grid: (usize, usize, usize),
+    pub(crate) block: (u32, u32),
+    /// In bytes.
+    pub(crate) shared: usize,
+}
+
+impl Launch {
+    /// `count` blocks.
+    pub(crate) fn blocks(count: usize, threads: u32) -> Self {
+        Self { grid: (count, 1, 1), block: (threads, 1), shared: 0 }
+    }
+
+    /// As many blocks of `block` threads as make at least `count` threads.
+    pub(crate) fn threads(count: usize, block: u32) -> Self {
+        Self::blocks(count.div_ceil(block as usize), block)
+    }
+
+    /// `count` two-dimensional blocks.
+    pub(crate) fn rows(count: usize, block: (u32, u32)) -> Self {
+        Self { grid: (count, 1, 1), block, shared: 0 }
+    }
+}
+
+/// The kernels of one device that are compiled when it is opened.
+#[derive(Debug)]
+pub(crate) struct Kernels {
+    device: Device,
+    activations: DType,
+    functions: HashMap<&'static str, CudaFunction>,
+    max_dynamic_shared: usize,
+}
+
+impl Kernels {
+    pub(crate) fn new(device: &Device, activations: DType, files: &[&KernelFile]) -> Result<Self> {
+        let attribute = device.context.attribute(MAX_SHARED);
+        let shared =
+            attribute.map_err(|error| driver_error("failed to query the size of shared memory", error))?;
+        let max_dynamic_shared = (shared - STATIC_SHARED).max(0).unsigned_abs() as usize;
+        let functions = HashMap::new();
+        let mut kernels = Self { device: device.clone(), activations, functions, max_dynamic_shared };
+        for file in files {
+            let loaded = kernels.load(file.source, file.macros, file.kernels)?;
+            for name in file.dynamic_shared {
+                let function = loaded.get(name).ok_or_else(|| EngineError::no_kernel(name))?;
+                kernels.allow_dynamic_shared(name, function, max_dynamic_shared)?;
+            }
+            kernels.functions.extend(loaded);
+        }
+        Ok(kernels)
+    }
+
+    /// Most bytes of dynamic shared memory that a block can have.
+    pub(crate) fn max_dynamic_shared(&self) -> usize {
+        self.max_dynamic_shared
+    }
+
+    /// The kernels of a source, compiled or from the cache.
+    pub(crate) fn load(
+        &self,
+        source: Source,
+        macros: &[Macro],
+        names: &[&'static str],
+    ) -> Result<HashMap<&'static str, CudaFunction>> {
+        let options = compile::options(&self.device.arch, self.activations, macros);
+        let module = compile::cubin(source, &self.device.arch, &options, |bytes| {
+            let module = self.device.context.load_module(Ptx::from_binary(bytes));
+            module.map_err(|error| driver_error(format!("failed to load {}", source.file), error))
+        })?;
+        let function = |name: &&'static str| {
+            let function = module.load_function(name);
+            let function =
+                function.map_err(|error| driver_error(format!("failed to find kernel {name}"), error))?;
+            Ok((*name, function))
+        };
+        names.iter().map(function).collect()
+    }
+
+    /// Raises a kernel's limit of dynamic shared memory, which is 48 KiB by default.
+    pub(crate) fn allow_dynamic_shared(
+        &self,
+        name: &str,
+        function: &CudaFunction,
+        bytes: usize,
+    ) -> Result<()> {
+        let limit = i32::try_from(bytes).unwrap_or(i32::MAX);
+        function.set_attribute(SHARED_LIMIT, limit).map_err(|error| {
+            driver_error(format!("failed to get {bytes} bytes of shared memory for {name}"), error)
+        })
+    }
+
+    /// Enqueues a kernel.
+    ///
+    /// # Safety The arguments are those that the kernel of this name declares, and every pointer is the address of as
+    /// many elements as the kernel accesses, which stay allocated until the stream has passed this point.
+    pub(crate) unsafe fn launch(&self, name: &'static str, launch: Launch, args: &[Arg]) -> Result<()> {
+        let function = self.functions.get(name).ok_or_else(|| EngineError::no_kernel(name))?;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_function(name, function, launch, args) }
+    }
+
+    /// Enqueues a kernel of [`load`](Self::load).
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    pub(crate) unsafe fn launch_function(
+        &self,
+        name: &'static str,
+        function: &CudaFunction,
+        launch: Launch,
+        args: &[Arg],
+    ) -> Result<()> {
+        let (x, y, z) = launch.grid;
+        if x == 0 || y == 0 || z == 0 {
+            return Ok(());
+        }
+        let failed = |reason: String| EngineError::Cuda { what: format!("failed to launch {name}"), reason };
+        let size = |size: usize| u32::try_from(size).map_err(|_| failed(format!("{size} is too large")));
+        let mut pointers: Vec<*mut c_void> = args
+            .iter()
+            .map(|arg| match arg {
+                Arg::Word(word) => std::ptr::from_ref(word).cast_mut().cast(),
+                Arg::Float(number) => std::ptr::from_ref(number).cast_mut().cast(),
+                Arg::Flag(flag) => std::ptr::from_ref(flag).cast_mut().cast(),
+            })
+            .collect();
+        let stream = &self.device.stream;
+        let mut pdl = pdl_attribute();
+        let config = CUlaunchConfig {
+            gridDimX: size(x)?,
+            gridDimY: size(y)?,
+            gridDimZ: size(z)?,
+            blockDimX: launch.block.0,
+            blockDimY: launch.block.1,
+            blockDimZ: 1,
+            sharedMemBytes: size(launch.shared)?,
+            hStream: stream.cu_stream(),
+            attrs: &raw mut pdl,
+            // Programmatic dependent launch exists from compute capability 9.0 on.
+            numAttrs: u32::from(self.device.capability >= (9, 0)),
+        };
+        let no_extra = std::ptr::null_mut();
+        self.device.profiler.time(
+            stream,
+            || name.to_owned(),
+            || {
+                // SAFETY: the function belongs to a loaded module of this context; config and `pointers` refer to
+                // values that live until the call has copied them; the rest is the caller's promise. An early start
+                // under PDL is not observable: every kernel's first statement waits for its predecessor.
+                unsafe {
+                    cuLaunchKernelEx(
+                        &raw const config,
+                        function.cu_function(),
+                        pointers.as_mut_ptr(),
+                        no_extra,
+                    )
+                }
+                .result()
+                .map_err(|error| driver_error(format!("failed to launch {name}"), error))
+            },
+        )
+    }
+}
+
+/// Programmatic dependent launch: the kernel may start before its predecessor has ended, see `pdl_wait_and_launch` in
+/// the prelude.
+fn pdl_attribute() -> CUlaunchAttribute {
+    CUlaunchAttribute {
+        id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    }
+}

@@ -1,0 +1,55 @@
+//! What can go wrong on a device.
+
+use xlaunch_pool::PoolError;
+
+/// Result of an engine call.
+pub type Result<T> = std::result::Result<T, EngineError>;
+
+/// Why an engine call failed.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// A shared library is missing.
+    #[error("failed to load {library}: looked for {looked_for}")]
+    Library {
+        /// Such as "the CUDA driver".
+        library: &'static str,
+        /// File names and directories that were tried.
+        looked_for: String,
+    },
+    /// The device does not exist or cannot be opened.
+    #[error("failed to open GPU {ordinal}: {reason}")]
+    Device {
+        /// Number of the device within this process.
+        ordinal: usize,
+        /// The driver's message.
+        reason: String,
+    },
+    /// A kernel file did not compile.
+    #[error("failed to compile {file} for {arch}: {log}")]
+    Compile {
+        /// Path of the source below `src/ops`.
+        file: &'static str,
+        /// Such as `sm_90`.
+        arch: String,
+        /// The compiler's log.
+        log: String,
+    },
+    /// The device or one of its libraries reported an error. The context may be unusable afterwards.
+    #[error("{what}: {reason}")]
+    Cuda {
+        /// What failed, such as "failed to launch norm_fwd".
+        what: String,
+        /// The library's message.
+        reason: String,
+    },
+    /// The pool could not allocate memory.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+}
+
+impl EngineError {
+    /// A kernel that no loaded file has: a mistake in a list of kernels.
+    pub(crate) fn no_kernel(name: &str) -> Self {
+        Self::Cuda { what: format!("failed to find kernel {name}"), reason: "no file has it".into() }
+    }
+}

@@ -1,0 +1,58 @@
+//! Opaque handles to work on a device: a copy to the host in flight, and captured work. They hide the back end's types.
+
+use std::fmt;
+
+use crate::error::Result;
+
+/// A copy of F32 values to the host that was started by [`Backend::begin_read`](crate::Backend::begin_read).
+pub struct PendingRead(Box<Finish>);
+
+type Finish = dyn FnOnce(&mut [f32]) -> Result<()>;
+
+impl fmt::Debug for PendingRead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("PendingRead")
+    }
+}
+
+impl PendingRead {
+    pub(crate) fn new(finish: impl FnOnce(&mut [f32]) -> Result<()> + 'static) -> Self {
+        Self(Box::new(finish))
+    }
+
+    /// Waits for the values. Work enqueued after the read may still be running.
+    ///
+    /// # Errors
+    /// The device's, if work before the read has failed.
+    pub fn wait(self, values: &mut [f32]) -> Result<()> {
+        self.0(values)
+    }
+}
+
+/// Work recorded between [`Backend::begin_capture`](crate::Backend::begin_capture) and
+/// [`end_capture`](crate::Backend::end_capture): on a GPU, an instantiated CUDA graph.
+///
+/// It contains addresses. The caller ensures that the memory at these addresses belongs to it as long as it is
+/// launched: persistent tensors, and buffers of a pinned plan of the pool. Dropping it releases the graph; the device
+/// may still be running an earlier launch.
+pub struct Capture(Box<dyn Fn() -> Result<()>>);
+
+impl fmt::Debug for Capture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Capture")
+    }
+}
+
+impl Capture {
+    pub(crate) fn new(launch: impl Fn() -> Result<()> + 'static) -> Self {
+        Self(Box::new(launch))
+    }
+
+    /// Enqueues all of the work, in order with what the compute stream was given before and is given after.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn launch(&self) -> Result<()> {
+        self.0()
+    }
+}

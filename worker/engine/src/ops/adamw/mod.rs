@@ -1,0 +1,65 @@
+//! AdamW with decoupled weight decay (Loshchilov and Hutter, 2019) and global-norm clipping over a flat arena.
+//!
+//! `g = grads min(1, clip / sqrt(grad_norm_sq))`; `m = beta1 m + (1 - beta1) g`; `v = beta2 v + (1 - beta2) g^2`;
+//! `p = p - lr (c1 m / (sqrt(c2 v) + eps) + weight_decay p)`, with decay only where the flag of the element is 1.
+//! `c1 = 1 / (1 - beta1^t)` and `c2 = 1 / (1 - beta2^t)` correct the moments' bias in step t, counted from 1.
+
+pub(crate) mod cpu;
+pub(crate) mod cuda;
+
+use crate::tensor::Slice;
+
+/// Constants of AdamW.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamWConfig {
+    /// Decay of the first moment.
+    pub beta1: f32,
+    /// Decay of the second moment.
+    pub beta2: f32,
+    /// Added to the root of the second moment.
+    pub eps: f32,
+    /// Decoupled weight decay, for elements whose decay flag is 1.
+    pub weight_decay: f32,
+    /// Largest global gradient norm; 0 turns clipping off.
+    pub clip: f32,
+}
+
+/// One step over an arena of `len` elements. F32 unless noted.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamWStep<'a> {
+    /// Constants.
+    pub config: AdamWConfig,
+    /// (len,) master weights, updated in place.
+    pub params: Slice<'a>,
+    /// (len,) F32 or Bf16.
+    pub grads: Slice<'a>,
+    /// (len,) first moments, updated in place.
+    pub m: Slice<'a>,
+    /// (len,) second moments, updated in place.
+    pub v: Slice<'a>,
+    /// (len,) Bf16: receives the new weights, rounded to nearest even. Not supported by the CPU, which computes with
+    /// the master weights.
+    pub work: Option<Slice<'a>>,
+    /// (ceil(len / [`DECAY_CHUNK`]),) U8: 1 where weights decay.
+    pub decay: Slice<'a>,
+    /// ([`scalar::COUNT`],) values that change from step to step.
+    pub scalars: Slice<'a>,
+    /// (1,) squared global norm of the gradients.
+    pub grad_norm_sq: Slice<'a>,
+}
+
+/// Elements covered by one decay flag. Every parameter starts on a multiple of it.
+pub const DECAY_CHUNK: usize = 64;
+
+/// Indices into [`AdamWStep::scalars`], which are read from device memory so that a captured step can be replayed with
+/// other values.
+pub mod scalar {
+    /// Learning rate.
+    pub const LEARNING_RATE: usize = 0;
+    /// `1 / (1 - beta1^t)` in step t, counted from 1.
+    pub const CORRECTION1: usize = 1;
+    /// `1 / (1 - beta2^t)`.
+    pub const CORRECTION2: usize = 2;
+    /// Number of scalars, padded for alignment.
+    pub const COUNT: usize = 4;
+}

@@ -1,0 +1,185 @@
+//! Attention on threads, one task per sequence, in blocks of queries that see only the keys up to their last one.
+
+use rayon::prelude::*;
+
+use super::{AttentionBackward, AttentionForward, AttentionShape};
+use crate::cpu::gemm::{Mat, gemm};
+use crate::cpu::math::{self, simd};
+use crate::cpu::{Access, Threads};
+use crate::ops::rope::{self, Rotation};
+
+/// Queries in a block.
+const QUERIES: usize = 64;
+
+pub(crate) fn forward(t: &Threads, args: AttentionForward<'_>) {
+    let (a, s) = (Access::new("attention_forward"), args.shape);
+    let (rows, row, out_row) = (s.batch * s.seq, s.qkv_width(), s.heads * s.width);
+    let (out, lse) = (a.write(args.out, rows * out_row), a.write(args.lse, rows * s.heads));
+    let qkv: &[f32] = match args.rope {
+        None => a.read(args.qkv, rows * row),
+        Some(table) => {
+            let qkv = a.write(args.qkv, rows * row);
+            rope::cpu::rotate(t, s, qkv, a.read(table, s.seq * s.width), Rotation::Forward);
+            qkv
+        }
+    };
+    t.run(|| {
+        qkv.par_chunks(s.seq * row)
+            .zip(out.par_chunks_mut(s.seq * out_row))
+            .zip(lse.par_chunks_mut(s.heads * s.seq))
+            .for_each_init(
+                || vec![0.0; QUERIES * s.seq],
+                |scores, ((qkv, out), lse)| {
+                    for head in 0..s.heads {
+                        forward_head(s, head, qkv, out, &mut lse[head * s.seq..][..s.seq], scores);
+                    }
+                },
+            );
+    });
+}
+
+/// Offsets of a query head and its key and value heads in a token's row of `qkv`.
+fn offsets(s: AttentionShape, head: usize) -> (usize, usize, usize) {
+    let kv = head / (s.heads / s.kv_heads);
+    (head * s.width, (s.heads + kv) * s.width, (s.heads + s.kv_heads + kv) * s.width)
+}
+
+fn forward_head(
+    s: AttentionShape,
+    head: usize,
+    qkv: &[f32],
+    out: &mut [f32],
+    lse: &mut [f32],
+    scores: &mut [f32],
+) {
+    let (row, out_row) = (s.qkv_width(), s.heads * s.width);
+    let (q, k, v) = offsets(s, head);
+    for first in (0..s.seq).step_by(QUERIES) {
+        let queries = QUERIES.min(s.seq - first);
+        let keys = first + queries;
+        let q = Mat::strided(&qkv[first * row + q..], queries, s.width, row);
+        let k = Mat::strided(&qkv[k..], keys, s.width, row);
+        let v = Mat::strided(&qkv[v..], keys, s.width, row);
+        let scores = &mut scores[..queries * keys];
+        // s = q k^T / sqrt(D)
+        gemm(scores, keys, q, k.t(), s.scale(), false);
+        simd!({
+            for (i, scores) in scores.chunks_exact_mut(keys).enumerate() {
+                lse[first + i] = softmax(scores, first + i + 1);
+            }
+        });
+        // out = p v
+        let out = &mut out[first * out_row + head * s.width..];
+        gemm(out, out_row, Mat::new(scores, queries, keys), v, 1.0, false);
+    }
+}
+
+/// Softmax of the first `visible` scores, zero for the rest; returns the logarithm of the sum of exponentials.
+#[inline(always)]
+fn softmax(scores: &mut [f32], visible: usize) -> f32 {
+    let (seen, hidden) = scores.split_at_mut(visible);
+    let largest = math::max(seen);
+    for score in seen.iter_mut() {
+        *score = math::exp(*score - largest);
+    }
+    let total = math::total(seen);
+    let scale = 1.0 / total;
+    seen.iter_mut().for_each(|p| *p *= scale);
+    hidden.fill(0.0);
+    largest + total.ln()
+}
+
+pub(crate) fn backward(t: &Threads, args: AttentionBackward<'_>) {
+    let (a, s) = (Access::new("attention_backward"), args.shape);
+    let (rows, row, out_row) = (s.batch * s.seq, s.qkv_width(), s.heads * s.width);
+    let len = rows * out_row;
+    let (out, dout, lse) = (a.read(args.out, len), a.read(args.dout, len), a.read(args.lse, rows * s.heads));
+    let (qkv, dqkv) = (a.read(args.qkv, rows * row), a.write(args.dqkv, rows * row));
+    t.run(|| {
+        qkv.par_chunks(s.seq * row)
+            .zip(dqkv.par_chunks_mut(s.seq * row))
+            .zip(out.par_chunks(s.seq * out_row))
+            .zip(dout.par_chunks(s.seq * out_row))
+            .zip(lse.par_chunks(s.heads * s.seq))
+            .for_each_init(
+                || Scratch { p: vec![0.0; QUERIES * s.seq], dp: vec![0.0; QUERIES * s.seq] },
+                |scratch, ((((qkv, dqkv), out), dout), lse)| {
+                    // Keys and values accumulate over blocks and heads; queries are written once.
+                    dqkv.fill(0.0);
+                    for head in 0..s.heads {
+                        let lse = &lse[head * s.seq..][..s.seq];
+                        backward_head(s, head, Sequence { qkv, out, dout, lse }, dqkv, scratch);
+                    }
+                },
+            );
+    });
+    if let Some(table) = args.rope {
+        rope::cpu::rotate(t, s, dqkv, a.read(table, s.seq * s.width), Rotation::Back);
+    }
+}
+
+/// What backward of one sequence reads; `lse` is of one head.
+#[derive(Clone, Copy)]
+struct Sequence<'a> {
+    qkv: &'a [f32],
+    out: &'a [f32],
+    dout: &'a [f32],
+    lse: &'a [f32],
+}
+
+/// Memory for one task of backward.
+struct Scratch {
+    /// (QUERIES, T) probabilities.
+    p: Vec<f32>,
+    /// (QUERIES, T) gradients of probabilities, then of scores.
+    dp: Vec<f32>,
+}
+
+fn backward_head(
+    s: AttentionShape,
+    head: usize,
+    Sequence { qkv, out, dout, lse }: Sequence<'_>,
+    dqkv: &mut [f32],
+    scratch: &mut Scratch,
+) {
+    let (row, out_row, scale) = (s.qkv_width(), s.heads * s.width, s.scale());
+    let (q_at, k_at, v_at) = offsets(s, head);
+    for first in (0..s.seq).step_by(QUERIES) {
+        let queries = QUERIES.min(s.seq - first);
+        let keys = first + queries;
+        let at = first * out_row + head * s.width;
+        let q = Mat::strided(&qkv[first * row + q_at..], queries, s.width, row);
+        let k = Mat::strided(&qkv[k_at..], keys, s.width, row);
+        let v = Mat::strided(&qkv[v_at..], keys, s.width, row);
+        let dout_mat = Mat::strided(&dout[at..], queries, s.width, out_row);
+        let (p, dp) = (&mut scratch.p[..queries * keys], &mut scratch.dp[..queries * keys]);
+
+        gemm(p, keys, q, k.t(), scale, false);
+        gemm(dp, keys, dout_mat, v.t(), 1.0, false);
+        simd!({
+            for (i, (p, dp)) in p.chunks_exact_mut(keys).zip(dp.chunks_exact_mut(keys)).enumerate() {
+                let range = at + i * out_row..at + i * out_row + s.width;
+                let delta = math::dot(&out[range.clone()], &dout[range]);
+                probabilities(p, dp, first + i + 1, lse[first + i], delta);
+            }
+        });
+        let (p, ds) = (Mat::new(p, queries, keys), Mat::new(dp, queries, keys));
+        // dq = ds k / sqrt(D), dk += ds^T q / sqrt(D), dv += p^T dout
+        gemm(&mut dqkv[first * row + q_at..], row, ds, k, scale, false);
+        gemm(&mut dqkv[k_at..], row, ds.t(), q, scale, true);
+        gemm(&mut dqkv[v_at..], row, p.t(), dout_mat, 1.0, true);
+    }
+}
+
+/// Scores become probabilities `p = exp(s - lse)`, gradients of probabilities those of scores `ds = p (dp - delta)`;
+/// hidden ones become zero.
+#[inline(always)]
+fn probabilities(p: &mut [f32], dp: &mut [f32], visible: usize, lse: f32, delta: f32) {
+    let dp = &mut dp[..p.len()];
+    for (p, dp) in p[..visible].iter_mut().zip(&mut dp[..visible]) {
+        *p = math::exp(*p - lse);
+        *dp = *p * (*dp - delta);
+    }
+    p[visible..].fill(0.0);
+    dp[visible..].fill(0.0);
+}

@@ -1,0 +1,204 @@
+//! Attention on a GPU: which variant runs for a shape, and its launches.
+//!
+//! Short sequences with narrow heads run on our own kernels whose blocks keep a whole head, which also apply the rotary
+//! embedding. Everything else runs on cuDNN's kernels where it has some, else on our own in tiles; both after a kernel
+//! that rotates `qkv` in place.
+
+use std::cell::{OnceCell, RefCell};
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use cudarc::driver::CudaFunction;
+use xlaunch_pool::DType;
+
+use super::cudnn::{AttentionPlan, CudnnAttention, Direction, Operands};
+use super::variant::{DELTA, Kernel, OwnKernels};
+use super::{AttentionBackward, AttentionForward, AttentionShape};
+use crate::cuda::{Arg, Gpu, Launch, args, expect};
+use crate::error::{EngineError, Result};
+use crate::ops::rope::{self, Rotation};
+use crate::tensor::Slice;
+
+/// How the log names the kernels whose blocks keep a whole head.
+const WHOLE_HEAD: &str = "own kernels for whole heads";
+
+/// What attention keeps between calls.
+#[derive(Debug, Default)]
+pub(crate) struct Attention {
+    /// Our own kernels by head width and name, compiled on first use.
+    functions: RefCell<HashMap<(usize, &'static str), CudaFunction>>,
+    /// Opened on first use; or the reason why it is not used.
+    cudnn: OnceCell<std::result::Result<CudnnAttention, String>>,
+}
+
+impl Attention {
+    pub(crate) fn forward(&self, gpu: &Gpu, a: AttentionForward<'_>) -> Result<()> {
+        let AttentionForward { shape: s, qkv, rope, out, lse } = a;
+        let rows = s.batch * s.seq;
+        gpu.expect_act(qkv, rows * s.qkv_width());
+        gpu.expect_act(out, rows * s.heads * s.width);
+        expect(lse, DType::F32, rows * s.heads);
+        expect_table(s, rope);
+        let own = own_kernels(gpu, s);
+        if own.keeps_whole_head(s) {
+            gpu.variants.selected(Direction::Forward.operation(), s, WHOLE_HEAD, None);
+            let args = args![qkv, rope, out, lse, s.seq, s.heads, s.scale()];
+            // SAFETY: checked above.
+            return unsafe { self.launch(gpu, s, Kernel::FwdWholeHead, args) };
+        }
+        if let Some(table) = rope {
+            rope::cuda::rotate(gpu, s, qkv, table, Rotation::Forward)?;
+        }
+        if let Some(plan) = self.cudnn_plan(gpu, s, Direction::Forward) {
+            let [qkv, out, lse] = [qkv, out, lse].map(Slice::address);
+            let operands = Operands { qkv, out, lse, dout: 0, dqkv: 0 };
+            // SAFETY: checked above.
+            return unsafe { self.run_cudnn(gpu, &plan, Direction::Forward, &operands) };
+        }
+        let args = args![qkv, out, lse, s.seq, s.heads, s.kv_heads, s.scale()];
+        // SAFETY: checked above.
+        unsafe { self.launch(gpu, s, Kernel::Fwd, args) }
+    }
+
+    pub(crate) fn backward(&self, gpu: &Gpu, a: AttentionBackward<'_>) -> Result<()> {
+        let AttentionBackward { shape: s, qkv, rope, out, dout, lse, dqkv } = a;
+        let rows = s.batch * s.seq;
+        [qkv, dqkv].into_iter().for_each(|x| gpu.expect_act(x, rows * s.qkv_width()));
+        [out, dout].into_iter().for_each(|x| gpu.expect_act(x, rows * s.heads * s.width));
+        expect(lse, DType::F32, rows * s.heads);
+        expect_table(s, rope);
+        if own_kernels(gpu, s).keeps_whole_head(s) {
+            gpu.variants.selected(Direction::Backward.operation(), s, WHOLE_HEAD, None);
+            let args = args![qkv, rope, out, dout, lse, dqkv, s.seq, s.heads, s.scale()];
+            // SAFETY: checked above; each block writes its own head's parts of dqkv.
+            return unsafe { self.launch(gpu, s, Kernel::BwdWholeHead, args) };
+        }
+        if let Some(plan) = self.cudnn_plan(gpu, s, Direction::Backward) {
+            let [qkv, out, lse, dout, dqkv] = [qkv, out, lse, dout, dqkv].map(Slice::address);
+            let operands = Operands { qkv, out, lse, dout, dqkv };
+            // SAFETY: checked above.
+            unsafe { self.run_cudnn(gpu, &plan, Direction::Backward, &operands) }?;
+        } else {
+            self.backward_in_tiles(gpu, a)?;
+        }
+        rope.map_or(Ok(()), |table| rope::cuda::rotate(gpu, s, dqkv, table, Rotation::Back))
+    }
+
+    /// Backward by our own kernels. Operands were checked.
+    fn backward_in_tiles(&self, gpu: &Gpu, a: AttentionBackward<'_>) -> Result<()> {
+        let AttentionBackward { shape: s, qkv, out, dout, lse, dqkv, .. } = a;
+        let rows = s.batch * s.seq * s.heads;
+        let delta = gpu.alloc(DType::F32, rows)?;
+        let delta_args = args![out, dout, delta.all(), s.batch, s.seq, s.heads];
+        let args = args![qkv, dout, lse, delta.all(), dqkv, s.seq, s.heads, s.kv_heads, s.scale()];
+        let delta_launch = own_kernels(gpu, s).delta_launch(rows);
+        // SAFETY: the caller has checked the operands; delta has one float per row and head; the last two kernels write
+        // disjoint parts of dqkv.
+        unsafe {
+            self.launch_named(gpu, s, DELTA, delta_launch, delta_args)?;
+            self.launch(gpu, s, Kernel::BwdQueries, args)?;
+            self.launch(gpu, s, Kernel::BwdKeys, args)
+        }
+    }
+
+    /// Enqueues one of our own kernels.
+    ///
+    /// # Safety
+    /// As [`Kernels::launch`](crate::cuda::Kernels::launch).
+    unsafe fn launch(&self, gpu: &Gpu, s: AttentionShape, kernel: Kernel, args: &[Arg]) -> Result<()> {
+        let launch = own_kernels(gpu, s).launch(kernel, s);
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_named(gpu, s, kernel.name(), launch, args) }
+    }
+
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    unsafe fn launch_named(
+        &self,
+        gpu: &Gpu,
+        s: AttentionShape,
+        name: &'static str,
+        launch: Launch,
+        args: &[Arg],
+    ) -> Result<()> {
+        let loaded = self.functions.borrow().get(&(s.width, name)).cloned();
+        let function = match loaded {
+            Some(function) => function,
+            None => self.load(gpu, s, name)?,
+        };
+        // SAFETY: the caller's promise.
+        unsafe { gpu.kernels.launch_function(name, &function, launch, args) }
+    }
+
+    /// Compiles or loads all of our own kernels for this head width; returns the one of this name.
+    fn load(&self, gpu: &Gpu, s: AttentionShape, name: &'static str) -> Result<CudaFunction> {
+        let own = own_kernels(gpu, s);
+        let (source, macros) = own.source();
+        let (names, shared) = own.kernels();
+        let loaded = gpu.kernels.load(source, &macros, &names)?;
+        for kernel in shared {
+            let function = loaded.get(kernel.name()).ok_or_else(|| EngineError::no_kernel(kernel.name()))?;
+            gpu.kernels.allow_dynamic_shared(kernel.name(), function, own.shared(kernel))?;
+        }
+        let found = loaded.get(name).cloned().ok_or_else(|| EngineError::no_kernel(name))?;
+        let loaded = loaded.into_iter().map(|(name, function)| ((s.width, name), function));
+        self.functions.borrow_mut().extend(loaded);
+        Ok(found)
+    }
+
+    /// The library, opened on first use; or the reason why it is not used.
+    fn cudnn(&self, gpu: &Gpu) -> std::result::Result<&CudnnAttention, String> {
+        let open = || match (gpu.deterministic, gpu.activations) {
+            (true, _) => Err("the run is deterministic".into()),
+            (false, DType::Bf16) => CudnnAttention::open(&gpu.device.stream),
+            (false, other) => Err(format!("activations are {}", other.name())),
+        };
+        self.cudnn.get_or_init(open).as_ref().map_err(Clone::clone)
+    }
+
+    /// cuDNN's plan, if that is the variant to run.
+    fn cudnn_plan(&self, gpu: &Gpu, s: AttentionShape, direction: Direction) -> Option<Rc<AttentionPlan>> {
+        let plan = self.cudnn(gpu).and_then(|cudnn| cudnn.plan(s, direction));
+        let (variant, instead_of) = match &plan {
+            Ok(_) => ("cuDNN", None),
+            Err(reason) => (own_kernels(gpu, s).name(), Some(("cuDNN", reason.as_str()))),
+        };
+        gpu.variants.selected(direction.operation(), s, variant, instead_of);
+        plan.ok()
+    }
+
+    /// Enqueues cuDNN's plan.
+    ///
+    /// # Safety
+    /// The operands are addresses of the operands of the plan's direction and shape.
+    unsafe fn run_cudnn(
+        &self,
+        gpu: &Gpu,
+        plan: &AttentionPlan,
+        direction: Direction,
+        operands: &Operands,
+    ) -> Result<()> {
+        let operation = direction.operation();
+        let failed =
+            |reason| EngineError::Cuda { what: format!("failed to enqueue cuDNN's {operation}"), reason };
+        let cudnn = self.cudnn(gpu).map_err(failed)?;
+        let scratch = gpu.alloc(DType::U8, plan.scratch)?;
+        gpu.device.profiler.time(
+            &gpu.device.stream,
+            || format!("{operation} by cuDNN"),
+            // SAFETY: the plan is of this library; the scratch memory has the size it needs; the rest is the caller's
+            // promise.
+            || unsafe { cudnn.execute(plan, operands, scratch.all().address()) }.map_err(failed),
+        )
+    }
+}
+
+fn own_kernels(gpu: &Gpu, s: AttentionShape) -> OwnKernels {
+    OwnKernels::select(gpu.precision, gpu.device.capability, s.width)
+}
+
+fn expect_table(s: AttentionShape, rope: Option<Slice<'_>>) {
+    if let Some(table) = rope {
+        expect(table, DType::F32, s.seq * s.width);
+    }
+}

@@ -1,0 +1,259 @@
+// Causal attention on tensor cores: device functions shared by mma_tiled.cu and mma_whole_head.cu. Layouts, results and
+// formulas are those of kernel.cu; after FlashAttention-2 (Dao, 2023).
+//
+// Operands are bf16 or tf32, accumulators float (compute capability 8.0 and later). Compiled after the header of the
+// element type, mma_bf16.cuh or mma_tf32.cuh, which defines the mma and the swizzle of tiles in shared memory; per head
+// width, -DWIDTH=D; with tile sizes chosen by the caller. A warp owns M x 16 rows. Scores stay in registers: the result
+// of one mma has the layout of the next mma's left operand. Tiles are copied to shared memory by cp.async,
+// double-buffered.
+//
+// Every sum has a fixed order, and dk and dv belong to one block each, so that every run gives the same bits.
+// Exponentials and lse are kept to base 2 inside the kernels (scale_log2 = scale log2(e)), which saves a multiplication
+// per score.
+
+#define WARPS (THREADS / 32)
+#define LOG2E 1.4426950408889634f
+#define LN2 0.6931471805599453f
+#define NEG_INF __int_as_float(0xff800000)
+
+// Elements of one 16-byte copy.
+constexpr int COPY_ELEMENTS = 16 / sizeof(ACT), ROW_COPIES = WIDTH / COPY_ELEMENTS;
+
+__device__ inline int copy_at(int row, int copy) {
+    return swizzle(row, copy * COPY_ELEMENTS / 8) + copy * COPY_ELEMENTS % 8;
+}
+
+// Starts to copy ROWS rows, `stride` elements apart, from row `first`. Rows past seq become zero (cp.async with 0
+// bytes).
+template <int ROWS>
+__device__ inline void copy_rows(ACT* tile, const ACT* rows, i64 stride, i64 first, i64 seq) {
+#pragma unroll
+    for (int i = threadIdx.x; i < ROWS * ROW_COPIES; i += THREADS) {
+        int r = i / ROW_COPIES, c = i % ROW_COPIES;
+        bool in_range = first + r < seq;
+        const ACT* from = rows + (in_range ? first + r : 0) * stride + c * COPY_ELEMENTS;
+        u32 to = (u32)__cvta_generic_to_shared(tile + copy_at(r, c));
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(in_range ? 16 : 0));
+    }
+}
+
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;"); }
+
+// Converts what this thread itself has copied of a tile to operands; a thread's own copies are visible to it without a
+// barrier. Adjacent tiles may be treated as one if each gives all threads equally many copies.
+template <int ROWS>
+__device__ inline void prepare(ACT* tile) {
+#pragma unroll
+    for (int i = threadIdx.x; i < ROWS * ROW_COPIES; i += THREADS)
+        prepare_copy(tile + copy_at(i / ROW_COPIES, i % ROW_COPIES));
+}
+
+// Waits for all but the LATER newest groups of copies: two tiles of COLS rows and, with the first of them, the RESIDENT
+// rows that stay resident. Afterwards they are operands.
+template <int LATER, int RESIDENT, int COLS>
+__device__ inline void wait_for_tiles(bool first, ACT* resident, ACT* a, ACT* b) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+    if (first) prepare<RESIDENT>(resident);
+    prepare<COLS>(a);
+    prepare<COLS>(b);
+    __syncthreads();
+}
+
+// Starts the copy of the next tile of keys and values into the other stage, then waits for tile `tile`. The RESIDENT
+// rows arrive with the first tile.
+template <int RESIDENT, int COLS>
+__device__ inline void wait_for_kv_tile(ACT* resident, ACT* k, ACT* v, const ACT* keys, const ACT* values, i64 stride,
+                                        int tile, int tiles, i64 seq) {
+    i64 key = (i64)tile * COLS;
+    int stage = tile % 2 * COLS * WIDTH, next = (tile + 1) % 2 * COLS * WIDTH;
+    if (tile + 1 < tiles) {
+        copy_rows<COLS>(k + next, keys, stride, key + COLS, seq);
+        copy_rows<COLS>(v + next, values, stride, key + COLS, seq);
+        commit_copies();
+        wait_for_tiles<1, RESIDENT, COLS>(tile == 0, resident, k + stage, v + stage);
+    } else {
+        wait_for_tiles<0, RESIDENT, COLS>(tile == 0, resident, k + stage, v + stage);
+    }
+}
+
+__device__ inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+template <int M, int N>
+__device__ inline void zero(float (&c)[M][N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) c[m][n][i] = 0.0f;
+}
+
+// c[rows of this warp][N * 8 rows of b] = a b^T over the head width.
+template <int M, int N>
+__device__ inline void scores(float (&c)[M][N][4], const ACT* a, const ACT* b, int warp_row) {
+    zero(c);
+    accumulate_rows(c, a, b, warp_row);
+}
+
+// Row (within the warp) and column of element i of accumulator (m, n) in this thread.
+__device__ inline int row_of(int m, int i) { return 16 * m + threadIdx.x % 32 / 4 + i / 2 * 8; }
+__device__ inline int column_of(int n, int i) { return 8 * n + threadIdx.x % 4 * 2 + i % 2; }
+
+// Reductions over the 4 threads of a row.
+__device__ inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
+    return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
+}
+
+__device__ inline float quad_sum(float x) {
+    x += __shfl_xor_sync(FULL_WARP, x, 1);
+    return x + __shfl_xor_sync(FULL_WARP, x, 2);
+}
+
+// Writes the rows of this warp that are below seq; rows r and r + 8 of each 16 have their own scale.
+template <int M>
+__device__ inline void write_rows(ACT* to, i64 stride, i64 first, i64 seq, const float (&c)[M][WIDTH / 8][4],
+                                  const float (&scale)[M][2]) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            i64 row = first + row_of(m, 2 * half);
+            if (row >= seq) continue;
+#pragma unroll
+            for (int n = 0; n < WIDTH / 8; n++)
+                *(Pair*)(to + row * stride + column_of(n, 0)) =
+                    pack(c[m][n][2 * half] * scale[m][half], c[m][n][2 * half + 1] * scale[m][half]);
+        }
+}
+
+// One step of the online softmax: the warp's queries, at `row` of q, attend to N * 8 keys. `offset` is the first
+// query's position minus the first key's. o accumulates exp2(s - max) v; the running maximum and sum are kept per row.
+template <int M, int N>
+__device__ inline void online_softmax(float (&o)[M][WIDTH / 8][4], float (&row_max)[M][2], float (&row_sum)[M][2],
+                                      const ACT* q, const ACT* k, const ACT* v, int row, int offset,
+                                      float scale_log2) {
+    // All queries are before the first key: nothing is visible.
+    if (offset + 16 * M <= 0) return;
+    float s[M][N][4];
+    scores(s, q, k, row);
+    bool diagonal = 8 * N - 1 > offset;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int query = offset + row_of(m, 2 * half);
+            float new_max = NEG_INF;
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int i = 2 * half; i < 2 * half + 2; i++) {
+                    if (diagonal && column_of(n, i) > query) s[m][n][i] = NEG_INF;
+                    new_max = fmaxf(new_max, s[m][n][i]);
+                }
+            // The first step includes key 0, which every row sees: the maximum is finite from then on.
+            new_max = fmaxf(row_max[m][half], quad_max(new_max) * scale_log2);
+            float rescale = exp2_fast(row_max[m][half] - new_max), sum = 0.0f;
+            row_max[m][half] = new_max;
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int i = 2 * half; i < 2 * half + 2; i++) {
+                    s[m][n][i] = exp2_fast(s[m][n][i] * scale_log2 - new_max);
+                    sum += s[m][n][i];
+                }
+            row_sum[m][half] = row_sum[m][half] * rescale + sum;
+#pragma unroll
+            for (int n = 0; n < WIDTH / 8; n++) o[m][n][2 * half] *= rescale, o[m][n][2 * half + 1] *= rescale;
+        }
+    accumulate(o, s, v);
+}
+
+// out = o / sum and lse = (max + log2(sum)) ln 2 for the warp's rows, from row `first`.
+template <int M>
+__device__ inline void write_output(ACT* out, i64 stride, float* lse, i64 first, i64 seq,
+                                    const float (&o)[M][WIDTH / 8][4], const float (&row_max)[M][2],
+                                    const float (&row_sum)[M][2]) {
+    float inv_sum[M][2];
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            i64 query = first + row_of(m, 2 * half);
+            float sum = quad_sum(row_sum[m][half]);
+            inv_sum[m][half] = 1.0f / sum;
+            if (threadIdx.x % 4 == 0 && query < seq) lse[query] = (row_max[m][half] + log2f(sum)) * LN2;
+        }
+    write_rows(out, stride, first, seq, o, inv_sum);
+}
+
+// dq += ds k for the warp's queries, at `row` of q and o (dout), over N * 8 keys; the scale is applied when dq is
+// written. ds = p (dp - delta) with p = exp2(s - lse) and dp = dout v^T. row_lse is to base 2; `offset` as above.
+template <int M, int N>
+__device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const ACT* q, const ACT* o, const ACT* k,
+                                       const ACT* v, const float (&row_lse)[M][2], const float (&row_delta)[M][2],
+                                       int row, int offset, float scale_log2) {
+    if (offset + 16 * M <= 0) return;
+    float s[M][N][4], dp[M][N][4];
+    scores(s, q, k, row);
+    scores(dp, o, v, row);
+    bool diagonal = 8 * N - 1 > offset;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int query = offset + row_of(m, i);
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                bool visible = !diagonal || column_of(n, i) <= query;
+                float p = visible ? exp2_fast(s[m][n][i] * scale_log2 - row_lse[m][i / 2]) : 0.0f;
+                s[m][n][i] = p * (dp[m][n][i] - row_delta[m][i / 2]);
+            }
+        }
+    accumulate(dq, s, k);
+}
+
+// dv += p^T dout and dk += ds^T q for the warp's keys, at `row` of k and v, over N * 8 queries with their o
+// (dout), lse (to base 2) and delta. `offset` is the first key's position minus the first query's. Rows of the scores
+// are keys here, columns queries. The scale is applied when dk is written.
+template <int M, int N>
+__device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M][WIDTH / 8][4], const ACT* k,
+                                     const ACT* v, const ACT* q, const ACT* o, const float* lse, const float* delta,
+                                     int row, int offset, float scale_log2) {
+    // All keys are after the last query: nothing is visible.
+    if (offset >= 8 * N) return;
+    float s[M][N][4], dp[M][N][4];
+    scores(s, k, q, row);
+    scores(dp, v, o, row);
+    bool diagonal = offset + 16 * M - 1 > 0;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        float2 column_lse = *(const float2*)(lse + column_of(n, 0));
+        float2 column_delta = *(const float2*)(delta + column_of(n, 0));
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                bool visible = !diagonal || offset + row_of(m, i) <= column_of(n, i);
+                float p = exp2_fast(s[m][n][i] * scale_log2 - (i % 2 ? column_lse.y : column_lse.x));
+                p = visible ? p : 0.0f;
+                s[m][n][i] = p;
+                dp[m][n][i] = p * (dp[m][n][i] - (i % 2 ? column_delta.y : column_delta.x));
+            }
+    }
+    accumulate(dv, s, o);
+    accumulate(dk, dp, q);
+}
+
+// Dot product of eight neighbouring elements.
+__device__ inline float dot8(const ACT* a, const ACT* b) {
+    Vec8 x = unpack(fetch8(a)), y = unpack(fetch8(b));
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum += x.x[i] * y.x[i];
+    return sum;
+}

@@ -1,0 +1,85 @@
+//! Causal attention over packed projections, with rotary positions, grouped query heads and the hand-written backward.
+//!
+//! Per query head: `s = q k^T / sqrt(D)`, `p = softmax(s)` over the keys up to the query's own position, `out = p v`,
+//! and `lse_i = log sum_j exp(s_ij)`, from which backward recomputes `p_ij = exp(s_ij - lse_i)`. With `delta_i = dout_i
+//! . out_i`: `dv = p^T dout`, `ds = p (dout v^T - delta)`, `dq = ds k / sqrt(D)`, `dk = ds^T q / sqrt(D)`.
+//!
+//! On a GPU, in this order of preference (see `cuda`):
+//!
+//! | variant | conditions | file |
+//! |---|---|---|
+//! | whole heads in shared memory | bf16, D 16 or 32, short sequences, Hkv = H | `mma_whole_head.cu` |
+//! | cuDNN | bf16, not deterministic, cuDNN 9.15.1 or newer, D up to 128 | `cudnn.rs` |
+//! | tiles on tensor cores | bf16 with D a multiple of 16, tf32 with D a multiple of 8, D up to 128 | `mma_tiled.cu` |
+//! | tiles on FP32 units | none | `kernel.cu` |
+
+pub(crate) mod cpu;
+pub(crate) mod cuda;
+pub(crate) mod cudnn;
+pub(crate) mod variant;
+
+use crate::tensor::Slice;
+
+/// Attention over `qkv` (B, T, (H + 2 Hkv) D): H query heads, then Hkv key heads, then Hkv value heads. Query head h
+/// attends to key head `h / (H / Hkv)`, causally, with scores scaled by `1 / sqrt(D)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttentionShape {
+    /// B.
+    pub batch: usize,
+    /// T.
+    pub seq: usize,
+    /// H.
+    pub heads: usize,
+    /// Hkv, a divisor of H.
+    pub kv_heads: usize,
+    /// D, a multiple of 8.
+    pub width: usize,
+}
+
+impl AttentionShape {
+    /// Elements of `qkv` in one token's row.
+    pub fn qkv_width(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.width
+    }
+
+    /// Factor of the scores.
+    #[expect(clippy::cast_precision_loss, reason = "head widths are small")]
+    pub fn scale(&self) -> f32 {
+        1.0 / (self.width as f32).sqrt()
+    }
+}
+
+/// Attention, after rotating query and key heads if there is a rotary table.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionForward<'a> {
+    /// Sizes.
+    pub shape: AttentionShape,
+    /// (B, T, (H + 2 Hkv) D). Whether it is rotated in place is up to the back end: backward takes it as forward leaves
+    /// it.
+    pub qkv: Slice<'a>,
+    /// (T, D) F32 rotary table: D/2 cosines, then D/2 sines per position. Pairs are (i, i + D/2).
+    pub rope: Option<Slice<'a>>,
+    /// (B, T, H D).
+    pub out: Slice<'a>,
+    /// (B, H, T) F32.
+    pub lse: Slice<'a>,
+}
+
+/// Backward of attention, including the rotation.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionBackward<'a> {
+    /// Sizes.
+    pub shape: AttentionShape,
+    /// (B, T, (H + 2 Hkv) D), as forward left it.
+    pub qkv: Slice<'a>,
+    /// (T, D) F32, as in forward.
+    pub rope: Option<Slice<'a>>,
+    /// (B, T, H D).
+    pub out: Slice<'a>,
+    /// (B, T, H D).
+    pub dout: Slice<'a>,
+    /// (B, H, T) F32.
+    pub lse: Slice<'a>,
+    /// (B, T, (H + 2 Hkv) D), the gradient of qkv before the rotation.
+    pub dqkv: Slice<'a>,
+}

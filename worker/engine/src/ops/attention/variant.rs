@@ -1,0 +1,246 @@
+//! This crate's attention kernels for a head width, and their tile sizes.
+//!
+//! Two sets of kernels compute the same: `kernel.cu` on FP32 units, for every width and element type, and `mma_*.cu` on
+//! tensor cores, for bf16 with widths that are multiples of 16 and for tf32 with multiples of 8. For bf16 the latter
+//! also has kernels for short sequences and narrow heads, whose blocks keep a whole head in shared memory.
+
+use xlaunch_pool::DType;
+
+use super::AttentionShape;
+use crate::cuda::{Launch, Macro, Source, VEC, source};
+use crate::options::Precision;
+
+/// The kernel that does not work in tiles: every other one is a [`Kernel`].
+pub(super) const DELTA: &str = "attention_bwd_delta";
+
+const FP32: Source = source!("attention/kernel.cu", after "attention/qkv.cuh");
+const MMA_TF32: Source = source!(
+    "attention/mma_tiled.cu",
+    after "attention/qkv.cuh", after "../cuda/headers/mma_tf32.cuh", after "attention/mma_common.cuh"
+);
+const MMA_BF16: Source = source!(
+    "attention/mma_tiled.cu",
+    after "attention/qkv.cuh", after "../cuda/headers/mma_bf16.cuh", after "attention/mma_common.cuh"
+);
+const MMA_BF16_WHOLE_HEAD: Source = source!(
+    "attention/mma_whole_head.cu",
+    after "attention/qkv.cuh", after "../cuda/headers/mma_bf16.cuh", after "attention/mma_common.cuh",
+    after "attention/mma_tiled.cu"
+);
+
+/// Kernels for one head width and element type of activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OwnKernels {
+    Fp32 { width: usize },
+    Mma { activations: DType, width: usize, tiles: Tiles },
+}
+
+/// Rows that a block owns, and rows of the other operand that it visits at a time: queries and keys, or keys and
+/// queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Tiles {
+    fwd: (usize, usize),
+    bwd_queries: (usize, usize),
+    bwd_keys: (usize, usize),
+}
+
+/// One of the kernels that keep parts of a head in shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kernel {
+    Fwd,
+    BwdQueries,
+    BwdKeys,
+    FwdWholeHead,
+    BwdWholeHead,
+}
+
+/// Most bytes of a head's q, k, v and dout that a block keeps.
+const WHOLE_HEAD_BYTES: usize = 64 << 10;
+/// Keys or queries that a warp of the whole-head kernels visits at a time, forward and backward.
+const WHOLE_HEAD_COLS: (usize, usize) = (32, 32);
+
+/// Threads of a block of the FP32 and of the tensor core kernels.
+const FP32_THREADS: u32 = 256;
+const MMA_THREADS: u32 = 128;
+/// Threads of a block of the delta kernels: the FP32 one is compiled with the same THREADS as its neighbours.
+const DELTA_THREADS: u32 = FP32_THREADS;
+/// Extra floats per row of the FP32 kernels' tiles in shared memory.
+const ROW_PADDING: usize = 4;
+
+impl OwnKernels {
+    /// The fastest kernels for this width on a device of this compute capability.
+    pub(crate) fn select(precision: Precision, capability: (i32, i32), width: usize) -> Self {
+        let activations = precision.activations();
+        let plain = Self::Fp32 { width };
+        let multiple = match precision {
+            Precision::Fp32 => return plain,
+            Precision::Tf32 => 8,
+            Precision::Bf16 => 16,
+        };
+        if capability.0 < 8 || !width.is_multiple_of(multiple) {
+            return plain;
+        }
+        // The fastest of those tried on an H200 that keep the accumulators in a thread's 255 registers and, in tf32, a
+        // block within 99 KiB of shared memory, the limit of compute capability 8.6.
+        let tiles = match (precision, width) {
+            (Precision::Bf16, 0..=32) => Tiles { fwd: (128, 128), bwd_queries: (64, 64), bwd_keys: (64, 64) },
+            (Precision::Bf16, 33..=64) => {
+                Tiles { fwd: (128, 64), bwd_queries: (64, 64), bwd_keys: (128, 32) }
+            }
+            (Precision::Bf16, 65..=128) => Tiles { fwd: (64, 64), bwd_queries: (64, 32), bwd_keys: (64, 32) },
+            (_, 0..=32) => Tiles { fwd: (64, 64), bwd_queries: (128, 32), bwd_keys: (64, 32) },
+            (_, 33..=64) => Tiles { fwd: (128, 32), bwd_queries: (128, 32), bwd_keys: (128, 32) },
+            (_, 65..=128) => Tiles { fwd: (64, 32), bwd_queries: (64, 16), bwd_keys: (64, 16) },
+            _ => return plain,
+        };
+        Self::Mma { activations, width, tiles }
+    }
+
+    /// The source, and the macros it is compiled with.
+    pub(crate) fn source(self) -> (Source, Vec<Macro>) {
+        let (activations, width, tiles) = match self {
+            Self::Fp32 { width } => {
+                let macros = vec![
+                    Macro::int("WIDTH", width),
+                    Macro::int("THREADS", FP32_THREADS as usize),
+                    Macro::int("TILE", fp32_tile(width)),
+                    Macro::int("ROW_PADDING", ROW_PADDING),
+                ];
+                return (FP32, macros);
+            }
+            Self::Mma { activations, width, tiles } => (activations, width, tiles),
+        };
+        let mut macros = vec![
+            Macro::int("WIDTH", width),
+            Macro::int("THREADS", MMA_THREADS as usize),
+            Macro::int("FWD_ROWS", tiles.fwd.0),
+            Macro::int("FWD_COLS", tiles.fwd.1),
+            Macro::int("BWD_Q_ROWS", tiles.bwd_queries.0),
+            Macro::int("BWD_Q_COLS", tiles.bwd_queries.1),
+            Macro::int("BWD_K_ROWS", tiles.bwd_keys.0),
+            Macro::int("BWD_K_COLS", tiles.bwd_keys.1),
+            Macro::int("DELTA_LANES", self.delta_lanes()),
+        ];
+        let Some(seq) = self.max_whole_head_seq() else {
+            return (if activations == DType::Bf16 { MMA_BF16 } else { MMA_TF32 }, macros);
+        };
+        macros.extend([
+            Macro::int("MAX_SEQ", seq),
+            Macro::int("WHOLE_FWD_COLS", WHOLE_HEAD_COLS.0),
+            Macro::int("WHOLE_BWD_COLS", WHOLE_HEAD_COLS.1),
+        ]);
+        (MMA_BF16_WHOLE_HEAD, macros)
+    }
+
+    /// Name in logs.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Mma { .. } => "own kernels on tensor cores",
+            Self::Fp32 { .. } => "own kernels on FP32 units",
+        }
+    }
+
+    /// The source's kernels, and those among them that use dynamic shared memory.
+    pub(crate) fn kernels(self) -> (Vec<&'static str>, Vec<Kernel>) {
+        let mut shared = vec![Kernel::Fwd, Kernel::BwdQueries, Kernel::BwdKeys];
+        if self.max_whole_head_seq().is_some() {
+            shared.extend([Kernel::FwdWholeHead, Kernel::BwdWholeHead]);
+        }
+        (shared.iter().map(|kernel| kernel.name()).chain([DELTA]).collect(), shared)
+    }
+
+    /// Longest sequence of which a block can keep a head. Wider heads leave too few registers for the accumulators.
+    fn max_whole_head_seq(self) -> Option<usize> {
+        match self {
+            Self::Mma { activations: DType::Bf16, width: width @ (16 | 32), .. } => {
+                Some(WHOLE_HEAD_BYTES / (4 * width * size_of::<u16>()))
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether the whole-head kernels support this shape.
+    pub(crate) fn keeps_whole_head(self, s: AttentionShape) -> bool {
+        self.max_whole_head_seq().is_some_and(|longest| s.seq <= longest) && s.kv_heads == s.heads
+    }
+
+    /// Blocks, threads and shared memory of a kernel.
+    pub(crate) fn launch(self, kernel: Kernel, s: AttentionShape) -> Launch {
+        let (rows, block) = match self {
+            Self::Fp32 { width } => (fp32_tile(width), FP32_THREADS),
+            Self::Mma { tiles, .. } => (tiles.of(kernel).0, MMA_THREADS),
+        };
+        let grid = match kernel {
+            Kernel::Fwd | Kernel::BwdQueries => (s.seq.div_ceil(rows), s.heads, s.batch),
+            Kernel::BwdKeys => (s.seq.div_ceil(rows), s.kv_heads, s.batch),
+            Kernel::FwdWholeHead | Kernel::BwdWholeHead => (s.heads, s.batch, 1),
+        };
+        Launch { grid, block: (block, 1), shared: self.shared(kernel) }
+    }
+
+    /// Blocks and threads of [`DELTA`] for `rows` rows of a head.
+    pub(crate) fn delta_launch(self, rows: usize) -> Launch {
+        Launch::threads(rows * self.delta_lanes(), DELTA_THREADS)
+    }
+
+    /// Threads per row of [`DELTA`]: a warp, or one per vector rounded up to a power of two.
+    fn delta_lanes(self) -> usize {
+        match self {
+            Self::Fp32 { .. } => 32,
+            Self::Mma { width, .. } => (width / VEC).next_power_of_two().max(2),
+        }
+    }
+
+    /// Bytes of shared memory of a kernel's block.
+    pub(crate) fn shared(self, kernel: Kernel) -> usize {
+        match self {
+            Self::Fp32 { width } => {
+                let (tile, tiles) = (fp32_tile(width), if kernel == Kernel::Fwd { 3 } else { 4 });
+                tile * (tiles * (width + ROW_PADDING) + tile + ROW_PADDING) * size_of::<f32>()
+            }
+            Self::Mma { activations, width, tiles } => {
+                let (rows, cols) = tiles.of(kernel);
+                let seq = self.max_whole_head_seq().unwrap_or(0);
+                // Rows of WIDTH activations, and floats for lse and delta. Visited tiles are double-buffered.
+                let (held, stats) = match kernel {
+                    Kernel::Fwd => (rows + 4 * cols, 0),
+                    Kernel::BwdQueries => (2 * rows + 4 * cols, 0),
+                    Kernel::BwdKeys => (2 * rows + 4 * cols, 4 * cols),
+                    Kernel::FwdWholeHead => (3 * seq, 0),
+                    Kernel::BwdWholeHead => (4 * seq, 2 * seq),
+                };
+                held * width * activations.size() + stats * size_of::<f32>()
+            }
+        }
+    }
+}
+
+impl Tiles {
+    fn of(self, kernel: Kernel) -> (usize, usize) {
+        match kernel {
+            Kernel::Fwd => self.fwd,
+            Kernel::BwdQueries => self.bwd_queries,
+            Kernel::BwdKeys => self.bwd_keys,
+            // They have no tiles of their own.
+            Kernel::FwdWholeHead | Kernel::BwdWholeHead => (0, 0),
+        }
+    }
+}
+
+impl Kernel {
+    /// Its name in the source.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Fwd => "attention_fwd",
+            Self::BwdQueries => "attention_bwd_queries",
+            Self::BwdKeys => "attention_bwd_keys",
+            Self::FwdWholeHead => "attention_fwd_whole",
+            Self::BwdWholeHead => "attention_bwd_whole",
+        }
+    }
+}
+
+/// Rows and columns of a tile of the FP32 kernels.
+fn fp32_tile(width: usize) -> usize {
+    if width <= 64 { 64 } else { 32 }
+}

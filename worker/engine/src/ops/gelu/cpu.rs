@@ -1,0 +1,49 @@
+//! GELU on threads, in a pass after the GEMM.
+
+use rayon::prelude::*;
+
+use super::{GELU_CUBE, GELU_SCALE, GeluLinearBackward, LinearGeluForward};
+use crate::cpu::math::{simd, tanh};
+use crate::cpu::{Access, Threads};
+use crate::ops::{Accumulate, linear, reduce};
+
+/// Elements per task.
+const ELEMENTS: usize = 1 << 13;
+
+pub(crate) fn forward(t: &Threads, args: LinearGeluForward<'_>) {
+    let (access, s) = (Access::new("linear_gelu_forward"), args.shape);
+    let (x, w) = (access.read(args.x, s.rows * s.inputs), access.read(args.w, s.outputs * s.inputs));
+    let (h, a) = (access.write(args.h, s.rows * s.outputs), access.write(args.a, s.rows * s.outputs));
+    linear::cpu::x_w_transposed(t, s, x, w, Some(access.read(args.bias, s.outputs)), h);
+    t.run(|| {
+        a.par_chunks_mut(ELEMENTS).zip(h.par_chunks(ELEMENTS)).for_each(|(a, h)| {
+            simd!({
+                for (a, x) in a.iter_mut().zip(h) {
+                    let inner = GELU_SCALE * (x + GELU_CUBE * x * x * x);
+                    *a = 0.5 * x * (1.0 + tanh(inner));
+                }
+            });
+        });
+    });
+}
+
+pub(crate) fn backward(t: &Threads, args: GeluLinearBackward<'_>) {
+    let (access, s) = (Access::new("gelu_linear_backward"), args.shape);
+    let len = s.rows * s.inputs;
+    let (dy, w) = (access.read(args.dy, s.rows * s.outputs), access.read(args.w, s.outputs * s.inputs));
+    let (h, dh) = (access.read(args.h, len), access.write(args.dh, len));
+    let dbias = access.write(args.dbias, s.inputs);
+    linear::cpu::dy_w(t, s, dy, w, dh);
+    t.run(|| {
+        dh.par_chunks_mut(ELEMENTS).zip(h.par_chunks(ELEMENTS)).for_each(|(d, h)| {
+            simd!({
+                for (d, x) in d.iter_mut().zip(h) {
+                    let tanh = tanh(GELU_SCALE * (x + GELU_CUBE * x * x * x));
+                    let slope = GELU_SCALE * (1.0 + 3.0 * GELU_CUBE * x * x);
+                    *d *= 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * slope;
+                }
+            });
+        });
+    });
+    reduce::cpu::column_sums(t, dh, s.inputs, dbias, args.acc == Accumulate::Add);
+}

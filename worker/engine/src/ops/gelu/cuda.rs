@@ -1,0 +1,208 @@
+//! Linear layers with GELU: which variant runs, and its launches.
+//!
+//! The epilogue of a cuBLASLt GEMM saves the pass in which a kernel reads and writes (N, F) once more. But a GEMM with
+//! such an epilogue can be slower than a plain one by as much. So when a shape is first seen, all variants of the
+//! operation are timed as a whole, on its own operands, and the choice is kept on disk. Where no choice is possible
+//! (F32, rows that are not multiples of 8 elements, deterministic runs, during a capture) the kernel runs.
+//!
+//! Every variant writes the same outputs and partial sums and reads none of them, so they can be timed in any order.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+use xlaunch_pool::DType;
+
+use super::{GELU_CUBE, GELU_SCALE, GeluLinearBackward, LinearGeluForward};
+use crate::cuda::gemm::{Epilogue, GemmCall, plain, transposed};
+use crate::cuda::{
+    BLOCK_THREADS, Gpu, KernelFile, Launch, Macro, VEC, args, expect_grad, is_bf16, source, vectorizable,
+};
+use crate::error::Result;
+use crate::ops::{Accumulate, LinearShape, reduce};
+
+/// Vectors per thread of `gelu_fwd`.
+const VECS: usize = 4;
+
+pub(crate) const KERNELS: KernelFile = KernelFile {
+    source: source!("gelu/kernel.cu"),
+    kernels: &["gelu_fwd", "gelu_bwd"],
+    macros: &[
+        Macro::float("GELU_SCALE", GELU_SCALE),
+        Macro::float("GELU_CUBE", GELU_CUBE),
+        Macro::int("GELU_VECS", VECS),
+    ],
+    dynamic_shared: &[],
+};
+
+/// What computes GELU or its derivative.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GeluVariant {
+    /// A kernel, in a pass of its own over the GEMM's output.
+    Kernel,
+    /// The GEMM's epilogue; in backward, the bias gradient takes a pass of its own.
+    Epilogue,
+    /// The GEMM's epilogue, which also computes the bias gradient.
+    EpilogueWithBiasGrad,
+}
+
+impl GeluVariant {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Kernel => "kernel",
+            Self::Epilogue => "GEMM epilogue",
+            Self::EpilogueWithBiasGrad => "GEMM epilogue with bias gradient",
+        }
+    }
+}
+
+/// What a choice depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Site {
+    operation: &'static str,
+    shape: LinearShape,
+    /// Number of variants to choose from.
+    variants: usize,
+}
+
+const FORWARD: [GeluVariant; 2] = [GeluVariant::Kernel, GeluVariant::Epilogue];
+const BACKWARD: [GeluVariant; 3] =
+    [GeluVariant::Kernel, GeluVariant::Epilogue, GeluVariant::EpilogueWithBiasGrad];
+
+fn forward_site(shape: LinearShape) -> Site {
+    Site { operation: "linear_gelu_forward", shape, variants: FORWARD.len() }
+}
+
+fn backward_site(shape: LinearShape, variants: usize) -> Site {
+    Site { operation: "gelu_linear_backward", shape, variants }
+}
+
+/// The fastest variants found so far.
+#[derive(Debug, Default)]
+pub(crate) struct Gelu(RefCell<HashMap<Site, GeluVariant>>);
+
+impl Gelu {
+    pub(crate) fn forward(&self, gpu: &Gpu, args: LinearGeluForward<'_>) -> Result<()> {
+        let LinearGeluForward { shape: s, x, w, bias, h, a } = args;
+        gpu.expect_act(x, s.rows * s.inputs);
+        gpu.expect_act(w, s.outputs * s.inputs);
+        gpu.expect_act(bias, s.outputs);
+        [h, a].into_iter().for_each(|y| gpu.expect_act(y, s.rows * s.outputs));
+        let gemm = |epilogue, c| {
+            let (m, n, k) = (s.outputs, s.rows, s.inputs);
+            let call = GemmCall { m, n, k, a: transposed(w), b: plain(x), epilogue, c, accumulate: false };
+            // SAFETY: checked above; outputs overlap no input by the operation's contract.
+            unsafe { gpu.gemm.run(&call) }
+        };
+        let run = |variant| match variant {
+            GeluVariant::Kernel => {
+                gemm(Epilogue::Bias(bias), h)?;
+                let threads = h.len().div_ceil(VEC * VECS);
+                // SAFETY: checked above.
+                unsafe {
+                    gpu.launch("gelu_fwd", Launch::threads(threads, BLOCK_THREADS), args![h, a, h.len()])
+                }
+            }
+            GeluVariant::Epilogue | GeluVariant::EpilogueWithBiasGrad => gemm(Epilogue::Gelu { bias, h }, a),
+        };
+        let vectors = vectorizable(s.outputs, &[x, w, bias, h, a]);
+        run(self.select(gpu, forward_site(s), vectors, &FORWARD, run)?)
+    }
+
+    pub(crate) fn backward(&self, gpu: &Gpu, args: GeluLinearBackward<'_>) -> Result<()> {
+        let GeluLinearBackward { shape: s, dy, w, h, dh, dbias, acc } = args;
+        let (rows, cols) = (s.rows, s.inputs);
+        gpu.expect_act(dy, rows * s.outputs);
+        gpu.expect_act(w, s.outputs * cols);
+        [h, dh].into_iter().for_each(|x| gpu.expect_act(x, rows * cols));
+        expect_grad(dbias, cols);
+        // Allocated for every variant, so that a step's requests to the pool do not depend on the choice.
+        let sums = reduce::cuda::ColumnSums::new(gpu, rows, cols)?;
+        let gemm = |epilogue| {
+            let (m, n, k) = (cols, rows, s.outputs);
+            let call = GemmCall { m, n, k, a: plain(w), b: plain(dy), epilogue, c: dh, accumulate: false };
+            // SAFETY: checked above; outputs overlap no input by the operation's contract.
+            unsafe { gpu.gemm.run(&call) }
+        };
+        // Writes dh, and either the partial sums of its rows or dbias.
+        let run = |variant| match variant {
+            GeluVariant::Kernel => {
+                gemm(Epilogue::None)?;
+                let args = args![h, dh, sums.partials.all(), rows, cols];
+                // SAFETY: checked above; there is one row of partial sums per grid row.
+                unsafe { gpu.launch("gelu_bwd", sums.launch, args) }
+            }
+            GeluVariant::Epilogue => {
+                gemm(Epilogue::GeluGrad { h, dbias: None })?;
+                sums.partials_of(gpu, dh)
+            }
+            GeluVariant::EpilogueWithBiasGrad => gemm(Epilogue::GeluGrad { h, dbias: Some(dbias) }),
+        };
+        // The epilogue writes the bias gradient in its output's type and cannot accumulate.
+        let with_bias_grad = is_bf16(dbias) && acc == Accumulate::Overwrite;
+        let variants = if with_bias_grad { &BACKWARD[..] } else { &BACKWARD[..2] };
+        let vectors = vectorizable(cols, &[dy, w, h, dh, dbias]);
+        let variant = self.select(gpu, backward_site(s, variants.len()), vectors, variants, run)?;
+        run(variant)?;
+        if variant == GeluVariant::EpilogueWithBiasGrad {
+            return Ok(());
+        }
+        sums.finish(gpu, dbias, acc)
+    }
+
+    /// Selects this variant from now on, instead of the fastest: forward for one layer's shape, backward for the next
+    /// layer's.
+    pub(crate) fn force(&self, forward: LinearShape, backward: LinearShape, variant: GeluVariant) {
+        let forward_variant = if variant == GeluVariant::Kernel { variant } else { GeluVariant::Epilogue };
+        let backward = backward_site(backward, BACKWARD.len());
+        self.0.borrow_mut().extend([(forward_site(forward), forward_variant), (backward, variant)]);
+    }
+
+    /// The fastest of these variants. The first one supports every shape and type.
+    fn select(
+        &self,
+        gpu: &Gpu,
+        site: Site,
+        vectors: bool,
+        variants: &[GeluVariant],
+        run: impl Fn(GeluVariant) -> Result<()>,
+    ) -> Result<GeluVariant> {
+        let no_choice = match () {
+            () if gpu.activations != DType::Bf16 => Some("activations are not bf16"),
+            () if !vectors => Some("rows are not multiples of 8 elements"),
+            () if gpu.deterministic => Some("the run is deterministic"),
+            () => None,
+        };
+        let (variant, reason) = match no_choice {
+            Some(reason) => (GeluVariant::Kernel, reason),
+            None => match self.fastest(gpu, site, variants, run)? {
+                Some(variant) => (variant, "it is slower, or the library has none"),
+                None => (GeluVariant::Kernel, "it was first seen during a capture, which runs nothing"),
+            },
+        };
+        let faster = (variant == GeluVariant::Kernel).then_some(("GEMM epilogue", reason));
+        gpu.variants.selected(site.operation, site.shape, variant.name(), faster);
+        Ok(variant)
+    }
+
+    /// The fastest variant by timing; `None` if it is not known yet and nothing can be timed now.
+    fn fastest(
+        &self,
+        gpu: &Gpu,
+        site: Site,
+        variants: &[GeluVariant],
+        run: impl Fn(GeluVariant) -> Result<()>,
+    ) -> Result<Option<GeluVariant>> {
+        if let Some(variant) = self.0.borrow().get(&site) {
+            return Ok(Some(*variant));
+        }
+        // The choice depends on how fast our own kernels are.
+        let kernels = [KERNELS, reduce::cuda::KERNELS].map(|file| file.source.text).concat();
+        let name = format!("{site:?} {kernels}");
+        let found = gpu.gemm.fastest_variant(&name, variants.len(), |index| run(variants[index]))?;
+        let found = found.map(|index| variants[index]);
+        if let Some(variant) = found {
+            self.0.borrow_mut().insert(site, variant);
+        }
+        Ok(found)
+    }
+}

@@ -1,0 +1,51 @@
+//! GELU, tanh form (Hendrycks and Gimpel, 2016), fused with the linear layers before and after it.
+//!
+//! `gelu(x) = x (1 + tanh(u)) / 2` with `u = GELU_SCALE (x + GELU_CUBE x^3)`;
+//! `gelu'(x) = (1 + tanh(u)) / 2 + x (1 - tanh(u)^2) / 2 du/dx` with `du/dx = GELU_SCALE (1 + 3 GELU_CUBE x^2)`.
+
+pub(crate) mod cpu;
+pub(crate) mod cuda;
+
+use super::{Accumulate, LinearShape};
+use crate::tensor::Slice;
+
+/// sqrt(2 / pi).
+const GELU_SCALE: f32 = 0.797_884_6;
+const GELU_CUBE: f32 = 0.044_715;
+
+/// `h = x w^T + bias`, `a = gelu(h)`.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearGeluForward<'a> {
+    /// Sizes.
+    pub shape: LinearShape,
+    /// (N, I).
+    pub x: Slice<'a>,
+    /// (O, I).
+    pub w: Slice<'a>,
+    /// (O,).
+    pub bias: Slice<'a>,
+    /// (N, O), kept for backward.
+    pub h: Slice<'a>,
+    /// (N, O).
+    pub a: Slice<'a>,
+}
+
+/// Backward of `y = gelu(h) w^T` to h: `dh = gelu'(h) (dy w)`, `dbias = sum of dh's rows`, the gradient of the bias
+/// that was added in h.
+#[derive(Clone, Copy, Debug)]
+pub struct GeluLinearBackward<'a> {
+    /// Sizes of the layer after GELU.
+    pub shape: LinearShape,
+    /// (N, O).
+    pub dy: Slice<'a>,
+    /// (O, I).
+    pub w: Slice<'a>,
+    /// (N, I).
+    pub h: Slice<'a>,
+    /// (N, I).
+    pub dh: Slice<'a>,
+    /// (I,) gradient.
+    pub dbias: Slice<'a>,
+    /// For `dbias`.
+    pub acc: Accumulate,
+}

@@ -1,0 +1,65 @@
+//! Linear layers: `y = x w^T (+ bias)`.
+//!
+//! Backward: `dx = dy w`, `dw = dy^T x`, `dbias = sum of dy's rows`.
+
+pub(crate) mod cpu;
+pub(crate) mod cuda;
+
+use super::Accumulate;
+use crate::tensor::Slice;
+
+/// `y (N, O) = x (N, I) w (O, I)^T`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LinearShape {
+    /// N.
+    pub rows: usize,
+    /// I.
+    pub inputs: usize,
+    /// O.
+    pub outputs: usize,
+}
+
+/// `y = x w^T (+ bias)`.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearForward<'a> {
+    /// Sizes.
+    pub shape: LinearShape,
+    /// (N, I).
+    pub x: Slice<'a>,
+    /// (O, I).
+    pub w: Slice<'a>,
+    /// (O,).
+    pub bias: Option<Slice<'a>>,
+    /// (N, O).
+    pub y: Slice<'a>,
+}
+
+/// `dx = dy w`.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearBackwardInput<'a> {
+    /// Sizes.
+    pub shape: LinearShape,
+    /// (N, O).
+    pub dy: Slice<'a>,
+    /// (O, I).
+    pub w: Slice<'a>,
+    /// (N, I).
+    pub dx: Slice<'a>,
+}
+
+/// `dw = dy^T x`, `dbias = sum of dy's rows`.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearBackwardWeight<'a> {
+    /// Sizes.
+    pub shape: LinearShape,
+    /// (N, O).
+    pub dy: Slice<'a>,
+    /// (N, I).
+    pub x: Slice<'a>,
+    /// (O, I) gradient.
+    pub dw: Slice<'a>,
+    /// (O,) gradient.
+    pub dbias: Option<Slice<'a>>,
+    /// For both gradients.
+    pub acc: Accumulate,
+}

@@ -1,0 +1,90 @@
+//! The operations that a GPT trainer is made of, one folder each: formulas, shapes and arguments in `mod.rs`, the CPU
+//! implementation in `cpu.rs`, checks and launches in `cuda.rs`, kernels in `kernel.cu`.
+//!
+//! An argument struct has the shape of each operand at its field. Letters: B batch, T sequence, C model width, H heads,
+//! Hkv key heads, D head width, F ffn, V vocabulary, Vp padded vocabulary, L layers; N = B T rows of tokens. Arrays are
+//! row-major. The contract that all operations share is that of [`Backend`](crate::Backend).
+//!
+//! | module | defines | builds on |
+//! |---|---|---|
+//! | `adamw` | AdamWConfig, AdamWStep, scalar, DECAY_CHUNK | |
+//! | `attention` | AttentionShape, AttentionForward, AttentionBackward | rope |
+//! | `cast` | conversion between F32 and Bf16 | |
+//! | `classifier` | ClassifierShape, FusedClassifier | |
+//! | `embed` | EmbedShape, EmbedForward, EmbedBackward | |
+//! | `gelu` | LinearGeluForward, GeluLinearBackward | linear, reduce |
+//! | `linear` | LinearShape, LinearForward, LinearBackwardInput, LinearBackwardWeight | reduce |
+//! | `norm` | NormShape, NormKind, NormForward, NormBackward | reduce |
+//! | `reduce` | Sum, SquaredNorm; column sums | |
+//! | `rope` | rotation of query and key heads by their positions | |
+//! | `swiglu` | SwigluForward, SwigluBackward | |
+
+pub(crate) mod adamw;
+pub(crate) mod attention;
+pub(crate) mod cast;
+pub(crate) mod classifier;
+pub(crate) mod embed;
+pub(crate) mod gelu;
+pub(crate) mod linear;
+pub(crate) mod norm;
+pub(crate) mod reduce;
+pub(crate) mod rope;
+pub(crate) mod swiglu;
+
+pub use adamw::{AdamWConfig, AdamWStep, DECAY_CHUNK, scalar};
+pub use attention::{AttentionBackward, AttentionForward, AttentionShape};
+pub use classifier::{ClassifierShape, FusedClassifier};
+pub use embed::{EmbedBackward, EmbedForward, EmbedShape};
+pub use gelu::{GeluLinearBackward, LinearGeluForward};
+pub use linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearShape};
+pub use norm::{NormBackward, NormForward, NormKind, NormShape, ResidualAdd};
+pub use reduce::{SquaredNorm, Sum};
+pub use swiglu::{SwigluBackward, SwigluForward};
+
+use crate::cuda::KernelFile;
+
+/// Whether a gradient replaces the contents of its slice or is added to them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accumulate {
+    /// Previous contents are ignored, even NaN.
+    Overwrite,
+    /// The slice holds the sum of earlier micro-steps.
+    Add,
+}
+
+/// Kernel files that are compiled when a GPU is opened. Those of attention are compiled per head width, on first use.
+pub(crate) const KERNEL_FILES: [&KernelFile; 9] = [
+    &adamw::cuda::KERNELS,
+    &cast::cuda::KERNELS,
+    &classifier::cuda::KERNELS,
+    &embed::cuda::KERNELS,
+    &gelu::cuda::KERNELS,
+    &norm::cuda::KERNELS,
+    &reduce::cuda::KERNELS,
+    &rope::cuda::KERNELS,
+    &swiglu::cuda::KERNELS,
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::Precision;
+
+    /// With programmatic dependent launch a kernel may start before its predecessor has ended.
+    #[test]
+    fn every_kernel_starts_with_the_pdl_wait() {
+        let attention = [Precision::Fp32, Precision::Tf32, Precision::Bf16]
+            .map(|precision| attention::variant::OwnKernels::select(precision, (9, 0), 32).source().0);
+        for source in KERNEL_FILES.map(|file| file.source).into_iter().chain(attention) {
+            let mut kernels = 0;
+            for kernel in source.text.split("extern \"C\" __global__").skip(1) {
+                let (name, body) =
+                    kernel.split_once(")\n    {").or_else(|| kernel.split_once(") {")).unwrap();
+                let first = body.trim_start().lines().next();
+                assert_eq!(first, Some("pdl_wait_and_launch();"), "{}: {name}", source.file);
+                kernels += 1;
+            }
+            assert!(kernels > 0, "{}", source.file);
+        }
+    }
+}

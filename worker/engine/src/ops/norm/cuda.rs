@@ -1,0 +1,108 @@
+//! Norm launches: kernels that keep rows in registers where rows are narrow enough, kernels for any width otherwise.
+
+use xlaunch_pool::DType;
+
+use super::{NormBackward, NormForward, NormKind, NormShape};
+use crate::cuda::{
+    BLOCK_THREADS, Gpu, KernelFile, Launch, Macro, VEC, args, expect, expect_grad, source, vectorizable,
+};
+use crate::error::Result;
+use crate::ops::reduce;
+use crate::tensor::Slice;
+
+/// Most threads of a block of the kernels that keep rows in registers, eight columns per thread.
+const MAX_THREADS: usize = 192;
+/// Rows that a thread works on at a time.
+const ROWS: usize = 2;
+/// Blocks of `norm_bwd` that a multiprocessor runs at once, which limits the registers of a thread.
+const BWD_BLOCKS_BF16: usize = 3;
+const BWD_BLOCKS_F32: usize = 2;
+/// Blocks of `norm_bwd_any` per multiprocessor.
+const BWD_ANY_BLOCKS: usize = 2;
+
+pub(crate) const KERNELS: KernelFile = KernelFile {
+    source: source!("norm/kernel.cu"),
+    kernels: &["norm_fwd", "norm_bwd", "norm_fwd_any", "norm_bwd_any"],
+    macros: &[
+        Macro::int("NORM_MAX_THREADS", MAX_THREADS),
+        Macro::int("NORM_ROWS", ROWS),
+        Macro::int("NORM_BWD_BLOCKS_BF16", BWD_BLOCKS_BF16),
+        Macro::int("NORM_BWD_BLOCKS_F32", BWD_BLOCKS_F32),
+    ],
+    dynamic_shared: &[],
+};
+
+pub(crate) fn forward(gpu: &Gpu, a: NormForward<'_>) -> Result<()> {
+    let s = a.shape;
+    let (branch, sum) = a.residual.map(|residual| (residual.branch, residual.sum)).unzip();
+    [Some(a.x), branch, sum, Some(a.y)]
+        .into_iter()
+        .flatten()
+        .for_each(|x| gpu.expect_act(x, s.rows * s.cols));
+    gpu.expect_act(a.gamma, s.cols);
+    gpu.expect_optional_act(a.beta, s.cols);
+    expect(a.stats, DType::F32, s.stats());
+    let (means, scales) = split_stats(s, a.stats);
+    let operands: Vec<Slice<'_>> =
+        [Some(a.x), branch, sum, Some(a.gamma), a.beta, Some(a.y)].into_iter().flatten().collect();
+    let (name, launch, instead_of) = match register_block(s, &operands) {
+        Some(block) => ("norm_fwd", Launch::rows(s.rows.div_ceil(block.1 as usize * ROWS), block), None),
+        None => {
+            let reason = "rows are too wide, or not multiples of 8 elements";
+            ("norm_fwd_any", Launch::blocks(s.rows, BLOCK_THREADS), Some(("norm_fwd", reason)))
+        }
+    };
+    gpu.variants.selected("norm", s, name, instead_of);
+    let args = args![a.x, branch, sum, a.gamma, a.beta, a.y, means, scales, s.rows, s.cols, s.eps];
+    // SAFETY: checked above.
+    unsafe { gpu.launch(name, launch, args) }
+}
+
+pub(crate) fn backward(gpu: &Gpu, a: NormBackward<'_>) -> Result<()> {
+    let s = a.shape;
+    [a.x, a.dy, a.dx].into_iter().for_each(|x| gpu.expect_act(x, s.rows * s.cols));
+    gpu.expect_act(a.gamma, s.cols);
+    expect(a.stats, DType::F32, s.stats());
+    let outputs: Vec<Slice<'_>> = [Some(a.dgamma), a.dbeta, a.dsum].into_iter().flatten().collect();
+    outputs.iter().for_each(|grad| expect_grad(*grad, s.cols));
+    let (means, scales) = split_stats(s, a.stats);
+    let multiprocessors = gpu.device.multiprocessors as usize;
+    let (name, launch) = match register_block(s, &[a.x, a.gamma, a.dy, a.dx]) {
+        Some(block) => {
+            let per_sm = if gpu.activations == DType::Bf16 { BWD_BLOCKS_BF16 } else { BWD_BLOCKS_F32 };
+            let at_once = per_sm * MAX_THREADS / (block.0 * block.1) as usize * multiprocessors;
+            let blocks = s.rows.div_ceil(block.1 as usize * ROWS).min(at_once);
+            ("norm_bwd", Launch::rows(blocks, block))
+        }
+        None => {
+            let blocks = s.rows.min(BWD_ANY_BLOCKS * multiprocessors);
+            ("norm_bwd_any", Launch::blocks(blocks, BLOCK_THREADS))
+        }
+    };
+    let blocks = launch.grid.0;
+    let partials = gpu.alloc(DType::F32, outputs.len() * blocks * s.cols)?;
+    let mut parts = (0..).map(|i| partials.slice(i * blocks * s.cols..(i + 1) * blocks * s.cols));
+    let mut part = |wanted: bool| if wanted { parts.next() } else { None };
+    let (dgammas, dbetas, dsums) = (part(true), part(a.dbeta.is_some()), part(a.dsum.is_some()));
+    let (x, dy, dx, add) = (a.x, a.dy, a.dx, a.add_to_dx);
+    let args = args![x, a.gamma, means, scales, dy, dx, add, dgammas, dbetas, dsums, s.rows, s.cols];
+    // SAFETY: checked above; there is one row of partial sums per block.
+    unsafe { gpu.launch(name, launch, args) }?;
+    reduce::cuda::column_sum_final(gpu, &partials, s.cols, &outputs, a.acc)
+}
+
+/// Means, where the norm has them, and reciprocal deviations.
+fn split_stats(s: NormShape, stats: Slice<'_>) -> (Option<Slice<'_>>, Slice<'_>) {
+    match s.kind {
+        NormKind::Layer => (Some(stats.slice(0..s.rows)), stats.slice(s.rows..2 * s.rows)),
+        NormKind::Rms => (None, stats),
+    }
+}
+
+/// Block of the kernels that keep rows in registers: threads per row, and rows. `None` if a row is too wide or cannot
+/// be accessed as vectors.
+fn register_block(s: NormShape, operands: &[Slice<'_>]) -> Option<(u32, u32)> {
+    let threads = s.cols.div_ceil(VEC).next_multiple_of(32);
+    (vectorizable(s.cols, operands) && threads <= MAX_THREADS)
+        .then(|| (threads as u32, (MAX_THREADS / threads) as u32))
+}

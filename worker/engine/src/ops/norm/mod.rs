@@ -1,0 +1,100 @@
+//! LayerNorm (Ba et al., 2016) and RMSNorm (Zhang and Sennrich, 2019) over rows of C elements, fused with the residual
+//! addition before them.
+//!
+//! With `xh = (x - mean) r`, `r = 1 / sqrt(var + eps)`: `y = xh gamma + beta`. Backward, with `g = dy gamma`: `dx = r
+//! (g - mean(g) - xh mean(g xh))`, `dgamma = sum dy xh`, `dbeta = sum dy`. RMSNorm has the mean square in place of var,
+//! and neither mean, beta nor `mean(g)`.
+
+pub(crate) mod cpu;
+pub(crate) mod cuda;
+
+use super::Accumulate;
+use crate::tensor::Slice;
+
+/// Which normalisation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormKind {
+    /// `y = (x - mean) / sqrt(var + eps) * gamma + beta`; statistics: N means, then N reciprocal deviations.
+    Layer,
+    /// `y = x / sqrt(mean(x^2) + eps) * gamma`; statistics: N reciprocal root mean squares.
+    Rms,
+}
+
+/// Normalisation of N rows.
+#[derive(Clone, Copy, Debug)]
+pub struct NormShape {
+    /// N.
+    pub rows: usize,
+    /// C.
+    pub cols: usize,
+    /// Which normalisation.
+    pub kind: NormKind,
+    /// Added to the variance or mean square.
+    pub eps: f32,
+}
+
+impl NormShape {
+    /// Number of F32 statistics kept for backward.
+    pub fn stats(&self) -> usize {
+        match self.kind {
+            NormKind::Layer => 2 * self.rows,
+            NormKind::Rms => self.rows,
+        }
+    }
+}
+
+/// `y = norm(x)`, or with a residual addition `sum = x + branch`, `y = norm(sum)`.
+#[derive(Clone, Copy, Debug)]
+pub struct NormForward<'a> {
+    /// Sizes.
+    pub shape: NormShape,
+    /// (N, C).
+    pub x: Slice<'a>,
+    /// The residual addition, if any.
+    pub residual: Option<ResidualAdd<'a>>,
+    /// (C,).
+    pub gamma: Slice<'a>,
+    /// (C,), for [`NormKind::Layer`] only.
+    pub beta: Option<Slice<'a>>,
+    /// (N, C).
+    pub y: Slice<'a>,
+    /// ([`NormShape::stats`],) F32.
+    pub stats: Slice<'a>,
+}
+
+/// `sum = x + branch`.
+#[derive(Clone, Copy, Debug)]
+pub struct ResidualAdd<'a> {
+    /// (N, C).
+    pub branch: Slice<'a>,
+    /// (N, C).
+    pub sum: Slice<'a>,
+}
+
+/// Backward of the norm, to its input and parameters.
+#[derive(Clone, Copy, Debug)]
+pub struct NormBackward<'a> {
+    /// Sizes.
+    pub shape: NormShape,
+    /// (N, C) the normalised input: `sum` after a residual addition.
+    pub x: Slice<'a>,
+    /// (C,).
+    pub gamma: Slice<'a>,
+    /// ([`NormShape::stats`],) F32, of forward.
+    pub stats: Slice<'a>,
+    /// (N, C).
+    pub dy: Slice<'a>,
+    /// (N, C) gradient of x.
+    pub dx: Slice<'a>,
+    /// Whether the gradient is added to the contents of `dx`, those of the residual path.
+    pub add_to_dx: bool,
+    /// (C,) gradient.
+    pub dgamma: Slice<'a>,
+    /// (C,) gradient.
+    pub dbeta: Option<Slice<'a>>,
+    /// (C,) sum of the rows of the new dx: the gradient of a bias that was added to x. The parameter gradients have one
+    /// element type.
+    pub dsum: Option<Slice<'a>>,
+    /// For the three parameter gradients.
+    pub acc: Accumulate,
+}

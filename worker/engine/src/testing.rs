@@ -1,0 +1,86 @@
+//! Internals that integration tests need: tests of kernels, NVRTC and cuDNN run only where these are installed.
+
+use crate::backend::CudaBackend;
+use crate::cuda::compile;
+use crate::cuda::cudnn::descriptor::Descriptor;
+use crate::cuda::cudnn::graph::Target;
+use crate::cuda::cudnn::library::Library;
+use crate::ops::attention::cudnn::{AttentionPlan, Direction};
+use crate::ops::attention::variant::OwnKernels;
+pub use crate::ops::gelu::cuda::GeluVariant;
+use crate::ops::{AttentionShape, KERNEL_FILES, LinearShape};
+use crate::options::Precision;
+
+/// Makes a back end use this variant of GELU for the layers of these shapes before and after it.
+pub fn force_gelu_variant(
+    backend: &CudaBackend,
+    before: LinearShape,
+    after: LinearShape,
+    variant: GeluVariant,
+) {
+    backend.gelu.force(before, after, variant);
+}
+
+/// Whether NVRTC can be loaded.
+pub fn has_nvrtc() -> bool {
+    // SAFETY: the check opens the library, whose initialisers have no preconditions.
+    unsafe { cudarc::nvrtc::sys::is_culib_present() }
+}
+
+/// Compiles every kernel file for `arch` in this precision; attention's for these head widths, with tensor cores and
+/// without.
+///
+/// # Errors
+/// The compiler's log, or the name of a kernel that a cubin lacks.
+pub fn compile_kernels(arch: &str, precision: Precision, widths: &[usize]) -> Result<(), String> {
+    let common = KERNEL_FILES.map(|file| (file.source, file.macros.to_vec(), file.kernels.to_vec()));
+    let attention = widths.iter().flat_map(|width| {
+        [(7, 5), (9, 0)].map(|capability| {
+            let kernels = OwnKernels::select(precision, capability, *width);
+            let (source, macros) = kernels.source();
+            (source, macros, kernels.kernels().0)
+        })
+    });
+    for (source, macros, names) in common.into_iter().chain(attention) {
+        let options = compile::options(arch, precision.activations(), &macros);
+        let cubin = compile::compile(source, arch, &options).map_err(|error| error.to_string())?;
+        for name in names {
+            if !cubin.windows(name.len()).any(|window| window == name.as_bytes()) {
+                return Err(format!("{}: {name} is missing", source.file));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What planning attention by cuDNN without a GPU lacks, if anything.
+///
+/// # Errors
+/// The missing library.
+pub fn find_cudnn() -> Result<(), String> {
+    Library::get()?;
+    // SAFETY: the check opens the library, whose initialisers have no preconditions.
+    if !unsafe { cudarc::driver::sys::is_culib_present() } {
+        return Err("the CUDA driver, which cuDNN's engines load, is not installed".into());
+    }
+    Ok(())
+}
+
+/// Bytes of scratch memory of cuDNN's forward and backward for a device that need not be present, described by the
+/// library's JSON properties.
+///
+/// # Errors
+/// The library's.
+pub fn cudnn_attention_scratch(properties: &str, s: AttentionShape) -> Result<[usize; 2], String> {
+    use cudarc::cudnn::sys::{
+        cudnnBackendAttributeName_t as Attribute, cudnnBackendDescriptorType_t as Kind,
+    };
+    let plan = |direction| {
+        let device = Descriptor::new(Kind::CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR)?;
+        device.set(Attribute::CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION, properties.as_bytes())?;
+        let target = Target::Properties(device.finalize()?);
+        AttentionPlan::new(s, direction, &target).map(|plan| plan.scratch)
+    };
+    let plan = |direction| plan(direction).map_err(|error| error.to_string());
+    Ok([plan(Direction::Forward)?, plan(Direction::Backward)?])
+}

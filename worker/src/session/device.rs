@@ -1,0 +1,72 @@
+//! Opens the device that the environment names, with the pool and precision of the job.
+
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+use xlaunch_engine::{self as engine, CpuBackend, CudaBackend, CudaOptions};
+use xlaunch_proto::spec::{Exec, JobSpec, PoolMode, Precision};
+
+use crate::environment::{Device, Environment};
+use crate::error::Result;
+use crate::model::BackendHandle;
+use crate::nccl_windows;
+
+/// Most events of the first step that a pool trace keeps.
+const MAX_POOL_TRACE_EVENTS: usize = 1 << 20;
+
+/// An open device.
+pub(super) struct OpenDevice {
+    pub(super) backend: BackendHandle,
+    /// The compute stream; `None` on the CPU.
+    pub(super) stream: Option<Arc<CudaStream>>,
+    pub(super) precision: Precision,
+}
+
+impl OpenDevice {
+    pub(super) fn new(environment: &Environment, spec: &JobSpec) -> Result<Self> {
+        let graphs = spec.engine.exec == Exec::Graph && environment.device != Device::Cpu;
+        let mode = match spec.engine.pool {
+            // A captured graph contains addresses, and only a plan gives every step the same ones.
+            PoolMode::On if graphs => engine::PoolMode::Plan,
+            PoolMode::On => engine::PoolMode::On,
+            PoolMode::Plan => engine::PoolMode::Plan,
+            PoolMode::Off => engine::PoolMode::Off,
+        };
+        let limit = spec.engine.memory_limit_mb.map_or(u64::MAX, |mib| mib.saturating_mul(1 << 20));
+        let trace = if environment.pool_trace.is_some() { MAX_POOL_TRACE_EVENTS } else { 0 };
+        let pool = engine::PoolOptions { mode, limit, debug: environment.pool_debug, trace };
+        Ok(match environment.device {
+            Device::Cpu => Self {
+                backend: BackendHandle::new(CpuBackend::new(environment.threads, pool)),
+                stream: None,
+                precision: Precision::Fp32,
+            },
+            Device::Cuda(ordinal) => {
+                let precision = spec.engine.precision.unwrap_or(Precision::Bf16);
+                let options = CudaOptions {
+                    precision: match precision {
+                        Precision::Fp32 => engine::Precision::Fp32,
+                        Precision::Tf32 => engine::Precision::Tf32,
+                        Precision::Bf16 => engine::Precision::Bf16,
+                    },
+                    deterministic: spec.engine.deterministic,
+                    pool,
+                    log_fallback: environment.log_fallback,
+                };
+                let backend = CudaBackend::open(ordinal, options)?;
+                let stream = Some(backend.stream());
+                let windows = nccl_windows::wanted(spec, environment.world_size.index());
+                Self { backend: BackendHandle::new(backend).with_windows(windows), stream, precision }
+            }
+        })
+    }
+
+    /// The precision's name in the configuration.
+    pub(super) fn precision_name(&self) -> &'static str {
+        match self.precision {
+            Precision::Fp32 => "fp32",
+            Precision::Tf32 => "tf32",
+            Precision::Bf16 => "bf16",
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! The life of one rank: device, pool, rendezvous, model, training, and teardown in reverse.
+
+mod device;
+mod initial;
+mod rendezvous;
+
+use std::path::{Path, PathBuf};
+
+use xlaunch_comm::{Collective, Sharding};
+use xlaunch_engine::DType;
+use xlaunch_proto::VERSION;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::model::ModelShape;
+use xlaunch_proto::spec::{JobSpec, SpecError, Tokenizer};
+use xlaunch_proto::v1::bench::Kind;
+use xlaunch_proto::v1::worker_report::Report;
+use xlaunch_proto::v1::{Finished, GetJobReply, GetJobRequest, Hello, TrainBench, TrainStarted};
+
+use crate::bench::{self, SkipAllReduce};
+use crate::control::Control;
+use crate::data::{Dataset, Loader, Order, Schedule};
+use crate::environment::Environment;
+use crate::error::{Result, WorkerError};
+use crate::model::layout::Layout;
+use crate::model::{BackendHandle, Model};
+use crate::nccl_windows;
+use crate::optim::AdamW;
+use crate::train::{self, Evaluator, Outcome, Run, Stepper, Tracer};
+use device::OpenDevice;
+use initial::InitialState;
+
+/// This worker's rank and job.
+struct Context<'a> {
+    environment: &'a Environment,
+    control: &'a Control,
+    spec: &'a JobSpec,
+    job: &'a GetJobReply,
+}
+
+impl Context<'_> {
+    fn hello(&self) -> Hello {
+        Hello { rank: self.environment.rank.0, attempt: self.environment.attempt.0 }
+    }
+}
+
+/// Asks the agent for the job and runs it: training, or a benchmark.
+pub fn run(environment: &Environment) -> Result<ExitCode> {
+    let control = Control::connect(&environment.agent_socket)?;
+    let job = control.get_job(GetJobRequest {
+        rank: environment.rank.0,
+        attempt: environment.attempt.0,
+        version: VERSION.into(),
+    })?;
+    let spec = JobSpec::from_json(&job.spec_json)?;
+    let context = Context { environment, control: &control, spec: &spec, job: &job };
+    match job.bench.clone().and_then(|bench| bench.kind) {
+        None => train(&context, None),
+        Some(Kind::Train(bench)) => train(&context, Some(bench)),
+        Some(kind) => measure(&context, &kind),
+    }
+}
+
+fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
+    let Context { environment, control, spec, job } = *context;
+    let shape = spec.model.resolve().map_err(SpecError::from)?;
+    let dataset = Dataset::open(spec, &shape)?;
+
+    // Weights of large models take a second or more, as do opening the device and the communicator: do both at once.
+    let initial =
+        InitialState::read_in_background(spec, &shape, Path::new(&job.resume_from), environment.threads)?;
+    let device = OpenDevice::new(environment, spec)?;
+    let run_dir = PathBuf::from(&job.run_dir);
+    device.backend.pool().snapshot_on_failure(&run_dir);
+    let (rank, world) = (environment.rank.index(), environment.world_size.index());
+    let layout = Layout::new(&shape);
+    let activations = device.backend.activation_dtype();
+    let sharding = train::sharding(spec, &layout, activations, rank, world)?;
+    let reduce_layout = reduce_layout(spec, &layout, activations, &sharding);
+    let collective = rendezvous::join(context, &reduce_layout, &device)?;
+    control.open_session(context.hello(), collective.abort_handle());
+
+    let initial = initial.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+    let trainer = Trainer::new(&device.backend, spec, &shape, &initial, &sharding, world)?;
+    // Shadowed here so that it is dropped before the tensors that its collectives use.
+    let mut collective: Box<dyn Collective> = match bench {
+        Some(bench) if bench.skip_all_reduce => Box::new(SkipAllReduce(collective)),
+        _ => collective,
+    };
+    let buffers = trainer.stepper.reduce_buffers().chain(trainer.optimizer.gather_buffers(&trainer.model));
+    nccl_windows::register(&device.backend, buffers, &mut *collective, environment.log_fallback)?;
+
+    let loader = start_loader(spec, &shape, &dataset, environment, initial.sequences)?;
+    if rank == 0 {
+        control.report(Report::TrainStarted(train_started(spec, &trainer, &device, &dataset, &initial)));
+    }
+    let outcome = Run {
+        spec,
+        backend: &device.backend,
+        model: &trainer.model,
+        optimizer: &trainer.optimizer,
+        stepper: &trainer.stepper,
+        evaluator: &trainer.evaluator,
+        collective: &mut *collective,
+        dataset: &dataset,
+        loader: &loader,
+        control,
+        checkpoint_dir: spec
+            .checkpoint
+            .dir
+            .as_ref()
+            .map_or_else(|| run_dir.join("checkpoints"), PathBuf::from),
+        first_step: initial.step,
+        first_sequence: initial.sequences,
+        pool_trace: environment.pool_trace.as_deref(),
+        profile: bench.map_or(environment.profile, |bench| bench.profile_step),
+        bench: bench.is_some(),
+        tracer: Tracer::new(spec.observe.trace, initial.step..spec.train.steps, &run_dir, rank),
+    }
+    .run();
+    // After an error too: closing the communicator waits for graphs that contain its collectives.
+    trainer.stepper.drop_graphs();
+    trainer.evaluator.drop_graphs();
+    let outcome = outcome?;
+    let finished = finish(spec, &device.backend, &trainer, &mut *collective, outcome, &dataset)?;
+    collective.finalize()?;
+    control.report(Report::Finished(finished));
+    Ok(if outcome.stopped_early { ExitCode::Stopped } else { ExitCode::Done })
+}
+
+/// Runs a benchmark other than training. Its workers join and report like the ranks of a training job.
+fn measure(context: &Context<'_>, kind: &Kind) -> Result<ExitCode> {
+    let Context { environment, control, spec, .. } = *context;
+    let device = OpenDevice::new(environment, spec)?;
+    let mut collective = rendezvous::join(context, format!("{kind:?}").as_bytes(), &device)?;
+    control.open_session(context.hello(), collective.abort_handle());
+    match kind {
+        Kind::AllReduce(bench) => {
+            let report = |report| control.report(Report::AllReduce(report));
+            bench::all_reduce(bench, &device.backend, &mut *collective, environment.log_fallback, report)?;
+        }
+        Kind::Device(bench) => {
+            drop(device);
+            let open = |precision| {
+                let mut spec = spec.clone();
+                spec.engine.precision = Some(precision);
+                OpenDevice::new(environment, &spec).map(|device| device.backend)
+            };
+            control.report(Report::Calibration(bench::device(bench, open)?));
+        }
+        Kind::Train(_) => {}
+    }
+    collective.finalize()?;
+    control.report(Report::Finished(Finished::default()));
+    Ok(ExitCode::Done)
+}
+
+/// The model and everything that trains it.
+struct Trainer {
+    model: Model,
+    optimizer: AdamW,
+    stepper: Stepper,
+    evaluator: Evaluator,
+}
+
+impl Trainer {
+    fn new(
+        backend: &BackendHandle,
+        spec: &JobSpec,
+        shape: &ModelShape,
+        initial: &InitialState,
+        sharding: &Sharding,
+        world: usize,
+    ) -> Result<Self> {
+        let model = Model::new(backend, shape, &initial.params)?;
+        let optimizer = AdamW::new(backend, &model, &initial.params, sharding, &spec.train)?;
+        if let Some((m, v)) = &initial.moments {
+            optimizer.set_moments(m, v)?;
+        }
+        let stepper = Stepper::new(backend, &model, spec, sharding, world)?;
+        let evaluator = Evaluator::new(backend, &model, spec)?;
+        Ok(Self { model, optimizer, stepper, evaluator })
+    }
+}
+
+/// What all ranks must agree on to reduce gradients: parameter offsets, wire element type, buckets and shards.
+fn reduce_layout(spec: &JobSpec, layout: &Layout, activations: DType, sharding: &Sharding) -> Vec<u8> {
+    let dtype = train::wire_dtype(spec, activations);
+    [layout.fingerprint(), dtype.name().into(), sharding.layout()].concat()
+}
+
+fn start_loader(
+    spec: &JobSpec,
+    shape: &ModelShape,
+    dataset: &Dataset,
+    environment: &Environment,
+    first: u64,
+) -> Result<Loader> {
+    let order = Order::new(dataset.train.len(), shape.seq, spec.data.shuffle.then_some(spec.job.seed));
+    let schedule = Schedule {
+        first,
+        rank: environment.rank.index(),
+        world: environment.world_size.index(),
+        batch: spec.train.batch,
+        seq: shape.seq,
+    };
+    Loader::start(dataset.train.clone(), order, schedule)
+        .map_err(|source| WorkerError::Io { what: "failed to start the data loader".into(), source })
+}
+
+fn train_started(
+    spec: &JobSpec,
+    trainer: &Trainer,
+    device: &OpenDevice,
+    dataset: &Dataset,
+    initial: &InitialState,
+) -> TrainStarted {
+    TrainStarted {
+        parameters: trainer.model.layout.parameters() as u64,
+        first_step: initial.step,
+        total_steps: spec.train.steps,
+        tokens_per_step: trainer.stepper.tokens_per_step(),
+        train_tokens: dataset.train.len(),
+        val_tokens: dataset.val.as_ref().map_or(0, |val| val.len()),
+        device_name: device.backend.device().name.clone(),
+        precision: device.precision_name().into(),
+    }
+}
+
+/// After the last step: the replica check, and a text sample from rank 0.
+fn finish(
+    spec: &JobSpec,
+    backend: &BackendHandle,
+    Trainer { model, optimizer, .. }: &Trainer,
+    collective: &mut dyn Collective,
+    outcome: Outcome,
+    dataset: &Dataset,
+) -> Result<Finished> {
+    optimizer.gather(model, collective)?;
+    let difference = match spec.observe.check_replicas {
+        true => Some(train::max_difference_to_rank_0(backend, optimizer.replica(model), collective)?),
+        false => None,
+    };
+    let byte_level = spec.data.tokenizer == Tokenizer::Bytes && spec.train.sample > 0;
+    let sample = if collective.rank() == 0 && byte_level && !outcome.stopped_early {
+        let prompt = prompt(dataset, model.shape.seq / 4)?;
+        train::sample(backend, model, &prompt, spec.train.sample, spec.job.seed)?
+    } else {
+        String::new()
+    };
+    Ok(Finished {
+        steps: outcome.steps,
+        stopped_early: outcome.stopped_early,
+        sample,
+        max_parameter_difference: difference,
+    })
+}
+
+/// A prompt for the sample: the first line of the held-out text with at least 12 bytes, cut to `max_len` bytes.
+fn prompt(dataset: &Dataset, max_len: usize) -> Result<Vec<u8>> {
+    let tokens = dataset.val.as_ref().unwrap_or(&dataset.train);
+    let mut ids = Vec::new();
+    tokens.read(0, usize::try_from(tokens.len().min(4096)).unwrap_or(4096), &mut ids)?;
+    let bytes: Vec<u8> = ids.iter().filter_map(|id| u8::try_from(*id).ok()).collect();
+    // The held-out part usually starts in the middle of a line: skip that.
+    let line = bytes.split(|byte| *byte == b'\n').skip(1).find(|line| line.trim_ascii().len() >= 12);
+    let mut prompt = line.unwrap_or(b"\n").to_vec();
+    prompt.truncate(max_len.max(1));
+    Ok(prompt)
+}
