@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 
 use clap::Args;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use xlaunch_proto::exit::ExitCode;
@@ -44,8 +44,9 @@ pub(super) async fn run(options: Daemon) -> ExitCode {
 /// Under systemd events go to the journal with their fields, elsewhere to stderr as lines of text.
 fn log(foreground: bool) {
     let filter = || {
-        EnvFilter::try_from_env("XLAUNCH_LOG")
-            .unwrap_or_else(|_| EnvFilter::new("warn,xlaunch=info,xlaunch_agent=info,xlaunch_daemon=info"))
+        let asked = std::env::var("XLAUNCH_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());
+        let targets = ["xlaunch", "xlaunch_agent", "xlaunch_daemon"].map(|name| (name, LevelFilter::INFO));
+        asked.unwrap_or_else(|| Targets::new().with_default(LevelFilter::WARN).with_targets(targets))
     };
     let under_journald = std::env::var_os("JOURNAL_STREAM").is_some() && !foreground;
     if under_journald && let Ok(journal) = tracing_journald::layer() {
