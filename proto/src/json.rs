@@ -1,8 +1,8 @@
-//! Answers as JSON: what the clients print for programs and what the daemon's page reads are the same.
+//! Messages as JSON: clients print the same for `--json` as the daemon's page reads.
 //!
-//! Keys are those of `xlaunch/v1/node.proto` and `agent.proto`, states in lower case; times are milliseconds since 1970 (UTC).
-//! What has not happened and what is not known is null. Numbers that JSON does not have are `"NaN"`, `"Infinity"` and
-//! `"-Infinity"`, as protobuf has them in JSON.
+//! Keys are field names of `xlaunch/v1/node.proto` and `agent.proto`, states are in lower case, times are milliseconds
+//! since 1970 (UTC). Unknown values, and times of events that have not happened, are null. Numbers that JSON cannot
+//! represent are `"NaN"`, `"Infinity"` and `"-Infinity"`, as in protobuf's JSON mapping.
 
 use crate::v1::{Gpu, Job, NodeStatus, Progress, RankStatus, Restart, StatusReply};
 use serde_json::{Value, json};
@@ -29,7 +29,7 @@ fn gpu(gpu: &Gpu) -> Value {
     })
 }
 
-/// A job of a node as a line of a list: without its report, which may be pages, its status and its history.
+/// A job of a node as a list entry: without its report, which may be long, its status and its history.
 pub fn job(job: &Job) -> Value {
     json!({
         "id": job.id, "name": job.name, "uid": job.uid, "user": job.user, "kind": kind(job.kind()),
@@ -42,7 +42,7 @@ pub fn job(job: &Job) -> Value {
     })
 }
 
-/// A launch with its ranks, without its history.
+/// The status of a job and its ranks, without its history.
 pub fn status(reply: &StatusReply) -> Value {
     json!({
         "job_id": reply.job_id, "job_name": reply.job_name, "kind": kind(reply.kind()),
@@ -89,12 +89,12 @@ pub fn history(points: &[Progress]) -> Value {
     points.iter().map(point).collect()
 }
 
-/// Null where it has not happened.
+/// Null for 0, which stands for an event that has not happened.
 fn at(unix_ms: u64) -> Value {
     if unix_ms == 0 { Value::Null } else { json!(unix_ms) }
 }
 
-/// A number; those that JSON does not have are text, as protobuf has them in JSON.
+/// A number; a string if JSON cannot represent it.
 pub fn number(value: f64) -> Value {
     match value {
         _ if value.is_nan() => json!("NaN"),
@@ -104,7 +104,7 @@ pub fn number(value: f64) -> Value {
     }
 }
 
-/// The shortest decimal that is this f32.
+/// The shortest decimal that rounds to this f32.
 pub fn single(value: f32) -> Value {
     number(value.to_string().parse().unwrap_or(f64::from(value)))
 }

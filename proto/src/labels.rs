@@ -1,8 +1,8 @@
-//! States and kinds in a word, the same wherever they are shown: on the terminal, in JSON, in metrics.
+//! Labels of states and kinds, the same on the terminal, in JSON and in metrics.
 
 use crate::v1::{GpuState, JobKind, JobState, NodeJobState, RankState};
 
-/// What a job runs.
+/// The label of a job's kind.
 pub fn kind(kind: JobKind) -> &'static str {
     match kind {
         JobKind::Unspecified => "unknown",
@@ -11,7 +11,7 @@ pub fn kind(kind: JobKind) -> &'static str {
     }
 }
 
-/// Of a job of the daemon.
+/// The label of a state of a daemon's job.
 pub fn node_job_state(state: NodeJobState) -> &'static str {
     match state {
         NodeJobState::Unspecified => "unknown",
@@ -26,7 +26,7 @@ pub fn node_job_state(state: NodeJobState) -> &'static str {
     }
 }
 
-/// Of a launch.
+/// The label of a state of a running job.
 pub fn job_state(state: JobState) -> &'static str {
     match state {
         JobState::Unspecified => "unknown",
@@ -39,7 +39,7 @@ pub fn job_state(state: JobState) -> &'static str {
     }
 }
 
-/// Of a GPU, to the daemon.
+/// The label of a state of a daemon's GPU.
 pub fn gpu_state(state: GpuState) -> &'static str {
     match state {
         GpuState::Unspecified => "unknown",
@@ -51,7 +51,7 @@ pub fn gpu_state(state: GpuState) -> &'static str {
     }
 }
 
-/// Of a rank.
+/// The label of a state of a rank.
 pub fn rank_state(state: RankState) -> &'static str {
     match state {
         RankState::Unspecified => "unknown",

@@ -247,7 +247,7 @@ pub fn children(pid: u32) -> Vec<u32> {
     let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
     let pids = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let children = pids.filter(|child| state_and_parent(*child).is_some_and(|(_, parent)| parent == pid));
-    children.filter(|child| process_name(*child) != "launch-guard").collect()
+    children.filter(|child| process_name(*child) != "launch-reaper").collect()
 }
 
 /// A process's name, as `ps` shows it.

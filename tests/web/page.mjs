@@ -121,7 +121,7 @@ async function compareList(page, reply) {
     compare(problems, "id", row.job, String(want.id));
     compare(problems, `name of ${want.id}`, row.name, want.name || "–");
     compare(problems, `state of ${want.id}`, row.state, want.state);
-    compare(problems, `reason of ${want.id}`, row.why, want.reason.slice(0, 1000) || "–");
+    compare(problems, `reason of ${want.id}`, row.reason, want.reason.slice(0, 1000) || "–");
     compare(problems, `user of ${want.id}`, row.user, want.user || String(want.uid));
     const step = want.step === null ? "–" : `${want.step} of ${want.total_steps}`;
     compare(problems, `step of ${want.id}`, row.step, step);
@@ -132,7 +132,7 @@ async function compareList(page, reply) {
     const want = reply.node.gpus[index];
     compare(problems, "index", row.GPU, String(want.index));
     compare(problems, `state of GPU ${want.index}`, row.state, want.state);
-    compare(problems, `reason of GPU ${want.index}`, row.why, want.reason || "–");
+    compare(problems, `reason of GPU ${want.index}`, row.reason, want.reason || "–");
     compare(problems, `job of GPU ${want.index}`, row.job.split(" ")[0], want.job === null ? "–" : String(want.job));
   });
   return problems.join("; ");

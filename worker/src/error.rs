@@ -42,7 +42,7 @@ pub enum WorkerError {
     Spec(#[from] xlaunch_proto::spec::SpecError),
     /// Training diverged.
     #[error(
-        "training diverged: the loss is {loss} at step {step}; try a lower train.lr, a longer train.warmup or train.clip"
+        "training diverged: the loss is {loss} at step {step}; try a lower train.lr, longer train.warmup or train.clip"
     )]
     Diverged {
         /// Number of the step, from 0.

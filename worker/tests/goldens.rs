@@ -13,7 +13,8 @@ use safetensors::tensor::Dtype;
 use xlaunch_comm::Sharding;
 use xlaunch_comm::bucket::Plan;
 use xlaunch_engine::{
-    Accumulate, CpuBackend, CudaBackend, CudaOptions, DType, EngineError, PoolMode, Precision, SquaredNorm, Tensor,
+    Accumulate, CpuBackend, CudaBackend, CudaOptions, DType, EngineError, PoolMode, Precision, SquaredNorm,
+    Tensor,
 };
 use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::TrainSection;

@@ -1,150 +1,144 @@
-//! A launch of any command: what torchrun's options describe, with every default filled in. Pure data: `cli::torchrun` makes
-//! it, the agent acts on it.
+//! A command as the agent runs it: the [`CommandSpec`] of the command line, resolved on this node.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::path::PathBuf;
 use std::time::Duration;
 
-use rustix::process::Signal;
+use xlaunch_proto::exit::ExitCode;
 
-/// What to start, and how to look after it.
+use crate::Refusal;
+use crate::devices::Node;
+use crate::python;
+
+pub use crate::python::Environment;
+pub use xlaunch_proto::command::{
+    Binding, CommandSpec, LogOptions, Nproc, PerRank, Program, Signal, Streams, quote_line,
+};
+
+/// A [`CommandSpec`] with everything filled in that depends on the node. Fields are as documented there.
 #[derive(Clone, Debug)]
-pub struct CommandSpec {
-    /// Name of its runs, in directories and in `xlaunch status`: the script's or program's file name without extension.
+#[expect(missing_docs, reason = "documented in CommandSpec")]
+pub struct ResolvedCommand {
+    /// Name of its runs, in directories and in `xlaunch status`.
     pub name: String,
     /// Program and arguments of every worker.
     pub argv: Vec<OsString>,
-    /// `ROLE_NAME`, and part of the prefix of its lines.
     pub role: String,
-    /// `TORCHELASTIC_RUN_ID` where the user chose one.
     pub run_id: Option<String>,
     /// Workers on this node.
     pub nproc: u32,
-    /// `MASTER_ADDR`.
     pub master_addr: String,
-    /// `MASTER_PORT` where the user chose one; otherwise a free one is found for every attempt.
     pub master_port: Option<u16>,
-    /// One GPU per worker by `CUDA_VISIBLE_DEVICES`, and `LOCAL_RANK` 0 for all.
     pub virtual_local_rank: bool,
-    /// Which cores a worker may run on.
     pub binding: Option<Binding>,
-    /// When workers are started again.
     pub restarts: Restarts,
-    /// Time between SIGTERM and SIGKILL.
     pub shutdown_timeout: Duration,
-    /// Signals to xlaunch that end the job.
     pub signals: Vec<Signal>,
-    /// Exit with the root cause's code instead of 1.
     pub propagate_exit_code: bool,
-    /// A rank that prints nothing and uses neither CPU nor GPU for so long is pointed out.
     pub stall_timeout: Duration,
-    /// Where output goes.
     pub logs: LogOptions,
 }
 
-/// Which failures are followed by a new attempt.
+/// Which failures lead to a restart.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Restarts {
-    /// How many at most.
+    /// Maximum number of restarts.
     pub most: u32,
-    /// Exit codes that are final.
+    /// Exit codes after which there is none.
     pub not_after: BTreeSet<i32>,
 }
 
-/// Which cores a worker may run on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Binding {
-    /// All of its GPU's NUMA node; without GPUs, of the node that falls to its rank.
-    Node,
-    /// All of its socket.
-    Socket,
-    /// Its share of its NUMA node's cores.
-    Exclusive,
-    /// Cores that share a last-level cache, one group per worker of a node.
-    CoreComplex,
-}
-
-/// Where the output of workers goes.
-#[derive(Clone, Debug, Default)]
-pub struct LogOptions {
-    /// Logs are kept below this directory; otherwise they go with the run.
-    pub dir: Option<PathBuf>,
-    /// What goes to files and not to the console.
-    pub redirects: PerRank,
-    /// What goes to files and to the console.
-    pub tee: PerRank,
-    /// Local ranks whose output the console shows; all where it is `None`.
-    pub shown: Option<BTreeSet<u32>>,
-    /// Lines of stdout with any of these go to `filtered_stdout.log` of the attempt, too.
-    pub stdout_filters: Vec<String>,
-    /// Lines of stderr with any of these go to `filtered_stderr.log` of the attempt, too.
-    pub stderr_filters: Vec<String>,
-    /// What a line on the console begins with: `${role_name}`, `${local_rank}`, `${rank}`, `${hostname}` are filled in.
-    pub prefix: Option<String>,
-    /// A log file that has grown so far is renamed to `NAME.1`, of which there is one.
-    pub rotate_bytes: Option<u64>,
-}
-
-/// A choice of streams for each local rank.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PerRank {
-    /// For ranks that are not named.
-    pub all: Streams,
-    /// For others.
-    pub ranks: BTreeMap<u32, Streams>,
-}
-
-impl PerRank {
-    /// The choice for this local rank.
-    pub fn of(&self, local_rank: u32) -> Streams {
-        self.ranks.get(&local_rank).copied().unwrap_or(self.all)
+/// Resolves a command in this environment. `node` is called only if the number of workers depends on it, as counting
+/// GPUs takes a while.
+///
+/// # Errors
+/// Usage: there is no Python interpreter, or there are too few GPUs.
+pub fn resolve(
+    spec: CommandSpec,
+    environment: Environment<'_>,
+    node: &dyn Fn() -> Node,
+) -> Result<ResolvedCommand, Refusal> {
+    let usage = |message: String| Refusal::new(ExitCode::Usage, message);
+    let name = spec.name();
+    let argv = python::argv(spec.program, spec.arguments, environment).map_err(usage)?;
+    let nproc = match spec.nproc {
+        Nproc::Count(count) => count,
+        counted => {
+            let node = node();
+            let cores = u32::try_from(node.cores).unwrap_or(u32::MAX);
+            counted.resolve(&node.gpus, cores).map_err(usage)?
+        }
+    };
+    if spec.virtual_local_rank {
+        check_visible_gpus(nproc, environment).map_err(usage)?;
     }
+    Ok(ResolvedCommand {
+        name,
+        argv,
+        role: spec.role,
+        run_id: spec.run_id,
+        nproc,
+        master_addr: spec.master_addr,
+        master_port: spec.master_port,
+        virtual_local_rank: spec.virtual_local_rank,
+        binding: spec.binding,
+        restarts: Restarts { most: spec.max_restarts, not_after: spec.no_restart_codes },
+        shutdown_timeout: spec.shutdown_timeout,
+        signals: spec.signals,
+        propagate_exit_code: spec.propagate_exit_code,
+        stall_timeout: spec.stall_timeout,
+        logs: spec.logs,
+    })
 }
 
-/// Some of a worker's two streams.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Streams {
-    /// Standard output.
-    pub stdout: bool,
-    /// Standard error.
-    pub stderr: bool,
+/// With `--virtual-local-rank` each worker gets one entry of `CUDA_VISIBLE_DEVICES`, so the list must be long enough.
+fn check_visible_gpus(nproc: u32, environment: Environment<'_>) -> Result<(), String> {
+    let Some(visible) = environment("CUDA_VISIBLE_DEVICES") else { return Ok(()) };
+    let visible = visible.to_string_lossy();
+    let gpus = visible.split(',').filter(|gpu| !gpu.trim().is_empty()).count();
+    if gpus < nproc as usize {
+        return Err(format!(
+            "--virtual-local-rank: {nproc} workers need a GPU each, but CUDA_VISIBLE_DEVICES={visible} has {gpus}"
+        ));
+    }
+    Ok(())
 }
-
-/// Signals that may end a job, by name.
-pub const SIGNALS: [(&str, Signal); 8] = [
-    ("SIGHUP", Signal::HUP),
-    ("SIGINT", Signal::INT),
-    ("SIGQUIT", Signal::QUIT),
-    ("SIGUSR1", Signal::USR1),
-    ("SIGUSR2", Signal::USR2),
-    ("SIGALRM", Signal::ALARM),
-    ("SIGTERM", Signal::TERM),
-    ("SIGXCPU", Signal::XCPU),
-];
 
 #[cfg(test)]
 pub mod tests {
     use super::*;
 
     /// A launch of one `true`, for tests of what launches have in common.
-    pub fn spec(name: &str) -> CommandSpec {
-        CommandSpec {
-            name: name.into(),
-            argv: vec!["true".into()],
-            role: "default".into(),
-            run_id: None,
-            nproc: 1,
-            master_addr: "127.0.0.1".into(),
-            master_port: None,
-            virtual_local_rank: false,
-            binding: None,
-            restarts: Restarts { most: 0, not_after: BTreeSet::new() },
-            shutdown_timeout: Duration::from_secs(30),
-            signals: Vec::new(),
-            propagate_exit_code: false,
-            stall_timeout: Duration::from_secs(300),
-            logs: LogOptions::default(),
-        }
+    pub fn spec(name: &str) -> ResolvedCommand {
+        let spec = CommandSpec::new(Program::Binary("true".into()), Vec::new());
+        let resolved = resolve(spec, &|_| None, &|| unreachable!("one worker depends on no node")).unwrap();
+        ResolvedCommand { name: name.into(), ..resolved }
+    }
+
+    #[test]
+    fn workers_are_counted_on_the_node_only_if_needed() {
+        let resolved = |nproc, node: &dyn Fn() -> Node| {
+            let spec = CommandSpec { nproc, ..CommandSpec::new(Program::Binary("a".into()), Vec::new()) };
+            resolve(spec, &|_| None, node).map(|resolved| resolved.nproc).map_err(|refusal| refusal.message)
+        };
+        let node = |gpus: Result<u32, String>| move || Node { gpus: gpus.clone(), cores: 12 };
+        assert_eq!(resolved(Nproc::Count(3), &|| unreachable!()), Ok(3));
+        assert_eq!(resolved(Nproc::Auto, &node(Ok(4))), Ok(4));
+        assert_eq!(resolved(Nproc::Cpu, &node(Ok(4))), Ok(12));
+        let refusal = resolved(Nproc::Gpu, &node(Err("no NVML".into()))).unwrap_err();
+        assert_eq!(refusal, "--nproc-per-node gpu: no GPU was found: no NVML");
+    }
+
+    #[test]
+    fn virtual_local_rank_needs_one_visible_gpu_per_worker() {
+        let resolved = |visible: Option<&str>| {
+            let mut spec = CommandSpec::new(Program::Binary("a".into()), Vec::new());
+            (spec.virtual_local_rank, spec.nproc) = (true, Nproc::Count(2));
+            let find = |name: &str| visible.filter(|_| name == "CUDA_VISIBLE_DEVICES").map(OsString::from);
+            resolve(spec, &find, &|| unreachable!()).map(|_| ()).map_err(|refusal| refusal.message)
+        };
+        assert!([None, Some("3,1"), Some("0,1,2")].into_iter().all(|visible| resolved(visible).is_ok()));
+        let refusal = "--virtual-local-rank: 2 workers need a GPU each, but CUDA_VISIBLE_DEVICES=1, has 1";
+        assert_eq!(resolved(Some("1,")), Err(refusal.into()));
     }
 }

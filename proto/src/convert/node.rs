@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::{Logs, WireError};
+use crate::command::CommandSpec;
 use crate::spec::JobSpec;
 use crate::v1;
 
@@ -17,9 +18,6 @@ const MAX_PATH_BYTES: usize = 4096;
 const MAX_REASON_BYTES: usize = 1024;
 /// All variables of an environment together.
 const MAX_ENVIRONMENT_BYTES: usize = 256 << 10;
-const MAX_ARGUMENTS: usize = 4096;
-/// All arguments together.
-const MAX_ARGUMENT_BYTES: usize = 512 << 10;
 /// More than any node has.
 const MAX_GPUS: u32 = 1024;
 const MAX_UUID_BYTES: usize = 128;
@@ -32,8 +30,8 @@ const MAX_PRIORITY: i32 = 1000;
 pub enum Work {
     /// The built-in trainer.
     Trainer(Box<JobSpec>),
-    /// The arguments of an xlaunch command line: at least one, none with a zero byte.
-    Command(Vec<Vec<u8>>),
+    /// Any other command.
+    Command(Box<CommandSpec>),
 }
 
 /// A checked [`v1::SubmitRequest`].
@@ -144,7 +142,7 @@ fn environment(variables: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, WireError> {
 }
 
 fn work(work: Option<v1::submit_request::Work>) -> Result<Work, WireError> {
-    use v1::submit_request::Work::{Command, TrainerSpecJson};
+    use v1::submit_request::Work::{CommandSpecJson, TrainerSpecJson};
     match work {
         None => Err(content("work", "is missing; expected a training job or a command".into())),
         Some(TrainerSpecJson(json)) => {
@@ -153,17 +151,10 @@ fn work(work: Option<v1::submit_request::Work>) -> Result<Work, WireError> {
             check_text("job.name", &spec.job.name, MAX_NAME_BYTES)?;
             Ok(Work::Trainer(Box::new(spec)))
         }
-        Some(Command(line)) => {
-            let arguments = line.arguments;
-            if arguments.is_empty() || arguments.len() > MAX_ARGUMENTS {
-                let (got, expected) = (arguments.len() as u64, format!("1 to {MAX_ARGUMENTS}"));
-                return Err(WireError::Range { field: "arguments", got, expected });
-            }
-            within("arguments", total_bytes(&arguments), MAX_ARGUMENT_BYTES)?;
-            if arguments.iter().any(|argument| argument.contains(&0)) {
-                return Err(content("arguments", "has an argument with a zero byte".into()));
-            }
-            Ok(Work::Command(arguments))
+        Some(CommandSpecJson(json)) => {
+            let spec = CommandSpec::from_json(&json)
+                .map_err(|error| content("command_spec_json", format!("is refused: {error}")))?;
+            Ok(Work::Command(Box::new(spec)))
         }
     }
 }
@@ -199,9 +190,10 @@ fn content(field: &'static str, problem: String) -> WireError {
 mod tests {
     use proptest::prelude::*;
     use prost::Message;
-    use v1::submit_request::Work::{Command, TrainerSpecJson};
+    use v1::submit_request::Work::{CommandSpecJson, TrainerSpecJson};
 
     use super::*;
+    use crate::command::{Nproc, Program};
 
     fn submit() -> v1::SubmitRequest {
         v1::SubmitRequest {
@@ -209,15 +201,15 @@ mod tests {
             version: "0.1.0".into(),
             work_dir: "/home/ann".into(),
             environment: vec![b"A=".to_vec(), b"B=\xff=1".to_vec()],
-            work: Some(command(&[b"train.py", b"\xff"])),
+            work: Some(CommandSpecJson(command("train.py").to_json())),
             name: "näme".into(),
             priority: -1000,
             gpus: Some(1024),
         }
     }
 
-    fn command(arguments: &[&[u8]]) -> v1::submit_request::Work {
-        Command(v1::CommandLine { arguments: arguments.iter().map(|argument| argument.to_vec()).collect() })
+    fn command(program: &str) -> CommandSpec {
+        CommandSpec::new(Program::Script(program.into()), vec!["--lr".into()])
     }
 
     /// The error for a valid request with this change.
@@ -235,7 +227,7 @@ mod tests {
             version: "v".repeat(64),
             work_dir: format!("/{}", "d".repeat(4095)),
             environment: vec![[b"A=".to_vec(), vec![b'x'; MAX_ENVIRONMENT_BYTES - 3]].concat()],
-            work: Some(command(&[b"".as_slice(); 4096])),
+            work: Some(TrainerSpecJson(JobSpec::default().to_json())),
             name: "n".repeat(256),
             priority: 1000,
             gpus: None,
@@ -258,10 +250,6 @@ mod tests {
             starts(refusal(|wire| wire.environment.push(variable.into())), "environment");
         }
         starts(refusal(|wire| wire.work = None), "work");
-        starts(refusal(|wire| wire.work = Some(command(&[]))), "arguments");
-        starts(refusal(|wire| wire.work = Some(command(&[b"".as_slice(); 4097]))), "arguments");
-        starts(refusal(|wire| wire.work = Some(command(&[&[b'x'; MAX_ARGUMENT_BYTES]]))), "arguments");
-        starts(refusal(|wire| wire.work = Some(command(&[b"a\0"]))), "arguments");
         starts(refusal(|wire| wire.name = full.name + "x"), "name");
         starts(refusal(|wire| wire.name = "\x1b[2J".into()), "name");
         starts(refusal(|wire| wire.priority = 1001), "priority");
@@ -287,6 +275,21 @@ mod tests {
     }
 
     #[test]
+    fn command_spec_is_validated() {
+        let with = |json: Vec<u8>| v1::SubmitRequest { work: Some(CommandSpecJson(json)), ..submit() };
+        let spec = command("train.py");
+        assert_eq!(
+            Submit::try_from(with(spec.to_json())).unwrap().work,
+            Work::Command(Box::new(spec.clone()))
+        );
+        let bad = CommandSpec { nproc: Nproc::Count(0), ..spec };
+        for json in [bad.to_json(), b"{}".to_vec(), Vec::new()] {
+            let error = Submit::try_from(with(json)).unwrap_err().to_string();
+            assert!(error.starts_with("field command_spec_json is refused: "), "{error}");
+        }
+    }
+
+    #[test]
     fn empty_logs_request_and_oversized_drain_are_refused() {
         assert!(JobLogs::try_from(v1::JobLogsRequest { job: 1, logs: None }).is_err());
         let drain = |count| v1::DrainRequest { gpus: vec!["GPU-1".into(); count], ..Default::default() };
@@ -303,7 +306,7 @@ mod tests {
         assert!(submit.environment.iter().all(|variable| variable.contains(&b'=')));
         assert!(submit.priority.abs() <= 1000 && submit.gpus.unwrap_or(0) <= 1024);
         match &submit.work {
-            Work::Command(arguments) => assert!((1..=4096).contains(&arguments.len())),
+            Work::Command(spec) => spec.check().unwrap(),
             Work::Trainer(spec) => spec.check().unwrap(),
         }
     }

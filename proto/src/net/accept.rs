@@ -10,34 +10,31 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use super::limits::{Connection, Connections};
 
-/// Pause after a failed `accept(2)`, for lack of descriptors or memory.
+/// Delay after a failed `accept(2)`, for example for lack of descriptors or memory.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 /// Interval at which connections that have made no call are closed.
-const SILENT_POLL_INTERVAL: Duration = Duration::from_secs(1);
+const IDLE_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The process at the other end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Credentials {
     /// Its user.
     pub uid: u32,
-    /// Its process id, where the kernel knows one in this namespace.
+    /// Its process id; `None` if it is not visible in this PID namespace.
     pub pid: Option<u32>,
-    /// Counts against no limit.
+    /// Not subject to limits.
     pub exempt: bool,
 }
 
-/// What the kernel says of the process that connected.
-///
-/// # Errors
-/// Those of `getsockopt(2)`.
+/// The credentials of the process that connected, from the kernel (`SO_PEERCRED`).
 pub fn peer_credentials(stream: &UnixStream) -> io::Result<Credentials> {
     let peer = stream.peer_cred()?;
     let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok());
     Ok(Credentials { uid: peer.uid(), pid, exempt: false })
 }
 
-/// Accepts connections until the stream that is returned is dropped. `identify` says who calls; `None` turns the caller
-/// away. An error of one connection ends none of the others.
+/// Accepts connections until the returned stream is dropped. `identify` returns the credentials of a peer, or `None` to
+/// refuse it. An error of one connection does not affect others.
 pub fn accept(
     listener: UnixListener,
     open: Connections,
@@ -45,13 +42,13 @@ pub fn accept(
 ) -> ReceiverStream<io::Result<Connection<UnixStream>>> {
     let (connections, incoming) = mpsc::channel(1);
     tokio::spawn(async move {
-        let mut poll = tokio::time::interval(SILENT_POLL_INTERVAL);
+        let mut poll = tokio::time::interval(IDLE_POLL_INTERVAL);
         poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted.map(|(stream, _)| stream),
                 _ = poll.tick() => {
-                    open.close_silent(Instant::now());
+                    open.close_unused(Instant::now());
                     continue;
                 }
                 () = connections.closed() => return,
@@ -66,7 +63,7 @@ pub fn accept(
                         return;
                     }
                 }
-                // The caller sees its connection closed.
+                // Refused: the stream was dropped, so the peer sees its connection closed.
                 Ok(None) => {}
                 Err(_) => tokio::time::sleep(ACCEPT_RETRY_DELAY).await,
             }

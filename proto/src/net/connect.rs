@@ -6,16 +6,14 @@ use std::path::Path;
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 
-/// An endpoint for [`connect`] and [`connect_stream`], to which timeouts and limits can be added. Its URI is never
-/// resolved: the connection is made by path.
+/// An endpoint for [`connect`] and [`connect_stream`], to which timeouts and limits can be added. Its URI is a
+/// placeholder that is never resolved.
 pub fn endpoint() -> Endpoint {
     Endpoint::from_static("http://unix-socket")
 }
 
-/// Connects to the server that listens on `socket`. A connection that breaks later is made again by the next call.
-///
-/// # Errors
-/// Those of the socket, with their error numbers.
+/// Connects to the server that listens on `socket`. If the connection breaks, the next call reconnects. Errors keep the
+/// socket's error number.
 pub async fn connect(socket: &Path, endpoint: Endpoint) -> io::Result<Channel> {
     let path = socket.to_path_buf();
     let connector = tower::service_fn(move |_: Uri| {
@@ -25,10 +23,7 @@ pub async fn connect(socket: &Path, endpoint: Endpoint) -> io::Result<Channel> {
     endpoint.connect_with_connector(connector).await.map_err(|error| socket_error(&error))
 }
 
-/// Speaks gRPC over a connection that is open already. When it breaks, calls fail.
-///
-/// # Errors
-/// Those of the handshake.
+/// A channel over a connection that is already open. If it breaks, calls fail.
 pub async fn connect_stream(stream: UnixStream, endpoint: Endpoint) -> io::Result<Channel> {
     let mut stream = Some(hyper_util::rt::TokioIo::new(stream));
     let connector = tower::service_fn(move |_: Uri| {
@@ -38,7 +33,7 @@ pub async fn connect_stream(stream: UnixStream, endpoint: Endpoint) -> io::Resul
     endpoint.connect_with_connector(connector).await.map_err(|error| socket_error(&error))
 }
 
-/// The socket's error at the root of a transport error.
+/// The socket error that caused a transport error.
 fn socket_error(error: &tonic::transport::Error) -> io::Error {
     match cause::<io::Error>(error) {
         Some(found) => found.raw_os_error().map_or_else(|| found.kind().into(), io::Error::from_raw_os_error),
@@ -46,7 +41,7 @@ fn socket_error(error: &tonic::transport::Error) -> io::Error {
     }
 }
 
-/// The outermost error of this type in a chain of sources.
+/// The first error of this type in a chain of sources.
 pub fn cause<'a, E: std::error::Error + 'static>(
     error: &'a (dyn std::error::Error + 'static),
 ) -> Option<&'a E> {

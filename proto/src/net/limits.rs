@@ -1,8 +1,8 @@
-//! Which connections stay open when there are too many.
+//! Decides which connections stay open when there are too many.
 //!
-//! Each user has a share of the connections. Where theirs is used up, their oldest connection without a call in progress
-//! makes room; where all are used up, a connection of the user who has most does. A connection that makes no call at all
-//! is closed after a while. What a connection is used for is told by [`Peer::begin_call`].
+//! Each user may have a limited number of connections. A new connection beyond that replaces the user's oldest one
+//! without a call in progress. If the total limit is reached, it replaces one of the user with the most connections. A
+//! connection without any call is closed after a timeout. [`Peer::begin_call`] marks a connection as busy.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,13 +22,13 @@ use super::accept::Credentials;
 /// How many connections a server keeps open.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Connections of one user, of two descriptors each.
+    /// Maximum number of connections per user. Each takes two descriptors.
     pub per_user: usize,
-    /// Connections of all users.
+    /// Maximum number of connections of all users.
     pub total: usize,
-    /// Time to make a first call.
+    /// Close connections that make no call within this time.
     pub first_call_timeout: Option<Duration>,
-    /// Where all connections of a user are busy, close the oldest of them rather than refuse the new one.
+    /// If all connections of a user are busy, close the oldest instead of refusing the new one.
     pub close_busy: bool,
 }
 
@@ -43,7 +43,7 @@ pub struct Connections {
 struct Open {
     /// Number of the next connection.
     next: u64,
-    /// By number, so that the oldest comes first.
+    /// By number, so that the oldest is first.
     entries: BTreeMap<u64, Entry>,
 }
 
@@ -52,7 +52,7 @@ struct Entry {
     uid: u32,
     since: Instant,
     calls: Arc<Calls>,
-    /// A duplicate, to close the connection from here.
+    /// A duplicate of the descriptor, to shut the connection down.
     stream: OwnedFd,
 }
 
@@ -63,15 +63,12 @@ struct Calls {
 }
 
 impl Connections {
-    /// No connection is open yet.
+    /// Without connections.
     pub fn new(limits: Limits) -> Self {
         Self { limits, open: Arc::default() }
     }
 
-    /// Adds a connection, closing another where that makes room. `None` where there is no room.
-    ///
-    /// # Errors
-    /// Where the descriptor cannot be duplicated.
+    /// Adds a connection, closing another one if necessary. `None` if it has to be refused.
     pub fn admit<S: AsFd>(&self, stream: S, peer: Credentials) -> io::Result<Option<Connection<S>>> {
         let Credentials { uid, pid, exempt } = peer;
         let calls = Arc::<Calls>::default();
@@ -95,16 +92,16 @@ impl Connections {
         Ok(Some(Connection { _slot: slot, stream, peer: Peer { uid, pid, calls } }))
     }
 
-    /// Closes connections that have made no call within their time.
-    pub fn close_silent(&self, now: Instant) {
+    /// Closes connections that made no call within the timeout.
+    pub fn close_unused(&self, now: Instant) {
         let Some(timeout) = self.limits.first_call_timeout else { return };
         self.lock().entries.retain(|_, entry| {
-            let silent = !entry.calls.made_any.load(Ordering::Relaxed);
-            let stays = !silent || now.duration_since(entry.since) < timeout;
-            if !stays {
+            let unused = !entry.calls.made_any.load(Ordering::Relaxed);
+            let keep = !unused || now.duration_since(entry.since) < timeout;
+            if !keep {
                 shut_down(entry);
             }
-            stays
+            keep
         });
     }
 
@@ -119,15 +116,15 @@ impl Connections {
 }
 
 fn shut_down(entry: &Entry) {
-    // The other end sees the end of the stream. A connection that is closed already reports an error, which is fine.
+    // The peer sees the end of the stream. The error of a connection that is closed already is ignored.
     let _ = rustix::net::shutdown(&entry.stream, Shutdown::Both);
 }
 
-/// Whether one more connection fits.
+/// Whether there is room for one more connection.
 #[derive(Debug, PartialEq, Eq)]
 enum Room {
     Free,
-    /// If the connection with this number is closed.
+    /// Yes, if the connection with this number is closed.
     Close(u64),
     None,
 }
@@ -149,7 +146,7 @@ impl Open {
             return Room::Free;
         }
         match counts.into_iter().max_by_key(|(_, count)| *count) {
-            // The user with most connections gives one to a user with fewer, busy or not.
+            // The user with the most connections loses one to a user with fewer, even if it is busy.
             Some((most, count)) if most != uid && count > own + 1 => {
                 close(self.oldest_idle(most).or_else(|| self.oldest(most)))
             }
@@ -177,13 +174,13 @@ impl Open {
 pub struct Peer {
     /// Its user.
     pub uid: u32,
-    /// Its process id, where the kernel knows one in this namespace.
+    /// Its process id; `None` if it is not visible in this PID namespace.
     pub pid: Option<u32>,
     calls: Arc<Calls>,
 }
 
 impl Peer {
-    /// A call has begun: the connection is busy until the result is dropped.
+    /// Marks the connection as busy until the result is dropped.
     pub fn begin_call(&self) -> CallInProgress {
         self.calls.made_any.store(true, Ordering::Relaxed);
         self.calls.in_progress.fetch_add(1, Ordering::Relaxed);
@@ -191,7 +188,7 @@ impl Peer {
     }
 }
 
-/// A call, until it is dropped.
+/// A call in progress, until it is dropped.
 #[derive(Debug)]
 pub struct CallInProgress(Arc<Calls>);
 
@@ -201,10 +198,10 @@ impl Drop for CallInProgress {
     }
 }
 
-/// An admitted connection. It counts until it is dropped.
+/// An admitted connection. It counts towards the limits until it is dropped.
 #[derive(Debug)]
 pub struct Connection<S> {
-    /// Dropped before the stream: a connection that is closed no longer counts.
+    /// Before the stream, as fields are dropped in order: a closed connection must no longer count.
     _slot: Option<Slot>,
     stream: S,
     peer: Peer,

@@ -1,13 +1,13 @@
-//! Sockets of xlaunch's processes: gRPC over unix sockets, who is at the other end, and how many may connect.
+//! Sockets of xlaunch's processes: gRPC over unix sockets, credentials of peers, and limits on connections.
 //!
 //! ```text
 //! client --connect--> socket --accept: credentials, limits--> Connection --> tonic or hyper
 //! ```
 //! - [`connect`]: a gRPC channel over a unix socket;
-//! - [`limits`]: which connections stay open when there are too many (pure, but for closing them);
-//! - [`accept`]: the accept loop of a server, which admits connections by these limits.
+//! - [`limits`]: decides which connections stay open when there are too many (pure, except for closing them);
+//! - [`accept`]: the accept loop of a server, which applies these limits.
 //!
-//! Invariant: no client, however many connections it opens and however long it says nothing, keeps another user out.
+//! Invariant: a client that opens many connections, or sends nothing on them, cannot lock out another user.
 
 pub mod accept;
 pub mod connect;

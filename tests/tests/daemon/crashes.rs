@@ -12,11 +12,12 @@ use rustix::process::Signal;
 use tokio::runtime::Runtime;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
+use xlaunch_proto::command::{CommandSpec, Program};
 use xlaunch_proto::net::connect::{connect, endpoint};
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::submit_request::Work;
 use xlaunch_proto::v1::{
-    CancelRequest, CommandLine, DrainRequest, GetRequest, Job, ListRequest, NodeJobState, SubmitReply,
+    CancelRequest, DrainRequest, GetRequest, Job, ListRequest, NodeJobState, SubmitReply,
     SubmitRequest,
 };
 use xlaunch_tests::{HANG_TIMEOUT, Node, Process, is_alive, requirements, send_signal, wait_for};
@@ -103,13 +104,13 @@ impl Case {
     }
 
     fn submit(&mut self, id: &str, script: &str) -> SubmitReply {
-        let arguments = ["--", "sh", "-c", script].map(|argument| argument.as_bytes().to_vec()).to_vec();
+        let spec = CommandSpec::new(Program::Binary("sh".into()), vec!["-c".into(), script.into()]);
         let request = SubmitRequest {
             request_id: id.into(),
             version: xlaunch_proto::VERSION.into(),
             work_dir: self.node.path().display().to_string(),
             environment: vec![b"PATH=/usr/local/bin:/usr/bin:/bin".to_vec()],
-            work: Some(Work::Command(CommandLine { arguments })),
+            work: Some(Work::CommandSpecJson(spec.to_json())),
             ..Default::default()
         };
         self.call(async |client| Ok(client.submit(request.clone()).await?.into_inner()))

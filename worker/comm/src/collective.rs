@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use xlaunch_pool::{DType, Lease as Loan};
+use xlaunch_pool::{DType, Lease};
 
 /// Result of a collective call.
 pub type Result<T> = std::result::Result<T, CommError>;
@@ -65,25 +65,25 @@ pub trait Collective: Send + fmt::Debug {
     ///
     /// # Errors
     /// Registration that fails on one rank only is fatal: the other ranks wait for it and have to be aborted.
-    fn register(&mut self, memory: Loan) -> Result<bool>;
+    fn register(&mut self, memory: Lease) -> Result<bool>;
 
     /// Starts an in-place sum over ranks of the leased elements (F32 or Bf16), ordered after all work enqueued on the
     /// compute stream so far. Every rank ends with the same bytes.
-    fn all_reduce(&mut self, elements: Loan, dtype: DType) -> Result<()>;
+    fn all_reduce(&mut self, elements: Lease, dtype: DType) -> Result<()>;
 
     /// Starts the same sum, of which this rank gets its own shard: `from` is cut into one equal shard per rank, and
     /// shard `rank` is written to `into`. The contents of `from` are unspecified afterwards. Needs two ranks or more.
-    fn reduce_scatter(&mut self, from: Loan, into: Loan, dtype: DType) -> Result<()>;
+    fn reduce_scatter(&mut self, from: Lease, into: Lease, dtype: DType) -> Result<()>;
 
     /// Starts copying every rank's shard `from` to all ranks, into shard `rank` of `into`. Needs two ranks or more.
-    fn all_gather(&mut self, from: Loan, into: Loan) -> Result<()>;
+    fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()>;
 
     /// Waits for the oldest [`all_gather`](Self::all_gather) that has not been waited for: orders it before all work
     /// enqueued on the compute stream from now on, and ends its leases. Does nothing if there is none.
     fn wait_gather(&mut self) -> Result<()>;
 
     /// Starts copying `root`'s elements to all ranks.
-    fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()>;
+    fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()>;
 
     /// Waits for everything started: orders it before all work enqueued on the compute stream from now on, and ends the
     /// leases. Blocks the host on the CPU; only enqueues on a GPU.
@@ -101,7 +101,7 @@ pub trait Collective: Send + fmt::Debug {
 }
 
 /// Panics unless `whole` is as long as one `shard` per rank: anything else is a bug of the caller.
-pub(crate) fn expect_shards(whole: &Loan, shard: &Loan, world: usize) {
+pub(crate) fn expect_shards(whole: &Lease, shard: &Lease, world: usize) {
     let (whole, shard) = (whole.bytes(), shard.bytes());
     assert!(world > 1 && whole == shard * world, "{whole} bytes in {world} shards of {shard}");
 }

@@ -1,6 +1,6 @@
 //! The collective of a job with one rank: nothing to communicate.
 
-use xlaunch_pool::{DType, Lease as Loan};
+use xlaunch_pool::{DType, Lease};
 
 use crate::collective::{AbortHandle, Collective, Result};
 
@@ -17,19 +17,19 @@ impl Collective for Local {
         1
     }
 
-    fn register(&mut self, _: Loan) -> Result<bool> {
+    fn register(&mut self, _: Lease) -> Result<bool> {
         Ok(false)
     }
 
-    fn all_reduce(&mut self, _: Loan, _: DType) -> Result<()> {
+    fn all_reduce(&mut self, _: Lease, _: DType) -> Result<()> {
         Ok(())
     }
 
-    fn reduce_scatter(&mut self, _: Loan, _: Loan, _: DType) -> Result<()> {
+    fn reduce_scatter(&mut self, _: Lease, _: Lease, _: DType) -> Result<()> {
         unreachable!("one rank is never sharded")
     }
 
-    fn all_gather(&mut self, _: Loan, _: Loan) -> Result<()> {
+    fn all_gather(&mut self, _: Lease, _: Lease) -> Result<()> {
         unreachable!("one rank is never sharded")
     }
 
@@ -37,7 +37,7 @@ impl Collective for Local {
         Ok(())
     }
 
-    fn broadcast(&mut self, _: Loan, _: usize) -> Result<()> {
+    fn broadcast(&mut self, _: Lease, _: usize) -> Result<()> {
         Ok(())
     }
 

@@ -69,9 +69,8 @@ fn measure(fp32: BackendHandle, open: impl Fn(Precision) -> Result<BackendHandle
     let gpu = fp32.is_asynchronous();
     let (fp32_gemm_flops, copy_bytes_per_second) = (calibrate::gemm(&*fp32)?, calibrate::copy(&*fp32)?);
     drop(fp32);
-    let gemm = |precision| -> Result<f64> {
-        if gpu { Ok(calibrate::gemm(&*open(precision)?)?) } else { Ok(0.0) }
-    };
+    let gemm =
+        |precision| -> Result<f64> { if gpu { Ok(calibrate::gemm(&*open(precision)?)?) } else { Ok(0.0) } };
     let (tf32_gemm_flops, bf16_gemm_flops) = (gemm(Precision::Tf32)?, gemm(Precision::Bf16)?);
     Ok(Rates {
         fp32_gemm_flops,

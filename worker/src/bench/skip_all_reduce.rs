@@ -4,7 +4,7 @@
 
 use xlaunch_comm::{AbortHandle, Collective, Result};
 use xlaunch_engine::DType;
-use xlaunch_pool::Lease as Loan;
+use xlaunch_pool::Lease;
 
 /// Wraps a collective. All-reduce, reduce-scatter and all-gather do nothing.
 #[derive(Debug)]
@@ -19,19 +19,19 @@ impl Collective for SkipAllReduce {
         self.0.world_size()
     }
 
-    fn register(&mut self, memory: Loan) -> Result<bool> {
+    fn register(&mut self, memory: Lease) -> Result<bool> {
         self.0.register(memory)
     }
 
-    fn all_reduce(&mut self, _: Loan, _: DType) -> Result<()> {
+    fn all_reduce(&mut self, _: Lease, _: DType) -> Result<()> {
         self.0.check()
     }
 
-    fn reduce_scatter(&mut self, _: Loan, _: Loan, _: DType) -> Result<()> {
+    fn reduce_scatter(&mut self, _: Lease, _: Lease, _: DType) -> Result<()> {
         self.0.check()
     }
 
-    fn all_gather(&mut self, _: Loan, _: Loan) -> Result<()> {
+    fn all_gather(&mut self, _: Lease, _: Lease) -> Result<()> {
         self.0.check()
     }
 
@@ -39,7 +39,7 @@ impl Collective for SkipAllReduce {
         self.0.check()
     }
 
-    fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()> {
+    fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()> {
         self.0.broadcast(elements, root)
     }
 

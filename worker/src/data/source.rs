@@ -140,7 +140,7 @@ impl Part {
             }
             if bytes != LLMC_HEADER_BYTES + 2 * tokens {
                 return Err(problem(format!(
-                    "it is truncated or damaged: the header says {tokens} tokens, {} bytes in all, but it has {bytes} bytes",
+                    "truncated or damaged: the header says {tokens} tokens, {} bytes in all, but it has {bytes} bytes",
                     LLMC_HEADER_BYTES + 2 * tokens
                 )));
             }

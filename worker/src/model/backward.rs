@@ -5,8 +5,8 @@
 //! whose outputs were added to the residual stream that the norm reads.
 
 use xlaunch_engine::{
-    Accumulate, AttentionBackward, EmbedBackward, GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight,
-    NormBackward, Result, Slice, SwigluBackward, Tensor,
+    Accumulate, AttentionBackward, EmbedBackward, GeluLinearBackward, LinearBackwardInput,
+    LinearBackwardWeight, NormBackward, Result, Slice, SwigluBackward, Tensor,
 };
 use xlaunch_proto::model::Arch;
 
@@ -131,7 +131,13 @@ impl Model {
     }
 
     /// The gradient of `fc`'s output from that of the block's output, with the gradients of `out`.
-    fn mlp_backward(&self, pass: Pass<'_>, block: &Block, params: &layout::Block, dx: &Tensor) -> Result<Tensor> {
+    fn mlp_backward(
+        &self,
+        pass: Pass<'_>,
+        block: &Block,
+        params: &layout::Block,
+        dx: &Tensor,
+    ) -> Result<Tensor> {
         let (rows, shape, acc) = (pass.rows, &self.shape, pass.acc);
         let (h, dh) = (block.h.all(), self.activation(block.h.len())?);
         match (shape.arch, pass.bias(&params.fc)) {

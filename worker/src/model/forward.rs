@@ -1,8 +1,9 @@
 //! Forward: tokens to logits, keeping what backward needs.
 
 use xlaunch_engine::{
-    Accumulate, AttentionForward, ClassifierShape, DType, EmbedForward, EmbedShape, EngineError, FusedClassifier,
-    LinearForward, LinearGeluForward, NormForward, ResidualAdd, Result, Slice, Sum, SwigluForward, Tensor,
+    Accumulate, AttentionForward, ClassifierShape, DType, EmbedForward, EmbedShape, EngineError,
+    FusedClassifier, LinearForward, LinearGeluForward, NormForward, ResidualAdd, Result, Slice, Sum,
+    SwigluForward, Tensor,
 };
 use xlaunch_proto::model::Arch;
 

@@ -118,8 +118,8 @@ impl AdamW {
         self.backend.write_f32(self.scalars.all(), &scalars)
     }
 
-    /// Updates this rank's shard from its reduced gradients `grads`. `grad_norm_sq` F32 `[1]` is the squared norm of all
-    /// gradients. The shards of other ranks reach the model in [`gather`](Self::gather).
+    /// Updates this rank's shard from its reduced gradients `grads`. `grad_norm_sq` F32 `[1]` is the squared norm of
+    /// all gradients. The shards of other ranks reach the model in [`gather`](Self::gather).
     pub fn step(&self, model: &Model, grads: Slice<'_>, grad_norm_sq: Slice<'_>) -> Result<()> {
         let [params, m, v] = self.state(model);
         let f32_model = model.weights.dtype() == DType::F32;

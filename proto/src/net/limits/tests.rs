@@ -16,7 +16,7 @@ const LIMITS: Limits = Limits {
 /// Connections of users over socket pairs.
 struct Case {
     open: Connections,
-    /// With their calls and the far ends.
+    /// With their calls in progress and the peers' ends.
     held: BTreeMap<u64, (Connection<UnixStream>, Vec<CallInProgress>, UnixStream)>,
 }
 
@@ -25,7 +25,7 @@ impl Case {
         Self { open: Connections::new(limits), held: BTreeMap::new() }
     }
 
-    /// Whether the user got one more.
+    /// Whether a new connection of the user was admitted.
     fn connect(&mut self, uid: u32, busy: bool) -> bool {
         let (stream, far) = UnixStream::pair().unwrap();
         let peer = Credentials { uid, pid: None, exempt: false };
@@ -46,7 +46,7 @@ impl Case {
 }
 
 #[tokio::test]
-async fn oldest_idle_connection_of_a_user_makes_room_for_their_newest() {
+async fn new_connection_of_a_user_replaces_their_oldest_idle_one() {
     let mut case = Case::new(LIMITS);
     assert!(case.connect(1, true));
     (1..PER_USER).for_each(|_| assert!(case.connect(1, false)));
@@ -65,7 +65,7 @@ async fn oldest_idle_connection_of_a_user_makes_room_for_their_newest() {
 }
 
 #[tokio::test]
-async fn busy_connections_are_closed_where_the_limits_say_so() {
+async fn busy_connections_are_closed_if_the_limits_allow_it() {
     let limits = Limits { per_user: 2, total: 2, close_busy: true, ..LIMITS };
     let mut case = Case::new(limits);
     assert!(case.connect(1, true) && case.connect(1, false) && case.connect(1, true));
@@ -85,7 +85,7 @@ async fn exempt_connections_do_not_count() {
 }
 
 #[tokio::test]
-async fn users_who_hold_all_connections_give_some_to_others() {
+async fn new_connection_replaces_one_of_the_user_with_the_most() {
     let mut case = Case::new(LIMITS);
     for uid in 1..=8 {
         (0..PER_USER).for_each(|_| assert!(case.connect(uid, true)));
@@ -102,9 +102,9 @@ async fn users_who_hold_all_connections_give_some_to_others() {
 async fn connections_without_a_first_call_are_closed() {
     let mut case = Case::new(LIMITS);
     assert!(case.connect(1, false) && case.connect(1, true) && case.connect(2, false));
-    case.open.close_silent(Instant::now());
+    case.open.close_unused(Instant::now());
     assert_eq!(case.numbers(1), [0, 1]);
-    case.open.close_silent(Instant::now() + FIRST_CALL_TIMEOUT);
+    case.open.close_unused(Instant::now() + FIRST_CALL_TIMEOUT);
     assert_eq!((case.numbers(1), case.numbers(2)), (vec![1], vec![]));
     let (.., far) = case.held.get_mut(&0).unwrap();
     let end = tokio::time::timeout(Duration::from_secs(60), far.read(&mut [0])).await;

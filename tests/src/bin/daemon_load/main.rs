@@ -19,10 +19,11 @@ use std::time::{Duration, Instant};
 use clap::{Parser, Subcommand};
 use tokio::time::sleep;
 use tonic::transport::Channel;
+use xlaunch_proto::command::{CommandSpec, Program};
 use xlaunch_proto::net;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::submit_request::Work;
-use xlaunch_proto::v1::{CommandLine, GetRequest, ListRequest, NodeJobState, SubmitRequest};
+use xlaunch_proto::v1::{GetRequest, ListRequest, NodeJobState, SubmitRequest};
 use xlaunch_tests::{NOBODY, Node, Process, wait_for};
 
 use crate::clients::{Clients, hold_hostile_connections};
@@ -110,13 +111,14 @@ async fn connect(socket: &Path) -> NodeClient<Channel> {
 }
 
 fn submit_request(node: &Node, id: usize, program: &[&str]) -> SubmitRequest {
-    let arguments = ["--"].iter().chain(program).map(|word| word.as_bytes().to_vec()).collect();
+    let arguments = program[1..].iter().map(Into::into).collect();
+    let spec = CommandSpec::new(Program::Binary(program[0].into()), arguments);
     SubmitRequest {
         request_id: id.to_string(),
         version: xlaunch_proto::VERSION.into(),
         work_dir: node.path().display().to_string(),
         environment: vec![b"PATH=/usr/local/bin:/usr/bin:/bin".to_vec()],
-        work: Some(Work::Command(CommandLine { arguments })),
+        work: Some(Work::CommandSpecJson(spec.to_json())),
         ..Default::default()
     }
 }

@@ -37,7 +37,8 @@ pub(super) struct Communicator {
 }
 
 impl Communicator {
-    /// Joins the communicator with this id. Every rank calls it, with its CUDA context current; it returns when all have.
+    /// Joins the communicator with this id. Every rank calls it, with its CUDA context current; it returns when all
+    /// have.
     pub(super) fn join(rank: usize, world: usize, id: [u8; 128]) -> Result<Arc<Self>> {
         let library = Library::get()?;
         let mut handle: ncclComm_t = std::ptr::null_mut();

@@ -22,7 +22,7 @@ use std::thread::JoinHandle;
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys::CUevent_flags};
 use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
-use xlaunch_pool::{DType, Lease as Loan, Space};
+use xlaunch_pool::{DType, Lease, Space};
 
 use crate::collective::{AbortHandle, Collective, CommError, Result, expect_shards};
 use communicator::Communicator;
@@ -51,11 +51,11 @@ pub struct Nccl {
     compute_done: CudaEvent,
     comm_done: CudaEvent,
     /// Gathers that have not been waited for, oldest first: the event recorded after each, and its leases.
-    pending_gathers: VecDeque<(CudaEvent, Vec<Loan>)>,
+    pending_gathers: VecDeque<(CudaEvent, Vec<Lease>)>,
     /// Events of finished gathers, for reuse: creating one per gather would be a driver call per bucket and step.
     spare_events: Vec<CudaEvent>,
     /// Leases of all other collectives under way.
-    leases: Vec<Loan>,
+    leases: Vec<Lease>,
     windows: Windows,
     watchdog: Option<JoinHandle<()>>,
 }
@@ -108,7 +108,7 @@ impl Nccl {
     fn enqueue<const N: usize>(
         &mut self,
         what: &'static str,
-        leases: [Loan; N],
+        leases: [Lease; N],
         call: impl FnOnce(&Library, ncclComm_t, [*mut c_void; N]) -> ncclResult_t,
     ) -> Result<()> {
         assert!(leases.iter().all(|lease| lease.space() == Space::Cuda), "NCCL takes device memory only");
@@ -130,7 +130,7 @@ impl Collective for Nccl {
         self.world
     }
 
-    fn register(&mut self, memory: Loan) -> Result<bool> {
+    fn register(&mut self, memory: Lease) -> Result<bool> {
         let (windows, stream) = (&mut self.windows, &self.stream);
         let result =
             self.communicator.call(|library, comm| windows.register(library, comm, stream, memory))?;
@@ -138,7 +138,7 @@ impl Collective for Nccl {
         result
     }
 
-    fn all_reduce(&mut self, elements: Loan, dtype: DType) -> Result<()> {
+    fn all_reduce(&mut self, elements: Lease, dtype: DType) -> Result<()> {
         let (count, stream) = (elements.bytes() / dtype.size(), self.stream.cu_stream().cast());
         let (kind, sum) = (data_type(dtype), ncclRedOp_t::ncclSum);
         self.enqueue("failed to start an all-reduce", [elements], |library, comm, [data]| {
@@ -148,7 +148,7 @@ impl Collective for Nccl {
         })
     }
 
-    fn reduce_scatter(&mut self, from: Loan, into: Loan, dtype: DType) -> Result<()> {
+    fn reduce_scatter(&mut self, from: Lease, into: Lease, dtype: DType) -> Result<()> {
         expect_shards(&from, &into, self.world);
         let (count, stream) = (into.bytes() / dtype.size(), self.stream.cu_stream().cast());
         let (kind, sum) = (data_type(dtype), ncclRedOp_t::ncclSum);
@@ -159,7 +159,7 @@ impl Collective for Nccl {
         })
     }
 
-    fn all_gather(&mut self, from: Loan, into: Loan) -> Result<()> {
+    fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()> {
         expect_shards(&into, &from, self.world);
         let (bytes, stream) = (from.bytes(), self.stream.cu_stream().cast());
         self.enqueue("failed to start an all-gather", [from, into], |library, comm, [from, into]| {
@@ -182,7 +182,7 @@ impl Collective for Nccl {
         Ok(())
     }
 
-    fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()> {
+    fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()> {
         let (bytes, stream) = (elements.bytes(), self.stream.cu_stream().cast());
         let (kind, root) = (ncclDataType_t::ncclUint8, communicator::int(root));
         self.enqueue("failed to start a broadcast", [elements], |library, comm, [data]| {

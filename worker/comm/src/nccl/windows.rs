@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream};
 use cudarc::nccl::sys::{ncclComm_t, ncclWindow_t};
-use xlaunch_pool::Lease as Loan;
+use xlaunch_pool::Lease;
 
 use super::{library::Library, order_error};
 use crate::collective::Result;
@@ -36,7 +36,7 @@ struct Window {
     start: u64,
     handle: Handle,
     /// One lease per buffer registered in it: they keep the segment mapped.
-    leases: Vec<Loan>,
+    leases: Vec<Lease>,
 }
 
 /// NCCL's handle of a window; null where NCCL does not support windows for this memory.
@@ -55,7 +55,7 @@ impl Windows {
         library: &Library,
         comm: ncclComm_t,
         stream: &Arc<CudaStream>,
-        memory: Loan,
+        memory: Lease,
     ) -> Result<bool> {
         let (Some(calls), Some((start, bytes))) = (&library.windows, memory.segment()) else {
             return Ok(false);

@@ -24,7 +24,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use xlaunch_pool::{DType, Lease as Loan};
+use xlaunch_pool::{DType, Lease};
 
 use crate::collective::{AbortHandle, Collective, CommError, Result, expect_shards};
 pub use connect::RingListener;
@@ -128,20 +128,20 @@ impl Collective for Ring {
         self.world
     }
 
-    fn register(&mut self, _: Loan) -> Result<bool> {
+    fn register(&mut self, _: Lease) -> Result<bool> {
         Ok(false)
     }
 
-    fn all_reduce(&mut self, elements: Loan, dtype: DType) -> Result<()> {
+    fn all_reduce(&mut self, elements: Lease, dtype: DType) -> Result<()> {
         self.submit(Job::AllReduce(elements, dtype))
     }
 
-    fn reduce_scatter(&mut self, from: Loan, into: Loan, dtype: DType) -> Result<()> {
+    fn reduce_scatter(&mut self, from: Lease, into: Lease, dtype: DType) -> Result<()> {
         expect_shards(&from, &into, self.world);
         self.submit(Job::ReduceScatter(from, into, dtype))
     }
 
-    fn all_gather(&mut self, from: Loan, into: Loan) -> Result<()> {
+    fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()> {
         expect_shards(&into, &from, self.world);
         self.submit(Job::AllGather(from, into))?;
         let done = self.submit_with_reply(Job::Flush)?;
@@ -153,7 +153,7 @@ impl Collective for Ring {
         self.pending_gathers.pop_front().map_or(Ok(()), |done| self.wait(&done))
     }
 
-    fn broadcast(&mut self, elements: Loan, root: usize) -> Result<()> {
+    fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()> {
         self.submit(Job::Broadcast(elements, root))
     }
 

@@ -4,17 +4,17 @@ use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender};
 
 use half::bf16;
-use xlaunch_pool::{DType, Lease as Loan, Space};
+use xlaunch_pool::{DType, Lease, Space};
 
 use super::wire::{Side, Socket, exchange};
 use crate::collective::{CommError, Result};
 
-/// A queued operation. Leases are dropped, and so returned to the lender, when it is done.
+/// A queued operation. Leases are dropped, which ends them, when it is done.
 pub(super) enum Job {
-    AllReduce(Loan, DType),
-    ReduceScatter(Loan, Loan, DType),
-    AllGather(Loan, Loan),
-    Broadcast(Loan, usize),
+    AllReduce(Lease, DType),
+    ReduceScatter(Lease, Lease, DType),
+    AllGather(Lease, Lease),
+    Broadcast(Lease, usize),
     /// Replies with the first error of all jobs before it.
     Flush(Sender<Result<()>>),
     /// The same, once every rank has reached it.
@@ -41,12 +41,12 @@ impl Worker {
         let mut state = Ok(());
         for job in queue {
             match job {
-                Job::AllReduce(loan, dtype) => state = state.and_then(|()| self.all_reduce(loan, dtype)),
+                Job::AllReduce(lease, dtype) => state = state.and_then(|()| self.all_reduce(lease, dtype)),
                 Job::ReduceScatter(from, into, dtype) => {
                     state = state.and_then(|()| self.reduce_scatter(from, into, dtype));
                 }
                 Job::AllGather(from, into) => state = state.and_then(|()| self.all_gather(from, into)),
-                Job::Broadcast(loan, root) => state = state.and_then(|()| self.broadcast(loan, root)),
+                Job::Broadcast(lease, root) => state = state.and_then(|()| self.broadcast(lease, root)),
                 // The receiver may have been dropped: `wait_all` covers gathers that were not waited for one by one.
                 Job::Flush(reply) => drop(reply.send(state.clone())),
                 Job::Barrier(reply) => {
@@ -57,20 +57,20 @@ impl Worker {
         }
     }
 
-    fn all_reduce(&mut self, mut loan: Loan, dtype: DType) -> Result<()> {
-        let bytes = host_bytes(&mut loan);
+    fn all_reduce(&mut self, mut lease: Lease, dtype: DType) -> Result<()> {
+        let bytes = host_bytes(&mut lease);
         self.reduce_scatter_chunks(bytes, dtype)?;
         self.all_gather_chunks(bytes, dtype.size())
     }
 
-    fn reduce_scatter(&mut self, mut from: Loan, mut into: Loan, dtype: DType) -> Result<()> {
+    fn reduce_scatter(&mut self, mut from: Lease, mut into: Lease, dtype: DType) -> Result<()> {
         let (bytes, own) = (host_bytes(&mut from), host_bytes(&mut into));
         self.reduce_scatter_chunks(bytes, dtype)?;
         own.copy_from_slice(&bytes[self.chunk(bytes.len(), dtype.size(), self.rank)]);
         Ok(())
     }
 
-    fn all_gather(&mut self, mut from: Loan, mut into: Loan) -> Result<()> {
+    fn all_gather(&mut self, mut from: Lease, mut into: Lease) -> Result<()> {
         let (own, bytes) = (host_bytes(&mut from), host_bytes(&mut into));
         let shard = self.chunk(bytes.len(), 1, self.rank);
         bytes[shard].copy_from_slice(own);
@@ -106,8 +106,8 @@ impl Worker {
     }
 
     /// Passes the root's bytes on from rank to rank.
-    fn broadcast(&mut self, mut loan: Loan, root: usize) -> Result<()> {
-        let bytes = host_bytes(&mut loan);
+    fn broadcast(&mut self, mut lease: Lease, root: usize) -> Result<()> {
+        let bytes = host_bytes(&mut lease);
         if self.rank != root {
             self.exchange(&[], bytes)?;
         }
@@ -141,11 +141,12 @@ impl Worker {
 }
 
 /// The leased bytes.
-fn host_bytes(loan: &mut Loan) -> &mut [u8] {
-    assert!(loan.space() == Space::Host, "the ring reduces host memory only");
+fn host_bytes(lease: &mut Lease) -> &mut [u8] {
+    assert!(lease.space() == Space::Host, "the ring reduces host memory only");
     // SAFETY: the lease keeps the host block alive and gives its holder exclusive access to the range until it is
-    // dropped: the lender checks `is_lent` before it touches a range. Host blocks are initialised when they are mapped.
-    unsafe { std::slice::from_raw_parts_mut(loan.address() as *mut u8, loan.bytes()) }
+    // dropped: the owner of the buffer checks `is_leased` before it touches a range. Host blocks are initialised when
+    // they are mapped.
+    unsafe { std::slice::from_raw_parts_mut(lease.address() as *mut u8, lease.bytes()) }
 }
 
 /// Two ranges of `bytes` that do not overlap: one to send, one to receive into.

@@ -1,0 +1,83 @@
+//! The Python interpreter of this node, and the command lines that run programs with it.
+
+use std::ffi::OsString;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use xlaunch_proto::command::Program;
+
+/// Looks up a variable of a process's environment.
+pub type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+/// Executes a script with runpy, as torchrun's `--run-path` does.
+const RUN_PATH: &str =
+    "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')";
+
+/// Program and arguments of a worker. Python's output is unbuffered, as a worker that is killed would lose its last
+/// lines otherwise.
+pub(crate) fn argv(
+    program: Program,
+    arguments: Vec<OsString>,
+    environment: Environment<'_>,
+) -> Result<Vec<OsString>, String> {
+    let (how, target): (&[&str], _) = match program {
+        Program::Binary(binary) => return Ok([vec![binary], arguments].concat()),
+        Program::Script(script) => (&[], script),
+        Program::Module(module) => (&["-m"], module),
+        Program::RunPath(script) => (&["-c", RUN_PATH], script),
+    };
+    let mut argv = vec![interpreter(environment)?, "-u".into()];
+    argv.extend(how.iter().map(OsString::from));
+    argv.push(target);
+    argv.extend(arguments);
+    Ok(argv)
+}
+
+/// `PYTHON_EXEC`, or the first Python in `PATH`, which is that of an active virtual environment.
+fn interpreter(environment: Environment<'_>) -> Result<OsString, String> {
+    if let Some(chosen) = environment("PYTHON_EXEC").filter(|chosen| !chosen.is_empty()) {
+        return Ok(chosen);
+    }
+    let path = environment("PATH").unwrap_or_default();
+    let candidates = |dir: PathBuf| ["python3", "python"].map(|name| dir.join(name));
+    let found = std::env::split_paths(&path).flat_map(candidates).find(|file| is_executable(file));
+    let missing =
+        "there is no python3 or python in PATH; PYTHON_EXEC can name one, and -- PROGRAM needs none";
+    found.map(PathBuf::into_os_string).ok_or_else(|| missing.into())
+}
+
+fn is_executable(file: &Path) -> bool {
+    fs_err::metadata(file).is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_python_in_path_runs_scripts_unless_python_exec_is_set() {
+        let dirs = tempfile::tempdir().unwrap();
+        let program = |name: &str, mode: u32| {
+            let file = dirs.path().join(name);
+            fs_err::create_dir_all(file.parent().unwrap()).unwrap();
+            fs_err::write(&file, "").unwrap();
+            fs_err::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
+            file.into_os_string()
+        };
+        program("notes/python3", 0o644);
+        let (venv, _system) = (program("venv/python", 0o755), program("usr/python3", 0o755));
+        let path = std::env::join_paths(["notes", "venv", "usr"].map(|dir| dirs.path().join(dir))).unwrap();
+        let only_path = |name: &str| (name == "PATH").then(|| path.clone());
+        let script = || Program::Script("train.py".into());
+        assert_eq!(
+            argv(script(), vec!["--lr=3".into()], &only_path).unwrap(),
+            [venv, "-u".into(), "train.py".into(), "--lr=3".into()]
+        );
+        let chosen = |name: &str| (name == "PYTHON_EXEC").then(|| "/opt/python".into());
+        let module = argv(Program::Module("pkg".into()), Vec::new(), &chosen).unwrap();
+        assert_eq!(module, ["/opt/python", "-u", "-m", "pkg"]);
+        let refusal = argv(script(), Vec::new(), &|_| None).unwrap_err();
+        assert!(refusal.contains("PYTHON_EXEC"), "{refusal}");
+        assert_eq!(argv(Program::Binary("a".into()), vec!["b".into()], &|_| None).unwrap(), ["a", "b"]);
+    }
+}

@@ -1,0 +1,411 @@
+//! The description of a command to launch: what a torchrun-style command line says, independent of any node.
+//!
+//! ```text
+//! command line --flags, PET_*--> CommandSpec --JSON--> daemon (queue, disk) --JSON--> agent --resolve--> argv, workers
+//! ```
+//! The command line is parsed once, where the user typed it. What depends on the node that runs the command stays
+//! unresolved: the interpreter of Python programs, and how many workers `auto`, `gpu` and `cpu` are.
+
+mod os_text;
+mod shell;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+use std::fmt;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+pub use shell::quote_line;
+
+/// Version of the serialised form.
+pub const COMMAND_SPEC_VERSION: u32 = 1;
+/// Longest timeout: it can be added to any instant without overflow.
+pub const MAX_TIMEOUT: Duration = Duration::from_secs(1_000_000_000);
+
+const MAX_ARGUMENTS: usize = 4096;
+/// All arguments together, with their terminating zeros.
+const MAX_ARGUMENT_BYTES: usize = 512 << 10;
+const MAX_FIELD_BYTES: usize = 4096;
+/// Entries of each list and map other than the arguments.
+const MAX_ENTRIES: usize = 4096;
+
+/// A command, and how to launch and supervise its workers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CommandSpec {
+    /// Workers per node.
+    pub nproc: Nproc,
+    /// What each worker runs.
+    pub program: Program,
+    /// Arguments of the program. `${local_rank}` in an argument is replaced by the worker's local rank.
+    #[serde(with = "os_text::list")]
+    pub arguments: Vec<OsString>,
+    /// `ROLE_NAME`, and part of the prefix of log lines.
+    pub role: String,
+    /// `TORCHELASTIC_RUN_ID`. Default: random.
+    pub run_id: Option<String>,
+    /// `MASTER_ADDR`.
+    pub master_addr: String,
+    /// `MASTER_PORT`. Default: a free port for every attempt.
+    pub master_port: Option<u16>,
+    /// Restrict each worker to one GPU with `CUDA_VISIBLE_DEVICES`, and set `LOCAL_RANK` to 0 for all.
+    pub virtual_local_rank: bool,
+    /// CPU affinity of the workers. Default: none.
+    pub binding: Option<Binding>,
+    /// Maximum number of restarts after failures.
+    pub max_restarts: u32,
+    /// Exit codes of workers after which there is no restart.
+    pub no_restart_codes: BTreeSet<i32>,
+    /// Time between SIGTERM and SIGKILL.
+    pub shutdown_timeout: Duration,
+    /// Signals to xlaunch that terminate the job.
+    pub signals: Vec<Signal>,
+    /// Exit with the code of the worker that failed first instead of 1.
+    pub propagate_exit_code: bool,
+    /// Report a rank that produces no output and uses neither CPU nor GPU for this long.
+    pub stall_timeout: Duration,
+    /// Where output of the workers goes.
+    pub logs: LogOptions,
+}
+
+/// Workers per node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Nproc {
+    /// One per GPU, or one per core on a node without GPUs.
+    Auto,
+    /// One per GPU.
+    Gpu,
+    /// One per core.
+    Cpu,
+    /// This many.
+    Count(u32),
+}
+
+impl Nproc {
+    /// The number of workers on a node with these GPUs (or the reason why they are unknown) and cores.
+    pub fn resolve(self, gpus: &Result<u32, String>, cores: u32) -> Result<u32, String> {
+        match (self, gpus) {
+            (Self::Count(count), _) => Ok(count),
+            (Self::Auto, Ok(gpus)) if *gpus > 0 => Ok(*gpus),
+            (Self::Auto | Self::Cpu, _) => Ok(cores),
+            (Self::Gpu, Ok(0)) => Err("--nproc-per-node gpu: no GPU is visible".into()),
+            (Self::Gpu, Ok(gpus)) => Ok(*gpus),
+            (Self::Gpu, Err(reason)) => Err(format!("--nproc-per-node gpu: no GPU was found: {reason}")),
+        }
+    }
+}
+
+/// What a worker runs. All but `Binary` need a Python interpreter, which is found on the node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Program {
+    /// `python SCRIPT`.
+    Script(#[serde(with = "os_text")] OsString),
+    /// `python -m MODULE`.
+    Module(#[serde(with = "os_text")] OsString),
+    /// A Python script, executed by `runpy.run_path`.
+    RunPath(#[serde(with = "os_text")] OsString),
+    /// An executable.
+    Binary(#[serde(with = "os_text")] OsString),
+}
+
+impl Program {
+    /// The script, module or executable.
+    pub fn target(&self) -> &OsStr {
+        match self {
+            Self::Script(target) | Self::Module(target) | Self::RunPath(target) | Self::Binary(target) => {
+                target
+            }
+        }
+    }
+}
+
+/// CPU affinity of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Binding {
+    /// All cores of the NUMA node of its GPU; without GPUs, of the NUMA node assigned to its rank.
+    Node,
+    /// All cores of that NUMA node's socket.
+    Socket,
+    /// An exclusive part of that NUMA node's cores.
+    Exclusive,
+    /// Cores that share a last-level cache: one such group per worker of a NUMA node.
+    CoreComplex,
+}
+
+/// A signal that can terminate a job. Values are Linux signal numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "named after the signals")]
+pub enum Signal {
+    #[serde(rename = "SIGHUP")]
+    Hup = 1,
+    #[serde(rename = "SIGINT")]
+    Int = 2,
+    #[serde(rename = "SIGQUIT")]
+    Quit = 3,
+    #[serde(rename = "SIGUSR1")]
+    Usr1 = 10,
+    #[serde(rename = "SIGUSR2")]
+    Usr2 = 12,
+    #[serde(rename = "SIGALRM")]
+    Alrm = 14,
+    #[serde(rename = "SIGTERM")]
+    Term = 15,
+    #[serde(rename = "SIGXCPU")]
+    Xcpu = 24,
+}
+
+impl Signal {
+    /// All of them.
+    pub const ALL: [Self; 8] =
+        [Self::Hup, Self::Int, Self::Quit, Self::Usr1, Self::Usr2, Self::Alrm, Self::Term, Self::Xcpu];
+
+    /// The name, such as `SIGTERM`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Hup => "SIGHUP",
+            Self::Int => "SIGINT",
+            Self::Quit => "SIGQUIT",
+            Self::Usr1 => "SIGUSR1",
+            Self::Usr2 => "SIGUSR2",
+            Self::Alrm => "SIGALRM",
+            Self::Term => "SIGTERM",
+            Self::Xcpu => "SIGXCPU",
+        }
+    }
+
+    /// The signal with this name or number.
+    pub fn parse(text: &str) -> Option<Self> {
+        let number = text.parse::<i32>().ok();
+        Self::ALL.into_iter().find(|signal| signal.name() == text || number == Some(*signal as i32))
+    }
+}
+
+impl From<Signal> for rustix::process::Signal {
+    fn from(signal: Signal) -> Self {
+        match signal {
+            Signal::Hup => Self::HUP,
+            Signal::Int => Self::INT,
+            Signal::Quit => Self::QUIT,
+            Signal::Usr1 => Self::USR1,
+            Signal::Usr2 => Self::USR2,
+            Signal::Alrm => Self::ALARM,
+            Signal::Term => Self::TERM,
+            Signal::Xcpu => Self::XCPU,
+        }
+    }
+}
+
+/// Where the output of workers goes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LogOptions {
+    /// Directory below which log files are kept. Default: they are deleted with the run.
+    #[serde(with = "os_text::path")]
+    pub dir: Option<PathBuf>,
+    /// Streams that go to files and not to the console.
+    pub redirects: PerRank,
+    /// Streams that go to files and to the console.
+    pub tee: PerRank,
+    /// Local ranks whose output the console shows. Default: all.
+    pub shown: Option<BTreeSet<u32>>,
+    /// Lines of stdout that contain any of these are copied to `filtered_stdout.log` of the attempt.
+    pub stdout_filters: Vec<String>,
+    /// Lines of stderr that contain any of these are copied to `filtered_stderr.log` of the attempt.
+    pub stderr_filters: Vec<String>,
+    /// Prefix of lines on the console, in which `${role_name}`, `${local_rank}`, `${rank}` and `${hostname}` are
+    /// replaced.
+    pub prefix: Option<String>,
+    /// Size at which a log file is renamed to `NAME.1`, replacing the previous one.
+    pub rotate_bytes: Option<u64>,
+}
+
+/// A choice of streams for each local rank.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PerRank {
+    /// For ranks that are not in `ranks`.
+    pub all: Streams,
+    /// By local rank.
+    pub ranks: BTreeMap<u32, Streams>,
+}
+
+impl PerRank {
+    /// The choice for this local rank.
+    pub fn of(&self, local_rank: u32) -> Streams {
+        self.ranks.get(&local_rank).copied().unwrap_or(self.all)
+    }
+}
+
+/// A choice of a worker's two output streams.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "named after the streams")]
+pub struct Streams {
+    pub stdout: bool,
+    pub stderr: bool,
+}
+
+impl CommandSpec {
+    /// A launch of one worker, with torchrun's defaults for everything else.
+    pub fn new(program: Program, arguments: Vec<OsString>) -> Self {
+        Self {
+            nproc: Nproc::Count(1),
+            program,
+            arguments,
+            role: "default".into(),
+            run_id: None,
+            master_addr: "127.0.0.1".into(),
+            master_port: None,
+            virtual_local_rank: false,
+            binding: None,
+            max_restarts: 0,
+            no_restart_codes: BTreeSet::new(),
+            shutdown_timeout: Duration::from_secs(30),
+            signals: vec![Signal::Term, Signal::Int, Signal::Hup, Signal::Quit],
+            propagate_exit_code: false,
+            stall_timeout: Duration::from_secs(300),
+            logs: LogOptions::default(),
+        }
+    }
+
+    /// The name of its runs: the program's file name without extension, or the whole name of a module.
+    pub fn name(&self) -> String {
+        let stem = match &self.program {
+            Program::Module(module) => Some(module.as_os_str()),
+            program => Path::new(program.target()).file_stem(),
+        };
+        stem.map_or_else(|| "command".into(), |stem| stem.to_string_lossy().replace('/', "-"))
+    }
+
+    /// The serialised form.
+    pub fn to_json(&self) -> Vec<u8> {
+        // Plain data with string keys: serialisation cannot fail.
+        serde_json::to_vec(&Versioned { version: COMMAND_SPEC_VERSION, spec: self }).unwrap_or_default()
+    }
+
+    /// Parses the form of [`to_json`](Self::to_json) and checks the result.
+    pub fn from_json(json: &[u8]) -> Result<Self, CommandSpecError> {
+        // First: the rest of another version may have any form.
+        let Header { version } = serde_json::from_slice(json)?;
+        if version != COMMAND_SPEC_VERSION {
+            return Err(CommandSpecError::Version(version));
+        }
+        let Versioned::<Self> { spec, .. } = serde_json::from_slice(json)?;
+        spec.check()?;
+        Ok(spec)
+    }
+
+    /// Checks a description that comes from another process: lengths are bounded, and no text contains a zero byte.
+    pub fn check(&self) -> Result<(), CommandSpecError> {
+        if self.nproc == Nproc::Count(0) {
+            return Err(invalid("nproc", "is 0, expected at least 1".into()));
+        }
+        let target = self.program.target();
+        at_most("arguments", "entries", self.arguments.len(), MAX_ARGUMENTS)?;
+        let words = || self.arguments.iter().map(OsString::as_os_str).chain([target]);
+        at_most("arguments", "bytes", words().map(|word| word.len() + 1).sum(), MAX_ARGUMENT_BYTES)?;
+        if words().any(|word| word.as_bytes().contains(&0)) {
+            return Err(invalid("arguments", "have a zero byte".into()));
+        }
+        if target.is_empty() {
+            return Err(invalid("program", "is empty".into()));
+        }
+        let logs = &self.logs;
+        let dir = logs.dir.as_ref().map_or(OsStr::new(""), |dir| dir.as_os_str());
+        check_text("role", self.role.as_ref())?;
+        check_text("run_id", self.run_id.as_deref().unwrap_or_default().as_ref())?;
+        check_text("master_addr", self.master_addr.as_ref())?;
+        check_text("logs.prefix", logs.prefix.as_deref().unwrap_or_default().as_ref())?;
+        check_text("logs.dir", dir)?;
+        for (field, filters) in
+            [("logs.stdout_filters", &logs.stdout_filters), ("logs.stderr_filters", &logs.stderr_filters)]
+        {
+            at_most(field, "entries", filters.len(), MAX_ENTRIES)?;
+            filters.iter().try_for_each(|filter| check_text(field, filter.as_ref()))?;
+        }
+        for (field, entries) in [
+            ("signals", self.signals.len()),
+            ("no_restart_codes", self.no_restart_codes.len()),
+            ("logs.redirects", logs.redirects.ranks.len()),
+            ("logs.tee", logs.tee.ranks.len()),
+            ("logs.shown", logs.shown.as_ref().map_or(0, BTreeSet::len)),
+        ] {
+            at_most(field, "entries", entries, MAX_ENTRIES)?;
+        }
+        for (field, timeout) in
+            [("shutdown_timeout", self.shutdown_timeout), ("stall_timeout", self.stall_timeout)]
+        {
+            if timeout > MAX_TIMEOUT {
+                return Err(invalid(field, format!("is longer than {} s", MAX_TIMEOUT.as_secs())));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The command line of a worker, quoted for a shell, with `python` for the interpreter.
+impl fmt::Display for CommandSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let interpreter: &[&str] = match self.program {
+            Program::Script(_) | Program::RunPath(_) => &["python"],
+            Program::Module(_) => &["python", "-m"],
+            Program::Binary(_) => &[],
+        };
+        let words = interpreter.iter().map(OsStr::new).chain([self.program.target()]);
+        f.write_str(&quote_line(words.chain(self.arguments.iter().map(OsString::as_os_str))))
+    }
+}
+
+/// Why a command description cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum CommandSpecError {
+    /// Not a command description in JSON.
+    #[error("invalid command description: {0}")]
+    Json(#[from] serde_json::Error),
+    /// Written by another version of xlaunch.
+    #[error("command description has version {0}, but this build reads version {COMMAND_SPEC_VERSION}")]
+    Version(u32),
+    /// A value out of bounds.
+    #[error("{field} {problem}")]
+    Invalid {
+        /// Name of the field.
+        field: &'static str,
+        /// What is wrong, as the end of a sentence that starts with the field's name.
+        problem: String,
+    },
+}
+
+#[derive(Deserialize)]
+struct Header {
+    version: u32,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Versioned<T> {
+    version: u32,
+    spec: T,
+}
+
+fn check_text(field: &'static str, text: &OsStr) -> Result<(), CommandSpecError> {
+    at_most(field, "bytes", text.len(), MAX_FIELD_BYTES)?;
+    match text.as_bytes().contains(&0) {
+        true => Err(invalid(field, "has a zero byte".into())),
+        false => Ok(()),
+    }
+}
+
+fn at_most(field: &'static str, unit: &str, got: usize, limit: usize) -> Result<(), CommandSpecError> {
+    match got > limit {
+        true => Err(invalid(field, format!("has {got} {unit}, at most {limit} are allowed"))),
+        false => Ok(()),
+    }
+}
+
+fn invalid(field: &'static str, problem: String) -> CommandSpecError {
+    CommandSpecError::Invalid { field, problem }
+}
+
+#[cfg(test)]
+mod tests;
