@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn variables_stand_in_for_flags_as_in_a_launch() {
+    fn environment_variables_replace_missing_flags() {
         let variable = |name: &str| (name == "PET_NPROC_PER_NODE").then(|| "3".into());
         assert_eq!(spec("train.py", &variable).nproc, Nproc::Count(3));
         assert_eq!(spec("--nproc gpu train.py", &variable).nproc, Nproc::Gpu);
