@@ -1,14 +1,15 @@
-//! The `xlaunch` binary: `xlaunch worker` is one rank of the built-in trainer, everything else is the command line, and,
-//! under its own name, the guard that cleans up after a launcher that was killed.
+//! The `xlaunch` binary: the command line; `xlaunch worker`, one rank of the built-in trainer; and, under its own name,
+//! the reaper that cleans up after a launcher that was killed.
 //!
-//! - [`cli`]: subcommands, torchrun's flags, tables and JSON for people and programs;
+//! - [`cli`]: subcommands and torchrun's flags; [`client`]: gRPC clients of agents and the daemon; [`render`]: tables;
 //! - [`bench`]: the measurements of `xlaunch bench`;
-//! - [`trainer`]: what the command line needs of the worker crate, which only this file names.
+//! - [`trainer`]: functions of the worker crate, which is named only in this file.
 #![forbid(unsafe_code)]
 
 mod bench;
 mod cli;
 mod client;
+mod render;
 mod trainer;
 
 use std::path::Path;
@@ -19,8 +20,8 @@ use xlaunch_agent::{Refusal, spawn};
 use xlaunch_proto::spec::JobSpec;
 
 fn main() -> ExitCode {
-    if std::env::args_os().next().is_some_and(|name| name == spawn::guard::NAME) {
-        return spawn::guard::main();
+    if std::env::args_os().next().is_some_and(|name| name == spawn::reaper::NAME) {
+        return spawn::reaper::main();
     }
     if std::env::args_os().nth(1).is_some_and(|argument| argument == "worker") {
         return xlaunch_worker::main().into();

@@ -1,20 +1,21 @@
-//! The built-in trainer, as far as the command line needs it. `main.rs` fills this in: no other module knows the worker.
+//! The functions of the worker crate that the command line needs. `main.rs` fills them in, so that no other module
+//! depends on the worker.
 
 use std::path::{Path, PathBuf};
 
 use xlaunch_agent::Refusal;
 use xlaunch_proto::spec::JobSpec;
 
-/// Functions of the worker crate that run in the launcher's process.
+/// These run in the launcher's process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Trainer {
-    /// Checks data and checkpoint before any worker starts; the path is the job's directory of earlier runs.
+    /// Validates data and checkpoint before any worker starts. The path is the directory of the job's earlier runs.
     pub(crate) preflight: fn(&JobSpec, &Path) -> Result<Preflight, Refusal>,
     /// The newest complete checkpoint in a directory.
     pub(crate) newest_checkpoint: fn(&Path) -> Option<PathBuf>,
 }
 
-/// A job that can start.
+/// The result of a successful preflight check.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Preflight {
     /// Checkpoint to resume from.

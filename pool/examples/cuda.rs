@@ -1,5 +1,5 @@
-//! A pool of device memory shared by two streams: `cargo run -p xlaunch-pool --example cuda`. Needs an NVIDIA GPU; prints
-//! a message and exits where there is none.
+//! A pool of device memory shared by two streams: `cargo run -p xlaunch-pool --example cuda`. Needs an NVIDIA GPU;
+//! prints a message and exits where there is none.
 
 #![expect(clippy::print_stdout, reason = "the output of the example")]
 

@@ -17,7 +17,7 @@ use crate::stream::StreamId;
 /// [`address`](Self::address) demands. With the `cuda` feature it is an argument of kernel launches and of the copies,
 /// cuBLAS, cuBLASLt and NCCL calls of cudarc.
 ///
-/// Dropping it frees its memory without a driver call.
+/// Dropping it frees its memory without a driver call, from any thread.
 pub struct PoolBuf<T> {
     pub(crate) address: u64,
     len: usize,
@@ -74,8 +74,8 @@ impl<T> PoolBuf<T> {
 
     /// Address of the first element, aligned to 512 bytes, valid for `len` elements while the buffer lives.
     ///
-    /// Code that accesses memory through it must do what a device leaves to its programmers: stay within `len`, read only
-    /// what was written, and order accesses with each other and with leases ([`is_leased`](Self::is_leased)).
+    /// Code that accesses memory through it must do what a device leaves to its programmers: stay within `len`, read
+    /// only what was written, and order accesses with each other and with leases ([`is_leased`](Self::is_leased)).
     pub fn address(&self) -> u64 {
         self.address
     }
@@ -89,8 +89,8 @@ impl<T> PoolBuf<T> {
     /// only work that runs after that work too. Call it after submitting the work.
     ///
     /// # Errors
-    /// [`PoolError::PlannedBuffer`] if a plan chose the address. Plans leave out buffers whose use by a second stream was
-    /// recorded, so steps should record such uses from their first run on.
+    /// [`PoolError::PlannedBuffer`] if a plan chose the address. Plans leave out buffers whose use by a second stream
+    /// was recorded, so steps should record such uses from their first run on.
     pub fn record_use(&self, stream: StreamId) -> Result<(), PoolError> {
         match &self.origin {
             Origin::Block { inner, handle } => inner.record_use(*handle, stream),

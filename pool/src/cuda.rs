@@ -40,9 +40,9 @@ impl Pool {
 
     /// A pool of page-locked host memory, for copies to and from the device of `stream`. Its stream 0 is the host.
     ///
-    /// Add the streams that copy with [`add_cuda_stream`](Self::add_cuda_stream), and call [`PoolBuf::record_use`] after
-    /// every copy: the memory is reused once the host has waited for that stream. If nothing else is free, the pool waits
-    /// for it.
+    /// Add the streams that copy with [`add_cuda_stream`](Self::add_cuda_stream), and call [`PoolBuf::record_use`]
+    /// after every copy: the memory is reused once the host has waited for that stream. If nothing else is free, the
+    /// pool waits for it.
     ///
     /// # Errors
     /// A driver call failed.
@@ -105,7 +105,8 @@ impl MemoryAccess for DeviceMemory {
     fn fill(&mut self, address: u64, bytes: u64, value: u8) -> DriverResult<()> {
         self.0.synchronize()?;
         if bytes > 0 {
-            // SAFETY: the context is current, and the range is in a block that no work uses: the device was synchronised.
+            // SAFETY: the context is current, and the range is in a block that no work uses: the device was
+            // synchronised.
             unsafe { result::memset_d8_async(address, value, bytes as usize, std::ptr::null_mut()) }
                 .map_err(failed("cuMemsetD8Async"))?;
         }

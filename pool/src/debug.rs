@@ -1,8 +1,8 @@
 //! Debug mode: fills new buffers with a chosen byte, and detects writes to memory that no buffer owns.
 //!
-//! The fill byte makes a program that reads before it writes visible by its results. Freed memory and the bytes past the
-//! end of a buffer hold patterns, which are verified when the memory is allocated again. All of this happens at requests,
-//! never in a drop, and synchronises the device: this mode is for finding faults.
+//! The fill byte makes a program that reads before it writes visible by its results. Freed memory and the bytes past
+//! the end of a buffer hold patterns, which are verified when the memory is allocated again. All of this happens at
+//! requests, never in a drop, and synchronises the device: this mode is for finding faults.
 
 use std::backtrace::Backtrace;
 use std::collections::VecDeque;

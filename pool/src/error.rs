@@ -77,7 +77,8 @@ pub struct OutOfMemory {
     pub pending: Vec<(StreamId, u64)>,
     /// The sites that hold most memory, largest first: bytes, number of buffers, site.
     pub top: Vec<(u64, u64, Option<Site>)>,
-    /// The snapshot that was written, if [`Pool::snapshot_on_failure`](crate::Pool::snapshot_on_failure) named a directory.
+    /// The snapshot that was written, if [`Pool::snapshot_on_failure`](crate::Pool::snapshot_on_failure) named a
+    /// directory.
     pub snapshot: Option<PathBuf>,
 }
 

@@ -22,8 +22,8 @@ pub(crate) struct SpinLock<T> {
     value: UnsafeCell<T>,
 }
 
-// SAFETY: `held` goes from false to true by an atomic exchange, so at most one thread has a guard at a time: sharing the
-// lock moves the value between threads, which `T: Send` allows.
+// SAFETY: `held` goes from false to true by an atomic exchange, so at most one thread has a guard at a time: sharing
+// the lock moves the value between threads, which `T: Send` allows.
 unsafe impl<T: Send> Sync for SpinLock<T> {}
 
 impl<T> fmt::Debug for SpinLock<T> {

@@ -97,8 +97,8 @@ impl Pool {
         pool
     }
 
-    /// A handle to the same pool for long-lived buffers such as parameters. They are placed at the low end of the address
-    /// range, away from the short-lived ones at the high end, so that neither fragments the other.
+    /// A handle to the same pool for long-lived buffers such as parameters. They are placed at the low end of the
+    /// address range, away from the short-lived ones at the high end, so that neither fragments the other.
     #[must_use]
     pub fn persistent(&self) -> Self {
         let mut pool = self.clone();
@@ -153,12 +153,12 @@ impl Pool {
         self.inner.alloc(&Request { bytes, stream, place, purpose, site })
     }
 
-    /// Begins a step, which ends when the guard is dropped. `key` identifies the kind of step, such as training with one
-    /// batch shape.
+    /// Begins a step, which ends when the guard is dropped. `key` identifies the kind of step, such as training with
+    /// one batch shape.
     ///
-    /// In [`Mode::Plan`], once two steps with the same key have made the same requests, a plan serves the following ones:
-    /// without a lock, at the same addresses in every step. Only the thread that began the pool's first step is served.
-    /// In other modes nothing happens.
+    /// In [`Mode::Plan`], once two steps with the same key have made the same requests, a plan serves the following
+    /// ones: without a lock, at the same addresses in every step. Only the thread that began the pool's first step is
+    /// served. In other modes nothing happens.
     pub fn step(&self, key: u64) -> Step {
         let mut state = self.inner.lock();
         let state = &mut *state;
@@ -193,8 +193,8 @@ impl Pool {
         self.inner.lock().core()?.add_stream().ok_or(PoolError::TooManyStreams)
     }
 
-    /// Records that the program made all further work of `to` wait for all work submitted to `from` so far. The pool then
-    /// need not insert a wait of its own.
+    /// Records that the program made all further work of `to` wait for all work submitted to `from` so far. The pool
+    /// then need not insert a wait of its own.
     pub fn record_wait(&self, from: StreamId, to: StreamId) {
         if let Ok(core) = self.inner.lock().core() {
             core.record_wait(from, to);
@@ -237,15 +237,15 @@ impl Pool {
     /// Counts bytes that other libraries hold on the same device towards the limit, until the guard is dropped.
     ///
     /// # Errors
-    /// [`PoolError::TooLarge`] if they exceed the limit even after unused memory was freed; [`PoolError::Off`] if the pool
-    /// is off.
+    /// [`PoolError::TooLarge`] if they exceed the limit even after unused memory was freed; [`PoolError::Off`] if the
+    /// pool is off.
     pub fn reserve_external(&self, bytes: u64) -> Result<External, PoolError> {
         self.inner.lock().core()?.add_external(bytes).map_err(PoolError::without_report)?;
         Ok(External { pool: self.clone(), bytes })
     }
 
-    /// Makes requests that fail for lack of memory write a [snapshot](Snapshot::write_memory_viz) into this directory. The
-    /// error names the file.
+    /// Makes requests that fail for lack of memory write a [snapshot](Snapshot::write_memory_viz) into this directory.
+    /// The error names the file.
     pub fn snapshot_on_failure(&self, dir: &Path) {
         self.inner.lock().snapshot_dir = Some(dir.to_owned());
     }

@@ -181,7 +181,8 @@ fn nccl_registers_segment_of_registered_buffer() {
     let buf = pool.registered().alloc::<f32>(5 * MIB).unwrap();
     let (start, len) = buf.segment().unwrap();
     let (mut comm, mut handle) = (std::ptr::null_mut(), std::ptr::null_mut());
-    // SAFETY: the context is current; the segment is mapped and outlives its registration; each call writes one pointer.
+    // SAFETY: the context is current; the segment is mapped and outlives its registration; each call writes one
+    // pointer.
     let results = unsafe {
         [
             nccl::sys::ncclCommInitAll(&raw mut comm, 1, std::ptr::null()),

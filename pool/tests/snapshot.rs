@@ -61,9 +61,10 @@ fn memory_viz_pickle_is_valid_and_blocks_tile_segments() {
     let script = r"
 import pickle, pickletools, sys
 data = open(sys.argv[1], 'rb').read()
-allowed = set('PROTO EMPTY_DICT EMPTY_LIST MARK APPENDS SETITEMS BINUNICODE BININT BININT1 BININT2 LONG1 NEWTRUE NEWFALSE TUPLE2 TUPLE NONE STOP'.split())
+allowed = '''PROTO EMPTY_DICT EMPTY_LIST MARK APPENDS SETITEMS BINUNICODE BININT BININT1 BININT2 LONG1
+             NEWTRUE NEWFALSE TUPLE2 TUPLE NONE STOP'''.split()
 used = {op.name for op, _, _ in pickletools.genops(data)}
-assert used <= allowed, used - allowed
+assert used <= set(allowed), used - set(allowed)
 s = pickle.loads(data)
 for segment in s['segments']:
     assert segment['total_size'] == sum(b['size'] for b in segment['blocks'])

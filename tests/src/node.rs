@@ -27,8 +27,8 @@ pub struct Node {
 }
 
 impl Node {
-    /// Starts a daemon without GPUs that accepts commands and jobs of the user who runs the tests. `jobs` is added to the
-    /// `[jobs]` section of its configuration.
+    /// Starts a daemon without GPUs that accepts commands and jobs of the user who runs the tests. `jobs` is added to
+    /// the `[jobs]` section of its configuration.
     ///
     /// # Panics
     /// Here and below: if a file cannot be written or a process does not start.

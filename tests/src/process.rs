@@ -124,7 +124,11 @@ impl Process {
             // In this order: the last output may be collected after the exit.
             let is_complete = self.stderr.as_ref().is_none_or(|stderr| stderr.thread.is_finished());
             let found = self.stderr().contains(text);
-            assert!(found || !is_complete || is_alive(self.pid()), "exited without {text:?}: {}", self.stderr());
+            assert!(
+                found || !is_complete || is_alive(self.pid()),
+                "exited without {text:?}: {}",
+                self.stderr()
+            );
             found.then_some(())
         });
     }
@@ -243,7 +247,7 @@ pub fn children(pid: u32) -> Vec<u32> {
     let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
     let pids = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let children = pids.filter(|child| state_and_parent(*child).is_some_and(|(_, parent)| parent == pid));
-    children.filter(|child| process_name(*child) != "launch-guard").collect()
+    children.filter(|child| process_name(*child) != "launch-reaper").collect()
 }
 
 /// A process's name, as `ps` shows it.

@@ -97,7 +97,7 @@ losses() {
 }
 
 steps() {
-    cat $work/jobs/train/*/metrics.jsonl 2> /dev/null | grep -c train/loss || true
+    cat $work/jobs/train/latest/metrics.jsonl 2> /dev/null | grep -c train/loss || true
 }
 
 has_more_steps_than() {
@@ -224,8 +224,8 @@ for user in bob dave carol; do
     if as $user ls /var/lib/xlaunch/jobs/1/agent > /dev/null 2>&1; then fail "$user can list the job's directory"; fi
     if as $user systemctl show $unit | grep -q "$secret"; then fail "$user can see the secret in the unit"; fi
 done
-for file in /var/lib/xlaunch/jobs/1/*.json; do
-    expect "$file" "600 root" "$(stat -c '%a %U' "$file")"
+for file in job.json start-1.json; do
+    expect "$file" "600 root" "$(stat -c '%a %U' /var/lib/xlaunch/jobs/1/$file)"
 done
 if as dave xlaunch status "$job" > /dev/null 2>&1; then fail "dave can see the job of alice"; fi
 if as dave xlaunch cancel "$job" > /dev/null 2>&1; then fail "dave can cancel the job of alice"; fi

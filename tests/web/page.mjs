@@ -2,8 +2,8 @@
 //
 //   node tests/web/page.mjs http://127.0.0.1:9470 JOB [DIRECTORY]
 //
-// JOB is the number of a job that the page lists. Screenshots are written to DIRECTORY, if given. Needs playwright-core,
-// in the node_modules of $XLAUNCH_TEST_BROWSER or of the current directory, and Chromium: $CHROMIUM or
+// JOB is the number of a job that the page lists. Screenshots are written to DIRECTORY, if given. Needs
+// playwright-core, in the node_modules of $XLAUNCH_TEST_BROWSER or of the current directory, and Chromium: $CHROMIUM or
 // /usr/bin/chromium. Prints one line per check and exits with 1 if any has failed.
 
 import { createRequire } from "node:module";
@@ -121,7 +121,7 @@ async function compareList(page, reply) {
     compare(problems, "id", row.job, String(want.id));
     compare(problems, `name of ${want.id}`, row.name, want.name || "–");
     compare(problems, `state of ${want.id}`, row.state, want.state);
-    compare(problems, `reason of ${want.id}`, row.why, want.reason.slice(0, 1000) || "–");
+    compare(problems, `reason of ${want.id}`, row.reason, want.reason.slice(0, 1000) || "–");
     compare(problems, `user of ${want.id}`, row.user, want.user || String(want.uid));
     const step = want.step === null ? "–" : `${want.step} of ${want.total_steps}`;
     compare(problems, `step of ${want.id}`, row.step, step);
@@ -132,7 +132,7 @@ async function compareList(page, reply) {
     const want = reply.node.gpus[index];
     compare(problems, "index", row.GPU, String(want.index));
     compare(problems, `state of GPU ${want.index}`, row.state, want.state);
-    compare(problems, `reason of GPU ${want.index}`, row.why, want.reason || "–");
+    compare(problems, `reason of GPU ${want.index}`, row.reason, want.reason || "–");
     compare(problems, `job of GPU ${want.index}`, row.job.split(" ")[0], want.job === null ? "–" : String(want.job));
   });
   return problems.join("; ");

@@ -1,13 +1,13 @@
-//! The time of day.
+//! Wall-clock time.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Since 1970 (UTC); nothing where the clock is set to before.
+/// Time since the Unix epoch; zero if the clock is set to before it.
 pub fn unix() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// The same in milliseconds, as messages and records have it.
+/// Milliseconds since the Unix epoch.
 pub fn unix_ms() -> u64 {
     u64::try_from(unix().as_millis()).unwrap_or(u64::MAX)
 }

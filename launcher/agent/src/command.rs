@@ -39,12 +39,12 @@ pub struct ResolvedCommand {
     pub logs: LogOptions,
 }
 
-/// Which failures are followed by a new attempt.
+/// Which failures lead to a restart.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Restarts {
-    /// How many at most.
+    /// Maximum number of restarts.
     pub most: u32,
-    /// Exit codes that are final.
+    /// Exit codes after which there is none.
     pub not_after: BTreeSet<i32>,
 }
 

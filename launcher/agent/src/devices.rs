@@ -1,39 +1,39 @@
-//! Which devices the workers get.
+//! The devices of this node, and how workers are placed on them.
 
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::{Device, JobSpec};
 
 use crate::Refusal;
 
-/// Where the workers of a job compute.
+/// The devices of a job's workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// Number of workers on this node.
     pub workers: u32,
-    /// One GPU per worker, or the CPU.
+    /// One GPU per worker; otherwise all use the CPU.
     pub cuda: bool,
-    /// `CUDA_VISIBLE_DEVICES` for the workers, where the configuration chooses devices.
+    /// `CUDA_VISIBLE_DEVICES` for the workers, if the configuration chooses devices.
     pub visible: Option<String>,
-    /// Threads for each worker of a CPU job.
+    /// CPU threads per worker.
     pub threads: usize,
 }
 
-/// What is known of this node.
+/// The resources of this node.
 #[derive(Clone, Debug)]
 pub struct Node {
-    /// GPUs that this process may use, or why none are seen.
+    /// Number of GPUs that this process may use, or why they cannot be counted.
     pub gpus: Result<u32, String>,
     /// Cores that this process may use.
     pub cores: usize,
 }
 
-/// The name of this host.
+/// The host name.
 pub fn host_name() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 impl Node {
-    /// Looks at this node. GPUs are counted through NVML, honouring `CUDA_VISIBLE_DEVICES`.
+    /// Inspects this node. GPUs are counted by NVML, and limited by `CUDA_VISIBLE_DEVICES`.
     pub fn inspect() -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
@@ -46,7 +46,7 @@ fn count_gpus() -> Result<u32, String> {
     nvml.device_count().map_err(|error| format!("NVML: {error}"))
 }
 
-/// PCI addresses of the visible GPUs, in CUDA's order on a node of equal GPUs; empty where NVML tells of none.
+/// PCI addresses of the visible GPUs, in CUDA's order if all GPUs are equal; empty without NVML.
 pub fn gpu_addresses() -> Vec<String> {
     let Ok(nvml) = nvml_wrapper::Nvml::init() else { return Vec::new() };
     let gpus = (0..nvml.device_count().unwrap_or(0)).map(|index| {
@@ -57,7 +57,7 @@ pub fn gpu_addresses() -> Vec<String> {
     visible_addresses(&gpus, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref())
 }
 
-/// The addresses among pairs of UUID and address that `CUDA_VISIBLE_DEVICES` names by index or by the beginning of a UUID.
+/// Selects addresses from pairs of UUID and address: `CUDA_VISIBLE_DEVICES` names them by index or prefix of the UUID.
 fn visible_addresses(gpus: &[(String, String)], visible: Option<&str>) -> Vec<String> {
     let Some(visible) = visible else { return gpus.iter().map(|(_, address)| address.clone()).collect() };
     let named = |entry: &str| match entry.parse::<usize>() {
@@ -67,7 +67,7 @@ fn visible_addresses(gpus: &[(String, String)], visible: Option<&str>) -> Vec<St
     visible.split(',').map_while(|entry| named(entry.trim()).map(|(_, address)| address.clone())).collect()
 }
 
-/// What the speed of this node's devices depends on beside their name: the GPUs' driver, or the CPU's model.
+/// Identifies what affects performance beside the device's name: the GPU driver, or the CPU model.
 pub fn platform(cuda: bool) -> String {
     let driver = || nvml_wrapper::Nvml::init().and_then(|nvml| nvml.sys_driver_version());
     if cuda {
@@ -78,7 +78,7 @@ pub fn platform(cuda: bool) -> String {
     model.map_or_else(|| "unknown CPU".into(), |(_, name)| name.trim().to_owned())
 }
 
-/// CUDA stops at the first entry it does not know; -1 and the empty list mean none.
+/// CUDA ignores everything from the first invalid entry on; so -1 and an empty list mean none.
 fn visible_gpus(present: u32, visible: Option<&str>) -> u32 {
     let Some(visible) = visible else { return present };
     let known = visible.split(',').map(str::trim).take_while(|entry| match entry.parse::<i64>() {
@@ -89,6 +89,9 @@ fn visible_gpus(present: u32, visible: Option<&str>) -> u32 {
 }
 
 /// Places a job on a node.
+///
+/// # Errors
+/// The node does not have what the job asks for.
 pub fn place(spec: &JobSpec, node: &Node) -> Result<Placement, Refusal> {
     let refuse = |message: String| Err(Refusal::new(ExitCode::Usage, message));
     let chosen = u32::try_from(spec.launch.devices.len()).unwrap_or(u32::MAX);
@@ -100,20 +103,20 @@ pub fn place(spec: &JobSpec, node: &Node) -> Result<Placement, Refusal> {
     if spec.engine.device == Device::Cuda && gpus == 0 {
         let reason = node.gpus.as_ref().err().map_or("no GPU is visible", String::as_str);
         return refuse(format!(
-            "engine.device = \"cuda\", but no GPU was found: {reason}; use \"auto\" or \"cpu\" to train without"
+            "engine.device is \"cuda\", but no GPU was found: {reason}; \"auto\" and \"cpu\" train without a GPU"
         ));
     }
     let cuda = spec.engine.device != Device::Cpu && gpus > 0;
     let workers = spec.launch.nproc.unwrap_or(if cuda { gpus } else { 1 });
     if cuda && workers > gpus {
         return refuse(format!(
-            "{workers} workers asked for, but {gpus} GPU{} present: each worker needs its own",
+            "{workers} workers requested, but only {gpus} GPU{} present: each worker needs its own",
             if gpus == 1 { " is" } else { "s are" }
         ));
     }
     let precision = spec.engine.precision;
     if !cuda && precision.is_some_and(|precision| precision != xlaunch_proto::spec::Precision::Fp32) {
-        return refuse("engine.precision: without a GPU only \"fp32\" is computed".into());
+        return refuse("engine.precision: only \"fp32\" is supported without a GPU".into());
     }
     let visible = (cuda && chosen > 0).then(|| spec.launch.devices.join(","));
     let threads = (node.cores / workers.max(1) as usize).max(1);
@@ -136,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn auto_takes_all_gpus_or_one_cpu_worker() {
+    fn auto_uses_all_gpus_or_one_cpu_worker() {
         let placed = place(&spec(Device::Auto, None), &node(Ok(4))).unwrap();
         assert_eq!((placed.workers, placed.cuda), (4, true));
         let placed = place(&spec(Device::Auto, None), &node(Err("no NVML".into()))).unwrap();
@@ -146,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn more_workers_than_gpus_and_missing_gpus_are_refused() {
+    fn too_many_workers_and_missing_gpus_are_refused() {
         let refusal = place(&spec(Device::Auto, Some(3)), &node(Ok(2))).unwrap_err();
         assert!(refusal.exit == ExitCode::Usage && refusal.message.contains("3 workers"), "{refusal:?}");
         let refusal = place(&spec(Device::Cuda, None), &node(Err("NVML missing".into()))).unwrap_err();
@@ -154,14 +157,14 @@ mod tests {
     }
 
     #[test]
-    fn visible_devices_are_counted_as_cuda_does() {
+    fn visible_devices_are_counted_like_cuda_does() {
         for (visible, count) in [("0,2", 2), ("", 0), ("-1", 0), ("1,9,0", 1), ("GPU-a,GPU-b", 2)] {
             assert_eq!(visible_gpus(4, Some(visible)), count, "{visible:?}");
         }
         assert_eq!(visible_gpus(4, None), 4);
     }
     #[test]
-    fn addresses_are_those_of_visible_devices_in_their_order() {
+    fn addresses_follow_the_order_of_visible_devices() {
         let gpus: Vec<_> = ["a", "b", "c"].map(|gpu| (format!("GPU-{gpu}"), format!("pci-{gpu}"))).into();
         for (visible, addresses) in [
             (None, "pci-a pci-b pci-c"),

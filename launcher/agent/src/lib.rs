@@ -1,29 +1,29 @@
-//! Supervises the workers of one job on this node: starts one process per rank, follows them, restarts or ends them.
+//! Supervises the workers of one job on this node: starts one process per rank, watches them, restarts or stops them.
 //!
 //! ```text
 //! JobSpec or CommandSpec --devices, command, run_dir--> driver (the one task that owns the job)
 //!     spawn: worker processes --exits-->  |  <--Join, Session, Stop-- rendezvous (gRPC service)
-//!     signals ------------------------->  |  --> state (pure): what to do next, and why
-//!     status: answered from a board  <----|
-//!     workload: what is particular to training jobs and to commands --> sinks, report
-//! logs: output of the workers --> files, console, last lines
+//!     signals ------------------------->  |  --> state (pure): the next actions, with reasons
+//!     status: a board, read by queries <--|
+//!     workload: trainer or command -------'--> sinks (writer threads), report
+//! logs: output of the workers --> files, console, tail
 //! ```
-//! - [`state`] decides: a pure function from events to actions, each with its reason, and the restart policy;
+//! - [`state`] decides: a pure function from events to actions, and the restart policy;
 //! - [`driver`] acts: the only code that touches processes and sockets on behalf of the job;
-//! - [`workload`]: the two kinds of job;
+//! - [`workload`]: the two kinds of job behind one trait; hang detection;
 //! - [`spawn`]: process trees, cgroups, environment, CPU affinity, exit codes;
-//! - [`rendezvous`], [`status`], [`logs`]: what workers and clients ask for over gRPC;
+//! - [`rendezvous`], [`status`], `logs`: calls of workers and clients over gRPC;
 //! - [`report`]: why a job failed; [`sinks`]: progress, metrics, TensorBoard, summary;
 //! - [`config`]: from `train.toml`, environment and flags to a checked job description.
 //!
-//! The agent never calls CUDA; NVML, loaded at run time, is asked for GPUs and their use.
+//! The agent never calls CUDA; GPUs and their usage come from NVML, loaded at run time.
 
 pub mod clock;
 pub mod command;
 pub mod config;
 pub mod devices;
 pub mod driver;
-pub mod logs;
+mod logs;
 pub mod names;
 pub mod process;
 mod python;

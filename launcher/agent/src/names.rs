@@ -1,4 +1,4 @@
-//! Names of files and directories that are made of user input.
+//! Names of files and directories that are derived from user input.
 
 use std::path::{Path, PathBuf};
 
@@ -14,10 +14,10 @@ pub fn unique(dir: &Path, name: &str, mode: u32) -> std::io::Result<(PathBuf, St
             Err(error) => return Err(error),
         }
     }
-    unreachable!("the loop has no end")
+    unreachable!("the loop is infinite")
 }
 
-/// The text as one component of a path that can be shown: letters, digits, `.`, `_` and `-`, not beginning with a dot.
+/// The text as one printable path component: letters, digits, `.`, `_` and `-`, without a leading dot.
 pub fn file_name(text: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '_' };
     let name: String = text.chars().map(plain).collect();

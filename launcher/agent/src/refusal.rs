@@ -1,18 +1,18 @@
-//! Why a job cannot start.
+//! The error of everything that happens before a job starts.
 
 use xlaunch_proto::exit::ExitCode;
 
-/// A job that cannot start: what to exit with, and why.
+/// Why a job cannot start.
 #[derive(Clone, Debug)]
 pub struct Refusal {
-    /// The exit code of the command.
+    /// What `xlaunch` exits with.
     pub exit: ExitCode,
-    /// The reason, for people.
+    /// For the user.
     pub message: String,
 }
 
 impl Refusal {
-    /// A refusal with this code.
+    /// A refusal with this exit code.
     pub fn new(exit: ExitCode, message: impl Into<String>) -> Self {
         Self { exit, message: message.into() }
     }

@@ -1,12 +1,12 @@
-//! The launches of this user that run now: how `xlaunch status` finds them from any directory.
+//! The running launches of this user, which `xlaunch status` finds from any directory.
 //!
 //! ```text
 //! <$XDG_RUNTIME_DIR or the temporary directory>/xlaunch-<uid>/    mode 0700
-//!     <name>-<run id>/          of one launch, locked (flock) as long as it runs
-//!         agent.sock            short enough for a socket, wherever the run's directory is
-//!         run -> DIRECTORY      where that is; absent if this is the run's directory itself
+//!     <name>-<run id>/          one launch; locked (flock) while it runs
+//!         agent.sock            here because the path of a socket is limited
+//!         run -> DIRECTORY      the run's directory; absent if that is this entry itself
 //! ```
-//! Whose lock can be taken is no launch's any more, whatever ended it: such entries are skipped, and removed by whoever looks.
+//! An unlocked entry is stale, however its launch ended: readers skip it, and remove it if it is old.
 
 use std::fs::{File, TryLockError};
 use std::io;
@@ -18,22 +18,22 @@ use xlaunch_proto::exit::ExitCode;
 use crate::Refusal;
 use crate::names::{file_name, unique};
 
-/// Name of the agent's socket in a run's directory and in its entry.
+/// File name of the agent's socket, in a run's directory and in its entry.
 pub const SOCKET: &str = "agent.sock";
-/// The run's directory, in its entry.
-const RUN: &str = "run";
-/// Longest path that a unix socket can have.
-const SOCKET_PATH: usize = 107;
-/// Longest path of a temporary directory for which there is room in that of a socket.
-const PLACE: usize = 30;
-/// Characters of a run's id that go into the name of its entry.
-const ID: usize = 32;
-/// Characters of its name that do at least, if it has so many.
-const NAME: usize = 8;
-/// An unlocked entry may be one that is just being made.
-const NEW: Duration = Duration::from_secs(60);
+/// Link to the run's directory, in its entry.
+const RUN_LINK: &str = "run";
+/// Longest path of a unix socket: `sizeof(sun_path) - 1`.
+const MAX_SOCKET_PATH_LEN: usize = 107;
+/// A temporary directory with a longer path leaves no room for the socket's.
+const MAX_TEMP_DIR_LEN: usize = 30;
+/// Characters of the run's id in the name of its entry.
+const MAX_ID_LEN: usize = 32;
+/// An entry's name has at least this many characters of the launch's name, if that is so long.
+const MIN_NAME_LEN: usize = 8;
+/// A younger unlocked entry may just have been created, and not be locked yet.
+const STALE_AFTER: Duration = Duration::from_secs(60);
 
-/// The entry of a launch, as long as it runs.
+/// The entry of a running launch; removed when dropped.
 #[derive(Debug)]
 pub struct Entry {
     path: PathBuf,
@@ -41,7 +41,7 @@ pub struct Entry {
     _lock: File,
 }
 
-/// A launch that runs.
+/// A running launch.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Running {
     /// `<name>-<run id>`.
@@ -51,58 +51,59 @@ pub struct Running {
 }
 
 impl Entry {
-    /// Makes the entry of a launch that starts now.
+    /// Creates the entry of a launch that starts now.
     ///
     /// # Errors
-    /// Where no directory for it can be made or trusted.
+    /// No private directory for it can be created.
     pub fn create(name: &str, id: &str) -> Result<Self, Refusal> {
         let mut problems = String::new();
-        for place in places() {
-            match Self::create_in(&place, name, id) {
+        for registry in registry_dirs() {
+            match Self::create_in(&registry, name, id) {
                 Ok(entry) => return Ok(entry),
-                Err(error) => problems += &format!("\n  {}: {error}", place.display()),
+                Err(error) => problems += &format!("\n  {}: {error}", registry.display()),
             }
         }
         let message = format!(
-            "there is no place for the agent's socket; XDG_RUNTIME_DIR or TMPDIR can name another directory:{problems}"
+            "failed to create a directory for the agent's socket; set XDG_RUNTIME_DIR or TMPDIR:{problems}"
         );
         Err(Refusal::new(ExitCode::Usage, message))
     }
 
-    fn create_in(place: &Path, name: &str, id: &str) -> io::Result<Self> {
-        let place = std::path::absolute(place)?;
-        trust(&place, true)?;
+    fn create_in(registry: &Path, name: &str, id: &str) -> io::Result<Self> {
+        let registry = std::path::absolute(registry)?;
+        ensure_private(&registry, true)?;
         let (mut name, mut id) = (file_name(name), file_name(id));
-        id.truncate(ID);
-        // Two dashes and a number, should there be another of this name; two slashes.
-        let rest = place.as_os_str().len() + id.len() + SOCKET.len() + "-".len() + "-99".len() + "//".len();
-        match SOCKET_PATH.checked_sub(rest) {
-            Some(room) if room >= NAME.min(name.len()) => name.truncate(room),
-            _ => return Err(io::Error::other("its path is too long for a socket")),
+        id.truncate(MAX_ID_LEN);
+        // A dash, the suffix of another entry of the same name, and two slashes.
+        let rest =
+            registry.as_os_str().len() + id.len() + SOCKET.len() + "-".len() + "-99".len() + "//".len();
+        match MAX_SOCKET_PATH_LEN.checked_sub(rest) {
+            Some(room) if room >= MIN_NAME_LEN.min(name.len()) => name.truncate(room),
+            _ => return Err(io::Error::other("the path is too long for a socket")),
         }
-        let (path, name) = unique(&place, &format!("{name}-{id}"), 0o700)?;
+        let (path, name) = unique(&registry, &format!("{name}-{id}"), 0o700)?;
         let lock = File::open(&path)?;
         lock.lock()?;
         Ok(Self { path, name, _lock: lock })
     }
 
-    /// Says that the run's directory is `run`, and leaves a link to the socket there.
-    pub fn lead_to(&self, run: &Path) -> io::Result<()> {
-        fs_err::os::unix::fs::symlink(std::path::absolute(run)?, self.path.join(RUN))?;
+    /// Links the entry to the run's directory `run`, and that directory to the socket.
+    pub(crate) fn link_run_dir(&self, run: &Path) -> io::Result<()> {
+        fs_err::os::unix::fs::symlink(std::path::absolute(run)?, self.path.join(RUN_LINK))?;
         fs_err::os::unix::fs::symlink(self.socket(), run.join(SOCKET))
     }
 
-    /// Its directory, private to this user.
+    /// The entry's directory, private to this user.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What the launch is called.
+    /// The entry's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Where its agent is to listen.
+    /// Where the agent has to listen.
     pub fn socket(&self) -> PathBuf {
         self.path.join(SOCKET)
     }
@@ -110,24 +111,24 @@ impl Entry {
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        // What cannot be removed now is no launch's any more once the lock is gone, which is next.
+        // If this fails, the entry is stale: the lock is released next.
         let _ = fs_err::remove_dir_all(&self.path);
     }
 }
 
 /// All launches of this user, by name.
 pub fn running() -> Vec<Running> {
-    let mut found: Vec<_> = places().iter().flat_map(|place| running_in(place)).collect();
+    let mut found: Vec<_> = registry_dirs().iter().flat_map(|registry| running_in(registry)).collect();
     found.sort();
     found.dedup();
     found
 }
 
-fn running_in(place: &Path) -> Vec<Running> {
-    if trust(place, false).is_err() {
+fn running_in(registry: &Path) -> Vec<Running> {
+    if ensure_private(registry, false).is_err() {
         return Vec::new();
     }
-    let entries = fs_err::read_dir(place).into_iter().flatten().flatten();
+    let entries = fs_err::read_dir(registry).into_iter().flatten().flatten();
     let running = entries.filter(|entry| is_locked(&entry.path())).filter_map(|entry| {
         let name = entry.file_name().into_string().ok()?;
         Some(Running { name, socket: entry.path().join(SOCKET) })
@@ -135,7 +136,7 @@ fn running_in(place: &Path) -> Vec<Running> {
     running.collect()
 }
 
-/// Whether the entry's launch runs. One that has been left behind is removed.
+/// Whether the launch of the entry runs. A stale entry is removed.
 fn is_locked(entry: &Path) -> bool {
     let Ok(dir) = File::open(entry) else { return false };
     match dir.try_lock() {
@@ -144,8 +145,8 @@ fn is_locked(entry: &Path) -> bool {
         Ok(()) => {
             let age =
                 dir.metadata().and_then(|entry| entry.modified()).map(|at| at.elapsed().unwrap_or_default());
-            if age.is_ok_and(|age| age > NEW) {
-                // Somebody else may be removing it, too.
+            if age.is_ok_and(|age| age > STALE_AFTER) {
+                // Another process may be removing it, too.
                 let _ = fs_err::remove_dir_all(entry);
             }
             false
@@ -153,20 +154,20 @@ fn is_locked(entry: &Path) -> bool {
     }
 }
 
-/// Where registries may be, the first choice first. Launches and those who look for them agree unless their environments
-/// differ.
-fn places() -> Vec<PathBuf> {
+/// Possible directories of the registry, the preferred one first. Launches and queries agree on them unless their
+/// environments differ.
+fn registry_dirs() -> Vec<PathBuf> {
     let user = rustix::process::getuid().as_raw();
     let given = std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
     let runtime = given.unwrap_or_else(|| format!("/run/user/{user}").into());
-    let temporary = Some(std::env::temp_dir()).filter(|dir| dir.as_os_str().len() <= PLACE);
-    let mut places = vec![runtime, temporary.unwrap_or_else(|| "/tmp".into())];
-    places.retain(|place| place.is_dir());
-    places.iter().map(|place| place.join(format!("xlaunch-{user}"))).collect()
+    let temporary = Some(std::env::temp_dir()).filter(|dir| dir.as_os_str().len() <= MAX_TEMP_DIR_LEN);
+    let mut registry_dirs = vec![runtime, temporary.unwrap_or_else(|| "/tmp".into())];
+    registry_dirs.retain(|registry| registry.is_dir());
+    registry_dirs.iter().map(|registry| registry.join(format!("xlaunch-{user}"))).collect()
 }
 
-/// Whether `dir` is a directory of this user that nobody else can write to; it is made if `create` says so.
-fn trust(dir: &Path, create: bool) -> io::Result<()> {
+/// Ensures that `dir` is a directory that only this user can access; creates it if `create` is set.
+fn ensure_private(dir: &Path, create: bool) -> io::Result<()> {
     use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
     if create {
         match std::fs::DirBuilder::new().mode(0o700).create(dir) {
@@ -174,10 +175,10 @@ fn trust(dir: &Path, create: bool) -> io::Result<()> {
             _ => {}
         }
     }
-    // Of the name itself: a link is nobody's directory.
+    // Not of the target of a symbolic link, which another user may have created.
     let found = std::fs::symlink_metadata(dir)?;
     if !found.is_dir() {
-        return Err(io::Error::other("it is not a directory"));
+        return Err(io::Error::other("not a directory"));
     }
     if found.uid() != rustix::process::getuid().as_raw() {
         return Err(io::Error::other(format!("it belongs to user {}", found.uid())));
@@ -192,42 +193,42 @@ fn trust(dir: &Path, create: bool) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn names(place: &Path) -> Vec<String> {
-        let mut names: Vec<_> = running_in(place).into_iter().map(|running| running.name).collect();
+    fn names(registry: &Path) -> Vec<String> {
+        let mut names: Vec<_> = running_in(registry).into_iter().map(|running| running.name).collect();
         names.sort();
         names
     }
 
     #[test]
-    fn launches_are_found_as_long_as_they_run() {
+    fn launches_are_found_while_they_run() {
         let dir = tempfile::tempdir().unwrap();
-        let place = dir.path().join("registry");
+        let registry = dir.path().join("registry");
         let (a, b) =
-            (Entry::create_in(&place, "a", "1").unwrap(), Entry::create_in(&place, "a", "1").unwrap());
-        assert_eq!(names(&place), ["a-1", "a-1-2"]);
+            (Entry::create_in(&registry, "a", "1").unwrap(), Entry::create_in(&registry, "a", "1").unwrap());
+        assert_eq!(names(&registry), ["a-1", "a-1-2"]);
         drop(a);
-        assert_eq!(names(&place), ["a-1-2"]);
+        assert_eq!(names(&registry), ["a-1-2"]);
         let path = b.path().to_path_buf();
         drop(b);
-        assert!(names(&place).is_empty() && !path.exists());
+        assert!(names(&registry).is_empty() && !path.exists());
     }
 
     #[test]
-    fn what_a_killed_launch_leaves_is_skipped_and_removed_when_it_is_not_new() {
+    fn stale_entries_are_skipped_and_removed_once_old() {
         let dir = tempfile::tempdir().unwrap();
-        let place = dir.path().join("registry");
-        let entry = Entry::create_in(&place, "live", "1").unwrap();
+        let registry = dir.path().join("registry");
+        let entry = Entry::create_in(&registry, "live", "1").unwrap();
         for (name, age) in [("dead-1", Duration::from_secs(3600)), ("dead-2", Duration::ZERO)] {
-            fs_err::create_dir_all(place.join(name).join("attempt_0")).unwrap();
+            fs_err::create_dir_all(registry.join(name).join("attempt_0")).unwrap();
             let time = std::time::SystemTime::now() - age;
-            File::open(place.join(name)).unwrap().set_modified(time).unwrap();
+            File::open(registry.join(name)).unwrap().set_modified(time).unwrap();
         }
-        assert_eq!(names(&place), [entry.name()]);
-        assert!(!place.join("dead-1").exists() && place.join("dead-2").exists());
+        assert_eq!(names(&registry), [entry.name()]);
+        assert!(!registry.join("dead-1").exists() && registry.join("dead-2").exists());
     }
 
     #[test]
-    fn a_directory_that_is_not_ours_alone_is_not_used() {
+    fn registry_directory_is_private_and_not_a_link() {
         use std::os::unix::fs::PermissionsExt;
         let dir = tempfile::tempdir().unwrap();
         let (ours, link) = (dir.path().join("ours"), dir.path().join("link"));
@@ -238,29 +239,29 @@ mod tests {
         fs_err::os::unix::fs::symlink(&ours, &link).unwrap();
         let error = Entry::create_in(&link, "n", "1").unwrap_err();
         assert!(error.to_string().contains("not a directory"), "{error}");
-        // The root directory's owner is another user for all but root, who may not have this test's rights taken.
+        // Every user but root does not own the root directory.
         if !rustix::process::getuid().is_root() {
-            assert!(trust(Path::new("/"), false).unwrap_err().to_string().contains("user 0"));
+            assert!(ensure_private(Path::new("/"), false).unwrap_err().to_string().contains("user 0"));
         }
     }
 
     #[test]
-    fn a_socket_fits_whatever_the_names_are() {
+    fn socket_path_fits_whatever_the_names_are() {
         let dir = tempfile::tempdir().unwrap();
-        let place = dir.path().join("registry");
-        let entry = Entry::create_in(&place, &"long/name ".repeat(20), &"id".repeat(100)).unwrap();
+        let registry = dir.path().join("registry");
+        let entry = Entry::create_in(&registry, &"long/name ".repeat(20), &"id".repeat(100)).unwrap();
         std::os::unix::net::UnixListener::bind(entry.socket()).unwrap();
         let deep = dir.path().join("d".repeat(100));
         assert!(Entry::create_in(&deep, "n", "1").unwrap_err().to_string().contains("too long"));
     }
 
     #[test]
-    fn a_run_and_its_entry_know_each_other() {
+    fn run_directory_and_entry_link_to_each_other() {
         let dir = tempfile::tempdir().unwrap();
         let run = dir.path().join("run");
         fs_err::create_dir(&run).unwrap();
         let entry = Entry::create_in(&dir.path().join("registry"), "n", "1").unwrap();
-        entry.lead_to(&run).unwrap();
+        entry.link_run_dir(&run).unwrap();
         fs_err::write(entry.socket(), "").unwrap();
         assert!(run.join(SOCKET).exists());
         assert_eq!(

@@ -1,7 +1,7 @@
 //! The directory of one run, and its entry in the registry of running launches.
 //!
-//! A training run is kept: `<job.output>/<job.name>/<UTC time>/`. A command's run leaves nothing but logs that were asked for:
-//! `<log dir>/<run id>/`, or its registry entry itself, which goes with it.
+//! A training run is kept: `<job.output>/<job.name>/<UTC time>/`. A command's run keeps only logs that the user asked
+//! for, in `<log dir>/<run id>/`; without them its directory is the registry entry, which is removed with the run.
 
 use std::path::{Path, PathBuf};
 
@@ -14,8 +14,8 @@ use crate::command::ResolvedCommand;
 use crate::names::{file_name, unique};
 use crate::registry::{Entry, SOCKET};
 
-/// Permissions of what is kept, less the user's umask.
-const SHARED: u32 = 0o777;
+/// Mode of kept directories, before the umask.
+const KEPT_DIR_MODE: u32 = 0o777;
 
 /// A run's directory and its socket.
 #[derive(Debug)]
@@ -26,32 +26,32 @@ pub struct RunDir {
     pub logs: PathBuf,
     /// Where the agent listens.
     pub socket: PathBuf,
-    /// Name of the run, unique among the job's.
+    /// Unique among the job's runs.
     pub id: String,
-    /// `None` where a daemon knows the run.
+    /// `None` under a daemon, which knows the run.
     entry: Option<Entry>,
 }
 
-/// The directory of a job's runs.
+/// The directory of all runs of a job.
 pub fn job_dir(spec: &JobSpec) -> PathBuf {
     Path::new(&spec.job.output).join(&spec.job.name)
 }
 
-/// The directory of a rank's files in one attempt; `logs` is the run's [`RunDir::logs`].
+/// The directory of a rank's files in one attempt, below [`RunDir::logs`].
 pub fn rank_dir(logs: &Path, attempt: u32, local_rank: u32) -> PathBuf {
     logs.join(format!("attempt_{attempt}")).join(local_rank.to_string())
 }
 
 impl RunDir {
-    /// Creates the directory of a training run that starts now, with the job description in it and `latest` beside it.
+    /// Creates the directory of a training run that starts now, with `job.json` in it and the link `latest` beside it.
     pub fn create(spec: &JobSpec) -> Result<Self, Refusal> {
         let (path, id) = Self::training(spec)?;
         let entry = Entry::create(&spec.job.name, &id)?;
-        entry.lead_to(&path).map_err(|error| cannot_train(spec, &error))?;
+        entry.link_run_dir(&path).map_err(|error| run_dir_error(spec, &error))?;
         Ok(Self { logs: path.join("logs"), socket: entry.socket(), path, id, entry: Some(entry) })
     }
 
-    /// The same of a run that a daemon's agent looks after, whose logs and socket are in `agent`.
+    /// Like [`create`](Self::create), for a daemon's agent with logs and socket in `agent`.
     pub fn create_for_agent(spec: &JobSpec, agent: &Path) -> Result<Self, Refusal> {
         let (path, id) = Self::training(spec)?;
         Ok(Self { logs: agent.join("logs"), socket: agent.join(SOCKET), path, id, entry: None })
@@ -59,12 +59,12 @@ impl RunDir {
 
     fn training(spec: &JobSpec) -> Result<(PathBuf, String), Refusal> {
         let jobs = job_dir(spec);
-        let refuse = |error: std::io::Error| cannot_train(spec, &error);
+        let refuse = |error: std::io::Error| run_dir_error(spec, &error);
         fs_err::create_dir_all(&jobs).map_err(refuse)?;
-        let (path, id) = unique(&jobs, &timestamp(now()), SHARED).map_err(refuse)?;
+        let (path, id) = unique(&jobs, &timestamp(now()), KEPT_DIR_MODE).map_err(refuse)?;
         let description = serde_json::to_vec_pretty(spec).unwrap_or_default();
         fs_err::write(path.join("job.json"), description).map_err(refuse)?;
-        point_latest(&jobs, &id);
+        update_latest_link(&jobs, &id);
         Ok((path, id))
     }
 
@@ -77,26 +77,28 @@ impl RunDir {
             return Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry: Some(entry) });
         };
         let refuse = |error: std::io::Error| {
-            let message =
-                format!("failed to create logs in {}: {error}; --log-dir says where", logs.display());
+            let message = format!(
+                "failed to create logs in {}: {error}; choose another directory with --log-dir",
+                logs.display()
+            );
             Refusal::new(ExitCode::Usage, message)
         };
         fs_err::create_dir_all(logs).map_err(refuse)?;
-        // Workers may change their directory.
+        // Absolute, because workers may change their directory.
         let logs = std::path::absolute(logs).map_err(refuse)?;
-        let (path, id) = unique(&logs, &id, SHARED).map_err(refuse)?;
+        let (path, id) = unique(&logs, &id, KEPT_DIR_MODE).map_err(refuse)?;
         let entry = Entry::create(&spec.name, &id)?;
-        entry.lead_to(&path).map_err(refuse)?;
+        entry.link_run_dir(&path).map_err(refuse)?;
         Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry: Some(entry) })
     }
 
-    /// The same of a command that a daemon's agent looks after, in the agent's directory, which stays.
+    /// Like [`for_command`](Self::for_command), for a daemon's agent: in the agent's directory, which is kept.
     pub fn for_agent(spec: &ResolvedCommand, job: u64, agent: &Path) -> Self {
         let id = spec.run_id.as_deref().map_or_else(|| format!("job-{job}"), file_name);
         Self { logs: agent.join("logs"), socket: agent.join(SOCKET), path: agent.into(), id, entry: None }
     }
 
-    /// The directory that goes with the run, however it ends.
+    /// The directory that is removed with the run, however it ends.
     pub fn private(&self) -> Option<&Path> {
         self.entry.as_ref().map(Entry::path)
     }
@@ -104,16 +106,19 @@ impl RunDir {
 
 impl Drop for RunDir {
     fn drop(&mut self) {
-        // The entry removes itself. Left behind, the link to its socket would make `xlaunch status` ask nobody.
+        // The entry removes itself. A dangling link to its socket would mislead `xlaunch status`.
         if self.private().is_some_and(|private| private != self.path) {
             let _ = fs_err::remove_file(self.path.join(SOCKET));
         }
     }
 }
 
-fn cannot_train(spec: &JobSpec, error: &std::io::Error) -> Refusal {
+fn run_dir_error(spec: &JobSpec, error: &std::io::Error) -> Refusal {
     let jobs = job_dir(spec);
-    let message = format!("failed to create a run in {}: {error}; job.output says where", jobs.display());
+    let message = format!(
+        "failed to create a run in {}: {error}; choose another directory with job.output",
+        jobs.display()
+    );
     Refusal::new(ExitCode::Usage, message)
 }
 
@@ -121,15 +126,15 @@ fn now() -> u64 {
     clock::unix().as_secs()
 }
 
-/// A convenience: a run works without it.
-fn point_latest(jobs: &Path, id: &str) {
+/// Errors are ignored: the link is a convenience.
+fn update_latest_link(jobs: &Path, id: &str) {
     let (link, new) = (jobs.join("latest"), jobs.join(format!(".latest-{id}")));
     if fs_err::os::unix::fs::symlink(id, &new).is_ok() {
         let _ = fs_err::rename(&new, &link);
     }
 }
 
-/// `20261121-045035` in UTC, by the civil calendar (Hinnant's days-to-date algorithm).
+/// UTC time as `20261121-045035` (Hinnant's `civil_from_days`).
 pub fn timestamp(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
     let shifted = days + 719_468;
@@ -150,14 +155,14 @@ mod tests {
     use crate::command::tests::spec as command;
 
     #[test]
-    fn timestamps_follow_the_calendar() {
+    fn timestamps_are_utc_calendar_dates() {
         assert_eq!(timestamp(0), "19700101-000000");
         assert_eq!(timestamp(951_827_696), "20000229-123456");
         assert_eq!(timestamp(1_795_236_635), "20261121-045035");
     }
 
     #[test]
-    fn runs_of_one_second_do_not_share_a_directory() {
+    fn runs_in_the_same_second_get_different_directories() {
         let dir = tempfile::tempdir().unwrap();
         let mut spec = JobSpec::default();
         spec.job.output = dir.path().display().to_string();
@@ -173,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn an_output_that_cannot_be_written_is_refused() {
+    fn unwritable_output_directory_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         fs_err::write(&file, "").unwrap();
@@ -184,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_without_a_log_directory_leaves_nothing() {
+    fn command_run_without_log_dir_leaves_nothing() {
         use std::os::unix::fs::PermissionsExt;
         let run = RunDir::for_command(&command("train")).unwrap();
         assert_eq!(fs_err::metadata(&run.path).unwrap().permissions().mode() & 0o777, 0o700);
@@ -196,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn logs_that_were_asked_for_stay_and_another_run_of_the_same_id_has_its_own() {
+    fn requested_logs_are_kept_and_runs_with_the_same_id_are_separate() {
         let dir = tempfile::tempdir().unwrap();
         let mut spec = command("train");
         spec.run_id = Some("../my run".into());

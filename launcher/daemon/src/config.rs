@@ -1,49 +1,46 @@
-//! `daemon.toml`: what the operator of a node decides.
+//! `daemon.toml`: the operator's configuration. `deploy/daemon.toml` shows every key.
 //!
-//! The file alone counts, but for where things are: the daemon of a user who is not root keeps them where the environment
-//! says. `deploy/daemon.toml` shows every key.
+//! The environment only sets the default directories of a daemon that is not root.
 
 use std::ffi::OsString;
 use std::io;
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::spec::Invalid;
 
+use super::web::Listen;
 use xlaunch_agent::config::{ConfigError, keys};
 
 /// The file of root's daemon.
 const SYSTEM_FILE: &str = "/etc/xlaunch/daemon.toml";
-/// Most ended jobs that can be remembered: the journal is read at every start.
+/// Maximum of `jobs.keep`: the journal is read at every start.
 const MAX_KEPT: usize = 100_000;
 
-/// The whole file; an empty one works.
+/// The whole file. An empty one is valid.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-#[expect(missing_docs, reason = "each section has its own documentation")]
-pub struct DaemonConfig {
-    pub daemon: DaemonSection,
-    pub jobs: JobsSection,
-    pub web: WebSection,
+pub(crate) struct DaemonConfig {
+    pub(crate) daemon: DaemonSection,
+    pub(crate) jobs: JobsSection,
+    pub(crate) web: WebSection,
 }
 
-/// `[daemon]`: where it keeps and finds things. A change takes effect at the next start.
+/// `[daemon]`: paths, groups and how agents are started. A change takes effect at the next start.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct DaemonSection {
-    /// The journal and the jobs' directories. Default: `/var/lib/xlaunch` for root, for others
+pub(crate) struct DaemonSection {
+    /// The directory of the journal and the job directories. Default: `/var/lib/xlaunch` for root, for others
     /// `$XDG_STATE_HOME/xlaunch` or `~/.local/state/xlaunch`.
-    pub state_dir: Option<PathBuf>,
-    /// Where it listens, unless systemd hands a socket over. Default: `/run/xlaunch/xlaunch.sock` for root, for others
+    pub(crate) state_dir: Option<PathBuf>,
+    /// The gRPC socket, unless systemd passes one. Default: `/run/xlaunch/xlaunch.sock` for root, for others
     /// `$XDG_RUNTIME_DIR/xlaunch.sock`.
-    pub socket: Option<PathBuf>,
-    /// Members may talk to the daemon, where it runs as root.
-    pub socket_group: String,
-    /// Members may do what root may, and see all jobs.
-    pub admin_group: String,
-    /// How the agents of jobs are started.
-    pub agents: Agents,
+    pub(crate) socket: Option<PathBuf>,
+    /// Members may connect to the daemon if it runs as root.
+    pub(crate) socket_group: String,
+    /// Members have the same rights as root towards the daemon: they see and cancel all jobs, and drain.
+    pub(crate) admin_group: String,
+    pub(crate) agents: Agents,
 }
 
 impl Default for DaemonSection {
@@ -58,38 +55,37 @@ impl Default for DaemonSection {
     }
 }
 
-/// How the agents of jobs are started.
+/// How agents are started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Agents {
-    /// By systemd where the daemon is root and systemd runs the system, as processes of their own elsewhere.
+pub(crate) enum Agents {
+    /// `Systemd` if the daemon is root on a systemd system, otherwise `Detached`.
     #[default]
     Auto,
     /// Each as a transient unit, `xlaunch-job-ID.service`.
     Systemd,
-    /// Each as a process in a session of its own.
+    /// Each as a process in its own session.
     Detached,
 }
 
-/// `[jobs]`: who may run what. A change takes effect at `systemctl reload`, or SIGHUP.
+/// `[jobs]`: which jobs are accepted, and limits. A change takes effect at `systemctl reload` or SIGHUP.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct JobsSection {
-    /// Take any command, not training jobs alone. Default: only where the daemon is not root, and so runs nothing as
-    /// anybody else.
-    pub allow_commands: Option<bool>,
-    /// Run jobs of root.
-    pub allow_root: bool,
-    /// Jobs that a user may have in the queue, running ones included; 0 for any number.
-    pub max_per_user: u32,
-    /// GPUs that jobs of one user may hold at a time; 0 for all there are.
-    pub max_gpus_per_user: u32,
-    /// Workers of CPU jobs at a time. Default: one per core.
-    pub cpu_workers: Option<u32>,
-    /// Ended jobs that are remembered, with their logs.
-    pub keep: usize,
-    /// GPUs, by UUID or index, that are left to others.
-    pub leave_gpus: Vec<String>,
+pub(crate) struct JobsSection {
+    /// Accept commands, not only training jobs. Default: true unless the daemon is root.
+    pub(crate) allow_commands: Option<bool>,
+    /// Accept jobs of root.
+    pub(crate) allow_root: bool,
+    /// Maximum number of queued and running jobs of a user; 0 for no limit.
+    pub(crate) max_per_user: u32,
+    /// Maximum number of GPUs that a user's jobs hold at a time; 0 for no limit.
+    pub(crate) max_gpus_per_user: u32,
+    /// Maximum number of workers of CPU jobs that run at a time. Default: the number of cores.
+    pub(crate) cpu_workers: Option<u32>,
+    /// Number of ended jobs that are remembered, with their logs.
+    pub(crate) keep: usize,
+    /// GPUs, by UUID or index, on which no job is placed.
+    pub(crate) leave_gpus: Vec<String>,
 }
 
 impl Default for JobsSection {
@@ -109,19 +105,15 @@ impl Default for JobsSection {
 /// `[web]`: the page and `/metrics`. A change takes effect at the next start.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct WebSection {
-    /// A loopback address with a port, such as `127.0.0.1:9470`, or `unix:/PATH`; nothing is served where it is absent.
-    /// Whoever reaches it sees all jobs.
-    pub listen: Option<String>,
+pub(crate) struct WebSection {
+    /// A loopback address with a port, such as `127.0.0.1:9470`, or `unix:/PATH`. Nothing is served by default. Every
+    /// user who can connect sees all jobs.
+    pub(crate) listen: Option<String>,
 }
 
-/// Reads and checks the configuration: the file at `path`, or else the default one, which may be missing.
-/// That is `/etc/xlaunch/daemon.toml` for root, for others `$XDG_CONFIG_HOME/xlaunch/daemon.toml` or
-/// `~/.config/xlaunch/daemon.toml`.
-///
-/// # Errors
-/// With the place in the file, what was expected, and the nearest key.
-pub fn load(path: Option<&Path>) -> Result<DaemonConfig, ConfigError> {
+/// Reads and validates the file at `path`, or the default file, which may be missing: `/etc/xlaunch/daemon.toml` for
+/// root, for others `$XDG_CONFIG_HOME/xlaunch/daemon.toml` or `~/.config/xlaunch/daemon.toml`.
+pub(crate) fn load(path: Option<&Path>) -> Result<DaemonConfig, ConfigError> {
     let root = rustix::process::geteuid().is_root();
     match path.map(PathBuf::from).or_else(|| default_file(root, |name| std::env::var_os(name))) {
         Some(file) => read(&file, path.is_some()),
@@ -154,32 +146,37 @@ fn default_file(root: bool, environment: impl Fn(&str) -> Option<OsString>) -> O
 }
 
 impl DaemonConfig {
-    /// All rules that need nothing but the values. The first broken one is returned.
+    /// Validates the values. Returns the first invalid one.
     fn check(&self) -> Result<(), Invalid> {
         absolute("daemon.state_dir", self.daemon.state_dir.as_deref())?;
         absolute("daemon.socket", self.daemon.socket.as_deref())?;
         if self.jobs.cpu_workers == Some(0) {
-            let expected = "at least 1, or no such key: then it is one per core";
-            return Err(Invalid::new("jobs.cpu_workers", "0 runs no CPU job".into(), expected.into()));
+            let expected = "at least 1; leave the key out for one per core";
+            return Err(Invalid::new(
+                "jobs.cpu_workers",
+                "0 CPU workers cannot run a job".into(),
+                expected.into(),
+            ));
         }
         if self.jobs.keep > MAX_KEPT {
             let problem = format!("{} jobs are too many", self.jobs.keep);
             return Err(Invalid::new("jobs.keep", problem, format!("at most {MAX_KEPT}")));
         }
         if self.jobs.leave_gpus.iter().any(|gpu| gpu.trim().is_empty()) {
-            let expected = "a UUID or an index, such as \"0\", each";
-            return Err(Invalid::new("jobs.leave_gpus", "one names no GPU".into(), expected.into()));
+            let expected = "a list in which each item is a UUID or an index, such as \"0\"";
+            return Err(Invalid::new("jobs.leave_gpus", "an item is blank".into(), expected.into()));
         }
-        self.web.listen.as_deref().map_or(Ok(()), check_listen)
+        let listen = self.web.listen.as_deref().map(Listen::parse).transpose();
+        listen.map(drop).map_err(|problem| Invalid::new("web.listen", problem, Listen::EXPECTED.into()))
     }
 }
 
 impl DaemonSection {
-    /// The journal's directory, the default filled in.
+    /// The state directory or its default.
     ///
     /// # Errors
-    /// Where the environment of a user who is not root does not say.
-    pub fn state_dir(
+    /// If the default is needed and the environment of a user who is not root does not determine it.
+    pub(crate) fn state_dir(
         &self,
         root: bool,
         environment: impl Fn(&str) -> Option<OsString>,
@@ -194,11 +191,11 @@ impl DaemonSection {
         })
     }
 
-    /// Where the daemon listens, the default filled in.
+    /// The path of the socket or its default.
     ///
     /// # Errors
     /// As [`state_dir`](Self::state_dir).
-    pub fn socket(
+    pub(crate) fn socket(
         &self,
         root: bool,
         environment: impl Fn(&str) -> Option<OsString>,
@@ -215,18 +212,18 @@ impl DaemonSection {
 }
 
 impl JobsSection {
-    /// Whether any command is taken, the default filled in.
-    pub fn allow_commands(&self, root: bool) -> bool {
+    /// Whether commands are accepted, by the key or its default.
+    pub(crate) fn allow_commands(&self, root: bool) -> bool {
         self.allow_commands.unwrap_or(!root)
     }
 }
 
-/// The user's directory that this variable names, or else the one in their home.
+/// The directory in this XDG variable, or its default below the home directory.
 fn base(environment: impl Fn(&str) -> Option<OsString>, variable: &str, in_home: &str) -> Option<PathBuf> {
     directory(environment(variable)).or_else(|| Some(directory(environment("HOME"))?.join(in_home)))
 }
 
-/// A directory from the environment. A relative one does not count, as the XDG specification has it.
+/// A directory from the environment. Relative paths are ignored, as the XDG specification demands.
 fn directory(value: Option<OsString>) -> Option<PathBuf> {
     value.map(PathBuf::from).filter(|path| path.is_absolute())
 }
@@ -234,24 +231,11 @@ fn directory(value: Option<OsString>) -> Option<PathBuf> {
 fn absolute(key: &'static str, path: Option<&Path>) -> Result<(), Invalid> {
     match path {
         Some(path) if !path.is_absolute() => {
-            let problem = format!("\"{}\" is relative, to nothing in particular", path.display());
+            let problem = format!("\"{}\" is a relative path", path.display());
             Err(Invalid::new(key, problem, "an absolute path".into()))
         }
         _ => Ok(()),
     }
-}
-
-/// Whoever reaches the page sees all jobs: other hosts are not to.
-fn check_listen(listen: &str) -> Result<(), Invalid> {
-    let problem = match (listen.strip_prefix("unix:"), listen.parse::<SocketAddr>()) {
-        (Some(path), _) if Path::new(path).is_absolute() => return Ok(()),
-        (Some(path), _) => format!("\"{path}\" is a relative path"),
-        (None, Ok(address)) if address.ip().is_loopback() => return Ok(()),
-        (None, Ok(address)) => format!("other hosts can reach {address}"),
-        (None, Err(_)) => format!("\"{listen}\" is no address"),
-    };
-    let expected = "a loopback address with a port, such as \"127.0.0.1:9470\", or \"unix:/PATH\"";
-    Err(Invalid::new("web.listen", problem, expected.into()))
 }
 
 #[cfg(test)]
@@ -269,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_used_is_shown_in_place_with_what_was_expected() {
+    fn invalid_value_is_reported_with_position_and_expectation() {
         for (text, place, expected) in [
             ("[jobs]\nkeep = 1\nalow_root = true\n", "daemon.toml:3:1", "did you mean `jobs.allow_root`?"),
             ("[wep]\n", "daemon.toml:1:", "did you mean `[web]`?"),
@@ -277,7 +261,7 @@ mod tests {
             ("[jobs]\nkeep = \"all\"\n", "daemon.toml:2:8", "usize"),
             ("[jobs]\nkeep = 100001\n", "daemon.toml:2:8", "at most 100000"),
             ("[jobs]\n\ncpu_workers = 0\n", "daemon.toml:3:15", "at least 1"),
-            ("[jobs]\nleave_gpus = [\"0\", \" \"]\n", "daemon.toml:2:14", "a UUID or an index"),
+            ("[jobs]\nleave_gpus = [\"0\", \" \"]\n", "daemon.toml:2:14", "is a UUID or an index"),
             ("[daemon]\nstate_dir = \"state\"\n", "daemon.toml:2:13", "an absolute path"),
             ("[daemon]\nsocket = \"\"\n", "daemon.toml:2:10", "an absolute path"),
         ] {
@@ -287,20 +271,27 @@ mod tests {
     }
 
     #[test]
-    fn the_page_is_for_this_host_alone() {
+    fn page_listens_on_loopback_or_a_unix_socket_only() {
         for good in ["127.0.0.1:9470", "127.1.2.3:80", "[::1]:9470", "unix:/run/xlaunch/web.sock"] {
             config(&format!("[web]\nlisten = \"{good}\"\n"));
         }
-        for bad in
-            ["0.0.0.0:9470", "[::]:9470", "10.0.0.1:9470", "localhost:9470", "127.0.0.1", "unix:web", ""]
-        {
+        for bad in [
+            "0.0.0.0:9470",
+            "[::]:9470",
+            "10.0.0.1:9470",
+            "127.0.0.1:0",
+            "localhost:9470",
+            "127.0.0.1",
+            "unix:web",
+            "",
+        ] {
             let error = error(&format!("[web]\nlisten = \"{bad}\"\n"));
             assert!(error.starts_with("daemon.toml:2:10") && error.contains("127.0.0.1:9470"), "{error}");
         }
     }
 
     #[test]
-    fn a_file_that_was_named_must_be_there() {
+    fn only_the_default_file_may_be_missing() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("daemon.toml");
         let error = load(Some(&file)).unwrap_err().to_string();
@@ -312,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn defaults_depend_on_who_runs_the_daemon() {
+    fn defaults_depend_on_the_user_of_the_daemon() {
         let xdg = |name: &str| Some(OsString::from(format!("/xdg/{name}")));
         let home = |name: &str| (name == "HOME").then(|| OsString::from("/home/me"));
         let relative = |name: &str| Some(OsString::from(if name == "HOME" { "/home/me" } else { "x" }));
@@ -342,9 +333,9 @@ mod tests {
     }
 
     #[test]
-    fn the_file_that_a_package_installs_shows_every_key_with_its_default() {
+    fn packaged_file_shows_every_key_with_its_default() {
         assert_eq!(config(DEPLOYED), DaemonConfig::default(), "everything is commented out");
-        // `#key = value` is a key, `# text` is text.
+        // `#key = value` is a commented-out key, `# text` a comment.
         let is_key = |line: &&str| line.starts_with(|first: char| first.is_ascii_lowercase());
         let lines = DEPLOYED.lines().map(|line| line.strip_prefix('#').filter(is_key).unwrap_or(line));
         let shown = config(&lines.collect::<Vec<_>>().join("\n"));
@@ -355,9 +346,9 @@ mod tests {
             let (section, key) = key.split_once('.').unwrap();
             table.get(section).and_then(|section| section.get(key)).is_none()
         });
-        assert_eq!(known, [""; 0], "not shown");
+        assert_eq!(known, [""; 0], "missing from deploy/daemon.toml");
 
-        // Optional keys show what they are for root, or, where that is no value, an example.
+        // Optional keys show their default for root or, if there is none, an example.
         let mut filled = DaemonConfig::default();
         let nothing = |_: &str| None;
         filled.daemon.state_dir = filled.daemon.state_dir(true, nothing).ok();

@@ -1,23 +1,26 @@
-//! The directories of jobs, where the daemon and the agents, which are processes of other users, leave each other word.
+//! Job directories: the files through which the daemon and the agents, processes of other users, communicate.
 //!
 //! ```text
-//! <state>/jobs/<id>/            the daemon's; others may pass through
-//!     job.json                  what was submitted, with its environment: the daemon's alone
-//!     order-<start>.json        the same for one start, with the GPUs: the agent's standard input
-//!     agent/                    the job's user's alone
-//!         ticket-<start>        whoever takes it away decides whether this start happens
-//!         begun-<start>         the same, taken by the agent
-//!         lock                  held by the agent as long as it runs
-//!         agent.json            who the agent is
-//!         agent.sock            where it listens
-//!         agent.log             what it says itself
-//!         status.pb             what it last said of the ranks (StatusReply)
-//!         result.json           how the job has ended: written last, in one piece
+//! <state>/jobs/<id>/            owned by the daemon; other users can traverse it
+//!     job.json                  the submission with its environment; readable by the daemon only
+//!     start-<start>.json        the same for one start, with its GPUs; the agent's standard input
+//!     agent/                    owned by the job's user, mode 0700
+//!         ticket-<start>        exists until this start is claimed by its agent or revoked by the daemon
+//!         begun-<start>         the ticket after the agent has claimed it
+//!         lock                  locked by the agent as long as it runs
+//!         agent.json            Identity: the agent's process
+//!         agent.sock            the agent's gRPC socket
+//!         agent.log             the agent's own output
+//!         status.pb             the last StatusReply
+//!         result.json           JobResult; written last, atomically
 //!         logs/attempt_<n>/<local rank>/
 //! ```
-//! A start happens once or not at all, whenever the daemon is killed: an agent takes its ticket before it does anything, and a
-//! daemon that does not know takes it away itself before it starts another. What is in `agent/` belongs to a user, who may
-//! have put anything there: it is read without following links, and only where it is a plain file of that user.
+//! Invariants, even if the daemon is killed at any point:
+//! - A start happens at most once. The agent claims its ticket, by renaming it, before it does anything else; a daemon
+//!   that does not know whether an agent was started revokes the ticket, by removing it, before it starts another. One
+//!   of the two system calls fails.
+//! - Nothing in `agent/` is trusted: it is read without following links, only from regular files of the job's user, and
+//!   at most 1 MiB.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -30,105 +33,99 @@ use serde::{Deserialize, Serialize};
 use xlaunch_proto::convert::node::Work;
 use xlaunch_proto::v1::StatusReply;
 
-use super::plain;
+use super::safe_open;
 
 /// Version of the files between daemon and agent. 2: a command is a `CommandSpec`, not a command line.
 pub const PROTOCOL: u32 = 2;
-/// What an agent last said of the ranks.
+/// Name of the file with the agent's last `StatusReply`.
 pub const STATUS: &str = "status.pb";
-/// How a job has ended.
+/// Name of the file with the [`JobResult`].
 pub const RESULT: &str = "result.json";
 /// Bytes of a file of a job's user that are read.
-const LIMIT: u64 = 1 << 20;
+const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// What an agent is to run: its standard input.
+/// What an agent runs. It reads this from standard input.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[expect(missing_docs, reason = "as in the message")]
 pub struct Description {
     pub protocol: u32,
     pub job: u64,
     pub name: String,
     pub work_dir: PathBuf,
-    /// `NAME=VALUE`, any bytes.
+    /// `NAME=VALUE`, not necessarily UTF-8.
     pub environment: Vec<Vec<u8>>,
     pub work: Work,
     pub workers: u32,
-    /// From 1; 0 as submitted.
+    /// Counts from 1; 0 in `job.json`.
     pub start: u32,
-    /// UUIDs of the GPUs that it holds; none as submitted, and for a job on the CPU.
+    /// UUIDs of the GPUs that the job holds; empty for a CPU job and in `job.json`.
     pub gpus: Vec<String>,
 }
 
-/// Who an agent is.
+/// The process of an agent. `pid` and `started` together identify it, since process ids are reused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// [`PROTOCOL`] of its build.
     pub protocol: u32,
-    /// Of its build.
+    /// The xlaunch version of its build.
     pub version: String,
-    /// Its process, told from later ones of this number by its start.
     pub pid: u32,
-    /// Clock ticks from the start of the system to its own.
+    /// Start time of the process in clock ticks since boot.
     pub started: u64,
-    /// The start of the system that counts.
+    /// [`boot_id`](crate::boot_id) when it started.
     pub boot: String,
-    /// Which start of the job it is.
+    /// The job's start that it claimed.
     pub start: u32,
 }
 
-/// How a job has ended, as its agent knows.
+/// How a job ended, as reported by its agent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-#[expect(missing_docs, reason = "as in the message")]
 pub struct JobResult {
     pub exit: u8,
-    /// Somebody asked for it.
+    /// It was stopped on request.
     pub stopped: bool,
     pub reason: String,
     pub report: String,
-    /// Whose failure it was, and in which attempt.
+    /// The rank that failed first, if one did.
     pub rank: Option<u32>,
     pub attempt: u32,
-    /// Which start of the job it was.
     pub start: u32,
 }
 
 /// The directories of all jobs.
 #[derive(Clone, Debug)]
-pub struct JobDirs {
+pub(crate) struct JobDirs {
     root: PathBuf,
-    /// Whether agents are processes of other users.
-    switches: bool,
+    /// The daemon is root, so agents run as other users.
+    is_root: bool,
 }
 
 impl JobDirs {
-    /// Those in this state directory.
-    pub fn open(state: &Path) -> io::Result<Self> {
+    /// Opens or creates `jobs` in the state directory.
+    pub(crate) fn open(state: &Path) -> io::Result<Self> {
         let root = state.join("jobs");
         match std::fs::DirBuilder::new().mode(0o711).create(&root) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => std::fs::set_permissions(&root, std::fs::Permissions::from_mode(0o711))?,
         }
-        Ok(Self { root, switches: rustix::process::getuid().is_root() })
+        Ok(Self { root, is_root: rustix::process::getuid().is_root() })
     }
 
-    /// A job's directory.
     fn job(&self, job: u64) -> PathBuf {
         self.root.join(job.to_string())
     }
 
-    /// What belongs to its user.
-    pub fn agent(&self, job: u64) -> PathBuf {
+    /// The part of the job's directory that its user owns.
+    pub(crate) fn agent(&self, job: u64) -> PathBuf {
         self.job(job).join("agent")
     }
 
-    /// Where its logs are.
-    pub fn logs(&self, job: u64) -> PathBuf {
+    pub(crate) fn logs(&self, job: u64) -> PathBuf {
         self.agent(job).join("logs")
     }
 
-    /// Makes the directory of a job; what lies there is of one that was never answered for, and goes.
-    pub fn create(&self, description: &Description, uid: u32, gid: u32) -> io::Result<()> {
+    /// Creates the directory of a job. An existing one is left over from a submission that was never acknowledged.
+    pub(crate) fn create(&self, description: &Description, uid: u32, gid: u32) -> io::Result<()> {
         let dir = self.job(description.job);
         self.remove(description.job)?;
         std::fs::DirBuilder::new().mode(0o711).create(&dir)?;
@@ -136,84 +133,87 @@ impl JobDirs {
         write(&dir, "job.json", &serde_json::to_vec(description)?)?;
         let agent = self.agent(description.job);
         std::fs::DirBuilder::new().mode(0o700).create(&agent)?;
-        if self.switches {
+        if self.is_root {
             chown(&agent, Some(uid), Some(gid))?;
         }
         sync_dir(&dir)?;
         sync_dir(&self.root)
     }
 
-    /// Prepares a start, and opens what is to be the agent's standard input.
-    pub fn prepare(&self, job: u64, start: u32, gpus: &[String]) -> io::Result<File> {
+    /// Prepares a start: writes its description and ticket. Returns the agent's standard input.
+    pub(crate) fn prepare(&self, job: u64, start: u32, gpus: &[String]) -> io::Result<File> {
         let dir = self.job(job);
         let submitted: Description = serde_json::from_slice(&fs_err::read(dir.join("job.json"))?)?;
-        let order = Description { start, gpus: gpus.to_vec(), ..submitted };
-        let name = format!("order-{start}.json");
-        write(&dir, &name, &serde_json::to_vec(&order)?)?;
+        let description = Description { start, gpus: gpus.to_vec(), ..submitted };
+        write(&dir, &start_file(start), &serde_json::to_vec(&description)?)?;
         let ticket = self.agent(job).join(ticket(start));
-        // The last name may be a link that the user has put there: it is not followed.
+        // The user may have put a link there; neither unlink(2) nor O_EXCL follows it.
         let _ = fs_err::remove_file(&ticket);
         std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&ticket)?;
-        File::open(dir.join(name))
+        File::open(dir.join(start_file(start)))
     }
 
-    /// The path of what [`prepare`](Self::prepare) opens.
-    pub fn order(&self, job: u64, start: u32) -> PathBuf {
-        self.job(job).join(format!("order-{start}.json"))
+    /// The path of the file that [`prepare`](Self::prepare) returns.
+    pub(crate) fn start_file(&self, job: u64, start: u32) -> PathBuf {
+        self.job(job).join(start_file(start))
     }
 
-    /// Takes a start back, prepared or not; `false` where its agent has begun.
-    pub fn revoke(&self, job: u64, start: u32) -> io::Result<bool> {
+    /// Revokes a start, prepared or not. Returns `false` if its agent has claimed it.
+    pub(crate) fn revoke(&self, job: u64, start: u32) -> io::Result<bool> {
         match std::fs::remove_file(self.agent(job).join(ticket(start))) {
             Ok(()) => Ok(true),
-            // It was taken, unless it was never there.
+            // Claimed, or never prepared.
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(!self.has_begun(job, start)),
             Err(error) => Err(error),
         }
     }
 
-    /// Whether a start's ticket has been taken by its agent.
-    pub fn has_begun(&self, job: u64, start: u32) -> bool {
+    /// Whether an agent has claimed this start.
+    pub(crate) fn has_begun(&self, job: u64, start: u32) -> bool {
         self.agent(job).join(begun(start)).symlink_metadata().is_ok()
     }
 
-    /// Who a job's agent is, once it says so.
-    pub fn identity(&self, job: u64, uid: u32) -> Option<Identity> {
+    /// The job's agent, once it has introduced itself.
+    pub(crate) fn identity(&self, job: u64, uid: u32) -> Option<Identity> {
         let bytes = read(&self.agent(job), "agent.json", uid)?;
         serde_json::from_slice(&bytes).ok()
     }
 
-    /// How a job has ended, if its agent has said so.
-    pub fn result(&self, job: u64, uid: u32) -> Option<JobResult> {
+    /// The result of a job, once its agent has written it.
+    pub(crate) fn result(&self, job: u64, uid: u32) -> Option<JobResult> {
         let bytes = read(&self.agent(job), RESULT, uid)?;
         serde_json::from_slice(&bytes).ok()
     }
 
-    /// What a job's agent has last said of its ranks, if the job has ended.
-    pub fn last_status(&self, job: u64, uid: u32) -> Option<StatusReply> {
+    /// The last status of an ended job.
+    pub(crate) fn last_status(&self, job: u64, uid: u32) -> Option<StatusReply> {
         let bytes = read(&self.agent(job), STATUS, uid).filter(|bytes| !bytes.is_empty())?;
         StatusReply::decode(bytes.as_slice()).ok()
     }
 
-    /// Whether an agent that has taken its ticket runs. Nobody else has reason to hold its lock.
-    pub fn is_locked(&self, job: u64, uid: u32) -> bool {
+    /// Whether an agent of the job runs and holds its lock.
+    pub(crate) fn is_locked(&self, job: u64, uid: u32) -> bool {
         let lock = open(&self.agent(job), "lock", uid);
         lock.is_ok_and(|file| matches!(file.try_lock_shared(), Err(std::fs::TryLockError::WouldBlock)))
     }
 
-    /// Removes all that is kept of a job.
-    pub fn remove(&self, job: u64) -> io::Result<()> {
+    /// Removes the job's directory.
+    pub(crate) fn remove(&self, job: u64) -> io::Result<()> {
         match std::fs::remove_dir_all(self.job(job)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Ok(()),
         }
     }
 
-    /// Jobs that have a directory.
-    pub fn all(&self) -> Vec<u64> {
+    /// The ids of jobs that have a directory.
+    pub(crate) fn all(&self) -> Vec<u64> {
         let entries = fs_err::read_dir(&self.root).into_iter().flatten().flatten();
         entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
     }
+}
+
+fn start_file(start: u32) -> String {
+    format!("start-{start}.json")
 }
 
 fn ticket(start: u32) -> String {
@@ -224,7 +224,7 @@ fn begun(start: u32) -> String {
     format!("begun-{start}")
 }
 
-/// The agent's side: takes the ticket of this start in `dir`; `false` where it was taken back.
+/// For the agent: claims this start in its directory. Returns `false` if it was revoked.
 pub fn claim(dir: &Path, start: u32) -> io::Result<bool> {
     match std::fs::rename(dir.join(ticket(start)), dir.join(begun(start))) {
         Ok(()) => Ok(true),
@@ -233,7 +233,7 @@ pub fn claim(dir: &Path, start: u32) -> io::Result<bool> {
     }
 }
 
-/// Writes a file in one piece: it is there whole, on disk, or not at all.
+/// Writes a file atomically and durably.
 pub fn write(dir: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     let new = dir.join(format!(".{name}.new"));
     match std::fs::remove_file(&new) {
@@ -247,7 +247,7 @@ pub fn write(dir: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     sync_dir(dir)
 }
 
-/// Whether a write failed for want of room, which there may be again.
+/// Whether a write failed because the disk or the quota is full, so that it may succeed later.
 pub fn is_full(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
@@ -256,19 +256,18 @@ fn sync_dir(dir: &Path) -> io::Result<()> {
     File::open(dir)?.sync_all()
 }
 
-/// A small file of a user; `None` where it is not there, or not what it should be.
+/// Reads a small file of the job's user; `None` if it is missing or cannot be trusted.
 fn read(dir: &Path, name: &str, uid: u32) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
-    open(dir, name, uid).ok()?.take(LIMIT).read_to_end(&mut bytes).ok()?;
+    open(dir, name, uid).ok()?.take(MAX_FILE_BYTES).read_to_end(&mut bytes).ok()?;
     Some(bytes)
 }
 
-/// Opens a plain file of this user, which is in `dir` itself and no link.
 fn open(dir: &Path, name: &str, uid: u32) -> io::Result<File> {
-    // The path of `dir` is the daemon's.
+    // The parents of `dir` are the daemon's, so only `dir` itself must not be a link.
     let path = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let dir = rustix::fs::openat(CWD, dir, path, Mode::empty())?;
-    plain::open_below(&dir, Path::new(name), uid)
+    safe_open::open_below(&dir, Path::new(name), uid)
 }
 
 #[cfg(test)]
@@ -298,15 +297,15 @@ mod tests {
     }
 
     #[test]
-    fn a_start_is_the_agents_or_the_daemons_never_both() {
+    fn start_is_either_claimed_or_revoked() {
         let state = tempfile::tempdir().unwrap();
         let dirs = JobDirs::open(state.path()).unwrap();
         dirs.create(&description(1), own().0, own().1).unwrap();
         for (start, agent_is_first) in [(1, true), (2, false)] {
-            let order = dirs.prepare(1, start, &["GPU-a".into()]).unwrap();
-            let order: Description = serde_json::from_reader(order).unwrap();
-            assert_eq!((order.start, order.gpus.as_slice()), (start, &["GPU-a".to_string()][..]));
-            assert_eq!(order.environment, [b"A=\xff".to_vec()]);
+            let input = dirs.prepare(1, start, &["GPU-a".into()]).unwrap();
+            let description: Description = serde_json::from_reader(input).unwrap();
+            assert_eq!((description.start, description.gpus), (start, vec!["GPU-a".to_string()]));
+            assert_eq!(description.environment, [b"A=\xff".to_vec()]);
             if agent_is_first {
                 assert!(claim(&dirs.agent(1), start).unwrap());
             }
@@ -314,12 +313,12 @@ mod tests {
             assert!(!claim(&dirs.agent(1), start).unwrap());
             assert_eq!(dirs.has_begun(1, start), agent_is_first);
         }
-        // Written down, and not prepared when the daemon was killed.
+        // In the journal, but not yet prepared when the daemon was killed.
         assert!(dirs.revoke(1, 3).unwrap());
     }
 
     #[test]
-    fn only_plain_files_of_the_jobs_user_are_read() {
+    fn only_regular_files_of_the_jobs_user_are_read() {
         let state = tempfile::tempdir().unwrap();
         let dirs = JobDirs::open(state.path()).unwrap();
         let (uid, gid) = own();
@@ -336,12 +335,12 @@ mod tests {
         assert_eq!(dirs.result(1, uid), None);
         write(&agent, "result.json", &serde_json::to_vec(&result).unwrap()).unwrap();
         assert_eq!(dirs.result(1, uid), Some(result));
-        // A link to a file of somebody else, as far as the kernel lets users make any.
+        // A file of another user, as by a hard link where the kernel allows one.
         assert_eq!(dirs.result(1, uid + 1), None);
     }
 
     #[test]
-    fn an_agent_that_runs_holds_its_lock() {
+    fn agent_runs_while_its_lock_is_held() {
         let state = tempfile::tempdir().unwrap();
         let dirs = JobDirs::open(state.path()).unwrap();
         dirs.create(&description(1), own().0, own().1).unwrap();
@@ -354,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_submitted_is_the_daemons_alone() {
+    fn submission_is_readable_by_the_daemon_only() {
         let state = tempfile::tempdir().unwrap();
         let dirs = JobDirs::open(state.path()).unwrap();
         dirs.create(&description(1), own().0, own().1).unwrap();
@@ -362,11 +361,30 @@ mod tests {
         let mode = |path: PathBuf| fs_err::metadata(path).unwrap().permissions().mode() & 0o777;
         let dir = state.path().join("jobs/1");
         assert_eq!(
-            ["job.json", "order-1.json", "agent"].map(|name| mode(dir.join(name))),
+            ["job.json", "start-1.json", "agent"].map(|name| mode(dir.join(name))),
             [0o600, 0o600, 0o700]
         );
         assert_eq!((mode(dir.clone()), dirs.all()), (0o711, vec![1]));
         dirs.remove(1).unwrap();
         assert!(!dir.exists());
+    }
+
+    /// Files written by the first release, whose agents may still run after an upgrade of the daemon.
+    #[test]
+    fn files_of_first_release_are_read() {
+        // A queued command was a command line then, which this release does not parse: its job fails with the reason.
+        let text = r#"{"protocol":1,"job":7,"name":"n","work_dir":"/w","environment":[[65,61,255]],
+            "work":{"command":[[116]]},"workers":2,"start":1,"gpus":["GPU-a"]}"#;
+        assert!(serde_json::from_str::<Description>(text).is_err());
+        let text = r#"{"protocol":1,"version":"0.1.0","pid":5,"started":6,"boot":"b","start":1}"#;
+        let read: Identity = serde_json::from_str(text).unwrap();
+        let (version, boot) = ("0.1.0".into(), "b".into());
+        assert_eq!(read, Identity { protocol: 1, version, pid: 5, started: 6, boot, start: 1 });
+        let text = r#"{"exit":1,"stopped":true,"reason":"r","report":"t","rank":2,"attempt":3,"start":1}"#;
+        let read: JobResult = serde_json::from_str(text).unwrap();
+        let (reason, report) = ("r".into(), "t".into());
+        let expected =
+            JobResult { exit: 1, stopped: true, reason, report, rank: Some(2), attempt: 3, start: 1 };
+        assert_eq!(read, expected);
     }
 }

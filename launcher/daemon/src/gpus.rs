@@ -1,4 +1,4 @@
-//! The node's GPUs as NVML tells of them every few seconds, by a thread that may wait for the driver.
+//! The node's GPUs, polled through NVML on a thread of its own: a driver call can block for seconds.
 
 use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
@@ -9,81 +9,79 @@ use nvml_wrapper::enum_wrappers::device::{EccCounter, MemoryError, TemperatureSe
 use nvml_wrapper::error::NvmlError;
 use tokio::sync::watch;
 
-/// Between looks.
-const EVERY: Duration = Duration::from_secs(5);
+const GPU_POLL_INTERVAL: Duration = Duration::from_secs(5);
 
-/// All GPUs at one time.
+/// All GPUs at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Inventory {
+pub(crate) struct Inventory {
     /// By index.
-    pub gpus: Vec<GpuFacts>,
-    /// Why there are none, where NVML does not tell.
-    pub problem: String,
+    pub(crate) gpus: Vec<GpuFacts>,
+    /// Why NVML failed; empty if it did not.
+    pub(crate) problem: String,
 }
 
-/// One GPU at one time.
+/// One GPU at one moment. A measurement that the GPU does not support is `None`.
 #[derive(Clone, Debug, Default, PartialEq)]
-#[expect(missing_docs, reason = "as in the message")]
-pub struct GpuFacts {
-    pub index: u32,
-    pub uuid: String,
-    pub name: String,
-    /// What needs an operator.
-    pub sick: Option<String>,
-    /// Processes that compute on it.
-    pub processes: usize,
-    pub busy_percent: Option<f64>,
-    pub memory_used_bytes: Option<u64>,
-    pub memory_bytes: Option<u64>,
-    pub power_watts: Option<f64>,
-    pub temperature_celsius: Option<f64>,
+pub(crate) struct GpuFacts {
+    pub(crate) index: u32,
+    pub(crate) uuid: String,
+    pub(crate) name: String,
+    /// A fault that needs an operator.
+    pub(crate) sick: Option<String>,
+    /// Number of compute processes on it.
+    pub(crate) processes: usize,
+    pub(crate) busy_percent: Option<f64>,
+    pub(crate) memory_used_bytes: Option<u64>,
+    pub(crate) memory_bytes: Option<u64>,
+    pub(crate) power_watts: Option<f64>,
+    pub(crate) temperature_celsius: Option<f64>,
 }
 
 impl GpuFacts {
-    /// Whether it is one of these, by UUID or index.
+    /// Whether it is in this list of UUIDs and indices.
     pub(super) fn is_among(&self, named: &[String]) -> bool {
         named.iter().any(|named| *named == self.uuid || *named == self.index.to_string())
     }
 }
 
-/// The thread that looks. It ends when this is dropped.
+/// The polling thread. It ends when this is dropped.
 #[derive(Debug)]
-pub struct Look {
-    asks: SyncSender<()>,
+pub(crate) struct GpuMonitor {
+    poll_now: SyncSender<()>,
 }
 
-impl Look {
-    /// Looks once, then goes on. Whoever receives sees the newest.
-    pub fn start() -> std::io::Result<(Self, watch::Receiver<Inventory>)> {
-        let (asks, asked) = sync_channel::<()>(1);
-        let (sender, receiver) = watch::channel(inventory());
+impl GpuMonitor {
+    /// Polls once, then starts the thread. The receiver is notified when something has changed.
+    pub(crate) fn start() -> std::io::Result<(Self, watch::Receiver<Inventory>)> {
+        let (poll_now, requests) = sync_channel::<()>(1);
+        let (sender, receiver) = watch::channel(poll());
         let run = move || {
-            while asked.recv_timeout(EVERY) != Err(RecvTimeoutError::Disconnected) {
-                let now = inventory();
+            while requests.recv_timeout(GPU_POLL_INTERVAL) != Err(RecvTimeoutError::Disconnected) {
+                let now = poll();
                 sender.send_if_modified(|last| std::mem::replace(last, now.clone()) != now);
             }
         };
         std::thread::Builder::new().name("gpus".into()).spawn(run)?;
-        Ok((Self { asks }, receiver))
+        Ok((Self { poll_now }, receiver))
     }
 
-    /// Has it look now: somebody has left a GPU.
-    pub fn again(&self) {
-        // Where that is asked for already, or no thread is left to look, there is nothing more to do.
-        let _ = self.asks.try_send(());
+    /// Polls now instead of at the end of the interval.
+    pub(crate) fn poll_now(&self) {
+        // A full channel means that a poll is requested already.
+        let _ = self.poll_now.try_send(());
     }
 }
 
-/// A driver may be loaded, or go, while the daemon runs: NVML is opened for each look.
-fn inventory() -> Inventory {
-    let looked = || {
+/// Opens NVML each time, because the driver may be loaded or unloaded while the daemon runs.
+fn poll() -> Inventory {
+    let polled = || {
         let nvml = Nvml::init()?;
         let gpus = (0..nvml.device_count()?).map(|index| facts(&nvml, index)).collect();
         Ok::<_, NvmlError>(gpus)
     };
-    match looked() {
+    match polled() {
         Ok(gpus) => Inventory { gpus, problem: String::new() },
-        // A node without a driver has no GPUs, and nothing is wrong with that.
+        // A node without a driver: it has no GPUs, which is not an error.
         Err(NvmlError::LibloadingError(_)) if !Path::new("/dev/nvidiactl").exists() => Inventory::default(),
         Err(error) => Inventory { gpus: Vec::new(), problem: format!("NVML: {error}") },
     }
@@ -92,8 +90,8 @@ fn inventory() -> Inventory {
 fn facts(nvml: &Nvml, index: u32) -> GpuFacts {
     let lost = |error: NvmlError| GpuFacts {
         index,
-        // It has held jobs by its UUID: no job is placed on a GPU without.
-        sick: Some(format!("the driver does not answer for it: {error}")),
+        // The UUID is unknown, and a GPU without UUID holds no job. Being sick, it gets none either.
+        sick: Some(format!("the driver cannot read it: {error}")),
         ..GpuFacts::default()
     };
     let device = match nvml.device_by_index(index) {
@@ -110,7 +108,7 @@ fn facts(nvml: &Nvml, index: u32) -> GpuFacts {
         index,
         uuid,
         name: device.name().unwrap_or_default(),
-        sick: (errors > 0).then(|| format!("{errors} uncorrected memory errors since the driver was loaded")),
+        sick: (errors > 0).then(|| format!("{errors} uncorrected ECC errors since the driver was loaded")),
         processes: device.running_compute_processes().map_or(0, |processes| processes.len()),
         busy_percent: device.utilization_rates().ok().map(|rates| f64::from(rates.gpu)),
         memory_used_bytes: memory.as_ref().map(|memory| memory.used),

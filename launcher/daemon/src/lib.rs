@@ -1,36 +1,36 @@
-//! The daemon of a node: takes jobs, places them on GPUs, has each run by an agent of its own, and answers for all.
+//! The node daemon: queues jobs, places them on GPUs, has each run by its own agent process, and serves their status.
 //!
 //! ```text
-//! callers --gRPC, unix socket--> service --orders--> manager (one task) --records--> journal
+//! clients --gRPC, unix socket--> service --commands--> manager (one task) --records--> journal
 //!                                   ^                   |   ^
-//!                                   |     starts, stops |   | what agents say, how they end
+//!                                   |       start, stop |   | status, exit
 //!                                   |                   v   |
 //!                                   |                 agents: one process per job, which outlives the daemon
 //!                                   |                   |
 //!                                   '----- view <-------'---> web: the page, /metrics
 //! ```
-//! The manager alone changes jobs: it writes to the journal first, then acts, then shows. Whoever only looks reads the
-//! [`view`], and keeps nobody waiting.
+//! Only the manager changes jobs: it writes a record to the journal, applies it, then acts on it and publishes the new
+//! [`view`]. Queries read the view and never block the manager.
 
-pub mod agents;
-pub mod config;
+pub(crate) mod agents;
+pub mod commands;
+pub(crate) mod config;
 pub mod files;
-pub mod gpus;
-pub mod journal;
-mod live;
-pub mod manager;
-pub mod orders;
-mod plain;
+pub(crate) mod gpus;
+pub(crate) mod journal;
+pub(crate) mod manager;
 pub mod run;
+mod runtime;
+mod safe_open;
 pub mod service;
-mod show;
+mod snapshot;
 pub mod state;
 mod submission;
 mod users;
 pub mod view;
-pub mod web;
+pub(crate) mod web;
 
-/// Tells this start of the system from others.
+/// Identifies the current boot of the system.
 pub fn boot_id() -> String {
     let id = fs_err::read_to_string("/proc/sys/kernel/random/boot_id");
     id.map(|id| id.trim().to_owned()).unwrap_or_default()

@@ -1,30 +1,33 @@
-//! What a submission means on this node: what it runs, on how many workers and GPUs. Pure.
+//! Resolves a submission on this node: what it runs, on how many workers and GPUs. Pure.
 
 use xlaunch_proto::command::CommandSpec;
 use xlaunch_proto::convert::node::{Submit, Work};
 use xlaunch_proto::spec::{Device, JobSpec};
 
+use super::commands::CommandError;
 use super::files::{Description, PROTOCOL};
-use super::orders::Refused;
 use super::state::Submitted;
 use xlaunch_agent::names::file_name;
 
-/// Bytes of a name.
-const NAME: usize = 64;
+/// Maximum length of a job's name in bytes. Names are ASCII.
+const MAX_NAME_BYTES: usize = 64;
 
-/// The job for the journal, and for its directory; ids and times are filled in later. `gpus` is how many the node has.
-pub(crate) fn understand(
+/// The job for the journal and for its directory, without id and time. `gpus` is the number of GPUs of the node.
+///
+/// # Errors
+/// [`CommandError::Invalid`] if it asks for something that contradicts itself or that the daemon decides.
+pub(crate) fn resolve(
     submission: Submit,
     uid: u32,
     gpus: u32,
-) -> Result<(Submitted, Description), Refused> {
+) -> Result<(Submitted, Description), CommandError> {
     let Submit { request_id, work_dir, environment, work, name, priority, gpus: wanted, .. } = submission;
     let size = match &work {
-        Work::Trainer(spec) => of_trainer(spec, wanted, gpus > 0)?,
-        Work::Command(spec) => of_command(spec, wanted, gpus)?,
+        Work::Trainer(spec) => trainer_size(spec, wanted, gpus > 0)?,
+        Work::Command(spec) => command_size(spec, wanted, gpus)?,
     };
     let mut name = file_name(if name.is_empty() { &size.name } else { &name });
-    name.truncate(NAME);
+    name.truncate(MAX_NAME_BYTES);
     let submitted = Submitted {
         job: 0,
         request_id,
@@ -34,7 +37,7 @@ pub(crate) fn understand(
         priority,
         gpus: size.gpus,
         workers: size.workers,
-        patience: size.patience,
+        shutdown_timeout: size.shutdown_timeout,
         command_line: size.command_line,
         work_dir: work_dir.to_string_lossy().into_owned(),
         at: 0,
@@ -48,40 +51,42 @@ pub(crate) fn understand(
 struct Size {
     workers: u32,
     gpus: u32,
-    patience: f64,
+    shutdown_timeout: f64,
     command_line: String,
     name: String,
 }
 
-fn invalid(text: &str) -> Refused {
-    Refused::Invalid(text.into())
+fn invalid(text: &str) -> CommandError {
+    CommandError::Invalid(text.into())
 }
 
-fn of_trainer(spec: &JobSpec, wanted: Option<u32>, has_gpus: bool) -> Result<Size, Refused> {
+fn trainer_size(spec: &JobSpec, wanted: Option<u32>, has_gpus: bool) -> Result<Size, CommandError> {
     if !spec.launch.devices.is_empty() {
-        return Err(invalid("launch.devices: the daemon chooses the GPUs of its jobs; --gpus says how many"));
+        return Err(invalid(
+            "launch.devices: not available under the daemon, which chooses the GPUs; --gpus sets their number",
+        ));
     }
     let on_cpu = spec.engine.device == Device::Cpu || wanted == Some(0);
     if on_cpu && spec.engine.device == Device::Cuda {
-        return Err(invalid("engine.device is \"cuda\", and no GPU is asked for"));
+        return Err(invalid("engine.device is \"cuda\", but the job asks for no GPU (--gpus)"));
     }
     let workers = spec.launch.nproc.unwrap_or(wanted.filter(|gpus| *gpus > 0).unwrap_or(1));
     let gpus = match wanted {
         _ if on_cpu => 0,
         Some(gpus) if gpus < workers => {
-            return Err(invalid(&format!("{workers} workers need a GPU each, and {gpus} are asked for")));
+            return Err(invalid(&format!("{workers} workers need one GPU each, but --gpus is {gpus}")));
         }
         Some(gpus) => gpus,
         None if has_gpus => workers,
         None if spec.engine.device == Device::Cuda => {
-            return Err(invalid("engine.device is \"cuda\", and this node has no GPU"));
+            return Err(invalid("engine.device is \"cuda\", but this node has no GPU"));
         }
         None => 0,
     };
     Ok(Size {
         workers,
         gpus,
-        patience: spec.launch.shutdown_timeout,
+        shutdown_timeout: spec.launch.shutdown_timeout,
         command_line: String::new(),
         name: spec.job.name.clone(),
     })
@@ -89,22 +94,22 @@ fn of_trainer(spec: &JobSpec, wanted: Option<u32>, has_gpus: bool) -> Result<Siz
 
 /// A command without a number of GPUs gets one per worker on a node that has any; `--nproc-per-node gpu` then means
 /// one.
-fn of_command(spec: &CommandSpec, wanted: Option<u32>, present: u32) -> Result<Size, Refused> {
+fn command_size(spec: &CommandSpec, wanted: Option<u32>, present: u32) -> Result<Size, CommandError> {
     if spec.logs.dir.is_some() {
-        return Err(invalid("--log-dir: the daemon keeps the logs of its jobs; `xlaunch logs` shows them"));
+        return Err(invalid("--log-dir: not available under the daemon, which keeps the logs; `xlaunch logs` shows them"));
     }
     let counted = Ok(wanted.unwrap_or(present.min(1)));
-    let workers = spec.nproc.resolve(&counted, 1).map_err(Refused::Invalid)?;
+    let workers = spec.nproc.resolve(&counted, 1).map_err(CommandError::Invalid)?;
     let gpus = wanted.unwrap_or(if present > 0 { workers } else { 0 });
     if spec.virtual_local_rank && gpus < workers {
         return Err(invalid(&format!(
-            "--virtual-local-rank: {workers} workers need a GPU each, and {gpus} are asked for"
+            "--virtual-local-rank: {workers} workers need one GPU each, but --gpus is {gpus}"
         )));
     }
     Ok(Size {
         workers,
         gpus,
-        patience: spec.shutdown_timeout.as_secs_f64(),
+        shutdown_timeout: spec.shutdown_timeout.as_secs_f64(),
         command_line: spec.to_string(),
         name: spec.name(),
     })
@@ -146,13 +151,13 @@ mod tests {
 
     /// Workers and GPUs.
     fn size(work: Work, wanted: Option<u32>, node: u32) -> (u32, u32) {
-        let (submitted, description) = understand(submission(work, wanted), 1, node).unwrap();
+        let (submitted, description) = resolve(submission(work, wanted), 1, node).unwrap();
         assert_eq!(submitted.workers, description.workers);
         (submitted.workers, submitted.gpus)
     }
 
     fn refusal(work: Work, wanted: Option<u32>, node: u32) -> String {
-        understand(submission(work, wanted), 1, node).unwrap_err().to_string()
+        resolve(submission(work, wanted), 1, node).unwrap_err().to_string()
     }
 
     #[test]
@@ -179,13 +184,13 @@ mod tests {
 
     #[test]
     fn impossible_submissions_are_refused_with_the_reason() {
-        assert!(refusal(trainer(Device::Auto, Some(4)), Some(2), 8).contains("4 workers need a GPU each"));
+        assert!(refusal(trainer(Device::Auto, Some(4)), Some(2), 8).contains("4 workers need one GPU each"));
         assert!(refusal(trainer(Device::Cuda, None), None, 0).contains("no GPU"));
         let mut logged = command(Nproc::Count(1));
         logged.logs.dir = Some("/x".into());
         assert!(refusal(work(logged), None, 0).contains("xlaunch logs"));
         let virtual_ranks = || CommandSpec { virtual_local_rank: true, ..command(Nproc::Count(3)) };
-        assert!(refusal(work(virtual_ranks()), Some(2), 8).contains("3 workers need a GPU each"));
+        assert!(refusal(work(virtual_ranks()), Some(2), 8).contains("3 workers need one GPU each"));
         assert_eq!(size(work(virtual_ranks()), None, 8), (3, 3));
     }
 
@@ -194,7 +199,7 @@ mod tests {
         let named = |name: &str| {
             let spec = CommandSpec::new(Program::Binary("/bin/true".into()), vec!["a".into()]);
             let submission = Submit { name: name.into(), ..submission(work(spec), None) };
-            understand(submission, 1, 0).unwrap().0
+            resolve(submission, 1, 0).unwrap().0
         };
         assert_eq!((named("").name.as_str(), named("../x\ny").name.as_str()), ("true", "_._x_y"));
         assert_eq!(named("").command_line, "/bin/true a");

@@ -1,21 +1,21 @@
-//! Users by number, as the system knows them.
+//! Lookups in the system's user database. It may be a network service and slow, hence `block_in_place`.
 
 use std::collections::BTreeMap;
 
 use nix::unistd::{Uid, User};
 
-/// Names that were looked up. The system's answer may take a while, so each is asked for once.
+/// User names, each looked up once.
 #[derive(Debug, Default)]
 pub(super) struct Users(BTreeMap<u32, String>);
 
 impl Users {
-    /// The user's name; empty for one without.
+    /// The user's name; empty if the user is unknown.
     pub(super) fn name(&mut self, uid: u32) -> String {
         self.0.entry(uid).or_insert_with(|| find(uid).map(|user| user.name).unwrap_or_default()).clone()
     }
 }
 
-/// The user's first group; of a number without a user, the group of the same number.
+/// The user's primary group. An unknown user has the group with the same number.
 pub(super) fn gid(uid: u32) -> u32 {
     find(uid).map_or(uid, |user| user.gid.as_raw())
 }

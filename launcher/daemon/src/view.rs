@@ -1,6 +1,6 @@
-//! The node as callers are shown it: a snapshot that the manager replaces whenever something changes.
+//! The view: a snapshot of the node and its jobs, which the manager replaces whenever something changes.
 //!
-//! It is whole and hides nothing; who may see what is decided by those who answer, with [`Caller::may_see`].
+//! It contains the jobs of all users. Each reader restricts it to what its caller may see ([`Caller::may_see`]).
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,64 +12,63 @@ use xlaunch_proto::v1::{Job, NodeJobState, NodeStatus, Progress, StatusReply};
 /// The node and its jobs at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct NodeView {
-    /// The node, and for each GPU the job that holds it.
+    /// The node with its GPUs and the jobs that hold them.
     pub node: NodeStatus,
-    /// By id. Of those that have ended, the newest.
+    /// By id; ended jobs only as far as they are remembered.
     pub jobs: BTreeMap<u64, Arc<JobView>>,
 }
 
 /// A job at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct JobView {
-    /// The job, without `status` and `history`.
+    /// The message, without `status` and `history`.
     pub job: Job,
-    /// What its agent last said, and when.
+    /// The last status of its agent, and when it was received.
     pub status: Option<(Arc<StatusReply>, Instant)>,
-    /// Of a training job, oldest first.
+    /// Loss and throughput of a training job, oldest first.
     pub history: Arc<[Progress]>,
-    /// Where its agent listens, while it runs.
+    /// The socket of its agent.
     pub socket: PathBuf,
-    /// Holds `attempt_N/LOCAL_RANK/stdout.log` and `stderr.log`: files of the job's user, who may have put anything there.
+    /// The directory of `attempt_N/LOCAL_RANK/{stdout,stderr}.log`. The job's user can put anything there.
     pub logs: PathBuf,
 }
 
 impl JobView {
-    /// The job for an answer, with its status and, if `whole`, its history.
-    pub fn answer(&self, whole: bool) -> Job {
+    /// The message with the status and, if `with_history`, the history.
+    pub fn to_message(&self, with_history: bool) -> Job {
         let mut job = self.job.clone();
         if let Some((status, at)) = &self.status {
             job.status = Some(StatusReply::clone(status));
             job.status_age_seconds = at.elapsed().as_secs_f64();
         }
-        if whole {
+        if with_history {
             job.history = self.history.to_vec();
         }
         job
     }
 
-    /// Whether nothing more will happen to it.
+    /// Whether the job is in a final state.
     pub fn has_ended(&self) -> bool {
         has_ended(self.job.state())
     }
 }
 
-/// Whether nothing more will happen to a job in this state.
+/// Whether this state is final.
 pub fn has_ended(state: NodeJobState) -> bool {
     use NodeJobState::{Cancelled, Done, Failed, Lost};
     matches!(state, Done | Failed | Cancelled | Lost)
 }
 
-/// Who asks, as the kernel says.
+/// The user who makes a call, by the credentials of the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caller {
-    /// The user.
     pub uid: u32,
-    /// Root, the daemon's own user, or a member of the administrators' group.
+    /// Root, the daemon's own user, or a member of `daemon.admin_group`.
     pub admin: bool,
 }
 
 impl Caller {
-    /// Whether the jobs of this user are theirs to see and to cancel.
+    /// Whether the caller may see and cancel the jobs of this user.
     pub fn may_see(&self, uid: u32) -> bool {
         self.admin || self.uid == uid
     }

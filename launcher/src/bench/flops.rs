@@ -1,22 +1,23 @@
-//! The floating-point operations that training asks of a model, as papers count them: useful work alone.
+//! Floating-point operations of training a model, counted as in the literature: useful work only ("model FLOPs").
 //!
-//! Per token `6 N + 6 L T C`. N are the parameters that take part in matrix products (the head with V columns, no lookup
-//! of embeddings, no norms and biases): 2 operations each in forward, 4 in backward (Kaplan et al. 2020, section 2.1,
-//! arXiv:2001.08361). Attention's two products take `4 T C` a layer in forward and twice that in backward (Chowdhery et
-//! al. 2022, appendix B, arXiv:2204.02311: `12 L H Q T` with H Q = C); a causal mask leaves half of it.
+//! Per token: `6 N + 6 L T C`. N is the number of parameters in matrix multiplications (with the head's V columns,
+//! without the embedding lookup, norms and biases): 2 operations each in forward, 4 in backward (Kaplan et al. 2020,
+//! section 2.1, arXiv:2001.08361). The two matrix multiplications of attention take `4 T C` per layer in forward and
+//! twice that in backward (Chowdhery et al. 2022, appendix B, arXiv:2204.02311: `12 L H Q T` with H Q = C); a causal
+//! mask halves them.
 //!
-//! Not counted: padding of the vocabulary, scores that are formed again in backward, everything elementwise.
+//! Not counted: padding of the vocabulary, attention scores that backward recomputes, elementwise operations.
 
 use xlaunch_proto::model::{Arch, ModelShape};
 
-/// Operations of one token's forward and backward.
+/// Operations per token, forward and backward.
 #[expect(clippy::cast_precision_loss, reason = "a size")]
 pub(crate) fn per_token(shape: &ModelShape) -> f64 {
     let attention = shape.layers as f64 * shape.seq as f64 * shape.dim as f64;
     6.0 * matrix_parameters(shape) as f64 + 6.0 * attention
 }
 
-/// Parameters that take part in matrix products.
+/// N: parameters in matrix multiplications.
 fn matrix_parameters(shape: &ModelShape) -> usize {
     let gates = if shape.arch == Arch::Llama { 2 } else { 1 };
     let attention = shape.qkv_width() + shape.dim;
@@ -30,7 +31,7 @@ mod tests {
     use xlaunch_proto::model::PRESETS;
 
     #[test]
-    fn the_presets_ask_for_what_their_sizes_say() {
+    fn flops_of_presets_match_their_sizes() {
         // GPT-2 124M: 12 layers of 12 C^2, the head, and attention over 1024 tokens.
         let (c, v) = (768.0, 50257.0);
         let gpt2 = 6.0 * (12.0 * 12.0 * c * c + v * c) + 6.0 * 12.0 * 1024.0 * c;
@@ -42,7 +43,7 @@ mod tests {
     }
 
     #[test]
-    fn shared_key_heads_are_counted_once() {
+    fn shared_key_value_heads_are_counted_once() {
         let full = ModelShape { kv_heads: 4, ..PRESETS[0].1.clone() };
         let shared = ModelShape { kv_heads: 1, ..full.clone() };
         let saved = 6 * shared.layers * shared.dim * 2 * 3 * shared.head_width();

@@ -1,11 +1,11 @@
-//! The kernels of a step, grouped by what they are for.
+//! The kernels of a step, grouped by purpose.
 
 use std::fmt::Write;
 
 use serde::Serialize;
 use xlaunch_proto::v1::KernelReport;
 
-/// Families by the beginnings of kernel names; the first that fits counts.
+/// Families by prefixes of kernel names. The first match counts.
 const FAMILIES: [(&str, &[&str]); 9] = [
     ("GEMM", &["gemm"]),
     ("attention", &["attention", "rope"]),
@@ -17,7 +17,7 @@ const FAMILIES: [(&str, &[&str]); 9] = [
     ("reductions", &["sum", "squared_norm", "column_sum"]),
     ("copies", &["cast", "copy"]),
 ];
-/// Kernels of no family.
+/// Family of all other kernels.
 const OTHER: &str = "other";
 
 /// One kernel over all its launches in the step.
@@ -26,12 +26,12 @@ pub(crate) struct Kernel {
     pub(crate) family: &'static str,
     pub(crate) name: String,
     pub(crate) ms: f64,
-    /// Of the time in all kernels.
+    /// Share of the time in all kernels.
     pub(crate) share: f64,
     pub(crate) launches: u64,
 }
 
-/// The kernels of a report with their families; families by their time, and in each the longest kernel first.
+/// Adds families to the kernels of a report. Families and the kernels in each are ordered by time, longest first.
 pub(crate) fn grouped(kernels: &[KernelReport]) -> Vec<Kernel> {
     let total: f64 = kernels.iter().map(|kernel| kernel.seconds).sum();
     let mut grouped: Vec<Kernel> = kernels
@@ -44,31 +44,31 @@ pub(crate) fn grouped(kernels: &[KernelReport]) -> Vec<Kernel> {
             launches: kernel.launches,
         })
         .collect();
-    let sums: Vec<f64> = grouped.iter().map(|kernel| sum(&grouped, kernel.family).0).collect();
+    let family_ms: Vec<f64> = grouped.iter().map(|kernel| family_total(&grouped, kernel.family).0).collect();
     let mut order: Vec<usize> = (0..grouped.len()).collect();
     order.sort_by(|a, b| {
         let (x, y) = (&grouped[*a], &grouped[*b]);
-        sums[*b].total_cmp(&sums[*a]).then(x.family.cmp(y.family)).then(y.ms.total_cmp(&x.ms))
+        family_ms[*b].total_cmp(&family_ms[*a]).then(x.family.cmp(y.family)).then(y.ms.total_cmp(&x.ms))
     });
     grouped = order.into_iter().map(|index| grouped[index].clone()).collect();
     grouped
 }
 
 fn family(kernel: &str) -> &'static str {
-    let fits = |names: &[&str]| names.iter().any(|name| kernel.starts_with(name));
-    FAMILIES.iter().find(|(_, names)| fits(names)).map_or(OTHER, |(family, _)| family)
+    let matches = |names: &[&str]| names.iter().any(|name| kernel.starts_with(name));
+    FAMILIES.iter().find(|(_, names)| matches(names)).map_or(OTHER, |(family, _)| family)
 }
 
 /// Milliseconds and launches of a family.
-fn sum(kernels: &[Kernel], family: &str) -> (f64, u64) {
+fn family_total(kernels: &[Kernel], family: &str) -> (f64, u64) {
     let members = kernels.iter().filter(|kernel| kernel.family == family);
     members.fold((0.0, 0), |(ms, launches), kernel| (ms + kernel.ms, launches + kernel.launches))
 }
 
-/// The table: a line per family, and its kernels below it.
+/// One line per family, followed by its kernels.
 pub(crate) fn table(kernels: &[Kernel]) -> String {
     if kernels.is_empty() {
-        return "kernels      not timed: the CPU back end has none\n".into();
+        return "kernels      not timed: the CPU back end has no kernels\n".into();
     }
     let total: f64 = kernels.iter().map(|kernel| kernel.ms).sum();
     let mut out = format!("\n{:<44}{:>10}{:>9}{:>10}\n", "kernels of one step", "ms", "share", "launches");
@@ -78,7 +78,7 @@ pub(crate) fn table(kernels: &[Kernel]) -> String {
     };
     line("all", total, kernels.iter().map(|kernel| kernel.launches).sum());
     for family in kernels.chunk_by(|a, b| a.family == b.family) {
-        let (ms, launches) = sum(family, family[0].family);
+        let (ms, launches) = family_total(family, family[0].family);
         line(family[0].family, ms, launches);
         for kernel in family {
             line(&format!("  {}", kernel.name), kernel.ms, kernel.launches);
@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernels_stand_below_their_families_the_longest_first() {
+    fn kernels_are_grouped_by_family_longest_first() {
         let names = ["norm_fwd", "gemm 8 x 8 x 8", "squared_norm_partials", "norm_bwd_input", "novel"];
         let kernels = names.iter().zip([2, 4, 1, 3, 2]).map(|(name, ms)| KernelReport {
             name: (*name).into(),

@@ -1,8 +1,8 @@
-//! `xlaunch bench launch`: what launching itself costs, and how fast it reacts, beside torchrun where that is installed.
+//! `xlaunch bench launch`: the overhead and reaction times of launching, compared with torchrun if it is installed.
 //!
-//! Launchers are child processes, looked at from outside as a user would; the workers are `true` and `sleep`, and for a hang
-//! the built-in trainer's. Every process of a measurement carries a mark in its environment, by which what a killed launcher
-//! leaves behind is counted, and removed.
+//! Launchers are child processes, measured from outside. Their workers are `true` and `sleep`, and the built-in trainer
+//! to measure hang detection. Every process of a measurement has a marker variable in its environment, by which
+//! processes that a killed launcher leaves behind are counted and removed.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -18,20 +18,19 @@ use xlaunch_agent::process::Process;
 use xlaunch_agent::spawn::{Options, Spawner, Worker};
 use xlaunch_agent::status::sample::Sampler;
 
-/// What processes of a measurement have in their environment.
-const MARK: &str = "XLAUNCH_BENCH";
-/// Longest time that anything may take before it counts as hung.
-const HUNG: Duration = Duration::from_secs(120);
-/// When what a killed launcher left is counted.
-const SECOND: Duration = Duration::from_secs(1);
-/// Pause between looks at processes.
-const LOOK: Duration = Duration::from_millis(1);
-/// How long an idle launch is watched.
-const IDLE: Duration = Duration::from_secs(3);
-/// Runs of torchrun, which takes seconds for each.
-const FEW: usize = 3;
+/// Environment variable of all processes of a measurement.
+const MARKER_VARIABLE: &str = "XLAUNCH_BENCH";
+/// A measurement that takes longer has failed.
+const MEASUREMENT_TIMEOUT: Duration = Duration::from_secs(120);
+/// Processes left behind are counted this long after the launcher was killed.
+const CLEANUP_DELAY: Duration = Duration::from_secs(1);
+const PROCESS_POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// CPU time of an idle launcher is measured over this time.
+const IDLE_TIME: Duration = Duration::from_secs(3);
+/// torchrun needs seconds per launch, so it gets fewer.
+const TORCHRUN_RUNS: usize = 3;
 /// A job that trains until it is killed.
-const HANG: &str = r#"
+const ENDLESS_JOB: &str = r#"
 [model]
 layers = 1
 dim = 32
@@ -47,68 +46,67 @@ eval_every = 0
 device = "cpu"
 "#;
 
-/// Milliseconds.
+/// A distribution of times in milliseconds.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct Spread {
-    /// The one in the middle.
-    pub(crate) median: f64,
-    /// All but one in a hundred are no longer.
-    pub p99: f64,
+    median: f64,
+    p99: f64,
 }
 
-/// What one launcher takes.
+/// Measurements of one launcher.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Launcher {
-    /// From the command to its end, with workers that do nothing.
-    pub(crate) nothing: Spread,
-    /// From a worker's death to the end of the command, and of all other workers.
-    pub(crate) group_gone: Spread,
-    /// Processes left a second after the launcher was killed, of as many.
-    pub(crate) left_of: (usize, usize),
+    /// From the start of the command to its exit, with workers that exit at once.
+    no_op_launch_ms: Spread,
+    /// From the death of one worker to the exit of the command and of all other workers.
+    group_exit_ms: Spread,
+    /// Processes left one second after the launcher was killed.
+    processes_left: usize,
+    /// Processes that it had started.
+    processes_started: usize,
 }
 
-/// All that was found.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Found {
+pub(crate) struct Measured {
     /// Workers of each launch.
-    pub(crate) workers: u32,
-    /// This program.
-    pub(crate) xlaunch: Launcher,
-    /// From a worker's death to the launcher's knowledge of it.
-    pub(crate) reaction: Spread,
-    /// Resident bytes of the launcher, its guard included, while its workers sleep.
-    pub(crate) resident_bytes: u64,
-    /// Its CPU time then, in percent of a core.
-    pub(crate) cpu_percent: f64,
-    /// Seconds until a rank of a training job is named, from when it is stopped.
-    pub(crate) hang_named_seconds: f64,
-    /// The other one.
-    pub(crate) torchrun: Option<Launcher>,
+    workers: u32,
+    xlaunch: Launcher,
+    /// From the death of a worker to its exit status in the launcher.
+    exit_detection_ms: Spread,
+    /// Resident memory of the launcher while its workers sleep, its cleanup process included.
+    resident_bytes: u64,
+    /// CPU time of the same, in percent of a core.
+    cpu_percent: f64,
+    /// From the moment a rank of a training job is stopped to the report that names it.
+    hang_report_seconds: f64,
+    torchrun: Option<Launcher>,
 }
 
-/// Measures `runs` launches of `workers` each; `torchrun` is the program to compare with, if there is one.
+/// Measures `runs` launches of `workers` each; `torchrun` is the program to compare with.
 ///
 /// # Errors
-/// A launch that fails or hangs.
-pub(crate) async fn run(workers: u32, runs: usize, torchrun: Option<&Path>) -> Result<Found, Refusal> {
-    let failed =
-        |error: std::io::Error| Refusal::new(ExitCode::Internal, format!("failed to measure: {error}"));
-    let own = std::env::current_exe().map_err(failed)?;
-    let ours =
-        Program { path: own, options: vec!["--nproc-per-node".into(), workers.to_string(), "--".into()] };
-    let (resident_bytes, cpu_percent) = idle(&ours, workers).map_err(failed)?;
-    let hang_named_seconds = hang(&ours.path).map_err(failed)?;
-    Ok(Found {
+/// A launch failed or took too long.
+pub(crate) async fn run(workers: u32, runs: usize, torchrun: Option<&Path>) -> Result<Measured, Refusal> {
+    let measured = measure(workers, runs, torchrun).await;
+    measured.map_err(|error| Refusal::new(ExitCode::Internal, format!("failed to measure launches: {error}")))
+}
+
+async fn measure(workers: u32, runs: usize, torchrun: Option<&Path>) -> std::io::Result<Measured> {
+    let xlaunch = Program {
+        path: std::env::current_exe()?,
+        options: vec!["--nproc-per-node".into(), workers.to_string(), "--".into()],
+    };
+    let (resident_bytes, cpu_percent) = idle(&xlaunch, workers)?;
+    let hang_report_seconds = hang(&xlaunch.path)?;
+    let torchrun = torchrun.map(|path| Program::torchrun(path, workers));
+    Ok(Measured {
         workers,
-        xlaunch: launcher(&ours, workers, runs).map_err(failed)?,
-        reaction: reaction(runs.max(100)).await.map_err(failed)?,
+        xlaunch: launcher(&xlaunch, workers, runs)?,
+        exit_detection_ms: exit_detection(runs.max(100)).await?,
         resident_bytes,
         cpu_percent,
-        hang_named_seconds,
-        torchrun: torchrun
-            .map(|path| launcher(&theirs(path, workers), workers, FEW))
-            .transpose()
-            .map_err(failed)?,
+        hang_report_seconds,
+        torchrun: torchrun.map(|program| launcher(&program, workers, TORCHRUN_RUNS)).transpose()?,
     })
 }
 
@@ -126,63 +124,66 @@ struct Program {
     options: Vec<String>,
 }
 
-fn theirs(path: &Path, workers: u32) -> Program {
-    let options =
-        ["--standalone", "--no-python", "--nproc-per-node", &workers.to_string()].map(str::to_owned);
-    Program { path: path.into(), options: options.into() }
-}
-
 impl Program {
-    fn start(&self, mark: &str, command: &[&str]) -> std::io::Result<Child> {
+    fn torchrun(path: &Path, workers: u32) -> Self {
+        let options =
+            ["--standalone", "--no-python", "--nproc-per-node", &workers.to_string()].map(str::to_owned);
+        Self { path: path.into(), options: options.into() }
+    }
+
+    fn start(&self, marker: &str, command: &[&str]) -> std::io::Result<Child> {
         let mut launcher = Command::new(&self.path);
-        launcher.args(&self.options).args(command).env(MARK, mark).env("OMP_NUM_THREADS", "1");
+        launcher.args(&self.options).args(command).env(MARKER_VARIABLE, marker).env("OMP_NUM_THREADS", "1");
         launcher.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()
     }
 }
 
 fn launcher(program: &Program, workers: u32, runs: usize) -> std::io::Result<Launcher> {
-    let nothing = (0..runs).map(|_| nothing(program)).collect::<std::io::Result<_>>()?;
-    let group_gone = (0..runs).map(|_| group_gone(program, workers)).collect::<std::io::Result<_>>()?;
+    let no_op = (0..runs).map(|_| no_op_launch(program)).collect::<std::io::Result<_>>()?;
+    let group_exit = (0..runs).map(|_| group_exit(program, workers)).collect::<std::io::Result<_>>()?;
+    let (processes_left, processes_started) = processes_left(program, workers)?;
     Ok(Launcher {
-        nothing: spread(nothing),
-        group_gone: spread(group_gone),
-        left_of: left(program, workers)?,
+        no_op_launch_ms: spread(no_op),
+        group_exit_ms: spread(group_exit),
+        processes_left,
+        processes_started,
     })
 }
 
-fn nothing(program: &Program) -> std::io::Result<f64> {
+fn no_op_launch(program: &Program) -> std::io::Result<f64> {
     let start = Instant::now();
-    let status = program.start("nothing", &["true"])?.wait()?;
+    let status = program.start("no-op", &["true"])?.wait()?;
     match status.success() {
         true => Ok(milliseconds(start)),
         false => Err(std::io::Error::other(format!("{} -- true: {status}", program.path.display()))),
     }
 }
 
-/// One worker is killed.
-fn group_gone(program: &Program, workers: u32) -> std::io::Result<f64> {
+/// Kills one worker.
+fn group_exit(program: &Program, workers: u32) -> std::io::Result<f64> {
     let mut launcher = program.start("group", &["sleep", "1000"])?;
     let sleepers = all_asleep(&launcher, workers)?;
     let start = Instant::now();
     sleepers[sleepers.len() / 2].signal(Signal::KILL);
     launcher.wait()?;
-    until(|| sleepers.iter().all(|sleeper| Process::read(sleeper.pid).is_none()).then_some(()))?;
+    wait_until(|| sleepers.iter().all(|sleeper| Process::read(sleeper.pid).is_none()).then_some(()))?;
     Ok(milliseconds(start))
 }
 
-/// The launcher is killed; each worker has hidden a process in a session of its own.
-fn left(program: &Program, workers: u32) -> std::io::Result<(usize, usize)> {
-    let mark = format!("left-{}", std::process::id());
-    let mut launcher = program.start(&mark, &["sh", "-c", "setsid sleep 1000 & exec sleep 1000"])?;
-    let all = 2 * workers as usize;
-    let sleepers = || marked(&mark).iter().filter(|process| process.name == "sleep").count();
-    until(|| (sleepers() == all).then_some(()))?;
+/// Kills the launcher after each worker has started a process in another session. Returns how many processes are left,
+/// and how many there were.
+fn processes_left(program: &Program, workers: u32) -> std::io::Result<(usize, usize)> {
+    let marker = format!("left-{}", std::process::id());
+    let mut launcher = program.start(&marker, &["sh", "-c", "setsid sleep 1000 & exec sleep 1000"])?;
+    let started = 2 * workers as usize;
+    let sleepers = || marked(&marker).iter().filter(|process| process.name == "sleep").count();
+    wait_until(|| (sleepers() == started).then_some(()))?;
     launcher.kill()?;
     launcher.wait()?;
-    std::thread::sleep(SECOND);
+    std::thread::sleep(CLEANUP_DELAY);
     let left = sleepers();
-    marked(&mark).iter().for_each(|process| process.signal(Signal::KILL));
-    Ok((left, all))
+    marked(&marker).iter().for_each(|process| process.signal(Signal::KILL));
+    Ok((left, started))
 }
 
 /// Resident bytes, and CPU time in percent of a core, of a launcher whose workers sleep.
@@ -191,45 +192,50 @@ fn idle(program: &Program, workers: u32) -> std::io::Result<(u64, f64)> {
     let sleepers = all_asleep(&launcher, workers)?;
     let mut sampler = Sampler::new();
     sampler.sample(&[launcher.id()], Instant::now());
-    std::thread::sleep(IDLE);
+    std::thread::sleep(IDLE_TIME);
     let usage = sampler.sample(&[launcher.id()], Instant::now());
     let children: Vec<u32> = sleepers.iter().map(|sleeper| sleeper.pid).collect();
-    let theirs: u64 = sampler.sample(&children, Instant::now()).iter().map(|usage| usage.memory_bytes).sum();
-    let found = usage.first().map_or((0, 0.0), |usage| (usage.memory_bytes - theirs, usage.cpu_percent));
+    let workers_bytes: u64 =
+        sampler.sample(&children, Instant::now()).iter().map(|usage| usage.memory_bytes).sum();
+    let found =
+        usage.first().map_or((0, 0.0), |usage| (usage.memory_bytes - workers_bytes, usage.cpu_percent));
     kill_process(Pid::from_child(&launcher), Signal::TERM)?;
     launcher.wait()?;
     Ok(found)
 }
 
-/// Trains a small model on the CPU, and stops rank 1 of 2 in the middle of it.
+/// Trains a small model on the CPU, and stops rank 1 of 2 during training. Returns the seconds until rank 1 is
+/// reported.
 fn hang(own: &Path) -> std::io::Result<f64> {
-    let dir = super::scratch()?;
-    fs_err::write(dir.path().join("text.txt"), "what ranks learn until one hangs\n".repeat(1000))?;
-    fs_err::write(dir.path().join("hang.toml"), HANG)?;
-    let told = dir.path().join("told");
-    let mark = format!("hang-{}", std::process::id());
+    let dir = super::scratch_dir()?;
+    fs_err::write(dir.path().join("text.txt"), "text to train on until a rank hangs\n".repeat(1000))?;
+    fs_err::write(dir.path().join("hang.toml"), ENDLESS_JOB)?;
+    let stderr = dir.path().join("stderr");
+    let marker = format!("hang-{}", std::process::id());
     let mut launcher = Command::new(own);
-    launcher.args(["--nproc", "2", "hang.toml"]).current_dir(dir.path()).env(MARK, &mark);
-    launcher.stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&told)?);
+    launcher.args(["--nproc", "2", "hang.toml"]).current_dir(dir.path()).env(MARKER_VARIABLE, &marker);
+    launcher.stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&stderr)?);
     let mut launcher = launcher.spawn()?;
-    let says = |text| until(|| fs_err::read_to_string(&told).ok()?.contains(text).then_some(()));
-    let named = says("step 1/").and_then(|()| {
+    let wait_for_text =
+        |text| wait_until(|| fs_err::read_to_string(&stderr).ok()?.contains(text).then_some(()));
+    let seconds = wait_for_text("step 1/").and_then(|()| {
         let mut rank_1 = Process::all();
         rank_1.retain(|process| process.parent == launcher.id() && process.carries(b"RANK=1"));
         let start = Instant::now();
         rank_1.iter().for_each(|process| process.signal(Signal::STOP));
-        says("rank 1 may hang")?;
+        // The hang detector's report is the only line that starts with a rank.
+        wait_for_text("xlaunch: rank 1 ")?;
         Ok(start.elapsed().as_secs_f64())
     });
     launcher.kill()?;
     launcher.wait()?;
-    // Before the directory that they work in goes.
-    until(|| marked(&mark).is_empty().then_some(()))?;
-    named
+    // The workers use the directory, so it must outlive them.
+    wait_until(|| marked(&marker).is_empty().then_some(()))?;
+    seconds
 }
 
-/// From the signal that kills a worker to its exit status in our hands.
-async fn reaction(runs: usize) -> std::io::Result<Spread> {
+/// From the signal that kills a worker to its exit status, as the agent receives it.
+async fn exit_detection(runs: usize) -> std::io::Result<Spread> {
     let spawner = Spawner::start()?;
     let mut times = Vec::new();
     for _ in 0..runs {
@@ -245,31 +251,31 @@ async fn reaction(runs: usize) -> std::io::Result<Spread> {
     Ok(spread(times))
 }
 
-/// The launcher's workers, when all of them are `sleep`.
+/// Waits until all workers have executed `sleep`; returns them.
 fn all_asleep(launcher: &Child, workers: u32) -> std::io::Result<Vec<Process>> {
-    until(|| {
+    wait_until(|| {
         let mut found = Process::all();
         found.retain(|process| process.parent == launcher.id() && process.name == "sleep");
         (found.len() == workers as usize).then_some(found)
     })
 }
 
-/// Processes with this mark that have not ended.
-fn marked(mark: &str) -> Vec<Process> {
+/// Live processes with this marker.
+fn marked(marker: &str) -> Vec<Process> {
     let mut found = Process::all();
-    found.retain(|process| process.carries(format!("{MARK}={mark}").as_bytes()));
+    found.retain(|process| process.carries(format!("{MARKER_VARIABLE}={marker}").as_bytes()));
     found
 }
 
-fn until<T>(mut ready: impl FnMut() -> Option<T>) -> std::io::Result<T> {
+fn wait_until<T>(mut ready: impl FnMut() -> Option<T>) -> std::io::Result<T> {
     let start = Instant::now();
-    while start.elapsed() < HUNG {
+    while start.elapsed() < MEASUREMENT_TIMEOUT {
         if let Some(value) = ready() {
             return Ok(value);
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(PROCESS_POLL_INTERVAL);
     }
-    Err(std::io::Error::other("a launch hangs"))
+    Err(std::io::Error::other(format!("a launch did not react within {} s", MEASUREMENT_TIMEOUT.as_secs())))
 }
 
 fn milliseconds(start: Instant) -> f64 {
@@ -283,27 +289,25 @@ fn spread(mut times: Vec<f64>) -> Spread {
     Spread { median, p99 }
 }
 
-/// The table.
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
-pub(crate) fn table(found: &Found) -> String {
-    let mut out = format!("{} workers; milliseconds, median and 99th percentile\n\n", found.workers);
-    let mut line = |name: &str, ours: String, theirs: Option<String>| {
+pub(crate) fn table(measured: &Measured) -> String {
+    let mut out = format!("{} workers; times in ms: median, 99th percentile\n\n", measured.workers);
+    let mut line = |name: &str, xlaunch: String, torchrun: Option<String>| {
         // Writing to a String cannot fail.
-        let _ = writeln!(out, "{name:<46}{ours:<20}{}", theirs.unwrap_or_default());
+        let _ = writeln!(out, "{name:<46}{xlaunch:<20}{}", torchrun.unwrap_or_default());
     };
-    let other = found.torchrun.as_ref();
+    let (ours, other) = (&measured.xlaunch, measured.torchrun.as_ref());
     let times = |spread: Spread| format!("{:.1}  {:.1}", spread.median, spread.p99);
-    let of = |(left, all): (usize, usize)| format!("{left} of {all}");
     line("", "xlaunch".into(), Some(other.map_or("torchrun: not in PATH".into(), |_| "torchrun".into())));
-    let launches = |launcher: &Launcher| times(launcher.nothing);
-    line("a command that does nothing", launches(&found.xlaunch), other.map(launches));
-    let gone = |launcher: &Launcher| times(launcher.group_gone);
-    line("one worker dies: all gone, reported", gone(&found.xlaunch), other.map(gone));
-    let left = |launcher: &Launcher| of(launcher.left_of);
-    line("launcher killed: processes left after 1 s", left(&found.xlaunch), other.map(left));
-    line("a worker's death to the launcher's knowledge", times(found.reaction), None);
-    line("a rank hangs: named after", format!("{:.0}", found.hang_named_seconds * 1e3), None);
-    line("memory of the launcher", format!("{:.1} MB", found.resident_bytes as f64 / 1e6), None);
-    line("its CPU while workers sleep", format!("{:.2} %", found.cpu_percent), None);
+    let no_op = |launcher: &Launcher| times(launcher.no_op_launch_ms);
+    line("launch of `true`", no_op(ours), other.map(no_op));
+    let group_exit = |launcher: &Launcher| times(launcher.group_exit_ms);
+    line("worker killed: until the whole group has exited", group_exit(ours), other.map(group_exit));
+    let left = |launcher: &Launcher| format!("{} of {}", launcher.processes_left, launcher.processes_started);
+    line("launcher killed: processes left after 1 s", left(ours), other.map(left));
+    line("worker killed: until the agent has its status", times(measured.exit_detection_ms), None);
+    line("rank stopped: until it is reported", format!("{:.0}", measured.hang_report_seconds * 1e3), None);
+    line("memory of the idle launcher", format!("{:.1} MB", measured.resident_bytes as f64 / 1e6), None);
+    line("CPU use of the idle launcher", format!("{:.2} %", measured.cpu_percent), None);
     out
 }

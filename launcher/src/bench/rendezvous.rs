@@ -1,8 +1,8 @@
-//! `xlaunch bench rendezvous`: how long so many ranks take to meet.
+//! `xlaunch bench rendezvous`: the time that many ranks need to join.
 //!
-//! They are simulated: tasks of one child process, each with a connection of its own, that join as a worker does. They meet
-//! at the agent's own service on a unix socket, in this process. Time runs from the first connection to the last answer, by
-//! the child's clock.
+//! The ranks are tasks of one child process, each with its own connection, that join as workers do: at the agent's
+//! service on a unix socket, which runs in this process. The child measures from its first connection to the last
+//! reply.
 
 use std::fmt::Write;
 use std::io;
@@ -25,59 +25,56 @@ use xlaunch_proto::v1::{JobKind, JoinRequest};
 
 use xlaunch_agent::Refusal;
 use xlaunch_agent::rendezvous::Rendezvous;
-use xlaunch_agent::rendezvous::meeting::{Meeting, Outcome};
+use xlaunch_agent::rendezvous::barrier::{JoinBarrier, JoinOutcome};
 use xlaunch_agent::rendezvous::service::{self, Message};
 use xlaunch_agent::status::board::{Board, Launch};
 
-/// Time for everybody to meet.
-const PATIENCE: Duration = Duration::from_secs(120);
-/// Pause of a rank that finds the queue of the socket full.
-const BREATH: Duration = Duration::from_millis(2);
-/// Descriptors of either process beside those of the ranks.
-const BESIDE: u64 = 100;
-/// What all ranks have in common.
-const JOB: &[u8] = b"bench";
+/// Time for all ranks to join.
+const RENDEZVOUS_TIMEOUT: Duration = Duration::from_secs(120);
+/// Delay before another attempt to connect if the backlog of the socket is full.
+const CONNECT_RETRY_DELAY: Duration = Duration::from_millis(2);
+/// File descriptors that each process needs in addition to one per rank.
+const OTHER_DESCRIPTORS: u64 = 100;
+/// Hashed as the configuration of all ranks, which must agree.
+const CONFIG: &[u8] = b"bench";
 
-/// What one meeting took.
+/// One rendezvous.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) struct Met {
-    /// Ranks that met.
-    pub(crate) ranks: u32,
-    /// From the first connection to the last answer.
-    pub(crate) seconds: f64,
+pub(crate) struct Measured {
+    ranks: u32,
+    /// From the first connection to the last reply.
+    seconds: f64,
 }
 
-/// Has so many ranks meet, each number by itself.
+/// Measures one rendezvous for each number of ranks.
 ///
 /// # Errors
-/// Too few descriptors; a meeting that fails.
-pub(crate) async fn run(ranks: &[u32]) -> Result<Vec<Met>, Refusal> {
-    let mut found = Vec::new();
+/// The limit of open files is too low, or the rendezvous failed.
+pub(crate) async fn run(ranks: &[u32]) -> Result<Vec<Measured>, Refusal> {
+    let mut measured = Vec::new();
     for ranks in ranks {
-        let met = meet(*ranks).await.map_err(|error| failed(&error))?;
-        found.push(met);
+        measured.push(measure(*ranks).await.map_err(|error| failed(&error))?);
     }
-    Ok(found)
+    Ok(measured)
 }
 
 fn failed(error: &io::Error) -> Refusal {
-    Refusal::new(ExitCode::Internal, format!("failed to let ranks meet: {error}"))
+    Refusal::new(ExitCode::Internal, format!("failed to measure the rendezvous: {error}"))
 }
 
-/// The table.
-pub(crate) fn table(found: &[Met]) -> String {
-    let mut out = format!("{:>8}  seconds to meet\n", "ranks");
-    for Met { ranks, seconds } in found {
+pub(crate) fn table(measured: &[Measured]) -> String {
+    let mut out = format!("{:>8}  seconds\n", "ranks");
+    for Measured { ranks, seconds } in measured {
         // Writing to a String cannot fail.
         let _ = writeln!(out, "{ranks:>8}  {seconds:.3}");
     }
     out
 }
 
-/// The agent's side.
-async fn meet(ranks: u32) -> io::Result<Met> {
-    allow(ranks)?;
-    let dir = super::scratch()?;
+/// Runs the agent's service, and the ranks in a child process.
+async fn measure(ranks: u32) -> io::Result<Measured> {
+    raise_file_limit(ranks)?;
+    let dir = super::scratch_dir()?;
     let socket = dir.path().join("agent.sock");
     let (messages, mut inbox) = mpsc::channel(1024);
     let board = watch::Sender::new(Board::new(Launch {
@@ -87,43 +84,45 @@ async fn meet(ranks: u32) -> io::Result<Met> {
         command_line: String::new(),
         max_restarts: 0,
         log_dir: dir.path().into(),
-        stall_timeout: PATIENCE,
+        stall_timeout: RENDEZVOUS_TIMEOUT,
     }));
     board.send_modify(|board| board.reset(0, ranks));
     let serving = service::serve(&socket, messages, board.clone()).await?;
-    let mut callers = Command::new(std::env::current_exe()?);
-    callers.args(["bench", "rendezvous", "--ranks", &ranks.to_string(), "--callers"]).arg(&socket);
-    let callers = callers.stdin(Stdio::null()).stdout(Stdio::piped()).kill_on_drop(true).spawn()?;
-    let deadline = Instant::now() + PATIENCE;
-    let mut meeting = Meeting::new(Rendezvous::new(ranks, 0, Digest::of(JOB), deadline));
+    let mut child = Command::new(std::env::current_exe()?);
+    child.args(["bench", "rendezvous", "--ranks", &ranks.to_string(), "--join-at"]).arg(&socket);
+    let child = child.stdin(Stdio::null()).stdout(Stdio::piped()).kill_on_drop(true).spawn()?;
+    let deadline = Instant::now() + RENDEZVOUS_TIMEOUT;
+    let mut barrier = JoinBarrier::new(Rendezvous::new(ranks, 0, Digest::of(CONFIG), deadline));
     let answer = async {
         while let Some(message) = inbox.recv().await {
             let Message::Join(join, reply) = message else { continue };
             let (rank, device) = (join.rank.0, join.device_uuid.clone());
-            match meeting.join(join, reply) {
-                Outcome::Waiting | Outcome::Met => board.send_modify(|board| board.joined(rank, &device)),
-                Outcome::Ignored => {}
-                Outcome::Failed(problem) => return problem,
+            match barrier.join(join, reply) {
+                JoinOutcome::Waiting | JoinOutcome::Complete => {
+                    board.send_modify(|board| board.joined(rank, &device))
+                }
+                JoinOutcome::Ignored => {}
+                JoinOutcome::Failed(problem) => return problem,
             }
         }
-        "the service has ended".to_owned()
+        "the service has stopped".to_owned()
     };
     let output = tokio::select! {
-        output = callers.wait_with_output() => output?,
+        output = child.wait_with_output() => output?,
         problem = answer => return Err(io::Error::other(problem)),
-        () = tokio::time::sleep(PATIENCE) => return Err(io::ErrorKind::TimedOut.into()),
+        () = tokio::time::sleep(RENDEZVOUS_TIMEOUT) => return Err(io::ErrorKind::TimedOut.into()),
     };
     serving.finish().await;
-    // Why they failed stands on stderr, which is ours.
-    serde_json::from_slice(&output.stdout).map_err(|_| io::Error::other("not all ranks have met"))
+    // The child inherits stderr, where it has printed why it failed.
+    serde_json::from_slice(&output.stdout).map_err(|_| io::Error::other("not all ranks have joined"))
 }
 
-/// The ranks' side, in a child of the agent; what it prints.
+/// Joins with all ranks: the child process. Returns the result as JSON.
 ///
 /// # Errors
-/// The first rank's that could not join.
-pub(crate) async fn callers(socket: &Path, ranks: u32) -> Result<String, Refusal> {
-    allow(ranks).map_err(|error| failed(&error))?;
+/// That of the first rank that could not join.
+pub(crate) async fn join_all(socket: &Path, ranks: u32) -> Result<String, Refusal> {
+    raise_file_limit(ranks).map_err(|error| failed(&error))?;
     let start = Instant::now();
     let mut joining = JoinSet::new();
     for rank in 0..ranks {
@@ -133,8 +132,8 @@ pub(crate) async fn callers(socket: &Path, ranks: u32) -> Result<String, Refusal
     while let Some(joined) = joining.join_next().await {
         joined.unwrap_or_else(|error| Err(io::Error::other(error))).map_err(|error| failed(&error))?;
     }
-    let met = Met { ranks, seconds: start.elapsed().as_secs_f64() };
-    Ok(serde_json::json!(met).to_string())
+    let measured = Measured { ranks, seconds: start.elapsed().as_secs_f64() };
+    Ok(serde_json::json!(measured).to_string())
 }
 
 async fn join(socket: &Path, rank: u32) -> io::Result<()> {
@@ -142,8 +141,8 @@ async fn join(socket: &Path, rank: u32) -> io::Result<()> {
         rank: Rank(rank),
         attempt: Attempt(0),
         version: VERSION.into(),
-        config_hash: Digest::of(JOB),
-        layout_hash: Digest::of(JOB),
+        config_hash: Digest::of(CONFIG),
+        layout_hash: Digest::of(CONFIG),
         device_uuid: format!("GPU-{rank:032}"),
         nccl_id: (rank == 0).then_some(NcclId([7; 128])),
         ring_address: String::new(),
@@ -153,19 +152,21 @@ async fn join(socket: &Path, rank: u32) -> io::Result<()> {
     agent.join(request).await.map(drop).map_err(io::Error::other)
 }
 
-/// All come at once: a socket's queue holds fewer.
+/// Connects, again while the backlog of the socket is full: all ranks connect at once.
 async fn connect(socket: &Path) -> io::Result<Channel> {
     loop {
-        match crate::client::connect(socket, PATIENCE).await {
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => tokio::time::sleep(BREATH).await,
+        match crate::client::connect(socket, RENDEZVOUS_TIMEOUT).await {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                tokio::time::sleep(CONNECT_RETRY_DELAY).await
+            }
             connected => return connected,
         }
     }
 }
 
-/// Lets this process have a connection for each rank.
-fn allow(ranks: u32) -> io::Result<()> {
-    let needed = u64::from(ranks) + BESIDE;
+/// Raises the soft limit of open files to one per rank.
+fn raise_file_limit(ranks: u32) -> io::Result<()> {
+    let needed = u64::from(ranks) + OTHER_DESCRIPTORS;
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current.is_none_or(|current| current >= needed) {
         return Ok(());
@@ -173,7 +174,7 @@ fn allow(ranks: u32) -> io::Result<()> {
     if maximum.is_some_and(|maximum| maximum < needed) {
         let limit = maximum.unwrap_or_default();
         return Err(io::Error::other(format!(
-            "{ranks} ranks need {needed} descriptors, {limit} are allowed (ulimit -Hn)"
+            "{ranks} ranks need {needed} file descriptors, {limit} are allowed (ulimit -Hn)"
         )));
     }
     Ok(setrlimit(Resource::Nofile, Rlimit { current: Some(needed), maximum })?)

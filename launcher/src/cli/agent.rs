@@ -1,8 +1,8 @@
 //! `xlaunch agent DIR`: runs one job of a node's daemon, in the job's environment, and outlives the daemon.
 //!
-//! The daemon starts it as the job's user, with what to run on standard input; see [`xlaunch_daemon::files`] for what the two
-//! leave each other in DIR. It takes the ticket of its start before it does anything, so that a start that was taken back
-//! does not happen, and writes down how the job has ended before it ends itself.
+//! The daemon starts it as the job's user, with a [`Description`] on standard input. The two exchange files in DIR, see
+//! [`xlaunch_daemon::files`]. The agent claims the ticket of its start before it does anything, so that a start that
+//! the daemon has revoked does not happen, and it writes the job's result before it exits.
 
 use std::ffi::OsStr;
 use std::fs::{File, TryLockError};
@@ -30,53 +30,56 @@ use xlaunch_agent::process::Process;
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_daemon::files::{self, Description, Identity, JobResult, PROTOCOL};
 
-/// For another agent of the same job to go.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Between looks whether a full disk has room again.
-const ROOM: Duration = Duration::from_secs(1);
-/// For room to begin in.
-const BEGIN: Duration = Duration::from_secs(45);
-/// Between looks whether it has.
-const LOOK: Duration = Duration::from_millis(5);
+/// Time for the previous agent of the job, whose start was revoked, to exit.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
+const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// Interval between attempts to write to a full disk.
+const FULL_DISK_RETRY_DELAY: Duration = Duration::from_secs(1);
+/// Time for a full disk to get space again before the job begins. The daemon waits a little longer than this for the
+/// agent.
+const IDENTITY_TIMEOUT: Duration = Duration::from_secs(45);
 
 /// Options of `xlaunch agent`.
 #[derive(Debug, Args)]
 pub(super) struct Agent {
-    /// The directory of the job that belongs to its user.
+    /// Directory of the job, owned by its user
     dir: PathBuf,
-    /// The environment is the job's already.
+    /// The environment is already the job's
     #[arg(long)]
     prepared: bool,
 }
 
-/// Runs the job. What this process prints goes to `agent.log`, but for what goes wrong before it has begun.
+/// Runs the job. Output of this process goes to `agent.log`, except errors before the start was claimed.
 pub(super) async fn run(options: &Agent, trainer: Trainer) -> ExitCode {
-    match begin(options) {
-        Ok(Some(begun)) => begun.finish(trainer).await,
+    match claim(options) {
+        Ok(Some(start)) => start.finish(trainer).await,
         Ok(None) => ExitCode::Done,
-        Err(error) => complain(&format!("{}: {error}", options.dir.display())),
+        Err(error) => report_failure(&format!("{}: {error}", options.dir.display())),
     }
 }
 
-/// A start that is this process's.
-struct Begun {
+/// A start that this process has claimed.
+struct ClaimedStart {
     dir: PathBuf,
-    order: Description,
-    /// Why it cannot run as it was asked to.
+    description: Description,
+    /// Why the job cannot run.
     problem: Option<String>,
-    /// Tells others that the agent runs.
+    /// Held while the agent runs.
     _lock: File,
 }
 
-/// Takes the ticket; `None` where somebody has taken it back.
-fn begin(options: &Agent) -> io::Result<Option<Begun>> {
+/// Claims the ticket of this start; `None` if the daemon has revoked it.
+fn claim(options: &Agent) -> io::Result<Option<ClaimedStart>> {
     let dir = std::path::absolute(&options.dir)?;
-    let order: Description = serde_json::from_slice(&standard_input()?)?;
-    if order.protocol > PROTOCOL {
-        return Err(io::Error::other(format!("a newer daemon's order (version {})", order.protocol)));
+    let description: Description = serde_json::from_slice(&standard_input()?)?;
+    if description.protocol > PROTOCOL {
+        return Err(io::Error::other(format!(
+            "the daemon is newer than this agent: protocol {}, at most {PROTOCOL} is supported",
+            description.protocol
+        )));
     }
     let problem = match options.prepared {
-        false => Some(prepare(&order, &dir)),
+        false => Some(prepare(&description, &dir)),
         true => None,
     };
     let lock = std::fs::OpenOptions::new()
@@ -85,49 +88,55 @@ fn begin(options: &Agent) -> io::Result<Option<Begun>> {
         .truncate(false)
         .mode(0o600)
         .open(dir.join("lock"))?;
-    hold(&lock)?;
-    if !files::claim(&dir, order.start)? {
+    acquire(&lock)?;
+    if !files::claim(&dir, description.start)? {
         return Ok(None);
     }
-    speak_to(&dir.join("agent.log"))?;
-    let own = Process::own().ok_or_else(|| io::Error::other("/proc does not tell of this process"))?;
+    redirect_output(&dir.join("agent.log"))?;
+    let own = Process::own().ok_or_else(|| io::Error::other("failed to read /proc for this process"))?;
     let identity = Identity {
         protocol: PROTOCOL,
         version: xlaunch_proto::VERSION.into(),
         pid: own.pid,
         started: own.started,
         boot: xlaunch_daemon::boot_id(),
-        start: order.start,
+        start: description.start,
     };
-    introduce(&dir, &identity)?;
-    Ok(Some(Begun { dir, order, problem, _lock: lock }))
+    write_identity(&dir, &identity)?;
+    Ok(Some(ClaimedStart { dir, description, problem, _lock: lock }))
 }
 
-/// Says who the agent is; the daemon waits a little longer for that than this waits for a full disk.
-fn introduce(dir: &Path, identity: &Identity) -> io::Result<()> {
-    let (bytes, deadline) = (serde_json::to_vec(identity)?, Instant::now() + BEGIN);
+/// Tells the daemon who the agent is.
+fn write_identity(dir: &Path, identity: &Identity) -> io::Result<()> {
+    let (bytes, deadline) = (serde_json::to_vec(identity)?, Instant::now() + IDENTITY_TIMEOUT);
     loop {
         match files::write(dir, "agent.json", &bytes) {
-            Err(error) if files::is_full(&error) && Instant::now() < deadline => std::thread::sleep(ROOM),
+            Err(error) if files::is_full(&error) && Instant::now() < deadline => {
+                std::thread::sleep(FULL_DISK_RETRY_DELAY)
+            }
             written => return written,
         }
     }
 }
 
-/// Waits for another agent of this job to go, as one does whose start was taken back.
-fn hold(lock: &File) -> io::Result<()> {
-    let deadline = Instant::now() + PATIENCE;
+/// Waits for a previous agent of this job to exit.
+fn acquire(lock: &File) -> io::Result<()> {
+    let deadline = Instant::now() + LOCK_TIMEOUT;
     loop {
         match lock.try_lock() {
             Ok(()) => return Ok(()),
-            Err(TryLockError::WouldBlock) if Instant::now() < deadline => std::thread::sleep(LOOK),
-            Err(TryLockError::WouldBlock) => return Err(io::Error::other("another agent of this job runs")),
+            Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
+                std::thread::sleep(LOCK_POLL_INTERVAL)
+            }
+            Err(TryLockError::WouldBlock) => {
+                return Err(io::Error::other("another agent of this job is running"));
+            }
             Err(TryLockError::Error(error)) => return Err(error),
         }
     }
 }
 
-/// All of standard input, which stays as it is: it is read again behind [`prepare`].
+/// All of standard input. The file offset stays where it is, because the input is read again after [`prepare`].
 fn standard_input() -> io::Result<Vec<u8>> {
     let input = File::from(stdio::stdin().try_clone_to_owned()?);
     let mut bytes = vec![0; usize::try_from(input.metadata()?.len()).unwrap_or(usize::MAX)];
@@ -135,23 +144,23 @@ fn standard_input() -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Becomes this program again with the job's environment and directory. Returns only if that fails, with the reason.
-fn prepare(order: &Description, dir: &Path) -> String {
+/// Executes this program again with the job's environment and working directory. Returns the reason if that fails.
+fn prepare(description: &Description, dir: &Path) -> String {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("xlaunch").arg("agent").arg(dir).arg("--prepared").env_clear();
-    for variable in &order.environment {
+    for variable in &description.environment {
         if let Some(at) = variable.iter().position(|byte| *byte == b'=').filter(|at| *at > 0) {
             command.env(OsStr::from_bytes(&variable[..at]), OsStr::from_bytes(&variable[at + 1..]));
         }
     }
-    // A job on the CPU sees no GPU: others may hold them.
-    command.env("CUDA_VISIBLE_DEVICES", order.gpus.join(",")).env("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
-    let error = command.current_dir(&order.work_dir).exec();
-    format!("failed to start in {}: {error}", order.work_dir.display())
+    // A CPU job has no GPUs, so this hides them all: they may belong to other jobs.
+    command.env("CUDA_VISIBLE_DEVICES", description.gpus.join(",")).env("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
+    let error = command.current_dir(&description.work_dir).exec();
+    format!("failed to start in {}: {error}", description.work_dir.display())
 }
 
-/// From now on, what this process prints goes there, and it reads nothing.
-fn speak_to(log: &Path) -> io::Result<()> {
+/// Redirects stdout and stderr to `log` and stdin from `/dev/null`.
+fn redirect_output(log: &Path) -> io::Result<()> {
     let log = std::fs::OpenOptions::new().append(true).create(true).mode(0o600).open(log)?;
     stdio::dup2_stdout(&log)?;
     stdio::dup2_stderr(&log)?;
@@ -159,7 +168,7 @@ fn speak_to(log: &Path) -> io::Result<()> {
     Ok(())
 }
 
-impl Begun {
+impl ClaimedStart {
     async fn finish(self, trainer: Trainer) -> ExitCode {
         let ended = match &self.problem {
             Some(problem) => Err(Refusal::new(ExitCode::Usage, problem.clone())),
@@ -173,19 +182,19 @@ impl Begun {
                 .and_then(|bytes| files::write(&self.dir, files::RESULT, &bytes));
             match written {
                 Ok(()) => return ExitCode::Done,
-                // Nobody else knows it: a full disk is waited for.
-                Err(error) if files::is_full(&error) => tokio::time::sleep(ROOM).await,
+                // Nothing else has the result, so wait for space on the disk.
+                Err(error) if files::is_full(&error) => tokio::time::sleep(FULL_DISK_RETRY_DELAY).await,
                 Err(error) => {
-                    return complain(&format!("failed to write down how the job has ended: {error}"));
+                    return report_failure(&format!("failed to write the result of the job: {error}"));
                 }
             }
         }
     }
 
     async fn work(&self, trainer: Trainer) -> Result<Ended, Refusal> {
-        match &self.order.work {
+        match &self.description.work {
             Work::Trainer(spec) => {
-                let spec = for_node(spec, &self.order);
+                let spec = for_node(spec, &self.description);
                 let placement = devices::place(&spec, &Node::inspect())?;
                 launch::train(&spec, &placement, trainer, |spec| RunDir::create_for_agent(spec, &self.dir))
                     .await
@@ -195,15 +204,17 @@ impl Begun {
                 let mut command = command::resolve((**spec).clone(), &variable, &Node::inspect)?;
                 // All output goes to files, which the daemon serves: there is no console.
                 command.logs.redirects.all = Streams { stdout: true, stderr: true };
-                command.name.clone_from(&self.order.name);
-                launch::run_workers(&command, || Ok(RunDir::for_agent(&command, self.order.job, &self.dir)))
-                    .await
+                command.name.clone_from(&self.description.name);
+                launch::run_workers(&command, || {
+                    Ok(RunDir::for_agent(&command, self.description.job, &self.dir))
+                })
+                .await
             }
         }
     }
 
     fn result(&self, ended: Result<&Ended, &Refusal>) -> JobResult {
-        let start = self.order.start;
+        let start = self.description.start;
         match ended {
             Ok(Ended { exit, reason, rank, status, report, .. }) => {
                 let stopped = matches!(exit, ExitCode::Stopped | ExitCode::Interrupted | ExitCode::Signal(_));
@@ -228,17 +239,17 @@ impl Begun {
     }
 }
 
-/// The description with the devices that the daemon has chosen.
-fn for_node(spec: &JobSpec, order: &Description) -> JobSpec {
+/// The job description with the devices that the daemon has chosen.
+fn for_node(spec: &JobSpec, description: &Description) -> JobSpec {
     let mut spec = spec.clone();
-    spec.launch.nproc = Some(order.workers);
+    spec.launch.nproc = Some(description.workers);
     spec.launch.devices.clear();
-    spec.engine.device = if order.gpus.is_empty() { Device::Cpu } else { Device::Cuda };
+    spec.engine.device = if description.gpus.is_empty() { Device::Cpu } else { Device::Cuda };
     spec
 }
 
-#[expect(clippy::print_stderr, reason = "to the daemon's log, or the agent's")]
-fn complain(problem: &str) -> ExitCode {
-    eprintln!("xlaunch agent: {problem}");
+#[expect(clippy::print_stderr, reason = "goes to the log of the daemon or of the agent")]
+fn report_failure(message: &str) -> ExitCode {
+    eprintln!("xlaunch agent: {message}");
     ExitCode::Internal
 }

@@ -1,4 +1,4 @@
-//! `xlaunch bench`: results to stdout, everything else to stderr.
+//! `xlaunch bench`: options, and dispatch to [`crate::bench`].
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -15,91 +15,92 @@ use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Node, Placement};
 
-/// Largest sum where no other is asked for: on GPUs, on the CPU.
-const LARGEST: [u64; 2] = [256 << 20, 16 << 20];
+/// Default for the largest all-reduce, in bytes.
+const DEFAULT_MAX_BYTES_GPU: u64 = 256 << 20;
+const DEFAULT_MAX_BYTES_CPU: u64 = 16 << 20;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Bench {
-    /// A step of a training configuration: time, speed, share of the device's ceiling, what sums between ranks cost.
+    /// Training steps: time, throughput, share of peak FLOP/s, exposed communication
     Train {
-        /// Training configuration. Nothing is evaluated, sampled or saved.
+        /// Training configuration; evaluation, sampling and checkpoints are turned off
         #[arg(value_name = "CONFIG.toml")]
         config: PathBuf,
-        /// Workers to start. Default: one per GPU, or 1 without GPUs.
+        /// Number of workers [default: one per GPU, or 1 without GPUs]
         #[arg(long, value_name = "N")]
         nproc: Option<u32>,
-        /// Override a key of the configuration; may be repeated.
+        /// Override a key of the configuration; may be repeated
         #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
         set: Vec<String>,
-        /// Measured steps.
+        /// Number of measured steps
         #[arg(long, value_name = "K", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..))]
         steps: u64,
-        /// Steps before the measured ones.
+        /// Number of steps before the measured ones
         #[arg(long, value_name = "K", default_value_t = 10)]
         warmup: u64,
-        /// Time the kernels of one more step, by family.
+        /// Time the kernels of one more step, grouped by family
         #[arg(long)]
         profile: bool,
-        /// Print JSON.
+        /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Sums between ranks by size, in nccl-tests' columns.
+    /// All-reduce by message size, with the columns of nccl-tests
     #[command(name = "allreduce")]
     AllReduce {
-        /// Workers to start. Default: one per GPU, or 1 without GPUs.
+        /// Number of workers [default: one per GPU, or 1 without GPUs]
         #[arg(long, value_name = "N")]
         nproc: Option<u32>,
-        /// Smallest sum, such as 8, 64K or 1M.
+        /// Smallest message, such as 8, 64K or 1M
         #[arg(long, value_name = "BYTES", default_value = "8", value_parser = bytes)]
         min: u64,
-        /// Largest sum. Default: 256M on GPUs, 16M on the CPU.
+        /// Largest message [default: 256M on GPUs, 16M on the CPU]
         #[arg(long, value_name = "BYTES", value_parser = bytes)]
         max: Option<u64>,
-        /// Element type. Default: bf16 on GPUs, fp32 on the CPU.
+        /// Element type [default: bf16 on GPUs, fp32 on the CPU]
         #[arg(long)]
         dtype: Option<Dtype>,
-        /// Sum in registered windows, as with `comm.windows = true`.
+        /// Use NCCL symmetric memory windows, as with `comm.windows = true`
         #[arg(long)]
         windows: bool,
-        /// Print JSON.
+        /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Launching itself: what it costs, how fast it reacts, what it leaves behind; beside torchrun where that is in PATH.
+    /// Launching: overhead, reaction to failures, processes left behind; torchrun too if it is in PATH
     Launch {
-        /// Workers of each launch.
+        /// Number of workers of each launch
         #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
         nproc: u32,
-        /// Launches of each kind.
+        /// Number of launches of each kind
         #[arg(long, value_name = "K", default_value_t = 50, value_parser = clap::value_parser!(u16).range(1..))]
         runs: u16,
-        /// Print JSON.
+        /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// How long simulated ranks take to meet, each with a connection of its own.
+    /// Rendezvous of simulated ranks, each with its own connection
     Rendezvous {
-        /// Ranks that meet; may be repeated.
-        #[arg(long, value_name = "N", default_values_t = [1000, 10_000], value_parser = clap::value_parser!(u32).range(1..=100_000))]
+        /// Number of ranks; may be repeated
+        #[arg(long, value_name = "N", default_values_t = [1000, 10_000])]
+        #[arg(value_parser = clap::value_parser!(u32).range(1..=100_000))]
         ranks: Vec<u32>,
-        /// Print JSON.
+        /// Print JSON
         #[arg(long)]
         json: bool,
-        /// The ranks' side: they meet here.
+        /// Simulate the ranks that join at this socket
         #[arg(long, hide = true)]
-        callers: Option<PathBuf>,
+        join_at: Option<PathBuf>,
     },
-    /// What the first device can do at best: products, copies, launches. Refreshes what is kept of it.
+    /// Peak rates of the first device: GEMM, copies, kernel launches; updates the cached calibration
     Device {
-        /// Print JSON.
+        /// Print JSON
         #[arg(long)]
         json: bool,
     },
 }
 
-/// Runs the bench and prints what it found.
-#[expect(clippy::print_stdout, clippy::print_stderr, reason = "what the user asked for")]
+#[expect(clippy::print_stdout, clippy::print_stderr, reason = "results to stdout, errors to stderr")]
 pub(super) async fn run(bench: Bench, trainer: Trainer) -> ExitCode {
     match measure(bench, trainer).await {
         Ok(text) => {
@@ -114,23 +115,23 @@ pub(super) async fn run(bench: Bench, trainer: Trainer) -> ExitCode {
 }
 
 async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
-    let began = Instant::now();
+    let command_start = Instant::now();
     match bench {
         Bench::Train { config, nproc, set, steps, warmup, profile, json } => {
             let (spec, placement) = launch::prepare(&Launch { config, nproc, set, resume: None })?;
             let extent = Extent { warmup, steps, profile };
-            let found = train::run(spec, &placement, extent, began, trainer).await?;
+            let found = train::run(spec, &placement, extent, command_start, trainer).await?;
             Ok(if json { as_json(&serde_json::json!(found)) } else { train::table(&found) })
         }
         Bench::AllReduce { nproc, min, max, dtype, windows, json } => {
-            let (mut spec, placement) = bare("allreduce", nproc)?;
+            let (mut spec, placement) = default_job("allreduce", nproc)?;
             spec.comm.windows = windows;
-            let [gpus, cpu] = LARGEST;
-            let max = max.unwrap_or(if placement.cuda { gpus } else { cpu }).max(min);
+            let default = if placement.cuda { DEFAULT_MAX_BYTES_GPU } else { DEFAULT_MAX_BYTES_CPU };
+            let max = max.unwrap_or(default).max(min);
             let dtype = dtype.unwrap_or(if placement.cuda { Dtype::Bf16 } else { Dtype::Fp32 });
             let rows = all_reduce::run(&spec, &placement, min, max, dtype).await?;
             let (ranks, platform) = (placement.workers, devices::platform(placement.cuda));
-            let value = serde_json::json!({ "ranks": ranks, "platform": platform, "sums": rows });
+            let value = serde_json::json!({ "ranks": ranks, "platform": platform, "sizes": rows });
             Ok(if json { as_json(&value) } else { all_reduce::table(&rows, ranks, &platform) })
         }
         Bench::Launch { nproc, runs, json } => {
@@ -138,15 +139,15 @@ async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
             let found = launches::run(nproc, runs.into(), torchrun.as_deref()).await?;
             Ok(if json { as_json(&serde_json::json!(found)) } else { launches::table(&found) })
         }
-        Bench::Rendezvous { ranks, callers: Some(socket), .. } => {
-            rendezvous::callers(&socket, ranks.first().copied().unwrap_or_default()).await
+        Bench::Rendezvous { ranks, join_at: Some(socket), .. } => {
+            rendezvous::join_all(&socket, ranks.first().copied().unwrap_or_default()).await
         }
-        Bench::Rendezvous { ranks, json, callers: None } => {
+        Bench::Rendezvous { ranks, json, join_at: None } => {
             let found = rendezvous::run(&ranks).await?;
             Ok(if json { as_json(&serde_json::json!(found)) } else { rendezvous::table(&found) })
         }
         Bench::Device { json } => {
-            let (spec, placement) = bare("device", None)?;
+            let (spec, placement) = default_job("device", None)?;
             let found = device::run(&spec, &placement, true).await?;
             let platform = devices::platform(placement.cuda);
             let value = device::json(&found, &platform);
@@ -155,8 +156,8 @@ async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
     }
 }
 
-/// A job of which nothing is used but its workers.
-fn bare(name: &str, nproc: Option<u32>) -> Result<(JobSpec, Placement), Refusal> {
+/// A default job, of which only the workers matter.
+fn default_job(name: &str, nproc: Option<u32>) -> Result<(JobSpec, Placement), Refusal> {
     let mut spec = JobSpec::default();
     spec.job.name = name.into();
     spec.launch.nproc = nproc;
@@ -169,13 +170,13 @@ fn as_json(value: &serde_json::Value) -> String {
     format!("{value:#}\n")
 }
 
-/// A number of bytes, with K, M or G for powers of 1024.
+/// Parses a number of bytes; K, M and G are powers of 1024.
 pub(super) fn bytes(text: &str) -> Result<u64, String> {
     let units = [("K", 10), ("M", 20), ("G", 30)];
     let unit = units.iter().find_map(|(unit, shift)| Some((text.strip_suffix(unit)?, *shift)));
     let (digits, shift) = unit.unwrap_or((text, 0));
     let number = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(1 << shift));
-    number.filter(|bytes| *bytes > 0).ok_or_else(|| "a number of bytes such as 8, 64K or 1G".into())
+    number.filter(|bytes| *bytes > 0).ok_or_else(|| "expected a number of bytes such as 8, 64K or 1G".into())
 }
 
 #[cfg(test)]
@@ -183,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_take_units_of_1024() {
+    fn byte_units_are_powers_of_1024() {
         assert_eq!(
             ["8", "64K", "256M", "1G"].map(|text| bytes(text).ok()),
             [8, 64 << 10, 256 << 20, 1 << 30].map(Some)

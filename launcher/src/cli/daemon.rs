@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 
 use clap::Args;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use xlaunch_proto::exit::ExitCode;
@@ -14,21 +14,21 @@ use xlaunch_daemon::run::{self, Options};
 /// Options of `xlaunch daemon`.
 #[derive(Debug, Args)]
 pub(super) struct Daemon {
-    /// Configuration. Default: /etc/xlaunch/daemon.toml for root, ~/.config/xlaunch/daemon.toml for others; it may be missing.
+    /// Configuration file [default: /etc/xlaunch/daemon.toml, or ~/.config/xlaunch/daemon.toml if not root]
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Run without systemd: jobs are processes of their own, messages go to stderr.
+    /// Run without systemd: detached processes instead of units, log to stderr
     #[arg(long)]
     foreground: bool,
-    /// Where the queue and the jobs are kept (daemon.state_dir).
+    /// Directory of the queue and the jobs; overrides daemon.state_dir
     #[arg(long, value_name = "DIR")]
     state_dir: Option<PathBuf>,
-    /// Where to listen (daemon.socket).
+    /// Socket to listen on; overrides daemon.socket
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 }
 
-#[expect(clippy::print_stderr, reason = "what keeps the daemon from starting goes to stderr")]
+#[expect(clippy::print_stderr, reason = "errors at startup go to stderr")]
 pub(super) async fn run(options: Daemon) -> ExitCode {
     let Daemon { config, foreground, state_dir, socket } = options;
     log(foreground);
@@ -41,11 +41,12 @@ pub(super) async fn run(options: Daemon) -> ExitCode {
     }
 }
 
-/// The journal takes fields as they are; elsewhere lines say them.
+/// Under systemd events go to the journal with their fields, elsewhere to stderr as lines of text.
 fn log(foreground: bool) {
     let filter = || {
-        EnvFilter::try_from_env("XLAUNCH_LOG")
-            .unwrap_or_else(|_| EnvFilter::new("warn,xlaunch=info,xlaunch_agent=info,xlaunch_daemon=info"))
+        let asked = std::env::var("XLAUNCH_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());
+        let targets = ["xlaunch", "xlaunch_agent", "xlaunch_daemon"].map(|name| (name, LevelFilter::INFO));
+        asked.unwrap_or_else(|| Targets::new().with_default(LevelFilter::WARN).with_targets(targets))
     };
     let under_journald = std::env::var_os("JOURNAL_STREAM").is_some() && !foreground;
     if under_journald && let Ok(journal) = tracing_journald::layer() {

@@ -1,4 +1,4 @@
-//! A launch, of the built-in trainer or of any command: from the command line to the exit code.
+//! A launch in the foreground, of the built-in trainer or of any command: from the command line to the exit code.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -16,7 +16,6 @@ use xlaunch_agent::report::Evidence;
 use xlaunch_agent::run_dir::{self, RunDir};
 use xlaunch_agent::spawn::affinity::{self, Affinity};
 use xlaunch_agent::state::Outcome;
-use xlaunch_agent::workload::Plan;
 use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::trainer::TrainerPlan;
 use xlaunch_agent::{Refusal, report};
@@ -28,13 +27,13 @@ pub(crate) struct Launch {
     pub(super) config: PathBuf,
     /// Workers to start. Default: one per GPU, or 1 without GPUs.
     pub(super) nproc: Option<u32>,
-    /// Overrides of keys, as `section.key=value`.
+    /// `section.key=value`, in rising precedence.
     pub(super) set: Vec<String>,
-    /// The checkpoint to resume from: `auto` for the newest of this job, or a path.
+    /// `auto` for the newest checkpoint of this job, or the path of a checkpoint.
     pub(super) resume: Option<String>,
 }
 
-/// Runs a job in the foreground.
+/// Trains in the foreground.
 #[expect(clippy::print_stderr, clippy::print_stdout, reason = "results to stdout, everything else to stderr")]
 pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
     let (spec, placement) = match prepare(launch) {
@@ -51,23 +50,23 @@ pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
     }
 }
 
-/// A launch that is over.
+/// The result of a launch.
 pub(super) struct Ended {
     pub(super) exit: ExitCode,
-    /// Why it ended so, in one line.
+    /// The reason for the exit code, in one line.
     pub(super) reason: String,
-    /// Whose failure it was, where it was a rank's.
+    /// The rank that failed first, if a rank failed.
     pub(super) rank: Option<u32>,
-    /// The ranks, and how far they came.
+    /// The last status of all ranks.
     pub(super) status: StatusReply,
-    /// What came of it, for stdout.
+    /// Summary of the training, for stdout.
     pub(super) summary: String,
-    /// Why it failed, for stderr; empty where it did not.
+    /// Failure report for stderr; empty on success.
     pub(super) report: String,
 }
 
-/// Trains. The run's directory is made when data and checkpoint are known to be good.
-#[expect(clippy::print_stderr, reason = "what the user should know, before workers write")]
+/// Trains. The run directory is created only after data and checkpoint have been validated.
+#[expect(clippy::print_stderr, reason = "warnings precede the output of workers")]
 pub(super) async fn train(
     spec: &JobSpec,
     placement: &Placement,
@@ -88,11 +87,10 @@ pub(super) async fn train(
         bench: None,
     };
     let logs = run.logs.clone();
-    let finished = driver::run(Plan::Trainer(plan), run).await.map_err(|error| failed(&error))?;
-    let trained = finished.trained;
-    let summary = match trained.summary.steps() {
+    let (finished, results) = driver::run_trainer(plan, run).await.map_err(|error| failed(&error))?;
+    let summary = match results.summary.steps() {
         0 => String::new(),
-        _ => trained.summary.text(placement.workers, start.elapsed(), trained.metrics),
+        _ => results.summary.text(placement.workers, start.elapsed(), results.metrics),
     };
     let report = report::text(&finished.outcome, &finished.evidence, Some(&logs)).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
@@ -101,12 +99,11 @@ pub(super) async fn train(
 }
 
 fn reason(outcome: &Outcome, evidence: &[Evidence]) -> String {
-    // That a job is done needs no reason.
     let meaning = if outcome.exit == ExitCode::Done { "" } else { outcome.exit.meaning() };
     report::headline(outcome, evidence).unwrap_or_else(|| meaning.into())
 }
 
-/// Runs a command's workers in the foreground.
+/// Runs a command in the foreground.
 #[expect(clippy::print_stderr, reason = "the report goes to stderr")]
 pub(super) async fn run_command(spec: CommandSpec) -> ExitCode {
     let command = match command::resolve(spec, &|name| std::env::var_os(name), &Node::inspect) {
@@ -122,7 +119,7 @@ pub(super) async fn run_command(spec: CommandSpec) -> ExitCode {
     }
 }
 
-/// Runs a command's workers, in this run's directory.
+/// Runs the workers of a command. `create` makes the run directory.
 pub(super) async fn run_workers(
     spec: &ResolvedCommand,
     create: impl FnOnce() -> Result<RunDir, Refusal>,
@@ -130,8 +127,8 @@ pub(super) async fn run_workers(
     let affinities = affinities(spec).map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
     let run = create()?;
     let kept = (spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
-    let plan = Plan::Command(CommandPlan { spec, affinities });
-    let finished = driver::run(plan, run).await.map_err(|error| failed(&error))?;
+    let plan = CommandPlan { spec, affinities };
+    let finished = driver::run_command(plan, run).await.map_err(|error| failed(&error))?;
     let report = report::text(&finished.outcome, &finished.evidence, kept.as_deref()).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
     let rank = finished.outcome.root.and_then(|root| root.rank);
@@ -140,8 +137,8 @@ pub(super) async fn run_workers(
 
 fn affinities(spec: &ResolvedCommand) -> Result<Vec<Affinity>, String> {
     let allowed = rustix::thread::sched_getaffinity(None);
-    let allowed = allowed.map_err(|error| format!("failed to ask which CPUs may be used: {error}"))?;
-    // NVML takes its time, and GPUs matter to a binding alone.
+    let allowed = allowed.map_err(|error| format!("failed to read the CPU affinity: {error}"))?;
+    // Loading NVML is slow, and only a binding needs the GPUs.
     let gpus = if spec.binding.is_some() { devices::gpu_addresses() } else { Vec::new() };
     affinity::plan(spec.binding, spec.nproc, &gpus, Path::new("/sys"), &allowed)
 }
@@ -150,16 +147,17 @@ fn failed(error: &std::io::Error) -> Refusal {
     Refusal::new(ExitCode::Internal, format!("failed to run the job: {error}"))
 }
 
-/// Everything that can be known before data is opened.
+/// Resolves and validates everything that does not need the data.
 pub(super) fn prepare(launch: &Launch) -> Result<(JobSpec, Placement), Refusal> {
     let mut spec = load(launch)?;
     let placement = devices::place(&spec, &Node::inspect())?;
-    // From here on the description says what is done, on every rank.
+    // From here on the description has the actual number of workers: all ranks compare its digest.
     spec.launch.nproc = Some(placement.workers);
     Ok((spec, placement))
 }
 
-/// What is to be trained, of all layers, wherever that will be.
+/// The job description from all layers of configuration, not yet placed on devices.
+#[expect(clippy::print_stderr, reason = "warnings go to stderr")]
 pub(super) fn load(launch: &Launch) -> Result<JobSpec, Refusal> {
     let mut overrides = Override::from_environment(std::env::vars());
     let flag = |key: &str, value: String, source: String| Override { key: key.into(), value, source };
@@ -172,7 +170,9 @@ pub(super) fn load(launch: &Launch) -> Result<JobSpec, Refusal> {
     if let Some(resume) = &launch.resume {
         overrides.push(flag("checkpoint.resume", format!("{resume:?}"), format!("--resume={resume}")));
     }
-    Ok(config::load(&launch.config, &overrides)?)
+    let loaded = config::load(&launch.config, &overrides)?;
+    loaded.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    Ok(loaded.spec)
 }
 
 #[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]

@@ -1,14 +1,30 @@
-//! The command line: a subcommand, or a launch by torchrun's flags.
+//! The command line: a subcommand, one file each, or a launch with torchrun's flags ([`torchrun`], [`launch`]).
+//!
+//! - `status`, `logs`, `stop`: call the agent of a launch or the daemon, see [`target`];
+//! - `submit`, `jobs`, `cancel`, `node`, `top`, `drain`: call the daemon;
+//! - `daemon`, `agent`: services; `bench`; `gen`: generated files for packages.
+//!
+//! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.
 
 mod agent;
 mod bench;
-mod console;
+mod cancel;
 mod daemon;
-mod generate;
+#[cfg(test)]
+mod daemon_tests;
+mod drain;
+mod r#gen;
+mod jobs;
 mod launch;
+mod logs;
 mod node;
-mod query;
-pub(crate) mod torchrun;
+mod output;
+mod status;
+mod stop;
+mod submit;
+mod target;
+mod top;
+mod torchrun;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -20,45 +36,45 @@ use crate::trainer::Trainer;
 use torchrun::{Name, Request};
 use xlaunch_agent::Refusal;
 
-/// Starts worker processes and looks after them.
+/// Launches and supervises one worker process per GPU
 #[derive(Debug, Parser)]
 #[command(name = "xlaunch", version)]
 struct Cli {
     #[command(subcommand)]
-    command: Query,
+    command: Subcommands,
 }
 
 #[derive(Debug, Subcommand)]
-enum Query {
-    /// Show the state of running launches, or of a job.
-    Status(query::Status),
-    /// Print what a rank of a running launch or of a job writes.
-    Logs(query::Logs),
-    /// Stop a running launch or a job, training with a checkpoint.
-    Stop(query::Stop),
-    /// Have the node's daemon launch something when its turn comes.
-    Submit(node::Submit),
-    /// List the daemon's jobs.
-    Jobs(node::Jobs),
-    /// Take jobs out of the queue, or stop them.
-    Cancel(node::Cancel),
-    /// Show the node and its GPUs as the daemon sees them.
+enum Subcommands {
+    /// Show running launches, or one launch or job
+    Status(status::Status),
+    /// Print the output of a rank
+    Logs(logs::Logs),
+    /// Stop a launch or job; training saves a checkpoint first
+    Stop(stop::Stop),
+    /// Queue a job with the node's daemon
+    Submit(submit::Submit),
+    /// List the daemon's jobs
+    Jobs(jobs::Jobs),
+    /// Remove jobs from the queue, or stop running ones
+    Cancel(cancel::Cancel),
+    /// Show the node and its GPUs
     Node(node::Node),
-    /// Show the node, its GPUs and its jobs on the whole terminal.
-    Top(node::Top),
-    /// Start no more jobs on the node or some of its GPUs.
-    Drain(node::Drain),
-    /// Run one job of a node's daemon.
+    /// Show the node, its GPUs and its jobs full screen
+    Top(top::Top),
+    /// Stop starting jobs on the node or on some of its GPUs
+    Drain(drain::Drain),
+    /// Run one job of a node's daemon
     #[command(hide = true)]
     Agent(agent::Agent),
-    /// Look after this node's queue of jobs.
+    /// Run the node's daemon
     Daemon(daemon::Daemon),
-    /// Measure what parts of xlaunch cost on this machine.
+    /// Measure training, communication, launching and the device
     #[command(subcommand)]
     Bench(bench::Bench),
-    /// Write man pages, completions, the schema of configurations.
+    /// Generate man pages, shell completions, the JSON schema
     #[command(subcommand)]
-    Gen(generate::Gen),
+    Gen(r#gen::Gen),
 }
 
 /// Runs the command line of this process.
@@ -67,11 +83,12 @@ pub(crate) fn main(trainer: Trainer) -> ExitCode {
     let mut arguments = std::env::args_os();
     let name = Name::of(&arguments.next().unwrap_or_default());
     let arguments: Vec<OsString> = arguments.collect();
+    torchrun::print_deprecated_flags(name, &arguments);
     if name == Name::Xlaunch && arguments.first().is_some_and(is_subcommand) {
-        return match understand(&arguments) {
-            Ok(cli) => run(query(cli.command, trainer)),
+        return match parse_subcommand(&arguments) {
+            Ok(cli) => run(dispatch(cli.command, trainer)),
             Err(error) => {
-                // A closed stdout or stderr leaves only the exit code to tell.
+                // If the stream is closed, the exit code still reports the result.
                 let _ = error.print();
                 if error.use_stderr() { ExitCode::Usage } else { ExitCode::Done }
             }
@@ -79,7 +96,7 @@ pub(crate) fn main(trainer: Trainer) -> ExitCode {
     }
     match torchrun::parse(name, &arguments, &|variable| std::env::var_os(variable)) {
         Ok(Request::Text(text)) => {
-            // A reader that has seen enough may have closed stdout.
+            // The reader may have closed stdout, as `head` does.
             let _ = std::io::stdout().write_all(text.as_bytes());
             ExitCode::Done
         }
@@ -92,10 +109,10 @@ pub(crate) fn main(trainer: Trainer) -> ExitCode {
     }
 }
 
-fn understand(arguments: &[OsString]) -> Result<Cli, clap::Error> {
+fn parse_subcommand(arguments: &[OsString]) -> Result<Cli, clap::Error> {
     let arguments = match arguments {
         [first, rest @ ..] if first == "submit" => {
-            [std::slice::from_ref(first), &node::split(rest, submit_option)].concat()
+            [std::slice::from_ref(first), &submit::split(rest, submit_option)].concat()
         }
         arguments => arguments.to_vec(),
     };
@@ -103,7 +120,7 @@ fn understand(arguments: &[OsString]) -> Result<Cli, clap::Error> {
     Cli::command().try_get_matches_from(line).and_then(|matches| Cli::from_arg_matches(&matches))
 }
 
-/// Whether this option of `submit`, if it is one, is followed by a value.
+/// Whether this option of `submit` takes a value; `None` if `submit` has no such option.
 fn submit_option(name: &str) -> Option<bool> {
     let mut command = Cli::command();
     command.build();
@@ -116,7 +133,7 @@ fn submit_option(name: &str) -> Option<bool> {
     Some(option.get_action().takes_values())
 }
 
-/// Does the work of a command line that was understood.
+/// Runs a subcommand or a launch to its end.
 #[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]
 fn run(work: impl Future<Output = ExitCode>) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
@@ -127,40 +144,42 @@ fn run(work: impl Future<Output = ExitCode>) -> ExitCode {
         }
     };
     let exit = runtime.block_on(work);
-    // Log threads may still wait on output that an orphan holds open; they end with the process.
+    // Log threads may still be blocked on a pipe that an orphan holds open. They end with the process.
     runtime.shutdown_background();
     exit
 }
 
-async fn query(command: Query, trainer: Trainer) -> ExitCode {
-    match command {
-        Query::Status(options) => query::status(options).await,
-        Query::Logs(options) => query::logs(options).await,
-        Query::Agent(options) => agent::run(&options, trainer).await,
-        Query::Daemon(options) => daemon::run(options).await,
-        Query::Stop(options) => query::stop(options).await,
-        Query::Submit(options) => node::submit(options).await,
-        Query::Jobs(options) => node::jobs(options).await,
-        Query::Cancel(options) => node::cancel(options).await,
-        Query::Node(options) => node::node(options).await,
-        Query::Top(options) => node::top(options).await,
-        Query::Drain(options) => node::drain(options).await,
-        Query::Gen(what) => console::finish(generate::run(&what, self::command()).map(|()| ExitCode::Done)),
-        Query::Bench(bench) => bench::run(bench, trainer).await,
-    }
+async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
+    use Subcommands as Run;
+    output::finish(match command {
+        Run::Agent(options) => return agent::run(&options, trainer).await,
+        Run::Daemon(options) => return daemon::run(options).await,
+        Run::Bench(bench) => return bench::run(bench, trainer).await,
+        Run::Status(options) => status::run(options).await,
+        Run::Logs(options) => logs::run(options).await,
+        Run::Stop(options) => stop::run(options).await,
+        Run::Submit(options) => submit::run(options).await,
+        Run::Jobs(options) => jobs::run(options).await,
+        Run::Cancel(options) => cancel::run(options).await,
+        Run::Node(options) => node::run(options).await,
+        Run::Top(options) => top::run(options).await,
+        Run::Drain(options) => drain::run(options).await,
+        Run::Gen(what) => r#gen::run(&what, command_definition()),
+    })
 }
 
 /// The subcommands as clap knows them.
-fn command() -> clap::Command {
+fn command_definition() -> clap::Command {
     Cli::command().about(torchrun::ABOUT)
 }
 
-/// Whether this first argument is no launch. A program of the same name can be launched behind `--`.
+/// Whether the first argument is a subcommand rather than something to launch. A program of the same name can be
+/// launched after `--`.
 fn is_subcommand(argument: &OsString) -> bool {
     argument == "help" || Cli::command().get_subcommands().any(|command| argument == command.get_name())
 }
 
-/// Every subcommand with what it does.
+/// Names and descriptions of the subcommands that `--help` lists.
 fn subcommands() -> Vec<(String, String)> {
     let about = |command: &clap::Command| command.get_about().map(ToString::to_string).unwrap_or_default();
     let command = Cli::command();
@@ -171,7 +190,7 @@ fn subcommands() -> Vec<(String, String)> {
 /// The table for `--help`.
 fn exit_codes() -> String {
     let lines = ExitCode::TABLE.iter().map(|(exit, meaning)| format!("  {:>3}  {meaning}\n", exit.code()));
-    format!("Exit codes:\n{}  128+n  a command's launch was ended by signal n\n", lines.collect::<String>())
+    format!("Exit codes:\n{}  128+n  terminated by signal n\n", lines.collect::<String>())
 }
 
 #[cfg(test)]
@@ -179,11 +198,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn subcommands_are_consistent_and_told_from_launches() {
+    fn first_argument_distinguishes_subcommands_from_launches() {
         Cli::command().debug_assert();
-        let row = |about: &str| about.chars().count() <= 62;
+        let fits = |about: &str| about.chars().count() <= 62;
         assert!(
-            subcommands().iter().all(|(_, about)| row(about)),
+            subcommands().iter().all(|(_, about)| fits(about)),
             "lines of --help have at most 100 columns"
         );
         assert!(["status", "stop", "submit", "bench", "help"].iter().all(|name| is_subcommand(&name.into())));

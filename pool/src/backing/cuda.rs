@@ -18,8 +18,8 @@ use crate::stream::{MAX_STREAMS, StreamId};
 /// Granularity of `cuMemAlloc` segments and of pinned memory, in bytes.
 const SEGMENT_GRANULARITY: u64 = 2 << 20;
 
-/// The CUDA streams of one pool by [`StreamId`]. Each has one event that is recorded again for every wait: a wait refers
-/// to the state of the event at the time of the call, so earlier waits are not affected.
+/// The CUDA streams of one pool by [`StreamId`]. Each has one event that is recorded again for every wait: a wait
+/// refers to the state of the event at the time of the call, so earlier waits are not affected.
 #[derive(Debug, Default)]
 pub(crate) struct StreamTable {
     streams: [OnceLock<(Arc<CudaStream>, CudaEvent)>; MAX_STREAMS],
@@ -97,8 +97,8 @@ impl Cuda {
     }
 
     fn properties(&self, purpose: Purpose) -> CUmemAllocationProp {
-        // SAFETY: a struct of integers, C enums with a variant of value zero, and pointers: zeros are valid, and are the
-        // documented default.
+        // SAFETY: a struct of integers, C enums with a variant of value zero, and pointers: zeros are valid, and are
+        // the documented default.
         let mut properties: CUmemAllocationProp = unsafe { std::mem::zeroed() };
         properties.type_ = CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
         properties.location = self.location();

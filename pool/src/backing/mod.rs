@@ -7,8 +7,9 @@
 //! Core --offsets--> Backing = VirtualMemory (one reserved address range, memory mapped into it) over a VirtualDriver
 //!                           | Segments      (every growth is a separate allocation)             over a SegmentDriver
 //! ```
-//! What must hold when a driver call fails is written once, in the two back ends. The crate's own drivers are CUDA device
-//! memory, pinned host memory and pageable host memory; implement [`VirtualDriver`] or [`SegmentDriver`] for others.
+//! What must hold when a driver call fails is written once, in the two back ends. The crate's own drivers are CUDA
+//! device memory, pinned host memory and pageable host memory; implement [`VirtualDriver`] or [`SegmentDriver`] for
+//! others.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
@@ -46,8 +47,8 @@ pub enum Purpose {
     Registered,
 }
 
-/// Memory that is mapped at parts of a range of offsets. Offsets and sizes are in bytes; those of mappings are multiples
-/// of [`granularity`](Self::granularity).
+/// Memory that is mapped at parts of a range of offsets. Offsets and sizes are in bytes; those of mappings are
+/// multiples of [`granularity`](Self::granularity).
 pub trait Backing: Send {
     /// Length of the range in bytes.
     fn capacity(&self) -> u64;

@@ -1,5 +1,5 @@
-//! Free blocks by size, in the two-level bins of TLSF (Masmano et al., 2004): one bit per bin, so that bit scans find the
-//! next bin that is not empty. The first level is the power of two of a size, which the second level divides into
+//! Free blocks by size, in the two-level bins of TLSF (Masmano et al., 2004): one bit per bin, so that bit scans find
+//! the next bin that is not empty. The first level is the power of two of a size, which the second level divides into
 //! [`SECOND_LEVELS`] bins. Sizes are in granules.
 
 use super::blocks::{Block, Blocks, NONE};
@@ -165,7 +165,8 @@ fn chain(blocks: &Blocks, head: u32) -> impl Iterator<Item = u32> {
     std::iter::successors(some(head), move |index| some(blocks.get(*index).bin_after))
 }
 
-/// Whether `a` fits better than `b`, both being large enough: the smaller one, then the one nearer to the preferred end.
+/// Whether `a` fits better than `b`, both being large enough: the smaller one, then the one nearer to the preferred
+/// end.
 fn better(a: &Block, b: &Block, place: Place) -> bool {
     if a.granules != b.granules {
         return a.granules < b.granules;

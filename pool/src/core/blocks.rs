@@ -1,7 +1,8 @@
-//! Block headers. Every granule of the address range belongs to exactly one block, and blocks are linked in address order.
+//! Block headers. Every granule of the address range belongs to exactly one block, and blocks are linked in address
+//! order.
 //!
-//! Headers are elements of a `Vec` and are named by index, so no pointers are stored. A [`Handle`] adds a generation, which
-//! changes when the block is freed: a stale handle is detected.
+//! Headers are elements of a `Vec` and are named by index, so no pointers are stored. A [`Handle`] adds a generation,
+//! which changes when the block is freed: a stale handle is detected.
 
 use std::panic::Location;
 

@@ -1,9 +1,9 @@
 //! Order between streams by vector clocks: which work is known to run after which, without asking the driver.
 //!
 //! Each stream has a count, which starts a new epoch whenever another stream or the host waits for it. A freed block is
-//! stamped with the current count of every stream that used it; `seen[r][s]` is the count of `s` that all further work of
-//! `r` runs after. A block is ready for `r` if no part of its stamp exceeds what `r` has seen. A free therefore costs no
-//! driver call and advances no count.
+//! stamped with the current count of every stream that used it; `seen[r][s]` is the count of `s` that all further work
+//! of `r` runs after. A block is ready for `r` if no part of its stamp exceeds what `r` has seen. A free therefore
+//! costs no driver call and advances no count.
 
 use crate::stream::{MAX_STREAMS, StreamId};
 

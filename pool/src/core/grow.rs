@@ -1,7 +1,8 @@
 //! Mapping and unmapping memory, and the limit. Apart from waits, only this part of the allocator calls the driver.
 //!
-//! Memory grows at the edges of what is mapped, by a chunk that is a small fraction of all mapped memory, or by what the
-//! request lacks if that is more. Growth is a transaction: blocks change only after the driver calls have succeeded.
+//! Memory grows at the edges of what is mapped, by a chunk that is a small fraction of all mapped memory, or by what
+//! the request lacks if that is more. Growth is a transaction: blocks change only after the driver calls have
+//! succeeded.
 
 use super::blocks::{Arena, Block, Blocks, NONE, State};
 use super::clock::Stamp;
@@ -14,7 +15,8 @@ const MAPPED_PER_CHUNK: u64 = 256;
 const CHUNK_MIN: u64 = 2 << 20;
 /// Largest chunk in bytes.
 const CHUNK_MAX: u64 = 512 << 20;
-/// Largest piece of general memory in bytes. A piece is unmapped as a whole, so this bounds what one buffer keeps mapped.
+/// Largest piece of general memory in bytes. A piece is unmapped as a whole, so this bounds what one buffer keeps
+/// mapped.
 const PIECE_MAX: u64 = 512 << 20;
 
 /// The part of a hole to map, in granules.
@@ -150,8 +152,8 @@ impl Core {
             .next_multiple_of(self.backing.granularity())
     }
 
-    /// The least that must be mapped, and where, to obtain a free block of `granules`. An `isolated` mapping does not touch
-    /// other memory.
+    /// The least that must be mapped, and where, to obtain a free block of `granules`. An `isolated` mapping does not
+    /// touch other memory.
     fn find_hole(&self, place: Place, granules: u32, granularity: u32, isolated: bool) -> Option<Growth> {
         let whole = granules.checked_next_multiple_of(granularity)?;
         let fits = |hole: &u32| -> Option<Growth> {

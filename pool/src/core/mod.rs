@@ -1,13 +1,13 @@
 //! The allocator: places blocks in one range of addresses over any [`Backing`]. It has no lock, no device and no clock.
 //!
-//! The range is tiled by blocks: holes (no memory mapped), free blocks and used blocks. A request takes the best of a few
-//! fitting free blocks (two-level segregated fit) and splits off what it does not need; a freed block is merged with its
-//! free neighbours at once. Memory is mapped at the edges of what is mapped: persistent buffers grow from the low end of
-//! the range, buffers of a step from the high end. Requests up to [`SMALL_MAX`] are served from slabs of [`SLAB`] bytes,
-//! so that a small buffer never pins a large hole.
+//! The range is tiled by blocks: holes (no memory mapped), free blocks and used blocks. A request takes the best of a
+//! few fitting free blocks (two-level segregated fit) and splits off what it does not need; a freed block is merged
+//! with its free neighbours at once. Memory is mapped at the edges of what is mapped: persistent buffers grow from the
+//! low end of the range, buffers of a step from the high end. Requests up to [`SMALL_MAX`] are served from slabs of
+//! [`SLAB`] bytes, so that a small buffer never pins a large hole.
 //!
-//! A free block carries a stamp of the work that used it. It serves another stream only when vector clocks show that the
-//! stream runs after that work; if nothing else fits, the stream is made to wait.
+//! A free block carries a stamp of the work that used it. It serves another stream only when vector clocks show that
+//! the stream runs after that work; if nothing else fits, the stream is made to wait.
 //!
 //! Invariants; [`Core::check`] verifies the first two:
 //! - blocks tile the range, neighbours of the same kind are merged, every free block is in exactly one bin;
@@ -15,8 +15,8 @@
 //! - mapping never takes mapped, external and stranded bytes together above the limit;
 //! - a block is allocated for a stream only if the stream runs after all work that used the block.
 //!
-//! Files: `alloc`: requests and frees; `grow`: mapping, unmapping and the limit; `blocks`: headers; `bins`: free blocks by
-//! size; `clock`: order of streams; `counters`; `heap_walk`: queries for reports; `check`: the invariants.
+//! Files: `alloc`: requests and frees; `grow`: mapping, unmapping and the limit; `blocks`: headers; `bins`: free blocks
+//! by size; `clock`: order of streams; `counters`; `heap_walk`: queries for reports; `check`: the invariants.
 
 mod alloc;
 mod bins;
@@ -170,8 +170,8 @@ impl Core {
         self.clocks.add_stream()
     }
 
-    /// Records that work of `stream` submitted so far uses the block: after it is freed, the block serves only work that
-    /// runs after that work too.
+    /// Records that work of `stream` submitted so far uses the block: after it is freed, the block serves only work
+    /// that runs after that work too.
     ///
     /// # Errors
     /// The block is not live.

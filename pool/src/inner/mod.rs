@@ -210,8 +210,8 @@ impl Inner {
         }
     }
 
-    /// Frees the host memory of a closed pool whose last buffer is gone. Device memory is left to the end of its context,
-    /// because a drop never calls CUDA. Nothing is freed while a planned buffer may be in use.
+    /// Frees the host memory of a closed pool whose last buffer is gone. Device memory is left to the end of its
+    /// context, because a drop never calls CUDA. Nothing is freed while a planned buffer may be in use.
     #[cold]
     fn release_if_unused(&self) {
         let in_use = self

@@ -33,9 +33,9 @@ impl Origin {
         }
     }
 
-    /// Frees the memory of a dropped buffer, unless a lease inherits it.
+    /// Frees the memory of a dropped buffer, unless a lease inherits it. `self` is taken by value to stay in registers.
     #[inline(never)]
-    pub(crate) fn buffer_dropped(&self, address: u64) {
+    pub(crate) fn buffer_dropped(self, address: u64) {
         if !self.leases().inherit(address) {
             self.free(address);
         }

@@ -3,8 +3,8 @@
 //! ```text
 //! steps 1, 2: served by the allocator, recorded --equal--> thread: pack --> SlotTable --next step--> region, cursor
 //! ```
-//! A step is identified by a key, such as a batch shape; each key has its plan. All plans share one region, a block of the
-//! allocator as large as the largest plan needs, so addresses stay the same from step to step.
+//! A step is identified by a key, such as a batch shape; each key has its plan. All plans share one region, a block of
+//! the allocator as large as the largest plan needs, so addresses stay the same from step to step.
 //!
 //! Files: `record`: the requests of a step; `pack`: offsets; `slots`: the finished plan; `server`: the fast path; this
 //! file: which plan serves a step, and when plans are made.
@@ -179,8 +179,8 @@ impl Planner {
         self.pinned = false;
     }
 
-    /// Frees the region, unless a buffer is in it or something relies on its address: a captured graph, or a planned step,
-    /// which hands out parts of the region without taking the lock.
+    /// Frees the region, unless a buffer is in it or something relies on its address: a captured graph, or a planned
+    /// step, which hands out parts of the region without taking the lock.
     pub(crate) fn release_region(&mut self, core: &mut Core) -> bool {
         if self.pinned || self.is_serving() || self.server.may_be_in_use() {
             return false;

@@ -1,6 +1,6 @@
-//! Offline placement of buffers with known lifetimes: offsets such that buffers that live at the same time do not overlap,
-//! in as few bytes as a bounded search finds. The problem (dynamic storage allocation) is NP-hard; on training steps,
-//! greedy orders come within a percent or two of the lower bound.
+//! Offline placement of buffers with known lifetimes: offsets such that buffers that live at the same time do not
+//! overlap, in as few bytes as a bounded search finds. The problem (dynamic storage allocation) is NP-hard; on training
+//! steps, greedy orders come within a percent or two of the lower bound.
 
 use std::time::{Duration, Instant};
 

@@ -1,8 +1,8 @@
 //! The plan server: serves the requests of a planned step by a cursor, a comparison and a store, without a lock.
 //!
-//! Only one thread is served, the first that began a step. It alone moves the cursor and marks slots, by plain loads and
-//! stores: the values are atomics because other threads read some of them, but no instruction is locked. Buffers that
-//! other threads drop are queued in [`DeferredFrees`].
+//! Only one thread is served, the first that began a step. It alone moves the cursor and marks slots, by plain loads
+//! and stores: the values are atomics because other threads read some of them, but no instruction is locked. Buffers
+//! that other threads drop are queued in [`DeferredFrees`].
 //!
 //! A slot is handed out only if every slot whose memory it reuses was handed out and freed in the same step, and a step
 //! starts only when no slot is in use. By induction over the step, the memory of the slot is then free: a request that
@@ -22,8 +22,8 @@ use crate::deferred::DeferredFrees;
 use crate::leases::Leases;
 use crate::options::Space;
 
-/// Number of plans that one pool makes in its life. Later kinds of steps are served by the allocator: a program with that
-/// many kinds does not repeat its steps.
+/// Number of plans that one pool makes in its life. Later kinds of steps are served by the allocator: a program with
+/// that many kinds does not repeat its steps.
 pub(crate) const MAX_TABLES: usize = 64;
 /// Number of slots that are searched for a request that is not the next one of the plan.
 const RESYNC_WINDOW: usize = 8;
@@ -61,8 +61,8 @@ thread_local! {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlannedSlot {
     table: &'static SlotTable,
-    /// The number of the slot, and in the upper half that of the step. One word rather than two fields: moving two fields
-    /// that were written separately stalls store forwarding, which costs as much as the rest of the path.
+    /// The number of the slot, and in the upper half that of the step. One word rather than two fields: moving two
+    /// fields that were written separately stalls store forwarding, which costs as much as the rest of the path.
     slot_and_step: u64,
 }
 
@@ -228,8 +228,8 @@ impl PlanServer {
         free
     }
 
-    /// Handles a request that is not the next one of the plan: if it is one of those that follow, the cursor moves there;
-    /// otherwise the cursor stays, and the allocator serves the request.
+    /// Handles a request that is not the next one of the plan: if it is one of those that follow, the cursor moves
+    /// there; otherwise the cursor stays, and the allocator serves the request.
     #[cold]
     fn resynchronize(
         &'static self,

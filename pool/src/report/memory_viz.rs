@@ -1,8 +1,8 @@
 //! The pickle file of PyTorch's memory viewer (<https://pytorch.org/memory_viz>): the structure that
 //! `torch.cuda.memory._snapshot()` returns, in pickle protocol 2.
 //!
-//! The viewer derives the addresses of blocks from their sizes, so the blocks of a segment must tile it; and it replays the
-//! trace backwards from the final state, so blocks and events must be of the same moment.
+//! The viewer derives the addresses of blocks from their sizes, so the blocks of a segment must tile it; and it replays
+//! the trace backwards from the final state, so blocks and events must be of the same moment.
 
 use serde::Serialize;
 

@@ -1,8 +1,8 @@
 //! A simulated device: addresses without memory, streams that run late, driver calls that fail on demand.
 //!
 //! [`Sim`] tracks what is mapped and panics on a call whose behaviour a driver leaves undefined. Work submitted to its
-//! streams runs as late as possible, and the stream chosen by [`Sim::set_lagging`] runs only when something waits for it:
-//! a missing wait between streams shows as a wrong value.
+//! streams runs as late as possible, and the stream chosen by [`Sim::set_lagging`] runs only when something waits for
+//! it: a missing wait between streams shows as a wrong value.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

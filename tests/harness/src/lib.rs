@@ -1,8 +1,8 @@
 //! A test harness for suites that need something a machine may not have: a GPU, root, PyTorch.
 //!
 //! The built-in harness decides at compile time which tests are ignored, so a test that returns early because something
-//! is missing counts as passed. Here tests are grouped by requirement, a function that says what is missing. A test whose
-//! requirement is not met is reported as ignored, and the reason is printed on stderr as
+//! is missing counts as passed. Here tests are grouped by requirement, a function that says what is missing. A test
+//! whose requirement is not met is reported as ignored, and the reason is printed on stderr as
 //! `not run: SUITE::TEST: REASON`. With `--include-ignored` such a test fails: for machines that must have everything.
 //!
 //! ```text
@@ -23,8 +23,9 @@
 //! Test functions are private, so one that is missing from the list is dead code, which the compiler reports; so is the
 //! list of a module that is missing from `modules`.
 //!
-//! The command line is that of the built-in harness, and `cargo nextest` works as usual. Requirements are probed only if
-//! a selected test has them: nextest starts one process per test.
+//! The command line is that of the built-in harness, but for at most one filter. `cargo nextest` reports the same tests as
+//! skipped, without reasons. Requirements are probed only if a selected test has them: nextest starts one process per
+//! test.
 #![forbid(unsafe_code)]
 
 use std::panic::resume_unwind;

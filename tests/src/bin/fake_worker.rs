@@ -1,10 +1,10 @@
 //! A scripted worker for tests of the launcher.
 //!
-//! `FAKE_WORKER` holds one script per rank, separated by `;`; the last one is for all further ranks. A script is a list of
-//! commands:
+//! `FAKE_WORKER` holds one script per rank, separated by `;`; the last one is for all further ranks. A script is a list
+//! of commands:
 //!
 //! - `join` takes part in the rendezvous as a worker of this job; `join:version`, `join:config` and `join:layout` do so
-//!   with a value that differs from that of the other ranks. The agent's answer goes to stderr; a refusal ends the
+//!   with a value that differs from that of the other ranks. The agent's reply goes to stderr; a refusal ends the
 //!   process with exit code 69;
 //! - `stderr:TEXT` writes a line; `env` writes the environment to stdout;
 //! - `sleep:MS` sleeps, `sleep` without a time does so forever; `ignore-sigterm` ignores SIGTERM from then on;

@@ -1,5 +1,5 @@
-//! The daemon is killed before each system call that changes its disk: nothing that it acknowledged is lost, and nothing
-//! is done twice.
+//! The daemon is killed before each system call that changes its disk: nothing that it acknowledged is lost, and
+//! nothing is done twice.
 //!
 //! `strace` reports each such call before it is made, and delays it long enough to kill the daemon.
 

@@ -1,7 +1,7 @@
 //! The Debian package and its units under a real systemd: `systemd/boot.sh` boots Debian in namespaces.
 //!
-//! `XLAUNCH_TEST_SYSTEMD_ROOT` names a directory that keeps the Debian tree between runs; without it, each run downloads
-//! one.
+//! `XLAUNCH_TEST_SYSTEMD_ROOT` names a directory that keeps the Debian tree between runs; without it, each run
+//! downloads one.
 
 #![expect(clippy::print_stderr, reason = "the log of the booted system")]
 

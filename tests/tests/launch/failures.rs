@@ -26,8 +26,8 @@ xlaunch_harness::tests! {
     rank_with_hanging_trainer_thread_is_reported_with_its_phase;
 }
 
-/// A killed launcher's workers are killed at once. A worker that notices by itself takes longer: the time after which it
-/// gives up on its agent.
+/// A killed launcher's workers are killed at once. A worker that notices by itself takes longer: the time after which
+/// it gives up on its agent.
 const KILLED_WITHIN: Duration = Duration::from_secs(10);
 /// Longer than the time after which a worker gives up on a silent agent, or the reverse.
 const LONG_HANG: Duration = Duration::from_secs(16);

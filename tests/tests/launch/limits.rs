@@ -23,7 +23,8 @@ fn oom_kill_is_reported_as_cause() {
 
 fn endless_output_of_one_rank_neither_delays_others_nor_fills_memory() {
     // One line of 1 GiB, as fast as possible.
-    let flood = "head -c 1073741824 /dev/zero | tr '\\0' z; echo flood over >&2; while [ ! -e go ]; do sleep 0.05; done";
+    let flood = "head -c 1073741824 /dev/zero | tr '\\0' z; echo flood over >&2; \
+                 while [ ! -e go ]; do sleep 0.05; done";
     let ticks = "while [ ! -e go ]; do echo tick >&2; sleep 0.02; done";
     let launch = Launch::with_program("sh");
     let script = format!("if [ $RANK = 0 ]; then {flood}; else {ticks}; fi");

@@ -1,4 +1,4 @@
-//! The launcher: commands under torchrun's contract, scripted workers, failures, signals, and what can be seen of a run.
+//! The launcher: commands under torchrun's contract, scripted workers, failures, signals, and the status of a run.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 

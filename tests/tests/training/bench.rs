@@ -96,7 +96,7 @@ fn train_that_fails_says_why() {
 fn allreduce_results_are_correct_and_busbw_follows_algbw() {
     let job = job();
     let found = json(&job, &["allreduce", "--nproc", "4", "--max", "64K"]);
-    let rows = found["sums"].as_array().unwrap();
+    let rows = found["sizes"].as_array().unwrap();
     let sizes: Vec<f64> = rows.iter().map(|row| number(row, "size")).collect();
     assert_eq!(sizes, [8.0, 32.0, 128.0, 512.0, 2048.0, 8192.0, 32768.0, 65536.0]);
     for row in rows {
@@ -129,12 +129,12 @@ fn rendezvous_of_simulated_ranks_needs_enough_file_descriptors() {
 fn launch_measures_cleanup_and_hang_detection() {
     let found = json(&job(), &["launch", "--nproc", "2", "--runs", "2"]);
     let ours = &found["xlaunch"];
-    for key in ["nothing", "group_gone"] {
+    for key in ["no_op_launch_ms", "group_exit_ms"] {
         assert!(number(&ours[key], "median") > 0.0, "{key} in {found}");
     }
     // Each of the workers has daemonized another process.
-    assert_eq!(ours["left_of"][1], 4, "{found}");
-    assert!(number(&found, "hang_named_seconds") > 1.0, "{found}");
+    assert_eq!(ours["processes_started"], 4, "{found}");
+    assert!(number(&found, "hang_report_seconds") > 1.0, "{found}");
 }
 
 fn device_calibration_is_cached_until_device_is_measured_again() {
@@ -153,7 +153,7 @@ fn device_calibration_is_cached_until_device_is_measured_again() {
     std::fs::write(&file, cached.to_string()).unwrap();
     assert_eq!(ceiling(), 5.0);
     let measured = json(&job, &["device"]);
-    let gemm = number(&measured["product_flops"], "fp32");
+    let gemm = number(&measured["gemm_flops"], "fp32");
     assert!(gemm > 1e8 && gemm != 5e12 && number(&measured, "copy_bytes_per_second") > 1e8, "{measured}");
     assert_eq!(ceiling(), gemm / 1e12, "`bench device` refreshes the cache");
     std::fs::write(&file, "not JSON").unwrap();

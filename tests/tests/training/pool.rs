@@ -9,7 +9,7 @@ xlaunch_harness::tests! {
     metrics_show_pool_counters_and_pool_off_allocates_every_step,
     memory_limit_error_names_largest_holders_and_writes_snapshot,
     invalid_fill_byte_is_named,
-    trace_of_first_step_can_be_replayed;
+    trace_of_first_step_is_a_valid_log_of_allocations;
 }
 
 fn losses_do_not_depend_on_pool_mode_or_fill_byte() {
@@ -51,7 +51,9 @@ fn memory_limit_error_names_largest_holders_and_writes_snapshot() {
     let job = Job::new();
     let run = job.run(&["--set", "engine.memory_limit_mb=2", "--set", "train.batch=64"]);
     assert_eq!(run.code, 76, "{}", run.stderr);
-    for words in ["out of memory:", "cannot allocate", "largest holders", "limit 2.0 MiB", "help: raise the limit"] {
+    for words in
+        ["out of memory:", "cannot allocate", "largest holders", "limit 2.0 MiB", "help: raise the limit"]
+    {
         assert!(run.stderr.contains(words), "{words} in {}", run.stderr);
     }
     let files = std::fs::read_dir(job.run_dir()).into_iter().flatten().flatten();
@@ -69,7 +71,7 @@ fn invalid_fill_byte_is_named() {
     }
 }
 
-fn trace_of_first_step_can_be_replayed() {
+fn trace_of_first_step_is_a_valid_log_of_allocations() {
     let mut job = Job::new();
     let dir = job.path().join("trace");
     job.set_env("XLAUNCH_POOL_TRACE", &dir.display().to_string());

@@ -97,8 +97,8 @@ fn same_command_gives_the_same_bits() {
 
 fn tiny_model_memorizes_eight_sequences() {
     let job = Job::new();
-    // Eight windows of 32 tokens and the token after the last. Each begins with a byte of its own, so every next token can
-    // be known.
+    // Eight windows of 32 tokens and the token after the last. Each begins with a byte of its own, so that every next
+    // token can be known.
     let text: Vec<u8> = (0..257_u32)
         .map(|i| if i % 32 == 0 { b'A' + (i / 32) as u8 } else { b'a' + (i * i * 31 % 113 % 26) as u8 })
         .collect();

@@ -5,7 +5,6 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use globset::{GlobBuilder, GlobMatcher};
 use walkdir::{DirEntry, WalkDir};
 
 use super::DataError;
@@ -22,7 +21,7 @@ pub(super) fn matching(
         match rest {
             None if base.is_file() => files.push(base),
             None => {}
-            Some(rest) => walk(&base, &matcher(key, pattern, &base.join(rest))?, skip, &mut files)?,
+            Some(rest) => walk(&base, &glob(key, pattern, &base.join(rest))?, skip, &mut files)?,
         }
     }
     files.sort();
@@ -57,20 +56,21 @@ fn split(pattern: &Path) -> (PathBuf, Option<PathBuf>) {
     (base, (!rest.as_os_str().is_empty()).then_some(rest))
 }
 
-fn matcher(key: &'static str, pattern: &str, full: &Path) -> Result<GlobMatcher, DataError> {
-    let glob =
-        GlobBuilder::new(&full.to_string_lossy()).literal_separator(true).build().map_err(|error| {
-            DataError::Glob { key, pattern: pattern.into(), reason: error.kind().to_string() }
-        })?;
-    Ok(glob.compile_matcher())
+fn glob(key: &'static str, pattern: &str, full: &Path) -> Result<String, DataError> {
+    let glob = full.to_string_lossy().into_owned();
+    match fast_glob::validate(&glob) {
+        Ok(()) => Ok(glob),
+        Err(error) => Err(DataError::Glob { key, pattern: pattern.into(), reason: error.to_string() }),
+    }
 }
 
-fn walk(base: &Path, matcher: &GlobMatcher, skip: &Path, files: &mut Vec<PathBuf>) -> Result<(), DataError> {
+fn walk(base: &Path, glob: &str, skip: &Path, files: &mut Vec<PathBuf>) -> Result<(), DataError> {
+    let matches = |path: &Path| fast_glob::glob_match(glob, path.as_os_str().as_encoded_bytes());
     let wanted =
         |entry: &DirEntry| entry.depth() == 0 || !entry.file_type().is_dir() || !skipped(entry, skip);
     for entry in WalkDir::new(base).sort_by_file_name().into_iter().filter_entry(wanted) {
         match entry {
-            Ok(entry) if entry.file_type().is_file() && matcher.is_match(entry.path()) => {
+            Ok(entry) if entry.file_type().is_file() && matches(entry.path()) => {
                 files.push(entry.into_path());
             }
             Ok(_) => {}
@@ -112,8 +112,11 @@ mod tests {
         };
         assert_eq!(names(&pattern("**/*.md")), ["a.md", "b.md", "sub/c.md"]);
         assert_eq!(names(&pattern("*.md")), ["a.md", "b.md"]);
+        assert_eq!(names(&pattern("{a,sub/?}.{md,txt}")), ["a.md", "sub/c.md", "sub/d.txt"]);
         assert_eq!(names(&pattern(".git/e.md")), [".git/e.md"]);
         let error = matching("data.train", &pattern("*.bin"), &root).unwrap_err().to_string();
         assert!(error.contains("data.train") && error.contains("*.bin"), "{error}");
+        let error = matching("data.train", &pattern("*.{md"), &root).unwrap_err().to_string();
+        assert!(error.contains("*.{md` is not a valid glob"), "{error}");
     }
 }

@@ -1,24 +1,24 @@
-//! What is wrong with a configuration: where, what was expected, and the nearest thing that would do.
+//! Errors in a configuration: the place, what was expected, and the nearest valid name.
 
 use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
-use miette::{Diagnostic, GraphicalReportHandler, GraphicalTheme, LabeledSpan, NamedSource, SourceCode};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::Invalid;
 
 use super::keys::{nearest, nearest_section};
 use crate::Refusal;
 
-/// A configuration that cannot be used. `Display` is one line; miette draws the place.
+/// A configuration that cannot be used. `Display` is one line.
 #[derive(Debug)]
 pub struct ConfigError {
-    /// `train.toml:3:7`, or where else the value came from.
+    /// `train.toml:3:7`, or another source of the value.
     place: String,
     problem: String,
     help: String,
-    source: Option<Box<(NamedSource<String>, Range<usize>)>>,
+    /// The line of the file with the value underlined; empty if the value is not in a file.
+    snippet: String,
 }
 
 impl fmt::Display for ConfigError {
@@ -30,39 +30,25 @@ impl fmt::Display for ConfigError {
 
 impl std::error::Error for ConfigError {}
 
-impl Diagnostic for ConfigError {
-    fn help<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
-        None
-    }
-
-    fn source_code(&self) -> Option<&dyn SourceCode> {
-        self.source.as_deref().map(|(source, _)| source as &dyn SourceCode)
-    }
-
-    fn labels(&self) -> Option<Box<dyn Iterator<Item = LabeledSpan> + '_>> {
-        let (_, span) = self.source.as_deref()?;
-        Some(Box::new(std::iter::once(LabeledSpan::new(None, span.start, span.len().max(1)))))
-    }
-}
-
 impl ConfigError {
+    /// The file cannot be read.
     pub fn unreadable(path: &Path, error: &std::io::Error) -> Self {
         let help = match error.kind() {
             std::io::ErrorKind::NotFound => "is the path right?".into(),
             _ => String::new(),
         };
         let place = path.display().to_string();
-        Self { place, problem: format!("failed to read the configuration: {error}"), help, source: None }
+        Self { place, problem: format!("failed to read the configuration: {error}"), help, snippet: String::new() }
     }
 
     /// A value that did not come from the file.
     pub fn value(source: &str, problem: &str, expected: &str) -> Self {
         let help =
             if expected.starts_with("did you") { expected.into() } else { format!("expected {expected}") };
-        Self { place: source.into(), problem: problem.into(), help, source: None }
+        Self { place: source.into(), problem: problem.into(), help, snippet: String::new() }
     }
 
-    /// What the TOML parser or the schema, with these keys, says.
+    /// An error of the TOML parser, or of the schema with these keys.
     pub fn in_file(path: &Path, text: &str, known: &[String], error: &toml::de::Error) -> Self {
         let span = error.span().unwrap_or(0..0);
         let message = error.message().trim();
@@ -73,37 +59,33 @@ impl ConfigError {
         Self::at(path, text, span, problem, help)
     }
 
-    /// A value of the right type that cannot work.
+    /// A value of the right type that is invalid.
     pub fn invalid(path: &Path, text: &str, invalid: &Invalid) -> Self {
         let problem = format!("{}: {}", invalid.key, invalid.problem);
         let help = format!("expected {}", invalid.expected);
         match span_of(text, invalid.key) {
             Some(span) => Self::at(path, text, span, problem, help),
-            None => Self { place: path.display().to_string(), problem, help, source: None },
+            None => Self { place: path.display().to_string(), problem, help, snippet: String::new() },
         }
+    }
+
+    /// The file sets a renamed key under both names.
+    pub(super) fn renamed_twice(path: &Path, text: &str, span: Range<usize>, old: &str, new: &str) -> Self {
+        let problem = format!("`{old}` was renamed to `{new}`, which is set, too");
+        Self::at(path, text, span, problem, format!("remove `{old}`"))
     }
 
     fn at(path: &Path, text: &str, span: Range<usize>, problem: String, help: String) -> Self {
         let (line, column) = position(text, span.start);
-        let name = path.display().to_string();
-        let place = format!("{name}:{line}:{column}");
-        let source = Some(Box::new((NamedSource::new(name, text.to_string()), span)));
-        Self { place, problem, help, source }
+        let place = format!("{}:{line}:{column}", path.display());
+        Self { place, problem, help, snippet: snippet(text, line, &span) }
     }
 }
 
 impl From<ConfigError> for Refusal {
-    /// The error with its place in the file drawn below it.
+    /// The error, followed by the line that it is about.
     fn from(error: ConfigError) -> Self {
-        let mut text = String::new();
-        let mut theme = GraphicalTheme::default();
-        // The command line prints "error:" before it.
-        theme.characters.error = String::new();
-        let handler = GraphicalReportHandler::new_themed(theme).with_links(false);
-        if handler.render_report(&mut text, &error).is_err() {
-            text = error.to_string();
-        }
-        Self::new(ExitCode::Usage, text)
+        Self::new(ExitCode::Usage, format!("{error}\n{}", error.snippet).trim_end())
     }
 }
 
@@ -112,7 +94,7 @@ fn unknown_field(message: &str) -> Option<&str> {
     message.strip_prefix("unknown field `")?.split('`').next()
 }
 
-/// An unknown key of the section that `at` lies in, or an unknown section.
+/// Problem and help for an unknown key of the section at `at`, or for an unknown section.
 fn unknown(text: &str, at: usize, field: &str, known: &[String]) -> (String, String) {
     let line = text[..at].rfind('\n').map_or(0, |newline| newline + 1);
     let is_header = text[line..].trim_start().starts_with('[');
@@ -129,7 +111,7 @@ fn unknown(text: &str, at: usize, field: &str, known: &[String]) -> (String, Str
     }
 }
 
-/// Where the value of `section.key` stands in the text, if it does.
+/// The span of the value of `section.key` in the text.
 fn span_of(text: &str, key: &str) -> Option<Range<usize>> {
     let (section, key) = key.split_once('.')?;
     let document = toml::de::DeTable::parse(text).ok()?;
@@ -137,10 +119,44 @@ fn span_of(text: &str, key: &str) -> Option<Range<usize>> {
     Some(section.get(key)?.span())
 }
 
-/// Line and column, from 1, of a byte offset.
+/// The span of the key `section.key` itself.
+pub(super) fn key_span(text: &str, key: &str) -> Option<Range<usize>> {
+    let (section, name) = key.split_once('.')?;
+    let document = toml::de::DeTable::parse(text).ok()?;
+    let section = document.get_ref().get(section)?.get_ref().as_table()?;
+    section.keys().find(|key| key.get_ref() == name).map(|key| key.span())
+}
+
+/// Line and column, counted from 1, of a byte offset.
 fn position(text: &str, at: usize) -> (usize, usize) {
     let before = &text[..at.min(text.len())];
     let line = before.matches('\n').count() + 1;
     let column = before.rsplit('\n').next().map_or(0, |rest| rest.chars().count()) + 1;
     (line, column)
+}
+
+/// Line `number` of the text with a span of it underlined, as rustc shows it.
+fn snippet(text: &str, number: usize, span: &Range<usize>) -> String {
+    let line = text.lines().nth(number - 1).unwrap_or_default();
+    let begin = text[..span.start].rfind('\n').map_or(0, |newline| newline + 1);
+    let end = span.end.min(begin + line.len());
+    let indent: String = text[begin..span.start].chars().map(|c| if c == '\t' { c } else { ' ' }).collect();
+    let underline = "^".repeat(text.get(span.start..end).map_or(0, |marked| marked.chars().count()).max(1));
+    let gutter = " ".repeat(number.to_string().len());
+    format!("{gutter} |\n{number} | {line}\n{gutter} | {indent}{underline}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_offending_value_is_underlined() {
+        let text = "[train]\n\tlr = \"äh\" # no\nsteps = 5";
+        let shown = |span: Range<usize>| snippet(text, position(text, span.start).0, &span);
+        let begin = text.find('"').unwrap();
+        assert_eq!(shown(begin..begin + 5), "  |\n2 | \tlr = \"äh\" # no\n  | \t     ^^^^");
+        assert_eq!(shown(0..text.len()), "  |\n1 | [train]\n  | ^^^^^^^");
+        assert_eq!(shown(text.len()..text.len()), "  |\n3 | steps = 5\n  |          ^");
+    }
 }

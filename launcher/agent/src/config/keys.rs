@@ -1,15 +1,23 @@
-//! The keys that a configuration can have, read off its own defaults.
+//! The keys that a configuration can have, derived from its defaults.
 
 use serde::Serialize;
 use serde_json::Value;
 use xlaunch_proto::spec::JobSpec;
+
+/// Renamed keys, old and new name. The old name is accepted for one release; a key cannot move to another section.
+pub const RENAMED_KEYS: &[(&str, &str)] = &[("launch.silence", "launch.stall_timeout")];
+
+/// The warning about a renamed key.
+pub(super) fn renamed_warning(old: &str, new: &str) -> String {
+    format!("`{old}` was renamed to `{new}`; the old name will be removed in the next release")
+}
 
 /// Every key of a job, as `section.key`.
 pub(super) fn all() -> Vec<String> {
     of(&JobSpec::default())
 }
 
-/// Every key, as `section.key`. An optional key shows as null in the serialised defaults, so none is missing.
+/// Every key, as `section.key`. Optional keys are null in the serialized defaults, so none is missing.
 pub fn of(defaults: &impl Serialize) -> Vec<String> {
     let Ok(Value::Object(sections)) = serde_json::to_value(defaults) else { return Vec::new() };
     let keys = sections.iter().filter_map(|(section, keys)| Some((section, keys.as_object()?)));
@@ -21,7 +29,7 @@ pub(super) fn variable(key: &str) -> String {
     format!("XLAUNCH_{}", key.replace('.', "_").to_uppercase())
 }
 
-/// "did you mean" for a key, or the keys of its section, or the sections.
+/// "did you mean" for an unknown key, or an example of a known one.
 pub(super) fn nearest(key: &str, known: &[String]) -> String {
     let score = |other: &String| strsim::jaro_winkler(key, other);
     let best = known.iter().max_by(|a, b| score(a).total_cmp(&score(b)));
@@ -32,7 +40,7 @@ pub(super) fn nearest(key: &str, known: &[String]) -> String {
     }
 }
 
-/// "did you mean" for a section.
+/// "did you mean" for an unknown section, or all sections.
 pub(super) fn nearest_section(section: &str, known: &[String]) -> String {
     let mut sections: Vec<&str> = known.iter().filter_map(|key| Some(key.split_once('.')?.0)).collect();
     sections.dedup();
@@ -58,7 +66,16 @@ mod tests {
     }
 
     #[test]
-    fn the_readme_describes_every_key_and_no_other() {
+    fn renamed_keys_lead_to_known_keys_of_the_same_section() {
+        let known = all();
+        for (old, new) in RENAMED_KEYS {
+            assert!(known.iter().any(|key| key == new) && known.iter().all(|key| key != old), "{old}");
+            assert_eq!(old.split_once('.').unwrap().0, new.split_once('.').unwrap().0);
+        }
+    }
+
+    #[test]
+    fn readme_describes_every_key_and_no_other() {
         let readme = include_str!("../../../../README.md");
         let table = readme.split("## Configuration").nth(1).and_then(|rest| rest.split("\n## ").next());
         let mut section = "";

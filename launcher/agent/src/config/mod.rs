@@ -1,7 +1,9 @@
 //! From `train.toml`, the environment and flags to a checked [`JobSpec`].
 //!
-//! Layers, each over the one before: defaults, the file, `XLAUNCH_<SECTION>_<KEY>`, flags (`--nproc`, `--set`). Relative
-//! paths of data are against the file's directory, all others against the working directory.
+//! Layers, each overriding the one before: defaults, the file, `XLAUNCH_<SECTION>_<KEY>`, flags (`--nproc`, `--set`).
+//! Relative paths of data are resolved against the file's directory, all others against the working directory.
+//!
+//! A renamed key is accepted under its old name for one release, in every layer, with a warning.
 
 mod diagnostics;
 pub mod keys;
@@ -14,14 +16,17 @@ use xlaunch_proto::spec::JobSpec;
 
 pub use diagnostics::ConfigError;
 
-/// What `--set` and the environment change: dotted key, value as written, where it came from.
+/// Start of [`Override::source`] of an environment variable.
+const VARIABLE_SOURCE: &str = "environment variable ";
+
+/// A value from `--set`, another flag or the environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Override {
-    /// Such as `train.lr`.
+    /// `section.key`, such as `train.lr`.
     pub key: String,
-    /// Such as `3e-4`.
+    /// As written, such as `3e-4`.
     pub value: String,
-    /// Such as `--set train.lr=3e-4`, for error messages.
+    /// For messages, such as `--set train.lr=3e-4`.
     pub source: String,
 }
 
@@ -31,16 +36,18 @@ impl Override {
         let source = format!("--set {argument}");
         match argument.split_once('=') {
             Some((key, value)) => Ok(Self { key: key.trim().into(), value: value.trim().into(), source }),
-            None => Err(ConfigError::value(&source, "there is no `=`", "section.key=value")),
+            None => Err(ConfigError::value(&source, "`=` is missing", "section.key=value")),
         }
     }
 
     /// The overrides among these variables, by name.
     pub fn from_environment(variables: impl Iterator<Item = (String, String)>) -> Vec<Self> {
+        let renamed = keys::RENAMED_KEYS.iter().map(|(old, _)| (*old).to_owned());
+        let known: Vec<String> = keys::all().into_iter().chain(renamed).collect();
         let mut found: Vec<Self> = variables
             .filter_map(|(name, value)| {
-                let key = keys::all().into_iter().find(|key| keys::variable(key) == name)?;
-                Some(Self { key, value, source: format!("environment variable {name}") })
+                let key = known.iter().find(|key| keys::variable(key) == name)?.clone();
+                Some(Self { key, value, source: format!("{VARIABLE_SOURCE}{name}") })
             })
             .collect();
         found.sort_by(|a, b| a.key.cmp(&b.key));
@@ -48,21 +55,36 @@ impl Override {
     }
 }
 
-/// Reads and checks a configuration. `overrides` come in rising precedence.
-pub fn load(path: &Path, overrides: &[Override]) -> Result<JobSpec, ConfigError> {
+/// A configuration that can be used.
+#[derive(Clone, Debug)]
+pub struct Loaded {
+    /// The checked job description, with absolute paths.
+    pub spec: JobSpec,
+    /// For the user, a line each.
+    pub warnings: Vec<String>,
+}
+
+/// Reads and checks a configuration. `overrides` are in order of increasing precedence.
+///
+/// # Errors
+/// The file cannot be read or parsed, or a key or value is invalid.
+pub fn load(path: &Path, overrides: &[Override]) -> Result<Loaded, ConfigError> {
     let text = fs_err::read_to_string(path).map_err(|error| ConfigError::unreadable(path, &error))?;
-    let spec = parse(path, &text, overrides)?;
+    let Loaded { spec, warnings } = parse(path, &text, overrides)?;
     let here = std::env::current_dir().map_err(|error| ConfigError::unreadable(Path::new("."), &error))?;
-    Ok(resolve(spec, path, &here))
+    Ok(Loaded { spec: resolve(spec, path, &here), warnings })
 }
 
 /// [`load`] without the file system.
-fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<JobSpec, ConfigError> {
+fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, ConfigError> {
+    let mut warnings = Vec::new();
+    let text = &rename_keys(path, text.to_owned(), &mut warnings)?;
     let in_file = |error| ConfigError::in_file(path, text, &keys::all(), &error);
     // The file by itself first: its errors have a place.
     toml::from_str::<JobSpec>(text).map_err(in_file)?;
     let mut table: Table = toml::from_str(text).map_err(in_file)?;
-    for change in overrides {
+    let overrides = renamed_overrides(overrides, &mut warnings)?;
+    for change in &overrides {
         apply(&mut table, change)?;
         JobSpec::deserialize(table.clone()).map_err(|error| {
             ConfigError::value(&change.source, error.message().trim(), "a value of the key's type")
@@ -75,14 +97,49 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<JobSpec, Con
             None => ConfigError::invalid(path, text, &invalid),
         }
     })?;
-    Ok(spec)
+    Ok(Loaded { spec, warnings })
+}
+
+/// Replaces renamed keys in the text of the file, with a warning, so that nothing else has to know old names.
+fn rename_keys(path: &Path, mut text: String, warnings: &mut Vec<String>) -> Result<String, ConfigError> {
+    for (old, new) in keys::RENAMED_KEYS {
+        let Some(span) = diagnostics::key_span(&text, old) else { continue };
+        if diagnostics::key_span(&text, new).is_some() {
+            return Err(ConfigError::renamed_twice(path, &text, span, old, new));
+        }
+        text.replace_range(span, new.rsplit('.').next().unwrap_or(new));
+        warnings.push(format!("{}: {}", path.display(), keys::renamed_warning(old, new)));
+    }
+    Ok(text)
+}
+
+/// The overrides with the current names of renamed keys. Within one layer, the environment or the flags, only one of
+/// both names is accepted; a flag overrides a variable of either name.
+fn renamed_overrides(
+    overrides: &[Override],
+    warnings: &mut Vec<String>,
+) -> Result<Vec<Override>, ConfigError> {
+    let is_variable = |change: &Override| change.source.starts_with(VARIABLE_SOURCE);
+    let rename = |change: &Override| {
+        let Some((old, new)) = keys::RENAMED_KEYS.iter().find(|(old, _)| *old == change.key) else {
+            return Ok(change.clone());
+        };
+        let same_layer = |other: &&Override| other.key == *new && is_variable(other) == is_variable(change);
+        if let Some(other) = overrides.iter().find(same_layer) {
+            let problem = format!("`{old}` was renamed to `{new}`, which {} sets, too", other.source);
+            return Err(ConfigError::value(&change.source, &problem, "only one of both names"));
+        }
+        warnings.push(format!("{}: {}", change.source, keys::renamed_warning(old, new)));
+        Ok(Override { key: (*new).into(), ..change.clone() })
+    };
+    overrides.iter().map(rename).collect()
 }
 
 fn apply(table: &mut Table, change: &Override) -> Result<(), ConfigError> {
     let known = keys::all();
     let Some((section, key)) = change.key.split_once('.').filter(|_| known.contains(&change.key)) else {
         let help = keys::nearest(&change.key, &known);
-        return Err(ConfigError::value(&change.source, &format!("there is no key `{}`", change.key), &help));
+        return Err(ConfigError::value(&change.source, &format!("unknown key `{}`", change.key), &help));
     };
     let section = table.entry(section).or_insert_with(|| Value::Table(Table::new()));
     if let Value::Table(section) = section {
@@ -91,13 +148,13 @@ fn apply(table: &mut Table, change: &Override) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// A TOML value; what is none is a string, so that `--set model.arch=gpt2` needs no quotes.
+/// Parses a TOML value; anything else is a string, so that `--set model.arch=gpt2` needs no quotes.
 fn value(text: &str) -> Value {
     let parsed = toml::from_str::<Table>(&format!("value = {text}"));
     parsed.ok().and_then(|mut table| table.remove("value")).unwrap_or_else(|| Value::String(text.into()))
 }
 
-/// Makes paths absolute and names the job.
+/// Makes paths absolute, and names the job after the file unless it has a name.
 fn resolve(mut spec: JobSpec, path: &Path, here: &Path) -> JobSpec {
     let config_dir = here.join(path).parent().map_or_else(|| here.to_path_buf(), Path::to_path_buf);
     let absolute = |base: &Path, path: &str| clean(&base.join(path)).to_string_lossy().into_owned();
@@ -142,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_key_is_shown_in_place_with_the_nearest_known_one() {
+    fn unknown_key_is_reported_with_its_place_and_the_nearest_known_key() {
         let text = error("[train]\nsteps = 10\nlearning_rat = 1\nlrr = 3e-4\n");
         assert!(text.contains("train.toml:3:1"), "{text}");
         let text = error("[train]\nlrr = 3e-4\n");
@@ -152,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_types_and_syntax_are_shown_in_place() {
+    fn wrong_types_and_syntax_errors_are_reported_with_their_place() {
         let text = error("[train]\nsteps = \"many\"\n");
         assert!(text.contains("train.toml:2:9") && text.contains("u64"), "{text}");
         let text = error("[model]\narch = \"bert\"\n");
@@ -162,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn impossible_values_are_shown_in_place_with_what_was_expected() {
+    fn impossible_values_are_reported_with_their_place_and_the_expectation() {
         let text = error("[train]\nlr = -1.0\n");
         assert!(text.contains("train.toml:2:6") && text.contains("above 0"), "{text}");
         // The culprit is a default of the preset: the message still names the key.
@@ -171,20 +228,20 @@ mod tests {
     }
 
     #[test]
-    fn flags_win_over_the_environment_and_both_over_the_file() {
+    fn flags_override_the_environment_and_both_override_the_file() {
         let variables =
             [("XLAUNCH_TRAIN_LR".into(), "0.5".into()), ("XLAUNCH_TRAIN_STEPS".into(), "7".into())];
         let mut overrides = Override::from_environment(variables.into_iter());
         overrides.push(Override::from_flag("train.lr=0.25").unwrap());
         overrides.push(Override::from_flag("model.arch=gpt2").unwrap());
-        let spec =
-            parse(Path::new("a.toml"), "[train]\nlr = 1.0\nsteps = 1\nbatch = 3\n", &overrides).unwrap();
+        let text = "[train]\nlr = 1.0\nsteps = 1\nbatch = 3\n";
+        let spec = parse(Path::new("a.toml"), text, &overrides).unwrap().spec;
         assert_eq!((spec.train.lr, spec.train.steps, spec.train.batch), (0.25, 7, 3));
         assert_eq!(spec.model.arch, Some(xlaunch_proto::model::Arch::Gpt2));
     }
 
     #[test]
-    fn a_bad_override_is_named() {
+    fn invalid_override_is_reported_with_its_source() {
         let error = |argument: &str| {
             let change = Override::from_flag(argument).unwrap();
             parse(Path::new("a.toml"), "", &[change]).unwrap_err().to_string()
@@ -195,12 +252,64 @@ mod tests {
     }
 
     #[test]
-    fn paths_are_absolute_and_the_job_is_named_after_the_file() {
+    fn paths_become_absolute_and_the_job_is_named_after_the_file() {
         let text = "[data]\ntrain = [\"../**/*.rs\", \"/x/y.txt\"]\n[checkpoint]\ndir = \"ck\"\n";
         let path = Path::new("deploy/tiny.toml");
-        let spec = resolve(parse(path, text, &[]).unwrap(), path, Path::new("/home/me"));
+        let spec = resolve(parse(path, text, &[]).unwrap().spec, path, Path::new("/home/me"));
         assert_eq!(spec.data.train, ["/home/me/**/*.rs", "/x/y.txt"]);
         assert_eq!((spec.job.output.as_str(), spec.job.name.as_str()), ("/home/me/runs", "tiny"));
         assert_eq!(spec.checkpoint.dir.as_deref(), Some("/home/me/ck"));
+    }
+    fn renamed(text: &str, overrides: &[Override]) -> Result<(f64, Vec<String>), String> {
+        let loaded = parse(Path::new("train.toml"), text, overrides).map_err(|error| error.to_string())?;
+        Ok((loaded.spec.launch.stall_timeout, loaded.warnings))
+    }
+
+    fn variables(names: &[(&str, &str)]) -> Vec<Override> {
+        let variables = names.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        Override::from_environment(variables)
+    }
+
+    #[test]
+    fn renamed_key_is_accepted_with_a_warning_in_every_layer() {
+        let warning = "`launch.silence` was renamed to `launch.stall_timeout`; \
+                       the old name will be removed in the next release";
+        let file = renamed("[launch]\nsilence = 9\nnproc = 2\n", &[]).unwrap();
+        assert_eq!(file, (9.0, vec![format!("train.toml: {warning}")]));
+        let flag = [Override::from_flag("launch.silence=8").unwrap()];
+        let source = "--set launch.silence=8";
+        assert_eq!(renamed("", &flag).unwrap(), (8.0, vec![format!("{source}: {warning}")]));
+        let variable = variables(&[("XLAUNCH_LAUNCH_SILENCE", "7")]);
+        let source = "environment variable XLAUNCH_LAUNCH_SILENCE";
+        assert_eq!(renamed("", &variable).unwrap(), (7.0, vec![format!("{source}: {warning}")]));
+        assert_eq!(renamed("[launch]\nstall_timeout = 6\n", &[]).unwrap(), (6.0, Vec::new()));
+    }
+
+    #[test]
+    fn layers_keep_their_precedence_across_a_renamed_key() {
+        let mut overrides = variables(&[("XLAUNCH_LAUNCH_STALL_TIMEOUT", "7")]);
+        assert_eq!(renamed("[launch]\nsilence = 9\n", &overrides).unwrap().0, 7.0);
+        overrides.push(Override::from_flag("launch.silence=8").unwrap());
+        assert_eq!(renamed("[launch]\nsilence = 9\n", &overrides).unwrap().0, 8.0);
+    }
+
+    #[test]
+    fn old_and_new_name_in_one_layer_are_refused() {
+        let file = renamed("[launch]\nstall_timeout = 9\nsilence = 8\n", &[]).unwrap_err();
+        assert!(file.contains("train.toml:3:1:") && file.contains("`launch.stall_timeout`"), "{file}");
+        let flags = ["launch.silence=8", "launch.stall_timeout=9"].map(|it| Override::from_flag(it).unwrap());
+        let error = renamed("", &flags).unwrap_err();
+        let both = "--set launch.silence=8: `launch.silence` was renamed to `launch.stall_timeout`, which \
+                    --set launch.stall_timeout=9 sets, too";
+        assert!(error.starts_with(both), "{error}");
+        let both = [("XLAUNCH_LAUNCH_SILENCE", "8"), ("XLAUNCH_LAUNCH_STALL_TIMEOUT", "9")];
+        assert!(renamed("", &variables(&both)).is_err());
+    }
+
+    #[test]
+    fn other_errors_are_found_beside_a_renamed_key() {
+        let error = renamed("[launch]\nsilence = 9\n[train]\nlrr = 1\n", &[]).unwrap_err();
+        assert!(error.contains("unknown key `train.lrr`") && error.contains("`train.lr`"), "{error}");
+        assert!(renamed("[launch]\nsilence = \"x\"\n", &[]).is_err());
     }
 }

@@ -1,9 +1,8 @@
 //! xlaunch's own stdout and stderr, shared by all ranks.
 //!
-//! Whoever wants to write takes its turn, in the order of asking, and then writes to the descriptor itself: nothing
-//! waits in a queue, memory is bounded, and a rank that floods the console is slowed to its share of what the console
-//! takes. Lines of two writers never mix: one that comes upon another's unfinished line ends it first, and the rest of
-//! that one goes out later behind a mark.
+//! Writers take turns in the order in which they ask, and each writes to the descriptor itself: no queue, bounded
+//! memory, and a rank that floods the console is slowed down to its share. Lines of two writers never mix: a writer
+//! that finds another's unfinished line ends it first, and the rest of that line is printed later after a mark.
 
 use std::fs::File;
 use std::io::{ErrorKind, IsTerminal, Write};
@@ -16,37 +15,36 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::lines::{Lines, Piece};
 use super::lock;
 
-/// Bytes that a writer puts out in a turn, and perhaps one line more.
-const TURN: usize = 32 << 10;
-/// Begins the rest of a line that another one interrupted.
-const MARK: &[u8] = b"[...]";
-/// xlaunch itself, among writers.
-const OWN: u64 = 0;
+/// Bytes that a writer may write in one turn; a line may exceed it.
+const TURN_BYTES: usize = 32 << 10;
+/// Precedes the rest of an interrupted line.
+const CONTINUATION_MARK: &[u8] = b"[...]";
+/// Writer id of xlaunch itself.
+const OWN_WRITER: u64 = 0;
 
-/// One descriptor that lines go to.
+/// An output descriptor that several writers share.
 #[derive(Debug)]
 pub(super) struct Console {
-    /// Whether a person looks at it.
     pub(super) terminal: bool,
     queue: Mutex<Queue>,
-    next: Condvar,
+    turn_over: Condvar,
     output: Mutex<Output>,
-    /// Bytes taken so far.
-    pub(super) taken: AtomicU64,
-    writers: AtomicU64,
+    /// Bytes written so far.
+    pub(super) written: AtomicU64,
+    next_writer: AtomicU64,
 }
 
-/// Turns that were asked for, and turns that are over.
+/// A ticket lock.
 #[derive(Debug, Default)]
 struct Queue {
-    asked: u64,
-    over: u64,
+    next_ticket: u64,
+    now_serving: u64,
 }
 
 #[derive(Debug)]
 struct Output {
     fd: File,
-    /// Whose line has not ended.
+    /// The writer of an unfinished line.
     open: Option<u64>,
 }
 
@@ -56,10 +54,10 @@ impl Console {
         Arc::new(Self {
             terminal,
             queue: Mutex::default(),
-            next: Condvar::new(),
+            turn_over: Condvar::new(),
             output: Mutex::new(Output { fd: fd.into(), open: None }),
-            taken: AtomicU64::new(0),
-            writers: AtomicU64::new(OWN + 1),
+            written: AtomicU64::new(0),
+            next_writer: AtomicU64::new(OWN_WRITER + 1),
         })
     }
 
@@ -75,65 +73,65 @@ impl Console {
         Ok([stdout, stderr])
     }
 
-    /// Lines of xlaunch's own.
-    pub(super) fn say(&self, lines: &[u8]) {
-        self.write(OWN, true, b"", lines);
+    /// Prints lines of xlaunch's own.
+    pub(super) fn print(&self, lines: &[u8]) {
+        self.write(OWN_WRITER, true, b"", lines);
     }
 
-    /// Writes `text` of `writer`, in a turn of its own. `fresh`: it begins with a line, otherwise it continues one;
-    /// `prefix` is put before it unless it continues where the last writer, this one, left off.
+    /// Writes `text` in one turn. `fresh` means that it starts a line, otherwise it continues one. `prefix` precedes it
+    /// unless it continues this writer's own unfinished line.
     fn write(&self, writer: u64, fresh: bool, prefix: &[u8], text: &[u8]) {
         self.turn(|output| {
             let interrupts = output.open.is_some_and(|open| open != writer);
             let (lead, text) = match output.open == Some(writer) && !fresh {
                 true => (Vec::new(), text),
-                false => begin(fresh, prefix, text),
+                false => line_start(fresh, prefix, text),
             };
             if text.is_empty() {
                 return;
             }
             let newline: &[u8] = if interrupts { b"\n" } else { b"" };
-            self.put(output, &[newline, &lead].concat());
-            self.put(output, text);
+            self.write_all(output, &[newline, &lead].concat());
+            self.write_all(output, text);
             output.open = (!text.ends_with(b"\n")).then_some(writer);
         });
     }
 
-    /// Writes `bytes` of `writer` as they are.
+    /// Writes bytes unchanged, in one turn.
     fn pass(&self, writer: u64, bytes: &[u8]) {
         self.turn(|output| {
-            self.put(output, bytes);
+            self.write_all(output, bytes);
             output.open = (!bytes.ends_with(b"\n")).then_some(writer);
         });
     }
 
-    /// A mutex alone would let the one that floods come back before the others wake up.
+    /// Waits for a turn. A mutex alone would be unfair: a flooding writer would retake it before the others wake up.
     fn turn(&self, work: impl FnOnce(&mut Output)) {
         let mut queue = lock(&self.queue);
-        let mine = queue.asked;
-        queue.asked += 1;
-        while queue.over != mine {
-            queue = self.next.wait(queue).unwrap_or_else(std::sync::PoisonError::into_inner);
+        let ticket = queue.next_ticket;
+        queue.next_ticket += 1;
+        while queue.now_serving != ticket {
+            queue = self.turn_over.wait(queue).unwrap_or_else(std::sync::PoisonError::into_inner);
         }
         drop(queue);
         work(&mut lock(&self.output));
-        lock(&self.queue).over += 1;
-        self.next.notify_all();
+        lock(&self.queue).now_serving += 1;
+        self.turn_over.notify_all();
     }
 
-    /// What a closed console does not take is dropped: the worker goes on, and the files have all.
-    fn put(&self, output: &mut Output, mut bytes: &[u8]) {
+    /// Writes to the descriptor. A closed console loses output; the worker continues, and the files are complete.
+    fn write_all(&self, output: &mut Output, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             match output.fd.write(bytes) {
                 Ok(0) => return,
                 Ok(count) => {
                     bytes = &bytes[count..];
-                    self.taken.fetch_add(count as u64, Ordering::Relaxed);
+                    self.written.fetch_add(count as u64, Ordering::Relaxed);
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // Another program that has the same terminal may have made it non-blocking.
+                // Another program may have set the shared terminal to non-blocking.
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    // An interrupted or failed wait ends in another attempt, which says what is wrong.
+                    // After an interrupted or failed wait, the next write reports what is wrong.
                     let _ = poll(&mut [PollFd::new(&output.fd, PollFlags::OUT)], None);
                 }
                 Err(_) => return,
@@ -142,15 +140,15 @@ impl Console {
     }
 }
 
-/// What goes before a text at the beginning of a line, and what of the text is left to show.
-fn begin<'a>(fresh: bool, prefix: &[u8], text: &'a [u8]) -> (Vec<u8>, &'a [u8]) {
-    // The line was ended when it was interrupted: its own end comes too late.
+/// What to print before `text` when it is not at the end of its own line, and what remains of `text`.
+fn line_start<'a>(fresh: bool, prefix: &[u8], text: &'a [u8]) -> (Vec<u8>, &'a [u8]) {
+    // The interrupted line has been ended already, so its own line ending is dropped.
     let ended = text.strip_prefix(b"\n").or(text.strip_prefix(b"\r\n"));
     match ended {
         Some(after) if !fresh => (Vec::new(), after),
-        // What is written over the line is not its rest.
+        // After a carriage return the text overwrites the line, so it is not a continuation.
         _ if fresh || text.starts_with(b"\r") => (prefix.to_vec(), text),
-        _ => ([prefix, MARK].concat(), text),
+        _ => ([prefix, CONTINUATION_MARK].concat(), text),
     }
 }
 
@@ -159,7 +157,7 @@ fn begin<'a>(fresh: bool, prefix: &[u8], text: &'a [u8]) -> (Vec<u8>, &'a [u8]) 
 pub(super) struct View {
     console: Arc<Console>,
     writer: u64,
-    /// `None` passes bytes as they are.
+    /// `None` passes bytes through unchanged.
     lines: Option<Prefixed>,
 }
 
@@ -167,67 +165,67 @@ pub(super) struct View {
 struct Prefixed {
     lines: Lines,
     prefix: Vec<u8>,
-    /// The last byte was a carriage return: what follows is written over the line, its prefix too.
-    returned: bool,
+    /// The last byte was a carriage return: what follows overwrites the line, including its prefix.
+    after_return: bool,
 }
 
 impl View {
-    /// A stream whose lines begin with `prefix`; one that goes out as it is for `None`.
+    /// A stream whose lines get this prefix; `None` passes bytes through unchanged.
     pub(super) fn new(console: Arc<Console>, prefix: Option<Vec<u8>>) -> Self {
-        let writer = console.writers.fetch_add(1, Ordering::Relaxed);
-        let lines = prefix.map(|prefix| Prefixed { lines: Lines::default(), prefix, returned: false });
+        let writer = console.next_writer.fetch_add(1, Ordering::Relaxed);
+        let lines = prefix.map(|prefix| Prefixed { lines: Lines::default(), prefix, after_return: false });
         Self { console, writer, lines }
     }
 
     pub(super) fn feed(&mut self, bytes: &[u8]) {
         match &mut self.lines {
-            None => bytes.chunks(TURN).for_each(|part| self.console.pass(self.writer, part)),
-            Some(Prefixed { lines, prefix, returned }) => {
-                let mut turn = Turn::new(&self.console, self.writer, prefix, returned);
+            None => bytes.chunks(TURN_BYTES).for_each(|part| self.console.pass(self.writer, part)),
+            Some(Prefixed { lines, prefix, after_return }) => {
+                let mut turn = Turn::new(&self.console, self.writer, prefix, after_return);
                 lines.feed(bytes, |piece| turn.push(piece));
                 turn.end();
             }
         }
     }
 
-    /// Shows the beginning of a line that has not ended.
+    /// Prints an unfinished line.
     pub(super) fn flush(&mut self) {
-        if let Some(Prefixed { lines, prefix, returned }) = &mut self.lines {
-            let mut turn = Turn::new(&self.console, self.writer, prefix, returned);
+        if let Some(Prefixed { lines, prefix, after_return }) = &mut self.lines {
+            let mut turn = Turn::new(&self.console, self.writer, prefix, after_return);
             lines.flush(|piece| turn.push(piece));
             turn.end();
         }
     }
 
-    /// Whether [`flush`](Self::flush) has something to show.
-    pub(super) fn waits(&self) -> bool {
-        self.lines.as_ref().is_some_and(|prefixed| prefixed.lines.waits())
+    /// Whether an unfinished line is held back.
+    pub(super) fn has_partial_line(&self) -> bool {
+        self.lines.as_ref().is_some_and(|prefixed| prefixed.lines.has_partial_line())
     }
 }
 
-/// Lines that go out together.
+/// Lines that are written in one turn.
 struct Turn<'a> {
     console: &'a Console,
     writer: u64,
     prefix: &'a [u8],
-    returned: &'a mut bool,
+    after_return: &'a mut bool,
     fresh: bool,
-    /// Without the prefix of its beginning.
+    /// Without the first prefix, which `Console::write` may have to omit.
     text: Vec<u8>,
 }
 
 impl<'a> Turn<'a> {
-    fn new(console: &'a Console, writer: u64, prefix: &'a [u8], returned: &'a mut bool) -> Self {
-        Self { console, writer, prefix, returned, fresh: true, text: Vec::new() }
+    fn new(console: &'a Console, writer: u64, prefix: &'a [u8], after_return: &'a mut bool) -> Self {
+        Self { console, writer, prefix, after_return, fresh: true, text: Vec::new() }
     }
 
     fn push(&mut self, piece: Piece<'_>) {
         let mut fresh = !piece.continues;
-        // Without a prefix there is none to repeat.
+        // Without a prefix there is nothing to repeat.
         let returns = |byte: &u8| *byte == b'\r' && !self.prefix.is_empty();
         for part in piece.bytes.split_inclusive(returns) {
-            fresh |= *self.returned && part != b"\n";
-            *self.returned = part.ends_with(b"\r") && !self.prefix.is_empty();
+            fresh |= *self.after_return && part != b"\n";
+            *self.after_return = part.ends_with(b"\r") && !self.prefix.is_empty();
             if self.text.is_empty() {
                 self.fresh = fresh;
             } else if fresh {
@@ -235,7 +233,7 @@ impl<'a> Turn<'a> {
             }
             self.text.extend_from_slice(part);
             fresh = false;
-            if self.text.len() >= TURN {
+            if self.text.len() >= TURN_BYTES {
                 self.end();
             }
         }
@@ -255,7 +253,7 @@ mod tests {
 
     use super::*;
 
-    /// What appears when `script` writes through two views, the second one with another prefix.
+    /// The output of `script`, which writes through two views with these prefixes.
     fn shown(prefixes: [Option<&str>; 2], script: impl FnOnce(&Console, &mut View, &mut View)) -> String {
         let (mut reader, writer) = std::io::pipe().unwrap();
         let console = Console::new(writer.into());
@@ -269,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn every_line_has_its_prefix_and_no_two_mix() {
+    fn lines_have_their_prefix_and_do_not_mix() {
         let text = shown([Some("[0] "), Some("[1] ")], |_, a, b| {
             a.feed(b"one\ntw");
             b.feed(b"eins\n\nzwei\n");
@@ -279,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prompt_is_continued_where_it_stands_or_behind_a_mark() {
+    fn prompt_is_continued_in_place_or_after_a_mark() {
         let text = shown([Some("[0] "), Some("[1] ")], |console, a, b| {
             a.feed(b"name? ");
             a.flush();
@@ -288,7 +286,7 @@ mod tests {
             b.feed(b"line\n");
             a.feed(b"7\nsex? ");
             a.flush();
-            console.say(b"xlaunch: stopping\n");
+            console.print(b"xlaunch: stopping\n");
         });
         let expected =
             "[0] name? me\n[0] age? \n[1] line\n[0] [...]7\n[0] sex? \nxlaunch: stopping\n".to_string();
@@ -296,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bar_that_is_drawn_again_keeps_its_prefix() {
+    fn redrawn_progress_bar_keeps_its_prefix() {
         let text = shown([Some("[0] "), Some("[1] ")], |_, a, b| {
             a.feed(b"\r10%");
             a.flush();
@@ -320,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_prefix_lines_are_whole_and_a_single_rank_is_not_touched() {
+    fn lines_without_prefix_are_whole_and_a_single_rank_passes_unchanged() {
         let text = shown([Some(""), Some("")], |_, a, b| {
             a.feed(b"\rone\ntw");
             b.feed(b"eins\n");
@@ -330,14 +328,14 @@ mod tests {
         let text = shown([None, None], |console, a, b| {
             a.feed(b"ab");
             b.feed(b"\r12");
-            console.say(b"xlaunch: hm\n");
+            console.print(b"xlaunch: hm\n");
             a.feed(b"c\n");
         });
         assert_eq!(text, "ab\r12\nxlaunch: hm\nc\n");
     }
 
     #[test]
-    fn a_line_longer_than_the_limit_is_in_pieces_only_where_others_come_between() {
+    fn overlong_line_is_split_only_by_interruptions() {
         let text = std::thread::scope(|scope| {
             let (mut reader, writer) = std::io::pipe().unwrap();
             let read = scope.spawn(move || {

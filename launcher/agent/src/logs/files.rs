@@ -1,7 +1,7 @@
-//! Files of output: a worker's streams byte by byte, and lines of all workers that somebody asked for.
+//! Log files: a worker's streams byte by byte, and filtered lines of all workers.
 //!
-//! A full disk stops no worker: what cannot be written is counted, and the file says so as soon as it can be written to
-//! again.
+//! A full disk stops no worker: bytes that cannot be written are counted, and the file mentions the count as soon as it
+//! can be written again.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use fs_err::File;
 use super::lines::Lines;
 use super::lock;
 
-/// A file that is renamed to `NAME.1` when it has grown to `limit` bytes, and begun anew.
+/// A file that is renamed to `NAME.1` before it exceeds `limit` bytes, and started again.
 #[derive(Debug)]
 pub(super) struct LogFile {
     path: PathBuf,
@@ -28,8 +28,8 @@ impl LogFile {
     }
 
     pub(super) fn write(&mut self, bytes: &[u8]) {
-        let longest = self.limit.and_then(|limit| usize::try_from(limit.max(1)).ok()).unwrap_or(usize::MAX);
-        for part in bytes.chunks(longest) {
+        let max_part = self.limit.and_then(|limit| usize::try_from(limit.max(1)).ok()).unwrap_or(usize::MAX);
+        for part in bytes.chunks(max_part) {
             if self.write_part(part).is_err() {
                 self.lost += part.len() as u64;
             }
@@ -41,7 +41,7 @@ impl LogFile {
         if self.limit.is_some_and(|limit| self.size + size > limit) {
             let mut old = self.path.clone().into_os_string();
             old.push(".1");
-            // Where that fails the old bytes are given up: the bound holds.
+            // If this fails, the old bytes are lost: the size limit holds.
             let _ = fs_err::rename(&self.path, old);
             self.file = File::create(&self.path)?;
             self.size = 0;
@@ -56,13 +56,13 @@ impl LogFile {
     }
 }
 
-/// Where the lines go that contain one of some words, in one file per attempt for all ranks.
+/// Copies lines that contain one of the given words to one file per attempt, shared by all ranks.
 #[derive(Debug)]
 pub(super) struct Filter {
     words: Vec<String>,
     name: &'static str,
     limit: Option<u64>,
-    /// Of the newest attempt.
+    /// The file of the newest attempt.
     file: Mutex<Option<Arc<Mutex<LogFile>>>>,
 }
 
@@ -71,7 +71,7 @@ impl Filter {
         Self { words: words.to_vec(), name, limit, file: Mutex::default() }
     }
 
-    /// The part of a stream of an attempt whose directory is `attempt`; `None` if no words are looked for.
+    /// The filter for one stream of the attempt in this directory; `None` without words.
     pub(super) fn open(&self, attempt: &Path, prefix: Vec<u8>) -> std::io::Result<Option<Filtered>> {
         if self.words.is_empty() {
             return Ok(None);
@@ -87,7 +87,7 @@ impl Filter {
     }
 }
 
-/// One stream on its way through a [`Filter`].
+/// One stream that passes through a [`Filter`].
 #[derive(Debug)]
 pub(super) struct Filtered {
     words: Vec<String>,
@@ -99,17 +99,17 @@ pub(super) struct Filtered {
 impl Filtered {
     pub(super) fn feed(&mut self, bytes: &[u8]) {
         let Self { words, prefix, file, lines } = self;
-        lines.feed(bytes, |piece| keep(words, prefix, file, piece.bytes));
+        lines.feed(bytes, |piece| copy_if_matching(words, prefix, file, piece.bytes));
     }
 
-    /// The stream has ended, perhaps within a line.
+    /// The stream has ended, perhaps with an unfinished line.
     pub(super) fn end(&mut self) {
         let Self { words, prefix, file, lines } = self;
-        lines.flush(|piece| keep(words, prefix, file, piece.bytes));
+        lines.flush(|piece| copy_if_matching(words, prefix, file, piece.bytes));
     }
 }
 
-fn keep(words: &[String], prefix: &[u8], file: &Mutex<LogFile>, line: &[u8]) {
+fn copy_if_matching(words: &[String], prefix: &[u8], file: &Mutex<LogFile>, line: &[u8]) {
     let contains =
         |word: &String| word.is_empty() || line.windows(word.len()).any(|window| window == word.as_bytes());
     if words.iter().any(contains) {
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_and_its_predecessor_hold_the_end_of_the_stream_within_the_bound() {
+    fn rotated_and_current_file_hold_the_end_of_the_stream_within_the_limit() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("stdout.log");
         let mut log = LogFile::create(&path, Some(1000)).unwrap();
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_full_disk_swallowed_is_counted_and_later_output_is_kept() {
+    fn bytes_lost_to_a_full_disk_are_counted_and_later_output_is_written() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         let mut log = LogFile::create(&path, None).unwrap();
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_with_any_of_the_words_are_kept_with_their_rank() {
+    fn lines_with_a_filter_word_are_copied_with_their_prefix() {
         let dir = tempfile::tempdir().unwrap();
         let filter = Filter::new(&["loss".into(), "step".into()], "filtered_stdout.log", None);
         let mut streams =

@@ -1,61 +1,62 @@
-//! Cuts a stream of bytes into lines, however the stream was cut into pieces before.
+//! Splits a stream of bytes into lines, whatever chunks it arrives in.
 
-/// Bytes of a line that are held back until it ends; a longer one goes out in pieces of this size.
-pub(super) const LONGEST: usize = 256 << 10;
+/// A longer line is passed on in pieces of this size.
+pub(super) const MAX_PIECE_BYTES: usize = 256 << 10;
 
-/// What is to be shown next: a line with its end, or a piece of one.
+/// A line with its line ending, or a part of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece<'a> {
-    /// As the worker wrote it, with the newline if that has come.
+    /// Unchanged, with the newline if this is the end of a line.
     pub(super) bytes: &'a [u8],
-    /// The line's beginning went out before.
+    /// An earlier piece was the start of the same line.
     pub(super) continues: bool,
 }
 
-/// The lines of one stream.
+/// Splits one stream.
 #[derive(Debug, Default)]
 pub(super) struct Lines {
-    waiting: Vec<u8>,
+    partial: Vec<u8>,
     continues: bool,
 }
 
 impl Lines {
-    /// Calls `each` for every line that `bytes` end, and for pieces of [`LONGEST`] bytes of one that does not end.
+    /// Calls `each` for every line that `bytes` end, and for pieces of [`MAX_PIECE_BYTES`] bytes of one that does not
+    /// end.
     pub(super) fn feed(&mut self, mut bytes: &[u8], mut each: impl FnMut(Piece<'_>)) {
         while !bytes.is_empty() {
-            let room = LONGEST - self.waiting.len();
+            let room = MAX_PIECE_BYTES - self.partial.len();
             let within = &bytes[..bytes.len().min(room)];
             let end = within.iter().position(|byte| *byte == b'\n').map(|at| at + 1);
             let (piece, rest) = bytes.split_at(end.unwrap_or(within.len()));
             bytes = rest;
             if end.is_none() && piece.len() < room {
-                self.waiting.extend_from_slice(piece);
-            } else if self.waiting.is_empty() {
-                self.give(piece, &mut each);
+                self.partial.extend_from_slice(piece);
+            } else if self.partial.is_empty() {
+                self.emit(piece, &mut each);
             } else {
-                let mut line = std::mem::take(&mut self.waiting);
+                let mut line = std::mem::take(&mut self.partial);
                 line.extend_from_slice(piece);
-                self.give(&line, &mut each);
+                self.emit(&line, &mut each);
                 line.clear();
-                self.waiting = line;
+                self.partial = line;
             }
         }
     }
 
-    /// Gives out the beginning of a line that has not ended; what comes later continues it.
+    /// Passes on an unfinished line; what comes later continues it.
     pub(super) fn flush(&mut self, mut each: impl FnMut(Piece<'_>)) {
-        let piece = std::mem::take(&mut self.waiting);
+        let piece = std::mem::take(&mut self.partial);
         if !piece.is_empty() {
-            self.give(&piece, &mut each);
+            self.emit(&piece, &mut each);
         }
     }
 
-    /// Whether [`flush`](Self::flush) has something to give.
-    pub(super) fn waits(&self) -> bool {
-        !self.waiting.is_empty()
+    /// Whether [`flush`](Self::flush) would pass something on.
+    pub(super) fn has_partial_line(&self) -> bool {
+        !self.partial.is_empty()
     }
 
-    fn give(&mut self, bytes: &[u8], each: &mut impl FnMut(Piece<'_>)) {
+    fn emit(&mut self, bytes: &[u8], each: &mut impl FnMut(Piece<'_>)) {
         each(Piece { bytes, continues: self.continues });
         self.continues = !bytes.ends_with(b"\n");
     }
@@ -79,14 +80,17 @@ mod tests {
     /// Bytes with many newlines, sometimes with a line that is longer than the limit.
     fn stream() -> impl Strategy<Value = Vec<u8>> {
         let short = prop::collection::vec(prop::sample::select(b"ab\r\n\xff".to_vec()), 0..200);
-        let long = (0..3 * LONGEST).prop_map(|length| vec![b'x'; length]);
+        let long = (0..3 * MAX_PIECE_BYTES).prop_map(|length| vec![b'x'; length]);
         prop::collection::vec(prop_oneof![9 => short, 1 => long], 0..5).prop_map(|parts| parts.concat())
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn any_cut_gives_the_same_lines(bytes in stream(), cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..20)) {
+        fn any_chunking_gives_the_same_lines(
+            bytes in stream(),
+            cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..20),
+        ) {
             let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut.index(bytes.len() + 1)).collect();
             cuts.extend([0, bytes.len()]);
             cuts.sort_unstable();
@@ -97,17 +101,17 @@ mod tests {
             let mut open = false;
             for (line, continues) in &out {
                 prop_assert_eq!(*continues, open);
-                prop_assert!(line.len() <= LONGEST && !line[..line.len() - 1].contains(&b'\n'));
+                prop_assert!(line.len() <= MAX_PIECE_BYTES && !line[..line.len() - 1].contains(&b'\n'));
                 open = !line.ends_with(b"\n");
             }
         }
     }
 
     #[test]
-    fn a_flushed_line_is_continued() {
+    fn flushed_line_is_continued() {
         let (mut lines, mut out) = (Lines::default(), Vec::new());
         lines.feed(b"name? ", |_| unreachable!("the line has not ended"));
-        assert!(lines.waits());
+        assert!(lines.has_partial_line());
         lines.flush(|piece| out.push((piece.bytes.to_vec(), piece.continues)));
         lines.feed(b"me\nnext\n", |piece| out.push((piece.bytes.to_vec(), piece.continues)));
         let expected = [(&b"name? "[..], false), (b"me\n", true), (b"next\n", false)];

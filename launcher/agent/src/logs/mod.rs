@@ -1,14 +1,14 @@
-//! The output of workers: whole and unchanged to files, to xlaunch's own stdout and stderr as the user chose, its end
-//! kept for the report.
+//! The output of workers: complete and unchanged in files, on xlaunch's own stdout and stderr as the user chose, and
+//! its tail for the report.
 //!
 //! ```text
 //! worker's pipe --pump (a thread)--> files: <dir>/stdout.log, stderr.log; filtered_*.log of the attempt
 //!                        |---------> tail: last lines of stderr, for the report
-//!                        '---------> console: lines behind a prefix, in turns; or bytes as they are, of one rank
+//!                        '---------> console: lines with a prefix, in turns; or the unchanged bytes of a single rank
 //! ```
 //! - Every byte goes to the files, whatever the console does; a closed console or a full disk stops no worker.
-//! - A line on the console belongs to one writer. See `console` for what happens to one that does not end.
-//! - Memory is bounded. A worker that writes faster than the console takes is slowed; the others have their turns.
+//! - A line on the console belongs to one writer. See `console` for lines that do not end.
+//! - Memory is bounded. A worker that writes faster than the console is slowed down; the others get their turns.
 
 mod console;
 mod files;
@@ -23,63 +23,73 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
 
 use crate::command::LogOptions;
 use console::{Console, View};
 use files::{Filter, LogFile};
 use lines::{Lines, Piece};
 use prefix::Prefix;
-use pump::{Flow, Shown, Sinks};
+use pump::{Destinations, Pump, Shown};
 use tail::Tail;
 
-/// Lines of xlaunch's own that may wait for the console.
-const SAYINGS: usize = 256;
-/// Bytes of a line that the built-in trainer's console shows.
-const WIDTH: usize = 4096;
+/// xlaunch's own lines that may wait for the console.
+const MESSAGE_QUEUE: usize = 256;
+/// Longer lines are cut on the console of the built-in trainer.
+const MAX_LINE_BYTES: usize = 4096;
 
 /// The output of all workers of a run.
 #[derive(Debug)]
-pub struct Output(Kind);
+pub(crate) struct Output(Kind);
 
 #[derive(Debug)]
 enum Kind {
     Command(Box<Shared>),
-    /// Where lines of stderr go, as far as it takes them.
-    Trainer(mpsc::Sender<String>),
+    Trainer(PrintLine),
 }
 
-/// What the workers of a command share. Pairs are stdout's and stderr's.
+/// Prints a line without waiting.
+#[derive(Clone)]
+struct PrintLine(Arc<dyn Fn(String) + Send + Sync>);
+
+impl std::fmt::Debug for PrintLine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("PrintLine")
+    }
+}
+
+/// What the workers of a command share. Arrays are indexed by stream: stdout, stderr.
 #[derive(Debug)]
 struct Shared {
     options: LogOptions,
     prefix: Prefix,
+    /// More than one rank is shown on the console.
     several: bool,
     consoles: [Arc<Console>; 2],
     filters: [Filter; 2],
-    sayings: SyncSender<Saying>,
+    messages: SyncSender<ConsoleMessage>,
 }
 
-/// A line of xlaunch's own, or the question whether all before it are out.
+/// A line of xlaunch's own, or a request to confirm that all earlier lines are written.
 #[derive(Debug)]
-enum Saying {
+enum ConsoleMessage {
     Line(String),
     Flush(oneshot::Sender<()>),
 }
 
 impl Output {
-    /// Workers of a command, with what the user chose for their output.
+    /// The output of a command's workers.
     ///
     /// # Errors
-    /// The system has no descriptors or threads left.
-    pub fn new(options: &LogOptions, role: &str, world: u32) -> std::io::Result<Self> {
+    /// No descriptor or thread is available.
+    pub(crate) fn new(options: &LogOptions, role: &str, world: u32) -> std::io::Result<Self> {
         Self::on(Console::own()?, options, role, world)
     }
 
-    /// Workers of the built-in trainer: stdout goes to its file alone, lines of stderr also to `lines`, behind
-    /// `[rank N] `. Lines that are not taken in time are left to the file.
-    pub fn for_trainer(lines: mpsc::Sender<String>) -> Self {
-        Self(Kind::Trainer(lines))
+    /// The output of the built-in trainer's workers: stdout goes to its file alone, lines of stderr are also printed by
+    /// `print`, which must not block, with the prefix `[rank N] `.
+    pub(crate) fn for_trainer(print: impl Fn(String) + Send + Sync + 'static) -> Self {
+        Self(Kind::Trainer(PrintLine(Arc::new(print))))
     }
 
     fn on(
@@ -90,14 +100,14 @@ impl Output {
     ) -> std::io::Result<Self> {
         let on_console = |rank: &u32| (0..2).any(|stream| shows(options, *rank, stream));
         let filter = |words: &[String], name| Filter::new(words, name, options.rotate_bytes);
-        let (sayings, queue) = sync_channel(SAYINGS);
+        let (messages, queue) = sync_channel(MESSAGE_QUEUE);
         let stderr = consoles[1].clone();
-        std::thread::Builder::new().name("say".into()).spawn(move || {
-            for saying in queue {
-                match saying {
-                    Saying::Line(line) => stderr.say(format!("{line}\n").as_bytes()),
-                    // Who asked may have lost patience.
-                    Saying::Flush(done) => drop(done.send(())),
+        std::thread::Builder::new().name("console".into()).spawn(move || {
+            for message in queue {
+                match message {
+                    ConsoleMessage::Line(line) => stderr.print(format!("{line}\n").as_bytes()),
+                    // The caller may have timed out.
+                    ConsoleMessage::Flush(done) => drop(done.send(())),
                 }
             }
         })?;
@@ -110,15 +120,15 @@ impl Output {
                 filter(&options.stderr_filters, "filtered_stderr.log"),
             ],
             options: options.clone(),
-            sayings,
+            messages,
         }))))
     }
 
-    /// Begins to move a worker's output; `dir`, which exists, is `<logs>/attempt_<n>/<local rank>`.
+    /// Starts to move a worker's output; `dir`, which must exist, is `<logs>/attempt_<n>/<local rank>`.
     ///
     /// # Errors
     /// A file cannot be created.
-    pub fn start(
+    pub(crate) fn start(
         &self,
         local_rank: u32,
         dir: &Path,
@@ -128,43 +138,43 @@ impl Output {
         let tail = Arc::new(Tail::default());
         let start = |stream: usize, pipe: OwnedFd, name: &str, tail: Option<Arc<Tail>>| {
             let path = dir.join(name);
-            let (sinks, console) = match &self.0 {
+            let (destinations, console) = match &self.0 {
                 Kind::Command(shared) => {
-                    (shared.sinks(local_rank, stream, &path, tail)?, Some(&shared.consoles[stream]))
+                    (shared.destinations(local_rank, stream, &path, tail)?, Some(&shared.consoles[stream]))
                 }
-                Kind::Trainer(lines) => (trainer_sinks(lines, local_rank, &path, tail)?, None),
+                Kind::Trainer(print) => (trainer_destinations(print, local_rank, &path, tail)?, None),
             };
-            Flow::start(pipe, sinks, console.cloned())
+            Pump::start(pipe, destinations, console.cloned())
         };
-        let flows = [
+        let pumps = [
             start(0, stdout.into(), "stdout.log", None)?,
             start(1, stderr.into(), "stderr.log", Some(tail.clone()))?,
         ];
-        Ok(RankOutput { tail, flows })
+        Ok(RankOutput { tail, pumps })
     }
 
-    /// A line of xlaunch's own, on stderr and never within a worker's. Waits for nothing: a console that stands still
-    /// must not keep xlaunch from its work, and loses lines.
-    pub fn say(&self, line: &str) {
+    /// Prints a line of xlaunch's own to stderr, never within a worker's line. Does not wait: a blocked console must
+    /// not block xlaunch, and loses lines.
+    pub(crate) fn print(&self, line: &str) {
         match &self.0 {
-            Kind::Command(shared) => drop(shared.sayings.try_send(Saying::Line(line.into()))),
-            Kind::Trainer(lines) => drop(lines.try_send(line.into())),
+            Kind::Command(shared) => drop(shared.messages.try_send(ConsoleMessage::Line(line.into()))),
+            Kind::Trainer(print) => (print.0)(line.into()),
         }
     }
 
-    /// Waits until the console has taken what [`say`](Self::say) gave it, but no longer than `patience`.
-    pub async fn flush(&self, patience: Duration) {
+    /// Waits until the console has taken all lines of [`print`](Self::print), at most for `timeout`.
+    pub(crate) async fn flush(&self, timeout: Duration) {
         if let Kind::Command(shared) = &self.0 {
             let (done, flushed) = oneshot::channel();
-            if shared.sayings.try_send(Saying::Flush(done)).is_ok() {
-                // A console that stands still has had its time.
-                let _ = tokio::time::timeout(patience, flushed).await;
+            if shared.messages.try_send(ConsoleMessage::Flush(done)).is_ok() {
+                // The console may be blocked.
+                let _ = tokio::time::timeout(timeout, flushed).await;
             }
         }
     }
 }
 
-/// Whether a stream of this rank goes to the console.
+/// Whether a stream of this rank is shown on the console.
 fn shows(options: &LogOptions, local_rank: u32, stream: usize) -> bool {
     let [redirect, tee] = [&options.redirects, &options.tee].map(|choice| {
         let streams = choice.of(local_rank);
@@ -174,17 +184,17 @@ fn shows(options: &LogOptions, local_rank: u32, stream: usize) -> bool {
 }
 
 impl Shared {
-    fn sinks(
+    fn destinations(
         &self,
         local_rank: u32,
         stream: usize,
         path: &Path,
         tail: Option<Arc<Tail>>,
-    ) -> std::io::Result<Sinks> {
+    ) -> std::io::Result<Destinations> {
         let shown = shows(&self.options, local_rank, stream);
         let tee = self.options.tee.of(local_rank);
         let tee = [tee.stdout, tee.stderr][stream];
-        // As torchrun has it: lines of what is teed. Where nothing is, of all that is shown.
+        // Like torchrun, filter what is teed; if nothing is, filter everything that is shown.
         let attempt = path.ancestors().nth(2).unwrap_or(path);
         let filtered = match shown && (tee || self.options.tee == Default::default()) {
             true => self.filters[stream].open(attempt, self.prefix.filled(local_rank))?,
@@ -195,7 +205,7 @@ impl Shared {
             let prefix = self.prefix.of(local_rank, tee, self.several, console.terminal);
             View::new(console.clone(), prefix)
         };
-        Ok(Sinks {
+        Ok(Destinations {
             file: LogFile::create(path, self.options.rotate_bytes)?,
             tail,
             filtered,
@@ -204,57 +214,57 @@ impl Shared {
     }
 }
 
-/// The stream that has a tail is stderr.
-fn trainer_sinks(
-    lines: &mpsc::Sender<String>,
+/// `tail` is given for stderr alone.
+fn trainer_destinations(
+    print: &PrintLine,
     rank: u32,
     path: &Path,
     tail: Option<Arc<Tail>>,
-) -> std::io::Result<Sinks> {
-    let lines = lines.clone();
-    let say = move |piece: Piece<'_>| {
-        // The rest of a line that is too long is left to the file, and so is what the console does not take in time.
+) -> std::io::Result<Destinations> {
+    let PrintLine(print) = print.clone();
+    let print_piece = move |piece: Piece<'_>| {
+        // The rest of a line that is too long is in the file only.
         if !piece.continues {
-            let _ = lines.try_send(format!("[rank {rank}] {}", plain(piece.bytes)));
+            print(format!("[rank {rank}] {}", printable(piece.bytes)));
         }
     };
     let shown = match tail {
-        Some(_) => Shown::Lines(Lines::default(), Box::new(say)),
+        Some(_) => Shown::Lines(Lines::default(), Box::new(print_piece)),
         None => Shown::Nothing,
     };
-    Ok(Sinks { file: LogFile::create(path, None)?, tail, filtered: None, shown })
+    Ok(Destinations { file: LogFile::create(path, None)?, tail, filtered: None, shown })
 }
 
-/// A line without its end, in UTF-8, and not too long.
-fn plain(line: &[u8]) -> String {
+/// A line without its line ending, as UTF-8 of limited length.
+fn printable(line: &[u8]) -> String {
     let line = line.strip_suffix(b"\n").unwrap_or(line);
-    let cut = if line.len() > WIDTH { " [...]" } else { "" };
-    let text = String::from_utf8_lossy(&line[..line.len().min(WIDTH)]);
+    let cut = if line.len() > MAX_LINE_BYTES { " [...]" } else { "" };
+    let text = String::from_utf8_lossy(&line[..line.len().min(MAX_LINE_BYTES)]);
     format!("{}{cut}", text.trim_end_matches('\r'))
 }
 
 /// The output of one worker.
 #[derive(Debug)]
-pub struct RankOutput {
+pub(crate) struct RankOutput {
     tail: Arc<Tail>,
-    flows: [Flow; 2],
+    pumps: [Pump; 2],
 }
 
 impl RankOutput {
-    /// The last lines of stderr, at most 200, oldest first.
-    pub fn tail(&self) -> Vec<String> {
+    /// The last lines of stderr, oldest first.
+    pub(crate) fn tail(&self) -> Vec<String> {
         self.tail.lines()
     }
 
-    /// Waits until what a dead worker wrote is where it belongs: as long as that gets on, but no longer than `patience`
-    /// for something else that holds its output open, or for a console that stands still.
-    pub async fn end(&mut self, patience: Duration) {
-        let [stdout, stderr] = &mut self.flows;
-        tokio::join!(stdout.end(patience), stderr.end(patience));
+    /// Waits until everything that an exited worker wrote has been moved. Gives up after `timeout` without progress:
+    /// another process may hold the pipe open, or the console may be blocked.
+    pub(crate) async fn end(&mut self, timeout: Duration) {
+        let [stdout, stderr] = &mut self.pumps;
+        tokio::join!(stdout.end(timeout), stderr.end(timeout));
     }
 }
 
-/// What a mutex here guards is whole between any two statements.
+/// Ignores poisoning: no code here can leave the guarded data inconsistent when it panics.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,20 +1,20 @@
-//! What a line on the console begins with.
+//! Prefixes of lines on the console.
 //!
 //! | stream | prefix |
 //! |---|---|
-//! | with `tee`, or where there is a template | the template, as torchrun fills it in: `[${role_name}${local_rank}]:` |
+//! | with `tee`, or if the user chose a template | the template, by default torchrun's `[${role_name}${local_rank}]:` |
 //! | several ranks, on a terminal | `[N] `, in the rank's colour |
-//! | several ranks, elsewhere | none: what reads torchrun's output finds the same lines |
-//! | one rank | none, and bytes pass as they come |
+//! | several ranks, elsewhere | none, so that programs that parse torchrun's output find the same lines |
+//! | one rank | none, and bytes pass through unchanged |
 
 use crate::devices;
 
-/// torchrun's own.
-const TEMPLATE: &str = "[${role_name}${local_rank}]:";
-/// Foreground colours of ranks, by their numbers in ANSI's sequences. Red is left to errors.
+/// torchrun's template.
+const DEFAULT_TEMPLATE: &str = "[${role_name}${local_rank}]:";
+/// ANSI foreground colours of ranks. Red is reserved for errors.
 const COLOURS: [u8; 10] = [36, 33, 35, 32, 34, 96, 93, 95, 92, 94];
 
-/// What prefixes of all ranks have in common.
+/// The settings that all ranks share.
 #[derive(Debug)]
 pub(super) struct Prefix {
     role: String,
@@ -35,7 +35,7 @@ impl Prefix {
         }
     }
 
-    /// For one stream of this rank; `None` passes bytes as they come.
+    /// The prefix for one stream of a rank; `None` passes bytes through unchanged.
     pub(super) fn of(&self, local_rank: u32, tee: bool, several: bool, terminal: bool) -> Option<Vec<u8>> {
         if tee || self.template.is_some() {
             return Some(self.filled(local_rank));
@@ -50,9 +50,9 @@ impl Prefix {
         })
     }
 
-    /// The template for this rank. On one node a rank is its local rank.
+    /// The template filled in for this rank. On one node, rank and local rank are the same.
     pub(super) fn filled(&self, local_rank: u32) -> Vec<u8> {
-        let template = self.template.as_deref().unwrap_or(TEMPLATE);
+        let template = self.template.as_deref().unwrap_or(DEFAULT_TEMPLATE);
         let rank = local_rank.to_string();
         let value = |name: &str| match name {
             "role_name" => Some(self.role.as_str()),
@@ -64,7 +64,7 @@ impl Prefix {
     }
 }
 
-/// Replaces `$name` and `${name}`, and `$$` by `$`. What has no value stays as it is.
+/// Replaces `$name`, `${name}` and `$$` (by `$`), like Python's `Template.safe_substitute`: unknown names stay.
 fn fill<'a>(template: &str, value: impl Fn(&str) -> Option<&'a str>) -> String {
     let (mut out, mut rest) = (String::new(), template);
     while let Some((before, after)) = rest.split_once('$') {
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn each_form_in_its_place() {
+    fn prefix_depends_on_tee_terminal_and_number_of_ranks() {
         let form = |tee, several, terminal, colours| {
             let prefix = prefix(None, colours).of(3, tee, several, terminal);
             prefix.map(|bytes| String::from_utf8(bytes).unwrap())
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_is_filled_in_as_torchrun_does() {
+    fn template_is_filled_in_like_torchruns() {
         let filled = |template| String::from_utf8(prefix(Some(template), true).filled(2)).unwrap();
         assert_eq!(filled("${hostname}:${rank}: "), "node7:2: ");
         assert_eq!(filled("[$role_name/$local_rank]"), "[default/2]");

@@ -1,7 +1,7 @@
-//! The thread of a pipe: moves what a worker writes to everything that wants it, until the pipe ends.
+//! The thread that moves a worker's output from its pipe to all destinations, until the pipe ends.
 //!
-//! It waits for its disk and for its turn on the console, for nothing else; meanwhile the pipe fills up and the worker
-//! waits, so that memory is bounded.
+//! It waits only for its disk and for its turn on the console. Meanwhile the pipe fills up and the worker blocks, which
+//! bounds the memory.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -19,25 +19,24 @@ use super::files::{Filtered, LogFile};
 use super::lines::Lines;
 use super::tail::Tail;
 
-/// Bytes moved at once.
-const CHUNK: usize = 64 << 10;
-/// Age at which the beginning of a line that has not ended is shown.
-const PATIENCE: Duration = Duration::from_millis(100);
+const CHUNK_BYTES: usize = 64 << 10;
+/// Age at which an unfinished line, such as a prompt, is printed.
+const PARTIAL_LINE_DELAY: Duration = Duration::from_millis(100);
 
-/// Where a stream goes.
+/// The destinations of one stream.
 #[derive(Debug)]
-pub(super) struct Sinks {
+pub(super) struct Destinations {
     pub(super) file: LogFile,
     pub(super) tail: Option<Arc<Tail>>,
     pub(super) filtered: Option<Filtered>,
     pub(super) shown: Shown,
 }
 
-/// What of a stream a person sees.
+/// How a stream is shown on the console.
 pub(super) enum Shown {
     Nothing,
     View(View),
-    /// Each line for itself.
+    /// Passes each line to a function.
     Lines(Lines, Box<dyn FnMut(super::lines::Piece<'_>) + Send>),
 }
 
@@ -51,73 +50,78 @@ impl std::fmt::Debug for Shown {
     }
 }
 
-/// A stream on its way.
+/// The running pump of one stream.
 #[derive(Debug)]
-pub(super) struct Flow {
+pub(super) struct Pump {
     pipe: Arc<File>,
     counts: Arc<Counts>,
     console: Option<Arc<Console>>,
     ended: Option<oneshot::Receiver<()>>,
 }
 
-/// How far a stream has come.
+/// Bytes so far.
 #[derive(Debug, Default)]
 struct Counts {
     read: AtomicU64,
+    /// Written to all destinations.
     moved: AtomicU64,
 }
 
-impl Flow {
-    /// Starts the thread. `console` is what `sinks` may have to wait for.
-    pub(super) fn start(pipe: OwnedFd, sinks: Sinks, console: Option<Arc<Console>>) -> std::io::Result<Self> {
+impl Pump {
+    /// Starts the thread. `console` is the one that `destinations` may wait for.
+    pub(super) fn start(
+        pipe: OwnedFd,
+        destinations: Destinations,
+        console: Option<Arc<Console>>,
+    ) -> std::io::Result<Self> {
         let (done, ended) = oneshot::channel();
         let pipe = Arc::new(File::from(pipe));
         let counts = Arc::new(Counts::default());
         let (source, progress) = (pipe.clone(), counts.clone());
         std::thread::Builder::new().name("log".into()).spawn(move || {
-            pump(&source, sinks, &progress);
-            // Nobody waits once the job has ended.
+            pump(&source, destinations, &progress);
+            // The receiver is gone once the job has ended.
             let _ = done.send(());
         })?;
         Ok(Self { pipe, counts, console, ended: Some(ended) })
     }
 
-    /// Waits for the end of a stream whose worker is dead: until the pipe ends, or all that the worker can have written
-    /// is where it belongs and something that it started keeps the pipe open, or nothing has moved for `patience`.
-    pub(super) async fn end(&mut self, patience: Duration) {
-        // In this order: what is read in between counts twice, and never not at all.
-        let waiting = rustix::io::ioctl_fionread(&*self.pipe).unwrap_or(0);
-        let due = self.counts.read.load(Ordering::Relaxed) + waiting;
+    /// Waits for the stream of an exited worker: until the pipe ends; until all that the worker wrote has been moved,
+    /// while another process keeps the pipe open; or until nothing has moved for `timeout`.
+    pub(super) async fn end(&mut self, timeout: Duration) {
+        // In this order, bytes that are read in between count twice; in the other they would not count at all.
+        let buffered = rustix::io::ioctl_fionread(&*self.pipe).unwrap_or(0);
+        let target = self.counts.read.load(Ordering::Relaxed) + buffered;
         loop {
             let before = self.progress();
             let Some(ended) = &mut self.ended else { return };
-            if tokio::time::timeout(patience, ended).await.is_ok() {
+            if tokio::time::timeout(timeout, ended).await.is_ok() {
                 self.ended = None;
                 return;
             }
             let now = self.progress();
-            if now.0 >= due || now == before {
+            if now.0 >= target || now == before {
                 return;
             }
         }
     }
 
-    /// Bytes of this stream that are where they belong, and bytes of all streams that the console took.
+    /// Bytes of this stream that were moved, and bytes of all streams that the console took.
     fn progress(&self) -> (u64, u64) {
-        let taken = self.console.as_ref().map_or(0, |console| console.taken.load(Ordering::Relaxed));
-        (self.counts.moved.load(Ordering::Relaxed), taken)
+        let written = self.console.as_ref().map_or(0, |console| console.written.load(Ordering::Relaxed));
+        (self.counts.moved.load(Ordering::Relaxed), written)
     }
 }
 
-fn pump(mut pipe: &File, mut sinks: Sinks, counts: &Counts) {
-    let mut buffer = vec![0; CHUNK];
-    // When the beginning of a line is to be shown.
+fn pump(mut pipe: &File, mut destinations: Destinations, counts: &Counts) {
+    let mut buffer = vec![0; CHUNK_BYTES];
+    // When to print the unfinished line.
     let mut due: Option<Instant> = None;
     loop {
         if let Some(at) = due {
             match readable(pipe, at.saturating_duration_since(Instant::now())) {
                 Ok(false) => {
-                    sinks.flush();
+                    destinations.flush();
                     due = None;
                 }
                 Err(Errno::INTR) => continue,
@@ -128,27 +132,27 @@ fn pump(mut pipe: &File, mut sinks: Sinks, counts: &Counts) {
             Ok(0) => break,
             Ok(count) => {
                 counts.read.fetch_add(count as u64, Ordering::Relaxed);
-                sinks.feed(&buffer[..count]);
+                destinations.feed(&buffer[..count]);
                 counts.moved.fetch_add(count as u64, Ordering::Relaxed);
                 let ended = buffer[..count].contains(&b'\n');
-                due = sinks
-                    .waits()
-                    .then(|| due.filter(|_| !ended).unwrap_or_else(|| Instant::now() + PATIENCE));
+                due = destinations
+                    .has_partial_line()
+                    .then(|| due.filter(|_| !ended).unwrap_or_else(|| Instant::now() + PARTIAL_LINE_DELAY));
             }
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(_) => break,
         }
     }
-    sinks.end();
+    destinations.end();
 }
 
-/// Whether the pipe has something, or its end, within this time.
-fn readable(pipe: &File, patience: Duration) -> Result<bool, Errno> {
-    let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(patience.subsec_nanos()) };
+/// Whether the pipe has data, or ends, within `timeout`, which is less than a second.
+fn readable(pipe: &File, timeout: Duration) -> Result<bool, Errno> {
+    let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(timeout.subsec_nanos()) };
     Ok(poll(&mut [PollFd::new(pipe, PollFlags::IN)], Some(&timeout))? > 0)
 }
 
-impl Sinks {
+impl Destinations {
     fn feed(&mut self, bytes: &[u8]) {
         self.file.write(bytes);
         if let Some(tail) = &self.tail {
@@ -164,8 +168,8 @@ impl Sinks {
         }
     }
 
-    fn waits(&self) -> bool {
-        matches!(&self.shown, Shown::View(view) if view.waits())
+    fn has_partial_line(&self) -> bool {
+        matches!(&self.shown, Shown::View(view) if view.has_partial_line())
     }
 
     fn flush(&mut self) {

@@ -4,21 +4,21 @@ use std::sync::Mutex;
 
 use super::lock;
 
-/// Bytes that are kept at least.
-const KEPT: usize = 64 << 10;
-/// Lines that are given at most: enough for a whole traceback.
-const LINES: usize = 200;
-/// Bytes of a line that are given.
-const WIDTH: usize = 4096;
+/// The tail holds at least this much, and at most twice as much.
+const TAIL_BYTES: usize = 64 << 10;
+/// Enough for a whole traceback.
+const MAX_LINES: usize = 200;
+/// Longer lines are cut.
+const MAX_LINE_BYTES: usize = 4096;
 
-/// The last bytes of a stream. Costs a copy per byte, and no look at lines until somebody asks.
+/// The last bytes of a stream. Costs a copy per byte; lines are found only on request.
 #[derive(Debug, Default)]
 pub(super) struct Tail(Mutex<Kept>);
 
 #[derive(Debug, Default)]
 struct Kept {
     bytes: Vec<u8>,
-    /// Something before `bytes` is gone.
+    /// Earlier bytes were discarded.
     cut: bool,
 }
 
@@ -26,24 +26,23 @@ impl Tail {
     pub(super) fn feed(&self, bytes: &[u8]) {
         let mut kept = lock(&self.0);
         kept.bytes.extend_from_slice(bytes);
-        if kept.bytes.len() > 2 * KEPT {
-            let gone = kept.bytes.len() - KEPT;
+        if kept.bytes.len() > 2 * TAIL_BYTES {
+            let gone = kept.bytes.len() - TAIL_BYTES;
             kept.bytes.drain(..gone);
             kept.cut = true;
         }
     }
 
-    /// The last lines, oldest first, as a terminal would show them, without colours: of what a carriage return writes
-    /// over, the last.
+    /// The last lines, oldest first, without colours and without text that a carriage return has overwritten.
     pub(super) fn lines(&self) -> Vec<String> {
         let kept = lock(&self.0);
         let mut lines: Vec<&[u8]> = kept.bytes.split(|byte| *byte == b'\n').collect();
-        // Behind the last newline there is nothing, before the first one perhaps the end of a line.
+        // There is no line after the last newline; the first line may be incomplete.
         if lines.last().is_some_and(|line| line.is_empty()) {
             lines.pop();
         }
         let first = usize::from(kept.cut && lines.len() > 1);
-        lines[first.max(lines.len().saturating_sub(LINES))..].iter().map(|line| shown(line)).collect()
+        lines[first.max(lines.len().saturating_sub(MAX_LINES))..].iter().map(|line| shown(line)).collect()
     }
 }
 
@@ -51,13 +50,13 @@ fn shown(line: &[u8]) -> String {
     let line = line.trim_ascii_end();
     let line = line.rsplit(|byte| *byte == b'\r').next().unwrap_or(line);
     let line = colourless(line);
-    match line.get(..WIDTH) {
-        Some(begin) if line.len() > WIDTH => format!("{} [...]", String::from_utf8_lossy(begin)),
+    match line.get(..MAX_LINE_BYTES) {
+        Some(begin) if line.len() > MAX_LINE_BYTES => format!("{} [...]", String::from_utf8_lossy(begin)),
         _ => String::from_utf8_lossy(&line).into_owned(),
     }
 }
 
-/// The line without sequences that choose a colour: `ESC [ 1 ; 31 m`.
+/// The line without colour sequences such as `ESC [ 1 ; 31 m`.
 fn colourless(mut line: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(line.len());
     while let Some(at) = line.windows(2).position(|pair| pair == b"\x1b[") {
@@ -81,13 +80,13 @@ mod tests {
 
     fn tail(text: &[u8]) -> Vec<String> {
         let tail = Tail::default();
-        // Pieces as a pipe may give them.
+        // In chunks, as from a pipe.
         text.chunks(1000).for_each(|piece| tail.feed(piece));
         tail.lines()
     }
 
     #[test]
-    fn the_last_lines_are_kept_and_the_unfinished_one_counts() {
+    fn last_200_lines_are_kept_including_an_unfinished_one() {
         assert_eq!(tail(b""), Vec::<String>::new());
         assert_eq!(tail(b"a\n\nb\r\nc"), ["a", "", "b", "c"]);
         let many: String = (0..100_000).map(|i| format!("line {i}\n")).collect();
@@ -96,16 +95,16 @@ mod tests {
     }
 
     #[test]
-    fn progress_bars_count_by_their_last_state_and_other_bytes_are_shown_somehow() {
+    fn overwritten_text_and_colours_are_removed_and_invalid_utf8_replaced() {
         assert_eq!(tail(b"\r 10%\r 20%\nError\xff\n"), [" 20%", "Error\u{fffd}"]);
         assert_eq!(tail(b"\x1b[1;31mError\x1b[0m: \x1b[2Jno\x1b["), ["Error: \u{1b}[2Jno\u{1b}["]);
     }
 
     #[test]
-    fn a_huge_line_is_cut_and_bounded() {
+    fn huge_line_is_cut() {
         let lines = tail(&[&[b'y'; 1 << 20][..], b"\nlast\n"].concat());
         assert_eq!(lines, ["last"]);
         let lines = tail(&[b'y'; 1 << 20]);
-        assert_eq!((lines.len(), lines[0].len()), (1, WIDTH + " [...]".len()));
+        assert_eq!((lines.len(), lines[0].len()), (1, MAX_LINE_BYTES + " [...]".len()));
     }
 }

@@ -1,4 +1,4 @@
-//! Whole outputs: what one sees of several workers, and what is in the files.
+//! The console and the files of several workers together.
 
 use std::io::{PipeReader, PipeWriter, Read, Write, pipe};
 use std::path::PathBuf;
@@ -9,17 +9,17 @@ use tempfile::TempDir;
 use super::*;
 use crate::command::{PerRank, Streams};
 
-/// Deadline for hangs.
-const LONG: Duration = Duration::from_secs(60);
+/// Longer than anything takes that does not hang.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Output into pipes whose other ends the test holds.
+/// Output to pipes that the test reads.
 struct Set {
     output: Output,
     dir: TempDir,
     screens: [Option<PipeReader>; 2],
 }
 
-/// The worker's side.
+/// The worker's ends of its pipes.
 struct Fake {
     output: RankOutput,
     stdout: PipeWriter,
@@ -49,7 +49,7 @@ impl Set {
         self.dir.path().join("attempt_0").join(path)
     }
 
-    /// Everything that appears on stdout (0) or stderr (1), once nothing can write to it any more.
+    /// Everything that is written to stdout (0) or stderr (1), once all writers have closed it.
     fn read(&mut self, stream: usize) -> JoinHandle<Vec<u8>> {
         let mut screen = self.screens[stream].take().unwrap();
         std::thread::spawn(move || {
@@ -60,11 +60,11 @@ impl Set {
     }
 }
 
-/// Closes a worker's streams and waits for all that it wrote.
+/// Closes a worker's streams and waits until they are moved.
 fn end(fake: Fake) -> RankOutput {
     let Fake { mut output, stdout, stderr } = fake;
     drop((stdout, stderr));
-    wait(async { output.end(LONG).await });
+    wait(async { output.end(TIMEOUT).await });
     output
 }
 
@@ -77,7 +77,7 @@ fn streams(stdout: bool, stderr: bool) -> PerRank {
 }
 
 #[test]
-fn one_rank_is_passed_on_byte_by_byte() {
+fn single_rank_passes_through_byte_by_byte() {
     let mut set = Set::new(&LogOptions::default(), 1);
     let screens = [set.read(0), set.read(1)];
     let mut fake = set.start(0);
@@ -96,7 +96,7 @@ fn one_rank_is_passed_on_byte_by_byte() {
 }
 
 #[test]
-fn lines_of_ranks_are_whole_with_tee_behind_torchruns_prefix() {
+fn lines_of_ranks_are_whole_and_tee_adds_torchruns_prefix() {
     for (tee, prefix) in
         [(streams(false, false), ["", ""]), (streams(true, false), ["[default0]:", "[default1]:"])]
     {
@@ -125,7 +125,7 @@ fn lines_of_ranks_are_whole_with_tee_behind_torchruns_prefix() {
 }
 
 #[test]
-fn redirected_streams_and_ranks_that_are_not_shown_go_to_files_alone() {
+fn redirected_streams_and_hidden_ranks_go_to_files_only() {
     let options = LogOptions {
         redirects: streams(true, false),
         shown: Some([1].into()),
@@ -149,7 +149,7 @@ fn redirected_streams_and_ranks_that_are_not_shown_go_to_files_alone() {
 }
 
 #[test]
-fn a_prompt_appears_before_its_line_ends() {
+fn prompt_appears_before_its_line_ends() {
     let set = Set::new(&LogOptions { tee: streams(true, true), ..Default::default() }, 2);
     let mut screen = set.screens[0].as_ref().unwrap();
     let mut fake = set.start(1);
@@ -167,7 +167,7 @@ fn a_prompt_appears_before_its_line_ends() {
 }
 
 #[test]
-fn a_closed_console_stops_neither_the_worker_nor_its_files() {
+fn closed_console_stops_neither_the_worker_nor_its_files() {
     let mut set = Set::new(&LogOptions::default(), 2);
     drop(set.screens[0].take());
     let mut fake = set.start(0);
@@ -178,21 +178,21 @@ fn a_closed_console_stops_neither_the_worker_nor_its_files() {
 }
 
 #[test]
-fn a_console_that_stands_still_keeps_nobody_waiting() {
+fn blocked_console_delays_neither_the_end_of_a_worker_nor_messages() {
     let set = Set::new(&LogOptions::default(), 2);
     let Fake { mut output, mut stdout, .. } = set.start(0);
     let flood = std::thread::spawn(move || stdout.write_all(&vec![b'\n'; 1 << 20]));
-    // Nobody reads.
+    // The console is not read.
     wait(async {
         output.end(Duration::from_millis(50)).await;
-        (0..10_000).for_each(|_| set.output.say("xlaunch: stopping"));
+        (0..10_000).for_each(|_| set.output.print("xlaunch: stopping"));
         set.output.flush(Duration::from_millis(50)).await;
     });
     assert!(!flood.is_finished());
 }
 
 #[test]
-fn an_orphan_that_holds_the_pipe_keeps_nobody_waiting_and_all_is_shown() {
+fn orphan_that_holds_the_pipe_causes_no_delay_and_loses_no_output() {
     let mut set = Set::new(&LogOptions::default(), 1);
     let screen = set.read(0);
     let Fake { mut output, mut stdout, stderr } = set.start(0);
@@ -204,7 +204,7 @@ fn an_orphan_that_holds_the_pipe_keeps_nobody_waiting_and_all_is_shown() {
 }
 
 #[test]
-fn last_lines_get_through_a_slow_console() {
+fn slow_console_receives_all_lines() {
     let mut set = Set::new(&LogOptions::default(), 2);
     let mut screen = set.screens[0].take().unwrap();
     let fake = set.start(0);
@@ -224,12 +224,12 @@ fn last_lines_get_through_a_slow_console() {
     });
     write.join().unwrap();
     drop(stderr);
-    // Less than the console needs for all of it.
+    // Less than the console needs for everything.
     wait(async { output.end(Duration::from_millis(100)).await });
     assert!(String::from_utf8(read.join().unwrap()).unwrap() == lines);
 }
 
-/// Kilobytes of memory that this process holds.
+/// Resident memory of this process in kB.
 fn resident() -> usize {
     let status = fs_err::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
@@ -237,7 +237,7 @@ fn resident() -> usize {
 }
 
 #[test]
-fn a_flood_takes_neither_memory_nor_the_turns_of_others() {
+fn flooding_rank_uses_bounded_memory_and_leaves_turns_to_others() {
     const FLOOD: usize = 200 << 20;
     let options = LogOptions { rotate_bytes: Some(1 << 20), tee: streams(true, true), ..Default::default() };
     let mut set = Set::new(&options, 2);
@@ -262,7 +262,7 @@ fn a_flood_takes_neither_memory_nor_the_turns_of_others() {
                     }
                     line.clear();
                 }
-                // Of the flood's endless line, too.
+                // The flood has an endless line.
                 line.truncate(64);
             }
         }
@@ -297,17 +297,17 @@ fn a_flood_takes_neither_memory_nor_the_turns_of_others() {
     let (late, flooded) = read.join().unwrap();
     assert_eq!(late.len(), lines);
     assert!(flooded > FLOOD - FLOOD / 500, "{flooded} of {FLOOD}");
-    // A line of the quiet rank waits for a turn of the other, not for what that one has yet to write.
+    // A line of the quiet rank waits for one turn of the other, not for everything that the other writes.
     let worst = late.iter().max().unwrap();
     assert!(*worst < 4 << 20, "{worst} bytes of the flood came first");
     assert!(most - before < 50 << 10, "{} kB more", most - before);
 }
 
 #[test]
-fn the_built_in_trainers_stderr_goes_to_its_bar_line_by_line() {
+fn trainer_stderr_is_printed_line_by_line_with_its_rank() {
     let dir = tempfile::tempdir().unwrap();
-    let (lines, mut shown) = mpsc::channel(3);
-    let output = Output::for_trainer(lines);
+    let (lines, shown) = std::sync::mpsc::sync_channel(3);
+    let output = Output::for_trainer(move |line| drop(lines.try_send(line)));
     let [(out, mut stdout), (err, mut stderr)] = [pipe().unwrap(), pipe().unwrap()];
     let started = output.start(5, dir.path(), out, err).unwrap();
     stdout.write_all(b"stdout\n").unwrap();

@@ -1,8 +1,8 @@
-//! The agent's socket: which processes may connect.
+//! The agent's socket, and which processes may connect to it.
 //!
-//! Processes of the agent's own user and of root may. Workers, which are children of this process, stay connected as long
-//! as they want; other clients are limited, and the oldest connection is closed where there are too many, so that clients
-//! that hang or never speak keep no other client out.
+//! Only processes of the agent's own user and of root may. Workers, which are children of this process, keep their
+//! connections; the number of other clients is limited, and the oldest connection is closed when there are too many, so
+//! that clients that hang or never send anything cannot keep others out.
 
 use std::io;
 use std::path::Path;
@@ -13,10 +13,10 @@ use xlaunch_proto::net::{self, Connection, Connections, Credentials, Limits};
 
 use crate::process::Process;
 
-/// Connections of clients at a time, of two descriptors each: a process often has no more than 1024.
+/// Simultaneous connections of clients. Each takes two descriptors, of which a process often has no more than 1024.
 const MAX_CLIENTS: usize = 128;
 
-/// Listens on `socket`, which only this user may open.
+/// Listens on `socket`, which only this user (and root) may open.
 pub(super) fn bind(socket: &Path) -> io::Result<ReceiverStream<io::Result<Connection<UnixStream>>>> {
     use std::os::unix::fs::PermissionsExt;
     let listener = UnixListener::bind(socket)?;

@@ -1,13 +1,15 @@
-//! How the ranks of one attempt meet: a pure state machine, who waits for it, and the gRPC service that feeds it.
+//! The rendezvous of the ranks of one attempt: a pure state machine, the callers that wait for it, and the gRPC service
+//! that feeds it.
 //!
 //! ```text
-//! Meeting --last rank joined--> Met
-//!    | a rank disagrees or is not expected: that rank is refused, the meeting fails
-//!    '-- deadline: the meeting fails, naming the missing
+//! waiting --last rank joined--> complete
+//!    | a rank disagrees (version, configuration, bucket layout): the rendezvous fails, naming both values
+//!    '-- deadline: the rendezvous fails, naming the missing ranks
 //! ```
+//! A rank of another attempt, or one that has joined already, is refused without failing the others.
 
+pub mod barrier;
 mod listener;
-pub mod meeting;
 pub mod service;
 
 use std::time::Instant;
@@ -15,7 +17,7 @@ use std::time::Instant;
 use xlaunch_proto::convert::{Join, Joined};
 use xlaunch_proto::ids::{Attempt, Digest, NcclId, WorldSize};
 
-/// The meeting of one attempt.
+/// The rendezvous of one attempt.
 #[derive(Debug)]
 pub struct Rendezvous {
     world: WorldSize,
@@ -26,21 +28,21 @@ pub struct Rendezvous {
     joined: Vec<Option<Join>>,
 }
 
-/// What a join led to.
+/// The state after a join.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// Others are missing.
+    /// Other ranks are missing.
     Waiting,
-    /// All have joined: what each of them is told.
+    /// All ranks have joined: the reply for each of them.
     Complete(Joined),
-    /// This rank is not part of the meeting, which goes on without it.
+    /// The rank does not belong to this rendezvous, which continues without it; the reason.
     Ignored(String),
-    /// This rank disagrees: the meeting fails, for this reason.
+    /// The rank disagrees with the others: the rendezvous fails, for this reason.
     Failed(String),
 }
 
 impl Rendezvous {
-    /// A meeting of `world` ranks that all have this build and this job.
+    /// A rendezvous of `world` ranks that must run this version and this job.
     pub fn new(world: u32, attempt: u32, config_hash: Digest, deadline: Instant) -> Self {
         Self {
             world: WorldSize(world),
@@ -52,12 +54,12 @@ impl Rendezvous {
         }
     }
 
-    /// When the meeting fails if ranks are missing; `None` once all are there.
+    /// When the rendezvous times out; `None` once all ranks have joined.
     pub fn deadline(&self) -> Option<Instant> {
         self.joined.iter().any(Option::is_none).then_some(self.deadline)
     }
 
-    /// A rank asks to join.
+    /// Adds a rank.
     pub fn join(&mut self, join: Join) -> Progress {
         let (rank, world) = (join.rank, self.world);
         if join.attempt != self.attempt {
@@ -67,8 +69,10 @@ impl Rendezvous {
             ));
         }
         match self.joined.get(rank.index()) {
-            None => return Progress::Ignored(format!("rank {rank} of a job with {world} ranks")),
-            Some(Some(_)) => return Progress::Ignored(format!("rank {rank} has joined already")),
+            None => {
+                return Progress::Ignored(format!("rank {rank} does not exist in a job of {world} ranks"));
+            }
+            Some(Some(_)) => return Progress::Ignored(format!("rank {rank} has already joined")),
             Some(None) => {}
         }
         if let Some(problem) = self.disagreement(&join) {
@@ -82,7 +86,7 @@ impl Rendezvous {
         }
     }
 
-    /// Why the meeting fails at `now`, naming who is missing.
+    /// The reason for a timeout at `now`, which names the missing ranks.
     pub fn expired(&self, now: Instant) -> Option<String> {
         self.deadline().filter(|deadline| now >= *deadline)?;
         let missing: Vec<String> = (0..self.world.0)
@@ -93,14 +97,18 @@ impl Rendezvous {
         Some(format!("{noun} {list} of {} did not join in time (launch.join_timeout)", self.world))
     }
 
+    /// How the rank disagrees with the agent, or with the ranks that have joined.
     fn disagreement(&self, join: &Join) -> Option<String> {
         let rank = join.rank;
         if join.version != self.version {
-            return Some(format!("rank {rank} is xlaunch {}, the agent is {}", join.version, self.version));
+            return Some(format!(
+                "rank {rank} runs xlaunch {}, the agent runs {}",
+                join.version, self.version
+            ));
         }
         if join.config_hash != self.config_hash {
             return Some(format!(
-                "rank {rank} has a job with config hash {}, the agent's is {}",
+                "rank {rank} has config hash {}, the agent has {}",
                 join.config_hash, self.config_hash
             ));
         }
@@ -113,16 +121,17 @@ impl Rendezvous {
         })
     }
 
+    /// The reply once all ranks have joined, if what they sent allows a collective.
     fn complete(&self) -> Option<Result<Joined, String>> {
         let all: Vec<&Join> = self.joined.iter().map(Option::as_ref).collect::<Option<_>>()?;
         let nccl_id: Option<NcclId> = all.first().and_then(|join| join.nccl_id);
         let rings = all.iter().filter(|join| !join.ring_address.is_empty()).count();
         let gpus = all.iter().any(|join| join.device_uuid != "cpu");
         if all.len() > 1 && gpus && nccl_id.is_none() {
-            return Some(Err("rank 0 brought no NCCL id for a job on GPUs".into()));
+            return Some(Err("rank 0 sent no NCCL id for a job on GPUs".into()));
         }
         if rings != 0 && rings != all.len() {
-            return Some(Err(format!("{rings} of {} ranks brought a ring address", all.len())));
+            return Some(Err(format!("only {rings} of {} ranks sent a ring address", all.len())));
         }
         let ring_addresses =
             if rings == 0 { Vec::new() } else { all.iter().map(|join| join.ring_address.clone()).collect() };
@@ -151,26 +160,26 @@ mod tests {
         }
     }
 
-    fn meeting(world: u32) -> Rendezvous {
+    fn rendezvous(world: u32) -> Rendezvous {
         Rendezvous::new(world, 0, Digest::of(b"job"), Instant::now() + Duration::from_secs(60))
     }
 
     #[test]
-    fn the_last_rank_completes_the_meeting() {
-        let mut meeting = meeting(3);
-        assert_eq!(meeting.join(join(2)), Progress::Waiting);
-        assert_eq!(meeting.join(join(0)), Progress::Waiting);
-        let Progress::Complete(joined) = meeting.join(join(1)) else { panic!("not complete") };
+    fn last_rank_completes_the_rendezvous() {
+        let mut rendezvous = rendezvous(3);
+        assert_eq!(rendezvous.join(join(2)), Progress::Waiting);
+        assert_eq!(rendezvous.join(join(0)), Progress::Waiting);
+        let Progress::Complete(joined) = rendezvous.join(join(1)) else { panic!("not complete") };
         assert_eq!(joined.ring_addresses, ["unix:/r0", "unix:/r1", "unix:/r2"]);
-        assert_eq!(meeting.deadline(), None);
+        assert_eq!(rendezvous.deadline(), None);
     }
 
     #[test]
-    fn whoever_disagrees_is_named_with_both_values() {
+    fn disagreement_names_the_rank_and_both_values() {
         let failed = |other: Join| {
-            let mut meeting = meeting(2);
-            meeting.join(join(0));
-            match meeting.join(other) {
+            let mut rendezvous = rendezvous(2);
+            rendezvous.join(join(0));
+            match rendezvous.join(other) {
                 Progress::Failed(reason) => reason,
                 other => panic!("{other:?}"),
             }
@@ -188,22 +197,74 @@ mod tests {
     }
 
     #[test]
-    fn the_missing_are_named_at_the_deadline() {
-        let mut meeting = meeting(3);
-        meeting.join(join(1));
-        let deadline = meeting.deadline().unwrap();
-        assert_eq!(meeting.expired(deadline - Duration::from_millis(1)), None);
-        assert!(meeting.expired(deadline).unwrap().starts_with("ranks 0, 2 of 3"));
+    fn timeout_names_the_missing_ranks() {
+        let mut rendezvous = rendezvous(3);
+        rendezvous.join(join(1));
+        let deadline = rendezvous.deadline().unwrap();
+        assert_eq!(rendezvous.expired(deadline - Duration::from_millis(1)), None);
+        assert!(rendezvous.expired(deadline).unwrap().starts_with("ranks 0, 2 of 3"));
+    }
+
+    #[test]
+    fn timeout_of_one_rank_is_singular_and_a_complete_rendezvous_never_times_out() {
+        let mut rendezvous = rendezvous(2);
+        rendezvous.join(join(0));
+        let deadline = rendezvous.deadline().unwrap();
+        let reason = "rank 1 of 2 did not join in time (launch.join_timeout)";
+        assert_eq!(rendezvous.expired(deadline + Duration::from_secs(1)).unwrap(), reason);
+        rendezvous.join(join(1));
+        assert_eq!(rendezvous.expired(deadline + Duration::from_secs(1)), None);
+    }
+
+    #[test]
+    fn foreign_and_repeated_joins_are_refused_without_failing_the_rendezvous() {
+        let mut rendezvous = rendezvous(2);
+        let ignored = |progress| match progress {
+            Progress::Ignored(reason) => reason,
+            other => panic!("{other:?}"),
+        };
+        rendezvous.join(join(0));
+        let other_attempt = rendezvous.join(Join { attempt: Attempt(1), ..join(1) });
+        assert_eq!(ignored(other_attempt), "rank 1 belongs to attempt 1, this is attempt 0");
+        assert_eq!(ignored(rendezvous.join(join(0))), "rank 0 has already joined");
+        assert_eq!(ignored(rendezvous.join(join(2))), "rank 2 does not exist in a job of 2 ranks");
+        assert!(matches!(rendezvous.join(join(1)), Progress::Complete(_)));
+    }
+
+    #[test]
+    fn gpu_ranks_need_an_nccl_id_unless_there_is_one_rank() {
+        let gpu = |rank, nccl_id| Join {
+            device_uuid: "GPU-1".into(),
+            nccl_id,
+            ring_address: String::new(),
+            ..join(rank)
+        };
+        let id = NcclId([7; 128]);
+        let complete = |world, nccl_id| {
+            let mut rendezvous = rendezvous(world);
+            (1..world).for_each(|rank| drop(rendezvous.join(gpu(rank, None))));
+            match rendezvous.join(gpu(0, nccl_id)) {
+                Progress::Complete(joined) => Ok((joined.nccl_id, joined.ring_addresses)),
+                Progress::Failed(reason) => Err(reason),
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(complete(2, Some(id)), Ok((Some(id), Vec::new())));
+        assert_eq!(complete(1, None), Ok((None, Vec::new())));
+        assert!(complete(2, None).unwrap_err().contains("NCCL id"));
     }
 
     proptest! {
         #[test]
-        fn whatever_order_and_noise_a_meeting_completes_once(world in 1u32..6, noise in prop::collection::vec((0u32..8, 0u32..3), 0..20)) {
-            let mut meeting = meeting(world);
+        fn any_order_with_foreign_joins_completes_exactly_once(
+            world in 1u32..6,
+            noise in prop::collection::vec((0u32..8, 0u32..3), 0..20),
+        ) {
+            let mut rendezvous = rendezvous(world);
             let mut complete = 0;
             let honest = (0..world).map(|rank| (rank, 0));
             for (rank, attempt) in noise.into_iter().chain(honest) {
-                match meeting.join(Join { attempt: Attempt(attempt), ..join(rank) }) {
+                match rendezvous.join(Join { attempt: Attempt(attempt), ..join(rank) }) {
                     Progress::Complete(joined) => {
                         complete += 1;
                         prop_assert_eq!(joined.world_size.0, world);

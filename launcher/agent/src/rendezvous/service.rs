@@ -1,7 +1,8 @@
-//! The agent's gRPC services on its unix socket: its own, health (`grpc.health.v1`) and reflection (`grpc.reflection.v1`).
+//! The agent's gRPC services on its unix socket: its own, health (`grpc.health.v1`) and reflection
+//! (`grpc.reflection.v1`).
 //!
-//! They decide nothing. What changes a job becomes a message to the agent's task; what only looks at it is answered here, from
-//! the board and the log files, so that the task is never kept busy by callers, and callers never wait for the task.
+//! They decide nothing. A call that changes the job becomes a [`Message`] to the driver's task; queries are answered
+//! here, from the status board and the log files, so that callers neither keep that task busy nor wait for it.
 
 use std::path::Path;
 use std::pin::Pin;
@@ -24,27 +25,25 @@ use xlaunch_proto::v1::{
     StatusReply, StatusRequest, StopReply, StopRequest, WorkerReport,
 };
 
+use super::barrier::Reply;
 use super::listener;
-use super::meeting::Reply;
 use crate::status::board::Board;
 use crate::status::{Monitor, follow};
 
-/// Commands that may wait for a worker: it reads them at once, so more means that it hangs.
-const COMMANDS: usize = 16;
-/// Calls at a time on one connection: a worker makes two, a session and one more.
-const CALLS: u32 = 16;
-/// Bytes of a request: the largest is a profile, a line per kernel.
-const REQUEST: usize = 1 << 20;
-/// Headers of a request.
-const HEADERS: u32 = 16 << 10;
-/// Logs that are read at a time: each reader has a thread of the runtime look at its file now and then.
-const READERS: usize = 64;
-/// Time for callers to take the last of what they asked for when the job is over.
-const FAREWELL: Duration = Duration::from_millis(500);
+/// Commands that may wait for a worker. It reads them at once: a full queue means that it hangs.
+const COMMAND_QUEUE: usize = 16;
+/// Concurrent calls on one connection. A worker makes two: its session and one more.
+const MAX_CALLS: u32 = 16;
+/// The largest request is a profile, with a line per kernel.
+const MAX_REQUEST_BYTES: usize = 1 << 20;
+const MAX_HEADER_BYTES: u32 = 16 << 10;
+/// Concurrent readers of logs. Each occupies a thread of the runtime whenever it polls its file.
+const MAX_LOG_READERS: usize = 64;
+/// For callers to receive the last replies when the job is over.
+const SERVICE_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// What callers ask of the agent's task.
+/// A call for the driver's task.
 #[derive(Debug)]
-#[expect(missing_docs, reason = "named after the calls")]
 pub enum Message {
     GetJob(GetJobRequest, oneshot::Sender<Result<GetJobReply, Status>>),
     Join(Join, Reply),
@@ -56,26 +55,26 @@ pub enum Message {
 
 /// The running services. They end with the process, or in [`finish`](Self::finish).
 #[derive(Debug)]
-pub struct Serving {
+pub struct RunningService {
     health: HealthReporter,
-    end: oneshot::Sender<()>,
+    shutdown: oneshot::Sender<()>,
     server: JoinHandle<Result<(), tonic::transport::Error>>,
 }
 
-/// Serves on `socket` from now on. Callers of other users are refused.
+/// Starts to serve on `socket`. Other users are refused.
 pub async fn serve(
     socket: &Path,
     messages: mpsc::Sender<Message>,
     board: watch::Sender<Board>,
-) -> std::io::Result<Serving> {
+) -> std::io::Result<RunningService> {
     let incoming = listener::bind(socket)?;
     let service = Service {
         messages,
         board: board.subscribe(),
         monitor: Monitor::start(board)?,
-        readers: Arc::new(Semaphore::new(READERS)),
+        readers: Arc::new(Semaphore::new(MAX_LOG_READERS)),
     };
-    let agent = AgentServer::new(service).max_decoding_message_size(REQUEST);
+    let agent = AgentServer::new(service).max_decoding_message_size(MAX_REQUEST_BYTES);
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<AgentServer<Service>>().await;
     let reflection = tonic_reflection::server::Builder::configure()
@@ -83,28 +82,28 @@ pub async fn serve(
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()
         .map_err(std::io::Error::other)?;
-    let (end, ended) = oneshot::channel();
+    let (shutdown, stopped) = oneshot::channel();
     let server = Server::builder()
-        .max_concurrent_streams(CALLS)
-        .http2_max_header_list_size(HEADERS)
+        .max_concurrent_streams(MAX_CALLS)
+        .http2_max_header_list_size(MAX_HEADER_BYTES)
         .add_service(agent)
-        .add_service(health_service.max_decoding_message_size(REQUEST))
-        .add_service(reflection.max_decoding_message_size(REQUEST))
+        .add_service(health_service.max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(reflection.max_decoding_message_size(MAX_REQUEST_BYTES))
         .serve_with_incoming_shutdown(incoming, async {
-            // Dropped, it means the end as well.
-            let _ = ended.await;
+            // An error means that the sender was dropped, which stops the server, too.
+            let _ = stopped.await;
         });
-    Ok(Serving { health, end, server: tokio::spawn(server) })
+    Ok(RunningService { health, shutdown, server: tokio::spawn(server) })
 }
 
-impl Serving {
-    /// Ends the services, once the board says that the job is over: callers get what they asked for, as far as they take it
-    /// within a moment.
+impl RunningService {
+    /// Stops the services. Call it after the board has the final state, so that streams end. Callers receive what they
+    /// asked for within [`SERVICE_DRAIN_TIMEOUT`].
     pub async fn finish(self) {
         self.health.set_not_serving::<AgentServer<Service>>().await;
-        // The server may have failed: then there is nobody left to wait for.
-        let _ = self.end.send(());
-        let _ = tokio::time::timeout(FAREWELL, self.server).await;
+        // The server may have failed before.
+        let _ = self.shutdown.send(());
+        let _ = tokio::time::timeout(SERVICE_DRAIN_TIMEOUT, self.server).await;
     }
 }
 
@@ -117,25 +116,26 @@ struct Service {
 }
 
 impl Service {
-    async fn ask<T>(&self, message: impl FnOnce(oneshot::Sender<T>) -> Message) -> Result<T, Status> {
-        let gone = || Status::unavailable("the agent is ending");
+    /// Sends a message to the driver's task and waits for the reply.
+    async fn call<T>(&self, message: impl FnOnce(oneshot::Sender<T>) -> Message) -> Result<T, Status> {
+        let ending = || Status::unavailable("the agent is ending");
         let (reply, answer) = oneshot::channel();
-        self.messages.send(message(reply)).await.map_err(|_| gone())?;
-        answer.await.map_err(|_| gone())
+        self.messages.send(message(reply)).await.map_err(|_| ending())?;
+        answer.await.map_err(|_| ending())
     }
 }
 
 #[tonic::async_trait]
 impl Agent for Service {
     async fn get_job(&self, request: Request<GetJobRequest>) -> Result<Response<GetJobReply>, Status> {
-        let reply = self.ask(|reply| Message::GetJob(request.into_inner(), reply)).await??;
+        let reply = self.call(|reply| Message::GetJob(request.into_inner(), reply)).await??;
         Ok(Response::new(reply))
     }
 
     async fn join(&self, request: Request<JoinRequest>) -> Result<Response<JoinReply>, Status> {
         let join = Join::try_from(request.into_inner())
             .map_err(|error| Status::invalid_argument(error.to_string()))?;
-        Ok(Response::new(self.ask(|reply| Message::Join(join, reply)).await??))
+        Ok(Response::new(self.call(|reply| Message::Join(join, reply)).await??))
     }
 
     type SessionStream = Pin<Box<dyn Stream<Item = Result<AgentCommand, Status>> + Send>>;
@@ -144,8 +144,8 @@ impl Agent for Service {
         &self,
         request: Request<Streaming<WorkerReport>>,
     ) -> Result<Response<Self::SessionStream>, Status> {
-        let (commands, outgoing) = mpsc::channel(COMMANDS);
-        tokio::spawn(listen(request.into_inner(), self.messages.clone(), commands));
+        let (commands, outgoing) = mpsc::channel(COMMAND_QUEUE);
+        tokio::spawn(run_session(request.into_inner(), self.messages.clone(), commands));
         Ok(Response::new(Box::pin(ReceiverStream::new(outgoing))))
     }
 
@@ -162,27 +162,31 @@ impl Agent for Service {
         let logs = Logs::try_from(request.into_inner())
             .map_err(|error| Status::invalid_argument(error.to_string()))?;
         let reader = self.readers.clone().try_acquire_owned().map_err(|_| {
-            Status::resource_exhausted(format!("{READERS} others read logs of this launch: end one of them"))
+            Status::resource_exhausted(format!(
+                "{MAX_LOG_READERS} clients are reading logs of this launch: close one of them"
+            ))
         })?;
         Ok(Response::new(ReceiverStream::new(follow::stream(self.board.clone(), logs, reader)?)))
     }
 
     async fn stop(&self, _: Request<StopRequest>) -> Result<Response<StopReply>, Status> {
-        let gone = |_| Status::unavailable("the agent is ending");
-        self.messages.send(Message::Stop).await.map_err(gone)?;
+        let ending = |_| Status::unavailable("the agent is ending");
+        self.messages.send(Message::Stop).await.map_err(ending)?;
         Ok(Response::new(StopReply {}))
     }
 }
 
-/// One session: Hello first, then reports, until the worker closes its side; then ours closes too.
-async fn listen(
+/// One session: Hello, then reports, until the worker closes its side; then ours is closed, too.
+async fn run_session(
     mut reports: Streaming<WorkerReport>,
     messages: mpsc::Sender<Message>,
     commands: mpsc::Sender<Result<AgentCommand, Status>>,
 ) {
     let Some(Ok(WorkerReport { report: Some(Report::Hello(hello)) })) = reports.next().await else {
-        // A stream that does not begin with Hello is nobody's; the caller may be gone already.
-        let _ = commands.send(Err(Status::invalid_argument("a session begins with Hello"))).await;
+        // The caller may be gone.
+        let _ = commands
+            .send(Err(Status::invalid_argument("the first message of a session must be Hello")))
+            .await;
         return;
     };
     let (rank, attempt) = (hello.rank, hello.attempt);
@@ -194,13 +198,13 @@ async fn listen(
         let Some(report) = message.report else { continue };
         if matches!(report, Report::Heartbeat(_)) {
             let ack = AgentCommand { command: Some(Command::HeartbeatAck(HeartbeatAck {})) };
-            // A worker that does not read its commands gets no more of them; its exit is seen elsewhere.
+            // A worker that does not read its commands misses acknowledgements; its lease ends it.
             let _ = commands.try_send(Ok(ack));
         }
         if messages.send(Message::Report { rank, attempt, report }).await.is_err() {
             return;
         }
     }
-    // The agent may have ended.
+    // The driver may have ended.
     let _ = messages.send(Message::SessionClosed { rank, attempt }).await;
 }

@@ -1,79 +1,79 @@
-//! What made a worker fail, as far as it can be known from outside: pure. What the evidence does not prove is said with
-//! "perhaps"; where it says nothing there is no cause.
+//! The likely cause of a worker's failure, and what to do about it. Pure. Causes that the evidence does not prove say
+//! "perhaps"; without evidence there is no cause.
 
 use rustix::io::Errno;
 
 use super::Evidence;
 use super::python::{self, Exception};
-use crate::spawn::Exit;
-use crate::spawn::oom::OomKills;
+use crate::spawn::{Exit, OomKills};
 
-/// How C++ begins the message of an exception that nobody caught.
-const WHAT: &str = "what():  ";
+/// Prefix of the message of an uncaught C++ exception.
+const CPP_WHAT: &str = "what():  ";
 
-/// What to do where the host has too little memory.
-const MEMORY: &str = "give the job more memory, or use less: fewer data loader workers, smaller batches";
+/// Help if the host has too little memory.
+const HOST_MEMORY_HELP: &str =
+    "give the job more memory, or use less: fewer data loader workers, smaller batches";
 
-/// What happened, and what to do about it.
+/// A cause of a failure. Both texts are one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cause {
-    /// One line.
-    pub what: String,
-    /// One line, where something can be advised.
-    pub advice: Option<String>,
+pub(super) struct Cause {
+    pub(super) what: String,
+    /// What to do, if that is known.
+    pub(super) help: Option<String>,
 }
 
 impl Cause {
-    fn of(what: impl Into<String>) -> Self {
-        Self { what: what.into(), advice: None }
+    fn new(what: impl Into<String>) -> Self {
+        Self { what: what.into(), help: None }
     }
 
-    fn advise(self, advice: impl Into<String>) -> Self {
-        Self { advice: Some(advice.into()), ..self }
+    fn with_help(self, help: impl Into<String>) -> Self {
+        Self { help: Some(help.into()), ..self }
     }
 }
 
-/// The cause of a worker's failure; `None` if nothing is known beyond how it ended.
-pub fn cause(evidence: &Evidence) -> Option<Cause> {
+/// The likely cause; `None` if nothing is known beyond how the worker ended.
+pub(super) fn cause(evidence: &Evidence) -> Option<Cause> {
     if let Some(error) = evidence.spawn_error {
         return not_started(error, evidence);
     }
     let exit = evidence.exit?;
-    // SIGINT, SIGKILL and SIGTERM are what xlaunch sends.
+    // These are the signals that xlaunch sends: SIGINT, SIGKILL and SIGTERM.
     if exit == Exit::Code(0) || evidence.signalled && matches!(ended_by_signal(exit), Some(2 | 9 | 15)) {
         return None;
     }
-    memory(exit, evidence)
-        .or_else(|| told(exit, evidence))
-        .or_else(|| ended_by_signal(exit).and_then(|signal| signalled(exit, signal, evidence)))
-        .or_else(|| shell(exit, evidence))
+    oom(exit, evidence)
+        .or_else(|| worker_output(exit, evidence))
+        .or_else(|| ended_by_signal(exit).and_then(|signal| foreign_signal(exit, signal, evidence)))
+        .or_else(|| shell_code(exit, evidence))
 }
 
-/// The system could not start the program.
+/// The program could not be started.
 fn not_started(error: i32, evidence: &Evidence) -> Option<Cause> {
     let program = evidence.program.to_string_lossy();
     let path = evidence.search_path.to_string_lossy();
     let cause = match Errno::from_raw_os_error(error) {
-        Errno::NOENT if program.contains('/') => Cause::of(format!(
-            "there is no file {program}, or its first line names an interpreter that is not there"
+        Errno::NOENT if program.contains('/') => {
+            Cause::new(format!("file `{program}` not found, or the interpreter in its first line is missing"))
+        }
+        Errno::NOENT => Cause::new(format!("program `{program}` not found"))
+            .with_help(format!("install it, or give its path; directories searched (PATH): {path}")),
+        Errno::ACCESS => Cause::new(format!("`{program}` is not executable")).with_help(format!(
+            "chmod +x {program}; it may also be a directory, or on a file system mounted noexec"
         )),
-        Errno::NOENT => Cause::of(format!("there is no program {program}"))
-            .advise(format!("install it, or give its path; directories searched (PATH): {path}")),
-        Errno::ACCESS => Cause::of(format!("{program} may not be executed")).advise(format!(
-            "chmod +x {program}; perhaps it is a directory, or its file system is mounted noexec"
-        )),
-        Errno::NOEXEC => Cause::of(format!("{program} is no program that this machine can execute"))
-            .advise("perhaps it is a script whose first line lacks #!, or was built for another processor"),
-        Errno::TOOBIG => Cause::of("the arguments and the environment are too long for the system"),
-        Errno::AGAIN => Cause::of("no more processes are allowed")
-            .advise("raise the limits: ulimit -u, or the container's pids limit"),
-        Errno::NOMEM => Cause::of("the system has no memory left to start a process"),
+        Errno::NOEXEC => Cause::new(format!("`{program}` is not an executable for this machine")).with_help(
+            "a script needs #! in its first line; a binary must be built for this CPU architecture",
+        ),
+        Errno::TOOBIG => Cause::new("arguments and environment are too long for the system"),
+        Errno::AGAIN => Cause::new("process limit reached")
+            .with_help("raise the limit: ulimit -u, or the container's pids limit"),
+        Errno::NOMEM => Cause::new("no memory is left to start a process"),
         _ => return None,
     };
     Some(cause)
 }
 
-/// The signal that ended the worker, or a child whose end a shell passed on.
+/// The signal that ended the worker, or one of its children if a shell reported that as 128 + n.
 fn ended_by_signal(exit: Exit) -> Option<i32> {
     match exit {
         Exit::Signal(signal) => Some(signal),
@@ -82,86 +82,86 @@ fn ended_by_signal(exit: Exit) -> Option<i32> {
     }
 }
 
-/// The kernel ran out of memory, by its own counts.
-fn memory(exit: Exit, evidence: &Evidence) -> Option<Cause> {
+/// OOM kills, from the kernel's counters.
+fn oom(exit: Exit, evidence: &Evidence) -> Option<Cause> {
     let OomKills { rank, launch, host } = evidence.oom_kills;
     let killed = ended_by_signal(exit) == Some(9);
     let what = match (rank, launch, host) {
-        (1.., ..) | (_, 1.., _) if killed => "the kernel killed it for lack of memory".to_owned(),
+        (1.., ..) | (_, 1.., _) if killed => "killed by the kernel's OOM killer".to_owned(),
         (_, _, Some(1)) if killed => {
-            "it was killed, as a process of this host was by the kernel for lack of memory".into()
+            "killed by SIGKILL while the OOM killer killed a process on this host".into()
         }
         (_, _, Some(host @ 2..)) if killed => {
-            format!("it was killed, as {host} processes of this host were by the kernel for lack of memory")
+            format!("killed by SIGKILL while the OOM killer killed {host} processes on this host")
         }
-        (1, ..) => "the kernel killed one of its processes for lack of memory".into(),
-        (2.., ..) => format!("the kernel killed {rank} of its processes for lack of memory"),
+        (1, ..) => "the OOM killer killed one of its processes".into(),
+        (2.., ..) => format!("the OOM killer killed {rank} of its processes"),
         _ => return None,
     };
-    Some(Cause::of(what).advise(MEMORY))
+    Some(Cause::new(what).with_help(HOST_MEMORY_HELP))
 }
 
-/// What the worker itself said.
-fn told(exit: Exit, evidence: &Evidence) -> Option<Cause> {
+/// The worker's own words: the error file, or an exception or another known line on stderr.
+fn worker_output(exit: Exit, evidence: &Evidence) -> Option<Cause> {
     let killed = ended_by_signal(exit);
     if killed == Some(9) {
-        // What it said before has nothing to do with it.
+        // Earlier output is unrelated.
         return None;
     }
-    let recorded = evidence.error_file.as_deref().and_then(python::recorded);
+    let recorded = evidence.error_file.as_deref().and_then(python::from_error_file);
     let sure = recorded.is_some() || exit == Exit::Code(1);
-    // A program that a signal ended had got over the exceptions before.
+    // A program that was ended by a signal had handled its earlier exceptions.
     let traced = || python::exception(&evidence.stderr).filter(|_| killed.is_none());
     let Exception { line, place } = match recorded.or_else(traced) {
         Some(exception) => exception,
-        None => return said(killed, evidence),
+        None => return stderr_line(killed, evidence),
     };
     let place = place.map_or(String::new(), |place| format!(" ({place})"));
     let perhaps = if sure { "" } else { "perhaps " };
     known(&line, &format!("{line}{place}"), evidence)
-        .or_else(|| Some(Cause::of(format!("{perhaps}{line}{place}"))))
+        .or_else(|| Some(Cause::new(format!("{perhaps}{line}{place}"))))
 }
 
-/// The last line of stderr that says what went wrong, where there is no exception.
-fn said(killed: Option<i32>, evidence: &Evidence) -> Option<Cause> {
+/// The last line of stderr with a known message, if there is no exception.
+fn stderr_line(killed: Option<i32>, evidence: &Evidence) -> Option<Cause> {
     let python: &[&str] = match killed {
         Some(_) => &["Fatal Python error: "],
         None => &["can't open file", ": No module named ", "Fatal Python error: "],
     };
-    let abort: &[&str] = if killed == Some(6) { &[WHAT, "Assertion `"] } else { &[] };
+    let abort: &[&str] = if killed == Some(6) { &[CPP_WHAT, "Assertion `"] } else { &[] };
     let any = ["EADDRINUSE", "CUDA out of memory", "CUDA error: ", "error while loading shared libraries"];
-    let says = |line: &&str| [python, abort, &any].concat().iter().any(|part| line.contains(part));
+    let is_known = |line: &&str| [python, abort, &any].concat().iter().any(|part| line.contains(part));
     let mut lines = evidence.stderr.iter().rev().map(|line| python::without_rank(line).trim());
-    let line = lines.find(says)?;
-    let line = line.strip_prefix(WHAT).unwrap_or(line);
+    let line = lines.find(is_known)?;
+    let line = line.strip_prefix(CPP_WHAT).unwrap_or(line);
     let place = python::fault(&evidence.stderr).map_or(String::new(), |place| format!(" ({place})"));
     let whole = format!("{line}{place}");
-    known(line, &whole, evidence).or_else(|| Some(Cause::of(whole)))
+    known(line, &whole, evidence).or_else(|| Some(Cause::new(whole)))
 }
 
-/// Failures that have a known way out. `whole` is the line with its place.
+/// Failures with known help. `whole` is the line with its place in the source.
 fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
     let has = |parts: &[&str]| parts.iter().any(|part| line.contains(part));
     let name = line.split(':').next().unwrap_or(line).rsplit('.').next().unwrap_or(line);
-    let whole = Cause::of(whole);
+    let whole = Cause::new(whole);
     let program = evidence.program.to_string_lossy();
     let cause = if has(&["OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory"]) {
-        Cause::of(format!("the GPU's memory ran out: {}", whole.what))
-            .advise("use less of it (smaller batches), or see who else does: nvidia-smi")
+        Cause::new(format!("GPU out of memory: {}", whole.what))
+            .with_help("use smaller batches, or check for other processes on the GPU: nvidia-smi")
     } else if name == "MemoryError" || has(&["DefaultCPUAllocator: can't allocate memory"]) {
-        Cause::of(format!("the host's memory ran out: {}", whole.what))
+        Cause::new(format!("host out of memory: {}", whole.what))
     } else if has(&["is killed by signal: Killed"]) {
         match evidence.oom_kills.launch {
-            0 => whole.advise("perhaps for lack of memory; the kernel's log says: dmesg, or journalctl -k"),
-            _ => Cause::of(format!("the kernel killed a process for lack of memory: {}", whole.what))
-                .advise(MEMORY),
+            0 => whole.with_help("perhaps by the OOM killer; check the kernel log: dmesg, or journalctl -k"),
+            _ => Cause::new(format!("the OOM killer killed a process: {}", whole.what))
+                .with_help(HOST_MEMORY_HELP),
         }
     } else if has(&["insufficient shared memory", "out of shared memory"]) {
-        whole.advise("enlarge /dev/shm (in a container: --shm-size), or use fewer data loader workers")
+        whole.with_help("enlarge /dev/shm (in a container: --shm-size), or use fewer data loader workers")
     } else if has(&["EADDRINUSE", "Address already in use", "address already in use"]) {
         let what = port(line).map_or("an address is in use".into(), |port| format!("port {port} is in use"));
-        Cause::of(format!("{what}: {}", whole.what)).advise(
-            "choose another; where it is MASTER_PORT, leave out --master-port: then xlaunch finds a free one",
+        Cause::new(format!("{what}: {}", whole.what)).with_help(
+            "choose another port; for MASTER_PORT, omit --master-port and xlaunch finds a free one",
         )
     } else if has(&[
         "Watchdog caught collective operation timeout",
@@ -169,8 +169,8 @@ fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
         "wait timeout after",
         "has timed out",
     ]) {
-        Cause::of(format!("ranks waited for each other in vain: {}", whole.what)).advise(
-            "perhaps one of them hangs, ended, or called another collective: compare their last lines",
+        Cause::new(format!("a collective timed out: {}", whole.what)).with_help(
+            "a rank may hang, have exited, or have called another collective: compare the last lines of all ranks",
         )
     } else if has(&[
         "gloo/transport",
@@ -178,25 +178,25 @@ fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
         "remote server shutdown",
         "failed to recv, got 0 bytes",
     ]) {
-        whole.advise("perhaps another rank ended first: see what its last lines say")
+        whole.with_help("perhaps another rank exited first: check its last lines")
     } else if has(&["NCCL", "DistBackendError"]) {
-        whole.advise("NCCL_DEBUG=INFO in the environment makes NCCL say more")
+        whole.with_help("set NCCL_DEBUG=INFO for details from NCCL")
     } else if name == "ModuleNotFoundError" || line.contains(": No module named ") {
         match program.is_empty() {
             true => whole,
-            false => whole.advise(format!(
+            false => whole.with_help(format!(
                 "install it for {program}, or start the workers with the Python that has it"
             )),
         }
     } else if name == "KeyboardInterrupt" {
-        Cause::of("it was interrupted (SIGINT, Ctrl-C)")
+        Cause::new("interrupted (SIGINT, Ctrl-C)")
     } else {
         return None;
     };
     Some(cause)
 }
 
-/// The number of a port, where a line names one: `port: 29500`, `port 29500`, `('::', 29500)`.
+/// The port number in a line such as `port: 29500`, `port 29500`, `('::', 29500)`.
 fn port(line: &str) -> Option<u16> {
     let number = |text: &str| {
         let text = text.trim_start_matches([':', ' ', '=']);
@@ -208,50 +208,49 @@ fn port(line: &str) -> Option<u16> {
 }
 
 /// A signal that xlaunch did not send.
-fn signalled(exit: Exit, signal: i32, evidence: &Evidence) -> Option<Cause> {
+fn foreign_signal(exit: Exit, signal: i32, evidence: &Evidence) -> Option<Cause> {
     let cause = match signal {
-        1 => Cause::of("its terminal or session went away (SIGHUP)"),
-        2 => Cause::of("it was interrupted (SIGINT, Ctrl-C)"),
-        4 => Cause::of("it came to an illegal instruction")
-            .advise("perhaps it, or a library that it loads, was built for another processor"),
-        7 => Cause::of("it used memory that could not be provided (SIGBUS)")
-            .advise("perhaps /dev/shm is full: df -h /dev/shm; in a container, enlarge it with --shm-size"),
-        8 => Cause::of("it divided by zero, or the like (SIGFPE)"),
+        1 => Cause::new("its terminal or session was closed (SIGHUP)"),
+        2 => Cause::new("interrupted (SIGINT, Ctrl-C)"),
+        4 => Cause::new("illegal instruction (SIGILL)")
+            .with_help("the program or one of its libraries may be built for another CPU"),
+        7 => Cause::new("memory could not be provided (SIGBUS)")
+            .with_help("/dev/shm may be full: df -h /dev/shm; in a container, enlarge it with --shm-size"),
+        8 => Cause::new("division by zero or another arithmetic error (SIGFPE)"),
         9 if evidence.oom_kills.host == Some(0) => {
-            Cause::of("it was killed, neither by xlaunch nor by the kernel for lack of memory")
-                .advise("somebody sent it SIGKILL: a person, or a program that looks after this host")
+            Cause::new("killed by SIGKILL, sent neither by xlaunch nor by the OOM killer")
+                .with_help("another user or program on this host sent it")
         }
-        9 => Cause::of("it was killed, not by xlaunch: perhaps by the kernel for lack of memory")
-            .advise("the kernel's log says: dmesg, or journalctl -k"),
-        11 if evidence.program.is_empty() => Cause::of("it used memory that is not its own (SIGSEGV)"),
-        11 => Cause::of("it used memory that is not its own (SIGSEGV)")
-            .advise("PYTHONFAULTHANDLER=1 in the environment makes Python say where"),
-        13 => Cause::of("it wrote to a pipe that nobody reads any more (SIGPIPE)"),
-        15 => Cause::of("it was asked to end (SIGTERM), not by xlaunch"),
-        24 => Cause::of("it used up its CPU time (SIGXCPU)").advise("see ulimit -t"),
-        25 => Cause::of("it wrote a file that is larger than allowed (SIGXFSZ)").advise("see ulimit -f"),
+        9 => Cause::new("killed by SIGKILL, not sent by xlaunch: perhaps by the OOM killer")
+            .with_help("check the kernel log: dmesg, or journalctl -k"),
+        11 if evidence.program.is_empty() => Cause::new("invalid memory access (SIGSEGV)"),
+        11 => Cause::new("invalid memory access (SIGSEGV)")
+            .with_help("set PYTHONFAULTHANDLER=1 for a Python traceback"),
+        13 => Cause::new("wrote to a pipe whose reader is gone (SIGPIPE)"),
+        15 => Cause::new("terminated by SIGTERM, not sent by xlaunch"),
+        24 => Cause::new("CPU time limit exceeded (SIGXCPU)").with_help("see ulimit -t"),
+        25 => Cause::new("file size limit exceeded (SIGXFSZ)").with_help("see ulimit -f"),
         _ => return None,
     };
     Some(match exit {
         Exit::Signal(_) => cause,
-        _ => Cause { what: format!("perhaps a process that it started: {}", cause.what), ..cause },
+        _ => Cause { what: format!("perhaps one of its child processes: {}", cause.what), ..cause },
     })
 }
 
-/// Codes by which shells say that they could not start something.
-fn shell(exit: Exit, evidence: &Evidence) -> Option<Cause> {
+/// Exit codes of a shell that could not start a command.
+fn shell_code(exit: Exit, evidence: &Evidence) -> Option<Cause> {
     let (what, word) = match exit {
-        Exit::Code(127) => ("a shell did not find a command", "not found"),
-        Exit::Code(126) => ("a shell found a command that it could not execute", "ermission denied"),
+        Exit::Code(127) => ("shell: command not found", "not found"),
+        Exit::Code(126) => ("shell: command not executable", "ermission denied"),
         _ => return None,
     };
     let said = evidence.stderr.iter().rev().find(|line| line.contains(word));
     Some(match said {
-        Some(line) => Cause::of(format!("{what}: {}", line.trim())),
-        None => Cause::of(format!("perhaps {what}")),
+        Some(line) => Cause::new(format!("{what}: {}", line.trim())),
+        None => Cause::new(format!("perhaps {what}")),
     })
 }
 
 #[cfg(test)]
-#[path = "cause_tests.rs"]
 mod tests;

@@ -1,7 +1,7 @@
-//! Why a job failed, in the order in which a person wants to know it: the root cause, the last words of its rank, what
-//! failed in its wake, where to read more. Printed last, to stderr.
+//! The failure report, in the order in which the user needs it: the root cause, the last lines of its rank, the
+//! failures that followed, where the logs are. Printed last, to stderr.
 //!
-//! What workers wrote is shown with its control characters escaped: a report cannot be made to look like another.
+//! Control characters in the output of workers are escaped, so that a worker cannot forge a report.
 
 mod cause;
 mod python;
@@ -12,44 +12,42 @@ use std::path::Path;
 use std::time::SystemTime;
 
 use crate::run_dir;
-use crate::spawn::Exit;
-use crate::spawn::oom::OomKills;
+use crate::spawn::{Exit, OomKills};
 use crate::state::{Failure, Outcome};
 
-pub use cause::{Cause, cause};
+use cause::cause;
 
-/// Last lines of stderr that are shown.
-const LINES: usize = 20;
+/// Lines of stderr in a report.
+const MAX_STDERR_LINES: usize = 20;
 
-/// What is known of a rank beside the state machine's words: by default nothing.
+/// What is known about a rank in addition to its [`Failure`]. The default is nothing.
 #[derive(Clone, Debug, Default)]
 pub struct Evidence {
-    /// Process id; 0 where it was never started.
+    /// Process id; 0 if it was never started.
     pub pid: u32,
-    /// The host that it ran on.
     pub host: String,
-    /// How a worker ended; `None` where it has not, and for codes of the built-in trainer, which have meanings of their
-    /// own.
+    /// How the process ended. `None` if it has not, and for exit codes of the built-in trainer, whose meaning is in the
+    /// failure's message.
     pub exit: Option<Exit>,
     /// When it ended.
-    pub died: Option<SystemTime>,
-    /// Whether xlaunch had sent it a signal before it ended.
+    pub exit_time: Option<SystemTime>,
+    /// Whether xlaunch had sent it a signal before.
     pub signalled: bool,
-    /// Its last lines of stderr.
+    /// Its last lines of stderr, oldest first.
     pub stderr: Vec<String>,
-    /// What it left in `TORCHELASTIC_ERROR_FILE`.
+    /// The contents of `TORCHELASTIC_ERROR_FILE`.
     pub error_file: Option<String>,
-    /// What the kernel killed for lack of memory.
+    /// OOM kills during the attempt.
     pub oom_kills: OomKills,
-    /// The system's error number, where the process could not be started.
+    /// The error number of a failed start.
     pub spawn_error: Option<i32>,
     /// The program that was started; empty for the built-in trainer.
     pub program: OsString,
-    /// The `PATH` that it was looked for in.
+    /// The `PATH` that was searched for it.
     pub search_path: OsString,
 }
 
-/// The text, or `None` if nothing failed. `evidence` is by rank, `logs` is where they are, if they are kept.
+/// The report; `None` if nothing failed. `evidence` is by rank; `logs` is the directory of logs that are kept.
 pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Option<String> {
     let root = outcome.root.as_ref()?;
     let of = |failure: &Failure| failure.rank.and_then(|rank| evidence.get(rank as usize));
@@ -57,7 +55,7 @@ pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Op
     // Writing to a String cannot fail.
     let _ = writeln!(out, "  {}{}", describe(root, of(root), ""), of(root).map(at).unwrap_or_default());
     if let Some(evidence) = of(root) {
-        tell(&mut out, evidence);
+        explain(&mut out, evidence);
     }
     if !outcome.others.is_empty() {
         out.push_str("  then:\n");
@@ -65,7 +63,7 @@ pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Op
     let known = of(root).map_or("", |evidence| evidence.host.as_str());
     for other in &outcome.others {
         let later = of(root).zip(of(other)).map(|(root, other)| later(root, other)).unwrap_or_default();
-        // A signal says enough by its name.
+        // The name of a signal says enough.
         let coded = of(other).filter(|evidence| matches!(evidence.exit, Some(Exit::Code(_))));
         let why = coded.and_then(cause).map_or(String::new(), |cause| format!(": {}", escaped(&cause.what)));
         let _ = writeln!(out, "    {}{later}{why}", describe(other, of(other), known));
@@ -77,7 +75,7 @@ pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Op
     Some(out)
 }
 
-/// Who failed first, how, and why where that is known, in one line; `None` if nothing failed.
+/// The root cause in one line; `None` if nothing failed.
 pub fn headline(outcome: &Outcome, evidence: &[Evidence]) -> Option<String> {
     let root = outcome.root.as_ref()?;
     let evidence = root.rank.and_then(|rank| evidence.get(rank as usize));
@@ -86,15 +84,15 @@ pub fn headline(outcome: &Outcome, evidence: &[Evidence]) -> Option<String> {
     Some(format!("{}{}", describe(root, evidence, known), cause.unwrap_or_default()))
 }
 
-/// What happened to the root, what to do about it, and its last words.
-fn tell(out: &mut String, evidence: &Evidence) {
+/// The cause of the root failure, what to do about it, and the last lines of its rank.
+fn explain(out: &mut String, evidence: &Evidence) {
     if let Some(cause) = cause(evidence) {
         let _ = writeln!(out, "  cause: {}", escaped(&cause.what));
-        if let Some(advice) = cause.advice {
-            let _ = writeln!(out, "  to do: {}", escaped(&advice));
+        if let Some(help) = cause.help {
+            let _ = writeln!(out, "  help: {}", escaped(&help));
         }
     }
-    let last = &evidence.stderr[evidence.stderr.len().saturating_sub(LINES)..];
+    let last = &evidence.stderr[evidence.stderr.len().saturating_sub(MAX_STDERR_LINES)..];
     if !last.is_empty() {
         out.push_str("  its last lines on stderr:\n");
     }
@@ -103,11 +101,11 @@ fn tell(out: &mut String, evidence: &Evidence) {
     }
 }
 
-/// Who, on which host if not the one that is known, and how it ended.
+/// Rank, process id, host unless it is `known`, and how the process ended.
 fn describe(failure: &Failure, evidence: Option<&Evidence>, known: &str) -> String {
-    let Some(rank) = failure.rank else { return escaped(&failure.what) };
+    let Some(rank) = failure.rank else { return escaped(&failure.message) };
     let mut who = format!("rank {rank}");
-    let Some(evidence) = evidence else { return format!("{who}: {}", escaped(&failure.what)) };
+    let Some(evidence) = evidence else { return format!("{who}: {}", escaped(&failure.message)) };
     if evidence.pid != 0 {
         let _ = write!(who, " (pid {})", evidence.pid);
     }
@@ -115,19 +113,20 @@ fn describe(failure: &Failure, evidence: Option<&Evidence>, known: &str) -> Stri
         let _ = write!(who, " on {}", escaped(&evidence.host));
     }
     match evidence.exit {
-        // A command's codes mean what the command says.
+        // Only the command knows the meaning of its exit codes.
         Some(Exit::Code(code)) => format!("{who}: exit code {code}"),
         Some(exit @ Exit::Signal(2 | 9 | 15)) if evidence.signalled => {
-            let words = exit.to_string();
-            format!("{who}: {}), sent by xlaunch", words.split([':', ')']).next().unwrap_or_default())
+            let text = exit.to_string();
+            format!("{who}: {}), sent by xlaunch", text.split([':', ')']).next().unwrap_or_default())
         }
-        _ => format!("{who}: {}", escaped(&failure.what)),
+        _ => format!("{who}: {}", escaped(&failure.message)),
     }
 }
 
 /// `, at 14:03:05 UTC`.
 fn at(evidence: &Evidence) -> String {
-    let since = evidence.died.and_then(|died| died.duration_since(SystemTime::UNIX_EPOCH).ok());
+    let since =
+        evidence.exit_time.and_then(|exit_time| exit_time.duration_since(SystemTime::UNIX_EPOCH).ok());
     since.map_or(String::new(), |since| {
         let time = run_dir::timestamp(since.as_secs());
         let clock = time.split_once('-').map_or("", |(_, clock)| clock);
@@ -137,18 +136,20 @@ fn at(evidence: &Evidence) -> String {
 
 /// `, 0.3 s later`.
 fn later(root: &Evidence, other: &Evidence) -> String {
-    let between = root.died.zip(other.died).and_then(|(first, then)| then.duration_since(first).ok());
+    let between =
+        root.exit_time.zip(other.exit_time).and_then(|(first, then)| then.duration_since(first).ok());
     between.map_or(String::new(), |time| format!(", {:.1} s later", time.as_secs_f64()))
 }
 
-/// The text without anything that moves a cursor, changes a colour, or turns the direction of writing.
+/// The text with everything escaped that moves the cursor, changes colours or reverses the direction of writing.
 fn escaped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
-        let turns = matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        let is_bidi =
+            matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
         match c {
             '\t' => out.push(c),
-            _ if c.is_control() || turns => out.extend(c.escape_default()),
+            _ if c.is_control() || is_bidi => out.extend(c.escape_default()),
             _ => out.push(c),
         }
     }

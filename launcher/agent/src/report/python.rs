@@ -1,4 +1,4 @@
-//! What Python says of an exception: on stderr, and in the file that torch's `record` writes.
+//! Python exceptions, as found on stderr and in the error file of torch's `record` decorator.
 
 use std::fmt;
 
@@ -7,9 +7,9 @@ use serde::Deserialize;
 /// An exception that ended a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Exception {
-    /// `ValueError: too large`: the first line of what Python says last.
+    /// The first line of the message: `ValueError: too large`.
     pub(super) line: String,
-    /// Where the user's code was left.
+    /// The innermost frame of the user's code.
     pub(super) place: Option<Place>,
 }
 
@@ -26,7 +26,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// torch's error file; in older ones the message is a string.
+/// torch's error file. In older versions the message is a string.
 #[derive(Deserialize)]
 struct ErrorFile {
     message: Message,
@@ -48,8 +48,8 @@ struct Extra {
     py_callstack: Option<String>,
 }
 
-/// The exception in an error file; `None` if there is none to be understood.
-pub(super) fn recorded(file: &str) -> Option<Exception> {
+/// The exception in an error file, if it can be parsed.
+pub(super) fn from_error_file(file: &str) -> Option<Exception> {
     let (message, stack) = match serde_json::from_str::<ErrorFile>(file).ok()?.message {
         Message::Text(text) => (Some(text), None),
         Message::Full { message, extra } => (message, extra.and_then(|extra| extra.py_callstack)),
@@ -64,7 +64,7 @@ pub(super) fn recorded(file: &str) -> Option<Exception> {
     }
 }
 
-/// The last traceback among these lines.
+/// The exception of the last traceback in these lines.
 pub(super) fn exception(lines: &[String]) -> Option<Exception> {
     let lines: Vec<&str> = lines.iter().map(|line| without_rank(line)).collect();
     let deepest = lines.iter().rposition(|line| frame(line).is_some())?;
@@ -72,7 +72,7 @@ pub(super) fn exception(lines: &[String]) -> Option<Exception> {
     let after = &lines[deepest + 1..];
     let at = after.iter().position(|line| !indented(line))?;
     let line = after[at];
-    // A warning also has a line that looks like a frame, but no exception behind it.
+    // A warning also has a line that looks like a frame, but no exception after it.
     let name = line.split([':', ' ']).next().unwrap_or(line);
     let known = name.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '.')
         && name.rsplit('.').next().is_some_and(|class| class.starts_with(char::is_uppercase))
@@ -86,7 +86,7 @@ pub(super) fn exception(lines: &[String]) -> Option<Exception> {
     Some(Exception { line: line.trim_end().into(), place })
 }
 
-/// Where the user's code was when the interpreter itself failed, as faulthandler tells it: innermost first.
+/// The innermost frame of the user's code in a crash report of faulthandler, which lists frames innermost first.
 pub(super) fn fault(lines: &[String]) -> Option<Place> {
     let current = |line: &String| {
         (line.starts_with("Current thread") || line.starts_with("Thread ")) && line.ends_with("first):")
@@ -103,13 +103,13 @@ fn frame(line: &str) -> Option<Place> {
     line.starts_with(' ').then(|| Place { file: file.into(), line: rest[..digits].into() })
 }
 
-/// Neither of Python's own library nor of an installed package.
+/// Whether the file belongs neither to Python's library nor to an installed package.
 fn is_users(file: &str) -> bool {
     let installed = ["/site-packages/", "/dist-packages/", "/lib/python3"];
     !file.starts_with('<') && !installed.iter().any(|part| file.contains(part))
 }
 
-/// torch begins the lines of a traceback with `[rank0]: ` once ranks have met.
+/// Removes the `[rank0]: ` that torch adds to lines of a traceback after the rendezvous.
 pub(super) fn without_rank(line: &str) -> &str {
     let inner = line.strip_prefix("[rank").and_then(|rest| rest.split_once("]: "));
     match inner {
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn the_place_is_the_innermost_of_the_users_code() {
+    fn place_is_the_innermost_frame_of_the_users_code() {
         let text = "\
 step 1
 Traceback (most recent call last):
@@ -156,7 +156,7 @@ RuntimeError: shapes do not match:
     }
 
     #[test]
-    fn of_several_tracebacks_the_last_counts() {
+    fn last_of_several_tracebacks_counts() {
         let text = "\
 Traceback (most recent call last):
   File \"a.py\", line 1, in <module>
@@ -173,7 +173,7 @@ pkg.errors.Odd
     }
 
     #[test]
-    fn a_syntax_error_has_a_place_and_a_warning_is_no_exception() {
+    fn syntax_error_has_a_place_and_a_warning_is_not_an_exception() {
         let text = "  File \"/t.py\", line 3\n    x = = 1\n        ^\nSyntaxError: invalid syntax\n";
         assert_eq!(seen(text), Some(("SyntaxError: invalid syntax".into(), Some("/t.py:3".into()))));
         assert_eq!(seen("  File \"/t.py\", line 3, in f\nstep 7 done\n"), None);
@@ -181,16 +181,16 @@ pkg.errors.Odd
     }
 
     #[test]
-    fn an_error_file_is_read_in_both_forms() {
+    fn error_file_is_read_in_both_formats() {
         let full = r#"{"message": {"message": "ValueError: bad", "extraInfo": {"py_callstack":
             "Traceback (most recent call last):\n  File \"/w/t.py\", line 9, in main\n    f()\nValueError: bad\n",
             "timestamp": "1795236635"}}}"#;
         let place = Place { file: "/w/t.py".into(), line: "9".into() };
         let expected = Exception { line: "ValueError: bad".into(), place: Some(place) };
-        assert_eq!(recorded(full), Some(expected));
+        assert_eq!(from_error_file(full), Some(expected));
         let text = Exception { line: "it broke".into(), place: None };
-        assert_eq!(recorded(r#"{"message": "it broke\nhere"}"#), Some(text));
-        assert_eq!(recorded(r#"{"message": {}}"#), None);
-        assert_eq!(recorded("not json"), None);
+        assert_eq!(from_error_file(r#"{"message": "it broke\nhere"}"#), Some(text));
+        assert_eq!(from_error_file(r#"{"message": {}}"#), None);
+        assert_eq!(from_error_file("not json"), None);
     }
 }

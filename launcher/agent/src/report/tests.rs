@@ -1,4 +1,4 @@
-//! Whole reports, as a person reads them.
+//! Complete reports.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ fn job(kind: Kind, world: u32) -> Job {
     Job::new(rules, Instant::now())
 }
 
-/// What the state machine makes of exits in this order.
+/// The outcome of exits in this order.
 fn outcome(world: u32, exits: &[(u32, Exit)]) -> Outcome {
     outcome_of(Kind::Command, world, exits)
 }
@@ -26,7 +26,7 @@ fn outcome(world: u32, exits: &[(u32, Exit)]) -> Outcome {
 fn outcome_of(kind: Kind, world: u32, exits: &[(u32, Exit)]) -> Outcome {
     let mut job = job(kind, world);
     let now = Instant::now();
-    job.handle(Event::Met, now);
+    job.handle(Event::AllJoined, now);
     let events = exits.iter().map(|(rank, exit)| Event::Exited { rank: *rank, exit: *exit });
     let actions = events.flat_map(|event| job.handle(event, now)).collect::<Vec<_>>();
     let end = actions.into_iter().find_map(|action| match action {
@@ -41,7 +41,7 @@ fn of(pid: u32, exit: Exit, seconds: u64, stderr: &[&str]) -> Evidence {
         pid,
         host: "node7".into(),
         exit: Some(exit),
-        died: Some(SystemTime::UNIX_EPOCH + Duration::from_secs(1_795_236_635 + seconds)),
+        exit_time: Some(SystemTime::UNIX_EPOCH + Duration::from_secs(1_795_236_635 + seconds)),
         stderr: stderr.iter().map(|line| line.to_string()).collect(),
         program: "python".into(),
         ..Evidence::default()
@@ -49,7 +49,7 @@ fn of(pid: u32, exit: Exit, seconds: u64, stderr: &[&str]) -> Evidence {
 }
 
 #[test]
-fn the_root_cause_comes_first_and_the_rest_in_a_line_each() {
+fn root_cause_is_first_and_other_failures_take_a_line_each() {
     let exits = [(1, Exit::Code(1)), (0, Exit::Signal(9)), (2, Exit::Signal(11)), (3, Exit::Code(1))];
     let traceback = [
         "Traceback (most recent call last):",
@@ -73,7 +73,7 @@ fn the_root_cause_comes_first_and_the_rest_in_a_line_each() {
 xlaunch: the job failed
   rank 1 (pid 101) on node7: exit code 1, at 04:50:35 UTC
   cause: ModuleNotFoundError: No module named 'flash_attn' (/w/train.py, line 12)
-  to do: install it for python, or start the workers with the Python that has it
+  help: install it for python, or start the workers with the Python that has it
   its last lines on stderr:
     Traceback (most recent call last):
       File \"/w/train.py\", line 12, in <module>
@@ -81,7 +81,7 @@ xlaunch: the job failed
     ModuleNotFoundError: No module named 'flash_attn'
   then:
     rank 0 (pid 100): signal 9 (SIGKILL), sent by xlaunch, 1.0 s later
-    rank 2 (pid 102): signal 11 (SIGSEGV: bad memory access), 2.0 s later
+    rank 2 (pid 102): signal 11 (SIGSEGV: invalid memory reference), 2.0 s later
     rank 3 (pid 103) on node8: exit code 1, 3.0 s later: ValueError: bad (/w/train.py, line 40)
   logs: /runs/1/logs
   exit code 1 (a worker failed)
@@ -90,7 +90,7 @@ xlaunch: the job failed
 }
 
 #[test]
-fn a_worker_that_never_started_and_logs_that_are_not_kept() {
+fn worker_that_failed_to_start_is_reported_without_pid_and_logs() {
     let mut job = job(Kind::Command, 1);
     let reason = "No such file or directory (os error 2)".to_string();
     let actions = job.handle(Event::SpawnFailed { rank: 0, reason }, Instant::now());
@@ -104,15 +104,15 @@ fn a_worker_that_never_started_and_logs_that_are_not_kept() {
     let expected = "\
 xlaunch: the job failed
   rank 0: failed to start: No such file or directory (os error 2)
-  cause: there is no program trian
-  to do: install it, or give its path; directories searched (PATH): /bin
+  cause: program `trian` not found
+  help: install it, or give its path; directories searched (PATH): /bin
   exit code 1 (a worker failed)
 ";
     assert_eq!(text(outcome, &[evidence], None).unwrap(), expected);
 }
 
 #[test]
-fn a_worker_cannot_write_to_the_terminal_through_the_report() {
+fn control_characters_of_a_worker_are_escaped() {
     let exits = [(0, Exit::Code(1))];
     let lines = ["\x1b[2Jgone\x07", "a\tb \u{202e}txt \u{9b}31m", "ValueError: \x1b]0;title\x07"];
     let text = text(&outcome(1, &exits), &[of(7, exits[0].1, 0, &lines)], None).unwrap();
@@ -129,7 +129,7 @@ xlaunch: the job failed
 }
 
 #[test]
-fn the_built_in_trainers_codes_keep_their_meaning_and_a_long_tail_is_cut() {
+fn trainer_exit_codes_are_explained_and_a_long_tail_is_cut() {
     let lines: Vec<String> = (0..30).map(|i| format!("line {i}")).collect();
     let evidence = Evidence { pid: 7, stderr: lines, ..Evidence::default() };
     let outcome = outcome_of(Kind::Trainer, 1, &[(0, Exit::Code(65))]);
@@ -139,6 +139,6 @@ fn the_built_in_trainers_codes_keep_their_meaning_and_a_long_tail_is_cut() {
 }
 
 #[test]
-fn a_job_that_went_well_has_no_report() {
+fn successful_job_has_no_report() {
     assert_eq!(text(&outcome(1, &[(0, Exit::Code(0))]), &[], None), None);
 }

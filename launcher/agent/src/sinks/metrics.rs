@@ -1,35 +1,45 @@
-//! `metrics.jsonl`: one JSON object per line, keys as dashboards know them.
+//! `metrics.jsonl`: one JSON object per line, with the keys that dashboards use.
 
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use crate::clock;
 use fs_err::File;
 use serde_json::{Value, json};
+use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{EvalReport, StepReport};
 
-/// The file of one run.
+use super::{RankReport, ReportSink};
+use crate::clock;
+
 #[derive(Debug)]
-pub struct Metrics {
+pub(crate) struct Metrics {
     file: File,
     path: PathBuf,
 }
 
+impl ReportSink for Metrics {
+    fn report(&mut self, report: &RankReport) -> io::Result<()> {
+        match &report.report {
+            Report::Step(step) => self.step(step),
+            Report::Eval(eval) => self.eval(eval),
+            _ => Ok(()),
+        }
+    }
+}
+
 impl Metrics {
     /// Creates the file in the run's directory.
-    pub fn create(run_dir: &Path) -> std::io::Result<Self> {
+    pub(crate) fn create(run_dir: &Path) -> io::Result<Self> {
         let path = run_dir.join("metrics.jsonl");
         Ok(Self { file: File::create(&path)?, path })
     }
 
-    /// Where it is.
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// A training step.
     #[expect(clippy::cast_precision_loss, reason = "a speed")]
-    pub fn step(&mut self, step: &StepReport) -> std::io::Result<()> {
+    fn step(&mut self, step: &StepReport) -> io::Result<()> {
         self.write(json!({
             "_step": step.step,
             "_timestamp": now(),
@@ -46,18 +56,17 @@ impl Metrics {
         }))
     }
 
-    /// An evaluation.
-    pub fn eval(&mut self, eval: &EvalReport) -> std::io::Result<()> {
+    fn eval(&mut self, eval: &EvalReport) -> io::Result<()> {
         self.write(json!({ "_step": eval.step, "_timestamp": now(), "val/loss": decimal(eval.loss) }))
     }
 
-    fn write(&mut self, line: Value) -> std::io::Result<()> {
-        // One write per line: a reader that follows the file sees whole lines.
+    fn write(&mut self, line: Value) -> io::Result<()> {
+        // One write per line, so that a reader that follows the file sees whole lines only.
         self.file.write_all(format!("{line}\n").as_bytes())
     }
 }
 
-/// The shortest decimal that is this f32, so that 0.1 does not become 0.10000000149.
+/// The shortest decimal that rounds to this f32: 0.1, not 0.10000000149.
 fn decimal(value: f32) -> Value {
     value.to_string().parse::<f64>().map_or(Value::Null, Value::from)
 }
@@ -71,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_line_is_an_object_with_exact_values() {
+    fn each_line_is_a_json_object_with_exact_decimals() {
         let dir = tempfile::tempdir().unwrap();
         let mut metrics = Metrics::create(dir.path()).unwrap();
         let step = StepReport { step: 3, loss: 0.1, step_seconds: 0.5, tokens: 100, ..Default::default() };

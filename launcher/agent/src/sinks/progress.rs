@@ -1,19 +1,21 @@
-//! How a running job looks: a bar on a terminal, plain lines otherwise. Everything goes to stderr.
+//! Progress on stderr: a bar on a terminal, plain lines otherwise.
 
-use std::io::{IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{EvalReport, StepReport, TrainStarted};
 
-/// Least time between two plain lines.
-const PLAIN_EVERY: Duration = Duration::from_secs(1);
-/// Weight of the newest step in the shown speed.
-const SMOOTHING: f64 = 0.1;
+use super::{RankReport, ReportSink};
 
-/// Shows steps and messages.
+/// Minimum time between two plain step lines.
+const PLAIN_LINE_INTERVAL: Duration = Duration::from_secs(1);
+/// Weight of the newest step in the moving average of the step time.
+const STEP_TIME_SMOOTHING: f64 = 0.1;
+
 #[derive(Debug)]
-pub struct Progress {
+pub(crate) struct Progress {
     bar: Option<ProgressBar>,
     total: u64,
     last_line: Option<Instant>,
@@ -22,7 +24,38 @@ pub struct Progress {
 
 impl Default for Progress {
     fn default() -> Self {
-        Self::new(std::io::stderr().is_terminal())
+        Self::new(io::stderr().is_terminal())
+    }
+}
+
+impl ReportSink for Progress {
+    fn report(&mut self, report: &RankReport) -> io::Result<()> {
+        match &report.report {
+            Report::TrainStarted(started) => self.started(started),
+            Report::Step(step) => self.step(step, report.at),
+            Report::Eval(eval) => self.eval(eval),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn line(&mut self, line: &str) -> io::Result<()> {
+        self.print(line);
+        Ok(())
+    }
+
+    /// Leaves the bar as it is, with the cursor below it.
+    fn finish(&mut self) -> io::Result<()> {
+        if let Some(bar) = &self.bar {
+            if bar.position() == 0 {
+                bar.finish_and_clear();
+            } else {
+                bar.abandon();
+                // As in `print`.
+                let _ = writeln!(io::stderr());
+            }
+        }
+        Ok(())
     }
 }
 
@@ -39,20 +72,21 @@ impl Progress {
         Self { bar, total: 0, last_line: None, seconds_per_step: 0.0 }
     }
 
-    /// Training begins.
-    pub fn started(&mut self, started: &TrainStarted) {
+    fn started(&mut self, started: &TrainStarted) {
         self.total = started.total_steps;
         if let Some(bar) = &self.bar {
             bar.set_length(self.total);
             bar.set_position(started.first_step);
         }
+        if started.first_step > 0 {
+            self.print(&format!("resuming at step {}", started.first_step));
+        }
     }
 
-    /// A step is done.
-    pub fn step(&mut self, step: &StepReport, now: Instant) {
+    fn step(&mut self, step: &StepReport, now: Instant) {
         self.seconds_per_step = match self.seconds_per_step {
             0.0 => step.step_seconds,
-            old => old + SMOOTHING * (step.step_seconds - old),
+            old => old + STEP_TIME_SMOOTHING * (step.step_seconds - old),
         };
         let done = step.step + 1;
         let text = self.describe(step);
@@ -61,10 +95,10 @@ impl Progress {
             bar.set_message(text);
             return;
         }
-        let due = self.last_line.is_none_or(|last| now.duration_since(last) >= PLAIN_EVERY);
+        let due = self.last_line.is_none_or(|last| now.duration_since(last) >= PLAIN_LINE_INTERVAL);
         if due || done == self.total {
             self.last_line = Some(now);
-            self.say(&format!("step {done}/{}  {text}", self.total));
+            self.print(&format!("step {done}/{}  {text}", self.total));
         }
     }
 
@@ -81,37 +115,23 @@ impl Progress {
         )
     }
 
-    /// An evaluation is done.
-    pub fn eval(&self, eval: &EvalReport) {
-        self.say(&format!("step {}  val loss {:.4} ({} tokens)", eval.step, eval.loss, eval.tokens));
+    fn eval(&self, eval: &EvalReport) {
+        self.print(&format!("step {}  val loss {:.4} ({} tokens)", eval.step, eval.loss, eval.tokens));
     }
 
-    /// One line, above the bar if there is one.
-    pub fn say(&self, line: &str) {
+    /// Prints a line, above the bar if there is one.
+    fn print(&self, line: &str) {
         match &self.bar {
             Some(bar) => bar.println(line),
             None => {
-                // A closed stderr is no reason to stop training.
-                let _ = writeln!(std::io::stderr(), "{line}");
-            }
-        }
-    }
-
-    /// Leaves the bar as it is and the cursor below it.
-    pub fn finish(&self) {
-        if let Some(bar) = &self.bar {
-            if bar.position() == 0 {
-                bar.finish_and_clear();
-            } else {
-                bar.abandon();
-                // As in `say`.
-                let _ = writeln!(std::io::stderr());
+                // A closed stderr is not a failure: it must not stop anything else.
+                let _ = writeln!(io::stderr(), "{line}");
             }
         }
     }
 }
 
-/// `812`, `46.1K`, `1.38M`: three digits that matter.
+/// Three significant digits: `812`, `46.1K`, `1.38M`.
 pub fn count(value: f64) -> String {
     let (value, unit) = match value {
         v if v < 1e3 => (v, ""),
@@ -129,7 +149,7 @@ pub fn count(value: f64) -> String {
     format!("{value:.digits$}{unit}")
 }
 
-/// `7s`, `3m05s`, `2h04m`.
+/// A duration as `7s`, `3m05s` or `2h04m`.
 pub fn clock(seconds: f64) -> String {
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "shown to people")]
     let seconds = seconds.max(0.0).round() as u64;
@@ -145,14 +165,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_and_times_are_short() {
+    fn counts_and_durations_are_abbreviated() {
         let counts = [7.0, 812.4, 46_123.0, 461_000.0, 1_384_000.0];
         assert_eq!(counts.map(count), ["7", "812", "46.1K", "461K", "1.38M"]);
         assert_eq!([7.2, 185.0, 7440.0].map(clock), ["7s", "3m05s", "2h04m"]);
     }
 
     #[test]
-    fn a_step_line_says_everything() {
+    fn step_line_shows_loss_speed_and_time_left() {
         let mut progress = Progress::new(false);
         progress.started(&TrainStarted { total_steps: 100, ..Default::default() });
         progress.seconds_per_step = 0.5;

@@ -1,26 +1,27 @@
-//! `[observe] tensorboard`: losses and speed as TensorBoard reads them.
+//! `observe.tensorboard`: losses and speed in TensorBoard's format.
 //!
-//! The file is `tensorboard/events.out.tfevents.<seconds>.<host>.<process>` in the run's directory, a TFRecord per event: length
-//! (u64, little-endian), its checksum, a protobuf message `Event`, its checksum. Of TensorFlow's messages only the fields
-//! that scalars need stand here, under their numbers.
+//! The file is `tensorboard/events.out.tfevents.<seconds>.<host>.<process>` in the run's directory, with one TFRecord
+//! per event: length (u64, little-endian), checksum of the length, a protobuf message `Event`, checksum of the message.
+//! The messages below declare only the fields of TensorFlow's that scalars need.
 
 use std::io::{self, Write};
 use std::path::Path;
 
 use fs_err::File;
 use prost::Message;
+use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{EvalReport, StepReport};
 
+use super::{RankReport, ReportSink};
 use crate::clock;
 use crate::devices;
 use crate::names::file_name;
 
-/// What the first event says, so that readers know the format.
-const VERSION: &str = "brain.Event:2";
+/// The first event of every file: identifies the format.
+const FILE_VERSION: &str = "brain.Event:2";
 
-/// The file of one run.
 #[derive(Debug)]
-pub struct TensorBoard {
+pub(crate) struct TensorBoard {
     file: File,
 }
 
@@ -53,27 +54,36 @@ struct Summary {
 struct Value {
     #[prost(string, tag = "1")]
     tag: String,
-    /// One of several kinds of value in TensorFlow: written even where it is 0.
+    /// A oneof in TensorFlow's message, so it must be written even if it is 0.
     #[prost(float, optional, tag = "2")]
     simple_value: Option<f32>,
 }
 
+impl ReportSink for TensorBoard {
+    fn report(&mut self, report: &RankReport) -> io::Result<()> {
+        match &report.report {
+            Report::Step(step) => self.step(step),
+            Report::Eval(eval) => self.eval(eval),
+            _ => Ok(()),
+        }
+    }
+}
+
 impl TensorBoard {
     /// Creates the file in the run's directory.
-    pub fn create(run_dir: &Path) -> io::Result<Self> {
+    pub(crate) fn create(run_dir: &Path) -> io::Result<Self> {
         let dir = run_dir.join("tensorboard");
         fs_err::create_dir_all(&dir)?;
         let now = now();
         let (host, process) = (file_name(&devices::host_name()), std::process::id());
         let file = File::create(dir.join(format!("events.out.tfevents.{now:.0}.{host}.{process}")))?;
         let mut board = Self { file };
-        board.write(0, What::FileVersion(VERSION.into()))?;
+        board.write(0, What::FileVersion(FILE_VERSION.into()))?;
         Ok(board)
     }
 
-    /// A training step.
     #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "speeds and times")]
-    pub fn step(&mut self, step: &StepReport) -> io::Result<()> {
+    fn step(&mut self, step: &StepReport) -> io::Result<()> {
         let speed = step.tokens as f64 / step.step_seconds.max(1e-9);
         let values = [
             ("train/loss", step.loss),
@@ -85,8 +95,7 @@ impl TensorBoard {
         self.scalars(step.step, &values)
     }
 
-    /// An evaluation.
-    pub fn eval(&mut self, eval: &EvalReport) -> io::Result<()> {
+    fn eval(&mut self, eval: &EvalReport) -> io::Result<()> {
         self.scalars(eval.step, &[("val/loss", eval.loss)])
     }
 
@@ -98,18 +107,17 @@ impl TensorBoard {
     fn write(&mut self, step: u64, what: What) -> io::Result<()> {
         let step = i64::try_from(step).unwrap_or(i64::MAX);
         let event = Event { wall_time: now(), step, what: Some(what) };
-        // One write per event: a reader that follows the file sees whole ones.
+        // One write per event, so that a reader that follows the file sees whole events only.
         self.file.write_all(&record(&event.encode_to_vec()))
     }
 }
 
-/// A TFRecord.
 fn record(data: &[u8]) -> Vec<u8> {
     let len = (data.len() as u64).to_le_bytes();
     [&len[..], &checksum(&len), data, &checksum(data)].concat()
 }
 
-/// CRC-32C, masked: in a file of records, a checksum of bytes that hold checksums says little.
+/// Masked CRC-32C, as the TFRecord format requires: a plain CRC of data that contains its own CRC is degenerate.
 fn checksum(bytes: &[u8]) -> [u8; 4] {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
 }
@@ -137,12 +145,12 @@ mod tests {
         let (mut rest, mut events) = (&bytes[..], Vec::new());
         while !rest.is_empty() {
             let (len, after) = rest.split_at(8);
-            let (sum, after) = after.split_at(4);
-            assert_eq!(sum, checksum(len));
+            let (crc, after) = after.split_at(4);
+            assert_eq!(crc, checksum(len));
             let len = u64::from_le_bytes(len.try_into().unwrap());
             let (data, after) = after.split_at(usize::try_from(len).unwrap());
-            let (sum, after) = after.split_at(4);
-            assert_eq!(sum, checksum(data));
+            let (crc, after) = after.split_at(4);
+            assert_eq!(crc, checksum(data));
             events.push(Event::decode(data).unwrap());
             rest = after;
         }
@@ -155,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn events_come_back_with_their_values() {
+    fn written_events_can_be_read_back() {
         let dir = tempfile::tempdir().unwrap();
         let mut board = TensorBoard::create(dir.path()).unwrap();
         let step = StepReport {
@@ -185,8 +193,8 @@ mod tests {
     }
 
     #[test]
-    fn records_are_what_tensorflow_writes() {
-        // Made by TensorBoard's own writer.
+    fn record_matches_tensorboards_own_writer() {
+        // Written by TensorBoard's Python writer.
         let written = b"\x09\0\0\0\0\0\0\0\x37\xf9\x71\x39123456789\xe5\xb0\x8a\xc7";
         assert_eq!(record(b"123456789"), written);
     }

@@ -1,8 +1,8 @@
-//! Which cores a worker runs on: torchrun's `--numa-binding`, from sysfs and without numactl.
+//! CPU affinity of workers: torchrun's `--numa-binding`, planned from sysfs without numactl.
 //!
-//! A worker belongs to the NUMA node of its GPU. Where that is not known, or the node has no CPU that this process may use,
-//! the nodes are dealt out among the ranks in order. Planning reads files below one directory and the allowed CPUs, nothing
-//! else; CPUs that are not allowed are in no plan. A plan is applied between fork and exec.
+//! A worker belongs to the NUMA node of its GPU. If that is unknown, or this process may not use any CPU of the node,
+//! the nodes are distributed over the ranks in order. Planning depends only on files below one directory and on the
+//! allowed CPUs; other CPUs are in no plan. A plan is applied between fork and exec.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -11,10 +11,10 @@ use rustix::thread::CpuSet;
 
 use crate::command::Binding;
 
-/// Numbers of logical CPUs.
+/// Logical CPU numbers.
 type Cpus = BTreeSet<usize>;
 
-/// Where one worker runs.
+/// The CPUs of one worker.
 #[derive(Clone, Debug)]
 pub struct Affinity {
     cpus: Option<CpuSet>,
@@ -22,22 +22,22 @@ pub struct Affinity {
 }
 
 impl Affinity {
-    /// The CPUs that the worker is bound to; `None` where it is not.
+    /// The CPUs to bind the worker to; `None` leaves it unbound.
     pub fn cpus(&self) -> Option<&CpuSet> {
         self.cpus.as_ref()
     }
 
-    /// Physical cores that fall to this worker where others share its CPUs, at least 1.
+    /// This worker's share of the physical cores if other workers have the same CPUs; at least 1.
     pub fn cores(&self) -> usize {
         self.cores
     }
 }
 
-/// Where each of `nproc` workers runs. `gpus_pci` are the PCI addresses of their GPUs in the order of local ranks, as NVML or
-/// sysfs writes them; `sys` is `/sys`; `allowed` is never empty.
+/// Plans the CPUs of `nproc` workers. `gpus_pci` holds the PCI addresses of their GPUs in the order of local ranks, as
+/// NVML or sysfs writes them; `sys` is `/sys`; `allowed` must not be empty.
 ///
 /// # Errors
-/// Why there are not enough cores to be exclusive.
+/// There are too few cores for exclusive ones.
 pub fn plan(
     binding: Option<Binding>,
     nproc: u32,
@@ -47,21 +47,21 @@ pub fn plan(
 ) -> Result<Vec<Affinity>, String> {
     let machine = Machine::read(sys, allowed);
     let nproc = nproc as usize;
-    let homes: Vec<usize> = (0..nproc)
+    let worker_nodes: Vec<usize> = (0..nproc)
         .map(|rank| {
-            machine.node_of_gpu(sys, gpus_pci.get(rank)).unwrap_or_else(|| machine.dealt(rank, nproc))
+            machine.node_of_gpu(sys, gpus_pci.get(rank)).unwrap_or_else(|| machine.spread_node(rank, nproc))
         })
         .collect();
     let sets = (0..nproc).map(|rank| {
-        let home = homes[rank];
-        let before = homes[..rank].iter().filter(|node| **node == home).count();
-        let workers = homes.iter().filter(|node| **node == home).count();
+        let node = worker_nodes[rank];
+        let before = worker_nodes[..rank].iter().filter(|other| **other == node).count();
+        let workers = worker_nodes.iter().filter(|other| **other == node).count();
         match binding {
             None => Ok(machine.cpus.keys().copied().collect()),
-            Some(Binding::Node) => Ok(machine.nodes[&home].clone()),
-            Some(Binding::Socket) => Ok(machine.socket(home)),
-            Some(Binding::Exclusive) => machine.exclusive(home, before, workers),
-            Some(Binding::CoreComplex) => Ok(machine.complex(home, before)),
+            Some(Binding::Node) => Ok(machine.nodes[&node].clone()),
+            Some(Binding::Socket) => Ok(machine.socket(node)),
+            Some(Binding::Exclusive) => machine.exclusive(node, before, workers),
+            Some(Binding::CoreComplex) => Ok(machine.complex(node, before)),
         }
     });
     let sets: Vec<Cpus> = sets.collect::<Result<_, _>>()?;
@@ -73,21 +73,21 @@ pub fn plan(
     Ok(sets.iter().map(affinity).collect())
 }
 
-/// The CPUs that this process may use.
+/// The topology of the CPUs that this process may use.
 #[derive(Debug)]
 struct Machine {
     cpus: BTreeMap<usize, Cpu>,
-    /// By NUMA node, of which none is empty.
+    /// By NUMA node; no set is empty.
     nodes: BTreeMap<usize, Cpus>,
 }
 
-/// What a logical CPU is part of.
+/// The place of a logical CPU in the topology.
 #[derive(Debug)]
 struct Cpu {
     socket: usize,
-    /// The first CPU of its physical core.
+    /// Identified by its first CPU.
     core: usize,
-    /// The first CPU of those that share its largest cache.
+    /// The CPUs that share its last-level cache, identified by the first one.
     complex: usize,
 }
 
@@ -110,14 +110,14 @@ impl Machine {
     }
 
     fn node_of_gpu(&self, sys: &Path, pci: Option<&String>) -> Option<usize> {
-        let dir = sys.join("bus/pci/devices").join(in_sysfs(pci?)?);
-        // -1, which is no number of a node, says that the firmware does not tell.
+        let dir = sys.join("bus/pci/devices").join(sysfs_address(pci?)?);
+        // -1, which does not parse, means that the firmware does not say.
         let node = number(&dir.join("numa_node"))?;
         self.nodes.contains_key(&node).then_some(node)
     }
 
-    /// The node of a rank when all nodes get equally many, neighbours together.
-    fn dealt(&self, rank: usize, nproc: usize) -> usize {
+    /// The node of a rank if ranks are distributed evenly, neighbours together.
+    fn spread_node(&self, rank: usize, nproc: usize) -> usize {
         self.nodes.keys().nth(rank * self.nodes.len() / nproc.max(1)).copied().unwrap_or(0)
     }
 
@@ -126,21 +126,21 @@ impl Machine {
         self.cpus.iter().filter(|(_, cpu)| Some(cpu.socket) == socket).map(|(number, _)| *number).collect()
     }
 
-    /// The share of one of a node's workers: physical cores with all their CPUs, the first workers one more if need be.
+    /// One worker's share of a node: whole physical cores, one more for the first workers if they do not divide evenly.
     fn exclusive(&self, node: usize, worker: usize, workers: usize) -> Result<Cpus, String> {
         let cores: Vec<Cpus> = self.cores(&self.nodes[&node]).into_values().collect();
-        let (each, more) = (cores.len() / workers, cores.len() % workers);
+        let (each, remainder) = (cores.len() / workers, cores.len() % workers);
         if each == 0 {
             return Err(format!(
                 "--numa-binding exclusive: NUMA node {node} has {} cores for {workers} workers",
                 cores.len()
             ));
         }
-        let start = worker * each + worker.min(more);
-        Ok(cores[start..start + each + usize::from(worker < more)].iter().flatten().copied().collect())
+        let start = worker * each + worker.min(remainder);
+        Ok(cores[start..start + each + usize::from(worker < remainder)].iter().flatten().copied().collect())
     }
 
-    /// One of a node's groups of CPUs that share a cache, largest first.
+    /// One of the core complexes of a node, largest first.
     fn complex(&self, node: usize, worker: usize) -> Cpus {
         let mut groups: Vec<Cpus> =
             self.grouped(&self.nodes[&node], |cpu| cpu.complex).into_values().collect();
@@ -162,7 +162,7 @@ impl Machine {
 }
 
 impl Cpu {
-    /// What sysfs does not tell is taken to be one for the whole machine, but for cores, of which each CPU is one.
+    /// Without information in sysfs there is one socket and one complex, and every CPU is a core.
     fn read(dir: &Path, cpu: usize) -> Self {
         let caches = numbered(&dir.join("cache"), "index");
         let data = caches.into_values().filter(|cache| {
@@ -179,7 +179,7 @@ impl Cpu {
     }
 }
 
-/// Entries such as `node0` of a directory, by number.
+/// Directory entries such as `node0`, by number.
 fn numbered(dir: &Path, prefix: &str) -> BTreeMap<usize, std::path::PathBuf> {
     let entries = fs_err::read_dir(dir).into_iter().flatten().flatten();
     let numbered = entries.filter_map(|entry| {
@@ -193,7 +193,7 @@ fn number(file: &Path) -> Option<usize> {
     fs_err::read_to_string(file).ok()?.trim().parse().ok()
 }
 
-/// A file such as `0-3,8-11`; empty if there is none.
+/// Parses a file such as `0-3,8-11`; empty if there is none.
 fn list(file: &Path) -> Cpus {
     let text = fs_err::read_to_string(file).unwrap_or_default();
     let range = |part: &str| {
@@ -203,8 +203,8 @@ fn list(file: &Path) -> Cpus {
     text.split(',').filter_map(range).flatten().collect()
 }
 
-/// `00000000:3B:00.0`, as NVML writes it, is `0000:3b:00.0` in sysfs.
-fn in_sysfs(pci: &str) -> Option<String> {
+/// NVML's `00000000:3B:00.0` is `0000:3b:00.0` in sysfs.
+fn sysfs_address(pci: &str) -> Option<String> {
     let (domain, rest) = pci.split_once(':')?;
     Some(format!("{:04x}:{}", u32::from_str_radix(domain, 16).ok()?, rest.to_lowercase()))
 }
@@ -221,7 +221,8 @@ mod tests {
 
     use super::*;
 
-    /// Two sockets of two NUMA nodes of four cores of two CPUs, of which the second is 16 higher; two cores share a cache.
+    /// Two sockets with two NUMA nodes each, four cores per node, two CPUs per core (n and n + 16); pairs of cores
+    /// share a cache.
     fn machine() -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         let write = |path: String, text: String| {
@@ -280,7 +281,7 @@ mod tests {
     const ALL: &[Range<usize>] = &[0..16, 16..32];
 
     #[test]
-    fn workers_run_beside_their_gpus() {
+    fn workers_run_on_the_numa_node_of_their_gpu() {
         let (node0, node3) = (cpus(&[0..4, 16..20]), cpus(&[12..16, 28..32]));
         let plan = planned(Some(Binding::Node), 3, &["0A", "0B", "0C"], ALL).unwrap();
         assert_eq!(plan, [(node3.clone(), 2), (node3, 2), (node0, 4)]);
@@ -289,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn exclusive_workers_share_no_core() {
+    fn exclusive_binding_shares_no_core() {
         let plan = planned(Some(Binding::Exclusive), 3, &["0A", "0B", "0C"], ALL).unwrap();
         assert_eq!(plan, [(vec![12, 13, 28, 29], 2), (vec![14, 15, 30, 31], 2), (cpus(&[0..4, 16..20]), 4)]);
         // Without GPUs: six workers on four nodes, the first node with cores 0 to 3.
@@ -303,30 +304,30 @@ mod tests {
     }
 
     #[test]
-    fn a_core_complex_is_what_shares_the_largest_cache() {
+    fn core_complex_shares_the_last_level_cache() {
         let plan = planned(Some(Binding::CoreComplex), 3, &["0A", "0B", "0C"], ALL).unwrap();
         assert_eq!(plan, [(vec![12, 13, 28, 29], 2), (vec![14, 15, 30, 31], 2), (vec![0, 1, 16, 17], 2)]);
-        // Of the first complex only one CPU is allowed: the other is larger.
+        // Only one CPU of the first complex is allowed, so the other is larger.
         let plan = planned(Some(Binding::CoreComplex), 3, &[], &[1..2, 2..4]).unwrap();
         assert_eq!(plan, [(vec![2, 3], 1), (vec![1], 1), (vec![2, 3], 1)]);
     }
 
     #[test]
-    fn cpus_that_are_not_allowed_are_in_no_plan() {
+    fn disallowed_cpus_are_in_no_plan() {
         let plan = planned(Some(Binding::Node), 2, &["0A", "0C"], &[0..2, 12..13]).unwrap();
         assert_eq!(plan, [(vec![12], 1), (vec![0, 1], 2)]);
-        // The GPUs' node is out of reach: the nodes that are left are dealt out.
+        // The GPUs' node is not allowed: the others are distributed.
         let plan = planned(Some(Binding::Node), 2, &["0A", "0B"], &[0..2, 4..6]).unwrap();
         assert_eq!(plan, [(vec![0, 1], 2), (vec![4, 5], 2)]);
     }
 
     #[test]
-    fn nodes_are_dealt_out_where_nothing_tells_of_gpus() {
-        for buses in [&[] as &[&str], &["0D", "0D"], &["FF", "no address"]] {
+    fn nodes_are_distributed_if_gpu_locality_is_unknown() {
+        for buses in [&[] as &[&str], &["0D", "0D"], &["FF", "invalid"]] {
             let plan = planned(Some(Binding::Node), 2, buses, ALL).unwrap();
             assert_eq!(plan, [(cpus(&[0..4, 16..20]), 4), (cpus(&[8..12, 24..28]), 4)], "{buses:?}");
         }
-        // A machine that tells nothing is one node of cores of one CPU.
+        // Without sysfs: one node, and one CPU per core.
         let allowed = cpu_set(&(0..8).collect());
         for binding in [Binding::Node, Binding::Socket, Binding::CoreComplex] {
             let plan = plan(Some(binding), 2, &[], Path::new("/nowhere"), &allowed).unwrap();
@@ -335,14 +336,14 @@ mod tests {
     }
 
     #[test]
-    fn without_a_binding_only_the_share_is_planned() {
+    fn without_binding_only_the_core_share_is_planned() {
         let plan = planned(None, 3, &["0A", "0B", "0C"], ALL).unwrap();
         assert_eq!(plan, vec![(vec![], 5); 3]);
         assert_eq!(planned(None, 40, &[], ALL).unwrap()[0].1, 1);
     }
 
     #[test]
-    fn a_plan_binds_the_thread_that_applies_it() {
+    fn applied_plan_binds_the_thread() {
         let allowed = rustix::thread::sched_getaffinity(None).unwrap();
         let plan = plan(Some(Binding::Exclusive), 1, &[], Path::new("/sys"), &allowed).unwrap();
         std::thread::spawn(move || {

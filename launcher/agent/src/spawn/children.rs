@@ -1,7 +1,7 @@
-//! The children of this process: those it started, and orphans handed to it.
+//! The children of this process: those that it started, and orphans that it adopted as a subreaper.
 //!
-//! What this process starts is known before it can end, under one lock, and collected only by who started it. All other
-//! children are orphans of workers, told by their process group, which is not xlaunch's.
+//! A child is registered under a lock before it can exit, and reaped only by its starter. All other children are
+//! orphans of workers, recognised by a process group other than xlaunch's.
 
 use std::collections::BTreeSet;
 use std::process::{Child, Command};
@@ -17,21 +17,21 @@ fn started() -> MutexGuard<'static, BTreeSet<u32>> {
     STARTED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Starts a process that [`reap_orphans`] leaves alone until it is forgotten.
-pub(super) fn start(command: &mut Command) -> std::io::Result<Child> {
+/// Starts a process that [`reap_orphans`] leaves alone until [`forget`] is called.
+pub(super) fn spawn(command: &mut Command) -> std::io::Result<Child> {
     let mut started = started();
     let child = command.spawn()?;
     started.insert(child.id());
     Ok(child)
 }
 
-/// The process was collected, or nobody will.
+/// The process has been reaped, or never will be.
 pub(super) fn forget(pid: u32) {
     started().remove(&pid);
 }
 
-/// Whether a process is an orphan that was handed to this process, `own`.
-pub(super) fn adopted(process: &Process, own: &Process) -> bool {
+/// Whether a process is an orphan that this process, `own`, has adopted.
+pub(super) fn is_adopted(process: &Process, own: &Process) -> bool {
     is_orphan(process, own, &started())
 }
 
@@ -39,11 +39,12 @@ fn is_orphan(process: &Process, own: &Process, started: &BTreeSet<u32>) -> bool 
     process.parent == own.pid && process.group != own.group && !started.contains(&process.pid)
 }
 
-/// Processes whose parent is this one, as far as the kernel lists them by parent; others among them where it does not.
+/// The children of this process; all processes if the kernel does not list children (`CONFIG_PROC_CHILDREN`).
 fn children() -> Vec<Process> {
     let tasks = fs_err::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let lists = tasks.map(|task| fs_err::read_to_string(task.path().join("children")).ok());
-    // A host may have thousands of processes. A thread that ends meanwhile has left its children to another.
+    // Not by scanning `/proc`: a host may have thousands of processes. A thread that exits meanwhile hands its children
+    // to another thread.
     let lists: Vec<String> = lists.flatten().collect();
     if lists.is_empty() {
         return Process::all();
@@ -52,18 +53,18 @@ fn children() -> Vec<Process> {
     pids.filter_map(Process::read).collect()
 }
 
-/// From now on, processes whose parents die become children of this process, not of init.
-pub fn adopt_orphans() -> std::io::Result<()> {
+/// Makes this process a subreaper: descendants whose parents die become its children, not init's.
+pub(crate) fn adopt_orphans() -> std::io::Result<()> {
     Ok(set_child_subreaper(Some(getpid()))?)
 }
 
-/// Collects orphans that have ended. Workers are left to [`Worker::exit`](super::Worker::exit). Call it at SIGCHLD.
-pub fn reap_orphans() {
+/// Reaps orphans that have exited. Workers are left to [`Worker::exit`](super::Worker::exit). Call it at SIGCHLD.
+pub(crate) fn reap_orphans() {
     let any = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     if !matches!(waitid(WaitId::All, any), Ok(Some(_))) {
         return;
     }
-    // While a process is being started, one that failed to may lie here: it is its starter's. There is a next time.
+    // A child whose exec just failed belongs to its starter, which holds the lock. SIGCHLD comes again.
     let Ok(started) = STARTED.try_lock() else { return };
     let Some(own) = Process::own() else { return };
     for process in children() {
@@ -71,7 +72,7 @@ pub fn reap_orphans() {
             && is_orphan(&process, &own, &started)
             && let Some(pid) = i32::try_from(process.pid).ok().and_then(Pid::from_raw)
         {
-            // It has ended and is ours: there is nothing to fail.
+            // Cannot fail: it is a child that has exited.
             let _ = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
         }
     }

@@ -1,4 +1,5 @@
-//! What a worker finds in its environment: torchrun's variables, xlaunch's own, and everything the launcher was given.
+//! The environment of a worker: torchrun's variables, xlaunch's own, and everything that xlaunch itself was started
+//! with.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -9,41 +10,41 @@ use xlaunch_proto::env;
 use crate::command::ResolvedCommand;
 use crate::devices::Placement;
 
-/// What the workers of one attempt of the built-in trainer have in common.
+/// What the built-in trainer's workers of one attempt have in common.
 #[derive(Clone, Debug)]
-pub struct Group<'a> {
+pub(crate) struct TrainerGroup<'a> {
     /// The run's id.
-    pub run_id: &'a str,
-    /// Where they find the agent.
-    pub socket: &'a Path,
-    /// Where they compute.
-    pub placement: &'a Placement,
-    /// This start of the group, from 0.
-    pub attempt: u32,
-    /// Restarts allowed.
-    pub max_restarts: u32,
-    /// For frameworks that rendezvous by themselves.
-    pub master_port: u16,
-}
-
-/// What the workers of one attempt of any other command have in common.
-#[derive(Clone, Debug)]
-pub struct CommandGroup<'a> {
-    /// The launch.
-    pub spec: &'a ResolvedCommand,
-    /// The run's id, which is the specification's where it has one.
-    pub run_id: &'a str,
+    pub(crate) run_id: &'a str,
     /// Where the agent listens.
-    pub socket: &'a Path,
-    /// This start of the group, from 0.
-    pub attempt: u32,
-    /// Where rank 0 is to listen.
-    pub master_port: u16,
+    pub(crate) socket: &'a Path,
+    /// Their devices.
+    pub(crate) placement: &'a Placement,
+    /// From 0.
+    pub(crate) attempt: u32,
+    /// Restarts allowed.
+    pub(crate) max_restarts: u32,
+    /// For frameworks that rendezvous on their own.
+    pub(crate) master_port: u16,
 }
 
-/// The command of one worker. Everything else in the launcher's environment (`NCCL_*`, `NVSHMEM_*`, `TORCH_*`, ...) is
-/// passed on untouched.
-pub fn command(group: &Group<'_>, rank: u32) -> std::io::Result<Command> {
+/// What a command's workers of one attempt have in common.
+#[derive(Clone, Debug)]
+pub(crate) struct CommandGroup<'a> {
+    /// The launch.
+    pub(crate) spec: &'a ResolvedCommand,
+    /// The run's id: the specification's, if it has one.
+    pub(crate) run_id: &'a str,
+    /// Where the agent listens.
+    pub(crate) socket: &'a Path,
+    /// From 0.
+    pub(crate) attempt: u32,
+    /// Where rank 0 should listen.
+    pub(crate) master_port: u16,
+}
+
+/// The command of one of the built-in trainer's workers. The rest of the environment (`NCCL_*`, `NVSHMEM_*`, `TORCH_*`,
+/// ...) is inherited unchanged.
+pub(crate) fn trainer_command(group: &TrainerGroup<'_>, rank: u32) -> std::io::Result<Command> {
     let mut command = match std::env::var_os(env::WORKER_PROGRAM) {
         Some(program) => Command::new(program),
         None => {
@@ -52,11 +53,15 @@ pub fn command(group: &Group<'_>, rank: u32) -> std::io::Result<Command> {
             command
         }
     };
-    command.envs(variables(group, rank, std::env::var_os("OMP_NUM_THREADS")));
+    command.envs(trainer_variables(group, rank, std::env::var_os("OMP_NUM_THREADS")));
     Ok(command)
 }
 
-fn variables(group: &Group<'_>, rank: u32, omp_threads: Option<OsString>) -> Vec<(&'static str, OsString)> {
+fn trainer_variables(
+    group: &TrainerGroup<'_>,
+    rank: u32,
+    omp_threads: Option<OsString>,
+) -> Vec<(&'static str, OsString)> {
     let device = if group.placement.cuda { format!("cuda:{rank}") } else { "cpu".into() };
     let shared = Shared {
         run_id: group.run_id,
@@ -79,11 +84,11 @@ fn variables(group: &Group<'_>, rank: u32, omp_threads: Option<OsString>) -> Vec
     all
 }
 
-/// What a worker of a command finds beside everything in xlaunch's environment, which `inherited` looks up. `dir` is the
-/// worker's directory of this attempt, `threads` its share of the cores.
+/// The variables that a command's worker gets in addition to xlaunch's environment, which `inherited` looks up. `dir`
+/// is the worker's directory of this attempt, `threads` its share of the cores.
 ///
-/// The store of `torch.distributed` is rank 0's: the agent offers none, so that `TORCHELASTIC_USE_AGENT_STORE` is `False`.
-pub fn command_variables(
+/// `TORCHELASTIC_USE_AGENT_STORE` is `False`: rank 0 hosts the store of `torch.distributed`, the agent has none.
+pub(crate) fn command_variables(
     group: &CommandGroup<'_>,
     local_rank: u32,
     dir: &Path,
@@ -121,7 +126,7 @@ pub fn command_variables(
     all
 }
 
-/// The entry of the parent's list that falls to this rank. The command line was refused if the list is too short.
+/// This rank's entry of the inherited list. A list that is too short was refused by the command line.
 fn own_gpu(local_rank: u32, visible: Option<OsString>) -> OsString {
     let rank = local_rank.to_string();
     let Some(visible) = visible else { return rank.into() };
@@ -129,7 +134,7 @@ fn own_gpu(local_rank: u32, visible: Option<OsString>) -> OsString {
     visible.split(',').nth(local_rank as usize).map_or(rank, |gpu| gpu.trim().to_owned()).into()
 }
 
-/// What goes to the workers of either kind.
+/// What workers of both kinds get.
 struct Shared<'a> {
     run_id: &'a str,
     socket: &'a Path,
@@ -193,7 +198,7 @@ mod tests {
         }
     }
 
-    /// What rank 1 of 2 gets in its second attempt.
+    /// The variables of rank 1 of 2 in the second attempt.
     fn variables(spec: &ResolvedCommand, inherited: &[(&str, &str)]) -> BTreeMap<&'static str, String> {
         let socket = Path::new("/run/agent.sock");
         let group = CommandGroup { spec, run_id: "id", socket, attempt: 1, master_port: 20_001 };
@@ -209,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_of_a_command_get_what_torchrun_gives() {
+    fn command_workers_get_torchruns_variables() {
         let found = variables(&spec(), &[("CUDA_VISIBLE_DEVICES", "4,5")]);
         for (name, value) in [
             ("RANK", "1"),
@@ -231,12 +236,12 @@ mod tests {
         ] {
             assert_eq!(found.get(name).map(String::as_str), Some(value), "{name}");
         }
-        // The parent's list is inherited as it is.
+        // Inherited unchanged.
         assert!(!found.contains_key("CUDA_VISIBLE_DEVICES"));
     }
 
     #[test]
-    fn what_the_user_chose_stays() {
+    fn variables_set_by_the_user_are_kept() {
         let inherited = [("OMP_NUM_THREADS", "5"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")];
         let found = variables(&spec(), &inherited);
         assert!(!found.contains_key("OMP_NUM_THREADS"));
@@ -244,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_virtual_local_rank_sees_its_entry_of_the_parents_list() {
+    fn virtual_local_rank_sees_its_entry_of_the_inherited_list() {
         let spec = ResolvedCommand { virtual_local_rank: true, ..spec() };
         for (visible, own) in [(None, "1"), (Some("GPU-a, GPU-b"), "GPU-b"), (Some("7,3"), "3")] {
             let inherited = visible.map(|list| ("CUDA_VISIBLE_DEVICES", list));
@@ -253,9 +258,9 @@ mod tests {
         }
     }
 
-    /// Names that differ between a process's environment and that of torchrun's worker, by asking one.
+    /// Compares with the environment of a worker of the real torchrun.
     #[test]
-    fn no_variable_of_a_real_torchrun_is_missing() {
+    fn all_variables_of_the_real_torchrun_are_set() {
         const PRINT: &str = "/usr/bin/env";
         let torchrun = std::env::var_os("XLAUNCH_TORCHRUN").unwrap_or_else(|| "torchrun".into());
         let real = Command::new(torchrun)

@@ -1,9 +1,9 @@
-//! How a process ended, in words.
+//! How a process ended, with a description for the user.
 
 use std::fmt;
 
-/// First real-time signal of C libraries; the kernel's first two are theirs.
-const REAL_TIME: i32 = 34;
+/// The first real-time signal that programs can use: C libraries reserve the kernel's first two (32 and 33).
+const SIGRTMIN: i32 = 34;
 
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,7 +12,7 @@ pub enum Exit {
     Code(i32),
     /// By this signal.
     Signal(i32),
-    /// Nobody can say: never a success.
+    /// Not known; never counts as success.
     Unknown,
 }
 
@@ -23,8 +23,8 @@ impl fmt::Display for Exit {
                 Some(known) => write!(f, "exit code {code} ({})", known.meaning()),
                 None => write!(f, "exit code {code}"),
             },
-            Self::Signal(signal @ REAL_TIME..=64) => {
-                write!(f, "signal {signal} (SIGRTMIN+{}: a real-time signal)", signal - REAL_TIME)
+            Self::Signal(signal @ SIGRTMIN..=64) => {
+                write!(f, "signal {signal} (SIGRTMIN+{}: a real-time signal)", signal - SIGRTMIN)
             }
             Self::Signal(signal) => write!(f, "signal {signal} ({})", signal_name(*signal)),
             Self::Unknown => f.write_str("unknown exit"),
@@ -34,30 +34,30 @@ impl fmt::Display for Exit {
 
 fn signal_name(signal: i32) -> &'static str {
     match signal {
-        1 => "SIGHUP: its terminal was closed",
+        1 => "SIGHUP: terminal closed",
         2 => "SIGINT: interrupted",
-        3 => "SIGQUIT: quit by the terminal",
+        3 => "SIGQUIT: quit from the terminal",
         4 => "SIGILL: illegal instruction",
         5 => "SIGTRAP: breakpoint",
         6 => "SIGABRT: aborted",
-        7 => "SIGBUS: bad memory access",
+        7 => "SIGBUS: bus error",
         8 => "SIGFPE: arithmetic error",
         9 => "SIGKILL: killed",
-        10 => "SIGUSR1: a user's signal without a handler",
-        11 => "SIGSEGV: bad memory access",
-        12 => "SIGUSR2: a user's signal without a handler",
+        10 => "SIGUSR1: user-defined signal without a handler",
+        11 => "SIGSEGV: invalid memory reference",
+        12 => "SIGUSR2: user-defined signal without a handler",
         13 => "SIGPIPE: wrote to a closed pipe",
-        14 => "SIGALRM: a timer ran out",
-        15 => "SIGTERM: asked to end",
+        14 => "SIGALRM: timer expired",
+        15 => "SIGTERM: terminated",
         16 => "SIGSTKFLT: coprocessor fault",
         24 => "SIGXCPU: out of CPU time",
         25 => "SIGXFSZ: file too large",
-        26 => "SIGVTALRM: a timer of CPU time ran out",
-        27 => "SIGPROF: a profiling timer ran out",
-        29 => "SIGIO: input or output possible, without a handler",
+        26 => "SIGVTALRM: CPU timer expired",
+        27 => "SIGPROF: profiling timer expired",
+        29 => "SIGIO: I/O possible, without a handler",
         30 => "SIGPWR: power failure",
-        31 => "SIGSYS: forbidden system call",
-        _ => "a signal without a name",
+        31 => "SIGSYS: bad system call",
+        _ => "unknown signal",
     }
 }
 
@@ -67,9 +67,9 @@ mod tests {
 
     #[test]
     fn every_fatal_signal_has_a_name() {
-        // Stop, continue and those that are ignored by default end nobody; 32 and 33 belong to the C library.
-        let harmless = [17, 18, 19, 20, 21, 22, 23, 28, 32, 33];
-        for signal in (1..=64).filter(|signal| !harmless.contains(signal)) {
+        // Stop, continue and signals that are ignored by default; 32 and 33 belong to the C library.
+        let not_fatal = [17, 18, 19, 20, 21, 22, 23, 28, 32, 33];
+        for signal in (1..=64).filter(|signal| !not_fatal.contains(signal)) {
             let text = Exit::Signal(signal).to_string();
             assert!(text.contains("(SIG"), "{text}");
         }

@@ -1,30 +1,33 @@
-//! Worker processes: started from one thread that never ends, watched by pidfd, signalled as process groups.
+//! Worker processes: started by one thread that never ends, watched by pidfd, signalled as process groups.
 //!
-//! The kernel ties a child's parent-death signal to the thread that forked it, so a thread of a pool would take workers
-//! with it when it retires. Contract: [`Spawner::spawn`] returns when the program runs or has failed to start; its exit
-//! is sent once, whatever it is; [`Worker::signal`] only initiates. A worker that has ended is collected when its
-//! [`Worker`] is dropped: until then nobody else is given its number, nor that of its group.
+//! The kernel ties a child's parent-death signal to the thread that forked it, so a thread of a pool would kill its
+//! workers when it retires. Contract: [`Spawner::spawn`] returns when the program runs or has failed to start; an exit
+//! is sent exactly once; [`Worker::signal`] only initiates. A worker is reaped when its [`Worker`] is dropped: until
+//! then neither its process id nor that of its group can be reused.
 //!
 //! ```text
-//! Spawner --fork--> enters its cgroup, is bound to CPUs --exec--> worker --forks--> what it starts
-//! Scope (of an attempt): cgroups, or tree: all of these, found and killed
-//! children: what this process started, and orphans it was handed;  Guard: does Scope's work if xlaunch is killed
+//! Spawner --fork--> enter the cgroup, bind to CPUs --exec--> worker --fork--> its own children
+//! process_tree    all processes of an attempt, found by cgroup or by `membership`, and killed
+//! reaper          does the same from another process if xlaunch is killed
+//! children        processes that this process started, and orphans that it adopted
+//! environment, affinity, port, gpu_memory     what a worker needs to start
+//! exit, oom                                   how it ended
 //! ```
 
 pub mod affinity;
 mod cgroup;
 mod children;
-pub mod environment;
+pub(crate) mod environment;
 mod exit;
-pub mod gpu_memory;
-pub mod guard;
-pub mod oom;
-pub mod port;
-pub mod scope;
+pub(crate) mod gpu_memory;
+mod membership;
+mod oom;
+pub(crate) mod port;
+pub(crate) mod process_tree;
+pub mod reaper;
 pub mod sys;
 #[cfg(test)]
 mod tests;
-mod tree;
 
 use std::io::IsTerminal;
 use std::os::fd::{AsFd, OwnedFd};
@@ -36,45 +39,43 @@ use rustix::process::{
 use rustix::thread::CpuSet;
 use tokio::sync::oneshot;
 
-pub use children::{adopt_orphans, reap_orphans};
+pub(crate) use children::{adopt_orphans, reap_orphans};
 pub use exit::Exit;
+pub use oom::OomKills;
 
 /// A running worker.
 #[derive(Debug)]
 pub struct Worker {
-    /// Its process id, and that of its group.
+    /// Process id, which is also that of its process group.
     pub pid: u32,
     pid_typed: Pid,
     pidfd: OwnedFd,
 }
 
-/// A started process and its output.
+/// A started process and its output pipes.
 #[derive(Debug)]
 pub struct Spawned {
-    /// The process.
     pub worker: Worker,
-    /// What it prints.
     pub stdout: ChildStdout,
-    /// What it complains about.
     pub stderr: ChildStderr,
 }
 
-/// How a worker is started, beside its command.
+/// Options of a start, in addition to the command.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// It reads what xlaunch would: see [`inherits_stdin`]. Otherwise its standard input is empty.
+    /// The worker gets xlaunch's standard input; see [`inherits_stdin`]. Otherwise it gets `/dev/null`.
     pub inherit_stdin: bool,
-    /// CPUs that it may run on; all that xlaunch may where it is `None`.
+    /// CPUs to bind it to; `None` inherits xlaunch's.
     pub cpus: Option<CpuSet>,
 }
 
-/// Whether workers get xlaunch's standard input: one alone does, unless it is a terminal. A worker is in a process group of
-/// its own, which a terminal stops as soon as it reads; several would take each other's input away.
-pub fn inherits_stdin(workers: u32) -> bool {
+/// Whether workers get xlaunch's standard input: a single worker does, unless it is a terminal. A terminal stops a
+/// background process group, such as a worker's, when it reads; and several workers would take each other's input.
+pub(crate) fn inherits_stdin(workers: u32) -> bool {
     workers == 1 && !std::io::stdin().is_terminal()
 }
 
-/// Starts processes from its own thread.
+/// Starts processes from a thread of its own.
 #[derive(Debug)]
 pub struct Spawner {
     requests: std::sync::mpsc::Sender<Request>,
@@ -88,7 +89,7 @@ impl Spawner {
         let (requests, queue) = std::sync::mpsc::channel::<Request>();
         std::thread::Builder::new().name("spawner".into()).spawn(move || {
             for (command, options, reply) in &queue {
-                // The agent waits for the reply; it is gone only when the whole process ends.
+                // The caller is gone only if its future was dropped.
                 let _ = reply.send(start(command, &options));
             }
             loop {
@@ -100,7 +101,7 @@ impl Spawner {
 
     /// Starts `command` in its own process group, with its output piped.
     pub async fn spawn(&self, command: Command, options: Options) -> std::io::Result<Spawned> {
-        let gone = || std::io::Error::other("the spawner thread is gone");
+        let gone = || std::io::Error::other("the spawner thread has ended");
         let (reply, spawned) = oneshot::channel();
         self.requests.send((command, options, reply)).map_err(|_| gone())?;
         spawned.await.map_err(|_| gone())?
@@ -113,33 +114,33 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
     command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     sys::die_with_parent(&mut command);
     if let Some(cpus) = options.cpus {
-        sys::run_on(&mut command, cpus);
+        sys::bind_to_cpus(&mut command, cpus);
     }
-    let mut child = children::start(&mut command)?;
+    let mut child = children::spawn(&mut command)?;
     let (stdout, stderr, pid) = (child.stdout.take(), child.stderr.take(), Pid::from_child(&child));
     match (stdout, stderr, pidfd_open(pid, PidfdFlags::NONBLOCK)) {
         (Some(stdout), Some(stderr), Ok(pidfd)) => {
             Ok(Spawned { worker: Worker { pid: child.id(), pid_typed: pid, pidfd }, stdout, stderr })
         }
-        (_, _, watched) => {
-            // What cannot be watched must not run. It may have ended.
+        (_, _, pidfd) => {
+            // A process that cannot be watched must not run. It may have exited.
             let _ = child.kill();
             let _ = child.wait();
             children::forget(child.id());
-            Err(watched.err().map_or_else(|| std::io::Error::other("no pipe"), Into::into))
+            Err(pidfd.err().map_or_else(|| std::io::Error::other("no pipe"), Into::into))
         }
     }
 }
 
 impl Worker {
-    /// Waits for the end of the process; the [`Worker`] must live until then.
+    /// Waits until the process exits; its [`Worker`] must live until then.
     pub async fn exit(pidfd: OwnedFd) -> Exit {
-        let Some(pidfd) = sys::watch(pidfd) else { return Exit::Unknown };
+        let Some(pidfd) = sys::register(pidfd) else { return Exit::Unknown };
         if pidfd.readable().await.is_err() {
             return Exit::Unknown;
         }
-        let look = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-        match waitid(WaitId::PidFd(pidfd.get_ref().as_fd()), look) {
+        let peek = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+        match waitid(WaitId::PidFd(pidfd.get_ref().as_fd()), peek) {
             Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
                 (Some(code), _) => Exit::Code(code),
                 (None, Some(signal)) => Exit::Signal(signal),
@@ -154,7 +155,7 @@ impl Worker {
         self.pidfd.try_clone()
     }
 
-    /// Signals the whole process group. A group that is gone needs none.
+    /// Signals the whole process group, which may be gone.
     pub fn signal(&self, signal: Signal) {
         let _ = kill_process_group(self.pid_typed, signal);
     }
@@ -162,7 +163,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // One that still runs is an orphan from now on.
+        // A process that still runs is treated as an orphan from now on.
         let end = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
         let _ = waitid(WaitId::PidFd(self.pidfd.as_fd()), end);
         children::forget(self.pid);

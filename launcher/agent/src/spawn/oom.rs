@@ -1,55 +1,55 @@
-//! Processes that the kernel has killed for lack of memory, by counters that anybody may read.
+//! Detection of OOM kills, from counters that any user may read.
 //!
-//! A rank's own cgroup counts only where somebody has turned the memory controller on for it. The cgroup that xlaunch was
-//! started in nearly always does: a container's, a unit's or a session's; the system does since Linux 4.13. All of them
-//! count a kill before the process that dies is seen to end.
+//! A rank's own cgroup counts only if the administrator has enabled the memory controller for it. The cgroup that
+//! xlaunch was started in (of a container, a systemd unit or a login session) nearly always counts, and the host does
+//! since Linux 4.13. The kernel increments all of them before the killed process can be seen to exit.
 
 use std::path::{Path, PathBuf};
 
-/// Processes killed for lack of memory since an attempt began.
+/// OOM kills since an attempt began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OomKills {
-    /// Of one rank.
+    /// In the cgroup of one rank.
     pub rank: u64,
-    /// In xlaunch's own cgroup: of all ranks, and of whatever else runs there.
+    /// In xlaunch's own cgroup: among all ranks and anything else that runs there.
     pub launch: u64,
-    /// On the host, where that can be known.
+    /// On the host; `None` if unknown.
     pub host: Option<u64>,
 }
 
-/// What was counted before an attempt.
+/// The counters at one point in time.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Before {
+pub(super) struct OomCounters {
     launch: u64,
     host: Option<u64>,
 }
 
-impl Before {
-    pub(super) fn now() -> Self {
-        Self::below(Path::new("/"))
+impl OomCounters {
+    pub(super) fn read() -> Self {
+        Self::read_from(Path::new("/"))
     }
 
-    /// With the kernel's file systems below `root`.
-    fn below(root: &Path) -> Self {
-        let launch = own(root).iter().find_map(|file| count(file)).unwrap_or(0);
+    /// With `/proc` and `/sys` below `root`.
+    fn read_from(root: &Path) -> Self {
+        let launch = own_counters(root).iter().find_map(|file| count(file)).unwrap_or(0);
         Self { launch, host: count(&root.join("proc/vmstat")) }
     }
 
-    /// What was added since. `rank` is what the rank's own cgroup has counted.
-    pub(super) fn since(self, rank: u64) -> OomKills {
-        self.until(Self::now(), rank)
+    /// The kills since then. `rank` is the counter of the rank's own cgroup, which is as old as the attempt.
+    pub(super) fn kills_since(self, rank: u64) -> OomKills {
+        self.difference(Self::read(), rank)
     }
 
-    fn until(self, now: Self, rank: u64) -> OomKills {
+    fn difference(self, now: Self, rank: u64) -> OomKills {
         let launch = now.launch.saturating_sub(self.launch);
         let host = now.host.zip(self.host).map(|(now, before)| now.saturating_sub(before));
         OomKills { rank, launch, host }
     }
 }
 
-/// Where the kernel may count for this process's cgroup, the likeliest first: in version 2 or 1, and in a container that
-/// sees its own cgroup as the root, though `/proc` names it from outside.
-fn own(root: &Path) -> Vec<PathBuf> {
+/// Files that may hold the counter of this process's cgroup, most likely first: version 2 or 1, each also at the mount
+/// point, because a container may see its cgroup as the root while `/proc` shows the path on the host.
+fn own_counters(root: &Path) -> Vec<PathBuf> {
     let text = fs_err::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut files = Vec::new();
     for line in text.lines() {
@@ -67,7 +67,7 @@ fn own(root: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The number behind `oom_kill` in a file of names and numbers.
+/// The value of `oom_kill` in a file of names and values.
 pub(super) fn count(file: &Path) -> Option<u64> {
     let text = fs_err::read_to_string(file).ok()?;
     text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
@@ -89,12 +89,12 @@ mod tests {
     }
 
     fn counted(files: &[(&str, &str)]) -> (u64, Option<u64>) {
-        let before = Before::below(root(files).path());
+        let before = OomCounters::read_from(root(files).path());
         (before.launch, before.host)
     }
 
     #[test]
-    fn the_own_cgroup_counts_in_both_versions_and_in_containers() {
+    fn own_counter_is_found_in_both_cgroup_versions_and_in_containers() {
         let (events, control) =
             ("low 0\noom 4\noom_kill 3\noom_group_kill 1\n", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n");
         let two = ("proc/self/cgroup", "0::/user.slice/session-2.scope\n");
@@ -116,13 +116,13 @@ mod tests {
     }
 
     #[test]
-    fn only_what_was_added_counts() {
-        let before = Before { launch: 3, host: Some(7) };
-        let now = Before { launch: 4, host: Some(9) };
-        assert_eq!(before.until(now, 0), OomKills { rank: 0, launch: 1, host: Some(2) });
-        // In another cgroup than before.
-        assert_eq!(now.until(before, 5), OomKills { rank: 5, launch: 0, host: Some(0) });
-        let unknown = Before { launch: 3, host: None };
-        assert_eq!(unknown.until(now, 0), OomKills { rank: 0, launch: 1, host: None });
+    fn only_kills_since_the_first_reading_count() {
+        let before = OomCounters { launch: 3, host: Some(7) };
+        let now = OomCounters { launch: 4, host: Some(9) };
+        assert_eq!(before.difference(now, 0), OomKills { rank: 0, launch: 1, host: Some(2) });
+        // Moved to another cgroup meanwhile.
+        assert_eq!(now.difference(before, 5), OomKills { rank: 5, launch: 0, host: Some(0) });
+        let unknown = OomCounters { launch: 3, host: None };
+        assert_eq!(unknown.difference(now, 0), OomKills { rank: 0, launch: 1, host: None });
     }
 }

@@ -1,9 +1,10 @@
-//! A TCP port for `MASTER_PORT`, which rank 0 opens some time after it was chosen.
+//! Reserves a TCP port for `MASTER_PORT`, which rank 0 opens some time later.
 //!
-//! Three things could take it in between. The kernel: so it is none that the kernel gives away as an ephemeral port. Another
-//! xlaunch, of any user: so an abstract unix socket named after the port is held meanwhile; such names need no cleaning up,
-//! and are known in one network namespace, as ports are. Any other program: the port was free when it was chosen, and the
-//! choice begins at a random place.
+//! Something else could take the port in between:
+//! - the kernel, as an ephemeral port: such ports are not chosen;
+//! - another xlaunch, of any user: an abstract unix socket named after the port is held as a lock. Such names need no
+//!   cleanup, and belong to a network namespace, as ports do;
+//! - any other program: the port was free when it was chosen, and the search starts at a random place.
 
 use std::hash::BuildHasher;
 use std::io;
@@ -12,34 +13,34 @@ use std::ops::RangeInclusive;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::UnixListener;
 
-/// Ports below belong to well-known services.
-const PORTS: RangeInclusive<u16> = 20_000..=u16::MAX;
+/// Lower ports belong to well-known services.
+const PORT_RANGE: RangeInclusive<u16> = 20_000..=u16::MAX;
 
-/// Where torchrun meets by default: left to those who ask for it.
-const TORCHRUN: [u16; 2] = [29_400, 29_500];
+/// torchrun's default ports, left to users who choose them.
+const TORCHRUN_PORTS: [u16; 2] = [29_400, 29_500];
 
-/// A port that no other xlaunch on this host takes, nor the kernel, until this is dropped.
+/// A port that neither another xlaunch on this host nor the kernel takes until this is dropped.
 #[derive(Debug)]
-pub struct MasterPort {
+pub(crate) struct MasterPort {
     number: u16,
-    /// Closes when workers are executed, so that it is this process's alone.
-    _claim: UnixListener,
+    /// Close-on-exec, so that no worker keeps it.
+    _lock: UnixListener,
 }
 
 impl MasterPort {
     /// Finds a port that is free on IPv4 and IPv6.
     ///
     /// # Errors
-    /// When none is, or no socket can be opened.
-    pub fn reserve() -> io::Result<Self> {
+    /// No port is free, or no socket can be opened.
+    pub(crate) fn reserve() -> io::Result<Self> {
         let setting =
             |name: &str| fs_err::read_to_string(format!("/proc/sys/net/ipv4/{name}")).unwrap_or_default();
         let ports = candidates(&setting("ip_local_port_range"), &setting("ip_local_reserved_ports"));
         Self::first_free(&ports, std::hash::RandomState::new().hash_one(std::process::id()))
     }
 
-    /// Its number.
-    pub fn number(&self) -> u16 {
+    /// The port number.
+    pub(crate) fn number(&self) -> u16 {
         self.number
     }
 
@@ -47,24 +48,24 @@ impl MasterPort {
         let start = usize::try_from(random % ports.len().max(1) as u64).unwrap_or(0);
         let (before, from) = ports.split_at(start);
         for port in from.iter().chain(before) {
-            if let Some(found) = Self::claim(*port)? {
+            if let Some(found) = Self::lock(*port)? {
                 return Ok(found);
             }
         }
         Err(io::Error::new(io::ErrorKind::AddrInUse, "no port is free for MASTER_PORT"))
     }
 
-    fn claim(number: u16) -> io::Result<Option<Self>> {
+    fn lock(number: u16) -> io::Result<Option<Self>> {
         let name = std::os::unix::net::SocketAddr::from_abstract_name(format!("xlaunch-port-{number}"))?;
         match UnixListener::bind_addr(&name) {
-            Ok(claim) => Ok(is_free(number).then_some(Self { number, _claim: claim })),
+            Ok(lock) => Ok(is_free(number).then_some(Self { number, _lock: lock })),
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => Ok(None),
             Err(error) => Err(error),
         }
     }
 }
 
-/// Whether the port can be opened now on all addresses of each family that this host has.
+/// Whether the port can be opened on all addresses of every address family of this host.
 fn is_free(port: u16) -> bool {
     let any: [SocketAddr; 2] = [(Ipv4Addr::UNSPECIFIED, port).into(), (Ipv6Addr::UNSPECIFIED, port).into()];
     let opened = any.map(|address| TcpListener::bind(address).map(drop));
@@ -72,19 +73,21 @@ fn is_free(port: u16) -> bool {
     opened.iter().any(Result::is_ok) && !opened.iter().any(|result| result.as_ref().is_err_and(in_use))
 }
 
-/// Ports to choose from, by the kernel's two settings: "32768 60999" and "8080,9000-9100".
+/// Ports to choose from, given two kernel settings such as "32768 60999" and "8080,9000-9100".
 fn candidates(ephemeral: &str, reserved: &str) -> Vec<u16> {
     let number = |text: &str| text.trim().parse::<u16>().ok();
     let range = |(first, last): (&str, &str)| Some(number(first)?..=number(last)?);
     let ephemeral = ephemeral.trim().split_once(char::is_whitespace).and_then(range);
     let reserved: Vec<_> =
         reserved.split(',').filter_map(|part| range(part.split_once('-').unwrap_or((part, part)))).collect();
-    let free = |port: &u16| !TORCHRUN.contains(port) && !reserved.iter().any(|range| range.contains(port));
-    let (mut ports, given_away): (Vec<u16>, Vec<u16>) =
-        PORTS.filter(free).partition(|port| !ephemeral.as_ref().is_some_and(|range| range.contains(port)));
+    let free =
+        |port: &u16| !TORCHRUN_PORTS.contains(port) && !reserved.iter().any(|range| range.contains(port));
+    let (mut ports, ephemeral_ports): (Vec<u16>, Vec<u16>) = PORT_RANGE
+        .filter(free)
+        .partition(|port| !ephemeral.as_ref().is_some_and(|range| range.contains(port)));
     if ports.is_empty() {
-        // Some containers make all ports ephemeral: then there are no better ones.
-        ports = given_away;
+        // In some containers all ports are ephemeral.
+        ports = ephemeral_ports;
     }
     ports
 }
@@ -94,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fifty_at_once_get_fifty_ports_that_can_be_opened() {
+    fn fifty_concurrent_reservations_get_fifty_usable_ports() {
         let start = std::sync::Barrier::new(50);
         let reserve = || {
             start.wait();
@@ -112,10 +115,10 @@ mod tests {
     }
 
     #[test]
-    fn a_port_that_is_held_or_open_is_passed_over() {
+    fn reserved_and_open_ports_are_skipped() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let open = listener.local_addr().unwrap().port();
-        // None that another test reserves.
+        // Outside the range that other tests reserve from.
         let ports: Vec<u16> = (15_000..16_000).collect();
         let random = std::hash::RandomState::new().hash_one(0);
         let held = MasterPort::first_free(&ports, random).unwrap();
@@ -126,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_that_the_kernel_gives_away_or_keeps_are_left_alone() {
+    fn ephemeral_and_reserved_ports_are_not_chosen() {
         let ports = candidates("32768\t60999\n", "20000-20002,61000\n");
         assert_eq!((ports.first(), ports.last()), (Some(&20_003), Some(&65_535)));
         assert!(![29_400, 29_500, 32_768, 60_999, 61_000].iter().any(|port| ports.contains(port)));

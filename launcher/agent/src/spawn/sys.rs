@@ -1,6 +1,7 @@
-//! The unsafe calls of the launcher: code between fork and exec, and descriptors under the reactor's watch.
+//! The unsafe calls of this crate: hooks between fork and exec, and registering descriptors with the reactor.
 //!
-//! Everything between fork and exec is system calls on data made before the fork: another thread may have held any lock.
+//! A hook makes only system calls, on data that was prepared before the fork: after it, another thread's lock stays
+//! locked.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
@@ -11,8 +12,9 @@ use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal, 
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::io::unix::AsyncFd;
 
-/// What a guard does not listen to: whoever ends a whole session or service means xlaunch first.
-const IGNORED: [i32; 9] = [
+/// Ignored by the reaper: something that ends a whole session or service is meant for xlaunch, which the reaper
+/// outlives.
+const REAPER_IGNORES: [i32; 9] = [
     libc::SIGHUP,
     libc::SIGINT,
     libc::SIGQUIT,
@@ -24,7 +26,7 @@ const IGNORED: [i32; 9] = [
     libc::SIGTTOU,
 ];
 
-/// Whose rights a process is to have.
+/// The user that a process should run as.
 #[derive(Clone, Debug)]
 pub struct User {
     pub uid: u32,
@@ -33,12 +35,12 @@ pub struct User {
     pub groups: Vec<u32>,
 }
 
-/// Makes the process die when the thread that starts it does, however that happens.
+/// Sends the process SIGKILL when the thread that starts it dies.
 pub(super) fn die_with_parent(command: &mut Command) {
     let parent = getpid();
     let hook = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have died before the call: then the signal will never come.
+        // If the parent died before this call, the signal never comes.
         if getppid() != Some(parent) {
             return Err(std::io::Error::from_raw_os_error(rustix::io::Errno::SRCH.raw_os_error()));
         }
@@ -48,10 +50,10 @@ pub(super) fn die_with_parent(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// Lets the process enter the cgroup whose `cgroup.procs` this is, before it runs anything. If it may not, it runs outside.
+/// Moves the process into the cgroup of this `cgroup.procs` before its program runs. If that fails, it runs outside.
 pub(super) fn enter_cgroup(command: &mut Command, procs: Arc<OwnedFd>) {
     let hook = move || {
-        // Who starts it looks where it is.
+        // The starter checks where the process is.
         let _ = rustix::io::write(&procs, b"0");
         Ok(())
     };
@@ -59,23 +61,23 @@ pub(super) fn enter_cgroup(command: &mut Command, procs: Arc<OwnedFd>) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// Binds the process to these CPUs; it does not start where that fails.
-pub(super) fn run_on(command: &mut Command, cpus: CpuSet) {
+/// Binds the process to these CPUs; it does not start if that fails.
+pub(super) fn bind_to_cpus(command: &mut Command, cpus: CpuSet) {
     let hook = move || Ok(sched_setaffinity(None, &cpus)?);
-    // SAFETY: the hook makes one system call on a set that it owns, of fixed size: it is async-signal-safe.
+    // SAFETY: the hook makes one system call on a set of fixed size that it owns: it is async-signal-safe.
     unsafe { command.pre_exec(hook) };
 }
 
-/// Puts the process into a session of its own, deaf to the signals that end one, with no descriptor but its standard three.
+/// Detaches the reaper: its own session, signals that end sessions ignored, and no descriptors but the standard three.
 pub(super) fn detach(command: &mut Command) {
     let hook = || {
         setsid()?;
-        for signal in IGNORED {
-            // SAFETY: `signal` is async-signal-safe; ignoring is inherited through exec, and no handler is lost that exec
-            // would keep.
+        for signal in REAPER_IGNORES {
+            // SAFETY: `signal` is async-signal-safe. SIG_IGN is inherited through exec; handlers would be reset by it
+            // anyway.
             unsafe { libc::signal(signal, libc::SIG_IGN) };
         }
-        // Before Linux 5.11 there is no such flag, and what xlaunch was given by its own parent stays open.
+        // Fails before Linux 5.11: descriptors that xlaunch inherited then stay open.
         // SAFETY: the call takes three integers. Marking descriptors leaves them usable up to exec.
         unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
         Ok(())
@@ -84,14 +86,13 @@ pub(super) fn detach(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// Puts the process into a session of its own and, where there is one, makes it that user's: nothing of this process's
-/// rights is left to it.
-pub fn start_apart(command: &mut Command, user: Option<User>) {
+/// Puts the process into a session of its own and, if given, drops all privileges to that user.
+pub fn start_in_session(command: &mut Command, user: Option<User>) {
     let hook = move || {
         setsid()?;
         if let Some(User { uid, gid, groups }) = &user {
-            // In this order: without its first user it may change no group any more.
-            // SAFETY: the pointer and the length are of one array that the hook owns; the calls take integers beside.
+            // In this order: after setuid, the groups cannot be changed any more.
+            // SAFETY: pointer and length belong to one array that the hook owns; the other arguments are integers.
             let failed = unsafe {
                 libc::setgroups(groups.len(), groups.as_ptr()) != 0
                     || libc::setgid(*gid) != 0
@@ -103,21 +104,21 @@ pub fn start_apart(command: &mut Command, user: Option<User>) {
         }
         Ok(())
     };
-    // SAFETY: the hook makes system calls only, on data that it owns, and touches no lock and no heap: setgroups, setgid and
-    // setuid of the C library signal other threads, of which a process between fork and exec has none.
+    // SAFETY: the hook makes system calls only, on data that it owns, and touches no lock and no heap. The C library's
+    // setgroups, setgid and setuid signal all other threads, of which there are none between fork and exec.
     unsafe { command.pre_exec(hook) };
 }
 
-/// A listening socket that systemd has handed over as this descriptor; `None` where it is none.
-pub fn inherited(fd: i32) -> Option<std::os::unix::net::UnixListener> {
+/// The listening socket that systemd passed as this descriptor; `None` if it is something else.
+pub fn inherited_listener(fd: i32) -> Option<std::os::unix::net::UnixListener> {
     use std::os::fd::FromRawFd;
-    // SAFETY: systemd's contract gives descriptors from 3 on to this process alone, and the caller asks once.
+    // SAFETY: by systemd's contract descriptors from 3 on belong to this process alone, and the caller takes each once.
     let listener = unsafe { std::os::unix::net::UnixListener::from_raw_fd(fd) };
     listener.local_addr().is_ok().then_some(listener)
 }
 
-/// Puts a descriptor under the watch of the runtime's reactor; `None` if that fails.
-pub fn watch(fd: OwnedFd) -> Option<AsyncFd<OwnedFd>> {
-    // SAFETY: an OwnedFd is open, is always the same descriptor, and stays open until it is dropped, with the AsyncFd.
+/// Registers a descriptor with tokio's reactor; `None` if that fails.
+pub fn register(fd: OwnedFd) -> Option<AsyncFd<OwnedFd>> {
+    // SAFETY: an OwnedFd is always the same open descriptor, and is closed only when the AsyncFd drops it.
     unsafe { AsyncFd::register(fd) }.ok()
 }

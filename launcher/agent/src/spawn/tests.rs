@@ -1,8 +1,8 @@
-//! What is left of processes, with real ones.
+//! Cleanup of processes, tested with real ones.
 //!
-//! Being a parent, a reaper or a victim is a matter of a whole process. So each scene runs in one of its own: this test
-//! program again, told by [`SCENE`] to play one part, which panics if something is wrong. What a scene starts carries the
-//! variable too, unless it drops its environment, so that the stage can look for what is left.
+//! Parenthood, reaping and death concern whole processes, so each scene runs in one of its own: this test program
+//! again, with [`SCENE`] naming the part to play; it panics if something is wrong. Processes of a scene inherit that
+//! variable, unless they clear their environment, so that the test can find those that remain.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::guard::{self, Guard};
-use super::scope::Scope;
+use super::process_tree::ProcessTree;
+use super::reaper::{self, Reaper};
 use super::*;
 use crate::process::Process;
 
 /// Name of the scene, and a directory of its own.
 const SCENE: &str = "XLAUNCH_TEST_SCENE";
-/// Longest time that anything may take before it counts as hung.
+/// Longer than anything takes that does not hang.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
@@ -36,12 +36,12 @@ fn alive(pid: u32) -> bool {
     Process::read(pid).is_some_and(|process| !process.ended())
 }
 
-/// Number that a process wrote to a file.
+/// The process id in a file.
 fn pid_in(path: &Path) -> u32 {
     wait_for(&path.display().to_string(), || std::fs::read_to_string(path).ok()?.trim().parse().ok())
 }
 
-/// This program in the part of `test`, an ignored one.
+/// Makes the command run an ignored test of this program.
 fn part(command: &mut Command, test: &str) {
     command
         .args(["--ignored", "--exact", "--nocapture", "--test-threads=1"])
@@ -89,45 +89,46 @@ fn plays_a_scene() {
 
 #[test]
 #[ignore = "started by other tests"]
-fn plays_the_guard() {
-    // Its environment is empty: who runs ignored tests closes its input.
-    guard::main();
+fn plays_the_reaper() {
+    // Returns at once if its input is closed, as when ignored tests are run.
+    reaper::main();
 }
 
 struct Stage {
     spawner: Spawner,
-    scope: Scope,
+    tree: ProcessTree,
 }
 
 impl Stage {
     fn new(cgroup: bool) -> Self {
-        let scope = if cgroup { Scope::create("a/test", 0, 2) } else { Scope::without_cgroup("a/test") };
-        Self { spawner: Spawner::start().unwrap(), scope }
+        let tree =
+            if cgroup { ProcessTree::create("a/test", 0, 2) } else { ProcessTree::without_cgroup("a/test") };
+        Self { spawner: Spawner::start().unwrap(), tree }
     }
 
     async fn spawn(&mut self, script: &str, dir: &Path) -> Spawned {
         let mut command = Command::new("sh");
         command.args(["-c", script]).current_dir(dir);
-        self.scope.enter(0, &mut command);
+        self.tree.prepare(0, &mut command);
         let spawned = self.spawner.spawn(command, Options::default()).await.unwrap();
-        self.scope.started(spawned.worker.pid);
+        self.tree.add(spawned.worker.pid);
         spawned
     }
 }
 
-/// Both ways to find processes; the one by cgroup is the other one where there are none.
+/// Runs a scene with and without cgroups (twice without, on a host that has none).
 fn both(name: &str) {
     play(name);
     play(&format!("{name}+cgroup"));
 }
 
 #[test]
-fn what_hides_in_other_sessions_is_gone_and_cgroups_are_removed() {
+fn processes_in_other_sessions_are_killed_and_cgroups_removed() {
     both("hidden");
 }
 
 async fn hidden(mut stage: Stage, dir: &Path) {
-    // Children that left their parents, their session and in part their environment, deaf to what asks them to end.
+    // Children that leave their parents, sessions and environments in all combinations, and ignore signals.
     let script = "trap '' TERM HUP INT
         deaf='trap \"\" TERM HUP INT; echo $$ > $0; while :; do sleep 1000; done'
         (setsid sh -c \"$deaf\" one &)
@@ -137,22 +138,22 @@ async fn hidden(mut stage: Stage, dir: &Path) {
         while :; do sleep 1000; done";
     let spawned = stage.spawn(script, dir).await;
     let hidden = ["one", "two", "three", "four"].map(|name| pid_in(&dir.join(name)));
-    let left: Vec<u32> = stage.scope.left().into_iter().map(|left| left.pid).collect();
+    let left: Vec<u32> = stage.tree.survivors().into_iter().map(|survivor| survivor.pid).collect();
     assert!(hidden.iter().all(|pid| left.contains(pid)) && left.contains(&spawned.worker.pid), "{left:?}");
-    stage.scope.signal(Signal::TERM);
+    stage.tree.signal(Signal::TERM);
     assert!(hidden.iter().all(|pid| alive(*pid)));
-    assert_eq!(stage.scope.oom_kills(0).rank, 0);
-    assert_eq!(stage.scope.gone(DEADLINE).await, []);
+    assert_eq!(stage.tree.oom_kills(0).rank, 0);
+    assert_eq!(stage.tree.kill_and_wait(DEADLINE).await, []);
     assert!(!hidden.iter().chain([&spawned.worker.pid]).any(|pid| alive(*pid)));
-    let cgroup = stage.scope.cgroup().map(Path::to_path_buf);
-    assert_eq!(cgroup.is_some(), stage.scope.has_cgroup());
+    let cgroup = stage.tree.cgroup().map(Path::to_path_buf);
+    assert_eq!(cgroup.is_some(), stage.tree.has_cgroup());
     assert!(cgroup.iter().all(|path| path.join("1").exists()));
     drop(stage);
     assert!(!cgroup.is_some_and(|path| path.exists()));
 }
 
 #[test]
-fn what_appears_while_others_are_killed_is_gone_too() {
+fn processes_that_keep_forking_are_killed() {
     both("breeder");
 }
 
@@ -160,8 +161,8 @@ async fn breeder(mut stage: Stage, dir: &Path) {
     let script = "touch ready; while :; do (setsid sh -c 'setsid sleep 1000 & sleep 1000' &); done";
     for _ in 0..5 {
         let spawned = stage.spawn(script, dir).await;
-        wait_for("a crowd", || (stage.scope.left().len() > 20).then_some(()));
-        assert_eq!(stage.scope.gone(DEADLINE).await, []);
+        wait_for("a crowd", || (stage.tree.survivors().len() > 20).then_some(()));
+        assert_eq!(stage.tree.kill_and_wait(DEADLINE).await, []);
         assert!(!alive(spawned.worker.pid));
         let left: Vec<Process> = marked(&dir.display().to_string());
         assert!(left.is_empty(), "{left:?}");
@@ -169,7 +170,7 @@ async fn breeder(mut stage: Stage, dir: &Path) {
 }
 
 #[test]
-fn stopped_workers_go_on_and_still_hear_that_they_shall_end() {
+fn suspended_workers_resume_and_stopped_ones_can_be_terminated() {
     both("stopped");
 }
 
@@ -184,19 +185,19 @@ async fn stopped(mut stage: Stage) {
         "while [ \"$(cut -d' ' -f3 /proc/{own}/stat)\" != T ]; do sleep 0.01; done; kill -CONT {own}"
     );
     let mut outside = Command::new("sh").args(["-c", &script]).spawn().unwrap();
-    stage.scope.suspend();
+    stage.tree.suspend();
     outside.wait().unwrap();
     wait_for("the worker's stop", || (state() == Some('T')).then_some(()));
-    stage.scope.resume();
+    stage.tree.resume();
     wait_for("the worker's continuation", || (state() != Some('T')).then_some(()));
-    stage.scope.signal(Signal::STOP);
+    stage.tree.signal(Signal::STOP);
     wait_for("the worker's stop", || (state() == Some('T')).then_some(()));
-    stage.scope.signal(Signal::TERM);
+    stage.tree.signal(Signal::TERM);
     assert_eq!(Worker::exit(spawned.worker.watch().unwrap()).await, Exit::Signal(15));
 }
 
 #[test]
-fn orphans_that_end_do_not_stay() {
+fn orphans_that_exit_are_reaped() {
     both("zombies");
 }
 
@@ -216,7 +217,7 @@ async fn zombies(mut stage: Stage) {
 }
 
 #[test]
-fn exits_of_workers_are_not_lost_to_the_reaping_of_orphans() {
+fn reaping_orphans_does_not_steal_exits_of_workers() {
     play("codes");
 }
 
@@ -224,7 +225,7 @@ async fn codes(stage: Stage) {
     std::thread::spawn(|| {
         loop {
             reap_orphans();
-            // The lock favours who has just had it.
+            // Otherwise this thread would hold the lock nearly all the time.
             std::thread::sleep(Duration::from_micros(200));
         }
     });
@@ -239,7 +240,7 @@ async fn codes(stage: Stage) {
 }
 
 #[test]
-fn workers_are_bound_to_cpus_and_read_nothing() {
+fn workers_are_bound_to_cpus_with_empty_stdin() {
     play("bound");
 }
 
@@ -257,7 +258,7 @@ async fn bound(stage: &Stage, dir: &Path) {
     assert_eq!(text.split_whitespace().last(), Some(last.to_string().as_str()));
 }
 
-/// Processes of a scene, other than guards.
+/// Processes of a scene, without reapers.
 fn marked(dir: &str) -> Vec<Process> {
     let of_scene = |process: &Process| {
         let text = std::fs::read(format!("/proc/{}/environ", process.pid)).unwrap_or_default();
@@ -268,7 +269,7 @@ fn marked(dir: &str) -> Vec<Process> {
     Process::all().into_iter().filter(|it| it.pid != own && !it.ended() && of_scene(it)).collect()
 }
 
-/// Ends a scene as nothing can prevent, and waits until nothing of it is left.
+/// Kills a scene with SIGKILL, and waits until nothing of it remains.
 fn kill_scene(child: &mut Child, dir: &Path) {
     kill_process(Pid::from_child(child), Signal::KILL).unwrap();
     child.wait().unwrap();
@@ -285,7 +286,7 @@ fn kill_scene(child: &mut Child, dir: &Path) {
 }
 
 #[test]
-fn a_killed_launcher_leaves_no_process_and_no_directory() {
+fn killed_launcher_leaves_no_process_and_no_directory() {
     for name in ["guarded", "guarded+cgroup"] {
         let dir = tempfile::tempdir().unwrap();
         let mut child = scene(name, dir.path());
@@ -293,19 +294,19 @@ fn a_killed_launcher_leaves_no_process_and_no_directory() {
         wait_for("the last record", || dir.path().join("watched").exists().then_some(()));
         assert!(dir.path().join("private/socket").exists() && started.iter().all(|pid| alive(*pid)));
         kill_scene(&mut child, dir.path());
-        // One of them has dropped the environment by which the others are found here.
+        // One of them has cleared the environment by which `marked` finds the others.
         wait_for("the end of all", || (!started.iter().any(|pid| alive(*pid))).then_some(()));
     }
 }
 
-/// Starts a process that has dropped its environment: the guard finds it by its group, once it knows of the worker.
+/// Starts a process without an environment, which the reaper can find only by its process group.
 const BARE: &str = "(env -i sh -c 'trap \"\" TERM; echo $$ > two; sleep 1000' &)";
 
 async fn guarded(cgroup: bool, dir: &Path, more: &str) {
     let private = dir.join("private");
     let mut program = Command::new("/proc/self/exe");
-    part(&mut program, "plays_the_guard");
-    let guard = Guard::start_as(program, "a/test", std::slice::from_ref(&private)).unwrap();
+    part(&mut program, "plays_the_reaper");
+    let reaper = Reaper::start_as(program, "a/test", std::slice::from_ref(&private)).unwrap();
     std::fs::create_dir(&private).unwrap();
     std::fs::write(private.join("socket"), "").unwrap();
     let mut stage = Stage::new(cgroup);
@@ -315,13 +316,13 @@ async fn guarded(cgroup: bool, dir: &Path, more: &str) {
         sh -c 'echo $$ > three; sleep 1000'"
     );
     let spawned = stage.spawn(&script, dir).await;
-    guard.watch(&stage.scope);
+    reaper.watch(&stage.tree);
     std::fs::write(dir.join("watched"), "").unwrap();
     Worker::exit(spawned.worker.watch().unwrap()).await;
 }
 
 #[test]
-fn two_hundred_launchers_killed_at_any_time_leave_nothing() {
+fn two_hundred_launchers_killed_at_random_times_leave_nothing() {
     let root = tempfile::tempdir().unwrap();
     // A fixed sequence that looks random.
     let mut random = 12345_u64;
@@ -336,13 +337,13 @@ fn two_hundred_launchers_killed_at_any_time_leave_nothing() {
 }
 
 #[test]
-fn a_guard_that_is_not_needed_ends_and_removes_nothing() {
+fn dropped_reaper_exits_and_removes_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let mut program = Command::new("/proc/self/exe");
-    part(&mut program, "plays_the_guard");
-    let guard = Guard::start_as(program, "a/test", &[dir.path().to_path_buf()]).unwrap();
-    let pid = guard.pid();
+    part(&mut program, "plays_the_reaper");
+    let reaper = Reaper::start_as(program, "a/test", &[dir.path().to_path_buf()]).unwrap();
+    let pid = reaper.pid();
     assert!(alive(pid));
-    drop(guard);
+    drop(reaper);
     assert!(!alive(pid) && dir.path().exists());
 }

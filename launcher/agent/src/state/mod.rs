@@ -1,15 +1,21 @@
-//! What to do about a job's events: the pure heart of the agent.
+//! The state machine of a job: a pure function from (state, event, now) to actions.
 //!
 //! ```text
-//!             all joined               last worker exited, none failed
-//! Meeting ---------------> Running ------------------------------------> Ended
-//!    |  failed, interrupted   |  a worker failed, interrupt, stop           ^
-//!    '----------.   .---------'                                             | all exited, no restart
-//!               v   v            deadline          deadline                 |
-//!              Stopping(asked) ----------> SIGTERM ---------> SIGKILL ------'--> Waiting --> Meeting (attempt + 1)
+//!                 all joined                last worker exited, none failed
+//! Rendezvous ---------------> Running ------------------------------------> Ended
+//!      |  failed, stop           |  a worker failed, stop                      ^
+//!      '------------.   .--------'                                             | all exited, no restart
+//!                   v   v        deadline          deadline                    |
+//!                  Stopping ----------> SIGTERM ---------> SIGKILL ------------'--> RestartDelay --> next attempt
 //! ```
-//! Workers of a command do not meet: their attempts begin as Running, and to stop they get a signal at once. Every worker
-//! that was started is accounted for by exactly one exit; the job ends once.
+//! A job starts in Rendezvous; workers of a command do not join one, so their attempts start in Running. The first
+//! failure, or a stop, leads to Stopping. A failure sends SIGTERM at once and SIGKILL after `shutdown_timeout`. A stop
+//! first asks the trainer's workers for a checkpoint and sends SIGTERM only after `shutdown_timeout`; a command's
+//! workers get the signal that xlaunch received. When the last worker has exited, the restart policy decides between
+//! Ended and another attempt.
+//!
+//! Invariants: every started worker is accounted for by exactly one exit; the job ends once, after its last worker; an
+//! unknown exit is never success; after a stop there is no restart.
 
 mod policy;
 mod types;
@@ -22,14 +28,14 @@ use std::time::{Duration, Instant};
 use xlaunch_proto::exit::ExitCode;
 
 use crate::spawn::Exit;
-use policy::{Decision, Ended, Policy};
+use policy::{AttemptFailure, Decision, Policy};
 pub use types::{Action, Event, Failure, Kind, Outcome, Phase, Rules, StopCause};
 
-/// Time between SIGTERM and SIGKILL where workers were asked to stop and did not.
+/// Between SIGTERM and SIGKILL, for workers that did not obey a request to stop.
 const TERMINATE_GRACE: Duration = Duration::from_secs(5);
-/// Numbers of signals.
-const INTERRUPT: i32 = 2;
-const TERMINATE: i32 = 15;
+const SIGINT: i32 = 2;
+const SIGKILL: i32 = 9;
+const SIGTERM: i32 = 15;
 
 /// The state of a job.
 #[derive(Debug)]
@@ -38,97 +44,98 @@ pub struct Job {
     policy: Policy,
     phase: Phase,
     attempt: u32,
-    /// When this attempt began.
-    began: Instant,
+    attempt_start: Instant,
+    /// By rank.
     alive: Vec<bool>,
     failures: Vec<Failure>,
-    /// Whether any worker said that it stopped early, with a checkpoint.
+    /// A worker exited with the code for "stopped early, with a checkpoint".
     stopped_early: bool,
     stop: Option<StopCause>,
-    killed_at_once: bool,
-    /// A signal that ends workers has been sent.
+    /// A second SIGINT has killed the workers.
+    interrupted: bool,
+    /// The workers of this attempt were sent a signal that ends them.
     terminated: bool,
-    /// Whether this attempt's workers were sent SIGKILL, after the time they had.
+    /// The workers of this attempt were sent SIGKILL when their time was up.
     killed: bool,
-    /// When to go one step further: from asking to SIGTERM to SIGKILL, or from waiting to the next attempt.
+    /// The next escalation (request, SIGTERM, SIGKILL), or the start of the next attempt.
     deadline: Option<Instant>,
-    /// What ends a job during the wait for its next attempt.
-    last: Vec<Failure>,
+    /// During the restart delay: the failures of the last attempt, in case that no other follows.
+    last_failures: Vec<Failure>,
 }
 
 impl Job {
-    /// A job whose first attempt is being started.
+    /// A job whose first attempt is about to start.
     pub fn new(rules: Rules, now: Instant) -> Self {
         Self {
             policy: Policy::new(rules.restarts.clone(), rules.seed),
             phase: first_phase(rules.kind),
             attempt: 0,
-            began: now,
+            attempt_start: now,
             alive: vec![true; rules.world as usize],
             failures: Vec::new(),
             stopped_early: false,
             stop: None,
-            killed_at_once: false,
+            interrupted: false,
             terminated: false,
             killed: false,
             deadline: None,
-            last: Vec::new(),
+            last_failures: Vec::new(),
             rules,
         }
     }
 
-    /// Where the job is.
+    /// The phase that the job is in.
     pub fn phase(&self) -> Phase {
         self.phase
     }
 
-    /// This start of the group, from 0.
+    /// The current attempt, from 0.
     pub fn attempt(&self) -> u32 {
         self.attempt
     }
 
-    /// When a [`Event::Tick`] is due.
+    /// When an [`Event::Tick`] is due.
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// What to do about `event` at `now`.
+    /// The actions for an event at `now`, in order.
     pub fn handle(&mut self, event: Event, now: Instant) -> Vec<Action> {
         match (self.phase, event) {
             (Phase::Ended, _) => Vec::new(),
-            (Phase::Waiting, event) => self.while_waiting(&event, now),
+            (Phase::RestartDelay, event) => self.during_restart_delay(&event, now),
             (_, event) => {
-                let mut actions = self.while_workers_live(event, now);
+                let mut actions = self.during_attempt(event, now);
                 if self.alive.iter().all(|alive| !alive) {
-                    actions.extend(self.all_gone(now));
+                    actions.extend(self.attempt_ended(now));
                 }
                 actions
             }
         }
     }
 
-    fn while_workers_live(&mut self, event: Event, now: Instant) -> Vec<Action> {
+    fn during_attempt(&mut self, event: Event, now: Instant) -> Vec<Action> {
         match event {
             Event::SpawnFailed { rank, reason } => {
                 self.alive[rank as usize] = false;
                 let failure = Failure {
                     rank: Some(rank),
-                    what: format!("failed to start: {reason}"),
+                    message: format!("failed to start: {reason}"),
                     status: None,
                     exit: ExitCode::WorkerFailed,
-                    follows: false,
+                    consequence: false,
                 };
                 self.fail(failure, now)
             }
-            Event::Met => {
-                if self.phase == Phase::Meeting {
+            Event::AllJoined => {
+                if self.phase == Phase::Rendezvous {
                     self.phase = Phase::Running;
                 }
                 Vec::new()
             }
-            Event::MeetingFailed(what) => {
+            Event::RendezvousFailed(message) => {
                 let exit = ExitCode::Rendezvous;
-                self.fail(Failure { rank: None, what, status: None, exit, follows: false }, now)
+                self.fail(Failure { rank: None, message, status: None, exit, consequence: false }, now)
             }
             Event::Exited { rank, exit } => {
                 self.alive[rank as usize] = false;
@@ -143,18 +150,18 @@ impl Job {
         }
     }
 
-    /// The failure that this exit of the built-in trainer's worker is, if it is one.
+    /// The failure, if this exit of a trainer's worker is one.
     fn trainer_exited(&mut self, rank: u32, exit: Exit) -> Option<Failure> {
         let known = match exit {
             Exit::Code(code) => ExitCode::from_code(code),
             Exit::Signal(_) | Exit::Unknown => None,
         };
-        let failure = |what, exit_code, follows| {
-            Some(Failure { rank: Some(rank), what, status: Some(exit), exit: exit_code, follows })
+        let failure = |message, exit_code, consequence| {
+            Some(Failure { rank: Some(rank), message, status: Some(exit), exit: exit_code, consequence })
         };
         match known {
-            Some(ExitCode::Done) if self.phase == Phase::Meeting => {
-                failure("ended before it joined".into(), ExitCode::Rendezvous, self.terminated)
+            Some(ExitCode::Done) if self.phase == Phase::Rendezvous => {
+                failure("exited before it joined".into(), ExitCode::Rendezvous, self.terminated)
             }
             Some(ExitCode::Done) => None,
             Some(ExitCode::Stopped) if self.stop.is_some() => {
@@ -162,15 +169,15 @@ impl Job {
                 None
             }
             _ => {
-                // Peers of a failed rank lose their connection, are told that the meeting failed, or obey our SIGTERM.
-                let told = known == Some(ExitCode::Rendezvous) && !self.failures.is_empty();
+                // Peers of a failed rank lose a connection, are refused by the rendezvous, or obey our SIGTERM.
+                let refused = known == Some(ExitCode::Rendezvous) && !self.failures.is_empty();
                 let ours = match exit {
-                    Exit::Signal(TERMINATE) | Exit::Code(143) => self.terminated,
-                    // A SIGKILL that is not ours is the kernel's, for lack of memory: a cause.
-                    Exit::Signal(9) => self.killed || self.killed_at_once,
+                    Exit::Signal(SIGTERM) | Exit::Code(143) => self.terminated,
+                    // Any other SIGKILL may come from the OOM killer, which makes it a root cause.
+                    Exit::Signal(SIGKILL) => self.killed || self.interrupted,
                     _ => false,
                 };
-                let follows = known == Some(ExitCode::Retryable) || ours || told;
+                let consequence = known == Some(ExitCode::Retryable) || ours || refused;
                 let code = match known {
                     Some(
                         code @ (ExitCode::Data
@@ -181,12 +188,12 @@ impl Job {
                     ) => code,
                     _ => ExitCode::WorkerFailed,
                 };
-                failure(exit.to_string(), code, follows)
+                failure(exit.to_string(), code, consequence)
             }
         }
     }
 
-    /// The same of a command's. What ends after we have sent a signal ends because of it, whatever it says.
+    /// The failure, if this exit of a command's worker is one. After our signal, every exit is a consequence of it.
     fn command_exited(&mut self, rank: u32, exit: Exit) -> Option<Failure> {
         if exit == Exit::Code(0) {
             return None;
@@ -196,18 +203,18 @@ impl Job {
             Exit::Signal(signal) => u8::try_from(signal).map_or(1, |signal| 128 | signal),
             Exit::Unknown => 1,
         };
-        let what = match exit {
-            // Our table says nothing of another program's codes.
+        let message = match exit {
+            // xlaunch's table of exit codes does not apply to other programs.
             Exit::Code(code) => format!("exit code {code}"),
             Exit::Signal(_) | Exit::Unknown => exit.to_string(),
         };
-        let passed_on = self.rules.propagate_exit_code.then_some(ExitCode::Worker(own));
+        let propagated = self.rules.propagate_exit_code.then_some(ExitCode::Worker(own));
         Some(Failure {
             rank: Some(rank),
-            what,
+            message,
             status: Some(exit),
-            exit: passed_on.unwrap_or(ExitCode::WorkerFailed),
-            follows: self.terminated,
+            exit: propagated.unwrap_or(ExitCode::WorkerFailed),
+            consequence: self.terminated,
         })
     }
 
@@ -217,10 +224,10 @@ impl Job {
         if self.terminated {
             return Vec::new();
         }
-        self.end_workers(TERMINATE, now)
+        self.terminate(SIGTERM, now)
     }
 
-    fn end_workers(&mut self, signal: i32, now: Instant) -> Vec<Action> {
+    fn terminate(&mut self, signal: i32, now: Instant) -> Vec<Action> {
         self.terminated = true;
         self.deadline = Some(now + self.rules.shutdown_timeout);
         vec![Action::Signal(signal)]
@@ -228,38 +235,38 @@ impl Job {
 
     fn stop(&mut self, cause: StopCause, now: Instant) -> Vec<Action> {
         if self.stop.is_some() {
-            if cause == StopCause::Signal(INTERRUPT) && !self.killed_at_once {
-                self.killed_at_once = true;
-                return vec![Action::Say("second interrupt: ending at once".into()), Action::Kill];
+            if cause == StopCause::Signal(SIGINT) && !self.interrupted {
+                self.interrupted = true;
+                return vec![Action::Notify("second interrupt: killing the workers".into()), Action::Kill];
             }
             return Vec::new();
         }
         self.stop = Some(cause);
-        let meeting = self.phase == Phase::Meeting;
+        let joining = self.phase == Phase::Rendezvous;
         self.phase = Phase::Stopping;
         if self.terminated {
             return Vec::new();
         }
-        let interrupted = cause == StopCause::Signal(INTERRUPT);
-        let again = if interrupted { " (interrupt again to end at once)" } else { "" };
+        let by_interrupt = cause == StopCause::Signal(SIGINT);
+        let again = if by_interrupt { " (interrupt again to kill the workers)" } else { "" };
         match self.rules.kind {
             Kind::Command => {
                 let signal = match cause {
                     StopCause::Signal(signal) => signal,
-                    StopCause::Call => TERMINATE,
+                    StopCause::Call => SIGTERM,
                 };
                 let seconds = self.rules.shutdown_timeout.as_secs_f64();
-                let said = format!("stopping: the workers have {seconds} s to end{again}");
-                [vec![Action::Say(said)], self.end_workers(signal, now)].concat()
+                let message = format!("stopping: the workers have {seconds} s to exit{again}");
+                [vec![Action::Notify(message)], self.terminate(signal, now)].concat()
             }
-            Kind::Trainer if meeting => {
-                let said = Action::Say("stopping before training began".into());
-                [vec![said], self.end_workers(TERMINATE, now)].concat()
+            Kind::Trainer if joining => {
+                let notice = Action::Notify("stopping before training began".into());
+                [vec![notice], self.terminate(SIGTERM, now)].concat()
             }
             Kind::Trainer => {
                 self.deadline = Some(now + self.rules.shutdown_timeout);
-                let said = format!("stopping at the next step, with a checkpoint{again}");
-                vec![Action::Say(said), Action::AskToStop]
+                let message = format!("stopping at the next step, with a checkpoint{again}");
+                vec![Action::Notify(message), Action::RequestStop]
             }
         }
     }
@@ -268,26 +275,24 @@ impl Job {
         if self.deadline.is_none_or(|deadline| now < deadline) {
             return Vec::new();
         }
-        let left: Vec<String> = (0..self.rules.world)
-            .filter(|rank| self.alive[*rank as usize])
-            .map(|rank| rank.to_string())
-            .collect();
-        let left = left.join(", ");
+        let alive = (0..).zip(&self.alive).filter(|(_, alive)| **alive);
+        let ranks = alive.map(|(rank, _): (u32, _)| rank.to_string()).collect::<Vec<_>>().join(", ");
         if self.terminated {
             self.deadline = None;
             self.killed = true;
             return vec![
-                Action::Say(format!("ranks that did not end in time are killed: {left}")),
+                Action::Notify(format!("killing ranks that did not exit in time: {ranks}")),
                 Action::Kill,
             ];
         }
         self.terminated = true;
         self.deadline = Some(now + TERMINATE_GRACE);
-        vec![Action::Say(format!("ranks that did not stop in time: {left}")), Action::Signal(TERMINATE)]
+        let message = format!("sending SIGTERM to ranks that did not stop in time: {ranks}");
+        vec![Action::Notify(message), Action::Signal(SIGTERM)]
     }
 
-    /// Every worker is gone: the attempt is over.
-    fn all_gone(&mut self, now: Instant) -> Vec<Action> {
+    /// The last worker is gone.
+    fn attempt_ended(&mut self, now: Instant) -> Vec<Action> {
         self.deadline = None;
         let failures = std::mem::take(&mut self.failures);
         let root = root_of(&failures);
@@ -296,39 +301,42 @@ impl Job {
         }
         let Some(root) = root.map(|index| &failures[index]) else { return self.end(failures) };
         let who = root.rank.map_or_else(|| "the group".into(), |rank| format!("rank {rank}"));
-        let what = format!("{who}: {}", root.what);
+        let message = format!("{who}: {}", root.message);
         let code = match root.status {
             Some(Exit::Code(code)) => Some(code),
             _ => None,
         };
-        match self.policy.decide(Ended { what: &what, code, lived: now.duration_since(self.began) }) {
+        let duration = now.duration_since(self.attempt_start);
+        match self.policy.decide(AttemptFailure { message: &message, code, duration }) {
             Decision::Final(reason) => {
-                let said = reason.map(Action::Say);
-                said.into_iter().chain(self.end(failures)).collect()
+                let notice = reason.map(Action::Notify);
+                notice.into_iter().chain(self.end(failures)).collect()
             }
-            Decision::Again { after } => {
+            Decision::Restart { delay } => {
                 self.attempt += 1;
-                let (attempt, most) = (self.attempt, self.policy.most());
-                let when =
-                    if after.is_zero() { String::new() } else { format!(" in {:.1} s", after.as_secs_f64()) };
-                let said = Action::Say(format!("{what}; restarting{when} ({attempt} of {most})"));
+                let (attempt, most) = (self.attempt, self.policy.max_restarts());
+                let when = match delay.is_zero() {
+                    true => String::new(),
+                    false => format!(" in {:.1} s", delay.as_secs_f64()),
+                };
+                let notice = Action::Notify(format!("{message}; restarting{when} ({attempt} of {most})"));
                 let restart =
-                    Action::Restart { attempt: attempt - 1, rank: root.rank, cause: root.what.clone() };
-                self.last = failures;
-                (self.phase, self.deadline) = (Phase::Waiting, Some(now + after));
-                let rest = if after.is_zero() { self.begin_attempt(now) } else { Vec::new() };
-                [vec![Action::Kill, said, restart], rest].concat()
+                    Action::Restart { attempt: attempt - 1, rank: root.rank, cause: root.message.clone() };
+                self.last_failures = failures;
+                (self.phase, self.deadline) = (Phase::RestartDelay, Some(now + delay));
+                let start = if delay.is_zero() { self.begin_attempt(now) } else { Vec::new() };
+                [vec![Action::Kill, notice, restart], start].concat()
             }
         }
     }
 
-    /// Between two attempts there is nobody to end.
-    fn while_waiting(&mut self, event: &Event, now: Instant) -> Vec<Action> {
+    /// No worker exists, so a stop ends the job at once.
+    fn during_restart_delay(&mut self, event: &Event, now: Instant) -> Vec<Action> {
         match event {
             Event::Stop(cause) => {
                 self.stop = Some(*cause);
-                let last = std::mem::take(&mut self.last);
-                self.end(last)
+                let failures = std::mem::take(&mut self.last_failures);
+                self.end(failures)
             }
             Event::Tick if self.deadline.is_some_and(|deadline| now >= deadline) => self.begin_attempt(now),
             _ => Vec::new(),
@@ -337,10 +345,10 @@ impl Job {
 
     fn begin_attempt(&mut self, now: Instant) -> Vec<Action> {
         self.phase = first_phase(self.rules.kind);
-        self.began = now;
+        self.attempt_start = now;
         self.alive.fill(true);
         (self.terminated, self.killed, self.deadline) = (false, false, None);
-        self.last.clear();
+        self.last_failures.clear();
         vec![Action::Start { attempt: self.attempt }]
     }
 
@@ -348,11 +356,11 @@ impl Job {
         self.phase = Phase::Ended;
         self.deadline = None;
         let root = root_of(&failures);
-        // What a stop broke is not a failure of the job.
-        let stopping = self.stop.is_some() && failures.iter().all(|failure| failure.follows);
+        // Consequences of a stop are not failures of the job.
+        let stopped_cleanly = self.stop.is_some() && failures.iter().all(|failure| failure.consequence);
         let exit = match (self.stop, root, self.rules.kind) {
-            _ if self.killed_at_once => ExitCode::Interrupted,
-            (Some(_), Some(root), _) if !stopping => failures[root].exit,
+            _ if self.interrupted => ExitCode::Interrupted,
+            (Some(_), Some(root), _) if !stopped_cleanly => failures[root].exit,
             (Some(cause), _, Kind::Command) => stopped_by(cause),
             (Some(_), Some(_), Kind::Trainer) => ExitCode::Stopped,
             (Some(_), None, Kind::Trainer) if self.stopped_early => ExitCode::Stopped,
@@ -361,7 +369,7 @@ impl Job {
             (None, None, _) => ExitCode::Done,
         };
         let (mut root_failure, mut others) = (None, Vec::new());
-        if !(stopping || self.killed_at_once) {
+        if !(stopped_cleanly || self.interrupted) {
             for (index, failure) in failures.into_iter().enumerate() {
                 if Some(index) == root { root_failure = Some(failure) } else { others.push(failure) }
             }
@@ -372,21 +380,21 @@ impl Job {
 
 fn first_phase(kind: Kind) -> Phase {
     match kind {
-        Kind::Trainer => Phase::Meeting,
+        Kind::Trainer => Phase::Rendezvous,
         Kind::Command => Phase::Running,
     }
 }
 
-/// Which of these is the cause of the others.
+/// The index of the root cause.
 fn root_of(failures: &[Failure]) -> Option<usize> {
-    failures.iter().position(|failure| !failure.follows).or((!failures.is_empty()).then_some(0))
+    failures.iter().position(|failure| !failure.consequence).or((!failures.is_empty()).then_some(0))
 }
 
-/// What a command's launch that was stopped exits with.
+/// The exit code of a command's launch that was stopped.
 fn stopped_by(cause: StopCause) -> ExitCode {
     let signal = match cause {
         StopCause::Signal(signal) => signal,
-        StopCause::Call => TERMINATE,
+        StopCause::Call => SIGTERM,
     };
     u8::try_from(signal).map_or(ExitCode::Internal, ExitCode::Signal)
 }

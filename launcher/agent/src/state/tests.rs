@@ -3,11 +3,11 @@ use proptest::prelude::*;
 use super::*;
 use crate::command::Restarts;
 
-const GRACE: Duration = Duration::from_secs(30);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 
 fn rules(kind: Kind, world: u32, restarts: u32) -> Rules {
     let restarts = Restarts { most: restarts, not_after: [2, 65].into() };
-    Rules { world, kind, restarts, shutdown_timeout: GRACE, propagate_exit_code: false, seed: 1 }
+    Rules { world, kind, restarts, shutdown_timeout: SHUTDOWN_TIMEOUT, propagate_exit_code: false, seed: 1 }
 }
 
 fn trainer(world: u32, restarts: u32) -> Job {
@@ -40,21 +40,21 @@ fn outcome(actions: &[Action]) -> Outcome {
 }
 
 #[test]
-fn all_done_is_done() {
+fn all_workers_done_is_done() {
     let mut job = trainer(2, 0);
-    let actions = run(&mut job, &[Event::Met, exited(1, 0), exited(0, 0)]);
+    let actions = run(&mut job, &[Event::AllJoined, exited(1, 0), exited(0, 0)]);
     assert_eq!(outcome(&actions), Outcome { exit: ExitCode::Done, root: None, others: vec![] });
     assert!(!actions.contains(&Action::Signal(15)));
 }
 
 #[test]
-fn a_crash_ends_the_others_and_is_the_root_even_when_a_peer_is_seen_first() {
+fn crash_stops_the_group_and_is_the_root_even_if_a_peer_exits_first() {
     for signal in [11, 9] {
         let mut job = trainer(3, 0);
         let crash = Event::Exited { rank: 1, exit: Exit::Signal(signal) };
-        let mut actions = run(&mut job, &[Event::Met, exited(0, 75)]);
+        let mut actions = run(&mut job, &[Event::AllJoined, exited(0, 75)]);
         assert!(actions.contains(&Action::Signal(15)));
-        // Killed by a signal, not by the SIGTERM that went out meanwhile: but that is known only by the signal.
+        // SIGTERM was sent meanwhile; only another signal shows that it was not the reason.
         actions.extend(run(&mut job, &[crash, Event::Exited { rank: 2, exit: Exit::Signal(15) }]));
         let end = outcome(&actions);
         assert_eq!(end.others.len(), 2);
@@ -64,48 +64,48 @@ fn a_crash_ends_the_others_and_is_the_root_even_when_a_peer_is_seen_first() {
 }
 
 #[test]
-fn known_codes_pass_through() {
+fn trainer_exit_codes_pass_through() {
     for code in [65, 70, 76] {
         let mut job = trainer(1, 0);
-        let end = outcome(&run(&mut job, &[Event::Met, exited(0, code)]));
+        let end = outcome(&run(&mut job, &[Event::AllJoined, exited(0, code)]));
         assert_eq!(i32::from(end.exit.code()), code);
     }
     let mut job = trainer(1, 0);
-    assert_eq!(outcome(&run(&mut job, &[Event::Met, exited(0, 3)])).exit, ExitCode::WorkerFailed);
+    assert_eq!(outcome(&run(&mut job, &[Event::AllJoined, exited(0, 3)])).exit, ExitCode::WorkerFailed);
 }
 
 #[test]
-fn a_stop_is_asked_for_then_enforced() {
+fn stop_escalates_from_request_to_sigterm_to_sigkill() {
     let mut job = trainer(1, 0);
     let now = Instant::now();
-    job.handle(Event::Met, now);
-    assert!(job.handle(Event::Stop(StopCause::Signal(15)), now).contains(&Action::AskToStop));
-    assert_eq!(job.handle(Event::Tick, now + GRACE / 2), []);
-    assert!(job.handle(Event::Tick, now + GRACE).contains(&Action::Signal(15)));
-    assert!(job.handle(Event::Tick, now + GRACE + TERMINATE_GRACE).contains(&Action::Kill));
+    job.handle(Event::AllJoined, now);
+    assert!(job.handle(Event::Stop(StopCause::Signal(15)), now).contains(&Action::RequestStop));
+    assert_eq!(job.handle(Event::Tick, now + SHUTDOWN_TIMEOUT / 2), []);
+    assert!(job.handle(Event::Tick, now + SHUTDOWN_TIMEOUT).contains(&Action::Signal(15)));
+    assert!(job.handle(Event::Tick, now + SHUTDOWN_TIMEOUT + TERMINATE_GRACE).contains(&Action::Kill));
     let end = outcome(&job.handle(Event::Exited { rank: 0, exit: Exit::Signal(9) }, now));
     assert_eq!((end.exit, end.root), (ExitCode::Stopped, None));
 }
 
 #[test]
-fn one_interrupt_stops_cleanly_and_two_end_at_once() {
+fn one_interrupt_stops_cleanly_and_two_kill() {
     let interrupt = Event::Stop(StopCause::Signal(2));
     let mut job = trainer(2, 3);
-    let events = [Event::Met, interrupt.clone(), exited(0, 143), exited(1, 143)];
+    let events = [Event::AllJoined, interrupt.clone(), exited(0, 143), exited(1, 143)];
     assert_eq!(outcome(&run(&mut job, &events)).exit, ExitCode::Stopped);
 
     let mut job = trainer(1, 3);
-    let actions = run(&mut job, &[Event::Met, interrupt.clone(), interrupt]);
+    let actions = run(&mut job, &[Event::AllJoined, interrupt.clone(), interrupt]);
     assert!(actions.contains(&Action::Kill));
     let end = outcome(&run(&mut job, &[Event::Exited { rank: 0, exit: Exit::Signal(9) }]));
     assert_eq!(end.exit, ExitCode::Interrupted);
 }
 
 #[test]
-fn a_failed_meeting_is_the_root_and_its_workers_follow() {
+fn failed_rendezvous_is_the_root_and_its_workers_are_consequences() {
     let mut job = trainer(2, 0);
     let events = [
-        Event::MeetingFailed("rank 1 did not join".into()),
+        Event::RendezvousFailed("rank 1 did not join".into()),
         exited(0, 69),
         Event::Exited { rank: 1, exit: Exit::Signal(15) },
     ];
@@ -117,21 +117,21 @@ fn a_failed_meeting_is_the_root_and_its_workers_follow() {
 fn restarts_are_counted_and_bad_data_is_not_retried() {
     let mut job = trainer(1, 2);
     for attempt in 1..=2 {
-        let mut actions = run(&mut job, &[Event::Met, exited(0, 1)]);
+        let mut actions = run(&mut job, &[Event::AllJoined, exited(0, 1)]);
         if let Some(due) = job.deadline() {
             actions.extend(job.handle(Event::Tick, due));
         }
         assert!(actions.contains(&Action::Start { attempt }), "{actions:?}");
     }
-    assert_eq!(outcome(&run(&mut job, &[Event::Met, exited(0, 1)])).exit, ExitCode::WorkerFailed);
+    assert_eq!(outcome(&run(&mut job, &[Event::AllJoined, exited(0, 1)])).exit, ExitCode::WorkerFailed);
     let mut job = trainer(1, 2);
-    assert_eq!(outcome(&run(&mut job, &[Event::Met, exited(0, 65)])).exit, ExitCode::Data);
+    assert_eq!(outcome(&run(&mut job, &[Event::AllJoined, exited(0, 65)])).exit, ExitCode::Data);
 }
 
 #[test]
-fn an_unknown_exit_is_no_success() {
+fn unknown_exit_is_not_success() {
     let mut job = trainer(1, 0);
-    let end = outcome(&run(&mut job, &[Event::Met, Event::Exited { rank: 0, exit: Exit::Unknown }]));
+    let end = outcome(&run(&mut job, &[Event::AllJoined, Event::Exited { rank: 0, exit: Exit::Unknown }]));
     assert_eq!(end.exit, ExitCode::WorkerFailed);
 }
 
@@ -143,8 +143,8 @@ fn any_event() -> impl Strategy<Value = Event> {
     ];
     let cause = prop::sample::select(vec![StopCause::Signal(2), StopCause::Signal(15), StopCause::Call]);
     prop_oneof![
-        Just(Event::Met),
-        Just(Event::MeetingFailed("no".into())),
+        Just(Event::AllJoined),
+        Just(Event::RendezvousFailed("no".into())),
         Just(Event::Tick),
         cause.prop_map(Event::Stop),
         (0u32..3, exit).prop_map(|(rank, exit)| Event::Exited { rank, exit }),
@@ -153,14 +153,17 @@ fn any_event() -> impl Strategy<Value = Event> {
 
 proptest! {
     #[test]
-    fn a_job_ends_once_and_not_before_its_last_worker(events in prop::collection::vec(any_event(), 0..60), restarts in 0u32..3) {
+    fn job_ends_once_and_after_its_last_worker(
+        events in prop::collection::vec(any_event(), 0..60),
+        restarts in 0u32..3,
+    ) {
         let mut job = trainer(3, restarts);
         let mut alive = [true; 3];
         let (mut now, mut ends) = (Instant::now(), 0);
         for event in events {
             now += Duration::from_secs(7);
             if let Event::Exited { rank, .. } = event {
-                // The driver sends one exit per worker.
+                // The driver reports one exit per worker.
                 if !std::mem::replace(&mut alive[rank as usize], false) { continue; }
             }
             for action in job.handle(event, now) {
@@ -181,7 +184,7 @@ proptest! {
     }
 
     #[test]
-    fn whatever_happened_killing_all_workers_ends_the_job(events in prop::collection::vec(any_event(), 0..20)) {
+    fn killing_all_workers_ends_the_job_whatever_happened(events in prop::collection::vec(any_event(), 0..20)) {
         let mut job = trainer(3, 0);
         let mut alive = [true; 3];
         let now = Instant::now();
@@ -202,7 +205,7 @@ fn killed(rank: u32, signal: i32) -> Event {
 }
 
 #[test]
-fn a_command_needs_no_meeting_and_its_codes_mean_nothing_to_us() {
+fn command_skips_the_rendezvous_and_its_codes_are_not_interpreted() {
     let mut job = command(2, 0);
     assert_eq!(job.phase(), Phase::Running);
     assert_eq!(outcome(&run(&mut job, &[exited(0, 0), exited(1, 0)])).exit, ExitCode::Done);
@@ -219,7 +222,7 @@ fn a_command_needs_no_meeting_and_its_codes_mean_nothing_to_us() {
 }
 
 #[test]
-fn the_root_causes_code_is_passed_on_where_that_is_asked_for() {
+fn root_cause_code_is_propagated_on_request() {
     for (event, code) in [(exited(1, 85), 85), (killed(1, 11), 139), (exited(1, 1), 1)] {
         let mut job =
             Job::new(Rules { propagate_exit_code: true, ..rules(Kind::Command, 2, 0) }, Instant::now());
@@ -228,7 +231,7 @@ fn the_root_causes_code_is_passed_on_where_that_is_asked_for() {
 }
 
 #[test]
-fn a_signal_is_passed_to_a_commands_workers_and_is_the_exit_code() {
+fn stop_signal_is_forwarded_to_command_workers_and_sets_the_exit_code() {
     for signal in [1, 2, 3, 15] {
         let mut job = command(2, 3);
         let actions = run(&mut job, &[Event::Stop(StopCause::Signal(signal))]);
@@ -242,7 +245,7 @@ fn a_signal_is_passed_to_a_commands_workers_and_is_the_exit_code() {
 }
 
 #[test]
-fn a_crash_before_the_stop_is_still_the_failure() {
+fn crash_before_a_stop_is_still_the_failure() {
     let mut job = command(2, 0);
     let events = [exited(1, 7), Event::Stop(StopCause::Signal(2)), killed(0, 15)];
     let end = outcome(&run(&mut job, &events));
@@ -250,13 +253,13 @@ fn a_crash_before_the_stop_is_still_the_failure() {
 }
 
 #[test]
-fn later_restarts_wait_and_a_stop_in_the_meantime_ends_the_job() {
+fn later_restarts_are_delayed_and_a_stop_meanwhile_ends_the_job() {
     let mut job = command(1, 5);
     let start = Instant::now();
     let first = job.handle(exited(0, 1), start + Duration::from_secs(10));
     assert!(first.contains(&Action::Start { attempt: 1 }), "{first:?}");
     let second = job.handle(exited(0, 1), start + Duration::from_secs(20));
-    assert_eq!(job.phase(), Phase::Waiting);
+    assert_eq!(job.phase(), Phase::RestartDelay);
     assert!(!second.iter().any(|action| matches!(action, Action::Start { .. })), "{second:?}");
     let due = job.deadline().unwrap();
     assert_eq!(job.handle(Event::Tick, due - Duration::from_millis(1)), []);
@@ -264,4 +267,201 @@ fn later_restarts_wait_and_a_stop_in_the_meantime_ends_the_job() {
     job.handle(exited(0, 4), due + Duration::from_secs(10));
     let end = outcome(&job.handle(Event::Stop(StopCause::Signal(15)), due + Duration::from_secs(11)));
     assert_eq!((end.exit, end.root.unwrap().status), (ExitCode::WorkerFailed, Some(Exit::Code(4))));
+}
+
+fn notices(actions: &[Action]) -> Vec<&str> {
+    let texts = actions.iter().filter_map(|action| match action {
+        Action::Notify(text) => Some(text.as_str()),
+        _ => None,
+    });
+    texts.collect()
+}
+
+#[test]
+fn rank_that_fails_the_rendezvous_by_itself_is_the_root() {
+    let mut job = trainer(2, 0);
+    let end = outcome(&run(&mut job, &[exited(0, 69), exited(1, 1)]));
+    assert_eq!((end.exit, end.root.unwrap().rank), (ExitCode::Rendezvous, Some(0)));
+    assert!(!end.others[0].consequence);
+}
+
+#[test]
+fn rank_that_exits_before_it_joined_fails_the_rendezvous() {
+    let mut job = trainer(2, 0);
+    let end = outcome(&run(&mut job, &[exited(1, 0), exited(0, 0)]));
+    let root = end.root.unwrap();
+    assert_eq!((end.exit, root.rank, root.consequence), (ExitCode::Rendezvous, Some(1), false));
+    assert_eq!(root.message, "exited before it joined");
+    assert_eq!(end.others, [], "after the first failure the phase is Stopping, and exit code 0 is success");
+}
+
+#[test]
+fn exit_code_143_without_a_stop_is_a_failure_and_after_our_sigterm_a_consequence() {
+    let mut job = trainer(3, 0);
+    let mut actions = run(&mut job, &[Event::AllJoined, exited(2, 143)]);
+    actions.extend(run(&mut job, &[exited(0, 143), killed(1, 9)]));
+    let end = outcome(&actions);
+    assert_eq!((end.exit, end.root.unwrap().rank), (ExitCode::WorkerFailed, Some(2)));
+    let consequences: Vec<bool> = end.others.iter().map(|failure| failure.consequence).collect();
+    assert_eq!(consequences, [true, false], "xlaunch had not sent SIGKILL");
+}
+
+#[test]
+fn lost_peers_alone_make_the_first_of_them_the_root() {
+    let mut job = trainer(2, 0);
+    let end = outcome(&run(&mut job, &[Event::AllJoined, exited(1, 75), exited(0, 75)]));
+    assert_eq!((end.exit, end.root.unwrap().rank), (ExitCode::Retryable, Some(1)));
+}
+
+#[test]
+fn a_second_all_joined_does_not_restart_a_stopping_job() {
+    let mut job = trainer(2, 0);
+    run(&mut job, &[Event::AllJoined, exited(0, 1), Event::AllJoined]);
+    assert_eq!(job.phase(), Phase::Stopping);
+}
+
+#[test]
+fn failed_start_is_the_root_and_stops_the_group() {
+    let mut job = command(2, 0);
+    let reason = "no such file".to_owned();
+    let mut actions = run(&mut job, &[Event::SpawnFailed { rank: 0, reason }]);
+    assert_eq!(actions, [Action::Signal(15)]);
+    actions.extend(run(&mut job, &[killed(1, 15)]));
+    let root = outcome(&actions).root.unwrap();
+    assert_eq!(
+        (root.rank, root.message.as_str(), root.status),
+        (Some(0), "failed to start: no such file", None)
+    );
+}
+
+#[test]
+fn stop_during_the_rendezvous_terminates_at_once() {
+    let mut job = trainer(2, 1);
+    let now = Instant::now();
+    let actions = job.handle(Event::Stop(StopCause::Call), now);
+    assert_eq!(actions, [Action::Notify("stopping before training began".into()), Action::Signal(15)]);
+    assert_eq!(job.deadline(), Some(now + SHUTDOWN_TIMEOUT));
+    let end = outcome(&run(&mut job, &[killed(0, 15), killed(1, 15)]));
+    assert_eq!((end.exit, end.root), (ExitCode::Stopped, None));
+}
+
+#[test]
+fn stop_of_a_failing_job_changes_nothing_but_prevents_the_restart() {
+    let mut job = command(2, 3);
+    run(&mut job, &[exited(0, 1)]);
+    let deadline = job.deadline();
+    assert_eq!(job.handle(Event::Stop(StopCause::Call), Instant::now()), []);
+    assert_eq!(job.deadline(), deadline);
+    assert_eq!(outcome(&run(&mut job, &[killed(1, 15)])).exit, ExitCode::WorkerFailed);
+}
+
+#[test]
+fn only_the_second_sigint_kills() {
+    let mut job = trainer(1, 0);
+    let stop = |signal| Event::Stop(StopCause::Signal(signal));
+    let first = run(&mut job, &[Event::AllJoined, stop(15)]);
+    assert_eq!(notices(&first), ["stopping at the next step, with a checkpoint"]);
+    assert_eq!(run(&mut job, &[stop(15), Event::Stop(StopCause::Call)]), []);
+    let second = run(&mut job, &[stop(2)]);
+    assert_eq!(second, [Action::Notify("second interrupt: killing the workers".into()), Action::Kill]);
+    assert_eq!(run(&mut job, &[stop(2)]), []);
+}
+
+#[test]
+fn first_sigint_explains_the_second() {
+    let interrupt = Event::Stop(StopCause::Signal(2));
+    let actions = run(&mut trainer(1, 0), &[Event::AllJoined, interrupt.clone()]);
+    let text = "stopping at the next step, with a checkpoint (interrupt again to kill the workers)";
+    assert_eq!(notices(&actions), [text]);
+    let text = "stopping: the workers have 30 s to exit (interrupt again to kill the workers)";
+    assert_eq!(notices(&run(&mut command(1, 0), &[interrupt])), [text]);
+    let actions = run(&mut command(1, 0), &[Event::Stop(StopCause::Call)]);
+    assert_eq!(notices(&actions), ["stopping: the workers have 30 s to exit"]);
+    assert_eq!(actions[1], Action::Signal(15));
+}
+
+#[test]
+fn escalation_names_the_ranks_that_are_left() {
+    let mut job = trainer(3, 0);
+    let start = Instant::now();
+    job.handle(Event::AllJoined, start);
+    job.handle(Event::Stop(StopCause::Call), start);
+    job.handle(exited(1, 143), start);
+    assert_eq!(job.handle(Event::Tick, start + SHUTDOWN_TIMEOUT - Duration::from_millis(1)), []);
+    let term = job.handle(Event::Tick, start + SHUTDOWN_TIMEOUT);
+    assert_eq!(notices(&term), ["sending SIGTERM to ranks that did not stop in time: 0, 2"]);
+    let kill_at = start + SHUTDOWN_TIMEOUT + TERMINATE_GRACE;
+    assert_eq!(job.handle(Event::Tick, kill_at - Duration::from_millis(1)), []);
+    let kill = job.handle(Event::Tick, kill_at);
+    assert_eq!(notices(&kill), ["killing ranks that did not exit in time: 0, 2"]);
+    assert_eq!((job.deadline(), job.handle(Event::Tick, kill_at + SHUTDOWN_TIMEOUT)), (None, vec![]));
+}
+
+#[test]
+fn stop_after_which_all_ranks_complete_is_done() {
+    let mut job = trainer(2, 0);
+    let events = [Event::AllJoined, Event::Stop(StopCause::Call), exited(0, 0), exited(1, 0)];
+    assert_eq!(outcome(&run(&mut job, &events)).exit, ExitCode::Done);
+    let mut job = trainer(2, 0);
+    let events = [Event::AllJoined, Event::Stop(StopCause::Call), exited(0, 0), exited(1, 143)];
+    assert_eq!(outcome(&run(&mut job, &events)).exit, ExitCode::Stopped);
+}
+
+#[test]
+fn restart_is_recorded_announced_and_starts_a_fresh_attempt() {
+    let mut job = trainer(2, 3);
+    let start = Instant::now();
+    job.handle(Event::AllJoined, start);
+    job.handle(killed(1, 11), start + Duration::from_secs(10));
+    let actions = job.handle(exited(0, 75), start + Duration::from_secs(10));
+    let cause = Exit::Signal(11).to_string();
+    let expected = [
+        Action::Kill,
+        Action::Notify(format!("rank 1: {cause}; restarting (1 of 3)")),
+        Action::Restart { attempt: 0, rank: Some(1), cause },
+        Action::Start { attempt: 1 },
+    ];
+    assert_eq!(actions, expected);
+    assert_eq!((job.phase(), job.attempt(), job.deadline()), (Phase::Rendezvous, 1, None));
+    // Nothing of the first attempt remains: SIGTERM is sent again, and a SIGTERM before it is a failure of its own.
+    let again = job.handle(killed(0, 15), start + Duration::from_secs(20));
+    assert_eq!(again, [Action::Signal(15)]);
+    let delayed = job.handle(exited(1, 75), start + Duration::from_secs(20));
+    assert!(notices(&delayed)[0].contains("; restarting in 1."), "{delayed:?}");
+    assert!(matches!(&delayed[2], Action::Restart { attempt: 1, rank: Some(0), .. }), "{delayed:?}");
+}
+
+#[test]
+fn failed_rendezvous_restarts_as_a_failure_of_the_group() {
+    let mut job = trainer(1, 1);
+    let events = [Event::RendezvousFailed("rank 0 did not join".into()), killed(0, 15)];
+    let actions = run(&mut job, &events);
+    assert_eq!(notices(&actions), ["the group: rank 0 did not join; restarting (1 of 1)"]);
+    assert!(actions.contains(&Action::Restart {
+        attempt: 0,
+        rank: None,
+        cause: "rank 0 did not join".into()
+    }));
+}
+
+#[test]
+fn duration_of_an_attempt_is_counted_from_its_own_start() {
+    let mut job = command(1, 9);
+    let mut now = Instant::now();
+    // Each attempt fails after a minute, which is healthy, so every restart comes at once.
+    for attempt in 1..=4 {
+        now += Duration::from_secs(60);
+        assert!(job.handle(exited(0, 1), now).contains(&Action::Start { attempt }));
+    }
+    now += Duration::from_secs(59);
+    job.handle(exited(0, 1), now);
+    assert_eq!(job.phase(), Phase::RestartDelay);
+}
+
+#[test]
+fn nothing_happens_after_the_end() {
+    let mut job = command(1, 0);
+    outcome(&run(&mut job, &[exited(0, 0)]));
+    assert_eq!(run(&mut job, &[Event::Tick, Event::Stop(StopCause::Call), exited(0, 1)]), []);
+    assert_eq!((job.phase(), job.deadline()), (Phase::Ended, None));
 }

@@ -1,4 +1,4 @@
-//! The words of the state machine: what happens to a job, what is to be done, how it ends.
+//! Events, actions and outcomes of the state machine.
 
 use std::time::Duration;
 
@@ -7,29 +7,29 @@ use xlaunch_proto::exit::ExitCode;
 use crate::command::Restarts;
 use crate::spawn::Exit;
 
-/// What a job is, as far as it matters to its end.
+/// The properties of a job that decide how it ends.
 #[derive(Clone, Debug)]
 pub struct Rules {
     /// Number of workers.
     pub world: u32,
-    /// What they are.
+    /// What the workers are.
     pub kind: Kind,
-    /// Which failures are followed by a new attempt.
+    /// Which failures lead to a restart.
     pub restarts: Restarts,
-    /// Time that workers have to stop.
+    /// Between the first request to stop and SIGTERM, or between SIGTERM and SIGKILL.
     pub shutdown_timeout: Duration,
-    /// Exit with the root cause's code.
+    /// Exit with the code of the root cause.
     pub propagate_exit_code: bool,
-    /// Spreads the restarts of many jobs that failed together.
+    /// Spreads the restarts of jobs that failed together.
     pub seed: u64,
 }
 
 /// What workers are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// The built-in trainer's: they meet, can be asked to stop with a checkpoint, and their exit codes are ours.
+    /// Ranks of the built-in trainer: they join a rendezvous, can stop with a checkpoint, and use xlaunch's exit codes.
     Trainer,
-    /// Of any command: what they do is their affair, and their exit codes mean what they like.
+    /// Processes of any command: none of this holds, and their exit codes mean what they like.
     Command,
 }
 
@@ -38,60 +38,60 @@ pub enum Kind {
 pub enum Event {
     /// A worker could not be started.
     SpawnFailed {
-        /// Whose process.
+        /// The rank without a process.
         rank: u32,
-        /// In the system's words.
+        /// The system's error message.
         reason: String,
     },
-    /// All ranks have joined.
-    Met,
-    /// The ranks did not meet.
-    MeetingFailed(String),
-    /// A worker is gone.
+    /// The rendezvous is complete.
+    AllJoined,
+    /// The rendezvous failed, for this reason.
+    RendezvousFailed(String),
+    /// The process of a worker has exited: exactly once for every worker that was started.
     Exited {
-        /// Whose process.
+        /// The rank of the process.
         rank: u32,
-        /// Its status.
+        /// How it ended.
         exit: Exit,
     },
-    /// SIGINT, SIGTERM, or a Stop call.
+    /// A stop was requested.
     Stop(StopCause),
-    /// Time has passed.
+    /// The deadline has passed.
     Tick,
 }
 
-/// Who asked for a stop.
+/// Where a request to stop came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopCause {
-    /// This signal. A second SIGINT ends at once.
+    /// A signal to xlaunch. A second SIGINT kills the workers.
     Signal(i32),
-    /// The gRPC call.
+    /// The gRPC call `Stop`.
     Call,
 }
 
-/// Something to be done.
+/// What the driver has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Start all workers of this attempt, and a new meeting.
+    /// Start all workers of an attempt.
     Start {
         /// From 0.
         attempt: u32,
     },
-    /// Ask all workers to stop at a step boundary, with a checkpoint.
-    AskToStop,
-    /// This signal to the groups of all workers.
+    /// Ask all workers to stop at the next step boundary, with a checkpoint.
+    RequestStop,
+    /// Send a signal to the process groups of all workers.
     Signal(i32),
-    /// SIGKILL to all that workers have started.
+    /// Send SIGKILL to everything that the workers started.
     Kill,
-    /// Tell the user.
-    Say(String),
-    /// Remember that this attempt has failed and another follows.
+    /// Show the user a line.
+    Notify(String),
+    /// Record that an attempt has failed and another follows.
     Restart {
-        /// From 0.
+        /// The failed attempt, from 0.
         attempt: u32,
-        /// Whose failure it was; `None` for the group's.
+        /// The rank of the root cause; `None` if it concerns the whole group.
         rank: Option<u32>,
-        /// In words.
+        /// The message of the root cause.
         cause: String,
     },
     /// The job is over.
@@ -103,37 +103,37 @@ pub enum Action {
 pub struct Outcome {
     /// What `xlaunch` exits with.
     pub exit: ExitCode,
-    /// The failure that started it all.
+    /// The root cause of a failure.
     pub root: Option<Failure>,
-    /// What failed in its wake.
+    /// All other failures of the last attempt.
     pub others: Vec<Failure>,
 }
 
-/// One failure.
+/// The failure of one rank, or of the group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// Whose; `None` for the group's.
+    /// `None` for a failure of the whole group.
     pub rank: Option<u32>,
-    /// In words.
-    pub what: String,
-    /// How its process ended, where there was one.
+    /// What happened, for the user.
+    pub message: String,
+    /// How the process ended; `None` without a process.
     pub status: Option<Exit>,
     pub(crate) exit: ExitCode,
-    /// Whether it is the wake of another one: a lost peer, or our own signal.
-    pub(crate) follows: bool,
+    /// Another failure has led to this one: a lost peer, or a signal from xlaunch.
+    pub(crate) consequence: bool,
 }
 
-/// Where the job is.
+/// The phase of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// Workers start and join.
-    Meeting,
-    /// Workers train.
+    Rendezvous,
+    /// Workers work.
     Running,
-    /// Workers are to end.
+    /// Workers are being stopped.
     Stopping,
-    /// All are gone, and are started again in a while.
-    Waiting,
+    /// All workers are gone; the next attempt starts after a delay.
+    RestartDelay,
     /// The job is over.
     Ended,
 }

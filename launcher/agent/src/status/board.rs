@@ -1,7 +1,7 @@
-//! The job and its ranks as callers see them, for both kinds of job.
+//! The status of a job and its ranks, for both kinds of job.
 //!
-//! The driver tells what happens, the monitor what it sees; [`Board::reply`] is the answer to a status query. Whatever passes
-//! with time (silence, hints) is worked out when it is asked for.
+//! The driver records what happens, the monitor what it samples; [`Board::reply`] answers a status query. Everything
+//! that changes with time alone (ages, hints) is computed when it is asked for.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
@@ -18,17 +18,17 @@ use crate::clock;
 use crate::devices;
 use crate::run_dir::rank_dir;
 
-/// CPU use of a rank, in percent of a core, below which it does nothing.
-const IDLE: f64 = 1.0;
-/// Restarts that are told.
-pub const RESTARTS: usize = 20;
+/// A rank that uses less CPU than this, in percent of a core, counts as idle.
+const IDLE_CPU_PERCENT: f64 = 1.0;
+/// The most recent restarts that a status reply contains.
+pub const MAX_PAST_RESTARTS: usize = 20;
 
-/// What is known of a launch from its start.
+/// What is known about a launch from its start.
 #[derive(Clone, Debug)]
 pub struct Launch {
-    /// The trainer, or a command.
+    /// The built-in trainer, or a command.
     pub kind: JobKind,
-    /// Name of the run among the job's.
+    /// The run's id, unique among the job's runs.
     pub id: String,
     /// Name of the job.
     pub name: String,
@@ -36,13 +36,13 @@ pub struct Launch {
     pub command_line: String,
     /// Restarts allowed.
     pub max_restarts: u32,
-    /// Holds `attempt_<n>/<local rank>/{stdout,stderr}.log`.
+    /// Contains `attempt_<n>/<local rank>/{stdout,stderr}.log`.
     pub log_dir: PathBuf,
-    /// How long a rank may print nothing and do nothing before that is pointed out.
+    /// A rank without output that uses neither CPU nor GPU for this long gets a hint.
     pub stall_timeout: Duration,
 }
 
-/// The state of a job as callers see it.
+/// The state of a job as status queries see it.
 #[derive(Clone, Debug)]
 pub struct Board {
     launch: Launch,
@@ -57,22 +57,23 @@ pub struct Board {
     history: History,
     totals: Option<Totals>,
     ranks: Vec<Rank>,
-    looked: Option<Instant>,
+    /// Time of the monitor's last sample.
+    last_sample: Option<Instant>,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Rank {
     status: RankStatus,
-    heard: Option<Instant>,
-    output: Option<Instant>,
+    last_report: Option<Instant>,
+    last_output: Option<Instant>,
     /// It has used neither CPU nor GPU since then.
-    idle: Option<Instant>,
-    /// That it holds up the others.
+    idle_since: Option<Instant>,
+    /// From the hang detector.
     hint: Option<String>,
 }
 
 impl Board {
-    /// The board of a launch that begins now.
+    /// The status of a launch that starts now.
     pub fn new(launch: Launch) -> Self {
         Self {
             launch,
@@ -87,43 +88,43 @@ impl Board {
             history: History::default(),
             totals: None,
             ranks: Vec::new(),
-            looked: None,
+            last_sample: None,
         }
     }
 
-    /// A new attempt of `world` ranks begins.
+    /// A new attempt with `world` ranks starts.
     pub fn reset(&mut self, attempt: u32, world: u32) {
         self.attempt = attempt;
         let status = |rank| RankStatus { rank, local_rank: rank, ..Default::default() };
         self.ranks = (0..world).map(|rank| Rank { status: status(rank), ..Default::default() }).collect();
     }
 
-    /// The job is in this state.
-    pub fn now_in(&mut self, state: JobState) {
+    /// Changes the state of the job.
+    pub fn set_state(&mut self, state: JobState) {
         self.state = state;
     }
 
-    /// Why it is.
-    pub fn because(&mut self, reason: &str) {
+    /// The latest message of the state machine to the user.
+    pub(crate) fn set_reason(&mut self, reason: &str) {
         self.reason = reason.into();
     }
 
     /// An attempt has failed, and another follows.
-    pub fn restarts(&mut self, restart: Restart) {
-        if self.restarts.len() == RESTARTS {
+    pub(crate) fn add_restart(&mut self, restart: Restart) {
+        if self.restarts.len() == MAX_PAST_RESTARTS {
             self.restarts.pop_front();
         }
         self.restarts.push_back(restart);
     }
 
-    /// The rank's process runs.
-    pub fn spawned(&mut self, rank: u32, pid: u32, now: Instant) {
-        // A command joins nobody that we know of: it runs.
+    /// The rank's process has started.
+    pub(crate) fn spawned(&mut self, rank: u32, pid: u32, now: Instant) {
+        // The ranks of a command do not join: they count as running at once.
         let is_command = self.launch.kind == JobKind::Command;
         if let Some(rank) = self.rank(rank) {
             rank.status.pid = pid;
             rank.status.set_state(if is_command { RankState::Running } else { RankState::Started });
-            rank.output = Some(now);
+            rank.last_output = Some(now);
         }
     }
 
@@ -135,10 +136,10 @@ impl Board {
         }
     }
 
-    /// The rank has said something over its session.
-    pub fn reported(&mut self, rank: u32, report: &Report, now: Instant) {
-        if let Some(Rank { status, heard, .. }) = self.rank(rank) {
-            *heard = Some(now);
+    /// The rank has sent a report.
+    pub(crate) fn reported(&mut self, rank: u32, report: &Report, now: Instant) {
+        if let Some(Rank { status, last_report, .. }) = self.rank(rank) {
+            *last_report = Some(now);
             if status.state() != RankState::Exited {
                 status.set_state(RankState::Running);
             }
@@ -161,93 +162,93 @@ impl Board {
         }
     }
 
-    /// The rank's process is gone; `exit` says how, in words.
-    pub fn exited(&mut self, rank: u32, exit: String) {
-        if let Some(Rank { status, idle, .. }) = self.rank(rank) {
+    /// The rank's process has exited; `exit` describes how.
+    pub(crate) fn exited(&mut self, rank: u32, exit: String) {
+        if let Some(Rank { status, idle_since, .. }) = self.rank(rank) {
             status.exit = exit;
             status.set_state(RankState::Exited);
-            *idle = None;
+            *idle_since = None;
         }
     }
 
-    /// What the rank's processes use, if `pid` is still its process.
-    pub(super) fn used(&mut self, rank: u32, pid: u32, usage: &Usage, now: Instant) {
-        let Some(rank) = self.rank(rank).filter(|rank| rank.runs() == Some(pid)) else { return };
+    /// Records what the rank's processes use, unless `pid` is of an earlier attempt.
+    pub(super) fn set_usage(&mut self, rank: u32, pid: u32, usage: &Usage, now: Instant) {
+        let Some(rank) = self.rank(rank).filter(|rank| rank.pid() == Some(pid)) else { return };
         rank.status.cpu_percent = Some(usage.cpu_percent);
         rank.status.memory_bytes = Some(usage.memory_bytes);
         rank.status.gpu_percent = usage.gpu_percent;
         rank.status.gpu_memory_bytes = usage.gpu_memory_bytes;
-        let idle = usage.cpu_percent < IDLE && usage.gpu_percent.unwrap_or(0.0) == 0.0;
-        rank.idle = idle.then(|| rank.idle.unwrap_or(now));
+        let idle = usage.cpu_percent < IDLE_CPU_PERCENT && usage.gpu_percent.unwrap_or(0.0) == 0.0;
+        rank.idle_since = idle.then(|| rank.idle_since.unwrap_or(now));
     }
 
-    /// When the rank last wrote to stdout or stderr, if `pid` is still its process.
-    pub(super) fn wrote(&mut self, rank: u32, pid: u32, at: Instant) {
-        if let Some(rank) = self.rank(rank).filter(|rank| rank.runs() == Some(pid)) {
-            rank.output = rank.output.max(Some(at));
+    /// Records when the rank last wrote to stdout or stderr, unless `pid` is of an earlier attempt.
+    pub(super) fn set_last_output(&mut self, rank: u32, pid: u32, at: Instant) {
+        if let Some(rank) = self.rank(rank).filter(|rank| rank.pid() == Some(pid)) {
+            rank.last_output = rank.last_output.max(Some(at));
         }
     }
 
-    /// These ranks, and no others, hold up the job: what to say of them.
-    pub fn point_out(&mut self, mut hints: BTreeMap<u32, String>) {
+    /// Replaces the hang detector's hints of all ranks.
+    pub(crate) fn set_hints(&mut self, mut hints: BTreeMap<u32, String>) {
         for (number, rank) in (0..).zip(&mut self.ranks) {
             rank.hint = hints.remove(&number);
         }
     }
 
-    /// All that the monitor sees is as of `now`.
-    pub(super) fn looked(&mut self, now: Instant) {
-        self.looked = Some(now);
+    /// The monitor has sampled all ranks.
+    pub(super) fn sampled(&mut self, now: Instant) {
+        self.last_sample = Some(now);
     }
 
-    /// Whether the monitor has looked at or after `moment`.
-    pub fn has_looked_since(&self, moment: Instant) -> bool {
-        self.looked >= Some(moment)
+    /// Whether the last sample was taken at or after `moment`.
+    pub(super) fn is_sampled_since(&self, moment: Instant) -> bool {
+        self.last_sample >= Some(moment)
     }
 
-    /// This start of the group, from 0.
-    pub fn attempt(&self) -> u32 {
+    /// The current attempt, from 0.
+    pub(super) fn attempt(&self) -> u32 {
         self.attempt
     }
 
-    /// How many ranks there are.
-    pub fn world(&self) -> u32 {
+    /// The number of ranks.
+    pub(super) fn world(&self) -> u32 {
         u32::try_from(self.ranks.len()).unwrap_or(u32::MAX)
     }
 
-    /// Whether nothing more will happen.
-    pub fn is_over(&self) -> bool {
+    /// Whether the job has ended.
+    pub(super) fn is_over(&self) -> bool {
         matches!(self.state, JobState::Done | JobState::Failed)
     }
 
-    /// Where the output of a rank's present process goes.
-    pub fn log_dir(&self, rank: u32) -> PathBuf {
+    /// Where the output of a rank's current attempt goes.
+    pub(super) fn log_dir(&self, rank: u32) -> PathBuf {
         rank_dir(&self.launch.log_dir, self.attempt, rank)
     }
 
-    /// Rank and process id of every process that runs.
+    /// Rank and process id of every running worker.
     pub(super) fn running(&self) -> Vec<(u32, u32)> {
-        self.ranks.iter().filter_map(|rank| Some((rank.status.rank, rank.runs()?))).collect()
+        self.ranks.iter().filter_map(|rank| Some((rank.status.rank, rank.pid()?))).collect()
     }
 
-    /// What a person should look at in this rank.
-    pub fn hint(&self, rank: u32, now: Instant) -> Option<String> {
+    /// A hint for the user if this rank seems to hang.
+    pub(crate) fn hint(&self, rank: u32, now: Instant) -> Option<String> {
         let rank = self.ranks.get(rank as usize)?;
-        rank.runs()?;
+        rank.pid()?;
         if rank.hint.is_some() {
             return rank.hint.clone();
         }
-        let silent = now.saturating_duration_since(rank.output?);
-        let idle = now.saturating_duration_since(rank.idle?);
-        silence(silent, idle, rank.status.gpu_percent.is_some(), self.launch.stall_timeout)
+        let without_output = now.saturating_duration_since(rank.last_output?);
+        let idle = now.saturating_duration_since(rank.idle_since?);
+        idle_hint(without_output, idle, rank.status.gpu_percent.is_some(), self.launch.stall_timeout)
     }
 
-    /// The answer to a status query at `now`, on demand with its history.
+    /// The reply to a status query at `now`.
     pub fn reply(&self, now: Instant, history: bool) -> StatusReply {
         let since = |then: Instant| now.saturating_duration_since(then).as_secs_f64();
         let ranks = self.ranks.iter().map(|rank| RankStatus {
-            seconds_since_heartbeat: rank.heard.map_or(0.0, since),
-            seconds_since_output: rank.output.map(since),
+            seconds_since_heartbeat: rank.last_report.map_or(0.0, since),
+            seconds_since_output: rank.last_output.map(since),
             hint: self.hint(rank.status.rank, now).unwrap_or_default(),
             ..rank.status.clone()
         });
@@ -284,20 +285,20 @@ impl Board {
 }
 
 impl Rank {
-    /// Its process, while it runs.
-    fn runs(&self) -> Option<u32> {
+    /// The process id while the process runs.
+    fn pid(&self) -> Option<u32> {
         (self.status.pid != 0 && self.status.state() != RankState::Exited).then_some(self.status.pid)
     }
 }
 
-/// Whether a rank that has been silent and idle for so long should be looked at. A rank that waits for its peers inside a
-/// collective keeps its GPU or a core busy: what stands out is the one they wait for.
-fn silence(silent: Duration, idle: Duration, has_gpu: bool, patience: Duration) -> Option<String> {
-    if silent.min(idle) < patience {
+/// The hint for a rank that has been without output and idle for so long that it may hang. A rank that waits for its
+/// peers in a collective keeps its GPU or a core busy, so this is the one that they wait for.
+fn idle_hint(without_output: Duration, idle: Duration, has_gpu: bool, timeout: Duration) -> Option<String> {
+    if without_output.min(idle) < timeout {
         return None;
     }
-    let gpu = if has_gpu { ", no GPU" } else { "" };
-    Some(format!("silent for {} s, no CPU{gpu}", silent.as_secs()))
+    let idle = if has_gpu { "CPU and GPU idle" } else { "CPU idle" };
+    Some(format!("no output for {} s, {idle}", without_output.as_secs()))
 }
 
 #[cfg(test)]
@@ -323,34 +324,47 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_stands_out_when_it_has_been_silent_and_idle_long_enough() {
+    fn rank_without_output_that_is_idle_gets_a_hint_at_the_timeout() {
         let (mut board, start) = (board(), Instant::now());
         let at = |seconds| start + Duration::from_secs(seconds);
         board.spawned(1, 42, start);
-        board.used(1, 42, &usage(0.2, Some(0.0)), at(10));
-        board.used(1, 42, &usage(0.0, Some(0.0)), at(200));
+        board.set_usage(1, 42, &usage(0.2, Some(0.0)), at(10));
+        board.set_usage(1, 42, &usage(0.0, Some(0.0)), at(200));
         assert_eq!(board.hint(1, at(309)), None, "idle for 299 s");
-        assert_eq!(board.hint(1, at(310)).as_deref(), Some("silent for 310 s, no CPU, no GPU"));
-        assert_eq!(board.reply(at(310), false).ranks[1].hint, "silent for 310 s, no CPU, no GPU");
-        board.wrote(1, 42, at(305));
+        assert_eq!(board.hint(1, at(310)).as_deref(), Some("no output for 310 s, CPU and GPU idle"));
+        assert_eq!(board.reply(at(310), false).ranks[1].hint, "no output for 310 s, CPU and GPU idle");
+        board.set_last_output(1, 42, at(305));
         assert_eq!(board.hint(1, at(330)), None, "it has printed");
-        assert_eq!(board.hint(1, at(700)).as_deref(), Some("silent for 395 s, no CPU, no GPU"));
-        board.used(1, 42, &usage(0.0, Some(3.0)), at(700));
+        assert_eq!(board.hint(1, at(700)).as_deref(), Some("no output for 395 s, CPU and GPU idle"));
+        board.set_usage(1, 42, &usage(0.0, Some(3.0)), at(700));
         assert_eq!(board.hint(1, at(700)), None, "its GPU works");
-        board.used(1, 42, &usage(0.0, None), at(701));
-        assert_eq!(board.hint(1, at(1100)).as_deref(), Some("silent for 795 s, no CPU"));
+        board.set_usage(1, 42, &usage(0.0, None), at(701));
+        assert_eq!(board.hint(1, at(1100)).as_deref(), Some("no output for 795 s, CPU idle"));
         board.exited(1, "exit code 0".into());
         assert_eq!(board.hint(1, at(1100)), None, "it is gone");
     }
 
     #[test]
-    fn what_was_seen_of_an_earlier_process_is_nobodys() {
+    fn samples_of_an_earlier_process_are_ignored() {
         let (mut board, now) = (board(), Instant::now());
         board.spawned(0, 42, now);
         board.reset(2, 2);
         board.spawned(0, 43, now);
-        board.used(0, 42, &usage(50.0, None), now);
+        board.set_usage(0, 42, &usage(50.0, None), now);
         assert_eq!(board.reply(now, false).ranks[0].cpu_percent, None);
         assert_eq!((board.running(), board.reply(now, false).restarts), (vec![(0, 43)], 2));
+    }
+
+    #[test]
+    fn idle_threshold_is_one_percent_of_a_core_and_no_gpu() {
+        for (cpu, gpu, idle) in
+            [(0.99, None, true), (1.0, None, false), (0.0, Some(0.0), true), (0.0, Some(0.1), false)]
+        {
+            let (mut board, start) = (board(), Instant::now());
+            board.spawned(0, 42, start);
+            board.set_usage(0, 42, &usage(cpu, gpu), start);
+            let hint = board.hint(0, start + Duration::from_secs(300));
+            assert_eq!(hint.is_some(), idle, "{cpu} {gpu:?}");
+        }
     }
 }

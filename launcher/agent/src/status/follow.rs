@@ -1,8 +1,9 @@
-//! A rank's log as a stream of bytes, through rotation and restarts.
+//! A rank's log as a stream of bytes, across rotation and restarts.
 //!
-//! A log that has grown to its limit is renamed to `NAME.1`, which replaces the one before; a new attempt writes into a new
-//! directory. A reader holds the file it reads open, so it loses nothing of it, and memory is bounded: the next piece is read
-//! when the caller has taken the last. Only a reader that is slower than two rotations misses what was in between.
+//! A log that has reached its size limit is renamed to `NAME.1`, which replaces the earlier one; a new attempt writes
+//! to a new directory. A reader keeps its file open, so rotation loses nothing of it; only a reader that is slower than
+//! two rotations misses what was in between. Memory is bounded: the next chunk is read when the caller has taken the
+//! last.
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -18,25 +19,25 @@ use xlaunch_proto::v1::LogsReply;
 
 use super::board::Board;
 
-/// Pieces that wait for a slow caller.
-const QUEUE: usize = 2;
-/// Bytes of a piece.
-const PIECE: usize = 1 << 16;
-/// Between looks at a log that has no more.
-const POLL: Duration = Duration::from_millis(100);
-/// Bytes at the end of a file in which its last lines are looked for: a file may be all hole.
-const SEARCH: u64 = 1 << 30;
+/// Chunks that wait for a slow caller.
+const QUEUE_LENGTH: usize = 2;
+const CHUNK_BYTES: usize = 1 << 16;
+/// Between reads at the end of a log.
+const FOLLOW_POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// The last lines are searched for in this many bytes at the end of a file, which may be one huge hole.
+const MAX_TAIL_SEARCH_BYTES: u64 = 1 << 30;
 
-/// Where a log goes, piece by piece.
+/// Receives a log, chunk by chunk.
 pub type Pieces = mpsc::Sender<Result<LogsReply, Status>>;
 
-/// Opens a log; `NotFound` where there is none.
+/// Opens a log; `NotFound` if there is none.
 pub type Open = Arc<dyn Fn(&Path) -> std::io::Result<std::fs::File> + Send + Sync>;
 
 /// Streams the log that `logs` names; `held` is dropped when the stream has ended.
 ///
 /// # Errors
-/// `INVALID_ARGUMENT` for a rank that does not exist; in the stream, `NOT_FOUND` where there is no log and none is waited for.
+/// `INVALID_ARGUMENT` for a rank that does not exist; in the stream, `NOT_FOUND` if there is no log and `follow` is not
+/// set.
 pub fn stream<T: Send + 'static>(
     board: watch::Receiver<Board>,
     logs: Logs,
@@ -44,39 +45,40 @@ pub fn stream<T: Send + 'static>(
 ) -> Result<mpsc::Receiver<Result<LogsReply, Status>>, Status> {
     let world = board.borrow().world();
     if logs.rank.0 >= world {
-        let message = format!("there is no rank {}: this launch has {world}, counted from 0", logs.rank);
+        let message =
+            format!("there is no rank {}: this launch has {world} ranks, counted from 0", logs.rank);
         return Err(Status::invalid_argument(message));
     }
-    let (pieces, stream) = mpsc::channel(QUEUE);
+    let (chunks, stream) = mpsc::channel(QUEUE_LENGTH);
     tokio::spawn(async move {
         tokio::select! {
-            result = send(&board, logs, &pieces) => if let Err(status) = result {
-                // The caller may be gone; as below.
-                let _ = pieces.send(Err(status)).await;
+            result = send(&board, logs, &chunks) => if let Err(status) = result {
+                // The caller may be gone.
+                let _ = chunks.send(Err(status)).await;
             },
-            () = pieces.closed() => {}
+            () = chunks.closed() => {}
         }
         drop(held);
     });
     Ok(stream)
 }
 
-/// Sends what there is of the log at `path`, all or the last lines, as `open` gives it. Whether there is one.
+/// Sends the log at `path`, or its last lines, without following it. Returns whether there is one.
 ///
 /// # Errors
-/// Those of `open` and of reading.
+/// Errors of `open` and of reading.
 pub async fn send_log(
     path: PathBuf,
     open: Open,
     tail: Option<u64>,
-    pieces: &Pieces,
+    chunks: &Pieces,
 ) -> std::io::Result<bool> {
     let mut log = Log { path, open, tail, file: None };
-    log.send_all(pieces).await?;
+    log.send_all(chunks).await?;
     Ok(log.file.is_some())
 }
 
-async fn send(board: &watch::Receiver<Board>, logs: Logs, pieces: &Pieces) -> Result<(), Status> {
+async fn send(board: &watch::Receiver<Board>, logs: Logs, chunks: &Pieces) -> Result<(), Status> {
     let failed = |error: std::io::Error| Status::internal(format!("failed to read the log: {error}"));
     let name = if logs.stderr { "stderr.log" } else { "stdout.log" };
     let mut tail = logs.tail_lines;
@@ -88,16 +90,16 @@ async fn send(board: &watch::Receiver<Board>, logs: Logs, pieces: &Pieces) -> Re
         };
         let mut log = Log { path, open: open.clone(), tail: tail.take(), file: None };
         let over = loop {
-            // Asked before the log is read: what was written until then is in it.
+            // Checked before the log is read, so that everything written until then is sent.
             let (over, next) = {
                 let board = board.borrow();
                 (board.is_over(), board.attempt() != attempt)
             };
-            log.send_all(pieces).await.map_err(failed)?;
+            log.send_all(chunks).await.map_err(failed)?;
             if over || next || !logs.follow {
                 break over || !logs.follow;
             }
-            tokio::time::sleep(POLL).await;
+            tokio::time::sleep(FOLLOW_POLL_INTERVAL).await;
         };
         if over && log.file.is_none() && !logs.follow {
             return Err(Status::not_found(format!("rank {} has no log: {}", logs.rank, log.path.display())));
@@ -112,22 +114,22 @@ async fn send(board: &watch::Receiver<Board>, logs: Logs, pieces: &Pieces) -> Re
 struct Log {
     path: PathBuf,
     open: Open,
-    /// Lines to begin with, until it is opened.
+    /// The number of trailing lines to send first, until the log is opened.
     tail: Option<u64>,
-    /// What is read now, and its inode.
+    /// The open file and its inode.
     file: Option<(File, u64)>,
 }
 
 impl Log {
-    /// Sends what there is, to the end of the newest file.
-    async fn send_all(&mut self, pieces: &Pieces) -> std::io::Result<()> {
+    /// Sends everything up to the end of the newest file.
+    async fn send_all(&mut self, chunks: &Pieces) -> std::io::Result<()> {
         if self.file.is_none() {
             self.file = self.first().await?;
         }
         while let Some((file, inode)) = &mut self.file {
-            // Asked before the file is read: what is renamed already does not grow.
+            // Checked before the file is read: a file that has been renamed already does not grow.
             let next = successor(&self.open, &self.path, *inode).await?;
-            send_rest(file, pieces).await?;
+            send_rest(file, chunks).await?;
             match next {
                 Some(next) => self.file = Some(next),
                 None => break,
@@ -136,7 +138,7 @@ impl Log {
         Ok(())
     }
 
-    /// The file to begin with, at the place to begin at.
+    /// Opens the first file to send, at the position to start at.
     async fn first(&mut self) -> std::io::Result<Option<(File, u64)>> {
         let (old, new) =
             (open(&self.open, rotated(&self.path)).await?, open(&self.open, self.path.clone()).await?);
@@ -155,11 +157,11 @@ impl Log {
     }
 }
 
-/// What is to be read behind the file with this inode; `None` if that is the newest.
+/// The file after the one with this inode; `None` if that is the newest.
 async fn successor(with: &Open, path: &Path, inode: u64) -> std::io::Result<Option<(File, u64)>> {
     let newest = open(with, path.into()).await?.filter(|(_, newest)| *newest != inode);
     let Some(newest) = newest else { return Ok(None) };
-    // Renamed twice meanwhile: the one in between is still there.
+    // After two renames, the file in between still exists.
     let between = open(with, rotated(path)).await?.filter(|(_, between)| *between != inode);
     Ok(between.or(Some(newest)))
 }
@@ -182,19 +184,19 @@ async fn open(with: &Open, path: PathBuf) -> std::io::Result<Option<(File, u64)>
     tokio::task::spawn_blocking(open).await.map_err(std::io::Error::other)?
 }
 
-/// Sends the file from where it stands to its end.
-async fn send_rest(file: &mut File, pieces: &Pieces) -> std::io::Result<()> {
+/// Sends the file from its current position to its end.
+async fn send_rest(file: &mut File, chunks: &Pieces) -> std::io::Result<()> {
     loop {
-        let mut bytes = Vec::with_capacity(PIECE);
+        let mut bytes = Vec::with_capacity(CHUNK_BYTES);
         if file.read_buf(&mut bytes).await? == 0 {
             return Ok(());
         }
-        // A caller that is gone ends this task at its next wait.
-        let _ = pieces.send(Ok(LogsReply { bytes })).await;
+        // If the caller is gone, `stream` ends this task at its next await.
+        let _ = chunks.send(Ok(LogsReply { bytes })).await;
     }
 }
 
-/// Where the last `lines` lines begin, and how many there are. A line may lack its end.
+/// The offset of the last `lines` lines, and how many were found. The last line may be unfinished.
 async fn tail_start(file: &File, lines: u64) -> std::io::Result<(u64, u64)> {
     let file = file.try_clone().await?.into_std().await;
     let search = tokio::task::spawn_blocking(move || search_back(&file, lines));
@@ -206,16 +208,16 @@ fn search_back(file: &std::fs::File, lines: u64) -> std::io::Result<(u64, u64)> 
     if lines == 0 || length == 0 {
         return Ok((length, 0));
     }
-    let mut buffer = vec![0; PIECE];
-    // The end of the last line, if it has one, ends no other.
+    let mut buffer = vec![0; CHUNK_BYTES];
+    // Not the newline that may end the last line.
     let (mut end, mut found) = (length - 1, 0);
-    let first = length.saturating_sub(SEARCH);
+    let first = length.saturating_sub(MAX_TAIL_SEARCH_BYTES);
     while end > first {
-        let start = end.saturating_sub(PIECE as u64).max(first);
+        let start = end.saturating_sub(CHUNK_BYTES as u64).max(first);
         #[expect(clippy::cast_possible_truncation, reason = "at most the length of the buffer")]
-        let piece = &mut buffer[..(end - start) as usize];
-        file.read_exact_at(piece, start)?;
-        for (index, _) in piece.iter().enumerate().rev().filter(|(_, byte)| **byte == b'\n') {
+        let chunk = &mut buffer[..(end - start) as usize];
+        file.read_exact_at(chunk, start)?;
+        for (index, _) in chunk.iter().enumerate().rev().filter(|(_, byte)| **byte == b'\n') {
             found += 1;
             if found == lines {
                 return Ok((start + index as u64 + 1, found));

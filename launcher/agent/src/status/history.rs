@@ -1,58 +1,58 @@
-//! How a training job has gone so far: in as many points as a chart shows, and in all.
+//! The progress of a training job: a bounded number of points for a chart, and totals.
 
 use xlaunch_proto::v1::{Progress, StepReport, StepTimes, Totals};
 
-/// Points that a history is thinned out to.
-pub const POINTS: usize = 400;
+/// A history is thinned out to at most this many points.
+pub const MAX_POINTS: usize = 400;
 
-/// Seconds that steps are counted by.
-const SECONDS: [f64; 15] =
+/// Upper bounds of the histogram of step times, in seconds.
+const STEP_TIME_BUCKETS: [f64; 15] =
     [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, f64::INFINITY];
 
-/// The progress of a training job, thinned out evenly: when there are too many points, every second one goes, and only so
-/// many are taken from then on.
+/// The progress of a training job, thinned out evenly: when there are too many points, every second one is removed, and
+/// the interval between new points doubles.
 #[derive(Clone, Debug, Default)]
 pub struct History {
     points: Vec<Progress>,
-    /// Of so many steps, one is taken, as a power of two.
-    thinned: u32,
+    /// One of 2^n steps becomes a point.
+    interval_log2: u32,
     steps: u64,
 }
 
 impl History {
-    /// A step was made at this time, in milliseconds since 1970.
+    /// Adds a step that was completed at this time.
     pub fn add(&mut self, unix_ms: u64, step: &StepReport) {
         let done = step.step + 1;
         if self.points.last().is_some_and(|last| last.step >= done) {
-            // A new attempt began at an earlier checkpoint: what was lost is not shown twice.
+            // A new attempt resumed at an earlier checkpoint: the repeated steps replace the lost ones.
             self.points.retain(|point| point.step < done);
         }
         self.steps += 1;
-        if !self.steps.is_multiple_of(1 << self.thinned) {
+        if !self.steps.is_multiple_of(1 << self.interval_log2) {
             return;
         }
         let tokens_per_second = speed(step);
         self.points.push(Progress { unix_ms, step: done, loss: step.loss, tokens_per_second });
-        if self.points.len() > POINTS {
+        if self.points.len() > MAX_POINTS {
             let mut keep = false;
             self.points.retain(|_| {
                 keep = !keep;
                 keep
             });
-            self.thinned += 1;
+            self.interval_log2 += 1;
         }
     }
 
-    /// Oldest first, at most [`POINTS`].
+    /// Oldest first, at most [`MAX_POINTS`].
     pub fn points(&self) -> &[Progress] {
         &self.points
     }
 }
 
-/// Adds a step to what a job has done.
+/// Adds a step to the totals of a job.
 pub fn count(totals: &mut Totals, step: &StepReport) {
     if totals.steps.is_empty() {
-        totals.steps = SECONDS.map(|seconds| StepTimes { seconds, steps: 0 }).to_vec();
+        totals.steps = STEP_TIME_BUCKETS.map(|seconds| StepTimes { seconds, steps: 0 }).to_vec();
     }
     totals.tokens = totals.tokens.saturating_add(step.tokens);
     totals.all_reduce_bytes = totals.all_reduce_bytes.saturating_add(step.all_reduce_bytes);
@@ -62,15 +62,19 @@ pub fn count(totals: &mut Totals, step: &StepReport) {
     }
 }
 
-/// Whether totals that somebody else has counted are a histogram: for the daemon they are a user's word.
+/// Whether totals from an untrusted source (for the daemon: a job's user) form a valid histogram.
 pub fn is_sound(totals: &Totals) -> bool {
     let ascends = totals.steps.windows(2).all(|pair| pair[0].seconds < pair[1].seconds);
     let last = totals.steps.last().is_some_and(|last| last.seconds == f64::INFINITY);
     let sum = totals.steps.iter().try_fold(0_u64, |sum, times| sum.checked_add(times.steps));
-    ascends && last && sum.is_some() && totals.steps.len() <= SECONDS.len() && totals.step_seconds.is_finite()
+    ascends
+        && last
+        && sum.is_some()
+        && totals.steps.len() <= STEP_TIME_BUCKETS.len()
+        && totals.step_seconds.is_finite()
 }
 
-/// Tokens per second of a step; 0 where none was made.
+/// Tokens per second of a step; 0 before the first step.
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
 pub fn speed(step: &StepReport) -> f64 {
     if step.step_seconds > 0.0 { step.tokens as f64 / step.step_seconds } else { 0.0 }
@@ -81,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn steps_are_counted_by_how_long_they_took() {
+    fn steps_are_counted_in_buckets_by_their_time() {
         let mut totals = Totals::default();
         for step_seconds in [0.0009, 0.001, 0.007, 0.0071, 100.0] {
             let step = StepReport { step_seconds, tokens: 10, all_reduce_bytes: 3, ..StepReport::default() };
@@ -103,14 +107,14 @@ mod tests {
     }
 
     #[test]
-    fn a_long_history_is_thinned_out_evenly_and_a_new_attempt_takes_back_what_was_lost() {
+    fn long_history_is_thinned_out_evenly_and_repeated_steps_replace_lost_ones() {
         let mut history = History::default();
         let step = |step| StepReport { step, ..StepReport::default() };
         for number in 0..10_000 {
             history.add(number, &step(number));
         }
         let steps: Vec<u64> = history.points().iter().map(|point| point.step).collect();
-        assert!((POINTS / 2..=POINTS).contains(&steps.len()), "{}", steps.len());
+        assert!((MAX_POINTS / 2..=MAX_POINTS).contains(&steps.len()), "{}", steps.len());
         let gaps: Vec<u64> = steps.windows(2).map(|pair| pair[1] - pair[0]).collect();
         let (least, most) = (gaps.iter().min().unwrap(), gaps.iter().max().unwrap());
         assert!(most <= &(2 * least) && steps[0] < 100 && steps.last().unwrap() > &9_900, "{least} {most}");

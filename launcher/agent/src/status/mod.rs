@@ -1,12 +1,12 @@
-//! What callers can see of a running launch, while it runs.
+//! The status of a running launch.
 //!
 //! ```text
-//! agent::driver --what happens--> board <--use, output, every few seconds-- monitor (a thread) <-- sample, gpu
-//!                                   |
-//!                                   '--a snapshot--> rendezvous::service: Status
-//!                 log files --------------> follow --> rendezvous::service: Logs
+//! driver --events--> board <--usage, output, every few seconds-- monitor (a thread) <-- sample, gpu
+//!                      |
+//!                      '--a snapshot--> rendezvous::service: Status
+//!    log files --------------> follow --> rendezvous::service: Logs
 //! ```
-//! Nothing here waits for the driver, and nothing makes it wait: the board is changed and read in place, under a lock that is
+//! Nothing here waits for the driver or makes it wait: the board is changed and read in place, under a lock that is
 //! held for microseconds.
 
 pub mod board;
@@ -16,4 +16,4 @@ pub mod history;
 mod monitor;
 pub mod sample;
 
-pub use monitor::Monitor;
+pub(crate) use monitor::Monitor;

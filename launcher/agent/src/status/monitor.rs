@@ -1,6 +1,6 @@
-//! The thread that looks at running ranks: what they use, and when they last wrote something.
+//! The thread that samples running ranks: what they use, and when they last wrote output.
 //!
-//! It looks every few seconds, and sooner when somebody asks. It may wait for a disk or a driver: callers do not.
+//! It samples every few seconds, and sooner on request. It may wait for a disk or a driver; callers do not.
 
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
@@ -11,60 +11,61 @@ use tokio::sync::watch;
 use super::board::Board;
 use super::sample::Sampler;
 
-/// Between looks that nobody asks for,
-const EVERY: Duration = Duration::from_secs(5);
-/// or so many times as long as the last one took: on a host with thousands of processes, that is some time.
-const PAUSE: u32 = 250;
-/// A look that is no older than this is new enough for anyone.
-const FRESH: Duration = Duration::from_secs(1);
-/// How long a caller waits for a newer one.
-const PATIENCE: Duration = Duration::from_millis(250);
+/// Between samples without a request.
+const SAMPLE_INTERVAL: Duration = Duration::from_secs(5);
+/// Minimum interval as a multiple of the duration of the last sample: on a host with thousands of processes, sampling
+/// is slow.
+const SAMPLE_COST_FACTOR: u32 = 250;
+/// A younger sample answers a request.
+const MAX_SAMPLE_AGE: Duration = Duration::from_secs(1);
+/// For a caller to wait for a newer sample.
+const REFRESH_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// A handle of the thread, which ends with the last one.
+/// A handle of the thread, which ends with the last handle.
 #[derive(Clone, Debug)]
-pub struct Monitor {
-    asks: SyncSender<()>,
+pub(crate) struct Monitor {
+    requests: SyncSender<()>,
 }
 
 impl Monitor {
-    /// Starts to look at the ranks on `board`, and to write there what is seen.
-    pub fn start(board: watch::Sender<Board>) -> std::io::Result<Self> {
-        let (asks, asked) = sync_channel(1);
-        std::thread::Builder::new().name("monitor".into()).spawn(move || run(&board, &asked))?;
-        Ok(Self { asks })
+    /// Starts to sample the ranks on `board`, and to record the samples there.
+    pub(crate) fn start(board: watch::Sender<Board>) -> std::io::Result<Self> {
+        let (requests, receiver) = sync_channel(1);
+        std::thread::Builder::new().name("monitor".into()).spawn(move || run(&board, &receiver))?;
+        Ok(Self { requests })
     }
 
-    /// Has the thread look again where the last time is too long ago, and gives it a moment to do so.
-    pub async fn refresh(&self, board: &mut watch::Receiver<Board>) {
-        let oldest = Instant::now().checked_sub(FRESH).unwrap_or_else(Instant::now);
-        if board.borrow().has_looked_since(oldest) {
+    /// Requests a sample if the last one is too old, and waits for it for a moment.
+    pub(crate) async fn refresh(&self, board: &mut watch::Receiver<Board>) {
+        let oldest = Instant::now().checked_sub(MAX_SAMPLE_AGE).unwrap_or_else(Instant::now);
+        if board.borrow().is_sampled_since(oldest) {
             return;
         }
-        // One question that waits already is as good as two.
-        let _ = self.asks.try_send(());
-        let looked = board.wait_for(|board| board.has_looked_since(oldest));
-        // What is known is told anyway.
-        let _ = tokio::time::timeout(PATIENCE, looked).await;
+        // A request that is already queued is enough.
+        let _ = self.requests.try_send(());
+        let sampled = board.wait_for(|board| board.is_sampled_since(oldest));
+        // After a timeout the caller gets the old sample.
+        let _ = tokio::time::timeout(REFRESH_TIMEOUT, sampled).await;
     }
 }
 
-fn run(board: &watch::Sender<Board>, asked: &Receiver<()>) {
+fn run(board: &watch::Sender<Board>, requests: &Receiver<()>) {
     let mut sampler = Sampler::new();
-    let (mut last, mut pause): (Option<Instant>, _) = (None, EVERY);
+    let (mut last_sample, mut pause): (Option<Instant>, _) = (None, SAMPLE_INTERVAL);
     loop {
-        match asked.recv_timeout(pause) {
+        match requests.recv_timeout(pause) {
             Err(RecvTimeoutError::Disconnected) => return,
-            Ok(()) if last.is_some_and(|last| last.elapsed() < FRESH) => continue,
+            Ok(()) if last_sample.is_some_and(|last| last.elapsed() < MAX_SAMPLE_AGE) => continue,
             Ok(()) | Err(RecvTimeoutError::Timeout) => {}
         }
-        let begin = Instant::now();
-        last = Some(look(board, &mut sampler));
-        pause = EVERY.max(begin.elapsed() * PAUSE);
+        let start = Instant::now();
+        last_sample = Some(sample(board, &mut sampler));
+        pause = SAMPLE_INTERVAL.max(start.elapsed() * SAMPLE_COST_FACTOR);
     }
 }
 
-/// Returns when it looked.
-fn look(board: &watch::Sender<Board>, sampler: &mut Sampler) -> Instant {
+/// Returns the time of the sample.
+fn sample(board: &watch::Sender<Board>, sampler: &mut Sampler) -> Instant {
     let (running, dirs) = {
         let board = board.borrow();
         let running = board.running();
@@ -77,12 +78,12 @@ fn look(board: &watch::Sender<Board>, sampler: &mut Sampler) -> Instant {
     let now = Instant::now();
     board.send_modify(|board| {
         for (((rank, pid), usage), output) in running.iter().zip(&uses).zip(outputs) {
-            board.used(*rank, *pid, usage, now);
+            board.set_usage(*rank, *pid, usage, now);
             if let Some(output) = output {
-                board.wrote(*rank, *pid, output);
+                board.set_last_output(*rank, *pid, output);
             }
         }
-        board.looked(now);
+        board.sampled(now);
     });
     now
 }

@@ -1,7 +1,7 @@
-//! What a rank's process tree uses now, from `/proc` and NVML.
+//! What a rank's process tree uses, from `/proc` and NVML.
 //!
-//! A tree is a process and its descendants by parent links. Its CPU time counts children that have ended and were collected,
-//! so that a tree of short-lived processes is seen too; what a process that left its parent uses is not.
+//! A tree is a process and its descendants by parent links. Its CPU time includes that of children that have exited and
+//! were waited for, so that short-lived processes count, too. A process that has left its parent is not in the tree.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -12,24 +12,24 @@ use crate::process::Process;
 /// What a process tree uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Usage {
-    /// CPU time per time since the last sample, since the start of the process in its first one. 100 is one core in full.
+    /// CPU use since the last sample, or since the start of the process in the first one. 100 is one full core.
     pub cpu_percent: f64,
-    /// Resident; shared pages count for each process.
+    /// Resident memory; shared pages count once per process.
     pub memory_bytes: u64,
-    /// 100 is one GPU in full; `None` where no process of the tree is known to NVML.
+    /// 100 is one full GPU; `None` if NVML knows no process of the tree.
     pub gpu_percent: Option<f64>,
-    /// Device memory of all its contexts; `None` as above.
+    /// Device memory of all CUDA contexts; `None` as above.
     pub gpu_memory_bytes: Option<u64>,
 }
 
-/// Takes samples, and remembers the last one for differences.
+/// Takes samples, and keeps the last one to compute differences.
 #[derive(Debug, Default)]
 pub struct Sampler {
     gpus: Gpus,
     last: HashMap<Root, (Instant, u64)>,
 }
 
-/// A process id alone may mean another process later.
+/// Process ids are reused, so the start time is part of the key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Root {
     pid: u32,
@@ -37,12 +37,12 @@ struct Root {
 }
 
 impl Sampler {
-    /// A sampler that has seen nothing yet.
+    /// A sampler without an earlier sample.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// What the trees of `pids` use, in that order. A process that is gone uses nothing.
+    /// The usage of the trees of `pids`, in that order; nothing for a process that is gone.
     pub fn sample(&mut self, pids: &[u32], now: Instant) -> Vec<Usage> {
         let all = Process::all().into_iter().map(|process| (process.pid, process));
         let processes: HashMap<u32, Process> = all.collect();
@@ -87,11 +87,11 @@ impl Sampler {
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
 fn percent(ticks: u64, elapsed: Duration) -> f64 {
     let seconds = ticks as f64 / rustix::param::clock_ticks_per_second() as f64;
-    // Time is counted in hundredths of a second: over less than that nothing can be said.
+    // CPU time is counted in hundredths of a second, so shorter intervals mean nothing.
     100.0 * seconds / elapsed.as_secs_f64().max(0.01)
 }
 
-/// How long ago a process was started, in clock ticks since boot.
+/// The age of a process that started this many clock ticks after boot.
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
 fn age(started: u64) -> Duration {
     let uptime = fs_err::read_to_string("/proc/uptime").unwrap_or_default();
@@ -106,7 +106,7 @@ mod tests {
 
     use super::*;
 
-    /// A shell and what it starts, all ended with the test.
+    /// A shell and its children, killed with the test.
     struct Tree(Child);
 
     impl Tree {
@@ -124,7 +124,7 @@ mod tests {
         }
     }
 
-    /// Samples until `enough`, at a deadline for hangs.
+    /// Samples until `enough` holds.
     fn watch(tree: &Tree, enough: impl Fn(&Usage) -> bool) -> Usage {
         let (mut sampler, start) = (Sampler::new(), Instant::now());
         sampler.sample(&[tree.0.id()], Instant::now());
@@ -139,20 +139,20 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_descendant_counts_for_its_root() {
+    fn busy_descendant_counts_for_the_root() {
         let tree = Tree::start("(while :; do :; done) & wait");
         let usage = watch(&tree, |usage| usage.cpu_percent > 10.0);
         assert!(usage.cpu_percent < 150.0 && usage.memory_bytes > 100_000, "{usage:?}");
     }
 
     #[test]
-    fn short_lived_children_are_counted_when_they_are_gone() {
+    fn short_lived_children_count_after_they_have_exited() {
         let tree = Tree::start("while :; do sh -c 'i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done'; done");
         watch(&tree, |usage| usage.cpu_percent > 10.0);
     }
 
     #[test]
-    fn a_sleeping_tree_uses_nothing_and_one_that_is_gone_has_nothing() {
+    fn sleeping_tree_uses_no_cpu_and_a_missing_one_nothing() {
         let tree = Tree::start("sleep 1000 & wait");
         let usage = watch(&tree, |usage| usage.cpu_percent == 0.0);
         assert!(usage.memory_bytes > 100_000 && usage.gpu_percent.is_none(), "{usage:?}");

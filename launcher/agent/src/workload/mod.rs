@@ -1,4 +1,8 @@
-//! The two kinds of job, as the driver sees them.
+//! The two kinds of job, behind one trait: [`TrainerWorkload`](trainer::TrainerWorkload) (the built-in trainer) and
+//! [`CommandWorkload`](command::CommandWorkload) (any command under torchrun's contract).
+//!
+//! The driver owns the processes, the state machine and the status board; a workload knows how one worker is started,
+//! what workers send, and what to tell the user.
 
 pub mod command;
 mod hang;
@@ -10,170 +14,70 @@ use std::process::Command;
 use std::time::Instant;
 
 use rustix::process::Signal;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 
 use crate::logs::Output;
 use crate::rendezvous::service::Message;
-use crate::run_dir::RunDir;
 use crate::spawn::Options;
 use crate::state::{Event, Job, Rules};
 use crate::status::board::{self, Board};
-use crate::workload::command::{CommandPlan, Commands};
-use crate::workload::trainer::{Trained, Trainer, TrainerPlan};
 
-/// What is to be run.
-#[derive(Debug)]
-#[expect(missing_docs, reason = "documented where they are defined")]
-pub enum Plan<'a> {
-    Trainer(TrainerPlan<'a>),
-    Command(CommandPlan<'a>),
-}
+/// The part of a running job that depends on its kind.
+///
+/// The driver's task makes all calls, one at a time, so no method may block on a disk, a socket or a terminal. Order:
+/// the descriptions ([`rules`](Self::rules), [`launch`](Self::launch), [`stop_signals`](Self::stop_signals)) once,
+/// before anything starts; then for every attempt [`begin_attempt`](Self::begin_attempt), [`command`](Self::command)
+/// for each rank, and the events of its workers in the order in which they happen. Workers of an earlier attempt are
+/// gone when the next one begins, but their last messages may still arrive.
+pub(crate) trait Workload {
+    /// What the state machine needs to know.
+    fn rules(&self) -> Rules;
 
-/// The side of a running job that depends on its kind.
-pub(crate) enum Work<'a> {
-    Trainer(Box<Trainer<'a>>),
-    Command(Box<Commands<'a>>),
-}
+    /// What status queries are told about the launch.
+    fn launch(&self) -> board::Launch;
 
-impl<'a> Work<'a> {
-    /// `console` takes lines that come back by [`say`](Self::say).
-    pub(crate) fn new(
-        plan: Plan<'a>,
-        run: &'a RunDir,
-        console: mpsc::Sender<String>,
-    ) -> std::io::Result<Self> {
-        Ok(match plan {
-            Plan::Trainer(plan) => Self::Trainer(Box::new(Trainer::new(plan, run, console)?)),
-            Plan::Command(plan) => Self::Command(Box::new(Commands::new(plan, run)?)),
-        })
+    /// Signals to xlaunch that stop the job.
+    fn stop_signals(&self) -> Vec<Signal>;
+
+    /// An attempt is about to start. After an error no worker of it is started, and all of them count as failed.
+    fn begin_attempt(&mut self, attempt: u32) -> std::io::Result<()>;
+
+    /// The command that starts one worker; `dir`, which exists, holds its files.
+    fn command(&self, attempt: u32, rank: u32, dir: &Path) -> std::io::Result<(Command, Options)>;
+
+    /// The user's program, if there is one: its exit codes mean what it likes.
+    fn program(&self) -> Option<&OsStr> {
+        None
     }
 
-    pub(crate) fn rules(&self) -> Rules {
-        match self {
-            Self::Trainer(trainer) => trainer.rules(),
-            Self::Command(commands) => commands.rules(),
-        }
+    /// Where the output of workers goes.
+    fn output(&self) -> &Output;
+
+    /// Shows the user a line of xlaunch's own, without waiting.
+    fn notify(&self, line: &str) {
+        self.output().print(line);
     }
 
-    /// What callers are told of the launch.
-    pub(crate) fn launch(&self) -> board::Launch {
-        match self {
-            Self::Trainer(trainer) => trainer.launch(),
-            Self::Command(commands) => commands.launch(),
-        }
+    /// When [`timer`](Self::timer) is due next.
+    fn deadline(&self, _job: &Job) -> Option<Instant> {
+        None
     }
 
-    /// Signals to xlaunch that end the job.
-    pub(crate) fn ending_signals(&self) -> Vec<Signal> {
-        match self {
-            Self::Trainer(_) => vec![Signal::INT, Signal::TERM, Signal::HUP],
-            Self::Command(commands) => commands.ending_signals(),
-        }
+    /// The event of a deadline that has passed.
+    fn timer(&self, _job: &Job, _now: Instant) -> Option<Event> {
+        None
     }
 
-    /// A new attempt is about to be started.
-    pub(crate) fn begin(&mut self, attempt: u32) -> std::io::Result<()> {
-        match self {
-            Self::Trainer(trainer) => trainer.begin(attempt),
-            Self::Command(commands) => commands.begin()?,
-        }
-        Ok(())
-    }
+    /// Asks all workers to stop at the next step boundary, with a checkpoint. Workers that cannot be asked are sent
+    /// signals by the state machine instead.
+    fn request_stop(&self) {}
 
-    /// What starts one worker, whose files lie in `dir`.
-    pub(crate) fn command(&self, attempt: u32, rank: u32, dir: &Path) -> std::io::Result<(Command, Options)> {
-        match self {
-            Self::Trainer(trainer) => Ok((trainer.command(attempt, rank)?, Options::default())),
-            Self::Command(commands) => Ok(commands.command(attempt, rank, dir)),
-        }
-    }
+    /// The process of this rank has exited.
+    fn worker_exited(&mut self, _rank: u32) {}
 
-    /// What workers of a command run.
-    pub(crate) fn program(&self) -> Option<&OsStr> {
-        match self {
-            Self::Trainer(_) => None,
-            Self::Command(commands) => commands.program(),
-        }
-    }
+    /// A worker's call or report. Callers are answered, or learn that the agent is ending when `message` is dropped.
+    fn message(&mut self, message: Message, job: &Job, board: &watch::Sender<Board>) -> Option<Event>;
 
-    /// Where the workers' output goes.
-    pub(crate) fn output(&self) -> &Output {
-        match self {
-            Self::Trainer(trainer) => trainer.output(),
-            Self::Command(commands) => commands.output(),
-        }
-    }
-
-    /// A line for the user.
-    pub(crate) fn say(&mut self, line: &str) {
-        match self {
-            Self::Trainer(trainer) => trainer.say(line),
-            Self::Command(commands) => commands.output().say(line),
-        }
-    }
-
-    /// When something is due that [`timer`](Self::timer) knows of.
-    pub(crate) fn deadline(&self, job: &Job) -> Option<Instant> {
-        match self {
-            Self::Trainer(trainer) => trainer.deadline(job),
-            Self::Command(_) => None,
-        }
-    }
-
-    pub(crate) fn timer(&self, job: &Job, now: Instant) -> Option<Event> {
-        match self {
-            Self::Trainer(trainer) => trainer.timer(job, now),
-            Self::Command(_) => None,
-        }
-    }
-
-    pub(crate) fn ask_to_stop(&self) {
-        match self {
-            Self::Trainer(trainer) => trainer.ask_to_stop(),
-            // The state machine sends signals to these.
-            Self::Command(_) => {}
-        }
-    }
-
-    /// A worker is gone.
-    pub(crate) fn ended(&mut self, rank: u32) {
-        match self {
-            Self::Trainer(trainer) => trainer.ended(rank),
-            Self::Command(_) => {}
-        }
-    }
-
-    /// What a worker wants or reports.
-    pub(crate) fn message(
-        &mut self,
-        message: Message,
-        job: &Job,
-        board: &watch::Sender<Board>,
-    ) -> Option<Event> {
-        match self {
-            Self::Trainer(trainer) => trainer.message(message, job, board),
-            Self::Command(commands) => {
-                commands.refuse(message);
-                None
-            }
-        }
-    }
-
-    pub(crate) fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) {
-        match self {
-            Self::Trainer(trainer) => trainer.report_stalls(board, now),
-            Self::Command(commands) => commands.report_stalls(board, now),
-        }
-    }
-
-    /// All is over and said.
-    pub(crate) async fn finish(self) -> Trained {
-        match self {
-            Self::Trainer(trainer) => trainer.finish(),
-            Self::Command(commands) => {
-                commands.finish().await;
-                Trained::default()
-            }
-        }
-    }
+    /// Called every second while the job runs: reports ranks that seem to hang, once for each stall.
+    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant);
 }

@@ -1,17 +1,18 @@
-//! What is particular to a job of the built-in trainer: its meeting, its sessions, what workers report, and where it
-//! resumes. The driver owns it and gives it what concerns it.
+//! A job of the built-in trainer: rendezvous, sessions, reports of workers, and the checkpoint to resume from.
 
+use std::collections::BTreeSet;
 use std::hash::{BuildHasher, RandomState};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
 use tokio::sync::{mpsc, watch};
 use tonic::Status;
 use xlaunch_proto::convert::Join;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
-use xlaunch_proto::v1::agent_command::Command as Order;
+use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{AgentCommand, Bench, GetJobReply, GetJobRequest, JobKind, StopCommand};
 
@@ -19,234 +20,119 @@ use crate::command::{Restarts, quote_line};
 use crate::devices::Placement;
 use crate::logs::Output;
 use crate::rendezvous::Rendezvous;
-use crate::rendezvous::meeting::{Meeting, Outcome, Reply};
+use crate::rendezvous::barrier::{JoinBarrier, JoinOutcome, Reply};
 use crate::rendezvous::service::Message;
 use crate::run_dir::RunDir;
 use crate::sinks::metrics::Metrics;
 use crate::sinks::progress::Progress;
 use crate::sinks::summary::Summary;
 use crate::sinks::tensorboard::TensorBoard;
-use crate::spawn::environment::{self, Group};
+use crate::sinks::{RankReport, Sinks};
+use crate::spawn::Options;
+use crate::spawn::environment::{self, TrainerGroup};
 use crate::spawn::port::MasterPort;
 use crate::state::{Event, Job, Kind, Phase, Rules};
 use crate::status::board::{self, Board};
-use crate::workload::hang::Watch;
+use crate::workload::Workload;
+use crate::workload::hang::HangDetector;
 
-/// Silence of a rank that does nothing either, in status.
-const IDLE_SILENCE: Duration = Duration::from_secs(300);
+/// For the hint in status about a rank without output that uses neither CPU nor GPU. The hang detector is much faster.
+const IDLE_STALL_TIMEOUT: Duration = Duration::from_secs(300);
+/// For the sinks to write what is queued, at the end of the job.
+const SINK_FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
+/// `MASTER_PORT` if no port could be reserved: torchrun's default. The trainer itself does not use it.
+const DEFAULT_MASTER_PORT: u16 = 29_500;
+/// Name of the sink whose file the summary mentions.
+const METRICS: &str = "metrics.jsonl";
 
-/// A job of the built-in trainer.
+/// A job of the built-in trainer, ready to run.
 #[derive(Debug)]
-#[expect(missing_docs, reason = "documented where they are defined")]
 pub struct TrainerPlan<'a> {
+    /// The checked job description.
     pub spec: &'a JobSpec,
+    /// Where the workers compute.
     pub placement: &'a Placement,
+    /// Checkpoint of the first attempt.
     pub resume_from: Option<PathBuf>,
+    /// Finds the newest complete checkpoint in a directory, for later attempts.
     pub newest_checkpoint: fn(&Path) -> Option<PathBuf>,
     /// What `xlaunch bench` measures; `None` trains.
     pub bench: Option<Bench>,
 }
 
-/// What is left of it when it is over.
-#[derive(Debug, Default)]
-#[expect(missing_docs, reason = "documented where they are defined")]
-pub struct Trained {
+/// The results of a training job, beside what every job has.
+#[derive(Debug)]
+pub struct TrainingResults {
+    /// The closing summary.
     pub summary: Summary,
+    /// `metrics.jsonl`, if it was asked for and is complete.
     pub metrics: Option<PathBuf>,
-    /// What the ranks of a bench said, in the order in which it came.
-    pub heard: Vec<Heard>,
+    /// For a bench: all reports but heartbeats, in the order of arrival.
+    pub reports: Vec<RankReport>,
 }
 
-/// A report of a bench.
-#[derive(Clone, Debug)]
-#[expect(missing_docs, reason = "named after what they hold")]
-pub struct Heard {
-    pub rank: u32,
-    pub at: Instant,
-    pub report: Report,
-}
+/// Sends commands to one worker; `None` while its session is closed.
+type Session = Option<mpsc::Sender<Result<AgentCommand, Status>>>;
 
-/// What connects one worker.
-#[derive(Debug, Default)]
-struct Session {
-    commands: Option<mpsc::Sender<Result<AgentCommand, Status>>>,
-}
-
-/// The trainer's side of a job that runs.
-pub(crate) struct Trainer<'a> {
+pub(crate) struct TrainerWorkload<'a> {
     plan: TrainerPlan<'a>,
     run: &'a RunDir,
-    meeting: Meeting,
+    barrier: JoinBarrier,
+    /// By rank.
     sessions: Vec<Session>,
-    watch: Watch,
-    /// For frameworks that rendezvous by themselves. The trainer does without.
+    hang_detector: HangDetector,
+    /// For frameworks that rendezvous on their own; the trainer does not.
     port: Option<MasterPort>,
     output: Output,
-    progress: Progress,
-    metrics: Option<Metrics>,
-    tensorboard: Option<TensorBoard>,
+    sinks: Sinks,
+    metrics_path: Option<PathBuf>,
     summary: Summary,
-    heard: Vec<Heard>,
+    reports: Vec<RankReport>,
 }
 
-impl<'a> Trainer<'a> {
-    pub(crate) fn new(
-        plan: TrainerPlan<'a>,
-        run: &'a RunDir,
-        console: mpsc::Sender<String>,
-    ) -> std::io::Result<Self> {
+impl<'a> TrainerWorkload<'a> {
+    pub(crate) fn new(plan: TrainerPlan<'a>, run: &'a RunDir) -> std::io::Result<Self> {
         let observe = &plan.spec.observe;
-        let metrics = observe.metrics.then(|| Metrics::create(&run.path)).transpose()?;
-        let tensorboard = observe.tensorboard.then(|| TensorBoard::create(&run.path)).transpose()?;
+        let mut sinks = Sinks::new(Progress::default())?;
+        let mut metrics_path = None;
+        if observe.metrics {
+            let metrics = Metrics::create(&run.path)?;
+            metrics_path = Some(metrics.path().to_path_buf());
+            sinks.add_file(METRICS, metrics)?;
+        }
+        if observe.tensorboard {
+            sinks.add_file("TensorBoard's event file", TensorBoard::create(&run.path)?)?;
+        }
+        let printer = sinks.printer().clone();
+        let stall_timeout = Duration::from_secs_f64(plan.spec.launch.stall_timeout);
         Ok(Self {
-            meeting: meeting(&plan, 0),
+            barrier: barrier(&plan, 0),
             sessions: Vec::new(),
-            watch: Watch::new(Duration::from_secs_f64(plan.spec.launch.stall_timeout), Instant::now()),
+            hang_detector: HangDetector::new(stall_timeout, Instant::now()),
             port: None,
-            output: Output::for_trainer(console),
-            progress: Progress::default(),
-            metrics,
-            tensorboard,
+            output: Output::for_trainer(move |line| printer.print(line)),
+            sinks,
+            metrics_path,
             summary: Summary::default(),
-            heard: Vec::new(),
+            reports: Vec::new(),
             plan,
             run,
         })
     }
 
-    pub(crate) fn rules(&self) -> Rules {
-        let launch = &self.plan.spec.launch;
-        let final_codes = [ExitCode::Usage, ExitCode::Data].map(|exit| i32::from(exit.code()));
-        Rules {
-            world: self.plan.placement.workers,
-            kind: Kind::Trainer,
-            restarts: Restarts { most: launch.max_restarts, not_after: final_codes.into() },
-            shutdown_timeout: Duration::from_secs_f64(launch.shutdown_timeout),
-            propagate_exit_code: false,
-            seed: RandomState::new().hash_one(&self.run.id),
-        }
-    }
-
-    pub(crate) fn launch(&self) -> board::Launch {
-        let arguments: Vec<_> = std::env::args_os().collect();
-        board::Launch {
-            kind: JobKind::Trainer,
-            id: self.run.id.clone(),
-            name: self.plan.spec.job.name.clone(),
-            command_line: quote_line(arguments.iter().map(|argument| argument.as_os_str())),
-            max_restarts: self.plan.spec.launch.max_restarts,
-            log_dir: self.run.logs.clone(),
-            stall_timeout: IDLE_SILENCE,
-        }
-    }
-
-    pub(crate) fn output(&self) -> &Output {
-        &self.output
-    }
-
-    /// A new meeting, from the newest checkpoint.
-    pub(crate) fn begin(&mut self, attempt: u32) {
-        if attempt > 0 {
-            let saved = (self.plan.newest_checkpoint)(&self.checkpoint_dir());
-            self.plan.resume_from = saved.or_else(|| self.plan.resume_from.take());
-        }
-        self.meeting.refuse("the attempt is over");
-        self.meeting = meeting(&self.plan, attempt);
-        self.port = MasterPort::reserve().ok();
-        self.sessions = (0..self.plan.placement.workers).map(|_| Session::default()).collect();
-        self.watch.begin(Instant::now());
+    /// Flushes the sinks. Call it when the job is over.
+    pub(crate) async fn finish(self) -> TrainingResults {
+        let complete: BTreeSet<_> = self.sinks.finish(SINK_FLUSH_TIMEOUT).await;
+        let metrics = self.metrics_path.filter(|_| complete.contains(METRICS));
+        TrainingResults { summary: self.summary, metrics, reports: self.reports }
     }
 
     fn checkpoint_dir(&self) -> PathBuf {
-        let own = self.plan.spec.checkpoint.dir.as_ref().map(PathBuf::from);
-        own.unwrap_or_else(|| self.run.path.join("checkpoints"))
+        let configured = self.plan.spec.checkpoint.dir.as_ref().map(PathBuf::from);
+        configured.unwrap_or_else(|| self.run.path.join("checkpoints"))
     }
 
-    /// What starts one worker.
-    pub(crate) fn command(&self, attempt: u32, rank: u32) -> std::io::Result<Command> {
-        let group = Group {
-            run_id: &self.run.id,
-            socket: &self.run.socket,
-            placement: self.plan.placement,
-            attempt,
-            max_restarts: self.plan.spec.launch.max_restarts,
-            master_port: self.port.as_ref().map_or(29_500, MasterPort::number),
-        };
-        environment::command(&group, rank)
-    }
-
-    /// When the meeting fails.
-    pub(crate) fn deadline(&self, job: &Job) -> Option<Instant> {
-        (job.phase() == Phase::Meeting).then(|| self.meeting.deadline()).flatten()
-    }
-
-    /// The news that it has failed, if it has.
-    pub(crate) fn timer(&self, job: &Job, now: Instant) -> Option<Event> {
-        let reason = self.meeting.expired(now).filter(|_| job.phase() == Phase::Meeting)?;
-        Some(Event::MeetingFailed(reason))
-    }
-
-    pub(crate) fn ask_to_stop(&self) {
-        for commands in self.sessions.iter().filter_map(|session| session.commands.as_ref()) {
-            // A worker whose queue is full hangs: the deadline deals with it.
-            let _ = commands.try_send(Ok(stop_order()));
-        }
-    }
-
-    /// A worker is gone.
-    pub(crate) fn ended(&mut self, rank: u32) {
-        if let Some(session) = self.sessions.get_mut(rank as usize) {
-            *session = Session::default();
-        }
-        self.watch.closed(rank);
-    }
-
-    pub(crate) fn say(&mut self, text: &str) {
-        self.progress.say(text);
-    }
-
-    /// What a worker wants or reports.
-    pub(crate) fn message(
-        &mut self,
-        message: Message,
-        job: &Job,
-        board: &watch::Sender<Board>,
-    ) -> Option<Event> {
-        match message {
-            Message::GetJob(request, reply) => {
-                // A caller that is gone needs no answer; here and below.
-                let _ = reply.send(self.get_job(&request));
-                None
-            }
-            Message::Join(join, reply) => self.join(join, reply, board),
-            Message::SessionOpened { rank, attempt, commands } => {
-                if let Some(session) = self.session(rank, attempt, job) {
-                    if job.phase() == Phase::Stopping {
-                        let _ = commands.try_send(Ok(stop_order()));
-                    }
-                    session.commands = Some(commands);
-                    self.watch.opened(rank, Instant::now());
-                }
-                None
-            }
-            Message::SessionClosed { rank, attempt } => {
-                if let Some(session) = self.session(rank, attempt, job) {
-                    // The last sender: without it the stream of commands ends, and the worker knows it was heard.
-                    session.commands = None;
-                    self.watch.closed(rank);
-                }
-                None
-            }
-            Message::Report { rank, attempt, report } => {
-                if attempt == job.attempt() {
-                    self.report(rank, report, board);
-                }
-                None
-            }
-            Message::Stop => None,
-        }
-    }
-
+    /// The session of a rank of the current attempt.
     fn session(&mut self, rank: u32, attempt: u32, job: &Job) -> Option<&mut Session> {
         self.sessions.get_mut(rank as usize).filter(|_| attempt == job.attempt())
     }
@@ -254,7 +140,7 @@ impl<'a> Trainer<'a> {
     fn get_job(&self, request: &GetJobRequest) -> Result<GetJobReply, Status> {
         if request.version != xlaunch_proto::VERSION {
             let message = format!(
-                "rank {} is xlaunch {}, the agent is {}",
+                "rank {} runs xlaunch {}, the agent runs {}",
                 request.rank,
                 request.version,
                 xlaunch_proto::VERSION
@@ -272,98 +158,164 @@ impl<'a> Trainer<'a> {
 
     fn join(&mut self, join: Join, reply: Reply, board: &watch::Sender<Board>) -> Option<Event> {
         let (rank, device) = (join.rank.0, join.device_uuid.clone());
-        let outcome = self.meeting.join(join, reply);
-        if matches!(outcome, Outcome::Waiting | Outcome::Met) {
+        let outcome = self.barrier.join(join, reply);
+        if matches!(outcome, JoinOutcome::Waiting | JoinOutcome::Complete) {
             board.send_modify(|board| board.joined(rank, &device));
         }
         match outcome {
-            Outcome::Waiting | Outcome::Ignored => None,
-            Outcome::Met => Some(Event::Met),
-            Outcome::Failed(problem) => Some(Event::MeetingFailed(problem)),
+            JoinOutcome::Waiting | JoinOutcome::Ignored => None,
+            JoinOutcome::Complete => Some(Event::AllJoined),
+            JoinOutcome::Failed(problem) => Some(Event::RendezvousFailed(problem)),
         }
     }
 
     fn report(&mut self, rank: u32, report: Report, board: &watch::Sender<Board>) {
-        let now = Instant::now();
-        board.send_modify(|board| board.reported(rank, &report, now));
-        self.watch.heard(rank, &report, now);
-        if let Report::Finished(finished) = &report
-            && let Some(difference) = finished.max_parameter_difference
-        {
-            let largest = self.summary.replica_difference.get_or_insert(0.0);
-            *largest = largest.max(difference);
+        let at = Instant::now();
+        board.send_modify(|board| board.reported(rank, &report, at));
+        self.hang_detector.record(rank, &report, at);
+        let report = RankReport { rank, at, report };
+        self.summary.record(&report);
+        if self.plan.bench.is_some() && !matches!(report.report, Report::Heartbeat(_)) {
+            self.reports.push(report.clone());
         }
-        if self.plan.bench.is_some() && !matches!(report, Report::Heartbeat(_)) {
-            self.heard.push(Heard { rank, at: now, report: report.clone() });
+        self.sinks.report(report);
+    }
+}
+
+impl Workload for TrainerWorkload<'_> {
+    fn rules(&self) -> Rules {
+        let launch = &self.plan.spec.launch;
+        // A restart cannot repair the configuration, the data or a checkpoint.
+        let final_codes = [ExitCode::Usage, ExitCode::Data].map(|exit| i32::from(exit.code()));
+        Rules {
+            world: self.plan.placement.workers,
+            kind: Kind::Trainer,
+            restarts: Restarts { most: launch.max_restarts, not_after: final_codes.into() },
+            shutdown_timeout: Duration::from_secs_f64(launch.shutdown_timeout),
+            propagate_exit_code: false,
+            seed: RandomState::new().hash_one(&self.run.id),
         }
-        if rank != 0 {
-            return;
+    }
+
+    fn launch(&self) -> board::Launch {
+        let arguments: Vec<_> = std::env::args_os().collect();
+        board::Launch {
+            kind: JobKind::Trainer,
+            id: self.run.id.clone(),
+            name: self.plan.spec.job.name.clone(),
+            command_line: quote_line(arguments.iter().map(|argument| argument.as_os_str())),
+            max_restarts: self.plan.spec.launch.max_restarts,
+            log_dir: self.run.logs.clone(),
+            stall_timeout: IDLE_STALL_TIMEOUT,
         }
-        match report {
-            Report::TrainStarted(started) => {
-                self.progress.started(&started);
-                if started.first_step > 0 {
-                    self.progress.say(&format!("resuming at step {}", started.first_step));
+    }
+
+    fn stop_signals(&self) -> Vec<Signal> {
+        vec![Signal::INT, Signal::TERM, Signal::HUP]
+    }
+
+    /// Starts a new rendezvous; a restart resumes from the newest checkpoint.
+    fn begin_attempt(&mut self, attempt: u32) -> std::io::Result<()> {
+        if attempt > 0 {
+            let saved = (self.plan.newest_checkpoint)(&self.checkpoint_dir());
+            self.plan.resume_from = saved.or_else(|| self.plan.resume_from.take());
+        }
+        self.barrier.refuse("the attempt is over");
+        self.barrier = barrier(&self.plan, attempt);
+        self.port = MasterPort::reserve().ok();
+        self.sessions = (0..self.plan.placement.workers).map(|_| None).collect();
+        self.hang_detector.begin_attempt(Instant::now());
+        Ok(())
+    }
+
+    fn command(&self, attempt: u32, rank: u32, _dir: &Path) -> std::io::Result<(Command, Options)> {
+        let group = TrainerGroup {
+            run_id: &self.run.id,
+            socket: &self.run.socket,
+            placement: self.plan.placement,
+            attempt,
+            max_restarts: self.plan.spec.launch.max_restarts,
+            master_port: self.port.as_ref().map_or(DEFAULT_MASTER_PORT, MasterPort::number),
+        };
+        Ok((environment::trainer_command(&group, rank)?, Options::default()))
+    }
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    /// When the rendezvous times out.
+    fn deadline(&self, job: &Job) -> Option<Instant> {
+        (job.phase() == Phase::Rendezvous).then(|| self.barrier.deadline()).flatten()
+    }
+
+    fn timer(&self, job: &Job, now: Instant) -> Option<Event> {
+        let reason = self.barrier.expired(now).filter(|_| job.phase() == Phase::Rendezvous)?;
+        Some(Event::RendezvousFailed(reason))
+    }
+
+    fn request_stop(&self) {
+        for session in self.sessions.iter().flatten() {
+            // A worker whose queue is full hangs: the shutdown timeout ends it.
+            let _ = session.try_send(Ok(stop_command()));
+        }
+    }
+
+    fn worker_exited(&mut self, rank: u32) {
+        if let Some(session) = self.sessions.get_mut(rank as usize) {
+            *session = None;
+        }
+        self.hang_detector.session_closed(rank);
+    }
+
+    fn message(&mut self, message: Message, job: &Job, board: &watch::Sender<Board>) -> Option<Event> {
+        match message {
+            Message::GetJob(request, reply) => {
+                // The caller may be gone; here and below.
+                let _ = reply.send(self.get_job(&request));
+            }
+            Message::Join(join, reply) => return self.join(join, reply, board),
+            Message::SessionOpened { rank, attempt, commands } => {
+                if let Some(session) = self.session(rank, attempt, job) {
+                    if job.phase() == Phase::Stopping {
+                        let _ = commands.try_send(Ok(stop_command()));
+                    }
+                    *session = Some(commands);
+                    self.hang_detector.session_opened(rank, Instant::now());
                 }
-                self.summary.started = Some(started);
             }
-            Report::Step(step) => {
-                self.progress.step(&step, now);
-                self.summary.step(&step);
-                self.write(|metrics| metrics.step(&step), |board| board.step(&step));
+            Message::SessionClosed { rank, attempt } => {
+                if let Some(session) = self.session(rank, attempt, job) {
+                    // Dropping the last sender ends the stream of commands, which tells the worker that its last report
+                    // has arrived.
+                    *session = None;
+                    self.hang_detector.session_closed(rank);
+                }
             }
-            Report::Eval(eval) => {
-                self.progress.eval(&eval);
-                self.write(|metrics| metrics.eval(&eval), |board| board.eval(&eval));
-                self.summary.eval = Some(eval);
+            Message::Report { rank, attempt, report } => {
+                if attempt == job.attempt() {
+                    self.report(rank, report, board);
+                }
             }
-            Report::Checkpoint(checkpoint) => self.summary.checkpoint = Some(checkpoint.path),
-            Report::Finished(finished) => self.summary.sample = finished.sample,
-            Report::Hello(_)
-            | Report::Heartbeat(_)
-            | Report::Profile(_)
-            | Report::AllReduce(_)
-            | Report::Calibration(_) => {}
+            Message::Stop => {}
         }
+        None
     }
 
-    /// Adds to both files, to each as long as it can be written.
-    fn write(
-        &mut self,
-        metrics: impl FnOnce(&mut Metrics) -> std::io::Result<()>,
-        tensorboard: impl FnOnce(&mut TensorBoard) -> std::io::Result<()>,
-    ) {
-        if let Some(Err(error)) = self.metrics.as_mut().map(metrics) {
-            self.progress.say(&format!("xlaunch: metrics are no longer written: {error}"));
-            self.metrics = None;
+    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) {
+        if let Some(report) = self.hang_detector.poll(now) {
+            self.notify(&format!("xlaunch: {}", report.message));
+            board.send_modify(|board| board.set_hints(report.rank_hints));
         }
-        if let Some(Err(error)) = self.tensorboard.as_mut().map(tensorboard) {
-            self.progress.say(&format!("xlaunch: events for TensorBoard are no longer written: {error}"));
-            self.tensorboard = None;
-        }
-    }
-
-    /// Says which ranks hold up the others, if any do, and when that is over.
-    pub(crate) fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) {
-        if let Some(change) = self.watch.look(now) {
-            self.progress.say(&format!("xlaunch: {}", change.line));
-            board.send_modify(|board| board.point_out(change.hints));
-        }
-    }
-
-    pub(crate) fn finish(self) -> Trained {
-        self.progress.finish();
-        let metrics = self.metrics.as_ref().map(|metrics| metrics.path().to_path_buf());
-        Trained { summary: self.summary, metrics, heard: self.heard }
     }
 }
 
-/// The meeting of an attempt that begins now.
-fn meeting(plan: &TrainerPlan<'_>, attempt: u32) -> Meeting {
+/// The rendezvous of an attempt that starts now.
+fn barrier(plan: &TrainerPlan<'_>, attempt: u32) -> JoinBarrier {
     let deadline = Instant::now() + Duration::from_secs_f64(plan.spec.launch.join_timeout);
-    Meeting::new(Rendezvous::new(plan.placement.workers, attempt, plan.spec.digest(), deadline))
+    JoinBarrier::new(Rendezvous::new(plan.placement.workers, attempt, plan.spec.digest(), deadline))
 }
 
-fn stop_order() -> AgentCommand {
-    AgentCommand { command: Some(Order::Stop(StopCommand {})) }
+fn stop_command() -> AgentCommand {
+    AgentCommand { command: Some(WorkerCommand::Stop(StopCommand {})) }
 }

@@ -1,5 +1,8 @@
-//! A connection with the agent of a job, whose user may have put anything in its place: it is used only if that user is at
-//! the other end, so that nobody has the daemon ask or end another user's job, and what it says is bounded.
+//! Connections to agents.
+//!
+//! The socket's directory belongs to the job's user, who may have replaced the socket by a link to another one. The
+//! connection is used only if its peer is a process of that user, so that no user can make the daemon query or stop
+//! another user's job. Message and window sizes are bounded.
 
 use std::io;
 use std::path::Path;
@@ -10,34 +13,29 @@ use tonic::transport::Channel;
 use xlaunch_proto::net;
 use xlaunch_proto::v1::agent_client::AgentClient;
 
-/// Bytes of a message; our agents send pieces of 64 KiB.
-pub(crate) const PIECE: usize = 256 << 10;
-/// Bytes that an agent may send ahead.
-const WINDOW: u32 = 128 << 10;
-/// Bytes of headers.
-const HEADERS: u32 = 16 << 10;
-/// Between questions whether an agent that sends nothing is alive.
-const ALIVE: Duration = Duration::from_secs(20);
-/// Time for the answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Maximum size of a message. Agents send logs in chunks of 64 KiB.
+const AGENT_MESSAGE_BYTES: usize = 256 << 10;
+/// HTTP/2 flow-control window of a stream and of the connection.
+const AGENT_WINDOW_BYTES: u32 = 128 << 10;
+const AGENT_HEADER_BYTES: u32 = 16 << 10;
+const AGENT_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(20);
+const AGENT_KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Connects to who listens on `socket`, if it is this user. There is one connection: when it breaks, calls fail.
-///
-/// # Errors
-/// Those of the socket; where another user listens.
+/// Connects to `socket` if a process of user `uid` listens on it. The channel does not reconnect: when the connection
+/// breaks, calls fail.
 pub(crate) async fn connect(socket: &Path, uid: u32) -> io::Result<AgentClient<Channel>> {
     let stream = UnixStream::connect(socket).await?;
     if stream.peer_cred()?.uid() != uid {
-        return Err(io::Error::other("whoever listens there is another user"));
+        return Err(io::Error::other("the process that listens there belongs to another user"));
     }
     let endpoint = net::connect::endpoint()
-        .initial_stream_window_size(WINDOW)
-        .initial_connection_window_size(WINDOW)
-        .http2_max_header_list_size(HEADERS)
-        .http2_keep_alive_interval(ALIVE)
-        .keep_alive_timeout(PATIENCE);
+        .initial_stream_window_size(AGENT_WINDOW_BYTES)
+        .initial_connection_window_size(AGENT_WINDOW_BYTES)
+        .http2_max_header_list_size(AGENT_HEADER_BYTES)
+        .http2_keep_alive_interval(AGENT_KEEPALIVE_INTERVAL)
+        .keep_alive_timeout(AGENT_KEEPALIVE_TIMEOUT);
     let channel = net::connect_stream(stream, endpoint).await?;
-    Ok(AgentClient::new(channel).max_decoding_message_size(PIECE))
+    Ok(AgentClient::new(channel).max_decoding_message_size(AGENT_MESSAGE_BYTES))
 }
 
 #[cfg(test)]
@@ -45,7 +43,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn another_users_agent_is_not_spoken_to() {
+    async fn socket_of_another_user_receives_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("agent.sock");
         let listener = tokio::net::UnixListener::bind(&socket).unwrap();

@@ -1,7 +1,13 @@
-//! The task that follows one start of a job, from its ticket to its result, and tells the manager.
+//! The task that follows one start of a job, from its ticket to its result, and reports to the manager.
 //!
-//! It decides nothing but whether the agent is there: an agent says who it is once it has taken its ticket, and its process
-//! is watched from then on. What it says about itself is its user's word: its result counts only when its process is gone.
+//! ```text
+//! start --> agent introduces itself --> watch the process, poll its status --> exited --> result.json, or lost
+//!   |          |
+//!   '----------'--> failed, or no introduction in time: revoke the ticket --> not started
+//! ```
+//! An adopted job begins at the second stage, if its ticket cannot be revoked. The ticket decides in all cases of
+//! doubt: a start counts as not having happened only after its ticket was revoked. The agent runs as the job's user and
+//! is not trusted, so its result counts only after its process has exited.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,273 +21,265 @@ use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{StatusReply, StatusRequest, StopRequest};
 
 use super::connect::connect;
-use super::process::Agent;
-use super::{Gone, Start, Starter};
+use super::process::AgentProcess;
+use super::{AgentExit, AgentStart, AgentStarter};
 use crate::files::{Identity, JobDirs, JobResult, is_full};
 use xlaunch_agent::registry::SOCKET;
 
-/// For an agent to say who it is.
-const BEGIN: Duration = Duration::from_secs(60);
-/// Between looks whether a full disk has room again.
-const ROOM: Duration = Duration::from_secs(1);
-/// Between looks for its word.
-const LOOK: Duration = Duration::from_millis(20);
-/// Between questions how it does.
-const ASK: Duration = Duration::from_secs(1);
-/// For an answer.
-const ANSWER: Duration = Duration::from_secs(5);
-/// For an agent to end behind its workers, before it is killed.
-const END: Duration = Duration::from_secs(60);
+/// Time for an agent to introduce itself. Longer than it waits for a full disk before it gives up.
+const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(60);
+const INTRODUCTION_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Delay before a failed operation on the job's directory is retried: until a full disk has space again, for example.
+const DISK_RETRY_DELAY: Duration = Duration::from_secs(1);
+const STATUS_POLL_INTERVAL: Duration = Duration::from_secs(1);
+const AGENT_CALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time for a stopped agent to exit beyond the shutdown timeout of its workers. Then it is killed.
+const AGENT_STOP_MARGIN: Duration = Duration::from_secs(60);
 
 /// One start of a job.
 #[derive(Clone, Debug)]
-#[expect(missing_docs, reason = "as in the records")]
-pub struct Followed {
-    pub job: u64,
-    pub start: u32,
-    pub name: String,
-    pub uid: u32,
-    pub gpus: Vec<String>,
-    /// Seconds that its workers get to end.
-    pub patience: f64,
+pub(crate) struct JobStart {
+    pub(crate) job: u64,
+    pub(crate) start: u32,
+    pub(crate) name: String,
+    pub(crate) uid: u32,
+    pub(crate) gpus: Vec<String>,
+    /// Time between SIGTERM and SIGKILL of its workers.
+    pub(crate) shutdown_timeout: Duration,
 }
 
-/// What becomes of it.
+/// What happens to a start. Each ends with one of the last three.
 #[derive(Clone, Debug, PartialEq)]
-pub enum News {
-    /// Its agent runs.
-    Runs,
-    /// How it does.
+pub(crate) enum AgentEvent {
+    /// The agent has introduced itself.
+    Started,
     Status(Box<StatusReply>),
-    /// Its agent has never been there, and never will be; why, where something has failed.
+    /// No agent has run for this start or ever will; the reason, if something has failed.
     NotStarted(Option<String>),
-    /// Its agent has gone and left this.
+    /// The agent has exited and left a result.
     Ended(JobResult),
-    /// Its agent has gone without a word.
+    /// The agent has exited without a result.
     Lost(String),
 }
 
-/// Follows a start to its end. `fresh` starts it; otherwise an earlier daemon has, or was about to. News come with the job's
-/// number. When `stop` turns true, the job is asked to end.
-pub async fn follow(
-    followed: Followed,
+/// Follows a start to its end and sends its events with the job's id. `fresh`: starts the agent; otherwise an earlier
+/// daemon has started it, or was about to. When `stop` becomes true, the job is stopped.
+pub(crate) async fn follow(
+    job_start: JobStart,
     fresh: bool,
     dirs: JobDirs,
-    starter: Arc<Starter>,
-    news: mpsc::Sender<(u64, News)>,
+    starter: Arc<AgentStarter>,
+    events: mpsc::Sender<(u64, AgentEvent)>,
     stop: watch::Receiver<bool>,
 ) {
-    let job = followed.job;
-    let task = Follow { followed, dirs, starter, news, stop };
-    let last = task.run(fresh).await;
-    // The manager is gone only when the daemon ends: the next one asks the files.
-    let _ = task.news.send((job, last)).await;
+    let job = job_start.job;
+    let follower = Follower { job_start, dirs, starter, events, stop };
+    let last = follower.run(fresh).await;
+    // The manager is gone only if the daemon ends; the next daemon reads the job's files.
+    let _ = follower.events.send((job, last)).await;
 }
 
-struct Follow {
-    followed: Followed,
+struct Follower {
+    job_start: JobStart,
     dirs: JobDirs,
-    starter: Arc<Starter>,
-    news: mpsc::Sender<(u64, News)>,
+    starter: Arc<AgentStarter>,
+    events: mpsc::Sender<(u64, AgentEvent)>,
     stop: watch::Receiver<bool>,
 }
 
-impl Follow {
-    async fn run(&self, fresh: bool) -> News {
-        let (gone, problem) = match fresh {
+impl Follower {
+    async fn run(&self, fresh: bool) -> AgentEvent {
+        let (exit, problem) = match fresh {
             true => match self.start().await {
-                Ok(gone) => (Some(gone), None),
-                Err(error) => (None, Some(format!("its agent cannot be started: {error}"))),
+                Ok(exit) => (Some(exit), None),
+                Err(error) => (None, Some(format!("failed to start its agent: {error}"))),
             },
             false => (None, None),
         };
-        if gone.is_none()
-            && let Some(last) = self.take_back(problem).await
+        if exit.is_none()
+            && let Some(last) = self.revoke(problem).await
         {
             return last;
         }
-        let identity = match self.identity(gone.unwrap_or_else(never)).await {
+        let identity = match self.introduction(exit.unwrap_or_else(never)).await {
             Ok(identity) => identity,
             Err(last) => return last,
         };
-        if let Some(agent) = Agent::find(&identity, self.followed.uid) {
-            let _ = self.news.send((self.followed.job, News::Runs)).await;
+        if let Some(agent) = AgentProcess::find(&identity, self.job_start.uid) {
+            let _ = self.events.send((self.job_start.job, AgentEvent::Started)).await;
             self.watch(&agent).await;
-            self.starter.kill(self.followed.job).await;
+            self.starter.kill(self.job_start.job).await;
         }
         self.result()
     }
 
-    /// Starts it as soon as there is room for its order on disk.
-    async fn start(&self) -> std::io::Result<Gone> {
+    /// Starts the agent, as soon as the disk has space for its input.
+    async fn start(&self) -> std::io::Result<AgentExit> {
         loop {
             match self.try_start().await {
                 Err(error) if is_full(&error) => tokio::select! {
-                    () = tokio::time::sleep(ROOM) => {}
-                    () = self.stopped() => return Err(error),
+                    () = tokio::time::sleep(DISK_RETRY_DELAY) => {}
+                    () = self.stop_requested() => return Err(error),
                 },
                 started => return started,
             }
         }
     }
 
-    async fn try_start(&self) -> std::io::Result<Gone> {
-        let Followed { job, start, uid, ref name, ref gpus, patience } = self.followed;
+    async fn try_start(&self) -> std::io::Result<AgentExit> {
+        let JobStart { job, start, uid, ref name, ref gpus, shutdown_timeout } = self.job_start;
         let input = self.dirs.prepare(job, start, gpus)?;
-        let (dir, order, name) = (self.dirs.agent(job), self.dirs.order(job, start), name.clone());
-        self.starter.start(Start { job, name, uid, dir, order, input, patience }).await
+        let (dir, input_path) = (self.dirs.agent(job), self.dirs.start_file(job, start));
+        let start = AgentStart { job, name: name.clone(), uid, dir, input_path, input, shutdown_timeout };
+        self.starter.start(start).await
     }
 
-    /// Sees to it that nobody begins this start any more; `None` where its agent has. Whether that still runs is seen by its
-    /// lock.
-    async fn take_back(&self, reason: Option<String>) -> Option<News> {
+    /// Revokes this start; `None` if its agent has claimed it.
+    async fn revoke(&self, reason: Option<String>) -> Option<AgentEvent> {
+        let JobStart { job, start, .. } = self.job_start;
         loop {
-            match self.dirs.revoke(self.followed.job, self.followed.start) {
-                Ok(true) => return Some(News::NotStarted(reason)),
+            match self.dirs.revoke(job, start) {
+                Ok(true) => return Some(AgentEvent::NotStarted(reason)),
                 Ok(false) => return None,
-                // Guessed wrong, its GPUs would be given to two jobs.
+                // A guess could give the job's GPUs to a second job.
                 Err(error) => {
-                    warn!(job = self.followed.job, "its directory cannot be read: {error}");
-                    tokio::time::sleep(ROOM).await;
+                    warn!(job, "failed to revoke start {start} of job {job}, retrying: {error}");
+                    tokio::time::sleep(DISK_RETRY_DELAY).await;
                 }
             }
         }
     }
 
-    /// Waits for the agent to say who it is.
-    async fn identity(&self, mut gone: Gone) -> Result<Identity, News> {
-        let (job, uid) = (self.followed.job, self.followed.uid);
-        let mut deadline = Some(Instant::now() + BEGIN);
+    /// Waits until the agent has introduced itself.
+    async fn introduction(&self, mut exit: AgentExit) -> Result<Identity, AgentEvent> {
+        let JobStart { job, start, uid, .. } = self.job_start;
+        let mut deadline = Some(Instant::now() + INTRODUCTION_TIMEOUT);
         loop {
-            let over = tokio::select! {
+            let failure = tokio::select! {
                 biased;
-                how = &mut gone => Some(format!("its agent ended before it began: {how}")),
-                () = tokio::time::sleep(LOOK) => deadline
+                how = &mut exit => Some(format!("its agent exited before it began: {how}")),
+                () = tokio::time::sleep(INTRODUCTION_POLL_INTERVAL) => deadline
                     .filter(|deadline| Instant::now() > *deadline)
-                    .map(|_| "its agent has not begun within a minute".into()),
+                    .map(|_| format!("its agent has not begun within {} s", INTRODUCTION_TIMEOUT.as_secs())),
             };
-            if let Some(identity) = self.dirs.identity(job, uid).filter(|it| it.start == self.followed.start)
-            {
+            if let Some(identity) = self.dirs.identity(job, uid).filter(|it| it.start == start) {
                 return Ok(identity);
             }
-            if let Some(reason) = over {
-                (gone, deadline) = (never(), None);
-                if let Some(last) = self.take_back(Some(reason)).await {
+            if let Some(reason) = failure {
+                (exit, deadline) = (never(), None);
+                if let Some(last) = self.revoke(Some(reason)).await {
                     return Err(last);
                 }
             }
-            // An agent that has taken its ticket and holds no lock is gone.
             if self.is_abandoned() {
                 return Err(self.result());
             }
         }
     }
 
+    /// Whether the agent has claimed its ticket and exited without an introduction.
     fn is_abandoned(&self) -> bool {
-        let (job, start, uid) = (self.followed.job, self.followed.start, self.followed.uid);
-        // The lock is taken first: asked in this order, none that begins is taken for one that has gone.
-        self.dirs.has_begun(job, start) && !self.dirs.is_locked(job, uid) && {
-            self.dirs.identity(job, uid).is_none_or(|identity| identity.start != start)
-        }
+        let JobStart { job, start, uid, .. } = self.job_start;
+        // The agent locks, claims, introduces itself. Checked in this order, a running agent is never seen as
+        // abandoned.
+        self.dirs.has_begun(job, start)
+            && !self.dirs.is_locked(job, uid)
+            && self.dirs.identity(job, uid).is_none_or(|identity| identity.start != start)
     }
 
-    /// Asks how it does, and asks it to end, until it is gone.
-    async fn watch(&self, agent: &Agent) {
-        let mut ask = tokio::time::interval(ASK);
-        ask.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut caller = Caller {
-            socket: self.dirs.agent(self.followed.job).join(SOCKET),
-            uid: self.followed.uid,
-            client: None,
-        };
-        // When it is killed, once it has been asked to end.
-        let mut deadline: Option<Instant> = None;
-        let mut told = true;
+    /// Polls the agent's status, and stops the agent on request, until it has exited.
+    async fn watch(&self, agent: &AgentProcess) {
+        let mut poll = tokio::time::interval(STATUS_POLL_INTERVAL);
+        poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let socket = self.dirs.agent(self.job_start.job).join(SOCKET);
+        let mut client = Client { socket, uid: self.job_start.uid, connected: None };
+        // When a stopped agent is killed; `None` until a stop is requested.
+        let mut kill_at: Option<Instant> = None;
+        let mut stop_sent = false;
         loop {
-            let stopping = deadline.is_some();
             tokio::select! {
                 biased;
-                () = agent.ended() => return,
-                () = self.stopped(), if !stopping => {
-                    deadline = Some(Instant::now() + Duration::from_secs_f64(self.followed.patience) + END);
-                    told = false;
-                    ask.reset_immediately();
+                () = agent.exited() => return,
+                () = self.stop_requested(), if kill_at.is_none() => {
+                    kill_at = Some(Instant::now() + self.job_start.shutdown_timeout + AGENT_STOP_MARGIN);
+                    poll.reset_immediately();
                 }
-                _ = ask.tick() => {
-                    if deadline.is_some_and(|deadline| Instant::now() > deadline) {
+                _ = poll.tick() => {
+                    if kill_at.is_some_and(|kill_at| Instant::now() > kill_at) {
                         agent.kill();
-                        self.starter.kill(self.followed.job).await;
+                        self.starter.kill(self.job_start.job).await;
                     }
-                    if !told {
-                        // It may have just begun, and not listen yet: then it is told the next time.
-                        told = caller.stop().await;
+                    if kill_at.is_some() && !stop_sent {
+                        // Retried at the next poll: an agent that has just started may not listen yet.
+                        stop_sent = client.stop().await;
                     }
                     let status = tokio::select! {
-                        () = agent.ended() => return,
-                        status = caller.status() => status,
+                        () = agent.exited() => return,
+                        status = client.status() => status,
                     };
                     if let Some(status) = status {
-                        let _ = self.news.send((self.followed.job, News::Status(Box::new(status)))).await;
+                        let event = AgentEvent::Status(Box::new(status));
+                        let _ = self.events.send((self.job_start.job, event)).await;
                     }
                 }
             }
         }
     }
 
-    /// Waits until the job shall end. A manager that is gone wants nothing: the job outlives it.
-    async fn stopped(&self) {
+    /// Waits until the job is to be stopped: forever if the manager is gone, since the job outlives the daemon.
+    async fn stop_requested(&self) {
         if self.stop.clone().wait_for(|stop| *stop).await.is_err() {
             std::future::pending().await
         }
     }
 
-    /// What is left when the agent is gone.
-    fn result(&self) -> News {
-        let result = self.dirs.result(self.followed.job, self.followed.uid);
-        match result.filter(|result| result.start == self.followed.start) {
-            Some(result) => News::Ended(result),
-            None => News::Lost("its agent has gone without saying how the job ended".into()),
+    /// The result of an agent that has exited.
+    fn result(&self) -> AgentEvent {
+        let result = self.dirs.result(self.job_start.job, self.job_start.uid);
+        match result.filter(|result| result.start == self.job_start.start) {
+            Some(result) => AgentEvent::Ended(result),
+            None => AgentEvent::Lost("its agent exited without a result".into()),
         }
     }
 }
 
-fn never() -> Gone {
+fn never() -> AgentExit {
     Box::pin(std::future::pending())
 }
 
-/// A connection with the agent, made when it is needed.
-struct Caller {
+/// A client of the agent that connects when needed, and again after an error.
+struct Client {
     socket: PathBuf,
     uid: u32,
-    client: Option<AgentClient<Channel>>,
+    connected: Option<AgentClient<Channel>>,
 }
 
-impl Caller {
-    async fn client(&mut self) -> Option<&mut AgentClient<Channel>> {
-        if self.client.is_none() {
-            // It listens a moment after it has begun.
-            let connected = timeout(ANSWER, connect(&self.socket, self.uid)).await;
-            self.client = connected.ok()?.ok();
+impl Client {
+    async fn connected(&mut self) -> Option<&mut AgentClient<Channel>> {
+        if self.connected.is_none() {
+            let connected = timeout(AGENT_CALL_TIMEOUT, connect(&self.socket, self.uid)).await;
+            self.connected = connected.ok()?.ok();
         }
-        self.client.as_mut()
+        self.connected.as_mut()
     }
 
     async fn status(&mut self) -> Option<StatusReply> {
-        let asked = self.client().await?.status(StatusRequest { history: true });
-        let answer = timeout(ANSWER, asked).await.ok().and_then(Result::ok);
-        if answer.is_none() {
-            self.client = None;
+        let call = self.connected().await?.status(StatusRequest { history: true });
+        let reply = timeout(AGENT_CALL_TIMEOUT, call).await.ok().and_then(Result::ok);
+        if reply.is_none() {
+            self.connected = None;
         }
-        answer.map(tonic::Response::into_inner)
+        reply.map(tonic::Response::into_inner)
     }
 
-    /// Whether the agent has heard it.
+    /// Returns whether the agent has accepted the request.
     async fn stop(&mut self) -> bool {
-        let Some(client) = self.client().await else { return false };
-        let heard = timeout(ANSWER, client.stop(StopRequest {})).await.is_ok_and(|answer| answer.is_ok());
-        if !heard {
-            self.client = None;
+        let Some(client) = self.connected().await else { return false };
+        let stopped =
+            timeout(AGENT_CALL_TIMEOUT, client.stop(StopRequest {})).await.is_ok_and(|it| it.is_ok());
+        if !stopped {
+            self.connected = None;
         }
-        heard
+        stopped
     }
 }

@@ -1,10 +1,11 @@
-//! The agents of jobs: processes that outlive the daemon. How they are started, and how they are followed.
+//! Starting and following the agents of jobs.
 //!
-//! An agent is this program again, `xlaunch agent DIR`, as the job's user. Under systemd each is a transient unit of its own,
-//! so that neither the daemon's end nor its limits are theirs; elsewhere it is a process in a session of its own.
+//! An agent is this program run as `xlaunch agent DIR` by the job's user. Under systemd each agent is a transient unit,
+//! so that it neither ends with the daemon nor shares its resource limits; elsewhere it is a process in its own
+//! session.
 
-pub(super) mod connect;
-pub mod follow;
+pub(crate) mod connect;
+pub(crate) mod follow;
 mod process;
 mod unit;
 
@@ -16,76 +17,72 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use nix::unistd;
 
 use xlaunch_agent::spawn::sys;
 
-/// How agents are started.
+/// Starts agents.
 #[derive(Clone, Debug)]
-pub enum Starter {
-    /// As processes of their own; of other users where the daemon is root.
+pub(crate) enum AgentStarter {
+    /// As processes in sessions of their own.
     Detached,
-    /// By the system's systemd.
+    /// As transient units, through this connection to the system bus.
     Systemd(zbus::Connection),
 }
 
-/// What is started.
+/// An agent to start.
 #[derive(Debug)]
-#[expect(missing_docs, reason = "as in the records")]
-pub struct Start {
-    pub job: u64,
-    pub name: String,
-    pub uid: u32,
-    /// The directory of the job that is its user's.
-    pub dir: PathBuf,
-    /// What is to be its standard input.
-    pub order: PathBuf,
-    /// The same, open.
-    pub input: File,
-    /// Seconds that its workers get to end.
-    pub patience: f64,
+pub(crate) struct AgentStart {
+    job: u64,
+    name: String,
+    uid: u32,
+    /// The part of the job's directory that its user owns.
+    dir: PathBuf,
+    /// The file that becomes its standard input, as path and open.
+    input_path: PathBuf,
+    input: File,
+    /// Time between SIGTERM and SIGKILL of its workers.
+    shutdown_timeout: Duration,
 }
 
-/// Ends when the process that was started is surely gone.
-pub type Gone = Pin<Box<dyn Future<Output = String> + Send>>;
+/// Resolves to a description of the exit when the started process is certainly gone.
+pub(crate) type AgentExit = Pin<Box<dyn Future<Output = String> + Send>>;
 
-impl Starter {
-    /// Starts an agent.
-    ///
-    /// # Errors
-    /// The system's, or systemd's: then there is no agent.
-    pub async fn start(&self, start: Start) -> io::Result<Gone> {
+impl AgentStarter {
+    /// Starts an agent. On an error none runs.
+    pub(crate) async fn start(&self, start: AgentStart) -> io::Result<AgentExit> {
         match self {
-            Self::Detached => detached(start),
+            Self::Detached => start_detached(start),
             Self::Systemd(bus) => unit::start(bus, start).await.map_err(io::Error::other),
         }
     }
 
-    /// Ends what an agent has left behind, or what is left of it.
-    pub async fn kill(&self, job: u64) {
+    /// Kills all processes of the job's unit. Without systemd, the agent's reaper does that.
+    pub(crate) async fn kill(&self, job: u64) {
         if let Self::Systemd(bus) = self {
             unit::kill(bus, job).await;
         }
     }
 }
 
-fn detached(start: Start) -> io::Result<Gone> {
+fn start_detached(start: AgentStart) -> io::Result<AgentExit> {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("xlaunch").arg("agent").arg(&start.dir).env_clear().current_dir("/");
-    // The job's own comes with its order.
+    // The agent sets the job's own environment, which is in its input.
     command.env("PATH", "/usr/local/bin:/usr/bin:/bin");
     command.stdin(start.input).stdout(Stdio::null());
-    sys::start_apart(&mut command, identity(start.uid)?);
+    sys::start_in_session(&mut command, user_to_switch_to(start.uid)?);
     let mut child = tokio::process::Command::from(command).spawn()?;
     Ok(Box::pin(async move {
-        let ended = child.wait().await;
-        ended.map_or_else(|error| error.to_string(), |status| status.to_string())
+        let status = child.wait().await;
+        status.map_or_else(|error| error.to_string(), |status| status.to_string())
     }))
 }
 
-/// Whose rights the agent gets; nobody else's where this daemon is an ordinary user.
-fn identity(uid: u32) -> io::Result<Option<sys::User>> {
+/// The user as whom the agent runs; `None` if the daemon is not root and cannot switch.
+fn user_to_switch_to(uid: u32) -> io::Result<Option<sys::User>> {
     if !rustix::process::getuid().is_root() {
         return Ok(None);
     }
@@ -95,7 +92,7 @@ fn identity(uid: u32) -> io::Result<Option<sys::User>> {
             let groups = unistd::getgrouplist(&name, user.gid)?;
             (user.gid.as_raw(), groups.into_iter().map(unistd::Gid::as_raw).collect())
         }
-        // A number without a name has a group of the same number, and no other.
+        // An unknown user gets only the group with the same number.
         None => (uid, vec![uid]),
     };
     Ok(Some(sys::User { uid, gid, groups }))

@@ -1,4 +1,4 @@
-//! A process of a job's user, which is told from others of its number, watched and killed.
+//! The process of an agent: found by its identity, watched and killed through a pidfd.
 
 use std::os::fd::OwnedFd;
 
@@ -9,40 +9,40 @@ use crate::files::Identity;
 use xlaunch_agent::process::Process;
 use xlaunch_agent::spawn::sys;
 
-/// An agent that ran when it was found.
 #[derive(Debug)]
-pub(super) struct Agent {
+pub(super) struct AgentProcess {
     pidfd: AsyncFd<OwnedFd>,
 }
 
-/// Whether all user ids of a process are this one: real, effective, saved, and for file systems.
+/// Whether all user ids of a process are this one: real, effective, saved and file system.
 fn is_of(pid: u32, uid: u32) -> bool {
     let status = fs_err::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"));
     ids.is_some_and(|ids| ids.split_whitespace().all(|id| id.parse() == Ok(uid)))
 }
 
-impl Agent {
-    /// The process of this identity, if it is that process still, and the user's.
+impl AgentProcess {
+    /// Opens the process with this identity, if it still runs and belongs to user `uid`.
     pub(super) fn find(identity: &Identity, uid: u32) -> Option<Self> {
         let pid = i32::try_from(identity.pid).ok().and_then(Pid::from_raw)?;
         let pidfd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
-        // The number may have passed on before the descriptor was opened, but no longer after.
+        // The pid may have been reused before the pidfd was opened. From here on it cannot be, so the checks are not
+        // racy.
         let process = Process::read(identity.pid)?;
-        // The identity is the user's word: it may name any process, and this one may be killed.
-        let is_it = process.started == identity.started && !process.ended() && is_of(identity.pid, uid);
-        Some(Self { pidfd: sys::watch(pidfd).filter(|_| is_it)? })
+        // The user wrote the identity and could name any process, which the daemon would kill as root.
+        let is_agent = process.started == identity.started && !process.ended() && is_of(identity.pid, uid);
+        Some(Self { pidfd: sys::register(pidfd).filter(|_| is_agent)? })
     }
 
-    /// Waits for its end.
-    pub(super) async fn ended(&self) {
-        // A descriptor that cannot be watched is as good as an end: whoever asks looks again.
+    /// Waits until the process has exited.
+    pub(super) async fn exited(&self) {
+        // An error counts as an exit; the caller checks the job's files.
         let _ = self.pidfd.readable().await;
     }
 
-    /// Ends it at once; its guard ends what it has started.
+    /// Sends SIGKILL. The agent's reaper then kills the workers.
     pub(super) fn kill(&self) {
-        // It may have ended.
+        // The process may have exited.
         let _ = pidfd_send_signal(self.pidfd.get_ref(), Signal::KILL);
     }
 }
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn only_the_process_that_is_meant_and_the_users_own_is_watched() {
+    async fn process_must_match_start_time_and_user() {
         let own = Process::own().unwrap();
         let uid = rustix::process::getuid().as_raw();
         let identity = |pid, started| Identity {
@@ -63,10 +63,10 @@ mod tests {
             boot: String::new(),
             start: 1,
         };
-        assert!(Agent::find(&identity(own.pid, own.started), uid).is_some());
-        assert!(Agent::find(&identity(own.pid, own.started + 1), uid).is_none());
-        assert!(Agent::find(&identity(own.pid, own.started), uid + 1).is_none());
+        assert!(AgentProcess::find(&identity(own.pid, own.started), uid).is_some());
+        assert!(AgentProcess::find(&identity(own.pid, own.started + 1), uid).is_none());
+        assert!(AgentProcess::find(&identity(own.pid, own.started), uid + 1).is_none());
         let init = Process::read(1).unwrap();
-        assert!(Agent::find(&identity(1, init.started), uid + 1).is_none());
+        assert!(AgentProcess::find(&identity(1, init.started), uid + 1).is_none());
     }
 }

@@ -1,19 +1,19 @@
-//! Agents as transient units of systemd, over D-Bus (org.freedesktop.systemd1).
+//! Agents as transient systemd units, over D-Bus (org.freedesktop.systemd1).
 
 use std::time::Duration;
 
 use zbus::{OwnedObjectPath, Variant, proxy};
 
-use super::{Gone, Start};
+use super::{AgentExit, AgentStart};
 
-/// Between looks at a unit whose agent has not said who it is.
-const LOOK: Duration = Duration::from_millis(300);
-/// What systemd gives an agent to end, beyond what it gives its workers.
-const MORE_PATIENCE: Duration = Duration::from_secs(30);
-/// Files that the processes of a job may open, each.
-const FILES: u64 = 1 << 20;
+/// A unit is polled until its agent has introduced itself.
+const UNIT_POLL_INTERVAL: Duration = Duration::from_millis(300);
+/// `TimeoutStopSec=` of the unit beyond the shutdown timeout of the workers.
+const UNIT_STOP_MARGIN: Duration = Duration::from_secs(30);
+/// `LimitNOFILE=` of the unit.
+const MAX_OPEN_FILES: u64 = 1 << 20;
 
-/// One of the commands of a unit: program, arguments, whether its failure is none.
+/// An `ExecStart=`: program, arguments, whether to ignore a failure.
 type Exec<'a> = (&'a str, Vec<&'a str>, bool);
 
 #[proxy(
@@ -45,37 +45,39 @@ fn name(job: u64) -> String {
     format!("xlaunch-job-{job}.service")
 }
 
-pub(super) async fn start(bus: &zbus::Connection, start: Start) -> zbus::Result<Gone> {
+pub(super) async fn start(bus: &zbus::Connection, start: AgentStart) -> zbus::Result<AgentExit> {
     let program = std::env::current_exe().map_err(|error| zbus::Error::InputOutput(error.into()))?;
-    // After an upgrade, the daemon that still runs is the old one: the new one lies where it lay.
+    // After an upgrade, the kernel marks the path of the running, replaced binary. The new one is at the path before
+    // it.
     let program = program.to_string_lossy();
     let program = program.strip_suffix(" (deleted)").unwrap_or(&program).to_owned();
-    // systemd fills in variables. (ExecStartEx can do without, but up to systemd 252 such a unit is lost at a daemon-reload.)
+    // systemd expands variables in ExecStart. ExecStartEx can turn that off, but systemd up to version 252 loses such a
+    // unit at a daemon-reload.
     let dir = start.dir.to_string_lossy().replace('$', "$$");
     let exec: Vec<Exec<'_>> = vec![(&program, vec![&program, "agent", &dir], false)];
-    let end = Duration::from_secs_f64(start.patience.clamp(0.0, 1e6)) + MORE_PATIENCE;
+    let stop_timeout = start.shutdown_timeout + UNIT_STOP_MARGIN;
     let unit = name(start.job);
     let properties = [
         ("Description", Variant::from(format!("xlaunch job {} ({})", start.job, start.name))),
         ("Type", "exec".into()),
-        // When the system goes down, a last checkpoint is written before the file systems of others go.
+        // At a shutdown of the system, the last checkpoint is written before remote file systems are unmounted.
         ("After", vec!["remote-fs.target"].into()),
         ("ExecStart", exec.into()),
         ("User", start.uid.to_string().into()),
-        ("StandardInputFile", start.order.to_string_lossy().into_owned().into()),
-        // It writes to its own files; what goes wrong before is the journal's.
+        ("StandardInputFile", start.input_path.to_string_lossy().into_owned().into()),
+        // The agent writes to agent.log; errors before it has opened that go to the system's journal.
         ("StandardOutput", "null".into()),
         ("StandardError", "journal".into()),
-        // SIGTERM goes to the agent, which gives workers their time; then everything is killed.
+        // SIGTERM goes to the agent only, which stops the workers; after the timeout all processes are killed.
         ("KillMode", "mixed".into()),
-        ("TimeoutStopUSec", u64::try_from(end.as_micros()).unwrap_or(u64::MAX).into()),
+        ("TimeoutStopUSec", u64::try_from(stop_timeout.as_micros()).unwrap_or(u64::MAX).into()),
         ("Delegate", true.into()),
         ("OOMPolicy", "continue".into()),
         ("CollectMode", "inactive-or-failed".into()),
-        // Memory that network cards read has to stay where it is.
+        // RDMA registers pinned memory.
         ("LimitMEMLOCK", u64::MAX.into()),
-        ("LimitNOFILE", FILES.into()),
-        // Loaders of data start as many processes and threads as they like.
+        ("LimitNOFILE", MAX_OPEN_FILES.into()),
+        // Data loaders start many processes and threads.
         ("TasksMax", u64::MAX.into()),
     ];
     let manager = ManagerProxy::new(bus).await?;
@@ -83,37 +85,32 @@ pub(super) async fn start(bus: &zbus::Connection, start: Start) -> zbus::Result<
     let bus = bus.clone();
     Ok(Box::pin(async move {
         loop {
-            tokio::time::sleep(LOOK).await;
-            match state(&bus, &unit).await {
-                Ok(Some(_)) => {}
-                Ok(None) => return "its unit has ended".into(),
-                // A bus that does not answer says nothing of the unit.
-                Err(_) => {}
+            tokio::time::sleep(UNIT_POLL_INTERVAL).await;
+            // An error of the bus says nothing about the unit.
+            if matches!(is_active(&bus, &unit).await, Ok(false)) {
+                return "its unit has stopped".into();
             }
         }
     }))
 }
 
-/// The state of a unit that runs or is about to; `None` where there is nothing of it.
-async fn state(bus: &zbus::Connection, unit: &str) -> zbus::Result<Option<String>> {
-    let path = match ManagerProxy::new(bus).await?.get_unit(unit).await {
-        Ok(path) => path,
-        Err(zbus::Error::MethodError(..) | zbus::Error::FDO(_)) => return Ok(None),
-        Err(error) => return Err(error),
+/// Whether the unit exists and is neither inactive nor failed.
+async fn is_active(bus: &zbus::Connection, unit: &str) -> zbus::Result<bool> {
+    let state = async {
+        let path = ManagerProxy::new(bus).await?.get_unit(unit).await?;
+        UnitProxy::builder(bus).path(path).build().await?.active_state().await
     };
-    let proxy = UnitProxy::builder(bus).path(path).build().await?;
-    match proxy.active_state().await {
-        Ok(state) if state == "inactive" || state == "failed" => Ok(None),
-        Ok(state) => Ok(Some(state)),
-        // It went in between.
-        Err(zbus::Error::MethodError(..) | zbus::Error::FDO(_)) => Ok(None),
+    match state.await {
+        Ok(state) => Ok(state != "inactive" && state != "failed"),
+        // systemd answers that there is no such unit, or no longer.
+        Err(zbus::Error::MethodError(..) | zbus::Error::FDO(_)) => Ok(false),
         Err(error) => Err(error),
     }
 }
 
 pub(super) async fn kill(bus: &zbus::Connection, job: u64) {
     if let Ok(manager) = ManagerProxy::new(bus).await {
-        // A unit that is gone needs no signal.
+        // The unit may have stopped.
         let _ = manager.kill_unit(&name(job), "all", rustix::process::Signal::KILL.as_raw()).await;
     }
 }

@@ -1,4 +1,4 @@
-//! What the journal asks of the disk, call by call, so that tests can let each one fail.
+//! The file operations of the journal behind a trait, so that tests can fail or interrupt each one.
 
 use std::fmt::Debug;
 use std::io::{self, Write};
@@ -7,29 +7,25 @@ use std::path::Path;
 use fs_err::os::unix::fs::OpenOptionsExt;
 use fs_err::{File, OpenOptions};
 
-/// The calls. Errors name the file.
+/// File operations. Errors name the file.
 pub(super) trait Disk: Debug + Send {
-    /// All of a file.
     fn read(&self, path: &Path) -> io::Result<Vec<u8>>;
-    /// A file that exists, to be written at its end.
+    /// Opens an existing file for appending.
     fn open(&self, path: &Path) -> io::Result<File>;
-    /// A new file of this user alone, to be written at its end.
+    /// Creates a file of mode 0600 for appending; fails if it exists.
     fn create(&self, path: &Path) -> io::Result<File>;
-    /// All of `bytes` in one call, unless the kernel takes less.
+    /// Writes all bytes, in one call unless the kernel writes less.
     fn write(&self, file: &mut File, bytes: &[u8]) -> io::Result<()>;
-    /// Cuts off what is beyond `len` bytes.
     fn truncate(&self, file: &File, len: u64) -> io::Result<()>;
-    /// Returns when contents and length are on disk.
+    /// fdatasync(2): returns when content and length are on disk.
     fn sync(&self, file: &File) -> io::Result<()>;
-    /// Gives the file at `from` the name `to`, at once, whatever had it.
+    /// rename(2): atomic, replaces `to`.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
-    /// Takes a file's name away.
     fn remove(&self, path: &Path) -> io::Result<()>;
-    /// Returns when the names in a directory are on disk.
+    /// fsync(2) of a directory: returns when its entries are on disk.
     fn sync_dir(&self, dir: &Path) -> io::Result<()>;
 }
 
-/// The kernel's.
 #[derive(Debug)]
 pub(super) struct RealDisk;
 

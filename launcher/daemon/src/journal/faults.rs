@@ -1,7 +1,7 @@
-//! A disk that fails, stops or loses power at any call, for the journal's tests.
+//! A disk with fault injection for the journal's tests: any call can fail, or be the last before a crash.
 //!
-//! It keeps real files, as a kernel keeps them in memory, and beside them what a loss of power would leave: contents as of
-//! their last sync, names as of the directory's. It never waits for the real disk.
+//! The files in the directory model the page cache. Beside them it keeps what survives a power failure: contents as of
+//! their last sync, names as of the directory's last sync. It never syncs to the real disk.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsString;
@@ -16,30 +16,30 @@ use rustix::io::Errno;
 
 use super::disk::{Disk, RealDisk};
 
-/// What happens at one call.
+/// A fault at one call.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fault {
-    /// Calls before it.
+    /// Index of the call, from 0.
     pub(super) at: usize,
-    /// Bytes of a write that get through; of a call that is none, whether it has its effect: not if 0.
+    /// Bytes that a write still writes. Any other call still takes effect unless this is 0.
     pub(super) torn: usize,
-    pub(super) then: Then,
+    pub(super) kind: FaultKind,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Then {
-    /// The call fails; the next ones work.
+pub(super) enum FaultKind {
+    /// The call fails; later ones work.
     Error(Errno),
-    /// The daemon is gone.
-    Gone,
+    /// The daemon crashes: all later calls fail too.
+    Crash,
 }
 
-/// What a node's end takes along.
+/// What a crash of the node loses.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Loss {
-    /// Contents that were not synced, but for the fault's `torn` first bytes of each file.
+    /// Content that was not synced, except the first `torn` bytes in each file.
     pub(super) contents: bool,
-    /// Names that were not synced.
+    /// Directory entries that were not synced.
     pub(super) names: bool,
 }
 
@@ -51,21 +51,21 @@ struct State {
     dir: PathBuf,
     calls: usize,
     fault: Option<Fault>,
-    gone: bool,
-    /// By inode, with the synced contents. They are held open, so that no inode is used twice.
+    crashed: bool,
+    /// Files with their synced contents, by inode. They are kept open, so that no inode is reused.
     files: HashMap<u64, (File, Vec<u8>)>,
-    /// Synced names.
+    /// Synced directory entries.
     names: BTreeMap<OsString, u64>,
 }
 
 impl FaultyDisk {
-    /// All that is in `dir` now is on disk.
+    /// Everything in `dir` counts as synced.
     pub(super) fn new(dir: &Path, fault: Option<Fault>) -> Self {
         let mut state = State {
             dir: dir.into(),
             calls: 0,
             fault,
-            gone: false,
+            crashed: false,
             files: HashMap::new(),
             names: BTreeMap::new(),
         };
@@ -77,59 +77,59 @@ impl FaultyDisk {
         Self(Arc::new(Mutex::new(state)))
     }
 
-    /// Whether the fault has happened.
-    pub(super) fn has_struck(&self) -> bool {
+    /// Whether the fault has been injected.
+    pub(super) fn is_injected(&self) -> bool {
         let state = self.0.lock().unwrap();
         state.fault.is_none_or(|fault| state.calls > fault.at)
     }
 
-    /// Another daemon starts, and nothing more happens to it.
+    /// Starts another daemon on the same directory, without faults.
     pub(super) fn restart(&self) {
         let mut state = self.0.lock().unwrap();
-        (state.gone, state.fault) = (false, None);
+        (state.crashed, state.fault) = (false, None);
     }
 
-    /// Leaves in the directory what the end of the node does.
+    /// Crashes the node: leaves in the directory what survives.
     pub(super) fn lose(&self, loss: Loss) {
         let state = self.0.lock().unwrap();
         let torn = state.fault.map_or(0, |fault| fault.torn);
         let names = if loss.names { state.names.clone() } else { state.present() };
-        let mut left = BTreeMap::new();
+        let mut surviving = BTreeMap::new();
         for (name, inode) in names {
             let (file, synced) = &state.files[&inode];
             let now = contents(file).unwrap();
-            let mut left_of_it = if loss.contents { synced.clone() } else { now.clone() };
+            let mut content = if loss.contents { synced.clone() } else { now.clone() };
             if loss.contents && now.starts_with(synced) {
-                left_of_it.extend(now[synced.len()..].iter().take(torn));
+                content.extend(now[synced.len()..].iter().take(torn));
             }
-            left.insert(name, left_of_it);
+            surviving.insert(name, content);
         }
         for name in state.present().keys() {
             std::fs::remove_file(state.dir.join(name)).unwrap();
         }
-        for (name, contents) in left {
+        for (name, contents) in surviving {
             std::fs::write(state.dir.join(name), contents).unwrap();
         }
     }
 
-    /// Makes one call: all of it, or what the fault lets through.
+    /// Makes one call, completely or as far as the fault lets it.
     fn call<T>(&self, effect: impl FnOnce(&mut State, usize) -> io::Result<T>) -> io::Result<T> {
         let mut state = self.0.lock().unwrap();
-        let off = || io::Error::other("the daemon is gone");
-        if state.gone {
-            return Err(off());
+        let crashed = || io::Error::other("the daemon has crashed");
+        if state.crashed {
+            return Err(crashed());
         }
         let fault = state.fault.filter(|fault| fault.at == state.calls);
         state.calls += 1;
-        let Some(Fault { torn, then, .. }) = fault else { return effect(&mut state, usize::MAX) };
+        let Some(Fault { torn, kind, .. }) = fault else { return effect(&mut state, usize::MAX) };
         if torn > 0 {
             let _ = effect(&mut state, torn);
         }
-        match then {
-            Then::Error(errno) => Err(errno.into()),
-            Then::Gone => {
-                state.gone = true;
-                Err(off())
+        match kind {
+            FaultKind::Error(errno) => Err(errno.into()),
+            FaultKind::Crash => {
+                state.crashed = true;
+                Err(crashed())
             }
         }
     }
@@ -141,7 +141,7 @@ impl State {
         self.files.entry(file.metadata().unwrap().ino()).or_insert((held, Vec::new()));
     }
 
-    /// Names in the directory, less the lock's.
+    /// Entries of the directory except the lock.
     fn present(&self) -> BTreeMap<OsString, u64> {
         let entries = std::fs::read_dir(&self.dir).unwrap().map(Result::unwrap);
         let named = entries.map(|entry| (entry.file_name(), entry.metadata().unwrap().ino()));
@@ -153,7 +153,7 @@ impl State {
     }
 }
 
-/// What is in a file, although it may have no name any more and be open for writing alone.
+/// Reads a file that may be unlinked and open for writing only.
 fn contents(file: &File) -> io::Result<Vec<u8>> {
     std::fs::read(format!("/proc/self/fd/{}", file.file().as_raw_fd()))
 }

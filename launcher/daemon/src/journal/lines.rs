@@ -1,7 +1,8 @@
-//! The journal's bytes: one record per line, `<CRC-32 of the JSON, 8 lowercase hex digits> <JSON>\n`, a header first.
+//! The format of the journal: a header line, then one line per record, each `<CRC-32 of the JSON, 8 hex digits>
+//! <JSON>\n`. Pure.
 //!
-//! Pure. A line counts if it ends, and its checksum is that of its JSON; everything else is damage. Damage after the last
-//! line that counts is a write that was not finished. Other damage is the disk's, or somebody's editor's.
+//! A line is valid if it ends in a newline and its checksum matches. Invalid bytes after the last valid line are a torn
+//! write: the daemon or the node stopped during an append. Invalid bytes elsewhere are damage by the disk or an editor.
 
 use std::io;
 use std::ops::Range;
@@ -9,12 +10,11 @@ use std::ops::Range;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// Version of the format: what the header says, and the newest that is read.
+/// The version that is written, and the newest that can be read.
 pub(super) const VERSION: u64 = 1;
-/// How the header names the format.
 const FORMAT: &str = "xlaunch-journal";
-/// Hex digits and the space.
-const CHECKSUM: usize = 9;
+/// The hex digits and the space after them.
+const CHECKSUM_BYTES: usize = 9;
 
 #[derive(Serialize, Deserialize)]
 struct Header {
@@ -24,35 +24,40 @@ struct Header {
     writer: String,
 }
 
-/// What a journal's bytes say.
+/// A parsed journal.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Replayed<E> {
+pub(super) struct Parsed<E> {
     pub(super) records: Vec<E>,
     pub(super) state: State,
 }
 
-/// What there is to be done with them.
+/// Which repair the file needs before records can be appended.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum State {
-    /// There are none yet.
+    /// The file is empty.
     New,
-    /// They can be added to.
     Intact,
-    /// They can be, up to `end`.
-    Torn { end: usize },
-    /// Not all of them count: these lines, from 1, do not. Without a header, version 1 is assumed.
-    Damaged { lines: Vec<usize>, header: bool },
+    /// Truncate the torn write after `end` bytes.
+    Torn {
+        end: usize,
+    },
+    /// Rewrite without the invalid `lines`, counted from 1. If `header` is false the header is missing or invalid, and
+    /// version 1 was assumed.
+    Damaged {
+        lines: Vec<usize>,
+        header: bool,
+    },
 }
 
-/// Bytes of a newer xlaunch.
+/// The file was written by a newer xlaunch.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Unreadable {
     Newer { writer: String, version: u64 },
     Unknown { line: usize, error: String, writer: String },
 }
 
-/// The lines of these records.
-pub(super) fn of<E: Serialize>(records: &[E]) -> io::Result<Vec<u8>> {
+/// Encodes records as lines.
+pub(super) fn encode<E: Serialize>(records: &[E]) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     for record in records {
         let json = serde_json::to_vec(record)?;
@@ -63,22 +68,23 @@ pub(super) fn of<E: Serialize>(records: &[E]) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// A journal of these lines.
-pub(super) fn journal(lines: &[u8]) -> io::Result<Vec<u8>> {
+/// Puts the header before these lines.
+pub(super) fn with_header(lines: &[u8]) -> io::Result<Vec<u8>> {
     let header = Header { format: FORMAT.into(), version: VERSION, writer: env!("CARGO_PKG_VERSION").into() };
-    let mut bytes = of(&[header])?;
+    let mut bytes = encode(&[header])?;
     bytes.extend_from_slice(lines);
     Ok(bytes)
 }
 
-/// Reads a journal.
-pub(super) fn read<E: DeserializeOwned>(bytes: &[u8]) -> Result<Replayed<E>, Unreadable> {
+/// Parses a whole journal.
+pub(super) fn parse<E: DeserializeOwned>(bytes: &[u8]) -> Result<Parsed<E>, Unreadable> {
     let header = header(bytes);
     if let Some(Header { version, writer, .. }) = &header
         && *version > VERSION
     {
         return Err(Unreadable::Newer { writer: writer.clone(), version: *version });
     }
+    // `end` is the end of the last valid line.
     let (mut records, mut damaged, mut end) = (Vec::new(), Vec::new(), 0);
     for (number, line) in (1..).zip(lines(bytes)) {
         let Some(json) = json(&bytes[line.clone()]) else {
@@ -106,14 +112,14 @@ pub(super) fn read<E: DeserializeOwned>(bytes: &[u8]) -> Result<Replayed<E>, Unr
     } else {
         State::Intact
     };
-    Ok(Replayed { records, state })
+    Ok(Parsed { records, state })
 }
 
-/// The lines that count, as they are, less the header.
-pub(super) fn intact_records(bytes: &[u8]) -> Vec<u8> {
+/// The valid lines without the header, byte for byte.
+pub(super) fn valid_records(bytes: &[u8]) -> Vec<u8> {
     let skip = usize::from(header(bytes).is_some());
-    let intact = lines(bytes).skip(skip).filter(|line| json(&bytes[line.clone()]).is_some());
-    intact.flat_map(|line| bytes[line].iter().copied()).collect()
+    let valid = lines(bytes).skip(skip).filter(|line| json(&bytes[line.clone()]).is_some());
+    valid.flat_map(|line| bytes[line].iter().copied()).collect()
 }
 
 fn header(bytes: &[u8]) -> Option<Header> {
@@ -122,7 +128,7 @@ fn header(bytes: &[u8]) -> Option<Header> {
     (header.format == FORMAT).then_some(header)
 }
 
-/// Where lines lie, each with the newline that ends it; the last one may have none.
+/// The range of each line with its newline, which the last line may lack.
 fn lines(bytes: &[u8]) -> impl Iterator<Item = Range<usize>> {
     let mut start = 0;
     bytes.split_inclusive(|byte| *byte == b'\n').map(move |line| {
@@ -132,12 +138,111 @@ fn lines(bytes: &[u8]) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// What a line holds, if it counts.
+/// The JSON of a line, if the line is valid.
 fn json(line: &[u8]) -> Option<&[u8]> {
-    let (found, json) = line.strip_suffix(b"\n")?.split_at_checked(CHECKSUM)?;
+    let (found, json) = line.strip_suffix(b"\n")?.split_at_checked(CHECKSUM_BYTES)?;
     (found == checksum(json).as_bytes()).then_some(json)
 }
 
 fn checksum(json: &[u8]) -> String {
     format!("{:08x} ", crc32fast::hash(json))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json as value};
+
+    use super::*;
+
+    fn line(value: &Value) -> Vec<u8> {
+        encode(std::slice::from_ref(value)).unwrap()
+    }
+
+    fn header_line(version: u64) -> Vec<u8> {
+        line(&value!({"format": FORMAT, "version": version, "writer": "9.8.7"}))
+    }
+
+    fn parsed(bytes: &[u8]) -> Parsed<Value> {
+        parse(bytes).unwrap()
+    }
+
+    fn damaged(lines: &[usize], header: bool) -> State {
+        State::Damaged { lines: lines.to_vec(), header }
+    }
+
+    #[test]
+    fn line_is_checksum_space_json_newline() {
+        assert_eq!(line(&value!(1)), b"83dcefb7 1\n");
+        assert_eq!(json(b"83dcefb7 1\n"), Some(&b"1"[..]));
+        for invalid in
+            [&b"83dcefb7 1"[..], b"83dcefb7 2\n", b"83DCEFB7 1\n", b"83dcefb71\n", b"83dcefb7\n", b"\n", b""]
+        {
+            assert_eq!(json(invalid), None, "{:?}", String::from_utf8_lossy(invalid));
+        }
+        assert_eq!(json(b"00000000 \n"), Some(&b""[..]), "the CRC of nothing is 0");
+    }
+
+    #[test]
+    fn state_depends_on_where_the_invalid_bytes_are() {
+        let (header, one, two) = (header_line(VERSION), line(&value!(1)), line(&value!(2)));
+        let bad = b"bad\n".to_vec();
+        let whole = [&header[..], &one, &two].concat();
+        for (bytes, records, state) in [
+            (Vec::new(), vec![], State::New),
+            (header.clone(), vec![], State::Intact),
+            (whole.clone(), vec![1, 2], State::Intact),
+            // After the last valid line, invalid lines are torn, with or without newline, one or several.
+            ([&whole[..], b"1"].concat(), vec![1, 2], State::Torn { end: whole.len() }),
+            ([&whole[..], &bad].concat(), vec![1, 2], State::Torn { end: whole.len() }),
+            ([&whole[..], &bad, &bad].concat(), vec![1, 2], State::Torn { end: whole.len() }),
+            (whole[..whole.len() - 1].to_vec(), vec![1], State::Torn { end: header.len() + one.len() }),
+            // Before it, they are damage, and a torn line after it is listed with them.
+            ([&header[..], &bad, &two].concat(), vec![2], damaged(&[2], true)),
+            ([&header[..], &bad, &two, &bad].concat(), vec![2], damaged(&[2, 4], true)),
+            // Without a valid header, everything is damaged.
+            ([&one[..], &two].concat(), vec![1, 2], damaged(&[], false)),
+            ([&bad[..], &one].concat(), vec![1], damaged(&[1], false)),
+            (bad.clone(), vec![], damaged(&[1], false)),
+        ] {
+            let records = records.into_iter().map(Value::from).collect();
+            assert_eq!(parsed(&bytes), Parsed { records, state }, "{}", String::from_utf8_lossy(&bytes));
+        }
+    }
+
+    #[test]
+    fn only_the_first_line_is_the_header() {
+        let (header, one) = (header_line(VERSION), line(&value!(1)));
+        assert_eq!(parsed(&[&header[..], &header].concat()).records.len(), 1, "a second one is a record");
+        let other = line(&value!({"format": "other-journal", "version": 1}));
+        assert_eq!(parsed(&[&other[..], &one].concat()).state, damaged(&[], false));
+        assert_eq!(valid_records(&[&other[..], &one].concat()), [&other[..], &one].concat());
+        assert_eq!(valid_records(&[&header[..], b"bad\n", &one, b"torn"].concat()), one);
+    }
+
+    #[test]
+    fn newer_version_or_unknown_record_is_unreadable() {
+        let newer = Unreadable::Newer { writer: "9.8.7".into(), version: VERSION + 1 };
+        assert_eq!(parse::<Value>(&header_line(VERSION + 1)), Err(newer));
+        let text = line(&value!("x"));
+        let Err(Unreadable::Unknown { line: 3, writer, .. }) =
+            parse::<u32>(&[&header_line(VERSION)[..], &line(&value!(1)), &text].concat())
+        else {
+            panic!("line 3 is not a number");
+        };
+        assert_eq!(writer, "9.8.7");
+        let Err(Unreadable::Unknown { line: 1, writer, .. }) = parse::<u32>(&text) else { panic!() };
+        assert_eq!(writer, "unknown");
+    }
+
+    #[test]
+    fn header_names_format_and_version() {
+        let bytes = with_header(b"rest").unwrap();
+        let (first, rest) = bytes.split_at(bytes.len() - 4);
+        assert_eq!(rest, b"rest");
+        let header: Value = serde_json::from_slice(json(first).unwrap()).unwrap();
+        assert_eq!(
+            header,
+            value!({"format": "xlaunch-journal", "version": 1, "writer": env!("CARGO_PKG_VERSION")})
+        );
+    }
 }

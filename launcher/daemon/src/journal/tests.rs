@@ -1,4 +1,5 @@
-//! Whatever happens to the journal: what was acknowledged is there, in order, and nothing else but what was being written.
+//! Whatever fails: acknowledged records are read back in order, and nothing else except a prefix of what was being
+//! written.
 
 use std::path::Path;
 
@@ -6,7 +7,7 @@ use proptest::prelude::*;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-use super::faults::{Fault, FaultyDisk, Loss, Then};
+use super::faults::{Fault, FaultKind, FaultyDisk, Loss};
 use super::*;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,24 +27,24 @@ fn records(jobs: std::ops::Range<u64>) -> Records {
     jobs.map(record).collect()
 }
 
-/// A directory in memory where there is such a place: thousands are made, and other programs' syncs would hold them up.
+/// A directory in memory if possible: the tests make thousands, and syncs of other programs would slow them down.
 fn scratch() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// Opens without a fault, and without waiting for the disk.
+/// Opens without faults and without real syncs.
 fn open(dir: &Path) -> Result<(Journal<Record>, Replay<Record>), JournalError> {
     Journal::open_on(dir, Box::new(FaultyDisk::new(dir, None)))
 }
 
-/// Opens a directory whose journal has these bytes.
+/// Opens a journal of these bytes.
 fn open_bytes(dir: &Path, bytes: &[u8]) -> Result<Replay<Record>, JournalError> {
     fs_err::write(dir.join("journal"), bytes).unwrap();
     open(dir).map(|(_, replay)| replay)
 }
 
 fn journal_of(records: &[Record]) -> Vec<u8> {
-    lines::journal(&lines::of(records).unwrap()).unwrap()
+    lines::with_header(&lines::encode(records).unwrap()).unwrap()
 }
 
 fn is_subsequence(part: &[Record], whole: &[Record]) -> bool {
@@ -57,11 +58,11 @@ fn copies(dir: &Path) -> Vec<Vec<u8>> {
     copies.map(|path| fs_err::read(path).unwrap()).collect()
 }
 
-/// What an opening of the journal may find.
+/// The contents that the next open may find.
 struct Model {
-    /// What was acknowledged last.
+    /// All acknowledged records.
     now: Records,
-    /// This, and what a call that failed may have left.
+    /// These, and every result of a failed call.
     possible: Vec<Records>,
 }
 
@@ -70,7 +71,7 @@ impl Model {
         Self { possible: vec![now.clone()], now }
     }
 
-    /// Appends, and notes what may be there.
+    /// Appends, and updates what the next open may find.
     fn append(&mut self, journal: &mut Journal<Record>, added: &[Record]) -> bool {
         let broken = journal.broken.is_some();
         match journal.append_all(added) {
@@ -102,8 +103,8 @@ impl Model {
     }
 }
 
-/// A daemon's life on this disk, until something fails: appends, a compaction, a restart, and all again.
-fn live(dir: &Path, disk: &FaultyDisk, model: &mut Model) -> Option<Journal<Record>> {
+/// Opens, appends and rewrites, twice, until something fails.
+fn run_script(dir: &Path, disk: &FaultyDisk, model: &mut Model) -> Option<Journal<Record>> {
     for round in 0..2 {
         let (mut journal, replay) = Journal::open_on(dir, Box::new(disk.clone())).ok()?;
         model.check(&replay.records, &"restart");
@@ -131,18 +132,18 @@ fn live(dir: &Path, disk: &FaultyDisk, model: &mut Model) -> Option<Journal<Reco
 const TORN: [usize; 7] = [0, 1, 8, 9, 30, 70, usize::MAX];
 
 #[test]
-fn what_was_acknowledged_survives_an_end_at_any_call() {
+fn acknowledged_records_survive_crash_at_any_call() {
     let losses = [(false, false), (true, false), (false, true), (true, true)];
     let losses = losses.map(|(contents, names)| Loss { contents, names });
     for at in 0.. {
-        let mut struck = false;
+        let mut injected = false;
         for (torn, loss) in TORN.into_iter().flat_map(|torn| losses.map(|loss| (torn, loss))) {
             let dir = scratch();
-            let fault = Fault { at, torn, then: Then::Gone };
+            let fault = Fault { at, torn, kind: FaultKind::Crash };
             let disk = FaultyDisk::new(dir.path(), Some(fault));
             let mut model = Model::at(Vec::new());
-            drop(live(dir.path(), &disk, &mut model));
-            struck = disk.has_struck();
+            drop(run_script(dir.path(), &disk, &mut model));
+            injected = disk.is_injected();
             disk.lose(loss);
 
             let (mut journal, replay) = open(dir.path()).unwrap();
@@ -152,9 +153,9 @@ fn what_was_acknowledged_survives_an_end_at_any_call() {
             let (_, again) = open(dir.path()).unwrap();
             assert_eq!(again.records, [replay.records, vec![record(99)]].concat(), "{fault:?}");
             assert_eq!(again.notes, [""; 0], "{fault:?}");
-            assert!(copies(dir.path()).is_empty(), "{fault:?} {loss:?}: an end is no damage");
+            assert!(copies(dir.path()).is_empty(), "{fault:?} {loss:?}: a crash is not damage");
         }
-        if !struck {
+        if !injected {
             assert!(at > 40, "the script has only {at} calls");
             return;
         }
@@ -162,41 +163,41 @@ fn what_was_acknowledged_survives_an_end_at_any_call() {
 }
 
 #[test]
-fn what_a_restart_has_read_survives_too() {
+fn records_read_by_restart_survive_a_later_crash() {
     for at in 0.. {
-        let mut struck = false;
+        let mut injected = false;
         for torn in TORN {
             let dir = scratch();
-            let fault = Fault { at, torn, then: Then::Gone };
+            let fault = Fault { at, torn, kind: FaultKind::Crash };
             let disk = FaultyDisk::new(dir.path(), Some(fault));
-            drop(live(dir.path(), &disk, &mut Model::at(Vec::new())));
-            struck = disk.has_struck();
+            drop(run_script(dir.path(), &disk, &mut Model::at(Vec::new())));
+            injected = disk.is_injected();
             disk.restart();
             let (_, replay) = Journal::<Record>::open_on(dir.path(), Box::new(disk.clone())).unwrap();
             disk.lose(Loss { contents: true, names: true });
             assert_eq!(open(dir.path()).unwrap().1.records, replay.records, "{fault:?}");
         }
-        if !struck {
+        if !injected {
             return;
         }
     }
 }
 
 #[test]
-fn after_a_failure_nothing_is_added_until_a_rewrite() {
+fn failed_append_blocks_appends_until_rewrite() {
     for at in 0.. {
-        let mut struck = false;
+        let mut injected = false;
         for (torn, errno) in TORN.into_iter().flat_map(|torn| [(torn, Errno::IO), (torn, Errno::NOSPC)]) {
             let dir = scratch();
-            let fault = Fault { at, torn, then: Then::Error(errno) };
+            let fault = Fault { at, torn, kind: FaultKind::Error(errno) };
             let disk = FaultyDisk::new(dir.path(), Some(fault));
             let mut model = Model::at(Vec::new());
-            let journal = live(dir.path(), &disk, &mut model);
-            struck = disk.has_struck();
+            let journal = run_script(dir.path(), &disk, &mut model);
+            injected = disk.is_injected();
             if let Some(mut journal) = journal {
                 if journal.broken.is_some() {
                     let error = journal.append(&record(50)).unwrap_err().to_string();
-                    assert!(error.contains("until it is rewritten"), "{error}");
+                    assert!(error.contains("must be rewritten"), "{error}");
                     if torn == 30 {
                         let now = model.now.clone();
                         assert!(model.rewrite(&mut journal, &now), "{fault:?}");
@@ -206,23 +207,23 @@ fn after_a_failure_nothing_is_added_until_a_rewrite() {
                     assert!(model.append(&mut journal, &[record(51)]), "{fault:?}");
                 }
             }
-            // All that was acknowledged was synced, so that power may be lost as well.
+            // All that was acknowledged was synced, so it survives a power failure as well.
             disk.lose(Loss { contents: errno == Errno::IO, names: errno == Errno::IO });
             let (_, replay) = open(dir.path()).unwrap();
             model.check(&replay.records, &fault);
         }
-        if !struck {
+        if !injected {
             return;
         }
     }
 }
 
 #[test]
-fn an_append_says_what_the_disk_says() {
-    // A new journal takes seven calls; then come the append's write and its sync.
+fn append_returns_disk_error() {
+    // Creating a journal takes seven calls. The next two are the write and the sync of the append.
     for at in [7, 8] {
         let dir = scratch();
-        let fault = Fault { at, torn: 0, then: Then::Error(Errno::NOSPC) };
+        let fault = Fault { at, torn: 0, kind: FaultKind::Error(Errno::NOSPC) };
         let disk = FaultyDisk::new(dir.path(), Some(fault));
         let (mut journal, _) = Journal::open_on(dir.path(), Box::new(disk)).unwrap();
         let error = journal.append(&record(1)).unwrap_err();
@@ -231,29 +232,29 @@ fn an_append_says_what_the_disk_says() {
 }
 
 #[test]
-fn a_repair_that_ends_at_any_call_is_made_again() {
+fn repair_interrupted_at_any_call_is_repeated() {
     let whole = journal_of(&records(0..5));
     let torn = whole[..whole.len() - 7].to_vec();
     let mut middle = whole.clone();
     middle[whole.len() / 2] ^= 4;
-    let headless = lines::intact_records(&whole);
+    let headless = lines::valid_records(&whole);
     for (bytes, records, damaged) in [(torn, 4, false), (middle, 4, true), (headless, 5, true)] {
         for at in 0.. {
-            let mut struck = false;
+            let mut injected = false;
             for (torn, lost) in TORN.into_iter().flat_map(|torn| [(torn, false), (torn, true)]) {
                 let dir = scratch();
                 fs_err::write(dir.path().join("journal"), &bytes).unwrap();
-                let fault = Fault { at, torn, then: Then::Gone };
+                let fault = Fault { at, torn, kind: FaultKind::Crash };
                 let disk = FaultyDisk::new(dir.path(), Some(fault));
                 let repaired = Journal::<Record>::open_on(dir.path(), Box::new(disk.clone())).is_ok();
-                struck = disk.has_struck();
+                injected = disk.is_injected();
                 disk.lose(Loss { contents: lost, names: lost });
                 let (_, replay) = open(dir.path()).unwrap();
                 assert_eq!(replay.records.len(), records, "{fault:?}");
                 assert!(!repaired || replay.notes.is_empty(), "{fault:?}");
                 assert_eq!(copies(dir.path()).contains(&bytes), damaged, "{fault:?}");
             }
-            if !struck {
+            if !injected {
                 break;
             }
         }
@@ -261,7 +262,7 @@ fn a_repair_that_ends_at_any_call_is_made_again() {
 }
 
 #[test]
-fn a_journal_cut_at_any_byte_has_what_came_before() {
+fn journal_truncated_at_any_byte_keeps_complete_records() {
     let whole = journal_of(&records(0..5));
     for len in 0..=whole.len() {
         let dir = scratch();
@@ -279,20 +280,20 @@ fn a_journal_cut_at_any_byte_has_what_came_before() {
 }
 
 #[test]
-fn a_flipped_bit_costs_no_more_than_the_lines_it_is_in() {
+fn bit_flip_loses_only_the_lines_it_touches() {
     let whole = journal_of(&records(0..5));
     let dir = scratch();
     for (at, bit) in (0..whole.len()).flat_map(|at| (0..8).map(move |bit| (at, bit))) {
         let mut bytes = whole.clone();
         bytes[at] ^= 1 << bit;
         let replay = open_bytes(dir.path(), &bytes).unwrap();
-        // A newline that is none any more damages two lines.
+        // Without the newline between them, two lines are damaged.
         let left = if whole[at] == b'\n' { 3 } else { 4 };
         assert!(replay.records.len() >= left, "byte {at}, bit {bit}: {:?}", replay.records);
         assert!(is_subsequence(&replay.records, &records(0..5)), "byte {at}, bit {bit}");
         assert_eq!(replay.notes.len(), 1, "byte {at}, bit {bit}: {:?}", replay.notes);
-        // In its last line it cannot be told from a write that was not finished.
-        let last = whole.len() - lines::of(&[record(4)]).unwrap().len() - 1;
+        // In the last line, damage cannot be told from a torn write.
+        let last = whole.len() - lines::encode(&[record(4)]).unwrap().len() - 1;
         assert_eq!(copies(dir.path()).contains(&bytes), at < last, "byte {at}, bit {bit}");
         let again = open(dir.path()).unwrap().1;
         assert_eq!((again.records, again.notes.len()), (replay.records, 0), "byte {at}, bit {bit}");
@@ -303,7 +304,7 @@ fn a_flipped_bit_costs_no_more_than_the_lines_it_is_in() {
 }
 
 #[test]
-fn damage_is_named_and_the_damaged_file_is_kept() {
+fn damage_is_reported_and_damaged_file_kept() {
     let dir = scratch();
     let mut lines: Vec<_> =
         journal_of(&records(0..20)).split_inclusive(|b| *b == b'\n').map(Vec::from).collect();
@@ -313,36 +314,38 @@ fn damage_is_named_and_the_damaged_file_is_kept() {
     let bytes = lines.concat();
     let replay = open_bytes(dir.path(), &bytes).unwrap();
     let note = &replay.notes[0];
-    assert!(note.contains("damaged lines are left out: 3, 7;"), "{note}");
+    assert!(note.contains("removed damaged lines 3, 7;"), "{note}");
     let copy = note.rsplit("kept as ").next().unwrap();
     assert_eq!(fs_err::read(copy).unwrap(), bytes);
 
     let replay = open_bytes(dir.path(), &lines[1..2].concat()).unwrap();
-    assert!(replay.notes[0].contains("the first line, which names the format, is missing"), "{replay:?}");
+    assert!(replay.notes[0].contains("the header is missing"), "{replay:?}");
     assert_eq!(replay.records, [record(0)]);
     let replay = open_bytes(dir.path(), &[b"no journal\n".repeat(13), lines[1].clone()].concat()).unwrap();
     assert!(replay.notes[0].contains("9, 10 and 3 more"), "{replay:?}");
-    assert_eq!(copies(dir.path()).len(), 3, "each has a name of its own");
+    assert_eq!(copies(dir.path()).len(), 3, "each copy has its own name");
+    let replay = open_bytes(dir.path(), &[b"bad\n".repeat(10), lines[1].clone()].concat()).unwrap();
+    assert!(replay.notes[0].contains("lines 1, 2, 3, 4, 5, 6, 7, 8, 9, 10; the damaged"), "{replay:?}");
 }
 
 #[test]
-fn a_newer_journal_is_refused_and_left_alone() {
+fn newer_journal_is_refused_unmodified() {
     let dir = scratch();
     let header = |version: u64| {
         let header =
             serde_json::json!({"format": "xlaunch-journal", "version": version, "writer": "9.8.7", "new": 1});
-        lines::of(&[header]).unwrap()
+        lines::encode(&[header]).unwrap()
     };
-    // Its end is torn: not even that is repaired.
-    let newer = [header(2), lines::of(&records(0..2)).unwrap(), b"12".to_vec()].concat();
+    // Not even its torn end is repaired.
+    let newer = [header(2), lines::encode(&records(0..2)).unwrap(), b"12".to_vec()].concat();
     let error = open_bytes(dir.path(), &newer).unwrap_err().to_string();
-    let expected =
-        "written by xlaunch 9.8.7 (version 2); this one reads up to 1: start that version or newer";
+    let expected = "it was written by xlaunch 9.8.7 in format 2, and this xlaunch reads formats up to 1; \
+                    start that version or a newer one";
     assert!(error.ends_with(expected), "{error}");
     assert_eq!(fs_err::read(dir.path().join("journal")).unwrap(), newer);
 
-    let unknown = lines::of(&[serde_json::json!({"job": 1, "text": "", "gang": true})]).unwrap();
-    let newer = [header(1), lines::of(&[record(0)]).unwrap(), unknown, b"12".to_vec()].concat();
+    let unknown = lines::encode(&[serde_json::json!({"job": 1, "text": "", "gang": true})]).unwrap();
+    let newer = [header(1), lines::encode(&[record(0)]).unwrap(), unknown, b"12".to_vec()].concat();
     let error = open_bytes(dir.path(), &newer).unwrap_err().to_string();
     assert!(error.contains("line 3") && error.contains("gang") && error.contains("9.8.7"), "{error}");
     assert_eq!(fs_err::read(dir.path().join("journal")).unwrap(), newer);
@@ -350,19 +353,19 @@ fn a_newer_journal_is_refused_and_left_alone() {
 }
 
 #[test]
-fn a_directory_has_one_daemon_at_a_time() {
+fn second_daemon_is_refused() {
     let dir = scratch();
     let (journal, _) = open(dir.path()).unwrap();
     let error = open(dir.path()).unwrap_err();
     let process = std::process::id();
     assert!(matches!(error, JournalError::InUse { pid: Some(pid), .. } if pid == process), "{error}");
-    assert!(error.to_string().contains(&format!("another daemon, process {process}, uses")), "{error}");
+    assert!(error.to_string().contains(&format!("another daemon (process {process}) uses it")), "{error}");
     drop(journal);
     open(dir.path()).unwrap();
 }
 
 #[test]
-fn the_state_is_this_users_alone() {
+fn state_directory_writable_by_others_is_refused() {
     use std::os::unix::fs::{MetadataExt, PermissionsExt};
     let dir = tempfile::tempdir().unwrap();
     let state = dir.path().join("a/state");
@@ -375,8 +378,8 @@ fn the_state_is_this_users_alone() {
 
     fs_err::set_permissions(&state, std::fs::Permissions::from_mode(0o770)).unwrap();
     let error = open(&state).unwrap_err().to_string();
-    assert!(error.contains("others can write to it"), "{error}");
-    // Root may give the directory away; for everybody else, there is one of root's.
+    assert!(error.contains("other users can write to it"), "{error}");
+    // Root can give the directory to another user; other users use a directory of root's.
     let not_ours = if rustix::process::geteuid().is_root() {
         std::os::unix::fs::chown(&state, Some(12_345), None).unwrap();
         state
@@ -388,7 +391,7 @@ fn the_state_is_this_users_alone() {
 }
 
 #[test]
-fn records_go_to_the_real_disk_and_come_back() {
+fn records_round_trip_through_real_disk() {
     let dir = tempfile::tempdir().unwrap();
     let (mut journal, replay) = Journal::open(dir.path()).unwrap();
     assert_eq!(replay, Replay { records: Vec::new(), notes: Vec::new() });
@@ -406,7 +409,7 @@ fn records_go_to_the_real_disk_and_come_back() {
     assert!(text.lines().next().unwrap().contains(r#"{"format":"xlaunch-journal","version":1,"writer":""#));
 }
 
-/// Bytes of memory that this process holds.
+/// Resident memory of this process in bytes.
 fn resident() -> u64 {
     let text = fs_err::read_to_string("/proc/self/status").unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
@@ -417,7 +420,7 @@ fn resident() -> u64 {
 fn appended_records_are_not_kept_in_memory() {
     const ALONE: &str = "XLAUNCH_TEST_JOURNAL_MEMORY";
     if std::env::var_os(ALONE).is_none() {
-        // In a process of its own, whose memory no other test takes.
+        // Run again in a process of its own, so that no other test changes its memory.
         let mut test = std::process::Command::new(std::env::current_exe().unwrap());
         let name = format!("{}::appended_records_are_not_kept_in_memory", module_path!());
         let name = name.split_once("::").unwrap().1;
@@ -440,20 +443,20 @@ fn appended_records_are_not_kept_in_memory() {
 }
 
 fn pieces() -> impl Strategy<Value = Vec<Vec<u8>>> {
-    let line = |record: Record| lines::of(&[record]).unwrap();
+    let line = |record: Record| lines::encode(&[record]).unwrap();
     let piece = prop_oneof![
         6 => (0..50_u64).prop_map(move |job| line(record(job))),
         1 => (0..50_u64, 0..60_usize).prop_map(move |(job, len)| line(record(job))[..len.min(20)].to_vec()),
         1 => proptest::collection::vec(any::<u8>(), 0..20),
         1 => Just(b"\n".to_vec()),
-        1 => Just(lines::journal(&[]).unwrap()),
+        1 => Just(lines::with_header(&[]).unwrap()),
     ];
     proptest::collection::vec(piece, 0..12)
 }
 
 proptest! {
     #[test]
-    fn any_bytes_can_be_opened(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn arbitrary_bytes_can_be_opened(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         let dir = scratch();
         let replay = open_bytes(dir.path(), &bytes).unwrap();
         prop_assert_eq!(replay.records, []);
@@ -462,7 +465,7 @@ proptest! {
     }
 
     #[test]
-    fn pieces_of_journals_give_their_records_in_order(pieces in pieces()) {
+    fn shuffled_journal_pieces_keep_record_order(pieces in pieces()) {
         let bytes = pieces.concat();
         let dir = scratch();
         match open_bytes(dir.path(), &bytes) {
@@ -473,11 +476,39 @@ proptest! {
                 let again = open(dir.path()).unwrap().1;
                 prop_assert_eq!(again, Replay { records: replay.records, notes: Vec::new() });
             }
-            // A second header is no record.
+            // A second header is not a known record.
             Err(error) => {
                 prop_assert!(matches!(error, JournalError::Unknown { .. }), "{}", error);
                 prop_assert_eq!(fs_err::read(dir.path().join("journal")).unwrap(), bytes);
             }
         }
     }
+}
+
+/// Written by the first release. The bytes must never change: later versions must read them.
+const JOURNAL_V1: &[u8] = include_bytes!("testdata/journal-v1");
+
+#[test]
+fn journal_of_first_release_is_read_completely() {
+    use crate::state::{Jobs, Phase, Record};
+    let parsed = lines::parse::<Record>(JOURNAL_V1).unwrap();
+    assert_eq!(parsed.state, State::Intact);
+    assert_eq!(
+        lines::encode(&parsed.records).unwrap(),
+        lines::valid_records(JOURNAL_V1),
+        "and written the same"
+    );
+    let mut jobs = Jobs::default();
+    parsed.records.into_iter().for_each(|record| jobs.apply(record));
+    assert_eq!(jobs.jobs.keys().copied().collect::<Vec<_>>(), [2, 3, 4, 5, 6]);
+    assert_eq!((jobs.submitted, jobs.ended), (6, 4));
+    let submitted = &jobs.jobs[&3].submitted;
+    assert_eq!((submitted.shutdown_timeout, submitted.priority, submitted.gpus), (30.5, -1, 2));
+    assert_eq!(submitted.request_id, "request-3");
+    let Phase::Active { start: 2, gpus, cancelled: Some(0), at: 9, .. } = &jobs.jobs[&3].phase else {
+        panic!("{:?}", jobs.jobs[&3]);
+    };
+    assert_eq!(gpus, &["GPU-a"]);
+    assert!(matches!(jobs.jobs[&2].phase, Phase::Queued { starts: 1, .. }));
+    assert_eq!((jobs.drained.as_deref(), jobs.drained_gpus["GPU-c"].as_str()), (None, "fan"));
 }

@@ -1,14 +1,15 @@
-//! The task that owns the jobs of a node.
+//! The manager: the only task that changes jobs.
 //!
-//! Whatever happens (an order, news of an agent, another GPU) becomes records: written to the journal, applied to [`Jobs`],
-//! then acted upon. Jobs that can start are started behind each. What callers see is replaced when something has changed.
+//! Each event (a command, an agent's event, a GPU change, a reload) becomes records, which are written to the journal
+//! and applied to [`Jobs`] before the manager acts on them. After each event it starts the jobs that can start, and
+//! publishes the view if something has changed.
 //!
-//! An order that cannot be written down is refused, and no job is started then; that a job has ended is true all the same,
-//! and is written down as soon as the disk takes it.
+//! If the journal cannot be written, commands are refused and no job is started. Events that have happened anyway, such
+//! as the end of a job, are applied all the same; the journal is rewritten as soon as the disk allows.
 
-mod orders;
+mod commands;
+mod publish;
 mod records;
-mod shown;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -18,71 +19,72 @@ use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
 use xlaunch_proto::v1::{NodeStatus, Restart, StatusReply};
 
-use super::agents::Starter;
-use super::agents::follow::{Followed, News, follow};
+use super::agents::AgentStarter;
+use super::agents::follow::{AgentEvent, JobStart, follow};
+use super::commands::Command;
 use super::config::JobsSection;
 use super::files::{JobDirs, JobResult};
-use super::gpus::{GpuFacts, Inventory, Look};
+use super::gpus::{GpuFacts, GpuMonitor, Inventory};
 use super::journal::Journal;
-use super::live::Live;
-use super::orders::Order;
-use super::state::schedule::{Room, Schedule, Slot, schedule};
+use super::runtime::JobRuntime;
+use super::state::schedule::{GpuSlot, Resources, Schedule, schedule};
 use super::state::{End, Entry, Jobs, Phase, Record};
 use super::users::Users;
 use super::view::NodeView;
-use super::{boot_id, show};
+use super::{boot_id, snapshot};
 use xlaunch_agent::clock::unix_ms;
 
-/// News that may wait for this task.
-const QUEUE: usize = 1024;
-/// Between signs of life, and attempts to write what could not be written.
-const TICK: Duration = Duration::from_secs(5);
+/// Capacity of the channel of agents' events.
+const AGENT_EVENT_CAPACITY: usize = 1024;
+/// Interval of watchdog notifications, and of attempts to rewrite a journal that could not be written.
+const MANAGER_TICK_INTERVAL: Duration = Duration::from_secs(5);
+/// Bound on the shutdown timeout that a user sets, so that deadlines do not overflow.
+const MAX_SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1_000_000);
 
-/// What the task works with.
+/// What the manager works with.
 #[derive(Debug)]
-#[expect(missing_docs, reason = "documented where they are defined")]
-pub struct Setup {
-    pub journal: Journal<Record>,
-    /// As the journal's records say.
-    pub jobs: Jobs,
-    pub dirs: JobDirs,
-    pub starter: Starter,
-    pub look: Look,
-    pub gpus: watch::Receiver<Inventory>,
-    /// Changed by a reload.
-    pub config: watch::Receiver<JobsSection>,
-    pub cores: u32,
-    /// What does not change of the node.
-    pub node: NodeStatus,
+pub(crate) struct Setup {
+    pub(crate) journal: Journal<Record>,
+    /// The result of replaying the journal.
+    pub(crate) jobs: Jobs,
+    pub(crate) dirs: JobDirs,
+    pub(crate) starter: AgentStarter,
+    pub(crate) gpu_monitor: GpuMonitor,
+    pub(crate) gpus: watch::Receiver<Inventory>,
+    /// Replaced by a reload.
+    pub(crate) config: watch::Receiver<JobsSection>,
+    pub(crate) cores: u32,
+    /// The fields that never change.
+    pub(crate) node: NodeStatus,
 }
 
-/// Looks after the jobs until `orders` end. `alive` is called every few seconds as long as that is so.
-pub async fn run(
+/// Manages the jobs until all senders of `commands` are dropped. Calls `on_tick` periodically.
+pub(crate) async fn run(
     setup: Setup,
-    mut orders: mpsc::Receiver<Order>,
+    mut commands: mpsc::Receiver<Command>,
     view: watch::Sender<Arc<NodeView>>,
-    alive: impl Fn(&NodeStatus) + Send,
+    on_tick: impl Fn(&NodeStatus) + Send,
 ) {
-    let (news, mut heard) = mpsc::channel(QUEUE);
-    let mut manager = Manager::new(setup, news, view);
+    let (event_sender, mut events) = mpsc::channel(AGENT_EVENT_CAPACITY);
+    let mut manager = Manager::new(setup, event_sender, view);
     manager.recover();
-    let mut tick = tokio::time::interval(TICK);
+    let mut tick = tokio::time::interval(MANAGER_TICK_INTERVAL);
     manager.settle();
     loop {
         tokio::select! {
-            order = orders.recv() => match order {
-                Some(order) => {
-                    manager.order(order);
+            command = commands.recv() => match command {
+                Some(command) => {
+                    manager.execute(command);
                     continue;
                 }
                 None => return,
             },
-            Some((job, news)) = heard.recv() => manager.news(job, news),
+            Some((job, event)) = events.recv() => manager.on_agent_event(job, event),
             Ok(()) = manager.gpus.changed() => {}
             Ok(()) = manager.config.changed() => {}
             _ = tick.tick() => {
-                manager.save();
-                alive(&manager.shown.node);
+                manager.rewrite_journal_if_needed();
+                on_tick(&manager.published.node);
             }
         }
         manager.settle();
@@ -93,97 +95,106 @@ struct Manager {
     journal: Journal<Record>,
     jobs: Jobs,
     dirs: JobDirs,
-    starter: Arc<Starter>,
-    look: Look,
+    starter: Arc<AgentStarter>,
+    gpu_monitor: GpuMonitor,
     gpus: watch::Receiver<Inventory>,
     config: watch::Receiver<JobsSection>,
     cores: u32,
     base: NodeStatus,
-    news: mpsc::Sender<(u64, News)>,
-    /// Jobs that are followed, and jobs that have ended while this daemon ran.
-    live: BTreeMap<u64, Live>,
+    events: mpsc::Sender<(u64, AgentEvent)>,
+    /// Of jobs that are followed, and of jobs that ended while this daemon ran or left a last status.
+    runtime: BTreeMap<u64, JobRuntime>,
     users: Users,
-    /// Something is true that the journal does not say.
+    /// `jobs` has changes that the journal lacks.
     unsaved: bool,
-    shown: NodeView,
+    published: NodeView,
     view: watch::Sender<Arc<NodeView>>,
-    /// Jobs to be shown anew.
+    /// Jobs to publish again.
     changed: BTreeSet<u64>,
+    /// Why queued jobs wait.
     waits: BTreeMap<u64, String>,
-    /// Of jobs in the queue, from 1, as they were shown.
+    /// Queue positions, from 1, as published.
     positions: BTreeMap<u64, u32>,
 }
 
 impl Manager {
-    fn new(setup: Setup, news: mpsc::Sender<(u64, News)>, view: watch::Sender<Arc<NodeView>>) -> Self {
-        let Setup { journal, jobs, dirs, starter, look, gpus, config, cores, node } = setup;
+    fn new(
+        setup: Setup,
+        events: mpsc::Sender<(u64, AgentEvent)>,
+        view: watch::Sender<Arc<NodeView>>,
+    ) -> Self {
+        let Setup { journal, jobs, dirs, starter, gpu_monitor, gpus, config, cores, node } =
+            setup;
         Self {
             changed: jobs.jobs.keys().copied().collect(),
             journal,
             jobs,
             dirs,
             starter: Arc::new(starter),
-            look,
+            gpu_monitor,
             gpus,
             config,
             cores,
             base: node,
-            news,
-            live: BTreeMap::new(),
+            events,
+            runtime: BTreeMap::new(),
             users: Users::default(),
             unsaved: false,
-            shown: NodeView::default(),
+            published: NodeView::default(),
             view,
             waits: BTreeMap::new(),
             positions: BTreeMap::new(),
         }
     }
 
-    /// Takes up what an earlier daemon has left.
+    /// Adopts the jobs of an earlier daemon.
     fn recover(&mut self) {
         for job in self.dirs.all().into_iter().filter(|job| !self.jobs.jobs.contains_key(job)) {
-            // Its submission was never answered, or it was forgotten.
+            // The submission was never acknowledged, or the job was forgotten.
             if let Err(error) = self.dirs.remove(job) {
                 warn!(job, "failed to remove the directory of job {job}: {error}");
             }
         }
-        let over = |entry: &Entry| matches!(entry.phase, Phase::Ended { .. });
-        let over: Vec<_> = self.jobs.jobs.iter().filter(|it| over(it.1)).map(|it| *it.0).collect();
-        over.into_iter().for_each(|job| self.recall(job));
-        let now = boot_id();
+        let has_ended = |entry: &Entry| matches!(entry.phase, Phase::Ended { .. });
+        let ended: Vec<_> = self.jobs.jobs.iter().filter(|it| has_ended(it.1)).map(|it| *it.0).collect();
+        ended.into_iter().for_each(|job| self.load_last_status(job));
+        let boot_now = boot_id();
         let active: Vec<_> = self.jobs.active().map(|(job, entry)| (job, entry.clone())).collect();
         for (job, entry) in active {
             let Phase::Active { start, boot, .. } = &entry.phase else { continue };
-            if *boot == now {
-                info!(job, "job {job} is taken up again");
+            if *boot == boot_now {
+                info!(job, "job {job} is adopted");
                 self.follow(job, false);
                 continue;
             }
             let result = self.dirs.result(job, entry.submitted.uid).filter(|result| result.start == *start);
             match result {
-                Some(result) => self.ended(job, result),
-                None => self.lost(job, "the system was restarted while it ran"),
+                Some(result) => self.on_ended(job, result),
+                None => self.on_lost(job, "the node was rebooted while it ran"),
             }
         }
     }
 
-    fn news(&mut self, job: u64, news: News) {
+    fn on_agent_event(&mut self, job: u64, event: AgentEvent) {
         self.changed.insert(job);
-        match news {
-            News::Runs => {
+        match event {
+            AgentEvent::Started => {
                 info!(job, "job {job} runs");
-                self.live.entry(job).or_default().runs = true;
+                self.runtime.entry(job).or_default().runs = true;
             }
-            News::Status(status) => self.says(job, *status),
-            News::Ended(result) => self.ended(job, result),
-            News::Lost(reason) => self.lost(job, &reason),
-            News::NotStarted(reason) => self.not_started(job, reason),
+            AgentEvent::Status(status) => self.on_status(job, *status),
+            AgentEvent::Ended(result) => self.on_ended(job, result),
+            AgentEvent::Lost(reason) => self.on_lost(job, &reason),
+            AgentEvent::NotStarted(reason) => self.on_not_started(job, reason),
         }
     }
 
-    fn says(&mut self, job: u64, status: StatusReply) {
-        for Restart { attempt, rank, cause, .. } in self.live.entry(job).or_default().says(status) {
-            warn!(job, attempt, rank, cause, "attempt {attempt} of job {job} has failed; it starts again");
+    fn on_status(&mut self, job: u64, status: StatusReply) {
+        for Restart { attempt, rank, cause, .. } in self.runtime.entry(job).or_default().update(status) {
+            warn!(
+                job,
+                attempt, rank, cause, "attempt {attempt} of job {job} has failed; restarting its workers"
+            );
         }
     }
 
@@ -192,56 +203,53 @@ impl Manager {
         matches!(phase, Some(Phase::Active { cancelled: Some(_), .. }))
     }
 
-    fn ended(&mut self, job: u64, result: JobResult) {
+    fn on_ended(&mut self, job: u64, result: JobResult) {
         let end = match result.exit {
             0 => End::Done,
             _ if result.stopped => End::Cancelled,
             _ => End::Failed,
         };
-        self.recall(job);
+        self.load_last_status(job);
         let JobResult { exit, reason, report, rank, attempt, .. } = result;
         if let Some(rank) = rank {
             warn!(job, attempt, rank, "rank {rank} of job {job} has failed in attempt {attempt}");
         }
-        self.end(Record::Ended { job, end, exit: Some(exit), reason, report, at: unix_ms() });
+        self.record_event(Record::Ended { job, end, exit: Some(exit), reason, report, at: unix_ms() });
     }
 
-    /// Takes what the agent of a job that has ended has said last.
-    fn recall(&mut self, job: u64) {
+    /// Loads the last status that the agent of an ended job has left in its directory.
+    fn load_last_status(&mut self, job: u64) {
         let Some(Entry { submitted, .. }) = self.jobs.jobs.get(&job) else { return };
         let Some(status) = self.dirs.last_status(job, submitted.uid) else { return };
-        self.says(job, status);
+        self.on_status(job, status);
     }
 
-    fn lost(&mut self, job: u64, reason: &str) {
+    fn on_lost(&mut self, job: u64, reason: &str) {
         let (reason, report) = (reason.to_owned(), String::new());
-        self.end(Record::Ended { job, end: End::Lost, exit: None, reason, report, at: unix_ms() });
+        self.record_event(Record::Ended { job, end: End::Lost, exit: None, reason, report, at: unix_ms() });
     }
 
-    fn not_started(&mut self, job: u64, reason: Option<String>) {
-        let at = unix_ms();
-        match reason {
-            _ if self.is_cancelled(job) => {
-                let (reason, report) = ("cancelled before it started".into(), String::new());
-                self.end(Record::Ended { job, end: End::Cancelled, exit: None, reason, report, at });
+    fn on_not_started(&mut self, job: u64, reason: Option<String>) {
+        let (end, reason) = match reason {
+            _ if self.is_cancelled(job) => (End::Cancelled, "cancelled before it started".into()),
+            Some(reason) => (End::Failed, reason),
+            None => {
+                let reason = "the daemon was stopped before it started the job".into();
+                return self.record_event(Record::Requeued { job, reason });
             }
-            Some(reason) => {
-                let (exit, report) = (None, String::new());
-                self.end(Record::Ended { job, end: End::Failed, exit, reason, report, at });
-            }
-            None => self.end(Record::Requeued { job, reason: "the daemon ended before it started".into() }),
-        }
+        };
+        let report = String::new();
+        self.record_event(Record::Ended { job, end, exit: None, reason, report, at: unix_ms() });
     }
 
-    /// Behind whatever has happened: starts what can start now, and shows what is.
+    /// Runs after each event: starts what can start, then publishes what has changed.
     fn settle(&mut self) {
         self.start_jobs();
-        self.show();
+        self.publish();
     }
 
-    /// Starts what can start now.
     fn start_jobs(&mut self) {
-        let Schedule { starts, waits } = schedule(&self.jobs, &self.room());
+        let Schedule { starts, waits } = schedule(&self.jobs, &self.resources());
         self.changed
             .extend(waits.iter().filter(|(job, why)| self.waits.get(job) != Some(why)).map(|it| *it.0));
         self.waits = waits;
@@ -258,41 +266,37 @@ impl Manager {
         }
     }
 
+    /// Spawns the task that follows an active job. `fresh`: it starts the agent, rather than adopting it.
     fn follow(&mut self, job: u64, fresh: bool) {
         let Some(Entry { submitted, phase: Phase::Active { start, gpus, cancelled, .. } }) =
             self.jobs.jobs.get(&job)
         else {
             return;
         };
-        let followed = Followed {
+        let job_start = JobStart {
             job,
             start: *start,
             name: submitted.name.clone(),
             uid: submitted.uid,
             gpus: gpus.clone(),
-            patience: submitted.patience,
+            shutdown_timeout: Duration::try_from_secs_f64(submitted.shutdown_timeout)
+                .map_or(MAX_SHUTDOWN_TIMEOUT, |timeout| timeout.min(MAX_SHUTDOWN_TIMEOUT)),
         };
-        let live = Live::new(fresh);
-        live.stop.send_replace(cancelled.is_some());
-        let stop = live.stop.subscribe();
-        tokio::spawn(follow(
-            followed,
-            fresh,
-            self.dirs.clone(),
-            self.starter.clone(),
-            self.news.clone(),
-            stop,
-        ));
-        self.live.insert(job, live);
+        let runtime = JobRuntime::new(fresh);
+        runtime.stop.send_replace(cancelled.is_some());
+        let stop = runtime.stop.subscribe();
+        let (dirs, starter) = (self.dirs.clone(), self.starter.clone());
+        tokio::spawn(follow(job_start, fresh, dirs, starter, self.events.clone(), stop));
+        self.runtime.insert(job, runtime);
     }
 
-    fn room(&self) -> Room {
+    fn resources(&self) -> Resources {
         let config = self.config.borrow();
-        let slot = |gpu: &GpuFacts| Slot {
+        let slot = |gpu: &GpuFacts| GpuSlot {
             uuid: gpu.uuid.clone(),
-            unusable: show::unusable(gpu, &config.leave_gpus).map(|(_, reason)| reason),
+            unusable: snapshot::unusable(gpu, &config.leave_gpus).map(|(_, reason)| reason),
         };
-        Room {
+        Resources {
             gpus: self.gpus.borrow().gpus.iter().map(slot).collect(),
             cpu_workers: config.cpu_workers.unwrap_or(self.cores),
             gpus_per_user: config.max_gpus_per_user,

@@ -1,22 +1,22 @@
-//! From what happens to the journal, and to what is true.
+//! Writing records to the journal and applying them.
 
 use tracing::{info, warn};
 
 use super::Manager;
-use crate::orders::Refused;
+use crate::commands::CommandError;
 use crate::state::Record;
 use xlaunch_proto::labels::node_job_state;
 
-/// Bytes of a journal that is worth shortening, where it has more than so many for each job.
-const LONG: u64 = 4 << 20;
-const PER_JOB: u64 = 16 << 10;
+/// The journal is compacted when it is larger than both of these.
+const COMPACT_ABOVE_BYTES: u64 = 4 << 20;
+const COMPACT_ABOVE_BYTES_PER_JOB: u64 = 16 << 10;
 
 impl Manager {
-    /// What has happened has happened, whether it can be written down or not.
-    pub(super) fn end(&mut self, record: Record) {
+    /// Records an event that has happened whether or not it can be written, then forgets the oldest ended jobs.
+    pub(super) fn record_event(&mut self, record: Record) {
         let on_gpus = self.jobs.active().any(|(_, entry)| entry.submitted.gpus > 0);
         if let Record::Ended { job, end, reason, .. } = &record {
-            // An agent's word is a field: it cannot look like another message.
+            // The reason comes from the agent. As a field it cannot be mistaken for another message.
             info!(job, reason, "job {job} has ended: {}", node_job_state((*end).into()));
         }
         if self.write(record.clone()).is_err() {
@@ -24,40 +24,40 @@ impl Manager {
             self.apply(record);
         }
         if on_gpus {
-            // The last look has seen its processes there: they are strangers' until the next.
-            self.look.again();
+            // The last poll still saw the job's processes, which count as foreign now that no job holds the GPU.
+            self.gpu_monitor.poll_now();
         }
-        self.forget();
+        self.forget_old_jobs();
     }
 
-    fn forget(&mut self) {
+    fn forget_old_jobs(&mut self) {
         let keep = self.config.borrow().keep;
-        for job in self.jobs.beyond(keep) {
+        for job in self.jobs.ended_beyond(keep) {
             if self.write(Record::Forgotten { job }).is_err() {
                 return;
             }
-            self.live.remove(&job);
+            self.runtime.remove(&job);
             if let Err(error) = tokio::task::block_in_place(|| self.dirs.remove(job)) {
                 warn!(job, "failed to remove the directory of job {job}: {error}");
             }
         }
     }
 
-    /// Writes down what is then true.
-    pub(super) fn write(&mut self, record: Record) -> Result<(), Refused> {
-        self.save();
-        let broken = |error: &dyn std::fmt::Display| {
-            Refused::Broken(format!("the daemon cannot write to its journal: {error}"))
+    /// Writes a record to the journal, then applies it. On an error it is not applied.
+    pub(super) fn write(&mut self, record: Record) -> Result<(), CommandError> {
+        self.rewrite_journal_if_needed();
+        let failed = |why: &dyn std::fmt::Display| {
+            CommandError::Unavailable(format!("failed to write the daemon's journal: {why}"))
         };
         if self.unsaved {
-            return Err(broken(&"it is behind what has happened; is the disk full?"));
+            return Err(failed(&"earlier changes could not be written either; is the disk full?"));
         }
         if let Err(error) = tokio::task::block_in_place(|| self.journal.append(&record)) {
-            warn!("failed to write to the journal: {error}");
-            // What it holds now, nobody knows: it is written anew.
+            warn!("failed to append to the journal: {error}");
+            // The file's content on disk is unknown after a failed append, so it is rewritten.
             self.unsaved = true;
-            self.save();
-            return Err(broken(&error));
+            self.rewrite_journal_if_needed();
+            return Err(failed(&error));
         }
         self.apply(record);
         Ok(())
@@ -78,10 +78,10 @@ impl Manager {
         self.jobs.apply(record);
     }
 
-    /// Brings the journal up to what is true, where it is not, and shortens a long one.
-    pub(super) fn save(&mut self) {
-        let long = self.journal.len_bytes() > LONG.max(PER_JOB * self.jobs.jobs.len() as u64);
-        if !self.unsaved && !long {
+    /// Rewrites the journal from `jobs` if it lacks changes or is due for compaction.
+    pub(super) fn rewrite_journal_if_needed(&mut self) {
+        let limit = COMPACT_ABOVE_BYTES.max(COMPACT_ABOVE_BYTES_PER_JOB * self.jobs.jobs.len() as u64);
+        if !self.unsaved && self.journal.len_bytes() <= limit {
             return;
         }
         let records = self.jobs.records();
@@ -89,7 +89,7 @@ impl Manager {
             Ok(()) => self.unsaved = false,
             Err(error) => {
                 self.unsaved = true;
-                warn!("failed to write the journal: {error}");
+                warn!("failed to rewrite the journal: {error}");
             }
         }
     }

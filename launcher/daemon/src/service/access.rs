@@ -1,8 +1,8 @@
-//! Who a caller is, and how much of the daemon a user may hold at a time.
+//! Authorization of callers, and quotas on what a user can hold in the daemon at a time.
 //!
-//! The kernel tells the user of a connection; whether they administer the node, the system's user database tells. That may
-//! be a server elsewhere, slow or gone: it is asked on threads for blocking work, few at a time, and remembered for a few
-//! seconds. As long as it does not answer, nobody but root and the daemon's own user is an administrator.
+//! The kernel gives the user of a connection. Whether that user is an administrator is looked up in the system's user
+//! database, which may be a network service that is slow or down. Lookups run on a few blocking threads and are cached
+//! for a few seconds. While the database does not answer, only root and the daemon's own user are administrators.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -16,16 +16,14 @@ use tokio::sync::Semaphore;
 
 use crate::view::Caller;
 
-/// How long an answer of the user database counts.
-const FRESH: Duration = Duration::from_secs(5);
-/// How long a caller waits for one.
-const PATIENCE: Duration = Duration::from_secs(2);
-/// Questions to it at a time.
-const QUESTIONS: usize = 4;
-/// Users that are remembered: a user may have many ids in namespaces of their own.
-const USERS: usize = 4096;
+const MEMBERSHIP_CACHE_TTL: Duration = Duration::from_secs(5);
+/// How long a call waits for the user database.
+const MEMBERSHIP_LOOKUP_TIMEOUT: Duration = Duration::from_secs(2);
+const MAX_CONCURRENT_LOOKUPS: usize = 4;
+/// Bounds the cache: one person can call with many user ids, from user namespaces.
+const MAX_CACHED_USERS: usize = 4096;
 
-/// Tells administrators from others. Clones share what is known.
+/// Tells administrators from other users. Clones share the cache.
 #[derive(Clone)]
 pub struct Access(Arc<Inner>);
 
@@ -34,12 +32,12 @@ type IsMember = dyn Fn(u32) -> io::Result<bool> + Send + Sync;
 struct Inner {
     own: u32,
     is_member: Box<IsMember>,
-    known: Mutex<HashMap<u32, (bool, Instant)>>,
-    questions: Arc<Semaphore>,
+    cache: Mutex<HashMap<u32, (bool, Instant)>>,
+    lookups: Arc<Semaphore>,
 }
 
 impl Access {
-    /// Root, the user of this process and the members of `admin_group` are administrators.
+    /// Administrators are root, the user of this process and the members of `admin_group`.
     pub fn new(admin_group: impl Into<String>) -> Self {
         let group = admin_group.into();
         let own = rustix::process::getuid().as_raw();
@@ -50,63 +48,63 @@ impl Access {
         own: u32,
         is_member: impl Fn(u32) -> io::Result<bool> + Send + Sync + 'static,
     ) -> Self {
-        let (known, questions) = (Mutex::default(), Arc::new(Semaphore::new(QUESTIONS)));
-        Self(Arc::new(Inner { own, is_member: Box::new(is_member), known, questions }))
+        let (cache, lookups) = (Mutex::default(), Arc::new(Semaphore::new(MAX_CONCURRENT_LOOKUPS)));
+        Self(Arc::new(Inner { own, is_member: Box::new(is_member), cache, lookups }))
     }
 
-    /// What this user may do.
-    pub async fn caller(&self, uid: u32) -> Caller {
+    /// This user as a caller.
+    pub(super) async fn caller(&self, uid: u32) -> Caller {
         let admin = uid == 0 || uid == self.0.own || self.is_admin(uid).await;
         Caller { uid, admin }
     }
 
     async fn is_admin(&self, uid: u32) -> bool {
-        if let Some(known) = self.0.known(uid) {
-            return known;
+        if let Some(cached) = self.0.cached(uid) {
+            return cached;
         }
-        let answer = tokio::time::timeout(PATIENCE, self.ask(uid)).await;
-        answer.unwrap_or_else(|_| {
-            tracing::warn!(uid, "the user database does not answer: no administrator for now");
-            // Others need not wait as long; a late answer replaces this one.
-            self.0.remember(uid, false);
+        let member = tokio::time::timeout(MEMBERSHIP_LOOKUP_TIMEOUT, self.look_up(uid)).await;
+        member.unwrap_or_else(|_| {
+            tracing::warn!(uid, "the user database does not answer; treating the caller as no administrator");
+            // Later calls of this user do not wait again. A late answer of the database replaces this one.
+            self.0.cache(uid, false);
             false
         })
     }
 
-    async fn ask(&self, uid: u32) -> bool {
+    async fn look_up(&self, uid: u32) -> bool {
         // The semaphore is never closed.
-        let Ok(question) = self.0.questions.clone().acquire_owned().await else { return false };
-        // Another call of the same user may have waited for the same answer.
-        if let Some(known) = self.0.known(uid) {
-            return known;
+        let Ok(permit) = self.0.lookups.clone().acquire_owned().await else { return false };
+        // Another call of the same user may have filled the cache meanwhile.
+        if let Some(cached) = self.0.cached(uid) {
+            return cached;
         }
         let inner = self.0.clone();
-        let asking = tokio::task::spawn_blocking(move || {
-            let answer = (inner.is_member)(uid).unwrap_or_else(|error| {
-                tracing::warn!(uid, %error, "the user database has no answer: no administrator for now");
+        let lookup = tokio::task::spawn_blocking(move || {
+            let member = (inner.is_member)(uid).unwrap_or_else(|error| {
+                tracing::warn!(uid, %error, "user database lookup failed; treating the caller as no administrator");
                 false
             });
-            inner.remember(uid, answer);
-            // Held by the thread, not by who waits: threads that hang stay few.
-            drop(question);
-            answer
+            inner.cache(uid, member);
+            // Held by the thread rather than the waiting call, so that hanging threads stay few.
+            drop(permit);
+            member
         });
-        asking.await.unwrap_or(false)
+        lookup.await.unwrap_or(false)
     }
 }
 
 impl Inner {
-    fn known(&self, uid: u32) -> Option<bool> {
-        let known = lock(&self.known);
-        known.get(&uid).filter(|(_, at)| at.elapsed() < FRESH).map(|(answer, _)| *answer)
+    fn cached(&self, uid: u32) -> Option<bool> {
+        let cache = lock(&self.cache);
+        cache.get(&uid).filter(|(_, at)| at.elapsed() < MEMBERSHIP_CACHE_TTL).map(|(member, _)| *member)
     }
 
-    fn remember(&self, uid: u32, answer: bool) {
-        let mut known = lock(&self.known);
-        if known.len() >= USERS {
-            known.clear();
+    fn cache(&self, uid: u32, member: bool) {
+        let mut cache = lock(&self.cache);
+        if cache.len() >= MAX_CACHED_USERS {
+            cache.clear();
         }
-        known.insert(uid, (answer, Instant::now()));
+        cache.insert(uid, (member, Instant::now()));
     }
 }
 
@@ -116,52 +114,55 @@ impl fmt::Debug for Access {
     }
 }
 
-/// Whether the user belongs to the group. Users and groups that do not exist have and are no members.
+/// Whether the user belongs to the group; false if either does not exist.
 fn is_member(group: &str, uid: u32) -> io::Result<bool> {
     let Some(group) = Group::from_name(group)? else { return Ok(false) };
     let Some(user) = User::from_uid(Uid::from_raw(uid))? else { return Ok(false) };
     Ok(getgrouplist(&CString::new(user.name)?, user.gid)?.contains(&group.gid))
 }
 
-/// So many at a time for each user, and for all.
+/// A limit per user and a limit for all users.
 #[derive(Clone, Debug)]
 pub(super) struct Quota(Arc<QuotaInner>);
 
 #[derive(Debug)]
 struct QuotaInner {
-    each: usize,
-    all: usize,
+    per_user: usize,
+    total: usize,
     held: Mutex<HashMap<u32, usize>>,
 }
 
-/// One of them, until it is dropped.
+/// Releases its unit of the quota when dropped.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct QuotaGuard {
     quota: Quota,
     uid: u32,
 }
 
 impl Quota {
-    pub(super) fn new(each: usize, all: usize) -> Self {
-        Self(Arc::new(QuotaInner { each, all, held: Mutex::default() }))
+    pub(super) fn new(per_user: usize, total: usize) -> Self {
+        Self(Arc::new(QuotaInner { per_user, total, held: Mutex::default() }))
     }
 
-    /// One more for this user, or how many there are already that count against them.
-    pub(super) fn take(&self, uid: u32) -> Result<Held, usize> {
+    /// Acquires one unit for this user.
+    ///
+    /// # Errors
+    /// The number of units in use, if the user's limit or the total is reached.
+    pub(super) fn acquire(&self, uid: u32) -> Result<QuotaGuard, usize> {
         let mut held = lock(&self.0.held);
         let (own, total) = (held.get(&uid).copied().unwrap_or(0), held.values().sum::<usize>());
-        if own >= self.0.each {
+        if own >= self.0.per_user {
             return Err(own);
         }
-        if total >= self.0.all {
+        if total >= self.0.total {
             return Err(total);
         }
         held.insert(uid, own + 1);
-        Ok(Held { quota: self.clone(), uid })
+        Ok(QuotaGuard { quota: self.clone(), uid })
     }
 }
 
-impl Drop for Held {
+impl Drop for QuotaGuard {
     fn drop(&mut self) {
         let mut held = lock(&self.quota.0.held);
         match held.get_mut(&self.uid) {
@@ -171,7 +172,7 @@ impl Drop for Held {
     }
 }
 
-/// What a panic has left is still counted right: each change is one step.
+/// Ignores poisoning: each critical section makes a single change, so a panic cannot leave half of one.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -184,7 +185,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn root_the_daemons_user_and_members_administer_and_are_asked_about_once() {
+    async fn root_daemon_user_and_group_members_are_admins_and_lookups_are_cached() {
         let asked = Arc::new(AtomicUsize::new(0));
         let access = Access::with(900, {
             let asked = asked.clone();
@@ -207,22 +208,22 @@ mod tests {
         for call in calls {
             assert!(!call.await.unwrap());
         }
-        // More than one question about 1003 may be on its way before the first answer is.
-        assert!(asked.load(Ordering::SeqCst) <= 2 + QUESTIONS);
+        // Several lookups of 1003 may run before the first one is cached.
+        assert!(asked.load(Ordering::SeqCst) <= 2 + MAX_CONCURRENT_LOOKUPS);
     }
 
     #[tokio::test]
-    async fn a_user_database_that_hangs_makes_no_administrators_and_holds_up_nobody_else() {
+    async fn hanging_user_database_grants_nothing_and_delays_no_other_user() {
         let (release, hang) = mpsc::channel::<()>();
         let hang = Mutex::new(hang);
         let access = Access::with(900, move |uid| {
             if uid >= 2000 {
-                // Until the test is over.
+                // Hangs until the test is over.
                 let _ = lock(&hang).recv();
             }
             Ok(true)
         });
-        // Fewer than there are threads for questions.
+        // Fewer than the concurrent lookups.
         let hanging: Vec<_> = (2000..2002)
             .map(|uid| {
                 tokio::spawn({
@@ -239,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn the_systems_groups_are_understood() {
+    fn group_membership_is_read_from_the_system() {
         let root = User::from_uid(Uid::from_raw(0)).unwrap();
         let group = root.and_then(|root| Group::from_gid(root.gid).unwrap());
         let Some(group) = group else {
@@ -251,13 +252,13 @@ mod tests {
     }
 
     #[test]
-    fn a_user_can_use_up_their_own_share_alone() {
+    fn quota_limits_each_user_and_all() {
         let quota = Quota::new(2, 3);
-        let (first, _second) = (quota.take(1).unwrap(), quota.take(1).unwrap());
-        assert_eq!(quota.take(1).unwrap_err(), 2);
-        let _other = quota.take(2).unwrap();
-        assert_eq!(quota.take(3).unwrap_err(), 3);
+        let (first, _second) = (quota.acquire(1).unwrap(), quota.acquire(1).unwrap());
+        assert_eq!(quota.acquire(1).unwrap_err(), 2);
+        let _other = quota.acquire(2).unwrap();
+        assert_eq!(quota.acquire(3).unwrap_err(), 3);
         drop(first);
-        assert!(quota.take(3).is_ok() && quota.take(1).is_ok());
+        assert!(quota.acquire(3).is_ok() && quota.acquire(1).is_ok());
     }
 }

@@ -1,7 +1,7 @@
-//! A call, from its headers to the last byte of its answer.
+//! Accounting of calls, from the request's headers to the last byte of the response.
 //!
-//! An answer that nobody reads stays in memory: its call counts against its user as long, and keeps its connection from
-//! being idle.
+//! A response that the client does not read stays in memory. Until it is sent or dropped, its call counts against the
+//! user's quota and its connection does not count as idle.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -15,34 +15,34 @@ use tonic::body::Body;
 use tonic::{Request, Response, Status};
 use tower::Service;
 
-use super::access::{Held, Quota};
+use super::access::{Quota, QuotaGuard};
 use super::busy;
 use xlaunch_proto::net::limits::{CallInProgress, Peer};
 
-/// A call in progress; clones are of the same.
+/// A call in progress. It ends when the last clone is dropped.
 #[derive(Clone, Debug)]
 pub(super) struct Call {
     pub(super) peer: Peer,
-    _counted: Arc<(CallInProgress, Held)>,
+    _counted: Arc<(CallInProgress, QuotaGuard)>,
 }
 
-/// Counts a call whose headers have come.
+/// Starts accounting for a call when its headers have arrived.
 pub(super) fn begin(calls: &Quota, mut request: Request<()>) -> Result<Request<()>, Status> {
     let peer = request.extensions().get::<Peer>().cloned();
     let peer = peer.ok_or_else(|| Status::internal("the connection has no user"))?;
     let in_progress = peer.begin_call();
-    let held = calls.take(peer.uid).map_err(|count| busy(count, "calls"))?;
-    request.extensions_mut().insert(Call { peer, _counted: Arc::new((in_progress, held)) });
+    let guard = calls.acquire(peer.uid).map_err(|count| busy(count, "calls"))?;
+    request.extensions_mut().insert(Call { peer, _counted: Arc::new((in_progress, guard)) });
     Ok(request)
 }
 
-/// Holds this until the answer is sent, by way of [`UntilSent`].
-pub(super) fn until_sent<T>(mut answer: Response<T>, held: Held) -> Response<T> {
-    answer.extensions_mut().insert(Arc::new(held));
-    answer
+/// Attaches a guard that [`UntilSent`] keeps until the response is sent.
+pub(super) fn until_sent<T>(mut response: Response<T>, guard: QuotaGuard) -> Response<T> {
+    response.extensions_mut().insert(Arc::new(guard));
+    response
 }
 
-/// Holds calls until their answers are sent, or nobody wants them.
+/// Middleware that keeps calls and attached guards until their responses are sent or dropped.
 #[derive(Clone, Debug)]
 pub(super) struct UntilSent<S>(pub(super) S);
 
@@ -61,19 +61,20 @@ where
 
     fn call(&mut self, request: http::Request<Body>) -> Self::Future {
         let call = request.extensions().get::<Call>().cloned();
-        let answer = self.0.call(request);
+        let response = self.0.call(request);
         Box::pin(async move {
-            let mut answer = answer.await?;
-            let held = answer.extensions_mut().remove::<Arc<Held>>();
-            Ok(answer.map(|body| Body::new(Unsent { body, _held: (call, held) })))
+            let mut response = response.await?;
+            let guard = response.extensions_mut().remove::<Arc<QuotaGuard>>();
+            Ok(response.map(|body| Body::new(Unsent { body, _guards: (call, guard) })))
         })
     }
 }
 
-/// An answer with what is held until it is sent. Its trailers are asked for when the caller has taken what is before them.
+/// A response body with guards. The server drops it after its trailers, which are polled only when the client has made
+/// room for them by reading everything before.
 struct Unsent {
     body: Body,
-    _held: (Option<Call>, Option<Arc<Held>>),
+    _guards: (Option<Call>, Option<Arc<QuotaGuard>>),
 }
 
 impl HttpBody for Unsent {

@@ -1,8 +1,6 @@
-//! What a job's ranks have written: from its agent while the job runs, from its files when it has ended.
+//! Log streams: from the job's agent while the job runs, from its files when it has ended.
 //!
-//! Both belong to the job's user, who may have put anything there. The agent is asked only if it runs as that user, and its
-//! answers are bounded. A file is read only if it is a regular one of that user's, found without going through a link: so
-//! nobody has the daemon read what they could not read themselves, or wait where nothing ever comes.
+//! The job's user controls both, so neither is trusted: see [`crate::agents::connect`] and [`crate::safe_open`].
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,38 +15,39 @@ use xlaunch_proto::convert::Logs;
 use xlaunch_proto::v1::{LogStream, LogsReply, LogsRequest, NodeJobState};
 
 use super::access::Quota;
+use super::busy;
 use crate::agents::connect::connect;
-use crate::plain::open_below;
+use crate::safe_open::open_below;
 use crate::view::{JobView, NodeView};
 use xlaunch_agent::run_dir::rank_dir;
 use xlaunch_agent::status::follow::{self, Open, Pieces};
 
-/// Pieces that wait for a slow caller.
-const QUEUE: usize = 2;
-/// Time for an agent to begin its answer, and for it to be missed when it has gone.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Characters of an agent's message that are passed on.
-const MESSAGE: usize = 1024;
-/// Entries of a log directory that are looked at.
-const ENTRIES: usize = 100_000;
+/// Chunks that are buffered for a slow client.
+const CHUNK_CAPACITY: usize = 2;
+/// Time for an agent to start its reply, and for the manager to notice the exit of an agent whose connection broke.
+const AGENT_LOGS_TIMEOUT: Duration = Duration::from_secs(10);
+/// Characters of an agent's error message that are forwarded.
+const MAX_AGENT_MESSAGE_CHARS: usize = 1024;
+/// Entries of a log directory that are read.
+const MAX_DIR_ENTRIES: usize = 100_000;
 
-/// A job whose logs are wanted.
+/// A requested log.
 pub(super) struct Source {
     pub(super) view: watch::Receiver<Arc<NodeView>>,
     pub(super) job: Arc<JobView>,
     pub(super) logs: Logs,
-    /// Of readers of files, by the files' owner: a file system that hangs keeps a thread.
-    pub(super) owners: Quota,
+    /// Quota of the files' owner: a hanging file system blocks a thread per reader.
+    pub(super) file_readers: Quota,
 }
 
-/// Streams the log; `held` is dropped when the stream has ended.
+/// Streams the log. Drops `guard` when the stream has ended.
 ///
 /// # Errors
-/// `FAILED_PRECONDITION` for a job that has not started; in the stream, what the agent says, `NOT_FOUND` where there is no
-/// log, `FAILED_PRECONDITION` where it must not be read.
+/// `FAILED_PRECONDITION` for a job that has not started. In the stream: the agent's errors, `NOT_FOUND` if there is no
+/// log, `FAILED_PRECONDITION` if it must not be read.
 pub(super) fn stream<T: Send + 'static>(
     source: Source,
-    held: T,
+    guard: T,
 ) -> Result<mpsc::Receiver<Result<LogsReply, Status>>, Status> {
     use NodeJobState::{Queued, Starting, Unspecified};
     let job = &source.job.job;
@@ -57,46 +56,47 @@ pub(super) fn stream<T: Send + 'static>(
         let has = if waits { "has not" } else { "never" };
         return Err(Status::failed_precondition(format!("job {} {has} started", job.id)));
     }
-    let (pieces, stream) = mpsc::channel(QUEUE);
+    let (chunks, stream) = mpsc::channel(CHUNK_CAPACITY);
     tokio::spawn(async move {
         tokio::select! {
-            result = source.send(&pieces) => if let Err(status) = result {
-                // The caller may be gone; as below.
-                let _ = pieces.send(Err(status)).await;
+            result = source.send(&chunks) => if let Err(status) = result {
+                // Fails if the client has disconnected.
+                let _ = chunks.send(Err(status)).await;
             },
-            () = pieces.closed() => {}
+            () = chunks.closed() => {}
         }
-        drop(held);
+        drop(guard);
     });
     Ok(stream)
 }
 
 impl Source {
-    async fn send(mut self, pieces: &Pieces) -> Result<(), Status> {
+    async fn send(mut self, chunks: &Pieces) -> Result<(), Status> {
         if self.job.has_ended() {
-            return self.send_files(pieces).await;
+            return self.send_files(chunks).await;
         }
-        let Heard::Broken { anything } = self.send_agents(pieces).await? else { return Ok(()) };
-        // An agent ends shortly before the job is known to have ended.
+        let AgentStream::Broken { partial } = self.send_from_agent(chunks).await? else { return Ok(()) };
+        // The agent exits shortly before the manager knows that the job has ended.
         let id = self.job.job.id;
-        let ended = |view: &Arc<NodeView>| view.jobs.get(&id).is_none_or(|job| job.has_ended());
-        let over = match tokio::time::timeout(PATIENCE, self.view.wait_for(ended)).await {
+        let has_ended = |view: &Arc<NodeView>| view.jobs.get(&id).is_none_or(|job| job.has_ended());
+        let ended = match tokio::time::timeout(AGENT_LOGS_TIMEOUT, self.view.wait_for(has_ended)).await {
             Ok(Ok(view)) => view.jobs.get(&id).cloned(),
             _ => {
-                return Err(Status::unavailable(format!("the agent of job {id} does not answer: ask again")));
+                let message = format!("the agent of job {id} does not answer; try again");
+                return Err(Status::unavailable(message));
             }
         };
-        match over.filter(|_| !anything) {
+        // After a part was sent, the file would repeat it.
+        match ended.filter(|_| !partial) {
             Some(job) => {
                 self.job = job;
-                self.send_files(pieces).await
+                self.send_files(chunks).await
             }
             None => Ok(()),
         }
     }
 
-    /// What the agent sends, until it ends.
-    async fn send_agents(&self, pieces: &Pieces) -> Result<Heard, Status> {
+    async fn send_from_agent(&self, chunks: &Pieces) -> Result<AgentStream, Status> {
         let stream = if self.logs.stderr { LogStream::Stderr } else { LogStream::Stdout };
         let request = LogsRequest {
             rank: self.logs.rank.0,
@@ -104,38 +104,36 @@ impl Source {
             follow: self.logs.follow,
             tail_lines: self.logs.tail_lines,
         };
-        let answer =
+        let call =
             async { Some(connect(&self.job.socket, self.job.job.uid).await.ok()?.logs(request).await) };
-        let mut anything = false;
-        let mut answer = match tokio::time::timeout(PATIENCE, answer).await {
-            Ok(Some(Ok(answer))) => answer.into_inner(),
-            Ok(Some(Err(status))) => return passed_on(&status, anything),
-            Ok(None) | Err(_) => return Ok(Heard::Broken { anything }),
+        let mut partial = false;
+        let mut reply = match tokio::time::timeout(AGENT_LOGS_TIMEOUT, call).await {
+            Ok(Some(Ok(reply))) => reply.into_inner(),
+            Ok(Some(Err(status))) => return forwarded(&status, partial),
+            Ok(None) | Err(_) => return Ok(AgentStream::Broken { partial }),
         };
         loop {
-            match answer.message().await {
-                Ok(Some(piece)) => {
-                    anything = true;
-                    // A caller that is gone ends this task at its next wait.
-                    let _ = pieces.send(Ok(piece)).await;
+            match reply.message().await {
+                Ok(Some(chunk)) => {
+                    partial = true;
+                    // If the client has disconnected, `stream` cancels this task.
+                    let _ = chunks.send(Ok(chunk)).await;
                 }
-                Ok(None) => return Ok(Heard::All),
-                Err(status) => return passed_on(&status, anything),
+                Ok(None) => return Ok(AgentStream::Complete),
+                Err(status) => return forwarded(&status, partial),
             }
         }
     }
 
-    async fn send_files(&self, pieces: &Pieces) -> Result<(), Status> {
+    async fn send_files(&self, chunks: &Pieces) -> Result<(), Status> {
         let (id, uid, rank) = (self.job.job.id, self.job.job.uid, self.logs.rank);
-        let _reader = self.owners.take(uid).map_err(|count| {
-            Status::resource_exhausted(format!("{count} others read logs of ended jobs: ask again"))
-        })?;
+        let _reader = self.file_readers.acquire(uid).map_err(|count| busy(count, "readers of log files"))?;
         let failed = |error: io::Error| {
-            Status::failed_precondition(format!("the log of rank {rank} of job {id} cannot be read: {error}"))
+            Status::failed_precondition(format!("failed to read the log of rank {rank} of job {id}: {error}"))
         };
         let dir = self.job.logs.clone();
         let newest = move || {
-            let dir = directory(&dir)?;
+            let dir = open_dir(&dir)?;
             let attempt = newest_attempt(&dir)?;
             io::Result::Ok((dir, attempt))
         };
@@ -149,9 +147,9 @@ impl Source {
             let name = if self.logs.stderr { "stderr.log" } else { "stdout.log" };
             let path = rank_dir(Path::new(""), attempt, rank.0).join(name);
             let open: Open = Arc::new(move |path| open_below(&dir, path, uid));
-            found = follow::send_log(path, open, self.logs.tail_lines, pieces).await.map_err(failed)?;
+            found = follow::send_log(path, open, self.logs.tail_lines, chunks).await.map_err(failed)?;
         }
-        // Who follows a log that never came has seen the end of it.
+        // Following a log that does not exist is not an error: it just ends.
         if !found && !self.logs.follow {
             return Err(Status::not_found(format!("rank {rank} of job {id} has no log")));
         }
@@ -159,34 +157,34 @@ impl Source {
     }
 }
 
-/// How an agent's answer ended.
-enum Heard {
-    All,
-    /// The connection broke, after a part of the log or before.
+/// How the stream from an agent ended.
+enum AgentStream {
+    Complete,
+    /// The connection broke. `partial`: after a part of the log was sent.
     Broken {
-        anything: bool,
+        partial: bool,
     },
 }
 
-/// A refusal by an agent, in its words as far as they can be shown.
-fn passed_on(status: &Status, anything: bool) -> Result<Heard, Status> {
-    // Not the agent's words: the connection broke.
+/// An agent's error as it is forwarded to the client: its message is bounded and cannot control a terminal.
+fn forwarded(status: &Status, partial: bool) -> Result<AgentStream, Status> {
+    // Errors with a source come from the transport, not from the agent.
     if std::error::Error::source(status).is_some() || status.code() == Code::Cancelled {
-        return Ok(Heard::Broken { anything });
+        return Ok(AgentStream::Broken { partial });
     }
-    let message: String = status.message().chars().filter(|c| !c.is_control()).take(MESSAGE).collect();
-    Err(Status::new(status.code(), message))
+    let message = status.message().chars().filter(|c| !c.is_control());
+    Err(Status::new(status.code(), message.take(MAX_AGENT_MESSAGE_CHARS).collect::<String>()))
 }
 
-/// The directory of a job's logs. Where it lies is the manager's to say; what it holds is the user's.
-fn directory(path: &Path) -> io::Result<OwnedFd> {
+/// Opens the log directory of a job. Its path is the daemon's, its content the user's.
+fn open_dir(path: &Path) -> io::Result<OwnedFd> {
     Ok(rustix::fs::openat(CWD, path, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?)
 }
 
 /// The highest N among the entries `attempt_N`.
 fn newest_attempt(dir: &OwnedFd) -> io::Result<Option<u32>> {
     let mut newest = None;
-    for entry in Dir::read_from(dir)?.take(ENTRIES) {
+    for entry in Dir::read_from(dir)?.take(MAX_DIR_ENTRIES) {
         let entry = entry?;
         let number = entry.file_name().to_str().ok().and_then(|name| name.strip_prefix("attempt_"));
         newest = newest.max(number.and_then(|number| number.parse().ok()));

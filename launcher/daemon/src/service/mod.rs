@@ -1,19 +1,22 @@
-//! The daemon's gRPC services on its unix socket: its own, health (`grpc.health.v1`) and reflection (`grpc.reflection.v1`).
+//! The daemon's gRPC services on its unix socket: its own, health (`grpc.health.v1`) and reflection
+//! (`grpc.reflection.v1`).
 //!
 //! ```text
-//! connection --listener: whose? is there room?--> call --access: may they? their share?--> handler
-//!     Submit, Cancel, Drain: an order to the manager, and its answer
-//!     Status, List, Get, Watch: answers, from the view
+//! connection --listener: user, connection limits--> call --access: role, quotas--> handler
+//!     Submit, Cancel, Drain: a command to the manager
+//!     Status, List, Get, Watch: queries of the view
 //!     Logs: logs
 //! ```
-//! A job that a caller may not see does not exist for them. Whatever a user does, others are served: everything that one can
-//! hold, connections, calls, streams, memory, has a limit.
+//! Invariants:
+//! - a job that the caller may not see looks nonexistent to the caller;
+//! - no user can keep others from being served: connections, calls, streams and memory have limits per user and in
+//!   total.
 
 pub mod access;
-mod answers;
 mod calls;
 pub mod listener;
 mod logs;
+mod queries;
 mod tail;
 
 use std::io;
@@ -28,71 +31,77 @@ use tonic::{Request, Response, Status};
 use tower::layer::layer_fn;
 use xlaunch_proto::convert::node::{Drain, JobLogs, Submit};
 use xlaunch_proto::net::{self, Connections, Credentials};
-use xlaunch_proto::v1::node_server::{Node as NodeCalls, NodeServer};
+use xlaunch_proto::v1::node_server::{Node, NodeServer};
 use xlaunch_proto::v1::{
     CancelRequest, DrainRequest, GetRequest, Job, JobLogsRequest, ListReply, ListRequest, LogsReply,
     NodeStatus, NodeStatusRequest, SubmitReply, SubmitRequest,
 };
 
-pub use tail::log_tail;
+pub(crate) use tail::log_tail;
 
 use self::access::{Access, Quota};
-use self::answers::refused;
 use self::calls::Call;
-use super::orders::Node;
+use self::queries::to_status;
+use super::commands::NodeHandle;
 use super::view::Caller;
 
-/// Bytes of a request: the largest is an environment with a command line.
-const REQUEST: usize = 1 << 20;
-/// Headers of a request.
-const HEADERS: u32 = 16 << 10;
-/// Bytes that a caller may send ahead, on a call and on a connection.
-const WINDOWS: (u32, u32) = (64 << 10, 256 << 10);
-/// Calls at a time on one connection.
-const CALLS: u32 = 32;
-/// Calls of a user at a time, each until its answer is sent, and of all: streams of both kinds, and a few besides.
-const USER_CALLS: (usize, usize) = (320, 4096);
-/// Streams of logs of a user at a time, and of all; as many of jobs.
-const STREAMS: (usize, usize) = (128, 512);
-/// Lists of a user at a time that they have not read, and of all: the longest take most of a megabyte each.
-const LISTS: (usize, usize) = (16, 128);
-/// Readers of files of one owner at a time, and of all: below the number of threads that may wait for files.
-const OWNERS: (usize, usize) = (32, 128);
-/// Time for a request to arrive and be answered.
-const PATIENCE: Duration = Duration::from_secs(30);
-/// Between questions whether a caller is alive, and time for the answer.
-const ALIVE: Duration = Duration::from_secs(20);
-/// Time for callers to take the last of what they asked for when the daemon ends.
-const FAREWELL: Duration = Duration::from_millis(500);
+/// Maximum size of a request. The largest has an environment and a command line.
+const MAX_REQUEST_BYTES: usize = 1 << 20;
+const MAX_HEADER_BYTES: u32 = 16 << 10;
+/// HTTP/2 flow-control windows of a stream and of a connection.
+const STREAM_WINDOW_BYTES: u32 = 64 << 10;
+const CONNECTION_WINDOW_BYTES: u32 = 256 << 10;
+const MAX_CALLS_PER_CONNECTION: u32 = 32;
+/// Quotas, per user and in total. A call counts until its response is sent: both kinds of streams, and some more.
+const CALL_QUOTA: (usize, usize) = (320, 4096);
+/// Log streams; job watches have a quota of the same size.
+const STREAM_QUOTA: (usize, usize) = (128, 512);
+/// Lists that the client has not read yet. The largest take most of a megabyte each.
+const LIST_QUOTA: (usize, usize) = (16, 128);
+/// Readers of log files, by the files' owner. The total is below the number of tokio's blocking threads.
+const FILE_READER_QUOTA: (usize, usize) = (32, 128);
+/// Time for a request to arrive and be handled.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
+/// Interval and timeout of HTTP/2 keepalive pings.
+const CLIENT_KEEPALIVE: Duration = Duration::from_secs(20);
+/// Time for clients to read their last responses at shutdown.
+const CLIENT_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Serves on `listener` until `ended`.
+/// Serves on `listener` until `shutdown` resolves.
 ///
 /// # Errors
-/// Where the services cannot be set up.
+/// If the services cannot be set up.
 pub async fn serve(
     listener: UnixListener,
-    node: Node,
+    node: NodeHandle,
     access: Access,
-    ended: impl Future<Output = ()>,
+    shutdown: impl Future<Output = ()>,
 ) -> io::Result<()> {
-    serve_peers(listener, node, access, net::peer_credentials, ended).await
+    serve_peers(listener, node, access, net::peer_credentials, shutdown).await
 }
 
-fn quota((each, all): (usize, usize)) -> Quota {
-    Quota::new(each, all)
+fn quota((per_user, total): (usize, usize)) -> Quota {
+    Quota::new(per_user, total)
 }
 
+/// [`serve`], with the function that gives the user of a connection.
 async fn serve_peers(
     listener: UnixListener,
-    node: Node,
+    node: NodeHandle,
     access: Access,
     credentials: fn(&UnixStream) -> io::Result<Credentials>,
-    ended: impl Future<Output = ()>,
+    shutdown: impl Future<Output = ()>,
 ) -> io::Result<()> {
     let open = Connections::new(listener::LIMITS);
     let incoming = net::accept(listener, open.clone(), move |stream| credentials(stream).map(Some));
-    let (lists, logs, watches, owners) = (quota(LISTS), quota(STREAMS), quota(STREAMS), quota(OWNERS));
-    let service = NodeServer::new(Service { node, access, lists, logs, watches, owners });
+    let service = NodeServer::new(Service {
+        node,
+        access,
+        lists: quota(LIST_QUOTA),
+        logs: quota(STREAM_QUOTA),
+        watches: quota(STREAM_QUOTA),
+        file_readers: quota(FILE_READER_QUOTA),
+    });
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<NodeServer<Service>>().await;
     let reflection = tonic_reflection::server::Builder::configure()
@@ -100,86 +109,95 @@ async fn serve_peers(
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()
         .map_err(io::Error::other)?;
-    let quota = quota(USER_CALLS);
-    let (end, ends) = oneshot::channel::<()>();
+    let quota = quota(CALL_QUOTA);
+    let (drain, draining) = oneshot::channel::<()>();
     let server = Server::builder()
-        .max_concurrent_streams(CALLS)
-        .http2_max_header_list_size(HEADERS)
-        .initial_stream_window_size(WINDOWS.0)
-        .initial_connection_window_size(WINDOWS.1)
-        .http2_keepalive_interval(Some(ALIVE))
-        .http2_keepalive_timeout(Some(ALIVE))
-        .timeout(PATIENCE)
+        .max_concurrent_streams(MAX_CALLS_PER_CONNECTION)
+        .http2_max_header_list_size(MAX_HEADER_BYTES)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+        .http2_keepalive_interval(Some(CLIENT_KEEPALIVE))
+        .http2_keepalive_timeout(Some(CLIENT_KEEPALIVE))
+        .timeout(REQUEST_TIMEOUT)
         .layer(InterceptorLayer::new(move |request| calls::begin(&quota, request)))
         .layer(layer_fn(calls::UntilSent))
-        .add_service(service.max_decoding_message_size(REQUEST))
-        .add_service(health_service.max_decoding_message_size(REQUEST))
-        .add_service(reflection.max_decoding_message_size(REQUEST))
+        .add_service(service.max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(health_service.max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(reflection.max_decoding_message_size(MAX_REQUEST_BYTES))
         .serve_with_incoming_shutdown(incoming, async {
-            // Dropped, it means the end as well.
-            let _ = ends.await;
+            // An error means that the sender was dropped, which is a shutdown too.
+            let _ = draining.await;
         });
     tokio::pin!(server);
     tokio::select! {
         result = &mut server => return result.map_err(io::Error::other),
-        () = ended => {}
+        () = shutdown => {}
     }
     health.set_not_serving::<NodeServer<Service>>().await;
-    // The server waits for this.
-    let _ = end.send(());
-    let _ = tokio::time::timeout(FAREWELL, server).await;
+    // The receiver is held by the server.
+    let _ = drain.send(());
+    let _ = tokio::time::timeout(CLIENT_DRAIN_TIMEOUT, server).await;
     open.close_all();
     Ok(())
 }
 
 fn busy(count: usize, what: &str) -> Status {
-    Status::resource_exhausted(format!("{count} {what} are in progress: end some of them, or ask again"))
+    Status::resource_exhausted(format!(
+        "too many {what}: {count} are in progress; end some of them, or try again"
+    ))
 }
 
 #[derive(Debug)]
 struct Service {
-    node: Node,
+    node: NodeHandle,
     access: Access,
     lists: Quota,
     logs: Quota,
     watches: Quota,
-    owners: Quota,
+    file_readers: Quota,
 }
 
 impl Service {
-    /// The call and who makes it.
+    /// The call and its caller.
     async fn caller<T>(&self, request: &Request<T>) -> Result<(Call, Caller), Status> {
         let call = request.extensions().get::<Call>().cloned();
-        let call = call.ok_or_else(|| Status::internal("the call has not begun"))?;
+        let call = call.ok_or_else(|| Status::internal("the call is not accounted for"))?;
         let caller = self.access.caller(call.peer.uid).await;
         Ok((call, caller))
     }
 }
 
 #[tonic::async_trait]
-impl NodeCalls for Service {
+impl Node for Service {
     async fn submit(&self, request: Request<SubmitRequest>) -> Result<Response<SubmitReply>, Status> {
         let (call, caller) = self.caller(&request).await?;
         let submission: Submit = checked(request.into_inner())?;
         let request_id = submission.request_id.clone();
-        let answer = self.node.submit(caller, submission).await.map_err(refused);
-        let job = answer.as_ref().map(|(job, _)| job.id);
-        tracing::info!(uid = caller.uid, pid = call.peer.pid, request_id, "submit: {}", outcome(&job));
-        let (job, repeated) = answer?;
+        let result = self.node.submit(caller, submission).await.map_err(to_status);
+        let job = result.as_ref().ok().map(|(job, _)| job.id);
+        tracing::info!(
+            uid = caller.uid,
+            pid = call.peer.pid,
+            request_id,
+            job,
+            refusal = refusal(&result),
+            "submit"
+        );
+        let (job, repeated) = result?;
         Ok(Response::new(SubmitReply { job: Some(job), repeated }))
     }
 
     async fn list(&self, request: Request<ListRequest>) -> Result<Response<ListReply>, Status> {
         let (_, caller) = self.caller(&request).await?;
-        let held = self.lists.take(caller.uid).map_err(|count| busy(count, "lists"))?;
-        let list = answers::list(&self.node.view(), caller, request.get_ref());
-        Ok(calls::until_sent(Response::new(list), held))
+        let guard = self.lists.acquire(caller.uid).map_err(|count| busy(count, "lists"))?;
+        let list = queries::list(&self.node.view(), caller, request.get_ref());
+        Ok(calls::until_sent(Response::new(list), guard))
     }
 
     async fn get(&self, request: Request<GetRequest>) -> Result<Response<Job>, Status> {
         let (_, caller) = self.caller(&request).await?;
-        let job = answers::job(&self.node.view(), caller, request.get_ref().job)?;
-        Ok(Response::new(job.answer(true)))
+        let job = queries::job(&self.node.view(), caller, request.get_ref().job)?;
+        Ok(Response::new(job.to_message(true)))
     }
 
     type WatchStream = ReceiverStream<Result<Job, Status>>;
@@ -187,16 +205,16 @@ impl NodeCalls for Service {
     async fn watch(&self, request: Request<GetRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let (_, caller) = self.caller(&request).await?;
         let id = request.get_ref().job;
-        answers::job(&self.node.view(), caller, id)?;
-        let held = self.watches.take(caller.uid).map_err(|count| busy(count, "watches"))?;
+        queries::job(&self.node.view(), caller, id)?;
+        let guard = self.watches.acquire(caller.uid).map_err(|count| busy(count, "watches"))?;
         let (jobs, stream) = mpsc::channel(1);
         let view = self.node.watch();
         tokio::spawn(async move {
             tokio::select! {
-                () = answers::watch(view, id, &jobs) => {}
+                () = queries::watch(view, id, &jobs) => {}
                 () = jobs.closed() => {}
             }
-            drop(held);
+            drop(guard);
         });
         Ok(Response::new(ReceiverStream::new(stream)))
     }
@@ -206,56 +224,41 @@ impl NodeCalls for Service {
     async fn logs(&self, request: Request<JobLogsRequest>) -> Result<Response<Self::LogsStream>, Status> {
         let (_, caller) = self.caller(&request).await?;
         let JobLogs { job, logs } = checked(request.into_inner())?;
-        let job = answers::job(&self.node.view(), caller, job)?;
-        let held = self.logs.take(caller.uid).map_err(|count| busy(count, "streams of logs"))?;
-        let source = logs::Source { view: self.node.watch(), job, logs, owners: self.owners.clone() };
-        Ok(Response::new(ReceiverStream::new(logs::stream(source, held)?)))
+        let job = queries::job(&self.node.view(), caller, job)?;
+        let guard = self.logs.acquire(caller.uid).map_err(|count| busy(count, "log streams"))?;
+        let source =
+            logs::Source { view: self.node.watch(), job, logs, file_readers: self.file_readers.clone() };
+        Ok(Response::new(ReceiverStream::new(logs::stream(source, guard)?)))
     }
 
     async fn cancel(&self, request: Request<CancelRequest>) -> Result<Response<Job>, Status> {
         let (call, caller) = self.caller(&request).await?;
         let job = request.get_ref().job;
-        let answer = self.node.cancel(caller, job).await.map_err(refused);
-        tracing::info!(
-            uid = caller.uid,
-            pid = call.peer.pid,
-            "cancel of job {job}: {}",
-            outcome(&answer.as_ref().map(|job| job.id))
-        );
-        answer.map(Response::new)
+        let result = self.node.cancel(caller, job).await.map_err(to_status);
+        tracing::info!(uid = caller.uid, pid = call.peer.pid, job, refusal = refusal(&result), "cancel");
+        result.map(Response::new)
     }
 
     async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<NodeStatus>, Status> {
         let (call, caller) = self.caller(&request).await?;
         let Drain { gpus, undo, reason } = checked(request.into_inner())?;
         let (uid, pid) = (caller.uid, call.peer.pid);
-        if !caller.admin {
-            tracing::info!(uid, pid, undo, "drain: refused");
-            let message =
-                "GPUs are taken out of service by root and the members of the administrators' group";
-            return Err(Status::permission_denied(message));
-        }
-        tracing::info!(
-            uid,
-            pid,
-            undo,
-            reason,
-            "drain of {}",
-            if gpus.is_empty() { "all".into() } else { gpus.join(" ") }
-        );
-        let node = self.node.drain(caller, gpus, undo, reason).await.map_err(refused)?;
-        Ok(Response::new(node))
+        let named = format!("{gpus:?}");
+        let result = self.node.drain(caller, gpus, undo, reason).await.map_err(to_status);
+        tracing::info!(uid, pid, gpus = named, undo, refusal = refusal(&result), "drain");
+        result.map(Response::new)
     }
 
     async fn status(&self, request: Request<NodeStatusRequest>) -> Result<Response<NodeStatus>, Status> {
         let (_, caller) = self.caller(&request).await?;
-        Ok(Response::new(answers::status(&self.node.view(), caller)))
+        Ok(Response::new(queries::status(&self.node.view(), caller)))
     }
 }
 
-/// For the log of what callers have had done.
-fn outcome(job: &Result<u64, &Status>) -> String {
-    job.as_ref().map_or_else(|status| format!("refused, {}", status.message()), |job| format!("job {job}"))
+/// Why a command was refused, for the daemon's log. It can repeat the caller's words, so it must be logged as a field:
+/// those are escaped and cannot be mistaken for other messages.
+fn refusal<T>(result: &Result<T, Status>) -> Option<&str> {
+    result.as_ref().err().map(Status::message)
 }
 
 fn checked<W, T: TryFrom<W, Error: std::fmt::Display>>(wire: W) -> Result<T, Status> {

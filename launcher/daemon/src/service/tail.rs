@@ -1,4 +1,4 @@
-//! The last lines of a log for the page, which shows them whole.
+//! The last lines of a log, for the page.
 
 use std::sync::Arc;
 
@@ -10,32 +10,29 @@ use xlaunch_proto::v1::LogsReply;
 
 use super::access::Quota;
 use super::logs::{self, Source};
-use super::{OWNERS, quota};
-use crate::orders::Node;
+use super::{FILE_READER_QUOTA, quota};
+use crate::commands::NodeHandle;
 use crate::web::LogTail;
 
-/// Bytes of lines that are shown: the rest of a longer log is left out at its beginning.
-const BYTES: usize = 256 << 10;
+/// Longer tails lose their beginning.
+const MAX_TAIL_BYTES: usize = 256 << 10;
 
-/// What the page asks for lines.
-pub fn log_tail(node: Node) -> LogTail {
-    let owners = quota(OWNERS);
+/// The function by which the page reads log lines.
+pub(crate) fn log_tail(node: NodeHandle) -> LogTail {
+    let file_readers = quota(FILE_READER_QUOTA);
     Arc::new(move |job, rank, stderr, lines| {
-        let (node, owners) = (node.clone(), owners.clone());
+        let (node, file_readers) = (node.clone(), file_readers.clone());
         Box::pin(async move {
-            let pieces = open(&node, owners, job, rank, stderr, lines).map_err(|status| said(&status))?;
-            collect(pieces).await.map_err(|status| said(&status))
+            let message = |status: Status| status.message().to_owned();
+            let chunks = open(&node, file_readers, job, rank, stderr, lines).map_err(message)?;
+            collect(chunks).await.map_err(message)
         })
     })
 }
 
-fn said(status: &Status) -> String {
-    status.message().to_owned()
-}
-
 fn open(
-    node: &Node,
-    owners: Quota,
+    node: &NodeHandle,
+    file_readers: Quota,
     job: u64,
     rank: u32,
     stderr: bool,
@@ -44,15 +41,15 @@ fn open(
     let found = node.view().jobs.get(&job).cloned();
     let found = found.ok_or_else(|| Status::not_found(format!("there is no job {job}")))?;
     let logs = Logs { rank: Rank(rank), stderr, follow: false, tail_lines: Some(lines as u64) };
-    logs::stream(Source { view: node.watch(), job: found, logs, owners }, ())
+    logs::stream(Source { view: node.watch(), job: found, logs, file_readers }, ())
 }
 
-async fn collect(mut pieces: mpsc::Receiver<Result<LogsReply, Status>>) -> Result<Vec<String>, Status> {
+async fn collect(mut chunks: mpsc::Receiver<Result<LogsReply, Status>>) -> Result<Vec<String>, Status> {
     let mut bytes = Vec::new();
-    while let Some(piece) = pieces.recv().await {
-        bytes.extend_from_slice(&piece?.bytes);
-        let over = bytes.len().saturating_sub(BYTES);
-        bytes.drain(..over);
+    while let Some(chunk) = chunks.recv().await {
+        bytes.extend_from_slice(&chunk?.bytes);
+        let excess = bytes.len().saturating_sub(MAX_TAIL_BYTES);
+        bytes.drain(..excess);
     }
     Ok(String::from_utf8_lossy(&bytes).lines().map(str::to_owned).collect())
 }

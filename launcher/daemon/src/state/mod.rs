@@ -1,65 +1,70 @@
-//! The jobs of a node, as a fold over records: what the journal holds is all there is to know of them.
+//! The jobs of a node, as a fold over the journal's records. Pure: no clock, no IO.
 //!
-//! Nothing here looks at the world. [`Jobs::apply`] takes what has happened; [`mod@orders`] and
-//! [`schedule`] say what is to happen next, as records that the manager writes down before it acts on them.
+//! [`Jobs::apply`] takes what has happened. [`mod@commands`] and [`schedule`] decide what happens next, as records that
+//! the manager writes to the journal before it acts on them.
 //!
 //! ```text
-//! Submitted -> Queued --Starting--> Active --Ended--> Ended --Forgotten--> gone
-//!                 |                  |  ^
-//!                 |                  '--' Cancelled: asked to end
-//!                 '--Ended (cancelled)-->
+//! Submitted -> Queued --Starting--> Active --Ended--> Ended --Forgotten--> removed
+//!                |  ^                |  ^ |
+//!                |  |                |  '-' Cancelled
+//!                |  '----Requeued----'
+//!                '--Ended (cancelled)---------------->
 //! ```
+//! A submitted job is queued until the scheduler starts it; `Starting` is written before its agent is started, so a job
+//! is active from the moment at which its agent may exist. `Cancelled` marks an active job: its agent is told to stop
+//! and it stays active until the agent has exited. A start that provably never happened puts the job back in the queue.
+//! The end of a job is final. Ended jobs beyond `jobs.keep` are forgotten, oldest first.
+//!
+//! Invariants: a job holds GPUs only while it is active; applying [`Jobs::records`] to an empty value gives an equal
+//! value.
 
-pub mod orders;
-pub mod schedule;
+pub(crate) mod commands;
+pub(crate) mod schedule;
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// What has happened. Fields are only ever added, with defaults; a kind of record that is not known is a newer version's.
+/// A change to a job or the node. Fields are only ever added, with defaults; an unknown kind of record was written by a
+/// newer version.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "record", rename_all = "snake_case")]
-#[expect(
-    missing_docs,
-    reason = "`at` is milliseconds since 1970; the rest is named after messages and states"
-)]
-pub enum Record {
-    /// A job is in the queue.
+pub(crate) enum Record {
+    /// A job was added to the queue.
     Submitted(Box<Submitted>),
-    /// Its agent is about to be started, for the `start`th time from 1: it may run from now on.
+    /// The agent is about to be started and may run from now on. `start` counts from 1.
     Starting { job: u64, start: u32, gpus: Vec<String>, boot: String, at: u64 },
-    /// It shall end.
+    /// A user cancelled an active job.
     Cancelled { job: u64, uid: u32, at: u64 },
-    /// It has ended.
+    /// `exit` is unknown if the agent left no result.
     Ended { job: u64, end: End, exit: Option<u8>, reason: String, report: String, at: u64 },
-    /// Its agent was never there: it is in the queue again.
+    /// The agent never ran: the job is back in the queue.
     Requeued { job: u64, reason: String },
-    /// An administrator takes the node (where there is no list) or GPUs out of service, or puts them back.
+    /// An administrator took GPUs (all of the node if the list is empty) out of service, or put them back.
     Drained { gpus: Vec<String>, undo: bool, reason: String, uid: u32, at: u64 },
-    /// Nothing is kept of it.
+    /// The job was removed with its files.
     Forgotten { job: u64 },
-    /// So many jobs have been submitted and have ended, remembered or not. Begins a rewritten journal.
+    /// Totals since the node's first job, including forgotten ones. First record of a rewritten journal.
     Counted { submitted: u64, ended: u64 },
 }
 
-/// A job as it was submitted. Its description, with its environment, is in its directory.
+/// A job as submitted. Its environment is not in the journal but in its directory ([`crate::files`]).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-#[expect(missing_docs, reason = "the fields are those of the message")]
 pub struct Submitted {
     pub job: u64,
     pub request_id: String,
     pub uid: u32,
     pub name: String,
-    /// Of the built-in trainer.
+    /// Runs the built-in trainer, not a command.
     pub trainer: bool,
     pub priority: i32,
-    /// Held while it runs; 0 for a job on the CPU.
+    /// Number of GPUs held while it runs; 0 for a CPU job.
     pub gpus: u32,
     pub workers: u32,
-    /// Seconds that its workers get to end.
-    pub patience: f64,
+    /// Seconds between SIGTERM and SIGKILL of its workers.
+    #[serde(rename = "patience")]
+    pub shutdown_timeout: f64,
     pub command_line: String,
     pub work_dir: String,
     pub at: u64,
@@ -68,23 +73,20 @@ pub struct Submitted {
 /// How a job has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-#[expect(missing_docs, reason = "named after the states of the wire")]
-pub enum End {
+pub(crate) enum End {
     Done,
     Failed,
     Cancelled,
     Lost,
 }
 
-/// Where a job is.
+/// The state of a job in the diagram above.
 #[derive(Clone, Debug, PartialEq)]
-#[expect(missing_docs, reason = "as in the records")]
-pub enum Phase {
-    /// It waits; `reason` says what happened to an earlier start.
+pub(crate) enum Phase {
+    /// `reason` says why an earlier start did not happen.
     Queued { starts: u32, reason: String },
-    /// Its agent may run.
+    /// Its agent may run. `cancelled` is the user who cancelled it.
     Active { start: u32, gpus: Vec<String>, boot: String, at: u64, cancelled: Option<u32> },
-    /// It is over.
     Ended {
         end: End,
         exit: Option<u8>,
@@ -98,33 +100,32 @@ pub enum Phase {
 
 /// One job.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Entry {
-    /// What was asked for.
-    pub submitted: Submitted,
-    /// Where it is.
-    pub phase: Phase,
+pub(crate) struct Entry {
+    pub(crate) submitted: Submitted,
+    pub(crate) phase: Phase,
 }
 
-/// All jobs, and what administrators have decided.
+/// All jobs, and what administrators have taken out of service.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Jobs {
+pub(crate) struct Jobs {
     /// By id.
-    pub jobs: BTreeMap<u64, Entry>,
-    /// By user and request.
+    pub(crate) jobs: BTreeMap<u64, Entry>,
+    /// Ids by user and request id, for repeated submissions.
     requests: BTreeMap<(u32, String), u64>,
-    /// Ids that have been given away.
-    pub submitted: u64,
-    /// Jobs that have ended, remembered or not.
-    pub ended: u64,
-    /// Why the node takes no jobs.
-    pub drained: Option<String>,
-    /// Why GPUs take none, by UUID.
-    pub drained_gpus: BTreeMap<String, String>,
+    /// The highest job id assigned so far.
+    pub(crate) submitted: u64,
+    /// Number of jobs that have ended, including forgotten ones.
+    pub(crate) ended: u64,
+    /// Why the node is drained.
+    pub(crate) drained: Option<String>,
+    /// Why GPUs are drained, by UUID.
+    pub(crate) drained_gpus: BTreeMap<String, String>,
 }
 
 impl Jobs {
-    /// Takes what has happened. A record that does not fit, as behind a damaged part of the journal, changes nothing.
-    pub fn apply(&mut self, record: Record) {
+    /// Applies a record. One that does not fit the job's phase, as can follow a damaged part of the journal, changes
+    /// nothing.
+    pub(crate) fn apply(&mut self, record: Record) {
         match record {
             Record::Submitted(submitted) => {
                 self.submitted = self.submitted.max(submitted.job);
@@ -159,7 +160,7 @@ impl Jobs {
                     entry.phase = Phase::Queued { starts: start, reason };
                 }
             }
-            Record::Drained { gpus, undo, reason, .. } => self.drain(gpus, undo, &reason),
+            Record::Drained { gpus, undo, reason, .. } => self.set_drained(gpus, undo, &reason),
             Record::Forgotten { job } => {
                 if let Some(entry) = self.jobs.remove(&job) {
                     self.requests.remove(&(entry.submitted.uid, entry.submitted.request_id));
@@ -171,7 +172,7 @@ impl Jobs {
         }
     }
 
-    fn drain(&mut self, gpus: Vec<String>, undo: bool, reason: &str) {
+    fn set_drained(&mut self, gpus: Vec<String>, undo: bool, reason: &str) {
         match (gpus.is_empty(), undo) {
             (true, true) => {
                 self.drained = None;
@@ -183,16 +184,16 @@ impl Jobs {
         }
     }
 
-    /// Records from which the same comes out: what a journal is shortened to.
-    pub fn records(&self) -> Vec<Record> {
-        let over = self.jobs.values().filter(|entry| matches!(entry.phase, Phase::Ended { .. })).count();
+    /// The shortest list of records that reproduces this value, for compacting the journal.
+    pub(crate) fn records(&self) -> Vec<Record> {
+        let kept = self.jobs.values().filter(|entry| matches!(entry.phase, Phase::Ended { .. })).count();
         let mut records = vec![Record::Counted {
             submitted: self.submitted,
-            ended: self.ended.saturating_sub(over as u64),
+            ended: self.ended.saturating_sub(kept as u64),
         }];
         for (&job, entry) in &self.jobs {
             records.push(Record::Submitted(Box::new(entry.submitted.clone())));
-            records.extend(history(job, &entry.phase));
+            records.extend(records_to_reach(job, &entry.phase));
         }
         let drained = |gpus, reason: &String| Record::Drained {
             gpus,
@@ -206,41 +207,41 @@ impl Jobs {
         records
     }
 
-    /// The job that an earlier request of this user with this id has added.
-    pub fn of_request(&self, uid: u32, request_id: &str) -> Option<u64> {
+    /// The job that this user's request with this id added, if it was seen before.
+    pub(crate) fn job_of_request(&self, uid: u32, request_id: &str) -> Option<u64> {
         self.requests.get(&(uid, request_id.to_owned())).copied()
     }
 
-    /// Jobs that run or may run.
-    pub fn active(&self) -> impl Iterator<Item = (u64, &Entry)> {
+    /// Jobs whose agent may run.
+    pub(crate) fn active(&self) -> impl Iterator<Item = (u64, &Entry)> {
         let active = |entry: &&Entry| matches!(entry.phase, Phase::Active { .. });
         self.jobs.iter().map(|(job, entry)| (*job, entry)).filter(move |(_, entry)| active(entry))
     }
 
-    /// Jobs that wait, in the order in which they are to start: by priority, then as they came.
-    pub fn queue(&self) -> Vec<u64> {
+    /// Queued jobs in starting order: by priority, then by submission.
+    pub(crate) fn queue(&self) -> Vec<u64> {
         let queued = self.jobs.iter().filter(|(_, entry)| matches!(entry.phase, Phase::Queued { .. }));
         let mut queue: Vec<_> = queued.map(|(job, entry)| (-entry.submitted.priority, *job)).collect();
         queue.sort_unstable();
         queue.into_iter().map(|(_, job)| job).collect()
     }
 
-    /// What has ended beyond the newest `keep`, oldest first.
-    pub fn beyond(&self, keep: usize) -> Vec<u64> {
-        let ended = |entry: &Entry| match entry.phase {
+    /// Ended jobs except the `keep` that ended last, oldest first.
+    pub(crate) fn ended_beyond(&self, keep: usize) -> Vec<u64> {
+        let ended_at = |entry: &Entry| match entry.phase {
             Phase::Ended { at, .. } => Some(at),
-            _ => None,
+            Phase::Queued { .. } | Phase::Active { .. } => None,
         };
         let mut ended: Vec<_> =
-            self.jobs.iter().filter_map(|(job, entry)| Some((ended(entry)?, *job))).collect();
+            self.jobs.iter().filter_map(|(job, entry)| Some((ended_at(entry)?, *job))).collect();
         ended.sort_unstable();
         ended.truncate(ended.len().saturating_sub(keep));
         ended.into_iter().map(|(_, job)| job).collect()
     }
 }
 
-/// What has brought a job to this phase.
-fn history(job: u64, phase: &Phase) -> Vec<Record> {
+/// Records that take a submitted job to this phase.
+fn records_to_reach(job: u64, phase: &Phase) -> Vec<Record> {
     let starting = |start, gpus: &[String], boot: &str, at| Record::Starting {
         job,
         start,

@@ -1,48 +1,47 @@
-//! Which jobs start now, on which GPUs. Pure.
+//! The scheduler: which queued jobs start now, on which GPUs. Pure.
 //!
-//! Jobs go in the order of the queue. One that does not fit yet keeps later ones of its kind (on GPUs, or on the CPU) from
-//! passing it: whatever its size, its turn comes. One that is held back by its user's limit is passed.
+//! Jobs start in queue order. A job that does not fit yet blocks the later ones of its kind (GPU or CPU), so that large
+//! jobs do not starve: there is no backfill. A job that is held back by its user's GPU limit blocks no other.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Entry, Jobs, Phase};
 
-/// A GPU as jobs are placed.
+/// A GPU as the scheduler sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Slot {
-    /// Its UUID.
-    pub uuid: String,
-    /// Why it takes no job whatever the queue says: sick, left to others, used by a stranger.
-    pub unusable: Option<String>,
+pub(crate) struct GpuSlot {
+    pub(crate) uuid: String,
+    /// Why no job is placed on it: sick, reserved by `jobs.leave_gpus`, or used by a foreign process.
+    pub(crate) unusable: Option<String>,
 }
 
-/// What there is, and who may have how much.
+/// The node's resources and the limits on their use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Room {
-    /// In the order in which they are given away.
-    pub gpus: Vec<Slot>,
-    /// Workers of CPU jobs at a time.
-    pub cpu_workers: u32,
-    /// GPUs that a user's jobs may hold; 0 for all.
-    pub gpus_per_user: u32,
+pub(crate) struct Resources {
+    /// In allocation order.
+    pub(crate) gpus: Vec<GpuSlot>,
+    /// Maximum number of workers of CPU jobs that run at a time.
+    pub(crate) cpu_workers: u32,
+    /// Maximum number of GPUs that a user's jobs hold at a time; 0 for no limit.
+    pub(crate) gpus_per_user: u32,
 }
 
-/// The jobs that start now, each with its GPUs; and why others do not, for the one that is next of its kind and for those
-/// held back.
+/// What to do with the queue now.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Schedule {
-    /// In order.
-    pub starts: Vec<(u64, Vec<String>)>,
-    /// What a job waits for, in words.
-    pub waits: BTreeMap<u64, String>,
+pub(crate) struct Schedule {
+    /// Jobs to start, each with the UUIDs of its GPUs, in starting order.
+    pub(crate) starts: Vec<(u64, Vec<String>)>,
+    /// Why every other queued job waits, for display.
+    pub(crate) waits: BTreeMap<u64, String>,
 }
 
-/// The schedule of this moment.
-pub fn schedule(jobs: &Jobs, room: &Room) -> Schedule {
+/// Schedules the queue on what is free.
+pub(crate) fn schedule(jobs: &Jobs, resources: &Resources) -> Schedule {
     let mut schedule = Schedule::default();
-    let mut free = free_gpus(jobs, room);
-    let mut cpu = room.cpu_workers.saturating_sub(cpu_workers(jobs));
-    let mut held = held_by_user(jobs);
+    let mut free = free_gpus(jobs, resources);
+    let mut free_cpu_workers = resources.cpu_workers.saturating_sub(active_cpu_workers(jobs));
+    let mut held = gpus_held_by_user(jobs);
+    // The first job that does not fit, of CPU jobs and of GPU jobs.
     let mut blocked: [Option<u64>; 2] = [None, None];
     for job in jobs.queue() {
         let Some(Entry { submitted, .. }) = jobs.jobs.get(&job) else { continue };
@@ -52,33 +51,34 @@ pub fn schedule(jobs: &Jobs, room: &Room) -> Schedule {
         }
         let on_gpus = submitted.gpus > 0;
         if let Some(first) = blocked[usize::from(on_gpus)] {
-            schedule.waits.insert(job, format!("waits behind job {first}"));
+            schedule.waits.insert(job, format!("waits for job {first} to start first"));
             continue;
         }
-        let wants = submitted.gpus as usize;
+        let wanted = submitted.gpus as usize;
         let holds = held.entry(submitted.uid).or_default();
-        if on_gpus && room.gpus_per_user > 0 && *holds + submitted.gpus > room.gpus_per_user {
-            let limit = room.gpus_per_user;
+        let limit = resources.gpus_per_user;
+        if on_gpus && limit > 0 && *holds + submitted.gpus > limit {
             schedule.waits.insert(job, format!("its user holds {holds} of at most {limit} GPUs"));
-        } else if on_gpus && free.len() < wants {
+        } else if on_gpus && free.len() < wanted {
             blocked[1] = Some(job);
-            schedule.waits.insert(job, format!("waits for GPUs: {wants} wanted, {} free", free.len()));
-        } else if !on_gpus && cpu < submitted.workers {
+            schedule.waits.insert(job, format!("waits for GPUs: {wanted} wanted, {} free", free.len()));
+        } else if !on_gpus && free_cpu_workers < submitted.workers {
             blocked[0] = Some(job);
-            let wants = submitted.workers;
-            schedule.waits.insert(job, format!("waits for CPU workers: {wants} wanted, {cpu} free"));
+            let wanted = submitted.workers;
+            let reason = format!("waits for CPU workers: {wanted} wanted, {free_cpu_workers} free");
+            schedule.waits.insert(job, reason);
         } else {
             *holds += submitted.gpus;
-            cpu -= if on_gpus { 0 } else { submitted.workers };
-            schedule.starts.push((job, free.drain(..wants).collect()));
+            free_cpu_workers -= if on_gpus { 0 } else { submitted.workers };
+            schedule.starts.push((job, free.drain(..wanted).collect()));
         }
     }
     schedule
 }
 
-fn free_gpus(jobs: &Jobs, room: &Room) -> Vec<String> {
-    let held: BTreeSet<&str> = jobs.active().flat_map(|(_, entry)| held(entry)).collect();
-    let usable = room.gpus.iter().filter(|gpu| {
+fn free_gpus(jobs: &Jobs, resources: &Resources) -> Vec<String> {
+    let held: BTreeSet<&str> = jobs.active().flat_map(|(_, entry)| held_gpus(entry)).collect();
+    let usable = resources.gpus.iter().filter(|gpu| {
         gpu.unusable.is_none()
             && !held.contains(gpu.uuid.as_str())
             && !jobs.drained_gpus.contains_key(&gpu.uuid)
@@ -86,8 +86,7 @@ fn free_gpus(jobs: &Jobs, room: &Room) -> Vec<String> {
     usable.map(|gpu| gpu.uuid.clone()).collect()
 }
 
-/// GPUs that this job holds.
-fn held(entry: &Entry) -> impl Iterator<Item = &str> {
+fn held_gpus(entry: &Entry) -> impl Iterator<Item = &str> {
     let gpus: &[String] = match &entry.phase {
         Phase::Active { gpus, .. } => gpus,
         Phase::Queued { .. } | Phase::Ended { .. } => &[],
@@ -95,13 +94,12 @@ fn held(entry: &Entry) -> impl Iterator<Item = &str> {
     gpus.iter().map(String::as_str)
 }
 
-/// Workers of CPU jobs that run.
-fn cpu_workers(jobs: &Jobs) -> u32 {
+fn active_cpu_workers(jobs: &Jobs) -> u32 {
     let on_cpu = jobs.active().filter(|(_, entry)| entry.submitted.gpus == 0);
     on_cpu.map(|(_, entry)| entry.submitted.workers).sum()
 }
 
-fn held_by_user(jobs: &Jobs) -> BTreeMap<u32, u32> {
+fn gpus_held_by_user(jobs: &Jobs) -> BTreeMap<u32, u32> {
     let mut users = BTreeMap::new();
     for (_, entry) in jobs.active() {
         *users.entry(entry.submitted.uid).or_default() += entry.submitted.gpus;

@@ -1,6 +1,5 @@
-//! The view as JSON: what the page shows, and what scripts may read.
-//!
-//! As the clients print it, [`xlaunch_proto::json`] says how; with what a line of a list shows of a job's status beside it.
+//! The view as JSON, for the page and for scripts: the objects of [`xlaunch_proto::json`], which `--json` prints too,
+//! and in each job the figures of its status that a list shows.
 
 use serde_json::{Value, json};
 use xlaunch_proto::v1::{JobKind, NodeJobState, StatusReply};
@@ -8,12 +7,12 @@ use xlaunch_proto::v1::{JobKind, NodeJobState, StatusReply};
 use crate::view::{JobView, NodeView};
 use xlaunch_proto::json;
 
-/// Ended jobs in an answer about the node, the newest.
-const ENDED: usize = 100;
-/// Waiting jobs in it, those that go next.
-const QUEUED: usize = 200;
+/// Ended jobs in a node's JSON: the newest.
+const MAX_ENDED_JOBS: usize = 100;
+/// Queued jobs in a node's JSON: the next ones.
+const MAX_QUEUED_JOBS: usize = 200;
 
-/// The node, its GPUs, and its jobs: those that run, those that wait in the order of their turn, those that have ended last.
+/// The node, its GPUs and its jobs: first running ones, then queued ones in queue order, then ended ones, newest first.
 pub(super) fn node(view: &NodeView, now: u64) -> Value {
     let (jobs, left_out) = listed(view);
     let jobs: Vec<_> = jobs.into_iter().map(line).collect();
@@ -25,7 +24,7 @@ pub(super) fn node(view: &NodeView, now: u64) -> Value {
     })
 }
 
-/// The jobs of an answer about the node, and how many are not in it.
+/// The jobs to show, and how many are left out.
 fn listed(view: &NodeView) -> (Vec<&JobView>, usize) {
     let newest_first = || view.jobs.values().rev().map(AsRef::as_ref);
     let is_queued = |job: &&JobView| job.job.state() == NodeJobState::Queued;
@@ -33,12 +32,13 @@ fn listed(view: &NodeView) -> (Vec<&JobView>, usize) {
     let mut queued: Vec<_> = newest_first().filter(is_queued).collect();
     queued.sort_by_key(|job| job.job.queue_position);
     let ended = newest_first().filter(|job| job.has_ended());
-    let jobs: Vec<_> = running.chain(queued.into_iter().take(QUEUED)).chain(ended.take(ENDED)).collect();
+    let jobs: Vec<_> =
+        running.chain(queued.into_iter().take(MAX_QUEUED_JOBS)).chain(ended.take(MAX_ENDED_JOBS)).collect();
     let left_out = view.jobs.len() - jobs.len();
     (jobs, left_out)
 }
 
-/// One job, with its ranks and its history.
+/// A job with its ranks and its history.
 pub(super) fn job(view: &JobView, now: u64) -> Value {
     let mut value = line(view);
     value["report"] = json!(view.job.report);
@@ -49,7 +49,7 @@ pub(super) fn job(view: &JobView, now: u64) -> Value {
     value
 }
 
-/// A job as a line of a list.
+/// A job as in a list.
 fn line(view: &JobView) -> Value {
     let mut value = json::job(&view.job);
     let status = view.status.as_ref().map(|(reply, _)| reply.as_ref());
@@ -63,7 +63,7 @@ fn line(view: &JobView) -> Value {
     value
 }
 
-/// Whether there is a step whose loss is known.
+/// Whether the job trains and has finished a step.
 pub(super) fn has_trained(status: &StatusReply) -> bool {
     status.kind() != JobKind::Command && status.step > 0
 }

@@ -1,7 +1,7 @@
-//! The HTTP connections of the page, limited so that clients that hang or never speak keep no other client out.
+//! The HTTP connections of the page, limited so that idle or hanging clients do not keep others out.
 //!
-//! Where there are too many, the oldest connection without a request in progress is closed, or the oldest of all: a new
-//! connection stays open until [`MAX_CONNECTIONS`] newer ones are. Browsers reopen a closed connection silently.
+//! Beyond [`MAX_CONNECTIONS`], a new connection closes the oldest one without a request in progress, or else the
+//! oldest. Browsers reopen a closed connection silently.
 
 use std::convert::Infallible;
 use std::pin::pin;
@@ -18,21 +18,19 @@ use xlaunch_proto::net::{Connection, Connections, Credentials, Limits};
 
 use super::listen::{Listener, Stream};
 
-/// Connections at a time.
-pub(super) const MAX_CONNECTIONS: usize = 64;
-/// From the end of an answer, or the start of a connection, to the end of the next request's head.
+const MAX_CONNECTIONS: usize = 64;
+/// From the start of a connection, or the end of a response, to the end of the next request's head.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// Bytes of a request's head.
-const HEAD_BYTES: usize = 16 << 10;
-/// Pause after a failed `accept(2)`, for lack of descriptors or memory.
+const MAX_HEAD_BYTES: usize = 16 << 10;
+/// Pause after accept(2) failed for lack of descriptors or memory.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
-/// Anyone who reaches the page may read it: to the limits all clients are one user.
+/// All clients count as one user to the limits: TCP has no peer credentials.
 const READER: Credentials = Credentials { uid: 0, pid: None, exempt: false };
 
-/// Answers until `ended` is.
-pub(super) async fn serve(listener: Listener, routes: Router, ended: impl Future<Output = ()>) {
-    let mut ended = pin!(ended);
+/// Serves until `shutdown` resolves, then drops all connections.
+pub(super) async fn serve(listener: Listener, routes: Router, shutdown: impl Future<Output = ()>) {
+    let mut shutdown = pin!(shutdown);
     let mut tasks = JoinSet::new();
     let open = Connections::new(Limits {
         per_user: MAX_CONNECTIONS,
@@ -44,21 +42,20 @@ pub(super) async fn serve(listener: Listener, routes: Router, ended: impl Future
         tokio::select! {
             accepted = listener.accept() => match accepted.and_then(|stream| open.admit(stream, READER)) {
                 Ok(Some(connection)) => {
-                    tasks.spawn(answer(connection, routes.clone()));
-                    // It may read what has arrived before the next connection takes its place.
+                    tasks.spawn(serve_connection(connection, routes.clone()));
+                    // Lets the task read a request that has arrived before the next connection may close this one.
                     tokio::task::yield_now().await;
                 }
                 Ok(None) => {}
                 Err(_) => tokio::time::sleep(ACCEPT_RETRY_DELAY).await,
             },
             Some(_) = tasks.join_next() => {}
-            () = &mut ended => return,
+            () = &mut shutdown => return,
         }
     }
 }
 
-/// Answers the requests of one connection.
-async fn answer(connection: Connection<Box<dyn Stream>>, routes: Router) {
+async fn serve_connection(connection: Connection<Box<dyn Stream>>, routes: Router) {
     let peer = connection.peer().clone();
     let service = tower::service_fn(move |request: Request<_>| {
         let (routes, call) = (routes.clone(), peer.begin_call());
@@ -69,7 +66,7 @@ async fn answer(connection: Connection<Box<dyn Stream>>, routes: Router) {
         }
     });
     let mut builder = Builder::new(TokioExecutor::new()).http1_only();
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT).max_buf_size(HEAD_BYTES);
-    // A client's protocol error concerns no other client.
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT).max_buf_size(MAX_HEAD_BYTES);
+    // Protocol errors of a client only end its connection.
     let _ = builder.serve_connection(TokioIo::new(connection), TowerToHyperService::new(service)).await;
 }

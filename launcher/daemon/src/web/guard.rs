@@ -1,7 +1,7 @@
-//! Which requests are answered at all, and what every answer says to browsers.
+//! Request filter and security headers.
 //!
-//! A page of another site can make a browser send requests to loopback, and by DNS rebinding read the answers: its name is
-//! in the `Host` of such a request. So a request through TCP must name this host as what it is, loopback.
+//! A page of another site can make a browser send requests to loopback and, by DNS rebinding, read the responses. Such
+//! requests carry the other site's name in `Host`, so over TCP only requests whose `Host` is loopback are served.
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -11,13 +11,14 @@ use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
-/// Scripts, styles and data are the daemon's own; nothing may frame the page or take it elsewhere.
-const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; \
+/// Scripts, styles and data come from the daemon only; the page cannot be framed.
+const CONTENT_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
+                      img-src 'self' data:; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// Passes on what may be answered. Any host may be named if `any_host`.
+/// Middleware. `any_host` turns off the check of `Host`.
 pub(super) async fn check(State(any_host): State<bool>, request: Request, next: Next) -> Response {
-    let mut response = match refused(any_host, &request) {
+    let mut response = match refusal(any_host, &request) {
         Some((status, why)) => (status, why).into_response(),
         None => next.run(request).await,
     };
@@ -27,11 +28,11 @@ pub(super) async fn check(State(any_host): State<bool>, request: Request, next: 
         headers.insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
     }
     for (name, value) in [
-        (header::CONTENT_SECURITY_POLICY, POLICY),
+        (header::CONTENT_SECURITY_POLICY, CONTENT_POLICY),
         (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
         (header::REFERRER_POLICY, "no-referrer"),
         (header::X_FRAME_OPTIONS, "DENY"),
-        // The next daemon's page may be another one, and the node's state is another one at once.
+        // The state changes all the time, and an upgraded daemon has other assets.
         (header::CACHE_CONTROL, "no-store"),
     ] {
         headers.insert(name, HeaderValue::from_static(value));
@@ -40,18 +41,18 @@ pub(super) async fn check(State(any_host): State<bool>, request: Request, next: 
     response
 }
 
-fn refused(any_host: bool, request: &Request) -> Option<(StatusCode, &'static str)> {
+fn refusal(any_host: bool, request: &Request) -> Option<(StatusCode, &'static str)> {
     if !any_host && !names_loopback(request) {
-        let why = "refused: the request does not name localhost or a loopback address as its host. If this is meant, use \
-                   http://localhost or http://127.0.0.1 with the port; a proxy must set the Host header to that.\n";
+        let why = "request refused: its Host header is not localhost or a loopback address; use http://localhost or \
+                   http://127.0.0.1 with the port, and let a proxy set the Host header to that\n";
         return Some((StatusCode::FORBIDDEN, why));
     }
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
-        let why = "refused: the page only shows. Jobs are submitted and cancelled with xlaunch.\n";
+        let why = "request refused: the page is read-only; use xlaunch to submit and cancel jobs\n";
         return Some((StatusCode::METHOD_NOT_ALLOWED, why));
     }
     if !request.body().is_end_stream() {
-        return Some((StatusCode::PAYLOAD_TOO_LARGE, "refused: requests have no body here.\n"));
+        return Some((StatusCode::PAYLOAD_TOO_LARGE, "request refused: it has a body\n"));
     }
     None
 }
@@ -59,12 +60,12 @@ fn refused(any_host: bool, request: &Request) -> Option<(StatusCode, &'static st
 fn names_loopback(request: &Request) -> bool {
     let mut hosts = request.headers().get_all(header::HOST).iter();
     let (Some(host), None) = (hosts.next(), hosts.next()) else { return false };
-    // A request line with a whole address goes before the header.
+    // An absolute URI in the request line overrides the header.
     let target = request.uri().authority().is_none_or(|authority| is_loopback(authority.as_str()));
     target && host.to_str().is_ok_and(is_loopback)
 }
 
-/// Whether `HOST` or `HOST:PORT` is loopback whatever a name server says.
+/// Whether `HOST` or `HOST:PORT` is loopback without asking a name server.
 fn is_loopback(host: &str) -> bool {
     if let Some((address, port)) = host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         return is_port(port) && address.parse().is_ok_and(|address: Ipv6Addr| address.is_loopback());
@@ -75,7 +76,7 @@ fn is_loopback(host: &str) -> bool {
             || name.parse().is_ok_and(|address: IpAddr| address.is_loopback()))
 }
 
-/// Nothing, or a colon and a number.
+/// Whether the text is empty, or a colon and a port.
 fn is_port(text: &str) -> bool {
     text.is_empty() || text.strip_prefix(':').is_some_and(|port| port.parse::<u16>().is_ok())
 }
@@ -85,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_loopback_is_loopback() {
+    fn host_is_loopback_by_literal_comparison_only() {
         for host in ["localhost", "LOCALHOST:9470", "127.0.0.1", "127.1.2.3:80", "[::1]", "[::1]:9470"] {
             assert!(is_loopback(host), "{host}");
         }

@@ -1,4 +1,4 @@
-//! Where the page is served: `web.listen` of `daemon.toml`.
+//! The listening address of the page, `web.listen` in `daemon.toml`. It is reachable from this node only.
 
 use std::io;
 use std::net::SocketAddr;
@@ -9,73 +9,65 @@ use std::path::{Path, PathBuf};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 
-/// Of a socket: its owner and its group may connect.
-const MODE: u32 = 0o660;
+/// Mode of a unix socket: its owner and group can connect.
+const SOCKET_MODE: u32 = 0o660;
 
-/// An address that the node alone reaches.
+/// An address that only this node can reach.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Listen {
-    /// Loopback: every user of the node reaches it.
+pub(crate) enum Listen {
+    /// Loopback. Every user of the node can connect.
     Tcp(SocketAddr),
     /// A unix socket of mode 0660.
     Unix(PathBuf),
 }
 
 impl Listen {
-    /// Reads `IP:PORT`, which must be loopback, or `unix:/PATH`.
-    ///
-    /// # Errors
-    /// In words, for whoever wrote it.
-    pub fn parse(text: &str) -> Result<Self, String> {
+    /// What [`parse`](Self::parse) accepts.
+    pub(crate) const EXPECTED: &str =
+        "a loopback address with a port, such as \"127.0.0.1:9470\", or \"unix:/PATH\"";
+
+    /// Parses `web.listen`. An error says what is wrong with the text.
+    pub(crate) fn parse(text: &str) -> Result<Self, String> {
         if let Some(path) = text.strip_prefix("unix:") {
-            let path = PathBuf::from(path);
-            return match path.is_absolute() {
-                true => Ok(Self::Unix(path)),
-                false => Err(format!(
-                    "{text:?}: the path of a socket begins with a slash, as in unix:/run/xlaunch/web.sock"
-                )),
+            return match Path::new(path).is_absolute() {
+                true => Ok(Self::Unix(path.into())),
+                false => Err(format!("\"{path}\" is a relative path")),
             };
         }
-        let address: SocketAddr = text
-            .parse()
-            .map_err(|_| format!("{text:?} is neither IP:PORT, such as 127.0.0.1:9470, nor unix:/PATH"))?;
-        if !address.ip().is_loopback() {
-            return Err(format!(
-                "{text:?} can be reached from other hosts, and the page asks nobody who they are; \
-                 listen on 127.0.0.1, [::1] or unix:/PATH, and let a proxy or ssh lead there"
-            ));
+        match text.parse::<SocketAddr>() {
+            Ok(address) if !address.ip().is_loopback() => {
+                Err(format!("other hosts can connect to {address}, and the page has no authentication"))
+            }
+            Ok(address) if address.port() == 0 => Err("port 0 is not a fixed port".into()),
+            Ok(address) => Ok(Self::Tcp(address)),
+            Err(_) => Err(format!("\"{text}\" is not a valid address")),
         }
-        if address.port() == 0 {
-            return Err(format!("{text:?} has no port that anybody could know"));
-        }
-        Ok(Self::Tcp(address))
     }
 }
 
-/// One that listens.
+/// A bound listener.
 #[derive(Debug)]
-pub(super) enum Listener {
+pub(crate) enum Listener {
     Tcp(TcpListener),
-    Unix { listener: UnixListener, _path: Socket },
+    Unix { listener: UnixListener, _file: SocketFile },
 }
 
-/// A connection of either kind.
 pub(super) trait Stream: AsyncRead + AsyncWrite + AsFd + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + AsFd + Send + Unpin> Stream for T {}
 
 impl Listener {
-    /// Listens; a socket that an earlier daemon left behind is replaced.
-    pub(super) async fn bind(listen: &Listen) -> io::Result<Self> {
+    /// Binds the address. Replaces the unix socket of a dead daemon.
+    pub(crate) async fn bind(listen: &Listen) -> io::Result<Self> {
         match listen {
             Listen::Tcp(address) => {
                 let listener = TcpListener::bind(address).await;
-                listener.map(Self::Tcp).map_err(|error| named(&error, &address.to_string()))
+                listener.map(Self::Tcp).map_err(|error| failed(&error, &address.to_string()))
             }
             Listen::Unix(path) => {
                 let listener = bind_socket(path).await;
-                let named = listener.map_err(|error| named(&error, &path.display().to_string()));
-                named.map(|listener| Self::Unix { listener, _path: Socket(path.clone()) })
+                let listener = listener.map_err(|error| failed(&error, &path.display().to_string()))?;
+                Ok(Self::Unix { listener, _file: SocketFile(path.clone()) })
             }
         }
     }
@@ -85,7 +77,7 @@ impl Listener {
         match self {
             Self::Tcp(listener) => {
                 let (stream, _) = listener.accept().await?;
-                // Answers are small and whole: nothing is to wait for more.
+                // Responses are written in one piece, so Nagle's algorithm would only add latency.
                 stream.set_nodelay(true)?;
                 Ok(Box::new(stream))
             }
@@ -93,7 +85,7 @@ impl Listener {
         }
     }
 
-    /// Whether requests may name any host: no page of another site can open a unix socket.
+    /// Whether requests may have any `Host`: a page of another site cannot connect to a unix socket.
     pub(super) fn any_host(&self) -> bool {
         matches!(self, Self::Unix { .. })
     }
@@ -104,25 +96,27 @@ async fn bind_socket(path: &Path) -> io::Result<UnixListener> {
     if is_socket {
         match UnixStream::connect(path).await {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => fs_err::remove_file(path)?,
-            _ => return Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens there")),
+            _ => return Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens on it")),
         }
     }
     let listener = UnixListener::bind(path)?;
-    fs_err::set_permissions(path, std::fs::Permissions::from_mode(MODE))?;
+    fs_err::set_permissions(path, std::fs::Permissions::from_mode(SOCKET_MODE))?;
     Ok(listener)
 }
 
-fn named(error: &io::Error, what: &str) -> io::Error {
-    io::Error::new(error.kind(), format!("the page cannot be served on {what} ([web] listen): {error}"))
+fn failed(error: &io::Error, address: &str) -> io::Error {
+    let message =
+        format!("failed to serve the page on {address}: {error}; set web.listen to another address");
+    io::Error::new(error.kind(), message)
 }
 
-/// The path of a socket, which goes when nobody listens any more.
+/// Removes the socket's file when dropped.
 #[derive(Debug)]
-pub(super) struct Socket(PathBuf);
+pub(crate) struct SocketFile(PathBuf);
 
-impl Drop for Socket {
+impl Drop for SocketFile {
     fn drop(&mut self) {
-        // One that stays is replaced by the next daemon.
+        // If that fails, the next daemon replaces it.
         let _ = std::fs::remove_file(&self.0);
     }
 }
@@ -132,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_that_other_hosts_reach_are_refused() {
+    fn address_reachable_from_other_hosts_is_refused() {
         for good in ["127.0.0.1:9470", "127.8.9.1:1", "[::1]:9470"] {
             assert_eq!(Listen::parse(good), Ok(Listen::Tcp(good.parse().unwrap())), "{good}");
         }
@@ -142,10 +136,10 @@ mod tests {
             ("192.168.1.4:9470", "other hosts"),
             ("[::]:9470", "other hosts"),
             ("127.0.0.1:0", "port"),
-            ("localhost:9470", "neither"),
-            ("9470", "neither"),
-            ("", "neither"),
-            ("unix:web.sock", "slash"),
+            ("localhost:9470", "not a valid address"),
+            ("9470", "not a valid address"),
+            ("", "not a valid address"),
+            ("unix:web.sock", "relative"),
         ] {
             let error = Listen::parse(bad).unwrap_err();
             assert!(error.contains(why), "{bad}: {error}");
@@ -153,15 +147,15 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_socket_is_of_its_group_and_replaces_a_dead_one_alone() {
+    async fn socket_is_open_to_its_group_and_replaces_only_that_of_a_dead_daemon() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("web.sock");
         let listen = Listen::Unix(path.clone());
         let mode = || fs_err::metadata(&path).unwrap().permissions().mode() & 0o777;
-        // As a killed daemon leaves it: a path that nobody listens on.
+        // The socket of a killed daemon: a file on which no process listens.
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         let listener = Listener::bind(&listen).await.unwrap();
-        assert_eq!(mode(), MODE);
+        assert_eq!(mode(), SOCKET_MODE);
         let error = Listener::bind(&listen).await.unwrap_err().to_string();
         assert!(error.contains("another process") && error.contains("web.sock"), "{error}");
         drop(listener);

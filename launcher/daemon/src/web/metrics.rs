@@ -1,8 +1,8 @@
-//! `/metrics`: the view as OpenMetrics text, made anew for every scrape.
+//! `/metrics`: the view in OpenMetrics format, encoded for each scrape.
 //!
-//! What the exporter of DCGM tells of GPUs is not told again: series of both meet by the label `UUID`, which it writes so. The
-//! label `job` is the job's number on its node; `honor_labels: true` lets Prometheus keep it. A job that has ended is told of
-//! for an hour more, so that an alert about it fires, and ends; of its workers and its speed nothing is told any more.
+//! GPU measurements are left to dcgm-exporter; its series join ours on the label `UUID`. The label `job` is the job's
+//! id on its node, which Prometheus keeps with `honor_labels: true`. Ended jobs are exported for another hour, so that
+//! alerts on them fire and resolve, but without their workers and their throughput.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,12 +18,12 @@ use crate::view::{JobView, NodeView};
 use xlaunch_proto::labels::{gpu_state, kind, node_job_state};
 
 pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// How long an ended job is told of, in milliseconds.
-const ENDED_MS: u64 = 3_600_000;
-/// Characters of a text that a user chose.
-const TEXT: usize = 128;
+/// How long an ended job is exported, in milliseconds.
+const ENDED_JOB_RETENTION_MS: u64 = 3_600_000;
+/// Maximum length of a label value that a user chooses.
+const MAX_LABEL_CHARS: usize = 128;
 
-/// The answer to a scrape at `now`, in milliseconds since 1970.
+/// The response to a scrape at `now`, in milliseconds since 1970.
 pub(super) fn text(view: Arc<NodeView>, now: u64) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(Scrape { view, now }));
@@ -50,7 +50,7 @@ impl Collector for Scrape {
     }
 }
 
-/// Where metrics are written.
+/// Writes metric families.
 struct Out<'a>(DescriptorEncoder<'a>);
 
 impl Out<'_> {
@@ -65,7 +65,7 @@ impl Out<'_> {
         Ok(())
     }
 
-    /// The samples' name ends in `_total`.
+    /// The encoder appends `_total` to the name.
     fn counter(
         &mut self,
         name: &str,
@@ -79,7 +79,7 @@ impl Out<'_> {
         Ok(())
     }
 
-    /// Of steps, by how long they took.
+    /// Step durations of each job.
     fn histogram(&mut self, name: &str, help: &str, jobs: &[(Labels, Totals)]) -> fmt::Result {
         let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Histogram)?;
         for (labels, totals) in jobs {
@@ -103,7 +103,7 @@ impl Scrape {
         let build = (vec![("version", node.version.clone())], 1.0);
         out.gauge("xlaunch_build_info", "Version of the daemon.", [build])?;
         let drained = (Vec::new(), flag(!node.drained.is_empty()));
-        out.gauge("xlaunch_drained", "1 if no job is started on this node.", [drained])?;
+        out.gauge("xlaunch_drained", "1 if the node is drained and starts no jobs.", [drained])?;
         let gpus = node.gpus.iter().map(|gpu| {
             let labels = vec![
                 ("gpu", gpu.index.to_string()),
@@ -113,10 +113,10 @@ impl Scrape {
             ];
             (labels, 1.0)
         });
-        out.gauge("xlaunch_gpu_info", "1 for each GPU, with the daemon's view of it.", gpus)?;
+        out.gauge("xlaunch_gpu_info", "1 for each GPU, with its state for the daemon.", gpus)?;
         let held = node.gpus.iter().filter(|gpu| gpu.job != 0);
         let held = held.map(|gpu| (vec![("UUID", gpu.uuid.clone()), ("job", gpu.job.to_string())], 1.0));
-        out.gauge("xlaunch_gpu_job", "1 for each GPU that a job holds.", held)
+        out.gauge("xlaunch_gpu_job", "1 for each GPU that a job holds, with the job.", held)
     }
 
     fn jobs(&self, out: &mut Out<'_>) -> fmt::Result {
@@ -125,72 +125,80 @@ impl Scrape {
         let states = [Queued, Starting, Running, Stopping, Done, Failed, Cancelled, Lost];
         let states =
             states.map(|state| (vec![("state", node_job_state(state).into())], whole(count(state) as u64)));
-        out.gauge("xlaunch_jobs", "Jobs that the daemon knows, by state.", states)?;
-        let help = "1 for each job that waits, runs, or ended in the last hour.";
+        out.gauge(
+            "xlaunch_jobs",
+            "Number of jobs by state; ended jobs as far as they are remembered.",
+            states,
+        )?;
+        let help = "1 for each job that is queued, runs, or ended within the last hour.";
         out.gauge("xlaunch_job_info", help, self.recent().map(info))?;
         let age = |job: &JobView| Some((of(job), job.status.as_ref()?.1.elapsed().as_secs_f64()));
         out.gauge(
             "xlaunch_job_status_age_seconds",
-            "Since the job's agent last answered.",
-            self.live().filter_map(age),
+            "Time since the last status of the job's agent.",
+            self.unfinished().filter_map(age),
         )?;
 
         let steps = trained(self.recent(), |_, status| Some(whole(status.step)));
-        out.gauge("xlaunch_step", "Steps that the job has done.", steps)?;
+        out.gauge("xlaunch_step", "Last finished training step.", steps)?;
         let losses = trained(self.recent(), |_, status| Some(f64::from(status.loss)));
-        out.gauge("xlaunch_loss", "Of the last step, in nats per token.", losses)?;
-        let speeds = trained(self.live(), |_, status| Some(status.tokens_per_second));
-        out.gauge("xlaunch_tokens_per_second", "In the last step, over all ranks.", speeds)?;
+        out.gauge("xlaunch_loss", "Training loss of the last step, in nats per token.", losses)?;
+        let speeds = trained(self.unfinished(), |_, status| Some(status.tokens_per_second));
+        out.gauge("xlaunch_tokens_per_second", "Throughput of the last step, over all ranks.", speeds)?;
         let totals = |job: &JobView| Some((of(job), job.status.as_ref()?.0.totals.clone()?));
         let totals: Vec<_> = self.recent().filter_map(totals).collect();
-        let help =
-            "Steps of the job, with what comes between them; those made again after a restart count again.";
+        let help = "Duration of training steps with pauses between them; steps repeated after a restart count again.";
         out.histogram("xlaunch_step_duration_seconds", help, &totals)?;
         let tokens = totals.iter().map(|(labels, totals)| (labels.clone(), totals.tokens));
-        out.counter("xlaunch_tokens", "That the job has been trained on, by all ranks.", tokens)?;
+        out.counter("xlaunch_tokens", "Tokens trained on, over all ranks.", tokens)?;
         let bytes = totals.iter().map(|(labels, totals)| (labels.clone(), totals.all_reduce_bytes));
-        out.counter("xlaunch_allreduce_bytes", "Gradients that were summed over ranks, of one rank.", bytes)?;
+        out.counter("xlaunch_allreduce_bytes", "Bytes of gradients all-reduced, per rank.", bytes)?;
         let restarts = |job: &JobView| Some((of(job), job.status.as_ref()?.0.restarts.into()));
         let restarts = self.recent().filter_map(restarts);
-        out.counter("xlaunch_worker_restarts", "Starts of all workers of the job after the first.", restarts)
+        out.counter("xlaunch_worker_restarts", "Restarts of the job's worker group.", restarts)
     }
 
     fn workers(&self, out: &mut Out<'_>) -> fmt::Result {
-        let gone = |rank: &RankStatus| matches!(rank.state(), RankState::Exited | RankState::Unspecified);
-        out.gauge("xlaunch_worker_up", "1 if the worker runs.", self.ranks(|rank| Some(flag(!gone(rank)))))?;
+        let exited = |rank: &RankStatus| matches!(rank.state(), RankState::Exited | RankState::Unspecified);
+        let up = self.ranks(|rank| Some(flag(!exited(rank))));
+        out.gauge("xlaunch_worker_up", "1 if the worker runs.", up)?;
         let cpu = self.ranks(|rank| rank.cpu_percent);
-        out.gauge("xlaunch_worker_cpu_percent", "Of the worker with its children; 100 is a core.", cpu)?;
+        let help = "CPU use of the worker and its children; 100 is one core.";
+        out.gauge("xlaunch_worker_cpu_percent", help, cpu)?;
         let memory = self.ranks(|rank| rank.memory_bytes.map(whole));
-        out.gauge("xlaunch_worker_memory_bytes", "Resident, of the worker with its children.", memory)?;
-        let silence = self.ranks(|rank| rank.seconds_since_output);
-        out.gauge("xlaunch_worker_seconds_since_output", "Since the worker last wrote a line.", silence)?;
-        let help = "1 if the worker should be looked at: it has been silent and idle for long.";
+        let help = "Resident memory of the worker and its children.";
+        out.gauge("xlaunch_worker_memory_bytes", help, memory)?;
+        let since = self.ranks(|rank| rank.seconds_since_output);
+        let help = "Time since the worker last wrote a line of output.";
+        out.gauge("xlaunch_worker_seconds_since_output", help, since)?;
+        let help =
+            "1 if the worker needs attention, for example after a long time without output and CPU use.";
         out.gauge("xlaunch_worker_hint", help, self.ranks(|rank| Some(flag(!rank.hint.is_empty()))))?;
 
-        // Workers of commands have no pool.
+        // Only workers of the built-in trainer have a pool.
         let pool = |rank: &RankStatus, bytes| (rank.pool_peak_bytes > 0).then(|| whole(bytes));
         let live = self.ranks(|rank| pool(rank, rank.pool_live_bytes));
-        out.gauge("xlaunch_pool_live_bytes", "Device memory that the rank's pool has handed out.", live)?;
+        out.gauge("xlaunch_pool_live_bytes", "Device memory allocated from the rank's pool.", live)?;
         let mapped = self.ranks(|rank| pool(rank, rank.pool_mapped_bytes));
-        out.gauge("xlaunch_pool_mapped_bytes", "Device memory that the rank's pool holds.", mapped)?;
+        out.gauge("xlaunch_pool_mapped_bytes", "Device memory mapped by the rank's pool.", mapped)?;
         let peak = self.ranks(|rank| pool(rank, rank.pool_peak_bytes));
-        out.gauge("xlaunch_pool_peak_bytes", "Most device memory that the rank's pool has held.", peak)
+        out.gauge("xlaunch_pool_peak_bytes", "Peak device memory mapped by the rank's pool.", peak)
     }
 
-    /// Jobs that have not ended, and those that have a short time ago.
+    /// Unfinished jobs, and those that ended recently.
     fn recent(&self) -> impl Iterator<Item = &JobView> {
-        let recent = |job: &&JobView| self.now.saturating_sub(job.job.ended_unix_ms) < ENDED_MS;
+        let recent = |job: &&JobView| self.now.saturating_sub(job.job.ended_unix_ms) < ENDED_JOB_RETENTION_MS;
         self.view.jobs.values().map(AsRef::as_ref).filter(move |job| !job.has_ended() || recent(job))
     }
 
-    fn live(&self) -> impl Iterator<Item = &JobView> {
+    fn unfinished(&self) -> impl Iterator<Item = &JobView> {
         self.view.jobs.values().map(AsRef::as_ref).filter(|job| !job.has_ended())
     }
 
-    /// A sample of each worker.
+    /// One sample per worker.
     fn ranks(&self, value: impl Fn(&RankStatus) -> Option<f64>) -> Vec<Sample> {
         let mut samples = Vec::new();
-        for job in self.live() {
+        for job in self.unfinished() {
             for rank in job.status.iter().flat_map(|(status, _)| &status.ranks) {
                 if let Some(value) = value(rank) {
                     samples.push((
@@ -204,7 +212,7 @@ impl Scrape {
     }
 }
 
-/// A sample of each of these jobs that has done a step of training.
+/// One sample per job that has finished a training step.
 fn trained<'a>(
     jobs: impl Iterator<Item = &'a JobView>,
     value: fn(&JobView, &StatusReply) -> Option<f64>,
@@ -241,7 +249,7 @@ fn whole(value: u64) -> f64 {
     value as f64
 }
 
-/// Every series carries its labels at every scrape: the beginning of a text will do.
+/// Truncates a label value, which every series repeats at every scrape.
 fn short(text: &str) -> String {
-    text.chars().take(TEXT).collect()
+    text.chars().take(MAX_LABEL_CHARS).collect()
 }

@@ -1,13 +1,14 @@
-//! The page for people, its JSON, and `/metrics`: what the node looks like to whoever may reach the address.
+//! The web page, its JSON API and `/metrics`.
 //!
 //! ```text
 //! browser, Prometheus --HTTP/1.1--> listen --> connections (64 at most) --> guard --> page | api | metrics
 //!                                                                                            ^
-//!                                          the manager's view, which is read and never changed
+//!                                                                            view (read-only)
 //! ```
-//! - Nothing can be ordered here: the methods are GET and HEAD, and requests have no bodies.
-//! - It hides nothing of any job from whoever reaches it; so it listens on loopback or on a unix socket alone.
-//! - Texts of users go out as JSON strings and as label values, never as HTML.
+//! Invariants:
+//! - it is read-only: the methods are GET and HEAD, and requests have no bodies;
+//! - it has no authentication and shows all jobs, so it listens only on loopback or on a unix socket;
+//! - texts of users are sent as JSON strings and label values, never as HTML.
 
 mod api;
 mod connections;
@@ -18,7 +19,6 @@ mod page;
 #[cfg(test)]
 mod tests;
 
-use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,49 +32,39 @@ use axum::{Json, Router};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-pub use self::listen::Listen;
-use self::listen::Listener;
-use super::orders::Node;
+pub(crate) use self::listen::{Listen, Listener};
+use super::commands::NodeHandle;
 use xlaunch_agent::clock::unix_ms;
 
-/// Longest wait for the lines of a log.
-const LOG_TIMEOUT: Duration = Duration::from_secs(10);
-/// Most lines of a log in an answer.
-const MOST_LINES: usize = 500;
+/// Time to read the lines of a log.
+const LOG_READ_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum number of log lines in a response.
+const MAX_LOG_LINES: usize = 500;
 
-/// The last lines of a rank's log, or why there are none: asked with the job, the rank, whether stderr is meant, and how many
-/// lines. Whoever answers bounds the bytes that are read, and reads with the rights of the job's user.
-pub type LogTail = Arc<dyn Fn(u64, u32, bool, usize) -> Lines + Send + Sync>;
-/// Lines to come.
-pub type Lines = Pin<Box<dyn Future<Output = Result<Vec<String>, String>> + Send>>;
+/// Reads the last lines of a log, given job, rank, whether of stderr, and number of lines. An error says why there are
+/// none. The implementation bounds the bytes, and reads only what the job's user may read.
+pub(crate) type LogTail = Arc<dyn Fn(u64, u32, bool, usize) -> LogLines + Send + Sync>;
+pub(crate) type LogLines = Pin<Box<dyn Future<Output = Result<Vec<String>, String>> + Send>>;
 
-/// Serves the node's page until `ended` is. Whoever is being answered then is cut off.
-///
-/// # Errors
-/// Where `listen` cannot be listened on; the text names it.
-pub async fn serve(
-    listen: Listen,
-    node: Node,
+/// Serves the page until `shutdown` resolves, then drops all connections.
+pub(crate) async fn serve(
+    listener: Listener,
+    node: NodeHandle,
     logs: LogTail,
-    ended: impl Future<Output = ()>,
-) -> io::Result<()> {
-    let listener = Listener::bind(&listen).await?;
-    serve_on(listener, node, logs, ended).await;
-    Ok(())
-}
-
-async fn serve_on(listener: Listener, node: Node, logs: LogTail, ended: impl Future<Output = ()>) {
+    shutdown: impl Future<Output = ()>,
+) {
     let routes = routes(node, logs, listener.any_host());
-    connections::serve(listener, routes, ended).await;
+    connections::serve(listener, routes, shutdown).await;
 }
 
+/// What request handlers share.
 #[derive(Clone)]
-struct Shown {
-    node: Node,
+struct AppState {
+    node: NodeHandle,
     logs: LogTail,
 }
 
-fn routes(node: Node, logs: LogTail, any_host: bool) -> Router {
+fn routes(node: NodeHandle, logs: LogTail, any_host: bool) -> Router {
     Router::new()
         .route("/", get(page::index))
         .route("/assets/{name}", get(page::asset))
@@ -82,24 +72,24 @@ fn routes(node: Node, logs: LogTail, any_host: bool) -> Router {
         .route("/api/v1/jobs/{id}", get(job_json))
         .route("/api/v1/jobs/{id}/logs", get(log_json))
         .route("/metrics", get(metrics_text))
-        .fallback(async || refusal(StatusCode::NOT_FOUND, "there is nothing here; the page is at /"))
+        .fallback(async || error(StatusCode::NOT_FOUND, "not found; the page is at /"))
         .layer(axum::middleware::from_fn_with_state(any_host, guard::check))
-        .with_state(Shown { node, logs })
+        .with_state(AppState { node, logs })
 }
 
-async fn node_json(State(shown): State<Shown>) -> Json<Value> {
-    Json(api::node(&shown.node.view(), unix_ms()))
+async fn node_json(State(state): State<AppState>) -> Json<Value> {
+    Json(api::node(&state.node.view(), unix_ms()))
 }
 
-async fn job_json(State(shown): State<Shown>, id: Result<Path<u64>, PathRejection>) -> Response {
-    let Ok(Path(id)) = id else { return no_number() };
-    match shown.node.view().jobs.get(&id) {
+async fn job_json(State(state): State<AppState>, id: Result<Path<u64>, PathRejection>) -> Response {
+    let Ok(Path(id)) = id else { return invalid_id() };
+    match state.node.view().jobs.get(&id) {
         Some(job) => Json(api::job(job, unix_ms())).into_response(),
-        None => no_job(id),
+        None => job_not_found(id),
     }
 }
 
-/// What `/logs` takes after the question mark.
+/// The query parameters of `/logs`.
 #[derive(Debug, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct LogQuery {
@@ -122,45 +112,49 @@ enum Stream {
 }
 
 async fn log_json(
-    State(shown): State<Shown>,
+    State(state): State<AppState>,
     id: Result<Path<u64>, PathRejection>,
     query: Result<Query<LogQuery>, QueryRejection>,
 ) -> Response {
-    let Ok(Path(id)) = id else { return no_number() };
+    let Ok(Path(id)) = id else { return invalid_id() };
     let Query(LogQuery { rank, stream, lines }) = match query {
-        Ok(query) if (1..=MOST_LINES).contains(&query.lines) => query,
+        Ok(query) if (1..=MAX_LOG_LINES).contains(&query.lines) => query,
         _ => {
-            let usage =
-                format!("it takes rank=R, stream=stdout or stderr, and lines=N, 1 to {MOST_LINES} of them");
-            return refusal(StatusCode::BAD_REQUEST, &usage);
+            let expected = format!(
+                "invalid query: the parameters are rank=R, stream=stdout|stderr and lines=N (1 to {MAX_LOG_LINES})"
+            );
+            return error(StatusCode::BAD_REQUEST, &expected);
         }
     };
-    if !shown.node.view().jobs.contains_key(&id) {
-        return no_job(id);
+    if !state.node.view().jobs.contains_key(&id) {
+        return job_not_found(id);
     }
-    let lines = (shown.logs)(id, rank, stream == Stream::Stderr, lines);
-    match tokio::time::timeout(LOG_TIMEOUT, lines).await {
+    let lines = (state.logs)(id, rank, stream == Stream::Stderr, lines);
+    match tokio::time::timeout(LOG_READ_TIMEOUT, lines).await {
         Ok(Ok(lines)) => Json(json!({ "lines": lines })).into_response(),
-        Ok(Err(problem)) => refusal(StatusCode::NOT_FOUND, &problem),
-        Err(_) => refusal(StatusCode::GATEWAY_TIMEOUT, "the log cannot be read: its disk does not answer"),
+        Ok(Err(problem)) => error(StatusCode::NOT_FOUND, &problem),
+        Err(_) => {
+            let why = format!("failed to read the log: no reply within {} s", LOG_READ_TIMEOUT.as_secs());
+            error(StatusCode::GATEWAY_TIMEOUT, &why)
+        }
     }
 }
 
-async fn metrics_text(State(shown): State<Shown>) -> Response {
-    match metrics::text(shown.node.view(), unix_ms()) {
+async fn metrics_text(State(state): State<AppState>) -> Response {
+    match metrics::text(state.node.view(), unix_ms()) {
         Ok(text) => ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response(),
-        Err(error) => refusal(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
+        Err(problem) => error(StatusCode::INTERNAL_SERVER_ERROR, &problem.to_string()),
     }
 }
 
-fn no_number() -> Response {
-    refusal(StatusCode::BAD_REQUEST, "jobs have numbers, counted from 1")
+fn invalid_id() -> Response {
+    error(StatusCode::BAD_REQUEST, "invalid job id: ids are numbers from 1")
 }
 
-fn no_job(id: u64) -> Response {
-    refusal(StatusCode::NOT_FOUND, &format!("there is no job {id}, or it has been forgotten"))
+fn job_not_found(id: u64) -> Response {
+    error(StatusCode::NOT_FOUND, &format!("there is no job {id}, or it has been forgotten"))
 }
 
-fn refusal(status: StatusCode, why: &str) -> Response {
+fn error(status: StatusCode, why: &str) -> Response {
     (status, Json(json!({ "error": why }))).into_response()
 }

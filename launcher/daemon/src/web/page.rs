@@ -1,4 +1,4 @@
-//! The page's files, which are part of the binary.
+//! The files of the page, embedded in the binary.
 
 use axum::extract::Path;
 use axum::http::{StatusCode, header};
@@ -6,7 +6,7 @@ use axum::response::{Html, IntoResponse, Response};
 
 const HTML: &str = include_str!("assets/index.html");
 
-/// By name under `/assets/`.
+/// Name under `/assets/`, content type and content.
 const ASSETS: [(&str, &str, &str); 4] = [
     ("page.css", "text/css; charset=utf-8", include_str!("assets/page.css")),
     ("page.js", "text/javascript; charset=utf-8", include_str!("assets/page.js")),
@@ -21,6 +21,6 @@ pub(super) async fn index() -> Html<&'static str> {
 pub(super) async fn asset(Path(name): Path<String>) -> Response {
     match ASSETS.iter().find(|(asset, ..)| *asset == name) {
         Some((_, kind, text)) => ([(header::CONTENT_TYPE, *kind)], *text).into_response(),
-        None => super::refusal(StatusCode::NOT_FOUND, "the page has no such file"),
+        None => super::error(StatusCode::NOT_FOUND, "not found"),
     }
 }

@@ -1,7 +1,7 @@
-//! A made-up node, asked through real sockets.
+//! Requests over real sockets to the page of a sample node.
 
-mod made_up;
 mod metrics;
+mod sample_node;
 
 use std::process::Stdio;
 
@@ -12,16 +12,16 @@ use xlaunch_proto::v1::NodeJobState;
 
 use super::*;
 use crate::view::NodeView;
-use made_up::{HOSTILE, job, made_up};
+use sample_node::{HOSTILE, job, sample_node};
 use xlaunch_agent::clock::unix_ms;
 
-const HANGS: Duration = Duration::from_secs(60);
-/// A page of the made-up node, until it is dropped.
+const HANG_TIMEOUT: Duration = Duration::from_secs(60);
+/// The page of the sample node. Dropping it shuts it down.
 struct Served {
     address: String,
     view: watch::Sender<Arc<NodeView>>,
-    _orders: mpsc::Receiver<crate::orders::Order>,
-    _ended: oneshot::Sender<()>,
+    _commands: mpsc::Receiver<crate::commands::Command>,
+    _shutdown: oneshot::Sender<()>,
 }
 
 impl Served {
@@ -36,9 +36,9 @@ impl Served {
             (_, Listen::Unix(path)) => path.to_str().unwrap().to_string(),
             _ => unreachable!(),
         };
-        let (orders, orders_end) = mpsc::channel(1);
-        let (view, seen) = watch::channel(Arc::new(made_up(unix_ms(), 800)));
-        let (ended, end) = oneshot::channel::<()>();
+        let (commands, receiver) = mpsc::channel(1);
+        let (view, seen) = watch::channel(Arc::new(sample_node(unix_ms(), 800)));
+        let (shutdown, shutting_down) = oneshot::channel::<()>();
         let logs: LogTail = Arc::new(|job, rank, stderr, lines| {
             Box::pin(async move {
                 if rank == 13 {
@@ -50,10 +50,10 @@ impl Served {
                     .collect())
             })
         });
-        tokio::spawn(serve_on(listener, Node::new(orders, seen), logs, async {
-            let _ = end.await;
+        tokio::spawn(serve(listener, NodeHandle::new(commands, seen), logs, async {
+            let _ = shutting_down.await;
         }));
-        Self { address, view, _orders: orders_end, _ended: ended }
+        Self { address, view, _commands: receiver, _shutdown: shutdown }
     }
 
     async fn connect(&self) -> Box<dyn listen::Stream> {
@@ -63,47 +63,47 @@ impl Served {
         }
     }
 
-    /// The whole answer to these bytes, which ask for the end of the connection.
-    async fn ask(&self, request: &str) -> Answer {
+    /// The response to these bytes, which must ask to close the connection.
+    async fn send(&self, request: &str) -> HttpResponse {
         let exchange = async {
             let mut stream = self.connect().await;
             stream.write_all(request.as_bytes()).await.unwrap();
-            let mut answer = Vec::new();
-            stream.read_to_end(&mut answer).await.unwrap();
-            String::from_utf8(answer).unwrap()
+            let mut response = Vec::new();
+            stream.read_to_end(&mut response).await.unwrap();
+            String::from_utf8(response).unwrap()
         };
-        let text = tokio::time::timeout(HANGS, exchange).await.unwrap();
+        let text = tokio::time::timeout(HANG_TIMEOUT, exchange).await.unwrap();
         let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{text:?} to {request:?}"));
         let status = head.split(' ').nth(1).unwrap().parse().unwrap();
-        Answer { status, head: head.to_lowercase(), body: body.into() }
+        HttpResponse { status, head: head.to_lowercase(), body: body.into() }
     }
 
-    async fn get(&self, path: &str) -> Answer {
-        self.ask(&format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")).await
+    async fn get(&self, path: &str) -> HttpResponse {
+        self.send(&format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")).await
     }
 
     async fn json(&self, path: &str) -> Value {
-        let answer = self.get(path).await;
-        assert_eq!(answer.status, 200, "{path}: {}", answer.body);
-        serde_json::from_str(&answer.body).unwrap()
+        let response = self.get(path).await;
+        assert_eq!(response.status, 200, "{path}: {}", response.body);
+        serde_json::from_str(&response.body).unwrap()
     }
 }
 
-struct Answer {
+struct HttpResponse {
     status: u16,
     head: String,
     body: String,
 }
 
 #[tokio::test]
-async fn the_node_and_its_jobs_are_shown_as_json() {
+async fn api_serves_node_and_jobs_as_json() {
     let served = Served::new().await;
     let node = served.json("/api/v1/node").await;
     assert_eq!(node["node"]["host"], "node-17");
     let gpus = &node["node"]["gpus"];
     assert_eq!(gpus[6]["state"], "sick");
     assert_eq!((&gpus[0]["job"], &gpus[4]["job"]), (&json!(7), &Value::Null));
-    // Those that run, those that wait by their turn, those that have ended.
+    // Running, queued by position, ended.
     let ids: Vec<_> =
         node["jobs"].as_array().unwrap().iter().map(|job| job["id"].as_u64().unwrap()).collect();
     assert_eq!(ids, [7, 8, 9, 6, 5, 4, 3]);
@@ -122,9 +122,9 @@ async fn the_node_and_its_jobs_are_shown_as_json() {
 }
 
 #[tokio::test]
-async fn of_many_jobs_none_that_runs_is_left_out() {
+async fn long_job_list_keeps_running_jobs() {
     let served = Served::new().await;
-    let mut view = made_up(unix_ms(), 10);
+    let mut view = sample_node(unix_ms(), 10);
     for id in 100..700 {
         view.jobs.insert(id, Arc::new(job(id, "old", NodeJobState::Done)));
     }
@@ -136,7 +136,7 @@ async fn of_many_jobs_none_that_runs_is_left_out() {
 }
 
 #[tokio::test]
-async fn the_end_of_a_log_is_shown() {
+async fn api_serves_the_tail_of_a_log() {
     let served = Served::new().await;
     let log = served.json("/api/v1/jobs/7/logs?rank=2&stream=stderr&lines=3").await;
     assert_eq!(log["lines"].as_array().unwrap().len(), 3);
@@ -146,23 +146,23 @@ async fn the_end_of_a_log_is_shown() {
         ("7/logs?rank=13", 404, "rank 13 has no log"),
         ("7/logs?lines=501", 400, "1 to 500"),
         ("7/logs?lines=0", 400, "1 to 500"),
-        ("7/logs?stream=both", 400, "stdout or stderr"),
+        ("7/logs?stream=both", 400, "stdout|stderr"),
         ("7/logs?rank=-1", 400, "rank=R"),
-        ("7/logs?path=/etc/passwd", 400, "it takes"),
+        ("7/logs?path=/etc/passwd", 400, "parameters are"),
         ("70/logs", 404, "no job 70"),
         ("seven/logs", 400, "numbers"),
         ("seven", 400, "numbers"),
         ("70", 404, "no job 70"),
     ] {
-        let answer = served.get(&format!("/api/v1/jobs/{path}")).await;
-        assert_eq!(answer.status, status, "{path}");
-        let error: Value = serde_json::from_str(&answer.body).unwrap();
+        let response = served.get(&format!("/api/v1/jobs/{path}")).await;
+        assert_eq!(response.status, status, "{path}");
+        let error: Value = serde_json::from_str(&response.body).unwrap();
         assert!(error["error"].as_str().unwrap().contains(why), "{path}: {error}");
     }
 }
 
 #[tokio::test]
-async fn the_page_and_its_files_are_there_and_say_what_browsers_may_do() {
+async fn page_and_assets_are_served_with_security_headers() {
     let served = Served::new().await;
     let page = served.get("/").await;
     for file in ["page.css", "page.js", "icon.svg"] {
@@ -177,8 +177,8 @@ async fn the_page_and_its_files_are_there_and_say_what_browsers_may_do() {
         ("/api/v1/node", "application/json"),
         ("/metrics", "application/openmetrics-text"),
     ] {
-        let answer = served.get(path).await;
-        assert_eq!(answer.status, 200, "{path}");
+        let response = served.get(path).await;
+        assert_eq!(response.status, 200, "{path}");
         for line in [
             &format!("content-type: {kind}"),
             "content-security-policy: default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; ",
@@ -187,11 +187,11 @@ async fn the_page_and_its_files_are_there_and_say_what_browsers_may_do() {
             "x-frame-options: deny",
             "cache-control: no-store",
         ] {
-            assert!(answer.head.contains(line), "{path} lacks {line:?}: {}", answer.head);
+            assert!(response.head.contains(line), "{path} lacks {line:?}: {}", response.head);
         }
-        assert!(!answer.head.contains("access-control"), "{path}");
+        assert!(!response.head.contains("access-control"), "{path}");
     }
-    // The policy would keep these from working, and they from being noticed.
+    // The content security policy blocks inline styles and scripts.
     assert!(
         !page.body.contains("<style") && !page.body.contains(" style=") && !page.body.contains("onclick")
     );
@@ -200,23 +200,23 @@ async fn the_page_and_its_files_are_there_and_say_what_browsers_may_do() {
 }
 
 #[tokio::test]
-async fn nothing_can_be_changed() {
+async fn only_get_and_head_without_body_are_served() {
     let served = Served::new().await;
     for method in ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "NEW"] {
         let request =
             format!("{method} /api/v1/jobs/7 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
-        let answer = served.ask(&request).await;
-        assert_eq!(answer.status, 405, "{method}");
-        assert!(answer.head.contains("allow: get, head"), "{method}: {}", answer.head);
+        let response = served.send(&request).await;
+        assert_eq!(response.status, 405, "{method}");
+        assert!(response.head.contains("allow: get, head"), "{method}: {}", response.head);
     }
-    let head = served.ask("HEAD /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await;
+    let head = served.send("HEAD /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").await;
     assert_eq!((head.status, head.body.as_str()), (200, ""));
     let body = "GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello";
-    assert_eq!(served.ask(body).await.status, 413);
+    assert_eq!(served.send(body).await.status, 413);
 }
 
 #[tokio::test]
-async fn only_who_names_this_host_is_answered() {
+async fn tcp_request_must_name_a_loopback_host() {
     let served = Served::new().await;
     for (status, host) in [
         (200, "Host: localhost:9470\r\n"),
@@ -226,29 +226,29 @@ async fn only_who_names_this_host_is_answered() {
         (403, "Host: localhost\r\nHost: evil.example\r\n"),
         (403, ""),
     ] {
-        let answer =
-            served.ask(&format!("GET /api/v1/node HTTP/1.1\r\n{host}Connection: close\r\n\r\n")).await;
-        assert_eq!(answer.status, status, "{host:?}");
-        assert_eq!(answer.body.contains("node-17"), status == 200, "{host:?}");
-        assert!(status == 200 || answer.body.contains("http://localhost"), "{}", answer.body);
+        let response =
+            served.send(&format!("GET /api/v1/node HTTP/1.1\r\n{host}Connection: close\r\n\r\n")).await;
+        assert_eq!(response.status, status, "{host:?}");
+        assert_eq!(response.body.contains("node-17"), status == 200, "{host:?}");
+        assert!(status == 200 || response.body.contains("http://localhost"), "{}", response.body);
     }
     let proxied = "GET http://evil.example/ HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
-    assert_eq!(served.ask(proxied).await.status, 403);
+    assert_eq!(served.send(proxied).await.status, 403);
 
     let dir = tempfile::tempdir().unwrap();
     let served = Served::on(Listen::Unix(dir.path().join("web.sock"))).await;
     let proxied = "GET / HTTP/1.1\r\nHost: node-17.example\r\nConnection: close\r\n\r\n";
-    assert_eq!(served.ask(proxied).await.status, 200);
+    assert_eq!(served.send(proxied).await.status, 200);
 }
 
 #[tokio::test]
-async fn who_never_ends_a_request_keeps_nobody_out() {
+async fn unfinished_requests_keep_no_client_out() {
     let served = Served::new().await;
     let many = async {
         let mut slow = Vec::new();
         for number in 0..1000 {
             let mut stream = TcpStream::connect(&served.address).await.unwrap();
-            // Some never speak, some never end.
+            // Some send nothing, some half a request.
             if number % 2 == 0 {
                 let _ = stream.write_all(b"GET / HTTP/1.1\r\nHost: loc").await;
             }
@@ -256,45 +256,52 @@ async fn who_never_ends_a_request_keeps_nobody_out() {
         }
         slow
     };
-    // They do not even keep each other out, as they would if each had to wait for one before it to be given up.
-    let mut slow = tokio::time::timeout(HANGS, many).await.expect("new ones have to wait");
+    // None has to wait for an older one to time out.
+    let mut slow = tokio::time::timeout(HANG_TIMEOUT, many).await.expect("a new connection has to wait");
     for path in ["/metrics", "/"] {
         assert_eq!(served.get(path).await.status, 200);
     }
-    // The first had to go; the last has its time.
+    // The first was closed; the last can still finish its request.
     let mut rest = Vec::new();
-    let end = tokio::time::timeout(HANGS, slow[0].read_to_end(&mut rest)).await.expect("it is still open");
+    let end = tokio::time::timeout(HANG_TIMEOUT, slow[0].read_to_end(&mut rest))
+        .await
+        .expect("the connection is still open");
     assert!(end.is_err() || rest.is_empty(), "{rest:?}");
     let last = &mut slow[998];
     last.write_all(b"alhost\r\nConnection: close\r\n\r\n").await.unwrap();
-    tokio::time::timeout(HANGS, last.read_to_end(&mut rest)).await.unwrap().unwrap();
+    tokio::time::timeout(HANG_TIMEOUT, last.read_to_end(&mut rest)).await.unwrap().unwrap();
     assert!(rest.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&rest));
 }
 
 #[tokio::test]
-async fn a_connection_that_asks_and_is_silent_is_closed() {
+async fn idle_connection_is_closed() {
     let served = Served::new().await;
     let mut stream = TcpStream::connect(&served.address).await.unwrap();
     stream.write_all(b"GET /assets/icon.svg HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HT").await.unwrap();
-    let mut answers = Vec::new();
-    tokio::time::timeout(HANGS, stream.read_to_end(&mut answers)).await.expect("it is still open").unwrap();
-    let answers = String::from_utf8(answers).unwrap();
-    assert!(answers.starts_with("HTTP/1.1 200"), "{answers}");
-    assert!(!answers.contains("<!doctype html>"), "{answers}");
+    let mut responses = Vec::new();
+    tokio::time::timeout(HANG_TIMEOUT, stream.read_to_end(&mut responses))
+        .await
+        .expect("the connection is still open")
+        .unwrap();
+    let responses = String::from_utf8(responses).unwrap();
+    assert!(responses.starts_with("HTTP/1.1 200"), "{responses}");
+    assert!(!responses.contains("<!doctype html>"), "{responses}");
 }
 
 #[tokio::test]
-async fn a_node_that_ends_closes_its_page() {
+async fn shutdown_closes_connections_and_listener() {
     let served = Served::new().await;
     let (mut stream, address) = (served.connect().await, served.address.clone());
     drop(served);
     let mut rest = Vec::new();
-    let end = tokio::time::timeout(HANGS, stream.read_to_end(&mut rest)).await.expect("it is still open");
+    let end = tokio::time::timeout(HANG_TIMEOUT, stream.read_to_end(&mut rest))
+        .await
+        .expect("the connection is still open");
     assert!(end.is_err() || rest.is_empty());
     assert!(TcpStream::connect(&address).await.is_err(), "it still listens");
 }
 
-/// A program from the environment, or from the path.
+/// Finds a program in PATH.
 fn program(name: &str) -> Option<std::path::PathBuf> {
     let path = std::env::var_os("PATH")?;
     let found = std::env::split_paths(&path).map(|dir| dir.join(name)).find(|file| file.is_file());
@@ -306,16 +313,16 @@ fn program(name: &str) -> Option<std::path::PathBuf> {
 
 /// `XLAUNCH_TEST_BROWSER` names a directory whose `node_modules` has playwright-core.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_browser_shows_what_the_api_says() {
+async fn browser_shows_what_the_api_serves() {
     let (Some(node), true) = (program("node"), std::env::var_os("XLAUNCH_TEST_BROWSER").is_some()) else {
         eprintln!("skipped: XLAUNCH_TEST_BROWSER names no directory with playwright-core");
         return;
     };
     let served = Served::new().await;
     let mut script = tokio::process::Command::new(node);
-    script.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/web/page.mjs"));
+    script.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/web/page.mjs"));
     script.arg(format!("http://{}", served.address)).arg("7");
-    // Where pictures are wanted.
+    // The directory for screenshots.
     script.args(std::env::var_os("XLAUNCH_TEST_PICTURES"));
     let script = script.kill_on_drop(true).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut steps = 800;
@@ -325,7 +332,7 @@ async fn a_browser_shows_what_the_api_says() {
             output = &mut done => break output.unwrap(),
             () = tokio::time::sleep(Duration::from_millis(500)) => {
                 steps = 2000.min(steps + 4);
-                served.view.send_replace(Arc::new(made_up(unix_ms(), steps)));
+                served.view.send_replace(Arc::new(sample_node(unix_ms(), steps)));
             }
         }
     };

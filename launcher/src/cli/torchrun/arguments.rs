@@ -1,10 +1,10 @@
-//! The flags as clap knows arguments, for what is generated from those: man pages and completions. Nothing is parsed with them.
+//! The flags as clap arguments, from which man pages and completions are generated. Nothing is parsed with them.
 
 use clap::{Arg, ArgAction, ValueHint};
 
 use super::flags::{self, Flag, Takes};
 
-/// Every flag that is accepted, under its heading, but for `--help`, which clap has itself.
+/// Every supported flag except `--help`, which clap adds itself.
 pub(in crate::cli) fn arguments() -> Vec<Arg> {
     let mut all = Vec::new();
     for (heading, flags) in flags::GROUPS {

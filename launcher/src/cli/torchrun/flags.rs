@@ -1,32 +1,30 @@
-//! The table of flags: everything that the parser and `--help` know of them.
+//! The table of flags: everything that the parser and `--help` know about them.
 //!
-//! Names are in their dash spelling; underscores are taken as dashes. A flag of torchrun's that it reads from the environment
-//! too is called `PET_<NAME>` there.
+//! Names are spelled with dashes; underscores are accepted too. Most of torchrun's flags can also be set by an
+//! environment variable, `PET_<NAME>`.
 
 /// One flag.
 #[derive(Debug)]
 pub(super) struct Flag {
-    /// Without the two dashes in front.
+    /// Without the leading dashes.
     pub(super) name: &'static str,
-    /// The letter behind one dash.
     pub(super) short: Option<char>,
-    /// What follows it.
     pub(super) takes: Takes,
-    /// Whether torchrun knows it, so that a prefix means what it means there.
+    /// Whether torchrun has it: an abbreviation must mean here what it means there.
     pub(super) of_torchrun: bool,
-    /// Whether `PET_<NAME>` is its value where the command line has none.
+    /// Whether `PET_<NAME>` is its value if the command line has none.
     pub(super) in_environment: bool,
-    /// Why it is not accepted.
+    /// Why it is not supported, if it is not.
     pub(super) refused: Option<&'static str>,
-    /// One line for people.
+    /// One line of `--help`.
     pub(super) help: &'static str,
 }
 
-/// What follows a flag.
+/// The value of a flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Takes {
     Nothing,
-    /// `--flag value` or `--flag=value`, called this in `--help`.
+    /// `--flag value` or `--flag=value`, with the value's name in `--help`.
     Value(&'static str),
     /// `--flag` or `--flag=value`.
     Optional(&'static str),
@@ -58,11 +56,14 @@ impl Flag {
         self
     }
 
-    /// The variable that stands for it.
+    /// The environment variable for this flag.
     pub(super) fn variable(&self) -> Option<String> {
         self.in_environment.then(|| format!("PET_{}", self.name.to_uppercase().replace('-', "_")))
     }
 }
+
+/// Former names, accepted for one release with a warning: (old, new).
+const RENAMED: [(&str, &str); 1] = [("silence", "stall-timeout")];
 
 /// Flags under the headings of `--help`.
 pub(super) static GROUPS: &[(&str, &[Flag])] = &[
@@ -72,101 +73,122 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
             Flag::torchrun(
                 "nproc-per-node",
                 Value("N"),
-                "workers [1]; auto: GPUs, or cores without; gpu; cpu: cores",
+                "number [1], or gpu, cpu (cores), auto (GPUs, else cores)",
             ),
-            Flag::torchrun("module", Nothing, "what is started is a Python module").short('m'),
-            Flag::torchrun("no-python", Nothing, "what is started is a program, as behind --"),
-            Flag::torchrun("run-path", Nothing, "what is started is a script for Python's runpy"),
-            Flag::torchrun("role", Value("NAME"), "name of the workers in ROLE_NAME and before their lines"),
-            Flag::torchrun("virtual-local-rank", Nothing, "show each worker its GPU only, as LOCAL_RANK 0"),
-            Flag::torchrun("numa-binding", Value("TO"), "cores: node, socket, exclusive or core-complex")
-                .only_on_the_command_line(),
+            Flag::torchrun("module", Nothing, "launch a Python module").short('m'),
+            Flag::torchrun("no-python", Nothing, "launch a program without Python, like --"),
+            Flag::torchrun("run-path", Nothing, "launch a script with runpy.run_path"),
+            Flag::torchrun(
+                "role",
+                Value("NAME"),
+                "ROLE_NAME of the workers, prefix of their output [default]",
+            ),
+            Flag::torchrun(
+                "virtual-local-rank",
+                Nothing,
+                "LOCAL_RANK 0 and one visible GPU for every worker",
+            ),
+            Flag::torchrun(
+                "numa-binding",
+                Value("TO"),
+                "bind workers to node, socket, exclusive or core-complex",
+            )
+            .only_on_the_command_line(),
         ],
     ),
     (
         "Failures",
         &[
-            Flag::torchrun(
-                "max-restarts",
-                Value("N"),
-                "start the workers again so often after a failure [0]",
+            Flag::torchrun("max-restarts", Value("N"), "restarts of the whole group after a failure [0]"),
+            Flag::xlaunch(
+                "no-restart-codes",
+                Value("CODES"),
+                "never restart after these exit codes, such as 2,78",
             ),
-            Flag::xlaunch("no-restart-codes", Value("CODES"), "exit codes that are final, such as 2,78"),
-            Flag::torchrun("shutdown-timeout", Value("SECONDS"), "from SIGTERM to SIGKILL [30]"),
+            Flag::torchrun("shutdown-timeout", Value("SECONDS"), "time between SIGTERM and SIGKILL [30]"),
             Flag::torchrun(
                 "signals-to-handle",
                 Value("NAMES"),
-                "that end the job [SIGTERM,SIGINT,SIGHUP,SIGQUIT]",
+                "signals to shut down on [SIGTERM,SIGINT,SIGHUP,SIGQUIT]",
             ),
-            Flag::xlaunch("propagate-exit-code", Nothing, "exit with the failed worker's code instead of 1"),
+            Flag::xlaunch(
+                "propagate-exit-code",
+                Nothing,
+                "exit with the exit code of the failed worker, not 1",
+            ),
             Flag::xlaunch(
                 "stall-timeout",
                 Value("SECONDS"),
-                "point out ranks that do nothing for so long [300]",
+                "report ranks without output and CPU time [300]",
             ),
         ],
     ),
     (
         "Output",
         &[
-            Flag::torchrun("log-dir", Value("DIR"), "keep log files below DIR"),
+            Flag::torchrun("log-dir", Value("DIR"), "directory for log files"),
             Flag::torchrun(
                 "redirects",
                 Value("STREAMS"),
-                "to files only: 0 none, 1 stdout, 2 stderr, 3 both, or 0:1,1:2",
+                "write to files: 0 none, 1 stdout, 2 stderr, 3 both, or 0:1,1:2",
             )
             .short('r'),
-            Flag::torchrun("tee", Value("STREAMS"), "to files and to the console, as for -r").short('t'),
+            Flag::torchrun("tee", Value("STREAMS"), "write to files and to the console; values as for -r")
+                .short('t'),
             Flag::torchrun(
                 "log-line-prefix-template",
                 Value("TEXT"),
-                "of ${role_name}, ${local_rank}, ${rank}, ${hostname}",
+                "with ${role_name}, ${local_rank}, ${rank}, ${hostname}",
             ),
             Flag::torchrun(
                 "local-ranks-filter",
                 Value("RANKS"),
-                "show only these on the console, such as 0,1",
+                "show only these ranks on the console, such as 0,1",
             ),
             Flag::torchrun(
                 "duplicate-stdout-filters",
                 Value("WORDS"),
-                "copy lines with any of these, such as loss,step",
+                "copy lines that contain one of these, such as loss,step",
             ),
-            Flag::torchrun("duplicate-stderr-filters", Value("WORDS"), "the same for stderr; ,, is a comma"),
+            Flag::torchrun(
+                "duplicate-stderr-filters",
+                Value("WORDS"),
+                "the same for stderr; write a comma as ,,",
+            ),
             Flag::xlaunch(
                 "log-rotate",
                 Value("SIZE"),
-                "keep log files below SIZE, such as 64M, and one older",
+                "rotate log files at SIZE, such as 64M; one old file is kept",
             ),
         ],
     ),
     (
         "Rendezvous (on one node)",
         &[
-            Flag::torchrun("standalone", Nothing, "ignore --rdzv-* and --master-*; a free port is found"),
+            Flag::torchrun("standalone", Nothing, "ignore --rdzv-* and --master-*, use a free port"),
             Flag::torchrun("master-addr", Value("HOST"), "MASTER_ADDR [127.0.0.1]"),
-            Flag::torchrun("master-port", Value("PORT"), "MASTER_PORT [a free one]"),
-            Flag::torchrun("rdzv-endpoint", Value("HOST:PORT"), "the same two in one"),
+            Flag::torchrun("master-port", Value("PORT"), "MASTER_PORT [a free port]"),
+            Flag::torchrun("rdzv-endpoint", Value("HOST:PORT"), "MASTER_ADDR and MASTER_PORT in one"),
             Flag::torchrun("rdzv-id", Value("ID"), "TORCHELASTIC_RUN_ID [random]"),
-            Flag::torchrun("rdzv-backend", Value("NAME"), "static or c10d, which are one here"),
-            Flag::torchrun("local-addr", Value("HOST"), "MASTER_ADDR where no other flag gives one"),
-            Flag::torchrun("nnodes", Value("N"), "1 or 1:1"),
-            Flag::torchrun("node-rank", Value("N"), "0"),
+            Flag::torchrun("rdzv-backend", Value("NAME"), "static or c10d; the same on one node"),
+            Flag::torchrun("local-addr", Value("HOST"), "MASTER_ADDR if no other flag sets it"),
+            Flag::torchrun("nnodes", Value("N"), "number of nodes: 1 or 1:1"),
+            Flag::torchrun("node-rank", Value("N"), "rank of this node: 0"),
         ],
     ),
     (
         "Accepted without effect",
         &[
-            Flag::torchrun("monitor-interval", Value("SECONDS"), "exits are noticed at once"),
-            Flag::torchrun("rdzv-conf", Value("KEYS"), "one node has nobody to wait for"),
-            Flag::torchrun("start-method", Value("NAME"), "commands are always spawned"),
-            Flag::torchrun("event-log-handler", Value("NAME"), "`xlaunch status` tells what happens"),
+            Flag::torchrun("monitor-interval", Value("SECONDS"), "exits are noticed immediately"),
+            Flag::torchrun("rdzv-conf", Value("KEYS"), "on one node there is nothing to configure"),
+            Flag::torchrun("start-method", Value("NAME"), "workers are always spawned"),
+            Flag::torchrun("event-log-handler", Value("NAME"), "see `xlaunch status` instead"),
         ],
     ),
     (
         "Refused",
         &[
-            Flag::torchrun("logs-specs", Value("NAME"), "any but default: a plug-in in Python")
+            Flag::torchrun("logs-specs", Value("NAME"), "Python plug-ins; only `default` is accepted")
                 .only_on_the_command_line(),
             Flag::torchrun("print-completion", Value("SHELL"), "`xlaunch gen completions` prints a script")
                 .only_on_the_command_line()
@@ -174,36 +196,45 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
         ],
     ),
     (
-        "Training configurations (with these, --nproc, --max-restarts and --shutdown-timeout)",
+        "Training configurations (these, --nproc, --max-restarts and --shutdown-timeout)",
         &[
             Flag::xlaunch("set", Value("SECTION.KEY=VALUE"), "override a key; may be repeated"),
-            Flag::xlaunch("resume", Optional("PATH"), "from the newest checkpoint of this job, or from PATH"),
+            Flag::xlaunch(
+                "resume",
+                Optional("PATH"),
+                "resume from the job's newest checkpoint, or from PATH",
+            ),
         ],
     ),
     (
         "Help",
         &[
-            Flag::torchrun("help", Nothing, "this text").only_on_the_command_line().short('h'),
-            Flag::xlaunch("version", Nothing, "the version"),
+            Flag::torchrun("help", Nothing, "print help").only_on_the_command_line().short('h'),
+            Flag::xlaunch("version", Nothing, "print the version"),
         ],
     ),
 ];
 
-/// All of them.
 pub(super) fn all() -> impl Iterator<Item = &'static Flag> {
     GROUPS.iter().flat_map(|(_, flags)| flags.iter())
 }
 
-/// The flag of this name or unambiguous prefix of one, in either spelling.
-pub(super) fn find(written: &str) -> Result<&'static Flag, String> {
+/// The current name of a flag that was renamed.
+pub(super) fn renamed(written: &str) -> Option<&'static str> {
     let name = written.replace('_', "-");
+    RENAMED.iter().find(|(old, _)| *old == name).map(|(_, new)| *new)
+}
+
+/// The flag with this name, former name, or unambiguous prefix of a name, in either spelling.
+pub(super) fn find(written: &str) -> Result<&'static Flag, String> {
+    let name = renamed(written).map_or_else(|| written.replace('_', "-"), str::to_owned);
     if let Some(flag) = all().find(|flag| flag.name == name) {
         return Ok(flag);
     }
-    let begins = |flag: &&Flag| flag.name.starts_with(&name);
-    let mut candidates: Vec<_> = all().filter(|flag| flag.of_torchrun).filter(begins).collect();
+    let has_prefix = |flag: &&Flag| flag.name.starts_with(&name);
+    let mut candidates: Vec<_> = all().filter(|flag| flag.of_torchrun).filter(has_prefix).collect();
     if candidates.is_empty() {
-        candidates = all().filter(begins).collect();
+        candidates = all().filter(has_prefix).collect();
     }
     match candidates.as_slice() {
         [flag] => Ok(flag),
@@ -216,10 +247,10 @@ pub(super) fn find(written: &str) -> Result<&'static Flag, String> {
 }
 
 fn unknown(written: &str, name: &str) -> String {
-    let near = all().map(|flag| (strsim::jaro_winkler(flag.name, name), flag.name));
-    match near.filter(|(likeness, _)| *likeness > 0.8).max_by(|a, b| a.0.total_cmp(&b.0)) {
-        Some((_, nearest)) => format!("unknown flag --{written}; is --{nearest} meant?"),
-        None => format!("unknown flag --{written}; --help lists all"),
+    let similar = all().map(|flag| (strsim::jaro_winkler(flag.name, name), flag.name));
+    match similar.filter(|(similarity, _)| *similarity > 0.8).max_by(|a, b| a.0.total_cmp(&b.0)) {
+        Some((_, nearest)) => format!("unknown flag --{written}; did you mean --{nearest}?"),
+        None => format!("unknown flag --{written}; see --help"),
     }
 }
 
@@ -228,7 +259,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_letters_are_unique_and_in_the_dash_spelling() {
+    fn names_and_letters_are_unique_and_spelled_with_dashes() {
         for flag in all() {
             assert_eq!(all().filter(|other| other.name == flag.name).count(), 1, "{}", flag.name);
             assert!(flag.name.bytes().all(|byte| byte == b'-' || byte.is_ascii_lowercase()), "{}", flag.name);
@@ -238,12 +269,12 @@ mod tests {
     }
 
     #[test]
-    fn prefixes_mean_what_they_mean_to_torchrun() {
+    fn abbreviations_mean_the_same_as_in_torchrun() {
         let found = |written| find(written).map(|flag| flag.name);
         assert_eq!(found("nproc"), Ok("nproc-per-node"));
         assert_eq!(found("nproc_per_node"), Ok("nproc-per-node"));
         assert_eq!(found("redirect"), Ok("redirects"));
-        // Each of these would be ambiguous with a flag of xlaunch's own.
+        // Each of these would be ambiguous if xlaunch's own flags counted.
         assert_eq!(found("no-"), Ok("no-python"));
         assert_eq!(found("re"), Ok("redirects"));
         assert_eq!(found("v"), Ok("virtual-local-rank"));
@@ -251,8 +282,18 @@ mod tests {
         assert_eq!(found("master"), Err("--master could be --master-addr, --master-port".into()));
         assert_eq!(
             found("max-restart-count"),
-            Err("unknown flag --max-restart-count; is --max-restarts meant?".into())
+            Err("unknown flag --max-restart-count; did you mean --max-restarts?".into())
         );
-        assert_eq!(found("zzz"), Err("unknown flag --zzz; --help lists all".into()));
+        assert_eq!(found("zzz"), Err("unknown flag --zzz; see --help".into()));
+    }
+
+    #[test]
+    fn renamed_flag_is_accepted_but_not_abbreviated_or_listed() {
+        for (old, new) in RENAMED {
+            assert_eq!((find(old).map(|flag| flag.name), renamed(old)), (Ok(new), Some(new)));
+            assert!(all().all(|flag| flag.name != old), "--help does not list {old}");
+        }
+        assert_eq!(renamed("stall-timeout"), None);
+        assert!(find("silenc").is_err());
     }
 }

@@ -1,32 +1,31 @@
-//! The text of `--help`, made from the table of flags.
+//! The text of `--help`, generated from the table of flags.
 
 use super::Name;
 use super::flags::{self, Flag, Takes};
 
-/// Where the second column begins.
-const COLUMN: usize = 38;
+/// Column at which descriptions start.
+const DESCRIPTION_COLUMN: usize = 38;
 
-/// What xlaunch does.
 pub(in crate::cli) const ABOUT: &str =
-    "Starts one worker process per GPU, or share of the CPU, and looks after them.";
-/// How xlaunch is called, and what for.
+    "Launches and supervises one worker process per GPU, or per share of the CPU cores.";
+/// Ways to call xlaunch, each with a description.
 const USAGES: [(&str, &str); 5] = [
-    ("xlaunch [FLAGS] SCRIPT.py [ARGUMENTS]", "with torchrun's flags and environment"),
-    ("xlaunch [FLAGS] -m MODULE [ARGUMENTS]", ""),
-    ("xlaunch [FLAGS] -- PROGRAM [ARGUMENTS]", ""),
-    ("xlaunch [FLAGS] CONFIG.toml", "trains a GPT with the built-in trainer"),
-    ("xlaunch SUBCOMMAND", ""),
+    ("xlaunch [FLAGS] SCRIPT.py [ARGUMENTS]", "a Python script, as with torchrun"),
+    ("xlaunch [FLAGS] -m MODULE [ARGUMENTS]", "a Python module"),
+    ("xlaunch [FLAGS] -- PROGRAM [ARGUMENTS]", "any other program"),
+    ("xlaunch [FLAGS] CONFIG.toml", "the built-in GPT trainer"),
+    ("xlaunch SUBCOMMAND", "see below"),
 ];
 
-/// The ways to call xlaunch, a line each.
+/// The ways to call xlaunch, one per line.
 pub(in crate::cli) fn usage() -> String {
     USAGES.map(|(usage, _)| usage).join("\n")
 }
 
-/// All flags with a line each. `subcommands` are those of xlaunch with what they do; `exit_codes` is the text's end.
+/// The whole text. `subcommands` are names and descriptions.
 pub(super) fn text(name: Name, subcommands: &[(String, String)], exit_codes: &str) -> String {
     let mut out = match name {
-        Name::Torchrun => "Starts a script once per worker, as torchrun does on one node.\n\n\
+        Name::Torchrun => "Launches a script once per worker, as torchrun does on one node.\n\n\
             Usage:\n  torchrun [FLAGS] SCRIPT [ARGUMENTS]\n  torchrun [FLAGS] -m MODULE [ARGUMENTS]\n"
             .to_owned(),
         Name::Xlaunch => {
@@ -47,13 +46,13 @@ pub(super) fn text(name: Name, subcommands: &[(String, String)], exit_codes: &st
             out += &format!("\n{heading}:\n{lines}");
         }
     }
-    out += "\nUnderscores in names and unambiguous prefixes are understood. Flags of torchrun's may be\n\
-        given as variables of the environment instead, such as PET_NPROC_PER_NODE=8.\n\n";
+    out += "\nNames may be abbreviated and spelled with underscores. torchrun's flags can also be set by\n\
+        environment variables, such as PET_NPROC_PER_NODE=8.\n\n";
     out + exit_codes
 }
 
 fn row(left: &str, right: &str) -> String {
-    format!("{left:<width$}{right}\n", left = format!("  {left}"), width = COLUMN)
+    format!("{left:<width$}{right}\n", left = format!("  {left}"), width = DESCRIPTION_COLUMN)
 }
 
 /// Such as `-r, --redirects STREAMS`.

@@ -1,18 +1,20 @@
-//! From arguments to flags and what is to be started. Values are not looked into here.
+//! Splits arguments into flags and target. Values of flags are not parsed here.
 
+use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 
 use super::Name;
 use super::flags::{self, Flag, Takes};
 
-/// A command line, taken apart.
+/// A command line, split but not yet interpreted.
 #[derive(Debug, Default)]
 pub(super) struct Line {
     /// In the order of the command line.
     pub(super) given: Vec<Given>,
-    /// What is to be started.
     pub(super) target: Option<Target>,
+    /// Old and new name of each flag that was given by its former name.
+    pub(super) renamed: Vec<(String, &'static str)>,
 }
 
 /// A flag and its value.
@@ -22,71 +24,76 @@ pub(super) struct Given {
     pub(super) value: Option<OsString>,
 }
 
-/// What is to be started.
+/// What to launch.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Target {
-    /// What Python is to run, and its arguments.
+    /// A script or module for Python, and its arguments.
     Script(Vec<OsString>),
-    /// A program and its arguments, behind `--`.
+    /// A program and its arguments, given after `--`.
     Program(Vec<OsString>),
     /// The built-in trainer, with this configuration.
     Trainer(OsString),
 }
 
 impl Line {
-    /// Reads flags up to the first argument that is none; everything behind it belongs to the script. Behind a training
-    /// configuration, which takes no arguments, there may be more flags. `--help` and `--version` end the line.
+    /// Reads flags up to the target. All arguments after a script or program belong to it; a training configuration
+    /// takes no arguments, so flags may follow it. `--help` and `--version` end the line.
     pub(super) fn read(name: Name, arguments: &[OsString]) -> Result<Self, String> {
         let mut line = Self::default();
         let mut rest = arguments;
-        while let [first, behind @ ..] = rest {
-            rest = behind;
+        while let [first, after @ ..] = rest {
+            rest = after;
             let bytes = first.as_bytes();
-            if let Some(Target::Trainer(config)) = &line.target
-                && (bytes == b"--" || !bytes.starts_with(b"-"))
-            {
-                let (config, first) = (config.to_string_lossy(), first.to_string_lossy());
+            let is_flag = bytes.starts_with(b"-") && bytes != b"-" && bytes != b"--";
+            if is_flag {
+                rest = line.read_flag(bytes, rest)?;
+                if line.given.last().is_some_and(|given| matches!(given.flag.name, "help" | "version")) {
+                    break;
+                }
+            } else if let Some(Target::Trainer(config)) = &line.target {
                 return Err(format!(
-                    "{config} is a training configuration and takes no arguments, but there is {first}"
+                    "{} is a training configuration and takes no arguments, but there is {}",
+                    config.display(),
+                    first.display()
                 ));
-            }
-            if bytes == b"--" {
+            } else if bytes == b"--" {
                 let command = rest.to_vec();
                 let target = if name == Name::Torchrun { Target::Script } else { Target::Program };
                 line.target = (!command.is_empty()).then(|| target(command));
                 break;
-            }
-            if bytes == b"-" || !bytes.starts_with(b"-") {
-                if name == Name::Torchrun || !bytes.ends_with(b".toml") {
-                    line.target = Some(Target::Script([std::slice::from_ref(first), rest].concat()));
-                    break;
-                }
+            } else if name == Name::Xlaunch && bytes.ends_with(b".toml") {
                 line.target = Some(Target::Trainer(first.clone()));
-                continue;
-            }
-            let (flag, attached) = split(bytes)?;
-            let value = match (flag.takes, attached) {
-                (Takes::Nothing, None) | (Takes::Optional(_), None) => None,
-                (Takes::Nothing, Some(_)) => return Err(format!("--{} takes no value", flag.name)),
-                (_, Some(value)) => Some(OsStr::from_bytes(value).to_owned()),
-                (Takes::Value(_), None) => {
-                    let (value, behind) = follows(flag, rest)?;
-                    rest = behind;
-                    Some(value)
-                }
-            };
-            if let Some(why) = flag.refused {
-                return Err(format!("--{} is not supported: {why}", flag.name));
-            }
-            line.given.push(Given { flag, value });
-            if matches!(flag.name, "help" | "version") {
+            } else {
+                line.target = Some(Target::Script([std::slice::from_ref(first), rest].concat()));
                 break;
             }
         }
         Ok(line)
     }
 
-    /// The last of this name.
+    /// Adds the flag in `argument` and returns what is left of `rest`, which may begin with its value.
+    fn read_flag<'a>(&mut self, argument: &[u8], mut rest: &'a [OsString]) -> Result<&'a [OsString], String> {
+        let (flag, attached) = split(argument)?;
+        let value = match (flag.takes, attached) {
+            (Takes::Nothing | Takes::Optional(_), None) => None,
+            (Takes::Nothing, Some(_)) => return Err(format!("--{} takes no value", flag.name)),
+            (_, Some(value)) => Some(OsStr::from_bytes(value).to_owned()),
+            (Takes::Value(_), None) => {
+                let (value, after) = following_value(flag, rest)?;
+                rest = after;
+                Some(value)
+            }
+        };
+        if let Some(why) = flag.refused {
+            return Err(format!("--{} is not supported: {why}", flag.name));
+        }
+        let written = long_name(argument).unwrap_or_default();
+        self.renamed.extend(flags::renamed(&written).map(|new| (written.into_owned(), new)));
+        self.given.push(Given { flag, value });
+        Ok(rest)
+    }
+
+    /// The last flag of this name, which overrides earlier ones.
     pub(super) fn last(&self, name: &str) -> Option<&Given> {
         debug_assert!(flags::all().any(|flag| flag.name == name), "{name} is not in the table");
         self.given.iter().rfind(|given| given.flag.name == name)
@@ -95,30 +102,35 @@ impl Line {
 
 /// The flag that an argument names, and the value attached to it: `--flag=value`, `-r3` or `-r=3`.
 fn split(argument: &[u8]) -> Result<(&'static Flag, Option<&[u8]>), String> {
-    if let Some(long) = argument.strip_prefix(b"--") {
-        let mut parts = long.splitn(2, |byte| *byte == b'=');
-        let name = String::from_utf8_lossy(parts.next().unwrap_or_default());
-        return Ok((flags::find(&name)?, parts.next()));
+    if let Some(name) = long_name(argument) {
+        let value = argument.iter().position(|byte| *byte == b'=').map(|at| &argument[at + 1..]);
+        return Ok((flags::find(&name)?, value));
     }
     let [letter, attached @ ..] = argument.get(1..).unwrap_or_default() else {
-        return Err("- is no flag".into());
+        return Err("- is not a flag".into());
     };
     let Some(flag) = flags::all().find(|flag| flag.short == Some(char::from(*letter))) else {
-        return Err(format!("unknown flag {}; --help lists all", String::from_utf8_lossy(argument)));
+        return Err(format!("unknown flag {}; see --help", String::from_utf8_lossy(argument)));
     };
     let attached = attached.strip_prefix(b"=").unwrap_or(attached);
     Ok((flag, (argument.len() > 2).then_some(attached)))
 }
 
-/// The value in the next argument, which is none where it looks like a flag.
-fn follows<'a>(flag: &Flag, rest: &'a [OsString]) -> Result<(OsString, &'a [OsString]), String> {
+/// `name` of `--name` and `--name=value`.
+fn long_name(argument: &[u8]) -> Option<Cow<'_, str>> {
+    let name = argument.strip_prefix(b"--")?.split(|byte| *byte == b'=').next();
+    Some(String::from_utf8_lossy(name.unwrap_or_default()))
+}
+
+/// The value in the next argument. One that looks like a flag is not taken as a value; a negative number is.
+fn following_value<'a>(flag: &Flag, rest: &'a [OsString]) -> Result<(OsString, &'a [OsString]), String> {
     let is_flag = |next: &OsString| {
         next.as_bytes().starts_with(b"-") && next.to_str().is_none_or(|text| text.parse::<f64>().is_err())
     };
     match rest {
-        [next, behind @ ..] if next == "-" || !is_flag(next) => Ok((next.clone(), behind)),
+        [next, after @ ..] if next == "-" || !is_flag(next) => Ok((next.clone(), after)),
         [next, ..] => Err(format!(
-            "--{} needs a value, but {} follows; a value that begins with a dash is written --{0}=VALUE",
+            "--{} needs a value, but {} follows; write a value that starts with a dash as --{0}=VALUE",
             flag.name,
             next.to_string_lossy()
         )),
@@ -145,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn every_way_to_write_a_flag_is_understood() {
+    fn every_spelling_of_a_flag_is_accepted() {
         for (line, flags) in [
             ("--nproc-per-node 2", "nproc-per-node=2"),
             ("--nproc_per_node=2", "nproc-per-node=2"),
@@ -159,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_behind_what_is_started_belongs_to_it() {
+    fn arguments_after_the_target_belong_to_it() {
         let script = |line| Some(Target::Script(arguments(line)));
         let program = |line| Some(Target::Program(arguments(line)));
         for (name, line, flags, target) in [
@@ -181,16 +193,16 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_a_flag_is_refused() {
+    fn invalid_flags_are_refused() {
         for (line, words) in [
             ("--nproc", "--nproc-per-node needs a value"),
             (
                 "--role --standalone x.py",
-                "--role needs a value, but --standalone follows; a value that begins with a dash is written --role=VALUE",
+                "--role needs a value, but --standalone follows; write a value that starts with a dash as --role=VALUE",
             ),
             ("--standalone=1", "--standalone takes no value"),
             ("-mx", "--module takes no value"),
-            ("-x", "unknown flag -x; --help lists all"),
+            ("-x", "unknown flag -x; see --help"),
             (
                 "--print-completion bash",
                 "--print-completion is not supported: `xlaunch gen completions` prints a script",
@@ -199,5 +211,14 @@ mod tests {
         ] {
             assert_eq!(Line::read(Name::Xlaunch, &arguments(line)).unwrap_err(), words, "{line}");
         }
+    }
+
+    #[test]
+    fn former_name_of_a_flag_is_noted() {
+        let line =
+            Line::read(Name::Xlaunch, &arguments("--silence=5 --stall_timeout 6 a.py --silence 7")).unwrap();
+        assert_eq!(line.renamed, [("silence".to_owned(), "stall-timeout")]);
+        let given: Vec<_> = line.given.iter().map(|given| given.flag.name).collect();
+        assert_eq!(given, ["stall-timeout", "stall-timeout"]);
     }
 }

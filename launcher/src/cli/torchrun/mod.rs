@@ -1,13 +1,13 @@
-//! torchrun's command line, and what xlaunch adds to it.
+//! torchrun's command line and xlaunch's additions to it.
 //!
 //! ```text
 //! arguments --line--> flags and target --reader (+ PET_* variables), values--> spec --> CommandSpec
 //!             ^ flags: the table                                            `-> trainer --> Launch
 //! ```
-//! The parser is an own one over one table. clap would do for most flags, but not for what makes a command line torchrun's:
-//! a prefix that is unambiguous among torchrun's flags stays so beside xlaunch's; `--` before the target changes what it is,
-//! and clap drops it; a target that ends in `.toml` is followed by more flags, all others by arguments that are none; empty
-//! variables count as unset, and errors name the variable that a value came from.
+//! The parser is our own, over one table of flags. clap cannot express what makes a command line torchrun's: a prefix
+//! that is unambiguous among torchrun's flags must stay so beside xlaunch's; `--` before the target changes its
+//! meaning, and clap drops it; a target that ends in `.toml` is followed by more flags, any other by its own arguments;
+//! empty variables count as unset, and errors name the variable that a value came from.
 //!
 //! Parsing does not look at the node: the interpreter and the number of workers are resolved by the agent that runs the
 //! command (`xlaunch_agent::command::resolve`).
@@ -28,6 +28,7 @@ use std::path::Path;
 use xlaunch_proto::exit::ExitCode;
 
 use super::launch::Launch;
+use super::output::print_note;
 pub(super) use arguments::arguments;
 pub(super) use help::{ABOUT, usage};
 use line::{Line, Target};
@@ -35,47 +36,46 @@ use reader::{Environment, Reader};
 use xlaunch_agent::Refusal;
 use xlaunch_proto::command::CommandSpec;
 
-/// What the program was called as.
+/// The name by which the program was called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Name {
-    /// With everything.
     Xlaunch,
-    /// Without subcommands and training configurations: every target is what torchrun takes it for.
+    /// No subcommands and no training configurations: every target means what it means to torchrun.
     Torchrun,
 }
 
 impl Name {
-    /// By the first element of the process's arguments.
+    /// From `argv[0]`.
     pub(super) fn of(program: &OsStr) -> Self {
         let is_torchrun = Path::new(program).file_name().is_some_and(|name| name == "torchrun");
         if is_torchrun { Self::Torchrun } else { Self::Xlaunch }
     }
 }
 
-/// What a command line asks for.
+/// The meaning of a command line.
 #[derive(Debug)]
 pub(crate) enum Request {
     /// The built-in trainer.
     Trainer(Launch),
     /// Any other command.
     Command(Box<CommandSpec>),
-    /// A text on stdout.
+    /// Text for stdout.
     Text(String),
 }
 
-/// Understands the command line behind the program's name.
+/// Parses the arguments after the program's name.
 ///
 /// # Errors
-/// Usage, with what was expected.
+/// A usage error that says what was expected.
 pub(crate) fn parse(
     name: Name,
     arguments: &[OsString],
     environment: Environment<'_>,
 ) -> Result<Request, Refusal> {
-    understand(name, arguments, environment).map_err(|message| Refusal::new(ExitCode::Usage, message))
+    request(name, arguments, environment).map_err(|message| Refusal::new(ExitCode::Usage, message))
 }
 
-fn understand(name: Name, arguments: &[OsString], environment: Environment<'_>) -> Result<Request, String> {
+fn request(name: Name, arguments: &[OsString], environment: Environment<'_>) -> Result<Request, String> {
     let line = Line::read(name, arguments)?;
     if line.last("help").is_some() {
         return Ok(Request::Text(help::text(name, &super::subcommands(), &super::exit_codes())));
@@ -89,7 +89,7 @@ fn understand(name: Name, arguments: &[OsString], environment: Environment<'_>) 
         Ok(Request::Command(Box::new(spec)))
     };
     match &line.target {
-        None => Err(nothing_to_start(name)),
+        None => Err(nothing_to_launch(name)),
         Some(Target::Trainer(config)) => trainer::launch(&reader, config).map(Request::Trainer),
         Some(Target::Script(argv)) if name == Name::Xlaunch && !is_for_python(&reader, argv)? => {
             let script = argv.first().map(|script| script.display().to_string()).unwrap_or_default();
@@ -103,20 +103,26 @@ fn understand(name: Name, arguments: &[OsString], environment: Environment<'_>) 
     }
 }
 
-/// Whether a target without `--` is surely meant for Python, or a flag says what it is.
+/// Warns on stderr about flags given by a former name.
+pub(super) fn print_deprecated_flags(name: Name, arguments: &[OsString]) {
+    // Errors are reported by `parse`.
+    for (old, new) in Line::read(name, arguments).unwrap_or_default().renamed {
+        print_note(&format!("warning: --{old} is deprecated and will be removed; use --{new}"));
+    }
+}
+
+/// Whether a target without `--` is a Python script, or a flag says what it is.
 fn is_for_python(reader: &Reader<'_>, argv: &[OsString]) -> Result<bool, String> {
     let is_script = argv.first().is_some_and(|script| script.as_bytes().ends_with(b".py"));
     Ok(is_script || reader.is_set("module")? || reader.is_set("no-python")? || reader.is_set("run-path")?)
 }
 
-fn nothing_to_start(name: Name) -> String {
+fn nothing_to_launch(name: Name) -> String {
     match name {
         Name::Xlaunch => {
-            "there is nothing to start: expected SCRIPT.py, -m MODULE, -- PROGRAM or CONFIG.toml; \
-                          --help says more"
-                .into()
+            "nothing to launch: expected SCRIPT.py, -m MODULE, -- PROGRAM or CONFIG.toml; see --help".into()
         }
-        Name::Torchrun => "there is nothing to start: expected SCRIPT or -m MODULE; --help says more".into(),
+        Name::Torchrun => "nothing to launch: expected SCRIPT or -m MODULE; see --help".into(),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Values of flags: from the command line, else from the environment, else none.
+//! Looks up values of flags: on the command line, else in the environment.
 
 use std::ffi::{OsStr, OsString};
 
@@ -8,7 +8,7 @@ use super::line::Line;
 /// A process's environment.
 pub(super) type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
-/// Where values are looked up.
+/// Parses values and names their source in errors.
 #[derive(Clone, Copy)]
 pub(super) struct Reader<'a> {
     pub(super) line: &'a Line,
@@ -16,7 +16,7 @@ pub(super) struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Whether a flag without a value is given; in the environment it is 1 or 0.
+    /// Whether a flag without a value is given. In the environment 1 and 0 are accepted.
     pub(super) fn is_set(&self, name: &str) -> Result<bool, String> {
         if self.line.last(name).is_some() {
             return Ok(true);
@@ -30,31 +30,31 @@ impl Reader<'_> {
         }
     }
 
-    /// A flag's value as it is.
+    /// The value of a flag, not parsed.
     pub(super) fn raw(&self, name: &str) -> Option<OsString> {
         self.written(name).map(|(value, _)| value)
     }
 
-    /// A flag's value as `parse` understands it.
+    /// The value of a flag, parsed.
     pub(super) fn parsed<T>(
         &self,
         name: &str,
         parse: impl FnOnce(&str) -> Result<T, String>,
     ) -> Result<Option<T>, String> {
-        self.written(name).map(|(value, source)| understand(&value, &source, parse)).transpose()
+        self.written(name).map(|(value, source)| parse_value(&value, &source, parse)).transpose()
     }
 
-    /// The same for a variable that is no flag's.
+    /// The value of an environment variable that does not belong to a flag, parsed.
     pub(super) fn variable<T>(
         &self,
         name: &str,
         parse: impl FnOnce(&str) -> Result<T, String>,
     ) -> Result<Option<T>, String> {
         let value = (self.environment)(name).filter(|value| !value.is_empty());
-        value.map(|value| understand(&value, &format!("{name}={}", value.display()), parse)).transpose()
+        value.map(|value| parse_value(&value, &format!("{name}={}", value.display()), parse)).transpose()
     }
 
-    /// A value and how it was given.
+    /// A value and its source for error messages.
     fn written(&self, name: &str) -> Option<(OsString, String)> {
         let Some(given) = self.line.last(name) else { return self.in_environment(name) };
         let value = given.value.clone()?;
@@ -62,7 +62,7 @@ impl Reader<'_> {
         Some((value, source))
     }
 
-    /// An empty variable counts as none: containers cannot always unset one.
+    /// An empty variable counts as unset, because containers cannot always unset one.
     fn in_environment(&self, name: &str) -> Option<(OsString, String)> {
         let variable = flags::all().find(|flag| flag.name == name).and_then(Flag::variable)?;
         let value = (self.environment)(&variable).filter(|value| !value.is_empty())?;
@@ -70,12 +70,12 @@ impl Reader<'_> {
         Some((value, source))
     }
 
-    /// Names of all flags of the command line.
+    /// Names of all flags on the command line.
     pub(super) fn names(&self) -> impl Iterator<Item = &'static str> {
         self.line.given.iter().map(|given| given.flag.name)
     }
 
-    /// Every value of a flag that may be repeated.
+    /// All values of a flag that may be repeated.
     pub(super) fn repeated<'a>(&'a self, name: &'a str) -> impl Iterator<Item = Option<&'a OsStr>> {
         self.line
             .given
@@ -85,7 +85,7 @@ impl Reader<'_> {
     }
 }
 
-fn understand<T>(
+fn parse_value<T>(
     value: &OsStr,
     source: &str,
     parse: impl FnOnce(&str) -> Result<T, String>,

@@ -44,7 +44,7 @@ fn refused(name: Name, line: &str, variables: &[(&str, &str)]) -> String {
 }
 
 #[test]
-fn defaults_are_torchruns() {
+fn defaults_match_torchrun() {
     let spec = spec("dir/train.py --lr 3", &[]);
     assert_eq!((spec.name.as_str(), spec.role.as_str(), spec.nproc), ("train", "default", 1));
     assert_eq!(spec.argv, ["py", "-u", "dir/train.py", "--lr", "3"]);
@@ -61,7 +61,7 @@ fn defaults_are_torchruns() {
 }
 
 #[test]
-fn what_is_started_is_a_script_a_module_or_a_program() {
+fn target_is_a_script_a_module_or_a_program() {
     let run_path =
         "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')";
     for (line, name, argv) in [
@@ -80,7 +80,7 @@ fn what_is_started_is_a_script_a_module_or_a_program() {
             "{line}"
         );
     }
-    // torchrun gives Python whatever it is given.
+    // torchrun passes every target to Python.
     for line in [["a.toml", "b"], ["status", "b"], ["--", "a"]] {
         let request = ask(Name::Torchrun, &line, &[]);
         assert!(
@@ -91,7 +91,7 @@ fn what_is_started_is_a_script_a_module_or_a_program() {
 }
 
 #[test]
-fn flags_mean_what_they_mean_to_torchrun() {
+fn flags_mean_the_same_as_in_torchrun() {
     let spec = spec(
         "--nproc-per-node=2 --role trainer --max_restarts 3 --no-restart-codes 2,78 --shutdown-timeout 5 \
          --signals-to-handle SIGTERM,SIGUSR1 --propagate-exit-code --stall-timeout 60 --numa-binding core-complex \
@@ -122,14 +122,14 @@ fn flags_mean_what_they_mean_to_torchrun() {
 }
 
 #[test]
-fn workers_are_counted_by_number_or_by_devices() {
+fn nproc_is_a_number_or_a_kind_of_device() {
     for (nproc, workers) in [("7", 7), ("auto", 4), ("gpu", 4), ("cpu", 12)] {
         assert_eq!(spec(&format!("--nproc {nproc} a.py"), &[]).nproc, workers, "{nproc}");
     }
 }
 
 #[test]
-fn workers_meet_where_the_flags_say() {
+fn rendezvous_flags_set_the_master_address_and_run_id() {
     for (flags, id, address, port) in [
         ("--master-addr h --master-port 5 --rdzv-id x", Some("x"), "h", Some(5)),
         ("--master-port 0 --rdzv-id none", None, "127.0.0.1", None),
@@ -139,13 +139,13 @@ fn workers_meet_where_the_flags_say() {
         ("--local-addr 10.0.0.1", None, "10.0.0.1", None),
     ] {
         let spec = spec(&format!("{flags} a.py"), &[]);
-        let met = (spec.run_id.as_deref(), spec.master_addr.as_str(), spec.master_port);
-        assert_eq!(met, (id, address, port), "{flags}");
+        let found = (spec.run_id.as_deref(), spec.master_addr.as_str(), spec.master_port);
+        assert_eq!(found, (id, address, port), "{flags}");
     }
 }
 
 #[test]
-fn variables_stand_in_for_flags_that_are_missing() {
+fn environment_variables_replace_missing_flags() {
     let variables = [
         ("PET_NPROC_PER_NODE", "gpu"),
         ("PET_MAX_RESTARTS", "2"),
@@ -168,7 +168,7 @@ fn variables_stand_in_for_flags_that_are_missing() {
 }
 
 #[test]
-fn bad_values_are_refused_with_what_was_expected() {
+fn invalid_values_are_refused_with_what_was_expected() {
     for (line, words) in [
         ("--nproc many a.py", "--nproc-per-node many: expected a number from 1, auto, gpu or cpu"),
         ("--nproc 0 a.py", "expected a number from 1"),
@@ -179,10 +179,13 @@ fn bad_values_are_refused_with_what_was_expected() {
         ("--rdzv-backend etcd-v2 a.py", "--rdzv-backend etcd-v2: etcd joins several nodes"),
         ("--rdzv-backend mine a.py", "--rdzv-backend mine: plug-ins in Python are not supported"),
         ("--logs-specs mine a.py", "--logs-specs mine: plug-ins in Python are not supported"),
-        ("--signals-to-handle SIGKILL a.py", "--signals-to-handle SIGKILL: expected some of SIGHUP"),
+        (
+            "--signals-to-handle SIGKILL a.py",
+            "--signals-to-handle SIGKILL: expected a comma-separated list of SIGHUP",
+        ),
         ("--tee 5 a.py", "--tee 5: expected 0 (none), 1 (stdout)"),
         ("--numa-binding core a.py", "expected node, socket, exclusive or core-complex"),
-        ("--log-rotate 64X a.py", "--log-rotate 64X: a number of bytes such as"),
+        ("--log-rotate 64X a.py", "--log-rotate 64X: expected a number of bytes such as"),
         ("--no-python -m a", "--no-python and --module exclude each other"),
         (
             "--nproc 3 --virtual-local-rank a.py",
@@ -190,8 +193,8 @@ fn bad_values_are_refused_with_what_was_expected() {
         ),
         ("--set train.lr=1 a.py", "--set is for training configurations"),
         ("./a.out", "`xlaunch -- ./a.out` runs a program"),
-        ("", "there is nothing to start"),
-        ("--standalone", "there is nothing to start"),
+        ("", "nothing to launch"),
+        ("--standalone", "nothing to launch"),
     ] {
         let refusal = refused(Name::Xlaunch, line, &[("CUDA_VISIBLE_DEVICES", "1,0")]);
         assert!(refusal.contains(words), "{line}: {refusal}");
@@ -203,7 +206,7 @@ fn bad_values_are_refused_with_what_was_expected() {
 }
 
 #[test]
-fn training_configurations_take_their_own_flags_before_and_behind() {
+fn training_configurations_take_flags_before_and_after() {
     let line = "--nproc 2 a.toml --set b.c=d --set=e.f=g --resume --max-restarts 1 --shutdown-timeout 2.5";
     // A variable of torchrun's means nothing to the trainer.
     match ask(Name::Xlaunch, &line.split(' ').collect::<Vec<_>>(), &[("PET_MAX_RESTARTS", "few")]) {
@@ -216,16 +219,19 @@ fn training_configurations_take_their_own_flags_before_and_behind() {
         other => panic!("{other:?}"),
     }
     let refusal = refused(Name::Xlaunch, "--tee 3 a.toml", &[]);
-    assert!(refusal.starts_with("--tee is not for training configurations such as a.toml"), "{refusal}");
+    assert!(
+        refusal.starts_with("--tee does not apply to training configurations such as a.toml"),
+        "{refusal}"
+    );
 }
 
 #[test]
-fn help_names_subcommands_and_exit_codes() {
+fn help_lists_subcommands_and_exit_codes() {
     for (name, line) in [(Name::Xlaunch, "--help"), (Name::Torchrun, "-h")] {
         let Ok(Request::Text(help)) = ask(name, &[line], &[]) else { panic!("no help") };
         for (exit, meaning) in ExitCode::TABLE {
             assert!(help.contains(&exit.code().to_string()) && help.contains(meaning), "{help}");
         }
-        assert_eq!(help.contains("Show the state of running launches"), name == Name::Xlaunch);
+        assert_eq!(help.contains("Show running launches"), name == Name::Xlaunch);
     }
 }

@@ -1,4 +1,4 @@
-//! What a command line says about a training configuration: few flags, of which each is a key of it.
+//! Flags of the built-in trainer: each one overrides a key of the training configuration.
 
 use std::ffi::OsStr;
 
@@ -6,15 +6,15 @@ use super::reader::Reader;
 use super::values;
 use crate::cli::launch::Launch;
 
-/// Flags that mean something to the built-in trainer.
-const ALLOWED: [&str; 5] = ["nproc-per-node", "set", "resume", "max-restarts", "shutdown-timeout"];
+/// Flags that apply to training configurations.
+const TRAINER_FLAGS: [&str; 5] = ["nproc-per-node", "set", "resume", "max-restarts", "shutdown-timeout"];
 
 /// The launch of the configuration at `config`.
 pub(super) fn launch(reader: &Reader<'_>, config: &OsStr) -> Result<Launch, String> {
-    if let Some(other) = reader.names().find(|name| !ALLOWED.contains(name)) {
-        let allowed = ALLOWED.map(|name| format!("--{name}")).join(", ");
+    if let Some(other) = reader.names().find(|name| !TRAINER_FLAGS.contains(name)) {
+        let allowed = TRAINER_FLAGS.map(|name| format!("--{name}")).join(", ");
         return Err(format!(
-            "--{other} is not for training configurations such as {}, which take {allowed}",
+            "--{other} does not apply to training configurations such as {}; they take {allowed}",
             config.display()
         ));
     }
@@ -27,13 +27,12 @@ pub(super) fn launch(reader: &Reader<'_>, config: &OsStr) -> Result<Launch, Stri
     if let Some(restarts) = reader.parsed("max-restarts", values::whole)? {
         set.push(format!("launch.max_restarts={restarts}"));
     }
-    if let Some(patience) = reader.parsed("shutdown-timeout", values::seconds)? {
-        set.push(format!("launch.shutdown_timeout={:?}", patience.as_secs_f64()));
+    if let Some(timeout) = reader.parsed("shutdown-timeout", values::seconds)? {
+        set.push(format!("launch.shutdown_timeout={:?}", timeout.as_secs_f64()));
     }
-    let newest = || "auto".to_owned();
     let resume = match reader.repeated("resume").last() {
         Some(Some(path)) => Some(path.to_str().ok_or("--resume: expected UTF-8")?.to_owned()),
-        Some(None) => Some(newest()),
+        Some(None) => Some("auto".into()),
         None => None,
     };
     Ok(Launch { config: config.into(), nproc: reader.parsed("nproc-per-node", values::whole)?, set, resume })

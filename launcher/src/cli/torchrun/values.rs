@@ -1,4 +1,4 @@
-//! What the values of flags mean. Each function takes the text as written; its error says what was expected.
+//! Parsers for values of flags. Their errors say what was expected.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -28,13 +28,13 @@ pub(super) fn seconds(text: &str) -> Result<Duration, String> {
     seconds.ok_or_else(|| format!("expected a number of seconds, at most {}", MAX_TIMEOUT.as_secs()))
 }
 
-/// A TCP port, where 0 is any.
+/// A TCP port; `None` for 0, which means any free port.
 pub(super) fn port(text: &str) -> Result<Option<u16>, String> {
     let port: u16 = text.trim().parse().map_err(|_| "expected a port from 0 (a free one) to 65535")?;
     Ok((port != 0).then_some(port))
 }
 
-/// `HOST`, `HOST:PORT` or `[IPv6]:PORT`; without a host it is this one.
+/// `HOST`, `HOST:PORT` or `[IPv6]:PORT`. An empty host is this host.
 pub(super) fn endpoint(text: &str) -> Result<(String, Option<u16>), String> {
     let (host, number) = match text.rsplit_once(':') {
         Some((host, number)) if !text.ends_with(']') => (host, port(number)?),
@@ -47,11 +47,11 @@ pub(super) fn endpoint(text: &str) -> Result<(String, Option<u16>), String> {
     Ok((if bare.is_empty() { "127.0.0.1".into() } else { bare }, number))
 }
 
-/// A host's name or address, IPv6 with brackets or without.
+/// A host name or address; IPv6 with or without brackets.
 pub(super) fn address(text: &str) -> Result<String, String> {
     let bare = text.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(text);
-    let fine = bare.chars().all(|sign| sign.is_alphanumeric() || "_.:-%".contains(sign));
-    if fine { Ok(bare.into()) } else { Err("expected a host's name or address".into()) }
+    let is_valid = bare.chars().all(|sign| sign.is_alphanumeric() || "_.:-%".contains(sign));
+    if is_valid { Ok(bare.into()) } else { Err("expected a host name or address".into()) }
 }
 
 /// One node, as `N` or `MIN:MAX`.
@@ -104,23 +104,24 @@ pub(super) fn binding(text: &str) -> Result<Binding, String> {
 pub(super) fn exit_codes(text: &str) -> Result<BTreeSet<i32>, String> {
     let code = |part: &str| part.trim().parse::<u8>().ok().filter(|code| *code > 0).map(i32::from);
     let codes = text.split(',').map(code).collect::<Option<_>>();
-    codes.ok_or_else(|| "expected exit codes from 1 to 255 between commas".into())
+    codes.ok_or_else(|| "expected a comma-separated list of exit codes from 1 to 255".into())
 }
 
 pub(super) fn signals(text: &str) -> Result<Vec<Signal>, String> {
     let found = text.split(',').map(|name| Signal::parse(name.trim())).collect::<Option<_>>();
     let names = || Signal::ALL.map(Signal::name).join(", ");
-    found.ok_or_else(|| format!("expected some of {}, between commas", names()))
+    found.ok_or_else(|| format!("expected a comma-separated list of {}", names()))
 }
 
 pub(super) fn ranks(text: &str) -> Result<BTreeSet<u32>, String> {
     let ranks: Result<_, _> = text.split(',').map(whole).collect();
-    ranks.map_err(|_| "expected local ranks between commas, such as 0,1".into())
+    ranks.map_err(|_| "expected a comma-separated list of local ranks, such as 0,1".into())
 }
 
-/// `3` for all ranks, or `0:3,1:2` for those named.
+/// `3` for all ranks, or `0:3,1:2` for some of them.
 pub(super) fn streams(text: &str) -> Result<PerRank, String> {
-    let expected = || "expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or RANK:STREAMS between commas";
+    let expected =
+        || "expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or a comma-separated list of RANK:STREAMS";
     let streams = |digit: &str| match digit.trim() {
         "0" => Ok(Streams { stdout: false, stderr: false }),
         "1" => Ok(Streams { stdout: true, stderr: false }),
@@ -139,7 +140,7 @@ pub(super) fn streams(text: &str) -> Result<PerRank, String> {
     Ok(PerRank { all: Streams::default(), ranks })
 }
 
-/// Texts between commas, where two commas are one that belongs to the text.
+/// A comma-separated list; `,,` is a comma within an item.
 pub(super) fn words(text: &str) -> Result<Vec<String>, String> {
     let mut words = vec![String::new()];
     let mut signs = text.chars().peekable();
@@ -149,7 +150,7 @@ pub(super) fn words(text: &str) -> Result<Vec<String>, String> {
             _ => words.push(String::new()),
         }
     }
-    // A line contains the empty text always.
+    // An empty filter would match every line.
     words.retain(|word| !word.is_empty());
     Ok(words)
 }
@@ -159,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn seconds_are_decimal_and_fit_a_clock() {
+    fn seconds_are_decimal_and_bounded() {
         assert_eq!(seconds(" 2.5 "), Ok(Duration::from_millis(2500)));
         for text in ["-1", "1e18", "1e300", "inf", "nan", "", "5s"] {
             assert!(seconds(text).is_err(), "{text}");
@@ -167,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_are_for_all_ranks_or_for_those_named() {
+    fn streams_apply_to_all_ranks_or_to_some() {
         let both = Streams { stdout: true, stderr: true };
         let per_rank = streams("0:3,12:2").unwrap();
         assert_eq!(
@@ -181,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoints_are_a_host_and_a_port_of_which_each_may_be_missing() {
+    fn host_and_port_of_an_endpoint_are_optional() {
         for (text, host, port) in [
             ("node7:29400", "node7", Some(29400)),
             ("localhost:0", "localhost", None),
@@ -198,13 +199,13 @@ mod tests {
     }
 
     #[test]
-    fn two_commas_are_one_that_belongs_to_the_word() {
+    fn double_comma_is_a_comma_within_a_word() {
         assert_eq!(words("apple,,pie,orange,").unwrap(), ["apple,pie", "orange"]);
         assert!(words("").unwrap().is_empty());
     }
 
     #[test]
-    fn nodes_are_one() {
+    fn only_one_node_is_accepted() {
         assert!(["1", "1:1"].iter().all(|text| one_node(text).is_ok()));
         for text in ["2", "1:4", "2:2"] {
             assert_eq!(one_node(text).unwrap_err(), "several nodes are not supported yet", "{text}");

@@ -105,8 +105,8 @@ async fn query_until(mut client: NodeClient<Channel>, deadline: Instant, jobs: u
     }
 }
 
-/// Opens connections that are silent, send garbage, or never finish the HTTP/2 handshake or a request; says so on stderr
-/// and holds them. With `churn`, the oldest is replaced every millisecond.
+/// Opens connections that are silent, send garbage, or never finish the HTTP/2 handshake or a request; says so on
+/// stderr and holds them. With `churn`, the oldest is replaced every millisecond.
 pub(crate) fn hold_hostile_connections(socket: &Path, count: usize, churn: bool) -> ! {
     let mut open = VecDeque::new();
     for kind in 0..count {

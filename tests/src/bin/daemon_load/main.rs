@@ -1,5 +1,5 @@
-//! Load generator for the daemon, measured from outside. `daemon_load --help` lists the measurements; each but `clients`
-//! starts a daemon of its own. Results are in `tests/peers/results/daemon-cpu.txt`.
+//! Load generator for the daemon, which is measured from outside. `daemon_load --help` lists the measurements; each but
+//! `clients` starts a daemon of its own. Results are in `tests/peers/results/daemon-cpu.txt`.
 
 #![expect(
     clippy::print_stdout,
@@ -35,6 +35,7 @@ const MAX_UNFINISHED: usize = 16;
 const STATUS_GPUS: usize = 8;
 const STATUS_JOBS: u64 = 100;
 
+/// Measures the daemon from outside while it is loaded.
 #[derive(Debug, Parser)]
 struct Arguments {
     #[command(subcommand)]

@@ -51,26 +51,27 @@ pub(crate) fn gemm(out: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, scale
     // SAFETY: every element that the call reads or writes is inside its slice, as `fits` has checked; `out` is borrowed
     // mutably, so it overlaps neither input; its rows do not overlap each other, since they are `stride >= cols` apart.
     unsafe {
-        ::gemm::gemm(
-            a.rows,
+        // The kernels prefer column-major outputs: the transposed product `out^T = b^T a^T` is the same memory.
+        gemm_f32::gemm::f32::get_gemm_fn()(
             b.cols,
+            a.rows,
             a.cols,
             out.as_mut_ptr(),
-            1,
             stride.cast_signed(),
+            1,
             add,
-            a.data.as_ptr(),
-            a.col_stride.cast_signed(),
-            a.row_stride.cast_signed(),
             b.data.as_ptr(),
-            b.col_stride.cast_signed(),
             b.row_stride.cast_signed(),
+            b.col_stride.cast_signed(),
+            a.data.as_ptr(),
+            a.row_stride.cast_signed(),
+            a.col_stride.cast_signed(),
             1.0,
             scale,
             false,
             false,
             false,
-            ::gemm::Parallelism::None,
+            gemm_common::Parallelism::None,
         );
     }
 }

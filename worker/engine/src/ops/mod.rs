@@ -4,19 +4,32 @@
 //! An argument struct has the shape of each operand at its field. Letters: B batch, T sequence, C model width, H heads,
 //! Hkv key heads, D head width, F ffn, V vocabulary, Vp padded vocabulary, L layers; N = B T rows of tokens. Arrays are
 //! row-major. The contract that all operations share is that of [`Backend`](crate::Backend).
+//!
+//! | module | defines | builds on |
+//! |---|---|---|
+//! | `adamw` | AdamWConfig, AdamWStep, scalar, DECAY_CHUNK | |
+//! | `attention` | AttentionShape, AttentionForward, AttentionBackward | rope |
+//! | `cast` | conversion between F32 and Bf16 | |
+//! | `classifier` | ClassifierShape, FusedClassifier | |
+//! | `embed` | EmbedShape, EmbedForward, EmbedBackward | |
+//! | `gelu` | LinearGeluForward, GeluLinearBackward | linear, reduce |
+//! | `linear` | LinearShape, LinearForward, LinearBackwardInput, LinearBackwardWeight | reduce |
+//! | `norm` | NormShape, NormKind, NormForward, NormBackward | reduce |
+//! | `reduce` | Sum, SquaredNorm; column sums | |
+//! | `rope` | rotation of query and key heads by their positions | |
+//! | `swiglu` | SwigluForward, SwigluBackward | |
 
-// Module            Defines                                              Builds on
-pub(crate) mod adamw; //      AdamWConfig, AdamWStep, scalar, DECAY_CHUNK
-pub(crate) mod attention; //  AttentionShape, AttentionForward, AttentionBackward    rope
-pub(crate) mod cast; //       conversion between F32 and Bf16
-pub(crate) mod classifier; // ClassifierShape, FusedClassifier
-pub(crate) mod embed; //      EmbedShape, EmbedForward, EmbedBackward
-pub(crate) mod gelu; //       LinearGeluForward, GeluLinearBackward                  linear, reduce
-pub(crate) mod linear; //     LinearShape, LinearForward, LinearBackwardInput, LinearBackwardWeight    reduce
-pub(crate) mod norm; //       NormShape, NormKind, NormForward, NormBackward         reduce
-pub(crate) mod reduce; //     Sum, SquaredNorm; column sums
-pub(crate) mod rope; //       rotation of query and key heads by their positions
-pub(crate) mod swiglu; //     SwigluForward, SwigluBackward
+pub(crate) mod adamw;
+pub(crate) mod attention;
+pub(crate) mod cast;
+pub(crate) mod classifier;
+pub(crate) mod embed;
+pub(crate) mod gelu;
+pub(crate) mod linear;
+pub(crate) mod norm;
+pub(crate) mod reduce;
+pub(crate) mod rope;
+pub(crate) mod swiglu;
 
 pub use adamw::{AdamWConfig, AdamWStep, DECAY_CHUNK, scalar};
 pub use attention::{AttentionBackward, AttentionForward, AttentionShape};

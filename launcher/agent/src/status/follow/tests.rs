@@ -58,27 +58,27 @@ impl Case {
 
 async fn rest(stream: &mut mpsc::Receiver<Result<LogsReply, Status>>) -> String {
     let mut text = Vec::new();
-    while let Some(piece) = stream.recv().await {
-        text.extend(piece.unwrap().bytes);
+    while let Some(chunk) = stream.recv().await {
+        text.extend(chunk.unwrap().bytes);
     }
     String::from_utf8(text).unwrap()
 }
 
-/// Reads until `text` has come.
+/// Reads until `text` has arrived.
 async fn expect(stream: &mut mpsc::Receiver<Result<LogsReply, Status>>, text: &str) {
     let mut got = String::new();
     while got != text {
-        let piece = tokio::time::timeout(Duration::from_secs(60), stream.recv()).await;
-        let piece = piece.unwrap_or_else(|_| panic!("{got:?} instead of {text:?}"));
-        got += std::str::from_utf8(&piece.unwrap().unwrap().bytes).unwrap();
+        let chunk = tokio::time::timeout(Duration::from_secs(60), stream.recv()).await;
+        let chunk = chunk.unwrap_or_else(|_| panic!("{got:?} instead of {text:?}"));
+        got += std::str::from_utf8(&chunk.unwrap().unwrap().bytes).unwrap();
         assert!(text.starts_with(&got), "{got:?} instead of {text:?}");
     }
 }
 
 #[tokio::test]
-async fn the_last_lines_are_found_across_pieces_and_rotation() {
+async fn last_lines_are_found_across_chunks_and_rotation() {
     let case = Case::new();
-    let long = "x".repeat(PIECE + 7);
+    let long = "x".repeat(CHUNK_BYTES + 7);
     case.write(&format!("old 1\n{long}\n"));
     case.rotate();
     case.write("new 1\nnew 2\nnew 3");
@@ -91,7 +91,7 @@ async fn the_last_lines_are_found_across_pieces_and_rotation() {
 }
 
 #[tokio::test]
-async fn lines_are_not_looked_for_without_end() {
+async fn search_for_last_lines_is_bounded() {
     let case = Case::new();
     case.write("a line\n");
     let file = fs_err::OpenOptions::new().write(true).open(case.path()).unwrap();
@@ -100,11 +100,11 @@ async fn lines_are_not_looked_for_without_end() {
         return eprintln!("skipped: no file with a hole of this length: {error}");
     }
     let found = tail_start(&File::open(case.path()).await.unwrap(), 1).await.unwrap();
-    assert_eq!(found, (length - SEARCH, 1));
+    assert_eq!(found, (length - MAX_TAIL_SEARCH_BYTES, 1));
 }
 
 #[tokio::test]
-async fn a_follower_goes_through_rotation_and_restarts_to_the_end() {
+async fn follower_survives_rotation_and_restarts_and_reads_to_the_end() {
     let case = Case::new();
     case.write("one\ntwo\n");
     let mut stream = case.stream(true, Some(1));
@@ -117,12 +117,12 @@ async fn a_follower_goes_through_rotation_and_restarts_to_the_end() {
     case.write("five\n");
     expect(&mut stream, "five\n").await;
     case.write("last words");
-    case.board.send_modify(|board| board.now_in(JobState::Failed));
+    case.board.send_modify(|board| board.set_state(JobState::Failed));
     assert_eq!(rest(&mut stream).await, "last words");
 }
 
 #[tokio::test]
-async fn a_reader_that_stops_reading_holds_little_and_one_that_leaves_holds_nothing() {
+async fn slow_reader_is_bounded_and_a_closed_one_is_released() {
     let case = Case::new();
     case.write(&"a line\n".repeat(1_000_000));
     let held = std::sync::Arc::new(());
@@ -130,7 +130,7 @@ async fn a_reader_that_stops_reading_holds_little_and_one_that_leaves_holds_noth
     let mut reader = stream(case.board.subscribe(), logs, held.clone()).unwrap();
     reader.recv().await.unwrap().unwrap();
     tokio::time::sleep(Duration::from_millis(50)).await;
-    assert!(reader.len() <= QUEUE, "{}", reader.len());
+    assert!(reader.len() <= QUEUE_LENGTH, "{}", reader.len());
     drop(reader);
     while std::sync::Arc::strong_count(&held) > 1 {
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -138,7 +138,7 @@ async fn a_reader_that_stops_reading_holds_little_and_one_that_leaves_holds_noth
 }
 
 #[tokio::test]
-async fn what_is_not_there_is_said() {
+async fn missing_log_and_missing_rank_are_errors() {
     let case = Case::new();
     let error = case.stream(false, None).recv().await.unwrap().unwrap_err();
     assert!(error.message().contains("stdout.log"), "{error}");

@@ -6,7 +6,7 @@ use xlaunch_proto::net::peer_credentials;
 use super::*;
 
 #[tokio::test]
-async fn the_socket_is_private_and_replaces_that_of_a_dead_daemon_alone() {
+async fn socket_is_private_and_replaces_only_that_of_a_dead_daemon() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("xlaunch.sock");
     let first = bind(&socket, Some("no-such-group")).unwrap();
@@ -28,11 +28,11 @@ async fn the_socket_is_private_and_replaces_that_of_a_dead_daemon_alone() {
 }
 
 #[tokio::test]
-async fn the_members_of_a_group_reach_the_daemon_of_root() {
+async fn group_members_can_connect_to_root_daemon() {
     use std::os::unix::fs::MetadataExt;
     let group = Group::from_gid(rustix::process::getgid().as_raw().into()).unwrap();
     let (true, Some(group)) = (rustix::process::getuid().is_root(), group) else {
-        return eprintln!("skipped: this is not root, or the group has no name");
+        return eprintln!("skipped: not root, or the group has no name");
     };
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("xlaunch.sock");

@@ -5,12 +5,12 @@ use xlaunch_proto::ids::Rank;
 use xlaunch_proto::v1::{Job, JobKind, JobState};
 
 use super::*;
-use xlaunch_agent::rendezvous::service::{Serving, serve};
+use xlaunch_agent::rendezvous::service::{RunningService, serve};
 use xlaunch_agent::status::board::{Board, Launch};
 
 const OUT: Logs = Logs { rank: Rank(0), stderr: false, follow: false, tail_lines: None };
 
-/// A job, the files it leaves and, where one is started, its agent.
+/// A job with its log files.
 struct Case {
     dir: tempfile::TempDir,
     view: watch::Sender<Arc<NodeView>>,
@@ -51,7 +51,7 @@ impl Case {
 
     fn stream(&self, logs: Logs) -> Result<mpsc::Receiver<Result<LogsReply, Status>>, Status> {
         let job = self.view.borrow().jobs[&7].clone();
-        stream(Source { view: self.view.subscribe(), job, logs, owners: Quota::new(1, 1) }, ())
+        stream(Source { view: self.view.subscribe(), job, logs, file_readers: Quota::new(1, 1) }, ())
     }
 
     async fn read(&self, logs: Logs) -> Result<String, Status> {
@@ -59,8 +59,8 @@ impl Case {
     }
 }
 
-/// The agent of a job whose log directory this is.
-async fn agent(socket: PathBuf, log_dir: PathBuf) -> (watch::Sender<Board>, Serving) {
+/// Serves an agent of a job with this log directory.
+async fn agent(socket: PathBuf, log_dir: PathBuf) -> (watch::Sender<Board>, RunningService) {
     let board = watch::Sender::new(Board::new(Launch {
         kind: JobKind::Command,
         id: "1".into(),
@@ -76,7 +76,9 @@ async fn agent(socket: PathBuf, log_dir: PathBuf) -> (watch::Sender<Board>, Serv
 }
 
 async fn next(stream: &mut mpsc::Receiver<Result<LogsReply, Status>>) -> Option<Result<LogsReply, Status>> {
-    tokio::time::timeout(Duration::from_secs(60), stream.recv()).await.expect("the stream goes on or ends")
+    tokio::time::timeout(Duration::from_secs(60), stream.recv())
+        .await
+        .expect("a chunk or the end of the stream")
 }
 
 async fn rest(stream: &mut mpsc::Receiver<Result<LogsReply, Status>>) -> Result<String, Status> {
@@ -88,7 +90,7 @@ async fn rest(stream: &mut mpsc::Receiver<Result<LogsReply, Status>>) -> Result<
 }
 
 #[tokio::test]
-async fn an_ended_job_is_read_from_the_files_of_its_last_attempt() {
+async fn ended_job_is_read_from_files_of_last_attempt() {
     let case = Case::new(NodeJobState::Failed);
     for earlier in 0..10 {
         case.write(&format!("attempt_{earlier}/0/stdout.log"), "an earlier one");
@@ -106,7 +108,7 @@ async fn an_ended_job_is_read_from_the_files_of_its_last_attempt() {
 }
 
 #[tokio::test]
-async fn what_has_no_logs_is_said() {
+async fn missing_logs_are_reported() {
     let case = Case::new(NodeJobState::Done);
     assert_eq!(case.read(OUT).await.unwrap_err().code(), Code::NotFound);
     assert_eq!(case.read(Logs { follow: true, ..OUT }).await.unwrap(), "");
@@ -121,7 +123,7 @@ async fn what_has_no_logs_is_said() {
 }
 
 #[tokio::test]
-async fn nothing_is_read_that_is_not_a_file_of_the_jobs_user() {
+async fn only_regular_files_of_the_jobs_user_are_streamed() {
     use fs_err::os::unix::fs::symlink;
     let log = "attempt_0/0/stdout.log";
     let refused = async |case: &Case, what: &str| {
@@ -140,13 +142,13 @@ async fn nothing_is_read_that_is_not_a_file_of_the_jobs_user() {
         symlink(target.ancestors().nth(depth).unwrap(), link).unwrap();
         refused(&case, name).await;
     }
-    // The one that has been rotated.
+    // A link in place of the rotated file.
     let case = Case::new(NodeJobState::Done);
     let target = case.write("../elsewhere", "secret");
     symlink(&target, case.write(log, "x").with_extension("log.1")).unwrap();
     refused(&case, "rotated").await;
 
-    // Pipes, sockets and directories: nobody waits for them.
+    // Pipes, sockets and directories do not block the reader.
     let case = Case::new(NodeJobState::Done);
     let path = case.write(log, "");
     fs_err::remove_file(&path).unwrap();
@@ -160,7 +162,7 @@ async fn nothing_is_read_that_is_not_a_file_of_the_jobs_user() {
     fs_err::create_dir(&path).unwrap();
     refused(&case, "directory").await;
 
-    // Another user's file, be it by a hard link.
+    // Another user's file, as by a hard link.
     let case = Case::new(NodeJobState::Done);
     case.write(log, "secret");
     case.now_of(NodeJobState::Done, rustix::process::getuid().as_raw() + 1);
@@ -168,7 +170,7 @@ async fn nothing_is_read_that_is_not_a_file_of_the_jobs_user() {
 }
 
 #[tokio::test]
-async fn a_running_job_is_read_through_its_agent_to_its_end() {
+async fn running_job_is_read_through_its_agent_to_the_end() {
     let case = Case::new(NodeJobState::Running);
     let path = case.write("attempt_0/0/stdout.log", "one\ntwo\n");
     let (board, serving) = agent(case.socket(), case.logs()).await;
@@ -180,10 +182,10 @@ async fn a_running_job_is_read_through_its_agent_to_its_end() {
     let mut stream = case.stream(Logs { follow: true, ..OUT }).unwrap();
     assert_eq!(next(&mut stream).await.unwrap().unwrap().bytes, b"one\ntwo\n");
     fs_err::write(&path, "one\ntwo\nlast words").unwrap();
-    board.send_modify(|board| board.now_in(JobState::Done));
+    board.send_modify(|board| board.set_state(JobState::Done));
     assert_eq!(rest(&mut stream).await.unwrap(), "last words");
     serving.finish().await;
-    // Between the agent's end and the news of it the files are waited for.
+    // The agent has exited, but the view does not show the end of the job yet: the stream waits for it.
     let mut late = case.stream(OUT).unwrap();
     tokio::task::yield_now().await;
     case.now(NodeJobState::Done);
@@ -191,7 +193,7 @@ async fn a_running_job_is_read_through_its_agent_to_its_end() {
 }
 
 #[tokio::test]
-async fn an_agent_that_dies_ends_the_stream_with_the_job() {
+async fn agent_crash_ends_the_stream_when_the_job_ends() {
     let case = Case::new(NodeJobState::Running);
     case.write("attempt_0/0/stdout.log", "one\n");
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
@@ -204,23 +206,23 @@ async fn an_agent_that_dies_ends_the_stream_with_the_job() {
 }
 
 #[tokio::test]
-async fn a_socket_of_another_user_is_told_nothing() {
+async fn socket_of_another_user_receives_no_request() {
     let case = Case::new(NodeJobState::Running);
     case.now_of(NodeJobState::Running, rustix::process::getuid().as_raw() + 1);
     let listener = tokio::net::UnixListener::bind(case.socket()).unwrap();
     let mut stream = case.stream(OUT).unwrap();
     let (mut connection, _) = listener.accept().await.unwrap();
-    let mut heard = Vec::new();
-    let end = tokio::time::timeout(Duration::from_secs(60), connection.read_to_end(&mut heard)).await;
+    let mut received = Vec::new();
+    let end = tokio::time::timeout(Duration::from_secs(60), connection.read_to_end(&mut received)).await;
     end.expect("the connection is closed").unwrap();
-    assert!(heard.is_empty());
+    assert!(received.is_empty());
     case.now(NodeJobState::Lost);
     assert_eq!(next(&mut stream).await.unwrap().unwrap_err().code(), Code::NotFound);
 }
 
 #[test]
-fn an_agents_words_cannot_act_on_a_terminal_or_fill_it() {
+fn agent_message_is_stripped_of_control_characters_and_bounded() {
     let status = Status::internal(format!("\x1b[2Jno{}", "o".repeat(10_000)));
-    let Err(status) = passed_on(&status, false) else { panic!("it is passed on") };
-    assert!(status.message().starts_with("[2Jnooo") && status.message().len() == MESSAGE);
+    let Err(status) = forwarded(&status, false) else { panic!("it is forwarded") };
+    assert!(status.message().starts_with("[2Jnooo") && status.message().len() == MAX_AGENT_MESSAGE_CHARS);
 }

@@ -1,14 +1,14 @@
-// A curve as SVG, with its values as a table for who cannot see it.
+// A curve as SVG, with its values as a table for screen readers.
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 560, HEIGHT = 220;
 const LEFT = 52, RIGHT = 10, TOP = 10, BOTTOM = 26;
-/** Rows of the table. */
+/** Maximum number of rows in the table. */
 const ROWS = 20;
 
 /**
- * Draws `points` ([x, y] each, y may be no number) into the figure. `show` writes a y as text.
- * Nothing of the page outside of the figure is touched; the table stays open or closed.
+ * Draws `points` ([x, y] each, y may be NaN) into the figure. `show` writes a y as text.
+ * Only the figure is changed, and the table stays open or closed.
  */
 export function draw(figure, title, points, show) {
   const good = points.filter(([, y]) => Number.isFinite(y));
@@ -58,7 +58,7 @@ function describe(title, good, others, show) {
   const [low, high] = [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))];
   const text = `${title} by step, from ${show(good[0][1])} at step ${good[0][0]} to ${show(good.at(-1)[1])} at step ${good.at(-1)[0]}; ` +
     `lowest ${show(low)}, highest ${show(high)}.`;
-  return others ? `${text} ${others} values are no numbers.` : text;
+  return others ? `${text} ${others} values are not finite.` : text;
 }
 
 function scales(good) {

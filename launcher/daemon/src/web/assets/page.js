@@ -1,83 +1,85 @@
-// Asks the daemon every two seconds and shows what it says. Whatever comes from users goes in as text, never as HTML.
+// Polls the daemon's API and shows the replies. Texts of users are inserted as text, never as HTML.
 
 import { draw } from "./chart.js";
 
-const EVERY_MS = 2000;
-const TIMEOUT_MS = 10000;
+const POLL_INTERVAL_MS = 2000;
+const REQUEST_TIMEOUT_MS = 10000;
 const LOG_LINES = 200;
 
 const part = (id) => document.getElementById(id);
-let round = 0;
+/** Number of the newest poll. Replies to an older one are dropped. */
+let newest = 0;
 let timer;
-let known;
-let heard;
+let statesBefore;
+let lastReplyMs;
 
-// ---- what is asked ----
+// ---- polling ----
 
-async function ask(path) {
-  const answer = await fetch(path, { signal: AbortSignal.timeout(TIMEOUT_MS) });
-  const value = await answer.json().catch(() => ({}));
-  if (answer.ok) return value;
-  throw Object.assign(new Error(value.error ?? `HTTP status ${answer.status}`), { answered: true });
+async function get(path) {
+  const response = await fetch(path, { signal: AbortSignal.timeout(REQUEST_TIMEOUT_MS) });
+  const value = await response.json().catch(() => ({}));
+  if (response.ok) return value;
+  throw Object.assign(new Error(value.error ?? `HTTP status ${response.status}`), { replied: true });
 }
 
-/** One round; a later one makes it stop. */
-async function look() {
+/** Polls once and schedules the next poll. Cancels the one before. */
+async function poll() {
   clearTimeout(timer);
-  const mine = ++round;
+  const number = ++newest;
   try {
-    const node = await ask("/api/v1/node");
-    if (mine !== round) return;
-    heard = Date.now();
+    const node = await get("/api/v1/node");
+    if (number !== newest) return;
+    lastReplyMs = Date.now();
     part("unreachable").hidden = true;
     showNode(node);
-    await lookAtJob(node, mine);
+    await pollJob(node, number);
   } catch (error) {
-    if (mine === round) showUnreachable(error);
+    if (number === newest) showUnreachable(error);
   }
-  if (mine === round && !document.hidden) timer = setTimeout(look, EVERY_MS);
+  if (number === newest && !document.hidden) timer = setTimeout(poll, POLL_INTERVAL_MS);
 }
 
+/** The job in the URL's fragment. */
 function chosen() {
   const found = /^#job=([0-9]+)$/.exec(location.hash);
   return found && Number(found[1]);
 }
 
-async function lookAtJob(node, mine) {
+async function pollJob(node, number) {
   const id = chosen();
   part("job").hidden = id === null;
   if (id === null) return;
   let job;
   try {
-    job = await ask(`/api/v1/jobs/${id}`);
+    job = await get(`/api/v1/jobs/${id}`);
   } catch (error) {
-    if (!error.answered) throw error;
-    if (mine === round) showNoJob(id, error.message);
+    if (!error.replied) throw error;
+    if (number === newest) showNoJob(id, error.message);
     return;
   }
-  if (mine !== round) return;
+  if (number !== newest) return;
   showJob(job, node.node.gpus);
-  await lookAtLog(job, mine);
+  await pollLog(job, number);
 }
 
-async function lookAtLog(job, mine) {
+async function pollLog(job, number) {
   const [rank, stream] = [part("log-rank").value || "0", part("log-stream").value];
   let text;
   try {
-    const { lines } = await ask(`/api/v1/jobs/${job.id}/logs?rank=${rank}&stream=${stream}&lines=${LOG_LINES}`);
-    text = lines.map(plain).join("\n") || "Nothing has been written.";
+    const { lines } = await get(`/api/v1/jobs/${job.id}/logs?rank=${rank}&stream=${stream}&lines=${LOG_LINES}`);
+    text = lines.map(plain).join("\n") || "No output yet.";
   } catch (error) {
-    if (!error.answered) throw error;
-    text = `There is no log: ${error.message}`;
+    if (!error.replied) throw error;
+    text = `No log: ${error.message}`;
   }
-  if (mine !== round) return;
+  if (number !== newest) return;
   const log = part("log");
   const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 30;
   put(log, text);
   if (follows) log.scrollTop = log.scrollHeight;
 }
 
-/** A line as a terminal leaves it: without colours, and of a progress bar what was written last. */
+/** A line as a terminal shows it: escape sequences removed, and only the last state of a progress bar. */
 function plain(line) {
   const text = line.replace(/\u001b\[[0-9;?]*[ -/]*[@-~]/g, "");
   return text.replace(/\r+$/, "").split("\r").at(-1);
@@ -86,61 +88,61 @@ function plain(line) {
 // ---- the node ----
 
 function showNode({ unix_ms, node, jobs, jobs_left_out }) {
-  document.title = `${node.host}: ${node.jobs_running} running, ${node.jobs_queued} waiting`;
+  document.title = `${node.host}: ${node.jobs_running} running, ${node.jobs_queued} queued`;
   put(part("host"), node.host);
   facts(part("facts"), {
     "version": node.version,
-    "up for": time(unix_ms / 1000 - node.started_unix_seconds),
+    "uptime": time(unix_ms / 1000 - node.started_unix_seconds),
     "cores": node.cores,
     "running": node.jobs_running,
-    "waiting": node.jobs_queued,
+    "queued": node.jobs_queued,
     "ended": node.jobs_ended,
   });
-  banner(part("drained"), node.drained && `Drained, no job is started: ${node.drained}`);
-  banner(part("problem"), node.gpu_problem && `GPUs are not known: ${node.gpu_problem}`);
+  banner(part("drained"), node.drained && `Drained, no jobs are started: ${node.drained}`);
+  banner(part("problem"), node.gpu_problem && `GPUs cannot be read: ${node.gpu_problem}`);
   const names = new Map(jobs.map((job) => [job.id, job.name]));
   fill(part("gpus"), node.gpus, (gpu) => gpu.uuid, [
     ["GPU", (gpu) => gpu.index, "number"],
     ["name", (gpu) => gpu.name],
     ["state", (gpu) => state(gpu.state)],
     ["job", (gpu) => gpu.job && link(gpu.job, `${gpu.job} ${names.get(gpu.job) ?? ""}`)],
-    ["use", (gpu) => gpu.busy_percent === null ? null : meter(gpu.busy_percent, 100, percent(gpu.busy_percent))],
+    ["utilization", (gpu) => gpu.busy_percent === null ? null : meter(gpu.busy_percent, 100, percent(gpu.busy_percent))],
     ["memory", (gpu) => gpu.memory_bytes && meter(gpu.memory_used_bytes, gpu.memory_bytes, `${bytes(gpu.memory_used_bytes)} of ${bytes(gpu.memory_bytes)}`)],
     ["power", (gpu) => gpu.power_watts === null ? null : `${Math.round(gpu.power_watts)} W`, "number"],
-    ["heat", (gpu) => gpu.temperature_celsius === null ? null : `${Math.round(gpu.temperature_celsius)} °C`, "number"],
-    ["why", (gpu) => gpu.reason, "wide"],
-  ], "There is no GPU.");
+    ["temperature", (gpu) => gpu.temperature_celsius === null ? null : `${Math.round(gpu.temperature_celsius)} °C`, "number"],
+    ["reason", (gpu) => gpu.reason, "wide"],
+  ], "No GPUs.");
   fill(part("jobs"), jobs, (job) => job.id, [
     ["job", (job) => link(job.id, String(job.id)), "number"],
     ["name", (job) => clip(job.name), "wide clip"],
     ["user", (job) => job.user || job.uid],
     ["state", (job) => state(job.state)],
-    ["why", (job) => clip(job.reason), "wide clip"],
+    ["reason", (job) => clip(job.reason), "wide clip"],
     ["step", (job) => job.step === null ? null : `${job.step} of ${job.total_steps}`, "number"],
     ["loss", (job) => job.loss === null ? null : loss(job.loss), "number"],
     ["tok/s", (job) => job.tokens_per_second === null ? null : count(job.tokens_per_second), "number"],
     ["runtime", (job) => runtime(job, unix_ms), "number"],
-  ], "There are no jobs. xlaunch submit adds one.");
+  ], "No jobs. Submit one with xlaunch submit.");
   for (const row of part("jobs").tBodies[0].rows) row.classList.toggle("chosen", row.dataset.key === String(chosen()));
   const left = part("left-out");
   left.hidden = !jobs_left_out;
-  put(left, `${jobs_left_out} more are not shown.`);
-  tell(jobs);
+  put(left, `${jobs_left_out} more jobs are not shown.`);
+  announceChanges(jobs);
 }
 
-/** Says what has become of jobs since the last look. */
-function tell(jobs) {
-  const before = known;
-  known = new Map(jobs.map((job) => [job.id, job.state]));
+/** Announces changes of state since the last poll to screen readers. */
+function announceChanges(jobs) {
+  const before = statesBefore;
+  statesBefore = new Map(jobs.map((job) => [job.id, job.state]));
   if (!before) return;
   const changed = jobs.filter((job) => before.get(job.id) !== job.state);
-  if (changed.length) put(part("news"), changed.slice(0, 5).map((job) => `Job ${job.id} is ${job.state}.`).join(" "));
+  if (changed.length) put(part("changes"), changed.slice(0, 5).map((job) => `Job ${job.id} is ${job.state}.`).join(" "));
 }
 
 function showUnreachable(error) {
-  const since = heard ? `; what is shown is ${time((Date.now() - heard) / 1000)} old` : "";
-  const why = error.answered ? error.message : "it does not answer";
-  banner(part("unreachable"), `The daemon cannot be reached: ${why}${since}.`);
+  const age = lastReplyMs ? `; this page is ${time((Date.now() - lastReplyMs) / 1000)} old` : "";
+  const why = error.replied ? error.message : "it does not answer";
+  banner(part("unreachable"), `The daemon cannot be reached: ${why}${age}.`);
 }
 
 // ---- one job ----
@@ -163,12 +165,12 @@ function showJob(job, gpus) {
     "user": job.user || job.uid,
     "submitted": when(job.submitted_unix_ms),
     "runtime": runtime(job, job.unix_ms),
-    "turn": job.queue_position || null,
+    "queue position": job.queue_position || null,
     "exit code": job.exit_code,
     "step": job.step === null ? null : `${job.step} of ${job.total_steps}`,
     "loss": job.loss === null ? null : loss(job.loss),
     "tok/s": job.tokens_per_second === null ? null : count(job.tokens_per_second),
-    "last heard of": stale ? `${time(job.status_age_seconds)} ago` : null,
+    "last status": stale ? `${time(job.status_age_seconds)} ago` : null,
     "GPUs": gpus.filter((gpu) => job.gpus.includes(gpu.uuid)).map((gpu) => gpu.index).join(", ") || null,
     "directory": job.work_dir,
     "command": job.command_line,
@@ -209,7 +211,7 @@ function showCharts({ kind, history }) {
   draw(part("speed"), "Tokens per second", history.map((point) => [point.step, value(point.tokens_per_second)]), count);
 }
 
-// ---- parts of the page, which are changed only where something is new ----
+// ---- updates of the page, which touch only elements that have changed ----
 
 function put(element, text) {
   const wanted = String(text ?? "");
@@ -221,7 +223,7 @@ function banner(element, text) {
   put(element, text);
 }
 
-/** What is null is left out. */
+/** Shows entries as a list; null and empty values are left out. */
 function facts(list, entries) {
   const shown = Object.entries(entries).filter(([, value]) => value !== null && value !== undefined && value !== "");
   while (list.children.length > shown.length) list.lastChild.remove();
@@ -232,7 +234,7 @@ function facts(list, entries) {
   });
 }
 
-/** Rows keep their elements, and so the focus, as long as their key is there. */
+/** Fills a table. A row with the same key keeps its element, and so the focus. */
 function fill(table, items, key, columns, empty) {
   const body = table.tBodies[0];
   const head = table.tHead.rows[0];
@@ -271,7 +273,7 @@ function emptyRow(columns, text) {
   return attributes(element("tr", cell), { role: "row", "data-key": "" });
 }
 
-/** A text, or an element that replaces one like it only if it differs. */
+/** Shows a text or an element. An equal element is kept. */
 function show(parent, value) {
   if (!(value instanceof Element)) return put(parent, value);
   const old = parent.firstElementChild;
@@ -311,7 +313,7 @@ function meter(now, most, text) {
 
 // ---- values as text ----
 
-/** Numbers that JSON does not have come as strings. */
+/** NaN and infinities are strings in JSON. */
 const value = (number) => Number(number);
 const loss = (number) => Number.isFinite(value(number)) ? value(number).toFixed(4).replace(/(\.\d\d)00$/, "$1") : String(number);
 const percent = (number) => `${Math.round(number)}%`;
@@ -349,15 +351,15 @@ function device(uuid, gpus) {
   return gpu ? `GPU ${gpu.index}` : uuid;
 }
 
-// ---- when it asks ----
+// ---- events ----
 
-document.addEventListener("visibilitychange", () => { clearTimeout(timer); if (!document.hidden) look(); });
+document.addEventListener("visibilitychange", () => { clearTimeout(timer); if (!document.hidden) poll(); });
 window.addEventListener("hashchange", async () => {
   for (const id of ["loss", "speed"]) part(id).replaceChildren();
   put(part("log"), "");
   part("log-rank").replaceChildren();
-  await look();
+  await poll();
   if (chosen() !== null) part("job-title").focus();
 });
-for (const id of ["log-rank", "log-stream"]) part(id).addEventListener("change", look);
-look();
+for (const id of ["log-rank", "log-stream"]) part(id).addEventListener("change", poll);
+poll();

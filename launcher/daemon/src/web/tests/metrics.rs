@@ -1,4 +1,4 @@
-//! What Prometheus is told, and what is asked of it.
+//! `/metrics`, and the dashboard and alerts that query it.
 
 use std::process::Stdio;
 use std::sync::Arc;
@@ -6,25 +6,25 @@ use std::sync::Arc;
 use serde_json::Value;
 use xlaunch_proto::v1::NodeJobState;
 
-use super::made_up::{HOSTILE, job, made_up};
 use super::program;
+use super::sample_node::{HOSTILE, job, sample_node};
 use crate::web::metrics;
 use xlaunch_agent::clock::unix_ms;
 
 /// A file of `deploy/`.
 fn deployed(name: &str) -> std::path::PathBuf {
-    std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy")).join(name)
+    std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../deploy")).join(name)
 }
 
-/// Names in a text that begin so.
-fn names(text: &str, beginning: &str) -> Vec<String> {
+/// Words of a text with this prefix.
+fn names(text: &str, prefix: &str) -> Vec<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
-    words.filter(|word| word.starts_with(beginning)).map(Into::into).collect()
+    words.filter(|word| word.starts_with(prefix)).map(Into::into).collect()
 }
 
 #[test]
-fn dashboard_and_alerts_ask_for_metrics_that_there_are() {
-    let text = metrics::text(Arc::new(made_up(unix_ms(), 800)), unix_ms()).unwrap();
+fn dashboard_and_alerts_use_exported_metrics_only() {
+    let text = metrics::text(Arc::new(sample_node(unix_ms(), 800)), unix_ms()).unwrap();
     let exported: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).collect();
     let has = |name: &String| exported.iter().any(|line| line.split(['{', ' ']).next() == Some(name));
     let rules = fs_err::read_to_string(deployed("prometheus/rules.yml")).unwrap();
@@ -43,14 +43,14 @@ fn dashboard_and_alerts_ask_for_metrics_that_there_are() {
     let asked = names(&asked.join(" "), "xlaunch_");
     assert!(asked.len() > 15, "{asked:?}");
     for name in asked.iter().chain(&names(&expressions, "xlaunch_")) {
-        assert!(has(name), "{name} is asked for, and not exported");
+        assert!(has(name), "{name} is queried but not exported");
     }
-    // What DCGM's exporter tells is told by it alone.
+    // Nothing that dcgm-exporter exports is exported again.
     assert!(names(&text, "DCGM").is_empty());
 }
 
 #[test]
-fn prometheus_takes_the_metrics_and_the_alerts() {
+fn promtool_accepts_metrics_and_alerts() {
     let Some(promtool) = program("promtool") else { return };
     let run = |arguments: &[&str], input: &str| {
         use std::io::Write;
@@ -64,8 +64,8 @@ fn prometheus_takes_the_metrics_and_the_alerts() {
     };
     run(&["check", "rules", deployed("prometheus/rules.yml").to_str().unwrap()], "");
     run(&["test", "rules", deployed("prometheus/rules_test.yml").to_str().unwrap()], "");
-    let text = metrics::text(Arc::new(made_up(unix_ms(), 800)), unix_ms()).unwrap();
-    // It reads the older text format, in which comments name counters as samples do.
+    let text = metrics::text(Arc::new(sample_node(unix_ms(), 800)), unix_ms()).unwrap();
+    // It reads the Prometheus text format, in which comments name counters with their suffix.
     let counters = ["xlaunch_worker_restarts", "xlaunch_tokens", "xlaunch_allreduce_bytes"];
     let older =
         counters.iter().fold(text, |text, name| text.replace(&format!("{name} "), &format!("{name}_total ")));
@@ -73,8 +73,8 @@ fn prometheus_takes_the_metrics_and_the_alerts() {
 }
 
 #[test]
-fn what_users_name_breaks_no_line_of_the_metrics() {
-    let mut view = made_up(unix_ms(), 800);
+fn hostile_job_name_is_escaped_in_labels() {
+    let mut view = sample_node(unix_ms(), 800);
     let long = format!("{HOSTILE}{}", "\u{1f600}\\\"\n".repeat(2000));
     view.jobs.insert(10, Arc::new(job(10, &long, NodeJobState::Queued)));
     let text = metrics::text(Arc::new(view), unix_ms()).unwrap();
@@ -88,9 +88,9 @@ fn what_users_name_breaks_no_line_of_the_metrics() {
 }
 
 #[test]
-fn metrics_tell_of_jobs_as_long_as_it_makes_sense() {
+fn ended_jobs_are_exported_for_an_hour_without_throughput() {
     let now = unix_ms();
-    let text = metrics::text(Arc::new(made_up(now, 800)), now).unwrap();
+    let text = metrics::text(Arc::new(sample_node(now, 800)), now).unwrap();
     let has = |sample: &str| text.lines().any(|line| line.starts_with(sample));
     for sample in [
         "xlaunch_jobs{state=\"lost\"} 1.0",
@@ -111,14 +111,14 @@ fn metrics_tell_of_jobs_as_long_as_it_makes_sense() {
         "xlaunch_pool_mapped_bytes{job=\"7\",rank=\"0\"} 3600000000.0",
         "xlaunch_gpu_job{UUID=\"GPU-5a1e0001-77d0-4c3f-9b52-0d3f5f1e2a00\",job=\"7\"} 1.0",
         "xlaunch_drained 0.0",
-        // It failed ten minutes ago: an alert has a loss and a state to tell of.
+        // It failed ten minutes ago.
         "xlaunch_job_info{job=\"6\",name=\"gpt2-124m\",user=\"ada\",kind=\"trainer\",state=\"failed\"} 1.0",
         "xlaunch_loss{job=\"6\"} NaN",
     ] {
         assert!(has(sample), "{sample} is missing in {text}");
     }
     for sample in [
-        // Nothing is fast that has ended, and a day ago is long ago.
+        // An ended job has no throughput, and one that ended a day ago is not exported.
         "xlaunch_tokens_per_second{job=\"6\"}",
         "xlaunch_step_duration_seconds_sum{job=\"6\"}",
         "xlaunch_job_status_age_seconds{job=\"6\"}",

@@ -1,0 +1,45 @@
+//! What is known about a rank of a failed job, for the report.
+
+use std::ffi::OsStr;
+use std::io::Read;
+use std::path::Path;
+
+use super::Driver;
+use crate::devices;
+use crate::report::Evidence;
+use crate::run_dir::rank_dir;
+use crate::spawn::Exit;
+
+/// Bytes of a worker's error file that are read.
+const MAX_ERROR_FILE_BYTES: u64 = 1 << 20;
+
+impl Driver<'_> {
+    /// The evidence of a rank's last attempt.
+    pub(super) fn evidence(&self, rank: u32) -> Evidence {
+        let started = self.attempt.workers.get(rank as usize).and_then(Option::as_ref);
+        let end = self.attempt.ends.get(rank as usize).copied().unwrap_or_default();
+        let program = self.workload.program();
+        let oom_kills = self.attempt.processes.as_ref().map(|processes| processes.oom_kills(rank));
+        Evidence {
+            pid: started.map_or(0, |started| started.worker.pid),
+            host: devices::host_name(),
+            // Exit codes of the built-in trainer have their own meanings; signals mean the same everywhere.
+            exit: end.exit.filter(|exit| program.is_some() || matches!(exit, Exit::Signal(_))),
+            exit_time: end.time,
+            signalled: end.signalled,
+            stderr: started.map(|started| started.output.tail()).unwrap_or_default(),
+            error_file: read_start(&rank_dir(&self.run.logs, self.job.attempt(), rank).join("error.json")),
+            oom_kills: oom_kills.unwrap_or_default(),
+            spawn_error: end.spawn_error,
+            program: program.map(OsStr::to_owned).unwrap_or_default(),
+            search_path: std::env::var_os("PATH").unwrap_or_default(),
+        }
+    }
+}
+
+/// The first [`MAX_ERROR_FILE_BYTES`] of a file that a worker may have written.
+fn read_start(path: &Path) -> Option<String> {
+    let mut bytes = Vec::new();
+    fs_err::File::open(path).ok()?.take(MAX_ERROR_FILE_BYTES).read_to_end(&mut bytes).ok()?;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
+}

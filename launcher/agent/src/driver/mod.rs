@@ -1,0 +1,256 @@
+//! The task that owns a job: turns what happens into events for the state machine ([`Job`]), and performs its actions.
+//!
+//! ```text
+//! exits (pidfds), calls (gRPC), signals, deadlines --events--> Job (pure) --actions--> start, signal, kill, notify
+//! ```
+//! - `attempt`: the processes of one attempt; `evidence`: what is known about a failure.
+//! - Everything that depends on the kind of job is behind [`Workload`]; the driver knows only `dyn Workload`.
+//! - The processes of an attempt belong to a [`ProcessTree`](crate::spawn::process_tree::ProcessTree), which is empty
+//!   before the next attempt starts or the job ends. A [`Reaper`] process cleans up if this process is killed.
+
+mod attempt;
+mod evidence;
+
+use std::collections::VecDeque;
+use std::io;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, watch};
+use tokio::time::{MissedTickBehavior, sleep_until};
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::{JobState, Restart, StatusReply};
+
+use crate::clock;
+use crate::rendezvous::service::{self, Message};
+use crate::report::Evidence;
+use crate::run_dir::RunDir;
+use crate::signals::{self, SignalRequest};
+use crate::spawn::reaper::Reaper;
+use crate::spawn::{Exit, Spawner, adopt_orphans, reap_orphans};
+use crate::state::{Action, Event, Job, Outcome, Phase, StopCause};
+use crate::status::board::Board;
+use crate::workload::Workload;
+use crate::workload::command::{CommandPlan, CommandWorkload};
+use crate::workload::trainer::{TrainerPlan, TrainerWorkload, TrainingResults};
+use attempt::Attempt;
+
+/// Calls that may wait for this task.
+const MESSAGE_QUEUE: usize = 1024;
+const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// The event loop's sleep if no deadline is set.
+const IDLE_SLEEP: Duration = Duration::from_secs(3600);
+
+/// The end of a job of either kind.
+#[derive(Debug)]
+pub struct Finished {
+    /// How it ended.
+    pub outcome: Outcome,
+    /// By rank; empty unless the job failed.
+    pub evidence: Vec<Evidence>,
+    /// The last status, with its history.
+    pub status: StatusReply,
+}
+
+/// Runs a job of the built-in trainer to its end. None of its processes, sockets and private directories remain.
+///
+/// # Errors
+/// System errors before the first worker is started.
+pub async fn run_trainer(plan: TrainerPlan<'_>, run: RunDir) -> io::Result<(Finished, TrainingResults)> {
+    with_reaper(run, async |run, reaper| {
+        let mut workload = TrainerWorkload::new(plan, run)?;
+        let finished = drive(&mut workload, run, reaper).await?;
+        Ok((finished, workload.finish().await))
+    })
+    .await
+}
+
+/// Runs a command's workers to their end, as [`run_trainer`] does.
+///
+/// # Errors
+/// System errors before the first worker is started.
+pub async fn run_command(plan: CommandPlan<'_>, run: RunDir) -> io::Result<Finished> {
+    with_reaper(run, async |run, reaper| {
+        let mut workload = CommandWorkload::new(plan, run)?;
+        let finished = drive(&mut workload, run, reaper).await?;
+        workload.finish().await;
+        Ok(finished)
+    })
+    .await
+}
+
+async fn with_reaper<T>(
+    run: RunDir,
+    job: impl AsyncFnOnce(&RunDir, &Reaper) -> io::Result<T>,
+) -> io::Result<T> {
+    adopt_orphans()?;
+    let private: Vec<_> = run.private().map(Path::to_path_buf).into_iter().collect();
+    let reaper = Reaper::start(&run.id, &private)?;
+    let result = job(&run, &reaper).await;
+    // In this order: until the private directory is removed, the reaper would do it.
+    drop(run);
+    drop(reaper);
+    result
+}
+
+async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io::Result<Finished> {
+    let (messages, mut inbox) = mpsc::channel(MESSAGE_QUEUE);
+    let board = watch::Sender::new(Board::new(workload.launch()));
+    let service = service::serve(&run.socket, messages, board.clone()).await?;
+    let (exits, mut exited) = mpsc::unbounded_channel();
+    let mut requests = signals::listen(&workload.stop_signals())?;
+    let mut children = signal(SignalKind::child())?;
+    let mut stall_poll = tokio::time::interval(STALL_POLL_INTERVAL);
+    stall_poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let rules = workload.rules();
+    let mut driver = Driver {
+        workload,
+        run,
+        reaper,
+        world: rules.world,
+        job: Job::new(rules, Instant::now()),
+        spawner: Spawner::start()?,
+        attempt: Attempt::default(),
+        board,
+        failed: false,
+        exits,
+    };
+
+    let mut outcome = driver.act(vec![Action::Start { attempt: 0 }]).await;
+    while outcome.is_none() {
+        let deadline = driver.deadline();
+        let event = tokio::select! {
+            Some((rank, exit)) = exited.recv() => Some(driver.exited(rank, exit)),
+            Some(message) = inbox.recv() => driver.message(message),
+            Some(request) = requests.recv() => driver.signal_request(request),
+            _ = children.recv() => {
+                reap_orphans();
+                None
+            }
+            () = sleep_until(deadline.into()) => Some(driver.timer(Instant::now())),
+            _ = stall_poll.tick() => {
+                if driver.job.phase() == Phase::Running {
+                    driver.workload.report_stalls(&driver.board, Instant::now());
+                }
+                None
+            }
+        };
+        if let Some(event) = event {
+            let actions = driver.job.handle(event, Instant::now());
+            outcome = driver.act(actions).await;
+        }
+    }
+    service.finish().await;
+    Ok(driver.finish(outcome))
+}
+
+struct Driver<'a> {
+    workload: &'a mut dyn Workload,
+    run: &'a RunDir,
+    reaper: &'a Reaper,
+    job: Job,
+    world: u32,
+    spawner: Spawner,
+    attempt: Attempt,
+    board: watch::Sender<Board>,
+    /// The job has ended with a failure.
+    failed: bool,
+    exits: mpsc::UnboundedSender<(u32, Exit)>,
+}
+
+impl Driver<'_> {
+    fn deadline(&self) -> Instant {
+        let deadlines = [self.job.deadline(), self.workload.deadline(&self.job)];
+        deadlines.into_iter().flatten().min().unwrap_or_else(|| Instant::now() + IDLE_SLEEP)
+    }
+
+    fn timer(&self, now: Instant) -> Event {
+        self.workload.timer(&self.job, now).unwrap_or(Event::Tick)
+    }
+
+    /// Performs actions of the state machine, and those that they lead to; returns the outcome if the job is over.
+    async fn act(&mut self, actions: Vec<Action>) -> Option<Outcome> {
+        let mut queue = VecDeque::from(actions);
+        let mut outcome = None;
+        while let Some(action) = queue.pop_front() {
+            match action {
+                Action::Start { attempt } => queue.extend(self.start(attempt).await),
+                Action::RequestStop => self.workload.request_stop(),
+                Action::Signal(signal) => {
+                    if let Some(signal) = Signal::from_named_raw(signal) {
+                        self.attempt.signal(signal);
+                    }
+                }
+                Action::Kill => self.attempt.kill(),
+                Action::Notify(text) => {
+                    self.notify(&text);
+                    self.board.send_modify(|board| board.set_reason(&text));
+                }
+                Action::Restart { attempt, rank, cause } => {
+                    let restart = Restart { unix_ms: clock::unix_ms(), attempt, rank, cause };
+                    self.board.send_modify(|board| board.add_restart(restart));
+                }
+                Action::End(end) => {
+                    self.end_attempt().await;
+                    self.failed = end.root.is_some();
+                    outcome = Some(end);
+                }
+            }
+        }
+        self.publish_state();
+        outcome
+    }
+
+    /// Shows the user a line, without waiting.
+    fn notify(&self, text: &str) {
+        self.workload.notify(&format!("xlaunch: {text}"));
+    }
+
+    fn publish_state(&self) {
+        let state = match self.job.phase() {
+            Phase::RestartDelay => JobState::Starting,
+            Phase::Rendezvous => JobState::Rendezvous,
+            Phase::Running => JobState::Running,
+            Phase::Stopping => JobState::Stopping,
+            Phase::Ended if self.failed => JobState::Failed,
+            Phase::Ended => JobState::Done,
+        };
+        self.board.send_modify(|board| board.set_state(state));
+    }
+
+    fn exited(&mut self, rank: u32, exit: Exit) -> Event {
+        self.workload.worker_exited(rank);
+        self.attempt.exited(rank, exit);
+        self.board.send_modify(|board| board.exited(rank, exit.to_string()));
+        Event::Exited { rank, exit }
+    }
+
+    fn message(&mut self, message: Message) -> Option<Event> {
+        match message {
+            Message::Stop => Some(Event::Stop(StopCause::Call)),
+            from_worker => self.workload.message(from_worker, &self.job, &self.board),
+        }
+    }
+
+    fn signal_request(&self, request: SignalRequest) -> Option<Event> {
+        match request {
+            SignalRequest::Stop(signal) => return Some(Event::Stop(StopCause::Signal(signal.as_raw()))),
+            SignalRequest::Forward(signal) => self.attempt.forward(signal),
+            SignalRequest::Suspend => self.attempt.suspend(),
+            SignalRequest::Resume => self.attempt.resume(),
+        }
+        None
+    }
+
+    fn finish(&self, outcome: Option<Outcome>) -> Finished {
+        let internal = Outcome { exit: ExitCode::Internal, root: None, others: Vec::new() };
+        let outcome = outcome.unwrap_or(internal);
+        let evidence = match outcome.root {
+            Some(_) => (0..self.world).map(|rank| self.evidence(rank)).collect(),
+            None => Vec::new(),
+        };
+        Finished { outcome, evidence, status: self.board.borrow().reply(Instant::now(), true) }
+    }
+}

@@ -1,0 +1,196 @@
+use super::*;
+
+fn evidence(exit: Exit, stderr: &str) -> Evidence {
+    Evidence {
+        exit: Some(exit),
+        stderr: stderr.lines().map(Into::into).collect(),
+        program: "/opt/py/bin/python".into(),
+        ..Evidence::default()
+    }
+}
+
+/// Cause and help.
+fn of(evidence: &Evidence) -> (String, String) {
+    let cause = cause(evidence).unwrap();
+    (cause.what, cause.help.unwrap_or_default())
+}
+
+fn failed(stderr: &str) -> (String, String) {
+    of(&evidence(Exit::Code(1), stderr))
+}
+
+/// A traceback that ends with `line`, from line 7 of `/w/t.py` through a package.
+fn traceback(line: &str) -> String {
+    format!(
+        "Traceback (most recent call last):\n  File \"/w/t.py\", line 7, in main\n    f()\n  \
+         File \"/v/site-packages/torch/x.py\", line 99, in f\n    g()\n{line}\n"
+    )
+}
+
+#[test]
+fn exception_is_the_cause_with_the_users_line() {
+    assert_eq!(
+        failed(&traceback("ValueError: bad")),
+        ("ValueError: bad (/w/t.py, line 7)".into(), String::new())
+    );
+    let odd = of(&evidence(Exit::Code(3), &traceback("ValueError: bad")));
+    assert_eq!(odd.0, "perhaps ValueError: bad (/w/t.py, line 7)");
+}
+
+#[test]
+fn error_file_takes_precedence_over_stderr() {
+    let file = r#"{"message": {"message": "KeyError: 'loss'", "extraInfo": {"timestamp": "1"}}}"#.to_string();
+    let evidence = Evidence {
+        error_file: Some(file),
+        ..evidence(Exit::Signal(11), &traceback("ValueError: got over this"))
+    };
+    assert_eq!(of(&evidence).0, "KeyError: 'loss'");
+}
+
+#[test]
+fn gpu_and_host_out_of_memory() {
+    for line in [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "torch.AcceleratorError: CUDA error: out of memory",
+    ] {
+        let (what, help) = failed(&traceback(line));
+        assert_eq!(what, format!("GPU out of memory: {line} (/w/t.py, line 7)"));
+        assert_eq!(help, "use smaller batches, or check for other processes on the GPU: nvidia-smi");
+    }
+    assert_eq!(failed(&traceback("MemoryError")).0, "host out of memory: MemoryError (/w/t.py, line 7)");
+}
+
+#[test]
+fn oom_kills_by_counter() {
+    let killed = evidence(Exit::Signal(9), &traceback("ValueError: got over this"));
+    assert_eq!(of(&killed).0, "killed by SIGKILL, not sent by xlaunch: perhaps by the OOM killer");
+    let with = |oom_kills| of(&Evidence { oom_kills, ..killed.clone() }).0;
+    let (rank, launch) =
+        (OomKills { rank: 1, ..OomKills::default() }, OomKills { launch: 1, ..OomKills::default() });
+    assert_eq!(with(rank), "killed by the kernel's OOM killer");
+    assert_eq!(with(launch), "killed by the kernel's OOM killer");
+    let host = with(OomKills { host: Some(3), ..OomKills::default() });
+    assert_eq!(host, "killed by SIGKILL while the OOM killer killed 3 processes on this host");
+    let foreign = with(OomKills { host: Some(0), ..OomKills::default() });
+    assert_eq!(foreign, "killed by SIGKILL, sent neither by xlaunch nor by the OOM killer");
+    assert_eq!(cause(&Evidence { signalled: true, ..killed }), None);
+    let child = evidence(
+        Exit::Code(1),
+        &traceback("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed."),
+    );
+    let with = |oom_kills| of(&Evidence { oom_kills, ..child.clone() });
+    let two = with(OomKills { rank: 2, launch: 2, host: Some(2) });
+    assert_eq!(two.0, "the OOM killer killed 2 of its processes");
+    let one = with(OomKills { rank: 0, launch: 1, host: Some(1) });
+    assert!(one.0.starts_with("the OOM killer killed a process: RuntimeError: DataLoader"), "{one:?}");
+    assert!(one.1.contains("fewer data loader workers") && of(&child).1.contains("dmesg"), "{one:?}");
+    // OOM kills on the host or in the session do not concern a rank that exited by itself.
+    let other = evidence(Exit::Code(1), &traceback("ValueError: bad"));
+    let others = OomKills { rank: 0, launch: 1, host: Some(1) };
+    assert_eq!(of(&Evidence { oom_kills: others, ..other }).0, "ValueError: bad (/w/t.py, line 7)");
+    let shell = of(&evidence(Exit::Code(137), ""));
+    assert_eq!(
+        shell.0,
+        "perhaps one of its child processes: killed by SIGKILL, not sent by xlaunch: perhaps by the OOM killer"
+    );
+}
+
+#[test]
+fn address_in_use_with_its_port() {
+    let torch = "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network \
+                 address. port: 29777, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use";
+    let (what, help) = failed(&traceback(torch));
+    assert_eq!(what, format!("port 29777 is in use: {torch} (/w/t.py, line 7)"));
+    assert!(help.contains("--master-port"));
+    let server =
+        "OSError: [Errno 98] error while attempting to bind on address ('::', 8000): address already in use";
+    assert!(failed(&traceback(server)).0.starts_with("port 8000 is in use: "));
+    let bare = failed(&traceback("OSError: [Errno 98] Address already in use"));
+    assert!(bare.0.starts_with("an address is in use: "));
+}
+
+#[test]
+fn failed_and_timed_out_collectives() {
+    let timeout = "[rank0]:[E1121 ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation timeout: \
+                   WorkNCCL(SeqNum=5, OpType=ALLREDUCE)";
+    let aborted = format!(
+        "{timeout}\nterminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0] \
+         Process group watchdog thread terminated with exception: [Rank 0] Watchdog caught collective operation \
+         timeout: WorkNCCL(SeqNum=5)\nException raised from checkTimeout at x.cpp:615\nframe #0: c10::Error\n"
+    );
+    let (what, help) = of(&evidence(Exit::Signal(6), &aborted));
+    assert!(what.starts_with("a collective timed out: [PG ID 0] Process group watchdog"), "{what}");
+    assert!(help.starts_with("a rank may hang"));
+    let (what, help) = failed(&traceback(
+        "torch.distributed.DistBackendError: NCCL error in: x.cpp:3, unhandled system error",
+    ));
+    assert!(
+        what.starts_with("torch.distributed.DistBackendError: NCCL error")
+            && help.starts_with("set NCCL_DEBUG=INFO")
+    );
+    let gloo = "RuntimeError: [/p/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1";
+    assert_eq!(failed(&traceback(gloo)).1, "perhaps another rank exited first: check its last lines");
+}
+
+#[test]
+fn missing_modules_and_scripts() {
+    let (what, help) = failed(&traceback("ModuleNotFoundError: No module named 'flash_attn'"));
+    assert_eq!(what, "ModuleNotFoundError: No module named 'flash_attn' (/w/t.py, line 7)");
+    assert_eq!(help, "install it for /opt/py/bin/python, or start the workers with the Python that has it");
+    let script = "/opt/py/bin/python: can't open file '/w/x.py': [Errno 2] No such file or directory";
+    assert_eq!(of(&evidence(Exit::Code(2), script)).0, script);
+    assert!(failed("/opt/py/bin/python: No module named tran").1.starts_with("install it"));
+}
+
+#[test]
+fn programs_that_cannot_be_started() {
+    let failed = |errno: Errno, program: &str| {
+        of(&Evidence {
+            spawn_error: Some(errno.raw_os_error()),
+            program: program.into(),
+            search_path: "/bin:/usr/bin".into(),
+            ..Evidence::default()
+        })
+    };
+    let missing = failed(Errno::NOENT, "pyhton");
+    assert_eq!(missing.0, "program `pyhton` not found");
+    assert_eq!(missing.1, "install it, or give its path; directories searched (PATH): /bin:/usr/bin");
+    let file = failed(Errno::NOENT, "./run.sh").0;
+    assert_eq!(file, "file `./run.sh` not found, or the interpreter in its first line is missing");
+    assert!(failed(Errno::ACCESS, "./run.sh").1.starts_with("chmod +x ./run.sh"));
+    assert_eq!(failed(Errno::NOEXEC, "./a").0, "`./a` is not an executable for this machine");
+}
+
+#[test]
+fn fatal_signals() {
+    let signal = |signal| of(&evidence(Exit::Signal(signal), ""));
+    assert_eq!(signal(4).0, "illegal instruction (SIGILL)");
+    assert!(signal(7).1.contains("/dev/shm"));
+    assert_eq!(signal(2).0, "interrupted (SIGINT, Ctrl-C)");
+    assert_eq!(failed(&traceback("KeyboardInterrupt")).0, "interrupted (SIGINT, Ctrl-C)");
+    assert!(signal(11).1.contains("PYTHONFAULTHANDLER"));
+    let fault = "Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f01 (most recent call first):\n  File \
+                 \"/v/site-packages/x.py\", line 3 in f\n  File \"/w/t.py\", line 12 in main\n";
+    assert_eq!(
+        of(&evidence(Exit::Signal(11), fault)).0,
+        "Fatal Python error: Segmentation fault (/w/t.py, line 12)"
+    );
+}
+
+#[test]
+fn shell_exit_codes() {
+    let (what, _) = of(&evidence(Exit::Code(127), "run.sh: 3: nvcc: not found"));
+    assert_eq!(what, "shell: command not found: run.sh: 3: nvcc: not found");
+    let library = "python: error while loading shared libraries: libx.so.1: cannot open shared object file";
+    assert_eq!(of(&evidence(Exit::Code(127), library)).0, library);
+    let (what, _) = of(&evidence(Exit::Code(126), "bash: line 1: ./x: Permission denied"));
+    assert_eq!(what, "shell: command not executable: bash: line 1: ./x: Permission denied");
+}
+
+#[test]
+fn no_evidence_no_cause() {
+    assert_eq!(cause(&evidence(Exit::Code(3), "epoch 1\nepoch 2")), None);
+    assert_eq!(cause(&Evidence::default()), None);
+    let ours = Evidence { signalled: true, ..evidence(Exit::Signal(15), "") };
+    assert_eq!(cause(&ours), None);
+}

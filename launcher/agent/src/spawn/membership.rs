@@ -1,0 +1,181 @@
+//! Finds the processes of a run without cgroups.
+//!
+//! A process belongs to the run if it is a worker, is in a worker's process group, carries the run's mark in its
+//! environment, was adopted by xlaunch when its parent died, or descends from such a process. To kill them all, they
+//! are first stopped, so that none can fork, until a scan finds nothing new. A process is identified by id and start
+//! time, because ids are reused.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use xlaunch_proto::env;
+
+use super::children;
+use crate::process::Process;
+
+/// `USER_HZ`: the unit of times in `/proc`, whatever the kernel's own clock.
+const TICKS_PER_SECOND: u64 = 100;
+/// For [`kill`] to stop processes that keep appearing; then it kills what it has.
+const STOP_TIMEOUT: Duration = Duration::from_millis(500);
+/// Scans that must find nothing after a first one, before [`kill`] believes it.
+const EMPTY_RESCANS: u32 = 2;
+
+/// The value of [`env::SCOPE`] for a run of this process, unique on this host.
+pub(super) fn mark(run_id: &str) -> String {
+    format!("{run_id}:{}:{}", std::process::id(), Process::own().map_or(0, |own| own.started))
+}
+
+/// Clock ticks since boot.
+pub(super) fn clock_ticks() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    now.tv_sec.cast_unsigned() * TICKS_PER_SECOND
+        + now.tv_nsec.cast_unsigned() * TICKS_PER_SECOND / 1_000_000_000
+}
+
+/// The properties by which a run's processes are recognised.
+#[derive(Clone, Debug)]
+pub(super) struct RunProcesses {
+    /// The value of [`env::SCOPE`] in their environment.
+    pub(super) mark: String,
+    /// xlaunch's session, in which workers start: a process group cannot span sessions.
+    pub(super) session: u32,
+    /// Process ids and start times of the workers, which lead their process groups.
+    pub(super) leaders: BTreeMap<u32, u64>,
+    /// Processes that started earlier, in clock ticks since boot, do not belong to the run.
+    pub(super) since: u64,
+    /// Whether orphans that this process adopts belong to the run.
+    pub(super) adopts: bool,
+}
+
+impl RunProcesses {
+    /// The living processes of the run.
+    pub(super) fn list(&self) -> Vec<Process> {
+        let mark = format!("{}={}", env::SCOPE, self.mark);
+        let all = Process::all();
+        self.select(all, |process| process.carries(mark.as_bytes()))
+    }
+
+    fn select(&self, all: Vec<Process>, marked: impl Fn(&Process) -> bool) -> Vec<Process> {
+        let started: BTreeMap<u32, u64> = all.iter().map(|process| (process.pid, process.started)).collect();
+        let in_group = |process: &Process| {
+            self.leaders.get(&process.group).is_some_and(|leader| {
+                process.session == self.session
+                    && started.get(&process.group).is_none_or(|current| current == leader)
+            })
+        };
+        let pid = std::process::id();
+        let own = all.iter().find(|process| process.pid == pid).cloned();
+        let candidates: Vec<Process> =
+            all.into_iter().filter(|process| process.started >= self.since && process.pid != pid).collect();
+        let root = |process: &&Process| {
+            self.leaders.get(&process.pid) == Some(&process.started)
+                || in_group(process)
+                || self.adopts && own.as_ref().is_some_and(|own| children::is_adopted(process, own))
+                || marked(process)
+        };
+        let mut members: BTreeSet<u32> = candidates.iter().filter(root).map(|process| process.pid).collect();
+        loop {
+            let before = members.len();
+            for process in &candidates {
+                if members.contains(&process.parent) {
+                    members.insert(process.pid);
+                }
+            }
+            if members.len() == before {
+                break;
+            }
+        }
+        candidates.into_iter().filter(|process| members.contains(&process.pid) && !process.ended()).collect()
+    }
+}
+
+/// Kills what `scan` finds until it finds nothing new. Returns what it found last: all of it has been sent SIGKILL.
+///
+/// A scan first lists process ids, then reads each process. A process that forks after the listing and exits before it
+/// is read hides its child from the scan, so a single empty scan proves nothing.
+pub(super) fn kill(scan: impl Fn() -> Vec<Process>) -> Vec<Process> {
+    let deadline = Instant::now() + STOP_TIMEOUT;
+    let mut stopped = BTreeSet::new();
+    let mut empty_scans = 0;
+    loop {
+        let found = scan();
+        if found.is_empty() && empty_scans < EMPTY_RESCANS {
+            empty_scans += 1;
+            continue;
+        }
+        let mut new = false;
+        for process in &found {
+            if stopped.insert((process.pid, process.started)) {
+                new = true;
+                process.signal(Signal::STOP);
+            }
+        }
+        if !new || Instant::now() > deadline {
+            found.iter().for_each(|process| process.signal(Signal::KILL));
+            return found;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn process(pid: u32, parent: u32, group: u32, session: u32, started: u64) -> Process {
+        let name = "x".into();
+        Process { pid, parent, group, session, state: 'S', threads: 1, ticks: 0, started, pages: 0, name }
+    }
+
+    fn run() -> RunProcesses {
+        let leaders = BTreeMap::from([(1_000_010, 500)]);
+        RunProcesses { mark: "run:1:1".into(), session: 7, leaders, since: 400, adopts: false }
+    }
+
+    fn selected(all: Vec<Process>, marked: u32) -> Vec<u32> {
+        let found = run().select(all, |process| process.pid == marked);
+        found.into_iter().map(|process| process.pid).collect()
+    }
+
+    #[test]
+    fn clock_ticks_match_start_times_in_proc() {
+        assert!(Process::own().unwrap().started <= clock_ticks());
+    }
+
+    #[test]
+    fn workers_groups_marked_processes_and_descendants_belong() {
+        let all = vec![
+            process(1_000_010, 1, 1_000_010, 7, 500),
+            process(1_000_011, 1, 1_000_010, 7, 501),
+            process(1_000_012, 1, 1_000_012, 1_000_012, 501),
+            process(1_000_014, 1_000_013, 1_000_012, 1_000_012, 501),
+            process(1_000_013, 1_000_012, 1_000_012, 1_000_012, 501),
+            process(1_000_020, 1, 1_000_020, 7, 501),
+        ];
+        assert_eq!(selected(all, 1_000_012), [1_000_010, 1_000_011, 1_000_012, 1_000_014, 1_000_013]);
+    }
+
+    #[test]
+    fn kill_rescans_after_an_empty_scan() {
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = Process::read(child.id()).unwrap();
+        let scans = std::cell::Cell::new(0);
+        let empty_at_first = || {
+            scans.set(scans.get() + 1);
+            if scans.get() == 1 { Vec::new() } else { vec![process.clone()] }
+        };
+        assert_eq!(kill(empty_at_first), std::slice::from_ref(&process));
+        assert!(!child.wait().unwrap().success());
+        assert!(kill(Vec::new).is_empty());
+    }
+
+    #[test]
+    fn reused_process_ids_do_not_belong() {
+        let reused = vec![process(1_000_010, 1, 1_000_010, 7, 900), process(1_000_011, 1, 1_000_010, 7, 901)];
+        assert!(selected(reused, 0).is_empty());
+        let other_session = vec![process(1_000_011, 1, 1_000_010, 8, 901)];
+        assert!(selected(other_session, 0).is_empty());
+        let older = vec![process(1_000_011, 1, 1_000_010, 7, 399)];
+        assert!(selected(older, 0).is_empty());
+    }
+}

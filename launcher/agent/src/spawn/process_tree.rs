@@ -1,0 +1,205 @@
+//! All processes that the workers of one attempt started, in whatever session they hide.
+//!
+//! Each rank has a cgroup if version 2 is mounted and writable, and enters it before its program runs. Otherwise, and
+//! if a rank could not enter, its processes are found as described in `membership`, which needs
+//! [`adopt_orphans`](super::adopt_orphans) for those that left both their parents and their environment. Either way
+//! [`ProcessTree::kill_and_wait`] leaves only processes that the kernel itself cannot end.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
+use xlaunch_proto::env;
+
+use super::cgroup::{self, RankCgroups};
+use super::membership::{self, RunProcesses};
+use super::oom::{self, OomKills};
+use super::{children, sys};
+use crate::process::Process;
+
+/// Upper bound of the poll interval for killed processes; it starts at 1 ms and doubles.
+const MAX_KILL_POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// For killed processes to disappear when a tree is dropped, which blocks.
+const DROP_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The processes of one attempt. Dropping it kills those that remain, and removes its cgroups.
+#[derive(Debug)]
+pub(crate) struct ProcessTree {
+    members: RunProcesses,
+    cgroups: Option<RankCgroups>,
+    /// A worker could not enter its cgroup.
+    outside_cgroup: bool,
+    oom_before: oom::OomCounters,
+}
+
+/// A process that still exists.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Survivor {
+    /// Its process id.
+    pub(crate) pid: u32,
+    /// The kernel's name of its program, up to 15 bytes.
+    pub(crate) name: String,
+    /// The state letter of `ps`; `D` cannot be killed.
+    pub(crate) state: char,
+}
+
+impl ProcessTree {
+    /// A tree for `world` local ranks, with a cgroup for each if version 2 is mounted and writable.
+    pub(crate) fn create(run_id: &str, attempt: u32, world: u32) -> Self {
+        let mut tree = Self::without_cgroup(run_id);
+        tree.cgroups = RankCgroups::create(run_id, attempt, world);
+        tree
+    }
+
+    pub(super) fn without_cgroup(run_id: &str) -> Self {
+        let pid = getpid();
+        let members = RunProcesses {
+            mark: membership::mark(run_id),
+            session: session(),
+            leaders: BTreeMap::new(),
+            since: membership::clock_ticks(),
+            // The init process of a container inherits all orphans, not only this run's; and everything ends with it
+            // anyway.
+            adopts: pid != Pid::INIT,
+        };
+        Self { members, cgroups: None, outside_cgroup: false, oom_before: oom::OomCounters::read() }
+    }
+
+    /// Marks the command's environment, and makes it enter its rank's cgroup before its program runs.
+    pub(crate) fn prepare(&self, local_rank: u32, command: &mut Command) {
+        command.env(env::SCOPE, &self.members.mark);
+        if let Some(procs) = self.cgroups.as_ref().and_then(|cgroups| cgroups.procs_file(local_rank)) {
+            sys::enter_cgroup(command, procs);
+        }
+    }
+
+    /// Adds a started worker, whose [`Worker`](super::Worker) must outlive this tree so that its id is not reused.
+    pub(crate) fn add(&mut self, pid: u32) {
+        if let Some(process) = Process::read(pid) {
+            self.members.leaders.insert(pid, process.started);
+            self.outside_cgroup |= !self.cgroups.as_ref().is_some_and(|cgroups| cgroups.contains(pid));
+        }
+    }
+
+    /// Signals the process groups of all workers, even of those that have exited: their children may live. Stopped
+    /// groups are continued, so that a signal that ends them is delivered.
+    pub(crate) fn signal(&self, signal: Signal) {
+        self.signal_groups(signal);
+        if ![Signal::KILL, Signal::STOP, Signal::CONT].contains(&signal) {
+            self.signal_groups(Signal::CONT);
+        }
+    }
+
+    fn signal_groups(&self, signal: Signal) {
+        for (pid, started) in &self.members.leaders {
+            // The id of the group cannot be reused before the worker is reaped.
+            if Process::read(*pid).is_some_and(|process| process.started == *started)
+                && let Some(group) = i32::try_from(*pid).ok().and_then(Pid::from_raw)
+            {
+                // The group may be empty.
+                let _ = kill_process_group(group, signal);
+            }
+        }
+    }
+
+    /// At SIGTSTP: stops the workers, then this process. Call [`resume`](Self::resume) at SIGCONT.
+    pub(crate) fn suspend(&self) {
+        self.signal_groups(Signal::STOP);
+        // Cannot fail for this process itself.
+        let _ = kill_process(getpid(), Signal::STOP);
+    }
+
+    /// At SIGCONT: continues the workers.
+    pub(crate) fn resume(&self) {
+        self.signal_groups(Signal::CONT);
+    }
+
+    /// Sends SIGKILL to everything until nothing new appears. Returns before all have exited.
+    pub(crate) fn kill(&self) {
+        self.kill_found();
+    }
+
+    /// Returns the processes that existed before the signal.
+    fn kill_found(&self) -> Vec<Process> {
+        if let Some(cgroups) = self.cgroups.as_ref().filter(|_| self.has_cgroup()) {
+            let found = self.members();
+            if found.is_empty() || cgroup::kill(&cgroups.path).is_ok() {
+                return found;
+            }
+        }
+        membership::kill(|| self.members())
+    }
+
+    /// The processes that still exist.
+    pub(crate) fn survivors(&self) -> Vec<Survivor> {
+        let survivor =
+            |process: Process| Survivor { pid: process.pid, name: process.name, state: process.state };
+        self.members().into_iter().map(survivor).collect()
+    }
+
+    fn members(&self) -> Vec<Process> {
+        let mut members = self.cgroups.as_ref().map(|it| cgroup::processes(&it.path)).unwrap_or_default();
+        if !self.has_cgroup() {
+            members.extend(self.members.list());
+            members.sort_by_key(|process| process.pid);
+            members.dedup_by_key(|process| process.pid);
+        }
+        members
+    }
+
+    /// Kills everything and waits until it is gone. The kernel cannot end what remains after `timeout`, usually because
+    /// a device does not respond.
+    pub(crate) async fn kill_and_wait(&self, timeout: Duration) -> Vec<Survivor> {
+        let deadline = Instant::now() + timeout;
+        let mut pause = Duration::from_millis(1);
+        loop {
+            let found = self.kill_found();
+            children::reap_orphans();
+            if found.is_empty() || Instant::now() >= deadline {
+                return if found.is_empty() { Vec::new() } else { self.survivors() };
+            }
+            tokio::time::sleep(pause).await;
+            pause = MAX_KILL_POLL_INTERVAL.min(pause * 2);
+        }
+    }
+
+    /// OOM kills since this tree was created.
+    pub(crate) fn oom_kills(&self, local_rank: u32) -> OomKills {
+        let of_rank = self.cgroups.as_ref().and_then(|cgroups| cgroups.oom_kills(local_rank));
+        self.oom_before.kills_since(of_rank.unwrap_or(0))
+    }
+
+    /// Whether all workers so far are in their cgroups.
+    pub(crate) fn has_cgroup(&self) -> bool {
+        self.cgroups.is_some() && !self.outside_cgroup
+    }
+
+    /// The cgroup of this attempt.
+    #[cfg(test)]
+    pub(super) fn cgroup(&self) -> Option<&std::path::Path> {
+        self.cgroups.as_ref().map(|cgroups| cgroups.path.as_path())
+    }
+
+    /// Process ids and start times of the workers.
+    pub(super) fn leaders(&self) -> &BTreeMap<u32, u64> {
+        &self.members.leaders
+    }
+}
+
+impl Drop for ProcessTree {
+    fn drop(&mut self) {
+        let deadline = Instant::now() + DROP_TIMEOUT;
+        let removed = |cgroups: &Option<RankCgroups>| {
+            cgroups.as_ref().is_none_or(|cgroups| cgroup::remove(&cgroups.path).is_ok())
+        };
+        while !(self.kill_found().is_empty() && removed(&self.cgroups)) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// The session of this process.
+pub(super) fn session() -> u32 {
+    Process::own().map_or(0, |own| own.session)
+}

@@ -1,0 +1,103 @@
+//! Execution of commands. The view is published before the reply is sent, so that callers see the effect of their
+//! commands.
+
+use tracing::info;
+use xlaunch_proto::convert::node::Submit;
+use xlaunch_proto::v1::{Job, NodeStatus};
+
+use super::Manager;
+use crate::commands::{Command, CommandError, Reply};
+use crate::files::Description;
+use crate::state::commands::AdmissionRules;
+use crate::state::{Jobs, Record};
+use crate::view::Caller;
+use crate::{submission, users};
+use xlaunch_agent::clock::unix_ms;
+
+impl Manager {
+    pub(super) fn execute(&mut self, command: Command) {
+        match command {
+            Command::Submit { caller, submission, reply } => {
+                let result = self.submit(caller, *submission);
+                self.reply(reply, result);
+            }
+            Command::Cancel { caller, job, reply } => {
+                let result = self.cancel(caller, job);
+                self.reply(reply, result);
+            }
+            Command::Drain { caller, gpus, undo, reason, reply } => {
+                let result = self.drain(caller, &gpus, undo, &reason);
+                self.reply(reply, result);
+            }
+        }
+    }
+
+    fn reply<T>(&mut self, reply: Reply<T>, result: Result<T, CommandError>) {
+        self.settle();
+        // The caller may have disconnected.
+        let _ = reply.send(result);
+    }
+
+    fn submit(&mut self, caller: Caller, submission: Submit) -> Result<(Job, bool), CommandError> {
+        if let Some(job) = self.jobs.job_of_request(caller.uid, &submission.request_id) {
+            return Ok((self.job_message(job)?, true));
+        }
+        let gpus = u32::try_from(self.gpus.borrow().gpus.len()).unwrap_or(u32::MAX);
+        let (mut submitted, mut description) =
+            submission::resolve(submission, caller.uid, gpus)?;
+        self.jobs.admit(caller, &submitted, &self.admission_rules())?;
+        let job = self.jobs.submitted + 1;
+        (submitted.job, submitted.at, description.job) = (job, unix_ms(), job);
+        self.create_job_dir(&description, caller.uid)?;
+        self.write(Record::Submitted(Box::new(submitted)))?;
+        Ok((self.job_message(job)?, false))
+    }
+
+    fn create_job_dir(&self, description: &Description, uid: u32) -> Result<(), CommandError> {
+        let created = tokio::task::block_in_place(|| self.dirs.create(description, uid, users::gid(uid)));
+        created.map_err(|error| {
+            CommandError::Unavailable(format!("failed to create the directory of the job: {error}"))
+        })
+    }
+
+    fn cancel(&mut self, caller: Caller, job: u64) -> Result<Job, CommandError> {
+        if let Some(record) = self.jobs.cancel(caller, job, unix_ms())? {
+            self.write(record)?;
+            info!(job, uid = caller.uid, "job {job} is cancelled by user {}", caller.uid);
+            if let Some(runtime) = self.runtime.get(&job) {
+                runtime.stop.send_replace(true);
+            }
+        }
+        self.job_message(job)
+    }
+
+    fn drain(
+        &mut self,
+        caller: Caller,
+        gpus: &[String],
+        undo: bool,
+        reason: &str,
+    ) -> Result<NodeStatus, CommandError> {
+        let known: Vec<_> = self.gpus.borrow().gpus.iter().map(|gpu| (gpu.index, gpu.uuid.clone())).collect();
+        self.write(Jobs::drain(caller, gpus, undo, reason, &known, unix_ms())?)?;
+        let target = if gpus.is_empty() { "the node".into() } else { format!("GPU {}", gpus.join(", ")) };
+        let state = if undo { "back in service" } else { "drained" };
+        info!(uid = caller.uid, reason, "{target} is {state}");
+        Ok(self.node_message())
+    }
+
+    fn admission_rules(&self) -> AdmissionRules {
+        let config = self.config.borrow();
+        let own = rustix::process::getuid();
+        let gpus = self.gpus.borrow().gpus.iter().filter(|gpu| !gpu.is_among(&config.leave_gpus)).count();
+        let gpus = u32::try_from(gpus).unwrap_or(u32::MAX);
+        AdmissionRules {
+            allow_commands: config.allow_commands(own.is_root()),
+            allow_root: config.allow_root,
+            max_per_user: config.max_per_user,
+            only_user: (!own.is_root()).then(|| own.as_raw()),
+            gpus: if config.max_gpus_per_user > 0 { gpus.min(config.max_gpus_per_user) } else { gpus },
+            cpu_workers: config.cpu_workers.unwrap_or(self.cores),
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! Publishing the view: the messages of changed jobs are built anew.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use xlaunch_proto::v1::{Job, NodeStatus};
+
+use super::Manager;
+use crate::commands::CommandError;
+use crate::snapshot;
+use crate::view::has_ended;
+use xlaunch_agent::registry::SOCKET;
+
+impl Manager {
+    pub(super) fn node_message(&self) -> NodeStatus {
+        snapshot::node(&self.base, &self.jobs, &self.gpus.borrow(), &self.config.borrow().leave_gpus)
+    }
+
+    pub(super) fn job_message(&mut self, job: u64) -> Result<Job, CommandError> {
+        let position = self.jobs.queue().into_iter().zip(1..).find(|(queued, _)| *queued == job);
+        self.job_message_at(job, position.map_or(0, |(_, position)| position))
+    }
+
+    /// `position` is the job's position in the queue from 1; 0 for a job that is not queued.
+    fn job_message_at(&mut self, job: u64, position: u32) -> Result<Job, CommandError> {
+        let entry = self.jobs.jobs.get(&job).ok_or(CommandError::JobNotFound(job))?;
+        let waits = self.waits.get(&job).map_or("", String::as_str);
+        let user = self.users.name(entry.submitted.uid);
+        Ok(snapshot::job(entry, self.runtime.get(&job), &user, position, waits))
+    }
+
+    /// Replaces the view if something has changed.
+    pub(super) fn publish(&mut self) {
+        let node = self.node_message();
+        if self.changed.is_empty() && node == self.published.node {
+            return;
+        }
+        self.published.node = node;
+        let queue: BTreeMap<u64, u32> = self.jobs.queue().into_iter().zip(1..).collect();
+        // A job that leaves the queue changes the positions of all jobs after it.
+        let moved = queue.iter().filter(|(job, position)| self.positions.get(job) != Some(position));
+        self.changed.extend(moved.map(|(job, _)| *job));
+        self.positions = queue;
+        for job in std::mem::take(&mut self.changed) {
+            match self.job_message_at(job, self.positions.get(&job).copied().unwrap_or(0)) {
+                Ok(message) => {
+                    if has_ended(message.state())
+                        && let Some(runtime) = self.runtime.get_mut(&job)
+                    {
+                        runtime.runs = false;
+                    }
+                    let (socket, logs) = (self.dirs.agent(job).join(SOCKET), self.dirs.logs(job));
+                    let view = snapshot::view(message, self.runtime.get(&job), socket, logs);
+                    self.published.jobs.insert(job, view);
+                }
+                Err(_) => drop(self.published.jobs.remove(&job)),
+            }
+        }
+        self.view.send_replace(Arc::new(self.published.clone()));
+    }
+}

@@ -1,0 +1,288 @@
+//! The daemon's life: configuration -> [`App`] -> serve -> drain.
+//!
+//! [`App::open`] acquires what can be refused, in the order in which a refusal helps the operator most: state directory
+//! and journal, agents, sockets, GPUs. [`App::serve`] then starts the manager and the services. On SIGTERM or SIGINT
+//! the services drain; jobs keep running. SIGHUP reloads `[jobs]`.
+//!
+//! Under systemd the daemon notifies readiness and status, and feeds the watchdog as long as the manager makes
+//! progress.
+
+mod open;
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use sd_notify::NotifyState;
+use tokio::net::UnixListener;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::{mpsc, watch};
+use tokio::task::{JoinHandle, JoinSet};
+use tracing::{error, info};
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::NodeStatus;
+
+use super::commands::NodeHandle;
+use super::config::{self, DaemonConfig, JobsSection};
+use super::gpus::GpuMonitor;
+use super::manager::{self, Setup};
+use super::service::access::Access;
+use super::view::NodeView;
+use super::{service, web};
+use xlaunch_agent::Refusal;
+use xlaunch_agent::clock;
+use xlaunch_agent::devices;
+
+/// Capacity of the channel of commands to the manager.
+const COMMAND_CAPACITY: usize = 256;
+/// Time for calls in progress, and then for the manager, to finish at shutdown.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The options of the command line.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The configuration file instead of the default one.
+    pub config: Option<PathBuf>,
+    /// Run without systemd: start detached agents, use no passed socket, notify nothing.
+    pub foreground: bool,
+    /// Overrides `daemon.state_dir`.
+    pub state_dir: Option<PathBuf>,
+    /// Overrides `daemon.socket`.
+    pub socket: Option<PathBuf>,
+}
+
+/// Runs the daemon until SIGTERM or SIGINT.
+///
+/// # Errors
+/// If it cannot start or a service fails. The texts are for the operator.
+pub async fn run(options: &Options) -> Result<(), Refusal> {
+    raise_open_file_limit();
+    let config = load(options)?;
+    let running = App::open(options, config).await?.serve().await?;
+    running.until_shutdown(options).await
+}
+
+/// Raises the soft limit of open files to the hard limit: callers and agents hold descriptors.
+fn raise_open_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    // Not fatal: the current limit suffices for a small node.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+}
+
+/// Reads the configuration and applies the options to it.
+fn load(options: &Options) -> Result<DaemonConfig, Refusal> {
+    let mut config = config::load(options.config.as_deref())?;
+    let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
+    if let Some(path) = &options.state_dir {
+        config.daemon.state_dir = Some(absolute(path));
+    }
+    if let Some(path) = &options.socket {
+        config.daemon.socket = Some(absolute(path));
+    }
+    Ok(config)
+}
+
+/// The daemon with everything acquired and nothing running.
+struct App {
+    setup: Setup,
+    listener: UnixListener,
+    /// Path or name of `listener`, for the log.
+    socket: String,
+    access: Access,
+    page: Option<web::Listener>,
+    reload: watch::Sender<JobsSection>,
+    notifier: Notifier,
+}
+
+impl App {
+    async fn open(options: &Options, config: DaemonConfig) -> Result<Self, Refusal> {
+        let root = rustix::process::geteuid().is_root();
+        let state_dir = config.daemon.state_dir(root, |name| std::env::var_os(name))?;
+        let (journal, jobs, dirs) = open::state(&state_dir, root)?;
+        let starter = open::agent_starter(&config, options.foreground, root).await?;
+        let (listener, socket) = open::socket(&config, options.foreground, root).await?;
+        let page = match &config.web.listen {
+            Some(listen) => Some(open::page(listen).await?),
+            None => None,
+        };
+        let (gpu_monitor, gpus) = GpuMonitor::start().map_err(|error| internal(&error))?;
+        let (reload, jobs_config) = watch::channel(config.jobs);
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = u32::try_from(cores).unwrap_or(u32::MAX);
+        let setup = Setup {
+            journal,
+            jobs,
+            dirs,
+            starter,
+            gpu_monitor,
+            gpus,
+            config: jobs_config,
+            cores,
+            node: NodeStatus {
+                host: devices::host_name(),
+                version: xlaunch_proto::VERSION.into(),
+                daemon_pid: std::process::id(),
+                started_unix_seconds: clock::unix().as_secs(),
+                cores,
+                ..NodeStatus::default()
+            },
+        };
+        let access = Access::new(config.daemon.admin_group);
+        let notifier = Notifier { enabled: !options.foreground };
+        Ok(Self { setup, listener, socket, access, page, reload, notifier })
+    }
+
+    /// Starts the manager, and the services as soon as it has published a view.
+    async fn serve(self) -> Result<Running, Refusal> {
+        let Self { setup, listener, socket, access, page, reload, notifier } = self;
+        // Before readiness is notified, so that no signal is handled by its default action from then on.
+        let signals = Signals::open().map_err(|error| internal(&error))?;
+        let (commands, receiver) = mpsc::channel(COMMAND_CAPACITY);
+        let view = watch::Sender::new(Arc::new(NodeView::default()));
+        let node = NodeHandle::new(commands, view.subscribe());
+        let manager = tokio::spawn(manager::run(setup, receiver, view, move |node| {
+            notifier.notify(&[NotifyState::Watchdog, NotifyState::Status(&summary(node))]);
+        }));
+        if node.watch().wait_for(|view| view.node.daemon_pid != 0).await.is_err() {
+            return Err(Refusal::new(ExitCode::Internal, "the daemon's manager failed to start"));
+        }
+        let shutdown = watch::Sender::new(false);
+        let mut services = JoinSet::new();
+        services.spawn(service::serve(listener, node.clone(), access, shutdown_requested(&shutdown)));
+        if let Some(page) = page {
+            let logs = service::log_tail(node.clone());
+            let shutdown = shutdown_requested(&shutdown);
+            services.spawn(async {
+                web::serve(page, node, logs, shutdown).await;
+                Ok(())
+            });
+        }
+        info!("listening on {socket}");
+        notifier.notify(&[NotifyState::Ready]);
+        Ok(Running { manager, services, signals, shutdown, reload, notifier })
+    }
+}
+
+/// The daemon as it runs.
+struct Running {
+    manager: JoinHandle<()>,
+    services: JoinSet<io::Result<()>>,
+    signals: Signals,
+    shutdown: watch::Sender<bool>,
+    reload: watch::Sender<JobsSection>,
+    notifier: Notifier,
+}
+
+impl Running {
+    /// Handles signals until one of them, or a service that fails, ends the daemon. Then drains.
+    async fn until_shutdown(mut self, options: &Options) -> Result<(), Refusal> {
+        let result = self.handle_signals(options).await;
+        self.notifier.notify(&[NotifyState::Stopping]);
+        info!("shutting down; jobs keep running");
+        self.drain().await;
+        result
+    }
+
+    async fn handle_signals(&mut self, options: &Options) -> Result<(), Refusal> {
+        loop {
+            tokio::select! {
+                _ = self.signals.term.recv() => return Ok(()),
+                _ = self.signals.int.recv() => return Ok(()),
+                _ = self.signals.hup.recv() => self.reload(options),
+                Some(ended) = self.services.join_next() => {
+                    let why = match ended {
+                        Ok(Ok(())) => "a service ended".into(),
+                        Ok(Err(error)) => error.to_string(),
+                        Err(error) => error.to_string(),
+                    };
+                    return Err(Refusal::new(ExitCode::Internal, format!("failed to serve: {why}")));
+                }
+            }
+        }
+    }
+
+    fn reload(&self, options: &Options) {
+        match load(options) {
+            Ok(config) => {
+                self.reload.send_replace(config.jobs);
+                info!("configuration reloaded; changes of [daemon] and [web] take effect at the next start");
+            }
+            Err(refusal) => {
+                error!("failed to reload the configuration, keeping the old one: {}", refusal.message);
+            }
+        }
+    }
+
+    async fn drain(mut self) {
+        self.shutdown.send_replace(true);
+        // What has not finished in time ends with the process.
+        let drained = async { while self.services.join_next().await.is_some() {} };
+        let _ = tokio::time::timeout(DRAIN_TIMEOUT, drained).await;
+        self.services.abort_all();
+        // The manager ends when the services have dropped their handles, after the record that it is writing.
+        let _ = tokio::time::timeout(DRAIN_TIMEOUT, self.manager).await;
+    }
+}
+
+struct Signals {
+    term: Signal,
+    int: Signal,
+    hup: Signal,
+}
+
+impl Signals {
+    fn open() -> io::Result<Self> {
+        Ok(Self {
+            term: signal(SignalKind::terminate())?,
+            int: signal(SignalKind::interrupt())?,
+            hup: signal(SignalKind::hangup())?,
+        })
+    }
+}
+
+/// Notifies systemd.
+#[derive(Clone, Copy)]
+struct Notifier {
+    enabled: bool,
+}
+
+impl Notifier {
+    fn notify(self, states: &[NotifyState<'_>]) {
+        if self.enabled {
+            // Fails if the daemon does not run under systemd.
+            let _ = sd_notify::notify(states);
+        }
+    }
+}
+
+fn summary(node: &NodeStatus) -> String {
+    let drained = if node.drained.is_empty() { "" } else { "; drained" };
+    format!("{} running, {} queued{drained}", node.jobs_running, node.jobs_queued)
+}
+
+/// A future that resolves when the daemon shuts down.
+fn shutdown_requested(shutdown: &watch::Sender<bool>) -> impl Future<Output = ()> + use<> {
+    let mut receiver = shutdown.subscribe();
+    async move {
+        // An error means that the sender was dropped, which is a shutdown too.
+        let _ = receiver.wait_for(|shutdown| *shutdown).await;
+    }
+}
+
+fn internal(error: &io::Error) -> Refusal {
+    Refusal::new(ExitCode::Internal, error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn open_file_limit_is_raised_to_the_hard_limit() {
+        raise_open_file_limit();
+        let limit = getrlimit(Resource::Nofile);
+        assert_eq!(limit.current, limit.maximum);
+    }
+}

@@ -1,0 +1,130 @@
+//! Acquires what the daemon needs. Each function fails with a message for the operator.
+
+use std::io;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use tokio::net::UnixListener;
+use tracing::warn;
+use xlaunch_proto::exit::ExitCode;
+
+use super::internal;
+use crate::agents::AgentStarter;
+use crate::config::{Agents, DaemonConfig};
+use crate::files::JobDirs;
+use crate::journal::{Journal, Replay};
+use crate::state::{Jobs, Record};
+use crate::{service, web};
+use xlaunch_agent::Refusal;
+use xlaunch_agent::spawn::sys;
+
+/// A killed daemon's sockets stay open until a child that it has just forked execs.
+const BIND_TIMEOUT: Duration = Duration::from_secs(2);
+const BIND_RETRY_DELAY: Duration = Duration::from_millis(50);
+
+/// Opens the state directory and replays the journal.
+pub(super) fn state(dir: &Path, root: bool) -> Result<(Journal<Record>, Jobs, JobDirs), Refusal> {
+    let unusable = |error: io::Error| {
+        let message = format!(
+            "failed to use {} as the state directory: {error}; set daemon.state_dir to another directory",
+            dir.display()
+        );
+        Refusal::new(ExitCode::Usage, message)
+    };
+    create_state_dir(dir, root).map_err(unusable)?;
+    let (journal, Replay { records, notes }) =
+        Journal::open(dir).map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
+    notes.iter().for_each(|note| warn!("{note}"));
+    let mut jobs = Jobs::default();
+    records.into_iter().for_each(|record| jobs.apply(record));
+    let dirs = JobDirs::open(dir).map_err(unusable)?;
+    Ok((journal, jobs, dirs))
+}
+
+/// Creates the directory. Root's must be traversable, since users reach their job directories through it.
+fn create_state_dir(dir: &Path, root: bool) -> io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    fs_err::create_dir_all(dir)?;
+    if root {
+        let mode = fs_err::metadata(dir)?.permissions().mode();
+        fs_err::set_permissions(dir, std::fs::Permissions::from_mode(mode & 0o755 | 0o011))?;
+    }
+    Ok(())
+}
+
+/// Decides how agents are started.
+pub(super) async fn agent_starter(
+    config: &DaemonConfig,
+    foreground: bool,
+    root: bool,
+) -> Result<AgentStarter, Refusal> {
+    let booted = sd_notify::booted().unwrap_or(false);
+    let use_systemd = match config.daemon.agents {
+        Agents::Auto => root && booted && !foreground,
+        Agents::Systemd => true,
+        Agents::Detached => false,
+    };
+    if !use_systemd {
+        return Ok(AgentStarter::Detached);
+    }
+    let bus = zbus::Connection::system().await;
+    bus.map(AgentStarter::Systemd).map_err(|error| {
+        let message = format!(
+            "failed to connect to D-Bus, through which systemd starts agents: {error}; start D-Bus, or set \
+             daemon.agents to \"detached\""
+        );
+        Refusal::new(ExitCode::Usage, message)
+    })
+}
+
+/// The socket that systemd passes, or one of our own; and its name.
+pub(super) async fn socket(
+    config: &DaemonConfig,
+    foreground: bool,
+    root: bool,
+) -> Result<(UnixListener, String), Refusal> {
+    if !foreground
+        && let Some((fd, _)) = sd_notify::listen_fds_with_names().ok().and_then(|mut fds| fds.next())
+    {
+        let listener = sys::inherited_listener(fd).ok_or_else(|| {
+            Refusal::new(ExitCode::Usage, "the socket that systemd passes is not a listening unix socket")
+        })?;
+        let name = listener.local_addr().ok().and_then(|it| Some(it.as_pathname()?.display().to_string()));
+        listener.set_nonblocking(true).map_err(|error| internal(&error))?;
+        let listener = UnixListener::from_std(listener).map_err(|error| internal(&error))?;
+        return Ok((listener, name.unwrap_or_else(|| "systemd's socket".into())));
+    }
+    let socket = config.daemon.socket(root, |name| std::env::var_os(name))?;
+    let failed = |error: io::Error| {
+        let message =
+            format!("failed to listen on {}: {error}; set daemon.socket to another path", socket.display());
+        Refusal::new(ExitCode::Usage, message)
+    };
+    if let Some(dir) = socket.parent() {
+        fs_err::create_dir_all(dir).map_err(failed)?;
+    }
+    let group = config.daemon.socket_group.as_str();
+    let bind = async || service::listener::bind(&socket, Some(group));
+    let listener = retry_while_in_use(bind).await.map_err(failed)?;
+    Ok((listener, socket.display().to_string()))
+}
+
+/// The listener of the page, `web.listen`.
+pub(super) async fn page(listen: &str) -> Result<web::Listener, Refusal> {
+    let refused = |message: String| Refusal::new(ExitCode::Usage, message);
+    let listen = web::Listen::parse(listen).map_err(refused)?;
+    let bound = retry_while_in_use(async || web::Listener::bind(&listen).await).await;
+    bound.map_err(|error| refused(error.to_string()))
+}
+
+async fn retry_while_in_use<T>(bind: impl AsyncFn() -> io::Result<T>) -> io::Result<T> {
+    let deadline = Instant::now() + BIND_TIMEOUT;
+    loop {
+        match bind().await {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                tokio::time::sleep(BIND_RETRY_DELAY).await;
+            }
+            bound => return bound,
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Queries of the view, restricted to what the caller may see.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, watch};
+use tonic::Status;
+use xlaunch_proto::convert::encoded_size;
+use xlaunch_proto::v1::{Job, ListReply, ListRequest, NodeStatus};
+
+use crate::commands::CommandError;
+use crate::view::{Caller, JobView, NodeView};
+
+/// Maximum number of jobs in a list.
+const MAX_LISTED_JOBS: usize = 1000;
+/// Maximum size of a list: clients can request many and read none.
+const MAX_LIST_BYTES: usize = 256 << 10;
+/// Minimum interval between two updates of a watched job.
+const WATCH_INTERVAL: Duration = Duration::from_millis(250);
+
+/// A job, if the caller may see it.
+pub(super) fn job(view: &NodeView, caller: Caller, id: u64) -> Result<Arc<JobView>, Status> {
+    let job = view.jobs.get(&id).filter(|job| caller.may_see(job.job.uid));
+    job.cloned().ok_or_else(|| to_status(CommandError::JobNotFound(id)))
+}
+
+/// The newest jobs that the caller may see, as many as fit.
+pub(super) fn list(view: &NodeView, caller: Caller, request: &ListRequest) -> ListReply {
+    let limit = match request.limit as usize {
+        0 => MAX_LISTED_JOBS,
+        limit => limit.min(MAX_LISTED_JOBS),
+    };
+    let wanted = |job: &&Arc<JobView>| caller.may_see(job.job.uid) && (request.ended || !job.has_ended());
+    let mut bytes = 0;
+    let jobs = view.jobs.values().rev().filter(wanted).take(limit).map(|job| job.to_message(false));
+    let jobs = jobs.take_while(|job| {
+        bytes += encoded_size(job);
+        bytes <= MAX_LIST_BYTES
+    });
+    ListReply { jobs: jobs.collect() }
+}
+
+/// The node, without the ids of jobs that the caller may not see.
+pub(super) fn status(view: &NodeView, caller: Caller) -> NodeStatus {
+    let mut node = view.node.clone();
+    let may_see = |id| view.jobs.get(&id).is_some_and(|job| caller.may_see(job.job.uid));
+    for gpu in node.gpus.iter_mut().filter(|gpu| !caller.admin && !may_see(gpu.job)) {
+        gpu.job = 0;
+    }
+    node
+}
+
+/// Sends the job, and each change of it until it has ended. A slow receiver skips intermediate changes.
+pub(super) async fn watch(
+    mut view: watch::Receiver<Arc<NodeView>>,
+    id: u64,
+    jobs: &mpsc::Sender<Result<Job, Status>>,
+) {
+    let mut sent: Option<Arc<JobView>> = None;
+    // Reserved before the view is read, so that the newest state is sent when the receiver has space.
+    while let Ok(permit) = jobs.reserve().await {
+        let Some(job) = view.borrow_and_update().jobs.get(&id).cloned() else {
+            return permit.send(Err(to_status(CommandError::JobNotFound(id))));
+        };
+        // The manager replaces the Arc of a job only when the job has changed.
+        if sent.as_ref().is_none_or(|sent| !Arc::ptr_eq(sent, &job)) {
+            permit.send(Ok(job.to_message(true)));
+            if job.has_ended() {
+                return;
+            }
+            sent = Some(job);
+            tokio::time::sleep(WATCH_INTERVAL).await;
+        } else if view.changed().await.is_err() {
+            let error = CommandError::Unavailable("the daemon is shutting down".into());
+            return permit.send(Err(to_status(error)));
+        }
+    }
+}
+
+pub(super) fn to_status(error: CommandError) -> Status {
+    let message = error.to_string();
+    match error {
+        CommandError::NotAllowed(_) => Status::permission_denied(message),
+        CommandError::Invalid(_) => Status::invalid_argument(message),
+        CommandError::JobNotFound(_) => Status::not_found(message),
+        CommandError::LimitReached(_) => Status::resource_exhausted(message),
+        CommandError::Unavailable(_) => Status::unavailable(message),
+    }
+}
+
+#[cfg(test)]
+mod tests;

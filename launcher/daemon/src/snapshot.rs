@@ -1,0 +1,177 @@
+//! Builds the messages of the view from jobs, their runtime state and the GPU inventory. Pure.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use xlaunch_proto::v1::{Gpu, GpuState, Job, JobKind, NodeJobState, NodeStatus};
+
+use super::gpus::{GpuFacts, Inventory};
+use super::runtime::JobRuntime;
+use super::state::{End, Entry, Jobs, Phase};
+use super::view::JobView;
+
+/// The message for a job. For a queued one, `position` counts from 1 and `waits` says what it waits for.
+pub(super) fn job(
+    entry: &Entry,
+    runtime: Option<&JobRuntime>,
+    user: &str,
+    position: u32,
+    waits: &str,
+) -> Job {
+    let submitted = &entry.submitted;
+    let kind = if submitted.trainer { JobKind::Trainer } else { JobKind::Command };
+    let mut job = Job {
+        id: submitted.job,
+        name: submitted.name.clone(),
+        uid: submitted.uid,
+        user: user.into(),
+        kind: kind.into(),
+        priority: submitted.priority,
+        gpus_wanted: submitted.gpus,
+        command_line: submitted.command_line.clone(),
+        work_dir: submitted.work_dir.clone(),
+        submitted_unix_ms: submitted.at,
+        queue_position: position,
+        ..Job::default()
+    };
+    match &entry.phase {
+        Phase::Queued { reason, .. } => {
+            job.set_state(NodeJobState::Queued);
+            job.reason = if waits.is_empty() { reason.clone() } else { waits.into() };
+        }
+        Phase::Active { gpus, at, cancelled, .. } => {
+            let runs = runtime.is_some_and(|runtime| runtime.runs);
+            job.set_state(match (cancelled, runs) {
+                (Some(_), _) => NodeJobState::Stopping,
+                (None, true) => NodeJobState::Running,
+                (None, false) => NodeJobState::Starting,
+            });
+            job.reason = cancelled.map_or(String::new(), |uid| format!("cancelled by user {uid}"));
+            (job.gpus, job.started_unix_ms) = (gpus.clone(), *at);
+        }
+        Phase::Ended { end, exit, reason, report, gpus, started, at } => {
+            job.set_state((*end).into());
+            (job.reason, job.report) = (reason.clone(), report.clone());
+            (job.gpus, job.exit_code) = (gpus.clone(), exit.map(u32::from));
+            (job.started_unix_ms, job.ended_unix_ms) = (*started, *at);
+        }
+    }
+    job
+}
+
+impl From<End> for NodeJobState {
+    fn from(end: End) -> Self {
+        match end {
+            End::Done => Self::Done,
+            End::Failed => Self::Failed,
+            End::Cancelled => Self::Cancelled,
+            End::Lost => Self::Lost,
+        }
+    }
+}
+
+/// The view of a job from its message and its runtime state.
+pub(super) fn view(job: Job, runtime: Option<&JobRuntime>, socket: PathBuf, logs: PathBuf) -> Arc<JobView> {
+    Arc::new(JobView {
+        job,
+        status: runtime.and_then(|runtime| runtime.status.clone()),
+        history: runtime.map(|runtime| runtime.history.clone()).unwrap_or_default(),
+        socket,
+        logs,
+    })
+}
+
+/// Why no job may be placed on a GPU, drains by administrators aside. Only meaningful for a GPU that no job holds: the
+/// processes of a job would count as foreign.
+pub(super) fn unusable(gpu: &GpuFacts, reserved: &[String]) -> Option<(GpuState, String)> {
+    if let Some(sick) = &gpu.sick {
+        return Some((GpuState::Sick, sick.clone()));
+    }
+    if gpu.is_among(reserved) {
+        return Some((GpuState::Drained, "reserved by jobs.leave_gpus".into()));
+    }
+    match gpu.processes {
+        0 => None,
+        1 => Some((GpuState::Foreign, "used by a process outside any job".into())),
+        count => Some((GpuState::Foreign, format!("used by {count} processes outside any job"))),
+    }
+}
+
+/// The message for the node with its GPUs. `base` has the fields that never change; `reserved` is `jobs.leave_gpus`.
+pub(super) fn node(base: &NodeStatus, jobs: &Jobs, inventory: &Inventory, reserved: &[String]) -> NodeStatus {
+    let holder = |uuid: &str| {
+        jobs.active().find_map(|(job, entry)| match &entry.phase {
+            Phase::Active { gpus, .. } if gpus.iter().any(|gpu| gpu == uuid) => Some(job),
+            _ => None,
+        })
+    };
+    let gpu = |facts: &GpuFacts| {
+        let mut gpu = Gpu {
+            index: facts.index,
+            uuid: facts.uuid.clone(),
+            name: facts.name.clone(),
+            job: holder(&facts.uuid).unwrap_or(0),
+            busy_percent: facts.busy_percent,
+            memory_used_bytes: facts.memory_used_bytes,
+            memory_bytes: facts.memory_bytes,
+            power_watts: facts.power_watts,
+            temperature_celsius: facts.temperature_celsius,
+            ..Gpu::default()
+        };
+        let (state, reason) = match (gpu.job, jobs.drained_gpus.get(&facts.uuid), unusable(facts, reserved)) {
+            (1.., _, _) => (GpuState::Held, facts.sick.clone().unwrap_or_default()),
+            (0, _, Some((GpuState::Sick, reason))) => (GpuState::Sick, reason),
+            (0, Some(reason), _) => (GpuState::Drained, reason.clone()),
+            (0, None, Some((state, reason))) => (state, reason),
+            (0, None, None) => (GpuState::Free, String::new()),
+        };
+        gpu.set_state(state);
+        Gpu { reason, ..gpu }
+    };
+    let running = u32::try_from(jobs.active().count()).unwrap_or(u32::MAX);
+    NodeStatus {
+        drained: jobs.drained.clone().unwrap_or_default(),
+        gpus: inventory.gpus.iter().map(gpu).collect(),
+        jobs_queued: u32::try_from(jobs.queue().len()).unwrap_or(u32::MAX),
+        jobs_running: running,
+        jobs_ended: jobs.ended,
+        gpu_problem: inventory.problem.clone(),
+        ..base.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::Record;
+    use crate::state::tests::submitted;
+
+    #[test]
+    fn gpu_state_names_what_keeps_jobs_off_it() {
+        let gpu = |index: u32| GpuFacts { index, uuid: format!("GPU-{index}"), ..GpuFacts::default() };
+        let inventory = Inventory {
+            gpus: vec![
+                gpu(0),
+                GpuFacts { processes: 3, ..gpu(1) },
+                GpuFacts { processes: 3, ..gpu(2) },
+                GpuFacts { sick: Some("lost".into()), ..gpu(3) },
+                gpu(4),
+                gpu(5),
+            ],
+            problem: String::new(),
+        };
+        let mut jobs = Jobs::default();
+        jobs.apply(submitted(9, 1, 1, 0));
+        let gpus = vec!["GPU-2".to_string()];
+        jobs.apply(Record::Starting { job: 9, start: 1, gpus, boot: String::new(), at: 0 });
+        for gpu in ["GPU-3", "GPU-4"] {
+            let gpus = vec![gpu.to_string()];
+            jobs.apply(Record::Drained { gpus, undo: false, reason: "fan".into(), uid: 0, at: 0 });
+        }
+        let node = node(&NodeStatus::default(), &jobs, &inventory, &["5".into()]);
+        let shown: Vec<_> = node.gpus.iter().map(|gpu| (gpu.state(), gpu.job)).collect();
+        use GpuState::{Drained, Foreign, Free, Held, Sick};
+        assert_eq!(shown, [(Free, 0), (Foreign, 0), (Held, 9), (Sick, 0), (Drained, 0), (Drained, 0)]);
+        assert_eq!((node.gpus[4].reason.as_str(), node.jobs_running), ("fan", 1));
+    }
+}

@@ -1,0 +1,111 @@
+use super::super::commands::AdmissionRules;
+use super::*;
+use crate::commands::CommandError;
+use crate::view::Caller;
+
+const USER: Caller = Caller { uid: 1000, admin: false };
+const OTHER: Caller = Caller { uid: 1001, admin: false };
+const ADMIN: Caller = Caller { uid: 0, admin: true };
+const RULES: AdmissionRules = AdmissionRules {
+    allow_commands: false,
+    allow_root: false,
+    max_per_user: 2,
+    only_user: None,
+    gpus: 4,
+    cpu_workers: 2,
+};
+
+fn job(trainer: bool, gpus: u32, workers: u32, priority: i32) -> Submitted {
+    Submitted { trainer, gpus, workers, priority, ..Submitted::default() }
+}
+
+#[test]
+fn admission_depends_on_user_kind_priority_and_size() {
+    let jobs = of([submitted(1, 1000, 0, 0)]);
+    let refused = |caller, wanted: Submitted, rules| jobs.admit(caller, &wanted, rules).unwrap_err();
+    assert_eq!(jobs.admit(USER, &job(true, 4, 4, 0), &RULES), Ok(()));
+    assert!(matches!(refused(ADMIN, job(true, 0, 1, 0), &RULES), CommandError::NotAllowed(_)));
+    assert!(matches!(refused(USER, job(false, 0, 1, 0), &RULES), CommandError::NotAllowed(_)));
+    assert!(matches!(refused(USER, job(true, 0, 1, 1), &RULES), CommandError::NotAllowed(_)));
+    assert!(matches!(refused(USER, job(true, 5, 5, 0), &RULES), CommandError::Invalid(_)));
+    assert!(matches!(refused(USER, job(true, 0, 3, 0), &RULES), CommandError::Invalid(_)));
+    let full = AdmissionRules { max_per_user: 1, ..RULES };
+    assert!(matches!(refused(USER, job(true, 0, 1, 0), &full), CommandError::LimitReached(_)));
+    assert_eq!(jobs.admit(OTHER, &job(true, 0, 1, 0), &full), Ok(()));
+    let own = AdmissionRules { only_user: Some(1000), allow_commands: true, ..RULES };
+    assert_eq!(jobs.admit(USER, &job(false, 0, 1, 0), &own), Ok(()));
+    assert!(matches!(refused(OTHER, job(true, 0, 1, 0), &own), CommandError::NotAllowed(_)));
+}
+
+#[test]
+fn admission_limits_are_inclusive() {
+    let jobs = Jobs::default();
+    let admit = |caller, wanted: Submitted| jobs.admit(caller, &wanted, &RULES);
+    assert_eq!(admit(USER, job(true, 0, 2, 0)), Ok(()), "all CPU workers");
+    assert_eq!(admit(USER, job(true, 1, 3, 0)), Ok(()), "workers of a GPU job do not need CPU workers");
+    assert_eq!(admit(USER, job(true, 0, 1, -1)), Ok(()), "anyone may lower the priority");
+    let admin = Caller { admin: true, ..USER };
+    assert_eq!(admit(admin, job(true, 0, 1, 1)), Ok(()));
+    let allow_root = AdmissionRules { allow_root: true, ..RULES };
+    assert_eq!(jobs.admit(ADMIN, &job(true, 0, 1, 0), &allow_root), Ok(()));
+}
+
+#[test]
+fn per_user_limit_counts_queued_and_active_jobs() {
+    let jobs = of([
+        submitted(1, 1000, 0, 0),
+        submitted(2, 1000, 0, 0),
+        starting(2, &[]),
+        submitted(3, 1000, 0, 0),
+        ended(3, 1),
+    ]);
+    let limited = |max_per_user| {
+        jobs.admit(USER, &job(true, 0, 1, 0), &AdmissionRules { max_per_user, ..RULES }).is_ok()
+    };
+    assert_eq!([1, 2, 3].map(limited), [false, false, true]);
+    assert!(limited(0), "0 is no limit");
+}
+
+#[test]
+fn only_its_user_and_admins_can_cancel_a_job() {
+    let jobs = of([
+        submitted(1, 1000, 0, 0),
+        submitted(2, 1000, 0, 0),
+        starting(2, &[]),
+        submitted(3, 1, 0, 0),
+        ended(3, 1),
+    ]);
+    assert_eq!(jobs.cancel(OTHER, 1, 0), Err(CommandError::JobNotFound(1)));
+    assert_eq!(jobs.cancel(USER, 99, 0), Err(CommandError::JobNotFound(99)));
+    assert!(matches!(jobs.cancel(USER, 1, 0), Ok(Some(Record::Ended { end: End::Cancelled, .. }))));
+    assert!(matches!(jobs.cancel(ADMIN, 2, 0), Ok(Some(Record::Cancelled { uid: 0, .. }))));
+    assert_eq!(jobs.cancel(ADMIN, 3, 0), Ok(None));
+    let mut twice = jobs.clone();
+    twice.apply(jobs.cancel(ADMIN, 2, 0).unwrap().unwrap());
+    assert_eq!(twice.cancel(USER, 2, 0), Ok(None));
+}
+
+#[test]
+fn gpus_are_drained_by_index_or_uuid() {
+    let known = [(0, "GPU-a".to_string()), (1, "GPU-b".to_string())];
+    let drain = |caller, named: &str| Jobs::drain(caller, &[named.to_string()], false, "", &known, 0);
+    assert!(matches!(drain(USER, "0"), Err(CommandError::NotAllowed(_))));
+    for named in ["1", "GPU-b"] {
+        assert!(matches!(drain(ADMIN, named), Ok(Record::Drained { gpus, .. }) if gpus == ["GPU-b"]));
+    }
+    let Err(CommandError::Invalid(text)) = drain(ADMIN, "7") else { panic!() };
+    assert!(text.contains("0 (GPU-a), 1 (GPU-b)"), "{text}");
+    let Err(CommandError::Invalid(text)) = Jobs::drain(ADMIN, &["0".into()], false, "", &[], 0) else {
+        panic!()
+    };
+    assert!(text.ends_with("its GPUs: none"), "{text}");
+}
+
+#[test]
+fn drain_record_has_user_time_and_reason() {
+    let drain = |undo, reason| Jobs::drain(ADMIN, &[], undo, reason, &[], 7).unwrap();
+    let record =
+        |undo, reason: &str| Record::Drained { gpus: vec![], undo, reason: reason.into(), uid: 0, at: 7 };
+    assert_eq!(drain(false, "fan"), record(false, "fan"));
+    assert_eq!(drain(true, ""), record(true, "by an administrator"));
+}

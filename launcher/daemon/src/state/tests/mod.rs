@@ -1,0 +1,187 @@
+//! The fold over records; the scheduler and the commands have files of their own.
+
+mod commands;
+mod properties;
+mod schedule;
+
+use super::*;
+
+pub(crate) fn submitted(job: u64, uid: u32, gpus: u32, priority: i32) -> Record {
+    Record::Submitted(Box::new(Submitted {
+        job,
+        uid,
+        gpus,
+        priority,
+        request_id: format!("r{job}"),
+        workers: gpus.max(1),
+        trainer: true,
+        at: job,
+        ..Submitted::default()
+    }))
+}
+
+fn starting(job: u64, gpus: &[&str]) -> Record {
+    let gpus = gpus.iter().map(|gpu| gpu.to_string()).collect();
+    Record::Starting { job, start: 1, gpus, boot: "b".into(), at: 10 }
+}
+
+fn ended(job: u64, at: u64) -> Record {
+    Record::Ended { job, end: End::Done, exit: Some(0), reason: String::new(), report: String::new(), at }
+}
+
+fn drained(gpus: &[&str], undo: bool, reason: &str) -> Record {
+    let gpus = gpus.iter().map(|gpu| gpu.to_string()).collect();
+    Record::Drained { gpus, undo, reason: reason.into(), uid: 0, at: 0 }
+}
+
+fn of(records: impl IntoIterator<Item = Record>) -> Jobs {
+    let mut jobs = Jobs::default();
+    records.into_iter().for_each(|record| jobs.apply(record));
+    jobs
+}
+
+#[test]
+fn records_of_every_phase_reproduce_the_jobs() {
+    let reason = || "x".to_string();
+    let jobs = of([
+        submitted(1, 1, 0, 0),
+        ended(1, 5),
+        Record::Forgotten { job: 1 },
+        submitted(2, 1, 1, 0),
+        starting(2, &["a"]),
+        ended(2, 30),
+        submitted(3, 1, 1, 3),
+        starting(3, &["a"]),
+        Record::Cancelled { job: 3, uid: 7, at: 1 },
+        submitted(4, 2, 0, -1),
+        starting(4, &[]),
+        Record::Requeued { job: 4, reason: reason() },
+        submitted(5, 2, 0, 0),
+        Record::Ended { job: 5, end: End::Cancelled, exit: None, reason: reason(), report: reason(), at: 9 },
+        submitted(6, 2, 0, 0),
+        drained(&["a"], false, "x"),
+        drained(&[], false, "x"),
+    ]);
+    assert_eq!(of(jobs.records()), jobs);
+    assert_eq!((jobs.submitted, jobs.ended), (6, 3));
+    assert_eq!(jobs.job_of_request(1, "r2"), Some(2));
+    assert_eq!(jobs.job_of_request(2, "r2"), None);
+    assert_eq!(jobs.job_of_request(1, "r1"), None);
+}
+
+#[test]
+fn compacted_records_are_minimal() {
+    let counted = |submitted, ended| Record::Counted { submitted, ended };
+    assert_eq!(of([]).records(), [counted(0, 0)]);
+    let queued = submitted(1, 1, 0, 0);
+    assert_eq!(of([queued.clone()]).records(), [counted(1, 0), queued.clone()]);
+    let records = [counted(1, 0), queued.clone(), ended(1, 5)];
+    assert_eq!(of(records.clone()).records(), records, "an end without a start");
+    let records = [counted(1, 0), queued.clone(), starting(1, &["a"])];
+    assert_eq!(of(records.clone()).records(), records, "a job that was not cancelled");
+    let requeued = Record::Requeued { job: 1, reason: "x".into() };
+    let bare = Record::Starting { job: 1, start: 1, gpus: vec![], boot: String::new(), at: 0 };
+    let jobs = of([queued.clone(), starting(1, &["a"]), requeued.clone()]);
+    assert_eq!(jobs.records(), [counted(1, 0), queued, bare, requeued]);
+}
+
+#[test]
+fn phases_follow_the_records() {
+    let mut jobs = of([submitted(1, 1, 2, 0)]);
+    let phase = |jobs: &Jobs| jobs.jobs[&1].phase.clone();
+    let queued = |starts, reason: &str| Phase::Queued { starts, reason: reason.into() };
+    assert_eq!(phase(&jobs), queued(0, ""));
+    jobs.apply(Record::Cancelled { job: 1, uid: 1, at: 1 });
+    assert_eq!(phase(&jobs), queued(0, ""), "a queued job is cancelled by its end");
+    let starting =
+        |start| Record::Starting { job: 1, start, gpus: vec!["a".into()], boot: "b".into(), at: 7 };
+    let active = |start, cancelled| Phase::Active {
+        start,
+        gpus: vec!["a".into()],
+        boot: "b".into(),
+        at: 7,
+        cancelled,
+    };
+    jobs.apply(starting(1));
+    assert_eq!(phase(&jobs), active(1, None));
+    jobs.apply(Record::Requeued { job: 1, reason: "x".into() });
+    assert_eq!(phase(&jobs), queued(1, "x"));
+    jobs.apply(starting(2));
+    jobs.apply(Record::Cancelled { job: 1, uid: 5, at: 1 });
+    assert_eq!(phase(&jobs), active(2, Some(5)));
+    assert_eq!(jobs.active().map(|(job, _)| job).collect::<Vec<_>>(), [1]);
+    jobs.apply(ended(1, 9));
+    let Phase::Ended { gpus, started: 7, at: 9, end: End::Done, exit: Some(0), .. } = phase(&jobs) else {
+        panic!("{jobs:?}");
+    };
+    assert_eq!(gpus, ["a"], "kept for display");
+    assert_eq!((jobs.active().count(), jobs.queue().len(), jobs.ended), (0, 0, 1));
+}
+
+#[test]
+fn end_is_final_and_unfitting_records_change_nothing() {
+    let before = of([submitted(1, 1, 0, 0), starting(1, &[]), ended(1, 5)]);
+    let mut jobs = before.clone();
+    jobs.apply(Record::Ended {
+        job: 1,
+        end: End::Lost,
+        exit: None,
+        reason: "x".into(),
+        report: "y".into(),
+        at: 9,
+    });
+    jobs.apply(Record::Cancelled { job: 1, uid: 1, at: 9 });
+    jobs.apply(Record::Requeued { job: 1, reason: "x".into() });
+    jobs.apply(ended(99, 5));
+    jobs.apply(starting(99, &[]));
+    jobs.apply(Record::Forgotten { job: 99 });
+    assert_eq!(jobs, before);
+}
+
+#[test]
+fn counters_never_decrease() {
+    let counted = |submitted, ended| Record::Counted { submitted, ended };
+    let mut jobs = of([counted(10, 8), submitted(3, 1, 0, 0)]);
+    assert_eq!((jobs.submitted, jobs.ended), (10, 8), "ids are not reused");
+    jobs.apply(counted(9, 7));
+    assert_eq!((jobs.submitted, jobs.ended), (10, 8));
+    jobs.apply(submitted(11, 1, 0, 0));
+    jobs.apply(ended(11, 1));
+    assert_eq!((jobs.submitted, jobs.ended), (11, 9));
+    jobs.apply(Record::Forgotten { job: 11 });
+    assert_eq!(of(jobs.records()), jobs);
+}
+
+#[test]
+fn queue_is_ordered_by_priority_then_id() {
+    let jobs = of([
+        submitted(1, 1, 0, 0),
+        submitted(2, 1, 0, 5),
+        submitted(3, 1, 0, -5),
+        submitted(4, 1, 0, 5),
+        submitted(5, 1, 0, 9),
+        starting(5, &[]),
+    ]);
+    assert_eq!(jobs.queue(), [2, 4, 1, 3]);
+}
+
+#[test]
+fn oldest_ended_jobs_are_forgotten_first() {
+    let jobs =
+        of([submitted(1, 1, 0, 0), submitted(2, 1, 0, 0), submitted(3, 1, 0, 0), ended(2, 7), ended(1, 8)]);
+    assert_eq!(jobs.ended_beyond(0), [2, 1]);
+    assert_eq!(jobs.ended_beyond(1), [2]);
+    assert!(jobs.ended_beyond(2).is_empty() && jobs.ended_beyond(3).is_empty());
+}
+
+#[test]
+fn drains_of_node_and_gpus_are_undone_separately_or_together() {
+    let gpus = |jobs: &Jobs| jobs.drained_gpus.keys().cloned().collect::<Vec<_>>();
+    let mut jobs = of([drained(&["a", "b"], false, "fan"), drained(&[], false, "move")]);
+    assert_eq!((gpus(&jobs), jobs.drained_gpus["b"].as_str()), (vec!["a".into(), "b".into()], "fan"));
+    assert_eq!(jobs.drained.as_deref(), Some("move"));
+    jobs.apply(drained(&["a", "z"], true, ""));
+    assert_eq!((gpus(&jobs), jobs.drained.is_some()), (vec!["b".into()], true));
+    jobs.apply(drained(&[], true, ""));
+    assert_eq!(jobs, Jobs::default());
+}

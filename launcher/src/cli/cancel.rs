@@ -1,0 +1,71 @@
+//! `xlaunch cancel`.
+
+use clap::Args;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::Job;
+
+use super::output::{QueryError, print, print_note};
+use crate::client::daemon::{DaemonAddress, DaemonClient};
+use crate::render::job;
+
+/// Options of `xlaunch cancel`.
+#[derive(Debug, Args)]
+pub(super) struct Cancel {
+    /// Job numbers, as shown by `xlaunch jobs`
+    #[arg(value_name = "JOB", required = true)]
+    jobs: Vec<u64>,
+    /// Print the cancelled jobs as a JSON list
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    daemon: DaemonAddress,
+}
+
+/// The outcome of cancelling several jobs.
+#[derive(Debug)]
+pub(super) struct CancelResults {
+    /// Jobs that are stopping or have ended.
+    pub(super) jobs: Vec<Job>,
+    /// One line per job that could not be cancelled.
+    pub(super) errors: String,
+    /// That of the first error.
+    pub(super) exit: ExitCode,
+}
+
+impl CancelResults {
+    /// One line per job.
+    pub(super) fn text(&self) -> String {
+        self.jobs.iter().map(job::cancelled).collect()
+    }
+}
+
+pub(super) async fn run(options: Cancel) -> Result<ExitCode, QueryError> {
+    let mut daemon = DaemonClient::connect(&options.daemon).await?;
+    let results = cancel_all(&mut daemon, &options.jobs).await;
+    if !results.errors.is_empty() {
+        print_note(&results.errors);
+    }
+    let answer = match options.json {
+        true => format!("{:#}\n", results.jobs.iter().map(job::json).collect::<serde_json::Value>()),
+        false => results.text(),
+    };
+    print(answer.as_bytes())?;
+    Ok(results.exit)
+}
+
+/// Cancels every job that can be cancelled.
+pub(super) async fn cancel_all(daemon: &mut DaemonClient, jobs: &[u64]) -> CancelResults {
+    let mut results = CancelResults { jobs: Vec::new(), errors: String::new(), exit: ExitCode::Done };
+    for &job in jobs {
+        match daemon.cancel(job).await {
+            Ok(job) => results.jobs.push(job),
+            Err(refusal) => {
+                results.errors += &format!("error: {}\n", refusal.message);
+                if results.exit == ExitCode::Done {
+                    results.exit = refusal.exit;
+                }
+            }
+        }
+    }
+    results
+}

@@ -1,0 +1,280 @@
+//! The daemon client against a scripted daemon on a socket of its own.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use rustix::net::Shutdown;
+use tokio::net::UnixListener;
+use tokio::sync::Notify;
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_stream::{Stream, StreamExt};
+use tonic::{Request, Response, Status};
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::node_server::{Node, NodeServer};
+use xlaunch_proto::v1::*;
+
+use super::cancel;
+use crate::client::daemon::{DaemonAddress, DaemonClient};
+use xlaunch_agent::Refusal;
+
+/// A daemon with one user's jobs 1 and 2, and job 3 of another.
+#[derive(Clone, Debug)]
+struct FakeDaemon {
+    state: Arc<Mutex<State>>,
+    dir: Arc<tempfile::TempDir>,
+    /// Notified when a client has seen the first state of the job it watches.
+    first_state_seen: Arc<Notify>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    connections: Vec<OwnedFd>,
+    /// Number of `Submit` and `Watch` calls that break their connection instead of replying.
+    calls_to_lose: usize,
+    submits: Vec<SubmitRequest>,
+    cancelled: Vec<u64>,
+    logs: Vec<JobLogsRequest>,
+    watches: usize,
+}
+
+impl FakeDaemon {
+    async fn start() -> Self {
+        let dir = Arc::new(tempfile::tempdir().unwrap());
+        let fake = Self { state: Arc::default(), dir, first_state_seen: Arc::default() };
+        let state = fake.state.clone();
+        let connections =
+            UnixListenerStream::new(UnixListener::bind(fake.socket()).unwrap()).map(move |found| {
+                let stream = found?;
+                state.lock().unwrap().connections.push(stream.as_fd().try_clone_to_owned()?);
+                Ok::<_, std::io::Error>(stream)
+            });
+        let server = tonic::transport::Server::builder().add_service(NodeServer::new(fake.clone()));
+        tokio::spawn(server.serve_with_incoming(connections));
+        fake
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir.path().join("s")
+    }
+
+    fn address(&self) -> DaemonAddress {
+        DaemonAddress { socket: Some(self.socket()) }
+    }
+
+    async fn connect(&self) -> DaemonClient {
+        DaemonClient::connect(&self.address()).await.unwrap()
+    }
+
+    fn with_state<T>(&self, access: impl FnOnce(&mut State) -> T) -> T {
+        access(&mut self.state.lock().unwrap())
+    }
+
+    /// Breaks all connections if this call is one of those to lose.
+    fn loses_call(&self) -> bool {
+        self.with_state(|state| {
+            if state.calls_to_lose == 0 {
+                return false;
+            }
+            state.calls_to_lose -= 1;
+            for connection in state.connections.drain(..) {
+                let _ = rustix::net::shutdown(connection, Shutdown::Both);
+            }
+            true
+        })
+    }
+}
+
+fn job(id: u64, state: NodeJobState) -> Job {
+    Job { id, state: state.into(), ..Default::default() }
+}
+
+fn find(id: u64) -> Result<Job, Status> {
+    match id {
+        1 | 2 => Ok(job(id, NodeJobState::Running)),
+        _ => Err(Status::not_found(format!("there is no job {id}"))),
+    }
+}
+
+type Replies<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl Node for FakeDaemon {
+    async fn submit(&self, request: Request<SubmitRequest>) -> Result<Response<SubmitReply>, Status> {
+        let request = request.into_inner();
+        if request.priority > 0 {
+            return Err(Status::permission_denied("priorities above 0 are for administrators"));
+        }
+        let repeated = self.with_state(|state| {
+            let repeated = state.submits.iter().any(|known| known.request_id == request.request_id);
+            state.submits.push(request);
+            repeated
+        });
+        if self.loses_call() {
+            return std::future::pending().await;
+        }
+        Ok(Response::new(SubmitReply { job: Some(job(1, NodeJobState::Queued)), repeated }))
+    }
+
+    async fn list(&self, _: Request<ListRequest>) -> Result<Response<ListReply>, Status> {
+        Ok(Response::new(ListReply { jobs: [1, 2].map(|id| job(id, NodeJobState::Running)).into() }))
+    }
+
+    async fn get(&self, request: Request<GetRequest>) -> Result<Response<Job>, Status> {
+        find(request.into_inner().job).map(Response::new)
+    }
+
+    type WatchStream = Replies<Job>;
+
+    async fn watch(&self, request: Request<GetRequest>) -> Result<Response<Replies<Job>>, Status> {
+        let id = find(request.into_inner().job)?.id;
+        let call = self.with_state(|state| {
+            state.watches += 1;
+            state.watches
+        });
+        let fake = self.clone();
+        let first = tokio_stream::once(Ok(job(id, NodeJobState::Running)));
+        let last = last_state(call, fake, Job { exit_code: Some(42), ..job(id, NodeJobState::Failed) });
+        Ok(Response::new(Box::pin(first.chain(last))))
+    }
+
+    type LogsStream = Replies<LogsReply>;
+
+    async fn logs(&self, request: Request<JobLogsRequest>) -> Result<Response<Replies<LogsReply>>, Status> {
+        let request = request.into_inner();
+        find(request.job)?;
+        self.with_state(|state| state.logs.push(request));
+        let pieces = ["step 1\n", "\u{1b}[31mstep", " 2\n"].map(|text| Ok(LogsReply { bytes: text.into() }));
+        Ok(Response::new(Box::pin(tokio_stream::iter(pieces))))
+    }
+
+    async fn cancel(&self, request: Request<CancelRequest>) -> Result<Response<Job>, Status> {
+        let id = find(request.into_inner().job)?.id;
+        self.with_state(|state| state.cancelled.push(id));
+        Ok(Response::new(job(id, NodeJobState::Stopping)))
+    }
+
+    async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<NodeStatus>, Status> {
+        Err(Status::permission_denied("draining is for administrators"))
+    }
+
+    async fn status(&self, _: Request<NodeStatusRequest>) -> Result<Response<NodeStatus>, Status> {
+        Ok(Response::new(NodeStatus { host: "node-17".into(), ..Default::default() }))
+    }
+}
+
+/// The last state of a watched job. The connection of the first watcher may break before it.
+fn last_state(call: usize, fake: FakeDaemon, last: Job) -> impl Stream<Item = Result<Job, Status>> + Send {
+    let (sender, receiver) = tokio::sync::mpsc::channel(1);
+    tokio::spawn(async move {
+        fake.first_state_seen.notified().await;
+        if call == 1 && fake.loses_call() {
+            return std::future::pending().await;
+        }
+        let _ = sender.send(Ok(last)).await;
+    });
+    tokio_stream::wrappers::ReceiverStream::new(receiver)
+}
+
+async fn within_a_minute<T>(work: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(60), work).await.expect("the call hangs")
+}
+
+#[tokio::test]
+async fn submission_with_lost_reply_is_repeated_once_under_the_same_id() {
+    let fake = FakeDaemon::start().await;
+    fake.with_state(|state| state.calls_to_lose = 1);
+    let request = SubmitRequest { request_id: "a".into(), ..Default::default() };
+    let mut daemon = fake.connect().await;
+    let reply = within_a_minute(daemon.submit(request.clone())).await.unwrap();
+    assert!(reply.repeated && reply.job.unwrap().id == 1);
+    fake.with_state(|state| {
+        assert_eq!(state.submits.iter().map(|known| &*known.request_id).collect::<Vec<_>>(), ["a", "a"]);
+        state.calls_to_lose = 2;
+    });
+    let refusal = within_a_minute(daemon.submit(request)).await.unwrap_err();
+    assert_eq!(refusal.exit, ExitCode::Retryable);
+    assert!(refusal.message.contains("`xlaunch jobs`"), "{}", refusal.message);
+    assert_eq!(fake.with_state(|state| state.submits.len()), 4);
+}
+
+#[tokio::test]
+async fn refused_call_is_not_repeated_and_shows_the_daemons_message() {
+    let fake = FakeDaemon::start().await;
+    let request = SubmitRequest { request_id: "a".into(), priority: 1, ..Default::default() };
+    let refusal = within_a_minute(fake.connect().await.submit(request)).await.unwrap_err();
+    assert_eq!(refusal.exit, ExitCode::Usage);
+    assert_eq!(refusal.message, "priorities above 0 are for administrators");
+    let drained = within_a_minute(fake.connect().await.drain(DrainRequest::default())).await.unwrap_err();
+    assert!(drained.message.contains("administrators"), "{drained:?}");
+}
+
+#[tokio::test]
+async fn follow_survives_a_lost_connection() {
+    let fake = FakeDaemon::start().await;
+    fake.with_state(|state| state.calls_to_lose = 1);
+    let mut seen = Vec::new();
+    let mut daemon = fake.connect().await;
+    let ended = within_a_minute(daemon.follow(1, |job| {
+        seen.push(job.state());
+        fake.first_state_seen.notify_one();
+    }))
+    .await
+    .unwrap();
+    assert_eq!(ended.exit_code, Some(42));
+    assert_eq!(seen, [NodeJobState::Running, NodeJobState::Running, NodeJobState::Failed]);
+    assert_eq!(fake.with_state(|state| state.watches), 2);
+    let refusal = within_a_minute(daemon.follow(3, |_| ())).await.unwrap_err();
+    assert_eq!((refusal.exit, &*refusal.message), (ExitCode::WorkerFailed, "there is no job 3"));
+}
+
+#[tokio::test]
+async fn logs_are_passed_on_unchanged() {
+    let fake = FakeDaemon::start().await;
+    let request =
+        LogsRequest { rank: 1, stream: LogStream::Stderr.into(), follow: true, tail_lines: Some(3) };
+    let mut got = Vec::new();
+    let mut daemon = fake.connect().await;
+    let print = |bytes: &[u8]| {
+        got.extend_from_slice(bytes);
+        Ok::<_, Refusal>(())
+    };
+    within_a_minute(daemon.logs(2, request, print)).await.unwrap();
+    assert_eq!(got, b"step 1\n\x1b[31mstep 2\n");
+    assert_eq!(fake.with_state(|state| state.logs.clone()), [JobLogsRequest { job: 2, logs: Some(request) }]);
+    let missing = within_a_minute(daemon.logs(3, request, |_| Ok::<_, Refusal>(()))).await.unwrap_err();
+    assert_eq!(missing.message, "there is no job 3");
+}
+
+#[tokio::test]
+async fn unknown_job_does_not_prevent_cancelling_the_others() {
+    let fake = FakeDaemon::start().await;
+    let results = within_a_minute(cancel::cancel_all(&mut fake.connect().await, &[1, 3, 2])).await;
+    assert_eq!(fake.with_state(|state| state.cancelled.clone()), [1, 2]);
+    assert_eq!(results.exit, ExitCode::WorkerFailed);
+    assert_eq!(results.text(), "job 1 is stopping\njob 2 is stopping\n");
+    assert_eq!(results.errors, "error: there is no job 3\n");
+}
+
+#[tokio::test]
+async fn unreachable_daemon_errors_name_the_socket() {
+    let fake = FakeDaemon::start().await;
+    let gone = DaemonAddress { socket: Some(fake.dir.path().join("other")) };
+    let refusal = within_a_minute(DaemonClient::connect(&gone)).await.unwrap_err();
+    assert!(refusal.message.contains("other: No such file or directory"), "{}", refusal.message);
+    // A daemon that goes away between the connection and the call.
+    let going = fake.dir.path().join("going");
+    let listener = std::os::unix::net::UnixListener::bind(&going).unwrap();
+    let mut daemon = DaemonClient::connect(&DaemonAddress { socket: Some(going.clone()) }).await.unwrap();
+    drop(listener);
+    let refusal = within_a_minute(daemon.get(1)).await.unwrap_err();
+    assert_eq!(refusal.exit, ExitCode::Retryable);
+    assert!(refusal.message.contains(going.to_str().unwrap()), "{}", refusal.message);
+    let dead = fake.dir.path().join("dead");
+    drop(std::os::unix::net::UnixListener::bind(&dead).unwrap());
+    let refusal =
+        within_a_minute(DaemonClient::connect(&DaemonAddress { socket: Some(dead) })).await.unwrap_err();
+    assert!(refusal.message.contains("dead: Connection refused"), "{}", refusal.message);
+}

@@ -1,0 +1,37 @@
+//! `xlaunch jobs`.
+
+use clap::Args;
+use xlaunch_proto::exit::ExitCode;
+
+use super::output::{QueryError, print, terminal_width};
+use crate::client::daemon::{DaemonAddress, DaemonClient};
+use crate::render::{job, jobs};
+use xlaunch_agent::clock::unix_ms;
+
+/// Options of `xlaunch jobs`.
+#[derive(Debug, Args)]
+pub(super) struct Jobs {
+    /// Include jobs that have ended
+    #[arg(short, long)]
+    all: bool,
+    /// Show only the N newest jobs
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    limit: Option<u32>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    daemon: DaemonAddress,
+}
+
+pub(super) async fn run(options: Jobs) -> Result<ExitCode, QueryError> {
+    let mut daemon = DaemonClient::connect(&options.daemon).await?;
+    let mut list = daemon.list(options.all, options.limit.unwrap_or(0)).await?;
+    jobs::sort(&mut list);
+    let text = match options.json {
+        true => format!("{:#}\n", list.iter().map(job::json).collect::<serde_json::Value>()),
+        false => jobs::table(&list, unix_ms(), terminal_width()),
+    };
+    print(text.as_bytes())?;
+    Ok(ExitCode::Done)
+}

@@ -1,0 +1,70 @@
+//! Output of queries: answers to stdout, everything else to stderr.
+
+use std::io::Write;
+
+use xlaunch_proto::exit::ExitCode;
+
+use crate::render::text::escape;
+use xlaunch_agent::Refusal;
+use xlaunch_agent::clock;
+
+/// Why a query ends without a complete answer.
+#[derive(Debug)]
+pub(super) enum QueryError {
+    Refused(Refusal),
+    /// The reader of stdout has gone, as `head` does: not an error of the query.
+    StdoutClosed,
+}
+
+impl From<String> for QueryError {
+    fn from(message: String) -> Self {
+        Self::Refused(Refusal::new(ExitCode::WorkerFailed, message))
+    }
+}
+
+impl From<Refusal> for QueryError {
+    fn from(refusal: Refusal) -> Self {
+        Self::Refused(refusal)
+    }
+}
+
+/// The exit code of a query. An error is printed.
+pub(super) fn finish(result: Result<ExitCode, QueryError>) -> ExitCode {
+    match result {
+        Ok(exit) => exit,
+        Err(QueryError::StdoutClosed) => ExitCode::Done,
+        Err(QueryError::Refused(Refusal { exit, message })) => {
+            print_note(&format!("error: {}", message.trim()));
+            exit
+        }
+    }
+}
+
+/// Prints escaped text to stderr.
+pub(super) fn print_note(text: &str) {
+    let lines: Vec<_> = text.lines().map(escape).collect();
+    // If stderr is closed, the exit code still reports the result.
+    let _ = writeln!(std::io::stderr(), "{}", lines.join("\n"));
+}
+
+/// Prints part of the answer to stdout.
+pub(super) fn print(bytes: &[u8]) -> Result<(), QueryError> {
+    let mut stdout = std::io::stdout().lock();
+    stdout.write_all(bytes).and_then(|()| stdout.flush()).map_err(|_| QueryError::StdoutClosed)
+}
+
+/// Seconds since 1970.
+pub(super) fn unix_seconds() -> u64 {
+    clock::unix().as_secs()
+}
+
+/// Characters per line of the terminal; unlimited if stdout is not a terminal.
+pub(super) fn terminal_width() -> usize {
+    let size = rustix::termios::tcgetwinsize(std::io::stdout()).ok().filter(|size| size.ws_col > 0);
+    size.map_or(usize::MAX, |size| size.ws_col.into())
+}
+
+/// Replaces the last answer on the terminal, which the first one clears.
+pub(super) fn redraw(text: &str, first: bool) -> String {
+    if first { format!("\x1b[2J\x1b[H{text}") } else { format!("\x1b[H\x1b[J{text}") }
+}

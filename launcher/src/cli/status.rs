@@ -1,0 +1,113 @@
+//! `xlaunch status`: once, or repeatedly with `--watch`.
+
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use clap::Args;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::json;
+use xlaunch_proto::v1::StatusReply;
+
+use super::output::{QueryError, print, redraw, terminal_width, unix_seconds};
+use super::target::{Launches, Server, Target};
+use crate::client::daemon::DaemonClient;
+use crate::client::launches;
+use crate::render::{job, launch};
+use xlaunch_agent::clock::unix_ms;
+use xlaunch_daemon::view::has_ended;
+
+/// Options of `xlaunch status`.
+#[derive(Debug, Args)]
+pub(super) struct Status {
+    #[command(flatten)]
+    target: Target,
+    /// Repeat every SECONDS until the launch or job ends
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2", value_parser = interval)]
+    watch: Option<Duration>,
+    /// Print JSON; with --watch, one line per update
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) async fn run(options: Status) -> Result<ExitCode, QueryError> {
+    let mut output = Output { watch: options.watch, json: options.json, first: true };
+    match options.target.server().await? {
+        Server::Daemon(daemon, id) => show_job(daemon, id, &mut output).await?,
+        Server::Agents(launches) => show_launches(&launches, &mut output).await?,
+    }
+    Ok(ExitCode::Done)
+}
+
+/// Prints updates in the form that was asked for.
+struct Output {
+    watch: Option<Duration>,
+    json: bool,
+    first: bool,
+}
+
+impl Output {
+    fn update(&mut self, value: impl Fn() -> serde_json::Value, text: String) -> Result<(), QueryError> {
+        let first = std::mem::replace(&mut self.first, false);
+        let update = match (self.json, self.watch) {
+            (true, None) => format!("{:#}\n", value()),
+            (true, Some(_)) => format!("{}\n", value()),
+            (false, None) => text,
+            (false, Some(_)) if std::io::stdout().is_terminal() => redraw(&text, first),
+            (false, Some(_)) if first => text,
+            (false, Some(_)) => format!("\n{text}"),
+        };
+        print(update.as_bytes())
+    }
+}
+
+async fn show_job(mut daemon: DaemonClient, id: u64, output: &mut Output) -> Result<(), QueryError> {
+    let mut job = daemon.get(id).await?;
+    loop {
+        output.update(|| job::json(&job), job::text(&job, unix_ms(), terminal_width()))?;
+        let Some(interval) = output.watch.filter(|_| !has_ended(job.state())) else { return Ok(()) };
+        tokio::time::sleep(interval).await;
+        job = daemon.get_again(id).await?;
+    }
+}
+
+async fn show_launches(target: &Launches, output: &mut Output) -> Result<(), QueryError> {
+    let mut running = target.all().await?;
+    loop {
+        match &running[..] {
+            [one] => match launches::status(one).await {
+                Ok(reply) => {
+                    let text = launch::table(&reply, unix_seconds(), terminal_width());
+                    output.update(|| json::status(&reply), text)?;
+                }
+                Err(error) if output.first || launches::is_running(one) => return Err(error.into()),
+                Err(_) if output.json => return Ok(()),
+                Err(_) => return print(format!("{} has ended\n", one.name).as_bytes()),
+            },
+            several => {
+                let replies = launches::status_of_all(several).await;
+                let text = launch::list(&replies, unix_seconds(), terminal_width());
+                output.update(|| list_as_json(&replies), text)?;
+            }
+        }
+        let Some(interval) = output.watch else { return Ok(()) };
+        tokio::time::sleep(interval).await;
+        if running.len() > 1 {
+            match target.all().await {
+                Ok(found) => running = found,
+                Err(_) => return Ok(()),
+            }
+        }
+    }
+}
+
+/// The launches that answered.
+fn list_as_json(replies: &[(String, Result<StatusReply, String>)]) -> serde_json::Value {
+    replies.iter().filter_map(|(_, reply)| reply.as_ref().ok()).map(json::status).collect()
+}
+
+fn interval(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse::<f64>().ok().filter(|seconds| (0.1..=86_400.0).contains(seconds));
+    seconds
+        .map(Duration::from_secs_f64)
+        .ok_or_else(|| "expected seconds from 0.1 to 86400; JOB goes before --watch".into())
+}

@@ -1,0 +1,374 @@
+//! `xlaunch submit`: queues a launch with the node's daemon.
+//!
+//! ```text
+//! arguments --split--> options of submit, command line of the launch --work--> SubmitRequest --> daemon
+//! ```
+//! The launch's command line is parsed here, in the user's environment, so that mistakes are reported at once. What
+//! depends on GPUs is for the daemon to decide.
+
+use std::ffi::OsString;
+use std::hash::{BuildHasher, RandomState};
+use std::io::IsTerminal;
+use std::os::unix::ffi::OsStringExt;
+
+use clap::Args;
+use xlaunch_proto::env;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::submit_request::Work;
+use xlaunch_proto::v1::{Job, NodeJobState, SubmitRequest};
+
+use super::launch;
+use super::output::{QueryError, print, print_note};
+use super::torchrun::{self, Name, Request};
+use crate::client::daemon::{DaemonAddress, DaemonClient};
+use crate::render::job;
+use xlaunch_agent::Refusal;
+use xlaunch_proto::labels::node_job_state;
+
+/// The daemon refuses larger environments.
+const MAX_ENVIRONMENT_BYTES: usize = 256 << 10;
+/// Variables that a launch sets for its workers. A job submitted by a worker must not inherit them.
+const WORKER_VARIABLES: [&str; 21] = [
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",
+    env::AGENT_SOCKET,
+    env::ATTEMPT,
+    env::DEVICE,
+    env::JOB_ID,
+];
+
+/// Options of `xlaunch submit`.
+#[derive(Debug, Args)]
+#[command(
+    override_usage = "xlaunch submit [OPTIONS] [FLAGS] SCRIPT.py [ARGUMENTS]\n       \
+    xlaunch submit [OPTIONS] [FLAGS] -m MODULE [ARGUMENTS]\n       \
+    xlaunch submit [OPTIONS] [FLAGS] -- PROGRAM [ARGUMENTS]\n       \
+    xlaunch submit [OPTIONS] CONFIG.toml [FLAGS]",
+    after_help = "FLAGS are those of a launch in the foreground: see `xlaunch --help`."
+)]
+pub(super) struct Submit {
+    /// Name of the job [default: name of the training configuration or command]
+    #[arg(long)]
+    name: Option<String>,
+    /// Jobs with a higher priority start first; only administrators may set more than 0
+    #[arg(long, value_name = "P", default_value_t = 0, allow_negative_numbers = true)]
+    priority: i32,
+    /// GPUs to allocate, 0 for a CPU job [default: one per worker if the node has GPUs]
+    #[arg(long, value_name = "N")]
+    gpus: Option<u32>,
+    /// Print the job as JSON; with --wait, after it has ended
+    #[arg(long)]
+    json: bool,
+    /// Wait until the job has ended, and exit with its exit code
+    #[arg(long)]
+    wait: bool,
+    #[command(flatten)]
+    daemon: DaemonAddress,
+    /// What to launch, with its flags and arguments; starts at the first word that is not one of these options
+    #[arg(value_name = "TARGET", required = true, num_args = 1.., allow_hyphen_values = true)]
+    target: Vec<OsString>,
+}
+
+/// Inserts `--` before the launch's command line, so that clap leaves its flags alone. `takes_value` knows the options
+/// of `submit`.
+pub(super) fn split(arguments: &[OsString], takes_value: impl Fn(&str) -> Option<bool>) -> Vec<OsString> {
+    let mut own = 0;
+    while let Some(argument) = arguments.get(own).and_then(|argument| argument.to_str()) {
+        let name = argument.split_once('=').map_or(argument, |(name, _)| name);
+        match takes_value(name) {
+            None => break,
+            Some(true) if name == argument => own += 2,
+            Some(_) => own += 1,
+        }
+    }
+    let (own, target) = arguments.split_at(own.min(arguments.len()));
+    let separator: &[OsString] = if target.is_empty() { &[] } else { &["--".into()] };
+    [own, separator, target].concat()
+}
+
+pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
+    torchrun::print_deprecated_flags(Name::Xlaunch, &options.target);
+    let work = match work(&options.target, &|name| std::env::var_os(name))? {
+        Parsed::Work(work) => work,
+        Parsed::Text(text) => return print(text.as_bytes()).map(|()| ExitCode::Done),
+    };
+    let request = request(&options, work)?;
+    let mut daemon = DaemonClient::connect(&options.daemon).await?;
+    let Some(job) = daemon.submit(request).await?.job else {
+        return Err(Refusal::new(ExitCode::Internal, "the daemon's reply contains no job").into());
+    };
+    let id = job.id;
+    match (options.json, options.wait) {
+        (true, true) => {}
+        (true, false) => print(format!("{:#}\n", job::json(&job)).as_bytes())?,
+        (false, _) => print(format!("job {id}\n").as_bytes())?,
+    }
+    if std::io::stderr().is_terminal() {
+        print_note(&hint(&job, options.wait));
+    }
+    if !options.wait {
+        return Ok(ExitCode::Done);
+    }
+    let ended = wait(&mut daemon, id, options.json).await?;
+    if options.json {
+        print(format!("{:#}\n", job::json(&ended)).as_bytes())?;
+    }
+    Ok(exit_code(&ended))
+}
+
+/// What the launch's command line asks for.
+#[derive(Debug)]
+enum Parsed {
+    Work(Work),
+    /// Text to print, such as `--help`.
+    Text(String),
+}
+
+fn work(target: &[OsString], environment: &dyn Fn(&str) -> Option<OsString>) -> Result<Parsed, Refusal> {
+    Ok(match torchrun::parse(Name::Xlaunch, target, environment).map_err(misplaced_option)? {
+        Request::Text(text) => Parsed::Text(text),
+        Request::Trainer(launch) => Parsed::Work(Work::TrainerSpecJson(launch::load(&launch)?.to_json())),
+        Request::Command(spec) => Parsed::Work(Work::CommandSpecJson(spec.to_json())),
+    })
+}
+
+/// Explains an unknown flag that is an option of `submit` in the wrong place.
+fn misplaced_option(refusal: Refusal) -> Refusal {
+    let options = Submit::augment_args(clap::Command::new("submit"));
+    let is_meant = |name: &&str| refusal.message.starts_with(&format!("unknown flag --{name};"));
+    match options.get_opts().filter_map(clap::Arg::get_long).find(is_meant) {
+        Some(name) => Refusal {
+            message: format!(
+                "--{name} is an option of `submit` itself: put it before the flags of the launch"
+            ),
+            ..refusal
+        },
+        None => refusal,
+    }
+}
+
+fn request(options: &Submit, work: Work) -> Result<SubmitRequest, Refusal> {
+    let refuse = |message: String| Refusal::new(ExitCode::Usage, message);
+    let here = std::env::current_dir()
+        .map_err(|error| refuse(format!("failed to get the working directory: {error}")))?;
+    let work_dir = here.into_os_string().into_string();
+    let work_dir =
+        work_dir.map_err(|path| refuse(format!("the working directory {} is not UTF-8", path.display())))?;
+    Ok(SubmitRequest {
+        request_id: request_id(),
+        version: xlaunch_proto::VERSION.into(),
+        work_dir,
+        environment: environment(std::env::vars_os()).map_err(refuse)?,
+        name: options.name.clone().unwrap_or_default(),
+        priority: options.priority,
+        gpus: options.gpus,
+        work: Some(work),
+    })
+}
+
+/// A random id: `RandomState` has random keys.
+fn request_id() -> String {
+    let word = || RandomState::new().hash_one((std::process::id(), std::time::SystemTime::now()));
+    format!("{:016x}{:016x}", word(), word())
+}
+
+/// The job's environment, each variable as `NAME=VALUE`.
+fn environment(variables: impl Iterator<Item = (OsString, OsString)>) -> Result<Vec<Vec<u8>>, String> {
+    let is_worker_variable =
+        |name: &OsString| name == env::SCOPE || WORKER_VARIABLES.iter().any(|known| name == known);
+    let kept = variables.filter(|(name, _)| !name.is_empty() && !is_worker_variable(name));
+    let pairs: Vec<_> = kept.map(|(name, value)| [name.into_vec(), value.into_vec()].join(&b'=')).collect();
+    let bytes: usize = pairs.iter().map(Vec::len).sum();
+    if bytes > MAX_ENVIRONMENT_BYTES {
+        let name = |pair: &Vec<u8>| String::from_utf8_lossy(pair).split('=').next().map(str::to_owned);
+        let longest = pairs.iter().max_by_key(|pair| pair.len()).and_then(name).unwrap_or_default();
+        return Err(format!(
+            "the environment is too large: {bytes} bytes of at most {MAX_ENVIRONMENT_BYTES}; unset variables that the \
+             job does not need (the longest is {longest})"
+        ));
+    }
+    Ok(pairs)
+}
+
+fn hint(job: &Job, waits: bool) -> String {
+    let id = job.id;
+    if waits {
+        return format!(
+            "waiting; interrupting this command leaves the job running, `xlaunch cancel {id}` ends it"
+        );
+    }
+    format!("see also: `xlaunch status {id}`, `xlaunch logs {id} -f`, `xlaunch cancel {id}`")
+}
+
+/// Follows the job until it has ended. Changes of state and the failure report go to stderr, unless `quiet`.
+async fn wait(daemon: &mut DaemonClient, id: u64, quiet: bool) -> Result<Job, QueryError> {
+    let mut last = None;
+    let ended = daemon.follow(id, |job| {
+        let state = node_job_state(job.state());
+        if !quiet && last.replace(state) != Some(state) {
+            print_note(&format!("job {id} {}", job::state_and_reason(job)));
+        }
+    });
+    let ended = ended.await?;
+    if !quiet && !ended.report.is_empty() {
+        print_note(ended.report.trim_end());
+    }
+    Ok(ended)
+}
+
+/// The job's own exit code, or one for its state if it never ran.
+fn exit_code(job: &Job) -> ExitCode {
+    if let Some(code) = job.exit_code {
+        let known = i32::try_from(code).ok().and_then(ExitCode::from_code);
+        return known.unwrap_or_else(|| u8::try_from(code).map_or(ExitCode::Internal, ExitCode::Worker));
+    }
+    match job.state() {
+        NodeJobState::Done => ExitCode::Done,
+        NodeJobState::Cancelled => ExitCode::Stopped,
+        NodeJobState::Lost => ExitCode::Retryable,
+        _ => ExitCode::WorkerFailed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_proto::command::{CommandSpec, Nproc};
+
+    use super::*;
+
+    fn words(line: &str) -> Vec<OsString> {
+        line.split_whitespace().map(OsString::from).collect()
+    }
+
+    #[test]
+    fn launch_starts_at_the_first_word_that_is_not_an_option_of_submit() {
+        for (line, expected) in [
+            ("train.toml --set train.steps=10", "-- train.toml --set train.steps=10"),
+            ("--gpus 2 train.py --lr 3e-4 --gpus 3", "--gpus 2 -- train.py --lr 3e-4 --gpus 3"),
+            ("--gpus=2 --wait --json -m pkg --wait", "--gpus=2 --wait --json -- -m pkg --wait"),
+            ("--nproc-per-node 2 --wait train.py", "-- --nproc-per-node 2 --wait train.py"),
+            ("-- sleep 10", "-- -- sleep 10"),
+            ("--name a -- sleep", "--name a -- -- sleep"),
+            ("--priority -5 --socket /s x.toml", "--priority -5 --socket /s -- x.toml"),
+            // A prefix of an option of `submit` can be a flag of the launch.
+            ("--n 2 x.py", "-- --n 2 x.py"),
+            ("--help", "--help"),
+            ("--name", "--name"),
+            ("", ""),
+        ] {
+            assert_eq!(split(&words(line), crate::cli::submit_option), words(expected), "{line}");
+        }
+    }
+
+    fn spec(line: &str, environment: &dyn Fn(&str) -> Option<OsString>) -> CommandSpec {
+        match work(&words(line), environment) {
+            Ok(Parsed::Work(Work::CommandSpecJson(json))) => CommandSpec::from_json(&json).unwrap(),
+            other => panic!("{line}: {}", other.is_ok()),
+        }
+    }
+
+    #[test]
+    fn environment_variables_replace_missing_flags() {
+        let variable = |name: &str| (name == "PET_NPROC_PER_NODE").then(|| "3".into());
+        assert_eq!(spec("train.py", &variable).nproc, Nproc::Count(3));
+        assert_eq!(spec("--nproc gpu train.py", &variable).nproc, Nproc::Gpu);
+    }
+
+    #[test]
+    fn flags_of_the_launch_are_validated_without_counting_local_gpus() {
+        let one_gpu = |name: &str| (name == "CUDA_VISIBLE_DEVICES").then(|| "0".into());
+        for line in ["--nproc 64 --virtual-local-rank -- a", "--nproc gpu --no-python ./a --b"] {
+            assert_eq!(spec(line, &one_gpu).name(), "a", "{line}");
+        }
+        for (line, problem) in [
+            ("--nprok 2 -- a", "unknown flag --nprok"),
+            ("--nnodes 2 -- a", "several nodes"),
+            ("a", "-- a"),
+            ("--nproc 2 --name x -- a", "--name is an option of `submit` itself"),
+        ] {
+            let refusal = work(&words(line), &|_| None).unwrap_err();
+            assert!(
+                refusal.message.contains(problem) && refusal.exit == ExitCode::Usage,
+                "{}",
+                refusal.message
+            );
+        }
+        assert!(
+            matches!(work(&words("--version"), &|_| None), Ok(Parsed::Text(text)) if text.starts_with("xlaunch "))
+        );
+    }
+
+    #[test]
+    fn training_job_is_submitted_as_a_validated_description() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = dir.path().join("a.toml");
+        fs_err::write(&config, "[data]\ntrain = [\"*.txt\"]\n").unwrap();
+        let line = [config.clone().into(), "--set".into(), "train.steps=7".into()];
+        let Ok(Parsed::Work(Work::TrainerSpecJson(json))) = work(&line, &|_| None) else { panic!() };
+        let spec = xlaunch_proto::spec::JobSpec::from_json(&json).unwrap();
+        assert_eq!((spec.train.steps, spec.job.name.as_str(), spec.launch.nproc), (7, "a", None));
+        assert_eq!(spec.data.train, [dir.path().join("*.txt").to_str().unwrap()]);
+        assert!(spec.job.output.starts_with('/'));
+        fs_err::write(&config, "[train]\nstepz = 1\n").unwrap();
+        assert!(work(&line, &|_| None).unwrap_err().message.contains("train.steps"));
+    }
+
+    #[test]
+    fn environment_excludes_variables_of_the_submitting_launch() {
+        let variables = |pairs: &[(&str, &str)]| {
+            pairs.iter().map(|(name, value)| (name.into(), value.into())).collect::<Vec<_>>().into_iter()
+        };
+        let kept = environment(variables(&[
+            ("PATH", "/bin=x"),
+            ("RANK", "3"),
+            ("MASTER_PORT", "1"),
+            ("XLAUNCH_SCOPE", "1"),
+            ("XLAUNCH_JOB_ID", "1"),
+            ("XLAUNCH_POOL_DEBUG", "0xff"),
+            ("NCCL_DEBUG", "INFO"),
+        ]));
+        let expected = ["PATH=/bin=x", "XLAUNCH_POOL_DEBUG=0xff", "NCCL_DEBUG=INFO"];
+        assert_eq!(kept.unwrap(), expected.map(|pair| pair.as_bytes().to_vec()));
+        let long = "x".repeat(MAX_ENVIRONMENT_BYTES);
+        let error = environment(variables(&[("A", "b"), ("LONG", &long)])).unwrap_err();
+        assert!(error.contains("262144") && error.contains("LONG"), "{error}");
+    }
+
+    #[test]
+    fn exit_code_is_that_of_the_job() {
+        let job =
+            |state: NodeJobState, exit_code| Job { state: state.into(), exit_code, ..Default::default() };
+        for (state, code, expected) in [
+            (NodeJobState::Done, Some(0), 0),
+            (NodeJobState::Failed, Some(1), 1),
+            (NodeJobState::Failed, Some(42), 42),
+            (NodeJobState::Cancelled, Some(143), 143),
+            (NodeJobState::Cancelled, None, 143),
+            (NodeJobState::Lost, None, 75),
+            (NodeJobState::Failed, None, 1),
+        ] {
+            assert_eq!(exit_code(&job(state, code)).code(), expected, "{state:?} {code:?}");
+        }
+    }
+
+    #[test]
+    fn requests_have_different_ids() {
+        assert_ne!(request_id(), request_id());
+        assert_eq!(request_id().len(), 32);
+    }
+}

@@ -1,0 +1,327 @@
+//! The node's daemon: where its socket is, a client that survives restarts of the daemon, and what failed calls mean.
+
+use std::ffi::OsString;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use nix::unistd::{Gid, Group, Uid, User};
+use tonic::transport::Channel;
+use tonic::{Code, Response, Status};
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::net::connect::cause;
+use xlaunch_proto::v1::node_client::NodeClient;
+use xlaunch_proto::v1::{
+    CancelRequest, DrainRequest, GetRequest, Job, JobLogsRequest, ListRequest, LogsRequest, NodeStatus,
+    NodeStatusRequest, SubmitReply, SubmitRequest,
+};
+
+use xlaunch_agent::Refusal;
+use xlaunch_daemon::view::has_ended;
+
+/// Where the node's daemon listens.
+const SYSTEM_SOCKET: &str = "/run/xlaunch/xlaunch.sock";
+/// Environment variable that names another socket.
+const SOCKET_VARIABLE: &str = "XLAUNCH_SOCKET";
+/// The slowest call is a submission: it returns when the job is on disk.
+const DAEMON_CALL_TIMEOUT: Duration = Duration::from_secs(30);
+/// A followed job outlives a restart or upgrade of the daemon that takes at most this long.
+const DAEMON_RESTART_TIMEOUT: Duration = Duration::from_secs(120);
+const RECONNECT_DELAY: Duration = Duration::from_millis(500);
+/// Largest reply: the list of a long queue. tonic's default is 4 MiB.
+const MAX_REPLY_BYTES: usize = 64 << 20;
+
+/// Which daemon to call.
+#[derive(Debug, Default, Args)]
+pub(crate) struct DaemonAddress {
+    /// Socket of the daemon [default: $XLAUNCH_SOCKET, else your own daemon's, else the node's]
+    #[arg(long, value_name = "PATH")]
+    pub(crate) socket: Option<PathBuf>,
+}
+
+impl DaemonAddress {
+    /// Whether the command line names a daemon.
+    pub(crate) fn is_given(&self) -> bool {
+        self.socket.is_some()
+    }
+
+    /// Sockets to try, in order.
+    fn sockets(&self, variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
+        let set = |name| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        if let Some(socket) = self.socket.clone().or_else(|| set(SOCKET_VARIABLE)) {
+            return vec![socket];
+        }
+        let runtime =
+            set("XDG_RUNTIME_DIR").unwrap_or_else(|| format!("/run/user/{}", Uid::current()).into());
+        vec![runtime.join("xlaunch.sock"), SYSTEM_SOCKET.into()]
+    }
+}
+
+/// A connection to a daemon.
+#[derive(Clone, Debug)]
+pub(crate) struct DaemonClient {
+    socket: PathBuf,
+    client: NodeClient<Channel>,
+}
+
+impl DaemonClient {
+    /// Connects to the first socket on which a daemon listens.
+    ///
+    /// # Errors
+    /// No daemon listens: the message lists the sockets tried and how to start one.
+    pub(crate) async fn connect(address: &DaemonAddress) -> Result<Self, Refusal> {
+        let mut problems = Vec::new();
+        for socket in address.sockets(|name| std::env::var_os(name)) {
+            match super::connect(&socket, DAEMON_CALL_TIMEOUT).await {
+                Ok(channel) => {
+                    let client = NodeClient::new(channel).max_decoding_message_size(MAX_REPLY_BYTES);
+                    return Ok(Self { socket, client });
+                }
+                Err(error) => problems.push((socket, error)),
+            }
+        }
+        Err(no_daemon(&problems))
+    }
+
+    /// Adds a job. If the reply is lost the request is sent once more: its id keeps it from adding a second job.
+    pub(crate) async fn submit(&mut self, request: SubmitRequest) -> Result<SubmitReply, Refusal> {
+        let mut reply = self.client.submit(request.clone()).await;
+        if reply.as_ref().is_err_and(is_connection_loss) {
+            tokio::time::sleep(RECONNECT_DELAY).await;
+            reply = self.client.submit(request).await;
+            if let Err(status) = reply.as_ref()
+                && is_connection_loss(status)
+            {
+                let mut refusal = self.refusal(status);
+                refusal.message += "; the job may have been added: check `xlaunch jobs`";
+                return Err(refusal);
+            }
+        }
+        self.check(reply)
+    }
+
+    pub(crate) async fn list(&mut self, ended: bool, limit: u32) -> Result<Vec<Job>, Refusal> {
+        let reply = self.client.list(ListRequest { ended, limit }).await;
+        self.check(reply).map(|list| list.jobs)
+    }
+
+    pub(crate) async fn get(&mut self, job: u64) -> Result<Job, Refusal> {
+        let reply = self.client.get(GetRequest { job }).await;
+        self.check(reply)
+    }
+
+    /// Like [`get`](Self::get), but waits for a daemon that is being restarted.
+    pub(crate) async fn get_again(&mut self, job: u64) -> Result<Job, Refusal> {
+        let lost_since = Instant::now();
+        loop {
+            match self.client.get(GetRequest { job }).await {
+                Ok(reply) => return Ok(reply.into_inner()),
+                Err(status) => self.wait_for_restart(lost_since, &status).await?,
+            }
+        }
+    }
+
+    /// Follows a job until it has ended, across restarts of the daemon. `on_change` sees every state of the job.
+    pub(crate) async fn follow(&mut self, job: u64, mut on_change: impl FnMut(&Job)) -> Result<Job, Refusal> {
+        let mut last_reply = Instant::now();
+        loop {
+            let mut changes = match self.client.watch(GetRequest { job }).await {
+                Ok(changes) => changes.into_inner(),
+                Err(status) => {
+                    self.wait_for_restart(last_reply, &status).await?;
+                    continue;
+                }
+            };
+            let lost = loop {
+                match changes.message().await {
+                    Ok(Some(job)) => {
+                        last_reply = Instant::now();
+                        on_change(&job);
+                        if has_ended(job.state()) {
+                            return Ok(job);
+                        }
+                    }
+                    Ok(None) => break Status::unavailable("it is shutting down"),
+                    Err(status) => break status,
+                }
+            };
+            self.wait_for_restart(last_reply, &lost).await?;
+        }
+    }
+
+    /// Ends a job. Its reply says whether the job is stopping, was cancelled, or had ended before.
+    pub(crate) async fn cancel(&mut self, job: u64) -> Result<Job, Refusal> {
+        let reply = self.client.cancel(CancelRequest { job }).await;
+        self.check(reply)
+    }
+
+    pub(crate) async fn drain(&mut self, request: DrainRequest) -> Result<NodeStatus, Refusal> {
+        let reply = self.client.drain(request).await;
+        self.check(reply)
+    }
+
+    pub(crate) async fn node(&mut self) -> Result<NodeStatus, Refusal> {
+        let reply = self.client.status(NodeStatusRequest {}).await;
+        self.check(reply)
+    }
+
+    /// Passes what a rank of the job has written to `print`, chunk by chunk.
+    pub(crate) async fn logs<E: From<Refusal>>(
+        &mut self,
+        job: u64,
+        logs: LogsRequest,
+        mut print: impl FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let reply = self.client.logs(JobLogsRequest { job, logs: Some(logs) }).await;
+        let mut chunks = self.check(reply)?;
+        while let Some(chunk) = chunks.message().await.map_err(|status| self.refusal(&status))? {
+            print(&chunk.bytes)?;
+        }
+        Ok(())
+    }
+
+    fn check<T>(&self, reply: Result<Response<T>, Status>) -> Result<T, Refusal> {
+        reply.map(Response::into_inner).map_err(|status| self.refusal(&status))
+    }
+
+    /// Waits before another attempt to reach a daemon that last answered at `lost_since`.
+    ///
+    /// # Errors
+    /// The call failed for another reason, or the daemon has been away for too long.
+    async fn wait_for_restart(&self, lost_since: Instant, status: &Status) -> Result<(), Refusal> {
+        if !is_connection_loss(status) || lost_since.elapsed() > DAEMON_RESTART_TIMEOUT {
+            return Err(self.refusal(status));
+        }
+        tokio::time::sleep(RECONNECT_DELAY).await;
+        Ok(())
+    }
+
+    /// The message and exit code for a failed call.
+    fn refusal(&self, status: &Status) -> Refusal {
+        let socket = self.socket.display();
+        let (exit, message) = match status.code() {
+            _ if cause::<tonic::TimeoutExpired>(status).is_some() => (ExitCode::Retryable, self.timed_out()),
+            Code::DeadlineExceeded => (ExitCode::Retryable, self.timed_out()),
+            // A status with a source was made by this side: the connection broke.
+            _ if std::error::Error::source(status).is_some() => {
+                let message = format!("lost the connection to the daemon at {socket}: it may be restarting");
+                (ExitCode::Retryable, message)
+            }
+            Code::Unimplemented => {
+                let message =
+                    format!("the daemon at {socket} does not support this call: it is an older version");
+                (ExitCode::Usage, message)
+            }
+            Code::Unavailable => {
+                let message = format!("the daemon at {socket} does not accept calls: {}", status.message());
+                (ExitCode::Retryable, message)
+            }
+            Code::PermissionDenied | Code::InvalidArgument => (ExitCode::Usage, status.message().into()),
+            Code::ResourceExhausted => (ExitCode::Retryable, status.message().into()),
+            Code::Internal => (ExitCode::Internal, status.message().into()),
+            _ => (ExitCode::WorkerFailed, status.message().into()),
+        };
+        Refusal::new(exit, message)
+    }
+
+    fn timed_out(&self) -> String {
+        format!(
+            "the daemon at {} did not answer within {} s: it may be stopped, or the machine overloaded",
+            self.socket.display(),
+            DAEMON_CALL_TIMEOUT.as_secs()
+        )
+    }
+}
+
+/// Whether the request or its reply was lost, so that repeating an idempotent call may succeed.
+fn is_connection_loss(status: &Status) -> bool {
+    matches!(status.code(), Code::Unavailable | Code::Cancelled | Code::DeadlineExceeded)
+        || std::error::Error::source(status).is_some()
+}
+
+fn no_daemon(problems: &[(PathBuf, io::Error)]) -> Refusal {
+    // A daemon listens where permission is denied, so the other sockets do not matter.
+    let denied = problems.iter().rfind(|(_, error)| error.kind() == io::ErrorKind::PermissionDenied);
+    if let Some((socket, _)) = denied {
+        return Refusal::new(ExitCode::Usage, permission_denied(socket));
+    }
+    let tried: String =
+        problems.iter().map(|(socket, error)| format!("\n  {}: {error}", socket.display())).collect();
+    let message = format!(
+        "no daemon is listening; tried:{tried}\n`systemctl start xlaunch` starts the node's daemon, `xlaunch daemon \
+         --foreground` one of your own"
+    );
+    Refusal::new(ExitCode::WorkerFailed, message)
+}
+
+/// Says who may open this socket, as far as its owner and mode tell.
+fn permission_denied(socket: &Path) -> String {
+    use std::os::unix::fs::MetadataExt;
+    let shown = socket.display();
+    let Ok(found) = socket.metadata() else {
+        return format!("permission denied: {shown}");
+    };
+    if found.mode() & 0o060 != 0o060 {
+        let owner = User::from_uid(Uid::from_raw(found.uid())).ok().flatten();
+        let owner = owner.map_or_else(|| found.uid().to_string(), |user| user.name);
+        return format!("permission denied: the daemon at {shown} serves user {owner} only");
+    }
+    let group = Group::from_gid(Gid::from_raw(found.gid())).ok().flatten();
+    let group = group.map_or_else(|| found.gid().to_string(), |group| group.name);
+    let user = User::from_uid(Uid::current()).ok().flatten();
+    let user = user.map_or_else(|| "USER".into(), |user| user.name);
+    format!(
+        "permission denied: {shown} is open to members of group {group}; add yourself with `sudo usermod -aG {group} \
+         {user}`, then log in again"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn socket_comes_from_flag_then_environment_then_user_daemon_then_system_daemon() {
+        let sockets = |given: Option<&str>, variables: &[(&str, &str)]| {
+            let address = DaemonAddress { socket: given.map(PathBuf::from) };
+            let found = address.sockets(|name| {
+                variables.iter().find(|(known, _)| *known == name).map(|(_, value)| OsString::from(*value))
+            });
+            found.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(" ")
+        };
+        let variables = [("XLAUNCH_SOCKET", "/b"), ("XDG_RUNTIME_DIR", "/run/user/7")];
+        assert_eq!(sockets(Some("/a"), &variables), "/a");
+        assert_eq!(sockets(None, &variables), "/b");
+        let own = "/run/user/7/xlaunch.sock /run/xlaunch/xlaunch.sock";
+        assert_eq!(sockets(None, &variables[1..]), own);
+        assert_eq!(sockets(None, &[("XLAUNCH_SOCKET", ""), variables[1]]), own);
+    }
+
+    #[test]
+    fn unreachable_daemon_error_lists_tried_sockets_and_how_to_start_one() {
+        let missing = |path: &str| (PathBuf::from(path), io::Error::from_raw_os_error(2));
+        let refusal = no_daemon(&[missing("/a.sock"), missing("/b.sock")]);
+        for words in
+            ["/a.sock: No such file", "/b.sock", "systemctl start xlaunch", "xlaunch daemon --foreground"]
+        {
+            assert!(refusal.message.contains(words), "{}", refusal.message);
+        }
+        assert_eq!(refusal.exit, ExitCode::WorkerFailed);
+    }
+
+    #[test]
+    fn permission_error_names_the_group_or_the_owner_of_the_socket() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("s");
+        fs_err::write(&socket, "").unwrap();
+        let text = |mode| {
+            fs_err::set_permissions(&socket, std::fs::Permissions::from_mode(mode)).unwrap();
+            let denied = (socket.clone(), io::Error::from(io::ErrorKind::PermissionDenied));
+            no_daemon(&[denied, ("/x".into(), io::Error::from(io::ErrorKind::NotFound))]).message
+        };
+        assert!(text(0o660).contains("members of group "), "{}", text(0o660));
+        assert!(text(0o600).contains("serves user "), "{}", text(0o600));
+    }
+}

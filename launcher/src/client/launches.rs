@@ -1,0 +1,146 @@
+//! Finds the running launch that a user means, and calls its agent.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::net::UnixStream;
+use tonic::transport::Channel;
+use xlaunch_proto::v1::agent_client::AgentClient;
+use xlaunch_proto::v1::{StatusReply, StatusRequest};
+
+use xlaunch_agent::registry::{self, Running, SOCKET};
+
+/// Levels of directories searched below a given path: output, job, run.
+const MAX_SEARCH_DEPTH: usize = 3;
+/// An agent answers at once unless its process is stopped or the machine is overloaded.
+const AGENT_CALL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The launches that `run` names (a name, a prefix of one, or a path), or all running ones. Never empty.
+///
+/// # Errors
+/// A message for the user: nothing was found, or the prefix is ambiguous.
+pub(crate) async fn find_all(run: Option<&Path>) -> Result<Vec<Running>, String> {
+    let running = registry::running();
+    let Some(run) = run else {
+        return match running.is_empty() {
+            true => {
+                Err("no launch of yours is running on this host; `xlaunch status PATH` searches a directory"
+                    .into())
+            }
+            false => Ok(running),
+        };
+    };
+    let text = run.to_string_lossy();
+    if let Some(exact) = running.iter().find(|launch| launch.name == text) {
+        return Ok(vec![exact.clone()]);
+    }
+    if run.exists() {
+        return newest_below(run).await.map(|launch| vec![launch]);
+    }
+    let matches: Vec<_> = running.iter().filter(|launch| launch.name.starts_with(&*text)).cloned().collect();
+    match matches.len() {
+        1 => Ok(matches),
+        0 if running.is_empty() => {
+            Err(format!("no launch or path `{text}`; no launch of yours is running on this host"))
+        }
+        0 => Err(format!("no launch is named `{text}`; running launches:{}", names(&running))),
+        _ => Err(format!("several launches start with `{text}`; which one?{}", names(&matches))),
+    }
+}
+
+/// The one launch that `run` names.
+///
+/// # Errors
+/// Those of [`find_all`]; several launches are running and none was named.
+pub(crate) async fn find_one(run: Option<&Path>) -> Result<Running, String> {
+    let mut launches = find_all(run).await?;
+    match launches.len() {
+        1 => Ok(launches.remove(0)),
+        count => Err(format!("{count} launches are running; which one?{}", names(&launches))),
+    }
+}
+
+fn names(launches: &[Running]) -> String {
+    launches.iter().map(|launch| format!("\n  {}", launch.name)).collect()
+}
+
+/// The newest run in or below `dir` whose agent accepts connections.
+async fn newest_below(dir: &Path) -> Result<Running, String> {
+    let mut sockets = Vec::new();
+    collect_sockets(dir, MAX_SEARCH_DEPTH, &mut sockets);
+    // Run directories are named by start time, so the newest sorts last.
+    sockets.sort();
+    for socket in sockets.into_iter().rev() {
+        let name = socket.parent().map(|run| run.display().to_string()).unwrap_or_default();
+        // The path of a run can be too long for a socket address: the entry there is a symlink to a shorter path.
+        let launch = Running { name, socket: socket.canonicalize().unwrap_or(socket) };
+        if UnixStream::connect(&launch.socket).await.is_ok() {
+            return Ok(launch);
+        }
+    }
+    Err(format!("no launch is running in or below {}; `xlaunch status` lists all of yours", dir.display()))
+}
+
+/// Agents' sockets in and below `dir`. Symlinks such as `latest` are skipped: their targets are found anyway.
+fn collect_sockets(dir: &Path, depth: usize, found: &mut Vec<PathBuf>) {
+    let socket = dir.join(SOCKET);
+    if socket.symlink_metadata().is_ok() {
+        found.push(socket);
+    } else if depth > 0 {
+        let entries = fs_err::read_dir(dir).into_iter().flatten().flatten();
+        for entry in entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())) {
+            collect_sockets(&entry.path(), depth - 1, found);
+        }
+    }
+}
+
+/// Whether the launch is still registered: an agent that does not answer may only be busy.
+pub(crate) fn is_running(launch: &Running) -> bool {
+    registry::running().iter().any(|other| other.socket == launch.socket)
+}
+
+pub(crate) async fn connect(launch: &Running) -> Result<AgentClient<Channel>, String> {
+    let channel =
+        super::connect(&launch.socket, AGENT_CALL_TIMEOUT).await.map_err(|_| not_connected(launch))?;
+    Ok(AgentClient::new(channel))
+}
+
+pub(crate) async fn status(launch: &Running) -> Result<StatusReply, String> {
+    let mut agent = connect(launch).await?;
+    let reply = agent.status(StatusRequest::default()).await;
+    reply.map(tonic::Response::into_inner).map_err(|status| call_error(launch, &status))
+}
+
+/// The status of each launch, with its name. Asked concurrently, so that one stopped agent does not delay the others.
+pub(crate) async fn status_of_all(launches: &[Running]) -> Vec<(String, Result<StatusReply, String>)> {
+    let calls: Vec<_> = launches
+        .iter()
+        .map(|launch| {
+            let owned = launch.clone();
+            (launch.name.clone(), tokio::spawn(async move { status(&owned).await }))
+        })
+        .collect();
+    let mut replies = Vec::new();
+    for (name, call) in calls {
+        replies.push((name, call.await.unwrap_or_else(|error| Err(error.to_string()))));
+    }
+    replies
+}
+
+/// The message for a failed call.
+pub(crate) fn call_error(launch: &Running, status: &tonic::Status) -> String {
+    match status.code() {
+        tonic::Code::Cancelled | tonic::Code::DeadlineExceeded => format!(
+            "{} did not answer within {} s: its xlaunch process may be stopped, or the machine overloaded",
+            launch.name,
+            AGENT_CALL_TIMEOUT.as_secs()
+        ),
+        // A status with a source was made by this side: the connection broke.
+        _ if std::error::Error::source(status).is_some() => not_connected(launch),
+        _ => format!("{}: {}", launch.name, status.message()),
+    }
+}
+
+fn not_connected(launch: &Running) -> String {
+    format!("{} does not accept calls: it is starting or shutting down; try again", launch.name)
+}

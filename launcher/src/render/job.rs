@@ -1,0 +1,228 @@
+//! A job of the daemon: for people, and as JSON for programs.
+
+use serde_json::{Value, json};
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::{Job, JobKind, NodeJobState};
+
+use super::launch;
+use super::text::{escape, fit, seconds};
+use xlaunch_agent::sinks::progress::clock;
+use xlaunch_daemon::view::has_ended;
+use xlaunch_proto::json;
+use xlaunch_proto::labels::node_job_state;
+
+/// A status older than this is shown with its age.
+const STALE_STATUS_SECONDS: f64 = 5.0;
+
+/// A job with its ranks. Lines are truncated to `width` characters.
+pub(crate) fn text(job: &Job, now: u64, width: usize) -> String {
+    let mut out = format!("job {}  {}  {}\n", job.id, escape(&job.name), escape(&state_and_reason(job)));
+    out += &format!("user {}  {}", escape(&user(job)), times(job, now));
+    if job.priority != 0 {
+        out += &format!("  priority {}", job.priority);
+    }
+    out += &format!("\n{}\n", gpus(job));
+    if !job.command_line.is_empty() {
+        out += &format!("{}\n", escape(&job.command_line));
+    }
+    out += &format!("in {}\n", escape(&job.work_dir));
+    if let Some(code) = job.exit_code {
+        let known = i32::try_from(code).ok().and_then(ExitCode::from_code);
+        let meaning = known.map_or_else(String::new, |exit| format!(" ({})", exit.meaning()));
+        out += &format!("exit code {code}{meaning}\n");
+    }
+    if !job.report.is_empty() {
+        out += &format!("\n{}\n", job.report.trim_end());
+    }
+    if let Some(status) = &job.status {
+        out += &format!("logs {}\n", escape(&status.log_dir));
+        if status.kind() != JobKind::Command {
+            out += &launch::training(status);
+        }
+        if job.status_age_seconds >= STALE_STATUS_SECONDS && !has_ended(job.state()) {
+            out += &format!("status from {} ago\n", clock(job.status_age_seconds));
+        }
+        out += &launch::restarts(status, now / 1000);
+        out.push('\n');
+        out += &launch::ranks(status, width);
+    }
+    fit(&out, width)
+}
+
+fn times(job: &Job, now: u64) -> String {
+    let since = |at: u64| clock(seconds(now.saturating_sub(at) / 1000));
+    match (job.started_unix_ms, job.ended_unix_ms) {
+        (0, 0) => format!("waiting for {}", since(job.submitted_unix_ms)),
+        (0, ended) => format!("ended {} ago without starting", since(ended)),
+        (_, 0) => {
+            format!("submitted {} ago  running for {}", since(job.submitted_unix_ms), run_time(job, now))
+        }
+        (_, ended) => format!("ran for {}  ended {} ago", run_time(job, now), since(ended)),
+    }
+}
+
+/// How long the job has run, or `-` if it has not started.
+pub(crate) fn run_time(job: &Job, now: u64) -> String {
+    match (job.started_unix_ms, job.ended_unix_ms) {
+        (0, _) => "-".into(),
+        (started, ended) => {
+            let until = if ended == 0 { now } else { ended };
+            clock(seconds(until.saturating_sub(started) / 1000))
+        }
+    }
+}
+
+fn gpus(job: &Job) -> String {
+    match (job.gpus.len(), job.gpus_wanted) {
+        (0, 0) => "no GPUs".into(),
+        (0, wanted) => format!("{wanted} GPUs requested"),
+        (held, _) => format!("{held} GPUs: {}", escape(&job.gpus.join(" "))),
+    }
+}
+
+/// The user's name, or the uid if it has none.
+pub(crate) fn user(job: &Job) -> String {
+    if job.user.is_empty() { job.uid.to_string() } else { job.user.clone() }
+}
+
+/// Such as `queued, position 2 (no free GPU)`.
+pub(crate) fn state_and_reason(job: &Job) -> String {
+    let mut out = node_job_state(job.state()).to_owned();
+    if job.state() == NodeJobState::Queued && job.queue_position > 0 {
+        out += &format!(", position {}", job.queue_position);
+    }
+    if !job.reason.is_empty() {
+        out += &format!(" ({})", job.reason);
+    }
+    out
+}
+
+/// The job with its status, its report and its loss curve.
+pub(crate) fn json(job: &Job) -> Value {
+    let mut value = json::job(job);
+    value["report"] = json!(job.report);
+    value["status"] = job.status.as_ref().map_or(Value::Null, json::status);
+    value["status_age_seconds"] = json!(job.status.as_ref().map(|_| job.status_age_seconds));
+    value["history"] = json::history(&job.history);
+    value
+}
+
+/// One line about a job that was cancelled.
+pub(crate) fn cancelled(job: &Job) -> String {
+    let id = job.id;
+    match job.state() {
+        NodeJobState::Cancelled => format!("job {id} was cancelled\n"),
+        NodeJobState::Done | NodeJobState::Failed | NodeJobState::Lost => {
+            format!("job {id} had already ended: {}\n", node_job_state(job.state()))
+        }
+        _ => format!("job {id} is stopping\n"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_proto::v1::{JobState, RankState, RankStatus, StatusReply};
+
+    use super::*;
+
+    fn running() -> Job {
+        let rank = RankStatus { pid: 812, state: RankState::Running.into(), step: 120, ..Default::default() };
+        let status = StatusReply {
+            kind: JobKind::Trainer.into(),
+            state: JobState::Running.into(),
+            log_dir: "/runs/a/logs".into(),
+            world_size: 1,
+            step: 120,
+            total_steps: 500,
+            loss: 2.5,
+            tokens_per_second: 46_123.0,
+            ranks: vec![rank],
+            ..Default::default()
+        };
+        Job {
+            id: 7,
+            name: "train".into(),
+            uid: 1000,
+            user: "anna".into(),
+            kind: JobKind::Trainer.into(),
+            state: NodeJobState::Running.into(),
+            gpus_wanted: 2,
+            gpus: vec!["GPU-a".into(), "GPU-b".into()],
+            command_line: "train.toml".into(),
+            work_dir: "/home/anna".into(),
+            submitted_unix_ms: 1_000_000,
+            started_unix_ms: 1_060_000,
+            status: Some(status),
+            status_age_seconds: 12.0,
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn running_job_is_shown_with_its_ranks() {
+        let expected = "\
+job 7  train  running
+user anna  submitted 4m05s ago  running for 3m05s
+2 GPUs: GPU-a GPU-b
+train.toml
+in /home/anna
+logs /runs/a/logs
+step 120/500  loss 2.5000  46.1K tok/s
+status from 12s ago
+
+RANK  PID     STATE   STEP    BEAT   CPU   GPU   POOL LIVE  MAPPED  PEAK   FRAG  DEVICE
+0     812     running 120     0s     -     -     0          0       0      0%
+";
+        assert_eq!(text(&running(), 1_245_000, 100), expected);
+    }
+
+    #[test]
+    fn queued_and_failed_jobs_show_their_reason() {
+        let mut waits = Job { status: None, gpus: Vec::new(), started_unix_ms: 0, ..running() };
+        waits.state = NodeJobState::Queued.into();
+        (waits.queue_position, waits.reason, waits.priority) = (2, "needs 2 GPUs, 1 is free".into(), -5);
+        let expected = "\
+job 7  train  queued, position 2 (needs 2 GPUs, 1 is free)
+user anna  waiting for 1m00s  priority -5
+2 GPUs requested
+train.toml
+in /home/anna
+";
+        assert_eq!(text(&waits, 1_060_000, 100), expected);
+        let mut failed = Job { status: None, ended_unix_ms: 1_070_000, exit_code: Some(76), ..running() };
+        failed.state = NodeJobState::Failed.into();
+        failed.report = "rank 1 failed\n  \u{1b}[2Jlast line\n".into();
+        let expected = "\
+job 7  train  failed
+user anna  ran for 10s  ended 5s ago
+2 GPUs: GPU-a GPU-b
+train.toml
+in /home/anna
+exit code 76 (GPU fault)
+
+rank 1 failed
+  \\u{1b}[2Jlast line
+";
+        assert_eq!(text(&failed, 1_075_000, 100), expected);
+    }
+
+    #[test]
+    fn hostile_names_stay_on_their_line() {
+        let mut hostile = running();
+        hostile.name = "a\nuser root".into();
+        hostile.user = "\u{1b}[31m".into();
+        let text = text(&hostile, 1_245_000, 40);
+        assert!(text.starts_with("job 7  a\\u{a}user root  running\nuser \\u{1b}[31m"), "{text}");
+        assert!(text.lines().all(|line| line.chars().count() <= 40), "{text}");
+    }
+
+    #[test]
+    fn json_has_every_field() {
+        let value = json(&running());
+        assert_eq!(value["state"], "running");
+        assert_eq!(value["ended_unix_ms"], Value::Null);
+        assert_eq!(value["exit_code"], Value::Null);
+        assert_eq!(value["status"]["step"], 120);
+        assert_eq!(value["gpus"], json!(["GPU-a", "GPU-b"]));
+    }
+}

@@ -1,0 +1,267 @@
+//! A launch and its ranks.
+
+use xlaunch_proto::v1::{JobKind, RankStatus, Restart, StatusReply};
+
+use super::text::{bytes, escape, fit, or_dash, percent, seconds};
+use xlaunch_agent::sinks::progress::{clock, count};
+use xlaunch_proto::labels::{job_state, rank_state};
+
+/// Only the last restarts are listed.
+const MAX_RESTARTS_SHOWN: usize = 3;
+
+/// A launch with its ranks. Lines are truncated to `width` characters.
+pub(crate) fn table(reply: &StatusReply, now: u64, width: usize) -> String {
+    let mut out = heading(reply, now);
+    out += &restarts(reply, now);
+    out += "\n";
+    out += &ranks(reply, width);
+    fit(&out, width)
+}
+
+/// A line per rank, not truncated: `width` decides where notes go.
+pub(crate) fn ranks(reply: &StatusReply, width: usize) -> String {
+    let mut out = String::new();
+    match reply.kind() {
+        JobKind::Command => command_ranks(reply, width, &mut out),
+        _ => trainer_ranks(reply, width, &mut out),
+    }
+    out
+}
+
+fn heading(reply: &StatusReply, now: u64) -> String {
+    let mut out = format!("{}-{}  {}", reply.job_name, reply.job_id, job_state(reply.state()));
+    if !reply.reason.is_empty() {
+        out += &format!(" ({})", reply.reason);
+    }
+    out += &format!(
+        "\n{} for {}  pid {}  restarts {} of {}  {}\n",
+        reply.host,
+        clock(seconds(now.saturating_sub(reply.started_unix_seconds))),
+        reply.launcher_pid,
+        reply.restarts,
+        reply.max_restarts,
+        reply.command_line
+    );
+    out += &format!("logs {}\n", reply.log_dir);
+    if reply.kind() != JobKind::Command {
+        out += &training(reply);
+    }
+    out
+}
+
+/// The last restarts, one per line.
+pub(crate) fn restarts(reply: &StatusReply, now: u64) -> String {
+    let line = |restart: &Restart| {
+        let ago = clock(seconds(now.saturating_sub(restart.unix_ms / 1000)));
+        let who = restart.rank.map_or_else(|| "the group".into(), |rank| format!("rank {rank}"));
+        format!("attempt {} failed {ago} ago: {who}: {}\n", restart.attempt, escape(&restart.cause))
+    };
+    reply.past_restarts.iter().rev().take(MAX_RESTARTS_SHOWN).rev().map(line).collect()
+}
+
+/// One line of training progress.
+pub(crate) fn training(reply: &StatusReply) -> String {
+    format!(
+        "step {}/{}  loss {:.4}  {} tok/s\n",
+        reply.step,
+        reply.total_steps,
+        reply.loss,
+        count(reply.tokens_per_second)
+    )
+}
+
+fn command_ranks(reply: &StatusReply, width: usize, out: &mut String) {
+    *out += "RANK  PID      STATE    OUTPUT  CPU    MEMORY  GPU   GPU MEM\n";
+    for rank in &reply.ranks {
+        let row = format!(
+            "{:<6}{:<9}{:<9}{:<8}{:<7}{:<8}{:<6}{:<9}",
+            rank.rank,
+            rank.pid,
+            rank_state(rank.state()),
+            or_dash(rank.seconds_since_output, clock),
+            or_dash(rank.cpu_percent, percent),
+            or_dash(rank.memory_bytes, bytes),
+            or_dash(rank.gpu_percent, percent),
+            or_dash(rank.gpu_memory_bytes, bytes)
+        );
+        push_row(row, note(rank), width, out);
+    }
+}
+
+fn trainer_ranks(reply: &StatusReply, width: usize, out: &mut String) {
+    *out += "RANK  PID     STATE   STEP    BEAT   CPU   GPU   POOL LIVE  MAPPED  PEAK   FRAG  DEVICE\n";
+    for rank in &reply.ranks {
+        // The first characters of a UUID distinguish the GPUs of a node.
+        let device: String = rank.device_uuid.chars().take(12).collect();
+        let row = format!(
+            "{:<6}{:<8}{:<8}{:<8}{:<7}{:<6}{:<6}{:<11}{:<8}{:<7}{:<6}{:<14}",
+            rank.rank,
+            rank.pid,
+            rank_state(rank.state()),
+            rank.step,
+            clock(rank.seconds_since_heartbeat),
+            or_dash(rank.cpu_percent, percent),
+            or_dash(rank.gpu_percent, percent),
+            bytes(rank.pool_live_bytes),
+            bytes(rank.pool_mapped_bytes),
+            bytes(rank.pool_peak_bytes),
+            percent(100.0 * f64::from(rank.pool_fragmentation)),
+            device
+        );
+        push_row(row, note(rank), width, out);
+    }
+}
+
+/// Appends a row with its note: on the same line if that fits into `width`, else on the next.
+fn push_row(row: String, note: &str, width: usize, out: &mut String) {
+    *out += row.trim_end();
+    if !note.is_empty() && row.len().saturating_add(note.chars().count()) <= width {
+        *out += &row[row.trim_end().len()..];
+    } else if !note.is_empty() {
+        *out += "\n      ";
+    }
+    *out += note;
+    out.push('\n');
+}
+
+/// How the rank ended, or what is unusual about it.
+fn note(rank: &RankStatus) -> &str {
+    if rank.exit.is_empty() { &rank.hint } else { &rank.exit }
+}
+
+/// One line per launch: its status, or why there is none.
+pub(crate) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, width: usize) -> String {
+    let longest = replies.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0).max(4);
+    let mut out = format!("{:<longest$}  STATE       RANKS  UP      COMMAND\n", "NAME");
+    for (name, reply) in replies {
+        match reply {
+            Ok(reply) => {
+                let up = seconds(now.saturating_sub(reply.started_unix_seconds));
+                out += &format!(
+                    "{name:<longest$}  {:<12}{:<7}{:<8}{}\n",
+                    job_state(reply.state()),
+                    reply.world_size,
+                    clock(up),
+                    reply.command_line
+                );
+            }
+            Err(problem) => out += &format!("{name:<longest$}  {problem}\n"),
+        }
+    }
+    fit(&out, width)
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_proto::v1::{JobState, RankState};
+
+    use super::*;
+
+    fn reply() -> StatusReply {
+        let rank = |rank| RankStatus {
+            rank,
+            pid: 4_000_000 + rank,
+            state: RankState::Running.into(),
+            seconds_since_output: Some(3.0),
+            cpu_percent: Some(1600.4),
+            memory_bytes: Some(123_400_000_000),
+            gpu_percent: Some(100.0),
+            gpu_memory_bytes: Some(141_000_000_000),
+            ..Default::default()
+        };
+        let mut stalled = rank(1);
+        stalled.cpu_percent = Some(0.0);
+        stalled.gpu_percent = None;
+        stalled.seconds_since_output = Some(312.0);
+        stalled.hint = "no output for 312 s, no CPU time".into();
+        StatusReply {
+            job_id: "20261121-083242".into(),
+            job_name: "train".into(),
+            kind: JobKind::Command.into(),
+            state: JobState::Running.into(),
+            command_line: "train.py --lr 3".into(),
+            host: "node-17".into(),
+            launcher_pid: 4_194_303,
+            started_unix_seconds: 1000,
+            restarts: 1,
+            max_restarts: 3,
+            log_dir: "/run/user/1000/xlaunch-1000/train-20261121-083242".into(),
+            world_size: 2,
+            ranks: vec![rank(0), stalled],
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn command_launch_table() {
+        let expected = "\
+train-20261121-083242  running
+node-17 for 3m05s  pid 4194303  restarts 1 of 3  train.py --lr 3
+logs /run/user/1000/xlaunch-1000/train-20261121-083242
+
+RANK  PID      STATE    OUTPUT  CPU    MEMORY  GPU   GPU MEM
+0     4000000  running  3s      1600%  123G    100%  141G
+1     4000001  running  5m12s   0%     123G    -     141G     no output for 312 s, no CPU time
+";
+        assert_eq!(table(&reply(), 1185, 100), expected);
+    }
+
+    #[test]
+    fn last_restarts_are_listed_above_the_ranks() {
+        let mut reply = reply();
+        let restart = |attempt: u32, cause: &str| Restart {
+            unix_ms: 1_000_000 + u64::from(attempt) * 60_000,
+            attempt,
+            rank: (attempt > 1).then_some(1),
+            cause: cause.into(),
+        };
+        reply.past_restarts = vec![
+            restart(0, "old"),
+            restart(1, "rendezvous timed out"),
+            restart(2, "exit code 3\nx"),
+            restart(3, "new"),
+        ];
+        let expected = "\n\
+attempt 1 failed 2m05s ago: the group: rendezvous timed out
+attempt 2 failed 1m05s ago: rank 1: exit code 3\\u{a}x
+attempt 3 failed 5s ago: rank 1: new
+
+RANK";
+        let text = table(&reply, 1185, 100);
+        assert!(text.contains(expected), "{text}");
+    }
+
+    #[test]
+    fn note_that_does_not_fit_goes_to_the_next_line() {
+        let mut reply = reply();
+        reply.ranks[0].exit = "signal 26 (SIGVTALRM: a timer of CPU time ran out)".into();
+        let text = table(&reply, 1185, 100);
+        assert!(
+            text.contains("141G\n      signal 26 (SIGVTALRM: a timer of CPU time ran out)\n1 "),
+            "{text}"
+        );
+        assert!(table(&reply, 1185, usize::MAX).contains("141G     signal 26"));
+    }
+
+    #[test]
+    fn lines_are_truncated_and_escaped() {
+        let mut reply = reply();
+        reply.command_line = format!("\u{1b}[2J\u{202e}{}", "x".repeat(200));
+        let text = table(&reply, 1185, 100);
+        assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+        assert!(text.contains("\\u{1b}[2J\\u{202e}xxx") && text.contains("xx...\n"), "{text}");
+        assert!(!text.contains('\u{1b}') && !text.contains('\u{202e}'));
+    }
+
+    #[test]
+    fn list_has_one_line_per_launch() {
+        let replies =
+            [("train-1".to_string(), Ok(reply())), ("b-2".to_string(), Err("is starting".to_string()))];
+        let expected = "\
+NAME     STATE       RANKS  UP      COMMAND
+train-1  running     2      3m05s   train.py --lr 3
+b-2      is starting
+";
+        assert_eq!(list(&replies, 1185, 100), expected);
+    }
+}

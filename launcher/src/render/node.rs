@@ -1,0 +1,113 @@
+//! The node and its GPUs.
+
+use xlaunch_proto::v1::{Gpu, NodeStatus};
+
+use super::text::{bytes, columns, escape, fit, or_dash, percent, seconds};
+use xlaunch_agent::sinks::progress::clock;
+use xlaunch_proto::labels::gpu_state;
+
+/// Lines are truncated to `width` characters.
+pub(crate) fn table(node: &NodeStatus, now: u64, width: usize) -> String {
+    let mut out = format!("{}\n{}\n", heading(node, now), counts(node));
+    if !node.drained.is_empty() {
+        out += &format!("drained: {}\n", escape(&node.drained));
+    }
+    if !node.gpu_problem.is_empty() {
+        out += &format!("GPUs unknown: {}\n", escape(&node.gpu_problem));
+    }
+    if !node.gpus.is_empty() {
+        let head = ["GPU", "NAME", "STATE", "JOB", "BUSY", "MEMORY", "POWER", "TEMP", "UUID"];
+        let rows: Vec<_> = node.gpus.iter().map(gpu_row).collect();
+        out += &format!("\n{}", columns(&head, &rows));
+    }
+    fit(&out, width)
+}
+
+pub(crate) fn heading(node: &NodeStatus, now: u64) -> String {
+    let up = clock(seconds(now.saturating_sub(node.started_unix_seconds)));
+    format!(
+        "{}  xlaunch {}  pid {}  up {up}  {} cores",
+        escape(&node.host),
+        escape(&node.version),
+        node.daemon_pid,
+        node.cores
+    )
+}
+
+pub(crate) fn counts(node: &NodeStatus) -> String {
+    format!("jobs: {} running, {} queued, {} ended", node.jobs_running, node.jobs_queued, node.jobs_ended)
+}
+
+fn gpu_row(gpu: &Gpu) -> Vec<String> {
+    let reason = if gpu.reason.is_empty() { String::new() } else { format!("  {}", gpu.reason) };
+    vec![
+        gpu.index.to_string(),
+        gpu.name.clone(),
+        gpu_state(gpu.state()).into(),
+        if gpu.job == 0 { "-".into() } else { gpu.job.to_string() },
+        or_dash(gpu.busy_percent, percent),
+        memory(gpu),
+        or_dash(gpu.power_watts, |watts| format!("{watts:.0}W")),
+        or_dash(gpu.temperature_celsius, |degrees| format!("{degrees:.0}C")),
+        format!("{}{reason}", gpu.uuid),
+    ]
+}
+
+/// Such as `12.1G/141G`.
+pub(crate) fn memory(gpu: &Gpu) -> String {
+    match (gpu.memory_used_bytes, gpu.memory_bytes) {
+        (None, None) => "-".into(),
+        (used, all) => format!("{}/{}", or_dash(used, bytes), or_dash(all, bytes)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+    use xlaunch_proto::json;
+    use xlaunch_proto::v1::GpuState;
+
+    use super::*;
+
+    #[test]
+    fn node_table() {
+        let held = Gpu {
+            uuid: "GPU-a".into(),
+            name: "NVIDIA H200".into(),
+            state: GpuState::Held.into(),
+            job: 7,
+            busy_percent: Some(98.4),
+            memory_used_bytes: Some(12_100_000_000),
+            memory_bytes: Some(141_000_000_000),
+            power_watts: Some(650.2),
+            temperature_celsius: Some(61.0),
+            ..Default::default()
+        };
+        let sick = Gpu { index: 1, uuid: "GPU-b".into(), name: "NVIDIA H200".into(), ..Default::default() };
+        let sick = Gpu { state: GpuState::Sick.into(), reason: "Xid 79".into(), ..sick };
+        let status = NodeStatus {
+            host: "node-17".into(),
+            version: "0.1.0".into(),
+            daemon_pid: 812,
+            started_unix_seconds: 1000,
+            drained: "new driver".into(),
+            gpus: vec![held, sick],
+            cores: 64,
+            jobs_queued: 1,
+            jobs_running: 2,
+            jobs_ended: 40,
+            ..Default::default()
+        };
+        let expected = "\
+node-17  xlaunch 0.1.0  pid 812  up 3m05s  64 cores
+jobs: 2 running, 1 queued, 40 ended
+drained: new driver
+
+GPU  NAME         STATE  JOB  BUSY  MEMORY      POWER  TEMP  UUID
+0    NVIDIA H200  held   7    98%   12.1G/141G  650W   61C   GPU-a
+1    NVIDIA H200  sick   -    -     -           -      -     GPU-b  Xid 79
+";
+        assert_eq!(table(&status, 1185, 100), expected);
+        assert_eq!(json::node(&status)["gpus"][1]["job"], Value::Null);
+    }
+}

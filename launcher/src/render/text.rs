@@ -1,0 +1,72 @@
+//! Cells, columns, units, and escaping.
+
+use xlaunch_agent::sinks::progress::count;
+
+/// Lines of at most `width` characters, escaped; longer ones end in `...`.
+pub(crate) fn fit(text: &str, width: usize) -> String {
+    let mut out = String::new();
+    for line in text.split_inclusive('\n') {
+        let line = escape(line.trim_end());
+        match line.char_indices().nth(width) {
+            Some(_) => out.extend(line.chars().take(width.saturating_sub(3)).chain("...".chars())),
+            None => out += &line,
+        }
+        out.push('\n');
+    }
+    out
+}
+
+/// Writes control characters, and those that change the direction of text, as `\u{1b}`.
+pub(crate) fn escape(text: &str) -> String {
+    let acts_on_terminal = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        if acts_on_terminal(c) {
+            out.extend(c.escape_unicode());
+        } else {
+            out.push(c);
+        }
+    }
+    out
+}
+
+/// A table with two spaces between columns, each as wide as its widest cell. Cells are escaped.
+pub(crate) fn columns(head: &[&str], rows: &[Vec<String>]) -> String {
+    let head = head.iter().map(|&cell| cell.to_owned()).collect();
+    let lines: Vec<Vec<String>> = std::iter::once(&head)
+        .chain(rows)
+        .map(|row: &Vec<String>| row.iter().map(|cell| escape(cell)).collect())
+        .collect();
+    let cells = |column: usize| lines.iter().filter_map(move |row| row.get(column));
+    let width = |column| cells(column).map(|cell| cell.chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..head.len()).map(width).collect();
+    let mut out = String::new();
+    for row in &lines {
+        let cells = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:<width$}"));
+        out += cells.collect::<Vec<_>>().join("  ").trim_end();
+        out.push('\n');
+    }
+    out
+}
+
+/// The value, or `-` if it is not known.
+pub(crate) fn or_dash<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
+    value.map_or_else(|| "-".into(), show)
+}
+
+pub(crate) fn percent(value: f64) -> String {
+    format!("{value:.0}%")
+}
+
+#[expect(clippy::cast_precision_loss, reason = "shown with three digits")]
+pub(crate) fn bytes(value: u64) -> String {
+    count(value as f64)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "shown with three digits")]
+pub(crate) fn seconds(value: u64) -> f64 {
+    value as f64
+}
