@@ -17,8 +17,7 @@ use xlaunch_proto::net::connect::{connect, endpoint};
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::submit_request::Work;
 use xlaunch_proto::v1::{
-    CancelRequest, DrainRequest, GetRequest, Job, ListRequest, NodeJobState, SubmitReply,
-    SubmitRequest,
+    CancelRequest, DrainRequest, GetRequest, Job, ListRequest, NodeJobState, SubmitReply, SubmitRequest,
 };
 use xlaunch_tests::{HANG_TIMEOUT, Node, Process, is_alive, requirements, send_signal, wait_for};
 

@@ -1,4 +1,4 @@
-//! What a job of one user can do to another user who looks at it, and to the daemon: nothing.
+//! Jobs can neither act on the terminal of another user nor forge log lines of the daemon.
 
 use std::process::Command;
 

@@ -24,7 +24,7 @@ fn xlaunch(args: &[&str]) -> Output {
     Process::spawn(launch.command(args).env("PYTHON_EXEC", requirements::python_path())).wait()
 }
 
-/// Runs a script for so many steps under both launchers, and compares the losses that it prints.
+/// Runs a script under both launchers and compares the losses that it prints, one per step.
 fn assert_same_losses(name: &str, steps: usize) {
     let args = ["--standalone", "--nproc-per-node", "2", &script(name)];
     let ours = xlaunch(&args);

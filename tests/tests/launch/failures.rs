@@ -29,7 +29,7 @@ xlaunch_harness::tests! {
 /// A killed launcher's workers are killed at once. A worker that notices by itself takes longer: the time after which
 /// it gives up on its agent.
 const KILLED_WITHIN: Duration = Duration::from_secs(10);
-/// Longer than the time after which a worker gives up on a silent agent, or the reverse.
+/// Longer than a worker's timeout for calls to its agent.
 const LONG_HANG: Duration = Duration::from_secs(16);
 /// A job that runs until it is stopped.
 const ENDLESS: [&str; 2] = ["--set", "train.steps=1000000"];
@@ -89,7 +89,7 @@ fn hints(job: &Job) -> Vec<String> {
     ranks.map(|rank| rank["hint"].as_str().unwrap_or_default().to_owned()).collect()
 }
 
-/// Waits until the hint of rank 1, and of no other, says that it hangs; returns the line on stderr that does so, too.
+/// Waits until rank 1, and no other, has a hint that it hangs. Returns the line about it on stderr.
 fn wait_until_rank_1_is_reported(job: &Job, run: &Process) -> String {
     wait_for("a hint for rank 1", || hints(job).get(1).is_some_and(|hint| !hint.is_empty()).then_some(()));
     assert!(hints(job)[0].is_empty(), "{:?}", hints(job));
@@ -125,7 +125,7 @@ fn rank_with_hanging_trainer_thread_is_reported_with_its_phase() {
     let job = Job::new();
     let run = start_training(&job, &["--nproc", "2", "--set", "launch.stall_timeout=2"]);
     let workers = workers(&run, 2);
-    // The main thread trains; the one that sends heartbeats goes on.
+    // The main thread trains. The one that sends heartbeats continues.
     let frozen = FrozenThread::new(workers[1]).unwrap();
     let line = wait_until_rank_1_is_reported(&job, &run);
     assert!(line.contains(" s") && line.contains("step "), "{line}");
