@@ -72,8 +72,8 @@ impl<T> Drop for DeferredFrees<T> {
 }
 
 /// All interleavings of immediate and deferred frees, by the model checker:
-/// `RUSTFLAGS="--cfg loom" cargo test -p xlaunch-pool --no-default-features --release --lib every_block`.
-#[cfg(all(test, loom))]
+/// `cargo test -p xlaunch-pool --no-default-features --features loom --lib loom_model`.
+#[cfg(all(test, feature = "loom"))]
 mod loom_model {
     use loom::cell::Cell;
     use loom::sync::Arc;

@@ -75,8 +75,9 @@ fn blocks(text: &str) -> Vec<Block> {
 /// How the script failed, if it did, with what it wrote.
 fn run_block(root: &Path, script: &str) -> Result<Option<String>, Error> {
     let runtime = tempfile::tempdir()?;
-    // This program lies beside `xlaunch`.
-    let mut path = std::env::current_exe()?.parent().map(OsString::from).unwrap_or_default();
+    // This program is `target/<profile>/xtask`.
+    let target = std::env::current_exe()?.ancestors().nth(2).map(Path::to_path_buf).unwrap_or_default();
+    let mut path = OsString::from(target.join("release"));
     path.push(":");
     path.push(std::env::var_os("PATH").unwrap_or_default());
     let mut shell = Command::new("timeout");

@@ -372,19 +372,10 @@ mod tests {
     /// Files written by the first release, whose agents may still run after an upgrade of the daemon.
     #[test]
     fn files_of_first_release_are_read() {
+        // A queued command was a command line then, which this release does not parse: its job fails with the reason.
         let text = r#"{"protocol":1,"job":7,"name":"n","work_dir":"/w","environment":[[65,61,255]],
             "work":{"command":[[116]]},"workers":2,"start":1,"gpus":["GPU-a"]}"#;
-        let read: Description = serde_json::from_str(text).unwrap();
-        let work = Work::Command(vec![b"t".to_vec()]);
-        let expected = Description {
-            work_dir: "/w".into(),
-            work,
-            workers: 2,
-            start: 1,
-            gpus: vec!["GPU-a".into()],
-            ..description(7)
-        };
-        assert_eq!(read, expected);
+        assert!(serde_json::from_str::<Description>(text).is_err());
         let text = r#"{"protocol":1,"version":"0.1.0","pid":5,"started":6,"boot":"b","start":1}"#;
         let read: Identity = serde_json::from_str(text).unwrap();
         let (version, boot) = ("0.1.0".into(), "b".into());

@@ -98,7 +98,9 @@ async fn measure(ranks: u32) -> io::Result<Measured> {
             let Message::Join(join, reply) = message else { continue };
             let (rank, device) = (join.rank.0, join.device_uuid.clone());
             match barrier.join(join, reply) {
-                JoinOutcome::Waiting | JoinOutcome::Complete => board.send_modify(|board| board.joined(rank, &device)),
+                JoinOutcome::Waiting | JoinOutcome::Complete => {
+                    board.send_modify(|board| board.joined(rank, &device))
+                }
                 JoinOutcome::Ignored => {}
                 JoinOutcome::Failed(problem) => return problem,
             }

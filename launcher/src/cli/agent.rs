@@ -61,7 +61,7 @@ pub(super) async fn run(options: &Agent, trainer: Trainer) -> ExitCode {
 /// A start that this process has claimed.
 struct ClaimedStart {
     dir: PathBuf,
-    order: Description,
+    description: Description,
     /// Why the job cannot run.
     problem: Option<String>,
     /// Held while the agent runs.
@@ -71,15 +71,15 @@ struct ClaimedStart {
 /// Claims the ticket of this start; `None` if the daemon has revoked it.
 fn claim(options: &Agent) -> io::Result<Option<ClaimedStart>> {
     let dir = std::path::absolute(&options.dir)?;
-    let order: Description = serde_json::from_slice(&standard_input()?)?;
-    if order.protocol > PROTOCOL {
+    let description: Description = serde_json::from_slice(&standard_input()?)?;
+    if description.protocol > PROTOCOL {
         return Err(io::Error::other(format!(
             "the daemon is newer than this agent: protocol {}, at most {PROTOCOL} is supported",
-            order.protocol
+            description.protocol
         )));
     }
     let problem = match options.prepared {
-        false => Some(prepare(&order, &dir)),
+        false => Some(prepare(&description, &dir)),
         true => None,
     };
     let lock = std::fs::OpenOptions::new()
@@ -89,7 +89,7 @@ fn claim(options: &Agent) -> io::Result<Option<ClaimedStart>> {
         .mode(0o600)
         .open(dir.join("lock"))?;
     acquire(&lock)?;
-    if !files::claim(&dir, order.start)? {
+    if !files::claim(&dir, description.start)? {
         return Ok(None);
     }
     redirect_output(&dir.join("agent.log"))?;
@@ -100,10 +100,10 @@ fn claim(options: &Agent) -> io::Result<Option<ClaimedStart>> {
         pid: own.pid,
         started: own.started,
         boot: xlaunch_daemon::boot_id(),
-        start: order.start,
+        start: description.start,
     };
     write_identity(&dir, &identity)?;
-    Ok(Some(ClaimedStart { dir, order, problem, _lock: lock }))
+    Ok(Some(ClaimedStart { dir, description, problem, _lock: lock }))
 }
 
 /// Tells the daemon who the agent is.
@@ -145,18 +145,18 @@ fn standard_input() -> io::Result<Vec<u8>> {
 }
 
 /// Executes this program again with the job's environment and working directory. Returns the reason if that fails.
-fn prepare(order: &Description, dir: &Path) -> String {
+fn prepare(description: &Description, dir: &Path) -> String {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("xlaunch").arg("agent").arg(dir).arg("--prepared").env_clear();
-    for variable in &order.environment {
+    for variable in &description.environment {
         if let Some(at) = variable.iter().position(|byte| *byte == b'=').filter(|at| *at > 0) {
             command.env(OsStr::from_bytes(&variable[..at]), OsStr::from_bytes(&variable[at + 1..]));
         }
     }
     // A CPU job has no GPUs, so this hides them all: they may belong to other jobs.
-    command.env("CUDA_VISIBLE_DEVICES", order.gpus.join(",")).env("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
-    let error = command.current_dir(&order.work_dir).exec();
-    format!("failed to start in {}: {error}", order.work_dir.display())
+    command.env("CUDA_VISIBLE_DEVICES", description.gpus.join(",")).env("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
+    let error = command.current_dir(&description.work_dir).exec();
+    format!("failed to start in {}: {error}", description.work_dir.display())
 }
 
 /// Redirects stdout and stderr to `log` and stdin from `/dev/null`.
@@ -192,9 +192,9 @@ impl ClaimedStart {
     }
 
     async fn work(&self, trainer: Trainer) -> Result<Ended, Refusal> {
-        match &self.order.work {
+        match &self.description.work {
             Work::Trainer(spec) => {
-                let spec = for_node(spec, &self.order);
+                let spec = for_node(spec, &self.description);
                 let placement = devices::place(&spec, &Node::inspect())?;
                 launch::train(&spec, &placement, trainer, |spec| RunDir::create_for_agent(spec, &self.dir))
                     .await
@@ -204,15 +204,17 @@ impl ClaimedStart {
                 let mut command = command::resolve((**spec).clone(), &variable, &Node::inspect)?;
                 // All output goes to files, which the daemon serves: there is no console.
                 command.logs.redirects.all = Streams { stdout: true, stderr: true };
-                command.name.clone_from(&self.order.name);
-                launch::run_workers(&command, || Ok(RunDir::for_agent(&command, self.order.job, &self.dir)))
-                    .await
+                command.name.clone_from(&self.description.name);
+                launch::run_workers(&command, || {
+                    Ok(RunDir::for_agent(&command, self.description.job, &self.dir))
+                })
+                .await
             }
         }
     }
 
     fn result(&self, ended: Result<&Ended, &Refusal>) -> JobResult {
-        let start = self.order.start;
+        let start = self.description.start;
         match ended {
             Ok(Ended { exit, reason, rank, status, report, .. }) => {
                 let stopped = matches!(exit, ExitCode::Stopped | ExitCode::Interrupted | ExitCode::Signal(_));
@@ -238,11 +240,11 @@ impl ClaimedStart {
 }
 
 /// The job description with the devices that the daemon has chosen.
-fn for_node(spec: &JobSpec, order: &Description) -> JobSpec {
+fn for_node(spec: &JobSpec, description: &Description) -> JobSpec {
     let mut spec = spec.clone();
-    spec.launch.nproc = Some(order.workers);
+    spec.launch.nproc = Some(description.workers);
     spec.launch.devices.clear();
-    spec.engine.device = if order.gpus.is_empty() { Device::Cpu } else { Device::Cuda };
+    spec.engine.device = if description.gpus.is_empty() { Device::Cpu } else { Device::Cuda };
     spec
 }
 

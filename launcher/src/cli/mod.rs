@@ -133,7 +133,7 @@ fn submit_option(name: &str) -> Option<bool> {
     Some(option.get_action().takes_values())
 }
 
-/// Does the work of a command line that was understood.
+/// Runs a subcommand or a launch to its end.
 #[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]
 fn run(work: impl Future<Output = ExitCode>) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {

@@ -3,8 +3,8 @@
 //! ```text
 //! arguments --split--> options of submit, command line of the launch --work--> SubmitRequest --> daemon
 //! ```
-//! The launch's command line is parsed here, in the user's environment, so that mistakes are reported at once. What depends
-//! on GPUs is for the daemon to decide.
+//! The launch's command line is parsed here, in the user's environment, so that mistakes are reported at once. What
+//! depends on GPUs is for the daemon to decide.
 
 use std::ffi::OsString;
 use std::hash::{BuildHasher, RandomState};
@@ -104,8 +104,8 @@ pub(super) fn split(arguments: &[OsString], takes_value: impl Fn(&str) -> Option
 pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
     torchrun::print_deprecated_flags(Name::Xlaunch, &options.target);
     let work = match work(&options.target, &|name| std::env::var_os(name))? {
-        Ok(work) => work,
-        Err(text) => return print(text.as_bytes()).map(|()| ExitCode::Done),
+        Parsed::Work(work) => work,
+        Parsed::Text(text) => return print(text.as_bytes()).map(|()| ExitCode::Done),
     };
     let request = request(&options, work)?;
     let mut daemon = DaemonClient::connect(&options.daemon).await?;
@@ -131,20 +131,24 @@ pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
     Ok(exit_code(&ended))
 }
 
-/// What to run, or text to print instead, such as `--help`.
-fn work(
-    target: &[OsString],
-    environment: &dyn Fn(&str) -> Option<OsString>,
-) -> Result<Result<Work, String>, Refusal> {
-    Ok(match torchrun::parse(Name::Xlaunch, target, environment).map_err(out_of_place)? {
-        Request::Text(text) => Err(text),
-        Request::Trainer(launch) => Ok(Work::TrainerSpecJson(launch::load(&launch)?.to_json())),
-        Request::Command(spec) => Ok(Work::CommandSpecJson(spec.to_json())),
+/// What the launch's command line asks for.
+#[derive(Debug)]
+enum Parsed {
+    Work(Work),
+    /// Text to print, such as `--help`.
+    Text(String),
+}
+
+fn work(target: &[OsString], environment: &dyn Fn(&str) -> Option<OsString>) -> Result<Parsed, Refusal> {
+    Ok(match torchrun::parse(Name::Xlaunch, target, environment).map_err(misplaced_option)? {
+        Request::Text(text) => Parsed::Text(text),
+        Request::Trainer(launch) => Parsed::Work(Work::TrainerSpecJson(launch::load(&launch)?.to_json())),
+        Request::Command(spec) => Parsed::Work(Work::CommandSpecJson(spec.to_json())),
     })
 }
 
 /// Explains an unknown flag that is an option of `submit` in the wrong place.
-fn out_of_place(refusal: Refusal) -> Refusal {
+fn misplaced_option(refusal: Refusal) -> Refusal {
     let options = Submit::augment_args(clap::Command::new("submit"));
     let is_meant = |name: &&str| refusal.message.starts_with(&format!("unknown flag --{name};"));
     match options.get_opts().filter_map(clap::Arg::get_long).find(is_meant) {
@@ -273,13 +277,13 @@ mod tests {
 
     fn spec(line: &str, environment: &dyn Fn(&str) -> Option<OsString>) -> CommandSpec {
         match work(&words(line), environment) {
-            Ok(Ok(Work::CommandSpecJson(json))) => CommandSpec::from_json(&json).unwrap(),
+            Ok(Parsed::Work(Work::CommandSpecJson(json))) => CommandSpec::from_json(&json).unwrap(),
             other => panic!("{line}: {}", other.is_ok()),
         }
     }
 
     #[test]
-    fn variables_stand_in_for_flags_as_in_a_launch() {
+    fn environment_variables_replace_missing_flags() {
         let variable = |name: &str| (name == "PET_NPROC_PER_NODE").then(|| "3".into());
         assert_eq!(spec("train.py", &variable).nproc, Nproc::Count(3));
         assert_eq!(spec("--nproc gpu train.py", &variable).nproc, Nproc::Gpu);
@@ -305,7 +309,7 @@ mod tests {
             );
         }
         assert!(
-            matches!(work(&words("--version"), &|_| None), Ok(Err(text)) if text.starts_with("xlaunch "))
+            matches!(work(&words("--version"), &|_| None), Ok(Parsed::Text(text)) if text.starts_with("xlaunch "))
         );
     }
 
@@ -315,7 +319,7 @@ mod tests {
         let config = dir.path().join("a.toml");
         fs_err::write(&config, "[data]\ntrain = [\"*.txt\"]\n").unwrap();
         let line = [config.clone().into(), "--set".into(), "train.steps=7".into()];
-        let Ok(Ok(Work::TrainerSpecJson(json))) = work(&line, &|_| None) else { panic!() };
+        let Ok(Parsed::Work(Work::TrainerSpecJson(json))) = work(&line, &|_| None) else { panic!() };
         let spec = xlaunch_proto::spec::JobSpec::from_json(&json).unwrap();
         assert_eq!((spec.train.steps, spec.job.name.as_str(), spec.launch.nproc), (7, "a", None));
         assert_eq!(spec.data.train, [dir.path().join("*.txt").to_str().unwrap()]);

@@ -53,10 +53,11 @@ impl Writer {
         std::thread::Builder::new().name(name.into()).spawn(move || match thread.run() {
             Ok(()) => drop(state.send_replace(State::Finished)),
             Err(error) => {
-                state.send_replace(State::Failed);
+                // Before the state: `Sinks::finish` closes the console once all files have ended.
                 if let Some(printer) = printer {
                     printer.print(format!("xlaunch: {name} is no longer written: {error}"));
                 }
+                state.send_replace(State::Failed);
             }
         })?;
         Ok(Self { name, queue, dropped, state: observer, console })

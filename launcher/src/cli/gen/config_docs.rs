@@ -87,18 +87,25 @@ fn capitalized(text: &str) -> String {
 mod tests {
     use super::*;
 
-    const PAGE: &str = include_str!("../../../../docs/configuration.md");
+    const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/configuration.md");
+    const START: &str = "<!-- generated: xlaunch gen config-docs -->\n";
+    const END: &str = "<!-- end generated -->";
 
+    /// Run with `UPDATE_DOCS=1` to update the page.
     #[test]
     fn documentation_is_up_to_date() {
-        let (_, rest) = PAGE.split_once("<!-- generated: xlaunch gen config-docs -->\n").unwrap();
-        let (found, _) = rest.split_once("<!-- end generated -->").unwrap();
-        let expected = tables(&super::super::schema());
-        assert_eq!(
-            found.trim(),
-            expected.trim(),
-            "update docs/configuration.md with `xlaunch gen config-docs`"
-        );
+        let page = fs_err::read_to_string(PAGE).unwrap();
+        let (before, rest) = page.split_once(START).unwrap();
+        let (_, after) = rest.split_once(END).unwrap();
+        let expected = format!("{before}{START}\n{}\n{END}{after}", tables(&super::super::schema()));
+        if std::env::var_os("UPDATE_DOCS").is_some() {
+            fs_err::write(PAGE, &expected).unwrap();
+        } else {
+            assert!(
+                page == expected,
+                "docs/configuration.md is out of date: UPDATE_DOCS=1 cargo test -p xlaunch documentation"
+            );
+        }
     }
 
     #[test]

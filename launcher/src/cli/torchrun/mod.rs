@@ -72,10 +72,10 @@ pub(crate) fn parse(
     arguments: &[OsString],
     environment: Environment<'_>,
 ) -> Result<Request, Refusal> {
-    understand(name, arguments, environment).map_err(|message| Refusal::new(ExitCode::Usage, message))
+    request(name, arguments, environment).map_err(|message| Refusal::new(ExitCode::Usage, message))
 }
 
-fn understand(name: Name, arguments: &[OsString], environment: Environment<'_>) -> Result<Request, String> {
+fn request(name: Name, arguments: &[OsString], environment: Environment<'_>) -> Result<Request, String> {
     let line = Line::read(name, arguments)?;
     if line.last("help").is_some() {
         return Ok(Request::Text(help::text(name, &super::subcommands(), &super::exit_codes())));
