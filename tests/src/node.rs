@@ -1,6 +1,7 @@
 //! A node's daemon in a temporary directory, with its jobs. No process outlives the test.
 
-use std::fs::Permissions;
+use std::fs::{DirEntry, Permissions};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -251,11 +252,20 @@ pub fn spawn_daemon(command: &mut Command) -> Process {
 impl Drop for Node {
     fn drop(&mut self) {
         drop(self.daemon.take());
-        // The guards of the agents kill their workers.
-        for agent in self.agents() {
-            if let Some(pid) = i32::try_from(agent).ok().and_then(Pid::from_raw) {
-                let _ = kill_process(pid, Signal::KILL);
-            }
+        // Agents, including those that have not written their identity yet. Their reapers kill the workers.
+        for pid in processes_with_argument(&self.state_dir()) {
+            let _ = kill_process(pid, Signal::KILL);
         }
     }
+}
+
+/// Processes with this path, or a path below it, on their command line.
+fn processes_with_argument(path: &Path) -> Vec<Pid> {
+    let path = path.as_os_str().as_bytes();
+    let has_argument = |entry: &DirEntry| {
+        let command_line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        command_line.split(|byte| *byte == 0).any(|argument| argument.starts_with(path))
+    };
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten().filter(has_argument);
+    processes.filter_map(|entry| Pid::from_raw(entry.file_name().to_str()?.parse().ok()?)).collect()
 }

@@ -148,10 +148,10 @@ impl Process {
 impl Drop for Process {
     fn drop(&mut self) {
         if self.is_running() {
-            for child in children(self.pid()) {
-                kill_group(child);
-            }
+            let children = children(self.pid());
+            // Before its children: a daemon would start the next job.
             kill_group(self.pid());
+            children.into_iter().for_each(kill_group);
             let _ = self.child.wait();
         }
     }
