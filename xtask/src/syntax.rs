@@ -60,7 +60,8 @@ fn items(
             kept.push(item);
             continue;
         };
-        let name = inner.ident.to_string();
+        // `mod r#gen;` is in `gen.rs`.
+        let name = inner.ident.to_string().trim_start_matches("r#").to_owned();
         let mut inner_path = module.clone();
         inner_path.push(name.clone());
         let inner_children = children.join(&name);

@@ -96,7 +96,9 @@ fn trainer_size(spec: &JobSpec, wanted: Option<u32>, has_gpus: bool) -> Result<S
 /// one.
 fn command_size(spec: &CommandSpec, wanted: Option<u32>, present: u32) -> Result<Size, CommandError> {
     if spec.logs.dir.is_some() {
-        return Err(invalid("--log-dir: not available under the daemon, which keeps the logs; `xlaunch logs` shows them"));
+        return Err(invalid(
+            "--log-dir: not available under the daemon, which keeps the logs; `xlaunch logs` shows them",
+        ));
     }
     let counted = Ok(wanted.unwrap_or(present.min(1)));
     let workers = spec.nproc.resolve(&counted, 1).map_err(CommandError::Invalid)?;

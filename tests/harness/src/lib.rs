@@ -23,9 +23,9 @@
 //! Test functions are private, so one that is missing from the list is dead code, which the compiler reports; so is the
 //! list of a module that is missing from `modules`.
 //!
-//! The command line is that of the built-in harness, but for at most one filter. `cargo nextest` reports the same tests as
-//! skipped, without reasons. Requirements are probed only if a selected test has them: nextest starts one process per
-//! test.
+//! The command line is that of the built-in harness, but for at most one filter. `cargo nextest` reports the same tests
+//! as skipped, without reasons. Requirements are probed only if a selected test has them: nextest starts one process
+//! per test.
 #![forbid(unsafe_code)]
 
 use std::panic::resume_unwind;

@@ -20,6 +20,9 @@ const VAGUE: [(&str, &str); 7] = [
     ("WORD", "a specific name"),
 ];
 
+/// Names that mean the same in every module: the kernels of an operation.
+const SAME_ROLE: [&str; 1] = ["KERNELS"];
+
 struct Constant<'a> {
     file: &'a Path,
     line: usize,
@@ -35,7 +38,7 @@ pub(super) fn check(modules: &[Module]) -> Vec<Violation> {
     let mut violations = Vec::new();
     for (name, definitions) in &constants {
         let Some(Constant { file, line, .. }) = definitions.first() else { continue };
-        if definitions.len() > 1 {
+        if definitions.len() > 1 && !SAME_ROLE.contains(&name.as_str()) {
             let places: Vec<String> = definitions
                 .iter()
                 .map(|constant| format!("{} ({}:{})", constant.value, constant.file.display(), constant.line))

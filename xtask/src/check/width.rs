@@ -6,8 +6,16 @@ use crate::violation::Violation;
 
 const MAX_COLUMNS: usize = 120;
 
-/// Tables and links in Markdown cannot be wrapped.
+/// Tables and links in Markdown cannot be wrapped. Test data, series of promtool and rules of CSS stay on one line.
 fn cannot_wrap(file: &Path, line: &str) -> bool {
+    let is_data = file.components().any(|part| part.as_os_str() == "testdata");
+    if is_data
+        || file
+            .extension()
+            .is_some_and(|extension| extension == "css" || extension == "js" || extension == "yml")
+    {
+        return true;
+    }
     let markdown = file.extension().is_some_and(|extension| extension == "md");
     markdown && (line.trim_start().starts_with('|') || line.contains("](http"))
 }

@@ -154,7 +154,8 @@ mod tests {
 
     #[test]
     fn avoided_words_in_comments_are_reported() {
-        let text = "let a = \"nobody // nobody\"; // fine\n/// Whoever asks.\n/* a\n stranger */ let r = r#\"\" nobody\"#;\n";
+        let text = "let a = \"nobody // nobody\"; // fine\n/// Whoever asks.\n/* a\n stranger */ \
+                    let r = r#\"\" nobody\"#;\n";
         assert_eq!(lines("a.rs", text), [2, 4]);
         assert_eq!(lines("a.rs", "let quote = '\"'; // somebody\n"), [1]);
         assert_eq!(lines("a.sh", "echo nobody\necho ${#nobody} # nobody\n"), [2]);

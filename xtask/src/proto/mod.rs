@@ -1,8 +1,8 @@
 //! The gRPC code that is generated from `proto/xlaunch/v1/*.proto` and committed.
 //!
-//! A build script would make every build compile a protobuf compiler, about 30 crates, for code that rarely changes. For
-//! the same reason the generator is an optional feature of this crate, and currency is checked without it: the header of
-//! the generated code holds a hash of the sources and one of the generated files.
+//! A build script would make every build compile a protobuf compiler, about 30 crates, for code that rarely changes.
+//! For the same reason the generator is an optional feature of this crate, and currency is checked without it: the
+//! header of the generated code holds a hash of the sources and one of the generated files.
 
 #[cfg(feature = "proto")]
 mod generate;

@@ -38,7 +38,12 @@ impl ConfigError {
             _ => String::new(),
         };
         let place = path.display().to_string();
-        Self { place, problem: format!("failed to read the configuration: {error}"), help, snippet: String::new() }
+        Self {
+            place,
+            problem: format!("failed to read the configuration: {error}"),
+            help,
+            snippet: String::new(),
+        }
     }
 
     /// A value that did not come from the file.

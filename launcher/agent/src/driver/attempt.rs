@@ -149,7 +149,7 @@ impl Driver<'_> {
         Ok(StartedWorker { worker, output })
     }
 
-    /// Kills what is left of the attempt, then waits until all output of its workers is written.
+    /// Kills the rest of the attempt, then waits until all output of its workers is written.
     pub(super) async fn end_attempt(&mut self) {
         if let Some(processes) = &self.attempt.processes {
             for process in processes.kill_and_wait(KILL_DRAIN_TIMEOUT).await {

@@ -34,7 +34,7 @@ use pump::{Destinations, Pump, Shown};
 use tail::Tail;
 
 /// xlaunch's own lines that may wait for the console.
-const MESSAGE_QUEUE: usize = 256;
+const CONSOLE_QUEUE: usize = 256;
 /// Longer lines are cut on the console of the built-in trainer.
 const MAX_LINE_BYTES: usize = 4096;
 
@@ -100,7 +100,7 @@ impl Output {
     ) -> std::io::Result<Self> {
         let on_console = |rank: &u32| (0..2).any(|stream| shows(options, *rank, stream));
         let filter = |words: &[String], name| Filter::new(words, name, options.rotate_bytes);
-        let (messages, queue) = sync_channel(MESSAGE_QUEUE);
+        let (messages, queue) = sync_channel(CONSOLE_QUEUE);
         let stderr = consoles[1].clone();
         std::thread::Builder::new().name("console".into()).spawn(move || {
             for message in queue {

@@ -9,7 +9,7 @@ const TAIL_BYTES: usize = 64 << 10;
 /// Enough for a whole traceback.
 const MAX_LINES: usize = 200;
 /// Longer lines are cut.
-const MAX_LINE_BYTES: usize = 4096;
+const MAX_TAIL_LINE_BYTES: usize = 4096;
 
 /// The last bytes of a stream. Costs a copy per byte; lines are found only on request.
 #[derive(Debug, Default)]
@@ -50,8 +50,10 @@ fn shown(line: &[u8]) -> String {
     let line = line.trim_ascii_end();
     let line = line.rsplit(|byte| *byte == b'\r').next().unwrap_or(line);
     let line = colourless(line);
-    match line.get(..MAX_LINE_BYTES) {
-        Some(begin) if line.len() > MAX_LINE_BYTES => format!("{} [...]", String::from_utf8_lossy(begin)),
+    match line.get(..MAX_TAIL_LINE_BYTES) {
+        Some(begin) if line.len() > MAX_TAIL_LINE_BYTES => {
+            format!("{} [...]", String::from_utf8_lossy(begin))
+        }
         _ => String::from_utf8_lossy(&line).into_owned(),
     }
 }
@@ -105,6 +107,6 @@ mod tests {
         let lines = tail(&[&[b'y'; 1 << 20][..], b"\nlast\n"].concat());
         assert_eq!(lines, ["last"]);
         let lines = tail(&[b'y'; 1 << 20]);
-        assert_eq!((lines.len(), lines[0].len()), (1, MAX_LINE_BYTES + " [...]".len()));
+        assert_eq!((lines.len(), lines[0].len()), (1, MAX_TAIL_LINE_BYTES + " [...]".len()));
     }
 }

@@ -67,7 +67,8 @@ fn root_cause_is_first_and_other_failures_take_a_line_each() {
         },
     ];
     let text = text(&outcome(4, &exits), &evidence, Some(Path::new("/runs/1/logs"))).unwrap();
-    let line = "rank 1 (pid 101): exit code 1: ModuleNotFoundError: No module named 'flash_attn' (/w/train.py, line 12)";
+    let line = "rank 1 (pid 101): exit code 1: ModuleNotFoundError: No module named 'flash_attn' \
+                (/w/train.py, line 12)";
     assert_eq!(headline(&outcome(4, &exits), &evidence).as_deref(), Some(line));
     let expected = "\
 xlaunch: the job failed

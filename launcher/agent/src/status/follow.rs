@@ -20,8 +20,8 @@ use xlaunch_proto::v1::LogsReply;
 use super::board::Board;
 
 /// Chunks that wait for a slow caller.
-const QUEUE_LENGTH: usize = 2;
-const CHUNK_BYTES: usize = 1 << 16;
+const REPLY_QUEUE_LENGTH: usize = 2;
+const REPLY_CHUNK_BYTES: usize = 1 << 16;
 /// Between reads at the end of a log.
 const FOLLOW_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The last lines are searched for in this many bytes at the end of a file, which may be one huge hole.
@@ -49,7 +49,7 @@ pub fn stream<T: Send + 'static>(
             format!("there is no rank {}: this launch has {world} ranks, counted from 0", logs.rank);
         return Err(Status::invalid_argument(message));
     }
-    let (chunks, stream) = mpsc::channel(QUEUE_LENGTH);
+    let (chunks, stream) = mpsc::channel(REPLY_QUEUE_LENGTH);
     tokio::spawn(async move {
         tokio::select! {
             result = send(&board, logs, &chunks) => if let Err(status) = result {
@@ -187,7 +187,7 @@ async fn open(with: &Open, path: PathBuf) -> std::io::Result<Option<(File, u64)>
 /// Sends the file from its current position to its end.
 async fn send_rest(file: &mut File, chunks: &Pieces) -> std::io::Result<()> {
     loop {
-        let mut bytes = Vec::with_capacity(CHUNK_BYTES);
+        let mut bytes = Vec::with_capacity(REPLY_CHUNK_BYTES);
         if file.read_buf(&mut bytes).await? == 0 {
             return Ok(());
         }
@@ -208,12 +208,12 @@ fn search_back(file: &std::fs::File, lines: u64) -> std::io::Result<(u64, u64)> 
     if lines == 0 || length == 0 {
         return Ok((length, 0));
     }
-    let mut buffer = vec![0; CHUNK_BYTES];
+    let mut buffer = vec![0; REPLY_CHUNK_BYTES];
     // Not the newline that may end the last line.
     let (mut end, mut found) = (length - 1, 0);
     let first = length.saturating_sub(MAX_TAIL_SEARCH_BYTES);
     while end > first {
-        let start = end.saturating_sub(CHUNK_BYTES as u64).max(first);
+        let start = end.saturating_sub(REPLY_CHUNK_BYTES as u64).max(first);
         #[expect(clippy::cast_possible_truncation, reason = "at most the length of the buffer")]
         let chunk = &mut buffer[..(end - start) as usize];
         file.read_exact_at(chunk, start)?;

@@ -43,8 +43,7 @@ impl Manager {
             return Ok((self.job_message(job)?, true));
         }
         let gpus = u32::try_from(self.gpus.borrow().gpus.len()).unwrap_or(u32::MAX);
-        let (mut submitted, mut description) =
-            submission::resolve(submission, caller.uid, gpus)?;
+        let (mut submitted, mut description) = submission::resolve(submission, caller.uid, gpus)?;
         self.jobs.admit(caller, &submitted, &self.admission_rules())?;
         let job = self.jobs.submitted + 1;
         (submitted.job, submitted.at, description.job) = (job, unix_ms(), job);

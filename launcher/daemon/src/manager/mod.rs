@@ -123,8 +123,7 @@ impl Manager {
         events: mpsc::Sender<(u64, AgentEvent)>,
         view: watch::Sender<Arc<NodeView>>,
     ) -> Self {
-        let Setup { journal, jobs, dirs, starter, gpu_monitor, gpus, config, cores, node } =
-            setup;
+        let Setup { journal, jobs, dirs, starter, gpu_monitor, gpus, config, cores, node } = setup;
         Self {
             changed: jobs.jobs.keys().copied().collect(),
             journal,

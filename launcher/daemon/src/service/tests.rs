@@ -16,9 +16,9 @@ use tokio_stream::StreamExt;
 use tonic::Code;
 use tonic::metadata::MetadataValue;
 use tonic::transport::Channel;
+use xlaunch_proto::command::{CommandSpec, Program};
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::node_client::NodeClient;
-use xlaunch_proto::command::{CommandSpec, Program};
 use xlaunch_proto::v1::submit_request::Work as Wire;
 use xlaunch_proto::v1::{Gpu, LogsRequest, NodeJobState};
 

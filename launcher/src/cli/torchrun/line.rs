@@ -71,7 +71,7 @@ impl Line {
         Ok(line)
     }
 
-    /// Adds the flag in `argument` and returns what is left of `rest`, which may begin with its value.
+    /// Adds the flag in `argument` and returns the rest of `rest`, which may begin with its value.
     fn read_flag<'a>(&mut self, argument: &[u8], mut rest: &'a [OsString]) -> Result<&'a [OsString], String> {
         let (flag, attached) = split(argument)?;
         let value = match (flag.takes, attached) {

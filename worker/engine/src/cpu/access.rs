@@ -6,8 +6,8 @@
 //! So within an operation the slices obey Rust's aliasing rules. Between operations there are no slices: they live no
 //! longer than the `Access`, and a thread has one `Access` at a time. Other threads cannot interfere: a
 //! [`Tensor`](crate::Tensor) is not `Sync`, so its handles stay on this thread, and memory that a lease lets another
-//! thread touch (see [`Tensor::lend`](crate::Tensor::lend)) is refused here. Pool memory of the host is zeroed when it is
-//! mapped, so it is always initialised.
+//! thread touch (see [`Tensor::lend`](crate::Tensor::lend)) is refused here. Pool memory of the host is zeroed when it
+//! is mapped, so it is always initialised.
 
 use std::cell::{Cell, RefCell};
 

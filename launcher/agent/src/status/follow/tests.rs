@@ -78,7 +78,7 @@ async fn expect(stream: &mut mpsc::Receiver<Result<LogsReply, Status>>, text: &s
 #[tokio::test]
 async fn last_lines_are_found_across_chunks_and_rotation() {
     let case = Case::new();
-    let long = "x".repeat(CHUNK_BYTES + 7);
+    let long = "x".repeat(REPLY_CHUNK_BYTES + 7);
     case.write(&format!("old 1\n{long}\n"));
     case.rotate();
     case.write("new 1\nnew 2\nnew 3");
@@ -130,7 +130,7 @@ async fn slow_reader_is_bounded_and_a_closed_one_is_released() {
     let mut reader = stream(case.board.subscribe(), logs, held.clone()).unwrap();
     reader.recv().await.unwrap().unwrap();
     tokio::time::sleep(Duration::from_millis(50)).await;
-    assert!(reader.len() <= QUEUE_LENGTH, "{}", reader.len());
+    assert!(reader.len() <= REPLY_QUEUE_LENGTH, "{}", reader.len());
     drop(reader);
     while std::sync::Arc::strong_count(&held) > 1 {
         tokio::time::sleep(Duration::from_millis(1)).await;

@@ -20,9 +20,9 @@ use crate::error::Result;
 
 /// Algorithms requested from the heuristic.
 const CANDIDATES: usize = 32;
-/// A measurement is the shortest of ROUNDS rounds of LAUNCHES launches.
-const ROUNDS: usize = 3;
-const LAUNCHES: u16 = 4;
+/// A measurement is the shortest of SELECT_ROUNDS rounds of SELECT_LAUNCHES launches.
+const SELECT_ROUNDS: usize = 3;
+const SELECT_LAUNCHES: u16 = 4;
 /// A candidate replaces an earlier one if it takes less than this share of its time: noise must not decide.
 const CLEARLY_FASTER: f64 = 0.98;
 /// A candidate that takes more than this multiple of the best time in a round is not timed further.
@@ -169,9 +169,9 @@ fn time(device: &Device, launch: impl Fn() -> Result<()>, best: f64) -> Result<O
         return Ok(None);
     }
     let mut shortest = f64::INFINITY;
-    for _ in 0..ROUNDS {
+    for _ in 0..SELECT_ROUNDS {
         let begin = mark(stream)?;
-        for _ in 0..LAUNCHES {
+        for _ in 0..SELECT_LAUNCHES {
             launch()?;
         }
         shortest = shortest.min(seconds(&begin, &mark(stream)?)?);

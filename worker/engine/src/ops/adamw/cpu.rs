@@ -8,7 +8,7 @@ use crate::cpu::math::simd;
 use crate::cpu::{Access, Threads};
 
 /// Elements per task: a multiple of [`DECAY_CHUNK`].
-const BLOCK: usize = 256 * DECAY_CHUNK;
+const ADAMW_BLOCK: usize = 256 * DECAY_CHUNK;
 
 pub(crate) fn step(t: &Threads, args: AdamWStep<'_>) {
     let (a, c, len) = (Access::new("adamw"), args.config, args.params.len());
@@ -25,11 +25,11 @@ pub(crate) fn step(t: &Threads, args: AdamWStep<'_>) {
     let (c1, c2) = (scalars[scalar::CORRECTION1], scalars[scalar::CORRECTION2]);
     t.run(|| {
         params
-            .par_chunks_mut(BLOCK)
-            .zip(grads.par_chunks(BLOCK))
-            .zip(m.par_chunks_mut(BLOCK))
-            .zip(v.par_chunks_mut(BLOCK))
-            .zip(decay.par_chunks(BLOCK / DECAY_CHUNK))
+            .par_chunks_mut(ADAMW_BLOCK)
+            .zip(grads.par_chunks(ADAMW_BLOCK))
+            .zip(m.par_chunks_mut(ADAMW_BLOCK))
+            .zip(v.par_chunks_mut(ADAMW_BLOCK))
+            .zip(decay.par_chunks(ADAMW_BLOCK / DECAY_CHUNK))
             .for_each(|((((params, grads), m), v), decay)| {
                 simd!({
                     let chunks = params

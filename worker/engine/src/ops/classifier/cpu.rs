@@ -7,7 +7,7 @@ use crate::cpu::math::{self, simd};
 use crate::cpu::{Access, Threads};
 
 /// Rows per task.
-const ROWS: usize = 32;
+const CLASSIFIER_ROWS: usize = 32;
 
 pub(crate) fn run(t: &Threads, args: FusedClassifier<'_>) {
     let (a, s) = (Access::new("classifier"), args.shape);
@@ -21,8 +21,8 @@ pub(crate) fn run(t: &Threads, args: FusedClassifier<'_>) {
 
 fn losses(t: &Threads, s: ClassifierShape, logits: &[f32], targets: &[i32], losses: &mut [f32]) {
     t.run(|| {
-        let rows = logits.par_chunks(ROWS * s.padded).zip(targets.par_chunks(ROWS));
-        losses.par_chunks_mut(ROWS).zip(rows).for_each(|(losses, (logits, targets))| {
+        let rows = logits.par_chunks(CLASSIFIER_ROWS * s.padded).zip(targets.par_chunks(CLASSIFIER_ROWS));
+        losses.par_chunks_mut(CLASSIFIER_ROWS).zip(rows).for_each(|(losses, (logits, targets))| {
             simd!({
                 for ((loss, logits), target) in
                     losses.iter_mut().zip(logits.chunks_exact(s.padded)).zip(targets)
@@ -46,8 +46,8 @@ fn losses_and_gradients(
     scale: f32,
 ) {
     t.run(|| {
-        let rows = logits.par_chunks_mut(ROWS * s.padded).zip(targets.par_chunks(ROWS));
-        losses.par_chunks_mut(ROWS).zip(rows).for_each(|(losses, (logits, targets))| {
+        let rows = logits.par_chunks_mut(CLASSIFIER_ROWS * s.padded).zip(targets.par_chunks(CLASSIFIER_ROWS));
+        losses.par_chunks_mut(CLASSIFIER_ROWS).zip(rows).for_each(|(losses, (logits, targets))| {
             simd!({
                 let rows = losses.iter_mut().zip(logits.chunks_exact_mut(s.padded)).zip(targets);
                 for ((loss, row), target) in rows {

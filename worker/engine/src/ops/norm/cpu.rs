@@ -8,17 +8,20 @@ use crate::cpu::{Access, Threads};
 use crate::ops::{Accumulate, reduce};
 
 /// Rows per task.
-const ROWS: usize = 64;
+const NORM_TASK_ROWS: usize = 64;
 
 pub(crate) fn forward(t: &Threads, args: NormForward<'_>) {
     let (a, s) = (Access::new("norm_forward"), args.shape);
-    let (len, block) = (s.rows * s.cols, ROWS * s.cols);
+    let (len, block) = (s.rows * s.cols, NORM_TASK_ROWS * s.cols);
     let (gamma, beta) = (a.read(args.gamma, s.cols), args.beta.map(|beta| a.read(beta, s.cols)));
     let (y, stats, x) = (a.write(args.y, len), a.write(args.stats, s.stats()), a.read(args.x, len));
     let residual = args.residual.map(|r| (a.read(r.branch, len), a.write(r.sum, len)));
     let (means, scales) = split_stats(s, stats);
     t.run(|| {
-        let rows = y.par_chunks_mut(block).zip(scales.par_chunks_mut(ROWS)).zip(means.par_chunks_mut(ROWS));
+        let rows = y
+            .par_chunks_mut(block)
+            .zip(scales.par_chunks_mut(NORM_TASK_ROWS))
+            .zip(means.par_chunks_mut(NORM_TASK_ROWS));
         match residual {
             None => rows.zip(x.par_chunks(block)).for_each(|(((y, scales), means), x)| {
                 simd!(forward_rows(s, x, gamma, beta, y, means, scales));
@@ -104,7 +107,7 @@ fn forward_rows(
 
 pub(crate) fn backward(t: &Threads, args: NormBackward<'_>) {
     let (a, s, add) = (Access::new("norm_backward"), args.shape, args.add_to_dx);
-    let (len, block) = (s.rows * s.cols, ROWS * s.cols);
+    let (len, block) = (s.rows * s.cols, NORM_TASK_ROWS * s.cols);
     let (gamma, stats) = (a.read(args.gamma, s.cols), a.read(args.stats, s.stats()));
     let (dgamma, dbeta) = (a.write(args.dgamma, s.cols), args.dbeta.map(|dbeta| a.write(dbeta, s.cols)));
     let dsum = args.dsum.map(|dsum| a.write(dsum, s.cols));
@@ -118,10 +121,10 @@ pub(crate) fn backward(t: &Threads, args: NormBackward<'_>) {
         dx.par_chunks_mut(block)
             .zip(x.par_chunks(block))
             .zip(dy.par_chunks(block))
-            .zip(scales.par_chunks(ROWS))
+            .zip(scales.par_chunks(NORM_TASK_ROWS))
             .enumerate()
             .map(|(index, (((dx, x), dy), scales))| {
-                let means = means.map(|means| &means[index * ROWS..]);
+                let means = means.map(|means| &means[index * NORM_TASK_ROWS..]);
                 let rows = Rows { x, gamma, means, scales, dy };
                 let (mut dgamma, mut dbeta) = (vec![0.0; s.cols], vec![0.0; beta_cols]);
                 simd!(backward_rows(s, rows, dx, add, &mut dgamma, &mut dbeta));

@@ -13,7 +13,7 @@ use crate::tensor::Slice;
 /// Most threads of a block of the kernels that keep rows in registers, eight columns per thread.
 const MAX_THREADS: usize = 192;
 /// Rows that a thread works on at a time.
-const ROWS: usize = 2;
+const NORM_ROWS: usize = 2;
 /// Blocks of `norm_bwd` that a multiprocessor runs at once, which limits the registers of a thread.
 const BWD_BLOCKS_BF16: usize = 3;
 const BWD_BLOCKS_F32: usize = 2;
@@ -25,7 +25,7 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
     kernels: &["norm_fwd", "norm_bwd", "norm_fwd_any", "norm_bwd_any"],
     macros: &[
         Macro::int("NORM_MAX_THREADS", MAX_THREADS),
-        Macro::int("NORM_ROWS", ROWS),
+        Macro::int("NORM_ROWS", NORM_ROWS),
         Macro::int("NORM_BWD_BLOCKS_BF16", BWD_BLOCKS_BF16),
         Macro::int("NORM_BWD_BLOCKS_F32", BWD_BLOCKS_F32),
     ],
@@ -46,7 +46,7 @@ pub(crate) fn forward(gpu: &Gpu, a: NormForward<'_>) -> Result<()> {
     let operands: Vec<Slice<'_>> =
         [Some(a.x), branch, sum, Some(a.gamma), a.beta, Some(a.y)].into_iter().flatten().collect();
     let (name, launch, instead_of) = match register_block(s, &operands) {
-        Some(block) => ("norm_fwd", Launch::rows(s.rows.div_ceil(block.1 as usize * ROWS), block), None),
+        Some(block) => ("norm_fwd", Launch::rows(s.rows.div_ceil(block.1 as usize * NORM_ROWS), block), None),
         None => {
             let reason = "rows are too wide, or not multiples of 8 elements";
             ("norm_fwd_any", Launch::blocks(s.rows, BLOCK_THREADS), Some(("norm_fwd", reason)))
@@ -71,7 +71,7 @@ pub(crate) fn backward(gpu: &Gpu, a: NormBackward<'_>) -> Result<()> {
         Some(block) => {
             let per_sm = if gpu.activations == DType::Bf16 { BWD_BLOCKS_BF16 } else { BWD_BLOCKS_F32 };
             let at_once = per_sm * MAX_THREADS / (block.0 * block.1) as usize * multiprocessors;
-            let blocks = s.rows.div_ceil(block.1 as usize * ROWS).min(at_once);
+            let blocks = s.rows.div_ceil(block.1 as usize * NORM_ROWS).min(at_once);
             ("norm_bwd", Launch::rows(blocks, block))
         }
         None => {

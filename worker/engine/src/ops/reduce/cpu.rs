@@ -8,9 +8,9 @@ use crate::cpu::{Access, Threads};
 use crate::ops::Accumulate;
 
 /// Elements per block of a sum.
-const BLOCK: usize = 1 << 14;
+const REDUCE_BLOCK: usize = 1 << 14;
 /// Rows per block of a column sum.
-const ROWS: usize = 128;
+const REDUCE_ROWS: usize = 128;
 
 #[expect(clippy::cast_possible_truncation, reason = "the result is F32")]
 pub(crate) fn sum(t: &Threads, args: Sum<'_>) {
@@ -29,14 +29,14 @@ pub(crate) fn squared_norm(t: &Threads, args: SquaredNorm<'_>) {
 
 /// Sum of `f` over blocks, in double precision.
 fn blocks(t: &Threads, x: &[f32], f: impl Fn(&[f32]) -> f32 + Sync) -> f64 {
-    let sums: Vec<f32> = t.run(|| x.par_chunks(BLOCK).map(|block| simd!(f(block))).collect());
+    let sums: Vec<f32> = t.run(|| x.par_chunks(REDUCE_BLOCK).map(|block| simd!(f(block))).collect());
     sums.into_iter().map(f64::from).sum()
 }
 
 /// `out = sum of the rows of x`, added to the contents of `out` if `add`.
 pub(crate) fn column_sums(t: &Threads, x: &[f32], cols: usize, out: &mut [f32], add: bool) {
     let partials: Vec<Vec<f32>> = t.run(|| {
-        x.par_chunks(ROWS * cols)
+        x.par_chunks(REDUCE_ROWS * cols)
             .map(|block| {
                 let mut partial = vec![0.0; cols];
                 simd!({

@@ -7,22 +7,24 @@ use crate::cpu::math::{sigmoid, simd};
 use crate::cpu::{Access, Threads};
 
 /// Rows per task.
-const ROWS: usize = 32;
+const SWIGLU_TASK_ROWS: usize = 32;
 
 pub(crate) fn forward(t: &Threads, args: SwigluForward<'_>) {
     let (access, rows, ffn) = (Access::new("swiglu_forward"), args.rows, args.ffn);
     let (h, a) = (access.read(args.h, 2 * rows * ffn), access.write(args.a, rows * ffn));
     t.run(|| {
-        a.par_chunks_mut(ROWS * ffn).zip(h.par_chunks(ROWS * 2 * ffn)).for_each(|(a, h)| {
-            simd!({
-                for (a, h) in a.chunks_exact_mut(ffn).zip(h.chunks_exact(2 * ffn)) {
-                    let (g, u) = h.split_at(ffn);
-                    for ((a, g), u) in a.iter_mut().zip(g).zip(u) {
-                        *a = g * sigmoid(*g) * u;
+        a.par_chunks_mut(SWIGLU_TASK_ROWS * ffn).zip(h.par_chunks(SWIGLU_TASK_ROWS * 2 * ffn)).for_each(
+            |(a, h)| {
+                simd!({
+                    for (a, h) in a.chunks_exact_mut(ffn).zip(h.chunks_exact(2 * ffn)) {
+                        let (g, u) = h.split_at(ffn);
+                        for ((a, g), u) in a.iter_mut().zip(g).zip(u) {
+                            *a = g * sigmoid(*g) * u;
+                        }
                     }
-                }
-            });
-        });
+                });
+            },
+        );
     });
 }
 
@@ -31,9 +33,9 @@ pub(crate) fn backward(t: &Threads, args: SwigluBackward<'_>) {
     let (h, da) = (access.read(args.h, 2 * len), access.read(args.da, len));
     let dh = access.write(args.dh, 2 * len);
     t.run(|| {
-        dh.par_chunks_mut(ROWS * 2 * ffn)
-            .zip(h.par_chunks(ROWS * 2 * ffn))
-            .zip(da.par_chunks(ROWS * ffn))
+        dh.par_chunks_mut(SWIGLU_TASK_ROWS * 2 * ffn)
+            .zip(h.par_chunks(SWIGLU_TASK_ROWS * 2 * ffn))
+            .zip(da.par_chunks(SWIGLU_TASK_ROWS * ffn))
             .for_each(|((dh, h), da)| {
                 simd!({
                     let rows =
