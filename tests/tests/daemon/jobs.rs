@@ -57,7 +57,7 @@ fn queued_jobs_start_by_priority_and_order() {
     let over_limit = node.run(&["submit", "--", "true"]);
     assert!(over_limit.code != 0 && over_limit.stderr.contains('3'), "{}", over_limit.stderr);
     let too_large = node.run(&["submit", "--nproc", "2", "--", "true"]);
-    assert!(too_large.code == 2 && too_large.stderr.contains("2 workers"), "{}", too_large.stderr);
+    assert!(too_large.code == 2 && too_large.stderr.contains("2 CPU workers"), "{}", too_large.stderr);
     node.write("go", "");
     node.wait(low, "done");
     assert_eq!(node.lines("order"), ["first", "next", "low"]);

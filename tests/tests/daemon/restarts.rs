@@ -138,7 +138,7 @@ fn job_of_an_earlier_boot_is_lost_and_no_process_is_signalled() {
     std::fs::write(&path, lines).unwrap();
     node.start_daemon();
     let lost = node.wait(job, "lost");
-    assert!(lost["reason"].as_str().unwrap().contains("restarted"), "{lost}");
+    assert!(lost["reason"].as_str().unwrap().contains("rebooted"), "{lost}");
     assert!(agents.iter().all(|agent| is_alive(*agent)));
 }
 
