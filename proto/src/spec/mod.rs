@@ -19,7 +19,7 @@ pub use sections::{
 pub const SPEC_VERSION: u32 = 1;
 
 /// Renamed keys: the old and the new dotted path. Configuration loaders accept the old one for a release, with a
-/// warning.
+/// warning. A key cannot move to another section.
 pub const RENAMED_KEYS: &[(&str, &str)] = &[("launch.silence", "launch.stall_timeout")];
 
 /// A training job. Every key of `train.toml` has a default, and unknown keys are refused.

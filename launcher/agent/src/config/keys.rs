@@ -4,8 +4,7 @@ use serde::Serialize;
 use serde_json::Value;
 use xlaunch_proto::spec::JobSpec;
 
-/// Renamed keys, old and new name. The old name is accepted for one release; a key cannot move to another section.
-pub const RENAMED_KEYS: &[(&str, &str)] = &[("launch.silence", "launch.stall_timeout")];
+pub use xlaunch_proto::spec::RENAMED_KEYS;
 
 /// The warning about a renamed key.
 pub(super) fn renamed_warning(old: &str, new: &str) -> String {
