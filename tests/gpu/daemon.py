@@ -68,6 +68,15 @@ class Node:
             self.daemon = subprocess.Popen(command, stdout=log, stderr=log, cwd="/")
         wait_for("the daemon", lambda: self.run("node", check=False))
 
+    def stop(self):
+        """Cancels what a failed check has left, and terminates the daemon."""
+        left = [job["id"] for job in self.json("jobs")]
+        for job in left:
+            self.run("cancel", str(job), check=False)
+        wait_for("cancelled jobs", lambda: not self.json("jobs"))
+        self.daemon.terminate()
+        self.daemon.wait()
+
     def run(self, *words, check=True):
         """Standard output of a client command."""
         command = [self.binary, *words]
@@ -261,8 +270,7 @@ def main():
             check_training(node, options, runner.tokens(node.dir / "tokens.bin", 2_000_000))
         finally:
             print((node.dir / "daemon.log").read_text()[-3000:], file=sys.stderr)
-            node.daemon.terminate()
-            node.daemon.wait()
+            node.stop()
 
 
 if __name__ == "__main__":
