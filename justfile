@@ -10,7 +10,7 @@ build:
 
 # Run all tests.
 test:
-    cargo test --workspace --release
+    cargo test --workspace
 
 # Run the tests of one crate: `just test-one xlaunch-pool plan`.
 test-one crate *filter:
@@ -18,7 +18,7 @@ test-one crate *filter:
 
 # Run the end-to-end tests, or one suite of them: `just e2e --test daemon`.
 e2e *arguments:
-    cargo test --release --package xlaunch-tests {{arguments}}
+    cargo test --package xlaunch-tests {{arguments}}
 
 # Run the suites that need GPUs; tests/gpu/README.md says which record results.
 gpu:
