@@ -3,9 +3,9 @@
 //! ```text
 //! client --connect--> socket --accept: credentials, limits--> Connection --> tonic or hyper
 //! ```
-//! - [`connect`]: a gRPC channel over a unix socket;
+//! - [`mod@connect`]: a gRPC channel over a unix socket;
 //! - [`limits`]: decides which connections stay open when there are too many (pure, except for closing them);
-//! - [`accept`]: the accept loop of a server, which applies these limits.
+//! - [`mod@accept`]: the accept loop of a server, which applies these limits.
 //!
 //! Invariant: a client that opens many connections, or sends nothing on them, cannot lock out another user.
 
