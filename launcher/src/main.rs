@@ -2,7 +2,7 @@
 //! the reaper that cleans up after a launcher that was killed.
 //!
 //! - [`cli`]: subcommands and torchrun's flags; [`client`]: gRPC clients of agents and the daemon; [`render`]: tables;
-//! - [`bench`]: the measurements of `xlaunch bench`;
+//! - [`mod@bench`]: the measurements of `xlaunch bench`;
 //! - [`trainer`]: functions of the worker crate, which is named only in this file.
 #![forbid(unsafe_code)]
 
