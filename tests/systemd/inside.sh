@@ -9,7 +9,7 @@ work=/home/alice/job
 # A value in the environment of a job, which other users must not be able to read.
 secret=hunter2-$$
 # Duration of the training job in seconds if it runs alone: long enough for all that happens to the daemon meanwhile.
-length=32
+length=90
 
 step() {
     echo "ok: $(($(date +%s) - begin)) s: $*"
