@@ -7,6 +7,7 @@
 //!   model;
 //! - [`command`] is the description of any other command to launch, independent of the node that runs it;
 //! - [`net`] connects processes: gRPC over unix sockets, peer credentials, connection limits;
+//! - [`paths`] normalizes the paths of a job description;
 //! - [`json`] and [`labels`] render messages for programs and people;
 //! - [`ids`] are typed ids, [`exit`] is the table of exit codes, [`mod@env`] names the environment variables of
 //!   workers.
@@ -23,6 +24,7 @@ pub mod json;
 pub mod labels;
 pub mod model;
 pub mod net;
+pub mod paths;
 mod phase;
 pub mod spec;
 

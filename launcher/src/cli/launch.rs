@@ -9,7 +9,7 @@ use xlaunch_proto::v1::StatusReply;
 
 use crate::trainer::Trainer;
 use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
-use xlaunch_agent::config::{self, Override};
+use xlaunch_agent::config::{self, Layer, Override};
 use xlaunch_agent::devices::{self, Node, Placement};
 use xlaunch_agent::driver;
 use xlaunch_agent::report::Evidence;
@@ -160,7 +160,12 @@ pub(super) fn prepare(launch: &Launch) -> Result<(JobSpec, Placement), Refusal> 
 #[expect(clippy::print_stderr, reason = "warnings go to stderr")]
 pub(super) fn load(launch: &Launch) -> Result<JobSpec, Refusal> {
     let mut overrides = Override::from_environment(std::env::vars());
-    let flag = |key: &str, value: String, source: String| Override { key: key.into(), value, source };
+    let flag = |key: &str, value: String, source: String| Override {
+        key: key.into(),
+        value,
+        source,
+        layer: Layer::Flags,
+    };
     for argument in &launch.set {
         overrides.push(Override::from_flag(argument)?);
     }

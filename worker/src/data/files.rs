@@ -6,6 +6,7 @@
 use std::path::{Component, Path, PathBuf};
 
 use walkdir::{DirEntry, WalkDir};
+use xlaunch_proto::paths::normalize;
 
 use super::DataError;
 
@@ -17,6 +18,7 @@ pub(super) fn matching(
 ) -> Result<Vec<PathBuf>, DataError> {
     let mut files = Vec::new();
     for pattern in patterns {
+        // Without `.` and `..`, as walkdir yields paths.
         let (base, rest) = split(&normalize(Path::new(pattern)));
         match rest {
             None if base.is_file() => files.push(base),
@@ -30,21 +32,6 @@ pub(super) fn matching(
         return Err(DataError::NoFiles { key, patterns: patterns.join(", ") });
     }
     Ok(files)
-}
-
-/// The path without `.` and `..`, as walkdir yields paths. Symbolic links are not resolved.
-fn normalize(path: &Path) -> PathBuf {
-    let mut out = PathBuf::new();
-    for component in path.components() {
-        match component {
-            Component::CurDir => {}
-            Component::ParentDir => {
-                out.pop();
-            }
-            other => out.push(other),
-        }
-    }
-    out
 }
 
 /// The leading components without wildcards, and the rest, if any.

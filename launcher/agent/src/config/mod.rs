@@ -8,16 +8,23 @@
 mod diagnostics;
 pub mod keys;
 
-use std::path::{Component, Path, PathBuf};
+use std::path::Path;
 
 use serde::Deserialize;
 use toml::{Table, Value};
+use xlaunch_proto::paths::normalize;
 use xlaunch_proto::spec::JobSpec;
 
 pub use diagnostics::ConfigError;
 
-/// Start of [`Override::source`] of an environment variable.
-const VARIABLE_SOURCE: &str = "environment variable ";
+/// A layer of configuration above the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layer {
+    /// `XLAUNCH_<SECTION>_<KEY>`.
+    Environment,
+    /// `--set` and other flags.
+    Flags,
+}
 
 /// A value from `--set`, another flag or the environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,6 +35,8 @@ pub struct Override {
     pub value: String,
     /// For messages, such as `--set train.lr=3e-4`.
     pub source: String,
+    /// Where it was given.
+    pub layer: Layer,
 }
 
 impl Override {
@@ -35,7 +44,10 @@ impl Override {
     pub fn from_flag(argument: &str) -> Result<Self, ConfigError> {
         let source = format!("--set {argument}");
         match argument.split_once('=') {
-            Some((key, value)) => Ok(Self { key: key.trim().into(), value: value.trim().into(), source }),
+            Some((key, value)) => {
+                let (key, value) = (key.trim().into(), value.trim().into());
+                Ok(Self { key, value, source, layer: Layer::Flags })
+            }
             None => Err(ConfigError::value(&source, "`=` is missing", "section.key=value")),
         }
     }
@@ -47,7 +59,8 @@ impl Override {
         let mut found: Vec<Self> = variables
             .filter_map(|(name, value)| {
                 let key = known.iter().find(|key| keys::variable(key) == name)?.clone();
-                Some(Self { key, value, source: format!("{VARIABLE_SOURCE}{name}") })
+                let source = format!("environment variable {name}");
+                Some(Self { key, value, source, layer: Layer::Environment })
             })
             .collect();
         found.sort_by(|a, b| a.key.cmp(&b.key));
@@ -119,12 +132,11 @@ fn renamed_overrides(
     overrides: &[Override],
     warnings: &mut Vec<String>,
 ) -> Result<Vec<Override>, ConfigError> {
-    let is_variable = |change: &Override| change.source.starts_with(VARIABLE_SOURCE);
     let rename = |change: &Override| {
         let Some((old, new)) = keys::RENAMED_KEYS.iter().find(|(old, _)| *old == change.key) else {
             return Ok(change.clone());
         };
-        let same_layer = |other: &&Override| other.key == *new && is_variable(other) == is_variable(change);
+        let same_layer = |other: &&Override| other.key == *new && other.layer == change.layer;
         if let Some(other) = overrides.iter().find(same_layer) {
             let problem = format!("`{old}` was renamed to `{new}`, which {} sets, too", other.source);
             return Err(ConfigError::value(&change.source, &problem, "only one of both names"));
@@ -157,7 +169,7 @@ fn value(text: &str) -> Value {
 /// Makes paths absolute, and names the job after the file unless it has a name.
 fn resolve(mut spec: JobSpec, path: &Path, here: &Path) -> JobSpec {
     let config_dir = here.join(path).parent().map_or_else(|| here.to_path_buf(), Path::to_path_buf);
-    let absolute = |base: &Path, path: &str| clean(&base.join(path)).to_string_lossy().into_owned();
+    let absolute = |base: &Path, path: &str| normalize(&base.join(path)).to_string_lossy().into_owned();
     for pattern in spec.data.train.iter_mut().chain(&mut spec.data.val) {
         *pattern = absolute(&config_dir, pattern);
     }
@@ -173,21 +185,6 @@ fn resolve(mut spec: JobSpec, path: &Path, here: &Path) -> JobSpec {
             path.file_stem().map_or_else(|| "job".into(), |stem| stem.to_string_lossy().into_owned());
     }
     spec
-}
-
-/// The path without `.` and `..`.
-fn clean(path: &Path) -> PathBuf {
-    let mut out = PathBuf::new();
-    for component in path.components() {
-        match component {
-            Component::CurDir => {}
-            Component::ParentDir => {
-                out.pop();
-            }
-            other => out.push(other),
-        }
-    }
-    out
 }
 
 #[cfg(test)]
