@@ -27,7 +27,6 @@ pub struct Node {
     pub cores: usize,
 }
 
-/// The host name.
 pub fn host_name() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }

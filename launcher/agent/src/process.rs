@@ -57,7 +57,7 @@ impl Process {
         })
     }
 
-    /// All visible processes.
+    /// The processes of this PID namespace.
     pub fn all() -> Vec<Self> {
         let Ok(entries) = fs_err::read_dir("/proc") else { return Vec::new() };
         let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());

@@ -12,7 +12,7 @@ pub(super) struct Piece<'a> {
     pub(super) continues: bool,
 }
 
-/// Splits one stream.
+/// Splits the bytes of one stream into lines.
 #[derive(Debug, Default)]
 pub(super) struct Lines {
     partial: Vec<u8>,

@@ -59,7 +59,6 @@ pub(super) struct Pump {
     ended: Option<oneshot::Receiver<()>>,
 }
 
-/// Bytes so far.
 #[derive(Debug, Default)]
 struct Counts {
     read: AtomicU64,

@@ -1,6 +1,6 @@
 //! The restart policy: whether a failed attempt is followed by another, and when. Pure.
 //!
-//! The first restart comes at once; the delay before the next ones doubles from [`FIRST_DELAY`] to [`MAX_DELAY`], plus
+//! The first restart is immediate; the delay before the next ones doubles from [`FIRST_DELAY`] to [`MAX_DELAY`], plus
 //! up to a quarter so that jobs that failed together do not restart together. An attempt that ran for [`HEALTHY_AFTER`]
 //! resets the delay. [`CRASH_LOOP_ATTEMPTS`] attempts in a row that fail early and in the same way end the job before
 //! the budget is spent: another attempt would fail, too.

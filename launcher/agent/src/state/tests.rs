@@ -448,7 +448,7 @@ fn failed_rendezvous_restarts_as_a_failure_of_the_group() {
 fn duration_of_an_attempt_is_counted_from_its_own_start() {
     let mut job = command(1, 9);
     let mut now = Instant::now();
-    // Each attempt fails after a minute, which is healthy, so every restart comes at once.
+    // Each attempt fails after a minute, which is healthy, so every restart is immediate.
     for attempt in 1..=4 {
         now += Duration::from_secs(60);
         assert!(job.handle(exited(0, 1), now).contains(&Action::Start { attempt }));
