@@ -12,6 +12,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use xlaunch_comm::Sharding;
 use xlaunch_comm::bucket::Plan;
+use xlaunch_engine::testing::require_gpu;
 use xlaunch_engine::{
     Accumulate, CpuBackend, CudaBackend, CudaOptions, DType, EngineError, PoolMode, Precision, SquaredNorm,
     Tensor,
@@ -29,7 +30,7 @@ xlaunch_harness::suite! {
     gpt2_matches_pytorch_on_cpu,
     llama_matches_pytorch_on_cpu,
     llama_with_grouped_query_attention_matches_pytorch_on_cpu;
-    needs has_gpu:
+    needs require_gpu:
     gpt2_matches_pytorch_on_gpu,
     llama_matches_pytorch_on_gpu,
     llama_with_grouped_query_attention_matches_pytorch_on_gpu;
@@ -129,21 +130,9 @@ fn cpu() -> BackendHandle {
     BackendHandle::new(CpuBackend::new(2, PoolMode::On))
 }
 
-fn open_gpu() -> Result<CudaBackend, EngineError> {
-    CudaBackend::open(0, CudaOptions::new(Precision::Fp32, PoolMode::On))
-}
-
 /// Strict fp32, as nothing less could meet the tolerance.
 fn gpu() -> BackendHandle {
-    BackendHandle::new(open_gpu().unwrap())
-}
-
-fn has_gpu() -> xlaunch_harness::Requirement {
-    match open_gpu() {
-        Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => Err(error.to_string()),
-        // Any other error is a failure of the tests.
-        _ => Ok(()),
-    }
+    BackendHandle::new(CudaBackend::open(0, CudaOptions::new(Precision::Fp32, PoolMode::On)).unwrap())
 }
 
 impl Fixture {

@@ -9,9 +9,8 @@
 
 use xlaunch_comm::Local;
 use xlaunch_engine::cuda::default_mempool_high;
-use xlaunch_engine::{
-    CpuBackend, CudaBackend, CudaOptions, EngineError, PoolMode, PoolOptions, PoolStats, Precision,
-};
+use xlaunch_engine::testing::require_gpu;
+use xlaunch_engine::{CpuBackend, CudaBackend, CudaOptions, PoolMode, PoolOptions, PoolStats, Precision};
 use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::{Exec, JobSpec};
 use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
@@ -22,7 +21,7 @@ use xlaunch_worker::train::{Evaluator, Requests, Stepper, sharding};
 
 xlaunch_harness::suite! {
     pool_modes_and_graphs_train_bit_identically_on_cpu;
-    needs has_gpu: pool_modes_and_graphs_train_bit_identically_on_gpu;
+    needs require_gpu: pool_modes_and_graphs_train_bit_identically_on_gpu;
 }
 
 const STEPS: u64 = 6;
@@ -121,14 +120,6 @@ fn compare(name: &str, open: impl Fn(PoolOptions) -> BackendHandle) {
 
 fn pool_modes_and_graphs_train_bit_identically_on_cpu() {
     compare("CPU", |options| BackendHandle::new(CpuBackend::new(2, options)));
-}
-
-fn has_gpu() -> xlaunch_harness::Requirement {
-    match CudaBackend::open(0, CudaOptions::new(Precision::Bf16, PoolMode::On)) {
-        Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => Err(error.to_string()),
-        // Any other error is a failure of the tests.
-        _ => Ok(()),
-    }
 }
 
 fn pool_modes_and_graphs_train_bit_identically_on_gpu() {

@@ -5,11 +5,12 @@ use crate::cuda::compile;
 use crate::cuda::cudnn::descriptor::Descriptor;
 use crate::cuda::cudnn::graph::Target;
 use crate::cuda::cudnn::library::Library;
+use crate::error::EngineError;
 use crate::ops::attention::cudnn::{AttentionPlan, Direction};
 use crate::ops::attention::variant::OwnKernels;
 pub use crate::ops::gelu::cuda::GeluVariant;
 use crate::ops::{AttentionShape, KERNEL_FILES, LinearShape};
-use crate::options::Precision;
+use crate::options::{CudaOptions, Precision};
 
 /// Makes a back end use this variant of GELU for the layers of these shapes before and after it.
 pub fn force_gelu_variant(
@@ -19,6 +20,17 @@ pub fn force_gelu_variant(
     variant: GeluVariant,
 ) {
     backend.gelu.force(before, after, variant);
+}
+
+/// The requirement of tests on a GPU: the first one can be opened.
+///
+/// # Errors
+/// What is missing: a library or the device. Any other failure is one of the tests, which meet it.
+pub fn require_gpu() -> Result<(), String> {
+    match CudaBackend::open(0, CudaOptions::new(Precision::Fp32, xlaunch_pool::Mode::On)) {
+        Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => Err(error.to_string()),
+        _ => Ok(()),
+    }
 }
 
 /// Whether NVRTC can be loaded.

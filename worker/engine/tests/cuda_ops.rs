@@ -17,12 +17,12 @@ mod common;
 
 use common::{Ops, Outputs, cases, distance, random};
 use half::bf16;
-use xlaunch_engine::testing::{GeluVariant, force_gelu_variant};
+use xlaunch_engine::testing::{GeluVariant, force_gelu_variant, require_gpu};
 use xlaunch_engine::*;
 use xlaunch_harness::Requirement;
 
 xlaunch_harness::suite! {
-    needs gpu:
+    needs require_gpu:
         fp32_matches_cpu,
         tf32_matches_cpu,
         bf16_matches_cpu_with_own_and_fastest_kernels,
@@ -31,16 +31,8 @@ xlaunch_harness::suite! {
     needs gpu_and_xlaunch_times: attention_times;
 }
 
-fn gpu() -> Requirement {
-    match cuda::compute_stream(0) {
-        Ok(_) => Ok(()),
-        Err(error @ (EngineError::Library { .. } | EngineError::Device { .. })) => Err(error.to_string()),
-        Err(error) => panic!("{error}"),
-    }
-}
-
 fn gpu_and_xlaunch_times() -> Requirement {
-    gpu()?;
+    require_gpu()?;
     std::env::var_os("XLAUNCH_TIMES").map(drop).ok_or_else(|| "runs with XLAUNCH_TIMES=1 only".into())
 }
 
