@@ -3,6 +3,8 @@
     xlaunch --nproc-per-node 2 examples/accelerate_script.py      # in place of `accelerate launch`
 """
 
+import os
+
 import torch
 from accelerate import Accelerator
 
@@ -30,3 +32,6 @@ def main():
 
 if __name__ == "__main__":
     main()
+    # Without the interpreter's cleanup: a thread of Gloo that releases its last tensor during it aborts the process
+    # (pytorch/pytorch#179291).
+    os._exit(0)

@@ -96,6 +96,11 @@ pub fn terminal() -> Requirement {
     programs(&["script"]).map_err(|error| format!("{error} (install `bsdutils` or `util-linux`)"))
 }
 
+/// `promtool` of Prometheus.
+pub fn promtool() -> Requirement {
+    programs(&["promtool"]).map_err(|error| format!("{error} (install `prometheus`)"))
+}
+
 /// Node.js, Chromium and playwright-core.
 pub fn browser() -> Requirement {
     programs(&["node"])?;

@@ -10,6 +10,8 @@ use xlaunch_tests::{Node, Process, requirements, send_signal, wait_for};
 
 xlaunch_harness::tests! {
     http_api_and_metrics_agree_with_grpc;
+    needs requirements::promtool:
+    promtool_accepts_metrics_and_alerts;
     needs requirements::browser:
     browser_shows_jobs_and_gpus;
 }
@@ -114,6 +116,30 @@ fn http_api_and_metrics_agree_with_grpc() {
     assert_eq!(case.api("node")["node"], node);
     let states: Vec<_> = node["gpus"].as_array().unwrap().iter().map(|gpu| gpu["state"].clone()).collect();
     assert_eq!(states, ["held", "free", "foreign", "sick"]);
+}
+
+/// Runs `promtool` with this input, which it must accept.
+fn promtool(args: &[&str], input: &str) {
+    let mut command = Command::new("promtool");
+    command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "promtool {args:?}: {stdout}{stderr}");
+}
+
+fn promtool_accepts_metrics_and_alerts() {
+    let deployed = |name: &str| format!("{}/../deploy/prometheus/{name}", env!("CARGO_MANIFEST_DIR"));
+    promtool(&["check", "rules", &deployed("rules.yml")], "");
+    promtool(&["test", "rules", &deployed("rules_test.yml")], "");
+    let metrics = Case::new().get("/metrics");
+    // It reads the older text format, in which comments name counters with their suffix.
+    let counters = ["xlaunch_worker_restarts", "xlaunch_tokens", "xlaunch_allreduce_bytes"];
+    let older = counters
+        .iter()
+        .fold(metrics, |text, name| text.replace(&format!("{name} "), &format!("{name}_total ")));
+    promtool(&["check", "metrics"], &older);
 }
 
 /// `XLAUNCH_TEST_PICTURES` names a directory for screenshots.

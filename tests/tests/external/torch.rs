@@ -1,5 +1,6 @@
 //! Scripts for PyTorch under xlaunch and under torchrun.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use xlaunch_tests::{Launch, Output, Process, requirements};
@@ -7,7 +8,8 @@ use xlaunch_tests::{Launch, Output, Process, requirements};
 xlaunch_harness::tests! {
     needs requirements::torch:
     ddp_has_the_losses_of_torchrun,
-    exception_in_one_rank_is_the_root_cause;
+    exception_in_one_rank_is_the_root_cause,
+    workers_have_all_variables_of_torchrun;
     needs requirements::accelerate:
     accelerate_has_the_losses_of_torchrun;
     needs requirements::lightning:
@@ -55,5 +57,36 @@ fn exception_in_one_rank_is_the_root_cause() {
     assert_eq!(run.code, 1, "{}", run.stderr);
     for words in ["rank 1", "RuntimeError: the disk is on fire", "ddp.py"] {
         assert!(run.root_cause().contains(words), "{words} in {}", run.stderr);
+    }
+}
+
+/// What a worker of one of two ranks finds in its environment and the launcher did not.
+fn worker_variables(launch: &Launch, launcher: &[&str]) -> BTreeMap<String, String> {
+    let dump = launch.path().join("environment");
+    let print = format!("test $RANK = 0 || env -0 > {}", dump.display());
+    let worker = ["--standalone", "--no-python", "--nproc-per-node", "2", "sh", "-c", &print];
+    let run = launch.run(&[launcher, &worker[..]].concat());
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let text = std::fs::read_to_string(dump).unwrap();
+    let pairs = text.split('\0').filter_map(|pair| pair.split_once('='));
+    pairs
+        .filter(|(name, value)| *name != "_" && std::env::var(name).ok().as_deref() != Some(*value))
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        .collect()
+}
+
+fn workers_have_all_variables_of_torchrun() {
+    // Chosen for each run, but for the address: torchrun gives `localhost`.
+    const OF_ONE_RUN: [&str; 4] =
+        ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"];
+    let ours = worker_variables(&Launch::new(), &[]);
+    let torchrun = Launch::with_program(requirements::python_path());
+    let theirs = worker_variables(&torchrun, &["-m", "torch.distributed.run"]);
+    assert_eq!(theirs["RANK"], "1");
+    for (name, value) in &theirs {
+        let found = ours.get(name).unwrap_or_else(|| panic!("{name}={value} is missing"));
+        if !OF_ONE_RUN.contains(&name.as_str()) {
+            assert_eq!(found, value, "{name}");
+        }
     }
 }

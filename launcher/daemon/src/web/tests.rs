@@ -3,8 +3,6 @@
 mod metrics;
 mod sample_node;
 
-use std::process::Stdio;
-
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{mpsc, oneshot, watch};
@@ -299,44 +297,4 @@ async fn shutdown_closes_connections_and_listener() {
         .expect("the connection is still open");
     assert!(end.is_err() || rest.is_empty());
     assert!(TcpStream::connect(&address).await.is_err(), "it still listens");
-}
-
-/// Finds a program in PATH.
-fn program(name: &str) -> Option<std::path::PathBuf> {
-    let path = std::env::var_os("PATH")?;
-    let found = std::env::split_paths(&path).map(|dir| dir.join(name)).find(|file| file.is_file());
-    if found.is_none() {
-        eprintln!("skipped: there is no {name} in PATH");
-    }
-    found
-}
-
-/// `XLAUNCH_TEST_BROWSER` names a directory whose `node_modules` has playwright-core.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn browser_shows_what_the_api_serves() {
-    let (Some(node), true) = (program("node"), std::env::var_os("XLAUNCH_TEST_BROWSER").is_some()) else {
-        eprintln!("skipped: XLAUNCH_TEST_BROWSER names no directory with playwright-core");
-        return;
-    };
-    let served = Served::new().await;
-    let mut script = tokio::process::Command::new(node);
-    script.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/web/page.mjs"));
-    script.arg(format!("http://{}", served.address)).arg("7");
-    // The directory for screenshots.
-    script.args(std::env::var_os("XLAUNCH_TEST_PICTURES"));
-    let script = script.kill_on_drop(true).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut steps = 800;
-    let mut done = std::pin::pin!(script.wait_with_output());
-    let output = loop {
-        tokio::select! {
-            output = &mut done => break output.unwrap(),
-            () = tokio::time::sleep(Duration::from_millis(500)) => {
-                steps = 2000.min(steps + 4);
-                served.view.send_replace(Arc::new(sample_node(unix_ms(), steps)));
-            }
-        }
-    };
-    let text = String::from_utf8_lossy(&output.stdout);
-    eprintln!("{text}");
-    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
 }

@@ -96,9 +96,7 @@ async fn search_for_last_lines_is_bounded() {
     case.write("a line\n");
     let file = fs_err::OpenOptions::new().write(true).open(case.path()).unwrap();
     let length = 1 << 42;
-    if let Err(error) = file.set_len(length) {
-        return eprintln!("skipped: no file with a hole of this length: {error}");
-    }
+    file.set_len(length).expect("the file system has no files with holes of this length");
     let found = tail_start(&File::open(case.path()).await.unwrap(), 1).await.unwrap();
     assert_eq!(found, (length - MAX_TAIL_SEARCH_BYTES, 1));
 }

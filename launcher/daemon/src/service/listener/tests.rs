@@ -28,12 +28,10 @@ async fn socket_is_private_and_replaces_only_that_of_a_dead_daemon() {
 }
 
 #[tokio::test]
-async fn group_members_can_connect_to_root_daemon() {
+async fn group_members_can_connect() {
     use std::os::unix::fs::MetadataExt;
     let group = Group::from_gid(rustix::process::getgid().as_raw().into()).unwrap();
-    let (true, Some(group)) = (rustix::process::getuid().is_root(), group) else {
-        return eprintln!("skipped: not root, or the group has no name");
-    };
+    let group = group.expect("the group of this process has no name");
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("xlaunch.sock");
     let _listener = bind(&socket, Some(&group.name)).unwrap();
