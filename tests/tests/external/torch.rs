@@ -60,8 +60,9 @@ fn exception_in_one_rank_is_the_root_cause() {
     }
 }
 
-/// What a worker of one of two ranks finds in its environment and the launcher did not.
+/// What a worker of one of two ranks finds in its environment and this process does not.
 fn worker_variables(launch: &Launch, launcher: &[&str]) -> BTreeMap<String, String> {
+    const OF_SHELL_AND_TEST: [&str; 6] = ["_", "PWD", "OLDPWD", "SHLVL", "TMPDIR", "XDG_RUNTIME_DIR"];
     let dump = launch.path().join("environment");
     let print = format!("test $RANK = 0 || env -0 > {}", dump.display());
     let worker = ["--standalone", "--no-python", "--nproc-per-node", "2", "sh", "-c", &print];
@@ -70,22 +71,23 @@ fn worker_variables(launch: &Launch, launcher: &[&str]) -> BTreeMap<String, Stri
     let text = std::fs::read_to_string(dump).unwrap();
     let pairs = text.split('\0').filter_map(|pair| pair.split_once('='));
     pairs
-        .filter(|(name, value)| *name != "_" && std::env::var(name).ok().as_deref() != Some(*value))
+        .filter(|(name, _)| !OF_SHELL_AND_TEST.contains(name))
+        .filter(|(name, value)| std::env::var(name).ok().as_deref() != Some(*value))
         .map(|(name, value)| (name.to_owned(), value.to_owned()))
         .collect()
 }
 
 fn workers_have_all_variables_of_torchrun() {
-    // Chosen for each run, but for the address: torchrun gives `localhost`.
-    const OF_ONE_RUN: [&str; 4] =
-        ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"];
+    const OF_ONE_RUN: [&str; 3] = ["MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"];
+    // Under torchrun its agent serves the key-value store, under xlaunch rank 0 does.
+    const OF_STORE: [&str; 2] = ["MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"];
     let ours = worker_variables(&Launch::new(), &[]);
     let torchrun = Launch::with_program(requirements::python_path());
     let theirs = worker_variables(&torchrun, &["-m", "torch.distributed.run"]);
     assert_eq!(theirs["RANK"], "1");
     for (name, value) in &theirs {
         let found = ours.get(name).unwrap_or_else(|| panic!("{name}={value} is missing"));
-        if !OF_ONE_RUN.contains(&name.as_str()) {
+        if !OF_ONE_RUN.iter().chain(&OF_STORE).any(|differing| differing == name) {
             assert_eq!(found, value, "{name}");
         }
     }
