@@ -112,7 +112,7 @@ async fn api_serves_node_and_jobs_as_json() {
     let job = served.json("/api/v1/jobs/7").await;
     assert_eq!(job["history"].as_array().unwrap().len(), 400);
     assert_eq!(job["history"][399]["step"], 800);
-    assert_eq!(job["status"]["ranks"][3]["hint"], "silent for 312 s, no CPU");
+    assert_eq!(job["status"]["ranks"][3]["hint"], "no output for 312 s, no CPU time");
     assert_eq!(job["status"]["past_restarts"][0]["rank"], 2);
     assert_eq!(job["loss"], job["history"][399]["loss"]);
     let failed = served.json("/api/v1/jobs/6").await;

@@ -108,7 +108,7 @@ pub(super) fn sample_node(now: u64, steps: u64) -> NodeView {
     training.job.gpus_wanted = 4;
     training.job.started_unix_ms = now - steps * 120 - 5_000;
     let mut ranks: Vec<_> = (0..4).map(|number| rank(number, steps)).collect();
-    ranks[3].hint = "silent for 312 s, no CPU".into();
+    ranks[3].hint = "no output for 312 s, no CPU time".into();
     ranks[3].seconds_since_output = Some(312.0);
     ranks[3].cpu_percent = Some(0.0);
     let status = StatusReply {
