@@ -47,13 +47,16 @@ def wait_for(what, poll):
 
 
 class Node:
-    """A daemon in a directory of its own."""
+    """A daemon in a directory of its own, which uses the first GPUs of the host."""
 
-    def __init__(self, binary, dir):
+    def __init__(self, binary, dir, gpus):
         self.binary, self.dir = str(binary), pathlib.Path(dir)
         self.dir.chmod(0o755)
+        query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+        others = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[gpus:]
         (self.dir / "daemon.toml").write_text(
-            f'[jobs]\nallow_root = true\nallow_commands = true\n[web]\nlisten = "{ADDRESS}"\n'
+            f'[jobs]\nallow_root = true\nallow_commands = true\nleave_gpus = {json.dumps(others)}\n'
+            f'[web]\nlisten = "{ADDRESS}"\n'
         )
         self.environment = os.environ | {"XLAUNCH_SOCKET": str(self.socket), "XDG_RUNTIME_DIR": str(dir)}
 
@@ -260,7 +263,7 @@ def main():
     print(f"{runner.hardware()}; tests/gpu/daemon.py --gpus {options.gpus} --model {options.model}")
     # A short prefix: the length of a socket's path is limited.
     with tempfile.TemporaryDirectory(prefix="xd-") as scratch:
-        node = Node(options.binary.resolve(), scratch)
+        node = Node(options.binary.resolve(), scratch, options.gpus)
         node.start()
         try:
             uuids = check_inventory(node, options.gpus)
