@@ -100,6 +100,14 @@ mod tests {
     }
 
     #[test]
+    fn layouts_are_equal_if_plans_are() {
+        let layout = |ends: &[usize], cap| Plan::new(ends, 4, cap, 60).layout();
+        assert_eq!(layout(&[10, 20, 40], 160), layout(&[10, 20, 40], 160));
+        assert_ne!(layout(&[10, 20, 40], 160), layout(&[10, 20, 40], 80));
+        assert_ne!(layout(&[10, 20, 40], 160), layout(&[10, 20, 41], 160));
+    }
+
+    #[test]
     fn gathers_are_needed_once_from_the_last_bucket_down() {
         let plan = Plan::new(&[10, 20, 40, 60, 500, 510], 4, 160, 60);
         let mut progress = GatherProgress::new(&plan);

@@ -105,11 +105,24 @@ mod tests {
     }
 
     #[test]
+    fn replicated_and_sharded_arenas_are_told_apart() {
+        let plan = Plan::new(&[8, 24], 4, 64, 32);
+        let sharded = Sharding::new(plan.clone(), 0, 2);
+        assert!(sharded.is_sharded() && !sharded.is_empty());
+        let replicated = Sharding::replicated(plan);
+        assert!(!replicated.is_sharded());
+        assert_eq!((replicated.len(), replicated.arena_len()), (24, 24));
+        assert!(Sharding::replicated(Plan::new(&[], 4, 64, 32)).is_empty());
+    }
+
+    #[test]
     fn layout_depends_on_world_size_and_not_on_rank() {
         let plan = Plan::new(&[8, 24], 4, 64, 32);
         let layout = |rank, ranks| Sharding::new(plan.clone(), rank, ranks).layout();
         assert_eq!(layout(0, 2), layout(1, 2));
         assert_ne!(layout(0, 2), layout(0, 1));
+        let other = Plan::new(&[16, 24], 4, 64, 32);
+        assert_ne!(layout(0, 2), Sharding::new(other, 0, 2).layout());
     }
 
     proptest! {

@@ -283,12 +283,38 @@ mod tests {
     }
 
     #[test]
+    fn manifest_that_names_files_elsewhere_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = save_step(dir.path(), 1);
+        let manifest: serde_json::Value =
+            serde_json::from_slice(&fs_err::read(path.join(MANIFEST)).unwrap()).unwrap();
+        for name in ["../model.safetensors", "..", ".model", "a\\b"] {
+            let mut manifest = manifest.clone();
+            manifest["files"][0]["name"] = name.into();
+            fs_err::write(path.join(MANIFEST), manifest.to_string()).unwrap();
+            let error = super::super::manifest::verify(&path).unwrap_err().to_string();
+            assert!(error.contains("contains the file name"), "{name}: {error}");
+        }
+    }
+
+    #[test]
     fn checkpoint_of_another_model_is_refused_with_the_first_difference() {
         let dir = tempfile::tempdir().unwrap();
         let path = save_step(dir.path(), 1);
         let other = ModelShape { ffn: 32, ..shape() };
         let error = check_model(&path, &other).unwrap_err().to_string();
         assert!(error.contains("model.ffn is 24 in the checkpoint, 32 in this job"), "{error}");
+    }
+
+    #[test]
+    fn newest_is_the_highest_step_even_with_more_digits() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["step-00000007", "step-100000000", "step-99999999", "step-8", "latest"] {
+            fs_err::create_dir(dir.path().join(name)).unwrap();
+        }
+        let names: Vec<_> =
+            list(dir.path()).iter().map(|path| path.file_name().unwrap().to_owned()).collect();
+        assert_eq!(names, ["step-100000000", "step-99999999", "step-00000007"]);
     }
 
     #[test]

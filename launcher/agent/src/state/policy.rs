@@ -5,6 +5,7 @@
 //! resets the delay. [`CRASH_LOOP_ATTEMPTS`] attempts in a row that fail early and in the same way end the job before
 //! the budget is spent: another attempt would fail, too.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
 
 use crate::command::Restarts;
@@ -96,13 +97,12 @@ impl Policy {
         Decision::Restart { delay }
     }
 
-    /// A number in [0, 1) that differs between seeds and restarts (the finalizer of MurmurHash3).
+    /// A number in [0, 1) that differs between seeds and restarts.
     #[expect(clippy::cast_precision_loss, reason = "jitter needs no precision")]
     fn jitter(&self) -> f64 {
-        let mut x = self.seed ^ u64::from(self.used).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        x = (x ^ (x >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
-        x = (x ^ (x >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
-        ((x ^ (x >> 33)) >> 11) as f64 / (1_u64 << 53) as f64
+        let mut hasher = DefaultHasher::new();
+        (self.seed, self.used).hash(&mut hasher);
+        (hasher.finish() >> 11) as f64 / (1_u64 << 53) as f64
     }
 }
 

@@ -262,6 +262,8 @@ fn later_restarts_are_delayed_and_a_stop_meanwhile_ends_the_job() {
     assert_eq!(job.phase(), Phase::RestartDelay);
     assert!(!second.iter().any(|action| matches!(action, Action::Start { .. })), "{second:?}");
     let due = job.deadline().unwrap();
+    assert!(due > start + Duration::from_secs(20), "the first delay is not in the future");
+    assert_eq!(job.attempt(), 2);
     assert_eq!(job.handle(Event::Tick, due - Duration::from_millis(1)), []);
     assert_eq!(job.handle(Event::Tick, due), [Action::Start { attempt: 2 }]);
     job.handle(exited(0, 4), due + Duration::from_secs(10));
