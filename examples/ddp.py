@@ -37,6 +37,9 @@ def main():
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first_step = state["step"]
+        if rank == 0:
+            done = f"; all {options.steps} steps are done" if first_step >= options.steps else ""
+            print(f"resuming at step {first_step} from {path}{done}", flush=True)
 
     for step in range(first_step, options.steps):
         # Each rank draws its own part of the batch, the same one after a restart.

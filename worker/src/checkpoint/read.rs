@@ -257,6 +257,11 @@ mod tests {
         };
         let size =
             layout.params.iter().find(|param| param.name == "wte.weight").unwrap().stored().len() as u64 * 4;
+        let mut other_type = header.clone();
+        other_type["wte.weight"]["dtype"] = "I32".into();
+        let other_type = serde_json::to_vec(&other_type).unwrap();
+        let bytes = [&(other_type.len() as u64).to_le_bytes()[..], &other_type, &good[8 + length..]].concat();
+        assert!(load(&bytes).unwrap_err().contains("but the model has F32"));
         for offsets in [[0, 4], [4, 0], [u64::MAX - size, u64::MAX], [1 << 40, (1 << 40) + size]] {
             assert!(load(&with(offsets)).is_err(), "{offsets:?}");
         }
