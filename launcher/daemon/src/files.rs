@@ -14,6 +14,7 @@
 //!         status.pb             the last StatusReply
 //!         result.json           JobResult; written last, atomically
 //!         logs/attempt_<n>/<local rank>/
+//! <state>/trash/                directories of forgotten jobs, until they are removed
 //! ```
 //! Invariants, even if the daemon is killed at any point:
 //! - A start happens at most once. The agent claims its ticket, by renaming it, before it does anything else; a daemon
@@ -34,6 +35,7 @@ use xlaunch_proto::convert::node::Work;
 use xlaunch_proto::v1::StatusReply;
 
 use super::safe_open;
+use super::trash::Trash;
 
 /// Version of the files between daemon and agent. 2: a command is a `CommandSpec`, not a command line.
 pub const PROTOCOL: u32 = 2;
@@ -96,6 +98,7 @@ pub struct JobResult {
 #[derive(Clone, Debug)]
 pub(crate) struct JobDirs {
     root: PathBuf,
+    trash: Trash,
     /// The daemon is root, so agents run as other users.
     is_root: bool,
 }
@@ -108,7 +111,7 @@ impl JobDirs {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => std::fs::set_permissions(&root, std::fs::Permissions::from_mode(0o711))?,
         }
-        Ok(Self { root, is_root: rustix::process::getuid().is_root() })
+        Ok(Self { root, trash: Trash::open(state)?, is_root: rustix::process::getuid().is_root() })
     }
 
     fn job(&self, job: u64) -> PathBuf {
@@ -197,12 +200,9 @@ impl JobDirs {
         lock.is_ok_and(|file| matches!(file.try_lock_shared(), Err(std::fs::TryLockError::WouldBlock)))
     }
 
-    /// Removes the job's directory.
+    /// Removes the job's directory, and what is in it in the background.
     pub(crate) fn remove(&self, job: u64) -> io::Result<()> {
-        match std::fs::remove_dir_all(self.job(job)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
+        self.trash.remove(&self.job(job))
     }
 
     /// The ids of jobs that have a directory.

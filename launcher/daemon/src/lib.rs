@@ -26,6 +26,7 @@ pub mod service;
 mod snapshot;
 pub mod state;
 mod submission;
+mod trash;
 mod users;
 pub mod view;
 pub(crate) mod web;
