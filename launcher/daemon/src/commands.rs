@@ -6,6 +6,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use xlaunch_proto::convert::node::Submit;
 use xlaunch_proto::v1::{Job, NodeStatus};
 
+use super::users::Account;
 use super::view::{Caller, NodeView};
 
 /// Why a command was refused. The texts are for the caller.
@@ -37,6 +38,7 @@ pub enum Command {
     /// The reply is the job, and whether the request is a repetition of an earlier one.
     Submit {
         caller: Caller,
+        account: Account,
         submission: Box<Submit>,
         reply: Reply<(Job, bool)>,
     },
@@ -78,8 +80,13 @@ impl NodeHandle {
     }
 
     /// Adds a job, or finds the one that an earlier request with this id added.
-    pub async fn submit(&self, caller: Caller, submission: Submit) -> Result<(Job, bool), CommandError> {
-        self.send(|reply| Command::Submit { caller, submission: Box::new(submission), reply }).await
+    pub async fn submit(
+        &self,
+        caller: Caller,
+        account: Account,
+        submission: Submit,
+    ) -> Result<(Job, bool), CommandError> {
+        self.send(|reply| Command::Submit { caller, account, submission: Box::new(submission), reply }).await
     }
 
     /// Cancels a job.

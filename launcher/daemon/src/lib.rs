@@ -27,7 +27,7 @@ mod snapshot;
 pub mod state;
 mod submission;
 mod trash;
-mod users;
+pub mod users;
 pub mod view;
 pub(crate) mod web;
 

@@ -11,20 +11,14 @@ use super::state::{End, Entry, Jobs, Phase};
 use super::view::JobView;
 
 /// The message for a job. For a queued one, `position` counts from 1 and `waits` says what it waits for.
-pub(super) fn job(
-    entry: &Entry,
-    runtime: Option<&JobRuntime>,
-    user: &str,
-    position: u32,
-    waits: &str,
-) -> Job {
+pub(super) fn job(entry: &Entry, runtime: Option<&JobRuntime>, position: u32, waits: &str) -> Job {
     let submitted = &entry.submitted;
     let kind = if submitted.trainer { JobKind::Trainer } else { JobKind::Command };
     let mut job = Job {
         id: submitted.job,
         name: submitted.name.clone(),
         uid: submitted.uid,
-        user: user.into(),
+        user: entry.submitted.user.clone(),
         kind: kind.into(),
         priority: submitted.priority,
         gpus_wanted: submitted.gpus,
@@ -49,7 +43,7 @@ pub(super) fn job(
             job.reason = cancelled.map_or(String::new(), |uid| format!("cancelled by user {uid}"));
             (job.gpus, job.started_unix_ms) = (gpus.clone(), *at);
         }
-        Phase::Ended { end, exit, reason, report, gpus, started, at } => {
+        Phase::Ended { end, exit, reason, report, gpus, started, at, .. } => {
             job.set_state((*end).into());
             (job.reason, job.report) = (reason.clone(), report.clone());
             (job.gpus, job.exit_code) = (gpus.clone(), exit.map(u32::from));

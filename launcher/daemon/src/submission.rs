@@ -6,7 +6,7 @@ use xlaunch_proto::spec::{Device, JobSpec};
 
 use super::commands::CommandError;
 use super::files::{Description, PROTOCOL};
-use super::state::Submitted;
+use super::state::{Submitted, bounded};
 use xlaunch_agent::names::file_name;
 
 /// Maximum length of a job's name in bytes. Names are ASCII.
@@ -32,13 +32,14 @@ pub(crate) fn resolve(
         job: 0,
         request_id,
         uid,
+        user: String::new(),
         name: name.clone(),
         trainer: matches!(work, Work::Trainer(_)),
         priority,
         gpus: size.gpus,
         workers: size.workers,
         shutdown_timeout: size.shutdown_timeout,
-        command_line: size.command_line,
+        command_line: bounded(size.command_line),
         work_dir: work_dir.to_string_lossy().into_owned(),
         at: 0,
     };

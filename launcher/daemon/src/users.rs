@@ -1,25 +1,19 @@
-//! Lookups in the system's user database. It may be a network service and slow, hence `block_in_place`.
+//! Accounts in the system's user database. It may be a network service and slow, so lookups block.
 
-use std::collections::BTreeMap;
+use std::io;
 
 use nix::unistd::{Uid, User};
 
-/// User names, each looked up once.
-#[derive(Debug, Default)]
-pub(super) struct Users(BTreeMap<u32, String>);
-
-impl Users {
-    /// The user's name; empty if the user is unknown.
-    pub(super) fn name(&mut self, uid: u32) -> String {
-        self.0.entry(uid).or_insert_with(|| find(uid).map(|user| user.name).unwrap_or_default()).clone()
-    }
+/// What the daemon needs to know of a user who submits a job.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Account {
+    pub name: String,
+    /// The primary group.
+    pub gid: u32,
 }
 
-/// The user's primary group. An unknown user has the group with the same number.
-pub(super) fn gid(uid: u32) -> u32 {
-    find(uid).map_or(uid, |user| user.gid.as_raw())
-}
-
-fn find(uid: u32) -> Option<User> {
-    tokio::task::block_in_place(|| User::from_uid(Uid::from_raw(uid))).ok().flatten()
+/// The account with this user id. Blocks.
+pub(crate) fn find(uid: u32) -> io::Result<Option<Account>> {
+    let user = User::from_uid(Uid::from_raw(uid))?;
+    Ok(user.map(|user| Account { name: user.name, gid: user.gid.as_raw() }))
 }

@@ -73,7 +73,8 @@ fn start_detached(start: AgentStart) -> io::Result<AgentExit> {
     // The agent sets the job's own environment, which is in its input.
     command.env("PATH", "/usr/local/bin:/usr/bin:/bin");
     command.stdin(start.input).stdout(Stdio::null());
-    sys::start_in_session(&mut command, user_to_switch_to(start.uid)?);
+    let user = tokio::task::block_in_place(|| user_to_switch_to(start.uid))?;
+    sys::start_in_session(&mut command, user);
     let mut child = tokio::process::Command::from(command).spawn()?;
     Ok(Box::pin(async move {
         let status = child.wait().await;
@@ -92,8 +93,8 @@ fn user_to_switch_to(uid: u32) -> io::Result<Option<sys::User>> {
             let groups = unistd::getgrouplist(&name, user.gid)?;
             (user.gid.as_raw(), groups.into_iter().map(unistd::Gid::as_raw).collect())
         }
-        // An unknown user gets only the group with the same number.
-        None => (uid, vec![uid]),
+        // The account was removed after the submission.
+        None => return Err(io::Error::other(format!("user id {uid} has no account on this node"))),
     };
     Ok(Some(sys::User { uid, gid, groups }))
 }

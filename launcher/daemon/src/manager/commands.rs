@@ -10,15 +10,16 @@ use crate::commands::{Command, CommandError, Reply};
 use crate::files::Description;
 use crate::state::commands::AdmissionRules;
 use crate::state::{Jobs, Record};
+use crate::submission;
+use crate::users::Account;
 use crate::view::Caller;
-use crate::{submission, users};
 use xlaunch_agent::clock::unix_ms;
 
 impl Manager {
     pub(super) fn execute(&mut self, command: Command) {
         match command {
-            Command::Submit { caller, submission, reply } => {
-                let result = self.submit(caller, *submission);
+            Command::Submit { caller, account, submission, reply } => {
+                let result = self.submit(caller, account, *submission);
                 self.reply(reply, result);
             }
             Command::Cancel { caller, job, reply } => {
@@ -38,7 +39,12 @@ impl Manager {
         let _ = reply.send(result);
     }
 
-    fn submit(&mut self, caller: Caller, submission: Submit) -> Result<(Job, bool), CommandError> {
+    fn submit(
+        &mut self,
+        caller: Caller,
+        account: Account,
+        submission: Submit,
+    ) -> Result<(Job, bool), CommandError> {
         if let Some(job) = self.jobs.job_of_request(caller.uid, &submission.request_id) {
             return Ok((self.job_message(job)?, true));
         }
@@ -47,13 +53,14 @@ impl Manager {
         self.jobs.admit(caller, &submitted, &self.admission_rules())?;
         let job = self.jobs.submitted + 1;
         (submitted.job, submitted.at, description.job) = (job, unix_ms(), job);
-        self.create_job_dir(&description, caller.uid)?;
+        submitted.user = account.name;
+        self.create_job_dir(&description, caller.uid, account.gid)?;
         self.write(Record::Submitted(Box::new(submitted)))?;
         Ok((self.job_message(job)?, false))
     }
 
-    fn create_job_dir(&self, description: &Description, uid: u32) -> Result<(), CommandError> {
-        let created = tokio::task::block_in_place(|| self.dirs.create(description, uid, users::gid(uid)));
+    fn create_job_dir(&self, description: &Description, uid: u32, gid: u32) -> Result<(), CommandError> {
+        let created = tokio::task::block_in_place(|| self.dirs.create(description, uid, gid));
         created.map_err(|error| {
             CommandError::Unavailable(format!("failed to create the directory of the job: {error}"))
         })

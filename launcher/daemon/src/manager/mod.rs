@@ -28,8 +28,7 @@ use super::gpus::{GpuFacts, GpuMonitor, Inventory};
 use super::journal::Journal;
 use super::runtime::JobRuntime;
 use super::state::schedule::{GpuSlot, Resources, Schedule, schedule};
-use super::state::{End, Entry, Jobs, Phase, Record};
-use super::users::Users;
+use super::state::{End, Entry, Jobs, Phase, Record, bounded};
 use super::view::NodeView;
 use super::{boot_id, snapshot};
 use xlaunch_agent::clock::unix_ms;
@@ -104,9 +103,10 @@ struct Manager {
     events: mpsc::Sender<(u64, AgentEvent)>,
     /// Of jobs that are followed, and of jobs that ended while this daemon ran or left a last status.
     runtime: BTreeMap<u64, JobRuntime>,
-    users: Users,
     /// `jobs` has changes that the journal lacks.
     unsaved: bool,
+    /// Size of the journal when it was last compacted; 0 if it was not since the start.
+    compacted_bytes: u64,
     published: NodeView,
     view: watch::Sender<Arc<NodeView>>,
     /// Jobs to publish again.
@@ -137,8 +137,8 @@ impl Manager {
             base: node,
             events,
             runtime: BTreeMap::new(),
-            users: Users::default(),
             unsaved: false,
+            compacted_bytes: 0,
             published: NodeView::default(),
             view,
             waits: BTreeMap::new(),
@@ -209,11 +209,20 @@ impl Manager {
             _ => End::Failed,
         };
         self.load_last_status(job);
-        let JobResult { exit, reason, report, rank, attempt, .. } = result;
+        let JobResult { exit, rank, attempt, .. } = result;
+        let (reason, report) = (bounded(result.reason), bounded(result.report));
         if let Some(rank) = rank {
             warn!(job, attempt, rank, "rank {rank} of job {job} has failed in attempt {attempt}");
         }
-        self.record_event(Record::Ended { job, end, exit: Some(exit), reason, report, at: unix_ms() });
+        self.record_event(Record::Ended {
+            job,
+            end,
+            exit: Some(exit),
+            reason,
+            report,
+            at: unix_ms(),
+            order: 0,
+        });
     }
 
     /// Loads the last status that the agent of an ended job has left in its directory.
@@ -225,7 +234,15 @@ impl Manager {
 
     fn on_lost(&mut self, job: u64, reason: &str) {
         let (reason, report) = (reason.to_owned(), String::new());
-        self.record_event(Record::Ended { job, end: End::Lost, exit: None, reason, report, at: unix_ms() });
+        self.record_event(Record::Ended {
+            job,
+            end: End::Lost,
+            exit: None,
+            reason,
+            report,
+            at: unix_ms(),
+            order: 0,
+        });
     }
 
     fn on_not_started(&mut self, job: u64, reason: Option<String>) {
@@ -238,7 +255,7 @@ impl Manager {
             }
         };
         let report = String::new();
-        self.record_event(Record::Ended { job, end, exit: None, reason, report, at: unix_ms() });
+        self.record_event(Record::Ended { job, end, exit: None, reason, report, at: unix_ms(), order: 0 });
     }
 
     /// Runs after each event: starts what can start, then publishes what has changed.

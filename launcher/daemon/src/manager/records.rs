@@ -7,9 +7,8 @@ use crate::commands::CommandError;
 use crate::state::Record;
 use xlaunch_proto::labels::node_job_state;
 
-/// The journal is compacted when it is larger than both of these.
+/// The journal is compacted when it has grown to twice its last compacted size, and to this.
 const COMPACT_ABOVE_BYTES: u64 = 4 << 20;
-const COMPACT_ABOVE_BYTES_PER_JOB: u64 = 16 << 10;
 
 impl Manager {
     /// Records an event that has happened whether or not it can be written, then forgets the oldest ended jobs.
@@ -80,13 +79,13 @@ impl Manager {
 
     /// Rewrites the journal from `jobs` if it lacks changes or is due for compaction.
     pub(super) fn rewrite_journal_if_needed(&mut self) {
-        let limit = COMPACT_ABOVE_BYTES.max(COMPACT_ABOVE_BYTES_PER_JOB * self.jobs.jobs.len() as u64);
+        let limit = COMPACT_ABOVE_BYTES.max(self.compacted_bytes.saturating_mul(2));
         if !self.unsaved && self.journal.len_bytes() <= limit {
             return;
         }
         let records = self.jobs.records();
         match tokio::task::block_in_place(|| self.journal.rewrite(&records)) {
-            Ok(()) => self.unsaved = false,
+            Ok(()) => (self.unsaved, self.compacted_bytes) = (false, self.journal.len_bytes()),
             Err(error) => {
                 self.unsaved = true;
                 warn!("failed to rewrite the journal: {error}");

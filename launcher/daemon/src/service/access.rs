@@ -14,11 +14,15 @@ use std::time::{Duration, Instant};
 use nix::unistd::{Group, Uid, User, getgrouplist};
 use tokio::sync::Semaphore;
 
+use crate::commands::CommandError;
+use crate::users::{self, Account};
 use crate::view::Caller;
 
 const MEMBERSHIP_CACHE_TTL: Duration = Duration::from_secs(5);
 /// How long a call waits for the user database.
 const MEMBERSHIP_LOOKUP_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a submission waits for it.
+const ACCOUNT_LOOKUP_TIMEOUT: Duration = Duration::from_secs(20);
 const MAX_CONCURRENT_LOOKUPS: usize = 4;
 /// Bounds the cache: one person can call with many user ids, from user namespaces.
 const MAX_CACHED_USERS: usize = 4096;
@@ -28,10 +32,12 @@ const MAX_CACHED_USERS: usize = 4096;
 pub struct Access(Arc<Inner>);
 
 type IsMember = dyn Fn(u32) -> io::Result<bool> + Send + Sync;
+type FindAccount = dyn Fn(u32) -> io::Result<Option<Account>> + Send + Sync;
 
 struct Inner {
     own: u32,
     is_member: Box<IsMember>,
+    find_account: Box<FindAccount>,
     cache: Mutex<HashMap<u32, (bool, Instant)>>,
     lookups: Arc<Semaphore>,
 }
@@ -41,21 +47,52 @@ impl Access {
     pub fn new(admin_group: impl Into<String>) -> Self {
         let group = admin_group.into();
         let own = rustix::process::getuid().as_raw();
-        Self::with(own, move |uid| is_member(&group, uid))
+        Self::with(own, move |uid| is_member(&group, uid), users::find)
     }
 
     pub(super) fn with(
         own: u32,
         is_member: impl Fn(u32) -> io::Result<bool> + Send + Sync + 'static,
+        find_account: impl Fn(u32) -> io::Result<Option<Account>> + Send + Sync + 'static,
     ) -> Self {
         let (cache, lookups) = (Mutex::default(), Arc::new(Semaphore::new(MAX_CONCURRENT_LOOKUPS)));
-        Self(Arc::new(Inner { own, is_member: Box::new(is_member), cache, lookups }))
+        let (is_member, find_account) = (Box::new(is_member), Box::new(find_account));
+        Self(Arc::new(Inner { own, is_member, find_account, cache, lookups }))
     }
 
     /// This user as a caller.
     pub(super) async fn caller(&self, uid: u32) -> Caller {
         let admin = uid == 0 || uid == self.0.own || self.is_admin(uid).await;
         Caller { uid, admin }
+    }
+
+    /// The account of a user who submits a job.
+    ///
+    /// A user id without an account is refused: a job would get a group that belongs to someone else. The ids of a user
+    /// namespace, of which one person has many, have no account either.
+    pub(super) async fn account(&self, uid: u32) -> Result<Account, CommandError> {
+        let unavailable = |why: &dyn fmt::Display| {
+            CommandError::Unavailable(format!("failed to look up user id {uid} in the user database: {why}"))
+        };
+        let look_up = async {
+            // The semaphore is never closed.
+            let permit = self.0.lookups.clone().acquire_owned().await.map_err(io::Error::other)?;
+            let inner = self.0.clone();
+            let lookup = tokio::task::spawn_blocking(move || {
+                let found = (inner.find_account)(uid);
+                drop(permit);
+                found
+            });
+            lookup.await.map_err(io::Error::other)?
+        };
+        match tokio::time::timeout(ACCOUNT_LOOKUP_TIMEOUT, look_up).await {
+            Ok(Ok(Some(account))) => Ok(account),
+            Ok(Ok(None)) => {
+                Err(CommandError::NotAllowed(format!("user id {uid} has no account on this node")))
+            }
+            Ok(Err(error)) => Err(unavailable(&error)),
+            Err(_) => Err(unavailable(&"it does not answer")),
+        }
     }
 
     async fn is_admin(&self, uid: u32) -> bool {
@@ -187,13 +224,17 @@ mod tests {
     #[tokio::test]
     async fn root_daemon_user_and_group_members_are_admins_and_lookups_are_cached() {
         let asked = Arc::new(AtomicUsize::new(0));
-        let access = Access::with(900, {
-            let asked = asked.clone();
-            move |uid| {
-                asked.fetch_add(1, Ordering::SeqCst);
-                Ok(uid == 1001)
-            }
-        });
+        let access = Access::with(
+            900,
+            {
+                let asked = asked.clone();
+                move |uid| {
+                    asked.fetch_add(1, Ordering::SeqCst);
+                    Ok(uid == 1001)
+                }
+            },
+            |_| Ok(None),
+        );
         for (uid, admin) in [(0, true), (900, true), (1001, true), (1002, false), (1001, true)] {
             assert_eq!(access.caller(uid).await, Caller { uid, admin });
         }
@@ -216,13 +257,17 @@ mod tests {
     async fn hanging_user_database_grants_nothing_and_delays_no_other_user() {
         let (release, hang) = mpsc::channel::<()>();
         let hang = Mutex::new(hang);
-        let access = Access::with(900, move |uid| {
-            if uid >= 2000 {
-                // Hangs until the test is over.
-                let _ = lock(&hang).recv();
-            }
-            Ok(true)
-        });
+        let access = Access::with(
+            900,
+            move |uid| {
+                if uid >= 2000 {
+                    // Hangs until the test is over.
+                    let _ = lock(&hang).recv();
+                }
+                Ok(true)
+            },
+            |_| Ok(None),
+        );
         // Fewer than the concurrent lookups.
         let hanging: Vec<_> = (2000..2002)
             .map(|uid| {
@@ -237,6 +282,19 @@ mod tests {
             assert!(!call.await.unwrap());
         }
         drop(release);
+    }
+
+    #[tokio::test]
+    async fn only_users_with_an_account_submit() {
+        let access = Access::new("no-such-group");
+        assert_eq!(access.account(0).await.unwrap().name, "root");
+        let refused = access.account(3_999_999_999).await.unwrap_err();
+        assert!(
+            matches!(&refused, CommandError::NotAllowed(text) if text.contains("no account")),
+            "{refused}"
+        );
+        let broken = Access::with(900, |_| Ok(false), |_| Err(io::Error::other("down")));
+        assert!(matches!(broken.account(1).await, Err(CommandError::Unavailable(_))));
     }
 
     #[test]

@@ -173,7 +173,11 @@ impl Node for Service {
         let (call, caller) = self.caller(&request).await?;
         let submission: Submit = checked(request.into_inner())?;
         let request_id = submission.request_id.clone();
-        let result = self.node.submit(caller, submission).await.map_err(to_status);
+        let result = async {
+            let account = self.access.account(caller.uid).await?;
+            self.node.submit(caller, account, submission).await
+        };
+        let result = result.await.map_err(to_status);
         let job = result.as_ref().ok().map(|(job, _)| job.id);
         tracing::info!(
             uid = caller.uid,

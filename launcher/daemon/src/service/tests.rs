@@ -25,10 +25,13 @@ use xlaunch_proto::v1::{Gpu, LogsRequest, NodeJobState};
 use super::*;
 use crate::commands::{Command, CommandError};
 use crate::state::Jobs;
+use crate::users::Account;
 use crate::view::{JobView, NodeView};
 
 const ANN: u32 = 1001;
 const BOB: u32 = 1002;
+/// A user id without an account.
+const STRANGER: u32 = 1_000_000;
 const ADMIN: u32 = 1003;
 
 /// A daemon with a scripted manager, and its clients.
@@ -56,7 +59,7 @@ impl Case {
         let dir = tempfile::tempdir().unwrap();
         let listener = listener::bind(&dir.path().join("node.sock"), None).unwrap();
         let node = NodeHandle::new(commands, shown.subscribe());
-        let access = Access::with(900, |uid| Ok(uid == ADMIN));
+        let access = Access::with(900, |uid| Ok(uid == ADMIN), account);
         let (end, ended) = oneshot::channel();
         let served = tokio::spawn(serve_peers(listener, node, access, named, async {
             ended.await.unwrap_or_default();
@@ -97,6 +100,11 @@ fn named(stream: &UnixStream) -> io::Result<Credentials> {
     Ok(Credentials { uid, pid: None, exempt: false })
 }
 
+/// The user database of these tests.
+fn account(uid: u32) -> io::Result<Option<Account>> {
+    Ok((uid != STRANGER).then(|| Account { name: format!("user{uid}"), gid: 100 }))
+}
+
 async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandError>) {
     let seen = &mut BTreeMap::<String, u64>::new();
     while let Some(command) = commands.recv().await {
@@ -104,12 +112,13 @@ async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandErr
             (Command::Submit { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
             (Command::Cancel { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
             (Command::Drain { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
-            (Command::Submit { caller, submission, reply }, None) => {
+            (Command::Submit { caller, account, submission, reply }, None) => {
                 let next = seen.len() as u64 + 1;
                 let repeated = seen.contains_key(&submission.request_id);
                 let id = *seen.entry(submission.request_id).or_insert(next);
                 let name = format!("{:?}", submission.work);
-                drop(reply.send(Ok((Job { id, uid: caller.uid, name, ..Default::default() }, repeated))));
+                let job = Job { id, uid: caller.uid, user: account.name, name, ..Default::default() };
+                drop(reply.send(Ok((job, repeated))));
             }
             (Command::Cancel { job, reply, .. }, None) => {
                 drop(reply.send(Ok(Job { id: job, ..Default::default() })));

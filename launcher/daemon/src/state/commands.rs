@@ -1,6 +1,6 @@
 //! Commands against the state: the record that carries one out, or why it is refused. Pure.
 
-use super::{End, Entry, Jobs, Phase, Record, Submitted};
+use super::{End, Entry, Jobs, Phase, Record, Submitted, bounded};
 use crate::commands::CommandError;
 use crate::view::Caller;
 
@@ -81,6 +81,7 @@ impl Jobs {
                 reason: format!("cancelled by user {uid} before it started"),
                 report: String::new(),
                 at,
+                order: 0,
             }),
             Phase::Active { cancelled: None, .. } => Some(Record::Cancelled { job, uid, at }),
             Phase::Active { .. } | Phase::Ended { .. } => None,
@@ -110,6 +111,6 @@ impl Jobs {
         };
         let gpus = gpus.iter().map(find).collect::<Result<_, _>>()?;
         let reason = if reason.is_empty() { "by an administrator" } else { reason };
-        Ok(Record::Drained { gpus, undo, reason: reason.into(), uid: caller.uid, at })
+        Ok(Record::Drained { gpus, undo, reason: bounded(reason.into()), uid: caller.uid, at })
     }
 }

@@ -13,7 +13,8 @@
 //! A submitted job is queued until the scheduler starts it; `Starting` is written before its agent is started, so a job
 //! is active from the moment at which its agent may exist. `Cancelled` marks an active job: its agent is told to stop
 //! and it stays active until the agent has exited. A start that provably never happened puts the job back in the queue.
-//! The end of a job is final. Ended jobs beyond `jobs.keep` are forgotten, oldest first.
+//! The end of a job is final. Of each user the ended jobs beyond `jobs.keep` are forgotten, oldest
+//! first.
 //!
 //! Invariants: a job holds GPUs only while it is active; applying [`Jobs::records`] to an empty value gives an equal
 //! value.
@@ -24,6 +25,11 @@ pub(crate) mod schedule;
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
+
+/// Maximum length of a reason, a report or a command line.
+pub(crate) const MAX_TEXT_BYTES: usize = 4096;
+/// Ended jobs of a user that never started, such as cancelled ones, that are kept.
+const KEPT_UNSTARTED: usize = 100;
 
 /// A change to a job or the node. Fields are only ever added, with defaults; an unknown kind of record was written by a
 /// newer version.
@@ -36,8 +42,17 @@ pub(crate) enum Record {
     Starting { job: u64, start: u32, gpus: Vec<String>, boot: String, at: u64 },
     /// A user cancelled an active job.
     Cancelled { job: u64, uid: u32, at: u64 },
-    /// `exit` is unknown if the agent left no result.
-    Ended { job: u64, end: End, exit: Option<u8>, reason: String, report: String, at: u64 },
+    /// `exit` is unknown if the agent left no result. `order` counts ends from 1; 0 means the next one.
+    Ended {
+        job: u64,
+        end: End,
+        exit: Option<u8>,
+        reason: String,
+        report: String,
+        at: u64,
+        #[serde(default, skip_serializing_if = "is_zero")]
+        order: u64,
+    },
     /// The agent never ran: the job is back in the queue.
     Requeued { job: u64, reason: String },
     /// An administrator took GPUs (all of the node if the list is empty) out of service, or put them back.
@@ -48,6 +63,11 @@ pub(crate) enum Record {
     Counted { submitted: u64, ended: u64 },
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it with a reference")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
 /// A job as submitted. Its environment is not in the journal but in its directory ([`crate::files`]).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -55,6 +75,9 @@ pub struct Submitted {
     pub job: u64,
     pub request_id: String,
     pub uid: u32,
+    /// The user's name; empty in records of version 0.1.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub user: String,
     pub name: String,
     /// Runs the built-in trainer, not a command.
     pub trainer: bool,
@@ -95,7 +118,19 @@ pub(crate) enum Phase {
         gpus: Vec<String>,
         started: u64,
         at: u64,
+        /// Which end this was on the node, from 1: clocks can be set back.
+        order: u64,
     },
+}
+
+/// Cuts a text from outside to what the journal and replies can hold many of.
+pub(crate) fn bounded(mut text: String) -> String {
+    if text.len() > MAX_TEXT_BYTES {
+        let end = text.floor_char_boundary(MAX_TEXT_BYTES - "…".len());
+        text.truncate(end);
+        text.push('…');
+    }
+    text
 }
 
 /// One job.
@@ -143,7 +178,7 @@ impl Jobs {
                     *cancelled = Some(uid);
                 }
             }
-            Record::Ended { job, end, exit, reason, report, at } => {
+            Record::Ended { job, end, exit, reason, report, at, order } => {
                 let Some(entry) = self.jobs.get_mut(&job) else { return };
                 let (gpus, started) = match &mut entry.phase {
                     Phase::Queued { .. } => (Vec::new(), 0),
@@ -151,7 +186,8 @@ impl Jobs {
                     Phase::Ended { .. } => return,
                 };
                 self.ended += 1;
-                entry.phase = Phase::Ended { end, exit, reason, report, gpus, started, at };
+                let order = if order > 0 { order } else { self.ended };
+                entry.phase = Phase::Ended { end, exit, reason, report, gpus, started, at, order };
             }
             Record::Requeued { job, reason } => {
                 if let Some(entry) = self.jobs.get_mut(&job)
@@ -226,17 +262,23 @@ impl Jobs {
         queue.into_iter().map(|(_, job)| job).collect()
     }
 
-    /// Ended jobs except the `keep` that ended last, oldest first.
+    /// Jobs to forget: of each user all ended ones except the `keep` that ended last, and except the
+    /// [`KEPT_UNSTARTED`] last of those that never started, so that cancelled submissions push out no results.
     pub(crate) fn ended_beyond(&self, keep: usize) -> Vec<u64> {
-        let ended_at = |entry: &Entry| match entry.phase {
-            Phase::Ended { at, .. } => Some(at),
-            Phase::Queued { .. } | Phase::Active { .. } => None,
-        };
-        let mut ended: Vec<_> =
-            self.jobs.iter().filter_map(|(job, entry)| Some((ended_at(entry)?, *job))).collect();
-        ended.sort_unstable();
-        ended.truncate(ended.len().saturating_sub(keep));
-        ended.into_iter().map(|(_, job)| job).collect()
+        let mut ended: BTreeMap<(u32, bool), Vec<(u64, u64)>> = BTreeMap::new();
+        for (job, entry) in &self.jobs {
+            if let Phase::Ended { started, order, .. } = entry.phase {
+                ended.entry((entry.submitted.uid, started > 0)).or_default().push((order, *job));
+            }
+        }
+        let mut forgotten = Vec::new();
+        for ((_, has_started), mut jobs) in ended {
+            let keep = if has_started { keep } else { keep.min(KEPT_UNSTARTED) };
+            jobs.sort_unstable();
+            jobs.truncate(jobs.len().saturating_sub(keep));
+            forgotten.extend(jobs.into_iter().map(|(_, job)| job));
+        }
+        forgotten
     }
 }
 
@@ -258,10 +300,10 @@ fn records_to_reach(job: u64, phase: &Phase) -> Vec<Record> {
             let cancelled = cancelled.map(|uid| Record::Cancelled { job, uid, at: 0 });
             std::iter::once(starting(*start, gpus, boot, *at)).chain(cancelled).collect()
         }
-        Phase::Ended { end, exit, reason, report, gpus, started, at } => {
+        Phase::Ended { end, exit, reason, report, gpus, started, at, order } => {
             let started = (*started > 0).then(|| starting(1, gpus, "", *started));
             let (reason, report) = (reason.clone(), report.clone());
-            let ended = Record::Ended { job, end: *end, exit: *exit, reason, report, at: *at };
+            let ended = Record::Ended { job, end: *end, exit: *exit, reason, report, at: *at, order: *order };
             started.into_iter().chain([ended]).collect()
         }
     }

@@ -26,7 +26,15 @@ fn starting(job: u64, gpus: &[&str]) -> Record {
 }
 
 fn ended(job: u64, at: u64) -> Record {
-    Record::Ended { job, end: End::Done, exit: Some(0), reason: String::new(), report: String::new(), at }
+    Record::Ended {
+        job,
+        end: End::Done,
+        exit: Some(0),
+        reason: String::new(),
+        report: String::new(),
+        at,
+        order: 0,
+    }
 }
 
 fn drained(gpus: &[&str], undo: bool, reason: &str) -> Record {
@@ -57,7 +65,15 @@ fn records_of_every_phase_reproduce_the_jobs() {
         starting(4, &[]),
         Record::Requeued { job: 4, reason: reason() },
         submitted(5, 2, 0, 0),
-        Record::Ended { job: 5, end: End::Cancelled, exit: None, reason: reason(), report: reason(), at: 9 },
+        Record::Ended {
+            job: 5,
+            end: End::Cancelled,
+            exit: None,
+            reason: reason(),
+            report: reason(),
+            at: 9,
+            order: 0,
+        },
         submitted(6, 2, 0, 0),
         drained(&["a"], false, "x"),
         drained(&[], false, "x"),
@@ -75,7 +91,10 @@ fn compacted_records_are_minimal() {
     assert_eq!(of([]).records(), [counted(0, 0)]);
     let queued = submitted(1, 1, 0, 0);
     assert_eq!(of([queued.clone()]).records(), [counted(1, 0), queued.clone()]);
-    let records = [counted(1, 0), queued.clone(), ended(1, 5)];
+    let mut end = ended(1, 5);
+    let Record::Ended { order, .. } = &mut end else { unreachable!() };
+    *order = 1;
+    let records = [counted(1, 0), queued.clone(), end];
     assert_eq!(of(records.clone()).records(), records, "an end without a start");
     let records = [counted(1, 0), queued.clone(), starting(1, &["a"])];
     assert_eq!(of(records.clone()).records(), records, "a job that was not cancelled");
@@ -129,6 +148,7 @@ fn end_is_final_and_unfitting_records_change_nothing() {
         reason: "x".into(),
         report: "y".into(),
         at: 9,
+        order: 0,
     });
     jobs.apply(Record::Cancelled { job: 1, uid: 1, at: 9 });
     jobs.apply(Record::Requeued { job: 1, reason: "x".into() });
@@ -172,6 +192,32 @@ fn oldest_ended_jobs_are_forgotten_first() {
     assert_eq!(jobs.ended_beyond(0), [2, 1]);
     assert_eq!(jobs.ended_beyond(1), [2]);
     assert!(jobs.ended_beyond(2).is_empty() && jobs.ended_beyond(3).is_empty());
+}
+
+#[test]
+fn a_users_ended_jobs_push_out_only_their_own() {
+    let mut jobs = of([submitted(1, 1, 0, 0), starting(1, &[]), ended(1, 5)]);
+    for job in 2..=KEPT_UNSTARTED as u64 + 3 {
+        jobs.apply(submitted(job, 2, 0, 0));
+        jobs.apply(ended(job, 6));
+    }
+    assert_eq!(jobs.ended_beyond(1000), [2, 3], "of jobs that never started, only the last are kept");
+    jobs.apply(submitted(900, 2, 0, 0));
+    jobs.apply(starting(900, &[]));
+    jobs.apply(ended(900, 7));
+    assert!(!jobs.ended_beyond(1).iter().any(|job| [1, 900].contains(job)));
+}
+
+#[test]
+fn jobs_are_forgotten_in_the_order_in_which_they_ended_even_if_the_clock_is_set_back() {
+    let of_two = |first_end, second_end| {
+        let started = |job| [submitted(job, 1, 0, 0), starting(job, &[])];
+        let ends = [ended(2, first_end), ended(1, second_end)];
+        of(started(1).into_iter().chain(started(2)).chain(ends))
+    };
+    let jobs = of_two(1000, 10);
+    assert_eq!(jobs.ended_beyond(1), [2]);
+    assert_eq!(of(jobs.records()).ended_beyond(1), [2], "also after the journal was rewritten");
 }
 
 #[test]
