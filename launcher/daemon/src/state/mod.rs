@@ -126,8 +126,8 @@ pub(crate) enum Phase {
 /// Cuts a text from outside to what the journal and replies can hold many of.
 pub(crate) fn bounded(mut text: String) -> String {
     if text.len() > MAX_TEXT_BYTES {
-        let end = text.floor_char_boundary(MAX_TEXT_BYTES - "…".len());
-        text.truncate(end);
+        let most = MAX_TEXT_BYTES - "…".len();
+        text.truncate((0..=most).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0));
         text.push('…');
     }
     text

@@ -231,3 +231,10 @@ fn drains_of_node_and_gpus_are_undone_separately_or_together() {
     jobs.apply(drained(&[], true, ""));
     assert_eq!(jobs, Jobs::default());
 }
+
+#[test]
+fn long_texts_are_cut_at_a_character() {
+    assert_eq!(bounded("short".into()), "short");
+    let cut = bounded("é".repeat(MAX_TEXT_BYTES));
+    assert!(cut.len() <= MAX_TEXT_BYTES && cut.ends_with("é…"), "{}", cut.len());
+}
