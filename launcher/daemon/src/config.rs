@@ -258,7 +258,7 @@ mod tests {
             ("[jobs]\nkeep = 1\nalow_root = true\n", "daemon.toml:3:1", "did you mean `jobs.allow_root`?"),
             ("[wep]\n", "daemon.toml:1:", "did you mean `[web]`?"),
             ("[daemon]\nagents = \"docker\"\n", "daemon.toml:2:10", "`detached`"),
-            ("[jobs]\nkeep = \"all\"\n", "daemon.toml:2:8", "usize"),
+            ("[jobs]\nkeep = \"all\"\n", "daemon.toml:2:8", "expected a whole number"),
             ("[jobs]\nkeep = 100001\n", "daemon.toml:2:8", "at most 100000"),
             ("[jobs]\n\ncpu_workers = 0\n", "daemon.toml:3:15", "at least 1"),
             ("[jobs]\nleave_gpus = [\"0\", \" \"]\n", "daemon.toml:2:14", "is a UUID or an index"),
