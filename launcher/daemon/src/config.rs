@@ -114,11 +114,16 @@ pub(crate) struct WebSection {
 /// Reads and validates the file at `path`, or the default file, which may be missing: `/etc/xlaunch/daemon.toml` for
 /// root, for others `$XDG_CONFIG_HOME/xlaunch/daemon.toml` or `~/.config/xlaunch/daemon.toml`.
 pub(crate) fn load(path: Option<&Path>) -> Result<DaemonConfig, ConfigError> {
-    let root = rustix::process::geteuid().is_root();
-    match path.map(PathBuf::from).or_else(|| default_file(root, |name| std::env::var_os(name))) {
+    match file(path) {
         Some(file) => read(&file, path.is_some()),
         None => Ok(DaemonConfig::default()),
     }
+}
+
+/// The file that [`load`] reads; `None` if the environment determines no default file.
+pub(crate) fn file(path: Option<&Path>) -> Option<PathBuf> {
+    let root = rustix::process::geteuid().is_root();
+    path.map(PathBuf::from).or_else(|| default_file(root, |name| std::env::var_os(name)))
 }
 
 fn read(file: &Path, must_exist: bool) -> Result<DaemonConfig, ConfigError> {

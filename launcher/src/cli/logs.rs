@@ -40,7 +40,7 @@ pub(super) async fn run(options: Logs) -> Result<ExitCode, QueryError> {
         follow: options.follow,
         tail_lines: options.tail,
     };
-    match options.target.server().await? {
+    match options.target.server("logs").await? {
         Server::Daemon(daemon, job) => job_logs(daemon, job, request).await?,
         Server::Agents(launches) => launch_logs(&launches, request).await?,
     }

@@ -8,6 +8,7 @@ use xlaunch_proto::v1::{Job, NodeStatus};
 use super::Manager;
 use crate::commands::CommandError;
 use crate::snapshot;
+use crate::state::Phase;
 use crate::view::has_ended;
 use xlaunch_agent::registry::SOCKET;
 
@@ -26,7 +27,11 @@ impl Manager {
         let entry = self.jobs.jobs.get(&job).ok_or(CommandError::JobNotFound(job))?;
         let waits = self.waits.get(&job).map_or("", String::as_str);
         let user = self.users.name(entry.submitted.uid);
-        Ok(snapshot::job(entry, self.runtime.get(&job), &user, position, waits))
+        let canceller = match entry.phase {
+            Phase::Active { cancelled: Some(uid), .. } => self.users.label(uid),
+            _ => String::new(),
+        };
+        Ok(snapshot::job(entry, self.runtime.get(&job), &user, &canceller, position, waits))
     }
 
     /// Replaces the view if something has changed.
