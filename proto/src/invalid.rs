@@ -17,4 +17,12 @@ impl Invalid {
     pub fn new(key: &'static str, problem: String, expected: String) -> Self {
         Self { key, problem, expected }
     }
+
+    /// Whether the text names this other key.
+    pub fn names(&self, key: &str) -> bool {
+        let words = |text: &str| {
+            text.split(|c: char| !c.is_alphanumeric() && !"_.".contains(c)).any(|word| word == key)
+        };
+        words(&self.problem) || words(&self.expected)
+    }
 }

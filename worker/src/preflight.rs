@@ -52,6 +52,14 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {
             .map_err(WorkerError::from)?;
     }
     let resume_from = resume_from(spec, job_dir).map_err(WorkerError::from)?;
+    if resume_from.is_none() && spec.checkpoint.resume == "auto" {
+        let searched = spec.checkpoint.dir.as_ref().map_or(job_dir, Path::new);
+        warnings.push(format!(
+            "no checkpoint of job `{}` below {}: starting at step 1",
+            spec.job.name,
+            searched.display()
+        ));
+    }
     if let Some(path) = &resume_from {
         let state = checkpoint::check_model(path, &shape).map_err(WorkerError::from)?;
         if state.step >= spec.train.steps {
@@ -92,8 +100,9 @@ fn resume_from(spec: &JobSpec, job_dir: &Path) -> Result<Option<PathBuf>, Checkp
             {
                 return Ok(Some(path));
             }
-            // Not a checkpoint itself: the newest one in it.
-            checkpoint::newest(&path).map(Some).ok_or(CheckpointError::None { path })
+            // Not a checkpoint itself: the newest one of a directory of checkpoints, or of a run.
+            let newest = checkpoint::newest(&path).or_else(|| newest_of_run(&path));
+            newest.map(Some).ok_or(CheckpointError::None { path })
         }
     }
 }
@@ -108,5 +117,62 @@ fn newest_of_runs(job_dir: &Path) -> Option<PathBuf> {
         fs_err::read_dir(job_dir).ok()?.flatten().map(|entry| entry.path()).collect();
     runs.retain(|path| !path.is_symlink());
     runs.sort();
-    runs.iter().rev().find_map(|run| checkpoint::newest(&run.join("checkpoints")))
+    runs.iter().rev().find_map(|run| newest_of_run(run))
+}
+
+fn newest_of_run(run: &Path) -> Option<PathBuf> {
+    checkpoint::newest(&run.join("checkpoints"))
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_proto::spec::{CheckpointSection, DataSection};
+
+    use super::*;
+
+    /// A complete checkpoint as far as its manifest tells.
+    fn write_checkpoint(path: &Path) {
+        fs_err::create_dir_all(path).unwrap();
+        fs_err::write(path.join("manifest.json"), r#"{"version":1,"files":[]}"#).unwrap();
+    }
+
+    fn resuming(resume: &str) -> JobSpec {
+        let checkpoint = CheckpointSection { resume: resume.into(), ..CheckpointSection::default() };
+        JobSpec { checkpoint, ..JobSpec::default() }
+    }
+
+    #[test]
+    fn path_to_resume_from_may_be_a_checkpoint_a_directory_of_checkpoints_or_a_run() {
+        let run = tempfile::tempdir().unwrap();
+        let checkpoints = run.path().join("checkpoints");
+        let newest = checkpoints.join("step-00000020");
+        write_checkpoint(&checkpoints.join("step-00000010"));
+        write_checkpoint(&newest);
+        for path in [run.path(), &checkpoints, &newest] {
+            let spec = resuming(path.to_str().unwrap());
+            assert_eq!(resume_from(&spec, Path::new("")).unwrap().as_deref(), Some(&*newest), "{path:?}");
+        }
+        let empty = tempfile::tempdir().unwrap();
+        let error = resume_from(&resuming(empty.path().to_str().unwrap()), Path::new("")).unwrap_err();
+        assert!(matches!(error, CheckpointError::None { path } if path == empty.path()));
+    }
+
+    #[test]
+    fn fresh_start_in_place_of_a_resume_is_a_warning_that_names_the_searched_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        fs_err::write(dir.path().join("a.txt"), "some text. ".repeat(1000)).unwrap();
+        let warnings = |resume: &str, saved: Option<&str>| {
+            let mut spec = resuming(resume);
+            spec.job.name = "train".into();
+            spec.data =
+                DataSection { train: vec![format!("{}/*.txt", dir.path().display())], ..spec.data.clone() };
+            spec.checkpoint.dir = saved.map(str::to_owned);
+            preflight(&spec, Path::new("/x/runs/train")).unwrap().warnings
+        };
+        let warning =
+            |dir: &str| vec![format!("no checkpoint of job `train` below {dir}: starting at step 1")];
+        assert_eq!(warnings("auto", None), warning("/x/runs/train"));
+        assert_eq!(warnings("auto", Some("/x/saved")), warning("/x/saved"));
+        assert!(warnings("off", None).is_empty());
+    }
 }

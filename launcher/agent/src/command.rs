@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
+use std::io;
 use std::time::Duration;
 
 use xlaunch_proto::exit::ExitCode;
@@ -52,13 +53,14 @@ pub struct Restarts {
 /// GPUs takes a while.
 ///
 /// # Errors
-/// Usage: there is no Python interpreter, or there are too few GPUs.
+/// Usage: the script does not exist, there is no Python interpreter, or there are too few GPUs.
 pub fn resolve(
     spec: CommandSpec,
     environment: Environment<'_>,
     node: &dyn Fn() -> Node,
 ) -> Result<ResolvedCommand, Refusal> {
     let usage = |message: String| Refusal::new(ExitCode::Usage, message);
+    check_script(&spec.program, environment)?;
     let name = spec.name();
     let argv = python::argv(spec.program, spec.arguments, environment).map_err(usage)?;
     let nproc = match spec.nproc {
@@ -89,6 +91,27 @@ pub fn resolve(
         stall_timeout: spec.stall_timeout,
         logs: spec.logs,
     })
+}
+
+/// Checks that a Python script exists, relative to the working directory. Skipped where that is not certain to be the
+/// file that Python opens: `PYTHON_EXEC` may be a wrapper that runs in a container, `${local_rank}` is replaced later,
+/// and a script that starts with a dash is an option of Python or its standard input.
+///
+/// # Errors
+/// Usage: it does not exist.
+pub fn check_script(program: &Program, environment: Environment<'_>) -> Result<(), Refusal> {
+    let (Program::Script(script) | Program::RunPath(script)) = program else { return Ok(()) };
+    let text = script.to_string_lossy();
+    let wrapped = environment("PYTHON_EXEC").is_some_and(|chosen| !chosen.is_empty());
+    if wrapped || text.starts_with('-') || text.contains("${local_rank}") {
+        return Ok(());
+    }
+    match fs_err::metadata(script) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Err(Refusal::new(ExitCode::Usage, format!("{text}: no such file")))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// With `--virtual-local-rank` each worker gets one entry of `CUDA_VISIBLE_DEVICES`, so the list must be long enough.
@@ -127,6 +150,36 @@ pub mod tests {
         assert_eq!(resolved(Nproc::Cpu, &node(Ok(4))), Ok(12));
         let refusal = resolved(Nproc::Gpu, &node(Err("no NVML".into()))).unwrap_err();
         assert_eq!(refusal, "--nproc-per-node gpu: no GPU was found: no NVML");
+    }
+
+    #[test]
+    fn missing_script_is_refused_before_anything_starts() {
+        let dir = tempfile::tempdir().unwrap();
+        fs_err::write(dir.path().join("a.py"), "").unwrap();
+        let script = |name: &str| dir.path().join(name).into_os_string();
+        let path = |name: &str| (name == "PATH").then(|| OsString::from("/none"));
+        let refused = |program, environment: Environment<'_>| {
+            let spec = CommandSpec::new(program, Vec::new());
+            resolve(spec, environment, &|| unreachable!()).map(drop).map_err(|refusal| refusal.message)
+        };
+        let no_python = refused(Program::Script(script("a.py")), &path).unwrap_err();
+        assert!(no_python.contains("no python3"), "{no_python}");
+        for program in [Program::Script(script("nosuch.py")), Program::RunPath(script("nosuch.py"))] {
+            let message = format!("{}: no such file", script("nosuch.py").display());
+            assert_eq!(refused(program, &path), Err(message));
+        }
+        // Python may find each of these, or they are not files at all.
+        let wrapper = |name: &str| (name == "PYTHON_EXEC").then(|| OsString::from("in-container"));
+        assert_eq!(refused(Program::Script(script("nosuch.py")), &wrapper), Ok(()));
+        assert_eq!(refused(Program::Binary("nosuch".into()), &path), Ok(()));
+        for program in [
+            Program::Script(script("${local_rank}.py")),
+            Program::Script("-".into()),
+            Program::Script("-c".into()),
+            Program::Module("nosuch".into()),
+        ] {
+            assert!(check_script(&program, &path).is_ok(), "{program:?}");
+        }
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! The devices of this node, and how workers are placed on them.
 
+use nvml_wrapper::Nvml;
+use nvml_wrapper::error::NvmlError;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::{Device, JobSpec};
 
@@ -41,18 +43,26 @@ impl Node {
 }
 
 fn count_gpus() -> Result<u32, String> {
-    let nvml = nvml_wrapper::Nvml::init().map_err(|error| format!("NVML (libnvidia-ml.so.1): {error}"))?;
-    nvml.device_count().map_err(|error| format!("NVML: {error}"))
+    let nvml = Nvml::init().map_err(|error| nvml_problem(&error))?;
+    nvml.device_count().map_err(|error| nvml_problem(&error))
+}
+
+/// Why NVML failed. If its library cannot be loaded, these are the words of the dynamic linker, which name the file.
+pub fn nvml_problem(error: &NvmlError) -> String {
+    match error {
+        NvmlError::LibloadingError(reason) => format!("NVML: {reason}"),
+        other => format!("NVML: {other}"),
+    }
 }
 
 /// PCI addresses of the visible GPUs, in CUDA's order if all GPUs are equal; empty without NVML.
 pub fn gpu_addresses() -> Vec<String> {
-    let Ok(nvml) = nvml_wrapper::Nvml::init() else { return Vec::new() };
+    let Ok(nvml) = Nvml::init() else { return Vec::new() };
     let gpus = (0..nvml.device_count().unwrap_or(0)).map(|index| {
         let device = nvml.device_by_index(index)?;
         Ok((device.uuid()?, device.pci_info()?.bus_id))
     });
-    let gpus: Vec<_> = gpus.collect::<Result<_, nvml_wrapper::error::NvmlError>>().unwrap_or_default();
+    let gpus: Vec<_> = gpus.collect::<Result<_, NvmlError>>().unwrap_or_default();
     visible_addresses(&gpus, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref())
 }
 
@@ -68,7 +78,7 @@ fn visible_addresses(gpus: &[(String, String)], visible: Option<&str>) -> Vec<St
 
 /// Identifies what affects performance beside the device's name: the GPU driver, or the CPU model.
 pub fn platform(cuda: bool) -> String {
-    let driver = || nvml_wrapper::Nvml::init().and_then(|nvml| nvml.sys_driver_version());
+    let driver = || Nvml::init().and_then(|nvml| nvml.sys_driver_version());
     if cuda {
         return driver().map_or_else(|_| "unknown driver".into(), |version| format!("driver {version}"));
     }
@@ -153,6 +163,14 @@ mod tests {
         assert!(refusal.exit == ExitCode::Usage && refusal.message.contains("3 workers"), "{refusal:?}");
         let refusal = place(&spec(Device::Cuda, None), &node(Err("NVML missing".into()))).unwrap_err();
         assert!(refusal.message.contains("NVML missing"), "{refusal:?}");
+    }
+
+    #[test]
+    fn missing_nvml_is_reported_in_the_words_of_the_dynamic_linker() {
+        let path = "/nowhere/libnvidia-ml.so.1";
+        let error = Nvml::builder().lib_path(path.as_ref()).init().map(drop).unwrap_err();
+        let problem = nvml_problem(&error);
+        assert!(problem.starts_with(&format!("NVML: {path}: ")), "{problem}");
     }
 
     #[test]

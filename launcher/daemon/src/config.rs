@@ -114,11 +114,16 @@ pub(crate) struct WebSection {
 /// Reads and validates the file at `path`, or the default file, which may be missing: `/etc/xlaunch/daemon.toml` for
 /// root, for others `$XDG_CONFIG_HOME/xlaunch/daemon.toml` or `~/.config/xlaunch/daemon.toml`.
 pub(crate) fn load(path: Option<&Path>) -> Result<DaemonConfig, ConfigError> {
-    let root = rustix::process::geteuid().is_root();
-    match path.map(PathBuf::from).or_else(|| default_file(root, |name| std::env::var_os(name))) {
+    match file(path) {
         Some(file) => read(&file, path.is_some()),
         None => Ok(DaemonConfig::default()),
     }
+}
+
+/// The file that [`load`] reads; `None` if the environment determines no default file.
+pub(crate) fn file(path: Option<&Path>) -> Option<PathBuf> {
+    let root = rustix::process::geteuid().is_root();
+    path.map(PathBuf::from).or_else(|| default_file(root, |name| std::env::var_os(name)))
 }
 
 fn read(file: &Path, must_exist: bool) -> Result<DaemonConfig, ConfigError> {
@@ -258,7 +263,7 @@ mod tests {
             ("[jobs]\nkeep = 1\nalow_root = true\n", "daemon.toml:3:1", "did you mean `jobs.allow_root`?"),
             ("[wep]\n", "daemon.toml:1:", "did you mean `[web]`?"),
             ("[daemon]\nagents = \"docker\"\n", "daemon.toml:2:10", "`detached`"),
-            ("[jobs]\nkeep = \"all\"\n", "daemon.toml:2:8", "usize"),
+            ("[jobs]\nkeep = \"all\"\n", "daemon.toml:2:8", "expected a whole number"),
             ("[jobs]\nkeep = 100001\n", "daemon.toml:2:8", "at most 100000"),
             ("[jobs]\n\ncpu_workers = 0\n", "daemon.toml:3:15", "at least 1"),
             ("[jobs]\nleave_gpus = [\"0\", \" \"]\n", "daemon.toml:2:14", "is a UUID or an index"),

@@ -8,6 +8,7 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::{EccCounter, MemoryError, TemperatureSensor};
 use nvml_wrapper::error::NvmlError;
 use tokio::sync::watch;
+use xlaunch_agent::devices::nvml_problem;
 
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -83,7 +84,7 @@ fn poll() -> Inventory {
         Ok(gpus) => Inventory { gpus, problem: String::new() },
         // A node without a driver: it has no GPUs, which is not an error.
         Err(NvmlError::LibloadingError(_)) if !Path::new("/dev/nvidiactl").exists() => Inventory::default(),
-        Err(error) => Inventory { gpus: Vec::new(), problem: format!("NVML: {error}") },
+        Err(error) => Inventory { gpus: Vec::new(), problem: nvml_problem(&error) },
     }
 }
 

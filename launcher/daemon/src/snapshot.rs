@@ -11,7 +11,13 @@ use super::state::{End, Entry, Jobs, Phase};
 use super::view::JobView;
 
 /// The message for a job. For a queued one, `position` counts from 1 and `waits` says what it waits for.
-pub(super) fn job(entry: &Entry, runtime: Option<&JobRuntime>, position: u32, waits: &str) -> Job {
+pub(super) fn job(
+    jobs: &Jobs,
+    entry: &Entry,
+    runtime: Option<&JobRuntime>,
+    position: u32,
+    waits: &str,
+) -> Job {
     let submitted = &entry.submitted;
     let kind = if submitted.trainer { JobKind::Trainer } else { JobKind::Command };
     let mut job = Job {
@@ -40,7 +46,8 @@ pub(super) fn job(entry: &Entry, runtime: Option<&JobRuntime>, position: u32, wa
                 (None, true) => NodeJobState::Running,
                 (None, false) => NodeJobState::Starting,
             });
-            job.reason = cancelled.map_or(String::new(), |uid| format!("cancelled by user {uid}"));
+            job.reason =
+                cancelled.map_or(String::new(), |uid| format!("cancelled by user {}", jobs.user_label(uid)));
             (job.gpus, job.started_unix_ms) = (gpus.clone(), *at);
         }
         Phase::Ended { end, exit, reason, report, gpus, started, at, .. } => {
@@ -139,6 +146,20 @@ mod tests {
     use super::*;
     use crate::state::Record;
     use crate::state::tests::submitted;
+
+    #[test]
+    fn stopping_job_names_the_user_who_cancelled_it() {
+        let mut jobs = Jobs::default();
+        jobs.apply(submitted(9, 1, 0, 0));
+        jobs.apply(Record::Starting { job: 9, start: 1, gpus: Vec::new(), boot: String::new(), at: 0 });
+        let message = |jobs: &Jobs| job(jobs, &jobs.jobs[&9], None, 0, "");
+        assert_eq!(message(&jobs).reason, "");
+        jobs.apply(Record::Cancelled { job: 9, uid: 0, at: 0 });
+        assert_eq!(
+            (message(&jobs).state(), message(&jobs).reason),
+            (NodeJobState::Stopping, "cancelled by user root".into())
+        );
+    }
 
     #[test]
     fn gpu_state_names_what_keeps_jobs_off_it() {

@@ -7,13 +7,14 @@ use xlaunch_proto::v1::Job;
 use super::output::{QueryError, print, print_note};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::job;
+use xlaunch_agent::Refusal;
 
 /// Options of `xlaunch cancel`.
 #[derive(Debug, Args)]
 pub(super) struct Cancel {
     /// Job numbers, as shown by `xlaunch jobs`
     #[arg(value_name = "JOB", required = true)]
-    jobs: Vec<u64>,
+    jobs: Vec<String>,
     /// Print the cancelled jobs as a JSON list
     #[arg(long)]
     json: bool,
@@ -40,8 +41,9 @@ impl CancelResults {
 }
 
 pub(super) async fn run(options: Cancel) -> Result<ExitCode, QueryError> {
+    let jobs = options.jobs.iter().map(|text| job_number(text)).collect::<Result<Vec<_>, _>>()?;
     let mut daemon = DaemonClient::connect(&options.daemon).await?;
-    let results = cancel_all(&mut daemon, &options.jobs).await;
+    let results = cancel_all(&mut daemon, &jobs).await;
     if !results.errors.is_empty() {
         print_note(&results.errors);
     }
@@ -51,6 +53,11 @@ pub(super) async fn run(options: Cancel) -> Result<ExitCode, QueryError> {
     };
     print(answer.as_bytes())?;
     Ok(results.exit)
+}
+
+fn job_number(text: &str) -> Result<u64, Refusal> {
+    let message = || format!("`{text}` is not a job number; `xlaunch jobs` lists them");
+    text.parse().map_err(|_| Refusal::new(ExitCode::Usage, message()))
 }
 
 /// Cancels every job that can be cancelled.
@@ -68,4 +75,23 @@ pub(super) async fn cancel_all(daemon: &mut DaemonClient, jobs: &[u64]) -> Cance
         }
     }
     results
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn word_that_is_no_number_is_named() {
+        assert_eq!(job_number("12").ok(), Some(12));
+        for text in ["foo", "-1", "1.5", "", "99999999999999999999"] {
+            let refusal = job_number(text).unwrap_err();
+            assert!(
+                refusal.message.starts_with(&format!("`{text}` is not a job number")),
+                "{}",
+                refusal.message
+            );
+            assert_eq!(refusal.exit, ExitCode::Usage);
+        }
+    }
 }

@@ -27,7 +27,7 @@ pub(super) struct Jobs {
 pub(super) async fn run(options: Jobs) -> Result<ExitCode, QueryError> {
     let mut daemon = DaemonClient::connect(&options.daemon).await?;
     let mut list = daemon.list(options.all, options.limit.unwrap_or(0)).await?;
-    jobs::sort(&mut list);
+    jobs::sort_by_number(&mut list);
     let text = match options.json {
         true => format!("{:#}\n", list.iter().map(job::json).collect::<serde_json::Value>()),
         false => jobs::table(&list, unix_ms(), terminal_width()),

@@ -54,7 +54,7 @@ enum Subcommands {
     Stop(stop::Stop),
     /// Queue a job with the node's daemon
     Submit(submit::Submit),
-    /// List the daemon's jobs
+    /// List the daemon's jobs, the newest last
     Jobs(jobs::Jobs),
     /// Remove jobs from the queue, or stop running ones
     Cancel(cancel::Cancel),
@@ -72,7 +72,7 @@ enum Subcommands {
     /// Measure training, communication, launching and the device
     #[command(subcommand)]
     Bench(bench::Bench),
-    /// Generate man pages, shell completions, the JSON schema
+    /// Generate man pages, completions, JSON schema, config docs
     #[command(subcommand)]
     Gen(r#gen::Gen),
 }

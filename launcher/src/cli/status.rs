@@ -31,7 +31,7 @@ pub(super) struct Status {
 
 pub(super) async fn run(options: Status) -> Result<ExitCode, QueryError> {
     let mut output = Output { watch: options.watch, json: options.json, first: true };
-    match options.target.server().await? {
+    match options.target.server("status").await? {
         Server::Daemon(daemon, id) => show_job(daemon, id, &mut output).await?,
         Server::Agents(launches) => show_launches(&launches, &mut output).await?,
     }

@@ -17,7 +17,7 @@ pub(super) struct Stop {
 }
 
 pub(super) async fn run(options: Stop) -> Result<ExitCode, QueryError> {
-    let answer = match options.target.server().await? {
+    let answer = match options.target.server("stop").await? {
         Server::Daemon(mut daemon, id) => job::cancelled(&daemon.cancel(id).await?),
         Server::Agents(launches) => {
             let launch = launches.one().await?;

@@ -22,7 +22,7 @@ use super::output::{QueryError, print, print_note};
 use super::torchrun::{self, Name, Request};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::job;
-use xlaunch_agent::Refusal;
+use xlaunch_agent::{Refusal, command};
 use xlaunch_proto::labels::node_job_state;
 
 /// The daemon refuses larger environments.
@@ -143,7 +143,10 @@ fn work(target: &[OsString], environment: &dyn Fn(&str) -> Option<OsString>) -> 
     Ok(match torchrun::parse(Name::Xlaunch, target, environment).map_err(misplaced_option)? {
         Request::Text(text) => Parsed::Text(text),
         Request::Trainer(launch) => Parsed::Work(Work::TrainerSpecJson(launch::load(&launch)?.to_json())),
-        Request::Command(spec) => Parsed::Work(Work::CommandSpecJson(spec.to_json())),
+        Request::Command(spec) => {
+            command::check_script(&spec.program, environment)?;
+            Parsed::Work(Work::CommandSpecJson(spec.to_json()))
+        }
     })
 }
 
@@ -285,8 +288,8 @@ mod tests {
     #[test]
     fn environment_variables_replace_missing_flags() {
         let variable = |name: &str| (name == "PET_NPROC_PER_NODE").then(|| "3".into());
-        assert_eq!(spec("train.py", &variable).nproc, Nproc::Count(3));
-        assert_eq!(spec("--nproc gpu train.py", &variable).nproc, Nproc::Gpu);
+        assert_eq!(spec("-m train", &variable).nproc, Nproc::Count(3));
+        assert_eq!(spec("--nproc gpu -m train", &variable).nproc, Nproc::Gpu);
     }
 
     #[test]
@@ -298,6 +301,7 @@ mod tests {
         for (line, problem) in [
             ("--nprok 2 -- a", "unknown flag --nprok"),
             ("--nnodes 2 -- a", "several nodes"),
+            ("--nproc 2 nosuch.py --lr 3", "nosuch.py: no such file"),
             ("a", "-- a"),
             ("--nproc 2 --name x -- a", "--name is an option of `submit` itself"),
         ] {

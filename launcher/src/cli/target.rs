@@ -32,13 +32,16 @@ pub(super) enum Server {
 /// Launches that are still to be looked up.
 pub(super) struct Launches {
     run: Option<PathBuf>,
+    /// The subcommand that looks for them, for messages.
+    command: &'static str,
     /// Why no daemon was asked, although the target is a number: explains why nothing was found.
     no_daemon: Option<String>,
 }
 
 impl Target {
-    pub(super) async fn server(self) -> Result<Server, QueryError> {
-        let launches = |no_daemon| Server::Agents(Launches { run: self.run.clone(), no_daemon });
+    /// Finds out who answers `xlaunch COMMAND`.
+    pub(super) async fn server(self, command: &'static str) -> Result<Server, QueryError> {
+        let launches = |no_daemon| Server::Agents(Launches { run: self.run.clone(), command, no_daemon });
         let Some(job) = self.run.as_deref().and_then(Path::to_str).and_then(|run| run.parse().ok()) else {
             return Ok(launches(None));
         };
@@ -53,11 +56,11 @@ impl Target {
 impl Launches {
     /// All launches that are meant. Never empty.
     pub(super) async fn all(&self) -> Result<Vec<Running>, QueryError> {
-        launches::find_all(self.run.as_deref()).await.map_err(|message| self.explain(message))
+        launches::find_all(self.run.as_deref(), self.command).await.map_err(|message| self.explain(message))
     }
 
     pub(super) async fn one(&self) -> Result<Running, QueryError> {
-        launches::find_one(self.run.as_deref()).await.map_err(|message| self.explain(message))
+        launches::find_one(self.run.as_deref(), self.command).await.map_err(|message| self.explain(message))
     }
 
     fn explain(&self, message: String) -> QueryError {
@@ -78,7 +81,7 @@ mod tests {
         let _daemon = tokio::net::UnixListener::bind(dir.path().join("s")).unwrap();
         let server = async |run: &str, socket: &str| {
             let daemon = DaemonAddress { socket: Some(dir.path().join(socket)) };
-            match (Target { run: Some(run.into()), daemon }).server().await {
+            match (Target { run: Some(run.into()), daemon }).server("status").await {
                 Ok(Server::Daemon(_, job)) => format!("job {job}"),
                 Ok(Server::Agents(_)) => "a launch".into(),
                 Err(QueryError::Refused(refusal)) => refusal.message,

@@ -265,7 +265,10 @@ fn permission_denied(socket: &Path) -> String {
     if found.mode() & 0o060 != 0o060 {
         let owner = User::from_uid(Uid::from_raw(found.uid())).ok().flatten();
         let owner = owner.map_or_else(|| found.uid().to_string(), |user| user.name);
-        return format!("permission denied: the daemon at {shown} serves user {owner} only");
+        return format!(
+            "permission denied: the daemon at {shown} serves user {owner} only; start your own with `xlaunch daemon \
+             --foreground`"
+        );
     }
     let group = Group::from_gid(Gid::from_raw(found.gid())).ok().flatten();
     let group = group.map_or_else(|| found.gid().to_string(), |group| group.name);
@@ -323,5 +326,6 @@ mod tests {
         };
         assert!(text(0o660).contains("members of group "), "{}", text(0o660));
         assert!(text(0o600).contains("serves user "), "{}", text(0o600));
+        assert!(text(0o600).contains("start your own with `xlaunch daemon --foreground`"), "{}", text(0o600));
     }
 }

@@ -18,15 +18,12 @@ const AGENT_CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// The launches that `run` names (a name, a prefix of one, or a path), or all running ones. Never empty.
 ///
 /// # Errors
-/// A message for the user: nothing was found, or the prefix is ambiguous.
-pub(crate) async fn find_all(run: Option<&Path>) -> Result<Vec<Running>, String> {
+/// A message for the user of `xlaunch COMMAND`: nothing was found, or the prefix is ambiguous.
+pub(crate) async fn find_all(run: Option<&Path>, command: &str) -> Result<Vec<Running>, String> {
     let running = registry::running();
     let Some(run) = run else {
         return match running.is_empty() {
-            true => {
-                Err("no launch of yours is running on this host; `xlaunch status PATH` searches a directory"
-                    .into())
-            }
+            true => Err(none_running(command)),
             false => Ok(running),
         };
     };
@@ -35,15 +32,16 @@ pub(crate) async fn find_all(run: Option<&Path>) -> Result<Vec<Running>, String>
         return Ok(vec![exact.clone()]);
     }
     if run.exists() {
-        return newest_below(run).await.map(|launch| vec![launch]);
+        return newest_below(run, command).await.map(|launch| vec![launch]);
     }
     let matches: Vec<_> = running.iter().filter(|launch| launch.name.starts_with(&*text)).cloned().collect();
     match matches.len() {
         1 => Ok(matches),
-        0 if running.is_empty() => {
-            Err(format!("no launch or path `{text}`; no launch of yours is running on this host"))
+        0 if running.is_empty() => Err(format!("no launch or path `{text}`; {}", none_running(command))),
+        0 => {
+            let ended = ended_logs(command);
+            Err(format!("no launch is named `{text}`{ended}; running launches:{}", names(&running)))
         }
-        0 => Err(format!("no launch is named `{text}`; running launches:{}", names(&running))),
         _ => Err(format!("several launches start with `{text}`; which one?{}", names(&matches))),
     }
 }
@@ -52,11 +50,27 @@ pub(crate) async fn find_all(run: Option<&Path>) -> Result<Vec<Running>, String>
 ///
 /// # Errors
 /// Those of [`find_all`]; several launches are running and none was named.
-pub(crate) async fn find_one(run: Option<&Path>) -> Result<Running, String> {
-    let mut launches = find_all(run).await?;
+pub(crate) async fn find_one(run: Option<&Path>, command: &str) -> Result<Running, String> {
+    let mut launches = find_all(run, command).await?;
     match launches.len() {
         1 => Ok(launches.remove(0)),
         count => Err(format!("{count} launches are running; which one?{}", names(&launches))),
+    }
+}
+
+fn none_running(command: &str) -> String {
+    format!(
+        "no launch of yours is running on this host; `xlaunch {command} PATH` searches a directory{}",
+        ended_logs(command)
+    )
+}
+
+/// Where `xlaunch logs` does not look: the end of a message.
+fn ended_logs(command: &str) -> &'static str {
+    if command == "logs" {
+        "; logs of an ended run are in RUN/logs/attempt_N/RANK, those of a command below its --log-dir"
+    } else {
+        ""
     }
 }
 
@@ -65,7 +79,7 @@ fn names(launches: &[Running]) -> String {
 }
 
 /// The newest run in or below `dir` whose agent accepts connections.
-async fn newest_below(dir: &Path) -> Result<Running, String> {
+async fn newest_below(dir: &Path, command: &str) -> Result<Running, String> {
     let mut sockets = Vec::new();
     collect_sockets(dir, MAX_SEARCH_DEPTH, &mut sockets);
     // Run directories are named by start time, so the newest sorts last.
@@ -78,7 +92,11 @@ async fn newest_below(dir: &Path) -> Result<Running, String> {
             return Ok(launch);
         }
     }
-    Err(format!("no launch is running in or below {}; `xlaunch status` lists all of yours", dir.display()))
+    let ended = ended_logs(command);
+    Err(format!(
+        "no launch is running in or below {}; `xlaunch status` lists all of yours{ended}",
+        dir.display()
+    ))
 }
 
 /// Agents' sockets in and below `dir`. Symlinks such as `latest` are skipped: their targets are found anyway.
@@ -143,4 +161,22 @@ pub(crate) fn call_error(launch: &Running, status: &tonic::Status) -> String {
 
 fn not_connected(launch: &Running) -> String {
     format!("{} does not accept calls: it is starting or shutting down; try again", launch.name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn error_names_the_command_and_where_logs_of_ended_runs_are() {
+        let dir = tempfile::tempdir().unwrap();
+        for (command, has_logs) in [("logs", true), ("stop", false), ("status", false)] {
+            assert!(none_running(command).contains(&format!("`xlaunch {command} PATH`")), "{command}");
+            let below = find_all(Some(dir.path()), command).await.unwrap_err();
+            assert!(below.starts_with("no launch is running in or below "), "{below}");
+            for message in [none_running(command), below] {
+                assert_eq!(message.contains("RUN/logs/attempt_N/RANK"), has_logs, "{message}");
+            }
+        }
+    }
 }

@@ -12,8 +12,14 @@ use xlaunch_proto::labels::node_job_state;
 /// Longer names are truncated in tables.
 const MAX_NAME_CHARS: usize = 32;
 
-/// Running jobs first, then queued ones in the order in which they will start, then ended ones, the newest first.
-pub(crate) fn sort(jobs: &mut [Job]) {
+/// For `xlaunch jobs`: the newest last, whatever their state.
+pub(crate) fn sort_by_number(jobs: &mut [Job]) {
+    jobs.sort_by_key(|job| job.id);
+}
+
+/// For `xlaunch top`: running jobs first, then queued ones in the order in which they will start, then ended ones, the
+/// newest first.
+pub(crate) fn sort_by_state(jobs: &mut [Job]) {
     jobs.sort_by_key(|job| match job.state() {
         NodeJobState::Queued => (1, u64::from(job.queue_position), Reverse(0)),
         state if has_ended(state) => (2, 0, Reverse(job.ended_unix_ms)),
@@ -94,7 +100,7 @@ mod tests {
         (first.queue_position, first.gpus_wanted, first.user, first.uid) = (1, 0, String::new(), 1007);
         let stops = job(6, NodeJobState::Stopping);
         let mut jobs = vec![stops, first, second, runs, newer, old];
-        sort(&mut jobs);
+        sort_by_state(&mut jobs);
         let expected = "\
 JOB  NAME     USER  STATE     GPUS  WORKERS  TIME   STEP OR REASON
 3    train-3  anna  running   2     2        3m05s  120/500
@@ -106,6 +112,8 @@ JOB  NAME     USER  STATE     GPUS  WORKERS  TIME   STEP OR REASON
 ";
         assert_eq!(table(&jobs, 195_000, 100), expected);
         assert_eq!(table(&[], 0, 100), "no jobs\n");
+        sort_by_number(&mut jobs);
+        assert_eq!(jobs.iter().map(|job| job.id).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
     }
 
     #[test]

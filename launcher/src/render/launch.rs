@@ -34,7 +34,7 @@ fn heading(reply: &StatusReply, now: u64) -> String {
         out += &format!(" ({})", reply.reason);
     }
     out += &format!(
-        "\n{} for {}  pid {}  restarts {} of {}  {}\n",
+        "\non {}, running for {}  pid {}  restarts {} of {}  {}\n",
         reply.host,
         clock(seconds(now.saturating_sub(reply.started_unix_seconds))),
         reply.launcher_pid,
@@ -89,18 +89,19 @@ fn command_ranks(reply: &StatusReply, width: usize, out: &mut String) {
 }
 
 fn trainer_ranks(reply: &StatusReply, width: usize, out: &mut String) {
-    *out += "RANK  PID     STATE   STEP    BEAT   CPU   GPU   POOL LIVE  MAPPED  PEAK   FRAG  DEVICE\n";
+    *out += "RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG  DEVICE\n";
     for rank in &reply.ranks {
         // The first characters of a UUID distinguish the GPUs of a node.
         let device: String = rank.device_uuid.chars().take(12).collect();
         let row = format!(
-            "{:<6}{:<8}{:<8}{:<8}{:<7}{:<6}{:<6}{:<11}{:<8}{:<7}{:<6}{:<14}",
+            "{:<6}{:<8}{:<8}{:<8}{:<7}{:<6}{:<8}{:<5}{:<6}{:<8}{:<6}{:<6}{:<14}",
             rank.rank,
             rank.pid,
             rank_state(rank.state()),
             rank.step,
             clock(rank.seconds_since_heartbeat),
             or_dash(rank.cpu_percent, percent),
+            or_dash(rank.memory_bytes, bytes),
             or_dash(rank.gpu_percent, percent),
             bytes(rank.pool_live_bytes),
             bytes(rank.pool_mapped_bytes),
@@ -196,7 +197,7 @@ mod tests {
     fn command_launch_table() {
         let expected = "\
 train-20261121-083242  running
-node-17 for 3m05s  pid 4194303  restarts 1 of 3  train.py --lr 3
+on node-17, running for 3m05s  pid 4194303  restarts 1 of 3  train.py --lr 3
 logs /run/user/1000/xlaunch-1000/train-20261121-083242
 
 RANK  PID      STATE    OUTPUT  CPU    MEMORY  GPU   GPU MEM
@@ -204,6 +205,23 @@ RANK  PID      STATE    OUTPUT  CPU    MEMORY  GPU   GPU MEM
 1     4000001  running  5m12s   0%     123G    -     141G     no output for 312 s, no CPU time
 ";
         assert_eq!(table(&reply(), 1185, 100), expected);
+    }
+
+    #[test]
+    fn training_table_has_the_memory_of_each_rank_and_fits_80_columns_up_to_the_device() {
+        let mut reply = reply();
+        reply.kind = JobKind::Trainer.into();
+        reply.ranks.truncate(1);
+        let rank = &mut reply.ranks[0];
+        (rank.pool_live_bytes, rank.pool_mapped_bytes) = (12_300_000_000, 45_600_000_000);
+        (rank.pool_peak_bytes, rank.pool_fragmentation, rank.step) = (45_600_000_000, 0.02, 120);
+        rank.device_uuid = "GPU-9b14ac54-acbc".into();
+        let expected = "\
+RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG  DEVICE
+0     4000000 running 120     0s     1600% 123G    100% 12.3G 45.6G   45.6G 2%    GPU-9b14ac54
+";
+        assert_eq!(ranks(&reply, 100), expected);
+        assert_eq!(expected.find("  DEVICE"), Some(80));
     }
 
     #[test]

@@ -332,7 +332,7 @@ pub struct CheckpointSection {
     /// Directory of checkpoints. Default: `checkpoints` in the run's directory.
     pub dir: Option<String>,
     /// "off", "auto" (the newest complete checkpoint in `dir` or, without `dir`, of the job's earlier runs; a fresh
-    /// start if there is none), or the path of a checkpoint or of a directory of checkpoints.
+    /// start if there is none), or the path of a checkpoint, of a directory of checkpoints or of a run's directory.
     pub resume: String,
     /// A model.safetensors file with initial weights, in place of random ones.
     pub init: Option<String>,

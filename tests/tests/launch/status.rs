@@ -74,7 +74,7 @@ fn status_shows_ranks_of_running_job_and_stop_stops_it() {
         assert!(rank["seconds_since_output"].is_f64() && rank["hint"] == "", "{rank}");
     }
     let table = query(&job, &["status"]);
-    for column in ["POOL LIVE", "MAPPED", "PEAK", "FRAG", "CPU"] {
+    for column in ["POOL", "MAPPED", "PEAK", "FRAG", "CPU", "MEMORY"] {
         assert!(table.stdout.contains(column), "{}", table.stdout);
     }
     assert_eq!(query(&job, &["stop"]).code, 0);

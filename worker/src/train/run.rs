@@ -221,8 +221,8 @@ impl Run<'_> {
         self.control.report(Report::Profile(ProfileReport { kernels: times.iter().map(kernel).collect() }));
     }
 
-    /// Writes the pool's requests so far for PyTorch's memory_viz, for Perfetto, and as a log for `xlaunch bench
-    /// alloc`.
+    /// Writes the pool's requests so far for PyTorch's memory_viz, for Perfetto, and as a log for `cargo bench
+    /// -p xlaunch-pool`.
     fn write_pool_trace(&self, dir: &Path) -> Result<()> {
         let (rank, snapshot) = (self.collective.rank(), self.backend.pool().snapshot());
         let io = |source| WorkerError::Io {

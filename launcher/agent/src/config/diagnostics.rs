@@ -53,13 +53,25 @@ impl ConfigError {
         Self { place: source.into(), problem: problem.into(), help, snippet: String::new() }
     }
 
+    /// A value of the wrong type, with serde's message, that did not come from the file.
+    pub(super) fn wrong_type(source: &str, message: &str) -> Self {
+        let (problem, help) = describe(message);
+        Self { place: source.into(), problem, help, snippet: String::new() }
+    }
+
+    /// Adds to the help.
+    pub(super) fn and(mut self, note: &str) -> Self {
+        self.help = if self.help.is_empty() { note.into() } else { format!("{}; {note}", self.help) };
+        self
+    }
+
     /// An error of the TOML parser, or of the schema with these keys.
     pub fn in_file(path: &Path, text: &str, known: &[String], error: &toml::de::Error) -> Self {
         let span = error.span().unwrap_or(0..0);
         let message = error.message().trim();
         let (problem, help) = match unknown_field(message) {
             Some(field) => unknown(text, span.start, field, known),
-            None => (message.replace('\n', ", "), String::new()),
+            None => describe(message),
         };
         Self::at(path, text, span, problem, help)
     }
@@ -97,6 +109,37 @@ impl From<ConfigError> for Refusal {
 /// The name in serde's "unknown field `name`, expected ...".
 fn unknown_field(message: &str) -> Option<&str> {
     message.strip_prefix("unknown field `")?.split('`').next()
+}
+
+/// Problem and help from a message of serde or of the TOML parser, with TOML's names of types in place of Rust's.
+fn describe(message: &str) -> (String, String) {
+    let message = message.trim().replace('\n', ", ");
+    if message == "wanted string or table" {
+        return ("invalid type".into(), "expected a string".into());
+    }
+    let of_serde = ["invalid type: ", "invalid value: ", "unknown variant "];
+    let split = message.rsplit_once(", expected ");
+    let Some((problem, expected)) = split.filter(|_| of_serde.iter().any(|it| message.starts_with(it)))
+    else {
+        return (message, String::new());
+    };
+    let out_of_range = problem.starts_with("invalid value");
+    let expected = match expected {
+        "u64" | "usize" if out_of_range => "a whole number of at least 0".into(),
+        "u32" if out_of_range => format!("a whole number from 0 to {}", u32::MAX),
+        "u64" | "usize" | "u32" | "u16" | "u8" | "i64" | "i32" => "a whole number".into(),
+        "f64" | "f32" => "a number".into(),
+        "a boolean" => "true or false".into(),
+        "a sequence" => "a list".into(),
+        other if other.starts_with("struct ") => "a section".into(),
+        other => other.into(),
+    };
+    let problem = match problem {
+        "invalid type: sequence" => "invalid type: list".into(),
+        "invalid type: map" => "invalid type: table".into(),
+        other => other.replace("unknown variant", "unknown value"),
+    };
+    (problem, format!("expected {expected}"))
 }
 
 /// Problem and help for an unknown key of the section at `at`, or for an unknown section.

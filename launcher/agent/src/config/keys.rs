@@ -28,6 +28,17 @@ pub(super) fn variable(key: &str) -> String {
     format!("XLAUNCH_{}", key.replace('.', "_").to_uppercase())
 }
 
+/// The key that a variable of this name sets, which need not exist: `XLAUNCH_TRAIN_LRR` is `train.lrr`. `None` if its
+/// name does not start with one of the sections.
+pub(super) fn of_variable(name: &str, known: &[String]) -> Option<String> {
+    if let Some(key) = known.iter().find(|key| variable(key) == name) {
+        return Some(key.clone());
+    }
+    let (section, key) = name.strip_prefix("XLAUNCH_")?.split_once('_')?;
+    let key = format!("{}.{}", section.to_lowercase(), key.to_lowercase());
+    known.iter().any(|known| known.split('.').next() == key.split('.').next()).then_some(key)
+}
+
 /// "did you mean" for an unknown key, or an example of a known one.
 pub(super) fn nearest(key: &str, known: &[String]) -> String {
     let score = |other: &String| strsim::jaro_winkler(key, other);

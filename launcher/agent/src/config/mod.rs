@@ -12,6 +12,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 use toml::{Table, Value};
+use xlaunch_proto::env;
 use xlaunch_proto::paths::normalize;
 use xlaunch_proto::spec::JobSpec;
 
@@ -52,19 +53,30 @@ impl Override {
         }
     }
 
-    /// The overrides among these variables, by name.
+    /// The overrides among these variables, by name. Those with a section's name and an unknown key are included, so
+    /// that [`load`] refuses them.
     pub fn from_environment(variables: impl Iterator<Item = (String, String)>) -> Vec<Self> {
         let renamed = keys::RENAMED_KEYS.iter().map(|(old, _)| (*old).to_owned());
         let known: Vec<String> = keys::all().into_iter().chain(renamed).collect();
         let mut found: Vec<Self> = variables
+            // Agents set this one for workers, which may start another launch: it is not about `[job]`.
+            .filter(|(name, _)| name != env::JOB_ID)
             .filter_map(|(name, value)| {
-                let key = known.iter().find(|key| keys::variable(key) == name)?.clone();
+                let key = keys::of_variable(&name, &known)?;
                 let source = format!("environment variable {name}");
                 Some(Self { key, value, source, layer: Layer::Environment })
             })
             .collect();
         found.sort_by(|a, b| a.key.cmp(&b.key));
         found
+    }
+
+    /// The flag or the variable, without the value of a flag.
+    fn origin(&self) -> &str {
+        match self.layer {
+            Layer::Environment => &self.source,
+            Layer::Flags => self.source.split([' ', '=']).next().unwrap_or_default(),
+        }
     }
 }
 
@@ -99,16 +111,21 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, Conf
     let overrides = renamed_overrides(overrides, &mut warnings)?;
     for change in &overrides {
         apply(&mut table, change)?;
-        JobSpec::deserialize(table.clone()).map_err(|error| {
-            ConfigError::value(&change.source, error.message().trim(), "a value of the key's type")
-        })?;
+        JobSpec::deserialize(table.clone())
+            .map_err(|error| ConfigError::wrong_type(&change.source, error.message()))?;
     }
     let spec = JobSpec::deserialize(table).map_err(in_file)?;
     spec.check().map_err(|invalid| {
-        match overrides.iter().rev().find(|change| change.key == invalid.key) {
+        let last = |key: &str| overrides.iter().rev().find(|change| change.key == key);
+        let error = match last(invalid.key) {
             Some(change) => ConfigError::value(&change.source, &invalid.problem, &invalid.expected),
             None => ConfigError::invalid(path, text, &invalid),
-        }
+        };
+        // The place is that of one key, but the value of another one may be the mistake.
+        let others = keys::all().into_iter().filter(|key| key != invalid.key && invalid.names(key));
+        others.filter_map(|key| last(&key)).fold(error, |error, change| {
+            error.and(&format!("{} = {} comes from {}", change.key, change.value, change.origin()))
+        })
     })?;
     Ok(Loaded { spec, warnings })
 }
@@ -208,11 +225,86 @@ mod tests {
     #[test]
     fn wrong_types_and_syntax_errors_are_reported_with_their_place() {
         let text = error("[train]\nsteps = \"many\"\n");
-        assert!(text.contains("train.toml:2:9") && text.contains("u64"), "{text}");
+        assert!(text.contains("train.toml:2:9") && text.contains("whole number"), "{text}");
         let text = error("[model]\narch = \"bert\"\n");
         assert!(text.contains("train.toml:2:8") && text.contains("gpt2"), "{text}");
         let text = error("[train]\nsteps = = 3\n");
         assert!(text.contains("train.toml:2:"), "{text}");
+    }
+
+    #[test]
+    fn wrong_types_are_described_in_the_words_of_toml() {
+        for (text, expected) in [
+            ("[train]\nsteps = \"500\"\n", "invalid type: string \"500\"; expected a whole number"),
+            ("[train]\nsteps = 5e2\n", "invalid type: floating point `500.0`; expected a whole number"),
+            ("[train]\nsteps = -1\n", "invalid value: integer `-1`; expected a whole number of at least 0"),
+            (
+                "[launch]\nnproc = 5000000000\n",
+                "invalid value: integer `5000000000`; expected a whole number from 0 to 4294967295",
+            ),
+            ("[train]\nlr = [1]\n", "invalid type: list; expected a number"),
+            ("[comm]\noverlap = 1\n", "invalid type: integer `1`; expected true or false"),
+            ("[job]\nname = 1\n", "invalid type: integer `1`; expected a string"),
+            ("[data]\ntrain = \"a\"\n", "invalid type: string \"a\"; expected a list"),
+            ("[model]\narch = 3\n", "invalid type; expected a string"),
+            ("[model]\narch = \"bert\"\n", "unknown value `bert`; expected `gpt2` or `llama`"),
+            ("train = 3\n", "invalid type: integer `3`; expected a section"),
+        ] {
+            let found = error(text);
+            assert_eq!(found.split_once(": ").unwrap().1, expected);
+        }
+        let flag = [Override::from_flag("train.lr=fast").unwrap()];
+        let error = parse(Path::new("a.toml"), "", &flag).unwrap_err().to_string();
+        assert_eq!(error, "--set train.lr=fast: invalid type: string \"fast\"; expected a number");
+    }
+
+    #[test]
+    fn error_about_two_keys_names_the_flag_or_variable_that_sets_the_other_one() {
+        let error = |text: &str, overrides: &[Override]| {
+            parse(Path::new("a.toml"), text, overrides).unwrap_err().to_string()
+        };
+        let text = "[train]\nsteps = 500\nwarmup = 50\n";
+        let problem = "50 warm-up steps in a run of 20 steps; expected at most train.steps";
+        let flags = ["train.steps=30", "train.steps=20"].map(|it| Override::from_flag(it).unwrap());
+        let expected = format!("a.toml:3:10: train.warmup: {problem}; train.steps = 20 comes from --set");
+        assert_eq!(error(text, &flags), expected);
+        let variable = variables(&[("XLAUNCH_MODEL_HEADS", "3")]);
+        let error = error("", &variable);
+        let origin = "; model.heads = 3 comes from environment variable XLAUNCH_MODEL_HEADS";
+        assert!(error.ends_with(origin), "{error}");
+    }
+
+    #[test]
+    fn unknown_key_in_a_variable_is_refused_and_other_variables_are_ignored() {
+        let error = |name: &str| {
+            let error = parse(Path::new("a.toml"), "", &variables(&[(name, "3")])).unwrap_err();
+            error.to_string()
+        };
+        let expected =
+            "environment variable XLAUNCH_TRAIN_LRR: unknown key `train.lrr`; did you mean `train.lr`?";
+        assert_eq!(error("XLAUNCH_TRAIN_LRR"), expected);
+        assert!(error("XLAUNCH_LAUNCH_SILENCES").contains("unknown key `launch.silences`"));
+        let others = [
+            env::AGENT_SOCKET,
+            env::ATTEMPT,
+            env::DEVICE,
+            env::JOB_ID,
+            env::LOG_FALLBACK,
+            env::POOL_DEBUG,
+            env::POOL_TRACE,
+            env::PROFILE,
+            env::SCOPE,
+            env::WORKER_PROGRAM,
+            "XLAUNCH_BENCH",
+            "XLAUNCH_CACHE",
+            "XLAUNCH_CUDNN",
+            "XLAUNCH_LOG",
+            "XLAUNCH_NCCL",
+            "XLAUNCH_SOCKET",
+            "XLAUNCH_TEST_PYTHON",
+            "TRAIN_LRR",
+        ];
+        assert_eq!(variables(&others.map(|name| (name, "3"))), []);
     }
 
     #[test]

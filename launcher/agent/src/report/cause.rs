@@ -185,7 +185,8 @@ fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
         match program.is_empty() {
             true => whole,
             false => whole.with_help(format!(
-                "install it for {program}, or start the workers with the Python that has it"
+                "install it for {program}, activate its virtual environment, or run `xlaunch [FLAGS] -- \
+                 /PATH/TO/python SCRIPT.py`"
             )),
         }
     } else if name == "KeyboardInterrupt" {

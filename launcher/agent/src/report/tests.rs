@@ -74,7 +74,7 @@ fn root_cause_is_first_and_other_failures_take_a_line_each() {
 xlaunch: the job failed
   rank 1 (pid 101) on node7: exit code 1, at 04:50:35 UTC
   cause: ModuleNotFoundError: No module named 'flash_attn' (/w/train.py, line 12)
-  help: install it for python, or start the workers with the Python that has it
+  help: install it for python, activate its virtual environment, or run `xlaunch [FLAGS] -- /PATH/TO/python SCRIPT.py`
   its last lines on stderr:
     Traceback (most recent call last):
       File \"/w/train.py\", line 12, in <module>

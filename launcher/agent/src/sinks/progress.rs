@@ -1,6 +1,7 @@
 //! Progress on stderr: a bar on a terminal, plain lines otherwise.
 
 use std::io::{self, IsTerminal, Write};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -78,9 +79,6 @@ impl Progress {
             bar.set_length(self.total);
             bar.set_position(started.first_step);
         }
-        if started.first_step > 0 {
-            self.print(&format!("resuming at step {}", started.first_step));
-        }
     }
 
     fn step(&mut self, step: &StepReport, now: Instant) {
@@ -131,6 +129,14 @@ impl Progress {
     }
 }
 
+/// The line that says where an attempt resumes. Counts steps from 1, as the other lines do.
+pub(crate) fn resume_line(started: &TrainStarted, checkpoint: &Path) -> Option<String> {
+    let step = started.first_step + 1;
+    (1..started.total_steps)
+        .contains(&started.first_step)
+        .then(|| format!("resuming at step {step} from {}", checkpoint.display()))
+}
+
 /// Three significant digits: `812`, `46.1K`, `1.38M`.
 pub fn count(value: f64) -> String {
     let (value, unit) = match value {
@@ -169,6 +175,17 @@ mod tests {
         let counts = [7.0, 812.4, 46_123.0, 461_000.0, 1_384_000.0];
         assert_eq!(counts.map(count), ["7", "812", "46.1K", "461K", "1.38M"]);
         assert_eq!([7.2, 185.0, 7440.0].map(clock), ["7s", "3m05s", "2h04m"]);
+    }
+
+    #[test]
+    fn resume_line_names_the_next_step_and_the_checkpoint() {
+        let line = |first_step| {
+            let started = TrainStarted { first_step, total_steps: 100, ..Default::default() };
+            resume_line(&started, Path::new("/runs/a/checkpoints/step-00000030"))
+        };
+        let expected = "resuming at step 31 from /runs/a/checkpoints/step-00000030";
+        assert_eq!(line(30).as_deref(), Some(expected));
+        assert_eq!((line(0), line(100)), (None, None));
     }
 
     #[test]

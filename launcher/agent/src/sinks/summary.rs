@@ -74,7 +74,12 @@ impl Summary {
             );
         }
         if let (Some(first), Some(last)) = (&self.first, &self.last) {
-            line("steps", format!("{} in {}", last.step + 1, clock(wall.as_secs_f64())));
+            let completed = last.step + 1;
+            let resumed = match first.step {
+                0 => String::new(),
+                first => format!(" ({} in this run)", completed.saturating_sub(first)),
+            };
+            line("steps", format!("{completed}{resumed} in {}", clock(wall.as_secs_f64())));
             line("loss", format!("{:.4} -> {:.4}", first.loss, last.loss));
             if let Some(eval) = &self.eval {
                 line("val loss", format!("{:.4}", eval.loss));
@@ -105,5 +110,27 @@ impl Summary {
         let mut times = self.step_seconds[self.step_seconds.len() / 2..].to_vec();
         times.sort_by(f64::total_cmp);
         times.get(times.len() / 2).copied().unwrap_or(f64::INFINITY)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn summary_of_a_resumed_run_counts_its_own_steps_too() {
+        let steps_line = |steps: std::ops::Range<u64>| {
+            let mut summary = Summary::default();
+            for step in steps {
+                let report = Report::Step(StepReport { step, ..StepReport::default() });
+                summary.record(&RankReport { rank: 0, at: Instant::now(), report });
+            }
+            let text = summary.text(1, Duration::from_secs(7), None);
+            text.lines().next().unwrap_or_default().to_owned()
+        };
+        assert_eq!(steps_line(285..330), "steps       330 (45 in this run) in 7s");
+        assert_eq!(steps_line(0..330), "steps       330 in 7s");
     }
 }

@@ -24,7 +24,7 @@ use crate::rendezvous::barrier::{JoinBarrier, JoinOutcome, Reply};
 use crate::rendezvous::service::Message;
 use crate::run_dir::RunDir;
 use crate::sinks::metrics::Metrics;
-use crate::sinks::progress::Progress;
+use crate::sinks::progress::{self, Progress};
 use crate::sinks::summary::Summary;
 use crate::sinks::tensorboard::TensorBoard;
 use crate::sinks::{RankReport, Sinks};
@@ -175,6 +175,13 @@ impl<'a> TrainerWorkload<'a> {
         self.hang_detector.record(rank, &report, at);
         let report = RankReport { rank, at, report };
         self.summary.record(&report);
+        let resume_line = match (&report.report, &self.plan.resume_from) {
+            (Report::TrainStarted(started), Some(checkpoint)) => progress::resume_line(started, checkpoint),
+            _ => None,
+        };
+        if let Some(line) = resume_line {
+            self.sinks.printer().print(line);
+        }
         if self.plan.bench.is_some() && !matches!(report.report, Report::Heartbeat(_)) {
             self.reports.push(report.clone());
         }

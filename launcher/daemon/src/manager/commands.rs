@@ -69,7 +69,12 @@ impl Manager {
     fn cancel(&mut self, caller: Caller, job: u64) -> Result<Job, CommandError> {
         if let Some(record) = self.jobs.cancel(caller, job, unix_ms())? {
             self.write(record)?;
-            info!(job, uid = caller.uid, "job {job} is cancelled by user {}", caller.uid);
+            info!(
+                job,
+                uid = caller.uid,
+                "job {job} is cancelled by user {}",
+                self.jobs.user_label(caller.uid)
+            );
             if let Some(runtime) = self.runtime.get(&job) {
                 runtime.stop.send_replace(true);
             }
@@ -92,7 +97,7 @@ impl Manager {
         Ok(self.node_message())
     }
 
-    fn admission_rules(&self) -> AdmissionRules {
+    fn admission_rules(&self) -> AdmissionRules<'_> {
         let config = self.config.borrow();
         let own = rustix::process::getuid();
         let gpus = self.gpus.borrow().gpus.iter().filter(|gpu| !gpu.is_among(&config.leave_gpus)).count();
@@ -100,6 +105,7 @@ impl Manager {
         AdmissionRules {
             allow_commands: config.allow_commands(own.is_root()),
             allow_root: config.allow_root,
+            how_to_change: &self.how_to_configure,
             max_per_user: config.max_per_user,
             only_user: (!own.is_root()).then(|| own.as_raw()),
             gpus: if config.max_gpus_per_user > 0 { gpus.min(config.max_gpus_per_user) } else { gpus },

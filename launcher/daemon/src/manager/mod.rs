@@ -52,6 +52,8 @@ pub(crate) struct Setup {
     pub(crate) gpus: watch::Receiver<Inventory>,
     /// Replaced by a reload.
     pub(crate) config: watch::Receiver<JobsSection>,
+    /// Where `config` is set and how a change is applied, for messages: `in FILE, then ...`.
+    pub(crate) how_to_configure: String,
     pub(crate) cores: u32,
     /// The fields that never change.
     pub(crate) node: NodeStatus,
@@ -98,6 +100,7 @@ struct Manager {
     gpu_monitor: GpuMonitor,
     gpus: watch::Receiver<Inventory>,
     config: watch::Receiver<JobsSection>,
+    how_to_configure: String,
     cores: u32,
     base: NodeStatus,
     events: mpsc::Sender<(u64, AgentEvent)>,
@@ -123,7 +126,8 @@ impl Manager {
         events: mpsc::Sender<(u64, AgentEvent)>,
         view: watch::Sender<Arc<NodeView>>,
     ) -> Self {
-        let Setup { journal, jobs, dirs, starter, gpu_monitor, gpus, config, cores, node } = setup;
+        let Setup { journal, jobs, dirs, starter, gpu_monitor, gpus, config, how_to_configure, cores, node } =
+            setup;
         Self {
             changed: jobs.jobs.keys().copied().collect(),
             journal,
@@ -133,6 +137,7 @@ impl Manager {
             gpu_monitor,
             gpus,
             config,
+            how_to_configure,
             cores,
             base: node,
             events,

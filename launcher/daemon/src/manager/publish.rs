@@ -25,7 +25,7 @@ impl Manager {
     fn job_message_at(&mut self, job: u64, position: u32) -> Result<Job, CommandError> {
         let entry = self.jobs.jobs.get(&job).ok_or(CommandError::JobNotFound(job))?;
         let waits = self.waits.get(&job).map_or("", String::as_str);
-        Ok(snapshot::job(entry, self.runtime.get(&job), position, waits))
+        Ok(snapshot::job(&self.jobs, entry, self.runtime.get(&job), position, waits))
     }
 
     /// Replaces the view if something has changed.

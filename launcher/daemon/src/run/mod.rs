@@ -84,6 +84,19 @@ fn load(options: &Options) -> Result<DaemonConfig, Refusal> {
     Ok(config)
 }
 
+/// Where `[jobs]` is set and how a change is applied, as the end of a sentence.
+fn how_to_configure(options: &Options) -> String {
+    let Some(file) = config::file(options.config.as_deref()) else {
+        return "in a file, and start the daemon with `--config FILE`".into();
+    };
+    let file = std::path::absolute(&file).unwrap_or(file);
+    let file = file.display();
+    match options.foreground {
+        true => format!("in {file}, then run `kill -HUP {}`", std::process::id()),
+        false => format!("in {file}, then run `systemctl reload xlaunch`"),
+    }
+}
+
 /// The daemon with everything acquired and nothing running.
 struct App {
     setup: Setup,
@@ -119,6 +132,7 @@ impl App {
             gpu_monitor,
             gpus,
             config: jobs_config,
+            how_to_configure: how_to_configure(options),
             cores,
             node: NodeStatus {
                 host: devices::host_name(),
@@ -278,6 +292,23 @@ fn internal(error: &io::Error) -> Refusal {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn configuration_advice_names_the_file_and_the_reload_of_this_daemon() {
+        let options = |foreground| Options {
+            config: Some("/a/daemon.toml".into()),
+            foreground,
+            state_dir: None,
+            socket: None,
+        };
+        let kill = format!("in /a/daemon.toml, then run `kill -HUP {}`", std::process::id());
+        assert_eq!(how_to_configure(&options(true)), kill);
+        assert_eq!(
+            how_to_configure(&options(false)),
+            "in /a/daemon.toml, then run `systemctl reload xlaunch`"
+        );
+        assert!(how_to_configure(&Options { config: None, ..options(false) }).contains("daemon.toml"));
+    }
 
     #[test]
     fn open_file_limit_is_raised_to_the_hard_limit() {

@@ -6,9 +6,11 @@ use crate::view::Caller;
 
 /// Which jobs are accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct AdmissionRules {
+pub(crate) struct AdmissionRules<'a> {
     pub(crate) allow_commands: bool,
     pub(crate) allow_root: bool,
+    /// Where these two keys are set and how a change is applied, for messages: `in FILE, then ...`.
+    pub(crate) how_to_change: &'a str,
     pub(crate) max_per_user: u32,
     /// The daemon's own user if the daemon is not root: it cannot run jobs of others.
     pub(crate) only_user: Option<u32>,
@@ -23,22 +25,27 @@ impl Jobs {
         &self,
         caller: Caller,
         wanted: &Submitted,
-        rules: &AdmissionRules,
+        rules: &AdmissionRules<'_>,
     ) -> Result<(), CommandError> {
         let not_allowed = |text: &str| Err(CommandError::NotAllowed(text.into()));
+        let how_to_change = rules.how_to_change;
         if rules.only_user.is_some_and(|user| user != caller.uid) {
-            return not_allowed("this daemon does not run as root and accepts only jobs of its own user");
+            return not_allowed(
+                "this daemon does not run as root and accepts only jobs of its own user; start your own with `xlaunch \
+                 daemon --foreground`",
+            );
         }
         if caller.uid == 0 && !rules.allow_root {
-            return not_allowed(
-                "root may not submit jobs here: submit as an ordinary user, or set jobs.allow_root in daemon.toml",
-            );
+            return not_allowed(&format!(
+                "root may not submit jobs here: submit as an ordinary user, or set jobs.allow_root = true \
+                 {how_to_change}"
+            ));
         }
         if !wanted.trainer && !rules.allow_commands {
-            return not_allowed(
-                "only training jobs are accepted here, not commands: an administrator can set jobs.allow_commands in \
-                 daemon.toml",
-            );
+            return not_allowed(&format!(
+                "only training jobs are accepted here, not commands: an administrator can set jobs.allow_commands = \
+                 true {how_to_change}"
+            ));
         }
         if wanted.priority > 0 && !caller.admin {
             return not_allowed("only administrators may set a priority above 0");
@@ -78,7 +85,7 @@ impl Jobs {
                 job,
                 end: End::Cancelled,
                 exit: None,
-                reason: format!("cancelled by user {uid} before it started"),
+                reason: format!("cancelled by user {} before it started", self.user_label(uid)),
                 report: String::new(),
                 at,
                 order: 0,

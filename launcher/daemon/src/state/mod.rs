@@ -248,6 +248,16 @@ impl Jobs {
         self.requests.get(&(uid, request_id.to_owned())).copied()
     }
 
+    /// A user in messages: the name that came with one of the user's jobs, otherwise the number. Makes no lookup.
+    pub(crate) fn user_label(&self, uid: u32) -> String {
+        let of_user = |entry: &&Entry| entry.submitted.uid == uid && !entry.submitted.user.is_empty();
+        match self.jobs.values().find(of_user) {
+            Some(entry) => entry.submitted.user.clone(),
+            None if uid == 0 => "root".into(),
+            None => uid.to_string(),
+        }
+    }
+
     /// Jobs whose agent may run.
     pub(crate) fn active(&self) -> impl Iterator<Item = (u64, &Entry)> {
         let active = |entry: &&Entry| matches!(entry.phase, Phase::Active { .. });

@@ -68,7 +68,7 @@ impl State {
             Update::Error(error) => self.error = error,
             Update::Notice(notice) => self.notice = notice,
             Update::Snapshot(mut snapshot) => {
-                jobs::sort(&mut snapshot.jobs);
+                jobs::sort_by_state(&mut snapshot.jobs);
                 let selected = self.selected();
                 let place = snapshot.jobs.iter().position(|job| Some(job.id) == selected);
                 let last = snapshot.jobs.len().saturating_sub(1);

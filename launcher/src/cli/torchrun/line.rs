@@ -6,6 +6,9 @@ use std::os::unix::ffi::OsStrExt;
 
 use super::Name;
 use super::flags::{self, Flag, Takes};
+use xlaunch_agent::config::keys;
+use xlaunch_proto::command::quote_line;
+use xlaunch_proto::spec::JobSpec;
 
 /// A command line, split but not yet interpreted.
 #[derive(Debug, Default)]
@@ -21,6 +24,8 @@ pub(super) struct Line {
 #[derive(Debug)]
 pub(super) struct Given {
     pub(super) flag: &'static Flag,
+    /// As on the command line, with its dashes and without its value: `--nproc`, `-r`.
+    pub(super) written: String,
     pub(super) value: Option<OsString>,
 }
 
@@ -73,24 +78,40 @@ impl Line {
 
     /// Adds the flag in `argument` and returns the rest of `rest`, which may begin with its value.
     fn read_flag<'a>(&mut self, argument: &[u8], mut rest: &'a [OsString]) -> Result<&'a [OsString], String> {
-        let (flag, attached) = split(argument)?;
+        let (flag, attached) = split(argument).map_err(|error| self.explain(error, argument, rest))?;
+        let written = written(argument);
         let value = match (flag.takes, attached) {
             (Takes::Nothing | Takes::Optional(_), None) => None,
-            (Takes::Nothing, Some(_)) => return Err(format!("--{} takes no value", flag.name)),
+            (Takes::Nothing, Some(_)) => return Err(format!("{written} takes no value")),
             (_, Some(value)) => Some(OsStr::from_bytes(value).to_owned()),
             (Takes::Value(_), None) => {
-                let (value, after) = following_value(flag, rest)?;
+                let (value, after) = following_value(&written, rest)?;
                 rest = after;
                 Some(value)
             }
         };
         if let Some(why) = flag.refused {
-            return Err(format!("--{} is not supported: {why}", flag.name));
+            return Err(format!("{written} is not supported: {why}"));
         }
-        let written = long_name(argument).unwrap_or_default();
-        self.renamed.extend(flags::renamed(&written).map(|new| (written.into_owned(), new)));
-        self.given.push(Given { flag, value });
+        let name = long_name(argument).unwrap_or_default();
+        self.renamed.extend(flags::renamed(&name).map(|new| (name.into_owned(), new)));
+        self.given.push(Given { flag, written, value });
         Ok(rest)
+    }
+
+    /// Adds to the error about a flag after a training configuration how a training key is set.
+    fn explain(&self, error: String, argument: &[u8], rest: &[OsString]) -> String {
+        let Some(name) = long_name(argument).filter(|_| matches!(self.target, Some(Target::Trainer(_))))
+        else {
+            return error;
+        };
+        let attached =
+            argument.iter().position(|byte| *byte == b'=').map(|at| OsStr::from_bytes(&argument[at + 1..]));
+        let following =
+            rest.first().filter(|next| !next.as_bytes().starts_with(b"--")).map(OsString::as_os_str);
+        let value = attached.or(following).unwrap_or(OsStr::new("VALUE"));
+        let setting = format!("{}={}", training_key(&name.replace('-', "_")), value.display());
+        format!("{error}; a training key is set with `--set {}`", quote_line([OsStr::new(&setting)]))
     }
 
     /// The last flag of this name, which overrides earlier ones.
@@ -116,6 +137,25 @@ fn split(argument: &[u8]) -> Result<(&'static Flag, Option<&[u8]>), String> {
     Ok((flag, (argument.len() > 2).then_some(attached)))
 }
 
+/// The section and the name of the training key that is called `name`, if only one is.
+fn training_key(name: &str) -> String {
+    let known = keys::of(&JobSpec::default());
+    let is_meant = |key: &&String| *key == name || key.split_once('.').is_some_and(|(_, key)| key == name);
+    let mut found = known.iter().filter(is_meant);
+    match (found.next(), found.next()) {
+        (Some(key), None) => key.clone(),
+        _ => format!("SECTION.{name}"),
+    }
+}
+
+/// A flag without its value: `--nproc` of `--nproc=2`, `-r` of `-r3`.
+fn written(argument: &[u8]) -> String {
+    match long_name(argument) {
+        Some(name) => format!("--{name}"),
+        None => argument.iter().take(2).map(|byte| char::from(*byte)).collect(),
+    }
+}
+
 /// `name` of `--name` and `--name=value`.
 fn long_name(argument: &[u8]) -> Option<Cow<'_, str>> {
     let name = argument.strip_prefix(b"--")?.split(|byte| *byte == b'=').next();
@@ -123,18 +163,17 @@ fn long_name(argument: &[u8]) -> Option<Cow<'_, str>> {
 }
 
 /// The value in the next argument. One that looks like a flag is not taken as a value; a negative number is.
-fn following_value<'a>(flag: &Flag, rest: &'a [OsString]) -> Result<(OsString, &'a [OsString]), String> {
+fn following_value<'a>(written: &str, rest: &'a [OsString]) -> Result<(OsString, &'a [OsString]), String> {
     let is_flag = |next: &OsString| {
         next.as_bytes().starts_with(b"-") && next.to_str().is_none_or(|text| text.parse::<f64>().is_err())
     };
     match rest {
         [next, after @ ..] if next == "-" || !is_flag(next) => Ok((next.clone(), after)),
         [next, ..] => Err(format!(
-            "--{} needs a value, but {} follows; write a value that starts with a dash as --{0}=VALUE",
-            flag.name,
+            "{written} needs a value, but {} follows; write a value that starts with a dash as {written}=VALUE",
             next.to_string_lossy()
         )),
-        [] => Err(format!("--{} needs a value", flag.name)),
+        [] => Err(format!("{written} needs a value")),
     }
 }
 
@@ -195,17 +234,31 @@ mod tests {
     #[test]
     fn invalid_flags_are_refused() {
         for (line, words) in [
-            ("--nproc", "--nproc-per-node needs a value"),
+            ("--nproc", "--nproc needs a value"),
+            (
+                "-r --tee 3 x.py",
+                "-r needs a value, but --tee follows; write a value that starts with a dash as -r=VALUE",
+            ),
             (
                 "--role --standalone x.py",
                 "--role needs a value, but --standalone follows; write a value that starts with a dash as --role=VALUE",
             ),
             ("--standalone=1", "--standalone takes no value"),
-            ("-mx", "--module takes no value"),
+            ("-mx", "-m takes no value"),
             ("-x", "unknown flag -x; see --help"),
             (
                 "--print-completion bash",
                 "--print-completion is not supported: `xlaunch gen completions` prints a script",
+            ),
+            ("--lr 3 a.py", "unknown flag --lr; see --help"),
+            ("a.toml --lr 3", "unknown flag --lr; see --help; a training key is set with `--set train.lr=3`"),
+            (
+                "a.toml --min-lr-ratio=0.5",
+                "unknown flag --min-lr-ratio; see --help; a training key is set with `--set train.min_lr_ratio=0.5`",
+            ),
+            (
+                "a.toml --wrong -1",
+                "unknown flag --wrong; see --help; a training key is set with `--set SECTION.wrong=-1`",
             ),
             ("a.toml b", "a.toml is a training configuration and takes no arguments, but there is b"),
         ] {

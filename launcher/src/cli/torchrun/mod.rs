@@ -36,6 +36,9 @@ use reader::{Environment, Reader};
 use xlaunch_agent::Refusal;
 use xlaunch_proto::command::CommandSpec;
 
+/// A subcommand is suggested for a word that is more similar to it than this.
+const MIN_SIMILARITY: f64 = 0.8;
+
 /// The name by which the program was called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Name {
@@ -92,11 +95,7 @@ fn request(name: Name, arguments: &[OsString], environment: Environment<'_>) -> 
         None => Err(nothing_to_launch(name)),
         Some(Target::Trainer(config)) => trainer::launch(&reader, config).map(Request::Trainer),
         Some(Target::Script(argv)) if name == Name::Xlaunch && !is_for_python(&reader, argv)? => {
-            let script = argv.first().map(|script| script.display().to_string()).unwrap_or_default();
-            Err(format!(
-                "{script} does not end in .py or .toml: `xlaunch -- {script}` runs a program, `xlaunch -m {script}` a \
-                 Python module"
-            ))
+            Err(not_a_script(argv))
         }
         Some(Target::Script(argv)) => command(argv, false),
         Some(Target::Program(argv)) => command(argv, true),
@@ -115,6 +114,24 @@ pub(super) fn print_deprecated_flags(name: Name, arguments: &[OsString]) {
 fn is_for_python(reader: &Reader<'_>, argv: &[OsString]) -> Result<bool, String> {
     let is_script = argv.first().is_some_and(|script| script.as_bytes().ends_with(b".py"));
     Ok(is_script || reader.is_set("module")? || reader.is_set("no-python")? || reader.is_set("run-path")?)
+}
+
+/// The error for a target without `--` that is neither a script nor a configuration: perhaps a mistyped subcommand.
+fn not_a_script(argv: &[OsString]) -> String {
+    let script = argv.first().map(|script| script.display().to_string()).unwrap_or_default();
+    let others = format!("`xlaunch -- {script}` runs a program, `xlaunch -m {script}` a Python module");
+    if script == "train" {
+        let config = argv.iter().find(|argument| argument.as_bytes().ends_with(b".toml"));
+        let config = config.map_or("CONFIG.toml".into(), |config| config.to_string_lossy());
+        return format!("training needs no subcommand: `xlaunch {config}`; {others}");
+    }
+    let known = super::subcommands();
+    let similar = known.iter().map(|(name, _)| (strsim::jaro_winkler(name, &script), name));
+    let nearest = similar.max_by(|a, b| a.0.total_cmp(&b.0));
+    match nearest.filter(|(similarity, _)| *similarity > MIN_SIMILARITY && !script.contains(['.', '/'])) {
+        Some((_, name)) => format!("unknown subcommand `{script}`; did you mean `xlaunch {name}`? {others}"),
+        None => format!("{script} does not end in .py or .toml: {others}"),
+    }
 }
 
 fn nothing_to_launch(name: Name) -> String {

@@ -58,7 +58,7 @@ impl Reader<'_> {
     fn written(&self, name: &str) -> Option<(OsString, String)> {
         let Some(given) = self.line.last(name) else { return self.in_environment(name) };
         let value = given.value.clone()?;
-        let source = format!("--{name} {}", value.display());
+        let source = format!("{} {}", given.written, value.display());
         Some((value, source))
     }
 
@@ -68,11 +68,6 @@ impl Reader<'_> {
         let value = (self.environment)(&variable).filter(|value| !value.is_empty())?;
         let source = format!("{variable}={}", value.display());
         Some((value, source))
-    }
-
-    /// Names of all flags on the command line.
-    pub(super) fn names(&self) -> impl Iterator<Item = &'static str> {
-        self.line.given.iter().map(|given| given.flag.name)
     }
 
     /// All values of a flag that may be repeated.

@@ -170,7 +170,9 @@ fn environment_variables_replace_missing_flags() {
 #[test]
 fn invalid_values_are_refused_with_what_was_expected() {
     for (line, words) in [
-        ("--nproc many a.py", "--nproc-per-node many: expected a number from 1, auto, gpu or cpu"),
+        ("--nproc many a.py", "--nproc many: expected a number from 1, auto, gpu or cpu"),
+        ("--nproc_per_node=many a.py", "--nproc_per_node many: expected a number from 1"),
+        ("-t 5 a.py", "-t 5: expected 0 (none), 1 (stdout)"),
         ("--nproc 0 a.py", "expected a number from 1"),
         ("--max-restarts -1 a.py", "--max-restarts -1: expected a whole number"),
         ("--nnodes 2 a.py", "--nnodes 2: several nodes are not supported yet"),
@@ -192,7 +194,15 @@ fn invalid_values_are_refused_with_what_was_expected() {
             "3 workers need a GPU each, but CUDA_VISIBLE_DEVICES=1,0 has 2",
         ),
         ("--set train.lr=1 a.py", "--set is for training configurations"),
-        ("./a.out", "`xlaunch -- ./a.out` runs a program"),
+        ("./a.out", "./a.out does not end in .py or .toml: `xlaunch -- ./a.out` runs a program"),
+        (
+            "statsu",
+            "unknown subcommand `statsu`; did you mean `xlaunch status`? `xlaunch -- statsu` runs a program",
+        ),
+        ("--nproc 2 stauts 7", "did you mean `xlaunch status`?"),
+        ("train t.toml", "training needs no subcommand: `xlaunch t.toml`; `xlaunch -- train` runs a program"),
+        ("train --resume", "training needs no subcommand: `xlaunch CONFIG.toml`"),
+        ("sleep 5", "sleep does not end in .py or .toml"),
         ("", "nothing to launch"),
         ("--standalone", "nothing to launch"),
     ] {

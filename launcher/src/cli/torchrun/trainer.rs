@@ -11,10 +11,11 @@ const TRAINER_FLAGS: [&str; 5] = ["nproc-per-node", "set", "resume", "max-restar
 
 /// The launch of the configuration at `config`.
 pub(super) fn launch(reader: &Reader<'_>, config: &OsStr) -> Result<Launch, String> {
-    if let Some(other) = reader.names().find(|name| !TRAINER_FLAGS.contains(name)) {
+    if let Some(other) = reader.line.given.iter().find(|given| !TRAINER_FLAGS.contains(&given.flag.name)) {
         let allowed = TRAINER_FLAGS.map(|name| format!("--{name}")).join(", ");
         return Err(format!(
-            "--{other} does not apply to training configurations such as {}; they take {allowed}",
+            "{} does not apply to training configurations such as {}; they take {allowed}",
+            other.written,
             config.display()
         ));
     }

@@ -136,7 +136,9 @@ fn failed_and_timed_out_collectives() {
 fn missing_modules_and_scripts() {
     let (what, help) = failed(&traceback("ModuleNotFoundError: No module named 'flash_attn'"));
     assert_eq!(what, "ModuleNotFoundError: No module named 'flash_attn' (/w/t.py, line 7)");
-    assert_eq!(help, "install it for /opt/py/bin/python, or start the workers with the Python that has it");
+    let expected = "install it for /opt/py/bin/python, activate its virtual environment, or run `xlaunch [FLAGS] -- \
+                    /PATH/TO/python SCRIPT.py`";
+    assert_eq!(help, expected);
     let script = "/opt/py/bin/python: can't open file '/w/x.py': [Errno 2] No such file or directory";
     assert_eq!(of(&evidence(Exit::Code(2), script)).0, script);
     assert!(failed("/opt/py/bin/python: No module named tran").1.starts_with("install it"));

@@ -6,9 +6,10 @@ use crate::view::Caller;
 const USER: Caller = Caller { uid: 1000, admin: false };
 const OTHER: Caller = Caller { uid: 1001, admin: false };
 const ADMIN: Caller = Caller { uid: 0, admin: true };
-const RULES: AdmissionRules = AdmissionRules {
+const RULES: AdmissionRules<'_> = AdmissionRules {
     allow_commands: false,
     allow_root: false,
+    how_to_change: "in /etc/daemon.toml, then reload",
     max_per_user: 2,
     only_user: None,
     gpus: 4,
@@ -35,6 +36,20 @@ fn admission_depends_on_user_kind_priority_and_size() {
     let own = AdmissionRules { only_user: Some(1000), allow_commands: true, ..RULES };
     assert_eq!(jobs.admit(USER, &job(false, 0, 1, 0), &own), Ok(()));
     assert!(matches!(refused(OTHER, job(true, 0, 1, 0), &own), CommandError::NotAllowed(_)));
+}
+
+#[test]
+fn refusal_by_a_configuration_key_names_the_file_and_how_a_change_is_applied() {
+    let text = |caller, trainer| {
+        Jobs::default().admit(caller, &job(trainer, 0, 1, 0), &RULES).unwrap_err().to_string()
+    };
+    let root = text(ADMIN, true);
+    assert!(root.ends_with("set jobs.allow_root = true in /etc/daemon.toml, then reload"), "{root}");
+    let command = text(USER, false);
+    assert!(
+        command.ends_with("set jobs.allow_commands = true in /etc/daemon.toml, then reload"),
+        "{command}"
+    );
 }
 
 #[test]
@@ -68,16 +83,19 @@ fn per_user_limit_counts_queued_and_active_jobs() {
 
 #[test]
 fn only_its_user_and_admins_can_cancel_a_job() {
-    let jobs = of([
+    let mut jobs = of([
         submitted(1, 1000, 0, 0),
         submitted(2, 1000, 0, 0),
         starting(2, &[]),
         submitted(3, 1, 0, 0),
         ended(3, 1),
     ]);
+    jobs.jobs.get_mut(&1).unwrap().submitted.user = "anna".into();
+    assert_eq!([1000, 0, 1].map(|uid| jobs.user_label(uid)), ["anna", "root", "1"]);
     assert_eq!(jobs.cancel(OTHER, 1, 0), Err(CommandError::JobNotFound(1)));
     assert_eq!(jobs.cancel(USER, 99, 0), Err(CommandError::JobNotFound(99)));
-    assert!(matches!(jobs.cancel(USER, 1, 0), Ok(Some(Record::Ended { end: End::Cancelled, .. }))));
+    let Ok(Some(Record::Ended { end, reason, .. })) = jobs.cancel(USER, 1, 0) else { panic!() };
+    assert_eq!((end, reason.as_str()), (End::Cancelled, "cancelled by user anna before it started"));
     assert!(matches!(jobs.cancel(ADMIN, 2, 0), Ok(Some(Record::Cancelled { uid: 0, .. }))));
     assert_eq!(jobs.cancel(ADMIN, 3, 0), Ok(None));
     let mut twice = jobs.clone();
