@@ -45,6 +45,8 @@ pub enum Command {
     Cancel {
         caller: Caller,
         job: u64,
+        /// Kill a running job at once.
+        force: bool,
         reply: Reply<Job>,
     },
     Drain {
@@ -89,9 +91,9 @@ impl NodeHandle {
         self.send(|reply| Command::Submit { caller, account, submission: Box::new(submission), reply }).await
     }
 
-    /// Cancels a job.
-    pub async fn cancel(&self, caller: Caller, job: u64) -> Result<Job, CommandError> {
-        self.send(|reply| Command::Cancel { caller, job, reply }).await
+    /// Cancels a job; with `force`, a running one is killed at once.
+    pub async fn cancel(&self, caller: Caller, job: u64, force: bool) -> Result<Job, CommandError> {
+        self.send(|reply| Command::Cancel { caller, job, force, reply }).await
     }
 
     /// Takes the node or these GPUs out of service, or with `undo` puts them back.

@@ -5,6 +5,7 @@
 use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::spec::Invalid;
@@ -82,8 +83,10 @@ pub(crate) struct JobsSection {
     pub(crate) max_gpus_per_user: u32,
     /// Maximum number of workers of CPU jobs that run at a time. Default: the number of cores.
     pub(crate) cpu_workers: Option<u32>,
-    /// Number of ended jobs that are remembered, with their logs.
+    /// Number of ended jobs of each user that are remembered, with their logs.
     pub(crate) keep: usize,
+    /// Maximum time between SIGTERM and SIGKILL of a job's workers, whatever the job asks for.
+    pub(crate) max_grace: Span,
     /// GPUs, by UUID or index, on which no job is placed.
     pub(crate) leave_gpus: Vec<String>,
 }
@@ -97,8 +100,35 @@ impl Default for JobsSection {
             max_gpus_per_user: 0,
             cpu_workers: None,
             keep: 1000,
+            max_grace: Span(Duration::from_secs(120)),
             leave_gpus: Vec::new(),
         }
+    }
+}
+
+/// A span of time as a text: a whole number and a unit, `s`, `m` or `h`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub(crate) struct Span(pub(crate) Duration);
+
+impl TryFrom<String> for Span {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let units = [("s", 1), ("m", 60), ("h", 3600)];
+        let parsed = units.iter().find_map(|(unit, seconds)| {
+            let number: u32 = text.strip_suffix(unit)?.trim_end().parse().ok()?;
+            Some(Self(Duration::from_secs(u64::from(number) * seconds)))
+        });
+        parsed.ok_or_else(|| {
+            format!("\"{text}\" is not a span of time; expected one such as \"120s\" or \"5m\"")
+        })
+    }
+}
+
+impl From<Span> for String {
+    fn from(span: Span) -> Self {
+        format!("{}s", span.0.as_secs())
     }
 }
 
@@ -272,6 +302,20 @@ mod tests {
         ] {
             let error = error(text);
             assert!(error.starts_with(place) && error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn span_of_time_has_a_unit() {
+        let grace = |text: &str| {
+            let config = parse(Path::new("f"), &format!("[jobs]\nmax_grace = {text}"));
+            config.map(|config| config.jobs.max_grace.0)
+        };
+        assert_eq!(grace("\"5m\"").unwrap(), Duration::from_secs(300));
+        assert_eq!(grace("\"90 s\"").unwrap(), Duration::from_secs(90));
+        for text in ["\"5\"", "\"-1s\"", "\"1.5h\"", "\"\"", "5"] {
+            let error = grace(text).unwrap_err().to_string();
+            assert!(error.contains("f:2:"), "{text}: {error}");
         }
     }
 

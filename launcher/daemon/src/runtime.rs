@@ -18,13 +18,23 @@ const MAX_STATUS_BYTES: usize = 128 << 10;
 /// Maximum length of a restart's cause.
 const MAX_CAUSE_CHARS: usize = 500;
 
+/// What is to happen to a job that runs. It only ever rises.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Stop {
+    #[default]
+    No,
+    /// Ask its agent to stop it, and kill it when its grace period is over.
+    Ask,
+    Kill,
+}
+
 /// A job that is followed, or was. The default is a job that an earlier daemon started.
 #[derive(Debug, Default)]
 pub(super) struct JobRuntime {
     /// The agent has introduced itself.
     pub(super) runs: bool,
-    /// Set to true to stop the job.
-    pub(super) stop: watch::Sender<bool>,
+    /// Set to stop the job.
+    pub(super) stop: watch::Sender<Stop>,
     /// The last status, and when it was received.
     pub(super) status: Option<(Arc<StatusReply>, Instant)>,
     /// Loss and throughput of a training job, oldest first.

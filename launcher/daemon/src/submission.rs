@@ -1,5 +1,7 @@
 //! Resolves a submission on this node: what it runs, on how many workers and GPUs. Pure.
 
+use std::time::Duration;
+
 use xlaunch_proto::command::CommandSpec;
 use xlaunch_proto::convert::node::{Submit, Work};
 use xlaunch_proto::spec::{Device, JobSpec};
@@ -12,7 +14,8 @@ use xlaunch_agent::names::file_name;
 /// Maximum length of a job's name in bytes. Names are ASCII.
 const MAX_NAME_BYTES: usize = 64;
 
-/// The job for the journal and for its directory, without id and time. `gpus` is the number of GPUs of the node.
+/// The job for the journal and for its directory, without id and time. `gpus` is the number of GPUs of the node. A longer
+/// shutdown timeout than `max_grace` is shortened to that.
 ///
 /// # Errors
 /// [`CommandError::Invalid`] if it asks for something that contradicts itself or that the daemon decides.
@@ -20,8 +23,15 @@ pub(crate) fn resolve(
     submission: Submit,
     uid: u32,
     gpus: u32,
+    max_grace: Duration,
 ) -> Result<(Submitted, Description), CommandError> {
-    let Submit { request_id, work_dir, environment, work, name, priority, gpus: wanted, .. } = submission;
+    let Submit { request_id, work_dir, environment, mut work, name, priority, gpus: wanted, .. } = submission;
+    match &mut work {
+        Work::Trainer(spec) => {
+            spec.launch.shutdown_timeout = spec.launch.shutdown_timeout.min(max_grace.as_secs_f64());
+        }
+        Work::Command(spec) => spec.shutdown_timeout = spec.shutdown_timeout.min(max_grace),
+    }
     let size = match &work {
         Work::Trainer(spec) => trainer_size(spec, wanted, gpus > 0)?,
         Work::Command(spec) => command_size(spec, wanted, gpus)?,
@@ -152,15 +162,17 @@ mod tests {
         Work::Trainer(Box::new(spec))
     }
 
+    const MAX_GRACE: Duration = Duration::from_secs(60);
+
     /// Workers and GPUs.
     fn size(work: Work, wanted: Option<u32>, node: u32) -> (u32, u32) {
-        let (submitted, description) = resolve(submission(work, wanted), 1, node).unwrap();
+        let (submitted, description) = resolve(submission(work, wanted), 1, node, MAX_GRACE).unwrap();
         assert_eq!(submitted.workers, description.workers);
         (submitted.workers, submitted.gpus)
     }
 
     fn refusal(work: Work, wanted: Option<u32>, node: u32) -> String {
-        resolve(submission(work, wanted), 1, node).unwrap_err().to_string()
+        resolve(submission(work, wanted), 1, node, MAX_GRACE).unwrap_err().to_string()
     }
 
     #[test]
@@ -198,11 +210,28 @@ mod tests {
     }
 
     #[test]
+    fn grace_period_is_at_most_the_operators() {
+        let shutdown_timeout = |seconds: u64| {
+            let timeout = Duration::from_secs(seconds);
+            let spec = CommandSpec { shutdown_timeout: timeout, ..command(Nproc::Count(1)) };
+            let (submitted, description) = resolve(submission(work(spec), None), 1, 0, MAX_GRACE).unwrap();
+            let Work::Command(spec) = description.work else { panic!() };
+            (submitted.shutdown_timeout, spec.shutdown_timeout.as_secs_f64())
+        };
+        assert_eq!([5, 1_000_000].map(shutdown_timeout), [(5.0, 5.0), (60.0, 60.0)]);
+        let mut spec = JobSpec::default();
+        spec.launch.shutdown_timeout = 1e9;
+        let (submitted, _) =
+            resolve(submission(Work::Trainer(Box::new(spec)), None), 1, 0, MAX_GRACE).unwrap();
+        assert_eq!(submitted.shutdown_timeout, 60.0);
+    }
+
+    #[test]
     fn jobs_are_named_by_the_user_or_after_the_program() {
         let named = |name: &str| {
             let spec = CommandSpec::new(Program::Binary("/bin/true".into()), vec!["a".into()]);
             let submission = Submit { name: name.into(), ..submission(work(spec), None) };
-            resolve(submission, 1, 0).unwrap().0
+            resolve(submission, 1, 0, MAX_GRACE).unwrap().0
         };
         assert_eq!((named("").name.as_str(), named("../x\ny").name.as_str()), ("true", "_._x_y"));
         assert_eq!(named("").command_line, "/bin/true a");

@@ -15,6 +15,9 @@ pub(super) struct Cancel {
     /// Job numbers, as shown by `xlaunch jobs`
     #[arg(value_name = "JOB", required = true)]
     jobs: Vec<String>,
+    /// Kill running jobs at once, without a checkpoint
+    #[arg(long)]
+    force: bool,
     /// Print the cancelled jobs as a JSON list
     #[arg(long)]
     json: bool,
@@ -43,7 +46,7 @@ impl CancelResults {
 pub(super) async fn run(options: Cancel) -> Result<ExitCode, QueryError> {
     let jobs = options.jobs.iter().map(|text| job_number(text)).collect::<Result<Vec<_>, _>>()?;
     let mut daemon = DaemonClient::connect(&options.daemon).await?;
-    let results = cancel_all(&mut daemon, &jobs).await;
+    let results = cancel_all(&mut daemon, &jobs, options.force).await;
     if !results.errors.is_empty() {
         print_note(&results.errors);
     }
@@ -61,10 +64,10 @@ fn job_number(text: &str) -> Result<u64, Refusal> {
 }
 
 /// Cancels every job that can be cancelled.
-pub(super) async fn cancel_all(daemon: &mut DaemonClient, jobs: &[u64]) -> CancelResults {
+pub(super) async fn cancel_all(daemon: &mut DaemonClient, jobs: &[u64], force: bool) -> CancelResults {
     let mut results = CancelResults { jobs: Vec::new(), errors: String::new(), exit: ExitCode::Done };
     for &job in jobs {
-        match daemon.cancel(job).await {
+        match daemon.cancel(job, force).await {
             Ok(job) => results.jobs.push(job),
             Err(refusal) => {
                 results.errors += &format!("error: {}\n", refusal.message);

@@ -251,7 +251,7 @@ async fn logs_are_passed_on_unchanged() {
 #[tokio::test]
 async fn unknown_job_does_not_prevent_cancelling_the_others() {
     let fake = FakeDaemon::start().await;
-    let results = within_a_minute(cancel::cancel_all(&mut fake.connect().await, &[1, 3, 2])).await;
+    let results = within_a_minute(cancel::cancel_all(&mut fake.connect().await, &[1, 3, 2], false)).await;
     assert_eq!(fake.with_state(|state| state.cancelled.clone()), [1, 2]);
     assert_eq!(results.exit, ExitCode::WorkerFailed);
     assert_eq!(results.text(), "job 1 is stopping\njob 2 is stopping\n");

@@ -18,7 +18,7 @@ pub(super) struct Stop {
 
 pub(super) async fn run(options: Stop) -> Result<ExitCode, QueryError> {
     let answer = match options.target.server("stop").await? {
-        Server::Daemon(mut daemon, id) => job::cancelled(&daemon.cancel(id).await?),
+        Server::Daemon(mut daemon, id) => job::cancelled(&daemon.cancel(id, false).await?),
         Server::Agents(launches) => {
             let launch = launches.one().await?;
             let mut agent = launches::connect(&launch).await?;

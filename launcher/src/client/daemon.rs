@@ -150,9 +150,9 @@ impl DaemonClient {
         }
     }
 
-    /// Ends a job. Its reply says whether the job is stopping, was cancelled, or had ended before.
-    pub(crate) async fn cancel(&mut self, job: u64) -> Result<Job, Refusal> {
-        let reply = self.client.cancel(CancelRequest { job }).await;
+    /// Ends a job; with `force`, kills it. The reply says whether the job is stopping, was cancelled, or had ended.
+    pub(crate) async fn cancel(&mut self, job: u64, force: bool) -> Result<Job, Refusal> {
+        let reply = self.client.cancel(CancelRequest { job, force }).await;
         self.check(reply)
     }
 

@@ -199,7 +199,8 @@ fn survives_kill_at(kill_at: usize) -> bool {
     case.drain(false);
     submit(&mut case, "second");
     submit(&mut case, "third");
-    let cancelled = case.call(async |client| Ok(client.cancel(CancelRequest { job: 3 }).await?.into_inner()));
+    let cancelled = case
+        .call(async |client| Ok(client.cancel(CancelRequest { job: 3, force: false }).await?.into_inner()));
     assert_eq!(cancelled.state(), Cancelled, "{cancelled:?}");
     case.drain(true);
     for (id, job) in &ids[..2] {

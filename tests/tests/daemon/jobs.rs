@@ -11,6 +11,7 @@ xlaunch_harness::tests! {
     submit_wait_returns_exit_code_and_report,
     queued_jobs_start_by_priority_and_order,
     cancel_kills_all_processes_of_the_job,
+    forced_cancel_kills_a_job_that_ignores_sigterm,
     second_daemon_is_refused_and_invalid_configuration_is_reported,
     job_that_cannot_start_says_why,
     oldest_finished_jobs_are_forgotten;
@@ -61,6 +62,20 @@ fn queued_jobs_start_by_priority_and_order() {
     node.write("go", "");
     node.wait(low, "done");
     assert_eq!(node.lines("order"), ["first", "next", "low"]);
+}
+
+fn forced_cancel_kills_a_job_that_ignores_sigterm() {
+    let node = Node::new("max_grace = \"1h\"");
+    let script = "trap '' TERM; echo up; sleep 1000 & wait; wait";
+    let shell = ["--shutdown-timeout", "3600", "--no-python", "sh", "-c", script];
+    let job = node.submit(&shell);
+    let text = job.to_string();
+    wait_for("output", || node.run(&["logs", &text]).stdout.contains("up").then_some(()));
+    assert_eq!(node.run(&["cancel", &text]).code, 0);
+    node.wait(job, "stopping");
+    assert_eq!(node.run(&["cancel", "--force", &text]).code, 0);
+    let killed = node.wait(job, "cancelled");
+    assert_eq!(killed["reason"], "killed by `cancel --force`", "{killed}");
 }
 
 fn cancel_kills_all_processes_of_the_job() {

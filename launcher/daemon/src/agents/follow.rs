@@ -24,6 +24,7 @@ use super::connect::connect;
 use super::process::AgentProcess;
 use super::{AgentExit, AgentStart, AgentStarter};
 use crate::files::{Identity, JobDirs, JobResult, is_full};
+use crate::runtime::Stop;
 use xlaunch_agent::registry::SOCKET;
 
 /// Time for an agent to introduce itself. Longer than it waits for a full disk before it gives up.
@@ -63,14 +64,14 @@ pub(crate) enum AgentEvent {
 }
 
 /// Follows a start to its end and sends its events with the job's id. `fresh`: starts the agent; otherwise an earlier
-/// daemon has started it, or was about to. When `stop` becomes true, the job is stopped.
+/// daemon has started it, or was about to. `stop` says when the job is stopped.
 pub(crate) async fn follow(
     job_start: JobStart,
     fresh: bool,
     dirs: JobDirs,
     starter: Arc<AgentStarter>,
     events: mpsc::Sender<(u64, AgentEvent)>,
-    stop: watch::Receiver<bool>,
+    stop: watch::Receiver<Stop>,
 ) {
     let job = job_start.job;
     let follower = Follower { job_start, dirs, starter, events, stop };
@@ -84,7 +85,7 @@ struct Follower {
     dirs: JobDirs,
     starter: Arc<AgentStarter>,
     events: mpsc::Sender<(u64, AgentEvent)>,
-    stop: watch::Receiver<bool>,
+    stop: watch::Receiver<Stop>,
 }
 
 impl Follower {
@@ -119,7 +120,7 @@ impl Follower {
             match self.try_start().await {
                 Err(error) if is_full(&error) => tokio::select! {
                     () = tokio::time::sleep(DISK_RETRY_DELAY) => {}
-                    () = self.stop_requested() => return Err(error),
+                    () = self.stop_requested(Stop::Ask) => return Err(error),
                 },
                 started => return started,
             }
@@ -195,12 +196,17 @@ impl Follower {
         let mut client = Client { socket, uid: self.job_start.uid, connected: None };
         // When a stopped agent is killed; `None` until a stop is requested.
         let mut kill_at: Option<Instant> = None;
-        let mut stop_sent = false;
+        let (mut stop_sent, mut killed) = (false, false);
         loop {
             tokio::select! {
                 biased;
                 () = agent.exited() => return,
-                () = self.stop_requested(), if kill_at.is_none() => {
+                () = self.stop_requested(Stop::Kill), if !killed => {
+                    killed = true;
+                    agent.kill();
+                    self.starter.kill(self.job_start.job).await;
+                }
+                () = self.stop_requested(Stop::Ask), if kill_at.is_none() => {
                     kill_at = Some(Instant::now() + self.job_start.shutdown_timeout + AGENT_STOP_MARGIN);
                     poll.reset_immediately();
                 }
@@ -226,9 +232,10 @@ impl Follower {
         }
     }
 
-    /// Waits until the job is to be stopped: forever if the manager is gone, since the job outlives the daemon.
-    async fn stop_requested(&self) {
-        if self.stop.clone().wait_for(|stop| *stop).await.is_err() {
+    /// Waits until the job is to be stopped in this way: forever if the manager is gone, since the job outlives the
+    /// daemon.
+    async fn stop_requested(&self, how: Stop) {
+        if self.stop.clone().wait_for(|stop| *stop >= how).await.is_err() {
             std::future::pending().await
         }
     }

@@ -8,6 +8,7 @@ use xlaunch_proto::v1::{Job, NodeStatus};
 use super::Manager;
 use crate::commands::{Command, CommandError, Reply};
 use crate::files::Description;
+use crate::runtime::Stop;
 use crate::state::commands::AdmissionRules;
 use crate::state::{Jobs, Record};
 use crate::submission;
@@ -22,8 +23,8 @@ impl Manager {
                 let result = self.submit(caller, account, *submission);
                 self.reply(reply, result);
             }
-            Command::Cancel { caller, job, reply } => {
-                let result = self.cancel(caller, job);
+            Command::Cancel { caller, job, force, reply } => {
+                let result = self.cancel(caller, job, force);
                 self.reply(reply, result);
             }
             Command::Drain { caller, gpus, undo, reason, reply } => {
@@ -49,7 +50,8 @@ impl Manager {
             return Ok((self.job_message(job)?, true));
         }
         let gpus = u32::try_from(self.gpus.borrow().gpus.len()).unwrap_or(u32::MAX);
-        let (mut submitted, mut description) = submission::resolve(submission, caller.uid, gpus)?;
+        let (mut submitted, mut description) =
+            submission::resolve(submission, caller.uid, gpus, self.config.borrow().max_grace.0)?;
         self.jobs.admit(caller, &submitted, &self.admission_rules())?;
         let job = self.jobs.submitted + 1;
         (submitted.job, submitted.at, description.job) = (job, unix_ms(), job);
@@ -66,7 +68,7 @@ impl Manager {
         })
     }
 
-    fn cancel(&mut self, caller: Caller, job: u64) -> Result<Job, CommandError> {
+    fn cancel(&mut self, caller: Caller, job: u64, force: bool) -> Result<Job, CommandError> {
         if let Some(record) = self.jobs.cancel(caller, job, unix_ms())? {
             self.write(record)?;
             info!(
@@ -75,9 +77,12 @@ impl Manager {
                 "job {job} is cancelled by user {}",
                 self.jobs.user_label(caller.uid)
             );
-            if let Some(runtime) = self.runtime.get(&job) {
-                runtime.stop.send_replace(true);
-            }
+        }
+        // Also of a job that is cancelled already: it may have to be killed now. `Jobs::cancel` has checked the caller.
+        if self.is_cancelled(job)
+            && let Some(runtime) = self.runtime.get(&job)
+        {
+            runtime.stop.send_modify(|stop| *stop = (*stop).max(if force { Stop::Kill } else { Stop::Ask }));
         }
         self.job_message(job)
     }

@@ -26,7 +26,7 @@ use super::config::JobsSection;
 use super::files::{JobDirs, JobResult};
 use super::gpus::{GpuFacts, GpuMonitor, Inventory};
 use super::journal::Journal;
-use super::runtime::JobRuntime;
+use super::runtime::{JobRuntime, Stop};
 use super::state::schedule::{GpuSlot, Resources, Schedule, schedule};
 use super::state::{End, Entry, Jobs, Phase, Record, bounded};
 use super::view::NodeView;
@@ -37,8 +37,6 @@ use xlaunch_agent::clock::unix_ms;
 const AGENT_EVENT_CAPACITY: usize = 1024;
 /// Interval of watchdog notifications, and of attempts to rewrite a journal that could not be written.
 const MANAGER_TICK_INTERVAL: Duration = Duration::from_secs(5);
-/// Bound on the shutdown timeout that a user sets, so that deadlines do not overflow.
-const MAX_SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1_000_000);
 
 /// What the manager works with.
 #[derive(Debug)]
@@ -238,16 +236,13 @@ impl Manager {
     }
 
     fn on_lost(&mut self, job: u64, reason: &str) {
-        let (reason, report) = (reason.to_owned(), String::new());
-        self.record_event(Record::Ended {
-            job,
-            end: End::Lost,
-            exit: None,
-            reason,
-            report,
-            at: unix_ms(),
-            order: 0,
-        });
+        let is_killed = self.runtime.get(&job).is_some_and(|runtime| *runtime.stop.borrow() == Stop::Kill);
+        let (end, reason) = match is_killed {
+            true => (End::Cancelled, "killed by `cancel --force`".to_owned()),
+            false => (End::Lost, reason.to_owned()),
+        };
+        let (exit, report) = (None, String::new());
+        self.record_event(Record::Ended { job, end, exit, reason, report, at: unix_ms(), order: 0 });
     }
 
     fn on_not_started(&mut self, job: u64, reason: Option<String>) {
@@ -294,6 +289,7 @@ impl Manager {
         else {
             return;
         };
+        let max_grace = self.config.borrow().max_grace.0;
         let job_start = JobStart {
             job,
             start: *start,
@@ -301,10 +297,10 @@ impl Manager {
             uid: submitted.uid,
             gpus: gpus.clone(),
             shutdown_timeout: Duration::try_from_secs_f64(submitted.shutdown_timeout)
-                .map_or(MAX_SHUTDOWN_TIMEOUT, |timeout| timeout.min(MAX_SHUTDOWN_TIMEOUT)),
+                .map_or(max_grace, |timeout| timeout.min(max_grace)),
         };
         let runtime = JobRuntime::new(fresh);
-        runtime.stop.send_replace(cancelled.is_some());
+        runtime.stop.send_replace(if cancelled.is_some() { Stop::Ask } else { Stop::No });
         let stop = runtime.stop.subscribe();
         let (dirs, starter) = (self.dirs.clone(), self.starter.clone());
         tokio::spawn(follow(job_start, fresh, dirs, starter, self.events.clone(), stop));

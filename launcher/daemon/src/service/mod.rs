@@ -237,9 +237,16 @@ impl Node for Service {
 
     async fn cancel(&self, request: Request<CancelRequest>) -> Result<Response<Job>, Status> {
         let (call, caller) = self.caller(&request).await?;
-        let job = request.get_ref().job;
-        let result = self.node.cancel(caller, job).await.map_err(to_status);
-        tracing::info!(uid = caller.uid, pid = call.peer.pid, job, refusal = refusal(&result), "cancel");
+        let CancelRequest { job, force } = *request.get_ref();
+        let result = self.node.cancel(caller, job, force).await.map_err(to_status);
+        tracing::info!(
+            uid = caller.uid,
+            pid = call.peer.pid,
+            job,
+            force,
+            refusal = refusal(&result),
+            "cancel"
+        );
         result.map(Response::new)
     }
 

@@ -202,7 +202,7 @@ async fn commands_are_validated_and_manager_errors_become_status_codes() {
     let error = ann.submit(SubmitRequest { work_dir: "here".into(), ..submit() }).await.unwrap_err();
     assert_eq!(error.code(), Code::InvalidArgument);
     assert!(error.message().contains("work_dir"), "{error}");
-    assert_eq!(ann.cancel(CancelRequest { job: 5 }).await.unwrap().into_inner().id, 5);
+    assert_eq!(ann.cancel(CancelRequest { job: 5, force: false }).await.unwrap().into_inner().id, 5);
 
     let refusals = [
         (CommandError::NotAllowed("no".into()), Code::PermissionDenied),
@@ -216,7 +216,7 @@ async fn commands_are_validated_and_manager_errors_become_status_codes() {
         let mut admin = case.client(ADMIN).await;
         let errors = [
             admin.submit(submit()).await.unwrap_err(),
-            admin.cancel(CancelRequest { job: 5 }).await.unwrap_err(),
+            admin.cancel(CancelRequest { job: 5, force: false }).await.unwrap_err(),
             admin.drain(DrainRequest::default()).await.unwrap_err(),
         ];
         errors.iter().for_each(|error| {

@@ -47,7 +47,7 @@ impl Feed {
     pub(super) fn cancel(&self, job: u64) {
         let (mut daemon, sender) = (self.daemon.clone(), self.sender.clone());
         tokio::spawn(async move {
-            let notice = match daemon.cancel(job).await {
+            let notice = match daemon.cancel(job, false).await {
                 Ok(job) => job::cancelled(&job),
                 Err(refusal) => refusal.message,
             };
