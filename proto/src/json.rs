@@ -15,7 +15,8 @@ pub fn node(node: &NodeStatus) -> Value {
         "host": node.host, "version": node.version, "daemon_pid": node.daemon_pid,
         "started_unix_seconds": node.started_unix_seconds, "drained": node.drained, "cores": node.cores,
         "jobs_queued": node.jobs_queued, "jobs_running": node.jobs_running, "jobs_ended": node.jobs_ended,
-        "gpu_problem": node.gpu_problem, "gpus": node.gpus.iter().map(gpu).collect::<Vec<_>>(),
+        "gpu_problem": node.gpu_problem, "page_problem": node.page_problem,
+        "gpus": node.gpus.iter().map(gpu).collect::<Vec<_>>(),
     })
 }
 

@@ -12,6 +12,9 @@ pub(crate) fn table(node: &NodeStatus, now: u64, width: usize) -> String {
     if !node.drained.is_empty() {
         out += &format!("drained: {}\n", escape(&node.drained));
     }
+    if !node.page_problem.is_empty() {
+        out += &format!("page: {}\n", escape(&node.page_problem));
+    }
     if !node.gpu_problem.is_empty() {
         out += &format!("GPUs unknown: {}\n", escape(&node.gpu_problem));
     }

@@ -9,7 +9,8 @@ use serde_json::Value;
 use xlaunch_tests::{Node, Process, requirements, send_signal, wait_for};
 
 xlaunch_harness::tests! {
-    http_api_and_metrics_agree_with_grpc;
+    http_api_and_metrics_agree_with_grpc,
+    taken_address_of_the_page_does_not_end_the_daemon;
     needs requirements::promtool:
     promtool_accepts_metrics_and_alerts;
     needs requirements::browser:
@@ -116,6 +117,20 @@ fn http_api_and_metrics_agree_with_grpc() {
     assert_eq!(case.api("node")["node"], node);
     let states: Vec<_> = node["gpus"].as_array().unwrap().iter().map(|gpu| gpu["state"].clone()).collect();
     assert_eq!(states, ["held", "free", "foreign", "sick"]);
+}
+
+fn taken_address_of_the_page_does_not_end_the_daemon() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let node = Node::new(&format!("[web]\nlisten = \"{address}\""));
+    let problem = || node.json(&["node"])["page_problem"].as_str().unwrap().to_owned();
+    assert!(problem().contains(&address), "{}", problem());
+    let job = node.submit_shell("true");
+    node.wait(job, "done");
+    assert!(node.run(&["node"]).stdout.contains(&format!("page: failed to serve the page on {address}")));
+    drop(taken);
+    wait_for("the page", || TcpStream::connect(&address).ok());
+    wait_for("no problem", || problem().is_empty().then_some(()));
 }
 
 /// Runs `promtool` with this input, which it must accept.

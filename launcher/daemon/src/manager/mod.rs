@@ -52,6 +52,8 @@ pub(crate) struct Setup {
     pub(crate) config: watch::Receiver<JobsSection>,
     /// Where `config` is set and how a change is applied, for messages: `in FILE, then ...`.
     pub(crate) how_to_configure: String,
+    /// Why the page is not served, if there is one.
+    pub(crate) page_problem: Option<watch::Receiver<String>>,
     pub(crate) cores: u32,
     /// The fields that never change.
     pub(crate) node: NodeStatus,
@@ -81,12 +83,24 @@ pub(crate) async fn run(
             Some((job, event)) = events.recv() => manager.on_agent_event(job, event),
             Ok(()) = manager.gpus.changed() => {}
             Ok(()) = manager.config.changed() => {}
+            () = changed(&mut manager.page_problem) => {}
             _ = tick.tick() => {
                 manager.rewrite_journal_if_needed();
                 on_tick(&manager.published.node);
             }
         }
         manager.settle();
+    }
+}
+
+/// Waits for a change of a value that may not exist.
+async fn changed(value: &mut Option<watch::Receiver<String>>) {
+    let is_gone = match value {
+        Some(receiver) => receiver.changed().await.is_err(),
+        None => std::future::pending().await,
+    };
+    if is_gone {
+        *value = None;
     }
 }
 
@@ -99,6 +113,7 @@ struct Manager {
     gpus: watch::Receiver<Inventory>,
     config: watch::Receiver<JobsSection>,
     how_to_configure: String,
+    page_problem: Option<watch::Receiver<String>>,
     cores: u32,
     base: NodeStatus,
     events: mpsc::Sender<(u64, AgentEvent)>,
@@ -124,8 +139,8 @@ impl Manager {
         events: mpsc::Sender<(u64, AgentEvent)>,
         view: watch::Sender<Arc<NodeView>>,
     ) -> Self {
-        let Setup { journal, jobs, dirs, starter, gpu_monitor, gpus, config, how_to_configure, cores, node } =
-            setup;
+        let Setup { journal, jobs, dirs, starter, gpu_monitor, gpus, config, .. } = setup;
+        let Setup { how_to_configure, page_problem, cores, node, .. } = setup;
         Self {
             changed: jobs.jobs.keys().copied().collect(),
             journal,
@@ -136,6 +151,7 @@ impl Manager {
             gpus,
             config,
             how_to_configure,
+            page_problem,
             cores,
             base: node,
             events,

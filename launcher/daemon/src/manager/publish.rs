@@ -13,7 +13,11 @@ use xlaunch_agent::registry::SOCKET;
 
 impl Manager {
     pub(super) fn node_message(&self) -> NodeStatus {
-        snapshot::node(&self.base, &self.jobs, &self.gpus.borrow(), &self.config.borrow().leave_gpus)
+        let page_problem = self.page_problem.as_ref().map(|problem| problem.borrow().clone());
+        NodeStatus {
+            page_problem: page_problem.unwrap_or_default(),
+            ..snapshot::node(&self.base, &self.jobs, &self.gpus.borrow(), &self.config.borrow().leave_gpus)
+        }
     }
 
     pub(super) fn job_message(&mut self, job: u64) -> Result<Job, CommandError> {

@@ -8,6 +8,7 @@
 //! progress.
 
 mod open;
+mod page;
 
 use std::io;
 use std::path::PathBuf;
@@ -24,13 +25,14 @@ use tracing::{error, info};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::NodeStatus;
 
+use self::page::Page;
 use super::commands::NodeHandle;
 use super::config::{self, DaemonConfig, JobsSection};
 use super::gpus::GpuMonitor;
 use super::manager::{self, Setup};
+use super::service;
 use super::service::access::Access;
 use super::view::NodeView;
-use super::{service, web};
 use xlaunch_agent::Refusal;
 use xlaunch_agent::clock;
 use xlaunch_agent::devices;
@@ -104,7 +106,7 @@ struct App {
     /// Path or name of `listener`, for the log.
     socket: String,
     access: Access,
-    page: Option<web::Listener>,
+    page: Option<Page>,
     reload: watch::Sender<JobsSection>,
     notifier: Notifier,
 }
@@ -117,7 +119,7 @@ impl App {
         let starter = open::agent_starter(&config, options.foreground, root).await?;
         let (listener, socket) = open::socket(&config, options.foreground, root).await?;
         let page = match &config.web.listen {
-            Some(listen) => Some(open::page(listen).await?),
+            Some(listen) => Some(Page::open(listen).await?),
             None => None,
         };
         let (gpu_monitor, gpus) = GpuMonitor::start().map_err(|error| internal(&error))?;
@@ -133,6 +135,7 @@ impl App {
             gpus,
             config: jobs_config,
             how_to_configure: how_to_configure(options),
+            page_problem: page.as_ref().map(Page::problem),
             cores,
             node: NodeStatus {
                 host: devices::host_name(),
@@ -164,18 +167,11 @@ impl App {
         }
         let shutdown = watch::Sender::new(false);
         let mut services = JoinSet::new();
-        services.spawn(service::serve(listener, node.clone(), access, shutdown_requested(&shutdown)));
-        if let Some(page) = page {
-            let logs = service::log_tail(node.clone());
-            let shutdown = shutdown_requested(&shutdown);
-            services.spawn(async {
-                web::serve(page, node, logs, shutdown).await;
-                Ok(())
-            });
-        }
+        services.spawn(service::serve(listener, node.clone(), access, requested(shutdown.subscribe())));
+        let page = page.map(|page| tokio::spawn(page.serve(node, shutdown.subscribe())));
         info!("listening on {socket}");
         notifier.notify(&[NotifyState::Ready]);
-        Ok(Running { manager, services, signals, shutdown, reload, notifier })
+        Ok(Running { manager, services, page, signals, shutdown, reload, notifier })
     }
 }
 
@@ -183,6 +179,7 @@ impl App {
 struct Running {
     manager: JoinHandle<()>,
     services: JoinSet<io::Result<()>>,
+    page: Option<JoinHandle<()>>,
     signals: Signals,
     shutdown: watch::Sender<bool>,
     reload: watch::Sender<JobsSection>,
@@ -232,9 +229,17 @@ impl Running {
     async fn drain(mut self) {
         self.shutdown.send_replace(true);
         // What has not finished in time ends with the process.
-        let drained = async { while self.services.join_next().await.is_some() {} };
+        let mut page = self.page.take();
+        let drained = async {
+            while self.services.join_next().await.is_some() {}
+            if let Some(page) = &mut page {
+                // It reports its own failures.
+                let _ = page.await;
+            }
+        };
         let _ = tokio::time::timeout(DRAIN_TIMEOUT, drained).await;
         self.services.abort_all();
+        page.inspect(JoinHandle::abort);
         // The manager ends when the services have dropped their handles, after the record that it is writing.
         let _ = tokio::time::timeout(DRAIN_TIMEOUT, self.manager).await;
     }
@@ -276,13 +281,10 @@ fn summary(node: &NodeStatus) -> String {
     format!("{} running, {} queued{drained}", node.jobs_running, node.jobs_queued)
 }
 
-/// A future that resolves when the daemon shuts down.
-fn shutdown_requested(shutdown: &watch::Sender<bool>) -> impl Future<Output = ()> + use<> {
-    let mut receiver = shutdown.subscribe();
-    async move {
-        // An error means that the sender was dropped, which is a shutdown too.
-        let _ = receiver.wait_for(|shutdown| *shutdown).await;
-    }
+/// Waits until the daemon shuts down.
+async fn requested(mut shutdown: watch::Receiver<bool>) {
+    // An error means that the sender was dropped, which is a shutdown too.
+    let _ = shutdown.wait_for(|shutdown| *shutdown).await;
 }
 
 fn internal(error: &io::Error) -> Refusal {

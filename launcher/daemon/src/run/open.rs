@@ -13,8 +13,8 @@ use crate::agents::AgentStarter;
 use crate::config::{Agents, DaemonConfig};
 use crate::files::JobDirs;
 use crate::journal::{Journal, Replay};
+use crate::service;
 use crate::state::{Jobs, Record};
-use crate::{service, web};
 use xlaunch_agent::Refusal;
 use xlaunch_agent::spawn::sys;
 
@@ -109,15 +109,8 @@ pub(super) async fn socket(
     Ok((listener, socket.display().to_string()))
 }
 
-/// The listener of the page, `web.listen`.
-pub(super) async fn page(listen: &str) -> Result<web::Listener, Refusal> {
-    let refused = |message: String| Refusal::new(ExitCode::Usage, message);
-    let listen = web::Listen::parse(listen).map_err(refused)?;
-    let bound = retry_while_in_use(async || web::Listener::bind(&listen).await).await;
-    bound.map_err(|error| refused(error.to_string()))
-}
-
-async fn retry_while_in_use<T>(bind: impl AsyncFn() -> io::Result<T>) -> io::Result<T> {
+/// Retries for [`BIND_TIMEOUT`] while the address is in use.
+pub(super) async fn retry_while_in_use<T>(bind: impl AsyncFn() -> io::Result<T>) -> io::Result<T> {
     let deadline = Instant::now() + BIND_TIMEOUT;
     loop {
         match bind().await {
