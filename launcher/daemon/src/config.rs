@@ -139,6 +139,8 @@ pub(crate) struct WebSection {
     /// A loopback address with a port, such as `127.0.0.1:9470`, or `unix:/PATH`. Nothing is served by default. Every
     /// user who can connect sees all jobs.
     pub(crate) listen: Option<String>,
+    /// Show the jobs' logs to all users who can connect, whoever they belong to.
+    pub(crate) show_logs: bool,
 }
 
 /// Reads and validates the file at `path`, or the default file, which may be missing: `/etc/xlaunch/daemon.toml` for

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! <state>/jobs/<id>/            owned by the daemon; other users can traverse it
-//!     job.json                  the submission with its environment; readable by the daemon only
+//!     job.json                  the submission with its environment; readable by the daemon only; until the job ends
 //!     start-<start>.json        the same for one start, with its GPUs; the agent's standard input
 //!     agent/                    owned by the job's user, mode 0700
 //!         ticket-<start>        exists until this start is claimed by its agent or revoked by the daemon
@@ -200,6 +200,21 @@ impl JobDirs {
         lock.is_ok_and(|file| matches!(file.try_lock_shared(), Err(std::fs::TryLockError::WouldBlock)))
     }
 
+    /// Removes the submission with its environment, which may hold secrets, once the job has ended.
+    pub(crate) fn remove_submission(&self, job: u64) -> io::Result<()> {
+        let entries = match std::fs::read_dir(self.job(job)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            entries => entries?,
+        };
+        for entry in entries {
+            let entry = entry?;
+            if entry.file_type()?.is_file() {
+                std::fs::remove_file(entry.path())?;
+            }
+        }
+        Ok(())
+    }
+
     /// Removes the job's directory, and what is in it in the background.
     pub(crate) fn remove(&self, job: u64) -> io::Result<()> {
         self.trash.remove(&self.job(job))
@@ -365,6 +380,11 @@ mod tests {
             [0o600, 0o600, 0o700]
         );
         assert_eq!((mode(dir.clone()), dirs.all()), (0o711, vec![1]));
+        dirs.remove_submission(1).unwrap();
+        assert_eq!(
+            ["job.json", "start-1.json", "agent"].map(|name| dir.join(name).exists()),
+            [false, false, true]
+        );
         dirs.remove(1).unwrap();
         assert!(!dir.exists());
     }

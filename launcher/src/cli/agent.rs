@@ -49,7 +49,7 @@ pub(super) struct Agent {
     prepared: bool,
 }
 
-/// Runs the job. Output of this process goes to `agent.log`, except errors before the start was claimed.
+/// Runs the job. Output of this process goes to `agent.log`.
 pub(super) async fn run(options: &Agent, trainer: Trainer) -> ExitCode {
     match claim(options) {
         Ok(Some(start)) => start.finish(trainer).await,
@@ -79,7 +79,11 @@ fn claim(options: &Agent) -> io::Result<Option<ClaimedStart>> {
         )));
     }
     let problem = match options.prepared {
-        false => Some(prepare(&description, &dir)),
+        false => {
+            // First: what the user's environment loads must find no descriptor of the daemon or the system's journal.
+            redirect_output(&dir.join("agent.log"))?;
+            Some(prepare(&description, &dir))
+        }
         true => None,
     };
     let lock = std::fs::OpenOptions::new()
@@ -92,7 +96,7 @@ fn claim(options: &Agent) -> io::Result<Option<ClaimedStart>> {
     if !files::claim(&dir, description.start)? {
         return Ok(None);
     }
-    redirect_output(&dir.join("agent.log"))?;
+    stdio::dup2_stdin(File::open("/dev/null")?)?;
     let own = Process::own().ok_or_else(|| io::Error::other("failed to read /proc for this process"))?;
     let identity = Identity {
         protocol: PROTOCOL,
@@ -159,12 +163,11 @@ fn prepare(description: &Description, dir: &Path) -> String {
     format!("failed to start in {}: {error}", description.work_dir.display())
 }
 
-/// Redirects stdout and stderr to `log` and stdin from `/dev/null`.
+/// Redirects stdout and stderr to `log`.
 fn redirect_output(log: &Path) -> io::Result<()> {
     let log = std::fs::OpenOptions::new().append(true).create(true).mode(0o600).open(log)?;
     stdio::dup2_stdout(&log)?;
     stdio::dup2_stderr(&log)?;
-    stdio::dup2_stdin(File::open("/dev/null")?)?;
     Ok(())
 }
 

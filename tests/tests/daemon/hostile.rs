@@ -2,10 +2,15 @@
 
 use std::process::Command;
 
+use rustix::fs::{Mode, OFlags};
 use xlaunch_tests::{Node, Process, requirements, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
-    forged_result_cannot_imitate_log_lines_of_the_daemon;
+    forged_result_cannot_imitate_log_lines_of_the_daemon,
+    jobs_inherit_no_descriptor_of_the_daemon,
+    submission_is_removed_when_the_job_has_ended;
+    needs requirements::python3:
+    deep_directory_of_a_job_neither_ends_nor_delays_the_daemon;
     needs requirements::root, requirements::terminal:
     job_of_another_user_cannot_send_escape_sequences_to_terminal;
 }
@@ -42,6 +47,54 @@ fn job_of_another_user_cannot_send_escape_sequences_to_terminal() {
         let shown = on_terminal(&node, command);
         assert!(shown.contains("nobodys") && !shown.contains('\x1b'), "{command}: {shown:?}");
     }
+}
+
+fn jobs_inherit_no_descriptor_of_the_daemon() {
+    // Not close-on-exec, as a shell's redirection is not.
+    let path = std::env::temp_dir().join(format!("secret-{}", std::process::id()));
+    let (flags, mode) = (OFlags::CREATE | OFlags::RDWR, Mode::RUSR);
+    let secret = rustix::fs::open(&path, flags, mode).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let node = Node::new("");
+    drop(secret);
+    let job = node.submit_shell("exec sleep 1000");
+    node.wait(job, "running");
+    let agent = node.agents()[0];
+    let links = std::fs::read_dir(format!("/proc/{agent}/fd")).unwrap().flatten();
+    let files: Vec<_> = links.filter_map(|link| std::fs::read_link(link.path()).ok()).collect();
+    let names: Vec<_> = files.iter().map(|file| file.display().to_string()).collect();
+    assert!(!names.iter().any(|name| name.contains("secret-")), "{names:?}");
+    let output = |fd: u32| std::fs::read_link(format!("/proc/{agent}/fd/{fd}")).unwrap();
+    assert!([1, 2].iter().all(|fd| output(*fd).ends_with("agent/agent.log")), "{names:?}");
+}
+
+fn deep_directory_of_a_job_neither_ends_nor_delays_the_daemon() {
+    let node = Node::new("keep = 1");
+    let agent = node.state_dir().join("jobs/1/agent");
+    let nest = "import os\nfor _ in range(30000):\n os.mkdir('d')\n os.chdir('d')";
+    let script = format!("cd {} && exec python3 -c \"{nest}\"", agent.display());
+    assert_eq!(node.submit_shell(&script), 1);
+    node.wait(1, "done");
+    let next = node.submit_shell("true");
+    node.wait(next, "done");
+    wait_for("removal of job 1", || (!agent.exists()).then_some(()));
+    assert_eq!(node.job(next)["state"], "done");
+    let trash = node.state_dir().join("trash");
+    wait_for("an empty trash", || (trash.read_dir().unwrap().count() == 0).then_some(()));
+}
+
+fn submission_is_removed_when_the_job_has_ended() {
+    let node = Node::new("");
+    let job = node.submit_shell("exec sleep 1000");
+    node.wait(job, "running");
+    let files = || {
+        let names = node.state_dir().join(format!("jobs/{job}")).read_dir().unwrap().flatten();
+        names.map(|entry| entry.file_name()).collect::<Vec<_>>()
+    };
+    assert!(files().len() > 1, "{:?}", files());
+    node.run(&["cancel", &job.to_string()]);
+    node.wait(job, "cancelled");
+    assert_eq!(files(), ["agent"]);
 }
 
 fn forged_result_cannot_imitate_log_lines_of_the_daemon() {

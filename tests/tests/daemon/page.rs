@@ -40,7 +40,10 @@ impl Case {
         let gpus = ["GPU-00000000 0", "GPU-00000001 0", &used, "GPU-00000003 4"];
         // The kernel does not give the same port to another process soon.
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-        let node = Node::with_gpus(&gpus, &format!("cpu_workers = 64\n[web]\nlisten = \"{address}\""));
+        let node = Node::with_gpus(
+            &gpus,
+            &format!("cpu_workers = 64\n[web]\nlisten = \"{address}\"\nshow_logs = true"),
+        );
         node.write("text.txt", &"It was a dark and stormy night. ".repeat(2000));
         let config = node.write("tiny.toml", CONFIG).display().to_string();
         let holder = node.submit(&["--gpus", "1", "--name", "holder", "--", "sleep", "1000"]);

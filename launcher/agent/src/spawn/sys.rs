@@ -86,6 +86,17 @@ pub(super) fn detach(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
+/// Keeps the descriptors that this process was started with from the processes that it starts, but for the standard
+/// ones: they may belong to an administrator's shell. What Rust opens is not inherited anyway.
+pub fn keep_inherited_descriptors() {
+    let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
+    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<libc::c_int>().ok());
+    for fd in numbers.filter(|fd| *fd > 2) {
+        // SAFETY: the arguments are integers. A descriptor that was closed meanwhile is an error without effect.
+        unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
+    }
+}
+
 /// Puts the process into a session of its own and, if given, drops all privileges to that user.
 pub fn start_in_session(command: &mut Command, user: Option<User>) {
     let hook = move || {

@@ -72,7 +72,8 @@ fn start_detached(start: AgentStart) -> io::Result<AgentExit> {
     command.arg0("xlaunch").arg("agent").arg(&start.dir).env_clear().current_dir("/");
     // The agent sets the job's own environment, which is in its input.
     command.env("PATH", "/usr/local/bin:/usr/bin:/bin");
-    command.stdin(start.input).stdout(Stdio::null());
+    // The agent writes to agent.log. The daemon's own log is no place for what a job's user can write.
+    command.stdin(start.input).stdout(Stdio::null()).stderr(Stdio::null());
     let user = tokio::task::block_in_place(|| user_to_switch_to(start.uid))?;
     sys::start_in_session(&mut command, user);
     let mut child = tokio::process::Command::from(command).spawn()?;

@@ -65,9 +65,9 @@ pub(super) async fn start(bus: &zbus::Connection, start: AgentStart) -> zbus::Re
         ("ExecStart", exec.into()),
         ("User", start.uid.to_string().into()),
         ("StandardInputFile", start.input_path.to_string_lossy().into_owned().into()),
-        // The agent writes to agent.log; errors before it has opened that go to the system's journal.
+        // The agent writes to agent.log.
         ("StandardOutput", "null".into()),
-        ("StandardError", "journal".into()),
+        ("StandardError", "null".into()),
         // SIGTERM goes to the agent only, which stops the workers; after the timeout all processes are killed.
         ("KillMode", "mixed".into()),
         ("TimeoutStopUSec", u64::try_from(stop_timeout.as_micros()).unwrap_or(u64::MAX).into()),

@@ -175,7 +175,10 @@ impl Manager {
         }
         let has_ended = |entry: &Entry| matches!(entry.phase, Phase::Ended { .. });
         let ended: Vec<_> = self.jobs.jobs.iter().filter(|it| has_ended(it.1)).map(|it| *it.0).collect();
-        ended.into_iter().for_each(|job| self.load_last_status(job));
+        for job in ended {
+            self.load_last_status(job);
+            self.remove_submission(job);
+        }
         let boot_now = boot_id();
         let active: Vec<_> = self.jobs.active().map(|(job, entry)| (job, entry.clone())).collect();
         for (job, entry) in active {

@@ -29,6 +29,12 @@ impl Manager {
         self.forget_old_jobs();
     }
 
+    pub(super) fn remove_submission(&self, job: u64) {
+        if let Err(error) = tokio::task::block_in_place(|| self.dirs.remove_submission(job)) {
+            warn!(job, "failed to remove the submission of job {job}: {error}");
+        }
+    }
+
     fn forget_old_jobs(&mut self) {
         let keep = self.config.borrow().keep;
         for job in self.jobs.ended_beyond(keep) {
@@ -74,7 +80,11 @@ impl Manager {
             Drained { .. } | Counted { .. } => None,
         };
         self.changed.extend(job);
+        let ended = matches!(record, Ended { .. });
         self.jobs.apply(record);
+        if let Some(job) = job.filter(|_| ended) {
+            self.remove_submission(job);
+        }
     }
 
     /// Rewrites the journal from `jobs` if it lacks changes or is due for compaction.

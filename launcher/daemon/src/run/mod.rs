@@ -36,6 +36,7 @@ use super::view::NodeView;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::clock;
 use xlaunch_agent::devices;
+use xlaunch_agent::spawn::sys;
 
 /// Capacity of the channel of commands to the manager.
 const COMMAND_CAPACITY: usize = 256;
@@ -61,6 +62,7 @@ pub struct Options {
 /// If it cannot start or a service fails. The texts are for the operator.
 pub async fn run(options: &Options) -> Result<(), Refusal> {
     raise_open_file_limit();
+    sys::keep_inherited_descriptors();
     let config = load(options)?;
     let running = App::open(options, config).await?.serve().await?;
     running.until_shutdown(options).await
@@ -119,7 +121,7 @@ impl App {
         let starter = open::agent_starter(&config, options.foreground, root).await?;
         let (listener, socket) = open::socket(&config, options.foreground, root).await?;
         let page = match &config.web.listen {
-            Some(listen) => Some(Page::open(listen).await?),
+            Some(listen) => Some(Page::open(listen, config.web.show_logs).await?),
             None => None,
         };
         let (gpu_monitor, gpus) = GpuMonitor::start().map_err(|error| internal(&error))?;

@@ -21,6 +21,7 @@ const PAGE_RETRY_INTERVAL: Duration = Duration::from_secs(5);
 pub(super) struct Page {
     listen: web::Listen,
     bound: io::Result<web::Listener>,
+    show_logs: bool,
     /// Why the page is not served; empty if it is.
     problem: watch::Sender<String>,
 }
@@ -30,11 +31,11 @@ impl Page {
     ///
     /// # Errors
     /// If it is not an address. One that cannot be bound is tried again in [`serve`](Self::serve).
-    pub(super) async fn open(listen: &str) -> Result<Self, Refusal> {
+    pub(super) async fn open(listen: &str, show_logs: bool) -> Result<Self, Refusal> {
         let listen = web::Listen::parse(listen).map_err(|message| Refusal::new(ExitCode::Usage, message))?;
         let bound = retry_while_in_use(async || web::Listener::bind(&listen).await).await;
         let problem = watch::Sender::new(bound.as_ref().err().map(ToString::to_string).unwrap_or_default());
-        Ok(Self { listen, bound, problem })
+        Ok(Self { listen, bound, show_logs, problem })
     }
 
     /// Why the page is not served; empty if it is.
@@ -44,12 +45,13 @@ impl Page {
 
     /// Serves the page until the shutdown, from whenever its address is free.
     pub(super) async fn serve(self, node: NodeHandle, shutdown: watch::Receiver<bool>) {
-        let Self { listen, mut bound, problem } = self;
+        let Self { listen, mut bound, show_logs, problem } = self;
         loop {
             match bound {
                 Ok(listener) => {
                     problem.send_replace(String::new());
-                    let (logs, until) = (service::log_tail(node.clone()), super::requested(shutdown.clone()));
+                    let logs = if show_logs { service::log_tail(node.clone()) } else { web::no_logs() };
+                    let until = super::requested(shutdown.clone());
                     let served = tokio::spawn(web::serve(listener, node.clone(), logs, until)).await;
                     let Err(panicked) = served else { return };
                     error!("the page failed, starting it again: {panicked}");

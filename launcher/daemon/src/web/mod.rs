@@ -46,6 +46,12 @@ const MAX_LOG_LINES: usize = 500;
 pub(crate) type LogTail = Arc<dyn Fn(u64, u32, bool, usize) -> LogLines + Send + Sync>;
 pub(crate) type LogLines = Pin<Box<dyn Future<Output = Result<Vec<String>, String>> + Send>>;
 
+/// Refuses to show logs: the page has no authentication, and logs belong to the jobs' users.
+pub(crate) fn no_logs() -> LogTail {
+    let refusal = "logs are not shown here; `xlaunch logs` shows them to the job's user (web.show_logs)";
+    Arc::new(move |_, _, _, _| Box::pin(async move { Err(refusal.into()) }))
+}
+
 /// Serves the page until `shutdown` resolves, then drops all connections.
 pub(crate) async fn serve(
     listener: Listener,
