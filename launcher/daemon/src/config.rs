@@ -139,7 +139,7 @@ pub(crate) struct WebSection {
     /// A loopback address with a port, such as `127.0.0.1:9470`, or `unix:/PATH`. Nothing is served by default. Every
     /// user who can connect sees all jobs.
     pub(crate) listen: Option<String>,
-    /// Show the jobs' logs to all users who can connect, whoever they belong to.
+    /// Show the logs of all jobs to every user who can connect.
     pub(crate) show_logs: bool,
 }
 

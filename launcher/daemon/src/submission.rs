@@ -14,8 +14,38 @@ use xlaunch_agent::names::file_name;
 /// Maximum length of a job's name in bytes. Names are ASCII.
 const MAX_NAME_BYTES: usize = 64;
 
-/// The job for the journal and for its directory, without id and time. `gpus` is the number of GPUs of the node. A longer
-/// shutdown timeout than `max_grace` is shortened to that.
+/// Variables by which a training job would run code of its user in the agent, the trainer or a library.
+/// `*` stands for any text.
+const CODE_VARIABLES: [&str; 10] = [
+    "LD_*",
+    "GLIBC_TUNABLES",
+    "GCONV_PATH",
+    "PYTHON_EXEC",
+    "XLAUNCH_WORKER_PROGRAM",
+    "XLAUNCH_NCCL",
+    "XLAUNCH_CUDNN",
+    "CUDA_INJECTION*",
+    "NVTX_INJECTION*",
+    "NCCL_*PLUGIN",
+];
+
+/// Removes the variables that run code, for a node that accepts only training jobs.
+pub(crate) fn drop_code_variables(environment: &mut Vec<Vec<u8>>) {
+    environment.retain(|variable| {
+        let name = variable.split(|byte| *byte == b'=').next().unwrap_or_default();
+        !CODE_VARIABLES.iter().any(|pattern| match pattern.split_once('*') {
+            Some((start, end)) => {
+                name.len() >= start.len() + end.len()
+                    && name.starts_with(start.as_bytes())
+                    && name.ends_with(end.as_bytes())
+            }
+            None => name == pattern.as_bytes(),
+        })
+    });
+}
+
+/// The job for the journal and for its directory, without id and time. `gpus` is the number of GPUs of the node. A
+/// shutdown timeout above `max_grace` is shortened to that.
 ///
 /// # Errors
 /// [`CommandError::Invalid`] if it asks for something that contradicts itself or that the daemon decides.
@@ -207,6 +237,23 @@ mod tests {
         let virtual_ranks = || CommandSpec { virtual_local_rank: true, ..command(Nproc::Count(3)) };
         assert!(refusal(work(virtual_ranks()), Some(2), 8).contains("3 workers need one GPU each"));
         assert_eq!(size(work(virtual_ranks()), None, 8), (3, 3));
+    }
+
+    #[test]
+    fn variables_that_run_code_are_dropped() {
+        let kept = ["PATH=/bin", "LDFLAGS=x", "NCCL_DEBUG=INFO", "XLAUNCH_CACHE=/c", "HOME"];
+        let dropped = [
+            "LD_PRELOAD=/x.so",
+            "LD_LIBRARY_PATH=/x",
+            "XLAUNCH_WORKER_PROGRAM=/bin/sh",
+            "CUDA_INJECTION64_PATH=/x.so",
+            "NCCL_NET_PLUGIN=x",
+            "XLAUNCH_NCCL=/x.so",
+        ];
+        let bytes = |name: &&str| name.as_bytes().to_vec();
+        let mut environment: Vec<Vec<u8>> = kept.iter().chain(&dropped).map(bytes).collect();
+        drop_code_variables(&mut environment);
+        assert_eq!(environment, kept.iter().map(bytes).collect::<Vec<_>>());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Removal of directories that a job's user has filled, on a thread of its own.
 //!
-//! A directory is moved into `<state>/trash` at once, under a new name, and removed there in the background: what a user
-//! has put into it neither delays nor ends the daemon.
+//! A directory is moved into `<state>/trash` at once, under a new name, and removed there in the background: what a
+//! user has put into it neither delays nor ends the daemon.
 //!
 //! ```text
 //! remove(jobs/7) --rename--> trash/<name> --> for each entry: unlink it, or rename a directory to trash/<next name>

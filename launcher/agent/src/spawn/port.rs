@@ -5,6 +5,9 @@
 //! - another xlaunch, of any user: an abstract unix socket named after the port is held as a lock. Such names need no
 //!   cleanup, and belong to a network namespace, as ports do;
 //! - any other program: the port was free when it was chosen, and the search starts at a random place.
+//!
+//! Any user can hold all the names. Then a port is chosen without one, so that no user can keep others
+//! from launching.
 
 use std::hash::BuildHasher;
 use std::io;
@@ -23,8 +26,8 @@ const TORCHRUN_PORTS: [u16; 2] = [29_400, 29_500];
 #[derive(Debug)]
 pub(crate) struct MasterPort {
     number: u16,
-    /// Close-on-exec, so that no worker keeps it.
-    _lock: UnixListener,
+    /// Close-on-exec, so that no worker keeps it. `None` if other processes hold the locks of all ports.
+    _lock: Option<UnixListener>,
 }
 
 impl MasterPort {
@@ -52,13 +55,16 @@ impl MasterPort {
                 return Ok(found);
             }
         }
+        if let Some(number) = from.iter().chain(before).find(|port| is_free(**port)) {
+            return Ok(Self { number: *number, _lock: None });
+        }
         Err(io::Error::new(io::ErrorKind::AddrInUse, "no port is free for MASTER_PORT"))
     }
 
     fn lock(number: u16) -> io::Result<Option<Self>> {
         let name = std::os::unix::net::SocketAddr::from_abstract_name(format!("xlaunch-port-{number}"))?;
         match UnixListener::bind_addr(&name) {
-            Ok(lock) => Ok(is_free(number).then_some(Self { number, _lock: lock })),
+            Ok(lock) => Ok(is_free(number).then_some(Self { number, _lock: Some(lock) })),
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => Ok(None),
             Err(error) => Err(error),
         }
@@ -123,9 +129,17 @@ mod tests {
         let random = std::hash::RandomState::new().hash_one(0);
         let held = MasterPort::first_free(&ports, random).unwrap();
         let number = held.number();
-        assert!(MasterPort::first_free(&[open, number], 1).is_err());
-        drop(held);
-        assert_eq!(MasterPort::first_free(&[open, number], 0).unwrap().number(), number);
+        assert!(MasterPort::first_free(&[open], 0).is_err());
+        let other = ports.iter().copied().find(|port| *port != number && is_free(*port)).unwrap();
+        assert_eq!(MasterPort::first_free(&[number, open, other], 0).unwrap().number(), other);
+    }
+
+    #[test]
+    fn locks_of_another_user_do_not_keep_anyone_from_a_port() {
+        let ports: Vec<u16> = (16_000..17_000).collect();
+        let held = MasterPort::first_free(&ports, 0).unwrap();
+        let without_lock = MasterPort::first_free(&[held.number()], 0).unwrap();
+        assert_eq!(without_lock.number(), held.number());
     }
 
     #[test]

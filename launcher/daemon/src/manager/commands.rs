@@ -52,7 +52,11 @@ impl Manager {
         let gpus = u32::try_from(self.gpus.borrow().gpus.len()).unwrap_or(u32::MAX);
         let (mut submitted, mut description) =
             submission::resolve(submission, caller.uid, gpus, self.config.borrow().max_grace.0)?;
-        self.jobs.admit(caller, &submitted, &self.admission_rules())?;
+        let rules = self.admission_rules();
+        self.jobs.admit(caller, &submitted, &rules)?;
+        if !rules.allow_commands {
+            submission::drop_code_variables(&mut description.environment);
+        }
         let job = self.jobs.submitted + 1;
         (submitted.job, submitted.at, description.job) = (job, unix_ms(), job);
         submitted.user = account.name;
