@@ -167,7 +167,10 @@ impl JobDirs {
             Ok(()) => Ok(true),
             // Claimed, or never prepared.
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(!self.has_begun(job, start)),
-            Err(error) => Err(error),
+            // The user may have put a directory there.
+            Err(_) => {
+                self.trash.remove(&self.agent(job).join(ticket(start))).map(|()| !self.has_begun(job, start))
+            }
         }
     }
 
@@ -328,6 +331,8 @@ mod tests {
             assert!(!claim(&dirs.agent(1), start).unwrap());
             assert_eq!(dirs.has_begun(1, start), agent_is_first);
         }
+        fs_err::create_dir_all(dirs.agent(1).join("ticket-4/below")).unwrap();
+        assert!(dirs.revoke(1, 4).unwrap());
         // In the journal, but not yet prepared when the daemon was killed.
         assert!(dirs.revoke(1, 3).unwrap());
     }

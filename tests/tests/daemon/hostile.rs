@@ -8,7 +8,8 @@ use xlaunch_tests::{Node, Process, requirements, wait_for, xlaunch_path};
 xlaunch_harness::tests! {
     forged_result_cannot_imitate_log_lines_of_the_daemon,
     jobs_inherit_no_descriptor_of_the_daemon,
-    submission_is_removed_when_the_job_has_ended;
+    submission_is_removed_when_the_job_has_ended,
+    slot_of_a_start_that_its_user_blocks_can_be_freed;
     needs requirements::python3:
     deep_directory_of_a_job_neither_ends_nor_delays_the_daemon;
     needs requirements::root, requirements::terminal:
@@ -95,6 +96,24 @@ fn submission_is_removed_when_the_job_has_ended() {
     node.run(&["cancel", &job.to_string()]);
     node.wait(job, "cancelled");
     assert_eq!(files(), ["agent"]);
+}
+
+fn slot_of_a_start_that_its_user_blocks_can_be_freed() {
+    let node = Node::new("cpu_workers = 1");
+    let first = node.submit_shell("exec sleep 1000");
+    node.wait(first, "running");
+    let blocked = node.submit_shell("true");
+    let last = node.submit_shell("true");
+    let dir = node.state_dir().join(format!("jobs/{blocked}/agent"));
+    // As its user could: the agent waits for the lock, and its ticket is gone when it gets it.
+    let lock = std::fs::File::create(dir.join("lock")).unwrap();
+    lock.lock().unwrap();
+    node.run(&["cancel", &first.to_string()]);
+    wait_for("the ticket", || std::fs::rename(dir.join("ticket-1"), dir.join("begun-1")).ok());
+    node.wait(blocked, "starting");
+    assert_eq!(node.run(&["cancel", "--force", &blocked.to_string()]).code, 0);
+    node.wait(blocked, "cancelled");
+    node.wait(last, "done");
 }
 
 fn forged_result_cannot_imitate_log_lines_of_the_daemon() {

@@ -22,9 +22,10 @@ use xlaunch_proto::v1::{StatusReply, StatusRequest, StopRequest};
 
 use super::connect::connect;
 use super::process::AgentProcess;
-use super::{AgentExit, AgentStart, AgentStarter};
+use super::{AgentExit, AgentStart, AgentStarter, Started};
 use crate::files::{Identity, JobDirs, JobResult, is_full};
 use crate::runtime::Stop;
+use rustix::process::{Signal, pidfd_send_signal};
 use xlaunch_agent::registry::SOCKET;
 
 /// Time for an agent to introduce itself. Longer than it waits for a full disk before it gives up.
@@ -90,21 +91,29 @@ struct Follower {
 
 impl Follower {
     async fn run(&self, fresh: bool) -> AgentEvent {
-        let (exit, problem) = match fresh {
+        let (started, problem) = match fresh {
             true => match self.start().await {
-                Ok(exit) => (Some(exit), None),
+                Ok(started) => (Some(started), None),
                 Err(error) => (None, Some(format!("failed to start its agent: {error}"))),
             },
             false => (None, None),
         };
-        if exit.is_none()
+        if started.is_none()
             && let Some(last) = self.revoke(problem).await
         {
             return last;
         }
-        let identity = match self.introduction(exit.unwrap_or_else(never)).await {
+        let Started { exit, pidfd } = started.unwrap_or_else(|| Started { exit: never(), pidfd: None });
+        let identity = match self.introduction(exit).await {
             Ok(identity) => identity,
-            Err(last) => return last,
+            Err(last) => {
+                // What is left of it must not outlive its slot.
+                if let Some(pidfd) = pidfd {
+                    let _ = pidfd_send_signal(pidfd, Signal::KILL);
+                }
+                self.starter.kill(self.job_start.job).await;
+                return last;
+            }
         };
         if let Some(agent) = AgentProcess::find(&identity, self.job_start.uid) {
             let _ = self.events.send((self.job_start.job, AgentEvent::Started)).await;
@@ -115,7 +124,7 @@ impl Follower {
     }
 
     /// Starts the agent, as soon as the disk has space for its input.
-    async fn start(&self) -> std::io::Result<AgentExit> {
+    async fn start(&self) -> std::io::Result<Started> {
         loop {
             match self.try_start().await {
                 Err(error) if is_full(&error) => tokio::select! {
@@ -127,7 +136,7 @@ impl Follower {
         }
     }
 
-    async fn try_start(&self) -> std::io::Result<AgentExit> {
+    async fn try_start(&self) -> std::io::Result<Started> {
         let JobStart { job, start, uid, ref name, ref gpus, shutdown_timeout } = self.job_start;
         let input = self.dirs.prepare(job, start, gpus)?;
         let (dir, input_path) = (self.dirs.agent(job), self.dirs.start_file(job, start));
@@ -155,6 +164,7 @@ impl Follower {
     async fn introduction(&self, mut exit: AgentExit) -> Result<Identity, AgentEvent> {
         let JobStart { job, start, uid, .. } = self.job_start;
         let mut deadline = Some(Instant::now() + INTRODUCTION_TIMEOUT);
+        let give_up_at = Instant::now() + 2 * INTRODUCTION_TIMEOUT;
         loop {
             let failure = tokio::select! {
                 biased;
@@ -174,6 +184,15 @@ impl Follower {
             }
             if self.is_abandoned() {
                 return Err(self.result());
+            }
+            // Its user can claim the ticket and hold the lock without an agent.
+            if Instant::now() > give_up_at || *self.stop.borrow() == Stop::Kill {
+                return Err(match self.revoke(None).await {
+                    Some(last) => last,
+                    None => {
+                        AgentEvent::Lost("its agent has claimed its start but not introduced itself".into())
+                    }
+                });
             }
         }
     }

@@ -12,6 +12,7 @@ mod unit;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
@@ -20,6 +21,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use nix::unistd;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use xlaunch_agent::spawn::sys;
 
@@ -47,15 +49,25 @@ pub(crate) struct AgentStart {
     shutdown_timeout: Duration,
 }
 
+/// An agent that was started.
+pub(crate) struct Started {
+    exit: AgentExit,
+    /// Its process, unless systemd has started it.
+    pidfd: Option<OwnedFd>,
+}
+
 /// Resolves to a description of the exit when the started process is certainly gone.
 pub(crate) type AgentExit = Pin<Box<dyn Future<Output = String> + Send>>;
 
 impl AgentStarter {
     /// Starts an agent. On an error none runs.
-    pub(crate) async fn start(&self, start: AgentStart) -> io::Result<AgentExit> {
+    pub(crate) async fn start(&self, start: AgentStart) -> io::Result<Started> {
         match self {
             Self::Detached => start_detached(start),
-            Self::Systemd(bus) => unit::start(bus, start).await.map_err(io::Error::other),
+            Self::Systemd(bus) => {
+                let exit = unit::start(bus, start).await.map_err(io::Error::other)?;
+                Ok(Started { exit, pidfd: None })
+            }
         }
     }
 
@@ -67,7 +79,7 @@ impl AgentStarter {
     }
 }
 
-fn start_detached(start: AgentStart) -> io::Result<AgentExit> {
+fn start_detached(start: AgentStart) -> io::Result<Started> {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("xlaunch").arg("agent").arg(&start.dir).env_clear().current_dir("/");
     // The agent sets the job's own environment, which is in its input.
@@ -77,10 +89,14 @@ fn start_detached(start: AgentStart) -> io::Result<AgentExit> {
     let user = tokio::task::block_in_place(|| user_to_switch_to(start.uid))?;
     sys::start_in_session(&mut command, user);
     let mut child = tokio::process::Command::from(command).spawn()?;
-    Ok(Box::pin(async move {
+    // The child is not waited for yet, so its pid is not reused.
+    let pid = child.id().and_then(|pid| Pid::from_raw(pid.cast_signed()));
+    let pidfd = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+    let exit = Box::pin(async move {
         let status = child.wait().await;
         status.map_or_else(|error| error.to_string(), |status| status.to_string())
-    }))
+    });
+    Ok(Started { exit, pidfd })
 }
 
 /// The user as whom the agent runs; `None` if the daemon is not root and cannot switch.
