@@ -168,13 +168,11 @@ fn chain(blocks: &Blocks, head: u32) -> impl Iterator<Item = u32> {
 /// Whether `a` fits better than `b`, both being large enough: the smaller one, then the one nearer to the preferred
 /// end.
 fn better(a: &Block, b: &Block, place: Place) -> bool {
-    if a.granules != b.granules {
-        return a.granules < b.granules;
-    }
-    match place {
-        Place::Low => a.start < b.start,
-        Place::High => a.start > b.start,
-    }
+    let by_place = match place {
+        Place::Low => a.start.cmp(&b.start),
+        Place::High => b.start.cmp(&a.start),
+    };
+    a.granules.cmp(&b.granules).then(by_place).is_lt()
 }
 
 #[cfg(test)]

@@ -51,14 +51,11 @@ impl Core {
                 Place::High if !isolated => (start + needed).checked_sub(wanted_granules),
                 _ => Some(start),
             };
-            match at.filter(|at| self.is_hole(*at, wanted_granules + margin)) {
-                Some(at) => match self.map(at, wanted, arena) {
-                    Ok(()) => return Ok(()),
-                    Err(failure) if wanted == needed_bytes => return Err(failure),
-                    Err(_) => {}
-                },
-                None if wanted == needed_bytes => return Err(AllocError::TooLarge { bytes: request.bytes }),
-                None => {}
+            let at = at.filter(|at| self.is_hole(*at, wanted_granules + margin));
+            match at.map(|at| self.map(at, wanted, arena)) {
+                Some(Ok(())) => return Ok(()),
+                Some(Err(failure)) if wanted == needed_bytes => return Err(failure),
+                _ => {}
             }
             wanted = (wanted / 2).next_multiple_of(unit).max(needed_bytes);
         }
@@ -170,8 +167,8 @@ impl Core {
             (needed <= block.granules).then_some(Growth { start, granules: needed })
         };
         match place {
-            Place::High if !isolated => self.holes.values().rev().find_map(fits),
-            _ => self.holes.values().find_map(fits),
+            Place::High => self.holes.values().rev().find_map(fits),
+            Place::Low => self.holes.values().find_map(fits),
         }
     }
 
