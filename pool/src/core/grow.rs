@@ -67,21 +67,20 @@ impl Core {
     /// # Errors
     /// The first driver call that failed; chunks unmapped before it stay unmapped.
     pub fn trim(&mut self) -> Result<u64, AllocError> {
-        let before = self.counters.mapped.current() + self.backing.stranded();
+        let before = self.held();
         self.backing.reclaim()?;
         self.recycle_slabs();
         let unused = self.unused_chunks();
-        if unused.is_empty() {
-            return Ok(before - self.counters.mapped.current());
+        if !unused.is_empty() {
+            // No work may use memory that is unmapped, and the driver cannot tell which work does: wait for all of it.
+            self.backing.synchronize()?;
+            self.counters.synchronizations += 1;
+            self.clear_stamps();
         }
-        // No work may use memory that is unmapped, and the driver cannot tell which work does: wait for all of it.
-        self.backing.synchronize()?;
-        self.counters.synchronizations += 1;
-        self.clear_stamps();
         for (index, chunks) in unused {
             self.unmap(index, chunks)?;
         }
-        Ok(before - self.counters.mapped.current())
+        Ok(before - self.held())
     }
 
     /// Bytes that count towards the limit: mapped, external and stranded.
