@@ -102,3 +102,68 @@ impl Core {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Place;
+    use crate::backing::host::Host;
+    use crate::backing::{Segments, VirtualMemory};
+    use crate::core::Request;
+    use crate::core::bins::Bins;
+
+    const MIB: u64 = 1 << 20;
+
+    type Damage = fn(&mut Core);
+
+    /// Two adjacent chunks at the low end of the range and one at the high end.
+    fn core() -> Core {
+        let mut core = Core::new(Box::new(VirtualMemory::new(Host, 64 * MIB).unwrap()));
+        for (bytes, place) in [(3, Place::Low), (1, Place::Low), (1, Place::Low), (3, Place::High)] {
+            core.alloc(&Request { place, ..Request::new(bytes * MIB) }).unwrap();
+        }
+        core
+    }
+
+    #[test]
+    fn every_kind_of_damage_is_detected() {
+        let states: Vec<_> = (0..7).map(|position| core().blocks.get(nth(&core(), position)).state).collect();
+        let (hole, free, used) = (State::Hole, State::Free, State::Used);
+        assert_eq!(states, [used, used, used, free, hole, free, used]);
+        let damages: [(Damage, &str); 13] = [
+            (|core| core.blocks.get_mut(nth(core, 1)).start += 1, "does not follow block 0:"),
+            (|core| core.blocks.get_mut(nth(core, 1)).granules = 0, "does not follow block 0:"),
+            (|core| core.blocks.get_mut(nth(core, 1)).before = NONE, "does not follow block 0:"),
+            (|core| assert_ne!(core.blocks.split(nth(core, 3), 1), NONE), "but not merged"),
+            (
+                |core| core.blocks.get_mut(nth(core, 6)).granules -= 1,
+                "blocks end at granule 131071 of 131072",
+            ),
+            (|core| assert!(core.chunks.pop_first().is_some()), "mapped ["),
+            (|core| assert_eq!(core.chunks.insert(1, 1), None), "mapped ["),
+            (|core| core.holes.clear(), "is not in the map of holes"),
+            (|core| assert_eq!(core.holes.insert(0, 0), None), "1 holes, but 2 in the map of holes"),
+            (|core| core.bins[0] = Bins::new(), "is in no bin"),
+            (|core| core.counters.live.removed += 512, "counters of live, mapped and chunks"),
+            (|core| core.counters.mapped.removed += 512, "counters of live, mapped and chunks"),
+            (|core| core.counters.chunks.removed += 1, "counters of live, mapped and chunks"),
+        ];
+        for (number, (damage, expected)) in damages.into_iter().enumerate() {
+            let mut core = core();
+            core.check().unwrap();
+            damage(&mut core);
+            let error = core.check().unwrap_err();
+            assert!(error.contains(expected), "damage {number}: {error}");
+        }
+    }
+
+    /// Index of the block at this position in address order.
+    fn nth(core: &Core, position: usize) -> u32 {
+        core.blocks.in_order().nth(position).unwrap()
+    }
+
+    #[test]
+    fn new_allocator_satisfies_invariants() {
+        Core::new(Box::new(Segments::new(Host))).check().unwrap();
+    }
+}

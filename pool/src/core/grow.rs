@@ -293,3 +293,69 @@ impl Core {
         self.holes.insert(self.blocks.get(index).start, index);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backing::Segments;
+    use crate::backing::host::Host;
+    use crate::core::Handle;
+
+    /// An allocator over separate segments, with a granularity of one granule.
+    fn segments() -> Core {
+        Core::new(Box::new(Segments::new(Host)))
+    }
+
+    fn alloc(core: &mut Core, granules: u32) -> Handle {
+        core.alloc(&Request::new(u64::from(granules) * GRANULE)).unwrap()
+    }
+
+    /// Two segments on either side of an unmapped one of `granules`; returns the handle of the last.
+    fn segments_around_hole(core: &mut Core, granules: u32) -> Handle {
+        alloc(core, 5000);
+        // The limit keeps the segment from being rounded up to a whole chunk.
+        core.set_limit(core.held() + u64::from(granules) * GRANULE).unwrap();
+        let middle = alloc(core, granules);
+        core.set_limit(u64::MAX).unwrap();
+        let last = alloc(core, 5000);
+        core.free(middle).unwrap();
+        core.trim().unwrap();
+        last
+    }
+
+    #[test]
+    fn smallest_chunk_is_independent_of_granularity() {
+        for place in [Place::Low, Place::High] {
+            let mut core = segments();
+            core.alloc(&Request { place, ..Request::new(200 * GRANULE) }).unwrap();
+            assert_eq!(core.counters.mapped.current(), CHUNK_MIN, "{place:?}");
+        }
+    }
+
+    #[test]
+    fn segment_of_the_size_of_a_hole_is_mapped_there() {
+        let mut core = segments();
+        segments_around_hole(&mut core, 5000);
+        let starts = [(); 2].map(|()| {
+            let handle = alloc(&mut core, 5000);
+            core.blocks.live(handle).unwrap().start
+        });
+        assert_eq!(starts, [5002, 15004]);
+        core.check().unwrap();
+    }
+
+    #[test]
+    fn segments_never_touch() {
+        let mut core = segments();
+        let chunk = (CHUNK_MIN / GRANULE) as u32;
+        // One granule short of room for a whole chunk with gaps on both sides.
+        let last = segments_around_hole(&mut core, chunk - 1);
+        let mapped = core.counters.mapped.current();
+        let handle = alloc(&mut core, 200);
+        assert_eq!(core.counters.mapped.current() - mapped, CHUNK_MIN / 2);
+        core.free(handle).unwrap();
+        core.free(last).unwrap();
+        core.check().unwrap();
+        assert_eq!(core.heap_walk().len(), 3);
+    }
+}
