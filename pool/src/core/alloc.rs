@@ -84,9 +84,8 @@ impl Core {
         if arena == Arena::Small {
             return self.new_slab(request, granules);
         }
-        if self.recycle_slabs() > 0
-            && let Some(index) = self.find_and_wait(arena, granules, request)?
-        {
+        self.recycle_slabs();
+        if let Some(index) = self.find_and_wait(arena, granules, request)? {
             return Ok(index);
         }
         if let Err(error) = self.grow_or_remap(request, arena, granules) {
@@ -124,9 +123,9 @@ impl Core {
         }
     }
 
-    /// Makes empty slabs available to large requests, and returns how many blocks that freed. Only called when a large
-    /// request lacks memory: otherwise slabs stay where they are, so that equal steps find equal memory.
-    pub(super) fn recycle_slabs(&mut self) -> usize {
+    /// Makes empty slabs available to large requests. Only called when a large request lacks memory: otherwise slabs
+    /// stay where they are, so that equal steps find equal memory.
+    pub(super) fn recycle_slabs(&mut self) {
         let small = |index: u32| index != NONE && self.blocks.get(index).arena == Arena::Small;
         let empty = |index: &u32| {
             let block = self.blocks.get(*index);
@@ -136,12 +135,11 @@ impl Core {
             block.state == State::Free && block.arena == Arena::Small && whole
         };
         let slabs: Vec<u32> = self.blocks.in_order().filter(empty).collect();
-        for index in &slabs {
-            self.bins[Arena::Small as usize].remove(&mut self.blocks, *index);
-            self.blocks.get_mut(*index).arena = Arena::Large;
-            self.insert_free(*index);
+        for index in slabs {
+            self.bins[Arena::Small as usize].remove(&mut self.blocks, index);
+            self.blocks.get_mut(index).arena = Arena::Large;
+            self.insert_free(index);
         }
-        slabs.len()
     }
 
     /// Provides a block of a new slab, or a block of its own if there is no memory for a whole slab.

@@ -168,18 +168,89 @@ fn chain(blocks: &Blocks, head: u32) -> impl Iterator<Item = u32> {
 /// Whether `a` fits better than `b`, both being large enough: the smaller one, then the one nearer to the preferred
 /// end.
 fn better(a: &Block, b: &Block, place: Place) -> bool {
-    if a.granules != b.granules {
-        return a.granules < b.granules;
-    }
-    match place {
-        Place::Low => a.start < b.start,
-        Place::High => a.start > b.start,
-    }
+    let by_place = match place {
+        Place::Low => a.start.cmp(&b.start),
+        Place::High => b.start.cmp(&a.start),
+    };
+    a.granules.cmp(&b.granules).then(by_place).is_lt()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Adjacent free blocks of these sizes, whose indices are their positions in the list.
+    fn free_blocks(sizes: &[u32]) -> (Blocks, Bins) {
+        let (mut blocks, mut bins) = (Blocks::new(sizes.iter().sum()), Bins::new());
+        for (index, granules) in sizes.iter().enumerate() {
+            if index + 1 < sizes.len() {
+                blocks.split(index as u32, *granules);
+            }
+            bins.insert(&mut blocks, index as u32);
+        }
+        (blocks, bins)
+    }
+
+    #[test]
+    fn best_fit_is_smallest_block_then_nearest_to_preferred_end() {
+        let (blocks, bins) = free_blocks(&[1040, 1030, 1030, 1030, 1050]);
+        let find = |granules, place| bins.find(&blocks, granules, place, |_| true);
+        assert_eq!(find(1025, Place::Low), Fit::Ready(1));
+        assert_eq!(find(1025, Place::High), Fit::Ready(3));
+        assert_eq!(find(1031, Place::Low), Fit::Ready(0));
+    }
+
+    #[test]
+    fn larger_ready_block_is_preferred_to_smaller_pending_one() {
+        let (blocks, bins) = free_blocks(&[10, 10, 5000]);
+        let find = |ready: u32| bins.find(&blocks, 10, Place::Low, |block| block.granules == ready);
+        assert_eq!(find(5000), Fit::Ready(2));
+        assert_eq!(find(0), Fit::NeedsWait(0));
+    }
+
+    #[test]
+    fn block_fits_exactly_the_requests_up_to_its_size() {
+        for size in [1, 31, 32, 33, 63, 64, 65, 1000, 1024, 1_000_000, 1 << 30] {
+            let (blocks, bins) = free_blocks(&[size]);
+            for granules in
+                [1, 31, 32, 33, 64, 999, size - 1, size].into_iter().filter(|granules| *granules > 0)
+            {
+                let expected = if granules <= size { Fit::Ready(0) } else { Fit::None };
+                assert_eq!(
+                    bins.find(&blocks, granules, Place::Low, |_| true),
+                    expected,
+                    "{granules} in {size}"
+                );
+            }
+            assert_eq!(bins.find(&blocks, size + 1, Place::Low, |_| true), Fit::None, "{size}");
+            assert_eq!(bins.largest(&blocks), size);
+        }
+    }
+
+    #[test]
+    fn removed_blocks_are_not_found() {
+        let (mut blocks, mut bins) = free_blocks(&[1040, 1030, 70, 71]);
+        assert!((0..4).all(|index| bins.holds(&blocks, index)));
+        for (removed, left) in [(0, 1030), (1, 71), (3, 70), (2, 0)] {
+            bins.remove(&mut blocks, removed);
+            assert!(!bins.holds(&blocks, removed));
+            assert_eq!(bins.largest(&blocks), left);
+        }
+        assert_eq!((bins.first, bins.second), (0, [0; FIRST_LEVELS]));
+        assert_eq!(bins.find(&blocks, 1, Place::Low, |_| true), Fit::None);
+    }
+
+    #[test]
+    fn block_is_held_only_if_bits_of_its_bin_are_set() {
+        let (first, second) = bin_of(70);
+        let (blocks, mut bins) = free_blocks(&[70]);
+        assert!(bins.holds(&blocks, 0));
+        bins.first = !(1 << first);
+        assert!(!bins.holds(&blocks, 0));
+        bins.first = 1 << first;
+        bins.second[first] = !(1 << second);
+        assert!(!bins.holds(&blocks, 0));
+    }
 
     #[test]
     fn bins_are_ordered_by_size_and_cover_all_sizes() {

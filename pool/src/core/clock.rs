@@ -116,6 +116,9 @@ impl Clocks {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backing::Segments;
+    use crate::backing::host::Host;
+    use crate::core::{Core, Request};
 
     const A: StreamId = StreamId(0);
     const B: StreamId = StreamId(1);
@@ -167,6 +170,35 @@ mod tests {
         clocks.record_synchronize(B);
         assert!(clocks.ready(&stamp, C) && clocks.ready(&stamp, A));
         assert!(!clocks.ready(&stamp_of(&clocks, &[B]), C));
+    }
+
+    #[test]
+    fn exhausted_count_does_not_advance() {
+        let mut clocks = three_streams();
+        clocks.now[A.index()] = u32::MAX - 2;
+        assert!(clocks.record_wait(A, B));
+        assert_eq!(clocks.now[A.index()], u32::MAX - 1);
+        let stamp = stamp_of(&clocks, &[A]);
+        assert!(!clocks.record_wait(A, B) && !clocks.record_synchronize(A));
+        assert!(!clocks.ready(&stamp, B) && !clocks.ready(&stamp, C));
+        clocks.reset();
+        assert_eq!((clocks.streams().count(), clocks.now), (3, [1; MAX_STREAMS]));
+    }
+
+    #[test]
+    fn exhausted_count_synchronizes_the_device_and_clears_stamps() {
+        let waits: [fn(&mut Core); 2] = [|core| core.record_wait(A, B), |core| core.record_synchronize(A)];
+        for wait in waits {
+            let mut core = Core::new(Box::new(Segments::new(Host)));
+            core.add_stream();
+            core.clocks.now[A.index()] = u32::MAX - 1;
+            let handle = core.alloc(&Request::new(1000)).unwrap();
+            core.free(handle).unwrap();
+            assert_eq!(core.pending(B).len(), 1);
+            wait(&mut core);
+            assert_eq!(core.pending(B), []);
+            assert_eq!(core.clocks.now, [1; MAX_STREAMS]);
+        }
     }
 
     #[test]

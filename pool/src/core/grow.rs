@@ -51,14 +51,11 @@ impl Core {
                 Place::High if !isolated => (start + needed).checked_sub(wanted_granules),
                 _ => Some(start),
             };
-            match at.filter(|at| self.is_hole(*at, wanted_granules + margin)) {
-                Some(at) => match self.map(at, wanted, arena) {
-                    Ok(()) => return Ok(()),
-                    Err(failure) if wanted == needed_bytes => return Err(failure),
-                    Err(_) => {}
-                },
-                None if wanted == needed_bytes => return Err(AllocError::TooLarge { bytes: request.bytes }),
-                None => {}
+            let at = at.filter(|at| self.is_hole(*at, wanted_granules + margin));
+            match at.map(|at| self.map(at, wanted, arena)) {
+                Some(Ok(())) => return Ok(()),
+                Some(Err(failure)) if wanted == needed_bytes => return Err(failure),
+                _ => {}
             }
             wanted = (wanted / 2).next_multiple_of(unit).max(needed_bytes);
         }
@@ -70,21 +67,20 @@ impl Core {
     /// # Errors
     /// The first driver call that failed; chunks unmapped before it stay unmapped.
     pub fn trim(&mut self) -> Result<u64, AllocError> {
-        let before = self.counters.mapped.current() + self.backing.stranded();
+        let before = self.held();
         self.backing.reclaim()?;
         self.recycle_slabs();
         let unused = self.unused_chunks();
-        if unused.is_empty() {
-            return Ok(before - self.counters.mapped.current());
+        if !unused.is_empty() {
+            // No work may use memory that is unmapped, and the driver cannot tell which work does: wait for all of it.
+            self.backing.synchronize()?;
+            self.counters.synchronizations += 1;
+            self.clear_stamps();
         }
-        // No work may use memory that is unmapped, and the driver cannot tell which work does: wait for all of it.
-        self.backing.synchronize()?;
-        self.counters.synchronizations += 1;
-        self.clear_stamps();
         for (index, chunks) in unused {
             self.unmap(index, chunks)?;
         }
-        Ok(before - self.counters.mapped.current())
+        Ok(before - self.held())
     }
 
     /// Bytes that count towards the limit: mapped, external and stranded.
@@ -170,8 +166,8 @@ impl Core {
             (needed <= block.granules).then_some(Growth { start, granules: needed })
         };
         match place {
-            Place::High if !isolated => self.holes.values().rev().find_map(fits),
-            _ => self.holes.values().find_map(fits),
+            Place::High => self.holes.values().rev().find_map(fits),
+            Place::Low => self.holes.values().find_map(fits),
         }
     }
 
@@ -295,5 +291,71 @@ impl Core {
             index = before;
         }
         self.holes.insert(self.blocks.get(index).start, index);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backing::Segments;
+    use crate::backing::host::Host;
+    use crate::core::Handle;
+
+    /// An allocator over separate segments, with a granularity of one granule.
+    fn segments() -> Core {
+        Core::new(Box::new(Segments::new(Host)))
+    }
+
+    fn alloc(core: &mut Core, granules: u32) -> Handle {
+        core.alloc(&Request::new(u64::from(granules) * GRANULE)).unwrap()
+    }
+
+    /// Two segments on either side of an unmapped one of `granules`; returns the handle of the last.
+    fn segments_around_hole(core: &mut Core, granules: u32) -> Handle {
+        alloc(core, 5000);
+        // The limit keeps the segment from being rounded up to a whole chunk.
+        core.set_limit(core.held() + u64::from(granules) * GRANULE).unwrap();
+        let middle = alloc(core, granules);
+        core.set_limit(u64::MAX).unwrap();
+        let last = alloc(core, 5000);
+        core.free(middle).unwrap();
+        core.trim().unwrap();
+        last
+    }
+
+    #[test]
+    fn smallest_chunk_is_independent_of_granularity() {
+        for place in [Place::Low, Place::High] {
+            let mut core = segments();
+            core.alloc(&Request { place, ..Request::new(200 * GRANULE) }).unwrap();
+            assert_eq!(core.counters.mapped.current(), CHUNK_MIN, "{place:?}");
+        }
+    }
+
+    #[test]
+    fn segment_of_the_size_of_a_hole_is_mapped_there() {
+        let mut core = segments();
+        segments_around_hole(&mut core, 5000);
+        let starts = [(); 2].map(|()| {
+            let handle = alloc(&mut core, 5000);
+            core.blocks.live(handle).unwrap().start
+        });
+        assert_eq!(starts, [5002, 15004]);
+        core.check().unwrap();
+    }
+
+    #[test]
+    fn segments_never_touch() {
+        let mut core = segments();
+        let chunk = (CHUNK_MIN / GRANULE) as u32;
+        // One granule short of room for a whole chunk with gaps on both sides.
+        let last = segments_around_hole(&mut core, chunk - 1);
+        let mapped = core.counters.mapped.current();
+        let handle = alloc(&mut core, 200);
+        assert_eq!(core.counters.mapped.current() - mapped, CHUNK_MIN / 2);
+        core.free(handle).unwrap();
+        core.free(last).unwrap();
+        core.check().unwrap();
+        assert_eq!(core.heap_walk().len(), 3);
     }
 }
