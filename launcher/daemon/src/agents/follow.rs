@@ -107,7 +107,7 @@ impl Follower {
         let identity = match self.introduction(exit).await {
             Ok(identity) => identity,
             Err(last) => {
-                // What is left of it must not outlive its slot.
+                // The rest of it must not outlive its slot.
                 if let Some(pidfd) = pidfd {
                     let _ = pidfd_send_signal(pidfd, Signal::KILL);
                 }
