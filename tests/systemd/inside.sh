@@ -159,6 +159,11 @@ if as bob /srv/test/grpc_client $socket > /dev/null 2>&1; then fail "a user outs
 if as bob xlaunch jobs > /srv/test/bob 2>&1; then fail "a user outside the group sees jobs"; fi
 step "members of the group connect, others do not: $(tr '\n' ';' < /srv/test/grpc)"
 
+# An operator's limit for the jobs of each user.
+mkdir -p /etc/systemd/system/xlaunch-user-.slice.d
+printf '[Slice]\nTasksMax=2000\n' > /etc/systemd/system/xlaunch-user-.slice.d/limits.conf
+systemctl daemon-reload
+
 # A training job, run alone and as a job of the daemon. The latter is disturbed in every way below.
 mkdir $work
 cat > $work/train.toml << 'JOB'
@@ -200,11 +205,13 @@ until_true "a step of job $job" has_more_steps_than 0
 
 # User and cgroup of its processes.
 expect "the agent's user" "alice alice" "$(ps -o user=,group= -p "$agent" | tr -s ' ')"
-expect "its cgroup" "0::/system.slice/$unit" "$(tail -n 1 "/proc/$agent/cgroup")"
+slice=/xlaunch.slice/xlaunch-user.slice/xlaunch-user-$(id -u alice).slice
+expect "its cgroup" "0::$slice/$unit" "$(tail -n 1 "/proc/$agent/cgroup")"
+expect "the limit of each user's slice" 2000 "$(show TasksMax "${slice##*/}")"
 workers=$(pgrep --parent "$agent" --full worker) || fail "the agent has no workers: $(ps -ef)"
 for worker in $workers; do
     expect "a worker's user" alice "$(ps -o user= -p "$worker")"
-    grep -q "/system.slice/$unit" "/proc/$worker/cgroup" || fail "a worker's cgroup: $(cat "/proc/$worker/cgroup")"
+    grep -q "$slice/$unit" "/proc/$worker/cgroup" || fail "a worker's cgroup: $(cat "/proc/$worker/cgroup")"
 done
 expect "the daemon's processes" "$(show MainPID)" "$(cat "/sys/fs/cgroup$(show ControlGroup)/cgroup.procs")"
 expect "settings of the unit" "yes continue mixed $((60 * 1000000))" \

@@ -24,13 +24,15 @@ pub struct Credentials {
     pub pid: Option<u32>,
     /// Not subject to limits.
     pub exempt: bool,
+    /// Counted apart from ordinary users, who can thus not keep this one out.
+    pub reserved: bool,
 }
 
 /// The credentials of the process that connected, from the kernel (`SO_PEERCRED`).
 pub fn peer_credentials(stream: &UnixStream) -> io::Result<Credentials> {
     let peer = stream.peer_cred()?;
     let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok());
-    Ok(Credentials { uid: peer.uid(), pid, exempt: false })
+    Ok(Credentials { uid: peer.uid(), pid, exempt: false, reserved: false })
 }
 
 /// Accepts connections until the returned stream is dropped. `identify` returns the credentials of a peer, or `None` to

@@ -2,7 +2,10 @@
 //!
 //! Each user may have a limited number of connections. A new connection beyond that replaces the user's oldest one
 //! without a call in progress. If the total limit is reached, it replaces one of the user with the most connections. A
-//! connection without any call is closed after a timeout. [`Peer::begin_call`] marks a connection as busy.
+//! connection without any call is closed after a timeout. Connections with [`Credentials::reserved`] have limits of their
+//! own: one person can connect as many users, from user namespaces, but not as an administrator.
+//!
+//! [`Peer::begin_call`] marks a connection as busy.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -24,7 +27,7 @@ use super::accept::Credentials;
 pub struct Limits {
     /// Maximum number of connections per user. Each takes two descriptors.
     pub per_user: usize,
-    /// Maximum number of connections of all users.
+    /// Maximum number of connections of all users, and as many of reserved ones.
     pub total: usize,
     /// Close connections that make no call within this time.
     pub first_call_timeout: Option<Duration>,
@@ -50,6 +53,7 @@ struct Open {
 #[derive(Debug)]
 struct Entry {
     uid: u32,
+    reserved: bool,
     since: Instant,
     calls: Arc<Calls>,
     /// A duplicate of the descriptor, to shut the connection down.
@@ -70,13 +74,13 @@ impl Connections {
 
     /// Adds a connection, closing another one if necessary. `None` if it has to be refused.
     pub fn admit<S: AsFd>(&self, stream: S, peer: Credentials) -> io::Result<Option<Connection<S>>> {
-        let Credentials { uid, pid, exempt } = peer;
+        let Credentials { uid, pid, exempt, reserved } = peer;
         let calls = Arc::<Calls>::default();
         let slot = match exempt {
             true => None,
             false => {
                 let mut open = self.lock();
-                match open.room(uid, self.limits) {
+                match open.room(uid, reserved, self.limits) {
                     Room::Free => {}
                     Room::Close(oldest) => open.entries.remove(&oldest).iter().for_each(shut_down),
                     Room::None => return Ok(None),
@@ -84,12 +88,13 @@ impl Connections {
                 let number = open.next;
                 open.next += 1;
                 let duplicate = stream.as_fd().try_clone_to_owned()?;
-                let entry = Entry { uid, since: Instant::now(), calls: calls.clone(), stream: duplicate };
+                let (since, calls) = (Instant::now(), calls.clone());
+                let entry = Entry { uid, reserved, since, calls, stream: duplicate };
                 open.entries.insert(number, entry);
                 Some(Slot { connections: self.clone(), number })
             }
         };
-        Ok(Some(Connection { _slot: slot, stream, peer: Peer { uid, pid, calls } }))
+        Ok(Some(Connection { _slot: slot, stream, peer: Peer { uid, pid, reserved, calls } }))
     }
 
     /// Closes connections that made no call within the timeout.
@@ -130,9 +135,10 @@ enum Room {
 }
 
 impl Open {
-    fn room(&self, uid: u32, limits: Limits) -> Room {
+    fn room(&self, uid: u32, reserved: bool, limits: Limits) -> Room {
         let mut counts = BTreeMap::<u32, usize>::new();
-        self.entries.values().for_each(|entry| *counts.entry(entry.uid).or_default() += 1);
+        let alike = self.entries.values().filter(|entry| entry.reserved == reserved);
+        alike.for_each(|entry| *counts.entry(entry.uid).or_default() += 1);
         let own = counts.get(&uid).copied().unwrap_or(0);
         let close = |number: Option<u64>| number.map_or(Room::None, Room::Close);
         let among_own = || match limits.close_busy {
@@ -142,7 +148,7 @@ impl Open {
         if own >= limits.per_user {
             return close(among_own());
         }
-        if self.entries.len() < limits.total {
+        if counts.values().sum::<usize>() < limits.total {
             return Room::Free;
         }
         match counts.into_iter().max_by_key(|(_, count)| *count) {
@@ -176,6 +182,8 @@ pub struct Peer {
     pub uid: u32,
     /// Its process id; `None` if it is not visible in this PID namespace.
     pub pid: Option<u32>,
+    /// Counted apart from ordinary users.
+    pub reserved: bool,
     calls: Arc<Calls>,
 }
 

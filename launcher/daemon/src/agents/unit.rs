@@ -64,6 +64,8 @@ pub(super) async fn start(bus: &zbus::Connection, start: AgentStart) -> zbus::Re
         ("After", vec!["remote-fs.target"].into()),
         ("ExecStart", exec.into()),
         ("User", start.uid.to_string().into()),
+        // All jobs of a user share what the operator grants: drop-ins of `xlaunch-user-.slice` apply to each of them.
+        ("Slice", format!("xlaunch-user-{}.slice", start.uid).into()),
         ("StandardInputFile", start.input_path.to_string_lossy().into_owned().into()),
         // The agent writes to agent.log.
         ("StandardOutput", "null".into()),

@@ -4,15 +4,15 @@
 //! database, which may be a network service that is slow or down. Lookups run on a few blocking threads and are cached
 //! for a few seconds. While the database does not answer, only root and the daemon's own user are administrators.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::CString;
 use std::fmt;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use nix::unistd::{Group, Uid, User, getgrouplist};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedMutexGuard, Semaphore};
 
 use crate::commands::CommandError;
 use crate::users::{self, Account};
@@ -39,6 +39,8 @@ struct Inner {
     is_member: Box<IsMember>,
     find_account: Box<FindAccount>,
     cache: Mutex<HashMap<u32, (bool, Instant)>>,
+    /// Members of the group according to the last lookup of each, without a time limit: for what cannot wait for one.
+    known_admins: Mutex<HashSet<u32>>,
     lookups: Arc<Semaphore>,
 }
 
@@ -57,7 +59,13 @@ impl Access {
     ) -> Self {
         let (cache, lookups) = (Mutex::default(), Arc::new(Semaphore::new(MAX_CONCURRENT_LOOKUPS)));
         let (is_member, find_account) = (Box::new(is_member), Box::new(find_account));
-        Self(Arc::new(Inner { own, is_member, find_account, cache, lookups }))
+        let known_admins = Mutex::default();
+        Self(Arc::new(Inner { own, is_member, find_account, cache, known_admins, lookups }))
+    }
+
+    /// Whether the user was an administrator when last looked up. Makes no lookup.
+    pub(super) fn is_known_admin(&self, uid: u32) -> bool {
+        uid == 0 || uid == self.0.own || lock(&self.0.known_admins).contains(&uid)
     }
 
     /// This user as a caller.
@@ -142,6 +150,13 @@ impl Inner {
             cache.clear();
         }
         cache.insert(uid, (member, Instant::now()));
+        drop(cache);
+        let mut admins = lock(&self.known_admins);
+        if member {
+            admins.insert(uid)
+        } else {
+            admins.remove(&uid)
+        };
     }
 }
 
@@ -166,14 +181,15 @@ pub(super) struct Quota(Arc<QuotaInner>);
 struct QuotaInner {
     per_user: usize,
     total: usize,
-    held: Mutex<HashMap<u32, usize>>,
+    /// By user and class.
+    held: Mutex<HashMap<(u32, bool), usize>>,
 }
 
 /// Releases its unit of the quota when dropped.
 #[derive(Debug)]
 pub(super) struct QuotaGuard {
     quota: Quota,
-    uid: u32,
+    holder: (u32, bool),
 }
 
 impl Quota {
@@ -181,31 +197,51 @@ impl Quota {
         Self(Arc::new(QuotaInner { per_user, total, held: Mutex::default() }))
     }
 
-    /// Acquires one unit for this user.
+    /// Acquires one unit for this user. `reserved` users have a total of their own.
     ///
     /// # Errors
     /// The number of units in use, if the user's limit or the total is reached.
-    pub(super) fn acquire(&self, uid: u32) -> Result<QuotaGuard, usize> {
+    pub(super) fn acquire(&self, uid: u32, reserved: bool) -> Result<QuotaGuard, usize> {
         let mut held = lock(&self.0.held);
-        let (own, total) = (held.get(&uid).copied().unwrap_or(0), held.values().sum::<usize>());
+        let own = held.get(&(uid, reserved)).copied().unwrap_or(0);
         if own >= self.0.per_user {
             return Err(own);
         }
+        let total = held.iter().filter(|((_, class), _)| *class == reserved).map(|(_, count)| count).sum();
         if total >= self.0.total {
             return Err(total);
         }
-        held.insert(uid, own + 1);
-        Ok(QuotaGuard { quota: self.clone(), uid })
+        held.insert((uid, reserved), own + 1);
+        Ok(QuotaGuard { quota: self.clone(), holder: (uid, reserved) })
     }
 }
 
 impl Drop for QuotaGuard {
     fn drop(&mut self) {
         let mut held = lock(&self.quota.0.held);
-        match held.get_mut(&self.uid) {
+        match held.get_mut(&self.holder) {
             Some(count) if *count > 1 => *count -= 1,
-            _ => drop(held.remove(&self.uid)),
+            _ => drop(held.remove(&self.holder)),
         }
+    }
+}
+
+/// Lets each user have one command at the manager at a time. Its queue is first come, first served, and each command
+/// takes a write to the disk: without turns, one user's many calls would delay those of all others.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Turns(Arc<Mutex<HashMap<u32, Weak<tokio::sync::Mutex<()>>>>>);
+
+impl Turns {
+    /// Waits for this user's turn, which lasts until the result is dropped.
+    pub(super) async fn wait(&self, uid: u32) -> OwnedMutexGuard<()> {
+        let turn = {
+            let mut turns = lock(&self.0);
+            turns.retain(|_, turn| turn.strong_count() > 0);
+            let turn = turns.get(&uid).and_then(Weak::upgrade).unwrap_or_default();
+            turns.insert(uid, Arc::downgrade(&turn));
+            turn
+        };
+        turn.lock_owned().await
     }
 }
 
@@ -306,14 +342,29 @@ mod tests {
         assert!(!is_member(&group.name, 3_999_999_999).unwrap());
     }
 
+    #[tokio::test]
+    async fn each_user_has_one_turn_at_a_time() {
+        let turns = Turns::default();
+        let first = turns.wait(1).await;
+        let mut second = std::pin::pin!(turns.wait(1));
+        assert!(tokio::time::timeout(Duration::ZERO, &mut second).await.is_err());
+        drop(turns.wait(2).await);
+        drop(first);
+        drop(second.await);
+        drop(turns.wait(3).await);
+        assert_eq!(lock(&turns.0).len(), 1, "what is not waited for is not kept");
+    }
+
     #[test]
     fn quota_limits_each_user_and_all() {
         let quota = Quota::new(2, 3);
-        let (first, _second) = (quota.acquire(1).unwrap(), quota.acquire(1).unwrap());
-        assert_eq!(quota.acquire(1).unwrap_err(), 2);
-        let _other = quota.acquire(2).unwrap();
-        assert_eq!(quota.acquire(3).unwrap_err(), 3);
+        let acquire = |uid| quota.acquire(uid, false);
+        let (first, _second) = (acquire(1).unwrap(), acquire(1).unwrap());
+        assert_eq!(acquire(1).unwrap_err(), 2);
+        let _other = acquire(2).unwrap();
+        assert_eq!(acquire(3).unwrap_err(), 3);
+        assert!(quota.acquire(0, true).is_ok(), "administrators are counted apart");
         drop(first);
-        assert!(quota.acquire(3).is_ok() && quota.acquire(1).is_ok());
+        assert!(acquire(3).is_ok() && acquire(1).is_ok());
     }
 }

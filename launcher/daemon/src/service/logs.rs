@@ -127,7 +127,8 @@ impl Source {
 
     async fn send_files(&self, chunks: &Pieces) -> Result<(), Status> {
         let (id, uid, rank) = (self.job.job.id, self.job.job.uid, self.logs.rank);
-        let _reader = self.file_readers.acquire(uid).map_err(|count| busy(count, "readers of log files"))?;
+        let _reader =
+            self.file_readers.acquire(uid, uid == 0).map_err(|count| busy(count, "readers of log files"))?;
         let failed = |error: io::Error| {
             Status::failed_precondition(format!("failed to read the log of rank {rank} of job {id}: {error}"))
         };

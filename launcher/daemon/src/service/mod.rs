@@ -39,7 +39,7 @@ use xlaunch_proto::v1::{
 
 pub(crate) use tail::log_tail;
 
-use self::access::{Access, Quota};
+use self::access::{Access, Quota, Turns};
 use self::calls::Call;
 use self::queries::to_status;
 use super::commands::NodeHandle;
@@ -93,10 +93,15 @@ async fn serve_peers(
     shutdown: impl Future<Output = ()>,
 ) -> io::Result<()> {
     let open = Connections::new(listener::LIMITS);
-    let incoming = net::accept(listener, open.clone(), move |stream| credentials(stream).map(Some));
+    let known = access.clone();
+    let incoming = net::accept(listener, open.clone(), move |stream| {
+        let peer = credentials(stream)?;
+        Ok(Some(Credentials { reserved: known.is_known_admin(peer.uid), ..peer }))
+    });
     let service = NodeServer::new(Service {
         node,
         access,
+        turns: Turns::default(),
         lists: quota(LIST_QUOTA),
         logs: quota(STREAM_QUOTA),
         watches: quota(STREAM_QUOTA),
@@ -151,6 +156,7 @@ fn busy(count: usize, what: &str) -> Status {
 struct Service {
     node: NodeHandle,
     access: Access,
+    turns: Turns,
     lists: Quota,
     logs: Quota,
     watches: Quota,
@@ -175,6 +181,7 @@ impl Node for Service {
         let request_id = submission.request_id.clone();
         let result = async {
             let account = self.access.account(caller.uid).await?;
+            let _turn = self.turns.wait(caller.uid).await;
             self.node.submit(caller, account, submission).await
         };
         let result = result.await.map_err(to_status);
@@ -193,7 +200,7 @@ impl Node for Service {
 
     async fn list(&self, request: Request<ListRequest>) -> Result<Response<ListReply>, Status> {
         let (_, caller) = self.caller(&request).await?;
-        let guard = self.lists.acquire(caller.uid).map_err(|count| busy(count, "lists"))?;
+        let guard = self.lists.acquire(caller.uid, caller.admin).map_err(|count| busy(count, "lists"))?;
         let list = queries::list(&self.node.view(), caller, request.get_ref());
         Ok(calls::until_sent(Response::new(list), guard))
     }
@@ -210,7 +217,7 @@ impl Node for Service {
         let (_, caller) = self.caller(&request).await?;
         let id = request.get_ref().job;
         queries::job(&self.node.view(), caller, id)?;
-        let guard = self.watches.acquire(caller.uid).map_err(|count| busy(count, "watches"))?;
+        let guard = self.watches.acquire(caller.uid, caller.admin).map_err(|count| busy(count, "watches"))?;
         let (jobs, stream) = mpsc::channel(1);
         let view = self.node.watch();
         tokio::spawn(async move {
@@ -229,7 +236,8 @@ impl Node for Service {
         let (_, caller) = self.caller(&request).await?;
         let JobLogs { job, logs } = checked(request.into_inner())?;
         let job = queries::job(&self.node.view(), caller, job)?;
-        let guard = self.logs.acquire(caller.uid).map_err(|count| busy(count, "log streams"))?;
+        let guard =
+            self.logs.acquire(caller.uid, caller.admin).map_err(|count| busy(count, "log streams"))?;
         let source =
             logs::Source { view: self.node.watch(), job, logs, file_readers: self.file_readers.clone() };
         Ok(Response::new(ReceiverStream::new(logs::stream(source, guard)?)))
@@ -238,7 +246,9 @@ impl Node for Service {
     async fn cancel(&self, request: Request<CancelRequest>) -> Result<Response<Job>, Status> {
         let (call, caller) = self.caller(&request).await?;
         let CancelRequest { job, force } = *request.get_ref();
+        let turn = self.turns.wait(caller.uid).await;
         let result = self.node.cancel(caller, job, force).await.map_err(to_status);
+        drop(turn);
         tracing::info!(
             uid = caller.uid,
             pid = call.peer.pid,

@@ -97,7 +97,7 @@ fn named(stream: &UnixStream) -> io::Result<Credentials> {
     let name = address.as_pathname().and_then(|path| path.file_name()?.to_str()?.split_once('-'));
     let uid = name.and_then(|(uid, _)| uid.parse().ok());
     let uid = uid.ok_or_else(|| io::Error::other("a caller without a name"))?;
-    Ok(Credentials { uid, pid: None, exempt: false })
+    Ok(Credentials { uid, pid: None, exempt: false, reserved: false })
 }
 
 /// The user database of these tests.

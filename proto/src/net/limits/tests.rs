@@ -27,8 +27,11 @@ impl Case {
 
     /// Whether a new connection of the user was admitted.
     fn connect(&mut self, uid: u32, busy: bool) -> bool {
+        self.connect_as(Credentials { uid, pid: None, exempt: false, reserved: false }, busy)
+    }
+
+    fn connect_as(&mut self, peer: Credentials, busy: bool) -> bool {
         let (stream, far) = UnixStream::pair().unwrap();
-        let peer = Credentials { uid, pid: None, exempt: false };
         let Some(connection) = self.open.admit(stream, peer).unwrap() else { return false };
         let calls = busy.then(|| connection.peer.begin_call()).into_iter().collect();
         let number = connection._slot.as_ref().unwrap().number;
@@ -79,7 +82,8 @@ async fn exempt_connections_do_not_count() {
     let mut case = Case::new(Limits { per_user: 1, total: 1, ..LIMITS });
     assert!(case.connect(1, true));
     let (stream, _far) = UnixStream::pair().unwrap();
-    let worker = case.open.admit(stream, Credentials { uid: 1, pid: None, exempt: true }).unwrap();
+    let worker =
+        case.open.admit(stream, Credentials { uid: 1, pid: None, exempt: true, reserved: false }).unwrap();
     assert!(worker.is_some_and(|connection| connection._slot.is_none()));
     assert_eq!(case.total(), 1);
 }
@@ -96,6 +100,16 @@ async fn new_connection_replaces_one_of_the_user_with_the_most() {
     }
     let fewest = (1..=8).map(|uid| case.numbers(uid).len()).min().unwrap();
     assert!(fewest >= TOTAL / 9, "{fewest}");
+}
+
+#[tokio::test]
+async fn many_user_ids_with_a_connection_each_do_not_keep_administrators_out() {
+    let mut case = Case::new(LIMITS);
+    (1000..1000 + TOTAL as u32).for_each(|uid| assert!(case.connect(uid, true)));
+    assert!(!case.connect(1, true));
+    let root = Credentials { uid: 0, pid: None, exempt: false, reserved: true };
+    (0..PER_USER).for_each(|_| assert!(case.connect_as(root, true)));
+    assert!(!case.connect_as(root, true), "they have limits, too");
 }
 
 #[tokio::test]
