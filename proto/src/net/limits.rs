@@ -2,10 +2,10 @@
 //!
 //! Each user may have a limited number of connections. A new connection beyond that replaces the user's oldest one
 //! without a call in progress. If the total limit is reached, it replaces one of the user with the most connections. A
-//! connection without any call is closed after a timeout. Connections with [`Credentials::reserved`] have limits of their
-//! own: one person can connect as many users, from user namespaces, but not as an administrator.
+//! connection without any call is closed after a timeout. [`Peer::begin_call`] marks a connection as busy.
 //!
-//! [`Peer::begin_call`] marks a connection as busy.
+//! Connections with [`Credentials::reserved`] have limits of their own: one person can connect as many users, from user
+//! namespaces, but not as an administrator.
 
 use std::collections::BTreeMap;
 use std::io;
