@@ -1,8 +1,9 @@
 //! Commands to the manager, and the handle that sends them.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
 use xlaunch_proto::convert::node::Submit;
 use xlaunch_proto::v1::{Job, NodeStatus};
 
@@ -58,17 +59,37 @@ pub enum Command {
     },
 }
 
+/// Lets each user have one command at the manager at a time. Its queue is first come, first served, and each command
+/// takes a write to the disk: without turns, one user's many calls would delay those of all others.
+#[derive(Clone, Debug, Default)]
+struct Turns(Arc<Mutex<HashMap<u32, Weak<tokio::sync::Mutex<()>>>>>);
+
+impl Turns {
+    /// Waits for this user's turn, which lasts until the result is dropped.
+    async fn wait(&self, uid: u32) -> OwnedMutexGuard<()> {
+        let turn = {
+            let mut turns = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            turns.retain(|_, turn| turn.strong_count() > 0);
+            let turn = turns.get(&uid).and_then(Weak::upgrade).unwrap_or_default();
+            turns.insert(uid, Arc::downgrade(&turn));
+            turn
+        };
+        turn.lock_owned().await
+    }
+}
+
 /// Sends commands to the manager and reads the view that it publishes.
 #[derive(Clone, Debug)]
 pub struct NodeHandle {
     commands: mpsc::Sender<Command>,
     view: watch::Receiver<Arc<NodeView>>,
+    turns: Turns,
 }
 
 impl NodeHandle {
     /// A handle to the manager at the other ends of these channels.
     pub fn new(commands: mpsc::Sender<Command>, view: watch::Receiver<Arc<NodeView>>) -> Self {
-        Self { commands, view }
+        Self { commands, view, turns: Turns::default() }
     }
 
     /// The newest view.
@@ -88,12 +109,18 @@ impl NodeHandle {
         account: Account,
         submission: Submit,
     ) -> Result<(Job, bool), CommandError> {
-        self.send(|reply| Command::Submit { caller, account, submission: Box::new(submission), reply }).await
+        self.send(caller, |reply| Command::Submit {
+            caller,
+            account,
+            submission: Box::new(submission),
+            reply,
+        })
+        .await
     }
 
     /// Cancels a job; with `force`, a running one is killed at once.
     pub async fn cancel(&self, caller: Caller, job: u64, force: bool) -> Result<Job, CommandError> {
-        self.send(|reply| Command::Cancel { caller, job, force, reply }).await
+        self.send(caller, |reply| Command::Cancel { caller, job, force, reply }).await
     }
 
     /// Takes the node or these GPUs out of service, or with `undo` puts them back.
@@ -104,13 +131,38 @@ impl NodeHandle {
         undo: bool,
         reason: String,
     ) -> Result<NodeStatus, CommandError> {
-        self.send(|reply| Command::Drain { caller, gpus, undo, reason, reply }).await
+        self.send(caller, |reply| Command::Drain { caller, gpus, undo, reason, reply }).await
     }
 
-    async fn send<T>(&self, command: impl FnOnce(Reply<T>) -> Command) -> Result<T, CommandError> {
+    async fn send<T>(
+        &self,
+        caller: Caller,
+        command: impl FnOnce(Reply<T>) -> Command,
+    ) -> Result<T, CommandError> {
+        let _turn = self.turns.wait(caller.uid).await;
         let shutting_down = || CommandError::Unavailable("the daemon is shutting down".into());
         let (reply, result) = oneshot::channel();
         self.commands.send(command(reply)).await.map_err(|_| shutting_down())?;
         result.await.map_err(|_| shutting_down())?
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn each_user_has_one_turn_at_a_time() {
+        let turns = Turns::default();
+        let first = turns.wait(1).await;
+        let mut second = std::pin::pin!(turns.wait(1));
+        assert!(tokio::time::timeout(Duration::ZERO, &mut second).await.is_err());
+        drop(turns.wait(2).await);
+        drop(first);
+        drop(second.await);
+        drop(turns.wait(3).await);
+        assert_eq!(turns.0.lock().unwrap().len(), 1, "what is not waited for is not kept");
     }
 }

@@ -104,14 +104,13 @@ pub(crate) struct JobDirs {
 }
 
 impl JobDirs {
-    /// Opens or creates `jobs` in the state directory.
+    /// Opens or creates `jobs` and `trash` in the state directory.
     pub(crate) fn open(state: &Path) -> io::Result<Self> {
         let root = state.join("jobs");
-        match std::fs::DirBuilder::new().mode(0o711).create(&root) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-            _ => std::fs::set_permissions(&root, std::fs::Permissions::from_mode(0o711))?,
-        }
-        Ok(Self { root, trash: Trash::open(state)?, is_root: rustix::process::getuid().is_root() })
+        open_or_create(&root, 0o711)?;
+        let trash = state.join("trash");
+        open_or_create(&trash, 0o700)?;
+        Ok(Self { root, trash: Trash::open(trash)?, is_root: rustix::process::getuid().is_root() })
     }
 
     fn job(&self, job: u64) -> PathBuf {
@@ -227,6 +226,14 @@ impl JobDirs {
     pub(crate) fn all(&self) -> Vec<u64> {
         let entries = fs_err::read_dir(&self.root).into_iter().flatten().flatten();
         entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+    }
+}
+
+/// Creates a directory with exactly this mode, whatever the umask, or gives it to an existing one.
+fn open_or_create(dir: &Path, mode: u32) -> io::Result<()> {
+    match std::fs::DirBuilder::new().mode(mode).create(dir) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
+        _ => std::fs::set_permissions(dir, std::fs::Permissions::from_mode(mode)),
     }
 }
 

@@ -11,9 +11,8 @@
 //! followed: not down, because every step is a name in an open directory, and not up, because a user could have moved a
 //! directory elsewhere meanwhile. What is left when the daemon ends is removed after its next start.
 
-use std::ffi::{CStr, CString};
+use std::ffi::CString;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
@@ -33,21 +32,13 @@ pub(crate) struct Trash {
 }
 
 impl Trash {
-    /// Opens or creates the trash, and starts to remove what an earlier daemon has left in it.
-    pub(crate) fn open(state: &Path) -> io::Result<Self> {
-        let path = state.join("trash");
-        match std::fs::DirBuilder::new().mode(0o700).create(&path) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-            _ => std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700))?,
-        }
+    /// Opens the trash in this directory, and starts to remove what an earlier daemon has left in it.
+    pub(crate) fn open(path: PathBuf) -> io::Result<Self> {
         let dir = open_dir(CWD, &CString::new(path.as_os_str().as_encoded_bytes())?)?;
         let (remover, receiver) = mpsc::channel();
-        for entry in Dir::read_from(&dir)? {
-            let name = entry?.file_name().to_owned();
-            if !is_dots(&name) {
-                // The receiver is alive, so this cannot fail.
-                let _ = remover.send(name);
-            }
+        for name in names(&dir)? {
+            // The receiver is alive, so this cannot fail.
+            let _ = remover.send(name?);
         }
         let names = Arc::new(Names::default());
         let sweep = Sweep { dir, names: names.clone(), is_root: rustix::process::geteuid().is_root() };
@@ -137,11 +128,8 @@ impl Sweep {
         }
         fchmod(&dir, Mode::RWXU)?;
         let mut failed = Ok(());
-        for entry in Dir::read_from(&dir)? {
-            let entry = entry?.file_name().to_owned();
-            if is_dots(&entry) {
-                continue;
-            }
+        for entry in names(&dir)? {
+            let entry = entry?;
             let removed = match unlinkat(&dir, &entry, AtFlags::empty()) {
                 // Linux says ISDIR, POSIX PERM.
                 Err(Errno::ISDIR | Errno::PERM) => self.take(&dir, &entry).map(|name| pending.push(name)),
@@ -172,17 +160,25 @@ fn open_dir(at: impl rustix::fd::AsFd, name: &CString) -> Result<OwnedFd, Errno>
     openat(at, name, flags, Mode::empty())
 }
 
-fn is_dots(name: &CStr) -> bool {
-    matches!(name.to_bytes(), b"." | b"..")
+/// Names of the entries of a directory, but for `.` and `..`.
+fn names(dir: &OwnedFd) -> Result<impl Iterator<Item = Result<CString, Errno>>, Errno> {
+    let names = Dir::read_from(dir)?.map(|entry| Ok(entry?.file_name().to_owned()));
+    Ok(names.filter(|name| !name.as_ref().is_ok_and(|name| matches!(name.as_bytes(), b"." | b".."))))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
     use std::time::{Duration, Instant};
 
     use super::*;
 
     const HANG_TIMEOUT: Duration = Duration::from_secs(60);
+
+    fn open(state: &Path) -> io::Result<Trash> {
+        fs_err::create_dir_all(state.join("trash"))?;
+        Trash::open(state.join("trash"))
+    }
 
     fn wait_until_empty(state: &Path) {
         let deadline = Instant::now() + HANG_TIMEOUT;
@@ -205,7 +201,7 @@ mod tests {
     #[test]
     fn deep_and_wide_trees_are_removed_in_the_background() {
         let state = tempfile::tempdir().unwrap();
-        let trash = Trash::open(state.path()).unwrap();
+        let trash = open(state.path()).unwrap();
         let job = state.path().join("job");
         fs_err::create_dir(&job).unwrap();
         nest(&job, 5000);
@@ -233,7 +229,7 @@ mod tests {
             fs_err::hard_link(outside.join("file"), dir.join("hard")).unwrap();
             fs_err::set_permissions(dir, std::fs::Permissions::from_mode(mode)).unwrap();
         }
-        Trash::open(state.path()).unwrap().remove(&job).unwrap();
+        open(state.path()).unwrap().remove(&job).unwrap();
         wait_until_empty(state.path());
         assert_eq!(fs_err::read_to_string(outside.join("file")).unwrap(), "kept");
     }
@@ -243,7 +239,7 @@ mod tests {
         let state = tempfile::tempdir().unwrap();
         fs_err::create_dir_all(state.path().join("trash/left/below")).unwrap();
         fs_err::write(state.path().join("trash/file"), "").unwrap();
-        let _trash = Trash::open(state.path()).unwrap();
+        let _trash = open(state.path()).unwrap();
         wait_until_empty(state.path());
     }
 }

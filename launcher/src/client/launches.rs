@@ -65,7 +65,7 @@ fn none_running(command: &str) -> String {
     )
 }
 
-/// Where `xlaunch logs` does not look: the end of a message.
+/// Where the logs of ended runs are, as the end of a message.
 fn ended_logs(command: &str) -> &'static str {
     if command == "logs" {
         "; logs of an ended run are in RUN/logs/attempt_N/RANK, those of a command below its --log-dir"

@@ -86,9 +86,9 @@ pub(super) fn detach(command: &mut Command) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// Keeps the descriptors that this process was started with from the processes that it starts, but for the standard
-/// ones: they may belong to an administrator's shell. What Rust opens is not inherited anyway.
-pub fn keep_inherited_descriptors() {
+/// Marks the descriptors that this process was started with, but for the standard ones, to be closed by exec in the
+/// processes that it starts: they may belong to an administrator's shell. What Rust opens is marked anyway.
+pub fn close_inherited_on_exec() {
     let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
     let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<libc::c_int>().ok());
     for fd in numbers.filter(|fd| *fd > 2) {

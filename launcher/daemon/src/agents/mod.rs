@@ -9,11 +9,10 @@ pub(crate) mod follow;
 mod process;
 mod unit;
 
-use std::ffi::OsString;
+use std::ffi::CString;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStringExt;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::pin::Pin;
@@ -23,6 +22,7 @@ use std::time::Duration;
 use nix::unistd;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
+use crate::users::{self, Account};
 use xlaunch_agent::spawn::sys;
 
 /// Starts agents.
@@ -104,14 +104,11 @@ fn user_to_switch_to(uid: u32) -> io::Result<Option<sys::User>> {
     if !rustix::process::getuid().is_root() {
         return Ok(None);
     }
-    let (gid, groups) = match unistd::User::from_uid(uid.into())? {
-        Some(user) => {
-            let name = std::ffi::CString::new(OsString::from(user.name).into_vec())?;
-            let groups = unistd::getgrouplist(&name, user.gid)?;
-            (user.gid.as_raw(), groups.into_iter().map(unistd::Gid::as_raw).collect())
-        }
-        // The account was removed after the submission.
-        None => return Err(io::Error::other(format!("user id {uid} has no account on this node"))),
-    };
+    // The account may have been removed after the submission.
+    let account = users::find(uid)?;
+    let Account { name, gid } =
+        account.ok_or_else(|| io::Error::other(format!("user id {uid} has no account on this node")))?;
+    let groups = unistd::getgrouplist(&CString::new(name)?, gid.into())?;
+    let groups = groups.into_iter().map(unistd::Gid::as_raw).collect();
     Ok(Some(sys::User { uid, gid, groups }))
 }

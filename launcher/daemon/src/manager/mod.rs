@@ -236,15 +236,7 @@ impl Manager {
         if let Some(rank) = rank {
             warn!(job, attempt, rank, "rank {rank} of job {job} has failed in attempt {attempt}");
         }
-        self.record_event(Record::Ended {
-            job,
-            end,
-            exit: Some(exit),
-            reason,
-            report,
-            at: unix_ms(),
-            order: 0,
-        });
+        self.record_end(job, end, Some(exit), reason, report);
     }
 
     /// Loads the last status that the agent of an ended job has left in its directory.
@@ -260,8 +252,7 @@ impl Manager {
             true => (End::Cancelled, "killed by `cancel --force`".to_owned()),
             false => (End::Lost, reason.to_owned()),
         };
-        let (exit, report) = (None, String::new());
-        self.record_event(Record::Ended { job, end, exit, reason, report, at: unix_ms(), order: 0 });
+        self.record_end(job, end, None, reason, String::new());
     }
 
     fn on_not_started(&mut self, job: u64, reason: Option<String>) {
@@ -273,8 +264,11 @@ impl Manager {
                 return self.record_event(Record::Requeued { job, reason });
             }
         };
-        let report = String::new();
-        self.record_event(Record::Ended { job, end, exit: None, reason, report, at: unix_ms(), order: 0 });
+        self.record_end(job, end, None, reason, String::new());
+    }
+
+    fn record_end(&mut self, job: u64, end: End, exit: Option<u8>, reason: String, report: String) {
+        self.record_event(Record::Ended { job, end, exit, reason, report, at: unix_ms(), order: 0 });
     }
 
     /// Runs after each event: starts what can start, then publishes what has changed.

@@ -62,7 +62,7 @@ pub struct Options {
 /// If it cannot start or a service fails. The texts are for the operator.
 pub async fn run(options: &Options) -> Result<(), Refusal> {
     raise_open_file_limit();
-    sys::keep_inherited_descriptors();
+    sys::close_inherited_on_exec();
     let config = load(options)?;
     let running = App::open(options, config).await?.serve().await?;
     running.until_shutdown(options).await

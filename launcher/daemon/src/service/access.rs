@@ -4,15 +4,15 @@
 //! database, which may be a network service that is slow or down. Lookups run on a few blocking threads and are cached
 //! for a few seconds. While the database does not answer, only root and the daemon's own user are administrators.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::ffi::CString;
 use std::fmt;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::unistd::{Group, Uid, User, getgrouplist};
-use tokio::sync::{OwnedMutexGuard, Semaphore};
+use tokio::sync::Semaphore;
 
 use crate::commands::CommandError;
 use crate::users::{self, Account};
@@ -39,8 +39,6 @@ struct Inner {
     is_member: Box<IsMember>,
     find_account: Box<FindAccount>,
     cache: Mutex<HashMap<u32, (bool, Instant)>>,
-    /// Members of the group according to the last lookup of each, without a time limit: for what cannot wait for one.
-    known_admins: Mutex<HashSet<u32>>,
     lookups: Arc<Semaphore>,
 }
 
@@ -59,13 +57,12 @@ impl Access {
     ) -> Self {
         let (cache, lookups) = (Mutex::default(), Arc::new(Semaphore::new(MAX_CONCURRENT_LOOKUPS)));
         let (is_member, find_account) = (Box::new(is_member), Box::new(find_account));
-        let known_admins = Mutex::default();
-        Self(Arc::new(Inner { own, is_member, find_account, cache, known_admins, lookups }))
+        Self(Arc::new(Inner { own, is_member, find_account, cache, lookups }))
     }
 
     /// Whether the user was an administrator when last looked up. Makes no lookup.
     pub(super) fn is_known_admin(&self, uid: u32) -> bool {
-        uid == 0 || uid == self.0.own || lock(&self.0.known_admins).contains(&uid)
+        uid == 0 || uid == self.0.own || lock(&self.0.cache).get(&uid).is_some_and(|(member, _)| *member)
     }
 
     /// This user as a caller.
@@ -82,23 +79,14 @@ impl Access {
         let unavailable = |why: &dyn fmt::Display| {
             CommandError::Unavailable(format!("failed to look up user id {uid} in the user database: {why}"))
         };
-        let look_up = async {
-            // The semaphore is never closed.
-            let permit = self.0.lookups.clone().acquire_owned().await.map_err(io::Error::other)?;
-            let inner = self.0.clone();
-            let lookup = tokio::task::spawn_blocking(move || {
-                let found = (inner.find_account)(uid);
-                drop(permit);
-                found
-            });
-            lookup.await.map_err(io::Error::other)?
-        };
+        let look_up = self.in_database(move |database| (database.find_account)(uid));
         match tokio::time::timeout(ACCOUNT_LOOKUP_TIMEOUT, look_up).await {
-            Ok(Ok(Some(account))) => Ok(account),
-            Ok(Ok(None)) => {
+            Ok(Some(Ok(Some(account)))) => Ok(account),
+            Ok(Some(Ok(None))) => {
                 Err(CommandError::NotAllowed(format!("user id {uid} has no account on this node")))
             }
-            Ok(Err(error)) => Err(unavailable(&error)),
+            Ok(Some(Err(error))) => Err(unavailable(&error)),
+            Ok(None) => Err(unavailable(&"the lookup failed")),
             Err(_) => Err(unavailable(&"it does not answer")),
         }
     }
@@ -117,24 +105,39 @@ impl Access {
     }
 
     async fn look_up(&self, uid: u32) -> bool {
+        let member = self.in_database(move |database| {
+            // Another call of the same user may have filled the cache meanwhile.
+            database.cached(uid).unwrap_or_else(|| {
+                let member = (database.is_member)(uid).unwrap_or_else(|error| {
+                    tracing::warn!(
+                        uid,
+                        %error,
+                        "user database lookup failed; treating the caller as no administrator"
+                    );
+                    false
+                });
+                database.cache(uid, member);
+                member
+            })
+        });
+        member.await.unwrap_or(false)
+    }
+
+    /// Runs a lookup on one of the few blocking threads; `None` if it panicked.
+    async fn in_database<T: Send + 'static>(
+        &self,
+        lookup: impl FnOnce(&Inner) -> T + Send + 'static,
+    ) -> Option<T> {
         // The semaphore is never closed.
-        let Ok(permit) = self.0.lookups.clone().acquire_owned().await else { return false };
-        // Another call of the same user may have filled the cache meanwhile.
-        if let Some(cached) = self.0.cached(uid) {
-            return cached;
-        }
+        let permit = self.0.lookups.clone().acquire_owned().await.ok()?;
         let inner = self.0.clone();
-        let lookup = tokio::task::spawn_blocking(move || {
-            let member = (inner.is_member)(uid).unwrap_or_else(|error| {
-                tracing::warn!(uid, %error, "user database lookup failed; treating the caller as no administrator");
-                false
-            });
-            inner.cache(uid, member);
+        let done = tokio::task::spawn_blocking(move || {
+            let found = lookup(&inner);
             // Held by the thread rather than the waiting call, so that hanging threads stay few.
             drop(permit);
-            member
+            found
         });
-        lookup.await.unwrap_or(false)
+        done.await.ok()
     }
 }
 
@@ -147,16 +150,10 @@ impl Inner {
     fn cache(&self, uid: u32, member: bool) {
         let mut cache = lock(&self.cache);
         if cache.len() >= MAX_CACHED_USERS {
-            cache.clear();
+            // Members stay: they are few, and `is_known_admin` needs them.
+            cache.retain(|_, (member, _)| *member);
         }
         cache.insert(uid, (member, Instant::now()));
-        drop(cache);
-        let mut admins = lock(&self.known_admins);
-        if member {
-            admins.insert(uid)
-        } else {
-            admins.remove(&uid)
-        };
     }
 }
 
@@ -223,25 +220,6 @@ impl Drop for QuotaGuard {
             Some(count) if *count > 1 => *count -= 1,
             _ => drop(held.remove(&self.holder)),
         }
-    }
-}
-
-/// Lets each user have one command at the manager at a time. Its queue is first come, first served, and each command
-/// takes a write to the disk: without turns, one user's many calls would delay those of all others.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Turns(Arc<Mutex<HashMap<u32, Weak<tokio::sync::Mutex<()>>>>>);
-
-impl Turns {
-    /// Waits for this user's turn, which lasts until the result is dropped.
-    pub(super) async fn wait(&self, uid: u32) -> OwnedMutexGuard<()> {
-        let turn = {
-            let mut turns = lock(&self.0);
-            turns.retain(|_, turn| turn.strong_count() > 0);
-            let turn = turns.get(&uid).and_then(Weak::upgrade).unwrap_or_default();
-            turns.insert(uid, Arc::downgrade(&turn));
-            turn
-        };
-        turn.lock_owned().await
     }
 }
 
@@ -340,19 +318,6 @@ mod tests {
         assert!(is_member(&group.name, 0).unwrap());
         assert!(!is_member("no-such-group", 0).unwrap());
         assert!(!is_member(&group.name, 3_999_999_999).unwrap());
-    }
-
-    #[tokio::test]
-    async fn each_user_has_one_turn_at_a_time() {
-        let turns = Turns::default();
-        let first = turns.wait(1).await;
-        let mut second = std::pin::pin!(turns.wait(1));
-        assert!(tokio::time::timeout(Duration::ZERO, &mut second).await.is_err());
-        drop(turns.wait(2).await);
-        drop(first);
-        drop(second.await);
-        drop(turns.wait(3).await);
-        assert_eq!(lock(&turns.0).len(), 1, "what is not waited for is not kept");
     }
 
     #[test]

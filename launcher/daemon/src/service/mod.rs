@@ -39,7 +39,7 @@ use xlaunch_proto::v1::{
 
 pub(crate) use tail::log_tail;
 
-use self::access::{Access, Quota, Turns};
+use self::access::{Access, Quota};
 use self::calls::Call;
 use self::queries::to_status;
 use super::commands::NodeHandle;
@@ -101,7 +101,6 @@ async fn serve_peers(
     let service = NodeServer::new(Service {
         node,
         access,
-        turns: Turns::default(),
         lists: quota(LIST_QUOTA),
         logs: quota(STREAM_QUOTA),
         watches: quota(STREAM_QUOTA),
@@ -156,7 +155,6 @@ fn busy(count: usize, what: &str) -> Status {
 struct Service {
     node: NodeHandle,
     access: Access,
-    turns: Turns,
     lists: Quota,
     logs: Quota,
     watches: Quota,
@@ -181,7 +179,6 @@ impl Node for Service {
         let request_id = submission.request_id.clone();
         let result = async {
             let account = self.access.account(caller.uid).await?;
-            let _turn = self.turns.wait(caller.uid).await;
             self.node.submit(caller, account, submission).await
         };
         let result = result.await.map_err(to_status);
@@ -246,9 +243,7 @@ impl Node for Service {
     async fn cancel(&self, request: Request<CancelRequest>) -> Result<Response<Job>, Status> {
         let (call, caller) = self.caller(&request).await?;
         let CancelRequest { job, force } = *request.get_ref();
-        let turn = self.turns.wait(caller.uid).await;
         let result = self.node.cancel(caller, job, force).await.map_err(to_status);
-        drop(turn);
         tracing::info!(
             uid = caller.uid,
             pid = call.peer.pid,
