@@ -325,11 +325,17 @@ expect "its output" hello "$(as alice xlaunch logs "$commanded")"
 step "reload"
 
 # Limits of limits.conf(5).
-printf 'alice hard nproc 12345\n' > /etc/security/limits.d/test.conf
-limited=$(submit -- sh -c 'ulimit -Hu; ulimit -n')
-expect_end "$limited" "done" 0
-expect "the limits of a job" "12345 1048576" "$(as alice xlaunch logs "$limited" | tr '\n' ' ' | sed 's/ $//')"
-step "limits.conf applies to jobs"
+limits_of_a_job() {
+    limited=$(submit -- sh -c 'echo $(ulimit -H -n) $(ulimit -l)')
+    expect_end "$limited" "done" 0
+    expect "the limits of a job" "$1" "$(as alice xlaunch logs "$limited")"
+}
+limits_of_a_job "1048576 unlimited"
+cp /usr/share/doc/xlaunch/pam-xlaunch /etc/pam.d/xlaunch
+printf 'alice hard nofile 12345\nalice - memlock 7000\n' > /etc/security/limits.d/test.conf
+limits_of_a_job "12345 7000"
+rm /etc/pam.d/xlaunch
+step "limits.conf applies to jobs, where the operator wants it"
 
 # Files that the job's user can write say that it has ended; its unit says that it runs.
 forged=$(submit -- sleep 1234567)

@@ -25,8 +25,8 @@ const UNIT_NAME_TIMEOUT: Duration = Duration::from_secs(5);
 const UNIT_STOP_MARGIN: Duration = Duration::from_secs(30);
 /// `LimitNOFILE=` of the unit, unless pam_limits sets another.
 const MAX_OPEN_FILES: u64 = 1 << 20;
-/// Where the package installs the PAM service that applies the limits of limits.conf(5).
-const PAM_SERVICES: [&str; 2] = ["/etc/pam.d/xlaunch", "/usr/lib/pam.d/xlaunch"];
+/// If it exists, PAM applies the limits of limits.conf(5); see `deploy/optional/pam-xlaunch`.
+const PAM_SERVICE: &str = "/etc/pam.d/xlaunch";
 /// Devices of every job on a node with GPUs: those of the driver that belong to no GPU, and of networks between GPUs.
 /// `/dev/null`, terminals and the like are allowed by `DevicePolicy=closed`.
 const SHARED_DEVICES: [&str; 10] = [
@@ -252,7 +252,7 @@ fn properties<'a>(start: &AgentStart, input: OwnedFd) -> Vec<(&'static str, Vari
         // Data loaders start many processes and threads.
         ("TasksMax", u64::MAX.into()),
     ];
-    if PAM_SERVICES.iter().any(|service| Path::new(service).exists()) {
+    if Path::new(PAM_SERVICE).exists() {
         properties.push(("PAMName", "xlaunch".into()));
     }
     if let Some(nodes) = &start.gpu_nodes {
