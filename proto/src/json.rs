@@ -14,6 +14,7 @@ pub fn node(node: &NodeStatus) -> Value {
     json!({
         "host": node.host, "version": node.version, "daemon_pid": node.daemon_pid,
         "started_unix_seconds": node.started_unix_seconds, "drained": node.drained, "cores": node.cores,
+        "memory_bytes": node.memory_bytes,
         "jobs_queued": node.jobs_queued, "jobs_running": node.jobs_running, "jobs_ended": node.jobs_ended,
         "gpu_problem": node.gpu_problem, "page_problem": node.page_problem,
         "gpus": node.gpus.iter().map(gpu).collect::<Vec<_>>(),
@@ -40,6 +41,10 @@ pub fn job(job: &Job) -> Value {
         "started_unix_ms": at(job.started_unix_ms), "ended_unix_ms": at(job.ended_unix_ms),
         "exit_code": job.exit_code,
         "queue_position": (job.queue_position != 0).then_some(job.queue_position),
+        "starts_by_unix_ms": at(job.starts_by_unix_ms), "held": job.held,
+        "time_limit_seconds": job.time_limit_seconds, "time_limit_unix_ms": at(job.time_limit_unix_ms),
+        "memory_bytes": job.memory_bytes, "cpus": job.cpus, "requeues": job.requeues,
+        "array_job": job.array_job, "array_index": job.array_index,
     })
 }
 

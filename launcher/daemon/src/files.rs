@@ -14,6 +14,7 @@
 //!         status.pb             the last StatusReply
 //!         result.json           JobResult; written last, atomically
 //!         logs/attempt_<n>/<local rank>/
+//! <state>/arrays/<id>.json      the submission of an array, by its first job, in place of `job.json` of each of its jobs
 //! <state>/trash/                directories of forgotten jobs, until they are removed
 //! ```
 //! Invariants, even if the daemon is killed at any point:
@@ -32,9 +33,11 @@ use prost::Message;
 use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::convert::node::Work;
+use xlaunch_proto::env;
 use xlaunch_proto::v1::StatusReply;
 
 use super::safe_open;
+use super::state::Element;
 use super::trash::Trash;
 
 /// Version of the files between daemon and agent. 2: a command is a `CommandSpec`, not a command line.
@@ -61,6 +64,21 @@ pub struct Description {
     pub start: u32,
     /// UUIDs of the GPUs that the job holds; empty for a CPU job and in `job.json`.
     pub gpus: Vec<String>,
+    /// An earlier start was lost: training continues from its newest checkpoint.
+    #[serde(default)]
+    pub requeued: bool,
+}
+
+/// What a start adds to the submission.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct StartOptions {
+    pub(crate) gpus: Vec<String>,
+    pub(crate) requeued: bool,
+    /// The job's place in its array.
+    pub(crate) element: Option<Element>,
+    /// The owner of an array's job, whose directory is created at its first start.
+    pub(crate) uid: u32,
+    pub(crate) gid: u32,
 }
 
 /// The process of an agent. `pid` and `started` together identify it, since process ids are reused.
@@ -98,6 +116,7 @@ pub struct JobResult {
 #[derive(Clone, Debug)]
 pub(crate) struct JobDirs {
     root: PathBuf,
+    arrays: PathBuf,
     trash: Trash,
     /// The daemon is root, so agents run as other users.
     is_root: bool,
@@ -108,9 +127,11 @@ impl JobDirs {
     pub(crate) fn open(state: &Path) -> io::Result<Self> {
         let root = state.join("jobs");
         open_or_create(&root, 0o711)?;
+        let arrays = state.join("arrays");
+        open_or_create(&arrays, 0o700)?;
         let trash = state.join("trash");
         open_or_create(&trash, 0o700)?;
-        Ok(Self { root, trash: Trash::open(trash)?, is_root: rustix::process::getuid().is_root() })
+        Ok(Self { root, arrays, trash: Trash::open(trash)?, is_root: rustix::process::getuid().is_root() })
     }
 
     fn job(&self, job: u64) -> PathBuf {
@@ -128,12 +149,23 @@ impl JobDirs {
 
     /// Creates the directory of a job. An existing one is left over from a submission that was never acknowledged.
     pub(crate) fn create(&self, description: &Description, uid: u32, gid: u32) -> io::Result<()> {
-        let dir = self.job(description.job);
         self.remove(description.job)?;
+        self.create_dir(description.job, uid, gid, Some(description))
+    }
+
+    /// Creates the submission of an array. The directories of its jobs are created when they start.
+    pub(crate) fn create_array(&self, description: &Description) -> io::Result<()> {
+        write(&self.arrays, &array_file(description.job), &serde_json::to_vec(description)?)
+    }
+
+    fn create_dir(&self, job: u64, uid: u32, gid: u32, description: Option<&Description>) -> io::Result<()> {
+        let dir = self.job(job);
         std::fs::DirBuilder::new().mode(0o711).create(&dir)?;
         std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(0o711))?;
-        write(&dir, "job.json", &serde_json::to_vec(description)?)?;
-        let agent = self.agent(description.job);
+        if let Some(description) = description {
+            write(&dir, "job.json", &serde_json::to_vec(description)?)?;
+        }
+        let agent = self.agent(job);
         std::fs::DirBuilder::new().mode(0o700).create(&agent)?;
         if self.is_root {
             chown(&agent, Some(uid), Some(gid))?;
@@ -143,16 +175,39 @@ impl JobDirs {
     }
 
     /// Prepares a start: writes its description and ticket. Returns the agent's standard input.
-    pub(crate) fn prepare(&self, job: u64, start: u32, gpus: &[String]) -> io::Result<File> {
+    pub(crate) fn prepare(&self, job: u64, start: u32, options: &StartOptions) -> io::Result<File> {
         let dir = self.job(job);
-        let submitted: Description = serde_json::from_slice(&fs_err::read(dir.join("job.json"))?)?;
-        let description = Description { start, gpus: gpus.to_vec(), ..submitted };
+        let mut description = self.submission(job, options)?;
+        (description.start, description.requeued) = (start, options.requeued);
+        description.gpus.clone_from(&options.gpus);
         write(&dir, &start_file(start), &serde_json::to_vec(&description)?)?;
         let ticket = self.agent(job).join(ticket(start));
         // The user may have put a link there; neither unlink(2) nor O_EXCL follows it.
         let _ = fs_err::remove_file(&ticket);
         std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&ticket)?;
         File::open(dir.join(start_file(start)))
+    }
+
+    /// The submission of a job: its own or, with its place in the environment, that of its array.
+    fn submission(&self, job: u64, options: &StartOptions) -> io::Result<Description> {
+        let Some(element) = options.element else {
+            return Ok(serde_json::from_slice(&fs_err::read(self.job(job).join("job.json"))?)?);
+        };
+        let array = fs_err::read(self.arrays.join(array_file(element.first)))?;
+        let mut description: Description = serde_json::from_slice(&array)?;
+        description.job = job;
+        let place = [(env::ARRAY_JOB, element.first), (env::ARRAY_INDEX, element.index.into())];
+        for (name, value) in place {
+            let prefix = format!("{name}=");
+            description.environment.retain(|variable| !variable.starts_with(prefix.as_bytes()));
+            description.environment.push(format!("{prefix}{value}").into_bytes());
+        }
+        if !self.agent(job).is_dir() {
+            // Left over from a start that was interrupted between its two directories.
+            self.remove(job)?;
+            self.create_dir(job, options.uid, options.gid, None)?;
+        }
+        Ok(description)
     }
 
     /// The path of the file that [`prepare`](Self::prepare) returns.
@@ -217,6 +272,20 @@ impl JobDirs {
         Ok(())
     }
 
+    /// Removes the submission of an array once its last job has ended.
+    pub(crate) fn remove_array(&self, first: u64) -> io::Result<()> {
+        match std::fs::remove_file(self.arrays.join(array_file(first))) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// The first jobs of arrays that have a submission.
+    pub(crate) fn arrays(&self) -> Vec<u64> {
+        let entries = fs_err::read_dir(&self.arrays).into_iter().flatten().flatten();
+        entries.filter_map(|entry| entry.file_name().to_str()?.strip_suffix(".json")?.parse().ok()).collect()
+    }
+
     /// Removes the job's directory, and what is in it in the background.
     pub(crate) fn remove(&self, job: u64) -> io::Result<()> {
         self.trash.remove(&self.job(job))
@@ -239,6 +308,10 @@ fn open_or_create(dir: &Path, mode: u32) -> io::Result<()> {
 
 fn start_file(start: u32) -> String {
     format!("start-{start}.json")
+}
+
+fn array_file(first: u64) -> String {
+    format!("{first}.json")
 }
 
 fn ticket(start: u32) -> String {
@@ -314,7 +387,12 @@ mod tests {
             workers: 1,
             start: 0,
             gpus: Vec::new(),
+            requeued: false,
         }
+    }
+
+    fn on_gpu() -> StartOptions {
+        StartOptions { gpus: vec!["GPU-a".into()], ..StartOptions::default() }
     }
 
     fn own() -> (u32, u32) {
@@ -327,7 +405,7 @@ mod tests {
         let dirs = JobDirs::open(state.path()).unwrap();
         dirs.create(&description(1), own().0, own().1).unwrap();
         for (start, agent_is_first) in [(1, true), (2, false)] {
-            let input = dirs.prepare(1, start, &["GPU-a".into()]).unwrap();
+            let input = dirs.prepare(1, start, &on_gpu()).unwrap();
             let description: Description = serde_json::from_reader(input).unwrap();
             assert_eq!((description.start, description.gpus), (start, vec!["GPU-a".to_string()]));
             assert_eq!(description.environment, [b"A=\xff".to_vec()]);
@@ -342,6 +420,34 @@ mod tests {
         assert!(dirs.revoke(1, 4).unwrap());
         // In the journal, but not yet prepared when the daemon was killed.
         assert!(dirs.revoke(1, 3).unwrap());
+    }
+
+    #[test]
+    fn jobs_of_an_array_share_one_submission_and_know_their_place() {
+        let state = tempfile::tempdir().unwrap();
+        let dirs = JobDirs::open(state.path()).unwrap();
+        let mut submission = description(5);
+        submission.environment.push(b"XLAUNCH_ARRAY_INDEX=stale".to_vec());
+        dirs.create_array(&submission).unwrap();
+        assert!(dirs.all().is_empty(), "directories are created at the start");
+        let (uid, gid) = own();
+        for (job, index) in [(5, 3), (6, 9)] {
+            let element = Some(Element { first: 5, index, parallel: 0 });
+            let options = StartOptions { element, uid, gid, requeued: job == 6, ..StartOptions::default() };
+            for start in [1, 2] {
+                let input = dirs.prepare(job, start, &options).unwrap();
+                let description: Description = serde_json::from_reader(input).unwrap();
+                let place = ["XLAUNCH_ARRAY_JOB=5".to_string(), format!("XLAUNCH_ARRAY_INDEX={index}")];
+                let expected = [b"A=\xff".to_vec(), place[0].clone().into(), place[1].clone().into()];
+                assert_eq!(description.environment, expected);
+                assert_eq!((description.job, description.requeued), (job, job == 6));
+                assert!(claim(&dirs.agent(job), start).unwrap());
+            }
+        }
+        assert_eq!(dirs.arrays(), [5]);
+        dirs.remove_array(5).unwrap();
+        dirs.remove_array(5).unwrap();
+        assert!(dirs.arrays().is_empty() && dirs.agent(6).exists());
     }
 
     #[test]
@@ -384,7 +490,7 @@ mod tests {
         let state = tempfile::tempdir().unwrap();
         let dirs = JobDirs::open(state.path()).unwrap();
         dirs.create(&description(1), own().0, own().1).unwrap();
-        drop(dirs.prepare(1, 1, &[]).unwrap());
+        drop(dirs.prepare(1, 1, &StartOptions::default()).unwrap());
         let mode = |path: PathBuf| fs_err::metadata(path).unwrap().permissions().mode() & 0o777;
         let dir = state.path().join("jobs/1");
         assert_eq!(

@@ -38,6 +38,8 @@ const FULL_DISK_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Time for a full disk to get space again before the job begins. The daemon waits a little longer than this for the
 /// agent.
 const IDENTITY_TIMEOUT: Duration = Duration::from_secs(45);
+/// The directories of the job's training runs, oldest first, each ended by a zero byte.
+const RUNS: &str = "runs";
 
 /// Options of `xlaunch agent`.
 #[derive(Debug, Args)]
@@ -197,10 +199,17 @@ impl ClaimedStart {
     async fn work(&self, trainer: Trainer) -> Result<Ended, Refusal> {
         match &self.description.work {
             Work::Trainer(spec) => {
-                let spec = for_node(spec, &self.description);
+                let mut spec = for_node(spec, &self.description);
+                if self.description.requeued {
+                    self.resume(&mut spec, trainer.newest_checkpoint);
+                }
                 let placement = devices::place(&spec, &Node::inspect())?;
-                launch::train(&spec, &placement, trainer, |spec| RunDir::create_for_agent(spec, &self.dir))
-                    .await
+                launch::train(&spec, &placement, trainer, |spec| {
+                    let run = RunDir::create_for_agent(spec, &self.dir)?;
+                    self.remember_run(&run.path);
+                    Ok(run)
+                })
+                .await
             }
             Work::Command(spec) => {
                 let variable = |name: &str| std::env::var_os(name);
@@ -213,6 +222,31 @@ impl ClaimedStart {
                 })
                 .await
             }
+        }
+    }
+
+    /// Lists a run, so that a later start of the job finds its checkpoints.
+    fn remember_run(&self, run: &Path) {
+        let mut runs = std::fs::read(self.dir.join(RUNS)).unwrap_or_default();
+        runs.extend_from_slice(run.as_os_str().as_bytes());
+        runs.push(b'\0');
+        if let Err(error) = files::write(&self.dir, RUNS, &runs) {
+            report_failure(&format!("failed to write the list of runs: {error}"));
+        }
+    }
+
+    /// Continues from the newest checkpoint of this job's lost starts, not of other jobs of the same name. Without one,
+    /// the job starts as it was submitted.
+    fn resume(&self, spec: &mut JobSpec, newest: fn(&Path) -> Option<PathBuf>) {
+        if spec.checkpoint.dir.is_some() {
+            spec.checkpoint.resume = "auto".into();
+            return;
+        }
+        let runs = std::fs::read(self.dir.join(RUNS)).unwrap_or_default();
+        let dirs = runs.split(|byte| *byte == b'\0').filter(|run| !run.is_empty()).rev();
+        let checkpoints = dirs.map(|run| Path::new(OsStr::from_bytes(run)).join("checkpoints"));
+        if let Some(checkpoint) = checkpoints.filter_map(|dir| newest(&dir)).next() {
+            spec.checkpoint.resume = checkpoint.to_string_lossy().into_owned();
         }
     }
 

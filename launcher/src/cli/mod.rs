@@ -1,7 +1,7 @@
 //! The command line: a subcommand, one file each, or a launch with torchrun's flags ([`torchrun`], [`launch`]).
 //!
 //! - `status`, `logs`, `stop`: call the agent of a launch or the daemon, see [`target`];
-//! - `submit`, `jobs`, `cancel`, `node`, `top`, `drain`: call the daemon;
+//! - `submit`, `jobs`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`: call the daemon;
 //! - `daemon`, `agent`: services; `bench`; `gen`: generated files for packages.
 //!
 //! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.
@@ -14,17 +14,20 @@ mod daemon;
 mod daemon_tests;
 mod drain;
 mod r#gen;
+mod job_list;
 mod jobs;
 mod launch;
 mod logs;
 mod node;
 mod output;
+mod scheduling;
 mod status;
 mod stop;
 mod submit;
 mod target;
 mod top;
 mod torchrun;
+mod update;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -58,6 +61,12 @@ enum Subcommands {
     Jobs(jobs::Jobs),
     /// Remove jobs from the queue, or stop running ones
     Cancel(cancel::Cancel),
+    /// Keep queued jobs from starting
+    Hold(update::Update),
+    /// Let held jobs start
+    Release(update::Update),
+    /// Change the priority of queued jobs
+    Reprioritise(update::Reprioritise),
     /// Show the node and its GPUs
     Node(node::Node),
     /// Show the node, its GPUs and its jobs full screen
@@ -161,6 +170,9 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Submit(options) => submit::run(options).await,
         Run::Jobs(options) => jobs::run(options).await,
         Run::Cancel(options) => cancel::run(options).await,
+        Run::Hold(options) => update::hold(options).await,
+        Run::Release(options) => update::release(options).await,
+        Run::Reprioritise(options) => update::reprioritise(options).await,
         Run::Node(options) => node::run(options).await,
         Run::Top(options) => top::run(options).await,
         Run::Drain(options) => drain::run(options).await,

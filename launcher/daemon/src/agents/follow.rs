@@ -15,16 +15,18 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, watch};
 use tokio::time::{MissedTickBehavior, timeout};
+use tonic::Code;
 use tonic::transport::Channel;
 use tracing::warn;
 use xlaunch_proto::v1::agent_client::AgentClient;
-use xlaunch_proto::v1::{StatusReply, StatusRequest, StopRequest};
+use xlaunch_proto::v1::{SignalRequest, StatusReply, StatusRequest, StopRequest};
 
 use super::connect::connect;
 use super::process::AgentProcess;
 use super::{AgentExit, AgentStart, AgentStarter, Started};
-use crate::files::{Identity, JobDirs, JobResult, is_full};
+use crate::files::{Identity, JobDirs, JobResult, StartOptions, is_full};
 use crate::runtime::Stop;
+use crate::state::limits::AGENT_STOP_MARGIN;
 use rustix::process::{Signal, pidfd_send_signal};
 use xlaunch_agent::registry::SOCKET;
 
@@ -34,9 +36,8 @@ const INTRODUCTION_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Delay before a failed operation on the job's directory is retried: until a full disk has space again, for example.
 const DISK_RETRY_DELAY: Duration = Duration::from_secs(1);
 const STATUS_POLL_INTERVAL: Duration = Duration::from_secs(1);
+const SIGNAL_RETRY_DELAY: Duration = Duration::from_millis(200);
 const AGENT_CALL_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time for a stopped agent to exit beyond the shutdown timeout of its workers. Then it is killed.
-const AGENT_STOP_MARGIN: Duration = Duration::from_secs(60);
 
 /// One start of a job.
 #[derive(Clone, Debug)]
@@ -45,9 +46,13 @@ pub(crate) struct JobStart {
     pub(crate) start: u32,
     pub(crate) name: String,
     pub(crate) uid: u32,
-    pub(crate) gpus: Vec<String>,
+    pub(crate) options: StartOptions,
     /// Time between SIGTERM and SIGKILL of its workers.
     pub(crate) shutdown_timeout: Duration,
+    /// Cores; `None` if it did not ask for any.
+    pub(crate) cpus: Option<u32>,
+    /// Bytes; `None` for no limit.
+    pub(crate) memory: Option<u64>,
 }
 
 /// What happens to a start. Each ends with one of the last three.
@@ -65,7 +70,8 @@ pub(crate) enum AgentEvent {
 }
 
 /// Follows a start to its end and sends its events with the job's id. `fresh`: starts the agent; otherwise an earlier
-/// daemon has started it, or was about to. `stop` says when the job is stopped.
+/// daemon has started it, or was about to. `stop` says when the job is stopped, `warning` which signal its workers are to
+/// get.
 pub(crate) async fn follow(
     job_start: JobStart,
     fresh: bool,
@@ -73,9 +79,10 @@ pub(crate) async fn follow(
     starter: Arc<AgentStarter>,
     events: mpsc::Sender<(u64, AgentEvent)>,
     stop: watch::Receiver<Stop>,
+    warning: watch::Receiver<Option<i32>>,
 ) {
     let job = job_start.job;
-    let follower = Follower { job_start, dirs, starter, events, stop };
+    let follower = Follower { job_start, dirs, starter, events, stop, warning };
     let last = follower.run(fresh).await;
     // The manager is gone only if the daemon ends; the next daemon reads the job's files.
     let _ = follower.events.send((job, last)).await;
@@ -87,6 +94,7 @@ struct Follower {
     starter: Arc<AgentStarter>,
     events: mpsc::Sender<(u64, AgentEvent)>,
     stop: watch::Receiver<Stop>,
+    warning: watch::Receiver<Option<i32>>,
 }
 
 impl Follower {
@@ -137,10 +145,12 @@ impl Follower {
     }
 
     async fn try_start(&self) -> std::io::Result<Started> {
-        let JobStart { job, start, uid, ref name, ref gpus, shutdown_timeout } = self.job_start;
-        let input = self.dirs.prepare(job, start, gpus)?;
+        let JobStart { job, start, uid, ref name, ref options, shutdown_timeout, cpus, memory } =
+            self.job_start;
+        let input = self.dirs.prepare(job, start, options)?;
         let (dir, input_path) = (self.dirs.agent(job), self.dirs.start_file(job, start));
-        let start = AgentStart { job, name: name.clone(), uid, dir, input_path, input, shutdown_timeout };
+        let name = name.clone();
+        let start = AgentStart { job, name, uid, dir, input_path, input, shutdown_timeout, cpus, memory };
         self.starter.start(start).await
     }
 
@@ -212,10 +222,10 @@ impl Follower {
         let mut poll = tokio::time::interval(STATUS_POLL_INTERVAL);
         poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let socket = self.dirs.agent(self.job_start.job).join(SOCKET);
-        let mut client = Client { socket, uid: self.job_start.uid, connected: None };
+        let mut client = Client { job: self.job_start.job, socket, uid: self.job_start.uid, connected: None };
         // When a stopped agent is killed; `None` until a stop is requested.
         let mut kill_at: Option<Instant> = None;
-        let (mut stop_sent, mut killed) = (false, false);
+        let (mut stop_sent, mut killed, mut warned) = (false, false, false);
         loop {
             tokio::select! {
                 biased;
@@ -228,6 +238,16 @@ impl Follower {
                 () = self.stop_requested(Stop::Ask), if kill_at.is_none() => {
                     kill_at = Some(Instant::now() + self.job_start.shutdown_timeout + AGENT_STOP_MARGIN);
                     poll.reset_immediately();
+                }
+                signal = self.warning_due(), if !warned && kill_at.is_none() => {
+                    // Retried like a stop.
+                    warned = client.signal(signal).await;
+                    if !warned {
+                        tokio::select! {
+                            () = agent.exited() => return,
+                            () = tokio::time::sleep(SIGNAL_RETRY_DELAY) => {}
+                        }
+                    }
                 }
                 _ = poll.tick() => {
                     if kill_at.is_some_and(|kill_at| Instant::now() > kill_at) {
@@ -259,6 +279,16 @@ impl Follower {
         }
     }
 
+    /// Waits until the workers are to get a signal, and returns it.
+    async fn warning_due(&self) -> i32 {
+        let due = self.warning.clone().wait_for(Option::is_some).await.ok().and_then(|signal| *signal);
+        match due {
+            Some(signal) => signal,
+            // The manager is gone.
+            None => std::future::pending().await,
+        }
+    }
+
     /// The result of an agent that has exited.
     fn result(&self) -> AgentEvent {
         let result = self.dirs.result(self.job_start.job, self.job_start.uid);
@@ -275,6 +305,7 @@ fn never() -> AgentExit {
 
 /// A client of the agent that connects when needed, and again after an error.
 struct Client {
+    job: u64,
     socket: PathBuf,
     uid: u32,
     connected: Option<AgentClient<Channel>>,
@@ -296,6 +327,28 @@ impl Client {
             self.connected = None;
         }
         reply.map(tonic::Response::into_inner)
+    }
+
+    /// Returns whether the agent has answered. One that refuses is not asked again.
+    async fn signal(&mut self, signal: i32) -> bool {
+        let Some(client) = self.connected().await else { return false };
+        let sent = timeout(AGENT_CALL_TIMEOUT, client.signal(SignalRequest { signal })).await;
+        match sent {
+            Ok(Ok(_)) => true,
+            Ok(Err(status)) if matches!(status.code(), Code::Unimplemented | Code::InvalidArgument) => {
+                warn!(
+                    job = self.job,
+                    "failed to signal the workers of job {}: {}",
+                    self.job,
+                    status.message()
+                );
+                true
+            }
+            _ => {
+                self.connected = None;
+                false
+            }
+        }
     }
 
     /// Returns whether the agent has accepted the request.

@@ -47,6 +47,10 @@ pub(crate) struct AgentStart {
     input: File,
     /// Time between SIGTERM and SIGKILL of its workers.
     shutdown_timeout: Duration,
+    /// Cores; `None` for no limit.
+    cpus: Option<u32>,
+    /// Bytes; `None` for no limit.
+    memory: Option<u64>,
 }
 
 /// An agent that was started.

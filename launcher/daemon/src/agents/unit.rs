@@ -57,7 +57,7 @@ pub(super) async fn start(bus: &zbus::Connection, start: AgentStart) -> zbus::Re
     let exec: Vec<Exec<'_>> = vec![(&program, vec![&program, "agent", &dir], false)];
     let stop_timeout = start.shutdown_timeout + UNIT_STOP_MARGIN;
     let unit = name(start.job);
-    let properties = [
+    let mut properties = vec![
         ("Description", Variant::from(format!("xlaunch job {} ({})", start.job, start.name))),
         ("Type", "exec".into()),
         // At a shutdown of the system, the last checkpoint is written before remote file systems are unmounted.
@@ -82,6 +82,9 @@ pub(super) async fn start(bus: &zbus::Connection, start: AgentStart) -> zbus::Re
         // Data loaders start many processes and threads.
         ("TasksMax", u64::MAX.into()),
     ];
+    // Microseconds of CPU time per second.
+    properties.extend(start.cpus.map(|cpus| ("CPUQuotaPerSecUSec", (u64::from(cpus) * 1_000_000).into())));
+    properties.extend(start.memory.map(|bytes| ("MemoryMax", bytes.into())));
     let manager = ManagerProxy::new(bus).await?;
     manager.start_transient_unit(&unit, "fail", &properties, &[]).await?;
     let bus = bus.clone();
