@@ -4,6 +4,8 @@
 //! since 1970 (UTC). Unknown values, and times of events that have not happened, are null. Numbers that JSON cannot
 //! represent are `"NaN"`, `"Infinity"` and `"-Infinity"`, as in protobuf's JSON mapping.
 
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
 use crate::v1::{Gpu, Job, NodeStatus, Progress, RankStatus, Restart, StatusReply};
 use serde_json::{Value, json};
 
@@ -43,9 +45,17 @@ pub fn job(job: &Job) -> Value {
         "queue_position": (job.queue_position != 0).then_some(job.queue_position),
         "starts_by_unix_ms": at(job.starts_by_unix_ms), "held": job.held,
         "time_limit_seconds": job.time_limit_seconds, "time_limit_unix_ms": at(job.time_limit_unix_ms),
+        "time_remaining_seconds": time_remaining(job, SystemTime::now()),
         "memory_bytes": job.memory_bytes, "cpus": job.cpus, "requeues": job.requeues,
         "array_job": job.array_job, "array_index": job.array_index,
     })
+}
+
+/// Seconds until a running job reaches its time limit, if it has one.
+fn time_remaining(job: &Job, now: SystemTime) -> Option<u64> {
+    let runs = job.time_limit_unix_ms > 0 && job.ended_unix_ms == 0;
+    let limit = UNIX_EPOCH + Duration::from_millis(job.time_limit_unix_ms);
+    runs.then(|| limit.duration_since(now).unwrap_or_default().as_secs())
 }
 
 /// The status of a job and its ranks, without its history.

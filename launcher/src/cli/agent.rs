@@ -25,6 +25,7 @@ use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::command::{self, Streams};
 use xlaunch_agent::devices::{self, Node};
+use xlaunch_agent::registry::SOCKET;
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_daemon::files::{self, Description, JobResult, PROTOCOL};
@@ -81,6 +82,11 @@ fn begin(options: &Agent) -> io::Result<Start> {
             }
             begun => break begun?,
         }
+    }
+    // Left over from a start that was lost. That agent does not run, or this one would not have been started.
+    match std::fs::remove_file(dir.join(SOCKET)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
     }
     let base = BaseEnvironment::Submitted(environment(&description));
     Ok(Start { dir, description, base })

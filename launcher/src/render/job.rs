@@ -8,7 +8,6 @@ use xlaunch_proto::v1::{Job, JobKind, NodeJobState};
 
 use super::launch;
 use super::text::{escape, fit, seconds};
-use xlaunch_agent::clock::unix_ms;
 use xlaunch_agent::sinks::progress::clock;
 use xlaunch_daemon::view::has_ended;
 use xlaunch_proto::json;
@@ -137,9 +136,6 @@ pub(crate) fn state_and_reason(job: &Job) -> String {
 /// The job with its status, its report and its loss curve.
 pub(crate) fn json(job: &Job) -> Value {
     let mut value = json::job(job);
-    let remaining = job.time_limit_unix_ms.saturating_sub(unix_ms()) / 1000;
-    let has_limit = job.time_limit_unix_ms > 0 && !has_ended(job.state());
-    value["time_remaining_seconds"] = json!(has_limit.then_some(remaining));
     value["report"] = json!(job.report);
     value["status"] = job.status.as_ref().map_or(Value::Null, json::status);
     value["status_age_seconds"] = json!(job.status.as_ref().map(|_| job.status_age_seconds));
