@@ -11,7 +11,7 @@
 //!         status.pb             the last StatusReply
 //!         result.json           JobResult; written last, atomically
 //!         logs/attempt_<n>/<local rank>/
-//! <state>/arrays/<id>.json      the submission of an array, by its first job, in place of `job.json` of each of its jobs
+//! <state>/arrays/<id>.json      the submission of an array, by its first job: `job.json` for all of its jobs
 //! <state>/trash/                directories of forgotten jobs, until they are removed
 //! ```
 //! Invariants, even if the daemon is killed at any point:

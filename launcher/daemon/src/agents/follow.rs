@@ -78,8 +78,7 @@ pub(crate) enum AgentEvent {
 }
 
 /// Follows a start to its end and sends its events with the job's id. `fresh`: starts the agent; otherwise an earlier
-/// daemon has started it, or was about to. `stop` says when the job is stopped, `warning` which signal its workers are to
-/// get.
+/// daemon has started it, or was about to. `stop` says when the job is stopped, `warning` which signal its workers get.
 pub(crate) async fn follow(
     job_start: JobStart,
     fresh: bool,

@@ -1,9 +1,9 @@
-//! Reservations and backfill (EASY): the first job that does not fit gets a reservation at the earliest time at which, by
-//! the time limits of running jobs, enough is free; later jobs start before it only if they do not delay it. Pure.
+//! Reservations and backfill (EASY). The first job that does not fit gets a reservation at the earliest time at which,
+//! by the time limits of running jobs, enough is free; later jobs start before it only if they do not delay it. Pure.
 //!
-//! A later job delays a reservation unless it has ended by then, or what it holds is free beside the reservation. If the
-//! time is unknown, since a job that it depends on has no limit, nothing of its kind overtakes it, and jobs of the other
-//! kind leave the reserved memory free.
+//! A later job delays a reservation unless it has ended by then, or what it holds is free beside the reservation. If
+//! the time is unknown, since a job that it depends on has no limit, nothing of its kind overtakes it, and jobs of the
+//! other kind leave the reserved memory free.
 //!
 //! Invariant: if running jobs respect their limits and nothing is put before it in the queue, a job with a reservation
 //! starts no later than its reservation says.

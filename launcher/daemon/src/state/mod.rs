@@ -12,10 +12,10 @@
 //!                '--Ended (cancelled)---------------->
 //! ```
 //! A submitted job is queued until the scheduler starts it; `Starting` is written before its agent is started, so a job
-//! is active from the moment at which its agent may exist. `Cancelled` marks an active job: its agent is told to stop
-//! and it stays active until the agent has exited. So does a job at its time limit. A start that provably never happened
-//! puts the job back in the queue; so does the loss of a job that asked for it. The end of a job is final. Of each user the ended jobs beyond `jobs.keep` are forgotten, oldest
-//! first.
+//! is active from the moment at which its agent may exist. `Cancelled` and `TimeLimitReached` mark an active job: its
+//! agent is told to stop and it stays active until the agent has exited. A start that provably never happened puts the
+//! job back in the queue; so does the loss of a job that asked for it. The end of a job is final. Of each user the ended
+//! jobs beyond `jobs.keep` are forgotten, oldest first.
 //!
 //! Invariants: a job holds GPUs only while it is active; applying [`Jobs::records`] to an empty value gives an equal
 //! value.
@@ -301,8 +301,8 @@ impl Jobs {
         self.jobs.iter().filter(|(_, entry)| matches!(entry.phase, Phase::Queued { .. })).map(|(job, _)| *job)
     }
 
-    /// Queued jobs in starting order: by priority, then by the decayed use of their users, then by submission. Jobs that
-    /// are held or wait for others come last.
+    /// Queued jobs in starting order: by priority, then by the decayed use of their users, then by submission. Jobs
+    /// that are held or wait for others come last.
     pub(crate) fn queue(&self, now: u64) -> Vec<u64> {
         let used = self.used(now);
         let mut queue: Vec<_> = Vec::new();

@@ -146,7 +146,8 @@ fn is_zero_u32(number: &u32) -> bool {
     *number == 0
 }
 
-/// A job as submitted, with what was changed while it waited: hold, priority, outcomes of dependencies. Its environment is not in the journal but in its directory ([`crate::files`]).
+/// A job as submitted, with what was changed while it waited: hold, priority, outcomes of dependencies. Its
+/// environment is not in the journal but in its directory ([`crate::files`]).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Submitted {

@@ -88,7 +88,8 @@ fn record(jobs: &Jobs, job: u64, plan: &Plan, with_dependencies: bool) -> Record
     }))
 }
 
-/// Runs all jobs to their end. `check` sees the jobs and the promised starts after each pass; returns when each started.
+/// Runs all jobs to their end. `check` sees the jobs and the promised starts after each pass. Returns when each job
+/// started.
 fn run(
     plans: &[Plan],
     resources: &Resources,
@@ -159,7 +160,10 @@ proptest! {
     }
 
     #[test]
-    fn reservation_is_never_delayed_by_backfilled_jobs(plans in plans(1), gpus_per_user in prop_oneof![Just(0), Just(4)]) {
+    fn reservation_is_never_delayed_by_backfilled_jobs(
+        plans in plans(1),
+        gpus_per_user in prop_oneof![Just(0), Just(4)],
+    ) {
         // One user: later jobs are put behind earlier ones.
         let mut last = BTreeMap::new();
         let started = run(&plans, &node(gpus_per_user), false, |_, _, promised| last.clone_from(promised));
