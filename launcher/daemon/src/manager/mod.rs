@@ -20,8 +20,9 @@ use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
 use xlaunch_proto::v1::{GpuState, NodeStatus, Restart, StatusReply};
 
+use super::accounting::{Accounting, Usage};
+use super::agents::AgentStarter;
 use super::agents::follow::{AgentEvent, JobStart, follow};
-use super::agents::{AgentStarter, Usage};
 use super::commands::Command;
 use super::config::JobsSection;
 use super::files::{JobDirs, JobResult, StartOptions};
@@ -47,6 +48,7 @@ pub(crate) struct Setup {
     /// The result of replaying the journal.
     pub(crate) jobs: Jobs,
     pub(crate) dirs: JobDirs,
+    pub(crate) accounting: Accounting,
     pub(crate) starter: AgentStarter,
     pub(crate) gpu_monitor: GpuMonitor,
     pub(crate) gpus: watch::Receiver<Inventory>,
@@ -120,6 +122,7 @@ struct Manager {
     journal: Journal<Record>,
     jobs: Jobs,
     dirs: JobDirs,
+    accounting: Accounting,
     starter: Arc<AgentStarter>,
     gpu_monitor: GpuMonitor,
     gpus: watch::Receiver<Inventory>,
@@ -153,13 +156,14 @@ impl Manager {
         events: mpsc::Sender<(u64, AgentEvent)>,
         view: watch::Sender<Arc<NodeView>>,
     ) -> Self {
-        let Setup { journal, jobs, dirs, starter, gpu_monitor, gpus, config, .. } = setup;
+        let Setup { journal, jobs, dirs, accounting, starter, gpu_monitor, gpus, config, .. } = setup;
         let Setup { how_to_configure, page_problem, cores, node, .. } = setup;
         Self {
             changed: jobs.jobs.keys().copied().collect(),
             journal,
             jobs,
             dirs,
+            accounting,
             starter: Arc::new(starter),
             gpu_monitor,
             gpus,
@@ -195,6 +199,7 @@ impl Manager {
             self.remove_submission(job);
         }
         self.dirs.arrays().into_iter().for_each(|first| self.remove_ended_array(first));
+        self.complete_accounting();
         let boot_now = boot_id();
         let active: Vec<_> = self.jobs.active().map(|(job, entry)| (job, entry.clone())).collect();
         for (job, entry) in active {
@@ -250,14 +255,14 @@ impl Manager {
         }
     }
 
-    fn on_ended(&mut self, job: u64, result: JobResult, _usage: Option<Usage>) {
+    fn on_ended(&mut self, job: u64, result: JobResult, usage: Option<Usage>) {
         let end = match result.exit {
             0 => End::Done,
             _ if result.stopped => End::Cancelled,
             _ => End::Failed,
         };
         self.load_last_status(job);
-        let JobResult { exit, rank, attempt, .. } = result;
+        let JobResult { exit, rank, attempt, usage: used, .. } = result;
         let (reason, report) = (bounded(result.reason), bounded(result.report));
         if let Some(rank) = rank {
             warn!(job, attempt, rank, "rank {rank} of job {job} has failed in attempt {attempt}");
@@ -266,7 +271,10 @@ impl Manager {
             Some(reason) => (End::Failed, reason),
             None => (end, reason),
         };
-        self.record_end(job, end, Some(exit), reason, report);
+        // Without systemd, only the agent knows.
+        let usage = usage.or(used);
+        let (at, order) = (unix_ms(), 0);
+        self.record_event(Record::Ended { job, end, exit: Some(exit), reason, report, at, order, usage });
     }
 
     /// Loads the last status that the agent of an ended job has left in its directory.
@@ -276,7 +284,7 @@ impl Manager {
         self.on_status(job, status);
     }
 
-    fn on_lost(&mut self, job: u64, reason: &str, _usage: Option<Usage>) {
+    fn on_lost(&mut self, job: u64, reason: &str, usage: Option<Usage>) {
         let is_killed = self.runtime.get(&job).is_some_and(|runtime| *runtime.stop.borrow() == Stop::Kill);
         if let Some(record) = self.jobs.requeue(job, reason, unix_ms()).filter(|_| !is_killed) {
             warn!(job, "job {job} is lost and goes back to the queue: {reason}");
@@ -287,7 +295,7 @@ impl Manager {
             (false, Some(reason)) => (End::Failed, reason),
             (false, None) => (End::Lost, reason.to_owned()),
         };
-        self.record_end(job, end, None, reason, String::new());
+        self.record_end(job, end, reason, usage);
     }
 
     fn on_not_started(&mut self, job: u64, reason: Option<String>) {
@@ -299,11 +307,13 @@ impl Manager {
                 return self.record_event(Record::Requeued { job, reason, lost: false, at: 0 });
             }
         };
-        self.record_end(job, end, None, reason, String::new());
+        self.record_end(job, end, reason, None);
     }
 
-    fn record_end(&mut self, job: u64, end: End, exit: Option<u8>, reason: String, report: String) {
-        self.record_event(Record::Ended { job, end, exit, reason, report, at: unix_ms(), order: 0 });
+    /// Records an end without a result.
+    fn record_end(&mut self, job: u64, end: End, reason: String, usage: Option<Usage>) {
+        let (exit, report, at, order) = (None, String::new(), unix_ms(), 0);
+        self.record_event(Record::Ended { job, end, exit, reason, report, at, order, usage });
     }
 
     /// Runs after each event: enforces time limits, starts what can start, then publishes what has changed.
@@ -352,7 +362,7 @@ impl Manager {
                 return;
             }
             for (job, reason) in unsatisfiable {
-                self.record_end(job, End::Cancelled, None, reason, String::new());
+                self.record_end(job, End::Cancelled, reason, None);
             }
         }
     }

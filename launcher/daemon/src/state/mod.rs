@@ -14,8 +14,8 @@
 //! A submitted job is queued until the scheduler starts it; `Starting` is written before its agent is started, so a job
 //! is active from the moment at which its agent may exist. `Cancelled` and `TimeLimitReached` mark an active job: its
 //! agent is told to stop and it stays active until the agent has exited. A start that provably never happened puts the
-//! job back in the queue; so does the loss of a job that asked for it. The end of a job is final. Of each user the ended
-//! jobs beyond `jobs.keep` are forgotten, oldest first.
+//! job back in the queue; so does the loss of a job that asked for it. The end of a job is final. Of each user the
+//! ended jobs beyond `jobs.keep` are forgotten, oldest first.
 //!
 //! Invariants: a job holds GPUs only while it is active; applying [`Jobs::records`] to an empty value gives an equal
 //! value.
@@ -38,7 +38,9 @@ pub use record::Submitted;
 pub(crate) use record::{Dependency, Element, End, Hold, Record, bounded};
 
 use dependencies::Dependents;
-use usage::Usage;
+use usage::FairShares;
+
+use crate::accounting::Usage;
 
 /// Ended jobs of a user that never started, such as cancelled ones, that are kept.
 const KEPT_UNSTARTED: usize = 100;
@@ -70,6 +72,8 @@ pub(crate) enum Phase {
         at: u64,
         /// Which end this was on the node, from 1: clocks can be set back.
         order: u64,
+        /// `None` if it is unknown.
+        usage: Option<Usage>,
     },
 }
 
@@ -96,7 +100,7 @@ pub(crate) struct Jobs {
     /// Why GPUs are drained, by UUID.
     pub(crate) drained_gpus: BTreeMap<String, String>,
     /// What users have used, for fair shares.
-    pub(crate) usage: Usage,
+    pub(crate) usage: FairShares,
     /// Which queued jobs wait for which.
     dependents: Dependents,
 }
@@ -140,12 +144,12 @@ impl Jobs {
                     *cancelled = Some(uid);
                 }
             }
-            Record::Ended { job, end, exit, reason, report, at, order } => {
+            Record::Ended { job, end, exit, reason, report, at, order, usage } => {
                 let Some((gpus, started)) = self.leave(job, at) else { return };
                 self.ended += 1;
                 let order = if order > 0 { order } else { self.ended };
                 if let Some(entry) = self.jobs.get_mut(&job) {
-                    entry.phase = Phase::Ended { end, exit, reason, report, gpus, started, at, order };
+                    entry.phase = Phase::Ended { end, exit, reason, report, gpus, started, at, order, usage };
                 }
                 self.settle_dependents(job, end);
             }
@@ -362,10 +366,11 @@ fn records_to_reach(job: u64, phase: &Phase) -> Vec<Record> {
             let marks = warned.into_iter().chain(over_limit).chain(cancelled);
             std::iter::once(starting(*start, gpus, boot, *at)).chain(marks).collect()
         }
-        Phase::Ended { end, exit, reason, report, gpus, started, at, order } => {
+        Phase::Ended { end, exit, reason, report, gpus, started, at, order, usage } => {
             let started = (*started > 0).then(|| starting(1, gpus, "", *started));
             let (reason, report) = (reason.clone(), report.clone());
-            let ended = Record::Ended { job, end: *end, exit: *exit, reason, report, at: *at, order: *order };
+            let (end, exit, at, order, usage) = (*end, *exit, *at, *order, *usage);
+            let ended = Record::Ended { job, end, exit, reason, report, at, order, usage };
             started.into_iter().chain([ended]).collect()
         }
     }

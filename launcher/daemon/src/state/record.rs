@@ -5,6 +5,8 @@ use std::ops::RangeInclusive;
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::convert::scheduling::{Condition, Warning};
 
+use crate::accounting::Usage;
+
 /// Maximum length of a reason, a report or a command line.
 pub(crate) const MAX_TEXT_BYTES: usize = 4096;
 /// A change to a job or the node. Fields are only ever added, with defaults; an unknown kind of record was written by a
@@ -71,6 +73,8 @@ pub(crate) enum Record {
         at: u64,
         #[serde(default, skip_serializing_if = "is_zero")]
         order: u64,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        usage: Option<Usage>,
     },
     /// The job is back in the queue: its agent never ran or, if `lost`, has disappeared. `at` is 0 if it held nothing.
     Requeued {

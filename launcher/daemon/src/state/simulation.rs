@@ -59,7 +59,16 @@ pub fn simulate(jobs: usize, seed: u64, policy: Policy) -> Results {
         while let Some(&(at, job)) = ends.first().filter(|(at, _)| *at <= now) {
             ends.remove(&(at, job));
             let (reason, report) = (String::new(), String::new());
-            node.apply(Record::Ended { job, end: End::Done, exit: Some(0), reason, report, at, order: 0 });
+            node.apply(Record::Ended {
+                job,
+                end: End::Done,
+                exit: Some(0),
+                reason,
+                report,
+                at,
+                order: 0,
+                usage: None,
+            });
             node.apply(Record::Forgotten { job });
             last = at;
         }

@@ -14,7 +14,7 @@ const DEFAULT_HALF_LIFE_SECONDS: u64 = 7 * 86_400;
 
 /// The use of all users.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Usage {
+pub(crate) struct FairShares {
     pub(crate) half_life_seconds: u64,
     users: BTreeMap<u32, Used>,
 }
@@ -26,13 +26,13 @@ struct Used {
     at: u64,
 }
 
-impl Default for Usage {
+impl Default for FairShares {
     fn default() -> Self {
         Self { half_life_seconds: DEFAULT_HALF_LIFE_SECONDS, users: BTreeMap::new() }
     }
 }
 
-impl Usage {
+impl FairShares {
     pub(super) fn set(&mut self, uid: u32, gpu_seconds: f64, at: u64) {
         self.users.insert(uid, Used { gpu_seconds, at });
     }
@@ -113,9 +113,9 @@ mod tests {
 
     #[test]
     fn use_halves_with_every_half_life() {
-        let mut usage = Usage::default();
+        let mut usage = FairShares::default();
         usage.charge(&one_gpu(1), DAY, DAY + 1000);
-        let jobs = |usage: &Usage| Jobs { usage: usage.clone(), ..Jobs::default() };
+        let jobs = |usage: &FairShares| Jobs { usage: usage.clone(), ..Jobs::default() };
         let at = |days: u64| jobs(&usage).used(DAY + 1000 + days * DAY)[&1];
         assert!((at(0) - 1.0).abs() < 1e-5, "{}", at(0));
         assert!((at(7) - 0.5).abs() < 1e-5 && (at(14) - 0.25).abs() < 1e-5);
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn use_of_two_halves_is_that_of_the_whole() {
-        let (mut whole, mut halves) = (Usage::default(), Usage::default());
+        let (mut whole, mut halves) = (FairShares::default(), FairShares::default());
         whole.charge(&one_gpu(1), DAY, 21 * DAY);
         halves.charge(&one_gpu(1), DAY, 11 * DAY);
         halves.charge(&one_gpu(1), 11 * DAY, 21 * DAY);
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn clock_that_is_set_back_adds_nothing_negative() {
-        let mut usage = Usage::default();
+        let mut usage = FairShares::default();
         usage.charge(&one_gpu(1), 10 * DAY, DAY);
         assert_eq!(usage.users[&1].gpu_seconds, 0.0);
         usage.charge(&one_gpu(1), 0, DAY);

@@ -201,6 +201,7 @@ fn outcome_of_a_dependency_outlives_it() {
         report: String::new(),
         at: NOW,
         order: 0,
+        usage: None,
     });
     assert!(started(&jobs, &node(0)).contains(&3), "done, and ended in whatever way");
     jobs.apply(Record::Ended {
@@ -211,6 +212,7 @@ fn outcome_of_a_dependency_outlives_it() {
         report: String::new(),
         at: NOW,
         order: 0,
+        usage: None,
     });
     assert_eq!(jobs.unsatisfiable(), [(5, "job 4, which had to end first, is not done".to_string())]);
     assert_eq!(of(jobs.records()), jobs);
