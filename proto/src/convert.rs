@@ -2,6 +2,7 @@
 //! file, of the daemon in [`node`].
 
 pub mod node;
+pub mod scheduling;
 
 use crate::ids::{Attempt, Digest, NcclId, Rank, WorldSize};
 use crate::v1;

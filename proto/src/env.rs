@@ -22,3 +22,7 @@ pub const PROFILE: &str = "XLAUNCH_PROFILE";
 pub const SCOPE: &str = "XLAUNCH_SCOPE";
 /// Read by the agent: a program to start in place of `xlaunch worker`. For tests of the launcher.
 pub const WORKER_PROGRAM: &str = "XLAUNCH_WORKER_PROGRAM";
+/// First job of the job's array.
+pub const ARRAY_JOB: &str = "XLAUNCH_ARRAY_JOB";
+/// Index of the job in its array.
+pub const ARRAY_INDEX: &str = "XLAUNCH_ARRAY_INDEX";

@@ -4,6 +4,8 @@
 //! since 1970 (UTC). Unknown values, and times of events that have not happened, are null. Numbers that JSON cannot
 //! represent are `"NaN"`, `"Infinity"` and `"-Infinity"`, as in protobuf's JSON mapping.
 
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
 use crate::v1::{Gpu, Job, NodeStatus, Progress, RankStatus, Restart, StatusReply};
 use serde_json::{Value, json};
 
@@ -14,6 +16,7 @@ pub fn node(node: &NodeStatus) -> Value {
     json!({
         "host": node.host, "version": node.version, "daemon_pid": node.daemon_pid,
         "started_unix_seconds": node.started_unix_seconds, "drained": node.drained, "cores": node.cores,
+        "memory_bytes": node.memory_bytes,
         "jobs_queued": node.jobs_queued, "jobs_running": node.jobs_running, "jobs_ended": node.jobs_ended,
         "gpu_problem": node.gpu_problem, "page_problem": node.page_problem,
         "gpus": node.gpus.iter().map(gpu).collect::<Vec<_>>(),
@@ -41,7 +44,19 @@ pub fn job(job: &Job) -> Value {
         "exit_code": job.exit_code, "cpu_seconds": job.cpu_seconds,
         "peak_memory_bytes": job.peak_memory_bytes,
         "queue_position": (job.queue_position != 0).then_some(job.queue_position),
+        "starts_by_unix_ms": at(job.starts_by_unix_ms), "held": job.held,
+        "time_limit_seconds": job.time_limit_seconds, "time_limit_unix_ms": at(job.time_limit_unix_ms),
+        "time_remaining_seconds": time_remaining(job, SystemTime::now()),
+        "memory_bytes": job.memory_bytes, "cpus": job.cpus, "requeues": job.requeues,
+        "array_job": job.array_job, "array_index": job.array_index,
     })
+}
+
+/// Seconds until a running job reaches its time limit, if it has one.
+fn time_remaining(job: &Job, now: SystemTime) -> Option<u64> {
+    let runs = job.time_limit_unix_ms > 0 && job.ended_unix_ms == 0;
+    let limit = UNIX_EPOCH + Duration::from_millis(job.time_limit_unix_ms);
+    runs.then(|| limit.duration_since(now).unwrap_or_default().as_secs())
 }
 
 /// The status of a job and its ranks, without its history.

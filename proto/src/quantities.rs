@@ -89,7 +89,7 @@ pub fn bytes_text(bytes: u64) -> String {
         0x4000_0000.. => ("GiB", 30),
         _ => ("MiB", 20),
     };
-    let tenths = u128::from(bytes) * 10 >> shift;
+    let tenths = (u128::from(bytes) * 10) >> shift;
     match tenths % 10 {
         0 => format!("{} {unit}", tenths / 10),
         tenth => format!("{}.{tenth} {unit}", tenths / 10),

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use xlaunch_proto::labels::{kind as kind_label, node_job_state};
 use xlaunch_proto::v1::{JobAccount, JobKind, NodeJobState};
 
+use super::measured::Usage;
 use super::state::{Entry, Phase};
 
 const FILE: &str = "accounting.jsonl";
@@ -25,14 +26,6 @@ const MAX_READ_BYTES: u64 = 64 << 20;
 const MAX_LINE_BYTES: u64 = 32 << 10;
 /// Jobs in a reply.
 const MAX_ACCOUNTS: usize = 1000;
-
-/// What a job has used, over all its processes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Usage {
-    pub cpu_ms: u64,
-    pub peak_memory_bytes: u64,
-}
 
 /// A line of the file. Fields are only ever added. Times are in milliseconds since 1970 (UTC), 0 if there is none.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -222,7 +215,7 @@ mod tests {
     use super::*;
 
     fn account(order: u64, uid: u32) -> Account {
-        let usage = (order % 2 == 0).then_some(Usage { cpu_ms: 5000, peak_memory_bytes: 6 });
+        let usage = order.is_multiple_of(2).then_some(Usage { cpu_ms: 5000, peak_memory_bytes: 6 });
         let (user, state) = (format!("u{uid}"), "done".into());
         Account {
             order,

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
-use xlaunch_proto::convert::node::Submit;
+use xlaunch_proto::convert::node::{Submit, Update};
 use xlaunch_proto::v1::{Job, NodeStatus};
 
 use super::users::Account;
@@ -36,18 +36,24 @@ pub type Reply<T> = oneshot::Sender<Result<T, CommandError>>;
 /// A command to the manager.
 #[derive(Debug)]
 pub enum Command {
-    /// The reply is the job, and whether the request is a repetition of an earlier one.
+    /// The reply is the job or all jobs of the array, and whether the request is a repetition of an earlier one.
     Submit {
         caller: Caller,
         account: Account,
         submission: Box<Submit>,
-        reply: Reply<(Job, bool)>,
+        reply: Reply<(Vec<Job>, bool)>,
     },
     Cancel {
         caller: Caller,
         job: u64,
         /// Kill a running job at once.
         force: bool,
+        reply: Reply<Job>,
+    },
+    /// Holds or releases a queued job, or changes its priority.
+    Update {
+        caller: Caller,
+        update: Update,
         reply: Reply<Job>,
     },
     Drain {
@@ -102,13 +108,13 @@ impl NodeHandle {
         self.view.clone()
     }
 
-    /// Adds a job, or finds the one that an earlier request with this id added.
+    /// Adds a job or an array, or finds the one that an earlier request with this id added.
     pub async fn submit(
         &self,
         caller: Caller,
         account: Account,
         submission: Submit,
-    ) -> Result<(Job, bool), CommandError> {
+    ) -> Result<(Vec<Job>, bool), CommandError> {
         self.send(caller, |reply| Command::Submit {
             caller,
             account,
@@ -121,6 +127,11 @@ impl NodeHandle {
     /// Cancels a job; with `force`, a running one is killed at once.
     pub async fn cancel(&self, caller: Caller, job: u64, force: bool) -> Result<Job, CommandError> {
         self.send(caller, |reply| Command::Cancel { caller, job, force, reply }).await
+    }
+
+    /// Holds or releases a queued job, or changes its priority.
+    pub async fn update(&self, caller: Caller, update: Update) -> Result<Job, CommandError> {
+        self.send(caller, |reply| Command::Update { caller, update, reply }).await
     }
 
     /// Takes the node or these GPUs out of service, or with `undo` puts them back.

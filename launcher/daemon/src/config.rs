@@ -89,6 +89,12 @@ pub(crate) struct JobsSection {
     pub(crate) max_grace: Span,
     /// GPUs, by UUID or index, on which no job is placed.
     pub(crate) leave_gpus: Vec<String>,
+    /// Time limit of jobs that set none. Default: `max_time`.
+    pub(crate) default_time: Option<Span>,
+    /// Maximum time limit of a job. Default: none.
+    pub(crate) max_time: Option<Span>,
+    /// Time in which the past use of a user counts half as much for the order of the queue.
+    pub(crate) fair_share_half_life: Span,
 }
 
 impl Default for JobsSection {
@@ -102,11 +108,14 @@ impl Default for JobsSection {
             keep: 1000,
             max_grace: Span(Duration::from_secs(120)),
             leave_gpus: Vec::new(),
+            default_time: None,
+            max_time: None,
+            fair_share_half_life: Span(Duration::from_secs(7 * 86_400)),
         }
     }
 }
 
-/// A span of time as a text: a whole number and a unit, `s`, `m` or `h`.
+/// A span of time as a text: a whole number and a unit, `s`, `m`, `h` or `d`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub(crate) struct Span(pub(crate) Duration);
@@ -115,7 +124,7 @@ impl TryFrom<String> for Span {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
-        let units = [("s", 1), ("m", 60), ("h", 3600)];
+        let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 86_400)];
         let parsed = units.iter().find_map(|(unit, seconds)| {
             let number: u32 = text.strip_suffix(unit)?.trim_end().parse().ok()?;
             Some(Self(Duration::from_secs(u64::from(number) * seconds)))
@@ -198,6 +207,14 @@ impl DaemonConfig {
         if self.jobs.keep > MAX_KEPT {
             let problem = format!("{} jobs are too many", self.jobs.keep);
             return Err(Invalid::new("jobs.keep", problem, format!("at most {MAX_KEPT}")));
+        }
+        let positive = [
+            ("jobs.default_time", self.jobs.default_time),
+            ("jobs.max_time", self.jobs.max_time),
+            ("jobs.fair_share_half_life", Some(self.jobs.fair_share_half_life)),
+        ];
+        if let Some((key, _)) = positive.into_iter().find(|(_, span)| *span == Some(Span(Duration::ZERO))) {
+            return Err(Invalid::new(key, "0 is not a time".into(), "at least \"1s\"".into()));
         }
         if self.jobs.leave_gpus.iter().any(|gpu| gpu.trim().is_empty()) {
             let expected = "a list in which each item is a UUID or an index, such as \"0\"";
@@ -298,6 +315,7 @@ mod tests {
             ("[jobs]\nkeep = \"all\"\n", "daemon.toml:2:8", "expected a whole number"),
             ("[jobs]\nkeep = 100001\n", "daemon.toml:2:8", "at most 100000"),
             ("[jobs]\n\ncpu_workers = 0\n", "daemon.toml:3:15", "at least 1"),
+            ("[jobs]\nmax_time = \"0h\"\n", "daemon.toml:2:12", "at least \"1s\""),
             ("[jobs]\nleave_gpus = [\"0\", \" \"]\n", "daemon.toml:2:14", "is a UUID or an index"),
             ("[daemon]\nstate_dir = \"state\"\n", "daemon.toml:2:13", "an absolute path"),
             ("[daemon]\nsocket = \"\"\n", "daemon.toml:2:10", "an absolute path"),
@@ -315,6 +333,7 @@ mod tests {
         };
         assert_eq!(grace("\"5m\"").unwrap(), Duration::from_secs(300));
         assert_eq!(grace("\"90 s\"").unwrap(), Duration::from_secs(90));
+        assert_eq!(grace("\"2d\"").unwrap(), Duration::from_secs(172_800));
         for text in ["\"5\"", "\"-1s\"", "\"1.5h\"", "\"\"", "5"] {
             let error = grace(text).unwrap_err().to_string();
             assert!(error.contains("f:2:"), "{text}: {error}");
@@ -406,6 +425,7 @@ mod tests {
         filled.daemon.socket = filled.daemon.socket(true, nothing).ok();
         filled.jobs.allow_commands = Some(filled.jobs.allow_commands(true));
         (filled.jobs.cpu_workers, filled.web.listen) = (shown.jobs.cpu_workers, shown.web.listen.clone());
+        (filled.jobs.default_time, filled.jobs.max_time) = (shown.jobs.default_time, shown.jobs.max_time);
         assert_eq!(shown, filled);
     }
 }

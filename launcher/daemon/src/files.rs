@@ -11,6 +11,7 @@
 //!         status.pb             the last StatusReply
 //!         result.json           JobResult; written last, atomically
 //!         logs/attempt_<n>/<local rank>/
+//! <state>/arrays/<id>.json      the submission of an array, by its first job: `job.json` for all of its jobs
 //! <state>/trash/                directories of forgotten jobs, until they are removed
 //! ```
 //! Invariants, even if the daemon is killed at any point:
@@ -30,11 +31,13 @@ use prost::Message;
 use rustix::fs::{CWD, Mode, OFlags};
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::convert::node::Work;
+use xlaunch_proto::env;
 use xlaunch_proto::v1::StatusReply;
 
 use super::access_list::allow_user;
-use super::accounting::Usage;
+use super::measured::Usage;
 use super::safe_open;
+use super::state::Element;
 use super::trash::Trash;
 
 /// Version of the files between daemon and agent. 2: a command is a `CommandSpec`, not a command line. 3: the agent
@@ -63,6 +66,22 @@ pub struct Description {
     pub start: u32,
     /// UUIDs of the GPUs that the job holds; empty for a CPU job and in `job.json`.
     pub gpus: Vec<String>,
+    /// An earlier start was lost: training continues from its newest checkpoint.
+    #[serde(default)]
+    pub requeued: bool,
+}
+
+/// What a start adds to the submission.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct StartOptions {
+    /// UUIDs.
+    pub(crate) gpus: Vec<String>,
+    pub(crate) requeued: bool,
+    /// The job's place in its array.
+    pub(crate) element: Option<Element>,
+    /// The owner of an array's job, whose directory is created at its first start.
+    pub(crate) uid: u32,
+    pub(crate) gid: u32,
 }
 
 /// The agent of a start, as the daemon that started it has recorded it.
@@ -105,6 +124,7 @@ pub struct JobResult {
 #[derive(Clone, Debug)]
 pub(crate) struct JobDirs {
     root: PathBuf,
+    arrays: PathBuf,
     trash: Trash,
     /// The daemon is root, so agents run as other users.
     is_root: bool,
@@ -115,9 +135,11 @@ impl JobDirs {
     pub(crate) fn open(state: &Path) -> io::Result<Self> {
         let root = state.join("jobs");
         open_or_create(&root, 0o711)?;
+        let arrays = state.join("arrays");
+        open_or_create(&arrays, 0o700)?;
         let trash = state.join("trash");
         open_or_create(&trash, 0o700)?;
-        Ok(Self { root, trash: Trash::open(trash)?, is_root: rustix::process::getuid().is_root() })
+        Ok(Self { root, arrays, trash: Trash::open(trash)?, is_root: rustix::process::getuid().is_root() })
     }
 
     fn job(&self, job: u64) -> PathBuf {
@@ -135,15 +157,26 @@ impl JobDirs {
 
     /// Creates the directory of a job. An existing one is left over from a submission that was never acknowledged.
     pub(crate) fn create(&self, description: &Description, uid: u32, gid: u32) -> io::Result<()> {
-        let dir = self.job(description.job);
         self.remove(description.job)?;
+        self.create_dir(description.job, uid, gid, Some(description))
+    }
+
+    /// Creates the submission of an array. The directories of its jobs are created when they start.
+    pub(crate) fn create_array(&self, description: &Description) -> io::Result<()> {
+        write(&self.arrays, &array_file(description.job), &serde_json::to_vec(description)?)
+    }
+
+    fn create_dir(&self, job: u64, uid: u32, gid: u32, description: Option<&Description>) -> io::Result<()> {
+        let dir = self.job(job);
         std::fs::DirBuilder::new().mode(0o711).create(&dir)?;
         // Other users are not to see whose job it is and when its files change. Where a file system has no access
         // control lists, they can traverse the directory, too.
         let mode = if self.is_root && allow_user(&dir, uid).is_ok() { 0o710 } else { 0o711 };
         std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(mode))?;
-        write(&dir, "job.json", &serde_json::to_vec(description)?)?;
-        let agent = self.agent(description.job);
+        if let Some(description) = description {
+            write(&dir, "job.json", &serde_json::to_vec(description)?)?;
+        }
+        let agent = self.agent(job);
         std::fs::DirBuilder::new().mode(0o700).create(&agent)?;
         if self.is_root {
             chown(&agent, Some(uid), Some(gid))?;
@@ -153,9 +186,33 @@ impl JobDirs {
     }
 
     /// The description of one start of a job, as its agent gets it.
-    pub(crate) fn description(&self, job: u64, start: u32, gpus: &[String]) -> io::Result<Vec<u8>> {
-        let submitted: Description = serde_json::from_slice(&fs_err::read(self.job(job).join("job.json"))?)?;
-        Ok(serde_json::to_vec(&Description { start, gpus: gpus.to_vec(), ..submitted })?)
+    pub(crate) fn description(&self, job: u64, start: u32, options: &StartOptions) -> io::Result<Vec<u8>> {
+        let mut description = self.submission(job, options)?;
+        (description.start, description.requeued) = (start, options.requeued);
+        description.gpus.clone_from(&options.gpus);
+        Ok(serde_json::to_vec(&description)?)
+    }
+
+    /// The submission of a job: its own or, with its place in the environment, that of its array.
+    fn submission(&self, job: u64, options: &StartOptions) -> io::Result<Description> {
+        let Some(element) = options.element else {
+            return Ok(serde_json::from_slice(&fs_err::read(self.job(job).join("job.json"))?)?);
+        };
+        let array = fs_err::read(self.arrays.join(array_file(element.first)))?;
+        let mut description: Description = serde_json::from_slice(&array)?;
+        description.job = job;
+        let place = [(env::ARRAY_JOB, element.first), (env::ARRAY_INDEX, element.index.into())];
+        for (name, value) in place {
+            let prefix = format!("{name}=");
+            description.environment.retain(|variable| !variable.starts_with(prefix.as_bytes()));
+            description.environment.push(format!("{prefix}{value}").into_bytes());
+        }
+        if !self.agent(job).is_dir() {
+            // Left over from a start that was interrupted between its two directories.
+            self.remove(job)?;
+            self.create_dir(job, options.uid, options.gid, None)?;
+        }
+        Ok(description)
     }
 
     /// Records the agent of a start.
@@ -194,6 +251,20 @@ impl JobDirs {
         }
     }
 
+    /// Removes the submission of an array once its last job has ended.
+    pub(crate) fn remove_array(&self, first: u64) -> io::Result<()> {
+        match std::fs::remove_file(self.arrays.join(array_file(first))) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// The first jobs of arrays that have a submission.
+    pub(crate) fn arrays(&self) -> Vec<u64> {
+        let entries = fs_err::read_dir(&self.arrays).into_iter().flatten().flatten();
+        entries.filter_map(|entry| entry.file_name().to_str()?.strip_suffix(".json")?.parse().ok()).collect()
+    }
+
     /// Removes the job's directory, and what is in it in the background.
     pub(crate) fn remove(&self, job: u64) -> io::Result<()> {
         self.trash.remove(&self.job(job))
@@ -212,6 +283,10 @@ fn open_or_create(dir: &Path, mode: u32) -> io::Result<()> {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
         _ => std::fs::set_permissions(dir, std::fs::Permissions::from_mode(mode)),
     }
+}
+
+fn array_file(first: u64) -> String {
+    format!("{first}.json")
 }
 
 fn begun(start: u32) -> String {
@@ -279,7 +354,12 @@ mod tests {
             workers: 1,
             start: 0,
             gpus: Vec::new(),
+            requeued: false,
         }
+    }
+
+    fn on_gpu() -> StartOptions {
+        StartOptions { gpus: vec!["GPU-a".into()], ..StartOptions::default() }
     }
 
     fn own() -> (u32, u32) {
@@ -299,10 +379,38 @@ mod tests {
         assert!(!dirs.has_begun(1, 1));
         begin(&dirs.agent(1), 1).unwrap();
         assert!(dirs.has_begun(1, 1) && !dirs.has_begun(1, 2));
-        let sent = dirs.description(1, 2, &["GPU-a".into()]).unwrap();
+        let sent = dirs.description(1, 2, &on_gpu()).unwrap();
         let sent: Description = serde_json::from_slice(&sent).unwrap();
         assert_eq!((sent.start, sent.gpus), (2, vec!["GPU-a".to_string()]));
         assert_eq!(sent.environment, [b"A=\xff".to_vec()]);
+    }
+
+    #[test]
+    fn jobs_of_an_array_share_one_submission_and_know_their_place() {
+        let state = tempfile::tempdir().unwrap();
+        let dirs = JobDirs::open(state.path()).unwrap();
+        let mut submission = description(5);
+        submission.environment.push(b"XLAUNCH_ARRAY_INDEX=stale".to_vec());
+        dirs.create_array(&submission).unwrap();
+        assert!(dirs.all().is_empty(), "directories are created at the start");
+        let (uid, gid) = own();
+        for (job, index) in [(5, 3), (6, 9)] {
+            let element = Some(Element { first: 5, index, parallel: 0 });
+            let options = StartOptions { element, uid, gid, requeued: job == 6, ..StartOptions::default() };
+            for start in [1, 2] {
+                let sent = dirs.description(job, start, &options).unwrap();
+                let description: Description = serde_json::from_slice(&sent).unwrap();
+                let place = ["XLAUNCH_ARRAY_JOB=5".to_string(), format!("XLAUNCH_ARRAY_INDEX={index}")];
+                let expected = [b"A=\xff".to_vec(), place[0].clone().into(), place[1].clone().into()];
+                assert_eq!(description.environment, expected);
+                assert_eq!((description.job, description.requeued), (job, job == 6));
+                begin(&dirs.agent(job), start).unwrap();
+            }
+        }
+        assert_eq!(dirs.arrays(), [5]);
+        dirs.remove_array(5).unwrap();
+        dirs.remove_array(5).unwrap();
+        assert!(dirs.arrays().is_empty() && dirs.agent(6).exists());
     }
 
     #[test]

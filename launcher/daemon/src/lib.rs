@@ -21,6 +21,7 @@ pub mod files;
 pub(crate) mod gpus;
 pub(crate) mod journal;
 pub(crate) mod manager;
+pub mod measured;
 pub mod run;
 mod runtime;
 mod safe_open;

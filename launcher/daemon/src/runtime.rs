@@ -35,6 +35,8 @@ pub(super) struct JobRuntime {
     pub(super) runs: bool,
     /// Set to stop the job.
     pub(super) stop: watch::Sender<Stop>,
+    /// Set to send this signal to the workers, once.
+    pub(super) warning: watch::Sender<Option<i32>>,
     /// The last status, and when it was received.
     pub(super) status: Option<(Arc<StatusReply>, Instant)>,
     /// Loss and throughput of a training job, oldest first.

@@ -8,16 +8,18 @@ use xlaunch_proto::v1::{Gpu, GpuState, Job, JobKind, NodeJobState, NodeStatus};
 use super::accounting::seconds;
 use super::gpus::{GpuFacts, Inventory};
 use super::runtime::JobRuntime;
+use super::state::limits::reached_at;
+use super::state::schedule::Wait;
 use super::state::{End, Entry, Jobs, Phase};
 use super::view::JobView;
 
-/// The message for a job. For a queued one, `position` counts from 1 and `waits` says what it waits for.
+/// The message for a job. For a queued one, `position` counts from 1 and `wait` says what it waits for.
 pub(super) fn job(
     jobs: &Jobs,
     entry: &Entry,
     runtime: Option<&JobRuntime>,
     position: u32,
-    waits: &str,
+    wait: Option<&Wait>,
 ) -> Job {
     let submitted = &entry.submitted;
     let kind = if submitted.trainer { JobKind::Trainer } else { JobKind::Command };
@@ -33,22 +35,35 @@ pub(super) fn job(
         work_dir: submitted.work_dir.clone(),
         submitted_unix_ms: submitted.at,
         queue_position: position,
+        held: submitted.held.is_some(),
+        time_limit_seconds: submitted.time_limit,
+        memory_bytes: submitted.memory,
+        cpus: submitted.cpus,
+        requeues: submitted.requeues,
+        array_job: submitted.array.map(|element| element.first),
+        array_index: submitted.array.map(|element| element.index),
         ..Job::default()
     };
     match &entry.phase {
         Phase::Queued { reason, .. } => {
             job.set_state(NodeJobState::Queued);
-            job.reason = if waits.is_empty() { reason.clone() } else { waits.into() };
+            job.reason = wait.map_or_else(|| reason.clone(), |wait| wait.reason.clone());
+            job.starts_by_unix_ms = wait.and_then(|wait| wait.starts_by).unwrap_or(0);
         }
-        Phase::Active { gpus, at, cancelled, .. } => {
+        Phase::Active { gpus, at, cancelled, over_limit, .. } => {
             let runs = runtime.is_some_and(|runtime| runtime.runs);
             job.set_state(match (cancelled, runs) {
                 (Some(_), _) => NodeJobState::Stopping,
+                (None, _) if *over_limit => NodeJobState::Stopping,
                 (None, true) => NodeJobState::Running,
                 (None, false) => NodeJobState::Starting,
             });
-            job.reason =
-                cancelled.map_or(String::new(), |uid| format!("cancelled by user {}", jobs.user_label(uid)));
+            job.reason = match cancelled {
+                _ if *over_limit => submitted.limit_reached(),
+                Some(uid) => format!("cancelled by user {}", jobs.user_label(*uid)),
+                None => String::new(),
+            };
+            job.time_limit_unix_ms = reached_at(submitted, *at).unwrap_or(0);
             (job.gpus, job.started_unix_ms) = (gpus.clone(), *at);
         }
         Phase::Ended { end, exit, reason, report, gpus, started, at, usage, .. } => {
@@ -136,7 +151,7 @@ pub(super) fn node(base: &NodeStatus, jobs: &Jobs, inventory: &Inventory, reserv
     NodeStatus {
         drained: jobs.drained.clone().unwrap_or_default(),
         gpus: inventory.gpus.iter().map(gpu).collect(),
-        jobs_queued: u32::try_from(jobs.queue().len()).unwrap_or(u32::MAX),
+        jobs_queued: u32::try_from(jobs.queued().count()).unwrap_or(u32::MAX),
         jobs_running: running,
         jobs_ended: jobs.ended,
         gpu_problem: inventory.problem.clone(),
@@ -155,7 +170,7 @@ mod tests {
         let mut jobs = Jobs::default();
         jobs.apply(submitted(9, 1, 0, 0));
         jobs.apply(Record::Starting { job: 9, start: 1, gpus: Vec::new(), boot: String::new(), at: 0 });
-        let message = |jobs: &Jobs| job(jobs, &jobs.jobs[&9], None, 0, "");
+        let message = |jobs: &Jobs| job(jobs, &jobs.jobs[&9], None, 0, None);
         assert_eq!(message(&jobs).reason, "");
         jobs.apply(Record::Cancelled { job: 9, uid: 0, at: 0 });
         assert_eq!(

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use xlaunch_proto::command::CommandSpec;
 use xlaunch_proto::convert::node::{Submit, Work};
+use xlaunch_proto::convert::scheduling::Scheduling;
+use xlaunch_proto::quantities::time_text;
 use xlaunch_proto::spec::{Device, JobSpec};
 
 use super::commands::CommandError;
@@ -44,49 +46,135 @@ pub(crate) fn drop_code_variables(environment: &mut Vec<Vec<u8>>) {
     });
 }
 
-/// The job for the journal and for its directory, without id and time. `gpus` is the number of GPUs of the node. A
-/// shutdown timeout above `max_grace` is shortened to that.
+/// What the node has, and the operator's limits on jobs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct NodeLimits {
+    /// Number of GPUs of the node.
+    pub(crate) gpus: u32,
+    pub(crate) cores: u32,
+    /// Bytes.
+    pub(crate) memory: u64,
+    pub(crate) max_grace: Duration,
+    pub(crate) default_time: Option<Duration>,
+    pub(crate) max_time: Option<Duration>,
+}
+
+/// The job for the journal and for its directory, without id, time and dependencies. A shutdown timeout above
+/// `max_grace` is shortened to that.
 ///
 /// # Errors
 /// [`CommandError::Invalid`] if it asks for something that contradicts itself or that the daemon decides.
 pub(crate) fn resolve(
     submission: Submit,
     uid: u32,
-    gpus: u32,
-    max_grace: Duration,
+    node: &NodeLimits,
 ) -> Result<(Submitted, Description), CommandError> {
     let Submit { request_id, work_dir, environment, mut work, name, priority, gpus: wanted, .. } = submission;
+    let scheduling = submission.scheduling;
     match &mut work {
         Work::Trainer(spec) => {
-            spec.launch.shutdown_timeout = spec.launch.shutdown_timeout.min(max_grace.as_secs_f64());
+            spec.launch.shutdown_timeout = spec.launch.shutdown_timeout.min(node.max_grace.as_secs_f64());
         }
-        Work::Command(spec) => spec.shutdown_timeout = spec.shutdown_timeout.min(max_grace),
+        Work::Command(spec) => spec.shutdown_timeout = spec.shutdown_timeout.min(node.max_grace),
     }
     let size = match &work {
-        Work::Trainer(spec) => trainer_size(spec, wanted, gpus > 0)?,
-        Work::Command(spec) => command_size(spec, wanted, gpus)?,
+        Work::Trainer(spec) => trainer_size(spec, wanted, node.gpus > 0)?,
+        Work::Command(spec) => command_size(spec, wanted, node.gpus)?,
     };
     let mut name = file_name(if name.is_empty() { &size.name } else { &name });
     name.truncate(MAX_NAME_BYTES);
+    let trainer = matches!(work, Work::Trainer(_));
+    let time_limit = time_limit(scheduling.time_limit_seconds, node)?;
+    check_warning(&scheduling, trainer, time_limit)?;
+    let (cpus, memory) = reserved(&scheduling, size.gpus, node);
     let submitted = Submitted {
-        job: 0,
         request_id,
         uid,
-        user: String::new(),
         name: name.clone(),
-        trainer: matches!(work, Work::Trainer(_)),
+        trainer,
         priority,
         gpus: size.gpus,
         workers: size.workers,
         shutdown_timeout: size.shutdown_timeout,
         command_line: bounded(size.command_line),
         work_dir: work_dir.to_string_lossy().into_owned(),
-        at: 0,
+        time_limit,
+        warning: scheduling.warning,
+        cpus,
+        memory,
+        rate: rate(size.gpus, cpus.unwrap_or(size.workers), node.cores),
+        requeue: scheduling.requeue,
+        ..Submitted::default()
     };
     let (workers, start, gpus) = (size.workers, 0, Vec::new());
-    let description =
-        Description { protocol: PROTOCOL, job: 0, name, work_dir, environment, work, workers, start, gpus };
+    let description = Description {
+        protocol: PROTOCOL,
+        job: 0,
+        name,
+        work_dir,
+        environment,
+        work,
+        workers,
+        start,
+        gpus,
+        requeued: false,
+    };
     Ok((submitted, description))
+}
+
+/// Seconds that the job may run.
+fn time_limit(wanted: Option<u64>, node: &NodeLimits) -> Result<Option<u64>, CommandError> {
+    let most = node.max_time;
+    let Some(wanted) = wanted else {
+        let default = node.default_time.or(most).map(|default| default.min(most.unwrap_or(default)));
+        return Ok(default.map(|limit| limit.as_secs()));
+    };
+    if let Some(most) = most.filter(|most| wanted > most.as_secs()) {
+        let wanted = time_text(Duration::from_secs(wanted));
+        return Err(CommandError::Invalid(format!(
+            "the job wants to run for {wanted}, and a job can run for at most {} here (jobs.max_time)",
+            time_text(most)
+        )));
+    }
+    Ok(Some(wanted))
+}
+
+fn check_warning(
+    scheduling: &Scheduling,
+    trainer: bool,
+    time_limit: Option<u64>,
+) -> Result<(), CommandError> {
+    if scheduling.warning.is_none() {
+        return Ok(());
+    }
+    if trainer {
+        return Err(invalid(
+            "--signal: not available for a training job, which saves a checkpoint at its time limit without it",
+        ));
+    }
+    match time_limit {
+        None => Err(invalid(
+            "--signal: the job has no time limit before which a signal could be sent; add --time",
+        )),
+        Some(_) => Ok(()),
+    }
+}
+
+/// Cores and memory that the job holds. A GPU job gets its share of the node.
+fn reserved(scheduling: &Scheduling, gpus: u32, node: &NodeLimits) -> (Option<u32>, Option<u64>) {
+    let has_share = gpus > 0 && node.gpus > 0;
+    let cpus = has_share.then(|| {
+        let share = u64::from(node.cores) * u64::from(gpus) / u64::from(node.gpus);
+        u32::try_from(share).unwrap_or(u32::MAX).max(1)
+    });
+    let memory = has_share.then(|| node.memory / u64::from(node.gpus) * u64::from(gpus));
+    (scheduling.cpus.or(cpus), scheduling.memory_bytes.or(memory))
+}
+
+/// GPUs + cores / all cores, in thousandths.
+fn rate(gpus: u32, cores: u32, all_cores: u32) -> u32 {
+    let cores = u64::from(cores) * 1000 / u64::from(all_cores.max(1));
+    u32::try_from(u64::from(gpus) * 1000 + cores).unwrap_or(u32::MAX)
 }
 
 struct Size {
@@ -161,6 +249,7 @@ fn command_size(spec: &CommandSpec, wanted: Option<u32>, present: u32) -> Result
 #[cfg(test)]
 mod tests {
     use xlaunch_proto::command::{Nproc, Program};
+    use xlaunch_proto::convert::scheduling::Warning;
 
     use super::*;
 
@@ -174,6 +263,7 @@ mod tests {
             name: String::new(),
             priority: 0,
             gpus,
+            scheduling: Scheduling::default(),
         }
     }
 
@@ -192,17 +282,26 @@ mod tests {
         Work::Trainer(Box::new(spec))
     }
 
-    const MAX_GRACE: Duration = Duration::from_secs(60);
+    /// A node with so many GPUs.
+    fn node(gpus: u32) -> NodeLimits {
+        NodeLimits {
+            gpus,
+            cores: 64,
+            memory: 512 << 30,
+            max_grace: Duration::from_secs(60),
+            ..NodeLimits::default()
+        }
+    }
 
     /// Workers and GPUs.
-    fn size(work: Work, wanted: Option<u32>, node: u32) -> (u32, u32) {
-        let (submitted, description) = resolve(submission(work, wanted), 1, node, MAX_GRACE).unwrap();
+    fn size(work: Work, wanted: Option<u32>, gpus: u32) -> (u32, u32) {
+        let (submitted, description) = resolve(submission(work, wanted), 1, &node(gpus)).unwrap();
         assert_eq!(submitted.workers, description.workers);
         (submitted.workers, submitted.gpus)
     }
 
-    fn refusal(work: Work, wanted: Option<u32>, node: u32) -> String {
-        resolve(submission(work, wanted), 1, node, MAX_GRACE).unwrap_err().to_string()
+    fn refusal(work: Work, wanted: Option<u32>, gpus: u32) -> String {
+        resolve(submission(work, wanted), 1, &node(gpus)).unwrap_err().to_string()
     }
 
     #[test]
@@ -239,6 +338,59 @@ mod tests {
         assert_eq!(size(work(virtual_ranks()), None, 8), (3, 3));
     }
 
+    /// The job of a command with these options, on a node with 8 GPUs, 64 cores and 512 GiB.
+    fn scheduled(gpus: u32, scheduling: Scheduling, node: &NodeLimits) -> Result<Submitted, CommandError> {
+        let work = work(command(Nproc::Count(gpus.max(2))));
+        let submission = Submit { scheduling, ..submission(work, Some(gpus)) };
+        resolve(submission, 1, node).map(|(submitted, _)| submitted)
+    }
+
+    #[test]
+    fn gpu_job_reserves_its_share_and_cpu_job_what_it_asks_for() {
+        let reserved = |gpus, cpus, memory_bytes| {
+            let scheduling = Scheduling { cpus, memory_bytes, ..Scheduling::default() };
+            let job = scheduled(gpus, scheduling, &node(8)).unwrap();
+            (job.cpus, job.memory, job.rate)
+        };
+        assert_eq!(reserved(2, None, None), (Some(16), Some(128 << 30), 2250));
+        assert_eq!(reserved(2, Some(4), Some(1 << 30)), (Some(4), Some(1 << 30), 2062));
+        assert_eq!(reserved(0, None, None), (None, None, 31), "two workers");
+        assert_eq!(reserved(0, Some(8), Some(7)), (Some(8), Some(7), 125));
+    }
+
+    #[test]
+    fn time_limit_is_the_jobs_own_or_the_nodes_and_at_most_the_maximum() {
+        let seconds = Duration::from_secs;
+        let limit = |wanted, default_time: Option<u64>, max_time: Option<u64>| {
+            let scheduling = Scheduling { time_limit_seconds: wanted, ..Scheduling::default() };
+            let (default_time, max_time) = (default_time.map(seconds), max_time.map(seconds));
+            scheduled(1, scheduling, &NodeLimits { default_time, max_time, ..node(8) })
+        };
+        let resolved = |wanted, default, most| limit(wanted, default, most).unwrap().time_limit;
+        assert_eq!(resolved(None, None, None), None);
+        assert_eq!(resolved(None, Some(60), None), Some(60));
+        assert_eq!(resolved(None, None, Some(3600)), Some(3600));
+        assert_eq!(resolved(None, Some(7200), Some(3600)), Some(3600));
+        assert_eq!(resolved(Some(30), Some(60), Some(3600)), Some(30));
+        assert_eq!(resolved(Some(3600), Some(60), Some(3600)), Some(3600));
+        let refused = limit(Some(7200), None, Some(3600)).unwrap_err().to_string();
+        assert!(refused.contains("for 2h") && refused.contains("1h here (jobs.max_time)"), "{refused}");
+    }
+
+    #[test]
+    fn warning_needs_a_time_limit_and_a_command() {
+        let warning = Some(Warning { signal: 10, before: 60 });
+        let limited =
+            |time_limit_seconds| Scheduling { warning, time_limit_seconds, ..Scheduling::default() };
+        assert!(scheduled(0, limited(Some(90)), &node(8)).is_ok());
+        let refused = scheduled(0, limited(None), &node(8)).unwrap_err().to_string();
+        assert!(refused.contains("add --time"), "{refused}");
+        let trainer =
+            Submit { scheduling: limited(Some(90)), ..submission(trainer(Device::Cpu, None), None) };
+        let refused = resolve(trainer, 1, &node(8)).unwrap_err().to_string();
+        assert!(refused.contains("not available for a training job"), "{refused}");
+    }
+
     #[test]
     fn variables_that_run_code_are_dropped() {
         let kept = ["PATH=/bin", "LDFLAGS=x", "NCCL_DEBUG=INFO", "XLAUNCH_CACHE=/c", "HOME"];
@@ -261,15 +413,14 @@ mod tests {
         let shutdown_timeout = |seconds: u64| {
             let timeout = Duration::from_secs(seconds);
             let spec = CommandSpec { shutdown_timeout: timeout, ..command(Nproc::Count(1)) };
-            let (submitted, description) = resolve(submission(work(spec), None), 1, 0, MAX_GRACE).unwrap();
+            let (submitted, description) = resolve(submission(work(spec), None), 1, &node(0)).unwrap();
             let Work::Command(spec) = description.work else { panic!() };
             (submitted.shutdown_timeout, spec.shutdown_timeout.as_secs_f64())
         };
         assert_eq!([5, 1_000_000].map(shutdown_timeout), [(5.0, 5.0), (60.0, 60.0)]);
         let mut spec = JobSpec::default();
         spec.launch.shutdown_timeout = 1e9;
-        let (submitted, _) =
-            resolve(submission(Work::Trainer(Box::new(spec)), None), 1, 0, MAX_GRACE).unwrap();
+        let (submitted, _) = resolve(submission(Work::Trainer(Box::new(spec)), None), 1, &node(0)).unwrap();
         assert_eq!(submitted.shutdown_timeout, 60.0);
     }
 
@@ -278,7 +429,7 @@ mod tests {
         let named = |name: &str| {
             let spec = CommandSpec::new(Program::Binary("/bin/true".into()), vec!["a".into()]);
             let submission = Submit { name: name.into(), ..submission(work(spec), None) };
-            resolve(submission, 1, 0, MAX_GRACE).unwrap().0
+            resolve(submission, 1, &node(0)).unwrap().0
         };
         assert_eq!((named("").name.as_str(), named("../x\ny").name.as_str()), ("true", "_._x_y"));
         assert_eq!(named("").command_line, "/bin/true a");

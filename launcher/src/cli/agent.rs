@@ -27,16 +27,19 @@ use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::command::{self, Streams};
 use xlaunch_agent::devices::{self, Node};
+use xlaunch_agent::registry::SOCKET;
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::spawn::environment::BaseEnvironment;
-use xlaunch_daemon::accounting::Usage;
 use xlaunch_daemon::files::{self, Description, JobResult, PROTOCOL};
+use xlaunch_daemon::measured::Usage;
 
 /// Interval between attempts to write to a full disk.
 const FULL_DISK_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Time for a full disk to get space again before the job begins. The daemon waits a little longer than this for the
 /// agent.
 const BEGIN_TIMEOUT: Duration = Duration::from_secs(45);
+/// The directories of the job's training runs, oldest first, each ended by a zero byte.
+const RUNS: &str = "runs";
 
 /// Options of `xlaunch agent`.
 #[derive(Debug, Args)]
@@ -82,6 +85,11 @@ fn begin(options: &Agent) -> io::Result<Start> {
             }
             begun => break begun?,
         }
+    }
+    // Left over from a start that was lost. That agent does not run, or this one would not have been started.
+    match std::fs::remove_file(dir.join(SOCKET)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
     }
     let base = BaseEnvironment::Submitted(environment(&description));
     Ok(Start { dir, description, base })
@@ -136,9 +144,16 @@ impl Start {
         })?;
         match &self.description.work {
             Work::Trainer(spec) => {
-                let spec = for_node(spec, &self.description);
+                let mut spec = for_node(spec, &self.description);
+                if self.description.requeued {
+                    self.resume(&mut spec, trainer.newest_checkpoint);
+                }
                 let placement = devices::place(&spec, &Node::inspect())?;
-                let create = |spec: &JobSpec| RunDir::create_for_agent(spec, &self.dir);
+                let create = |spec: &JobSpec| {
+                    let run = RunDir::create_for_agent(spec, &self.dir)?;
+                    self.remember_run(&run.path);
+                    Ok(run)
+                };
                 launch::train(&spec, &placement, trainer, &self.base, create).await
             }
             Work::Command(spec) => {
@@ -154,6 +169,31 @@ impl Start {
                 })
                 .await
             }
+        }
+    }
+
+    /// Lists a run, so that a later start of the job finds its checkpoints.
+    fn remember_run(&self, run: &Path) {
+        let mut runs = std::fs::read(self.dir.join(RUNS)).unwrap_or_default();
+        runs.extend_from_slice(run.as_os_str().as_bytes());
+        runs.push(b'\0');
+        if let Err(error) = files::write(&self.dir, RUNS, &runs) {
+            report_failure(&format!("failed to write the list of runs: {error}"));
+        }
+    }
+
+    /// Continues from the newest checkpoint of this job's lost starts, not of other jobs of the same name. Without one,
+    /// the job starts as it was submitted.
+    fn resume(&self, spec: &mut JobSpec, newest: fn(&Path) -> Option<PathBuf>) {
+        if spec.checkpoint.dir.is_some() {
+            spec.checkpoint.resume = "auto".into();
+            return;
+        }
+        let runs = std::fs::read(self.dir.join(RUNS)).unwrap_or_default();
+        let dirs = runs.split(|byte| *byte == b'\0').filter(|run| !run.is_empty()).rev();
+        let mut checkpoints = dirs.map(|run| Path::new(OsStr::from_bytes(run)).join("checkpoints"));
+        if let Some(checkpoint) = checkpoints.find_map(|dir| newest(&dir)) {
+            spec.checkpoint.resume = checkpoint.to_string_lossy().into_owned();
         }
     }
 

@@ -115,7 +115,11 @@ impl Node for FakeDaemon {
         if self.loses_call() {
             return std::future::pending().await;
         }
-        Ok(Response::new(SubmitReply { job: Some(job(1, NodeJobState::Queued)), repeated }))
+        Ok(Response::new(SubmitReply {
+            job: Some(job(1, NodeJobState::Queued)),
+            repeated,
+            array: Vec::new(),
+        }))
     }
 
     async fn history(&self, _: Request<HistoryRequest>) -> Result<Response<HistoryReply>, Status> {
@@ -158,6 +162,10 @@ impl Node for FakeDaemon {
         let id = find(request.into_inner().job)?.id;
         self.with_state(|state| state.cancelled.push(id));
         Ok(Response::new(job(id, NodeJobState::Stopping)))
+    }
+
+    async fn update(&self, request: Request<UpdateRequest>) -> Result<Response<Job>, Status> {
+        find(request.into_inner().job).map(Response::new)
     }
 
     async fn drain(&self, _: Request<DrainRequest>) -> Result<Response<NodeStatus>, Status> {
@@ -258,7 +266,7 @@ async fn unknown_job_does_not_prevent_cancelling_the_others() {
     let results = within_a_minute(cancel::cancel_all(&mut fake.connect().await, &[1, 3, 2], false)).await;
     assert_eq!(fake.with_state(|state| state.cancelled.clone()), [1, 2]);
     assert_eq!(results.exit, ExitCode::WorkerFailed);
-    assert_eq!(results.text(), "job 1 is stopping\njob 2 is stopping\n");
+    assert_eq!(results.text(crate::render::job::cancelled), "job 1 is stopping\njob 2 is stopping\n");
     assert_eq!(results.errors, "error: there is no job 3\n");
 }
 

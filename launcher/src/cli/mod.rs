@@ -1,7 +1,7 @@
 //! The command line: a subcommand, one file each, or a launch with torchrun's flags ([`torchrun`], [`launch`]).
 //!
 //! - `status`, `logs`, `stop`: call the agent of a launch or the daemon, see [`target`];
-//! - `submit`, `jobs`, `history`, `cancel`, `node`, `top`, `drain`: call the daemon;
+//! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`: call the daemon;
 //! - `daemon`, `agent`: services; `bench`; `gen`: generated files for packages.
 //!
 //! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.
@@ -15,17 +15,20 @@ mod daemon_tests;
 mod drain;
 mod r#gen;
 mod history;
+mod job_list;
 mod jobs;
 mod launch;
 mod logs;
 mod node;
 mod output;
+mod scheduling;
 mod status;
 mod stop;
 mod submit;
 mod target;
 mod top;
 mod torchrun;
+mod update;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -61,6 +64,12 @@ enum Subcommands {
     History(history::History),
     /// Remove jobs from the queue, or stop running ones
     Cancel(cancel::Cancel),
+    /// Keep queued jobs from starting
+    Hold(update::Update),
+    /// Let held jobs start
+    Release(update::Update),
+    /// Change the priority of queued jobs
+    Reprioritise(update::Reprioritise),
     /// Show the node and its GPUs
     Node(node::Node),
     /// Show the node, its GPUs and its jobs full screen
@@ -165,6 +174,9 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Jobs(options) => jobs::run(options).await,
         Run::History(options) => history::run(options).await,
         Run::Cancel(options) => cancel::run(options).await,
+        Run::Hold(options) => update::hold(options).await,
+        Run::Release(options) => update::release(options).await,
+        Run::Reprioritise(options) => update::reprioritise(options).await,
         Run::Node(options) => node::run(options).await,
         Run::Top(options) => top::run(options).await,
         Run::Drain(options) => drain::run(options).await,

@@ -19,6 +19,7 @@ use xlaunch_proto::v1::{Job, NodeJobState, SubmitRequest};
 
 use super::launch;
 use super::output::{QueryError, print, print_note};
+use super::scheduling::Scheduling;
 use super::torchrun::{self, Name, Request};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::job;
@@ -28,7 +29,7 @@ use xlaunch_proto::labels::node_job_state;
 /// The daemon refuses larger environments.
 const MAX_ENVIRONMENT_BYTES: usize = 256 << 10;
 /// Variables that a launch sets for its workers. A job submitted by a worker must not inherit them.
-const WORKER_VARIABLES: [&str; 21] = [
+const WORKER_VARIABLES: [&str; 23] = [
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -47,6 +48,8 @@ const WORKER_VARIABLES: [&str; 21] = [
     "TORCHELASTIC_ERROR_FILE",
     "TORCHELASTIC_SIGNALS_TO_HANDLE",
     env::AGENT_SOCKET,
+    env::ARRAY_INDEX,
+    env::ARRAY_JOB,
     env::ATTEMPT,
     env::DEVICE,
     env::JOB_ID,
@@ -71,6 +74,8 @@ pub(super) struct Submit {
     /// GPUs to allocate, 0 for a CPU job [default: one per worker if the node has GPUs]
     #[arg(long, value_name = "N")]
     gpus: Option<u32>,
+    #[command(flatten)]
+    scheduling: Scheduling,
     /// Print the job as JSON; with --wait, after it has ended
     #[arg(long)]
     json: bool,
@@ -109,9 +114,14 @@ pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
     };
     let request = request(&options, work)?;
     let mut daemon = DaemonClient::connect(&options.daemon).await?;
-    let Some(job) = daemon.submit(request).await?.job else {
+    let reply = daemon.submit(request).await?;
+    let Some(job) = reply.job else {
         return Err(Refusal::new(ExitCode::Internal, "the daemon's reply contains no job").into());
     };
+    if let (Some(first), Some(last)) = (reply.array.first(), reply.array.last()) {
+        return print(submitted_array(first.id, last.id, &reply.array, options.json).as_bytes())
+            .map(|()| ExitCode::Done);
+    }
     let id = job.id;
     match (options.json, options.wait) {
         (true, true) => {}
@@ -129,6 +139,13 @@ pub(super) async fn run(options: Submit) -> Result<ExitCode, QueryError> {
         print(format!("{:#}\n", job::json(&ended)).as_bytes())?;
     }
     Ok(exit_code(&ended))
+}
+
+fn submitted_array(first: u64, last: u64, jobs: &[Job], as_json: bool) -> String {
+    match as_json {
+        true => format!("{:#}\n", jobs.iter().map(job::json).collect::<serde_json::Value>()),
+        false => format!("jobs {first}-{last}\n"),
+    }
 }
 
 /// What the launch's command line asks for.
@@ -172,7 +189,7 @@ fn request(options: &Submit, work: Work) -> Result<SubmitRequest, Refusal> {
     let work_dir = here.into_os_string().into_string();
     let work_dir =
         work_dir.map_err(|path| refuse(format!("the working directory {} is not UTF-8", path.display())))?;
-    Ok(SubmitRequest {
+    let request = SubmitRequest {
         request_id: request_id(),
         version: xlaunch_proto::VERSION.into(),
         work_dir,
@@ -181,7 +198,9 @@ fn request(options: &Submit, work: Work) -> Result<SubmitRequest, Refusal> {
         priority: options.priority,
         gpus: options.gpus,
         work: Some(work),
-    })
+        ..SubmitRequest::default()
+    };
+    Ok(options.scheduling.apply(request))
 }
 
 /// A random id: `RandomState` has random keys.
@@ -236,7 +255,8 @@ async fn wait(daemon: &mut DaemonClient, id: u64, quiet: bool) -> Result<Job, Qu
 
 /// The job's own exit code, or one for its state if it never ran.
 fn exit_code(job: &Job) -> ExitCode {
-    if let Some(code) = job.exit_code {
+    // A job at its time limit has failed, even if its workers exited with 0.
+    if let Some(code) = job.exit_code.filter(|code| *code != 0 || job.state() == NodeJobState::Done) {
         let known = i32::try_from(code).ok().and_then(ExitCode::from_code);
         return known.unwrap_or_else(|| u8::try_from(code).map_or(ExitCode::Internal, ExitCode::Worker));
     }
@@ -365,6 +385,7 @@ mod tests {
             (NodeJobState::Cancelled, None, 143),
             (NodeJobState::Lost, None, 75),
             (NodeJobState::Failed, None, 1),
+            (NodeJobState::Failed, Some(0), 1),
         ] {
             assert_eq!(exit_code(&job(state, code)).code(), expected, "{state:?} {code:?}");
         }

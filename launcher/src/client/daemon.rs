@@ -14,7 +14,7 @@ use xlaunch_proto::net::connect::cause;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::{
     CancelRequest, DrainRequest, GetRequest, HistoryRequest, Job, JobAccount, JobLogsRequest, ListRequest,
-    LogsRequest, NodeStatus, NodeStatusRequest, SubmitReply, SubmitRequest,
+    LogsRequest, NodeStatus, NodeStatusRequest, SubmitReply, SubmitRequest, UpdateRequest,
 };
 
 use xlaunch_agent::Refusal;
@@ -158,6 +158,12 @@ impl DaemonClient {
     /// Ends a job; with `force`, kills it. The reply says whether the job is stopping, was cancelled, or had ended.
     pub(crate) async fn cancel(&mut self, job: u64, force: bool) -> Result<Job, Refusal> {
         let reply = self.client.cancel(CancelRequest { job, force }).await;
+        self.check(reply)
+    }
+
+    /// Holds or releases a queued job, or changes its priority.
+    pub(crate) async fn update(&mut self, request: UpdateRequest) -> Result<Job, Refusal> {
+        let reply = self.client.update(request).await;
         self.check(reply)
     }
 

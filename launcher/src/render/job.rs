@@ -1,5 +1,7 @@
 //! A job of the daemon: for people, and as JSON for programs.
 
+use std::time::Duration;
+
 use serde_json::{Value, json};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{Job, JobKind, NodeJobState};
@@ -10,6 +12,7 @@ use xlaunch_agent::sinks::progress::clock;
 use xlaunch_daemon::view::has_ended;
 use xlaunch_proto::json;
 use xlaunch_proto::labels::node_job_state;
+use xlaunch_proto::quantities::{bytes_text, time_text};
 
 /// A status older than this is shown with its age.
 const STALE_STATUS_SECONDS: f64 = 5.0;
@@ -21,7 +24,8 @@ pub(crate) fn text(job: &Job, now: u64, width: usize) -> String {
     if job.priority != 0 {
         out += &format!("  priority {}", job.priority);
     }
-    out += &format!("\n{}\n", gpus(job));
+    out += &format!("\n{}{}\n", gpus(job), reserved(job));
+    out += &scheduling(job, now);
     if !job.command_line.is_empty() {
         out += &format!("{}\n", escape(&job.command_line));
     }
@@ -83,6 +87,38 @@ fn gpus(job: &Job) -> String {
         (0, wanted) => format!("{wanted} GPUs requested"),
         (held, _) => format!("{held} GPUs: {}", escape(&job.gpus.join(" "))),
     }
+}
+
+/// Cores and memory that it reserves.
+fn reserved(job: &Job) -> String {
+    let cpus = job.cpus.map_or_else(String::new, |cpus| format!("  {cpus} CPUs"));
+    let memory =
+        job.memory_bytes.map_or_else(String::new, |memory| format!("  {} of memory", bytes_text(memory)));
+    cpus + &memory
+}
+
+/// Time limit, reservation, array and requeues: a line if there is any of them.
+fn scheduling(job: &Job, now: u64) -> String {
+    let mut parts = Vec::new();
+    if let Some(limit) = job.time_limit_seconds {
+        parts.push(format!("time limit {}", time_text(Duration::from_secs(limit))));
+    }
+    if job.time_limit_unix_ms > 0 && job.ended_unix_ms == 0 {
+        parts
+            .push(format!("{} remaining", clock(seconds(job.time_limit_unix_ms.saturating_sub(now) / 1000))));
+    }
+    if let (Some(first), Some(index)) = (job.array_job, job.array_index) {
+        parts.push(format!("index {index} of array {first}"));
+    }
+    if job.requeues > 0 {
+        let times = if job.requeues == 1 { "once".into() } else { format!("{} times", job.requeues) };
+        parts.push(format!("requeued {times}"));
+    }
+    if job.starts_by_unix_ms > 0 {
+        let within = clock(seconds(job.starts_by_unix_ms.saturating_sub(now) / 1000));
+        parts.push(format!("starts within {within} at the latest"));
+    }
+    if parts.is_empty() { String::new() } else { parts.join("  ") + "\n" }
 }
 
 /// The user's name, or the uid if it has none.
@@ -209,6 +245,25 @@ rank 1 failed
   \\u{1b}[2Jlast line
 ";
         assert_eq!(text(&failed, 1_075_000, 100), expected);
+    }
+
+    #[test]
+    fn limits_and_reservations_have_a_line() {
+        let mut limited = Job { status: None, ..running() };
+        (limited.time_limit_seconds, limited.time_limit_unix_ms) = (Some(14_400), 15_460_000);
+        (limited.cpus, limited.memory_bytes, limited.requeues) = (Some(16), Some(64 << 30), 2);
+        (limited.array_job, limited.array_index) = (Some(5), Some(9));
+        let shown = text(&limited, 1_245_000, 120);
+        assert!(shown.contains("2 GPUs: GPU-a GPU-b  16 CPUs  64 GiB of memory\n"), "{shown}");
+        assert!(
+            shown.contains("time limit 4h  3h56m remaining  index 9 of array 5  requeued 2 times\n"),
+            "{shown}"
+        );
+        let mut waits = Job { time_limit_unix_ms: 0, started_unix_ms: 0, gpus: Vec::new(), ..limited };
+        waits.state = NodeJobState::Queued.into();
+        (waits.starts_by_unix_ms, waits.requeues, waits.array_job) = (1_365_000, 0, None);
+        let shown = text(&waits, 1_245_000, 120);
+        assert!(shown.contains("time limit 4h  starts within 2m00s at the latest\n"), "{shown}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The queue: one line per job.
 
 use std::cmp::Reverse;
+use std::time::Duration;
 
 use xlaunch_proto::v1::{Job, JobKind, NodeJobState};
 
@@ -8,6 +9,7 @@ use super::job::{run_time, user};
 use super::text::{columns, fit, or_dash};
 use xlaunch_daemon::view::has_ended;
 use xlaunch_proto::labels::node_job_state;
+use xlaunch_proto::quantities::time_text;
 
 /// Longer names are truncated in tables.
 const MAX_NAME_CHARS: usize = 32;
@@ -31,7 +33,7 @@ pub(crate) fn table(jobs: &[Job], now: u64, width: usize) -> String {
     if jobs.is_empty() {
         return "no jobs\n".into();
     }
-    let head = ["JOB", "NAME", "USER", "STATE", "GPUS", "WORKERS", "TIME", "STEP OR REASON"];
+    let head = ["JOB", "NAME", "USER", "STATE", "GPUS", "WORKERS", "TIME", "LIMIT", "STEP OR REASON"];
     let rows: Vec<_> = jobs.iter().map(|job| row(job, now)).collect();
     fit(&columns(&head, &rows), width)
 }
@@ -46,6 +48,7 @@ fn row(job: &Job, now: u64) -> Vec<String> {
         gpus.to_string(),
         or_dash(job.status.as_ref(), |status| status.world_size.to_string()),
         run_time(job, now),
+        or_dash(job.time_limit_seconds, |limit| time_text(Duration::from_secs(limit))),
         step_or_reason(job),
     ]
 }
@@ -93,6 +96,7 @@ mod tests {
             (1_000, 9_000, "rank 1: exit code 1".into());
         let mut runs = job(3, NodeJobState::Running);
         (runs.kind, runs.started_unix_ms) = (JobKind::Trainer.into(), 10_000);
+        runs.time_limit_seconds = Some(14_400);
         runs.status = Some(StatusReply { world_size: 2, step: 120, total_steps: 500, ..Default::default() });
         let mut second = job(4, NodeJobState::Queued);
         (second.queue_position, second.reason) = (2, "needs 2 GPUs, 0 are free".into());
@@ -102,13 +106,13 @@ mod tests {
         let mut jobs = vec![stops, first, second, runs, newer, old];
         sort_by_state(&mut jobs);
         let expected = "\
-JOB  NAME     USER  STATE     GPUS  WORKERS  TIME   STEP OR REASON
-3    train-3  anna  running   2     2        3m05s  120/500
-6    train-6  anna  stopping  2     -        -
-5    train-5  1007  queued    0     -        -
-4    train-4  anna  queued    2     -        -      needs 2 GPUs, 0 are free
-2    train-2  anna  failed    2     -        8s     rank 1: exit code 1
-1    train-1  anna  done      2     -        7s
+JOB  NAME     USER  STATE     GPUS  WORKERS  TIME   LIMIT  STEP OR REASON
+3    train-3  anna  running   2     2        3m05s  4h     120/500
+6    train-6  anna  stopping  2     -        -      -
+5    train-5  1007  queued    0     -        -      -
+4    train-4  anna  queued    2     -        -      -      needs 2 GPUs, 0 are free
+2    train-2  anna  failed    2     -        8s     -      rank 1: exit code 1
+1    train-1  anna  done      2     -        7s     -
 ";
         assert_eq!(table(&jobs, 195_000, 100), expected);
         assert_eq!(table(&[], 0, 100), "no jobs\n");

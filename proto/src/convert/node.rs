@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::scheduling::Scheduling;
 use super::{Logs, WireError};
 use crate::command::CommandSpec;
 use crate::spec::JobSpec;
@@ -46,6 +47,7 @@ pub struct Submit {
     pub name: String,
     pub priority: i32,
     pub gpus: Option<u32>,
+    pub scheduling: Scheduling,
 }
 
 impl TryFrom<v1::SubmitRequest> for Submit {
@@ -60,15 +62,13 @@ impl TryFrom<v1::SubmitRequest> for Submit {
                 format!("is not 1 to {MAX_REQUEST_ID_BYTES} printable ASCII characters"),
             ));
         }
-        if wire.priority.unsigned_abs() > MAX_PRIORITY.unsigned_abs() {
-            let problem = format!("is {}, expected -{MAX_PRIORITY} to {MAX_PRIORITY}", wire.priority);
-            return Err(content("priority", problem));
-        }
+        check_priority(wire.priority)?;
         if let Some(gpus) = wire.gpus.filter(|gpus| *gpus > MAX_GPUS) {
             let expected = format!("at most {MAX_GPUS}");
             return Err(WireError::Range { field: "gpus", got: gpus.into(), expected });
         }
         Ok(Self {
+            scheduling: Scheduling::of(&wire)?,
             request_id: wire.request_id,
             version: text("version", wire.version, MAX_VERSION_BYTES)?,
             work_dir: work_dir(wire.work_dir)?,
@@ -78,6 +78,25 @@ impl TryFrom<v1::SubmitRequest> for Submit {
             priority: wire.priority,
             gpus: wire.gpus,
         })
+    }
+}
+
+/// A checked [`v1::UpdateRequest`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the fields are those of the message")]
+pub struct Update {
+    pub job: u64,
+    pub held: Option<bool>,
+    pub priority: Option<i32>,
+}
+
+impl TryFrom<v1::UpdateRequest> for Update {
+    type Error = WireError;
+
+    fn try_from(wire: v1::UpdateRequest) -> Result<Self, WireError> {
+        let v1::UpdateRequest { job, held, priority } = wire;
+        priority.map_or(Ok(()), check_priority)?;
+        Ok(Self { job, held, priority })
     }
 }
 
@@ -119,6 +138,14 @@ impl TryFrom<v1::DrainRequest> for Drain {
             wire.gpus.into_iter().map(|uuid| text("gpus", uuid, MAX_UUID_BYTES)).collect::<Result<_, _>>()?;
         Ok(Self { gpus, undo: wire.undo, reason: text("reason", wire.reason, MAX_REASON_BYTES)? })
     }
+}
+
+fn check_priority(priority: i32) -> Result<(), WireError> {
+    if priority.unsigned_abs() > MAX_PRIORITY.unsigned_abs() {
+        let problem = format!("is {priority}, expected -{MAX_PRIORITY} to {MAX_PRIORITY}");
+        return Err(content("priority", problem));
+    }
+    Ok(())
 }
 
 fn work_dir(path: String) -> Result<PathBuf, WireError> {
@@ -175,14 +202,14 @@ fn check_text(field: &'static str, value: &str, limit: usize) -> Result<(), Wire
     shown.then_some(()).ok_or_else(|| content(field, "has control characters".into()))
 }
 
-fn within(field: &'static str, got: usize, limit: usize) -> Result<(), WireError> {
+pub(super) fn within(field: &'static str, got: usize, limit: usize) -> Result<(), WireError> {
     if got > limit {
         return Err(WireError::TooLong { field, got, limit });
     }
     Ok(())
 }
 
-fn content(field: &'static str, problem: String) -> WireError {
+pub(super) fn content(field: &'static str, problem: String) -> WireError {
     WireError::Content { field, problem }
 }
 
@@ -205,6 +232,7 @@ mod tests {
             name: "näme".into(),
             priority: -1000,
             gpus: Some(1024),
+            ..Default::default()
         }
     }
 
@@ -231,6 +259,7 @@ mod tests {
             name: "n".repeat(256),
             priority: 1000,
             gpus: None,
+            ..Default::default()
         };
         Submit::try_from(full.clone()).unwrap();
         let starts =
@@ -255,6 +284,8 @@ mod tests {
         starts(refusal(|wire| wire.priority = 1001), "priority");
         starts(refusal(|wire| wire.priority = i32::MIN), "priority");
         starts(refusal(|wire| wire.gpus = Some(1025)), "gpus");
+        let update = v1::UpdateRequest { job: 1, priority: Some(1001), ..Default::default() };
+        starts(Update::try_from(update).unwrap_err().to_string(), "priority");
     }
 
     #[test]

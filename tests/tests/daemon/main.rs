@@ -11,8 +11,9 @@ mod jobs;
 mod load;
 mod page;
 mod restarts;
+mod scheduling;
 mod users;
 
 xlaunch_harness::suite! {
-    modules crashes, full_disk, gpus, history, hostile, jobs, load, page, restarts, users;
+    modules crashes, full_disk, gpus, history, hostile, jobs, load, page, restarts, scheduling, users;
 }

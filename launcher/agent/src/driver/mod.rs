@@ -232,6 +232,12 @@ impl Driver<'_> {
     fn message(&mut self, message: Message) -> Option<Event> {
         match message {
             Message::Stop => Some(Event::Stop(StopCause::Call)),
+            Message::Signal(signal) => {
+                // Like a signal that xlaunch forwards: the job goes on, so its state does not change.
+                Signal::from_named_raw(signal)
+                    .map(SignalRequest::Forward)
+                    .and_then(|it| self.signal_request(it))
+            }
             from_worker => self.workload.message(from_worker, &self.job, &self.board),
         }
     }

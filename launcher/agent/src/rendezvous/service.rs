@@ -16,13 +16,14 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 use tonic_health::server::HealthReporter;
+use xlaunch_proto::convert::scheduling::check_signal;
 use xlaunch_proto::convert::{Join, Logs};
 use xlaunch_proto::v1::agent_command::Command;
 use xlaunch_proto::v1::agent_server::{Agent, AgentServer};
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{
     AgentCommand, GetJobReply, GetJobRequest, HeartbeatAck, JoinReply, JoinRequest, LogsReply, LogsRequest,
-    StatusReply, StatusRequest, StopReply, StopRequest, WorkerReport,
+    SignalReply, SignalRequest, StatusReply, StatusRequest, StopReply, StopRequest, WorkerReport,
 };
 
 use super::barrier::Reply;
@@ -47,10 +48,23 @@ const SERVICE_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
 pub enum Message {
     GetJob(GetJobRequest, oneshot::Sender<Result<GetJobReply, Status>>),
     Join(Join, Reply),
-    SessionOpened { rank: u32, attempt: u32, commands: mpsc::Sender<Result<AgentCommand, Status>> },
-    SessionClosed { rank: u32, attempt: u32 },
-    Report { rank: u32, attempt: u32, report: Report },
+    SessionOpened {
+        rank: u32,
+        attempt: u32,
+        commands: mpsc::Sender<Result<AgentCommand, Status>>,
+    },
+    SessionClosed {
+        rank: u32,
+        attempt: u32,
+    },
+    Report {
+        rank: u32,
+        attempt: u32,
+        report: Report,
+    },
     Stop,
+    /// For every worker.
+    Signal(i32),
 }
 
 /// The running services. They end with the process, or in [`finish`](Self::finish).
@@ -173,6 +187,14 @@ impl Agent for Service {
         let ending = |_| Status::unavailable("the agent is ending");
         self.messages.send(Message::Stop).await.map_err(ending)?;
         Ok(Response::new(StopReply {}))
+    }
+
+    async fn signal(&self, request: Request<SignalRequest>) -> Result<Response<SignalReply>, Status> {
+        let SignalRequest { signal } = request.into_inner();
+        check_signal("signal", signal).map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let ending = |_| Status::unavailable("the agent is ending");
+        self.messages.send(Message::Signal(signal)).await.map_err(ending)?;
+        Ok(Response::new(SignalReply {}))
     }
 }
 

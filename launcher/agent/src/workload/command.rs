@@ -147,7 +147,8 @@ impl Workload for CommandWorkload<'_> {
             Message::GetJob(_, reply) => drop(reply.send(Err(refusal()))),
             Message::Join(_, reply) => drop(reply.send(Err(refusal()))),
             Message::SessionOpened { commands, .. } => drop(commands.try_send(Err(refusal()))),
-            Message::SessionClosed { .. } | Message::Report { .. } | Message::Stop => {}
+            Message::SessionClosed { .. } | Message::Report { .. } => {}
+            Message::Stop | Message::Signal(_) => {}
         }
         None
     }

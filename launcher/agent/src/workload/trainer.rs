@@ -311,7 +311,7 @@ impl Workload for TrainerWorkload<'_> {
                     self.report(rank, report, board);
                 }
             }
-            Message::Stop => {}
+            Message::Stop | Message::Signal(_) => {}
         }
         None
     }

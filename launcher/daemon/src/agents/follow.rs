@@ -21,16 +21,18 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::unix::pipe;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{MissedTickBehavior, timeout};
+use tonic::Code;
 use tonic::transport::Channel;
 use tracing::warn;
 use xlaunch_proto::v1::agent_client::AgentClient;
-use xlaunch_proto::v1::{StatusReply, StatusRequest, StopRequest};
+use xlaunch_proto::v1::{SignalRequest, StatusReply, StatusRequest, StopRequest};
 
 use super::connect::connect;
 use super::{Agent, AgentStart, AgentStarter};
-use crate::accounting::Usage;
-use crate::files::{AgentRecord, JobDirs, JobResult, is_full};
+use crate::files::{AgentRecord, JobDirs, JobResult, StartOptions, is_full};
+use crate::measured::Usage;
 use crate::runtime::Stop;
+use crate::state::limits::AGENT_STOP_MARGIN;
 use xlaunch_agent::registry::SOCKET;
 
 /// Time for an agent to take its description. Longer than it waits for a full disk before it gives up.
@@ -41,9 +43,8 @@ const FOLLOW_RETRY_DELAY: Duration = Duration::from_secs(1);
 const STATUS_POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Usage is read at every so many polls of the status, and at the end.
 const POLLS_PER_USAGE: u32 = 10;
+const SIGNAL_RETRY_DELAY: Duration = Duration::from_millis(200);
 const AGENT_CALL_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time for a stopped agent to exit beyond the shutdown timeout of its workers. Then it is killed.
-const AGENT_STOP_MARGIN: Duration = Duration::from_secs(60);
 
 /// One start of a job.
 #[derive(Clone, Debug)]
@@ -52,12 +53,15 @@ pub(crate) struct JobStart {
     pub(crate) start: u32,
     pub(crate) name: String,
     pub(crate) uid: u32,
-    /// UUIDs.
-    pub(crate) gpus: Vec<String>,
+    pub(crate) options: StartOptions,
     /// Device nodes of these GPUs; `None` on a node without GPUs.
     pub(crate) gpu_nodes: Option<Vec<PathBuf>>,
     /// Time between SIGTERM and SIGKILL of its workers.
     pub(crate) shutdown_timeout: Duration,
+    /// Cores; `None` if it did not ask for any.
+    pub(crate) cpus: Option<u32>,
+    /// Bytes; `None` for no limit.
+    pub(crate) memory: Option<u64>,
 }
 
 /// What happens to a start. Each ends with one of the last three.
@@ -75,7 +79,7 @@ pub(crate) enum AgentEvent {
 }
 
 /// Follows a start to its end and sends its events with the job's id. `fresh`: starts the agent; otherwise an earlier
-/// daemon has started it, or was about to. `stop` says when the job is stopped.
+/// daemon has started it, or was about to. `stop` says when the job is stopped, `warning` which signal its workers get.
 pub(crate) async fn follow(
     job_start: JobStart,
     fresh: bool,
@@ -83,9 +87,10 @@ pub(crate) async fn follow(
     starter: Arc<AgentStarter>,
     events: mpsc::Sender<(u64, AgentEvent)>,
     stop: watch::Receiver<Stop>,
+    warning: watch::Receiver<Option<i32>>,
 ) {
     let job = job_start.job;
-    let follower = Follower { job_start, dirs, starter, events, stop };
+    let follower = Follower { job_start, dirs, starter, events, stop, warning };
     let last = match fresh {
         true => follower.start_and_watch().await,
         false => follower.adopt_and_watch().await,
@@ -100,6 +105,7 @@ struct Follower {
     starter: Arc<AgentStarter>,
     events: mpsc::Sender<(u64, AgentEvent)>,
     stop: watch::Receiver<Stop>,
+    warning: watch::Receiver<Option<i32>>,
 }
 
 /// A description on its way to an agent.
@@ -141,12 +147,12 @@ impl Follower {
     }
 
     async fn try_start(&self) -> io::Result<(Agent, Input)> {
-        let JobStart { job, start, uid, ref name, ref gpus, ref gpu_nodes, shutdown_timeout } =
-            self.job_start;
-        let description = self.dirs.description(job, start, gpus)?;
+        let JobStart { job, start, uid, shutdown_timeout, cpus, memory, .. } = self.job_start;
+        let JobStart { name, options, gpu_nodes, .. } = &self.job_start;
+        let description = self.dirs.description(job, start, options)?;
         let dir = self.dirs.agent(job);
-        let (name, gpus, gpu_nodes) = (name.clone(), gpus.clone(), gpu_nodes.clone());
-        let agent_start = AgentStart { job, name, uid, dir, gpus, gpu_nodes, shutdown_timeout };
+        let (name, gpus, gpu_nodes) = (name.clone(), options.gpus.clone(), gpu_nodes.clone());
+        let agent_start = AgentStart { job, name, uid, dir, gpus, gpu_nodes, shutdown_timeout, cpus, memory };
         let (agent, pipe) = self.starter.start(&agent_start).await?;
         let record = AgentRecord { start, process: agent.process() };
         if let Err(error) = self.dirs.record_agent(job, &record) {
@@ -240,11 +246,11 @@ impl Follower {
         let mut poll = tokio::time::interval(STATUS_POLL_INTERVAL);
         poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let socket = self.dirs.agent(self.job_start.job).join(SOCKET);
-        let mut client = Client { socket, uid: self.job_start.uid, connected: None };
+        let mut client = Client { job: self.job_start.job, socket, uid: self.job_start.uid, connected: None };
         let mut exited = std::pin::pin!(agent.exited());
         // When a stopped agent is killed; `None` until a stop is requested.
         let mut kill_at: Option<Instant> = None;
-        let (mut stop_sent, mut killed, mut polls) = (false, false, 0);
+        let (mut stop_sent, mut killed, mut warned, mut polls) = (false, false, false, 0);
         loop {
             tokio::select! {
                 biased;
@@ -256,6 +262,16 @@ impl Follower {
                 () = self.stop_requested(Stop::Ask), if kill_at.is_none() => {
                     kill_at = Some(Instant::now() + self.job_start.shutdown_timeout + AGENT_STOP_MARGIN);
                     poll.reset_immediately();
+                }
+                signal = self.warning_due(), if !warned && kill_at.is_none() => {
+                    // Retried like a stop.
+                    warned = client.signal(signal).await;
+                    if !warned {
+                        tokio::select! {
+                            () = &mut exited => return,
+                            () = tokio::time::sleep(SIGNAL_RETRY_DELAY) => {}
+                        }
+                    }
                 }
                 _ = poll.tick() => {
                     if kill_at.is_some_and(|kill_at| Instant::now() > kill_at) {
@@ -290,6 +306,16 @@ impl Follower {
         }
     }
 
+    /// Waits until the workers are to get a signal, and returns it.
+    async fn warning_due(&self) -> i32 {
+        let due = self.warning.clone().wait_for(Option::is_some).await.ok().and_then(|signal| *signal);
+        match due {
+            Some(signal) => signal,
+            // The manager is gone.
+            None => std::future::pending().await,
+        }
+    }
+
     /// The result of an agent that has begun and exited.
     fn result(&self, usage: Option<Usage>) -> AgentEvent {
         let result = self.dirs.result(self.job_start.job, self.job_start.uid);
@@ -313,6 +339,7 @@ fn later(before: Option<Usage>, now: Option<Usage>) -> Option<Usage> {
 
 /// A client of the agent that connects when needed, and again after an error.
 struct Client {
+    job: u64,
     socket: PathBuf,
     uid: u32,
     connected: Option<AgentClient<Channel>>,
@@ -334,6 +361,28 @@ impl Client {
             self.connected = None;
         }
         reply.map(tonic::Response::into_inner)
+    }
+
+    /// Returns whether the agent has answered. One that refuses is not asked again.
+    async fn signal(&mut self, signal: i32) -> bool {
+        let Some(client) = self.connected().await else { return false };
+        let sent = timeout(AGENT_CALL_TIMEOUT, client.signal(SignalRequest { signal })).await;
+        match sent {
+            Ok(Ok(_)) => true,
+            Ok(Err(status)) if matches!(status.code(), Code::Unimplemented | Code::InvalidArgument) => {
+                warn!(
+                    job = self.job,
+                    "failed to signal the workers of job {}: {}",
+                    self.job,
+                    status.message()
+                );
+                true
+            }
+            _ => {
+                self.connected = None;
+                false
+            }
+        }
     }
 
     /// Returns whether the agent has accepted the request.

@@ -28,8 +28,8 @@ use tokio::net::unix::pipe;
 
 use self::process::AgentProcess;
 use self::unit::Unit;
-use crate::accounting::Usage;
 use crate::files::AgentRecord;
+use crate::measured::Usage;
 use crate::users::{self, Account};
 use xlaunch_agent::spawn::sys;
 
@@ -60,6 +60,10 @@ pub(crate) struct AgentStart {
     gpu_nodes: Option<Vec<PathBuf>>,
     /// Time between SIGTERM and SIGKILL of its workers.
     shutdown_timeout: Duration,
+    /// Cores; `None` for no limit.
+    cpus: Option<u32>,
+    /// Bytes; `None` for no limit.
+    memory: Option<u64>,
 }
 
 impl AgentStart {

@@ -14,7 +14,7 @@ use zbus::{Fd, OwnedObjectPath, Variant, proxy};
 
 use super::AgentStart;
 use super::process;
-use crate::accounting::Usage;
+use crate::measured::Usage;
 
 /// A unit is polled at this interval from when its main process has exited until it is inactive, and while its main
 /// process is unknown.
@@ -252,6 +252,9 @@ fn properties<'a>(start: &AgentStart, input: OwnedFd) -> Vec<(&'static str, Vari
         // Data loaders start many processes and threads.
         ("TasksMax", u64::MAX.into()),
     ];
+    // Microseconds of CPU time per second.
+    properties.extend(start.cpus.map(|cpus| ("CPUQuotaPerSecUSec", (u64::from(cpus) * 1_000_000).into())));
+    properties.extend(start.memory.map(|bytes| ("MemoryMax", bytes.into())));
     if Path::new(PAM_SERVICE).exists() {
         properties.push(("PAMName", "xlaunch".into()));
     }

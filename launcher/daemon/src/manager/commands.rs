@@ -2,7 +2,8 @@
 //! commands.
 
 use tracing::info;
-use xlaunch_proto::convert::node::Submit;
+use xlaunch_proto::convert::node::{Submit, Update};
+use xlaunch_proto::convert::scheduling::Scheduling;
 use xlaunch_proto::v1::{Job, NodeStatus};
 
 use super::Manager;
@@ -10,8 +11,8 @@ use crate::commands::{Command, CommandError, Reply};
 use crate::files::Description;
 use crate::runtime::Stop;
 use crate::state::commands::AdmissionRules;
-use crate::state::{Jobs, Record};
-use crate::submission;
+use crate::state::{Element, Hold, Jobs, Record};
+use crate::submission::{self, NodeLimits};
 use crate::users::Account;
 use crate::view::Caller;
 use xlaunch_agent::clock::unix_ms;
@@ -25,6 +26,10 @@ impl Manager {
             }
             Command::Cancel { caller, job, force, reply } => {
                 let result = self.cancel(caller, job, force);
+                self.reply(reply, result);
+            }
+            Command::Update { caller, update, reply } => {
+                let result = self.update(caller, update);
                 self.reply(reply, result);
             }
             Command::Drain { caller, gpus, undo, reason, reply } => {
@@ -45,24 +50,41 @@ impl Manager {
         caller: Caller,
         account: Account,
         submission: Submit,
-    ) -> Result<(Job, bool), CommandError> {
+    ) -> Result<(Vec<Job>, bool), CommandError> {
         if let Some(job) = self.jobs.job_of_request(caller.uid, &submission.request_id) {
-            return Ok((self.job_message(job)?, true));
+            return Ok((self.messages_of(job)?, true));
         }
-        let gpus = u32::try_from(self.gpus.borrow().gpus.len()).unwrap_or(u32::MAX);
+        let Scheduling { held, array_parallel, .. } = submission.scheduling;
+        let indices = submission.scheduling.array_indices.clone();
+        let after = self.jobs.dependencies(caller, &submission.scheduling.after)?;
         let (mut submitted, mut description) =
-            submission::resolve(submission, caller.uid, gpus, self.config.borrow().max_grace.0)?;
+            submission::resolve(submission, caller.uid, &self.node_limits())?;
         let rules = self.admission_rules();
-        self.jobs.admit(caller, &submitted, &rules)?;
+        self.jobs.admit(caller, &submitted, indices.len().max(1), &rules)?;
         if !rules.allow_commands {
             submission::drop_code_variables(&mut description.environment);
         }
         let job = self.jobs.submitted + 1;
         (submitted.job, submitted.at, description.job) = (job, unix_ms(), job);
-        submitted.user = account.name;
-        self.create_job_dir(&description, caller.uid, account.gid)?;
-        self.write(Record::Submitted(Box::new(submitted)))?;
-        Ok((self.job_message(job)?, false))
+        (submitted.user, submitted.gid, submitted.after) = (account.name, account.gid, after);
+        submitted.held = held.then_some(Hold { uid: caller.uid, admin: false });
+        let record = if indices.is_empty() {
+            self.create_job_dir(&description, caller.uid, account.gid)?;
+            Record::Submitted(Box::new(submitted))
+        } else {
+            submitted.array = Some(Element { first: job, index: 0, parallel: array_parallel });
+            self.create_array(&description)?;
+            Record::SubmittedArray { first: Box::new(submitted), indices }
+        };
+        self.write(record)?;
+        Ok((self.messages_of(job)?, false))
+    }
+
+    /// The job, or all jobs of its array that are remembered.
+    fn messages_of(&mut self, first: u64) -> Result<Vec<Job>, CommandError> {
+        let of_array = self.jobs.array(first);
+        let jobs = if of_array.is_empty() { vec![first] } else { of_array };
+        jobs.into_iter().map(|job| self.job_message(job)).collect()
     }
 
     fn create_job_dir(&self, description: &Description, uid: u32, gid: u32) -> Result<(), CommandError> {
@@ -70,6 +92,20 @@ impl Manager {
         created.map_err(|error| {
             CommandError::Unavailable(format!("failed to create the directory of the job: {error}"))
         })
+    }
+
+    fn create_array(&self, description: &Description) -> Result<(), CommandError> {
+        let created = tokio::task::block_in_place(|| self.dirs.create_array(description));
+        created.map_err(|error| {
+            CommandError::Unavailable(format!("failed to write the submission of the array: {error}"))
+        })
+    }
+
+    fn update(&mut self, caller: Caller, update: Update) -> Result<Job, CommandError> {
+        for record in self.jobs.update(caller, update, unix_ms())? {
+            self.write(record)?;
+        }
+        self.job_message(update.job)
     }
 
     fn cancel(&mut self, caller: Caller, job: u64, force: bool) -> Result<Job, CommandError> {
@@ -119,6 +155,20 @@ impl Manager {
             only_user: (!own.is_root()).then(|| own.as_raw()),
             gpus: if config.max_gpus_per_user > 0 { gpus.min(config.max_gpus_per_user) } else { gpus },
             cpu_workers: config.cpu_workers.unwrap_or(self.cores),
+            cores: self.cores,
+            memory: self.base.memory_bytes,
+        }
+    }
+
+    fn node_limits(&self) -> NodeLimits {
+        let config = self.config.borrow();
+        NodeLimits {
+            gpus: u32::try_from(self.gpus.borrow().gpus.len()).unwrap_or(u32::MAX),
+            cores: self.cores,
+            memory: self.base.memory_bytes,
+            max_grace: config.max_grace.0,
+            default_time: config.default_time.map(|span| span.0),
+            max_time: config.max_time.map(|span| span.0),
         }
     }
 }

@@ -18,18 +18,20 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
-use xlaunch_proto::v1::{NodeStatus, Restart, StatusReply};
+use xlaunch_proto::v1::{GpuState, NodeStatus, Restart, StatusReply};
 
-use super::accounting::{Accounting, Usage};
+use super::accounting::Accounting;
 use super::agents::AgentStarter;
 use super::agents::follow::{AgentEvent, JobStart, follow};
 use super::commands::Command;
 use super::config::JobsSection;
-use super::files::{JobDirs, JobResult};
+use super::files::{JobDirs, JobResult, StartOptions};
 use super::gpus::{GpuFacts, GpuMonitor, Inventory};
 use super::journal::Journal;
+use super::measured::Usage;
 use super::runtime::{JobRuntime, Stop};
-use super::state::schedule::{GpuSlot, Resources, Schedule, schedule};
+use super::state::limits::{Due, due};
+use super::state::schedule::{GpuSlot, Resources, Schedule, Wait, schedule};
 use super::state::{End, Entry, Jobs, Phase, Record, bounded};
 use super::view::NodeView;
 use super::{boot_id, snapshot};
@@ -87,6 +89,7 @@ pub(crate) async fn run(
             Ok(()) = manager.gpus.changed() => {}
             Ok(()) = manager.config.changed() => {}
             () = changed(&mut manager.page_problem) => {}
+            () = until(manager.next_limit) => {}
             _ = tick.tick() => {
                 manager.rewrite_journal_if_needed();
                 on_tick(&manager.published.node);
@@ -104,6 +107,15 @@ async fn changed(value: &mut Option<watch::Receiver<String>>) {
     };
     if is_gone {
         *value = None;
+    }
+}
+
+/// Waits until this time, in milliseconds since 1970; forever without one. A change of the clock delays it by a tick at
+/// most.
+async fn until(at: Option<u64>) {
+    match at {
+        Some(at) => tokio::time::sleep(Duration::from_millis(at.saturating_sub(unix_ms()))).await,
+        None => std::future::pending().await,
     }
 }
 
@@ -132,7 +144,9 @@ struct Manager {
     /// Jobs to publish again.
     changed: BTreeSet<u64>,
     /// Why queued jobs wait.
-    waits: BTreeMap<u64, String>,
+    waits: BTreeMap<u64, Wait>,
+    /// When the next warning or time limit is due, in milliseconds since 1970.
+    next_limit: Option<u64>,
     /// Queue positions, from 1, as published.
     positions: BTreeMap<u64, u32>,
 }
@@ -166,6 +180,7 @@ impl Manager {
             published: NodeView::default(),
             view,
             waits: BTreeMap::new(),
+            next_limit: None,
             positions: BTreeMap::new(),
         }
     }
@@ -184,6 +199,7 @@ impl Manager {
             self.load_last_status(job);
             self.remove_submission(job);
         }
+        self.dirs.arrays().into_iter().for_each(|first| self.remove_ended_array(first));
         self.complete_accounting();
         let boot_now = boot_id();
         let active: Vec<_> = self.jobs.active().map(|(job, entry)| (job, entry.clone())).collect();
@@ -230,6 +246,16 @@ impl Manager {
         matches!(phase, Some(Phase::Active { cancelled: Some(_), .. }))
     }
 
+    /// Why the job ends as failed whatever its agent says: it has reached its time limit.
+    fn limit_reached(&self, job: u64) -> Option<String> {
+        match self.jobs.jobs.get(&job)? {
+            Entry { submitted, phase: Phase::Active { over_limit: true, .. } } => {
+                Some(submitted.limit_reached())
+            }
+            _ => None,
+        }
+    }
+
     fn on_ended(&mut self, job: u64, result: JobResult, usage: Option<Usage>) {
         let end = match result.exit {
             0 => End::Done,
@@ -242,6 +268,10 @@ impl Manager {
         if let Some(rank) = rank {
             warn!(job, attempt, rank, "rank {rank} of job {job} has failed in attempt {attempt}");
         }
+        let (end, reason) = match self.limit_reached(job) {
+            Some(reason) => (End::Failed, reason),
+            None => (end, reason),
+        };
         // Without systemd, only the agent knows.
         let usage = usage.or(used);
         let (at, order) = (unix_ms(), 0);
@@ -257,20 +287,25 @@ impl Manager {
 
     fn on_lost(&mut self, job: u64, reason: &str, usage: Option<Usage>) {
         let is_killed = self.runtime.get(&job).is_some_and(|runtime| *runtime.stop.borrow() == Stop::Kill);
-        let (end, reason) = match is_killed {
-            true => (End::Cancelled, "killed by `cancel --force`".to_owned()),
-            false => (End::Lost, reason.to_owned()),
+        if let Some(record) = self.jobs.requeue(job, reason, unix_ms()).filter(|_| !is_killed) {
+            warn!(job, "job {job} is lost and goes back to the queue: {reason}");
+            return self.record_event(record);
+        }
+        let (end, reason) = match (is_killed, self.limit_reached(job)) {
+            (true, _) => (End::Cancelled, "killed by `cancel --force`".to_owned()),
+            (false, Some(reason)) => (End::Failed, reason),
+            (false, None) => (End::Lost, reason.to_owned()),
         };
         self.record_end(job, end, reason, usage);
     }
 
     fn on_not_started(&mut self, job: u64, reason: Option<String>) {
-        let (end, reason) = match reason {
+        let (end, reason) = match (reason, self.limit_reached(job)) {
             _ if self.is_cancelled(job) => (End::Cancelled, "cancelled before it started".into()),
-            Some(reason) => (End::Failed, reason),
-            None => {
+            (Some(reason), _) | (None, Some(reason)) => (End::Failed, reason),
+            (None, None) => {
                 let reason = "the daemon was stopped before it started the job".into();
-                return self.record_event(Record::Requeued { job, reason });
+                return self.record_event(Record::Requeued { job, reason, lost: false, at: 0 });
             }
         };
         self.record_end(job, end, reason, None);
@@ -282,14 +317,59 @@ impl Manager {
         self.record_event(Record::Ended { job, end, exit, reason, report, at, order, usage });
     }
 
-    /// Runs after each event: starts what can start, then publishes what has changed.
+    /// Runs after each event: enforces time limits, starts what can start, then publishes what has changed.
     fn settle(&mut self) {
+        self.record_half_life();
+        self.enforce_limits();
+        self.cancel_unsatisfiable();
         self.start_jobs();
+        self.next_limit = due(&self.jobs, unix_ms()).next;
         self.publish();
     }
 
+    /// The journal has the half-life, so that it can be replayed.
+    fn record_half_life(&mut self) {
+        let seconds = self.config.borrow().fair_share_half_life.0.as_secs();
+        if seconds != self.jobs.usage.half_life_seconds {
+            // The next event tries again.
+            let _ = self.write(Record::HalfLife { seconds });
+        }
+    }
+
+    fn enforce_limits(&mut self) {
+        let now = unix_ms();
+        let Due { warnings, stops, .. } = due(&self.jobs, now);
+        for (job, signal) in warnings {
+            info!(job, signal, "job {job} approaches its time limit: its workers are sent signal {signal}");
+            self.record_event(Record::Warned { job, at: now });
+            if let Some(runtime) = self.runtime.get(&job) {
+                runtime.warning.send_replace(Some(signal));
+            }
+        }
+        for job in stops {
+            info!(job, "job {job} has reached its time limit and is stopped");
+            self.record_event(Record::TimeLimitReached { job, at: now });
+            if let Some(runtime) = self.runtime.get(&job) {
+                runtime.stop.send_modify(|stop| *stop = (*stop).max(Stop::Ask));
+            }
+        }
+    }
+
+    /// Ends queued jobs whose dependencies have ended otherwise, and those that depend on these.
+    fn cancel_unsatisfiable(&mut self) {
+        loop {
+            let unsatisfiable = self.jobs.unsatisfiable();
+            if unsatisfiable.is_empty() {
+                return;
+            }
+            for (job, reason) in unsatisfiable {
+                self.record_end(job, End::Cancelled, reason, None);
+            }
+        }
+    }
+
     fn start_jobs(&mut self) {
-        let Schedule { starts, waits } = schedule(&self.jobs, &self.resources());
+        let Schedule { starts, waits } = schedule(&self.jobs, &self.resources(), unix_ms());
         self.changed
             .extend(waits.iter().filter(|(job, why)| self.waits.get(job) != Some(why)).map(|it| *it.0));
         self.waits = waits;
@@ -308,38 +388,54 @@ impl Manager {
 
     /// Spawns the task that follows an active job. `fresh`: it starts the agent, rather than adopting it.
     fn follow(&mut self, job: u64, fresh: bool) {
-        let Some(Entry { submitted, phase: Phase::Active { start, gpus, cancelled, .. } }) =
+        let Some(Entry { submitted, phase: Phase::Active { start, gpus, cancelled, over_limit, .. } }) =
             self.jobs.jobs.get(&job)
         else {
             return;
         };
         let max_grace = self.config.borrow().max_grace.0;
+        let options = StartOptions {
+            gpus: gpus.clone(),
+            requeued: submitted.requeues > 0,
+            element: submitted.array,
+            uid: submitted.uid,
+            gid: submitted.gid,
+        };
         let job_start = JobStart {
             job,
             start: *start,
             name: submitted.name.clone(),
             uid: submitted.uid,
-            gpus: gpus.clone(),
+            options,
             gpu_nodes: gpu_nodes(&self.gpus.borrow(), gpus),
             shutdown_timeout: Duration::try_from_secs_f64(submitted.shutdown_timeout)
                 .map_or(max_grace, |timeout| timeout.min(max_grace)),
+            cpus: submitted.cpus,
+            memory: submitted.memory,
         };
         let runtime = JobRuntime::new(fresh);
-        runtime.stop.send_replace(if cancelled.is_some() { Stop::Ask } else { Stop::No });
-        let stop = runtime.stop.subscribe();
+        let is_stopping = cancelled.is_some() || *over_limit;
+        runtime.stop.send_replace(if is_stopping { Stop::Ask } else { Stop::No });
+        let (stop, warning) = (runtime.stop.subscribe(), runtime.warning.subscribe());
         let (dirs, starter) = (self.dirs.clone(), self.starter.clone());
-        tokio::spawn(follow(job_start, fresh, dirs, starter, self.events.clone(), stop));
+        tokio::spawn(follow(job_start, fresh, dirs, starter, self.events.clone(), stop, warning));
         self.runtime.insert(job, runtime);
     }
 
     fn resources(&self) -> Resources {
         let config = self.config.borrow();
-        let slot = |gpu: &GpuFacts| GpuSlot {
-            uuid: gpu.uuid.clone(),
-            unusable: snapshot::unusable(gpu, &config.leave_gpus).map(|(_, reason)| reason),
+        let held: BTreeSet<&str> = self.jobs.active().flat_map(|(_, entry)| entry.gpus()).collect();
+        let slot = |gpu: &GpuFacts| {
+            let unusable = snapshot::unusable(gpu, &config.leave_gpus);
+            // The processes of a job count as foreign.
+            let unusable = unusable
+                .filter(|(state, _)| *state != GpuState::Foreign || !held.contains(gpu.uuid.as_str()));
+            GpuSlot { uuid: gpu.uuid.clone(), unusable: unusable.map(|(_, reason)| reason) }
         };
         Resources {
             gpus: self.gpus.borrow().gpus.iter().map(slot).collect(),
+            cores: self.cores,
+            memory: self.base.memory_bytes,
             cpu_workers: config.cpu_workers.unwrap_or(self.cores),
             gpus_per_user: config.max_gpus_per_user,
         }

@@ -9,6 +9,7 @@ use super::Manager;
 use crate::commands::CommandError;
 use crate::snapshot;
 use crate::view::has_ended;
+use xlaunch_agent::clock::unix_ms;
 use xlaunch_agent::registry::SOCKET;
 
 impl Manager {
@@ -21,15 +22,15 @@ impl Manager {
     }
 
     pub(super) fn job_message(&mut self, job: u64) -> Result<Job, CommandError> {
-        let position = self.jobs.queue().into_iter().zip(1..).find(|(queued, _)| *queued == job);
+        let position = self.jobs.queue(unix_ms()).into_iter().zip(1..).find(|(queued, _)| *queued == job);
         self.job_message_at(job, position.map_or(0, |(_, position)| position))
     }
 
     /// `position` is the job's position in the queue from 1; 0 for a job that is not queued.
     fn job_message_at(&mut self, job: u64, position: u32) -> Result<Job, CommandError> {
         let entry = self.jobs.jobs.get(&job).ok_or(CommandError::JobNotFound(job))?;
-        let waits = self.waits.get(&job).map_or("", String::as_str);
-        Ok(snapshot::job(&self.jobs, entry, self.runtime.get(&job), position, waits))
+        let wait = self.waits.get(&job);
+        Ok(snapshot::job(&self.jobs, entry, self.runtime.get(&job), position, wait))
     }
 
     /// Replaces the view if something has changed.
@@ -39,7 +40,7 @@ impl Manager {
             return;
         }
         self.published.node = node;
-        let queue: BTreeMap<u64, u32> = self.jobs.queue().into_iter().zip(1..).collect();
+        let queue: BTreeMap<u64, u32> = self.jobs.queue(unix_ms()).into_iter().zip(1..).collect();
         // A job that leaves the queue changes the positions of all jobs after it.
         let moved = queue.iter().filter(|(job, position)| self.positions.get(job) != Some(position));
         self.changed.extend(moved.map(|(job, _)| *job));

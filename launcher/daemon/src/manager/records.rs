@@ -58,6 +58,19 @@ impl Manager {
         if let Err(error) = tokio::task::block_in_place(|| self.dirs.remove_submission(job)) {
             warn!(job, "failed to remove the submission of job {job}: {error}");
         }
+        let entry = self.jobs.jobs.get(&job);
+        if let Some(element) = entry.and_then(|entry| entry.submitted.array) {
+            self.remove_ended_array(element.first);
+        }
+    }
+
+    /// Removes the submission of an array if its last job has ended.
+    pub(super) fn remove_ended_array(&self, first: u64) {
+        if self.jobs.array_has_ended(first)
+            && let Err(error) = tokio::task::block_in_place(|| self.dirs.remove_array(first))
+        {
+            warn!(job = first, "failed to remove the submission of the array of job {first}: {error}");
+        }
     }
 
     fn forget_old_jobs(&mut self) {
@@ -94,23 +107,16 @@ impl Manager {
     }
 
     fn apply(&mut self, record: Record) {
-        use Record::{Cancelled, Counted, Drained, Ended, Forgotten, Requeued, Starting, Submitted};
-        let job = match &record {
-            Submitted(submitted) => Some(submitted.job),
-            Starting { job, .. }
-            | Cancelled { job, .. }
-            | Ended { job, .. }
-            | Requeued { job, .. }
-            | Forgotten { job } => Some(*job),
-            Drained { .. } | Counted { .. } => None,
-        };
-        self.changed.extend(job);
-        let ended = matches!(record, Ended { .. });
+        let jobs = record.jobs();
+        let ended = matches!(record, Record::Ended { .. });
         self.jobs.apply(record);
-        if let Some(job) = job.filter(|_| ended) {
-            self.remove_submission(job);
-            self.account(job);
+        if ended {
+            for job in jobs.clone() {
+                self.remove_submission(job);
+                self.account(job);
+            }
         }
+        self.changed.extend(jobs);
     }
 
     /// Rewrites the journal from `jobs` if it lacks changes or is due for compaction.

@@ -148,6 +148,7 @@ impl App {
                 daemon_pid: std::process::id(),
                 started_unix_seconds: clock::unix().as_secs(),
                 cores,
+                memory_bytes: memory_bytes(),
                 ..NodeStatus::default()
             },
         };
@@ -184,6 +185,18 @@ impl App {
         notifier.notify(&[NotifyState::Ready]);
         Ok(Running { manager, services, page, signals, shutdown, reload, notifier })
     }
+}
+
+/// The memory of the node.
+fn memory_bytes() -> u64 {
+    let text = fs_err::read_to_string("/proc/meminfo").unwrap_or_default();
+    total_memory(&text).unwrap_or(u64::MAX)
+}
+
+/// `MemTotal` of `/proc/meminfo`, in bytes.
+fn total_memory(meminfo: &str) -> Option<u64> {
+    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    total.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// The daemon as it runs.
@@ -321,6 +334,14 @@ mod tests {
             "in /a/daemon.toml, then run `systemctl reload xlaunch`"
         );
         assert!(how_to_configure(&Options { config: None, ..options(false) }).contains("daemon.toml"));
+    }
+
+    #[test]
+    fn memory_of_the_node_is_read_from_meminfo() {
+        let text = "MemFree:     1 kB\nMemTotal:       65536000 kB\n";
+        assert_eq!(total_memory(text), Some(65_536_000 << 10));
+        assert_eq!(total_memory(""), None);
+        assert!((1 << 20..1 << 50).contains(&memory_bytes()));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! connection --listener: user, connection limits--> call --access: role, quotas--> handler
-//!     Submit, Cancel, Drain: a command to the manager
+//!     Submit, Cancel, Update, Drain: a command to the manager
 //!     Status, List, Get, Watch: queries of the view
 //!     Logs: logs
 //! ```
@@ -29,12 +29,12 @@ use tonic::service::InterceptorLayer;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 use tower::layer::layer_fn;
-use xlaunch_proto::convert::node::{Drain, JobLogs, Submit};
+use xlaunch_proto::convert::node::{Drain, JobLogs, Submit, Update};
 use xlaunch_proto::net::{self, Connections, Credentials};
 use xlaunch_proto::v1::node_server::{Node, NodeServer};
 use xlaunch_proto::v1::{
     CancelRequest, DrainRequest, GetRequest, HistoryReply, HistoryRequest, Job, JobLogsRequest, ListReply,
-    ListRequest, LogsReply, NodeStatus, NodeStatusRequest, SubmitReply, SubmitRequest,
+    ListRequest, LogsReply, NodeStatus, NodeStatusRequest, SubmitReply, SubmitRequest, UpdateRequest,
 };
 
 pub(crate) use tail::log_tail;
@@ -191,7 +191,7 @@ impl Node for Service {
             self.node.submit(caller, account, submission).await
         };
         let result = result.await.map_err(to_status);
-        let job = result.as_ref().ok().map(|(job, _)| job.id);
+        let job = result.as_ref().ok().and_then(|(jobs, _)| jobs.first()).map(|job| job.id);
         tracing::info!(
             uid = caller.uid,
             pid = call.peer.pid,
@@ -200,8 +200,10 @@ impl Node for Service {
             refusal = refusal(&result),
             "submit"
         );
-        let (job, repeated) = result?;
-        Ok(Response::new(SubmitReply { job: Some(job), repeated }))
+        let (jobs, repeated) = result?;
+        let job = jobs.first().cloned();
+        let is_array = job.as_ref().is_some_and(|job| job.array_job.is_some());
+        Ok(Response::new(SubmitReply { job, repeated, array: if is_array { jobs } else { Vec::new() } }))
     }
 
     async fn list(&self, request: Request<ListRequest>) -> Result<Response<ListReply>, Status> {
@@ -274,6 +276,23 @@ impl Node for Service {
             force,
             refusal = refusal(&result),
             "cancel"
+        );
+        result.map(Response::new)
+    }
+
+    async fn update(&self, request: Request<UpdateRequest>) -> Result<Response<Job>, Status> {
+        let (call, caller) = self.caller(&request).await?;
+        let update: Update = checked(request.into_inner())?;
+        let Update { job, held, priority } = update;
+        let result = self.node.update(caller, update).await.map_err(to_status);
+        tracing::info!(
+            uid = caller.uid,
+            pid = call.peer.pid,
+            job,
+            held,
+            priority,
+            refusal = refusal(&result),
+            "update"
         );
         result.map(Response::new)
     }

@@ -112,6 +112,11 @@ async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandErr
         match (command, &refuse) {
             (Command::Submit { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
             (Command::Cancel { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
+            (Command::Update { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
+            (Command::Update { update, reply, .. }, None) => {
+                let held = update.held.unwrap_or(false);
+                drop(reply.send(Ok(Job { id: update.job, held, ..Default::default() })));
+            }
             (Command::Drain { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
             (Command::Submit { caller, account, submission, reply }, None) => {
                 let next = seen.len() as u64 + 1;
@@ -119,7 +124,7 @@ async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandErr
                 let id = *seen.entry(submission.request_id).or_insert(next);
                 let name = format!("{:?}", submission.work);
                 let job = Job { id, uid: caller.uid, user: account.name, name, ..Default::default() };
-                drop(reply.send(Ok((job, repeated))));
+                drop(reply.send(Ok((vec![job], repeated))));
             }
             (Command::Cancel { job, reply, .. }, None) => {
                 drop(reply.send(Ok(Job { id: job, ..Default::default() })));

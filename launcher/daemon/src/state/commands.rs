@@ -1,6 +1,9 @@
 //! Commands against the state: the record that carries one out, or why it is refused. Pure.
 
-use super::{End, Entry, Jobs, Phase, Record, Submitted, bounded};
+use xlaunch_proto::convert::node::Update;
+use xlaunch_proto::quantities::bytes_text;
+
+use super::{End, Entry, Hold, Jobs, Phase, Record, Submitted, bounded};
 use crate::commands::CommandError;
 use crate::view::Caller;
 
@@ -17,14 +20,18 @@ pub(crate) struct AdmissionRules<'a> {
     /// Number of GPUs that a job can get on an otherwise idle node.
     pub(crate) gpus: u32,
     pub(crate) cpu_workers: u32,
+    pub(crate) cores: u32,
+    /// Bytes.
+    pub(crate) memory: u64,
 }
 
 impl Jobs {
-    /// Whether the caller may submit this job, whose id and time are not set yet.
+    /// Whether the caller may submit this job, whose id and time are not set yet, or `count` such jobs.
     pub(crate) fn admit(
         &self,
         caller: Caller,
         wanted: &Submitted,
+        count: usize,
         rules: &AdmissionRules<'_>,
     ) -> Result<(), CommandError> {
         let not_allowed = |text: &str| Err(CommandError::NotAllowed(text.into()));
@@ -47,30 +54,24 @@ impl Jobs {
                  true {how_to_change}"
             ));
         }
-        if wanted.priority > 0 && !caller.admin {
-            return not_allowed("only administrators may set a priority above 0");
-        }
-        if wanted.gpus > rules.gpus {
-            let (wants, has) = (wanted.gpus, rules.gpus);
-            return Err(CommandError::Invalid(format!(
-                "the job wants {wants} GPUs, and a job can get at most {has} here"
-            )));
-        }
-        if wanted.gpus == 0 && wanted.workers > rules.cpu_workers {
-            let (wants, has) = (wanted.workers, rules.cpu_workers);
-            return Err(CommandError::Invalid(format!(
-                "the job wants {wants} CPU workers, and a job can get at most {has} here (jobs.cpu_workers)"
-            )));
-        }
+        check_priority(caller, wanted.priority)?;
+        fits_on_node(wanted, rules)?;
         let unfinished = self
             .jobs
             .values()
-            .filter(|entry| entry.submitted.uid == caller.uid && !matches!(entry.phase, Phase::Ended { .. }));
+            .filter(|entry| entry.submitted.uid == caller.uid && !matches!(entry.phase, Phase::Ended { .. }))
+            .count();
         let limit = rules.max_per_user;
-        if limit > 0 && unfinished.count() >= limit as usize {
-            return Err(CommandError::LimitReached(format!(
-                "you have {limit} queued or running jobs, the most allowed (jobs.max_per_user): wait for one to end"
-            )));
+        if limit > 0 && unfinished + count > limit as usize {
+            return Err(CommandError::LimitReached(match count {
+                1 => format!(
+                    "you have {limit} queued or running jobs, the most allowed (jobs.max_per_user): wait for one to end"
+                ),
+                _ => format!(
+                    "{count} jobs are too many: you have {unfinished} queued or running jobs of at most {limit} \
+                     (jobs.max_per_user); submit fewer, or wait for jobs to end"
+                ),
+            }));
         }
         Ok(())
     }
@@ -94,6 +95,50 @@ impl Jobs {
             Phase::Active { cancelled: None, .. } => Some(Record::Cancelled { job, uid, at }),
             Phase::Active { .. } | Phase::Ended { .. } => None,
         })
+    }
+
+    /// The records that hold or release this job, or change its priority; none if nothing changes.
+    pub(crate) fn update(
+        &self,
+        caller: Caller,
+        wanted: Update,
+        at: u64,
+    ) -> Result<Vec<Record>, CommandError> {
+        let (job, uid) = (wanted.job, caller.uid);
+        let entry = self.jobs.get(&job).filter(|entry| caller.may_see(entry.submitted.uid));
+        let Some(Entry { submitted, phase }) = entry else { return Err(CommandError::JobNotFound(job)) };
+        let invalid = |why: &str| Err(CommandError::Invalid(format!("job {job} {why}")));
+        match phase {
+            Phase::Queued { .. } => {}
+            Phase::Active { .. } => {
+                return invalid(
+                    "has started: only a queued job can be held, released or given another priority",
+                );
+            }
+            Phase::Ended { .. } => return invalid("has ended"),
+        }
+        let mut records = Vec::new();
+        match (wanted.held, submitted.held) {
+            (Some(true), held) => {
+                let admin = caller.admin && uid != submitted.uid;
+                // A user must not weaken the hold of an administrator.
+                if held.is_none_or(|held| admin && !held.admin) {
+                    records.push(Record::Held { job, uid, admin, at });
+                }
+            }
+            (Some(false), Some(Hold { admin: true, .. })) if !caller.admin => {
+                return Err(CommandError::NotAllowed(format!(
+                    "job {job} is held by an administrator: only administrators may release it"
+                )));
+            }
+            (Some(false), Some(_)) => records.push(Record::Released { job, uid, at }),
+            (Some(false) | None, _) => {}
+        }
+        if let Some(priority) = wanted.priority.filter(|priority| *priority != submitted.priority) {
+            check_priority(caller, priority)?;
+            records.push(Record::Reprioritised { job, priority, uid, at });
+        }
+        Ok(records)
     }
 
     /// The record that takes the node (if `gpus` is empty) or GPUs out of service, or with `undo` puts them back.
@@ -121,4 +166,37 @@ impl Jobs {
         let reason = if reason.is_empty() { "by an administrator" } else { reason };
         Ok(Record::Drained { gpus, undo, reason: bounded(reason.into()), uid: caller.uid, at })
     }
+}
+
+fn check_priority(caller: Caller, priority: i32) -> Result<(), CommandError> {
+    match priority > 0 && !caller.admin {
+        true => Err(CommandError::NotAllowed("only administrators may set a priority above 0".into())),
+        false => Ok(()),
+    }
+}
+
+/// Refuses a job that could not start on an otherwise idle node.
+fn fits_on_node(wanted: &Submitted, rules: &AdmissionRules<'_>) -> Result<(), CommandError> {
+    let too_large = |wants: String, has: String, key: &str| {
+        Err(CommandError::Invalid(format!(
+            "the job wants {wants}, and a job can get at most {has} here{key}"
+        )))
+    };
+    if wanted.gpus > rules.gpus {
+        return too_large(format!("{} GPUs", wanted.gpus), rules.gpus.to_string(), "");
+    }
+    let cpus = wanted.cpus.unwrap_or(0);
+    if cpus > rules.cores {
+        return too_large(format!("{cpus} CPUs"), rules.cores.to_string(), "");
+    }
+    let workers = wanted.cpus.unwrap_or(wanted.workers);
+    if wanted.gpus == 0 && workers > rules.cpu_workers {
+        let what = if wanted.cpus.is_some() { "CPUs" } else { "CPU workers" };
+        return too_large(format!("{workers} {what}"), rules.cpu_workers.to_string(), " (jobs.cpu_workers)");
+    }
+    let memory = wanted.memory.unwrap_or(0);
+    if memory > rules.memory {
+        return too_large(format!("{} of memory", bytes_text(memory)), bytes_text(rules.memory), "");
+    }
+    Ok(())
 }

@@ -5,107 +5,45 @@
 //!
 //! ```text
 //! Submitted -> Queued --Starting--> Active --Ended--> Ended --Forgotten--> removed
-//!                |  ^                |  ^ |
-//!                |  |                |  '-' Cancelled
-//!                |  '----Requeued----'
+//!              ^ |  ^               |  ^ |
+//!              | |  |               |  '-' Cancelled, Warned, TimeLimitReached
+//!              | |  '---Requeued----'
+//!              '-' Held, Released, Reprioritised
 //!                '--Ended (cancelled)---------------->
 //! ```
 //! A submitted job is queued until the scheduler starts it; `Starting` is written before its agent is started, so a job
-//! is active from the moment at which its agent may exist. `Cancelled` marks an active job: its agent is told to stop
-//! and it stays active until the agent has exited. A start that provably never happened puts the job back in the queue.
-//! The end of a job is final. Of each user the ended jobs beyond `jobs.keep` are forgotten, oldest
-//! first.
+//! is active from the moment at which its agent may exist. `Cancelled` and `TimeLimitReached` mark an active job: its
+//! agent is told to stop and it stays active until the agent has exited. A start that provably never happened puts the
+//! job back in the queue; so does the loss of a job that asked for it. The end of a job is final. Of each user the
+//! ended jobs beyond `jobs.keep` are forgotten, oldest first.
 //!
 //! Invariants: a job holds GPUs only while it is active; applying [`Jobs::records`] to an empty value gives an equal
 //! value.
 
+mod backfill;
 pub(crate) mod commands;
+mod dependencies;
+pub(crate) mod limits;
+mod record;
 pub(crate) mod schedule;
+#[doc(hidden)]
+pub mod simulation;
+mod usage;
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
+use xlaunch_proto::convert::scheduling::MAX_ARRAY_JOBS;
 
-use crate::accounting::Usage;
+pub use record::Submitted;
+pub(crate) use record::{Dependency, Element, End, Hold, Record, bounded};
 
-/// Maximum length of a reason, a report or a command line.
-pub(crate) const MAX_TEXT_BYTES: usize = 4096;
+use dependencies::Dependents;
+use usage::FairShares;
+
+use crate::measured::Usage;
+
 /// Ended jobs of a user that never started, such as cancelled ones, that are kept.
 const KEPT_UNSTARTED: usize = 100;
-
-/// A change to a job or the node. Fields are only ever added, with defaults; an unknown kind of record was written by a
-/// newer version.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "record", rename_all = "snake_case")]
-pub(crate) enum Record {
-    /// A job was added to the queue.
-    Submitted(Box<Submitted>),
-    /// The agent is about to be started and may run from now on. `start` counts from 1.
-    Starting { job: u64, start: u32, gpus: Vec<String>, boot: String, at: u64 },
-    /// A user cancelled an active job.
-    Cancelled { job: u64, uid: u32, at: u64 },
-    /// `exit` is unknown if the agent left no result. `order` counts ends from 1; 0 means the next one.
-    Ended {
-        job: u64,
-        end: End,
-        exit: Option<u8>,
-        reason: String,
-        report: String,
-        at: u64,
-        #[serde(default, skip_serializing_if = "is_zero")]
-        order: u64,
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        usage: Option<Usage>,
-    },
-    /// The agent never ran: the job is back in the queue.
-    Requeued { job: u64, reason: String },
-    /// An administrator took GPUs (all of the node if the list is empty) out of service, or put them back.
-    Drained { gpus: Vec<String>, undo: bool, reason: String, uid: u32, at: u64 },
-    /// The job was removed with its files.
-    Forgotten { job: u64 },
-    /// Totals since the node's first job, including forgotten ones. First record of a rewritten journal.
-    Counted { submitted: u64, ended: u64 },
-}
-
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it with a reference")]
-fn is_zero(number: &u64) -> bool {
-    *number == 0
-}
-
-/// A job as submitted. Its environment is not in the journal but in its directory ([`crate::files`]).
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Submitted {
-    pub job: u64,
-    pub request_id: String,
-    pub uid: u32,
-    /// The user's name; empty in records of version 0.1.
-    #[serde(skip_serializing_if = "String::is_empty")]
-    pub user: String,
-    pub name: String,
-    /// Runs the built-in trainer, not a command.
-    pub trainer: bool,
-    pub priority: i32,
-    /// Number of GPUs held while it runs; 0 for a CPU job.
-    pub gpus: u32,
-    pub workers: u32,
-    /// Seconds between SIGTERM and SIGKILL of its workers.
-    #[serde(rename = "patience")]
-    pub shutdown_timeout: f64,
-    pub command_line: String,
-    pub work_dir: String,
-    pub at: u64,
-}
-
-/// How a job has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum End {
-    Done,
-    Failed,
-    Cancelled,
-    Lost,
-}
 
 /// The state of a job in the diagram above.
 #[derive(Clone, Debug, PartialEq)]
@@ -113,7 +51,17 @@ pub(crate) enum Phase {
     /// `reason` says why an earlier start did not happen.
     Queued { starts: u32, reason: String },
     /// Its agent may run. `cancelled` is the user who cancelled it.
-    Active { start: u32, gpus: Vec<String>, boot: String, at: u64, cancelled: Option<u32> },
+    Active {
+        start: u32,
+        gpus: Vec<String>,
+        boot: String,
+        at: u64,
+        cancelled: Option<u32>,
+        /// The signal before its time limit was sent.
+        warned: bool,
+        /// It is stopped because it has reached its time limit.
+        over_limit: bool,
+    },
     Ended {
         end: End,
         exit: Option<u8>,
@@ -127,16 +75,6 @@ pub(crate) enum Phase {
         /// `None` if it is unknown.
         usage: Option<Usage>,
     },
-}
-
-/// Cuts a text from outside to what the journal and replies can hold many of.
-pub(crate) fn bounded(mut text: String) -> String {
-    if text.len() > MAX_TEXT_BYTES {
-        let most = MAX_TEXT_BYTES - "…".len();
-        text.truncate((0..=most).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0));
-        text.push('…');
-    }
-    text
 }
 
 /// One job.
@@ -161,6 +99,10 @@ pub(crate) struct Jobs {
     pub(crate) drained: Option<String>,
     /// Why GPUs are drained, by UUID.
     pub(crate) drained_gpus: BTreeMap<String, String>,
+    /// What users have used, for fair shares.
+    pub(crate) usage: FairShares,
+    /// Which queued jobs wait for which.
+    dependents: Dependents,
 }
 
 impl Jobs {
@@ -168,15 +110,33 @@ impl Jobs {
     /// nothing.
     pub(crate) fn apply(&mut self, record: Record) {
         match record {
-            Record::Submitted(submitted) => {
-                self.submitted = self.submitted.max(submitted.job);
-                self.requests.insert((submitted.uid, submitted.request_id.clone()), submitted.job);
-                let phase = Phase::Queued { starts: 0, reason: String::new() };
-                self.jobs.insert(submitted.job, Entry { submitted: *submitted, phase });
+            Record::Submitted(submitted) => self.add(*submitted),
+            Record::SubmittedArray { first, indices } => {
+                self.add_array(&first, &indices);
+            }
+            Record::Held { job, uid, admin, .. } => {
+                self.change(job, |submitted| submitted.held = Some(Hold { uid, admin }));
+            }
+            Record::Released { job, .. } => self.change(job, |submitted| submitted.held = None),
+            Record::Reprioritised { job, priority, .. } => {
+                self.change(job, |submitted| submitted.priority = priority);
             }
             Record::Starting { job, start, gpus, boot, at } => {
-                if let Some(entry) = self.jobs.get_mut(&job) {
-                    entry.phase = Phase::Active { start, gpus, boot, at, cancelled: None };
+                if let Some(entry) = self.jobs.get_mut(&job)
+                    && !matches!(entry.phase, Phase::Ended { .. })
+                {
+                    let (cancelled, warned, over_limit) = (None, false, false);
+                    entry.phase = Phase::Active { start, gpus, boot, at, cancelled, warned, over_limit };
+                }
+            }
+            Record::Warned { job, .. } => {
+                if let Some(Entry { phase: Phase::Active { warned, .. }, .. }) = self.jobs.get_mut(&job) {
+                    *warned = true;
+                }
+            }
+            Record::TimeLimitReached { job, .. } => {
+                if let Some(Entry { phase: Phase::Active { over_limit, .. }, .. }) = self.jobs.get_mut(&job) {
+                    *over_limit = true;
                 }
             }
             Record::Cancelled { job, uid, .. } => {
@@ -185,32 +145,88 @@ impl Jobs {
                 }
             }
             Record::Ended { job, end, exit, reason, report, at, order, usage } => {
-                let Some(entry) = self.jobs.get_mut(&job) else { return };
-                let (gpus, started) = match &mut entry.phase {
-                    Phase::Queued { .. } => (Vec::new(), 0),
-                    Phase::Active { gpus, at, .. } => (std::mem::take(gpus), *at),
-                    Phase::Ended { .. } => return,
-                };
+                let Some((gpus, started)) = self.leave(job, at) else { return };
                 self.ended += 1;
                 let order = if order > 0 { order } else { self.ended };
-                entry.phase = Phase::Ended { end, exit, reason, report, gpus, started, at, order, usage };
+                if let Some(entry) = self.jobs.get_mut(&job) {
+                    entry.phase = Phase::Ended { end, exit, reason, report, gpus, started, at, order, usage };
+                }
+                self.settle_dependents(job, end);
             }
-            Record::Requeued { job, reason } => {
-                if let Some(entry) = self.jobs.get_mut(&job)
-                    && let Phase::Active { start, .. } = entry.phase
-                {
-                    entry.phase = Phase::Queued { starts: start, reason };
+            Record::Requeued { job, reason, lost, at } => {
+                let Some(Entry { phase: Phase::Active { start, .. }, .. }) = self.jobs.get(&job) else {
+                    return;
+                };
+                let starts = *start;
+                self.leave(job, at);
+                if let Some(entry) = self.jobs.get_mut(&job) {
+                    entry.submitted.requeues += u32::from(lost);
+                    entry.phase = Phase::Queued { starts, reason };
                 }
             }
             Record::Drained { gpus, undo, reason, .. } => self.set_drained(gpus, undo, &reason),
-            Record::Forgotten { job } => {
-                if let Some(entry) = self.jobs.remove(&job) {
-                    self.requests.remove(&(entry.submitted.uid, entry.submitted.request_id));
-                }
-            }
+            Record::Forgotten { job } => self.forget(job),
             Record::Counted { submitted, ended } => {
                 (self.submitted, self.ended) = (self.submitted.max(submitted), self.ended.max(ended));
             }
+            Record::Used { uid, gpu_seconds, at } => self.usage.set(uid, gpu_seconds, at),
+            Record::HalfLife { seconds } => self.usage.set_half_life(seconds),
+        }
+    }
+
+    fn add(&mut self, submitted: Submitted) {
+        let job = submitted.job;
+        self.submitted = self.submitted.max(job);
+        // All jobs of an array have one request, which is known by the first.
+        if submitted.array.is_none_or(|element| element.first == job) {
+            self.requests.insert((submitted.uid, submitted.request_id.clone()), job);
+        }
+        let phase = Phase::Queued { starts: 0, reason: String::new() };
+        let entry = Entry { submitted, phase };
+        self.dependents.add(&entry.submitted);
+        if let Some(replaced) = self.jobs.insert(job, entry)
+            && let Some(entry) = self.jobs.get(&job)
+        {
+            self.dependents.remove(&replaced.submitted);
+            self.dependents.add(&entry.submitted);
+        }
+    }
+
+    fn add_array(&mut self, first: &Submitted, indices: &[u32]) {
+        let parallel = first.array.map_or(0, |element| element.parallel);
+        for (job, &index) in (first.job..).zip(indices) {
+            let array = Some(Element { first: first.job, index, parallel });
+            let name = format!("{}[{index}]", first.name);
+            self.add(Submitted { job, name, array, ..first.clone() });
+        }
+    }
+
+    /// Changes what can be changed while a job waits.
+    fn change(&mut self, job: u64, change: impl FnOnce(&mut Submitted)) {
+        if let Some(Entry { submitted, phase: Phase::Queued { .. } }) = self.jobs.get_mut(&job) {
+            change(submitted);
+        }
+    }
+
+    /// Takes a job out of the queue, or what it holds from an active one: its GPUs, and when it started. Its user is
+    /// charged for the time until `at`. `None` for a job that has ended.
+    fn leave(&mut self, job: u64, at: u64) -> Option<(Vec<String>, u64)> {
+        let entry = self.jobs.get_mut(&job)?;
+        match &mut entry.phase {
+            Phase::Queued { .. } => Some((Vec::new(), 0)),
+            Phase::Active { gpus, at: started, .. } => {
+                self.usage.charge(&entry.submitted, *started, at);
+                Some((std::mem::take(gpus), *started))
+            }
+            Phase::Ended { .. } => None,
+        }
+    }
+
+    fn forget(&mut self, job: u64) {
+        let Some(Entry { submitted, .. }) = self.jobs.remove(&job) else { return };
+        self.dependents.remove(&submitted);
+        if submitted.array.is_none_or(|element| element.first == job) {
+            self.requests.remove(&(submitted.uid, submitted.request_id));
         }
     }
 
@@ -246,12 +262,27 @@ impl Jobs {
         };
         records.extend(self.drained.iter().map(|reason| drained(Vec::new(), reason)));
         records.extend(self.drained_gpus.iter().map(|(gpu, reason)| drained(vec![gpu.clone()], reason)));
+        // Last: the records of ended jobs before these charge their users again, in part.
+        records.extend(self.usage.records());
         records
     }
 
     /// The job that this user's request with this id added, if it was seen before.
     pub(crate) fn job_of_request(&self, uid: u32, request_id: &str) -> Option<u64> {
         self.requests.get(&(uid, request_id.to_owned())).copied()
+    }
+
+    /// The remembered jobs of the array whose first job this is.
+    pub(crate) fn array(&self, first: u64) -> Vec<u64> {
+        let ids = first..first.saturating_add(MAX_ARRAY_JOBS as u64);
+        let of_array = |entry: &Entry| entry.submitted.array.is_some_and(|element| element.first == first);
+        self.jobs.range(ids).filter(|(_, entry)| of_array(entry)).map(|(job, _)| *job).collect()
+    }
+
+    /// Whether no job of this array is queued or active.
+    pub(crate) fn array_has_ended(&self, first: u64) -> bool {
+        let mut phases = self.array(first).into_iter().filter_map(|job| Some(&self.jobs.get(&job)?.phase));
+        phases.all(|phase| matches!(phase, Phase::Ended { .. }))
     }
 
     /// A user in messages: the name that came with one of the user's jobs, otherwise the number. Makes no lookup.
@@ -270,12 +301,27 @@ impl Jobs {
         self.jobs.iter().map(|(job, entry)| (*job, entry)).filter(move |(_, entry)| active(entry))
     }
 
-    /// Queued jobs in starting order: by priority, then by submission.
-    pub(crate) fn queue(&self) -> Vec<u64> {
-        let queued = self.jobs.iter().filter(|(_, entry)| matches!(entry.phase, Phase::Queued { .. }));
-        let mut queue: Vec<_> = queued.map(|(job, entry)| (-entry.submitted.priority, *job)).collect();
-        queue.sort_unstable();
-        queue.into_iter().map(|(_, job)| job).collect()
+    pub(crate) fn queued(&self) -> impl Iterator<Item = u64> {
+        self.jobs.iter().filter(|(_, entry)| matches!(entry.phase, Phase::Queued { .. })).map(|(job, _)| *job)
+    }
+
+    /// Queued jobs in starting order: by priority, then by the decayed use of their users, then by submission. Jobs
+    /// that are held or wait for others come last.
+    pub(crate) fn queue(&self, now: u64) -> Vec<u64> {
+        let used = self.used(now);
+        let mut queue: Vec<_> = Vec::new();
+        for (job, Entry { submitted, phase }) in &self.jobs {
+            if matches!(phase, Phase::Queued { .. }) {
+                let waits = submitted.held.is_some() || !submitted.is_free_of_dependencies();
+                let used = used.get(&submitted.uid).copied().unwrap_or(0.0);
+                queue.push((waits, -submitted.priority, used, *job));
+            }
+        }
+        queue.sort_unstable_by(|one, other| {
+            let by_rank = (one.0, one.1).cmp(&(other.0, other.1));
+            by_rank.then(one.2.total_cmp(&other.2)).then(one.3.cmp(&other.3))
+        });
+        queue.into_iter().map(|(.., job)| job).collect()
     }
 
     /// Jobs to forget: of each user all ended ones except the `keep` that ended last, and except the
@@ -310,11 +356,15 @@ fn records_to_reach(job: u64, phase: &Phase) -> Vec<Record> {
     match phase {
         Phase::Queued { starts: 0, .. } => Vec::new(),
         Phase::Queued { starts, reason } => {
-            vec![starting(*starts, &[], "", 0), Record::Requeued { job, reason: reason.clone() }]
+            let requeued = Record::Requeued { job, reason: reason.clone(), lost: false, at: 0 };
+            vec![starting(*starts, &[], "", 0), requeued]
         }
-        Phase::Active { start, gpus, boot, at, cancelled } => {
+        Phase::Active { start, gpus, boot, at, cancelled, warned, over_limit } => {
+            let warned = warned.then_some(Record::Warned { job, at: 0 });
+            let over_limit = over_limit.then_some(Record::TimeLimitReached { job, at: 0 });
             let cancelled = cancelled.map(|uid| Record::Cancelled { job, uid, at: 0 });
-            std::iter::once(starting(*start, gpus, boot, *at)).chain(cancelled).collect()
+            let marks = warned.into_iter().chain(over_limit).chain(cancelled);
+            std::iter::once(starting(*start, gpus, boot, *at)).chain(marks).collect()
         }
         Phase::Ended { end, exit, reason, report, gpus, started, at, order, usage } => {
             let started = (*started > 0).then(|| starting(1, gpus, "", *started));

@@ -2,6 +2,7 @@ use super::super::commands::AdmissionRules;
 use super::*;
 use crate::commands::CommandError;
 use crate::view::Caller;
+use xlaunch_proto::convert::node::Update;
 
 const USER: Caller = Caller { uid: 1000, admin: false };
 const OTHER: Caller = Caller { uid: 1001, admin: false };
@@ -14,6 +15,8 @@ const RULES: AdmissionRules<'_> = AdmissionRules {
     only_user: None,
     gpus: 4,
     cpu_workers: 2,
+    cores: 8,
+    memory: 64 << 30,
 };
 
 fn job(trainer: bool, gpus: u32, workers: u32, priority: i32) -> Submitted {
@@ -23,8 +26,8 @@ fn job(trainer: bool, gpus: u32, workers: u32, priority: i32) -> Submitted {
 #[test]
 fn admission_depends_on_user_kind_priority_and_size() {
     let jobs = of([submitted(1, 1000, 0, 0)]);
-    let refused = |caller, wanted: Submitted, rules| jobs.admit(caller, &wanted, rules).unwrap_err();
-    assert_eq!(jobs.admit(USER, &job(true, 4, 4, 0), &RULES), Ok(()));
+    let refused = |caller, wanted: Submitted, rules| jobs.admit(caller, &wanted, 1, rules).unwrap_err();
+    assert_eq!(jobs.admit(USER, &job(true, 4, 4, 0), 1, &RULES), Ok(()));
     assert!(matches!(refused(ADMIN, job(true, 0, 1, 0), &RULES), CommandError::NotAllowed(_)));
     assert!(matches!(refused(USER, job(false, 0, 1, 0), &RULES), CommandError::NotAllowed(_)));
     assert!(matches!(refused(USER, job(true, 0, 1, 1), &RULES), CommandError::NotAllowed(_)));
@@ -32,16 +35,16 @@ fn admission_depends_on_user_kind_priority_and_size() {
     assert!(matches!(refused(USER, job(true, 0, 3, 0), &RULES), CommandError::Invalid(_)));
     let full = AdmissionRules { max_per_user: 1, ..RULES };
     assert!(matches!(refused(USER, job(true, 0, 1, 0), &full), CommandError::LimitReached(_)));
-    assert_eq!(jobs.admit(OTHER, &job(true, 0, 1, 0), &full), Ok(()));
+    assert_eq!(jobs.admit(OTHER, &job(true, 0, 1, 0), 1, &full), Ok(()));
     let own = AdmissionRules { only_user: Some(1000), allow_commands: true, ..RULES };
-    assert_eq!(jobs.admit(USER, &job(false, 0, 1, 0), &own), Ok(()));
+    assert_eq!(jobs.admit(USER, &job(false, 0, 1, 0), 1, &own), Ok(()));
     assert!(matches!(refused(OTHER, job(true, 0, 1, 0), &own), CommandError::NotAllowed(_)));
 }
 
 #[test]
 fn refusal_by_a_configuration_key_names_the_file_and_how_a_change_is_applied() {
     let text = |caller, trainer| {
-        Jobs::default().admit(caller, &job(trainer, 0, 1, 0), &RULES).unwrap_err().to_string()
+        Jobs::default().admit(caller, &job(trainer, 0, 1, 0), 1, &RULES).unwrap_err().to_string()
     };
     let root = text(ADMIN, true);
     assert!(root.ends_with("set jobs.allow_root = true in /etc/daemon.toml, then reload"), "{root}");
@@ -55,14 +58,14 @@ fn refusal_by_a_configuration_key_names_the_file_and_how_a_change_is_applied() {
 #[test]
 fn admission_limits_are_inclusive() {
     let jobs = Jobs::default();
-    let admit = |caller, wanted: Submitted| jobs.admit(caller, &wanted, &RULES);
+    let admit = |caller, wanted: Submitted| jobs.admit(caller, &wanted, 1, &RULES);
     assert_eq!(admit(USER, job(true, 0, 2, 0)), Ok(()), "all CPU workers");
     assert_eq!(admit(USER, job(true, 1, 3, 0)), Ok(()), "workers of a GPU job do not need CPU workers");
     assert_eq!(admit(USER, job(true, 0, 1, -1)), Ok(()), "anyone may lower the priority");
     let admin = Caller { admin: true, ..USER };
     assert_eq!(admit(admin, job(true, 0, 1, 1)), Ok(()));
     let allow_root = AdmissionRules { allow_root: true, ..RULES };
-    assert_eq!(jobs.admit(ADMIN, &job(true, 0, 1, 0), &allow_root), Ok(()));
+    assert_eq!(jobs.admit(ADMIN, &job(true, 0, 1, 0), 1, &allow_root), Ok(()));
 }
 
 #[test]
@@ -75,7 +78,7 @@ fn per_user_limit_counts_queued_and_active_jobs() {
         ended(3, 1),
     ]);
     let limited = |max_per_user| {
-        jobs.admit(USER, &job(true, 0, 1, 0), &AdmissionRules { max_per_user, ..RULES }).is_ok()
+        jobs.admit(USER, &job(true, 0, 1, 0), 1, &AdmissionRules { max_per_user, ..RULES }).is_ok()
     };
     assert_eq!([1, 2, 3].map(limited), [false, false, true]);
     assert!(limited(0), "0 is no limit");
@@ -126,4 +129,86 @@ fn drain_record_has_user_time_and_reason() {
         |undo, reason: &str| Record::Drained { gpus: vec![], undo, reason: reason.into(), uid: 0, at: 7 };
     assert_eq!(drain(false, "fan"), record(false, "fan"));
     assert_eq!(drain(true, ""), record(true, "by an administrator"));
+}
+
+fn hold(job: u64, held: bool) -> Update {
+    Update { job, held: Some(held), priority: None }
+}
+
+#[test]
+fn hold_of_an_administrator_is_released_by_administrators_only() {
+    let mut jobs = of([submitted(1, 1000, 0, 0), submitted(2, 1000, 0, 0)]);
+    let apply = |jobs: &mut Jobs, caller, update| {
+        let records = jobs.update(caller, update, 7)?;
+        let changes = !records.is_empty();
+        records.into_iter().for_each(|record| jobs.apply(record));
+        Ok::<_, CommandError>(changes)
+    };
+    assert_eq!(apply(&mut jobs, OTHER, hold(1, true)), Err(CommandError::JobNotFound(1)));
+    assert_eq!(apply(&mut jobs, USER, hold(1, true)), Ok(true));
+    assert_eq!(apply(&mut jobs, USER, hold(1, true)), Ok(false), "held already");
+    assert_eq!(apply(&mut jobs, USER, hold(1, false)), Ok(true));
+    assert_eq!(apply(&mut jobs, USER, hold(1, false)), Ok(false));
+    assert_eq!(apply(&mut jobs, USER, hold(1, true)), Ok(true));
+    assert_eq!(apply(&mut jobs, ADMIN, hold(1, true)), Ok(true), "stronger than the user's own");
+    assert_eq!(apply(&mut jobs, USER, hold(1, true)), Ok(false), "not weakened");
+    let Err(CommandError::NotAllowed(text)) = apply(&mut jobs, USER, hold(1, false)) else { panic!() };
+    assert!(text.contains("held by an administrator"), "{text}");
+    assert_eq!(of(jobs.records()), jobs);
+    assert_eq!(apply(&mut jobs, ADMIN, hold(1, false)), Ok(true));
+    let own_admin = Caller { admin: true, ..USER };
+    assert_eq!(apply(&mut jobs, own_admin, hold(2, true)), Ok(true));
+    assert_eq!(apply(&mut jobs, USER, hold(2, false)), Ok(true), "a hold of their own job is their own");
+}
+
+#[test]
+fn priority_above_zero_is_for_administrators_and_only_queued_jobs_change() {
+    let mut jobs = of([submitted(1, 1000, 0, 0), submitted(2, 1000, 0, 0), starting(2, &[])]);
+    let priority = |priority| Update { job: 1, held: None, priority: Some(priority) };
+    assert!(matches!(jobs.update(USER, priority(1), 7), Err(CommandError::NotAllowed(_))));
+    assert_eq!(jobs.update(USER, priority(0), 7), Ok(vec![]));
+    for (caller, value) in [(USER, -5), (USER, 0), (ADMIN, 9)] {
+        for record in jobs.update(caller, priority(value), 7).unwrap() {
+            jobs.apply(record);
+        }
+        assert_eq!(jobs.jobs[&1].submitted.priority, value);
+    }
+    assert_eq!(of(jobs.records()), jobs);
+    for (state, update) in [("has started", hold(2, true)), ("has started", hold(2, false))] {
+        let Err(CommandError::Invalid(text)) = jobs.update(USER, update, 7) else { panic!() };
+        assert!(text.starts_with(&format!("job 2 {state}")), "{text}");
+    }
+    jobs.apply(ended(2, 9));
+    assert_eq!(jobs.update(USER, hold(2, true), 7), Err(CommandError::Invalid("job 2 has ended".into())));
+}
+
+#[test]
+fn dependencies_must_be_visible_jobs() {
+    let mut jobs = of([submitted(1, 1000, 0, 0), submitted(2, 1000, 0, 0), submitted(3, 1001, 0, 0)]);
+    jobs.apply(ended(1, 5));
+    let met = |caller, job, condition| {
+        jobs.dependencies(caller, &[(job, condition)]).map(|dependencies| dependencies[0].met)
+    };
+    assert_eq!(met(USER, 1, Condition::Ok), Ok(Some(true)));
+    assert_eq!(met(USER, 1, Condition::Fail), Ok(Some(false)));
+    assert_eq!(met(USER, 2, Condition::Ok), Ok(None));
+    assert_eq!(met(USER, 3, Condition::Any), Err(CommandError::JobNotFound(3)));
+    assert_eq!(met(ADMIN, 3, Condition::Any), Ok(None));
+    assert_eq!(met(USER, 99, Condition::Any), Err(CommandError::JobNotFound(99)));
+}
+
+#[test]
+fn more_than_the_node_has_is_refused() {
+    let refused =
+        |wanted: Submitted| Jobs::default().admit(USER, &wanted, 1, &RULES).unwrap_err().to_string();
+    let cpus = |gpus, cpus| Submitted { cpus: Some(cpus), ..job(true, gpus, 1, 0) };
+    assert!(refused(cpus(1, 9)).contains("9 CPUs, and a job can get at most 8"));
+    assert!(refused(cpus(0, 3)).contains("3 CPUs, and a job can get at most 2 here (jobs.cpu_workers)"));
+    let memory = Submitted { memory: Some(65 << 30), ..job(true, 1, 1, 0) };
+    assert!(refused(memory).contains("65 GiB of memory, and a job can get at most 64 GiB here"));
+    let fits = Submitted { memory: Some(64 << 30), ..cpus(0, 2) };
+    assert_eq!(Jobs::default().admit(USER, &fits, 1, &RULES), Ok(()));
+    let array = Jobs::default().admit(USER, &job(true, 0, 1, 0), 3, &RULES).unwrap_err().to_string();
+    assert!(array.starts_with("3 jobs are too many"), "{array}");
+    assert_eq!(Jobs::default().admit(USER, &job(true, 0, 1, 0), 2, &RULES), Ok(()));
 }

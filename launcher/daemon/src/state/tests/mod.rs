@@ -1,10 +1,14 @@
 //! The fold over records; the scheduler and the commands have files of their own.
 
+mod backfill;
 mod commands;
+mod fairness;
 mod properties;
 mod schedule;
 
+use super::record::MAX_TEXT_BYTES;
 use super::*;
+use xlaunch_proto::convert::scheduling::Condition;
 
 pub(crate) fn submitted(job: u64, uid: u32, gpus: u32, priority: i32) -> Record {
     Record::Submitted(Box::new(Submitted {
@@ -38,6 +42,10 @@ fn ended(job: u64, at: u64) -> Record {
     }
 }
 
+fn requeued(job: u64, reason: &str) -> Record {
+    Record::Requeued { job, reason: reason.into(), lost: false, at: 0 }
+}
+
 fn drained(gpus: &[&str], undo: bool, reason: &str) -> Record {
     let gpus = gpus.iter().map(|gpu| gpu.to_string()).collect();
     Record::Drained { gpus, undo, reason: reason.into(), uid: 0, at: 0 }
@@ -64,7 +72,7 @@ fn records_of_every_phase_reproduce_the_jobs() {
         Record::Cancelled { job: 3, uid: 7, at: 1 },
         submitted(4, 2, 0, -1),
         starting(4, &[]),
-        Record::Requeued { job: 4, reason: reason() },
+        requeued(4, "x"),
         submitted(5, 2, 0, 0),
         Record::Ended {
             job: 5,
@@ -100,7 +108,7 @@ fn compacted_records_are_minimal() {
     assert_eq!(of(records.clone()).records(), records, "an end without a start");
     let records = [counted(1, 0), queued.clone(), starting(1, &["a"])];
     assert_eq!(of(records.clone()).records(), records, "a job that was not cancelled");
-    let requeued = Record::Requeued { job: 1, reason: "x".into() };
+    let requeued = requeued(1, "x");
     let bare = Record::Starting { job: 1, start: 1, gpus: vec![], boot: String::new(), at: 0 };
     let jobs = of([queued.clone(), starting(1, &["a"]), requeued.clone()]);
     assert_eq!(jobs.records(), [counted(1, 0), queued, bare, requeued]);
@@ -122,10 +130,12 @@ fn phases_follow_the_records() {
         boot: "b".into(),
         at: 7,
         cancelled,
+        warned: false,
+        over_limit: false,
     };
     jobs.apply(starting(1));
     assert_eq!(phase(&jobs), active(1, None));
-    jobs.apply(Record::Requeued { job: 1, reason: "x".into() });
+    jobs.apply(requeued(1, "x"));
     assert_eq!(phase(&jobs), queued(1, "x"));
     jobs.apply(starting(2));
     jobs.apply(Record::Cancelled { job: 1, uid: 5, at: 1 });
@@ -136,7 +146,7 @@ fn phases_follow_the_records() {
         panic!("{jobs:?}");
     };
     assert_eq!(gpus, ["a"], "kept for display");
-    assert_eq!((jobs.active().count(), jobs.queue().len(), jobs.ended), (0, 0, 1));
+    assert_eq!((jobs.active().count(), jobs.queue(10).len(), jobs.ended), (0, 0, 1));
 }
 
 #[test]
@@ -154,7 +164,7 @@ fn end_is_final_and_unfitting_records_change_nothing() {
         usage: None,
     });
     jobs.apply(Record::Cancelled { job: 1, uid: 1, at: 9 });
-    jobs.apply(Record::Requeued { job: 1, reason: "x".into() });
+    jobs.apply(requeued(1, "x"));
     jobs.apply(ended(99, 5));
     jobs.apply(starting(99, &[]));
     jobs.apply(Record::Forgotten { job: 99 });
@@ -185,7 +195,7 @@ fn queue_is_ordered_by_priority_then_id() {
         submitted(5, 1, 0, 9),
         starting(5, &[]),
     ]);
-    assert_eq!(jobs.queue(), [2, 4, 1, 3]);
+    assert_eq!(jobs.queue(10), [2, 4, 1, 3]);
 }
 
 #[test]

@@ -11,6 +11,14 @@ fn gpus() -> impl Strategy<Value = Vec<String>> {
     proptest::sample::subsequence(GPUS.map(str::to_string).to_vec(), 0..=GPUS.len())
 }
 
+fn waiting(job: u64, after: u64) -> Record {
+    let Record::Submitted(mut submitted) = submitted(job, u32::try_from(job % 2).unwrap(), 0, 0) else {
+        unreachable!()
+    };
+    submitted.after = vec![Dependency { job: after, condition: Condition::Ok, met: None }];
+    Record::Submitted(submitted)
+}
+
 fn any_record() -> impl Strategy<Value = Record> {
     let job = 1..6_u64;
     let end = prop_oneof![Just(End::Done), Just(End::Failed), Just(End::Cancelled), Just(End::Lost)];
@@ -25,7 +33,17 @@ fn any_record() -> impl Strategy<Value = Record> {
         2 => (job.clone(), end, any::<Option<u8>>(), 1..9_u64).prop_map(|(job, end, exit, at)| {
             Record::Ended { job, end, exit, reason: "x".into(), report: "y".into(), at, order: 0, usage: None }
         }),
-        1 => job.clone().prop_map(|job| Record::Requeued { job, reason: "z".into() }),
+        1 => job.clone().prop_map(|job| requeued(job, "z")),
+        1 => (job.clone(), 0..9_u64).prop_map(|(job, at)| {
+            Record::Requeued { job, reason: "z".into(), lost: true, at }
+        }),
+        1 => (job.clone(), any::<bool>()).prop_map(|(job, admin)| Record::Held { job, uid: 1, admin, at: 0 }),
+        1 => job.clone().prop_map(|job| Record::Released { job, uid: 1, at: 0 }),
+        1 => (job.clone(), -1..2).prop_map(|(job, priority)| Record::Reprioritised { job, priority, uid: 1, at: 0 }),
+        1 => job.clone().prop_map(|job| Record::Warned { job, at: 0 }),
+        1 => job.clone().prop_map(|job| Record::TimeLimitReached { job, at: 0 }),
+        1 => (1..9_u64).prop_map(|seconds| Record::HalfLife { seconds }),
+        2 => (job.clone(), job.clone()).prop_map(|(job, after)| waiting(job, after)),
         1 => (gpus(), any::<bool>()).prop_map(|(gpus, undo)| {
             Record::Drained { gpus, undo, reason: "fan".into(), uid: 0, at: 0 }
         }),
@@ -49,13 +67,13 @@ proptest! {
     ) {
         let jobs = of(records);
         let slot = |gpu: &str| GpuSlot { uuid: gpu.into(), unusable: (gpu == "d").then(|| "sick".into()) };
-        let resources = Resources { gpus: GPUS.map(slot).to_vec(), cpu_workers, gpus_per_user };
-        let schedule = schedule(&jobs, &resources);
+        let resources = Resources { gpus: GPUS.map(slot).to_vec(), cores: 4, memory: 8, cpu_workers, gpus_per_user };
+        let schedule = schedule(&jobs, &resources, 10);
 
         let mut seen: Vec<u64> = schedule.starts.iter().map(|(job, _)| *job).collect();
         seen.extend(schedule.waits.keys());
         seen.sort_unstable();
-        let mut queue = jobs.queue();
+        let mut queue = jobs.queue(10);
         queue.sort_unstable();
         prop_assert_eq!(seen, queue, "each queued job starts or waits");
 

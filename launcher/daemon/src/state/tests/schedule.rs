@@ -3,7 +3,7 @@ use super::*;
 
 fn resources(gpus: &[&str], cpu_workers: u32) -> Resources {
     let gpus = gpus.iter().map(|gpu| GpuSlot { uuid: gpu.to_string(), unusable: None }).collect();
-    Resources { gpus, cpu_workers, gpus_per_user: 0 }
+    Resources { gpus, cpu_workers, cores: 64, memory: 64 << 30, gpus_per_user: 0 }
 }
 
 fn starts(schedule: &Schedule) -> Vec<(u64, String)> {
@@ -24,12 +24,12 @@ fn gpu_has_one_job_and_unusable_gpus_have_none() {
     jobs.apply(drained(&["c"], false, "fan"));
     let mut resources = resources(&["a", "b", "c", "d", "e"], 0);
     resources.gpus[3].unusable = Some("sick".into());
-    let now = schedule(&jobs, &resources);
+    let now = schedule(&jobs, &resources, 10);
     assert_eq!(starts(&now), [(2, "e".into())]);
-    assert_eq!(now.waits[&3], "waits for GPUs: 1 wanted, 0 free");
+    assert_eq!(now.waits[&3].reason, "waits for GPUs: 1 wanted, 0 free");
     jobs.apply(ended(1, 20));
     jobs.apply(drained(&[], true, ""));
-    assert_eq!(starts(&schedule(&jobs, &resources)), [(2, "a".into()), (3, "b".into())]);
+    assert_eq!(starts(&schedule(&jobs, &resources, 10)), [(2, "a".into()), (3, "b".into())]);
 }
 
 #[test]
@@ -42,20 +42,20 @@ fn large_job_is_not_overtaken_except_by_priority_and_cpu_jobs() {
         submitted(4, 2, 0, 0),
         submitted(5, 2, 1, 7),
     ]);
-    let now = schedule(&jobs, &resources(&["a", "b", "c", "d"], 1));
+    let now = schedule(&jobs, &resources(&["a", "b", "c", "d"], 1), 10);
     assert_eq!(starts(&now), [(5, "b".into()), (4, String::new())]);
-    assert_eq!(now.waits[&2], "waits for GPUs: 4 wanted, 2 free");
-    assert_eq!(now.waits[&3], "waits for job 2 to start first");
+    assert_eq!(now.waits[&2].reason, "waits for GPUs: 4 wanted, 2 free");
+    assert_eq!(now.waits[&3].reason, "waits for job 2 to start first");
 }
 
 #[test]
 fn job_that_needs_exactly_the_free_gpus_starts() {
     let jobs = of([submitted(1, 1, 2, 0), submitted(2, 1, 1, 0)]);
     assert_eq!(
-        starts(&schedule(&jobs, &resources(&["a", "b", "c"], 0))),
+        starts(&schedule(&jobs, &resources(&["a", "b", "c"], 0), 10)),
         [(1, "a b".into()), (2, "c".into())]
     );
-    let now = schedule(&jobs, &resources(&["a"], 0));
+    let now = schedule(&jobs, &resources(&["a"], 0), 10);
     assert!(now.starts.is_empty(), "{now:?}");
     assert_eq!(now.waits.len(), 2);
 }
@@ -73,24 +73,27 @@ fn cpu_jobs_share_the_workers_that_active_cpu_jobs_leave() {
         on_cpu(5, 1),
         on_cpu(6, 1),
     ]);
-    let now = schedule(&jobs, &resources(&["a", "b", "c", "d"], 5));
+    let now = schedule(&jobs, &resources(&["a", "b", "c", "d"], 5), 10);
     assert_eq!(starts(&now), [(3, "d".into()), (4, String::new()), (5, String::new())]);
-    assert_eq!(now.waits[&6], "waits for CPU workers: 1 wanted, 0 free");
-    let now = schedule(&jobs, &resources(&["a", "b", "c"], 3));
+    assert_eq!(now.waits[&6].reason, "waits for CPU workers: 1 wanted, 0 free");
+    let now = schedule(&jobs, &resources(&["a", "b", "c"], 3), 10);
     assert!(now.starts.is_empty(), "{now:?}");
-    assert_eq!(now.waits[&3], "waits for GPUs: 1 wanted, 0 free", "not blocked by CPU jobs");
-    assert_eq!(now.waits[&4], "waits for CPU workers: 2 wanted, 1 free");
-    assert_eq!(now.waits[&5], "waits for job 4 to start first", "although it would fit");
+    assert_eq!(now.waits[&3].reason, "waits for GPUs: 1 wanted, 0 free", "not blocked by CPU jobs");
+    assert_eq!(now.waits[&4].reason, "waits for CPU workers: 2 wanted, 1 free");
+    assert_eq!(now.waits[&5].reason, "waits for job 4 to start first", "although it would fit");
     // A reload can lower the limit below what runs.
-    assert_eq!(schedule(&jobs, &resources(&[], 1)).waits[&4], "waits for CPU workers: 2 wanted, 0 free");
+    assert_eq!(
+        schedule(&jobs, &resources(&[], 1), 10).waits[&4].reason,
+        "waits for CPU workers: 2 wanted, 0 free"
+    );
 }
 
 #[test]
 fn gpu_limit_of_a_user_delays_only_that_user() {
     let jobs = of([submitted(1, 1, 2, 0), submitted(2, 1, 1, 0), submitted(3, 2, 1, 0)]);
-    let now = schedule(&jobs, &Resources { gpus_per_user: 2, ..resources(&["a", "b", "c"], 0) });
+    let now = schedule(&jobs, &Resources { gpus_per_user: 2, ..resources(&["a", "b", "c"], 0) }, 10);
     assert_eq!(starts(&now), [(1, "a b".into()), (3, "c".into())]);
-    assert_eq!(now.waits[&2], "its user holds 2 of at most 2 GPUs");
+    assert_eq!(now.waits[&2].reason, "its user holds 2 of at most 2 GPUs");
 }
 
 #[test]
@@ -103,18 +106,18 @@ fn gpu_limit_counts_active_jobs_and_spares_cpu_jobs() {
         submitted(4, 1, 0, 0),
     ]);
     let limited = |gpus_per_user| Resources { gpus_per_user, ..resources(&["a", "b", "c", "d"], 1) };
-    let now = schedule(&jobs, &limited(2));
+    let now = schedule(&jobs, &limited(2), 10);
     assert_eq!(starts(&now), [(3, "b".into()), (4, String::new())], "job 3 reaches the limit exactly");
-    assert_eq!(now.waits[&2], "its user holds 1 of at most 2 GPUs");
-    let now = schedule(&jobs, &limited(0));
+    assert_eq!(now.waits[&2].reason, "its user holds 1 of at most 2 GPUs");
+    let now = schedule(&jobs, &limited(0), 10);
     assert_eq!(starts(&now), [(2, "b c".into()), (3, "d".into()), (4, String::new())], "0 is no limit");
-    assert_eq!(starts(&schedule(&jobs, &limited(1))), [(4, String::new())]);
+    assert_eq!(starts(&schedule(&jobs, &limited(1), 10)), [(4, String::new())]);
 }
 
 #[test]
 fn drained_node_starts_nothing_and_gives_the_reason() {
     let jobs = of([submitted(1, 1, 0, 0), submitted(2, 1, 1, 0), drained(&[], false, "new fans")]);
-    let now = schedule(&jobs, &resources(&["a"], 4));
+    let now = schedule(&jobs, &resources(&["a"], 4), 10);
     assert!(now.starts.is_empty(), "{now:?}");
-    assert_eq!([&now.waits[&1], &now.waits[&2]], ["the node is drained: new fans"; 2]);
+    assert_eq!([&now.waits[&1].reason, &now.waits[&2].reason], ["the node is drained: new fans"; 2]);
 }

@@ -195,6 +195,7 @@ pub(super) fn sample_node(now: u64, steps: u64) -> NodeView {
     let jobs = [training, diverged, waiting, hostile, lost, done, cancelled];
     NodeView {
         node: NodeStatus {
+            memory_bytes: 512 << 30,
             page_problem: String::new(),
             host: "node-17".into(),
             version: "0.1.0".into(),

@@ -1,0 +1,195 @@
+//! Reservations and backfill (EASY). The first job that does not fit gets a reservation at the earliest time at which,
+//! by the time limits of running jobs, enough is free; later jobs start before it only if they do not delay it. Pure.
+//!
+//! A later job delays a reservation unless it has ended by then, or what it holds is free beside the reservation. If
+//! the time is unknown, since a job that it depends on has no limit, nothing of its kind overtakes it, and jobs of the
+//! other kind leave the reserved memory free.
+//!
+//! Invariant: if running jobs respect their limits and nothing is put before it in the queue, a job with a reservation
+//! starts no later than its reservation says.
+
+use super::Submitted;
+
+/// What a job holds while it runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Demand {
+    pub(super) gpus: u32,
+    /// Of GPU jobs.
+    pub(super) cores: u32,
+    /// Of CPU jobs.
+    pub(super) cpu_workers: u32,
+    /// Bytes.
+    pub(super) memory: u64,
+}
+
+impl Demand {
+    pub(super) fn of(submitted: &Submitted) -> Self {
+        let on_gpus = submitted.gpus > 0;
+        let cpus = submitted.cpus.unwrap_or(if on_gpus { 0 } else { submitted.workers });
+        Self {
+            gpus: submitted.gpus,
+            cores: if on_gpus { cpus } else { 0 },
+            cpu_workers: if on_gpus { 0 } else { cpus },
+            memory: submitted.memory.unwrap_or(0),
+        }
+    }
+
+    pub(super) fn fits(self, free: Self) -> bool {
+        self.gpus <= free.gpus
+            && self.cores <= free.cores
+            && self.cpu_workers <= free.cpu_workers
+            && self.memory <= free.memory
+    }
+
+    /// Whether both want some of the same.
+    pub(super) fn competes_with(self, other: Self) -> bool {
+        self.gpus.min(other.gpus) > 0
+            || self.cores.min(other.cores) > 0
+            || self.cpu_workers.min(other.cpu_workers) > 0
+            || self.memory.min(other.memory) > 0
+    }
+
+    /// Whether this and `other` fit together, in what this needs.
+    fn fits_beside(self, other: Self, free: Self) -> bool {
+        let fits = |own: u64, other: u64, free: u64| own == 0 || own.saturating_add(other) <= free;
+        fits(self.gpus.into(), other.gpus.into(), free.gpus.into())
+            && fits(self.cores.into(), other.cores.into(), free.cores.into())
+            && fits(self.cpu_workers.into(), other.cpu_workers.into(), free.cpu_workers.into())
+            && fits(self.memory, other.memory, free.memory)
+    }
+
+    pub(super) fn plus(self, other: Self) -> Self {
+        Self {
+            gpus: self.gpus.saturating_add(other.gpus),
+            cores: self.cores.saturating_add(other.cores),
+            cpu_workers: self.cpu_workers.saturating_add(other.cpu_workers),
+            memory: self.memory.saturating_add(other.memory),
+        }
+    }
+
+    fn minus(self, other: Self) -> Self {
+        Self {
+            gpus: self.gpus.saturating_sub(other.gpus),
+            cores: self.cores.saturating_sub(other.cores),
+            cpu_workers: self.cpu_workers.saturating_sub(other.cpu_workers),
+            memory: self.memory.saturating_sub(other.memory),
+        }
+    }
+}
+
+/// What is held, and until when.
+#[derive(Debug)]
+pub(super) struct Ledger {
+    capacity: Demand,
+    now: u64,
+    held: Demand,
+    /// When what is released, in no order. What has no time is never released.
+    releases: Vec<(u64, Demand)>,
+}
+
+impl Ledger {
+    pub(super) fn new(capacity: Demand, now: u64) -> Self {
+        Self { capacity, now, held: Demand::default(), releases: Vec::new() }
+    }
+
+    pub(super) fn hold(&mut self, demand: Demand, released: Option<u64>) {
+        self.held = self.held.plus(demand);
+        self.releases.extend(released.map(|at| (at.max(self.now), demand)));
+    }
+
+    /// What is free now. Jobs may hold more than there is: limits can be lowered while they run.
+    pub(super) fn free(&self) -> Demand {
+        self.capacity.minus(self.held)
+    }
+
+    /// Reserves what a job needs. `others` are other reservations, which count as held from now until they are
+    /// released.
+    pub(super) fn reserve(
+        &self,
+        job: u64,
+        submitted: &Submitted,
+        demand: Demand,
+        others: impl Iterator<Item = (Demand, Option<u64>)>,
+    ) -> Reservation {
+        let mut later = Self { releases: self.releases.clone(), ..*self };
+        others.for_each(|(demand, released)| later.hold(demand, released));
+        later.releases.sort_unstable_by_key(|(at, _)| *at);
+        let mut reservation = Reservation {
+            job,
+            uid: submitted.uid,
+            on_gpus: submitted.gpus > 0,
+            demand,
+            at: demand.fits(later.free()).then_some(self.now),
+            beside: Demand::default(),
+            released: None,
+        };
+        for (at, released) in std::mem::take(&mut later.releases) {
+            if reservation.at.is_some_and(|reserved| reserved < at) {
+                break;
+            }
+            later.held = later.held.minus(released);
+            if demand.fits(later.free()) {
+                reservation.at = Some(at);
+            }
+        }
+        if let Some(at) = reservation.at {
+            reservation.beside = later.free().minus(demand);
+            reservation.released = super::limits::released_by(submitted, at);
+        }
+        reservation
+    }
+}
+
+/// What the first job of a kind that does not fit will get.
+#[derive(Clone, Debug)]
+pub(super) struct Reservation {
+    pub(super) job: u64,
+    uid: u32,
+    on_gpus: bool,
+    pub(super) demand: Demand,
+    /// From when; `None` if that is unknown.
+    pub(super) at: Option<u64>,
+    /// What is free beside it then.
+    beside: Demand,
+    /// Until when, at the latest.
+    pub(super) released: Option<u64>,
+}
+
+/// A job that could start now.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Candidate {
+    pub(super) uid: u32,
+    pub(super) on_gpus: bool,
+    pub(super) demand: Demand,
+    /// When it would end, at the latest.
+    pub(super) released: Option<u64>,
+}
+
+impl Reservation {
+    /// Whether this candidate would delay the job. `free` is what is free now; the candidate's user holds `held` of at
+    /// most `limit` GPUs (0: no limit).
+    pub(super) fn is_delayed_by(&self, candidate: &Candidate, free: Demand, held: u32, limit: u32) -> bool {
+        // At the limit of its user's GPUs the job would wait for its user, and lose the reservation.
+        let gpus = held.saturating_add(candidate.demand.gpus).saturating_add(self.demand.gpus);
+        if self.uid == candidate.uid && self.on_gpus && candidate.on_gpus && limit > 0 && gpus > limit {
+            return true;
+        }
+        match self.at {
+            None => candidate.on_gpus == self.on_gpus || !candidate.demand.fits_beside(self.demand, free),
+            Some(at) => !candidate.ends_by(at) && !candidate.demand.fits(self.beside),
+        }
+    }
+
+    /// The candidate starts: what it holds beyond the start of the reservation is no longer free beside it.
+    pub(super) fn give(&mut self, candidate: &Candidate) {
+        if self.at.is_some_and(|at| !candidate.ends_by(at)) {
+            self.beside = self.beside.minus(candidate.demand);
+        }
+    }
+}
+
+impl Candidate {
+    fn ends_by(&self, at: u64) -> bool {
+        self.released.is_some_and(|released| released <= at)
+    }
+}

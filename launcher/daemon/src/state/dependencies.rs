@@ -1,0 +1,101 @@
+//! Jobs that wait for others to end. Pure.
+//!
+//! The outcome of a dependency is stored with the job that waits when the dependency ends, so that it outlives the
+//! dependency. A job depends on earlier jobs only, so there are no cycles.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use xlaunch_proto::convert::scheduling::Condition;
+
+use super::{Dependency, End, Entry, Jobs, Phase, Submitted};
+use crate::commands::CommandError;
+use crate::view::Caller;
+
+/// Jobs that wait, by the job that they wait for.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Dependents(BTreeMap<u64, BTreeSet<u64>>);
+
+impl Dependents {
+    pub(super) fn add(&mut self, submitted: &Submitted) {
+        for dependency in submitted.open_dependencies() {
+            self.0.entry(dependency).or_default().insert(submitted.job);
+        }
+    }
+
+    pub(super) fn remove(&mut self, submitted: &Submitted) {
+        for dependency in submitted.open_dependencies() {
+            if let Some(waiting) = self.0.get_mut(&dependency) {
+                waiting.remove(&submitted.job);
+                if waiting.is_empty() {
+                    self.0.remove(&dependency);
+                }
+            }
+        }
+    }
+}
+
+impl Submitted {
+    fn open_dependencies(&self) -> impl Iterator<Item = u64> {
+        let open = self.after.iter().filter(|it| it.met.is_none() && it.job < self.job);
+        open.map(|dependency| dependency.job)
+    }
+
+    /// Whether all dependencies are met.
+    pub(super) fn is_free_of_dependencies(&self) -> bool {
+        self.after.iter().all(|dependency| dependency.met == Some(true))
+    }
+}
+
+fn is_met(condition: Condition, end: End) -> bool {
+    match condition {
+        Condition::Ok => end == End::Done,
+        Condition::Any => true,
+        Condition::Fail => end != End::Done,
+    }
+}
+
+impl Jobs {
+    /// The dependencies of a new job, with the outcomes of those that have ended.
+    ///
+    /// # Errors
+    /// If one is not a job that the caller may see.
+    pub(crate) fn dependencies(
+        &self,
+        caller: Caller,
+        after: &[(u64, Condition)],
+    ) -> Result<Vec<Dependency>, CommandError> {
+        let dependency = |&(job, condition): &(u64, Condition)| {
+            let entry = self.jobs.get(&job).filter(|entry| caller.may_see(entry.submitted.uid));
+            let met = match entry.ok_or(CommandError::JobNotFound(job))?.phase {
+                Phase::Ended { end, .. } => Some(is_met(condition, end)),
+                Phase::Queued { .. } | Phase::Active { .. } => None,
+            };
+            Ok(Dependency { job, condition, met })
+        };
+        after.iter().map(dependency).collect()
+    }
+
+    /// A job has ended: stores the outcome with the jobs that wait for it. It waits for none itself any more.
+    pub(super) fn settle_dependents(&mut self, job: u64, end: End) {
+        if let Some(Entry { submitted, .. }) = self.jobs.get(&job) {
+            self.dependents.remove(submitted);
+        }
+        for waiting in self.dependents.0.remove(&job).unwrap_or_default() {
+            let Some(entry) = self.jobs.get_mut(&waiting) else { continue };
+            for dependency in entry.submitted.after.iter_mut().filter(|it| it.job == job) {
+                dependency.met.get_or_insert(is_met(dependency.condition, end));
+            }
+        }
+    }
+
+    /// Queued jobs that can never start, because a dependency has ended otherwise, with the reason.
+    pub(crate) fn unsatisfiable(&self) -> Vec<(u64, String)> {
+        let failed = |(job, entry): (&u64, &Entry)| {
+            let Phase::Queued { .. } = entry.phase else { return None };
+            let dependency = entry.submitted.after.iter().find(|it| it.met == Some(false))?;
+            let how = if dependency.condition == Condition::Ok { "is not done" } else { "did not fail" };
+            Some((*job, format!("job {}, which had to end first, {how}", dependency.job)))
+        };
+        self.jobs.iter().filter_map(failed).collect()
+    }
+}

@@ -1,0 +1,253 @@
+//! The records of the journal: what has happened to jobs and to the node.
+
+use std::ops::RangeInclusive;
+
+use serde::{Deserialize, Serialize};
+use xlaunch_proto::convert::scheduling::{Condition, Warning};
+
+use crate::measured::Usage;
+
+/// Maximum length of a reason, a report or a command line.
+pub(crate) const MAX_TEXT_BYTES: usize = 4096;
+/// A change to a job or the node. Fields are only ever added, with defaults; an unknown kind of record was written by a
+/// newer version.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "record", rename_all = "snake_case")]
+pub(crate) enum Record {
+    /// A job was added to the queue.
+    Submitted(Box<Submitted>),
+    /// An array was added to the queue: one job per index, like `first` but for its id, which counts up from there.
+    SubmittedArray {
+        first: Box<Submitted>,
+        indices: Vec<u32>,
+    },
+    /// A queued job does not start before it is released. `admin`: only administrators can release it.
+    Held {
+        job: u64,
+        uid: u32,
+        admin: bool,
+        at: u64,
+    },
+    Released {
+        job: u64,
+        uid: u32,
+        at: u64,
+    },
+    Reprioritised {
+        job: u64,
+        priority: i32,
+        uid: u32,
+        at: u64,
+    },
+    /// The agent is about to be started and may run from now on. `start` counts from 1.
+    Starting {
+        job: u64,
+        start: u32,
+        gpus: Vec<String>,
+        boot: String,
+        at: u64,
+    },
+    /// The signal before the time limit is about to be sent to the workers.
+    Warned {
+        job: u64,
+        at: u64,
+    },
+    /// An active job has reached its time limit and is stopped.
+    TimeLimitReached {
+        job: u64,
+        at: u64,
+    },
+    /// A user cancelled an active job.
+    Cancelled {
+        job: u64,
+        uid: u32,
+        at: u64,
+    },
+    /// `exit` is unknown if the agent left no result. `order` counts ends from 1; 0 means the next one.
+    Ended {
+        job: u64,
+        end: End,
+        exit: Option<u8>,
+        reason: String,
+        report: String,
+        at: u64,
+        #[serde(default, skip_serializing_if = "is_zero")]
+        order: u64,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        usage: Option<Usage>,
+    },
+    /// The job is back in the queue: its agent never ran or, if `lost`, has disappeared. `at` is 0 if it held nothing.
+    Requeued {
+        job: u64,
+        reason: String,
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        lost: bool,
+        #[serde(default, skip_serializing_if = "is_zero")]
+        at: u64,
+    },
+    /// An administrator took GPUs (all of the node if the list is empty) out of service, or put them back.
+    Drained {
+        gpus: Vec<String>,
+        undo: bool,
+        reason: String,
+        uid: u32,
+        at: u64,
+    },
+    /// The job was removed with its files.
+    Forgotten {
+        job: u64,
+    },
+    /// Totals since the node's first job, including forgotten ones. First record of a rewritten journal.
+    Counted {
+        submitted: u64,
+        ended: u64,
+    },
+    /// The decayed use of a user at this time, in GPU seconds. Part of a rewritten journal.
+    Used {
+        uid: u32,
+        gpu_seconds: f64,
+        at: u64,
+    },
+    /// The half-life of use has changed.
+    HalfLife {
+        seconds: u64,
+    },
+}
+
+impl Record {
+    /// The jobs that it changes.
+    pub(crate) fn jobs(&self) -> RangeInclusive<u64> {
+        let nothing = RangeInclusive::new(1, 0);
+        match self {
+            Self::Submitted(submitted) => submitted.job..=submitted.job,
+            Self::SubmittedArray { first, indices } => {
+                first.job..=(first.job + indices.len() as u64).saturating_sub(1)
+            }
+            Self::Held { job, .. }
+            | Self::Released { job, .. }
+            | Self::Reprioritised { job, .. }
+            | Self::Starting { job, .. }
+            | Self::Warned { job, .. }
+            | Self::TimeLimitReached { job, .. }
+            | Self::Cancelled { job, .. }
+            | Self::Ended { job, .. }
+            | Self::Requeued { job, .. }
+            | Self::Forgotten { job } => *job..=*job,
+            Self::Drained { .. } | Self::Counted { .. } | Self::Used { .. } | Self::HalfLife { .. } => {
+                nothing
+            }
+        }
+    }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it with a reference")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it with a reference")]
+fn is_zero_u32(number: &u32) -> bool {
+    *number == 0
+}
+
+/// A job as submitted, with what was changed while it waited: hold, priority, outcomes of dependencies. Its
+/// environment is not in the journal but in its directory ([`crate::files`]).
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Submitted {
+    pub job: u64,
+    pub request_id: String,
+    pub uid: u32,
+    /// The user's name; empty in records of version 0.1.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub user: String,
+    pub name: String,
+    /// Runs the built-in trainer, not a command.
+    pub trainer: bool,
+    pub priority: i32,
+    /// Number of GPUs held while it runs; 0 for a CPU job.
+    pub gpus: u32,
+    pub workers: u32,
+    /// Seconds between SIGTERM and SIGKILL of its workers.
+    #[serde(rename = "patience")]
+    pub shutdown_timeout: f64,
+    pub command_line: String,
+    pub work_dir: String,
+    pub at: u64,
+    /// The user's primary group.
+    #[serde(skip_serializing_if = "is_zero_u32")]
+    pub gid: u32,
+    /// Seconds that it may run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub time_limit: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub warning: Option<Warning>,
+    /// Cores and bytes of memory that it holds while it runs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpus: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory: Option<u64>,
+    /// What it uses while it runs, in thousandths: of a GPU, and of all cores of the node. 0 in records of version 0.2.
+    #[serde(skip_serializing_if = "is_zero_u32")]
+    pub rate: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub held: Option<Hold>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub after: Vec<Dependency>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub array: Option<Element>,
+    /// Goes back to the queue if it is lost.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub requeue: bool,
+    /// How often that has happened.
+    #[serde(skip_serializing_if = "is_zero_u32")]
+    pub requeues: u32,
+}
+
+/// Who holds a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hold {
+    pub uid: u32,
+    /// An administrator holds the job of another user.
+    pub admin: bool,
+}
+
+/// A job that must end before another one starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Dependency {
+    pub job: u64,
+    pub condition: Condition,
+    /// Whether it has ended as required; `None` until it has ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub met: Option<bool>,
+}
+
+/// The place of a job in its array.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Element {
+    /// The array's first job.
+    pub first: u64,
+    pub index: u32,
+    /// Maximum number of its jobs that run at a time; 0 for no limit.
+    pub parallel: u32,
+}
+
+/// How a job has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum End {
+    Done,
+    Failed,
+    Cancelled,
+    Lost,
+}
+
+/// Cuts a text from outside to what the journal and replies can hold many of.
+pub(crate) fn bounded(mut text: String) -> String {
+    if text.len() > MAX_TEXT_BYTES {
+        let most = MAX_TEXT_BYTES - "…".len();
+        text.truncate((0..=most).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0));
+        text.push('…');
+    }
+    text
+}

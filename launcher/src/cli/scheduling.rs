@@ -1,0 +1,179 @@
+//! The options of `xlaunch submit` that say when a job runs and what it reserves.
+
+use std::time::Duration;
+
+use clap::Args;
+use xlaunch_proto::command::Signal;
+use xlaunch_proto::quantities::{parse_bytes, parse_time};
+use xlaunch_proto::v1::{Dependency, DependencyCondition, SubmitRequest, WarningSignal};
+
+/// Maximum number of jobs of an array.
+const MAX_ARRAY_JOBS: usize = 1000;
+/// Seconds before the time limit at which the signal is sent, unless the option says so.
+const DEFAULT_WARNING_SECONDS: u64 = 60;
+
+#[derive(Debug, Default, Args)]
+pub(super) struct Scheduling {
+    /// Do not start the job before `xlaunch release`
+    #[arg(long)]
+    hold: bool,
+    /// Longest run time, such as 30m, 4h, 1h30m, 2d, HH:MM:SS or D-HH:MM:SS; then the job is stopped
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    time: Option<Duration>,
+    /// Signal to send to the workers before the time limit [default of SECONDS: 60]
+    #[arg(long, value_name = "SIGNAL[@SECONDS]", value_parser = parse_warning)]
+    signal: Option<WarningSignal>,
+    /// Memory to reserve, such as 32G [default: a GPU job's share of the node, none for a CPU job]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    mem: Option<u64>,
+    /// Cores to reserve [default: a GPU job's share of the node, one per worker for a CPU job]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    cpus: Option<u32>,
+    /// Start after these jobs have ended: ok (done; the default), any, or fail; may be repeated
+    #[arg(long, value_name = "JOB[:ok|any|fail],...", value_delimiter = ',', value_parser = parse_dependency)]
+    after: Vec<Dependency>,
+    /// Submit one job per index, such as 0-9 or 0,3,7-9; %N runs at most N of them at a time
+    #[arg(long, value_name = "INDICES[%N]", value_parser = parse_array, conflicts_with = "wait")]
+    array: Option<Array>,
+    /// Queue the job again if it is lost, as in a reboot; training resumes from its newest checkpoint
+    #[arg(long)]
+    requeue: bool,
+}
+
+/// The indices of an array, and how many of its jobs run at a time (0: all).
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Array {
+    indices: Vec<u32>,
+    parallel: u32,
+}
+
+impl Scheduling {
+    /// The request with these options.
+    pub(super) fn apply(&self, request: SubmitRequest) -> SubmitRequest {
+        let (indices, parallel) = match &self.array {
+            Some(array) => (array.indices.clone(), array.parallel),
+            None => (Vec::new(), 0),
+        };
+        SubmitRequest {
+            held: self.hold,
+            time_limit_seconds: self.time.map(|time| time.as_secs()),
+            warning: self.signal,
+            memory_bytes: self.mem,
+            cpus: self.cpus,
+            after: self.after.clone(),
+            array_indices: indices,
+            array_parallel: parallel,
+            requeue: self.requeue,
+            ..request
+        }
+    }
+}
+
+fn parse_warning(text: &str) -> Result<WarningSignal, String> {
+    let invalid = || {
+        format!(
+            "`{text}` is not a signal and a time before the limit; expected one such as USR1@60, SIGUSR1 or 10@30"
+        )
+    };
+    let (name, seconds) = text.split_once('@').map_or((text, None), |(name, rest)| (name, Some(rest)));
+    let seconds_before = match seconds {
+        Some(seconds) => seconds.parse().ok().filter(|seconds| *seconds > 0).ok_or_else(invalid)?,
+        None => DEFAULT_WARNING_SECONDS,
+    };
+    let upper = name.to_ascii_uppercase();
+    let long = if upper.starts_with("SIG") { upper } else { format!("SIG{upper}") };
+    let named = Signal::parse(&long).map(|signal| signal as i32);
+    let signal = named.or_else(|| name.parse().ok().filter(|number| *number > 0)).ok_or_else(invalid)?;
+    Ok(WarningSignal { signal, seconds_before })
+}
+
+fn parse_dependency(text: &str) -> Result<Dependency, String> {
+    let invalid = || {
+        format!(
+            "`{text}` is not a dependency; expected a job number, or one with :ok, :any or :fail, such as 12:any"
+        )
+    };
+    let (job, condition) = text.split_once(':').unwrap_or((text, "ok"));
+    let condition = match condition {
+        "ok" => DependencyCondition::Ok,
+        "any" => DependencyCondition::Any,
+        "fail" => DependencyCondition::Fail,
+        _ => return Err(invalid()),
+    };
+    Ok(Dependency { job: job.parse().map_err(|_| invalid())?, condition: condition.into() })
+}
+
+fn parse_array(text: &str) -> Result<Array, String> {
+    let invalid = || format!("`{text}` is not an array; expected indices such as 0-9, 0,3,7-9 or 0-9%2");
+    let (list, parallel) = match text.split_once('%') {
+        Some((list, parallel)) => {
+            (list, parallel.parse::<u32>().ok().filter(|parallel| *parallel > 0).ok_or_else(invalid)?)
+        }
+        None => (text, 0),
+    };
+    let mut indices = Vec::new();
+    for range in list.split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (u32, u32) =
+            (first.parse().map_err(|_| invalid())?, last.parse().map_err(|_| invalid())?);
+        if first > last {
+            return Err(invalid());
+        }
+        if indices.len() as u64 + u64::from(last - first) >= MAX_ARRAY_JOBS as u64 {
+            return Err(format!(
+                "`{text}` has too many indices: at most {MAX_ARRAY_JOBS} jobs can be in an array"
+            ));
+        }
+        indices.extend(first..=last);
+    }
+    Ok(Array { indices, parallel })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signal_is_a_name_or_number_with_seconds() {
+        for (text, signal, seconds) in [
+            ("USR1@60", 10, 60),
+            ("SIGUSR1", 10, 60),
+            ("10@30", 10, 30),
+            ("usr2@5", 12, 5),
+            ("TERM@120", 15, 120),
+        ] {
+            let expected = WarningSignal { signal, seconds_before: seconds };
+            assert_eq!(parse_warning(text), Ok(expected), "{text}");
+        }
+        for text in ["", "USR3", "USR1@", "USR1@0", "USR1@1m", "@60"] {
+            assert!(parse_warning(text).unwrap_err().contains("USR1@60"), "{text}");
+        }
+    }
+
+    #[test]
+    fn dependencies_have_a_condition() {
+        use DependencyCondition::{Any, Fail, Ok as Done};
+        for (text, job, condition) in
+            [("12", 12, Done), ("12:ok", 12, Done), ("3:any", 3, Any), ("4:fail", 4, Fail)]
+        {
+            assert_eq!(parse_dependency(text), Ok(Dependency { job, condition: condition.into() }), "{text}");
+        }
+        for text in ["", "x", "12:", "12:okay", "-1", "12-13"] {
+            assert!(parse_dependency(text).unwrap_err().contains("12:any"), "{text}");
+        }
+    }
+
+    #[test]
+    fn array_is_a_list_of_indices_and_ranges() {
+        let array = |text| parse_array(text).map(|array| (array.indices, array.parallel));
+        assert_eq!(array("0-3"), Ok((vec![0, 1, 2, 3], 0)));
+        assert_eq!(array("0,3,7-9%2"), Ok((vec![0, 3, 7, 8, 9], 2)));
+        assert_eq!(array("5"), Ok((vec![5], 0)));
+        assert_eq!(array("0-999").map(|it| it.0.len()), Ok(1000));
+        for text in ["", "a", "3-1", "1,,2", "0-9%0", "0-9%", "-1"] {
+            assert!(array(text).unwrap_err().contains("0,3,7-9"), "{text}");
+        }
+        assert!(array("0-1000").unwrap_err().contains("at most 1000"));
+        assert!(array("0-4294967295").unwrap_err().contains("at most 1000"));
+    }
+}

@@ -1,0 +1,67 @@
+//! `xlaunch hold`, `release` and `reprioritise`: changes to queued jobs.
+
+use clap::Args;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::{Job, UpdateRequest};
+
+use super::job_list::{JobResults, job_numbers};
+use super::output::QueryError;
+use crate::client::daemon::{DaemonAddress, DaemonClient};
+use crate::render::text::escape;
+
+/// Options of `xlaunch hold` and `xlaunch release`.
+#[derive(Debug, Args)]
+pub(super) struct Update {
+    /// Job numbers, or ranges such as 12-21
+    #[arg(value_name = "JOB", required = true)]
+    jobs: Vec<String>,
+    /// Print the jobs as a JSON list
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    daemon: DaemonAddress,
+}
+
+/// Options of `xlaunch reprioritise`.
+#[derive(Debug, Args)]
+pub(super) struct Reprioritise {
+    /// New priority; only administrators may set more than 0
+    #[arg(long, value_name = "P", required = true, allow_negative_numbers = true)]
+    priority: i32,
+    #[command(flatten)]
+    update: Update,
+}
+
+pub(super) async fn hold(options: Update) -> Result<ExitCode, QueryError> {
+    run(options, |job| UpdateRequest { job, held: Some(true), priority: None }).await
+}
+
+pub(super) async fn release(options: Update) -> Result<ExitCode, QueryError> {
+    run(options, |job| UpdateRequest { job, held: Some(false), priority: None }).await
+}
+
+pub(super) async fn reprioritise(options: Reprioritise) -> Result<ExitCode, QueryError> {
+    let priority = Some(options.priority);
+    run(options.update, |job| UpdateRequest { job, held: None, priority }).await
+}
+
+async fn run(options: Update, request: impl Fn(u64) -> UpdateRequest) -> Result<ExitCode, QueryError> {
+    let jobs = job_numbers(&options.jobs)?;
+    let mut daemon = DaemonClient::connect(&options.daemon).await?;
+    let mut results = JobResults::new();
+    for job in jobs {
+        results.add(daemon.update(request(job)).await);
+    }
+    let is_held = request(0).held;
+    results.print(options.json, |job| updated(job, is_held))
+}
+
+/// `held`: what was asked for; `None` for a new priority.
+fn updated(job: &Job, held: Option<bool>) -> String {
+    let id = job.id;
+    match held {
+        Some(true) => format!("job {id} is held: `xlaunch release {id}` lets it start\n"),
+        Some(false) => format!("job {id} is released\n"),
+        None => format!("job {id} ({}) has priority {}\n", escape(&job.name), job.priority),
+    }
+}
