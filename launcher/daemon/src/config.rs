@@ -10,6 +10,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::spec::Invalid;
 
+use super::hooks::RunAs;
 use super::web::Listen;
 use xlaunch_agent::config::{ConfigError, keys};
 
@@ -25,6 +26,7 @@ pub(crate) struct DaemonConfig {
     pub(crate) daemon: DaemonSection,
     pub(crate) jobs: JobsSection,
     pub(crate) web: WebSection,
+    pub(crate) hooks: HooksSection,
 }
 
 /// `[daemon]`: paths, groups and how agents are started. A change takes effect at the next start.
@@ -152,6 +154,37 @@ pub(crate) struct WebSection {
     pub(crate) show_logs: bool,
 }
 
+/// `[hooks]`: programs of the operator around each job. A change takes effect at the next start.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct HooksSection {
+    /// Before a job starts; if it fails, so does the job.
+    pub(crate) prolog: Option<PathBuf>,
+    pub(crate) prolog_as: RunAs,
+    /// When the processes of a job are gone, before its GPUs are free.
+    pub(crate) epilog: Option<PathBuf>,
+    pub(crate) epilog_as: RunAs,
+    /// After the end of a job is recorded.
+    pub(crate) on_end: Option<PathBuf>,
+    pub(crate) on_end_as: RunAs,
+    /// Time for each of them.
+    pub(crate) timeout: Span,
+}
+
+impl Default for HooksSection {
+    fn default() -> Self {
+        Self {
+            prolog: None,
+            prolog_as: RunAs::Root,
+            epilog: None,
+            epilog_as: RunAs::Root,
+            on_end: None,
+            on_end_as: RunAs::User,
+            timeout: Span(Duration::from_secs(60)),
+        }
+    }
+}
+
 /// Reads and validates the file at `path`, or the default file, which may be missing: `/etc/xlaunch/daemon.toml` for
 /// root, for others `$XDG_CONFIG_HOME/xlaunch/daemon.toml` or `~/.config/xlaunch/daemon.toml`.
 pub(crate) fn load(path: Option<&Path>) -> Result<DaemonConfig, ConfigError> {
@@ -196,6 +229,9 @@ impl DaemonConfig {
     fn check(&self) -> Result<(), Invalid> {
         absolute("daemon.state_dir", self.daemon.state_dir.as_deref())?;
         absolute("daemon.socket", self.daemon.socket.as_deref())?;
+        absolute("hooks.prolog", self.hooks.prolog.as_deref())?;
+        absolute("hooks.epilog", self.hooks.epilog.as_deref())?;
+        absolute("hooks.on_end", self.hooks.on_end.as_deref())?;
         if self.jobs.cpu_workers == Some(0) {
             let expected = "at least 1; leave the key out for one per core";
             return Err(Invalid::new(
@@ -319,6 +355,8 @@ mod tests {
             ("[jobs]\nleave_gpus = [\"0\", \" \"]\n", "daemon.toml:2:14", "is a UUID or an index"),
             ("[daemon]\nstate_dir = \"state\"\n", "daemon.toml:2:13", "an absolute path"),
             ("[daemon]\nsocket = \"\"\n", "daemon.toml:2:10", "an absolute path"),
+            ("[hooks]\nepilog = \"bin/x\"\n", "daemon.toml:2:10", "an absolute path"),
+            ("[hooks]\nprolog_as = \"me\"\n", "daemon.toml:2:13", "`user`"),
         ] {
             let error = error(text);
             assert!(error.starts_with(place) && error.contains(expected), "{error}");

@@ -6,6 +6,7 @@ mod crashes;
 mod full_disk;
 mod gpus;
 mod history;
+mod hooks;
 mod hostile;
 mod jobs;
 mod load;
@@ -15,5 +16,5 @@ mod scheduling;
 mod users;
 
 xlaunch_harness::suite! {
-    modules crashes, full_disk, gpus, history, hostile, jobs, load, page, restarts, scheduling, users;
+    modules crashes, full_disk, gpus, history, hooks, hostile, jobs, load, page, restarts, scheduling, users;
 }

@@ -29,7 +29,9 @@ use xlaunch_proto::v1::{SignalRequest, StatusReply, StatusRequest, StopRequest};
 
 use super::connect::connect;
 use super::{Agent, AgentStart, AgentStarter};
+use crate::config::HooksSection;
 use crate::files::{AgentRecord, JobDirs, JobResult, StartOptions, is_full};
+use crate::hooks::{Facts, Moment};
 use crate::measured::Usage;
 use crate::runtime::Stop;
 use crate::state::limits::AGENT_STOP_MARGIN;
@@ -58,6 +60,8 @@ pub(crate) struct JobStart {
     pub(crate) gpu_nodes: Option<Vec<PathBuf>>,
     /// Time between SIGTERM and SIGKILL of its workers.
     pub(crate) shutdown_timeout: Duration,
+    /// For hooks.
+    pub(crate) facts: Facts,
     /// Cores; `None` if it did not ask for any.
     pub(crate) cpus: Option<u32>,
     /// Bytes; `None` for no limit.
@@ -85,12 +89,13 @@ pub(crate) async fn follow(
     fresh: bool,
     dirs: JobDirs,
     starter: Arc<AgentStarter>,
+    hooks: Arc<HooksSection>,
     events: mpsc::Sender<(u64, AgentEvent)>,
     stop: watch::Receiver<Stop>,
     warning: watch::Receiver<Option<i32>>,
 ) {
     let job = job_start.job;
-    let follower = Follower { job_start, dirs, starter, events, stop, warning };
+    let follower = Follower { job_start, dirs, starter, hooks, events, stop, warning };
     let last = match fresh {
         true => follower.start_and_watch().await,
         false => follower.adopt_and_watch().await,
@@ -103,6 +108,7 @@ struct Follower {
     job_start: JobStart,
     dirs: JobDirs,
     starter: Arc<AgentStarter>,
+    hooks: Arc<HooksSection>,
     events: mpsc::Sender<(u64, AgentEvent)>,
     stop: watch::Receiver<Stop>,
     warning: watch::Receiver<Option<i32>>,
@@ -113,23 +119,41 @@ type Input = (pipe::Sender, Vec<u8>);
 
 impl Follower {
     async fn start_and_watch(&self) -> AgentEvent {
-        let (agent, input) = match self.start().await {
-            Ok(started) => started,
-            Err(error) => return AgentEvent::NotStarted(Some(format!("failed to start its agent: {error}"))),
+        let prolog = self.hooks.run(Moment::Prolog, &self.job_start.facts, &self.starter).await;
+        let last = match prolog {
+            Err(reason) => AgentEvent::NotStarted(Some(reason)),
+            Ok(()) if *self.stop.borrow() > Stop::No => AgentEvent::NotStarted(None),
+            Ok(()) => match self.start().await {
+                Err(error) => AgentEvent::NotStarted(Some(format!("failed to start its agent: {error}"))),
+                Ok((agent, input)) => {
+                    let failure = self.begin(&agent, Some(input)).await;
+                    self.watch(agent, failure.map(Some)).await
+                }
+            },
         };
-        let failure = self.begin(&agent, Some(input)).await;
-        self.watch(agent, failure.map(Some)).await
+        self.epilog().await;
+        last
     }
 
     async fn adopt_and_watch(&self) -> AgentEvent {
-        match self.find().await {
+        let last = match self.find().await {
             // What keeps it from beginning may be that its daemon ended before it sent the description.
             Some(agent) => {
                 let failure = self.begin(&agent, None).await;
                 self.watch(agent, failure.map(|_| None)).await
             }
             None if self.has_begun() => self.result(None),
-            None => AgentEvent::NotStarted(None),
+            // The prolog runs again when the job is started again.
+            None => return AgentEvent::NotStarted(None),
+        };
+        self.epilog().await;
+        last
+    }
+
+    async fn epilog(&self) {
+        let JobStart { job, facts, .. } = &self.job_start;
+        if let Err(problem) = self.hooks.run(Moment::Epilog, facts, &self.starter).await {
+            warn!(job, "job {job}: {problem}");
         }
     }
 

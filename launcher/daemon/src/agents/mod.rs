@@ -29,6 +29,7 @@ use tokio::net::unix::pipe;
 use self::process::AgentProcess;
 use self::unit::Unit;
 use crate::files::AgentRecord;
+use crate::hooks::HookStart;
 use crate::measured::Usage;
 use crate::users::{self, Account};
 use xlaunch_agent::spawn::sys;
@@ -174,8 +175,13 @@ fn start_detached(start: &AgentStart, input: Stdio) -> io::Result<AgentProcess> 
     process.ok_or_else(|| io::Error::other("failed to open its process"))
 }
 
+/// Runs a hook of the operator in a unit of its own. An error says what it did: `failed: ...`.
+pub(crate) async fn run_hook(bus: &zbus::Connection, hook: &HookStart) -> Result<(), String> {
+    Unit::run_hook(bus, hook).await.unwrap_or_else(|error| Err(format!("failed to start: {error}")))
+}
+
 /// The user as whom the agent runs; `None` if the daemon is not root and cannot switch.
-fn user_to_switch_to(uid: u32) -> io::Result<Option<sys::User>> {
+pub(crate) fn user_to_switch_to(uid: u32) -> io::Result<Option<sys::User>> {
     if !rustix::process::getuid().is_root() {
         return Ok(None);
     }

@@ -14,6 +14,7 @@ use zbus::{Fd, OwnedObjectPath, Variant, proxy};
 
 use super::AgentStart;
 use super::process;
+use crate::hooks::{HookStart, took_too_long};
 use crate::measured::Usage;
 
 /// A unit is polled at this interval from when its main process has exited until it is inactive, and while its main
@@ -79,6 +80,12 @@ trait Service {
     #[zbus(property(emits_changed_signal = "false"), name = "MainPID")]
     fn main_pid(&self) -> zbus::Result<u32>;
 
+    #[zbus(property(emits_changed_signal = "false"))]
+    fn result(&self) -> zbus::Result<String>;
+
+    #[zbus(property(emits_changed_signal = "false"))]
+    fn exec_main_status(&self) -> zbus::Result<i32>;
+
     #[zbus(property(emits_changed_signal = "false"), name = "CPUUsageNSec")]
     fn cpu_usage_nsec(&self) -> zbus::Result<u64>;
 
@@ -121,20 +128,64 @@ impl Unit {
         let exec: Vec<Exec<'_>> = vec![(&program, vec![&program, "agent", &dir], false)];
         let mut properties = properties(start, input);
         properties.push(("ExecStart", exec.into()));
-        let mut unit = Self { bus: bus.clone(), name: name(start.job), main: None };
+        let mut unit = Self::transient(bus, name(start.job), &properties).await?;
+        unit.open_main().await;
+        Ok(unit)
+    }
+
+    /// Runs a hook of the operator in a unit. The inner error says what it did.
+    pub(super) async fn run_hook(
+        bus: &zbus::Connection,
+        hook: &HookStart,
+    ) -> zbus::Result<Result<(), String>> {
+        let program = hook.program.to_string_lossy().replace('$', "$$");
+        let exec: Vec<Exec<'_>> = vec![(&program, vec![&program], false)];
+        let environment = hook.environment.iter().map(|(name, value)| format!("{name}={value}"));
+        let mut properties = vec![
+            ("Description", Variant::from(format!("xlaunch {} of job {}", hook.moment, hook.job))),
+            ("AddRef", true.into()),
+            ("Type", "oneshot".into()),
+            ("ExecStart", exec.into()),
+            ("Environment", environment.collect::<Vec<_>>().into()),
+            ("TimeoutStartUSec", u64::try_from(hook.timeout.as_micros()).unwrap_or(u64::MAX).into()),
+            // It was asked to stop by its timeout.
+            ("TimeoutStopUSec", 1_000_000_u64.into()),
+            ("CollectMode", "inactive-or-failed".into()),
+        ];
+        if let Some(uid) = hook.uid {
+            properties.push(("User", uid.to_string().into()));
+            properties.push(("Slice", format!("xlaunch-user-{uid}.slice").into()));
+        }
+        let name = format!("xlaunch-{}-{}.service", hook.moment, hook.job);
+        let unit = Self::transient(bus, name, &properties).await?;
+        unit.exited().await;
+        let service = unit.service().await?;
+        let done = match service.result().await?.as_str() {
+            "success" => Ok(()),
+            "timeout" => Err(took_too_long(hook.timeout)),
+            result => Err(format!("failed: {result}, exit status {}", service.exec_main_status().await?)),
+        };
+        unit.release().await;
+        Ok(done)
+    }
+
+    /// Starts a transient unit. One of the same name that is about to be forgotten is waited for.
+    async fn transient(
+        bus: &zbus::Connection,
+        name: String,
+        properties: &[(&str, Variant<'_>)],
+    ) -> zbus::Result<Self> {
         let manager = ManagerProxy::new(bus).await?;
         let deadline = tokio::time::Instant::now() + UNIT_NAME_TIMEOUT;
         loop {
-            match manager.start_transient_unit(&unit.name, "fail", &properties, &[]).await {
+            match manager.start_transient_unit(&name, "fail", properties, &[]).await {
                 Err(error) if is_unit_exists(&error) && tokio::time::Instant::now() < deadline => {
                     tokio::time::sleep(UNIT_POLL_INTERVAL).await;
                 }
                 Err(error) => return Err(error),
-                Ok(_) => break,
+                Ok(_) => return Ok(Self { bus: bus.clone(), name, main: None }),
             }
         }
-        unit.open_main().await;
-        Ok(unit)
     }
 
     /// The unit of a job, if it is active.

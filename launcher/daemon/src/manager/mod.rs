@@ -24,9 +24,10 @@ use super::accounting::Accounting;
 use super::agents::AgentStarter;
 use super::agents::follow::{AgentEvent, JobStart, follow};
 use super::commands::Command;
-use super::config::JobsSection;
+use super::config::{HooksSection, JobsSection};
 use super::files::{JobDirs, JobResult, StartOptions};
 use super::gpus::{GpuFacts, GpuMonitor, Inventory};
+use super::hooks::{Facts, Moment};
 use super::journal::Journal;
 use super::measured::Usage;
 use super::runtime::{JobRuntime, Stop};
@@ -51,6 +52,7 @@ pub(crate) struct Setup {
     pub(crate) dirs: JobDirs,
     pub(crate) accounting: Accounting,
     pub(crate) starter: AgentStarter,
+    pub(crate) hooks: HooksSection,
     pub(crate) gpu_monitor: GpuMonitor,
     pub(crate) gpus: watch::Receiver<Inventory>,
     /// Replaced by a reload.
@@ -125,6 +127,7 @@ struct Manager {
     dirs: JobDirs,
     accounting: Accounting,
     starter: Arc<AgentStarter>,
+    hooks: Arc<HooksSection>,
     gpu_monitor: GpuMonitor,
     gpus: watch::Receiver<Inventory>,
     config: watch::Receiver<JobsSection>,
@@ -158,7 +161,7 @@ impl Manager {
         view: watch::Sender<Arc<NodeView>>,
     ) -> Self {
         let Setup { journal, jobs, dirs, accounting, starter, gpu_monitor, gpus, config, .. } = setup;
-        let Setup { how_to_configure, page_problem, cores, node, .. } = setup;
+        let Setup { hooks, how_to_configure, page_problem, cores, node, .. } = setup;
         Self {
             changed: jobs.jobs.keys().copied().collect(),
             journal,
@@ -166,6 +169,7 @@ impl Manager {
             dirs,
             accounting,
             starter: Arc::new(starter),
+            hooks: Arc::new(hooks),
             gpu_monitor,
             gpus,
             config,
@@ -388,8 +392,8 @@ impl Manager {
 
     /// Spawns the task that follows an active job. `fresh`: it starts the agent, rather than adopting it.
     fn follow(&mut self, job: u64, fresh: bool) {
-        let Some(Entry { submitted, phase: Phase::Active { start, gpus, cancelled, over_limit, .. } }) =
-            self.jobs.jobs.get(&job)
+        let Some(entry) = self.jobs.jobs.get(&job) else { return };
+        let Entry { submitted, phase: Phase::Active { start, gpus, cancelled, over_limit, .. } } = entry
         else {
             return;
         };
@@ -410,6 +414,7 @@ impl Manager {
             gpu_nodes: gpu_nodes(&self.gpus.borrow(), gpus),
             shutdown_timeout: Duration::try_from_secs_f64(submitted.shutdown_timeout)
                 .map_or(max_grace, |timeout| timeout.min(max_grace)),
+            facts: Facts::of(entry),
             cpus: submitted.cpus,
             memory: submitted.memory,
         };
@@ -418,7 +423,8 @@ impl Manager {
         runtime.stop.send_replace(if is_stopping { Stop::Ask } else { Stop::No });
         let (stop, warning) = (runtime.stop.subscribe(), runtime.warning.subscribe());
         let (dirs, starter) = (self.dirs.clone(), self.starter.clone());
-        tokio::spawn(follow(job_start, fresh, dirs, starter, self.events.clone(), stop, warning));
+        let (hooks, events) = (self.hooks.clone(), self.events.clone());
+        tokio::spawn(follow(job_start, fresh, dirs, starter, hooks, events, stop, warning));
         self.runtime.insert(job, runtime);
     }
 
@@ -439,6 +445,19 @@ impl Manager {
             cpu_workers: config.cpu_workers.unwrap_or(self.cores),
             gpus_per_user: config.max_gpus_per_user,
         }
+    }
+}
+
+impl Manager {
+    /// Runs the hook after the end of a job, in the background.
+    fn run_end_hook(&self, job: u64) {
+        let Some(entry) = self.jobs.jobs.get(&job) else { return };
+        let (facts, hooks, starter) = (Facts::of(entry), self.hooks.clone(), self.starter.clone());
+        tokio::spawn(async move {
+            if let Err(problem) = hooks.run(Moment::OnEnd, &facts, &starter).await {
+                warn!(job, "job {job}: {problem}");
+            }
+        });
     }
 }
 

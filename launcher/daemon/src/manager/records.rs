@@ -114,6 +114,7 @@ impl Manager {
             for job in jobs.clone() {
                 self.remove_submission(job);
                 self.account(job);
+                self.run_end_hook(job);
             }
         }
         self.changed.extend(jobs);

@@ -136,6 +136,7 @@ impl App {
             dirs,
             accounting: accounting.clone(),
             starter,
+            hooks: config.hooks,
             gpu_monitor,
             gpus,
             config: jobs_config,

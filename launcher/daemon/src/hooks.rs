@@ -1,0 +1,236 @@
+//! The operator's programs around a job: before it starts (prolog), when its processes are gone and before its GPUs are
+//! free (epilog), and after its end is recorded (on_end).
+//!
+//! ```text
+//! Starting --> prolog --> agent ... exited --> epilog --> Ended --> on_end
+//!                '--> it failed: the job has failed
+//! ```
+//! A daemon that is killed runs the prolog again when it starts the job again, and the epilog when it finds that the
+//! job has ended: hooks run at least once for each start. Under systemd each is a unit of its own, outside the
+//! confinement of the daemon's; elsewhere a process in its own session. One that takes too long is killed.
+
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process_group};
+use serde::{Deserialize, Serialize};
+
+use super::agents::{self, AgentStarter};
+use super::config::HooksSection;
+use super::state::{Entry, Phase};
+use xlaunch_agent::spawn::sys;
+use xlaunch_proto::labels::{kind, node_job_state};
+use xlaunch_proto::v1::JobKind;
+
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// As whom a hook runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum RunAs {
+    /// The daemon's user.
+    #[default]
+    Root,
+    /// The job's user.
+    User,
+}
+
+/// When a hook runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Moment {
+    Prolog,
+    Epilog,
+    OnEnd,
+}
+
+impl Moment {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Prolog => "prolog",
+            Self::Epilog => "epilog",
+            Self::OnEnd => "on_end",
+        }
+    }
+}
+
+/// What a hook is told about a job, as environment variables.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Facts {
+    job: u64,
+    uid: u32,
+    variables: Vec<(&'static str, String)>,
+}
+
+impl Facts {
+    /// The facts about a job in its present phase.
+    pub(crate) fn of(entry: &Entry) -> Self {
+        let submitted = &entry.submitted;
+        let kind = kind(if submitted.trainer { JobKind::Trainer } else { JobKind::Command });
+        let mut variables = vec![
+            ("XLAUNCH_JOB_ID", submitted.job.to_string()),
+            ("XLAUNCH_JOB_NAME", submitted.name.clone()),
+            ("XLAUNCH_JOB_KIND", kind.to_owned()),
+            ("XLAUNCH_JOB_USER", submitted.user.clone()),
+            ("XLAUNCH_JOB_UID", submitted.uid.to_string()),
+            ("XLAUNCH_JOB_WORK_DIR", submitted.work_dir.clone()),
+            ("XLAUNCH_JOB_WORKERS", submitted.workers.to_string()),
+        ];
+        match &entry.phase {
+            Phase::Queued { .. } => {}
+            Phase::Active { start, gpus, .. } => {
+                variables.push(("XLAUNCH_JOB_START", start.to_string()));
+                variables.push(("XLAUNCH_JOB_GPUS", gpus.join(",")));
+            }
+            Phase::Ended { end, exit, reason, gpus, .. } => {
+                variables.push(("XLAUNCH_JOB_GPUS", gpus.join(",")));
+                variables.push(("XLAUNCH_JOB_STATE", node_job_state((*end).into()).to_owned()));
+                variables.extend(exit.map(|exit| ("XLAUNCH_JOB_EXIT_CODE", exit.to_string())));
+                variables.push(("XLAUNCH_JOB_REASON", reason.clone()));
+            }
+        }
+        // Users choose some of these texts.
+        variables.iter_mut().for_each(|(_, value)| value.retain(|letter| !letter.is_control()));
+        Self { job: submitted.job, uid: submitted.uid, variables }
+    }
+}
+
+/// A hook that is about to run.
+#[derive(Clone, Debug)]
+pub(crate) struct HookStart {
+    pub(crate) job: u64,
+    /// `None` runs it as the daemon's user.
+    pub(crate) uid: Option<u32>,
+    pub(crate) moment: &'static str,
+    pub(crate) program: PathBuf,
+    pub(crate) environment: Vec<(&'static str, String)>,
+    pub(crate) timeout: Duration,
+}
+
+impl HooksSection {
+    /// Runs the hook of this moment, if there is one.
+    ///
+    /// # Errors
+    /// If it cannot be started, fails or takes too long; the text says which.
+    pub(crate) async fn run(
+        &self,
+        moment: Moment,
+        facts: &Facts,
+        starter: &AgentStarter,
+    ) -> Result<(), String> {
+        let (program, run_as) = match moment {
+            Moment::Prolog => (&self.prolog, self.prolog_as),
+            Moment::Epilog => (&self.epilog, self.epilog_as),
+            Moment::OnEnd => (&self.on_end, self.on_end_as),
+        };
+        let Some(program) = program else { return Ok(()) };
+        let mut environment = vec![("PATH", PATH.to_owned())];
+        environment.extend(facts.variables.iter().cloned());
+        let hook = HookStart {
+            job: facts.job,
+            uid: (run_as == RunAs::User).then_some(facts.uid),
+            moment: moment.name(),
+            program: program.clone(),
+            environment,
+            timeout: self.timeout.0,
+        };
+        let failed = |what: String| format!("the node's {} {what}", moment.name());
+        match starter {
+            AgentStarter::Detached => run_detached(&hook).await,
+            AgentStarter::Systemd(bus) => agents::run_hook(bus, &hook).await,
+        }
+        .map_err(failed)
+    }
+}
+
+/// Runs a hook as a process. An error says what it did: `failed: ...`.
+async fn run_detached(hook: &HookStart) -> Result<(), String> {
+    let failed = |error: io::Error| format!("failed to start: {}: {error}", hook.program.display());
+    let mut command = Command::new(&hook.program);
+    command.env_clear().envs(hook.environment.iter().cloned()).current_dir("/").stdin(Stdio::null());
+    let user = match hook.uid {
+        Some(uid) => {
+            // The daemon's own log is no place for what a job's user can write.
+            command.stdout(Stdio::null()).stderr(Stdio::null());
+            tokio::task::block_in_place(|| agents::user_to_switch_to(uid)).map_err(failed)?
+        }
+        None => None,
+    };
+    command.arg0(hook.program.file_name().unwrap_or(Path::new("hook").as_os_str()));
+    sys::start_in_session(&mut command, user);
+    let mut child = tokio::process::Command::from(command).spawn().map_err(failed)?;
+    // It leads its session and process group.
+    let group = child.id().and_then(|pid| Pid::from_raw(pid.cast_signed()));
+    match tokio::time::timeout(hook.timeout, child.wait()).await {
+        Ok(Ok(status)) if status.success() => Ok(()),
+        Ok(Ok(status)) => Err(format!("failed: {status}")),
+        Ok(Err(error)) => Err(format!("failed: {error}")),
+        Err(_) => {
+            // It may have exited just now.
+            let _ = group.map(|group| kill_process_group(group, Signal::KILL));
+            let _ = child.wait().await;
+            Err(took_too_long(hook.timeout))
+        }
+    }
+}
+
+/// What a hook did that was killed.
+pub(crate) fn took_too_long(timeout: Duration) -> String {
+    format!("took longer than {} s (hooks.timeout)", timeout.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+    use crate::config::Span;
+    use crate::state::{End, Jobs, Record, Submitted};
+
+    fn ended() -> Facts {
+        let mut jobs = Jobs::default();
+        let submitted = Submitted { job: 7, uid: 1, name: "n".into(), workers: 2, ..Submitted::default() };
+        jobs.apply(Record::Submitted(Box::new(submitted)));
+        jobs.apply(Record::Ended {
+            job: 7,
+            end: End::Failed,
+            exit: Some(3),
+            reason: "x\n\x1b[2Jy".into(),
+            report: String::new(),
+            at: 1,
+            order: 0,
+            usage: None,
+        });
+        Facts::of(&jobs.jobs[&7])
+    }
+
+    async fn run(script: &str, timeout: Duration) -> Result<(), String> {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("hook");
+        std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let hooks = HooksSection { on_end: Some(program), timeout: Span(timeout), ..HooksSection::default() };
+        let hooks = HooksSection { on_end_as: RunAs::Root, ..hooks };
+        hooks.run(Moment::OnEnd, &ended(), &AgentStarter::Detached).await
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn hook_gets_the_facts_of_the_job() {
+        let script = "test \"$XLAUNCH_JOB_ID-$XLAUNCH_JOB_STATE-$XLAUNCH_JOB_EXIT_CODE-$XLAUNCH_JOB_WORKERS\" = \
+                      7-failed-3-2 && test \"$XLAUNCH_JOB_REASON\" = 'x[2Jy' && test -z \"$HOME\"";
+        run(script, Duration::from_secs(60)).await.unwrap();
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn failed_and_slow_hooks_are_reported() {
+        let failed = run("exit 4", Duration::from_secs(60)).await.unwrap_err();
+        assert_eq!(failed, "the node's on_end failed: exit status: 4");
+        let slow = run("sleep 1000", Duration::from_millis(50)).await.unwrap_err();
+        assert!(slow.starts_with("the node's on_end took longer than"), "{slow}");
+        let hooks = HooksSection { prolog: Some("/no/such".into()), ..HooksSection::default() };
+        let missing = hooks.run(Moment::Prolog, &ended(), &AgentStarter::Detached).await.unwrap_err();
+        assert!(missing.contains("failed to start: /no/such"), "{missing}");
+    }
+}
