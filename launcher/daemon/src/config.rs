@@ -10,7 +10,6 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use xlaunch_proto::spec::Invalid;
 
-use super::hooks::RunAs;
 use super::web::Listen;
 use xlaunch_agent::config::{ConfigError, keys};
 
@@ -152,6 +151,17 @@ pub(crate) struct WebSection {
     pub(crate) listen: Option<String>,
     /// Show the logs of all jobs to every user who can connect.
     pub(crate) show_logs: bool,
+}
+
+/// As whom a hook runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum RunAs {
+    /// The daemon's user.
+    #[default]
+    Root,
+    /// The job's user.
+    User,
 }
 
 /// `[hooks]`: programs of the operator around each job. A change takes effect at the next start.

@@ -19,7 +19,6 @@ pub mod commands;
 pub(crate) mod config;
 pub mod files;
 pub(crate) mod gpus;
-pub(crate) mod hooks;
 pub(crate) mod journal;
 pub(crate) mod manager;
 pub mod measured;

@@ -19,7 +19,8 @@ fn history(node: &Node, args: &[&str]) -> Vec<Value> {
 fn history_has_exit_code_and_usage_of_forgotten_jobs() {
     let node = Node::new("keep = 1");
     // 50 MB for half a second, and some CPU time.
-    let script = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done; head -c 50000000 /dev/zero | tail | sleep 0.5; exit 7";
+    let script = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done; \
+                  head -c 50000000 /dev/zero | tail | sleep 0.5; exit 7";
     let failing = node.submit_shell(script);
     let job = node.wait(failing, "failed");
     assert_eq!(job["exit_code"], 7, "{job}");

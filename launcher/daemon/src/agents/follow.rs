@@ -28,10 +28,10 @@ use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{SignalRequest, StatusReply, StatusRequest, StopRequest};
 
 use super::connect::connect;
+use super::hooks::{Facts, Moment};
 use super::{Agent, AgentStart, AgentStarter};
 use crate::config::HooksSection;
 use crate::files::{AgentRecord, JobDirs, JobResult, StartOptions, is_full};
-use crate::hooks::{Facts, Moment};
 use crate::measured::Usage;
 use crate::runtime::Stop;
 use crate::state::limits::AGENT_STOP_MARGIN;

@@ -13,6 +13,7 @@
 
 pub(crate) mod connect;
 pub(crate) mod follow;
+pub(crate) mod hooks;
 mod process;
 mod unit;
 
@@ -29,9 +30,9 @@ use tokio::net::unix::pipe;
 use self::process::AgentProcess;
 use self::unit::Unit;
 use crate::files::AgentRecord;
-use crate::hooks::HookStart;
 use crate::measured::Usage;
 use crate::users::{self, Account};
+use hooks::HookStart;
 use xlaunch_agent::spawn::sys;
 
 /// Variables of the daemon that agents get: where the operator has put the driver's libraries.
@@ -176,12 +177,12 @@ fn start_detached(start: &AgentStart, input: Stdio) -> io::Result<AgentProcess> 
 }
 
 /// Runs a hook of the operator in a unit of its own. An error says what it did: `failed: ...`.
-pub(crate) async fn run_hook(bus: &zbus::Connection, hook: &HookStart) -> Result<(), String> {
+async fn run_hook(bus: &zbus::Connection, hook: &HookStart) -> Result<(), String> {
     Unit::run_hook(bus, hook).await.unwrap_or_else(|error| Err(format!("failed to start: {error}")))
 }
 
 /// The user as whom the agent runs; `None` if the daemon is not root and cannot switch.
-pub(crate) fn user_to_switch_to(uid: u32) -> io::Result<Option<sys::User>> {
+fn user_to_switch_to(uid: u32) -> io::Result<Option<sys::User>> {
     if !rustix::process::getuid().is_root() {
         return Ok(None);
     }

@@ -13,8 +13,8 @@ use tokio::io::unix::AsyncFd;
 use zbus::{Fd, OwnedObjectPath, Variant, proxy};
 
 use super::AgentStart;
+use super::hooks::{HookStart, took_too_long};
 use super::process;
-use crate::hooks::{HookStart, took_too_long};
 use crate::measured::Usage;
 
 /// A unit is polled at this interval from when its main process has exited until it is inactive, and while its main

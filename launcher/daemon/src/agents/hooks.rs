@@ -16,27 +16,15 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process_group};
-use serde::{Deserialize, Serialize};
 
-use super::agents::{self, AgentStarter};
-use super::config::HooksSection;
-use super::state::{Entry, Phase};
+use super::{AgentStarter, run_hook, user_to_switch_to};
+use crate::config::{HooksSection, RunAs};
+use crate::state::{Entry, Phase};
 use xlaunch_agent::spawn::sys;
 use xlaunch_proto::labels::{kind, node_job_state};
 use xlaunch_proto::v1::JobKind;
 
-const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-
-/// As whom a hook runs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum RunAs {
-    /// The daemon's user.
-    #[default]
-    Root,
-    /// The job's user.
-    User,
-}
+const HOOK_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// When a hook runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,7 +114,7 @@ impl HooksSection {
             Moment::OnEnd => (&self.on_end, self.on_end_as),
         };
         let Some(program) = program else { return Ok(()) };
-        let mut environment = vec![("PATH", PATH.to_owned())];
+        let mut environment = vec![("PATH", HOOK_PATH.to_owned())];
         environment.extend(facts.variables.iter().cloned());
         let hook = HookStart {
             job: facts.job,
@@ -139,7 +127,7 @@ impl HooksSection {
         let failed = |what: String| format!("the node's {} {what}", moment.name());
         match starter {
             AgentStarter::Detached => run_detached(&hook).await,
-            AgentStarter::Systemd(bus) => agents::run_hook(bus, &hook).await,
+            AgentStarter::Systemd(bus) => run_hook(bus, &hook).await,
         }
         .map_err(failed)
     }
@@ -154,7 +142,7 @@ async fn run_detached(hook: &HookStart) -> Result<(), String> {
         Some(uid) => {
             // The daemon's own log is no place for what a job's user can write.
             command.stdout(Stdio::null()).stderr(Stdio::null());
-            tokio::task::block_in_place(|| agents::user_to_switch_to(uid)).map_err(failed)?
+            tokio::task::block_in_place(|| user_to_switch_to(uid)).map_err(failed)?
         }
         None => None,
     };
