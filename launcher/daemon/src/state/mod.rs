@@ -22,6 +22,7 @@
 pub(crate) mod commands;
 pub(crate) mod schedule;
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -162,14 +163,11 @@ impl Jobs {
     /// nothing.
     pub(crate) fn apply(&mut self, record: Record) {
         match record {
-            Record::Submitted(submitted) => {
-                self.submitted = self.submitted.max(submitted.job);
-                self.requests.insert((submitted.uid, submitted.request_id.clone()), submitted.job);
-                let phase = Phase::Queued { starts: 0, reason: String::new() };
-                self.jobs.insert(submitted.job, Entry { submitted: *submitted, phase });
-            }
+            Record::Submitted(submitted) => self.add(*submitted),
             Record::Starting { job, start, gpus, boot, at } => {
-                if let Some(entry) = self.jobs.get_mut(&job) {
+                if let Some(entry) = self.jobs.get_mut(&job)
+                    && !matches!(entry.phase, Phase::Ended { .. })
+                {
                     entry.phase = Phase::Active { start, gpus, boot, at, cancelled: None };
                 }
             }
@@ -185,7 +183,7 @@ impl Jobs {
                     Phase::Active { gpus, at, .. } => (std::mem::take(gpus), *at),
                     Phase::Ended { .. } => return,
                 };
-                self.ended += 1;
+                self.ended = self.ended.saturating_add(1);
                 let order = if order > 0 { order } else { self.ended };
                 entry.phase = Phase::Ended { end, exit, reason, report, gpus, started, at, order };
             }
@@ -206,6 +204,20 @@ impl Jobs {
                 (self.submitted, self.ended) = (self.submitted.max(submitted), self.ended.max(ended));
             }
         }
+    }
+
+    fn add(&mut self, submitted: Submitted) {
+        let job = submitted.job;
+        if self.jobs.contains_key(&job) {
+            return;
+        }
+        self.submitted = self.submitted.max(job);
+        // A request id is accepted again only after its job was forgotten. That record was lost.
+        if let Some(forgotten) = self.requests.insert((submitted.uid, submitted.request_id.clone()), job) {
+            self.jobs.remove(&forgotten);
+        }
+        let phase = Phase::Queued { starts: 0, reason: String::new() };
+        self.jobs.insert(job, Entry { submitted, phase });
     }
 
     fn set_drained(&mut self, gpus: Vec<String>, undo: bool, reason: &str) {
@@ -267,7 +279,8 @@ impl Jobs {
     /// Queued jobs in starting order: by priority, then by submission.
     pub(crate) fn queue(&self) -> Vec<u64> {
         let queued = self.jobs.iter().filter(|(_, entry)| matches!(entry.phase, Phase::Queued { .. }));
-        let mut queue: Vec<_> = queued.map(|(job, entry)| (-entry.submitted.priority, *job)).collect();
+        let mut queue: Vec<_> =
+            queued.map(|(job, entry)| (Reverse(entry.submitted.priority), *job)).collect();
         queue.sort_unstable();
         queue.into_iter().map(|(_, job)| job).collect()
     }
@@ -302,7 +315,7 @@ fn records_to_reach(job: u64, phase: &Phase) -> Vec<Record> {
         at,
     };
     match phase {
-        Phase::Queued { starts: 0, .. } => Vec::new(),
+        Phase::Queued { starts: 0, reason } if reason.is_empty() => Vec::new(),
         Phase::Queued { starts, reason } => {
             vec![starting(*starts, &[], "", 0), Record::Requeued { job, reason: reason.clone() }]
         }
@@ -311,7 +324,7 @@ fn records_to_reach(job: u64, phase: &Phase) -> Vec<Record> {
             std::iter::once(starting(*start, gpus, boot, *at)).chain(cancelled).collect()
         }
         Phase::Ended { end, exit, reason, report, gpus, started, at, order } => {
-            let started = (*started > 0).then(|| starting(1, gpus, "", *started));
+            let started = (*started > 0 || !gpus.is_empty()).then(|| starting(1, gpus, "", *started));
             let (reason, report) = (reason.clone(), report.clone());
             let ended = Record::Ended { job, end: *end, exit: *exit, reason, report, at: *at, order: *order };
             started.into_iter().chain([ended]).collect()

@@ -57,7 +57,7 @@ pub(crate) fn schedule(jobs: &Jobs, resources: &Resources) -> Schedule {
         let wanted = submitted.gpus as usize;
         let holds = held.entry(submitted.uid).or_default();
         let limit = resources.gpus_per_user;
-        if on_gpus && limit > 0 && *holds + submitted.gpus > limit {
+        if on_gpus && limit > 0 && holds.saturating_add(submitted.gpus) > limit {
             schedule.waits.insert(job, format!("its user holds {holds} of at most {limit} GPUs"));
         } else if on_gpus && free.len() < wanted {
             blocked[1] = Some(job);
@@ -68,7 +68,7 @@ pub(crate) fn schedule(jobs: &Jobs, resources: &Resources) -> Schedule {
             let reason = format!("waits for CPU workers: {wanted} wanted, {free_cpu_workers} free");
             schedule.waits.insert(job, reason);
         } else {
-            *holds += submitted.gpus;
+            *holds = holds.saturating_add(submitted.gpus);
             free_cpu_workers -= if on_gpus { 0 } else { submitted.workers };
             schedule.starts.push((job, free.drain(..wanted).collect()));
         }
@@ -96,13 +96,14 @@ fn held_gpus(entry: &Entry) -> impl Iterator<Item = &str> {
 
 fn active_cpu_workers(jobs: &Jobs) -> u32 {
     let on_cpu = jobs.active().filter(|(_, entry)| entry.submitted.gpus == 0);
-    on_cpu.map(|(_, entry)| entry.submitted.workers).sum()
+    on_cpu.fold(0, |workers, (_, entry)| workers.saturating_add(entry.submitted.workers))
 }
 
 fn gpus_held_by_user(jobs: &Jobs) -> BTreeMap<u32, u32> {
     let mut users = BTreeMap::new();
     for (_, entry) in jobs.active() {
-        *users.entry(entry.submitted.uid).or_default() += entry.submitted.gpus;
+        let held: &mut u32 = users.entry(entry.submitted.uid).or_default();
+        *held = held.saturating_add(entry.submitted.gpus);
     }
     users
 }
