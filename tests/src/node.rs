@@ -129,7 +129,7 @@ impl Node {
     fn xlaunch(&self) -> Command {
         let mut command = Command::new(xlaunch_path());
         if self.gpus_file().exists() {
-            command.env("LD_LIBRARY_PATH", self.path()).env("XLAUNCH_TEST_NVML", self.gpus_file());
+            command.env("LD_LIBRARY_PATH", self.path());
         }
         command
     }
@@ -228,9 +228,9 @@ impl Node {
     pub fn agents(&self) -> Vec<u32> {
         let entries = std::fs::read_dir(self.state_dir().join("jobs")).into_iter().flatten().flatten();
         let agents = entries.filter_map(|entry| {
-            let text = std::fs::read(entry.path().join("agent/agent.json")).ok()?;
-            let identity: Value = serde_json::from_slice(&text).ok()?;
-            u32::try_from(identity["pid"].as_u64()?).ok()
+            let text = std::fs::read(entry.path().join("agent.json")).ok()?;
+            let record: Value = serde_json::from_slice(&text).ok()?;
+            u32::try_from(record["process"]["pid"].as_u64()?).ok()
         });
         agents.filter(|pid| is_alive(*pid)).collect()
     }

@@ -1,10 +1,12 @@
-/* A simulated NVML. The file XLAUNCH_TEST_NVML has one line per GPU:
+/* A simulated NVML. The file `gpus` beside this library has one line per GPU:
  *
  *     UUID ERRORS [PID ...]
  *
  * ERRORS is the number of uncorrected memory errors. The processes, as far as they exist, use the GPU. Types and error
  * codes are those of nvml.h. */
 
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -33,9 +35,13 @@ struct memory {
 };
 
 static unsigned read_gpus(struct gpu *gpus) {
-    const char *path = getenv("XLAUNCH_TEST_NVML");
-    FILE *file = path ? fopen(path, "r") : NULL;
-    char line[1024];
+    Dl_info library;
+    char path[1024] = "", line[1024];
+    if (dladdr((void *)read_gpus, &library)) {
+        const char *name = strrchr(library.dli_fname, '/');
+        snprintf(path, sizeof path, "%.*s/gpus", name ? (int)(name - library.dli_fname) : 0, library.dli_fname);
+    }
+    FILE *file = fopen(path, "r");
     unsigned count = 0;
     while (file && count < MAX && fgets(line, sizeof line, file)) {
         struct gpu *gpu = &gpus[count];

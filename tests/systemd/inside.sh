@@ -222,7 +222,8 @@ show After $unit | grep -q 'remote-fs.target' || fail "$unit is not ordered afte
 step "the job runs as its user in $unit"
 
 # What other users see.
-tr '\0' '\n' < "/proc/$agent/environ" | grep -q "^SECRET=$secret$" || fail "the job lacks its environment"
+tr '\0' '\n' < "/proc/$worker/environ" | grep -q "^SECRET=$secret$" || fail "the job lacks its environment"
+if grep -q "$secret" "/proc/$agent/environ"; then fail "the agent has the environment of the job"; fi
 for user in bob dave carol; do
     if as $user cat "/proc/$agent/environ" > /dev/null 2>&1; then fail "$user can read the job's environment"; fi
     if as $user grep -r -s -q "$secret" /var/lib/xlaunch /run/xlaunch /run/systemd; then
@@ -231,7 +232,8 @@ for user in bob dave carol; do
     if as $user ls /var/lib/xlaunch/jobs/1/agent > /dev/null 2>&1; then fail "$user can list the job's directory"; fi
     if as $user systemctl show $unit | grep -q "$secret"; then fail "$user can see the secret in the unit"; fi
 done
-for file in job.json start-1.json; do
+if as dave stat /var/lib/xlaunch/jobs/1/agent > /dev/null 2>&1; then fail "dave can see whose job it is"; fi
+for file in job.json agent.json; do
     expect "$file" "600 root" "$(stat -c '%a %U' /var/lib/xlaunch/jobs/1/$file)"
 done
 if as dave xlaunch status "$job" > /dev/null 2>&1; then fail "dave can see the job of alice"; fi
@@ -321,6 +323,28 @@ expect "the daemon after the reload" active "$(show ActiveState)"
 expect_end "$commanded" "done" 0
 expect "its output" hello "$(as alice xlaunch logs "$commanded")"
 step "reload"
+
+# Limits of limits.conf(5).
+printf 'alice hard nproc 12345\n' > /etc/security/limits.d/test.conf
+limited=$(submit -- sh -c 'ulimit -Hu; ulimit -n')
+expect_end "$limited" "done" 0
+expect "the limits of a job" "12345 1048576" "$(as alice xlaunch logs "$limited" | tr '\n' ' ' | sed 's/ $//')"
+step "limits.conf applies to jobs"
+
+# Files that the job's user can write say that it has ended; its unit says that it runs.
+forged=$(submit -- sleep 1234567)
+until_true "the start of job $forged" is_in "$forged" running
+as alice sh -c "cd /var/lib/xlaunch/jobs/$forged/agent && rm begun-1 agent.sock &&
+    echo '{\"exit\":0,\"reason\":\"forged\",\"start\":1}' > result.json"
+systemctl restart $service
+until_true "the daemon after the restart" as alice xlaunch jobs > /dev/null
+sleep 2
+is_in "$forged" "running starting" || fail "a forged result: $(value "$forged" state)"
+xlaunch cancel --force "$forged" > /dev/null
+until_true "the end of job $forged" is_in "$forged" "cancelled done"
+is_inactive "xlaunch-job-$forged.service" || fail "the unit of job $forged outlives it"
+systemctl reset-failed $service
+step "forged files neither end a running job nor keep it"
 
 failing=$(submit --propagate-exit-code -- sh -c 'while ! [ -e go ]; do sleep 0.1; done; echo broken >&2; exit 7')
 until_true "the start of job $failing" is_in "$failing" running

@@ -1,14 +1,11 @@
 //! Job directories: the files through which the daemon and the agents, processes of other users, communicate.
 //!
 //! ```text
-//! <state>/jobs/<id>/            owned by the daemon; other users can traverse it
+//! <state>/jobs/<id>/            owned by the daemon; the job's user can traverse it
 //!     job.json                  the submission with its environment; readable by the daemon only; until the job ends
-//!     start-<start>.json        the same for one start, with its GPUs; the agent's standard input
+//!     agent.json                AgentRecord of the newest start
 //!     agent/                    owned by the job's user, mode 0700
-//!         ticket-<start>        exists until this start is claimed by its agent or revoked by the daemon
-//!         begun-<start>         the ticket after the agent has claimed it
-//!         lock                  locked by the agent as long as it runs
-//!         agent.json            Identity: the agent's process
+//!         begun-<start>         written by the agent of this start when it has received its description
 //!         agent.sock            the agent's gRPC socket
 //!         agent.log             the agent's own output
 //!         status.pb             the last StatusReply
@@ -17,9 +14,10 @@
 //! <state>/trash/                directories of forgotten jobs, until they are removed
 //! ```
 //! Invariants, even if the daemon is killed at any point:
-//! - A start happens at most once. The agent claims its ticket, by renaming it, before it does anything else; a daemon
-//!   that does not know whether an agent was started revokes the ticket, by removing it, before it starts another. One
-//!   of the two system calls fails.
+//! - A start happens at most once, and an agent that may do anything is recorded: it does nothing before it has read a
+//!   complete [`Description`] from its standard input, which the daemon sends after it has written `agent.json`.
+//! - Whether an agent runs is never read from `agent/`. What an agent reports counts only once it is known not to run,
+//!   and only for its own job: whether it had begun, and how it ended.
 //! - Nothing in `agent/` is trusted: it is read without following links, only from regular files of the job's user, and
 //!   at most 1 MiB.
 
@@ -34,15 +32,18 @@ use serde::{Deserialize, Serialize};
 use xlaunch_proto::convert::node::Work;
 use xlaunch_proto::v1::StatusReply;
 
+use super::access_list::allow_user;
 use super::safe_open;
 use super::trash::Trash;
 
-/// Version of the files between daemon and agent. 2: a command is a `CommandSpec`, not a command line.
-pub const PROTOCOL: u32 = 2;
+/// Version of the files between daemon and agent. 2: a command is a `CommandSpec`, not a command line. 3: the agent
+/// waits for its description and does not take on the job's environment.
+pub const PROTOCOL: u32 = 3;
 /// Name of the file with the agent's last `StatusReply`.
 pub const STATUS: &str = "status.pb";
 /// Name of the file with the [`JobResult`].
 pub const RESULT: &str = "result.json";
+const AGENT_RECORD: &str = "agent.json";
 /// Bytes of a file of a job's user that are read.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
@@ -63,20 +64,23 @@ pub struct Description {
     pub gpus: Vec<String>,
 }
 
-/// The process of an agent. `pid` and `started` together identify it, since process ids are reused.
+/// The agent of a start, as the daemon that started it has recorded it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Identity {
-    /// [`PROTOCOL`] of its build.
-    pub protocol: u32,
-    /// The xlaunch version of its build.
-    pub version: String,
+pub struct AgentRecord {
+    /// Counts from 1.
+    pub start: u32,
+    /// `None` if it runs in a unit of systemd.
+    pub process: Option<ProcessId>,
+}
+
+/// Identifies a process: its id alone may be used again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessId {
     pub pid: u32,
-    /// Start time of the process in clock ticks since boot.
+    /// Start time in clock ticks since boot.
     pub started: u64,
     /// [`boot_id`](crate::boot_id) when it started.
     pub boot: String,
-    /// The job's start that it claimed.
-    pub start: u32,
 }
 
 /// How a job ended, as reported by its agent.
@@ -131,7 +135,10 @@ impl JobDirs {
         let dir = self.job(description.job);
         self.remove(description.job)?;
         std::fs::DirBuilder::new().mode(0o711).create(&dir)?;
-        std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(0o711))?;
+        // Other users are not to see whose job it is and when its files change. Where a file system has no access
+        // control lists, they can traverse the directory, too.
+        let mode = if self.is_root && allow_user(&dir, uid).is_ok() { 0o710 } else { 0o711 };
+        std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(mode))?;
         write(&dir, "job.json", &serde_json::to_vec(description)?)?;
         let agent = self.agent(description.job);
         std::fs::DirBuilder::new().mode(0o700).create(&agent)?;
@@ -142,46 +149,26 @@ impl JobDirs {
         sync_dir(&self.root)
     }
 
-    /// Prepares a start: writes its description and ticket. Returns the agent's standard input.
-    pub(crate) fn prepare(&self, job: u64, start: u32, gpus: &[String]) -> io::Result<File> {
-        let dir = self.job(job);
-        let submitted: Description = serde_json::from_slice(&fs_err::read(dir.join("job.json"))?)?;
-        let description = Description { start, gpus: gpus.to_vec(), ..submitted };
-        write(&dir, &start_file(start), &serde_json::to_vec(&description)?)?;
-        let ticket = self.agent(job).join(ticket(start));
-        // The user may have put a link there; neither unlink(2) nor O_EXCL follows it.
-        let _ = fs_err::remove_file(&ticket);
-        std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&ticket)?;
-        File::open(dir.join(start_file(start)))
+    /// The description of one start of a job, as its agent gets it.
+    pub(crate) fn description(&self, job: u64, start: u32, gpus: &[String]) -> io::Result<Vec<u8>> {
+        let submitted: Description = serde_json::from_slice(&fs_err::read(self.job(job).join("job.json"))?)?;
+        Ok(serde_json::to_vec(&Description { start, gpus: gpus.to_vec(), ..submitted })?)
     }
 
-    /// The path of the file that [`prepare`](Self::prepare) returns.
-    pub(crate) fn start_file(&self, job: u64, start: u32) -> PathBuf {
-        self.job(job).join(start_file(start))
+    /// Records the agent of a start.
+    pub(crate) fn record_agent(&self, job: u64, record: &AgentRecord) -> io::Result<()> {
+        write(&self.job(job), AGENT_RECORD, &serde_json::to_vec(record)?)
     }
 
-    /// Revokes a start, prepared or not. Returns `false` if its agent has claimed it.
-    pub(crate) fn revoke(&self, job: u64, start: u32) -> io::Result<bool> {
-        match std::fs::remove_file(self.agent(job).join(ticket(start))) {
-            Ok(()) => Ok(true),
-            // Claimed, or never prepared.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(!self.has_begun(job, start)),
-            // The user may have put a directory there.
-            Err(_) => {
-                self.trash.remove(&self.agent(job).join(ticket(start))).map(|()| !self.has_begun(job, start))
-            }
-        }
+    /// The agent of this start, if it was recorded.
+    pub(crate) fn agent_record(&self, job: u64, start: u32) -> Option<AgentRecord> {
+        let bytes = fs_err::read(self.job(job).join(AGENT_RECORD)).ok()?;
+        serde_json::from_slice(&bytes).ok().filter(|record: &AgentRecord| record.start == start)
     }
 
-    /// Whether an agent has claimed this start.
+    /// Whether the agent of this start has received its description.
     pub(crate) fn has_begun(&self, job: u64, start: u32) -> bool {
         self.agent(job).join(begun(start)).symlink_metadata().is_ok()
-    }
-
-    /// The job's agent, once it has introduced itself.
-    pub(crate) fn identity(&self, job: u64, uid: u32) -> Option<Identity> {
-        let bytes = read(&self.agent(job), "agent.json", uid)?;
-        serde_json::from_slice(&bytes).ok()
     }
 
     /// The result of a job, once its agent has written it.
@@ -196,25 +183,12 @@ impl JobDirs {
         StatusReply::decode(bytes.as_slice()).ok()
     }
 
-    /// Whether an agent of the job runs and holds its lock.
-    pub(crate) fn is_locked(&self, job: u64, uid: u32) -> bool {
-        let lock = open(&self.agent(job), "lock", uid);
-        lock.is_ok_and(|file| matches!(file.try_lock_shared(), Err(std::fs::TryLockError::WouldBlock)))
-    }
-
     /// Removes the submission with its environment, which may hold secrets, once the job has ended.
     pub(crate) fn remove_submission(&self, job: u64) -> io::Result<()> {
-        let entries = match std::fs::read_dir(self.job(job)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-            entries => entries?,
-        };
-        for entry in entries {
-            let entry = entry?;
-            if entry.file_type()?.is_file() {
-                std::fs::remove_file(entry.path())?;
-            }
+        match std::fs::remove_file(self.job(job).join("job.json")) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Removes the job's directory, and what is in it in the background.
@@ -237,25 +211,13 @@ fn open_or_create(dir: &Path, mode: u32) -> io::Result<()> {
     }
 }
 
-fn start_file(start: u32) -> String {
-    format!("start-{start}.json")
-}
-
-fn ticket(start: u32) -> String {
-    format!("ticket-{start}")
-}
-
 fn begun(start: u32) -> String {
     format!("begun-{start}")
 }
 
-/// For the agent: claims this start in its directory. Returns `false` if it was revoked.
-pub fn claim(dir: &Path, start: u32) -> io::Result<bool> {
-    match std::fs::rename(dir.join(ticket(start)), dir.join(begun(start))) {
-        Ok(()) => Ok(true),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(error),
-    }
+/// Says that the agent of this start has its description. From here on the start has happened.
+pub fn begin(agent: &Path, start: u32) -> io::Result<()> {
+    write(agent, &begun(start), b"")
 }
 
 /// Writes a file atomically and durably.
@@ -322,26 +284,22 @@ mod tests {
     }
 
     #[test]
-    fn start_is_either_claimed_or_revoked() {
+    fn agent_is_found_by_its_start_and_says_that_it_has_begun() {
         let state = tempfile::tempdir().unwrap();
         let dirs = JobDirs::open(state.path()).unwrap();
         dirs.create(&description(1), own().0, own().1).unwrap();
-        for (start, agent_is_first) in [(1, true), (2, false)] {
-            let input = dirs.prepare(1, start, &["GPU-a".into()]).unwrap();
-            let description: Description = serde_json::from_reader(input).unwrap();
-            assert_eq!((description.start, description.gpus), (start, vec!["GPU-a".to_string()]));
-            assert_eq!(description.environment, [b"A=\xff".to_vec()]);
-            if agent_is_first {
-                assert!(claim(&dirs.agent(1), start).unwrap());
-            }
-            assert_eq!(dirs.revoke(1, start).unwrap(), !agent_is_first);
-            assert!(!claim(&dirs.agent(1), start).unwrap());
-            assert_eq!(dirs.has_begun(1, start), agent_is_first);
-        }
-        fs_err::create_dir_all(dirs.agent(1).join("ticket-4/below")).unwrap();
-        assert!(dirs.revoke(1, 4).unwrap());
-        // In the journal, but not yet prepared when the daemon was killed.
-        assert!(dirs.revoke(1, 3).unwrap());
+        assert_eq!(dirs.agent_record(1, 1), None);
+        let process = Some(ProcessId { pid: 5, started: 6, boot: "b".into() });
+        let record = AgentRecord { start: 1, process };
+        dirs.record_agent(1, &record).unwrap();
+        assert_eq!((dirs.agent_record(1, 1), dirs.agent_record(1, 2)), (Some(record), None));
+        assert!(!dirs.has_begun(1, 1));
+        begin(&dirs.agent(1), 1).unwrap();
+        assert!(dirs.has_begun(1, 1) && !dirs.has_begun(1, 2));
+        let sent = dirs.description(1, 2, &["GPU-a".into()]).unwrap();
+        let sent: Description = serde_json::from_slice(&sent).unwrap();
+        assert_eq!((sent.start, sent.gpus), (2, vec!["GPU-a".to_string()]));
+        assert_eq!(sent.environment, [b"A=\xff".to_vec()]);
     }
 
     #[test]
@@ -367,36 +325,19 @@ mod tests {
     }
 
     #[test]
-    fn agent_runs_while_its_lock_is_held() {
-        let state = tempfile::tempdir().unwrap();
-        let dirs = JobDirs::open(state.path()).unwrap();
-        dirs.create(&description(1), own().0, own().1).unwrap();
-        assert!(!dirs.is_locked(1, own().0));
-        let lock = File::create(dirs.agent(1).join("lock")).unwrap();
-        lock.lock().unwrap();
-        assert!(dirs.is_locked(1, own().0));
-        drop(lock);
-        assert!(!dirs.is_locked(1, own().0));
-    }
-
-    #[test]
     fn submission_is_readable_by_the_daemon_only() {
         let state = tempfile::tempdir().unwrap();
         let dirs = JobDirs::open(state.path()).unwrap();
         dirs.create(&description(1), own().0, own().1).unwrap();
-        drop(dirs.prepare(1, 1, &[]).unwrap());
+        dirs.record_agent(1, &AgentRecord { start: 1, process: None }).unwrap();
         let mode = |path: PathBuf| fs_err::metadata(path).unwrap().permissions().mode() & 0o777;
         let dir = state.path().join("jobs/1");
-        assert_eq!(
-            ["job.json", "start-1.json", "agent"].map(|name| mode(dir.join(name))),
-            [0o600, 0o600, 0o700]
-        );
-        assert_eq!((mode(dir.clone()), dirs.all()), (0o711, vec![1]));
+        let names = ["job.json", "agent.json", "agent"];
+        assert_eq!(names.map(|name| mode(dir.join(name))), [0o600, 0o600, 0o700]);
+        assert!([0o710, 0o711].contains(&mode(dir.clone())), "{:o}", mode(dir.clone()));
+        assert_eq!(dirs.all(), [1]);
         dirs.remove_submission(1).unwrap();
-        assert_eq!(
-            ["job.json", "start-1.json", "agent"].map(|name| dir.join(name).exists()),
-            [false, false, true]
-        );
+        assert_eq!(names.map(|name| dir.join(name).exists()), [false, true, true]);
         dirs.remove(1).unwrap();
         assert!(!dir.exists());
     }
@@ -408,10 +349,6 @@ mod tests {
         let text = r#"{"protocol":1,"job":7,"name":"n","work_dir":"/w","environment":[[65,61,255]],
             "work":{"command":[[116]]},"workers":2,"start":1,"gpus":["GPU-a"]}"#;
         assert!(serde_json::from_str::<Description>(text).is_err());
-        let text = r#"{"protocol":1,"version":"0.1.0","pid":5,"started":6,"boot":"b","start":1}"#;
-        let read: Identity = serde_json::from_str(text).unwrap();
-        let (version, boot) = ("0.1.0".into(), "b".into());
-        assert_eq!(read, Identity { protocol: 1, version, pid: 5, started: 6, boot, start: 1 });
         let text = r#"{"exit":1,"stopped":true,"reason":"r","report":"t","rank":2,"attempt":3,"start":1}"#;
         let read: JobResult = serde_json::from_str(text).unwrap();
         let (reason, report) = ("r".into(), "t".into());

@@ -26,6 +26,8 @@ pub(crate) struct Inventory {
 pub(crate) struct GpuFacts {
     pub(crate) index: u32,
     pub(crate) uuid: String,
+    /// Number of its device node, `/dev/nvidia<minor>`.
+    pub(crate) minor: Option<u32>,
     pub(crate) name: String,
     /// A fault that needs an operator.
     pub(crate) sick: Option<String>,
@@ -108,6 +110,7 @@ fn facts(nvml: &Nvml, index: u32) -> GpuFacts {
     GpuFacts {
         index,
         uuid,
+        minor: device.minor_number().ok(),
         name: device.name().unwrap_or_default(),
         sick: (errors > 0).then(|| format!("{errors} uncorrected ECC errors since the driver was loaded")),
         processes: device.running_compute_processes().map_or(0, |processes| processes.len()),

@@ -12,6 +12,7 @@
 //! Only the manager changes jobs: it writes a record to the journal, applies it, then acts on it and publishes the new
 //! [`view`]. Queries read the view and never block the manager.
 
+mod access_list;
 pub(crate) mod agents;
 pub mod commands;
 pub(crate) mod config;

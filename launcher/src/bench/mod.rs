@@ -27,6 +27,7 @@ use xlaunch_agent::devices::Placement;
 use xlaunch_agent::driver;
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::sinks::RankReport;
+use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::workload::trainer::TrainerPlan;
 use xlaunch_agent::{Refusal, report};
 
@@ -46,6 +47,7 @@ async fn run_workers(spec: &JobSpec, placement: &Placement, kind: Kind) -> Resul
     let run = RunDir::create(&spec)?;
     let logs = run.logs.clone();
     let plan = TrainerPlan {
+        base: &BaseEnvironment::Own,
         spec: &spec,
         placement,
         resume_from: None,

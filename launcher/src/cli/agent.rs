@@ -1,17 +1,16 @@
-//! `xlaunch agent DIR`: runs one job of a node's daemon, in the job's environment, and outlives the daemon.
+//! `xlaunch agent DIR`: runs one job of a node's daemon, and outlives the daemon.
 //!
-//! The daemon starts it as the job's user, with a [`Description`] on standard input. The two exchange files in DIR, see
-//! [`xlaunch_daemon::files`]. The agent claims the ticket of its start before it does anything, so that a start that
-//! the daemon has revoked does not happen, and it writes the job's result before it exits.
+//! The daemon starts it as the job's user, in an environment of its own, and sends a [`Description`] through standard
+//! input: see [`xlaunch_daemon::files`]. The agent does nothing before it has read all of it. The job's environment
+//! reaches the workers only. The result is written before the agent exits.
 
-use std::ffi::OsStr;
-use std::fs::{File, TryLockError};
-use std::io;
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::os::unix::process::CommandExt;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -26,141 +25,63 @@ use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::command::{self, Streams};
 use xlaunch_agent::devices::{self, Node};
-use xlaunch_agent::process::Process;
 use xlaunch_agent::run_dir::RunDir;
-use xlaunch_daemon::files::{self, Description, Identity, JobResult, PROTOCOL};
+use xlaunch_agent::spawn::environment::BaseEnvironment;
+use xlaunch_daemon::files::{self, Description, JobResult, PROTOCOL};
 
-/// Time for the previous agent of the job, whose start was revoked, to exit.
-const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
-const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Interval between attempts to write to a full disk.
 const FULL_DISK_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Time for a full disk to get space again before the job begins. The daemon waits a little longer than this for the
 /// agent.
-const IDENTITY_TIMEOUT: Duration = Duration::from_secs(45);
+const BEGIN_TIMEOUT: Duration = Duration::from_secs(45);
 
 /// Options of `xlaunch agent`.
 #[derive(Debug, Args)]
 pub(super) struct Agent {
     /// Directory of the job, owned by its user
     dir: PathBuf,
-    /// The environment is already the job's
-    #[arg(long)]
-    prepared: bool,
 }
 
 /// Runs the job. Output of this process goes to `agent.log`.
 pub(super) async fn run(options: &Agent, trainer: Trainer) -> ExitCode {
-    match claim(options) {
-        Ok(Some(start)) => start.finish(trainer).await,
-        Ok(None) => ExitCode::Done,
+    match begin(options) {
+        Ok(start) => start.finish(trainer).await,
         Err(error) => report_failure(&format!("{}: {error}", options.dir.display())),
     }
 }
 
-/// A start that this process has claimed.
-struct ClaimedStart {
+/// A start of a job that has begun.
+struct Start {
     dir: PathBuf,
     description: Description,
-    /// Why the job cannot run.
-    problem: Option<String>,
-    /// Held while the agent runs.
-    _lock: File,
+    base: BaseEnvironment,
 }
 
-/// Claims the ticket of this start; `None` if the daemon has revoked it.
-fn claim(options: &Agent) -> io::Result<Option<ClaimedStart>> {
+fn begin(options: &Agent) -> io::Result<Start> {
     let dir = std::path::absolute(&options.dir)?;
-    let description: Description = serde_json::from_slice(&standard_input()?)?;
-    if description.protocol > PROTOCOL {
+    redirect_output(&dir.join("agent.log"))?;
+    let mut input = Vec::new();
+    File::from(stdio::stdin().try_clone_to_owned()?).read_to_end(&mut input)?;
+    stdio::dup2_stdin(File::open("/dev/null")?)?;
+    // Incomplete if the daemon was killed: then this start has not happened.
+    let description: Description = serde_json::from_slice(&input)?;
+    if description.protocol != PROTOCOL {
         return Err(io::Error::other(format!(
-            "the daemon is newer than this agent: protocol {}, at most {PROTOCOL} is supported",
+            "the daemon speaks protocol {} with agents, this agent {PROTOCOL}: they are of different versions",
             description.protocol
         )));
     }
-    let problem = match options.prepared {
-        false => {
-            // First: what the user's environment loads must find no descriptor of the daemon or the system's journal.
-            redirect_output(&dir.join("agent.log"))?;
-            Some(prepare(&description, &dir))
-        }
-        true => None,
-    };
-    let lock = std::fs::OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .open(dir.join("lock"))?;
-    acquire(&lock)?;
-    if !files::claim(&dir, description.start)? {
-        return Ok(None);
-    }
-    stdio::dup2_stdin(File::open("/dev/null")?)?;
-    let own = Process::own().ok_or_else(|| io::Error::other("failed to read /proc for this process"))?;
-    let identity = Identity {
-        protocol: PROTOCOL,
-        version: xlaunch_proto::VERSION.into(),
-        pid: own.pid,
-        started: own.started,
-        boot: xlaunch_daemon::boot_id(),
-        start: description.start,
-    };
-    write_identity(&dir, &identity)?;
-    Ok(Some(ClaimedStart { dir, description, problem, _lock: lock }))
-}
-
-/// Tells the daemon who the agent is.
-fn write_identity(dir: &Path, identity: &Identity) -> io::Result<()> {
-    let (bytes, deadline) = (serde_json::to_vec(identity)?, Instant::now() + IDENTITY_TIMEOUT);
+    let deadline = Instant::now() + BEGIN_TIMEOUT;
     loop {
-        match files::write(dir, "agent.json", &bytes) {
+        match files::begin(&dir, description.start) {
             Err(error) if files::is_full(&error) && Instant::now() < deadline => {
                 std::thread::sleep(FULL_DISK_RETRY_DELAY)
             }
-            written => return written,
+            begun => break begun?,
         }
     }
-}
-
-/// Waits for a previous agent of this job to exit.
-fn acquire(lock: &File) -> io::Result<()> {
-    let deadline = Instant::now() + LOCK_TIMEOUT;
-    loop {
-        match lock.try_lock() {
-            Ok(()) => return Ok(()),
-            Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
-                std::thread::sleep(LOCK_POLL_INTERVAL)
-            }
-            Err(TryLockError::WouldBlock) => {
-                return Err(io::Error::other("another agent of this job is running"));
-            }
-            Err(TryLockError::Error(error)) => return Err(error),
-        }
-    }
-}
-
-/// All of standard input. The file offset stays where it is, because the input is read again after [`prepare`].
-fn standard_input() -> io::Result<Vec<u8>> {
-    let input = File::from(stdio::stdin().try_clone_to_owned()?);
-    let mut bytes = vec![0; usize::try_from(input.metadata()?.len()).unwrap_or(usize::MAX)];
-    input.read_exact_at(&mut bytes, 0)?;
-    Ok(bytes)
-}
-
-/// Executes this program again with the job's environment and working directory. Returns the reason if that fails.
-fn prepare(description: &Description, dir: &Path) -> String {
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0("xlaunch").arg("agent").arg(dir).arg("--prepared").env_clear();
-    for variable in &description.environment {
-        if let Some(at) = variable.iter().position(|byte| *byte == b'=').filter(|at| *at > 0) {
-            command.env(OsStr::from_bytes(&variable[..at]), OsStr::from_bytes(&variable[at + 1..]));
-        }
-    }
-    // A CPU job has no GPUs, so this hides them all: they may belong to other jobs.
-    command.env("CUDA_VISIBLE_DEVICES", description.gpus.join(",")).env("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
-    let error = command.current_dir(&description.work_dir).exec();
-    format!("failed to start in {}: {error}", description.work_dir.display())
+    let base = BaseEnvironment::Submitted(environment(&description));
+    Ok(Start { dir, description, base })
 }
 
 /// Redirects stdout and stderr to `log`.
@@ -171,12 +92,23 @@ fn redirect_output(log: &Path) -> io::Result<()> {
     Ok(())
 }
 
-impl ClaimedStart {
+/// The environment of the job's workers.
+fn environment(description: &Description) -> BTreeMap<OsString, OsString> {
+    let pairs = description.environment.iter().filter_map(|variable| {
+        let at = variable.iter().position(|byte| *byte == b'=').filter(|at| *at > 0)?;
+        Some((OsStr::from_bytes(&variable[..at]).into(), OsStr::from_bytes(&variable[at + 1..]).into()))
+    });
+    let mut variables: BTreeMap<OsString, OsString> = pairs.collect();
+    // The daemon has chosen the GPUs, and given this process the same two variables.
+    for name in ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"] {
+        variables.extend(std::env::var_os(name).map(|value| (name.into(), value)));
+    }
+    variables
+}
+
+impl Start {
     async fn finish(self, trainer: Trainer) -> ExitCode {
-        let ended = match &self.problem {
-            Some(problem) => Err(Refusal::new(ExitCode::Usage, problem.clone())),
-            None => self.work(trainer).await,
-        };
+        let ended = self.work(trainer).await;
         let result = self.result(ended.as_ref());
         let status = ended.as_ref().map(|ended| ended.status.encode_to_vec()).unwrap_or_default();
         loop {
@@ -195,20 +127,24 @@ impl ClaimedStart {
     }
 
     async fn work(&self, trainer: Trainer) -> Result<Ended, Refusal> {
+        let work_dir = &self.description.work_dir;
+        std::env::set_current_dir(work_dir).map_err(|error| {
+            Refusal::new(ExitCode::Usage, format!("failed to start in {}: {error}", work_dir.display()))
+        })?;
         match &self.description.work {
             Work::Trainer(spec) => {
                 let spec = for_node(spec, &self.description);
                 let placement = devices::place(&spec, &Node::inspect())?;
-                launch::train(&spec, &placement, trainer, |spec| RunDir::create_for_agent(spec, &self.dir))
-                    .await
+                let create = |spec: &JobSpec| RunDir::create_for_agent(spec, &self.dir);
+                launch::train(&spec, &placement, trainer, &self.base, create).await
             }
             Work::Command(spec) => {
-                let variable = |name: &str| std::env::var_os(name);
+                let variable = |name: &str| self.base.get(name);
                 let mut command = command::resolve((**spec).clone(), &variable, &Node::inspect)?;
                 // All output goes to files, which the daemon serves: there is no console.
                 command.logs.redirects.all = Streams { stdout: true, stderr: true };
                 command.name.clone_from(&self.description.name);
-                launch::run_workers(&command, || {
+                launch::run_workers(&command, &self.base, || {
                     Ok(RunDir::for_agent(&command, self.description.job, &self.dir))
                 })
                 .await
@@ -251,7 +187,7 @@ fn for_node(spec: &JobSpec, description: &Description) -> JobSpec {
     spec
 }
 
-#[expect(clippy::print_stderr, reason = "goes to the log of the daemon or of the agent")]
+#[expect(clippy::print_stderr, reason = "goes to the log of the agent")]
 fn report_failure(message: &str) -> ExitCode {
     eprintln!("xlaunch agent: {message}");
     ExitCode::Internal

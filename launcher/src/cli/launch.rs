@@ -15,6 +15,7 @@ use xlaunch_agent::driver;
 use xlaunch_agent::report::Evidence;
 use xlaunch_agent::run_dir::{self, RunDir};
 use xlaunch_agent::spawn::affinity::{self, Affinity};
+use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::state::Outcome;
 use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::trainer::TrainerPlan;
@@ -40,7 +41,7 @@ pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
         Ok(prepared) => prepared,
         Err(refusal) => return refuse(&refusal),
     };
-    match train(&spec, &placement, trainer, RunDir::create).await {
+    match train(&spec, &placement, trainer, &BaseEnvironment::Own, RunDir::create).await {
         Ok(ended) => {
             print!("{}", ended.summary);
             eprint!("{}", ended.report);
@@ -71,6 +72,7 @@ pub(super) async fn train(
     spec: &JobSpec,
     placement: &Placement,
     trainer: Trainer,
+    base: &BaseEnvironment,
     create: impl FnOnce(&JobSpec) -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
     let ready = (trainer.preflight)(spec, &run_dir::job_dir(spec))?;
@@ -85,6 +87,7 @@ pub(super) async fn train(
         resume_from: ready.resume_from,
         newest_checkpoint: trainer.newest_checkpoint,
         bench: None,
+        base,
     };
     let logs = run.logs.clone();
     let (finished, results) = driver::run_trainer(plan, run).await.map_err(|error| failed(&error))?;
@@ -110,7 +113,7 @@ pub(super) async fn run_command(spec: CommandSpec) -> ExitCode {
         Ok(command) => command,
         Err(refusal) => return refuse(&refusal),
     };
-    match run_workers(&command, || RunDir::for_command(&command)).await {
+    match run_workers(&command, &BaseEnvironment::Own, || RunDir::for_command(&command)).await {
         Ok(ended) => {
             eprint!("{}", ended.report);
             ended.exit
@@ -122,12 +125,13 @@ pub(super) async fn run_command(spec: CommandSpec) -> ExitCode {
 /// Runs the workers of a command. `create` makes the run directory.
 pub(super) async fn run_workers(
     spec: &ResolvedCommand,
+    base: &BaseEnvironment,
     create: impl FnOnce() -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
     let affinities = affinities(spec).map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
     let run = create()?;
     let kept = (spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
-    let plan = CommandPlan { spec, affinities };
+    let plan = CommandPlan { spec, affinities, base };
     let finished = driver::run_command(plan, run).await.map_err(|error| failed(&error))?;
     let report = report::text(&finished.outcome, &finished.evidence, kept.as_deref()).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));

@@ -2,14 +2,16 @@
 
 use std::process::Command;
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{CWD, FileType, Mode, OFlags};
 use xlaunch_tests::{Node, Process, requirements, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
     forged_result_cannot_imitate_log_lines_of_the_daemon,
     jobs_inherit_no_descriptor_of_the_daemon,
     submission_is_removed_when_the_job_has_ended,
-    slot_of_a_start_that_its_user_blocks_can_be_freed;
+    slot_of_a_start_that_its_user_blocks_can_be_freed,
+    forged_files_neither_end_a_running_job_nor_free_its_slot,
+    environment_of_a_job_reaches_its_workers_only;
     needs requirements::python3:
     deep_directory_of_a_job_neither_ends_nor_delays_the_daemon;
     needs requirements::root, requirements::terminal:
@@ -92,10 +94,10 @@ fn submission_is_removed_when_the_job_has_ended() {
         let names = node.state_dir().join(format!("jobs/{job}")).read_dir().unwrap().flatten();
         names.map(|entry| entry.file_name()).collect::<Vec<_>>()
     };
-    assert!(files().len() > 1, "{:?}", files());
+    assert!(files().iter().any(|name| name == "job.json"), "{:?}", files());
     node.run(&["cancel", &job.to_string()]);
     node.wait(job, "cancelled");
-    assert_eq!(files(), ["agent"]);
+    assert!(!files().iter().any(|name| name == "job.json"), "{:?}", files());
 }
 
 fn slot_of_a_start_that_its_user_blocks_can_be_freed() {
@@ -104,16 +106,51 @@ fn slot_of_a_start_that_its_user_blocks_can_be_freed() {
     node.wait(first, "running");
     let blocked = node.submit_shell("true");
     let last = node.submit_shell("true");
-    let dir = node.state_dir().join(format!("jobs/{blocked}/agent"));
-    // As its user could: the agent waits for the lock, and its ticket is gone when it gets it.
-    let lock = std::fs::File::create(dir.join("lock")).unwrap();
-    lock.lock().unwrap();
+    // As its user could: the agent waits for a process that reads its log.
+    let log = node.state_dir().join(format!("jobs/{blocked}/agent/agent.log"));
+    rustix::fs::mknodat(CWD, &log, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
     node.run(&["cancel", &first.to_string()]);
-    wait_for("the ticket", || std::fs::rename(dir.join("ticket-1"), dir.join("begun-1")).ok());
     node.wait(blocked, "starting");
     assert_eq!(node.run(&["cancel", "--force", &blocked.to_string()]).code, 0);
     node.wait(blocked, "cancelled");
     node.wait(last, "done");
+}
+
+fn forged_files_neither_end_a_running_job_nor_free_its_slot() {
+    let mut node = Node::new("cpu_workers = 1");
+    let job = node.submit_shell("exec sleep 1000");
+    node.wait(job, "running");
+    let (agent, dir) = (node.agents()[0], node.state_dir().join(format!("jobs/{job}/agent")));
+    // All that its user can write.
+    let result = r#"{"exit":0,"reason":"forged","start":1}"#;
+    std::fs::write(dir.join("result.json"), result).unwrap();
+    std::fs::write(dir.join("agent.json"), r#"{"start":1,"process":{"pid":1,"started":1,"boot":""}}"#)
+        .unwrap();
+    std::fs::remove_file(dir.join("begun-1")).unwrap();
+    std::fs::remove_file(dir.join("agent.sock")).unwrap();
+    let next = node.submit_shell("true");
+    node.kill_and_restart_daemon();
+    wait_for("a poll", || {
+        let jobs = [job, next].map(|job| node.job(job)["state"].clone());
+        assert_ne!(jobs[0], "done");
+        assert_eq!(jobs[1], "queued", "{jobs:?}");
+        (jobs[0] == "starting").then_some(())
+    });
+    assert_eq!(node.agents(), [agent]);
+    assert_eq!(node.run(&["cancel", "--force", &job.to_string()]).code, 0);
+    node.wait(next, "done");
+    assert!(!xlaunch_tests::is_alive(agent));
+}
+
+fn environment_of_a_job_reaches_its_workers_only() {
+    let node = Node::new("");
+    let script = "printf '%s' \"$SECRET\" > worker; cat /proc/$(ps -o ppid= $$ | tr -d ' ')/environ > agent";
+    let submit =
+        Process::spawn(node.client(&["submit", "--wait", "--", "sh", "-c", script]).env("SECRET", "hunter2"));
+    assert_eq!(submit.wait().code, 0);
+    assert_eq!(node.lines("worker"), ["hunter2"]);
+    let agent = node.lines("agent").concat();
+    assert!(agent.contains("CUDA_VISIBLE_DEVICES=") && !agent.contains("SECRET"), "{agent}");
 }
 
 fn forged_result_cannot_imitate_log_lines_of_the_daemon() {

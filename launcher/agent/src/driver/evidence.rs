@@ -32,7 +32,7 @@ impl Driver<'_> {
             oom_kills: oom_kills.unwrap_or_default(),
             spawn_error: end.spawn_error,
             program: program.map(OsStr::to_owned).unwrap_or_default(),
-            search_path: std::env::var_os("PATH").unwrap_or_default(),
+            search_path: self.workload.base_environment().get("PATH").unwrap_or_default(),
         }
     }
 }

@@ -1,7 +1,7 @@
-//! The environment of a worker: torchrun's variables, xlaunch's own, and everything that xlaunch itself was started
-//! with.
+//! The environment of a worker: torchrun's variables and xlaunch's own, on top of a [`BaseEnvironment`].
 
-use std::ffi::OsString;
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::process::Command;
 
@@ -10,9 +10,39 @@ use xlaunch_proto::env;
 use crate::command::ResolvedCommand;
 use crate::devices::Placement;
 
+/// What workers inherit.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum BaseEnvironment {
+    /// The environment of this process.
+    #[default]
+    Own,
+    /// The environment of the user who submitted the job. A daemon's agent does not have it itself: `LD_PRELOAD` and
+    /// the like must not act on the process that supervises the job.
+    Submitted(BTreeMap<OsString, OsString>),
+}
+
+impl BaseEnvironment {
+    /// The value of a variable.
+    pub fn get(&self, name: impl AsRef<OsStr>) -> Option<OsString> {
+        match self {
+            Self::Own => std::env::var_os(name),
+            Self::Submitted(variables) => variables.get(name.as_ref()).cloned(),
+        }
+    }
+
+    /// Lets the command inherit this environment.
+    pub(crate) fn apply(&self, command: &mut Command) {
+        if let Self::Submitted(variables) = self {
+            command.env_clear().envs(variables);
+        }
+    }
+}
+
 /// What the built-in trainer's workers of one attempt have in common.
 #[derive(Clone, Debug)]
 pub(crate) struct TrainerGroup<'a> {
+    /// What they inherit.
+    pub(crate) base: &'a BaseEnvironment,
     /// The run's id.
     pub(crate) run_id: &'a str,
     /// Where the agent listens.
@@ -30,6 +60,8 @@ pub(crate) struct TrainerGroup<'a> {
 /// What a command's workers of one attempt have in common.
 #[derive(Clone, Debug)]
 pub(crate) struct CommandGroup<'a> {
+    /// What they inherit.
+    pub(crate) base: &'a BaseEnvironment,
     /// The launch.
     pub(crate) spec: &'a ResolvedCommand,
     /// The run's id: the specification's, if it has one.
@@ -45,7 +77,7 @@ pub(crate) struct CommandGroup<'a> {
 /// The command of one of the built-in trainer's workers. The rest of the environment (`NCCL_*`, `NVSHMEM_*`, `TORCH_*`,
 /// ...) is inherited unchanged.
 pub(crate) fn trainer_command(group: &TrainerGroup<'_>, rank: u32) -> std::io::Result<Command> {
-    let mut command = match std::env::var_os(env::WORKER_PROGRAM) {
+    let mut command = match group.base.get(env::WORKER_PROGRAM) {
         Some(program) => Command::new(program),
         None => {
             let mut command = Command::new(std::env::current_exe()?);
@@ -53,15 +85,12 @@ pub(crate) fn trainer_command(group: &TrainerGroup<'_>, rank: u32) -> std::io::R
             command
         }
     };
-    command.envs(trainer_variables(group, rank, std::env::var_os("OMP_NUM_THREADS")));
+    group.base.apply(&mut command);
+    command.envs(trainer_variables(group, rank));
     Ok(command)
 }
 
-fn trainer_variables(
-    group: &TrainerGroup<'_>,
-    rank: u32,
-    omp_threads: Option<OsString>,
-) -> Vec<(&'static str, OsString)> {
+fn trainer_variables(group: &TrainerGroup<'_>, rank: u32) -> Vec<(&'static str, OsString)> {
     let device = if group.placement.cuda { format!("cuda:{rank}") } else { "cpu".into() };
     let shared = Shared {
         run_id: group.run_id,
@@ -75,17 +104,22 @@ fn trainer_variables(
     let mut all = shared.variables(rank);
     all.push(("LOCAL_RANK", rank.to_string().into()));
     all.push((env::DEVICE, device.into()));
-    if omp_threads.is_none() {
+    if group.base.get("OMP_NUM_THREADS").is_none() {
         all.push(("OMP_NUM_THREADS", group.placement.threads.to_string().into()));
     }
     if let Some(visible) = &group.placement.visible {
         all.push(("CUDA_VISIBLE_DEVICES", visible.into()));
     }
+    // All ranks are on this node, so the bootstrap needs no other interface; NCCL listens on the first one that is not
+    // the loopback interface otherwise.
+    if group.base.get("NCCL_SOCKET_IFNAME").is_none() {
+        all.push(("NCCL_SOCKET_IFNAME", "lo".into()));
+    }
     all
 }
 
-/// The variables that a command's worker gets in addition to xlaunch's environment, which `inherited` looks up. `dir`
-/// is the worker's directory of this attempt, `threads` its share of the cores.
+/// The variables that a command's worker gets in addition to what it inherits. `dir` is the worker's directory of this
+/// attempt, `threads` its share of the cores.
 ///
 /// `TORCHELASTIC_USE_AGENT_STORE` is `False`: rank 0 hosts the store of `torch.distributed`, the agent has none.
 pub(crate) fn command_variables(
@@ -93,9 +127,8 @@ pub(crate) fn command_variables(
     local_rank: u32,
     dir: &Path,
     threads: usize,
-    inherited: &dyn Fn(&str) -> Option<OsString>,
 ) -> Vec<(&'static str, OsString)> {
-    let spec = group.spec;
+    let (spec, inherited) = (group.spec, |name: &str| group.base.get(name));
     let shared = Shared {
         run_id: group.run_id,
         socket: group.socket,
@@ -201,11 +234,10 @@ mod tests {
     /// The variables of rank 1 of 2 in the second attempt.
     fn variables(spec: &ResolvedCommand, inherited: &[(&str, &str)]) -> BTreeMap<&'static str, String> {
         let socket = Path::new("/run/agent.sock");
-        let group = CommandGroup { spec, run_id: "id", socket, attempt: 1, master_port: 20_001 };
-        let find = |wanted: &str| {
-            inherited.iter().find(|(name, _)| *name == wanted).map(|(_, value)| OsString::from(value))
-        };
-        let all = command_variables(&group, 1, Path::new("/logs/1"), 6, &find);
+        let inherited = inherited.iter().map(|(name, value)| ((*name).into(), (*value).into()));
+        let base = &BaseEnvironment::Submitted(inherited.collect());
+        let group = CommandGroup { base, spec, run_id: "id", socket, attempt: 1, master_port: 20_001 };
+        let all = command_variables(&group, 1, Path::new("/logs/1"), 6);
         let count = all.len();
         let map: BTreeMap<_, _> =
             all.into_iter().map(|(name, value)| (name, value.into_string().unwrap())).collect();

@@ -17,7 +17,7 @@
 pub mod affinity;
 mod cgroup;
 mod children;
-pub(crate) mod environment;
+pub mod environment;
 mod exit;
 pub(crate) mod gpu_memory;
 mod membership;

@@ -128,6 +128,14 @@ pub fn inherited_listener(fd: i32) -> Option<std::os::unix::net::UnixListener> {
     listener.local_addr().is_ok().then_some(listener)
 }
 
+/// The same for a TCP socket.
+pub fn inherited_tcp_listener(fd: i32) -> Option<std::net::TcpListener> {
+    use std::os::fd::FromRawFd;
+    // SAFETY: as above.
+    let listener = unsafe { std::net::TcpListener::from_raw_fd(fd) };
+    listener.local_addr().is_ok().then_some(listener)
+}
+
 /// Registers a descriptor with tokio's reactor; `None` if that fails.
 pub fn register(fd: OwnedFd) -> Option<AsyncFd<OwnedFd>> {
     // SAFETY: an OwnedFd is always the same open descriptor, and is closed only when the AsyncFd drops it.

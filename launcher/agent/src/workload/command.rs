@@ -18,7 +18,7 @@ use crate::logs::Output;
 use crate::rendezvous::service::Message;
 use crate::run_dir::RunDir;
 use crate::spawn::affinity::Affinity;
-use crate::spawn::environment::{self, CommandGroup};
+use crate::spawn::environment::{self, BaseEnvironment, CommandGroup};
 use crate::spawn::port::MasterPort;
 use crate::spawn::{Options, inherits_stdin};
 use crate::state::{Event, Job, Kind, Rules};
@@ -37,11 +37,14 @@ pub struct CommandPlan<'a> {
     pub spec: &'a ResolvedCommand,
     /// By local rank.
     pub affinities: Vec<Affinity>,
+    /// What the workers inherit.
+    pub base: &'a BaseEnvironment,
 }
 
 pub(crate) struct CommandWorkload<'a> {
     spec: &'a ResolvedCommand,
     affinities: Vec<Affinity>,
+    base: &'a BaseEnvironment,
     run: &'a RunDir,
     output: Output,
     /// Reserved while the attempt runs; `None` if the user chose a port.
@@ -52,9 +55,9 @@ pub(crate) struct CommandWorkload<'a> {
 
 impl<'a> CommandWorkload<'a> {
     pub(crate) fn new(plan: CommandPlan<'a>, run: &'a RunDir) -> std::io::Result<Self> {
-        let CommandPlan { spec, affinities } = plan;
+        let CommandPlan { spec, affinities, base } = plan;
         let output = Output::new(&bounded(&spec.logs), &spec.role, spec.nproc)?;
-        Ok(Self { spec, affinities, run, output, port: None, stalled: BTreeSet::new() })
+        Ok(Self { spec, affinities, base, run, output, port: None, stalled: BTreeSet::new() })
     }
 
     /// Gives the console time for the last lines. Call it when the job is over.
@@ -103,6 +106,7 @@ impl Workload for CommandWorkload<'_> {
     fn command(&self, attempt: u32, rank: u32, dir: &Path) -> std::io::Result<(Command, Options)> {
         let spec = self.spec;
         let group = CommandGroup {
+            base: self.base,
             spec,
             run_id: &self.run.id,
             socket: &self.run.socket,
@@ -117,14 +121,18 @@ impl Workload for CommandWorkload<'_> {
         let (program, arguments) = spec.argv.split_first().map_or((OsStr::new(""), &[][..]), |(p, a)| (p, a));
         let mut command = Command::new(program);
         command.args(arguments.iter().map(|argument| for_rank(argument, rank)));
-        command
-            .envs(environment::command_variables(&group, rank, dir, threads, &|name| std::env::var_os(name)));
+        self.base.apply(&mut command);
+        command.envs(environment::command_variables(&group, rank, dir, threads));
         let cpus = affinity.and_then(Affinity::cpus).copied();
         Ok((command, Options { inherit_stdin: inherits_stdin(spec.nproc), cpus }))
     }
 
     fn program(&self) -> Option<&OsStr> {
         self.spec.argv.first().map(AsRef::as_ref)
+    }
+
+    fn base_environment(&self) -> &BaseEnvironment {
+        self.base
     }
 
     fn output(&self) -> &Output {

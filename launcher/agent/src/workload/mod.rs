@@ -19,6 +19,7 @@ use tokio::sync::watch;
 use crate::logs::Output;
 use crate::rendezvous::service::Message;
 use crate::spawn::Options;
+use crate::spawn::environment::BaseEnvironment;
 use crate::state::{Event, Job, Rules};
 use crate::status::board::{self, Board};
 
@@ -49,6 +50,9 @@ pub(crate) trait Workload {
     fn program(&self) -> Option<&OsStr> {
         None
     }
+
+    /// What workers inherit.
+    fn base_environment(&self) -> &BaseEnvironment;
 
     /// Where the output of workers goes.
     fn output(&self) -> &Output;

@@ -29,7 +29,7 @@ use crate::sinks::summary::Summary;
 use crate::sinks::tensorboard::TensorBoard;
 use crate::sinks::{RankReport, Sinks};
 use crate::spawn::Options;
-use crate::spawn::environment::{self, TrainerGroup};
+use crate::spawn::environment::{self, BaseEnvironment, TrainerGroup};
 use crate::spawn::port::MasterPort;
 use crate::state::{Event, Job, Kind, Phase, Rules};
 use crate::status::board::{self, Board};
@@ -58,6 +58,8 @@ pub struct TrainerPlan<'a> {
     pub newest_checkpoint: fn(&Path) -> Option<PathBuf>,
     /// What `xlaunch bench` measures; `None` trains.
     pub bench: Option<Bench>,
+    /// What the workers inherit.
+    pub base: &'a BaseEnvironment,
 }
 
 /// The results of a training job, beside what every job has.
@@ -237,6 +239,7 @@ impl Workload for TrainerWorkload<'_> {
 
     fn command(&self, attempt: u32, rank: u32, _dir: &Path) -> std::io::Result<(Command, Options)> {
         let group = TrainerGroup {
+            base: self.plan.base,
             run_id: &self.run.id,
             socket: &self.run.socket,
             placement: self.plan.placement,
@@ -245,6 +248,10 @@ impl Workload for TrainerWorkload<'_> {
             master_port: self.port.as_ref().map_or(DEFAULT_MASTER_PORT, MasterPort::number),
         };
         Ok((environment::trainer_command(&group, rank)?, Options::default()))
+    }
+
+    fn base_environment(&self) -> &BaseEnvironment {
+        self.plan.base
     }
 
     fn output(&self) -> &Output {

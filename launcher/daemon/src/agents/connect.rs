@@ -1,12 +1,16 @@
 //! Connections to agents.
 //!
-//! The socket's directory belongs to the job's user, who may have replaced the socket by a link to another one. The
-//! connection is used only if its peer is a process of that user, so that no user can make the daemon query or stop
-//! another user's job. Message and window sizes are bounded.
+//! The socket's directory belongs to the job's user, who may have put anything in its place. The daemon connects only
+//! to a socket of that user, which it reaches without a link, and uses the connection only if its peer is a process of
+//! that user: no user can make the daemon query or stop another user's job, or wake a service of the system. Message
+//! and window sizes are bounded.
 
 use std::io;
+use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::Duration;
+
+use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, openat};
 
 use tokio::net::UnixStream;
 use tonic::transport::Channel;
@@ -24,7 +28,16 @@ const AGENT_KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Connects to `socket` if a process of user `uid` listens on it. The channel does not reconnect: when the connection
 /// breaks, calls fail.
 pub(crate) async fn connect(socket: &Path, uid: u32) -> io::Result<AgentClient<Channel>> {
-    let stream = UnixStream::connect(socket).await?;
+    let refused = || io::Error::other("there is no socket of the job's user");
+    let (dir, name) = socket.parent().zip(socket.file_name()).ok_or_else(refused)?;
+    let path = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let dir = openat(CWD, dir, path | OFlags::DIRECTORY, Mode::empty())?;
+    let socket = openat(&dir, name, path, Mode::empty())?;
+    let found = fstat(&socket)?;
+    if FileType::from_raw_mode(found.st_mode) != FileType::Socket || found.st_uid != uid {
+        return Err(refused());
+    }
+    let stream = UnixStream::connect(format!("/proc/self/fd/{}", socket.as_raw_fd())).await?;
     if stream.peer_cred()?.uid() != uid {
         return Err(io::Error::other("the process that listens there belongs to another user"));
     }
@@ -43,14 +56,19 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn socket_of_another_user_receives_nothing() {
+    async fn only_a_socket_of_the_jobs_user_is_connected_to() {
         let dir = tempfile::tempdir().unwrap();
-        let socket = dir.path().join("agent.sock");
+        let (socket, link) = (dir.path().join("agent.sock"), dir.path().join("link.sock"));
         let listener = tokio::net::UnixListener::bind(&socket).unwrap();
+        std::os::unix::fs::symlink(&socket, &link).unwrap();
+        let file = dir.path().join("file");
+        std::fs::write(&file, "").unwrap();
         let own = rustix::process::getuid().as_raw();
-        let error = connect(&socket, own + 1).await.unwrap_err();
-        assert!(error.to_string().contains("another user"), "{error}");
-        use tokio::io::AsyncReadExt;
-        assert_eq!(listener.accept().await.unwrap().0.read(&mut [0]).await.unwrap(), 0);
+        for (path, uid) in [(&socket, own + 1), (&link, own), (&file, own)] {
+            let error = connect(path, uid).await.unwrap_err();
+            assert!(error.to_string().contains("no socket of the job's user"), "{error}");
+        }
+        let accepted = tokio::time::timeout(Duration::from_millis(50), listener.accept()).await;
+        assert!(accepted.is_err(), "a refused socket sees no connection");
     }
 }

@@ -1,18 +1,24 @@
-//! The task that follows one start of a job, from its ticket to its result, and reports to the manager.
+//! The task that follows one start of a job, from its agent's first moment to its result, and reports to the manager.
 //!
 //! ```text
-//! start --> agent introduces itself --> watch the process, poll its status --> exited --> result.json, or lost
-//!   |          |
-//!   '----------'--> failed, or no introduction in time: revoke the ticket --> not started
+//! this daemon starts it:        spawn, record, send the description --.
+//! an earlier daemon has:        find the agent ------------------------+--> begun? --> watch, poll its status
+//!                                  '--> none runs --.                  |                     |
+//!                                                    +<-- exited ------'<------- exited -----'
+//!                                                    v
+//!                     begun: its result, or lost; otherwise not started
 //! ```
-//! An adopted job begins at the second stage, if its ticket cannot be revoked. The ticket decides in all cases of
-//! doubt: a start counts as not having happened only after its ticket was revoked. The agent runs as the job's user and
-//! is not trusted, so its result counts only after its process has exited.
+//! Whether the agent runs is known from its unit or process ([`Agent`]). What it has left in its directory, which its
+//! user can forge, is read only when it is known not to run, so that nothing there can free a slot that is in use or
+//! keep one that is not.
 
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio::io::AsyncWriteExt;
+use tokio::net::unix::pipe;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{MissedTickBehavior, timeout};
 use tonic::transport::Channel;
@@ -21,19 +27,19 @@ use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{StatusReply, StatusRequest, StopRequest};
 
 use super::connect::connect;
-use super::process::AgentProcess;
-use super::{AgentExit, AgentStart, AgentStarter, Started};
-use crate::files::{Identity, JobDirs, JobResult, is_full};
+use super::{Agent, AgentStart, AgentStarter, Usage};
+use crate::files::{AgentRecord, JobDirs, JobResult, is_full};
 use crate::runtime::Stop;
-use rustix::process::{Signal, pidfd_send_signal};
 use xlaunch_agent::registry::SOCKET;
 
-/// Time for an agent to introduce itself. Longer than it waits for a full disk before it gives up.
-const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(60);
-const INTRODUCTION_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Delay before a failed operation on the job's directory is retried: until a full disk has space again, for example.
-const DISK_RETRY_DELAY: Duration = Duration::from_secs(1);
+/// Time for an agent to take its description. Longer than it waits for a full disk before it gives up.
+const BEGIN_TIMEOUT: Duration = Duration::from_secs(60);
+const BEGIN_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Delay before a failed operation is retried: on a full disk, or while the system manager does not answer.
+const FOLLOW_RETRY_DELAY: Duration = Duration::from_secs(1);
 const STATUS_POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// Usage is read at every so many polls of the status, and at the end.
+const POLLS_PER_USAGE: u32 = 10;
 const AGENT_CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for a stopped agent to exit beyond the shutdown timeout of its workers. Then it is killed.
 const AGENT_STOP_MARGIN: Duration = Duration::from_secs(60);
@@ -45,7 +51,10 @@ pub(crate) struct JobStart {
     pub(crate) start: u32,
     pub(crate) name: String,
     pub(crate) uid: u32,
+    /// UUIDs.
     pub(crate) gpus: Vec<String>,
+    /// Device nodes of these GPUs; `None` on a node without GPUs.
+    pub(crate) gpu_nodes: Option<Vec<PathBuf>>,
     /// Time between SIGTERM and SIGKILL of its workers.
     pub(crate) shutdown_timeout: Duration,
 }
@@ -53,15 +62,15 @@ pub(crate) struct JobStart {
 /// What happens to a start. Each ends with one of the last three.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum AgentEvent {
-    /// The agent has introduced itself.
+    /// The agent has begun.
     Started,
     Status(Box<StatusReply>),
-    /// No agent has run for this start or ever will; the reason, if something has failed.
+    /// The agent has not begun and does not run; the reason, if something has failed.
     NotStarted(Option<String>),
-    /// The agent has exited and left a result.
-    Ended(JobResult),
+    /// The agent has exited and left a result. Usage is unknown without systemd.
+    Ended(JobResult, Option<Usage>),
     /// The agent has exited without a result.
-    Lost(String),
+    Lost(String, Option<Usage>),
 }
 
 /// Follows a start to its end and sends its events with the job's id. `fresh`: starts the agent; otherwise an earlier
@@ -76,7 +85,10 @@ pub(crate) async fn follow(
 ) {
     let job = job_start.job;
     let follower = Follower { job_start, dirs, starter, events, stop };
-    let last = follower.run(fresh).await;
+    let last = match fresh {
+        true => follower.start_and_watch().await,
+        false => follower.adopt_and_watch().await,
+    };
     // The manager is gone only if the daemon ends; the next daemon reads the job's files.
     let _ = follower.events.send((job, last)).await;
 }
@@ -89,46 +101,37 @@ struct Follower {
     stop: watch::Receiver<Stop>,
 }
 
+/// A description on its way to an agent.
+type Input = (pipe::Sender, Vec<u8>);
+
 impl Follower {
-    async fn run(&self, fresh: bool) -> AgentEvent {
-        let (started, problem) = match fresh {
-            true => match self.start().await {
-                Ok(started) => (Some(started), None),
-                Err(error) => (None, Some(format!("failed to start its agent: {error}"))),
-            },
-            false => (None, None),
+    async fn start_and_watch(&self) -> AgentEvent {
+        let (agent, input) = match self.start().await {
+            Ok(started) => started,
+            Err(error) => return AgentEvent::NotStarted(Some(format!("failed to start its agent: {error}"))),
         };
-        if started.is_none()
-            && let Some(last) = self.revoke(problem).await
-        {
-            return last;
-        }
-        let Started { exit, pidfd } = started.unwrap_or_else(|| Started { exit: never(), pidfd: None });
-        let identity = match self.introduction(exit).await {
-            Ok(identity) => identity,
-            Err(last) => {
-                // The rest of it must not outlive its slot.
-                if let Some(pidfd) = pidfd {
-                    let _ = pidfd_send_signal(pidfd, Signal::KILL);
-                }
-                self.starter.kill(self.job_start.job).await;
-                return last;
-            }
-        };
-        if let Some(agent) = AgentProcess::find(&identity, self.job_start.uid) {
-            let _ = self.events.send((self.job_start.job, AgentEvent::Started)).await;
-            self.watch(&agent).await;
-            self.starter.kill(self.job_start.job).await;
-        }
-        self.result()
+        let failure = self.begin(&agent, Some(input)).await;
+        self.watch(agent, failure.map(Some)).await
     }
 
-    /// Starts the agent, as soon as the disk has space for its input.
-    async fn start(&self) -> std::io::Result<Started> {
+    async fn adopt_and_watch(&self) -> AgentEvent {
+        match self.find().await {
+            // What keeps it from beginning may be that its daemon ended before it sent the description.
+            Some(agent) => {
+                let failure = self.begin(&agent, None).await;
+                self.watch(agent, failure.map(|_| None)).await
+            }
+            None if self.has_begun() => self.result(None),
+            None => AgentEvent::NotStarted(None),
+        }
+    }
+
+    /// Starts the agent, as soon as the disk has space for its record.
+    async fn start(&self) -> io::Result<(Agent, Input)> {
         loop {
             match self.try_start().await {
                 Err(error) if is_full(&error) => tokio::select! {
-                    () = tokio::time::sleep(DISK_RETRY_DELAY) => {}
+                    () = tokio::time::sleep(FOLLOW_RETRY_DELAY) => {}
                     () = self.stop_requested(Stop::Ask) => return Err(error),
                 },
                 started => return started,
@@ -136,94 +139,118 @@ impl Follower {
         }
     }
 
-    async fn try_start(&self) -> std::io::Result<Started> {
-        let JobStart { job, start, uid, ref name, ref gpus, shutdown_timeout } = self.job_start;
-        let input = self.dirs.prepare(job, start, gpus)?;
-        let (dir, input_path) = (self.dirs.agent(job), self.dirs.start_file(job, start));
-        let start = AgentStart { job, name: name.clone(), uid, dir, input_path, input, shutdown_timeout };
-        self.starter.start(start).await
+    async fn try_start(&self) -> io::Result<(Agent, Input)> {
+        let JobStart { job, start, uid, ref name, ref gpus, ref gpu_nodes, shutdown_timeout } =
+            self.job_start;
+        let description = self.dirs.description(job, start, gpus)?;
+        let dir = self.dirs.agent(job);
+        let (name, gpus, gpu_nodes) = (name.clone(), gpus.clone(), gpu_nodes.clone());
+        let agent_start = AgentStart { job, name, uid, dir, gpus, gpu_nodes, shutdown_timeout };
+        let (agent, pipe) = self.starter.start(&agent_start).await?;
+        let record = AgentRecord { start, process: agent.process() };
+        if let Err(error) = self.dirs.record_agent(job, &record) {
+            // It has no description, so this loses nothing.
+            drop(pipe);
+            agent.kill().await;
+            agent.exited().await;
+            agent.release().await;
+            return Err(error);
+        }
+        Ok((agent, (pipe, description)))
     }
 
-    /// Revokes this start; `None` if its agent has claimed it.
-    async fn revoke(&self, reason: Option<String>) -> Option<AgentEvent> {
+    /// The agent that an earlier daemon has started; `None` if it does not run.
+    async fn find(&self) -> Option<Agent> {
         let JobStart { job, start, .. } = self.job_start;
+        let record = self.dirs.agent_record(job, start);
         loop {
-            match self.dirs.revoke(job, start) {
-                Ok(true) => return Some(AgentEvent::NotStarted(reason)),
-                Ok(false) => return None,
+            match self.starter.find(job, record.as_ref()).await {
+                Ok(agent) => return agent,
                 // A guess could give the job's GPUs to a second job.
                 Err(error) => {
-                    warn!(job, "failed to revoke start {start} of job {job}, retrying: {error}");
-                    tokio::time::sleep(DISK_RETRY_DELAY).await;
+                    warn!(job, "failed to look for the agent of job {job}, retrying: {error}");
+                    tokio::time::sleep(FOLLOW_RETRY_DELAY).await;
                 }
             }
         }
     }
 
-    /// Waits until the agent has introduced itself.
-    async fn introduction(&self, mut exit: AgentExit) -> Result<Identity, AgentEvent> {
-        let JobStart { job, start, uid, .. } = self.job_start;
-        let mut deadline = Some(Instant::now() + INTRODUCTION_TIMEOUT);
-        let give_up_at = Instant::now() + 2 * INTRODUCTION_TIMEOUT;
+    /// Sends the description, if there is one, and waits until the agent has begun. Returns the reason if it has not:
+    /// then it is about to exit.
+    async fn begin(&self, agent: &Agent, input: Option<Input>) -> Option<String> {
+        let send = async {
+            if let Some((mut pipe, description)) = input {
+                // The agent may have exited, which is noticed below.
+                let _ = pipe.write_all(&description).await;
+            }
+            std::future::pending::<()>().await
+        };
+        let (mut send, mut exited) = (std::pin::pin!(send), std::pin::pin!(agent.exited()));
+        let deadline = Instant::now() + BEGIN_TIMEOUT;
         loop {
             let failure = tokio::select! {
                 biased;
-                how = &mut exit => Some(format!("its agent exited before it began: {how}")),
-                () = tokio::time::sleep(INTRODUCTION_POLL_INTERVAL) => deadline
-                    .filter(|deadline| Instant::now() > *deadline)
-                    .map(|_| format!("its agent has not begun within {} s", INTRODUCTION_TIMEOUT.as_secs())),
+                () = &mut exited => Some("its agent exited before it began".to_owned()),
+                () = self.stop_requested(Stop::Kill) => Some("killed before it began".to_owned()),
+                () = tokio::time::sleep(BEGIN_POLL_INTERVAL) => (Instant::now() > deadline)
+                    .then(|| format!("its agent has not begun within {} s", BEGIN_TIMEOUT.as_secs())),
+                () = &mut send => None,
             };
-            if let Some(identity) = self.dirs.identity(job, uid).filter(|it| it.start == start) {
-                return Ok(identity);
+            if self.has_begun() {
+                return None;
             }
-            if let Some(reason) = failure {
-                (exit, deadline) = (never(), None);
-                if let Some(last) = self.revoke(Some(reason)).await {
-                    return Err(last);
-                }
-            }
-            if self.is_abandoned() {
-                return Err(self.result());
-            }
-            // Its user can claim the ticket and hold the lock without an agent.
-            if Instant::now() > give_up_at || *self.stop.borrow() == Stop::Kill {
-                return Err(match self.revoke(None).await {
-                    Some(last) => last,
-                    None => {
-                        AgentEvent::Lost("its agent has claimed its start but not introduced itself".into())
-                    }
-                });
+            if failure.is_some() {
+                agent.kill().await;
+                return failure;
             }
         }
     }
 
-    /// Whether the agent has claimed its ticket and exited without an introduction.
-    fn is_abandoned(&self) -> bool {
-        let JobStart { job, start, uid, .. } = self.job_start;
-        // The agent locks, claims, introduces itself. Checked in this order, a running agent is never seen as
-        // abandoned.
-        self.dirs.has_begun(job, start)
-            && !self.dirs.is_locked(job, uid)
-            && self.dirs.identity(job, uid).is_none_or(|identity| identity.start != start)
+    fn has_begun(&self) -> bool {
+        self.dirs.has_begun(self.job_start.job, self.job_start.start)
     }
 
-    /// Polls the agent's status, and stops the agent on request, until it has exited.
-    async fn watch(&self, agent: &AgentProcess) {
+    /// Watches the agent until it has exited. `failure` says that it has not begun, and why, if that is a failure.
+    async fn watch(&self, agent: Agent, failure: Option<Option<String>>) -> AgentEvent {
+        let mut usage = None;
+        let last = match failure {
+            None => {
+                let _ = self.events.send((self.job_start.job, AgentEvent::Started)).await;
+                self.poll(&agent, &mut usage).await;
+                usage = later(usage, agent.usage().await);
+                self.result(usage)
+            }
+            Some(reason) => {
+                agent.exited().await;
+                // It may have begun in the last moment.
+                if self.has_begun() {
+                    self.result(agent.usage().await)
+                } else {
+                    AgentEvent::NotStarted(reason)
+                }
+            }
+        };
+        agent.release().await;
+        last
+    }
+
+    /// Polls the agent's status and usage, and stops the agent on request, until it has exited.
+    async fn poll(&self, agent: &Agent, usage: &mut Option<Usage>) {
         let mut poll = tokio::time::interval(STATUS_POLL_INTERVAL);
         poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let socket = self.dirs.agent(self.job_start.job).join(SOCKET);
         let mut client = Client { socket, uid: self.job_start.uid, connected: None };
+        let mut exited = std::pin::pin!(agent.exited());
         // When a stopped agent is killed; `None` until a stop is requested.
         let mut kill_at: Option<Instant> = None;
-        let (mut stop_sent, mut killed) = (false, false);
+        let (mut stop_sent, mut killed, mut polls) = (false, false, 0);
         loop {
             tokio::select! {
                 biased;
-                () = agent.exited() => return,
+                () = &mut exited => return,
                 () = self.stop_requested(Stop::Kill), if !killed => {
                     killed = true;
-                    agent.kill();
-                    self.starter.kill(self.job_start.job).await;
+                    agent.kill().await;
                 }
                 () = self.stop_requested(Stop::Ask), if kill_at.is_none() => {
                     kill_at = Some(Instant::now() + self.job_start.shutdown_timeout + AGENT_STOP_MARGIN);
@@ -231,15 +258,18 @@ impl Follower {
                 }
                 _ = poll.tick() => {
                     if kill_at.is_some_and(|kill_at| Instant::now() > kill_at) {
-                        agent.kill();
-                        self.starter.kill(self.job_start.job).await;
+                        agent.kill().await;
                     }
                     if kill_at.is_some() && !stop_sent {
                         // Retried at the next poll: an agent that has just started may not listen yet.
                         stop_sent = client.stop().await;
                     }
+                    polls += 1;
+                    if polls % POLLS_PER_USAGE == 0 {
+                        *usage = later(*usage, agent.usage().await);
+                    }
                     let status = tokio::select! {
-                        () = agent.exited() => return,
+                        () = &mut exited => return,
                         status = client.status() => status,
                     };
                     if let Some(status) = status {
@@ -259,18 +289,25 @@ impl Follower {
         }
     }
 
-    /// The result of an agent that has exited.
-    fn result(&self) -> AgentEvent {
+    /// The result of an agent that has begun and exited.
+    fn result(&self, usage: Option<Usage>) -> AgentEvent {
         let result = self.dirs.result(self.job_start.job, self.job_start.uid);
         match result.filter(|result| result.start == self.job_start.start) {
-            Some(result) => AgentEvent::Ended(result),
-            None => AgentEvent::Lost("its agent exited without a result".into()),
+            Some(result) => AgentEvent::Ended(result, usage),
+            None => AgentEvent::Lost("its agent exited without a result".into(), usage),
         }
     }
 }
 
-fn never() -> AgentExit {
-    Box::pin(std::future::pending())
+/// The later of two readings, with the peak of both.
+fn later(before: Option<Usage>, now: Option<Usage>) -> Option<Usage> {
+    match (before, now) {
+        (Some(before), Some(now)) => Some(Usage {
+            cpu_seconds: now.cpu_seconds.max(before.cpu_seconds),
+            peak_memory_bytes: now.peak_memory_bytes.max(before.peak_memory_bytes),
+        }),
+        (before, now) => now.or(before),
+    }
 }
 
 /// A client of the agent that connects when needed, and again after an error.

@@ -3,6 +3,13 @@
 //! An agent is this program run as `xlaunch agent DIR` by the job's user. Under systemd each agent is a transient unit,
 //! so that it neither ends with the daemon nor shares its resource limits; elsewhere it is a process in its own
 //! session.
+//!
+//! ```text
+//! spawn (its input is a pipe) --> record the process --> write the description to the pipe, close it --> begun
+//! ```
+//! An agent does nothing before it has read a complete description. One whose daemon dies before that ends without a
+//! trace, and one that may do something is recorded. Whether an agent runs is known from its unit, or from its process
+//! through a pidfd: never from anything that its user can write.
 
 pub(crate) mod connect;
 pub(crate) mod follow;
@@ -10,20 +17,24 @@ mod process;
 mod unit;
 
 use std::ffi::CString;
-use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::pin::Pin;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use nix::unistd;
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use tokio::net::unix::pipe;
 
+use self::process::AgentProcess;
+use self::unit::Unit;
+use crate::files::AgentRecord;
 use crate::users::{self, Account};
 use xlaunch_agent::spawn::sys;
+
+/// Variables of the daemon that agents get: where the operator has put the driver's libraries.
+const PASSED_ON: [&str; 1] = ["LD_LIBRARY_PATH"];
+const PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 
 /// Starts agents.
 #[derive(Clone, Debug)]
@@ -42,61 +53,127 @@ pub(crate) struct AgentStart {
     uid: u32,
     /// The part of the job's directory that its user owns.
     dir: PathBuf,
-    /// The file that becomes its standard input, as path and open.
-    input_path: PathBuf,
-    input: File,
+    /// UUIDs.
+    gpus: Vec<String>,
+    /// Device nodes of these GPUs; `None` on a node without GPUs, where there is nothing to keep from the job.
+    gpu_nodes: Option<Vec<PathBuf>>,
     /// Time between SIGTERM and SIGKILL of its workers.
     shutdown_timeout: Duration,
 }
 
-/// An agent that was started.
-pub(crate) struct Started {
-    exit: AgentExit,
-    /// Its process, unless systemd has started it.
-    pidfd: Option<OwnedFd>,
+impl AgentStart {
+    /// The agent's environment. The job's own reaches its workers only.
+    fn environment(&self) -> Vec<(&'static str, String)> {
+        let passed_on = PASSED_ON.iter().filter_map(|name| Some((*name, std::env::var(name).ok()?)));
+        // A CPU job has no GPUs, so this hides them all: they may belong to other jobs.
+        let own = [
+            ("PATH", PATH.to_owned()),
+            ("CUDA_VISIBLE_DEVICES", self.gpus.join(",")),
+            ("CUDA_DEVICE_ORDER", "PCI_BUS_ID".to_owned()),
+        ];
+        own.into_iter().chain(passed_on).collect()
+    }
 }
 
-/// Resolves to a description of the exit when the started process is certainly gone.
-pub(crate) type AgentExit = Pin<Box<dyn Future<Output = String> + Send>>;
+/// An agent that runs, as far as the daemon knows.
+#[derive(Debug)]
+pub(crate) enum Agent {
+    Process(AgentProcess),
+    Unit(Unit),
+}
+
+/// What a job has used, as the kernel has counted it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Usage {
+    pub(crate) cpu_seconds: u64,
+    pub(crate) peak_memory_bytes: u64,
+}
 
 impl AgentStarter {
-    /// Starts an agent. On an error none runs.
-    pub(crate) async fn start(&self, start: AgentStart) -> io::Result<Started> {
-        match self {
-            Self::Detached => start_detached(start),
+    /// Starts an agent, which waits for its description from the pipe. On an error none runs.
+    pub(crate) async fn start(&self, start: &AgentStart) -> io::Result<(Agent, pipe::Sender)> {
+        let (sender, receiver) = pipe::pipe()?;
+        let input = receiver.into_blocking_fd()?;
+        let agent = match self {
+            Self::Detached => start_detached(start, input.into()).map(Agent::Process)?,
             Self::Systemd(bus) => {
-                let exit = unit::start(bus, start).await.map_err(io::Error::other)?;
-                Ok(Started { exit, pidfd: None })
+                Unit::start(bus, start, input).await.map(Agent::Unit).map_err(io::Error::other)?
             }
-        }
+        };
+        Ok((agent, sender))
     }
 
-    /// Kills all processes of the job's unit. Without systemd, the agent's reaper does that.
-    pub(crate) async fn kill(&self, job: u64) {
-        if let Self::Systemd(bus) = self {
-            unit::kill(bus, job).await;
+    /// Finds the agent that an earlier daemon has started; `None` if it does not run.
+    ///
+    /// # Errors
+    /// The system manager does not answer, so that nothing is known.
+    pub(crate) async fn find(&self, job: u64, record: Option<&AgentRecord>) -> io::Result<Option<Agent>> {
+        match (self, record.and_then(|record| record.process.as_ref())) {
+            (_, Some(process)) => Ok(AgentProcess::find(process).map(Agent::Process)),
+            (Self::Systemd(bus), None) => {
+                let unit = Unit::find(bus, job).await.map_err(io::Error::other)?;
+                Ok(unit.map(Agent::Unit))
+            }
+            (Self::Detached, None) => Ok(None),
         }
     }
 }
 
-fn start_detached(start: AgentStart) -> io::Result<Started> {
+impl Agent {
+    /// The process to record; a unit is known by its name.
+    pub(crate) fn process(&self) -> Option<crate::files::ProcessId> {
+        match self {
+            Self::Process(process) => Some(process.id.clone()),
+            Self::Unit(_) => None,
+        }
+    }
+
+    /// Waits until the agent, and under systemd every process of the job, has exited.
+    pub(crate) async fn exited(&self) {
+        match self {
+            Self::Process(process) => process.exited().await,
+            Self::Unit(unit) => unit.exited().await,
+        }
+    }
+
+    /// Sends SIGKILL: to all processes of the unit, or to the agent, whose reaper then kills the workers.
+    pub(crate) async fn kill(&self) {
+        match self {
+            Self::Process(process) => process.kill(),
+            Self::Unit(unit) => unit.kill().await,
+        }
+    }
+
+    /// What the job has used so far; `None` if only the agent can tell.
+    pub(crate) async fn usage(&self) -> Option<Usage> {
+        match self {
+            Self::Process(_) => None,
+            Self::Unit(unit) => unit.usage().await,
+        }
+    }
+
+    /// Releases what is kept of an agent that has exited.
+    pub(crate) async fn release(self) {
+        if let Self::Unit(unit) = self {
+            unit.release().await;
+        }
+    }
+}
+
+fn start_detached(start: &AgentStart, input: Stdio) -> io::Result<AgentProcess> {
     let mut command = Command::new("/proc/self/exe");
-    command.arg0("xlaunch").arg("agent").arg(&start.dir).env_clear().current_dir("/");
-    // The agent sets the job's own environment, which is in its input.
-    command.env("PATH", "/usr/local/bin:/usr/bin:/bin");
+    command.arg0("xlaunch").arg("agent").arg(&start.dir).current_dir("/");
+    command.env_clear().envs(start.environment());
     // The agent writes to agent.log. The daemon's own log is no place for what a job's user can write.
-    command.stdin(start.input).stdout(Stdio::null()).stderr(Stdio::null());
+    command.stdin(input).stdout(Stdio::null()).stderr(Stdio::null());
     let user = tokio::task::block_in_place(|| user_to_switch_to(start.uid))?;
     sys::start_in_session(&mut command, user);
     let mut child = tokio::process::Command::from(command).spawn()?;
-    // The child is not waited for yet, so its pid is not reused.
-    let pid = child.id().and_then(|pid| Pid::from_raw(pid.cast_signed()));
-    let pidfd = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-    let exit = Box::pin(async move {
-        let status = child.wait().await;
-        status.map_or_else(|error| error.to_string(), |status| status.to_string())
-    });
-    Ok(Started { exit, pidfd })
+    // The child is not waited for yet, so its process id is not reused.
+    let process = child.id().and_then(AgentProcess::of_child);
+    tokio::spawn(async move { child.wait().await });
+    // Without its description it ends by itself.
+    process.ok_or_else(|| io::Error::other("failed to open its process"))
 }
 
 /// The user as whom the agent runs; `None` if the daemon is not root and cannot switch.

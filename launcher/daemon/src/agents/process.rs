@@ -1,37 +1,34 @@
-//! The process of an agent: found by its identity, watched and killed through a pidfd.
+//! The process of an agent: found by its id and start time, watched and killed through a pidfd.
 
 use std::os::fd::OwnedFd;
 
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::io::unix::AsyncFd;
 
-use crate::files::Identity;
+use crate::files::ProcessId;
 use xlaunch_agent::process::Process;
 use xlaunch_agent::spawn::sys;
 
 #[derive(Debug)]
-pub(super) struct AgentProcess {
+pub(crate) struct AgentProcess {
+    pub(super) id: ProcessId,
     pidfd: AsyncFd<OwnedFd>,
 }
 
-/// Whether all user ids of a process are this one: real, effective, saved and file system.
-fn is_of(pid: u32, uid: u32) -> bool {
-    let status = fs_err::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"));
-    ids.is_some_and(|ids| ids.split_whitespace().all(|id| id.parse() == Ok(uid)))
-}
-
 impl AgentProcess {
-    /// Opens the process with this identity, if it still runs and belongs to user `uid`.
-    pub(super) fn find(identity: &Identity, uid: u32) -> Option<Self> {
-        let pid = i32::try_from(identity.pid).ok().and_then(Pid::from_raw)?;
-        let pidfd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
-        // The pid may have been reused before the pidfd was opened. From here on it cannot be, so the checks are not
-        // racy.
-        let process = Process::read(identity.pid)?;
-        // The user wrote the identity and could name any process, which the daemon would kill as root.
-        let is_agent = process.started == identity.started && !process.ended() && is_of(identity.pid, uid);
-        Some(Self { pidfd: sys::register(pidfd).filter(|_| is_agent)? })
+    /// A child that was not waited for.
+    pub(super) fn of_child(pid: u32) -> Option<Self> {
+        let started = Process::read(pid)?.started;
+        Some(Self { id: ProcessId { pid, started, boot: crate::boot_id() }, pidfd: open(pid)? })
+    }
+
+    /// The process with this id, if it still runs.
+    pub(super) fn find(id: &ProcessId) -> Option<Self> {
+        let pidfd = open(id.pid)?;
+        // The process id may have been reused before the pidfd was opened, but cannot be from here on.
+        let process = Process::read(id.pid)?;
+        let is_agent = id.boot == crate::boot_id() && process.started == id.started && !process.ended();
+        is_agent.then(|| Self { id: id.clone(), pidfd })
     }
 
     /// Waits until the process has exited.
@@ -47,26 +44,22 @@ impl AgentProcess {
     }
 }
 
+/// A pidfd that the reactor watches.
+pub(super) fn open(pid: u32) -> Option<AsyncFd<OwnedFd>> {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw)?;
+    sys::register(pidfd_open(pid, PidfdFlags::empty()).ok()?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn process_must_match_start_time_and_user() {
+    async fn process_must_match_start_time_and_boot() {
         let own = Process::own().unwrap();
-        let uid = rustix::process::getuid().as_raw();
-        let identity = |pid, started| Identity {
-            protocol: 1,
-            version: String::new(),
-            pid,
-            started,
-            boot: String::new(),
-            start: 1,
-        };
-        assert!(AgentProcess::find(&identity(own.pid, own.started), uid).is_some());
-        assert!(AgentProcess::find(&identity(own.pid, own.started + 1), uid).is_none());
-        assert!(AgentProcess::find(&identity(own.pid, own.started), uid + 1).is_none());
-        let init = Process::read(1).unwrap();
-        assert!(AgentProcess::find(&identity(1, init.started), uid + 1).is_none());
+        let id = |started, boot: String| ProcessId { pid: own.pid, started, boot };
+        assert!(AgentProcess::find(&id(own.started, crate::boot_id())).is_some());
+        assert!(AgentProcess::find(&id(own.started + 1, crate::boot_id())).is_none());
+        assert!(AgentProcess::find(&id(own.started, "another".into())).is_none());
     }
 }

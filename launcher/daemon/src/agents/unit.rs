@@ -1,17 +1,45 @@
 //! Agents as transient systemd units, over D-Bus (org.freedesktop.systemd1).
+//!
+//! The unit is all that the daemon believes: its user can neither leave its cgroup nor change its state. The agent is
+//! its main process; when that has exited, systemd kills what is left in the cgroup, and only then is the unit
+//! inactive. A reference keeps the unit loaded until the daemon has read what it has used.
 
+use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::time::Duration;
 
-use zbus::{OwnedObjectPath, Variant, proxy};
+use rustix::process::Signal;
+use tokio::io::unix::AsyncFd;
+use zbus::{Fd, OwnedObjectPath, Variant, proxy};
 
-use super::{AgentExit, AgentStart};
+use super::process;
+use super::{AgentStart, Usage};
 
-/// A unit is polled until its agent has introduced itself.
-const UNIT_POLL_INTERVAL: Duration = Duration::from_millis(300);
+/// A unit is polled at this interval from when its main process has exited until it is inactive, and while its main
+/// process is unknown.
+const UNIT_POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// Time for systemd to forget an earlier start of the job, whose unit has the same name.
+const UNIT_NAME_TIMEOUT: Duration = Duration::from_secs(5);
 /// `TimeoutStopSec=` of the unit beyond the shutdown timeout of the workers.
 const UNIT_STOP_MARGIN: Duration = Duration::from_secs(30);
-/// `LimitNOFILE=` of the unit.
+/// `LimitNOFILE=` of the unit, unless pam_limits sets another.
 const MAX_OPEN_FILES: u64 = 1 << 20;
+/// Where the package installs the PAM service that applies the limits of limits.conf(5).
+const PAM_SERVICES: [&str; 2] = ["/etc/pam.d/xlaunch", "/usr/lib/pam.d/xlaunch"];
+/// Devices of every job on a node with GPUs: those of the driver that belong to no GPU, and of networks between GPUs.
+/// `/dev/null`, terminals and the like are allowed by `DevicePolicy=closed`.
+const SHARED_DEVICES: [&str; 10] = [
+    "/dev/nvidiactl",
+    "/dev/nvidia-uvm",
+    "/dev/nvidia-uvm-tools",
+    "/dev/nvidia-modeset",
+    "char-nvidia-caps",
+    "char-nvidia-caps-imex-channels",
+    "char-infiniband_verbs",
+    "/dev/infiniband/rdma_cm",
+    "/dev/gdrdrv",
+    "/dev/fuse",
+];
 
 /// An `ExecStart=`: program, arguments, whether to ignore a failure.
 type Exec<'a> = (&'a str, Vec<&'a str>, bool);
@@ -33,40 +61,179 @@ trait Manager {
     fn get_unit(&self, name: &str) -> zbus::Result<OwnedObjectPath>;
 
     fn kill_unit(&self, name: &str, who: &str, signal: i32) -> zbus::Result<()>;
+
+    fn ref_unit(&self, name: &str) -> zbus::Result<()>;
+
+    fn unref_unit(&self, name: &str) -> zbus::Result<()>;
 }
 
 #[proxy(interface = "org.freedesktop.systemd1.Unit", default_service = "org.freedesktop.systemd1")]
-trait Unit {
+trait UnitState {
     #[zbus(property(emits_changed_signal = "false"))]
     fn active_state(&self) -> zbus::Result<String>;
+}
+
+#[proxy(interface = "org.freedesktop.systemd1.Service", default_service = "org.freedesktop.systemd1")]
+trait Service {
+    #[zbus(property(emits_changed_signal = "false"), name = "MainPID")]
+    fn main_pid(&self) -> zbus::Result<u32>;
+
+    #[zbus(property(emits_changed_signal = "false"), name = "CPUUsageNSec")]
+    fn cpu_usage_nsec(&self) -> zbus::Result<u64>;
+
+    #[zbus(property(emits_changed_signal = "false"))]
+    fn memory_current(&self) -> zbus::Result<u64>;
+
+    /// Since systemd 256.
+    #[zbus(property(emits_changed_signal = "false"))]
+    fn memory_peak(&self) -> zbus::Result<u64>;
+}
+
+/// The unit of a job that this or an earlier daemon has started.
+#[derive(Debug)]
+pub(crate) struct Unit {
+    bus: zbus::Connection,
+    name: String,
+    /// The agent, if its process could be opened.
+    main: Option<AsyncFd<OwnedFd>>,
 }
 
 fn name(job: u64) -> String {
     format!("xlaunch-job-{job}.service")
 }
 
-pub(super) async fn start(bus: &zbus::Connection, start: AgentStart) -> zbus::Result<AgentExit> {
-    let program = std::env::current_exe().map_err(|error| zbus::Error::InputOutput(error.into()))?;
-    // After an upgrade, the kernel marks the path of the running, replaced binary. The new one is at the path before
-    // it.
-    let program = program.to_string_lossy();
-    let program = program.strip_suffix(" (deleted)").unwrap_or(&program).to_owned();
-    // systemd expands variables in ExecStart. ExecStartEx can turn that off, but systemd up to version 252 loses such a
-    // unit at a daemon-reload.
-    let dir = start.dir.to_string_lossy().replace('$', "$$");
-    let exec: Vec<Exec<'_>> = vec![(&program, vec![&program, "agent", &dir], false)];
+impl Unit {
+    /// Starts the agent of a job in a new unit. It reads its description from `input`.
+    pub(super) async fn start(
+        bus: &zbus::Connection,
+        start: &AgentStart,
+        input: OwnedFd,
+    ) -> zbus::Result<Self> {
+        let program = std::env::current_exe().map_err(|error| zbus::Error::InputOutput(error.into()))?;
+        // After an upgrade, the kernel marks the path of the running, replaced binary. The new one is at the path
+        // before it.
+        let program = program.to_string_lossy();
+        let program = program.strip_suffix(" (deleted)").unwrap_or(&program).to_owned();
+        // systemd expands variables in ExecStart. ExecStartEx can turn that off, but systemd up to version 252 loses
+        // such a unit at a daemon-reload.
+        let dir = start.dir.to_string_lossy().replace('$', "$$");
+        let exec: Vec<Exec<'_>> = vec![(&program, vec![&program, "agent", &dir], false)];
+        let mut properties = properties(start, input);
+        properties.push(("ExecStart", exec.into()));
+        let mut unit = Self { bus: bus.clone(), name: name(start.job), main: None };
+        let manager = ManagerProxy::new(bus).await?;
+        let deadline = tokio::time::Instant::now() + UNIT_NAME_TIMEOUT;
+        loop {
+            match manager.start_transient_unit(&unit.name, "fail", &properties, &[]).await {
+                Err(error) if is_unit_exists(&error) && tokio::time::Instant::now() < deadline => {
+                    tokio::time::sleep(UNIT_POLL_INTERVAL).await;
+                }
+                Err(error) => return Err(error),
+                Ok(_) => break,
+            }
+        }
+        unit.open_main().await;
+        Ok(unit)
+    }
+
+    /// The unit of a job, if it is active.
+    pub(super) async fn find(bus: &zbus::Connection, job: u64) -> zbus::Result<Option<Self>> {
+        let mut unit = Self { bus: bus.clone(), name: name(job), main: None };
+        if !unit.is_active().await? {
+            return Ok(None);
+        }
+        // It may have ended since. Then it is inactive, or gone, which `exited` sees.
+        let _ = ManagerProxy::new(bus).await?.ref_unit(&unit.name).await;
+        unit.open_main().await;
+        Ok(Some(unit))
+    }
+
+    /// Opens the main process, if systemd has forked it yet: its exit is noticed at once then.
+    async fn open_main(&mut self) {
+        let pid = async { self.service().await?.main_pid().await };
+        self.main = pid.await.ok().filter(|pid| *pid > 0).and_then(process::open);
+    }
+
+    /// Waits until the unit is inactive: no process of the job runs any more.
+    pub(super) async fn exited(&self) {
+        if let Some(main) = &self.main {
+            // An error counts as an exit: the unit decides.
+            let _ = main.readable().await;
+        }
+        // An error of the bus says nothing about the unit.
+        while !matches!(self.is_active().await, Ok(false)) {
+            tokio::time::sleep(UNIT_POLL_INTERVAL).await;
+        }
+    }
+
+    /// Kills all processes of the unit.
+    pub(super) async fn kill(&self) {
+        if let Ok(manager) = ManagerProxy::new(&self.bus).await {
+            // The unit may have stopped.
+            let _ = manager.kill_unit(&self.name, "all", Signal::KILL.as_raw()).await;
+        }
+    }
+
+    pub(super) async fn usage(&self) -> Option<Usage> {
+        let service = self.service().await.ok()?;
+        // A counter that is not available has the highest value.
+        let known = |value: zbus::Result<u64>| value.ok().filter(|value| *value != u64::MAX);
+        Some(Usage {
+            cpu_seconds: known(service.cpu_usage_nsec().await)? / 1_000_000_000,
+            peak_memory_bytes: match known(service.memory_peak().await) {
+                Some(peak) => peak,
+                None => known(service.memory_current().await).unwrap_or(0),
+            },
+        })
+    }
+
+    /// Lets systemd forget the unit.
+    pub(super) async fn release(self) {
+        if let Ok(manager) = ManagerProxy::new(&self.bus).await {
+            // An error means that the reference is gone already.
+            let _ = manager.unref_unit(&self.name).await;
+        }
+    }
+
+    /// Whether the unit exists and is neither inactive nor failed.
+    async fn is_active(&self) -> zbus::Result<bool> {
+        let state = async {
+            let path = ManagerProxy::new(&self.bus).await?.get_unit(&self.name).await?;
+            UnitStateProxy::builder(&self.bus).path(path).build().await?.active_state().await
+        };
+        match state.await {
+            Ok(state) => Ok(state != "inactive" && state != "failed"),
+            // systemd answers that there is no such unit, or no longer.
+            Err(zbus::Error::MethodError(..) | zbus::Error::FDO(_)) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn service(&self) -> zbus::Result<ServiceProxy<'static>> {
+        let path = ManagerProxy::new(&self.bus).await?.get_unit(&self.name).await?;
+        ServiceProxy::builder(&self.bus).path(path).build().await
+    }
+}
+
+fn is_unit_exists(error: &zbus::Error) -> bool {
+    matches!(error, zbus::Error::MethodError(name, ..) if name.as_str() == "org.freedesktop.systemd1.UnitExists")
+}
+
+/// The properties of a job's unit but for its command.
+fn properties<'a>(start: &AgentStart, input: OwnedFd) -> Vec<(&'static str, Variant<'a>)> {
+    let environment = start.environment().into_iter().map(|(name, value)| format!("{name}={value}"));
     let stop_timeout = start.shutdown_timeout + UNIT_STOP_MARGIN;
-    let unit = name(start.job);
-    let properties = [
+    let mut properties = vec![
         ("Description", Variant::from(format!("xlaunch job {} ({})", start.job, start.name))),
+        ("AddRef", true.into()),
         ("Type", "exec".into()),
         // At a shutdown of the system, the last checkpoint is written before remote file systems are unmounted.
         ("After", vec!["remote-fs.target"].into()),
-        ("ExecStart", exec.into()),
         ("User", start.uid.to_string().into()),
+        ("Environment", environment.collect::<Vec<_>>().into()),
         // All jobs of a user share what the operator grants: drop-ins of `xlaunch-user-.slice` apply to each of them.
         ("Slice", format!("xlaunch-user-{}.slice", start.uid).into()),
-        ("StandardInputFile", start.input_path.to_string_lossy().into_owned().into()),
+        ("StandardInputFileDescriptor", Fd::from(input).into()),
         // The agent writes to agent.log.
         ("StandardOutput", "null".into()),
         ("StandardError", "null".into()),
@@ -74,6 +241,8 @@ pub(super) async fn start(bus: &zbus::Connection, start: AgentStart) -> zbus::Re
         ("KillMode", "mixed".into()),
         ("TimeoutStopUSec", u64::try_from(stop_timeout.as_micros()).unwrap_or(u64::MAX).into()),
         ("Delegate", true.into()),
+        ("CPUAccounting", true.into()),
+        ("MemoryAccounting", true.into()),
         ("OOMPolicy", "continue".into()),
         ("CollectMode", "inactive-or-failed".into()),
         // RDMA registers pinned memory.
@@ -82,37 +251,15 @@ pub(super) async fn start(bus: &zbus::Connection, start: AgentStart) -> zbus::Re
         // Data loaders start many processes and threads.
         ("TasksMax", u64::MAX.into()),
     ];
-    let manager = ManagerProxy::new(bus).await?;
-    manager.start_transient_unit(&unit, "fail", &properties, &[]).await?;
-    let bus = bus.clone();
-    Ok(Box::pin(async move {
-        loop {
-            tokio::time::sleep(UNIT_POLL_INTERVAL).await;
-            // An error of the bus says nothing about the unit.
-            if matches!(is_active(&bus, &unit).await, Ok(false)) {
-                return "its unit has stopped".into();
-            }
-        }
-    }))
-}
-
-/// Whether the unit exists and is neither inactive nor failed.
-async fn is_active(bus: &zbus::Connection, unit: &str) -> zbus::Result<bool> {
-    let state = async {
-        let path = ManagerProxy::new(bus).await?.get_unit(unit).await?;
-        UnitProxy::builder(bus).path(path).build().await?.active_state().await
-    };
-    match state.await {
-        Ok(state) => Ok(state != "inactive" && state != "failed"),
-        // systemd answers that there is no such unit, or no longer.
-        Err(zbus::Error::MethodError(..) | zbus::Error::FDO(_)) => Ok(false),
-        Err(error) => Err(error),
+    if PAM_SERVICES.iter().any(|service| Path::new(service).exists()) {
+        properties.push(("PAMName", "xlaunch".into()));
     }
-}
-
-pub(super) async fn kill(bus: &zbus::Connection, job: u64) {
-    if let Ok(manager) = ManagerProxy::new(bus).await {
-        // The unit may have stopped.
-        let _ = manager.kill_unit(&name(job), "all", rustix::process::Signal::KILL.as_raw()).await;
+    if let Some(nodes) = &start.gpu_nodes {
+        let granted = nodes.iter().map(|node| node.to_string_lossy().into_owned());
+        let allowed = SHARED_DEVICES.iter().map(|device| (*device).to_owned()).chain(granted);
+        let allowed: Vec<_> = allowed.map(|device| (device, "rw".to_owned())).collect();
+        properties.push(("DevicePolicy", "closed".into()));
+        properties.push(("DeviceAllow", allowed.into()));
     }
+    properties
 }

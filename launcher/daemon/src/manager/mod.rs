@@ -12,6 +12,7 @@ mod publish;
 mod records;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,8 +20,8 @@ use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
 use xlaunch_proto::v1::{NodeStatus, Restart, StatusReply};
 
-use super::agents::AgentStarter;
 use super::agents::follow::{AgentEvent, JobStart, follow};
+use super::agents::{AgentStarter, Usage};
 use super::commands::Command;
 use super::config::JobsSection;
 use super::files::{JobDirs, JobResult};
@@ -190,8 +191,8 @@ impl Manager {
             }
             let result = self.dirs.result(job, entry.submitted.uid).filter(|result| result.start == *start);
             match result {
-                Some(result) => self.on_ended(job, result),
-                None => self.on_lost(job, "the node was rebooted while it ran"),
+                Some(result) => self.on_ended(job, result, None),
+                None => self.on_lost(job, "the node was rebooted while it ran", None),
             }
         }
     }
@@ -204,8 +205,8 @@ impl Manager {
                 self.runtime.entry(job).or_default().runs = true;
             }
             AgentEvent::Status(status) => self.on_status(job, *status),
-            AgentEvent::Ended(result) => self.on_ended(job, result),
-            AgentEvent::Lost(reason) => self.on_lost(job, &reason),
+            AgentEvent::Ended(result, usage) => self.on_ended(job, result, usage),
+            AgentEvent::Lost(reason, usage) => self.on_lost(job, &reason, usage),
             AgentEvent::NotStarted(reason) => self.on_not_started(job, reason),
         }
     }
@@ -224,7 +225,7 @@ impl Manager {
         matches!(phase, Some(Phase::Active { cancelled: Some(_), .. }))
     }
 
-    fn on_ended(&mut self, job: u64, result: JobResult) {
+    fn on_ended(&mut self, job: u64, result: JobResult, _usage: Option<Usage>) {
         let end = match result.exit {
             0 => End::Done,
             _ if result.stopped => End::Cancelled,
@@ -246,7 +247,7 @@ impl Manager {
         self.on_status(job, status);
     }
 
-    fn on_lost(&mut self, job: u64, reason: &str) {
+    fn on_lost(&mut self, job: u64, reason: &str, _usage: Option<Usage>) {
         let is_killed = self.runtime.get(&job).is_some_and(|runtime| *runtime.stop.borrow() == Stop::Kill);
         let (end, reason) = match is_killed {
             true => (End::Cancelled, "killed by `cancel --force`".to_owned()),
@@ -309,6 +310,7 @@ impl Manager {
             name: submitted.name.clone(),
             uid: submitted.uid,
             gpus: gpus.clone(),
+            gpu_nodes: gpu_nodes(&self.gpus.borrow(), gpus),
             shutdown_timeout: Duration::try_from_secs_f64(submitted.shutdown_timeout)
                 .map_or(max_grace, |timeout| timeout.min(max_grace)),
         };
@@ -332,4 +334,11 @@ impl Manager {
             gpus_per_user: config.max_gpus_per_user,
         }
     }
+}
+
+/// The device nodes of these GPUs; `None` on a node without GPUs.
+fn gpu_nodes(inventory: &Inventory, granted: &[String]) -> Option<Vec<PathBuf>> {
+    let is_granted = |gpu: &&GpuFacts| granted.contains(&gpu.uuid);
+    let node = |gpu: &GpuFacts| Some(PathBuf::from(format!("/dev/nvidia{}", gpu.minor?)));
+    (!inventory.gpus.is_empty()).then(|| inventory.gpus.iter().filter(is_granted).filter_map(node).collect())
 }

@@ -25,6 +25,7 @@ use tracing::{error, info};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::NodeStatus;
 
+use self::open::PassedSockets;
 use self::page::Page;
 use super::commands::NodeHandle;
 use super::config::{self, DaemonConfig, JobsSection};
@@ -119,11 +120,9 @@ impl App {
         let state_dir = config.daemon.state_dir(root, |name| std::env::var_os(name))?;
         let (journal, jobs, dirs) = open::state(&state_dir, root)?;
         let starter = open::agent_starter(&config, options.foreground, root).await?;
-        let (listener, socket) = open::socket(&config, options.foreground, root).await?;
-        let page = match &config.web.listen {
-            Some(listen) => Some(Page::open(listen, config.web.show_logs).await?),
-            None => None,
-        };
+        let mut passed = if options.foreground { PassedSockets::default() } else { PassedSockets::take() };
+        let (listener, socket) = open::socket(&config, &mut passed, root).await?;
+        let page = Page::open(&config.web, passed.web()?).await?;
         let (gpu_monitor, gpus) = GpuMonitor::start().map_err(|error| internal(&error))?;
         let (reload, jobs_config) = watch::channel(config.jobs);
         let cores = std::thread::available_parallelism().map_or(1, usize::from);

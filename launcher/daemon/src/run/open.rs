@@ -77,15 +77,45 @@ pub(super) async fn agent_starter(
     })
 }
 
+/// Listening sockets that systemd has passed, each at most once.
+#[derive(Debug, Default)]
+pub(super) struct PassedSockets {
+    grpc: Option<i32>,
+    web: Option<i32>,
+}
+
+impl PassedSockets {
+    /// Takes them. `xlaunch-web.socket` names its socket `web`.
+    pub(super) fn take() -> Self {
+        let mut passed = Self::default();
+        for (fd, name) in sd_notify::listen_fds_with_names().into_iter().flatten() {
+            let place = if name == "web" { &mut passed.web } else { &mut passed.grpc };
+            place.get_or_insert(fd);
+        }
+        passed
+    }
+
+    /// The listener of the page, if there is one.
+    pub(super) fn web(&mut self) -> Result<Option<std::net::TcpListener>, Refusal> {
+        let Some(fd) = self.web.take() else { return Ok(None) };
+        let listener = sys::inherited_tcp_listener(fd).ok_or_else(|| {
+            Refusal::new(
+                ExitCode::Usage,
+                "the socket `web` that systemd passes is not a listening TCP socket",
+            )
+        })?;
+        listener.set_nonblocking(true).map_err(|error| internal(&error))?;
+        Ok(Some(listener))
+    }
+}
+
 /// The socket that systemd passes, or one of our own; and its name.
 pub(super) async fn socket(
     config: &DaemonConfig,
-    foreground: bool,
+    passed: &mut PassedSockets,
     root: bool,
 ) -> Result<(UnixListener, String), Refusal> {
-    if !foreground
-        && let Some((fd, _)) = sd_notify::listen_fds_with_names().ok().and_then(|mut fds| fds.next())
-    {
+    if let Some(fd) = passed.grpc.take() {
         let listener = sys::inherited_listener(fd).ok_or_else(|| {
             Refusal::new(ExitCode::Usage, "the socket that systemd passes is not a listening unix socket")
         })?;

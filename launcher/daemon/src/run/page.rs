@@ -2,6 +2,7 @@
 //!
 //! The address is bound before readiness is notified, so that a page that can be served is there from the start. If it
 //! is taken, any user may have taken it: the daemon starts all the same, tries again, and says so in `xlaunch node`.
+//! With `xlaunch-web.socket` systemd has bound it before any user could.
 
 use std::io;
 use std::time::Duration;
@@ -13,13 +14,30 @@ use xlaunch_proto::exit::ExitCode;
 
 use super::open::retry_while_in_use;
 use crate::commands::NodeHandle;
+use crate::config::WebSection;
 use crate::{service, web};
 
 const PAGE_RETRY_INTERVAL: Duration = Duration::from_secs(5);
 
+/// Where the page listens.
+enum Address {
+    /// A listener that systemd has passed.
+    Passed(std::net::TcpListener),
+    Configured(web::Listen),
+}
+
+impl Address {
+    async fn bind(&self) -> io::Result<web::Listener> {
+        match self {
+            Self::Passed(listener) => web::Listener::passed(listener),
+            Self::Configured(listen) => web::Listener::bind(listen).await,
+        }
+    }
+}
+
 /// The page with its address, bound or not.
 pub(super) struct Page {
-    listen: web::Listen,
+    address: Address,
     bound: io::Result<web::Listener>,
     show_logs: bool,
     /// Why the page is not served; empty if it is.
@@ -27,15 +45,28 @@ pub(super) struct Page {
 }
 
 impl Page {
-    /// Binds `web.listen`.
+    /// Binds `web.listen`, unless systemd has passed a listener. `None` if there is neither.
     ///
     /// # Errors
-    /// If it is not an address. One that cannot be bound is tried again in [`serve`](Self::serve).
-    pub(super) async fn open(listen: &str, show_logs: bool) -> Result<Self, Refusal> {
-        let listen = web::Listen::parse(listen).map_err(|message| Refusal::new(ExitCode::Usage, message))?;
-        let bound = retry_while_in_use(async || web::Listener::bind(&listen).await).await;
+    /// If `web.listen` is not an address. One that cannot be bound is tried again in [`serve`](Self::serve).
+    pub(super) async fn open(
+        config: &WebSection,
+        passed: Option<std::net::TcpListener>,
+    ) -> Result<Option<Self>, Refusal> {
+        let address = match (passed, &config.listen) {
+            (Some(listener), _) => Address::Passed(listener),
+            (None, Some(listen)) => {
+                let listen = web::Listen::parse(listen);
+                Address::Configured(listen.map_err(|message| Refusal::new(ExitCode::Usage, message))?)
+            }
+            (None, None) => return Ok(None),
+        };
+        let bound = retry_while_in_use(async || address.bind().await).await;
+        if let Err(refused) = &bound {
+            warn!("{refused}; trying again every {} s", PAGE_RETRY_INTERVAL.as_secs());
+        }
         let problem = watch::Sender::new(bound.as_ref().err().map(ToString::to_string).unwrap_or_default());
-        Ok(Self { listen, bound, show_logs, problem })
+        Ok(Some(Self { address, bound, show_logs: config.show_logs, problem }))
     }
 
     /// Why the page is not served; empty if it is.
@@ -45,36 +76,31 @@ impl Page {
 
     /// Serves the page until the shutdown, from whenever its address is free.
     pub(super) async fn serve(self, node: NodeHandle, shutdown: watch::Receiver<bool>) {
-        let Self { listen, mut bound, show_logs, problem } = self;
+        let Self { address, mut bound, show_logs, problem } = self;
         loop {
+            let now = bound.as_ref().err().map(ToString::to_string).unwrap_or_default();
+            // Logged once, not at every attempt.
+            let has_changed =
+                problem.send_if_modified(|problem| std::mem::replace(problem, now.clone()) != now);
             match bound {
                 Ok(listener) => {
-                    problem.send_replace(String::new());
+                    if has_changed {
+                        info!("the page is served");
+                    }
                     let logs = if show_logs { service::log_tail(node.clone()) } else { web::no_logs() };
                     let until = super::requested(shutdown.clone());
                     let served = tokio::spawn(web::serve(listener, node.clone(), logs, until)).await;
                     let Err(panicked) = served else { return };
                     error!("the page failed, starting it again: {panicked}");
                 }
-                Err(refused) => {
-                    warn!("{refused}; trying again every {} s", PAGE_RETRY_INTERVAL.as_secs());
-                    problem.send_replace(refused.to_string());
-                }
+                Err(refused) if has_changed => warn!("{refused}"),
+                Err(_) => {}
             }
-            bound = loop {
-                tokio::select! {
-                    () = tokio::time::sleep(PAGE_RETRY_INTERVAL) => {}
-                    () = super::requested(shutdown.clone()) => return,
-                }
-                let again = web::Listener::bind(&listen).await;
-                // Warned of once, not at every attempt.
-                if again.is_ok() || problem.borrow().is_empty() {
-                    break again;
-                }
-            };
-            if bound.is_ok() {
-                info!("the page is served");
+            tokio::select! {
+                () = tokio::time::sleep(PAGE_RETRY_INTERVAL) => {}
+                () = super::requested(shutdown.clone()) => return,
             }
+            bound = address.bind().await;
         }
     }
 }

@@ -72,6 +72,11 @@ impl Listener {
         }
     }
 
+    /// A listener that systemd has bound.
+    pub(crate) fn passed(listener: &std::net::TcpListener) -> io::Result<Self> {
+        listener.try_clone().and_then(TcpListener::from_std).map(Self::Tcp)
+    }
+
     /// Waits for a connection.
     pub(super) async fn accept(&self) -> io::Result<Box<dyn Stream>> {
         match self {
