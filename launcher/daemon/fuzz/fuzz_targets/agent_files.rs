@@ -1,5 +1,6 @@
-//! What the agent of a job, a process of its user, reports: its identity, its result and its status, as files and as
-//! messages. It is bounded before it is kept, encoded, shown on the page and in `/metrics`, and printed by the clients.
+//! What the agent of a job, a process of its user, reports: its result and its status, as files and as messages; and
+//! the daemon's record of it. It is bounded before it is kept, encoded, shown on the page and in `/metrics`, and
+//! printed by the clients.
 #![no_main]
 
 #[path = "../../../src/render/mod.rs"]
@@ -11,7 +12,7 @@ use std::collections::BTreeSet;
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use prost::Message;
-use xlaunch_daemon::files::{Identity, JobResult};
+use xlaunch_daemon::files::{AgentRecord, JobResult};
 use xlaunch_daemon::fuzz::{History, page_and_metrics};
 use xlaunch_daemon::state::Submitted;
 use xlaunch_daemon::view::JobView;
@@ -25,7 +26,7 @@ const NOW: u64 = 1_000_000;
 
 #[derive(Arbitrary, Debug)]
 enum Input<'a> {
-    Identity(&'a [u8]),
+    Record(&'a [u8]),
     /// Statuses, and the result.
     Report(Status<'a>, Option<Status<'a>>, Option<&'a [u8]>),
     Log(&'a [u8], u8),
@@ -152,10 +153,10 @@ impl Status<'_> {
 }
 
 fuzz_target!(|input: Input<'_>| match input {
-    Input::Identity(json) => {
-        let Ok(identity) = serde_json::from_slice::<Identity>(json) else { return };
-        let written = serde_json::to_vec(&identity).expect("plain data");
-        assert_eq!(serde_json::from_slice::<Identity>(&written).expect("as written"), identity);
+    Input::Record(json) => {
+        let Ok(record) = serde_json::from_slice::<AgentRecord>(json) else { return };
+        let written = serde_json::to_vec(&record).expect("plain data");
+        assert_eq!(serde_json::from_slice::<AgentRecord>(&written).expect("as written"), record);
     }
     Input::Report(first, second, result) => {
         let statuses = [Some(first), second].into_iter().flatten().filter_map(|status| status.message());
