@@ -38,7 +38,8 @@ pub fn job(job: &Job) -> Value {
         "gpus_wanted": job.gpus_wanted, "gpus": job.gpus, "command_line": job.command_line,
         "work_dir": job.work_dir, "submitted_unix_ms": at(job.submitted_unix_ms),
         "started_unix_ms": at(job.started_unix_ms), "ended_unix_ms": at(job.ended_unix_ms),
-        "exit_code": job.exit_code,
+        "exit_code": job.exit_code, "cpu_seconds": job.cpu_seconds,
+        "peak_memory_bytes": job.peak_memory_bytes,
         "queue_position": (job.queue_position != 0).then_some(job.queue_position),
     })
 }

@@ -9,6 +9,7 @@
 //! - [`net`] connects processes: gRPC over unix sockets, peer credentials, connection limits;
 //! - [`paths`] normalizes the paths of a job description;
 //! - [`json`] and [`labels`] render messages for programs and people;
+//! - [`quantities`] are times and sizes as users write them;
 //! - [`ids`] are typed ids, [`exit`] is the table of exit codes, [`mod@env`] names the environment variables of
 //!   workers.
 #![forbid(unsafe_code)]
@@ -26,6 +27,7 @@ pub mod model;
 pub mod net;
 pub mod paths;
 mod phase;
+pub mod quantities;
 pub mod spec;
 
 /// Version of this build. The launcher and its workers must have the same.

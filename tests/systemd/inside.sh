@@ -405,6 +405,21 @@ perl -MIO::Socket::INET -e '$s = IO::Socket::INET->new("127.0.0.1:9470") or die 
 grep -q '^xlaunch_' /srv/test/metrics || fail "the metrics: $(cat /srv/test/metrics)"
 step "metrics on the loopback interface"
 
+# The address of the page held by systemd.
+sed -i 's/^listen = /#&/' /etc/xlaunch/daemon.toml
+systemctl stop $service 2> /dev/null
+cp /usr/share/doc/xlaunch/xlaunch-web.socket /etc/systemd/system
+systemctl daemon-reload
+systemctl start xlaunch-web.socket
+perl -MIO::Socket::INET -e '$s = IO::Socket::INET->new("127.0.0.1:9470") or die $!;
+    print $s "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1:9470\r\nConnection: close\r\n\r\n"; print <$s>' \
+    > /srv/test/metrics || fail "the metrics: $(cat /srv/test/metrics)"
+grep -q '^xlaunch_' /srv/test/metrics || fail "the metrics through xlaunch-web.socket: $(cat /srv/test/metrics)"
+expect "the daemon after a connection to the page" active "$(show ActiveState)"
+systemctl stop xlaunch-web.socket
+systemctl reset-failed $service
+step "xlaunch-web.socket starts the daemon"
+
 journalctl --unit $service --no-pager JOB="$job" | grep -q "done" || fail "the journal has no end of job $job"
 expect "lines of job $failing among those of job $job" 0 \
     "$(journalctl --unit $service --no-pager --quiet JOB="$job" | grep -c "job $failing " || true)"

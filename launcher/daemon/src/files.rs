@@ -33,6 +33,7 @@ use xlaunch_proto::convert::node::Work;
 use xlaunch_proto::v1::StatusReply;
 
 use super::access_list::allow_user;
+use super::accounting::Usage;
 use super::safe_open;
 use super::trash::Trash;
 
@@ -96,6 +97,8 @@ pub struct JobResult {
     pub rank: Option<u32>,
     pub attempt: u32,
     pub start: u32,
+    /// What its workers have used.
+    pub usage: Option<Usage>,
 }
 
 /// The directories of all jobs.
@@ -352,8 +355,16 @@ mod tests {
         let text = r#"{"exit":1,"stopped":true,"reason":"r","report":"t","rank":2,"attempt":3,"start":1}"#;
         let read: JobResult = serde_json::from_str(text).unwrap();
         let (reason, report) = ("r".into(), "t".into());
-        let expected =
-            JobResult { exit: 1, stopped: true, reason, report, rank: Some(2), attempt: 3, start: 1 };
+        let expected = JobResult {
+            exit: 1,
+            stopped: true,
+            reason,
+            report,
+            rank: Some(2),
+            attempt: 3,
+            start: 1,
+            usage: None,
+        };
         assert_eq!(read, expected);
     }
 }

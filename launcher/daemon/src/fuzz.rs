@@ -144,6 +144,7 @@ impl History {
                 report,
                 at: 2,
                 order: 0,
+                usage: None,
             });
         }
         for record in records {

@@ -13,6 +13,7 @@
 //! [`view`]. Queries read the view and never block the manager.
 
 mod access_list;
+pub mod accounting;
 pub(crate) mod agents;
 pub mod commands;
 pub(crate) mod config;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use xlaunch_proto::v1::{Gpu, GpuState, Job, JobKind, NodeJobState, NodeStatus};
 
+use super::accounting::seconds;
 use super::gpus::{GpuFacts, Inventory};
 use super::runtime::JobRuntime;
 use super::state::{End, Entry, Jobs, Phase};
@@ -50,11 +51,13 @@ pub(super) fn job(
                 cancelled.map_or(String::new(), |uid| format!("cancelled by user {}", jobs.user_label(uid)));
             (job.gpus, job.started_unix_ms) = (gpus.clone(), *at);
         }
-        Phase::Ended { end, exit, reason, report, gpus, started, at, .. } => {
+        Phase::Ended { end, exit, reason, report, gpus, started, at, usage, .. } => {
             job.set_state((*end).into());
             (job.reason, job.report) = (reason.clone(), report.clone());
             (job.gpus, job.exit_code) = (gpus.clone(), exit.map(u32::from));
             (job.started_unix_ms, job.ended_unix_ms) = (*started, *at);
+            job.cpu_seconds = usage.map(|usage| seconds(usage.cpu_ms));
+            job.peak_memory_bytes = usage.map(|usage| usage.peak_memory_bytes);
         }
     }
     job

@@ -14,6 +14,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use nix::sys::resource::{UsageWho, getrusage};
+use nix::sys::time::TimeValLike;
 use prost::Message;
 use rustix::stdio;
 use xlaunch_proto::convert::node::Work;
@@ -27,6 +29,7 @@ use xlaunch_agent::command::{self, Streams};
 use xlaunch_agent::devices::{self, Node};
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::spawn::environment::BaseEnvironment;
+use xlaunch_daemon::accounting::Usage;
 use xlaunch_daemon::files::{self, Description, JobResult, PROTOCOL};
 
 /// Interval between attempts to write to a full disk.
@@ -144,6 +147,8 @@ impl Start {
                 // All output goes to files, which the daemon serves: there is no console.
                 command.logs.redirects.all = Streams { stdout: true, stderr: true };
                 command.name.clone_from(&self.description.name);
+                // There is no other launcher above this one that expects torchrun's code.
+                command.propagate_exit_code = true;
                 launch::run_workers(&command, &self.base, || {
                     Ok(RunDir::for_agent(&command, self.description.job, &self.dir))
                 })
@@ -155,7 +160,7 @@ impl Start {
     fn result(&self, ended: Result<&Ended, &Refusal>) -> JobResult {
         let start = self.description.start;
         match ended {
-            Ok(Ended { exit, reason, rank, status, report, .. }) => {
+            Ok(Ended { exit, reason, rank, status, peak_memory_bytes, report, .. }) => {
                 let stopped = matches!(exit, ExitCode::Stopped | ExitCode::Interrupted | ExitCode::Signal(_));
                 JobResult {
                     exit: exit.code(),
@@ -165,6 +170,7 @@ impl Start {
                     rank: *rank,
                     attempt: status.attempt,
                     start,
+                    usage: usage(*peak_memory_bytes),
                 }
             }
             Err(Refusal { exit, message }) => JobResult {
@@ -176,6 +182,16 @@ impl Start {
             },
         }
     }
+}
+
+/// What the workers, which have all been waited for, have used. Samples miss short peaks, of which the kernel knows
+/// those of single processes.
+fn usage(sampled_peak: u64) -> Option<Usage> {
+    let used = getrusage(UsageWho::RUSAGE_CHILDREN).ok()?;
+    let cpu_ms = (used.user_time() + used.system_time()).num_milliseconds();
+    let peak = u64::try_from(used.max_rss()).unwrap_or(0) * 1024;
+    let cpu_ms = u64::try_from(cpu_ms).unwrap_or(0);
+    Some(Usage { cpu_ms, peak_memory_bytes: sampled_peak.max(peak) })
 }
 
 /// The job description with the devices that the daemon has chosen.

@@ -118,6 +118,10 @@ impl Node for FakeDaemon {
         Ok(Response::new(SubmitReply { job: Some(job(1, NodeJobState::Queued)), repeated }))
     }
 
+    async fn history(&self, _: Request<HistoryRequest>) -> Result<Response<HistoryReply>, Status> {
+        Ok(Response::new(HistoryReply::default()))
+    }
+
     async fn list(&self, _: Request<ListRequest>) -> Result<Response<ListReply>, Status> {
         Ok(Response::new(ListReply { jobs: [1, 2].map(|id| job(id, NodeJobState::Running)).into() }))
     }

@@ -11,7 +11,7 @@ use crate::trainer::Trainer;
 use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::config::{self, Layer, Override};
 use xlaunch_agent::devices::{self, Node, Placement};
-use xlaunch_agent::driver;
+use xlaunch_agent::driver::{self, Finished};
 use xlaunch_agent::report::Evidence;
 use xlaunch_agent::run_dir::{self, RunDir};
 use xlaunch_agent::spawn::affinity::{self, Affinity};
@@ -60,6 +60,8 @@ pub(super) struct Ended {
     pub(super) rank: Option<u32>,
     /// The last status of all ranks.
     pub(super) status: StatusReply,
+    /// The most memory that all ranks together were seen to use.
+    pub(super) peak_memory_bytes: u64,
     /// Summary of the training, for stdout.
     pub(super) summary: String,
     /// Failure report for stderr; empty on success.
@@ -98,7 +100,8 @@ pub(super) async fn train(
     let report = report::text(&finished.outcome, &finished.evidence, Some(&logs)).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
     let rank = finished.outcome.root.and_then(|root| root.rank);
-    Ok(Ended { exit, reason, rank, status: finished.status, summary, report })
+    let Finished { status, peak_memory_bytes, .. } = finished;
+    Ok(Ended { exit, reason, rank, status, peak_memory_bytes, summary, report })
 }
 
 fn reason(outcome: &Outcome, evidence: &[Evidence]) -> String {
@@ -136,7 +139,8 @@ pub(super) async fn run_workers(
     let report = report::text(&finished.outcome, &finished.evidence, kept.as_deref()).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
     let rank = finished.outcome.root.and_then(|root| root.rank);
-    Ok(Ended { exit, reason, rank, status: finished.status, summary: String::new(), report })
+    let Finished { status, peak_memory_bytes, .. } = finished;
+    Ok(Ended { exit, reason, rank, status, peak_memory_bytes, summary: String::new(), report })
 }
 
 fn affinities(spec: &ResolvedCommand) -> Result<Vec<Affinity>, String> {

@@ -1,7 +1,7 @@
 //! The command line: a subcommand, one file each, or a launch with torchrun's flags ([`torchrun`], [`launch`]).
 //!
 //! - `status`, `logs`, `stop`: call the agent of a launch or the daemon, see [`target`];
-//! - `submit`, `jobs`, `cancel`, `node`, `top`, `drain`: call the daemon;
+//! - `submit`, `jobs`, `history`, `cancel`, `node`, `top`, `drain`: call the daemon;
 //! - `daemon`, `agent`: services; `bench`; `gen`: generated files for packages.
 //!
 //! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.
@@ -14,6 +14,7 @@ mod daemon;
 mod daemon_tests;
 mod drain;
 mod r#gen;
+mod history;
 mod jobs;
 mod launch;
 mod logs;
@@ -56,6 +57,8 @@ enum Subcommands {
     Submit(submit::Submit),
     /// List the daemon's jobs, the newest last
     Jobs(jobs::Jobs),
+    /// List jobs that have ended, with what they have used
+    History(history::History),
     /// Remove jobs from the queue, or stop running ones
     Cancel(cancel::Cancel),
     /// Show the node and its GPUs
@@ -160,6 +163,7 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Stop(options) => stop::run(options).await,
         Run::Submit(options) => submit::run(options).await,
         Run::Jobs(options) => jobs::run(options).await,
+        Run::History(options) => history::run(options).await,
         Run::Cancel(options) => cancel::run(options).await,
         Run::Node(options) => node::run(options).await,
         Run::Top(options) => top::run(options).await,

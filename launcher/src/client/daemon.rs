@@ -13,8 +13,8 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::net::connect::cause;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::{
-    CancelRequest, DrainRequest, GetRequest, Job, JobLogsRequest, ListRequest, LogsRequest, NodeStatus,
-    NodeStatusRequest, SubmitReply, SubmitRequest,
+    CancelRequest, DrainRequest, GetRequest, HistoryRequest, Job, JobAccount, JobLogsRequest, ListRequest,
+    LogsRequest, NodeStatus, NodeStatusRequest, SubmitReply, SubmitRequest,
 };
 
 use xlaunch_agent::Refusal;
@@ -104,6 +104,11 @@ impl DaemonClient {
     pub(crate) async fn list(&mut self, ended: bool, limit: u32) -> Result<Vec<Job>, Refusal> {
         let reply = self.client.list(ListRequest { ended, limit }).await;
         self.check(reply).map(|list| list.jobs)
+    }
+
+    pub(crate) async fn history(&mut self, request: HistoryRequest) -> Result<Vec<JobAccount>, Refusal> {
+        let reply = self.client.history(request).await;
+        self.check(reply).map(|history| history.jobs)
     }
 
     pub(crate) async fn get(&mut self, job: u64) -> Result<Job, Refusal> {

@@ -5,7 +5,7 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{Job, JobKind, NodeJobState};
 
 use super::launch;
-use super::text::{escape, fit, seconds};
+use super::text::{bytes, escape, fit, seconds};
 use xlaunch_agent::sinks::progress::clock;
 use xlaunch_daemon::view::has_ended;
 use xlaunch_proto::json;
@@ -27,9 +27,14 @@ pub(crate) fn text(job: &Job, now: u64, width: usize) -> String {
     }
     out += &format!("in {}\n", escape(&job.work_dir));
     if let Some(code) = job.exit_code {
+        // The exit codes of a command mean what its program likes.
         let known = i32::try_from(code).ok().and_then(ExitCode::from_code);
+        let known = known.filter(|_| job.kind() == JobKind::Trainer);
         let meaning = known.map_or_else(String::new, |exit| format!(" ({})", exit.meaning()));
         out += &format!("exit code {code}{meaning}\n");
+    }
+    if let (Some(cpu), Some(memory)) = (job.cpu_seconds, job.peak_memory_bytes) {
+        out += &format!("used {} of CPU time, {} of memory at most\n", clock(cpu), bytes(memory));
     }
     if !job.report.is_empty() {
         out += &format!("\n{}\n", job.report.trim_end());

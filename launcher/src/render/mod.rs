@@ -7,6 +7,7 @@
 //!
 //! JSON for programs is in [`xlaunch_proto::json`].
 
+pub(crate) mod history;
 pub(crate) mod job;
 pub(crate) mod jobs;
 pub(crate) mod launch;

@@ -90,7 +90,7 @@ fn full_disk_refuses_jobs_and_loses_none() {
         std::thread::sleep(Duration::from_millis(20));
     }
     disk.free();
-    assert_eq!(node.wait(running, "failed")["exit_code"], 1);
+    assert_eq!(node.wait(running, "failed")["exit_code"], 3);
     assert_eq!(node.run(&["drain", "--undo"]).code, 0);
     node.wait(queued, "done");
     let next = node.submit_shell("echo ran >> ran");

@@ -27,7 +27,7 @@ fn job_runs_in_directory_and_environment_of_its_submission() {
     assert_eq!(run.stdout, "job 1\n", "{}", run.stderr);
     let job = node.wait(1, "failed");
     let found = (&job["name"], &job["exit_code"], &job["workers"]);
-    assert_eq!(found, (&"greet".into(), &1.into(), &Value::Null));
+    assert_eq!(found, (&"greet".into(), &3.into(), &Value::Null));
     assert!(job["report"].as_str().unwrap().contains("exit code 3"), "{job}");
     assert_eq!(node.run(&["logs", "1", "--rank", "1"]).stdout, "hello 1 world\n");
     assert_eq!(node.run(&["logs", "1", "--stderr"]).stdout, "oops\n");
@@ -37,8 +37,7 @@ fn job_runs_in_directory_and_environment_of_its_submission() {
 
 fn submit_wait_returns_exit_code_and_report() {
     let node = Node::new("");
-    let wait =
-        |script: &str| node.run(&["submit", "--wait", "--propagate-exit-code", "--", "sh", "-c", script]);
+    let wait = |script: &str| node.run(&["submit", "--wait", "--", "sh", "-c", script]);
     assert_eq!(wait("sleep 0.2").code, 0);
     let failed = wait("exit 9");
     assert!(failed.code == 9 && failed.reports_exit_code(9), "{}", failed.stderr);

@@ -5,6 +5,7 @@
 mod crashes;
 mod full_disk;
 mod gpus;
+mod history;
 mod hostile;
 mod jobs;
 mod load;
@@ -13,5 +14,5 @@ mod restarts;
 mod users;
 
 xlaunch_harness::suite! {
-    modules crashes, full_disk, gpus, hostile, jobs, load, page, restarts, users;
+    modules crashes, full_disk, gpus, history, hostile, jobs, load, page, restarts, users;
 }

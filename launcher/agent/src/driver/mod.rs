@@ -52,6 +52,8 @@ pub struct Finished {
     pub evidence: Vec<Evidence>,
     /// The last status, with its history.
     pub status: StatusReply,
+    /// The most memory that all ranks together were seen to use.
+    pub peak_memory_bytes: u64,
 }
 
 /// Runs a job of the built-in trainer to its end. None of its processes, sockets and private directories remain.
@@ -251,6 +253,8 @@ impl Driver<'_> {
             Some(_) => (0..self.world).map(|rank| self.evidence(rank)).collect(),
             None => Vec::new(),
         };
-        Finished { outcome, evidence, status: self.board.borrow().reply(Instant::now(), true) }
+        let board = self.board.borrow();
+        let (status, peak_memory_bytes) = (board.reply(Instant::now(), true), board.peak_memory_bytes());
+        Finished { outcome, evidence, status, peak_memory_bytes }
     }
 }

@@ -59,6 +59,8 @@ pub struct Board {
     ranks: Vec<Rank>,
     /// Time of the monitor's last sample.
     last_sample: Option<Instant>,
+    /// Of all ranks together, over all samples.
+    peak_memory_bytes: u64,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -89,6 +91,7 @@ impl Board {
             totals: None,
             ranks: Vec::new(),
             last_sample: None,
+            peak_memory_bytes: 0,
         }
     }
 
@@ -199,6 +202,13 @@ impl Board {
     /// The monitor has sampled all ranks.
     pub(super) fn sampled(&mut self, now: Instant) {
         self.last_sample = Some(now);
+        let memory = self.ranks.iter().filter_map(|rank| rank.status.memory_bytes).sum();
+        self.peak_memory_bytes = self.peak_memory_bytes.max(memory);
+    }
+
+    /// The largest memory of all ranks together in a sample.
+    pub(crate) fn peak_memory_bytes(&self) -> u64 {
+        self.peak_memory_bytes
     }
 
     /// Whether the last sample was taken at or after `moment`.

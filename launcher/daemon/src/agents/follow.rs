@@ -27,7 +27,8 @@ use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{StatusReply, StatusRequest, StopRequest};
 
 use super::connect::connect;
-use super::{Agent, AgentStart, AgentStarter, Usage};
+use super::{Agent, AgentStart, AgentStarter};
+use crate::accounting::Usage;
 use crate::files::{AgentRecord, JobDirs, JobResult, is_full};
 use crate::runtime::Stop;
 use xlaunch_agent::registry::SOCKET;
@@ -303,7 +304,7 @@ impl Follower {
 fn later(before: Option<Usage>, now: Option<Usage>) -> Option<Usage> {
     match (before, now) {
         (Some(before), Some(now)) => Some(Usage {
-            cpu_seconds: now.cpu_seconds.max(before.cpu_seconds),
+            cpu_ms: now.cpu_ms.max(before.cpu_ms),
             peak_memory_bytes: now.peak_memory_bytes.max(before.peak_memory_bytes),
         }),
         (before, now) => now.or(before),

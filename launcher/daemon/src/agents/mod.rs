@@ -28,6 +28,7 @@ use tokio::net::unix::pipe;
 
 use self::process::AgentProcess;
 use self::unit::Unit;
+use crate::accounting::Usage;
 use crate::files::AgentRecord;
 use crate::users::{self, Account};
 use xlaunch_agent::spawn::sys;
@@ -80,13 +81,6 @@ impl AgentStart {
 pub(crate) enum Agent {
     Process(AgentProcess),
     Unit(Unit),
-}
-
-/// What a job has used, as the kernel has counted it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Usage {
-    pub(crate) cpu_seconds: u64,
-    pub(crate) peak_memory_bytes: u64,
 }
 
 impl AgentStarter {

@@ -12,8 +12,9 @@ use rustix::process::Signal;
 use tokio::io::unix::AsyncFd;
 use zbus::{Fd, OwnedObjectPath, Variant, proxy};
 
+use super::AgentStart;
 use super::process;
-use super::{AgentStart, Usage};
+use crate::accounting::Usage;
 
 /// A unit is polled at this interval from when its main process has exited until it is inactive, and while its main
 /// process is unknown.
@@ -179,7 +180,7 @@ impl Unit {
         // A counter that is not available has the highest value.
         let known = |value: zbus::Result<u64>| value.ok().filter(|value| *value != u64::MAX);
         Some(Usage {
-            cpu_seconds: known(service.cpu_usage_nsec().await)? / 1_000_000_000,
+            cpu_ms: known(service.cpu_usage_nsec().await)? / 1_000_000,
             peak_memory_bytes: match known(service.memory_peak().await) {
                 Some(peak) => peak,
                 None => known(service.memory_current().await).unwrap_or(0),

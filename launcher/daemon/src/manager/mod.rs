@@ -20,8 +20,9 @@ use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
 use xlaunch_proto::v1::{NodeStatus, Restart, StatusReply};
 
+use super::accounting::{Accounting, Usage};
+use super::agents::AgentStarter;
 use super::agents::follow::{AgentEvent, JobStart, follow};
-use super::agents::{AgentStarter, Usage};
 use super::commands::Command;
 use super::config::JobsSection;
 use super::files::{JobDirs, JobResult};
@@ -46,6 +47,7 @@ pub(crate) struct Setup {
     /// The result of replaying the journal.
     pub(crate) jobs: Jobs,
     pub(crate) dirs: JobDirs,
+    pub(crate) accounting: Accounting,
     pub(crate) starter: AgentStarter,
     pub(crate) gpu_monitor: GpuMonitor,
     pub(crate) gpus: watch::Receiver<Inventory>,
@@ -109,6 +111,7 @@ struct Manager {
     journal: Journal<Record>,
     jobs: Jobs,
     dirs: JobDirs,
+    accounting: Accounting,
     starter: Arc<AgentStarter>,
     gpu_monitor: GpuMonitor,
     gpus: watch::Receiver<Inventory>,
@@ -140,13 +143,14 @@ impl Manager {
         events: mpsc::Sender<(u64, AgentEvent)>,
         view: watch::Sender<Arc<NodeView>>,
     ) -> Self {
-        let Setup { journal, jobs, dirs, starter, gpu_monitor, gpus, config, .. } = setup;
+        let Setup { journal, jobs, dirs, accounting, starter, gpu_monitor, gpus, config, .. } = setup;
         let Setup { how_to_configure, page_problem, cores, node, .. } = setup;
         Self {
             changed: jobs.jobs.keys().copied().collect(),
             journal,
             jobs,
             dirs,
+            accounting,
             starter: Arc::new(starter),
             gpu_monitor,
             gpus,
@@ -180,6 +184,7 @@ impl Manager {
             self.load_last_status(job);
             self.remove_submission(job);
         }
+        self.complete_accounting();
         let boot_now = boot_id();
         let active: Vec<_> = self.jobs.active().map(|(job, entry)| (job, entry.clone())).collect();
         for (job, entry) in active {
@@ -225,19 +230,22 @@ impl Manager {
         matches!(phase, Some(Phase::Active { cancelled: Some(_), .. }))
     }
 
-    fn on_ended(&mut self, job: u64, result: JobResult, _usage: Option<Usage>) {
+    fn on_ended(&mut self, job: u64, result: JobResult, usage: Option<Usage>) {
         let end = match result.exit {
             0 => End::Done,
             _ if result.stopped => End::Cancelled,
             _ => End::Failed,
         };
         self.load_last_status(job);
-        let JobResult { exit, rank, attempt, .. } = result;
+        let JobResult { exit, rank, attempt, usage: used, .. } = result;
         let (reason, report) = (bounded(result.reason), bounded(result.report));
         if let Some(rank) = rank {
             warn!(job, attempt, rank, "rank {rank} of job {job} has failed in attempt {attempt}");
         }
-        self.record_end(job, end, Some(exit), reason, report);
+        // Without systemd, only the agent knows.
+        let usage = usage.or(used);
+        let (at, order) = (unix_ms(), 0);
+        self.record_event(Record::Ended { job, end, exit: Some(exit), reason, report, at, order, usage });
     }
 
     /// Loads the last status that the agent of an ended job has left in its directory.
@@ -247,13 +255,13 @@ impl Manager {
         self.on_status(job, status);
     }
 
-    fn on_lost(&mut self, job: u64, reason: &str, _usage: Option<Usage>) {
+    fn on_lost(&mut self, job: u64, reason: &str, usage: Option<Usage>) {
         let is_killed = self.runtime.get(&job).is_some_and(|runtime| *runtime.stop.borrow() == Stop::Kill);
         let (end, reason) = match is_killed {
             true => (End::Cancelled, "killed by `cancel --force`".to_owned()),
             false => (End::Lost, reason.to_owned()),
         };
-        self.record_end(job, end, None, reason, String::new());
+        self.record_end(job, end, reason, usage);
     }
 
     fn on_not_started(&mut self, job: u64, reason: Option<String>) {
@@ -265,11 +273,13 @@ impl Manager {
                 return self.record_event(Record::Requeued { job, reason });
             }
         };
-        self.record_end(job, end, None, reason, String::new());
+        self.record_end(job, end, reason, None);
     }
 
-    fn record_end(&mut self, job: u64, end: End, exit: Option<u8>, reason: String, report: String) {
-        self.record_event(Record::Ended { job, end, exit, reason, report, at: unix_ms(), order: 0 });
+    /// Records an end without a result.
+    fn record_end(&mut self, job: u64, end: End, reason: String, usage: Option<Usage>) {
+        let (exit, report, at, order) = (None, String::new(), unix_ms(), 0);
+        self.record_event(Record::Ended { job, end, exit, reason, report, at, order, usage });
     }
 
     /// Runs after each event: starts what can start, then publishes what has changed.

@@ -3,8 +3,9 @@
 use tracing::{info, warn};
 
 use super::Manager;
+use crate::accounting::Account;
 use crate::commands::CommandError;
-use crate::state::Record;
+use crate::state::{Entry, Phase, Record};
 use xlaunch_proto::labels::node_job_state;
 
 /// The journal is compacted when it has grown to twice its last compacted size, and to this.
@@ -27,6 +28,30 @@ impl Manager {
             self.gpu_monitor.poll_now();
         }
         self.forget_old_jobs();
+    }
+
+    /// Adds an ended job to the accounting file.
+    fn account(&self, job: u64) {
+        let Some(account) = self.jobs.jobs.get(&job).and_then(Account::of) else { return };
+        if let Err(error) = tokio::task::block_in_place(|| self.accounting.append(&account)) {
+            warn!(job, "failed to write the account of job {job}, until the next start: {error}");
+        }
+    }
+
+    /// Adds the accounts that an earlier daemon has recorded in the journal but not written.
+    pub(super) fn complete_accounting(&self) {
+        let last = match self.accounting.last_order() {
+            Ok(last) => last,
+            Err(error) => return warn!("failed to read the accounting file: {error}"),
+        };
+        let order = |entry: &Entry| match entry.phase {
+            Phase::Ended { order, .. } => order,
+            Phase::Queued { .. } | Phase::Active { .. } => 0,
+        };
+        let missing = self.jobs.jobs.iter().map(|(job, entry)| (order(entry), *job));
+        let mut missing: Vec<_> = missing.filter(|(order, _)| *order > last).collect();
+        missing.sort_unstable();
+        missing.into_iter().for_each(|(_, job)| self.account(job));
     }
 
     pub(super) fn remove_submission(&self, job: u64) {
@@ -84,6 +109,7 @@ impl Manager {
         self.jobs.apply(record);
         if let Some(job) = job.filter(|_| ended) {
             self.remove_submission(job);
+            self.account(job);
         }
     }
 

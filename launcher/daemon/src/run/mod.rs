@@ -27,6 +27,7 @@ use xlaunch_proto::v1::NodeStatus;
 
 use self::open::PassedSockets;
 use self::page::Page;
+use super::accounting::Accounting;
 use super::commands::NodeHandle;
 use super::config::{self, DaemonConfig, JobsSection};
 use super::gpus::GpuMonitor;
@@ -109,6 +110,7 @@ struct App {
     /// Path or name of `listener`, for the log.
     socket: String,
     access: Access,
+    accounting: Accounting,
     page: Option<Page>,
     reload: watch::Sender<JobsSection>,
     notifier: Notifier,
@@ -119,6 +121,7 @@ impl App {
         let root = rustix::process::geteuid().is_root();
         let state_dir = config.daemon.state_dir(root, |name| std::env::var_os(name))?;
         let (journal, jobs, dirs) = open::state(&state_dir, root)?;
+        let accounting = Accounting::new(&state_dir);
         let starter = open::agent_starter(&config, options.foreground, root).await?;
         let mut passed = if options.foreground { PassedSockets::default() } else { PassedSockets::take() };
         let (listener, socket) = open::socket(&config, &mut passed, root).await?;
@@ -131,6 +134,7 @@ impl App {
             journal,
             jobs,
             dirs,
+            accounting: accounting.clone(),
             starter,
             gpu_monitor,
             gpus,
@@ -149,12 +153,12 @@ impl App {
         };
         let access = Access::new(config.daemon.admin_group);
         let notifier = Notifier { enabled: !options.foreground };
-        Ok(Self { setup, listener, socket, access, page, reload, notifier })
+        Ok(Self { setup, listener, socket, access, accounting, page, reload, notifier })
     }
 
     /// Starts the manager, and the services as soon as it has published a view.
     async fn serve(self) -> Result<Running, Refusal> {
-        let Self { setup, listener, socket, access, page, reload, notifier } = self;
+        let Self { setup, listener, socket, access, accounting, page, reload, notifier } = self;
         // Before readiness is notified, so that no signal is handled by its default action from then on.
         let signals = Signals::open().map_err(|error| internal(&error))?;
         let (commands, receiver) = mpsc::channel(COMMAND_CAPACITY);
@@ -168,7 +172,13 @@ impl App {
         }
         let shutdown = watch::Sender::new(false);
         let mut services = JoinSet::new();
-        services.spawn(service::serve(listener, node.clone(), access, requested(shutdown.subscribe())));
+        services.spawn(service::serve(
+            listener,
+            node.clone(),
+            access,
+            accounting,
+            requested(shutdown.subscribe()),
+        ));
         let page = page.map(|page| tokio::spawn(page.serve(node, shutdown.subscribe())));
         info!("listening on {socket}");
         notifier.notify(&[NotifyState::Ready]);

@@ -33,8 +33,8 @@ use xlaunch_proto::convert::node::{Drain, JobLogs, Submit};
 use xlaunch_proto::net::{self, Connections, Credentials};
 use xlaunch_proto::v1::node_server::{Node, NodeServer};
 use xlaunch_proto::v1::{
-    CancelRequest, DrainRequest, GetRequest, Job, JobLogsRequest, ListReply, ListRequest, LogsReply,
-    NodeStatus, NodeStatusRequest, SubmitReply, SubmitRequest,
+    CancelRequest, DrainRequest, GetRequest, HistoryReply, HistoryRequest, Job, JobLogsRequest, ListReply,
+    ListRequest, LogsReply, NodeStatus, NodeStatusRequest, SubmitReply, SubmitRequest,
 };
 
 pub(crate) use tail::log_tail;
@@ -42,6 +42,7 @@ pub(crate) use tail::log_tail;
 use self::access::{Access, Quota};
 use self::calls::Call;
 use self::queries::to_status;
+use super::accounting::Accounting;
 use super::commands::NodeHandle;
 use super::view::Caller;
 
@@ -58,6 +59,8 @@ const CALL_QUOTA: (usize, usize) = (320, 4096);
 const STREAM_QUOTA: (usize, usize) = (128, 512);
 /// Lists that the client has not read yet. The largest take most of a megabyte each.
 const LIST_QUOTA: (usize, usize) = (16, 128);
+/// Readers of the accounting file.
+const HISTORY_QUOTA: (usize, usize) = (2, 8);
 /// Readers of log files, by the files' owner. The total is below the number of tokio's blocking threads.
 const FILE_READER_QUOTA: (usize, usize) = (32, 128);
 /// Time for a request to arrive and be handled.
@@ -75,9 +78,10 @@ pub async fn serve(
     listener: UnixListener,
     node: NodeHandle,
     access: Access,
+    accounting: Accounting,
     shutdown: impl Future<Output = ()>,
 ) -> io::Result<()> {
-    serve_peers(listener, node, access, net::peer_credentials, shutdown).await
+    serve_peers(listener, node, access, accounting, net::peer_credentials, shutdown).await
 }
 
 fn quota((per_user, total): (usize, usize)) -> Quota {
@@ -89,6 +93,7 @@ async fn serve_peers(
     listener: UnixListener,
     node: NodeHandle,
     access: Access,
+    accounting: Accounting,
     credentials: fn(&UnixStream) -> io::Result<Credentials>,
     shutdown: impl Future<Output = ()>,
 ) -> io::Result<()> {
@@ -101,6 +106,8 @@ async fn serve_peers(
     let service = NodeServer::new(Service {
         node,
         access,
+        accounting,
+        histories: quota(HISTORY_QUOTA),
         lists: quota(LIST_QUOTA),
         logs: quota(STREAM_QUOTA),
         watches: quota(STREAM_QUOTA),
@@ -155,6 +162,8 @@ fn busy(count: usize, what: &str) -> Status {
 struct Service {
     node: NodeHandle,
     access: Access,
+    accounting: Accounting,
+    histories: Quota,
     lists: Quota,
     logs: Quota,
     watches: Quota,
@@ -200,6 +209,20 @@ impl Node for Service {
         let guard = self.lists.acquire(caller.uid, caller.admin).map_err(|count| busy(count, "lists"))?;
         let list = queries::list(&self.node.view(), caller, request.get_ref());
         Ok(calls::until_sent(Response::new(list), guard))
+    }
+
+    async fn history(&self, request: Request<HistoryRequest>) -> Result<Response<HistoryReply>, Status> {
+        let (_, caller) = self.caller(&request).await?;
+        let guard =
+            self.histories.acquire(caller.uid, caller.admin).map_err(|count| busy(count, "histories"))?;
+        let query = queries::history(caller, request.into_inner())?;
+        let accounting = self.accounting.clone();
+        let read = tokio::task::spawn_blocking(move || accounting.query(&query));
+        let jobs =
+            read.await.map_err(io::Error::other).flatten().map_err(|error| {
+                Status::unavailable(format!("failed to read the accounting file: {error}"))
+            })?;
+        Ok(calls::until_sent(Response::new(HistoryReply { jobs }), guard))
     }
 
     async fn get(&self, request: Request<GetRequest>) -> Result<Response<Job>, Status> {

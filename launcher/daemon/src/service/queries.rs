@@ -6,8 +6,9 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tonic::Status;
 use xlaunch_proto::convert::encoded_size;
-use xlaunch_proto::v1::{Job, ListReply, ListRequest, NodeStatus};
+use xlaunch_proto::v1::{HistoryRequest, Job, ListReply, ListRequest, NodeStatus};
 
+use crate::accounting::Query;
 use crate::commands::CommandError;
 use crate::view::{Caller, JobView, NodeView};
 
@@ -15,6 +16,8 @@ use crate::view::{Caller, JobView, NodeView};
 const MAX_LISTED_JOBS: usize = 1000;
 /// Maximum size of a list: clients can request many and read none.
 const MAX_LIST_BYTES: usize = 256 << 10;
+/// Maximum length of a user's name or number in a request.
+const MAX_USER_BYTES: usize = 256;
 /// Minimum interval between two updates of a watched job.
 const WATCH_INTERVAL: Duration = Duration::from_millis(250);
 
@@ -38,6 +41,19 @@ pub(super) fn list(view: &NodeView, caller: Caller, request: &ListRequest) -> Li
         bytes <= MAX_LIST_BYTES
     });
     ListReply { jobs: jobs.collect() }
+}
+
+/// What a history request asks for, as far as the caller may see it.
+pub(super) fn history(caller: Caller, request: HistoryRequest) -> Result<Query, Status> {
+    if request.user.len() > MAX_USER_BYTES {
+        return Err(Status::invalid_argument(format!("user: more than {MAX_USER_BYTES} bytes")));
+    }
+    Ok(Query {
+        uid: (!caller.admin).then_some(caller.uid),
+        user: (!request.user.is_empty()).then_some(request.user),
+        since: request.since_unix_ms,
+        limit: request.limit as usize,
+    })
 }
 
 /// The node, without the ids of jobs that the caller may not see.

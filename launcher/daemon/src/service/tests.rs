@@ -61,7 +61,8 @@ impl Case {
         let node = NodeHandle::new(commands, shown.subscribe());
         let access = Access::with(900, |uid| Ok(uid == ADMIN), account);
         let (end, ended) = oneshot::channel();
-        let served = tokio::spawn(serve_peers(listener, node, access, named, async {
+        let accounting = Accounting::new(dir.path());
+        let served = tokio::spawn(serve_peers(listener, node, access, accounting, named, async {
             ended.await.unwrap_or_default();
         }));
         Self { dir, shown, end: Some(end), served, connections: AtomicUsize::new(0) }

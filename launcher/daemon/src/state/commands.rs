@@ -89,6 +89,7 @@ impl Jobs {
                 report: String::new(),
                 at,
                 order: 0,
+                usage: None,
             }),
             Phase::Active { cancelled: None, .. } => Some(Record::Cancelled { job, uid, at }),
             Phase::Active { .. } | Phase::Ended { .. } => None,

@@ -27,6 +27,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::accounting::Usage;
+
 /// Maximum length of a reason, a report or a command line.
 pub(crate) const MAX_TEXT_BYTES: usize = 4096;
 /// Ended jobs of a user that never started, such as cancelled ones, that are kept.
@@ -53,6 +55,8 @@ pub(crate) enum Record {
         at: u64,
         #[serde(default, skip_serializing_if = "is_zero")]
         order: u64,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        usage: Option<Usage>,
     },
     /// The agent never ran: the job is back in the queue.
     Requeued { job: u64, reason: String },
@@ -121,6 +125,8 @@ pub(crate) enum Phase {
         at: u64,
         /// Which end this was on the node, from 1: clocks can be set back.
         order: u64,
+        /// `None` if it is unknown.
+        usage: Option<Usage>,
     },
 }
 
@@ -176,7 +182,7 @@ impl Jobs {
                     *cancelled = Some(uid);
                 }
             }
-            Record::Ended { job, end, exit, reason, report, at, order } => {
+            Record::Ended { job, end, exit, reason, report, at, order, usage } => {
                 let Some(entry) = self.jobs.get_mut(&job) else { return };
                 let (gpus, started) = match &mut entry.phase {
                     Phase::Queued { .. } => (Vec::new(), 0),
@@ -185,7 +191,7 @@ impl Jobs {
                 };
                 self.ended = self.ended.saturating_add(1);
                 let order = if order > 0 { order } else { self.ended };
-                entry.phase = Phase::Ended { end, exit, reason, report, gpus, started, at, order };
+                entry.phase = Phase::Ended { end, exit, reason, report, gpus, started, at, order, usage };
             }
             Record::Requeued { job, reason } => {
                 if let Some(entry) = self.jobs.get_mut(&job)
@@ -323,10 +329,11 @@ fn records_to_reach(job: u64, phase: &Phase) -> Vec<Record> {
             let cancelled = cancelled.map(|uid| Record::Cancelled { job, uid, at: 0 });
             std::iter::once(starting(*start, gpus, boot, *at)).chain(cancelled).collect()
         }
-        Phase::Ended { end, exit, reason, report, gpus, started, at, order } => {
+        Phase::Ended { end, exit, reason, report, gpus, started, at, order, usage } => {
             let started = (*started > 0 || !gpus.is_empty()).then(|| starting(1, gpus, "", *started));
             let (reason, report) = (reason.clone(), report.clone());
-            let ended = Record::Ended { job, end: *end, exit: *exit, reason, report, at: *at, order: *order };
+            let (end, exit, at, order, usage) = (*end, *exit, *at, *order, *usage);
+            let ended = Record::Ended { job, end, exit, reason, report, at, order, usage };
             started.into_iter().chain([ended]).collect()
         }
     }

@@ -34,6 +34,7 @@ fn ended(job: u64, at: u64) -> Record {
         report: String::new(),
         at,
         order: 0,
+        usage: None,
     }
 }
 
@@ -73,6 +74,7 @@ fn records_of_every_phase_reproduce_the_jobs() {
             report: reason(),
             at: 9,
             order: 0,
+            usage: None,
         },
         submitted(6, 2, 0, 0),
         drained(&["a"], false, "x"),
@@ -149,6 +151,7 @@ fn end_is_final_and_unfitting_records_change_nothing() {
         report: "y".into(),
         at: 9,
         order: 0,
+        usage: None,
     });
     jobs.apply(Record::Cancelled { job: 1, uid: 1, at: 9 });
     jobs.apply(Record::Requeued { job: 1, reason: "x".into() });

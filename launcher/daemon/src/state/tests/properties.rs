@@ -23,7 +23,7 @@ fn any_record() -> impl Strategy<Value = Record> {
         }),
         1 => (job.clone(), 0..3_u32).prop_map(|(job, uid)| Record::Cancelled { job, uid, at: 0 }),
         2 => (job.clone(), end, any::<Option<u8>>(), 1..9_u64).prop_map(|(job, end, exit, at)| {
-            Record::Ended { job, end, exit, reason: "x".into(), report: "y".into(), at, order: 0 }
+            Record::Ended { job, end, exit, reason: "x".into(), report: "y".into(), at, order: 0, usage: None }
         }),
         1 => job.clone().prop_map(|job| Record::Requeued { job, reason: "z".into() }),
         1 => (gpus(), any::<bool>()).prop_map(|(gpus, undo)| {

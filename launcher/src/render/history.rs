@@ -1,0 +1,96 @@
+//! Jobs that have ended: a table, and JSON.
+
+use std::time::{Duration, UNIX_EPOCH};
+
+use serde_json::{Value, json};
+use xlaunch_agent::sinks::progress::clock;
+use xlaunch_proto::labels::{kind, node_job_state};
+use xlaunch_proto::v1::JobAccount;
+
+use super::jobs::truncated_name;
+use super::text::{bytes, columns, fit, or_dash, seconds};
+
+/// One line per job. Lines are truncated to `width` characters.
+pub(crate) fn table(jobs: &[JobAccount], width: usize) -> String {
+    if jobs.is_empty() {
+        return "no jobs\n".into();
+    }
+    let head =
+        ["JOB", "NAME", "USER", "STATE", "EXIT", "GPUS", "TIME", "GPU TIME", "CPU TIME", "MEMORY", "ENDED"];
+    let rows: Vec<_> = jobs.iter().map(row).collect();
+    fit(&columns(&head, &rows), width)
+}
+
+fn row(job: &JobAccount) -> Vec<String> {
+    let has_started = job.started_unix_ms > 0;
+    let ran = has_started.then(|| seconds(job.ended_unix_ms.saturating_sub(job.started_unix_ms) / 1000));
+    let ended = UNIX_EPOCH + Duration::from_secs(job.ended_unix_ms / 1000);
+    vec![
+        job.id.to_string(),
+        truncated_name(&job.name),
+        if job.user.is_empty() { job.uid.to_string() } else { job.user.clone() },
+        node_job_state(job.state()).into(),
+        or_dash(job.exit_code, |code| code.to_string()),
+        job.gpus.to_string(),
+        or_dash(ran, clock),
+        or_dash((job.gpus > 0).then_some(job.gpu_seconds), clock),
+        or_dash(job.cpu_seconds, clock),
+        or_dash(job.peak_memory_bytes, bytes),
+        humantime::format_rfc3339_seconds(ended).to_string(),
+    ]
+}
+
+/// All fields of a job; times are `null` if there is none.
+pub(crate) fn json(job: &JobAccount) -> Value {
+    let at = |time: u64| (time > 0).then_some(time);
+    json!({
+        "id": job.id, "name": job.name, "uid": job.uid, "user": job.user, "kind": kind(job.kind()),
+        "state": node_job_state(job.state()), "reason": job.reason, "exit_code": job.exit_code,
+        "gpus": job.gpus, "workers": job.workers, "submitted_unix_ms": at(job.submitted_unix_ms),
+        "started_unix_ms": at(job.started_unix_ms), "ended_unix_ms": at(job.ended_unix_ms),
+        "gpu_seconds": job.gpu_seconds, "cpu_seconds": job.cpu_seconds,
+        "peak_memory_bytes": job.peak_memory_bytes,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_proto::v1::NodeJobState;
+
+    use super::*;
+
+    #[test]
+    fn table_shows_what_a_job_has_used() {
+        let done = JobAccount {
+            id: 7,
+            name: "train".into(),
+            uid: 1000,
+            user: "anna".into(),
+            state: NodeJobState::Done.into(),
+            exit_code: Some(0),
+            gpus: 2,
+            started_unix_ms: 1_000,
+            ended_unix_ms: 61_000,
+            gpu_seconds: 120.0,
+            cpu_seconds: Some(90.0),
+            peak_memory_bytes: Some(3_000_000),
+            ..JobAccount::default()
+        };
+        let never = JobAccount {
+            id: 8,
+            name: "x\u{1b}".into(),
+            uid: 7,
+            state: NodeJobState::Cancelled.into(),
+            ended_unix_ms: 62_000,
+            ..JobAccount::default()
+        };
+        let expected = "\
+JOB  NAME     USER  STATE      EXIT  GPUS  TIME   GPU TIME  CPU TIME  MEMORY  ENDED
+7    train    anna  done       0     2     1m00s  2m00s     1m30s     3.0M    1970-01-01T00:01:01Z
+8    x\\u{1b}  7     cancelled  -     0     -      -         -         -       1970-01-01T00:01:02Z
+";
+        assert_eq!(table(&[done.clone(), never], 120), expected);
+        assert_eq!(json(&done)["gpu_seconds"], 120.0);
+        assert_eq!(json(&done)["submitted_unix_ms"], Value::Null);
+    }
+}

@@ -1,0 +1,161 @@
+//! Times and sizes as users write and read them.
+
+use std::time::Duration;
+
+/// The forms of a time that [`parse_time`] accepts, for messages.
+pub const TIME_FORMS: &str = "90s, 30m, 4h, 2d, 1h30m, HH:MM:SS or D-HH:MM:SS";
+/// The forms of a size that [`parse_bytes`] accepts, for messages.
+pub const SIZE_FORMS: &str = "a number with K, M, G or T, such as 32G";
+
+const TIME_UNITS: [(char, u64); 4] = [('d', 86_400), ('h', 3600), ('m', 60), ('s', 1)];
+const SIZE_UNITS: [(char, u32); 4] = [('K', 10), ('M', 20), ('G', 30), ('T', 40)];
+
+/// A time such as `4h`, `1h30m`, or as Slurm writes it: `HH:MM:SS`, `D-HH:MM:SS`.
+///
+/// # Errors
+/// If the text is neither, or is no time above 0.
+pub fn parse_time(text: &str) -> Result<Duration, String> {
+    let seconds = if text.contains(':') { clock_seconds(text) } else { unit_seconds(text) };
+    match seconds {
+        Some(seconds) if seconds > 0 => Ok(Duration::from_secs(seconds)),
+        _ => Err(format!("`{text}` is not a time; expected one such as {TIME_FORMS}")),
+    }
+}
+
+/// Numbers with units, each unit smaller than the one before.
+fn unit_seconds(text: &str) -> Option<u64> {
+    let (mut seconds, mut rest, mut units) = (0_u64, text, &TIME_UNITS[..]);
+    while !rest.is_empty() {
+        let end = rest.find(|letter: char| !letter.is_ascii_digit())?;
+        let (number, unit) = (number(&rest[..end])?, rest[end..].chars().next()?);
+        let at = units.iter().position(|(known, _)| *known == unit)?;
+        seconds = seconds.checked_add(number.checked_mul(units[at].1)?)?;
+        (rest, units) = (&rest[end + 1..], &units[at + 1..]);
+    }
+    Some(seconds)
+}
+
+fn clock_seconds(text: &str) -> Option<u64> {
+    let (days, clock) = text.split_once('-').map_or((Some(0), text), |(days, clock)| (number(days), clock));
+    let parts: Vec<u64> = clock.split(':').map(number).collect::<Option<_>>()?;
+    let [hours, minutes, seconds] = parts[..] else { return None };
+    if minutes > 59 || seconds > 59 || (text.contains('-') && hours > 23) {
+        return None;
+    }
+    let hours = days?.checked_mul(24)?.checked_add(hours)?;
+    hours.checked_mul(3600)?.checked_add(minutes * 60 + seconds)
+}
+
+/// Digits only: `parse` would also accept a sign.
+fn number(text: &str) -> Option<u64> {
+    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
+}
+
+/// A time in the largest units that show it exactly, such as `1h30m`.
+pub fn time_text(time: Duration) -> String {
+    let mut rest = time.as_secs();
+    let mut text = String::new();
+    for (unit, seconds) in TIME_UNITS {
+        // 36h is easier to compare with a limit of 24h than 1d12h, but 2d is easier to read than 48h.
+        if unit == 'd' && !rest.is_multiple_of(seconds) {
+            continue;
+        }
+        if rest >= seconds {
+            text += &format!("{}{unit}", rest / seconds);
+            rest %= seconds;
+        }
+    }
+    if text.is_empty() { "0s".into() } else { text }
+}
+
+/// A size such as `32G`, `512M` or `32GiB`, in powers of 1024.
+///
+/// # Errors
+/// If the text is none, or 0.
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
+    let parse = || {
+        let bare = text.strip_suffix("iB").or_else(|| text.strip_suffix('B')).unwrap_or(text);
+        let unit = bare.chars().last()?.to_ascii_uppercase();
+        let (_, shift) = SIZE_UNITS.iter().find(|(known, _)| *known == unit)?;
+        number(&bare[..bare.len() - 1])?.checked_mul(1 << shift).filter(|bytes| *bytes > 0)
+    };
+    parse().ok_or_else(|| format!("`{text}` is not a size; expected {SIZE_FORMS}"))
+}
+
+/// A size for people, such as `12 GiB` or `1.5 GiB`.
+pub fn bytes_text(bytes: u64) -> String {
+    let (unit, shift) = match bytes {
+        0x100_0000_0000.. => ("TiB", 40),
+        0x4000_0000.. => ("GiB", 30),
+        _ => ("MiB", 20),
+    };
+    let tenths = u128::from(bytes) * 10 >> shift;
+    match tenths % 10 {
+        0 => format!("{} {unit}", tenths / 10),
+        tenth => format!("{}.{tenth} {unit}", tenths / 10),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_units_or_are_clock_times() {
+        for (text, seconds) in [
+            ("90s", 90),
+            ("30m", 1800),
+            ("4h", 14_400),
+            ("2d", 172_800),
+            ("1h30m", 5400),
+            ("1d2h3m4s", 93_784),
+            ("01:02:03", 3723),
+            ("100:00:00", 360_000),
+            ("1-02:00:00", 93_600),
+        ] {
+            assert_eq!(parse_time(text), Ok(Duration::from_secs(seconds)), "{text}");
+        }
+        for text in [
+            "",
+            "5",
+            "0s",
+            "-1h",
+            "1.5h",
+            "30m1h",
+            "1h1h",
+            "10:20",
+            "1:60:00",
+            "1-24:00:00",
+            "x:y:z",
+            "+1s",
+            "4H",
+        ] {
+            let error = parse_time(text).unwrap_err();
+            assert!(error.contains("4h") && error.contains("D-HH:MM:SS"), "{error}");
+        }
+        assert!(parse_time("99999999999999999999h").is_err() && parse_time("9999999999999999999d").is_err());
+    }
+
+    #[test]
+    fn times_are_shown_as_they_are_written() {
+        for text in ["90s", "4h", "1h30m", "2d", "36h", "30m", "1m30s"] {
+            let shown = time_text(parse_time(text).unwrap());
+            assert_eq!(shown, if text == "90s" { "1m30s" } else { text });
+        }
+        assert_eq!(time_text(Duration::ZERO), "0s");
+    }
+
+    #[test]
+    fn sizes_are_powers_of_1024() {
+        for (text, bytes) in [("32G", 32 << 30), ("512M", 512 << 20), ("1TiB", 1 << 40), ("7kB", 7 << 10)] {
+            assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "32", "G", "1.5G", "0G", "-1G", "99999999999T", "é"] {
+            assert!(parse_bytes(text).unwrap_err().contains("32G"), "{text}");
+        }
+        assert_eq!(
+            [12 << 30, 3 << 29, 5 << 20, 2 << 40].map(bytes_text),
+            ["12 GiB", "1.5 GiB", "5 MiB", "2 TiB"]
+        );
+    }
+}

@@ -1,0 +1,72 @@
+//! The history of a node: every job that has ended, with what it has used.
+
+use rustix::process::Signal;
+use serde_json::Value;
+use xlaunch_tests::{Node, requirements, wait_for};
+
+xlaunch_harness::tests! {
+    history_has_exit_code_and_usage_of_forgotten_jobs,
+    account_that_a_killed_daemon_has_not_written_is_written_at_the_next_start;
+    needs requirements::root:
+    users_see_their_own_history_only;
+}
+
+fn history(node: &Node, args: &[&str]) -> Vec<Value> {
+    let found = node.json(&[&["history"], args].concat());
+    found.as_array().expect("a list").clone()
+}
+
+fn history_has_exit_code_and_usage_of_forgotten_jobs() {
+    let node = Node::new("keep = 1");
+    // 50 MB for half a second, and some CPU time.
+    let script =
+        "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done; head -c 50000000 /dev/zero | tail | sleep 0.5; exit 7";
+    let failing = node.submit_shell(script);
+    let job = node.wait(failing, "failed");
+    assert_eq!(job["exit_code"], 7, "{job}");
+    let killed = node.submit_shell("kill -KILL $$");
+    assert_eq!(node.wait(killed, "failed")["exit_code"], 137);
+    wait_for("job 1 to be forgotten", || (node.run(&["status", "1"]).code != 0).then_some(()));
+    let all = history(&node, &[]);
+    let ids: Vec<_> = all.iter().map(|job| (job["id"].clone(), job["exit_code"].clone())).collect();
+    assert_eq!(ids, [(1.into(), 7.into()), (2.into(), 137.into())]);
+    assert!(all[0]["cpu_seconds"].as_f64() > Some(0.05), "{}", all[0]);
+    assert!(all[0]["peak_memory_bytes"].as_u64() > Some(1_000_000), "{}", all[0]);
+    assert_eq!((all[0]["gpu_seconds"].as_f64(), &all[0]["state"]), (Some(0.0), &"failed".into()));
+    assert_eq!(history(&node, &["--limit", "1"])[0]["id"], 2);
+    assert_eq!(history(&node, &["--since", "1h"]).len(), 2);
+    assert_eq!(history(&node, &["--since", "2999-01-01"]), [] as [Value; 0]);
+    assert_eq!(history(&node, &["--user", "nosuchuser"]), [] as [Value; 0]);
+    let table = node.run(&["history"]).stdout;
+    assert!(table.starts_with("JOB  NAME") && table.lines().count() == 3, "{table}");
+}
+
+fn account_that_a_killed_daemon_has_not_written_is_written_at_the_next_start() {
+    let mut node = Node::new("");
+    for _ in 0..2 {
+        let job = node.submit_shell("true");
+        node.wait(job, "done");
+    }
+    node.stop_daemon(Signal::KILL);
+    let file = node.state_dir().join("accounting.jsonl");
+    let text = std::fs::read_to_string(&file).unwrap();
+    // As if the daemon had been killed while it wrote the second line.
+    std::fs::write(&file, &text[..text.len() - 10]).unwrap();
+    node.start_daemon();
+    let ids: Vec<_> = history(&node, &[]).iter().map(|job| job["id"].clone()).collect();
+    assert_eq!(ids, [1, 2]);
+}
+
+fn users_see_their_own_history_only() {
+    let node = Node::new("");
+    let dir = node.admit_nobody();
+    let roots = node.submit_shell("true");
+    node.wait(roots, "done");
+    assert_eq!(node.run_as_nobody(&dir, &["submit", "--wait", "--", "true"]).code, 0);
+    let seen = node.run_as_nobody(&dir, &["history", "--json"]).stdout;
+    let seen: Value = serde_json::from_str(&seen).unwrap();
+    assert_eq!(seen.as_array().unwrap().iter().map(|job| &job["id"]).collect::<Vec<_>>(), [2]);
+    assert_eq!(node.run_as_nobody(&dir, &["history", "--user", "root"]).stdout, "no jobs\n");
+    assert_eq!(history(&node, &["--user", "nobody"]).len(), 1);
+    assert_eq!(history(&node, &[]).len(), 2);
+}
