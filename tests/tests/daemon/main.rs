@@ -7,6 +7,7 @@ mod full_disk;
 mod gpus;
 mod history;
 mod hostile;
+mod hostile_actions;
 mod jobs;
 mod load;
 mod page;
@@ -14,5 +15,5 @@ mod restarts;
 mod users;
 
 xlaunch_harness::suite! {
-    modules crashes, full_disk, gpus, history, hostile, jobs, load, page, restarts, users;
+    modules crashes, full_disk, gpus, history, hostile, hostile_actions, jobs, load, page, restarts, users;
 }
