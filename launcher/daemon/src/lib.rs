@@ -18,6 +18,9 @@ pub(crate) mod agents;
 pub mod commands;
 pub(crate) mod config;
 pub mod files;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzz;
 pub(crate) mod gpus;
 pub(crate) mod journal;
 pub(crate) mod manager;

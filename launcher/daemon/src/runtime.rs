@@ -2,6 +2,7 @@
 //!
 //! An agent runs as the job's user, so its reports are bounded before they are kept.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -61,6 +62,9 @@ impl JobRuntime {
         if encoded_size(&status) + status.ranks.len() * size_of::<RankStatus>() > MAX_STATUS_BYTES {
             return Vec::new();
         }
+        let mut ranks = HashSet::new();
+        // Metrics have one series for each rank.
+        status.ranks.retain(|rank| ranks.insert(rank.rank));
         status.totals = status.totals.filter(is_sound);
         status.past_restarts.truncate(MAX_PAST_RESTARTS);
         status
@@ -113,6 +117,9 @@ mod tests {
         job.update(StatusReply { step: 2, reason, history, ..StatusReply::default() });
         assert_eq!(job.status.as_ref().unwrap().0.step, 1);
         assert_eq!(job.history.len(), MAX_POINTS);
+        let ranks = [0, 1, 0].map(|rank| RankStatus { rank, ..RankStatus::default() }).to_vec();
+        job.update(StatusReply { step: 1, ranks, ..StatusReply::default() });
+        assert_eq!(job.status.as_ref().unwrap().0.ranks.len(), 2, "a rank is listed once");
         let ranks = vec![RankStatus::default(); 2000];
         job.update(StatusReply { step: 3, ranks, ..StatusReply::default() });
         assert_eq!(job.status.as_ref().unwrap().0.step, 1, "ranks are counted at their size in memory");

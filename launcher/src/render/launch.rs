@@ -29,20 +29,21 @@ pub(crate) fn ranks(reply: &StatusReply, width: usize) -> String {
 }
 
 fn heading(reply: &StatusReply, now: u64) -> String {
-    let mut out = format!("{}-{}  {}", reply.job_name, reply.job_id, job_state(reply.state()));
+    let mut out =
+        format!("{}-{}  {}", escape(&reply.job_name), escape(&reply.job_id), job_state(reply.state()));
     if !reply.reason.is_empty() {
-        out += &format!(" ({})", reply.reason);
+        out += &format!(" ({})", escape(&reply.reason));
     }
     out += &format!(
         "\non {}, running for {}  pid {}  restarts {} of {}  {}\n",
-        reply.host,
+        escape(&reply.host),
         clock(seconds(now.saturating_sub(reply.started_unix_seconds))),
         reply.launcher_pid,
         reply.restarts,
         reply.max_restarts,
-        reply.command_line
+        escape(&reply.command_line)
     );
-    out += &format!("logs {}\n", reply.log_dir);
+    out += &format!("logs {}\n", escape(&reply.log_dir));
     if reply.kind() != JobKind::Command {
         out += &training(reply);
     }
@@ -84,7 +85,7 @@ fn command_ranks(reply: &StatusReply, width: usize, out: &mut String) {
             or_dash(rank.gpu_percent, percent),
             or_dash(rank.gpu_memory_bytes, bytes)
         );
-        push_row(row, note(rank), width, out);
+        push_row(row, &note(rank), width, out);
     }
 }
 
@@ -107,9 +108,9 @@ fn trainer_ranks(reply: &StatusReply, width: usize, out: &mut String) {
             bytes(rank.pool_mapped_bytes),
             bytes(rank.pool_peak_bytes),
             percent(100.0 * f64::from(rank.pool_fragmentation)),
-            device
+            escape(&device)
         );
-        push_row(row, note(rank), width, out);
+        push_row(row, &note(rank), width, out);
     }
 }
 
@@ -126,15 +127,16 @@ fn push_row(row: String, note: &str, width: usize, out: &mut String) {
 }
 
 /// How the rank ended, or what is unusual about it.
-fn note(rank: &RankStatus) -> &str {
-    if rank.exit.is_empty() { &rank.hint } else { &rank.exit }
+fn note(rank: &RankStatus) -> String {
+    escape(if rank.exit.is_empty() { &rank.hint } else { &rank.exit })
 }
 
 /// One line per launch: its status, or why there is none.
 pub(crate) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, width: usize) -> String {
-    let longest = replies.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0).max(4);
+    let names: Vec<_> = replies.iter().map(|(name, _)| escape(name)).collect();
+    let longest = names.iter().map(|name| name.chars().count()).max().unwrap_or(0).max(4);
     let mut out = format!("{:<longest$}  STATE       RANKS  UP      COMMAND\n", "NAME");
-    for (name, reply) in replies {
+    for (name, (_, reply)) in names.iter().zip(replies) {
         match reply {
             Ok(reply) => {
                 let up = seconds(now.saturating_sub(reply.started_unix_seconds));
@@ -143,10 +145,10 @@ pub(crate) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, 
                     job_state(reply.state()),
                     reply.world_size,
                     clock(up),
-                    reply.command_line
+                    escape(&reply.command_line)
                 );
             }
-            Err(problem) => out += &format!("{name:<longest$}  {problem}\n"),
+            Err(problem) => out += &format!("{name:<longest$}  {}\n", escape(problem)),
         }
     }
     fit(&out, width)
@@ -269,6 +271,17 @@ RANK";
         assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
         assert!(text.contains("\\u{1b}[2J\\u{202e}xxx") && text.contains("xx...\n"), "{text}");
         assert!(!text.contains('\u{1b}') && !text.contains('\u{202e}'));
+    }
+
+    #[test]
+    fn hostile_names_and_notes_stay_on_their_line() {
+        let mut reply = reply();
+        (reply.reason, reply.host, reply.log_dir) = ("a\nb".into(), "c\nd".into(), "e\nf".into());
+        (reply.job_name, reply.command_line) = ("g\nh".into(), "i\nj".into());
+        (reply.ranks[0].hint, reply.ranks[1].exit) = ("k\n2     1".into(), "l\r\nm".into());
+        assert_eq!(table(&reply, 1185, 200).lines().count(), 7);
+        let replies = [("o\np".to_string(), Ok(reply)), ("q".to_string(), Err("r\ns".to_string()))];
+        assert_eq!(list(&replies, 1185, 200).lines().count(), 3);
     }
 
     #[test]

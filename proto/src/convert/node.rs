@@ -24,6 +24,8 @@ const MAX_GPUS: u32 = 1024;
 const MAX_UUID_BYTES: usize = 128;
 /// The lowest priority is the negative of it.
 const MAX_PRIORITY: i32 = 1000;
+/// What is wrong with a request, which may quote the request, is sent back in a header of limited size.
+const MAX_PROBLEM_BYTES: usize = 1024;
 
 /// What a job runs. The daemon also stores this on disk.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -209,7 +211,11 @@ pub(super) fn within(field: &'static str, got: usize, limit: usize) -> Result<()
     Ok(())
 }
 
-pub(super) fn content(field: &'static str, problem: String) -> WireError {
+pub(super) fn content(field: &'static str, mut problem: String) -> WireError {
+    if problem.len() > MAX_PROBLEM_BYTES {
+        let end = (0..=MAX_PROBLEM_BYTES).rev().find(|end| problem.is_char_boundary(*end)).unwrap_or(0);
+        problem.replace_range(end.., "…");
+    }
     WireError::Content { field, problem }
 }
 
@@ -318,6 +324,17 @@ mod tests {
             let error = Submit::try_from(with(json)).unwrap_err().to_string();
             assert!(error.starts_with("field command_spec_json is refused: "), "{error}");
         }
+    }
+
+    #[test]
+    fn refusal_quotes_only_the_start_of_a_long_value() {
+        let json = format!(r#"{{"version":1,"spec":{{"nproc":"{}"}}}}"#, "é".repeat(100_000));
+        let error = refusal(|wire| wire.work = Some(CommandSpecJson(json.into_bytes())));
+        assert!(
+            error.starts_with("field command_spec_json is refused: ") && error.ends_with("é…"),
+            "{error}"
+        );
+        assert!(error.len() < 1100, "{} bytes", error.len());
     }
 
     #[test]

@@ -13,7 +13,7 @@ xlaunch_harness::tests! {
 
 fn history(node: &Node, args: &[&str]) -> Vec<Value> {
     let found = node.json(&[&["history"], args].concat());
-    found.as_array().expect("a list").clone()
+    found.as_array().unwrap().clone()
 }
 
 fn history_has_exit_code_and_usage_of_forgotten_jobs() {

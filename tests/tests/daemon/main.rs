@@ -8,6 +8,7 @@ mod gpus;
 mod history;
 mod hooks;
 mod hostile;
+mod hostile_actions;
 mod jobs;
 mod load;
 mod page;
@@ -16,5 +17,5 @@ mod scheduling;
 mod users;
 
 xlaunch_harness::suite! {
-    modules crashes, full_disk, gpus, history, hooks, hostile, jobs, load, page, restarts, scheduling, users;
+    modules crashes, full_disk, gpus, history, hooks, hostile, hostile_actions, jobs, load, page, restarts, scheduling, users;
 }

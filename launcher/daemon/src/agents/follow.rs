@@ -82,15 +82,21 @@ pub(crate) enum AgentEvent {
     Lost(String, Option<Usage>),
 }
 
+/// What all starts have in common.
+#[derive(Clone, Debug)]
+pub(crate) struct FollowSetup {
+    pub(crate) dirs: JobDirs,
+    pub(crate) starter: Arc<AgentStarter>,
+    pub(crate) hooks: Arc<HooksSection>,
+    pub(crate) events: mpsc::Sender<(u64, AgentEvent)>,
+}
+
 /// Follows a start to its end and sends its events with the job's id. `fresh`: starts the agent; otherwise an earlier
 /// daemon has started it, or was about to. `stop` says when the job is stopped, `warning` which signal its workers get.
 pub(crate) async fn follow(
     job_start: JobStart,
     fresh: bool,
-    dirs: JobDirs,
-    starter: Arc<AgentStarter>,
-    hooks: Arc<HooksSection>,
-    events: mpsc::Sender<(u64, AgentEvent)>,
+    FollowSetup { dirs, starter, hooks, events }: FollowSetup,
     stop: watch::Receiver<Stop>,
     warning: watch::Receiver<Option<i32>>,
 ) {

@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// The version that is written, and the newest that can be read.
-pub(super) const VERSION: u64 = 1;
+pub(crate) const VERSION: u64 = 1;
 const FORMAT: &str = "xlaunch-journal";
 /// The hex digits and the space after them.
 const CHECKSUM_BYTES: usize = 9;
@@ -26,14 +26,14 @@ struct Header {
 
 /// A parsed journal.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Parsed<E> {
-    pub(super) records: Vec<E>,
-    pub(super) state: State,
+pub(crate) struct Parsed<E> {
+    pub(crate) records: Vec<E>,
+    pub(crate) state: State,
 }
 
 /// Which repair the file needs before records can be appended.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(crate) enum State {
     /// The file is empty.
     New,
     Intact,
@@ -51,13 +51,13 @@ pub(super) enum State {
 
 /// The file was written by a newer xlaunch.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Unreadable {
+pub(crate) enum Unreadable {
     Newer { writer: String, version: u64 },
     Unknown { line: usize, error: String, writer: String },
 }
 
 /// Encodes records as lines.
-pub(super) fn encode<E: Serialize>(records: &[E]) -> io::Result<Vec<u8>> {
+pub(crate) fn encode<E: Serialize>(records: &[E]) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     for record in records {
         let json = serde_json::to_vec(record)?;
@@ -69,7 +69,7 @@ pub(super) fn encode<E: Serialize>(records: &[E]) -> io::Result<Vec<u8>> {
 }
 
 /// Puts the header before these lines.
-pub(super) fn with_header(lines: &[u8]) -> io::Result<Vec<u8>> {
+pub(crate) fn with_header(lines: &[u8]) -> io::Result<Vec<u8>> {
     let header = Header { format: FORMAT.into(), version: VERSION, writer: env!("CARGO_PKG_VERSION").into() };
     let mut bytes = encode(&[header])?;
     bytes.extend_from_slice(lines);
@@ -77,7 +77,7 @@ pub(super) fn with_header(lines: &[u8]) -> io::Result<Vec<u8>> {
 }
 
 /// Parses a whole journal.
-pub(super) fn parse<E: DeserializeOwned>(bytes: &[u8]) -> Result<Parsed<E>, Unreadable> {
+pub(crate) fn parse<E: DeserializeOwned>(bytes: &[u8]) -> Result<Parsed<E>, Unreadable> {
     let header = header(bytes);
     if let Some(Header { version, writer, .. }) = &header
         && *version > VERSION
@@ -116,7 +116,7 @@ pub(super) fn parse<E: DeserializeOwned>(bytes: &[u8]) -> Result<Parsed<E>, Unre
 }
 
 /// The valid lines without the header, byte for byte.
-pub(super) fn valid_records(bytes: &[u8]) -> Vec<u8> {
+pub(crate) fn valid_records(bytes: &[u8]) -> Vec<u8> {
     let skip = usize::from(header(bytes).is_some());
     let valid = lines(bytes).skip(skip).filter(|line| json(&bytes[line.clone()]).is_some());
     valid.flat_map(|line| bytes[line].iter().copied()).collect()
@@ -144,7 +144,7 @@ fn json(line: &[u8]) -> Option<&[u8]> {
     (found == checksum(json).as_bytes()).then_some(json)
 }
 
-fn checksum(json: &[u8]) -> String {
+pub(crate) fn checksum(json: &[u8]) -> String {
     format!("{:08x} ", crc32fast::hash(json))
 }
 

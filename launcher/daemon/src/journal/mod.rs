@@ -16,7 +16,7 @@
 //! The journal keeps no records in memory.
 
 mod disk;
-mod lines;
+pub(crate) mod lines;
 
 use std::fs::TryLockError;
 use std::io::{self, Write};

@@ -22,7 +22,7 @@ use xlaunch_proto::v1::{GpuState, NodeStatus, Restart, StatusReply};
 
 use super::accounting::Accounting;
 use super::agents::AgentStarter;
-use super::agents::follow::{AgentEvent, JobStart, follow};
+use super::agents::follow::{AgentEvent, FollowSetup, JobStart, follow};
 use super::agents::hooks::{Facts, Moment};
 use super::commands::Command;
 use super::config::{HooksSection, JobsSection};
@@ -424,7 +424,8 @@ impl Manager {
         let (stop, warning) = (runtime.stop.subscribe(), runtime.warning.subscribe());
         let (dirs, starter) = (self.dirs.clone(), self.starter.clone());
         let (hooks, events) = (self.hooks.clone(), self.events.clone());
-        tokio::spawn(follow(job_start, fresh, dirs, starter, hooks, events, stop, warning));
+        let setup = FollowSetup { dirs, starter, hooks, events };
+        tokio::spawn(follow(job_start, fresh, setup, stop, warning));
         self.runtime.insert(job, runtime);
     }
 

@@ -30,6 +30,7 @@ pub(crate) mod schedule;
 pub mod simulation;
 mod usage;
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 use xlaunch_proto::convert::scheduling::MAX_ARRAY_JOBS;
@@ -146,7 +147,7 @@ impl Jobs {
             }
             Record::Ended { job, end, exit, reason, report, at, order, usage } => {
                 let Some((gpus, started)) = self.leave(job, at) else { return };
-                self.ended += 1;
+                self.ended = self.ended.saturating_add(1);
                 let order = if order > 0 { order } else { self.ended };
                 if let Some(entry) = self.jobs.get_mut(&job) {
                     entry.phase = Phase::Ended { end, exit, reason, report, gpus, started, at, order, usage };
@@ -176,20 +177,22 @@ impl Jobs {
 
     fn add(&mut self, submitted: Submitted) {
         let job = submitted.job;
+        if self.jobs.contains_key(&job) {
+            return;
+        }
         self.submitted = self.submitted.max(job);
         // All jobs of an array have one request, which is known by the first.
         if submitted.array.is_none_or(|element| element.first == job) {
-            self.requests.insert((submitted.uid, submitted.request_id.clone()), job);
+            let request = (submitted.uid, submitted.request_id.clone());
+            // A request id is accepted again only after its job was forgotten. That record was lost.
+            if let Some(forgotten) = self.requests.get(&request).copied() {
+                self.forget(forgotten);
+            }
+            self.requests.insert(request, job);
         }
+        self.dependents.add(&submitted);
         let phase = Phase::Queued { starts: 0, reason: String::new() };
-        let entry = Entry { submitted, phase };
-        self.dependents.add(&entry.submitted);
-        if let Some(replaced) = self.jobs.insert(job, entry)
-            && let Some(entry) = self.jobs.get(&job)
-        {
-            self.dependents.remove(&replaced.submitted);
-            self.dependents.add(&entry.submitted);
-        }
+        self.jobs.insert(job, Entry { submitted, phase });
     }
 
     fn add_array(&mut self, first: &Submitted, indices: &[u32]) {
@@ -314,7 +317,7 @@ impl Jobs {
             if matches!(phase, Phase::Queued { .. }) {
                 let waits = submitted.held.is_some() || !submitted.is_free_of_dependencies();
                 let used = used.get(&submitted.uid).copied().unwrap_or(0.0);
-                queue.push((waits, -submitted.priority, used, *job));
+                queue.push((waits, Reverse(submitted.priority), used, *job));
             }
         }
         queue.sort_unstable_by(|one, other| {
@@ -354,7 +357,7 @@ fn records_to_reach(job: u64, phase: &Phase) -> Vec<Record> {
         at,
     };
     match phase {
-        Phase::Queued { starts: 0, .. } => Vec::new(),
+        Phase::Queued { starts: 0, reason } if reason.is_empty() => Vec::new(),
         Phase::Queued { starts, reason } => {
             let requeued = Record::Requeued { job, reason: reason.clone(), lost: false, at: 0 };
             vec![starting(*starts, &[], "", 0), requeued]
@@ -367,7 +370,7 @@ fn records_to_reach(job: u64, phase: &Phase) -> Vec<Record> {
             std::iter::once(starting(*start, gpus, boot, *at)).chain(marks).collect()
         }
         Phase::Ended { end, exit, reason, report, gpus, started, at, order, usage } => {
-            let started = (*started > 0).then(|| starting(1, gpus, "", *started));
+            let started = (*started > 0 || !gpus.is_empty()).then(|| starting(1, gpus, "", *started));
             let (reason, report) = (reason.clone(), report.clone());
             let (end, exit, at, order, usage) = (*end, *exit, *at, *order, *usage);
             let ended = Record::Ended { job, end, exit, reason, report, at, order, usage };

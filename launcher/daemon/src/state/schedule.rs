@@ -127,7 +127,8 @@ impl<'a> Pass<'a> {
 
     /// Counts a job that runs against the limits of its user and its array.
     fn count(&mut self, submitted: &Submitted) {
-        *self.gpus_by_user.entry(submitted.uid).or_default() += submitted.gpus;
+        let gpus = self.gpus_by_user.entry(submitted.uid).or_default();
+        *gpus = gpus.saturating_add(submitted.gpus);
         if let Some(element) = submitted.array {
             *self.running_by_array.entry(element.first).or_default() += 1;
         }

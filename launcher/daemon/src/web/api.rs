@@ -39,7 +39,7 @@ fn listed(view: &NodeView) -> (Vec<&JobView>, usize) {
 }
 
 /// A job with its ranks and its history.
-pub(super) fn job(view: &JobView, now: u64) -> Value {
+pub(crate) fn job(view: &JobView, now: u64) -> Value {
     let mut value = line(view);
     value["report"] = json!(view.job.report);
     value["unix_ms"] = json!(now);

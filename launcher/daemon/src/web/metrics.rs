@@ -24,7 +24,7 @@ const ENDED_JOB_RETENTION_MS: u64 = 3_600_000;
 const MAX_LABEL_CHARS: usize = 128;
 
 /// The response to a scrape at `now`, in milliseconds since 1970.
-pub(super) fn text(view: Arc<NodeView>, now: u64) -> Result<String, fmt::Error> {
+pub(crate) fn text(view: Arc<NodeView>, now: u64) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(Scrape { view, now }));
     let mut out = String::new();

@@ -10,11 +10,11 @@
 //! - it has no authentication and shows all jobs, so it listens only on loopback or on a unix socket;
 //! - texts of users are sent as JSON strings and label values, never as HTML.
 
-mod api;
+pub(crate) mod api;
 mod connections;
 mod guard;
 mod listen;
-mod metrics;
+pub(crate) mod metrics;
 mod page;
 #[cfg(test)]
 mod tests;

@@ -165,10 +165,35 @@ fn end_is_final_and_unfitting_records_change_nothing() {
     });
     jobs.apply(Record::Cancelled { job: 1, uid: 1, at: 9 });
     jobs.apply(requeued(1, "x"));
+    jobs.apply(starting(1, &["a"]));
+    jobs.apply(submitted(1, 2, 1, 1));
     jobs.apply(ended(99, 5));
     jobs.apply(starting(99, &[]));
     jobs.apply(Record::Forgotten { job: 99 });
     assert_eq!(jobs, before);
+}
+
+#[test]
+fn request_id_of_a_later_job_means_that_the_earlier_one_was_forgotten() {
+    let Record::Submitted(mut later) = submitted(2, 1, 0, 0) else { unreachable!() };
+    later.request_id = "r1".into();
+    let jobs = of([submitted(1, 1, 0, 0), ended(1, 5), Record::Submitted(later)]);
+    assert_eq!(jobs.jobs.keys().copied().collect::<Vec<_>>(), [2]);
+    assert_eq!(jobs.job_of_request(1, "r1"), Some(2));
+    assert_eq!(of(jobs.records()), jobs);
+}
+
+#[test]
+fn extreme_numbers_in_a_journal_are_kept() {
+    let counted = Record::Counted { submitted: u64::MAX, ended: u64::MAX };
+    let jobs = of([counted, submitted(1, 1, 0, i32::MIN), submitted(2, 1, 0, i32::MAX), ended(2, 0)]);
+    assert_eq!((jobs.queue(0), jobs.ended), (vec![1], u64::MAX));
+    assert_eq!(of(jobs.records()), jobs);
+    let at_zero = Record::Starting { job: 1, start: 0, gpus: vec!["a".into()], boot: String::new(), at: 0 };
+    for end in [ended(1, 0), requeued(1, "x")] {
+        let jobs = of([submitted(1, 1, 1, 0), at_zero.clone(), end]);
+        assert_eq!(of(jobs.records()), jobs);
+    }
 }
 
 #[test]

@@ -18,6 +18,24 @@ fn on_cpu(job: u64, workers: u32) -> Record {
 }
 
 #[test]
+fn workers_and_gpus_of_any_number_are_counted() {
+    let jobs = of([
+        on_cpu(1, u32::MAX),
+        on_cpu(2, 2),
+        submitted(3, 1, u32::MAX, 0),
+        submitted(4, 1, 2, 0),
+        starting(1, &[]),
+        starting(2, &[]),
+        starting(3, &[]),
+        starting(4, &[]),
+        on_cpu(5, 1),
+        submitted(6, 1, 1, 0),
+    ]);
+    let now = schedule(&jobs, &Resources { gpus_per_user: 2, ..resources(&["a"], 4) }, 0);
+    assert_eq!((starts(&now), now.waits.keys().copied().collect()), (vec![], vec![5, 6]));
+}
+
+#[test]
 fn gpu_has_one_job_and_unusable_gpus_have_none() {
     let mut jobs =
         of([submitted(1, 1, 2, 0), starting(1, &["a", "b"]), submitted(2, 1, 1, 0), submitted(3, 1, 1, 0)]);
