@@ -160,13 +160,14 @@ fn check_warning(
     }
 }
 
-/// Cores and memory that the job holds. A GPU job gets its share of the node.
+/// Cores and memory that the job holds. A GPU job gets its share of the node, but no cores where GPUs outnumber them.
 fn reserved(scheduling: &Scheduling, gpus: u32, node: &NodeLimits) -> (Option<u32>, Option<u64>) {
     let has_share = gpus > 0 && node.gpus > 0;
     let cpus = has_share.then(|| {
         let share = u64::from(node.cores) * u64::from(gpus) / u64::from(node.gpus);
-        u32::try_from(share).unwrap_or(u32::MAX).max(1)
+        u32::try_from(share).unwrap_or(u32::MAX)
     });
+    let cpus = cpus.filter(|cores| *cores > 0);
     let memory = has_share.then(|| node.memory / u64::from(node.gpus) * u64::from(gpus));
     (scheduling.cpus.or(cpus), scheduling.memory_bytes.or(memory))
 }
@@ -356,6 +357,8 @@ mod tests {
         assert_eq!(reserved(2, Some(4), Some(1 << 30)), (Some(4), Some(1 << 30), 2062));
         assert_eq!(reserved(0, None, None), (None, None, 31), "two workers");
         assert_eq!(reserved(0, Some(8), Some(7)), (Some(8), Some(7), 125));
+        let few_cores = NodeLimits { cores: 4, ..node(8) };
+        assert_eq!(scheduled(1, Scheduling::default(), &few_cores).unwrap().cpus, None);
     }
 
     #[test]

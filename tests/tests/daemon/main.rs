@@ -17,5 +17,6 @@ mod scheduling;
 mod users;
 
 xlaunch_harness::suite! {
-    modules crashes, full_disk, gpus, history, hooks, hostile, hostile_actions, jobs, load, page, restarts, scheduling, users;
+    modules crashes, full_disk, gpus, history, hooks, hostile, hostile_actions, jobs, load, page, restarts,
+        scheduling, users;
 }
