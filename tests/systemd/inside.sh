@@ -325,17 +325,64 @@ expect "its output" hello "$(as alice xlaunch logs "$commanded")"
 step "reload"
 
 # Limits of limits.conf(5).
-limits_of_a_job() {
-    limited=$(submit -- sh -c 'echo $(ulimit -H -n) $(ulimit -l)')
-    expect_end "$limited" "done" 0
-    expect "the limits of a job" "$1" "$(as alice xlaunch logs "$limited")"
-}
-limits_of_a_job "1048576 unlimited"
 cp /usr/share/doc/xlaunch/pam-xlaunch /etc/pam.d/xlaunch
 printf 'alice hard nofile 12345\nalice - memlock 7000\n' > /etc/security/limits.d/test.conf
-limits_of_a_job "12345 7000"
+limited=$(submit -- sh -c 'echo $(ulimit -H -n) $(ulimit -l)')
+expect_end "$limited" "done" 0
+expect "the limits of a job" "12345 7000" "$(as alice xlaunch logs "$limited")"
 rm /etc/pam.d/xlaunch
 step "limits.conf applies to jobs, where the operator wants it"
+
+# Limits on cores and memory, and what a job has used.
+limited=$(submit --cpus 1 --mem 64M -- perl -e '$x = "x" x 200_000_000; sleep 1')
+until_true "the end of job $limited" is_in "$limited" "failed"
+as alice xlaunch status "$limited" | grep -q -i 'memory' || fail "no memory in $(as alice xlaunch status "$limited")"
+used=$(as alice xlaunch history --json | grep -c '"cpu_seconds": [0-9]' || true)
+[ "$used" -ge 1 ] || fail "the history has no CPU time: $(as alice xlaunch history)"
+expect "jobs in the history of dave" "no jobs" "$(as dave xlaunch history)"
+step "a job is killed at its memory limit; the history has what jobs have used"
+
+# A time limit, with a warning.
+warned=$(submit --time 2s --signal USR1@1 -- sh -c 'trap "echo warned" USR1; while :; do sleep 0.1; done')
+until_true "the end of job $warned" is_in "$warned" failed
+value "$warned" reason | grep -q 'time limit of 2s reached' || fail "its reason: $(value "$warned" reason)"
+expect "its output" warned "$(as alice xlaunch logs "$warned")"
+step "a job at its time limit is warned and stopped"
+
+# A job that is killed goes back to the queue.
+requeued=$(submit --requeue -- sh -c 'echo run >> runs; while ! [ -e stop ]; do sleep 0.1; done')
+until_true "the start of job $requeued" test -e $work/runs
+systemctl kill --signal KILL "xlaunch-job-$requeued.service"
+until_true "the second start of job $requeued" sh -c "[ \$(wc -l < $work/runs) -eq 2 ]"
+in_work touch stop
+expect_end "$requeued" "done" 0
+step "a job that is killed is started again where its user wants it"
+
+# Hooks, as root and as the job's user.
+cat > /etc/xlaunch/hook << 'HOOK'
+#!/bin/sh
+echo "$0 $XLAUNCH_JOB_ID $(id -un) $XLAUNCH_JOB_STATE" | systemd-cat -t xlaunch-hook
+HOOK
+chmod 755 /etc/xlaunch/hook
+sed -i 's|^#prolog = .*|prolog = "/etc/xlaunch/hook"|; s|^#on_end = .*|on_end = "/etc/xlaunch/hook"|' /etc/xlaunch/daemon.toml
+systemctl reset-failed $service
+systemctl restart $service
+hooked=$(submit -- true)
+expect_end "$hooked" "done" 0
+has_hooks() {
+    journalctl --no-pager --identifier xlaunch-hook --output cat > /srv/test/hooks
+    grep -q "^/etc/xlaunch/hook $hooked root $" /srv/test/hooks &&
+        grep -q "^/etc/xlaunch/hook $hooked alice done$" /srv/test/hooks
+}
+until_true "the hooks of job $hooked" has_hooks
+printf '#!/bin/sh\nexit 3\n' > /etc/xlaunch/hook
+refused=$(submit -- true)
+until_true "the end of job $refused" is_in "$refused" failed
+value "$refused" reason | grep -q 'prolog failed' || fail "its reason: $(value "$refused" reason)"
+sed -i 's/^prolog = /#&/; s/^on_end = /#&/' /etc/xlaunch/daemon.toml
+systemctl reset-failed $service
+systemctl restart $service
+step "hooks run as root or as the user; a prolog that fails fails the job"
 
 # Files that the job's user can write say that it has ended; its unit says that it runs.
 forged=$(submit -- sleep 1234567)

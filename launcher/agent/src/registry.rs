@@ -1,7 +1,7 @@
 //! The running launches of this user, which `xlaunch status` finds from any directory.
 //!
 //! ```text
-//! <$XDG_RUNTIME_DIR or the temporary directory>/xlaunch-<uid>/    mode 0700
+//! <$XDG_RUNTIME_DIR, the temporary directory or ~/.cache>/xlaunch-<uid>/    mode 0700
 //!     <name>-<run id>/          one launch; locked (flock) while it runs
 //!         agent.sock            here because the path of a socket is limited
 //!         run -> DIRECTORY      the run's directory; absent if that is this entry itself
@@ -162,6 +162,8 @@ fn registry_dirs() -> Vec<PathBuf> {
     let runtime = given.unwrap_or_else(|| format!("/run/user/{user}").into());
     let temporary = Some(std::env::temp_dir()).filter(|dir| dir.as_os_str().len() <= MAX_TEMP_DIR_LEN);
     let mut registry_dirs = vec![runtime, temporary.unwrap_or_else(|| "/tmp".into())];
+    // Another user may have taken the name in the temporary directory.
+    registry_dirs.extend(std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache")));
     registry_dirs.retain(|registry| registry.is_dir());
     registry_dirs.iter().map(|registry| registry.join(format!("xlaunch-{user}"))).collect()
 }

@@ -1,6 +1,7 @@
 //! How ring neighbours connect: each rank listens, connects to the next one and accepts the previous one, which sends a
 //! handshake with its rank and job.
 
+use std::hash::{BuildHasher, RandomState};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -40,7 +41,9 @@ impl RingListener {
         let name = format!("ring-{}-{rank}.sock", std::process::id());
         let in_dir = dir.join(&name);
         let fits = in_dir.as_os_str().len() <= MAX_SOCKET_PATH;
-        let path = if fits { in_dir } else { std::env::temp_dir().join(name) };
+        // Other users can take names in the temporary directory, but not guess this one.
+        let unguessable = || format!("ring-{:016x}.sock", RandomState::new().hash_one(rank));
+        let path = if fits { in_dir } else { std::env::temp_dir().join(unguessable()) };
         // An earlier process with this id may have left its socket.
         let _ = std::fs::remove_file(&path);
         let failed = |error: std::io::Error| CommError::PeerLost {
@@ -72,10 +75,22 @@ impl RingListener {
 
     fn accept(&self) -> std::io::Result<Socket> {
         match &self.kind {
-            Kind::Unix(listener, _) => Ok(Socket::Unix(listener.accept()?.0)),
+            Kind::Unix(listener, _) => Ok(Socket::Unix(of_own_user(listener.accept()?.0)?)),
             Kind::Tcp(listener) => Ok(Socket::Tcp(listener.accept()?.0)),
         }
     }
+}
+
+/// The connection, if its peer is a process of this user or of root: another could read and change gradients.
+fn of_own_user(stream: UnixStream) -> std::io::Result<UnixStream> {
+    let peer = rustix::net::sockopt::socket_peercred(&stream)?.uid;
+    if peer == rustix::process::getuid() || peer.is_root() {
+        return Ok(stream);
+    }
+    Err(std::io::Error::new(
+        ErrorKind::PermissionDenied,
+        format!("the process at the other end belongs to user {}", peer.as_raw()),
+    ))
 }
 
 impl Drop for RingListener {
@@ -125,7 +140,7 @@ pub(super) fn neighbours(
 fn dial(address: &str, deadline: Instant) -> std::io::Result<Socket> {
     loop {
         let attempt = match address.split_once(':') {
-            Some(("unix", path)) => UnixStream::connect(path).map(Socket::Unix),
+            Some(("unix", path)) => UnixStream::connect(path).and_then(of_own_user).map(Socket::Unix),
             Some(("tcp", host)) => TcpStream::connect(host).map(Socket::Tcp),
             _ => return Err(std::io::Error::other(format!("`{address}` is not a ring address"))),
         };
