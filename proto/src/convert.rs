@@ -155,6 +155,7 @@ pub struct Logs {
     pub stderr: bool,
     pub follow: bool,
     pub tail_lines: Option<u64>,
+    pub after: Option<v1::LogPosition>,
 }
 
 impl TryFrom<v1::LogsRequest> for Logs {
@@ -169,7 +170,8 @@ impl TryFrom<v1::LogsRequest> for Logs {
                 return Err(WireError::Range { field: "stream", got, expected: "1 or 2".into() });
             }
         };
-        Ok(Self { rank: Rank(wire.rank), stderr, follow: wire.follow, tail_lines: wire.tail_lines })
+        let v1::LogsRequest { rank, follow, tail_lines, after, .. } = wire;
+        Ok(Self { rank: Rank(rank), stderr, follow, tail_lines, after })
     }
 }
 

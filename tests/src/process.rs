@@ -107,6 +107,11 @@ impl Process {
         matches!(self.child.try_wait(), Ok(None))
     }
 
+    /// Standard output so far.
+    pub fn stdout(&self) -> String {
+        self.stdout.as_ref().map(Collector::text).unwrap_or_default()
+    }
+
     /// Standard error so far.
     pub fn stderr(&self) -> String {
         self.stderr.as_ref().map(Collector::text).unwrap_or_default()

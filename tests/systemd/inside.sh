@@ -334,13 +334,15 @@ rm /etc/pam.d/xlaunch
 step "limits.conf applies to jobs, where the operator wants it"
 
 # Limits on cores and memory, and what a job has used.
-limited=$(submit --cpus 1 --mem 64M -- perl -e '$x = "x" x 200_000_000; sleep 1')
-until_true "the end of job $limited" is_in "$limited" "failed"
-as alice xlaunch status "$limited" | grep -q -i 'memory' || fail "no memory in $(as alice xlaunch status "$limited")"
+limited=$(submit --cpus 1 --mem 64M -- sleep 1)
+until_true "the start of job $limited" is_in "$limited" running
+expect "its limits" "67108864 1s" "$(show MemoryMax "xlaunch-job-$limited.service") $(
+    show CPUQuotaPerSecUSec "xlaunch-job-$limited.service")"
+expect_end "$limited" "done" 0
 used=$(as alice xlaunch history --json | grep -c '"cpu_seconds": [0-9]' || true)
 [ "$used" -ge 1 ] || fail "the history has no CPU time: $(as alice xlaunch history)"
 expect "jobs in the history of dave" "no jobs" "$(as dave xlaunch history)"
-step "a job is killed at its memory limit; the history has what jobs have used"
+step "units have the limits of their jobs; the history has what jobs have used"
 
 # A time limit, with a warning.
 warned=$(submit --time 2s --signal USR1@1 -- sh -c 'trap "echo warned" USR1; while :; do sleep 0.1; done')
@@ -364,7 +366,8 @@ cat > /etc/xlaunch/hook << 'HOOK'
 echo "$0 $XLAUNCH_JOB_ID $(id -un) $XLAUNCH_JOB_STATE" | systemd-cat -t xlaunch-hook
 HOOK
 chmod 755 /etc/xlaunch/hook
-sed -i 's|^#prolog = .*|prolog = "/etc/xlaunch/hook"|; s|^#on_end = .*|on_end = "/etc/xlaunch/hook"|' /etc/xlaunch/daemon.toml
+sed -i 's|^#prolog = .*|prolog = "/etc/xlaunch/hook"|' /etc/xlaunch/daemon.toml
+sed -i 's|^#on_end = .*|on_end = "/etc/xlaunch/hook"|' /etc/xlaunch/daemon.toml
 systemctl reset-failed $service
 systemctl restart $service
 hooked=$(submit -- true)

@@ -154,7 +154,8 @@ impl Node for FakeDaemon {
         let request = request.into_inner();
         find(request.job)?;
         self.with_state(|state| state.logs.push(request));
-        let pieces = ["step 1\n", "\u{1b}[31mstep", " 2\n"].map(|text| Ok(LogsReply { bytes: text.into() }));
+        let pieces = ["step 1\n", "\u{1b}[31mstep", " 2\n"]
+            .map(|text| Ok(LogsReply { bytes: text.into(), position: None }));
         Ok(Response::new(Box::pin(tokio_stream::iter(pieces))))
     }
 
@@ -245,8 +246,13 @@ async fn follow_survives_a_lost_connection() {
 #[tokio::test]
 async fn logs_are_passed_on_unchanged() {
     let fake = FakeDaemon::start().await;
-    let request =
-        LogsRequest { rank: 1, stream: LogStream::Stderr.into(), follow: true, tail_lines: Some(3) };
+    let request = LogsRequest {
+        rank: 1,
+        stream: LogStream::Stderr.into(),
+        follow: true,
+        tail_lines: Some(3),
+        after: None,
+    };
     let mut got = Vec::new();
     let mut daemon = fake.connect().await;
     let print = |bytes: &[u8]| {

@@ -39,6 +39,7 @@ pub(super) async fn run(options: Logs) -> Result<ExitCode, QueryError> {
         stream: stream.into(),
         follow: options.follow,
         tail_lines: options.tail,
+        after: None,
     };
     match options.target.server("logs").await? {
         Server::Daemon(daemon, job) => job_logs(daemon, job, request).await?,
@@ -49,12 +50,15 @@ pub(super) async fn run(options: Logs) -> Result<ExitCode, QueryError> {
 
 /// Prints the log of a job unchanged, except another user's on a terminal: that is sanitized.
 async fn job_logs(mut daemon: DaemonClient, job: u64, request: LogsRequest) -> Result<(), QueryError> {
+    if request.follow {
+        daemon.wait_until_started(job).await?;
+    }
     let own = rustix::process::getuid().as_raw();
     let sanitized = std::io::stdout().is_terminal() && daemon.get(job).await?.uid != own;
     let mut sanitizer = sanitized.then(LogSanitizer::default);
     let mut empty = true;
     let print = |chunk: &[u8]| {
-        empty = false;
+        empty &= chunk.is_empty();
         match &mut sanitizer {
             Some(sanitizer) => print(sanitizer.text(chunk).as_bytes()),
             None => print(chunk),
@@ -79,7 +83,7 @@ async fn launch_logs(target: &Launches, request: LogsRequest) -> Result<(), Quer
     loop {
         match chunks.message().await {
             Ok(Some(chunk)) => {
-                empty = false;
+                empty &= chunk.bytes.is_empty();
                 print(&chunk.bytes)?;
             }
             Ok(None) => break,
@@ -121,7 +125,8 @@ mod tests {
     #[test]
     fn empty_log_of_a_training_job_is_explained() {
         let note = |kind, stream: LogStream, tail_lines, metrics| {
-            let request = LogsRequest { rank: 1, stream: stream.into(), follow: false, tail_lines };
+            let request =
+                LogsRequest { rank: 1, stream: stream.into(), follow: false, tail_lines, after: None };
             empty_note(&request, kind, "xlaunch status", metrics)
         };
         let metrics = Some(Path::new("/runs/train/1/metrics.jsonl"));

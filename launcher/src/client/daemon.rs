@@ -14,7 +14,7 @@ use xlaunch_proto::net::connect::cause;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::{
     CancelRequest, DrainRequest, GetRequest, HistoryRequest, Job, JobAccount, JobLogsRequest, ListRequest,
-    LogsRequest, NodeStatus, NodeStatusRequest, SubmitReply, SubmitRequest, UpdateRequest,
+    LogsRequest, NodeJobState, NodeStatus, NodeStatusRequest, SubmitReply, SubmitRequest, UpdateRequest,
 };
 
 use xlaunch_agent::Refusal;
@@ -177,19 +177,55 @@ impl DaemonClient {
         self.check(reply)
     }
 
-    /// Passes what a rank of the job has written to `print`, chunk by chunk.
+    /// Waits until a job has started or ended, across restarts of the daemon.
+    pub(crate) async fn wait_until_started(&mut self, job: u64) -> Result<(), Refusal> {
+        use NodeJobState::{Queued, Starting};
+        while matches!(self.get_again(job).await?.state(), Queued | Starting) {
+            tokio::time::sleep(RECONNECT_DELAY).await;
+        }
+        Ok(())
+    }
+
+    /// Passes what a rank of the job has written to `print`, chunk by chunk. Following a log goes on where it was when
+    /// the daemon has been restarted.
     pub(crate) async fn logs<E: From<Refusal>>(
         &mut self,
         job: u64,
-        logs: LogsRequest,
+        mut logs: LogsRequest,
         mut print: impl FnMut(&[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let reply = self.client.logs(JobLogsRequest { job, logs: Some(logs) }).await;
-        let mut chunks = self.check(reply)?;
-        while let Some(chunk) = chunks.message().await.map_err(|status| self.refusal(&status))? {
-            print(&chunk.bytes)?;
+        let mut lost_since = None;
+        loop {
+            let mut lost = match self.client.logs(JobLogsRequest { job, logs: Some(logs) }).await {
+                Err(status) => Some(status),
+                Ok(reply) => {
+                    let mut chunks = reply.into_inner();
+                    lost_since = None;
+                    loop {
+                        match chunks.message().await {
+                            Ok(Some(chunk)) => {
+                                logs.after = chunk.position.or(logs.after);
+                                print(&chunk.bytes)?;
+                            }
+                            Ok(None) => break None,
+                            Err(status) => break Some(status),
+                        }
+                    }
+                }
+            };
+            // A daemon that shuts down may end the stream without an error.
+            if lost.is_none() && logs.follow && !has_ended(self.get_again(job).await?.state()) {
+                lost = Some(Status::unavailable("it is shutting down"));
+            }
+            match lost {
+                None => return Ok(()),
+                Some(status) if logs.follow => {
+                    self.wait_for_restart(*lost_since.get_or_insert_with(Instant::now), &status).await?;
+                    self.wait_until_started(job).await?;
+                }
+                Some(status) => return Err(self.refusal(&status).into()),
+            }
         }
-        Ok(())
     }
 
     fn check<T>(&self, reply: Result<Response<T>, Status>) -> Result<T, Refusal> {

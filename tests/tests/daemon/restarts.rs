@@ -4,14 +4,15 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Node, is_alive, send_signal, wait_for};
+use xlaunch_tests::{Node, Process, is_alive, send_signal, wait_for};
 
 xlaunch_harness::tests! {
     past_restarts_of_a_job_survive_restart_of_the_daemon,
     training_is_not_disturbed_by_kills_of_the_daemon,
     hundred_daemon_restarts_neither_lose_nor_repeat_jobs,
     killed_agent_leaves_lost_job_and_no_process,
-    job_of_an_earlier_boot_is_lost_and_no_process_is_signalled;
+    job_of_an_earlier_boot_is_lost_and_no_process_is_signalled,
+    followed_log_waits_for_the_job_and_goes_on_after_a_restart_of_the_daemon;
 }
 
 /// Attempt, rank and cause of each restart of a job.
@@ -147,4 +148,29 @@ fn crc32(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0, |crc, byte| {
         (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0xedb8_8320 & (crc & 1).wrapping_neg()))
     })
+}
+
+fn followed_log_waits_for_the_job_and_goes_on_after_a_restart_of_the_daemon() {
+    let mut node = Node::new("cpu_workers = 1");
+    let first = node.submit_shell("while ! [ -e begin ]; do sleep 0.02; done");
+    let job = node.submit_shell(
+        "echo one; while ! [ -e two ]; do sleep 0.02; done; echo two; while ! [ -e end ]; do sleep 0.02; done; echo three",
+    );
+    let text = job.to_string();
+    let mut all = Process::spawn(&mut node.client(&["logs", "--follow", &text]));
+    node.wait(first, "running");
+    node.write("begin", "");
+    wait_for("the first line", || all.stdout().contains("one").then_some(()));
+    let mut last = Process::spawn(&mut node.client(&["logs", "--follow", "--tail", "0", &text]));
+    std::thread::sleep(Duration::from_millis(300));
+    node.stop_daemon(Signal::KILL);
+    node.write("two", "");
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(all.is_running() && last.is_running());
+    node.start_daemon();
+    wait_for("the second line", || all.stdout().contains("two").then_some(()));
+    node.write("end", "");
+    node.wait(job, "done");
+    assert_eq!(all.wait().stdout, "one\ntwo\nthree\n");
+    assert_eq!(last.wait().stdout, "two\nthree\n", "it goes on after what it began with");
 }

@@ -120,6 +120,11 @@ impl Board {
         self.restarts.push_back(restart);
     }
 
+    /// The directory with the logs of all attempts.
+    pub(super) fn log_root(&self) -> PathBuf {
+        self.launch.log_dir.clone()
+    }
+
     /// The rank's process has started.
     pub(crate) fn spawned(&mut self, rank: u32, pid: u32, now: Instant) {
         // The ranks of a command do not join: they count as running at once.

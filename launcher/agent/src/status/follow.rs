@@ -15,9 +15,10 @@ use tokio::io::{AsyncReadExt, AsyncSeekExt, SeekFrom};
 use tokio::sync::{mpsc, watch};
 use tonic::Status;
 use xlaunch_proto::convert::Logs;
-use xlaunch_proto::v1::LogsReply;
+use xlaunch_proto::v1::{LogPosition, LogsReply};
 
 use super::board::Board;
+use crate::run_dir::rank_dir;
 
 /// Chunks that wait for a slow caller.
 const REPLY_QUEUE_LENGTH: usize = 2;
@@ -63,17 +64,40 @@ pub fn stream<T: Send + 'static>(
     Ok(stream)
 }
 
-/// Sends the log at `path`, or its last lines, without following it. Returns whether there is one.
+/// Where a stream begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Start {
+    /// With the oldest bytes that are kept.
+    Beginning,
+    /// With so many of the last lines.
+    LastLines(u64),
+    /// After an earlier stream; at the beginning if its file is not kept any more.
+    After(LogPosition),
+}
+
+impl Start {
+    /// Where the log of one attempt begins that a request asks for.
+    pub fn of(logs: &Logs, attempt: u32) -> Self {
+        match (logs.after, logs.tail_lines) {
+            (Some(position), _) if position.attempt == attempt => Self::After(position),
+            (None, Some(lines)) => Self::LastLines(lines),
+            (Some(_) | None, _) => Self::Beginning,
+        }
+    }
+}
+
+/// Sends the log of an attempt at `path`, without following it. Returns whether there is one.
 ///
 /// # Errors
 /// Errors of `open` and of reading.
 pub async fn send_log(
     path: PathBuf,
+    attempt: u32,
     open: Open,
-    tail: Option<u64>,
+    start: Start,
     chunks: &Pieces,
 ) -> std::io::Result<bool> {
-    let mut log = Log { path, open, tail, file: None };
+    let mut log = Log { path, attempt, open, start, file: None };
     log.send_all(chunks).await?;
     Ok(log.file.is_some())
 }
@@ -81,14 +105,21 @@ pub async fn send_log(
 async fn send(board: &watch::Receiver<Board>, logs: Logs, chunks: &Pieces) -> Result<(), Status> {
     let failed = |error: std::io::Error| Status::internal(format!("failed to read the log: {error}"));
     let name = if logs.stderr { "stderr.log" } else { "stdout.log" };
-    let mut tail = logs.tail_lines;
     let open: Open = Arc::new(|path| std::fs::File::open(path));
+    let (current, root) = (board.borrow().attempt(), board.borrow().log_root());
+    // What an earlier stream has missed of attempts that are over.
+    for attempt in logs.after.map_or(current, |after| after.attempt)..current {
+        let (path, start) = (rank_dir(&root, attempt, logs.rank.0).join(name), Start::of(&logs, attempt));
+        send_log(path, attempt, open.clone(), start, chunks).await.map_err(failed)?;
+    }
+    let mut start = Start::of(&logs, current);
     loop {
         let (attempt, path) = {
             let board = board.borrow();
             (board.attempt(), board.log_dir(logs.rank.0).join(name))
         };
-        let mut log = Log { path, open: open.clone(), tail: tail.take(), file: None };
+        let first = std::mem::replace(&mut start, Start::Beginning);
+        let mut log = Log { path, attempt, open: open.clone(), start: first, file: None };
         let over = loop {
             // Checked before the log is read, so that everything written until then is sent.
             let (over, next) = {
@@ -113,9 +144,9 @@ async fn send(board: &watch::Receiver<Board>, logs: Logs, chunks: &Pieces) -> Re
 /// A log of one attempt.
 struct Log {
     path: PathBuf,
+    attempt: u32,
     open: Open,
-    /// The number of trailing lines to send first, until the log is opened.
-    tail: Option<u64>,
+    start: Start,
     /// The open file and its inode.
     file: Option<(File, u64)>,
 }
@@ -125,11 +156,20 @@ impl Log {
     async fn send_all(&mut self, chunks: &Pieces) -> std::io::Result<()> {
         if self.file.is_none() {
             self.file = self.first().await?;
+            if let (Some((file, inode)), Start::LastLines(_)) = (&mut self.file, self.start) {
+                // So that the caller can go on from here even if nothing more is written for now.
+                let position = LogPosition {
+                    attempt: self.attempt,
+                    inode: *inode,
+                    offset: file.stream_position().await?,
+                };
+                let _ = chunks.send(Ok(LogsReply { bytes: Vec::new(), position: Some(position) })).await;
+            }
         }
         while let Some((file, inode)) = &mut self.file {
             // Checked before the file is read: a file that has been renamed already does not grow.
             let next = successor(&self.open, &self.path, *inode).await?;
-            send_rest(file, chunks).await?;
+            send_rest(file, self.attempt, *inode, chunks).await?;
             match next {
                 Some(next) => self.file = Some(next),
                 None => break,
@@ -142,7 +182,19 @@ impl Log {
     async fn first(&mut self) -> std::io::Result<Option<(File, u64)>> {
         let (old, new) =
             (open(&self.open, rotated(&self.path)).await?, open(&self.open, self.path.clone()).await?);
-        let Some(lines) = self.tail else { return Ok(old.or(new)) };
+        let lines = match self.start {
+            Start::Beginning => return Ok(old.or(new)),
+            Start::After(LogPosition { inode, offset, .. }) => {
+                let is_same = |file: &&(File, u64)| file.1 == inode;
+                let Some((file, _)) = [&new, &old].into_iter().flatten().find(is_same) else {
+                    return Ok(old.or(new));
+                };
+                let mut file = file.try_clone().await?;
+                file.seek(SeekFrom::Start(offset)).await?;
+                return Ok(Some((file, inode)));
+            }
+            Start::LastLines(lines) => lines,
+        };
         let Some((mut file, inode)) = new else { return Ok(old) };
         let (start, found) = tail_start(&file, lines).await?;
         if let Some((mut old, old_inode)) = old
@@ -185,14 +237,17 @@ async fn open(with: &Open, path: PathBuf) -> std::io::Result<Option<(File, u64)>
 }
 
 /// Sends the file from its current position to its end.
-async fn send_rest(file: &mut File, chunks: &Pieces) -> std::io::Result<()> {
+async fn send_rest(file: &mut File, attempt: u32, inode: u64, chunks: &Pieces) -> std::io::Result<()> {
+    let mut offset = file.stream_position().await?;
     loop {
         let mut bytes = Vec::with_capacity(REPLY_CHUNK_BYTES);
         if file.read_buf(&mut bytes).await? == 0 {
             return Ok(());
         }
         // If the caller is gone, `stream` ends this task at its next await.
-        let _ = chunks.send(Ok(LogsReply { bytes })).await;
+        offset += bytes.len() as u64;
+        let position = Some(LogPosition { attempt, inode, offset });
+        let _ = chunks.send(Ok(LogsReply { bytes, position })).await;
     }
 }
 

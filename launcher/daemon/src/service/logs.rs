@@ -20,7 +20,7 @@ use crate::agents::connect::connect;
 use crate::safe_open::open_below;
 use crate::view::{JobView, NodeView};
 use xlaunch_agent::run_dir::rank_dir;
-use xlaunch_agent::status::follow::{self, Open, Pieces};
+use xlaunch_agent::status::follow::{self, Open, Pieces, Start};
 
 /// Chunks that are buffered for a slow client.
 const CHUNK_CAPACITY: usize = 2;
@@ -28,6 +28,8 @@ const CHUNK_CAPACITY: usize = 2;
 const AGENT_LOGS_TIMEOUT: Duration = Duration::from_secs(10);
 /// Characters of an agent's error message that are forwarded.
 const MAX_AGENT_MESSAGE_CHARS: usize = 1024;
+/// Attempts that a stream continues over.
+const MAX_ATTEMPTS: u32 = 1000;
 /// Entries of a log directory that are read.
 const MAX_DIR_ENTRIES: usize = 100_000;
 
@@ -103,6 +105,7 @@ impl Source {
             stream: stream.into(),
             follow: self.logs.follow,
             tail_lines: self.logs.tail_lines,
+            after: self.logs.after,
         };
         let call =
             async { Some(connect(&self.job.socket, self.job.job.uid).await.ok()?.logs(request).await) };
@@ -144,11 +147,21 @@ impl Source {
             newest => newest.map(|(dir, attempt)| (Some(dir), attempt)).map_err(failed)?,
         };
         let mut found = false;
-        if let (Some(dir), Some(attempt)) = (dir, attempt) {
+        if let (Some(dir), Some(newest)) = (dir, attempt) {
             let name = if self.logs.stderr { "stderr.log" } else { "stdout.log" };
-            let path = rank_dir(Path::new(""), attempt, rank.0).join(name);
             let open: Open = Arc::new(move |path| open_below(&dir, path, uid));
-            found = follow::send_log(path, open, self.logs.tail_lines, chunks).await.map_err(failed)?;
+            // From the attempt in which an earlier stream has ended.
+            let first = self
+                .logs
+                .after
+                .map_or(newest, |after| after.attempt)
+                .max(newest.saturating_sub(MAX_ATTEMPTS));
+            for attempt in first..=newest {
+                let path = rank_dir(Path::new(""), attempt, rank.0).join(name);
+                let start = Start::of(&self.logs, attempt);
+                found |=
+                    follow::send_log(path, attempt, open.clone(), start, chunks).await.map_err(failed)?;
+            }
         }
         // Following a log that does not exist is not an error: it just ends.
         if !found && !self.logs.follow {

@@ -40,7 +40,7 @@ fn open(
 ) -> Result<mpsc::Receiver<Result<LogsReply, Status>>, Status> {
     let found = node.view().jobs.get(&job).cloned();
     let found = found.ok_or_else(|| Status::not_found(format!("there is no job {job}")))?;
-    let logs = Logs { rank: Rank(rank), stderr, follow: false, tail_lines: Some(lines as u64) };
+    let logs = Logs { rank: Rank(rank), stderr, follow: false, tail_lines: Some(lines as u64), after: None };
     logs::stream(Source { view: node.watch(), job: found, logs, file_readers }, ())
 }
 

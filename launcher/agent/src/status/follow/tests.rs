@@ -47,7 +47,7 @@ impl Case {
     }
 
     fn stream(&self, follow: bool, tail_lines: Option<u64>) -> mpsc::Receiver<Result<LogsReply, Status>> {
-        let logs = Logs { rank: Rank(0), stderr: false, follow, tail_lines };
+        let logs = Logs { rank: Rank(0), stderr: false, follow, tail_lines, after: None };
         stream(self.board.subscribe(), logs, ()).unwrap()
     }
 
@@ -124,7 +124,7 @@ async fn slow_reader_is_bounded_and_a_closed_one_is_released() {
     let case = Case::new();
     case.write(&"a line\n".repeat(1_000_000));
     let held = std::sync::Arc::new(());
-    let logs = Logs { rank: Rank(0), stderr: false, follow: true, tail_lines: None };
+    let logs = Logs { rank: Rank(0), stderr: false, follow: true, tail_lines: None, after: None };
     let mut reader = stream(case.board.subscribe(), logs, held.clone()).unwrap();
     reader.recv().await.unwrap().unwrap();
     tokio::time::sleep(Duration::from_millis(50)).await;
@@ -140,7 +140,7 @@ async fn missing_log_and_missing_rank_are_errors() {
     let case = Case::new();
     let error = case.stream(false, None).recv().await.unwrap().unwrap_err();
     assert!(error.message().contains("stdout.log"), "{error}");
-    let logs = Logs { rank: Rank(3), stderr: false, follow: false, tail_lines: None };
+    let logs = Logs { rank: Rank(3), stderr: false, follow: false, tail_lines: None, after: None };
     let error = stream(case.board.subscribe(), logs, ()).unwrap_err();
     assert!(error.message().contains("no rank 3"), "{error}");
 }

@@ -7,7 +7,7 @@ use super::*;
 use xlaunch_agent::rendezvous::service::{RunningService, serve};
 use xlaunch_agent::status::board::{Board, Launch};
 
-const OUT: Logs = Logs { rank: Rank(0), stderr: false, follow: false, tail_lines: None };
+const OUT: Logs = Logs { rank: Rank(0), stderr: false, follow: false, tail_lines: None, after: None };
 
 /// A job with its log files.
 struct Case {
