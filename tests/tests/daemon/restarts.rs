@@ -153,9 +153,9 @@ fn crc32(bytes: &[u8]) -> u32 {
 fn followed_log_waits_for_the_job_and_goes_on_after_a_restart_of_the_daemon() {
     let mut node = Node::new("cpu_workers = 1");
     let first = node.submit_shell("while ! [ -e begin ]; do sleep 0.02; done");
-    let job = node.submit_shell(
-        "echo one; while ! [ -e two ]; do sleep 0.02; done; echo two; while ! [ -e end ]; do sleep 0.02; done; echo three",
-    );
+    let script = "echo one; while ! [ -e two ]; do sleep 0.02; done; \
+                  echo two; while ! [ -e end ]; do sleep 0.02; done; echo three";
+    let job = node.submit_shell(script);
     let text = job.to_string();
     let mut all = Process::spawn(&mut node.client(&["logs", "--follow", &text]));
     node.wait(first, "running");

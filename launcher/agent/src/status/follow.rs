@@ -69,7 +69,7 @@ pub fn stream<T: Send + 'static>(
 pub enum Start {
     /// With the oldest bytes that are kept.
     Beginning,
-    /// With so many of the last lines.
+    /// With the last lines, this number of them.
     LastLines(u64),
     /// After an earlier stream; at the beginning if its file is not kept any more.
     After(LogPosition),
