@@ -73,6 +73,10 @@ trait Manager {
 trait UnitState {
     #[zbus(property(emits_changed_signal = "false"))]
     fn active_state(&self) -> zbus::Result<String>;
+
+    /// The pending job, whose number is 0 if there is none.
+    #[zbus(property(emits_changed_signal = "false"))]
+    fn job(&self) -> zbus::Result<(u32, OwnedObjectPath)>;
 }
 
 #[proxy(interface = "org.freedesktop.systemd1.Service", default_service = "org.freedesktop.systemd1")]
@@ -247,14 +251,17 @@ impl Unit {
         }
     }
 
-    /// Whether the unit exists and is neither inactive nor failed.
+    /// Whether the unit exists and is neither inactive nor failed, or is about to be started.
     async fn is_active(&self) -> zbus::Result<bool> {
         let state = async {
             let path = ManagerProxy::new(&self.bus).await?.get_unit(&self.name).await?;
-            UnitStateProxy::builder(&self.bus).path(path).build().await?.active_state().await
+            let unit = UnitStateProxy::builder(&self.bus).path(path).build().await?;
+            // In this order: a start that is pending here cannot have ended unseen.
+            let (pending, _) = unit.job().await?;
+            Ok((pending != 0, unit.active_state().await?))
         };
         match state.await {
-            Ok(state) => Ok(state != "inactive" && state != "failed"),
+            Ok((is_pending, state)) => Ok(is_pending || (state != "inactive" && state != "failed")),
             // systemd answers that there is no such unit, or no longer.
             Err(zbus::Error::MethodError(..) | zbus::Error::FDO(_)) => Ok(false),
             Err(error) => Err(error),
