@@ -374,7 +374,7 @@ hooked=$(submit -- true)
 expect_end "$hooked" "done" 0
 has_hooks() {
     journalctl --no-pager --identifier xlaunch-hook --output cat > /srv/test/hooks
-    grep -q "^/etc/xlaunch/hook $hooked root $" /srv/test/hooks &&
+    grep -q "^/etc/xlaunch/hook $hooked root$" /srv/test/hooks &&
         grep -q "^/etc/xlaunch/hook $hooked alice done$" /srv/test/hooks
 }
 until_true "the hooks of job $hooked" has_hooks
