@@ -383,6 +383,7 @@ refused=$(submit -- true)
 until_true "the end of job $refused" is_in "$refused" failed
 value "$refused" reason | grep -q 'prolog failed' || fail "its reason: $(value "$refused" reason)"
 sed -i 's/^prolog = /#&/; s/^on_end = /#&/' /etc/xlaunch/daemon.toml
+rm /etc/xlaunch/hook
 systemctl reset-failed $service
 systemctl restart $service
 step "hooks run as root or as the user; a prolog that fails fails the job"
