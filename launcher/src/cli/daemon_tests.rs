@@ -249,7 +249,7 @@ async fn logs_are_passed_on_unchanged() {
     let request = LogsRequest {
         rank: 1,
         stream: LogStream::Stderr.into(),
-        follow: true,
+        follow: false,
         tail_lines: Some(3),
         after: None,
     };
