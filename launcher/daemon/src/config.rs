@@ -474,6 +474,9 @@ mod tests {
         filled.jobs.allow_commands = Some(filled.jobs.allow_commands(true));
         (filled.jobs.cpu_workers, filled.web.listen) = (shown.jobs.cpu_workers, shown.web.listen.clone());
         (filled.jobs.default_time, filled.jobs.max_time) = (shown.jobs.default_time, shown.jobs.max_time);
+        let hooks = shown.hooks.clone();
+        (filled.hooks.prolog, filled.hooks.epilog, filled.hooks.on_end) =
+            (hooks.prolog, hooks.epilog, hooks.on_end);
         assert_eq!(shown, filled);
     }
 }

@@ -4,7 +4,6 @@ use serde::{Deserialize, Serialize};
 
 /// What a job has used, over all its processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
 pub struct Usage {
     pub cpu_ms: u64,
     pub peak_memory_bytes: u64,
