@@ -13,7 +13,7 @@ const SIZE_UNITS: [(char, u32); 4] = [('K', 10), ('M', 20), ('G', 30), ('T', 40)
 /// A time such as `4h`, `1h30m`, or as Slurm writes it: `HH:MM:SS`, `D-HH:MM:SS`.
 ///
 /// # Errors
-/// If the text is neither, or is no time above 0.
+/// If the text has neither form, or the time is zero.
 pub fn parse_time(text: &str) -> Result<Duration, String> {
     let seconds = if text.contains(':') { clock_seconds(text) } else { unit_seconds(text) };
     match seconds {

@@ -245,18 +245,12 @@ impl JobDirs {
 
     /// Removes the submission with its environment, which may hold secrets, once the job has ended.
     pub(crate) fn remove_submission(&self, job: u64) -> io::Result<()> {
-        match std::fs::remove_file(self.job(job).join("job.json")) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
+        remove_if_present(&self.job(job).join("job.json"))
     }
 
     /// Removes the submission of an array once its last job has ended.
     pub(crate) fn remove_array(&self, first: u64) -> io::Result<()> {
-        match std::fs::remove_file(self.arrays.join(array_file(first))) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
+        remove_if_present(&self.arrays.join(array_file(first)))
     }
 
     /// The first jobs of arrays that have a submission.
@@ -301,15 +295,20 @@ pub fn begin(agent: &Path, start: u32) -> io::Result<()> {
 /// Writes a file atomically and durably.
 pub fn write(dir: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     let new = dir.join(format!(".{name}.new"));
-    match std::fs::remove_file(&new) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
+    remove_if_present(&new)?;
     let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new)?;
     file.write_all(bytes)?;
     file.sync_all()?;
     std::fs::rename(&new, dir.join(name))?;
     sync_dir(dir)
+}
+
+/// Removes a file, which need not exist.
+pub fn remove_if_present(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
 }
 
 /// Whether a write failed because the disk or the quota is full, so that it may succeed later.

@@ -87,10 +87,7 @@ fn begin(options: &Agent) -> io::Result<Start> {
         }
     }
     // Left over from a start that was lost. That agent does not run, or this one would not have been started.
-    match std::fs::remove_file(dir.join(SOCKET)) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
+    files::remove_if_present(&dir.join(SOCKET))?;
     let base = BaseEnvironment::Submitted(environment(&description));
     Ok(Start { dir, description, base })
 }

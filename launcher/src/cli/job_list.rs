@@ -1,5 +1,6 @@
 //! Job numbers on the command line, one by one or as ranges, and calls for each of them.
 
+use xlaunch_proto::convert::scheduling::MAX_ARRAY_JOBS;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::Job;
 
@@ -7,8 +8,8 @@ use super::output::{QueryError, print, print_note};
 use crate::render::job;
 use xlaunch_agent::Refusal;
 
-/// Longest range: an array has at most 1000 jobs.
-const MAX_RANGE: u64 = 1000;
+/// Longest range: the jobs of an array.
+const MAX_RANGE: u64 = MAX_ARRAY_JOBS as u64;
 
 /// The outcome of a call for several jobs.
 #[derive(Debug)]

@@ -4,11 +4,10 @@ use std::time::Duration;
 
 use clap::Args;
 use xlaunch_proto::command::Signal;
+use xlaunch_proto::convert::scheduling::MAX_ARRAY_JOBS;
 use xlaunch_proto::quantities::{parse_bytes, parse_time};
 use xlaunch_proto::v1::{Dependency, DependencyCondition, SubmitRequest, WarningSignal};
 
-/// Maximum number of jobs of an array.
-const MAX_ARRAY_JOBS: usize = 1000;
 /// Seconds before the time limit at which the signal is sent, unless the option says so.
 const DEFAULT_WARNING_SECONDS: u64 = 60;
 

@@ -17,7 +17,8 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use super::{AgentStarter, run_hook, user_to_switch_to};
+use super::unit::Unit;
+use super::{AgentStarter, user_to_switch_to};
 use crate::config::{HooksSection, RunAs};
 use crate::state::{Entry, Phase};
 use xlaunch_agent::spawn::sys;
@@ -127,7 +128,10 @@ impl HooksSection {
         let failed = |what: String| format!("the node's {} {what}", moment.name());
         match starter {
             AgentStarter::Detached => run_detached(&hook).await,
-            AgentStarter::Systemd(bus) => run_hook(bus, &hook).await,
+            AgentStarter::Systemd(bus) => {
+                let done = Unit::run_hook(bus, &hook).await;
+                done.unwrap_or_else(|error| Err(format!("failed to start: {error}")))
+            }
         }
         .map_err(failed)
     }
@@ -140,7 +144,7 @@ async fn run_detached(hook: &HookStart) -> Result<(), String> {
     command.env_clear().envs(hook.environment.iter().cloned()).current_dir("/").stdin(Stdio::null());
     let user = match hook.uid {
         Some(uid) => {
-            // The daemon's own log is no place for what a job's user can write.
+            // Nothing that a job's user can write goes to the daemon's own log.
             command.stdout(Stdio::null()).stderr(Stdio::null());
             tokio::task::block_in_place(|| user_to_switch_to(uid)).map_err(failed)?
         }

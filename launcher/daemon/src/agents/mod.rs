@@ -32,7 +32,6 @@ use self::unit::Unit;
 use crate::files::AgentRecord;
 use crate::measured::Usage;
 use crate::users::{self, Account};
-use hooks::HookStart;
 use xlaunch_agent::spawn::sys;
 
 /// Variables of the daemon that agents get: where the operator has put the driver's libraries.
@@ -164,7 +163,7 @@ fn start_detached(start: &AgentStart, input: Stdio) -> io::Result<AgentProcess> 
     let mut command = Command::new("/proc/self/exe");
     command.arg0("xlaunch").arg("agent").arg(&start.dir).current_dir("/");
     command.env_clear().envs(start.environment());
-    // The agent writes to agent.log. The daemon's own log is no place for what a job's user can write.
+    // The agent writes to agent.log. Nothing that a job's user can write goes to the daemon's own log.
     command.stdin(input).stdout(Stdio::null()).stderr(Stdio::null());
     let user = tokio::task::block_in_place(|| user_to_switch_to(start.uid))?;
     sys::start_in_session(&mut command, user);
@@ -174,11 +173,6 @@ fn start_detached(start: &AgentStart, input: Stdio) -> io::Result<AgentProcess> 
     tokio::spawn(async move { child.wait().await });
     // Without its description it ends by itself.
     process.ok_or_else(|| io::Error::other("failed to open its process"))
-}
-
-/// Runs a hook of the operator in a unit of its own. An error says what it did: `failed: ...`.
-async fn run_hook(bus: &zbus::Connection, hook: &HookStart) -> Result<(), String> {
-    Unit::run_hook(bus, hook).await.unwrap_or_else(|error| Err(format!("failed to start: {error}")))
 }
 
 /// The user as whom the agent runs; `None` if the daemon is not root and cannot switch.

@@ -81,10 +81,11 @@ impl Manager {
     }
 
     /// The job, or all jobs of its array that are remembered.
-    fn messages_of(&mut self, first: u64) -> Result<Vec<Job>, CommandError> {
+    fn messages_of(&self, first: u64) -> Result<Vec<Job>, CommandError> {
         let of_array = self.jobs.array(first);
         let jobs = if of_array.is_empty() { vec![first] } else { of_array };
-        jobs.into_iter().map(|job| self.job_message(job)).collect()
+        let positions = self.queue_positions();
+        jobs.into_iter().map(|job| self.job_message_at(job, &positions)).collect()
     }
 
     fn create_job_dir(&self, description: &Description, uid: u32, gid: u32) -> Result<(), CommandError> {

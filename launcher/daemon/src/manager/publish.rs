@@ -21,15 +21,22 @@ impl Manager {
         }
     }
 
-    pub(super) fn job_message(&mut self, job: u64) -> Result<Job, CommandError> {
-        let position = self.jobs.queue(unix_ms()).into_iter().zip(1..).find(|(queued, _)| *queued == job);
-        self.job_message_at(job, position.map_or(0, |(_, position)| position))
+    pub(super) fn job_message(&self, job: u64) -> Result<Job, CommandError> {
+        self.job_message_at(job, &self.queue_positions())
     }
 
-    /// `position` is the job's position in the queue from 1; 0 for a job that is not queued.
-    fn job_message_at(&mut self, job: u64, position: u32) -> Result<Job, CommandError> {
+    /// Queue positions of all queued jobs, from 1. Sorts the queue.
+    pub(super) fn queue_positions(&self) -> BTreeMap<u64, u32> {
+        self.jobs.queue(unix_ms()).into_iter().zip(1..).collect()
+    }
+
+    pub(super) fn job_message_at(
+        &self,
+        job: u64,
+        positions: &BTreeMap<u64, u32>,
+    ) -> Result<Job, CommandError> {
         let entry = self.jobs.jobs.get(&job).ok_or(CommandError::JobNotFound(job))?;
-        let wait = self.waits.get(&job);
+        let (position, wait) = (positions.get(&job).copied().unwrap_or(0), self.waits.get(&job));
         Ok(snapshot::job(&self.jobs, entry, self.runtime.get(&job), position, wait))
     }
 
@@ -40,13 +47,13 @@ impl Manager {
             return;
         }
         self.published.node = node;
-        let queue: BTreeMap<u64, u32> = self.jobs.queue(unix_ms()).into_iter().zip(1..).collect();
+        let queue = self.queue_positions();
         // A job that leaves the queue changes the positions of all jobs after it.
         let moved = queue.iter().filter(|(job, position)| self.positions.get(job) != Some(position));
         self.changed.extend(moved.map(|(job, _)| *job));
         self.positions = queue;
         for job in std::mem::take(&mut self.changed) {
-            match self.job_message_at(job, self.positions.get(&job).copied().unwrap_or(0)) {
+            match self.job_message_at(job, &self.positions) {
                 Ok(message) => {
                     if has_ended(message.state())
                         && let Some(runtime) = self.runtime.get_mut(&job)

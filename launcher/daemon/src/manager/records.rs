@@ -5,7 +5,7 @@ use tracing::{info, warn};
 use super::Manager;
 use crate::accounting::Account;
 use crate::commands::CommandError;
-use crate::state::{Entry, Phase, Record};
+use crate::state::Record;
 use xlaunch_proto::labels::node_job_state;
 
 /// The journal is compacted when it has grown to twice its last compacted size, and to this.
@@ -31,9 +31,9 @@ impl Manager {
     }
 
     /// Adds an ended job to the accounting file.
-    fn account(&self, job: u64) {
-        let Some(account) = self.jobs.jobs.get(&job).and_then(Account::of) else { return };
-        if let Err(error) = tokio::task::block_in_place(|| self.accounting.append(&account)) {
+    fn account(&self, account: &Account) {
+        let job = account.job;
+        if let Err(error) = tokio::task::block_in_place(|| self.accounting.append(account)) {
             warn!(job, "failed to write the account of job {job}, until the next start: {error}");
         }
     }
@@ -44,14 +44,10 @@ impl Manager {
             Ok(last) => last,
             Err(error) => return warn!("failed to read the accounting file: {error}"),
         };
-        let order = |entry: &Entry| match entry.phase {
-            Phase::Ended { order, .. } => order,
-            Phase::Queued { .. } | Phase::Active { .. } => 0,
-        };
-        let missing = self.jobs.jobs.iter().map(|(job, entry)| (order(entry), *job));
-        let mut missing: Vec<_> = missing.filter(|(order, _)| *order > last).collect();
-        missing.sort_unstable();
-        missing.into_iter().for_each(|(_, job)| self.account(job));
+        let accounts = self.jobs.jobs.values().filter_map(Account::of);
+        let mut missing: Vec<_> = accounts.filter(|account| account.order > last).collect();
+        missing.sort_unstable_by_key(|account| account.order);
+        missing.iter().for_each(|account| self.account(account));
     }
 
     pub(super) fn remove_submission(&self, job: u64) {
@@ -113,7 +109,9 @@ impl Manager {
         if ended {
             for job in jobs.clone() {
                 self.remove_submission(job);
-                self.account(job);
+                if let Some(account) = self.jobs.jobs.get(&job).and_then(Account::of) {
+                    self.account(&account);
+                }
                 self.run_end_hook(job);
             }
         }

@@ -1,4 +1,4 @@
-//! Time limits: which running jobs are due for a warning or a stop, and when to look next. Pure.
+//! Time limits: which running jobs are due for a warning or a stop, and when the next one is. Pure.
 //!
 //! A job's clock starts with its `Starting` record. The warning is recorded before it is sent, so that it is sent at
 //! most once, and the stop before it is requested, so that it is not forgotten. A user's `cancel` comes first: a job
