@@ -168,7 +168,8 @@ fn reserved(scheduling: &Scheduling, gpus: u32, node: &NodeLimits) -> (Option<u3
         u32::try_from(share).unwrap_or(u32::MAX)
     });
     let cpus = cpus.filter(|cores| *cores > 0);
-    let memory = has_share.then(|| node.memory / u64::from(node.gpus) * u64::from(gpus));
+    // More GPUs than the node has are refused later.
+    let memory = has_share.then(|| (node.memory / u64::from(node.gpus)).saturating_mul(gpus.into()));
     (scheduling.cpus.or(cpus), scheduling.memory_bytes.or(memory))
 }
 
@@ -357,6 +358,7 @@ mod tests {
         assert_eq!(reserved(2, Some(4), Some(1 << 30)), (Some(4), Some(1 << 30), 2062));
         assert_eq!(reserved(0, None, None), (None, None, 31), "two workers");
         assert_eq!(reserved(0, Some(8), Some(7)), (Some(8), Some(7), 125));
+        assert_eq!(reserved(u32::MAX, None, None).1, Some(u64::MAX), "refused at admission");
         let few_cores = NodeLimits { cores: 4, ..node(8) };
         assert_eq!(scheduled(1, Scheduling::default(), &few_cores).unwrap().cpus, None);
     }

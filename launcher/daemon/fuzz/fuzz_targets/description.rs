@@ -47,6 +47,7 @@ fn start(work: Work) -> Value {
         workers: 1,
         start: 1,
         gpus: vec!["GPU-a".into()],
+        requeued: false,
     };
     serde_json::to_value(&description).expect("plain data")
 }

@@ -52,7 +52,42 @@ enum Record<'a> {
         workers: u32,
         grace: f64,
         name: &'a str,
+        time_limit: Option<u32>,
+        reserved: [Option<u8>; 2],
+        held: Option<bool>,
+        after: Vec<(Number, u8, Option<bool>)>,
+        array: Option<(Number, u8)>,
+        requeue: bool,
     },
+    Array {
+        job: Number,
+        indices: Vec<u8>,
+        parallel: u8,
+    },
+    Held {
+        job: Number,
+        admin: bool,
+    },
+    Released {
+        job: Number,
+    },
+    Reprioritised {
+        job: Number,
+        priority: i32,
+    },
+    Warned {
+        job: Number,
+    },
+    TimeLimitReached {
+        job: Number,
+        at: Number,
+    },
+    Used {
+        uid: u8,
+        gpu_seconds: f64,
+        at: Number,
+    },
+    HalfLife(u64),
     Starting {
         job: Number,
         start: u32,
@@ -71,10 +106,13 @@ enum Record<'a> {
         reason: &'a str,
         at: Number,
         order: Number,
+        usage: Option<(u64, u64)>,
     },
     Requeued {
         job: Number,
         reason: &'a str,
+        lost: bool,
+        at: Number,
     },
     Drained {
         gpus: Vec<u8>,
@@ -90,6 +128,7 @@ enum Record<'a> {
     },
 }
 
+const CONDITION: [&str; 3] = ["ok", "any", "fail"];
 const END: [&str; 4] = ["done", "failed", "cancelled", "lost"];
 
 fn gpus(numbers: &[u8]) -> Vec<String> {
@@ -99,10 +138,55 @@ fn gpus(numbers: &[u8]) -> Vec<String> {
 impl Record<'_> {
     fn json(&self) -> Value {
         match self {
-            Self::Submitted { job, request, uid, priority, gpus, workers, grace, name } => json!({
-                "record": "submitted", "job": job.get(), "request_id": (request % 4).to_string(), "uid": uid % 3,
-                "priority": priority, "gpus": gpus % 4, "workers": workers, "patience": grace, "name": name,
+            Self::Submitted {
+                job,
+                request,
+                uid,
+                priority,
+                gpus,
+                workers,
+                grace,
+                name,
+                time_limit,
+                reserved: [cpus, memory],
+                held,
+                after,
+                array,
+                requeue,
+            } => {
+                let dependency = |(job, condition, met): &(Number, u8, Option<bool>)| json!({"job": job.get(), "condition": CONDITION[usize::from(condition % 3)], "met": met});
+                let element = |(first, index): &(Number, u8)| json!({"first": first.get(), "index": index, "parallel": 2});
+                json!({
+                    "record": "submitted", "job": job.get(), "request_id": (request % 4).to_string(),
+                    "uid": uid % 3, "priority": priority, "gpus": gpus % 4, "workers": workers, "patience": grace,
+                    "name": name, "time_limit": time_limit, "cpus": cpus, "memory": memory, "requeue": requeue,
+                    "held": held.map(|admin| json!({"uid": 1, "admin": admin})),
+                    "after": after.iter().map(dependency).collect::<Vec<_>>(),
+                    "array": array.as_ref().map(element),
+                })
+            }
+            Self::Array { job, indices, parallel } => json!({
+                "record": "submitted_array", "indices": indices,
+                "first": {
+                    "job": job.get(), "request_id": "a", "workers": 1,
+                    "array": {"first": job.get(), "index": 0, "parallel": parallel},
+                },
             }),
+            Self::Held { job, admin } => {
+                json!({"record": "held", "job": job.get(), "uid": 1, "admin": admin, "at": 1})
+            }
+            Self::Released { job } => json!({"record": "released", "job": job.get(), "uid": 1, "at": 1}),
+            Self::Reprioritised { job, priority } => json!({
+                "record": "reprioritised", "job": job.get(), "priority": priority, "uid": 1, "at": 1,
+            }),
+            Self::Warned { job } => json!({"record": "warned", "job": job.get(), "at": 1}),
+            Self::TimeLimitReached { job, at } => {
+                json!({"record": "time_limit_reached", "job": job.get(), "at": at.get()})
+            }
+            Self::Used { uid, gpu_seconds, at } => {
+                json!({"record": "used", "uid": uid % 3, "gpu_seconds": gpu_seconds, "at": at.get()})
+            }
+            Self::HalfLife(seconds) => json!({"record": "half_life", "seconds": seconds}),
             Self::Starting { job, start, gpus: held, boot, at } => json!({
                 "record": "starting", "job": job.get(), "start": start, "gpus": gpus(held), "boot": boot,
                 "at": at.get(),
@@ -110,13 +194,14 @@ impl Record<'_> {
             Self::Cancelled { job, uid } => {
                 json!({"record": "cancelled", "job": job.get(), "uid": uid, "at": 1})
             }
-            Self::Ended { job, end, exit, reason, at, order } => json!({
+            Self::Ended { job, end, exit, reason, at, order, usage } => json!({
                 "record": "ended", "job": job.get(), "exit": exit, "reason": reason, "report": "", "at": at.get(),
                 "end": END[usize::from(end % 4)], "order": order.get(),
+                "usage": usage.map(|(cpu_ms, peak)| json!({"cpu_ms": cpu_ms, "peak_memory_bytes": peak})),
             }),
-            Self::Requeued { job, reason } => {
-                json!({"record": "requeued", "job": job.get(), "reason": reason})
-            }
+            Self::Requeued { job, reason, lost, at } => json!({
+                "record": "requeued", "job": job.get(), "reason": reason, "lost": lost, "at": at.get(),
+            }),
             Self::Drained { gpus: drained, undo, reason } => json!({
                 "record": "drained", "gpus": gpus(drained), "undo": undo, "reason": reason, "uid": 0, "at": 1,
             }),

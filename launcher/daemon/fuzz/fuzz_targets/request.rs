@@ -19,7 +19,8 @@ use xlaunch_proto::command::{CommandSpec, Program};
 use xlaunch_proto::convert::node::{Drain, JobLogs, Submit, Work};
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::{
-    CancelRequest, DrainRequest, GetRequest, JobLogsRequest, ListRequest, SubmitRequest, submit_request,
+    CancelRequest, Dependency, DrainRequest, GetRequest, HistoryRequest, JobLogsRequest, ListRequest,
+    SubmitRequest, UpdateRequest, WarningSignal, submit_request,
 };
 
 /// Limit on what a user is told about a request that is refused. Clients accept headers of 16 KiB.
@@ -54,6 +55,20 @@ struct Submission<'a> {
     gpus: Option<u16>,
     trainer: bool,
     work: Document<'a>,
+    scheduling: Option<Scheduling>,
+}
+
+#[derive(Arbitrary, Debug)]
+struct Scheduling {
+    held: bool,
+    time_limit: Option<u32>,
+    warning: Option<(i8, u16)>,
+    memory: Option<u64>,
+    cpus: Option<u8>,
+    after: Vec<(u8, u8)>,
+    array: Vec<u16>,
+    array_parallel: u8,
+    requeue: bool,
 }
 
 static TRAINER: LazyLock<Value> =
@@ -69,7 +84,7 @@ impl Submission<'_> {
             true => submit_request::Work::TrainerSpecJson(self.work.text(&TRAINER)),
             false => submit_request::Work::CommandSpecJson(self.work.text(&COMMAND)),
         };
-        SubmitRequest {
+        let mut request = SubmitRequest {
             request_id: self.request_id.unwrap_or("r").into(),
             version: self.version.into(),
             work_dir: self.work_dir.unwrap_or("/w").into(),
@@ -78,7 +93,30 @@ impl Submission<'_> {
             name: self.name.into(),
             priority: self.priority.into(),
             gpus: self.gpus.map(u32::from),
+            ..SubmitRequest::default()
+        };
+        if let Some(scheduling) = &self.scheduling {
+            scheduling.add_to(&mut request);
         }
+        request
+    }
+}
+
+impl Scheduling {
+    fn add_to(&self, request: &mut SubmitRequest) {
+        let dependency =
+            |&(job, condition): &(u8, u8)| Dependency { job: job.into(), condition: (condition % 5).into() };
+        request.held = self.held;
+        request.time_limit_seconds = self.time_limit.map(u64::from);
+        request.warning = self
+            .warning
+            .map(|(signal, seconds)| WarningSignal { signal: signal.into(), seconds_before: seconds.into() });
+        request.memory_bytes = self.memory;
+        request.cpus = self.cpus.map(u32::from);
+        request.after = self.after.iter().map(dependency).collect();
+        request.array_indices = self.array.iter().copied().map(u32::from).collect();
+        request.array_parallel = self.array_parallel.into();
+        request.requeue = self.requeue;
     }
 }
 
@@ -97,6 +135,7 @@ fuzz_target!(|input: Input<'_>| {
         range.copy_from_slice(damage);
     }
     let _ = (ListRequest::decode(&*bytes), GetRequest::decode(&*bytes), CancelRequest::decode(&*bytes));
+    let _ = (HistoryRequest::decode(&*bytes), UpdateRequest::decode(&*bytes));
     if let Some(drain) = checked::<DrainRequest, Drain>(&bytes) {
         assert!(drain.gpus.len() <= 1024 && drain.reason.len() <= 1024);
         assert!(drain.gpus.iter().all(|gpu| gpu.len() <= 128));
@@ -122,6 +161,7 @@ fn checked<M: Message + Default, T: TryFrom<M, Error: std::fmt::Display>>(bytes:
 fn admitted(submission: Submit, caller: Caller, node: Node) {
     assert!((1..=64).contains(&submission.request_id.len()) && submission.name.len() <= 256);
     assert!(submission.environment.iter().map(|variable| variable.len() + 1).sum::<usize>() <= 256 << 10);
+    assert!(submission.scheduling.array_indices.len() <= 1000 && submission.scheduling.after.len() <= 100);
     let work = match &submission.work {
         Work::Trainer(spec) => spec.check().is_ok(),
         Work::Command(spec) => spec.check().is_ok(),
@@ -145,11 +185,14 @@ fn admitted(submission: Submit, caller: Caller, node: Node) {
     let json = serde_json::to_vec(&description).expect("plain data");
     assert!(json.len() <= 4 << 20, "{} bytes in the job's directory", json.len());
     assert_eq!(serde_json::from_slice::<Description>(&json).expect("as written"), description);
-    let job = submitted.job;
+    assert!(submitted.cpus.is_none_or(|cpus| cpus > 0) && submitted.memory.is_none_or(|memory| memory > 0));
+    assert!(submitted.after.is_empty(), "there is no other job");
+    let (job, held) = (submitted.job, submitted.held.is_some());
     history.add(submitted);
     let journal = history.encode();
     assert!(journal.len() <= 64 << 10, "{} bytes in the journal", journal.len());
     assert_eq!(History::parse(&journal).expect("as written"), history);
-    assert_eq!(history.schedule(node), (vec![job], Vec::new()), "what is admitted can start");
+    let expected = if held { (Vec::new(), vec![job]) } else { (vec![job], Vec::new()) };
+    assert_eq!(history.schedule(node), expected, "what is admitted can start");
     assert!(history.messages().0[0].encoded_len() <= 16 << 10);
 }

@@ -197,7 +197,8 @@ impl Jobs {
 
     fn add_array(&mut self, first: &Submitted, indices: &[u32]) {
         let parallel = first.array.map_or(0, |element| element.parallel);
-        for (job, &index) in (first.job..).zip(indices) {
+        // Inclusive, as an unbounded range overflows after the last number.
+        for (job, &index) in (first.job..=u64::MAX).zip(indices) {
             let array = Some(Element { first: first.job, index, parallel });
             let name = format!("{}[{index}]", first.name);
             self.add(Submitted { job, name, array, ..first.clone() });

@@ -120,8 +120,9 @@ impl Record {
         let nothing = RangeInclusive::new(1, 0);
         match self {
             Self::Submitted(submitted) => submitted.job..=submitted.job,
+            Self::SubmittedArray { indices, .. } if indices.is_empty() => nothing,
             Self::SubmittedArray { first, indices } => {
-                first.job..=(first.job + indices.len() as u64).saturating_sub(1)
+                first.job..=first.job.saturating_add(indices.len() as u64 - 1)
             }
             Self::Held { job, .. }
             | Self::Released { job, .. }

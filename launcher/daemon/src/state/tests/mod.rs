@@ -197,6 +197,15 @@ fn extreme_numbers_in_a_journal_are_kept() {
 }
 
 #[test]
+fn array_ends_at_the_last_job_number() {
+    let Record::Submitted(first) = submitted(u64::MAX, 1, 0, 0) else { unreachable!() };
+    let array = Record::SubmittedArray { first, indices: vec![0, 1] };
+    assert_eq!(array.jobs(), u64::MAX..=u64::MAX);
+    let jobs = of([array]);
+    assert_eq!(jobs.jobs.keys().copied().collect::<Vec<_>>(), [u64::MAX]);
+}
+
+#[test]
 fn counters_never_decrease() {
     let counted = |submitted, ended| Record::Counted { submitted, ended };
     let mut jobs = of([counted(10, 8), submitted(3, 1, 0, 0)]);
