@@ -4,8 +4,8 @@
 //! `p = p - lr (c1 m / (sqrt(c2 v) + eps) + weight_decay p)`, with decay only where the flag of the element is 1.
 //! `c1 = 1 / (1 - beta1^t)` and `c2 = 1 / (1 - beta2^t)` correct the moments' bias in step t, counted from 1.
 //!
-//! A step whose loss or squared norm is not finite is skipped: it changes no weight and no moment. The decision is made on
-//! the device, as the host may have enqueued the next step before it reads the loss:
+//! A step whose loss or squared norm is not finite is skipped: it changes no weight and no moment. The decision is made
+//! on the device, as the host may have enqueued the next step before it reads the loss:
 //!
 //! ```text
 //! finite, skipped <  skip_limit    update, skipped = 0
