@@ -27,6 +27,9 @@ pub enum ExitCode {
     Signal(u8),
     /// The exit code of a worker, with `--propagate-exit-code`.
     Worker(u8),
+    /// Of a trainer's worker only, never of `xlaunch`: training diverged, so a restart would diverge again. `xlaunch`
+    /// exits with 1.
+    Diverged,
 }
 
 impl ExitCode {
@@ -59,6 +62,7 @@ impl ExitCode {
             Self::Stopped => 143,
             Self::Signal(signal) => 128 | signal,
             Self::Worker(code) => code,
+            Self::Diverged => 77,
         }
     }
 
@@ -72,6 +76,7 @@ impl ExitCode {
         match self {
             Self::Signal(_) => "terminated by a signal",
             Self::Worker(_) => "exit code of a worker",
+            Self::Diverged => "training diverged",
             fixed => Self::TABLE.iter().find(|(exit, _)| *exit == fixed).map_or("", |(_, meaning)| meaning),
         }
     }

@@ -42,13 +42,14 @@ pub enum WorkerError {
     Spec(#[from] xlaunch_proto::spec::SpecError),
     /// Training diverged.
     #[error(
-        "training diverged: the loss is {loss} at step {step}; try a lower train.lr, longer train.warmup or train.clip"
+        "training diverged at step {step}: {what}; \
+         lower `train.lr` or `train.clip`, raise `train.warmup`, or resume from an earlier checkpoint"
     )]
     Diverged {
-        /// Number of the step, from 0.
+        /// Number of the step, from 1.
         step: u64,
-        /// NaN or infinite.
-        loss: f32,
+        /// What was not finite.
+        what: crate::divergence::Divergence,
     },
     /// A system call failed.
     #[error("{what}: {source}")]
@@ -73,7 +74,7 @@ impl WorkerError {
             Self::Comm(CommError::Library { .. }) | Self::Engine(_) => ExitCode::Internal,
             Self::Comm(_) | Self::AgentLost(_) => ExitCode::Retryable,
             Self::Rendezvous(_) => ExitCode::Rendezvous,
-            Self::Diverged { .. } => ExitCode::WorkerFailed,
+            Self::Diverged { .. } => ExitCode::Diverged,
             Self::Environment(_) | Self::Setting(_) | Self::Spec(_) => ExitCode::Usage,
             Self::Io { .. } => ExitCode::Internal,
         }

@@ -12,6 +12,7 @@ mod bench;
 pub mod checkpoint;
 pub mod control;
 pub mod data;
+pub mod divergence;
 pub mod environment;
 pub mod error;
 pub mod model;

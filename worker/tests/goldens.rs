@@ -207,13 +207,15 @@ fn compare_steps(f: &Fixture) {
     let replicated = Sharding::replicated(Plan::new(&f.model.layout.ends(), 4, usize::MAX, usize::MAX));
     let optimizer = AdamW::new(&f.backend, &f.model, &weights, &replicated, &train).unwrap();
     let grad_norm_sq = f.backend.alloc(DType::F32, 1).unwrap();
+    let finite = f.backend.alloc(DType::F32, 1).unwrap();
+    f.backend.zero(finite.all()).unwrap();
     let (tokens, targets) = (&f.golden.ids["step_tokens"], &f.golden.ids["step_targets"]);
     for (step, (tokens, targets)) in tokens.chunks(ROWS.count()).zip(targets.chunks(ROWS.count())).enumerate()
     {
         let (loss, _) = f.pass(tokens, targets);
         optimizer.prepare(step as u64, train.lr).unwrap();
         f.backend.squared_norm(SquaredNorm { x: f.grads.all(), out: grad_norm_sq.all() }).unwrap();
-        optimizer.step(&f.model, f.grads.all(), grad_norm_sq.all()).unwrap();
+        optimizer.step(&f.model, f.grads.all(), grad_norm_sq.all(), finite.all()).unwrap();
         let norm = f64::from(read(&f.backend, &grad_norm_sq)[0]).sqrt();
         for (what, ours) in [("step_losses", loss), ("step_norms", norm)] {
             let theirs = f64::from(f.golden.floats[what][step]);

@@ -12,7 +12,7 @@ pub use crate::invalid::Invalid;
 use crate::model::ModelSection;
 pub use sections::{
     CheckpointSection, CommSection, DataSection, Device, EngineSection, Exec, JobSection, LaunchSection,
-    MAX_SHARDS, ObserveSection, PoolMode, Precision, Schedule, Tokenizer, TrainSection, WireDtype,
+    MAX_SHARDS, NonFinite, ObserveSection, PoolMode, Precision, Schedule, Tokenizer, TrainSection, WireDtype,
 };
 
 /// Version of the serialised form.

@@ -140,6 +140,8 @@ pub struct TrainSection {
     pub weight_decay: f64,
     /// Maximum global gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
     pub clip: f64,
+    /// What happens after a step whose loss or gradient norm is not finite. Its update is never applied.
+    pub nonfinite: NonFinite,
     /// Steps between evaluations; the last step is always evaluated. 0 turns evaluation off.
     pub eval_every: u64,
     /// Maximum number of batches per rank and evaluation.
@@ -164,6 +166,7 @@ impl Default for TrainSection {
             eps: 1e-8,
             weight_decay: 0.1,
             clip: 1.0,
+            nonfinite: NonFinite::Stop,
             eval_every: 250,
             eval_batches: 16,
             sample: 240,
@@ -187,6 +190,31 @@ pub enum Schedule {
     Cosine,
     /// `lr` at every step.
     Constant,
+}
+
+/// What happens after a step whose loss or gradient norm is not finite.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum NonFinite {
+    /// The job fails with exit code 1 and is not restarted. No checkpoint is saved.
+    Stop,
+    /// The step is skipped: weights and optimizer state remain as they are, while schedule, bias correction and data go
+    /// on. After 10 in a row, or if the last step of the job is one, the same as stop.
+    Skip,
+}
+
+/// Skipped steps in a row that end a job with `train.nonfinite = "skip"`.
+const MAX_SKIPPED_STEPS: u32 = 10;
+
+impl NonFinite {
+    /// Number of steps in a row that are not finite and end the job.
+    pub fn limit(self) -> u32 {
+        match self {
+            Self::Stop => 1,
+            Self::Skip => MAX_SKIPPED_STEPS,
+        }
+    }
 }
 
 /// Communication of gradients and parameters between ranks.

@@ -3,10 +3,11 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod bench;
+mod divergence;
 mod pool;
 mod runs;
 mod tensorboard;
 
 xlaunch_harness::suite! {
-    modules bench, pool, runs, tensorboard;
+    modules bench, divergence, pool, runs, tensorboard;
 }

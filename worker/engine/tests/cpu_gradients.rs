@@ -9,7 +9,7 @@
 
 mod common;
 
-use common::{Ops, Outputs, distance, ids, random};
+use common::{ADAMW, Ops, Outputs, distance, ids, random};
 use xlaunch_engine::*;
 
 const H: f32 = 1e-2;
@@ -185,8 +185,8 @@ fn classifier_gradients() {
 
 #[test]
 fn adamw_matches_reference_formula() {
-    let config = AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: 1.0 };
-    let outputs = with_cpu(|ops| ops.adamw(config, &[2.0; 128], &[0.5; 128], &[1, 0]));
+    let steps = [(0.04, 3.0), (9.0, 3.0)];
+    let outputs = with_cpu(|ops| ops.adamw(ADAMW, &[2.0; 128], &[0.5; 128], &[1, 0], &steps));
     let expected = |decay: f64| {
         let (mut p, mut m, mut v) = (2.0, 0.0, 0.0);
         for (rate, c1, c2, norm) in [(1e-2, 10.0, 20.0, 0.2_f64), (2e-2, 5.3, 10.3, 3.0)] {
@@ -199,6 +199,41 @@ fn adamw_matches_reference_formula() {
     };
     let params = get(&outputs, "params");
     assert!((params[0] - expected(0.1)).abs() < 1e-6 && (params[127] - expected(0.0)).abs() < 1e-6);
+}
+
+/// Bits of the weights and moments after these squared norms and losses, and the skipped steps in a row.
+fn adamw_state(config: AdamWConfig, steps: &[(f32, f32)]) -> (Vec<u32>, f32) {
+    let outputs = with_cpu(|ops| ops.adamw(config, &random(1, 128), &random(2, 128), &[1, 0], steps));
+    let state = ["params", "m", "v"].map(|name| get(&outputs, name)).concat();
+    (state.into_iter().map(f32::to_bits).collect(), get(&outputs, "skipped")[0])
+}
+
+#[test]
+fn adamw_step_with_a_loss_or_norm_that_is_not_finite_changes_nothing() {
+    let good = (0.04, 3.0);
+    let bad = [(f32::NAN, 3.0), (f32::INFINITY, 3.0), (0.04, f32::NAN), (0.04, f32::NEG_INFINITY)];
+    for clip in [1.0, 0.0] {
+        let config = AdamWConfig { clip, ..ADAMW };
+        let state = |steps: &[(f32, f32)]| adamw_state(config, steps);
+        assert_eq!(state(&[good]).1, 0.0);
+        for bad in bad {
+            assert_eq!(state(&[bad]), (state(&[]).0, 1.0), "{bad:?} at the first step");
+            assert_eq!(state(&[good, bad]), (state(&[good]).0, 1.0), "{bad:?} at the last step");
+            // Of two, which is below the limit: the step after it is an update again.
+            let (resumed, skipped) = state(&[good, bad, good]);
+            assert_eq!((resumed, skipped), (state(&[good, good]).0, 0.0), "{bad:?} at the middle step");
+        }
+    }
+}
+
+#[test]
+fn adamw_stops_updating_after_as_many_skipped_steps_in_a_row_as_its_limit() {
+    let (good, bad) = ((0.04, 3.0), (f32::NAN, 3.0));
+    let once = adamw_state(ADAMW, &[good]).0;
+    assert_eq!(adamw_state(ADAMW, &[good, bad, bad, good, good]), (once.clone(), 2.0));
+    assert_ne!(adamw_state(ADAMW, &[good, bad, good, bad, good]).0, once);
+    let first = AdamWConfig { skip_limit: 1.0, ..ADAMW };
+    assert_eq!(adamw_state(first, &[good, bad, good]), (once, 1.0));
 }
 
 #[test]

@@ -8,6 +8,9 @@
 //! Master weights (F32) and the two moments (F32) cover this rank's shard only. With n ranks and a Bf16 model, sharding
 //! saves each rank 12 (n-1)/n bytes per parameter, less 4/n for its shards of the gradients and of the rounded weights.
 //!
+//! A step whose loss or gradient norm is not finite changes nothing (see `ops/adamw` in the engine). The bias
+//! correction counts such steps, too, so that it is a function of the step alone and a resumed run repeats it exactly.
+//!
 //! Everything that changes from step to step is read from device memory (`scalars`), so that a captured step can be
 //! replayed.
 
@@ -32,12 +35,18 @@ pub struct AdamW {
     v: Tensor,
     decay: Tensor,
     scalars: Tensor,
+    /// Skipped steps in a row, counted on the device.
+    skipped: Tensor,
     backend: BackendHandle,
 }
 
 impl AdamW {
     /// Zero moments, and masters from this rank's shard of `params`, the arena that `model` was created from.
-    #[expect(clippy::cast_possible_truncation, reason = "the kernel computes in f32")]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_precision_loss,
+        reason = "the kernel computes in f32"
+    )]
     pub fn new(
         backend: &BackendHandle,
         model: &Model,
@@ -56,6 +65,7 @@ impl AdamW {
                 eps: train.eps as f32,
                 weight_decay: train.weight_decay as f32,
                 clip: train.clip as f32,
+                skip_limit: train.nonfinite.limit() as f32,
             },
             masters: match (sharded, f32_model) {
                 (true, true) => Some(gathered_shard(DType::F32)?),
@@ -67,6 +77,7 @@ impl AdamW {
             v: shard(DType::F32)?,
             decay: backend.alloc_persistent(DType::U8, flags.len())?,
             scalars: backend.alloc_persistent(DType::F32, scalar::COUNT)?,
+            skipped: backend.alloc_persistent(DType::F32, 1)?,
             sharding: sharding.clone(),
             backend: backend.clone(),
         };
@@ -78,6 +89,7 @@ impl AdamW {
         }
         backend.zero(optimizer.m.all())?;
         backend.zero(optimizer.v.all())?;
+        backend.zero(optimizer.skipped.all())?;
         backend.write_u8(optimizer.decay.all(), &flags)?;
         Ok(optimizer)
     }
@@ -118,9 +130,16 @@ impl AdamW {
         self.backend.write_f32(self.scalars.all(), &scalars)
     }
 
-    /// Updates this rank's shard from its reduced gradients `grads`. `grad_norm_sq` F32 `[1]` is the squared norm of
-    /// all gradients. The shards of other ranks reach the model in [`gather`](Self::gather).
-    pub fn step(&self, model: &Model, grads: Slice<'_>, grad_norm_sq: Slice<'_>) -> Result<()> {
+    /// Updates this rank's shard from its reduced gradients `grads`, if `loss` and `grad_norm_sq` are finite: F32
+    /// `[1]`, the loss of the global batch and the squared norm of all gradients. The shards of other ranks reach the
+    /// model in [`gather`](Self::gather).
+    pub fn step(
+        &self,
+        model: &Model,
+        grads: Slice<'_>,
+        grad_norm_sq: Slice<'_>,
+        loss: Slice<'_>,
+    ) -> Result<()> {
         let [params, m, v] = self.state(model);
         let f32_model = model.weights.dtype() == DType::F32;
         let work = (!f32_model).then(|| self.rounded.as_ref().unwrap_or(&model.weights).all());
@@ -134,6 +153,8 @@ impl AdamW {
             decay: self.decay.all(),
             scalars: self.scalars.all(),
             grad_norm_sq,
+            loss,
+            skipped: self.skipped.all(),
         })
     }
 

@@ -19,6 +19,7 @@ use xlaunch_proto::v1::{Finished, GetJobReply, GetJobRequest, Hello, TrainBench,
 use crate::bench::{self, SkipAllReduce};
 use crate::control::Control;
 use crate::data::{Dataset, Loader, Order, Schedule};
+use crate::divergence::SkipCount;
 use crate::environment::Environment;
 use crate::error::{Result, WorkerError};
 use crate::model::layout::Layout;
@@ -109,6 +110,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
             .dir
             .as_ref()
             .map_or_else(|| run_dir.join("checkpoints"), PathBuf::from),
+        skips: SkipCount::new(&spec.train),
         first_step: initial.step,
         first_sequence: initial.sequences,
         pool_trace: environment.pool_trace.as_deref(),
@@ -120,7 +122,15 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     // After an error too: closing the communicator waits for graphs that contain its collectives.
     trainer.stepper.drop_graphs();
     trainer.evaluator.drop_graphs();
-    let outcome = outcome?;
+    let outcome = match outcome {
+        Err(error @ WorkerError::Diverged { .. }) => {
+            // All ranks end after the same step. Together, so that none mistakes another's exit for a lost peer. If
+            // that fails, divergence is still the reason.
+            let _ = collective.finalize();
+            return Err(error);
+        }
+        outcome => outcome?,
+    };
     let finished = finish(spec, &device.backend, &trainer, &mut *collective, outcome, &dataset)?;
     collective.finalize()?;
     control.report(Report::Finished(finished));

@@ -1,7 +1,7 @@
-//! Arenas compared across ranks, and shards gathered on rank 0.
+//! Arenas compared and checked across ranks, and shards gathered on rank 0.
 
 use xlaunch_comm::{Collective, Sharding};
-use xlaunch_engine::{DType, Tensor};
+use xlaunch_engine::{Accumulate, DType, Sum, Tensor};
 
 use crate::error::Result;
 use crate::model::BackendHandle;
@@ -22,6 +22,26 @@ pub fn max_difference_to_rank_0(
     backend.read_f32(arena.all(), &mut ours)?;
     let differences = theirs.iter().zip(&ours).map(|(a, b)| f64::from((a - b).abs()));
     Ok(differences.fold(0.0, f64::max))
+}
+
+/// Whether every value of these tensors is finite on every rank. A sum that overflows fp32 counts as not finite. Every
+/// rank calls it and gets the same answer.
+pub(super) fn all_finite(
+    backend: &BackendHandle,
+    tensors: [&Tensor; 3],
+    collective: &mut dyn Collective,
+) -> Result<bool> {
+    let sum = backend.alloc(DType::F32, 1)?;
+    backend.zero(sum.all())?;
+    for x in tensors {
+        backend.sum(Sum { x: x.all(), scale: 1.0, out: sum.all(), acc: Accumulate::Add })?;
+    }
+    collective.all_reduce(sum.lend(0..1), DType::F32)?;
+    collective.wait_all()?;
+    let mut total = [0.0];
+    backend.read_f32(sum.all(), &mut total)?;
+    collective.check()?;
+    Ok(total[0].is_finite())
 }
 
 /// Gathers the arena of which every rank has a `shard`; `Some` on rank 0. It does so bucket by bucket, so that no

@@ -10,12 +10,13 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointReport, EvalReport, KernelReport, Phase, ProfileReport, StepReport};
 
 use super::evaluate::Evaluator;
-use super::replicas::gather_on_rank_0;
+use super::replicas::{all_finite, gather_on_rank_0};
 use super::step::{PendingStep, Requests, Stepper};
 use super::trace::{self, Tracer};
 use crate::checkpoint::{self, Snapshot, State};
 use crate::control::Control;
 use crate::data::{Dataset, Loader};
+use crate::divergence::{Divergence, SkipCount};
 use crate::error::{Result, WorkerError};
 use crate::model::{BackendHandle, Model};
 use crate::optim::{AdamW, schedule};
@@ -35,6 +36,7 @@ pub struct Run<'a> {
     pub loader: &'a Loader,
     pub control: &'a Control,
     pub checkpoint_dir: PathBuf,
+    pub skips: SkipCount,
     /// Steps completed before this run.
     pub first_step: u64,
     /// Sequences used before this run.
@@ -72,12 +74,17 @@ impl Run<'_> {
     /// The next step is enqueued before the results of the current one are read back, so that the GPU does not idle
     /// meanwhile, unless something has to happen between the two. A request therefore takes effect at most one step
     /// after the step whose results contain it. All ranks see the same requests, so they act on it after the same step.
+    ///
+    /// # Errors
+    /// Among others, that training diverged. The optimizer skips the step that may be in flight then, so the state is
+    /// that of the last good step.
     pub fn run(&mut self) -> Result<Outcome> {
         let mut step = self.first_step;
         let mut requested = Requests::default();
         let mut next = None;
         let mut since = Instant::now();
-        while step < self.spec.train.steps && !(requested.stop && next.is_none()) {
+        while step < self.spec.train.steps && !(requested.stop && next.is_none() && !self.skips.is_skipping())
+        {
             let current = match next.take() {
                 Some(current) => current,
                 None => {
@@ -88,13 +95,20 @@ impl Run<'_> {
             if requested == Requests::default() && self.can_enqueue_next(step) {
                 next = Some(self.start(step + 1)?);
             }
-            let requests = self.finish(step, current, &mut since)?;
+            let requests = match self.finish(step, current, &mut since) {
+                Err(error @ WorkerError::Diverged { .. }) => {
+                    if let Some(InFlight { pending, .. }) = next {
+                        self.stepper.finish(pending, self.collective)?;
+                    }
+                    return Err(error);
+                }
+                requests => requests?,
+            };
             requested.stop |= requests.stop;
             requested.checkpoint |= requests.checkpoint;
             step += 1;
             if next.is_none() {
-                self.between_steps(step, requested)?;
-                requested.checkpoint = false;
+                requested.checkpoint = self.between_steps(step, requested)?;
             }
         }
         self.tracer.finish()?;
@@ -135,8 +149,9 @@ impl Run<'_> {
         step == self.first_step && self.pool_trace.is_some()
     }
 
-    /// Does what is due after `step` completed steps. No step is in flight.
-    fn between_steps(&mut self, step: u64, requested: Requests) -> Result<()> {
+    /// Does what is due after `step` completed steps. No step is in flight. Returns whether a checkpoint remains to be
+    /// saved: none is saved after a skipped step, as the weights that led to it may be useless though they are finite.
+    fn between_steps(&mut self, step: u64, requested: Requests) -> Result<bool> {
         if let Some(dir) = self.pool_trace.take() {
             self.write_pool_trace(dir)?;
         }
@@ -144,11 +159,15 @@ impl Run<'_> {
             let _span = trace::span(Phase::Evaluation);
             self.evaluate(step)?;
         }
-        if !self.bench && (self.saves_after(step) || requested.checkpoint || requested.stop) {
+        let is_due = !self.bench && (self.saves_after(step) || requested.checkpoint || requested.stop);
+        if is_due && !self.skips.is_skipping() {
             let _span = trace::span(Phase::Checkpoint);
+            if !all_finite(self.backend, self.optimizer.state(self.model), self.collective)? {
+                return Err(WorkerError::Diverged { step, what: Divergence::State });
+            }
             self.save(step)?;
         }
-        Ok(())
+        Ok(is_due && self.skips.is_skipping())
     }
 
     /// Enqueues a step.
@@ -186,9 +205,10 @@ impl Run<'_> {
                 self.report_profile(step, &KernelTime::by_name(&kernels));
             }
         }
-        if !result.loss.is_finite() {
-            return Err(WorkerError::Diverged { step, loss: result.loss });
-        }
+        let done = step + 1;
+        self.skips
+            .record(done, result.loss, result.grad_norm)
+            .map_err(|what| WorkerError::Diverged { step: done, what })?;
         let pool = self.backend.pool().stats();
         #[expect(clippy::cast_possible_truncation, reason = "for display only")]
         self.control.report(Report::Step(StepReport {
@@ -204,6 +224,8 @@ impl Run<'_> {
             pool_fragmentation: pool.fragmentation() as f32,
             pool_driver_allocations: pool.chunks.added,
             all_reduce_bytes: self.stepper.all_reduce_bytes(),
+            skipped: self.skips.is_skipping(),
+            skipped_steps: self.skips.total(),
         }));
         *since = completed;
         Ok(result.requests)
@@ -241,6 +263,9 @@ impl Run<'_> {
         let Some(val) = &self.dataset.val else { return Ok(()) };
         self.optimizer.gather(self.model, self.collective)?;
         let (loss, tokens) = self.evaluator.evaluate(self.model, self.collective, val)?;
+        if !loss.is_finite() {
+            return Err(WorkerError::Diverged { step, what: Divergence::Validation { loss: loss.into() } });
+        }
         if self.collective.rank() == 0 {
             self.control.report(Report::Eval(EvalReport { step, loss, tokens }));
         }

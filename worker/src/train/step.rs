@@ -59,7 +59,8 @@ pub struct Requests {
 pub struct StepResult {
     /// Mean loss over the global batch.
     pub loss: f32,
-    /// Global norm of the gradients before clipping.
+    /// Global norm of the gradients before clipping. It is finite exactly where its square, which the optimizer reads,
+    /// is.
     pub grad_norm: f32,
     /// Requests that any rank received.
     pub requests: Requests,
@@ -309,7 +310,8 @@ impl Stepper {
     /// After the last micro-step: waits for the reduced gradients, and runs the optimizer.
     fn update(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
         let _tag = xlaunch_pool::tag("optimizer");
-        let grad_norm_sq = self.results.slice(slot::GRAD_NORM_SQ..slot::GRAD_NORM_SQ + 1);
+        let [loss, grad_norm_sq] =
+            [slot::LOSS, slot::GRAD_NORM_SQ].map(|slot| self.results.slice(slot..slot + 1));
         let all_reduce = trace::span(Phase::AllReduce);
         let grads = match &self.grad_shard {
             None => {
@@ -328,6 +330,7 @@ impl Stepper {
         };
         drop(all_reduce);
         let _span = trace::span(Phase::Optimizer);
-        Ok(optimizer.step(model, grads.all(), grad_norm_sq)?)
+        // Loss and norm are the same on every rank, so the step is applied on all of them or on none.
+        Ok(optimizer.step(model, grads.all(), grad_norm_sq, loss)?)
     }
 }

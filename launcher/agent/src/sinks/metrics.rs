@@ -46,6 +46,7 @@ impl Metrics {
             "train/loss": decimal(step.loss),
             "train/grad_norm": decimal(step.grad_norm),
             "train/lr": decimal(step.learning_rate),
+            "train/skipped_steps": step.skipped_steps,
             "perf/step_seconds": step.step_seconds,
             "perf/tokens_per_second": step.tokens as f64 / step.step_seconds.max(1e-9),
             "pool/live_bytes": step.pool_live_bytes,

@@ -87,6 +87,13 @@ impl Progress {
             old => old + STEP_TIME_SMOOTHING * (step.step_seconds - old),
         };
         let done = step.step + 1;
+        if step.skipped {
+            let (loss, norm) = (step.loss, step.grad_norm);
+            let total = self.total;
+            self.print(&format!(
+                "step {done}/{total}  skipped: the loss is {loss}, the gradient norm {norm}"
+            ));
+        }
         let text = self.describe(step);
         if let Some(bar) = &self.bar {
             bar.set_position(done);

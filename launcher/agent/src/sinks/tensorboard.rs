@@ -89,6 +89,7 @@ impl TensorBoard {
             ("train/loss", step.loss),
             ("lr", step.learning_rate),
             ("train/grad_norm", step.grad_norm),
+            ("train/skipped_steps", step.skipped_steps as f32),
             ("perf/tokens_per_s", speed as f32),
             ("perf/step_seconds", step.step_seconds as f32),
         ];
@@ -170,6 +171,7 @@ mod tests {
             step: 3,
             loss: 0.1,
             grad_norm: 0.0,
+            skipped_steps: 2,
             learning_rate: 1e-4,
             step_seconds: 0.5,
             tokens: 100,
@@ -184,6 +186,7 @@ mod tests {
             ("train/loss", 0.1),
             ("lr", 1e-4),
             ("train/grad_norm", 0.0),
+            ("train/skipped_steps", 2.0),
             ("perf/tokens_per_s", 200.0),
             ("perf/step_seconds", 0.5),
         ];

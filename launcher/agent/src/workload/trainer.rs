@@ -194,8 +194,9 @@ impl<'a> TrainerWorkload<'a> {
 impl Workload for TrainerWorkload<'_> {
     fn rules(&self) -> Rules {
         let launch = &self.plan.spec.launch;
-        // A restart cannot repair the configuration, the data or a checkpoint.
-        let final_codes = [ExitCode::Usage, ExitCode::Data].map(|exit| i32::from(exit.code()));
+        // A restart cannot repair the configuration, the data or a checkpoint, and would diverge again.
+        let final_codes =
+            [ExitCode::Usage, ExitCode::Data, ExitCode::Diverged].map(|exit| i32::from(exit.code()));
         Rules {
             world: self.plan.placement.workers,
             kind: Kind::Trainer,

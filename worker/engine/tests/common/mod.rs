@@ -308,8 +308,15 @@ impl Ops<'_> {
         vec![("sum", self.read(&sum)), ("squared_norm", self.read(&squared_norm))]
     }
 
-    /// Two steps of AdamW; the second is clipped.
-    pub(crate) fn adamw(&self, config: AdamWConfig, params: &[f32], grads: &[f32], decay: &[u8]) -> Outputs {
+    /// Steps of AdamW with these squared norms and losses.
+    pub(crate) fn adamw(
+        &self,
+        config: AdamWConfig,
+        params: &[f32],
+        grads: &[f32],
+        decay: &[u8],
+        steps: &[(f32, f32)],
+    ) -> Outputs {
         let b = self.backend;
         let (params, grads) = (self.tensor(DType::F32, params), self.tensor(self.grads, grads));
         let zeros = vec![0.0; params.len()];
@@ -317,9 +324,11 @@ impl Ops<'_> {
         let work = (b.activation_dtype() == DType::Bf16).then(|| self.out(params.len()));
         let flags = b.alloc(DType::U8, decay.len()).unwrap();
         b.write_u8(flags.all(), decay).unwrap();
-        for (scalars, grad_norm_sq) in [([1e-2, 10.0, 20.0, 0.0], 0.04), ([2e-2, 5.3, 10.3, 0.0], 9.0)] {
-            let (scalars, grad_norm_sq) =
-                (self.tensor(DType::F32, &scalars), self.tensor(DType::F32, &[grad_norm_sq]));
+        let skipped = self.tensor(DType::F32, &[0.0]);
+        for (index, (grad_norm_sq, loss)) in steps.iter().enumerate() {
+            let scalars = if index == 0 { [1e-2, 10.0, 20.0, 0.0] } else { [2e-2, 5.3, 10.3, 0.0] };
+            let [scalars, grad_norm_sq, loss] =
+                [&scalars[..], &[*grad_norm_sq], &[*loss]].map(|values| self.tensor(DType::F32, values));
             let step = AdamWStep {
                 config,
                 params: params.all(),
@@ -330,10 +339,12 @@ impl Ops<'_> {
                 decay: flags.all(),
                 scalars: scalars.all(),
                 grad_norm_sq: grad_norm_sq.all(),
+                loss: loss.all(),
+                skipped: skipped.all(),
             };
             b.adamw(step).unwrap();
         }
-        let mut outputs: Outputs = [("params", &params), ("m", &m), ("v", &v)]
+        let mut outputs: Outputs = [("params", &params), ("m", &m), ("v", &v), ("skipped", &skipped)]
             .map(|(name, tensor)| (name, self.read(tensor)))
             .into();
         // The CPU has no rounded copy: the weights themselves are compared.
@@ -341,6 +352,10 @@ impl Ops<'_> {
         outputs
     }
 }
+
+/// Two skipped steps in a row end all updates.
+pub(crate) const ADAMW: AdamWConfig =
+    AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: 1.0, skip_limit: 2.0 };
 
 /// `|a - b| / |b|`, infinite where either is not finite.
 pub(crate) fn distance(a: &[f32], b: &[f32]) -> f64 {
@@ -480,10 +495,14 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         ));
     }
     for len in [64, 64 * 157 + 17] {
-        let config = AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: 1.0 };
         let (params, grads) = (random(27, len), values(28, len));
         let decay: Vec<u8> = (0..len.div_ceil(DECAY_CHUNK)).map(|i| u8::from(i % 3 != 0)).collect();
-        cases.push((format!("adamw {len}"), Box::new(move |ops| ops.adamw(config, &params, &grads, &decay))));
+        // The second step is clipped, the next ones are skipped, and after two skipped ones so is the last.
+        let steps = [(0.04, 3.0), (9.0, 3.0), (f32::NAN, 3.0), (0.04, f32::INFINITY), (0.04, 3.0)];
+        cases.push((
+            format!("adamw {len}"),
+            Box::new(move |ops| ops.adamw(ADAMW, &params, &grads, &decay, &steps)),
+        ));
     }
     cases
 }

@@ -18,7 +18,17 @@ pub(crate) fn step(t: &Threads, args: AdamWStep<'_>) {
     let (params, grads) = (a.write(args.params, len), a.read(args.grads, len));
     let (m, v, decay) = (a.write(args.m, len), a.write(args.v, len), a.read_bytes(decay));
     let scalars = a.read(args.scalars, scalar::COUNT);
-    let norm = a.read(args.grad_norm_sq, 1)[0].sqrt();
+    let (norm_sq, loss) = (a.read(args.grad_norm_sq, 1)[0], a.read(args.loss, 1)[0]);
+    let skipped = &mut a.write(args.skipped, 1)[0];
+    if !(norm_sq.is_finite() && loss.is_finite()) {
+        *skipped = (*skipped + 1.0).min(c.skip_limit);
+        return;
+    }
+    if *skipped >= c.skip_limit {
+        return;
+    }
+    *skipped = 0.0;
+    let norm = norm_sq.sqrt();
     // clip = min(1, max_norm / |g|)
     let clip = if c.clip > 0.0 && norm > c.clip { c.clip / norm } else { 1.0 };
     let rate = scalars[scalar::LEARNING_RATE];

@@ -27,7 +27,7 @@ pub(crate) fn step(gpu: &Gpu, a: AdamWStep<'_>) -> Result<()> {
     }
     expect(a.decay, DType::U8, len.div_ceil(DECAY_CHUNK));
     expect(a.scalars, DType::F32, scalar::COUNT);
-    expect(a.grad_norm_sq, DType::F32, 1);
+    [a.grad_norm_sq, a.loss, a.skipped].into_iter().for_each(|x| expect(x, DType::F32, 1));
     let args = args![
         a.params,
         a.grads,
@@ -38,12 +38,15 @@ pub(crate) fn step(gpu: &Gpu, a: AdamWStep<'_>) -> Result<()> {
         a.decay,
         a.scalars,
         a.grad_norm_sq,
+        a.loss,
+        a.skipped,
         len,
         c.beta1,
         c.beta2,
         c.eps,
         c.weight_decay,
         c.clip,
+        c.skip_limit,
     ];
     // SAFETY: checked above.
     unsafe { gpu.launch("adamw", gpu.grid_for(len), args) }

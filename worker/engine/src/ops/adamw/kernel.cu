@@ -1,13 +1,22 @@
 // One AdamW step over the flat arena (Loshchilov and Hutter, 2019). The learning rate and the bias corrections c1, c2
 // are read from device memory, so that a captured step can be replayed with other values.
 //
+// A step whose loss or squared norm is not finite changes nothing but `skipped`, nor does any step once `skipped` has
+// reached skip_limit. One thread writes `skipped` while others read it. The order does not matter: if the step is not
+// finite, all threads return whatever they read, and otherwise they read a count below the limit, before and after.
+//
 // Grid-stride loop, eight elements per thread and iteration. decay (len / DECAY_CHUNK,) flags; work (len,) or null.
 extern "C" __global__ void adamw(float* __restrict__ params, const void* __restrict__ grads, bool grads_bf16,
                                  float* __restrict__ m, float* __restrict__ v, bf16* __restrict__ work,
                                  const u8* __restrict__ decay, const float* scalars, const float* grad_norm_sq,
-                                 i64 len, float beta1, float beta2, float eps, float weight_decay, float max_norm) {
+                                 const float* loss, volatile float* skipped, i64 len, float beta1, float beta2,
+                                 float eps, float weight_decay, float max_norm, float skip_limit) {
     pdl_wait_and_launch();
-    float norm = sqrtf(grad_norm_sq[0]);
+    float norm = sqrtf(grad_norm_sq[0]), skips = *skipped;
+    bool finite = isfinite(grad_norm_sq[0]) && isfinite(loss[0]);
+    if (finite && skips >= skip_limit) return;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *skipped = finite ? 0.0f : fminf(skips + 1.0f, skip_limit);
+    if (!finite) return;
     // clip = min(1, max_norm / |g|)
     float clip = max_norm > 0.0f && norm > max_norm ? max_norm / norm : 1.0f;
     float rate = scalars[LEARNING_RATE], c1 = scalars[CORRECTION1], c2 = scalars[CORRECTION2];

@@ -3,6 +3,15 @@
 //! `g = grads min(1, clip / sqrt(grad_norm_sq))`; `m = beta1 m + (1 - beta1) g`; `v = beta2 v + (1 - beta2) g^2`;
 //! `p = p - lr (c1 m / (sqrt(c2 v) + eps) + weight_decay p)`, with decay only where the flag of the element is 1.
 //! `c1 = 1 / (1 - beta1^t)` and `c2 = 1 / (1 - beta2^t)` correct the moments' bias in step t, counted from 1.
+//!
+//! A step whose loss or squared norm is not finite is skipped: it changes no weight and no moment. The decision is made
+//! on the device, as the host may have enqueued the next step before it reads the loss:
+//!
+//! ```text
+//! finite, skipped <  skip_limit    update, skipped = 0
+//! finite, skipped >= skip_limit    nothing: training has diverged, and the state remains that of the last good step
+//! not finite                       skipped = min(skipped + 1, skip_limit)
+//! ```
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
@@ -22,6 +31,8 @@ pub struct AdamWConfig {
     pub weight_decay: f32,
     /// Largest global gradient norm; 0 turns clipping off.
     pub clip: f32,
+    /// After this many skipped steps in a row, every later step is skipped, too. At least 1.
+    pub skip_limit: f32,
 }
 
 /// One step over an arena of `len` elements. F32 unless noted.
@@ -46,6 +57,10 @@ pub struct AdamWStep<'a> {
     pub scalars: Slice<'a>,
     /// (1,) squared global norm of the gradients.
     pub grad_norm_sq: Slice<'a>,
+    /// (1,) loss of the global batch: it can be infinite where all gradients are finite.
+    pub loss: Slice<'a>,
+    /// (1,) skipped steps in a row, updated in place; 0 before the first step.
+    pub skipped: Slice<'a>,
 }
 
 /// Elements covered by one decay flag. Every parameter starts on a multiple of it.

@@ -1,0 +1,129 @@
+//! Losses, gradients and weights that are not finite: no step applies them, no checkpoint contains them, and the job
+//! fails without a restart.
+
+use std::path::PathBuf;
+
+use xlaunch_tests::{Job, Output};
+
+xlaunch_harness::tests! {
+    step_that_is_not_finite_ends_the_job_and_leaves_the_checkpoint_of_the_last_good_step,
+    skipped_steps_are_reported_and_ten_in_a_row_end_the_job,
+    last_step_of_a_job_is_not_skipped,
+    validation_loss_that_is_not_finite_ends_the_job,
+    weights_that_overflow_are_not_saved;
+}
+
+/// Every step is saved, and the learning rate of one is that of all.
+const SETTINGS: [&str; 4] =
+    ["checkpoint.every=1", "checkpoint.keep=0", "train.warmup=0", "train.schedule=constant"];
+/// With the checkpoint of step 4 and this learning rate, step 5 is the last good one: its update makes weights so large
+/// that the next forward overflows.
+const EXPLODE: &str = "train.lr=1e30";
+
+fn run(job: &Job, ranks: u32, settings: &[&str]) -> Output {
+    let ranks = ranks.to_string();
+    let settings = SETTINGS.iter().chain(settings).flat_map(|setting| ["--set", setting]);
+    job.run(&["--nproc", &ranks].into_iter().chain(settings).collect::<Vec<_>>())
+}
+
+/// A job that has trained for four steps, and `checkpoint.resume` with its checkpoint.
+fn trained_for_four_steps() -> (Job, String) {
+    let job = Job::new();
+    let output = run(&job, 1, &["train.steps=4"]);
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    let checkpoint = job.run_dir().join("checkpoints/step-00000004").display().to_string();
+    (job, format!("checkpoint.resume={checkpoint:?}"))
+}
+
+/// `checkpoint.init` with weights whose loss is not finite.
+fn exploded_weights(job: &Job, resume: &str) -> String {
+    let output = run(job, 1, &[resume, "train.steps=5", EXPLODE]);
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    let weights = job.run_dir().join("checkpoints/step-00000005/model.safetensors");
+    format!("checkpoint.init={:?}", weights.display().to_string())
+}
+
+fn checkpoints(job: &Job) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(job.run_dir().join("checkpoints")) else { return Vec::new() };
+    let paths = entries.flatten().map(|entry| entry.path());
+    let mut steps: Vec<_> = paths.filter(|path| path.join("manifest.json").exists()).collect();
+    steps.sort();
+    steps
+}
+
+/// Asserts that the job failed for this reason, was not restarted, and left as many checkpoints.
+fn assert_diverged(job: &Job, output: &Output, reason: &str, saved: usize) {
+    assert_eq!(output.code, 1, "{}", output.stderr);
+    assert!(output.stderr.contains(reason), "{reason} in {}", output.stderr);
+    assert!(!output.stderr.contains("; restarting"), "{}", output.stderr);
+    assert_eq!(checkpoints(job).len(), saved, "{:?}", checkpoints(job));
+}
+
+fn step_that_is_not_finite_ends_the_job_and_leaves_the_checkpoint_of_the_last_good_step() {
+    let (job, resume) = trained_for_four_steps();
+    let init = exploded_weights(&job, &resume);
+    for ranks in [1, 2, 4] {
+        for sharded in ["comm.shard_optimizer=false", "comm.shard_optimizer=true"] {
+            let run = |settings: &[&str]| {
+                run(&job, ranks, &[&[sharded, "launch.max_restarts=2"], settings].concat())
+            };
+            let state = || {
+                ["model.safetensors", "optimizer-00000-of-00001.safetensors"]
+                    .map(|file| job.checkpoint(5, file))
+            };
+            let good = run(&[&resume, EXPLODE, "train.steps=5"]);
+            assert_eq!(good.code, 0, "{}", good.stderr);
+            let expected = state();
+            // In the middle of the job, and at its end.
+            for steps in ["train.steps=8", "train.steps=6"] {
+                let diverged = run(&[&resume, EXPLODE, steps]);
+                assert_diverged(&job, &diverged, "training diverged at step 6: the loss is", 1);
+                assert!(state() == expected, "{ranks} ranks, {sharded}, {steps}");
+            }
+            let diverged = run(&[&init]);
+            assert_diverged(&job, &diverged, "training diverged at step 1: the loss is", 0);
+            let diverged = run(&[&init, "train.clip=0.0"]);
+            assert_diverged(&job, &diverged, "training diverged at step 1: the loss is", 0);
+        }
+    }
+}
+
+fn skipped_steps_are_reported_and_ten_in_a_row_end_the_job() {
+    let (job, resume) = trained_for_four_steps();
+    let init = exploded_weights(&job, &resume);
+    let output = run(&job, 2, &[&init, "train.nonfinite=skip", "train.steps=20", "launch.max_restarts=2"]);
+    assert_diverged(&job, &output, "training diverged at step 10", 0);
+    assert!(output.stderr.contains("10 skipped steps in a row"), "{}", output.stderr);
+    for step in 1..10 {
+        let line = format!("step {step}/20  skipped: the loss is");
+        assert_eq!(output.stderr.matches(&line).count(), 1, "{line} in {}", output.stderr);
+    }
+    let skipped = job.metrics().iter().map(|line| line["train/skipped_steps"].as_u64()).collect::<Vec<_>>();
+    assert_eq!(skipped, (1..10).map(Some).collect::<Vec<_>>());
+}
+
+fn last_step_of_a_job_is_not_skipped() {
+    let (job, resume) = trained_for_four_steps();
+    let output = run(&job, 1, &[&resume, EXPLODE, "train.nonfinite=skip", "train.steps=7"]);
+    assert_diverged(&job, &output, "training diverged at step 7", 1);
+    assert!(output.stderr.contains("step 6/7  skipped"), "{}", output.stderr);
+}
+
+fn validation_loss_that_is_not_finite_ends_the_job() {
+    let (job, resume) = trained_for_four_steps();
+    for nonfinite in ["train.nonfinite=stop", "train.nonfinite=skip"] {
+        for ranks in [1, 2] {
+            let settings = [&resume, nonfinite, "train.steps=5", "train.eval_every=1", "train.lr=1e12"];
+            let output = run(&job, ranks, &settings);
+            assert_diverged(&job, &output, "training diverged at step 5: the validation loss is", 0);
+        }
+    }
+}
+
+fn weights_that_overflow_are_not_saved() {
+    let (job, resume) = trained_for_four_steps();
+    for sharded in ["comm.shard_optimizer=false", "comm.shard_optimizer=true"] {
+        let output = run(&job, 2, &[&resume, sharded, "train.lr=3e38", "train.steps=5"]);
+        assert_diverged(&job, &output, "training diverged at step 5: a weight", 0);
+    }
+}
