@@ -12,10 +12,12 @@ mod client;
 mod render;
 mod trainer;
 
+use std::any::Any;
 use std::path::Path;
 use std::process::ExitCode;
 
 use trainer::{Preflight, Trainer};
+use xlaunch_agent::workload::trainer::Recovered;
 use xlaunch_agent::{Refusal, spawn};
 use xlaunch_proto::spec::JobSpec;
 
@@ -27,11 +29,18 @@ fn main() -> ExitCode {
         return xlaunch_worker::main().into();
     }
     let newest_checkpoint = xlaunch_worker::newest_checkpoint;
-    cli::main(Trainer { preflight, newest_checkpoint }).into()
+    cli::main(Trainer { preflight, newest_checkpoint, recover }).into()
 }
 
-fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {
-    let ready = xlaunch_worker::preflight(spec, job_dir)
+fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight, Refusal> {
+    let ready = xlaunch_worker::preflight(spec, job_dir, world)
         .map_err(|refusal| Refusal::new(refusal.exit, refusal.message))?;
-    Ok(Preflight { resume_from: ready.resume_from, warnings: ready.warnings })
+    let xlaunch_worker::Preflight { resume_from, warmup, warnings, lock } = ready;
+    let lock = lock.map(|lock| Box::new(lock) as Box<dyn Any + Send>);
+    Ok(Preflight { resume_from, warmup, warnings, lock })
+}
+
+fn recover(dir: &Path, run: &str) -> Recovered {
+    let recovered = xlaunch_worker::recover(dir, run);
+    Recovered { newest: recovered.newest, notes: recovered.notes }
 }

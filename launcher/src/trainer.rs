@@ -1,25 +1,34 @@
 //! The functions of the worker crate that the command line needs. `main.rs` fills them in, so that no other module
 //! depends on the worker.
 
+use std::any::Any;
 use std::path::{Path, PathBuf};
 
 use xlaunch_agent::Refusal;
+use xlaunch_agent::workload::trainer::Recover;
 use xlaunch_proto::spec::JobSpec;
 
 /// These run in the launcher's process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Trainer {
-    /// Validates data and checkpoint before any worker starts. The path is the directory of the job's earlier runs.
-    pub(crate) preflight: fn(&JobSpec, &Path) -> Result<Preflight, Refusal>,
+    /// Validates data and checkpoints before any worker starts. The path is the directory of the job's earlier runs,
+    /// the number that of ranks.
+    pub(crate) preflight: fn(&JobSpec, &Path, u32) -> Result<Preflight, Refusal>,
     /// The newest complete checkpoint in a directory.
     pub(crate) newest_checkpoint: fn(&Path) -> Option<PathBuf>,
+    /// The newest complete checkpoint of a run in a directory.
+    pub(crate) recover: Recover,
 }
 
 /// The result of a successful preflight check.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Preflight {
     /// Checkpoint to resume from.
     pub(crate) resume_from: Option<PathBuf>,
+    /// Steps of warm-up of the run that is resumed.
+    pub(crate) warmup: Option<u64>,
     /// Printed before the workers start.
     pub(crate) warnings: Vec<String>,
+    /// Held until the job has ended.
+    pub(crate) lock: Option<Box<dyn Any + Send>>,
 }

@@ -4,8 +4,8 @@
 //! environment --> session: data, device, model, rendezvous --> train::Run --> teardown
 //!                   control (own thread): job, join, heartbeats, reports, commands  <--gRPC--> agent
 //! ```
-//! [`main`] is `xlaunch worker`. The launcher calls [`preflight()`] before it starts workers, and [`newest_checkpoint`]
-//! before it restarts them.
+//! [`main`] is `xlaunch worker`. The launcher calls [`preflight()`] before it starts workers, and [`recover`] before it
+//! restarts them.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -28,13 +28,19 @@ use std::path::{Path, PathBuf};
 
 use xlaunch_proto::exit::ExitCode;
 
+use checkpoint::directory::{self, Recovered};
 use environment::Environment;
 
 pub use preflight::{Preflight, Refusal, preflight};
 
 /// The newest complete checkpoint in `dir`.
 pub fn newest_checkpoint(dir: &Path) -> Option<PathBuf> {
-    checkpoint::newest(dir)
+    directory::newest(dir)
+}
+
+/// The checkpoint in `dir` from which the next attempt of `run` resumes.
+pub fn recover(dir: &Path, run: &str) -> Recovered {
+    directory::recover(dir, run)
 }
 
 /// `xlaunch worker`. Errors go to stderr, whose last lines the agent includes in its report of a failure.

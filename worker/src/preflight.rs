@@ -1,23 +1,32 @@
-//! Checks of a job before any worker is started: data, initial weights, and the checkpoint to resume from.
+//! Checks of a job before any worker is started: data, initial weights, the directory of checkpoints, and the one to
+//! resume from.
 
 use std::path::{Path, PathBuf};
 
-use rayon::{ThreadPool, ThreadPoolBuilder};
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::{Invalid, JobSpec};
 
-use crate::checkpoint::{self, CheckpointError};
-use crate::data::Dataset;
+use crate::checkpoint::directory::{self, Choice};
+use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError, State};
+use crate::data::{Dataset, Fingerprint};
 use crate::error::WorkerError;
 use crate::model::layout::Layout;
 
+/// Bytes of a checkpoint per parameter: three arenas of F32.
+const BYTES_PER_PARAMETER: u64 = 12;
+
 /// A job that can start.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 pub struct Preflight {
     /// Checkpoint to resume from.
     pub resume_from: Option<PathBuf>,
+    /// Steps of warm-up of the run that is resumed, unless the configuration has its own.
+    pub warmup: Option<u64>,
     /// For the user; the job starts all the same.
     pub warnings: Vec<String>,
+    /// Keeps other jobs out of `checkpoint.dir`. To be held until the job has ended.
+    pub lock: Option<Lock>,
 }
 
 /// A job that cannot start.
@@ -35,24 +44,171 @@ impl From<WorkerError> for Refusal {
     }
 }
 
-/// Opens the data and finds the checkpoint to resume from. `job_dir` holds the job's earlier runs.
-pub fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {
+impl From<CheckpointError> for Refusal {
+    fn from(error: CheckpointError) -> Self {
+        WorkerError::from(error).into()
+    }
+}
+
+impl From<LockError> for Refusal {
+    fn from(error: LockError) -> Self {
+        let exit = match error {
+            LockError::Held { .. } => ExitCode::Retryable,
+            LockError::Io { .. } => ExitCode::Data,
+        };
+        Self { exit, message: error.to_string() }
+    }
+}
+
+/// Opens the data, locks and checks `checkpoint.dir`, and finds the checkpoint to resume from. `job_dir` holds the
+/// job's earlier runs; `world` is the number of ranks.
+pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight, Refusal> {
     let usage = |invalid: Invalid| Refusal { exit: ExitCode::Usage, message: invalid.to_string() };
     // The configuration was checked when it was read, but the number of workers is known only now.
     spec.check().map_err(usage)?;
     let shape = spec.model.resolve().map_err(usage)?;
     let dataset = Dataset::open(spec, &shape).map_err(WorkerError::from)?;
-    let mut warnings = Vec::new();
+    let mut ready = Preflight::default();
     if dataset.val.is_none() && spec.train.eval_every != 0 {
         let problem = "evaluation is off: the held-out data is shorter than one sequence";
-        warnings.push(format!("{problem}; raise `data.val_fraction` or lower `model.seq`"));
+        ready.warnings.push(format!("{problem}; raise `data.val_fraction` or lower `model.seq`"));
     }
+    let layout = Layout::new(&shape);
     if let Some(path) = &spec.checkpoint.init {
-        checkpoint::load_weights(Path::new(path), &Layout::new(&shape), &one_thread()?)
-            .map_err(WorkerError::from)?;
+        checkpoint::check_weights(Path::new(path), &layout)?;
     }
-    let resume_from = resume_from(spec, job_dir).map_err(WorkerError::from)?;
-    if resume_from.is_none() && spec.checkpoint.resume == "auto" {
+    let bytes = (layout.parameters() as u64).saturating_mul(BYTES_PER_PARAMETER);
+    let dir = spec.checkpoint.dir.as_ref().map(Path::new);
+    match dir {
+        Some(dir) => ready.lock = Some(claim(dir, &spec.job.name, bytes)?),
+        None => directory::check_room(job_dir, bytes)?,
+    }
+    let source = source(spec, job_dir, &mut ready.warnings)?;
+    match source {
+        Some(path) => resume(spec, &shape, world, &dataset, path, &mut ready)?,
+        None => start_afresh(spec, job_dir, &mut ready.warnings)?,
+    }
+    Ok(ready)
+}
+
+/// Locks a directory of checkpoints, removes what killed jobs have left there, and checks that it can be written.
+fn claim(dir: &Path, job: &str, bytes: u64) -> Result<Lock, Refusal> {
+    let write =
+        |error: std::io::Error| CheckpointError::Write { path: dir.into(), reason: error.to_string() };
+    fs_err::create_dir_all(dir).map_err(write)?;
+    let lock = Lock::acquire(dir, &format!("job `{job}`, process {}", std::process::id()))?;
+    directory::clean(dir).map_err(write)?;
+    directory::check_writable(dir, bytes)?;
+    Ok(lock)
+}
+
+/// The checkpoint that `checkpoint.resume` means. Rejected ones are renamed and reported.
+fn source(
+    spec: &JobSpec,
+    job_dir: &Path,
+    warnings: &mut Vec<String>,
+) -> Result<Option<PathBuf>, CheckpointError> {
+    let choice = match (spec.checkpoint.resume.as_str(), &spec.checkpoint.dir) {
+        ("off", _) => None,
+        ("auto", Some(dir)) => directory::choose(Path::new(dir))?,
+        ("auto", None) => newest_of_runs(job_dir, warnings)?,
+        (path, _) => {
+            let path = PathBuf::from(path);
+            let is_checkpoint = path.join("manifest.json").exists()
+                || path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));
+            if is_checkpoint {
+                return Ok(Some(path));
+            }
+            // Not a checkpoint itself: the newest one of a directory of checkpoints, or of a run.
+            let choice = match directory::choose(&path)? {
+                Some(choice) => Some(choice),
+                None => directory::choose(&run_checkpoints(&path))?,
+            };
+            Some(choice.ok_or(CheckpointError::None { path })?)
+        }
+    };
+    Ok(choice.map(|Choice { path, rejected, .. }| {
+        warnings.extend(rejected.iter().map(|(path, error)| directory::reject(path, error)));
+        path
+    }))
+}
+
+/// The newest checkpoint of the newest run that has one. Runs are named by their start time, so names sort by time.
+///
+/// # Errors
+/// If there are checkpoints and none is valid.
+fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<Choice>, CheckpointError> {
+    let mut runs: Vec<PathBuf> =
+        fs_err::read_dir(job_dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
+    runs.retain(|path| !path.is_symlink());
+    runs.sort();
+    let mut failure = None;
+    for run in runs.iter().rev() {
+        match directory::choose(&run_checkpoints(run)) {
+            Ok(Some(choice)) => {
+                warnings.extend(failure.map(|error: CheckpointError| error.to_string()));
+                return Ok(Some(choice));
+            }
+            Ok(None) => {}
+            Err(error) => failure = failure.or(Some(error)),
+        }
+    }
+    failure.map_or(Ok(None), Err)
+}
+
+fn run_checkpoints(run: &Path) -> PathBuf {
+    run.join("checkpoints")
+}
+
+/// Checks that the job can continue from a checkpoint, and sets later ones aside.
+fn resume(
+    spec: &JobSpec,
+    shape: &ModelShape,
+    world: u32,
+    dataset: &Dataset,
+    path: PathBuf,
+    ready: &mut Preflight,
+) -> Result<(), Refusal> {
+    let state = directory::open(&path, shape)?;
+    let data = Fingerprint::of(&dataset.train).map_err(WorkerError::from)?;
+    let Changes { refused, others } = state.changes(spec, world, &data);
+    let warnings = &mut ready.warnings;
+    if !refused.is_empty() && !spec.checkpoint.resume_changed {
+        let message = format!(
+            "checkpoint {} is of a run that differs: {}; to continue it all the same, pass `--resume-changed`",
+            path.display(),
+            refused.join("; ")
+        );
+        return Err(Refusal { exit: ExitCode::Data, message });
+    }
+    let changes: Vec<String> = refused.into_iter().chain(others).collect();
+    if !changes.is_empty() {
+        warnings.push(format!("since checkpoint {}: {}", path.display(), changes.join("; ")));
+    }
+    if state.step >= spec.train.steps {
+        warnings.push(format!(
+            "checkpoint {} has all {} steps: there is nothing left to train",
+            path.display(),
+            state.step
+        ));
+    }
+    set_later_aside(spec, &state, warnings)?;
+    if spec.train.warmup.is_none() {
+        ready.warmup = state.warmup;
+    }
+    ready.resume_from = Some(path);
+    Ok(())
+}
+
+/// The checkpoints in `checkpoint.dir` after the one that the run continues from are not part of it.
+fn set_later_aside(spec: &JobSpec, state: &State, warnings: &mut Vec<String>) -> Result<(), CheckpointError> {
+    let Some(dir) = &spec.checkpoint.dir else { return Ok(()) };
+    abandon(Path::new(dir), Some(state.step), warnings)
+}
+
+/// A run that continues none. `checkpoint.dir` must be empty, or the user says that it may be used.
+fn start_afresh(spec: &JobSpec, job_dir: &Path, warnings: &mut Vec<String>) -> Result<(), Refusal> {
+    if spec.checkpoint.resume == "auto" {
         let searched = spec.checkpoint.dir.as_ref().map_or(job_dir, Path::new);
         warnings.push(format!(
             "no checkpoint of job `{}` below {}: starting at step 1",
@@ -60,68 +216,28 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path) -> Result<Preflight, Refusal> {
             searched.display()
         ));
     }
-    if let Some(path) = &resume_from {
-        let state = checkpoint::check_model(path, &shape).map_err(WorkerError::from)?;
-        if state.step >= spec.train.steps {
-            warnings.push(format!(
-                "checkpoint {} has all {} steps: there is nothing left to train",
-                path.display(),
-                state.step
-            ));
-        }
-        if state.seed != spec.job.seed {
-            warnings.push(format!(
-                "`job.seed` changed from {} to {}: the data order changes",
-                state.seed, spec.job.seed
-            ));
-        }
+    let Some(dir) = spec.checkpoint.dir.as_ref().map(Path::new) else { return Ok(()) };
+    if !spec.checkpoint.overwrite
+        && let Some(found) = directory::scan(dir)?.first()
+    {
+        let message = format!(
+            "checkpoint directory {} is not empty: it contains {}; continue from it with `--resume`, choose another \
+             `checkpoint.dir`, or set its checkpoints aside with `--overwrite`",
+            dir.display(),
+            checkpoint::name(found.step)
+        );
+        return Err(Refusal { exit: ExitCode::Usage, message });
     }
-    Ok(Preflight { resume_from, warnings })
+    Ok(abandon(dir, None, warnings)?)
 }
 
-/// Threads for a test read of the initial weights. One is enough: only the workers' reads have to be fast.
-fn one_thread() -> Result<ThreadPool, Refusal> {
-    let built = ThreadPoolBuilder::new().num_threads(1).build();
-    built.map_err(|error| Refusal {
-        exit: ExitCode::Internal,
-        message: format!("failed to start a thread pool: {error}"),
-    })
-}
-
-fn resume_from(spec: &JobSpec, job_dir: &Path) -> Result<Option<PathBuf>, CheckpointError> {
-    match (spec.checkpoint.resume.as_str(), &spec.checkpoint.dir) {
-        ("off", _) => Ok(None),
-        ("auto", Some(dir)) => Ok(checkpoint::newest(Path::new(dir))),
-        ("auto", None) => Ok(newest_of_runs(job_dir)),
-        (path, _) => {
-            let path = PathBuf::from(path);
-            if path.join("manifest.json").exists()
-                || path.file_name().is_some_and(|name| is_step(&name.to_string_lossy()))
-            {
-                return Ok(Some(path));
-            }
-            // Not a checkpoint itself: the newest one of a directory of checkpoints, or of a run.
-            let newest = checkpoint::newest(&path).or_else(|| newest_of_run(&path));
-            newest.map(Some).ok_or(CheckpointError::None { path })
-        }
-    }
-}
-
-fn is_step(name: &str) -> bool {
-    name.starts_with("step-")
-}
-
-/// The newest checkpoint of the newest run that has one. Runs are named by their start time, so names sort by time.
-fn newest_of_runs(job_dir: &Path) -> Option<PathBuf> {
-    let mut runs: Vec<PathBuf> =
-        fs_err::read_dir(job_dir).ok()?.flatten().map(|entry| entry.path()).collect();
-    runs.retain(|path| !path.is_symlink());
-    runs.sort();
-    runs.iter().rev().find_map(|run| newest_of_run(run))
-}
-
-fn newest_of_run(run: &Path) -> Option<PathBuf> {
-    checkpoint::newest(&run.join("checkpoints"))
+fn abandon(dir: &Path, after: Option<u64>, warnings: &mut Vec<String>) -> Result<(), CheckpointError> {
+    let renamed = directory::abandon_after(dir, after);
+    let renamed =
+        renamed.map_err(|error| CheckpointError::Write { path: dir.into(), reason: error.to_string() })?;
+    let describe = |path: &PathBuf| format!("set aside, as it is not part of this run: {}", path.display());
+    warnings.extend(renamed.iter().map(describe));
+    Ok(())
 }
 
 #[cfg(test)]
@@ -130,11 +246,7 @@ mod tests {
 
     use super::*;
 
-    /// A complete checkpoint as far as its manifest tells.
-    fn write_checkpoint(path: &Path) {
-        fs_err::create_dir_all(path).unwrap();
-        fs_err::write(path.join("manifest.json"), r#"{"version":1,"files":[]}"#).unwrap();
-    }
+    use crate::checkpoint::testing::save;
 
     fn resuming(resume: &str) -> JobSpec {
         let checkpoint = CheckpointSection { resume: resume.into(), ..CheckpointSection::default() };
@@ -146,14 +258,19 @@ mod tests {
         let run = tempfile::tempdir().unwrap();
         let checkpoints = run.path().join("checkpoints");
         let newest = checkpoints.join("step-00000020");
-        write_checkpoint(&checkpoints.join("step-00000010"));
-        write_checkpoint(&newest);
+        save(&checkpoints, 10);
+        save(&checkpoints, 20);
         for path in [run.path(), &checkpoints, &newest] {
             let spec = resuming(path.to_str().unwrap());
-            assert_eq!(resume_from(&spec, Path::new("")).unwrap().as_deref(), Some(&*newest), "{path:?}");
+            assert_eq!(
+                source(&spec, Path::new(""), &mut Vec::new()).unwrap().as_deref(),
+                Some(&*newest),
+                "{path:?}"
+            );
         }
         let empty = tempfile::tempdir().unwrap();
-        let error = resume_from(&resuming(empty.path().to_str().unwrap()), Path::new("")).unwrap_err();
+        let spec = resuming(empty.path().to_str().unwrap());
+        let error = source(&spec, Path::new(""), &mut Vec::new()).unwrap_err();
         assert!(matches!(error, CheckpointError::None { path } if path == empty.path()));
     }
 
@@ -167,12 +284,13 @@ mod tests {
             spec.data =
                 DataSection { train: vec![format!("{}/*.txt", dir.path().display())], ..spec.data.clone() };
             spec.checkpoint.dir = saved.map(str::to_owned);
-            preflight(&spec, Path::new("/x/runs/train")).unwrap().warnings
+            preflight(&spec, Path::new("/x/runs/train"), 1).unwrap().warnings
         };
         let warning =
             |dir: &str| vec![format!("no checkpoint of job `train` below {dir}: starting at step 1")];
         assert_eq!(warnings("auto", None), warning("/x/runs/train"));
-        assert_eq!(warnings("auto", Some("/x/saved")), warning("/x/saved"));
+        let saved = dir.path().join("saved").display().to_string();
+        assert_eq!(warnings("auto", Some(&saved)), warning(&saved));
         assert!(warnings("off", None).is_empty());
     }
 }

@@ -16,8 +16,6 @@ pub(crate) mod launches;
 pub(crate) mod rendezvous;
 pub(crate) mod train;
 
-use std::path::Path;
-
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::Bench;
@@ -28,7 +26,7 @@ use xlaunch_agent::driver;
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::sinks::RankReport;
 use xlaunch_agent::spawn::environment::BaseEnvironment;
-use xlaunch_agent::workload::trainer::TrainerPlan;
+use xlaunch_agent::workload::trainer::{Recovered, TrainerPlan};
 use xlaunch_agent::{Refusal, report};
 
 /// Runs the workers of one measurement and returns their reports.
@@ -51,7 +49,7 @@ async fn run_workers(spec: &JobSpec, placement: &Placement, kind: Kind) -> Resul
         spec: &spec,
         placement,
         resume_from: None,
-        newest_checkpoint: |_: &Path| None,
+        recover: |_, _| Recovered::default(),
         bench: Some(Bench { kind: Some(kind) }),
     };
     let (finished, results) =

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::{JobSpec, ObserveSection};
+use xlaunch_proto::spec::{CheckpointSection, JobSpec, ObserveSection};
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{StepReport, TrainBench, TrainStarted};
@@ -83,7 +83,7 @@ pub(crate) async fn run(
     let shape = spec.model.resolve();
     let shape = shape.map_err(|invalid| Refusal::new(ExitCode::Usage, invalid.to_string()))?;
     let spec = measured_job(spec, extent);
-    (trainer.preflight)(&spec, "".as_ref())?;
+    (trainer.preflight)(&spec, "".as_ref(), placement.workers)?;
     let profile_step = extent.profile.then_some(extent.warmup + extent.steps);
     announce("training");
     let bench = TrainBench { skip_all_reduce: false, profile_step };
@@ -150,7 +150,8 @@ fn measured_job(mut spec: JobSpec, extent: Extent) -> JobSpec {
     train.steps = extent.end() + u64::from(extent.profile);
     train.warmup = Some(lr_warmup.min(train.steps));
     (train.eval_every, train.sample) = (0, 0);
-    spec.checkpoint.resume = "off".into();
+    // Nothing is saved, so another job may use the directory meanwhile.
+    spec.checkpoint = CheckpointSection { init: spec.checkpoint.init, ..CheckpointSection::default() };
     spec.observe = ObserveSection { metrics: false, tensorboard: false, check_replicas: false, trace: 0 };
     spec
 }

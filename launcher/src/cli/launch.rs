@@ -77,8 +77,13 @@ pub(super) async fn train(
     base: &BaseEnvironment,
     create: impl FnOnce(&JobSpec) -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
-    let ready = (trainer.preflight)(spec, &run_dir::job_dir(spec))?;
+    let ready = (trainer.preflight)(spec, &run_dir::job_dir(spec), placement.workers)?;
     ready.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    let mut spec = spec.clone();
+    spec.train.warmup = spec.train.warmup.or(ready.warmup);
+    let spec = &spec;
+    // Held until the workers are gone.
+    let _lock = ready.lock;
     let run = create(spec)?;
     let device = if placement.cuda { "GPU" } else { "CPU" };
     eprintln!("xlaunch: {} x {device}, run {}", placement.workers, run.path.display());
@@ -87,7 +92,7 @@ pub(super) async fn train(
         spec,
         placement,
         resume_from: ready.resume_from,
-        newest_checkpoint: trainer.newest_checkpoint,
+        recover: trainer.recover,
         bench: None,
         base,
     };

@@ -12,7 +12,8 @@ pub use crate::invalid::Invalid;
 use crate::model::ModelSection;
 pub use sections::{
     CheckpointSection, CommSection, DataSection, Device, EngineSection, Exec, JobSection, LaunchSection,
-    MAX_SHARDS, NonFinite, ObserveSection, PoolMode, Precision, Schedule, Tokenizer, TrainSection, WireDtype,
+    MAX_SHARDS, NonFinite, ObserveSection, OnSaveError, PoolMode, Precision, Schedule, Tokenizer,
+    TrainSection, WireDtype,
 };
 
 /// Version of the serialised form.
@@ -86,6 +87,7 @@ impl JobSpec {
         within("train.weight_decay", train.weight_decay, 0.0, 100.0)?;
         within("train.clip", train.clip, 0.0, f64::MAX)?;
         within("data.val_fraction", self.data.val_fraction, 0.0, 0.5)?;
+        within("checkpoint.every_seconds", self.checkpoint.every_seconds, 0.0, 1e9)?;
         if train.warmup_steps() > train.steps {
             return Err(Invalid::new(
                 "train.warmup",

@@ -355,21 +355,63 @@ pub enum PoolMode {
 pub struct CheckpointSection {
     /// Steps between checkpoints. The last step is always saved; 0 saves only that one.
     pub every: u64,
-    /// Number of newest checkpoints to keep; older ones are deleted. 0 keeps all.
+    /// Seconds between checkpoints, beside `every`. 0 turns it off.
+    pub every_seconds: f64,
+    /// Write checkpoints while training goes on: a step waits only for a copy of the state in host memory. A checkpoint
+    /// that is due while another one is being written is skipped. false waits until each is written.
+    #[serde(rename = "async")]
+    pub asynchronous: bool,
+    /// What to do if a checkpoint cannot be saved. The last one always fails the job.
+    pub on_error: OnSaveError,
+    /// Number of newest checkpoints to keep; older ones of this run, and of those that it continues, are deleted. 0 keeps
+    /// all. A checkpoint whose directory is renamed to `step-<N>.keep` is neither counted nor deleted.
     pub keep: usize,
+    /// Keep checkpoints whose step is a multiple of this, beside the newest. 0 turns it off.
+    pub keep_every: u64,
+    /// Number of checkpoints with the lowest validation loss to keep beside the newest. Only checkpoints of steps that
+    /// were evaluated have one.
+    pub keep_best: usize,
     /// Directory of checkpoints. Default: `checkpoints` in the run's directory.
     pub dir: Option<String>,
     /// "off", "auto" (the newest complete checkpoint in `dir` or, without `dir`, of the job's earlier runs; a fresh
     /// start if there is none), or the path of a checkpoint, of a directory of checkpoints or of a run's directory.
     pub resume: String,
+    /// Resume although the data, the batch, the seed or the order of the data have changed; `--resume-changed`.
+    pub resume_changed: bool,
+    /// Start afresh in a `dir` that contains checkpoints, which are renamed to `step-<N>.abandoned`; `--overwrite`.
+    pub overwrite: bool,
     /// A model.safetensors file with initial weights, in place of random ones.
     pub init: Option<String>,
 }
 
 impl Default for CheckpointSection {
     fn default() -> Self {
-        Self { every: 0, keep: 2, dir: None, resume: "off".into(), init: None }
+        Self {
+            every: 0,
+            every_seconds: 0.0,
+            asynchronous: true,
+            on_error: OnSaveError::Continue,
+            keep: 2,
+            keep_every: 0,
+            keep_best: 0,
+            dir: None,
+            resume: "off".into(),
+            resume_changed: false,
+            overwrite: false,
+            init: None,
+        }
     }
+}
+
+/// What to do if a checkpoint cannot be saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum OnSaveError {
+    /// Report it and train on; the next checkpoint is tried as usual.
+    Continue,
+    /// End the job with exit code 65.
+    Stop,
 }
 
 /// Metrics, traces and checks.

@@ -1,76 +1,239 @@
-//! The manifest: sizes and XXH3-128 hashes of a checkpoint's files.
+//! The manifest: exactly the files of a checkpoint, with their sizes and XXH3-128 hashes.
+//!
+//! Version 2 has a hash per chunk of a file, as several ranks write one file and readers verify blocks on the way.
+//! Version 1 has one hash per file, which is read as a single chunk.
 
-use std::io::Read;
+use std::collections::BTreeSet;
+use std::io::{self, Read};
 use std::path::Path;
 
 use fs_err::File;
+use fs_err::os::unix::fs::OpenOptionsExt;
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
-use super::{CheckpointError, MANIFEST, VERSION};
+use super::{CheckpointError, MANIFEST, MODEL, STATE, State, VERSION, parse_optimizer_name};
 
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// Limits for files that are read whole. A manifest of a model of 100 billion parameters has 30 MB.
+const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+const MAX_STATE_BYTES: u64 = 16 << 20;
+
+/// The contents of `manifest.json`.
+#[derive(Debug, Serialize)]
 pub(super) struct Manifest {
     pub(super) version: u32,
     pub(super) files: Vec<Entry>,
 }
 
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// One file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Entry {
     pub(super) name: String,
     pub(super) bytes: u64,
-    pub(super) xxh3_128: String,
+    /// They cover the file, by rising offset.
+    pub(super) chunks: Vec<Chunk>,
 }
 
-impl Entry {
-    /// Hashes a file.
-    pub(super) fn of(dir: &Path, name: &str) -> std::io::Result<Self> {
-        let mut file = File::open(dir.join(name))?;
-        let (mut hash, mut bytes) = (Xxh3::new(), 0);
-        let mut buffer = vec![0; 1 << 20];
-        loop {
-            match file.read(&mut buffer)? {
-                0 => break,
-                count => {
-                    hash.update(&buffer[..count]);
-                    bytes += count as u64;
-                }
-            }
-        }
-        Ok(Self { name: name.into(), bytes, xxh3_128: format!("{:032x}", hash.digest128()) })
+/// A part of a file that is hashed on its own.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Chunk {
+    /// Where it starts.
+    pub offset: u64,
+    /// Its size.
+    pub bytes: u64,
+    /// Its hash, in hexadecimal.
+    pub xxh3_128: String,
+}
+
+impl Chunk {
+    /// The chunk of these bytes.
+    pub(super) fn of(offset: u64, bytes: &[u8]) -> Self {
+        let mut hash = Xxh3::new();
+        hash.update(bytes);
+        Self { offset, bytes: bytes.len() as u64, xxh3_128: hex(&hash) }
+    }
+
+    pub(super) fn end(&self) -> u64 {
+        self.offset.saturating_add(self.bytes)
     }
 }
 
-/// Checks every file of a checkpoint against its manifest. File names that could leave the directory are refused.
-pub(super) fn verify(dir: &Path) -> Result<(), CheckpointError> {
-    let incomplete = |reason: String| CheckpointError::Incomplete { path: dir.into(), reason };
-    let text = fs_err::read(dir.join(MANIFEST)).map_err(|error| incomplete(error.to_string()))?;
-    let manifest: Manifest =
-        serde_json::from_slice(&text).map_err(|error| incomplete(format!("{MANIFEST}: {error}")))?;
-    if manifest.version != VERSION {
-        return Err(incomplete(format!(
-            "it has format version {}, but this build reads version {VERSION}",
-            manifest.version
-        )));
-    }
-    for expected in &manifest.files {
-        if expected.name.contains(['/', '\\']) || expected.name.starts_with('.') {
-            return Err(incomplete(format!("{MANIFEST} contains the file name {:?}", expected.name)));
-        }
-        let bytes =
-            fs_err::metadata(dir.join(&expected.name)).map_err(|error| incomplete(error.to_string()))?.len();
-        if bytes != expected.bytes {
-            return Err(incomplete(format!(
-                "{} has {bytes} bytes instead of {}",
-                expected.name, expected.bytes
-            )));
-        }
-        let found = Entry::of(dir, &expected.name).map_err(|error| incomplete(error.to_string()))?;
-        if found != *expected {
-            return Err(incomplete(format!("{} does not match its hash", expected.name)));
+/// The number that a hash in hexadecimal stands for.
+pub fn parse_hash(hex: &str) -> Option<u128> {
+    u128::from_str_radix(hex, 16).ok()
+}
+
+pub(super) fn hex(hash: &Xxh3) -> String {
+    format!("{:032x}", hash.digest128())
+}
+
+/// A checkpoint whose files have the right names and sizes. Their contents are verified when they are read.
+#[derive(Debug)]
+pub(super) struct Checked {
+    pub(super) state: State,
+    pub(super) manifest: Manifest,
+}
+
+/// Checks a checkpoint without reading its tensors.
+pub(super) fn check(dir: &Path) -> Result<Checked, CheckpointError> {
+    let damaged = |reason: String| CheckpointError::Damaged { path: dir.into(), reason };
+    let manifest = read_manifest(dir)?;
+    for entry in &manifest.files {
+        let (_, bytes) = open(&dir.join(&entry.name)).map_err(|error| unreadable(dir, &error))?;
+        if bytes != entry.bytes {
+            return Err(damaged(format!("{} has {bytes} bytes instead of {}", entry.name, entry.bytes)));
         }
     }
-    Ok(())
+    let state = read_state(dir, &manifest)?;
+    Ok(Checked { state, manifest })
+}
+
+/// A file that is missing, or is something else, makes a checkpoint a damaged one. Other errors may be temporary.
+fn unreadable(dir: &Path, error: &io::Error) -> CheckpointError {
+    let (path, reason) = (dir.into(), error.to_string());
+    match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::InvalidData | io::ErrorKind::NotADirectory => {
+            CheckpointError::Damaged { path, reason }
+        }
+        _ => CheckpointError::Read { path, reason },
+    }
+}
+
+fn read_manifest(dir: &Path) -> Result<Manifest, CheckpointError> {
+    let damaged = |reason: String| CheckpointError::Damaged { path: dir.into(), reason };
+    let json =
+        read_whole(&dir.join(MANIFEST), MAX_MANIFEST_BYTES).map_err(|error| unreadable(dir, &error))?;
+    // First: the rest of another version may have any form.
+    let Header { version } =
+        serde_json::from_slice(&json).map_err(|error| damaged(format!("{MANIFEST}: {error}")))?;
+    if !(1..=VERSION).contains(&version) {
+        return Err(CheckpointError::Version { path: dir.into(), version });
+    }
+    let manifest: AnyManifest =
+        serde_json::from_slice(&json).map_err(|error| damaged(format!("{MANIFEST}: {error}")))?;
+    let files: Vec<Entry> = manifest.files.into_iter().map(AnyEntry::entry).collect();
+    check_names(&files).map_err(damaged)?;
+    files.iter().try_for_each(check_chunks).map_err(damaged)?;
+    Ok(Manifest { version, files })
+}
+
+/// Requires the model, the state, and the moments of all ranks, each once, and nothing else.
+fn check_names(files: &[Entry]) -> Result<(), String> {
+    let names: BTreeSet<&str> = files.iter().map(|entry| entry.name.as_str()).collect();
+    if names.len() != files.len() {
+        return Err(format!("{MANIFEST} contains a file twice"));
+    }
+    if let Some(missing) = [MODEL, STATE].into_iter().find(|name| !names.contains(name)) {
+        return Err(format!("{MANIFEST} does not contain {missing}"));
+    }
+    let others: Vec<&str> = names.into_iter().filter(|name| ![MODEL, STATE].contains(name)).collect();
+    let ranks: Vec<_> = others.iter().map(|name| parse_optimizer_name(name)).collect();
+    if let Some(at) = ranks.iter().position(Option::is_none) {
+        return Err(format!("{MANIFEST} contains the file name {:?}", others[at]));
+    }
+    // Names with leading zeros sort by rank.
+    let world = ranks.len();
+    let complete = ranks.iter().enumerate().all(|(rank, found)| *found == Some((rank, world)));
+    match complete && world > 0 {
+        true => Ok(()),
+        false => Err(format!("{MANIFEST} does not contain the optimizer state of every rank")),
+    }
+}
+
+fn check_chunks(entry: &Entry) -> Result<(), String> {
+    let mut end = 0;
+    for chunk in &entry.chunks {
+        if chunk.offset != end || chunk.bytes == 0 || chunk.offset.checked_add(chunk.bytes).is_none() {
+            return Err(format!("{MANIFEST}: the chunks of {} do not follow each other", entry.name));
+        }
+        end = chunk.end();
+    }
+    match end == entry.bytes {
+        true => Ok(()),
+        false => Err(format!("{MANIFEST}: the chunks of {} do not cover it", entry.name)),
+    }
+}
+
+fn read_state(dir: &Path, manifest: &Manifest) -> Result<State, CheckpointError> {
+    let damaged = |reason: String| CheckpointError::Damaged { path: dir.into(), reason };
+    let json = read_whole(&dir.join(STATE), MAX_STATE_BYTES).map_err(|error| unreadable(dir, &error))?;
+    let entry = manifest.files.iter().find(|entry| entry.name == STATE);
+    let verified = entry.is_some_and(|entry| {
+        entry.chunks.iter().all(|chunk| {
+            let (start, end) = (usize::try_from(chunk.offset), usize::try_from(chunk.end()));
+            let (Ok(start), Ok(end)) = (start, end) else { return false };
+            json.get(start..end).is_some_and(|bytes| Chunk::of(chunk.offset, bytes) == *chunk)
+        })
+    });
+    if !verified {
+        return Err(damaged(format!("{STATE} does not match its hash")));
+    }
+    let state: State = serde_json::from_slice(&json).map_err(|error| damaged(format!("{STATE}: {error}")))?;
+    match state.version == manifest.version {
+        true => Ok(state),
+        false => {
+            Err(damaged(format!("{STATE} has version {}, {MANIFEST} {}", state.version, manifest.version)))
+        }
+    }
+}
+
+fn read_whole(path: &Path, max: u64) -> io::Result<Vec<u8>> {
+    let (file, bytes) = open(path)?;
+    if bytes > max {
+        let message = format!("{} has more than {max} bytes", path.display());
+        return Err(io::Error::new(io::ErrorKind::InvalidData, message));
+    }
+    let mut contents = Vec::new();
+    file.take(max).read_to_end(&mut contents)?;
+    Ok(contents)
+}
+
+/// Opens a regular file, and nothing that could block or lead elsewhere. Returns its size, too.
+pub(super) fn open(path: &Path) -> io::Result<(File, u64)> {
+    let irregular =
+        || io::Error::new(io::ErrorKind::InvalidData, format!("{} is not a regular file", path.display()));
+    if !fs_err::symlink_metadata(path)?.is_file() {
+        return Err(irregular());
+    }
+    // It may have been replaced meanwhile.
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits();
+    let mut options = fs_err::OpenOptions::new();
+    let file = options.read(true).custom_flags(i32::try_from(flags).unwrap_or(0)).open(path)?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(irregular());
+    }
+    Ok((file, metadata.len()))
+}
+
+#[derive(Deserialize)]
+struct Header {
+    version: u32,
+}
+
+/// The manifest of either version.
+#[derive(Deserialize)]
+struct AnyManifest {
+    files: Vec<AnyEntry>,
+}
+
+#[derive(Deserialize)]
+struct AnyEntry {
+    name: String,
+    bytes: u64,
+    /// Version 1.
+    xxh3_128: Option<String>,
+    #[serde(default)]
+    chunks: Vec<Chunk>,
+}
+
+impl AnyEntry {
+    fn entry(self) -> Entry {
+        let Self { name, bytes, xxh3_128, mut chunks } = self;
+        if let Some(xxh3_128) = xxh3_128.filter(|_| chunks.is_empty()) {
+            chunks.push(Chunk { offset: 0, bytes, xxh3_128 });
+        }
+        Entry { name, bytes, chunks }
+    }
 }

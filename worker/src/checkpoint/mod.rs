@@ -3,33 +3,58 @@
 //! ```text
 //! <dir>/step-00001000/
 //!   model.safetensors                        parameters by name, F32
-//!   optimizer-00000-of-00001.safetensors     AdamW's moments, `m.<name>` and `v.<name>`, F32
-//!   state.json                               step, data position, job description
-//!   manifest.json                            sizes and hashes of the files above; written last
+//!   optimizer-00001-of-00002.safetensors     one per rank: AdamW's moments, `m.<name>[first:end]` and `v.<name>[..]`
+//!   state.json                               step, data position, run, what the data and the batch were
+//!   manifest.json                            exactly the files above, their sizes and hashes; written last
 //! ```
-//! Everything is written to `.tmp-step-...`, synced, and renamed. Readers ignore a directory without a manifest that
-//! matches its files. Rank 0 writes whole tensors, gathered first if they are sharded. So a run may resume with any
-//! number of ranks: the data position counts the sequences of all ranks.
+//! Saving (`saver`): at a step boundary every rank copies its [`Portion`] of the state to host memory and goes on. A
+//! thread of each rank writes it to `.tmp-step-...`: its byte ranges of `model.safetensors`, and a file of moments.
+//! When the agent knows that all ranks are done, rank 0 adds the manifest and renames the directory.
+//!
+//! Reading (`read`): in blocks, which are hashed as they are read, and passed on one by one. A run may resume with any
+//! number of ranks: each takes what it needs from all files.
+//!
+//! - `manifest`, `state`, `tensors`: the formats of the files; `portion`: what a rank saves;
+//! - `directory`: what a directory of checkpoints contains; `lock`: one job per directory; `retention`: what to delete;
+//! - `write`: a rank's files, and the commit.
+//!
+//! Invariants: a directory without a manifest that matches its files is not a checkpoint; a failed save leaves the
+//! directory as it was; only checkpoints of this run and of those that it continues are deleted, and never the newest
+//! one or the one that the run was resumed from.
 
+pub mod directory;
+mod disk;
+mod lock;
 mod manifest;
+mod portion;
 mod read;
+mod retention;
+pub mod saver;
+mod state;
+mod tensors;
 mod write;
 
-use std::path::{Path, PathBuf};
+#[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
 
-use serde::{Deserialize, Serialize};
-use xlaunch_proto::model::ModelShape;
-use xlaunch_proto::spec::JobSpec;
+use std::path::PathBuf;
 
-pub use read::{Arenas, check_model, load, load_weights, newest};
-pub use write::{Snapshot, prune, save};
+pub use lock::{Lock, LockError};
+pub use manifest::{Chunk, parse_hash};
+pub use portion::Portion;
+pub use read::{Abandoned, Arena, Piece, Sink, check_weights, read, read_weights};
+pub use retention::Retention;
+pub use state::{Batch, Changes, Parent, State};
+pub use write::Snapshot;
 
-/// Version of the directory layout above.
-pub(crate) const VERSION: u32 = 1;
-pub(crate) const MODEL: &str = "model.safetensors";
-pub(crate) const OPTIMIZER: &str = "optimizer-00000-of-00001.safetensors";
-pub(crate) const STATE: &str = "state.json";
-pub(crate) const MANIFEST: &str = "manifest.json";
+/// Version of the directory layout above. Version 1, which is still read, has one file of whole moments,
+/// `m.<name>` and `v.<name>`, and one hash per file.
+pub(crate) const VERSION: u32 = 2;
+const MODEL: &str = "model.safetensors";
+const STATE: &str = "state.json";
+const MANIFEST: &str = "manifest.json";
 
 /// Why a checkpoint cannot be written or used.
 #[derive(Debug, thiserror::Error)]
@@ -37,51 +62,33 @@ pub(crate) const MANIFEST: &str = "manifest.json";
 pub enum CheckpointError {
     #[error("failed to write checkpoint {}: {reason}", path.display())]
     Write { path: PathBuf, reason: String },
-    #[error("failed to read checkpoint {}: {reason}", path.display())]
+    #[error("failed to read {}: {reason}", path.display())]
     Read { path: PathBuf, reason: String },
     #[error("{} is not a complete checkpoint: {reason}", path.display())]
-    Incomplete { path: PathBuf, reason: String },
+    Damaged { path: PathBuf, reason: String },
+    #[error("{} has format version {version}, but this build reads versions 1 to {VERSION}", path.display())]
+    Version { path: PathBuf, version: u32 },
     #[error("checkpoint {} was written by another model: {difference}", path.display())]
     OtherModel { path: PathBuf, difference: String },
-    #[error("no valid checkpoint in {}", path.display())]
+    #[error("no checkpoint in {}", path.display())]
     None { path: PathBuf },
+    #[error("no valid checkpoint in {}: {}", path.display(), reasons.join("; "))]
+    NoneValid { path: PathBuf, reasons: Vec<String> },
 }
 
-/// The contents of `state.json`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct State {
-    /// Version of the checkpoint layout.
-    pub version: u32,
-    /// Steps completed.
-    pub step: u64,
-    /// Sequences that all ranks have used.
-    pub sequences: u64,
-    /// World size of the run that wrote it.
-    pub world_size: u32,
-    /// The model's shape.
-    pub model: ModelShape,
-    /// The job's seed. Together with `sequences` it determines the data order.
-    pub seed: u64,
-    /// The job description, for information only.
-    pub spec: JobSpec,
-}
-
-/// The directory name of step `step`.
+/// The directory name of a checkpoint after `step` steps.
 pub fn name(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// The step of a directory name.
-fn step_of(name: &str) -> Option<u64> {
-    name.strip_prefix("step-").filter(|digits| digits.len() >= 8)?.parse().ok()
+/// The name of rank `rank`'s file of moments.
+fn optimizer_name(rank: usize, world: usize) -> String {
+    format!("optimizer-{rank:05}-of-{world:05}.safetensors")
 }
 
-/// Checkpoint directories in `dir`, newest step first, valid or not. None if `dir` does not exist.
-fn list(dir: &Path) -> Vec<PathBuf> {
-    let entries = fs_err::read_dir(dir).into_iter().flatten().flatten();
-    let mut found: Vec<(u64, PathBuf)> =
-        entries.filter_map(|entry| Some((step_of(entry.file_name().to_str()?)?, entry.path()))).collect();
-    found.sort_by(|a, b| b.cmp(a));
-    found.into_iter().map(|(_, path)| path).collect()
+/// Rank and world size in the name of a file of moments.
+fn parse_optimizer_name(name: &str) -> Option<(usize, usize)> {
+    let (rank, world) = name.strip_prefix("optimizer-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
+    let parsed = (rank.parse().ok()?, world.parse().ok()?);
+    (optimizer_name(parsed.0, parsed.1) == name).then_some(parsed)
 }

@@ -1,127 +1,192 @@
-//! Writes checkpoints: into a hidden directory, synced, with the manifest last, and then renamed.
+//! Writes a rank's part of a checkpoint, and commits what all ranks have written.
+//!
+//! ```text
+//! .tmp-step-N/  <- every rank: its ranges of the model, its moments; each file synced by whoever wrote to it
+//!               <- rank 0, when all are done: state, manifest; directory synced; renamed to step-N/; parent synced
+//! ```
 
-use std::borrow::Cow;
-use std::io::Write;
+use std::collections::BTreeMap;
+use std::io;
 use std::path::{Path, PathBuf};
 
-use fs_err::File;
-use safetensors::tensor::{Dtype, View};
+use super::disk::{Disk, Writable};
+use super::manifest::{Chunk, Entry, Manifest};
+use super::tensors::{Contents, Stored};
+use super::{MANIFEST, MODEL, Portion, STATE, State, VERSION, name, optimizer_name};
+use crate::model::layout::Layout;
+use crate::phase;
 
-use super::manifest::{Entry, Manifest};
-use super::{CheckpointError, MANIFEST, MODEL, OPTIMIZER, STATE, State, VERSION, list, name};
-use crate::model::layout::{Layout, Param};
+/// Most bytes of a chunk, which readers hash as a whole. Small in tests, so that small files have many.
+const CHUNK_BYTES: usize = if cfg!(test) { 4 << 10 } else { 4 << 20 };
+/// Prefix of directories that are being written.
+pub(super) const TEMPORARY: &str = ".tmp-";
+/// Prefix of a checkpoint while another one of the same step takes its place.
+pub(super) const REPLACED: &str = ".old-";
 
-/// Host copies of the arenas that a checkpoint contains.
-#[derive(Debug)]
+/// Host copies of a rank's [`Portion`] of the arenas, its ranges one after another.
+#[derive(Clone, Debug, Default, PartialEq)]
 #[expect(missing_docs, reason = "the fields are named after the arenas")]
-pub struct Snapshot<'a> {
-    pub params: &'a [f32],
-    pub m: &'a [f32],
-    pub v: &'a [f32],
+pub struct Snapshot {
+    pub params: Vec<f32>,
+    pub m: Vec<f32>,
+    pub v: Vec<f32>,
 }
 
-/// Saves a checkpoint of `state.step` to `dir` and returns its path. An existing one of the same step is replaced.
-pub fn save(
+/// A rank's part of a file: the chunks that it has written and synced.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Written {
+    /// Name of the file.
+    pub name: String,
+    /// Its chunks.
+    pub chunks: Vec<Chunk>,
+}
+
+/// Who writes what.
+#[derive(Clone, Debug)]
+pub(super) struct Writer {
+    pub(super) layout: Layout,
+    pub(super) portion: Portion,
+    pub(super) rank: usize,
+    pub(super) world: usize,
+}
+
+/// The directory in which the checkpoint of `step` is written.
+pub(super) fn temporary(dir: &Path, step: u64) -> PathBuf {
+    dir.join(format!("{TEMPORARY}{}", name(step)))
+}
+
+impl Writer {
+    /// Writes this rank's part into the directory `to`, and syncs it.
+    pub(super) fn write(&self, disk: &dyn Disk, to: &Path, snapshot: &Snapshot) -> io::Result<Vec<Written>> {
+        disk.create_dir(to)?;
+        let model = Contents::model(&self.layout)?;
+        let mut file = ChunkWriter::open(disk, to, MODEL)?;
+        if self.rank == 0 {
+            file.put(0, &model.header)?;
+        }
+        self.put(&mut file, &model.tensors, &snapshot.params)?;
+        let model = file.finish()?;
+
+        let name = optimizer_name(self.rank, self.world);
+        let moments = Contents::moments(&self.layout, &self.portion)?;
+        let mut file = ChunkWriter::open(disk, to, &name)?;
+        file.put(0, &moments.header)?;
+        let half = moments.tensors.len() / 2;
+        self.put(&mut file, &moments.tensors[..half], &snapshot.m)?;
+        self.put(&mut file, &moments.tensors[half..], &snapshot.v)?;
+        Ok(vec![model, file.finish()?])
+    }
+
+    /// Writes the parts of tensors that are in this rank's portion.
+    fn put(&self, file: &mut ChunkWriter, tensors: &[Stored], values: &[f32]) -> io::Result<()> {
+        for tensor in tensors {
+            for (part, at) in self.portion.within(&tensor.elements) {
+                let skipped = (part.start - tensor.elements.start) * size_of::<f32>();
+                // The format is little-endian, as are all supported platforms.
+                let bytes = bytemuck::cast_slice(&values[at..at + part.len()]);
+                file.put(tensor.bytes.start + skipped as u64, bytes)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Makes a checkpoint of what all ranks have written to [`temporary`]. Returns its path.
+pub(super) fn commit(
+    disk: &dyn Disk,
     dir: &Path,
-    layout: &Layout,
-    arenas: &Snapshot<'_>,
     state: &State,
-) -> Result<PathBuf, CheckpointError> {
+    written: impl IntoIterator<Item = Written>,
+) -> io::Result<PathBuf> {
+    let temporary = temporary(dir, state.step);
+    let mut files: BTreeMap<String, Vec<Chunk>> = BTreeMap::new();
+    for Written { name, chunks } in written {
+        files.entry(name).or_default().extend(chunks);
+    }
+    let mut file = ChunkWriter::open(disk, &temporary, STATE)?;
+    file.put(0, &serde_json::to_vec_pretty(state)?)?;
+    let state_file = file.finish()?;
+    files.insert(state_file.name, state_file.chunks);
+    let entry = |(name, mut chunks): (String, Vec<Chunk>)| {
+        chunks.sort_by_key(|chunk| chunk.offset);
+        Entry { name, bytes: chunks.last().map_or(0, Chunk::end), chunks }
+    };
+    let manifest = Manifest { version: VERSION, files: files.into_iter().map(entry).collect() };
+    let mut file = ChunkWriter::open(disk, &temporary, MANIFEST)?;
+    file.put(0, &serde_json::to_vec(&manifest)?)?;
+    file.finish()?;
+    disk.sync_dir(&temporary)?;
     let path = dir.join(name(state.step));
-    write(dir, &path, layout, arenas, state)
-        .map_err(|error| CheckpointError::Write { path: path.clone(), reason: error.to_string() })?;
+    put_in_place(disk, dir, &temporary, &path, state.step)?;
+    disk.sync_dir(dir)?;
     Ok(path)
 }
 
-fn write(
-    dir: &Path,
-    path: &Path,
-    layout: &Layout,
-    arenas: &Snapshot<'_>,
-    state: &State,
-) -> std::io::Result<()> {
-    let temporary = dir.join(format!(".tmp-{}", name(state.step)));
-    if temporary.exists() {
-        fs_err::remove_dir_all(&temporary)?;
+/// Renames a directory. One that has the name already is replaced.
+fn put_in_place(disk: &dyn Disk, dir: &Path, from: &Path, to: &Path, step: u64) -> io::Result<()> {
+    if !to.exists() {
+        return disk.rename(from, to);
     }
-    fs_err::create_dir_all(&temporary)?;
-
-    let model = tensors(layout, "", arenas.params);
-    safetensors::serialize_to_file(model, None, &temporary.join(MODEL)).map_err(std::io::Error::other)?;
-    let moments = tensors(layout, "m.", arenas.m).chain(tensors(layout, "v.", arenas.v));
-    safetensors::serialize_to_file(moments, None, &temporary.join(OPTIMIZER))
-        .map_err(std::io::Error::other)?;
-    fs_err::write(temporary.join(STATE), serde_json::to_vec_pretty(state)?)?;
-
-    let mut files = Vec::new();
-    for file in [MODEL, OPTIMIZER, STATE] {
-        File::open(temporary.join(file))?.sync_all()?;
-        files.push(Entry::of(&temporary, file)?);
-    }
-    let manifest = Manifest { version: VERSION, files };
-    let mut file = File::create(temporary.join(MANIFEST))?;
-    file.write_all(&serde_json::to_vec_pretty(&manifest)?)?;
-    file.sync_all()?;
-    File::open(&temporary)?.sync_all()?;
-
-    if path.exists() {
-        // Rename cannot replace a directory that is not empty, so the old checkpoint is moved out of the way first.
-        let old = dir.join(format!(".old-{}", name(state.step)));
-        if old.exists() {
-            fs_err::remove_dir_all(&old)?;
+    match disk.exchange(from, to) {
+        Ok(()) => disk.remove_dir(from),
+        Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+            // Until the second rename is done, the next start of a job finds the old checkpoint and puts it back.
+            let old = dir.join(format!("{REPLACED}{}", name(step)));
+            disk.rename(to, &old)?;
+            disk.rename(from, to)?;
+            disk.remove_dir(&old)
         }
-        fs_err::rename(path, &old)?;
-        fs_err::rename(&temporary, path)?;
-        fs_err::remove_dir_all(&old)?;
-    } else {
-        fs_err::rename(&temporary, path)?;
+        Err(error) => Err(error),
     }
-    File::open(dir)?.sync_all()
 }
 
-/// Removes all but the `keep` newest checkpoints of `dir`; 0 keeps all.
-pub fn prune(dir: &Path, keep: usize) -> Result<(), CheckpointError> {
-    if keep == 0 {
-        return Ok(());
-    }
-    for path in list(dir).into_iter().skip(keep) {
-        fs_err::remove_dir_all(&path)
-            .map_err(|error| CheckpointError::Write { path: path.clone(), reason: error.to_string() })?;
-    }
-    Ok(())
+/// Writes a file in chunks, each of which is hashed before it leaves memory.
+struct ChunkWriter {
+    name: String,
+    file: Box<dyn Writable>,
+    /// Where `buffer` belongs.
+    offset: u64,
+    buffer: Vec<u8>,
+    chunks: Vec<Chunk>,
 }
 
-fn tensors<'a>(
-    layout: &'a Layout,
-    prefix: &'a str,
-    arena: &'a [f32],
-) -> impl Iterator<Item = (String, F32View<'a>)> {
-    layout.params.iter().map(move |param| {
-        (format!("{prefix}{}", param.name), F32View { param, values: &arena[param.stored()] })
-    })
-}
-
-/// One parameter's part of an arena, as a safetensors view.
-struct F32View<'a> {
-    param: &'a Param,
-    values: &'a [f32],
-}
-
-impl View for F32View<'_> {
-    fn dtype(&self) -> Dtype {
-        Dtype::F32
+impl ChunkWriter {
+    fn open(disk: &dyn Disk, dir: &Path, name: &str) -> io::Result<Self> {
+        let file = disk.open(&dir.join(name))?;
+        Ok(Self { name: name.into(), file, offset: 0, buffer: Vec::new(), chunks: Vec::new() })
     }
 
-    fn shape(&self) -> &[usize] {
-        &self.param.shape
+    fn put(&mut self, offset: u64, mut bytes: &[u8]) -> io::Result<()> {
+        if offset != self.offset + self.buffer.len() as u64 {
+            self.flush()?;
+            self.offset = offset;
+        }
+        while !bytes.is_empty() {
+            let (now, later) = bytes.split_at(bytes.len().min(CHUNK_BYTES - self.buffer.len()));
+            self.buffer.extend_from_slice(now);
+            bytes = later;
+            if self.buffer.len() == CHUNK_BYTES {
+                self.flush()?;
+            }
+        }
+        Ok(())
     }
 
-    fn data(&self) -> Cow<'_, [u8]> {
-        // The format is little-endian, as are all supported platforms.
-        Cow::Borrowed(bytemuck::cast_slice(self.values))
+    fn flush(&mut self) -> io::Result<()> {
+        if self.buffer.is_empty() {
+            return Ok(());
+        }
+        self.chunks.push(Chunk::of(self.offset, &self.buffer));
+        self.file.write_at(&self.buffer, self.offset)?;
+        self.offset += self.buffer.len() as u64;
+        self.buffer.clear();
+        phase::advance();
+        Ok(())
     }
 
-    fn data_len(&self) -> usize {
-        size_of_val(self.values)
+    fn finish(mut self) -> io::Result<Written> {
+        self.flush()?;
+        self.file.sync()?;
+        Ok(Written { name: self.name, chunks: self.chunks })
     }
 }

@@ -9,6 +9,7 @@
 //! - a worker never outlives its agent: when the agent is lost, the control thread aborts the collective and, if the
 //!   training thread does not end then, exits the process.
 
+mod exchange;
 mod session;
 
 use std::path::Path;
@@ -23,10 +24,12 @@ use xlaunch_proto::convert::{Join, Joined};
 use xlaunch_proto::net;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{GetJobReply, GetJobRequest, Hello, JoinRequest};
+use xlaunch_proto::v1::{CommitCheckpoint, GetJobReply, GetJobRequest, Hello, JoinRequest};
 
+use crate::checkpoint::saver::Exchange;
 use crate::error::{Result, WorkerError};
 use crate::phase::PhaseTracker;
+use exchange::SessionExchange;
 
 /// State that both threads access.
 #[derive(Debug, Default)]
@@ -41,6 +44,14 @@ struct Shared {
     abort: Mutex<Option<AbortHandle>>,
     /// Why the agent is considered lost.
     lost: Mutex<Option<String>>,
+    /// Tells the thread that saves checkpoints what all ranks have written.
+    commits: OnceLock<std::sync::mpsc::Sender<CommitCheckpoint>>,
+}
+
+impl Shared {
+    fn lost(&self) -> Option<String> {
+        self.lost.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
 }
 
 /// A request of the training thread.
@@ -123,7 +134,15 @@ impl Control {
 
     /// Why the agent is considered lost, if it is.
     pub fn lost(&self) -> Option<String> {
-        self.shared.lost.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.shared.lost()
+    }
+
+    /// The connection through which the ranks of a save learn of each other. `None` if it was taken already.
+    pub fn exchange(&self) -> Option<Box<dyn Exchange>> {
+        let requests = self.requests.as_ref()?.downgrade();
+        let (sender, commits) = std::sync::mpsc::channel();
+        self.shared.commits.set(sender).ok()?;
+        Some(Box::new(SessionExchange { requests, shared: self.shared.clone(), commits }))
     }
 
     /// Sending fails only when the control thread has ended, which `wait_for` and `lost` report.

@@ -60,6 +60,10 @@ pub(super) async fn run(
                         Some(Command::Checkpoint(_)) => {
                             shared.checkpoint_requested.store(true, Ordering::Relaxed);
                         }
+                        Some(Command::CommitCheckpoint(commit)) => {
+                            // Only a job that saves checkpoints waits for it.
+                            let _ = shared.commits.get().map(|commits| commits.send(commit));
+                        }
                         Some(Command::HeartbeatAck(_)) | None => {}
                     }
                 }

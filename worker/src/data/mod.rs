@@ -8,6 +8,7 @@
 //! sequences of all ranks, so any number of ranks with the same global batch sees the same data in each step.
 
 mod files;
+mod fingerprint;
 mod loader;
 mod order;
 mod source;
@@ -18,6 +19,7 @@ use std::sync::Arc;
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::JobSpec;
 
+pub use fingerprint::Fingerprint;
 pub(crate) use loader::read;
 pub use loader::{Batch, Loader, Schedule};
 pub use order::Order;

@@ -122,18 +122,18 @@ impl Rows {
 }
 
 impl Model {
-    /// A model with the weights `values`, a whole arena from [`init::weights`] or a checkpoint.
+    /// A model with the weights `values`, a whole arena.
     pub fn new(backend: &BackendHandle, shape: &ModelShape, values: &[f32]) -> Result<Self> {
+        let model = Self::zeroed(backend, shape)?;
+        model.write_weights(0, values)?;
+        Ok(model)
+    }
+
+    /// A model whose weights are zero until they are [written](Self::write_weights).
+    pub fn zeroed(backend: &BackendHandle, shape: &ModelShape) -> Result<Self> {
         let layout = Layout::new(shape);
         let weights = backend.alloc_collective(backend.activation_dtype(), layout.len)?;
-        match weights.dtype() {
-            DType::F32 => backend.write_f32(weights.all(), values)?,
-            _ => {
-                let staging = backend.alloc(DType::F32, layout.len)?;
-                backend.write_f32(staging.all(), values)?;
-                backend.cast(staging.all(), weights.all())?;
-            }
-        }
+        backend.zero(weights.all())?;
         let rope = match shape.arch {
             Arch::Gpt2 => None,
             Arch::Llama => {
@@ -144,6 +144,17 @@ impl Model {
             }
         };
         Ok(Self { shape: shape.clone(), layout, weights, rope, backend: backend.clone() })
+    }
+
+    /// Sets the weights from element `at` of the arena on.
+    pub fn write_weights(&self, at: usize, values: &[f32]) -> Result<()> {
+        let range = self.weights.slice(at..at + values.len());
+        if self.weights.dtype() == DType::F32 {
+            return self.backend.write_f32(range, values);
+        }
+        let staging = self.backend.alloc(DType::F32, values.len())?;
+        self.backend.write_f32(staging.all(), values)?;
+        self.backend.cast(staging.all(), range)
     }
 
     /// A parameter in the element type of the activations.

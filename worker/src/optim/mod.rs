@@ -40,17 +40,41 @@ pub struct AdamW {
     backend: BackendHandle,
 }
 
+/// A part of the state that checkpoints contain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Master weights.
+    Masters,
+    /// First moment.
+    M,
+    /// Second moment.
+    V,
+}
+
 impl AdamW {
     /// Zero moments, and masters from this rank's shard of `params`, the arena that `model` was created from.
+    pub fn new(
+        backend: &BackendHandle,
+        model: &Model,
+        params: &[f32],
+        sharding: &Sharding,
+        train: &TrainSection,
+    ) -> Result<Self> {
+        let optimizer = Self::zeroed(backend, model, sharding, train)?;
+        optimizer.write(Part::Masters, 0, params)?;
+        optimizer.round()?;
+        Ok(optimizer)
+    }
+
+    /// Masters and moments that are zero until they are [written](Self::write).
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_precision_loss,
         reason = "the kernel computes in f32"
     )]
-    pub fn new(
+    pub fn zeroed(
         backend: &BackendHandle,
         model: &Model,
-        params: &[f32],
         sharding: &Sharding,
         train: &TrainSection,
     ) -> Result<Self> {
@@ -81,23 +105,43 @@ impl AdamW {
             sharding: sharding.clone(),
             backend: backend.clone(),
         };
-        if let Some(masters) = &optimizer.masters {
-            backend.write_f32(masters.all(), &sharding.shard_of(params, 1))?;
-            if let Some(rounded) = &optimizer.rounded {
-                backend.cast(masters.all(), rounded.all())?;
-            }
+        for tensor in
+            [optimizer.masters.as_ref(), Some(&optimizer.m), Some(&optimizer.v)].into_iter().flatten()
+        {
+            backend.zero(tensor.all())?;
         }
-        backend.zero(optimizer.m.all())?;
-        backend.zero(optimizer.v.all())?;
         backend.zero(optimizer.skipped.all())?;
         backend.write_u8(optimizer.decay.all(), &flags)?;
         Ok(optimizer)
     }
 
-    /// Sets the moments of an earlier run. `m` and `v` are whole arenas.
-    pub fn set_moments(&self, m: &[f32], v: &[f32]) -> Result<()> {
-        self.backend.write_f32(self.m.all(), &self.sharding.shard_of(m, 1))?;
-        self.backend.write_f32(self.v.all(), &self.sharding.shard_of(v, 1))
+    /// Sets what this rank has of `values`, which start at element `at` of the whole arena. After the last masters,
+    /// [`round`](Self::round) them.
+    pub fn write(&self, part: Part, at: usize, values: &[f32]) -> Result<()> {
+        let tensor = match part {
+            Part::Masters => self.masters.as_ref(),
+            Part::M => Some(&self.m),
+            Part::V => Some(&self.v),
+        };
+        // Without masters the model's weights are the only ones.
+        let Some(tensor) = tensor else { return Ok(()) };
+        for bucket in self.sharding.plan().buckets() {
+            let (own, stored) = (self.sharding.in_arena(bucket), self.sharding.in_shard(bucket));
+            let (start, end) = (own.start.max(at), own.end.min(at + values.len()));
+            if start < end {
+                let to = stored.start + start - own.start;
+                self.backend.write_f32(tensor.slice(to..to + end - start), &values[start - at..end - at])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Rounds the masters to the model's element type, so that they can be gathered.
+    pub fn round(&self) -> Result<()> {
+        match (&self.masters, &self.rounded) {
+            (Some(masters), Some(rounded)) => self.backend.cast(masters.all(), rounded.all()),
+            _ => Ok(()),
+        }
     }
 
     /// The parameters that this rank updates.

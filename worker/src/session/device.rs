@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
-use xlaunch_engine::{self as engine, CpuBackend, CudaBackend, CudaOptions};
+use xlaunch_engine::{self as engine, CpuBackend, CudaBackend, CudaOptions, DType};
 use xlaunch_proto::spec::{Exec, JobSpec, PoolMode, Precision};
 
 use crate::environment::{Device, Environment};
@@ -13,6 +13,14 @@ use crate::nccl_windows;
 
 /// Most events of the first step that a pool trace keeps.
 const MAX_POOL_TRACE_EVENTS: usize = 1 << 20;
+
+/// Element type of activations on the device that will be opened.
+pub(super) fn activation_dtype(environment: &Environment, spec: &JobSpec) -> DType {
+    match (environment.device, spec.engine.precision.unwrap_or(Precision::Bf16)) {
+        (Device::Cuda(_), Precision::Bf16) => DType::Bf16,
+        _ => DType::F32,
+    }
+}
 
 /// An open device.
 pub(super) struct OpenDevice {

@@ -1,57 +1,125 @@
 //! The state that training starts from: a checkpoint, given weights, or random weights.
+//!
+//! It is read or generated on threads of its own from the moment the job is known, and handed over in pieces. A
+//! checkpoint is never in host memory as a whole: the threads wait until the model takes what they have read.
 
 use std::io;
-use std::path::Path;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::JobSpec;
 
-use crate::checkpoint::{self, Arenas};
+use crate::checkpoint::{self, Abandoned, Arena, Parent, Piece, State};
 use crate::error::{Result, WorkerError};
-use crate::model::init;
 use crate::model::layout::Layout;
+use crate::model::{Model, init};
+use crate::optim::{AdamW, Part};
 
-/// Parameters, moments and data position at the first step.
-pub(super) struct InitialState {
-    pub(super) params: Vec<f32>,
-    /// AdamW's first and second moments; `None` without a checkpoint.
-    pub(super) moments: Option<(Vec<f32>, Vec<f32>)>,
+/// Pieces of a checkpoint that wait for the model, of up to 4 MiB each.
+const PIECES_READ_AHEAD: usize = 8;
+
+/// Where a run starts.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Start {
     /// Steps completed.
     pub(super) step: u64,
     /// Sequences that all ranks have used.
     pub(super) sequences: u64,
+    /// The runs that this one continues.
+    pub(super) parents: Vec<Parent>,
 }
 
-impl InitialState {
-    /// Starts reading or generating the state on separate threads.
-    pub(super) fn read_in_background(
+/// The state while it is being read.
+pub(super) struct Reading {
+    pieces: Receiver<Piece>,
+    thread: JoinHandle<Result<Option<State>>>,
+    run_id: String,
+}
+
+/// What is read.
+struct Source {
+    spec: JobSpec,
+    shape: ModelShape,
+    /// Empty for a fresh start.
+    resume_from: PathBuf,
+    /// Ranges of the arena of which this rank has the moments.
+    moments: Vec<Range<usize>>,
+}
+
+impl Reading {
+    /// Starts the threads.
+    pub(super) fn start(
         spec: &JobSpec,
         shape: &ModelShape,
         resume_from: &Path,
+        run_id: &str,
+        moments: Vec<Range<usize>>,
         threads: usize,
-    ) -> Result<JoinHandle<Result<Self>>> {
+    ) -> Result<Self> {
         let failed = |source| WorkerError::Io { what: "failed to start a thread".into(), source };
-        let (spec, shape, resume_from) = (spec.clone(), shape.clone(), resume_from.to_path_buf());
         let threads = ThreadPoolBuilder::new().num_threads(threads).build();
         let threads = threads.map_err(|error| failed(io::Error::other(error)))?;
-        std::thread::Builder::new()
+        let resume_from = resume_from.to_path_buf();
+        let source = Source { spec: spec.clone(), shape: shape.clone(), resume_from, moments };
+        let (sender, pieces) = sync_channel(PIECES_READ_AHEAD);
+        let thread = std::thread::Builder::new()
             .name("weights".into())
-            .spawn(move || Self::read(&spec, &shape, &resume_from, &threads))
-            .map_err(failed)
+            .spawn(move || source.read(&threads, &sender))
+            .map_err(failed)?;
+        Ok(Self { pieces, thread, run_id: run_id.into() })
     }
 
-    fn read(spec: &JobSpec, shape: &ModelShape, resume_from: &Path, threads: &ThreadPool) -> Result<Self> {
-        let layout = Layout::new(shape);
-        if !resume_from.as_os_str().is_empty() {
-            let Arenas { params, m, v, state } = checkpoint::load(resume_from, shape, &layout, threads)?;
-            return Ok(Self { params, moments: Some((m, v)), step: state.step, sequences: state.sequences });
+    /// Passes everything on to the model and its optimizer.
+    pub(super) fn finish(self, model: &Model, optimizer: &AdamW) -> Result<Start> {
+        let Self { pieces, thread, run_id } = self;
+        for Piece { arena, at, values } in &pieces {
+            match arena {
+                Arena::Params => {
+                    model.write_weights(at, &values)?;
+                    optimizer.write(Part::Masters, at, &values)?;
+                }
+                Arena::M => optimizer.write(Part::M, at, &values)?,
+                Arena::V => optimizer.write(Part::V, at, &values)?,
+            }
         }
-        let params = match &spec.checkpoint.init {
-            Some(path) => checkpoint::load_weights(Path::new(path), &layout, threads)?,
-            None => init::weights(&layout, spec.job.seed, threads),
-        };
-        Ok(Self { params, moments: None, step: 0, sequences: 0 })
+        let state = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        optimizer.round()?;
+        Ok(state.map_or_else(Start::default, |state| Start::after(state, &run_id)))
+    }
+}
+
+impl Start {
+    fn after(state: State, run_id: &str) -> Self {
+        let State { step, sequences, run, mut parents, .. } = state;
+        // A restart continues its own run.
+        if run != run_id {
+            parents.push(Parent { run, step });
+        }
+        Self { step, sequences, parents }
+    }
+}
+
+impl Source {
+    fn read(self, threads: &ThreadPool, pieces: &SyncSender<Piece>) -> Result<Option<State>> {
+        let Self { spec, shape, resume_from, moments } = self;
+        let layout = Layout::new(&shape);
+        // Fails when the training thread has given up, which then has an error of its own.
+        let sink = |piece| pieces.send(piece).map_err(|_| Abandoned);
+        if !resume_from.as_os_str().is_empty() {
+            let state = checkpoint::read(&resume_from, &shape, &layout, &moments, threads, &sink)?;
+            return Ok(Some(state));
+        }
+        match &spec.checkpoint.init {
+            Some(path) => checkpoint::read_weights(Path::new(path), &layout, threads, &sink)?,
+            None => {
+                let values = init::weights(&layout, spec.job.seed, threads);
+                let _ = sink(Piece { arena: Arena::Params, at: 0, values });
+            }
+        }
+        Ok(None)
     }
 }

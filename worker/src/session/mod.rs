@@ -17,8 +17,10 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Finished, GetJobReply, GetJobRequest, Hello, TrainBench, TrainStarted};
 
 use crate::bench::{self, SkipAllReduce};
+use crate::checkpoint::saver::{self, Saver};
+use crate::checkpoint::{self, Batch, Portion, Retention, State};
 use crate::control::Control;
-use crate::data::{Dataset, Loader, Order, Schedule};
+use crate::data::{Dataset, Fingerprint, Loader, Order, Schedule};
 use crate::divergence::SkipCount;
 use crate::environment::Environment;
 use crate::error::{Result, WorkerError};
@@ -26,9 +28,9 @@ use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
 use crate::nccl_windows;
 use crate::optim::AdamW;
-use crate::train::{self, Evaluator, Outcome, Run, Stepper, Tracer};
+use crate::train::{self, Checkpoints, Evaluator, Outcome, Run, Stepper, Tracer};
 use device::OpenDevice;
-use initial::InitialState;
+use initial::{Reading, Start};
 
 /// This worker's rank and job.
 struct Context<'a> {
@@ -66,22 +68,24 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let shape = spec.model.resolve().map_err(SpecError::from)?;
     let dataset = Dataset::open(spec, &shape)?;
 
+    let fingerprint = Fingerprint::of(&dataset.train)?;
+    let (rank, world) = (environment.rank.index(), environment.world_size.index());
+    let layout = Layout::new(&shape);
+    let activations = device::activation_dtype(environment, spec);
+    let sharding = train::sharding(spec, &layout, activations, rank, world)?;
+    let moments = sharding.plan().buckets().iter().map(|bucket| sharding.in_arena(bucket)).collect();
     // Weights of large models take a second or more, as do opening the device and the communicator: do both at once.
-    let initial =
-        InitialState::read_in_background(spec, &shape, Path::new(&job.resume_from), environment.threads)?;
+    let resume_from = Path::new(&job.resume_from);
+    let reading = Reading::start(spec, &shape, resume_from, &job.run_id, moments, environment.threads)?;
     let device = OpenDevice::new(environment, spec)?;
     let run_dir = PathBuf::from(&job.run_dir);
     device.backend.pool().snapshot_on_failure(&run_dir);
-    let (rank, world) = (environment.rank.index(), environment.world_size.index());
-    let layout = Layout::new(&shape);
-    let activations = device.backend.activation_dtype();
-    let sharding = train::sharding(spec, &layout, activations, rank, world)?;
-    let reduce_layout = reduce_layout(spec, &layout, activations, &sharding);
+    let reduce_layout = agreement(spec, &layout, activations, &sharding, &fingerprint);
     let collective = rendezvous::join(context, &reduce_layout, &device)?;
     control.open_session(context.hello(), collective.abort_handle());
 
-    let initial = initial.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-    let trainer = Trainer::new(&device.backend, spec, &shape, &initial, &sharding, world)?;
+    let trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world)?;
+    let start = reading.finish(&trainer.model, &trainer.optimizer)?;
     // Shadowed here so that it is dropped before the tensors that its collectives use.
     let mut collective: Box<dyn Collective> = match bench {
         Some(bench) if bench.skip_all_reduce => Box::new(SkipAllReduce(collective)),
@@ -90,9 +94,9 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let buffers = trainer.stepper.reduce_buffers().chain(trainer.optimizer.gather_buffers(&trainer.model));
     nccl_windows::register(&device.backend, buffers, &mut *collective, environment.log_fallback)?;
 
-    let loader = start_loader(spec, &shape, &dataset, environment, initial.sequences)?;
+    let loader = start_loader(spec, &shape, &dataset, environment, start.sequences)?;
     if rank == 0 {
-        control.report(Report::TrainStarted(train_started(spec, &trainer, &device, &dataset, &initial)));
+        control.report(Report::TrainStarted(train_started(spec, &trainer, &device, &dataset, start.step)));
     }
     let outcome = Run {
         spec,
@@ -105,18 +109,17 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         dataset: &dataset,
         loader: &loader,
         control,
-        checkpoint_dir: spec
-            .checkpoint
-            .dir
-            .as_ref()
-            .map_or_else(|| run_dir.join("checkpoints"), PathBuf::from),
+        checkpoints: match bench {
+            Some(_) => None,
+            None => Some(checkpoints(context, &trainer, &sharding, &start, fingerprint)?),
+        },
         skips: SkipCount::new(&spec.train),
-        first_step: initial.step,
-        first_sequence: initial.sequences,
+        first_step: start.step,
+        first_sequence: start.sequences,
         pool_trace: environment.pool_trace.as_deref(),
         profile: bench.map_or(environment.profile, |bench| bench.profile_step),
         bench: bench.is_some(),
-        tracer: Tracer::new(spec.observe.trace, initial.step..spec.train.steps, &run_dir, rank),
+        tracer: Tracer::new(spec.observe.trace, start.step..spec.train.steps, &run_dir, rank),
     }
     .run();
     // After an error too: closing the communicator waits for graphs that contain its collectives.
@@ -177,25 +180,75 @@ impl Trainer {
         backend: &BackendHandle,
         spec: &JobSpec,
         shape: &ModelShape,
-        initial: &InitialState,
         sharding: &Sharding,
         world: usize,
     ) -> Result<Self> {
-        let model = Model::new(backend, shape, &initial.params)?;
-        let optimizer = AdamW::new(backend, &model, &initial.params, sharding, &spec.train)?;
-        if let Some((m, v)) = &initial.moments {
-            optimizer.set_moments(m, v)?;
-        }
+        let model = Model::zeroed(backend, shape)?;
+        let optimizer = AdamW::zeroed(backend, &model, sharding, &spec.train)?;
         let stepper = Stepper::new(backend, &model, spec, sharding, world)?;
         let evaluator = Evaluator::new(backend, &model, spec)?;
         Ok(Self { model, optimizer, stepper, evaluator })
     }
 }
 
-/// What all ranks must agree on to reduce gradients: parameter offsets, wire element type, buckets and shards.
-fn reduce_layout(spec: &JobSpec, layout: &Layout, activations: DType, sharding: &Sharding) -> Vec<u8> {
+/// What all ranks must agree on: parameter offsets, wire element type, buckets and shards, without which they would
+/// reduce different gradients together; and the training data.
+fn agreement(
+    spec: &JobSpec,
+    layout: &Layout,
+    activations: DType,
+    sharding: &Sharding,
+    data: &Fingerprint,
+) -> Vec<u8> {
     let dtype = train::wire_dtype(spec, activations);
-    [layout.fingerprint(), dtype.name().into(), sharding.layout()].concat()
+    [layout.fingerprint(), dtype.name().into(), sharding.layout(), data.to_string().into_bytes()].concat()
+}
+
+/// Starts the thread that saves checkpoints.
+fn checkpoints(
+    context: &Context<'_>,
+    trainer: &Trainer,
+    sharding: &Sharding,
+    start: &Start,
+    data: Fingerprint,
+) -> Result<Checkpoints> {
+    let Context { environment, control, spec, job } = *context;
+    let (rank, world) = (environment.rank.index(), environment.world_size.index());
+    let portion = Portion::new(sharding, rank, world);
+    let settings = saver::Settings {
+        dir: checkpoint_dir(spec, Path::new(&job.run_dir)),
+        layout: trainer.model.layout.clone(),
+        portion: portion.clone(),
+        rank,
+        world,
+        retention: Retention::of(&spec.checkpoint),
+        source: (!job.resume_from.is_empty()).then(|| PathBuf::from(&job.resume_from)),
+    };
+    let failed = |source| WorkerError::Io { what: "failed to start the checkpoint thread".into(), source };
+    let exchange =
+        control.exchange().ok_or_else(|| failed(std::io::Error::other("it was started already")))?;
+    let template = State {
+        version: checkpoint::VERSION,
+        step: start.step,
+        sequences: start.sequences,
+        world_size: environment.world_size.0,
+        model: trainer.model.shape.clone(),
+        seed: spec.job.seed,
+        run: job.run_id.clone(),
+        parents: start.parents.clone(),
+        data: Some(data),
+        batch: Some(Batch::of(spec)),
+        warmup: Some(spec.train.warmup_steps()),
+        val_loss: None,
+        spec: serde_json::to_value(spec).unwrap_or_default(),
+    };
+    let saver = Saver::start(settings, exchange).map_err(failed)?;
+    Ok(Checkpoints::new(saver, portion, template, &spec.checkpoint))
+}
+
+/// Where this run saves its checkpoints.
+fn checkpoint_dir(spec: &JobSpec, run_dir: &Path) -> PathBuf {
+    spec.checkpoint.dir.as_ref().map_or_else(|| run_dir.join("checkpoints"), PathBuf::from)
 }
 
 fn start_loader(
@@ -222,11 +275,11 @@ fn train_started(
     trainer: &Trainer,
     device: &OpenDevice,
     dataset: &Dataset,
-    initial: &InitialState,
+    first_step: u64,
 ) -> TrainStarted {
     TrainStarted {
         parameters: trainer.model.layout.parameters() as u64,
-        first_step: initial.step,
+        first_step,
         total_steps: spec.train.steps,
         tokens_per_step: trainer.stepper.tokens_per_step(),
         train_tokens: dataset.train.len(),

@@ -4,11 +4,13 @@
 //! - `step`: one step: forward, backward overlapped with bucketed all-reduce, clipping, AdamW;
 //! - `replay`: captures work as a CUDA graph and replays it;
 //! - `trace`: a timeline of some steps;
+//! - `checkpoints`: what a rank saves, and when;
 //! - `evaluate`, `sample`, `replicas`: what runs between and after steps.
 //!
 //! Invariants: the host waits for the device once per step, to read back loss and flags; nothing in a step depends on
 //! the wall clock; all ranks take the same decisions after the same step.
 
+mod checkpoints;
 mod evaluate;
 mod replay;
 mod replicas;
@@ -17,6 +19,7 @@ mod sample;
 mod step;
 mod trace;
 
+pub use checkpoints::Checkpoints;
 pub use evaluate::Evaluator;
 pub use replicas::max_difference_to_rank_0;
 pub use run::{Outcome, Run};

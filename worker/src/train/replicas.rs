@@ -1,6 +1,6 @@
-//! Arenas compared and checked across ranks, and shards gathered on rank 0.
+//! What ranks compare or agree on between steps.
 
-use xlaunch_comm::{Collective, Sharding};
+use xlaunch_comm::Collective;
 use xlaunch_engine::{Accumulate, DType, Sum, Tensor};
 
 use crate::error::Result;
@@ -24,52 +24,31 @@ pub fn max_difference_to_rank_0(
     Ok(differences.fold(0.0, f64::max))
 }
 
-/// Whether every value of these tensors is finite on every rank. A sum that overflows fp32 counts as not finite. Every
-/// rank calls it and gets the same answer.
-pub(super) fn all_finite(
-    backend: &BackendHandle,
-    tensors: [&Tensor; 3],
-    collective: &mut dyn Collective,
-) -> Result<bool> {
-    let sum = backend.alloc(DType::F32, 1)?;
-    backend.zero(sum.all())?;
-    for x in tensors {
-        backend.sum(Sum { x: x.all(), scale: 1.0, out: sum.all(), acc: Accumulate::Add })?;
-    }
-    collective.all_reduce(sum.lend(0..1), DType::F32)?;
-    collective.wait_all()?;
-    let mut total = [0.0];
-    backend.read_f32(sum.all(), &mut total)?;
-    collective.check()?;
-    Ok(total[0].is_finite())
+/// What all ranks have to know before they save a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Survey {
+    /// Every value of the tensors is finite on every rank. A sum that overflows fp32 counts as not finite.
+    pub(super) finite: bool,
+    /// Any rank is still writing the checkpoint before.
+    pub(super) busy: bool,
 }
 
-/// Gathers the arena of which every rank has a `shard`; `Some` on rank 0. It does so bucket by bucket, so that no
-/// device needs memory for the whole arena. Every rank calls it.
-pub(super) fn gather_on_rank_0(
+/// Asks all ranks. Every rank calls it and gets the same answer.
+pub(super) fn survey(
     backend: &BackendHandle,
-    sharding: &Sharding,
-    shard: &Tensor,
+    tensors: [&Tensor; 3],
+    busy: bool,
     collective: &mut dyn Collective,
-) -> Result<Option<Vec<f32>>> {
-    let is_rank_0 = collective.rank() == 0;
-    let mut arena = vec![0.0; if is_rank_0 { sharding.arena_len() } else { 0 }];
-    for bucket in sharding.plan().buckets() {
-        let own = sharding.in_shard(bucket);
-        let gathered = match sharding.is_sharded() {
-            false => None,
-            true => {
-                let whole = backend.alloc(shard.dtype(), bucket.len())?;
-                collective.all_gather(shard.lend(own.clone()), whole.lend(0..bucket.len()))?;
-                collective.wait_all()?;
-                Some(whole)
-            }
-        };
-        if is_rank_0 {
-            let values = gathered.as_ref().map_or_else(|| shard.slice(own), Tensor::all);
-            backend.read_f32(values, &mut arena[bucket.clone()])?;
-        }
+) -> Result<Survey> {
+    let sums = backend.alloc(DType::F32, 2)?;
+    backend.write_f32(sums.all(), &[0.0, f32::from(u8::from(busy))])?;
+    for x in tensors {
+        backend.sum(Sum { x: x.all(), scale: 1.0, out: sums.slice(0..1), acc: Accumulate::Add })?;
     }
+    collective.all_reduce(sums.lend(0..2), DType::F32)?;
+    collective.wait_all()?;
+    let mut totals = [0.0; 2];
+    backend.read_f32(sums.all(), &mut totals)?;
     collective.check()?;
-    Ok(is_rank_0.then_some(arena))
+    Ok(Survey { finite: totals[0].is_finite(), busy: totals[1] > 0.0 })
 }

@@ -1,19 +1,19 @@
 //! The training loop of one rank: learning rate, reports, evaluation, checkpoints, stopping.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Instant;
 
 use xlaunch_comm::Collective;
 use xlaunch_engine::KernelTime;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{CheckpointReport, EvalReport, KernelReport, Phase, ProfileReport, StepReport};
+use xlaunch_proto::v1::{CheckpointSkipped, EvalReport, KernelReport, Phase, ProfileReport, StepReport};
 
+use super::checkpoints::{Checkpoints, Position};
 use super::evaluate::Evaluator;
-use super::replicas::{all_finite, gather_on_rank_0};
+use super::replicas::{Survey, survey};
 use super::step::{PendingStep, Requests, Stepper};
 use super::trace::{self, Tracer};
-use crate::checkpoint::{self, Snapshot, State};
 use crate::control::Control;
 use crate::data::{Dataset, Loader};
 use crate::divergence::{Divergence, SkipCount};
@@ -35,7 +35,8 @@ pub struct Run<'a> {
     pub dataset: &'a Dataset,
     pub loader: &'a Loader,
     pub control: &'a Control,
-    pub checkpoint_dir: PathBuf,
+    /// `None` for a benchmark.
+    pub checkpoints: Option<Checkpoints>,
     pub skips: SkipCount,
     /// Steps completed before this run.
     pub first_step: u64,
@@ -45,7 +46,7 @@ pub struct Run<'a> {
     pub pool_trace: Option<&'a Path>,
     /// The step, from 0, whose kernels are timed.
     pub profile: Option<u64>,
-    /// A benchmark: no checkpoints are saved, and the profile is reported to the agent.
+    /// A benchmark, whose profile is reported to the agent.
     pub bench: bool,
     /// Writes the timeline of `[observe] trace`.
     pub tracer: Tracer,
@@ -144,6 +145,11 @@ impl Run<'_> {
         (every != 0 && done.is_multiple_of(every)) || done == self.spec.train.steps
     }
 
+    /// Whether a checkpoint is due by the clock. On rank 0 only, as the clocks of ranks differ.
+    fn is_due_by_clock(&self) -> bool {
+        self.collective.rank() == 0 && self.checkpoints.as_ref().is_some_and(Checkpoints::is_due_by_clock)
+    }
+
     /// Whether the pool trace is written after this step.
     fn writes_pool_trace_after(&self, step: u64) -> bool {
         step == self.first_step && self.pool_trace.is_some()
@@ -155,19 +161,44 @@ impl Run<'_> {
         if let Some(dir) = self.pool_trace.take() {
             self.write_pool_trace(dir)?;
         }
+        let mut val_loss = None;
         if self.evaluates_after(step) {
             let _span = trace::span(Phase::Evaluation);
-            self.evaluate(step)?;
+            val_loss = self.evaluate(step)?;
         }
-        let is_due = !self.bench && (self.saves_after(step) || requested.checkpoint || requested.stop);
-        if is_due && !self.skips.is_skipping() {
-            let _span = trace::span(Phase::Checkpoint);
-            if !all_finite(self.backend, self.optimizer.state(self.model), self.collective)? {
-                return Err(WorkerError::Diverged { step, what: Divergence::State });
+        let is_due = self.saves_after(step);
+        let Some(checkpoints) = &mut self.checkpoints else { return Ok(false) };
+        let last = step == self.spec.train.steps || requested.stop;
+        if !(is_due || requested.checkpoint || last) {
+            return Ok(false);
+        }
+        if self.skips.is_skipping() {
+            return Ok(true);
+        }
+        let _span = trace::span(Phase::Checkpoint);
+        if last || !checkpoints.is_busy() {
+            // If the save before has failed, this one is tried all the same.
+            checkpoints.wait()?;
+        }
+        let state = self.optimizer.state(self.model);
+        let Survey { finite, busy } = survey(self.backend, state, checkpoints.is_busy(), self.collective)?;
+        if !finite {
+            return Err(WorkerError::Diverged { step, what: Divergence::State });
+        }
+        if busy {
+            // Every rank is here: a save that a user has asked for follows as soon as the one before is done.
+            if is_due && self.collective.rank() == 0 {
+                let skipped = checkpoints.skip();
+                self.control.report(Report::CheckpointSkipped(CheckpointSkipped { step, skipped }));
             }
-            self.save(step)?;
+            return Ok(requested.checkpoint);
         }
-        Ok(is_due && self.skips.is_skipping())
+        let sequences = self.first_sequence + (step - self.first_step) * self.stepper.sequences_per_step();
+        checkpoints.save(self.backend, self.model, self.optimizer, Position { step, sequences, val_loss })?;
+        if last {
+            checkpoints.finish()?;
+        }
+        Ok(false)
     }
 
     /// Enqueues a step.
@@ -179,7 +210,7 @@ impl Run<'_> {
         self.optimizer.prepare(step, learning_rate)?;
         let requests = Requests {
             stop: self.control.stop_requested(),
-            checkpoint: self.control.take_checkpoint_request(),
+            checkpoint: self.control.take_checkpoint_request() || self.is_due_by_clock(),
         };
         if self.is_profiled(step) {
             self.tracer.begin(step);
@@ -259,8 +290,9 @@ impl Run<'_> {
         fs_err::write(path("csv"), snapshot.rmm_csv()).map_err(io)
     }
 
-    fn evaluate(&mut self, step: u64) -> Result<()> {
-        let Some(val) = &self.dataset.val else { return Ok(()) };
+    /// The loss on the held-out data, if there is any.
+    fn evaluate(&mut self, step: u64) -> Result<Option<f32>> {
+        let Some(val) = &self.dataset.val else { return Ok(None) };
         self.optimizer.gather(self.model, self.collective)?;
         let (loss, tokens) = self.evaluator.evaluate(self.model, self.collective, val)?;
         if !loss.is_finite() {
@@ -269,36 +301,7 @@ impl Run<'_> {
         if self.collective.rank() == 0 {
             self.control.report(Report::Eval(EvalReport { step, loss, tokens }));
         }
-        Ok(())
-    }
-
-    /// Saves a checkpoint on rank 0. Every rank calls it, as shards are gathered first.
-    fn save(&mut self, step: u64) -> Result<()> {
-        let start = Instant::now();
-        let sharding = self.optimizer.sharding();
-        let mut gather = |shard| gather_on_rank_0(self.backend, sharding, shard, self.collective);
-        let [params, m, v] = self.optimizer.state(self.model);
-        let (Some(params), Some(m), Some(v)) = (gather(params)?, gather(m)?, gather(v)?) else {
-            return Ok(());
-        };
-        let state = State {
-            version: checkpoint::VERSION,
-            step,
-            sequences: self.first_sequence + (step - self.first_step) * self.stepper.sequences_per_step(),
-            world_size: u32::try_from(self.collective.world_size()).unwrap_or(u32::MAX),
-            model: self.model.shape.clone(),
-            seed: self.spec.job.seed,
-            spec: self.spec.clone(),
-        };
-        let arenas = Snapshot { params: &params, m: &m, v: &v };
-        let path = checkpoint::save(&self.checkpoint_dir, &self.model.layout, &arenas, &state)?;
-        checkpoint::prune(&self.checkpoint_dir, self.spec.checkpoint.keep)?;
-        self.control.report(Report::Checkpoint(CheckpointReport {
-            step,
-            path: path.display().to_string(),
-            seconds: start.elapsed().as_secs_f64(),
-        }));
-        Ok(())
+        Ok(Some(loss))
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{EvalReport, StepReport, TrainStarted};
+use xlaunch_proto::v1::{CheckpointFailed, CheckpointSkipped, EvalReport, StepReport, TrainStarted};
 
 use super::{RankReport, ReportSink};
 
@@ -35,6 +35,14 @@ impl ReportSink for Progress {
             Report::TrainStarted(started) => self.started(started),
             Report::Step(step) => self.step(step, report.at),
             Report::Eval(eval) => self.eval(eval),
+            Report::CheckpointFailed(CheckpointFailed { step, path, reason }) => {
+                self.print(&format!("checkpoint of step {step} failed: {path}: {reason}"));
+            }
+            Report::CheckpointSkipped(CheckpointSkipped { step, .. }) => {
+                self.print(&format!(
+                    "checkpoint of step {step} skipped: the one before is still being written"
+                ));
+            }
             _ => {}
         }
         Ok(())

@@ -6,6 +6,7 @@
 
 pub mod command;
 mod hang;
+mod save;
 pub mod trainer;
 
 use std::ffi::OsStr;

@@ -14,7 +14,7 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{AgentCommand, Bench, GetJobReply, GetJobRequest, JobKind, StopCommand};
+use xlaunch_proto::v1::{AgentCommand, Bench, GetJobReply, GetJobRequest, JobKind, ShardSaved, StopCommand};
 
 use crate::command::{Restarts, quote_line};
 use crate::devices::Placement;
@@ -35,6 +35,7 @@ use crate::state::{Event, Job, Kind, Phase, Rules};
 use crate::status::board::{self, Board};
 use crate::workload::Workload;
 use crate::workload::hang::HangDetector;
+use crate::workload::save::SaveBarrier;
 
 /// For the hint in status about a rank without output that uses neither CPU nor GPU. The hang detector is much faster.
 const IDLE_STALL_TIMEOUT: Duration = Duration::from_secs(300);
@@ -54,12 +55,24 @@ pub struct TrainerPlan<'a> {
     pub placement: &'a Placement,
     /// Checkpoint of the first attempt.
     pub resume_from: Option<PathBuf>,
-    /// Finds the newest complete checkpoint in a directory, for later attempts.
-    pub newest_checkpoint: fn(&Path) -> Option<PathBuf>,
+    /// Finds the checkpoint of this run that later attempts resume from.
+    pub recover: Recover,
     /// What `xlaunch bench` measures; `None` trains.
     pub bench: Option<Bench>,
     /// What the workers inherit.
     pub base: &'a BaseEnvironment,
+}
+
+/// Finds the newest complete checkpoint of a run in a directory.
+pub type Recover = fn(&Path, &str) -> Recovered;
+
+/// What an attempt that failed has left.
+#[derive(Debug, Default)]
+pub struct Recovered {
+    /// The newest complete checkpoint of the run.
+    pub newest: Option<PathBuf>,
+    /// Checkpoints that were rejected, for the user.
+    pub notes: Vec<String>,
 }
 
 /// The results of a training job, beside what every job has.
@@ -83,6 +96,7 @@ pub(crate) struct TrainerWorkload<'a> {
     /// By rank.
     sessions: Vec<Session>,
     hang_detector: HangDetector,
+    saves: SaveBarrier,
     /// For frameworks that rendezvous on their own; the trainer does not.
     port: Option<MasterPort>,
     output: Output,
@@ -111,6 +125,7 @@ impl<'a> TrainerWorkload<'a> {
             barrier: barrier(&plan, 0),
             sessions: Vec::new(),
             hang_detector: HangDetector::new(stall_timeout, Instant::now()),
+            saves: SaveBarrier::new(plan.placement.workers),
             port: None,
             output: Output::for_trainer(move |line| printer.print(line)),
             sinks,
@@ -155,6 +170,7 @@ impl<'a> TrainerWorkload<'a> {
             run_dir: path(&self.run.path),
             resume_from: self.plan.resume_from.as_deref().map(path).unwrap_or_default(),
             bench: self.plan.bench.clone(),
+            run_id: self.run.id.clone(),
         })
     }
 
@@ -173,6 +189,10 @@ impl<'a> TrainerWorkload<'a> {
 
     fn report(&mut self, rank: u32, report: Report, board: &watch::Sender<Board>) {
         let at = Instant::now();
+        let report = match report {
+            Report::ShardSaved(shard) => return self.shard_saved(rank, shard),
+            other => other,
+        };
         board.send_modify(|board| board.reported(rank, &report, at));
         self.hang_detector.record(rank, &report, at);
         let report = RankReport { rank, at, report };
@@ -188,6 +208,18 @@ impl<'a> TrainerWorkload<'a> {
             self.reports.push(report.clone());
         }
         self.sinks.report(report);
+    }
+}
+
+impl TrainerWorkload<'_> {
+    fn shard_saved(&mut self, rank: u32, shard: ShardSaved) {
+        if let Some(commit) = self.saves.record(rank, shard)
+            && let Some(session) = self.sessions.first().and_then(Option::as_ref)
+        {
+            // As in `request_stop`: a rank whose queue is full hangs.
+            let _ =
+                session.try_send(Ok(AgentCommand { command: Some(WorkerCommand::CommitCheckpoint(commit)) }));
+        }
     }
 }
 
@@ -227,14 +259,16 @@ impl Workload for TrainerWorkload<'_> {
     /// Starts a new rendezvous; a restart resumes from the newest checkpoint.
     fn begin_attempt(&mut self, attempt: u32) -> std::io::Result<()> {
         if attempt > 0 {
-            let saved = (self.plan.newest_checkpoint)(&self.checkpoint_dir());
-            self.plan.resume_from = saved.or_else(|| self.plan.resume_from.take());
+            let Recovered { newest, notes } = (self.plan.recover)(&self.checkpoint_dir(), &self.run.id);
+            notes.iter().for_each(|note| self.notify(&format!("xlaunch: {note}")));
+            self.plan.resume_from = newest.or_else(|| self.plan.resume_from.take());
         }
         self.barrier.refuse("the attempt is over");
         self.barrier = barrier(&self.plan, attempt);
         self.port = MasterPort::reserve().ok();
         self.sessions = (0..self.plan.placement.workers).map(|_| None).collect();
         self.hang_detector.begin_attempt(Instant::now());
+        self.saves = SaveBarrier::new(self.plan.placement.workers);
         Ok(())
     }
 

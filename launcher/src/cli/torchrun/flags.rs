@@ -204,6 +204,16 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
                 Optional("PATH"),
                 "resume from the job's newest checkpoint, or from PATH",
             ),
+            Flag::xlaunch(
+                "resume-changed",
+                Nothing,
+                "resume although the data, the batch, the seed or the data's order have changed",
+            ),
+            Flag::xlaunch(
+                "overwrite",
+                Nothing,
+                "start afresh in a directory of checkpoints, and set those aside",
+            ),
         ],
     ),
     (
@@ -214,6 +224,9 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
         ],
     ),
 ];
+
+/// Flags that only training configurations take.
+pub(super) const TRAINING: [&str; 4] = ["set", "resume", "resume-changed", "overwrite"];
 
 pub(super) fn all() -> impl Iterator<Item = &'static Flag> {
     GROUPS.iter().flat_map(|(_, flags)| flags.iter())
@@ -278,7 +291,7 @@ mod tests {
         assert_eq!(found("no-"), Ok("no-python"));
         assert_eq!(found("re"), Ok("redirects"));
         assert_eq!(found("v"), Ok("virtual-local-rank"));
-        assert_eq!(found("res"), Ok("resume"));
+        assert_eq!(found("over"), Ok("overwrite"));
         assert_eq!(found("master"), Err("--master could be --master-addr, --master-port".into()));
         assert_eq!(
             found("max-restart-count"),

@@ -40,7 +40,7 @@ pub(super) fn text(name: Name, subcommands: &[(String, String)], exit_codes: &st
     }
     for (heading, flags) in flags::GROUPS {
         let flags =
-            flags.iter().filter(|flag| name == Name::Xlaunch || !matches!(flag.name, "set" | "resume"));
+            flags.iter().filter(|flag| name == Name::Xlaunch || !flags::TRAINING.contains(&flag.name));
         let lines: String = flags.map(|flag| row(&left(flag), flag.help)).collect();
         if !lines.is_empty() {
             out += &format!("\n{heading}:\n{lines}");

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use xlaunch_proto::command::{CommandSpec, LogOptions, Program};
 
 use super::reader::Reader;
-use super::values;
+use super::{flags, values};
 use crate::cli::bench;
 
 /// The launch of `target`, which has at least one element, with its arguments; `is_program` if it follows `--`.
@@ -15,7 +15,7 @@ pub(super) fn command(
     target: &[OsString],
     is_program: bool,
 ) -> Result<CommandSpec, String> {
-    for flag in ["set", "resume"] {
+    for flag in flags::TRAINING {
         if reader.line.last(flag).is_some() {
             return Err(format!("--{flag} is for training configurations, whose names end in .toml"));
         }

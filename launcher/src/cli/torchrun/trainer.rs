@@ -3,16 +3,17 @@
 use std::ffi::OsStr;
 
 use super::reader::Reader;
-use super::values;
+use super::{flags, values};
 use crate::cli::launch::Launch;
 
-/// Flags that apply to training configurations.
-const TRAINER_FLAGS: [&str; 5] = ["nproc-per-node", "set", "resume", "max-restarts", "shutdown-timeout"];
+/// Flags that training configurations share with commands.
+const SHARED_FLAGS: [&str; 3] = ["nproc-per-node", "max-restarts", "shutdown-timeout"];
 
 /// The launch of the configuration at `config`.
 pub(super) fn launch(reader: &Reader<'_>, config: &OsStr) -> Result<Launch, String> {
-    if let Some(other) = reader.line.given.iter().find(|given| !TRAINER_FLAGS.contains(&given.flag.name)) {
-        let allowed = TRAINER_FLAGS.map(|name| format!("--{name}")).join(", ");
+    let flags = [&SHARED_FLAGS[..], &flags::TRAINING].concat();
+    if let Some(other) = reader.line.given.iter().find(|given| !flags.contains(&given.flag.name)) {
+        let allowed = flags.iter().map(|name| format!("--{name}")).collect::<Vec<_>>().join(", ");
         return Err(format!(
             "{} does not apply to training configurations such as {}; they take {allowed}",
             other.written,
@@ -30,6 +31,11 @@ pub(super) fn launch(reader: &Reader<'_>, config: &OsStr) -> Result<Launch, Stri
     }
     if let Some(timeout) = reader.parsed("shutdown-timeout", values::seconds)? {
         set.push(format!("launch.shutdown_timeout={:?}", timeout.as_secs_f64()));
+    }
+    for (flag, key) in [("resume-changed", "resume_changed"), ("overwrite", "overwrite")] {
+        if reader.line.last(flag).is_some() {
+            set.push(format!("checkpoint.{key}=true"));
+        }
     }
     let resume = match reader.repeated("resume").last() {
         Some(Some(path)) => Some(path.to_str().ok_or("--resume: expected UTF-8")?.to_owned()),

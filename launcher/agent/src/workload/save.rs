@@ -1,0 +1,82 @@
+//! When a checkpoint can be committed: the answers of all ranks that write a part of it. Pure.
+
+use std::collections::BTreeMap;
+
+use xlaunch_proto::v1::{CommitCheckpoint, SavedFile, ShardSaved};
+
+/// The save in flight. There is one at a time: ranks begin the next one when all of them have answered.
+#[derive(Debug)]
+pub(super) struct SaveBarrier {
+    world: usize,
+    step: u64,
+    /// By rank.
+    answers: BTreeMap<u32, Result<Vec<SavedFile>, String>>,
+}
+
+impl SaveBarrier {
+    /// No save is in flight.
+    pub(super) fn new(world: u32) -> Self {
+        Self { world: world as usize, step: 0, answers: BTreeMap::new() }
+    }
+
+    /// Records the answer of a rank. Returns what rank 0 is told when it is the last one. If several ranks have failed,
+    /// the lowest of them is named.
+    pub(super) fn record(&mut self, rank: u32, shard: ShardSaved) -> Option<CommitCheckpoint> {
+        let ShardSaved { step, files, error } = shard;
+        if step != self.step {
+            // An earlier save whose ranks have not all answered was abandoned with its attempt.
+            (self.step, self.answers) = (step, BTreeMap::new());
+        }
+        self.answers.insert(rank, if error.is_empty() { Ok(files) } else { Err(error) });
+        if self.answers.len() < self.world {
+            return None;
+        }
+        let answers: Result<Vec<_>, String> = std::mem::take(&mut self.answers).into_values().collect();
+        Some(match answers {
+            Ok(files) => CommitCheckpoint { step, files: files.concat(), error: String::new() },
+            Err(error) => CommitCheckpoint { step, files: Vec::new(), error },
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn saved(step: u64, name: &str) -> ShardSaved {
+        let file = SavedFile { name: name.into(), chunks: Vec::new() };
+        ShardSaved { step, files: vec![file], error: String::new() }
+    }
+
+    fn failed(step: u64, error: &str) -> ShardSaved {
+        ShardSaved { step, files: Vec::new(), error: error.into() }
+    }
+
+    #[test]
+    fn commit_follows_the_last_answer_and_has_the_files_of_all_ranks() {
+        let mut barrier = SaveBarrier::new(3);
+        assert_eq!(barrier.record(2, saved(10, "c")), None);
+        assert_eq!(barrier.record(0, saved(10, "a")), None);
+        let commit = barrier.record(1, saved(10, "b")).unwrap();
+        let names: Vec<_> = commit.files.iter().map(|file| file.name.as_str()).collect();
+        assert_eq!((commit.step, names, commit.error.as_str()), (10, vec!["a", "b", "c"], ""));
+        assert_eq!(barrier.record(0, saved(20, "a")), None, "the next save starts empty");
+    }
+
+    #[test]
+    fn failure_waits_for_all_ranks_because_their_files_are_removed_then() {
+        let mut barrier = SaveBarrier::new(3);
+        assert_eq!(barrier.record(2, failed(10, "rank 2: no space")), None);
+        assert_eq!(barrier.record(1, failed(10, "rank 1: no space")), None);
+        let commit = barrier.record(0, saved(10, "a")).unwrap();
+        assert_eq!((commit.files.len(), commit.error.as_str()), (0, "rank 1: no space"));
+    }
+
+    #[test]
+    fn answers_to_an_abandoned_save_do_not_count_for_the_next() {
+        let mut barrier = SaveBarrier::new(2);
+        assert_eq!(barrier.record(0, saved(10, "a")), None);
+        assert_eq!(barrier.record(1, saved(20, "b")), None);
+        assert!(barrier.record(0, saved(20, "a")).is_some());
+    }
+}

@@ -1,0 +1,250 @@
+//! What a directory of checkpoints contains, and what happens to the entries that are not used.
+//!
+//! ```text
+//! step-00000020            a checkpoint             .tmp-step-00000030   being written, or left by a job that was killed
+//! step-00000010.keep       one that is never deleted   .old-step-00000030   replaced by another one of the same step
+//! step-00000040.damaged    rejected                 step-00000050.abandoned   of a run that was continued from an
+//!                                                                             earlier step
+//! ```
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use xlaunch_proto::model::ModelShape;
+
+use super::manifest::{self, Checked};
+use super::write::{REPLACED, TEMPORARY};
+use super::{CheckpointError, State, name, read};
+
+/// Suffix of checkpoints that are never deleted.
+const PINNED: &str = ".keep";
+/// Suffix of checkpoints that were rejected.
+const DAMAGED: &str = ".damaged";
+/// Suffix of checkpoints that do not belong to the run any more.
+const ABANDONED: &str = ".abandoned";
+
+/// A directory that has the name of a checkpoint.
+#[derive(Debug)]
+pub struct Found {
+    /// Its path.
+    pub path: PathBuf,
+    /// Steps completed, by its name.
+    pub step: u64,
+    /// It is never deleted.
+    pub pinned: bool,
+    /// Its state, or why it is rejected.
+    pub state: Result<State, CheckpointError>,
+}
+
+/// All checkpoints of a directory, newest first. None if the directory does not exist.
+pub fn scan(dir: &Path) -> Result<Vec<Found>, CheckpointError> {
+    let read = |error: io::Error| CheckpointError::Read { path: dir.into(), reason: error.to_string() };
+    let entries = match fs_err::read_dir(dir) {
+        Ok(entries) => entries.collect::<io::Result<Vec<_>>>().map_err(read)?,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(read(error)),
+    };
+    let names: Vec<String> =
+        entries.iter().filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    let found = |name: &String| {
+        let (step, pinned) = parse(name)?;
+        let path = dir.join(name);
+        // A marker beside the checkpoint pins it, too.
+        let pinned = pinned || names.contains(&format!("{name}{PINNED}"));
+        if name.ends_with(PINNED) && !path.is_dir() {
+            return None;
+        }
+        let state = manifest::check(&path).and_then(|Checked { state, .. }| match state.step == step {
+            true => Ok(state),
+            false => Err(CheckpointError::Damaged {
+                path: path.clone(),
+                reason: format!("its state is of step {}", state.step),
+            }),
+        });
+        Some(Found { path, step, pinned, state })
+    };
+    let mut checkpoints: Vec<Found> = names.iter().filter_map(found).collect();
+    checkpoints.sort_by(|a, b| (b.step, &b.path).cmp(&(a.step, &a.path)));
+    Ok(checkpoints)
+}
+
+/// The step in the name of a checkpoint, and whether it is pinned.
+fn parse(entry: &str) -> Option<(u64, bool)> {
+    let (base, pinned) = entry.strip_suffix(PINNED).map_or((entry, false), |base| (base, true));
+    let step = base.strip_prefix("step-")?.parse().ok()?;
+    (name(step) == base).then_some((step, pinned))
+}
+
+/// The newest valid checkpoint of a directory; `None` if there is none, for whatever reason.
+pub fn newest(dir: &Path) -> Option<PathBuf> {
+    scan(dir).ok()?.into_iter().find(|found| found.state.is_ok()).map(|found| found.path)
+}
+
+/// A checkpoint to resume from.
+#[derive(Debug)]
+pub struct Choice {
+    /// Its path.
+    pub path: PathBuf,
+    /// Its state.
+    pub state: State,
+    /// Newer ones that were rejected, and why.
+    pub rejected: Vec<(PathBuf, CheckpointError)>,
+}
+
+/// The newest valid checkpoint of a directory. `None` if it contains no checkpoint.
+///
+/// # Errors
+/// If there are checkpoints and none is valid, or the directory cannot be read.
+pub fn choose(dir: &Path) -> Result<Option<Choice>, CheckpointError> {
+    let mut rejected = Vec::new();
+    for Found { path, state, .. } in scan(dir)? {
+        match state {
+            Ok(state) => return Ok(Some(Choice { path, state, rejected })),
+            Err(error) => rejected.push((path, error)),
+        }
+    }
+    match rejected.is_empty() {
+        true => Ok(None),
+        false => Err(CheckpointError::NoneValid {
+            path: dir.into(),
+            reasons: rejected.into_iter().map(|(_, error)| error.to_string()).collect(),
+        }),
+    }
+}
+
+/// The state of the checkpoint `path`, which must be of this model.
+pub fn open(path: &Path, shape: &ModelShape) -> Result<State, CheckpointError> {
+    let Checked { state, .. } = manifest::check(path)?;
+    read::check_model(path, &state, shape)?;
+    Ok(state)
+}
+
+/// Renames a rejected checkpoint, so that it is neither tried nor counted again. Returns its new path.
+pub fn mark_damaged(path: &Path) -> io::Result<PathBuf> {
+    set_aside(path, DAMAGED)
+}
+
+/// Renames the checkpoints of `dir` after `step`: a run continues from there, and writes others of the same names.
+/// Returns their new paths.
+pub fn abandon_after(dir: &Path, step: Option<u64>) -> io::Result<Vec<PathBuf>> {
+    let found = scan(dir).map_err(io::Error::other)?;
+    let later = found.into_iter().filter(|found| step.is_none_or(|step| found.step > step));
+    later.map(|found| set_aside(&found.path, ABANDONED)).collect()
+}
+
+fn set_aside(path: &Path, suffix: &str) -> io::Result<PathBuf> {
+    let candidates = (1..).map(|number| {
+        let number = if number == 1 { String::new() } else { format!("-{number}") };
+        let mut renamed = path.as_os_str().to_owned();
+        renamed.push(format!("{suffix}{number}"));
+        PathBuf::from(renamed)
+    });
+    let Some(free) = candidates.take(10_000).find(|candidate| candidate.symlink_metadata().is_err()) else {
+        return Err(io::Error::other(format!("too many entries like {}{suffix}", path.display())));
+    };
+    fs_err::rename(path, &free)?;
+    Ok(free)
+}
+
+/// Removes what a job that was killed has left, and puts a checkpoint back that it was about to replace. Only for the
+/// holder of the directory's lock, while no worker runs.
+pub fn clean(dir: &Path) -> io::Result<()> {
+    let entries = match fs_err::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    for entry in entries {
+        let entry = entry?;
+        let entry_name = entry.file_name();
+        let Some(entry_name) = entry_name.to_str() else { continue };
+        if let Some(replaced) = entry_name.strip_prefix(REPLACED) {
+            match dir.join(replaced).exists() {
+                true => fs_err::remove_dir_all(entry.path())?,
+                false => fs_err::rename(entry.path(), dir.join(replaced))?,
+            }
+        } else if entry_name.starts_with(TEMPORARY) {
+            fs_err::remove_dir_all(entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// Creates the directory and checks that checkpoints of `bytes` bytes can be written to it.
+pub fn check_writable(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
+    let failed = |reason: String| CheckpointError::Write { path: dir.into(), reason };
+    let probe = dir.join(format!("{TEMPORARY}probe-{}", std::process::id()));
+    let result = (|| {
+        fs_err::create_dir_all(dir)?;
+        fs_err::read_dir(dir)?.next().transpose()?;
+        fs_err::create_dir(&probe)?;
+        let file = fs_err::File::create(probe.join("file"))?;
+        file.sync_all()?;
+        fs_err::remove_dir_all(&probe)
+    })();
+    if let Err(error) = result {
+        // The probe is removed by the next start if that fails, too.
+        let _ = fs_err::remove_dir_all(&probe);
+        return Err(failed(error.to_string()));
+    }
+    check_room(dir, bytes)
+}
+
+/// Checks that the file system of `dir`, or of its nearest parent that exists, has room for `bytes` bytes.
+pub fn check_room(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
+    let Some(existing) = dir.ancestors().find(|ancestor| ancestor.exists()) else { return Ok(()) };
+    // A file system that does not tell is given the benefit of the doubt.
+    let Ok(stat) = rustix::fs::statvfs(existing) else { return Ok(()) };
+    let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+    if stat.f_blocks == 0 || free >= bytes {
+        return Ok(());
+    }
+    let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+    Err(CheckpointError::Write {
+        path: dir.into(),
+        reason: format!("a checkpoint takes {} MiB, but only {} MiB are free", mib(bytes), mib(free)),
+    })
+}
+
+/// The newest checkpoint that this run itself has saved, after cleaning up behind workers that were killed.
+#[derive(Debug, Default)]
+pub struct Recovered {
+    /// The checkpoint.
+    pub newest: Option<PathBuf>,
+    /// Checkpoints that were rejected, for the user.
+    pub notes: Vec<String>,
+}
+
+/// Finds the checkpoint from which the next attempt of `run` resumes.
+pub fn recover(dir: &Path, run: &str) -> Recovered {
+    let mut recovered = Recovered::default();
+    if let Err(error) = clean(dir) {
+        recovered.notes.push(format!("failed to remove what the last attempt left: {error}"));
+    }
+    let found = scan(dir).unwrap_or_else(|error| {
+        recovered.notes.push(error.to_string());
+        Vec::new()
+    });
+    for Found { path, state, .. } in found {
+        match state {
+            Ok(state) if state.run == run => {
+                recovered.newest = Some(path);
+                break;
+            }
+            Ok(_) => {}
+            Err(error) => recovered.notes.push(reject(&path, &error)),
+        }
+    }
+    recovered
+}
+
+/// Renames a damaged checkpoint, and describes that. One that cannot be read now, or not by this version, is left.
+pub fn reject(path: &Path, error: &CheckpointError) -> String {
+    if !matches!(error, CheckpointError::Damaged { .. }) {
+        return error.to_string();
+    }
+    match mark_damaged(path) {
+        Ok(renamed) => format!("{error}; renamed to {}", renamed.display()),
+        Err(failed) => format!("{error}; {failed}"),
+    }
+}

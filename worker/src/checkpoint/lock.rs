@@ -1,0 +1,67 @@
+//! One job per directory of checkpoints: two would delete and replace each other's.
+
+use std::io::{Read, Seek, Write};
+use std::path::{Path, PathBuf};
+
+use fs_err::{File, OpenOptions};
+
+/// Name of the locked file, which stays in the directory: removing it would let two jobs lock different files.
+const NAME: &str = ".lock";
+/// Most bytes of the holder's description.
+const MAX_HOLDER_BYTES: u64 = 1024;
+
+/// The lock, which the agent holds as long as the job runs. The kernel releases it if the agent is killed.
+#[derive(Debug)]
+pub struct Lock {
+    _file: File,
+}
+
+/// Why a directory cannot be locked.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what the fields are")]
+pub enum LockError {
+    #[error("checkpoint directory {} is used by another job: {holder}", path.display())]
+    Held { path: PathBuf, holder: String },
+    #[error("failed to lock checkpoint directory {}: {source}", path.display())]
+    Io { path: PathBuf, source: std::io::Error },
+}
+
+impl Lock {
+    /// Locks a directory for `holder`, whose description others are shown.
+    pub fn acquire(dir: &Path, holder: &str) -> Result<Self, LockError> {
+        let io = |source| LockError::Io { path: dir.into(), source };
+        let path = dir.join(NAME);
+        let mut options = OpenOptions::new();
+        let mut file = options.read(true).write(true).create(true).truncate(false).open(path).map_err(io)?;
+        match file.file().try_lock() {
+            Ok(()) => {}
+            Err(std::fs::TryLockError::WouldBlock) => {
+                let mut holder = String::new();
+                // It may be just about to be written; that the directory is in use is what matters.
+                let _ = file.take(MAX_HOLDER_BYTES).read_to_string(&mut holder);
+                let holder = if holder.is_empty() { "unknown".into() } else { holder.trim().to_owned() };
+                return Err(LockError::Held { path: dir.into(), holder });
+            }
+            Err(std::fs::TryLockError::Error(source)) => return Err(io(source)),
+        }
+        let written = file.set_len(0).and_then(|()| file.rewind()).and_then(|()| writeln!(file, "{holder}"));
+        written.map_err(io)?;
+        Ok(Self { _file: file })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn second_job_is_refused_with_the_name_of_the_first_until_that_ends() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = Lock::acquire(dir.path(), "job `a`, process 1").unwrap();
+        let error = Lock::acquire(dir.path(), "job `b`").unwrap_err();
+        assert!(error.to_string().ends_with("is used by another job: job `a`, process 1"), "{error}");
+        drop(first);
+        let _second = Lock::acquire(dir.path(), "b").unwrap();
+        assert!(Lock::acquire(dir.path(), "c").unwrap_err().to_string().ends_with(": b"));
+    }
+}

@@ -1,0 +1,114 @@
+//! The part of the arenas that one rank saves, so that all ranks together save everything once.
+//!
+//! With a sharded optimizer these are the shards that the rank updates. Otherwise every rank has everything, and saves
+//! an equal part of it.
+
+use std::ops::Range;
+
+use xlaunch_comm::Sharding;
+
+/// Ranges of the arena, by rising offset.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Portion {
+    ranges: Vec<Owned>,
+}
+
+/// A range that the rank saves.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Owned {
+    /// Where it is in the arena.
+    pub arena: Range<usize>,
+    /// Where the rank's tensors of master weights and moments have it.
+    pub stored: Range<usize>,
+}
+
+impl Portion {
+    /// What rank `rank` of `world` saves.
+    pub fn new(sharding: &Sharding, rank: usize, world: usize) -> Self {
+        if sharding.is_sharded() {
+            let owned = |bucket: &Range<usize>| Owned {
+                arena: sharding.in_arena(bucket),
+                stored: sharding.in_shard(bucket),
+            };
+            return Self { ranges: sharding.plan().buckets().iter().map(owned).collect() };
+        }
+        // u128: the product of a length and a rank may exceed 64 bits only in theory, but must not wrap.
+        let cut = |rank: usize| {
+            let cut = sharding.arena_len() as u128 * rank as u128 / world.max(1) as u128;
+            usize::try_from(cut).unwrap_or(usize::MAX)
+        };
+        let arena = cut(rank)..cut(rank + 1);
+        Self { ranges: vec![Owned { stored: arena.clone(), arena }] }
+    }
+
+    /// The ranges.
+    pub fn ranges(&self) -> &[Owned] {
+        &self.ranges
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.ranges.iter().map(|owned| owned.arena.len()).sum()
+    }
+
+    /// Whether it contains nothing.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Its intersection with a range of the arena: for each part its place in the arena, and its place in a buffer that
+    /// holds the portion's ranges one after another.
+    pub fn within(&self, range: &Range<usize>) -> impl Iterator<Item = (Range<usize>, usize)> {
+        let range = range.clone();
+        let places = self.ranges.iter().scan(0, |packed, owned| {
+            let at = *packed;
+            *packed += owned.arena.len();
+            Some((owned, at))
+        });
+        places.filter_map(move |(owned, packed)| {
+            let part = owned.arena.start.max(range.start)..owned.arena.end.min(range.end);
+            (part.start < part.end).then(|| {
+                let at = packed + part.start - owned.arena.start;
+                (part, at)
+            })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use xlaunch_comm::bucket::Plan;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn all_ranks_together_save_every_element_once(
+            sizes in prop::collection::vec(1usize..9, 1..30),
+            world in 1usize..6,
+            sharded: bool,
+        ) {
+            let step = |end: &mut usize, size: &usize| { *end += size * world; Some(*end) };
+            let ends: Vec<usize> = sizes.iter().scan(0, step).collect();
+            let (plan, len) = (Plan::new(&ends, 4, 100, 30), *ends.last().unwrap());
+            let mut seen = vec![0; len];
+            for rank in 0..world {
+                let sharding = match sharded {
+                    true => Sharding::new(plan.clone(), rank, world),
+                    false => Sharding::replicated(plan.clone()),
+                };
+                let portion = Portion::new(&sharding, rank, world);
+                let packed: Vec<usize> = portion.ranges().iter().flat_map(|owned| owned.arena.clone()).collect();
+                prop_assert_eq!(packed.len(), portion.len());
+                packed.iter().for_each(|element| seen[*element] += 1);
+                for (part, at) in portion.within(&(3..len - 1)) {
+                    prop_assert_eq!(&packed[at..at + part.len()], part.collect::<Vec<_>>());
+                }
+                let within: usize = portion.within(&(3..len - 1)).map(|(part, _)| part.len()).sum();
+                prop_assert_eq!(within, packed.iter().filter(|element| (3..len - 1).contains(*element)).count());
+            }
+            prop_assert!(seen.iter().all(|count| *count == 1));
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! The thread of a rank that writes checkpoints while training goes on.
+//!
+//! ```text
+//! training thread --snapshot--> thread: write this rank's part --> agent: have all ranks written theirs?
+//!                 <--buffers--                   rank 0: commit, delete old checkpoints, report <--'
+//! ```
+//! One save is in flight at a time. Whether it is is agreed upon by all ranks in a step's all-reduce
+//! ([`Saver::is_busy`] is this rank's share of that), so that all of them begin or skip the next one.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+use std::time::Instant;
+
+use xlaunch_proto::v1::worker_report::Report;
+use xlaunch_proto::v1::{CheckpointFailed, CheckpointReport};
+
+use super::disk::{Disk, Real};
+use super::retention::Candidate;
+pub use super::write::Written;
+use super::write::{Snapshot, Writer, commit, temporary};
+use super::{CheckpointError, Portion, Retention, State, directory, name};
+use crate::model::layout::Layout;
+
+/// How the ranks of a save learn of each other. Implemented by the session with the agent.
+pub trait Exchange: Send {
+    /// Tells the others that this rank has written its part, or why not.
+    fn written(&mut self, step: u64, result: Result<Vec<Written>, String>);
+    /// Rank 0: waits until every rank has answered. All parts, or what failed.
+    fn all_written(&mut self, step: u64) -> Result<Vec<Written>, String>;
+    /// Tells the agent how a save ended.
+    fn report(&mut self, report: Report);
+}
+
+/// What a rank saves, and where.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "named after what they are")]
+pub struct Settings {
+    pub dir: PathBuf,
+    pub layout: Layout,
+    pub portion: Portion,
+    pub rank: usize,
+    pub world: usize,
+    pub retention: Retention,
+    /// The checkpoint that the run was resumed from.
+    pub source: Option<PathBuf>,
+}
+
+/// A save that was begun.
+struct Job {
+    snapshot: Snapshot,
+    state: State,
+    start: Instant,
+}
+
+/// A save that has ended.
+struct Ended {
+    /// For the next one.
+    snapshot: Snapshot,
+    result: Result<(), CheckpointError>,
+}
+
+/// The training thread's handle.
+#[derive(Debug)]
+pub struct Saver {
+    jobs: Sender<Job>,
+    ended: Receiver<Ended>,
+    busy: Arc<AtomicBool>,
+    in_flight: bool,
+    buffers: Snapshot,
+}
+
+impl Saver {
+    /// Starts the thread.
+    pub fn start(settings: Settings, exchange: Box<dyn Exchange>) -> io::Result<Self> {
+        Self::with_disk(settings, exchange, Arc::new(Real))
+    }
+
+    pub(super) fn with_disk(
+        settings: Settings,
+        exchange: Box<dyn Exchange>,
+        disk: Arc<dyn Disk>,
+    ) -> io::Result<Self> {
+        let Settings { dir, layout, portion, rank, world, retention, source } = settings;
+        let (jobs, queue) = channel();
+        let (sender, ended) = channel();
+        let busy = Arc::new(AtomicBool::new(false));
+        let writer = Writer { layout, portion, rank, world };
+        let mut thread = Thread { dir, writer, retention, source, exchange, disk, reported_failure: false };
+        let flag = busy.clone();
+        thread::Builder::new().name("checkpoint".into()).spawn(move || {
+            while let Ok(job) = queue.recv() {
+                let Job { snapshot, state, start } = job;
+                let result = thread.save(&snapshot, state, start);
+                flag.store(false, Ordering::Release);
+                if sender.send(Ended { snapshot, result }).is_err() {
+                    return;
+                }
+            }
+        })?;
+        Ok(Self { jobs, ended, busy, in_flight: false, buffers: Snapshot::default() })
+    }
+
+    /// Whether this rank is still writing.
+    pub fn is_busy(&self) -> bool {
+        self.busy.load(Ordering::Acquire)
+    }
+
+    /// Waits for the save in flight, and returns how it ended. `Ok` if there is none.
+    pub fn wait(&mut self) -> Result<(), CheckpointError> {
+        if !std::mem::take(&mut self.in_flight) {
+            return Ok(());
+        }
+        // The thread lives as long as this handle.
+        let Ok(Ended { snapshot, result }) = self.ended.recv() else { return Ok(()) };
+        self.buffers = snapshot;
+        result
+    }
+
+    /// The buffers of the last snapshot, to be filled and passed to [`begin`](Self::begin).
+    pub fn take_buffers(&mut self) -> Snapshot {
+        std::mem::take(&mut self.buffers)
+    }
+
+    /// Begins a save. The one before must have been waited for.
+    pub fn begin(&mut self, snapshot: Snapshot, state: State, start: Instant) {
+        self.busy.store(true, Ordering::Release);
+        // As in `wait`.
+        self.in_flight = self.jobs.send(Job { snapshot, state, start }).is_ok();
+    }
+}
+
+struct Thread {
+    dir: PathBuf,
+    writer: Writer,
+    retention: Retention,
+    source: Option<PathBuf>,
+    exchange: Box<dyn Exchange>,
+    disk: Arc<dyn Disk>,
+    reported_failure: bool,
+}
+
+impl Thread {
+    fn save(&mut self, snapshot: &Snapshot, state: State, start: Instant) -> Result<(), CheckpointError> {
+        let step = state.step;
+        let path = self.dir.join(name(step));
+        let failed = |reason: String| CheckpointError::Write { path: path.clone(), reason };
+        let temporary = temporary(&self.dir, step);
+        let written = self.writer.write(&*self.disk, &temporary, snapshot);
+        let written = written.map_err(|error| format!("rank {}: {error}", self.writer.rank));
+        self.exchange.written(step, written.clone());
+        if self.writer.rank != 0 {
+            return written.map(drop).map_err(failed);
+        }
+        let saved = self.exchange.all_written(step).and_then(|parts| {
+            commit(&*self.disk, &self.dir, &state, parts).map_err(|error| error.to_string())
+        });
+        match saved {
+            Ok(path) => {
+                self.exchange.report(Report::Checkpoint(CheckpointReport {
+                    step,
+                    path: path.display().to_string(),
+                    seconds: start.elapsed().as_secs_f64(),
+                }));
+                self.delete_old(&state);
+                Ok(())
+            }
+            Err(reason) => {
+                // Whatever remains is removed when the job starts again.
+                let _ = self.disk.remove_dir(&temporary);
+                self.report_failure(step, &path, &reason);
+                Err(failed(reason))
+            }
+        }
+    }
+
+    fn report_failure(&mut self, step: u64, path: &Path, reason: &str) {
+        let (path, reason) = (path.display().to_string(), reason.to_owned());
+        self.exchange.report(Report::CheckpointFailed(CheckpointFailed { step, path, reason }));
+    }
+
+    /// Deletes checkpoints of this run, and of those that it continues, that are not to be kept.
+    fn delete_old(&mut self, newest: &State) {
+        let found = match directory::scan(&self.dir) {
+            Ok(found) => found,
+            Err(error) => return self.retention_failed(newest.step, &self.dir.clone(), &error.to_string()),
+        };
+        let belongs = |state: &State| {
+            state.run == newest.run
+                || newest.parents.iter().any(|parent| parent.run == state.run && state.step <= parent.step)
+        };
+        let candidate = |found: &directory::Found| {
+            let state = found.state.as_ref().ok().filter(|state| belongs(state) && !found.pinned)?;
+            let is_source = self.source.as_ref() == Some(&found.path);
+            Some(Candidate { step: found.step, val_loss: state.val_loss, is_source })
+        };
+        let candidates = found.iter().filter_map(candidate).collect();
+        for step in self.retention.to_delete(candidates) {
+            let path = self.dir.join(name(step));
+            if let Err(error) = self.disk.remove_dir(&path) {
+                self.retention_failed(newest.step, &path, &error.to_string());
+            }
+        }
+    }
+
+    /// Reported once: the same failure would follow every save.
+    fn retention_failed(&mut self, step: u64, path: &Path, reason: &str) {
+        if !std::mem::replace(&mut self.reported_failure, true) {
+            self.report_failure(step, path, &format!("failed to delete it: {reason}"));
+        }
+    }
+}

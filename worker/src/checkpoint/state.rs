@@ -1,0 +1,221 @@
+//! `state.json`: where a run stood, and what it must not change silently when it continues.
+
+use serde::{Deserialize, Serialize};
+use xlaunch_proto::model::ModelShape;
+use xlaunch_proto::spec::JobSpec;
+
+use crate::data::Fingerprint;
+
+/// The contents of `state.json`. Unknown keys are ignored; those that version 1 lacks have defaults.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// Version of the checkpoint layout.
+    pub version: u32,
+    /// Steps completed.
+    pub step: u64,
+    /// Sequences that all ranks have used.
+    pub sequences: u64,
+    /// World size of the run that wrote it.
+    pub world_size: u32,
+    /// The model's shape.
+    pub model: ModelShape,
+    /// The job's seed. Together with `sequences` it determines the data order.
+    pub seed: u64,
+    /// Id of the run that wrote it; empty in version 1.
+    #[serde(default)]
+    pub run: String,
+    /// The runs that this one continues, the first one first.
+    #[serde(default)]
+    pub parents: Vec<Parent>,
+    /// `None` in version 1.
+    #[serde(default)]
+    pub data: Option<Fingerprint>,
+    /// `None` in version 1.
+    #[serde(default)]
+    pub batch: Option<Batch>,
+    /// Steps of warm-up. A run that continues keeps it unless its configuration has another.
+    #[serde(default)]
+    pub warmup: Option<u64>,
+    /// Loss on the held-out data after this step, if it was evaluated then.
+    #[serde(default)]
+    pub val_loss: Option<f32>,
+    /// The job description, for information only: other versions may have other keys.
+    pub spec: serde_json::Value,
+}
+
+/// A run that was continued.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Parent {
+    /// Its id.
+    pub run: String,
+    /// The step after which another run took over.
+    pub step: u64,
+}
+
+/// How many sequences a step uses, and in which order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Batch {
+    /// Sequences per rank and micro-step.
+    pub batch: usize,
+    /// Micro-steps per step.
+    pub accumulate: usize,
+    /// Whether sequences are read in random order.
+    pub shuffle: bool,
+}
+
+impl Batch {
+    /// As configured.
+    pub fn of(spec: &JobSpec) -> Self {
+        Self { batch: spec.train.batch, accumulate: spec.train.accumulate, shuffle: spec.data.shuffle }
+    }
+
+    /// Sequences of a step; `None` if they cannot be counted.
+    fn sequences(self, world: u32) -> Option<u64> {
+        let per_rank = u64::try_from(self.batch).ok()?.checked_mul(u64::try_from(self.accumulate).ok()?)?;
+        per_rank.checked_mul(world.into())
+    }
+}
+
+/// How a job differs from the run that it continues.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Changes {
+    /// The run would not be the same one: continue only if the user says so.
+    pub refused: Vec<String>,
+    /// Worth a warning.
+    pub others: Vec<String>,
+}
+
+impl State {
+    /// Compares the job that continues from this state with the run that wrote it.
+    pub fn changes(&self, spec: &JobSpec, world: u32, data: &Fingerprint) -> Changes {
+        let mut changes = Changes::default();
+        if self.seed != spec.job.seed {
+            changes.refused.push(format!("job.seed was {}, is {}", self.seed, spec.job.seed));
+        }
+        if let Some(saved) = self.data.as_ref().filter(|saved| *saved != data) {
+            changes.refused.push(format!("the training data was {saved}, is {data}"));
+        }
+        self.compare_batch(Batch::of(spec), world, &mut changes);
+        let new = serde_json::to_value(spec).unwrap_or_default();
+        for section in ["train", "comm", "engine"] {
+            compare(section, &self.spec[section], &new[section], &mut changes.others);
+        }
+        changes
+    }
+
+    fn compare_batch(&self, new: Batch, world: u32, changes: &mut Changes) {
+        if self.world_size != world {
+            changes.others.push(format!("the number of ranks was {}, is {world}", self.world_size));
+        }
+        let Some(saved) = self.batch else { return };
+        if saved.shuffle != new.shuffle {
+            changes.refused.push(format!("data.shuffle was {}, is {}", saved.shuffle, new.shuffle));
+        }
+        let (before, after) = (saved.sequences(self.world_size), new.sequences(world));
+        if before == after {
+            return;
+        }
+        let count = |sequences: Option<u64>| sequences.map_or("?".into(), |count| count.to_string());
+        let change = format!("a step used {} sequences of all ranks, now {}", count(before), count(after));
+        // With the same configuration on another number of ranks, the change is the user's obvious intent.
+        if (saved.batch, saved.accumulate) == (new.batch, new.accumulate) {
+            changes.others.push(change);
+        } else {
+            changes.refused.push(change);
+        }
+    }
+}
+
+/// Lists the keys of a section whose values differ, apart from those that are compared on their own and those that may
+/// change at any time.
+fn compare(section: &str, saved: &serde_json::Value, new: &serde_json::Value, changes: &mut Vec<String>) {
+    const EXPECTED: [&str; 8] = [
+        "train.batch",
+        "train.accumulate",
+        "train.warmup",
+        "train.sample",
+        "train.eval_every",
+        "train.eval_batches",
+        "engine.memory_limit_mb",
+        "engine.pool",
+    ];
+    let (Some(saved), Some(new)) = (saved.as_object(), new.as_object()) else { return };
+    for (key, value) in new {
+        let name = format!("{section}.{key}");
+        if let Some(old) = saved.get(key).filter(|old| *old != value && !EXPECTED.contains(&&*name)) {
+            changes.push(format!("{name} was {old}, is {value}"));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state(spec: &JobSpec) -> State {
+        State {
+            version: super::super::VERSION,
+            step: 10,
+            sequences: 160,
+            world_size: 2,
+            model: spec.model.resolve().unwrap(),
+            seed: spec.job.seed,
+            run: "r".into(),
+            parents: Vec::new(),
+            data: Some(Fingerprint { tokens: 100, hash: "a".into() }),
+            batch: Some(Batch::of(spec)),
+            warmup: Some(5),
+            val_loss: None,
+            spec: serde_json::to_value(spec).unwrap(),
+        }
+    }
+
+    #[test]
+    fn changed_data_batch_seed_and_shuffle_are_refused_and_other_changes_are_named() {
+        let (spec, data) = (JobSpec::default(), Fingerprint { tokens: 100, hash: "a".into() });
+        let saved = state(&spec);
+        assert_eq!(saved.changes(&spec, 2, &data), Changes::default());
+        let refused = |change: fn(&mut JobSpec)| {
+            let mut spec = spec.clone();
+            change(&mut spec);
+            saved.changes(&spec, 2, &data).refused.join("; ")
+        };
+        assert_eq!(refused(|spec| spec.job.seed = 1), "job.seed was 1337, is 1");
+        assert_eq!(refused(|spec| spec.data.shuffle = false), "data.shuffle was true, is false");
+        assert!(refused(|spec| spec.train.batch = 7).contains("16 sequences of all ranks, now 14"));
+        assert!(refused(|spec| spec.train.lr = 0.5).is_empty());
+        let other = Fingerprint { tokens: 101, hash: "b".into() };
+        assert!(saved.changes(&spec, 2, &other).refused[0].contains("the training data was 100 tokens"));
+
+        let mut spec = spec.clone();
+        (spec.train.lr, spec.train.eval_every) = (0.5, 7);
+        assert_eq!(saved.changes(&spec, 2, &data).others, ["train.lr was 0.001, is 0.5"]);
+    }
+
+    #[test]
+    fn same_global_batch_on_another_number_of_ranks_is_accepted() {
+        let (mut spec, data) = (JobSpec::default(), Fingerprint { tokens: 100, hash: "a".into() });
+        let saved = state(&spec);
+        spec.train.batch *= 2;
+        let changes = saved.changes(&spec, 1, &data);
+        assert!(changes.refused.is_empty(), "{changes:?}");
+        assert_eq!(changes.others, ["the number of ranks was 2, is 1"]);
+        // The unchanged configuration on more ranks is a larger batch, which the user has asked for.
+        let changes = saved.changes(&JobSpec::default(), 4, &data);
+        assert!(changes.refused.is_empty() && changes.others.len() == 2, "{changes:?}");
+    }
+
+    #[test]
+    fn state_with_unknown_and_without_newer_keys_is_read() {
+        let mut json = serde_json::to_value(state(&JobSpec::default())).unwrap();
+        json["from the future"] = 1.into();
+        json["spec"]["other"] = serde_json::json!({"key": 1});
+        for key in ["run", "parents", "data", "batch", "warmup", "val_loss"] {
+            json.as_object_mut().unwrap().remove(key);
+        }
+        let read: State = serde_json::from_value(json).unwrap();
+        assert_eq!((read.step, read.run.as_str(), &read.data), (10, "", &None));
+        let changes = read.changes(&JobSpec::default(), 2, &Fingerprint { tokens: 1, hash: "z".into() });
+        assert_eq!(changes, Changes::default(), "what is not known is not compared");
+    }
+}

@@ -1,0 +1,125 @@
+//! Small checkpoints for tests.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use xlaunch_comm::Sharding;
+use xlaunch_comm::bucket::Plan;
+use xlaunch_proto::model::{ModelSection, ModelShape};
+use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::v1::worker_report::Report;
+
+use super::disk::{Disk, Real};
+use super::saver::{Exchange, Saver, Settings, Written};
+use super::*;
+use crate::model::layout::Layout;
+
+/// A model with an embedding of many blocks.
+pub(crate) fn shape() -> ModelShape {
+    let section = ModelSection {
+        layers: Some(1),
+        dim: Some(16),
+        heads: Some(2),
+        ffn: Some(24),
+        vocab: Some(1001),
+        ..ModelSection::default()
+    };
+    section.resolve().unwrap()
+}
+
+/// The state of a run after `step` steps.
+pub(crate) fn state(run: &str, step: u64) -> State {
+    let spec = JobSpec::default();
+    State {
+        version: VERSION,
+        step,
+        sequences: 16 * step,
+        world_size: 2,
+        model: shape(),
+        seed: spec.job.seed,
+        run: run.into(),
+        parents: Vec::new(),
+        data: None,
+        batch: None,
+        warmup: None,
+        val_loss: None,
+        spec: serde_json::to_value(spec).unwrap(),
+    }
+}
+
+/// Element `at` of an arena after `step` steps.
+#[expect(clippy::cast_precision_loss, reason = "test data")]
+pub(crate) fn value(arena: Arena, at: usize, step: u64) -> f32 {
+    let offset = match arena {
+        Arena::Params => 0.0,
+        Arena::M => 0.25,
+        Arena::V => 0.5,
+    };
+    (at % 1_000_003) as f32 + step as f32 + offset
+}
+
+/// What one rank saves after `step` steps.
+pub(crate) fn snapshot(portion: &Portion, step: u64) -> Snapshot {
+    let fill = |arena| {
+        let elements = portion.ranges().iter().flat_map(|owned| owned.arena.clone());
+        elements.map(|at| value(arena, at, step)).collect()
+    };
+    Snapshot { params: fill(Arena::Params), m: fill(Arena::M), v: fill(Arena::V) }
+}
+
+/// The shards of a rank, or everything.
+pub(crate) fn sharding(layout: &Layout, rank: usize, world: usize, sharded: bool) -> Sharding {
+    let plan = Plan::new(&layout.ends(), 4, 1 << 14, 1 << 12);
+    if sharded { Sharding::new(plan, rank, world) } else { Sharding::replicated(plan) }
+}
+
+/// A single rank, whose answer is complete.
+#[derive(Debug, Default)]
+pub(crate) struct Alone {
+    pub(crate) written: Option<Result<Vec<Written>, String>>,
+    pub(crate) reports: Option<std::sync::mpsc::Sender<Report>>,
+}
+
+impl Exchange for Alone {
+    fn written(&mut self, _step: u64, result: Result<Vec<Written>, String>) {
+        self.written = Some(result);
+    }
+
+    fn all_written(&mut self, _step: u64) -> Result<Vec<Written>, String> {
+        self.written.take().unwrap()
+    }
+
+    fn report(&mut self, report: Report) {
+        if let Some(reports) = &self.reports {
+            reports.send(report).unwrap();
+        }
+    }
+}
+
+/// The settings of a single rank.
+pub(crate) fn settings(dir: &Path, retention: Retention) -> Settings {
+    let layout = Layout::new(&shape());
+    let portion = Portion::new(&sharding(&layout, 0, 1, false), 0, 1);
+    Settings { dir: dir.into(), layout, portion, rank: 0, world: 1, retention, source: None }
+}
+
+/// Saves a state with a single rank.
+pub(super) fn save_with(
+    settings: Settings,
+    disk: Arc<dyn Disk>,
+    exchange: Alone,
+    state: State,
+) -> Result<(), CheckpointError> {
+    let snapshot = snapshot(&settings.portion, state.step);
+    let mut saver = Saver::with_disk(settings, Box::new(exchange), disk).unwrap();
+    saver.begin(snapshot, state, Instant::now());
+    saver.wait()
+}
+
+/// Saves a checkpoint of run `run`.
+pub(crate) fn save(dir: &Path, step: u64) -> PathBuf {
+    save_with(settings(dir, Retention::default()), Arc::new(Real), Alone::default(), state("run", step))
+        .unwrap();
+    dir.join(name(step))
+}

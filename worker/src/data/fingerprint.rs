@@ -1,0 +1,81 @@
+//! Recognises training data that has changed between a run and the one that continues it.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::Xxh3;
+
+use super::{DataError, Tokens};
+
+/// Windows of tokens that are hashed, evenly spread: enough that an edit which moves the text is noticed, and read in
+/// milliseconds whatever the size of the data.
+const WINDOWS: u64 = 256;
+/// Tokens of a window.
+const WINDOW_TOKENS: u64 = 1024;
+
+/// Number of tokens, and a hash of a sample of them. Changes that keep the number of tokens and touch no window go
+/// unnoticed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fingerprint {
+    /// Number of tokens.
+    pub tokens: u64,
+    /// XXH3-128 of the windows, in hexadecimal.
+    pub hash: String,
+}
+
+impl Fingerprint {
+    /// Of these tokens.
+    pub fn of(tokens: &Tokens) -> Result<Self, DataError> {
+        let (len, mut hash, mut ids) = (tokens.len(), Xxh3::new(), Vec::new());
+        let last = len.saturating_sub(WINDOW_TOKENS);
+        for window in 0..WINDOWS {
+            // The first window starts at the first token, the last one ends at the last.
+            let position = u128::from(last) * u128::from(window) / u128::from(WINDOWS - 1);
+            let position = u64::try_from(position).unwrap_or(last);
+            ids.clear();
+            tokens.read(position, usize::try_from(WINDOW_TOKENS.min(len)).unwrap_or(0), &mut ids)?;
+            ids.iter().for_each(|id| hash.update(&id.to_le_bytes()));
+            if last == 0 {
+                break;
+            }
+        }
+        Ok(Self { tokens: len, hash: format!("{:032x}", hash.digest128()) })
+    }
+}
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} tokens ({:.8})", self.tokens, self.hash)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_proto::spec::Tokenizer;
+
+    use super::super::source;
+    use super::*;
+
+    fn of(text: &[u8]) -> Fingerprint {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("text");
+        fs_err::write(&path, text).unwrap();
+        Fingerprint::of(&source::open(&[path], Tokenizer::Bytes, 256).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn edited_data_has_another_fingerprint() {
+        let text: Vec<u8> = (0..1_000_000_u64).map(|at| u8::try_from(at * at % 251).unwrap()).collect();
+        let whole = of(&text);
+        assert_eq!(whole, of(&text));
+        let mut moved = text.clone();
+        moved.insert(5000, b'x');
+        moved.pop();
+        assert_ne!(of(&moved), whole);
+        let mut last = text.clone();
+        *last.last_mut().unwrap() ^= 1;
+        assert_ne!(of(&last), whole);
+        assert_ne!(of(&text[..text.len() - 1]).tokens, whole.tokens);
+        assert_ne!(of(b"short"), of(b"shoet"));
+    }
+}

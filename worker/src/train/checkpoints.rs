@@ -1,0 +1,109 @@
+//! When a rank saves, and what: the training thread's side of [`Saver`].
+
+use std::time::{Duration, Instant};
+
+use xlaunch_proto::spec::{CheckpointSection, OnSaveError};
+
+use crate::checkpoint::saver::Saver;
+use crate::checkpoint::{CheckpointError, Portion, State};
+use crate::error::Result;
+use crate::model::{BackendHandle, Model};
+use crate::optim::AdamW;
+
+/// The checkpoints of a run.
+#[derive(Debug)]
+pub struct Checkpoints {
+    saver: Saver,
+    portion: Portion,
+    /// The state that is saved, but for the step and what depends on it.
+    template: State,
+    asynchronous: bool,
+    stop_on_error: bool,
+    every: Option<Duration>,
+    last: Instant,
+    skipped: u64,
+}
+
+impl Checkpoints {
+    /// None has been saved yet. `template` is the state at the start of the run.
+    pub fn new(saver: Saver, portion: Portion, template: State, section: &CheckpointSection) -> Self {
+        Self {
+            saver,
+            portion,
+            template,
+            asynchronous: section.asynchronous,
+            stop_on_error: section.on_error == OnSaveError::Stop,
+            every: (section.every_seconds > 0.0).then(|| Duration::from_secs_f64(section.every_seconds)),
+            last: Instant::now(),
+            skipped: 0,
+        }
+    }
+
+    /// Whether `checkpoint.every_seconds` have passed since the last save began. Ranks may differ: rank 0 decides.
+    pub fn is_due_by_clock(&self) -> bool {
+        self.every.is_some_and(|every| self.last.elapsed() >= every)
+    }
+
+    /// Whether this rank is still writing. Its share of what all ranks have to agree on before they save.
+    pub fn is_busy(&self) -> bool {
+        self.saver.is_busy()
+    }
+
+    /// Counts a save that was due while another one was in flight. Returns how many there were.
+    pub fn skip(&mut self) -> u64 {
+        // Otherwise the clock would ask again after every step.
+        self.last = Instant::now();
+        self.skipped += 1;
+        self.skipped
+    }
+
+    /// Saves the state after `step` steps. `sequences` were used by then. No step and no other save is in flight.
+    pub fn save(
+        &mut self,
+        backend: &BackendHandle,
+        model: &Model,
+        optimizer: &AdamW,
+        position: Position,
+    ) -> Result<()> {
+        let start = Instant::now();
+        self.last = start;
+        let mut snapshot = self.saver.take_buffers();
+        let arenas = [&mut snapshot.params, &mut snapshot.m, &mut snapshot.v];
+        for (tensor, values) in optimizer.state(model).into_iter().zip(arenas) {
+            values.resize(self.portion.len(), 0.0);
+            let mut rest = values.as_mut_slice();
+            for owned in self.portion.ranges() {
+                let (now, later) = rest.split_at_mut(owned.stored.len());
+                backend.read_f32(tensor.slice(owned.stored.clone()), now)?;
+                rest = later;
+            }
+        }
+        let Position { step, sequences, val_loss } = position;
+        self.saver.begin(snapshot, State { step, sequences, val_loss, ..self.template.clone() }, start);
+        if self.asynchronous { Ok(()) } else { self.wait() }
+    }
+
+    /// Waits for the save in flight. That it failed is an error only if the job says so; it was reported.
+    pub fn wait(&mut self) -> Result<()> {
+        match self.saver.wait() {
+            Err(error) if self.stop_on_error => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits for the last save, which must succeed.
+    pub fn finish(&mut self) -> std::result::Result<(), CheckpointError> {
+        self.saver.wait()
+    }
+}
+
+/// Where training stands.
+#[derive(Clone, Copy, Debug)]
+pub struct Position {
+    /// Steps completed.
+    pub step: u64,
+    /// Sequences that all ranks have used.
+    pub sequences: u64,
+    /// Validation loss after this step, if it was evaluated.
+    pub val_loss: Option<f32>,
+}
