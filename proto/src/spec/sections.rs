@@ -144,7 +144,8 @@ pub struct TrainSection {
     pub nonfinite: NonFinite,
     /// Steps between evaluations; the last step is always evaluated. 0 turns evaluation off.
     pub eval_every: u64,
-    /// Maximum number of batches per rank and evaluation.
+    /// Maximum number of batches of `batch` sequences per evaluation, over all ranks. The sequences are the first ones
+    /// in file order, the same for any number of ranks.
     pub eval_batches: usize,
     /// Bytes of text to sample from the model after training and print. Models with `data.tokenizer = "bytes"` only; 0
     /// turns it off.

@@ -264,10 +264,11 @@ impl Run<'_> {
         self.optimizer.gather(self.model, self.collective)?;
         let (loss, tokens) = self.evaluator.evaluate(self.model, self.collective, val)?;
         if !loss.is_finite() {
-            return Err(WorkerError::Diverged { step, what: Divergence::Validation { loss: loss.into() } });
+            return Err(WorkerError::Diverged { step, what: Divergence::Validation { loss } });
         }
         if self.collective.rank() == 0 {
-            self.control.report(Report::Eval(EvalReport { step, loss, tokens }));
+            #[expect(clippy::cast_possible_truncation, reason = "the report has an f32")]
+            self.control.report(Report::Eval(EvalReport { step, loss: loss as f32, tokens }));
         }
         Ok(())
     }
