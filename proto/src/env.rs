@@ -15,7 +15,7 @@ pub const LOG_FALLBACK: &str = "XLAUNCH_LOG_FALLBACK";
 pub const POOL_DEBUG: &str = "XLAUNCH_POOL_DEBUG";
 /// Set by users: a directory for a trace of the pool's requests during the first step.
 pub const POOL_TRACE: &str = "XLAUNCH_POOL_TRACE";
-/// Set by users: the number of a step, from 0, whose kernels are timed. The table is printed to stderr.
+/// Set by users: the number of a step, from 1, whose kernels are timed. The table is printed to stderr.
 pub const PROFILE: &str = "XLAUNCH_PROFILE";
 /// Set by the agent: an id of this launch that is unique on the host. All descendants of workers inherit it, which is
 /// how the agent finds them when it cleans up.

@@ -109,8 +109,10 @@ pub const PRESETS: [(&str, ModelShape); 3] = [
     ),
 ];
 
-/// Largest value accepted for any one size. It keeps their products far from overflow.
+/// Largest value accepted for any one size.
 const MAX_SIZE: usize = 1 << 20;
+/// Largest number of parameters. With [`MAX_SIZE`], it keeps products of sizes far from overflow.
+const MAX_PARAMETERS: u128 = 1 << 40;
 
 impl ModelSection {
     /// Fills in the preset and checks the result.
@@ -158,6 +160,18 @@ impl ModelShape {
         (self.heads + 2 * self.kv_heads) * self.head_width()
     }
 
+    /// Parameters of all matrices, without key heads that are shared. Sizes have to be within [`MAX_SIZE`].
+    fn matrix_parameters(&self) -> u128 {
+        let [layers, dim, ffn, vocab, seq] =
+            [self.layers, self.dim, self.ffn, self.vocab, self.seq].map(|size| size as u128);
+        let (ffn_matrices, positions) = match self.arch {
+            Arch::Gpt2 => (2, seq),
+            Arch::Llama => (3, 0),
+        };
+        let embeddings = if self.tied { vocab } else { 2 * vocab };
+        dim * (layers * (4 * dim + ffn_matrices * ffn) + embeddings + positions)
+    }
+
     /// Checks the rules between sizes. The launcher and every worker apply them.
     pub fn check(&self) -> Result<(), Invalid> {
         let sizes = [
@@ -173,6 +187,17 @@ impl ModelShape {
             if size == 0 || size > MAX_SIZE {
                 return Err(Invalid::new(key, format!("{size} is out of range"), format!("1 to {MAX_SIZE}")));
             }
+        }
+        let matrices = self.matrix_parameters();
+        if matrices > MAX_PARAMETERS {
+            return Err(Invalid::new(
+                "model.dim",
+                format!(
+                    "{matrices} parameters with model.layers = {}, model.ffn = {} and model.vocab = {}",
+                    self.layers, self.ffn, self.vocab
+                ),
+                "at most 2^40 parameters".into(),
+            ));
         }
         if !self.dim.is_multiple_of(self.heads) {
             return Err(Invalid::new(
@@ -232,6 +257,9 @@ mod tests {
         assert_eq!(key(ModelSection { layers: Some(0), ..Default::default() }), "model.layers");
         assert_eq!(key(ModelSection { kv_heads: Some(3), ..Default::default() }), "model.kv_heads");
         assert_eq!(key(ModelSection { preset: Some("huge".into()), ..Default::default() }), "model.preset");
+        let large = ModelSection { dim: Some(1 << 20), heads: Some(1 << 12), ..Default::default() };
+        assert_eq!(key(ModelSection { layers: Some(1 << 20), ..large.clone() }), "model.dim");
+        assert_eq!(key(large), "model.dim");
         let gpt2 = ModelSection { preset: Some("gpt2-124m".into()), kv_heads: Some(4), ..Default::default() };
         assert_eq!(key(gpt2), "model.kv_heads");
     }

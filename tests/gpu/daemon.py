@@ -222,7 +222,7 @@ def check_training(node, options, data):
     print(f"SIGKILL of the daemon to status of the adopted job: {adopted:.2f} s, including client starts")
     wait_for("50 more steps", lambda: len(node.steps()) > before + 50)
     numbers = [line["_step"] for line in node.steps()]
-    check("no step is missing or repeated", numbers == list(range(len(numbers))), len(numbers))
+    check("no step is missing or repeated", numbers == list(range(1, len(numbers) + 1)), len(numbers))
     began = time.monotonic()
     node.run("cancel", str(job))
     node.wait(job, "cancelled")

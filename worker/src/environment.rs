@@ -23,7 +23,7 @@ pub struct Environment {
     pub pool_debug: Option<u8>,
     /// Directory for a trace of the pool's requests during the first step.
     pub pool_trace: Option<PathBuf>,
-    /// The step, from 0, whose kernels are timed.
+    /// The step, from 1, whose kernels are timed.
     pub profile: Option<u64>,
     /// Print which variant was selected for each GPU operation.
     pub log_fallback: bool,
@@ -91,9 +91,9 @@ fn fill_byte(value: &str) -> Result<u8> {
 }
 
 fn step_number(value: &str) -> Result<u64> {
-    value
-        .parse()
-        .map_err(|_| WorkerError::Setting(format!("{} is `{value}`, not a step number", env::PROFILE)))
+    value.parse().ok().filter(|step| *step > 0).ok_or_else(|| {
+        WorkerError::Setting(format!("{} is `{value}`, not a step number, from 1", env::PROFILE))
+    })
 }
 
 fn switch(value: &str) -> Result<bool> {
@@ -141,6 +141,11 @@ mod tests {
             let with = |name: &str| if name == env::POOL_DEBUG { Some(value.into()) } else { variable(name) };
             let read = Environment::read(with).map(|environment| environment.pool_debug);
             assert_eq!(read.ok(), byte.map(Some), "{value}");
+        }
+        for (value, step) in [("1", Some(1)), ("0", None), ("last", None)] {
+            let with = |name: &str| if name == env::PROFILE { Some(value.into()) } else { variable(name) };
+            let read = Environment::read(with).map(|environment| environment.profile);
+            assert_eq!(read.ok(), step.map(Some), "{value}");
         }
         for (value, on) in [("1", Some(true)), ("0", Some(false)), ("on", None)] {
             let with =

@@ -30,7 +30,7 @@ struct Trained {
     /// Bits of losses and gradient norms.
     bits: Vec<(u32, u32)>,
     /// Bits of the loss on held-out data after the last step, evaluated twice.
-    evaluated: [u32; 2],
+    evaluated: [u64; 2],
     /// Counters of the pool after each step.
     pool: Vec<PoolStats>,
 }

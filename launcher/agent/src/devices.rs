@@ -3,7 +3,7 @@
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::{Device, JobSpec};
+use xlaunch_proto::spec::{Device, JobSpec, WireDtype};
 
 use crate::Refusal;
 
@@ -127,6 +127,10 @@ pub fn place(spec: &JobSpec, node: &Node) -> Result<Placement, Refusal> {
     if !cuda && precision.is_some_and(|precision| precision != xlaunch_proto::spec::Precision::Fp32) {
         return refuse("engine.precision: only \"fp32\" is supported without a GPU".into());
     }
+    if !cuda && spec.comm.dtype == WireDtype::Bf16 {
+        let why = "bf16 gradients need bf16 activations, and the CPU back end supports fp32 only";
+        return refuse(format!("comm.dtype: {why}; use \"auto\" or \"fp32\" without a GPU"));
+    }
     let visible = (cuda && chosen > 0).then(|| spec.launch.devices.join(","));
     let threads = (node.cores / workers.max(1) as usize).max(1);
     Ok(Placement { workers, cuda, visible, threads })
@@ -163,6 +167,15 @@ mod tests {
         assert!(refusal.exit == ExitCode::Usage && refusal.message.contains("3 workers"), "{refusal:?}");
         let refusal = place(&spec(Device::Cuda, None), &node(Err("NVML missing".into()))).unwrap_err();
         assert!(refusal.message.contains("NVML missing"), "{refusal:?}");
+    }
+
+    #[test]
+    fn bf16_gradients_are_refused_without_a_gpu() {
+        let mut spec = spec(Device::Auto, None);
+        spec.comm.dtype = WireDtype::Bf16;
+        let refusal = place(&spec, &node(Ok(0))).unwrap_err();
+        assert!(refusal.exit == ExitCode::Usage && refusal.message.contains("comm.dtype"), "{refusal:?}");
+        assert!(place(&spec, &node(Ok(1))).is_ok());
     }
 
     #[test]

@@ -84,7 +84,7 @@ pub(crate) async fn run(
     let shape = shape.map_err(|invalid| Refusal::new(ExitCode::Usage, invalid.to_string()))?;
     let spec = measured_job(spec, extent);
     (trainer.preflight)(&spec, "".as_ref(), placement.workers)?;
-    let profile_step = extent.profile.then_some(extent.warmup + extent.steps);
+    let profile_step = extent.profile.then_some(extent.end() + 1);
     announce("training");
     let bench = TrainBench { skip_all_reduce: false, profile_step };
     let reports = run_workers(&spec, placement, Kind::Train(bench)).await?;
@@ -102,7 +102,7 @@ pub(crate) async fn run(
 
     let started = started(&reports).ok_or_else(|| missing_report("the start of training"))?;
     let first = steps(&reports, 0).next();
-    let last = steps(&reports, 0).filter(|(_, step)| step.step < extent.end()).last();
+    let last = steps(&reports, 0).filter(|(_, step)| step.step <= extent.end()).last();
     let (Some((first, _)), Some((_, last))) = (first, last) else { return Err(missing_report("any step")) };
     #[expect(clippy::cast_precision_loss, reason = "tokens of a step")]
     let tokens_per_second = started.tokens_per_step as f64 / median;
@@ -137,7 +137,7 @@ pub(crate) async fn run(
 }
 
 impl Extent {
-    /// The step after the last measured one.
+    /// The last measured step, from 1.
     fn end(self) -> u64 {
         self.warmup + self.steps
     }
@@ -174,7 +174,8 @@ fn steps(reports: &[RankReport], rank: u32) -> impl Iterator<Item = (Instant, St
 
 /// Seconds of the measured steps, sorted.
 fn step_seconds(reports: &[RankReport], extent: Extent) -> Vec<f64> {
-    let measured = steps(reports, 0).filter(|(_, step)| (extent.warmup..extent.end()).contains(&step.step));
+    let measured = extent.warmup + 1..=extent.end();
+    let measured = steps(reports, 0).filter(|(_, step)| measured.contains(&step.step));
     let mut seconds: Vec<f64> = measured.map(|(_, step)| step.step_seconds).collect();
     seconds.sort_by(f64::total_cmp);
     seconds
@@ -250,12 +251,12 @@ mod tests {
             report: Report::Step(StepReport { step, step_seconds, ..Default::default() }),
         };
         let reports = [
-            step(0, 0, 9.0),
-            step(0, 1, 3.0),
-            step(1, 1, 8.0),
-            step(0, 2, 1.0),
-            step(0, 3, 2.0),
-            step(0, 4, 7.0),
+            step(0, 1, 9.0),
+            step(0, 2, 3.0),
+            step(1, 2, 8.0),
+            step(0, 3, 1.0),
+            step(0, 4, 2.0),
+            step(0, 5, 7.0),
         ];
         let extent = Extent { warmup: 1, steps: 3, profile: true };
         assert_eq!(step_seconds(&reports, extent), [1.0, 2.0, 3.0]);

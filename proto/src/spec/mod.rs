@@ -4,6 +4,7 @@
 //! [`JobSpec::check`]; workers receive it as JSON. The rendezvous compares the ranks' [`digest`](JobSpec::digest)s.
 
 mod sections;
+mod sizes;
 
 use serde::{Deserialize, Serialize};
 
@@ -70,8 +71,9 @@ impl JobSpec {
         at_least_1("train.batch", train.batch)?;
         at_least_1("train.accumulate", train.accumulate)?;
         at_least_1("data.train", self.data.train.len())?;
-        positive("train.lr", train.lr)?;
-        positive("train.eps", train.eps)?;
+        sizes::check(self, &model)?;
+        positive_in_fp32("train.lr", train.lr)?;
+        positive_in_fp32("train.eps", train.eps)?;
         positive("comm.bucket_mb", self.comm.bucket_mb)?;
         if let Some(ranks) = self.launch.nproc {
             self.comm.check_ranks(ranks as usize)?;
@@ -88,13 +90,6 @@ impl JobSpec {
         within("train.clip", train.clip, 0.0, f64::MAX)?;
         within("data.val_fraction", self.data.val_fraction, 0.0, 0.5)?;
         within("checkpoint.every_seconds", self.checkpoint.every_seconds, 0.0, 1e9)?;
-        if train.warmup_steps() > train.steps {
-            return Err(Invalid::new(
-                "train.warmup",
-                format!("{} warm-up steps in a run of {} steps", train.warmup_steps(), train.steps),
-                "at most train.steps".into(),
-            ));
-        }
         if self.data.tokenizer == Tokenizer::Bytes && model.vocab < 256 {
             return Err(Invalid::new(
                 "model.vocab",
@@ -107,6 +102,13 @@ impl JobSpec {
                 "comm.dtype",
                 "bf16 gradients need bf16 activations".into(),
                 "engine.precision = \"bf16\"".into(),
+            ));
+        }
+        if self.engine.device == Device::Cpu && self.comm.dtype == WireDtype::Bf16 {
+            return Err(Invalid::new(
+                "comm.dtype",
+                "bf16 gradients need bf16 activations, and the CPU back end supports fp32 only".into(),
+                "\"auto\" or \"fp32\" with engine.device = \"cpu\"".into(),
             ));
         }
         if self.engine.device == Device::Cpu && self.engine.precision.is_some_and(|p| p != Precision::Fp32) {
@@ -175,6 +177,15 @@ fn positive(key: &'static str, value: f64) -> Result<(), Invalid> {
     Err(Invalid::new(key, format!("{value} is not a positive number"), "a finite number above 0".into()))
 }
 
+/// Also not 0 or infinite where it is rounded to fp32, in which the optimizer computes.
+fn positive_in_fp32(key: &'static str, value: f64) -> Result<(), Invalid> {
+    positive(key, value)?;
+    if (f32::MIN_POSITIVE.into()..=f32::MAX.into()).contains(&value) {
+        return Ok(());
+    }
+    Err(Invalid::new(key, format!("{value:e} is out of the range of fp32"), "1.2e-38 to 3.4e38".into()))
+}
+
 fn within(key: &'static str, value: f64, low: f64, high: f64) -> Result<(), Invalid> {
     if (low..=high).contains(&value) {
         return Ok(());
@@ -211,7 +222,13 @@ mod tests {
         assert_eq!(key(|s| s.train.lr = f64::NAN), "train.lr");
         assert_eq!(key(|s| s.train.batch = 0), "train.batch");
         assert_eq!(key(|s| s.launch.nproc = Some(0)), "launch.nproc");
-        assert_eq!(key(|s| s.train.warmup = Some(2000)), "train.warmup");
+        assert_eq!(key(|s| s.train.lr = 1e39), "train.lr");
+        assert_eq!(key(|s| s.train.eps = 1e-60), "train.eps");
+        let bf16_on_cpu = |s: &mut JobSpec| {
+            s.comm.dtype = WireDtype::Bf16;
+            s.engine.device = Device::Cpu;
+        };
+        assert_eq!(key(bf16_on_cpu), "comm.dtype");
         let sharded_by_three = |s: &mut JobSpec| {
             s.comm.shard_optimizer = true;
             s.launch.nproc = Some(3);

@@ -126,7 +126,7 @@ pub struct TrainSection {
     pub lr: f64,
     /// Learning-rate schedule after warm-up.
     pub schedule: Schedule,
-    /// Steps of linear warm-up from 0 to `lr`. Default: 5 % of `steps`, at most 100.
+    /// Steps of linear warm-up from 0 to `lr`, at most `steps`. Default: 5 % of `steps`, at most 100.
     pub warmup: Option<u64>,
     /// Final learning rate of the cosine schedule, as a fraction of `lr`: 0 to 1.
     pub min_lr_ratio: f64,
@@ -144,7 +144,8 @@ pub struct TrainSection {
     pub nonfinite: NonFinite,
     /// Steps between evaluations; the last step is always evaluated. 0 turns evaluation off.
     pub eval_every: u64,
-    /// Maximum number of batches per rank and evaluation.
+    /// Maximum number of batches of `batch` sequences per evaluation, over all ranks. The sequences are the first ones
+    /// in file order, the same for any number of ranks.
     pub eval_batches: usize,
     /// Bytes of text to sample from the model after training and print. Models with `data.tokenizer = "bytes"` only; 0
     /// turns it off.
@@ -175,9 +176,9 @@ impl Default for TrainSection {
 }
 
 impl TrainSection {
-    /// Steps of linear warm-up, with the default filled in.
+    /// Steps of linear warm-up, with the default filled in, and no more than there are steps.
     pub fn warmup_steps(&self) -> u64 {
-        self.warmup.unwrap_or_else(|| (self.steps / 20).min(100))
+        self.warmup.unwrap_or_else(|| (self.steps / 20).min(100)).min(self.steps)
     }
 }
 

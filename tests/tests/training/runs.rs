@@ -6,6 +6,7 @@ use xlaunch_tests::Job;
 xlaunch_harness::tests! {
     run_reports_steps_and_leaves_metrics_checkpoint_and_sample,
     losses_do_not_depend_on_number_of_ranks,
+    validation_loss_does_not_depend_on_number_of_ranks,
     gradient_accumulation_equals_one_large_batch,
     same_command_gives_the_same_bits,
     tiny_model_memorizes_eight_sequences,
@@ -46,7 +47,8 @@ fn run_reports_steps_and_leaves_metrics_checkpoint_and_sample() {
     }
     let metrics = job.metrics();
     let steps: Vec<_> = metrics.iter().filter(|line| line["train/loss"].is_f64()).collect();
-    assert_eq!(steps.len(), 8);
+    let numbers = steps.iter().map(|step| step["_step"].as_u64()).collect::<Vec<_>>();
+    assert_eq!(numbers, (1..=8).map(Some).collect::<Vec<_>>());
     assert!(steps.iter().all(|step| step["train/grad_norm"].is_f64() && step["pool/mapped_bytes"].is_u64()));
     assert_eq!(metrics.iter().filter(|line| line["val/loss"].is_f64()).count(), 2);
     assert!(!job.checkpoint(8, "manifest.json").is_empty());
@@ -72,6 +74,33 @@ fn losses_do_not_depend_on_number_of_ranks() {
         assert_eq!(one.len(), 8);
         for ranks in [2, 4] {
             assert_close(&losses(ranks, model), &one, &format!("{model}, {ranks} ranks"));
+        }
+    }
+}
+
+fn validation_loss_does_not_depend_on_number_of_ranks() {
+    // A learning rate that changes no weight: the global batch, and so training, depends on the number of ranks.
+    let common = ["train.steps=2", "train.eval_every=1", "train.lr=1e-30", "train.warmup=0"];
+    let evaluate = |ranks: &str, settings: &[&str]| {
+        let job = Job::new();
+        let run = job.run_ok(&[&["--nproc", ranks], &set(&[&common[..], settings].concat())[..]].concat());
+        let losses: Vec<_> = job.metrics().iter().filter_map(|line| line["val/loss"].as_f64()).collect();
+        assert_eq!(losses.len(), 2, "{}", run.stderr);
+        (losses, run.stderr)
+    };
+    for (settings, tokens) in [
+        // Two batches of four; all three, none for one rank of four; a single sequence.
+        (["train.eval_batches=2", "train.batch=4"], 256),
+        (["train.eval_batches=1000000000000000000", "train.batch=5"], 416),
+        (["data.val_fraction=0.005", "train.batch=4"], 32),
+    ] {
+        let (one, _) = evaluate("1", &settings);
+        for ranks in ["2", "4"] {
+            for sharded in ["comm.shard_optimizer=false", SHARD_OPTIMIZER] {
+                let (losses, stderr) = evaluate(ranks, &[&settings[..], &[sharded]].concat());
+                assert_eq!(losses, one, "{ranks} ranks, {settings:?}, {sharded}");
+                assert!(stderr.contains(&format!("({tokens} tokens)")), "{tokens} in {stderr}");
+            }
         }
     }
 }
@@ -229,7 +258,7 @@ fn checkpoint_without_manifest_or_with_changed_byte_is_not_used() {
     let saved = job.path().join("saved");
     std::fs::remove_file(saved.join("step-00000008/manifest.json")).unwrap();
     job.run_ok(&[&args[..], &["--resume"]].concat());
-    assert_eq!(job.metrics()[0]["_step"], 4);
+    assert_eq!(job.metrics()[0]["_step"], 5);
 
     let weights = saved.join("step-00000004").join(MODEL);
     let mut bytes = std::fs::read(&weights).unwrap();

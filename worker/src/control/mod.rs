@@ -117,7 +117,7 @@ impl Control {
     /// Queues a report.
     pub fn report(&self, report: Report) {
         if let Report::Step(step) = &report {
-            self.shared.step.store(step.step + 1, Ordering::Relaxed);
+            self.shared.step.store(step.step, Ordering::Relaxed);
         }
         self.send(Request::Report(report));
     }

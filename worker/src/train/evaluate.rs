@@ -1,9 +1,13 @@
 //! Loss on held-out data.
+//!
+//! The batches of an evaluation are numbered, and rank r of n evaluates batches r, r + n, and so on. So a batch has the
+//! same sequences whatever the number of ranks. Every rank gets the loss of every sequence, and adds them in order in
+//! double precision: the result does not depend on the number of ranks.
 
 use std::sync::Arc;
 
 use xlaunch_comm::Collective;
-use xlaunch_engine::{Accumulate, DType, Tensor};
+use xlaunch_engine::{DType, Tensor};
 use xlaunch_proto::spec::JobSpec;
 
 use super::replay::{Replay, Work};
@@ -16,12 +20,11 @@ use crate::model::{BackendHandle, Model, Rows};
 pub struct Evaluator {
     backend: BackendHandle,
     rows: Rows,
-    /// Maximum number of batches per rank and evaluation.
+    /// Maximum number of batches per evaluation, over all ranks.
     batches: u64,
     tokens: Tensor,
     targets: Tensor,
     losses: Tensor,
-    result: Tensor,
     replay: Replay,
 }
 
@@ -35,47 +38,72 @@ impl Evaluator {
             tokens: backend.alloc_persistent(DType::I32, rows.count())?,
             targets: backend.alloc_persistent(DType::I32, rows.count())?,
             losses: backend.alloc_persistent(DType::F32, rows.count())?,
-            result: backend.alloc_persistent(DType::F32, 1)?,
             replay: Replay::new(backend, spec.engine.exec),
             backend: backend.clone(),
         })
     }
 
-    /// The mean loss over the first `train.eval_batches` batches per rank of `tokens` in file order (fewer if there are
-    /// fewer, but at least one), and the number of tokens in that mean. Every rank calls it and gets the same result.
+    /// The mean loss over the first `train.eval_batches` batches of `tokens` in file order, or over all sequences if
+    /// there are fewer, and the number of tokens in that mean. Every rank calls it and gets the same result.
     pub fn evaluate(
         &self,
         model: &Model,
         collective: &mut dyn Collective,
         tokens: &Arc<Tokens>,
-    ) -> Result<(f32, u64)> {
-        let (rank, world) = (collective.rank(), collective.world_size());
+    ) -> Result<(f64, u64)> {
         let order = Order::new(tokens.len(), self.rows.seq, None);
-        let per_round = (self.rows.batch * world) as u64;
-        let rounds = (order.windows() / per_round).clamp(1, self.batches);
-        let schedule = data::Schedule { first: 0, rank, world, batch: self.rows.batch, seq: self.rows.seq };
-        self.backend.zero(self.result.all())?;
-        for round in 0..rounds {
-            let batch = data::read(tokens, &order, schedule, round)?;
-            self.backend.write_i32(self.tokens.all(), &batch.tokens)?;
-            self.backend.write_i32(self.targets.all(), &batch.targets)?;
+        let sequences = order.windows().min(self.batches.saturating_mul(self.rows.batch as u64));
+        let mut losses = vec![0.0; usize::try_from(sequences).unwrap_or(usize::MAX)];
+        self.evaluate_own_batches(model, collective, tokens, &order, &mut losses)?;
+        let gathered = self.backend.alloc(DType::F32, losses.len())?;
+        self.backend.write_f32(gathered.all(), &losses)?;
+        // An exact sum: every sequence has the loss of one rank, and 0 from all others.
+        collective.all_reduce(gathered.lend(0..losses.len()), DType::F32)?;
+        collective.wait_all()?;
+        self.backend.read_f32(gathered.all(), &mut losses)?;
+        collective.check()?;
+        Ok((mean(&losses), sequences * self.rows.seq as u64))
+    }
+
+    /// Writes the mean loss of every sequence that this rank evaluates to `losses`.
+    fn evaluate_own_batches(
+        &self,
+        model: &Model,
+        collective: &dyn Collective,
+        tokens: &Tokens,
+        order: &Order,
+        losses: &mut [f32],
+    ) -> Result<()> {
+        let Rows { batch, seq } = self.rows;
+        let (rank, world) = (collective.rank(), collective.world_size());
+        let schedule = data::Schedule { first: 0, rank, world, batch, seq };
+        let mut token_losses = vec![0.0; self.rows.count()];
+        for (round, number) in (rank..losses.len().div_ceil(batch)).step_by(world).enumerate() {
+            // In the last batch of all, the sequences beyond the end repeat the first ones, and are ignored.
+            let read = data::read(tokens, order, schedule, round as u64)?;
+            self.backend.write_i32(self.tokens.all(), &read.tokens)?;
+            self.backend.write_i32(self.targets.all(), &read.targets)?;
             self.replay.run(Work::Evaluate, || {
                 let acts = model.forward(self.rows, self.tokens.all())?;
-                model.loss(&acts, self.targets.all(), self.losses.all(), None)?;
-                Ok(model.mean_loss(&self.losses, 1.0, self.result.all(), Accumulate::Add)?)
+                Ok(model.loss(&acts, self.targets.all(), self.losses.all(), None)?)
             })?;
+            self.backend.read_f32(self.losses.all(), &mut token_losses)?;
+            for (loss, tokens) in losses[number * batch..].iter_mut().zip(token_losses.chunks_exact(seq)) {
+                #[expect(clippy::cast_possible_truncation, reason = "a collective sums F32")]
+                let rounded = mean(tokens) as f32;
+                *loss = rounded;
+            }
         }
-        collective.all_reduce(self.result.lend(0..1), DType::F32)?;
-        collective.wait_all()?;
-        let mut sum = [0.0];
-        self.backend.read_f32(self.result.all(), &mut sum)?;
-        #[expect(clippy::cast_precision_loss, reason = "numbers of ranks and rounds are small")]
-        let mean = sum[0] / (rounds * world as u64) as f32;
-        Ok((mean, rounds * per_round * self.rows.seq as u64))
+        Ok(())
     }
 
     /// As [`Stepper::drop_graphs`](super::Stepper::drop_graphs).
     pub fn drop_graphs(&self) {
         self.replay.drop_graphs();
     }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a count of losses")]
+fn mean(losses: &[f32]) -> f64 {
+    losses.iter().copied().map(f64::from).sum::<f64>() / losses.len() as f64
 }

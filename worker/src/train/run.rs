@@ -1,4 +1,7 @@
 //! The training loop of one rank: learning rate, reports, evaluation, checkpoints, stopping.
+//!
+//! Inside the loop steps are numbered from 0: `step` is the number of completed steps before it. Everything that users
+//! see numbers them from 1: `done` is the number of a step, and of the completed steps after it.
 
 use std::path::Path;
 use std::time::Instant;
@@ -44,7 +47,7 @@ pub struct Run<'a> {
     pub first_sequence: u64,
     /// Directory for a trace of the pool's requests during the first step.
     pub pool_trace: Option<&'a Path>,
-    /// The step, from 0, whose kernels are timed.
+    /// The step, from 1, whose kernels are timed.
     pub profile: Option<u64>,
     /// A benchmark, whose profile is reported to the agent.
     pub bench: bool,
@@ -130,7 +133,7 @@ impl Run<'_> {
 
     /// Whether each kernel of a step is timed.
     fn is_profiled(&self, step: u64) -> bool {
-        self.profile == Some(step) || self.tracer.traces(step)
+        self.profile == Some(step + 1) || self.tracer.traces(step)
     }
 
     /// Whether an evaluation is due when `done` steps are completed.
@@ -232,8 +235,8 @@ impl Run<'_> {
             self.stepper.set_eager(false);
             let kernels = self.backend.end_profile()?;
             self.tracer.end(step, &kernels)?;
-            if self.profile == Some(step) && self.collective.rank() == 0 {
-                self.report_profile(step, &KernelTime::by_name(&kernels));
+            if self.profile == Some(step + 1) && self.collective.rank() == 0 {
+                self.report_profile(step + 1, &KernelTime::by_name(&kernels));
             }
         }
         let done = step + 1;
@@ -243,7 +246,7 @@ impl Run<'_> {
         let pool = self.backend.pool().stats();
         #[expect(clippy::cast_possible_truncation, reason = "for display only")]
         self.control.report(Report::Step(StepReport {
-            step,
+            step: done,
             loss: result.loss,
             learning_rate: current.learning_rate as f32,
             grad_norm: result.grad_norm,
@@ -296,10 +299,11 @@ impl Run<'_> {
         self.optimizer.gather(self.model, self.collective)?;
         let (loss, tokens) = self.evaluator.evaluate(self.model, self.collective, val)?;
         if !loss.is_finite() {
-            return Err(WorkerError::Diverged { step, what: Divergence::Validation { loss: loss.into() } });
+            return Err(WorkerError::Diverged { step, what: Divergence::Validation { loss } });
         }
         if self.collective.rank() == 0 {
-            self.control.report(Report::Eval(EvalReport { step, loss, tokens }));
+            #[expect(clippy::cast_possible_truncation, reason = "the report has an f32")]
+            self.control.report(Report::Eval(EvalReport { step, loss: loss as f32, tokens }));
         }
         Ok(Some(loss))
     }
@@ -309,7 +313,7 @@ impl Run<'_> {
 #[expect(clippy::print_stderr, reason = "requested with XLAUNCH_PROFILE; stdout is for results")]
 fn print_profile(step: u64, times: &[KernelTime]) {
     let total: f64 = times.iter().map(|time| time.seconds).sum();
-    eprintln!("step {}: {:.3} ms in kernels", step + 1, total * 1e3);
+    eprintln!("step {step}: {:.3} ms in kernels", total * 1e3);
     for KernelTime { name, launches, seconds } in times {
         eprintln!("{:>10.1} us {:>5.1} % {launches:>5} x {name}", seconds * 1e6, 100.0 * seconds / total);
     }

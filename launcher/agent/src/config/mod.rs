@@ -127,6 +127,10 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, Conf
             error.and(&format!("{} = {} comes from {}", change.key, change.value, change.origin()))
         })
     })?;
+    if let Some(warmup) = spec.train.warmup.filter(|warmup| *warmup > spec.train.steps) {
+        let steps = spec.train.steps;
+        warnings.push(format!("train.warmup: {warmup} steps in a run of {steps}: all {steps} are warm-up"));
+    }
     Ok(Loaded { spec, warnings })
 }
 
@@ -263,15 +267,29 @@ mod tests {
         let error = |text: &str, overrides: &[Override]| {
             parse(Path::new("a.toml"), text, overrides).unwrap_err().to_string()
         };
-        let text = "[train]\nsteps = 500\nwarmup = 50\n";
-        let problem = "50 warm-up steps in a run of 20 steps; expected at most train.steps";
-        let flags = ["train.steps=30", "train.steps=20"].map(|it| Override::from_flag(it).unwrap());
-        let expected = format!("a.toml:3:10: train.warmup: {problem}; train.steps = 20 comes from --set");
+        let text = "[train]\nsteps = 500\nbatch = 20000000\n";
+        let problem = "20000000 sequences of model.seq = 512 tokens do not fit in memory; \
+                       expected at most 2^31 tokens per rank and micro-step, 4194304 sequences";
+        let flags = ["model.seq=256", "model.seq=512"].map(|it| Override::from_flag(it).unwrap());
+        let expected = format!("a.toml:3:9: train.batch: {problem}; model.seq = 512 comes from --set");
         assert_eq!(error(text, &flags), expected);
         let variable = variables(&[("XLAUNCH_MODEL_HEADS", "3")]);
         let error = error("", &variable);
         let origin = "; model.heads = 3 comes from environment variable XLAUNCH_MODEL_HEADS";
         assert!(error.ends_with(origin), "{error}");
+    }
+
+    #[test]
+    fn warm_up_is_cut_to_the_steps_of_a_shorter_run_with_a_warning() {
+        let load = |steps: &str| {
+            let flag = [Override::from_flag(steps).unwrap()];
+            parse(Path::new("a.toml"), "[train]\nsteps = 500\nwarmup = 50\n", &flag).unwrap()
+        };
+        let shorter = load("train.steps=20");
+        assert_eq!(shorter.spec.train.warmup_steps(), 20);
+        assert_eq!(shorter.warnings, ["train.warmup: 50 steps in a run of 20: all 20 are warm-up"]);
+        let long_enough = load("train.steps=50");
+        assert_eq!((long_enough.spec.train.warmup_steps(), long_enough.warnings), (50, Vec::new()));
     }
 
     #[test]

@@ -94,7 +94,7 @@ impl Progress {
             0.0 => step.step_seconds,
             old => old + STEP_TIME_SMOOTHING * (step.step_seconds - old),
         };
-        let done = step.step + 1;
+        let done = step.step;
         if step.skipped {
             let (loss, norm) = (step.loss, step.grad_norm);
             let total = self.total;
@@ -117,7 +117,7 @@ impl Progress {
 
     #[expect(clippy::cast_precision_loss, reason = "shown to people")]
     fn describe(&self, step: &StepReport) -> String {
-        let left = self.total.saturating_sub(step.step + 1) as f64 * self.seconds_per_step;
+        let left = self.total.saturating_sub(step.step) as f64 * self.seconds_per_step;
         format!(
             "loss {:.4}  lr {:.2e}  grad norm {:.2}  {} tok/s  {} left",
             step.loss,
@@ -209,7 +209,7 @@ mod tests {
         progress.started(&TrainStarted { total_steps: 100, ..Default::default() });
         progress.seconds_per_step = 0.5;
         let step = StepReport {
-            step: 9,
+            step: 10,
             loss: 2.5,
             learning_rate: 1e-3,
             grad_norm: 0.75,

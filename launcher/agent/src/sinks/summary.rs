@@ -59,7 +59,7 @@ impl Summary {
 
     /// Completed steps, including those of earlier runs that this one resumed.
     pub fn steps(&self) -> u64 {
-        self.last.map_or(0, |last| last.step + 1)
+        self.last.map_or(0, |last| last.step)
     }
 
     /// The printed text. The speed is the median over the second half of the steps, without the warm-up.
@@ -79,12 +79,11 @@ impl Summary {
             );
         }
         if let (Some(first), Some(last)) = (&self.first, &self.last) {
-            let completed = last.step + 1;
             let resumed = match first.step {
-                0 => String::new(),
-                first => format!(" ({} in this run)", completed.saturating_sub(first)),
+                1 => String::new(),
+                first => format!(" ({} in this run)", (last.step + 1).saturating_sub(first)),
             };
-            line("steps", format!("{completed}{resumed} in {}", clock(wall.as_secs_f64())));
+            line("steps", format!("{}{resumed} in {}", last.step, clock(wall.as_secs_f64())));
             line("loss", format!("{:.4} -> {:.4}", first.loss, last.loss));
             if let Some(eval) = &self.eval {
                 line("val loss", format!("{:.4}", eval.loss));
@@ -129,7 +128,7 @@ mod tests {
 
     #[test]
     fn summary_of_a_resumed_run_counts_its_own_steps_too() {
-        let steps_line = |steps: std::ops::Range<u64>| {
+        let steps_line = |steps: std::ops::RangeInclusive<u64>| {
             let mut summary = Summary::default();
             for step in steps {
                 let report = Report::Step(StepReport { step, ..StepReport::default() });
@@ -138,7 +137,7 @@ mod tests {
             let text = summary.text(1, Duration::from_secs(7), None);
             text.lines().next().unwrap_or_default().to_owned()
         };
-        assert_eq!(steps_line(285..330), "steps       330 (45 in this run) in 7s");
-        assert_eq!(steps_line(0..330), "steps       330 in 7s");
+        assert_eq!(steps_line(286..=330), "steps       330 (45 in this run) in 7s");
+        assert_eq!(steps_line(1..=330), "steps       330 in 7s");
     }
 }

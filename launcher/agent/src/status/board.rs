@@ -152,7 +152,7 @@ impl Board {
                 status.set_state(RankState::Running);
             }
             if let Report::Step(step) = report {
-                status.step = step.step + 1;
+                status.step = step.step;
                 status.pool_live_bytes = step.pool_live_bytes;
                 status.pool_mapped_bytes = step.pool_mapped_bytes;
                 status.pool_peak_bytes = step.pool_peak_bytes;
@@ -275,7 +275,7 @@ impl Board {
             state: self.state.into(),
             world_size: self.world(),
             ranks: ranks.collect(),
-            step: self.last_step.map_or(0, |step| step.step + 1),
+            step: self.last_step.map_or(0, |step| step.step),
             total_steps: self.train.as_ref().map_or(0, |started| started.total_steps),
             loss: step.loss,
             tokens_per_second: history::speed(&step),

@@ -22,17 +22,16 @@ pub struct History {
 impl History {
     /// Adds a step that was completed at this time.
     pub fn add(&mut self, unix_ms: u64, step: &StepReport) {
-        let done = step.step + 1;
-        if self.points.last().is_some_and(|last| last.step >= done) {
+        if self.points.last().is_some_and(|last| last.step >= step.step) {
             // A new attempt resumed at an earlier checkpoint: the repeated steps replace the lost ones.
-            self.points.retain(|point| point.step < done);
+            self.points.retain(|point| point.step < step.step);
         }
         self.steps += 1;
         if !self.steps.is_multiple_of(1 << self.interval_log2) {
             return;
         }
         let tokens_per_second = speed(step);
-        self.points.push(Progress { unix_ms, step: done, loss: step.loss, tokens_per_second });
+        self.points.push(Progress { unix_ms, step: step.step, loss: step.loss, tokens_per_second });
         if self.points.len() > MAX_POINTS {
             let mut keep = false;
             self.points.retain(|_| {
@@ -110,7 +109,7 @@ mod tests {
     fn long_history_is_thinned_out_evenly_and_repeated_steps_replace_lost_ones() {
         let mut history = History::default();
         let step = |step| StepReport { step, ..StepReport::default() };
-        for number in 0..10_000 {
+        for number in 1..=10_000 {
             history.add(number, &step(number));
         }
         let steps: Vec<u64> = history.points().iter().map(|point| point.step).collect();
@@ -118,7 +117,7 @@ mod tests {
         let gaps: Vec<u64> = steps.windows(2).map(|pair| pair[1] - pair[0]).collect();
         let (least, most) = (gaps.iter().min().unwrap(), gaps.iter().max().unwrap());
         assert!(most <= &(2 * least) && steps[0] < 100 && steps.last().unwrap() > &9_900, "{least} {most}");
-        history.add(10_000, &step(5_000));
+        history.add(10_001, &step(5_001));
         assert!(history.points().iter().all(|point| point.step <= 5_001));
     }
 }
