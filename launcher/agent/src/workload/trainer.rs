@@ -98,12 +98,13 @@ impl<'a> TrainerWorkload<'a> {
         let mut sinks = Sinks::new(Progress::default())?;
         let mut metrics_path = None;
         if observe.metrics {
-            let metrics = Metrics::create(&run.path)?;
-            metrics_path = Some(metrics.path().to_path_buf());
-            sinks.add_file(METRICS, metrics)?;
+            metrics_path = Some(Metrics::path(&run.path));
+            let dir = run.path.clone();
+            sinks.add_file(METRICS, move || Metrics::create(&dir))?;
         }
         if observe.tensorboard {
-            sinks.add_file("TensorBoard's event file", TensorBoard::create(&run.path)?)?;
+            let dir = run.path.clone();
+            sinks.add_file("TensorBoard's event file", move || TensorBoard::create(&dir))?;
         }
         let printer = sinks.printer().clone();
         let stall_timeout = Duration::from_secs_f64(plan.spec.launch.stall_timeout);
