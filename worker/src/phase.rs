@@ -1,10 +1,14 @@
-//! The phase that a thread is in, readable from other threads: heartbeats report the training thread's.
+//! What this process is doing, for heartbeats: the phase of the training thread, and a counter of what any thread gets
+//! done between steps.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use xlaunch_proto::v1::Phase;
+
+/// Never reset, and of the whole process: the agent looks only for changes.
+static PROGRESS: AtomicU64 = AtomicU64::new(0);
 
 thread_local!(static TRACKER: Arc<PhaseTracker> = Arc::default());
 
@@ -46,6 +50,17 @@ pub(crate) fn enter(next: Phase) -> Phase {
         let number = u64::try_from(i32::from(next)).unwrap_or_default();
         unpack(tracker.packed.swap(micros << PHASE_BITS | number, Ordering::Relaxed))
     })
+}
+
+/// Reports progress of long work between steps: a batch was evaluated, or a part of a checkpoint written. The
+/// agent gives a worker that is stopping more time as long as this is called. Cheap; from any thread.
+pub(crate) fn advance() {
+    PROGRESS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// The number of calls of [`advance`].
+pub(crate) fn progress() -> u64 {
+    PROGRESS.load(Ordering::Relaxed)
 }
 
 fn unpack(packed: u64) -> Phase {

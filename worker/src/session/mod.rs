@@ -79,17 +79,20 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let collective = rendezvous::join(context, &reduce_layout, &device)?;
     control.open_session(context.hello(), collective.abort_handle());
 
-    let initial = initial.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-    let trainer = Trainer::new(&device.backend, spec, &shape, &initial, &sharding, world)?;
+    // From here on, other ranks fail when this one drops its collective.
+    let report = |error| control.report_failure(error);
+    let initial = initial.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)).map_err(report)?;
+    let trainer = Trainer::new(&device.backend, spec, &shape, &initial, &sharding, world).map_err(report)?;
     // Shadowed here so that it is dropped before the tensors that its collectives use.
     let mut collective: Box<dyn Collective> = match bench {
         Some(bench) if bench.skip_all_reduce => Box::new(SkipAllReduce(collective)),
         _ => collective,
     };
     let buffers = trainer.stepper.reduce_buffers().chain(trainer.optimizer.gather_buffers(&trainer.model));
-    nccl_windows::register(&device.backend, buffers, &mut *collective, environment.log_fallback)?;
+    nccl_windows::register(&device.backend, buffers, &mut *collective, environment.log_fallback)
+        .map_err(report)?;
 
-    let loader = start_loader(spec, &shape, &dataset, environment, initial.sequences)?;
+    let loader = start_loader(spec, &shape, &dataset, environment, initial.sequences).map_err(report)?;
     if rank == 0 {
         control.report(Report::TrainStarted(train_started(spec, &trainer, &device, &dataset, &initial)));
     }
@@ -116,12 +119,14 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         bench: bench.is_some(),
         tracer: Tracer::new(spec.observe.trace, initial.step..spec.train.steps, &run_dir, rank),
     }
-    .run();
+    .run()
+    .map_err(report);
     // After an error too: closing the communicator waits for graphs that contain its collectives.
     trainer.stepper.drop_graphs();
     trainer.evaluator.drop_graphs();
     let outcome = outcome?;
-    let finished = finish(spec, &device.backend, &trainer, &mut *collective, outcome, &dataset)?;
+    let finished = finish(spec, &device.backend, &trainer, &mut *collective, outcome, &dataset);
+    let finished = finished.map_err(report)?;
     collective.finalize()?;
     control.report(Report::Finished(finished));
     Ok(if outcome.stopped_early { ExitCode::Stopped } else { ExitCode::Done })

@@ -10,6 +10,7 @@ use super::replay::{Replay, Work};
 use crate::data::{self, Order, Tokens};
 use crate::error::Result;
 use crate::model::{BackendHandle, Model, Rows};
+use crate::phase;
 
 /// Buffers that all evaluations reuse, and the captured graph of one batch.
 #[derive(Debug)]
@@ -64,6 +65,7 @@ impl Evaluator {
                 model.loss(&acts, self.targets.all(), self.losses.all(), None)?;
                 Ok(model.mean_loss(&self.losses, 1.0, self.result.all(), Accumulate::Add)?)
             })?;
+            phase::advance();
         }
         collective.all_reduce(self.result.lend(0..1), DType::F32)?;
         collective.wait_all()?;
