@@ -6,7 +6,7 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::v1::{Gpu, Job, NodeStatus, Progress, RankStatus, Restart, StatusReply};
+use crate::v1::{CheckpointReply, Gpu, Job, NodeStatus, Progress, RankStatus, Restart, StatusReply};
 use serde_json::{Value, json};
 
 use crate::labels::{gpu_state, job_state, kind, node_job_state, rank_state};
@@ -31,6 +31,11 @@ fn gpu(gpu: &Gpu) -> Value {
         "memory_bytes": gpu.memory_bytes, "power_watts": gpu.power_watts.map(number),
         "temperature_celsius": gpu.temperature_celsius.map(number),
     })
+}
+
+/// A checkpoint that was saved on request.
+pub fn checkpoint(saved: &CheckpointReply) -> Value {
+    json!({ "step": saved.step, "path": saved.path, "seconds": number(saved.seconds) })
 }
 
 /// A job of a node as a list entry: without its report, which may be long, its status and its history.

@@ -52,10 +52,15 @@ pub(crate) fn enter(next: Phase) -> Phase {
     })
 }
 
-/// Something that takes long between steps has got on: a batch was evaluated, or a part of a checkpoint written. The
+/// Reports progress of long work between steps: a batch was evaluated, or a part of a checkpoint written. The
 /// agent gives a worker that is stopping more time as long as this is called. Cheap; from any thread.
 pub(crate) fn advance() {
     PROGRESS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// The number of calls of [`advance`].
+pub(crate) fn progress() -> u64 {
+    PROGRESS.load(Ordering::Relaxed)
 }
 
 fn unpack(packed: u64) -> Phase {

@@ -2,7 +2,8 @@
 //!
 //! Workers are in process groups of their own, so what the terminal sends reaches xlaunch alone, which passes it on.
 //! The job decides which signals stop it. SIGUSR1 and SIGUSR2, unless they are among them, are forwarded to the
-//! workers: schedulers announce the end of an allocation with them. SIGTSTP stops the workers, then xlaunch itself;
+//! workers: schedulers announce the end of an allocation with them. The trainer takes SIGUSR1 as a request for a
+//! checkpoint. SIGTSTP stops the workers, then xlaunch itself;
 //! SIGCONT continues both. A SIGHUP that was ignored when xlaunch started stays ignored, for `nohup`. An ignored SIGINT
 //! does not: shells ignore it for commands in the background, but a SIGINT sent to one of them explicitly is meant.
 

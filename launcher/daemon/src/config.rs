@@ -86,7 +86,7 @@ pub(crate) struct JobsSection {
     pub(crate) cpu_workers: Option<u32>,
     /// Number of ended jobs of each user that are remembered, with their logs.
     pub(crate) keep: usize,
-    /// Maximum time between SIGTERM and SIGKILL of a job's workers, whatever the job asks for.
+    /// Maximum time that a job's workers get to stop before they are killed, whatever the job asks for.
     pub(crate) max_grace: Span,
     /// GPUs, by UUID or index, on which no job is placed.
     pub(crate) leave_gpus: Vec<String>,

@@ -59,8 +59,8 @@ pub(crate) struct NodeLimits {
     pub(crate) max_time: Option<Duration>,
 }
 
-/// The job for the journal and for its directory, without id, time and dependencies. A shutdown timeout above
-/// `max_grace` is shortened to that.
+/// The job for the journal and for its directory, without id, time and dependencies. Shutdown timeouts above
+/// `max_grace` are shortened to that.
 ///
 /// # Errors
 /// [`CommandError::Invalid`] if it asks for something that contradicts itself or that the daemon decides.
@@ -73,7 +73,9 @@ pub(crate) fn resolve(
     let scheduling = submission.scheduling;
     match &mut work {
         Work::Trainer(spec) => {
-            spec.launch.shutdown_timeout = spec.launch.shutdown_timeout.min(node.max_grace.as_secs_f64());
+            let (launch, most) = (&mut spec.launch, node.max_grace.as_secs_f64());
+            launch.shutdown_timeout = launch.shutdown_timeout.min(most);
+            launch.shutdown_timeout_max = launch.shutdown_timeout_max.min(most);
         }
         Work::Command(spec) => spec.shutdown_timeout = spec.shutdown_timeout.min(node.max_grace),
     }
@@ -217,7 +219,8 @@ fn trainer_size(spec: &JobSpec, wanted: Option<u32>, has_gpus: bool) -> Result<S
     Ok(Size {
         workers,
         gpus,
-        shutdown_timeout: spec.launch.shutdown_timeout,
+        // A job whose checkpoint makes progress is given up to this much.
+        shutdown_timeout: spec.launch.shutdown_timeout.max(spec.launch.shutdown_timeout_max),
         command_line: String::new(),
         name: spec.job.name.clone(),
     })
@@ -425,8 +428,16 @@ mod tests {
         assert_eq!([5, 1_000_000].map(shutdown_timeout), [(5.0, 5.0), (60.0, 60.0)]);
         let mut spec = JobSpec::default();
         spec.launch.shutdown_timeout = 1e9;
-        let (submitted, _) = resolve(submission(Work::Trainer(Box::new(spec)), None), 1, &node(0)).unwrap();
-        assert_eq!(submitted.shutdown_timeout, 60.0);
+        let trainer = |spec: JobSpec| {
+            let work = Work::Trainer(Box::new(spec));
+            let (submitted, description) = resolve(submission(work, None), 1, &node(0)).unwrap();
+            let Work::Trainer(spec) = description.work else { panic!() };
+            let launch = spec.launch;
+            (submitted.shutdown_timeout, launch.shutdown_timeout, launch.shutdown_timeout_max)
+        };
+        assert_eq!(trainer(spec.clone()), (60.0, 60.0, 60.0));
+        (spec.launch.shutdown_timeout, spec.launch.shutdown_timeout_max) = (5.0, 40.0);
+        assert_eq!(trainer(spec), (40.0, 5.0, 40.0), "the daemon waits for the longest stop");
     }
 
     #[test]

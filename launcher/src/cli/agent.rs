@@ -197,19 +197,16 @@ impl Start {
     fn result(&self, ended: Result<&Ended, &Refusal>) -> JobResult {
         let start = self.description.start;
         match ended {
-            Ok(Ended { exit, reason, rank, status, peak_memory_bytes, report, .. }) => {
-                let stopped = matches!(exit, ExitCode::Stopped | ExitCode::Interrupted | ExitCode::Signal(_));
-                JobResult {
-                    exit: exit.code(),
-                    stopped,
-                    reason: reason.clone(),
-                    report: report.clone(),
-                    rank: *rank,
-                    attempt: status.attempt,
-                    start,
-                    usage: usage(*peak_memory_bytes),
-                }
-            }
+            Ok(Ended { exit, stopped, reason, rank, status, peak_memory_bytes, report, .. }) => JobResult {
+                exit: exit.code(),
+                stopped: *stopped,
+                reason: reason.clone(),
+                report: report.clone(),
+                rank: *rank,
+                attempt: status.attempt,
+                start,
+                usage: usage(*peak_memory_bytes),
+            },
             Err(Refusal { exit, message }) => JobResult {
                 exit: exit.code(),
                 reason: exit.meaning().into(),

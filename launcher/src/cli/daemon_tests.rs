@@ -159,6 +159,19 @@ impl Node for FakeDaemon {
         Ok(Response::new(Box::pin(tokio_stream::iter(pieces))))
     }
 
+    type CheckpointStream = Replies<CheckpointReply>;
+
+    async fn checkpoint(
+        &self,
+        request: Request<JobCheckpointRequest>,
+    ) -> Result<Response<Replies<CheckpointReply>>, Status> {
+        let reply = match find(request.into_inner().job)?.id {
+            1 => Ok(CheckpointReply { step: 7, path: "/c/step-7".into(), seconds: 0.5 }),
+            _ => Err(Status::aborted("rank 0 failed: the disk is full")),
+        };
+        Ok(Response::new(Box::pin(tokio_stream::once(reply))))
+    }
+
     async fn cancel(&self, request: Request<CancelRequest>) -> Result<Response<Job>, Status> {
         let id = find(request.into_inner().job)?.id;
         self.with_state(|state| state.cancelled.push(id));
@@ -264,6 +277,16 @@ async fn logs_are_passed_on_unchanged() {
     assert_eq!(fake.with_state(|state| state.logs.clone()), [JobLogsRequest { job: 2, logs: Some(request) }]);
     let missing = within_a_minute(daemon.logs(3, request, |_| Ok::<_, Refusal>(()))).await.unwrap_err();
     assert_eq!(missing.message, "there is no job 3");
+}
+
+#[tokio::test]
+async fn checkpoint_is_waited_for_and_its_failure_shown() {
+    let mut daemon = FakeDaemon::start().await.connect().await;
+    let saved = within_a_minute(daemon.checkpoint(1)).await.unwrap();
+    assert_eq!((saved.step, saved.path.as_str()), (7, "/c/step-7"));
+    let failed = within_a_minute(daemon.checkpoint(2)).await.unwrap_err();
+    assert_eq!((failed.exit, &*failed.message), (ExitCode::WorkerFailed, "rank 0 failed: the disk is full"));
+    assert_eq!(within_a_minute(daemon.checkpoint(3)).await.unwrap_err().message, "there is no job 3");
 }
 
 #[tokio::test]

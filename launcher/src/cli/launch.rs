@@ -54,6 +54,8 @@ pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
 /// The result of a launch.
 pub(super) struct Ended {
     pub(super) exit: ExitCode,
+    /// It was stopped on request, and had not failed before.
+    pub(super) stopped: bool,
     /// The reason for the exit code, in one line.
     pub(super) reason: String,
     /// The rank that failed first, if a rank failed.
@@ -104,9 +106,10 @@ pub(super) async fn train(
     };
     let report = report::text(&finished.outcome, &finished.evidence, Some(&logs)).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
+    let stopped = finished.outcome.stopped;
     let rank = finished.outcome.root.and_then(|root| root.rank);
     let Finished { status, peak_memory_bytes, .. } = finished;
-    Ok(Ended { exit, reason, rank, status, peak_memory_bytes, summary, report })
+    Ok(Ended { exit, stopped, reason, rank, status, peak_memory_bytes, summary, report })
 }
 
 fn reason(outcome: &Outcome, evidence: &[Evidence]) -> String {
@@ -143,9 +146,10 @@ pub(super) async fn run_workers(
     let finished = driver::run_command(plan, run).await.map_err(|error| failed(&error))?;
     let report = report::text(&finished.outcome, &finished.evidence, kept.as_deref()).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
+    let stopped = finished.outcome.stopped;
     let rank = finished.outcome.root.and_then(|root| root.rank);
     let Finished { status, peak_memory_bytes, .. } = finished;
-    Ok(Ended { exit, reason, rank, status, peak_memory_bytes, summary: String::new(), report })
+    Ok(Ended { exit, stopped, reason, rank, status, peak_memory_bytes, summary: String::new(), report })
 }
 
 fn affinities(spec: &ResolvedCommand) -> Result<Vec<Affinity>, String> {

@@ -1,6 +1,6 @@
 //! The command line: a subcommand, one file each, or a launch with torchrun's flags ([`torchrun`], [`launch`]).
 //!
-//! - `status`, `logs`, `stop`: call the agent of a launch or the daemon, see [`target`];
+//! - `status`, `logs`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
 //! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`: call the daemon;
 //! - `daemon`, `agent`: services; `bench`; `gen`: generated files for packages.
 //!
@@ -9,6 +9,7 @@
 mod agent;
 mod bench;
 mod cancel;
+mod checkpoint;
 mod daemon;
 #[cfg(test)]
 mod daemon_tests;
@@ -56,6 +57,8 @@ enum Subcommands {
     Logs(logs::Logs),
     /// Stop a launch or job; training saves a checkpoint first
     Stop(stop::Stop),
+    /// Save a checkpoint of a training job now, and print its path
+    Checkpoint(checkpoint::Checkpoint),
     /// Queue a job with the node's daemon
     Submit(submit::Submit),
     /// List the daemon's jobs, the newest last
@@ -170,6 +173,7 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Status(options) => status::run(options).await,
         Run::Logs(options) => logs::run(options).await,
         Run::Stop(options) => stop::run(options).await,
+        Run::Checkpoint(options) => checkpoint::run(options).await,
         Run::Submit(options) => submit::run(options).await,
         Run::Jobs(options) => jobs::run(options).await,
         Run::History(options) => history::run(options).await,

@@ -13,8 +13,9 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::net::connect::cause;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::{
-    CancelRequest, DrainRequest, GetRequest, HistoryRequest, Job, JobAccount, JobLogsRequest, ListRequest,
-    LogsRequest, NodeJobState, NodeStatus, NodeStatusRequest, SubmitReply, SubmitRequest, UpdateRequest,
+    CancelRequest, CheckpointReply, DrainRequest, GetRequest, HistoryRequest, Job, JobAccount,
+    JobCheckpointRequest, JobLogsRequest, ListRequest, LogsRequest, NodeJobState, NodeStatus,
+    NodeStatusRequest, SubmitReply, SubmitRequest, UpdateRequest,
 };
 
 use xlaunch_agent::Refusal;
@@ -159,6 +160,17 @@ impl DaemonClient {
     pub(crate) async fn cancel(&mut self, job: u64, force: bool) -> Result<Job, Refusal> {
         let reply = self.client.cancel(CancelRequest { job, force }).await;
         self.check(reply)
+    }
+
+    /// Saves a checkpoint of a running job; returns when it is complete.
+    pub(crate) async fn checkpoint(&mut self, job: u64) -> Result<CheckpointReply, Refusal> {
+        let reply = self.client.checkpoint(JobCheckpointRequest { job }).await;
+        let mut replies = self.check(reply)?;
+        match replies.message().await {
+            Ok(Some(saved)) => Ok(saved),
+            Ok(None) => Err(self.refusal(&Status::unavailable("it is shutting down"))),
+            Err(status) => Err(self.refusal(&status)),
+        }
     }
 
     /// Holds or releases a queued job, or changes its priority.

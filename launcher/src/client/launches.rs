@@ -123,6 +123,12 @@ pub(crate) async fn connect(launch: &Running) -> Result<AgentClient<Channel>, St
     Ok(AgentClient::new(channel))
 }
 
+/// For calls that last until something has happened in the job.
+pub(crate) async fn connect_without_call_timeout(launch: &Running) -> Result<AgentClient<Channel>, String> {
+    let channel = super::connect_without_call_timeout(&launch.socket, AGENT_CALL_TIMEOUT).await;
+    Ok(AgentClient::new(channel.map_err(|_| not_connected(launch))?))
+}
+
 pub(crate) async fn status(launch: &Running) -> Result<StatusReply, String> {
     let mut agent = connect(launch).await?;
     let reply = agent.status(StatusRequest::default()).await;

@@ -83,6 +83,7 @@ impl JobSpec {
         positive("launch.stall_timeout", self.launch.stall_timeout)?;
         within("launch.stall_timeout", self.launch.stall_timeout, 0.0, 86_400.0)?;
         within("launch.shutdown_timeout", self.launch.shutdown_timeout, 0.0, 86_400.0)?;
+        within("launch.shutdown_timeout_max", self.launch.shutdown_timeout_max, 0.0, 86_400.0)?;
         within("train.min_lr_ratio", train.min_lr_ratio, 0.0, 1.0)?;
         within("train.beta1", train.beta1, 0.0, 0.999_999)?;
         within("train.beta2", train.beta2, 0.0, 0.999_999)?;

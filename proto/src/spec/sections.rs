@@ -44,11 +44,14 @@ pub struct LaunchSection {
     /// How many times all workers are restarted after a failure before the job fails. Restarts resume from the newest
     /// checkpoint, so set `checkpoint.every` too.
     pub max_restarts: u32,
-    /// Seconds that workers get to exit after SIGTERM before they are killed. Increase it if writing a checkpoint takes
-    /// longer.
+    /// Seconds that workers get to stop with a checkpoint before they are killed. The time starts again whenever an
+    /// evaluation or the checkpoint makes progress.
     pub shutdown_timeout: f64,
-    /// Seconds within which all ranks must join the rendezvous. Increase it if opening data or reading a checkpoint
-    /// takes longer.
+    /// Seconds that workers get to stop in all, whatever progress they make. Keep it below the time that your scheduler
+    /// allows between SIGTERM and SIGKILL.
+    pub shutdown_timeout_max: f64,
+    /// Seconds within which all ranks must join the rendezvous, and again to open the communicator (NCCL) after it.
+    /// Increase it if opening data or reading a checkpoint takes longer.
     pub join_timeout: f64,
     /// Seconds without a completed step after which the rank that blocks the others is reported, with the phase that it
     /// is in. It is only reported: no worker is killed. Jobs with slow steps get more time automatically.
@@ -62,6 +65,7 @@ impl Default for LaunchSection {
             devices: Vec::new(),
             max_restarts: 0,
             shutdown_timeout: 30.0,
+            shutdown_timeout_max: 600.0,
             join_timeout: 120.0,
             stall_timeout: 45.0,
         }

@@ -4,12 +4,14 @@ use std::process::Command;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Node, Process, is_alive, wait_for, xlaunch_path};
+use xlaunch_tests::{Node, Process, is_alive, send_signal, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
     job_runs_in_directory_and_environment_of_its_submission,
     submit_wait_returns_exit_code_and_report,
     queued_jobs_start_by_priority_and_order,
+    checkpoint_of_a_training_job_is_saved_on_request,
+    cancelled_training_job_without_checkpoint_is_cancelled_with_exit_code_75,
     cancel_kills_all_processes_of_the_job,
     forced_cancel_kills_a_job_that_ignores_sigterm,
     second_daemon_is_refused_and_invalid_configuration_is_reported,
@@ -61,6 +63,39 @@ fn queued_jobs_start_by_priority_and_order() {
     node.write("go", "");
     node.wait(low, "done");
     assert_eq!(node.lines("order"), ["first", "next", "low"]);
+}
+
+fn checkpoint_of_a_training_job_is_saved_on_request() {
+    let node = Node::new("");
+    let job = node.submit(&[&node.write_tiny_job(1_000_000), "--nproc", "2"]).to_string();
+    let saved = wait_for("a checkpoint", || {
+        let saved = node.run(&["checkpoint", &job]);
+        let waits = ["has not started", "not training yet", "does not answer"];
+        assert!(saved.code == 0 || waits.iter().any(|text| saved.stderr.contains(text)), "{}", saved.stderr);
+        (saved.code == 0).then_some(saved.stdout)
+    });
+    let path = std::path::Path::new(saved.trim());
+    assert!(path.is_absolute() && path.join("manifest.json").exists(), "{saved}");
+    assert_eq!(node.run(&["cancel", &job]).code, 0);
+    let ended = node.wait(1, "cancelled");
+    assert_eq!(ended["exit_code"], 143, "{ended}");
+    let refused = node.run(&["checkpoint", &job]);
+    assert!(refused.code != 0 && refused.stderr.contains("job 1 has ended"), "{}", refused.stderr);
+}
+
+fn cancelled_training_job_without_checkpoint_is_cancelled_with_exit_code_75() {
+    let node = Node::new("max_grace = \"1s\"");
+    let job = node.submit(&[&node.write_tiny_job(1_000_000), "--nproc", "2"]);
+    let rank = wait_for("a step", || {
+        let status = &node.job(job)["status"];
+        status["step"].as_u64().filter(|step| *step > 0)?;
+        status["ranks"][1]["pid"].as_u64()
+    });
+    send_signal(u32::try_from(rank).unwrap(), Signal::STOP);
+    assert_eq!(node.run(&["cancel", &job.to_string()]).code, 0);
+    let ended = node.wait(job, "cancelled");
+    assert_eq!(ended["exit_code"], 75, "{ended}");
+    assert!(ended["reason"].as_str().unwrap().contains("without a checkpoint"), "{ended}");
 }
 
 fn forced_cancel_kills_a_job_that_ignores_sigterm() {

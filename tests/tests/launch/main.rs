@@ -10,12 +10,13 @@ mod input;
 mod limits;
 mod signals;
 mod status;
+mod stopping;
 
 /// The scripted worker of [`xlaunch_tests::Job::scripted`].
 const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
-    modules cleanup, commands, environment, failures, input, limits, signals, status;
+    modules cleanup, commands, environment, failures, input, limits, signals, status, stopping;
 }
 
 /// Lines of a text, sorted: ranks write in any order.

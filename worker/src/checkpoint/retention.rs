@@ -19,7 +19,7 @@ pub struct Retention {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Candidate {
     pub(super) step: u64,
-    pub(super) val_loss: Option<f32>,
+    pub(super) val_loss: Option<f64>,
     /// The run was resumed from it.
     pub(super) is_source: bool,
 }
@@ -35,8 +35,8 @@ impl Retention {
         if self.newest == 0 {
             return Vec::new();
         }
-        let by_loss = |a: &f32, b: &f32| a.partial_cmp(b).unwrap_or(Ordering::Equal);
-        let mut losses: Vec<f32> = candidates.iter().filter_map(|candidate| candidate.val_loss).collect();
+        let by_loss = |a: &f64, b: &f64| a.partial_cmp(b).unwrap_or(Ordering::Equal);
+        let mut losses: Vec<f64> = candidates.iter().filter_map(|candidate| candidate.val_loss).collect();
         losses.retain(|loss| loss.is_finite());
         losses.sort_by(by_loss);
         let limit = self.best.checked_sub(1).and_then(|last| losses.get(last).or(losses.last())).copied();
@@ -55,9 +55,9 @@ impl Retention {
 mod tests {
     use super::*;
 
-    fn candidates(losses: &[Option<f32>]) -> Vec<Candidate> {
+    fn candidates(losses: &[Option<f64>]) -> Vec<Candidate> {
         let steps = (1..).map(|index| 10 * index);
-        let candidate = |(step, val_loss): (u64, &Option<f32>)| Candidate {
+        let candidate = |(step, val_loss): (u64, &Option<f64>)| Candidate {
             step,
             val_loss: *val_loss,
             is_source: step == 10,
@@ -67,7 +67,7 @@ mod tests {
 
     #[test]
     fn newest_regular_best_and_the_source_are_kept() {
-        let losses = [None, Some(1.0), Some(f32::NAN), Some(3.0), Some(2.0), None, Some(4.0)];
+        let losses = [None, Some(1.0), Some(f64::NAN), Some(3.0), Some(2.0), None, Some(4.0)];
         let deleted = |newest, every, best| {
             let mut deleted = Retention { newest, every, best }.to_delete(candidates(&losses));
             deleted.sort_unstable();

@@ -38,7 +38,7 @@ pub struct State {
     pub warmup: Option<u64>,
     /// Loss on the held-out data after this step, if it was evaluated then.
     #[serde(default)]
-    pub val_loss: Option<f32>,
+    pub val_loss: Option<f64>,
     /// The job description, for information only: other versions may have other keys.
     pub spec: serde_json::Value,
 }

@@ -30,7 +30,8 @@ fn read_all(path: &Path) -> Result<([Vec<f32>; 3], State), CheckpointError> {
         arenas.lock().unwrap()[arena as usize][at..at + values.len()].copy_from_slice(&values);
         Ok(())
     };
-    let state = read(path, &shape(), &layout, &[0..layout.len], &threads(), &sink)?;
+    let everything = std::iter::once(0..layout.len).collect::<Vec<_>>();
+    let state = read(path, &shape(), &layout, &everything, &threads(), &sink)?;
     Ok((arenas.into_inner().unwrap(), state))
 }
 
@@ -46,12 +47,15 @@ fn assert_complete(path: &Path, step: u64) {
     }
 }
 
+/// What a rank has written.
+type Answer = Result<Vec<Written>, String>;
+
 /// The answers of several ranks, as the agent collects them.
 struct Together {
     rank: usize,
-    answers: Sender<Result<Vec<Written>, String>>,
-    /// On rank 0.
-    collected: Option<(usize, Receiver<Result<Vec<Written>, String>>)>,
+    answers: Sender<Answer>,
+    /// On rank 0, with the number of ranks.
+    collected: Option<(usize, Receiver<Answer>)>,
 }
 
 impl Exchange for Together {

@@ -16,20 +16,25 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 use tonic::transport::Channel;
 use xlaunch_comm::AbortHandle;
 use xlaunch_proto::convert::{Join, Joined};
+use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::net;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{CommitCheckpoint, GetJobReply, GetJobRequest, Hello, JoinRequest};
+use xlaunch_proto::v1::{CommitCheckpoint, Failed, GetJobReply, GetJobRequest, Hello, JoinRequest};
 
 use crate::checkpoint::saver::Exchange;
 use crate::error::{Result, WorkerError};
 use crate::phase::PhaseTracker;
 use exchange::SessionExchange;
+
+/// For the agent to acknowledge an error. Longer delays the end of a job whose agent hangs, for nothing.
+const FAILURE_REPORT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// State that both threads access.
 #[derive(Debug, Default)]
@@ -60,6 +65,8 @@ enum Request {
     Join(Box<JoinRequest>, oneshot::Sender<std::result::Result<Joined, tonic::Status>>),
     Session(Hello),
     Report(Report),
+    /// The sender is dropped once the agent has acknowledged the report, or cannot do so any more.
+    Fail(Failed, std::sync::mpsc::Sender<()>),
 }
 
 /// The training thread's handle. Dropping it sends the queued reports and closes the session.
@@ -120,6 +127,21 @@ impl Control {
             self.shared.step.store(step.step, Ordering::Relaxed);
         }
         self.send(Request::Report(report));
+    }
+
+    /// Tells the agent of an error before it ends this rank, and waits until the agent has acted on it. Call it while
+    /// the collective is still open: when the other ranks lose this one, the agent then knows whose fault that is. The
+    /// loss of a peer or of the agent is not an error of this rank's own.
+    pub fn report_failure(&self, error: WorkerError) -> WorkerError {
+        let exit = error.exit();
+        if exit != ExitCode::Retryable {
+            let (sender, acknowledged) = std::sync::mpsc::channel();
+            let failed = Failed { message: error.to_string(), exit_code: exit.code().into() };
+            self.send(Request::Fail(failed, sender));
+            // Nothing is ever sent: this returns when the sender is dropped.
+            let _ = acknowledged.recv_timeout(FAILURE_REPORT_TIMEOUT);
+        }
+        error
     }
 
     /// Whether the agent requested a stop.
@@ -197,7 +219,7 @@ async fn serve(
                 let _ = reply.send(joined);
             }
             Request::Session(hello) => return session::run(agent, hello, requests, shared).await,
-            Request::Report(_) => {}
+            Request::Report(_) | Request::Fail(..) => {}
         }
     }
 }

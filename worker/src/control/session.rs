@@ -16,6 +16,7 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Heartbeat, Hello, WorkerReport};
 
 use super::{Request, Shared};
+use crate::phase;
 
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// Unacknowledged heartbeats after which the agent is considered lost. Counted instead of timed: a worker that was
@@ -45,10 +46,15 @@ pub(super) async fn run(
     let mut heartbeat = interval(HEARTBEAT_INTERVAL);
     heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut unacknowledged = 0;
+    let mut failure = None;
     loop {
         tokio::select! {
             request = requests.recv() => match request {
                 Some(Request::Report(report)) => send(report),
+                Some(Request::Fail(failed, waiting)) => {
+                    send(Report::Failed(failed));
+                    failure = Some(waiting);
+                }
                 Some(_) => {}
                 None => break,
             },
@@ -60,6 +66,7 @@ pub(super) async fn run(
                         Some(Command::Checkpoint(_)) => {
                             shared.checkpoint_requested.store(true, Ordering::Relaxed);
                         }
+                        Some(Command::FailedAck(_)) => drop(failure.take()),
                         Some(Command::CommitCheckpoint(commit)) => {
                             // Only a job that saves checkpoints waits for it.
                             let _ = shared.commits.get().map(|commits| commits.send(commit));
@@ -89,7 +96,8 @@ pub(super) async fn run(
 fn heartbeat_of(shared: &Shared) -> Heartbeat {
     let (phase, duration) = shared.trainer.get().map(|trainer| trainer.read()).unwrap_or_default();
     let step = shared.step.load(Ordering::Relaxed);
-    Heartbeat { step, phase: phase.into(), phase_seconds: duration.as_secs_f64() }
+    let phase_seconds = duration.as_secs_f64();
+    Heartbeat { step, phase: phase.into(), phase_seconds, progress: phase::progress() }
 }
 
 /// Unblocks the training thread after the agent was lost, and exits the process if that does not end it.
@@ -98,7 +106,9 @@ async fn agent_lost(shared: &Shared, requests: &mut mpsc::UnboundedReceiver<Requ
     shared.stop_requested.store(true, Ordering::Relaxed);
     let abort = shared.abort.lock().unwrap_or_else(PoisonError::into_inner).clone();
     if let Some(abort) = abort {
-        abort.abort();
+        // In a thread of its own: `ncclCommAbort` may hang in a driver that does not respond. Without a thread the
+        // process exits after the timeout all the same.
+        let _ = std::thread::Builder::new().name("abort".into()).spawn(move || abort.abort());
     }
     let closed = async { while requests.recv().await.is_some() {} };
     if tokio::time::timeout(ABORT_EXIT_TIMEOUT, closed).await.is_err() {

@@ -84,17 +84,20 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let collective = rendezvous::join(context, &reduce_layout, &device)?;
     control.open_session(context.hello(), collective.abort_handle());
 
-    let trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world)?;
-    let start = reading.finish(&trainer.model, &trainer.optimizer)?;
+    // From here on, other ranks fail when this one drops its collective.
+    let report = |error| control.report_failure(error);
+    let trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world).map_err(report)?;
+    let start = reading.finish(&trainer.model, &trainer.optimizer).map_err(report)?;
     // Shadowed here so that it is dropped before the tensors that its collectives use.
     let mut collective: Box<dyn Collective> = match bench {
         Some(bench) if bench.skip_all_reduce => Box::new(SkipAllReduce(collective)),
         _ => collective,
     };
     let buffers = trainer.stepper.reduce_buffers().chain(trainer.optimizer.gather_buffers(&trainer.model));
-    nccl_windows::register(&device.backend, buffers, &mut *collective, environment.log_fallback)?;
+    nccl_windows::register(&device.backend, buffers, &mut *collective, environment.log_fallback)
+        .map_err(report)?;
 
-    let loader = start_loader(spec, &shape, &dataset, environment, start.sequences)?;
+    let loader = start_loader(spec, &shape, &dataset, environment, start.sequences).map_err(report)?;
     if rank == 0 {
         control.report(Report::TrainStarted(train_started(spec, &trainer, &device, &dataset, start.step)));
     }
@@ -121,20 +124,14 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         bench: bench.is_some(),
         tracer: Tracer::new(spec.observe.trace, start.step..spec.train.steps, &run_dir, rank),
     }
-    .run();
+    .run()
+    .map_err(report);
     // After an error too: closing the communicator waits for graphs that contain its collectives.
     trainer.stepper.drop_graphs();
     trainer.evaluator.drop_graphs();
-    let outcome = match outcome {
-        Err(error @ WorkerError::Diverged { .. }) => {
-            // All ranks end after the same step. Together, so that none mistakes another's exit for a lost peer. If
-            // that fails, divergence is still the reason.
-            let _ = collective.finalize();
-            return Err(error);
-        }
-        outcome => outcome?,
-    };
-    let finished = finish(spec, &device.backend, &trainer, &mut *collective, outcome, &dataset)?;
+    let outcome = outcome?;
+    let finished = finish(spec, &device.backend, &trainer, &mut *collective, outcome, &dataset);
+    let finished = finished.map_err(report)?;
     collective.finalize()?;
     control.report(Report::Finished(finished));
     Ok(if outcome.stopped_early { ExitCode::Stopped } else { ExitCode::Done })

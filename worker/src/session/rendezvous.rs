@@ -12,8 +12,8 @@ use super::Context;
 use super::device::OpenDevice;
 use crate::error::{Result, WorkerError};
 
-/// Time for ring neighbours to connect once all ranks have joined.
-const RING_CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+/// Time for ring neighbours to connect beyond that which the agent allows for it: the agent knows which rank is missing.
+const RING_CONNECT_MARGIN: Duration = Duration::from_secs(10);
 
 /// Joins and opens the collective of all ranks. `layout` must be the same bytes on every rank: the agent compares its
 /// digest, as ranks with different buckets would reduce different gradients together.
@@ -50,7 +50,8 @@ pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) ->
             Box::new(Nccl::new(stream.clone(), rank, world, id.0)?)
         }
         (None, Some(listener)) => {
-            Box::new(Ring::connect(listener, rank, &ring_addresses, RING_CONNECT_TIMEOUT)?)
+            let timeout = Duration::from_secs_f64(spec.launch.join_timeout) + RING_CONNECT_MARGIN;
+            Box::new(Ring::connect(listener, rank, &ring_addresses, timeout)?)
         }
         _ => Box::new(Local),
     })

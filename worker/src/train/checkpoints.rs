@@ -105,5 +105,5 @@ pub struct Position {
     /// Sequences that all ranks have used.
     pub sequences: u64,
     /// Validation loss after this step, if it was evaluated.
-    pub val_loss: Option<f32>,
+    pub val_loss: Option<f64>,
 }

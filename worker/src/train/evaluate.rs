@@ -14,6 +14,7 @@ use super::replay::{Replay, Work};
 use crate::data::{self, Order, Tokens};
 use crate::error::Result;
 use crate::model::{BackendHandle, Model, Rows};
+use crate::phase;
 
 /// Buffers that all evaluations reuse, and the captured graph of one batch.
 #[derive(Debug)]
@@ -93,6 +94,7 @@ impl Evaluator {
                 let rounded = mean(tokens) as f32;
                 *loss = rounded;
             }
+            phase::advance();
         }
         Ok(())
     }

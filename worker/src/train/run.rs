@@ -294,7 +294,7 @@ impl Run<'_> {
     }
 
     /// The loss on the held-out data, if there is any.
-    fn evaluate(&mut self, step: u64) -> Result<Option<f32>> {
+    fn evaluate(&mut self, step: u64) -> Result<Option<f64>> {
         let Some(val) = &self.dataset.val else { return Ok(None) };
         self.optimizer.gather(self.model, self.collective)?;
         let (loss, tokens) = self.evaluator.evaluate(self.model, self.collective, val)?;

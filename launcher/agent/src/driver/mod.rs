@@ -238,14 +238,18 @@ impl Driver<'_> {
                     .map(SignalRequest::Forward)
                     .and_then(|it| self.signal_request(it))
             }
-            from_worker => self.workload.message(from_worker, &self.job, &self.board),
+            other => self.workload.message(other, &self.job, &self.board),
         }
     }
 
-    fn signal_request(&self, request: SignalRequest) -> Option<Event> {
+    fn signal_request(&mut self, request: SignalRequest) -> Option<Event> {
         match request {
             SignalRequest::Stop(signal) => return Some(Event::Stop(StopCause::Signal(signal.as_raw()))),
-            SignalRequest::Forward(signal) => self.attempt.forward(signal),
+            SignalRequest::Forward(signal) => {
+                if !self.workload.takes_signal(signal, &self.job) {
+                    self.attempt.forward(signal);
+                }
+            }
             SignalRequest::Suspend => self.attempt.suspend(),
             SignalRequest::Resume => self.attempt.resume(),
         }
@@ -253,8 +257,14 @@ impl Driver<'_> {
     }
 
     fn finish(&self, outcome: Option<Outcome>) -> Finished {
-        let internal = Outcome { exit: ExitCode::Internal, root: None, others: Vec::new() };
-        let outcome = outcome.unwrap_or(internal);
+        let internal = || Outcome {
+            exit: ExitCode::Internal,
+            root: None,
+            others: Vec::new(),
+            stopped: false,
+            note: None,
+        };
+        let outcome = outcome.unwrap_or_else(internal);
         let evidence = match outcome.root {
             Some(_) => (0..self.world).map(|rank| self.evidence(rank)).collect(),
             None => Vec::new(),

@@ -22,8 +22,9 @@ use xlaunch_proto::v1::agent_command::Command;
 use xlaunch_proto::v1::agent_server::{Agent, AgentServer};
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{
-    AgentCommand, GetJobReply, GetJobRequest, HeartbeatAck, JoinReply, JoinRequest, LogsReply, LogsRequest,
-    SignalReply, SignalRequest, StatusReply, StatusRequest, StopReply, StopRequest, WorkerReport,
+    AgentCommand, CheckpointReply, CheckpointRequest, GetJobReply, GetJobRequest, HeartbeatAck, JoinReply,
+    JoinRequest, LogsReply, LogsRequest, SignalReply, SignalRequest, StatusReply, StatusRequest, StopReply,
+    StopRequest, WorkerReport,
 };
 
 use super::barrier::Reply;
@@ -63,6 +64,8 @@ pub enum Message {
         report: Report,
     },
     Stop,
+    /// Answered when a checkpoint is complete, or refused.
+    Checkpoint(oneshot::Sender<Result<CheckpointReply, Status>>),
     /// For every worker.
     Signal(i32),
 }
@@ -187,6 +190,10 @@ impl Agent for Service {
         let ending = |_| Status::unavailable("the agent is ending");
         self.messages.send(Message::Stop).await.map_err(ending)?;
         Ok(Response::new(StopReply {}))
+    }
+
+    async fn checkpoint(&self, _: Request<CheckpointRequest>) -> Result<Response<CheckpointReply>, Status> {
+        Ok(Response::new(self.call(Message::Checkpoint).await??))
     }
 
     async fn signal(&self, request: Request<SignalRequest>) -> Result<Response<SignalReply>, Status> {

@@ -68,6 +68,9 @@ pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Op
         let why = coded.and_then(cause).map_or(String::new(), |cause| format!(": {}", escaped(&cause.what)));
         let _ = writeln!(out, "    {}{later}{why}", describe(other, of(other), known));
     }
+    if let Some(note) = &outcome.note {
+        let _ = writeln!(out, "  {}", escaped(note));
+    }
     if let Some(logs) = logs {
         let _ = writeln!(out, "  logs: {}", logs.display());
     }

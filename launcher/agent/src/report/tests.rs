@@ -12,6 +12,7 @@ fn job(kind: Kind, world: u32) -> Job {
         kind,
         restarts: Restarts { most: 0, not_after: [].into() },
         shutdown_timeout: Duration::from_secs(30),
+        shutdown_timeout_max: Duration::from_secs(600),
         propagate_exit_code: false,
         seed: 0,
     };

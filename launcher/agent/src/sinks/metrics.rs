@@ -14,7 +14,6 @@ use crate::clock;
 #[derive(Debug)]
 pub(crate) struct Metrics {
     file: File,
-    path: PathBuf,
 }
 
 impl ReportSink for Metrics {
@@ -30,12 +29,11 @@ impl ReportSink for Metrics {
 impl Metrics {
     /// Creates the file in the run's directory.
     pub(crate) fn create(run_dir: &Path) -> io::Result<Self> {
-        let path = run_dir.join("metrics.jsonl");
-        Ok(Self { file: File::create(&path)?, path })
+        Ok(Self { file: File::create(Self::path(run_dir))? })
     }
 
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
+    pub(crate) fn path(run_dir: &Path) -> PathBuf {
+        run_dir.join("metrics.jsonl")
     }
 
     #[expect(clippy::cast_precision_loss, reason = "a speed")]
@@ -87,7 +85,7 @@ mod tests {
         let step = StepReport { step: 3, loss: 0.1, step_seconds: 0.5, tokens: 100, ..Default::default() };
         metrics.step(&step).unwrap();
         metrics.eval(&EvalReport { step: 4, loss: 2.5, tokens: 10 }).unwrap();
-        let text = fs_err::read_to_string(metrics.path()).unwrap();
+        let text = fs_err::read_to_string(Metrics::path(dir.path())).unwrap();
         let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!((&lines[0]["_step"], &lines[0]["train/loss"]), (&json!(3), &json!(0.1)));
         assert_eq!(lines[0]["perf/tokens_per_second"], json!(200.0));

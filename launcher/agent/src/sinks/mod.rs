@@ -8,7 +8,8 @@
 //! ```
 //! Invariants:
 //! - The driver's task never waits for a disk or a terminal. Every [`ReportSink`] has a bounded queue and a writer
-//!   thread of its own, so that a sink that blocks delays neither the driver nor another sink.
+//!   thread of its own, which also creates its file, so that a sink that blocks delays neither the driver nor another
+//!   sink.
 //! - Nothing is lost silently. A report that finds the queue of a file full is dropped, which is reported at the first
 //!   one and, with the number, at the end. Lines that the console did not take are counted, and the count is printed
 //!   once the console has caught up.
@@ -77,13 +78,18 @@ pub(crate) struct Sinks {
 
 impl Sinks {
     pub(crate) fn new(console: impl ReportSink) -> io::Result<Self> {
-        let writer = Writer::start("progress", QUEUE_LENGTH, console, None)?;
+        let writer = Writer::start("progress", QUEUE_LENGTH, || Ok(console), None)?;
         Ok(Self { console: LinePrinter(Arc::new(writer)), files: Vec::new() })
     }
 
-    /// Adds a sink that writes a file; `name` is for messages and for [`finish`](Self::finish).
-    pub(crate) fn add_file(&mut self, name: &'static str, sink: impl ReportSink) -> io::Result<()> {
-        let writer = Writer::start(name, QUEUE_LENGTH, sink, Some(self.console.clone()))?;
+    /// Adds a sink that writes a file, which `open` creates on the sink's thread; `name` is for messages and for
+    /// [`finish`](Self::finish).
+    pub(crate) fn add_file<S: ReportSink>(
+        &mut self,
+        name: &'static str,
+        open: impl FnOnce() -> io::Result<S> + Send + 'static,
+    ) -> io::Result<()> {
+        let writer = Writer::start(name, QUEUE_LENGTH, open, Some(self.console.clone()))?;
         self.files.push(Arc::new(writer));
         Ok(())
     }

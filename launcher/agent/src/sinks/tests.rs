@@ -68,7 +68,7 @@ fn contents(seen: &Mutex<Vec<String>>) -> Vec<String> {
 async fn sinks_receive_the_reports_of_rank_0_and_the_console_lines_in_order() {
     let ((console, shown), (file, written)) = (TestSink::new(), TestSink::new());
     let mut sinks = Sinks::new(console).unwrap();
-    sinks.add_file("metrics", file).unwrap();
+    sinks.add_file("metrics", move || Ok(file)).unwrap();
     sinks.report(step(0, 1));
     sinks.report(step(1, 7));
     sinks.report(RankReport { report: Report::Heartbeat(Heartbeat::default()), ..step(0, 1) });
@@ -85,7 +85,7 @@ async fn a_blocked_sink_delays_neither_the_driver_nor_other_sinks_and_its_losses
     let (slow, written, gate) = TestSink::gated();
     let (other, other_written) = TestSink::new();
     let mut sinks = Sinks::new(console).unwrap();
-    sinks.add_file("metrics", slow).unwrap();
+    sinks.add_file("metrics", move || Ok(slow)).unwrap();
     let reports = QUEUE_LENGTH as u64 + 100;
     // This returns although nothing is taken from the queue.
     for number in 0..reports {
@@ -95,7 +95,7 @@ async fn a_blocked_sink_delays_neither_the_driver_nor_other_sinks_and_its_losses
             std::thread::sleep(Duration::from_micros(10));
         }
     }
-    sinks.add_file("tensorboard", other).unwrap();
+    sinks.add_file("tensorboard", move || Ok(other)).unwrap();
     sinks.report(step(0, reports));
     assert!(contents(&written).is_empty());
     drop(gate);
@@ -118,8 +118,8 @@ async fn a_failing_sink_is_reported_once_and_the_others_go_on() {
     let ((console, shown), (failing, written), (other, other_written)) =
         (TestSink::new(), TestSink::new(), TestSink::new());
     let mut sinks = Sinks::new(console).unwrap();
-    sinks.add_file("metrics", TestSink { fails_at_step: Some(1), ..failing }).unwrap();
-    sinks.add_file("tensorboard", other).unwrap();
+    sinks.add_file("metrics", move || Ok(TestSink { fails_at_step: Some(1), ..failing })).unwrap();
+    sinks.add_file("tensorboard", move || Ok(other)).unwrap();
     (0..5).for_each(|number| sinks.report(step(0, number)));
     assert_eq!(sinks.finish(TIMEOUT).await, ["tensorboard"].into());
     assert_eq!(contents(&written), ["step 0"]);
@@ -134,7 +134,7 @@ async fn finish_gives_a_blocked_file_up_at_the_deadline_and_says_so() {
     let (console, shown) = TestSink::new();
     let (blocked, written, gate) = TestSink::gated();
     let mut sinks = Sinks::new(console).unwrap();
-    sinks.add_file("metrics", blocked).unwrap();
+    sinks.add_file("metrics", move || Ok(blocked)).unwrap();
     sinks.report(step(0, 0));
     assert!(sinks.finish(Duration::from_millis(50)).await.is_empty());
     assert!(contents(&written).is_empty());
@@ -158,4 +158,33 @@ async fn lines_that_a_slow_console_drops_are_counted() {
     let dropped: usize = counts.map(|count| count.parse::<usize>().unwrap()).sum();
     assert_eq!(shown.iter().filter(|line| line.parse::<usize>().is_ok()).count() + dropped, lines);
     assert!((49..=50).contains(&dropped), "{dropped}");
+}
+
+#[tokio::test]
+async fn a_file_that_cannot_be_opened_for_now_delays_nothing_and_its_losses_are_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = metrics::Metrics::path(dir.path());
+    // Without a reader, opening it for writing blocks, as a file on a stalled disk.
+    rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    let (console, shown) = TestSink::new();
+    let mut sinks = Sinks::new(console).unwrap();
+    let run_dir = dir.path().to_path_buf();
+    sinks.add_file("metrics", move || metrics::Metrics::create(&run_dir)).unwrap();
+    let reports = QUEUE_LENGTH as u64 + 7;
+    for number in 0..reports {
+        sinks.report(step(0, number));
+        while shown.lock().unwrap().len() as u64 <= number {
+            std::thread::sleep(Duration::from_micros(10));
+        }
+    }
+    assert!(sinks.finish(Duration::from_millis(50)).await.is_empty());
+    let lines: Vec<String> =
+        contents(&shown).into_iter().filter(|line| line.starts_with("xlaunch:")).collect();
+    let expected = [
+        "xlaunch: metrics is written too slowly: reports are dropped",
+        "xlaunch: metrics is incomplete: 7 reports were dropped, and the last reports could not be written in time",
+    ];
+    assert_eq!(lines, expected);
+    // Lets the thread go on, and end.
+    drop(fs_err::OpenOptions::new().read(true).open(path).unwrap());
 }

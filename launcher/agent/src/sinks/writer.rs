@@ -39,18 +39,19 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    pub(super) fn start(
+    /// Starts the thread, which opens the sink: that may block, too.
+    pub(super) fn start<S: ReportSink>(
         name: &'static str,
         queue_length: usize,
-        sink: impl ReportSink,
+        open: impl FnOnce() -> io::Result<S> + Send + 'static,
         console: Option<LinePrinter>,
     ) -> io::Result<Self> {
         let (queue, items) = mpsc::channel(queue_length);
         let (state, observer) = watch::channel(State::Running);
         let dropped = Arc::new(AtomicU64::new(0));
-        let thread = Thread { sink, items, dropped: dropped.clone(), is_console: console.is_none() };
-        let printer = console.clone();
-        std::thread::Builder::new().name(name.into()).spawn(move || match thread.run() {
+        let (counter, is_console, printer) = (dropped.clone(), console.is_none(), console.clone());
+        let run = move || Thread { sink: open()?, items, dropped: counter, is_console }.run();
+        std::thread::Builder::new().name(name.into()).spawn(move || match run() {
             Ok(()) => drop(state.send_replace(State::Finished)),
             Err(error) => {
                 // Before the state: `Sinks::finish` closes the console once all files have ended.
@@ -90,10 +91,17 @@ impl Writer {
         let dropped = self.dropped.load(Ordering::Relaxed);
         if let Some(console) = &self.console {
             match state {
-                State::Running => console.print(format!(
-                    "xlaunch: {} is incomplete: the last reports could not be written in time",
-                    self.name
-                )),
+                State::Running => {
+                    let before = if dropped > 0 {
+                        format!("{dropped} reports were dropped, and ")
+                    } else {
+                        String::new()
+                    };
+                    console.print(format!(
+                        "xlaunch: {} is incomplete: {before}the last reports could not be written in time",
+                        self.name
+                    ));
+                }
                 State::Finished if dropped > 0 => console
                     .print(format!("xlaunch: {} is incomplete: {dropped} reports were dropped", self.name)),
                 State::Finished | State::Failed => {}

@@ -67,6 +67,9 @@ pub struct Options {
     pub inherit_stdin: bool,
     /// CPUs to bind it to; `None` inherits xlaunch's.
     pub cpus: Option<CpuSet>,
+    /// It and its children start with the signals ignored that stop a job or announce its end: the agent acts on them,
+    /// also where a scheduler sends them to every process.
+    pub leave_signals_to_agent: bool,
 }
 
 /// Whether workers get xlaunch's standard input: a single worker does, unless it is a terminal. A terminal stops a
@@ -113,6 +116,9 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
     let stdin = if options.inherit_stdin { Stdio::inherit() } else { Stdio::null() };
     command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     sys::die_with_parent(&mut command);
+    if options.leave_signals_to_agent {
+        sys::ignore_job_signals(&mut command);
+    }
     if let Some(cpus) = options.cpus {
         sys::bind_to_cpus(&mut command, cpus);
     }

@@ -26,6 +26,9 @@ const REAPER_IGNORES: [i32; 9] = [
     libc::SIGTTOU,
 ];
 
+/// Ignored by the trainer's workers: signals that stop a job or announce its end.
+const JOB_SIGNALS: [i32; 5] = [libc::SIGHUP, libc::SIGINT, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2];
+
 /// The user that a process should run as.
 #[derive(Clone, Debug)]
 pub struct User {
@@ -65,6 +68,19 @@ pub(super) fn enter_cgroup(command: &mut Command, procs: Arc<OwnedFd>) {
 pub(super) fn bind_to_cpus(command: &mut Command, cpus: CpuSet) {
     let hook = move || Ok(sched_setaffinity(None, &cpus)?);
     // SAFETY: the hook makes one system call on a set of fixed size that it owns: it is async-signal-safe.
+    unsafe { command.pre_exec(hook) };
+}
+
+/// Makes the process ignore [`JOB_SIGNALS`]. Up to this call it has xlaunch's handlers, so none of them ends it.
+pub(super) fn ignore_job_signals(command: &mut Command) {
+    let hook = || {
+        for signal in JOB_SIGNALS {
+            // SAFETY: `signal` is async-signal-safe. SIG_IGN is inherited through exec.
+            unsafe { libc::signal(signal, libc::SIG_IGN) };
+        }
+        Ok(())
+    };
+    // SAFETY: the hook makes system calls only and touches no lock and no heap: it is async-signal-safe.
     unsafe { command.pre_exec(hook) };
 }
 

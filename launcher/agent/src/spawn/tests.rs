@@ -80,6 +80,7 @@ fn plays_a_scene() {
             "zombies" => zombies(Stage::new(cgroup)).await,
             "codes" => codes(Stage::new(false)).await,
             "bound" => bound(&Stage::new(false), dir).await,
+            "ignored" => ignored(&Stage::new(false), dir).await,
             "guarded" => guarded(cgroup, dir, BARE).await,
             "hurried" => guarded(cgroup, dir, "").await,
             _ => panic!("no scene {name}"),
@@ -256,6 +257,29 @@ async fn bound(stage: &Stage, dir: &Path) {
     assert_eq!(Worker::exit(spawned.worker.watch().unwrap()).await, Exit::Code(0));
     let text = std::fs::read_to_string(dir.join("cpus")).unwrap();
     assert_eq!(text.split_whitespace().last(), Some(last.to_string().as_str()));
+}
+
+#[test]
+fn only_workers_that_leave_signals_to_the_agent_ignore_them() {
+    play("ignored");
+}
+
+async fn ignored(stage: &Stage, dir: &Path) {
+    for leave_signals_to_agent in [false, true] {
+        let mut command = Command::new("sh");
+        command.args(["-c", "grep SigIgn /proc/self/status > ignored"]).current_dir(dir);
+        let options = Options { leave_signals_to_agent, ..Options::default() };
+        let spawned = stage.spawner.spawn(command, options).await.unwrap();
+        assert_eq!(Worker::exit(spawned.worker.watch().unwrap()).await, Exit::Code(0));
+        let text = std::fs::read_to_string(dir.join("ignored")).unwrap();
+        let mask = u64::from_str_radix(text.split_whitespace().last().unwrap(), 16).unwrap();
+        // SIGUSR2 is not ignored by whoever started the tests, other signals may be.
+        let ignores = |signal: Signal| mask >> (signal.as_raw() - 1) & 1 == 1;
+        assert_eq!(ignores(Signal::USR2), leave_signals_to_agent, "{text}");
+        for signal in [Signal::HUP, Signal::INT, Signal::TERM, Signal::USR1] {
+            assert!(ignores(signal) || !leave_signals_to_agent, "{text}");
+        }
+    }
 }
 
 /// Processes of a scene, without reapers.

@@ -5,24 +5,32 @@
 //! Rendezvous ---------------> Running ------------------------------------> Ended
 //!      |  failed, stop           |  a worker failed, stop                      ^
 //!      '------------.   .--------'                                             | all exited, no restart
-//!                   v   v        deadline          deadline                    |
-//!                  Stopping ----------> SIGTERM ---------> SIGKILL ------------'--> RestartDelay --> next attempt
+//!                   v   v               deadline                               |
+//!                  Stopping ----------------------------> SIGKILL -------------'--> RestartDelay --> next attempt
 //! ```
 //! A job starts in Rendezvous; workers of a command do not join one, so their attempts start in Running. The first
-//! failure, or a stop, leads to Stopping. A failure sends SIGTERM at once and SIGKILL after `shutdown_timeout`. A stop
-//! first asks the trainer's workers for a checkpoint and sends SIGTERM only after `shutdown_timeout`; a command's
-//! workers get the signal that xlaunch received. When the last worker has exited, the restart policy decides between
-//! Ended and another attempt.
+//! failure, or a stop, leads to Stopping, which ends with SIGKILL for those that are still there at the deadline. When
+//! the last worker has exited, the restart policy decides between Ended and another attempt.
+//!
+//! - **A command** is sent SIGTERM after a failure, or the signal that xlaunch received, and `shutdown_timeout` later
+//!   SIGKILL.
+//! - **A trainer's** workers ignore signals, and hold nothing that SIGTERM would save. A stop asks them for a
+//!   checkpoint of the next step. The deadline, `shutdown_timeout`, moves as long as saving makes progress, up to
+//!   `shutdown_timeout_max`. After a failure they are killed as soon as its cause is known: see [`FAILURE_GRACE`].
 //!
 //! Invariants: every started worker is accounted for by exactly one exit; the job ends once, after its last worker; an
-//! unknown exit is never success; after a stop there is no restart.
+//! unknown exit is never success; after a stop there is no restart; a stopped training job ends as such only if every
+//! rank has confirmed the checkpoint of the last step.
 
+mod exits;
+mod outcome;
 mod policy;
 mod types;
 
 #[cfg(test)]
 mod tests;
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use xlaunch_proto::exit::ExitCode;
@@ -31,10 +39,11 @@ use crate::spawn::Exit;
 use policy::{AttemptFailure, Decision, Policy};
 pub use types::{Action, Event, Failure, Kind, Outcome, Phase, Rules, StopCause};
 
-/// Between SIGTERM and SIGKILL, for workers that did not obey a request to stop.
-const TERMINATE_GRACE: Duration = Duration::from_secs(5);
+/// For ranks of a trainer to exit by themselves after a failure whose cause is not known yet. A rank that fails breaks
+/// the connections of the others, and those may be the first to exit; and a rank that has reported an error of its own
+/// still has to exit.
+const FAILURE_GRACE: Duration = Duration::from_secs(5);
 const SIGINT: i32 = 2;
-const SIGKILL: i32 = 9;
 const SIGTERM: i32 = 15;
 
 /// The state of a job.
@@ -48,19 +57,25 @@ pub struct Job {
     /// By rank.
     alive: Vec<bool>,
     failures: Vec<Failure>,
-    /// A worker exited with the code for "stopped early, with a checkpoint".
-    stopped_early: bool,
+    /// Workers that have confirmed a checkpoint of the last step by their exit code.
+    stopped: u32,
     stop: Option<StopCause>,
+    /// The job had failed when the stop was requested.
+    failed_before_stop: bool,
+    /// Up to when progress moves the deadline: while a trainer is asked to stop.
+    stop_limit: Option<Instant>,
     /// A second SIGINT has killed the workers.
     interrupted: bool,
     /// The workers of this attempt were sent a signal that ends them.
     terminated: bool,
-    /// The workers of this attempt were sent SIGKILL when their time was up.
+    /// That signal was SIGKILL.
     killed: bool,
-    /// The next escalation (request, SIGTERM, SIGKILL), or the start of the next attempt.
+    /// When workers that have not exited are killed, or the next attempt starts.
     deadline: Option<Instant>,
     /// During the restart delay: the failures of the last attempt, in case that no other follows.
     last_failures: Vec<Failure>,
+    /// The newest checkpoint of this run.
+    checkpoint: Option<(u64, PathBuf)>,
 }
 
 impl Job {
@@ -73,13 +88,16 @@ impl Job {
             attempt_start: now,
             alive: vec![true; rules.world as usize],
             failures: Vec::new(),
-            stopped_early: false,
+            stopped: 0,
             stop: None,
+            failed_before_stop: false,
+            stop_limit: None,
             interrupted: false,
             terminated: false,
             killed: false,
             deadline: None,
             last_failures: Vec::new(),
+            checkpoint: None,
             rules,
         }
     }
@@ -118,14 +136,8 @@ impl Job {
         match event {
             Event::SpawnFailed { rank, reason } => {
                 self.alive[rank as usize] = false;
-                let failure = Failure {
-                    rank: Some(rank),
-                    message: format!("failed to start: {reason}"),
-                    status: None,
-                    exit: ExitCode::WorkerFailed,
-                    consequence: false,
-                };
-                self.fail(failure, now)
+                let message = format!("failed to start: {reason}");
+                self.fail(Failure::of_rank(rank, message, ExitCode::WorkerFailed), now)
             }
             Event::AllJoined => {
                 if self.phase == Phase::Rendezvous {
@@ -134,103 +146,99 @@ impl Job {
                 Vec::new()
             }
             Event::RendezvousFailed(message) => {
-                let exit = ExitCode::Rendezvous;
-                self.fail(Failure { rank: None, message, status: None, exit, consequence: false }, now)
+                self.fail(Failure::of_group(message, ExitCode::Rendezvous), now)
             }
-            Event::Exited { rank, exit } => {
-                self.alive[rank as usize] = false;
-                let failure = match self.rules.kind {
-                    Kind::Trainer => self.trainer_exited(rank, exit),
-                    Kind::Command => self.command_exited(rank, exit),
-                };
-                failure.map_or_else(Vec::new, |failure| self.fail(failure, now))
+            Event::OwnError { rank, message, exit } => {
+                let is_known = self.failures.iter().any(|failure| failure.rank == Some(rank));
+                if self.killed || is_known || !self.is_alive(rank) {
+                    return Vec::new();
+                }
+                self.fail(Failure::of_rank(rank, message, exit), now)
             }
+            Event::Exited { rank, exit } => self.exited(rank, exit, now),
             Event::Stop(cause) => self.stop(cause, now),
+            Event::Progress => {
+                if let Some(limit) = self.stop_limit {
+                    self.deadline = Some(limit.min(now + self.rules.shutdown_timeout));
+                }
+                Vec::new()
+            }
+            Event::Checkpoint { step, path } => {
+                self.checkpoint = Some((step, path));
+                Vec::new()
+            }
             Event::Tick => self.tick(now),
         }
     }
 
-    /// The failure, if this exit of a trainer's worker is one.
-    fn trainer_exited(&mut self, rank: u32, exit: Exit) -> Option<Failure> {
-        let known = match exit {
-            Exit::Code(code) => ExitCode::from_code(code),
-            Exit::Signal(_) | Exit::Unknown => None,
-        };
-        let failure = |message, exit_code, consequence| {
-            Some(Failure { rank: Some(rank), message, status: Some(exit), exit: exit_code, consequence })
-        };
-        match known {
-            Some(ExitCode::Done) if self.phase == Phase::Rendezvous => {
-                failure("exited before it joined".into(), ExitCode::Rendezvous, self.terminated)
-            }
-            Some(ExitCode::Done) => None,
-            Some(ExitCode::Stopped) if self.stop.is_some() => {
-                self.stopped_early = true;
+    fn exited(&mut self, rank: u32, exit: Exit, now: Instant) -> Vec<Action> {
+        self.alive[rank as usize] = false;
+        // At most one: the error that the rank has reported.
+        let reported = self.failures.iter_mut().find(|failure| failure.rank == Some(rank));
+        if let Some(failure) = reported {
+            failure.exited(exit);
+            return self.after_failure(now);
+        }
+        let failure = match self.rules.kind {
+            Kind::Trainer if exit == exits::STOPPED && self.stop.is_some() => {
+                self.stopped += 1;
                 None
             }
-            _ => {
-                // Peers of a failed rank lose a connection, are refused by the rendezvous, or obey our SIGTERM.
-                let refused = known == Some(ExitCode::Rendezvous) && !self.failures.is_empty();
-                let ours = match exit {
-                    Exit::Signal(SIGTERM) | Exit::Code(143) => self.terminated,
-                    // Any other SIGKILL may come from the OOM killer, which makes it a root cause.
-                    Exit::Signal(SIGKILL) => self.killed || self.interrupted,
-                    _ => false,
-                };
-                let consequence = known == Some(ExitCode::Retryable) || ours || refused;
-                let code = match known {
-                    Some(
-                        code @ (ExitCode::Data
-                        | ExitCode::Rendezvous
-                        | ExitCode::Internal
-                        | ExitCode::Retryable
-                        | ExitCode::Gpu),
-                    ) => code,
-                    _ => ExitCode::WorkerFailed,
-                };
-                failure(exit.to_string(), code, consequence)
-            }
-        }
+            Kind::Trainer => exits::of_trainer(rank, exit, &self.circumstances()),
+            Kind::Command => exits::of_command(rank, exit, self.rules.propagate_exit_code, self.terminated),
+        };
+        failure.map_or_else(Vec::new, |failure| self.fail(failure, now))
     }
 
-    /// The failure, if this exit of a command's worker is one. After our signal, every exit is a consequence of it.
-    fn command_exited(&mut self, rank: u32, exit: Exit) -> Option<Failure> {
-        if exit == Exit::Code(0) {
-            return None;
+    fn is_alive(&self, rank: u32) -> bool {
+        self.alive.get(rank as usize).is_some_and(|alive| *alive)
+    }
+
+    fn circumstances(&self) -> exits::Circumstances {
+        exits::Circumstances {
+            joining: self.phase == Phase::Rendezvous,
+            another_failed: !self.failures.is_empty(),
+            killed: self.killed || self.interrupted,
         }
-        let own = match exit {
-            Exit::Code(code) => u8::try_from(code).unwrap_or(1),
-            Exit::Signal(signal) => u8::try_from(signal).map_or(1, |signal| 128 | signal),
-            Exit::Unknown => 1,
-        };
-        let message = match exit {
-            // xlaunch's table of exit codes does not apply to other programs.
-            Exit::Code(code) => format!("exit code {code}"),
-            Exit::Signal(_) | Exit::Unknown => exit.to_string(),
-        };
-        let propagated = self.rules.propagate_exit_code.then_some(ExitCode::Worker(own));
-        Some(Failure {
-            rank: Some(rank),
-            message,
-            status: Some(exit),
-            exit: propagated.unwrap_or(ExitCode::WorkerFailed),
-            consequence: self.terminated,
-        })
     }
 
     fn fail(&mut self, failure: Failure, now: Instant) -> Vec<Action> {
         self.failures.push(failure);
         self.phase = Phase::Stopping;
-        if self.terminated {
+        self.after_failure(now)
+    }
+
+    /// Ends the other workers: those of a trainer once the cause of the failure is known.
+    fn after_failure(&mut self, now: Instant) -> Vec<Action> {
+        if self.killed || (self.rules.kind == Kind::Command && self.terminated) {
             return Vec::new();
         }
-        self.terminate(SIGTERM, now)
+        if self.rules.kind == Kind::Command {
+            return self.terminate(SIGTERM, now);
+        }
+        let is_known = self.failures.iter().any(|failure| !failure.consequence);
+        let is_exiting =
+            self.failures.iter().any(|failure| failure.rank.is_some_and(|rank| self.is_alive(rank)));
+        if is_known && !is_exiting {
+            return self.kill();
+        }
+        let due = now + FAILURE_GRACE;
+        self.stop_limit = None;
+        // The first failure counts: later ones do not move the deadline.
+        self.deadline = Some(self.deadline.map_or(due, |deadline| deadline.min(due)));
+        Vec::new()
     }
 
     fn terminate(&mut self, signal: i32, now: Instant) -> Vec<Action> {
         self.terminated = true;
         self.deadline = Some(now + self.rules.shutdown_timeout);
         vec![Action::Signal(signal)]
+    }
+
+    fn kill(&mut self) -> Vec<Action> {
+        (self.terminated, self.killed) = (true, true);
+        (self.deadline, self.stop_limit) = (None, None);
+        vec![Action::Kill]
     }
 
     fn stop(&mut self, cause: StopCause, now: Instant) -> Vec<Action> {
@@ -244,27 +252,26 @@ impl Job {
         self.stop = Some(cause);
         let joining = self.phase == Phase::Rendezvous;
         self.phase = Phase::Stopping;
-        if self.terminated {
+        self.failed_before_stop = !self.failures.is_empty();
+        if self.failed_before_stop {
             return Vec::new();
         }
         let by_interrupt = cause == StopCause::Signal(SIGINT);
         let again = if by_interrupt { " (interrupt again to kill the workers)" } else { "" };
         match self.rules.kind {
             Kind::Command => {
-                let signal = match cause {
-                    StopCause::Signal(signal) => signal,
-                    StopCause::Call => SIGTERM,
-                };
                 let seconds = self.rules.shutdown_timeout.as_secs_f64();
                 let message = format!("stopping: the workers have {seconds} s to exit{again}");
-                [vec![Action::Notify(message)], self.terminate(signal, now)].concat()
+                [vec![Action::Notify(message)], self.terminate(cause.signal(), now)].concat()
             }
             Kind::Trainer if joining => {
                 let notice = Action::Notify("stopping before training began".into());
-                [vec![notice], self.terminate(SIGTERM, now)].concat()
+                [vec![notice], self.kill()].concat()
             }
             Kind::Trainer => {
-                self.deadline = Some(now + self.rules.shutdown_timeout);
+                let Rules { shutdown_timeout, shutdown_timeout_max, .. } = self.rules;
+                self.deadline = Some(now + shutdown_timeout);
+                self.stop_limit = Some(now + shutdown_timeout.max(shutdown_timeout_max));
                 let message = format!("stopping at the next step, with a checkpoint{again}");
                 vec![Action::Notify(message), Action::RequestStop]
             }
@@ -277,25 +284,15 @@ impl Job {
         }
         let alive = (0..).zip(&self.alive).filter(|(_, alive)| **alive);
         let ranks = alive.map(|(rank, _): (u32, _)| rank.to_string()).collect::<Vec<_>>().join(", ");
-        if self.terminated {
-            self.deadline = None;
-            self.killed = true;
-            return vec![
-                Action::Notify(format!("killing ranks that did not exit in time: {ranks}")),
-                Action::Kill,
-            ];
-        }
-        self.terminated = true;
-        self.deadline = Some(now + TERMINATE_GRACE);
-        let message = format!("sending SIGTERM to ranks that did not stop in time: {ranks}");
-        vec![Action::Notify(message), Action::Signal(SIGTERM)]
+        let notice = Action::Notify(format!("killing ranks that did not exit in time: {ranks}"));
+        [vec![notice], self.kill()].concat()
     }
 
     /// The last worker is gone.
     fn attempt_ended(&mut self, now: Instant) -> Vec<Action> {
         self.deadline = None;
         let failures = std::mem::take(&mut self.failures);
-        let root = root_of(&failures);
+        let root = outcome::root_of(&failures);
         if self.stop.is_some() {
             return self.end(failures);
         }
@@ -334,7 +331,7 @@ impl Job {
     fn during_restart_delay(&mut self, event: &Event, now: Instant) -> Vec<Action> {
         match event {
             Event::Stop(cause) => {
-                self.stop = Some(*cause);
+                (self.stop, self.failed_before_stop) = (Some(*cause), true);
                 let failures = std::mem::take(&mut self.last_failures);
                 self.end(failures)
             }
@@ -355,26 +352,16 @@ impl Job {
     fn end(&mut self, failures: Vec<Failure>) -> Vec<Action> {
         self.phase = Phase::Ended;
         self.deadline = None;
-        let root = root_of(&failures);
-        // Consequences of a stop are not failures of the job.
-        let stopped_cleanly = self.stop.is_some() && failures.iter().all(|failure| failure.consequence);
-        let exit = match (self.stop, root, self.rules.kind) {
-            _ if self.interrupted => ExitCode::Interrupted,
-            (Some(_), Some(root), _) if !stopped_cleanly => failures[root].exit,
-            (Some(cause), _, Kind::Command) => stopped_by(cause),
-            (Some(_), Some(_), Kind::Trainer) => ExitCode::Stopped,
-            (Some(_), None, Kind::Trainer) if self.stopped_early => ExitCode::Stopped,
-            (Some(_), None, Kind::Trainer) => ExitCode::Done,
-            (None, Some(root), _) => failures[root].exit,
-            (None, None, _) => ExitCode::Done,
+        let end = outcome::End {
+            kind: self.rules.kind,
+            stop: self.stop,
+            failed_before_stop: self.failed_before_stop,
+            interrupted: self.interrupted,
+            all_stopped: self.stopped == self.rules.world,
+            none_stopped: self.stopped == 0,
+            checkpoint: self.checkpoint.as_ref(),
         };
-        let (mut root_failure, mut others) = (None, Vec::new());
-        if !(stopped_cleanly || self.interrupted) {
-            for (index, failure) in failures.into_iter().enumerate() {
-                if Some(index) == root { root_failure = Some(failure) } else { others.push(failure) }
-            }
-        }
-        vec![Action::Kill, Action::End(Outcome { exit, root: root_failure, others })]
+        vec![Action::Kill, Action::End(end.outcome(failures))]
     }
 }
 
@@ -383,18 +370,4 @@ fn first_phase(kind: Kind) -> Phase {
         Kind::Trainer => Phase::Rendezvous,
         Kind::Command => Phase::Running,
     }
-}
-
-/// The index of the root cause.
-fn root_of(failures: &[Failure]) -> Option<usize> {
-    failures.iter().position(|failure| !failure.consequence).or((!failures.is_empty()).then_some(0))
-}
-
-/// The exit code of a command's launch that was stopped.
-fn stopped_by(cause: StopCause) -> ExitCode {
-    let signal = match cause {
-        StopCause::Signal(signal) => signal,
-        StopCause::Call => SIGTERM,
-    };
-    u8::try_from(signal).map_or(ExitCode::Internal, ExitCode::Signal)
 }

@@ -4,10 +4,20 @@ use super::*;
 use crate::command::Restarts;
 
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
+const SHUTDOWN_TIMEOUT_MAX: Duration = Duration::from_secs(100);
+const MILLISECOND: Duration = Duration::from_millis(1);
 
 fn rules(kind: Kind, world: u32, restarts: u32) -> Rules {
     let restarts = Restarts { most: restarts, not_after: [2, 65].into() };
-    Rules { world, kind, restarts, shutdown_timeout: SHUTDOWN_TIMEOUT, propagate_exit_code: false, seed: 1 }
+    Rules {
+        world,
+        kind,
+        restarts,
+        shutdown_timeout: SHUTDOWN_TIMEOUT,
+        shutdown_timeout_max: SHUTDOWN_TIMEOUT_MAX,
+        propagate_exit_code: false,
+        seed: 1,
+    }
 }
 
 fn trainer(world: u32, restarts: u32) -> Job {
@@ -43,20 +53,18 @@ fn outcome(actions: &[Action]) -> Outcome {
 fn all_workers_done_is_done() {
     let mut job = trainer(2, 0);
     let actions = run(&mut job, &[Event::AllJoined, exited(1, 0), exited(0, 0)]);
-    assert_eq!(outcome(&actions), Outcome { exit: ExitCode::Done, root: None, others: vec![] });
-    assert!(!actions.contains(&Action::Signal(15)));
+    let end = outcome(&actions);
+    assert_eq!((end.exit, end.root, end.others.len(), end.stopped), (ExitCode::Done, None, 0, false));
 }
 
 #[test]
-fn crash_stops_the_group_and_is_the_root_even_if_a_peer_exits_first() {
+fn crash_kills_the_group_and_is_the_root_even_if_a_peer_exits_first() {
     for signal in [11, 9] {
         let mut job = trainer(3, 0);
-        let crash = Event::Exited { rank: 1, exit: Exit::Signal(signal) };
-        let mut actions = run(&mut job, &[Event::AllJoined, exited(0, 75)]);
-        assert!(actions.contains(&Action::Signal(15)));
-        // SIGTERM was sent meanwhile; only another signal shows that it was not the reason.
-        actions.extend(run(&mut job, &[crash, Event::Exited { rank: 2, exit: Exit::Signal(15) }]));
-        let end = outcome(&actions);
+        let actions = run(&mut job, &[Event::AllJoined, exited(0, 75)]);
+        assert_eq!(actions, [], "the cause is not known yet");
+        assert_eq!(run(&mut job, &[killed(1, signal)]), [Action::Kill]);
+        let end = outcome(&run(&mut job, &[killed(2, 9)]));
         assert_eq!(end.others.len(), 2);
         assert_eq!(end.root.unwrap().rank, Some(1));
         assert_eq!(end.exit, ExitCode::WorkerFailed);
@@ -75,16 +83,64 @@ fn trainer_exit_codes_pass_through() {
 }
 
 #[test]
-fn stop_escalates_from_request_to_sigterm_to_sigkill() {
+fn stop_escalates_from_request_to_sigkill() {
     let mut job = trainer(1, 0);
     let now = Instant::now();
     job.handle(Event::AllJoined, now);
     assert!(job.handle(Event::Stop(StopCause::Signal(15)), now).contains(&Action::RequestStop));
-    assert_eq!(job.handle(Event::Tick, now + SHUTDOWN_TIMEOUT / 2), []);
-    assert!(job.handle(Event::Tick, now + SHUTDOWN_TIMEOUT).contains(&Action::Signal(15)));
-    assert!(job.handle(Event::Tick, now + SHUTDOWN_TIMEOUT + TERMINATE_GRACE).contains(&Action::Kill));
-    let end = outcome(&job.handle(Event::Exited { rank: 0, exit: Exit::Signal(9) }, now));
-    assert_eq!((end.exit, end.root), (ExitCode::Stopped, None));
+    assert_eq!(job.handle(Event::Tick, now + SHUTDOWN_TIMEOUT - MILLISECOND), []);
+    assert!(job.handle(Event::Tick, now + SHUTDOWN_TIMEOUT).contains(&Action::Kill));
+    let end = outcome(&job.handle(killed(0, 9), now));
+    assert_eq!((end.exit, end.stopped), (ExitCode::Retryable, true));
+    let root = end.root.unwrap();
+    assert_eq!((root.rank, root.message.as_str()), (None, "stopped without a checkpoint of the last step"));
+    assert!(end.others.iter().all(|failure| failure.consequence) && end.others.len() == 1);
+    assert_eq!(end.note.unwrap(), "newest checkpoint: none was saved in this run");
+}
+
+#[test]
+fn progress_moves_the_deadline_of_a_stop_up_to_the_maximum() {
+    let mut job = trainer(2, 0);
+    let start = Instant::now();
+    let at = |seconds| start + Duration::from_secs(seconds);
+    job.handle(Event::AllJoined, start);
+    job.handle(Event::Progress, at(1));
+    assert_eq!(job.deadline(), None, "an evaluation of a running job");
+    job.handle(Event::Stop(StopCause::Call), at(10));
+    assert_eq!(job.deadline(), Some(at(40)));
+    for (now, due) in [(15, 45), (44, 74), (73, 103), (102, 110), (109, 110)] {
+        assert_eq!(job.handle(Event::Tick, at(now)), []);
+        assert_eq!((job.handle(Event::Progress, at(now)), job.deadline()), (vec![], Some(at(due))), "{now}");
+    }
+    assert!(job.handle(Event::Tick, at(110)).contains(&Action::Kill));
+    job.handle(Event::Progress, at(110));
+    assert_eq!(job.deadline(), None, "killed workers get no more time");
+    // A command's workers, and ranks that have lost one, get none either.
+    let mut job = command(1, 0);
+    job.handle(Event::Stop(StopCause::Call), start);
+    job.handle(Event::Progress, at(20));
+    assert_eq!(job.deadline(), Some(at(30)));
+    let mut job = trainer(2, 0);
+    for event in [Event::AllJoined, Event::Stop(StopCause::Call), exited(0, 75), Event::Progress] {
+        job.handle(event, start);
+    }
+    assert_eq!(job.deadline(), Some(start + FAILURE_GRACE));
+}
+
+#[test]
+fn stop_without_the_last_checkpoint_is_retryable_and_names_the_newest_one() {
+    let saved = |step| Event::Checkpoint { step, path: format!("/c/step-{step}").into() };
+    for last in [killed(1, 9), exited(1, 75), exited(1, 65), killed(1, 11), exited(1, 0)] {
+        let mut job = trainer(2, 3);
+        let events = [Event::AllJoined, saved(10), saved(20), Event::Stop(StopCause::Call), exited(0, 143)];
+        run(&mut job, &events);
+        let end = outcome(&run(&mut job, std::slice::from_ref(&last)));
+        assert_eq!((end.exit, end.stopped), (ExitCode::Retryable, true), "{last:?}");
+        assert_eq!(end.note.as_deref(), Some("newest checkpoint: step 20, /c/step-20"), "{last:?}");
+        // A failure of a rank's own is still the root cause.
+        let own = matches!(last, Event::Exited { exit: Exit::Code(65) | Exit::Signal(_), .. });
+        assert_eq!(end.root.unwrap().rank, own.then_some(1), "{last:?}");
+    }
 }
 
 #[test]
@@ -104,13 +160,68 @@ fn one_interrupt_stops_cleanly_and_two_kill() {
 #[test]
 fn failed_rendezvous_is_the_root_and_its_workers_are_consequences() {
     let mut job = trainer(2, 0);
-    let events = [
-        Event::RendezvousFailed("rank 1 did not join".into()),
-        exited(0, 69),
-        Event::Exited { rank: 1, exit: Exit::Signal(15) },
-    ];
-    let end = outcome(&run(&mut job, &events));
+    let failed = Event::RendezvousFailed("rank 1 did not join".into());
+    assert_eq!(run(&mut job, &[failed]), [Action::Kill]);
+    let end = outcome(&run(&mut job, &[exited(0, 69), killed(1, 9)]));
     assert_eq!((end.exit, end.root.unwrap().rank, end.others.len()), (ExitCode::Rendezvous, None, 2));
+    assert!(end.others.iter().all(|failure| failure.consequence));
+}
+
+#[test]
+fn ranks_that_do_not_open_the_communicator_fail_the_attempt() {
+    let mut job = trainer(2, 0);
+    let actions = run(&mut job, &[Event::AllJoined, Event::RendezvousFailed("rank 1 hangs".into())]);
+    assert_eq!(actions, [Action::Kill]);
+    let end = outcome(&run(&mut job, &[killed(0, 9), killed(1, 9)]));
+    assert_eq!((end.exit, end.root.unwrap().message.as_str()), (ExitCode::Rendezvous, "rank 1 hangs"));
+}
+
+fn own_error(rank: u32) -> Event {
+    Event::OwnError { rank, message: "the disk is full".into(), exit: ExitCode::Data }
+}
+
+#[test]
+fn rank_that_reported_an_error_is_the_root_in_whatever_order_ranks_exit() {
+    let exits = [exited(1, 75), exited(0, 65), exited(2, 75)];
+    for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
+        let mut job = trainer(3, 0);
+        let mut actions = run(&mut job, &[Event::AllJoined, own_error(0)]);
+        assert_eq!(actions, [], "it needs time to exit");
+        actions.extend(order.iter().flat_map(|index| run(&mut job, &[exits[*index].clone()])));
+        let end = outcome(&actions);
+        let root = end.root.unwrap();
+        assert_eq!((root.rank, end.exit), (Some(0), ExitCode::Data), "{order:?}");
+        assert_eq!(root.message, format!("{}: the disk is full", Exit::Code(65)), "{order:?}");
+        assert!(end.others.len() == 2 && end.others.iter().all(|failure| failure.consequence), "{order:?}");
+    }
+}
+
+#[test]
+fn others_are_killed_as_soon_as_the_rank_that_failed_has_exited() {
+    let mut job = trainer(3, 0);
+    let start = Instant::now();
+    job.handle(Event::AllJoined, start);
+    job.handle(own_error(1), start);
+    assert_eq!(job.handle(own_error(1), start), [], "it is repeated");
+    assert_eq!(job.deadline(), Some(start + FAILURE_GRACE));
+    assert_eq!(job.handle(exited(0, 75), start + FAILURE_GRACE / 2), []);
+    assert_eq!(job.deadline(), Some(start + FAILURE_GRACE), "later failures do not move the deadline");
+    assert_eq!(job.handle(exited(1, 65), start + FAILURE_GRACE / 2), [Action::Kill]);
+    assert_eq!(outcome(&job.handle(killed(2, 9), start)).others.len(), 2);
+}
+
+#[test]
+fn rank_that_hangs_after_its_own_error_is_killed_and_still_the_root() {
+    let mut job = trainer(2, 0);
+    let start = Instant::now();
+    for event in [Event::AllJoined, own_error(1), exited(0, 75)] {
+        job.handle(event, start);
+    }
+    let actions = job.handle(Event::Tick, start + FAILURE_GRACE);
+    assert_eq!(notices(&actions), ["killing ranks that did not exit in time: 1"]);
+    let end = outcome(&job.handle(killed(1, 9), start));
+    let root = end.root.unwrap();
+    assert_eq!((root.rank, root.message.as_str(), end.exit), (Some(1), "the disk is full", ExitCode::Data));
 }
 
 #[test]
@@ -146,6 +257,9 @@ fn any_event() -> impl Strategy<Value = Event> {
         Just(Event::AllJoined),
         Just(Event::RendezvousFailed("no".into())),
         Just(Event::Tick),
+        Just(Event::Progress),
+        Just(Event::Checkpoint { step: 1, path: "/c".into() }),
+        (0u32..4).prop_map(own_error),
         cause.prop_map(Event::Stop),
         (0u32..3, exit).prop_map(|(rank, exit)| Event::Exited { rank, exit }),
     ]
@@ -298,20 +412,25 @@ fn rank_that_exits_before_it_joined_fails_the_rendezvous() {
 }
 
 #[test]
-fn exit_code_143_without_a_stop_is_a_failure_and_after_our_sigterm_a_consequence() {
+fn exit_code_143_without_a_stop_is_a_failure_and_our_sigkill_a_consequence() {
     let mut job = trainer(3, 0);
-    let mut actions = run(&mut job, &[Event::AllJoined, exited(2, 143)]);
-    actions.extend(run(&mut job, &[exited(0, 143), killed(1, 9)]));
-    let end = outcome(&actions);
+    assert_eq!(run(&mut job, &[Event::AllJoined, exited(2, 143)]), [Action::Kill]);
+    let end = outcome(&run(&mut job, &[killed(0, 15), killed(1, 9)]));
     assert_eq!((end.exit, end.root.unwrap().rank), (ExitCode::WorkerFailed, Some(2)));
     let consequences: Vec<bool> = end.others.iter().map(|failure| failure.consequence).collect();
-    assert_eq!(consequences, [true, false], "xlaunch had not sent SIGKILL");
+    assert_eq!(consequences, [false, true], "xlaunch sends no SIGTERM to trainers");
 }
 
 #[test]
 fn lost_peers_alone_make_the_first_of_them_the_root() {
-    let mut job = trainer(2, 0);
-    let end = outcome(&run(&mut job, &[Event::AllJoined, exited(1, 75), exited(0, 75)]));
+    let mut job = trainer(3, 0);
+    let start = Instant::now();
+    for event in [Event::AllJoined, exited(1, 75), exited(0, 75)] {
+        assert_eq!(job.handle(event, start), []);
+    }
+    // The last one hangs in a collective.
+    assert!(job.handle(Event::Tick, start + FAILURE_GRACE).contains(&Action::Kill));
+    let end = outcome(&job.handle(killed(2, 9), start));
     assert_eq!((end.exit, end.root.unwrap().rank), (ExitCode::Retryable, Some(1)));
 }
 
@@ -337,14 +456,13 @@ fn failed_start_is_the_root_and_stops_the_group() {
 }
 
 #[test]
-fn stop_during_the_rendezvous_terminates_at_once() {
+fn stop_during_the_rendezvous_kills_at_once() {
     let mut job = trainer(2, 1);
-    let now = Instant::now();
-    let actions = job.handle(Event::Stop(StopCause::Call), now);
-    assert_eq!(actions, [Action::Notify("stopping before training began".into()), Action::Signal(15)]);
-    assert_eq!(job.deadline(), Some(now + SHUTDOWN_TIMEOUT));
-    let end = outcome(&run(&mut job, &[killed(0, 15), killed(1, 15)]));
-    assert_eq!((end.exit, end.root), (ExitCode::Stopped, None));
+    let actions = run(&mut job, &[Event::Stop(StopCause::Call)]);
+    assert_eq!(actions, [Action::Notify("stopping before training began".into()), Action::Kill]);
+    assert_eq!(job.deadline(), None);
+    let end = outcome(&run(&mut job, &[killed(0, 9), killed(1, 9)]));
+    assert_eq!((end.exit, end.stopped, end.others.len()), (ExitCode::Retryable, true, 2));
 }
 
 #[test]
@@ -389,11 +507,8 @@ fn escalation_names_the_ranks_that_are_left() {
     job.handle(Event::AllJoined, start);
     job.handle(Event::Stop(StopCause::Call), start);
     job.handle(exited(1, 143), start);
-    assert_eq!(job.handle(Event::Tick, start + SHUTDOWN_TIMEOUT - Duration::from_millis(1)), []);
-    let term = job.handle(Event::Tick, start + SHUTDOWN_TIMEOUT);
-    assert_eq!(notices(&term), ["sending SIGTERM to ranks that did not stop in time: 0, 2"]);
-    let kill_at = start + SHUTDOWN_TIMEOUT + TERMINATE_GRACE;
-    assert_eq!(job.handle(Event::Tick, kill_at - Duration::from_millis(1)), []);
+    let kill_at = start + SHUTDOWN_TIMEOUT;
+    assert_eq!(job.handle(Event::Tick, kill_at - MILLISECOND), []);
     let kill = job.handle(Event::Tick, kill_at);
     assert_eq!(notices(&kill), ["killing ranks that did not exit in time: 0, 2"]);
     assert_eq!((job.deadline(), job.handle(Event::Tick, kill_at + SHUTDOWN_TIMEOUT)), (None, vec![]));
@@ -405,8 +520,9 @@ fn stop_after_which_all_ranks_complete_is_done() {
     let events = [Event::AllJoined, Event::Stop(StopCause::Call), exited(0, 0), exited(1, 0)];
     assert_eq!(outcome(&run(&mut job, &events)).exit, ExitCode::Done);
     let mut job = trainer(2, 0);
-    let events = [Event::AllJoined, Event::Stop(StopCause::Call), exited(0, 0), exited(1, 143)];
-    assert_eq!(outcome(&run(&mut job, &events)).exit, ExitCode::Stopped);
+    let events = [Event::AllJoined, Event::Stop(StopCause::Call), exited(0, 143), exited(1, 143)];
+    let end = outcome(&run(&mut job, &events));
+    assert_eq!((end.exit, end.stopped, end.note), (ExitCode::Stopped, true, None));
 }
 
 #[test]
@@ -425,9 +541,9 @@ fn restart_is_recorded_announced_and_starts_a_fresh_attempt() {
     ];
     assert_eq!(actions, expected);
     assert_eq!((job.phase(), job.attempt(), job.deadline()), (Phase::Rendezvous, 1, None));
-    // Nothing of the first attempt remains: SIGTERM is sent again, and a SIGTERM before it is a failure of its own.
-    let again = job.handle(killed(0, 15), start + Duration::from_secs(20));
-    assert_eq!(again, [Action::Signal(15)]);
+    // Nothing of the first attempt remains: SIGKILL is sent again, and a SIGKILL before it is a failure of its own.
+    let again = job.handle(killed(0, 9), start + Duration::from_secs(20));
+    assert_eq!(again, [Action::Kill]);
     let delayed = job.handle(exited(1, 75), start + Duration::from_secs(20));
     assert!(notices(&delayed)[0].contains("; restarting in 1."), "{delayed:?}");
     assert!(matches!(&delayed[2], Action::Restart { attempt: 1, rank: Some(0), .. }), "{delayed:?}");

@@ -1,5 +1,6 @@
 //! Events, actions and outcomes of the state machine.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use xlaunch_proto::exit::ExitCode;
@@ -16,8 +17,11 @@ pub struct Rules {
     pub kind: Kind,
     /// Which failures lead to a restart.
     pub restarts: Restarts,
-    /// Between the first request to stop and SIGTERM, or between SIGTERM and SIGKILL.
+    /// Between the request to stop, or the signal that ends a command's workers, and SIGKILL.
     pub shutdown_timeout: Duration,
+    /// The same for a trainer whose workers save or evaluate: they get `shutdown_timeout` after each sign of
+    /// progress, and this long in all.
+    pub shutdown_timeout_max: Duration,
     /// Exit with the code of the root cause.
     pub propagate_exit_code: bool,
     /// Spreads the restarts of jobs that failed together.
@@ -45,8 +49,26 @@ pub enum Event {
     },
     /// The rendezvous is complete.
     AllJoined,
-    /// The rendezvous failed, for this reason.
+    /// The rendezvous failed, or the ranks did not open their communicator after it, for this reason.
     RendezvousFailed(String),
+    /// A worker is about to exit for an error of its own. Ranks that lose it will fail, too.
+    OwnError {
+        /// The rank.
+        rank: u32,
+        /// One line.
+        message: String,
+        /// The code with which it is about to exit.
+        exit: ExitCode,
+    },
+    /// A worker has made progress in saving or evaluating.
+    Progress,
+    /// A checkpoint is complete.
+    Checkpoint {
+        /// Steps completed.
+        step: u64,
+        /// Its directory.
+        path: PathBuf,
+    },
     /// The process of a worker has exited: exactly once for every worker that was started.
     Exited {
         /// The rank of the process.
@@ -107,6 +129,10 @@ pub struct Outcome {
     pub root: Option<Failure>,
     /// All other failures of the last attempt.
     pub others: Vec<Failure>,
+    /// A stop was requested before anything failed.
+    pub stopped: bool,
+    /// What remains of a training job that was stopped without a checkpoint of its last step.
+    pub note: Option<String>,
 }
 
 /// The failure of one rank, or of the group.
@@ -119,7 +145,7 @@ pub struct Failure {
     /// How the process ended; `None` without a process.
     pub status: Option<Exit>,
     pub(crate) exit: ExitCode,
-    /// Another failure has led to this one: a lost peer, or a signal from xlaunch.
+    /// Another failure or a stop has led to this one: a lost peer, or a signal from xlaunch.
     pub(crate) consequence: bool,
 }
 

@@ -27,6 +27,8 @@ use crate::workload::Workload;
 
 /// Size at which a log file rotates that is removed with the run. Temporary directories are often memory.
 const TEMPORARY_LOG_BYTES: u64 = 8 << 20;
+/// Why a request for a checkpoint is refused.
+const NO_CHECKPOINT: &str = "xlaunch saves checkpoints of its own trainer only; this launch runs a command";
 /// For the console to take xlaunch's last lines.
 const CONSOLE_FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -73,6 +75,7 @@ impl Workload for CommandWorkload<'_> {
             kind: Kind::Command,
             restarts: self.spec.restarts.clone(),
             shutdown_timeout: self.spec.shutdown_timeout,
+            shutdown_timeout_max: self.spec.shutdown_timeout,
             propagate_exit_code: self.spec.propagate_exit_code,
             seed: RandomState::new().hash_one(&self.run.id),
         }
@@ -124,7 +127,8 @@ impl Workload for CommandWorkload<'_> {
         self.base.apply(&mut command);
         command.envs(environment::command_variables(&group, rank, dir, threads));
         let cpus = affinity.and_then(Affinity::cpus).copied();
-        Ok((command, Options { inherit_stdin: inherits_stdin(spec.nproc), cpus }))
+        let inherit_stdin = inherits_stdin(spec.nproc);
+        Ok((command, Options { inherit_stdin, cpus, leave_signals_to_agent: false }))
     }
 
     fn program(&self) -> Option<&OsStr> {
@@ -146,6 +150,7 @@ impl Workload for CommandWorkload<'_> {
             // The caller may be gone.
             Message::GetJob(_, reply) => drop(reply.send(Err(refusal()))),
             Message::Join(_, reply) => drop(reply.send(Err(refusal()))),
+            Message::Checkpoint(reply) => drop(reply.send(Err(Status::failed_precondition(NO_CHECKPOINT)))),
             Message::SessionOpened { commands, .. } => drop(commands.try_send(Err(refusal()))),
             Message::SessionClosed { .. } | Message::Report { .. } => {}
             Message::Stop | Message::Signal(_) => {}

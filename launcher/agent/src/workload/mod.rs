@@ -4,9 +4,11 @@
 //! The driver owns the processes, the state machine and the status board; a workload knows how one worker is started,
 //! what workers send, and what to tell the user.
 
+mod checkpoint_requests;
 pub mod command;
 mod hang;
 mod save;
+mod sessions;
 pub mod trainer;
 
 use std::ffi::OsStr;
@@ -76,6 +78,11 @@ pub(crate) trait Workload {
     /// Asks all workers to stop at the next step boundary, with a checkpoint. Workers that cannot be asked are sent
     /// signals by the state machine instead.
     fn request_stop(&self) {}
+
+    /// Whether a signal for the workers is a request to the agent instead, which has taken it.
+    fn takes_signal(&mut self, _signal: Signal, _job: &Job) -> bool {
+        false
+    }
 
     /// The process of this rank has exited.
     fn worker_exited(&mut self, _rank: u32) {}

@@ -7,14 +7,17 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tonic::Status;
 use xlaunch_proto::convert::Join;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{AgentCommand, Bench, GetJobReply, GetJobRequest, JobKind, ShardSaved, StopCommand};
+use xlaunch_proto::v1::{
+    Bench, CheckpointCommand, CheckpointReply, CheckpointReport, Failed, FailedAck, GetJobReply,
+    GetJobRequest, Heartbeat, JobKind, ShardSaved, StopCommand,
+};
 
 use crate::command::{Restarts, quote_line};
 use crate::devices::Placement;
@@ -34,8 +37,10 @@ use crate::spawn::port::MasterPort;
 use crate::state::{Event, Job, Kind, Phase, Rules};
 use crate::status::board::{self, Board};
 use crate::workload::Workload;
+use crate::workload::checkpoint_requests::{CheckpointRequests, Requester};
 use crate::workload::hang::HangDetector;
 use crate::workload::save::SaveBarrier;
+use crate::workload::sessions::Sessions;
 
 /// For the hint in status about a rank without output that uses neither CPU nor GPU. The hang detector is much faster.
 const IDLE_STALL_TIMEOUT: Duration = Duration::from_secs(300);
@@ -86,15 +91,16 @@ pub struct TrainingResults {
     pub reports: Vec<RankReport>,
 }
 
-/// Sends commands to one worker; `None` while its session is closed.
-type Session = Option<mpsc::Sender<Result<AgentCommand, Status>>>;
-
 pub(crate) struct TrainerWorkload<'a> {
     plan: TrainerPlan<'a>,
     run: &'a RunDir,
     barrier: JoinBarrier,
-    /// By rank.
-    sessions: Vec<Session>,
+    sessions: Sessions,
+    /// By rank: the counter of its last heartbeat.
+    progress: Vec<u64>,
+    checkpoint_requests: CheckpointRequests,
+    /// Steps completed; `None` until this attempt trains.
+    step: Option<u64>,
     hang_detector: HangDetector,
     saves: SaveBarrier,
     /// For frameworks that rendezvous on their own; the trainer does not.
@@ -112,18 +118,22 @@ impl<'a> TrainerWorkload<'a> {
         let mut sinks = Sinks::new(Progress::default())?;
         let mut metrics_path = None;
         if observe.metrics {
-            let metrics = Metrics::create(&run.path)?;
-            metrics_path = Some(metrics.path().to_path_buf());
-            sinks.add_file(METRICS, metrics)?;
+            metrics_path = Some(Metrics::path(&run.path));
+            let dir = run.path.clone();
+            sinks.add_file(METRICS, move || Metrics::create(&dir))?;
         }
         if observe.tensorboard {
-            sinks.add_file("TensorBoard's event file", TensorBoard::create(&run.path)?)?;
+            let dir = run.path.clone();
+            sinks.add_file("TensorBoard's event file", move || TensorBoard::create(&dir))?;
         }
         let printer = sinks.printer().clone();
         let stall_timeout = Duration::from_secs_f64(plan.spec.launch.stall_timeout);
         Ok(Self {
             barrier: barrier(&plan, 0),
-            sessions: Vec::new(),
+            sessions: Sessions::default(),
+            progress: Vec::new(),
+            checkpoint_requests: CheckpointRequests::default(),
+            step: None,
             hang_detector: HangDetector::new(stall_timeout, Instant::now()),
             saves: SaveBarrier::new(plan.placement.workers),
             port: None,
@@ -147,11 +157,6 @@ impl<'a> TrainerWorkload<'a> {
     fn checkpoint_dir(&self) -> PathBuf {
         let configured = self.plan.spec.checkpoint.dir.as_ref().map(PathBuf::from);
         configured.unwrap_or_else(|| self.run.path.join("checkpoints"))
-    }
-
-    /// The session of a rank of the current attempt.
-    fn session(&mut self, rank: u32, attempt: u32, job: &Job) -> Option<&mut Session> {
-        self.sessions.get_mut(rank as usize).filter(|_| attempt == job.attempt())
     }
 
     fn get_job(&self, request: &GetJobRequest) -> Result<GetJobReply, Status> {
@@ -182,17 +187,35 @@ impl<'a> TrainerWorkload<'a> {
         }
         match outcome {
             JoinOutcome::Waiting | JoinOutcome::Ignored => None,
-            JoinOutcome::Complete => Some(Event::AllJoined),
+            JoinOutcome::Complete => {
+                self.sessions.all_joined(self.join_timeout(), Instant::now());
+                Some(Event::AllJoined)
+            }
             JoinOutcome::Failed(problem) => Some(Event::RendezvousFailed(problem)),
         }
     }
 
-    fn report(&mut self, rank: u32, report: Report, board: &watch::Sender<Board>) {
-        let at = Instant::now();
+    fn join_timeout(&self) -> Duration {
+        Duration::from_secs_f64(self.plan.spec.launch.join_timeout)
+    }
+
+    /// Tells rank 0 when all ranks have written their parts of a checkpoint.
+    fn shard_saved(&mut self, rank: u32, shard: ShardSaved) {
+        if let Some(commit) = self.saves.record(rank, shard) {
+            self.sessions.send(0, WorkerCommand::CommitCheckpoint(commit));
+        }
+    }
+
+    fn report(&mut self, rank: u32, report: Report, board: &watch::Sender<Board>) -> Option<Event> {
         let report = match report {
-            Report::ShardSaved(shard) => return self.shard_saved(rank, shard),
+            Report::ShardSaved(shard) => {
+                self.shard_saved(rank, shard);
+                return None;
+            }
             other => other,
         };
+        let event = self.event_of(rank, &report);
+        let at = Instant::now();
         board.send_modify(|board| board.reported(rank, &report, at));
         self.hang_detector.record(rank, &report, at);
         let report = RankReport { rank, at, report };
@@ -208,17 +231,68 @@ impl<'a> TrainerWorkload<'a> {
             self.reports.push(report.clone());
         }
         self.sinks.report(report);
+        event
     }
-}
 
-impl TrainerWorkload<'_> {
-    fn shard_saved(&mut self, rank: u32, shard: ShardSaved) {
-        if let Some(commit) = self.saves.record(rank, shard)
-            && let Some(session) = self.sessions.first().and_then(Option::as_ref)
-        {
-            // As in `request_stop`: a rank whose queue is full hangs.
-            let _ =
-                session.try_send(Ok(AgentCommand { command: Some(WorkerCommand::CommitCheckpoint(commit)) }));
+    /// What a report means for the job.
+    fn event_of(&mut self, rank: u32, report: &Report) -> Option<Event> {
+        match report {
+            Report::Heartbeat(Heartbeat { progress, .. }) => {
+                let last = self.progress.get_mut(rank as usize)?;
+                let rises = *progress > std::mem::replace(last, *progress);
+                return rises.then_some(Event::Progress);
+            }
+            Report::TrainStarted(started) if rank == 0 => self.step = Some(started.first_step),
+            Report::Step(step) if rank == 0 => self.step = Some(step.step),
+            Report::Checkpoint(checkpoint) if rank == 0 => return Some(self.checkpoint_saved(checkpoint)),
+            Report::CheckpointFailed(failed) => {
+                let line = self.checkpoint_requests.fail(&format!("{}: {}", failed.path, failed.reason));
+                self.notify_if(line);
+            }
+            Report::Failed(failed) => return Some(self.rank_failed(rank, failed)),
+            _ => {}
+        }
+        None
+    }
+
+    fn checkpoint_saved(&mut self, CheckpointReport { step, path, seconds }: &CheckpointReport) -> Event {
+        // Workers and the agent have the same working directory, the readers of this have others.
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.into());
+        let text = path.to_string_lossy().into_owned();
+        let line =
+            self.checkpoint_requests.saved(&CheckpointReply { step: *step, path: text, seconds: *seconds });
+        self.notify_if(line);
+        Event::Checkpoint { step: *step, path }
+    }
+
+    fn rank_failed(&mut self, rank: u32, Failed { message, exit_code }: &Failed) -> Event {
+        let line = self.checkpoint_requests.fail(&format!("rank {rank} failed: {message}"));
+        self.notify_if(line);
+        self.sessions.send(rank, WorkerCommand::FailedAck(FailedAck {}));
+        let exit = i32::try_from(*exit_code).ok().and_then(ExitCode::from_code);
+        let message = message.lines().next().unwrap_or_default().to_owned();
+        Event::OwnError { rank, message, exit: exit.unwrap_or(ExitCode::WorkerFailed) }
+    }
+
+    /// Asks the workers for a checkpoint, unless the job does not train.
+    fn request_checkpoint(&mut self, requester: Requester, job: &Job) {
+        let refusal = match (job.phase(), self.step) {
+            _ if self.plan.bench.is_some() => "a benchmark saves no checkpoints",
+            (Phase::Stopping | Phase::Ended, _) => "the job is stopping",
+            (Phase::Running, Some(step)) => {
+                self.checkpoint_requests.add(step, requester);
+                // To one rank, which tells the others in its next step: ranks that receive it in different steps would
+                // save once for each of these.
+                return self.sessions.send(0, WorkerCommand::Checkpoint(CheckpointCommand {}));
+            }
+            _ => "the job is not training yet; try again when `xlaunch status` shows a step",
+        };
+        self.notify_if(requester.refuse_at_once(refusal));
+    }
+
+    fn notify_if(&self, line: Option<String>) {
+        if let Some(line) = line {
+            self.notify(&format!("xlaunch: {line}"));
         }
     }
 }
@@ -234,6 +308,7 @@ impl Workload for TrainerWorkload<'_> {
             kind: Kind::Trainer,
             restarts: Restarts { most: launch.max_restarts, not_after: final_codes.into() },
             shutdown_timeout: Duration::from_secs_f64(launch.shutdown_timeout),
+            shutdown_timeout_max: Duration::from_secs_f64(launch.shutdown_timeout_max),
             propagate_exit_code: false,
             seed: RandomState::new().hash_one(&self.run.id),
         }
@@ -266,7 +341,10 @@ impl Workload for TrainerWorkload<'_> {
         self.barrier.refuse("the attempt is over");
         self.barrier = barrier(&self.plan, attempt);
         self.port = MasterPort::reserve().ok();
-        self.sessions = (0..self.plan.placement.workers).map(|_| None).collect();
+        let world = self.plan.placement.workers;
+        self.sessions.begin_attempt(world);
+        self.progress = vec![0; world as usize];
+        self.step = None;
         self.hang_detector.begin_attempt(Instant::now());
         self.saves = SaveBarrier::new(self.plan.placement.workers);
         Ok(())
@@ -282,7 +360,8 @@ impl Workload for TrainerWorkload<'_> {
             max_restarts: self.plan.spec.launch.max_restarts,
             master_port: self.port.as_ref().map_or(DEFAULT_MASTER_PORT, MasterPort::number),
         };
-        Ok((environment::trainer_command(&group, rank)?, Options::default()))
+        let options = Options { leave_signals_to_agent: true, ..Options::default() };
+        Ok((environment::trainer_command(&group, rank)?, options))
     }
 
     fn base_environment(&self) -> &BaseEnvironment {
@@ -293,28 +372,44 @@ impl Workload for TrainerWorkload<'_> {
         &self.output
     }
 
-    /// When the rendezvous times out.
+    /// When the rendezvous, or the opening of the communicator after it, times out.
     fn deadline(&self, job: &Job) -> Option<Instant> {
-        (job.phase() == Phase::Rendezvous).then(|| self.barrier.deadline()).flatten()
+        match job.phase() {
+            Phase::Rendezvous => self.barrier.deadline(),
+            Phase::Running => self.sessions.deadline(),
+            _ => None,
+        }
     }
 
     fn timer(&self, job: &Job, now: Instant) -> Option<Event> {
-        let reason = self.barrier.expired(now).filter(|_| job.phase() == Phase::Rendezvous)?;
-        Some(Event::RendezvousFailed(reason))
+        let reason = match job.phase() {
+            Phase::Rendezvous => self.barrier.expired(now),
+            Phase::Running => self.sessions.expired(now),
+            _ => None,
+        };
+        reason.map(Event::RendezvousFailed)
     }
 
     fn request_stop(&self) {
-        for session in self.sessions.iter().flatten() {
-            // A worker whose queue is full hangs: the shutdown timeout ends it.
-            let _ = session.try_send(Ok(stop_command()));
+        self.sessions.send_to_all(&WorkerCommand::Stop(StopCommand {}));
+    }
+
+    /// Schedulers announce the end of an allocation with SIGUSR1, among others.
+    fn takes_signal(&mut self, signal: Signal, job: &Job) -> bool {
+        if signal == Signal::USR1 {
+            self.request_checkpoint(Requester::Signal, job);
         }
+        signal == Signal::USR1
     }
 
     fn worker_exited(&mut self, rank: u32) {
-        if let Some(session) = self.sessions.get_mut(rank as usize) {
-            *session = None;
-        }
+        self.sessions.closed(rank);
         self.hang_detector.session_closed(rank);
+        // Rank 0 reports checkpoints; its last report is processed before its exit.
+        if rank == 0 {
+            let line = self.checkpoint_requests.fail("rank 0 exited before a checkpoint was complete");
+            self.notify_if(line);
+        }
     }
 
     fn message(&mut self, message: Message, job: &Job, board: &watch::Sender<Board>) -> Option<Event> {
@@ -325,27 +420,25 @@ impl Workload for TrainerWorkload<'_> {
             }
             Message::Join(join, reply) => return self.join(join, reply, board),
             Message::SessionOpened { rank, attempt, commands } => {
-                if let Some(session) = self.session(rank, attempt, job) {
+                if attempt == job.attempt() && self.sessions.opened(rank, commands) {
                     if job.phase() == Phase::Stopping {
-                        let _ = commands.try_send(Ok(stop_command()));
+                        self.sessions.send(rank, WorkerCommand::Stop(StopCommand {}));
                     }
-                    *session = Some(commands);
                     self.hang_detector.session_opened(rank, Instant::now());
                 }
             }
             Message::SessionClosed { rank, attempt } => {
-                if let Some(session) = self.session(rank, attempt, job) {
-                    // Dropping the last sender ends the stream of commands, which tells the worker that its last report
-                    // has arrived.
-                    *session = None;
+                if attempt == job.attempt() {
+                    self.sessions.closed(rank);
                     self.hang_detector.session_closed(rank);
                 }
             }
             Message::Report { rank, attempt, report } => {
                 if attempt == job.attempt() {
-                    self.report(rank, report, board);
+                    return self.report(rank, report, board);
                 }
             }
+            Message::Checkpoint(reply) => self.request_checkpoint(Requester::Call(reply), job),
             Message::Stop | Message::Signal(_) => {}
         }
         None
@@ -363,8 +456,4 @@ impl Workload for TrainerWorkload<'_> {
 fn barrier(plan: &TrainerPlan<'_>, attempt: u32) -> JoinBarrier {
     let deadline = Instant::now() + Duration::from_secs_f64(plan.spec.launch.join_timeout);
     JoinBarrier::new(Rendezvous::new(plan.placement.workers, attempt, plan.spec.digest(), deadline))
-}
-
-fn stop_command() -> AgentCommand {
-    AgentCommand { command: Some(WorkerCommand::Stop(StopCommand {})) }
 }

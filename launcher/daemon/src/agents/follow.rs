@@ -58,7 +58,7 @@ pub(crate) struct JobStart {
     pub(crate) options: StartOptions,
     /// Device nodes of these GPUs; `None` on a node without GPUs.
     pub(crate) gpu_nodes: Option<Vec<PathBuf>>,
-    /// Time between SIGTERM and SIGKILL of its workers.
+    /// Longest time between the request to stop and SIGKILL of its workers.
     pub(crate) shutdown_timeout: Duration,
     /// For hooks.
     pub(crate) facts: Facts,

@@ -59,7 +59,7 @@ pub(crate) struct AgentStart {
     gpus: Vec<String>,
     /// Device nodes of these GPUs; `None` on a node without GPUs, where there is nothing to keep from the job.
     gpu_nodes: Option<Vec<PathBuf>>,
-    /// Time between SIGTERM and SIGKILL of its workers.
+    /// Longest time between the request to stop and SIGKILL of its workers.
     shutdown_timeout: Duration,
     /// Cores; `None` for no limit.
     cpus: Option<u32>,

@@ -25,7 +25,7 @@ use xlaunch_agent::status::follow::{self, Open, Pieces, Start};
 /// Chunks that are buffered for a slow client.
 const CHUNK_CAPACITY: usize = 2;
 /// Time for an agent to start its reply, and for the manager to notice the exit of an agent whose connection broke.
-const AGENT_LOGS_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const AGENT_REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Characters of an agent's error message that are forwarded.
 const MAX_AGENT_MESSAGE_CHARS: usize = 1024;
 /// Attempts that a stream continues over.
@@ -81,7 +81,7 @@ impl Source {
         // The agent exits shortly before the manager knows that the job has ended.
         let id = self.job.job.id;
         let has_ended = |view: &Arc<NodeView>| view.jobs.get(&id).is_none_or(|job| job.has_ended());
-        let ended = match tokio::time::timeout(AGENT_LOGS_TIMEOUT, self.view.wait_for(has_ended)).await {
+        let ended = match tokio::time::timeout(AGENT_REPLY_TIMEOUT, self.view.wait_for(has_ended)).await {
             Ok(Ok(view)) => view.jobs.get(&id).cloned(),
             _ => {
                 let message = format!("the agent of job {id} does not answer; try again");
@@ -110,7 +110,7 @@ impl Source {
         let call =
             async { Some(connect(&self.job.socket, self.job.job.uid).await.ok()?.logs(request).await) };
         let mut partial = false;
-        let mut reply = match tokio::time::timeout(AGENT_LOGS_TIMEOUT, call).await {
+        let mut reply = match tokio::time::timeout(AGENT_REPLY_TIMEOUT, call).await {
             Ok(Some(Ok(reply))) => reply.into_inner(),
             Ok(Some(Err(status))) => return forwarded(&status, partial),
             Ok(None) | Err(_) => return Ok(AgentStream::Broken { partial }),
@@ -180,14 +180,20 @@ enum AgentStream {
     },
 }
 
-/// An agent's error as it is forwarded to the client: its message is bounded and cannot control a terminal.
+/// Forwards an agent's error, unless the connection to it broke.
 fn forwarded(status: &Status, partial: bool) -> Result<AgentStream, Status> {
+    agent_error(status).map_or(Ok(AgentStream::Broken { partial }), Err)
+}
+
+/// An agent's error as it is forwarded to the client: its message is bounded and cannot control a terminal. `None` if
+/// the connection broke.
+pub(super) fn agent_error(status: &Status) -> Option<Status> {
     // Errors with a source come from the transport, not from the agent.
     if std::error::Error::source(status).is_some() || status.code() == Code::Cancelled {
-        return Ok(AgentStream::Broken { partial });
+        return None;
     }
     let message = status.message().chars().filter(|c| !c.is_control());
-    Err(Status::new(status.code(), message.take(MAX_AGENT_MESSAGE_CHARS).collect::<String>()))
+    Some(Status::new(status.code(), message.take(MAX_AGENT_MESSAGE_CHARS).collect::<String>()))
 }
 
 /// Opens the log directory of a job. Its path is the daemon's, its content the user's.

@@ -5,7 +5,7 @@
 //! connection --listener: user, connection limits--> call --access: role, quotas--> handler
 //!     Submit, Cancel, Update, Drain: a command to the manager
 //!     Status, List, Get, Watch: queries of the view
-//!     Logs: logs
+//!     Logs: logs; Checkpoint: checkpoint
 //! ```
 //! Invariants:
 //! - a job that the caller may not see looks nonexistent to the caller;
@@ -14,6 +14,7 @@
 
 pub mod access;
 mod calls;
+mod checkpoint;
 pub mod listener;
 mod logs;
 mod queries;
@@ -33,8 +34,9 @@ use xlaunch_proto::convert::node::{Drain, JobLogs, Submit, Update};
 use xlaunch_proto::net::{self, Connections, Credentials};
 use xlaunch_proto::v1::node_server::{Node, NodeServer};
 use xlaunch_proto::v1::{
-    CancelRequest, DrainRequest, GetRequest, HistoryReply, HistoryRequest, Job, JobLogsRequest, ListReply,
-    ListRequest, LogsReply, NodeStatus, NodeStatusRequest, SubmitReply, SubmitRequest, UpdateRequest,
+    CancelRequest, CheckpointReply, DrainRequest, GetRequest, HistoryReply, HistoryRequest, Job,
+    JobCheckpointRequest, JobLogsRequest, ListReply, ListRequest, LogsReply, NodeStatus, NodeStatusRequest,
+    SubmitReply, SubmitRequest, UpdateRequest,
 };
 
 pub(crate) use tail::log_tail;
@@ -55,7 +57,7 @@ const CONNECTION_WINDOW_BYTES: u32 = 256 << 10;
 const MAX_CALLS_PER_CONNECTION: u32 = 32;
 /// Quotas, per user and in total. A call counts until its response is sent: both kinds of streams, and some more.
 const CALL_QUOTA: (usize, usize) = (320, 4096);
-/// Log streams; job watches have a quota of the same size.
+/// Log streams. Job watches, with requests for checkpoints, have a quota of the same size.
 const STREAM_QUOTA: (usize, usize) = (128, 512);
 /// Lists that the client has not read yet. The largest take most of a megabyte each.
 const LIST_QUOTA: (usize, usize) = (16, 128);
@@ -278,6 +280,28 @@ impl Node for Service {
             "cancel"
         );
         result.map(Response::new)
+    }
+
+    type CheckpointStream = ReceiverStream<Result<CheckpointReply, Status>>;
+
+    async fn checkpoint(
+        &self,
+        request: Request<JobCheckpointRequest>,
+    ) -> Result<Response<Self::CheckpointStream>, Status> {
+        let (call, caller) = self.caller(&request).await?;
+        let id = request.get_ref().job;
+        let result = queries::job(&self.node.view(), caller, id).and_then(|job| {
+            let guard = self.watches.acquire(caller.uid, caller.admin);
+            checkpoint::stream(job, guard.map_err(|count| busy(count, "watches"))?)
+        });
+        tracing::info!(
+            uid = caller.uid,
+            pid = call.peer.pid,
+            job = id,
+            refusal = refusal(&result),
+            "checkpoint"
+        );
+        Ok(Response::new(ReceiverStream::new(result?)))
     }
 
     async fn update(&self, request: Request<UpdateRequest>) -> Result<Response<Job>, Status> {

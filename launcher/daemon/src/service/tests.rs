@@ -20,7 +20,7 @@ use xlaunch_proto::command::{CommandSpec, Program};
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::submit_request::Work as Wire;
-use xlaunch_proto::v1::{Gpu, LogsRequest, NodeJobState};
+use xlaunch_proto::v1::{Gpu, JobCheckpointRequest, LogsRequest, NodeJobState};
 
 use super::*;
 use crate::commands::{Command, CommandError};
@@ -174,6 +174,7 @@ async fn job_of_another_user_looks_nonexistent() {
             bob.get(GetRequest { job }).await.map(drop),
             bob.watch(GetRequest { job }).await.map(drop),
             bob.logs(logs(job)).await.map(drop),
+            bob.checkpoint(JobCheckpointRequest { job }).await.map(drop),
         ];
         for refusal in refusals {
             let refusal = refusal.unwrap_err();
@@ -185,8 +186,11 @@ async fn job_of_another_user_looks_nonexistent() {
     assert_eq!(ids(admin.list(ListRequest::default()).await.unwrap().into_inner()), [2, 1]);
     let status = bob.status(NodeStatusRequest {}).await.unwrap().into_inner();
     assert_eq!(status.gpus.iter().map(|gpu| gpu.job).collect::<Vec<_>>(), [0, 2]);
-    let error = bob.logs(logs(2)).await.unwrap_err();
-    assert_eq!((error.code(), error.message()), (Code::FailedPrecondition, "job 2 has not started"));
+    let checkpoint = bob.checkpoint(JobCheckpointRequest { job: 2 }).await.map(drop);
+    for refused in [bob.logs(logs(2)).await.map(drop), checkpoint] {
+        let error = refused.unwrap_err();
+        assert_eq!((error.code(), error.message()), (Code::FailedPrecondition, "job 2 has not started"));
+    }
     assert_eq!(bob.drain(DrainRequest::default()).await.unwrap_err().code(), Code::PermissionDenied);
     let drain = DrainRequest { gpus: vec!["GPU-1".into()], undo: false, reason: "fan".into() };
     assert_eq!(admin.drain(drain).await.unwrap().into_inner().drained, "GPU-1 false fan");

@@ -1,0 +1,68 @@
+//! The end of a job: exit code, root cause, and what a stop has left.
+
+use std::path::PathBuf;
+
+use xlaunch_proto::exit::ExitCode;
+
+use super::{Failure, Kind, Outcome, StopCause};
+
+/// What is known when the last worker is gone, beside the failures.
+#[derive(Debug)]
+pub(super) struct End<'a> {
+    pub(super) kind: Kind,
+    pub(super) stop: Option<StopCause>,
+    pub(super) failed_before_stop: bool,
+    pub(super) interrupted: bool,
+    /// Every worker of a trainer has confirmed the checkpoint of the last step.
+    pub(super) all_stopped: bool,
+    pub(super) none_stopped: bool,
+    /// Step and path of the newest checkpoint of this run.
+    pub(super) checkpoint: Option<&'a (u64, PathBuf)>,
+}
+
+impl End<'_> {
+    pub(super) fn outcome(&self, failures: Vec<Failure>) -> Outcome {
+        let clean = |exit| Outcome { exit, root: None, others: Vec::new(), stopped: true, note: None };
+        if self.interrupted {
+            return clean(ExitCode::Interrupted);
+        }
+        match (self.stop.filter(|_| !self.failed_before_stop), self.kind) {
+            (None, _) => failed(failures),
+            (Some(_), Kind::Trainer) if self.all_stopped => clean(ExitCode::Stopped),
+            // The last step was under way when the stop came.
+            (Some(_), Kind::Trainer) if self.none_stopped && failures.is_empty() => clean(ExitCode::Done),
+            (Some(_), Kind::Trainer) => self.without_checkpoint(failures),
+            // Consequences of a stop are not failures of the job.
+            (Some(cause), Kind::Command) => match failures.iter().all(|failure| failure.consequence) {
+                true => clean(u8::try_from(cause.signal()).map_or(ExitCode::Internal, ExitCode::Signal)),
+                false => failed(failures),
+            },
+        }
+    }
+
+    /// A training job that was stopped, but has not saved its last step.
+    fn without_checkpoint(&self, mut failures: Vec<Failure>) -> Outcome {
+        if failures.iter().all(|failure| failure.consequence) {
+            let message = "stopped without a checkpoint of the last step".into();
+            failures.insert(0, Failure::of_group(message, ExitCode::Retryable));
+        }
+        let note = match self.checkpoint {
+            Some((step, path)) => format!("newest checkpoint: step {step}, {}", path.display()),
+            None => "newest checkpoint: none was saved in this run".into(),
+        };
+        let outcome = failed(failures);
+        Outcome { exit: ExitCode::Retryable, stopped: true, note: Some(note), ..outcome }
+    }
+}
+
+/// The end of a job that was not stopped, or had failed before.
+fn failed(mut failures: Vec<Failure>) -> Outcome {
+    let root = root_of(&failures).map(|index| failures.remove(index));
+    let exit = root.as_ref().map_or(ExitCode::Done, |root| root.exit);
+    Outcome { exit, root, others: failures, stopped: false, note: None }
+}
+
+/// The index of the root cause.
+pub(super) fn root_of(failures: &[Failure]) -> Option<usize> {
+    failures.iter().position(|failure| !failure.consequence).or((!failures.is_empty()).then_some(0))
+}

@@ -1,0 +1,133 @@
+//! The sessions of the workers of one attempt: who has opened one, and by when all must have. Pure but for queueing
+//! commands, which never waits.
+//!
+//! Between the rendezvous and its session, a worker opens the communicator. That needs all ranks, and has no time limit
+//! of its own: `ncclCommInitRank` hangs as long as one rank does not take part. So the agent gives all ranks a
+//! deadline, counted from the end of the rendezvous.
+
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc;
+use tonic::Status;
+use xlaunch_proto::v1::AgentCommand;
+use xlaunch_proto::v1::agent_command::Command;
+
+/// Sends commands to one worker.
+pub(crate) type Commands = mpsc::Sender<Result<AgentCommand, Status>>;
+
+#[derive(Debug, Default)]
+pub(super) struct Sessions {
+    /// By rank.
+    ranks: Vec<RankSession>,
+    /// When every rank must have opened its session; `None` before the rendezvous is complete.
+    due: Option<Instant>,
+    timeout: Duration,
+}
+
+#[derive(Debug, Default)]
+struct RankSession {
+    has_opened: bool,
+    /// `None` while the session is closed.
+    commands: Option<Commands>,
+}
+
+impl Sessions {
+    pub(super) fn begin_attempt(&mut self, world: u32) {
+        self.ranks = (0..world).map(|_| RankSession::default()).collect();
+        self.due = None;
+    }
+
+    /// The rendezvous is complete.
+    pub(super) fn all_joined(&mut self, timeout: Duration, now: Instant) {
+        (self.due, self.timeout) = (now.checked_add(timeout), timeout);
+    }
+
+    /// Whether a rank of this number exists.
+    pub(super) fn opened(&mut self, rank: u32, commands: Commands) -> bool {
+        let Some(session) = self.ranks.get_mut(rank as usize) else { return false };
+        *session = RankSession { has_opened: true, commands: Some(commands) };
+        true
+    }
+
+    /// Dropping the last sender ends the stream of commands, which tells the worker that its last report has arrived.
+    pub(super) fn closed(&mut self, rank: u32) {
+        if let Some(session) = self.ranks.get_mut(rank as usize) {
+            session.commands = None;
+        }
+    }
+
+    /// A worker whose queue is full hangs: it gets no more commands.
+    pub(super) fn send(&self, rank: u32, command: Command) {
+        if let Some(commands) = self.ranks.get(rank as usize).and_then(|session| session.commands.as_ref()) {
+            let _ = commands.try_send(Ok(AgentCommand { command: Some(command) }));
+        }
+    }
+
+    pub(super) fn send_to_all(&self, command: &Command) {
+        (0..).zip(&self.ranks).for_each(|(rank, _)| self.send(rank, command.clone()));
+    }
+
+    /// When [`expired`](Self::expired) may have something to say.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.due.filter(|_| self.ranks.iter().any(|session| !session.has_opened))
+    }
+
+    /// The reason for a timeout at `now`, which names the ranks without a session.
+    pub(super) fn expired(&self, now: Instant) -> Option<String> {
+        self.deadline().filter(|due| now >= *due)?;
+        let missing = (0..).zip(&self.ranks).filter(|(_, session)| !session.has_opened);
+        let missing: Vec<String> = missing.map(|(rank, _): (u32, _)| rank.to_string()).collect();
+        let (noun, list) = (if missing.len() == 1 { "rank" } else { "ranks" }, missing.join(", "));
+        Some(format!(
+            "{noun} {list} of {} joined, but did not open the communicator within {} s (launch.join_timeout)",
+            self.ranks.len(),
+            self.timeout.as_secs_f64()
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_proto::v1::StopCommand;
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(120);
+
+    #[test]
+    fn ranks_without_a_session_are_named_at_the_deadline() {
+        let (mut sessions, now) = (Sessions::default(), Instant::now());
+        sessions.begin_attempt(4);
+        assert_eq!(sessions.deadline(), None, "ranks are joining");
+        sessions.all_joined(TIMEOUT, now);
+        let (commands, _receiver) = mpsc::channel(1);
+        assert!(sessions.opened(0, commands.clone()) && sessions.opened(2, commands.clone()));
+        assert!(!sessions.opened(4, commands.clone()));
+        // It has opened its session, even if that is closed by now.
+        sessions.closed(2);
+        assert_eq!(sessions.deadline(), Some(now + TIMEOUT));
+        assert_eq!(sessions.expired(now + TIMEOUT - Duration::from_millis(1)), None);
+        let reason = sessions.expired(now + TIMEOUT).unwrap();
+        assert!(reason.starts_with("ranks 1, 3 of 4 joined, but did not open"), "{reason}");
+        assert!(sessions.opened(1, commands.clone()) && sessions.opened(3, commands));
+        assert_eq!((sessions.deadline(), sessions.expired(now + TIMEOUT)), (None, None));
+        sessions.begin_attempt(4);
+        assert_eq!(sessions.deadline(), None);
+    }
+
+    #[test]
+    fn commands_reach_open_sessions_and_a_full_queue_does_not_block() {
+        let mut sessions = Sessions::default();
+        sessions.begin_attempt(3);
+        let channels: Vec<_> = (0..3).map(|_| mpsc::channel(1)).collect();
+        for (rank, (commands, _)) in (0..).zip(&channels) {
+            sessions.opened(rank, commands.clone());
+        }
+        sessions.closed(1);
+        for _ in 0..2 {
+            sessions.send_to_all(&Command::Stop(StopCommand {}));
+        }
+        let received: Vec<usize> = channels.iter().map(|(_, receiver)| receiver.len()).collect();
+        assert_eq!(received, [1, 0, 1]);
+    }
+}

@@ -1,0 +1,41 @@
+//! `xlaunch checkpoint`.
+
+use clap::Args;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::json;
+use xlaunch_proto::v1::CheckpointRequest;
+
+use super::output::{QueryError, print};
+use super::target::{Server, Target};
+use crate::client::launches;
+use crate::render::text::escape;
+
+/// Options of `xlaunch checkpoint`.
+#[derive(Debug, Args)]
+pub(super) struct Checkpoint {
+    #[command(flatten)]
+    target: Target,
+    /// Print step, path and seconds as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Returns when the checkpoint is complete, however long that takes.
+pub(super) async fn run(options: Checkpoint) -> Result<ExitCode, QueryError> {
+    let saved = match options.target.server("checkpoint").await? {
+        Server::Daemon(mut daemon, id) => daemon.checkpoint(id).await?,
+        Server::Agents(launches) => {
+            let launch = launches.one().await?;
+            let mut agent = launches::connect_without_call_timeout(&launch).await?;
+            let reply = agent.checkpoint(CheckpointRequest {}).await;
+            reply.map_err(|status| launches::call_error(&launch, &status))?.into_inner()
+        }
+    };
+    let text = match options.json {
+        true => format!("{:#}\n", json::checkpoint(&saved)),
+        // The agent of another user's job may send anything.
+        false => format!("{}\n", escape(&saved.path)),
+    };
+    print(text.as_bytes())?;
+    Ok(ExitCode::Done)
+}
