@@ -40,7 +40,7 @@ fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight, Re
     Ok(Preflight { resume_from, warmup, warnings, lock })
 }
 
-fn recover(dir: &Path, run: &str) -> Recovered {
-    let recovered = xlaunch_worker::recover(dir, run);
-    Recovered { newest: recovered.newest, notes: recovered.notes }
+fn recover(dir: &Path, run: &str, source: Option<&Path>) -> Result<Recovered, String> {
+    let recovered = xlaunch_worker::recover(dir, run, source).map_err(|error| error.to_string())?;
+    Ok(Recovered { checkpoint: recovered.checkpoint, notes: recovered.notes })
 }

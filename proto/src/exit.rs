@@ -31,6 +31,9 @@ pub enum ExitCode {
     /// Of a trainer's worker only, never of `xlaunch`: training diverged, so a restart would diverge again. `xlaunch`
     /// exits with 1.
     Diverged,
+    /// Of a trainer's worker only: the checkpoint to resume from does not match its hashes, and was renamed, so that
+    /// the next attempt takes another one.
+    DamagedCheckpoint,
 }
 
 impl ExitCode {
@@ -64,6 +67,7 @@ impl ExitCode {
             Self::Signal(signal) => 128 | signal,
             Self::Worker(code) => code,
             Self::Diverged => 77,
+            Self::DamagedCheckpoint => 78,
         }
     }
 

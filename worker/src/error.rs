@@ -19,6 +19,9 @@ pub enum WorkerError {
     /// Training or evaluation data cannot be used.
     #[error(transparent)]
     Data(#[from] crate::data::DataError),
+    /// The checkpoint to resume from is damaged, and was renamed: another attempt takes another one.
+    #[error("{0}")]
+    SetAside(String),
     /// A checkpoint cannot be read or written.
     #[error(transparent)]
     Checkpoint(#[from] crate::checkpoint::CheckpointError),
@@ -67,6 +70,7 @@ impl WorkerError {
         match self {
             Self::Data(_) => ExitCode::Data,
             Self::Checkpoint(_) => ExitCode::Data,
+            Self::SetAside(_) => ExitCode::DamagedCheckpoint,
             Self::Engine(EngineError::Cuda { .. }) | Self::Capture(_) => ExitCode::Gpu,
             Self::Engine(EngineError::Pool(_)) => ExitCode::Gpu,
             Self::Engine(EngineError::Device { .. }) => ExitCode::Gpu,

@@ -15,6 +15,8 @@ pub mod data;
 pub mod divergence;
 pub mod environment;
 pub mod error;
+#[cfg(feature = "fuzzing")]
+pub mod fuzz;
 pub mod model;
 pub mod nccl_windows;
 pub mod optim;
@@ -28,6 +30,7 @@ use std::path::{Path, PathBuf};
 
 use xlaunch_proto::exit::ExitCode;
 
+use checkpoint::CheckpointError;
 use checkpoint::directory::{self, Recovered};
 use environment::Environment;
 
@@ -38,9 +41,9 @@ pub fn newest_checkpoint(dir: &Path) -> Option<PathBuf> {
     directory::newest(dir)
 }
 
-/// The checkpoint in `dir` from which the next attempt of `run` resumes.
-pub fn recover(dir: &Path, run: &str) -> Recovered {
-    directory::recover(dir, run)
+/// The checkpoint from which the next attempt of `run` resumes, which saves in `dir` and began with `source`.
+pub fn recover(dir: &Path, run: &str, source: Option<&Path>) -> Result<Recovered, CheckpointError> {
+    directory::recover(dir, run, source)
 }
 
 /// `xlaunch worker`. Errors go to stderr, whose last lines the agent includes in its report of a failure.

@@ -41,12 +41,14 @@ pub struct ResolvedCommand {
 }
 
 /// Which failures lead to a restart.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Restarts {
     /// Maximum number of restarts.
     pub most: u32,
     /// Exit codes after which there is none.
     pub not_after: BTreeSet<i32>,
+    /// Exit codes after which a restart is immediate and not counted: whatever led to them does not happen again.
+    pub free: BTreeSet<i32>,
 }
 
 /// Resolves a command in this environment. `node` is called only if the number of workers depends on it, as counting
@@ -84,7 +86,11 @@ pub fn resolve(
         master_port: spec.master_port,
         virtual_local_rank: spec.virtual_local_rank,
         binding: spec.binding,
-        restarts: Restarts { most: spec.max_restarts, not_after: spec.no_restart_codes },
+        restarts: Restarts {
+            most: spec.max_restarts,
+            not_after: spec.no_restart_codes,
+            free: BTreeSet::new(),
+        },
         shutdown_timeout: spec.shutdown_timeout,
         signals: spec.signals,
         propagate_exit_code: spec.propagate_exit_code,

@@ -49,7 +49,7 @@ async fn run_workers(spec: &JobSpec, placement: &Placement, kind: Kind) -> Resul
         spec: &spec,
         placement,
         resume_from: None,
-        recover: |_, _| Recovered::default(),
+        recover: |_, _, _| Ok(Recovered::default()),
         bench: Some(Bench { kind: Some(kind) }),
     };
     let (finished, results) =

@@ -14,8 +14,13 @@ xlaunch_harness::tests! {
 }
 
 /// Every step is saved, and the learning rate of one is that of all.
-const SETTINGS: [&str; 4] =
-    ["checkpoint.every=1", "checkpoint.keep=0", "train.warmup=0", "train.schedule=constant"];
+const SETTINGS: [&str; 5] = [
+    "checkpoint.every=1",
+    "checkpoint.async=false",
+    "checkpoint.keep=0",
+    "train.warmup=0",
+    "train.schedule=constant",
+];
 /// With the checkpoint of step 4 and this learning rate, step 5 is the last good one: its update makes weights so large
 /// that the next forward overflows.
 const EXPLODE: &str = "train.lr=1e30";

@@ -3,11 +3,12 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod bench;
+mod checkpoints;
 mod divergence;
 mod pool;
 mod runs;
 mod tensorboard;
 
 xlaunch_harness::suite! {
-    modules bench, divergence, pool, runs, tensorboard;
+    modules bench, checkpoints, divergence, pool, runs, tensorboard;
 }

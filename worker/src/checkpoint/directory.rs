@@ -164,7 +164,10 @@ pub fn clean(dir: &Path) -> io::Result<()> {
                 false => fs_err::rename(entry.path(), dir.join(replaced))?,
             }
         } else if entry_name.starts_with(TEMPORARY) {
-            fs_err::remove_dir_all(entry.path())?;
+            match entry.file_type()?.is_dir() {
+                true => fs_err::remove_dir_all(entry.path())?,
+                false => fs_err::remove_file(entry.path())?,
+            }
         }
     }
     Ok(())
@@ -206,36 +209,45 @@ pub fn check_room(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
     })
 }
 
-/// The newest checkpoint that this run itself has saved, after cleaning up behind workers that were killed.
+/// What the next attempt of a run resumes from, after cleaning up behind workers that were killed.
 #[derive(Debug, Default)]
 pub struct Recovered {
-    /// The checkpoint.
-    pub newest: Option<PathBuf>,
+    /// The checkpoint; `None` if the run starts again from its beginning.
+    pub checkpoint: Option<PathBuf>,
     /// Checkpoints that were rejected, for the user.
     pub notes: Vec<String>,
 }
 
-/// Finds the checkpoint from which the next attempt of `run` resumes.
-pub fn recover(dir: &Path, run: &str) -> Recovered {
-    let mut recovered = Recovered::default();
+/// Finds the newest checkpoint that `run` itself has saved in `dir`. Without one, it is `source`, which the run began
+/// with, or the newest one beside it if that was renamed because it is damaged.
+///
+/// # Errors
+/// If there is none any more, although the run began with one.
+pub fn recover(dir: &Path, run: &str, source: Option<&Path>) -> Result<Recovered, CheckpointError> {
+    let mut notes = Vec::new();
     if let Err(error) = clean(dir) {
-        recovered.notes.push(format!("failed to remove what the last attempt left: {error}"));
+        notes.push(format!("failed to remove what the last attempt left: {error}"));
     }
     let found = scan(dir).unwrap_or_else(|error| {
-        recovered.notes.push(error.to_string());
+        notes.push(error.to_string());
         Vec::new()
     });
     for Found { path, state, .. } in found {
         match state {
-            Ok(state) if state.run == run => {
-                recovered.newest = Some(path);
-                break;
-            }
+            Ok(state) if state.run == run => return Ok(Recovered { checkpoint: Some(path), notes }),
             Ok(_) => {}
-            Err(error) => recovered.notes.push(reject(&path, &error)),
+            Err(error) => notes.push(reject(&path, &error)),
         }
     }
-    recovered
+    let checkpoint = match source {
+        Some(source) if !source.exists() => {
+            let beside = source.parent().unwrap_or(source);
+            let choice = choose(beside)?;
+            Some(choice.ok_or_else(|| CheckpointError::None { path: beside.into() })?.path)
+        }
+        source => source.map(PathBuf::from),
+    };
+    Ok(Recovered { checkpoint, notes })
 }
 
 /// Renames a damaged checkpoint, and describes that. One that cannot be read now, or not by this version, is left.

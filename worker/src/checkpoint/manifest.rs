@@ -101,17 +101,22 @@ fn unreadable(dir: &Path, error: &io::Error) -> CheckpointError {
 }
 
 fn read_manifest(dir: &Path) -> Result<Manifest, CheckpointError> {
-    let damaged = |reason: String| CheckpointError::Damaged { path: dir.into(), reason };
     let json =
         read_whole(&dir.join(MANIFEST), MAX_MANIFEST_BYTES).map_err(|error| unreadable(dir, &error))?;
+    parse(dir, &json)
+}
+
+/// Parses the manifest of the checkpoint `dir`.
+pub(super) fn parse(dir: &Path, json: &[u8]) -> Result<Manifest, CheckpointError> {
+    let damaged = |reason: String| CheckpointError::Damaged { path: dir.into(), reason };
     // First: the rest of another version may have any form.
     let Header { version } =
-        serde_json::from_slice(&json).map_err(|error| damaged(format!("{MANIFEST}: {error}")))?;
+        serde_json::from_slice(json).map_err(|error| damaged(format!("{MANIFEST}: {error}")))?;
     if !(1..=VERSION).contains(&version) {
         return Err(CheckpointError::Version { path: dir.into(), version });
     }
     let manifest: AnyManifest =
-        serde_json::from_slice(&json).map_err(|error| damaged(format!("{MANIFEST}: {error}")))?;
+        serde_json::from_slice(json).map_err(|error| damaged(format!("{MANIFEST}: {error}")))?;
     let files: Vec<Entry> = manifest.files.into_iter().map(AnyEntry::entry).collect();
     check_names(&files).map_err(damaged)?;
     files.iter().try_for_each(check_chunks).map_err(damaged)?;

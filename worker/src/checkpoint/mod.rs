@@ -24,6 +24,8 @@
 
 pub mod directory;
 mod disk;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzz;
 mod lock;
 mod manifest;
 mod portion;
@@ -51,7 +53,7 @@ pub use write::Snapshot;
 
 /// Version of the directory layout above. Version 1, which is still read, has one file of whole moments,
 /// `m.<name>` and `v.<name>`, and one hash per file.
-pub(crate) const VERSION: u32 = 2;
+pub const VERSION: u32 = 2;
 const MODEL: &str = "model.safetensors";
 const STATE: &str = "state.json";
 const MANIFEST: &str = "manifest.json";

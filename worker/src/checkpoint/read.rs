@@ -114,7 +114,7 @@ fn open_weights(path: &Path, layout: &Layout) -> Result<Source, CheckpointError>
     let file = File::open(path).map_err(read)?;
     let tensors = tensors::read_contents(path, &file, layout, false)?;
     tensors::check_complete(path, layout, &[Arena::Params], &tensors)?;
-    Ok(Source { dir: path.into(), name: String::new(), file, tensors, chunks: Vec::new(), data: 0 })
+    Ok(Source::of_tensors(path, file, tensors))
 }
 
 /// Checks that a checkpoint is of this model.
@@ -126,7 +126,7 @@ pub(super) fn check_model(path: &Path, state: &State, shape: &ModelShape) -> Res
 }
 
 /// A file with tensors.
-struct Source {
+pub(super) struct Source {
     /// The checkpoint.
     dir: PathBuf,
     name: String,
@@ -153,6 +153,21 @@ impl Failure {
 }
 
 impl Source {
+    /// A file without a manifest.
+    pub(super) fn of_tensors(path: &Path, file: File, tensors: Vec<Stored>) -> Self {
+        Self { dir: path.into(), name: String::new(), file, tensors, chunks: Vec::new(), data: 0 }
+    }
+
+    /// Reads all tensors, as far as that is possible.
+    #[cfg(feature = "fuzzing")]
+    pub(super) fn read_all(&self, sink: Sink<'_>) {
+        for tensor in &self.tensors {
+            for block in blocks(tensor.bytes.clone(), tensor.bytes.start) {
+                let _ = self.read_block(block, None, sink);
+            }
+        }
+    }
+
     fn open(dir: &Path, entry: Entry, layout: &Layout, moments: bool) -> Result<Self, CheckpointError> {
         let path = dir.join(&entry.name);
         let damaged = |reason: String| CheckpointError::Damaged { path: dir.into(), reason };

@@ -15,6 +15,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::Instant;
 
+use xlaunch_engine::{HostAllocator, HostBuffer};
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointFailed, CheckpointReport};
 
@@ -47,6 +48,8 @@ pub struct Settings {
     pub retention: Retention,
     /// The checkpoint that the run was resumed from.
     pub source: Option<PathBuf>,
+    /// Allocates the buffers for snapshots.
+    pub host: HostAllocator,
 }
 
 /// A save that was begun.
@@ -56,7 +59,7 @@ struct Job {
     start: Instant,
 }
 
-/// A save that has ended.
+/// A save that has ended, or the start of the thread.
 struct Ended {
     /// For the next one.
     snapshot: Snapshot,
@@ -84,14 +87,19 @@ impl Saver {
         exchange: Box<dyn Exchange>,
         disk: Arc<dyn Disk>,
     ) -> io::Result<Self> {
-        let Settings { dir, layout, portion, rank, world, retention, source } = settings;
+        let Settings { dir, layout, portion, rank, world, retention, source, host } = settings;
         let (jobs, queue) = channel();
         let (sender, ended) = channel();
         let busy = Arc::new(AtomicBool::new(false));
+        let len = portion.len();
         let writer = Writer { layout, portion, rank, world };
         let mut thread = Thread { dir, writer, retention, source, exchange, disk, reported_failure: false };
         let flag = busy.clone();
         thread::Builder::new().name("checkpoint".into()).spawn(move || {
+            // Here, because touching gigabytes for the first time takes longer than a step.
+            if sender.send(Ended { snapshot: allocate(&host, len), result: Ok(()) }).is_err() {
+                return;
+            }
             while let Ok(job) = queue.recv() {
                 let Job { snapshot, state, start } = job;
                 let result = thread.save(&snapshot, state, start);
@@ -101,7 +109,7 @@ impl Saver {
                 }
             }
         })?;
-        Ok(Self { jobs, ended, busy, in_flight: false, buffers: Snapshot::default() })
+        Ok(Self { jobs, ended, busy, in_flight: true, buffers: Snapshot::default() })
     }
 
     /// Whether this rank is still writing.
@@ -109,7 +117,7 @@ impl Saver {
         self.busy.load(Ordering::Acquire)
     }
 
-    /// Waits for the save in flight, and returns how it ended. `Ok` if there is none.
+    /// Waits for the save in flight, or for the first buffers, and returns how it ended. `Ok` if there is none.
     pub fn wait(&mut self) -> Result<(), CheckpointError> {
         if !std::mem::take(&mut self.in_flight) {
             return Ok(());
@@ -120,7 +128,7 @@ impl Saver {
         result
     }
 
-    /// The buffers of the last snapshot, to be filled and passed to [`begin`](Self::begin).
+    /// Buffers for a snapshot, to be filled and passed to [`begin`](Self::begin). After [`wait`](Self::wait).
     pub fn take_buffers(&mut self) -> Snapshot {
         std::mem::take(&mut self.buffers)
     }
@@ -131,6 +139,12 @@ impl Saver {
         // As in `wait`.
         self.in_flight = self.jobs.send(Job { snapshot, state, start }).is_ok();
     }
+}
+
+/// Buffers for the values of a portion. Pageable ones where the driver cannot pin so much: copies are slower then.
+fn allocate(host: &HostAllocator, len: usize) -> Snapshot {
+    let buffer = || host.alloc(len).unwrap_or_else(|_| HostBuffer::from(vec![0.0; len]));
+    Snapshot { params: buffer(), m: buffer(), v: buffer() }
 }
 
 struct Thread {

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use xlaunch_comm::Sharding;
 use xlaunch_comm::bucket::Plan;
+use xlaunch_engine::{HostAllocator, HostBuffer};
 use xlaunch_proto::model::{ModelSection, ModelShape};
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
@@ -63,7 +64,7 @@ pub(crate) fn value(arena: Arena, at: usize, step: u64) -> f32 {
 pub(crate) fn snapshot(portion: &Portion, step: u64) -> Snapshot {
     let fill = |arena| {
         let elements = portion.ranges().iter().flat_map(|owned| owned.arena.clone());
-        elements.map(|at| value(arena, at, step)).collect()
+        HostBuffer::from(elements.map(|at| value(arena, at, step)).collect::<Vec<f32>>())
     };
     Snapshot { params: fill(Arena::Params), m: fill(Arena::M), v: fill(Arena::V) }
 }
@@ -101,7 +102,16 @@ impl Exchange for Alone {
 pub(crate) fn settings(dir: &Path, retention: Retention) -> Settings {
     let layout = Layout::new(&shape());
     let portion = Portion::new(&sharding(&layout, 0, 1, false), 0, 1);
-    Settings { dir: dir.into(), layout, portion, rank: 0, world: 1, retention, source: None }
+    Settings {
+        dir: dir.into(),
+        layout,
+        portion,
+        rank: 0,
+        world: 1,
+        retention,
+        source: None,
+        host: HostAllocator::default(),
+    }
 }
 
 /// Saves a state with a single rank.
@@ -113,6 +123,7 @@ pub(super) fn save_with(
 ) -> Result<(), CheckpointError> {
     let snapshot = snapshot(&settings.portion, state.step);
     let mut saver = Saver::with_disk(settings, Box::new(exchange), disk).unwrap();
+    saver.wait().unwrap();
     saver.begin(snapshot, state, Instant::now());
     saver.wait()
 }

@@ -90,10 +90,12 @@ fn save_together(dir: &Path, step: u64, world: usize, sharded: bool) -> PathBuf 
                 world,
                 retention: Retention::default(),
                 source: None,
+                host: xlaunch_engine::HostAllocator::default(),
             };
             let collected = (rank == 0).then(|| receiver.take().unwrap());
             let exchange = Box::new(Together { rank, answers: sender.clone(), collected });
             let mut saver = Saver::start(settings, exchange).unwrap();
+            saver.wait().unwrap();
             saver.begin(snapshot, state("run", step), Instant::now());
             saver
         })
@@ -415,11 +417,20 @@ fn recovery_finds_checkpoints_of_this_run_only_and_cleans_up() {
     fs_err::create_dir(dir.path().join(".tmp-step-00000030")).unwrap();
     // As if the process had been killed between the renames of a replacement.
     fs_err::rename(dir.path().join(name(10)), dir.path().join(".old-step-00000010")).unwrap();
-    let recovered = recover(dir.path(), "a");
-    assert_eq!(recovered.newest, Some(dir.path().join(name(10))));
+    let recovered = recover(dir.path(), "a", None).unwrap();
+    assert_eq!(recovered.checkpoint, Some(dir.path().join(name(10))));
     assert!(recovered.notes.is_empty(), "{recovered:?}");
     assert!(!dir.path().join(".tmp-step-00000030").exists());
-    assert_eq!(recover(dir.path(), "c").newest, None);
+    let of_c = |source: Option<u64>| {
+        let source = source.map(|step| dir.path().join(name(step)));
+        recover(dir.path(), "c", source.as_deref()).unwrap().checkpoint
+    };
+    assert_eq!(of_c(None), None, "a run that has saved nothing starts again");
+    assert_eq!(of_c(Some(10)), Some(dir.path().join(name(10))), "or from where it began");
+    assert_eq!(of_c(Some(30)), Some(dir.path().join(name(20))), "or, if that is gone, from the newest");
+    let empty = tempfile::tempdir().unwrap();
+    let gone = recover(dir.path(), "c", Some(&empty.path().join(name(1))));
+    assert!(matches!(gone, Err(CheckpointError::None { .. })));
     assert_complete(&dir.path().join(name(10)), 10);
 }
 

@@ -9,6 +9,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use xlaunch_engine::HostBuffer;
+
 use super::disk::{Disk, Writable};
 use super::manifest::{Chunk, Entry, Manifest};
 use super::tensors::{Contents, Stored};
@@ -24,12 +26,12 @@ pub(super) const TEMPORARY: &str = ".tmp-";
 pub(super) const REPLACED: &str = ".old-";
 
 /// Host copies of a rank's [`Portion`] of the arenas, its ranges one after another.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Debug, Default)]
 #[expect(missing_docs, reason = "the fields are named after the arenas")]
 pub struct Snapshot {
-    pub params: Vec<f32>,
-    pub m: Vec<f32>,
-    pub v: Vec<f32>,
+    pub params: HostBuffer,
+    pub m: HostBuffer,
+    pub v: HostBuffer,
 }
 
 /// A rank's part of a file: the chunks that it has written and synced.

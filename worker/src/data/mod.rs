@@ -24,6 +24,8 @@ pub(crate) use loader::read;
 pub use loader::{Batch, Loader, Schedule};
 pub use order::Order;
 pub use source::Tokens;
+#[cfg(feature = "fuzzing")]
+pub(crate) use source::open as open_tokens;
 
 /// Why data cannot be used.
 #[derive(Debug, thiserror::Error)]

@@ -45,7 +45,7 @@ struct Part {
 }
 
 /// Opens `files` as one sequence of ids below `vocab`.
-pub(super) fn open(files: &[PathBuf], tokenizer: Tokenizer, vocab: usize) -> Result<Tokens, DataError> {
+pub(crate) fn open(files: &[PathBuf], tokenizer: Tokenizer, vocab: usize) -> Result<Tokens, DataError> {
     let mut parts = Vec::with_capacity(files.len());
     let mut len = 0;
     for path in files {

@@ -7,7 +7,7 @@ mod rendezvous;
 use std::path::{Path, PathBuf};
 
 use xlaunch_comm::{Collective, Sharding};
-use xlaunch_engine::DType;
+use xlaunch_engine::{DType, HostAllocator};
 use xlaunch_proto::VERSION;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::model::ModelShape;
@@ -18,7 +18,7 @@ use xlaunch_proto::v1::{Finished, GetJobReply, GetJobRequest, Hello, TrainBench,
 
 use crate::bench::{self, SkipAllReduce};
 use crate::checkpoint::saver::{self, Saver};
-use crate::checkpoint::{self, Batch, Portion, Retention, State};
+use crate::checkpoint::{self, Batch, CheckpointError, Portion, Retention, State, directory};
 use crate::control::Control;
 use crate::data::{Dataset, Fingerprint, Loader, Order, Schedule};
 use crate::divergence::SkipCount;
@@ -87,7 +87,8 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     // From here on, other ranks fail when this one drops its collective.
     let report = |error| control.report_failure(error);
     let trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world).map_err(report)?;
-    let start = reading.finish(&trainer.model, &trainer.optimizer).map_err(report)?;
+    let start = reading.finish(&trainer.model, &trainer.optimizer);
+    let start = start.map_err(|error| report(set_aside(error, spec, job)))?;
     // Shadowed here so that it is dropped before the tensors that its collectives use.
     let mut collective: Box<dyn Collective> = match bench {
         Some(bench) if bench.skip_all_reduce => Box::new(SkipAllReduce(collective)),
@@ -114,7 +115,14 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         control,
         checkpoints: match bench {
             Some(_) => None,
-            None => Some(checkpoints(context, &trainer, &sharding, &start, fingerprint)?),
+            None => Some(checkpoints(
+                context,
+                &trainer,
+                &sharding,
+                &start,
+                fingerprint,
+                device.backend.host_allocator(),
+            )?),
         },
         skips: SkipCount::new(&spec.train),
         first_step: start.step,
@@ -208,6 +216,7 @@ fn checkpoints(
     sharding: &Sharding,
     start: &Start,
     data: Fingerprint,
+    host: HostAllocator,
 ) -> Result<Checkpoints> {
     let Context { environment, control, spec, job } = *context;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
@@ -220,6 +229,7 @@ fn checkpoints(
         world,
         retention: Retention::of(&spec.checkpoint),
         source: (!job.resume_from.is_empty()).then(|| PathBuf::from(&job.resume_from)),
+        host,
     };
     let failed = |source| WorkerError::Io { what: "failed to start the checkpoint thread".into(), source };
     let exchange =
@@ -241,6 +251,24 @@ fn checkpoints(
     };
     let saver = Saver::start(settings, exchange).map_err(failed)?;
     Ok(Checkpoints::new(saver, portion, template, &spec.checkpoint))
+}
+
+/// Renames the checkpoint that was to be resumed if it is damaged, unless the user has named it: then no other one is
+/// meant.
+fn set_aside(error: WorkerError, spec: &JobSpec, job: &GetJobReply) -> WorkerError {
+    let path = Path::new(&job.resume_from);
+    let is_own = path.parent() == Some(&checkpoint_dir(spec, Path::new(&job.run_dir)));
+    match error {
+        WorkerError::Checkpoint(error @ CheckpointError::Damaged { .. })
+            if is_own || spec.checkpoint.resume == "auto" =>
+        {
+            // Another rank may have renamed it already.
+            let renamed = !path.exists() || directory::mark_damaged(path).is_ok() || !path.exists();
+            let message = format!("{error}; renamed to {}.damaged", path.display());
+            if renamed { WorkerError::SetAside(message) } else { error.into() }
+        }
+        error => error,
+    }
 }
 
 /// Where this run saves its checkpoints.

@@ -70,8 +70,7 @@ impl Checkpoints {
         let mut snapshot = self.saver.take_buffers();
         let arenas = [&mut snapshot.params, &mut snapshot.m, &mut snapshot.v];
         for (tensor, values) in optimizer.state(model).into_iter().zip(arenas) {
-            values.resize(self.portion.len(), 0.0);
-            let mut rest = values.as_mut_slice();
+            let mut rest = &mut **values;
             for owned in self.portion.ranges() {
                 let (now, later) = rest.split_at_mut(owned.stored.len());
                 backend.read_f32(tensor.slice(owned.stored.clone()), now)?;

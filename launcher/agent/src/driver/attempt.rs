@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
 use rustix::process::Signal;
+use xlaunch_proto::exit::ExitCode;
 
 use super::Driver;
 use crate::logs::RankOutput;
@@ -117,7 +118,11 @@ impl Driver<'_> {
                 }
                 Err(error) => {
                     self.attempt.ends[rank as usize].spawn_error = error.raw_os_error();
-                    let event = Event::SpawnFailed { rank, reason: error.to_string() };
+                    let exit = match error.kind() {
+                        io::ErrorKind::InvalidData => ExitCode::Data,
+                        _ => ExitCode::WorkerFailed,
+                    };
+                    let event = Event::SpawnFailed { rank, reason: error.to_string(), exit };
                     actions.extend(self.job.handle(event, Instant::now()));
                 }
             }

@@ -10,7 +10,7 @@ fn job(kind: Kind, world: u32) -> Job {
     let rules = Rules {
         world,
         kind,
-        restarts: Restarts { most: 0, not_after: [].into() },
+        restarts: Restarts::default(),
         shutdown_timeout: Duration::from_secs(30),
         shutdown_timeout_max: Duration::from_secs(600),
         propagate_exit_code: false,
@@ -95,7 +95,10 @@ xlaunch: the job failed
 fn worker_that_failed_to_start_is_reported_without_pid_and_logs() {
     let mut job = job(Kind::Command, 1);
     let reason = "No such file or directory (os error 2)".to_string();
-    let actions = job.handle(Event::SpawnFailed { rank: 0, reason }, Instant::now());
+    let actions = job.handle(
+        Event::SpawnFailed { rank: 0, reason, exit: xlaunch_proto::exit::ExitCode::WorkerFailed },
+        Instant::now(),
+    );
     let Some(Action::End(outcome)) = actions.last() else { panic!("{actions:?}") };
     let evidence = Evidence {
         spawn_error: Some(2),

@@ -222,7 +222,7 @@ mod tests {
             master_port: None,
             virtual_local_rank: false,
             binding: None,
-            restarts: Restarts { most: 3, not_after: BTreeSet::new() },
+            restarts: Restarts { most: 3, ..Restarts::default() },
             shutdown_timeout: std::time::Duration::from_secs(30),
             signals: vec![Signal::Term, Signal::Hup],
             propagate_exit_code: false,

@@ -134,10 +134,10 @@ impl Job {
 
     fn during_attempt(&mut self, event: Event, now: Instant) -> Vec<Action> {
         match event {
-            Event::SpawnFailed { rank, reason } => {
+            Event::SpawnFailed { rank, reason, exit } => {
                 self.alive[rank as usize] = false;
                 let message = format!("failed to start: {reason}");
-                self.fail(Failure::of_rank(rank, message, ExitCode::WorkerFailed), now)
+                self.fail(Failure::of_rank(rank, message, exit), now)
             }
             Event::AllJoined => {
                 if self.phase == Phase::Rendezvous {
@@ -309,14 +309,16 @@ impl Job {
                 let notice = reason.map(Action::Notify);
                 notice.into_iter().chain(self.end(failures)).collect()
             }
-            Decision::Restart { delay } => {
+            Decision::Restart { delay, number } => {
                 self.attempt += 1;
-                let (attempt, most) = (self.attempt, self.policy.max_restarts());
+                let attempt = self.attempt;
                 let when = match delay.is_zero() {
                     true => String::new(),
                     false => format!(" in {:.1} s", delay.as_secs_f64()),
                 };
-                let notice = Action::Notify(format!("{message}; restarting{when} ({attempt} of {most})"));
+                let number = number
+                    .map_or(String::new(), |number| format!(" ({number} of {})", self.policy.max_restarts()));
+                let notice = Action::Notify(format!("{message}; restarting{when}{number}"));
                 let restart =
                     Action::Restart { attempt: attempt - 1, rank: root.rank, cause: root.message.clone() };
                 self.last_failures = failures;

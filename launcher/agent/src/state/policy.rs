@@ -26,6 +26,8 @@ const CRASH_LOOP_ATTEMPTS: u32 = 3;
 pub(crate) enum Decision {
     Restart {
         delay: Duration,
+        /// Counts from 1; `None` if this restart is not counted.
+        number: Option<u32>,
     },
     /// The job ends; the reason, unless it is obvious.
     Final(Option<String>),
@@ -64,6 +66,9 @@ impl Policy {
 
     /// Decides what follows, and counts a restart.
     pub(crate) fn decide(&mut self, failure: AttemptFailure<'_>) -> Decision {
+        if failure.code.is_some_and(|code| self.restarts.free.contains(&code)) {
+            return Decision::Restart { delay: Duration::ZERO, number: None };
+        }
         if self.restarts.most == 0 {
             return Decision::Final(None);
         }
@@ -94,7 +99,7 @@ impl Policy {
             doubled.map_or(Duration::ZERO, |delay| delay.min(MAX_DELAY).mul_f64(1.0 + self.jitter() / 4.0));
         self.used += 1;
         self.in_a_row += 1;
-        Decision::Restart { delay }
+        Decision::Restart { delay, number: Some(self.used) }
     }
 
     /// A number in [0, 1) that differs between seeds and restarts.
@@ -111,7 +116,7 @@ mod tests {
     use super::*;
 
     fn policy(most: u32) -> Policy {
-        Policy::new(Restarts { most, not_after: [2, 78].into() }, 7)
+        Policy::new(Restarts { most, not_after: [2, 79].into(), free: [78].into() }, 7)
     }
 
     fn failed(message: &str, code: i32, seconds: u64) -> AttemptFailure<'_> {
@@ -120,7 +125,7 @@ mod tests {
 
     fn delay(decision: &Decision) -> f64 {
         match decision {
-            Decision::Restart { delay } => delay.as_secs_f64(),
+            Decision::Restart { delay, .. } => delay.as_secs_f64(),
             Decision::Final(reason) => panic!("final: {reason:?}"),
         }
     }
@@ -157,7 +162,7 @@ mod tests {
     #[test]
     fn jitter_is_known_for_a_seed_and_restart_and_stays_below_a_quarter() {
         let jitter = |seed, used| {
-            let restarts = Restarts { most: 5, not_after: [].into() };
+            let restarts = Restarts { most: 5, ..Restarts::default() };
             Policy { used, ..Policy::new(restarts, seed) }.jitter()
         };
         let all: Vec<f64> = (0..1000).map(|seed| jitter(seed, 1)).collect();
@@ -172,7 +177,7 @@ mod tests {
     #[test]
     fn jobs_that_fail_together_restart_at_different_times() {
         let second = |seed| {
-            let mut policy = Policy::new(Restarts { most: 5, not_after: [].into() }, seed);
+            let mut policy = Policy::new(Restarts { most: 5, ..Restarts::default() }, seed);
             policy.decide(failed("a", 1, 10));
             delay(&policy.decide(failed("a", 1, 10)))
         };
@@ -186,7 +191,7 @@ mod tests {
         let mut spent = policy(1);
         delay(&spent.decide(failed("a", 1, 9)));
         assert_eq!(reason(spent.decide(failed("b", 1, 9))), "all 1 restarts are used up");
-        assert_eq!(reason(policy(5).decide(failed("a", 78, 9))), "no restart: exit code 78 is final");
+        assert_eq!(reason(policy(5).decide(failed("a", 79, 9))), "no restart: exit code 79 is final");
         let mut looping = policy(9);
         delay(&looping.decide(failed("a", 1, 1)));
         delay(&looping.decide(failed("a", 1, 1)));
@@ -199,6 +204,20 @@ mod tests {
         let mut policy = policy(2);
         (0..2).for_each(|_| drop(policy.decide(failed("a", 1, 1))));
         assert_eq!(reason(policy.decide(failed("a", 1, 1))), "all 2 restarts are used up");
+    }
+
+    #[test]
+    fn restart_that_costs_nothing_is_immediate_and_not_counted() {
+        for most in [0, 1] {
+            let mut policy = policy(most);
+            for _ in 0..5 {
+                let decision = policy.decide(failed("a", 78, 1));
+                assert_eq!(decision, Decision::Restart { delay: Duration::ZERO, number: None });
+            }
+            let counted =
+                matches!(policy.decide(failed("a", 1, 1)), Decision::Restart { number: Some(1), .. });
+            assert_eq!(counted, most == 1);
+        }
     }
 
     #[test]

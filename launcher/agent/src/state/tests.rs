@@ -8,7 +8,7 @@ const SHUTDOWN_TIMEOUT_MAX: Duration = Duration::from_secs(100);
 const MILLISECOND: Duration = Duration::from_millis(1);
 
 fn rules(kind: Kind, world: u32, restarts: u32) -> Rules {
-    let restarts = Restarts { most: restarts, not_after: [2, 65].into() };
+    let restarts = Restarts { most: restarts, not_after: [2, 65].into(), free: [78].into() };
     Rules {
         world,
         kind,
@@ -445,7 +445,7 @@ fn a_second_all_joined_does_not_restart_a_stopping_job() {
 fn failed_start_is_the_root_and_stops_the_group() {
     let mut job = command(2, 0);
     let reason = "no such file".to_owned();
-    let mut actions = run(&mut job, &[Event::SpawnFailed { rank: 0, reason }]);
+    let mut actions = run(&mut job, &[Event::SpawnFailed { rank: 0, reason, exit: ExitCode::WorkerFailed }]);
     assert_eq!(actions, [Action::Signal(15)]);
     actions.extend(run(&mut job, &[killed(1, 15)]));
     let root = outcome(&actions).root.unwrap();

@@ -46,6 +46,8 @@ pub enum Event {
         rank: u32,
         /// The system's error message.
         reason: String,
+        /// What xlaunch exits with.
+        exit: ExitCode,
     },
     /// The rendezvous is complete.
     AllJoined,

@@ -43,7 +43,8 @@ pub(crate) trait Workload {
     /// Signals to xlaunch that stop the job.
     fn stop_signals(&self) -> Vec<Signal>;
 
-    /// An attempt is about to start. After an error no worker of it is started, and all of them count as failed.
+    /// An attempt is about to start. After an error no worker of it is started, and all of them count as failed: with
+    /// exit code 65 if the error is `InvalidData`.
     fn begin_attempt(&mut self, attempt: u32) -> std::io::Result<()>;
 
     /// The command that starts one worker; `dir`, which exists, holds its files.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::hash::{BuildHasher, RandomState};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -68,14 +69,14 @@ pub struct TrainerPlan<'a> {
     pub base: &'a BaseEnvironment,
 }
 
-/// Finds the newest complete checkpoint of a run in a directory.
-pub type Recover = fn(&Path, &str) -> Recovered;
+/// Finds the newest complete checkpoint of a run in a directory, or else the one that the run began with.
+pub type Recover = fn(&Path, &str, Option<&Path>) -> Result<Recovered, String>;
 
 /// What an attempt that failed has left.
 #[derive(Debug, Default)]
 pub struct Recovered {
-    /// The newest complete checkpoint of the run.
-    pub newest: Option<PathBuf>,
+    /// The checkpoint to resume from.
+    pub checkpoint: Option<PathBuf>,
     /// Checkpoints that were rejected, for the user.
     pub notes: Vec<String>,
 }
@@ -306,7 +307,11 @@ impl Workload for TrainerWorkload<'_> {
         Rules {
             world: self.plan.placement.workers,
             kind: Kind::Trainer,
-            restarts: Restarts { most: launch.max_restarts, not_after: final_codes.into() },
+            restarts: Restarts {
+                most: launch.max_restarts,
+                not_after: final_codes.into(),
+                free: [i32::from(ExitCode::DamagedCheckpoint.code())].into(),
+            },
             shutdown_timeout: Duration::from_secs_f64(launch.shutdown_timeout),
             shutdown_timeout_max: Duration::from_secs_f64(launch.shutdown_timeout_max),
             propagate_exit_code: false,
@@ -334,9 +339,12 @@ impl Workload for TrainerWorkload<'_> {
     /// Starts a new rendezvous; a restart resumes from the newest checkpoint.
     fn begin_attempt(&mut self, attempt: u32) -> std::io::Result<()> {
         if attempt > 0 {
-            let Recovered { newest, notes } = (self.plan.recover)(&self.checkpoint_dir(), &self.run.id);
+            let (dir, source) = (self.checkpoint_dir(), self.plan.resume_from.as_deref());
+            let recovered = (self.plan.recover)(&dir, &self.run.id, source);
+            let Recovered { checkpoint, notes } =
+                recovered.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
             notes.iter().for_each(|note| self.notify(&format!("xlaunch: {note}")));
-            self.plan.resume_from = newest.or_else(|| self.plan.resume_from.take());
+            self.plan.resume_from = checkpoint;
         }
         self.barrier.refuse("the attempt is over");
         self.barrier = barrier(&self.plan, attempt);

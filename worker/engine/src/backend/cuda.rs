@@ -12,6 +12,7 @@ use crate::cuda::staging::Staging;
 use crate::cuda::{Gpu, driver_error, expect, graph, is_bf16};
 use crate::error::Result;
 use crate::handles::{Capture, PendingRead};
+use crate::host_buffer::HostAllocator;
 use crate::ops::attention::cuda::Attention;
 use crate::ops::gelu::cuda::Gelu;
 use crate::ops::{
@@ -93,6 +94,10 @@ impl Backend for CudaBackend {
     fn end_capture(&self) -> Result<Capture> {
         let captured = graph::end(&self.gpu.device)?;
         Ok(Capture::new(move || graph::launch(&captured)))
+    }
+
+    fn host_allocator(&self) -> HostAllocator {
+        HostAllocator::pinned(self.gpu.device.context.clone())
     }
 
     fn zero(&self, x: Slice<'_>) -> Result<()> {

@@ -10,6 +10,7 @@ pub use cuda::CudaBackend;
 
 use crate::error::{EngineError, Result};
 use crate::handles::{Capture, PendingRead};
+use crate::host_buffer::HostAllocator;
 use crate::ops::{
     AdamWStep, AttentionBackward, AttentionForward, EmbedBackward, EmbedForward, FusedClassifier,
     GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward,
@@ -73,6 +74,11 @@ pub trait Backend {
     #[track_caller]
     fn alloc(&self, dtype: DType, len: usize) -> Result<Tensor> {
         Tensor::new(self.pool(), dtype, len)
+    }
+
+    /// Allocates host memory for large [`read_f32`](Self::read_f32)s.
+    fn host_allocator(&self) -> HostAllocator {
+        HostAllocator::default()
     }
 
     /// Sets every element to zero.
