@@ -22,7 +22,7 @@ use xlaunch_proto::v1::{CheckpointFailed, CheckpointReport};
 use super::disk::{Disk, Real};
 use super::retention::Candidate;
 pub use super::write::Written;
-use super::write::{Snapshot, Writer, commit, temporary};
+use super::write::{Snapshot, Writer, commit, delete, temporary};
 use super::{CheckpointError, Portion, Retention, State, directory, name};
 use crate::model::layout::Layout;
 
@@ -214,7 +214,7 @@ impl Thread {
         let candidates = found.iter().filter_map(candidate).collect();
         for step in self.retention.to_delete(candidates) {
             let path = self.dir.join(name(step));
-            if let Err(error) = self.disk.remove_dir(&path) {
+            if let Err(error) = delete(&*self.disk, &self.dir, step) {
                 self.retention_failed(newest.step, &path, &error.to_string());
             }
         }

@@ -593,7 +593,10 @@ fn failing_operation_leaves_the_checkpoints_before_and_nothing_else() {
             assert_complete(&before, 10);
         } else {
             // The new checkpoint is there, though it may be lost in a power cut or the old one not deleted.
-            assert!(entries.contains("step-00000020") && !entries.iter().any(|it| it.starts_with('.')));
+            // What is left of the old one is removed when the job starts again.
+            assert!(entries.contains("step-00000020"), "{entries:?}");
+            clean(dir.path()).unwrap();
+            assert!(scan(dir.path()).unwrap().iter().all(|found| found.state.is_ok()));
             assert_complete(&dir.path().join("step-00000020"), 20);
             assert!(reports.iter().any(|report| matches!(report, Report::CheckpointFailed(_))), "{at}");
         }

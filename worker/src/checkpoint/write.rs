@@ -124,6 +124,14 @@ pub(super) fn commit(
     Ok(path)
 }
 
+/// Deletes the checkpoint of a step. It is renamed first: what a kill leaves must not look like a damaged checkpoint.
+pub(super) fn delete(disk: &dyn Disk, dir: &Path, step: u64) -> io::Result<()> {
+    let name = name(step);
+    let deleted = dir.join(format!("{TEMPORARY}deleted-{name}"));
+    disk.rename(&dir.join(name), &deleted)?;
+    disk.remove_dir(&deleted)
+}
+
 /// Renames a directory. One that has the name already is replaced.
 fn put_in_place(disk: &dyn Disk, dir: &Path, from: &Path, to: &Path, step: u64) -> io::Result<()> {
     if !to.exists() {
