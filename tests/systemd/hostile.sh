@@ -82,7 +82,8 @@ for _ in $(seq 30); do
 done
 expect "job $kept after 60 cancelled submissions" "\"done\"" "$(value "$kept" state)"
 expect "its log" kept "$(as alice xlaunch logs "$kept")"
-step "cancelled submissions of a user leave ended jobs in the history"
+expect "cancelled jobs of dave that are kept" 5 "$(as dave xlaunch jobs --all --json | grep -c '"id"')"
+step "cancelled submissions leave ended jobs of all users in place, and are forgotten"
 
 # A start that does not progress: the agent waits for a process that reads its log.
 first=$(submit -- sleep 1234567)

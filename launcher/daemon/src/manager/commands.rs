@@ -106,6 +106,8 @@ impl Manager {
                 "job {job} is cancelled by user {}",
                 self.jobs.user_label(caller.uid)
             );
+            // A queued job has ended. No other event may follow.
+            self.forget_old_jobs();
         }
         // Also of a job that is cancelled already: it may have to be killed now. `Jobs::cancel` has checked the caller.
         if self.is_cancelled(job)
