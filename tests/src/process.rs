@@ -23,7 +23,8 @@ pub fn xlaunch_path() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
         if let Some(path) = std::env::var_os(BINARY_VARIABLE) {
-            return path.into();
+            // Processes are started in other directories.
+            return std::path::absolute(path).expect("find the current directory");
         }
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut command = Command::new(cargo);

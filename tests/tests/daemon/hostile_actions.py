@@ -255,7 +255,7 @@ def clean():
             shutil.rmtree(f"{home}/{entry}", ignore_errors=True)
 
 
-on_job = [files] * 10 + [bait] * 3 + [forge] * 3 + [lock, modes, rename] + [signals] * 3
+on_job = [files] * 10 + [bait] * 6 + [forge] * 3 + [lock, modes, rename] + [signals] * 3
 on_node = [squat, half_open, bytes_on_socket, clean]
 try:
     random.choice(on_job * 2 + on_node if agent else on_node)()
