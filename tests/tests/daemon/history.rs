@@ -31,6 +31,14 @@ fn cancelled_submissions_are_forgotten_at_once() {
     ids.sort_unstable();
     assert_eq!(ids, [done, 5, 6]);
     assert_eq!(node.state_dir().join("jobs").read_dir().unwrap().count(), 3);
+    node.configure("keep = 0");
+    node.daemon().signal(Signal::HUP);
+    wait_for("no ended jobs", || {
+        let held = node.submit(&["--hold", "--", "true"]).to_string();
+        let cancelled = node.run(&["cancel", &held]);
+        assert_eq!(cancelled.code, 0, "{}", cancelled.stderr);
+        (node.run(&["jobs", "--all", "--json"]).stdout.trim() == "[]").then_some(())
+    });
 }
 
 fn history_has_exit_code_and_usage_of_forgotten_jobs() {

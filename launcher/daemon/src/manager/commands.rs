@@ -106,8 +106,6 @@ impl Manager {
                 "job {job} is cancelled by user {}",
                 self.jobs.user_label(caller.uid)
             );
-            // A queued job has ended. No other event may follow.
-            self.forget_old_jobs();
         }
         // Also of a job that is cancelled already: it may have to be killed now. `Jobs::cancel` has checked the caller.
         if self.is_cancelled(job)
@@ -115,7 +113,10 @@ impl Manager {
         {
             runtime.stop.send_modify(|stop| *stop = (*stop).max(if force { Stop::Kill } else { Stop::Ask }));
         }
-        self.job_message(job)
+        let message = self.job_message(job);
+        // A queued job has ended, and no other event may follow.
+        self.forget_old_jobs();
+        message
     }
 
     fn drain(
