@@ -24,7 +24,8 @@ pub use job::Job;
 pub use launch::Launch;
 pub use node::{NOBODY, Node, spawn_daemon};
 pub use process::{
-    Output, Process, children, has_program, is_alive, process_name, send_signal, xlaunch_path,
+    BINARY_VARIABLE, Output, Process, children, has_program, is_alive, process_name, send_signal,
+    xlaunch_path,
 };
 
 use std::time::{Duration, Instant};

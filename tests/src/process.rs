@@ -12,6 +12,9 @@ use tokio::signal::{self, unix::SignalKind};
 
 use crate::wait_for;
 
+/// Names another `xlaunch` to test or measure than the release build, such as one of an earlier release.
+pub const BINARY_VARIABLE: &str = "XLAUNCH_TEST_BINARY";
+
 /// The release build of `xlaunch`, whatever the profile of the tests: what users run, and much faster to train with.
 ///
 /// # Panics
@@ -19,6 +22,10 @@ use crate::wait_for;
 pub fn xlaunch_path() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
+        if let Some(path) = std::env::var_os(BINARY_VARIABLE) {
+            // Processes are started in other directories.
+            return std::path::absolute(path).expect("find the current directory");
+        }
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut command = Command::new(cargo);
         command.args(["build", "--quiet", "--release", "--package", "xlaunch", "--bin", "xlaunch"]);

@@ -79,7 +79,7 @@ mkdir -p "$root"
 
 cp "$1" "$dir/xlaunch.deb"
 cp "$2" "$dir/grpc_client"
-cp "$here"/inside.sh "$dir"
+cp "$here"/inside.sh "$here"/hostile.sh "$dir"
 # Other users run the client.
 chmod 755 "$dir" "$dir/grpc_client"
 cat > "$dir/inside.service" << 'UNIT'

@@ -1,5 +1,6 @@
 #!/bin/sh
 # Runs in the system that boot.sh boots: installs the package and uses it as an operator and several users would.
+# What hostile users do is in hostile.sh.
 # Prints one line per step, with the seconds since the start; the first failure ends it.
 set -eu
 begin=$(date +%s)
@@ -19,7 +20,8 @@ fail() {
     echo "FAILED: $*"
     systemctl status --no-pager --full xlaunch.service xlaunch.socket || true
     journalctl --no-pager --lines 60 --identifier systemd --identifier xlaunch || true
-    tail --lines 20 /var/lib/xlaunch/jobs/*/agent/agent.log || true
+    # A hostile user's may not be a file.
+    find /var/lib/xlaunch/jobs/*/agent -maxdepth 1 -name agent.log -type f -exec tail --lines 20 {} + || true
     exit 1
 }
 
@@ -476,6 +478,8 @@ expect "the daemon after a connection to the page" active "$(show ActiveState)"
 systemctl stop xlaunch-web.socket
 systemctl reset-failed $service
 step "xlaunch-web.socket starts the daemon"
+
+. /srv/test/hostile.sh
 
 journalctl --unit $service --no-pager JOB="$job" | grep -q "done" || fail "the journal has no end of job $job"
 expect "lines of job $failing among those of job $job" 0 \

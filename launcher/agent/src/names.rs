@@ -1,4 +1,4 @@
-//! Names of files and directories that are derived from user input.
+//! Names that are derived from user input: of files and directories, and of what the user may have meant.
 
 use std::path::{Path, PathBuf};
 
@@ -26,4 +26,10 @@ pub fn file_name(text: &str) -> String {
         None if name.is_empty() => "_".into(),
         None => name,
     }
+}
+
+/// The known name that is most similar to `name`, and how similar: the Jaro-Winkler similarity, from 0 to 1.
+pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<(&'a str, f64)> {
+    let similar = known.into_iter().map(|known| (known, strsim::jaro_winkler(known, name)));
+    similar.max_by(|one, other| one.1.total_cmp(&other.1))
 }

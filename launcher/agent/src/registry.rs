@@ -56,9 +56,14 @@ impl Entry {
     /// # Errors
     /// No private directory for it can be created.
     pub fn create(name: &str, id: &str) -> Result<Self, Refusal> {
+        Self::create_in_first(&registry_dirs(), name, id)
+    }
+
+    /// Creates the entry in the first of these registries that is this user's, or can be.
+    fn create_in_first(registries: &[PathBuf], name: &str, id: &str) -> Result<Self, Refusal> {
         let mut problems = String::new();
-        for registry in registry_dirs() {
-            match Self::create_in(&registry, name, id) {
+        for registry in registries {
+            match Self::create_in(registry, name, id) {
                 Ok(entry) => return Ok(entry),
                 Err(error) => problems += &format!("\n  {}: {error}", registry.display()),
             }
@@ -157,13 +162,18 @@ fn is_locked(entry: &Path) -> bool {
 /// Possible directories of the registry, the preferred one first. Launches and queries agree on them unless their
 /// environments differ.
 fn registry_dirs() -> Vec<PathBuf> {
+    let variable = |name| std::env::var_os(name).filter(|dir| !dir.is_empty()).map(PathBuf::from);
+    registry_dirs_in(variable("XDG_RUNTIME_DIR"), std::env::temp_dir(), variable("HOME"))
+}
+
+/// The same, in the directories that exist of these.
+fn registry_dirs_in(runtime: Option<PathBuf>, temporary: PathBuf, home: Option<PathBuf>) -> Vec<PathBuf> {
     let user = rustix::process::getuid().as_raw();
-    let given = std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()).map(PathBuf::from);
-    let runtime = given.unwrap_or_else(|| format!("/run/user/{user}").into());
-    let temporary = Some(std::env::temp_dir()).filter(|dir| dir.as_os_str().len() <= MAX_TEMP_DIR_LEN);
+    let runtime = runtime.unwrap_or_else(|| format!("/run/user/{user}").into());
+    let temporary = Some(temporary).filter(|dir| dir.as_os_str().len() <= MAX_TEMP_DIR_LEN);
     let mut registry_dirs = vec![runtime, temporary.unwrap_or_else(|| "/tmp".into())];
     // Another user may have taken the name in the temporary directory.
-    registry_dirs.extend(std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache")));
+    registry_dirs.extend(home.map(|home| home.join(".cache")));
     registry_dirs.retain(|registry| registry.is_dir());
     registry_dirs.iter().map(|registry| registry.join(format!("xlaunch-{user}"))).collect()
 }
@@ -245,6 +255,34 @@ mod tests {
         if !rustix::process::getuid().is_root() {
             assert!(ensure_private(Path::new("/"), false).unwrap_err().to_string().contains("user 0"));
         }
+    }
+
+    /// As on a host without a runtime directory where another user has taken the name in the temporary directory.
+    #[test]
+    fn cache_directory_is_used_where_another_user_has_taken_the_others() {
+        let dir = tempfile::Builder::new().prefix("x").rand_bytes(4).tempdir_in("/tmp").unwrap();
+        let (temporary, home) = (dir.path().join("tmp"), dir.path().join("home"));
+        fs_err::create_dir_all(home.join(".cache")).unwrap();
+        fs_err::create_dir(&temporary).unwrap();
+        let registries =
+            registry_dirs_in(Some(dir.path().join("none")), temporary.clone(), Some(home.clone()));
+        let user = rustix::process::getuid();
+        let name = format!("xlaunch-{}", user.as_raw());
+        assert_eq!(registries, [temporary.join(&name), home.join(".cache").join(&name)]);
+        // Only root can create what belongs to another user; a link to a directory is refused as well.
+        let (taken, problem) =
+            (&registries[0], if user.is_root() { "user 65534" } else { "not a directory" });
+        if user.is_root() {
+            fs_err::create_dir(taken).unwrap();
+            std::os::unix::fs::chown(taken, Some(65_534), None).unwrap();
+        } else {
+            fs_err::os::unix::fs::symlink(&home, taken).unwrap();
+        }
+        let entry = Entry::create_in_first(&registries, "n", "1").unwrap();
+        assert!(entry.path().starts_with(&registries[1]), "{}", entry.path().display());
+        assert_eq!(registries.iter().flat_map(|registry| names(registry)).collect::<Vec<_>>(), ["n-1"]);
+        let refused = Entry::create_in_first(&registries[..1], "n", "1").unwrap_err().message;
+        assert!(refused.contains(problem) && refused.contains("set XDG_RUNTIME_DIR"), "{refused}");
     }
 
     #[test]

@@ -5,6 +5,7 @@ use serde_json::Value;
 use xlaunch_tests::{Node, requirements, wait_for};
 
 xlaunch_harness::tests! {
+    cancelled_submissions_are_forgotten_at_once,
     history_has_exit_code_and_usage_of_forgotten_jobs,
     account_that_a_killed_daemon_has_not_written_is_written_at_the_next_start;
     needs requirements::root:
@@ -14,6 +15,30 @@ xlaunch_harness::tests! {
 fn history(node: &Node, args: &[&str]) -> Vec<Value> {
     let found = node.json(&[&["history"], args].concat());
     found.as_array().unwrap().clone()
+}
+
+fn cancelled_submissions_are_forgotten_at_once() {
+    let node = Node::new("keep = 2");
+    let done = node.submit_shell("true");
+    node.wait(done, "done");
+    for _ in 0..5 {
+        let held = node.submit(&["--hold", "--", "true"]).to_string();
+        assert_eq!(node.run(&["cancel", &held]).code, 0);
+    }
+    let listed = node.json(&["jobs", "--all"]);
+    let listed = listed.as_array().or_else(|| listed["jobs"].as_array()).unwrap();
+    let mut ids: Vec<_> = listed.iter().filter_map(|job| job["id"].as_u64()).collect();
+    ids.sort_unstable();
+    assert_eq!(ids, [done, 5, 6]);
+    assert_eq!(node.state_dir().join("jobs").read_dir().unwrap().count(), 3);
+    node.configure("keep = 0");
+    node.daemon().signal(Signal::HUP);
+    wait_for("no ended jobs", || {
+        let held = node.submit(&["--hold", "--", "true"]).to_string();
+        let cancelled = node.run(&["cancel", &held]);
+        assert_eq!(cancelled.code, 0, "{}", cancelled.stderr);
+        (node.run(&["jobs", "--all", "--json"]).stdout.trim() == "[]").then_some(())
+    });
 }
 
 fn history_has_exit_code_and_usage_of_forgotten_jobs() {

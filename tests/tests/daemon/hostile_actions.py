@@ -96,6 +96,21 @@ def files():
         os.chmod(path, random.choice([0o000, 0o1777, 0o4777]))
 
 
+def bait():
+    """Puts a link to what only root can read in the place of what the daemon reads for users."""
+    name = random.choice(["logs", "logs/attempt_0/0", "logs/attempt_0/0/stdout.log", "logs/attempt_0/0/stderr.log",
+                          "result.json"])
+    print("bait", name)
+    replace(f"{agent}/{name}")
+    os.symlink(f"{node}/bait/{name}", f"{agent}/{name}")
+    if name == "result.json":
+        # The daemon reads it when the agent has exited.
+        command = b"xlaunch\0agent\0" + agent.encode() + b"\0"
+        for pid in os.listdir("/proc"):
+            if pid.isdigit() and read(pid, "cmdline") == command:
+                os.kill(int(pid), signal.SIGKILL)
+
+
 def forge():
     pids = [1, int(daemon), 0, -1, 2**32 - 1, 2**40]
     pids += [int(name) for name in os.listdir("/proc") if name.isdigit()][:50]
@@ -240,7 +255,7 @@ def clean():
             shutil.rmtree(f"{home}/{entry}", ignore_errors=True)
 
 
-on_job = [files] * 10 + [forge] * 3 + [lock, modes, rename] + [signals] * 3
+on_job = [files] * 10 + [bait] * 6 + [forge] * 3 + [lock, modes, rename] + [signals] * 3
 on_node = [squat, half_open, bytes_on_socket, clean]
 try:
     random.choice(on_job * 2 + on_node if agent else on_node)()

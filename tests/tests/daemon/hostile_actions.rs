@@ -139,6 +139,7 @@ impl Siege {
         let script = node.write("hostile_actions.py", ACTIONS);
         let canary = node.write("canary", CANARY);
         std::fs::set_permissions(&canary, Permissions::from_mode(0o600)).unwrap();
+        Self::write_bait(&node.path().join("bait"));
         let daemon = node.daemon().pid();
         let (clients, scripts, unreaped) = (Vec::new(), Vec::new(), BTreeSet::new());
         let (slowest, counts) = (Default::default(), BTreeMap::new());
@@ -156,6 +157,18 @@ impl Siege {
             slowest,
             counts,
         }
+    }
+
+    /// Writes what the daemon reads in the directory of a job, with the canary in each file. Only root can read it.
+    fn write_bait(dir: &Path) {
+        let logs = dir.join("logs/attempt_0/0");
+        std::fs::create_dir_all(&logs).unwrap();
+        let result = format!(r#"{{"exit":1,"start":1,"reason":"{CANARY}"}}"#);
+        let files = [(logs.join("stdout.log"), CANARY), (logs.join("stderr.log"), CANARY)];
+        for (path, text) in files.into_iter().chain([(dir.join("result.json"), result.as_str())]) {
+            std::fs::write(path, text).unwrap();
+        }
+        std::fs::set_permissions(dir, Permissions::from_mode(0o700)).unwrap();
     }
 
     /// Splitmix64.
@@ -299,13 +312,17 @@ impl Siege {
     fn read_own_logs(&mut self, uid: u32, job: Option<u64>) {
         self.count("read logs");
         for job in self.jobs_of(uid).into_iter().chain(job) {
-            for args in [&["logs"][..], &["logs", "--stderr"], &["status"]] {
-                let id = job.to_string();
-                let args = [args, &[&id]].concat();
-                // A stopped agent does not answer.
-                if let Ok(output) = exited(Process::spawn(&mut self.client(uid, &args)), READ_TIMEOUT) {
-                    assert_no_canary(&args, &output);
-                }
+            self.read_logs_of(uid, job);
+        }
+    }
+
+    fn read_logs_of(&self, uid: u32, job: u64) {
+        for args in [&["logs"][..], &["logs", "--stderr"], &["status"]] {
+            let id = job.to_string();
+            let args = [args, &[&id]].concat();
+            // A stopped agent does not answer.
+            if let Ok(output) = exited(Process::spawn(&mut self.client(uid, &args)), READ_TIMEOUT) {
+                assert_no_canary(&args, &output);
             }
         }
     }
@@ -318,7 +335,12 @@ impl Siege {
         command.arg(daemon.to_string()).arg(&self.honest_agent);
         command.args(job.map(|job| self.agent_dir(job))).uid(uid).gid(uid).current_dir("/");
         match exited(Process::spawn(&mut command), SCRIPT_TIMEOUT) {
-            Ok(output) => self.note_script(&output),
+            Ok(output) => {
+                self.note_script(&output);
+                if let Some(job) = job.filter(|_| output.stdout.starts_with("bait ")) {
+                    self.read_logs_of(uid, job);
+                }
+            }
             Err(process) => self.scripts.push(process),
         }
     }

@@ -4,6 +4,8 @@ use serde::Serialize;
 use serde_json::Value;
 use xlaunch_proto::spec::JobSpec;
 
+use crate::names;
+
 pub use xlaunch_proto::spec::RENAMED_KEYS;
 
 /// The warning about a renamed key.
@@ -41,11 +43,9 @@ pub(super) fn of_variable(name: &str, known: &[String]) -> Option<String> {
 
 /// "did you mean" for an unknown key, or an example of a known one.
 pub(super) fn nearest(key: &str, known: &[String]) -> String {
-    let score = |other: &String| strsim::jaro_winkler(key, other);
-    let best = known.iter().max_by(|a, b| score(a).total_cmp(&score(b)));
-    match best {
-        Some(best) if score(best) > 0.85 => format!("did you mean `{best}`?"),
-        Some(best) => format!("a known key, such as `{best}`"),
+    match names::nearest(key, known.iter().map(String::as_str)) {
+        Some((best, similarity)) if similarity > 0.85 => format!("did you mean `{best}`?"),
+        Some((best, _)) => format!("a known key, such as `{best}`"),
         None => String::new(),
     }
 }
@@ -54,9 +54,8 @@ pub(super) fn nearest(key: &str, known: &[String]) -> String {
 pub(super) fn nearest_section(section: &str, known: &[String]) -> String {
     let mut sections: Vec<&str> = known.iter().filter_map(|key| Some(key.split_once('.')?.0)).collect();
     sections.dedup();
-    let score = |other: &str| strsim::jaro_winkler(section, other);
-    match sections.iter().max_by(|a, b| score(a).total_cmp(&score(b))) {
-        Some(best) if score(best) > 0.7 => format!("did you mean `[{best}]`?"),
+    match names::nearest(section, sections.iter().copied()) {
+        Some((best, similarity)) if similarity > 0.7 => format!("did you mean `[{best}]`?"),
         _ => format!("the sections are [{}]", sections.join("], [")),
     }
 }

@@ -45,6 +45,7 @@ const SHARED_DEVICES: [&str; 10] = [
 
 /// An `ExecStart=`: program, arguments, whether to ignore a failure.
 type Exec<'a> = (&'a str, Vec<&'a str>, bool);
+type Property<'a> = (&'static str, Variant<'a>);
 
 #[proxy(
     interface = "org.freedesktop.systemd1.Manager",
@@ -144,22 +145,15 @@ impl Unit {
     ) -> zbus::Result<Result<(), String>> {
         let program = hook.program.to_string_lossy().replace('$', "$$");
         let exec: Vec<Exec<'_>> = vec![(&program, vec![&program], false)];
-        let environment = hook.environment.iter().map(|(name, value)| format!("{name}={value}"));
-        let mut properties = vec![
-            ("Description", Variant::from(format!("xlaunch {} of job {}", hook.moment, hook.job))),
-            ("AddRef", true.into()),
+        let description = format!("xlaunch {} of job {}", hook.moment, hook.job);
+        let mut properties = common_properties(description, hook.uid, &hook.environment);
+        properties.extend([
             ("Type", "oneshot".into()),
             ("ExecStart", exec.into()),
-            ("Environment", environment.collect::<Vec<_>>().into()),
-            ("TimeoutStartUSec", u64::try_from(hook.timeout.as_micros()).unwrap_or(u64::MAX).into()),
+            ("TimeoutStartUSec", microseconds(hook.timeout)),
             // It was asked to stop by its timeout.
-            ("TimeoutStopUSec", 1_000_000_u64.into()),
-            ("CollectMode", "inactive-or-failed".into()),
-        ];
-        if let Some(uid) = hook.uid {
-            properties.push(("User", uid.to_string().into()));
-            properties.push(("Slice", format!("xlaunch-user-{uid}.slice").into()));
-        }
+            ("TimeoutStopUSec", microseconds(Duration::from_secs(1))),
+        ]);
         let name = format!("xlaunch-{}-{}.service", hook.moment, hook.job);
         let unit = Self::transient(bus, name, &properties).await?;
         unit.exited().await;
@@ -279,37 +273,30 @@ fn is_unit_exists(error: &zbus::Error) -> bool {
 }
 
 /// The properties of a job's unit but for its command.
-fn properties<'a>(start: &AgentStart, input: OwnedFd) -> Vec<(&'static str, Variant<'a>)> {
-    let environment = start.environment().into_iter().map(|(name, value)| format!("{name}={value}"));
-    let stop_timeout = start.shutdown_timeout + UNIT_STOP_MARGIN;
-    let mut properties = vec![
-        ("Description", Variant::from(format!("xlaunch job {} ({})", start.job, start.name))),
-        ("AddRef", true.into()),
+fn properties<'a>(start: &AgentStart, input: OwnedFd) -> Vec<Property<'a>> {
+    let description = format!("xlaunch job {} ({})", start.job, start.name);
+    let mut properties = common_properties(description, Some(start.uid), &start.environment());
+    properties.extend([
         ("Type", "exec".into()),
         // At a shutdown of the system, the last checkpoint is written before remote file systems are unmounted.
         ("After", vec!["remote-fs.target"].into()),
-        ("User", start.uid.to_string().into()),
-        ("Environment", environment.collect::<Vec<_>>().into()),
-        // All jobs of a user share what the operator grants: drop-ins of `xlaunch-user-.slice` apply to each of them.
-        ("Slice", format!("xlaunch-user-{}.slice", start.uid).into()),
         ("StandardInputFileDescriptor", Fd::from(input).into()),
         // The agent writes to agent.log.
         ("StandardOutput", "null".into()),
         ("StandardError", "null".into()),
         // SIGTERM goes to the agent only, which stops the workers; after the timeout all processes are killed.
         ("KillMode", "mixed".into()),
-        ("TimeoutStopUSec", u64::try_from(stop_timeout.as_micros()).unwrap_or(u64::MAX).into()),
+        ("TimeoutStopUSec", microseconds(start.shutdown_timeout + UNIT_STOP_MARGIN)),
         ("Delegate", true.into()),
         ("CPUAccounting", true.into()),
         ("MemoryAccounting", true.into()),
         ("OOMPolicy", "continue".into()),
-        ("CollectMode", "inactive-or-failed".into()),
         // RDMA registers pinned memory.
         ("LimitMEMLOCK", u64::MAX.into()),
         ("LimitNOFILE", MAX_OPEN_FILES.into()),
         // Data loaders start many processes and threads.
         ("TasksMax", u64::MAX.into()),
-    ];
+    ]);
     // Microseconds of CPU time per second.
     properties.extend(start.cpus.map(|cpus| ("CPUQuotaPerSecUSec", (u64::from(cpus) * 1_000_000).into())));
     properties.extend(start.memory.map(|bytes| ("MemoryMax", bytes.into())));
@@ -324,4 +311,29 @@ fn properties<'a>(start: &AgentStart, input: OwnedFd) -> Vec<(&'static str, Vari
         properties.push(("DeviceAllow", allowed.into()));
     }
     properties
+}
+
+/// The properties of every unit. Without a user it runs as root.
+fn common_properties<'a>(
+    description: String,
+    uid: Option<u32>,
+    environment: &[(&str, String)],
+) -> Vec<Property<'a>> {
+    let environment = environment.iter().map(|(name, value)| format!("{name}={value}"));
+    let mut properties = vec![
+        ("Description", Variant::from(description)),
+        ("AddRef", true.into()),
+        ("CollectMode", "inactive-or-failed".into()),
+        ("Environment", environment.collect::<Vec<_>>().into()),
+    ];
+    if let Some(uid) = uid {
+        properties.push(("User", uid.to_string().into()));
+        // All jobs of a user share what the operator grants: drop-ins of `xlaunch-user-.slice` apply to each of them.
+        properties.push(("Slice", format!("xlaunch-user-{uid}.slice").into()));
+    }
+    properties
+}
+
+fn microseconds<'a>(time: Duration) -> Variant<'a> {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX).into()
 }

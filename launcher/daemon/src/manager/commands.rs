@@ -8,7 +8,6 @@ use xlaunch_proto::v1::{Job, NodeStatus};
 
 use super::Manager;
 use crate::commands::{Command, CommandError, Reply};
-use crate::files::Description;
 use crate::runtime::Stop;
 use crate::state::commands::AdmissionRules;
 use crate::state::{Element, Hold, Jobs, Record};
@@ -68,15 +67,18 @@ impl Manager {
         (submitted.job, submitted.at, description.job) = (job, unix_ms(), job);
         (submitted.user, submitted.gid, submitted.after) = (account.name, account.gid, after);
         submitted.held = held.then_some(Hold { uid: caller.uid, admin: false });
-        let record = if indices.is_empty() {
-            self.create_job_dir(&description, caller.uid, account.gid)?;
-            Record::Submitted(Box::new(submitted))
-        } else {
+        let is_array = !indices.is_empty();
+        tokio::task::block_in_place(|| match is_array {
+            true => self.dirs.create_array(&description),
+            false => self.dirs.create(&description, caller.uid, account.gid),
+        })
+        .map_err(|error| CommandError::Unavailable(format!("failed to store the submission: {error}")))?;
+        self.write(if is_array {
             submitted.array = Some(Element { first: job, index: 0, parallel: array_parallel });
-            self.create_array(&description)?;
             Record::SubmittedArray { first: Box::new(submitted), indices }
-        };
-        self.write(record)?;
+        } else {
+            Record::Submitted(Box::new(submitted))
+        })?;
         Ok((self.messages_of(job)?, false))
     }
 
@@ -86,20 +88,6 @@ impl Manager {
         let jobs = if of_array.is_empty() { vec![first] } else { of_array };
         let positions = self.queue_positions();
         jobs.into_iter().map(|job| self.job_message_at(job, &positions)).collect()
-    }
-
-    fn create_job_dir(&self, description: &Description, uid: u32, gid: u32) -> Result<(), CommandError> {
-        let created = tokio::task::block_in_place(|| self.dirs.create(description, uid, gid));
-        created.map_err(|error| {
-            CommandError::Unavailable(format!("failed to create the directory of the job: {error}"))
-        })
-    }
-
-    fn create_array(&self, description: &Description) -> Result<(), CommandError> {
-        let created = tokio::task::block_in_place(|| self.dirs.create_array(description));
-        created.map_err(|error| {
-            CommandError::Unavailable(format!("failed to write the submission of the array: {error}"))
-        })
     }
 
     fn update(&mut self, caller: Caller, update: Update) -> Result<Job, CommandError> {
@@ -125,7 +113,10 @@ impl Manager {
         {
             runtime.stop.send_modify(|stop| *stop = (*stop).max(if force { Stop::Kill } else { Stop::Ask }));
         }
-        self.job_message(job)
+        let message = self.job_message(job);
+        // A queued job has ended, and no other event may follow.
+        self.forget_old_jobs();
+        message
     }
 
     fn drain(

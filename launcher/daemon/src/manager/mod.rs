@@ -150,6 +150,8 @@ struct Manager {
     waits: BTreeMap<u64, Wait>,
     /// When the next warning or time limit is due, in milliseconds since 1970.
     next_limit: Option<u64>,
+    /// The queue in order, with the jobs that have started, as of the last schedule.
+    queue: Vec<u64>,
     /// Queue positions, from 1, as published.
     positions: BTreeMap<u64, u32>,
 }
@@ -185,6 +187,7 @@ impl Manager {
             view,
             waits: BTreeMap::new(),
             next_limit: None,
+            queue: Vec::new(),
             positions: BTreeMap::new(),
         }
     }
@@ -373,10 +376,10 @@ impl Manager {
     }
 
     fn start_jobs(&mut self) {
-        let Schedule { starts, waits } = schedule(&self.jobs, &self.resources(), unix_ms());
+        let Schedule { starts, waits, queue } = schedule(&self.jobs, &self.resources(), unix_ms());
         self.changed
             .extend(waits.iter().filter(|(job, why)| self.waits.get(job) != Some(why)).map(|it| *it.0));
-        self.waits = waits;
+        (self.waits, self.queue) = (waits, queue);
         for (job, gpus) in starts {
             let Some(Entry { phase: Phase::Queued { starts, .. }, .. }) = self.jobs.jobs.get(&job) else {
                 continue;

@@ -8,6 +8,7 @@ use xlaunch_proto::v1::{Job, NodeStatus};
 use super::Manager;
 use crate::commands::CommandError;
 use crate::snapshot;
+use crate::state::Phase;
 use crate::view::has_ended;
 use xlaunch_agent::clock::unix_ms;
 use xlaunch_agent::registry::SOCKET;
@@ -25,7 +26,7 @@ impl Manager {
         self.job_message_at(job, &self.queue_positions())
     }
 
-    /// Queue positions of all queued jobs, from 1. Sorts the queue.
+    /// Queue positions of all queued jobs, from 1. Sorts the queue, as a command may just have changed it.
     pub(super) fn queue_positions(&self) -> BTreeMap<u64, u32> {
         self.jobs.queue(unix_ms()).into_iter().zip(1..).collect()
     }
@@ -40,14 +41,17 @@ impl Manager {
         Ok(snapshot::job(&self.jobs, entry, self.runtime.get(&job), position, wait))
     }
 
-    /// Replaces the view if something has changed.
+    /// Replaces the view if something has changed. The queue was scheduled in the same turn.
     pub(super) fn publish(&mut self) {
         let node = self.node_message();
         if self.changed.is_empty() && node == self.published.node {
             return;
         }
         self.published.node = node;
-        let queue = self.queue_positions();
+        let is_queued = |job: &u64| {
+            self.jobs.jobs.get(job).is_some_and(|entry| matches!(entry.phase, Phase::Queued { .. }))
+        };
+        let queue: BTreeMap<_, _> = self.queue.iter().copied().filter(is_queued).zip(1..).collect();
         // A job that leaves the queue changes the positions of all jobs after it.
         let moved = queue.iter().filter(|(job, position)| self.positions.get(job) != Some(position));
         self.changed.extend(moved.map(|(job, _)| *job));

@@ -69,7 +69,7 @@ impl Manager {
         }
     }
 
-    fn forget_old_jobs(&mut self) {
+    pub(super) fn forget_old_jobs(&mut self) {
         let keep = self.config.borrow().keep;
         for job in self.jobs.ended_beyond(keep) {
             if self.write(Record::Forgotten { job }).is_err() {

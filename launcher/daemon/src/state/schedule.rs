@@ -45,6 +45,8 @@ pub(crate) struct Schedule {
     pub(crate) starts: Vec<(u64, Vec<String>)>,
     /// Why every other queued job waits.
     pub(crate) waits: BTreeMap<u64, Wait>,
+    /// All of these jobs, in the order in which they were considered.
+    pub(crate) queue: Vec<u64>,
 }
 
 /// Why a job waits.
@@ -59,14 +61,15 @@ pub(crate) struct Wait {
 /// Schedules the queue on what is free at `now`.
 pub(crate) fn schedule(jobs: &Jobs, resources: &Resources, now: u64) -> Schedule {
     let mut pass = Pass::new(jobs, resources, now);
-    for job in jobs.queue(now) {
+    let queue = jobs.queue(now);
+    for &job in &queue {
         let Some(Entry { submitted, .. }) = jobs.jobs.get(&job) else { continue };
         match pass.decide(job, submitted) {
             Ok(gpus) => pass.schedule.starts.push((job, gpus)),
             Err(wait) => drop(pass.schedule.waits.insert(job, wait)),
         }
     }
-    pass.schedule
+    Schedule { queue, ..pass.schedule }
 }
 
 /// The state of one pass over the queue.

@@ -3,6 +3,10 @@
 //! Names are spelled with dashes; underscores are accepted too. Most of torchrun's flags can also be set by an
 //! environment variable, `PET_<NAME>`.
 
+use xlaunch_agent::names::nearest;
+
+use super::MIN_SIMILARITY;
+
 /// One flag.
 #[derive(Debug)]
 pub(super) struct Flag {
@@ -260,9 +264,8 @@ pub(super) fn find(written: &str) -> Result<&'static Flag, String> {
 }
 
 fn unknown(written: &str, name: &str) -> String {
-    let similar = all().map(|flag| (strsim::jaro_winkler(flag.name, name), flag.name));
-    match similar.filter(|(similarity, _)| *similarity > 0.8).max_by(|a, b| a.0.total_cmp(&b.0)) {
-        Some((_, nearest)) => format!("unknown flag --{written}; did you mean --{nearest}?"),
+    match nearest(name, all().map(|flag| flag.name)).filter(|(_, similarity)| *similarity > MIN_SIMILARITY) {
+        Some((nearest, _)) => format!("unknown flag --{written}; did you mean --{nearest}?"),
         None => format!("unknown flag --{written}; see --help"),
     }
 }

@@ -34,9 +34,10 @@ pub(super) use help::{ABOUT, usage};
 use line::{Line, Target};
 use reader::{Environment, Reader};
 use xlaunch_agent::Refusal;
+use xlaunch_agent::names::nearest;
 use xlaunch_proto::command::CommandSpec;
 
-/// A subcommand is suggested for a word that is more similar to it than this.
+/// A flag or subcommand is suggested for a word that is more similar to it than this.
 const MIN_SIMILARITY: f64 = 0.8;
 
 /// The name by which the program was called.
@@ -126,10 +127,9 @@ fn not_a_script(argv: &[OsString]) -> String {
         return format!("training needs no subcommand: `xlaunch {config}`; {others}");
     }
     let known = super::subcommands();
-    let similar = known.iter().map(|(name, _)| (strsim::jaro_winkler(name, &script), name));
-    let nearest = similar.max_by(|a, b| a.0.total_cmp(&b.0));
-    match nearest.filter(|(similarity, _)| *similarity > MIN_SIMILARITY && !script.contains(['.', '/'])) {
-        Some((_, name)) => format!("unknown subcommand `{script}`; did you mean `xlaunch {name}`? {others}"),
+    let nearest = nearest(&script, known.iter().map(|(name, _)| name.as_str()));
+    match nearest.filter(|(_, similarity)| *similarity > MIN_SIMILARITY && !script.contains(['.', '/'])) {
+        Some((name, _)) => format!("unknown subcommand `{script}`; did you mean `xlaunch {name}`? {others}"),
         None => format!("{script} does not end in .py or .toml: {others}"),
     }
 }

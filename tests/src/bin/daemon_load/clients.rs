@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tonic::transport::Channel;
 use xlaunch_proto::v1::node_client::NodeClient;
-use xlaunch_proto::v1::{GetRequest, JobLogsRequest, LogsRequest, NodeStatusRequest};
+use xlaunch_proto::v1::{GetRequest, JobLogsRequest, ListRequest, LogsRequest, NodeStatusRequest};
 
 use crate::connect;
 
@@ -66,21 +66,27 @@ impl Clients {
     }
 }
 
-/// Queries the node and its jobs 1 to `jobs` in turn, as fast as it replies. Returns the sorted latencies in
-/// milliseconds.
+/// Queries the node and its jobs 1 to `jobs` in turn, or without `jobs` the list of all jobs, as fast as it replies.
+/// Returns the sorted latencies in milliseconds.
 pub(crate) async fn query(
     socket: &Path,
     connections: usize,
     pipelined: usize,
     time: Duration,
-    jobs: u64,
+    jobs: Option<u64>,
 ) -> Vec<f64> {
     let deadline = Instant::now() + time;
     let mut tasks = JoinSet::new();
     for _ in 0..connections {
         let client = connect(socket).await;
         for _ in 0..pipelined {
-            tasks.spawn(query_until(client.clone(), deadline, jobs));
+            let client = client.clone();
+            tasks.spawn(async move {
+                match jobs {
+                    Some(jobs) => query_until(client, deadline, jobs).await,
+                    None => list_until(client, deadline).await,
+                }
+            });
         }
     }
     let mut latencies = tasks.join_all().await.concat();
@@ -103,6 +109,16 @@ async fn query_until(mut client: NodeClient<Channel>, deadline: Instant, jobs: u
             return latencies;
         }
     }
+}
+
+async fn list_until(mut client: NodeClient<Channel>, deadline: Instant) -> Vec<f64> {
+    let mut latencies = Vec::new();
+    while latencies.is_empty() || Instant::now() < deadline {
+        let sent = Instant::now();
+        client.list(ListRequest { ended: true, limit: 0 }).await.unwrap();
+        latencies.push(sent.elapsed().as_secs_f64() * 1e3);
+    }
+    latencies
 }
 
 /// Opens connections that are silent, send garbage, or never finish the HTTP/2 handshake or a request; says so on

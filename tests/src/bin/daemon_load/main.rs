@@ -9,6 +9,7 @@
 )]
 
 mod clients;
+mod compare;
 mod usage;
 
 use std::os::unix::process::CommandExt;
@@ -53,6 +54,9 @@ enum Measurement {
     },
     /// Queries per second and latency, as fast as the daemon replies: `Status` and `Get` in turn.
     Status {
+        /// `List` instead. At most 16 queries at a time are accepted.
+        #[arg(long)]
+        list: bool,
         #[arg(long, default_value_t = 8)]
         connections: usize,
         /// Concurrent queries per connection.
@@ -78,7 +82,22 @@ enum Measurement {
         churn: bool,
     },
     /// Memory and CPU time of a daemon without jobs.
-    Idle,
+    Idle {
+        #[arg(long, default_value_t = 20.0)]
+        seconds: f64,
+        #[arg(long)]
+        json: bool,
+    },
+    /// `status`, `status --list` and `idle` with several `xlaunch` in turn.
+    Compare {
+        #[arg(required = true)]
+        binaries: Vec<PathBuf>,
+        #[arg(long, default_value_t = 10)]
+        rounds: usize,
+        /// Duration of each load.
+        #[arg(long, default_value_t = 3.0)]
+        seconds: f64,
+    },
     /// Time from SIGKILL of the daemon until the next one shows the status of an adopted job.
     Recovery,
 }
@@ -88,8 +107,8 @@ async fn main() {
     match Arguments::parse().measurement {
         Measurement::Jobs { count } => jobs(count).await,
         Measurement::Queries { rate } => queries(rate).await,
-        Measurement::Status { connections, pipelined, seconds, json } => {
-            status(connections, pipelined, Duration::from_secs_f64(seconds), json).await;
+        Measurement::Status { list, connections, pipelined, seconds, json } => {
+            status(list, connections, pipelined, Duration::from_secs_f64(seconds), json).await;
         }
         Measurement::Clients { socket, job, rate, followers, seconds } => {
             let clients = Clients::start(&socket, job, rate, followers).await;
@@ -100,7 +119,8 @@ async fn main() {
         Measurement::HostileClients { socket, count, churn } => {
             hold_hostile_connections(&socket, count, churn)
         }
-        Measurement::Idle => idle().await,
+        Measurement::Idle { seconds, json } => idle(seconds, json).await,
+        Measurement::Compare { binaries, rounds, seconds } => compare::compare(&binaries, rounds, seconds),
         Measurement::Recovery => recovery().await,
     }
 }
@@ -198,7 +218,7 @@ async fn queries(rate: usize) {
     node.wait(job, "cancelled");
 }
 
-async fn status(connections: usize, pipelined: usize, time: Duration, json: bool) {
+async fn status(list: bool, connections: usize, pipelined: usize, time: Duration, json: bool) {
     let gpus: Vec<String> = (0..STATUS_GPUS).map(|gpu| format!("GPU-{gpu:032} 0")).collect();
     let gpus: Vec<&str> = gpus.iter().map(String::as_str).collect();
     let node = Node::with_gpus(&gpus, "max_per_user = 0");
@@ -210,7 +230,8 @@ async fn status(connections: usize, pipelined: usize, time: Duration, json: bool
     }
     let daemon = node.daemon().pid();
     let (start, before) = (Instant::now(), Usage::of(daemon).cpu_seconds);
-    let latencies = clients::query(&node.socket(), connections, pipelined, time, STATUS_JOBS).await;
+    let jobs = (!list).then_some(STATUS_JOBS);
+    let latencies = clients::query(&node.socket(), connections, pipelined, time, jobs).await;
     let seconds = start.elapsed().as_secs_f64();
     let rate = latencies.len() as f64 / seconds;
     let cpu = (Usage::of(daemon).cpu_seconds - before) / seconds * 100.0;
@@ -268,19 +289,22 @@ async fn hostile() {
     node.wait(job, "cancelled");
 }
 
-async fn idle() {
+async fn idle(seconds: f64, json: bool) {
     let node = Node::new("");
     sleep(Duration::from_secs(2)).await;
     let before = Usage::of(node.daemon().pid());
-    sleep(Duration::from_secs(20)).await;
+    sleep(Duration::from_secs_f64(seconds)).await;
     let after = Usage::of(node.daemon().pid());
-    println!(
-        "idle: RSS {} KiB, {} descriptors, {} threads, {:.2} s of CPU in 20 s",
-        after.resident_kib,
-        after.descriptors,
-        after.threads,
-        after.cpu_seconds - before.cpu_seconds
-    );
+    let cpu_seconds = after.cpu_seconds - before.cpu_seconds;
+    let Usage { resident_kib, descriptors, threads, .. } = after;
+    if json {
+        println!("{:#}", serde_json::json!({ "resident_kib": resident_kib, "cpu_seconds": cpu_seconds }));
+    } else {
+        println!(
+            "idle: RSS {resident_kib} KiB, {descriptors} descriptors, {threads} threads, {cpu_seconds:.2} s of CPU in \
+             {seconds} s"
+        );
+    }
 }
 
 async fn recovery() {

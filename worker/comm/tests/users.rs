@@ -1,0 +1,79 @@
+//! A rank of a ring connects only to processes of its own user and of root, and accepts no others.
+//!
+//! Each thread can have a user of its own, so rank 1 of these rings is another user's. Permissions of files and sockets
+//! do not keep that user out here: the ranks themselves have to.
+
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use rustix::thread::{Uid, set_thread_uid};
+use xlaunch_comm::{Ring, RingListener};
+
+xlaunch_harness::suite! {
+    needs root:
+    rank_of_another_user_cannot_connect,
+    socket_of_another_user_is_not_used;
+}
+
+const NOBODY: u32 = 65_534;
+/// Ranks that may connect do so at once.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+
+fn root() -> xlaunch_harness::Requirement {
+    if rustix::process::geteuid().is_root() { Ok(()) } else { Err("needs root".into()) }
+}
+
+fn rank_of_another_user_cannot_connect() {
+    // Rank 0 connects to a socket of its own user, on which rank 1 listens.
+    let error = connect_beside_rank_of_nobody(|listen, become_nobody| {
+        let listener = listen();
+        become_nobody();
+        listener
+    });
+    assert!(error.contains("rank 1") && error.contains("did not connect"), "{error}");
+}
+
+fn socket_of_another_user_is_not_used() {
+    let error = connect_beside_rank_of_nobody(|listen, become_nobody| {
+        become_nobody();
+        listen()
+    });
+    assert!(error.contains("rank 1") && error.contains(&format!("belongs to user {NOBODY}")), "{error}");
+}
+
+/// The error of rank 0 in a ring of two. `prepare` listens as rank 1 and becomes another user, in either order.
+fn connect_beside_rank_of_nobody(
+    prepare: fn(&dyn Fn() -> RingListener, &dyn Fn()) -> RingListener,
+) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(dir.path(), Permissions::from_mode(0o777)).unwrap();
+    let dir = dir.path();
+    let ours = listen(dir, 0);
+    let our_address = ours.address().to_owned();
+    let (sender, receiver) = mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let become_nobody = || set_thread_uid(Uid::from_raw(NOBODY)).unwrap();
+            let theirs = prepare(&|| listen(dir, 1), &become_nobody);
+            let addresses = [our_address, theirs.address().to_owned()];
+            sender.send(addresses.clone()).unwrap();
+            // Whether this rank finds a ring does not matter. It listens for longer than rank 0 tries to connect.
+            let _ = Ring::connect(theirs, 1, &addresses, 2 * CONNECT_TIMEOUT);
+        });
+        let addresses = receiver.recv().unwrap();
+        Ring::connect(ours, 0, &addresses, CONNECT_TIMEOUT).unwrap_err().to_string()
+    })
+}
+
+/// Listens on a socket to which every user can connect.
+fn listen(dir: &Path, rank: usize) -> RingListener {
+    let listener = RingListener::bind(dir, rank).unwrap();
+    let path = listener.address().strip_prefix("unix:").unwrap();
+    std::fs::set_permissions(path, Permissions::from_mode(0o777)).unwrap();
+    listener
+}
