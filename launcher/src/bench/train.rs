@@ -151,7 +151,7 @@ fn measured_job(mut spec: JobSpec, extent: Extent) -> JobSpec {
     train.warmup = Some(lr_warmup.min(train.steps));
     (train.eval_every, train.sample) = (0, 0);
     spec.checkpoint.resume = "off".into();
-    spec.observe = ObserveSection { metrics: false, tensorboard: false, check_replicas: false, trace: 0 };
+    spec.observe = ObserveSection { metrics: false, ..ObserveSection::default() };
     spec
 }
 

@@ -2,6 +2,7 @@
 //!
 //! - `run`: the loop: learning rate, reports, evaluation, checkpoints, stopping;
 //! - `step`: one step: forward, backward overlapped with bucketed all-reduce, clipping, AdamW;
+//! - `compare`: compares the parameters of all ranks;
 //! - `replay`: captures work as a CUDA graph and replays it;
 //! - `trace`: a timeline of some steps;
 //! - `evaluate`, `sample`, `replicas`: what runs between and after steps.
@@ -9,6 +10,7 @@
 //! Invariants: the host waits for the device once per step, to read back loss and flags; nothing in a step depends on
 //! the wall clock; all ranks take the same decisions after the same step.
 
+mod compare;
 mod evaluate;
 mod replay;
 mod replicas;
@@ -17,6 +19,7 @@ mod sample;
 mod step;
 mod trace;
 
+pub use compare::compare_replicas;
 pub use evaluate::Evaluator;
 pub use replicas::max_difference_to_rank_0;
 pub use run::{Outcome, Run};

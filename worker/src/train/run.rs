@@ -12,6 +12,7 @@ use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointReport, EvalReport, KernelReport, Phase, ProfileReport, StepReport};
 
+use super::compare::compare_replicas;
 use super::evaluate::Evaluator;
 use super::replicas::{all_finite, gather_on_rank_0};
 use super::step::{PendingStep, Requests, Stepper};
@@ -123,6 +124,7 @@ impl Run<'_> {
         let done = step + 1;
         let asynchronous = self.backend.is_asynchronous();
         asynchronous
+            && !self.compares_after(done)
             && !self.evaluates_after(done)
             && !self.saves_after(done)
             && !self.is_profiled(step)
@@ -147,6 +149,13 @@ impl Run<'_> {
         (every != 0 && done.is_multiple_of(every)) || done == self.spec.train.steps
     }
 
+    /// Whether the parameters of all ranks are compared when `done` steps are completed. A checkpoint that was
+    /// requested is compared, too, before it is saved.
+    fn compares_after(&self, done: u64) -> bool {
+        let every = self.spec.observe.check_every;
+        every != 0 && (done.is_multiple_of(every) || self.saves_after(done))
+    }
+
     /// Whether the pool trace is written after this step.
     fn writes_pool_trace_after(&self, step: u64) -> bool {
         step == self.first_step && self.pool_trace.is_some()
@@ -158,11 +167,15 @@ impl Run<'_> {
         if let Some(dir) = self.pool_trace.take() {
             self.write_pool_trace(dir)?;
         }
+        let is_due = !self.bench && (self.saves_after(step) || requested.checkpoint || requested.stop);
+        if self.compares_after(step) || is_due && self.spec.observe.check_every != 0 {
+            let _span = trace::span(Phase::AllReduce);
+            compare_replicas(self.backend, self.model, self.optimizer, self.collective, step)?;
+        }
         if self.evaluates_after(step) {
             let _span = trace::span(Phase::Evaluation);
             self.evaluate(step)?;
         }
-        let is_due = !self.bench && (self.saves_after(step) || requested.checkpoint || requested.stop);
         if is_due && !self.skips.is_skipping() {
             let _span = trace::span(Phase::Checkpoint);
             if !all_finite(self.backend, self.optimizer.state(self.model), self.collective)? {
