@@ -102,7 +102,9 @@ impl Run<'_> {
             let requests = match self.finish(step, current, &mut since) {
                 Err(error @ WorkerError::Diverged { .. }) => {
                     if let Some(InFlight { pending, .. }) = next {
-                        self.stepper.finish(pending, self.collective)?;
+                        // The device must not be working when graphs and buffers are released. Whether the step fails
+                        // does not matter any more.
+                        let _ = self.stepper.finish(pending, self.collective);
                     }
                     return Err(error);
                 }
