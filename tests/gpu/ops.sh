@@ -1,13 +1,14 @@
 #!/bin/sh
-# Every CUDA operation against its CPU implementation, and whole models against PyTorch's numbers, on the first GPU.
+# Every CUDA operation against its CPU implementation, whole models against PyTorch's numbers, and steps that are not
+# finite, on the first GPU.
 #
 #     tests/gpu/ops.sh [directory of test binaries]
 #
 # XLAUNCH_TIMES=1 in the environment adds times of attention by xlaunch's kernels and, if it is installed, by cuDNN's.
 # XLAUNCH_LOG_FALLBACK=1 prints which kernel was selected for each shape.
 #
-# Without a directory, cargo builds the tests. A directory, for hosts without cargo, contains the binaries cuda_ops and
-# goldens, as `cargo test --no-run` builds them.
+# Without a directory, cargo builds the tests. A directory, for hosts without cargo, contains the binaries cuda_ops,
+# goldens and nonfinite, as `cargo test --no-run` builds them.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
@@ -15,11 +16,13 @@ if [ $# -eq 0 ]; then
     cd "$root"
     cargo test -p xlaunch-engine --test cuda_ops -- --nocapture --test-threads=1
     cargo test -p xlaunch-worker --test goldens -- --nocapture --test-threads=1
+    cargo test -p xlaunch-worker --test nonfinite -- --nocapture --test-threads=1
 else
     binaries=$(cd "$1" && pwd)
     cd "$root/worker"
     failed=0
     "$binaries/cuda_ops" --nocapture --test-threads=1 || failed=1
     "$binaries/goldens" --nocapture --test-threads=1 || failed=1
+    "$binaries/nonfinite" --nocapture --test-threads=1 || failed=1
     exit $failed
 fi

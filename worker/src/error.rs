@@ -54,6 +54,17 @@ pub enum WorkerError {
         /// What was not finite.
         what: crate::divergence::Divergence,
     },
+    /// Ranks have different parameters: memory was corrupted, or a collective is faulty.
+    #[error(
+        "replicas differ after step {step}: {}; check the memory of their devices, and resume from the last checkpoint",
+        ranks_text(.ranks)
+    )]
+    ReplicasDiffer {
+        /// Number of the step, from 1.
+        step: u64,
+        /// Ranks that differ from the majority; all if there is none.
+        ranks: Vec<usize>,
+    },
     /// A system call failed.
     #[error("{what}: {source}")]
     Io {
@@ -79,8 +90,15 @@ impl WorkerError {
             Self::Comm(_) | Self::AgentLost(_) => ExitCode::Retryable,
             Self::Rendezvous(_) => ExitCode::Rendezvous,
             Self::Diverged { .. } => ExitCode::Diverged,
+            Self::ReplicasDiffer { .. } => ExitCode::Gpu,
             Self::Environment(_) | Self::Setting(_) | Self::Spec(_) => ExitCode::Usage,
             Self::Io { .. } => ExitCode::Internal,
         }
     }
+}
+
+/// `ranks 1, 3`.
+fn ranks_text(ranks: &[usize]) -> String {
+    let numbers: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+    format!("{} {}", if ranks.len() == 1 { "rank" } else { "ranks" }, numbers.join(", "))
 }

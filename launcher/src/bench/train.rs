@@ -152,7 +152,7 @@ fn measured_job(mut spec: JobSpec, extent: Extent) -> JobSpec {
     (train.eval_every, train.sample) = (0, 0);
     // Nothing is saved, so another job may use the directory meanwhile.
     spec.checkpoint = CheckpointSection { init: spec.checkpoint.init, ..CheckpointSection::default() };
-    spec.observe = ObserveSection { metrics: false, tensorboard: false, check_replicas: false, trace: 0 };
+    spec.observe = ObserveSection { metrics: false, ..ObserveSection::default() };
     spec
 }
 

@@ -430,6 +430,10 @@ pub struct ObserveSection {
     pub tensorboard: bool,
     /// After training, compare the parameters of all ranks and report the largest difference, which should be 0.
     pub check_replicas: bool,
+    /// Steps between comparisons of the parameters of all ranks, by a checksum that each device computes. The job fails
+    /// if they differ, and the error names the ranks in the minority. Checkpoints are compared before they are saved,
+    /// too. 0 turns it off.
+    pub check_every: u64,
     /// Number of steps of which every rank writes a timeline, `trace-rank<R>.json`, to the run's directory. Open it
     /// with Perfetto. Traced steps run operation by operation and are slower. 0 turns it off.
     pub trace: u64,
@@ -437,6 +441,6 @@ pub struct ObserveSection {
 
 impl Default for ObserveSection {
     fn default() -> Self {
-        Self { metrics: true, tensorboard: false, check_replicas: false, trace: 0 }
+        Self { metrics: true, tensorboard: false, check_replicas: false, check_every: 0, trace: 0 }
     }
 }

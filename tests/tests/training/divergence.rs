@@ -8,6 +8,7 @@ use xlaunch_tests::{Job, Output};
 xlaunch_harness::tests! {
     step_that_is_not_finite_ends_the_job_and_leaves_the_checkpoint_of_the_last_good_step,
     skipped_steps_are_reported_and_ten_in_a_row_end_the_job,
+    step_with_a_bad_batch_is_skipped_and_its_checkpoint_is_saved_after_the_next_good_step,
     last_step_of_a_job_is_not_skipped,
     validation_loss_that_is_not_finite_ends_the_job,
     weights_that_overflow_are_not_saved;
@@ -105,6 +106,58 @@ fn skipped_steps_are_reported_and_ten_in_a_row_end_the_job() {
     }
     let skipped = job.metrics().iter().map(|line| line["train/skipped_steps"].as_u64()).collect::<Vec<_>>();
     assert_eq!(skipped, (1..10).map(Some).collect::<Vec<_>>());
+}
+
+/// Writes a model in which the logit of byte `~` is about -3e31 everywhere. Where it is the next byte, the loss is
+/// large but finite, and the square of the gradient norm overflows; elsewhere its probability is 0.
+fn write_weights_with_bad_logit(job: &Job) {
+    let output = run(job, 1, &["model.arch=gpt2", "model.tied=false", "train.lr=1e-30", "train.steps=1"]);
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    let mut file = job.checkpoint(1, "model.safetensors");
+    // Normalized values add up to 0: the sum of the final norm's outputs is that of its biases.
+    fill_row(&mut file, "lnf.bias", 0, 1.0);
+    fill_row(&mut file, "head.weight", usize::from(b'~'), -1e30);
+    job.write("bad.safetensors", file);
+}
+
+/// Sets the values of a row of a tensor in a safetensors file. A vector has one row.
+fn fill_row(file: &mut [u8], tensor: &str, row: usize, value: f32) {
+    let number = |value: &serde_json::Value| usize::try_from(value.as_u64().unwrap()).unwrap();
+    let header_len = usize::try_from(u64::from_le_bytes(file[..8].try_into().unwrap())).unwrap();
+    let header: serde_json::Value = serde_json::from_slice(&file[8..8 + header_len]).unwrap();
+    let tensor = &header[tensor];
+    let len = 4 * number(tensor["shape"].as_array().unwrap().last().unwrap());
+    let start = 8 + header_len + number(&tensor["data_offsets"][0]) + row * len;
+    file[start..start + len].copy_from_slice(&value.to_le_bytes().repeat(len / 4));
+}
+
+fn step_with_a_bad_batch_is_skipped_and_its_checkpoint_is_saved_after_the_next_good_step() {
+    for (ranks, sharded) in [(1, false), (2, false), (2, true)] {
+        let job = Job::new();
+        write_weights_with_bad_logit(&job);
+        // Four sequences of 32 bytes per rank and step; the bad byte is in step 4.
+        let mut text = b"some words and more ".repeat(300);
+        text[3 * 128 * ranks as usize + 40] = b'~';
+        job.write("text/a.txt", text);
+        let bad_batch = |settings: &[&str]| {
+            let sharded = format!("comm.shard_optimizer={sharded}");
+            let init = "checkpoint.init=bad.safetensors";
+            let common = [init, "model.arch=gpt2", "model.tied=false", "data.shuffle=false", &sharded];
+            run(&job, ranks, &[&common[..], settings].concat())
+        };
+        let output = bad_batch(&[]);
+        assert_diverged(&job, &output, "training diverged at step 4: the loss is", 3);
+        assert!(output.stderr.contains("its square overflows fp32"), "{}", output.stderr);
+        let output = bad_batch(&["train.nonfinite=skip", "checkpoint.every=4"]);
+        assert_eq!(output.code, 0, "{}", output.stderr);
+        assert!(output.stderr.contains("step 4/8  skipped: the loss is"), "{}", output.stderr);
+        let skipped: Vec<_> =
+            job.metrics().iter().filter_map(|line| line["train/skipped_steps"].as_u64()).collect();
+        assert_eq!(skipped, [0, 0, 0, 1, 1, 1, 1, 1]);
+        let saved: Vec<_> =
+            checkpoints(&job).iter().filter_map(|path| path.file_name().map(ToOwned::to_owned)).collect();
+        assert_eq!(saved, ["step-00000005", "step-00000008"], "{ranks} ranks, sharded {sharded}");
+    }
 }
 
 fn last_step_of_a_job_is_not_skipped() {

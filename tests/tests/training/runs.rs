@@ -57,7 +57,7 @@ fn run_reports_steps_and_leaves_metrics_checkpoint_and_sample() {
 /// Runs with these settings, and expects all ranks to end with the same parameters. Returns the sampled text.
 fn train(job: &Job, ranks: usize, settings: &[&str]) -> String {
     let ranks = ranks.to_string();
-    let settings = set(&[settings, &["observe.check_replicas=true"]].concat());
+    let settings = set(&[settings, &["observe.check_replicas=true", "observe.check_every=3"]].concat());
     let run = job.run_ok(&[&["--nproc", &ranks], &settings[..]].concat());
     assert!(run.stdout.contains("difference 0e0"), "{}", run.stdout);
     run.stdout.split("the model writes:").skip(1).collect()

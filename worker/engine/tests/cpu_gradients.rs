@@ -237,6 +237,25 @@ fn adamw_stops_updating_after_as_many_skipped_steps_in_a_row_as_its_limit() {
 }
 
 #[test]
+fn checksum_depends_on_every_bit_and_on_the_order() {
+    let x = random(3, 40_000);
+    let checksum = |x: &[f32]| with_cpu(|ops| ops.checksum(x).remove(0).1);
+    let expected = checksum(&x);
+    assert!(expected.iter().all(|digit| (0.0..65_536.0).contains(digit)), "{expected:?}");
+    for index in [0, 1, 16_383, 16_384, 39_999] {
+        for bit in [0, 22, 31] {
+            let mut flipped = x.clone();
+            flipped[index] = f32::from_bits(x[index].to_bits() ^ 1 << bit);
+            assert_ne!(checksum(&flipped), expected, "bit {bit} of element {index}");
+        }
+    }
+    let mut swapped = x.clone();
+    swapped.swap(7, 20_000);
+    assert_ne!(checksum(&swapped), expected);
+    assert_ne!(checksum(&x[..39_999]), expected);
+}
+
+#[test]
 fn accumulation_adds_and_results_do_not_depend_on_thread_count() {
     let (one, three) = (CpuBackend::new(1, PoolMode::On), CpuBackend::new(3, PoolMode::Off));
     let (one, three) = (Ops { backend: &one, grads: DType::F32 }, Ops { backend: &three, grads: DType::F32 });

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use xlaunch_proto::spec::{CheckpointSection, OnSaveError};
 
 use crate::checkpoint::saver::Saver;
-use crate::checkpoint::{CheckpointError, Portion, State};
+use crate::checkpoint::{Portion, State};
 use crate::error::Result;
 use crate::model::{BackendHandle, Model};
 use crate::optim::AdamW;
@@ -57,13 +57,15 @@ impl Checkpoints {
         self.skipped
     }
 
-    /// Saves the state after `step` steps. `sequences` were used by then. No step and no other save is in flight.
+    /// Begins to save the state at this position. No step and no other save is in flight. The `last` one is waited for,
+    /// and must succeed.
     pub fn save(
         &mut self,
         backend: &BackendHandle,
         model: &Model,
         optimizer: &AdamW,
         position: Position,
+        last: bool,
     ) -> Result<()> {
         let start = Instant::now();
         self.last = start;
@@ -79,7 +81,11 @@ impl Checkpoints {
         }
         let Position { step, sequences, val_loss } = position;
         self.saver.begin(snapshot, State { step, sequences, val_loss, ..self.template.clone() }, start);
-        if self.asynchronous { Ok(()) } else { self.wait() }
+        match (last, self.asynchronous) {
+            (true, _) => Ok(self.saver.wait()?),
+            (false, true) => Ok(()),
+            (false, false) => self.wait(),
+        }
     }
 
     /// Waits for the save in flight. That it failed is an error only if the job says so; it was reported.
@@ -88,11 +94,6 @@ impl Checkpoints {
             Err(error) if self.stop_on_error => Err(error.into()),
             _ => Ok(()),
         }
-    }
-
-    /// Waits for the last save, which must succeed.
-    pub fn finish(&mut self) -> std::result::Result<(), CheckpointError> {
-        self.saver.wait()
     }
 }
 

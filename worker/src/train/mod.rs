@@ -2,6 +2,7 @@
 //!
 //! - `run`: the loop: learning rate, reports, evaluation, checkpoints, stopping;
 //! - `step`: one step: forward, backward overlapped with bucketed all-reduce, clipping, AdamW;
+//! - `compare`: compares the parameters of all ranks;
 //! - `replay`: captures work as a CUDA graph and replays it;
 //! - `trace`: a timeline of some steps;
 //! - `checkpoints`: what a rank saves, and when;
@@ -11,6 +12,7 @@
 //! the wall clock; all ranks take the same decisions after the same step.
 
 mod checkpoints;
+mod compare;
 mod evaluate;
 mod replay;
 mod replicas;
@@ -20,6 +22,7 @@ mod step;
 mod trace;
 
 pub use checkpoints::Checkpoints;
+pub use compare::compare_replicas;
 pub use evaluate::Evaluator;
 pub use replicas::max_difference_to_rank_0;
 pub use run::{Outcome, Run};

@@ -13,6 +13,7 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{CheckpointSkipped, EvalReport, KernelReport, Phase, ProfileReport, StepReport};
 
 use super::checkpoints::{Checkpoints, Position};
+use super::compare::compare_replicas;
 use super::evaluate::Evaluator;
 use super::replicas::{Survey, survey};
 use super::step::{PendingStep, Requests, Stepper};
@@ -102,7 +103,9 @@ impl Run<'_> {
             let requests = match self.finish(step, current, &mut since) {
                 Err(error @ WorkerError::Diverged { .. }) => {
                     if let Some(InFlight { pending, .. }) = next {
-                        self.stepper.finish(pending, self.collective)?;
+                        // The device must not be working when graphs and buffers are released. Whether the step fails
+                        // does not matter any more.
+                        let _ = self.stepper.finish(pending, self.collective);
                     }
                     return Err(error);
                 }
@@ -124,6 +127,7 @@ impl Run<'_> {
         let done = step + 1;
         let asynchronous = self.backend.is_asynchronous();
         asynchronous
+            && !self.compares_after(done)
             && !self.evaluates_after(done)
             && !self.saves_after(done)
             && !self.is_profiled(step)
@@ -153,6 +157,13 @@ impl Run<'_> {
         self.collective.rank() == 0 && self.checkpoints.as_ref().is_some_and(Checkpoints::is_due_by_clock)
     }
 
+    /// Whether the parameters of all ranks are compared when `done` steps are completed. A checkpoint that was
+    /// requested is compared, too, before it is saved.
+    fn compares_after(&self, done: u64) -> bool {
+        let every = self.spec.observe.check_every;
+        every != 0 && (done.is_multiple_of(every) || self.saves_after(done))
+    }
+
     /// Whether the pool trace is written after this step.
     fn writes_pool_trace_after(&self, step: u64) -> bool {
         step == self.first_step && self.pool_trace.is_some()
@@ -164,20 +175,36 @@ impl Run<'_> {
         if let Some(dir) = self.pool_trace.take() {
             self.write_pool_trace(dir)?;
         }
+        let is_due = self.saves_after(step);
+        let last = step == self.spec.train.steps || requested.stop;
+        let saves = self.checkpoints.is_some() && (is_due || requested.checkpoint || last);
+        if self.compares_after(step) || saves && self.spec.observe.check_every != 0 {
+            let _span = trace::span(Phase::AllReduce);
+            compare_replicas(self.backend, self.model, self.optimizer, self.collective, step)?;
+        }
         let mut val_loss = None;
         if self.evaluates_after(step) {
             let _span = trace::span(Phase::Evaluation);
             val_loss = self.evaluate(step)?;
         }
-        let is_due = self.saves_after(step);
-        let Some(checkpoints) = &mut self.checkpoints else { return Ok(false) };
-        let last = step == self.spec.train.steps || requested.stop;
-        if !(is_due || requested.checkpoint || last) {
+        if !saves {
             return Ok(false);
         }
         if self.skips.is_skipping() {
             return Ok(true);
         }
+        let begun = self.save(step, val_loss, last)?;
+        if !begun && is_due && self.collective.rank() == 0 {
+            let skipped = self.checkpoints.as_mut().map_or(0, Checkpoints::skip);
+            self.control.report(Report::CheckpointSkipped(CheckpointSkipped { step, skipped }));
+        }
+        // One that was requested follows as soon as the one before is written.
+        Ok(!begun && requested.checkpoint)
+    }
+
+    /// Saves a checkpoint. Returns false, on every rank, if any of them is still writing the one before.
+    fn save(&mut self, step: u64, val_loss: Option<f64>, last: bool) -> Result<bool> {
+        let Some(checkpoints) = &mut self.checkpoints else { return Ok(true) };
         let _span = trace::span(Phase::Checkpoint);
         if last || !checkpoints.is_busy() {
             // If the save before has failed, this one is tried all the same.
@@ -189,19 +216,12 @@ impl Run<'_> {
             return Err(WorkerError::Diverged { step, what: Divergence::State });
         }
         if busy {
-            // Every rank is here: a save that a user has asked for follows as soon as the one before is done.
-            if is_due && self.collective.rank() == 0 {
-                let skipped = checkpoints.skip();
-                self.control.report(Report::CheckpointSkipped(CheckpointSkipped { step, skipped }));
-            }
-            return Ok(requested.checkpoint);
+            return Ok(false);
         }
         let sequences = self.first_sequence + (step - self.first_step) * self.stepper.sequences_per_step();
-        checkpoints.save(self.backend, self.model, self.optimizer, Position { step, sequences, val_loss })?;
-        if last {
-            checkpoints.finish()?;
-        }
-        Ok(false)
+        let position = Position { step, sequences, val_loss };
+        checkpoints.save(self.backend, self.model, self.optimizer, position, last)?;
+        Ok(true)
     }
 
     /// Enqueues a step.

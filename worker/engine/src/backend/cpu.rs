@@ -9,9 +9,9 @@ use super::Backend;
 use crate::cpu::{Access, Threads};
 use crate::error::Result;
 use crate::ops::{
-    self, AdamWStep, AttentionBackward, AttentionForward, EmbedBackward, EmbedForward, FusedClassifier,
-    GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward,
-    NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward,
+    self, AdamWStep, AttentionBackward, AttentionForward, Checksum, EmbedBackward, EmbedForward,
+    FusedClassifier, GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight, LinearForward,
+    LinearGeluForward, NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward,
 };
 use crate::options::DeviceInfo;
 use crate::tensor::Slice;
@@ -161,6 +161,11 @@ impl Backend for CpuBackend {
 
     fn adamw(&self, args: AdamWStep<'_>) -> Result<()> {
         ops::adamw::cpu::step(&self.threads, args);
+        Ok(())
+    }
+
+    fn checksum(&self, args: Checksum<'_>) -> Result<()> {
+        ops::checksum::cpu::run(&self.threads, args);
         Ok(())
     }
 }

@@ -16,9 +16,9 @@ use crate::host_buffer::HostAllocator;
 use crate::ops::attention::cuda::Attention;
 use crate::ops::gelu::cuda::Gelu;
 use crate::ops::{
-    self, AdamWStep, AttentionBackward, AttentionForward, EmbedBackward, EmbedForward, FusedClassifier,
-    GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward,
-    NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward,
+    self, AdamWStep, AttentionBackward, AttentionForward, Checksum, EmbedBackward, EmbedForward,
+    FusedClassifier, GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight, LinearForward,
+    LinearGeluForward, NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward,
 };
 use crate::options::{CudaOptions, DeviceInfo};
 use crate::profile::KernelSpan;
@@ -219,5 +219,9 @@ impl Backend for CudaBackend {
 
     fn adamw(&self, args: AdamWStep<'_>) -> Result<()> {
         ops::adamw::cuda::step(&self.gpu, args)
+    }
+
+    fn checksum(&self, args: Checksum<'_>) -> Result<()> {
+        ops::checksum::cuda::run(&self.gpu, args)
     }
 }

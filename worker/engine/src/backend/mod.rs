@@ -12,7 +12,7 @@ use crate::error::{EngineError, Result};
 use crate::handles::{Capture, PendingRead};
 use crate::host_buffer::HostAllocator;
 use crate::ops::{
-    AdamWStep, AttentionBackward, AttentionForward, EmbedBackward, EmbedForward, FusedClassifier,
+    AdamWStep, AttentionBackward, AttentionForward, Checksum, EmbedBackward, EmbedForward, FusedClassifier,
     GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward,
     NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward,
 };
@@ -160,4 +160,7 @@ pub trait Backend {
 
     /// One AdamW step over a flat arena.
     fn adamw(&self, args: AdamWStep<'_>) -> Result<()>;
+
+    /// A checksum of the bits of a tensor.
+    fn checksum(&self, args: Checksum<'_>) -> Result<()>;
 }

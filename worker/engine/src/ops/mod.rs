@@ -10,6 +10,7 @@
 //! | `adamw` | AdamWConfig, AdamWStep, scalar, DECAY_CHUNK | |
 //! | `attention` | AttentionShape, AttentionForward, AttentionBackward | rope |
 //! | `cast` | conversion between F32 and Bf16 | |
+//! | `checksum` | Checksum, CHECKSUM_DIGITS | |
 //! | `classifier` | ClassifierShape, FusedClassifier | |
 //! | `embed` | EmbedShape, EmbedForward, EmbedBackward | |
 //! | `gelu` | LinearGeluForward, GeluLinearBackward | linear, reduce |
@@ -22,6 +23,7 @@
 pub(crate) mod adamw;
 pub(crate) mod attention;
 pub(crate) mod cast;
+pub(crate) mod checksum;
 pub(crate) mod classifier;
 pub(crate) mod embed;
 pub(crate) mod gelu;
@@ -33,6 +35,7 @@ pub(crate) mod swiglu;
 
 pub use adamw::{AdamWConfig, AdamWStep, DECAY_CHUNK, scalar};
 pub use attention::{AttentionBackward, AttentionForward, AttentionShape};
+pub use checksum::{CHECKSUM_DIGITS, Checksum};
 pub use classifier::{ClassifierShape, FusedClassifier};
 pub use embed::{EmbedBackward, EmbedForward, EmbedShape};
 pub use gelu::{GeluLinearBackward, LinearGeluForward};
@@ -53,9 +56,10 @@ pub enum Accumulate {
 }
 
 /// Kernel files that are compiled when a GPU is opened. Those of attention are compiled per head width, on first use.
-pub(crate) const KERNEL_FILES: [&KernelFile; 9] = [
+pub(crate) const KERNEL_FILES: [&KernelFile; 10] = [
     &adamw::cuda::KERNELS,
     &cast::cuda::KERNELS,
+    &checksum::cuda::KERNELS,
     &classifier::cuda::KERNELS,
     &embed::cuda::KERNELS,
     &gelu::cuda::KERNELS,

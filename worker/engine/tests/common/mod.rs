@@ -308,6 +308,13 @@ impl Ops<'_> {
         vec![("sum", self.read(&sum)), ("squared_norm", self.read(&squared_norm))]
     }
 
+    /// The digits of the checksum of `x` in F32, the same on every device.
+    pub(crate) fn checksum(&self, x: &[f32]) -> Outputs {
+        let (x, out) = (self.tensor(DType::F32, x), self.out_f32(CHECKSUM_DIGITS));
+        self.backend.checksum(Checksum { x: x.all(), out: out.all() }).unwrap();
+        vec![("checksum", self.read(&out))]
+    }
+
     /// Steps of AdamW with these squared norms and losses.
     pub(crate) fn adamw(
         &self,
@@ -465,6 +472,10 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             format!("reductions {len}"),
             Box::new(move |ops| ops.reductions(&x.iter().map(|x| round(x + 1.5)).collect::<Vec<_>>())),
         ));
+    }
+    for len in [1, 31, 100_003] {
+        let x = random(32, len);
+        cases.push((format!("checksum {len}"), Box::new(move |ops| ops.checksum(&x))));
     }
     // The second is not vectorizable.
     for (rows, inputs, ffn, outputs) in

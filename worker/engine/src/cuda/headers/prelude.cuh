@@ -5,7 +5,7 @@
 // Constants that the launch code needs too are defined in Rust and passed as macros (see `Macro` in cuda/kernels.rs).
 //
 // Rules for kernels: the first statement is pdl_wait_and_launch(); sums have a fixed order, so that every run gives the
-// same bits; all arithmetic is in float.
+// same bits; all floating-point arithmetic is in float.
 
 typedef long long i64;
 typedef unsigned char u8;

@@ -1,0 +1,74 @@
+//! `observe.check_every`: the parameters of all ranks compared by a checksum.
+//!
+//! ```text
+//! parameters --device--> 64-bit checksum --all-gather--> checksums of all ranks --> the ranks that differ
+//! ```
+//! Every rank compares the same checksums, so all ranks come to the same result.
+
+use xlaunch_comm::Collective;
+use xlaunch_engine::{CHECKSUM_DIGITS, Checksum, DType};
+
+use crate::error::{Result, WorkerError};
+use crate::model::{BackendHandle, Model};
+use crate::optim::AdamW;
+
+/// Compares the parameters after step `step`, from 1. With a sharded optimizer these are the gathered weights. Every
+/// rank calls it.
+///
+/// # Errors
+/// They differ; the error is the same on every rank.
+pub fn compare_replicas(
+    backend: &BackendHandle,
+    model: &Model,
+    optimizer: &AdamW,
+    collective: &mut dyn Collective,
+    step: u64,
+) -> Result<()> {
+    let world = collective.world_size();
+    if world == 1 {
+        return Ok(());
+    }
+    optimizer.gather(model, collective)?;
+    let own = backend.alloc(DType::F32, CHECKSUM_DIGITS)?;
+    let all = backend.alloc(DType::F32, world * CHECKSUM_DIGITS)?;
+    backend.checksum(Checksum { x: optimizer.replica(model).all(), out: own.all() })?;
+    collective.all_gather(own.lend(0..own.len()), all.lend(0..all.len()))?;
+    collective.wait_all()?;
+    let mut digits = vec![0.0; all.len()];
+    backend.read_f32(all.all(), &mut digits)?;
+    collective.check()?;
+    let checksums: Vec<&[f32]> = digits.chunks_exact(CHECKSUM_DIGITS).collect();
+    match differing(&checksums) {
+        ranks if ranks.is_empty() => Ok(()),
+        ranks => Err(WorkerError::ReplicasDiffer { step, ranks }),
+    }
+}
+
+/// Ranks whose checksum is not that of the largest group of equal ones; all ranks if there is no largest group.
+fn differing<T: PartialEq>(checksums: &[T]) -> Vec<usize> {
+    let group_size = |checksum: &T| checksums.iter().filter(|other| *other == checksum).count();
+    let sizes: Vec<usize> = checksums.iter().map(group_size).collect();
+    let largest = sizes.iter().copied().max().unwrap_or(0);
+    // Each rank of a group counts the whole group, so one group of the largest size has that many ranks.
+    let unique = sizes.iter().filter(|size| **size == largest).count() == largest;
+    (0..checksums.len()).filter(|rank| !unique || sizes[*rank] != largest).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_outside_of_the_largest_group_differ() {
+        assert_eq!(differing(&[7, 7, 7, 7]), [0; 0]);
+        assert_eq!(differing(&[7, 7, 1, 7]), [2]);
+        assert_eq!(differing(&[7, 2, 1, 7]), [1, 2]);
+    }
+
+    #[test]
+    fn all_ranks_differ_if_no_group_is_the_largest() {
+        assert_eq!(differing(&[7, 1]), [0, 1]);
+        assert_eq!(differing(&[7, 1, 7, 1]), [0, 1, 2, 3]);
+        assert_eq!(differing(&[7, 1, 2]), [0, 1, 2]);
+    }
+}

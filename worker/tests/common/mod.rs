@@ -1,0 +1,118 @@
+//! What trains a tiny model on one rank, and several of them on threads.
+
+#![allow(dead_code, clippy::unwrap_used, reason = "helpers of several tests")]
+
+use std::path::Path;
+use std::time::Duration;
+
+use xlaunch_comm::{Collective, Local, Ring, RingListener};
+use xlaunch_engine::{CpuBackend, PoolMode, Tensor};
+use xlaunch_proto::model::{Arch, ModelShape};
+use xlaunch_proto::spec::JobSpec;
+use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
+use xlaunch_worker::model::{BackendHandle, Model, init, layout::Layout};
+use xlaunch_worker::optim::AdamW;
+use xlaunch_worker::train::{PendingStep, Requests, Stepper, sharding};
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What trains on one rank.
+pub(crate) struct Rank {
+    pub(crate) backend: BackendHandle,
+    pub(crate) model: Model,
+    pub(crate) optimizer: AdamW,
+    pub(crate) stepper: Stepper,
+    pub(crate) loader: Loader,
+    pub(crate) collective: Box<dyn Collective>,
+}
+
+/// A job with text in `dir`.
+pub(crate) fn spec(dir: &Path, sharded: bool) -> JobSpec {
+    let text: String = (0..3000).map(|i| char::from(b'a' + (i * i % 23) as u8)).collect();
+    std::fs::write(dir.join("text"), text).unwrap();
+    let mut spec = JobSpec::default();
+    spec.data.train = vec![dir.join("text").display().to_string()];
+    (spec.train.batch, spec.train.accumulate) = (2, 2);
+    spec.comm.shard_optimizer = sharded;
+    // Several buckets.
+    spec.comm.bucket_mb = 0.02;
+    spec
+}
+
+impl Rank {
+    pub(crate) fn new(backend: BackendHandle, spec: &JobSpec, collective: Box<dyn Collective>) -> Self {
+        let shape = ModelShape {
+            arch: Arch::Llama,
+            layers: 2,
+            heads: 2,
+            kv_heads: 2,
+            dim: 32,
+            ffn: 48,
+            seq: 40,
+            vocab: 256,
+            tied: false,
+        };
+        let (rank, world) = (collective.rank(), collective.world_size());
+        let dataset = Dataset::open(spec, &shape).unwrap();
+        let threads = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+        let weights = init::weights(&Layout::new(&shape), 7, &threads);
+        let model = Model::new(&backend, &shape, &weights).unwrap();
+        let sharding = sharding(spec, &model.layout, backend.activation_dtype(), rank, world).unwrap();
+        let optimizer = AdamW::new(&backend, &model, &weights, &sharding, &spec.train).unwrap();
+        let stepper = Stepper::new(&backend, &model, spec, &sharding, world).unwrap();
+        let order = Order::new(dataset.train.len(), shape.seq, Some(7));
+        let schedule = Schedule { first: 0, rank, world, batch: spec.train.batch, seq: shape.seq };
+        let loader = Loader::start(dataset.train.clone(), order, schedule).unwrap();
+        Self { backend, model, optimizer, stepper, loader, collective }
+    }
+
+    /// Enqueues a step, from 0.
+    pub(crate) fn start(&mut self, step: u64) -> PendingStep {
+        self.optimizer.prepare(step, 1e-3).unwrap();
+        let (model, optimizer, loader) = (&self.model, &self.optimizer, &self.loader);
+        self.stepper.start(model, optimizer, &mut *self.collective, loader, Requests::default()).unwrap()
+    }
+
+    /// Whether loss and gradient norm are finite.
+    pub(crate) fn finish(&self, pending: PendingStep) -> bool {
+        let result = self.stepper.finish(pending, &*self.collective).unwrap();
+        result.loss.is_finite() && result.grad_norm.is_finite()
+    }
+
+    /// Sets the first weight of this rank's shard and returns the old value.
+    pub(crate) fn set_first_weight(&self, value: f32) -> f32 {
+        let weight = self.optimizer.state(&self.model)[0].slice(0..1);
+        let mut old = [0.0];
+        self.backend.read_f32(weight, &mut old).unwrap();
+        self.backend.write_f32(weight, &[value]).unwrap();
+        old[0]
+    }
+
+    /// Bits of this rank's weights and moments.
+    pub(crate) fn state(&self) -> Vec<u32> {
+        let read = |tensor: &Tensor| {
+            let mut values = vec![0.0; tensor.len()];
+            self.backend.read_f32(tensor.all(), &mut values).unwrap();
+            values.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        };
+        self.optimizer.state(&self.model).map(read).concat()
+    }
+}
+
+/// Calls `f` on threads, with what trains on each of `world` ranks.
+pub(crate) fn on_ranks(spec: &JobSpec, dir: &Path, world: usize, f: impl Fn(Rank) + Sync) {
+    let listeners: Vec<_> = (0..world).map(|rank| RingListener::bind(dir, rank).unwrap()).collect();
+    let addresses: Vec<_> = listeners.iter().map(|listener| listener.address().to_owned()).collect();
+    std::thread::scope(|scope| {
+        for (rank, listener) in listeners.into_iter().enumerate() {
+            let (addresses, f) = (&addresses, &f);
+            scope.spawn(move || {
+                let collective: Box<dyn Collective> = match world {
+                    1 => Box::new(Local),
+                    _ => Box::new(Ring::connect(listener, rank, addresses, CONNECT_TIMEOUT).unwrap()),
+                };
+                f(Rank::new(BackendHandle::new(CpuBackend::new(1, PoolMode::On)), spec, collective));
+            });
+        }
+    });
+}
