@@ -14,6 +14,7 @@ xlaunch_harness::tests! {
     sigterm_to_every_process_saves_a_checkpoint,
     sigusr1_saves_a_checkpoint_and_training_goes_on,
     stop_that_times_out_is_retryable_and_names_the_newest_checkpoint,
+    stop_waits_for_an_evaluation_that_makes_progress,
     checkpoint_command_prints_the_path_of_a_complete_checkpoint,
     checkpoint_is_refused_where_there_is_nothing_to_save,
     rank_that_fails_to_save_is_the_root_cause,
@@ -25,6 +26,8 @@ xlaunch_harness::tests! {
 /// Endless training of two ranks.
 const ARGS: [&str; 6] =
     ["--nproc", "2", "--set", "train.steps=100000000", "--set", "observe.tensorboard=false"];
+/// Lines of text of which half are evaluated.
+const LONG_EVALUATION_LINES: usize = 150_000;
 /// Rounds of tests whose outcome could depend on timing.
 const ROUNDS: usize = 10;
 
@@ -107,6 +110,21 @@ fn stop_that_times_out_is_retryable_and_names_the_newest_checkpoint() {
         };
         assert!(run.failure_report().contains(&expected), "{expected}: {}", run.stderr);
         assert!(run.failure_report().contains("stopped without a checkpoint"), "{}", run.stderr);
+    }
+}
+
+fn stop_waits_for_an_evaluation_that_makes_progress() {
+    // An evaluation takes several times the shutdown timeout, which is longer than the interval of heartbeats.
+    for (most, code) in [("launch.shutdown_timeout_max=300.0", 143), ("launch.shutdown_timeout_max=0.0", 75)]
+    {
+        let job = Job::new();
+        job.write("text/b.txt", "It was a dark and stormy night. ".repeat(LONG_EVALUATION_LINES));
+        let evaluation = ["train.eval_every=1", "train.eval_batches=1000000", "data.val_fraction=0.5"];
+        let stop = ["checkpoint.every=0", "launch.shutdown_timeout=3.0", most];
+        let (run, _) = start_training(&job, &[&evaluation[..], &stop].concat());
+        run.signal(Signal::TERM);
+        let run = run.wait();
+        assert_eq!(run.code, code, "{most}: {}", run.stderr);
     }
 }
 
