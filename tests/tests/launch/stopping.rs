@@ -20,7 +20,7 @@ xlaunch_harness::tests! {
     rank_that_fails_to_save_is_the_root_cause,
     ranks_that_do_not_open_the_communicator_are_named;
     needs requirements::freeze_thread:
-    blocked_metrics_file_does_not_disturb_training;
+    blocked_disk_does_not_disturb_training;
 }
 
 /// Endless training of two ranks.
@@ -196,15 +196,19 @@ fn ranks_that_do_not_open_the_communicator_are_named() {
     assert!(run.failure_report().contains(expected), "{}", run.stderr);
 }
 
-fn blocked_metrics_file_does_not_disturb_training() {
+fn blocked_disk_does_not_disturb_training() {
     let job = Job::new();
     let (run, _) = start_training(&job, &["checkpoint.every=0"]);
-    // The thread that writes the file, as if its disk did not respond.
+    // All threads that write files of the run, as if its disk did not respond.
     let tasks = std::fs::read_dir(format!("/proc/{}/task", run.pid())).unwrap().flatten();
-    let mut tasks = tasks.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let name = |task: &u32| std::fs::read_to_string(format!("/proc/{}/task/{task}/comm", run.pid()));
-    let writer = tasks.find(|task| name(task).is_ok_and(|name| name.trim() == "metrics.jsonl")).unwrap();
-    let frozen = FrozenThread::new(writer).unwrap();
+    let tasks = tasks.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let name = |task: &u32| {
+        let name = std::fs::read_to_string(format!("/proc/{}/task/{task}/comm", run.pid()));
+        name.unwrap_or_default().trim().to_owned()
+    };
+    let writers: Vec<u32> = tasks.filter(|task| ["metrics.jsonl", "log"].contains(&&*name(task))).collect();
+    assert_eq!(writers.len(), 5, "metrics, and stdout and stderr of two ranks");
+    let frozen: Vec<_> = writers.into_iter().map(|task| FrozenThread::new(task).unwrap()).collect();
     let status = || -> Value { serde_json::from_str(&query(&job, &["status", "--json"]).stdout).unwrap() };
     let step = || status()["step"].as_u64().unwrap();
     let before = step();
