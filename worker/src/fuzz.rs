@@ -35,7 +35,6 @@ static PARAMETERS: LazyLock<Vec<(String, Vec<usize>)>> =
 static FILE: LazyLock<PathBuf> =
     LazyLock::new(|| Path::new(SHARED_MEMORY).join(format!("xlaunch-fuzz-{}", std::process::id())));
 
-
 /// The files of a manifest that is accepted.
 pub fn manifest(json: &[u8]) -> Option<Vec<ListedFile>> {
     valid_files(json)

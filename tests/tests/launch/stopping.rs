@@ -14,17 +14,20 @@ xlaunch_harness::tests! {
     sigterm_to_every_process_saves_a_checkpoint,
     sigusr1_saves_a_checkpoint_and_training_goes_on,
     stop_that_times_out_is_retryable_and_names_the_newest_checkpoint,
+    stop_waits_for_an_evaluation_that_makes_progress,
     checkpoint_command_prints_the_path_of_a_complete_checkpoint,
     checkpoint_is_refused_where_there_is_nothing_to_save,
     rank_that_fails_to_save_is_the_root_cause,
     ranks_that_do_not_open_the_communicator_are_named;
     needs requirements::freeze_thread:
-    blocked_metrics_file_does_not_disturb_training;
+    blocked_disk_does_not_disturb_training;
 }
 
 /// Endless training of two ranks.
 const ARGS: [&str; 6] =
     ["--nproc", "2", "--set", "train.steps=100000000", "--set", "observe.tensorboard=false"];
+/// Lines of text of which half are evaluated.
+const LONG_EVALUATION_LINES: usize = 150_000;
 /// Rounds of tests whose outcome could depend on timing.
 const ROUNDS: usize = 10;
 
@@ -110,6 +113,21 @@ fn stop_that_times_out_is_retryable_and_names_the_newest_checkpoint() {
     }
 }
 
+fn stop_waits_for_an_evaluation_that_makes_progress() {
+    // An evaluation takes several times the shutdown timeout, which is longer than the interval of heartbeats.
+    for (most, code) in [("launch.shutdown_timeout_max=300.0", 143), ("launch.shutdown_timeout_max=0.0", 75)]
+    {
+        let job = Job::new();
+        job.write("text/b.txt", "It was a dark and stormy night. ".repeat(LONG_EVALUATION_LINES));
+        let evaluation = ["train.eval_every=1", "train.eval_batches=1000000", "data.val_fraction=0.5"];
+        let stop = ["checkpoint.every=0", "launch.shutdown_timeout=3.0", most];
+        let (run, _) = start_training(&job, &[&evaluation[..], &stop].concat());
+        run.signal(Signal::TERM);
+        let run = run.wait();
+        assert_eq!(run.code, code, "{most}: {}", run.stderr);
+    }
+}
+
 fn checkpoint_command_prints_the_path_of_a_complete_checkpoint() {
     let job = Job::new();
     let (run, _) = start_training(&job, &["checkpoint.every=0", "checkpoint.keep=0"]);
@@ -178,15 +196,19 @@ fn ranks_that_do_not_open_the_communicator_are_named() {
     assert!(run.failure_report().contains(expected), "{}", run.stderr);
 }
 
-fn blocked_metrics_file_does_not_disturb_training() {
+fn blocked_disk_does_not_disturb_training() {
     let job = Job::new();
     let (run, _) = start_training(&job, &["checkpoint.every=0"]);
-    // The thread that writes the file, as if its disk did not respond.
+    // All threads that write files of the run, as if its disk did not respond.
     let tasks = std::fs::read_dir(format!("/proc/{}/task", run.pid())).unwrap().flatten();
-    let mut tasks = tasks.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let name = |task: &u32| std::fs::read_to_string(format!("/proc/{}/task/{task}/comm", run.pid()));
-    let writer = tasks.find(|task| name(task).is_ok_and(|name| name.trim() == "metrics.jsonl")).unwrap();
-    let frozen = FrozenThread::new(writer).unwrap();
+    let tasks = tasks.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let name = |task: &u32| {
+        let name = std::fs::read_to_string(format!("/proc/{}/task/{task}/comm", run.pid()));
+        name.unwrap_or_default().trim().to_owned()
+    };
+    let writers: Vec<u32> = tasks.filter(|task| ["metrics.jsonl", "log"].contains(&&*name(task))).collect();
+    assert_eq!(writers.len(), 5, "metrics, and stdout and stderr of two ranks");
+    let frozen: Vec<_> = writers.into_iter().map(|task| FrozenThread::new(task).unwrap()).collect();
     let status = || -> Value { serde_json::from_str(&query(&job, &["status", "--json"]).stdout).unwrap() };
     let step = || status()["step"].as_u64().unwrap();
     let before = step();

@@ -12,7 +12,7 @@ use super::Context;
 use super::device::OpenDevice;
 use crate::error::{Result, WorkerError};
 
-/// Time for ring neighbours to connect beyond that which the agent allows for it: the agent knows which rank is missing.
+/// Time for ring neighbours to connect, beyond what the agent allows: the agent can name the ranks that are missing.
 const RING_CONNECT_MARGIN: Duration = Duration::from_secs(10);
 
 /// Joins and opens the collective of all ranks. `layout` must be the same bytes on every rank: the agent compares its

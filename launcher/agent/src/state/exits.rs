@@ -43,7 +43,7 @@ pub(super) fn of_trainer(rank: u32, exit: Exit, circumstances: &Circumstances) -
 }
 
 /// The code of a job whose root cause is a trainer's worker with this one.
-fn passed_on(known: Option<ExitCode>) -> ExitCode {
+pub(super) fn passed_on(known: Option<ExitCode>) -> ExitCode {
     match known {
         Some(
             code @ (ExitCode::Data

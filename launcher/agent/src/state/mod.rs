@@ -153,7 +153,7 @@ impl Job {
                 if self.killed || is_known || !self.is_alive(rank) {
                     return Vec::new();
                 }
-                self.fail(Failure::of_rank(rank, message, exit), now)
+                self.fail(Failure::of_rank(rank, message, exits::passed_on(Some(exit))), now)
             }
             Event::Exited { rank, exit } => self.exited(rank, exit, now),
             Event::Stop(cause) => self.stop(cause, now),

@@ -1,0 +1,123 @@
+//! What workers report, and checkpoints on request.
+
+use std::time::Instant;
+
+use tokio::sync::watch;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
+use xlaunch_proto::v1::worker_report::Report;
+use xlaunch_proto::v1::{
+    CheckpointCommand, CheckpointReply, CheckpointReport, Failed, FailedAck, Heartbeat, ShardSaved,
+};
+
+use super::TrainerWorkload;
+use crate::sinks::{RankReport, progress};
+use crate::state::{Event, Job, Phase};
+use crate::status::board::Board;
+use crate::workload::Workload;
+use crate::workload::checkpoint_requests::Requester;
+
+impl TrainerWorkload<'_> {
+    /// Passes a report on to status, sinks and summary. Returns what it means for the job.
+    pub(super) fn report(
+        &mut self,
+        rank: u32,
+        report: Report,
+        board: &watch::Sender<Board>,
+    ) -> Option<Event> {
+        let report = match report {
+            Report::ShardSaved(shard) => {
+                self.shard_saved(rank, shard);
+                return None;
+            }
+            other => other,
+        };
+        let event = self.event_of(rank, &report);
+        let at = Instant::now();
+        board.send_modify(|board| board.reported(rank, &report, at));
+        self.hang_detector.record(rank, &report, at);
+        let report = RankReport { rank, at, report };
+        self.summary.record(&report);
+        let resume_line = match (&report.report, &self.plan.resume_from) {
+            (Report::TrainStarted(started), Some(checkpoint)) => progress::resume_line(started, checkpoint),
+            _ => None,
+        };
+        if let Some(line) = resume_line {
+            self.sinks.printer().print(line);
+        }
+        if self.plan.bench.is_some() && !matches!(report.report, Report::Heartbeat(_)) {
+            self.reports.push(report.clone());
+        }
+        self.sinks.report(report);
+        event
+    }
+
+    /// Tells rank 0 when all ranks have written their parts of a checkpoint.
+    fn shard_saved(&mut self, rank: u32, shard: ShardSaved) {
+        if let Some(commit) = self.saves.record(rank, shard) {
+            self.sessions.send(0, WorkerCommand::CommitCheckpoint(commit));
+        }
+    }
+
+    /// What a report means for the job.
+    fn event_of(&mut self, rank: u32, report: &Report) -> Option<Event> {
+        match report {
+            Report::Heartbeat(Heartbeat { progress, .. }) => {
+                let last = self.progress.get_mut(rank as usize)?;
+                let rises = *progress > std::mem::replace(last, *progress);
+                return rises.then_some(Event::Progress);
+            }
+            Report::TrainStarted(started) if rank == 0 => self.step = Some(started.first_step),
+            Report::Step(step) if rank == 0 => self.step = Some(step.step),
+            Report::Checkpoint(checkpoint) if rank == 0 => return Some(self.checkpoint_saved(checkpoint)),
+            Report::CheckpointFailed(failed) => {
+                let line = self.checkpoint_requests.fail(&format!("{}: {}", failed.path, failed.reason));
+                self.notify_if(line);
+            }
+            Report::Failed(failed) => return Some(self.rank_failed(rank, failed)),
+            _ => {}
+        }
+        None
+    }
+
+    fn checkpoint_saved(&mut self, CheckpointReport { step, path, seconds }: &CheckpointReport) -> Event {
+        // Workers and the agent have the same working directory, the readers of this have others.
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.into());
+        let text = path.to_string_lossy().into_owned();
+        let line =
+            self.checkpoint_requests.saved(&CheckpointReply { step: *step, path: text, seconds: *seconds });
+        self.notify_if(line);
+        Event::Checkpoint { step: *step, path }
+    }
+
+    fn rank_failed(&mut self, rank: u32, Failed { message, exit_code }: &Failed) -> Event {
+        let line = self.checkpoint_requests.fail(&format!("rank {rank} failed: {message}"));
+        self.notify_if(line);
+        self.sessions.send(rank, WorkerCommand::FailedAck(FailedAck {}));
+        let exit = i32::try_from(*exit_code).ok().and_then(ExitCode::from_code);
+        let message = message.lines().next().unwrap_or_default().to_owned();
+        Event::OwnError { rank, message, exit: exit.unwrap_or(ExitCode::WorkerFailed) }
+    }
+
+    /// Asks for a checkpoint, unless the job does not train.
+    pub(super) fn request_checkpoint(&mut self, requester: Requester, job: &Job) {
+        let refusal = match (job.phase(), self.step) {
+            _ if self.plan.bench.is_some() => "a benchmark saves no checkpoints",
+            (Phase::Stopping | Phase::Ended, _) => "the job is stopping",
+            (Phase::Running, Some(step)) => {
+                self.checkpoint_requests.add(step, requester);
+                // To one rank, which tells the others in its next step: ranks that receive it in different steps would
+                // save once for each of these.
+                return self.sessions.send(0, WorkerCommand::Checkpoint(CheckpointCommand {}));
+            }
+            _ => "the job is not training yet; try again when `xlaunch status` shows a step",
+        };
+        self.notify_if(requester.refuse_at_once(refusal));
+    }
+
+    pub(super) fn notify_if(&self, line: Option<String>) {
+        if let Some(line) = line {
+            self.notify(&format!("xlaunch: {line}"));
+        }
+    }
+}
