@@ -189,8 +189,9 @@ impl Start {
         let runs = std::fs::read(self.dir.join(RUNS)).unwrap_or_default();
         let dirs = runs.split(|byte| *byte == b'\0').filter(|run| !run.is_empty()).rev();
         let mut checkpoints = dirs.map(|run| Path::new(OsStr::from_bytes(run)).join("checkpoints"));
-        if let Some(checkpoint) = checkpoints.find_map(|dir| newest(&dir)) {
-            spec.checkpoint.resume = checkpoint.to_string_lossy().into_owned();
+        // The directory, not the checkpoint: if that turns out to be damaged, the one before it will do.
+        if let Some(dir) = checkpoints.find(|dir| newest(dir).is_some()) {
+            spec.checkpoint.resume = dir.to_string_lossy().into_owned();
         }
     }
 

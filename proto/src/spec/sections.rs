@@ -368,8 +368,8 @@ pub struct CheckpointSection {
     pub asynchronous: bool,
     /// What to do if a checkpoint cannot be saved. The last one always fails the job.
     pub on_error: OnSaveError,
-    /// Number of newest checkpoints to keep; older ones of this run, and of those that it continues, are deleted. 0 keeps
-    /// all. A checkpoint whose directory is renamed to `step-<N>.keep` is neither counted nor deleted.
+    /// Number of newest checkpoints to keep; older ones of this run, and of those that it continues, are deleted. 0
+    /// keeps all. A checkpoint whose directory is renamed to `step-<N>.keep` is neither counted nor deleted.
     pub keep: usize,
     /// Keep checkpoints whose step is a multiple of this, beside the newest. 0 turns it off.
     pub keep_every: u64,

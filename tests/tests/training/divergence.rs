@@ -73,10 +73,7 @@ fn step_that_is_not_finite_ends_the_job_and_leaves_the_checkpoint_of_the_last_go
             let run = |settings: &[&str]| {
                 run(&job, ranks, &[&[sharded, "launch.max_restarts=2"], settings].concat())
             };
-            let state = || {
-                ["model.safetensors", "optimizer-00000-of-00001.safetensors"]
-                    .map(|file| job.checkpoint(5, file))
-            };
+            let state = || job.saved_state(5);
             let good = run(&[&resume, EXPLODE, "train.steps=5"]);
             assert_eq!(good.code, 0, "{}", good.stderr);
             let expected = state();

@@ -20,7 +20,6 @@ xlaunch_harness::tests! {
 }
 
 const MODEL: &str = "model.safetensors";
-const OPTIMIZER: &str = "optimizer-00000-of-00001.safetensors";
 const SHARD_OPTIMIZER: &str = "comm.shard_optimizer=true";
 
 /// Asserts that the values differ by rounding only: an order of additions.
@@ -150,7 +149,9 @@ fn resumed_run_equals_uninterrupted_run_bit_for_bit() {
     whole.run_ok(&args);
 
     let resumed = Job::new();
-    resumed.run_ok(&[&args[..], &set(&["checkpoint.every=5", "checkpoint.keep=0"])].concat());
+    resumed.run_ok(
+        &[&args[..], &set(&["checkpoint.every=5", "checkpoint.keep=0", "checkpoint.async=false"])].concat(),
+    );
     // As if the run had been lost after step 5.
     for step in [10, 12] {
         std::fs::remove_dir_all(resumed.run_dir().join(format!("checkpoints/step-{step:08}"))).unwrap();
@@ -194,7 +195,7 @@ fn sharded_optimizer_equals_replicated_optimizer() {
                 let series = |key| job.metrics().iter().filter_map(|line| line[key].as_f64()).collect();
                 let series: [Vec<f64>; 3] = ["train/loss", "val/loss", "train/grad_norm"].map(series);
                 assert_eq!(series.each_ref().map(Vec::len), [8, 3, 8]);
-                (series, [MODEL, OPTIMIZER].map(|file| job.checkpoint(8, file)))
+                (series, job.saved_state(8))
             };
             let replicated = run(&["train.clip=0.0"]);
             for overlap in ["comm.overlap=true", "comm.overlap=false"] {
@@ -213,7 +214,13 @@ fn sharded_optimizer_equals_replicated_optimizer() {
 }
 
 fn sharded_and_replicated_optimizer_resume_from_each_others_checkpoints() {
-    let common = ["train.clip=0.0", "checkpoint.every=4", "comm.bucket_mb=0.02", "train.sample=200"];
+    let common = [
+        "train.clip=0.0",
+        "checkpoint.every=4",
+        "checkpoint.async=false",
+        "comm.bucket_mb=0.02",
+        "train.sample=200",
+    ];
     let whole = Job::new();
     let text = train(&whole, 2, &common);
     assert!(text.len() > 200, "{text}");
@@ -225,9 +232,7 @@ fn sharded_and_replicated_optimizer_resume_from_each_others_checkpoints() {
         let resume = format!("checkpoint.resume={checkpoint:?}");
         assert_eq!(train(&job, 2, &[&common[..], &[&sharded(after), &resume]].concat()), text);
         assert_eq!(job.losses(), whole.losses()[4..], "sharded before {before}, after {after}");
-        for file in [MODEL, OPTIMIZER] {
-            assert!(job.checkpoint(8, file) == whole.checkpoint(8, file), "{file}: {before}, {after}");
-        }
+        assert!(job.saved_state(8) == whole.saved_state(8), "{before}, {after}");
         if before {
             // The same global batch on one rank.
             train(&job, 1, &[&common[..], &[&resume, "train.batch=8"]].concat());
@@ -253,7 +258,7 @@ fn sharded_optimizer_refuses_number_of_ranks_that_does_not_divide_evenly() {
 
 fn checkpoint_without_manifest_or_with_changed_byte_is_not_used() {
     let job = Job::new();
-    let args = ["--set", "checkpoint.every=4", "--set", "checkpoint.dir=\"saved\""];
+    let args = set(&["checkpoint.every=4", "checkpoint.async=false", "checkpoint.dir=\"saved\""]);
     job.run_ok(&args);
     let saved = job.path().join("saved");
     std::fs::remove_file(saved.join("step-00000008/manifest.json")).unwrap();

@@ -1,10 +1,12 @@
 //! What a directory of checkpoints contains, and what happens to the entries that are not used.
 //!
 //! ```text
-//! step-00000020            a checkpoint             .tmp-step-00000030   being written, or left by a job that was killed
-//! step-00000010.keep       one that is never deleted   .old-step-00000030   replaced by another one of the same step
-//! step-00000040.damaged    rejected                 step-00000050.abandoned   of a run that was continued from an
-//!                                                                             earlier step
+//! step-00000020             a checkpoint
+//! step-00000010.keep        one that is never deleted
+//! step-00000040.damaged     rejected
+//! step-00000050.abandoned   of a run that was continued from an earlier step
+//! .tmp-*                    being written or deleted, or left by a job that was killed
+//! .old-step-00000030        replaced by another one of the same step
 //! ```
 
 use std::io;

@@ -40,7 +40,7 @@ pub struct Piece {
 /// Takes pieces, from several threads and in any order. `Err` ends the reading: there is no receiver any more.
 pub type Sink<'a> = &'a (dyn Fn(Piece) -> Result<(), Abandoned> + Sync);
 
-/// Nobody needs the rest.
+/// The rest is not needed.
 #[derive(Clone, Copy, Debug)]
 pub struct Abandoned;
 

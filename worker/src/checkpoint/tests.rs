@@ -593,7 +593,7 @@ fn failing_operation_leaves_the_checkpoints_before_and_nothing_else() {
             assert_complete(&before, 10);
         } else {
             // The new checkpoint is there, though it may be lost in a power cut or the old one not deleted.
-            // What is left of the old one is removed when the job starts again.
+            // The rest of the old one is removed when the job starts again.
             assert!(entries.contains("step-00000020"), "{entries:?}");
             clean(dir.path()).unwrap();
             assert!(scan(dir.path()).unwrap().iter().all(|found| found.state.is_ok()));

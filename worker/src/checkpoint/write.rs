@@ -1,7 +1,7 @@
 //! Writes a rank's part of a checkpoint, and commits what all ranks have written.
 //!
 //! ```text
-//! .tmp-step-N/  <- every rank: its ranges of the model, its moments; each file synced by whoever wrote to it
+//! .tmp-step-N/  <- every rank: its ranges of the model, its moments; each file synced by its writers
 //!               <- rank 0, when all are done: state, manifest; directory synced; renamed to step-N/; parent synced
 //! ```
 

@@ -3,11 +3,12 @@
 mod device;
 mod initial;
 mod rendezvous;
+mod saving;
 
 use std::path::{Path, PathBuf};
 
 use xlaunch_comm::{Collective, Sharding};
-use xlaunch_engine::{DType, HostAllocator};
+use xlaunch_engine::DType;
 use xlaunch_proto::VERSION;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::model::ModelShape;
@@ -17,8 +18,6 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Finished, GetJobReply, GetJobRequest, Hello, TrainBench, TrainStarted};
 
 use crate::bench::{self, SkipAllReduce};
-use crate::checkpoint::saver::{self, Saver};
-use crate::checkpoint::{self, Batch, CheckpointError, Portion, Retention, State, directory};
 use crate::control::Control;
 use crate::data::{Dataset, Fingerprint, Loader, Order, Schedule};
 use crate::divergence::SkipCount;
@@ -28,9 +27,9 @@ use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
 use crate::nccl_windows;
 use crate::optim::AdamW;
-use crate::train::{self, Checkpoints, Evaluator, Outcome, Run, Stepper, Tracer};
+use crate::train::{self, Evaluator, Outcome, Run, Stepper, Tracer};
 use device::OpenDevice;
-use initial::{Reading, Start};
+use initial::Reading;
 
 /// This worker's rank and job.
 struct Context<'a> {
@@ -88,7 +87,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let report = |error| control.report_failure(error);
     let trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world).map_err(report)?;
     let start = reading.finish(&trainer.model, &trainer.optimizer);
-    let start = start.map_err(|error| report(set_aside(error, spec, job)))?;
+    let start = start.map_err(|error| report(saving::set_aside(error, spec, job)))?;
     // Shadowed here so that it is dropped before the tensors that its collectives use.
     let mut collective: Box<dyn Collective> = match bench {
         Some(bench) if bench.skip_all_reduce => Box::new(SkipAllReduce(collective)),
@@ -113,17 +112,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         dataset: &dataset,
         loader: &loader,
         control,
-        checkpoints: match bench {
-            Some(_) => None,
-            None => Some(checkpoints(
-                context,
-                &trainer,
-                &sharding,
-                &start,
-                fingerprint,
-                device.backend.host_allocator(),
-            )?),
-        },
+        checkpoints: saving::open(context, &device.backend, &trainer.model, &sharding, &start, fingerprint)?,
         skips: SkipCount::new(&spec.train),
         first_step: start.step,
         first_sequence: start.sequences,
@@ -207,73 +196,6 @@ fn agreement(
 ) -> Vec<u8> {
     let dtype = train::wire_dtype(spec, activations);
     [layout.fingerprint(), dtype.name().into(), sharding.layout(), data.to_string().into_bytes()].concat()
-}
-
-/// Starts the thread that saves checkpoints.
-fn checkpoints(
-    context: &Context<'_>,
-    trainer: &Trainer,
-    sharding: &Sharding,
-    start: &Start,
-    data: Fingerprint,
-    host: HostAllocator,
-) -> Result<Checkpoints> {
-    let Context { environment, control, spec, job } = *context;
-    let (rank, world) = (environment.rank.index(), environment.world_size.index());
-    let portion = Portion::new(sharding, rank, world);
-    let settings = saver::Settings {
-        dir: checkpoint_dir(spec, Path::new(&job.run_dir)),
-        layout: trainer.model.layout.clone(),
-        portion: portion.clone(),
-        rank,
-        world,
-        retention: Retention::of(&spec.checkpoint),
-        source: (!job.resume_from.is_empty()).then(|| PathBuf::from(&job.resume_from)),
-        host,
-    };
-    let failed = |source| WorkerError::Io { what: "failed to start the checkpoint thread".into(), source };
-    let exchange =
-        control.exchange().ok_or_else(|| failed(std::io::Error::other("it was started already")))?;
-    let template = State {
-        version: checkpoint::VERSION,
-        step: start.step,
-        sequences: start.sequences,
-        world_size: environment.world_size.0,
-        model: trainer.model.shape.clone(),
-        seed: spec.job.seed,
-        run: job.run_id.clone(),
-        parents: start.parents.clone(),
-        data: Some(data),
-        batch: Some(Batch::of(spec)),
-        warmup: Some(spec.train.warmup_steps()),
-        val_loss: None,
-        spec: serde_json::to_value(spec).unwrap_or_default(),
-    };
-    let saver = Saver::start(settings, exchange).map_err(failed)?;
-    Ok(Checkpoints::new(saver, portion, template, &spec.checkpoint))
-}
-
-/// Renames the checkpoint that was to be resumed if it is damaged, unless the user has named it: then no other one is
-/// meant.
-fn set_aside(error: WorkerError, spec: &JobSpec, job: &GetJobReply) -> WorkerError {
-    let path = Path::new(&job.resume_from);
-    let is_own = path.parent() == Some(&checkpoint_dir(spec, Path::new(&job.run_dir)));
-    match error {
-        WorkerError::Checkpoint(error @ CheckpointError::Damaged { .. })
-            if is_own || spec.checkpoint.resume == "auto" =>
-        {
-            // Another rank may have renamed it already.
-            let renamed = !path.exists() || directory::mark_damaged(path).is_ok() || !path.exists();
-            let message = format!("{error}; renamed to {}.damaged", path.display());
-            if renamed { WorkerError::SetAside(message) } else { error.into() }
-        }
-        error => error,
-    }
-}
-
-/// Where this run saves its checkpoints.
-fn checkpoint_dir(spec: &JobSpec, run_dir: &Path) -> PathBuf {
-    spec.checkpoint.dir.as_ref().map_or_else(|| run_dir.join("checkpoints"), PathBuf::from)
 }
 
 fn start_loader(

@@ -206,7 +206,7 @@ impl Shared<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::{BTreeMap, BTreeSet};
+    use std::collections::BTreeMap;
 
     use super::*;
     use crate::command::{LogOptions, Restarts, Signal};

@@ -154,8 +154,13 @@ impl Record<'_> {
                 array,
                 requeue,
             } => {
-                let dependency = |(job, condition, met): &(Number, u8, Option<bool>)| json!({"job": job.get(), "condition": CONDITION[usize::from(condition % 3)], "met": met});
-                let element = |(first, index): &(Number, u8)| json!({"first": first.get(), "index": index, "parallel": 2});
+                let dependency = |(job, condition, met): &(Number, u8, Option<bool>)| {
+                    let condition = CONDITION[usize::from(condition % 3)];
+                    json!({"job": job.get(), "condition": condition, "met": met})
+                };
+                let element = |(first, index): &(Number, u8)| {
+                    json!({"first": first.get(), "index": index, "parallel": 2})
+                };
                 json!({
                     "record": "submitted", "job": job.get(), "request_id": (request % 4).to_string(),
                     "uid": uid % 3, "priority": priority, "gpus": gpus % 4, "workers": workers, "patience": grace,

@@ -211,13 +211,9 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
             Flag::xlaunch(
                 "resume-changed",
                 Nothing,
-                "resume although the data, the batch, the seed or the data's order have changed",
+                "resume although data, batch, seed or order have changed",
             ),
-            Flag::xlaunch(
-                "overwrite",
-                Nothing,
-                "start afresh in a directory of checkpoints, and set those aside",
-            ),
+            Flag::xlaunch("overwrite", Nothing, "start afresh in a directory with checkpoints"),
         ],
     ),
     (
