@@ -171,11 +171,11 @@ fn checkpoint_is_refused_where_there_is_nothing_to_save() {
 fn rank_that_fails_to_save_is_the_root_cause() {
     for round in 0..ROUNDS {
         let job = Job::new();
-        let (run, _) = start_training(&job, &["checkpoint.every=0"]);
+        let (run, _) = start_training(&job, &["checkpoint.every=0", "checkpoint.on_error=\"stop\""]);
         // The directory of checkpoints cannot be created.
         std::fs::write(job.run_dir().join("checkpoints"), "").unwrap();
         let failed = query(&job, &["checkpoint"]);
-        assert!(failed.code == 1 && failed.stderr.contains("rank 0 failed"), "{}", failed.stderr);
+        assert!(failed.code == 1 && failed.stderr.contains("rank 0: failed to create"), "{}", failed.stderr);
         let run = run.wait();
         assert_eq!(run.code, 65, "round {round}: {}", run.stderr);
         let root = run.root_cause();

@@ -128,6 +128,16 @@ impl Saver {
         result
     }
 
+    /// As [`wait`](Self::wait), but `Ok` if the save has not ended yet.
+    pub fn poll(&mut self) -> Result<(), CheckpointError> {
+        if !self.in_flight {
+            return Ok(());
+        }
+        let Ok(Ended { snapshot, result }) = self.ended.try_recv() else { return Ok(()) };
+        (self.in_flight, self.buffers) = (false, snapshot);
+        result
+    }
+
     /// Buffers for a snapshot, to be filled and passed to [`begin`](Self::begin). After [`wait`](Self::wait).
     pub fn take_buffers(&mut self) -> Snapshot {
         std::mem::take(&mut self.buffers)
@@ -165,9 +175,10 @@ impl Thread {
         let temporary = temporary(&self.dir, step);
         let written = self.writer.write(&*self.disk, &temporary, snapshot);
         let written = written.map_err(|error| format!("rank {}: {error}", self.writer.rank));
-        self.exchange.written(step, written.clone());
+        self.exchange.written(step, written);
         if self.writer.rank != 0 {
-            return written.map(drop).map_err(failed);
+            // Rank 0 is told, and decides what follows.
+            return Ok(());
         }
         let saved = self.exchange.all_written(step).and_then(|parts| {
             commit(&*self.disk, &self.dir, &state, parts).map_err(|error| error.to_string())

@@ -88,6 +88,11 @@ impl Checkpoints {
         }
     }
 
+    /// Whether the last save has failed by now, if the job shall end then.
+    pub fn check(&mut self) -> Result<()> {
+        if self.stop_on_error { Ok(self.saver.poll()?) } else { Ok(()) }
+    }
+
     /// Waits for the save in flight. That it failed is an error only if the job says so; it was reported.
     pub fn wait(&mut self) -> Result<()> {
         match self.saver.wait() {

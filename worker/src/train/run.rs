@@ -229,6 +229,9 @@ impl Run<'_> {
         if let Some(reason) = self.control.lost() {
             return Err(WorkerError::AgentLost(reason));
         }
+        if let Some(checkpoints) = &mut self.checkpoints {
+            checkpoints.check()?;
+        }
         let learning_rate = schedule::learning_rate(&self.spec.train, step);
         self.optimizer.prepare(step, learning_rate)?;
         let requests = Requests {
