@@ -138,33 +138,9 @@ impl Job {
         std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
     }
 
-    /// Parameters (`wte.weight`) and moments (`m.wte.weight`, `v.wte.weight`) in the newest run's checkpoint of this
-    /// step, as bytes, however many ranks have saved them.
+    /// As [`read_state`], of the newest run's checkpoint of this step.
     pub fn saved_state(&self, step: u64) -> BTreeMap<String, Vec<u8>> {
-        let dir = self.run_dir().join(format!("checkpoints/step-{step:08}"));
-        let files = std::fs::read_dir(&dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
-        let mut parts: BTreeMap<(String, usize), Vec<u8>> = BTreeMap::new();
-        for path in files.map(|entry| entry.expect("an entry").path()) {
-            if path.extension().is_none_or(|extension| extension != "safetensors") {
-                continue;
-            }
-            let bytes = std::fs::read(&path).expect("read tensors");
-            let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
-            for (name, tensor) in tensors.iter() {
-                // Moments are saved in parts: `m.wte.weight[0:128]`.
-                let (name, first) = match name.split_once('[') {
-                    Some((name, part)) => (name, part.split(':').next().unwrap_or_default()),
-                    None => (name, "0"),
-                };
-                let first = first.parse().expect("an index");
-                parts.insert((name.to_owned(), first), tensor.data().to_vec());
-            }
-        }
-        let mut state: BTreeMap<String, Vec<u8>> = BTreeMap::new();
-        for ((name, _), bytes) in parts {
-            state.entry(name).or_default().extend(bytes);
-        }
-        state
+        read_state(&self.run_dir().join(format!("checkpoints/step-{step:08}")))
     }
 
     /// Standard error of a scripted worker's first attempt so far.
@@ -172,4 +148,35 @@ impl Job {
         let path = self.run_dir().join(format!("logs/attempt_0/{rank}/stderr.log"));
         std::fs::read_to_string(path).unwrap_or_default()
     }
+}
+
+/// Parameters (`wte.weight`) and moments (`m.wte.weight`, `v.wte.weight`) in a checkpoint, as bytes, however many
+/// ranks have saved them.
+///
+/// # Panics
+/// If the checkpoint cannot be read.
+pub fn read_state(dir: &Path) -> BTreeMap<String, Vec<u8>> {
+    let files = std::fs::read_dir(dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
+    let mut parts: BTreeMap<(String, usize), Vec<u8>> = BTreeMap::new();
+    for path in files.map(|entry| entry.expect("an entry").path()) {
+        if path.extension().is_none_or(|extension| extension != "safetensors") {
+            continue;
+        }
+        let bytes = std::fs::read(&path).expect("read tensors");
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
+        for (name, tensor) in tensors.iter() {
+            // Moments are saved in parts: `m.wte.weight[0:128]`.
+            let (name, first) = match name.split_once('[') {
+                Some((name, part)) => (name, part.split(':').next().unwrap_or_default()),
+                None => (name, "0"),
+            };
+            let first = first.parse().expect("an index");
+            parts.insert((name.to_owned(), first), tensor.data().to_vec());
+        }
+    }
+    let mut state: BTreeMap<String, Vec<u8>> = BTreeMap::new();
+    for ((name, _), bytes) in parts {
+        state.entry(name).or_default().extend(bytes);
+    }
+    state
 }

@@ -20,7 +20,7 @@ pub mod requirements;
 
 pub use cgroup::MemoryCgroup;
 pub use freeze::FrozenThread;
-pub use job::Job;
+pub use job::{Job, read_state};
 pub use launch::Launch;
 pub use node::{NOBODY, Node, spawn_daemon};
 pub use process::{

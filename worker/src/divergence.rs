@@ -1,6 +1,6 @@
 //! Which steps are skipped, and when training has diverged. Pure.
 //!
-//! AdamW skips a step whose loss or gradient norm is not finite, and after [`NonFinite::limit`] of them in a row every
+//! AdamW skips a step whose loss or gradient norm is not finite, and after `NonFinite::limit` of them in a row every
 //! later step: that is decided on the device (see `ops/adamw`). [`SkipCount`] takes the same decisions on the host,
 //! from the results that are read back. Both see the same numbers on every rank, so all ranks end after the same step,
 //! with the state of the last good one.

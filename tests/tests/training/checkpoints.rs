@@ -1,9 +1,10 @@
 //! Directories of checkpoints: which one a run continues from, and that no run harms another's.
 
 use std::path::Path;
+use std::time::Duration;
 
 use rustix::process::Signal;
-use xlaunch_tests::{Job, wait_for};
+use xlaunch_tests::{Job, read_state, wait_for};
 
 xlaunch_harness::tests! {
     run_that_continues_from_an_earlier_step_sets_later_checkpoints_aside,
@@ -13,6 +14,7 @@ xlaunch_harness::tests! {
     second_job_in_a_directory_is_refused,
     other_data_batch_seed_or_order_needs_consent,
     resumed_run_keeps_its_warm_up,
+    run_killed_at_random_moments_equals_an_undisturbed_one,
     failed_save_is_reported_and_training_goes_on,
     failed_last_save_fails_the_job;
 }
@@ -26,7 +28,7 @@ fn args<'a>(more: &[&'a str]) -> Vec<&'a str> {
 
 /// Names in the directory of checkpoints, but for the lock.
 fn entries(job: &Job) -> Vec<String> {
-    let entries = std::fs::read_dir(job.path().join("saved")).unwrap();
+    let entries = std::fs::read_dir(job.path().join("saved")).into_iter().flatten();
     let mut names: Vec<String> =
         entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.retain(|name| name != ".lock");
@@ -170,6 +172,31 @@ fn resumed_run_keeps_its_warm_up() {
     });
     drop(process);
     assert_eq!(first["train/lr"].as_f64(), Some(whole[36]));
+}
+
+fn run_killed_at_random_moments_equals_an_undisturbed_one() {
+    let ranks_and_steps = ["--nproc", "2", "--set", "train.steps=300", "--set", "checkpoint.every=7"];
+    let args = [&ranks_and_steps[..], &["--set", "checkpoint.dir=\"saved\"", "--resume"]].concat();
+    let whole = Job::new();
+    whole.run_ok(&args);
+    let job = Job::new();
+    // Starting, training, saving, resuming: xorshift64 decides.
+    let mut random = 0x2545_f491_4f6c_dd1d_u64;
+    for _ in 0..10 {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        let process = job.spawn(&args);
+        std::thread::sleep(Duration::from_millis(random % 800));
+        process.signal(Signal::KILL);
+        drop(process);
+        // As the next job finds it.
+        let names = entries(&job);
+        assert!(names.iter().all(|name| !name.ends_with(".damaged")), "{names:?}");
+    }
+    job.run_ok(&args);
+    let last = |job: &Job| read_state(&job.path().join("saved/step-00000300"));
+    assert!(last(&job) == last(&whole));
 }
 
 fn failed_save_is_reported_and_training_goes_on() {

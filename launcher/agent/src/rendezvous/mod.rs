@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! waiting --last rank joined--> complete
-//!    | a rank disagrees (version, configuration, bucket layout): the rendezvous fails, naming both values
+//!    | a rank disagrees (version, configuration, bucket layout, data): the rendezvous fails, naming both values
 //!    '-- deadline: the rendezvous fails, naming the missing ranks
 //! ```
 //! A rank of another attempt, or one that has joined already, is refused without failing the others.
@@ -115,8 +115,8 @@ impl Rendezvous {
         let other = self.joined.iter().flatten().next()?;
         (join.layout_hash != other.layout_hash).then(|| {
             format!(
-                "rank {rank} has bucket layout {}, rank {} has {}",
-                join.layout_hash, other.rank, other.layout_hash
+                "rank {rank} has another bucket layout or other training data than rank {}: {} and {}",
+                other.rank, join.layout_hash, other.layout_hash
             )
         })
     }
