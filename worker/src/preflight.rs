@@ -8,7 +8,7 @@ use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::{Invalid, JobSpec};
 
 use crate::checkpoint::directory::{self, Choice};
-use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError, State};
+use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError};
 use crate::data::{Dataset, Fingerprint};
 use crate::error::WorkerError;
 use crate::model::layout::Layout;
@@ -192,18 +192,15 @@ fn resume(
             state.step
         ));
     }
-    set_later_aside(spec, &state, warnings)?;
+    if let Some(dir) = &spec.checkpoint.dir {
+        // Later checkpoints than the one that the run continues from are not part of it.
+        abandon(Path::new(dir), Some(state.step), warnings)?;
+    }
     if spec.train.warmup.is_none() {
         ready.warmup = state.warmup;
     }
     ready.resume_from = Some(path);
     Ok(())
-}
-
-/// The checkpoints in `checkpoint.dir` after the one that the run continues from are not part of it.
-fn set_later_aside(spec: &JobSpec, state: &State, warnings: &mut Vec<String>) -> Result<(), CheckpointError> {
-    let Some(dir) = &spec.checkpoint.dir else { return Ok(()) };
-    abandon(Path::new(dir), Some(state.step), warnings)
 }
 
 /// A run that continues none. `checkpoint.dir` must be empty, or the user says that it may be used.

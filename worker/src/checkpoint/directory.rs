@@ -175,12 +175,11 @@ pub fn clean(dir: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Creates the directory and checks that checkpoints of `bytes` bytes can be written to it.
+/// Checks that checkpoints of `bytes` bytes can be written to this directory, which exists.
 pub fn check_writable(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
     let failed = |reason: String| CheckpointError::Write { path: dir.into(), reason };
     let probe = dir.join(format!("{TEMPORARY}probe-{}", std::process::id()));
     let result = (|| {
-        fs_err::create_dir_all(dir)?;
         fs_err::read_dir(dir)?.next().transpose()?;
         fs_err::create_dir(&probe)?;
         let file = fs_err::File::create(probe.join("file"))?;

@@ -89,8 +89,7 @@ pub fn read_weights(
     sink: Sink<'_>,
 ) -> Result<(), CheckpointError> {
     let file = open_weights(path, layout)?;
-    let blocks: Vec<Range<u64>> =
-        file.tensors.iter().flat_map(|tensor| blocks(tensor.bytes.clone(), tensor.bytes.start)).collect();
+    let blocks: Vec<Range<u64>> = file.tensor_blocks().collect();
     let read = |block: Range<u64>| file.read_block(block, None, sink);
     threads.install(|| blocks.into_par_iter().try_for_each(read)).or_else(Failure::into_result)
 }
@@ -161,11 +160,14 @@ impl Source {
     /// Reads all tensors, as far as that is possible.
     #[cfg(feature = "fuzzing")]
     pub(super) fn read_all(&self, sink: Sink<'_>) {
-        for tensor in &self.tensors {
-            for block in blocks(tensor.bytes.clone(), tensor.bytes.start) {
-                let _ = self.read_block(block, None, sink);
-            }
+        for block in self.tensor_blocks() {
+            let _ = self.read_block(block, None, sink);
         }
+    }
+
+    /// The blocks of each tensor on its own, without hashes.
+    fn tensor_blocks(&self) -> impl Iterator<Item = Range<u64>> {
+        self.tensors.iter().flat_map(|tensor| blocks(tensor.bytes.clone(), tensor.bytes.start))
     }
 
     fn open(dir: &Path, entry: Entry, layout: &Layout, moments: bool) -> Result<Self, CheckpointError> {
