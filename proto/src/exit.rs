@@ -15,8 +15,8 @@ pub enum ExitCode {
     Rendezvous,
     /// An error inside xlaunch.
     Internal,
-    /// A failure that a retry may fix: a peer or the agent was lost, or a training job was stopped before it had saved
-    /// its last step.
+    /// A failure that a retry may fix: a peer or the agent was lost, the restarts of a training job were used up by
+    /// failures outside of it, or it was stopped before it had saved its last step.
     Retryable,
     /// A GPU fault.
     Gpu,
@@ -34,6 +34,9 @@ pub enum ExitCode {
     /// Of a trainer's worker only: the checkpoint to resume from does not match its hashes, and was renamed, so that
     /// the next attempt takes another one.
     DamagedCheckpoint,
+    /// Of a trainer's worker only: a checkpoint could not be saved, and the job is not to go on without it. `xlaunch`
+    /// exits with 65.
+    SaveFailed,
 }
 
 impl ExitCode {
@@ -45,10 +48,17 @@ impl ExitCode {
         (Self::Data, "bad data or checkpoint"),
         (Self::Rendezvous, "rendezvous failed: ranks are missing or disagree"),
         (Self::Internal, "internal error"),
-        (Self::Retryable, "retryable: a peer was lost, or stopped without a checkpoint"),
+        (Self::Retryable, "retryable: a peer or node was lost, or stopped without a checkpoint"),
         (Self::Gpu, "GPU fault"),
         (Self::Interrupted, "killed by a second interrupt"),
         (Self::Stopped, "stopped cleanly, with a checkpoint"),
+    ];
+
+    /// Codes that only workers of the trainer exit with.
+    const OF_WORKERS: [(Self, &str); 3] = [
+        (Self::Diverged, "training diverged"),
+        (Self::DamagedCheckpoint, "damaged checkpoint"),
+        (Self::SaveFailed, "checkpoint not saved"),
     ];
 
     /// The numeric exit code.
@@ -68,6 +78,7 @@ impl ExitCode {
             Self::Worker(code) => code,
             Self::Diverged => 77,
             Self::DamagedCheckpoint => 78,
+            Self::SaveFailed => 79,
         }
     }
 
@@ -76,13 +87,21 @@ impl ExitCode {
         Self::TABLE.iter().map(|(exit, _)| *exit).find(|exit| i32::from(exit.code()) == code)
     }
 
+    /// The same for a worker of the trainer, which has codes of its own.
+    pub fn of_worker(code: i32) -> Option<Self> {
+        let mut internal = Self::OF_WORKERS.iter().map(|(exit, _)| *exit);
+        Self::from_code(code).or_else(|| internal.find(|exit| i32::from(exit.code()) == code))
+    }
+
     /// The meaning of this code.
     pub fn meaning(self) -> &'static str {
         match self {
             Self::Signal(_) => "terminated by a signal",
             Self::Worker(_) => "exit code of a worker",
-            Self::Diverged => "training diverged",
-            fixed => Self::TABLE.iter().find(|(exit, _)| *exit == fixed).map_or("", |(_, meaning)| meaning),
+            fixed => {
+                let mut known = Self::TABLE.iter().chain(&Self::OF_WORKERS);
+                known.find(|(exit, _)| *exit == fixed).map_or("", |(_, meaning)| meaning)
+            }
         }
     }
 }

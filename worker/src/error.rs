@@ -4,6 +4,8 @@ use xlaunch_comm::CommError;
 use xlaunch_engine::EngineError;
 use xlaunch_proto::exit::ExitCode;
 
+use crate::checkpoint::CheckpointError;
+
 /// Result with a [`WorkerError`].
 pub type Result<T> = std::result::Result<T, WorkerError>;
 
@@ -24,7 +26,7 @@ pub enum WorkerError {
     SetAside(String),
     /// A checkpoint cannot be read or written.
     #[error(transparent)]
-    Checkpoint(#[from] crate::checkpoint::CheckpointError),
+    Checkpoint(#[from] CheckpointError),
     /// The device failed.
     #[error(transparent)]
     Engine(#[from] EngineError),
@@ -80,6 +82,7 @@ impl WorkerError {
     pub fn exit(&self) -> ExitCode {
         match self {
             Self::Data(_) => ExitCode::Data,
+            Self::Checkpoint(CheckpointError::Write { .. }) => ExitCode::SaveFailed,
             Self::Checkpoint(_) => ExitCode::Data,
             Self::SetAside(_) => ExitCode::DamagedCheckpoint,
             Self::Engine(EngineError::Cuda { .. }) | Self::Capture(_) => ExitCode::Gpu,
@@ -94,6 +97,12 @@ impl WorkerError {
             Self::Environment(_) | Self::Setting(_) | Self::Spec(_) => ExitCode::Usage,
             Self::Io { .. } => ExitCode::Internal,
         }
+    }
+
+    /// The ranks to which the agent attributes this error in place of the one that reports it, as all ranks do.
+    pub fn differing_ranks(&self) -> Vec<u32> {
+        let Self::ReplicasDiffer { ranks, .. } = self else { return Vec::new() };
+        ranks.iter().filter_map(|rank| u32::try_from(*rank).ok()).collect()
     }
 }
 

@@ -45,6 +45,8 @@ pub struct ResolvedCommand {
 pub struct Restarts {
     /// Maximum number of restarts.
     pub most: u32,
+    /// Time within which they are counted; zero for the whole job.
+    pub window: Duration,
     /// Exit codes after which there is none.
     pub not_after: BTreeSet<i32>,
     /// Exit codes after which a restart is immediate and not counted: whatever led to them does not happen again.
@@ -89,7 +91,7 @@ pub fn resolve(
         restarts: Restarts {
             most: spec.max_restarts,
             not_after: spec.no_restart_codes,
-            free: BTreeSet::new(),
+            ..Restarts::default()
         },
         shutdown_timeout: spec.shutdown_timeout,
         signals: spec.signals,

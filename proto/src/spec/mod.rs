@@ -82,6 +82,7 @@ impl JobSpec {
         within("launch.join_timeout", self.launch.join_timeout, 0.0, 86_400.0)?;
         positive("launch.stall_timeout", self.launch.stall_timeout)?;
         within("launch.stall_timeout", self.launch.stall_timeout, 0.0, 86_400.0)?;
+        within("launch.restart_window", self.launch.restart_window, 0.0, 1e9)?;
         within("launch.shutdown_timeout", self.launch.shutdown_timeout, 0.0, 86_400.0)?;
         within("launch.shutdown_timeout_max", self.launch.shutdown_timeout_max, 0.0, 86_400.0)?;
         within("train.min_lr_ratio", train.min_lr_ratio, 0.0, 1.0)?;

@@ -42,8 +42,11 @@ pub struct LaunchSection {
     /// in its order.
     pub devices: Vec<String>,
     /// How many times all workers are restarted after a failure before the job fails. Restarts resume from the newest
-    /// checkpoint, so set `checkpoint.every` too.
+    /// checkpoint, so set `checkpoint.every` too. After three attempts in a row that get no further than those before
+    /// the job fails, too.
     pub max_restarts: u32,
+    /// Seconds within which `max_restarts` are counted: older restarts are forgotten. 0 counts those of the whole job.
+    pub restart_window: f64,
     /// Seconds that workers get to stop with a checkpoint before they are killed. The time starts again whenever an
     /// evaluation or the checkpoint makes progress.
     pub shutdown_timeout: f64,
@@ -64,6 +67,7 @@ impl Default for LaunchSection {
             nproc: None,
             devices: Vec::new(),
             max_restarts: 0,
+            restart_window: 0.0,
             shutdown_timeout: 30.0,
             shutdown_timeout_max: 600.0,
             join_timeout: 120.0,
@@ -415,7 +419,7 @@ impl Default for CheckpointSection {
 pub enum OnSaveError {
     /// Report it and train on; the next checkpoint is tried as usual.
     Continue,
-    /// End the job with exit code 65.
+    /// End the attempt. The job is restarted if `launch.max_restarts` allows it, otherwise it ends with exit code 65.
     Stop,
 }
 

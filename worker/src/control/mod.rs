@@ -22,7 +22,6 @@ use tokio::sync::{mpsc, oneshot};
 use tonic::transport::Channel;
 use xlaunch_comm::AbortHandle;
 use xlaunch_proto::convert::{Join, Joined};
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::net;
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::worker_report::Report;
@@ -130,13 +129,16 @@ impl Control {
     }
 
     /// Tells the agent of an error before it ends this rank, and waits until the agent has acted on it. Call it while
-    /// the collective is still open: when the other ranks lose this one, the agent then knows whose fault that is. The
-    /// loss of a peer or of the agent is not an error of this rank's own.
+    /// the collective is still open: when the other ranks lose this one, the agent then knows whose fault that is. It
+    /// tells the loss of a peer from an error of this rank's own by the exit code.
     pub fn report_failure(&self, error: WorkerError) -> WorkerError {
-        let exit = error.exit();
-        if exit != ExitCode::Retryable {
+        if !matches!(error, WorkerError::AgentLost(_)) {
             let (sender, acknowledged) = std::sync::mpsc::channel();
-            let failed = Failed { message: error.to_string(), exit_code: exit.code().into() };
+            let failed = Failed {
+                message: error.to_string(),
+                exit_code: error.exit().code().into(),
+                differing_ranks: error.differing_ranks(),
+            };
             self.send(Request::Fail(failed, sender));
             // Nothing is ever sent: this returns when the sender is dropped.
             let _ = acknowledged.recv_timeout(FAILURE_REPORT_TIMEOUT);

@@ -16,6 +16,8 @@ use crate::state::{Action, Event};
 
 /// For the remaining output of a worker that has exited; a process that it started may hold the pipe open.
 const OUTPUT_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
+/// For what a command's worker has written to stderr before it failed to arrive.
+const LAST_WORDS_TIMEOUT: Duration = Duration::from_millis(100);
 /// For killed processes to disappear. Those that remain hang in the kernel.
 const KILL_DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 /// For the GPU driver to release the memory of killed processes, before workers are started on the same GPUs.
@@ -23,6 +25,8 @@ const GPU_MEMORY_RELEASE_TIMEOUT: Duration = Duration::from_secs(15);
 
 #[derive(Debug, Default)]
 pub(super) struct Attempt {
+    /// From 0.
+    pub(super) number: u32,
     /// Declared, and so dropped, before `workers`: it identifies workers by process ids, which cannot be reused while a
     /// [`Worker`] is kept.
     pub(super) processes: Option<ProcessTree>,
@@ -52,8 +56,8 @@ pub(super) struct WorkerEnd {
 }
 
 impl Attempt {
-    fn new(world: u32) -> Self {
-        let mut attempt = Self::default();
+    fn new(number: u32, world: u32) -> Self {
+        let mut attempt = Self { number, ..Self::default() };
         attempt.workers.resize_with(world as usize, || None);
         attempt.ends.resize_with(world as usize, WorkerEnd::default);
         attempt
@@ -83,6 +87,12 @@ impl Attempt {
         self.processes.iter().for_each(ProcessTree::resume);
     }
 
+    /// Whether the OOM killer has ended this rank, as far as its own cgroup and that of the launch tell.
+    pub(super) fn is_out_of_memory(&self, rank: u32, exit: Exit) -> bool {
+        let kills = self.processes.as_ref().filter(|_| exit == Exit::Signal(Signal::KILL.as_raw()));
+        kills.map(|processes| processes.oom_kills(rank)).is_some_and(|kills| kills.rank + kills.launch > 0)
+    }
+
     pub(super) fn exited(&mut self, rank: u32, exit: Exit) {
         if let Some(end) = self.ends.get_mut(rank as usize) {
             (end.exit, end.time, end.signalled) = (Some(exit), Some(SystemTime::now()), self.signalled);
@@ -96,11 +106,14 @@ impl Driver<'_> {
         if attempt > 0 {
             let pids: Vec<u32> = self.attempt.workers.iter().flatten().map(|it| it.worker.pid).collect();
             self.end_attempt().await;
+            if std::mem::take(&mut self.keep_evidence) {
+                self.kept_evidence = self.all_evidence();
+            }
             if !gpu_memory::released(&pids, GPU_MEMORY_RELEASE_TIMEOUT).await {
                 self.notify("GPU memory of the last attempt is still held; starting anyway");
             }
         }
-        self.attempt = Attempt::new(self.world);
+        self.attempt = Attempt::new(attempt, self.world);
         self.board.send_modify(|board| board.reset(attempt, self.world));
         let begun = self.workload.begin_attempt(attempt);
         let mut processes = ProcessTree::create(&self.run.id, attempt, self.world);
@@ -147,9 +160,15 @@ impl Driver<'_> {
         // An error from here on leaves the process to the process tree. No exit is reported: the rank has not started.
         let output = self.workload.output().start(rank, dir, stdout, stderr)?;
         let (exits, pidfd) = (self.exits.clone(), worker.watch()?);
+        let written = self.workload.program().map(|_| output.written());
         tokio::spawn(async move {
+            let exit = Worker::exit(pidfd).await;
+            if let Some(written) = written.filter(|_| exit != Exit::Code(0)) {
+                // What it has written about its failure is needed to judge it.
+                written.wait(LAST_WORDS_TIMEOUT).await;
+            }
             // The driver outlives the job; it is gone only if the whole process ends.
-            let _ = exits.send((rank, Worker::exit(pidfd).await));
+            let _ = exits.send((rank, exit));
         });
         Ok(StartedWorker { worker, output })
     }

@@ -6,16 +6,31 @@ use std::path::Path;
 
 use super::Driver;
 use crate::devices;
-use crate::report::Evidence;
+use crate::report::{self, Evidence};
 use crate::run_dir::rank_dir;
 use crate::spawn::Exit;
+use crate::state::Event;
 
 /// Bytes of a worker's error file that are read.
 const MAX_ERROR_FILE_BYTES: u64 = 1 << 20;
 
 impl Driver<'_> {
-    /// The evidence of a rank's last attempt.
-    pub(super) fn evidence(&self, rank: u32) -> Evidence {
+    /// The evidence of the current or last attempt, by rank.
+    pub(super) fn all_evidence(&self) -> Vec<Evidence> {
+        (0..self.world).map(|rank| self.evidence(rank)).collect()
+    }
+
+    /// What a command's worker, which has exited, has written about its failure.
+    pub(super) fn symptom(&self, rank: u32, exit: Exit) -> Option<Event> {
+        let started = self.attempt.workers.get(rank as usize)?.as_ref()?;
+        if exit == Exit::Code(0) || self.workload.program().is_none() {
+            return None;
+        }
+        let symptom = report::symptom(&started.output.timed_tail(), exit)?;
+        Some(Event::Symptom { rank, lost_peer: symptom.lost_peer, at: symptom.at })
+    }
+
+    fn evidence(&self, rank: u32) -> Evidence {
         let started = self.attempt.workers.get(rank as usize).and_then(Option::as_ref);
         let end = self.attempt.ends.get(rank as usize).copied().unwrap_or_default();
         let program = self.workload.program();
@@ -28,7 +43,7 @@ impl Driver<'_> {
             exit_time: end.time,
             signalled: end.signalled,
             stderr: started.map(|started| started.output.tail()).unwrap_or_default(),
-            error_file: read_start(&rank_dir(&self.run.logs, self.job.attempt(), rank).join("error.json")),
+            error_file: read_start(&rank_dir(&self.run.logs, self.attempt.number, rank).join("error.json")),
             oom_kills: oom_kills.unwrap_or_default(),
             spawn_error: end.spawn_error,
             program: program.map(OsStr::to_owned).unwrap_or_default(),

@@ -117,31 +117,39 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
         attempt: Attempt::default(),
         board,
         failed: false,
+        keep_evidence: false,
+        kept_evidence: Vec::new(),
         exits,
     };
 
     let mut outcome = driver.act(vec![Action::Start { attempt: 0 }]).await;
     while outcome.is_none() {
         let deadline = driver.deadline();
-        let event = tokio::select! {
-            Some((rank, exit)) = exited.recv() => Some(driver.exited(rank, exit)),
-            Some(message) = inbox.recv() => driver.message(message),
-            Some(request) = requests.recv() => driver.signal_request(request),
+        let events = tokio::select! {
+            Some((rank, exit)) = exited.recv() => {
+                // What workers have reported before this exit counts first.
+                let earlier = std::iter::from_fn(|| inbox.try_recv().ok()).take(MESSAGE_QUEUE);
+                let mut events: Vec<Event> = earlier.filter_map(|message| driver.message(message)).collect();
+                events.push(driver.exited(rank, exit));
+                events
+            }
+            Some(message) = inbox.recv() => Vec::from_iter(driver.message(message)),
+            Some(request) = requests.recv() => Vec::from_iter(driver.signal_request(request)),
             _ = children.recv() => {
                 reap_orphans();
-                None
+                Vec::new()
             }
-            () = sleep_until(deadline.into()) => Some(driver.timer(Instant::now())),
+            () = sleep_until(deadline.into()) => vec![driver.timer(Instant::now())],
             _ = stall_poll.tick() => {
                 if driver.job.phase() == Phase::Running {
                     driver.workload.report_stalls(&driver.board, Instant::now());
                 }
-                None
+                Vec::new()
             }
         };
-        if let Some(event) = event {
+        for event in events {
             let actions = driver.job.handle(event, Instant::now());
-            outcome = driver.act(actions).await;
+            outcome = driver.act(actions).await.or(outcome);
         }
     }
     service.finish().await;
@@ -159,6 +167,10 @@ struct Driver<'a> {
     board: watch::Sender<Board>,
     /// The job has ended with a failure.
     failed: bool,
+    /// The evidence of the current attempt is to be kept.
+    keep_evidence: bool,
+    /// Of the attempt for which that was last so, by rank.
+    kept_evidence: Vec<Evidence>,
     exits: mpsc::UnboundedSender<(u32, Exit)>,
 }
 
@@ -190,7 +202,8 @@ impl Driver<'_> {
                     self.notify(&text);
                     self.board.send_modify(|board| board.set_reason(&text));
                 }
-                Action::Restart { attempt, rank, cause } => {
+                Action::Restart { attempt, rank, cause, keep_evidence } => {
+                    self.keep_evidence |= keep_evidence;
                     let restart = Restart { unix_ms: clock::unix_ms(), attempt, rank, cause };
                     self.board.send_modify(|board| board.add_restart(restart));
                 }
@@ -223,9 +236,15 @@ impl Driver<'_> {
     }
 
     fn exited(&mut self, rank: u32, exit: Exit) -> Event {
+        let oom = self.attempt.is_out_of_memory(rank, exit).then_some(Event::OomKilled { rank });
+        for event in oom.into_iter().chain(self.symptom(rank, exit)) {
+            // Remembered only, for the exit.
+            self.job.handle(event, Instant::now());
+        }
         self.workload.worker_exited(rank);
         self.attempt.exited(rank, exit);
-        self.board.send_modify(|board| board.exited(rank, exit.to_string()));
+        let text = if self.workload.program().is_some() { exit.of_command() } else { exit.to_string() };
+        self.board.send_modify(|board| board.exited(rank, text));
         Event::Exited { rank, exit }
     }
 
@@ -256,17 +275,19 @@ impl Driver<'_> {
         None
     }
 
-    fn finish(&self, outcome: Option<Outcome>) -> Finished {
+    fn finish(mut self, outcome: Option<Outcome>) -> Finished {
         let internal = || Outcome {
             exit: ExitCode::Internal,
             root: None,
             others: Vec::new(),
+            of_kept_attempt: false,
             stopped: false,
             note: None,
         };
         let outcome = outcome.unwrap_or_else(internal);
         let evidence = match outcome.root {
-            Some(_) => (0..self.world).map(|rank| self.evidence(rank)).collect(),
+            Some(_) if outcome.of_kept_attempt => std::mem::take(&mut self.kept_evidence),
+            Some(_) => self.all_evidence(),
             None => Vec::new(),
         };
         let board = self.board.borrow();

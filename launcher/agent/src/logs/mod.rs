@@ -21,7 +21,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
@@ -30,6 +30,7 @@ use console::{Console, View};
 use files::{Filter, LogFile};
 use lines::{Lines, Piece};
 use prefix::Prefix;
+pub(crate) use pump::Written;
 use pump::{Destinations, Pump, Shown};
 use tail::Tail;
 
@@ -254,6 +255,16 @@ impl RankOutput {
     /// The last lines of stderr, oldest first.
     pub(crate) fn tail(&self) -> Vec<String> {
         self.tail.lines()
+    }
+
+    /// The same, with the time at which each began to arrive.
+    pub(crate) fn timed_tail(&self) -> Vec<(String, Option<Instant>)> {
+        self.tail.timed_lines()
+    }
+
+    /// For another task, to wait for what the worker has written to stderr.
+    pub(crate) fn written(&self) -> Written {
+        self.pumps[1].written()
     }
 
     /// Waits until everything that an exited worker wrote has been moved. Gives up after `timeout` without progress:

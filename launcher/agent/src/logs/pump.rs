@@ -19,6 +19,8 @@ use super::files::{Filtered, LogFile};
 use super::lines::Lines;
 use super::tail::Tail;
 
+/// Between two polls of a pipe that has to run dry.
+const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 const CHUNK_BYTES: usize = 64 << 10;
 /// Age at which an unfinished line, such as a prompt, is printed.
 const PARTIAL_LINE_DELAY: Duration = Duration::from_millis(100);
@@ -105,10 +107,41 @@ impl Pump {
         }
     }
 
+    pub(super) fn written(&self) -> Written {
+        Written { pipe: self.pipe.clone(), counts: self.counts.clone() }
+    }
+
     /// Bytes of this stream that were moved, and bytes of all streams that the console took.
     fn progress(&self) -> (u64, u64) {
         let written = self.console.as_ref().map_or(0, |console| console.written.load(Ordering::Relaxed));
         (self.counts.moved.load(Ordering::Relaxed), written)
+    }
+}
+
+/// What a worker has written to one stream so far.
+#[derive(Debug)]
+pub(crate) struct Written {
+    pipe: Arc<File>,
+    counts: Arc<Counts>,
+}
+
+impl Written {
+    /// Waits until it has arrived, at most for `timeout`. Unlike [`Pump::end`] it does not wait for the end of the
+    /// pipe, which another process may hold open.
+    pub(crate) async fn wait(&self, timeout: Duration) {
+        let give_up = Instant::now() + timeout;
+        // Twice in a row: bytes that were read a moment ago are in neither count.
+        let mut dry = 0;
+        while dry < 2 && Instant::now() < give_up {
+            dry = if self.is_dry() { dry + 1 } else { 0 };
+            tokio::time::sleep(DRAIN_POLL_INTERVAL).await;
+        }
+    }
+
+    fn is_dry(&self) -> bool {
+        let Counts { read, moved } = &*self.counts;
+        rustix::io::ioctl_fionread(&*self.pipe).unwrap_or(0) == 0
+            && read.load(Ordering::Relaxed) == moved.load(Ordering::Relaxed)
     }
 }
 

@@ -1,6 +1,8 @@
 //! The end of a stream, kept for the report.
 
+use std::collections::VecDeque;
 use std::sync::Mutex;
+use std::time::Instant;
 
 use super::lock;
 
@@ -8,6 +10,8 @@ use super::lock;
 const TAIL_BYTES: usize = 64 << 10;
 /// Enough for a whole traceback.
 const MAX_LINES: usize = 200;
+/// Arrivals that are remembered: a traceback is written in few of them.
+const MAX_TIMES: usize = 1024;
 /// Longer lines are cut.
 const MAX_TAIL_LINE_BYTES: usize = 4096;
 
@@ -20,29 +24,59 @@ struct Kept {
     bytes: Vec<u8>,
     /// Earlier bytes were discarded.
     cut: bool,
+    /// When bytes arrived: the time of all from this offset on.
+    times: VecDeque<(usize, Instant)>,
 }
 
 impl Tail {
     pub(super) fn feed(&self, bytes: &[u8]) {
         let mut kept = lock(&self.0);
+        let begin = kept.bytes.len();
+        kept.times.push_back((begin, Instant::now()));
         kept.bytes.extend_from_slice(bytes);
+        if kept.times.len() > MAX_TIMES {
+            kept.times.pop_front();
+        }
         if kept.bytes.len() > 2 * TAIL_BYTES {
             let gone = kept.bytes.len() - TAIL_BYTES;
             kept.bytes.drain(..gone);
             kept.cut = true;
+            kept.times.iter_mut().for_each(|(begin, _)| *begin = begin.saturating_sub(gone));
         }
+    }
+
+    /// [`lines`](Self::lines) with the time at which each began to arrive, as far as it is known.
+    pub(super) fn timed_lines(&self) -> Vec<(String, Option<Instant>)> {
+        lock(&self.0).lines()
     }
 
     /// The last lines, oldest first, without colours and without text that a carriage return has overwritten.
     pub(super) fn lines(&self) -> Vec<String> {
-        let kept = lock(&self.0);
-        let mut lines: Vec<&[u8]> = kept.bytes.split(|byte| *byte == b'\n').collect();
+        lock(&self.0).lines().into_iter().map(|(line, _)| line).collect()
+    }
+}
+
+impl Kept {
+    fn lines(&self) -> Vec<(String, Option<Instant>)> {
+        let mut offset = 0;
+        let lines = self.bytes.split(|byte| *byte == b'\n').map(|line| {
+            let begin = offset;
+            offset += line.len() + 1;
+            (begin, line)
+        });
+        let mut lines: Vec<(usize, &[u8])> = lines.collect();
         // There is no line after the last newline; the first line may be incomplete.
-        if lines.last().is_some_and(|line| line.is_empty()) {
+        if lines.last().is_some_and(|(_, line)| line.is_empty()) {
             lines.pop();
         }
-        let first = usize::from(kept.cut && lines.len() > 1);
-        lines[first.max(lines.len().saturating_sub(MAX_LINES))..].iter().map(|line| shown(line)).collect()
+        let first = usize::from(self.cut && lines.len() > 1);
+        let last = &lines[first.max(lines.len().saturating_sub(MAX_LINES))..];
+        last.iter().map(|(begin, line)| (shown(line), self.arrival(*begin))).collect()
+    }
+
+    /// When the byte at this offset arrived.
+    fn arrival(&self, offset: usize) -> Option<Instant> {
+        self.times.iter().rev().find(|(begin, _)| *begin <= offset).map(|(_, at)| *at)
     }
 }
 
@@ -100,6 +134,20 @@ mod tests {
     fn overwritten_text_and_colours_are_removed_and_invalid_utf8_replaced() {
         assert_eq!(tail(b"\r 10%\r 20%\nError\xff\n"), [" 20%", "Error\u{fffd}"]);
         assert_eq!(tail(b"\x1b[1;31mError\x1b[0m: \x1b[2Jno\x1b["), ["Error: \u{1b}[2Jno\u{1b}["]);
+    }
+
+    #[test]
+    fn each_line_has_the_time_of_its_arrival_also_after_earlier_ones_were_discarded() {
+        let tail = Tail::default();
+        tail.feed(&vec![b'x'; 3 * TAIL_BYTES]);
+        tail.feed(b"\nerror\n  in");
+        let between = Instant::now();
+        tail.feed(b" main\nend\n");
+        let lines = tail.timed_lines();
+        let (texts, times): (Vec<String>, Vec<Option<Instant>>) = lines.into_iter().unzip();
+        assert_eq!(texts, ["error", "  in main", "end"]);
+        let before: Vec<bool> = times.into_iter().map(|at| at.unwrap() <= between).collect();
+        assert_eq!(before, [true, true, false]);
     }
 
     #[test]

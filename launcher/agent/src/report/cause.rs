@@ -1,6 +1,8 @@
 //! The likely cause of a worker's failure, and what to do about it. Pure. Causes that the evidence does not prove say
 //! "perhaps"; without evidence there is no cause.
 
+use std::time::Instant;
+
 use rustix::io::Errno;
 
 use super::Evidence;
@@ -9,6 +11,18 @@ use crate::spawn::{Exit, OomKills};
 
 /// Prefix of the message of an uncaught C++ exception.
 const CPP_WHAT: &str = "what():  ";
+
+/// Parts of the messages of PyTorch's back ends after the loss of another rank, or of the store that rank 0 serves.
+const LOST_PEER: [&str; 8] = [
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "ncclRemoteError",
+    "remote server shutdown",
+    "failed to recv, got 0 bytes",
+    "Connection was likely closed",
+];
 
 /// Help if the host has too little memory.
 const HOST_MEMORY_HELP: &str =
@@ -46,6 +60,32 @@ pub(super) fn cause(evidence: &Evidence) -> Option<Cause> {
         .or_else(|| worker_output(exit, evidence))
         .or_else(|| ended_by_signal(exit).and_then(|signal| foreign_signal(exit, signal, evidence)))
         .or_else(|| shell_code(exit, evidence))
+}
+
+/// What a failed worker has written about its failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Symptom {
+    /// It has lost the connection to another rank.
+    pub(crate) lost_peer: bool,
+    /// When it began to write that.
+    pub(crate) at: Instant,
+}
+
+/// The symptom in the last lines of stderr: the last Python exception, or the line of a C++ exception if the worker
+/// was aborted.
+pub(crate) fn symptom(stderr: &[(String, Option<Instant>)], exit: Exit) -> Option<Symptom> {
+    let lines: Vec<String> = stderr.iter().map(|(line, _)| line.clone()).collect();
+    let aborted = || lines.iter().position(|line| line.contains(CPP_WHAT));
+    let (begin, text) = match ended_by_signal(exit) {
+        None | Some(15) => {
+            let found = python::exception(&lines)?;
+            (python::last_traceback(&lines)?, found.line)
+        }
+        Some(6) => aborted().map(|at| (at, lines[at].clone()))?,
+        Some(_) => return None,
+    };
+    let lost_peer = LOST_PEER.iter().any(|part| text.contains(part));
+    Some(Symptom { lost_peer, at: stderr.get(begin)?.1? })
 }
 
 /// The program could not be started.
@@ -172,12 +212,7 @@ fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
         Cause::new(format!("a collective timed out: {}", whole.what)).with_help(
             "a rank may hang, have exited, or have called another collective: compare the last lines of all ranks",
         )
-    } else if has(&[
-        "gloo/transport",
-        "ncclRemoteError",
-        "remote server shutdown",
-        "failed to recv, got 0 bytes",
-    ]) {
+    } else if has(&LOST_PEER) {
         whole.with_help("perhaps another rank exited first: check its last lines")
     } else if has(&["NCCL", "DistBackendError"]) {
         whole.with_help("set NCCL_DEBUG=INFO for details from NCCL")

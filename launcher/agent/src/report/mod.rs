@@ -16,6 +16,7 @@ use crate::spawn::{Exit, OomKills};
 use crate::state::{Failure, Outcome};
 
 use cause::cause;
+pub(crate) use cause::symptom;
 
 /// Lines of stderr in a report.
 const MAX_STDERR_LINES: usize = 20;

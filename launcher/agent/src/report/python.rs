@@ -86,6 +86,11 @@ pub(super) fn exception(lines: &[String]) -> Option<Exception> {
     Some(Exception { line: line.trim_end().into(), place })
 }
 
+/// The line at which the last traceback begins.
+pub(super) fn last_traceback(lines: &[String]) -> Option<usize> {
+    lines.iter().rposition(|line| without_rank(line).starts_with("Traceback (most recent call last)"))
+}
+
 /// The innermost frame of the user's code in a crash report of faulthandler, which lists frames innermost first.
 pub(super) fn fault(lines: &[String]) -> Option<Place> {
     let current = |line: &String| {

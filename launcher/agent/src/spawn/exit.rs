@@ -16,10 +16,11 @@ pub enum Exit {
     Unknown,
 }
 
+/// Exit codes with their meaning for the built-in trainer.
 impl fmt::Display for Exit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Code(code) => match xlaunch_proto::exit::ExitCode::from_code(*code) {
+            Self::Code(code) => match xlaunch_proto::exit::ExitCode::of_worker(*code) {
                 Some(known) => write!(f, "exit code {code} ({})", known.meaning()),
                 None => write!(f, "exit code {code}"),
             },
@@ -28,6 +29,16 @@ impl fmt::Display for Exit {
             }
             Self::Signal(signal) => write!(f, "signal {signal} ({})", signal_name(*signal)),
             Self::Unknown => f.write_str("unknown exit"),
+        }
+    }
+}
+
+impl Exit {
+    /// The text for a command, whose exit codes mean what it likes.
+    pub(crate) fn of_command(self) -> String {
+        match self {
+            Self::Code(code) => format!("exit code {code}"),
+            Self::Signal(_) | Self::Unknown => self.to_string(),
         }
     }
 }

@@ -8,6 +8,8 @@ use crate::spawn::Exit;
 /// A trainer's worker that was asked to stop: the checkpoint of the last step is complete.
 pub(super) const STOPPED: Exit = Exit::Code(143);
 const SIGKILL: i32 = 9;
+/// Signals that a process does not send itself when it crashes: SIGHUP, SIGINT, SIGQUIT, SIGKILL, SIGTERM.
+const OUTSIDE_SIGNALS: [i32; 5] = [1, 2, 3, SIGKILL, 15];
 
 /// What had happened in the attempt before a worker exited.
 #[derive(Clone, Copy, Debug)]
@@ -17,12 +19,16 @@ pub(super) struct Circumstances {
     pub(super) another_failed: bool,
     /// xlaunch has sent SIGKILL.
     pub(super) killed: bool,
+    /// The OOM killer has.
+    pub(super) out_of_memory: bool,
+    /// The parameters of ranks differ, after which all ranks end.
+    pub(super) replicas_differ: bool,
 }
 
 /// The failure, if this exit of a trainer's worker is one.
 pub(super) fn of_trainer(rank: u32, exit: Exit, circumstances: &Circumstances) -> Option<Failure> {
     let known = match exit {
-        Exit::Code(code) => ExitCode::from_code(code),
+        Exit::Code(code) => ExitCode::of_worker(code),
         Exit::Signal(_) | Exit::Unknown => None,
     };
     let (message, exit_code, consequence) = match known {
@@ -35,11 +41,24 @@ pub(super) fn of_trainer(rank: u32, exit: Exit, circumstances: &Circumstances) -
             let refused = known == Some(ExitCode::Rendezvous) && circumstances.another_failed;
             // Any other SIGKILL may come from the OOM killer, which makes it a root cause.
             let ours = exit == Exit::Signal(SIGKILL) && circumstances.killed;
-            let consequence = known == Some(ExitCode::Retryable) || ours || refused;
+            let differs = known == Some(ExitCode::Gpu) && circumstances.replicas_differ;
+            let consequence = known == Some(ExitCode::Retryable) || ours || refused || differs;
             (exit.to_string(), passed_on(known), consequence)
         }
     };
-    Some(Failure { status: Some(exit), consequence, ..Failure::of_rank(rank, message, exit_code) })
+    let outside = matches!(exit, Exit::Signal(signal) if OUTSIDE_SIGNALS.contains(&signal));
+    let infrastructure = known.is_some_and(is_infrastructure) || exit_code == ExitCode::Rendezvous || outside;
+    Some(Failure {
+        status: Some(exit),
+        consequence,
+        infrastructure: infrastructure && !circumstances.out_of_memory,
+        ..Failure::of_rank(rank, message, exit_code)
+    })
+}
+
+/// Whether a worker with this code failed for something outside of its program, its data and its GPU.
+pub(super) fn is_infrastructure(code: ExitCode) -> bool {
+    matches!(code, ExitCode::Retryable | ExitCode::Rendezvous | ExitCode::SaveFailed)
 }
 
 /// The code of a job whose root cause is a trainer's worker with this one.
@@ -52,12 +71,14 @@ pub(super) fn passed_on(known: Option<ExitCode>) -> ExitCode {
             | ExitCode::Retryable
             | ExitCode::Gpu),
         ) => code,
+        Some(ExitCode::SaveFailed) => ExitCode::Data,
         _ => ExitCode::WorkerFailed,
     }
 }
 
-/// The failure, if this exit of a command's worker is one. After our signal, every exit is a consequence of it.
-pub(super) fn of_command(rank: u32, exit: Exit, propagate: bool, terminated: bool) -> Option<Failure> {
+/// The failure, if this exit of a command's worker is one. It is a `consequence` of our signal, or of the loss of a
+/// peer.
+pub(super) fn of_command(rank: u32, exit: Exit, propagate: bool, consequence: bool) -> Option<Failure> {
     if exit == Exit::Code(0) {
         return None;
     }
@@ -66,13 +87,8 @@ pub(super) fn of_command(rank: u32, exit: Exit, propagate: bool, terminated: boo
         Exit::Signal(signal) => u8::try_from(signal).map_or(1, |signal| 128 | signal),
         Exit::Unknown => 1,
     };
-    let message = match exit {
-        // xlaunch's table of exit codes does not apply to other programs.
-        Exit::Code(code) => format!("exit code {code}"),
-        Exit::Signal(_) | Exit::Unknown => exit.to_string(),
-    };
     let code = if propagate { ExitCode::Worker(own) } else { ExitCode::WorkerFailed };
-    Some(Failure { status: Some(exit), consequence: terminated, ..Failure::of_rank(rank, message, code) })
+    Some(Failure { status: Some(exit), consequence, ..Failure::of_rank(rank, exit.of_command(), code) })
 }
 
 impl Failure {
@@ -81,7 +97,8 @@ impl Failure {
     }
 
     pub(super) fn of_group(message: String, exit: ExitCode) -> Self {
-        Self { rank: None, message, status: None, exit, consequence: false }
+        let infrastructure = is_infrastructure(exit);
+        Self { rank: None, message, status: None, exit, consequence: false, infrastructure }
     }
 
     /// The rank that has reported this error has exited.

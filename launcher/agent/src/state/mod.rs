@@ -10,7 +10,8 @@
 //! ```
 //! A job starts in Rendezvous; workers of a command do not join one, so their attempts start in Running. The first
 //! failure, or a stop, leads to Stopping, which ends with SIGKILL for those that are still there at the deadline. When
-//! the last worker has exited, the restart policy decides between Ended and another attempt.
+//! the last worker has exited, the restart policy decides between Ended and another attempt (`restart`, `policy`).
+//! Which of several failures was the first is decided in `blame`.
 //!
 //! - **A command** is sent SIGTERM after a failure, or the signal that xlaunch received, and `shutdown_timeout` later
 //!   SIGKILL.
@@ -22,27 +23,32 @@
 //! unknown exit is never success; after a stop there is no restart; a stopped training job ends as such only if every
 //! rank has confirmed the checkpoint of the last step.
 
+mod blame;
 mod exits;
 mod outcome;
 mod policy;
+mod restart;
 mod types;
 
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use xlaunch_proto::exit::ExitCode;
 
 use crate::spawn::Exit;
-use policy::{AttemptFailure, Decision, Policy};
+use policy::Policy;
 pub use types::{Action, Event, Failure, Kind, Outcome, Phase, Rules, StopCause};
 
 /// For ranks of a trainer to exit by themselves after a failure whose cause is not known yet. A rank that fails breaks
 /// the connections of the others, and those may be the first to exit; and a rank that has reported an error of its own
 /// still has to exit.
 const FAILURE_GRACE: Duration = Duration::from_secs(5);
+/// An attempt of a command that ran this long before it failed has made progress.
+const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 const SIGINT: i32 = 2;
 const SIGTERM: i32 = 15;
 
@@ -57,6 +63,18 @@ pub struct Job {
     /// By rank.
     alive: Vec<bool>,
     failures: Vec<Failure>,
+    /// When the first of them was noticed.
+    failed_at: Option<Instant>,
+    /// This attempt is further than those before.
+    progressed: bool,
+    /// Of the trainer's ranks that train, or have done so.
+    sessions: blame::Sessions,
+    /// Of a command's ranks that have exited.
+    symptoms: blame::Symptoms,
+    /// Ranks that the OOM killer has ended.
+    out_of_memory: BTreeSet<u32>,
+    /// Devices whose parameters differ from those of the other ranks.
+    differing: Vec<String>,
     /// Workers that have confirmed a checkpoint of the last step by their exit code.
     stopped: u32,
     stop: Option<StopCause>,
@@ -74,6 +92,8 @@ pub struct Job {
     deadline: Option<Instant>,
     /// During the restart delay: the failures of the last attempt, in case that no other follows.
     last_failures: Vec<Failure>,
+    /// The failures of the first attempt since the last that made progress.
+    first_failures: Vec<Failure>,
     /// The newest checkpoint of this run.
     checkpoint: Option<(u64, PathBuf)>,
 }
@@ -88,6 +108,12 @@ impl Job {
             attempt_start: now,
             alive: vec![true; rules.world as usize],
             failures: Vec::new(),
+            failed_at: None,
+            progressed: false,
+            sessions: blame::Sessions::new(),
+            symptoms: blame::Symptoms::new(),
+            out_of_memory: BTreeSet::new(),
+            differing: Vec::new(),
             stopped: 0,
             stop: None,
             failed_before_stop: false,
@@ -97,6 +123,7 @@ impl Job {
             killed: false,
             deadline: None,
             last_failures: Vec::new(),
+            first_failures: Vec::new(),
             checkpoint: None,
             rules,
         }
@@ -148,12 +175,22 @@ impl Job {
             Event::RendezvousFailed(message) => {
                 self.fail(Failure::of_group(message, ExitCode::Rendezvous), now)
             }
-            Event::OwnError { rank, message, exit } => {
-                let is_known = self.failures.iter().any(|failure| failure.rank == Some(rank));
-                if self.killed || is_known || !self.is_alive(rank) {
-                    return Vec::new();
-                }
-                self.fail(Failure::of_rank(rank, message, exits::passed_on(Some(exit))), now)
+            Event::OwnError { rank, message, exit } => self.own_error(rank, message, exit, now),
+            Event::ReplicasDiffer { ranks, message } => self.replicas_differ(ranks, message, now),
+            Event::SessionOpened { .. } | Event::Finished { .. } | Event::SessionClosed { .. } => {
+                self.session_event(&event, now)
+            }
+            Event::OomKilled { rank } => {
+                self.out_of_memory.insert(rank);
+                Vec::new()
+            }
+            Event::Symptom { rank, lost_peer, at } => {
+                self.symptoms.insert(rank, blame::Symptom { lost_peer, at });
+                Vec::new()
+            }
+            Event::Advanced => {
+                self.progressed = true;
+                Vec::new()
             }
             Event::Exited { rank, exit } => self.exited(rank, exit, now),
             Event::Stop(cause) => self.stop(cause, now),
@@ -184,39 +221,46 @@ impl Job {
                 self.stopped += 1;
                 None
             }
-            Kind::Trainer => exits::of_trainer(rank, exit, &self.circumstances()),
-            Kind::Command => exits::of_command(rank, exit, self.rules.propagate_exit_code, self.terminated),
+            Kind::Trainer => exits::of_trainer(rank, exit, &self.circumstances(rank)),
+            Kind::Command => self.command_failure(rank, exit),
         };
-        failure.map_or_else(Vec::new, |failure| self.fail(failure, now))
+        match failure {
+            Some(failure) => self.fail(failure, now),
+            None if exit == Exit::Code(0) => self.exited_with_0(rank, now),
+            None => Vec::new(),
+        }
     }
 
     fn is_alive(&self, rank: u32) -> bool {
         self.alive.get(rank as usize).is_some_and(|alive| *alive)
     }
 
-    fn circumstances(&self) -> exits::Circumstances {
+    fn circumstances(&self, rank: u32) -> exits::Circumstances {
         exits::Circumstances {
             joining: self.phase == Phase::Rendezvous,
             another_failed: !self.failures.is_empty(),
             killed: self.killed || self.interrupted,
+            out_of_memory: self.out_of_memory.contains(&rank),
+            replicas_differ: !self.differing.is_empty(),
         }
     }
 
     fn fail(&mut self, failure: Failure, now: Instant) -> Vec<Action> {
         self.failures.push(failure);
+        self.failed_at.get_or_insert(now);
         self.phase = Phase::Stopping;
         self.after_failure(now)
     }
 
-    /// Ends the other workers: those of a trainer once the cause of the failure is known.
+    /// Ends the other workers, once the cause of the failure is known.
     fn after_failure(&mut self, now: Instant) -> Vec<Action> {
         if self.killed || (self.rules.kind == Kind::Command && self.terminated) {
             return Vec::new();
         }
-        if self.rules.kind == Kind::Command {
+        let is_known = self.failures.iter().any(|failure| !failure.consequence);
+        if self.rules.kind == Kind::Command && is_known {
             return self.terminate(SIGTERM, now);
         }
-        let is_known = self.failures.iter().any(|failure| !failure.consequence);
         let is_exiting =
             self.failures.iter().any(|failure| failure.rank.is_some_and(|rank| self.is_alive(rank)));
         if is_known && !is_exiting {
@@ -282,88 +326,14 @@ impl Job {
         if self.deadline.is_none_or(|deadline| now < deadline) {
             return Vec::new();
         }
+        if self.rules.kind == Kind::Command && !self.terminated {
+            // Ranks have lost a peer, but none of the others has failed meanwhile.
+            return self.terminate(SIGTERM, now);
+        }
         let alive = (0..).zip(&self.alive).filter(|(_, alive)| **alive);
         let ranks = alive.map(|(rank, _): (u32, _)| rank.to_string()).collect::<Vec<_>>().join(", ");
         let notice = Action::Notify(format!("killing ranks that did not exit in time: {ranks}"));
         [vec![notice], self.kill()].concat()
-    }
-
-    /// The last worker is gone.
-    fn attempt_ended(&mut self, now: Instant) -> Vec<Action> {
-        self.deadline = None;
-        let failures = std::mem::take(&mut self.failures);
-        let root = outcome::root_of(&failures);
-        if self.stop.is_some() {
-            return self.end(failures);
-        }
-        let Some(root) = root.map(|index| &failures[index]) else { return self.end(failures) };
-        let who = root.rank.map_or_else(|| "the group".into(), |rank| format!("rank {rank}"));
-        let message = format!("{who}: {}", root.message);
-        let code = match root.status {
-            Some(Exit::Code(code)) => Some(code),
-            _ => None,
-        };
-        let duration = now.duration_since(self.attempt_start);
-        match self.policy.decide(AttemptFailure { message: &message, code, duration }) {
-            Decision::Final(reason) => {
-                let notice = reason.map(Action::Notify);
-                notice.into_iter().chain(self.end(failures)).collect()
-            }
-            Decision::Restart { delay, number } => {
-                self.attempt += 1;
-                let attempt = self.attempt;
-                let when = match delay.is_zero() {
-                    true => String::new(),
-                    false => format!(" in {:.1} s", delay.as_secs_f64()),
-                };
-                let number = number
-                    .map_or(String::new(), |number| format!(" ({number} of {})", self.policy.max_restarts()));
-                let notice = Action::Notify(format!("{message}; restarting{when}{number}"));
-                let restart =
-                    Action::Restart { attempt: attempt - 1, rank: root.rank, cause: root.message.clone() };
-                self.last_failures = failures;
-                (self.phase, self.deadline) = (Phase::RestartDelay, Some(now + delay));
-                let start = if delay.is_zero() { self.begin_attempt(now) } else { Vec::new() };
-                [vec![Action::Kill, notice, restart], start].concat()
-            }
-        }
-    }
-
-    /// No worker exists, so a stop ends the job at once.
-    fn during_restart_delay(&mut self, event: &Event, now: Instant) -> Vec<Action> {
-        match event {
-            Event::Stop(cause) => {
-                (self.stop, self.failed_before_stop) = (Some(*cause), true);
-                let failures = std::mem::take(&mut self.last_failures);
-                self.end(failures)
-            }
-            Event::Tick if self.deadline.is_some_and(|deadline| now >= deadline) => self.begin_attempt(now),
-            _ => Vec::new(),
-        }
-    }
-
-    fn begin_attempt(&mut self, now: Instant) -> Vec<Action> {
-        self.phase = first_phase(self.rules.kind);
-        self.attempt_start = now;
-        self.alive.fill(true);
-        (self.terminated, self.killed, self.deadline) = (false, false, None);
-        self.last_failures.clear();
-        vec![Action::Start { attempt: self.attempt }]
-    }
-
-    fn end(&mut self, failures: Vec<Failure>) -> Vec<Action> {
-        self.phase = Phase::Ended;
-        self.deadline = None;
-        let end = outcome::End {
-            kind: self.rules.kind,
-            stop: self.stop,
-            failed_before_stop: self.failed_before_stop,
-            interrupted: self.interrupted,
-            all_stopped: self.stopped == self.rules.world,
-            none_stopped: self.stopped == 0,
-            checkpoint: self.checkpoint.as_ref(),
-        };
-        vec![Action::Kill, Action::End(end.outcome(failures))]
     }
 }
 

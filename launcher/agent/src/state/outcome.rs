@@ -22,7 +22,7 @@ pub(super) struct End<'a> {
 
 impl End<'_> {
     pub(super) fn outcome(&self, failures: Vec<Failure>) -> Outcome {
-        let clean = |exit| Outcome { exit, root: None, others: Vec::new(), stopped: true, note: None };
+        let clean = |exit| Outcome { exit, stopped: true, ..failed(Vec::new()) };
         if self.interrupted {
             return clean(ExitCode::Interrupted);
         }
@@ -59,7 +59,7 @@ impl End<'_> {
 fn failed(mut failures: Vec<Failure>) -> Outcome {
     let root = root_of(&failures).map(|index| failures.remove(index));
     let exit = root.as_ref().map_or(ExitCode::Done, |root| root.exit);
-    Outcome { exit, root, others: failures, stopped: false, note: None }
+    Outcome { exit, root, others: failures, of_kept_attempt: false, stopped: false, note: None }
 }
 
 /// The index of the root cause.

@@ -1,32 +1,32 @@
 //! The restart policy: whether a failed attempt is followed by another, and when. Pure.
 //!
-//! The first restart is immediate; the delay before the next ones doubles from [`FIRST_DELAY`] to [`MAX_DELAY`], plus
-//! up to a quarter so that jobs that failed together do not restart together. An attempt that ran for [`HEALTHY_AFTER`]
-//! resets the delay. [`CRASH_LOOP_ATTEMPTS`] attempts in a row that fail early and in the same way end the job before
-//! the budget is spent: another attempt would fail, too.
+//! A failed attempt is the last one, in this order, if
+//! 1. its exit code is final: the next attempt would end in the same way;
+//! 2. the parameters on a device differed from those of the other ranks for the second time;
+//! 3. the budget is spent: `max_restarts` over the whole job, as for torchrun, or within `restart_window`;
+//! 4. it was the last of [`MAX_FRUITLESS_ATTEMPTS`] in a row without progress, however long each took.
+//!
+//! After progress the next attempt starts at once: a job that advances between failures is worth restarting. So does
+//! the one after a first attempt without progress; the last one waits for [`RETRY_DELAY`], plus up to a quarter so that
+//! jobs that failed together do not restart together.
 
+use std::collections::{BTreeSet, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::command::Restarts;
 
-/// Delay before the second restart in a row.
-const FIRST_DELAY: Duration = Duration::from_secs(1);
-/// Maximum delay, before jitter.
-const MAX_DELAY: Duration = Duration::from_secs(30);
-/// An attempt that ran this long did not fail during start-up.
-const HEALTHY_AFTER: Duration = Duration::from_secs(60);
-/// An attempt that failed sooner did no work.
-const EARLY_FAILURE: Duration = Duration::from_secs(5);
-/// Identical early failures in a row that count as a crash loop.
-const CRASH_LOOP_ATTEMPTS: u32 = 3;
+/// Attempts in a row without progress that end a job.
+const MAX_FRUITLESS_ATTEMPTS: u32 = 3;
+/// Before the last of them, without jitter.
+const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// What follows a failed attempt.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Decision {
     Restart {
         delay: Duration,
-        /// Counts from 1; `None` if this restart is not counted.
+        /// Counts from 1, within the window; `None` if this restart is not counted.
         number: Option<u32>,
     },
     /// The job ends; the reason, unless it is obvious.
@@ -36,77 +36,111 @@ pub(crate) enum Decision {
 /// How an attempt failed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AttemptFailure<'a> {
-    /// Rank and message of the root cause. Equal messages are the same failure.
-    pub(crate) message: &'a str,
     /// The exit code of the root cause.
     pub(crate) code: Option<i32>,
-    /// From the start of the attempt to its end.
-    pub(crate) duration: Duration,
+    /// That code with its meaning, for the user.
+    pub(crate) code_text: &'a str,
+    /// The job is further than any attempt before had brought it.
+    pub(crate) progressed: bool,
+    /// Devices whose parameters differed from those of the other ranks.
+    pub(crate) differing: &'a [String],
 }
 
 #[derive(Debug)]
 pub(crate) struct Policy {
     restarts: Restarts,
     seed: u64,
-    used: u32,
-    /// Restarts since the last healthy attempt.
-    in_a_row: u32,
-    /// Number and message of the identical early failures in a row.
-    early_failures: (u32, String),
+    /// When restarts within the window were decided, oldest first. All of them without a window.
+    recent: VecDeque<Instant>,
+    /// Attempts in a row without progress.
+    fruitless: u32,
+    /// Devices whose parameters have differed.
+    differed: BTreeSet<String>,
 }
 
 impl Policy {
     pub(crate) fn new(restarts: Restarts, seed: u64) -> Self {
-        Self { restarts, seed, used: 0, in_a_row: 0, early_failures: (0, String::new()) }
+        Self { restarts, seed, recent: VecDeque::new(), fruitless: 0, differed: BTreeSet::new() }
     }
 
-    pub(crate) fn max_restarts(&self) -> u32 {
-        self.restarts.most
+    /// Whether failures are followed by restarts at all.
+    pub(crate) fn has_budget(&self) -> bool {
+        self.restarts.most > 0
+    }
+
+    /// The number of attempts in a row that made no progress, including the one decided on last.
+    pub(crate) fn fruitless(&self) -> u32 {
+        self.fruitless
+    }
+
+    /// The budget, after the number of a restart: `of 3`, or `of 3 within 3600 s`.
+    pub(crate) fn budget_text(&self) -> String {
+        format!("of {}{}", self.restarts.most, self.window_text())
     }
 
     /// Decides what follows, and counts a restart.
-    pub(crate) fn decide(&mut self, failure: AttemptFailure<'_>) -> Decision {
+    pub(crate) fn decide(&mut self, failure: AttemptFailure<'_>, now: Instant) -> Decision {
         if failure.code.is_some_and(|code| self.restarts.free.contains(&code)) {
             return Decision::Restart { delay: Duration::ZERO, number: None };
         }
-        if self.restarts.most == 0 {
+        if !self.has_budget() {
             return Decision::Final(None);
         }
-        if let Some(code) = failure.code.filter(|code| self.restarts.not_after.contains(code)) {
-            return Decision::Final(Some(format!("no restart: exit code {code} is final")));
-        }
-        let early = failure.duration < EARLY_FAILURE;
-        self.early_failures = match &mut self.early_failures {
-            (count, message) if early && message == failure.message => (*count + 1, std::mem::take(message)),
-            _ => (u32::from(early), failure.message.to_owned()),
-        };
-        if self.used >= self.restarts.most {
-            return Decision::Final(Some(format!("all {} restarts are used up", self.restarts.most)));
-        }
-        if self.early_failures.0 >= CRASH_LOOP_ATTEMPTS {
-            let seconds = EARLY_FAILURE.as_secs();
-            let reason = format!(
-                "no restart: {CRASH_LOOP_ATTEMPTS} attempts in a row failed in the same way within {seconds} s"
-            );
+        self.fruitless = if failure.progressed { 0 } else { self.fruitless + 1 };
+        if let Some(reason) = self.is_final(&failure).or_else(|| self.is_spent(now)) {
             return Decision::Final(Some(reason));
         }
-        if failure.duration >= HEALTHY_AFTER {
-            self.in_a_row = 0;
+        self.differed.extend(failure.differing.iter().cloned());
+        self.recent.push_back(now);
+        let delay = match self.fruitless {
+            0 | 1 => Duration::ZERO,
+            _ => RETRY_DELAY.mul_f64(1.0 + self.jitter() / 4.0),
+        };
+        Decision::Restart { delay, number: u32::try_from(self.recent.len()).ok() }
+    }
+
+    /// Why the next attempt would fail in the same way.
+    fn is_final(&self, failure: &AttemptFailure<'_>) -> Option<String> {
+        if failure.code.is_some_and(|code| self.restarts.not_after.contains(&code)) {
+            return Some(format!("no restart: {} is final", failure.code_text));
         }
-        // The exponent is limited so that the power cannot overflow.
-        let doubled = self.in_a_row.checked_sub(1).map(|times| FIRST_DELAY * 2_u32.pow(times.min(10)));
-        let delay =
-            doubled.map_or(Duration::ZERO, |delay| delay.min(MAX_DELAY).mul_f64(1.0 + self.jitter() / 4.0));
-        self.used += 1;
-        self.in_a_row += 1;
-        Decision::Restart { delay, number: Some(self.used) }
+        let again: Vec<&str> =
+            failure.differing.iter().filter(|it| self.differed.contains(*it)).map(String::as_str).collect();
+        (!again.is_empty()).then(|| {
+            let devices = again.join(" and ");
+            format!("no restart: the parameters on {devices} differed for the second time; test its memory")
+        })
+    }
+
+    /// Why the job is not worth another attempt.
+    fn is_spent(&mut self, now: Instant) -> Option<String> {
+        let window = self.restarts.window;
+        if !window.is_zero() {
+            self.recent.retain(|at| now.saturating_duration_since(*at) < window);
+        }
+        if self.recent.len() >= self.restarts.most as usize {
+            let within = self.window_text();
+            return Some(match self.restarts.most {
+                1 => format!("the 1 restart allowed{within} is used up"),
+                most => format!("all {most} restarts{within} are used up"),
+            });
+        }
+        (self.fruitless >= MAX_FRUITLESS_ATTEMPTS)
+            .then(|| format!("no restart: {MAX_FRUITLESS_ATTEMPTS} attempts in a row made no progress"))
+    }
+
+    fn window_text(&self) -> String {
+        match self.restarts.window.is_zero() {
+            true => String::new(),
+            false => format!(" within {} s", self.restarts.window.as_secs_f64()),
+        }
     }
 
     /// A number in [0, 1) that differs between seeds and restarts.
     #[expect(clippy::cast_precision_loss, reason = "jitter needs no precision")]
     fn jitter(&self) -> f64 {
         let mut hasher = DefaultHasher::new();
-        (self.seed, self.used).hash(&mut hasher);
+        (self.seed, self.recent.len()).hash(&mut hasher);
         (hasher.finish() >> 11) as f64 / (1_u64 << 53) as f64
     }
 }
@@ -115,13 +149,17 @@ impl Policy {
 mod tests {
     use super::*;
 
-    fn policy(most: u32) -> Policy {
-        Policy::new(Restarts { most, not_after: [2, 79].into(), free: [78].into() }, 7)
+    fn restarts(most: u32) -> Restarts {
+        Restarts { most, not_after: [2, 79].into(), free: [78].into(), ..Restarts::default() }
     }
 
-    fn failed(message: &str, code: i32, seconds: u64) -> AttemptFailure<'_> {
-        AttemptFailure { message, code: Some(code), duration: Duration::from_secs(seconds) }
+    fn policy(most: u32) -> Policy {
+        Policy::new(restarts(most), 7)
     }
+
+    const FRUITLESS: AttemptFailure<'_> =
+        AttemptFailure { code: Some(1), code_text: "exit code 1", progressed: false, differing: &[] };
+    const PROGRESSED: AttemptFailure<'_> = AttemptFailure { progressed: true, ..FRUITLESS };
 
     fn delay(decision: &Decision) -> f64 {
         match decision {
@@ -138,101 +176,97 @@ mod tests {
     }
 
     #[test]
-    fn delays_double_from_the_second_restart_up_to_a_limit() {
-        let mut policy = policy(100);
-        let delays: Vec<f64> = (0..14).map(|_| delay(&policy.decide(failed("a", 1, 10)))).collect();
-        assert_eq!(delays[0], 0.0);
-        let unspread = [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0, 30.0, 30.0, 30.0, 30.0];
-        for (delay, least) in delays[1..].iter().zip(unspread) {
-            assert!((least..least * 1.25).contains(delay), "{delays:?}");
+    fn job_that_makes_progress_is_restarted_at_once_up_to_its_budget() {
+        let (mut policy, now) = (policy(500), Instant::now());
+        for number in 1..=500 {
+            let expected = Decision::Restart { delay: Duration::ZERO, number: Some(number) };
+            assert_eq!(policy.decide(PROGRESSED, now), expected);
         }
+        assert_eq!(reason(policy.decide(PROGRESSED, now)), "all 500 restarts are used up");
     }
 
     #[test]
-    fn an_attempt_of_sixty_seconds_resets_the_delay_and_a_shorter_one_does_not() {
-        for (milliseconds, resets) in [(59_999, false), (60_000, true)] {
-            let mut policy = policy(100);
-            (0..3).for_each(|_| drop(policy.decide(failed("a", 1, 10))));
-            let duration = Duration::from_millis(milliseconds);
-            let after = delay(&policy.decide(AttemptFailure { duration, ..failed("a", 1, 0) }));
-            assert_eq!(after == 0.0, resets, "{milliseconds} ms");
+    fn third_attempt_without_progress_is_the_last_however_long_it_took() {
+        let (mut policy, now) = (policy(100), Instant::now());
+        let hour = Duration::from_secs(3600);
+        assert_eq!(delay(&policy.decide(FRUITLESS, now)), 0.0);
+        let second = delay(&policy.decide(FRUITLESS, now + hour));
+        assert!((1.0..1.25).contains(&second), "{second}");
+        let last = reason(policy.decide(FRUITLESS, now + 2 * hour));
+        assert_eq!(last, "no restart: 3 attempts in a row made no progress");
+    }
+
+    #[test]
+    fn progress_starts_the_count_again() {
+        let (mut policy, now) = (policy(100), Instant::now());
+        for failure in [FRUITLESS, FRUITLESS, PROGRESSED, FRUITLESS, FRUITLESS] {
+            delay(&policy.decide(failure, now));
         }
+        reason(policy.decide(FRUITLESS, now));
     }
 
     #[test]
-    fn jitter_is_known_for_a_seed_and_restart_and_stays_below_a_quarter() {
-        let jitter = |seed, used| {
-            let restarts = Restarts { most: 5, ..Restarts::default() };
-            Policy { used, ..Policy::new(restarts, seed) }.jitter()
-        };
-        let all: Vec<f64> = (0..1000).map(|seed| jitter(seed, 1)).collect();
-        assert!(all.iter().all(|number| (0.0..1.0).contains(number)));
-        let mean = all.iter().sum::<f64>() / 1000.0;
-        assert!((0.45..0.55).contains(&mean), "{mean}");
-        assert_ne!(jitter(1, 1), jitter(2, 1));
-        assert_ne!(jitter(1, 1), jitter(1, 2));
-        assert_eq!(jitter(1, 1), jitter(1, 1));
+    fn restarts_before_the_window_are_not_counted() {
+        let window = Duration::from_secs(3600);
+        let mut policy = Policy::new(Restarts { window, ..restarts(2) }, 7);
+        let start = Instant::now();
+        let mut decide = |seconds| policy.decide(PROGRESSED, start + Duration::from_secs(seconds));
+        for (seconds, number) in [(0, 1), (10, 2), (3600, 2), (3610, 2)] {
+            let expected = Decision::Restart { delay: Duration::ZERO, number: Some(number) };
+            assert_eq!(decide(seconds), expected, "{seconds}");
+        }
+        assert_eq!(reason(decide(7199)), "all 2 restarts within 3600 s are used up");
+        assert_eq!(policy.budget_text(), "of 2 within 3600 s");
     }
 
     #[test]
-    fn jobs_that_fail_together_restart_at_different_times() {
-        let second = |seed| {
-            let mut policy = Policy::new(Restarts { most: 5, ..Restarts::default() }, seed);
-            policy.decide(failed("a", 1, 10));
-            delay(&policy.decide(failed("a", 1, 10)))
-        };
-        assert_ne!(second(1), second(2));
-        assert_eq!(second(1), second(1));
+    fn final_codes_and_a_job_without_restarts_end_with_the_first_failure() {
+        let now = Instant::now();
+        assert_eq!(policy(0).decide(PROGRESSED, now), Decision::Final(None));
+        let code = AttemptFailure { code: Some(79), code_text: "exit code 79 (x)", ..PROGRESSED };
+        assert_eq!(reason(policy(5).decide(code, now)), "no restart: exit code 79 (x) is final");
+        let mut one = policy(1);
+        delay(&one.decide(FRUITLESS, now));
+        assert_eq!(reason(one.decide(FRUITLESS, now)), "the 1 restart allowed is used up");
     }
 
     #[test]
-    fn budget_final_codes_and_crash_loops_end_the_job_with_a_reason() {
-        assert_eq!(policy(0).decide(failed("a", 1, 9)), Decision::Final(None));
-        let mut spent = policy(1);
-        delay(&spent.decide(failed("a", 1, 9)));
-        assert_eq!(reason(spent.decide(failed("b", 1, 9))), "all 1 restarts are used up");
-        assert_eq!(reason(policy(5).decide(failed("a", 79, 9))), "no restart: exit code 79 is final");
-        let mut looping = policy(9);
-        delay(&looping.decide(failed("a", 1, 1)));
-        delay(&looping.decide(failed("a", 1, 1)));
-        let loop_reason = "no restart: 3 attempts in a row failed in the same way within 5 s";
-        assert_eq!(reason(looping.decide(failed("a", 1, 1))), loop_reason);
-    }
-
-    #[test]
-    fn a_spent_budget_is_the_reason_even_in_a_crash_loop() {
-        let mut policy = policy(2);
-        (0..2).for_each(|_| drop(policy.decide(failed("a", 1, 1))));
-        assert_eq!(reason(policy.decide(failed("a", 1, 1))), "all 2 restarts are used up");
+    fn device_that_differs_twice_ends_the_job_and_others_do_not() {
+        let devices = ["GPU-a", "GPU-b", "GPU-c"].map(String::from);
+        let differs = |range| AttemptFailure { differing: &devices[range], ..PROGRESSED };
+        let (mut policy, now) = (policy(9), Instant::now());
+        delay(&policy.decide(differs(0..1), now));
+        delay(&policy.decide(differs(1..2), now));
+        delay(&policy.decide(PROGRESSED, now));
+        let expected =
+            "no restart: the parameters on GPU-b differed for the second time; test its memory".to_owned();
+        assert_eq!(reason(policy.decide(differs(1..3), now)), expected);
     }
 
     #[test]
     fn restart_that_costs_nothing_is_immediate_and_not_counted() {
+        let now = Instant::now();
         for most in [0, 1] {
             let mut policy = policy(most);
             for _ in 0..5 {
-                let decision = policy.decide(failed("a", 78, 1));
+                let decision = policy.decide(AttemptFailure { code: Some(78), ..FRUITLESS }, now);
                 assert_eq!(decision, Decision::Restart { delay: Duration::ZERO, number: None });
             }
-            let counted =
-                matches!(policy.decide(failed("a", 1, 1)), Decision::Restart { number: Some(1), .. });
+            let counted = matches!(policy.decide(FRUITLESS, now), Decision::Restart { number: Some(1), .. });
             assert_eq!(counted, most == 1);
         }
     }
 
     #[test]
-    fn failures_that_differ_or_come_late_are_no_crash_loop() {
-        let mut policy = policy(100);
-        for round in 0..8 {
-            delay(&policy.decide(failed(["a", "b"][round % 2], 1, 1)));
-        }
-        for _ in 0..8 {
-            delay(&policy.decide(failed("a", 1, 5)));
-        }
-        // A late failure starts the count again.
-        for seconds in [1, 1, 5, 1, 1] {
-            delay(&policy.decide(failed("c", 1, seconds)));
-        }
-        reason(policy.decide(failed("c", 1, 4)));
+    fn jobs_that_fail_together_wait_for_different_times() {
+        let second = |seed| {
+            let mut policy = Policy::new(restarts(5), seed);
+            policy.decide(FRUITLESS, Instant::now());
+            delay(&policy.decide(FRUITLESS, Instant::now()))
+        };
+        assert_ne!(second(1), second(2));
+        assert_eq!(second(1), second(1));
+        let mean = (0..1000).map(second).sum::<f64>() / 1000.0;
+        assert!((1.11..1.14).contains(&mean), "{mean}");
     }
 }

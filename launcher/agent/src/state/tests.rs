@@ -1,3 +1,6 @@
+mod blame;
+mod restarts;
+
 use proptest::prelude::*;
 
 use super::*;
@@ -8,7 +11,8 @@ const SHUTDOWN_TIMEOUT_MAX: Duration = Duration::from_secs(100);
 const MILLISECOND: Duration = Duration::from_millis(1);
 
 fn rules(kind: Kind, world: u32, restarts: u32) -> Rules {
-    let restarts = Restarts { most: restarts, not_after: [2, 65].into(), free: [78].into() };
+    let restarts =
+        Restarts { most: restarts, not_after: [2, 65].into(), free: [78].into(), ..Restarts::default() };
     Rules {
         world,
         kind,
@@ -26,6 +30,12 @@ fn trainer(world: u32, restarts: u32) -> Job {
 
 fn command(world: u32, restarts: u32) -> Job {
     Job::new(rules(Kind::Command, world, restarts), Instant::now())
+}
+
+/// The parameters of one rank differ.
+fn differs(rank: u32) -> Event {
+    let ranks = vec![(rank, format!("rank {rank}"))];
+    Event::ReplicasDiffer { ranks, message: "replicas differ".into() }
 }
 
 fn exited(rank: u32, code: i32) -> Event {
@@ -258,6 +268,12 @@ fn any_event() -> impl Strategy<Value = Event> {
         Just(Event::RendezvousFailed("no".into())),
         Just(Event::Tick),
         Just(Event::Progress),
+        Just(Event::Advanced),
+        (0u32..4).prop_map(|rank| Event::SessionOpened { rank }),
+        (0u32..4).prop_map(|rank| Event::Finished { rank }),
+        (0u32..4).prop_map(|rank| Event::SessionClosed { rank }),
+        (0u32..4).prop_map(|rank| Event::OomKilled { rank }),
+        (0u32..4).prop_map(differs),
         Just(Event::Checkpoint { step: 1, path: "/c".into() }),
         (0u32..4).prop_map(own_error),
         cause.prop_map(Event::Stop),
@@ -364,25 +380,6 @@ fn crash_before_a_stop_is_still_the_failure() {
     let events = [exited(1, 7), Event::Stop(StopCause::Signal(2)), killed(0, 15)];
     let end = outcome(&run(&mut job, &events));
     assert_eq!((end.exit, end.root.unwrap().rank), (ExitCode::WorkerFailed, Some(1)));
-}
-
-#[test]
-fn later_restarts_are_delayed_and_a_stop_meanwhile_ends_the_job() {
-    let mut job = command(1, 5);
-    let start = Instant::now();
-    let first = job.handle(exited(0, 1), start + Duration::from_secs(10));
-    assert!(first.contains(&Action::Start { attempt: 1 }), "{first:?}");
-    let second = job.handle(exited(0, 1), start + Duration::from_secs(20));
-    assert_eq!(job.phase(), Phase::RestartDelay);
-    assert!(!second.iter().any(|action| matches!(action, Action::Start { .. })), "{second:?}");
-    let due = job.deadline().unwrap();
-    assert!(due > start + Duration::from_secs(20), "the first delay is not in the future");
-    assert_eq!(job.attempt(), 2);
-    assert_eq!(job.handle(Event::Tick, due - Duration::from_millis(1)), []);
-    assert_eq!(job.handle(Event::Tick, due), [Action::Start { attempt: 2 }]);
-    job.handle(exited(0, 4), due + Duration::from_secs(10));
-    let end = outcome(&job.handle(Event::Stop(StopCause::Signal(15)), due + Duration::from_secs(11)));
-    assert_eq!((end.exit, end.root.unwrap().status), (ExitCode::WorkerFailed, Some(Exit::Code(4))));
 }
 
 fn notices(actions: &[Action]) -> Vec<&str> {
@@ -536,7 +533,7 @@ fn restart_is_recorded_announced_and_starts_a_fresh_attempt() {
     let expected = [
         Action::Kill,
         Action::Notify(format!("rank 1: {cause}; restarting (1 of 3)")),
-        Action::Restart { attempt: 0, rank: Some(1), cause },
+        Action::Restart { attempt: 0, rank: Some(1), cause, keep_evidence: true },
         Action::Start { attempt: 1 },
     ];
     assert_eq!(actions, expected);
@@ -558,22 +555,9 @@ fn failed_rendezvous_restarts_as_a_failure_of_the_group() {
     assert!(actions.contains(&Action::Restart {
         attempt: 0,
         rank: None,
-        cause: "rank 0 did not join".into()
+        cause: "rank 0 did not join".into(),
+        keep_evidence: true,
     }));
-}
-
-#[test]
-fn duration_of_an_attempt_is_counted_from_its_own_start() {
-    let mut job = command(1, 9);
-    let mut now = Instant::now();
-    // Each attempt fails after a minute, which is healthy, so every restart is immediate.
-    for attempt in 1..=4 {
-        now += Duration::from_secs(60);
-        assert!(job.handle(exited(0, 1), now).contains(&Action::Start { attempt }));
-    }
-    now += Duration::from_secs(59);
-    job.handle(exited(0, 1), now);
-    assert_eq!(job.phase(), Phase::RestartDelay);
 }
 
 #[test]

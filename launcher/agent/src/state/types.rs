@@ -1,7 +1,7 @@
 //! Events, actions and outcomes of the state machine.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use xlaunch_proto::exit::ExitCode;
 
@@ -53,7 +53,8 @@ pub enum Event {
     AllJoined,
     /// The rendezvous failed, or the ranks did not open their communicator after it, for this reason.
     RendezvousFailed(String),
-    /// A worker is about to exit for an error of its own. Ranks that lose it will fail, too.
+    /// A worker is about to exit for an error of its own, after which ranks that lose it will fail, too; or, with
+    /// [`ExitCode::Retryable`], because it has lost a peer.
     OwnError {
         /// The rank.
         rank: u32,
@@ -62,8 +63,46 @@ pub enum Event {
         /// The code with which it is about to exit.
         exit: ExitCode,
     },
+    /// Ranks whose parameters differ from those of the others, with their devices. Every rank reports it.
+    ReplicasDiffer {
+        /// All ranks if there is no majority.
+        ranks: Vec<(u32, String)>,
+        /// One line.
+        message: String,
+    },
+    /// A worker of a trainer has begun to report.
+    SessionOpened {
+        /// The rank.
+        rank: u32,
+    },
+    /// A worker of a trainer has done all its work, and is about to exit.
+    Finished {
+        /// The rank.
+        rank: u32,
+    },
+    /// All reports of a worker have been read.
+    SessionClosed {
+        /// The rank.
+        rank: u32,
+    },
     /// A worker has made progress in saving or evaluating.
     Progress,
+    /// The job is further than ever: a step beyond the furthest of all attempts, or a heartbeat of a command.
+    Advanced,
+    /// The OOM killer has ended this rank, whose exit follows.
+    OomKilled {
+        /// The rank.
+        rank: u32,
+    },
+    /// What a command's worker, whose exit follows, has written about its failure.
+    Symptom {
+        /// The rank.
+        rank: u32,
+        /// It has lost the connection to another rank.
+        lost_peer: bool,
+        /// When it wrote that.
+        at: Instant,
+    },
     /// A checkpoint is complete.
     Checkpoint {
         /// Steps completed.
@@ -117,6 +156,8 @@ pub enum Action {
         rank: Option<u32>,
         /// The message of the root cause.
         cause: String,
+        /// The report needs the evidence of this attempt if none of the next ones makes progress.
+        keep_evidence: bool,
     },
     /// The job is over.
     End(Outcome),
@@ -129,11 +170,14 @@ pub struct Outcome {
     pub exit: ExitCode,
     /// The root cause of a failure.
     pub root: Option<Failure>,
-    /// All other failures of the last attempt.
+    /// All other failures of the same attempt.
     pub others: Vec<Failure>,
+    /// That is the last attempt whose evidence was to be kept, in place of the last attempt.
+    pub of_kept_attempt: bool,
     /// A stop was requested before anything failed.
     pub stopped: bool,
-    /// What remains of a training job that was stopped without a checkpoint of its last step.
+    /// What remains of a training job that was stopped without a checkpoint of its last step, or how the last attempt
+    /// failed if that is not the root cause.
     pub note: Option<String>,
 }
 
@@ -149,6 +193,8 @@ pub struct Failure {
     pub(crate) exit: ExitCode,
     /// Another failure or a stop has led to this one: a lost peer, or a signal from xlaunch.
     pub(crate) consequence: bool,
+    /// Neither the job's program nor its GPU is at fault: the same job may succeed elsewhere or later.
+    pub(crate) infrastructure: bool,
 }
 
 /// The phase of a job.

@@ -2,7 +2,7 @@
 
 mod reports;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -100,6 +100,10 @@ pub(crate) struct TrainerWorkload<'a> {
     checkpoint_requests: CheckpointRequests,
     /// Steps completed; `None` until this attempt trains.
     step: Option<u64>,
+    /// Of all attempts.
+    furthest_step: u64,
+    /// By rank, as they have joined.
+    devices: BTreeMap<u32, String>,
     hang_detector: HangDetector,
     saves: SaveBarrier,
     /// For frameworks that rendezvous on their own; the trainer does not.
@@ -133,6 +137,8 @@ impl<'a> TrainerWorkload<'a> {
             progress: Vec::new(),
             checkpoint_requests: CheckpointRequests::default(),
             step: None,
+            furthest_step: 0,
+            devices: BTreeMap::new(),
             hang_detector: HangDetector::new(stall_timeout, Instant::now()),
             saves: SaveBarrier::new(plan.placement.workers),
             port: None,
@@ -183,6 +189,7 @@ impl<'a> TrainerWorkload<'a> {
         let outcome = self.barrier.join(join, reply);
         if matches!(outcome, JoinOutcome::Waiting | JoinOutcome::Complete) {
             board.send_modify(|board| board.joined(rank, &device));
+            self.devices.insert(rank, device);
         }
         match outcome {
             JoinOutcome::Waiting | JoinOutcome::Ignored => None,
@@ -210,6 +217,7 @@ impl Workload for TrainerWorkload<'_> {
             kind: Kind::Trainer,
             restarts: Restarts {
                 most: launch.max_restarts,
+                window: Duration::from_secs_f64(launch.restart_window),
                 not_after: final_codes.into(),
                 free: [i32::from(ExitCode::DamagedCheckpoint.code())].into(),
             },
@@ -334,12 +342,14 @@ impl Workload for TrainerWorkload<'_> {
                         self.sessions.send(rank, WorkerCommand::Stop(StopCommand {}));
                     }
                     self.hang_detector.session_opened(rank, Instant::now());
+                    return Some(Event::SessionOpened { rank });
                 }
             }
             Message::SessionClosed { rank, attempt } => {
                 if attempt == job.attempt() {
                     self.sessions.closed(rank);
                     self.hang_detector.session_closed(rank);
+                    return Some(Event::SessionClosed { rank });
                 }
             }
             Message::Report { rank, attempt, report } => {

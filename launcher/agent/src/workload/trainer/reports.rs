@@ -17,6 +17,9 @@ use crate::status::board::Board;
 use crate::workload::Workload;
 use crate::workload::checkpoint_requests::Requester;
 
+/// The device id of ranks without a GPU.
+const CPU_DEVICE: &str = "cpu";
+
 impl TrainerWorkload<'_> {
     /// Passes a report on to status, sinks and summary. Returns what it means for the job.
     pub(super) fn report(
@@ -68,7 +71,14 @@ impl TrainerWorkload<'_> {
                 return rises.then_some(Event::Progress);
             }
             Report::TrainStarted(started) if rank == 0 => self.step = Some(started.first_step),
-            Report::Step(step) if rank == 0 => self.step = Some(step.step),
+            Report::Step(step) if rank == 0 => {
+                self.step = Some(step.step);
+                if step.step > self.furthest_step {
+                    self.furthest_step = step.step;
+                    return Some(Event::Advanced);
+                }
+            }
+            Report::Finished(_) => return Some(Event::Finished { rank }),
             Report::Checkpoint(checkpoint) if rank == 0 => return Some(self.checkpoint_saved(checkpoint)),
             Report::CheckpointFailed(failed) => {
                 let line = self.checkpoint_requests.fail(&format!("{}: {}", failed.path, failed.reason));
@@ -90,13 +100,26 @@ impl TrainerWorkload<'_> {
         Event::Checkpoint { step: *step, path }
     }
 
-    fn rank_failed(&mut self, rank: u32, Failed { message, exit_code }: &Failed) -> Event {
+    fn rank_failed(&mut self, rank: u32, failed: &Failed) -> Event {
+        let Failed { message, exit_code, differing_ranks } = failed;
         let line = self.checkpoint_requests.fail(&format!("rank {rank} failed: {message}"));
         self.notify_if(line);
         self.sessions.send(rank, WorkerCommand::FailedAck(FailedAck {}));
-        let exit = i32::try_from(*exit_code).ok().and_then(ExitCode::from_code);
+        let exit = i32::try_from(*exit_code).ok().and_then(ExitCode::of_worker);
         let message = message.lines().next().unwrap_or_default().to_owned();
+        if !differing_ranks.is_empty() {
+            let ranks = differing_ranks.iter().map(|rank| (*rank, self.device(*rank))).collect();
+            return Event::ReplicasDiffer { ranks, message };
+        }
         Event::OwnError { rank, message, exit: exit.unwrap_or(ExitCode::WorkerFailed) }
+    }
+
+    /// The device of a rank, by which it is remembered over attempts.
+    fn device(&self, rank: u32) -> String {
+        match self.devices.get(&rank) {
+            Some(uuid) if uuid != CPU_DEVICE => format!("{uuid} (rank {rank})"),
+            _ => format!("rank {rank}"),
+        }
     }
 
     /// Asks for a checkpoint, unless the job does not train.

@@ -1,0 +1,161 @@
+//! Which failure of an attempt was the first: what ranks report, and what their exits show.
+//!
+//! A rank that fails breaks the connections of the others, which then fail, too, and may be the first to exit. So the
+//! order of exits does not tell who began. Told apart are
+//! - errors that a trainer's rank reports before it closes its connections, and the loss of a peer, which it reports
+//!   in the same way;
+//! - a rank that exits with code 0 before it has reported the end of its work;
+//! - for commands, what a rank has written to stderr and when: an exception of its own is written before its
+//!   connections are closed, so before any other rank can notice.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use xlaunch_proto::exit::ExitCode;
+
+use super::{Action, Event, Failure, Job, Kind, exits};
+use crate::spawn::Exit;
+
+/// How far a trainer's rank is, as its session shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Session {
+    Open,
+    /// It has done all its work.
+    Finished,
+    /// It has exited with code 0 before that, but its last reports may not have been read.
+    ExitedEarly,
+    /// It has closed its session before that.
+    ClosedEarly,
+}
+
+/// What a command's rank has written about its failure.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Symptom {
+    pub(super) lost_peer: bool,
+    pub(super) at: Instant,
+}
+
+pub(super) type Sessions = BTreeMap<u32, Session>;
+pub(super) type Symptoms = BTreeMap<u32, Symptom>;
+
+impl Job {
+    pub(super) fn session_event(&mut self, event: &Event, now: Instant) -> Vec<Action> {
+        match *event {
+            Event::SessionOpened { rank } if self.is_alive(rank) => {
+                self.sessions.insert(rank, Session::Open);
+            }
+            Event::Finished { rank } => {
+                self.sessions.insert(rank, Session::Finished);
+            }
+            Event::SessionClosed { rank } => match self.sessions.get(&rank) {
+                Some(Session::Open) => {
+                    self.sessions.insert(rank, Session::ClosedEarly);
+                }
+                Some(Session::ExitedEarly) => return self.exited_early(rank, now),
+                _ => {}
+            },
+            _ => {}
+        }
+        Vec::new()
+    }
+
+    /// A trainer's rank has exited with code 0. If it has not reported the end of its work, that is a failure as soon
+    /// as all its reports have been read.
+    pub(super) fn exited_with_0(&mut self, rank: u32, now: Instant) -> Vec<Action> {
+        match self.sessions.get(&rank) {
+            Some(Session::ClosedEarly) => self.exited_early(rank, now),
+            Some(Session::Open) => {
+                self.sessions.insert(rank, Session::ExitedEarly);
+                Vec::new()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    fn exited_early(&mut self, rank: u32, now: Instant) -> Vec<Action> {
+        self.sessions.insert(rank, Session::Finished);
+        self.fail(early_exit(rank), now)
+    }
+
+    /// At the end of an attempt that failed: ranks with an early exit of which no later report told.
+    pub(super) fn find_early_exits(&mut self) {
+        let early = self.sessions.iter().filter(|(_, session)| **session == Session::ExitedEarly);
+        let early: Vec<u32> = early.map(|(rank, _)| *rank).collect();
+        if !self.failures.is_empty() {
+            self.failures.extend(early.into_iter().map(early_exit));
+        }
+    }
+
+    /// The parameters of ranks differ: the failure of that rank, or of the group if there are several. The reports of
+    /// the other ranks repeat it.
+    pub(super) fn replicas_differ(
+        &mut self,
+        ranks: Vec<(u32, String)>,
+        message: String,
+        now: Instant,
+    ) -> Vec<Action> {
+        if self.killed || !self.differing.is_empty() {
+            return Vec::new();
+        }
+        let failure = match ranks[..] {
+            [(rank, _)] if self.is_alive(rank) => Failure::of_rank(rank, message, ExitCode::Gpu),
+            _ => Failure::of_group(message, ExitCode::Gpu),
+        };
+        self.differing = ranks.into_iter().map(|(_, device)| device).collect();
+        self.fail(failure, now)
+    }
+
+    /// A rank reports the error that ends it.
+    pub(super) fn own_error(
+        &mut self,
+        rank: u32,
+        message: String,
+        exit: ExitCode,
+        now: Instant,
+    ) -> Vec<Action> {
+        let is_known = self.failures.iter().any(|failure| failure.rank == Some(rank));
+        if self.killed || is_known || !self.is_alive(rank) {
+            return Vec::new();
+        }
+        let failure = Failure::of_rank(rank, message, exits::passed_on(Some(exit)));
+        self.fail(
+            Failure {
+                consequence: exit == ExitCode::Retryable,
+                infrastructure: exits::is_infrastructure(exit),
+                ..failure
+            },
+            now,
+        )
+    }
+
+    /// The failure that the exit of a command's rank is.
+    pub(super) fn command_failure(&self, rank: u32, exit: Exit) -> Option<Failure> {
+        let lost_peer = self.symptoms.get(&rank).is_some_and(|symptom| symptom.lost_peer);
+        exits::of_command(rank, exit, self.rules.propagate_exit_code, self.terminated || lost_peer)
+    }
+
+    /// Puts the failures of a command in the order in which ranks wrote about them. A rank that had written of an error
+    /// of its own before xlaunch ended it has failed by itself.
+    pub(super) fn order_by_symptoms(&mut self) {
+        if self.rules.kind != Kind::Command || self.stop.is_some() {
+            return;
+        }
+        let symptoms = &self.symptoms;
+        let symptom = |failure: &Failure| failure.rank.and_then(|rank| symptoms.get(&rank));
+        for failure in &mut self.failures {
+            if symptom(failure).is_some_and(|symptom| !symptom.lost_peer) {
+                failure.consequence = false;
+            }
+        }
+        // Stable: without symptoms, the order of exits.
+        self.failures.sort_by(|a, b| match (symptom(a), symptom(b)) {
+            (Some(a), Some(b)) => a.at.cmp(&b.at),
+            _ => std::cmp::Ordering::Equal,
+        });
+    }
+}
+
+fn early_exit(rank: u32) -> Failure {
+    let message = "exited with code 0 before the end of its work".into();
+    Failure { status: Some(Exit::Code(0)), ..Failure::of_rank(rank, message, ExitCode::WorkerFailed) }
+}
