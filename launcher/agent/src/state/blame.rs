@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use xlaunch_proto::exit::ExitCode;
 
-use super::{Action, Event, Failure, Job, Kind, exits};
+use super::{Action, Event, Failure, Job, Kind, Phase, SIGTERM, exits};
 use crate::spawn::Exit;
 
 /// How far a trainer's rank is, as its session shows.
@@ -28,11 +28,18 @@ pub(super) enum Session {
     ClosedEarly,
 }
 
-/// What a command's rank has written about its failure.
+/// What a command's rank that has failed wrote about it, and when; without that, when it exited.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Symptom {
-    pub(super) lost_peer: bool,
+    pub(super) kind: Written,
     pub(super) at: Instant,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Written {
+    OwnError,
+    LostPeer,
+    Nothing,
 }
 
 pub(super) type Sessions = BTreeMap<u32, Session>;
@@ -128,14 +135,34 @@ impl Job {
         )
     }
 
+    /// Ends the attempt at once: a rank that hangs never exits by itself. While the job is stopping there is a deadline
+    /// for that already.
+    pub(super) fn hung(&mut self, ranks: &[u32], message: &str, now: Instant) -> Vec<Action> {
+        if self.phase == Phase::Stopping {
+            return Vec::new();
+        }
+        let hung: Vec<u32> = ranks.iter().copied().filter(|rank| self.is_alive(*rank)).collect();
+        let Some((&first, others)) = hung.split_first() else { return Vec::new() };
+        self.failures.push(Failure::hung(first, message.to_owned()));
+        self.failed_at.get_or_insert(now);
+        let others = others.iter().map(|rank| Failure::hung(*rank, format!("hung, as rank {first} did")));
+        self.failures.extend(others);
+        self.phase = Phase::Stopping;
+        match self.rules.kind {
+            Kind::Trainer => self.kill(),
+            Kind::Command => self.terminate(SIGTERM, now),
+        }
+    }
+
     /// The failure that the exit of a command's rank is.
-    pub(super) fn command_failure(&self, rank: u32, exit: Exit) -> Option<Failure> {
-        let lost_peer = self.symptoms.get(&rank).is_some_and(|symptom| symptom.lost_peer);
+    pub(super) fn command_failure(&mut self, rank: u32, exit: Exit, now: Instant) -> Option<Failure> {
+        let silent = Symptom { kind: Written::Nothing, at: now };
+        let lost_peer = self.symptoms.entry(rank).or_insert(silent).kind == Written::LostPeer;
         exits::of_command(rank, exit, self.rules.propagate_exit_code, self.terminated || lost_peer)
     }
 
-    /// Puts the failures of a command in the order in which ranks wrote about them. A rank that had written of an error
-    /// of its own before xlaunch ended it has failed by itself.
+    /// Puts the failures of a command in the order in which ranks wrote about them, and those that have written nothing
+    /// where they exited. A rank that had written of an error of its own before xlaunch ended it has failed by itself.
     pub(super) fn order_by_symptoms(&mut self) {
         if self.rules.kind != Kind::Command || self.stop.is_some() {
             return;
@@ -143,15 +170,13 @@ impl Job {
         let symptoms = &self.symptoms;
         let symptom = |failure: &Failure| failure.rank.and_then(|rank| symptoms.get(&rank));
         for failure in &mut self.failures {
-            if symptom(failure).is_some_and(|symptom| !symptom.lost_peer) {
+            if symptom(failure).is_some_and(|symptom| symptom.kind == Written::OwnError) {
                 failure.consequence = false;
             }
         }
-        // Stable: without symptoms, the order of exits.
-        self.failures.sort_by(|a, b| match (symptom(a), symptom(b)) {
-            (Some(a), Some(b)) => a.at.cmp(&b.at),
-            _ => std::cmp::Ordering::Equal,
-        });
+        // Failures of the group, to start and verdicts on hangs are known before any exit: None sorts first.
+        self.failures
+            .sort_by_key(|failure| symptom(failure).filter(|_| !failure.hung).map(|symptom| symptom.at));
     }
 }
 

@@ -13,6 +13,8 @@
 //! the last worker has exited, the restart policy decides between Ended and another attempt (`restart`, `policy`).
 //! Which of several failures was the first is decided in `blame`.
 //!
+//! - **Ranks that hang** are a failure that the hang detector reports: a trainer's workers are killed at once, those of
+//!   a command are terminated as after any failure.
 //! - **A command** is sent SIGTERM after a failure, or the signal that xlaunch received, and `shutdown_timeout` later
 //!   SIGKILL.
 //! - **A trainer's** workers ignore signals, and hold nothing that SIGTERM would save. A stop asks them for a
@@ -40,6 +42,7 @@ use std::time::{Duration, Instant};
 use xlaunch_proto::exit::ExitCode;
 
 use crate::spawn::Exit;
+use blame::Written;
 use policy::Policy;
 pub use types::{Action, Event, Failure, Kind, Outcome, Phase, Rules, StopCause};
 
@@ -185,13 +188,15 @@ impl Job {
                 Vec::new()
             }
             Event::Symptom { rank, lost_peer, at } => {
-                self.symptoms.insert(rank, blame::Symptom { lost_peer, at });
+                let kind = if lost_peer { Written::LostPeer } else { Written::OwnError };
+                self.symptoms.insert(rank, blame::Symptom { kind, at });
                 Vec::new()
             }
             Event::Advanced => {
                 self.progressed = true;
                 Vec::new()
             }
+            Event::Hung { ranks, message } => self.hung(&ranks, &message, now),
             Event::Exited { rank, exit } => self.exited(rank, exit, now),
             Event::Stop(cause) => self.stop(cause, now),
             Event::Progress => {
@@ -210,7 +215,7 @@ impl Job {
 
     fn exited(&mut self, rank: u32, exit: Exit, now: Instant) -> Vec<Action> {
         self.alive[rank as usize] = false;
-        // At most one: the error that the rank has reported.
+        // At most one: the error that the rank has reported, or its hang.
         let reported = self.failures.iter_mut().find(|failure| failure.rank == Some(rank));
         if let Some(failure) = reported {
             failure.exited(exit);
@@ -222,7 +227,7 @@ impl Job {
                 None
             }
             Kind::Trainer => exits::of_trainer(rank, exit, &self.circumstances(rank)),
-            Kind::Command => self.command_failure(rank, exit),
+            Kind::Command => self.command_failure(rank, exit, now),
         };
         match failure {
             Some(failure) => self.fail(failure, now),

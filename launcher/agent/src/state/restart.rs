@@ -6,7 +6,6 @@ use xlaunch_proto::exit::ExitCode;
 
 use super::policy::{AttemptFailure, Decision};
 use super::{Action, Event, Failure, HEALTHY_AFTER, Job, Kind, Phase, first_phase, outcome};
-use crate::spawn::Exit;
 
 impl Job {
     /// The last worker is gone.
@@ -17,12 +16,11 @@ impl Job {
         let failures = std::mem::take(&mut self.failures);
         let root = outcome::root_of(&failures).map(|index| failures[index].clone());
         let Some(root) = root.filter(|_| self.stop.is_none()) else { return self.end(failures) };
-        let (code, code_text) = match root.status {
-            Some(exit @ Exit::Code(code)) if self.rules.kind == Kind::Trainer => {
-                (Some(code), exit.to_string())
-            }
-            Some(exit @ Exit::Code(code)) => (Some(code), exit.of_command()),
-            _ => (None, String::new()),
+        let code = root.code();
+        let code_text = match (self.rules.kind, root.status) {
+            (_, None) => String::new(),
+            (Kind::Trainer, Some(exit)) => exit.to_string(),
+            (Kind::Command, Some(exit)) => exit.of_command(),
         };
         let progressed = self.progressed || self.rules.kind == Kind::Command && self.has_lived(now);
         let differing = std::mem::take(&mut self.differing);
