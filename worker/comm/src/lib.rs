@@ -16,6 +16,6 @@ mod sharding;
 
 pub use collective::{AbortHandle, Collective, CommError, Result};
 pub use local::Local;
-pub use nccl::{Nccl, unique_id};
+pub use nccl::{Nccl, load_library, unique_id};
 pub use ring::{Ring, RingListener};
 pub use sharding::Sharding;

@@ -12,7 +12,7 @@ use xlaunch_proto::model::Arch;
 
 use super::forward::{Activations, Block, Normed};
 use super::layout::{self, Linear};
-use super::{Model, Rows};
+use super::{Model, Rows, attention_shape};
 
 /// What every part of one backward pass works with.
 #[derive(Clone, Copy)]
@@ -116,7 +116,7 @@ impl Model {
         let datt = self.linear_backward(pass, dx, &block.att, &params.proj, sizes, None)?;
         let dqkv = self.activation(block.qkv.len())?;
         self.backend.attention_backward(AttentionBackward {
-            shape: self.attention_shape(pass.rows),
+            shape: attention_shape(&self.shape, pass.rows),
             qkv: block.qkv.all(),
             rope: self.rope(pass.rows),
             out: block.att.all(),

@@ -8,7 +8,7 @@ use xlaunch_engine::{
 use xlaunch_proto::model::Arch;
 
 use super::layout::{self, Linear};
-use super::{Model, Rows};
+use super::{Model, Rows, attention_shape};
 
 /// The activations that backward needs. Backward frees each tensor after its last use.
 #[derive(Debug)]
@@ -132,7 +132,7 @@ impl Model {
         let att = self.activation(n * shape.dim)?;
         let lse = self.backend.alloc(DType::F32, n * shape.heads)?;
         self.backend.attention_forward(AttentionForward {
-            shape: self.attention_shape(rows),
+            shape: attention_shape(&self.shape, rows),
             qkv: qkv.all(),
             rope: self.rope(rows),
             out: att.all(),

@@ -114,6 +114,17 @@ pub struct Rows {
     pub seq: usize,
 }
 
+/// The attention of a model in one pass.
+pub fn attention_shape(shape: &ModelShape, rows: Rows) -> AttentionShape {
+    AttentionShape {
+        batch: rows.batch,
+        seq: rows.seq,
+        heads: shape.heads,
+        kv_heads: shape.kv_heads,
+        width: shape.head_width(),
+    }
+}
+
 impl Rows {
     /// N = B T.
     pub fn count(self) -> usize {
@@ -174,16 +185,6 @@ impl Model {
             Arch::Llama => NormKind::Rms,
         };
         NormShape { rows: rows.count(), cols: self.shape.dim, kind, eps: NORM_EPS }
-    }
-
-    fn attention_shape(&self, rows: Rows) -> AttentionShape {
-        AttentionShape {
-            batch: rows.batch,
-            seq: rows.seq,
-            heads: self.shape.heads,
-            kv_heads: self.shape.kv_heads,
-            width: self.shape.head_width(),
-        }
     }
 
     /// The part of the rotary table for these positions.

@@ -1,6 +1,7 @@
 //! Opens the device that the environment names, with the pool and precision of the job.
 
 use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
 
 use cudarc::driver::CudaStream;
 use xlaunch_engine::{self as engine, CpuBackend, CudaBackend, CudaOptions, DType};
@@ -13,6 +14,35 @@ use crate::nccl_windows;
 
 /// Most events of the first step that a pool trace keeps.
 const MAX_POOL_TRACE_EVENTS: usize = 1 << 20;
+
+/// Loads a GPU's libraries and initialises its driver on a thread, which takes as long as learning what to do and opening
+/// the data. What is missing is reported when it is used.
+pub(super) struct Libraries(Option<Sender<()>>);
+
+impl Libraries {
+    /// Loads the libraries. Calls none of them: GPUs may still be in use by the attempt before.
+    pub(super) fn load(environment: &Environment) -> Self {
+        if environment.device == Device::Cpu {
+            return Self(None);
+        }
+        let (sender, begun) = channel();
+        // Without the thread they are loaded when they are used.
+        let thread = std::thread::Builder::new().name("libraries".into()).spawn(move || {
+            engine::cuda::load_libraries();
+            xlaunch_comm::load_library();
+            if begun.recv().is_ok() {
+                engine::cuda::initialise_driver();
+            }
+        });
+        Self(thread.is_ok().then_some(sender))
+    }
+
+    /// The attempt has begun: initialises the driver.
+    pub(super) fn use_gpu(self) {
+        // The thread waits for this.
+        let _ = self.0.map(|sender| sender.send(()));
+    }
+}
 
 /// Element type of activations on the device that will be opened.
 pub(super) fn activation_dtype(environment: &Environment, spec: &JobSpec) -> DType {

@@ -29,6 +29,11 @@ use communicator::Communicator;
 use library::Library;
 use windows::Windows;
 
+/// Loads NCCL ahead of its first use, which reports what is missing.
+pub fn load_library() {
+    let _ = Library::get();
+}
+
 /// A new id with which the ranks of one communicator find each other. It is a secret: anyone who has it can join.
 pub fn unique_id() -> Result<[u8; 128]> {
     let library = Library::get()?;

@@ -16,9 +16,10 @@ use crate::host_buffer::HostAllocator;
 use crate::ops::attention::cuda::Attention;
 use crate::ops::gelu::cuda::Gelu;
 use crate::ops::{
-    self, AdamWStep, AttentionBackward, AttentionForward, Checksum, EmbedBackward, EmbedForward,
-    FusedClassifier, GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight, LinearForward,
-    LinearGeluForward, NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward,
+    self, AdamWStep, AttentionBackward, AttentionForward, AttentionShape, Checksum, EmbedBackward,
+    EmbedForward, FusedClassifier, GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight,
+    LinearForward, LinearGeluForward, NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward,
+    SwigluForward,
 };
 use crate::options::{CudaOptions, DeviceInfo};
 use crate::profile::KernelSpan;
@@ -98,6 +99,10 @@ impl Backend for CudaBackend {
 
     fn host_allocator(&self) -> HostAllocator {
         HostAllocator::pinned(self.gpu.device.context.clone())
+    }
+
+    fn prepare(&self, attention: AttentionShape) {
+        self.attention.prepare(&self.gpu, attention);
     }
 
     fn zero(&self, x: Slice<'_>) -> Result<()> {

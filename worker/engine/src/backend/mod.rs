@@ -12,9 +12,9 @@ use crate::error::{EngineError, Result};
 use crate::handles::{Capture, PendingRead};
 use crate::host_buffer::HostAllocator;
 use crate::ops::{
-    AdamWStep, AttentionBackward, AttentionForward, Checksum, EmbedBackward, EmbedForward, FusedClassifier,
-    GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward,
-    NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward,
+    AdamWStep, AttentionBackward, AttentionForward, AttentionShape, Checksum, EmbedBackward, EmbedForward,
+    FusedClassifier, GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight, LinearForward,
+    LinearGeluForward, NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward,
 };
 use crate::options::DeviceInfo;
 use crate::profile::KernelSpan;
@@ -69,6 +69,10 @@ pub trait Backend {
     fn end_capture(&self) -> Result<Capture> {
         Err(EngineError::Cuda { what: "failed to end a capture".into(), reason: "none was started".into() })
     }
+
+    /// Starts what the first step would otherwise wait for, and returns at once. `attention` is the shape of the model's
+    /// attention.
+    fn prepare(&self, _attention: AttentionShape) {}
 
     /// A tensor with unspecified contents.
     #[track_caller]

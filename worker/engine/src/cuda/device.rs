@@ -6,7 +6,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUdevice_attribute, CUmemPool_attribute, cuMemPoolGetAttribute};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, result};
 
-use super::profile::Profiler;
+use super::{cudnn, profile::Profiler};
 use crate::error::{EngineError, Result};
 use crate::options::DeviceInfo;
 
@@ -48,6 +48,20 @@ impl Device {
             profiler: Rc::default(),
             context,
         })
+    }
+}
+
+/// Loads the libraries, which opening a GPU then does not have to wait for, without any call. What is missing is
+/// reported when a GPU is opened.
+pub fn load_libraries() {
+    let _ = find_libraries();
+    cudnn::library::load_all();
+}
+
+/// Initialises the driver, which opening a GPU then does not have to wait for. Errors are reported when one is opened.
+pub fn initialise_driver() {
+    if find_libraries().is_ok() {
+        let _ = result::init();
     }
 }
 

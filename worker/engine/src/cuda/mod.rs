@@ -35,7 +35,7 @@ use crate::tensor::{Slice, Tensor};
 pub(crate) use compile::{BLOCK_THREADS, COLUMN_BLOCK, Macro, Source, source};
 use device::Device;
 pub(crate) use device::driver_error;
-pub use device::{compute_stream, default_mempool_high};
+pub use device::{compute_stream, default_mempool_high, initialise_driver, load_libraries};
 use gemm::Gemm;
 pub(crate) use launch::{Arg, KernelFile, Kernels, Launch, VEC, args};
 use variant_log::VariantLog;

@@ -78,6 +78,9 @@ values! {
 #[repr(transparent)]
 pub(crate) struct Descriptor(cudnnBackendDescriptor_t);
 
+// SAFETY: a descriptor is an object in host memory that the library lets any one thread at a time use.
+unsafe impl Send for Descriptor {}
+
 impl Descriptor {
     pub(crate) fn new(kind: Kind) -> Result<Self, CudnnError> {
         let mut raw = std::ptr::null_mut();

@@ -4,7 +4,7 @@
 //! too.
 
 use std::ffi::{c_char, c_void};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use cudarc::cudnn::sys::{
@@ -17,6 +17,12 @@ const NAMES: [&str; 2] = ["libcudnn.so.9", "libcudnn.so"];
 /// The file that `libcudnn.so.9` forwards calls to. Without it, cuDNN aborts the process at the first call: hence the
 /// check.
 const GRAPH: &str = "libcudnn_graph.so.9";
+/// Files that the library loads when it builds a plan for attention.
+const ENGINES: [&str; 3] = [
+    "libcudnn_heuristic.so.9",
+    "libcudnn_engines_precompiled.so.9",
+    "libcudnn_engines_runtime_compiled.so.9",
+];
 /// Environment variable with a path that is tried before all names.
 const PATH_VARIABLE: &str = "XLAUNCH_CUDNN";
 
@@ -40,8 +46,22 @@ pub(crate) struct Library {
     pub(crate) finalize: unsafe extern "C" fn(cudnnBackendDescriptor_t) -> Status,
     pub(crate) execute:
         unsafe extern "C" fn(cudnnHandle_t, cudnnBackendDescriptor_t, cudnnBackendDescriptor_t) -> Status,
+    /// As it was loaded.
+    path: PathBuf,
     /// Keep the functions above in memory.
     _files: [libloading::Library; 2],
+}
+
+/// Loads the library and the files that it would load when it builds its first plan.
+pub(crate) fn load_all() {
+    let Ok(library) = Library::get() else { return };
+    for file in ENGINES {
+        // SAFETY: cuDNN's initialisers have no preconditions; the operator answers for files of these names.
+        if let Ok(engine) = unsafe { libloading::Library::new(library.path.with_file_name(file)) } {
+            // The library keeps it until the process ends.
+            std::mem::forget(engine);
+        }
+    }
 }
 
 impl Library {
@@ -91,6 +111,7 @@ impl Library {
             get_attribute: function!(b"cudnnBackendGetAttribute\0"),
             finalize: function!(b"cudnnBackendFinalize\0"),
             execute: function!(b"cudnnBackendExecute\0"),
+            path: name.into(),
             _files: files,
         })
     }

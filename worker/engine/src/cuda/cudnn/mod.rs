@@ -33,6 +33,9 @@ pub(crate) struct Cudnn {
     _stream: Arc<CudaStream>,
 }
 
+// SAFETY: the library lets any one thread at a time use a handle.
+unsafe impl Send for Cudnn {}
+
 impl Cudnn {
     /// Opens the library for this stream, whose context is the current one; or the reason why it cannot be used.
     pub(crate) fn open(stream: &Arc<CudaStream>) -> Result<Self, String> {

@@ -6,12 +6,14 @@
 
 mod call;
 mod select;
+mod warm_up;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
 use std::rc::Rc;
+use std::thread::JoinHandle;
 
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys::{
@@ -108,6 +110,15 @@ pub(crate) struct Gemm {
     variants: Rc<VariantLog>,
     workspace: PoolBuf<u8>,
     plans: RefCell<HashMap<Site, Plan>>,
+    warm_up: Option<JoinHandle<()>>,
+}
+
+impl Drop for Gemm {
+    /// The process must not exit while a thread is in the library.
+    fn drop(&mut self) {
+        // A panic of the thread has been printed already.
+        let _ = self.warm_up.take().map(JoinHandle::join);
+    }
 }
 
 impl fmt::Debug for Gemm {
@@ -130,8 +141,9 @@ impl Gemm {
             Precision::Tf32 => cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
         };
         let workspace = pool.persistent().alloc(WORKSPACE)?;
+        let warm_up = warm_up::start(&device.context);
         let (device, variants) = (device.clone(), variants.clone());
-        Ok(Self { device, handle, compute, timed, variants, workspace, plans: RefCell::default() })
+        Ok(Self { device, handle, compute, timed, variants, workspace, plans: RefCell::default(), warm_up })
     }
 
     /// Enqueues a matrix multiplication.

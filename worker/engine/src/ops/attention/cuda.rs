@@ -7,11 +7,12 @@
 use std::cell::{OnceCell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
+use std::thread::JoinHandle;
 
 use cudarc::driver::CudaFunction;
 use xlaunch_pool::DType;
 
-use super::cudnn::{AttentionPlan, CudnnAttention, Direction, Operands};
+use super::cudnn::{AttentionPlan, CudnnAttention, Direction, Operands, Prepared};
 use super::variant::{DELTA, Kernel, OwnKernels};
 use super::{AttentionBackward, AttentionForward, AttentionShape};
 use crate::cuda::{Arg, Gpu, Launch, args, expect};
@@ -29,9 +30,34 @@ pub(crate) struct Attention {
     functions: RefCell<HashMap<(usize, &'static str), CudaFunction>>,
     /// Opened on first use; or the reason why it is not used.
     cudnn: OnceCell<std::result::Result<CudnnAttention, String>>,
+    preparing: RefCell<Option<JoinHandle<std::result::Result<Prepared, String>>>>,
+}
+
+impl Drop for Attention {
+    /// The process must not exit while a thread is in the library.
+    fn drop(&mut self) {
+        // A panic of the thread has been printed already.
+        let _ = self.preparing.take().map(JoinHandle::join);
+    }
 }
 
 impl Attention {
+    /// Starts to open cuDNN and to build its plans for a shape, if they will be used: the first step would wait for that
+    /// for up to seconds.
+    pub(crate) fn prepare(&self, gpu: &Gpu, s: AttentionShape) {
+        if own_kernels(gpu, s).keeps_whole_head(s) || not_cudnn(gpu).is_some() || self.cudnn.get().is_some() {
+            return;
+        }
+        let stream = gpu.device.stream.clone();
+        let prepare = move || {
+            let bound = stream.context().bind_to_thread().map_err(|error| error.to_string());
+            bound.and_then(|()| Prepared::new(&stream, s))
+        };
+        // Without the thread, the first use does it.
+        let thread = std::thread::Builder::new().name("cudnn".into()).spawn(prepare);
+        *self.preparing.borrow_mut() = thread.ok();
+    }
+
     pub(crate) fn forward(&self, gpu: &Gpu, a: AttentionForward<'_>) -> Result<()> {
         let AttentionForward { shape: s, qkv, rope, out, lse } = a;
         let rows = s.batch * s.seq;
@@ -148,10 +174,14 @@ impl Attention {
 
     /// The library, opened on first use; or the reason why it is not used.
     fn cudnn(&self, gpu: &Gpu) -> std::result::Result<&CudnnAttention, String> {
-        let open = || match (gpu.deterministic, gpu.activations) {
-            (true, _) => Err("the run is deterministic".into()),
-            (false, DType::Bf16) => CudnnAttention::open(&gpu.device.stream),
-            (false, other) => Err(format!("activations are {}", other.name())),
+        let open = || {
+            if let Some(reason) = not_cudnn(gpu) {
+                return Err(reason);
+            }
+            match self.preparing.take().map(JoinHandle::join) {
+                Some(Ok(prepared)) => prepared.map(CudnnAttention::from),
+                _ => CudnnAttention::open(&gpu.device.stream),
+            }
         };
         self.cudnn.get_or_init(open).as_ref().map_err(Clone::clone)
     }
@@ -190,6 +220,15 @@ impl Attention {
             // promise.
             || unsafe { cudnn.execute(plan, operands, scratch.all().address()) }.map_err(failed),
         )
+    }
+}
+
+/// Why cuDNN is not used on this GPU, if it is not.
+fn not_cudnn(gpu: &Gpu) -> Option<String> {
+    match (gpu.deterministic, gpu.activations) {
+        (true, _) => Some("the run is deterministic".into()),
+        (false, DType::Bf16) => None,
+        (false, other) => Some(format!("activations are {}", other.name())),
     }
 }
 

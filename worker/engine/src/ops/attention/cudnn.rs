@@ -69,6 +69,35 @@ pub(crate) struct CudnnAttention {
     cudnn: Cudnn,
 }
 
+/// The same, on its way to the thread that uses it.
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    plans: [((AttentionShape, Direction), Result<AttentionPlan, String>); 2],
+    cudnn: Cudnn,
+}
+
+impl Prepared {
+    /// Opens the library and builds the plans for a shape, with the stream's context current; or the reason why it
+    /// cannot be used.
+    pub(crate) fn new(stream: &Arc<CudaStream>, s: AttentionShape) -> Result<Self, String> {
+        let cudnn = Cudnn::open(stream)?;
+        let plans = [Direction::Forward, Direction::Backward];
+        let plans = plans.map(|direction| ((s, direction), build(&cudnn, s, direction)));
+        Ok(Self { plans, cudnn })
+    }
+}
+
+impl From<Prepared> for CudnnAttention {
+    fn from(Prepared { plans, cudnn }: Prepared) -> Self {
+        let plans = plans.into_iter().map(|(key, plan)| (key, plan.map(Rc::new))).collect();
+        Self { plans: RefCell::new(plans), cudnn }
+    }
+}
+
+fn build(cudnn: &Cudnn, s: AttentionShape, direction: Direction) -> Result<AttentionPlan, String> {
+    AttentionPlan::new(s, direction, &Target::Handle(cudnn.handle())).map_err(|error| error.to_string())
+}
+
 impl CudnnAttention {
     /// Opens the library; or the reason why it cannot be used.
     pub(crate) fn open(stream: &Arc<CudaStream>) -> Result<Self, String> {
@@ -77,10 +106,7 @@ impl CudnnAttention {
 
     /// The plan for a shape, built on first use, which takes up to seconds; or why there is none.
     pub(crate) fn plan(&self, s: AttentionShape, direction: Direction) -> Planned {
-        let build = || {
-            let plan = AttentionPlan::new(s, direction, &Target::Handle(self.cudnn.handle()));
-            plan.map(Rc::new).map_err(|error| error.to_string())
-        };
+        let build = || build(&self.cudnn, s, direction).map(Rc::new);
         self.plans.borrow_mut().entry((s, direction)).or_insert_with(build).clone()
     }
 
