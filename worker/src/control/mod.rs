@@ -43,7 +43,7 @@ struct Shared {
     /// Steps completed, for heartbeats.
     step: AtomicU64,
     /// The training thread's phase, for heartbeats.
-    trainer: OnceLock<Arc<PhaseTracker>>,
+    trainer: Arc<PhaseTracker>,
     /// Aborts the collective when the agent is lost.
     abort: Mutex<Option<AbortHandle>>,
     /// Why the agent is considered lost.
@@ -77,14 +77,16 @@ pub struct Control {
 }
 
 impl Control {
-    /// Starts the control thread; it connects to the agent's unix socket.
+    /// Starts the control thread; it connects to the agent's unix socket. The calling thread is the one whose phase
+    /// heartbeats report.
     pub fn connect(socket: &Path) -> Result<Self> {
         let io = |what: &str, source| WorkerError::Io { what: format!("failed to start {what}"), source };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .map_err(|error| io("the control runtime", error))?;
-        let shared = Arc::new(Shared::default());
+        let trainer = PhaseTracker::of_this_thread();
+        let shared = Arc::new(Shared { trainer, ..Shared::default() });
         let (sender, requests) = mpsc::unbounded_channel();
         let channel = runtime.block_on(net::connect(socket, net::connect::endpoint())).map_err(|error| {
             WorkerError::AgentLost(format!("failed to connect to {}: {error}", socket.display()))
@@ -111,11 +113,8 @@ impl Control {
         self.wait_for(reply)
     }
 
-    /// Opens the session: from now on heartbeats report the phase of the calling thread. `abort` is used when the agent
-    /// is lost.
+    /// Opens the session. `abort` is used when the agent is lost.
     pub fn open_session(&self, hello: Hello, abort: AbortHandle) {
-        // Fails only if a tracker is set already: there is one session per worker.
-        let _ = self.shared.trainer.set(PhaseTracker::of_this_thread());
         *self.shared.abort.lock().unwrap_or_else(PoisonError::into_inner) = Some(abort);
         self.send(Request::Session(hello));
     }

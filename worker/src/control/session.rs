@@ -94,7 +94,7 @@ pub(super) async fn run(
 }
 
 fn heartbeat_of(shared: &Shared) -> Heartbeat {
-    let (phase, duration) = shared.trainer.get().map(|trainer| trainer.read()).unwrap_or_default();
+    let (phase, duration) = shared.trainer.read();
     let step = shared.step.load(Ordering::Relaxed);
     let phase_seconds = duration.as_secs_f64();
     Heartbeat { step, phase: phase.into(), phase_seconds, progress: phase::progress() }

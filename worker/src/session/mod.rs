@@ -5,6 +5,7 @@ mod initial;
 mod rendezvous;
 mod saving;
 
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 
 use xlaunch_comm::{Collective, Sharding};
@@ -24,11 +25,11 @@ use crate::divergence::SkipCount;
 use crate::environment::Environment;
 use crate::error::{Result, WorkerError};
 use crate::model::layout::Layout;
-use crate::model::{BackendHandle, Model};
+use crate::model::{BackendHandle, Model, Rows, attention_shape};
 use crate::nccl_windows;
 use crate::optim::AdamW;
 use crate::train::{self, Evaluator, Outcome, Run, Stepper, Tracer};
-use device::OpenDevice;
+use device::{Libraries, OpenDevice};
 use initial::Reading;
 
 /// This worker's rank and job.
@@ -47,12 +48,14 @@ impl Context<'_> {
 
 /// Asks the agent for the job and runs it: training, or a benchmark.
 pub fn run(environment: &Environment) -> Result<ExitCode> {
+    let libraries = Libraries::load(environment);
     let control = Control::connect(&environment.agent_socket)?;
     let job = control.get_job(GetJobRequest {
         rank: environment.rank.0,
         attempt: environment.attempt.0,
         version: VERSION.into(),
     })?;
+    libraries.use_gpu();
     let spec = JobSpec::from_json(&job.spec_json)?;
     let context = Context { environment, control: &control, spec: &spec, job: &job };
     match job.bench.clone().and_then(|bench| bench.kind) {
@@ -79,15 +82,27 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let device = OpenDevice::new(environment, spec)?;
     let run_dir = PathBuf::from(&job.run_dir);
     device.backend.pool().snapshot_on_failure(&run_dir);
+    let rows = Rows { batch: spec.train.batch, seq: shape.seq };
+    device.backend.prepare(attention_shape(&shape, rows));
     let reduce_layout = agreement(spec, &layout, activations, &sharding, &fingerprint);
-    let collective = rendezvous::join(context, &reduce_layout, &device)?;
-    control.open_session(context.hello(), collective.abort_handle());
-
+    let meeting = rendezvous::join(context, &reduce_layout, &device)?;
+    // Connecting the ranks takes about as long as filling the model.
+    let (collective, filled) = std::thread::scope(|scope| {
+        let connecting = scope.spawn(|| -> Result<_> {
+            let collective = meeting.connect()?;
+            control.open_session(context.hello(), collective.abort_handle());
+            Ok(collective)
+        });
+        let filled = Trainer::new(&device.backend, spec, &shape, &sharding, world).and_then(|trainer| {
+            let start = reading.finish(&trainer.model, &trainer.optimizer)?;
+            Ok((trainer, start))
+        });
+        (connecting.join().unwrap_or_else(|panic| resume_unwind(panic)), filled)
+    });
+    let collective = collective?;
     // From here on, other ranks fail when this one drops its collective.
     let report = |error| control.report_failure(error);
-    let trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world).map_err(report)?;
-    let start = reading.finish(&trainer.model, &trainer.optimizer);
-    let start = start.map_err(|error| report(saving::set_aside(error, spec, job)))?;
+    let (trainer, start) = filled.map_err(|error| report(saving::set_aside(error, spec, job)))?;
     // Shadowed here so that it is dropped before the tensors that its collectives use.
     let mut collective: Box<dyn Collective> = match bench {
         Some(bench) if bench.skip_all_reduce => Box::new(SkipAllReduce(collective)),
@@ -138,7 +153,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
 fn measure(context: &Context<'_>, kind: &Kind) -> Result<ExitCode> {
     let Context { environment, control, spec, .. } = *context;
     let device = OpenDevice::new(environment, spec)?;
-    let mut collective = rendezvous::join(context, format!("{kind:?}").as_bytes(), &device)?;
+    let mut collective = rendezvous::join(context, format!("{kind:?}").as_bytes(), &device)?.connect()?;
     control.open_session(context.hello(), collective.abort_handle());
     match kind {
         Kind::AllReduce(bench) => {

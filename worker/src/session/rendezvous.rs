@@ -1,8 +1,10 @@
-//! The rendezvous: this rank joins, learns the others' addresses or the NCCL id, and opens the collective.
+//! The rendezvous: this rank joins, learns the others' addresses or the NCCL id, and connects to them.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
+use cudarc::driver::CudaStream;
 use xlaunch_comm::{Collective, Local, Nccl, Ring, RingListener};
 use xlaunch_proto::VERSION;
 use xlaunch_proto::convert::{Join, Joined};
@@ -15,9 +17,36 @@ use crate::error::{Result, WorkerError};
 /// Time for ring neighbours to connect, beyond what the agent allows: the agent can name the ranks that are missing.
 const RING_CONNECT_MARGIN: Duration = Duration::from_secs(10);
 
-/// Joins and opens the collective of all ranks. `layout` must be the same bytes on every rank: the agent compares its
-/// digest, as ranks with different buckets would reduce different gradients together.
-pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) -> Result<Box<dyn Collective>> {
+/// How this rank connects to the others, which it has met.
+pub(super) struct Meeting {
+    rank: usize,
+    world: usize,
+    by: Connection,
+}
+
+enum Connection {
+    Nccl { stream: Arc<CudaStream>, id: NcclId },
+    Ring { listener: RingListener, addresses: Vec<String>, timeout: Duration },
+    Single,
+}
+
+impl Meeting {
+    /// Opens the collective of all ranks: every rank calls it.
+    pub(super) fn connect(self) -> Result<Box<dyn Collective>> {
+        let Self { rank, world, by } = self;
+        Ok(match by {
+            Connection::Nccl { stream, id } => Box::new(Nccl::new(stream, rank, world, id.0)?),
+            Connection::Ring { listener, addresses, timeout } => {
+                Box::new(Ring::connect(listener, rank, &addresses, timeout)?)
+            }
+            Connection::Single => Box::new(Local),
+        })
+    }
+}
+
+/// Joins. `layout` must be the same bytes on every rank: the agent compares its digest, as ranks with different buckets
+/// would reduce different gradients together.
+pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) -> Result<Meeting> {
     let Context { environment, control, spec, job } = context;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let single = world == 1;
@@ -44,15 +73,16 @@ pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) ->
         let message = format!("the agent's world size is {world_size}, but WORLD_SIZE is {world}");
         return Err(WorkerError::Rendezvous(message));
     }
-    Ok(match (&device.stream, listener) {
+    let by = match (&device.stream, listener) {
         (Some(stream), _) if !single => {
             let id = nccl_id.ok_or_else(|| WorkerError::Rendezvous("rank 0 sent no NCCL id".into()))?;
-            Box::new(Nccl::new(stream.clone(), rank, world, id.0)?)
+            Connection::Nccl { stream: stream.clone(), id }
         }
         (None, Some(listener)) => {
             let timeout = Duration::from_secs_f64(spec.launch.join_timeout) + RING_CONNECT_MARGIN;
-            Box::new(Ring::connect(listener, rank, &ring_addresses, timeout)?)
+            Connection::Ring { listener, addresses: ring_addresses, timeout }
         }
-        _ => Box::new(Local),
-    })
+        _ => Connection::Single,
+    };
+    Ok(Meeting { rank, world, by })
 }
