@@ -2,6 +2,9 @@
 
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
+/// Flag of a process that is being torn down, in `/proc/PID/stat`.
+const PF_EXITING: i64 = 4;
+
 /// A process at the time of reading.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
@@ -71,6 +74,21 @@ impl Process {
         matches!(self.state, 'Z' | 'X') && self.threads <= 1
     }
 
+    /// The signal that has killed it, if it is being torn down. Known to its own user only.
+    pub fn killed_by(pid: u32) -> Option<i32> {
+        let stat = fs_err::read(format!("/proc/{pid}/stat")).ok()?;
+        Self::parse_killed_by(&String::from_utf8_lossy(&stat))
+    }
+
+    fn parse_killed_by(stat: &str) -> Option<i32> {
+        let fields: Vec<&str> = stat.rsplit_once(") ")?.1.split_ascii_whitespace().collect();
+        let number = |field: usize| fields.get(field - 3)?.parse::<i64>().ok();
+        // The last field is the wait status.
+        let (flags, status) = (number(9)?, number(52)?);
+        let signal = i32::try_from(status & 0x7f).ok()?;
+        (flags & PF_EXITING != 0 && signal != 0).then_some(signal)
+    }
+
     /// Sends it a signal, unless its id belongs to another process by now.
     pub fn signal(&self, signal: Signal) {
         let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else { return };
@@ -100,6 +118,25 @@ mod tests {
         assert_eq!((read.pid, read.name.as_str(), read.state, read.parent), (42, "a) R (b", 'S', 1));
         assert_eq!((read.group, read.session, read.threads, read.started), (42, 7, 3, 1234));
         assert_eq!(Process::read(std::process::id()).unwrap().pid, std::process::id());
+    }
+
+    #[test]
+    fn signal_of_a_process_that_is_being_torn_down_is_known() {
+        let stat = |flags: u32, status: u32| {
+            let unused = "0 ".repeat(42);
+            format!("42 (a) R (b) R 1 42 7 0 -1 {flags} {unused}{status}")
+        };
+        assert_eq!(Process::parse_killed_by(&stat(0x40_0104, 9)), Some(9));
+        assert_eq!(Process::parse_killed_by(&stat(0x40_0104, 0x100)), None, "exit code 1");
+        assert_eq!(Process::parse_killed_by(&stat(0x40_0100, 9)), None, "not exiting");
+        let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        assert_eq!(Process::killed_by(child.id()), None);
+        child.kill().unwrap();
+        while Process::read(child.id()).unwrap().state != 'Z' {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        assert_eq!(Process::killed_by(child.id()), Some(9));
+        child.wait().unwrap();
     }
 
     #[test]

@@ -37,9 +37,14 @@ pub fn job_dir(spec: &JobSpec) -> PathBuf {
     Path::new(&spec.job.output).join(&spec.job.name)
 }
 
-/// The directory of a rank's files in one attempt, below [`RunDir::logs`].
+/// The directory of the files of one attempt, below [`RunDir::logs`].
+pub(crate) fn attempt_dir(logs: &Path, attempt: u32) -> PathBuf {
+    logs.join(format!("attempt_{attempt}"))
+}
+
+/// The directory of a rank's files in one attempt.
 pub fn rank_dir(logs: &Path, attempt: u32, local_rank: u32) -> PathBuf {
-    logs.join(format!("attempt_{attempt}")).join(local_rank.to_string())
+    attempt_dir(logs, attempt).join(local_rank.to_string())
 }
 
 impl RunDir {

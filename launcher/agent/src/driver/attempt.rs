@@ -44,6 +44,14 @@ pub(super) struct StartedWorker {
     pub(super) output: RankOutput,
 }
 
+/// The process of a worker has exited.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct WorkerExit {
+    pub(super) pid: u32,
+    pub(super) rank: u32,
+    pub(super) exit: Exit,
+}
+
 /// How a worker ended, or why it did not start.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct WorkerEnd {
@@ -56,7 +64,7 @@ pub(super) struct WorkerEnd {
 }
 
 impl Attempt {
-    fn new(number: u32, world: u32) -> Self {
+    pub(super) fn new(number: u32, world: u32) -> Self {
         let mut attempt = Self { number, ..Self::default() };
         attempt.workers.resize_with(world as usize, || None);
         attempt.ends.resize_with(world as usize, WorkerEnd::default);
@@ -93,6 +101,12 @@ impl Attempt {
         kills.map(|processes| processes.oom_kills(rank)).is_some_and(|kills| kills.rank + kills.launch > 0)
     }
 
+    /// Whether the process of this rank has this id.
+    pub(super) fn has(&self, rank: u32, pid: u32) -> bool {
+        let started = self.workers.get(rank as usize).and_then(Option::as_ref);
+        started.is_some_and(|started| started.worker.pid == pid)
+    }
+
     pub(super) fn exited(&mut self, rank: u32, exit: Exit) {
         if let Some(end) = self.ends.get_mut(rank as usize) {
             (end.exit, end.time, end.signalled) = (Some(exit), Some(SystemTime::now()), self.signalled);
@@ -116,6 +130,11 @@ impl Driver<'_> {
         self.attempt = Attempt::new(attempt, self.world);
         self.board.send_modify(|board| board.reset(attempt, self.world));
         let begun = self.workload.begin_attempt(attempt);
+        if let Some(waiting) = self.take_next(attempt, begun.is_ok()).await {
+            self.attempt = waiting;
+            self.publish_workers();
+            return Vec::new();
+        }
         let mut processes = ProcessTree::create(&self.run.id, attempt, self.world);
         let mut actions = Vec::new();
         for rank in 0..self.world {
@@ -124,11 +143,7 @@ impl Driver<'_> {
                 Err(error) => Err(io::Error::new(error.kind(), error.to_string())),
             };
             match started {
-                Ok(started) => {
-                    let pid = started.worker.pid;
-                    self.board.send_modify(|board| board.spawned(rank, pid, Instant::now()));
-                    self.attempt.workers[rank as usize] = Some(started);
-                }
+                Ok(started) => self.attempt.workers[rank as usize] = Some(started),
                 Err(error) => {
                     self.attempt.ends[rank as usize].spawn_error = error.raw_os_error();
                     let exit = match error.kind() {
@@ -141,10 +156,21 @@ impl Driver<'_> {
             }
         }
         self.attempt.processes = Some(processes);
+        self.publish_workers();
         actions
     }
 
-    async fn start_worker(
+    /// Shows the workers of the attempt in status.
+    fn publish_workers(&self) {
+        let pids = self.attempt.workers.iter().map(|it| it.as_ref().map(|started| started.worker.pid));
+        self.board.send_modify(|board| {
+            for (rank, pid) in (0..).zip(pids) {
+                pid.into_iter().for_each(|pid| board.spawned(rank, pid, Instant::now()));
+            }
+        });
+    }
+
+    pub(super) async fn start_worker(
         &self,
         processes: &mut ProcessTree,
         attempt: u32,
@@ -156,10 +182,10 @@ impl Driver<'_> {
         processes.prepare(rank, &mut command);
         let Spawned { worker, stdout, stderr } = self.spawner.spawn(command, options).await?;
         processes.add(worker.pid);
-        self.reaper.watch(processes);
+        self.reaper.watch(self.attempt.processes.iter().chain([&*processes]));
         // An error from here on leaves the process to the process tree. No exit is reported: the rank has not started.
         let output = self.workload.output().start(rank, dir, stdout, stderr)?;
-        let (exits, pidfd) = (self.exits.clone(), worker.watch()?);
+        let (exits, pid, pidfd) = (self.exits.clone(), worker.pid, worker.watch()?);
         let written = self.workload.program().map(|_| output.written());
         tokio::spawn(async move {
             let exit = Worker::exit(pidfd).await;
@@ -168,20 +194,26 @@ impl Driver<'_> {
                 written.wait(LAST_WORDS_TIMEOUT).await;
             }
             // The driver outlives the job; it is gone only if the whole process ends.
-            let _ = exits.send((rank, exit));
+            let _ = exits.send(WorkerExit { pid, rank, exit });
         });
         Ok(StartedWorker { worker, output })
     }
 
     /// Kills the rest of the attempt, then waits until all output of its workers is written.
     pub(super) async fn end_attempt(&mut self) {
-        if let Some(processes) = &self.attempt.processes {
+        let mut attempt = std::mem::take(&mut self.attempt);
+        self.end(&mut attempt).await;
+        self.attempt = attempt;
+    }
+
+    pub(super) async fn end(&self, attempt: &mut Attempt) {
+        if let Some(processes) = &attempt.processes {
             for process in processes.kill_and_wait(KILL_DRAIN_TIMEOUT).await {
                 let (pid, name, state) = (process.pid, process.name, process.state);
                 self.notify(&format!("process {pid} ({name}, state {state}) was killed but does not exit"));
             }
         }
-        for started in self.attempt.workers.iter_mut().flatten() {
+        for started in attempt.workers.iter_mut().flatten() {
             started.output.end(OUTPUT_DRAIN_TIMEOUT).await;
         }
     }

@@ -3,13 +3,15 @@
 //! ```text
 //! exits (pidfds), calls (gRPC), signals, deadlines --events--> Job (pure) --actions--> start, signal, kill, notify
 //! ```
-//! - `attempt`: the processes of one attempt; `evidence`: what is known about a failure.
+//! - `attempt`: the processes of one attempt; `next_attempt`: those that wait for it to end; `evidence`: what is known
+//!   about a failure.
 //! - Everything that depends on the kind of job is behind [`Workload`]; the driver knows only `dyn Workload`.
 //! - The processes of an attempt belong to a [`ProcessTree`](crate::spawn::process_tree::ProcessTree), which is empty
 //!   before the next attempt starts or the job ends. A [`Reaper`] process cleans up if this process is killed.
 
 mod attempt;
 mod evidence;
+mod next_attempt;
 
 use std::collections::VecDeque;
 use std::io;
@@ -24,18 +26,19 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::{JobState, Restart, StatusReply};
 
 use crate::clock;
+use crate::process::Process;
 use crate::rendezvous::service::{self, Message};
 use crate::report::Evidence;
 use crate::run_dir::RunDir;
 use crate::signals::{self, SignalRequest};
 use crate::spawn::reaper::Reaper;
-use crate::spawn::{Exit, Spawner, adopt_orphans, reap_orphans};
+use crate::spawn::{Spawner, adopt_orphans, reap_orphans};
 use crate::state::{Action, Event, Job, Outcome, Phase, StopCause};
 use crate::status::board::Board;
 use crate::workload::Workload;
 use crate::workload::command::{CommandPlan, CommandWorkload};
 use crate::workload::trainer::{TrainerPlan, TrainerWorkload, TrainingResults};
-use attempt::Attempt;
+use attempt::{Attempt, WorkerExit};
 
 /// Calls that may wait for this task.
 const MESSAGE_QUEUE: usize = 1024;
@@ -115,6 +118,7 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
         job: Job::new(rules, Instant::now()),
         spawner: Spawner::start()?,
         attempt: Attempt::default(),
+        next: None,
         board,
         failed: false,
         keep_evidence: false,
@@ -126,14 +130,14 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
     while outcome.is_none() {
         let deadline = driver.deadline();
         let events = tokio::select! {
-            Some((rank, exit)) = exited.recv() => {
+            Some(exit) = exited.recv() => {
                 // What workers have reported before this exit counts first.
                 let earlier = std::iter::from_fn(|| inbox.try_recv().ok()).take(MESSAGE_QUEUE);
-                let mut events: Vec<Event> = earlier.filter_map(|message| driver.message(message)).collect();
-                events.push(driver.exited(rank, exit));
+                let mut events: Vec<Event> = earlier.flat_map(|message| driver.message(message)).collect();
+                events.extend(driver.exited(exit));
                 events
             }
-            Some(message) = inbox.recv() => Vec::from_iter(driver.message(message)),
+            Some(message) = inbox.recv() => driver.message(message),
             Some(request) = requests.recv() => Vec::from_iter(driver.signal_request(request)),
             _ = children.recv() => {
                 reap_orphans();
@@ -164,6 +168,8 @@ struct Driver<'a> {
     world: u32,
     spawner: Spawner,
     attempt: Attempt,
+    /// Workers that wait for the next attempt.
+    next: Option<Attempt>,
     board: watch::Sender<Board>,
     /// The job has ended with a failure.
     failed: bool,
@@ -171,7 +177,7 @@ struct Driver<'a> {
     keep_evidence: bool,
     /// Of the attempt for which that was last so, by rank.
     kept_evidence: Vec<Evidence>,
-    exits: mpsc::UnboundedSender<(u32, Exit)>,
+    exits: mpsc::UnboundedSender<WorkerExit>,
 }
 
 impl Driver<'_> {
@@ -191,6 +197,7 @@ impl Driver<'_> {
         while let Some(action) = queue.pop_front() {
             match action {
                 Action::Start { attempt } => queue.extend(self.start(attempt).await),
+                Action::Prepare { attempt } => self.prepare(attempt).await,
                 Action::RequestStop => self.workload.request_stop(),
                 Action::Signal(signal) => {
                     if let Some(signal) = Signal::from_named_raw(signal) {
@@ -208,6 +215,7 @@ impl Driver<'_> {
                     self.board.send_modify(|board| board.add_restart(restart));
                 }
                 Action::End(end) => {
+                    self.drop_next().await;
                     self.end_attempt().await;
                     self.failed = end.root.is_some();
                     outcome = Some(end);
@@ -235,7 +243,12 @@ impl Driver<'_> {
         self.board.send_modify(|board| board.set_state(state));
     }
 
-    fn exited(&mut self, rank: u32, exit: Exit) -> Event {
+    fn exited(&mut self, exited: WorkerExit) -> Option<Event> {
+        let WorkerExit { pid, rank, exit } = exited;
+        if !self.attempt.has(rank, pid) {
+            self.next_exited(exited);
+            return None;
+        }
         let oom = self.attempt.is_out_of_memory(rank, exit).then_some(Event::OomKilled { rank });
         for event in oom.into_iter().chain(self.symptom(rank, exit)) {
             // Remembered only, for the exit.
@@ -245,11 +258,11 @@ impl Driver<'_> {
         self.attempt.exited(rank, exit);
         let text = if self.workload.program().is_some() { exit.of_command() } else { exit.to_string() };
         self.board.send_modify(|board| board.exited(rank, text));
-        Event::Exited { rank, exit }
+        Some(Event::Exited { rank, exit })
     }
 
-    fn message(&mut self, message: Message) -> Option<Event> {
-        match message {
+    fn message(&mut self, message: Message) -> Vec<Event> {
+        let event = match message {
             Message::Stop => Some(Event::Stop(StopCause::Call)),
             Message::Signal(signal) => {
                 // Like a signal that xlaunch forwards: the job goes on, so its state does not change.
@@ -258,7 +271,19 @@ impl Driver<'_> {
                     .and_then(|it| self.signal_request(it))
             }
             other => self.workload.message(other, &self.job, &self.board),
-        }
+        };
+        let killed = match event {
+            Some(Event::SessionClosed { rank }) => self.killed(rank),
+            _ => None,
+        };
+        event.into_iter().chain(killed).collect()
+    }
+
+    /// A process closes its connections before it releases its GPU: whether this one is being killed.
+    fn killed(&self, rank: u32) -> Option<Event> {
+        let started = self.attempt.workers.get(rank as usize)?.as_ref()?;
+        let signal = Process::killed_by(started.worker.pid)?;
+        Some(Event::Killed { rank, signal })
     }
 
     fn signal_request(&mut self, request: SignalRequest) -> Option<Event> {

@@ -46,6 +46,8 @@ pub(super) struct RunProcesses {
     pub(super) since: u64,
     /// Whether orphans that this process adopts belong to the run.
     pub(super) adopts: bool,
+    /// Process ids and start times of workers that belong to the next attempt.
+    pub(super) spared: BTreeMap<u32, u64>,
 }
 
 impl RunProcesses {
@@ -66,8 +68,11 @@ impl RunProcesses {
         };
         let pid = std::process::id();
         let own = all.iter().find(|process| process.pid == pid).cloned();
-        let candidates: Vec<Process> =
-            all.into_iter().filter(|process| process.started >= self.since && process.pid != pid).collect();
+        let is_spared = |process: &Process| self.spared.get(&process.pid) == Some(&process.started);
+        let candidates: Vec<Process> = all
+            .into_iter()
+            .filter(|process| process.started >= self.since && process.pid != pid && !is_spared(process))
+            .collect();
         let root = |process: &&Process| {
             self.leaders.get(&process.pid) == Some(&process.started)
                 || in_group(process)
@@ -129,7 +134,14 @@ mod tests {
 
     fn run() -> RunProcesses {
         let leaders = BTreeMap::from([(1_000_010, 500)]);
-        RunProcesses { mark: "run:1:1".into(), session: 7, leaders, since: 400, adopts: false }
+        RunProcesses {
+            mark: "run:1:1".into(),
+            session: 7,
+            leaders,
+            since: 400,
+            adopts: false,
+            spared: BTreeMap::new(),
+        }
     }
 
     fn selected(all: Vec<Process>, marked: u32) -> Vec<u32> {

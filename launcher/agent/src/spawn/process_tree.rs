@@ -62,6 +62,7 @@ impl ProcessTree {
             // The init process of a container inherits all orphans, not only this run's; and everything ends with it
             // anyway.
             adopts: pid != Pid::INIT,
+            spared: BTreeMap::new(),
         };
         Self { members, cgroups: None, outside_cgroup: false, oom_before: oom::OomCounters::read() }
     }
@@ -80,6 +81,11 @@ impl ProcessTree {
             self.members.leaders.insert(pid, process.started);
             self.outside_cgroup |= !self.cgroups.as_ref().is_some_and(|cgroups| cgroups.contains(pid));
         }
+    }
+
+    /// The workers of `next`, which have not begun to work, do not belong to this tree: it is killed before they begin.
+    pub(crate) fn spare(&mut self, next: &Self) {
+        self.members.spared.clone_from(&next.members.leaders);
     }
 
     /// Signals the process groups of all workers, even of those that have exited: their children may live. Stopped

@@ -72,11 +72,11 @@ impl Reaper {
         Ok(reaper)
     }
 
-    /// Replaces the workers in the cleanup plan by those of `tree`. Call it after each start.
-    pub(crate) fn watch(&self, tree: &ProcessTree) {
+    /// Replaces the workers in the cleanup plan by those of these trees. Call it after each start.
+    pub(crate) fn watch<'a>(&self, trees: impl Iterator<Item = &'a ProcessTree>) {
         let mut records = Vec::new();
         record(&mut records, b'a', b"");
-        for (pid, started) in tree.leaders() {
+        for (pid, started) in trees.flat_map(ProcessTree::leaders) {
             record(&mut records, b'w', format!("{pid}:{started}").as_bytes());
         }
         // If the reaper was killed, the launch continues without one.
@@ -136,6 +136,7 @@ impl CleanupPlan {
             leaders: BTreeMap::new(),
             since: u64::MAX,
             adopts: false,
+            spared: BTreeMap::new(),
         };
         Self { processes, cgroups: None, directories: Vec::new() }
     }

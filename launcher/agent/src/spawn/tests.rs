@@ -340,7 +340,7 @@ async fn guarded(cgroup: bool, dir: &Path, more: &str) {
         sh -c 'echo $$ > three; sleep 1000'"
     );
     let spawned = stage.spawn(&script, dir).await;
-    reaper.watch(&stage.tree);
+    reaper.watch([&stage.tree].into_iter());
     std::fs::write(dir.join("watched"), "").unwrap();
     Worker::exit(spawned.worker.watch().unwrap()).await;
 }

@@ -76,6 +76,8 @@ pub struct Job {
     symptoms: blame::Symptoms,
     /// Ranks that the OOM killer has ended.
     out_of_memory: BTreeSet<u32>,
+    /// Ranks that a signal has killed, and that have not exited yet.
+    dying: BTreeSet<u32>,
     /// Devices whose parameters differ from those of the other ranks.
     differing: Vec<String>,
     /// Workers that have confirmed a checkpoint of the last step by their exit code.
@@ -116,6 +118,7 @@ impl Job {
             sessions: blame::Sessions::new(),
             symptoms: blame::Symptoms::new(),
             out_of_memory: BTreeSet::new(),
+            dying: BTreeSet::new(),
             differing: Vec::new(),
             stopped: 0,
             stop: None,
@@ -197,6 +200,7 @@ impl Job {
                 Vec::new()
             }
             Event::Hung { ranks, message } => self.hung(&ranks, &message, now),
+            Event::Killed { rank, signal } => self.killed_by(rank, signal, now),
             Event::Exited { rank, exit } => self.exited(rank, exit, now),
             Event::Stop(cause) => self.stop(cause, now),
             Event::Progress => {
@@ -236,6 +240,17 @@ impl Job {
         }
     }
 
+    /// A trainer's worker is as good as gone, and its cause of death known: its peers need not wait until it has exited.
+    fn killed_by(&mut self, rank: u32, signal: i32, now: Instant) -> Vec<Action> {
+        let is_known = self.failures.iter().any(|failure| failure.rank == Some(rank));
+        if self.rules.kind == Kind::Command || self.killed || is_known || !self.is_alive(rank) {
+            return Vec::new();
+        }
+        self.dying.insert(rank);
+        let failure = exits::of_trainer(rank, Exit::Signal(signal), &self.circumstances(rank));
+        failure.map_or_else(Vec::new, |failure| self.fail(failure, now))
+    }
+
     fn is_alive(&self, rank: u32) -> bool {
         self.alive.get(rank as usize).is_some_and(|alive| *alive)
     }
@@ -267,15 +282,28 @@ impl Job {
             return self.terminate(SIGTERM, now);
         }
         let is_exiting =
-            self.failures.iter().any(|failure| failure.rank.is_some_and(|rank| self.is_alive(rank)));
+            self.failures.iter().filter_map(|failure| failure.rank).any(|rank| self.is_about_to_exit(rank));
         if is_known && !is_exiting {
-            return self.kill();
+            return [self.kill(), self.prepare_next()].concat();
         }
         let due = now + FAILURE_GRACE;
         self.stop_limit = None;
         // The first failure counts: later ones do not move the deadline.
         self.deadline = Some(self.deadline.map_or(due, |deadline| deadline.min(due)));
         Vec::new()
+    }
+
+    /// Whether a rank that has failed will exit without our doing.
+    fn is_about_to_exit(&self, rank: u32) -> bool {
+        self.is_alive(rank) && !self.dying.contains(&rank)
+    }
+
+    /// Starting processes takes as long as ending others. Whether they are needed is decided when those have ended.
+    fn prepare_next(&self) -> Vec<Action> {
+        match self.stop.is_none() && self.policy.has_budget() {
+            true => vec![Action::Prepare { attempt: self.attempt + 1 }],
+            false => Vec::new(),
+        }
     }
 
     fn terminate(&mut self, signal: i32, now: Instant) -> Vec<Action> {

@@ -111,6 +111,7 @@ impl Job {
         self.sessions.clear();
         self.symptoms.clear();
         self.out_of_memory.clear();
+        self.dying.clear();
         self.last_failures.clear();
         vec![Action::Start { attempt: self.attempt }]
     }

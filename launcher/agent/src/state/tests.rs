@@ -1,4 +1,5 @@
 mod blame;
+mod next_attempt;
 mod restarts;
 
 use proptest::prelude::*;
@@ -541,7 +542,7 @@ fn restart_is_recorded_announced_and_starts_a_fresh_attempt() {
     assert_eq!((job.phase(), job.attempt(), job.deadline()), (Phase::Rendezvous, 1, None));
     // Nothing of the first attempt remains: SIGKILL is sent again, and a SIGKILL before it is a failure of its own.
     let again = job.handle(killed(0, 9), start + Duration::from_secs(20));
-    assert_eq!(again, [Action::Kill]);
+    assert_eq!(again, [Action::Kill, Action::Prepare { attempt: 2 }]);
     let delayed = job.handle(exited(1, 75), start + Duration::from_secs(20));
     assert!(notices(&delayed)[0].contains("; restarting in 1."), "{delayed:?}");
     assert!(matches!(&delayed[2], Action::Restart { attempt: 1, rank: Some(0), .. }), "{delayed:?}");

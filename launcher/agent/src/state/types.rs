@@ -117,6 +117,14 @@ pub enum Event {
         /// Its directory.
         path: PathBuf,
     },
+    /// The process of a worker has been killed by a signal. [`Exited`](Self::Exited) follows when it is gone, which for
+    /// one that uses a GPU takes up to a second.
+    Killed {
+        /// The rank.
+        rank: u32,
+        /// The signal.
+        signal: i32,
+    },
     /// The process of a worker has exited: exactly once for every worker that was started.
     Exited {
         /// The rank of the process.
@@ -145,6 +153,12 @@ pub enum Action {
     /// Start all workers of an attempt.
     Start {
         /// From 0.
+        attempt: u32,
+    },
+    /// Start the processes of the next attempt, if there is one: they wait for [`Start`](Self::Start) before they touch a
+    /// GPU.
+    Prepare {
+        /// From 1.
         attempt: u32,
     },
     /// Ask all workers to stop at the next step boundary, with a checkpoint.

@@ -10,7 +10,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use tonic::Status;
 use xlaunch_proto::convert::Join;
 use xlaunch_proto::exit::ExitCode;
@@ -94,6 +94,10 @@ pub(crate) struct TrainerWorkload<'a> {
     plan: TrainerPlan<'a>,
     run: &'a RunDir,
     barrier: JoinBarrier,
+    /// From 0.
+    attempt: u32,
+    /// Workers of the next attempt that ask for their job.
+    waiting: Vec<(GetJobRequest, oneshot::Sender<Result<GetJobReply, Status>>)>,
     sessions: Sessions,
     /// By rank: the counter of its last heartbeat.
     progress: Vec<u64>,
@@ -133,6 +137,8 @@ impl<'a> TrainerWorkload<'a> {
         let stall_timeout = Duration::from_secs_f64(plan.spec.launch.stall_timeout);
         Ok(Self {
             barrier: barrier(&plan, 0),
+            attempt: 0,
+            waiting: Vec::new(),
             sessions: Sessions::default(),
             progress: Vec::new(),
             checkpoint_requests: CheckpointRequests::default(),
@@ -257,13 +263,20 @@ impl Workload for TrainerWorkload<'_> {
         }
         self.barrier.refuse("the attempt is over");
         self.barrier = barrier(&self.plan, attempt);
-        self.port = MasterPort::reserve().ok();
+        if self.port.is_none() {
+            self.port = MasterPort::reserve().ok();
+        }
         let world = self.plan.placement.workers;
         self.sessions.begin_attempt(world);
         self.progress = vec![0; world as usize];
         self.step = None;
         self.hang_detector.begin_attempt(Instant::now());
         self.saves = SaveBarrier::new(self.plan.placement.workers);
+        self.attempt = attempt;
+        for (request, reply) in std::mem::take(&mut self.waiting) {
+            // The caller may be gone.
+            let _ = reply.send(self.get_job(&request));
+        }
         Ok(())
     }
 
@@ -332,8 +345,11 @@ impl Workload for TrainerWorkload<'_> {
     fn message(&mut self, message: Message, job: &Job, board: &watch::Sender<Board>) -> Option<Event> {
         match message {
             Message::GetJob(request, reply) => {
-                // The caller may be gone; here and below.
-                let _ = reply.send(self.get_job(&request));
+                match request.attempt > self.attempt {
+                    true => self.waiting.push((request, reply)),
+                    // The caller may be gone.
+                    false => drop(reply.send(self.get_job(&request))),
+                }
             }
             Message::Join(join, reply) => return self.join(join, reply, board),
             Message::SessionOpened { rank, attempt, commands } => {
