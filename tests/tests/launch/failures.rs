@@ -206,9 +206,15 @@ fn children_of_workers_are_killed_with_the_job() {
 }
 
 fn failed_group_is_restarted_up_to_max_restarts() {
-    let run = scripted("join exit:3", &["--nproc", "2", "--set", "launch.max_restarts=2"]);
+    let job = Job::scripted(FAKE_WORKER, "join exit:3");
+    let run = job.run(&["--nproc", "2", "--set", "launch.max_restarts=2"]);
     assert_eq!(run.code, 1);
     let restarts: Vec<&str> = run.stderr.lines().filter(|line| line.contains("restarting")).collect();
     assert!(restarts.len() == 2 && restarts[1].contains("2 of 2"), "{}", run.stderr);
     assert!(run.stderr.contains("2 restarts"), "{}", run.stderr);
+    // The processes of a fourth attempt, if they were started already, have left nothing.
+    let logs = std::fs::read_dir(job.run_dir().join("logs")).unwrap();
+    let mut attempts: Vec<_> = logs.map(|entry| entry.unwrap().file_name()).collect();
+    attempts.sort();
+    assert_eq!(attempts, ["attempt_0", "attempt_1", "attempt_2"]);
 }

@@ -31,6 +31,7 @@ use crate::optim::AdamW;
 use crate::train::{self, Evaluator, Outcome, Run, Stepper, Tracer};
 use device::{Libraries, OpenDevice};
 use initial::Reading;
+use rendezvous::Meeting;
 
 /// This worker's rank and job.
 struct Context<'a> {
@@ -86,18 +87,10 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     device.backend.prepare(attention_shape(&shape, rows));
     let reduce_layout = agreement(spec, &layout, activations, &sharding, &fingerprint);
     let meeting = rendezvous::join(context, &reduce_layout, &device)?;
-    // Connecting the ranks takes about as long as filling the model.
-    let (collective, filled) = std::thread::scope(|scope| {
-        let connecting = scope.spawn(|| -> Result<_> {
-            let collective = meeting.connect()?;
-            control.open_session(context.hello(), collective.abort_handle());
-            Ok(collective)
-        });
-        let filled = Trainer::new(&device.backend, spec, &shape, &sharding, world).and_then(|trainer| {
-            let start = reading.finish(&trainer.model, &trainer.optimizer)?;
-            Ok((trainer, start))
-        });
-        (connecting.join().unwrap_or_else(|panic| resume_unwind(panic)), filled)
+    let (collective, filled) = connect_and_fill(context, meeting, || {
+        let trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world)?;
+        let start = reading.finish(&trainer.model, &trainer.optimizer)?;
+        Ok((trainer, start))
     });
     let collective = collective?;
     // From here on, other ranks fail when this one drops its collective.
@@ -147,6 +140,24 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     collective.finalize()?;
     control.report(Report::Finished(finished));
     Ok(if outcome.stopped_early { ExitCode::Stopped } else { ExitCode::Done })
+}
+
+/// Connects the ranks and opens the session, while `fill` fills the model: both take about as long. An error of one does
+/// not end the other, for which other ranks wait.
+fn connect_and_fill<T>(
+    context: &Context<'_>,
+    meeting: Meeting,
+    fill: impl FnOnce() -> Result<T>,
+) -> (Result<Box<dyn Collective>>, Result<T>) {
+    std::thread::scope(|scope| {
+        let connecting = scope.spawn(|| {
+            let collective = meeting.connect()?;
+            context.control.open_session(context.hello(), collective.abort_handle());
+            Ok(collective)
+        });
+        let filled = fill();
+        (connecting.join().unwrap_or_else(|panic| resume_unwind(panic)), filled)
+    })
 }
 
 /// Runs a benchmark other than training. Its workers join and report like the ranks of a training job.
