@@ -66,16 +66,17 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let Context { environment, control, spec, job } = *context;
     let shape = spec.model.resolve().map_err(SpecError::from)?;
     let dataset = Dataset::open(spec, &shape)?;
-
     let fingerprint = Fingerprint::of(&dataset.train)?;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let layout = Layout::new(&shape);
     let activations = device::activation_dtype(environment, spec);
     let sharding = train::sharding(spec, &layout, activations, rank, world)?;
     let moments = sharding.plan().buckets().iter().map(|bucket| sharding.in_arena(bucket)).collect();
+    let memory = saving::memory(context, &layout, &sharding)?;
     // Weights of large models take a second or more, as do opening the device and the communicator: do both at once.
     let resume_from = Path::new(&job.resume_from);
-    let reading = Reading::start(spec, &shape, resume_from, &job.run_id, moments, environment.threads)?;
+    let (from, threads) = (memory.clone(), environment.threads);
+    let reading = Reading::start(spec, &shape, resume_from, from, &job.run_id, moments, threads)?;
     let device = OpenDevice::new(environment, spec)?;
     let run_dir = PathBuf::from(&job.run_dir);
     device.backend.pool().snapshot_on_failure(&run_dir);
@@ -86,13 +87,13 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     // From here on, other ranks fail when this one drops its collective.
     let report = |error| control.report_failure(error);
     let trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world).map_err(report)?;
-    let start = reading.finish(&trainer.model, &trainer.optimizer);
-    let start = start.map_err(|error| report(saving::set_aside(error, spec, job)))?;
     // Shadowed here so that it is dropped before the tensors that its collectives use.
     let mut collective: Box<dyn Collective> = match bench {
         Some(bench) if bench.skip_all_reduce => Box::new(SkipAllReduce(collective)),
         _ => collective,
     };
+    let start = reading.finish(&trainer.model, &trainer.optimizer, &mut *collective);
+    let start = start.map_err(|error| report(saving::set_aside(error, spec, job)))?;
     let buffers = trainer.stepper.reduce_buffers().chain(trainer.optimizer.gather_buffers(&trainer.model));
     nccl_windows::register(&device.backend, buffers, &mut *collective, environment.log_fallback)
         .map_err(report)?;
@@ -112,7 +113,15 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         dataset: &dataset,
         loader: &loader,
         control,
-        checkpoints: saving::open(context, &device.backend, &trainer.model, &sharding, &start, fingerprint)?,
+        checkpoints: saving::open(
+            context,
+            &device.backend,
+            &trainer.model,
+            &sharding,
+            &start,
+            fingerprint,
+            memory,
+        )?,
         skips: SkipCount::new(&spec.train),
         first_step: start.step,
         first_sequence: start.sequences,
