@@ -35,12 +35,13 @@ fn main() -> ExitCode {
 fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight, Refusal> {
     let ready = xlaunch_worker::preflight(spec, job_dir, world)
         .map_err(|refusal| Refusal::new(refusal.exit, refusal.message))?;
-    let xlaunch_worker::Preflight { resume_from, warmup, warnings, lock } = ready;
+    let xlaunch_worker::Preflight { resume_from, warmup, state_bytes, warnings, lock } = ready;
     let lock = lock.map(|lock| Box::new(lock) as Box<dyn Any + Send>);
-    Ok(Preflight { resume_from, warmup, warnings, lock })
+    Ok(Preflight { resume_from, warmup, state_bytes, warnings, lock })
 }
 
-fn recover(dir: &Path, run: &str, source: Option<&Path>) -> Result<Recovered, String> {
-    let recovered = xlaunch_worker::recover(dir, run, source).map_err(|error| error.to_string())?;
-    Ok(Recovered { checkpoint: recovered.checkpoint, notes: recovered.notes })
+fn recover(dir: &Path, run: &str, source: Option<&Path>, snapshot: Option<u64>) -> Result<Recovered, String> {
+    let recovered = xlaunch_worker::recover(dir, run, source, snapshot).map_err(|error| error.to_string())?;
+    let xlaunch_worker::Recovered { checkpoint, from_memory, notes } = recovered;
+    Ok(Recovered { checkpoint, from_memory, notes })
 }

@@ -27,6 +27,8 @@ pub(crate) struct Preflight {
     pub(crate) resume_from: Option<PathBuf>,
     /// Steps of warm-up of the run that is resumed.
     pub(crate) warmup: Option<u64>,
+    /// Bytes of the state that checkpoints contain.
+    pub(crate) state_bytes: u64,
     /// Printed before the workers start.
     pub(crate) warnings: Vec<String>,
     /// Held until the job has ended.

@@ -20,6 +20,8 @@ pub const PROFILE: &str = "XLAUNCH_PROFILE";
 /// Set by the agent: an id of this launch that is unique on the host. All descendants of workers inherit it, which is
 /// how the agent finds them when it cleans up.
 pub const SCOPE: &str = "XLAUNCH_SCOPE";
+/// Set by the agent: the worker's descriptors for memory snapshots, as `N,M`. Not set without them.
+pub const SNAPSHOT_FDS: &str = "XLAUNCH_SNAPSHOT_FDS";
 /// Read by the agent: a program to start in place of `xlaunch worker`. For tests of the launcher.
 pub const WORKER_PROGRAM: &str = "XLAUNCH_WORKER_PROGRAM";
 /// First job of the job's array.

@@ -9,6 +9,7 @@
 //! - [`net`] connects processes: gRPC over unix sockets, peer credentials, connection limits;
 //! - [`paths`] normalizes the paths of a job description;
 //! - [`json`] and [`labels`] render messages for programs and people;
+//! - [`snapshot`] is the header of memory snapshots, which workers write and agents read;
 //! - [`quantities`] are times and sizes as users write them;
 //! - [`ids`] are typed ids, [`exit`] is the table of exit codes, [`mod@env`] names the environment variables of
 //!   workers.
@@ -28,6 +29,7 @@ pub mod net;
 pub mod paths;
 mod phase;
 pub mod quantities;
+pub mod snapshot;
 pub mod spec;
 
 /// Version of this build. The launcher and its workers must have the same.

@@ -16,6 +16,8 @@ pub struct Environment {
     pub world_size: WorldSize,
     pub attempt: Attempt,
     pub agent_socket: PathBuf,
+    /// Descriptors of memory files for snapshots; empty without them.
+    pub snapshot_fds: Vec<u32>,
     pub device: Device,
     /// Threads of the CPU back end.
     pub threads: usize,
@@ -69,6 +71,7 @@ impl Environment {
             world_size: WorldSize(number("WORLD_SIZE")?),
             attempt: Attempt(number(env::ATTEMPT)?),
             agent_socket: text(env::AGENT_SOCKET)?.into(),
+            snapshot_fds: get(env::SNAPSHOT_FDS).map_or(Ok(Vec::new()), |value| descriptors(&value))?,
             device,
             threads: threads.max(1),
             pool_debug,
@@ -77,6 +80,13 @@ impl Environment {
             log_fallback: log_fallback.unwrap_or(false),
         })
     }
+}
+
+fn descriptors(value: &str) -> Result<Vec<u32>> {
+    let numbers = value.split(',').map(str::parse).collect::<std::result::Result<_, _>>();
+    numbers.map_err(|_| {
+        WorkerError::Environment(format!("{} is `{value}`, not a list of descriptors", env::SNAPSHOT_FDS))
+    })
 }
 
 /// A byte in decimal, or in hexadecimal with a prefix `0x`.

@@ -31,9 +31,10 @@ use std::path::{Path, PathBuf};
 use xlaunch_proto::exit::ExitCode;
 
 use checkpoint::CheckpointError;
-use checkpoint::directory::{self, Recovered};
+use checkpoint::directory;
 use environment::Environment;
 
+pub use checkpoint::directory::Recovered;
 pub use preflight::{Preflight, Refusal, preflight};
 
 /// The newest complete checkpoint in `dir`.
@@ -41,9 +42,15 @@ pub fn newest_checkpoint(dir: &Path) -> Option<PathBuf> {
     directory::newest(dir)
 }
 
-/// The checkpoint from which the next attempt of `run` resumes, which saves in `dir` and began with `source`.
-pub fn recover(dir: &Path, run: &str, source: Option<&Path>) -> Result<Recovered, CheckpointError> {
-    directory::recover(dir, run, source)
+/// What the next attempt of `run` resumes from, which saves in `dir` and began with `source`. `snapshot` is the step of
+/// the newest memory snapshot.
+pub fn recover(
+    dir: &Path,
+    run: &str,
+    source: Option<&Path>,
+    snapshot: Option<u64>,
+) -> Result<Recovered, CheckpointError> {
+    directory::recover(dir, run, source, snapshot)
 }
 
 /// `xlaunch worker`. Errors go to stderr, whose last lines the agent includes in its report of a failure.

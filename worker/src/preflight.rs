@@ -23,6 +23,8 @@ pub struct Preflight {
     pub resume_from: Option<PathBuf>,
     /// Steps of warm-up of the run that is resumed, unless the configuration has its own.
     pub warmup: Option<u64>,
+    /// Bytes of the state that checkpoints contain, as it is in memory.
+    pub state_bytes: u64,
     /// For the user; the job starts all the same.
     pub warnings: Vec<String>,
     /// Keeps other jobs out of `checkpoint.dir`. To be held until the job has ended.
@@ -77,6 +79,7 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     if let Some(path) = &spec.checkpoint.init {
         checkpoint::check_weights(Path::new(path), &layout)?;
     }
+    ready.state_bytes = (layout.len as u64).saturating_mul(BYTES_PER_PARAMETER);
     let bytes = (layout.parameters() as u64).saturating_mul(BYTES_PER_PARAMETER);
     let dir = spec.checkpoint.dir.as_ref().map(Path::new);
     match dir {

@@ -121,6 +121,8 @@ fn save_until_killed(dir: &Path) {
         retention: Retention { newest: 2, ..Retention::default() },
         source: None,
         host: HostAllocator::default(),
+        memory: None,
+        memory_required: false,
     };
     let mut saver = Saver::start(settings, Box::new(Alone(None))).unwrap();
     saver.wait().unwrap();
@@ -132,7 +134,7 @@ fn save_until_killed(dir: &Path) {
         let values = || HostBuffer::from(vec![value_of(step); len]);
         // Every other save replaces the checkpoint before.
         for _ in 0..1 + step % 2 {
-            let snapshot = Snapshot { params: values(), m: values(), v: values() };
+            let snapshot = Snapshot { params: values(), m: values(), v: values(), slot: None };
             saver.begin(snapshot, state(step), Instant::now());
             saver.wait().unwrap();
         }

@@ -14,7 +14,7 @@
 //! - [`spawn`]: process trees, cgroups, environment, CPU affinity, exit codes;
 //! - [`rendezvous`], [`status`], `logs`: calls of workers and clients over gRPC;
 //! - [`report`]: why a job failed; [`sinks`]: progress, metrics, TensorBoard, summary;
-//! - [`config`]: from `train.toml`, environment and flags to a checked job description.
+//! - [`memory`]: how much is free; [`config`]: from `train.toml`, environment and flags to a checked job description.
 //!
 //! The agent never calls CUDA; GPUs and their usage come from NVML, loaded at run time.
 
@@ -24,6 +24,7 @@ pub mod config;
 pub mod devices;
 pub mod driver;
 mod logs;
+pub mod memory;
 pub mod names;
 pub mod process;
 mod python;

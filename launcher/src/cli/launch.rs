@@ -18,8 +18,9 @@ use xlaunch_agent::spawn::affinity::{self, Affinity};
 use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::state::Outcome;
 use xlaunch_agent::workload::command::CommandPlan;
+use xlaunch_agent::workload::snapshots::{MemoryUse, memory_use};
 use xlaunch_agent::workload::trainer::TrainerPlan;
-use xlaunch_agent::{Refusal, report};
+use xlaunch_agent::{Refusal, memory, report};
 
 /// A launch of the built-in trainer.
 #[derive(Debug)]
@@ -84,17 +85,21 @@ pub(super) async fn train(
     let mut spec = spec.clone();
     spec.train.warmup = spec.train.warmup.or(ready.warmup);
     let spec = &spec;
+    let MemoryUse { used: memory_snapshots, note } = memory_use(spec, ready.state_bytes, memory::available())
+        .map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
     // Held until the workers are gone.
     let _lock = ready.lock;
     let run = create(spec)?;
     let device = if placement.cuda { "GPU" } else { "CPU" };
     eprintln!("xlaunch: {} x {device}, run {}", placement.workers, run.path.display());
+    note.iter().for_each(|note| eprintln!("xlaunch: {note}"));
     let start = Instant::now();
     let plan = TrainerPlan {
         spec,
         placement,
         resume_from: ready.resume_from,
         recover: trainer.recover,
+        memory_snapshots,
         bench: None,
         base,
     };

@@ -13,8 +13,8 @@ pub use crate::invalid::Invalid;
 use crate::model::ModelSection;
 pub use sections::{
     CheckpointSection, CommSection, DataSection, Device, EngineSection, Exec, JobSection, LaunchSection,
-    MAX_SHARDS, NonFinite, ObserveSection, OnSaveError, PoolMode, Precision, Schedule, Tokenizer,
-    TrainSection, WireDtype,
+    MAX_SHARDS, MemorySnapshots, NonFinite, ObserveSection, OnSaveError, PoolMode, Precision, Schedule,
+    Tokenizer, TrainSection, WireDtype,
 };
 
 /// Version of the serialised form.

@@ -370,6 +370,9 @@ pub struct CheckpointSection {
     /// that is due while another one is being written is skipped. false waits until each is written.
     #[serde(rename = "async")]
     pub asynchronous: bool,
+    /// Keep the two newest snapshots of every rank in memory, so that a restart resumes without reading a checkpoint.
+    /// They take 24 bytes per parameter of host memory in all, instead of 12.
+    pub memory: MemorySnapshots,
     /// What to do if a checkpoint cannot be saved. The last one always fails the job.
     pub on_error: OnSaveError,
     /// Number of newest checkpoints to keep; older ones of this run, and of those that it continues, are deleted. 0
@@ -399,6 +402,7 @@ impl Default for CheckpointSection {
             every: 0,
             every_seconds: 0.0,
             asynchronous: true,
+            memory: MemorySnapshots::Auto,
             on_error: OnSaveError::Continue,
             keep: 2,
             keep_every: 0,
@@ -410,6 +414,19 @@ impl Default for CheckpointSection {
             init: None,
         }
     }
+}
+
+/// Whether snapshots are kept in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum MemorySnapshots {
+    /// If the job may restart, saves checkpoints at intervals, and its snapshots fit into a quarter of free memory.
+    Auto,
+    /// Always. The job fails if there is not enough memory.
+    On,
+    /// Never: restarts read the newest checkpoint.
+    Off,
 }
 
 /// What to do if a checkpoint cannot be saved.

@@ -213,8 +213,10 @@ pub fn check_room(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
 /// What the next attempt of a run resumes from, after cleaning up behind workers that were killed.
 #[derive(Debug, Default)]
 pub struct Recovered {
-    /// The checkpoint; `None` if the run starts again from its beginning.
+    /// The checkpoint; `None` if the run starts again from its beginning, or from memory.
     pub checkpoint: Option<PathBuf>,
+    /// The newest memory snapshot is at least as new as any checkpoint.
+    pub from_memory: bool,
     /// Checkpoints that were rejected, for the user.
     pub notes: Vec<String>,
 }
@@ -222,23 +224,44 @@ pub struct Recovered {
 /// Finds the newest checkpoint that `run` itself has saved in `dir`. Without one, it is `source`, which the run began
 /// with, or the newest one beside it if that was renamed because it is damaged.
 ///
+/// `snapshot` is the step of the newest memory snapshot of the run. It is taken if no checkpoint is newer. No file is
+/// opened to find that out unless the name of a checkpoint is newer: that may be damaged, or of another run.
+///
 /// # Errors
 /// If there is none any more, although the run began with one.
-pub fn recover(dir: &Path, run: &str, source: Option<&Path>) -> Result<Recovered, CheckpointError> {
+pub fn recover(
+    dir: &Path,
+    run: &str,
+    source: Option<&Path>,
+    snapshot: Option<u64>,
+) -> Result<Recovered, CheckpointError> {
     let mut notes = Vec::new();
     if let Err(error) = clean(dir) {
         notes.push(format!("failed to remove what the last attempt left: {error}"));
+    }
+    if memory_is_newest(snapshot, newest_name(dir)) {
+        return Ok(Recovered { checkpoint: None, from_memory: true, notes });
     }
     let found = scan(dir).unwrap_or_else(|error| {
         notes.push(error.to_string());
         Vec::new()
     });
+    let mut own = None;
     for Found { path, state, .. } in found {
         match state {
-            Ok(state) if state.run == run => return Ok(Recovered { checkpoint: Some(path), notes }),
+            Ok(state) if state.run == run => {
+                own = Some((state.step, path));
+                break;
+            }
             Ok(_) => {}
             Err(error) => notes.push(reject(&path, &error)),
         }
+    }
+    if memory_is_newest(snapshot, own.as_ref().map(|(step, _)| *step)) {
+        return Ok(Recovered { checkpoint: None, from_memory: true, notes });
+    }
+    if let Some((_, path)) = own {
+        return Ok(Recovered { checkpoint: Some(path), from_memory: false, notes });
     }
     let checkpoint = match source {
         Some(source) if !source.exists() => {
@@ -248,7 +271,19 @@ pub fn recover(dir: &Path, run: &str, source: Option<&Path>) -> Result<Recovered
         }
         source => source.map(PathBuf::from),
     };
-    Ok(Recovered { checkpoint, notes })
+    Ok(Recovered { checkpoint, from_memory: false, notes })
+}
+
+/// Whether to resume from a memory snapshot, given the step of the newest checkpoint. The same step is the same state,
+/// and memory is faster.
+fn memory_is_newest(snapshot: Option<u64>, checkpoint: Option<u64>) -> bool {
+    snapshot.is_some_and(|snapshot| checkpoint.is_none_or(|checkpoint| snapshot >= checkpoint))
+}
+
+/// The highest step in the names of checkpoints, whatever they contain.
+fn newest_name(dir: &Path) -> Option<u64> {
+    let entries = fs_err::read_dir(dir).into_iter().flatten().flatten();
+    entries.filter_map(|entry| parse(entry.file_name().to_str()?)).map(|(step, _)| step).max()
 }
 
 /// Renames a damaged checkpoint, and describes that. One that cannot be read now, or not by this version, is left.

@@ -16,7 +16,8 @@
 //!
 //! - `manifest`, `state`, `tensors`: the formats of the files; `portion`: what a rank saves;
 //! - `directory`: what a directory of checkpoints contains; `lock`: one job per directory; `retention`: what to delete;
-//! - `write`: a rank's files, and the commit.
+//! - `write`: a rank's files, and the commit;
+//! - `memory`: snapshots in memory, from which an attempt resumes without reading files.
 //!
 //! Invariants: a directory without a manifest that matches its files is not a checkpoint; a failed save leaves the
 //! directory as it was; only checkpoints of this run and of those that it continues are deleted, and never the newest
@@ -28,6 +29,7 @@ mod disk;
 pub(crate) mod fuzz;
 mod lock;
 mod manifest;
+mod memory;
 mod portion;
 mod read;
 mod retention;
@@ -45,6 +47,7 @@ use std::path::PathBuf;
 
 pub use lock::{Lock, LockError};
 pub use manifest::{Chunk, parse_hash};
+pub use memory::{Memory, Slot};
 pub use portion::Portion;
 pub use read::{Abandoned, Arena, Piece, Sink, check_weights, read, read_weights};
 pub use retention::Retention;
@@ -72,6 +75,12 @@ pub enum CheckpointError {
     Version { path: PathBuf, version: u32 },
     #[error("checkpoint {} was written by another model: {difference}", path.display())]
     OtherModel { path: PathBuf, difference: String },
+    #[error(
+        "failed to get {mib} MiB of memory for the snapshots of rank {rank}: {reason}; set `checkpoint.memory` to off"
+    )]
+    Memory { rank: u32, mib: u64, reason: String },
+    #[error("the memory snapshot of step {step} is damaged on rank {rank}: {reason}")]
+    DamagedMemory { step: u64, rank: u32, reason: String },
     #[error("no checkpoint in {}", path.display())]
     None { path: PathBuf },
     #[error("no valid checkpoint in {}: {}", path.display(), reasons.join("; "))]

@@ -4,9 +4,13 @@
 //! training thread --snapshot--> thread: write this rank's part --> agent: have all ranks written theirs?
 //!                 <--buffers--                   rank 0: commit, delete old checkpoints, report <--'
 //! ```
+//! With memory snapshots there are two sets of buffers, used in turn, and a snapshot is complete in memory before it is
+//! written to disk. A disk that fails does not affect it.
+//!
 //! One save is in flight at a time. Whether it is is agreed upon by all ranks in a step's all-reduce
 //! ([`Saver::is_busy`] is this rank's share of that), so that all of them begin or skip the next one.
 
+use std::collections::VecDeque;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,7 +27,7 @@ use super::disk::{Disk, Real};
 use super::retention::Candidate;
 pub use super::write::Written;
 use super::write::{Snapshot, Writer, commit, delete, temporary};
-use super::{CheckpointError, Portion, Retention, State, directory, name};
+use super::{CheckpointError, Memory, Portion, Retention, State, directory, name};
 use crate::model::layout::Layout;
 
 /// How the ranks of a save learn of each other. Implemented by the session with the agent.
@@ -50,6 +54,10 @@ pub struct Settings {
     pub source: Option<PathBuf>,
     /// Allocates the buffers for snapshots.
     pub host: HostAllocator,
+    /// Files for the buffers, which are kept when this process ends.
+    pub memory: Option<Memory>,
+    /// It is an error if `memory` cannot be used.
+    pub memory_required: bool,
 }
 
 /// A save that was begun.
@@ -61,8 +69,8 @@ struct Job {
 
 /// A save that has ended, or the start of the thread.
 struct Ended {
-    /// For the next one.
-    snapshot: Snapshot,
+    /// For the next ones.
+    buffers: Vec<Snapshot>,
     result: Result<(), CheckpointError>,
 }
 
@@ -73,7 +81,8 @@ pub struct Saver {
     ended: Receiver<Ended>,
     busy: Arc<AtomicBool>,
     in_flight: bool,
-    buffers: Snapshot,
+    /// Not in use, the ones to be overwritten next first.
+    buffers: VecDeque<Snapshot>,
 }
 
 impl Saver {
@@ -87,7 +96,8 @@ impl Saver {
         exchange: Box<dyn Exchange>,
         disk: Arc<dyn Disk>,
     ) -> io::Result<Self> {
-        let Settings { dir, layout, portion, rank, world, retention, source, host } = settings;
+        let Settings { dir, layout, portion, rank, world, retention, source, host, memory, memory_required } =
+            settings;
         let (jobs, queue) = channel();
         let (sender, ended) = channel();
         let busy = Arc::new(AtomicBool::new(false));
@@ -97,19 +107,23 @@ impl Saver {
         let flag = busy.clone();
         thread::Builder::new().name("checkpoint".into()).spawn(move || {
             // Here, because touching gigabytes for the first time takes longer than a step.
-            if sender.send(Ended { snapshot: allocate(&host, len), result: Ok(()) }).is_err() {
+            let (buffers, result) = match allocate(&host, len, memory.as_ref(), memory_required) {
+                Ok(buffers) => (buffers, Ok(())),
+                Err(error) => (Vec::new(), Err(error)),
+            };
+            if sender.send(Ended { buffers, result }).is_err() {
                 return;
             }
             while let Ok(job) = queue.recv() {
                 let Job { snapshot, state, start } = job;
                 let result = thread.save(&snapshot, state, start);
                 flag.store(false, Ordering::Release);
-                if sender.send(Ended { snapshot, result }).is_err() {
+                if sender.send(Ended { buffers: vec![snapshot], result }).is_err() {
                     return;
                 }
             }
         })?;
-        Ok(Self { jobs, ended, busy, in_flight: true, buffers: Snapshot::default() })
+        Ok(Self { jobs, ended, busy, in_flight: true, buffers: VecDeque::new() })
     }
 
     /// Whether this rank is still writing.
@@ -123,8 +137,8 @@ impl Saver {
             return Ok(());
         }
         // The thread lives as long as this handle.
-        let Ok(Ended { snapshot, result }) = self.ended.recv() else { return Ok(()) };
-        self.buffers = snapshot;
+        let Ok(Ended { buffers, result }) = self.ended.recv() else { return Ok(()) };
+        self.buffers.extend(buffers);
         result
     }
 
@@ -133,14 +147,18 @@ impl Saver {
         if !self.in_flight {
             return Ok(());
         }
-        let Ok(Ended { snapshot, result }) = self.ended.try_recv() else { return Ok(()) };
-        (self.in_flight, self.buffers) = (false, snapshot);
+        let Ok(Ended { buffers, result }) = self.ended.try_recv() else { return Ok(()) };
+        self.in_flight = false;
+        self.buffers.extend(buffers);
         result
     }
 
     /// Buffers for a snapshot, to be filled and passed to [`begin`](Self::begin). After [`wait`](Self::wait).
-    pub fn take_buffers(&mut self) -> Snapshot {
-        std::mem::take(&mut self.buffers)
+    /// A memory snapshot in them is gone.
+    pub fn take_buffers(&mut self) -> Result<Snapshot, CheckpointError> {
+        let buffers = self.buffers.pop_front().unwrap_or_default();
+        buffers.erase().map_err(memory_failed)?;
+        Ok(buffers)
     }
 
     /// Begins a save. The one before must have been waited for.
@@ -151,10 +169,27 @@ impl Saver {
     }
 }
 
-/// Buffers for the values of a portion. Pageable ones where the driver cannot pin so much: copies are slower then.
-fn allocate(host: &HostAllocator, len: usize) -> Snapshot {
+/// Buffers for the values of a portion: two sets from memory files, or one of this process's own.
+#[expect(clippy::print_stderr, reason = "the agent shows stderr; training goes on")]
+fn allocate(
+    host: &HostAllocator,
+    len: usize,
+    memory: Option<&Memory>,
+    required: bool,
+) -> Result<Vec<Snapshot>, CheckpointError> {
+    match memory.map(|memory| memory.allocate(host)) {
+        Some(Err(error)) if required => return Err(error),
+        Some(Err(error)) => eprintln!("warning: no snapshots are kept in memory: {error}"),
+        Some(Ok(buffers)) => return Ok(buffers),
+        None => {}
+    }
+    // Pageable memory where the driver cannot pin so much: copies are slower then.
     let buffer = || host.alloc(len).unwrap_or_else(|_| HostBuffer::from(vec![0.0; len]));
-    Snapshot { params: buffer(), m: buffer(), v: buffer() }
+    Ok(vec![Snapshot { params: buffer(), m: buffer(), v: buffer(), slot: None }])
+}
+
+fn memory_failed(error: io::Error) -> CheckpointError {
+    CheckpointError::Write { path: "memory snapshot".into(), reason: error.to_string() }
 }
 
 struct Thread {
@@ -173,6 +208,9 @@ impl Thread {
         let path = self.dir.join(name(step));
         let failed = |reason: String| CheckpointError::Write { path: path.clone(), reason };
         let temporary = temporary(&self.dir, step);
+        if let Err(error) = snapshot.complete(&state) {
+            self.report_failure(step, Path::new("memory snapshot"), &error.to_string());
+        }
         let written = self.writer.write(&*self.disk, &temporary, snapshot);
         let written = written.map_err(|error| format!("rank {}: {error}", self.writer.rank));
         self.exchange.written(step, written);

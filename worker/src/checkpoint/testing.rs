@@ -66,7 +66,7 @@ pub(crate) fn snapshot(portion: &Portion, step: u64) -> Snapshot {
         let elements = portion.ranges().iter().flat_map(|owned| owned.arena.clone());
         HostBuffer::from(elements.map(|at| value(arena, at, step)).collect::<Vec<f32>>())
     };
-    Snapshot { params: fill(Arena::Params), m: fill(Arena::M), v: fill(Arena::V) }
+    Snapshot { params: fill(Arena::Params), m: fill(Arena::M), v: fill(Arena::V), slot: None }
 }
 
 /// The shards of a rank, or everything.
@@ -111,6 +111,8 @@ pub(crate) fn settings(dir: &Path, retention: Retention) -> Settings {
         retention,
         source: None,
         host: HostAllocator::default(),
+        memory: None,
+        memory_required: false,
     }
 }
 

@@ -91,6 +91,8 @@ fn save_together(dir: &Path, step: u64, world: usize, sharded: bool) -> PathBuf 
                 retention: Retention::default(),
                 source: None,
                 host: xlaunch_engine::HostAllocator::default(),
+                memory: None,
+                memory_required: false,
             };
             let collected = (rank == 0).then(|| receiver.take().unwrap());
             let exchange = Box::new(Together { rank, answers: sender.clone(), collected });
@@ -417,21 +419,46 @@ fn recovery_finds_checkpoints_of_this_run_only_and_cleans_up() {
     fs_err::create_dir(dir.path().join(".tmp-step-00000030")).unwrap();
     // As if the process had been killed between the renames of a replacement.
     fs_err::rename(dir.path().join(name(10)), dir.path().join(".old-step-00000010")).unwrap();
-    let recovered = recover(dir.path(), "a", None).unwrap();
+    let recovered = recover(dir.path(), "a", None, None).unwrap();
     assert_eq!(recovered.checkpoint, Some(dir.path().join(name(10))));
     assert!(recovered.notes.is_empty(), "{recovered:?}");
     assert!(!dir.path().join(".tmp-step-00000030").exists());
     let of_c = |source: Option<u64>| {
         let source = source.map(|step| dir.path().join(name(step)));
-        recover(dir.path(), "c", source.as_deref()).unwrap().checkpoint
+        recover(dir.path(), "c", source.as_deref(), None).unwrap().checkpoint
     };
     assert_eq!(of_c(None), None, "a run that has saved nothing starts again");
     assert_eq!(of_c(Some(10)), Some(dir.path().join(name(10))), "or from where it began");
     assert_eq!(of_c(Some(30)), Some(dir.path().join(name(20))), "or, if that is gone, from the newest");
     let empty = tempfile::tempdir().unwrap();
-    let gone = recover(dir.path(), "c", Some(&empty.path().join(name(1))));
+    let gone = recover(dir.path(), "c", Some(&empty.path().join(name(1))), None);
     assert!(matches!(gone, Err(CheckpointError::None { .. })));
     assert_complete(&dir.path().join(name(10)), 10);
+}
+
+#[test]
+fn newest_memory_snapshot_is_taken_without_opening_a_checkpoint_unless_one_is_newer() {
+    let dir = tempfile::tempdir().unwrap();
+    let save_of = |run: &str, step| {
+        let settings = settings(dir.path(), Retention::default());
+        save_with(settings, Arc::new(Real), Alone::default(), state(run, step)).unwrap();
+    };
+    let recovered = |snapshot| recover(dir.path(), "a", None, snapshot).unwrap();
+    assert!(recovered(Some(5)).from_memory, "nothing is on disk");
+    assert!(!recovered(None).from_memory);
+    save_of("a", 10);
+    assert!(recovered(Some(10)).from_memory, "the same step");
+    let newer = recovered(Some(9));
+    assert_eq!((newer.from_memory, newer.checkpoint), (false, Some(dir.path().join(name(10)))));
+    // By its name, so that it would be rejected and renamed if it were opened.
+    flip(&dir.path().join(name(10)).join(MANIFEST), 1);
+    let by_name = recovered(Some(10));
+    assert!(by_name.from_memory && by_name.notes.is_empty(), "{by_name:?}");
+    assert!(dir.path().join(name(10)).exists());
+    // Newer by name, but damaged or of another run.
+    save_of("b", 20);
+    let damaged = recovered(Some(9));
+    assert!(damaged.from_memory && damaged.notes[0].contains("step-00000010.damaged"), "{damaged:?}");
 }
 
 #[test]

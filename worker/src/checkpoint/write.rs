@@ -14,7 +14,7 @@ use xlaunch_engine::HostBuffer;
 use super::disk::{Disk, Writable};
 use super::manifest::{Chunk, Entry, Manifest};
 use super::tensors::{Contents, Stored};
-use super::{MANIFEST, MODEL, Portion, STATE, State, VERSION, name, optimizer_name};
+use super::{MANIFEST, MODEL, Portion, STATE, Slot, State, VERSION, name, optimizer_name};
 use crate::model::layout::Layout;
 use crate::phase;
 
@@ -32,6 +32,21 @@ pub struct Snapshot {
     pub params: HostBuffer,
     pub m: HostBuffer,
     pub v: HostBuffer,
+    /// The memory file that the buffers are mapped from, if they are.
+    pub slot: Option<Slot>,
+}
+
+impl Snapshot {
+    /// Before the buffers are overwritten.
+    pub(super) fn erase(&self) -> io::Result<()> {
+        self.slot.as_ref().map_or(Ok(()), Slot::erase)
+    }
+
+    /// When the buffers hold a snapshot: makes it one that the next attempt can resume from.
+    pub(super) fn complete(&self, state: &State) -> io::Result<()> {
+        let complete = |slot: &Slot| slot.complete([&*self.params, &*self.m, &*self.v], state);
+        self.slot.as_ref().map_or(Ok(()), complete)
+    }
 }
 
 /// A rank's part of a file: the chunks that it has written and synced.

@@ -144,6 +144,14 @@ impl AdamW {
         }
     }
 
+    /// Sets the model's weights to the masters, in its element type. For masters of all parameters.
+    pub fn copy_masters_to(&self, model: &Model) -> Result<()> {
+        match &self.masters {
+            Some(masters) => self.backend.cast(masters.all(), model.weights.all()),
+            None => Ok(()),
+        }
+    }
+
     /// The parameters that this rank updates.
     pub fn sharding(&self) -> &Sharding {
         &self.sharding

@@ -1,7 +1,10 @@
-//! The state that training starts from: a checkpoint, given weights, or random weights.
+//! The state that training starts from: a memory snapshot, a checkpoint, given weights, or random weights.
 //!
 //! It is read or generated on threads of its own from the moment the job is known, and handed over in pieces. A
 //! checkpoint is never in host memory as a whole: the threads wait until the model takes what they have read.
+//!
+//! Of a memory snapshot a rank has its own portion only. When all ranks have written theirs to the model, they exchange
+//! them ([`exchange_portions`]) through the collective, whose copies are exact.
 
 use std::io;
 use std::ops::Range;
@@ -10,10 +13,11 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
+use xlaunch_comm::Collective;
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::JobSpec;
 
-use crate::checkpoint::{self, Abandoned, Arena, Parent, Piece, State};
+use crate::checkpoint::{self, Abandoned, Arena, Memory, Parent, Piece, Portion, State};
 use crate::error::{Result, WorkerError};
 use crate::model::layout::Layout;
 use crate::model::{Model, init};
@@ -46,6 +50,8 @@ struct Source {
     shape: ModelShape,
     /// Empty for a fresh start.
     resume_from: PathBuf,
+    /// With the snapshot to resume from in place of that.
+    memory: Option<Memory>,
     /// Ranges of the arena of which this rank has the moments.
     moments: Vec<Range<usize>>,
 }
@@ -56,6 +62,7 @@ impl Reading {
         spec: &JobSpec,
         shape: &ModelShape,
         resume_from: &Path,
+        memory: Option<Memory>,
         run_id: &str,
         moments: Vec<Range<usize>>,
         threads: usize,
@@ -64,7 +71,8 @@ impl Reading {
         let threads = ThreadPoolBuilder::new().num_threads(threads).build();
         let threads = threads.map_err(|error| failed(io::Error::other(error)))?;
         let resume_from = resume_from.to_path_buf();
-        let source = Source { spec: spec.clone(), shape: shape.clone(), resume_from, moments };
+        let memory = memory.filter(Memory::is_resumed);
+        let source = Source { spec: spec.clone(), shape: shape.clone(), resume_from, memory, moments };
         let (sender, pieces) = sync_channel(PIECES_READ_AHEAD);
         let thread = std::thread::Builder::new()
             .name("weights".into())
@@ -92,6 +100,31 @@ impl Reading {
     }
 }
 
+/// After a start from memory snapshots: completes the state of this rank with the portions of the others. Every rank
+/// calls it.
+pub(super) fn exchange_portions(
+    model: &Model,
+    optimizer: &AdamW,
+    collective: &mut dyn Collective,
+) -> Result<()> {
+    let (sharding, world) = (optimizer.sharding(), collective.world_size());
+    if sharding.is_sharded() {
+        // Each rank has its portion alone of masters and moments.
+        return Ok(optimizer.gather(model, collective)?);
+    }
+    for root in 0..world {
+        let portion = Portion::new(sharding, root, world);
+        for owned in portion.ranges().iter().filter(|owned| !owned.stored.is_empty()) {
+            for tensor in optimizer.state(model) {
+                collective.broadcast(tensor.lend(owned.stored.clone()), root)?;
+            }
+        }
+    }
+    collective.wait_all()?;
+    collective.check()?;
+    Ok(optimizer.copy_masters_to(model)?)
+}
+
 impl Start {
     fn after(state: State, run_id: &str) -> Self {
         let State { step, sequences, run, mut parents, .. } = state;
@@ -105,10 +138,13 @@ impl Start {
 
 impl Source {
     fn read(self, threads: &ThreadPool, pieces: &SyncSender<Piece>) -> Result<Option<State>> {
-        let Self { spec, shape, resume_from, moments } = self;
+        let Self { spec, shape, resume_from, memory, moments } = self;
         let layout = Layout::new(&shape);
         // Fails when the training thread has given up, which then has an error of its own.
         let sink = |piece| pieces.send(piece).map_err(|_| Abandoned);
+        if let Some(memory) = memory {
+            return Ok(memory.read(&sink)?);
+        }
         if !resume_from.as_os_str().is_empty() {
             let state = checkpoint::read(&resume_from, &shape, &layout, &moments, threads, &sink)?;
             return Ok(Some(state));

@@ -70,16 +70,17 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let Context { environment, control, spec, job } = *context;
     let shape = spec.model.resolve().map_err(SpecError::from)?;
     let dataset = Dataset::open(spec, &shape)?;
-
     let fingerprint = Fingerprint::of(&dataset.train)?;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let layout = Layout::new(&shape);
     let activations = device::activation_dtype(environment, spec);
     let sharding = train::sharding(spec, &layout, activations, rank, world)?;
     let moments = sharding.plan().buckets().iter().map(|bucket| sharding.in_arena(bucket)).collect();
+    let memory = saving::memory(context, &layout, &sharding)?;
     // Weights of large models take a second or more, as do opening the device and the communicator: do both at once.
     let resume_from = Path::new(&job.resume_from);
-    let reading = Reading::start(spec, &shape, resume_from, &job.run_id, moments, environment.threads)?;
+    let (from, threads) = (memory.clone(), environment.threads);
+    let reading = Reading::start(spec, &shape, resume_from, from, &job.run_id, moments, threads)?;
     let device = OpenDevice::new(environment, spec)?;
     let run_dir = PathBuf::from(&job.run_dir);
     device.backend.pool().snapshot_on_failure(&run_dir);
@@ -101,6 +102,9 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         Some(bench) if bench.skip_all_reduce => Box::new(SkipAllReduce(collective)),
         _ => collective,
     };
+    if job.memory_snapshot.is_some() {
+        initial::exchange_portions(&trainer.model, &trainer.optimizer, &mut *collective).map_err(report)?;
+    }
     let buffers = trainer.stepper.reduce_buffers().chain(trainer.optimizer.gather_buffers(&trainer.model));
     nccl_windows::register(&device.backend, buffers, &mut *collective, environment.log_fallback)
         .map_err(report)?;
@@ -120,7 +124,15 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         dataset: &dataset,
         loader: &loader,
         control,
-        checkpoints: saving::open(context, &device.backend, &trainer.model, &sharding, &start, fingerprint)?,
+        checkpoints: saving::open(
+            context,
+            &device.backend,
+            &trainer.model,
+            &sharding,
+            &start,
+            fingerprint,
+            memory,
+        )?,
         skips: SkipCount::new(&spec.train),
         first_step: start.step,
         first_sequence: start.sequences,

@@ -3,17 +3,37 @@
 use std::path::{Path, PathBuf};
 
 use xlaunch_comm::Sharding;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::ids::Digest;
+use xlaunch_proto::snapshot::{Identity, SnapshotId};
+use xlaunch_proto::spec::{JobSpec, MemorySnapshots};
 use xlaunch_proto::v1::GetJobReply;
 
 use super::Context;
 use super::initial::Start;
 use crate::checkpoint::saver::{self, Saver};
-use crate::checkpoint::{self, Batch, CheckpointError, Portion, Retention, State, directory};
+use crate::checkpoint::{self, Batch, CheckpointError, Memory, Portion, Retention, State, directory};
 use crate::data::Fingerprint;
 use crate::error::{Result, WorkerError};
+use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
 use crate::train::Checkpoints;
+
+/// Opens the memory files that the agent keeps for this rank. `None` if there are none.
+pub(super) fn memory(context: &Context<'_>, layout: &Layout, sharding: &Sharding) -> Result<Option<Memory>> {
+    let Context { environment, job, .. } = *context;
+    if environment.snapshot_fds.is_empty() {
+        return Ok(None);
+    }
+    let (rank, world) = (environment.rank, environment.world_size);
+    let identity = Identity { run: Digest::of(job.run_id.as_bytes()), rank: rank.0, world: world.0 };
+    let layout = [layout.fingerprint(), sharding.layout()].concat();
+    let portion = Portion::new(sharding, rank.index(), world.index());
+    let resume = job.memory_snapshot.map(|it| SnapshotId { step: it.step, attempt: it.attempt });
+    let (fds, attempt) = (&environment.snapshot_fds, environment.attempt.0);
+    let memory = Memory::open(fds, identity, &layout, portion, attempt, resume);
+    let failed = |source| WorkerError::Io { what: "failed to open the memory for snapshots".into(), source };
+    memory.map(Some).map_err(failed)
+}
 
 /// Starts the thread that saves checkpoints.
 /// `None` for a benchmark.
@@ -24,6 +44,7 @@ pub(super) fn open(
     sharding: &Sharding,
     start: &Start,
     data: Fingerprint,
+    memory: Option<Memory>,
 ) -> Result<Option<Checkpoints>> {
     let Context { environment, control, spec, job } = *context;
     if job.bench.is_some() {
@@ -40,6 +61,8 @@ pub(super) fn open(
         retention: Retention::of(&spec.checkpoint),
         source: (!job.resume_from.is_empty()).then(|| PathBuf::from(&job.resume_from)),
         host: backend.host_allocator(),
+        memory,
+        memory_required: spec.checkpoint.memory == MemorySnapshots::On,
     };
     let failed = |source| WorkerError::Io { what: "failed to start the checkpoint thread".into(), source };
     let exchange =
@@ -69,7 +92,7 @@ fn checkpoint_dir(spec: &JobSpec, run_dir: &Path) -> PathBuf {
 }
 
 /// Renames the checkpoint that was to be resumed if it is damaged, unless the user has named it: then no other one is
-/// meant.
+/// meant. A damaged memory snapshot has been erased.
 pub(super) fn set_aside(error: WorkerError, spec: &JobSpec, job: &GetJobReply) -> WorkerError {
     let path = Path::new(&job.resume_from);
     let is_named = Path::new(&spec.checkpoint.resume) == path;
@@ -79,6 +102,9 @@ pub(super) fn set_aside(error: WorkerError, spec: &JobSpec, job: &GetJobReply) -
             let renamed = !path.exists() || directory::mark_damaged(path).is_ok() || !path.exists();
             let message = format!("{error}; renamed to {}.damaged", path.display());
             if renamed { WorkerError::SetAside(message) } else { error.into() }
+        }
+        WorkerError::Checkpoint(error @ CheckpointError::DamagedMemory { .. }) => {
+            WorkerError::SetAside(error.to_string())
         }
         error => error,
     }

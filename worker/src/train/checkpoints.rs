@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use xlaunch_proto::spec::{CheckpointSection, OnSaveError};
 
 use crate::checkpoint::saver::Saver;
-use crate::checkpoint::{Portion, State};
+use crate::checkpoint::{CheckpointError, Portion, State};
 use crate::error::Result;
 use crate::model::{BackendHandle, Model};
 use crate::optim::AdamW;
@@ -69,7 +69,7 @@ impl Checkpoints {
     ) -> Result<()> {
         let start = Instant::now();
         self.last = start;
-        let mut snapshot = self.saver.take_buffers();
+        let mut snapshot = self.saver.take_buffers()?;
         let arenas = [&mut snapshot.params, &mut snapshot.m, &mut snapshot.v];
         for (tensor, values) in optimizer.state(model).into_iter().zip(arenas) {
             let mut rest = &mut **values;
@@ -90,15 +90,23 @@ impl Checkpoints {
 
     /// Whether the last save has failed by now, if the job shall end then.
     pub fn check(&mut self) -> Result<()> {
-        if self.stop_on_error { Ok(self.saver.poll()?) } else { Ok(()) }
+        match self.saver.poll() {
+            Err(error) if self.is_fatal(&error) => Err(error.into()),
+            _ => Ok(()),
+        }
     }
 
     /// Waits for the save in flight. That it failed is an error only if the job says so; it was reported.
     pub fn wait(&mut self) -> Result<()> {
         match self.saver.wait() {
-            Err(error) if self.stop_on_error => Err(error.into()),
+            Err(error) if self.is_fatal(&error) => Err(error.into()),
             _ => Ok(()),
         }
+    }
+
+    /// Without its buffers, no checkpoint could be saved at all.
+    fn is_fatal(&self, error: &CheckpointError) -> bool {
+        self.stop_on_error || matches!(error, CheckpointError::Memory { .. })
     }
 }
 

@@ -1,7 +1,7 @@
 //! Progress on stderr: a bar on a terminal, plain lines otherwise.
 
+use std::fmt;
 use std::io::{self, IsTerminal, Write};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -145,11 +145,11 @@ impl Progress {
 }
 
 /// The line that says where an attempt resumes. Counts steps from 1, as the other lines do.
-pub(crate) fn resume_line(started: &TrainStarted, checkpoint: &Path) -> Option<String> {
+pub(crate) fn resume_line(started: &TrainStarted, source: impl fmt::Display) -> Option<String> {
     let step = started.first_step + 1;
     (1..started.total_steps)
         .contains(&started.first_step)
-        .then(|| format!("resuming at step {step} from {}", checkpoint.display()))
+        .then(|| format!("resuming at step {step} from {source}"))
 }
 
 /// Three significant digits: `812`, `46.1K`, `1.38M`.
@@ -196,7 +196,7 @@ mod tests {
     fn resume_line_names_the_next_step_and_the_checkpoint() {
         let line = |first_step| {
             let started = TrainStarted { first_step, total_steps: 100, ..Default::default() };
-            resume_line(&started, Path::new("/runs/a/checkpoints/step-00000030"))
+            resume_line(&started, "/runs/a/checkpoints/step-00000030")
         };
         let expected = "resuming at step 31 from /runs/a/checkpoints/step-00000030";
         assert_eq!(line(30).as_deref(), Some(expected));

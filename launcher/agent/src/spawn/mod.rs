@@ -32,6 +32,7 @@ mod tests;
 use std::io::IsTerminal;
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{ChildStderr, ChildStdout, Command, Stdio};
+use std::sync::Arc;
 
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process_group, pidfd_open, waitid,
@@ -70,6 +71,8 @@ pub struct Options {
     /// It and its children start with the signals ignored that stop a job or announce its end: the agent acts on them,
     /// also where a scheduler sends them to every process.
     pub leave_signals_to_agent: bool,
+    /// Descriptors that it inherits, under the same numbers.
+    pub inherited: Vec<Arc<OwnedFd>>,
 }
 
 /// Whether workers get xlaunch's standard input: a single worker does, unless it is a terminal. A terminal stops a
@@ -121,6 +124,9 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
     }
     if let Some(cpus) = options.cpus {
         sys::bind_to_cpus(&mut command, cpus);
+    }
+    for fd in &options.inherited {
+        sys::inherit(&mut command, fd.clone());
     }
     let mut child = children::spawn(&mut command)?;
     let (stdout, stderr, pid) = (child.stdout.take(), child.stderr.take(), Pid::from_child(&child));

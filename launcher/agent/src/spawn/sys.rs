@@ -8,6 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::Arc;
 
+use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal, setsid};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::io::unix::AsyncFd;
@@ -68,6 +69,14 @@ pub(super) fn enter_cgroup(command: &mut Command, procs: Arc<OwnedFd>) {
 pub(super) fn bind_to_cpus(command: &mut Command, cpus: CpuSet) {
     let hook = move || Ok(sched_setaffinity(None, &cpus)?);
     // SAFETY: the hook makes one system call on a set of fixed size that it owns: it is async-signal-safe.
+    unsafe { command.pre_exec(hook) };
+}
+
+/// Lets the process inherit a descriptor that is closed in all others.
+pub(super) fn inherit(command: &mut Command, fd: Arc<OwnedFd>) {
+    let hook = move || Ok(fcntl_setfd(&fd, FdFlags::empty())?);
+    // SAFETY: the hook makes one system call on an open descriptor, of which only the child's copy changes: it is
+    // async-signal-safe.
     unsafe { command.pre_exec(hook) };
 }
 

@@ -128,7 +128,7 @@ impl Workload for CommandWorkload<'_> {
         command.envs(environment::command_variables(&group, rank, dir, threads));
         let cpus = affinity.and_then(Affinity::cpus).copied();
         let inherit_stdin = inherits_stdin(spec.nproc);
-        Ok((command, Options { inherit_stdin, cpus, leave_signals_to_agent: false }))
+        Ok((command, Options { inherit_stdin, cpus, ..Options::default() }))
     }
 
     fn program(&self) -> Option<&OsStr> {

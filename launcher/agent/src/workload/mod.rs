@@ -9,6 +9,7 @@ pub mod command;
 mod hang;
 mod save;
 mod sessions;
+pub mod snapshots;
 pub mod trainer;
 
 use std::ffi::OsStr;

@@ -13,10 +13,12 @@ use rustix::process::Signal;
 use tokio::sync::{oneshot, watch};
 use tonic::Status;
 use xlaunch_proto::convert::Join;
+use xlaunch_proto::env;
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::snapshot::SnapshotId;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
-use xlaunch_proto::v1::{Bench, GetJobReply, GetJobRequest, JobKind, StopCommand};
+use xlaunch_proto::v1::{Bench, GetJobReply, GetJobRequest, JobKind, MemorySnapshot, StopCommand};
 
 use crate::command::{Restarts, quote_line};
 use crate::devices::Placement;
@@ -40,6 +42,7 @@ use crate::workload::checkpoint_requests::{CheckpointRequests, Requester};
 use crate::workload::hang::HangDetector;
 use crate::workload::save::SaveBarrier;
 use crate::workload::sessions::Sessions;
+use crate::workload::snapshots::{Snapshots, descriptor_list};
 
 /// For the hint in status about a rank without output that uses neither CPU nor GPU. The hang detector is much faster.
 const IDLE_STALL_TIMEOUT: Duration = Duration::from_secs(300);
@@ -61,20 +64,25 @@ pub struct TrainerPlan<'a> {
     pub resume_from: Option<PathBuf>,
     /// Finds the checkpoint of this run that later attempts resume from.
     pub recover: Recover,
+    /// Snapshots are kept in memory, too.
+    pub memory_snapshots: bool,
     /// What `xlaunch bench` measures; `None` trains.
     pub bench: Option<Bench>,
     /// What the workers inherit.
     pub base: &'a BaseEnvironment,
 }
 
-/// Finds the newest complete checkpoint of a run in a directory, or else the one that the run began with.
-pub type Recover = fn(&Path, &str, Option<&Path>) -> Result<Recovered, String>;
+/// Finds the newest complete checkpoint of a run in a directory, or else the one that the run began with. Opens no
+/// checkpoint if a memory snapshot of this step is as new.
+pub type Recover = fn(&Path, &str, Option<&Path>, Option<u64>) -> Result<Recovered, String>;
 
 /// What an attempt that failed has left.
 #[derive(Debug, Default)]
 pub struct Recovered {
     /// The checkpoint to resume from.
     pub checkpoint: Option<PathBuf>,
+    /// The memory snapshot is as new, and to be used instead.
+    pub from_memory: bool,
     /// Checkpoints that were rejected, for the user.
     pub notes: Vec<String>,
 }
@@ -110,6 +118,9 @@ pub(crate) struct TrainerWorkload<'a> {
     devices: BTreeMap<u32, String>,
     hang_detector: HangDetector,
     saves: SaveBarrier,
+    snapshots: Option<Snapshots>,
+    /// The snapshot that this attempt resumes from.
+    resume_snapshot: Option<SnapshotId>,
     /// For frameworks that rendezvous on their own; the trainer does not.
     port: Option<MasterPort>,
     output: Output,
@@ -147,6 +158,11 @@ impl<'a> TrainerWorkload<'a> {
             devices: BTreeMap::new(),
             hang_detector: HangDetector::new(stall_timeout, Instant::now()),
             saves: SaveBarrier::new(plan.placement.workers),
+            snapshots: plan
+                .memory_snapshots
+                .then(|| Snapshots::create(&run.id, plan.placement.workers))
+                .transpose()?,
+            resume_snapshot: None,
             port: None,
             output: Output::for_trainer(move |line| printer.print(line)),
             sinks,
@@ -187,7 +203,25 @@ impl<'a> TrainerWorkload<'a> {
             resume_from: self.plan.resume_from.as_deref().map(path).unwrap_or_default(),
             bench: self.plan.bench.clone(),
             run_id: self.run.id.clone(),
+            memory_snapshot: self
+                .resume_snapshot
+                .map(|SnapshotId { step, attempt }| MemorySnapshot { step, attempt }),
         })
+    }
+
+    /// Finds what the next attempt resumes from: the newest memory snapshot, or the newest checkpoint.
+    fn recover(&mut self) -> io::Result<()> {
+        let (dir, source) = (self.checkpoint_dir(), self.plan.resume_from.as_deref());
+        let snapshot = self.snapshots.as_ref().and_then(Snapshots::newest);
+        let recovered = (self.plan.recover)(&dir, &self.run.id, source, snapshot.map(|id| id.step));
+        let Recovered { checkpoint, from_memory, notes } =
+            recovered.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+        notes.iter().for_each(|note| self.notify(&format!("xlaunch: {note}")));
+        self.resume_snapshot = snapshot.filter(|_| from_memory);
+        if !from_memory {
+            self.plan.resume_from = checkpoint;
+        }
+        Ok(())
     }
 
     fn join(&mut self, join: Join, reply: Reply, board: &watch::Sender<Board>) -> Option<Event> {
@@ -251,15 +285,10 @@ impl Workload for TrainerWorkload<'_> {
         vec![Signal::INT, Signal::TERM, Signal::HUP]
     }
 
-    /// Starts a new rendezvous; a restart resumes from the newest checkpoint.
+    /// Starts a new rendezvous; a restart resumes from the newest snapshot or checkpoint.
     fn begin_attempt(&mut self, attempt: u32) -> std::io::Result<()> {
         if attempt > 0 {
-            let (dir, source) = (self.checkpoint_dir(), self.plan.resume_from.as_deref());
-            let recovered = (self.plan.recover)(&dir, &self.run.id, source);
-            let Recovered { checkpoint, notes } =
-                recovered.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-            notes.iter().for_each(|note| self.notify(&format!("xlaunch: {note}")));
-            self.plan.resume_from = checkpoint;
+            self.recover()?;
         }
         self.barrier.refuse("the attempt is over");
         self.barrier = barrier(&self.plan, attempt);
@@ -290,8 +319,12 @@ impl Workload for TrainerWorkload<'_> {
             max_restarts: self.plan.spec.launch.max_restarts,
             master_port: self.port.as_ref().map_or(DEFAULT_MASTER_PORT, MasterPort::number),
         };
-        let options = Options { leave_signals_to_agent: true, ..Options::default() };
-        Ok((environment::trainer_command(&group, rank)?, options))
+        let mut command = environment::trainer_command(&group, rank)?;
+        let inherited = self.snapshots.as_ref().map_or(&[][..], |snapshots| snapshots.of_rank(rank)).to_vec();
+        if !inherited.is_empty() {
+            command.env(env::SNAPSHOT_FDS, descriptor_list(&inherited));
+        }
+        Ok((command, Options { leave_signals_to_agent: true, inherited, ..Options::default() }))
     }
 
     fn base_environment(&self) -> &BaseEnvironment {

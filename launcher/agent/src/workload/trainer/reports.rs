@@ -41,8 +41,13 @@ impl TrainerWorkload<'_> {
         self.hang_detector.record(rank, &report, at);
         let report = RankReport { rank, at, report };
         self.summary.record(&report);
-        let resume_line = match (&report.report, &self.plan.resume_from) {
-            (Report::TrainStarted(started), Some(checkpoint)) => progress::resume_line(started, checkpoint),
+        let resume_line = match (&report.report, &self.resume_snapshot, &self.plan.resume_from) {
+            (Report::TrainStarted(started), Some(_), _) => {
+                progress::resume_line(started, "a memory snapshot")
+            }
+            (Report::TrainStarted(started), None, Some(checkpoint)) => {
+                progress::resume_line(started, checkpoint.display())
+            }
             _ => None,
         };
         if let Some(line) = resume_line {

@@ -1,0 +1,119 @@
+//! Free memory: of the host, and within the limits of the cgroups that this process is in.
+
+use std::path::{Path, PathBuf};
+
+/// Bytes that processes started from here can still get without swapping; `None` if the host does not tell.
+pub fn available() -> Option<u64> {
+    available_below(Path::new("/"))
+}
+
+/// With `/proc` and `/sys` below `root`.
+fn available_below(root: &Path) -> Option<u64> {
+    let meminfo = fs_err::read_to_string(root.join("proc/meminfo")).ok()?;
+    let kib = value(&meminfo, "MemAvailable:")?;
+    let host = kib.saturating_mul(1024);
+    Some(cgroups(root).iter().filter_map(Cgroup::available).fold(host, u64::min))
+}
+
+/// A cgroup with a memory controller, and the names of its files.
+struct Cgroup {
+    dir: PathBuf,
+    limit: &'static str,
+    usage: &'static str,
+    /// In `memory.stat`: page cache that is freed when memory is needed.
+    cache: &'static str,
+}
+
+impl Cgroup {
+    /// Bytes below its limit; `None` if it has none.
+    fn available(&self) -> Option<u64> {
+        let read = |name: &str| fs_err::read_to_string(self.dir.join(name)).ok();
+        // `max` in version 2; a number beyond any memory in version 1.
+        let limit: u64 = read(self.limit)?.trim().parse().ok()?;
+        let usage: u64 = read(self.usage)?.trim().parse().ok()?;
+        let cache = read("memory.stat").and_then(|text| value(&text, self.cache)).unwrap_or(0);
+        Some(limit.saturating_sub(usage.saturating_sub(cache)))
+    }
+}
+
+/// The cgroups of this process, version 2 and 1, up to the mount point: a container may see its cgroup as the root
+/// while `/proc` shows the path on the host.
+fn cgroups(root: &Path) -> Vec<Cgroup> {
+    let text = fs_err::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
+    let mut found = Vec::new();
+    for line in text.lines() {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
+        let (mount, limit, usage, cache) = match controllers {
+            "" => ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+            "memory" => (
+                "sys/fs/cgroup/memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            ),
+            _ => continue,
+        };
+        let ancestors = Path::new(path.trim_start_matches('/')).ancestors();
+        found.extend(ancestors.map(|part| Cgroup { dir: root.join(mount).join(part), limit, usage, cache }));
+    }
+    found
+}
+
+/// The number after `name` in lines of names and numbers.
+fn value(text: &str, name: &str) -> Option<u64> {
+    let mut lines = text.lines().map(str::split_ascii_whitespace);
+    lines.find_map(|mut words| (words.next()? == name).then(|| words.next()?.parse().ok()).flatten())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MEMINFO: (&str, &str) = ("proc/meminfo", "MemTotal:  9000 kB\nMemAvailable:  1000 kB\n");
+
+    fn available(files: &[(&str, &str)]) -> Option<u64> {
+        let root = tempfile::TempDir::new().unwrap();
+        for (path, text) in files {
+            let path = root.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        available_below(root.path())
+    }
+
+    #[test]
+    fn host_without_cgroup_limits_has_what_the_kernel_calls_available() {
+        assert_eq!(available(&[MEMINFO]), Some(1_024_000));
+        let unlimited =
+            [("proc/self/cgroup", "0::/a/b\n"), ("sys/fs/cgroup/a/b/memory.max", "max\n"), MEMINFO];
+        assert_eq!(available(&unlimited), Some(1_024_000));
+        assert_eq!(available(&[]), None);
+    }
+
+    #[test]
+    fn lowest_limit_of_all_parents_counts_and_page_cache_is_free() {
+        let files = [
+            MEMINFO,
+            ("proc/self/cgroup", "0::/a/b\n"),
+            ("sys/fs/cgroup/a/b/memory.max", "900000\n"),
+            ("sys/fs/cgroup/a/b/memory.current", "100000\n"),
+            ("sys/fs/cgroup/a/memory.max", "500000\n"),
+            ("sys/fs/cgroup/a/memory.current", "400000\n"),
+            ("sys/fs/cgroup/a/memory.stat", "anon 1\ninactive_file 50000\n"),
+        ];
+        assert_eq!(available(&files), Some(150_000));
+    }
+
+    #[test]
+    fn container_with_cgroup_version_1_has_its_limit_at_the_mount_point() {
+        let files = [
+            MEMINFO,
+            ("proc/self/cgroup", "9:memory:/docker/ab\n0::/\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "300000\n"),
+            ("sys/fs/cgroup/memory/memory.usage_in_bytes", "400000\n"),
+            ("sys/fs/cgroup/memory/memory.stat", "total_inactive_file 150000\n"),
+        ];
+        assert_eq!(available(&files), Some(50_000));
+    }
+}

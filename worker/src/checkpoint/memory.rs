@@ -1,0 +1,252 @@
+//! Memory snapshots: a rank's snapshots in memory files that its agent keeps, so that they survive the worker.
+//!
+//! ```text
+//! training thread: erase the header of the older file -> copy the state into it
+//! checkpoint thread: hash, `state.json`, header -> write the same memory to disk
+//! next attempt: header -> pieces for the model, hashed as they are read
+//! ```
+//! The buffers of the asynchronous save are mapped files instead of memory of this process, so snapshots cost no copy.
+//! Two files take turns: while one is overwritten, the other one is complete. All ranks agree before a save that none
+//! of them is still writing the one before, so the snapshot before is complete on every rank then.
+//!
+//! A rank has only its own [`Portion`]; the ranks exchange theirs after they have read them. The format, and what the
+//! agent does with it, is in [`xlaunch_proto::snapshot`].
+//!
+//! Invariants: a header is written after what it describes, and erased before that changes; a snapshot that cannot be
+//! read is erased by the rank that finds out, so that no later attempt tries it again.
+//!
+//! A snapshot needs no more checks than a checkpoint on disk: both are the same bytes, saved after the same agreement
+//! that the state is finite, and after `observe.check_every` has compared the replicas.
+
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use fs_err::{File, OpenOptions};
+use rustix::fs::FallocateFlags;
+use xlaunch_engine::{HostAllocator, HostBuffer};
+use xlaunch_proto::ids::Digest;
+use xlaunch_proto::snapshot::{HEADER_BYTES, Header, Identity, MAX_STATE_BYTES, SnapshotId, offset};
+use xxhash_rust::xxh3::Xxh3;
+
+use super::tensors::Arena;
+use super::{Abandoned, CheckpointError, Piece, Portion, Sink, Snapshot, State};
+
+/// Values that are read at a time. Small in tests.
+const BLOCK_VALUES: usize = if cfg!(test) { 700 } else { 1 << 20 };
+/// In the order of the files and of the hash.
+const ARENAS: [Arena; 3] = [Arena::Params, Arena::M, Arena::V];
+
+/// The memory files of this rank, and what they are used for.
+#[derive(Clone, Debug)]
+pub struct Memory {
+    files: Vec<Arc<File>>,
+    identity: Identity,
+    layout: Digest,
+    portion: Portion,
+    /// This attempt.
+    attempt: u32,
+    /// The snapshot that this attempt resumes from.
+    resume: Option<SnapshotId>,
+}
+
+/// One memory file, as the place of a snapshot.
+#[derive(Debug)]
+pub struct Slot {
+    file: Arc<File>,
+    identity: Identity,
+    layout: Digest,
+    attempt: u32,
+}
+
+/// Why a snapshot was not read.
+enum Failure {
+    Damaged(String),
+    /// The reader has given up.
+    Abandoned,
+}
+
+impl Memory {
+    /// Opens the files with these descriptors of this process. `layout` are bytes that are equal exactly where the
+    /// model is laid out and divided alike.
+    pub fn open(
+        fds: &[u32],
+        identity: Identity,
+        layout: &[u8],
+        portion: Portion,
+        attempt: u32,
+        resume: Option<SnapshotId>,
+    ) -> io::Result<Self> {
+        let open = |fd: &u32| {
+            let path = PathBuf::from(format!("/proc/self/fd/{fd}"));
+            OpenOptions::new().read(true).write(true).open(path).map(Arc::new)
+        };
+        let files = fds.iter().map(open).collect::<io::Result<_>>()?;
+        Ok(Self { files, identity, layout: Digest::of(layout), portion, attempt, resume })
+    }
+
+    /// Whether this attempt resumes from a snapshot.
+    pub fn is_resumed(&self) -> bool {
+        self.resume.is_some()
+    }
+
+    /// Bytes of all files.
+    fn bytes(&self) -> u64 {
+        let file = offset(3, self.portion.len() as u64).unwrap_or(u64::MAX);
+        file.saturating_mul(self.files.len() as u64)
+    }
+
+    /// Maps the files as buffers, in the order in which they are to be used: the snapshot that this attempt resumes
+    /// from is overwritten last. Touches all of their memory.
+    ///
+    /// # Errors
+    /// There is not enough memory. None is used then.
+    pub(super) fn allocate(&self, host: &HostAllocator) -> Result<Vec<Snapshot>, CheckpointError> {
+        let mut files: Vec<_> = self.files.iter().collect();
+        files
+            .sort_by_key(|file| self.resume.is_some() && header(file).map(|header| header.id) == self.resume);
+        let snapshots: io::Result<_> = files.iter().map(|file| self.snapshot(file, host)).collect();
+        snapshots.map_err(|error| {
+            files.iter().for_each(|file| release(file));
+            let mib = self.bytes().div_ceil(1 << 20);
+            CheckpointError::Memory { rank: self.identity.rank, mib, reason: error.to_string() }
+        })
+    }
+
+    fn snapshot(&self, file: &Arc<File>, host: &HostAllocator) -> io::Result<Snapshot> {
+        let values = self.portion.len();
+        let start = |arena| offset(arena, values as u64).ok_or(io::ErrorKind::InvalidInput);
+        // Before it is mapped: an access for which there is no memory would be SIGBUS.
+        rustix::fs::fallocate(file.file(), FallocateFlags::empty(), 0, start(3)?)?;
+        let map = |arena| -> io::Result<HostBuffer> { host.map(file.file(), start(arena)?, values) };
+        let slot = Slot {
+            file: (*file).clone(),
+            identity: self.identity,
+            layout: self.layout,
+            attempt: self.attempt,
+        };
+        Ok(Snapshot { params: map(0)?, m: map(1)?, v: map(2)?, slot: Some(slot) })
+    }
+
+    /// Reads the snapshot that this attempt resumes from: this rank's portion of the arenas. The pieces must not be
+    /// used before it has returned `Ok`. `None` if the reading was abandoned.
+    ///
+    /// # Errors
+    /// The snapshot is damaged, and was erased.
+    pub fn read(&self, sink: Sink<'_>) -> Result<Option<State>, CheckpointError> {
+        let Some(id) = self.resume else { return Ok(None) };
+        let file = self.files.iter().find(|file| header(file).is_some_and(|header| header.id == id));
+        let result = match file {
+            Some(file) => self.read_file(file, sink),
+            None => Err(Failure::Damaged("it is not there any more".into())),
+        };
+        match result {
+            Ok(state) => Ok(Some(state)),
+            Err(Failure::Abandoned) => Ok(None),
+            Err(Failure::Damaged(reason)) => {
+                let (step, rank) = (id.step, self.identity.rank);
+                let erased = file.map_or(Ok(()), |file| erase(file));
+                erased.map_err(|error| CheckpointError::Read {
+                    path: "memory snapshot".into(),
+                    reason: format!("failed to erase it: {error}"),
+                })?;
+                Err(CheckpointError::DamagedMemory { step, rank, reason })
+            }
+        }
+    }
+
+    fn read_file(&self, file: &File, sink: Sink<'_>) -> Result<State, Failure> {
+        let damaged = |reason: &str| Failure::Damaged(reason.into());
+        let header = header(file).ok_or_else(|| damaged("its header was erased"))?;
+        let values = self.portion.len() as u64;
+        if header.identity != self.identity {
+            return Err(damaged("it is of another run or rank"));
+        }
+        if (header.layout, header.values) != (self.layout, values) {
+            return Err(damaged("it is of another model, or another division among ranks"));
+        }
+        if header.state_bytes > MAX_STATE_BYTES {
+            return Err(damaged("the size of its state is invalid"));
+        }
+        let read = |error: io::Error| Failure::Damaged(error.to_string());
+        let start = |arena| offset(arena, values).ok_or_else(|| damaged("its size is invalid"));
+        let mut hash = Xxh3::new();
+        for (arena, index) in ARENAS.into_iter().zip(0..) {
+            let mut at = start(index)?;
+            for block in self.portion.ranges().iter().flat_map(|owned| blocks(owned.arena.clone())) {
+                let mut values = vec![0.0_f32; block.len()];
+                // Little-endian, as are all supported platforms.
+                let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
+                file.file().read_exact_at(bytes, at).map_err(read)?;
+                hash.update(bytes);
+                at += bytes.len() as u64;
+                sink(Piece { arena, at: block.start, values }).map_err(|Abandoned| Failure::Abandoned)?;
+            }
+        }
+        let mut state = vec![0; usize::try_from(header.state_bytes).unwrap_or(0)];
+        file.file().read_exact_at(&mut state, start(3)?).map_err(read)?;
+        hash.update(&state);
+        if hash.digest128() != header.hash {
+            return Err(damaged("it does not match its hash"));
+        }
+        let state: State = serde_json::from_slice(&state).map_err(|error| read(error.into()))?;
+        match state.step == header.id.step {
+            true => Ok(state),
+            false => Err(Failure::Damaged(format!("its state is of step {}", state.step))),
+        }
+    }
+}
+
+impl Slot {
+    /// Nothing is complete here any more.
+    pub(super) fn erase(&self) -> io::Result<()> {
+        erase(&self.file)
+    }
+
+    /// Makes a snapshot of what was copied to the arenas.
+    pub(super) fn complete(&self, arenas: [&[f32]; 3], state: &State) -> io::Result<()> {
+        let values = arenas[0].len() as u64;
+        let mut hash = Xxh3::new();
+        arenas.iter().for_each(|values| hash.update(bytemuck::cast_slice(values)));
+        let id = SnapshotId { step: state.step, attempt: self.attempt };
+        let state = serde_json::to_vec(state)?;
+        let state_bytes = state.len() as u64;
+        if state_bytes > MAX_STATE_BYTES {
+            return Err(io::Error::other(format!("its state has {state_bytes} bytes")));
+        }
+        hash.update(&state);
+        let at = offset(3, values).ok_or(io::ErrorKind::InvalidInput)?;
+        self.file.file().write_all_at(&state, at)?;
+        let (identity, layout, hash) = (self.identity, self.layout, hash.digest128());
+        let header = Header { identity, id, layout, values, state_bytes, hash };
+        self.file.file().write_all_at(&header.encode(), 0)
+    }
+}
+
+/// Gives the memory back to the system, as far as that is possible.
+fn release(file: &File) {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    let bytes = file.metadata().map_or(0, |metadata| metadata.len());
+    let _ = rustix::fs::fallocate(file.file(), flags, 0, bytes);
+}
+
+fn erase(file: &File) -> io::Result<()> {
+    file.file().write_all_at(&[0; HEADER_BYTES], 0)
+}
+
+/// The header of a complete snapshot.
+fn header(file: &File) -> Option<Header> {
+    let mut bytes = [0; HEADER_BYTES];
+    file.file().read_exact_at(&mut bytes, 0).ok()?;
+    Header::decode(&bytes)
+}
+
+fn blocks(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let end = range.end;
+    range.step_by(BLOCK_VALUES).map(move |start| start..end.min(start + BLOCK_VALUES))
+}
+
+#[cfg(test)]
+mod tests;
