@@ -9,12 +9,14 @@
 //! - [`net`] connects processes: gRPC over unix sockets, peer credentials, connection limits;
 //! - [`paths`] normalizes the paths of a job description;
 //! - [`json`] and [`labels`] render messages for programs and people;
+//! - [`accounting`] names what the time of a job was used for;
 //! - [`quantities`] are times and sizes as users write them;
 //! - [`ids`] are typed ids, [`exit`] is the table of exit codes, [`mod@env`] names the environment variables of
 //!   workers.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+pub mod accounting;
 pub mod command;
 pub mod convert;
 pub mod env;

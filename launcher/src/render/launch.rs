@@ -47,6 +47,9 @@ fn heading(reply: &StatusReply, now: u64) -> String {
     if reply.kind() != JobKind::Command {
         out += &training(reply);
     }
+    if let Some(account) = &reply.accounting {
+        out += &format!("{}\n", account.text());
+    }
     out
 }
 

@@ -114,7 +114,10 @@ impl Driver<'_> {
             }
         }
         self.attempt = Attempt::new(attempt, self.world);
-        self.board.send_modify(|board| board.reset(attempt, self.world));
+        self.board.send_modify(|board| {
+            board.reset(attempt, self.world);
+            board.time.begin_attempt(Instant::now());
+        });
         let begun = self.workload.begin_attempt(attempt);
         let mut processes = ProcessTree::create(&self.run.id, attempt, self.world);
         let mut actions = Vec::new();
@@ -136,10 +139,12 @@ impl Driver<'_> {
                         _ => ExitCode::WorkerFailed,
                     };
                     let event = Event::SpawnFailed { rank, reason: error.to_string(), exit };
-                    actions.extend(self.job.handle(event, Instant::now()));
+                    actions.extend(self.decide(event));
                 }
             }
         }
+        let is_command = self.workload.program().is_some();
+        self.board.send_modify(|board| board.time.spawned(is_command, Instant::now()));
         self.attempt.processes = Some(processes);
         actions
     }
