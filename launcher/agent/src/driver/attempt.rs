@@ -144,7 +144,14 @@ impl Driver<'_> {
             }
         }
         let is_command = self.workload.program().is_some();
-        self.board.send_modify(|board| board.time.spawned(is_command, Instant::now()));
+        let mut restarted = None;
+        self.board.send_modify(|board| {
+            board.time.spawned(is_command, Instant::now());
+            restarted = board.time.take_restart_times();
+        });
+        if let Some(text) = restarted {
+            self.notify(&text);
+        }
         self.attempt.processes = Some(processes);
         actions
     }

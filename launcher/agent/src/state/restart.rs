@@ -33,6 +33,7 @@ impl Job {
             }
             Decision::Restart { delay, number } => {
                 self.attempt += 1;
+                let counted = number.is_some();
                 let when = match delay.is_zero() {
                     true => String::new(),
                     false => format!(" in {:.1} s", delay.as_secs_f64()),
@@ -40,7 +41,8 @@ impl Job {
                 let number = number
                     .map_or(String::new(), |number| format!(" ({number} {})", self.policy.budget_text()));
                 let notice = Action::Notify(format!("{}; restarting{when}{number}", who(&root)));
-                let keep_evidence = self.policy.fruitless() == 1;
+                // An uncounted restart says nothing about progress.
+                let keep_evidence = counted && self.policy.fruitless() == 1;
                 let (attempt, rank, cause) = (self.attempt - 1, root.rank, root.message);
                 let restart = Action::Restart { attempt, rank, cause, keep_evidence, counted_as };
                 if keep_evidence {

@@ -103,6 +103,7 @@ impl TimeAccount {
         if runs && self.current == Use::Start {
             self.settle(now);
             self.current = Use::Step;
+            self.times.end = Some(now);
         }
     }
 
@@ -141,7 +142,7 @@ impl TimeAccount {
         }
         if self.current == Use::Start {
             self.settle(now.checked_sub(seconds(step.step_seconds)).unwrap_or(now));
-            self.times.first_step = Some(now);
+            (self.times.first_step, self.times.end) = (Some(now), Some(now));
         }
         if self.hangs_now {
             self.settle_as(Use::Hang, now);
@@ -203,7 +204,7 @@ impl TimeAccount {
         self.is_over = true;
     }
 
-    /// How long the restart took, once: after the first step that follows it.
+    /// How long the restart took, once: after the first step that follows it, or for a command when it runs again.
     pub(crate) fn take_restart_times(&mut self) -> Option<String> {
         let text = self.times.text()?;
         self.times = RestartTimes::default();

@@ -17,13 +17,15 @@ pub(crate) struct RestartTimes {
     /// The model is initialised, or read from a checkpoint.
     pub(super) train_started: Option<Instant>,
     pub(super) first_step: Option<Instant>,
+    /// That, or for a command the start of its processes.
+    pub(super) end: Option<Instant>,
 }
 
 impl RestartTimes {
-    /// `restarted in 3.4 s: stop 0.4, start 0.2, join 1.1, first step 1.7`; `None` before the first step, and for an
+    /// `restarted in 3.4 s: stop 0.4, start 0.2, join 1.1, first step 1.7`; `None` before its end, and for an
     /// attempt that follows no failure. The parts add up to the whole.
     pub(super) fn text(&self) -> Option<String> {
-        let (failed, end) = (self.failed?, self.first_step?);
+        let (failed, end) = (self.failed?, self.end?);
         let parts = [
             ("stop", self.stopped),
             ("delay", self.start),

@@ -99,6 +99,7 @@ fn command_runs_from_the_start_of_its_processes() {
     account.failed(at(5));
     account.begin_attempt(at(6));
     account.spawned(true, at(7));
+    assert_eq!(account.take_restart_times().as_deref(), Some("restarted in 2.0 s: delay 1.0, start 1.0"));
     assert_eq!(kinds(&account, at(9)), [6.0, 0.0, 0.0, 0.0, 2.0, 0.0, 1.0]);
 }
 

@@ -50,8 +50,8 @@ pub(crate) fn suggestion(configured: CheckpointInterval, measured: &Measured) ->
     let steps = (best / measured.step_seconds).round().max(1.0) as u64;
     let now = if now.is_finite() { format!("every {now:.1} s") } else { "only at the end".into() };
     Some(format!(
-        "a failure every {between_failures:.0} s and {:.3} s per checkpoint lose the least time with a checkpoint every \
-         {best:.1} s, not {now}: set `checkpoint.every = {steps}`",
+        "a failure every {between_failures:.0} s and {:.3} s per checkpoint lose the least time with a checkpoint \
+         every {best:.1} s, not {now}: set `checkpoint.every = {steps}`",
         measured.stall_seconds
     ))
 }
