@@ -6,7 +6,9 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::v1::{CheckpointReply, Gpu, Job, NodeStatus, Progress, RankStatus, Restart, StatusReply};
+use crate::v1::{
+    Accounting, CheckpointReply, Gpu, Job, NodeStatus, Progress, RankStatus, Restart, StatusReply,
+};
 use serde_json::{Value, json};
 
 use crate::labels::{gpu_state, job_state, kind, node_job_state, rank_state};
@@ -76,7 +78,21 @@ pub fn status(reply: &StatusReply) -> Value {
         "log_dir": reply.log_dir, "world_size": reply.world_size, "step": reply.step,
         "total_steps": reply.total_steps, "loss": single(reply.loss),
         "tokens_per_second": number(reply.tokens_per_second),
+        "accounting": reply.accounting.as_ref().map(accounting),
         "ranks": reply.ranks.iter().map(rank).collect::<Vec<_>>(),
+    })
+}
+
+/// Where the time of a job has gone, and what went wrong.
+pub fn accounting(account: &Accounting) -> Value {
+    let seconds: serde_json::Map<_, _> =
+        account.kinds().into_iter().map(|(kind, seconds)| (kind.to_owned(), number(seconds))).collect();
+    let restarts: serde_json::Map<_, _> =
+        account.restarts.iter().map(|count| (count.cause.clone(), json!(count.restarts))).collect();
+    json!({
+        "seconds": seconds, "useful_percent": number(account.useful_percent()), "hangs": account.hangs,
+        "replica_mismatches": account.replica_mismatches, "skipped_saves": account.skipped_saves,
+        "failed_saves": account.failed_saves, "restarts": restarts,
     })
 }
 

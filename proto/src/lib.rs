@@ -10,12 +10,14 @@
 //! - [`paths`] normalizes the paths of a job description;
 //! - [`json`] and [`labels`] render messages for programs and people;
 //! - [`snapshot`] is the header of memory snapshots, which workers write and agents read;
+//! - [`accounting`] names what the time of a job was used for;
 //! - [`quantities`] are times and sizes as users write them;
 //! - [`ids`] are typed ids, [`exit`] is the table of exit codes, [`mod@env`] names the environment variables of
 //!   workers.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+pub mod accounting;
 pub mod command;
 pub mod convert;
 pub mod env;

@@ -1,23 +1,35 @@
 """Ranks that all-reduce endlessly until one of them fails, to test what the launcher does.
 
-    torchrun --nproc-per-node 2 tests/peers/fail.py --how exception|memory|nothing [--rank 1]
+    torchrun --nproc-per-node 2 tests/peers/fail.py --how exception|exit|memory|nothing [--rank 1] [--times FILE]
 
-Just before, the failing rank prints `failing TIME PID`. With `nothing` it goes on, to be killed from outside.
+Just before, the failing rank prints `failing TIME PID`. With `nothing` it goes on, to be killed from outside. After a
+restart no rank fails. Rank 0 appends `start TIME` and `step TIME`, for the first step, of each attempt to a log.
 """
 
 import argparse
 import os
 import time
 
+STARTED = time.time()
+
 import torch
 import torch.distributed as dist
 
 
+def log(options, event):
+    if options.times and os.environ["RANK"] == "0":
+        with open(options.times, "a") as file:
+            file.write(f"{event} {STARTED if event == 'start' else time.time()}\n")
+
+
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--how", choices=["exception", "memory", "nothing"], required=True)
+    parser.add_argument("--how", choices=["exception", "exit", "memory", "nothing"], required=True)
     parser.add_argument("--rank", type=int, default=1)
+    parser.add_argument("--times")
     options = parser.parse_args()
+    log(options, "start")
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, local = dist.get_rank(), int(os.environ["LOCAL_RANK"])
@@ -28,10 +40,14 @@ def main():
         x /= dist.get_world_size()
         if cuda:
             torch.cuda.synchronize()
-        if rank == options.rank and step == 50:
+        if step == 0:
+            log(options, "step")
+        if rank == options.rank and step == 50 and not restarted:
             print(f"failing {time.time()} {os.getpid()}", flush=True)
             if options.how == "exception":
                 raise RuntimeError("the disk is on fire")
+            if options.how == "exit":
+                os._exit(0)
             if options.how == "memory":
                 hold = [torch.empty(1 << 34, device=device) for _ in range(1000)]
                 print(len(hold))

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use tokio::sync::watch;
 use xlaunch_proto::convert::encoded_size;
-use xlaunch_proto::v1::{Progress, RankStatus, Restart, StatusReply};
+use xlaunch_proto::v1::{Accounting, Progress, RankStatus, Restart, StatusReply};
 
 use xlaunch_agent::status::board::MAX_PAST_RESTARTS;
 use xlaunch_agent::status::history::{MAX_POINTS, is_sound};
@@ -66,6 +66,7 @@ impl JobRuntime {
         // Metrics have one series for each rank.
         status.ranks.retain(|rank| ranks.insert(rank.rank));
         status.totals = status.totals.filter(is_sound);
+        status.accounting = status.accounting.filter(Accounting::is_sound);
         status.past_restarts.truncate(MAX_PAST_RESTARTS);
         status
             .past_restarts

@@ -107,7 +107,10 @@ pub(super) async fn train(
     let (finished, results) = driver::run_trainer(plan, run).await.map_err(|error| failed(&error))?;
     let summary = match results.summary.steps() {
         0 => String::new(),
-        _ => results.summary.text(placement.workers, start.elapsed(), results.metrics),
+        _ => {
+            let accounting = finished.status.accounting.as_ref();
+            results.summary.text(placement.workers, start.elapsed(), results.metrics, accounting)
+        }
     };
     let report = report::text(&finished.outcome, &finished.evidence, Some(&logs)).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));

@@ -51,6 +51,7 @@ pub(crate) fn text(job: &Job, now: u64, width: usize) -> String {
         if job.status_age_seconds >= STALE_STATUS_SECONDS && !has_ended(job.state()) {
             out += &format!("status from {} ago\n", clock(job.status_age_seconds));
         }
+        out += &launch::time(status);
         out += &launch::restarts(status, now / 1000);
         out.push('\n');
         out += &launch::ranks(status, width);

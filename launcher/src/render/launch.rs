@@ -47,7 +47,7 @@ fn heading(reply: &StatusReply, now: u64) -> String {
     if reply.kind() != JobKind::Command {
         out += &training(reply);
     }
-    out
+    out + &time(reply)
 }
 
 /// The last restarts, one per line.
@@ -69,6 +69,11 @@ pub(crate) fn training(reply: &StatusReply) -> String {
         reply.loss,
         count(reply.tokens_per_second)
     )
+}
+
+/// One line about where the time has gone.
+pub(crate) fn time(reply: &StatusReply) -> String {
+    reply.accounting.as_ref().map_or_else(String::new, |account| account.text() + "\n")
 }
 
 fn command_ranks(reply: &StatusReply, width: usize, out: &mut String) {
@@ -156,7 +161,7 @@ pub(crate) fn list(replies: &[(String, Result<StatusReply, String>)], now: u64, 
 
 #[cfg(test)]
 mod tests {
-    use xlaunch_proto::v1::{JobState, RankState};
+    use xlaunch_proto::v1::{Accounting, JobState, RankState};
 
     use super::*;
 
@@ -224,6 +229,15 @@ RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG
 ";
         assert_eq!(ranks(&reply, 100), expected);
         assert_eq!(expected.find("  DEVICE"), Some(80));
+    }
+
+    #[test]
+    fn time_of_the_job_follows_its_logs() {
+        let mut reply = reply();
+        reply.accounting =
+            Some(Accounting { step_seconds: 59.1, start_seconds: 0.9, ..Accounting::default() });
+        let text = table(&reply, 1185, 100);
+        assert!(text.contains("\nuseful time 98.5 %: step 59.1 s, start 0.9 s\n\nRANK"), "{text}");
     }
 
     #[test]

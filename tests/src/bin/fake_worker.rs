@@ -9,7 +9,8 @@
 //! - `stderr:TEXT` writes a line; `env` writes the environment to stdout;
 //! - `sleep:MS` sleeps, `sleep` without a time does so forever; `ignore-sigterm` ignores SIGTERM from then on;
 //! - `grandchild` starts a process that sleeps, in the process group of the worker;
-//! - `exit:N` and `signal:N` end the process. After the last command it exits with code 0.
+//! - `exit:N` and `signal:N` end the process; `exit-plus:N` does so with N plus the number of the attempt, from 0.
+//!   After the last command it exits with code 0.
 
 #![expect(clippy::print_stdout, clippy::print_stderr, clippy::exit, reason = "what a scripted worker is for")]
 
@@ -44,6 +45,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             "ignore-sigterm" => ignore_sigterm()?,
             "grandchild" => drop(Command::new("sleep").arg("1000").spawn()?),
             "exit" => std::process::exit(argument.parse()?),
+            "exit-plus" => {
+                let attempt: i32 = std::env::var(env::ATTEMPT)?.parse()?;
+                std::process::exit(argument.parse::<i32>()? + attempt)
+            }
             "signal" => {
                 let signal = Signal::from_named_raw(argument.parse()?).ok_or("unknown signal")?;
                 kill_process(getpid(), signal)?;

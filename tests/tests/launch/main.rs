@@ -6,8 +6,10 @@ mod cleanup;
 mod commands;
 mod environment;
 mod failures;
+mod first_cause;
 mod input;
 mod limits;
+mod restarts;
 mod signals;
 mod status;
 mod stopping;
@@ -16,7 +18,7 @@ mod stopping;
 const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
-    modules cleanup, commands, environment, failures, input, limits, signals, status, stopping;
+    modules cleanup, commands, environment, failures, first_cause, input, limits, restarts, signals, status, stopping;
 }
 
 /// Lines of a text, sorted: ranks write in any order.

@@ -7,6 +7,7 @@ mod saving;
 
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use xlaunch_comm::{Collective, Sharding};
 use xlaunch_engine::DType;
@@ -140,6 +141,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         profile: bench.map_or(environment.profile, |bench| bench.profile_step),
         bench: bench.is_some(),
         tracer: Tracer::new(spec.observe.trace, start.step..spec.train.steps, &run_dir, rank),
+        checkpoint_delay: Duration::ZERO,
     }
     .run()
     .map_err(report);

@@ -4,7 +4,7 @@
 //! see numbers them from 1: `done` is the number of a step, and of the completed steps after it.
 
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use xlaunch_comm::Collective;
 use xlaunch_engine::KernelTime;
@@ -54,6 +54,8 @@ pub struct Run<'a> {
     pub bench: bool,
     /// Writes the timeline of `[observe] trace`.
     pub tracer: Tracer,
+    /// For which a checkpoint delays the next step.
+    pub checkpoint_delay: Duration,
 }
 
 /// How the loop ended.
@@ -193,7 +195,9 @@ impl Run<'_> {
         if self.skips.is_skipping() {
             return Ok(true);
         }
+        let start = Instant::now();
         let begun = self.save(step, val_loss, last)?;
+        self.checkpoint_delay = if begun { start.elapsed() } else { Duration::ZERO };
         if !begun && is_due && self.collective.rank() == 0 {
             let skipped = self.checkpoints.as_mut().map_or(0, Checkpoints::skip);
             self.control.report(Report::CheckpointSkipped(CheckpointSkipped { step, skipped }));
@@ -283,6 +287,7 @@ impl Run<'_> {
             all_reduce_bytes: self.stepper.all_reduce_bytes(),
             skipped: self.skips.is_skipping(),
             skipped_steps: self.skips.total(),
+            checkpoint_seconds: std::mem::take(&mut self.checkpoint_delay).as_secs_f64(),
         }));
         *since = completed;
         Ok(result.requests)

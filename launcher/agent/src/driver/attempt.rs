@@ -128,7 +128,10 @@ impl Driver<'_> {
             }
         }
         self.attempt = Attempt::new(attempt, self.world);
-        self.board.send_modify(|board| board.reset(attempt, self.world));
+        self.board.send_modify(|board| {
+            board.reset(attempt, self.world);
+            board.time.begin_attempt(Instant::now());
+        });
         let begun = self.workload.begin_attempt(attempt);
         if let Some(waiting) = self.take_next(attempt, begun.is_ok()).await {
             self.attempt = waiting;
@@ -151,7 +154,7 @@ impl Driver<'_> {
                         _ => ExitCode::WorkerFailed,
                     };
                     let event = Event::SpawnFailed { rank, reason: error.to_string(), exit };
-                    actions.extend(self.job.handle(event, Instant::now()));
+                    actions.extend(self.decide(event));
                 }
             }
         }
@@ -160,14 +163,21 @@ impl Driver<'_> {
         actions
     }
 
-    /// Shows the workers of the attempt in status.
+    /// Records in status that the workers of the attempt have started.
     fn publish_workers(&self) {
+        let is_command = self.workload.program().is_some();
         let pids = self.attempt.workers.iter().map(|it| it.as_ref().map(|started| started.worker.pid));
+        let mut restarted = None;
         self.board.send_modify(|board| {
             for (rank, pid) in (0..).zip(pids) {
                 pid.into_iter().for_each(|pid| board.spawned(rank, pid, Instant::now()));
             }
+            board.time.spawned(is_command, Instant::now());
+            restarted = board.time.take_restart_times();
         });
+        if let Some(text) = restarted {
+            self.notify(&text);
+        }
     }
 
     pub(super) async fn start_worker(

@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::io::Read;
 use std::path::Path;
+use std::time::Instant;
 
 use super::Driver;
 use crate::devices;
@@ -26,7 +27,7 @@ impl Driver<'_> {
         if exit == Exit::Code(0) || self.workload.program().is_none() {
             return None;
         }
-        let symptom = report::symptom(&started.output.timed_tail(), exit)?;
+        let symptom = report::symptom(&started.output.timed_tail(), exit, Instant::now())?;
         Some(Event::Symptom { rank, lost_peer: symptom.lost_peer, at: symptom.at })
     }
 

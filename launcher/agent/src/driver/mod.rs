@@ -152,7 +152,7 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
             }
         };
         for event in events {
-            let actions = driver.job.handle(event, Instant::now());
+            let actions = driver.decide(event);
             outcome = driver.act(actions).await.or(outcome);
         }
     }
@@ -190,6 +190,18 @@ impl Driver<'_> {
         self.workload.timer(&self.job, now).unwrap_or(Event::Tick)
     }
 
+    /// What follows from an event.
+    fn decide(&mut self, event: Event) -> Vec<Action> {
+        if matches!(event, Event::Hung { .. }) {
+            self.board.send_modify(|board| board.time.hung());
+        }
+        let actions = self.job.handle(event, Instant::now());
+        if let Some(at) = self.job.take_failure() {
+            self.board.send_modify(|board| board.time.failed(at));
+        }
+        actions
+    }
+
     /// Performs actions of the state machine, and those that they lead to; returns the outcome if the job is over.
     async fn act(&mut self, actions: Vec<Action>) -> Option<Outcome> {
         let mut queue = VecDeque::from(actions);
@@ -198,7 +210,10 @@ impl Driver<'_> {
             match action {
                 Action::Start { attempt } => queue.extend(self.start(attempt).await),
                 Action::Prepare { attempt } => self.prepare(attempt).await,
-                Action::RequestStop => self.workload.request_stop(),
+                Action::RequestStop => {
+                    self.board.send_modify(|board| board.time.stopping());
+                    self.workload.request_stop();
+                }
                 Action::Signal(signal) => {
                     if let Some(signal) = Signal::from_named_raw(signal) {
                         self.attempt.signal(signal);
@@ -209,14 +224,18 @@ impl Driver<'_> {
                     self.notify(&text);
                     self.board.send_modify(|board| board.set_reason(&text));
                 }
-                Action::Restart { attempt, rank, cause, keep_evidence } => {
+                Action::Restart { attempt, rank, cause, keep_evidence, counted_as } => {
                     self.keep_evidence |= keep_evidence;
                     let restart = Restart { unix_ms: clock::unix_ms(), attempt, rank, cause };
-                    self.board.send_modify(|board| board.add_restart(restart));
+                    self.board.send_modify(|board| {
+                        board.add_restart(restart);
+                        board.time.restarts(counted_as, Instant::now());
+                    });
                 }
                 Action::End(end) => {
                     self.drop_next().await;
                     self.end_attempt().await;
+                    self.board.send_modify(|board| board.time.end(Instant::now()));
                     self.failed = end.root.is_some();
                     outcome = Some(end);
                 }

@@ -1,7 +1,7 @@
 //! The likely cause of a worker's failure, and what to do about it. Pure. Causes that the evidence does not prove say
 //! "perhaps"; without evidence there is no cause.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
@@ -12,6 +12,8 @@ use crate::spawn::{Exit, OomKills};
 /// Prefix of the message of an uncaught C++ exception.
 const CPP_WHAT: &str = "what():  ";
 
+/// From what a worker writes about its failure to its exit: Python's cleanup may take seconds.
+const MAX_SYMPTOM_AGE: Duration = Duration::from_secs(10);
 /// Parts of the messages of PyTorch's back ends after the loss of another rank, or of the store that rank 0 serves.
 const LOST_PEER: [&str; 8] = [
     "gloo/transport",
@@ -53,7 +55,8 @@ pub(super) fn cause(evidence: &Evidence) -> Option<Cause> {
     }
     let exit = evidence.exit?;
     // These are the signals that xlaunch sends: SIGINT, SIGKILL and SIGTERM.
-    if exit == Exit::Code(0) || evidence.signalled && matches!(ended_by_signal(exit), Some(2 | 9 | 15)) {
+    let ended_by_xlaunch = evidence.signalled && matches!(ended_by_signal(exit), Some(2 | 9 | 15));
+    if exit == Exit::Code(0) || ended_by_xlaunch {
         return None;
     }
     oom(exit, evidence)
@@ -71,21 +74,36 @@ pub(crate) struct Symptom {
     pub(crate) at: Instant,
 }
 
-/// The symptom in the last lines of stderr: the last Python exception, or the line of a C++ exception if the worker
-/// was aborted.
-pub(crate) fn symptom(stderr: &[(String, Option<Instant>)], exit: Exit) -> Option<Symptom> {
+/// The symptom in the last lines of stderr of a worker that has exited just now: the last Python exception, or the line
+/// of a C++ exception if the worker was aborted. Older ones were handled.
+pub(crate) fn symptom(stderr: &[(String, Option<Instant>)], exit: Exit, now: Instant) -> Option<Symptom> {
     let lines: Vec<String> = stderr.iter().map(|(line, _)| line.clone()).collect();
-    let aborted = || lines.iter().position(|line| line.contains(CPP_WHAT));
-    let (begin, text) = match ended_by_signal(exit) {
-        None | Some(15) => {
-            let found = python::exception(&lines)?;
-            (python::last_traceback(&lines)?, found.line)
-        }
-        Some(6) => aborted().map(|at| (at, lines[at].clone()))?,
-        Some(_) => return None,
+    let exception = || Some((python::last_traceback(&lines)?, python::exception(&lines)?.line));
+    let aborted = || {
+        let at = lines.iter().position(|line| line.contains(CPP_WHAT))?;
+        Some((at, lines[at].clone()))
     };
-    let lost_peer = LOST_PEER.iter().any(|part| text.contains(part));
-    Some(Symptom { lost_peer, at: stderr.get(begin)?.1? })
+    let found = match ended_by_signal(exit) {
+        None | Some(15) => [exception(), None],
+        // A rank that ends with an exception may be aborted by a thread of a library while it exits.
+        Some(6) => [exception(), aborted()],
+        Some(_) => [None, None],
+    };
+    let symptoms = found.into_iter().flatten().filter_map(|(begin, text)| {
+        let at = stderr.get(begin)?.1.filter(|at| now.saturating_duration_since(*at) < MAX_SYMPTOM_AGE)?;
+        Some(Symptom { lost_peer: LOST_PEER.iter().any(|part| text.contains(part)), at })
+    });
+    symptoms.max_by_key(|symptom| symptom.lost_peer)
+}
+
+/// The same for the root cause. That may be a rank that xlaunch ended after it had failed, but before it exited.
+pub(super) fn cause_of_root(evidence: &Evidence) -> Option<Cause> {
+    let exception = || python::exception(&evidence.stderr).filter(|_| evidence.signalled);
+    cause(evidence).or_else(|| {
+        let Exception { line, place } = exception()?;
+        let place = place.map_or(String::new(), |place| format!(" ({place})"));
+        Some(Cause::new(format!("perhaps {line}{place}")))
+    })
 }
 
 /// The program could not be started.

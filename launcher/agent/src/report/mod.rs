@@ -15,8 +15,8 @@ use crate::run_dir;
 use crate::spawn::{Exit, OomKills};
 use crate::state::{Failure, Outcome};
 
-use cause::cause;
 pub(crate) use cause::symptom;
+use cause::{cause, cause_of_root};
 
 /// Lines of stderr in a report.
 const MAX_STDERR_LINES: usize = 20;
@@ -84,13 +84,13 @@ pub fn headline(outcome: &Outcome, evidence: &[Evidence]) -> Option<String> {
     let root = outcome.root.as_ref()?;
     let evidence = root.rank.and_then(|rank| evidence.get(rank as usize));
     let known = evidence.map_or("", |evidence| evidence.host.as_str());
-    let cause = evidence.and_then(cause).map(|cause| format!(": {}", escaped(&cause.what)));
+    let cause = evidence.and_then(cause_of_root).map(|cause| format!(": {}", escaped(&cause.what)));
     Some(format!("{}{}", describe(root, evidence, known), cause.unwrap_or_default()))
 }
 
 /// The cause of the root failure, what to do about it, and the last lines of its rank.
 fn explain(out: &mut String, evidence: &Evidence) {
-    if let Some(cause) = cause(evidence) {
+    if let Some(cause) = cause_of_root(evidence) {
         let _ = writeln!(out, "  cause: {}", escaped(&cause.what));
         if let Some(help) = cause.help {
             let _ = writeln!(out, "  help: {}", escaped(&help));
@@ -118,7 +118,7 @@ fn describe(failure: &Failure, evidence: Option<&Evidence>, known: &str) -> Stri
     }
     match evidence.exit {
         // Only the command knows the meaning of its exit codes.
-        Some(Exit::Code(code)) => format!("{who}: exit code {code}"),
+        Some(Exit::Code(code @ 1..)) => format!("{who}: exit code {code}"),
         Some(exit @ Exit::Signal(2 | 9 | 15)) if evidence.signalled => {
             let text = exit.to_string();
             format!("{who}: {}), sent by xlaunch", text.split([':', ')']).next().unwrap_or_default())

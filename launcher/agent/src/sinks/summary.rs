@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{EvalReport, StepReport, TrainStarted};
+use xlaunch_proto::v1::{Accounting, EvalReport, StepReport, TrainStarted};
 
 use super::RankReport;
 use super::progress::{clock, count};
@@ -63,7 +63,14 @@ impl Summary {
     }
 
     /// The printed text. The speed is the median over the second half of the steps, without the warm-up.
-    pub fn text(&self, world: u32, wall: Duration, metrics: Option<PathBuf>) -> String {
+    /// The last line says where the time went.
+    pub fn text(
+        &self,
+        world: u32,
+        wall: Duration,
+        metrics: Option<PathBuf>,
+        accounting: Option<&Accounting>,
+    ) -> String {
         let mut out = String::new();
         let mut line = |name: &str, value: String| {
             // Writing to a String cannot fail.
@@ -104,6 +111,9 @@ impl Summary {
         if let Some(metrics) = metrics {
             line("metrics", metrics.display().to_string());
         }
+        if let Some(accounting) = accounting {
+            let _ = writeln!(out, "{}", accounting.text());
+        }
         if !self.sample.is_empty() {
             let _ = writeln!(out, "\nthe model writes:");
             for text in self.sample.lines() {
@@ -134,7 +144,7 @@ mod tests {
                 let report = Report::Step(StepReport { step, ..StepReport::default() });
                 summary.record(&RankReport { rank: 0, at: Instant::now(), report });
             }
-            let text = summary.text(1, Duration::from_secs(7), None);
+            let text = summary.text(1, Duration::from_secs(7), None, None);
             text.lines().next().unwrap_or_default().to_owned()
         };
         assert_eq!(steps_line(286..=330), "steps       330 (45 in this run) in 7s");

@@ -66,9 +66,13 @@ impl Job {
         Vec::new()
     }
 
-    /// A trainer's rank has exited with code 0. If it has not reported the end of its work, that is a failure as soon
-    /// as all its reports have been read.
+    /// A rank has exited with code 0. If a trainer's has not reported the end of its work, that is a failure as soon as
+    /// all its reports have been read.
     pub(super) fn exited_with_0(&mut self, rank: u32, now: Instant) -> Vec<Action> {
+        if self.rules.kind == Kind::Command {
+            self.first_done.get_or_insert(rank);
+            return Vec::new();
+        }
         match self.sessions.get(&rank) {
             Some(Session::ClosedEarly) => self.exited_early(rank, now),
             Some(Session::Open) => {
@@ -84,8 +88,18 @@ impl Job {
         self.fail(early_exit(rank), now)
     }
 
-    /// At the end of an attempt that failed: ranks with an early exit of which no later report told.
+    /// At the end of an attempt that failed: ranks that exited with code 0 when others still needed them.
     pub(super) fn find_early_exits(&mut self) {
+        let lost_peer = |failure: &Failure| {
+            let symptom = failure.rank.and_then(|rank| self.symptoms.get(&rank));
+            symptom.is_some_and(|symptom| symptom.kind == Written::LostPeer)
+        };
+        if let (Some(rank), Some(first)) = (self.first_done, self.failures.first())
+            && self.failures.iter().all(|failure| failure.consequence || lost_peer(failure))
+        {
+            let exit = first.exit;
+            self.failures.push(Failure { exit, ..early_exit(rank) });
+        }
         let early = self.sessions.iter().filter(|(_, session)| **session == Session::ExitedEarly);
         let early: Vec<u32> = early.map(|(rank, _)| *rank).collect();
         if !self.failures.is_empty() {
@@ -144,7 +158,7 @@ impl Job {
         let hung: Vec<u32> = ranks.iter().copied().filter(|rank| self.is_alive(*rank)).collect();
         let Some((&first, others)) = hung.split_first() else { return Vec::new() };
         self.failures.push(Failure::hung(first, message.to_owned()));
-        self.failed_at.get_or_insert(now);
+        self.note_failure(now);
         let others = others.iter().map(|rank| Failure::hung(*rank, format!("hung, as rank {first} did")));
         self.failures.extend(others);
         self.phase = Phase::Stopping;
@@ -181,6 +195,6 @@ impl Job {
 }
 
 fn early_exit(rank: u32) -> Failure {
-    let message = "exited with code 0 before the end of its work".into();
+    let message = "exited with code 0 while other ranks needed it".into();
     Failure { status: Some(Exit::Code(0)), ..Failure::of_rank(rank, message, ExitCode::WorkerFailed) }
 }

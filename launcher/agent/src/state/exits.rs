@@ -61,6 +61,25 @@ pub(super) fn is_infrastructure(code: ExitCode) -> bool {
     matches!(code, ExitCode::Retryable | ExitCode::Rendezvous | ExitCode::SaveFailed)
 }
 
+/// The kind of failure as which a restart is counted.
+pub(super) fn counted_as(root: &Failure, replicas_differ: bool) -> &'static str {
+    match (root.status, root.exit) {
+        _ if root.hung => "hang",
+        _ if replicas_differ => "replicas",
+        (Some(Exit::Signal(signal)), _) if OUTSIDE_SIGNALS.contains(&signal) => "killed",
+        (Some(Exit::Signal(_)), _) => "crash",
+        (_, ExitCode::Rendezvous) => "rendezvous",
+        (_, ExitCode::Retryable) => "peer",
+        (_, ExitCode::Gpu) => "gpu",
+        (_, ExitCode::Data) if root.infrastructure => "save",
+        (_, ExitCode::Data) => "data",
+        (Some(Exit::Code(code)), _) if ExitCode::of_worker(code) == Some(ExitCode::DamagedCheckpoint) => {
+            "data"
+        }
+        _ => "error",
+    }
+}
+
 /// The code of a job whose root cause is a trainer's worker with this one.
 pub(super) fn passed_on(known: Option<ExitCode>) -> ExitCode {
     match known {

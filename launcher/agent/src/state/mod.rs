@@ -68,12 +68,16 @@ pub struct Job {
     failures: Vec<Failure>,
     /// When the first of them was noticed.
     failed_at: Option<Instant>,
+    /// The same, until [`take_failure`](Self::take_failure).
+    new_failure: Option<Instant>,
     /// This attempt is further than those before.
     progressed: bool,
     /// Of the trainer's ranks that train, or have done so.
     sessions: blame::Sessions,
     /// Of a command's ranks that have exited.
     symptoms: blame::Symptoms,
+    /// The first rank of a command that has exited with code 0.
+    first_done: Option<u32>,
     /// Ranks that the OOM killer has ended.
     out_of_memory: BTreeSet<u32>,
     /// Ranks that a signal has killed, and that have not exited yet.
@@ -114,9 +118,11 @@ impl Job {
             alive: vec![true; rules.world as usize],
             failures: Vec::new(),
             failed_at: None,
+            new_failure: None,
             progressed: false,
             sessions: blame::Sessions::new(),
             symptoms: blame::Symptoms::new(),
+            first_done: None,
             out_of_memory: BTreeSet::new(),
             dying: BTreeSet::new(),
             differing: Vec::new(),
@@ -148,6 +154,11 @@ impl Job {
     /// When an [`Event::Tick`] is due.
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
+    }
+
+    /// When the first failure of an attempt was noticed: once after each.
+    pub(crate) fn take_failure(&mut self) -> Option<Instant> {
+        self.new_failure.take()
     }
 
     /// The actions for an event at `now`, in order.
@@ -267,9 +278,15 @@ impl Job {
 
     fn fail(&mut self, failure: Failure, now: Instant) -> Vec<Action> {
         self.failures.push(failure);
-        self.failed_at.get_or_insert(now);
+        self.note_failure(now);
         self.phase = Phase::Stopping;
         self.after_failure(now)
+    }
+
+    fn note_failure(&mut self, now: Instant) {
+        if self.failed_at.is_none() {
+            (self.failed_at, self.new_failure) = (Some(now), Some(now));
+        }
     }
 
     /// Ends the other workers, once the cause of the failure is known.
@@ -277,7 +294,7 @@ impl Job {
         if self.killed || (self.rules.kind == Kind::Command && self.terminated) {
             return Vec::new();
         }
-        let is_known = self.failures.iter().any(|failure| !failure.consequence);
+        let is_known = self.first_done.is_some() || self.failures.iter().any(|failure| !failure.consequence);
         if self.rules.kind == Kind::Command && is_known {
             return self.terminate(SIGTERM, now);
         }

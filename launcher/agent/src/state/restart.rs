@@ -5,7 +5,7 @@ use std::time::Instant;
 use xlaunch_proto::exit::ExitCode;
 
 use super::policy::{AttemptFailure, Decision};
-use super::{Action, Event, Failure, HEALTHY_AFTER, Job, Kind, Phase, first_phase, outcome};
+use super::{Action, Event, Failure, HEALTHY_AFTER, Job, Kind, Phase, exits, first_phase, outcome};
 
 impl Job {
     /// The last worker is gone.
@@ -22,6 +22,7 @@ impl Job {
             (Kind::Trainer, Some(exit)) => exit.to_string(),
             (Kind::Command, Some(exit)) => exit.of_command(),
         };
+        let counted_as = exits::counted_as(&root, !self.differing.is_empty());
         let progressed = self.progressed || self.rules.kind == Kind::Command && self.has_lived(now);
         let differing = std::mem::take(&mut self.differing);
         let failure = AttemptFailure { code, code_text: &code_text, progressed, differing: &differing };
@@ -32,6 +33,7 @@ impl Job {
             }
             Decision::Restart { delay, number } => {
                 self.attempt += 1;
+                let counted = number.is_some();
                 let when = match delay.is_zero() {
                     true => String::new(),
                     false => format!(" in {:.1} s", delay.as_secs_f64()),
@@ -39,9 +41,10 @@ impl Job {
                 let number = number
                     .map_or(String::new(), |number| format!(" ({number} {})", self.policy.budget_text()));
                 let notice = Action::Notify(format!("{}; restarting{when}{number}", who(&root)));
-                let keep_evidence = self.policy.fruitless() == 1;
+                // An uncounted restart says nothing about progress.
+                let keep_evidence = counted && self.policy.fruitless() == 1;
                 let (attempt, rank, cause) = (self.attempt - 1, root.rank, root.message);
-                let restart = Action::Restart { attempt, rank, cause, keep_evidence };
+                let restart = Action::Restart { attempt, rank, cause, keep_evidence, counted_as };
                 if keep_evidence {
                     self.first_failures.clone_from(&failures);
                 }
@@ -107,7 +110,7 @@ impl Job {
         self.attempt_start = now;
         self.alive.fill(true);
         (self.terminated, self.killed, self.deadline) = (false, false, None);
-        (self.progressed, self.failed_at) = (false, None);
+        (self.progressed, self.failed_at, self.first_done) = (false, None, None);
         self.sessions.clear();
         self.symptoms.clear();
         self.out_of_memory.clear();

@@ -535,7 +535,7 @@ fn restart_is_recorded_announced_and_starts_a_fresh_attempt() {
     let expected = [
         Action::Kill,
         Action::Notify(format!("rank 1: {cause}; restarting (1 of 3)")),
-        Action::Restart { attempt: 0, rank: Some(1), cause, keep_evidence: true },
+        Action::Restart { attempt: 0, rank: Some(1), cause, keep_evidence: true, counted_as: "crash" },
         Action::Start { attempt: 1 },
     ];
     assert_eq!(actions, expected);
@@ -559,6 +559,7 @@ fn failed_rendezvous_restarts_as_a_failure_of_the_group() {
         rank: None,
         cause: "rank 0 did not join".into(),
         keep_evidence: true,
+        counted_as: "rendezvous",
     }));
 }
 

@@ -179,6 +179,8 @@ pub enum Action {
         cause: String,
         /// The report needs the evidence of this attempt if none of the next ones makes progress.
         keep_evidence: bool,
+        /// What it is counted as: one of [`RESTART_CAUSES`](xlaunch_proto::accounting::RESTART_CAUSES).
+        counted_as: &'static str,
     },
     /// The job is over.
     End(Outcome),

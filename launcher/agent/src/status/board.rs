@@ -14,6 +14,7 @@ use xlaunch_proto::v1::{
 
 use super::history::{self, History};
 use super::sample::Usage;
+use super::time::TimeAccount;
 use crate::clock;
 use crate::devices;
 use crate::run_dir::rank_dir;
@@ -56,6 +57,8 @@ pub struct Board {
     last_step: Option<StepReport>,
     history: History,
     totals: Option<Totals>,
+    /// Where the time goes.
+    pub(crate) time: TimeAccount,
     ranks: Vec<Rank>,
     /// Time of the monitor's last sample.
     last_sample: Option<Instant>,
@@ -89,6 +92,7 @@ impl Board {
             last_step: None,
             history: History::default(),
             totals: None,
+            time: TimeAccount::new(Instant::now()),
             ranks: Vec::new(),
             last_sample: None,
             peak_memory_bytes: 0,
@@ -158,6 +162,9 @@ impl Board {
                 status.pool_peak_bytes = step.pool_peak_bytes;
                 status.pool_fragmentation = step.pool_fragmentation;
             }
+        }
+        if rank == 0 {
+            self.time.reported(report, now);
         }
         match report {
             Report::TrainStarted(started) if rank == 0 => self.train = Some(started.clone()),
@@ -290,6 +297,7 @@ impl Board {
             log_dir: self.launch.log_dir.to_string_lossy().into_owned(),
             past_restarts: self.restarts.iter().cloned().collect(),
             totals: self.totals.clone(),
+            accounting: Some(self.time.accounting(now)),
             history: if history { self.history.points().to_vec() } else { Vec::new() },
         }
     }

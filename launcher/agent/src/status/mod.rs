@@ -6,6 +6,8 @@
 //!                      '--a snapshot--> rendezvous::service: Status
 //!    log files --------------> follow --> rendezvous::service: Logs
 //! ```
+//! `time` is a part of the board: where the time of the job has gone.
+//!
 //! Nothing here waits for the driver or makes it wait: the board is changed and read in place, under a lock that is
 //! held for microseconds.
 
@@ -15,5 +17,6 @@ mod gpu;
 pub mod history;
 mod monitor;
 pub mod sample;
+pub(crate) mod time;
 
 pub(crate) use monitor::Monitor;

@@ -11,12 +11,18 @@ pub(super) struct SaveBarrier {
     step: u64,
     /// By rank.
     answers: BTreeMap<u32, Result<Vec<SavedFile>, String>>,
+    failed_rank: Option<u32>,
 }
 
 impl SaveBarrier {
     /// No save is in flight.
     pub(super) fn new(world: u32) -> Self {
-        Self { world: world as usize, step: 0, answers: BTreeMap::new() }
+        Self { world: world as usize, step: 0, answers: BTreeMap::new(), failed_rank: None }
+    }
+
+    /// The rank that could not write its part of the last save.
+    pub(super) fn failed_rank(&self) -> Option<u32> {
+        self.failed_rank
     }
 
     /// Records the answer of a rank. Returns what rank 0 is told when it is the last one. If several ranks have failed,
@@ -31,6 +37,7 @@ impl SaveBarrier {
         if self.answers.len() < self.world {
             return None;
         }
+        self.failed_rank = self.answers.iter().find(|(_, answer)| answer.is_err()).map(|(rank, _)| *rank);
         let answers: Result<Vec<_>, String> = std::mem::take(&mut self.answers).into_values().collect();
         Some(match answers {
             Ok(files) => CommitCheckpoint { step, files: files.concat(), error: String::new() },
@@ -70,6 +77,7 @@ mod tests {
         assert_eq!(barrier.record(1, failed(10, "rank 1: no space")), None);
         let commit = barrier.record(0, saved(10, "a")).unwrap();
         assert_eq!((commit.files.len(), commit.error.as_str()), (0, "rank 1: no space"));
+        assert_eq!(barrier.failed_rank(), Some(1));
     }
 
     #[test]

@@ -114,6 +114,8 @@ pub(crate) struct TrainerWorkload<'a> {
     step: Option<u64>,
     /// Of all attempts.
     furthest_step: u64,
+    /// The user was told of a better interval between checkpoints.
+    interval_suggested: bool,
     /// By rank, as they have joined.
     devices: BTreeMap<u32, String>,
     hang_detector: HangDetector,
@@ -155,6 +157,7 @@ impl<'a> TrainerWorkload<'a> {
             checkpoint_requests: CheckpointRequests::default(),
             step: None,
             furthest_step: 0,
+            interval_suggested: false,
             devices: BTreeMap::new(),
             hang_detector: HangDetector::new(stall_timeout, Instant::now()),
             saves: SaveBarrier::new(plan.placement.workers),
@@ -235,6 +238,7 @@ impl<'a> TrainerWorkload<'a> {
             JoinOutcome::Waiting | JoinOutcome::Ignored => None,
             JoinOutcome::Complete => {
                 self.sessions.all_joined(self.join_timeout(), Instant::now());
+                board.send_modify(|board| board.time.joined(Instant::now()));
                 Some(Event::AllJoined)
             }
             JoinOutcome::Failed(problem) => Some(Event::RendezvousFailed(problem)),
@@ -415,7 +419,13 @@ impl Workload for TrainerWorkload<'_> {
     fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) {
         if let Some(report) = self.hang_detector.poll(now) {
             self.notify(&format!("xlaunch: {}", report.message));
-            board.send_modify(|board| board.set_hints(report.rank_hints));
+            board.send_modify(|board| {
+                match report.rank_hints.is_empty() {
+                    true => board.time.continues(now),
+                    false => board.time.hung(),
+                }
+                board.set_hints(report.rank_hints);
+            });
         }
     }
 }

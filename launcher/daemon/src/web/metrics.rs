@@ -11,7 +11,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
-use xlaunch_proto::v1::{NodeJobState, RankState, RankStatus, StatusReply, StepTimes, Totals};
+use xlaunch_proto::v1::{Accounting, NodeJobState, RankState, RankStatus, StatusReply, StepTimes, Totals};
 
 use super::api::has_trained;
 use crate::view::{JobView, NodeView};
@@ -75,6 +75,19 @@ impl Out<'_> {
         let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
         for (labels, value) in samples {
             metric.encode_family(&labels)?.encode_counter::<Labels, _, u64>(&value, None)?;
+        }
+        Ok(())
+    }
+
+    fn seconds(
+        &mut self,
+        name: &str,
+        help: &str,
+        samples: impl Iterator<Item = (Labels, f64)>,
+    ) -> fmt::Result {
+        let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
+        for (labels, value) in samples {
+            metric.encode_family(&labels)?.encode_counter::<Labels, _, f64>(&value, None)?;
         }
         Ok(())
     }
@@ -155,7 +168,37 @@ impl Scrape {
         out.counter("xlaunch_allreduce_bytes", "Bytes of gradients all-reduced, per rank.", bytes)?;
         let restarts = |job: &JobView| Some((of(job), job.status.as_ref()?.0.restarts.into()));
         let restarts = self.recent().filter_map(restarts);
-        out.counter("xlaunch_worker_restarts", "Restarts of the job's worker group.", restarts)
+        out.counter("xlaunch_worker_restarts", "Restarts of the job's worker group.", restarts)?;
+        self.accounting(out)
+    }
+
+    /// Where the time of each job has gone, and what went wrong.
+    fn accounting(&self, out: &mut Out<'_>) -> fmt::Result {
+        let account = |job: &JobView| Some((of(job), job.status.as_ref()?.0.accounting.clone()?));
+        let accounts: Vec<(Labels, Accounting)> = self.recent().filter_map(account).collect();
+        let labelled =
+            |labels: &Labels, name, value: &str| [&labels[..], &[(name, value.to_owned())]].concat();
+        let time = accounts.iter().flat_map(|(labels, account)| {
+            let kinds = account.kinds().into_iter();
+            kinds.map(|(kind, seconds)| (labelled(labels, "kind", kind), seconds))
+        });
+        out.seconds("xlaunch_time_seconds", "Wall time of the job, by what it was used for.", time)?;
+        let restarts = accounts.iter().flat_map(|(labels, account)| {
+            let counts = account.restarts.iter();
+            counts.map(|count| (labelled(labels, "cause", &count.cause), count.restarts))
+        });
+        out.counter("xlaunch_restarts", "Restarts of the job's worker group, by cause.", restarts)?;
+        let mut count = |name, help, value: fn(&Accounting) -> u64| {
+            out.counter(name, help, accounts.iter().map(|(labels, account)| (labels.clone(), value(account))))
+        };
+        count("xlaunch_hangs", "Times at which ranks hung.", |account| account.hangs)?;
+        let help = "Attempts that ended because the parameters of ranks differed.";
+        count("xlaunch_replica_mismatches", help, |account| account.replica_mismatches)?;
+        let help = "Checkpoints that were due while the one before was being written.";
+        count("xlaunch_skipped_checkpoints", help, |account| account.skipped_saves)?;
+        count("xlaunch_failed_checkpoints", "Checkpoints that could not be saved.", |account| {
+            account.failed_saves
+        })
     }
 
     fn workers(&self, out: &mut Out<'_>) -> fmt::Result {

@@ -196,3 +196,45 @@ fn no_evidence_no_cause() {
     let ours = Evidence { signalled: true, ..evidence(Exit::Signal(15), "") };
     assert_eq!(cause(&ours), None);
 }
+
+#[test]
+fn symptom_tells_the_loss_of_a_peer_from_an_error_of_the_ranks_own_and_when_it_was_written() {
+    let start = Instant::now();
+    let at = |milliseconds| start + Duration::from_millis(milliseconds);
+    let now = at(5000);
+    let timed = |text: &str| -> Vec<(String, Option<Instant>)> {
+        (0..).zip(text.lines()).map(|(number, line)| (line.to_owned(), Some(at(number)))).collect()
+    };
+    let seen = |text: &str, exit| symptom(&timed(text), exit, now).map(|found| (found.lost_peer, found.at));
+    let own = traceback("ValueError: bad");
+    let lost = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer";
+    assert_eq!(seen(&format!("step 1\n{own}"), Exit::Code(1)), Some((false, at(1))));
+    assert_eq!(seen(&traceback(lost), Exit::Code(1)), Some((true, at(0))));
+    let ranked: String = traceback(lost).lines().map(|line| format!("[rank2]: {line}\n")).collect();
+    assert_eq!(seen(&ranked, Exit::Code(1)), Some((true, at(0))));
+    // It was terminated while it exited.
+    assert_eq!(seen(&own, Exit::Signal(15)), Some((false, at(0))));
+    // The last one counts: the first was handled.
+    let both = format!("{}{own}", traceback(lost));
+    assert_eq!(seen(&both, Exit::Code(1)), Some((false, at(6))));
+    let aborted = "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  NCCL error: \
+                   remote process exited, ncclRemoteError\n";
+    assert_eq!(seen(aborted, Exit::Signal(6)), Some((true, at(1))));
+    let both = format!("{}terminate called\n", traceback(lost));
+    assert_eq!(
+        seen(&both, Exit::Signal(6)),
+        Some((true, at(0))),
+        "aborted by a thread of gloo while it exited"
+    );
+    assert_eq!(seen("Killed\n", Exit::Code(137)), None);
+    assert_eq!(seen(&own, Exit::Signal(9)), None, "what was written before is unrelated");
+    assert_eq!(symptom(&timed(&own), Exit::Code(1), at(60_000)), None, "it was handled long ago");
+}
+
+#[test]
+fn root_cause_that_xlaunch_terminated_has_the_exception_that_it_had_written() {
+    let terminated =
+        Evidence { signalled: true, ..evidence(Exit::Signal(15), &traceback("ValueError: bad")) };
+    assert_eq!(cause(&terminated), None, "of a rank that failed in consequence");
+    assert_eq!(cause_of_root(&terminated).unwrap().what, "perhaps ValueError: bad (/w/t.py, line 7)");
+}

@@ -33,7 +33,7 @@ fn exit_with_0_before_the_end_of_the_work_is_the_root_in_any_order() {
         run(&mut job, &[Event::AllJoined, opened(0), opened(1)]);
         let actions: Vec<Action> =
             order.iter().flat_map(|index| run(&mut job, &[exits[*index].clone()])).collect();
-        let expected = (Some(1), "exited with code 0 before the end of its work".to_owned());
+        let expected = (Some(1), "exited with code 0 while other ranks needed it".to_owned());
         assert_eq!(root(&actions), expected, "{order:?}");
     }
 }
@@ -98,4 +98,17 @@ fn ranks_of_a_command_that_all_lost_a_peer_are_terminated_after_a_while() {
     assert_eq!(job.handle(Event::Tick, start + FAILURE_GRACE), [Action::Signal(15)]);
     assert!(job.handle(Event::Tick, start + FAILURE_GRACE + SHUTDOWN_TIMEOUT).contains(&Action::Kill));
     assert_eq!(outcome(&job.handle(killed(1, 9), start)).root.unwrap().rank, Some(0));
+}
+
+#[test]
+fn rank_of_a_command_that_was_done_too_early_is_the_root() {
+    let start = Instant::now();
+    let mut job = command(3, 0);
+    let lost = |rank| [symptom(rank, true, start), exited(rank, 1)];
+    let actions = run(&mut job, &[vec![exited(1, 0)], lost(0).into(), lost(2).into()].concat());
+    assert_eq!(root(&actions), (Some(1), "exited with code 0 while other ranks needed it".into()));
+    // A failure of a rank's own is another matter.
+    let mut job = command(2, 0);
+    let actions = run(&mut job, &[exited(1, 0), symptom(0, false, start), exited(0, 1)]);
+    assert_eq!(root(&actions).0, Some(0));
 }

@@ -43,6 +43,16 @@ fn third_attempt_without_progress_ends_the_job_with_the_first_error() {
 }
 
 #[test]
+fn restart_that_is_not_counted_does_not_replace_the_first_error() {
+    let (mut job, now) = (trainer(1, 50), Instant::now());
+    let mut actions = Vec::new();
+    for code in [3, 78, 4, 5] {
+        actions = fail(&mut job, &[Event::AllJoined, exited(0, code)], now);
+    }
+    assert_eq!(outcome(&actions).root.unwrap().status, Some(Exit::Code(3)));
+}
+
+#[test]
 fn attempts_that_fail_in_the_same_way_end_with_the_evidence_of_the_last() {
     let (mut job, now) = (trainer(1, 2), Instant::now());
     let mut actions = Vec::new();

@@ -1,6 +1,6 @@
 //! What workers report, and checkpoints on request.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 use xlaunch_proto::exit::ExitCode;
@@ -14,6 +14,7 @@ use super::TrainerWorkload;
 use crate::sinks::{RankReport, progress};
 use crate::state::{Event, Job, Phase};
 use crate::status::board::Board;
+use crate::status::time::{CheckpointInterval, Measured, suggestion};
 use crate::workload::Workload;
 use crate::workload::checkpoint_requests::Requester;
 
@@ -37,7 +38,15 @@ impl TrainerWorkload<'_> {
         };
         let event = self.event_of(rank, &report);
         let at = Instant::now();
-        board.send_modify(|board| board.reported(rank, &report, at));
+        let mut restart = None;
+        board.send_modify(|board| {
+            board.reported(rank, &report, at);
+            restart = board.time.take_restart_times().map(|text| (text, board.time.measured(at)));
+        });
+        if let Some((text, measured)) = restart {
+            self.notify(&format!("xlaunch: {text}"));
+            self.suggest_interval(measured);
+        }
         self.hang_detector.record(rank, &report, at);
         let report = RankReport { rank, at, report };
         self.summary.record(&report);
@@ -58,6 +67,20 @@ impl TrainerWorkload<'_> {
         }
         self.sinks.report(report);
         event
+    }
+
+    /// Once per job, and only if it has restarts: others lose nothing.
+    fn suggest_interval(&mut self, measured: Option<Measured>) {
+        let checkpoint = &self.plan.spec.checkpoint;
+        let configured = CheckpointInterval {
+            steps: checkpoint.every,
+            time: Duration::from_secs_f64(checkpoint.every_seconds),
+        };
+        let text = measured.and_then(|measured| suggestion(configured, &measured));
+        if let Some(text) = text.filter(|_| !self.interval_suggested) {
+            self.interval_suggested = true;
+            self.notify(&format!("xlaunch: {text}"));
+        }
     }
 
     /// Tells rank 0 when all ranks have written their parts of a checkpoint.
@@ -116,6 +139,9 @@ impl TrainerWorkload<'_> {
             let ranks = differing_ranks.iter().map(|rank| (*rank, self.device(*rank))).collect();
             return Event::ReplicasDiffer { ranks, message };
         }
+        // Rank 0 reports for all of them that a save has failed.
+        let saving = self.saves.failed_rank().filter(|_| exit == Some(ExitCode::SaveFailed));
+        let rank = saving.unwrap_or(rank);
         Event::OwnError { rank, message, exit: exit.unwrap_or(ExitCode::WorkerFailed) }
     }
 

@@ -156,6 +156,7 @@ function showNoJob(id, why) {
 
 function showJob(job, gpus) {
   const { status } = job;
+  const account = status?.accounting;
   for (const each of ["log", "log-title"]) part(each).hidden = false;
   put(part("job-title"), `Job ${job.id}: ${job.name}`);
   put(part("job-reason"), job.reason);
@@ -170,6 +171,10 @@ function showJob(job, gpus) {
     "step": job.step === null ? null : `${job.step} of ${job.total_steps}`,
     "loss": job.loss === null ? null : loss(job.loss),
     "tok/s": job.tokens_per_second === null ? null : count(job.tokens_per_second),
+    "useful time": account ? `${account.useful_percent.toFixed(1)} %` : null,
+    "time for": account ? spent(account.seconds) : null,
+    "hangs": account?.hangs || null,
+    "replica mismatches": account?.replica_mismatches || null,
     "last status": stale ? `${time(job.status_age_seconds)} ago` : null,
     "GPUs": gpus.filter((gpu) => job.gpus.includes(gpu.uuid)).map((gpu) => gpu.index).join(", ") || null,
     "directory": job.work_dir,
@@ -202,6 +207,12 @@ function showJob(job, gpus) {
     ["hint", (rank) => hint(rank.exit || rank.hint), "wide"],
   ], "");
   options(part("log-rank"), ranks.length ? ranks.map((rank) => rank.rank) : [0]);
+}
+
+// What the time of a job was used for, without what took none.
+function spent(seconds) {
+  const used = Object.entries(seconds).filter(([, value]) => value >= 0.05);
+  return used.map(([kind, value]) => `${kind} ${time(value)}`).join(", ") || null;
 }
 
 function showCharts({ kind, history }) {

@@ -47,6 +47,30 @@ fn dashboard_and_alerts_use_exported_metrics_only() {
     assert!(names(&text, "DCGM").is_empty());
 }
 
+/// The page shows what this JSON contains.
+#[test]
+fn metrics_and_json_have_the_same_times() {
+    let view = sample_node(unix_ms(), 800);
+    let json = crate::web::api::job(&view.jobs[&7], unix_ms());
+    let account = &json["status"]["accounting"];
+    let text = metrics::text(Arc::new(view), unix_ms()).unwrap();
+    let exported = |kind: &str| -> f64 {
+        let name = format!("xlaunch_time_seconds_total{{job=\"7\",kind=\"{kind}\"}} ");
+        let value = text.lines().find_map(|line| line.strip_prefix(&name));
+        value.unwrap_or_else(|| panic!("{name} is missing in {text}")).parse().unwrap()
+    };
+    let kinds = ["step", "repeated", "checkpoint", "evaluation", "start", "hang", "down"];
+    assert_eq!(account["seconds"].as_object().unwrap().len(), kinds.len());
+    let wall: f64 = kinds.iter().map(|kind| exported(kind)).sum();
+    for kind in kinds {
+        assert_eq!(account["seconds"][kind], exported(kind), "{kind}");
+    }
+    let useful = 100.0 * (exported("step") + exported("evaluation")) / wall;
+    assert!((account["useful_percent"].as_f64().unwrap() - useful).abs() < 1e-9, "{account}");
+    let counts = ["hangs", "replica_mismatches", "skipped_saves", "failed_saves"].map(|name| &account[name]);
+    assert_eq!(counts, [&1.into(), &2.into(), &3.into(), &Value::from(4)]);
+}
+
 #[test]
 fn hostile_job_name_is_escaped_in_labels() {
     let mut view = sample_node(unix_ms(), 800);
@@ -80,6 +104,11 @@ fn ended_jobs_are_exported_for_an_hour_without_throughput() {
         "xlaunch_allreduce_bytes_total{job=\"7\"} 107040000000",
         "xlaunch_tokens_per_second{job=\"7\"} 4",
         "xlaunch_worker_restarts_total{job=\"7\"} 1",
+        "xlaunch_restarts_total{job=\"7\",cause=\"killed\"} 1",
+        "xlaunch_hangs_total{job=\"7\"} 1",
+        "xlaunch_replica_mismatches_total{job=\"7\"} 2",
+        "xlaunch_skipped_checkpoints_total{job=\"7\"} 3",
+        "xlaunch_failed_checkpoints_total{job=\"7\"} 4",
         "xlaunch_worker_up{job=\"7\",rank=\"3\"} 1.0",
         "xlaunch_worker_hint{job=\"7\",rank=\"2\"} 0.0",
         "xlaunch_worker_hint{job=\"7\",rank=\"3\"} 1.0",

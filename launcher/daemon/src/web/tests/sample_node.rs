@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use xlaunch_proto::v1::{
-    Gpu, GpuState, Job, JobKind, JobState, NodeJobState, NodeStatus, Progress, RankState, RankStatus,
-    Restart, StatusReply, StepTimes, Totals,
+    Accounting, Gpu, GpuState, Job, JobKind, JobState, NodeJobState, NodeStatus, Progress, RankState,
+    RankStatus, Restart, RestartCount, StatusReply, StepTimes, Totals,
 };
 
 use crate::view::{JobView, NodeView};
@@ -132,6 +132,20 @@ pub(super) fn sample_node(now: u64, steps: u64) -> NodeView {
                 StepTimes { seconds: 0.25, steps },
                 StepTimes { seconds: f64::INFINITY, steps: 0 },
             ],
+        }),
+        accounting: Some(Accounting {
+            step_seconds: 86.4,
+            repeated_seconds: 2.5,
+            checkpoint_seconds: 0.75,
+            evaluation_seconds: 3.25,
+            start_seconds: 4.5,
+            hang_seconds: 61.0,
+            down_seconds: 0.5,
+            hangs: 1,
+            replica_mismatches: 2,
+            skipped_saves: 3,
+            failed_saves: 4,
+            restarts: vec![RestartCount { cause: "killed".into(), restarts: 1 }],
         }),
         past_restarts: vec![Restart {
             unix_ms: now - 45_000,
