@@ -16,6 +16,8 @@ pub struct Environment {
     pub world_size: WorldSize,
     pub attempt: Attempt,
     pub agent_socket: PathBuf,
+    /// Number of the file in which the training thread records what it does.
+    pub activity_fd: Option<u32>,
     pub device: Device,
     /// Threads of the CPU back end.
     pub threads: usize,
@@ -69,6 +71,7 @@ impl Environment {
             world_size: WorldSize(number("WORLD_SIZE")?),
             attempt: Attempt(number(env::ATTEMPT)?),
             agent_socket: text(env::AGENT_SOCKET)?.into(),
+            activity_fd: get(env::ACTIVITY_FD).and_then(|fd| fd.parse().ok()),
             device,
             threads: threads.max(1),
             pool_debug,

@@ -15,7 +15,7 @@ use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::{JobSpec, SpecError, Tokenizer};
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{Finished, GetJobReply, GetJobRequest, Hello, TrainBench, TrainStarted};
+use xlaunch_proto::v1::{Finished, GetJobReply, GetJobRequest, Hello, Phase, TrainBench, TrainStarted};
 
 use crate::bench::{self, SkipAllReduce};
 use crate::control::Control;
@@ -27,6 +27,8 @@ use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
 use crate::nccl_windows;
 use crate::optim::AdamW;
+use crate::phase;
+use crate::tracked::Tracked;
 use crate::train::{self, Evaluator, Outcome, Run, Stepper, Tracer};
 use device::OpenDevice;
 use initial::Reading;
@@ -47,6 +49,8 @@ impl Context<'_> {
 
 /// Asks the agent for the job and runs it: training, or a benchmark.
 pub fn run(environment: &Environment) -> Result<ExitCode> {
+    phase::record_to(environment.activity_fd);
+    phase::enter(Phase::StartUp);
     let control = Control::connect(&environment.agent_socket)?;
     let job = control.get_job(GetJobRequest {
         rank: environment.rank.0,
@@ -80,7 +84,9 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let run_dir = PathBuf::from(&job.run_dir);
     device.backend.pool().snapshot_on_failure(&run_dir);
     let reduce_layout = agreement(spec, &layout, activations, &sharding, &fingerprint);
-    let collective = rendezvous::join(context, &reduce_layout, &device)?;
+    let collective: Box<dyn Collective> =
+        Box::new(Tracked(rendezvous::join(context, &reduce_layout, &device)?));
+    phase::enter(Phase::Initialize);
     control.open_session(context.hello(), collective.abort_handle());
 
     // From here on, other ranks fail when this one drops its collective.
@@ -101,6 +107,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     if rank == 0 {
         control.report(Report::TrainStarted(train_started(spec, &trainer, &device, &dataset, start.step)));
     }
+    phase::enter(Phase::Unspecified);
     let outcome = Run {
         spec,
         backend: &device.backend,
@@ -139,6 +146,7 @@ fn measure(context: &Context<'_>, kind: &Kind) -> Result<ExitCode> {
     let Context { environment, control, spec, .. } = *context;
     let device = OpenDevice::new(environment, spec)?;
     let mut collective = rendezvous::join(context, format!("{kind:?}").as_bytes(), &device)?;
+    phase::enter(Phase::Unspecified);
     control.open_session(context.hello(), collective.abort_handle());
     match kind {
         Kind::AllReduce(bench) => {

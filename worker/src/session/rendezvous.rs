@@ -7,10 +7,12 @@ use xlaunch_comm::{Collective, Local, Nccl, Ring, RingListener};
 use xlaunch_proto::VERSION;
 use xlaunch_proto::convert::{Join, Joined};
 use xlaunch_proto::ids::{Digest, NcclId};
+use xlaunch_proto::v1::Phase;
 
 use super::Context;
 use super::device::OpenDevice;
 use crate::error::{Result, WorkerError};
+use crate::phase;
 
 /// Time for ring neighbours to connect, beyond what the agent allows: the agent can name the ranks that are missing.
 const RING_CONNECT_MARGIN: Duration = Duration::from_secs(10);
@@ -44,6 +46,7 @@ pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) ->
         let message = format!("the agent's world size is {world_size}, but WORLD_SIZE is {world}");
         return Err(WorkerError::Rendezvous(message));
     }
+    phase::enter(Phase::OpenCommunicator);
     Ok(match (&device.stream, listener) {
         (Some(stream), _) if !single => {
             let id = nccl_id.ok_or_else(|| WorkerError::Rendezvous("rank 0 sent no NCCL id".into()))?;

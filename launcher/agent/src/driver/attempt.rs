@@ -113,7 +113,11 @@ impl Driver<'_> {
             match started {
                 Ok(started) => {
                     let pid = started.worker.pid;
-                    self.board.send_modify(|board| board.spawned(rank, pid, Instant::now()));
+                    let activity = self.workload.activity(rank);
+                    self.board.send_modify(|board| {
+                        board.spawned(rank, pid, Instant::now());
+                        board.set_activity(rank, activity);
+                    });
                     self.attempt.workers[rank as usize] = Some(started);
                 }
                 Err(error) => {

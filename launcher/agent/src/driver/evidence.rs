@@ -5,6 +5,7 @@ use std::io::Read;
 use std::path::Path;
 
 use super::Driver;
+use super::hang::HANG_FILE;
 use crate::devices;
 use crate::report::Evidence;
 use crate::run_dir::rank_dir;
@@ -19,6 +20,8 @@ impl Driver<'_> {
         let started = self.attempt.workers.get(rank as usize).and_then(Option::as_ref);
         let end = self.attempt.ends.get(rank as usize).copied().unwrap_or_default();
         let program = self.workload.program();
+        let rank_dir = rank_dir(&self.run.logs, self.job.attempt(), rank);
+        let hang_file = rank_dir.join(HANG_FILE);
         let oom_kills = self.attempt.processes.as_ref().map(|processes| processes.oom_kills(rank));
         Evidence {
             pid: started.map_or(0, |started| started.worker.pid),
@@ -28,7 +31,8 @@ impl Driver<'_> {
             exit_time: end.time,
             signalled: end.signalled,
             stderr: started.map(|started| started.output.tail()).unwrap_or_default(),
-            error_file: read_start(&rank_dir(&self.run.logs, self.job.attempt(), rank).join("error.json")),
+            error_file: read_start(&rank_dir.join("error.json")),
+            hang_file: hang_file.exists().then_some(hang_file),
             oom_kills: oom_kills.unwrap_or_default(),
             spawn_error: end.spawn_error,
             program: program.map(OsStr::to_owned).unwrap_or_default(),

@@ -3,13 +3,15 @@
 //! ```text
 //! exits (pidfds), calls (gRPC), signals, deadlines --events--> Job (pure) --actions--> start, signal, kill, notify
 //! ```
-//! - `attempt`: the processes of one attempt; `evidence`: what is known about a failure.
+//! - `attempt`: the processes of one attempt; `evidence`: what is known about a failure; `hang`: what is known about
+//!   ranks that hang, and their end.
 //! - Everything that depends on the kind of job is behind [`Workload`]; the driver knows only `dyn Workload`.
 //! - The processes of an attempt belong to a [`ProcessTree`](crate::spawn::process_tree::ProcessTree), which is empty
 //!   before the next attempt starts or the job ends. A [`Reaper`] process cleans up if this process is killed.
 
 mod attempt;
 mod evidence;
+mod hang;
 
 use std::collections::VecDeque;
 use std::io;
@@ -36,6 +38,7 @@ use crate::workload::Workload;
 use crate::workload::command::{CommandPlan, CommandWorkload};
 use crate::workload::trainer::{TrainerPlan, TrainerWorkload, TrainingResults};
 use attempt::Attempt;
+use hang::Examined;
 
 /// Calls that may wait for this task.
 const MESSAGE_QUEUE: usize = 1024;
@@ -102,6 +105,7 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
     let board = watch::Sender::new(Board::new(workload.launch()));
     let service = service::serve(&run.socket, messages, board.clone()).await?;
     let (exits, mut exited) = mpsc::unbounded_channel();
+    let (examined, mut hangs) = mpsc::unbounded_channel();
     let mut requests = signals::listen(&workload.stop_signals())?;
     let mut children = signal(SignalKind::child())?;
     let mut stall_poll = tokio::time::interval(STALL_POLL_INTERVAL);
@@ -118,6 +122,7 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
         board,
         failed: false,
         exits,
+        examined,
     };
 
     let mut outcome = driver.act(vec![Action::Start { attempt: 0 }]).await;
@@ -127,14 +132,17 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
             Some((rank, exit)) = exited.recv() => Some(driver.exited(rank, exit)),
             Some(message) = inbox.recv() => driver.message(message),
             Some(request) = requests.recv() => driver.signal_request(request),
+            Some(examined) = hangs.recv() => driver.hang_examined(examined),
             _ = children.recv() => {
                 reap_orphans();
                 None
             }
             () = sleep_until(deadline.into()) => Some(driver.timer(Instant::now())),
             _ = stall_poll.tick() => {
-                if driver.job.phase() == Phase::Running {
-                    driver.workload.report_stalls(&driver.board, Instant::now());
+                if driver.job.phase() == Phase::Running
+                    && let Some(hang) = driver.workload.report_stalls(&driver.board, Instant::now())
+                {
+                    driver.examine(hang);
                 }
                 None
             }
@@ -160,6 +168,7 @@ struct Driver<'a> {
     /// The job has ended with a failure.
     failed: bool,
     exits: mpsc::UnboundedSender<(u32, Exit)>,
+    examined: mpsc::UnboundedSender<Examined>,
 }
 
 impl Driver<'_> {

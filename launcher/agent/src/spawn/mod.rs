@@ -11,6 +11,7 @@
 //! reaper          does the same from another process if xlaunch is killed
 //! children        processes that this process started, and orphans that it adopted
 //! environment, affinity, port, gpu_memory     what a worker needs to start
+//! helper          a program of the system that prints something, such as a debugger
 //! exit, oom                                   how it ended
 //! ```
 
@@ -20,6 +21,7 @@ mod children;
 pub mod environment;
 mod exit;
 pub(crate) mod gpu_memory;
+pub(crate) mod helper;
 mod membership;
 mod oom;
 pub(crate) mod port;
@@ -32,6 +34,7 @@ mod tests;
 use std::io::IsTerminal;
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{ChildStderr, ChildStdout, Command, Stdio};
+use std::sync::Arc;
 
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process_group, pidfd_open, waitid,
@@ -70,6 +73,8 @@ pub struct Options {
     /// It and its children start with the signals ignored that stop a job or announce its end: the agent acts on them,
     /// also where a scheduler sends them to every process.
     pub leave_signals_to_agent: bool,
+    /// A file that it inherits, under the number that it has here.
+    pub keep_open: Option<Arc<OwnedFd>>,
 }
 
 /// Whether workers get xlaunch's standard input: a single worker does, unless it is a terminal. A terminal stops a
@@ -116,6 +121,10 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
     let stdin = if options.inherit_stdin { Stdio::inherit() } else { Stdio::null() };
     command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     sys::die_with_parent(&mut command);
+    sys::let_agent_trace(&mut command);
+    if let Some(file) = &options.keep_open {
+        sys::keep_open(&mut command, file.clone());
+    }
     if options.leave_signals_to_agent {
         sys::ignore_job_signals(&mut command);
     }

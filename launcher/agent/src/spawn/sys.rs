@@ -8,7 +8,10 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::Arc;
 
-use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal, setsid};
+use rustix::io::{FdFlags, fcntl_setfd};
+use rustix::process::{
+    PTracer, Signal, getpid, getppid, set_parent_process_death_signal, set_ptracer, setsid,
+};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::io::unix::AsyncFd;
 
@@ -51,6 +54,26 @@ pub(super) fn die_with_parent(command: &mut Command) {
     };
     // SAFETY: the hook makes two system calls and touches no lock and no heap: it is async-signal-safe.
     unsafe { command.pre_exec(hook) };
+}
+
+/// Lets this process and its children trace the new one where only parents may (Yama): debuggers that print its stacks
+/// are children of this process.
+pub(super) fn let_agent_trace(command: &mut Command) {
+    let agent = getpid();
+    let hook = move || {
+        // Fails without Yama, where it is not needed.
+        let _ = set_ptracer(PTracer::ProcessID(agent));
+        Ok(())
+    };
+    // SAFETY: the hook makes one system call on an integer: it is async-signal-safe.
+    unsafe { command.pre_exec(hook) };
+}
+
+/// Lets the process inherit a file, under the number that it has here.
+pub(super) fn keep_open(command: &mut Command, file: Arc<OwnedFd>) {
+    // SAFETY: the hook makes one system call on an open descriptor: it is async-signal-safe. The file is closed on exec
+    // in every other process.
+    unsafe { command.pre_exec(move || Ok(fcntl_setfd(&file, FdFlags::empty())?)) };
 }
 
 /// Moves the process into the cgroup of this `cgroup.procs` before its program runs. If that fails, it runs outside.

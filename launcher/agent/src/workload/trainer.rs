@@ -2,7 +2,7 @@
 
 mod reports;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -13,14 +13,17 @@ use rustix::process::Signal;
 use tokio::sync::watch;
 use tonic::Status;
 use xlaunch_proto::convert::Join;
+use xlaunch_proto::env;
 use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::spec::{JobSpec, OnHang};
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::{Bench, GetJobReply, GetJobRequest, JobKind, StopCommand};
 
+use crate::activity::ActivityRecord;
 use crate::command::{Restarts, quote_line};
 use crate::devices::Placement;
 use crate::logs::Output;
+use crate::process::Process;
 use crate::rendezvous::Rendezvous;
 use crate::rendezvous::barrier::{JoinBarrier, JoinOutcome, Reply};
 use crate::rendezvous::service::Message;
@@ -35,11 +38,12 @@ use crate::spawn::environment::{self, BaseEnvironment, TrainerGroup};
 use crate::spawn::port::MasterPort;
 use crate::state::{Event, Job, Kind, Phase, Rules};
 use crate::status::board::{self, Board};
-use crate::workload::Workload;
 use crate::workload::checkpoint_requests::{CheckpointRequests, Requester};
-use crate::workload::hang::HangDetector;
+use crate::workload::hang::{self, HangDetector};
 use crate::workload::save::SaveBarrier;
 use crate::workload::sessions::Sessions;
+use crate::workload::stragglers::Stragglers;
+use crate::workload::{Hang, Workload};
 
 /// For the hint in status about a rank without output that uses neither CPU nor GPU. The hang detector is much faster.
 const IDLE_STALL_TIMEOUT: Duration = Duration::from_secs(300);
@@ -101,6 +105,11 @@ pub(crate) struct TrainerWorkload<'a> {
     /// Steps completed; `None` until this attempt trains.
     step: Option<u64>,
     hang_detector: HangDetector,
+    /// Hints of the hang detector that status shows.
+    hang_hints: BTreeMap<u32, String>,
+    stragglers: Stragglers,
+    /// By rank; `None` where the memory could not be created.
+    activities: Vec<Option<ActivityRecord>>,
     saves: SaveBarrier,
     /// For frameworks that rendezvous on their own; the trainer does not.
     port: Option<MasterPort>,
@@ -126,14 +135,16 @@ impl<'a> TrainerWorkload<'a> {
             sinks.add_file("TensorBoard's event file", move || TensorBoard::create(&dir))?;
         }
         let printer = sinks.printer().clone();
-        let stall_timeout = Duration::from_secs_f64(plan.spec.launch.stall_timeout);
         Ok(Self {
             barrier: barrier(&plan, 0),
             sessions: Sessions::default(),
             progress: Vec::new(),
             checkpoint_requests: CheckpointRequests::default(),
             step: None,
-            hang_detector: HangDetector::new(stall_timeout, Instant::now()),
+            hang_detector: HangDetector::new(hang_settings(&plan), Instant::now()),
+            hang_hints: BTreeMap::new(),
+            stragglers: Stragglers::new(plan.placement.workers),
+            activities: Vec::new(),
             saves: SaveBarrier::new(plan.placement.workers),
             port: None,
             output: Output::for_trainer(move |line| printer.print(line)),
@@ -187,7 +198,9 @@ impl<'a> TrainerWorkload<'a> {
         match outcome {
             JoinOutcome::Waiting | JoinOutcome::Ignored => None,
             JoinOutcome::Complete => {
-                self.sessions.all_joined(self.join_timeout(), Instant::now());
+                let now = Instant::now();
+                self.sessions.all_joined(self.join_timeout(), now);
+                self.hang_detector.all_joined(self.plan.placement.workers, now);
                 Some(Event::AllJoined)
             }
             JoinOutcome::Failed(problem) => Some(Event::RendezvousFailed(problem)),
@@ -255,6 +268,10 @@ impl Workload for TrainerWorkload<'_> {
         self.progress = vec![0; world as usize];
         self.step = None;
         self.hang_detector.begin_attempt(Instant::now());
+        self.hang_hints.clear();
+        self.stragglers = Stragglers::new(world);
+        // Without it, training goes on: it is for people.
+        self.activities = (0..world).map(|_| ActivityRecord::create().ok()).collect();
         self.saves = SaveBarrier::new(self.plan.placement.workers);
         Ok(())
     }
@@ -269,8 +286,13 @@ impl Workload for TrainerWorkload<'_> {
             max_restarts: self.plan.spec.launch.max_restarts,
             master_port: self.port.as_ref().map_or(DEFAULT_MASTER_PORT, MasterPort::number),
         };
-        let options = Options { leave_signals_to_agent: true, ..Options::default() };
-        Ok((environment::trainer_command(&group, rank)?, options))
+        let mut command = environment::trainer_command(&group, rank)?;
+        let activity = self.activity(rank);
+        if let Some(activity) = &activity {
+            command.env(env::ACTIVITY_FD, activity.number().to_string());
+        }
+        let keep_open = activity.as_ref().map(ActivityRecord::file);
+        Ok((command, Options { leave_signals_to_agent: true, keep_open, ..Options::default() }))
     }
 
     fn base_environment(&self) -> &BaseEnvironment {
@@ -353,11 +375,34 @@ impl Workload for TrainerWorkload<'_> {
         None
     }
 
-    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) {
-        if let Some(report) = self.hang_detector.poll(now) {
-            self.notify(&format!("xlaunch: {}", report.message));
-            board.send_modify(|board| board.set_hints(report.rank_hints));
-        }
+    fn activity(&self, rank: u32) -> Option<ActivityRecord> {
+        self.activities.get(rank as usize).cloned().flatten()
+    }
+
+    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
+        let is_stopped = |rank| {
+            let subjects = board.borrow().subjects();
+            let pid = subjects.into_iter().find(|subject| subject.rank == rank).map(|subject| subject.pid);
+            pid.and_then(Process::read).is_some_and(|process| process.state == 'T')
+        };
+        let report = self.hang_detector.poll(now, is_stopped)?;
+        self.notify(&format!("xlaunch: {}", report.message));
+        self.hang_hints = report.rank_hints;
+        self.show_hints(board);
+        report.hang
+    }
+
+    fn hang_lasts(&self, hang: &Hang) -> bool {
+        self.hang_detector.lasts(hang)
+    }
+}
+
+fn hang_settings(plan: &TrainerPlan<'_>) -> hang::Settings {
+    hang::Settings {
+        minimum: Duration::from_secs_f64(plan.spec.launch.hang_timeout),
+        // What a benchmark does between reports may take any time.
+        ends: plan.spec.launch.hang == OnHang::Restart && plan.bench.is_none(),
+        gpus: plan.placement.cuda,
     }
 }
 
