@@ -1,6 +1,9 @@
 //! Names of environment variables: those that the agent sets for workers in addition to torchrun's, and those that
 //! users set for workers.
 
+/// Set by the agent: number of an open file in which the training thread records what it is doing. See
+/// [`activity`](crate::activity).
+pub const ACTIVITY_FD: &str = "XLAUNCH_ACTIVITY_FD";
 /// Set by the agent: path of its unix socket.
 pub const AGENT_SOCKET: &str = "XLAUNCH_AGENT_SOCKET";
 /// Set by the agent: the attempt, which is the number of restarts so far.

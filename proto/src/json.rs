@@ -7,7 +7,8 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::v1::{
-    Accounting, CheckpointReply, Gpu, Job, NodeStatus, Progress, RankStatus, Restart, StatusReply,
+    Accounting, CheckpointReply, Gpu, Job, NodeStatus, ProcessStacks, Progress, RankStacks, RankStatus,
+    RecordedActivity, Restart, StackDump, StatusReply, ThreadState,
 };
 use serde_json::{Value, json};
 
@@ -38,6 +39,38 @@ fn gpu(gpu: &Gpu) -> Value {
 /// A checkpoint that was saved on request.
 pub fn checkpoint(saved: &CheckpointReply) -> Value {
     json!({ "step": saved.step, "path": saved.path, "seconds": number(saved.seconds) })
+}
+
+/// What the processes of each rank are doing.
+pub fn stacks(ranks: &[RankStacks]) -> Value {
+    let activity = |activity: &RecordedActivity| {
+        json!({
+            "phase": activity.phase().name(), "step": activity.step, "collectives": activity.collectives,
+            "bucket": activity.bucket, "starting": activity.starting, "unix_ms": activity.unix_ms,
+        })
+    };
+    let thread = |thread: &ThreadState| {
+        json!({
+            "tid": thread.tid, "name": thread.name, "state": thread.state,
+            "wait_channel": thread.wait_channel, "syscall": thread.syscall,
+        })
+    };
+    let dump = |dump: &StackDump| json!({ "tool": dump.tool, "text": dump.text, "problem": dump.problem });
+    let process = |process: &ProcessStacks| {
+        json!({
+            "pid": process.pid, "parent": process.parent, "name": process.name, "state": process.state,
+            "tracer_pid": (process.tracer_pid != 0).then_some(process.tracer_pid),
+            "threads": process.threads.iter().map(thread).collect::<Vec<_>>(),
+            "stacks": process.dumps.iter().map(dump).collect::<Vec<_>>(),
+        })
+    };
+    let rank = |rank: &RankStacks| {
+        json!({
+            "rank": rank.rank, "unix_ms": at(rank.unix_ms), "activity": rank.activity.as_ref().map(activity),
+            "processes": rank.processes.iter().map(process).collect::<Vec<_>>(),
+        })
+    };
+    json!({ "ranks": ranks.iter().map(rank).collect::<Vec<_>>() })
 }
 
 /// A job of a node as a list entry: without its report, which may be long, its status and its history.

@@ -6,6 +6,7 @@
 //! - [`spec`] is the description of a training job, shared by `train.toml`, the wire and checkpoints; [`model`] is its
 //!   model;
 //! - [`command`] is the description of any other command to launch, independent of the node that runs it;
+//! - [`activity`] is the record of what a training thread is doing, which outlives its process;
 //! - [`net`] connects processes: gRPC over unix sockets, peer credentials, connection limits;
 //! - [`paths`] normalizes the paths of a job description;
 //! - [`json`] and [`labels`] render messages for programs and people;
@@ -18,6 +19,7 @@
 #![warn(missing_docs)]
 
 pub mod accounting;
+pub mod activity;
 pub mod command;
 pub mod convert;
 pub mod env;

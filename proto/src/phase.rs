@@ -16,6 +16,9 @@ impl Phase {
             Self::Evaluation => "evaluation",
             Self::Checkpoint => "checkpoint",
             Self::Sample => "sample",
+            Self::StartUp => "start-up",
+            Self::OpenCommunicator => "open communicator",
+            Self::Initialize => "initialize",
         }
     }
 }

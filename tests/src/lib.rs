@@ -12,6 +12,7 @@
 
 mod cgroup;
 mod freeze;
+mod hang;
 mod job;
 mod launch;
 mod node;
@@ -20,6 +21,7 @@ pub mod requirements;
 
 pub use cgroup::MemoryCgroup;
 pub use freeze::FrozenThread;
+pub use hang::{HangMode, InjectedHang};
 pub use job::{Job, read_state};
 pub use launch::Launch;
 pub use node::{NOBODY, Node, spawn_daemon};

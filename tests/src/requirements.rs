@@ -71,6 +71,11 @@ pub fn mount_namespace() -> Requirement {
     programs(&["nsenter"])
 }
 
+/// A C compiler, for libraries that tests load into other processes.
+pub fn c_compiler() -> Requirement {
+    programs(&["cc"])
+}
+
 /// `strace`, and permission to delay system calls with it.
 pub fn strace() -> Requirement {
     let mut strace = Command::new("strace");

@@ -18,6 +18,8 @@ pub struct Environment {
     pub agent_socket: PathBuf,
     /// Descriptors of memory files for snapshots; empty without them.
     pub snapshot_fds: Vec<u32>,
+    /// Number of the file in which the training thread records what it does.
+    pub activity_fd: Option<u32>,
     pub device: Device,
     /// Threads of the CPU back end.
     pub threads: usize,
@@ -72,6 +74,7 @@ impl Environment {
             attempt: Attempt(number(env::ATTEMPT)?),
             agent_socket: text(env::AGENT_SOCKET)?.into(),
             snapshot_fds: get(env::SNAPSHOT_FDS).map_or(Ok(Vec::new()), |value| descriptors(&value))?,
+            activity_fd: get(env::ACTIVITY_FD).and_then(|fd| fd.parse().ok()),
             device,
             threads: threads.max(1),
             pool_debug,

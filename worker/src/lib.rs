@@ -24,6 +24,7 @@ mod phase;
 mod preflight;
 mod random;
 pub mod session;
+mod tracked;
 pub mod train;
 
 use std::path::{Path, PathBuf};

@@ -1,16 +1,33 @@
-//! What this process is doing, for heartbeats: the phase of the training thread, and a counter of what any thread gets
-//! done between steps.
+//! What this process is doing: the phase and the collectives of the training thread, and a counter of what any thread
+//! gets done between steps.
+//!
+//! ```text
+//! training thread --enter, begin_collective--> tracker --> heartbeats
+//!                                         '--> record in the agent's memory, which outlives this process
+//! ```
 
+use std::cell::{Cell, RefCell};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use xlaunch_proto::activity::Activity;
 use xlaunch_proto::v1::Phase;
 
 /// Never reset, and of the whole process: the agent looks only for changes.
 static PROGRESS: AtomicU64 = AtomicU64::new(0);
+/// Collectives that the training thread has started. Never reset.
+static COLLECTIVES: AtomicU64 = AtomicU64::new(0);
 
-thread_local!(static TRACKER: Arc<PhaseTracker> = Arc::default());
+thread_local! {
+    static TRACKER: Arc<PhaseTracker> = Arc::default();
+    // Of the training thread; `None` in all others, and without an agent that reads it.
+    static RECORD: RefCell<Option<Record>> = const { RefCell::new(None) };
+    // Time that this thread has waited for collectives.
+    static WAITED: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+}
 
 /// Low bits of the packed word that hold the phase's number. The rest is a time in microseconds.
 const PHASE_BITS: u32 = 4;
@@ -43,8 +60,87 @@ impl PhaseTracker {
     }
 }
 
+/// The record of the training thread, which the agent reads.
+#[derive(Debug)]
+struct Record {
+    file: File,
+    activity: Activity,
+    writes: u64,
+}
+
+impl Record {
+    fn update(&mut self, change: impl FnOnce(&mut Activity)) {
+        change(&mut self.activity);
+        self.activity.since = Activity::now();
+        self.writes += 1;
+        // To memory. If that fails, training goes on: the record is for people.
+        let _ = self.file.write_all_at(&self.activity.encode(self.writes), 0);
+    }
+}
+
+fn record(change: impl FnOnce(&mut Activity)) {
+    RECORD.with_borrow_mut(|record| {
+        if let Some(record) = record {
+            record.update(change);
+        }
+    });
+}
+
+/// Records what the calling thread does in the file that this process has inherited under this number. Without it, or
+/// if it cannot be opened, nothing is recorded.
+pub(crate) fn record_to(fd: Option<u32>) {
+    let file = fd.and_then(|fd| File::options().write(true).open(format!("/proc/self/fd/{fd}")).ok());
+    RECORD.set(file.map(|file| Record { file, activity: Activity::default(), writes: 0 }));
+}
+
+/// The calling thread begins to work on this step, from 1.
+pub(crate) fn begin_step(step: u64) {
+    record(|activity| activity.step = step);
+}
+
+/// The training thread is about to start a collective.
+pub(crate) fn begin_collective() {
+    let started = 1 + COLLECTIVES.fetch_add(1, Ordering::Relaxed);
+    record(|activity| {
+        (activity.collectives, activity.starting) = (started, true);
+        activity.bucket += 1;
+    });
+}
+
+/// The collective has started.
+pub(crate) fn collective_started() {
+    record(|activity| activity.starting = false);
+}
+
+/// The training thread waits for all collectives that it has started.
+pub(crate) fn wait_for_collectives<T>(wait: impl FnOnce() -> T) -> T {
+    let (outer, start) = (enter(Phase::AllReduce), Instant::now());
+    let result = wait();
+    WAITED.set(WAITED.get() + start.elapsed());
+    record(|activity| activity.bucket = 0);
+    enter(outer);
+    result
+}
+
+/// Counts collectives that were started without [`begin_collective`]: by a graph that contains them.
+pub(crate) fn add_collectives(count: u64) {
+    let started = count + COLLECTIVES.fetch_add(count, Ordering::Relaxed);
+    record(|activity| activity.collectives = started);
+}
+
+/// Collectives that the training thread has started.
+pub(crate) fn collectives() -> u64 {
+    COLLECTIVES.load(Ordering::Relaxed)
+}
+
+/// How long the calling thread has waited for collectives since the last call.
+pub(crate) fn take_waited() -> Duration {
+    WAITED.take()
+}
+
 /// Moves the calling thread to phase `next`; returns the phase that it was in.
 pub(crate) fn enter(next: Phase) -> Phase {
+    record(|activity| activity.phase = next);
     TRACKER.with(|tracker| {
         let micros = u64::try_from(tracker.start.elapsed().as_micros()).unwrap_or(u64::MAX >> PHASE_BITS);
         let number = u64::try_from(i32::from(next)).unwrap_or_default();
@@ -82,5 +178,37 @@ mod tests {
         assert!(phase == Phase::Sample && duration >= Duration::from_millis(20), "{phase:?} {duration:?}");
         assert_eq!(enter(Phase::Forward), Phase::Sample);
         assert!(PhaseTracker::of_this_thread().read().1 < duration);
+    }
+
+    fn read(file: &File) -> Activity {
+        let mut bytes = [0; xlaunch_proto::activity::BYTES];
+        file.read_exact_at(&mut bytes, 0).unwrap();
+        Activity::decode(&bytes).unwrap()
+    }
+
+    #[test]
+    fn record_shows_step_phase_and_the_collective_that_is_being_started() {
+        use std::os::fd::AsRawFd;
+        let file = tempfile::tempfile().unwrap();
+        record_to(u32::try_from(file.as_raw_fd()).ok());
+        begin_step(7);
+        let outer = enter(Phase::Backward);
+        let before = collectives();
+        begin_collective();
+        collective_started();
+        begin_collective();
+        let seen = read(&file);
+        assert_eq!((seen.step, seen.phase, seen.bucket, seen.starting), (7, Phase::Backward, 2, true));
+        assert_eq!(seen.collectives, before + 2);
+        collective_started();
+        let waiting = wait_for_collectives(|| read(&file));
+        assert_eq!((waiting.phase, waiting.bucket, waiting.starting), (Phase::AllReduce, 2, false));
+        assert_eq!((read(&file).phase, read(&file).bucket), (Phase::Backward, 0));
+        add_collectives(5);
+        assert_eq!(read(&file).collectives, before + 7);
+        // Other threads leave the record alone.
+        std::thread::spawn(|| enter(Phase::Sample)).join().unwrap();
+        assert_eq!(read(&file).phase, Phase::Backward);
+        enter(outer);
     }
 }

@@ -13,11 +13,13 @@
 //! - [`workload`]: the two kinds of job behind one trait; hang detection;
 //! - [`spawn`]: process trees, cgroups, environment, CPU affinity, exit codes;
 //! - [`rendezvous`], [`status`], `logs`: calls of workers and clients over gRPC;
+//! - [`stacks`]: what the processes of a rank are doing;
 //! - [`report`]: why a job failed; [`sinks`]: progress, metrics, TensorBoard, summary;
 //! - [`memory`]: how much is free; [`config`]: from `train.toml`, environment and flags to a checked job description.
 //!
 //! The agent never calls CUDA; GPUs and their usage come from NVML, loaded at run time.
 
+mod activity;
 pub mod clock;
 pub mod command;
 pub mod config;
@@ -36,6 +38,7 @@ pub mod run_dir;
 mod signals;
 pub mod sinks;
 pub mod spawn;
+pub mod stacks;
 pub mod state;
 pub mod status;
 pub mod workload;

@@ -172,6 +172,24 @@ impl Node for FakeDaemon {
         Ok(Response::new(Box::pin(tokio_stream::once(reply))))
     }
 
+    type StacksStream = Replies<StacksReply>;
+
+    async fn stacks(
+        &self,
+        request: Request<JobStacksRequest>,
+    ) -> Result<Response<Replies<StacksReply>>, Status> {
+        let request = request.into_inner();
+        let rank = request.stacks.and_then(|stacks| stacks.rank).unwrap_or(0);
+        let id = find(request.job)?.id;
+        let part = move |pid| {
+            let processes = vec![ProcessStacks { pid, ..ProcessStacks::default() }];
+            Ok(StacksReply { ranks: vec![RankStacks { rank, processes, ..RankStacks::default() }] })
+        };
+        let replies =
+            if id == 1 { vec![part(7), part(8)] } else { vec![Err(Status::not_found("no rank is running"))] };
+        Ok(Response::new(Box::pin(tokio_stream::iter(replies))))
+    }
+
     async fn cancel(&self, request: Request<CancelRequest>) -> Result<Response<Job>, Status> {
         let id = find(request.into_inner().job)?.id;
         self.with_state(|state| state.cancelled.push(id));
@@ -287,6 +305,17 @@ async fn checkpoint_is_waited_for_and_its_failure_shown() {
     let failed = within_a_minute(daemon.checkpoint(2)).await.unwrap_err();
     assert_eq!((failed.exit, &*failed.message), (ExitCode::WorkerFailed, "rank 0 failed: the disk is full"));
     assert_eq!(within_a_minute(daemon.checkpoint(3)).await.unwrap_err().message, "there is no job 3");
+}
+
+#[tokio::test]
+async fn stacks_of_all_processes_are_collected_by_rank() {
+    let mut daemon = FakeDaemon::start().await.connect().await;
+    let request = StacksRequest { rank: Some(4) };
+    let ranks = within_a_minute(daemon.stacks(1, request)).await.unwrap();
+    let pids: Vec<u32> = ranks[0].processes.iter().map(|process| process.pid).collect();
+    assert_eq!((ranks.len(), ranks[0].rank, pids), (1, 4, vec![7, 8]));
+    let failed = within_a_minute(daemon.stacks(2, request)).await.unwrap_err();
+    assert_eq!(failed.message, "no rank is running");
 }
 
 #[tokio::test]

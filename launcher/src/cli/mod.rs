@@ -1,6 +1,6 @@
 //! The command line: a subcommand, one file each, or a launch with torchrun's flags ([`torchrun`], [`launch`]).
 //!
-//! - `status`, `logs`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
+//! - `status`, `logs`, `stacks`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
 //! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`: call the daemon;
 //! - `daemon`, `agent`: services; `bench`; `gen`: generated files for packages.
 //!
@@ -23,6 +23,7 @@ mod logs;
 mod node;
 mod output;
 mod scheduling;
+mod stacks;
 mod status;
 mod stop;
 mod submit;
@@ -55,6 +56,8 @@ enum Subcommands {
     Status(status::Status),
     /// Print the output of a rank
     Logs(logs::Logs),
+    /// Show what the processes of a launch or job are doing
+    Stacks(stacks::Stacks),
     /// Stop a launch or job; training saves a checkpoint first
     Stop(stop::Stop),
     /// Save a checkpoint of a training job now, and print its path
@@ -172,6 +175,7 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Bench(bench) => return bench::run(bench, trainer).await,
         Run::Status(options) => status::run(options).await,
         Run::Logs(options) => logs::run(options).await,
+        Run::Stacks(options) => stacks::run(options).await,
         Run::Stop(options) => stop::run(options).await,
         Run::Checkpoint(options) => checkpoint::run(options).await,
         Run::Submit(options) => submit::run(options).await,

@@ -1,5 +1,5 @@
-//! What `JOB` names in `status`, `logs`, `stop` and `checkpoint`: a plain number is a job of the daemon if a daemon is
-//! listening; anything else names a running launch.
+//! What `JOB` names in `status`, `logs`, `stacks`, `stop` and `checkpoint`: a plain number is a job of the daemon if a
+//! daemon is listening; anything else names a running launch.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use super::output::QueryError;
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::client::launches;
 
-/// The arguments that `status`, `logs`, `stop` and `checkpoint` have in common.
+/// The arguments that `status`, `logs`, `stacks`, `stop` and `checkpoint` have in common.
 #[derive(Debug, Args)]
 pub(super) struct Target {
     /// Number of a daemon's job, name of a launch or a prefix of it, or a directory with a running launch below it

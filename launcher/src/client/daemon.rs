@@ -14,8 +14,8 @@ use xlaunch_proto::net::connect::cause;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::{
     CancelRequest, CheckpointReply, DrainRequest, GetRequest, HistoryRequest, Job, JobAccount,
-    JobCheckpointRequest, JobLogsRequest, ListRequest, LogsRequest, NodeJobState, NodeStatus,
-    NodeStatusRequest, SubmitReply, SubmitRequest, UpdateRequest,
+    JobCheckpointRequest, JobLogsRequest, JobStacksRequest, ListRequest, LogsRequest, NodeJobState,
+    NodeStatus, NodeStatusRequest, RankStacks, StacksRequest, SubmitReply, SubmitRequest, UpdateRequest,
 };
 
 use xlaunch_agent::Refusal;
@@ -170,6 +170,26 @@ impl DaemonClient {
             Ok(Some(saved)) => Ok(saved),
             Ok(None) => Err(self.refusal(&Status::unavailable("it is shutting down"))),
             Err(status) => Err(self.refusal(&status)),
+        }
+    }
+
+    /// What the processes of a running job are doing.
+    pub(crate) async fn stacks(
+        &mut self,
+        job: u64,
+        stacks: StacksRequest,
+    ) -> Result<Vec<RankStacks>, Refusal> {
+        let reply = self.client.stacks(JobStacksRequest { job, stacks: Some(stacks) }).await;
+        let (mut replies, mut all) = (self.check(reply)?, Vec::new());
+        loop {
+            match replies.message().await {
+                Ok(Some(reply)) => all.push(reply),
+                Ok(None) if all.is_empty() => {
+                    return Err(self.refusal(&Status::unavailable("it is shutting down")));
+                }
+                Ok(None) => return Ok(xlaunch_agent::stacks::join(all)),
+                Err(status) => return Err(self.refusal(&status)),
+            }
         }
     }
 

@@ -13,8 +13,8 @@ pub use crate::invalid::Invalid;
 use crate::model::ModelSection;
 pub use sections::{
     CheckpointSection, CommSection, DataSection, Device, EngineSection, Exec, JobSection, LaunchSection,
-    MAX_SHARDS, MemorySnapshots, NonFinite, ObserveSection, OnSaveError, PoolMode, Precision, Schedule,
-    Tokenizer, TrainSection, WireDtype,
+    MAX_SHARDS, MemorySnapshots, NonFinite, ObserveSection, OnHang, OnSaveError, PoolMode, Precision,
+    Schedule, Tokenizer, TrainSection, WireDtype,
 };
 
 /// Version of the serialised form.
@@ -22,7 +22,7 @@ pub const SPEC_VERSION: u32 = 1;
 
 /// Renamed keys: the old and the new dotted path. Configuration loaders accept the old one for a release, with a
 /// warning. A key cannot move to another section.
-pub const RENAMED_KEYS: &[(&str, &str)] = &[("launch.silence", "launch.stall_timeout")];
+pub const RENAMED_KEYS: &[(&str, &str)] = &[("launch.stall_timeout", "launch.hang_timeout")];
 
 /// A training job. Every key of `train.toml` has a default, and unknown keys are refused.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -80,9 +80,8 @@ impl JobSpec {
         }
         positive("launch.join_timeout", self.launch.join_timeout)?;
         within("launch.join_timeout", self.launch.join_timeout, 0.0, 86_400.0)?;
-        positive("launch.stall_timeout", self.launch.stall_timeout)?;
-        within("launch.stall_timeout", self.launch.stall_timeout, 0.0, 86_400.0)?;
         within("launch.restart_window", self.launch.restart_window, 0.0, 1e9)?;
+        within("launch.hang_timeout", self.launch.hang_timeout, 0.0, 86_400.0)?;
         within("launch.shutdown_timeout", self.launch.shutdown_timeout, 0.0, 86_400.0)?;
         within("launch.shutdown_timeout_max", self.launch.shutdown_timeout_max, 0.0, 86_400.0)?;
         within("train.min_lr_ratio", train.min_lr_ratio, 0.0, 1.0)?;

@@ -56,9 +56,24 @@ pub struct LaunchSection {
     /// Seconds within which all ranks must join the rendezvous, and again to open the communicator (NCCL) after it.
     /// Increase it if opening data or reading a checkpoint takes longer.
     pub join_timeout: f64,
-    /// Seconds without a completed step after which the rank that blocks the others is reported, with the phase that it
-    /// is in. It is only reported: no worker is killed. Jobs with slow steps get more time automatically.
-    pub stall_timeout: f64,
+    /// What happens to a rank that hangs and blocks the others.
+    pub hang: OnHang,
+    /// Seconds without a completed step after which a job hangs. 0 means 60. Jobs with slow steps get five times the
+    /// time of their slow steps, checkpoints and work that compiles kernels on a GPU get some minutes.
+    pub hang_timeout: f64,
+}
+
+/// What happens to a rank that hangs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum OnHang {
+    /// Report it with evidence in `hang.txt` beside its logs, and end the attempt, which is restarted if
+    /// `launch.max_restarts` allows it.
+    #[default]
+    Restart,
+    /// Only report it, with the same evidence.
+    Report,
 }
 
 impl Default for LaunchSection {
@@ -71,7 +86,8 @@ impl Default for LaunchSection {
             shutdown_timeout: 30.0,
             shutdown_timeout_max: 600.0,
             join_timeout: 120.0,
-            stall_timeout: 45.0,
+            hang: OnHang::Restart,
+            hang_timeout: 0.0,
         }
     }
 }

@@ -10,7 +10,7 @@ xlaunch_harness::tests! {
     job_runs_in_directory_and_environment_of_its_submission,
     submit_wait_returns_exit_code_and_report,
     queued_jobs_start_by_priority_and_order,
-    checkpoint_of_a_training_job_is_saved_on_request,
+    checkpoint_and_stacks_of_a_training_job_are_taken_on_request,
     cancelled_training_job_without_checkpoint_is_cancelled_with_exit_code_75,
     cancel_kills_all_processes_of_the_job,
     forced_cancel_kills_a_job_that_ignores_sigterm,
@@ -65,7 +65,7 @@ fn queued_jobs_start_by_priority_and_order() {
     assert_eq!(node.lines("order"), ["first", "next", "low"]);
 }
 
-fn checkpoint_of_a_training_job_is_saved_on_request() {
+fn checkpoint_and_stacks_of_a_training_job_are_taken_on_request() {
     let node = Node::new("");
     let job = node.submit(&[&node.write_tiny_job(1_000_000), "--nproc", "2"]).to_string();
     let saved = wait_for("a checkpoint", || {
@@ -74,6 +74,9 @@ fn checkpoint_of_a_training_job_is_saved_on_request() {
         assert!(saved.code == 0 || waits.iter().any(|text| saved.stderr.contains(text)), "{}", saved.stderr);
         (saved.code == 0).then_some(saved.stdout)
     });
+    let stacks = node.run(&["stacks", &job, "--rank", "1"]);
+    let shown = stacks.stdout.starts_with("rank 1\n") && stacks.stdout.contains(" loader ");
+    assert!(shown, "{} {}", stacks.stdout, stacks.stderr);
     let path = std::path::Path::new(saved.trim());
     assert!(path.is_absolute() && path.join("manifest.json").exists(), "{saved}");
     assert_eq!(node.run(&["cancel", &job]).code, 0);

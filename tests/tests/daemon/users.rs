@@ -25,7 +25,9 @@ fn users_see_only_their_jobs_which_run_as_themselves() {
     let listed: Value = serde_json::from_str(&nobody(&["jobs", "--all", "--json"]).stdout).unwrap();
     let listed = listed.as_array().or_else(|| listed["jobs"].as_array()).unwrap().len();
     assert_eq!(listed, 1);
-    for command in [&["status", "1"][..], &["cancel", "1"], &["logs", "1"], &["checkpoint", "1"]] {
+    for command in
+        [&["status", "1"][..], &["cancel", "1"], &["logs", "1"], &["checkpoint", "1"], &["stacks", "1"]]
+    {
         let refused = nobody(command);
         assert!(refused.code != 0 && refused.stderr.contains("no job 1"), "{}", refused.stderr);
     }

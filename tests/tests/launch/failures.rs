@@ -3,9 +3,7 @@
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use xlaunch_tests::{
-    FrozenThread, Job, Output, Process, children, is_alive, requirements, send_signal, wait_for,
-};
+use xlaunch_tests::{Job, Output, Process, children, is_alive, send_signal, wait_for};
 
 use crate::FAKE_WORKER;
 
@@ -13,7 +11,6 @@ xlaunch_harness::tests! {
     worker_failure_stops_group_and_names_root_cause,
     killed_worker_is_reported_with_its_signal,
     killed_trainer_stops_the_job,
-    hanging_rank_is_reported_until_it_continues,
     ranks_that_do_not_join_are_named_after_join_timeout,
     rank_with_other_version_or_config_or_layout_is_refused_by_name,
     interrupt_stops_at_step_boundary_with_checkpoint,
@@ -22,15 +19,11 @@ xlaunch_harness::tests! {
     workers_do_not_outlive_killed_launcher,
     children_of_workers_are_killed_with_the_job,
     failed_group_is_restarted_up_to_max_restarts;
-    needs requirements::freeze_thread:
-    rank_with_hanging_trainer_thread_is_reported_with_its_phase;
 }
 
 /// A killed launcher's workers are killed at once. A worker that notices by itself takes longer: the time after which
 /// it gives up on its agent.
 const KILLED_WITHIN: Duration = Duration::from_secs(10);
-/// Longer than a worker's timeout for calls to its agent.
-const LONG_HANG: Duration = Duration::from_secs(16);
 /// A job that runs until it is stopped.
 const ENDLESS: [&str; 2] = ["--set", "train.steps=1000000"];
 
@@ -79,60 +72,6 @@ fn killed_trainer_stops_the_job() {
     assert_eq!(run.code, 1, "{}", run.stderr);
     assert!(run.stderr.contains(&format!("(pid {})", workers[1])), "{}", run.stderr);
     assert!(workers.iter().all(|worker| !is_alive(*worker)));
-}
-
-/// The hint that `xlaunch status` shows for each rank.
-fn hints(job: &Job) -> Vec<String> {
-    let status = Process::spawn(&mut job.command(&["status", "--json"])).wait().stdout;
-    let status: serde_json::Value = serde_json::from_str(&status).unwrap();
-    let ranks = status["ranks"].as_array().into_iter().flatten();
-    ranks.map(|rank| rank["hint"].as_str().unwrap_or_default().to_owned()).collect()
-}
-
-/// Waits until rank 1, and no other, has a hint that it hangs. Returns the line about it on stderr.
-fn wait_until_rank_1_is_reported(job: &Job, run: &Process) -> String {
-    wait_for("a hint for rank 1", || hints(job).get(1).is_some_and(|hint| !hint.is_empty()).then_some(()));
-    assert!(hints(job)[0].is_empty(), "{:?}", hints(job));
-    wait_for("a line about rank 1", || {
-        run.stderr().lines().find(|line| line.contains("rank 1")).map(str::to_owned)
-    })
-}
-
-/// Waits until steps are made again and the hint is gone.
-fn wait_until_training_continues(job: &Job) {
-    let steps = job.losses().len();
-    wait_for("steps", || (job.losses().len() > steps).then_some(()));
-    wait_for("no hint", || hints(job).iter().all(String::is_empty).then_some(()));
-}
-
-fn hanging_rank_is_reported_until_it_continues() {
-    let job = Job::new();
-    let run = start_training(&job, &["--nproc", "2", "--set", "launch.stall_timeout=3"]);
-    let workers = workers(&run, 2);
-    send_signal(workers[1], Signal::STOP);
-    wait_until_rank_1_is_reported(&job, &run);
-    std::thread::sleep(LONG_HANG);
-    let stderr = run.stderr();
-    assert_eq!(stderr.lines().filter(|line| line.contains("rank 1")).count(), 1, "{stderr}");
-    send_signal(workers[1], Signal::CONT);
-    wait_until_training_continues(&job);
-    run.signal(Signal::INT);
-    let run = run.wait();
-    assert_eq!(run.code, 143, "{}", run.stderr);
-}
-
-fn rank_with_hanging_trainer_thread_is_reported_with_its_phase() {
-    let job = Job::new();
-    let run = start_training(&job, &["--nproc", "2", "--set", "launch.stall_timeout=2"]);
-    let workers = workers(&run, 2);
-    // The main thread trains. The one that sends heartbeats continues.
-    let frozen = FrozenThread::new(workers[1]).unwrap();
-    let line = wait_until_rank_1_is_reported(&job, &run);
-    assert!(line.contains(" s") && line.contains("step "), "{line}");
-    drop(frozen);
-    wait_until_training_continues(&job);
-    run.signal(Signal::INT);
-    assert_eq!(run.wait().code, 143);
 }
 
 fn ranks_that_do_not_join_are_named_after_join_timeout() {

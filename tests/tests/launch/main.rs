@@ -7,6 +7,7 @@ mod commands;
 mod environment;
 mod failures;
 mod first_cause;
+mod hangs;
 mod input;
 mod limits;
 mod restarts;
@@ -18,7 +19,8 @@ mod stopping;
 const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
-    modules cleanup, commands, environment, failures, first_cause, input, limits, restarts, signals, status, stopping;
+    modules cleanup, commands, environment, failures, first_cause, hangs, input, limits, restarts, signals, status,
+        stopping;
 }
 
 /// Lines of a text, sorted: ranks write in any order.

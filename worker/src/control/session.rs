@@ -97,7 +97,8 @@ fn heartbeat_of(shared: &Shared) -> Heartbeat {
     let (phase, duration) = shared.trainer.read();
     let step = shared.step.load(Ordering::Relaxed);
     let phase_seconds = duration.as_secs_f64();
-    Heartbeat { step, phase: phase.into(), phase_seconds, progress: phase::progress() }
+    let (progress, collectives) = (phase::progress(), phase::collectives());
+    Heartbeat { step, phase: phase.into(), phase_seconds, progress, collectives }
 }
 
 /// Unblocks the training thread after the agent was lost, and exits the process if that does not end it.

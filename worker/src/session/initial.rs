@@ -22,6 +22,7 @@ use crate::error::{Result, WorkerError};
 use crate::model::layout::Layout;
 use crate::model::{Model, init};
 use crate::optim::{AdamW, Part};
+use crate::phase;
 
 /// Pieces of a checkpoint that wait for the model, of up to 4 MiB each.
 const PIECES_READ_AHEAD: usize = 8;
@@ -85,6 +86,7 @@ impl Reading {
     pub(super) fn finish(self, model: &Model, optimizer: &AdamW) -> Result<Start> {
         let Self { pieces, thread, run_id } = self;
         for Piece { arena, at, values } in &pieces {
+            phase::advance();
             match arena {
                 Arena::Params => {
                     model.write_weights(at, &values)?;

@@ -17,7 +17,7 @@ use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::{JobSpec, SpecError, Tokenizer};
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{Finished, GetJobReply, GetJobRequest, Hello, TrainBench, TrainStarted};
+use xlaunch_proto::v1::{Finished, GetJobReply, GetJobRequest, Hello, Phase, TrainBench, TrainStarted};
 
 use crate::bench::{self, SkipAllReduce};
 use crate::control::Control;
@@ -29,6 +29,8 @@ use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, Rows, attention_shape};
 use crate::nccl_windows;
 use crate::optim::AdamW;
+use crate::phase;
+use crate::tracked::Tracked;
 use crate::train::{self, Evaluator, Outcome, Run, Stepper, Tracer};
 use device::{Libraries, OpenDevice};
 use initial::Reading;
@@ -51,6 +53,8 @@ impl Context<'_> {
 /// Asks the agent for the job and runs it: training, or a benchmark.
 pub fn run(environment: &Environment) -> Result<ExitCode> {
     let libraries = Libraries::load(environment);
+    phase::record_to(environment.activity_fd);
+    phase::enter(Phase::StartUp);
     let control = Control::connect(&environment.agent_socket)?;
     let job = control.get_job(GetJobRequest {
         rank: environment.rank.0,
@@ -89,6 +93,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     device.backend.prepare(attention_shape(&shape, rows));
     let reduce_layout = agreement(spec, &layout, activations, &sharding, &fingerprint);
     let meeting = rendezvous::join(context, &reduce_layout, &device)?;
+    phase::enter(Phase::Initialize);
     let (collective, filled) = connect_and_fill(context, meeting, || {
         let trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world)?;
         let start = reading.finish(&trainer.model, &trainer.optimizer)?;
@@ -114,6 +119,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     if rank == 0 {
         control.report(Report::TrainStarted(train_started(spec, &trainer, &device, &dataset, start.step)));
     }
+    phase::enter(Phase::Unspecified);
     let outcome = Run {
         spec,
         backend: &device.backend,
@@ -165,11 +171,12 @@ fn connect_and_fill<T>(
 ) -> (Result<Box<dyn Collective>>, Result<T>) {
     std::thread::scope(|scope| {
         let connecting = scope.spawn(|| {
-            let collective = meeting.connect()?;
+            let collective: Box<dyn Collective> = Box::new(Tracked(meeting.connect()?));
             context.control.open_session(context.hello(), collective.abort_handle());
             Ok(collective)
         });
         let filled = fill();
+        phase::enter(Phase::OpenCommunicator);
         (connecting.join().unwrap_or_else(|panic| resume_unwind(panic)), filled)
     })
 }
@@ -179,6 +186,7 @@ fn measure(context: &Context<'_>, kind: &Kind) -> Result<ExitCode> {
     let Context { environment, control, spec, .. } = *context;
     let device = OpenDevice::new(environment, spec)?;
     let mut collective = rendezvous::join(context, format!("{kind:?}").as_bytes(), &device)?.connect()?;
+    phase::enter(Phase::Unspecified);
     control.open_session(context.hello(), collective.abort_handle());
     match kind {
         Kind::AllReduce(bench) => {

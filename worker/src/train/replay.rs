@@ -17,6 +17,7 @@ use xlaunch_proto::spec::Exec;
 
 use crate::error::{Result, WorkerError};
 use crate::model::BackendHandle;
+use crate::phase;
 
 /// The kinds of repeated work. Each has its own plan and its own graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -47,7 +48,8 @@ impl Work {
 pub(super) struct Replay {
     backend: BackendHandle,
     exec: Exec,
-    graphs: RefCell<HashMap<Work, Capture>>,
+    /// With the number of collectives in each.
+    graphs: RefCell<HashMap<Work, (Capture, u64)>>,
     /// Graphs that must not be launched again. They are kept because the device may still be executing them.
     retired: RefCell<Vec<Capture>>,
     /// Enqueue operation by operation, even work that has a graph.
@@ -65,7 +67,8 @@ impl Replay {
     /// every run of this kind of work.
     pub(super) fn run(&self, work: Work, enqueue: impl FnOnce() -> Result<()>) -> Result<()> {
         let graphs = self.exec == Exec::Graph && !self.eager.get();
-        if graphs && let Some(graph) = self.graphs.borrow().get(&work) {
+        if graphs && let Some((graph, collectives)) = self.graphs.borrow().get(&work) {
+            phase::add_collectives(*collectives);
             return Ok(graph.launch()?);
         }
         let pool = self.backend.pool();
@@ -86,7 +89,9 @@ impl Replay {
         if !self.backend.begin_capture().map_err(WorkerError::Capture)? {
             return enqueue();
         }
+        let before = phase::collectives();
         let done = enqueue();
+        let collectives = phase::collectives() - before;
         // After an error too, as the stream would otherwise stay in capture mode.
         let graph = self.backend.end_capture();
         done?;
@@ -95,7 +100,7 @@ impl Replay {
         // A buffer outside the plan was valid for the launch above only: the pool may hand its block out again.
         if pool.stats().plan_misses == misses {
             pool.pin_plans();
-            self.graphs.borrow_mut().insert(work, graph);
+            self.graphs.borrow_mut().insert(work, (graph, collectives));
         } else {
             self.retired.borrow_mut().push(graph);
         }

@@ -24,6 +24,7 @@ use crate::divergence::{Divergence, SkipCount};
 use crate::error::{Result, WorkerError};
 use crate::model::{BackendHandle, Model};
 use crate::optim::{AdamW, schedule};
+use crate::phase;
 
 /// Everything that the loop works with.
 #[derive(Debug)]
@@ -96,6 +97,8 @@ impl Run<'_> {
                 Some(current) => current,
                 None => {
                     since = Instant::now();
+                    // That of work between steps.
+                    phase::take_waited();
                     self.start(step)?
                 }
             };
@@ -236,6 +239,7 @@ impl Run<'_> {
         if let Some(checkpoints) = &mut self.checkpoints {
             checkpoints.check()?;
         }
+        phase::begin_step(step + 1);
         let learning_rate = schedule::learning_rate(&self.spec.train, step);
         self.optimizer.prepare(step, learning_rate)?;
         let requests = Requests {
@@ -266,7 +270,9 @@ impl Run<'_> {
                 self.report_profile(step + 1, &KernelTime::by_name(&kernels));
             }
         }
-        let done = step + 1;
+        let (done, elapsed) = (step + 1, completed - *since);
+        // The host does not wait for collectives of a GPU.
+        let waited = (!self.backend.is_asynchronous()).then(phase::take_waited);
         self.skips
             .record(done, result.loss, result.grad_norm)
             .map_err(|what| WorkerError::Diverged { step: done, what })?;
@@ -277,7 +283,7 @@ impl Run<'_> {
             loss: result.loss,
             learning_rate: current.learning_rate as f32,
             grad_norm: result.grad_norm,
-            step_seconds: (completed - *since).as_secs_f64(),
+            step_seconds: elapsed.as_secs_f64(),
             tokens: self.stepper.tokens_per_step(),
             pool_live_bytes: pool.live.current(),
             pool_mapped_bytes: pool.mapped.current(),
@@ -288,6 +294,7 @@ impl Run<'_> {
             skipped: self.skips.is_skipping(),
             skipped_steps: self.skips.total(),
             checkpoint_seconds: std::mem::take(&mut self.checkpoint_delay).as_secs_f64(),
+            own_seconds: waited.map(|waited| elapsed.saturating_sub(waited).as_secs_f64()),
         }));
         *since = completed;
         Ok(result.requests)

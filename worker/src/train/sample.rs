@@ -6,6 +6,7 @@ use xlaunch_proto::v1::Phase;
 use super::trace;
 use crate::error::Result;
 use crate::model::{BackendHandle, Model, Rows};
+use crate::phase;
 use crate::random::Random;
 
 /// Softmax temperature. Below 1 it favours likely bytes.
@@ -35,6 +36,7 @@ pub fn sample(
         backend.write_i32(tokens.all(), &window)?;
         let acts = model.forward(rows, tokens.all())?;
         backend.read_f32(acts.logits(context.len() - 1, vocab), &mut logits)?;
+        phase::advance();
         text.push(draw(&logits, random.uniform()));
     }
     Ok(sanitize(&text))

@@ -369,7 +369,7 @@ mod tests {
     }
     fn renamed(text: &str, overrides: &[Override]) -> Result<(f64, Vec<String>), String> {
         let loaded = parse(Path::new("train.toml"), text, overrides).map_err(|error| error.to_string())?;
-        Ok((loaded.spec.launch.stall_timeout, loaded.warnings))
+        Ok((loaded.spec.launch.hang_timeout, loaded.warnings))
     }
 
     fn variables(names: &[(&str, &str)]) -> Vec<Override> {
@@ -379,44 +379,45 @@ mod tests {
 
     #[test]
     fn renamed_key_is_accepted_with_a_warning_in_every_layer() {
-        let warning = "`launch.silence` was renamed to `launch.stall_timeout`; \
+        let warning = "`launch.stall_timeout` was renamed to `launch.hang_timeout`; \
                        the old name will be removed in the next release";
-        let file = renamed("[launch]\nsilence = 9\nnproc = 2\n", &[]).unwrap();
+        let file = renamed("[launch]\nstall_timeout = 9\nnproc = 2\n", &[]).unwrap();
         assert_eq!(file, (9.0, vec![format!("train.toml: {warning}")]));
-        let flag = [Override::from_flag("launch.silence=8").unwrap()];
-        let source = "--set launch.silence=8";
+        let flag = [Override::from_flag("launch.stall_timeout=8").unwrap()];
+        let source = "--set launch.stall_timeout=8";
         assert_eq!(renamed("", &flag).unwrap(), (8.0, vec![format!("{source}: {warning}")]));
-        let variable = variables(&[("XLAUNCH_LAUNCH_SILENCE", "7")]);
-        let source = "environment variable XLAUNCH_LAUNCH_SILENCE";
+        let variable = variables(&[("XLAUNCH_LAUNCH_STALL_TIMEOUT", "7")]);
+        let source = "environment variable XLAUNCH_LAUNCH_STALL_TIMEOUT";
         assert_eq!(renamed("", &variable).unwrap(), (7.0, vec![format!("{source}: {warning}")]));
-        assert_eq!(renamed("[launch]\nstall_timeout = 6\n", &[]).unwrap(), (6.0, Vec::new()));
+        assert_eq!(renamed("[launch]\nhang_timeout = 6\n", &[]).unwrap(), (6.0, Vec::new()));
     }
 
     #[test]
     fn layers_keep_their_precedence_across_a_renamed_key() {
-        let mut overrides = variables(&[("XLAUNCH_LAUNCH_STALL_TIMEOUT", "7")]);
-        assert_eq!(renamed("[launch]\nsilence = 9\n", &overrides).unwrap().0, 7.0);
-        overrides.push(Override::from_flag("launch.silence=8").unwrap());
-        assert_eq!(renamed("[launch]\nsilence = 9\n", &overrides).unwrap().0, 8.0);
+        let mut overrides = variables(&[("XLAUNCH_LAUNCH_HANG_TIMEOUT", "7")]);
+        assert_eq!(renamed("[launch]\nstall_timeout = 9\n", &overrides).unwrap().0, 7.0);
+        overrides.push(Override::from_flag("launch.stall_timeout=8").unwrap());
+        assert_eq!(renamed("[launch]\nstall_timeout = 9\n", &overrides).unwrap().0, 8.0);
     }
 
     #[test]
     fn old_and_new_name_in_one_layer_are_refused() {
-        let file = renamed("[launch]\nstall_timeout = 9\nsilence = 8\n", &[]).unwrap_err();
-        assert!(file.contains("train.toml:3:1:") && file.contains("`launch.stall_timeout`"), "{file}");
-        let flags = ["launch.silence=8", "launch.stall_timeout=9"].map(|it| Override::from_flag(it).unwrap());
+        let file = renamed("[launch]\nhang_timeout = 9\nstall_timeout = 8\n", &[]).unwrap_err();
+        assert!(file.contains("train.toml:3:1:") && file.contains("`launch.hang_timeout`"), "{file}");
+        let flags =
+            ["launch.stall_timeout=8", "launch.hang_timeout=9"].map(|it| Override::from_flag(it).unwrap());
         let error = renamed("", &flags).unwrap_err();
-        let both = "--set launch.silence=8: `launch.silence` was renamed to `launch.stall_timeout`, which \
-                    --set launch.stall_timeout=9 sets, too";
+        let both = "--set launch.stall_timeout=8: `launch.stall_timeout` was renamed to `launch.hang_timeout`, which \
+                    --set launch.hang_timeout=9 sets, too";
         assert!(error.starts_with(both), "{error}");
-        let both = [("XLAUNCH_LAUNCH_SILENCE", "8"), ("XLAUNCH_LAUNCH_STALL_TIMEOUT", "9")];
+        let both = [("XLAUNCH_LAUNCH_STALL_TIMEOUT", "8"), ("XLAUNCH_LAUNCH_HANG_TIMEOUT", "9")];
         assert!(renamed("", &variables(&both)).is_err());
     }
 
     #[test]
     fn other_errors_are_found_beside_a_renamed_key() {
-        let error = renamed("[launch]\nsilence = 9\n[train]\nlrr = 1\n", &[]).unwrap_err();
+        let error = renamed("[launch]\nstall_timeout = 9\n[train]\nlrr = 1\n", &[]).unwrap_err();
         assert!(error.contains("unknown key `train.lrr`") && error.contains("`train.lr`"), "{error}");
-        assert!(renamed("[launch]\nsilence = \"x\"\n", &[]).is_err());
+        assert!(renamed("[launch]\nstall_timeout = \"x\"\n", &[]).is_err());
     }
 }

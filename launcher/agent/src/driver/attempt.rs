@@ -170,7 +170,10 @@ impl Driver<'_> {
         let mut restarted = None;
         self.board.send_modify(|board| {
             for (rank, pid) in (0..).zip(pids) {
-                pid.into_iter().for_each(|pid| board.spawned(rank, pid, Instant::now()));
+                if let Some(pid) = pid {
+                    board.spawned(rank, pid, Instant::now());
+                    board.set_activity(rank, self.workload.activity(rank));
+                }
             }
             board.time.spawned(is_command, Instant::now());
             restarted = board.time.take_restart_times();

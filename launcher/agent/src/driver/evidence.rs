@@ -6,6 +6,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use super::Driver;
+use super::hang::HANG_FILE;
 use crate::devices;
 use crate::report::{self, Evidence};
 use crate::run_dir::rank_dir;
@@ -35,6 +36,8 @@ impl Driver<'_> {
         let started = self.attempt.workers.get(rank as usize).and_then(Option::as_ref);
         let end = self.attempt.ends.get(rank as usize).copied().unwrap_or_default();
         let program = self.workload.program();
+        let rank_dir = rank_dir(&self.run.logs, self.job.attempt(), rank);
+        let hang_file = rank_dir.join(HANG_FILE);
         let oom_kills = self.attempt.processes.as_ref().map(|processes| processes.oom_kills(rank));
         Evidence {
             pid: started.map_or(0, |started| started.worker.pid),
@@ -44,7 +47,8 @@ impl Driver<'_> {
             exit_time: end.time,
             signalled: end.signalled,
             stderr: started.map(|started| started.output.tail()).unwrap_or_default(),
-            error_file: read_start(&rank_dir(&self.run.logs, self.attempt.number, rank).join("error.json")),
+            error_file: read_start(&rank_dir.join("error.json")),
+            hang_file: hang_file.exists().then_some(hang_file),
             oom_kills: oom_kills.unwrap_or_default(),
             spawn_error: end.spawn_error,
             program: program.map(OsStr::to_owned).unwrap_or_default(),

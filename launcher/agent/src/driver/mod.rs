@@ -4,13 +4,14 @@
 //! exits (pidfds), calls (gRPC), signals, deadlines --events--> Job (pure) --actions--> start, signal, kill, notify
 //! ```
 //! - `attempt`: the processes of one attempt; `next_attempt`: those that wait for it to end; `evidence`: what is known
-//!   about a failure.
+//!   about a failure; `hang`: what is known about ranks that hang, and their end.
 //! - Everything that depends on the kind of job is behind [`Workload`]; the driver knows only `dyn Workload`.
 //! - The processes of an attempt belong to a [`ProcessTree`](crate::spawn::process_tree::ProcessTree), which is empty
 //!   before the next attempt starts or the job ends. A [`Reaper`] process cleans up if this process is killed.
 
 mod attempt;
 mod evidence;
+mod hang;
 mod next_attempt;
 
 use std::collections::VecDeque;
@@ -39,6 +40,7 @@ use crate::workload::Workload;
 use crate::workload::command::{CommandPlan, CommandWorkload};
 use crate::workload::trainer::{TrainerPlan, TrainerWorkload, TrainingResults};
 use attempt::{Attempt, WorkerExit};
+use hang::Examined;
 
 /// Calls that may wait for this task.
 const MESSAGE_QUEUE: usize = 1024;
@@ -105,6 +107,7 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
     let board = watch::Sender::new(Board::new(workload.launch()));
     let service = service::serve(&run.socket, messages, board.clone()).await?;
     let (exits, mut exited) = mpsc::unbounded_channel();
+    let (examined, mut hangs) = mpsc::unbounded_channel();
     let mut requests = signals::listen(&workload.stop_signals())?;
     let mut children = signal(SignalKind::child())?;
     let mut stall_poll = tokio::time::interval(STALL_POLL_INTERVAL);
@@ -124,6 +127,7 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
         keep_evidence: false,
         kept_evidence: Vec::new(),
         exits,
+        examined,
     };
 
     let mut outcome = driver.act(vec![Action::Start { attempt: 0 }]).await;
@@ -139,14 +143,17 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
             }
             Some(message) = inbox.recv() => driver.message(message),
             Some(request) = requests.recv() => Vec::from_iter(driver.signal_request(request)),
+            Some(examined) = hangs.recv() => Vec::from_iter(driver.hang_examined(examined)),
             _ = children.recv() => {
                 reap_orphans();
                 Vec::new()
             }
             () = sleep_until(deadline.into()) => vec![driver.timer(Instant::now())],
             _ = stall_poll.tick() => {
-                if driver.job.phase() == Phase::Running {
-                    driver.workload.report_stalls(&driver.board, Instant::now());
+                if driver.job.phase() == Phase::Running
+                    && let Some(hang) = driver.workload.report_stalls(&driver.board, Instant::now())
+                {
+                    driver.examine(hang);
                 }
                 Vec::new()
             }
@@ -178,6 +185,7 @@ struct Driver<'a> {
     /// Of the attempt for which that was last so, by rank.
     kept_evidence: Vec<Evidence>,
     exits: mpsc::UnboundedSender<WorkerExit>,
+    examined: mpsc::UnboundedSender<Examined>,
 }
 
 impl Driver<'_> {

@@ -23,12 +23,13 @@ use xlaunch_proto::v1::agent_server::{Agent, AgentServer};
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{
     AgentCommand, CheckpointReply, CheckpointRequest, GetJobReply, GetJobRequest, HeartbeatAck, JoinReply,
-    JoinRequest, LogsReply, LogsRequest, SignalReply, SignalRequest, StatusReply, StatusRequest, StopReply,
-    StopRequest, WorkerReport,
+    JoinRequest, LogsReply, LogsRequest, SignalReply, SignalRequest, StacksReply, StacksRequest, StatusReply,
+    StatusRequest, StopReply, StopRequest, WorkerReport,
 };
 
 use super::barrier::Reply;
 use super::listener;
+use crate::stacks::{self, Detail};
 use crate::status::board::Board;
 use crate::status::{Monitor, follow};
 
@@ -90,6 +91,7 @@ pub async fn serve(
         board: board.subscribe(),
         monitor: Monitor::start(board)?,
         readers: Arc::new(Semaphore::new(MAX_LOG_READERS)),
+        examiners: Arc::new(Semaphore::new(1)),
     };
     let agent = AgentServer::new(service).max_decoding_message_size(MAX_REQUEST_BYTES);
     let (health, health_service) = tonic_health::server::health_reporter();
@@ -130,6 +132,8 @@ struct Service {
     board: watch::Receiver<Board>,
     monitor: Monitor,
     readers: Arc<Semaphore>,
+    /// Of stacks: one call at a time.
+    examiners: Arc<Semaphore>,
 }
 
 impl Service {
@@ -184,6 +188,31 @@ impl Agent for Service {
             ))
         })?;
         Ok(Response::new(ReceiverStream::new(follow::stream(self.board.clone(), logs, reader)?)))
+    }
+
+    type StacksStream = tokio_stream::Iter<std::vec::IntoIter<Result<StacksReply, Status>>>;
+
+    async fn stacks(&self, request: Request<StacksRequest>) -> Result<Response<Self::StacksStream>, Status> {
+        let StacksRequest { rank } = request.into_inner();
+        let mut subjects = self.board.borrow().subjects();
+        subjects.retain(|subject| rank.is_none_or(|rank| subject.rank == rank));
+        if subjects.is_empty() {
+            let who = rank.map_or_else(|| "no rank is".into(), |rank| format!("rank {rank} is not"));
+            return Err(Status::not_found(format!("{who} running")));
+        }
+        let examiner = self.examiners.clone().try_acquire_owned().map_err(|_| {
+            Status::resource_exhausted("stacks of this launch are being taken: try again in some seconds")
+        })?;
+        let taken = tokio::task::spawn_blocking(move || {
+            let subjects: Vec<_> = subjects.into_iter().map(|subject| (subject, Detail::Stacks)).collect();
+            let ranks = stacks::collect(&subjects);
+            // Held by the thread rather than the call: two debuggers cannot be attached to a process.
+            drop(examiner);
+            ranks
+        });
+        let ranks = taken.await.map_err(|error| Status::internal(error.to_string()))?;
+        let replies: Vec<_> = stacks::split(ranks).into_iter().map(Ok).collect();
+        Ok(Response::new(tokio_stream::iter(replies)))
     }
 
     async fn stop(&self, _: Request<StopRequest>) -> Result<Response<StopReply>, Status> {

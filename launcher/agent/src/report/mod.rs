@@ -8,7 +8,7 @@ mod python;
 
 use std::ffi::OsString;
 use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use crate::run_dir;
@@ -38,6 +38,8 @@ pub struct Evidence {
     pub stderr: Vec<String>,
     /// The contents of `TORCHELASTIC_ERROR_FILE`.
     pub error_file: Option<String>,
+    /// What was found out about its hang, or about its waiting for a rank that hung.
+    pub hang_file: Option<PathBuf>,
     /// OOM kills during the attempt.
     pub oom_kills: OomKills,
     /// The error number of a failed start.
@@ -56,7 +58,7 @@ pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Op
     // Writing to a String cannot fail.
     let _ = writeln!(out, "  {}{}", describe(root, of(root), ""), of(root).map(at).unwrap_or_default());
     if let Some(evidence) = of(root) {
-        explain(&mut out, evidence);
+        explain(&mut out, root, evidence);
     }
     if !outcome.others.is_empty() {
         out.push_str("  then:\n");
@@ -84,13 +86,18 @@ pub fn headline(outcome: &Outcome, evidence: &[Evidence]) -> Option<String> {
     let root = outcome.root.as_ref()?;
     let evidence = root.rank.and_then(|rank| evidence.get(rank as usize));
     let known = evidence.map_or("", |evidence| evidence.host.as_str());
-    let cause = evidence.and_then(cause_of_root).map(|cause| format!(": {}", escaped(&cause.what)));
+    let cause = evidence.filter(|_| !root.hung).and_then(cause_of_root);
+    let cause = cause.map(|cause| format!(": {}", escaped(&cause.what)));
     Some(format!("{}{}", describe(root, evidence, known), cause.unwrap_or_default()))
 }
 
 /// The cause of the root failure, what to do about it, and the last lines of its rank.
-fn explain(out: &mut String, evidence: &Evidence) {
-    if let Some(cause) = cause_of_root(evidence) {
+fn explain(out: &mut String, root: &Failure, evidence: &Evidence) {
+    if let Some(file) = evidence.hang_file.as_ref().filter(|_| root.hung) {
+        let _ = writeln!(out, "  evidence: {}", escaped(&file.to_string_lossy()));
+    }
+    // A rank that hung was ended by xlaunch, whatever it made of that.
+    if let Some(cause) = cause_of_root(evidence).filter(|_| !root.hung) {
         let _ = writeln!(out, "  cause: {}", escaped(&cause.what));
         if let Some(help) = cause.help {
             let _ = writeln!(out, "  help: {}", escaped(&help));
@@ -117,6 +124,7 @@ fn describe(failure: &Failure, evidence: Option<&Evidence>, known: &str) -> Stri
         let _ = write!(who, " on {}", escaped(&evidence.host));
     }
     match evidence.exit {
+        _ if failure.hung => format!("{who}: {}", escaped(&failure.message)),
         // Only the command knows the meaning of its exit codes.
         Some(Exit::Code(code @ 1..)) => format!("{who}: exit code {code}"),
         Some(exit @ Exit::Signal(2 | 9 | 15)) if evidence.signalled => {
@@ -146,7 +154,7 @@ fn later(root: &Evidence, other: &Evidence) -> String {
 }
 
 /// The text with everything escaped that moves the cursor, changes colours or reverses the direction of writing.
-fn escaped(text: &str) -> String {
+pub(crate) fn escaped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         let is_bidi =

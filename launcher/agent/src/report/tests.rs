@@ -147,3 +147,28 @@ fn trainer_exit_codes_are_explained_and_a_long_tail_is_cut() {
 fn successful_job_has_no_report() {
     assert_eq!(text(&outcome(1, &[(0, Exit::Code(0))]), &[], None), None);
 }
+
+#[test]
+fn hang_is_reported_as_the_cause_whatever_ended_the_rank_and_names_the_evidence() {
+    let mut job = job(Kind::Trainer, 2);
+    let now = Instant::now();
+    let message = "no progress for 61 s (phase: forward, step 9); rank 0 is waiting for it".to_owned();
+    let killed = |rank| Event::Exited { rank, exit: Exit::Signal(9) };
+    let events = [Event::AllJoined, Event::Hung { ranks: vec![1], message }, killed(0), killed(1)];
+    let actions = events.into_iter().flat_map(|event| job.handle(event, now)).collect::<Vec<_>>();
+    let outcome = actions.into_iter().find_map(|action| match action {
+        Action::End(outcome) => Some(outcome),
+        _ => None,
+    });
+    let hang_file = Some(PathBuf::from("/run/logs/attempt_0/1/hang.txt"));
+    let evidence =
+        |pid| Evidence { signalled: true, hang_file: hang_file.clone(), ..of(pid, Exit::Signal(9), 0, &[]) };
+    let report = text(&outcome.unwrap(), &[evidence(10), evidence(11)], None).unwrap();
+    let expected =
+        "  rank 1 (pid 11) on node7: no progress for 61 s (phase: forward, step 9); rank 0 is waiting for it";
+    let lines: Vec<&str> = report.lines().collect();
+    assert!(lines[1].starts_with(expected), "{report}");
+    assert_eq!(lines[2], "  evidence: /run/logs/attempt_0/1/hang.txt");
+    assert!(lines[4].contains("rank 0 (pid 10)") && lines[4].contains("sent by xlaunch"), "{report}");
+    assert_eq!(report.matches("evidence").count(), 1, "{report}");
+}

@@ -11,6 +11,7 @@
 //! reaper          does the same from another process if xlaunch is killed
 //! children        processes that this process started, and orphans that it adopted
 //! environment, affinity, port, gpu_memory     what a worker needs to start
+//! helper          a program of the system that prints something, such as a debugger
 //! exit, oom                                   how it ended
 //! ```
 
@@ -20,6 +21,7 @@ mod children;
 pub mod environment;
 mod exit;
 pub(crate) mod gpu_memory;
+pub(crate) mod helper;
 mod membership;
 mod oom;
 pub(crate) mod port;
@@ -119,6 +121,7 @@ fn start(mut command: Command, options: &Options) -> std::io::Result<Spawned> {
     let stdin = if options.inherit_stdin { Stdio::inherit() } else { Stdio::null() };
     command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     sys::die_with_parent(&mut command);
+    sys::let_agent_trace(&mut command);
     if options.leave_signals_to_agent {
         sys::ignore_job_signals(&mut command);
     }

@@ -9,7 +9,9 @@ use std::process::Command;
 use std::sync::Arc;
 
 use rustix::io::{FdFlags, fcntl_setfd};
-use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal, setsid};
+use rustix::process::{
+    PTracer, Signal, getpid, getppid, set_parent_process_death_signal, set_ptracer, setsid,
+};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::io::unix::AsyncFd;
 
@@ -51,6 +53,19 @@ pub(super) fn die_with_parent(command: &mut Command) {
         Ok(())
     };
     // SAFETY: the hook makes two system calls and touches no lock and no heap: it is async-signal-safe.
+    unsafe { command.pre_exec(hook) };
+}
+
+/// Lets this process and its children trace the new one where only parents may (Yama): debuggers that print its stacks
+/// are children of this process.
+pub(super) fn let_agent_trace(command: &mut Command) {
+    let agent = getpid();
+    let hook = move || {
+        // Fails without Yama, where it is not needed.
+        let _ = set_ptracer(PTracer::ProcessID(agent));
+        Ok(())
+    };
+    // SAFETY: the hook makes one system call on an integer: it is async-signal-safe.
     unsafe { command.pre_exec(hook) };
 }
 

@@ -163,7 +163,7 @@ impl Job {
         self.failures.extend(others);
         self.phase = Phase::Stopping;
         match self.rules.kind {
-            Kind::Trainer => self.kill(),
+            Kind::Trainer => [self.kill(), self.prepare_next()].concat(),
             Kind::Command => self.terminate(SIGTERM, now),
         }
     }

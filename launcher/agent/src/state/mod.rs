@@ -316,7 +316,7 @@ impl Job {
     }
 
     /// Starting processes takes as long as ending others. Whether they are needed is decided when those have ended.
-    fn prepare_next(&self) -> Vec<Action> {
+    pub(super) fn prepare_next(&self) -> Vec<Action> {
         match self.stop.is_none() && self.policy.has_budget() {
             true => vec![Action::Prepare { attempt: self.attempt + 1 }],
             false => Vec::new(),

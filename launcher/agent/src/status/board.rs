@@ -15,9 +15,11 @@ use xlaunch_proto::v1::{
 use super::history::{self, History};
 use super::sample::Usage;
 use super::time::TimeAccount;
+use crate::activity::ActivityRecord;
 use crate::clock;
 use crate::devices;
 use crate::run_dir::rank_dir;
+use crate::stacks::Subject;
 
 /// A rank that uses less CPU than this, in percent of a core, counts as idle.
 const IDLE_CPU_PERCENT: f64 = 1.0;
@@ -75,6 +77,7 @@ struct Rank {
     idle_since: Option<Instant>,
     /// From the hang detector.
     hint: Option<String>,
+    activity: Option<ActivityRecord>,
 }
 
 impl Board {
@@ -137,6 +140,13 @@ impl Board {
             rank.status.pid = pid;
             rank.status.set_state(if is_command { RankState::Running } else { RankState::Started });
             rank.last_output = Some(now);
+        }
+    }
+
+    /// What the rank's worker records of itself.
+    pub(crate) fn set_activity(&mut self, rank: u32, activity: Option<ActivityRecord>) {
+        if let Some(rank) = self.rank(rank) {
+            rank.activity = activity;
         }
     }
 
@@ -251,6 +261,15 @@ impl Board {
     /// Rank and process id of every running worker.
     pub(super) fn running(&self) -> Vec<(u32, u32)> {
         self.ranks.iter().filter_map(|rank| Some((rank.status.rank, rank.pid()?))).collect()
+    }
+
+    /// Every running worker, to be examined.
+    pub(crate) fn subjects(&self) -> Vec<Subject> {
+        let subject = |rank: &Rank| {
+            let activity = rank.activity.clone();
+            Some(Subject { rank: rank.status.rank, pid: rank.pid()?, activity })
+        };
+        self.ranks.iter().filter_map(subject).collect()
     }
 
     /// A hint for the user if this rank seems to hang.

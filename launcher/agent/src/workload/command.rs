@@ -23,7 +23,7 @@ use crate::spawn::port::MasterPort;
 use crate::spawn::{Options, inherits_stdin};
 use crate::state::{Event, Job, Kind, Rules};
 use crate::status::board::{self, Board};
-use crate::workload::Workload;
+use crate::workload::{Hang, Workload};
 
 /// Size at which a log file rotates that is removed with the run. Temporary directories are often memory.
 const TEMPORARY_LOG_BYTES: u64 = 8 << 20;
@@ -159,7 +159,7 @@ impl Workload for CommandWorkload<'_> {
     }
 
     /// Reports ranks that neither print nor compute.
-    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) {
+    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
         for rank in 0..self.spec.nproc {
             match board.borrow().hint(rank, now) {
                 Some(hint) if self.stalled.insert(rank) => {
@@ -169,6 +169,7 @@ impl Workload for CommandWorkload<'_> {
                 None => drop(self.stalled.remove(&rank)),
             }
         }
+        None
     }
 }
 

@@ -10,6 +10,7 @@ mod hang;
 mod save;
 mod sessions;
 pub mod snapshots;
+mod stragglers;
 pub mod trainer;
 
 use std::ffi::OsStr;
@@ -20,12 +21,14 @@ use std::time::Instant;
 use rustix::process::Signal;
 use tokio::sync::watch;
 
+use crate::activity::ActivityRecord;
 use crate::logs::Output;
 use crate::rendezvous::service::Message;
 use crate::spawn::Options;
 use crate::spawn::environment::BaseEnvironment;
 use crate::state::{Event, Job, Rules};
 use crate::status::board::{self, Board};
+pub(crate) use hang::{Hang, ranks_text};
 
 /// The part of a running job that depends on its kind.
 ///
@@ -92,6 +95,17 @@ pub(crate) trait Workload {
     /// A worker's call or report. Callers are answered, or learn that the agent is ending when `message` is dropped.
     fn message(&mut self, message: Message, job: &Job, board: &watch::Sender<Board>) -> Option<Event>;
 
-    /// Called every second while the job runs: reports ranks that seem to hang, once for each stall.
-    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant);
+    /// What a worker of this attempt records of itself.
+    fn activity(&self, _rank: u32) -> Option<ActivityRecord> {
+        None
+    }
+
+    /// Called every second while the job runs: reports ranks that seem to hang, once for each stall. Returns a hang of
+    /// which there is to be evidence.
+    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang>;
+
+    /// Whether the ranks of this hang have not gone on meanwhile.
+    fn hang_lasts(&self, _hang: &Hang) -> bool {
+        false
+    }
 }

@@ -16,13 +16,15 @@ use xlaunch_proto::convert::Join;
 use xlaunch_proto::env;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::snapshot::SnapshotId;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::spec::{JobSpec, OnHang};
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::{Bench, GetJobReply, GetJobRequest, JobKind, MemorySnapshot, StopCommand};
 
+use crate::activity::ActivityRecord;
 use crate::command::{Restarts, quote_line};
 use crate::devices::Placement;
 use crate::logs::Output;
+use crate::process::Process;
 use crate::rendezvous::Rendezvous;
 use crate::rendezvous::barrier::{JoinBarrier, JoinOutcome, Reply};
 use crate::rendezvous::service::Message;
@@ -37,12 +39,13 @@ use crate::spawn::environment::{self, BaseEnvironment, TrainerGroup};
 use crate::spawn::port::MasterPort;
 use crate::state::{Event, Job, Kind, Phase, Rules};
 use crate::status::board::{self, Board};
-use crate::workload::Workload;
 use crate::workload::checkpoint_requests::{CheckpointRequests, Requester};
-use crate::workload::hang::HangDetector;
+use crate::workload::hang::{self, HangDetector};
 use crate::workload::save::SaveBarrier;
 use crate::workload::sessions::Sessions;
 use crate::workload::snapshots::{Snapshots, descriptor_list};
+use crate::workload::stragglers::Stragglers;
+use crate::workload::{Hang, Workload};
 
 /// For the hint in status about a rank without output that uses neither CPU nor GPU. The hang detector is much faster.
 const IDLE_STALL_TIMEOUT: Duration = Duration::from_secs(300);
@@ -119,6 +122,11 @@ pub(crate) struct TrainerWorkload<'a> {
     /// By rank, as they have joined.
     devices: BTreeMap<u32, String>,
     hang_detector: HangDetector,
+    /// Hints of the hang detector that status shows.
+    hang_hints: BTreeMap<u32, String>,
+    stragglers: Stragglers,
+    /// By rank; `None` where the memory could not be created.
+    activities: Vec<Option<ActivityRecord>>,
     saves: SaveBarrier,
     snapshots: Option<Snapshots>,
     /// The snapshot that this attempt resumes from.
@@ -147,7 +155,6 @@ impl<'a> TrainerWorkload<'a> {
             sinks.add_file("TensorBoard's event file", move || TensorBoard::create(&dir))?;
         }
         let printer = sinks.printer().clone();
-        let stall_timeout = Duration::from_secs_f64(plan.spec.launch.stall_timeout);
         Ok(Self {
             barrier: barrier(&plan, 0),
             attempt: 0,
@@ -159,7 +166,11 @@ impl<'a> TrainerWorkload<'a> {
             furthest_step: 0,
             interval_suggested: false,
             devices: BTreeMap::new(),
-            hang_detector: HangDetector::new(stall_timeout, Instant::now()),
+            hang_detector: HangDetector::new(hang_settings(&plan), Instant::now()),
+            hang_hints: BTreeMap::new(),
+            stragglers: Stragglers::new(plan.placement.workers),
+            // Without them, training goes on: they are for people.
+            activities: (0..plan.placement.workers).map(|_| ActivityRecord::create().ok()).collect(),
             saves: SaveBarrier::new(plan.placement.workers),
             snapshots: plan
                 .memory_snapshots
@@ -237,8 +248,10 @@ impl<'a> TrainerWorkload<'a> {
         match outcome {
             JoinOutcome::Waiting | JoinOutcome::Ignored => None,
             JoinOutcome::Complete => {
-                self.sessions.all_joined(self.join_timeout(), Instant::now());
-                board.send_modify(|board| board.time.joined(Instant::now()));
+                let now = Instant::now();
+                self.sessions.all_joined(self.join_timeout(), now);
+                board.send_modify(|board| board.time.joined(now));
+                self.hang_detector.all_joined(self.plan.placement.workers, now);
                 Some(Event::AllJoined)
             }
             JoinOutcome::Failed(problem) => Some(Event::RendezvousFailed(problem)),
@@ -304,6 +317,8 @@ impl Workload for TrainerWorkload<'_> {
         self.progress = vec![0; world as usize];
         self.step = None;
         self.hang_detector.begin_attempt(Instant::now());
+        self.hang_hints.clear();
+        self.stragglers = Stragglers::new(world);
         self.saves = SaveBarrier::new(self.plan.placement.workers);
         self.attempt = attempt;
         for (request, reply) in std::mem::take(&mut self.waiting) {
@@ -324,9 +339,14 @@ impl Workload for TrainerWorkload<'_> {
             master_port: self.port.as_ref().map_or(DEFAULT_MASTER_PORT, MasterPort::number),
         };
         let mut command = environment::trainer_command(&group, rank)?;
-        let inherited = self.snapshots.as_ref().map_or(&[][..], |snapshots| snapshots.of_rank(rank)).to_vec();
+        let mut inherited =
+            self.snapshots.as_ref().map_or(&[][..], |snapshots| snapshots.of_rank(rank)).to_vec();
         if !inherited.is_empty() {
             command.env(env::SNAPSHOT_FDS, descriptor_list(&inherited));
+        }
+        if let Some(activity) = self.activity(rank) {
+            command.env(env::ACTIVITY_FD, activity.number().to_string());
+            inherited.push(activity.file());
         }
         Ok((command, Options { leave_signals_to_agent: true, inherited, ..Options::default() }))
     }
@@ -416,17 +436,38 @@ impl Workload for TrainerWorkload<'_> {
         None
     }
 
-    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) {
-        if let Some(report) = self.hang_detector.poll(now) {
-            self.notify(&format!("xlaunch: {}", report.message));
-            board.send_modify(|board| {
-                match report.rank_hints.is_empty() {
-                    true => board.time.continues(now),
-                    false => board.time.hung(),
-                }
-                board.set_hints(report.rank_hints);
-            });
-        }
+    fn activity(&self, rank: u32) -> Option<ActivityRecord> {
+        self.activities.get(rank as usize).cloned().flatten()
+    }
+
+    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
+        let is_stopped = |rank| {
+            let subjects = board.borrow().subjects();
+            let pid = subjects.into_iter().find(|subject| subject.rank == rank).map(|subject| subject.pid);
+            pid.and_then(Process::read).is_some_and(|process| process.state == 'T')
+        };
+        let report = self.hang_detector.poll(now, is_stopped)?;
+        self.notify(&format!("xlaunch: {}", report.message));
+        board.send_modify(|board| match report.rank_hints.is_empty() {
+            true => board.time.continues(now),
+            false => board.time.hung(),
+        });
+        self.hang_hints = report.rank_hints;
+        self.show_hints(board);
+        report.hang
+    }
+
+    fn hang_lasts(&self, hang: &Hang) -> bool {
+        self.hang_detector.lasts(hang)
+    }
+}
+
+fn hang_settings(plan: &TrainerPlan<'_>) -> hang::Settings {
+    hang::Settings {
+        minimum: Duration::from_secs_f64(plan.spec.launch.hang_timeout),
+        // What a benchmark does between reports may take any time.
+        ends: plan.spec.launch.hang == OnHang::Restart && plan.bench.is_none(),
+        gpus: plan.placement.cuda,
     }
 }
 

@@ -4,10 +4,9 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 use tonic::Status;
-use xlaunch_proto::v1::{CheckpointReply, CheckpointRequest, NodeJobState};
+use xlaunch_proto::v1::{CheckpointReply, CheckpointRequest};
 
-use super::logs::{AGENT_REPLY_TIMEOUT, agent_error};
-use crate::agents::connect::connect;
+use super::relay;
 use crate::view::JobView;
 
 /// Longest path that is passed on: the kernel's.
@@ -21,15 +20,7 @@ pub(super) fn stream<T: Send + 'static>(
     job: Arc<JobView>,
     guard: T,
 ) -> Result<mpsc::Receiver<Result<CheckpointReply, Status>>, Status> {
-    let problem = match job.job.state() {
-        NodeJobState::Running => None,
-        _ if job.has_ended() => Some("has ended"),
-        NodeJobState::Stopping => Some("is stopping"),
-        _ => Some("has not started"),
-    };
-    if let Some(problem) = problem {
-        return Err(Status::failed_precondition(format!("job {} {problem}", job.job.id)));
-    }
+    relay::check_running(&job)?;
     let (replies, stream) = mpsc::channel(1);
     tokio::spawn(async move {
         tokio::select! {
@@ -43,16 +34,11 @@ pub(super) fn stream<T: Send + 'static>(
 }
 
 async fn ask(job: &JobView) -> Result<CheckpointReply, Status> {
-    let id = job.job.id;
-    let no_answer = || Status::unavailable(format!("the agent of job {id} does not answer; try again"));
-    let connected = tokio::time::timeout(AGENT_REPLY_TIMEOUT, connect(&job.socket, job.job.uid)).await;
-    let mut agent = connected.ok().and_then(Result::ok).ok_or_else(no_answer)?;
-    let saved = match agent.checkpoint(CheckpointRequest {}).await {
-        Ok(reply) => reply.into_inner(),
-        Err(status) => return Err(agent_error(&status).unwrap_or_else(no_answer)),
-    };
+    let mut agent = relay::connect_to_agent(job).await?;
+    let saved = agent.checkpoint(CheckpointRequest {}).await;
+    let saved = saved.map_err(|status| relay::failure(job, &status))?.into_inner();
     match saved.path.len() <= MAX_PATH_BYTES {
         true => Ok(saved),
-        false => Err(Status::internal(format!("the agent of job {id} sent an invalid path"))),
+        false => Err(Status::internal(format!("the agent of job {} sent an invalid path", job.job.id))),
     }
 }

@@ -5,7 +5,7 @@
 //! connection --listener: user, connection limits--> call --access: role, quotas--> handler
 //!     Submit, Cancel, Update, Drain: a command to the manager
 //!     Status, List, Get, Watch: queries of the view
-//!     Logs: logs; Checkpoint: checkpoint
+//!     Logs: logs; Checkpoint: checkpoint; Stacks: stacks
 //! ```
 //! Invariants:
 //! - a job that the caller may not see looks nonexistent to the caller;
@@ -18,6 +18,8 @@ mod checkpoint;
 pub mod listener;
 mod logs;
 mod queries;
+mod relay;
+mod stacks;
 mod tail;
 
 use std::io;
@@ -35,8 +37,8 @@ use xlaunch_proto::net::{self, Connections, Credentials};
 use xlaunch_proto::v1::node_server::{Node, NodeServer};
 use xlaunch_proto::v1::{
     CancelRequest, CheckpointReply, DrainRequest, GetRequest, HistoryReply, HistoryRequest, Job,
-    JobCheckpointRequest, JobLogsRequest, ListReply, ListRequest, LogsReply, NodeStatus, NodeStatusRequest,
-    SubmitReply, SubmitRequest, UpdateRequest,
+    JobCheckpointRequest, JobLogsRequest, JobStacksRequest, ListReply, ListRequest, LogsReply, NodeStatus,
+    NodeStatusRequest, StacksReply, SubmitReply, SubmitRequest, UpdateRequest,
 };
 
 pub(crate) use tail::log_tail;
@@ -302,6 +304,20 @@ impl Node for Service {
             "checkpoint"
         );
         Ok(Response::new(ReceiverStream::new(result?)))
+    }
+
+    type StacksStream = ReceiverStream<Result<StacksReply, Status>>;
+
+    async fn stacks(
+        &self,
+        request: Request<JobStacksRequest>,
+    ) -> Result<Response<Self::StacksStream>, Status> {
+        let (_, caller) = self.caller(&request).await?;
+        let JobStacksRequest { job, stacks } = request.into_inner();
+        let job = queries::job(&self.node.view(), caller, job)?;
+        let guard = self.watches.acquire(caller.uid, caller.admin);
+        let guard = guard.map_err(|count| busy(count, "watches"))?;
+        Ok(Response::new(ReceiverStream::new(stacks::stream(job, stacks.unwrap_or_default(), guard)?)))
     }
 
     async fn update(&self, request: Request<UpdateRequest>) -> Result<Response<Job>, Status> {

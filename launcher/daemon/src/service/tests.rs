@@ -20,7 +20,7 @@ use xlaunch_proto::command::{CommandSpec, Program};
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::submit_request::Work as Wire;
-use xlaunch_proto::v1::{Gpu, JobCheckpointRequest, LogsRequest, NodeJobState};
+use xlaunch_proto::v1::{Gpu, JobCheckpointRequest, JobStacksRequest, LogsRequest, NodeJobState};
 
 use super::*;
 use crate::commands::{Command, CommandError};
@@ -175,6 +175,7 @@ async fn job_of_another_user_looks_nonexistent() {
             bob.watch(GetRequest { job }).await.map(drop),
             bob.logs(logs(job)).await.map(drop),
             bob.checkpoint(JobCheckpointRequest { job }).await.map(drop),
+            bob.stacks(JobStacksRequest { job, stacks: None }).await.map(drop),
         ];
         for refusal in refusals {
             let refusal = refusal.unwrap_err();
@@ -187,7 +188,8 @@ async fn job_of_another_user_looks_nonexistent() {
     let status = bob.status(NodeStatusRequest {}).await.unwrap().into_inner();
     assert_eq!(status.gpus.iter().map(|gpu| gpu.job).collect::<Vec<_>>(), [0, 2]);
     let checkpoint = bob.checkpoint(JobCheckpointRequest { job: 2 }).await.map(drop);
-    for refused in [bob.logs(logs(2)).await.map(drop), checkpoint] {
+    let stacks = bob.stacks(JobStacksRequest { job: 2, stacks: None }).await.map(drop);
+    for refused in [bob.logs(logs(2)).await.map(drop), checkpoint, stacks] {
         let error = refused.unwrap_err();
         assert_eq!((error.code(), error.message()), (Code::FailedPrecondition, "job 2 has not started"));
     }

@@ -8,6 +8,7 @@ use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{
     CheckpointCommand, CheckpointReply, CheckpointReport, Failed, FailedAck, Heartbeat, ShardSaved,
+    StepReport,
 };
 
 use super::TrainerWorkload;
@@ -48,6 +49,9 @@ impl TrainerWorkload<'_> {
             self.suggest_interval(measured);
         }
         self.hang_detector.record(rank, &report, at);
+        if let Report::Step(StepReport { own_seconds: Some(own_seconds), .. }) = &report {
+            self.rank_stepped(rank, *own_seconds, board);
+        }
         let report = RankReport { rank, at, report };
         self.summary.record(&report);
         let resume_line = match (&report.report, &self.resume_snapshot, &self.plan.resume_from) {
@@ -81,6 +85,22 @@ impl TrainerWorkload<'_> {
             self.interval_suggested = true;
             self.notify(&format!("xlaunch: {text}"));
         }
+    }
+
+    /// Reports stragglers.
+    fn rank_stepped(&mut self, rank: u32, own_seconds: f64, board: &watch::Sender<Board>) {
+        let lines = self.stragglers.record(rank, own_seconds);
+        if !lines.is_empty() {
+            lines.iter().for_each(|line| self.notify(&format!("xlaunch: {line}")));
+            self.show_hints(board);
+        }
+    }
+
+    /// Shows the hints at ranks that hang, and at those that are slow.
+    pub(super) fn show_hints(&self, board: &watch::Sender<Board>) {
+        let mut hints = self.stragglers.hints();
+        hints.extend(self.hang_hints.clone());
+        board.send_modify(|board| board.set_hints(hints));
     }
 
     /// Tells rank 0 when all ranks have written their parts of a checkpoint.

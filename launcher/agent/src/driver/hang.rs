@@ -1,0 +1,126 @@
+//! Evidence of a hang, and the verdict.
+//!
+//! ```text
+//! Workload::report_stalls --Hang--> thread: debugger attached? /proc, stacks --> hang.txt
+//!                                      '--Examined--> driver --Hung--> Job
+//! ```
+//! The thread may wait for disks and debuggers, so it is not the driver's task. While a debugger is attached to any
+//! rank the hang is only reported: a person looks at a process, and the others wait for it. The thread then waits until
+//! it is gone, and gives the job [`DEBUGGER_GRACE`] to go on.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+
+use super::Driver;
+use crate::clock;
+use crate::run_dir::{rank_dir, timestamp};
+use crate::stacks::{self, Detail, Subject, Tracer};
+use crate::state::Event;
+use crate::workload::Hang;
+
+/// Name of the evidence in a rank's directory.
+pub(super) const HANG_FILE: &str = "hang.txt";
+/// Between checks whether a debugger is still attached.
+const DEBUGGER_POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// For a job to go on after a debugger was detached.
+const DEBUGGER_GRACE: Duration = Duration::from_secs(60);
+
+/// What was found out about a hang.
+#[derive(Debug)]
+pub(super) struct Examined {
+    hang: Hang,
+    /// The debugger because of which the attempt is not ended.
+    tracer: Option<Tracer>,
+    /// Evidence on the first culprit, or why it could not be written. `None` if that was said before.
+    file: Option<Result<PathBuf, String>>,
+}
+
+impl Driver<'_> {
+    /// Starts to examine the ranks of a hang.
+    pub(super) fn examine(&self, hang: Hang) {
+        let dir = |rank| rank_dir(&self.run.logs, self.job.attempt(), rank);
+        let ranks = self.board.borrow().subjects();
+        let ranks = ranks.into_iter().map(|subject| (dir(subject.rank), subject)).collect();
+        let examination = Examination { hang, ranks, results: self.examined.clone() };
+        let started = std::thread::Builder::new().name("hang".into()).spawn(move || examination.run());
+        if let Err(error) = started {
+            self.notify(&format!("no evidence of the hang: failed to start a thread: {error}"));
+        }
+    }
+
+    /// The end of the attempt, if the hang lasts.
+    pub(super) fn hang_examined(&self, examined: Examined) -> Option<Event> {
+        let Examined { hang, tracer, file } = examined;
+        match file {
+            Some(Ok(path)) => self.notify(&format!("evidence of the hang: {}", path.display())),
+            Some(Err(error)) => self.notify(&format!("no evidence of the hang: {error}")),
+            None => {}
+        }
+        if let Some(Tracer { rank, pid, debugger: (name, tracer) }) = tracer {
+            self.notify(&format!(
+                "rank {rank} (process {pid}) is traced by {name} (process {tracer}): the hang is only reported"
+            ));
+            return None;
+        }
+        let ends = hang.ends && self.workload.hang_lasts(&hang);
+        ends.then_some(Event::Hung { ranks: hang.culprits, message: hang.cause })
+    }
+}
+
+/// What the thread works on.
+struct Examination {
+    hang: Hang,
+    /// All running ranks, with their directories.
+    ranks: Vec<(PathBuf, Subject)>,
+    results: mpsc::UnboundedSender<Examined>,
+}
+
+impl Examination {
+    fn run(self) {
+        let tracer = self.tracer();
+        let traced = tracer.is_some();
+        let file = Some(self.write_evidence());
+        // The driver is gone only if the job has ended; here and below.
+        let _ = self.results.send(Examined { hang: self.hang.clone(), tracer, file });
+        if !traced || !self.hang.ends {
+            return;
+        }
+        while self.tracer().is_some() {
+            if self.results.is_closed() {
+                return;
+            }
+            std::thread::sleep(DEBUGGER_POLL_INTERVAL);
+        }
+        std::thread::sleep(DEBUGGER_GRACE);
+        let _ = self.results.send(Examined { hang: self.hang.clone(), tracer: self.tracer(), file: None });
+    }
+
+    fn tracer(&self) -> Option<Tracer> {
+        stacks::tracer(self.ranks.iter().map(|(_, subject)| subject))
+    }
+
+    /// Returns the file of the first culprit.
+    fn write_evidence(&self) -> Result<PathBuf, String> {
+        let detail = |rank| if self.hang.culprits.contains(&rank) { Detail::Stacks } else { Detail::Kernel };
+        let asked: Vec<_> =
+            self.ranks.iter().map(|(_, subject)| (subject.clone(), detail(subject.rank))).collect();
+        let found = stacks::collect(&asked);
+        let culprits = crate::workload::ranks_text(&self.hang.culprits);
+        let head = format!("{} UTC: {culprits}: {}\n\n", timestamp(clock::unix().as_secs()), self.hang.cause);
+        let mut first = Err("its process has exited".to_owned());
+        for ((dir, subject), rank) in self.ranks.iter().zip(&found) {
+            let path = dir.join(HANG_FILE);
+            let written = write(&path, &format!("{head}{}", stacks::text(rank))).map(|()| path);
+            if self.hang.culprits.first() == Some(&subject.rank) {
+                first = written;
+            }
+        }
+        first
+    }
+}
+
+fn write(path: &Path, text: &str) -> Result<(), String> {
+    fs_err::write(path, text).map_err(|error| error.to_string())
+}

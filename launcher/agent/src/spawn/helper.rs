@@ -1,0 +1,80 @@
+//! Runs a program of the system that prints something and ends, such as a debugger: with a time limit, and never longer
+//! than this process.
+
+use std::process::{ChildStderr, ChildStdout, Command};
+use std::time::{Duration, Instant};
+
+use super::{children, sys};
+
+/// Between checks whether a program has ended.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// What a program has printed.
+#[derive(Debug)]
+pub(crate) struct Done<T> {
+    /// `None` if it was killed because its time was up.
+    pub(crate) success: Option<bool>,
+    pub(crate) stdout: T,
+    pub(crate) stderr: T,
+}
+
+/// Runs a command whose output is piped. The readers must read to the end. Blocks.
+pub(crate) fn run<T: Send + Default>(
+    mut command: Command,
+    timeout: Duration,
+    read_stdout: impl FnOnce(ChildStdout) -> T + Send,
+    read_stderr: impl FnOnce(ChildStderr) -> T + Send,
+) -> std::io::Result<Done<T>> {
+    // The calling thread waits for the program, so it outlives it.
+    sys::die_with_parent(&mut command);
+    let mut child = children::spawn(&mut command)?;
+    let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+    let done = std::thread::scope(|scope| {
+        let stdout = scope.spawn(|| stdout.map(read_stdout).unwrap_or_default());
+        let stderr = scope.spawn(|| stderr.map(read_stderr).unwrap_or_default());
+        let deadline = Instant::now() + timeout;
+        let success = loop {
+            match child.try_wait() {
+                Ok(Some(status)) => break Some(status.success()),
+                Ok(None) if Instant::now() < deadline => std::thread::sleep(POLL_INTERVAL),
+                // Killing cannot fail for a child that has not been waited for.
+                _ => break child.kill().and_then(|()| child.wait()).map(|_| None).unwrap_or(None),
+            }
+        };
+        // A panic has been printed already.
+        Done { success, stdout: stdout.join().unwrap_or_default(), stderr: stderr.join().unwrap_or_default() }
+    });
+    children::forget(child.id());
+    Ok(done)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::process::Stdio;
+
+    use super::*;
+
+    fn run_shell(script: &str, timeout: Duration) -> Done<String> {
+        fn read(mut output: impl Read) -> String {
+            let mut text = String::new();
+            output.read_to_string(&mut text).map(|_| text).unwrap_or_default()
+        }
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).stdout(Stdio::piped()).stderr(Stdio::piped());
+        run(command, timeout, read, read).unwrap()
+    }
+
+    #[test]
+    fn output_and_success_are_returned_and_a_late_program_is_killed() {
+        let done = run_shell("echo out; echo err >&2; exit 3", Duration::from_secs(60));
+        assert_eq!(
+            (done.success, done.stdout.as_str(), done.stderr.as_str()),
+            (Some(false), "out\n", "err\n")
+        );
+        let start = Instant::now();
+        let late = run_shell("echo begun; exec sleep 1000", Duration::from_millis(300));
+        assert_eq!((late.success, late.stdout.as_str()), (None, "begun\n"));
+        assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
+    }
+}

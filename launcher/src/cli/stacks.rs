@@ -1,0 +1,49 @@
+//! `xlaunch stacks`.
+
+use clap::Args;
+use xlaunch_agent::stacks;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::json;
+use xlaunch_proto::v1::StacksRequest;
+
+use super::output::{QueryError, print};
+use super::target::{Server, Target};
+use crate::client::launches;
+
+/// Options of `xlaunch stacks`.
+#[derive(Debug, Args)]
+pub(super) struct Stacks {
+    #[command(flatten)]
+    target: Target,
+    /// Rank whose processes to show [default: all ranks]
+    #[arg(long, value_name = "R")]
+    rank: Option<u32>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) async fn run(options: Stacks) -> Result<ExitCode, QueryError> {
+    let request = StacksRequest { rank: options.rank };
+    let ranks = match options.target.server("stacks").await? {
+        Server::Daemon(mut daemon, id) => daemon.stacks(id, request).await?,
+        Server::Agents(launches) => {
+            let launch = launches.one().await?;
+            // Debuggers take as long as the limit of other calls.
+            let mut agent = launches::connect_without_call_timeout(&launch).await?;
+            let failed = |status| launches::call_error(&launch, &status);
+            let mut replies = agent.stacks(request).await.map_err(failed)?.into_inner();
+            let mut all = Vec::new();
+            while let Some(reply) = replies.message().await.map_err(failed)? {
+                all.push(reply);
+            }
+            stacks::join(all)
+        }
+    };
+    let shown = match options.json {
+        true => format!("{:#}\n", json::stacks(&ranks)),
+        false => ranks.iter().map(stacks::text).collect::<Vec<_>>().join("\n"),
+    };
+    print(shown.as_bytes())?;
+    Ok(ExitCode::Done)
+}

@@ -1,0 +1,114 @@
+//! What a training thread is doing, in a record of fixed size that outlives its process.
+//!
+//! The agent creates a file in memory for each worker, and the worker overwrites it at each change of phase and around
+//! the start of each collective. So the last record is there after SIGKILL, and of a process that is stopped.
+//!
+//! A reader may see a write half done: the sequence number is first and last in the record, and both must be equal.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crate::v1::{Phase, RecordedActivity};
+
+/// Size of a record.
+pub const BYTES: usize = 64;
+/// Version of the layout.
+const LAYOUT_VERSION: u32 = 1;
+
+/// What a training thread is doing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Activity {
+    /// Since when.
+    pub since: Duration,
+    /// The phase.
+    pub phase: Phase,
+    /// The step that it works on, from 1; 0 before the first.
+    pub step: u64,
+    /// Collectives that it has started.
+    pub collectives: u64,
+    /// Number of the last collective among those started since the thread last waited for all, from 1.
+    pub bucket: u32,
+    /// It is in the call that starts this collective.
+    pub starting: bool,
+}
+
+impl Activity {
+    /// The record; `sequence` differs from that of the record before.
+    pub fn encode(&self, sequence: u64) -> [u8; BYTES] {
+        let phase = u32::try_from(i32::from(self.phase)).unwrap_or_default();
+        let nanos = u64::try_from(self.since.as_nanos()).unwrap_or(u64::MAX);
+        let mut record = [0; BYTES];
+        let mut put = |at: usize, bytes: &[u8]| record[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, &sequence.to_le_bytes());
+        put(8, &LAYOUT_VERSION.to_le_bytes());
+        put(12, &phase.to_le_bytes());
+        put(16, &self.step.to_le_bytes());
+        put(24, &self.collectives.to_le_bytes());
+        put(32, &self.bucket.to_le_bytes());
+        put(36, &u32::from(self.starting).to_le_bytes());
+        put(40, &nanos.to_le_bytes());
+        put(56, &sequence.to_le_bytes());
+        record
+    }
+
+    /// `None` if the record is being written, or is of another version.
+    pub fn decode(record: &[u8; BYTES]) -> Option<Self> {
+        let long = |at: usize| Some(u64::from_le_bytes(record.get(at..at + 8)?.try_into().ok()?));
+        let short = |at: usize| Some(u32::from_le_bytes(record.get(at..at + 4)?.try_into().ok()?));
+        if long(0)? != long(56)? || short(8)? != LAYOUT_VERSION {
+            return None;
+        }
+        Some(Self {
+            since: Duration::from_nanos(long(40)?),
+            phase: i32::try_from(short(12)?).ok().and_then(|phase| Phase::try_from(phase).ok())?,
+            step: long(16)?,
+            collectives: long(24)?,
+            bucket: short(32)?,
+            starting: short(36)? != 0,
+        })
+    }
+
+    /// Time since 1970.
+    pub fn now() -> Duration {
+        SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+    }
+}
+
+impl From<Activity> for RecordedActivity {
+    fn from(activity: Activity) -> Self {
+        Self {
+            phase: activity.phase.into(),
+            step: activity.step,
+            collectives: activity.collectives,
+            bucket: activity.bucket,
+            starting: activity.starting,
+            unix_ms: u64::try_from(activity.since.as_millis()).unwrap_or(u64::MAX),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn record_survives_encoding_and_a_torn_one_is_refused() {
+        let activity = Activity {
+            since: Duration::from_millis(1_234_567),
+            phase: Phase::AllReduce,
+            step: 7,
+            collectives: 91,
+            bucket: 3,
+            starting: true,
+        };
+        let (old, new) = (activity.encode(1), Activity { step: 8, ..activity }.encode(2));
+        assert_eq!(Activity::decode(&old), Some(activity));
+        for written in 1..BYTES {
+            let mut torn = old;
+            torn[..written].copy_from_slice(&new[..written]);
+            let read = Activity::decode(&torn);
+            // Once the last sequence number is written, the rest is, too.
+            assert_eq!(read.is_some(), written > 56, "{written} bytes");
+        }
+        assert_eq!(Activity::decode(&[0; BYTES]), None);
+    }
+}

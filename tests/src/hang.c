@@ -1,0 +1,56 @@
+/* Makes a worker of the trainer hang, for tests. Loaded by LD_PRELOAD; see hang.rs.
+ *
+ * Acts in the worker of rank HANG_RANK, in its first attempt, once the file HANG_TRIGGER exists. HANG_MODE:
+ *
+ *     spin    the training thread loops for ever at the begin of phase HANG_PHASE
+ *     slow    the training thread sleeps for 10 ms at the begin of phase HANG_PHASE
+ *     read    another thread, which is the data loader, never returns from reading a file
+ *
+ * The training thread writes a record of 64 bytes at each change of its phase, with the phase's number at byte 12. */
+
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <sys/types.h>
+#include <time.h>
+#include <unistd.h>
+
+static int is(const char *name, const char *value) {
+    const char *found = getenv(name);
+    return found && value && !strcmp(found, value);
+}
+
+static int active(const char *mode) {
+    const char *trigger = getenv("HANG_TRIGGER");
+    return is("HANG_MODE", mode) && is("RANK", getenv("HANG_RANK")) && is("XLAUNCH_ATTEMPT", "0") && trigger &&
+           !access(trigger, F_OK);
+}
+
+static int is_main_thread(void) { return syscall(SYS_gettid) == getpid(); }
+
+ssize_t pwrite64(int fd, const void *data, size_t size, off64_t offset) {
+    static ssize_t (*real)(int, const void *, size_t, off64_t);
+    if (!real) real = dlsym(RTLD_NEXT, "pwrite64");
+    ssize_t written = real(fd, data, size, offset);
+    const char *phase = getenv("HANG_PHASE");
+    uint32_t current;
+    if (size == 64 && phase && is_main_thread()) {
+        memcpy(&current, (const char *)data + 12, sizeof current);
+        if (current == (uint32_t)atoi(phase)) {
+            if (active("spin")) for (;;) __asm__ volatile("");
+            struct timespec pause = {0, 10 * 1000 * 1000};
+            if (active("slow")) nanosleep(&pause, NULL);
+        }
+    }
+    return written;
+}
+
+ssize_t pread64(int fd, void *data, size_t size, off64_t offset) {
+    static ssize_t (*real)(int, void *, size_t, off64_t);
+    if (!real) real = dlsym(RTLD_NEXT, "pread64");
+    if (!is_main_thread() && active("read")) for (;;) pause();
+    return real(fd, data, size, offset);
+}

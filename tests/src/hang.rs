@@ -1,0 +1,58 @@
+//! A rank of a training job that hangs in a given place.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use xlaunch_proto::v1::Phase;
+
+use crate::Job;
+
+/// How a rank hangs.
+#[derive(Clone, Copy, Debug)]
+pub enum HangMode {
+    /// The training thread computes for ever when it enters this phase.
+    Spin(Phase),
+    /// The training thread is slow in this phase.
+    Slow(Phase),
+    /// The data loader never returns from reading a file.
+    Read,
+}
+
+/// A rank of a job that can be made to hang, in its first attempt.
+#[derive(Debug)]
+pub struct InjectedHang {
+    trigger: PathBuf,
+}
+
+impl InjectedHang {
+    /// Prepares the job, before it is started.
+    ///
+    /// # Panics
+    /// If the library cannot be built.
+    pub fn prepare(job: &mut Job, rank: u32, mode: HangMode) -> Self {
+        let library = job.path().join("hang.so");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/src/hang.c");
+        let built = Command::new("cc").args(["-shared", "-fPIC", source, "-o"]).arg(&library).status();
+        assert!(built.expect("run the C compiler").success());
+        let trigger = job.path().join("hang");
+        let (mode, phase) = match mode {
+            HangMode::Spin(phase) => ("spin", phase),
+            HangMode::Slow(phase) => ("slow", phase),
+            HangMode::Read => ("read", Phase::Unspecified),
+        };
+        job.set_env("LD_PRELOAD", &library.display().to_string());
+        job.set_env("HANG_TRIGGER", &trigger.display().to_string());
+        job.set_env("HANG_MODE", mode);
+        job.set_env("HANG_RANK", &rank.to_string());
+        job.set_env("HANG_PHASE", &i32::from(phase).to_string());
+        Self { trigger }
+    }
+
+    /// From now on the rank hangs.
+    ///
+    /// # Panics
+    /// If a file cannot be written.
+    pub fn begin(&self) {
+        std::fs::write(&self.trigger, "").expect("write a file");
+    }
+}

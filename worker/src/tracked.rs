@@ -1,0 +1,70 @@
+//! A collective that records what its rank starts and how long it waits, for heartbeats and for the evidence of a hang.
+
+use xlaunch_comm::{AbortHandle, Collective, Result};
+use xlaunch_engine::DType;
+use xlaunch_pool::Lease;
+
+use crate::phase;
+
+/// Wraps a collective, which does all the work.
+#[derive(Debug)]
+pub(crate) struct Tracked(pub(crate) Box<dyn Collective>);
+
+impl Tracked {
+    fn start(&mut self, start: impl FnOnce(&mut dyn Collective) -> Result<()>) -> Result<()> {
+        phase::begin_collective();
+        let started = start(&mut *self.0);
+        phase::collective_started();
+        started
+    }
+}
+
+impl Collective for Tracked {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.0.world_size()
+    }
+
+    fn register(&mut self, memory: Lease) -> Result<bool> {
+        self.0.register(memory)
+    }
+
+    fn all_reduce(&mut self, elements: Lease, dtype: DType) -> Result<()> {
+        self.start(|inner| inner.all_reduce(elements, dtype))
+    }
+
+    fn reduce_scatter(&mut self, from: Lease, into: Lease, dtype: DType) -> Result<()> {
+        self.start(|inner| inner.reduce_scatter(from, into, dtype))
+    }
+
+    fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()> {
+        self.start(|inner| inner.all_gather(from, into))
+    }
+
+    fn wait_gather(&mut self) -> Result<()> {
+        phase::wait_for_collectives(|| self.0.wait_gather())
+    }
+
+    fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()> {
+        self.start(|inner| inner.broadcast(elements, root))
+    }
+
+    fn wait_all(&mut self) -> Result<()> {
+        phase::wait_for_collectives(|| self.0.wait_all())
+    }
+
+    fn check(&self) -> Result<()> {
+        self.0.check()
+    }
+
+    fn abort_handle(&self) -> AbortHandle {
+        self.0.abort_handle()
+    }
+
+    fn finalize(self: Box<Self>) -> Result<()> {
+        phase::wait_for_collectives(|| self.0.finalize())
+    }
+}
