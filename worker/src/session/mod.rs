@@ -23,6 +23,7 @@ use crate::data::{Dataset, Fingerprint, Loader, Order, Schedule};
 use crate::divergence::SkipCount;
 use crate::environment::Environment;
 use crate::error::{Result, WorkerError};
+use crate::fail::{self, Place};
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
 use crate::nccl_windows;
@@ -82,10 +83,14 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let reduce_layout = agreement(spec, &layout, activations, &sharding, &fingerprint);
     let collective = rendezvous::join(context, &reduce_layout, &device)?;
     control.open_session(context.hello(), collective.abort_handle());
+    fail::at(Place::Session);
 
     // From here on, other ranks fail when this one drops its collective.
     let report = |error| control.report_failure(error);
     let trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world).map_err(report)?;
+    if !job.resume_from.is_empty() {
+        fail::at(Place::Resume);
+    }
     let start = reading.finish(&trainer.model, &trainer.optimizer);
     let start = start.map_err(|error| report(saving::set_aside(error, spec, job)))?;
     // Shadowed here so that it is dropped before the tensors that its collectives use.
