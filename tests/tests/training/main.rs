@@ -3,12 +3,14 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod bench;
+mod chaos;
 mod checkpoints;
 mod divergence;
+mod fail_points;
 mod pool;
 mod runs;
 mod tensorboard;
 
 xlaunch_harness::suite! {
-    modules bench, checkpoints, divergence, pool, runs, tensorboard;
+    modules bench, chaos, checkpoints, divergence, fail_points, pool, runs, tensorboard;
 }
