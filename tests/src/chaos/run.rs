@@ -9,7 +9,8 @@ use serde_json::Value;
 
 use super::kind::Kind;
 use super::plan::{
-    Abilities, Action, Damage, EVALUATE_EVERY, Fault, JobPlan, RANKS, SAVE_EVERY, STEPS, Trigger,
+    Abilities, Action, Damage, EVALUATE_EVERY, FAULTS_PER_JOB, Fault, JobPlan, RANKS, SAVE_EVERY, STEPS,
+    Trigger,
 };
 use crate::{Job, Process, children};
 
@@ -126,7 +127,7 @@ fn arguments(sharded: bool, asynchronous: bool, abilities: Abilities) -> Vec<Str
         format!("checkpoint.async={asynchronous}"),
         "checkpoint.keep=2".into(),
         "comm.bucket_mb=0.02".into(),
-        "launch.max_restarts=20".into(),
+        format!("launch.max_restarts={}", 2 * FAULTS_PER_JOB + 2),
         // After every step: a flipped bit that is found later may have changed the gradients of all ranks.
         "observe.check_every=1".into(),
         "train.batch=2".into(),
@@ -268,8 +269,9 @@ fn rank_pids(launcher: u32, attempt: u32) -> BTreeMap<u32, u32> {
 
 fn last_step(job: &Job) -> Option<u64> {
     let text = std::fs::read_to_string(job.run_dir().join("metrics.jsonl")).ok()?;
-    let mut lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    lines.next_back()?["_step"].as_u64()
+    // The last line may be an unfinished one.
+    let line = text.lines().rev().find_map(|line| serde_json::from_str::<Value>(line).ok())?;
+    line["_step"].as_u64()
 }
 
 /// When a step was reported.
