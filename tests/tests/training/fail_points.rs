@@ -1,7 +1,10 @@
 //! Fail points: rules that are refused, and what a crash, a failed save or a flipped bit in each phase of training
 //! does to the result: nothing, as long as the job may restart.
 
-use xlaunch_tests::{Job, Output};
+use std::process::Command;
+
+use rustix::process::Signal;
+use xlaunch_tests::{Job, Output, Process, children, send_signal, xlaunch_with_fail_points};
 
 xlaunch_harness::tests! {
     build_without_fail_points_refuses_the_variable,
@@ -12,7 +15,8 @@ xlaunch_harness::tests! {
     failed_save_of_one_rank_costs_that_checkpoint_only,
     flipped_bit_is_found_and_the_group_restarts_from_the_last_verified_checkpoint,
     every_flipped_bit_is_found_and_its_rank_is_named,
-    hang_is_reported_with_its_rank_and_phase;
+    hang_is_reported_with_its_rank_and_phase,
+    job_whose_binary_is_replaced_restarts;
 }
 
 /// Several buckets and, in 12 steps, three evaluations and checkpoints.
@@ -171,4 +175,21 @@ fn hang_is_reported_with_its_rank_and_phase() {
     let process = job.spawn(&["--nproc", "2"].into_iter().chain(settings).collect::<Vec<_>>());
     process.wait_for_stderr("rank 1 made no progress");
     assert!(process.stderr().contains("wait for data"), "{}", process.stderr());
+}
+
+fn job_whose_binary_is_replaced_restarts() {
+    let job = Job::with_fail_points("forward@1:6/0=hang");
+    let (program, next) = (job.path().join("xlaunch"), job.path().join("next"));
+    std::fs::copy(xlaunch_with_fail_points(), &program).unwrap();
+    let command = job.command(&["train.toml", "--nproc", "2", "--set", "launch.max_restarts=1"]);
+    let environment = command.get_envs().filter_map(|(name, value)| Some((name, value?)));
+    let mut copy = Command::new(&program);
+    let process = Process::spawn(copy.args(command.get_args()).current_dir(job.path()).envs(environment));
+    process.wait_for_stderr("fail point reached");
+    job.write("next", "a later version");
+    std::fs::rename(&next, &program).unwrap();
+    send_signal(children(process.pid())[0], Signal::KILL);
+    let output = process.wait();
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    assert_eq!(output.stderr.matches("; restarting").count(), 1, "{}", output.stderr);
 }
