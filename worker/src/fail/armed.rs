@@ -64,7 +64,7 @@ pub(crate) fn at(place: Place) {
             Action::Slow(milliseconds) => thread::sleep(Duration::from_millis(milliseconds)),
             #[expect(clippy::exit, reason = "the action of the rule")]
             Action::Exit(code) => std::process::exit(i32::from(code)),
-            Action::Errno(_) | Action::Corrupt(_) => {}
+            Action::Errno(_) | Action::Corrupt(_) | Action::Skip => {}
         }
     }
 }
@@ -77,6 +77,12 @@ pub(crate) fn io(place: Place) -> io::Result<()> {
         _ => None,
     });
     error.map_or(Ok(()), Err)
+}
+
+/// As [`at`], before an operation that is left out if a rule says so.
+pub(crate) fn skips(place: Place) -> bool {
+    at(place);
+    reached(place).any(|action| action == Action::Skip)
 }
 
 /// The bit to flip in the data of a place, if a rule says so.

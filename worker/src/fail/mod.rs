@@ -1,7 +1,8 @@
 //! Fail points: places at which tests make a worker crash, hang, slow down or compute with a flipped bit.
 //!
-//! `XLAUNCH_FAIL` holds the rules (`rules`, pure). [`arm`] reads them when the worker starts, and [`at`], [`io()`] and
-//! [`flipped_bit`] apply them (`armed`). [`check`] lets the launcher refuse an invalid variable before anything starts.
+//! `XLAUNCH_FAIL` holds the rules (`rules`, pure). [`arm`] reads them when the worker starts, and [`at`], [`io()`],
+//! [`skips`] and [`flipped_bit`] apply them (`armed`). [`check`] lets the launcher refuse an invalid variable before
+//! anything starts.
 //!
 //! Invariants: without the cargo feature `fail` every place is an empty function, and a variable that is set is refused
 //! instead of ignored; a rule changes nothing but what its action says.
@@ -17,9 +18,9 @@ mod unarmed;
 use xlaunch_proto::env;
 
 #[cfg(feature = "fail")]
-pub(crate) use armed::{arm, at, flipped_bit, io, set_step};
+pub(crate) use armed::{arm, at, flipped_bit, io, set_step, skips};
 #[cfg(not(feature = "fail"))]
-pub(crate) use unarmed::{arm, at, flipped_bit, io, set_step};
+pub(crate) use unarmed::{arm, at, flipped_bit, io, set_step, skips};
 
 /// A place in the code of a worker. `rules::PLACES` has their names and says where they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +31,7 @@ pub(crate) enum Place {
     Resume,
     Data,
     Forward,
+    Reduce,
     Backward,
     AllReduce,
     Optimizer,

@@ -9,13 +9,14 @@
 use super::Place;
 
 /// Names of places, and where they are. `docs/fail-points.md` has the same table.
-pub(super) const PLACES: [(Place, &str, &str); 17] = [
+pub(super) const PLACES: [(Place, &str, &str); 18] = [
     (Place::Start, "start", "the process has started; step 0"),
     (Place::Join, "join", "before the rank joins the rendezvous; step 0"),
     (Place::Session, "session", "all ranks have joined, and heartbeats have begun; step 0"),
     (Place::Resume, "resume", "before the state of a checkpoint is taken over; step 0"),
     (Place::Data, "data", "before a micro-step waits for its batch"),
     (Place::Forward, "forward", "before the forward pass of a micro-step"),
+    (Place::Reduce, "reduce", "in the backward pass, before the all-reduce of a bucket is started"),
     (
         Place::Backward,
         "backward",
@@ -42,8 +43,8 @@ pub(super) const PLACES: [(Place, &str, &str); 17] = [
 ];
 
 const SYNTAX: &str = "expected `place@rank:step=action` or `place@rank:step/attempt=action`";
-const ACTIONS: &str =
-    "`crash`, `hang`, `slow(milliseconds)`, `exit(code)`, `corrupt`, `corrupt(bit)` or `errno(number)`";
+const ACTIONS: &str = "`crash`, `hang`, `slow(milliseconds)`, `exit(code)`, `skip`, `corrupt`, `corrupt(bit)` or \
+    `errno(number)`";
 /// Similarity above which another name is suggested.
 const MIN_PLACE_SIMILARITY: f64 = 0.5;
 
@@ -58,6 +59,8 @@ pub(super) enum Action {
     Slow(u64),
     /// The process exits with this code.
     Exit(u8),
+    /// The operation is left out.
+    Skip,
     /// This bit of the parameters is flipped: bit `n % 32` of element `n / 32`.
     Corrupt(u64),
     /// The operation on files fails with this number of the operating system.
@@ -115,6 +118,9 @@ fn parse_rule(text: &str) -> Result<Rule, String> {
         Action::Corrupt(_) if rule.place != Place::Parameters => {
             Err("`corrupt` applies to the place `parameters` only".into())
         }
+        Action::Skip if rule.place != Place::Reduce => {
+            Err("`skip` applies to the place `reduce` only".into())
+        }
         Action::Errno(_) if !is_save => Err("`errno` applies to places that begin with `save_` only".into()),
         Action::Corrupt(_) | Action::Errno(_) => Ok(rule),
         _ if rule.place == Place::Parameters => {
@@ -157,6 +163,7 @@ fn parse_action(text: &str) -> Result<Action, String> {
     };
     Ok(match (name, argument) {
         ("crash", None) => Action::Crash,
+        ("skip", None) => Action::Skip,
         ("hang", None) => Action::Hang,
         ("slow", Some(argument)) => Action::Slow(number(name, argument)?),
         ("exit", Some(argument)) => Action::Exit(number(name, argument)?),
@@ -232,6 +239,7 @@ mod tests {
             ("forward@1:2=exit(256)", "`256` is not a valid number"),
             ("save_write@1:2=errno(0)", "`errno(0)` is not an error number"),
             ("forward@1:2=errno(5)", "`errno` applies to places that begin with `save_` only"),
+            ("forward@1:2=skip", "`skip` applies to the place `reduce` only"),
             ("forward@1:2=corrupt", "`corrupt` applies to the place `parameters` only"),
             ("parameters@1:2=crash", "only `corrupt` applies to the place `parameters`"),
             ("data@0:1=hang;forwrd@1:2=crash", "`forwrd@1:2=crash`: unknown place"),

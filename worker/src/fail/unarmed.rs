@@ -29,6 +29,11 @@ pub(crate) fn io(_: Place) -> io::Result<()> {
 }
 
 #[inline(always)]
+pub(crate) fn skips(_: Place) -> bool {
+    false
+}
+
+#[inline(always)]
 pub(crate) fn flipped_bit(_: Place) -> Option<u64> {
     None
 }
