@@ -16,8 +16,8 @@ use crate::{Job, Process, children};
 
 /// How often a job is examined: its steps take about as long.
 const EXAMINE_INTERVAL: Duration = Duration::from_millis(5);
-/// A job takes seconds. One that takes this long hangs.
-const JOB_TIMEOUT: Duration = Duration::from_secs(180);
+/// A step takes milliseconds, a restart at most seconds. A job without a step for this long hangs.
+const JOB_STALL_TIMEOUT: Duration = Duration::from_secs(120);
 /// Parameters and moments by name.
 type SavedState = BTreeMap<String, Vec<u8>>;
 
@@ -78,15 +78,20 @@ impl Runner {
         let start = Instant::now();
         let mut process = job.spawn(&borrowed(&arguments(plan.sharded, plan.asynchronous, self.abilities)));
         let mut observed = Observed { sent: vec![None; plan.faults.len()], ..Observed::default() };
-        while process.is_running() && start.elapsed() < JOB_TIMEOUT {
+        let (mut bytes, mut last_progress) = (0, Instant::now());
+        while process.is_running() && last_progress.elapsed() < JOB_STALL_TIMEOUT {
             observed.examine(plan, &job, &process);
             std::thread::sleep(EXAMINE_INTERVAL);
+            let metrics = std::fs::metadata(job.run_dir().join("metrics.jsonl")).map_or(0, |file| file.len());
+            if metrics != std::mem::replace(&mut bytes, metrics) {
+                last_progress = Instant::now();
+            }
         }
         observed.examine(plan, &job, &process);
         let (wall, undisturbed) = (start.elapsed(), *undisturbed);
         let restarts = observed.restarts.len();
         if process.is_running() {
-            let problem = format!("the job hangs: {}", process.stderr());
+            let problem = format!("the job hangs: {:?}\n{}", processes(process.pid()), process.stderr());
             let faults = plan.faults.iter();
             let faults = faults.map(|fault| FaultResult { kind: fault.kind, injected: true, recovery: None });
             return JobResult {
@@ -101,6 +106,9 @@ impl Runner {
         let faults = observed.results(plan, &job);
         let problem =
             match output.code {
+                0 if !job.run_dir().join(format!("checkpoints/step-{STEPS:08}")).exists() => {
+                    Some("there is no last checkpoint".to_owned())
+                }
                 0 if job.saved_state(STEPS) != *expected => {
                     Some("the final state differs from the undisturbed run's".to_owned())
                 }
@@ -274,6 +282,16 @@ fn last_step(job: &Job) -> Option<u64> {
     line["_step"].as_u64()
 }
 
+/// State and wait channel of the workers of a launcher.
+fn processes(launcher: u32) -> Vec<String> {
+    let describe = |pid: u32| {
+        let read = |file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+        let state = read("status").lines().find(|line| line.starts_with("State:")).map(str::to_owned);
+        format!("process {pid}: {}, {}", state.unwrap_or_default(), read("wchan"))
+    };
+    children(launcher).into_iter().map(describe).collect()
+}
+
 /// When a step was reported.
 fn step_time(line: &Value) -> Option<f64> {
     line["train/loss"].as_f64().and(line["_timestamp"].as_f64())
@@ -287,6 +305,10 @@ fn damage_newest(dir: &Path, damage: Damage) {
             && path.join("manifest.json").exists()
     });
     let Some(newest) = complete.max() else { return };
+    // The signal comes too late where the job is about to end: its result is not to be damaged.
+    if newest.ends_with(format!("step-{STEPS:08}")) {
+        return;
+    }
     // It may be deleted meanwhile, as a newer one is saved.
     let _ = damage_checkpoint(&newest, damage);
 }
