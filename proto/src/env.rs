@@ -10,6 +10,8 @@ pub const AGENT_SOCKET: &str = "XLAUNCH_AGENT_SOCKET";
 pub const ATTEMPT: &str = "XLAUNCH_ATTEMPT";
 /// Set by the agent: the worker's device, `cpu` or `cuda:N` with the CUDA ordinal N within the worker's process.
 pub const DEVICE: &str = "XLAUNCH_DEVICE";
+/// Set by users: the fail points of tests, in builds with the feature `fail` only.
+pub const FAIL: &str = "XLAUNCH_FAIL";
 /// Set by the agent: the job's id.
 pub const JOB_ID: &str = "XLAUNCH_JOB_ID";
 /// Set by users: `1` makes workers print to stderr which variant was selected for each GPU operation, and why.

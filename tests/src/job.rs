@@ -7,7 +7,7 @@ use std::process::Command;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{Output, Process, xlaunch_path};
+use crate::{Output, Process, xlaunch_path, xlaunch_with_fail_points};
 
 /// A model and data small enough for steps of a few milliseconds.
 const CONFIG: &str = r#"
@@ -40,6 +40,7 @@ device = "cpu"
 #[derive(Debug)]
 pub struct Job {
     dir: TempDir,
+    fail_points: bool,
     environment: Vec<(String, String)>,
 }
 
@@ -56,7 +57,7 @@ impl Job {
     /// Here and below: if a file cannot be written or read.
     pub fn new() -> Self {
         let dir = tempfile::tempdir().expect("create a temporary directory");
-        let job = Self { dir, environment: Vec::new() };
+        let job = Self { dir, fail_points: false, environment: Vec::new() };
         job.write("train.toml", CONFIG);
         let lines = (0..400).map(|i| format!("line {i}: {} and {}\n", i * i, i % 7));
         job.write("text/a.txt", lines.collect::<String>());
@@ -68,6 +69,15 @@ impl Job {
         let mut job = Self::new();
         job.set_env("XLAUNCH_WORKER_PROGRAM", fake_worker);
         job.set_env("FAKE_WORKER", script);
+        job
+    }
+
+    /// A job of a build with fail points, with these rules in `XLAUNCH_FAIL`; see `docs/fail-points.md`.
+    pub fn with_fail_points(rules: &str) -> Self {
+        let mut job = Self { fail_points: true, ..Self::new() };
+        if !rules.is_empty() {
+            job.set_env("XLAUNCH_FAIL", rules);
+        }
         job
     }
 
@@ -90,7 +100,8 @@ impl Job {
 
     /// The command `xlaunch ARGS` in the job's directory.
     pub fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(xlaunch_path());
+        let program = if self.fail_points { xlaunch_with_fail_points() } else { xlaunch_path() };
+        let mut command = Command::new(program);
         command.args(args).current_dir(self.path()).env("CUDA_VISIBLE_DEVICES", "");
         // Launches register here, so `xlaunch status` sees only those of this job.
         command.env("XDG_RUNTIME_DIR", self.path()).env("TMPDIR", self.path());

@@ -11,6 +11,7 @@
 #![expect(clippy::expect_used, reason = "a harness fails its test by panicking")]
 
 mod cgroup;
+pub mod chaos;
 mod freeze;
 mod hang;
 mod job;
@@ -27,7 +28,7 @@ pub use launch::Launch;
 pub use node::{NOBODY, Node, spawn_daemon};
 pub use process::{
     BINARY_VARIABLE, Output, Process, children, has_program, is_alive, process_name, send_signal,
-    xlaunch_path,
+    xlaunch_path, xlaunch_with_fail_points,
 };
 
 use std::time::{Duration, Instant};

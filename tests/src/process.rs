@@ -15,29 +15,58 @@ use crate::wait_for;
 /// Names another `xlaunch` to test or measure than the release build, such as one of an earlier release.
 pub const BINARY_VARIABLE: &str = "XLAUNCH_TEST_BINARY";
 
+/// Names another `xlaunch` with fail points than the one that is built on demand.
+const FAIL_BINARY_VARIABLE: &str = "XLAUNCH_TEST_FAIL_BINARY";
+
 /// The release build of `xlaunch`, whatever the profile of the tests: what users run, and much faster to train with.
 ///
 /// # Panics
 /// If it does not build.
 pub fn xlaunch_path() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
+    PATH.get_or_init(|| named_by(BINARY_VARIABLE).unwrap_or_else(|| build(&["--release"])))
+}
+
+/// A build of `xlaunch` with fail points, in the profile `dev`.
+///
+/// # Panics
+/// If it does not build.
+pub fn xlaunch_with_fail_points() -> &'static Path {
+    static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
-        if let Some(path) = std::env::var_os(BINARY_VARIABLE) {
-            // Processes are started in other directories.
-            return std::path::absolute(path).expect("find the current directory");
-        }
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let mut command = Command::new(cargo);
-        command.args(["build", "--quiet", "--release", "--package", "xlaunch", "--bin", "xlaunch"]);
-        command.args(["--message-format", "json"]).current_dir(env!("CARGO_MANIFEST_DIR"));
-        let output = command.stderr(Stdio::inherit()).output().expect("run cargo");
-        let text = String::from_utf8_lossy(&output.stdout);
-        let messages = text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
-        let path = messages
-            .filter(|message| message["target"]["name"] == "xlaunch")
-            .find_map(|message| message["executable"].as_str().map(PathBuf::from));
-        path.expect("build xlaunch")
+        named_by(FAIL_BINARY_VARIABLE).unwrap_or_else(|| {
+            let built = build(&["--features", "fail"]);
+            let copy = built.with_file_name("xlaunch-fail");
+            let unfinished = copy.with_extension(std::process::id().to_string());
+            std::fs::copy(&built, &unfinished).expect("copy xlaunch");
+            std::fs::rename(&unfinished, &copy).expect("rename the copy");
+            if named_by(BINARY_VARIABLE) == Some(built) {
+                // The build has replaced the binary under test.
+                build(&[]);
+            }
+            copy
+        })
     })
+}
+
+/// The path in a variable. It is absolute, as processes are started in other directories.
+fn named_by(variable: &str) -> Option<PathBuf> {
+    std::env::var_os(variable).map(|path| std::path::absolute(path).expect("find the current directory"))
+}
+
+/// Builds `xlaunch` with these arguments of cargo. Returns its path.
+fn build(arguments: &[&str]) -> PathBuf {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.args(["build", "--quiet", "--package", "xlaunch", "--bin", "xlaunch"]).args(arguments);
+    command.args(["--message-format", "json"]).current_dir(env!("CARGO_MANIFEST_DIR"));
+    let output = command.stderr(Stdio::inherit()).output().expect("run cargo");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let messages = text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    let path = messages
+        .filter(|message| message["target"]["name"] == "xlaunch")
+        .find_map(|message| message["executable"].as_str().map(PathBuf::from));
+    path.expect("build xlaunch")
 }
 
 /// Result of a finished process.

@@ -15,6 +15,7 @@ pub mod data;
 pub mod divergence;
 pub mod environment;
 pub mod error;
+mod fail;
 #[cfg(feature = "fuzzing")]
 pub mod fuzz;
 pub mod model;
@@ -34,6 +35,8 @@ use xlaunch_proto::exit::ExitCode;
 use checkpoint::CheckpointError;
 use checkpoint::directory;
 use environment::Environment;
+use error::WorkerError;
+use fail::Place;
 
 pub use checkpoint::directory::Recovered;
 pub use preflight::{Preflight, Refusal, preflight};
@@ -58,7 +61,12 @@ pub fn recover(
 #[expect(clippy::print_stderr, reason = "the agent reports the tail of a failed worker's stderr")]
 pub fn main() -> ExitCode {
     let environment = Environment::read(|name| std::env::var(name).ok());
-    match environment.and_then(|environment| session::run(&environment)) {
+    let result = environment.and_then(|environment| {
+        fail::arm(environment.rank.0, environment.attempt.0).map_err(WorkerError::Setting)?;
+        fail::at(Place::Start);
+        session::run(&environment)
+    });
+    match result {
         Ok(exit) => exit,
         Err(error) => {
             eprintln!("error: {error}");

@@ -11,6 +11,7 @@ use crate::checkpoint::directory::{self, Choice};
 use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError};
 use crate::data::{Dataset, Fingerprint};
 use crate::error::WorkerError;
+use crate::fail;
 use crate::model::layout::Layout;
 
 /// Bytes of a checkpoint per parameter: three arenas of F32.
@@ -65,6 +66,8 @@ impl From<LockError> for Refusal {
 /// Opens the data, locks and checks `checkpoint.dir`, and finds the checkpoint to resume from. `job_dir` holds the
 /// job's earlier runs; `world` is the number of ranks.
 pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight, Refusal> {
+    // In the launcher's environment. The workers check the variable again: a job of the daemon has its own.
+    fail::check().map_err(WorkerError::Setting)?;
     let usage = |invalid: Invalid| Refusal { exit: ExitCode::Usage, message: invalid.to_string() };
     // The configuration was checked when it was read, but the number of workers is known only now.
     spec.check().map_err(usage)?;

@@ -4,13 +4,15 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod bench;
+mod chaos;
 mod checkpoints;
 mod divergence;
+mod fail_points;
 mod memory;
 mod pool;
 mod runs;
 mod tensorboard;
 
 xlaunch_harness::suite! {
-    modules bench, checkpoints, divergence, memory, pool, runs, tensorboard;
+    modules bench, chaos, checkpoints, divergence, fail_points, memory, pool, runs, tensorboard;
 }

@@ -28,6 +28,7 @@ use super::retention::Candidate;
 pub use super::write::Written;
 use super::write::{Snapshot, Writer, commit, delete, temporary};
 use super::{CheckpointError, Memory, Portion, Retention, State, directory, name};
+use crate::fail;
 use crate::model::layout::Layout;
 
 /// How the ranks of a save learn of each other. Implemented by the session with the agent.
@@ -205,6 +206,7 @@ struct Thread {
 impl Thread {
     fn save(&mut self, snapshot: &Snapshot, state: State, start: Instant) -> Result<(), CheckpointError> {
         let step = state.step;
+        fail::set_step(step);
         let path = self.dir.join(name(step));
         let failed = |reason: String| CheckpointError::Write { path: path.clone(), reason };
         let temporary = temporary(&self.dir, step);

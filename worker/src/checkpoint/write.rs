@@ -15,6 +15,7 @@ use super::disk::{Disk, Writable};
 use super::manifest::{Chunk, Entry, Manifest};
 use super::tensors::{Contents, Stored};
 use super::{MANIFEST, MODEL, Portion, STATE, Slot, State, VERSION, name, optimizer_name};
+use crate::fail::{self, Place};
 use crate::model::layout::Layout;
 use crate::phase;
 
@@ -134,6 +135,7 @@ pub(super) fn commit(
     file.finish()?;
     disk.sync_dir(&temporary)?;
     let path = dir.join(name(state.step));
+    fail::io(Place::SaveCommit)?;
     put_in_place(disk, dir, &temporary, &path, state.step)?;
     disk.sync_dir(dir)?;
     Ok(path)
@@ -141,6 +143,7 @@ pub(super) fn commit(
 
 /// Deletes the checkpoint of a step. It is renamed first: what a kill leaves must not look like a damaged checkpoint.
 pub(super) fn delete(disk: &dyn Disk, dir: &Path, step: u64) -> io::Result<()> {
+    fail::io(Place::SaveDelete)?;
     let name = name(step);
     let deleted = dir.join(format!("{TEMPORARY}deleted-{name}"));
     disk.rename(&dir.join(name), &deleted)?;
@@ -202,6 +205,7 @@ impl ChunkWriter {
             return Ok(());
         }
         self.chunks.push(Chunk::of(self.offset, &self.buffer));
+        fail::io(Place::SaveWrite)?;
         self.file.write_at(&self.buffer, self.offset)?;
         self.offset += self.buffer.len() as u64;
         self.buffer.clear();
@@ -211,6 +215,7 @@ impl ChunkWriter {
 
     fn finish(mut self) -> io::Result<Written> {
         self.flush()?;
+        fail::io(Place::SaveSync)?;
         self.file.sync()?;
         Ok(Written { name: self.name, chunks: self.chunks })
     }

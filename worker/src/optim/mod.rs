@@ -167,6 +167,17 @@ impl AdamW {
         if self.sharding.is_sharded() { &model.weights } else { self.state(model)[0] }
     }
 
+    /// Flips bit `bit % 32` of element `bit / 32` (modulo their number) of the fp32 parameters that this rank has, as
+    /// faulty memory does. For fail points.
+    pub(crate) fn flip_bit(&self, model: &Model, bit: u64) -> Result<()> {
+        let [parameters, ..] = self.state(model);
+        let element = usize::try_from(bit / 32).unwrap_or(usize::MAX) % parameters.len().max(1);
+        let slice = parameters.slice(element..element + 1);
+        let mut value = [0.0];
+        self.backend.read_f32(slice, &mut value)?;
+        self.backend.write_f32(slice, &[f32::from_bits(value[0].to_bits() ^ 1 << (bit % 32))])
+    }
+
     /// Copies the scalars of step `step` (from 0) to the device.
     #[expect(clippy::cast_possible_truncation, reason = "the kernel computes in f32")]
     pub fn prepare(&self, step: u64, learning_rate: f64) -> Result<()> {

@@ -25,6 +25,7 @@ use crate::data::{Dataset, Fingerprint, Loader, Order, Schedule};
 use crate::divergence::SkipCount;
 use crate::environment::Environment;
 use crate::error::{Result, WorkerError};
+use crate::fail::{self, Place};
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, Rows, attention_shape};
 use crate::nccl_windows;
@@ -96,10 +97,14 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     phase::enter(Phase::Initialize);
     let (collective, filled) = connect_and_fill(context, meeting, || {
         let trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world)?;
+        if job.memory_snapshot.is_some() || !job.resume_from.is_empty() {
+            fail::at(Place::Resume);
+        }
         let start = reading.finish(&trainer.model, &trainer.optimizer)?;
         Ok((trainer, start))
     });
     let collective = collective?;
+    fail::at(Place::Session);
     // From here on, other ranks fail when this one drops its collective.
     let report = |error| control.report_failure(error);
     let (trainer, start) = filled.map_err(|error| report(saving::set_aside(error, spec, job)))?;

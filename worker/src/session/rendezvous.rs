@@ -13,6 +13,7 @@ use xlaunch_proto::ids::{Digest, NcclId};
 use super::Context;
 use super::device::OpenDevice;
 use crate::error::{Result, WorkerError};
+use crate::fail::{self, Place};
 
 /// Time for ring neighbours to connect, beyond what the agent allows: the agent can name the ranks that are missing.
 const RING_CONNECT_MARGIN: Duration = Duration::from_secs(10);
@@ -58,6 +59,7 @@ pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) ->
         Some(_) if !single && rank == 0 => Some(NcclId(xlaunch_comm::unique_id()?)),
         _ => None,
     };
+    fail::at(Place::Join);
     let Joined { world_size, nccl_id, ring_addresses, .. } = control.join(Join {
         rank: environment.rank,
         attempt: environment.attempt,

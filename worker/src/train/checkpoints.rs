@@ -7,6 +7,7 @@ use xlaunch_proto::spec::{CheckpointSection, OnSaveError};
 use crate::checkpoint::saver::Saver;
 use crate::checkpoint::{CheckpointError, Portion, State};
 use crate::error::Result;
+use crate::fail::{self, Place};
 use crate::model::{BackendHandle, Model};
 use crate::optim::AdamW;
 
@@ -79,6 +80,7 @@ impl Checkpoints {
                 rest = later;
             }
         }
+        fail::at(Place::Snapshot);
         let Position { step, sequences, val_loss } = position;
         self.saver.begin(snapshot, State { step, sequences, val_loss, ..self.template.clone() }, start);
         match (last, self.asynchronous) {

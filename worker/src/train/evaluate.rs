@@ -13,6 +13,7 @@ use xlaunch_proto::spec::JobSpec;
 use super::replay::{Replay, Work};
 use crate::data::{self, Order, Tokens};
 use crate::error::Result;
+use crate::fail::{self, Place};
 use crate::model::{BackendHandle, Model, Rows};
 use crate::phase;
 
@@ -56,6 +57,7 @@ impl Evaluator {
         let sequences = order.windows().min(self.batches.saturating_mul(self.rows.batch as u64));
         let mut losses = vec![0.0; usize::try_from(sequences).unwrap_or(usize::MAX)];
         self.evaluate_own_batches(model, collective, tokens, &order, &mut losses)?;
+        fail::at(Place::Evaluation);
         let gathered = self.backend.alloc(DType::F32, losses.len())?;
         self.backend.write_f32(gathered.all(), &losses)?;
         // An exact sum: every sequence has the loss of one rank, and 0 from all others.

@@ -22,6 +22,7 @@ use crate::control::Control;
 use crate::data::{Dataset, Loader};
 use crate::divergence::{Divergence, SkipCount};
 use crate::error::{Result, WorkerError};
+use crate::fail::{self, Place};
 use crate::model::{BackendHandle, Model};
 use crate::optim::{AdamW, schedule};
 use crate::phase;
@@ -240,6 +241,7 @@ impl Run<'_> {
             checkpoints.check()?;
         }
         phase::begin_step(step + 1);
+        fail::set_step(step + 1);
         let learning_rate = schedule::learning_rate(&self.spec.train, step);
         self.optimizer.prepare(step, learning_rate)?;
         let requests = Requests {
@@ -260,7 +262,12 @@ impl Run<'_> {
     /// Waits for a step and reports it. `since` is when the previous step was completed or, if the device was idle,
     /// when this one was started.
     fn finish(&mut self, step: u64, current: InFlight, since: &mut Instant) -> Result<Requests> {
+        // The next step may have been started.
+        fail::set_step(step + 1);
         let result = self.stepper.finish(current.pending, self.collective)?;
+        if let Some(bit) = fail::flipped_bit(Place::Parameters) {
+            self.optimizer.flip_bit(self.model, bit)?;
+        }
         let completed = Instant::now();
         if self.is_profiled(step) {
             self.stepper.set_eager(false);

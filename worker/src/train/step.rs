@@ -29,6 +29,7 @@ use super::replay::{Replay, Work};
 use super::trace;
 use crate::data::Loader;
 use crate::error::{Result, WorkerError};
+use crate::fail::{self, Place};
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, Rows};
 use crate::optim::AdamW;
@@ -206,6 +207,7 @@ impl Stepper {
         self.backend.write_f32(self.results.slice(slot::STOP..slot::CHECKPOINT + 1), &flags)?;
         for micro in 0..self.accumulate {
             let waiting = trace::span(Phase::WaitForData);
+            fail::at(Place::Data);
             let batch = loader.next_batch()?;
             drop(waiting);
             self.backend.write_i32(self.tokens.all(), &batch.tokens)?;
@@ -222,6 +224,7 @@ impl Stepper {
     /// Waits for a step. The next one may have been enqueued already.
     pub fn finish(&self, pending: PendingStep, collective: &dyn Collective) -> Result<StepResult> {
         let _reading = trace::span(Phase::ReadBack);
+        fail::at(Place::ReadBack);
         let mut results = [0.0; slot::COUNT];
         pending.0.wait(&mut results)?;
         collective.check()?;
@@ -262,6 +265,7 @@ impl Stepper {
         let scale = weight / self.rows.count() as f32;
 
         let forward = trace::span(Phase::Forward);
+        fail::at(Place::Forward);
         match (first, self.overlap) {
             (true, true) => optimizer.start_gather(model, collective)?,
             (true, false) => optimizer.gather(model, collective)?,
@@ -283,7 +287,10 @@ impl Stepper {
         model.backward(acts, self.tokens.all(), &self.grads, acc, |finished, grads| {
             if last && (overlap || finished == end) {
                 for bucket in progress.written_up_to(finished) {
-                    self.reduce_bucket(bucket, grads, collective)?;
+                    if !fail::skips(Place::Reduce) {
+                        self.reduce_bucket(bucket, grads, collective)?;
+                    }
+                    fail::at(Place::Backward);
                 }
             }
             Ok(())
@@ -313,6 +320,7 @@ impl Stepper {
         let [loss, grad_norm_sq] =
             [slot::LOSS, slot::GRAD_NORM_SQ].map(|slot| self.results.slice(slot..slot + 1));
         let all_reduce = trace::span(Phase::AllReduce);
+        fail::at(Place::AllReduce);
         let grads = match &self.grad_shard {
             None => {
                 collective.all_reduce(self.results.lend(0..slot::COUNT), DType::F32)?;
@@ -330,6 +338,7 @@ impl Stepper {
         };
         drop(all_reduce);
         let _span = trace::span(Phase::Optimizer);
+        fail::at(Place::Optimizer);
         // Loss and norm are the same on every rank, so the step is applied on all of them or on none.
         Ok(optimizer.step(model, grads.all(), grad_norm_sq, loss)?)
     }

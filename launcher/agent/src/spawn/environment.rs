@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use xlaunch_proto::env;
@@ -80,7 +80,7 @@ pub(crate) fn trainer_command(group: &TrainerGroup<'_>, rank: u32) -> std::io::R
     let mut command = match group.base.get(env::WORKER_PROGRAM) {
         Some(program) => Command::new(program),
         None => {
-            let mut command = Command::new(std::env::current_exe()?);
+            let mut command = Command::new(own_program()?);
             command.arg("worker");
             command
         }
@@ -88,6 +88,13 @@ pub(crate) fn trainer_command(group: &TrainerGroup<'_>, rank: u32) -> std::io::R
     group.base.apply(&mut command);
     command.envs(trainer_variables(group, rank));
     Ok(command)
+}
+
+/// This program, even if it was replaced on disk, as by an upgrade while the job runs: a restart must neither fail for
+/// that nor mix versions.
+fn own_program() -> std::io::Result<PathBuf> {
+    let path = std::env::current_exe()?;
+    Ok(if path.exists() { path } else { PathBuf::from("/proc/self/exe") })
 }
 
 fn trainer_variables(group: &TrainerGroup<'_>, rank: u32) -> Vec<(&'static str, OsString)> {

@@ -1,0 +1,16 @@
+//! Chaos: training jobs with restarts, disturbed by faults from a seeded plan. Each must end with the weights and
+//! moments of an undisturbed run, bit for bit.
+//!
+//! ```text
+//! seed, number --plan (pure)--> faults of a job --run--> what happened to it --report (pure)--> table
+//! ```
+//! Faults come from outside (signals, damaged checkpoints) and from fail points in the workers.
+
+mod kind;
+mod plan;
+mod report;
+mod run;
+
+pub use plan::{Abilities, FAULTS_PER_JOB, JobPlan};
+pub use report::Report;
+pub use run::{JobResult, Runner};

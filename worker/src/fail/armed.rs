@@ -1,0 +1,106 @@
+//! Applies the rules of `XLAUNCH_FAIL` in the process of one rank.
+
+use std::cell::Cell;
+use std::io;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::{Signal, getpid, kill_process};
+use xlaunch_proto::env;
+
+use super::Place;
+use super::rules::{self, Action, Rule};
+
+/// A sleep of a thread that hangs.
+const HANG_SLEEP: Duration = Duration::from_secs(3600);
+
+static ARMED: OnceLock<Vec<Armed>> = OnceLock::new();
+
+// Each thread that reaches places says which step it works on. 0 outside steps.
+thread_local!(static STEP: Cell<u64> = const { Cell::new(0) });
+
+/// A rule of this rank and attempt.
+#[derive(Debug)]
+struct Armed {
+    rule: Rule,
+    /// Its first use was reported.
+    reported: AtomicBool,
+}
+
+/// Takes the rules that apply to this rank and attempt from the environment. The error begins with the name of the
+/// variable.
+pub(crate) fn arm(rank: u32, attempt: u32) -> Result<(), String> {
+    let value = super::variable().unwrap_or_default();
+    let applies = parse(&value)?.into_iter().filter(|rule| rule.applies_to(rank, attempt));
+    let armed = applies.map(|rule| Armed { rule, reported: AtomicBool::new(false) });
+    // Fails only if it was called before, with the same environment.
+    let _ = ARMED.set(armed.collect());
+    Ok(())
+}
+
+pub(super) fn parse(value: &str) -> Result<Vec<Rule>, String> {
+    rules::parse(value).map_err(|error| format!("{}: {error}", env::FAIL))
+}
+
+/// The calling thread now works on this step, from 1.
+pub(crate) fn set_step(step: u64) {
+    STEP.set(step);
+}
+
+/// The calling thread has reached a place: crashes, hangs, waits or exits if a rule says so.
+pub(crate) fn at(place: Place) {
+    for action in reached(place) {
+        match action {
+            Action::Crash => {
+                // It does not return. If it is refused, the process ends all the same.
+                let _ = kill_process(getpid(), Signal::KILL);
+                std::process::abort();
+            }
+            Action::Hang => loop {
+                thread::sleep(HANG_SLEEP);
+            },
+            Action::Slow(milliseconds) => thread::sleep(Duration::from_millis(milliseconds)),
+            #[expect(clippy::exit, reason = "the action of the rule")]
+            Action::Exit(code) => std::process::exit(i32::from(code)),
+            Action::Errno(_) | Action::Corrupt(_) | Action::Skip => {}
+        }
+    }
+}
+
+/// As [`at`], before an operation on files, which fails if a rule says so.
+pub(crate) fn io(place: Place) -> io::Result<()> {
+    at(place);
+    let error = reached(place).find_map(|action| match action {
+        Action::Errno(number) => Some(io::Error::from_raw_os_error(number)),
+        _ => None,
+    });
+    error.map_or(Ok(()), Err)
+}
+
+/// As [`at`], before an operation that is left out if a rule says so.
+pub(crate) fn skips(place: Place) -> bool {
+    at(place);
+    reached(place).any(|action| action == Action::Skip)
+}
+
+/// The bit to flip in the data of a place, if a rule says so.
+pub(crate) fn flipped_bit(place: Place) -> Option<u64> {
+    reached(place).find_map(|action| match action {
+        Action::Corrupt(bit) => Some(bit),
+        _ => None,
+    })
+}
+
+/// The actions of the rules for this place in the step of the calling thread. Reports the first use of each rule.
+#[expect(clippy::print_stderr, reason = "the agent reports the tail of a failed worker's stderr")]
+fn reached(place: Place) -> impl Iterator<Item = Action> {
+    let armed = ARMED.get().map(Vec::as_slice).unwrap_or_default();
+    armed.iter().filter(move |armed| armed.rule.is_reached(place, STEP.get())).map(|armed| {
+        if !armed.reported.swap(true, Ordering::Relaxed) {
+            eprintln!("fail point reached: {} (step {})", armed.rule.text, STEP.get());
+        }
+        armed.rule.action
+    })
+}
