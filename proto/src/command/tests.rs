@@ -14,8 +14,9 @@ fn full() -> CommandSpec {
         PerRank { all: Streams { stdout: true, stderr: false }, ranks: [(3, both), (12, both)].into() };
     CommandSpec {
         nproc: Nproc::Gpu,
-        program: Program::Binary(raw(b"./\xff")),
+        program: Program::Script(raw(b"./\xff")),
         arguments: vec!["--lr".into(), raw(b"\xfe=1"), "".into()],
+        preload: vec!["torch".into(), "torch.distributed".into()],
         role: "trainer".into(),
         run_id: Some("id".into()),
         master_addr: "::1".into(),

@@ -3,7 +3,7 @@
 //! A hook makes only system calls, on data that was prepared before the fork: after it, another thread's lock stays
 //! locked.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::Arc;
@@ -69,6 +69,18 @@ pub(super) fn bind_to_cpus(command: &mut Command, cpus: CpuSet) {
     let hook = move || Ok(sched_setaffinity(None, &cpus)?);
     // SAFETY: the hook makes one system call on a set of fixed size that it owns: it is async-signal-safe.
     unsafe { command.pre_exec(hook) };
+}
+
+/// Lets the process inherit a descriptor, under its [`number`] in this process.
+pub(super) fn keep_open(command: &mut Command, fd: OwnedFd) {
+    let hook = move || Ok(rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::empty())?);
+    // SAFETY: the hook makes one system call on a descriptor that it owns: it is async-signal-safe.
+    unsafe { command.pre_exec(hook) };
+}
+
+/// The number of a descriptor.
+pub(super) fn number(fd: &OwnedFd) -> i32 {
+    fd.as_raw_fd()
 }
 
 /// Makes the process ignore [`JOB_SIGNALS`]. Up to this call it has xlaunch's handlers, so none of them ends it.
