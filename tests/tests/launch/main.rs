@@ -8,6 +8,7 @@ mod environment;
 mod failures;
 mod input;
 mod limits;
+mod preload;
 mod signals;
 mod status;
 mod stopping;
@@ -16,7 +17,7 @@ mod stopping;
 const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
-    modules cleanup, commands, environment, failures, input, limits, signals, status, stopping;
+    modules cleanup, commands, environment, failures, input, limits, preload, signals, status, stopping;
 }
 
 /// Lines of a text, sorted: ranks write in any order.

@@ -5,7 +5,7 @@
 use tokio::sync::mpsc;
 
 use super::Driver;
-use crate::spawn::preload::{ForkRequest, Imported, PreloadPlan, Preloader};
+use crate::spawn::preload::{Imported, PreloadPlan, Preloader};
 use crate::spawn::process_tree::ProcessTree;
 use crate::spawn::{Options, Spawned};
 use crate::state::{Event, Outcome};
@@ -19,7 +19,9 @@ impl Driver<'_> {
     ) -> Option<Outcome> {
         let reason = format!("importing {}", plan.modules.join(", "));
         self.board.send_modify(|board| board.set_reason(&reason));
-        match Preloader::start(plan, &self.run.id, &self.spawner, imported).await {
+        match Preloader::start(plan, self.workload.base_environment(), &self.run.id, &self.spawner, imported)
+            .await
+        {
             Ok(preloader) => {
                 self.preloader = Some(preloader);
                 self.publish_state();
@@ -64,8 +66,7 @@ impl Driver<'_> {
     ) -> Option<Spawned> {
         let preloader = self.preloader.as_mut().filter(|preloader| preloader.is_usable())?;
         let base = self.workload.base_environment();
-        let request = ForkRequest::new(command, base, options, processes.cgroup_of(rank));
-        match preloader.fork(request).await {
+        match preloader.fork(command, base, options, processes.cgroup_of(rank)).await {
             Ok(spawned) => Some(spawned),
             Err(error) => {
                 self.notify(&without(&format!("the preloading process cannot fork workers: {error}")));

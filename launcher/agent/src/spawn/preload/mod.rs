@@ -63,6 +63,9 @@ pub(crate) struct Preloader {
     /// Declared, and so dropped, before `process`, whose id must not be reused.
     processes: ProcessTree,
     process: Worker,
+    /// What it was started with. Workers get the changes to it, and so keep what a wrapper of the interpreter or an
+    /// import has changed.
+    environment: BTreeMap<OsString, OsString>,
     /// `None` once it is not to be used any more.
     channel: Option<UnixStream>,
 }
@@ -71,6 +74,7 @@ impl Preloader {
     /// Starts the process. What becomes of its imports is sent to `imported`, once.
     pub(crate) async fn start(
         plan: PreloadPlan,
+        base: &BaseEnvironment,
         run_id: &str,
         spawner: &Spawner,
         imported: mpsc::UnboundedSender<Imported>,
@@ -84,11 +88,12 @@ impl Preloader {
         // Not in a cgroup of the attempt, which ends before the next one.
         let mut processes = ProcessTree::without_cgroup(run_id);
         processes.prepare(0, &mut command);
+        let environment = environment_of(&command, base);
         let options = Options { inherit_stdin: plan.inherit_stdin, ..Options::default() };
         let Spawned { worker: process, stderr, .. } = spawner.spawn(command, options).await?;
         processes.add(process.pid);
         imports::watch(ours.try_clone()?, stderr, process.watch()?, imported)?;
-        Ok(Self { processes, process, channel: Some(ours) })
+        Ok(Self { processes, process, environment, channel: Some(ours) })
     }
 
     /// Whether it can fork workers.
@@ -96,13 +101,22 @@ impl Preloader {
         self.channel.is_some()
     }
 
-    /// Forks a worker. After an error the process is killed.
-    pub(crate) async fn fork(&mut self, request: ForkRequest) -> io::Result<Spawned> {
+    /// Forks the worker that `command` would start, and moves it to the cgroup of this `cgroup.procs`. After an error the
+    /// process is killed.
+    pub(crate) async fn fork(
+        &mut self,
+        command: &Command,
+        base: &BaseEnvironment,
+        options: &Options,
+        cgroup: Option<Arc<OwnedFd>>,
+    ) -> io::Result<Spawned> {
         let Some(channel) = self.channel.take() else {
             return Err(io::Error::other("the preloading process is gone"));
         };
+        let environment = environment_of(command, base);
+        let message = Message::new(command, &self.environment, &environment, options);
         let forked = tokio::task::spawn_blocking(move || {
-            let spawned = fork(&channel, &request);
+            let spawned = fork(&channel, &message, cgroup.as_deref());
             (channel, spawned)
         });
         match forked.await {
@@ -141,19 +155,26 @@ impl Preloader {
     }
 }
 
-/// A worker to fork.
-#[derive(Debug)]
-pub(crate) struct ForkRequest {
-    message: Message,
-    /// `cgroup.procs` of its rank.
-    cgroup: Option<Arc<OwnedFd>>,
+/// The environment with which a command starts.
+fn environment_of(command: &Command, base: &BaseEnvironment) -> BTreeMap<OsString, OsString> {
+    let mut environment = base.variables();
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => drop(environment.insert(name.to_owned(), value.to_owned())),
+            None => drop(environment.remove(name)),
+        }
+    }
+    environment
 }
 
-/// What the worker is told. Texts are bytes, one per character.
-#[derive(Debug, Serialize)]
+/// What a worker is told. Texts are bytes, one per character.
+#[derive(Debug, PartialEq, Serialize)]
 struct Message {
     argv: Vec<String>,
-    environment: Vec<(String, String)>,
+    /// Variables that the preloading process was started without, or with another value.
+    set: Vec<(String, String)>,
+    /// Variables that only the preloading process was started with.
+    unset: Vec<String>,
     cpus: Option<Vec<usize>>,
 }
 
@@ -164,34 +185,31 @@ enum Reply {
     Error(String),
 }
 
-impl ForkRequest {
-    /// The worker that `command` would start.
-    pub(crate) fn new(
+impl Message {
+    fn new(
         command: &Command,
-        base: &BaseEnvironment,
+        preloader: &BTreeMap<OsString, OsString>,
+        worker: &BTreeMap<OsString, OsString>,
         options: &Options,
-        cgroup: Option<Arc<OwnedFd>>,
     ) -> Self {
-        let mut environment: BTreeMap<OsString, OsString> = base.variables();
-        for (name, value) in command.get_envs() {
-            match value {
-                Some(value) => drop(environment.insert(name.to_owned(), value.to_owned())),
-                None => drop(environment.remove(name)),
-            }
-        }
         let text = |text: &OsStr| text.as_bytes().iter().copied().map(char::from).collect::<String>();
         let words = std::iter::once(command.get_program()).chain(command.get_args());
-        let message = Message {
+        let changed = worker.iter().filter(|(name, value)| preloader.get(*name) != Some(value));
+        Self {
             argv: words.map(text).collect(),
-            environment: environment.iter().map(|(name, value)| (text(name), text(value))).collect(),
+            set: changed.map(|(name, value)| (text(name), text(value))).collect(),
+            unset: preloader
+                .keys()
+                .filter(|name| !worker.contains_key(*name))
+                .map(|name| text(name))
+                .collect(),
             cpus: options.cpus.map(|set| (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect()),
-        };
-        Self { message, cgroup }
+        }
     }
 }
 
 /// Blocks until the worker runs.
-fn fork(channel: &UnixStream, request: &ForkRequest) -> io::Result<Spawned> {
+fn fork(channel: &UnixStream, message: &Message, cgroup: Option<&OwnedFd>) -> io::Result<Spawned> {
     channel.set_read_timeout(Some(FORK_TIMEOUT))?;
     channel.set_write_timeout(Some(FORK_TIMEOUT))?;
     let (stdout, worker_stdout) = io::pipe()?;
@@ -199,7 +217,7 @@ fn fork(channel: &UnixStream, request: &ForkRequest) -> io::Result<Spawned> {
     let (wait_end, adopted) = io::pipe()?;
     let descriptors = [worker_stdout.as_fd(), worker_stderr.as_fd(), wait_end.as_fd()];
     let pid = children::adopt(|| {
-        channel::send(channel, &request.message, &descriptors)?;
+        channel::send(channel, message, &descriptors)?;
         match channel::receive(channel)? {
             Reply::Pid(pid) if Process::read(pid).is_some_and(|it| it.parent == std::process::id()) => {
                 Ok(pid)
@@ -209,7 +227,7 @@ fn fork(channel: &UnixStream, request: &ForkRequest) -> io::Result<Spawned> {
             Reply::Error(error) => Err(io::Error::other(error)),
         }
     })?;
-    match release(pid, request, adopted) {
+    match release(pid, cgroup, adopted) {
         Ok(worker) => {
             Ok(Spawned { worker, stdout: OwnedFd::from(stdout).into(), stderr: OwnedFd::from(stderr).into() })
         }
@@ -222,14 +240,39 @@ fn fork(channel: &UnixStream, request: &ForkRequest) -> io::Result<Spawned> {
 }
 
 /// Lets an adopted worker run, with a pidfd and in its cgroup.
-fn release(pid: u32, request: &ForkRequest, mut adopted: PipeWriter) -> io::Result<Worker> {
+fn release(pid: u32, cgroup: Option<&OwnedFd>, mut adopted: PipeWriter) -> io::Result<Worker> {
     let pid_typed = i32::try_from(pid).ok().and_then(Pid::from_raw);
     let pid_typed = pid_typed.ok_or_else(|| io::Error::other(format!("{pid} is not a process id")))?;
     let pidfd = pidfd_open(pid_typed, PidfdFlags::NONBLOCK)?;
-    if let Some(procs) = &request.cgroup {
+    if let Some(procs) = cgroup {
         // The starter checks where the process is.
         let _ = rustix::io::write(procs, pid.to_string().as_bytes());
     }
     adopted.write_all(b"\n")?;
     Ok(Worker { pid, pid_typed, pidfd })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::ffi::OsStringExt;
+
+    use super::*;
+
+    #[test]
+    fn worker_is_told_the_changes_of_its_environment() {
+        let base = BaseEnvironment::Submitted(
+            [("KEPT", "1"), ("CHANGED", "2"), ("REMOVED", "3")]
+                .map(|(name, value)| (name.into(), value.into()))
+                .into(),
+        );
+        let preloader = environment_of(&Command::new("python"), &base);
+        let mut command = Command::new("python");
+        command.arg(OsString::from_vec(vec![0xff])).env("CHANGED", "é").env("NEW", "").env_remove("REMOVED");
+        let worker = environment_of(&command, &base);
+        let message = Message::new(&command, &preloader, &worker, &Options::default());
+        let pair = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+        assert_eq!(message.set, [pair("CHANGED", "\u{c3}\u{a9}"), pair("NEW", "")]);
+        assert_eq!((message.unset, message.cpus), (vec!["REMOVED".to_owned()], None));
+        assert_eq!(message.argv, ["python", "\u{ff}"]);
+    }
 }

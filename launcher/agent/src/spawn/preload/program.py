@@ -176,12 +176,10 @@ def become_worker(request, descriptors, agent):
         os.close(descriptor)
     if request["cpus"] is not None:
         os.sched_setaffinity(0, request["cpus"])
-    environment = {name.encode("latin-1"): value.encode("latin-1") for name, value in request["environment"]}
-    for name in set(os.environb) - set(environment):
-        del os.environb[name]
-    for name, value in environment.items():
-        if os.environb.get(name) != value:
-            os.environb[name] = value
+    for name in request["unset"]:
+        os.environb.pop(name.encode("latin-1"), None)
+    for name, value in request["set"]:
+        os.environb[name.encode("latin-1")] = value.encode("latin-1")
     # `random` seeds itself after a fork; numpy's global generator does not.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
