@@ -230,13 +230,15 @@ fn workers_start_without_it_if_the_process_is_killed() {
 }
 
 fn threads_of_modules_are_listed_once() {
-    let thread =
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()";
-    let launch = launch_with_module(thread);
+    let threads = "import threading, time
+for _ in range(2):
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()";
+    let launch = launch_with_module(threads);
     launch.write("script.py", "import threading; print(threading.active_count())");
     let run = launch.run(&["--nproc-per-node", "2", "--preload", "recorded", "script.py"]);
     assert_eq!((run.code, run.stdout.as_str()), (0, "1\n1\n"), "{}", run.stderr);
-    assert_eq!(run.stderr.matches("preloading left 1 thread").count(), 1, "{}", run.stderr);
+    assert_eq!(run.stderr.matches("preloading left threads running").count(), 1, "{}", run.stderr);
+    assert!(run.stderr.contains(" (2 times)"), "{}", run.stderr);
 }
 
 fn stop_during_imports_ends_the_launch() {

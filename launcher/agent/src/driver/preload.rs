@@ -2,6 +2,8 @@
 //!
 //! Whatever goes wrong, workers are started without it: preloading saves time, and nothing else depends on it.
 
+use std::collections::BTreeSet;
+
 use tokio::sync::mpsc;
 
 use super::Driver;
@@ -43,9 +45,8 @@ impl Driver<'_> {
         match imported.threads {
             Ok(threads) if threads.is_empty() => {}
             Ok(threads) => self.notify(&format!(
-                "preloading left {} running beside the main thread, which forked workers do not have: {}",
-                if threads.len() == 1 { "1 thread".into() } else { format!("{} threads", threads.len()) },
-                threads.join(", ")
+                "preloading left threads running, which forked workers do not have: {}",
+                counted(&threads)
             )),
             Err(reason) => {
                 self.notify(&without(&reason));
@@ -74,6 +75,16 @@ impl Driver<'_> {
             }
         }
     }
+}
+
+/// Thread names with their counts: `pt_main, python3 (31 times)`.
+fn counted(threads: &[String]) -> String {
+    let names: BTreeSet<&String> = threads.iter().collect();
+    let counted = names.into_iter().map(|name| match threads.iter().filter(|other| *other == name).count() {
+        1 => name.clone(),
+        count => format!("{name} ({count} times)"),
+    });
+    counted.collect::<Vec<_>>().join(", ")
 }
 
 fn without(reason: &str) -> String {

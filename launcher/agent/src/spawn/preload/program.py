@@ -29,6 +29,7 @@ import warnings
 PR_SET_PDEATHSIG = 1
 PR_SET_MM = 35
 PR_SET_MM_ARG_END = 9
+CUDA_ERROR_NOT_INITIALIZED = 3
 # Descriptors of a request: stdout, stderr, and the pipe on which the agent says that it has adopted the worker.
 DESCRIPTORS = 3
 INT_BYTES = struct.calcsize("i")
@@ -83,13 +84,13 @@ def cuda_in_use():
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is not None and cuda.is_initialized():
         return "`torch.cuda.is_initialized()` is true"
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
-        except OSError:
-            continue  # that of the listing
-        if path.startswith("/dev/nvidia") and path != "/dev/nvidiactl":
-            return f"`{path}` is open"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None  # it is not loaded
+    # Open device files would prove nothing: NVML opens the same ones, and survives.
+    if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != CUDA_ERROR_NOT_INITIALIZED:
+        return "the driver library is initialised"
     return None
 
 
