@@ -36,7 +36,8 @@ def launchers(binary):
 
 
 def measure(launcher, workers):
-    """Seconds from the command to the last first all-reduce, and from the kill to the next step; losses by step."""
+    """Seconds from the command to the last first all-reduce, and from the kill to the next step; losses by step. None if
+    the launch failed, as gloo's connections may on a machine with other load."""
     with tempfile.TemporaryDirectory(prefix="preload-") as state:
         command = [*launcher, "--nproc-per-node", str(workers), "--max-restarts", "1", str(SCRIPT)]
         command += ["--state", state, "--steps", str(STEPS), "--stop-at", str(STOP_AT)]
@@ -61,7 +62,8 @@ def measure(launcher, workers):
             stderr = process.stderr.read()
             code = process.wait(TIMEOUT)
         if code != 0 or resumed is None or len(losses) != STEPS:
-            raise SystemExit(f"{' '.join(command)}: exit {code}, losses {losses}\n{stderr[-3000:]}")
+            print(f"failed: {' '.join(command)}: exit {code}, losses {losses}\n{stderr[-3000:]}", flush=True)
+            return None
         return max(at for at, _ in reduced.values()) - began, resumed - killed, losses
 
 
@@ -84,8 +86,10 @@ def main():
     for _ in range(options.times):
         # In turn, so that other load on the machine is shared.
         for name, launcher in launchers(options.binary.resolve()).items():
-            results[name].append(measure(launcher, options.workers))
-    print("| launcher | start to first all-reduce | kill to next step |\n|---|---|---|")
+            if run := measure(launcher, options.workers):
+                results[name].append(run)
+                print(f"{name}: first all-reduce after {run[0]:.2f} s, next step after {run[1]:.2f} s", flush=True)
+    print("\n| launcher | start to first all-reduce | kill to next step |\n|---|---|---|")
     medians = {name: [statistics.median(run[i] for run in runs) for i in range(2)] for name, runs in results.items()}
     for name, runs in results.items():
         cells = []

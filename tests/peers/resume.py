@@ -1,14 +1,16 @@
 """DistributedDataParallel with a checkpoint after every step, to measure starts and restarts.
 
-    torchrun --nproc-per-node 2 --max-restarts 1 tests/peers/resume.py --state DIR [--steps 6] [--stop-at 3]
+    torchrun --nproc-per-node 2 --max-restarts 1 tests/peers/resume.py --state DIR [--steps 6] [--stop-at|--kill-at 3]
 
 Every rank prints `reduced TIME RANK PID` after its first all-reduce, and rank 0 `step N loss LOSS TIME` after every step.
-With --stop-at, the first attempt waits at that step to be killed. An attempt resumes after the newest checkpoint in DIR.
+At a given step of the first attempt, all ranks wait to be killed (--stop-at), or rank 1 kills itself (--kill-at). An
+attempt resumes after the newest checkpoint in DIR.
 """
 
 import argparse
 import os
 import pathlib
+import signal
 import time
 
 import torch
@@ -21,6 +23,7 @@ def main():
     parser.add_argument("--state", type=pathlib.Path, required=True)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--stop-at", type=int, default=-1)
+    parser.add_argument("--kill-at", type=int, default=-1)
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
     local = int(os.environ["LOCAL_RANK"])
@@ -45,8 +48,14 @@ def main():
         first = state["steps"]
     model = DistributedDataParallel(model, device_ids=[local] if cuda else None)
     for step in range(first, options.steps):
-        if step == options.stop_at and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-            time.sleep(1000)
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            if step == options.stop_at:
+                time.sleep(1000)
+            if step == options.kill_at:
+                # Rank 0 has saved the step before.
+                dist.barrier()
+                if rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
         generator = torch.Generator().manual_seed(1000 * step + rank)
         x = torch.randn(16, 8, generator=generator).to(device)
         loss = (model(x) - x.sum(dim=1, keepdim=True)).pow(2).mean()

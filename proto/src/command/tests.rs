@@ -109,6 +109,8 @@ fn a_spec_at_the_limits_is_accepted_and_beyond_is_refused_with_the_field_name() 
     assert_eq!(field(&|spec| spec.arguments.push("a\0b".into())), "arguments");
     assert_eq!(field(&|spec| spec.arguments = vec!["".into(); MAX_ARGUMENTS + 1]), "arguments");
     assert_eq!(field(&|spec| spec.arguments = vec![text(MAX_ARGUMENT_BYTES).into()]), "arguments");
+    assert_eq!(field(&|spec| spec.program = Program::Binary("a".into())), "preload");
+    assert_eq!(field(&|spec| spec.preload = vec!["a\0".into()]), "preload");
     assert_eq!(field(&|spec| spec.role = text(MAX_FIELD_BYTES + 1)), "role");
     assert_eq!(field(&|spec| spec.role = "\0".into()), "role");
     assert_eq!(field(&|spec| spec.run_id = Some("\0".into())), "run_id");

@@ -90,7 +90,7 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
             Flag::xlaunch(
                 "preload",
                 Value("MODULES"),
-                "import these once, such as torch,transformers, and fork the workers",
+                "import modules such as torch once, and fork the workers",
             )
             .also_in_environment(),
             Flag::torchrun(
