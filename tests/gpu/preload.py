@@ -36,8 +36,9 @@ def launchers(binary):
 
 
 def measure(launcher, workers):
-    """Seconds from the command to the last first all-reduce, and from the kill to the next step; losses by step. None if
-    the launch failed, as gloo's connections may on a machine with other load."""
+    """Seconds from the command to the last first all-reduce, and from the kill to the next step; losses by step.
+
+    None if the launch failed."""
     with tempfile.TemporaryDirectory(prefix="preload-") as state:
         command = [*launcher, "--nproc-per-node", str(workers), "--max-restarts", "1", str(SCRIPT)]
         command += ["--state", state, "--steps", str(STEPS), "--stop-at", str(STOP_AT)]

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 --max-restarts 1 tests/peers/resume.py --state DIR [--steps 6] [--stop-at|--kill-at 3]
 
-Every rank prints `reduced TIME RANK PID` after its first all-reduce, and rank 0 `step N loss LOSS TIME` after every step.
-At a given step of the first attempt, all ranks wait to be killed (--stop-at), or rank 1 kills itself (--kill-at). An
-attempt resumes after the newest checkpoint in DIR.
+Every rank prints `reduced TIME RANK PID` after its first all-reduce, and rank 0 `step N loss LOSS TIME` after every
+step. At a given step of the first attempt, all ranks wait to be killed (--stop-at), or rank 1 kills itself (--kill-at).
+An attempt resumes after the newest checkpoint in DIR.
 """
 
 import argparse

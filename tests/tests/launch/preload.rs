@@ -213,7 +213,13 @@ fn workers_start_without_it_if_an_import_fails() {
 
 fn workers_start_without_it_if_an_import_initialises_cuda() {
     let launch = launch_with_module("import torch\ntorch.cuda.init()");
-    launch.write("torch.py", "class cuda:\n    init = lambda: setattr(cuda, 'is_initialized', lambda: True)\n    is_initialized = lambda: False");
+    launch.write(
+        "torch.py",
+        "class cuda:
+    is_initialized = lambda: False
+    init = lambda: setattr(cuda, 'is_initialized', lambda: True)
+",
+    );
     launch.write("script.py", "import recorded; print(recorded.PROCESS == recorded.os.getpid())");
     let run = launch.run(&["--nproc-per-node", "2", "--preload", "torch,recorded", "script.py"]);
     assert_starts_without_it(&launch, &run, "`import recorded` initialised CUDA");
@@ -261,7 +267,10 @@ import os, subprocess
 subprocess.Popen(['setsid', 'sh', '-c', 'echo $$ > hidden.' + os.environ.get('RANK', 'm') + '; sleep 1000'])
 ";
     let launch = launch_with_module(hidden);
-    let fork = "\nif os.fork() == 0:\n    os.setsid()\n    open('forked.' + os.environ['RANK'], 'w').write(f'{os.getpid()}\\n')";
+    let fork = "
+if os.fork() == 0:
+    os.setsid()
+    open('forked.' + os.environ['RANK'], 'w').write(f'{os.getpid()}\\n')";
     launch.write("script.py", &format!("{hidden}{fork}\nimport time\ntime.sleep(1000)"));
     let process = launch.spawn(&["--nproc-per-node", "2", "--preload", "recorded", "script.py"]);
     let names = ["hidden.m", "hidden.0", "hidden.1", "forked.0", "forked.1"];

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! agent --spawn--> preloading process: imports --Imported--> agent
-//! agent --request, pipes--> preloading process --fork--> middle --fork--> worker, a child of the agent when middle exits
+//! agent --request, pipes--> preloading process --fork--> middle --fork--> worker: the agent's child when middle exits
 //! agent <--process id------ preloading process
 //! agent: registers the child, opens its pidfd, moves it to its cgroup --"adopted"--> worker runs the script
 //! ```
@@ -101,8 +101,8 @@ impl Preloader {
         self.channel.is_some()
     }
 
-    /// Forks the worker that `command` would start, and moves it to the cgroup of this `cgroup.procs`. After an error the
-    /// process is killed.
+    /// Forks the worker that `command` would start, and moves it to the cgroup of this `cgroup.procs`. After an error
+    /// the process is killed.
     pub(crate) async fn fork(
         &mut self,
         command: &Command,

@@ -1,13 +1,13 @@
 # The preloading process: imports modules once, then forks workers on request of xlaunch's agent.
 #
-# Run as `python -u -c PROGRAM SOCKET AGENT MODULE,... -- PYTHON -u SCRIPT ARGUMENT...`, with the number of the socket to
-# the agent and the agent's process id. What follows `--` is the command line of a worker. Only the standard library is
-# used, and only what Python 3.8 has. Messages are JSON, preceded by their length; the agent's texts are bytes, one per
-# character, because neither arguments nor environments need be UTF-8.
+# Run as `python -u -c PROGRAM SOCKET AGENT MODULE,... -- PYTHON -u SCRIPT ARGUMENT...`, with the number of the socket
+# to the agent and the agent's process id. What follows `--` is the command line of a worker. Only the standard library
+# is used, and only what Python 3.8 has. Messages are JSON, preceded by their length; the agent's texts are bytes, one
+# per character, because neither arguments nor environments need be UTF-8.
 #
 # A worker is forked twice, so that it becomes a child of the agent (a subreaper). It starts when the agent has adopted
-# it, and then finds what a new interpreter would: see `become_worker` and `run`. Frames of this program are removed from
-# its tracebacks.
+# it, and then finds what a new interpreter would: see `become_worker` and `run`. Frames of this program are removed
+# from its tracebacks.
 import sys
 
 NEW_MAIN = {name: value for name, value in globals().items() if name != "sys"}
@@ -128,7 +128,7 @@ def serve(control):
 
 
 def fork_twice():
-    """Forks a grandchild in a process group of its own. Returns its process id when its parent has exited, and 0 in it."""
+    """Forks a grandchild that leads a process group. Returns its process id when its parent has exited, and 0 in it."""
     reader, writer = os.pipe()
     child = fork()
     if child == 0:
