@@ -43,6 +43,8 @@ def measure(launcher, workers):
         command = [*launcher, "--nproc-per-node", str(workers), "--max-restarts", "1", str(SCRIPT)]
         command += ["--state", state, "--steps", str(STEPS), "--stop-at", str(STOP_AT)]
         environment = os.environ | {"PYTHON_EXEC": sys.executable, "OMP_NUM_THREADS": "1"}
+        # Otherwise torchrun's attempts share a store, and ranks on gloo find addresses of the attempt before in it.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         began = time.time()
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         with process:
@@ -90,6 +92,8 @@ def main():
             if run := measure(launcher, options.workers):
                 results[name].append(run)
                 print(f"{name}: first all-reduce after {run[0]:.2f} s, next step after {run[1]:.2f} s", flush=True)
+    if not all(results.values()):
+        raise SystemExit("no result of " + ", ".join(name for name, runs in results.items() if not runs))
     print("\n| launcher | start to first all-reduce | kill to next step |\n|---|---|---|")
     medians = {name: [statistics.median(run[i] for run in runs) for i in range(2)] for name, runs in results.items()}
     for name, runs in results.items():

@@ -42,7 +42,7 @@ const PROGRAM: &str = include_str!("program.py");
 /// For a fork of the preloading process, which takes milliseconds: longer means that it hangs.
 const FORK_TIMEOUT: Duration = Duration::from_secs(20);
 /// For the preloading process and what it started to disappear at the end of the job.
-const KILL_DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
+const PRELOADER_DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How to start a preloading process.
 #[derive(Debug)]
@@ -151,7 +151,7 @@ impl Preloader {
     /// Kills it and everything that it started.
     pub(crate) async fn end(self) {
         // Dropping the tree kills what remains.
-        self.processes.kill_and_wait(KILL_DRAIN_TIMEOUT).await;
+        self.processes.kill_and_wait(PRELOADER_DRAIN_TIMEOUT).await;
     }
 }
 
