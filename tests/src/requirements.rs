@@ -22,6 +22,14 @@ pub fn python3() -> Requirement {
     succeeds(Command::new("python3").arg("--version"), "Python 3 (install `python3`)")
 }
 
+/// Python 3, and a mount namespace in which cgroups are not mounted.
+pub fn python3_without_cgroups() -> Requirement {
+    python3()?;
+    let mut unshare = Command::new("unshare");
+    unshare.args(["--mount", "umount", "-R", "/sys/fs/cgroup"]);
+    succeeds(&mut unshare, "a private mount (`unshare` of util-linux, and root)")
+}
+
 /// PyTorch.
 pub fn torch() -> Requirement {
     python_modules(&["torch"])

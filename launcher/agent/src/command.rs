@@ -24,6 +24,7 @@ pub struct ResolvedCommand {
     pub name: String,
     /// Program and arguments of every worker.
     pub argv: Vec<OsString>,
+    pub preload: Vec<String>,
     pub role: String,
     pub run_id: Option<String>,
     /// Workers on this node.
@@ -81,6 +82,7 @@ pub fn resolve(
     Ok(ResolvedCommand {
         name,
         argv,
+        preload: spec.preload,
         role: spec.role,
         run_id: spec.run_id,
         nproc,

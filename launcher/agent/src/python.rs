@@ -1,6 +1,7 @@
 //! The Python interpreter of this node, and the command lines that run programs with it.
 
 use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -31,6 +32,16 @@ pub(crate) fn argv(
     argv.push(target);
     argv.extend(arguments);
     Ok(argv)
+}
+
+/// Whether a preloading process can run this: the command line of [`argv`] for a script in source form, a module, or
+/// text. Python itself reads standard input, compiled files and other options.
+pub(crate) fn is_preloadable(argv: &[OsString]) -> bool {
+    argv.get(2).is_some_and(|target| {
+        let target = target.as_bytes();
+        let is_option = target.starts_with(b"-");
+        if is_option { argv.len() > 3 && matches!(target, b"-m" | b"-c") } else { !target.ends_with(b".pyc") }
+    })
 }
 
 /// `PYTHON_EXEC`, or the first Python in `PATH`, which is that of an active virtual environment.
@@ -78,6 +89,17 @@ mod tests {
         assert_eq!(module, ["/opt/python", "-u", "-m", "pkg"]);
         let refusal = argv(script(), Vec::new(), &|_| None).unwrap_err();
         assert!(refusal.contains("PYTHON_EXEC"), "{refusal}");
+        for (program, preloadable) in [
+            (script(), true),
+            (Program::Module("pkg".into()), true),
+            (Program::RunPath("a.py".into()), true),
+            (Program::Script("-".into()), false),
+            (Program::Script("-c".into()), false),
+            (Program::Script("a.pyc".into()), false),
+        ] {
+            let argv = argv(program, Vec::new(), &chosen).unwrap();
+            assert_eq!(is_preloadable(&argv), preloadable, "{argv:?}");
+        }
         assert_eq!(argv(Program::Binary("a".into()), vec!["b".into()], &|_| None).unwrap(), ["a", "b"]);
     }
 }

@@ -310,6 +310,7 @@ mod tests {
         let variable = |name: &str| (name == "PET_NPROC_PER_NODE").then(|| "3".into());
         assert_eq!(spec("-m train", &variable).nproc, Nproc::Count(3));
         assert_eq!(spec("--nproc gpu -m train", &variable).nproc, Nproc::Gpu);
+        assert_eq!(spec("--preload torch -m train", &variable).preload, ["torch"]);
     }
 
     #[test]

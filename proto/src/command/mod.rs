@@ -42,6 +42,10 @@ pub struct CommandSpec {
     /// Arguments of the program. `${local_rank}` in an argument is replaced by the worker's local rank.
     #[serde(with = "os_text::list")]
     pub arguments: Vec<OsString>,
+    /// Python modules that one process per node imports before it forks the workers. Default: workers start by
+    /// themselves.
+    #[serde(default)]
+    pub preload: Vec<String>,
     /// `ROLE_NAME`, and part of the prefix of log lines.
     pub role: String,
     /// `TORCHELASTIC_RUN_ID`. Default: random.
@@ -254,6 +258,7 @@ impl CommandSpec {
             nproc: Nproc::Count(1),
             program,
             arguments,
+            preload: Vec::new(),
             role: "default".into(),
             run_id: None,
             master_addr: "127.0.0.1".into(),
@@ -325,7 +330,12 @@ impl CommandSpec {
             at_most(field, "entries", filters.len(), MAX_ENTRIES)?;
             filters.iter().try_for_each(|filter| check_text(field, filter.as_ref()))?;
         }
+        self.preload.iter().try_for_each(|module| check_text("preload", module.as_ref()))?;
+        if !self.preload.is_empty() && matches!(self.program, Program::Binary(_)) {
+            return Err(invalid("preload", "needs a Python script or module as the program".into()));
+        }
         for (field, entries) in [
+            ("preload", self.preload.len()),
             ("signals", self.signals.len()),
             ("no_restart_codes", self.no_restart_codes.len()),
             ("logs.redirects", logs.redirects.ranks.len()),

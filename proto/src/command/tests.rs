@@ -14,8 +14,9 @@ fn full() -> CommandSpec {
         PerRank { all: Streams { stdout: true, stderr: false }, ranks: [(3, both), (12, both)].into() };
     CommandSpec {
         nproc: Nproc::Gpu,
-        program: Program::Binary(raw(b"./\xff")),
+        program: Program::Script(raw(b"./\xff")),
         arguments: vec!["--lr".into(), raw(b"\xfe=1"), "".into()],
+        preload: vec!["torch".into(), "torch.distributed".into()],
         role: "trainer".into(),
         run_id: Some("id".into()),
         master_addr: "::1".into(),
@@ -108,6 +109,8 @@ fn a_spec_at_the_limits_is_accepted_and_beyond_is_refused_with_the_field_name() 
     assert_eq!(field(&|spec| spec.arguments.push("a\0b".into())), "arguments");
     assert_eq!(field(&|spec| spec.arguments = vec!["".into(); MAX_ARGUMENTS + 1]), "arguments");
     assert_eq!(field(&|spec| spec.arguments = vec![text(MAX_ARGUMENT_BYTES).into()]), "arguments");
+    assert_eq!(field(&|spec| spec.program = Program::Binary("a".into())), "preload");
+    assert_eq!(field(&|spec| spec.preload = vec!["a\0".into()]), "preload");
     assert_eq!(field(&|spec| spec.role = text(MAX_FIELD_BYTES + 1)), "role");
     assert_eq!(field(&|spec| spec.role = "\0".into()), "role");
     assert_eq!(field(&|spec| spec.run_id = Some("\0".into())), "run_id");

@@ -8,6 +8,7 @@ use xlaunch_tests::{Launch, Output, Process, requirements};
 xlaunch_harness::tests! {
     needs requirements::torch:
     ddp_has_the_losses_of_torchrun,
+    preloaded_workers_have_the_losses_of_plain_ones,
     exception_in_one_rank_is_the_root_cause,
     workers_have_all_variables_of_torchrun;
     needs requirements::accelerate:
@@ -50,6 +51,29 @@ fn accelerate_has_the_losses_of_torchrun() {
 
 fn lightning_has_the_losses_of_torchrun() {
     assert_same_losses("with_lightning.py", 8);
+}
+
+/// Launches a script that saves every step, with a restart in which it resumes after a rank was killed.
+fn preloaded_workers_have_the_losses_of_plain_ones() {
+    let launch = Launch::new();
+    let losses = |state: &str, options: &[&str]| {
+        let state = launch.path().join(state);
+        std::fs::create_dir(&state).unwrap();
+        let (script, state) = (script("resume.py"), state.display().to_string());
+        let target =
+            ["--nproc-per-node", "2", "--max-restarts", "1", &script, "--state", &state, "--kill-at", "3"];
+        let run = xlaunch(&[options, &target].concat());
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        assert!(run.stderr.contains("SIGKILL: killed); restarting"), "{}", run.stderr);
+        let steps = run.stdout.lines().filter(|line| line.starts_with("step "));
+        let losses: Vec<String> = steps.map(|line| line.split(' ').take(4).collect()).collect();
+        assert_eq!(losses.len(), 6, "{}", run.stdout);
+        (losses, run.stderr)
+    };
+    let (plain, _) = losses("plain", &[]);
+    let (preloaded, stderr) = losses("preloaded", &["--preload", "torch,torch._dynamo"]);
+    assert!(!stderr.contains("preloading failed"), "{stderr}");
+    assert_eq!(preloaded, plain);
 }
 
 fn exception_in_one_rank_is_the_root_cause() {

@@ -10,6 +10,7 @@ mod first_cause;
 mod hangs;
 mod input;
 mod limits;
+mod preload;
 mod restarts;
 mod signals;
 mod status;
@@ -19,8 +20,8 @@ mod stopping;
 const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
-    modules cleanup, commands, environment, failures, first_cause, hangs, input, limits, restarts, signals, status,
-        stopping;
+    modules cleanup, commands, environment, failures, first_cause, hangs, input, limits, preload, restarts, signals,
+        status, stopping;
 }
 
 /// Lines of a text, sorted: ranks write in any order.

@@ -184,7 +184,7 @@ impl Driver<'_> {
     }
 
     pub(super) async fn start_worker(
-        &self,
+        &mut self,
         processes: &mut ProcessTree,
         attempt: u32,
         rank: u32,
@@ -193,7 +193,11 @@ impl Driver<'_> {
         fs_err::create_dir_all(dir)?;
         let (mut command, options) = self.workload.command(attempt, rank, dir)?;
         processes.prepare(rank, &mut command);
-        let Spawned { worker, stdout, stderr } = self.spawner.spawn(command, options).await?;
+        let forked = self.fork_worker(processes, rank, &command, &options).await;
+        let Spawned { worker, stdout, stderr } = match forked {
+            Some(spawned) => spawned,
+            None => self.spawner.spawn(command, options).await?,
+        };
         processes.add(worker.pid);
         self.reaper.watch(self.attempt.processes.iter().chain([&*processes]));
         // An error from here on leaves the process to the process tree. No exit is reported: the rank has not started.

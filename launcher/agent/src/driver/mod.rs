@@ -3,8 +3,9 @@
 //! ```text
 //! exits (pidfds), calls (gRPC), signals, deadlines --events--> Job (pure) --actions--> start, signal, kill, notify
 //! ```
-//! - `attempt`: the processes of one attempt; `next_attempt`: those that wait for it to end; `evidence`: what is known
-//!   about a failure; `hang`: what is known about ranks that hang, and their end.
+//! - `attempt`: the processes of one attempt; `next_attempt`: those that wait for it to end; `preload`: the process that
+//!   forks them, if there is one; `evidence`: what is known about a failure; `hang`: what is known about ranks that hang,
+//!   and their end.
 //! - Everything that depends on the kind of job is behind [`Workload`]; the driver knows only `dyn Workload`.
 //! - The processes of an attempt belong to a [`ProcessTree`](crate::spawn::process_tree::ProcessTree), which is empty
 //!   before the next attempt starts or the job ends. A [`Reaper`] process cleans up if this process is killed.
@@ -13,6 +14,7 @@ mod attempt;
 mod evidence;
 mod hang;
 mod next_attempt;
+mod preload;
 
 use std::collections::VecDeque;
 use std::io;
@@ -32,6 +34,7 @@ use crate::rendezvous::service::{self, Message};
 use crate::report::Evidence;
 use crate::run_dir::RunDir;
 use crate::signals::{self, SignalRequest};
+use crate::spawn::preload::Preloader;
 use crate::spawn::reaper::Reaper;
 use crate::spawn::{Spawner, adopt_orphans, reap_orphans};
 use crate::state::{Action, Event, Job, Outcome, Phase, StopCause};
@@ -112,16 +115,18 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
     let mut children = signal(SignalKind::child())?;
     let mut stall_poll = tokio::time::interval(STALL_POLL_INTERVAL);
     stall_poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let rules = workload.rules();
+    let (rules, plan, now) = (workload.rules(), workload.preload(), Instant::now());
+    let (imported, mut imports) = mpsc::unbounded_channel();
     let mut driver = Driver {
         workload,
         run,
         reaper,
         world: rules.world,
-        job: Job::new(rules, Instant::now()),
+        job: if plan.is_some() { Job::preloading(rules, now) } else { Job::new(rules, now) },
         spawner: Spawner::start()?,
         attempt: Attempt::default(),
         next: None,
+        preloader: None,
         board,
         failed: false,
         keep_evidence: false,
@@ -130,7 +135,10 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
         examined,
     };
 
-    let mut outcome = driver.act(vec![Action::Start { attempt: 0 }]).await;
+    let mut outcome = match plan {
+        Some(plan) => driver.preload(plan, imported).await,
+        None => driver.act(vec![Action::Start { attempt: 0 }]).await,
+    };
     while outcome.is_none() {
         let deadline = driver.deadline();
         let events = tokio::select! {
@@ -141,6 +149,7 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
                 events.extend(driver.exited(exit));
                 events
             }
+            Some(imported) = imports.recv() => vec![driver.imported(imported)],
             Some(message) = inbox.recv() => driver.message(message),
             Some(request) = requests.recv() => Vec::from_iter(driver.signal_request(request)),
             Some(examined) = hangs.recv() => Vec::from_iter(driver.hang_examined(examined)),
@@ -177,6 +186,7 @@ struct Driver<'a> {
     attempt: Attempt,
     /// Workers that wait for the next attempt.
     next: Option<Attempt>,
+    preloader: Option<Preloader>,
     board: watch::Sender<Board>,
     /// The job has ended with a failure.
     failed: bool,
@@ -243,6 +253,9 @@ impl Driver<'_> {
                 Action::End(end) => {
                     self.drop_next().await;
                     self.end_attempt().await;
+                    if let Some(preloader) = self.preloader.take() {
+                        preloader.end().await;
+                    }
                     self.board.send_modify(|board| board.time.end(Instant::now()));
                     self.failed = end.root.is_some();
                     outcome = Some(end);
@@ -260,7 +273,7 @@ impl Driver<'_> {
 
     fn publish_state(&self) {
         let state = match self.job.phase() {
-            Phase::RestartDelay => JobState::Starting,
+            Phase::Preloading | Phase::RestartDelay => JobState::Starting,
             Phase::Rendezvous => JobState::Rendezvous,
             Phase::Running => JobState::Running,
             Phase::Stopping => JobState::Stopping,
@@ -321,8 +334,14 @@ impl Driver<'_> {
                     self.attempt.forward(signal);
                 }
             }
-            SignalRequest::Suspend => self.attempt.suspend(),
-            SignalRequest::Resume => self.attempt.resume(),
+            SignalRequest::Suspend => match &self.preloader {
+                Some(preloader) if self.job.phase() == Phase::Preloading => preloader.suspend(),
+                _ => self.attempt.suspend(),
+            },
+            SignalRequest::Resume => {
+                self.preloader.iter().for_each(Preloader::resume);
+                self.attempt.resume();
+            }
         }
         None
     }

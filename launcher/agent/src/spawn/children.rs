@@ -25,6 +25,16 @@ pub(super) fn spawn(command: &mut Command) -> std::io::Result<Child> {
     Ok(child)
 }
 
+/// Makes an orphan one of our own: `start` returns the id of a process whose parent has just exited, and which
+/// [`reap_orphans`] leaves alone until [`forget`] is called.
+pub(super) fn adopt(start: impl FnOnce() -> std::io::Result<u32>) -> std::io::Result<u32> {
+    // Locked meanwhile: it may exit at any time, and only its starter may reap it.
+    let mut started = started();
+    let pid = start()?;
+    started.insert(pid);
+    Ok(pid)
+}
+
 /// The process has been reaped, or never will be.
 pub(super) fn forget(pid: u32) {
     started().remove(&pid);

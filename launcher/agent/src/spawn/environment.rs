@@ -10,6 +10,17 @@ use xlaunch_proto::env;
 use crate::command::ResolvedCommand;
 use crate::devices::Placement;
 
+/// Variables with a value for each worker or attempt, beside the `CUDA_VISIBLE_DEVICES` of a virtual local rank.
+const OF_ONE_WORKER: [&str; 7] = [
+    "RANK",
+    "LOCAL_RANK",
+    "ROLE_RANK",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_ERROR_FILE",
+    env::ATTEMPT,
+];
+
 /// What workers inherit.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum BaseEnvironment {
@@ -27,6 +38,14 @@ impl BaseEnvironment {
         match self {
             Self::Own => std::env::var_os(name),
             Self::Submitted(variables) => variables.get(name.as_ref()).cloned(),
+        }
+    }
+
+    /// All of them.
+    pub(crate) fn variables(&self) -> BTreeMap<OsString, OsString> {
+        match self {
+            Self::Own => std::env::vars_os().collect(),
+            Self::Submitted(variables) => variables.clone(),
         }
     }
 
@@ -166,6 +185,13 @@ pub(crate) fn command_variables(
     all
 }
 
+/// Variables of a command's workers that have the same value in all workers of all attempts.
+pub(crate) fn common_variables(group: &CommandGroup<'_>, threads: usize) -> Vec<(&'static str, OsString)> {
+    let mut all = command_variables(group, 0, Path::new(""), threads);
+    all.retain(|(name, _)| !OF_ONE_WORKER.contains(name) && *name != "CUDA_VISIBLE_DEVICES");
+    all
+}
+
 /// This rank's entry of the inherited list. A list that is too short was refused by the command line.
 fn own_gpu(local_rank: u32, visible: Option<OsString>) -> OsString {
     let rank = local_rank.to_string();
@@ -222,6 +248,7 @@ mod tests {
         ResolvedCommand {
             name: "train".into(),
             argv: vec!["train".into()],
+            preload: Vec::new(),
             role: "trainer".into(),
             run_id: None,
             nproc: 2,

@@ -7,6 +7,7 @@
 //!
 //! ```text
 //! Spawner --fork--> enter the cgroup, bind to CPUs --exec--> worker --fork--> its own children
+//! preload         the same for Python, forked from a process that has imported the modules
 //! process_tree    all processes of an attempt, found by cgroup or by `membership`, and killed
 //! reaper          does the same from another process if xlaunch is killed
 //! children        processes that this process started, and orphans that it adopted
@@ -25,6 +26,7 @@ pub(crate) mod helper;
 mod membership;
 mod oom;
 pub(crate) mod port;
+pub(crate) mod preload;
 pub(crate) mod process_tree;
 pub mod reaper;
 pub mod sys;
@@ -32,7 +34,7 @@ pub mod sys;
 mod tests;
 
 use std::io::IsTerminal;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{ChildStderr, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 
@@ -154,15 +156,7 @@ impl Worker {
         if pidfd.readable().await.is_err() {
             return Exit::Unknown;
         }
-        let peek = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-        match waitid(WaitId::PidFd(pidfd.get_ref().as_fd()), peek) {
-            Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
-                (Some(code), _) => Exit::Code(code),
-                (None, Some(signal)) => Exit::Signal(signal),
-                (None, None) => Exit::Unknown,
-            },
-            _ => Exit::Unknown,
-        }
+        exit_status(pidfd.get_ref().as_fd())
     }
 
     /// A handle for [`exit`](Self::exit).
@@ -173,6 +167,19 @@ impl Worker {
     /// Signals the whole process group, which may be gone.
     pub fn signal(&self, signal: Signal) {
         let _ = kill_process_group(self.pid_typed, signal);
+    }
+}
+
+/// How a child that has exited did so. It is not reaped.
+fn exit_status(pidfd: BorrowedFd<'_>) -> Exit {
+    let peek = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+    match waitid(WaitId::PidFd(pidfd), peek) {
+        Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
+            (Some(code), _) => Exit::Code(code),
+            (None, Some(signal)) => Exit::Signal(signal),
+            (None, None) => Exit::Unknown,
+        },
+        _ => Exit::Unknown,
     }
 }
 

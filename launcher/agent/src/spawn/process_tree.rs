@@ -6,7 +6,9 @@
 //! [`ProcessTree::kill_and_wait`] leaves only processes that the kernel itself cannot end.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
@@ -70,9 +72,14 @@ impl ProcessTree {
     /// Marks the command's environment, and makes it enter its rank's cgroup before its program runs.
     pub(crate) fn prepare(&self, local_rank: u32, command: &mut Command) {
         command.env(env::SCOPE, &self.members.mark);
-        if let Some(procs) = self.cgroups.as_ref().and_then(|cgroups| cgroups.procs_file(local_rank)) {
+        if let Some(procs) = self.cgroup_of(local_rank) {
             sys::enter_cgroup(command, procs);
         }
+    }
+
+    /// `cgroup.procs` of a rank, for a worker that does not enter its cgroup itself.
+    pub(crate) fn cgroup_of(&self, local_rank: u32) -> Option<Arc<OwnedFd>> {
+        self.cgroups.as_ref().and_then(|cgroups| cgroups.procs_file(local_rank))
     }
 
     /// Adds a started worker, whose [`Worker`](super::Worker) must outlive this tree so that its id is not reused.

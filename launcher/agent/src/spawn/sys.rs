@@ -3,7 +3,7 @@
 //! A hook makes only system calls, on data that was prepared before the fork: after it, another thread's lock stays
 //! locked.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::Arc;
@@ -87,12 +87,17 @@ pub(super) fn bind_to_cpus(command: &mut Command, cpus: CpuSet) {
     unsafe { command.pre_exec(hook) };
 }
 
-/// Lets the process inherit a descriptor that is closed in all others.
+/// Lets the process inherit a descriptor that is closed in all others, under its [`number`] in this process.
 pub(super) fn inherit(command: &mut Command, fd: Arc<OwnedFd>) {
     let hook = move || Ok(fcntl_setfd(&fd, FdFlags::empty())?);
     // SAFETY: the hook makes one system call on an open descriptor, of which only the child's copy changes: it is
     // async-signal-safe.
     unsafe { command.pre_exec(hook) };
+}
+
+/// The number of a descriptor.
+pub(super) fn number(fd: &OwnedFd) -> i32 {
+    fd.as_raw_fd()
 }
 
 /// Makes the process ignore [`JOB_SIGNALS`]. Up to this call it has xlaunch's handlers, so none of them ends it.

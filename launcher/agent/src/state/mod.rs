@@ -8,7 +8,8 @@
 //!                   v   v               deadline                               |
 //!                  Stopping ----------------------------> SIGKILL -------------'--> RestartDelay --> next attempt
 //! ```
-//! A job starts in Rendezvous; workers of a command do not join one, so their attempts start in Running. The first
+//! A job starts in Rendezvous; workers of a command do not join one, so their attempts start in Running. A command with
+//! modules to preload starts in Preloading, where no worker exists: a stop ends the job at once. The first
 //! failure, or a stop, leads to Stopping, which ends with SIGKILL for those that are still there at the deadline. When
 //! the last worker has exited, the restart policy decides between Ended and another attempt (`restart`, `policy`).
 //! Which of several failures was the first is decided in `blame`.
@@ -141,6 +142,11 @@ impl Job {
         }
     }
 
+    /// A job whose first attempt starts at [`Event::Preloaded`].
+    pub fn preloading(rules: Rules, now: Instant) -> Self {
+        Self { phase: Phase::Preloading, ..Self::new(rules, now) }
+    }
+
     /// The phase that the job is in.
     pub fn phase(&self) -> Phase {
         self.phase
@@ -165,6 +171,7 @@ impl Job {
     pub fn handle(&mut self, event: Event, now: Instant) -> Vec<Action> {
         match (self.phase, event) {
             (Phase::Ended, _) => Vec::new(),
+            (Phase::Preloading, event) => self.while_preloading(&event, now),
             (Phase::RestartDelay, event) => self.during_restart_delay(&event, now),
             (_, event) => {
                 let mut actions = self.during_attempt(event, now);
@@ -176,6 +183,17 @@ impl Job {
         }
     }
 
+    fn while_preloading(&mut self, event: &Event, now: Instant) -> Vec<Action> {
+        match event {
+            Event::Preloaded => self.begin_attempt(now),
+            Event::Stop(cause) => {
+                self.stop = Some(*cause);
+                self.end(Vec::new())
+            }
+            _ => Vec::new(),
+        }
+    }
+
     fn during_attempt(&mut self, event: Event, now: Instant) -> Vec<Action> {
         match event {
             Event::SpawnFailed { rank, reason, exit } => {
@@ -183,6 +201,7 @@ impl Job {
                 let message = format!("failed to start: {reason}");
                 self.fail(Failure::of_rank(rank, message, exit), now)
             }
+            Event::Preloaded => Vec::new(),
             Event::AllJoined => {
                 if self.phase == Phase::Rendezvous {
                     self.phase = Phase::Running;

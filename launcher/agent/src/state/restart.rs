@@ -105,7 +105,7 @@ impl Job {
         }
     }
 
-    fn begin_attempt(&mut self, now: Instant) -> Vec<Action> {
+    pub(super) fn begin_attempt(&mut self, now: Instant) -> Vec<Action> {
         self.phase = first_phase(self.rules.kind);
         self.attempt_start = now;
         self.alive.fill(true);

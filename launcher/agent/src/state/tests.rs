@@ -61,6 +61,18 @@ fn outcome(actions: &[Action]) -> Outcome {
 }
 
 #[test]
+fn stop_while_modules_are_imported_ends_the_job_before_a_worker_starts() {
+    let preloading = || Job::preloading(rules(Kind::Command, 2, 1), Instant::now());
+    let mut job = preloading();
+    let end = outcome(&run(&mut job, &[Event::Stop(StopCause::Signal(SIGTERM)), Event::Preloaded]));
+    assert_eq!((end.exit, end.root, end.stopped), (ExitCode::Signal(15), None, true));
+    let mut job = preloading();
+    assert_eq!(run(&mut job, &[Event::Tick]), []);
+    assert_eq!(run(&mut job, &[Event::Preloaded, Event::Preloaded]), [Action::Start { attempt: 0 }]);
+    assert_eq!(job.phase(), Phase::Running);
+}
+
+#[test]
 fn all_workers_done_is_done() {
     let mut job = trainer(2, 0);
     let actions = run(&mut job, &[Event::AllJoined, exited(1, 0), exited(0, 0)]);

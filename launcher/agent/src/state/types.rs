@@ -49,6 +49,8 @@ pub enum Event {
         /// What xlaunch exits with.
         exit: ExitCode,
     },
+    /// The imports before the first attempt are done.
+    Preloaded,
     /// The rendezvous is complete.
     AllJoined,
     /// The rendezvous failed, or the ranks did not open their communicator after it, for this reason.
@@ -225,6 +227,8 @@ pub struct Failure {
 /// The phase of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
+    /// Modules are imported before the first attempt.
+    Preloading,
     /// Workers start and join.
     Rendezvous,
     /// Workers work.

@@ -15,11 +15,13 @@ use xlaunch_proto::v1::JobKind;
 
 use crate::command::{LogOptions, ResolvedCommand, quote_line};
 use crate::logs::Output;
+use crate::python;
 use crate::rendezvous::service::Message;
 use crate::run_dir::RunDir;
 use crate::spawn::affinity::Affinity;
 use crate::spawn::environment::{self, BaseEnvironment, CommandGroup};
 use crate::spawn::port::MasterPort;
+use crate::spawn::preload::PreloadPlan;
 use crate::spawn::{Options, inherits_stdin};
 use crate::state::{Event, Job, Kind, Rules};
 use crate::status::board::{self, Board};
@@ -68,6 +70,27 @@ impl<'a> CommandWorkload<'a> {
     }
 }
 
+impl CommandWorkload<'_> {
+    fn group(&self, attempt: u32) -> CommandGroup<'_> {
+        let port = self.spec.master_port.or(self.port.as_ref().map(MasterPort::number));
+        CommandGroup {
+            base: self.base,
+            spec: self.spec,
+            run_id: &self.run.id,
+            socket: &self.run.socket,
+            attempt,
+            master_port: port.unwrap_or(0),
+        }
+    }
+
+    /// `OMP_NUM_THREADS` of a rank. The plan counts cores; a container's CPU quota may allow less.
+    fn threads(&self, rank: u32) -> usize {
+        let parallelism = std::thread::available_parallelism().map_or(1, usize::from);
+        let fair_share = (parallelism / self.spec.nproc.max(1) as usize).max(1);
+        self.affinities.get(rank as usize).map_or(1, Affinity::cores).min(fair_share)
+    }
+}
+
 impl Workload for CommandWorkload<'_> {
     fn rules(&self) -> Rules {
         Rules {
@@ -108,27 +131,31 @@ impl Workload for CommandWorkload<'_> {
 
     fn command(&self, attempt: u32, rank: u32, dir: &Path) -> std::io::Result<(Command, Options)> {
         let spec = self.spec;
-        let group = CommandGroup {
-            base: self.base,
-            spec,
-            run_id: &self.run.id,
-            socket: &self.run.socket,
-            attempt,
-            master_port: spec.master_port.or(self.port.as_ref().map(MasterPort::number)).unwrap_or(0),
-        };
-        let affinity = self.affinities.get(rank as usize);
-        // The plan counts cores; a container's CPU quota may allow less.
-        let fair_share =
-            std::thread::available_parallelism().map_or(1, usize::from) / spec.nproc.max(1) as usize;
-        let threads = affinity.map_or(1, Affinity::cores).min(fair_share.max(1));
         let (program, arguments) = spec.argv.split_first().map_or((OsStr::new(""), &[][..]), |(p, a)| (p, a));
         let mut command = Command::new(program);
         command.args(arguments.iter().map(|argument| for_rank(argument, rank)));
         self.base.apply(&mut command);
-        command.envs(environment::command_variables(&group, rank, dir, threads));
-        let cpus = affinity.and_then(Affinity::cpus).copied();
+        command.envs(environment::command_variables(&self.group(attempt), rank, dir, self.threads(rank)));
+        let cpus = self.affinities.get(rank as usize).and_then(Affinity::cpus).copied();
         let inherit_stdin = inherits_stdin(spec.nproc);
         Ok((command, Options { inherit_stdin, cpus, ..Options::default() }))
+    }
+
+    fn preload(&self) -> Option<PreloadPlan> {
+        let (modules, argv) = (self.spec.preload.clone(), self.spec.argv.clone());
+        if modules.is_empty() {
+            return None;
+        }
+        if !python::is_preloadable(&argv) {
+            self.notify(
+                "xlaunch: --preload applies to Python sources and modules only; starting workers without it",
+            );
+            return None;
+        }
+        let mut interpreter = Command::new(argv.first()?);
+        self.base.apply(&mut interpreter);
+        interpreter.envs(environment::common_variables(&self.group(0), self.threads(0)));
+        Some(PreloadPlan { interpreter, modules, argv, inherit_stdin: inherits_stdin(self.spec.nproc) })
     }
 
     fn program(&self) -> Option<&OsStr> {

@@ -26,6 +26,7 @@ use crate::logs::Output;
 use crate::rendezvous::service::Message;
 use crate::spawn::Options;
 use crate::spawn::environment::BaseEnvironment;
+use crate::spawn::preload::PreloadPlan;
 use crate::state::{Event, Job, Rules};
 use crate::status::board::{self, Board};
 pub(crate) use hang::{Hang, ranks_text};
@@ -53,6 +54,11 @@ pub(crate) trait Workload {
 
     /// The command that starts one worker; `dir`, which exists, holds its files.
     fn command(&self, attempt: u32, rank: u32, dir: &Path) -> std::io::Result<(Command, Options)>;
+
+    /// The process that forks the workers, if the user wants one.
+    fn preload(&self) -> Option<PreloadPlan> {
+        None
+    }
 
     /// The user's program, if there is one: its exit codes mean what it likes.
     fn program(&self) -> Option<&OsStr> {

@@ -55,6 +55,11 @@ impl Flag {
         self
     }
 
+    const fn also_in_environment(mut self) -> Self {
+        self.in_environment = true;
+        self
+    }
+
     const fn refused(mut self, why: &'static str) -> Self {
         self.refused = Some(why);
         self
@@ -82,6 +87,12 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
             Flag::torchrun("module", Nothing, "launch a Python module").short('m'),
             Flag::torchrun("no-python", Nothing, "launch a program without Python, like --"),
             Flag::torchrun("run-path", Nothing, "launch a script with runpy.run_path"),
+            Flag::xlaunch(
+                "preload",
+                Value("MODULES"),
+                "import modules such as torch once, and fork the workers",
+            )
+            .also_in_environment(),
             Flag::torchrun(
                 "role",
                 Value("NAME"),

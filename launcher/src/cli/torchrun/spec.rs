@@ -30,9 +30,16 @@ pub(super) fn command(
         given => given,
     };
     let defaults = CommandSpec::new(program(reader, target, is_program)?, Vec::new());
+    let preload = reader.parsed("preload", values::modules)?.unwrap_or_default();
+    if !preload.is_empty() && matches!(defaults.program, Program::Binary(_)) {
+        return Err(
+            "--preload imports Python modules: it needs a script or -m MODULE, and no --no-python".into()
+        );
+    }
     Ok(CommandSpec {
         nproc: reader.parsed("nproc-per-node", values::nproc)?.unwrap_or(defaults.nproc),
         arguments: target.get(1..).unwrap_or_default().to_vec(),
+        preload,
         role: reader.parsed("role", text)?.unwrap_or(defaults.role),
         run_id,
         master_addr,

@@ -153,6 +153,7 @@ fn environment_variables_replace_missing_flags() {
         ("PET_MODULE", "1"),
         ("PET_VIRTUAL_LOCAL_RANK", "0"),
         ("PET_ROLE", "worker"),
+        ("PET_PRELOAD", "torch, torch.nn"),
         ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7"),
         ("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "${local_rank} "),
         // torchrun does not read this one.
@@ -161,6 +162,7 @@ fn environment_variables_replace_missing_flags() {
     let found = spec("--role mine pkg", &variables);
     assert_eq!((found.nproc, found.restarts.most, found.role.as_str()), (4, 2, "mine"));
     assert_eq!(found.argv, ["py", "-u", "-m", "pkg"]);
+    assert_eq!(found.preload, ["torch", "torch.nn"]);
     assert_eq!((found.shutdown_timeout.as_secs(), found.logs.prefix.as_deref()), (7, Some("${local_rank} ")));
     assert!(!found.virtual_local_rank && found.binding.is_none());
     let given = spec("--shutdown-timeout 9 --log-line-prefix-template x pkg", &variables);
@@ -188,6 +190,10 @@ fn invalid_values_are_refused_with_what_was_expected() {
         ("--tee 5 a.py", "--tee 5: expected 0 (none), 1 (stdout)"),
         ("--numa-binding core a.py", "expected node, socket, exclusive or core-complex"),
         ("--log-rotate 64X a.py", "--log-rotate 64X: expected a number of bytes such as"),
+        ("--preload a/b a.py", "--preload a/b: expected a comma-separated list of Python modules"),
+        ("--preload torch --no-python a", "--preload imports Python modules: it needs a script or -m MODULE"),
+        ("--preload torch -- a", "--preload imports Python modules: it needs a script or -m MODULE"),
+        ("--preload torch t.toml", "--preload does not apply to training configurations"),
         ("--no-python -m a", "--no-python and --module exclude each other"),
         (
             "--nproc 3 --virtual-local-rank a.py",

@@ -101,6 +101,20 @@ pub(super) fn binding(text: &str) -> Result<Binding, String> {
     }
 }
 
+/// Names of Python modules, such as `torch,torch.distributed`.
+pub(super) fn modules(text: &str) -> Result<Vec<String>, String> {
+    let is_identifier = |part: &str| {
+        !part.starts_with(|sign: char| sign.is_numeric())
+            && !part.is_empty()
+            && part.chars().all(|sign| sign == '_' || sign.is_alphanumeric())
+    };
+    let is_module = |name: &&str| name.split('.').all(is_identifier);
+    let names = text.split(',').map(str::trim);
+    let modules = names.map(|name| Some(name).filter(is_module).map(str::to_owned)).collect::<Option<_>>();
+    modules
+        .ok_or_else(|| "expected a comma-separated list of Python modules, such as torch,transformers".into())
+}
+
 pub(super) fn exit_codes(text: &str) -> Result<BTreeSet<i32>, String> {
     let code = |part: &str| part.trim().parse::<u8>().ok().filter(|code| *code > 0).map(i32::from);
     let codes = text.split(',').map(code).collect::<Option<_>>();
@@ -202,6 +216,14 @@ mod tests {
     fn double_comma_is_a_comma_within_a_word() {
         assert_eq!(words("apple,,pie,orange,").unwrap(), ["apple,pie", "orange"]);
         assert!(words("").unwrap().is_empty());
+    }
+
+    #[test]
+    fn preloaded_modules_are_dotted_names() {
+        assert_eq!(modules("torch, torch.nn_2").unwrap(), ["torch", "torch.nn_2"]);
+        for text in ["", "torch,", "a..b", "3d", "train.py -x", "../a"] {
+            assert!(modules(text).is_err(), "{text}");
+        }
     }
 
     #[test]

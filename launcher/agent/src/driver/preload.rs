@@ -1,0 +1,92 @@
+//! `--preload`: the imports before the first attempt, and workers that are forked instead of spawned.
+//!
+//! Whatever goes wrong, workers are started without it: preloading saves time, and nothing else depends on it.
+
+use std::collections::BTreeSet;
+
+use tokio::sync::mpsc;
+
+use super::Driver;
+use crate::spawn::preload::{Imported, PreloadPlan, Preloader};
+use crate::spawn::process_tree::ProcessTree;
+use crate::spawn::{Options, Spawned};
+use crate::state::{Event, Outcome};
+
+impl Driver<'_> {
+    /// Starts the preloading process. The first attempt starts when its imports are done: see [`Self::imported`].
+    pub(super) async fn preload(
+        &mut self,
+        plan: PreloadPlan,
+        imported: mpsc::UnboundedSender<Imported>,
+    ) -> Option<Outcome> {
+        let reason = format!("importing {}", plan.modules.join(", "));
+        self.board.send_modify(|board| board.set_reason(&reason));
+        match Preloader::start(plan, self.workload.base_environment(), &self.run.id, &self.spawner, imported)
+            .await
+        {
+            Ok(preloader) => {
+                self.preloader = Some(preloader);
+                self.publish_state();
+                None
+            }
+            Err(error) => {
+                self.notify(&without(&error.to_string()));
+                let actions = self.job.handle(Event::Preloaded, std::time::Instant::now());
+                self.act(actions).await
+            }
+        }
+    }
+
+    /// The imports are done, or have failed.
+    pub(super) fn imported(&mut self, imported: Imported) -> Event {
+        for line in imported.output.lines() {
+            self.workload.notify(&format!("[preload] {line}"));
+        }
+        match imported.threads {
+            Ok(threads) if threads.is_empty() => {}
+            Ok(threads) => self.notify(&format!(
+                "preloading left threads running, which forked workers do not have: {}",
+                counted(&threads)
+            )),
+            Err(reason) => {
+                self.notify(&without(&reason));
+                self.preloader.iter_mut().for_each(Preloader::give_up);
+            }
+        }
+        self.board.send_modify(|board| board.set_reason(""));
+        Event::Preloaded
+    }
+
+    /// Forks a worker if there is a preloading process; `None` if it has to be spawned.
+    pub(super) async fn fork_worker(
+        &mut self,
+        processes: &ProcessTree,
+        rank: u32,
+        command: &std::process::Command,
+        options: &Options,
+    ) -> Option<Spawned> {
+        let preloader = self.preloader.as_mut().filter(|preloader| preloader.is_usable())?;
+        let base = self.workload.base_environment();
+        match preloader.fork(command, base, options, processes.cgroup_of(rank)).await {
+            Ok(spawned) => Some(spawned),
+            Err(error) => {
+                self.notify(&without(&format!("the preloading process cannot fork workers: {error}")));
+                None
+            }
+        }
+    }
+}
+
+/// Thread names with their counts: `pt_main, python3 (31 times)`.
+fn counted(threads: &[String]) -> String {
+    let names: BTreeSet<&String> = threads.iter().collect();
+    let counted = names.into_iter().map(|name| match threads.iter().filter(|other| *other == name).count() {
+        1 => name.clone(),
+        count => format!("{name} ({count} times)"),
+    });
+    counted.collect::<Vec<_>>().join(", ")
+}
+
+fn without(reason: &str) -> String {
+    format!("preloading failed: {reason}; starting workers without it")
+}

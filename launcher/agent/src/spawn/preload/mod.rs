@@ -1,0 +1,278 @@
+//! The preloading process of a command's launch: imports Python modules once, then forks the workers of all attempts.
+//!
+//! ```text
+//! agent --spawn--> preloading process: imports --Imported--> agent
+//! agent --request, pipes--> preloading process --fork--> middle --fork--> worker: the agent's child when middle exits
+//! agent <--process id------ preloading process
+//! agent: registers the child, opens its pidfd, moves it to its cgroup --"adopted"--> worker runs the script
+//! ```
+//! `program.py` is the other side. A forked worker is supervised like any other: it leads a process group, is reaped by
+//! the agent alone, and dies with the agent. The kernel ties its parent-death signal to the agent's main thread, which
+//! inherits orphans; that thread lives as long as the process.
+//!
+//! Invariants: a worker runs nothing of the user's before it can be watched and killed; after an error the preloading
+//! process is not used again, and its half-started worker exits, because the pipe on which it waits is closed.
+
+mod channel;
+mod imports;
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::io::{self, PipeWriter, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open};
+use rustix::thread::CpuSet;
+use serde::{Deserialize, Serialize};
+use tokio::sync::mpsc;
+
+use super::environment::BaseEnvironment;
+use super::process_tree::ProcessTree;
+use super::{Options, Spawned, Spawner, Worker, children, sys};
+use crate::process::Process;
+pub(crate) use imports::Imported;
+
+/// The other side, for Python 3.8 or newer.
+const PROGRAM: &str = include_str!("program.py");
+/// For a fork of the preloading process, which takes milliseconds: longer means that it hangs.
+const FORK_TIMEOUT: Duration = Duration::from_secs(20);
+/// For the preloading process and what it started to disappear at the end of the job.
+const PRELOADER_DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How to start a preloading process.
+#[derive(Debug)]
+pub(crate) struct PreloadPlan {
+    /// The interpreter, with the environment that all workers have in common.
+    pub(crate) interpreter: Command,
+    /// Modules to import.
+    pub(crate) modules: Vec<String>,
+    /// Program and arguments of a worker, with the interpreter and `-u` in front.
+    pub(crate) argv: Vec<OsString>,
+    /// As for workers.
+    pub(crate) inherit_stdin: bool,
+}
+
+/// A preloading process. Dropping it kills it and everything that it started.
+#[derive(Debug)]
+pub(crate) struct Preloader {
+    /// Declared, and so dropped, before `process`, whose id must not be reused.
+    processes: ProcessTree,
+    process: Worker,
+    /// What it was started with. Workers get the changes to it, and so keep what a wrapper of the interpreter or an
+    /// import has changed.
+    environment: BTreeMap<OsString, OsString>,
+    /// `None` once it is not to be used any more.
+    channel: Option<UnixStream>,
+}
+
+impl Preloader {
+    /// Starts the process. What becomes of its imports is sent to `imported`, once.
+    pub(crate) async fn start(
+        plan: PreloadPlan,
+        base: &BaseEnvironment,
+        run_id: &str,
+        spawner: &Spawner,
+        imported: mpsc::UnboundedSender<Imported>,
+    ) -> io::Result<Self> {
+        let (ours, theirs) = UnixStream::pair()?;
+        let theirs = OwnedFd::from(theirs);
+        let mut command = plan.interpreter;
+        command.args(["-u", "-c", PROGRAM]).arg(sys::number(&theirs).to_string());
+        command.arg(std::process::id().to_string()).arg(plan.modules.join(",")).arg("--").args(&plan.argv);
+        sys::inherit(&mut command, Arc::new(theirs));
+        // Not in a cgroup of the attempt, which ends before the next one.
+        let mut processes = ProcessTree::without_cgroup(run_id);
+        processes.prepare(0, &mut command);
+        let environment = environment_of(&command, base);
+        let options = Options { inherit_stdin: plan.inherit_stdin, ..Options::default() };
+        let Spawned { worker: process, stderr, .. } = spawner.spawn(command, options).await?;
+        processes.add(process.pid);
+        imports::watch(ours.try_clone()?, stderr, process.watch()?, imported)?;
+        Ok(Self { processes, process, environment, channel: Some(ours) })
+    }
+
+    /// Whether it can fork workers.
+    pub(crate) fn is_usable(&self) -> bool {
+        self.channel.is_some()
+    }
+
+    /// Forks the worker that `command` would start, and moves it to the cgroup of this `cgroup.procs`. After an error
+    /// the process is killed.
+    pub(crate) async fn fork(
+        &mut self,
+        command: &Command,
+        base: &BaseEnvironment,
+        options: &Options,
+        cgroup: Option<Arc<OwnedFd>>,
+    ) -> io::Result<Spawned> {
+        let Some(channel) = self.channel.take() else {
+            return Err(io::Error::other("the preloading process is gone"));
+        };
+        let environment = environment_of(command, base);
+        let message = Message::new(command, &self.environment, &environment, options);
+        let forked = tokio::task::spawn_blocking(move || {
+            let spawned = fork(&channel, &message, cgroup.as_deref());
+            (channel, spawned)
+        });
+        match forked.await {
+            Ok((channel, Ok(spawned))) => {
+                self.channel = Some(channel);
+                Ok(spawned)
+            }
+            Ok((_, Err(error))) => {
+                self.give_up();
+                Err(error)
+            }
+            Err(panicked) => Err(io::Error::other(panicked)),
+        }
+    }
+
+    /// Does without it from now on.
+    pub(crate) fn give_up(&mut self) {
+        self.channel = None;
+        self.process.signal(Signal::KILL);
+    }
+
+    /// At SIGTSTP during the imports: stops it, then this process.
+    pub(crate) fn suspend(&self) {
+        self.processes.suspend();
+    }
+
+    /// At SIGCONT.
+    pub(crate) fn resume(&self) {
+        self.processes.resume();
+    }
+
+    /// Kills it and everything that it started.
+    pub(crate) async fn end(self) {
+        // Dropping the tree kills what remains.
+        self.processes.kill_and_wait(PRELOADER_DRAIN_TIMEOUT).await;
+    }
+}
+
+/// The environment with which a command starts.
+fn environment_of(command: &Command, base: &BaseEnvironment) -> BTreeMap<OsString, OsString> {
+    let mut environment = base.variables();
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => drop(environment.insert(name.to_owned(), value.to_owned())),
+            None => drop(environment.remove(name)),
+        }
+    }
+    environment
+}
+
+/// What a worker is told. Texts are bytes, one per character.
+#[derive(Debug, PartialEq, Serialize)]
+struct Message {
+    argv: Vec<String>,
+    /// Variables that the preloading process was started without, or with another value.
+    set: Vec<(String, String)>,
+    /// Variables that only the preloading process was started with.
+    unset: Vec<String>,
+    cpus: Option<Vec<usize>>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Reply {
+    Pid(u32),
+    Error(String),
+}
+
+impl Message {
+    fn new(
+        command: &Command,
+        preloader: &BTreeMap<OsString, OsString>,
+        worker: &BTreeMap<OsString, OsString>,
+        options: &Options,
+    ) -> Self {
+        let text = |text: &OsStr| text.as_bytes().iter().copied().map(char::from).collect::<String>();
+        let words = std::iter::once(command.get_program()).chain(command.get_args());
+        let changed = worker.iter().filter(|(name, value)| preloader.get(*name) != Some(value));
+        Self {
+            argv: words.map(text).collect(),
+            set: changed.map(|(name, value)| (text(name), text(value))).collect(),
+            unset: preloader
+                .keys()
+                .filter(|name| !worker.contains_key(*name))
+                .map(|name| text(name))
+                .collect(),
+            cpus: options.cpus.map(|set| (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect()),
+        }
+    }
+}
+
+/// Blocks until the worker runs.
+fn fork(channel: &UnixStream, message: &Message, cgroup: Option<&OwnedFd>) -> io::Result<Spawned> {
+    channel.set_read_timeout(Some(FORK_TIMEOUT))?;
+    channel.set_write_timeout(Some(FORK_TIMEOUT))?;
+    let (stdout, worker_stdout) = io::pipe()?;
+    let (stderr, worker_stderr) = io::pipe()?;
+    let (wait_end, adopted) = io::pipe()?;
+    let descriptors = [worker_stdout.as_fd(), worker_stderr.as_fd(), wait_end.as_fd()];
+    let pid = children::adopt(|| {
+        channel::send(channel, message, &descriptors)?;
+        match channel::receive(channel)? {
+            Reply::Pid(pid) if Process::read(pid).is_some_and(|it| it.parent == std::process::id()) => {
+                Ok(pid)
+            }
+            // An interpreter in another PID namespace, perhaps.
+            Reply::Pid(pid) => Err(io::Error::other(format!("process {pid} is not a child of xlaunch"))),
+            Reply::Error(error) => Err(io::Error::other(error)),
+        }
+    })?;
+    match release(pid, cgroup, adopted) {
+        Ok(worker) => {
+            Ok(Spawned { worker, stdout: OwnedFd::from(stdout).into(), stderr: OwnedFd::from(stderr).into() })
+        }
+        Err(error) => {
+            // The worker exits, and is an orphan like others.
+            children::forget(pid);
+            Err(error)
+        }
+    }
+}
+
+/// Lets an adopted worker run, with a pidfd and in its cgroup.
+fn release(pid: u32, cgroup: Option<&OwnedFd>, mut adopted: PipeWriter) -> io::Result<Worker> {
+    let pid_typed = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    let pid_typed = pid_typed.ok_or_else(|| io::Error::other(format!("{pid} is not a process id")))?;
+    let pidfd = pidfd_open(pid_typed, PidfdFlags::NONBLOCK)?;
+    if let Some(procs) = cgroup {
+        // The starter checks where the process is.
+        let _ = rustix::io::write(procs, pid.to_string().as_bytes());
+    }
+    adopted.write_all(b"\n")?;
+    Ok(Worker { pid, pid_typed, pidfd })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::ffi::OsStringExt;
+
+    use super::*;
+
+    #[test]
+    fn worker_is_told_the_changes_of_its_environment() {
+        let base = BaseEnvironment::Submitted(
+            [("KEPT", "1"), ("CHANGED", "2"), ("REMOVED", "3")]
+                .map(|(name, value)| (name.into(), value.into()))
+                .into(),
+        );
+        let preloader = environment_of(&Command::new("python"), &base);
+        let mut command = Command::new("python");
+        command.arg(OsString::from_vec(vec![0xff])).env("CHANGED", "é").env("NEW", "").env_remove("REMOVED");
+        let worker = environment_of(&command, &base);
+        let message = Message::new(&command, &preloader, &worker, &Options::default());
+        let pair = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+        assert_eq!(message.set, [pair("CHANGED", "\u{c3}\u{a9}"), pair("NEW", "")]);
+        assert_eq!((message.unset, message.cpus), (vec!["REMOVED".to_owned()], None));
+        assert_eq!(message.argv, ["python", "\u{ff}"]);
+    }
+}
