@@ -57,7 +57,7 @@ pub struct Header {
     pub values: u64,
     /// Bytes of `state.json`.
     pub state_bytes: u64,
-    /// XXH3-128 of the values of the arenas, one after another, and `state.json`.
+    /// XXH3-128 of the hashes of the blocks of all arenas, which only workers know, and of `state.json`.
     pub hash: u128,
 }
 

@@ -106,7 +106,7 @@ fn restart_resumes_from_memory_and_opens_no_checkpoint() {
     for (ranks, settings) in cases {
         let job = Job::new();
         let process = job.spawn(&args(ranks, settings));
-        let workers = suspend_after(&job, &process, 3 * EVERY);
+        let workers = suspend_after(&job, &process, EVERY);
         // One that was opened would be reported and renamed.
         let spoiled = spoil(&job);
         send_signal(workers[workers.len() - 1], Signal::KILL);
@@ -124,7 +124,8 @@ fn restart_resumes_from_memory_and_opens_no_checkpoint() {
 
 fn second_restart_resumes_from_a_snapshot_of_the_first() {
     let job = Job::new();
-    let process = job.spawn(&args("2", &[]));
+    // However long a checkpoint takes to be written, there are several before the end.
+    let process = job.spawn(&args("2", &["checkpoint.async=false"]));
     let mut spoiled = Vec::new();
     for killed in [0, 1] {
         let step = 3 * EVERY + spoiled.last().copied().unwrap_or(0);
@@ -159,7 +160,7 @@ fn memory_files(launcher: u32) -> Vec<File> {
 fn damaged_snapshot_is_passed_over_for_the_checkpoint() {
     let job = Job::new();
     let process = job.spawn(&args("2", &["launch.max_restarts=1"]));
-    let workers = suspend_after(&job, &process, 3 * EVERY);
+    let workers = suspend_after(&job, &process, EVERY);
     let files = memory_files(process.pid());
     assert_eq!(files.len(), 4, "two for each rank");
     for file in files {

@@ -10,7 +10,8 @@
 //! of them is still writing the one before, so the snapshot before is complete on every rank then.
 //!
 //! A rank has only its own [`Portion`]; the ranks exchange theirs after they have read them. The format, and what the
-//! agent does with it, is in [`xlaunch_proto::snapshot`].
+//! agent does with it, is in [`xlaunch_proto::snapshot`]. Its hash is one of the hashes of blocks, so that several
+//! threads can read and verify a snapshot.
 //!
 //! Invariants: a header is written after what it describes, and erased before that changes; a snapshot that cannot be
 //! read is erased by the rank that finds out, so that no later attempt tries it again.
@@ -25,16 +26,18 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use fs_err::{File, OpenOptions};
+use rayon::ThreadPool;
+use rayon::prelude::*;
 use rustix::fs::FallocateFlags;
 use xlaunch_engine::{HostAllocator, HostBuffer};
 use xlaunch_proto::ids::Digest;
 use xlaunch_proto::snapshot::{HEADER_BYTES, Header, Identity, MAX_STATE_BYTES, SnapshotId, offset};
-use xxhash_rust::xxh3::Xxh3;
+use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use super::tensors::Arena;
 use super::{Abandoned, CheckpointError, Piece, Portion, Sink, Snapshot, State};
 
-/// Values that are read at a time. Small in tests.
+/// Values of a block, which is read and hashed as a whole. Small in tests.
 const BLOCK_VALUES: usize = if cfg!(test) { 700 } else { 1 << 20 };
 /// In the order of the files and of the hash.
 const ARENAS: [Arena; 3] = [Arena::Params, Arena::M, Arena::V];
@@ -58,7 +61,16 @@ pub struct Slot {
     file: Arc<File>,
     identity: Identity,
     layout: Digest,
+    portion: Portion,
     attempt: u32,
+}
+
+/// Consecutive values of an arena.
+struct Block {
+    /// In the arena.
+    arena: Range<usize>,
+    /// In the file's part for this arena.
+    packed: Range<usize>,
 }
 
 /// Why a snapshot was not read.
@@ -125,6 +137,7 @@ impl Memory {
             file: (*file).clone(),
             identity: self.identity,
             layout: self.layout,
+            portion: self.portion.clone(),
             attempt: self.attempt,
         };
         Ok(Snapshot { params: map(0)?, m: map(1)?, v: map(2)?, slot: Some(slot) })
@@ -135,11 +148,11 @@ impl Memory {
     ///
     /// # Errors
     /// The snapshot is damaged, and was erased.
-    pub fn read(&self, sink: Sink<'_>) -> Result<Option<State>, CheckpointError> {
+    pub fn read(&self, threads: &ThreadPool, sink: Sink<'_>) -> Result<Option<State>, CheckpointError> {
         let Some(id) = self.resume else { return Ok(None) };
         let file = self.files.iter().find(|file| header(file).is_some_and(|header| header.id == id));
         let result = match file {
-            Some(file) => self.read_file(file, sink),
+            Some(file) => self.read_file(file, threads, sink),
             None => Err(Failure::Damaged("it is not there any more".into())),
         };
         match result {
@@ -157,7 +170,7 @@ impl Memory {
         }
     }
 
-    fn read_file(&self, file: &File, sink: Sink<'_>) -> Result<State, Failure> {
+    fn read_file(&self, file: &File, threads: &ThreadPool, sink: Sink<'_>) -> Result<State, Failure> {
         let damaged = |reason: &str| Failure::Damaged(reason.into());
         let header = header(file).ok_or_else(|| damaged("its header was erased"))?;
         let values = self.portion.len() as u64;
@@ -172,23 +185,26 @@ impl Memory {
         }
         let read = |error: io::Error| Failure::Damaged(error.to_string());
         let start = |arena| offset(arena, values).ok_or_else(|| damaged("its size is invalid"));
-        let mut hash = Xxh3::new();
-        for (arena, index) in ARENAS.into_iter().zip(0..) {
-            let mut at = start(index)?;
-            for block in self.portion.ranges().iter().flat_map(|owned| blocks(owned.arena.clone())) {
-                let mut values = vec![0.0_f32; block.len()];
-                // Little-endian, as are all supported platforms.
-                let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
-                file.file().read_exact_at(bytes, at).map_err(read)?;
-                hash.update(bytes);
-                at += bytes.len() as u64;
-                sink(Piece { arena, at: block.start, values }).map_err(|Abandoned| Failure::Abandoned)?;
-            }
-        }
+        let blocks = blocks(&self.portion);
+        let tasks: Vec<(u64, Arena, &Block)> = (0..)
+            .zip(ARENAS)
+            .flat_map(|(index, arena)| blocks.iter().map(move |it| (index, arena, it)))
+            .collect();
+        let read_block = |(index, arena, block): (u64, Arena, &Block)| {
+            let mut values = vec![0.0_f32; block.arena.len()];
+            // Little-endian, as are all supported platforms.
+            let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
+            let at = start(index)? + (block.packed.start * size_of::<f32>()) as u64;
+            file.file().read_exact_at(bytes, at).map_err(read)?;
+            let hash = xxh3_128(bytes);
+            sink(Piece { arena, at: block.arena.start, values }).map_err(|Abandoned| Failure::Abandoned)?;
+            Ok(hash)
+        };
+        let hashes: Result<Vec<u128>, Failure> =
+            threads.install(|| tasks.into_par_iter().map(read_block).collect());
         let mut state = vec![0; usize::try_from(header.state_bytes).unwrap_or(0)];
         file.file().read_exact_at(&mut state, start(3)?).map_err(read)?;
-        hash.update(&state);
-        if hash.digest128() != header.hash {
+        if hash_of(hashes?, &state) != header.hash {
             return Err(damaged("it does not match its hash"));
         }
         let state: State = serde_json::from_slice(&state).map_err(|error| read(error.into()))?;
@@ -208,18 +224,20 @@ impl Slot {
     /// Makes a snapshot of what was copied to the arenas.
     pub(super) fn complete(&self, arenas: [&[f32]; 3], state: &State) -> io::Result<()> {
         let values = arenas[0].len() as u64;
-        let mut hash = Xxh3::new();
-        arenas.iter().for_each(|values| hash.update(bytemuck::cast_slice(values)));
         let id = SnapshotId { step: state.step, attempt: self.attempt };
         let state = serde_json::to_vec(state)?;
         let state_bytes = state.len() as u64;
         if state_bytes > MAX_STATE_BYTES {
             return Err(io::Error::other(format!("its state has {state_bytes} bytes")));
         }
-        hash.update(&state);
+        let blocks = blocks(&self.portion);
+        let in_arena = |values: &'_ [f32]| -> Vec<u128> {
+            blocks.iter().map(|block| xxh3_128(bytemuck::cast_slice(&values[block.packed.clone()]))).collect()
+        };
+        let hash = hash_of(arenas.into_iter().flat_map(in_arena), &state);
         let at = offset(3, values).ok_or(io::ErrorKind::InvalidInput)?;
         self.file.file().write_all_at(&state, at)?;
-        let (identity, layout, hash) = (self.identity, self.layout, hash.digest128());
+        let (identity, layout) = (self.identity, self.layout);
         let header = Header { identity, id, layout, values, state_bytes, hash };
         self.file.file().write_all_at(&header.encode(), 0)
     }
@@ -243,9 +261,27 @@ fn header(file: &File) -> Option<Header> {
     Header::decode(&bytes)
 }
 
-fn blocks(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    let end = range.end;
-    range.step_by(BLOCK_VALUES).map(move |start| start..end.min(start + BLOCK_VALUES))
+/// The blocks of a portion.
+fn blocks(portion: &Portion) -> Vec<Block> {
+    let mut packed = 0;
+    let mut blocks = Vec::new();
+    for owned in portion.ranges() {
+        for start in owned.arena.clone().step_by(BLOCK_VALUES) {
+            let arena = start..owned.arena.end.min(start + BLOCK_VALUES);
+            let end = packed + arena.len();
+            blocks.push(Block { arena, packed: packed..end });
+            packed = end;
+        }
+    }
+    blocks
+}
+
+/// The hash of a snapshot, from those of the blocks of its arenas, one arena after another.
+fn hash_of(blocks: impl IntoIterator<Item = u128>, state: &[u8]) -> u128 {
+    let mut hash = Xxh3::new();
+    blocks.into_iter().for_each(|block| hash.update(&block.to_le_bytes()));
+    hash.update(state);
+    hash.digest128()
 }
 
 #[cfg(test)]

@@ -145,7 +145,7 @@ impl Source {
         // Fails when the training thread has given up, which then has an error of its own.
         let sink = |piece| pieces.send(piece).map_err(|_| Abandoned);
         if let Some(memory) = memory {
-            return Ok(memory.read(&sink)?);
+            return Ok(memory.read(threads, &sink)?);
         }
         if !resume_from.as_os_str().is_empty() {
             let state = checkpoint::read(&resume_from, &shape, &layout, &moments, threads, &sink)?;

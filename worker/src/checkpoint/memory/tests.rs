@@ -65,7 +65,8 @@ type Value = (Arena, usize, f32);
 /// All values that are read, and the state.
 fn read(memory: &Memory) -> Result<(Vec<Value>, State), String> {
     let found = Mutex::new(Vec::new());
-    let state = memory.read(&|Piece { arena, at, values }| {
+    let threads = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+    let state = memory.read(&threads, &|Piece { arena, at, values }| {
         found.lock().unwrap().extend(values.iter().zip(at..).map(|(value, at)| (arena, at, *value)));
         Ok(())
     });
@@ -182,7 +183,8 @@ fn erased_snapshot_is_refused() {
 fn reader_that_gives_up_does_not_erase_the_snapshot() {
     let files = Files::new();
     attempt(&files, 0, None, &[10, 20]);
-    let read = files.open(1, Some((20, 0))).read(&|_| Err(Abandoned));
+    let threads = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+    let read = files.open(1, Some((20, 0))).read(&threads, &|_| Err(Abandoned));
     assert!(matches!(read, Ok(None)));
     assert_eq!(files.complete(), [Some((10, 0)), Some((20, 0))]);
 }
