@@ -1,10 +1,12 @@
-"""Hang detection: seconds until a hanging rank of a training job is reported, and what is reported.
+"""Hangs of a rank of a training job: seconds until it is named, and until steps are made again after the restart.
 
     python3 tests/gpu/hang.py --binary target/release/xlaunch --gpus 2 [--model A]
 
-The process of the last rank is stopped, and later its trainer thread only (`tests/peers/freeze.py`), so that its
-heartbeats continue. Both are continued afterwards. Meanwhile the job evaluates and saves checkpoints, which must not be
-reported.
+In turn, the process of the last rank is stopped, its training thread loops, its data loader is blocked
+(`tests/src/hang.c`), and its GPU is occupied by an endless kernel. Each time the rank must be named, and steps be made
+again within the hang timeout and 15 s. The host does not see which GPU is stuck in a kernel: then all ranks are named.
+Before that, a rank whose training thread a debugger stops (`tests/peers/freeze.py`) is only reported. Meanwhile the job
+evaluates and saves checkpoints, which must not be reported.
 """
 
 import argparse
@@ -23,11 +25,15 @@ from restart import wait_for, workers
 from runner import check
 
 FREEZE = runner.ROOT / "tests/peers/freeze.py"
-TIMEOUT = 120
-# Seconds within which a hang is to be reported.
-GOAL = 60
-# A message of the launcher about ranks. Output of a rank itself begins with `[rank N]`.
-REPORT = re.compile(r"xlaunch: ranks? \d")
+HANG = runner.ROOT / "tests/src/hang.c"
+LIMIT = 180
+HANG_TIMEOUT = 30
+# Seconds beyond the hang timeout for evidence, restart and start-up.
+MARGIN = 15
+# `PHASE_WAIT_FOR_DATA`: a replayed graph has no phases between that and read back.
+PHASE = 1
+# A message of the launcher about ranks that hang. Output of a rank itself begins with `[rank N]`.
+REPORT = re.compile(r"xlaunch: ranks? \d.* (made no progress|sent no heartbeat)")
 
 
 class Stderr:
@@ -43,15 +49,70 @@ class Stderr:
                 self.lines.append((time.monotonic(), line.strip()))
                 self.changed.notify_all()
 
-    def reports(self, since=0.0):
-        return [(at, line) for at, line in self.lines if at >= since and REPORT.match(line)]
+    def find(self, pattern, since=0.0):
+        return [(at, line) for at, line in self.lines if at >= since and re.search(pattern, line)]
 
-    def wait_for_report(self, since):
-        """Time and text of the first report after `since`."""
+    def wait_for(self, pattern, since):
+        """Time and text of the first matching line after `since`."""
         with self.changed:
-            if not self.changed.wait_for(lambda: self.reports(since), TIMEOUT):
-                raise SystemExit(f"no report of a hang within {TIMEOUT} s")
-            return self.reports(since)[0]
+            if not self.changed.wait_for(lambda: self.find(pattern, since), LIMIT):
+                raise SystemExit(f"no line with `{pattern}` within {LIMIT} s: {self.lines[-20:]}")
+            return self.find(pattern, since)[0]
+
+
+class Training:
+    """A job that runs until it is interrupted."""
+
+    def __init__(self, options, scratch, data, mode):
+        self.out, self.trigger = str(scratch / mode), scratch / f"{mode}.trigger"
+        settings = {"data.train": [str(data)], "train.eval_every": 100, "train.steps": 1_000_000}
+        settings |= {"checkpoint.every": 200, "job.output": self.out, "launch.max_restarts": 1}
+        settings |= {"launch.hang_timeout": HANG_TIMEOUT}
+        command = [str(options.binary.resolve()), "--nproc", str(options.gpus)]
+        command += [str(runner.ROOT / runner.MODELS[options.model]), *runner.overrides(settings)]
+        environment = os.environ | {"LD_PRELOAD": str(scratch / "hang.so"), "HANG_MODE": mode}
+        environment |= {"HANG_RANK": str(options.gpus - 1), "HANG_PHASE": str(PHASE)}
+        environment |= {"HANG_TRIGGER": str(self.trigger)}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        self.stderr = Stderr(self.process.stderr)
+        wait_for("steps", lambda: len(runner.steps(self.out)) > 250, self.process)
+
+    def wait_for_steps(self):
+        made = len(runner.steps(self.out))
+        wait_for("steps", lambda: len(runner.steps(self.out)) > made + 1, self.process)
+
+    def interrupt(self):
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait()
+
+
+def under_debugger(training, rank):
+    since = time.monotonic()
+    freeze = [sys.executable, str(FREEZE), str(workers(training.process.pid)[-1])]
+    frozen = subprocess.Popen(freeze, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    at, line = training.stderr.wait_for(REPORT, since)
+    check(f"under a debugger: reported after {at - since:.1f} s", f"rank {rank} " in line, line)
+    _, line = training.stderr.wait_for("is traced by", since)
+    frozen.communicate()
+    training.wait_for_steps()
+    check("under a debugger: not ended", not training.stderr.find("restarting"), line)
+
+
+def hangs(training, mode, rank):
+    since = time.monotonic()
+    if mode == "stopped":
+        os.kill(workers(training.process.pid)[-1], signal.SIGSTOP)
+    else:
+        training.trigger.touch()
+    at, line = training.stderr.wait_for(REPORT, since)
+    named = f"rank {rank} " in line or mode == "kernel"
+    check(f"{mode}: reported after {at - since:.1f} s", named, line)
+    training.stderr.wait_for("restarting", since)
+    training.wait_for_steps()
+    took = time.monotonic() - since
+    check(f"{mode}: {took:.1f} s until steps are made again", took < HANG_TIMEOUT + MARGIN)
 
 
 def main():
@@ -63,40 +124,18 @@ def main():
     print(f"{runner.hardware()}; tests/gpu/hang.py --gpus {options.gpus} --model {options.model}")
     rank = options.gpus - 1
     with tempfile.TemporaryDirectory(prefix="xh-") as scratch:
-        data, out = runner.tokens(pathlib.Path(scratch) / "tokens.bin", 2_000_000), f"{scratch}/out"
-        settings = {"data.train": [str(data)], "train.eval_every": 100, "train.steps": 1_000_000}
-        settings |= {"checkpoint.every": 200, "job.output": out}
-        command = [str(options.binary.resolve()), "--nproc", str(options.gpus)]
-        command += [str(runner.ROOT / runner.MODELS[options.model]), *runner.overrides(settings)]
-        launched = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        stderr = Stderr(launched.stderr)
-        try:
-            wait_for("steps", lambda: len(runner.steps(out)) > 250, launched)
-            worker = workers(launched.pid)[-1]
-            for what in ["process", "trainer thread"]:
-                time.sleep(5)
-                since = time.monotonic()
-                if what == "process":
-                    os.kill(worker, signal.SIGSTOP)
-                else:
-                    freeze = [sys.executable, str(FREEZE), str(worker)]
-                    frozen = subprocess.Popen(freeze, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-                at, line = stderr.wait_for_report(since)
-                ok = at - since < GOAL and f"rank {rank} " in line
-                check(f"{what} stopped: reported after {at - since:.1f} s", ok, line)
-                since, made = time.monotonic(), len(runner.steps(out))
-                if what == "process":
-                    os.kill(worker, signal.SIGCONT)
-                else:
-                    frozen.communicate()
-                wait_for("steps", lambda: len(runner.steps(out)) > made + 1, launched)
-                check(f"{what} continued: {time.monotonic() - since:.1f} s until steps are made", True)
-        finally:
-            launched.send_signal(signal.SIGINT)
-            code = launched.wait()
-        others = [line for _, line in stderr.reports() if f"rank {rank} " not in line]
-        check("no other rank was reported", not others, "; ".join(others))
-        check("the interrupted job exits with code 143", code == 143, code)
+        scratch = pathlib.Path(scratch)
+        subprocess.run(["cc", "-shared", "-fPIC", str(HANG), "-o", str(scratch / "hang.so")], check=True)
+        data = runner.tokens(scratch / "tokens.bin", 2_000_000)
+        for mode in ["debugger", "stopped", "spin", "read", "kernel"]:
+            training = Training(options, scratch, data, mode)
+            try:
+                under_debugger(training, rank) if mode == "debugger" else hangs(training, mode, rank)
+            finally:
+                code = training.interrupt()
+            reports = training.stderr.find(REPORT)
+            check(f"{mode}: one report", len(reports) == 1, "; ".join(line for _, line in reports))
+            check(f"{mode}: the interrupted job exits with code 143", code == 143, code)
 
 
 if __name__ == "__main__":

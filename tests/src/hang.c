@@ -5,6 +5,7 @@
  *     spin    the training thread loops for ever at the begin of phase HANG_PHASE
  *     slow    the training thread sleeps for 10 ms at the begin of phase HANG_PHASE
  *     read    another thread, which is the data loader, never returns from reading a file
+ *     kernel  at the begin of phase HANG_PHASE the training thread starts a kernel that occupies its GPU for ever
  *
  * The training thread writes a record of 64 bytes at each change of its phase, with the phase's number at byte 12. */
 
@@ -31,6 +32,29 @@ static int active(const char *mode) {
 
 static int is_main_thread(void) { return syscall(SYS_gettid) == getpid(); }
 
+/* The types of cuda.h are pointers and integers. */
+static const char KERNEL[] =
+    ".version 7.0\n.target sm_70\n.address_size 64\n"
+    ".visible .entry endless() { again: bra again; }\n";
+
+static void start_endless_kernel(void) {
+    enum { THREADS = 1024, BLOCKS_PER_PROCESSOR = 2, PROCESSOR_COUNT = 16 };
+    void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *module, *function, *stream;
+    int device, processors;
+    int (*get_device)(int *) = dlsym(cuda, "cuCtxGetDevice");
+    int (*get_attribute)(int *, int, int) = dlsym(cuda, "cuDeviceGetAttribute");
+    int (*load)(void **, const void *) = dlsym(cuda, "cuModuleLoadData");
+    int (*get_function)(void **, void *, const char *) = dlsym(cuda, "cuModuleGetFunction");
+    int (*new_stream)(void **, unsigned) = dlsym(cuda, "cuStreamCreate");
+    int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+                  void **) = dlsym(cuda, "cuLaunchKernel");
+    const unsigned non_blocking = 1;
+    if (get_device(&device) || get_attribute(&processors, PROCESSOR_COUNT, device) || load(&module, KERNEL) ||
+        get_function(&function, module, "endless") || new_stream(&stream, non_blocking) ||
+        launch(function, processors * BLOCKS_PER_PROCESSOR, 1, 1, THREADS, 1, 1, 0, stream, NULL, NULL))
+        abort();
+}
+
 ssize_t pwrite64(int fd, const void *data, size_t size, off64_t offset) {
     static ssize_t (*real)(int, const void *, size_t, off64_t);
     if (!real) real = dlsym(RTLD_NEXT, "pwrite64");
@@ -41,6 +65,11 @@ ssize_t pwrite64(int fd, const void *data, size_t size, off64_t offset) {
         memcpy(&current, (const char *)data + 12, sizeof current);
         if (current == (uint32_t)atoi(phase)) {
             if (active("spin")) for (;;) __asm__ volatile("");
+            static int started;
+            if (!started && active("kernel")) {
+                started = 1;
+                start_endless_kernel();
+            }
             struct timespec pause = {0, 10 * 1000 * 1000};
             if (active("slow")) nanosleep(&pause, NULL);
         }

@@ -25,7 +25,7 @@ xlaunch_harness::tests! {
 }
 
 /// Long enough for a loaded machine to make a step.
-const HANG_TIMEOUT: &str = "launch.hang_timeout=6";
+const HANG_TIMEOUT: &str = "launch.hang_timeout=10";
 /// A job that runs until it is stopped.
 const ENDLESS: &str = "train.steps=1000000";
 /// Beyond the hang timeout, and the time after which a worker gives up on its agent.
@@ -111,8 +111,8 @@ fn stopped_rank_is_ended_with_evidence_and_training_resumes_with_the_same_weight
     wait_for_checkpoint(&job);
     send_signal(workers(&run)[1], Signal::STOP);
     let stderr = finishes_as_if_it_had_not_hung(&job, run);
-    let line = "rank 1 is stopped and sent no heartbeat for 6 s; rank 0 is waiting for it";
-    assert!(stderr.contains(line), "{stderr}");
+    let line = stderr.lines().find(|line| line.contains("rank 1 is stopped and sent no heartbeat for "));
+    assert!(line.is_some_and(|line| line.ends_with(" s; rank 0 is waiting for it")), "{stderr}");
     let culprit = evidence(&job, 1);
     for words in ["rank 1: stopped, no heartbeat", "phase: ", ", step ", "state T", "the process is stopped"]
     {
@@ -205,7 +205,7 @@ fn job_that_is_stopped_as_a_whole_and_continues_is_not_a_hang() {
     all.iter().for_each(|process| send_signal(*process, Signal::CONT));
     wait_until_training_continues(&job);
     // Longer than the hang timeout.
-    std::thread::sleep(Duration::from_secs(8));
+    std::thread::sleep(Duration::from_secs(12));
     run.signal(Signal::INT);
     let run = run.wait();
     assert_eq!(run.code, 143, "{}", run.stderr);
