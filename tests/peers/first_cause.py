@@ -25,7 +25,7 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-LIMIT = 60
+LIMIT = 240
 CONFIG = """
 [model]
 arch = "llama"
@@ -290,7 +290,11 @@ def main():
                 if restarts == 1 and kind == "command: exit 0 early":
                     continue  # It waits for the other ranks to fail, and restarts them; the same as an exception.
                 with tempfile.TemporaryDirectory(prefix="xfc-") as scratch:
-                    outcomes.append(command_run(options, kind, number % RANKS, pathlib.Path(scratch), restarts))
+                    try:
+                        outcomes.append(command_run(options, kind, number % RANKS, pathlib.Path(scratch), restarts))
+                    except RuntimeError as error:
+                        print(f"  torchrun, {kind}: {error}", file=sys.stderr)
+                        outcomes.append(Result(False, "it did not run again", None, None))
             last = outcomes[-1]
             results.append(Result(outcomes[0].right, outcomes[0].blamed, last.start, last.step))
         row(f"torchrun, {kind}", results)

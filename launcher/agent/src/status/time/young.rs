@@ -41,8 +41,8 @@ pub(crate) fn suggestion(configured: CheckpointInterval, measured: &Measured) ->
     let between_failures = measured.wall_seconds / measured.failures as f64;
     let best = (2.0 * measured.stall_seconds * between_failures).sqrt();
     let best = best.max(measured.write_seconds).max(measured.step_seconds);
-    let by_steps = (configured.steps > 0).then(|| configured.steps as f64 * measured.step_seconds);
-    let by_time = (!configured.time.is_zero()).then(|| configured.time.as_secs_f64());
+    let by_steps = (configured.steps > 0).then_some(configured.steps as f64 * measured.step_seconds);
+    let by_time = (!configured.time.is_zero()).then_some(configured.time.as_secs_f64());
     let now = by_steps.into_iter().chain(by_time).fold(f64::INFINITY, f64::min);
     if (best / TOLERANCE..=best * TOLERANCE).contains(&now) {
         return None;
