@@ -15,8 +15,8 @@ use crate::nccl_windows;
 /// Most events of the first step that a pool trace keeps.
 const MAX_POOL_TRACE_EVENTS: usize = 1 << 20;
 
-/// Loads a GPU's libraries and initialises its driver on a thread, which takes as long as learning what to do and opening
-/// the data. What is missing is reported when it is used.
+/// Loads a GPU's libraries and initialises its driver on a thread, which takes as long as learning what to do and
+/// opening the data. What is missing is reported when it is used.
 pub(super) struct Libraries(Option<Sender<()>>);
 
 impl Libraries {

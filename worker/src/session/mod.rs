@@ -34,7 +34,7 @@ use crate::phase;
 use crate::tracked::Tracked;
 use crate::train::{self, Evaluator, Outcome, Run, Stepper, Tracer};
 use device::{Libraries, OpenDevice};
-use initial::Reading;
+use initial::{Reading, Start};
 use rendezvous::Meeting;
 
 /// This worker's rank and job.
@@ -94,17 +94,11 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     device.backend.prepare(attention_shape(&shape, rows));
     let reduce_layout = agreement(spec, &layout, activations, &sharding, &fingerprint);
     let meeting = rendezvous::join(context, &reduce_layout, &device)?;
-    phase::enter(Phase::Initialize);
     let (collective, filled) = connect_and_fill(context, meeting, || {
         let trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world)?;
-        if job.memory_snapshot.is_some() || !job.resume_from.is_empty() {
-            fail::at(Place::Resume);
-        }
-        let start = reading.finish(&trainer.model, &trainer.optimizer)?;
-        Ok((trainer, start))
+        fill(&trainer, reading, job).map(|start| (trainer, start))
     });
     let collective = collective?;
-    fail::at(Place::Session);
     // From here on, other ranks fail when this one drops its collective.
     let report = |error| control.report_failure(error);
     let (trainer, start) = filled.map_err(|error| report(saving::set_aside(error, spec, job)))?;
@@ -156,25 +150,18 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     }
     .run()
     .map_err(report);
-    // After an error too: closing the communicator waits for graphs that contain its collectives.
-    trainer.stepper.drop_graphs();
-    trainer.evaluator.drop_graphs();
-    let outcome = outcome?;
-    let finished = finish(spec, &device.backend, &trainer, &mut *collective, outcome, &dataset);
-    let finished = finished.map_err(report)?;
-    collective.finalize()?;
-    control.report(Report::Finished(finished));
-    Ok(if outcome.stopped_early { ExitCode::Stopped } else { ExitCode::Done })
+    end(context, &device.backend, &trainer, collective, outcome, &dataset)
 }
 
-/// Connects the ranks and opens the session, while `fill` fills the model: both take about as long. An error of one does
-/// not end the other, for which other ranks wait.
+/// Connects the ranks and opens the session, while `fill` fills the model: both take about as long. An error of one
+/// does not end the other, for which other ranks wait.
 fn connect_and_fill<T>(
     context: &Context<'_>,
     meeting: Meeting,
     fill: impl FnOnce() -> Result<T>,
 ) -> (Result<Box<dyn Collective>>, Result<T>) {
-    std::thread::scope(|scope| {
+    phase::enter(Phase::Initialize);
+    let both = std::thread::scope(|scope| {
         let connecting = scope.spawn(|| {
             let collective: Box<dyn Collective> = Box::new(Tracked(meeting.connect()?));
             context.control.open_session(context.hello(), collective.abort_handle());
@@ -183,7 +170,38 @@ fn connect_and_fill<T>(
         let filled = fill();
         phase::enter(Phase::OpenCommunicator);
         (connecting.join().unwrap_or_else(|panic| resume_unwind(panic)), filled)
-    })
+    });
+    fail::at(Place::Session);
+    both
+}
+
+/// Passes the state that training starts from to the model and its optimizer.
+fn fill(trainer: &Trainer, reading: Reading, job: &GetJobReply) -> Result<Start> {
+    if job.memory_snapshot.is_some() || !job.resume_from.is_empty() {
+        fail::at(Place::Resume);
+    }
+    reading.finish(&trainer.model, &trainer.optimizer)
+}
+
+/// After the last step, or an error: closes the communicator and reports the end.
+fn end(
+    context: &Context<'_>,
+    backend: &BackendHandle,
+    trainer: &Trainer,
+    mut collective: Box<dyn Collective>,
+    outcome: Result<Outcome>,
+    dataset: &Dataset,
+) -> Result<ExitCode> {
+    let Context { control, spec, .. } = *context;
+    // After an error too: closing the communicator waits for graphs that contain its collectives.
+    trainer.stepper.drop_graphs();
+    trainer.evaluator.drop_graphs();
+    let outcome = outcome?;
+    let finished = finish(spec, backend, trainer, &mut *collective, outcome, dataset);
+    let finished = finished.map_err(|error| control.report_failure(error))?;
+    collective.finalize()?;
+    control.report(Report::Finished(finished));
+    Ok(if outcome.stopped_early { ExitCode::Stopped } else { ExitCode::Done })
 }
 
 /// Runs a benchmark other than training. Its workers join and report like the ranks of a training job.

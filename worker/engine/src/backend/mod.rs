@@ -70,8 +70,8 @@ pub trait Backend {
         Err(EngineError::Cuda { what: "failed to end a capture".into(), reason: "none was started".into() })
     }
 
-    /// Starts what the first step would otherwise wait for, and returns at once. `attention` is the shape of the model's
-    /// attention.
+    /// Starts what the first step would otherwise wait for, and returns at once. `attention` is the shape of the
+    /// model's attention.
     fn prepare(&self, _attention: AttentionShape) {}
 
     /// A tensor with unspecified contents.

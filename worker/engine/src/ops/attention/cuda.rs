@@ -42,8 +42,8 @@ impl Drop for Attention {
 }
 
 impl Attention {
-    /// Starts to open cuDNN and to build its plans for a shape, if they will be used: the first step would wait for that
-    /// for up to seconds.
+    /// Starts to open cuDNN and to build its plans for a shape, if they will be used: the first step would wait for
+    /// that for up to seconds.
     pub(crate) fn prepare(&self, gpu: &Gpu, s: AttentionShape) {
         if own_kernels(gpu, s).keeps_whole_head(s) || not_cudnn(gpu).is_some() || self.cudnn.get().is_some() {
             return;
