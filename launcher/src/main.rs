@@ -42,6 +42,6 @@ fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight, Re
 
 fn recover(dir: &Path, run: &str, source: Option<&Path>, snapshot: Option<u64>) -> Result<Recovered, String> {
     let recovered = xlaunch_worker::recover(dir, run, source, snapshot).map_err(|error| error.to_string())?;
-    let xlaunch_worker::Recovered { checkpoint, from_memory, notes } = recovered;
-    Ok(Recovered { checkpoint, from_memory, notes })
+    let xlaunch_worker::Recovered { checkpoint, from_memory, on_disk, notes } = recovered;
+    Ok(Recovered { checkpoint, from_memory, on_disk, notes })
 }

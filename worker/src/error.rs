@@ -89,7 +89,9 @@ impl WorkerError {
             Self::Engine(EngineError::Pool(_)) => ExitCode::Gpu,
             Self::Engine(EngineError::Device { .. }) => ExitCode::Gpu,
             Self::Comm(CommError::Cuda { .. }) => ExitCode::Gpu,
-            Self::Comm(CommError::Library { .. }) | Self::Engine(_) => ExitCode::Internal,
+            Self::Comm(CommError::Library { .. } | CommError::Disagree { .. }) | Self::Engine(_) => {
+                ExitCode::Internal
+            }
             Self::Comm(_) | Self::AgentLost(_) => ExitCode::Retryable,
             Self::Rendezvous(_) => ExitCode::Rendezvous,
             Self::Diverged { .. } => ExitCode::Diverged,

@@ -156,13 +156,14 @@ pub(crate) fn take_waited() -> Duration {
 
 /// Moves the calling thread to phase `next`; returns the phase that it was in.
 pub(crate) fn enter(next: Phase) -> Phase {
-    // The time between phases is short: while it lasts, the record has the phase before.
-    record(|activity| std::mem::replace(&mut activity.phase, next) != next && next != Phase::Unspecified);
-    TRACKER.with(|tracker| {
+    let outer = TRACKER.with(|tracker| {
         let micros = u64::try_from(tracker.start.elapsed().as_micros()).unwrap_or(u64::MAX >> PHASE_BITS);
         let number = u64::try_from(i32::from(next)).unwrap_or_default();
         unpack(tracker.packed.swap(micros << PHASE_BITS | number, Ordering::Relaxed))
-    })
+    });
+    // The time between phases is short: while it lasts, the record has the phase before.
+    record(|activity| std::mem::replace(&mut activity.phase, next) != next && next != Phase::Unspecified);
+    outer
 }
 
 /// Reports progress of long work between steps: a batch was evaluated, or a part of a checkpoint written. The

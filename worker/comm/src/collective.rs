@@ -41,6 +41,14 @@ pub enum CommError {
         /// What was observed.
         reason: String,
     },
+    /// Two ranks are in different collectives: one of them has left one out.
+    #[error("rank {peer} and this rank are in different collectives: {reason}")]
+    Disagree {
+        /// The neighbour.
+        peer: usize,
+        /// What each of them is in.
+        reason: String,
+    },
     /// [`AbortHandle::abort`] was called.
     #[error("the collective was aborted")]
     Aborted,

@@ -217,6 +217,8 @@ pub struct Recovered {
     pub checkpoint: Option<PathBuf>,
     /// The newest memory snapshot is at least as new as any checkpoint.
     pub from_memory: bool,
+    /// There is a checkpoint of the memory snapshot's step, too.
+    pub on_disk: bool,
     /// Checkpoints that were rejected, for the user.
     pub notes: Vec<String>,
 }
@@ -239,8 +241,9 @@ pub fn recover(
     if let Err(error) = clean(dir) {
         notes.push(format!("failed to remove what the last attempt left: {error}"));
     }
-    if memory_is_newest(snapshot, newest_name(dir)) {
-        return Ok(Recovered { checkpoint: None, from_memory: true, notes });
+    let newest = newest_name(dir);
+    if memory_is_newest(snapshot, newest) {
+        return Ok(Recovered { checkpoint: None, from_memory: true, on_disk: newest == snapshot, notes });
     }
     let found = scan(dir).unwrap_or_else(|error| {
         notes.push(error.to_string());
@@ -257,11 +260,12 @@ pub fn recover(
             Err(error) => notes.push(reject(&path, &error)),
         }
     }
-    if memory_is_newest(snapshot, own.as_ref().map(|(step, _)| *step)) {
-        return Ok(Recovered { checkpoint: None, from_memory: true, notes });
+    let newest = own.as_ref().map(|(step, _)| *step);
+    if memory_is_newest(snapshot, newest) {
+        return Ok(Recovered { checkpoint: None, from_memory: true, on_disk: newest == snapshot, notes });
     }
     if let Some((_, path)) = own {
-        return Ok(Recovered { checkpoint: Some(path), from_memory: false, notes });
+        return Ok(Recovered { checkpoint: Some(path), notes, ..Recovered::default() });
     }
     let checkpoint = match source {
         Some(source) if !source.exists() => {
@@ -271,7 +275,7 @@ pub fn recover(
         }
         source => source.map(PathBuf::from),
     };
-    Ok(Recovered { checkpoint, from_memory: false, notes })
+    Ok(Recovered { checkpoint, notes, ..Recovered::default() })
 }
 
 /// Whether to resume from a memory snapshot, given the step of the newest checkpoint. The same step is the same state,

@@ -17,6 +17,7 @@ use xlaunch_comm::Collective;
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::JobSpec;
 
+use super::Context;
 use crate::checkpoint::{self, Abandoned, Arena, Memory, Parent, Piece, Portion, State};
 use crate::error::{Result, WorkerError};
 use crate::model::layout::Layout;
@@ -36,6 +37,8 @@ pub(super) struct Start {
     pub(super) sequences: u64,
     /// The runs that this one continues.
     pub(super) parents: Vec<Parent>,
+    /// Of the state, if it was evaluated.
+    pub(super) val_loss: Option<f64>,
 }
 
 /// The state while it is being read.
@@ -60,26 +63,23 @@ struct Source {
 impl Reading {
     /// Starts the threads.
     pub(super) fn start(
-        spec: &JobSpec,
+        context: &Context<'_>,
         shape: &ModelShape,
-        resume_from: &Path,
         memory: Option<Memory>,
-        run_id: &str,
         moments: Vec<Range<usize>>,
-        threads: usize,
     ) -> Result<Self> {
+        let Context { environment, spec, job, .. } = *context;
         let failed = |source| WorkerError::Io { what: "failed to start a thread".into(), source };
-        let threads = ThreadPoolBuilder::new().num_threads(threads).build();
+        let threads = ThreadPoolBuilder::new().num_threads(environment.threads).build();
         let threads = threads.map_err(|error| failed(io::Error::other(error)))?;
-        let resume_from = resume_from.to_path_buf();
-        let memory = memory.filter(Memory::is_resumed);
-        let source = Source { spec: spec.clone(), shape: shape.clone(), resume_from, memory, moments };
+        let (spec, shape, resume_from) = (spec.clone(), shape.clone(), PathBuf::from(&job.resume_from));
+        let source = Source { spec, shape, resume_from, memory: memory.filter(Memory::is_resumed), moments };
         let (sender, pieces) = sync_channel(PIECES_READ_AHEAD);
         let thread = std::thread::Builder::new()
             .name("weights".into())
             .spawn(move || source.read(&threads, &sender))
             .map_err(failed)?;
-        Ok(Self { pieces, thread, run_id: run_id.into() })
+        Ok(Self { pieces, thread, run_id: job.run_id.clone() })
     }
 
     /// Passes everything on to the model and its optimizer.
@@ -129,12 +129,12 @@ pub(super) fn exchange_portions(
 
 impl Start {
     fn after(state: State, run_id: &str) -> Self {
-        let State { step, sequences, run, mut parents, .. } = state;
+        let State { step, sequences, run, mut parents, val_loss, .. } = state;
         // A restart continues its own run.
         if run != run_id {
             parents.push(Parent { run, step });
         }
-        Self { step, sequences, parents }
+        Self { step, sequences, parents, val_loss }
     }
 }
 

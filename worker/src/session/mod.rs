@@ -6,7 +6,7 @@ mod rendezvous;
 mod saving;
 
 use std::panic::resume_unwind;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use xlaunch_comm::{Collective, Sharding};
@@ -84,9 +84,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let moments = sharding.plan().buckets().iter().map(|bucket| sharding.in_arena(bucket)).collect();
     let memory = saving::memory(context, &layout, &sharding)?;
     // Weights of large models take a second or more, as do opening the device and the communicator: do both at once.
-    let resume_from = Path::new(&job.resume_from);
-    let (from, threads) = (memory.clone(), environment.threads);
-    let reading = Reading::start(spec, &shape, resume_from, from, &job.run_id, moments, threads)?;
+    let reading = Reading::start(context, &shape, memory.clone(), moments)?;
     let device = OpenDevice::new(environment, spec)?;
     let run_dir = PathBuf::from(&job.run_dir);
     device.backend.pool().snapshot_on_failure(&run_dir);
@@ -142,6 +140,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         skips: SkipCount::new(&spec.train),
         first_step: start.step,
         first_sequence: start.sequences,
+        unsaved: job.memory_snapshot.filter(|snapshot| !snapshot.on_disk).map(|_| start.val_loss),
         pool_trace: environment.pool_trace.as_deref(),
         profile: bench.map_or(environment.profile, |bench| bench.profile_step),
         bench: bench.is_some(),
@@ -160,13 +159,13 @@ fn connect_and_fill<T>(
     meeting: Meeting,
     fill: impl FnOnce() -> Result<T>,
 ) -> (Result<Box<dyn Collective>>, Result<T>) {
-    phase::enter(Phase::Initialize);
     let both = std::thread::scope(|scope| {
         let connecting = scope.spawn(|| {
             let collective: Box<dyn Collective> = Box::new(Tracked(meeting.connect()?));
             context.control.open_session(context.hello(), collective.abort_handle());
             Ok(collective)
         });
+        phase::enter(Phase::Initialize);
         let filled = fill();
         phase::enter(Phase::OpenCommunicator);
         (connecting.join().unwrap_or_else(|panic| resume_unwind(panic)), filled)

@@ -48,6 +48,8 @@ pub struct Run<'a> {
     pub first_step: u64,
     /// Sequences used before this run.
     pub first_sequence: u64,
+    /// The run starts from a state of which there is no checkpoint, with this validation loss: that is saved first.
+    pub unsaved: Option<Option<f64>>,
     /// Directory for a trace of the pool's requests during the first step.
     pub pool_trace: Option<&'a Path>,
     /// The step, from 1, whose kernels are timed.
@@ -89,6 +91,9 @@ impl Run<'_> {
     /// that of the last good step.
     pub fn run(&mut self) -> Result<Outcome> {
         let mut step = self.first_step;
+        if let Some(val_loss) = self.unsaved.take() {
+            self.save(step, val_loss, step >= self.spec.train.steps)?;
+        }
         let mut requested = Requests::default();
         let mut next = None;
         let mut since = Instant::now();

@@ -86,6 +86,8 @@ pub struct Recovered {
     pub checkpoint: Option<PathBuf>,
     /// The memory snapshot is as new, and to be used instead.
     pub from_memory: bool,
+    /// There is a checkpoint of that step, too.
+    pub on_disk: bool,
     /// Checkpoints that were rejected, for the user.
     pub notes: Vec<String>,
 }
@@ -130,7 +132,7 @@ pub(crate) struct TrainerWorkload<'a> {
     saves: SaveBarrier,
     snapshots: Option<Snapshots>,
     /// The snapshot that this attempt resumes from.
-    resume_snapshot: Option<SnapshotId>,
+    resume_snapshot: Option<MemorySnapshot>,
     /// For frameworks that rendezvous on their own; the trainer does not.
     port: Option<MasterPort>,
     output: Output,
@@ -217,9 +219,7 @@ impl<'a> TrainerWorkload<'a> {
             resume_from: self.plan.resume_from.as_deref().map(path).unwrap_or_default(),
             bench: self.plan.bench.clone(),
             run_id: self.run.id.clone(),
-            memory_snapshot: self
-                .resume_snapshot
-                .map(|SnapshotId { step, attempt }| MemorySnapshot { step, attempt }),
+            memory_snapshot: self.resume_snapshot,
         })
     }
 
@@ -228,10 +228,12 @@ impl<'a> TrainerWorkload<'a> {
         let (dir, source) = (self.checkpoint_dir(), self.plan.resume_from.as_deref());
         let snapshot = self.snapshots.as_ref().and_then(Snapshots::newest);
         let recovered = (self.plan.recover)(&dir, &self.run.id, source, snapshot.map(|id| id.step));
-        let Recovered { checkpoint, from_memory, notes } =
+        let Recovered { checkpoint, from_memory, on_disk, notes } =
             recovered.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
         notes.iter().for_each(|note| self.notify(&format!("xlaunch: {note}")));
-        self.resume_snapshot = snapshot.filter(|_| from_memory);
+        self.resume_snapshot = snapshot
+            .filter(|_| from_memory)
+            .map(|SnapshotId { step, attempt }| MemorySnapshot { step, attempt, on_disk });
         if !from_memory {
             self.plan.resume_from = checkpoint;
         }

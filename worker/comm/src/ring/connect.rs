@@ -18,7 +18,7 @@ const CONNECT_RETRY_DELAY: Duration = Duration::from_millis(2);
 /// Time for an accepted connection to send its handshake. Short, as a foreign process may connect and send nothing.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_millis(500);
 /// First bytes of a handshake: name and version of the protocol.
-const MAGIC: &[u8; 8] = b"xlring\0\x01";
+const MAGIC: &[u8; 8] = b"xlring\0\x02";
 /// Bytes of a handshake: magic, hash of the job's addresses, world size, rank.
 const HANDSHAKE_BYTES: usize = 8 + 8 + 4 + 4;
 

@@ -9,9 +9,13 @@
 //! sum. All-gather: the sum travels around once more, to all other ranks. All-reduce is one after the other, and the
 //! two are also available separately.
 //!
-//! Invariant: each sum is computed once, in an order that depends on the ranks only, and copied. So all ranks end with
-//! the same bytes, and reduce-scatter plus all-gather gives the same bits as all-reduce.
+//! Invariants:
+//! - each sum is computed once, in an order that depends on the ranks only, and copied. So all ranks end with the same
+//!   bytes, and reduce-scatter plus all-gather gives the same bits as all-reduce;
+//! - before the data of a collective, neighbours exchange its number, kind and size (`announcement`): a rank that
+//!   leaves one out is an error, not wrong data.
 
+mod announcement;
 mod connect;
 mod thread;
 mod wire;

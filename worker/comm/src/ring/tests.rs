@@ -76,6 +76,26 @@ fn start_all_reduce(ring: &mut Ring, pool: &Pool, len: usize) -> PoolBuf<u8> {
     buf
 }
 
+#[test]
+fn rank_that_leaves_out_a_collective_is_an_error_before_any_data_is_mixed() {
+    for world in [2, 3] {
+        let errors = on_ring(world, false, |mut ring| {
+            let pool = Pool::host(Mode::On);
+            let skipped = (ring.rank() != 1).then(|| start_all_reduce(&mut ring, &pool, 64));
+            let flags = start_all_reduce(&mut ring, &pool, 4);
+            let result = ring.wait_all();
+            drop((skipped, flags));
+            result.unwrap_err()
+        });
+        // Its next rank finds it out; others may lose the connection first.
+        let found = errors.iter().filter(|error| matches!(error, CommError::Disagree { .. })).count();
+        assert!(found >= 1, "{errors:?}");
+        let text = errors.iter().map(ToString::to_string).find(|text| text.contains("different collectives"));
+        let text = text.unwrap();
+        assert!(text.contains("an all-reduce of 16 bytes") && text.contains("of 256 bytes"), "{text}");
+    }
+}
+
 fn check_all_reduce(world: usize, tcp: bool, lens: &[usize]) {
     let results = on_ring(world, tcp, |mut ring| {
         let pool = Pool::host(Mode::On);

@@ -6,6 +6,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use half::bf16;
 use xlaunch_pool::{DType, Lease, Space};
 
+use super::announcement::{self, Announcement, Kind};
 use super::wire::{Side, Socket, exchange};
 use crate::collective::{CommError, Result};
 
@@ -26,13 +27,15 @@ pub(super) struct Worker {
     world: usize,
     next: Socket,
     previous: Socket,
+    /// Collectives so far.
+    started: u64,
     /// Receive buffer for a chunk of the previous rank, before it is added.
     inbox: Vec<u8>,
 }
 
 impl Worker {
     pub(super) fn new(rank: usize, world: usize, next: Socket, previous: Socket) -> Self {
-        Self { rank, world, next, previous, inbox: Vec::new() }
+        Self { rank, world, next, previous, started: 0, inbox: Vec::new() }
     }
 
     /// Runs jobs until the sender of `queue` is dropped. The first error breaks the ring: every later job fails with
@@ -59,12 +62,14 @@ impl Worker {
 
     fn all_reduce(&mut self, mut lease: Lease, dtype: DType) -> Result<()> {
         let bytes = host_bytes(&mut lease);
+        self.announce(Kind::AllReduce, bytes.len())?;
         self.reduce_scatter_chunks(bytes, dtype)?;
         self.all_gather_chunks(bytes, dtype.size())
     }
 
     fn reduce_scatter(&mut self, mut from: Lease, mut into: Lease, dtype: DType) -> Result<()> {
         let (bytes, own) = (host_bytes(&mut from), host_bytes(&mut into));
+        self.announce(Kind::ReduceScatter, bytes.len())?;
         self.reduce_scatter_chunks(bytes, dtype)?;
         own.copy_from_slice(&bytes[self.chunk(bytes.len(), dtype.size(), self.rank)]);
         Ok(())
@@ -72,6 +77,7 @@ impl Worker {
 
     fn all_gather(&mut self, mut from: Lease, mut into: Lease) -> Result<()> {
         let (own, bytes) = (host_bytes(&mut from), host_bytes(&mut into));
+        self.announce(Kind::AllGather, bytes.len())?;
         let shard = self.chunk(bytes.len(), 1, self.rank);
         bytes[shard].copy_from_slice(own);
         self.all_gather_chunks(bytes, 1)
@@ -108,6 +114,7 @@ impl Worker {
     /// Passes the root's bytes on from rank to rank.
     fn broadcast(&mut self, mut lease: Lease, root: usize) -> Result<()> {
         let bytes = host_bytes(&mut lease);
+        self.announce(Kind::Broadcast, bytes.len())?;
         if self.rank != root {
             self.exchange(&[], bytes)?;
         }
@@ -119,7 +126,22 @@ impl Worker {
 
     /// After `world - 1` rounds a byte of every rank has, through its neighbours, reached every other.
     fn barrier(&mut self) -> Result<()> {
+        self.announce(Kind::Barrier, 0)?;
         (1..self.world).try_for_each(|_| self.exchange(&[0], &mut [0]))
+    }
+
+    /// Begins a collective: checks that the previous rank begins the same one.
+    fn announce(&mut self, kind: Kind, bytes: usize) -> Result<()> {
+        self.started += 1;
+        let own = Announcement::new(self.started, kind, bytes);
+        let mut theirs = [0; announcement::BYTES];
+        self.exchange(&own.to_bytes(), &mut theirs)?;
+        let theirs = Announcement::from_bytes(theirs);
+        if theirs == own {
+            return Ok(());
+        }
+        let peer = (self.rank + self.world - 1) % self.world;
+        Err(CommError::Disagree { peer, reason: format!("it is in {theirs}; this rank in {own}") })
     }
 
     /// The range of chunk `c` modulo the world size in a buffer of `bytes` bytes: whole elements of `size` bytes, in
