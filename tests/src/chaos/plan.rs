@@ -17,8 +17,8 @@ pub(super) const STEPS: u64 = WINDOW_START + FAULTS_PER_JOB * WINDOW_INTERVAL + 
 pub(super) const SAVE_EVERY: u64 = 7;
 /// Steps between evaluations.
 pub(super) const EVALUATE_EVERY: u64 = 12;
-/// More would make later restarts wait for seconds.
-pub const FAULTS_PER_JOB: u64 = 2;
+/// Faults of a job, one after the other.
+pub const FAULTS_PER_JOB: u64 = 10;
 
 /// Steps of a fault's window: after a first checkpoint, and before the last steps, in which a rank may exit.
 const WINDOW: u64 = 18;

@@ -12,6 +12,7 @@ use super::plan::{
     Abilities, Action, Damage, EVALUATE_EVERY, FAULTS_PER_JOB, Fault, JobPlan, RANKS, SAVE_EVERY, STEPS,
     Trigger,
 };
+use crate::process::xlaunch_with_fail_points;
 use crate::{Job, Process, children};
 
 /// How often a job is examined: its steps take about as long.
@@ -61,6 +62,8 @@ impl Runner {
     /// # Panics
     /// If one fails.
     pub fn new(abilities: Abilities) -> Self {
+        // Built before anything is timed.
+        xlaunch_with_fail_points();
         let configurations = [(false, false), (false, true), (true, false), (true, true)];
         let undisturbed = configurations.map(|(sharded, asynchronous)| {
             let (job, start) = (Job::with_fail_points(""), Instant::now());
