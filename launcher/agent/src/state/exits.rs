@@ -81,14 +81,27 @@ impl Failure {
     }
 
     pub(super) fn of_group(message: String, exit: ExitCode) -> Self {
-        Self { rank: None, message, status: None, exit, consequence: false }
+        Self { rank: None, message, status: None, exit, hung: false, consequence: false }
     }
 
-    /// The rank that has reported this error has exited.
+    /// A rank that hangs on its own (`message`), or together with the first of the hung ranks.
+    pub(super) fn hung(rank: u32, message: String) -> Self {
+        Self { hung: true, ..Self::of_rank(rank, message, ExitCode::Retryable) }
+    }
+
+    /// The rank of this failure, which was known before, has exited.
     pub(super) fn exited(&mut self, exit: Exit) {
         self.status = Some(exit);
-        if matches!(exit, Exit::Code(_)) {
+        if matches!(exit, Exit::Code(_)) && !self.hung {
             self.message = format!("{exit}: {}", self.message);
+        }
+    }
+
+    /// The exit code that tells about the cause.
+    pub(super) fn code(&self) -> Option<i32> {
+        match self.status {
+            Some(Exit::Code(code)) if !self.hung => Some(code),
+            _ => None,
         }
     }
 }

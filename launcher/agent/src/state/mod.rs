@@ -12,6 +12,8 @@
 //! failure, or a stop, leads to Stopping, which ends with SIGKILL for those that are still there at the deadline. When
 //! the last worker has exited, the restart policy decides between Ended and another attempt.
 //!
+//! - **Ranks that hang** are a failure that the hang detector reports: a trainer's workers are killed at once, those of a
+//!   command are terminated as after any failure.
 //! - **A command** is sent SIGTERM after a failure, or the signal that xlaunch received, and `shutdown_timeout` later
 //!   SIGKILL.
 //! - **A trainer's** workers ignore signals, and hold nothing that SIGTERM would save. A stop asks them for a
@@ -155,6 +157,7 @@ impl Job {
                 }
                 self.fail(Failure::of_rank(rank, message, exits::passed_on(Some(exit))), now)
             }
+            Event::Hung { ranks, message } => self.hung(&ranks, &message, now),
             Event::Exited { rank, exit } => self.exited(rank, exit, now),
             Event::Stop(cause) => self.stop(cause, now),
             Event::Progress => {
@@ -173,7 +176,7 @@ impl Job {
 
     fn exited(&mut self, rank: u32, exit: Exit, now: Instant) -> Vec<Action> {
         self.alive[rank as usize] = false;
-        // At most one: the error that the rank has reported.
+        // At most one: the error that the rank has reported, or its hang.
         let reported = self.failures.iter_mut().find(|failure| failure.rank == Some(rank));
         if let Some(failure) = reported {
             failure.exited(exit);
@@ -188,6 +191,24 @@ impl Job {
             Kind::Command => exits::of_command(rank, exit, self.rules.propagate_exit_code, self.terminated),
         };
         failure.map_or_else(Vec::new, |failure| self.fail(failure, now))
+    }
+
+    /// Ends the attempt at once: a rank that hangs never exits by itself. While the job is stopping there is a deadline
+    /// for that already.
+    fn hung(&mut self, ranks: &[u32], message: &str, now: Instant) -> Vec<Action> {
+        if self.phase == Phase::Stopping {
+            return Vec::new();
+        }
+        let hung: Vec<u32> = ranks.iter().copied().filter(|rank| self.is_alive(*rank)).collect();
+        let Some((&first, others)) = hung.split_first() else { return Vec::new() };
+        self.failures.push(Failure::hung(first, message.to_owned()));
+        let others = others.iter().map(|rank| Failure::hung(*rank, format!("hung, as rank {first} did")));
+        self.failures.extend(others);
+        self.phase = Phase::Stopping;
+        match self.rules.kind {
+            Kind::Trainer => self.kill(),
+            Kind::Command => self.terminate(SIGTERM, now),
+        }
     }
 
     fn is_alive(&self, rank: u32) -> bool {
@@ -299,12 +320,8 @@ impl Job {
         let Some(root) = root.map(|index| &failures[index]) else { return self.end(failures) };
         let who = root.rank.map_or_else(|| "the group".into(), |rank| format!("rank {rank}"));
         let message = format!("{who}: {}", root.message);
-        let code = match root.status {
-            Some(Exit::Code(code)) => Some(code),
-            _ => None,
-        };
         let duration = now.duration_since(self.attempt_start);
-        match self.policy.decide(AttemptFailure { message: &message, code, duration }) {
+        match self.policy.decide(AttemptFailure { message: &message, code: root.code(), duration }) {
             Decision::Final(reason) => {
                 let notice = reason.map(Action::Notify);
                 notice.into_iter().chain(self.end(failures)).collect()

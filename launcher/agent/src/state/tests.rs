@@ -260,6 +260,7 @@ fn any_event() -> impl Strategy<Value = Event> {
         Just(Event::Progress),
         Just(Event::Checkpoint { step: 1, path: "/c".into() }),
         (0u32..4).prop_map(own_error),
+        prop::collection::vec(0u32..4, 1..3).prop_map(|ranks| hung(&ranks)),
         cause.prop_map(Event::Stop),
         (0u32..3, exit).prop_map(|(rank, exit)| Event::Exited { rank, exit }),
     ]
@@ -582,4 +583,60 @@ fn nothing_happens_after_the_end() {
     outcome(&run(&mut job, &[exited(0, 0)]));
     assert_eq!(run(&mut job, &[Event::Tick, Event::Stop(StopCause::Call), exited(0, 1)]), []);
     assert_eq!((job.phase(), job.deadline()), (Phase::Ended, None));
+}
+
+fn hung(ranks: &[u32]) -> Event {
+    Event::Hung { ranks: ranks.into(), message: "made no progress for 60 s".into() }
+}
+
+#[test]
+fn hung_rank_of_a_trainer_is_killed_at_once_and_is_the_root() {
+    let mut job = trainer(4, 0);
+    assert_eq!(run(&mut job, &[Event::AllJoined, hung(&[2, 3])]), [Action::Kill]);
+    let end = outcome(&run(&mut job, &[killed(0, 9), killed(1, 9), killed(2, 9), killed(3, 9)]));
+    assert_eq!(end.exit, ExitCode::Retryable);
+    let root = end.root.unwrap();
+    assert_eq!((root.rank, root.message.as_str()), (Some(2), "made no progress for 60 s"));
+    let others: Vec<_> = end.others.iter().map(|other| (other.rank.unwrap(), other.consequence)).collect();
+    assert_eq!(others, [(3, false), (0, true), (1, true)]);
+    assert_eq!(end.others[0].message, "hung, as rank 2 did");
+}
+
+#[test]
+fn hang_of_a_command_is_terminated_then_killed() {
+    let mut job = command(2, 0);
+    let start = Instant::now();
+    assert_eq!(job.handle(hung(&[1]), start), [Action::Signal(15)]);
+    assert_eq!(job.deadline(), Some(start + SHUTDOWN_TIMEOUT));
+    assert_eq!(job.handle(killed(0, 15), start), []);
+    assert!(job.handle(Event::Tick, start + SHUTDOWN_TIMEOUT).contains(&Action::Kill));
+    let end = outcome(&job.handle(killed(1, 9), start + SHUTDOWN_TIMEOUT));
+    let root = end.root.unwrap();
+    assert_eq!((end.exit, root.rank, root.consequence), (ExitCode::Retryable, Some(1), false));
+    assert!(end.others[0].consequence);
+}
+
+/// Exit code 2 is final if a rank fails with it by itself.
+#[test]
+fn hang_is_restarted_whatever_the_exit_code_after_sigterm() {
+    let mut job = command(1, 1);
+    let actions = run(&mut job, &[hung(&[0]), exited(0, 2)]);
+    assert_eq!(notices(&actions), ["rank 0: made no progress for 60 s; restarting (1 of 1)"]);
+    assert!(actions.contains(&Action::Start { attempt: 1 }));
+}
+
+#[test]
+fn hang_verdict_that_comes_too_late_changes_nothing() {
+    let mut job = trainer(3, 0);
+    assert_eq!(run(&mut job, &[Event::AllJoined, exited(1, 0), hung(&[1])]), [], "it has exited meanwhile");
+    assert_eq!(run(&mut job, &[exited(0, 1), hung(&[2])]), [Action::Kill], "the job has failed meanwhile");
+    assert_eq!(outcome(&run(&mut job, &[killed(2, 9)])).root.unwrap().rank, Some(0));
+    let mut job = trainer(2, 0);
+    run(&mut job, &[Event::AllJoined, Event::Stop(StopCause::Call)]);
+    let deadline = job.deadline();
+    assert_eq!(
+        (run(&mut job, &[hung(&[0])]), job.deadline()),
+        (vec![], deadline),
+        "a stop has its own deadline"
+    );
 }

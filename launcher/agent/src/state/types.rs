@@ -62,6 +62,13 @@ pub enum Event {
         /// The code with which it is about to exit.
         exit: ExitCode,
     },
+    /// Ranks of a running job hang, and are to be ended.
+    Hung {
+        /// Not empty; the first is the root cause.
+        ranks: Vec<u32>,
+        /// One line about the first rank.
+        message: String,
+    },
     /// A worker has made progress in saving or evaluating.
     Progress,
     /// A checkpoint is complete.
@@ -147,6 +154,8 @@ pub struct Failure {
     /// How the process ended; `None` without a process.
     pub status: Option<Exit>,
     pub(crate) exit: ExitCode,
+    /// The rank hung and xlaunch ended it, so its exit status says nothing about the cause.
+    pub(crate) hung: bool,
     /// Another failure or a stop has led to this one: a lost peer, or a signal from xlaunch.
     pub(crate) consequence: bool,
 }
