@@ -7,6 +7,8 @@ pub const AGENT_SOCKET: &str = "XLAUNCH_AGENT_SOCKET";
 pub const ATTEMPT: &str = "XLAUNCH_ATTEMPT";
 /// Set by the agent: the worker's device, `cpu` or `cuda:N` with the CUDA ordinal N within the worker's process.
 pub const DEVICE: &str = "XLAUNCH_DEVICE";
+/// Set by the agent: a file of the rank of a command. A touch, or a step number written there, is a heartbeat.
+pub const HEARTBEAT: &str = "XLAUNCH_HEARTBEAT";
 /// Set by the agent: the job's id.
 pub const JOB_ID: &str = "XLAUNCH_JOB_ID";
 /// Set by users: `1` makes workers print to stderr which variant was selected for each GPU operation, and why.

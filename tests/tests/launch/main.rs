@@ -6,6 +6,7 @@ mod cleanup;
 mod commands;
 mod environment;
 mod failures;
+mod heartbeats;
 mod input;
 mod limits;
 mod signals;
@@ -16,7 +17,7 @@ mod stopping;
 const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
-    modules cleanup, commands, environment, failures, input, limits, signals, status, stopping;
+    modules cleanup, commands, environment, failures, heartbeats, input, limits, signals, status, stopping;
 }
 
 /// Lines of a text, sorted: ranks write in any order.

@@ -11,7 +11,7 @@ use super::Driver;
 use crate::logs::RankOutput;
 use crate::run_dir::rank_dir;
 use crate::spawn::process_tree::ProcessTree;
-use crate::spawn::{Exit, Spawned, Worker, gpu_memory};
+use crate::spawn::{Exit, Spawned, Worker, faulthandler, gpu_memory};
 use crate::state::{Action, Event};
 
 /// For the remaining output of a worker that has exited; a process that it started may hold the pipe open.
@@ -68,6 +68,12 @@ impl Attempt {
     pub(super) fn kill(&mut self) {
         self.signalled = true;
         self.processes.iter().for_each(ProcessTree::kill);
+    }
+
+    /// Lets the Python programs of these ranks print their stacks and exit. Whether there are any.
+    pub(super) fn print_stacks(&self, ranks: &[u32]) -> bool {
+        let started = ranks.iter().filter_map(|rank| self.workers.get(*rank as usize)?.as_ref());
+        faulthandler::print_stacks(&started.map(|started| started.worker.pid).collect::<Vec<_>>())
     }
 
     /// Passes on a signal that xlaunch received.

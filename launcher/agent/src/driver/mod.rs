@@ -133,10 +133,10 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
             }
             () = sleep_until(deadline.into()) => Some(driver.timer(Instant::now())),
             _ = stall_poll.tick() => {
-                if driver.job.phase() == Phase::Running {
-                    driver.workload.report_stalls(&driver.board, Instant::now());
+                match driver.job.phase() {
+                    Phase::Running => driver.workload.report_stalls(&driver.board, Instant::now()),
+                    _ => None,
                 }
-                None
             }
         };
         if let Some(event) = event {
@@ -183,6 +183,11 @@ impl Driver<'_> {
                 Action::Signal(signal) => {
                     if let Some(signal) = Signal::from_named_raw(signal) {
                         self.attempt.signal(signal);
+                    }
+                }
+                Action::PrintStacks(ranks) => {
+                    if !self.attempt.print_stacks(&ranks) {
+                        queue.extend(self.job.handle(Event::NoStacks, Instant::now()));
                     }
                 }
                 Action::Kill => self.attempt.kill(),

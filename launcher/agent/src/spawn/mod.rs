@@ -12,6 +12,7 @@
 //! children        processes that this process started, and orphans that it adopted
 //! environment, affinity, port, gpu_memory     what a worker needs to start
 //! exit, oom                                   how it ended
+//! faulthandler, flight_recorder               stacks of Python programs, and PyTorch's record of collectives
 //! ```
 
 pub mod affinity;
@@ -19,6 +20,8 @@ mod cgroup;
 mod children;
 pub mod environment;
 mod exit;
+pub(crate) mod faulthandler;
+pub(crate) mod flight_recorder;
 pub(crate) mod gpu_memory;
 mod membership;
 mod oom;

@@ -12,8 +12,10 @@
 //! failure, or a stop, leads to Stopping, which ends with SIGKILL for those that are still there at the deadline. When
 //! the last worker has exited, the restart policy decides between Ended and another attempt.
 //!
-//! - **Ranks that hang** are a failure that the hang detector reports: a trainer's workers are killed at once, those of a
-//!   command are terminated as after any failure.
+//! - **Ranks that hang** are a failure that the hang detector reports: a trainer's workers are killed at once. Those of
+//!   a command first print their Python stacks, for [`STACKS_TIMEOUT`] at most; then all are terminated as after any
+//!   failure.
+//! - **Preemption**: a command's worker that exits with a requeue code ends the job without a restart.
 //! - **A command** is sent SIGTERM after a failure, or the signal that xlaunch received, and `shutdown_timeout` later
 //!   SIGKILL.
 //! - **A trainer's** workers ignore signals, and hold nothing that SIGTERM would save. A stop asks them for a
@@ -45,6 +47,8 @@ pub use types::{Action, Event, Failure, Kind, Outcome, Phase, Rules, StopCause};
 /// the connections of the others, and those may be the first to exit; and a rank that has reported an error of its own
 /// still has to exit.
 const FAILURE_GRACE: Duration = Duration::from_secs(5);
+/// For the Python programs of ranks that hang to print their stacks, before they are terminated.
+const STACKS_TIMEOUT: Duration = Duration::from_secs(5);
 const SIGINT: i32 = 2;
 const SIGTERM: i32 = 15;
 
@@ -158,6 +162,10 @@ impl Job {
                 self.fail(Failure::of_rank(rank, message, exits::passed_on(Some(exit))), now)
             }
             Event::Hung { ranks, message } => self.hung(&ranks, &message, now),
+            Event::NoStacks if self.rules.kind == Kind::Command && !self.terminated => {
+                self.terminate(SIGTERM, now)
+            }
+            Event::NoStacks => Vec::new(),
             Event::Exited { rank, exit } => self.exited(rank, exit, now),
             Event::Stop(cause) => self.stop(cause, now),
             Event::Progress => {
@@ -188,9 +196,25 @@ impl Job {
                 None
             }
             Kind::Trainer => exits::of_trainer(rank, exit, &self.circumstances()),
-            Kind::Command => exits::of_command(rank, exit, self.rules.propagate_exit_code, self.terminated),
+            Kind::Command => self.of_command(rank, exit),
         };
         failure.map_or_else(Vec::new, |failure| self.fail(failure, now))
+    }
+
+    /// The failure, if this exit of a command's worker is one.
+    fn of_command(&self, rank: u32, exit: Exit) -> Option<Failure> {
+        // A worker may use a requeue code after SIGTERM, too: that is preemption if xlaunch was stopped, but not if
+        // another rank has failed.
+        let has_failed = self.failures.iter().any(|failure| !failure.consequence && !failure.preempted);
+        match exit {
+            Exit::Code(code) if self.rules.requeue_codes.contains(&code) && !has_failed => {
+                Some(Failure::preempted(rank, exit, code))
+            }
+            _ => {
+                let hung = self.failures.iter().any(|failure| failure.hung);
+                exits::of_command(rank, exit, self.rules.propagate_exit_code, self.terminated || hung)
+            }
+        }
     }
 
     /// Ends the attempt at once: a rank that hangs never exits by itself. While the job is stopping there is a deadline
@@ -207,7 +231,10 @@ impl Job {
         self.phase = Phase::Stopping;
         match self.rules.kind {
             Kind::Trainer => self.kill(),
-            Kind::Command => self.terminate(SIGTERM, now),
+            Kind::Command => {
+                self.deadline = Some(now + STACKS_TIMEOUT);
+                vec![Action::PrintStacks(hung)]
+            }
         }
     }
 
@@ -234,12 +261,13 @@ impl Job {
         if self.killed || (self.rules.kind == Kind::Command && self.terminated) {
             return Vec::new();
         }
-        if self.rules.kind == Kind::Command {
-            return self.terminate(SIGTERM, now);
-        }
-        let is_known = self.failures.iter().any(|failure| !failure.consequence);
         let is_exiting =
             self.failures.iter().any(|failure| failure.rank.is_some_and(|rank| self.is_alive(rank)));
+        if self.rules.kind == Kind::Command {
+            // Ranks that hang may still print their stacks.
+            return if is_exiting { Vec::new() } else { self.terminate(SIGTERM, now) };
+        }
+        let is_known = self.failures.iter().any(|failure| !failure.consequence);
         if is_known && !is_exiting {
             return self.kill();
         }
@@ -303,6 +331,10 @@ impl Job {
         if self.deadline.is_none_or(|deadline| now < deadline) {
             return Vec::new();
         }
+        if self.rules.kind == Kind::Command && !self.terminated {
+            // Not all ranks that hang have printed their stacks.
+            return self.terminate(SIGTERM, now);
+        }
         let alive = (0..).zip(&self.alive).filter(|(_, alive)| **alive);
         let ranks = alive.map(|(rank, _): (u32, _)| rank.to_string()).collect::<Vec<_>>().join(", ");
         let notice = Action::Notify(format!("killing ranks that did not exit in time: {ranks}"));
@@ -314,7 +346,7 @@ impl Job {
         self.deadline = None;
         let failures = std::mem::take(&mut self.failures);
         let root = outcome::root_of(&failures);
-        if self.stop.is_some() {
+        if self.stop.is_some() || failures.iter().any(|failure| failure.preempted) {
             return self.end(failures);
         }
         let Some(root) = root.map(|index| &failures[index]) else { return self.end(failures) };

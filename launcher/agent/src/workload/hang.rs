@@ -26,7 +26,7 @@ use xlaunch_proto::v1::worker_report::Report;
 /// Heartbeats are sent every second. A rank that misses them for this long is stopped, or its host is.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(15);
 /// The detector is polled every second. A longer gap means that the agent itself was suspended, so the clock restarts.
-const AGENT_SUSPENDED_AFTER: Duration = Duration::from_secs(5);
+pub(super) const AGENT_SUSPENDED_AFTER: Duration = Duration::from_secs(5);
 /// Minimum for an attempt's first step, which may compile kernels and time algorithms.
 const FIRST_STEP_TIMEOUT: Duration = Duration::from_secs(300);
 /// Minimum for evaluation, checkpoints and samples, which may wait for a slow disk.
@@ -217,7 +217,7 @@ impl HangDetector {
 }
 
 /// `rank 3`, or `ranks 0-2, 5`.
-fn ranks_text<'a>(ranks: impl IntoIterator<Item = &'a u32>) -> String {
+pub(super) fn ranks_text<'a>(ranks: impl IntoIterator<Item = &'a u32>) -> String {
     let mut ranges: Vec<(u32, u32)> = Vec::new();
     for rank in ranks.into_iter().copied() {
         match ranges.last_mut() {

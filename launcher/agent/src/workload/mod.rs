@@ -7,6 +7,7 @@
 mod checkpoint_requests;
 pub mod command;
 mod hang;
+mod heartbeat;
 mod save;
 mod sessions;
 pub mod trainer;
@@ -91,6 +92,7 @@ pub(crate) trait Workload {
     /// A worker's call or report. Callers are answered, or learn that the agent is ending when `message` is dropped.
     fn message(&mut self, message: Message, job: &Job, board: &watch::Sender<Board>) -> Option<Event>;
 
-    /// Called every second while the job runs: reports ranks that seem to hang, once for each stall.
-    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant);
+    /// Called every second while the job runs: reports ranks that seem to hang, once for each stall. Returns what that
+    /// means for the job.
+    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Event>;
 }

@@ -213,6 +213,7 @@ impl Workload for TrainerWorkload<'_> {
                 not_after: final_codes.into(),
                 free: [i32::from(ExitCode::DamagedCheckpoint.code())].into(),
             },
+            requeue_codes: BTreeSet::new(),
             shutdown_timeout: Duration::from_secs_f64(launch.shutdown_timeout),
             shutdown_timeout_max: Duration::from_secs_f64(launch.shutdown_timeout_max),
             propagate_exit_code: false,
@@ -353,11 +354,12 @@ impl Workload for TrainerWorkload<'_> {
         None
     }
 
-    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) {
+    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Event> {
         if let Some(report) = self.hang_detector.poll(now) {
             self.notify(&format!("xlaunch: {}", report.message));
             board.send_modify(|board| board.set_hints(report.rank_hints));
         }
+        None
     }
 }
 
