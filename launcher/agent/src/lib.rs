@@ -14,6 +14,7 @@
 //! - [`spawn`]: process trees, cgroups, environment, CPU affinity, exit codes;
 //! - [`rendezvous`], [`status`], `logs`: calls of workers and clients over gRPC;
 //! - [`report`]: why a job failed; [`sinks`]: progress, metrics, TensorBoard, summary;
+//! - [`doctor`]: health of the node's GPUs;
 //! - [`config`]: from `train.toml`, environment and flags to a checked job description.
 //!
 //! The agent never calls CUDA; GPUs and their usage come from NVML, loaded at run time.
@@ -22,6 +23,7 @@ pub mod clock;
 pub mod command;
 pub mod config;
 pub mod devices;
+pub mod doctor;
 pub mod driver;
 mod logs;
 pub mod names;

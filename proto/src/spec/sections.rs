@@ -56,6 +56,20 @@ pub struct LaunchSection {
     /// Seconds without a completed step after which the rank that blocks the others is reported, with the phase that it
     /// is in. It is only reported: no worker is killed. Jobs with slow steps get more time automatically.
     pub stall_timeout: f64,
+    /// Check of the job's GPUs before every attempt, within 200 ms. A GPU with a fault ends the job with exit code 76.
+    pub doctor: DoctorMode,
+}
+
+/// How GPUs are checked before an attempt.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum DoctorMode {
+    /// By the counters of the driver, as `xlaunch doctor --quick` does.
+    #[default]
+    Quick,
+    /// Not at all.
+    Off,
 }
 
 impl Default for LaunchSection {
@@ -68,6 +82,7 @@ impl Default for LaunchSection {
             shutdown_timeout_max: 600.0,
             join_timeout: 120.0,
             stall_timeout: 45.0,
+            doctor: DoctorMode::default(),
         }
     }
 }

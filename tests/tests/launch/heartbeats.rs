@@ -79,7 +79,7 @@ while True:
         {
             assert!(run.root_cause().contains(words), "{words} in {report}");
         }
-        assert!(run.consequences().contains("SIGTERM, sent by xlaunch"), "{report}");
+        assert!(run.consequences().contains("(SIGTERM), sent by xlaunch"), "{report}");
     }
     let run = launch.run(&[&options[..], &["train.py"]].concat());
     assert!(line(&run, "cause: ").contains("train.py, line 6"), "{}", run.stderr);

@@ -4,6 +4,7 @@
 
 mod cleanup;
 mod commands;
+mod doctor;
 mod environment;
 mod failures;
 mod heartbeats;
@@ -17,7 +18,7 @@ mod stopping;
 const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
-    modules cleanup, commands, environment, failures, heartbeats, input, limits, signals, status, stopping;
+    modules cleanup, commands, doctor, environment, failures, heartbeats, input, limits, signals, status, stopping;
 }
 
 /// Lines of a text, sorted: ranks write in any order.

@@ -8,6 +8,7 @@ use rustix::process::Signal;
 use xlaunch_proto::exit::ExitCode;
 
 use super::Driver;
+use crate::doctor;
 use crate::logs::RankOutput;
 use crate::run_dir::rank_dir;
 use crate::spawn::process_tree::ProcessTree;
@@ -108,6 +109,10 @@ impl Driver<'_> {
         }
         self.attempt = Attempt::new(self.world);
         self.board.send_modify(|board| board.reset(attempt, self.world));
+        let faults = self.gpu_faults().await;
+        if !faults.is_empty() {
+            return self.refuse_gpus(&faults);
+        }
         let begun = self.workload.begin_attempt(attempt);
         let mut processes = ProcessTree::create(&self.run.id, attempt, self.world);
         let mut actions = Vec::new();
@@ -135,6 +140,29 @@ impl Driver<'_> {
         }
         self.attempt.processes = Some(processes);
         actions
+    }
+
+    /// The faults of the job's GPUs, with their ranks. A driver that does not answer is not a fault.
+    async fn gpu_faults(&self) -> Vec<(u32, String)> {
+        let Some(visible) = self.workload.gpus_to_check() else { return Vec::new() };
+        let node = tokio::task::spawn_blocking(|| doctor::read(doctor::QUICK_TIMEOUT)).await;
+        node.map_or_else(|_| Vec::new(), |node| doctor::faults(&node, visible.as_deref(), self.world))
+    }
+
+    /// Starts no worker, because of these faults.
+    fn refuse_gpus(&mut self, faults: &[(u32, String)]) -> Vec<Action> {
+        let others = (0..self.world).filter(|rank| !faults.iter().any(|(faulty, _)| faulty == rank));
+        let reason = "another rank's GPU has a fault";
+        // The first one is the root cause. A GPU may have several faults.
+        let mut reasons: Vec<(u32, &str)> =
+            faults.iter().map(|(rank, fault)| (*rank, fault.as_str())).collect();
+        reasons.dedup_by_key(|(rank, _)| *rank);
+        reasons.extend(others.map(|rank| (rank, reason)));
+        let failed = |(rank, reason): (u32, &str)| {
+            let event = Event::SpawnFailed { rank, reason: reason.into(), exit: ExitCode::Gpu };
+            self.job.handle(event, Instant::now())
+        };
+        reasons.into_iter().flat_map(failed).collect()
     }
 
     async fn start_worker(

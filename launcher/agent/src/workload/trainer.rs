@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use tonic::Status;
 use xlaunch_proto::convert::Join;
 use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::spec::{DoctorMode, JobSpec};
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::{Bench, GetJobReply, GetJobRequest, JobKind, StopCommand};
 
@@ -272,6 +272,14 @@ impl Workload for TrainerWorkload<'_> {
         };
         let options = Options { leave_signals_to_agent: true, ..Options::default() };
         Ok((environment::trainer_command(&group, rank)?, options))
+    }
+
+    fn gpus_to_check(&self) -> Option<Option<String>> {
+        let placement = self.plan.placement;
+        let is_wanted = placement.cuda && self.plan.bench.is_none();
+        let inherited = || self.plan.base.get("CUDA_VISIBLE_DEVICES")?.into_string().ok();
+        (is_wanted && self.plan.spec.launch.doctor == DoctorMode::Quick)
+            .then(|| placement.visible.clone().or_else(inherited))
     }
 
     fn base_environment(&self) -> &BaseEnvironment {
