@@ -182,8 +182,10 @@ fn libraries(has_gpus: bool) -> Vec<Finding> {
     let finding = |names: &[&str]| match find(names) {
         Some(file) => Finding::of_node(Level::Ok, file.display().to_string()),
         None => {
-            let message =
-                format!("{} is not in LD_LIBRARY_PATH or the system's directories", names.join(", "));
+            let message = format!(
+                "{} is not in LD_LIBRARY_PATH or the system's directories",
+                names.first().copied().unwrap_or_default()
+            );
             Finding::of_node(if has_gpus { Level::Warning } else { Level::Ok }, message)
         }
     };

@@ -14,7 +14,7 @@ use crate::devices::nvml_problem;
 
 /// More than a GPU has.
 const MAX_NVLINKS: u32 = 32;
-/// Reasons for low clocks that need somebody to act. Others are normal: an idle GPU, a limit on power under load.
+/// Reasons for low clocks that need an operator. Others are normal: an idle GPU, a limit on power under load.
 const SLOWDOWNS: [(ThrottleReasons, &str); 4] = [
     (ThrottleReasons::HW_THERMAL_SLOWDOWN, "heat (hardware)"),
     (ThrottleReasons::SW_THERMAL_SLOWDOWN, "heat"),

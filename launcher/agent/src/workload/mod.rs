@@ -48,8 +48,8 @@ pub(crate) trait Workload {
     /// exit code 65 if the error is `InvalidData`.
     fn begin_attempt(&mut self, attempt: u32) -> std::io::Result<()>;
 
-    /// The GPUs of the ranks, as in `CUDA_VISIBLE_DEVICES`, if they are to be checked before an attempt. Inner `None`: all
-    /// GPUs of the node.
+    /// The GPUs of the ranks, as in `CUDA_VISIBLE_DEVICES`, if they are to be checked before an attempt. Inner `None`:
+    /// all GPUs of the node.
     fn gpus_to_check(&self) -> Option<Option<String>> {
         None
     }
