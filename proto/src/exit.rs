@@ -15,8 +15,8 @@ pub enum ExitCode {
     Rendezvous,
     /// An error inside xlaunch.
     Internal,
-    /// A failure that a retry may fix: a peer or the agent was lost, a rank hung, the job was preempted, the restarts of
-    /// a training job were used up by failures outside of it, or it was stopped before it had saved its last step.
+    /// A failure that a retry may fix: a peer or the agent was lost, a rank hung, the job was preempted, the restarts
+    /// of a training job were used up by failures outside of it, or it was stopped before it had saved its last step.
     Retryable,
     /// A GPU fault.
     Gpu,

@@ -2,8 +2,9 @@
 
 use std::process::Command;
 
+use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Job, Launch, Output, Process};
+use xlaunch_tests::{Job, Launch, Output, Process, children, send_signal, wait_for};
 
 use crate::FAKE_WORKER;
 
@@ -11,7 +12,8 @@ xlaunch_harness::tests! {
     node_without_gpus_is_healthy,
     gpu_with_memory_errors_fails_and_is_named,
     hanging_driver_stops_nothing,
-    training_does_not_start_on_a_gpu_with_errors;
+    training_does_not_start_on_a_gpu_with_errors,
+    training_does_not_restart_on_a_gpu_with_errors;
 }
 
 /// Runs `xlaunch doctor` with the library in the directory of the launch, if there is one.
@@ -85,4 +87,25 @@ fn training_does_not_start_on_a_gpu_with_errors() {
         let run = on_gpus(nproc, more);
         assert_eq!(run.code, 0, "{nproc} {more:?}: {}", run.stderr);
     }
+}
+
+fn training_does_not_restart_on_a_gpu_with_errors() {
+    let driver = Launch::new();
+    build(&driver, concat!(env!("CARGO_MANIFEST_DIR"), "/src/nvml.c"));
+    driver.write("gpus", "GPU-a 0\nGPU-b 0\n");
+    let mut job = Job::scripted(FAKE_WORKER, "join sleep");
+    job.set_env("CUDA_VISIBLE_DEVICES", "0,1");
+    job.set_env("LD_LIBRARY_PATH", driver.path().to_str().unwrap());
+    let run = job.spawn(&["--nproc", "2", "--set", "engine.device=cuda", "--set", "launch.max_restarts=1"]);
+    let joined = |rank| job.worker_stderr(rank).contains("joined 2 ranks");
+    wait_for("both ranks to join", || (joined(0) && joined(1)).then_some(()));
+    driver.write("gpus", "GPU-a 0\nGPU-b 2\n");
+    send_signal(children(run.pid())[0], Signal::KILL);
+    let run = run.wait();
+    assert_eq!(run.code, 76, "{}", run.stderr);
+    assert!(run.stderr.contains("restarting (1 of 1)"), "{}", run.stderr);
+    assert!(run.root_cause().contains("failed to start: GPU 1 (GPU-b)"), "{}", run.stderr);
+    // The processes of the second attempt, which were started already, have left nothing.
+    let attempts = std::fs::read_dir(job.run_dir().join("logs")).unwrap().count();
+    assert_eq!(attempts, 1);
 }

@@ -14,6 +14,7 @@ xlaunch_harness::tests! {
     ranks_without_heartbeats_and_without_timeout_are_never_ended,
     suspended_launch_does_not_hang,
     status_shows_steps_and_the_rank_that_hangs,
+    step_beyond_the_furthest_is_progress_and_a_repeated_one_is_not,
     requeue_code_exits_with_75_and_without_a_restart,
     flight_recorder_needs_a_directory_for_its_dumps;
     needs requirements::python3:
@@ -39,6 +40,7 @@ fn rank_whose_heartbeats_stop_is_named_and_the_job_restarts() {
     let run = launch.run_shell(&["--hang-timeout", "3", "--max-restarts", "1"], 2, HANG);
     assert_eq!(run.code, 0, "{}", run.stderr);
     assert!(line(&run, HANG_LINE).ends_with(" s (step 4); rank 0 is waiting for it"), "{}", run.stderr);
+    assert!(line(&run, "evidence of the hang: ").ends_with("/1/hang.txt"), "{}", run.stderr);
     assert!(
         line(&run, "restarting").starts_with("xlaunch: rank 1: sent no heartbeat for "),
         "{}",
@@ -82,7 +84,7 @@ while True:
         assert!(run.consequences().contains("(SIGTERM), sent by xlaunch"), "{report}");
     }
     let run = launch.run(&[&options[..], &["train.py"]].concat());
-    assert!(line(&run, "cause: ").contains("train.py, line 6"), "{}", run.stderr);
+    assert!(line(&run, "location: ").contains("train.py, line 6"), "{}", run.stderr);
 }
 
 fn stopped_process_is_named_and_ended() {
@@ -157,6 +159,19 @@ fn status_shows_steps_and_the_rank_that_hangs() {
     run.signal(Signal::INT);
     run.signal(Signal::KILL);
     run.wait();
+}
+
+fn step_beyond_the_furthest_is_progress_and_a_repeated_one_is_not() {
+    let run = |step: &str| {
+        let script = format!("echo {step} > $XLAUNCH_HEARTBEAT; [ $TORCHELASTIC_RESTART_COUNT = 4 ]");
+        Launch::new().run_shell(&["--max-restarts", "4"], 1, &script)
+    };
+    let advancing = run("$TORCHELASTIC_RESTART_COUNT");
+    assert_eq!(advancing.code, 0, "{}", advancing.stderr);
+    assert!(!advancing.stderr.contains("restarting in "), "no delay: {}", advancing.stderr);
+    let repeating = run("7");
+    assert_eq!(repeating.code, 1, "{}", repeating.stderr);
+    assert!(line(&repeating, "restarting in ").ends_with(" (3 of 4)"), "{}", repeating.stderr);
 }
 
 fn requeue_code_exits_with_75_and_without_a_restart() {

@@ -3,9 +3,9 @@
 //! ```text
 //! exits (pidfds), calls (gRPC), signals, deadlines --events--> Job (pure) --actions--> start, signal, kill, notify
 //! ```
-//! - `attempt`: the processes of one attempt; `next_attempt`: those that wait for it to end; `preload`: the process that
-//!   forks them, if there is one; `evidence`: what is known about a failure; `hang`: what is known about ranks that hang,
-//!   and their end.
+//! - `attempt`: the processes of one attempt; `next_attempt`: those that wait for it to end; `preload`: the process
+//!   that forks them, if there is one; `evidence`: what is known about a failure; `hang`: what is known about ranks
+//!   that hang, and their end.
 //! - Everything that depends on the kind of job is behind [`Workload`]; the driver knows only `dyn Workload`.
 //! - The processes of an attempt belong to a [`ProcessTree`](crate::spawn::process_tree::ProcessTree), which is empty
 //!   before the next attempt starts or the job ends. A [`Reaper`] process cleans up if this process is killed.

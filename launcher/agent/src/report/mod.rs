@@ -97,6 +97,10 @@ fn explain(out: &mut String, root: &Failure, evidence: &Evidence) {
     if let Some(file) = evidence.hang_file.as_ref().filter(|_| root.hung) {
         let _ = writeln!(out, "  evidence: {}", escaped(&file.to_string_lossy()));
     }
+    // From the stacks that its Python program printed before it was ended.
+    if let Some(place) = python::fault(&evidence.stderr).filter(|_| root.hung) {
+        let _ = writeln!(out, "  location: {}", escaped(&place.to_string()));
+    }
     // A rank that hung was ended by xlaunch, whatever it made of that.
     if let Some(cause) = cause_of_root(evidence).filter(|_| !root.hung) {
         let _ = writeln!(out, "  cause: {}", escaped(&cause.what));

@@ -15,7 +15,8 @@ use rustix::fs::OFlags;
 
 use crate::spawn::environment::BaseEnvironment;
 
-/// Time from [`FlightRecorders::trigger`] to the complete dump: a second for the monitoring thread to notice, and to write it.
+/// Time from [`FlightRecorders::trigger`] to the complete dump: a second for the monitoring thread to notice, and to
+/// write it.
 const DUMP_TIME: Duration = Duration::from_secs(3);
 
 /// Start of the names of dumps; it differs between workers.

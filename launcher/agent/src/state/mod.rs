@@ -278,7 +278,8 @@ impl Job {
         }
     }
 
-    /// A trainer's worker is as good as gone, and its cause of death known: its peers need not wait until it has exited.
+    /// A trainer's worker is as good as gone, and its cause of death known: its peers need not wait until it has
+    /// exited.
     fn killed_by(&mut self, rank: u32, signal: i32, now: Instant) -> Vec<Action> {
         let is_known = self.failures.iter().any(|failure| failure.rank == Some(rank));
         if self.rules.kind == Kind::Command || self.killed || is_known || !self.is_alive(rank) {

@@ -657,6 +657,19 @@ fn requeue_code_of_any_rank_ends_the_job_without_a_restart() {
     assert_eq!(outcome(&run(&mut propagating, &[exited(0, 99)])).exit, ExitCode::Retryable);
 }
 
+/// A rank that only lost its peer exits first, or writes of an error before.
+#[test]
+fn rank_that_is_preempted_is_the_root_cause_although_others_fail_first() {
+    let mut job = command(3, 5);
+    let now = Instant::now();
+    let symptom = |rank, lost_peer| Event::Symptom { rank, lost_peer, at: now };
+    assert_eq!(run(&mut job, &[symptom(0, true), exited(0, 1)]), [], "waits for the culprit");
+    assert_eq!(run(&mut job, &[exited(1, 99)]), [Action::Signal(15)]);
+    let end = outcome(&run(&mut job, &[symptom(2, false), exited(2, 1)]));
+    let root = end.root.unwrap();
+    assert_eq!((end.exit, root.rank, root.infrastructure), (ExitCode::Retryable, Some(1), true));
+}
+
 #[test]
 fn requeue_code_after_sigterm_is_preemption_unless_a_rank_has_failed() {
     let mut stopped = command(2, 0);

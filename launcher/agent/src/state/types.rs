@@ -162,8 +162,8 @@ pub enum Action {
         /// From 0.
         attempt: u32,
     },
-    /// Start the processes of the next attempt, if there is one: they wait for [`Start`](Self::Start) before they touch a
-    /// GPU.
+    /// Start the processes of the next attempt, if there is one: they wait for [`Start`](Self::Start) before they touch
+    /// a GPU.
     Prepare {
         /// From 1.
         attempt: u32,

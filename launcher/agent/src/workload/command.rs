@@ -1,8 +1,8 @@
 //! A job of any command, under torchrun's contract: environment, master port, CPU affinity, output and heartbeats of
 //! its workers.
 //!
-//! Heartbeats show how far the job is, and ranks whose heartbeats stop hang (see `heartbeat`). The driver ends them once
-//! there is evidence, and with `--flight-recorder` dumps of it.
+//! Heartbeats show how far the job is, and ranks whose heartbeats stop hang (see `heartbeat`). The driver ends them
+//! once there is evidence, and with `--flight-recorder` dumps of it.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};

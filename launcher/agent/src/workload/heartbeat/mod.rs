@@ -127,8 +127,8 @@ impl HeartbeatMonitor {
     }
 
     /// Call once a second, after the heartbeats of this second were recorded. `None` if the ranks that hang, if any,
-    /// have been reported before. `stopped` finds the ranks whose process is stopped by a signal; it is called only if a
-    /// rank is overdue.
+    /// have been reported before. `stopped` finds the ranks whose process is stopped by a signal; it is called only if
+    /// a rank is overdue.
     pub(super) fn poll(
         &mut self,
         now: Instant,
