@@ -1,24 +1,33 @@
-"""Train a small network with DistributedDataParallel, and survive restarts.
+"""Train a small network with DistributedDataParallel, and survive failures and hangs.
 
     xlaunch --nproc-per-node 2 --max-restarts 3 examples/ddp.py [--steps 200] [--checkpoint DIR]
 
 The launcher sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which init_process_group reads. When a rank
 fails, the launcher ends the group and starts it again; the script continues from the checkpoint that rank 0 wrote last.
+
+The lines marked "heartbeat" tell xlaunch that a rank makes progress. To see what it does about one that hangs:
+
+    xlaunch --nproc-per-node 2 --max-restarts 1 --hang-timeout 10 examples/ddp.py --hang-at 120
 """
 
 import argparse
 import os
 import pathlib
+import time
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+# Heartbeat: a file of this rank. Without xlaunch, steps are written nowhere.
+HEARTBEAT = pathlib.Path(os.environ.get("XLAUNCH_HEARTBEAT", os.devnull))
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--checkpoint", type=pathlib.Path, default=pathlib.Path("runs/ddp"))
+    parser.add_argument("--hang-at", type=int, help="let rank 1 hang at this step, until the first restart")
     options = parser.parse_args()
 
     cuda = torch.cuda.is_available()
@@ -42,9 +51,10 @@ def main():
             print(f"resuming at step {first_step} from {path}{done}", flush=True)
 
     for step in range(first_step, options.steps):
-        # Each rank draws its own part of the batch, the same one after a restart.
-        generator = torch.Generator().manual_seed(step * dist.get_world_size() + rank)
-        x = torch.randn(64, 16, generator=generator).to(device)
+        x = load_batch(step, hang=rank == 1 and step == options.hang_at).to(device)
+        # Heartbeat: before the first collective of the step, so that ranks which wait in it are a step ahead of the one
+        # that hangs.
+        HEARTBEAT.write_text(str(step))
         loss = (model(x) - x.square().sum(dim=1, keepdim=True)).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -57,6 +67,14 @@ def main():
             print(f"step {step + 1}  loss {mean.item():.4f}", flush=True)
             save(path, model, optimizer, step + 1)
     dist.destroy_process_group()
+
+
+def load_batch(step, hang):
+    """Draws this rank's part of the batch, the same one after a restart."""
+    while hang and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        time.sleep(1)
+    generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
+    return torch.randn(64, 16, generator=generator)
 
 
 def save(path, model, optimizer, step):

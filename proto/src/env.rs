@@ -12,6 +12,8 @@ pub const ATTEMPT: &str = "XLAUNCH_ATTEMPT";
 pub const DEVICE: &str = "XLAUNCH_DEVICE";
 /// Set by users: the fail points of tests, in builds with the feature `fail` only.
 pub const FAIL: &str = "XLAUNCH_FAIL";
+/// Set by the agent: a file of the rank of a command. A touch, or a step number written there, is a heartbeat.
+pub const HEARTBEAT: &str = "XLAUNCH_HEARTBEAT";
 /// Set by the agent: the job's id.
 pub const JOB_ID: &str = "XLAUNCH_JOB_ID";
 /// Set by users: `1` makes workers print to stderr which variant was selected for each GPU operation, and why.

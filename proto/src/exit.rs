@@ -15,8 +15,8 @@ pub enum ExitCode {
     Rendezvous,
     /// An error inside xlaunch.
     Internal,
-    /// A failure that a retry may fix: a peer or the agent was lost, the restarts of a training job were used up by
-    /// failures outside of it, or it was stopped before it had saved its last step.
+    /// A failure that a retry may fix: a peer or the agent was lost, a rank hung, the job was preempted, the restarts
+    /// of a training job were used up by failures outside of it, or it was stopped before it had saved its last step.
     Retryable,
     /// A GPU fault.
     Gpu,
@@ -48,7 +48,10 @@ impl ExitCode {
         (Self::Data, "bad data or checkpoint"),
         (Self::Rendezvous, "rendezvous failed: ranks are missing or disagree"),
         (Self::Internal, "internal error"),
-        (Self::Retryable, "retryable: a peer or node was lost, or stopped without a checkpoint"),
+        (
+            Self::Retryable,
+            "retryable: a peer was lost, a rank hung, preempted, or stopped without a checkpoint",
+        ),
         (Self::Gpu, "GPU fault"),
         (Self::Interrupted, "killed by a second interrupt"),
         (Self::Stopped, "stopped cleanly, with a checkpoint"),

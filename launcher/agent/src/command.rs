@@ -34,10 +34,13 @@ pub struct ResolvedCommand {
     pub virtual_local_rank: bool,
     pub binding: Option<Binding>,
     pub restarts: Restarts,
+    pub requeue_codes: BTreeSet<i32>,
     pub shutdown_timeout: Duration,
     pub signals: Vec<Signal>,
     pub propagate_exit_code: bool,
     pub stall_timeout: Duration,
+    pub hang_timeout: Option<Duration>,
+    pub flight_recorder: bool,
     pub logs: LogOptions,
 }
 
@@ -95,10 +98,13 @@ pub fn resolve(
             not_after: spec.no_restart_codes,
             ..Restarts::default()
         },
+        requeue_codes: spec.requeue_codes,
         shutdown_timeout: spec.shutdown_timeout,
         signals: spec.signals,
         propagate_exit_code: spec.propagate_exit_code,
         stall_timeout: spec.stall_timeout,
+        hang_timeout: spec.hang_timeout,
+        flight_recorder: spec.flight_recorder,
         logs: spec.logs,
     })
 }

@@ -67,7 +67,7 @@ pub fn gpu_addresses() -> Vec<String> {
 }
 
 /// Selects addresses from pairs of UUID and address: `CUDA_VISIBLE_DEVICES` names them by index or prefix of the UUID.
-fn visible_addresses(gpus: &[(String, String)], visible: Option<&str>) -> Vec<String> {
+pub(crate) fn visible_addresses(gpus: &[(String, String)], visible: Option<&str>) -> Vec<String> {
     let Some(visible) = visible else { return gpus.iter().map(|(_, address)| address.clone()).collect() };
     let named = |entry: &str| match entry.parse::<usize>() {
         Ok(index) => gpus.get(index),

@@ -15,7 +15,8 @@
 //! - [`rendezvous`], [`status`], `logs`: calls of workers and clients over gRPC;
 //! - [`stacks`]: what the processes of a rank are doing;
 //! - [`report`]: why a job failed; [`sinks`]: progress, metrics, TensorBoard, summary;
-//! - [`memory`]: how much is free; [`config`]: from `train.toml`, environment and flags to a checked job description.
+//! - [`doctor`]: health of the node's GPUs; [`memory`]: how much is free;
+//! - [`config`]: from `train.toml`, environment and flags to a checked job description.
 //!
 //! The agent never calls CUDA; GPUs and their usage come from NVML, loaded at run time.
 
@@ -24,6 +25,7 @@ pub mod clock;
 pub mod command;
 pub mod config;
 pub mod devices;
+pub mod doctor;
 pub mod driver;
 mod logs;
 pub mod memory;

@@ -68,6 +68,26 @@ impl Process {
         pids.filter_map(Self::read).collect()
     }
 
+    /// Those of `all` that descend from `root` by parent links, and itself, parents first.
+    pub fn tree(all: &[Self], root: u32) -> Vec<&Self> {
+        let mut found: Vec<&Self> = all.iter().filter(|process| process.pid == root).collect();
+        let mut next = 0;
+        while let Some(parent) = found.get(next).map(|process| process.pid) {
+            // A process is its own parent nowhere, but ids of a scan may be reused while it runs.
+            let is_new =
+                |child: &&Self| child.parent == parent && !found.iter().any(|known| known.pid == child.pid);
+            let children: Vec<&Self> = all.iter().filter(is_new).collect();
+            found.extend(children);
+            next += 1;
+        }
+        found
+    }
+
+    /// Whether it is stopped by a signal.
+    pub fn is_stopped(&self) -> bool {
+        self.state == 'T'
+    }
+
     /// Whether it has exited and is only waiting to be reaped. A main thread that exits before other threads also shows
     /// as a zombie, hence the count of threads.
     pub fn ended(&self) -> bool {
@@ -137,6 +157,17 @@ mod tests {
         }
         assert_eq!(Process::killed_by(child.id()), Some(9));
         child.wait().unwrap();
+    }
+
+    #[test]
+    fn tree_has_all_descendants_and_nothing_else() {
+        let process = |pid, parent| {
+            let stat = format!("{pid} (x) S {parent} 1 1 0 -1 0 1 0 0 0 0 0 0 0 20 0 1 0 1 5 6");
+            Process::parse(stat.as_bytes()).unwrap()
+        };
+        let all = [process(5, 3), process(2, 1), process(3, 2), process(4, 1), process(6, 3), process(1, 0)];
+        let pids = |root| Process::tree(&all, root).iter().map(|process| process.pid).collect::<Vec<_>>();
+        assert_eq!((pids(2), pids(4), pids(9)), (vec![2, 3, 5, 6], vec![4], vec![]));
     }
 
     #[test]

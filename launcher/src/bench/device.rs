@@ -21,10 +21,22 @@ pub(crate) async fn run(
     placement: &Placement,
     refresh: bool,
 ) -> Result<Calibration, Refusal> {
+    measure(spec, placement, DeviceBench { refresh, ..DeviceBench::default() }).await
+}
+
+/// Measures the first device of the placement, checks its results, and leaves a cached calibration as it is.
+///
+/// # Errors
+/// Those of [`run_workers`].
+pub(crate) async fn check(spec: &JobSpec, placement: &Placement) -> Result<Calibration, Refusal> {
+    measure(spec, placement, DeviceBench { check: true, ..DeviceBench::default() }).await
+}
+
+async fn measure(spec: &JobSpec, placement: &Placement, bench: DeviceBench) -> Result<Calibration, Refusal> {
     let mut spec = spec.clone();
     (spec.engine.pool, spec.engine.exec, spec.engine.memory_limit_mb) = (PoolMode::On, Exec::Stream, None);
     let single = Placement { workers: 1, ..placement.clone() };
-    let request = DeviceBench { refresh, platform: devices::platform(placement.cuda) };
+    let request = DeviceBench { platform: devices::platform(placement.cuda), ..bench };
     let reports = run_workers(&spec, &single, Kind::Device(request)).await?;
     let calibration = reports.into_iter().find_map(|received| match received.report {
         Report::Calibration(calibration) => Some(calibration),
@@ -64,7 +76,7 @@ pub(crate) fn json(found: &Calibration, platform: &str) -> Value {
 }
 
 /// GEMM rates by precision, in FLOP/s, without those that the device does not support.
-fn gemm_rates(found: &Calibration) -> Vec<(&'static str, f64)> {
+pub(crate) fn gemm_rates(found: &Calibration) -> Vec<(&'static str, f64)> {
     let all =
         [("fp32", found.fp32_gemm_flops), ("tf32", found.tf32_gemm_flops), ("bf16", found.bf16_gemm_flops)];
     all.into_iter().filter(|(_, rate)| *rate > 0.0).collect()

@@ -157,7 +157,7 @@ async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
 }
 
 /// A default job, of which only the workers matter.
-fn default_job(name: &str, nproc: Option<u32>) -> Result<(JobSpec, Placement), Refusal> {
+pub(super) fn default_job(name: &str, nproc: Option<u32>) -> Result<(JobSpec, Placement), Refusal> {
     let mut spec = JobSpec::default();
     spec.job.name = name.into();
     spec.launch.nproc = nproc;

@@ -132,6 +132,10 @@ pub(super) async fn run_command(spec: CommandSpec) -> ExitCode {
         Ok(command) => command,
         Err(refusal) => return refuse(&refusal),
     };
+    if command.flight_recorder && command.logs.dir.is_none() {
+        let message = "--flight-recorder needs --log-dir: without it, the dumps are removed with the logs";
+        return refuse(&Refusal::new(ExitCode::Usage, message));
+    }
     match run_workers(&command, &BaseEnvironment::Own, || RunDir::for_command(&command)).await {
         Ok(ended) => {
             eprint!("{}", ended.report);

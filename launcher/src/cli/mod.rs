@@ -2,7 +2,7 @@
 //!
 //! - `status`, `logs`, `stacks`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
 //! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`: call the daemon;
-//! - `daemon`, `agent`: services; `bench`; `gen`: generated files for packages.
+//! - `daemon`, `agent`: services; `bench`, `doctor`; `gen`: generated files for packages.
 //!
 //! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.
 
@@ -13,6 +13,7 @@ mod checkpoint;
 mod daemon;
 #[cfg(test)]
 mod daemon_tests;
+mod doctor;
 mod drain;
 mod r#gen;
 mod history;
@@ -90,6 +91,8 @@ enum Subcommands {
     /// Measure training, communication, launching and the device
     #[command(subcommand)]
     Bench(bench::Bench),
+    /// Check the node's GPUs: errors, clocks, links, results, rates
+    Doctor(doctor::Doctor),
     /// Generate man pages, completions, JSON schema, config docs
     #[command(subcommand)]
     Gen(r#gen::Gen),
@@ -173,6 +176,7 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Agent(options) => return agent::run(&options, trainer).await,
         Run::Daemon(options) => return daemon::run(options).await,
         Run::Bench(bench) => return bench::run(bench, trainer).await,
+        Run::Doctor(options) => doctor::run(options).await,
         Run::Status(options) => status::run(options).await,
         Run::Logs(options) => logs::run(options).await,
         Run::Stacks(options) => stacks::run(options).await,

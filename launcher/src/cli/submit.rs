@@ -29,7 +29,7 @@ use xlaunch_proto::labels::node_job_state;
 /// The daemon refuses larger environments.
 const MAX_ENVIRONMENT_BYTES: usize = 256 << 10;
 /// Variables that a launch sets for its workers. A job submitted by a worker must not inherit them.
-const WORKER_VARIABLES: [&str; 23] = [
+const WORKER_VARIABLES: [&str; 24] = [
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -52,6 +52,7 @@ const WORKER_VARIABLES: [&str; 23] = [
     env::ARRAY_JOB,
     env::ATTEMPT,
     env::DEVICE,
+    env::HEARTBEAT,
     env::JOB_ID,
 ];
 

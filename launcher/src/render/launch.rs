@@ -77,13 +77,20 @@ pub(crate) fn time(reply: &StatusReply) -> String {
 }
 
 fn command_ranks(reply: &StatusReply, width: usize, out: &mut String) {
-    *out += "RANK  PID      STATE    OUTPUT  CPU    MEMORY  GPU   GPU MEM\n";
+    // Few commands send heartbeats.
+    let has_heartbeats = reply.ranks.iter().any(|rank| rank.seconds_since_heartbeat > 0.0);
+    let heading = if has_heartbeats { "STEP    BEAT   " } else { "" };
+    *out += &format!("RANK  PID      STATE    {heading}OUTPUT  CPU    MEMORY  GPU   GPU MEM\n");
     for rank in &reply.ranks {
+        let sent = (rank.seconds_since_heartbeat > 0.0).then_some(rank.seconds_since_heartbeat);
+        let step = sent.filter(|_| rank.step > 0).map_or("-".into(), |_| rank.step.to_string());
+        let heartbeat = format!("{step:<8}{:<7}", or_dash(sent, clock));
         let row = format!(
-            "{:<6}{:<9}{:<9}{:<8}{:<7}{:<8}{:<6}{:<9}",
+            "{:<6}{:<9}{:<9}{}{:<8}{:<7}{:<8}{:<6}{:<9}",
             rank.rank,
             rank.pid,
             rank_state(rank.state()),
+            if has_heartbeats { &heartbeat } else { "" },
             or_dash(rank.seconds_since_output, clock),
             or_dash(rank.cpu_percent, percent),
             or_dash(rank.memory_bytes, bytes),
@@ -212,6 +219,19 @@ RANK  PID      STATE    OUTPUT  CPU    MEMORY  GPU   GPU MEM
 1     4000001  running  5m12s   0%     123G    -     141G     no output for 312 s, no CPU time
 ";
         assert_eq!(table(&reply(), 1185, 100), expected);
+    }
+
+    #[test]
+    fn command_with_heartbeats_has_their_columns() {
+        let mut reply = reply();
+        (reply.ranks[0].step, reply.ranks[0].seconds_since_heartbeat) = (1200, 0.4);
+        let expected = "\
+RANK  PID      STATE    STEP    BEAT   OUTPUT  CPU    MEMORY  GPU   GPU MEM
+0     4000000  running  1200    0s     3s      1600%  123G    100%  141G
+1     4000001  running  -       -      5m12s   0%     123G    -     141G
+      no output for 312 s, no CPU time
+";
+        assert_eq!(ranks(&reply, 100), expected);
     }
 
     #[test]

@@ -62,6 +62,9 @@ pub struct CommandSpec {
     pub max_restarts: u32,
     /// Exit codes of workers after which there is no restart.
     pub no_restart_codes: BTreeSet<i32>,
+    /// Exit codes of workers that mean that the job was preempted: it ends without a restart, to be queued again.
+    #[serde(default)]
+    pub requeue_codes: BTreeSet<i32>,
     /// Time between SIGTERM and SIGKILL.
     pub shutdown_timeout: Duration,
     /// Signals to xlaunch that terminate the job.
@@ -70,6 +73,13 @@ pub struct CommandSpec {
     pub propagate_exit_code: bool,
     /// Report a rank that produces no output and uses neither CPU nor GPU for this long.
     pub stall_timeout: Duration,
+    /// End the attempt if a rank that has sent a heartbeat sends no other for this long; zero: never. Default: adapts
+    /// to the intervals between heartbeats.
+    #[serde(default)]
+    pub hang_timeout: Option<Duration>,
+    /// Turn on PyTorch's flight recorder in the workers.
+    #[serde(default)]
+    pub flight_recorder: bool,
     /// Where output of the workers goes.
     pub logs: LogOptions,
 }
@@ -267,10 +277,13 @@ impl CommandSpec {
             binding: None,
             max_restarts: 0,
             no_restart_codes: BTreeSet::new(),
+            requeue_codes: BTreeSet::new(),
             shutdown_timeout: Duration::from_secs(30),
             signals: vec![Signal::Term, Signal::Int, Signal::Hup, Signal::Quit],
             propagate_exit_code: false,
             stall_timeout: Duration::from_secs(300),
+            hang_timeout: None,
+            flight_recorder: false,
             logs: LogOptions::default(),
         }
     }
@@ -338,15 +351,18 @@ impl CommandSpec {
             ("preload", self.preload.len()),
             ("signals", self.signals.len()),
             ("no_restart_codes", self.no_restart_codes.len()),
+            ("requeue_codes", self.requeue_codes.len()),
             ("logs.redirects", logs.redirects.ranks.len()),
             ("logs.tee", logs.tee.ranks.len()),
             ("logs.shown", logs.shown.as_ref().map_or(0, BTreeSet::len)),
         ] {
             at_most(field, "entries", entries, MAX_ENTRIES)?;
         }
-        for (field, timeout) in
-            [("shutdown_timeout", self.shutdown_timeout), ("stall_timeout", self.stall_timeout)]
-        {
+        for (field, timeout) in [
+            ("shutdown_timeout", self.shutdown_timeout),
+            ("stall_timeout", self.stall_timeout),
+            ("hang_timeout", self.hang_timeout.unwrap_or_default()),
+        ] {
             if timeout > MAX_TIMEOUT {
                 return Err(invalid(field, format!("is longer than {} s", MAX_TIMEOUT.as_secs())));
             }

@@ -25,10 +25,13 @@ fn full() -> CommandSpec {
         binding: Some(Binding::CoreComplex),
         max_restarts: 3,
         no_restart_codes: [2, 78].into(),
+        requeue_codes: [85, 99].into(),
         shutdown_timeout: Duration::from_millis(2500),
         signals: vec![Signal::Usr1, Signal::Xcpu],
         propagate_exit_code: true,
         stall_timeout: Duration::from_secs(60),
+        hang_timeout: Some(Duration::from_secs(90)),
+        flight_recorder: true,
         logs: LogOptions {
             dir: Some(raw(b"/logs/\xff").into()),
             redirects: per_rank.clone(),
@@ -66,6 +69,7 @@ fn version_1_is_still_read() {
     let spec = CommandSpec::from_json(json).unwrap();
     assert_eq!((spec.nproc, spec.signals), (Nproc::Count(2), vec![Signal::Term]));
     assert_eq!(spec.arguments[1].as_bytes(), b"\xff");
+    assert!(spec.requeue_codes.is_empty() && spec.hang_timeout.is_none() && !spec.flight_recorder);
     assert!(spec.logs.redirects.of(1).stdout && !spec.logs.redirects.of(0).stdout);
 }
 
@@ -127,6 +131,8 @@ fn a_spec_at_the_limits_is_accepted_and_beyond_is_refused_with_the_field_name() 
     let beyond = MAX_TIMEOUT + Duration::from_nanos(1);
     assert_eq!(field(&|spec| spec.shutdown_timeout = beyond), "shutdown_timeout");
     assert_eq!(field(&|spec| spec.stall_timeout = beyond), "stall_timeout");
+    assert_eq!(field(&|spec| spec.hang_timeout = Some(beyond)), "hang_timeout");
+    assert_eq!(field(&|spec| spec.requeue_codes = (0..=4096).collect()), "requeue_codes");
 }
 
 #[test]

@@ -12,9 +12,9 @@ use crate::ids::Digest;
 pub use crate::invalid::Invalid;
 use crate::model::ModelSection;
 pub use sections::{
-    CheckpointSection, CommSection, DataSection, Device, EngineSection, Exec, JobSection, LaunchSection,
-    MAX_SHARDS, MemorySnapshots, NonFinite, ObserveSection, OnHang, OnSaveError, PoolMode, Precision,
-    Schedule, Tokenizer, TrainSection, WireDtype,
+    CheckpointSection, CommSection, DataSection, Device, DoctorMode, EngineSection, Exec, JobSection,
+    LaunchSection, MAX_SHARDS, MemorySnapshots, NonFinite, ObserveSection, OnHang, OnSaveError, PoolMode,
+    Precision, Schedule, Tokenizer, TrainSection, WireDtype,
 };
 
 /// Version of the serialised form.

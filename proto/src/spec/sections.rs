@@ -61,6 +61,8 @@ pub struct LaunchSection {
     /// Seconds without a completed step after which a job hangs. 0 means 60. Jobs with slow steps get five times the
     /// time of their slow steps, checkpoints and work that compiles kernels on a GPU get some minutes.
     pub hang_timeout: f64,
+    /// Check of the job's GPUs before every attempt, within 200 ms. A GPU with a fault ends the job with exit code 76.
+    pub doctor: DoctorMode,
 }
 
 /// What happens to a rank that hangs.
@@ -76,6 +78,18 @@ pub enum OnHang {
     Report,
 }
 
+/// How GPUs are checked before an attempt.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum DoctorMode {
+    /// By the counters of the driver, as `xlaunch doctor --quick` does.
+    #[default]
+    Quick,
+    /// Not at all.
+    Off,
+}
+
 impl Default for LaunchSection {
     fn default() -> Self {
         Self {
@@ -88,6 +102,7 @@ impl Default for LaunchSection {
             join_timeout: 120.0,
             hang: OnHang::Restart,
             hang_timeout: 0.0,
+            doctor: DoctorMode::default(),
         }
     }
 }

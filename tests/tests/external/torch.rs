@@ -10,6 +10,7 @@ xlaunch_harness::tests! {
     ddp_has_the_losses_of_torchrun,
     preloaded_workers_have_the_losses_of_plain_ones,
     exception_in_one_rank_is_the_root_cause,
+    hanging_rank_is_named_with_its_python_function_and_the_job_restarts,
     workers_have_all_variables_of_torchrun;
     needs requirements::accelerate:
     accelerate_has_the_losses_of_torchrun;
@@ -81,6 +82,23 @@ fn exception_in_one_rank_is_the_root_cause() {
     assert_eq!(run.code, 1, "{}", run.stderr);
     for words in ["rank 1", "RuntimeError: the disk is on fire", "ddp.py"] {
         assert!(run.root_cause().contains(words), "{words} in {}", run.stderr);
+    }
+}
+
+fn hanging_rank_is_named_with_its_python_function_and_the_job_restarts() {
+    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/ddp.py").display().to_string();
+    let flags = ["--nproc-per-node", "2", "--max-restarts", "1", "--hang-timeout", "10"];
+    let arguments = [&*example, "--steps", "150", "--hang-at", "120"];
+    let run = xlaunch(&[&flags[..], &arguments[..]].concat());
+    assert_eq!(run.code, 0, "{}\n{}", run.stdout, run.stderr);
+    let hang = "rank 1 sent no heartbeat for ";
+    let line = run.stderr.lines().find(|line| line.contains(hang)).unwrap_or_default();
+    assert!(line.ends_with(" s (step 119); rank 0 is waiting for it"), "{}", run.stderr);
+    // In the stack that faulthandler prints.
+    assert!(run.stderr.contains(" in load_batch"), "{}", run.stderr);
+    assert!(run.stderr.contains("; restarting (1 of 1)"), "{}", run.stderr);
+    for line in ["resuming at step 100 from ", "step 150  loss "] {
+        assert!(run.stdout.contains(line), "{line} in {}", run.stdout);
     }
 }
 

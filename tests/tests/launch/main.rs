@@ -4,10 +4,12 @@
 
 mod cleanup;
 mod commands;
+mod doctor;
 mod environment;
 mod failures;
 mod first_cause;
 mod hangs;
+mod heartbeats;
 mod input;
 mod limits;
 mod preload;
@@ -20,8 +22,8 @@ mod stopping;
 const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
-    modules cleanup, commands, environment, failures, first_cause, hangs, input, limits, preload, restarts, signals,
-        status, stopping;
+    modules cleanup, commands, doctor, environment, failures, first_cause, hangs, heartbeats, input, limits, preload,
+        restarts, signals, status, stopping;
 }
 
 /// Lines of a text, sorted: ranks write in any order.

@@ -41,6 +41,31 @@ pub fn gemm(backend: &dyn Backend) -> Result<f64> {
     Ok(2.0 * (size as f64).powi(3) / seconds)
 }
 
+/// Number of wrong elements of a GEMM in the back end's precision. All numbers and results are small integers, which
+/// every precision represents exactly: each row of the weights adds two elements of the input.
+///
+/// # Errors
+/// Those of the operations; no memory.
+#[expect(clippy::cast_precision_loss, reason = "small integers")]
+#[expect(clippy::float_cmp, reason = "exact results")]
+pub fn wrong_gemm_elements(backend: &dyn Backend) -> Result<u64> {
+    let size = if backend.is_asynchronous() { 2048 } else { 128 };
+    let input = |row: usize, column: usize| ((7 * row + 3 * column) % 61) as f32 - 30.0;
+    let terms = |output: usize| [(5 * output + 1) % size, (11 * output + size / 2) % size];
+    let count =
+        |output: usize, column: usize| terms(output).into_iter().filter(|term| *term == column).count();
+    let x = filled(backend, size * size, |at| input(at / size, at % size))?;
+    let w = filled(backend, size * size, |at| count(at / size, at % size) as f32)?;
+    let y = backend.alloc(backend.activation_dtype(), size * size)?;
+    let shape = LinearShape { rows: size, inputs: size, outputs: size };
+    backend.linear_forward(LinearForward { shape, x: x.all(), w: w.all(), bias: None, y: y.all() })?;
+    let (wide, mut results) = (backend.alloc(DType::F32, size * size)?, vec![0.0; size * size]);
+    backend.cast(y.all(), wide.all())?;
+    backend.read_f32(wide.all(), &mut results)?;
+    let expected = |at: usize| terms(at % size).into_iter().map(|term| input(at / size, term)).sum::<f32>();
+    Ok(results.iter().enumerate().filter(|(at, result)| **result != expected(*at)).count() as u64)
+}
+
 /// Bytes read plus bytes written per second by a copy that exceeds all caches: 256 MiB, or 64 MiB on the CPU, where one
 /// thread copies.
 ///
@@ -113,8 +138,6 @@ fn wait(backend: &dyn Backend, probe: &Tensor) -> Result<()> {
 
 /// Random numbers between -1 and 1 in the activations' element type.
 fn random(backend: &dyn Backend, len: usize) -> Result<Tensor> {
-    let tensor = backend.alloc(backend.activation_dtype(), len)?;
-    let staged = backend.alloc(DType::F32, len.min(CHUNK))?;
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut next = || {
         state ^= state << 13;
@@ -124,9 +147,16 @@ fn random(backend: &dyn Backend, len: usize) -> Result<Tensor> {
         let share = (state >> 40) as f32 / (1 << 23) as f32;
         share - 1.0
     };
+    filled(backend, len, |_| next())
+}
+
+/// These numbers in the activations' element type.
+fn filled(backend: &dyn Backend, len: usize, mut number: impl FnMut(usize) -> f32) -> Result<Tensor> {
+    let tensor = backend.alloc(backend.activation_dtype(), len)?;
+    let staged = backend.alloc(DType::F32, len.min(CHUNK))?;
     for first in (0..len).step_by(CHUNK) {
         let count = CHUNK.min(len - first);
-        let values: Vec<f32> = (0..count).map(|_| next()).collect();
+        let values: Vec<f32> = (first..first + count).map(&mut number).collect();
         backend.write_f32(staged.slice(0..count), &values)?;
         backend.cast(staged.slice(0..count), tensor.slice(first..first + count))?;
     }
@@ -138,6 +168,11 @@ mod tests {
     use super::*;
     use crate::backend::CpuBackend;
     use xlaunch_pool::Mode;
+
+    #[test]
+    fn cpu_multiplies_right() {
+        assert_eq!(wrong_gemm_elements(&CpuBackend::new(1, Mode::On)).unwrap(), 0);
+    }
 
     #[test]
     fn cpu_rates_are_plausible() {

@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
-use xlaunch_engine::{cache, calibrate};
+use xlaunch_engine::{Backend, cache, calibrate};
 use xlaunch_proto::spec::Precision;
 use xlaunch_proto::v1::{Calibration, DeviceBench};
 use xxhash_rust::xxh3::xxh3_64;
@@ -39,28 +39,46 @@ pub(crate) fn device(
     let path = path(&info.name, &info.uuid, &bench.platform);
     let cached = path.as_ref().filter(|_| !bench.refresh).and_then(|path| fs_err::read(path).ok());
     let cached: Option<Rates> = cached.and_then(|json| serde_json::from_slice(&json).ok());
-    let is_cached = cached.is_some();
-    let rates = match cached {
-        Some(rates) => rates,
-        None => {
-            let rates = measure(fp32, open)?;
-            if let (Some(path), Ok(json)) = (path, serde_json::to_vec_pretty(&rates)) {
-                // On a full or read-only disk the next run measures again.
-                let _ = cache::write(&path, &json);
-            }
-            rates
-        }
-    };
-    Ok(Calibration {
-        device_name: info.name,
+    match cached {
+        Some(rates) if !bench.check => return Ok(calibration(&info.name, &rates, true)),
+        _ => {}
+    }
+    let wrong = if bench.check { Some(wrong_elements(&*fp32, &open)?) } else { None };
+    let rates = measure(fp32, open)?;
+    if cached.is_none()
+        && let (Some(path), Ok(json)) = (path, serde_json::to_vec_pretty(&rates))
+    {
+        // On a full or read-only disk the next run measures again.
+        let _ = cache::write(&path, &json);
+    }
+    let reference = cached.map(|rates| Box::new(calibration(&info.name, &rates, true)));
+    Ok(Calibration { wrong, reference, ..calibration(&info.name, &rates, false) })
+}
+
+fn calibration(device: &str, rates: &Rates, cached: bool) -> Calibration {
+    Calibration {
+        device_name: device.into(),
         fp32_gemm_flops: rates.fp32_gemm_flops,
         tf32_gemm_flops: rates.tf32_gemm_flops,
         bf16_gemm_flops: rates.bf16_gemm_flops,
         copy_bytes_per_second: rates.copy_bytes_per_second,
         launch_seconds: rates.launch_seconds,
         round_trip_seconds: rates.round_trip_seconds,
-        cached: is_cached,
-    })
+        cached,
+        wrong: None,
+        reference: None,
+    }
+}
+
+/// Over all precisions of the device.
+fn wrong_elements(fp32: &dyn Backend, open: &impl Fn(Precision) -> Result<BackendHandle>) -> Result<u64> {
+    let mut wrong = calibrate::wrong_gemm_elements(fp32)?;
+    if fp32.is_asynchronous() {
+        for precision in [Precision::Tf32, Precision::Bf16] {
+            wrong += calibrate::wrong_gemm_elements(&*open(precision)?)?;
+        }
+    }
+    Ok(wrong)
 }
 
 /// Opens one back end at a time, as each allocates device memory.

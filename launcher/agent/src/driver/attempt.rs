@@ -8,10 +8,11 @@ use rustix::process::Signal;
 use xlaunch_proto::exit::ExitCode;
 
 use super::Driver;
+use crate::doctor;
 use crate::logs::RankOutput;
 use crate::run_dir::rank_dir;
 use crate::spawn::process_tree::ProcessTree;
-use crate::spawn::{Exit, Spawned, Worker, gpu_memory};
+use crate::spawn::{Exit, Spawned, Worker, faulthandler, gpu_memory};
 use crate::state::{Action, Event};
 
 /// For the remaining output of a worker that has exited; a process that it started may hold the pipe open.
@@ -82,6 +83,12 @@ impl Attempt {
         self.processes.iter().for_each(ProcessTree::kill);
     }
 
+    /// Lets the Python programs of these ranks print their stacks and exit. Whether there are any.
+    pub(super) fn print_stacks(&self, ranks: &[u32]) -> bool {
+        let started = ranks.iter().filter_map(|rank| self.workers.get(*rank as usize)?.as_ref());
+        faulthandler::print_stacks(&started.map(|started| started.worker.pid).collect::<Vec<_>>())
+    }
+
     /// Passes on a signal that xlaunch received.
     pub(super) fn forward(&self, signal: Signal) {
         self.processes.iter().for_each(|processes| processes.signal(signal));
@@ -132,6 +139,11 @@ impl Driver<'_> {
             board.reset(attempt, self.world);
             board.time.begin_attempt(Instant::now());
         });
+        let faults = self.gpu_faults().await;
+        if !faults.is_empty() {
+            self.take_next(attempt, false).await;
+            return self.refuse_gpus(&faults);
+        }
         let begun = self.workload.begin_attempt(attempt);
         if let Some(waiting) = self.take_next(attempt, begun.is_ok()).await {
             self.attempt = waiting;
@@ -161,6 +173,29 @@ impl Driver<'_> {
         self.attempt.processes = Some(processes);
         self.publish_workers();
         actions
+    }
+
+    /// The faults of the job's GPUs, with their ranks. A driver that does not answer is not a fault.
+    async fn gpu_faults(&self) -> Vec<(u32, String)> {
+        let Some(visible) = self.workload.gpus_to_check() else { return Vec::new() };
+        let node = tokio::task::spawn_blocking(|| doctor::read(doctor::QUICK_TIMEOUT)).await;
+        node.map_or_else(|_| Vec::new(), |node| doctor::faults(&node, visible.as_deref(), self.world))
+    }
+
+    /// Starts no worker, because of these faults.
+    fn refuse_gpus(&mut self, faults: &[(u32, String)]) -> Vec<Action> {
+        let others = (0..self.world).filter(|rank| !faults.iter().any(|(faulty, _)| faulty == rank));
+        let reason = "another rank's GPU has a fault";
+        // The first one is the root cause. A GPU may have several faults.
+        let mut reasons: Vec<(u32, &str)> =
+            faults.iter().map(|(rank, fault)| (*rank, fault.as_str())).collect();
+        reasons.dedup_by_key(|(rank, _)| *rank);
+        reasons.extend(others.map(|rank| (rank, reason)));
+        let failed = |(rank, reason): (u32, &str)| {
+            let event = Event::SpawnFailed { rank, reason: reason.into(), exit: ExitCode::Gpu };
+            self.decide(event)
+        };
+        reasons.into_iter().flat_map(failed).collect()
     }
 
     /// Records in status that the workers of the attempt have started.

@@ -1,7 +1,7 @@
 //! Evidence of a hang, and the verdict.
 //!
 //! ```text
-//! Workload::report_stalls --Hang--> thread: debugger attached? /proc, stacks --> hang.txt
+//! Workload::report_stalls --Hang--> thread: debugger attached? /proc, stacks --> hang.txt; flight recorders
 //!                                      '--Examined--> driver --Hung--> Job
 //! ```
 //! The thread may wait for disks and debuggers, so it is not the driver's task. While a debugger is attached to any
@@ -16,6 +16,7 @@ use tokio::sync::mpsc;
 use super::Driver;
 use crate::clock;
 use crate::run_dir::{rank_dir, timestamp};
+use crate::spawn::flight_recorder::FlightRecorders;
 use crate::stacks::{self, Detail, Subject, Tracer};
 use crate::state::Event;
 use crate::workload::Hang;
@@ -35,6 +36,8 @@ pub(super) struct Examined {
     tracer: Option<Tracer>,
     /// Evidence on the first culprit, or why it could not be written. `None` if that was said before.
     file: Option<Result<PathBuf, String>>,
+    /// Ranks that were told to dump their flight recorders, and have had the time to.
+    dumps: usize,
 }
 
 impl Driver<'_> {
@@ -43,7 +46,8 @@ impl Driver<'_> {
         let dir = |rank| rank_dir(&self.run.logs, self.job.attempt(), rank);
         let ranks = self.board.borrow().subjects();
         let ranks = ranks.into_iter().map(|subject| (dir(subject.rank), subject)).collect();
-        let examination = Examination { hang, ranks, results: self.examined.clone() };
+        let recorders = self.workload.flight_recorders();
+        let examination = Examination { hang, ranks, recorders, results: self.examined.clone() };
         let started = std::thread::Builder::new().name("hang".into()).spawn(move || examination.run());
         if let Err(error) = started {
             self.notify(&format!("no evidence of the hang: failed to start a thread: {error}"));
@@ -52,11 +56,14 @@ impl Driver<'_> {
 
     /// The end of the attempt, if the hang lasts.
     pub(super) fn hang_examined(&self, examined: Examined) -> Option<Event> {
-        let Examined { hang, tracer, file } = examined;
+        let Examined { hang, tracer, file, dumps } = examined;
         match file {
             Some(Ok(path)) => self.notify(&format!("evidence of the hang: {}", path.display())),
             Some(Err(error)) => self.notify(&format!("no evidence of the hang: {error}")),
             None => {}
+        }
+        if dumps > 0 {
+            self.notify(&format!("told {dumps} ranks to dump their flight recorders"));
         }
         if let Some(Tracer { rank, pid, debugger: (name, tracer) }) = tracer {
             self.notify(&format!(
@@ -74,6 +81,7 @@ struct Examination {
     hang: Hang,
     /// All running ranks, with their directories.
     ranks: Vec<(PathBuf, Subject)>,
+    recorders: Option<FlightRecorders>,
     results: mpsc::UnboundedSender<Examined>,
 }
 
@@ -82,8 +90,7 @@ impl Examination {
         let tracer = self.tracer();
         let traced = tracer.is_some();
         let file = Some(self.write_evidence());
-        // The driver is gone only if the job has ended; here and below.
-        let _ = self.results.send(Examined { hang: self.hang.clone(), tracer, file });
+        self.report(tracer, file);
         if !traced || !self.hang.ends {
             return;
         }
@@ -94,7 +101,16 @@ impl Examination {
             std::thread::sleep(DEBUGGER_POLL_INTERVAL);
         }
         std::thread::sleep(DEBUGGER_GRACE);
-        let _ = self.results.send(Examined { hang: self.hang.clone(), tracer: self.tracer(), file: None });
+        self.report(self.tracer(), None);
+    }
+
+    /// Ranks that are about to be ended dump their flight recorders first.
+    fn report(&self, tracer: Option<Tracer>, file: Option<Result<PathBuf, String>>) {
+        let ends = self.hang.ends && tracer.is_none();
+        let ranks = self.ranks.iter().map(|(_, subject)| subject.rank);
+        let dumps = self.recorders.as_ref().filter(|_| ends).map_or(0, |recorders| recorders.dump(ranks));
+        // The driver is gone only if the job has ended.
+        let _ = self.results.send(Examined { hang: self.hang.clone(), tracer, file, dumps });
     }
 
     fn tracer(&self) -> Option<Tracer> {

@@ -36,7 +36,7 @@ use crate::run_dir::RunDir;
 use crate::signals::{self, SignalRequest};
 use crate::spawn::preload::Preloader;
 use crate::spawn::reaper::Reaper;
-use crate::spawn::{Spawner, adopt_orphans, reap_orphans};
+use crate::spawn::{Exit, Spawner, adopt_orphans, reap_orphans};
 use crate::state::{Action, Event, Job, Outcome, Phase, StopCause};
 use crate::status::board::Board;
 use crate::workload::Workload;
@@ -158,14 +158,7 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
                 Vec::new()
             }
             () = sleep_until(deadline.into()) => vec![driver.timer(Instant::now())],
-            _ = stall_poll.tick() => {
-                if driver.job.phase() == Phase::Running
-                    && let Some(hang) = driver.workload.report_stalls(&driver.board, Instant::now())
-                {
-                    driver.examine(hang);
-                }
-                Vec::new()
-            }
+            _ = stall_poll.tick() => Vec::from_iter(driver.poll(Instant::now())),
         };
         for event in events {
             let actions = driver.decide(event);
@@ -208,6 +201,18 @@ impl Driver<'_> {
         self.workload.timer(&self.job, now).unwrap_or(Event::Tick)
     }
 
+    /// Called every second: looks for progress, and for ranks that hang.
+    fn poll(&mut self, now: Instant) -> Option<Event> {
+        if self.job.phase() != Phase::Running {
+            return None;
+        }
+        let progress = self.workload.read_heartbeats(&self.board, now);
+        if let Some(hang) = self.workload.report_stalls(&self.board, now) {
+            self.examine(hang);
+        }
+        progress
+    }
+
     /// What follows from an event.
     fn decide(&mut self, event: Event) -> Vec<Action> {
         if matches!(event, Event::Hung { .. }) {
@@ -235,6 +240,11 @@ impl Driver<'_> {
                 Action::Signal(signal) => {
                     if let Some(signal) = Signal::from_named_raw(signal) {
                         self.attempt.signal(signal);
+                    }
+                }
+                Action::PrintStacks(ranks) => {
+                    if !self.attempt.print_stacks(&ranks) {
+                        queue.extend(self.decide(Event::NoStacks));
                     }
                 }
                 Action::Kill => self.attempt.kill(),
@@ -290,7 +300,10 @@ impl Driver<'_> {
             return None;
         }
         let oom = self.attempt.is_out_of_memory(rank, exit).then_some(Event::OomKilled { rank });
-        for event in oom.into_iter().chain(self.symptom(rank, exit)) {
+        let is_first_failure = self.job.phase() == Phase::Running && exit != Exit::Code(0);
+        let progress =
+            is_first_failure.then(|| self.workload.read_heartbeats(&self.board, Instant::now())).flatten();
+        for event in oom.into_iter().chain(self.symptom(rank, exit)).chain(progress) {
             // Remembered only, for the exit.
             self.job.handle(event, Instant::now());
         }

@@ -54,7 +54,8 @@ pub struct Evidence {
 pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Option<String> {
     let root = outcome.root.as_ref()?;
     let of = |failure: &Failure| failure.rank.and_then(|rank| evidence.get(rank as usize));
-    let mut out = String::from("xlaunch: the job failed\n");
+    let what = if root.preempted { "was preempted" } else { "failed" };
+    let mut out = format!("xlaunch: the job {what}\n");
     // Writing to a String cannot fail.
     let _ = writeln!(out, "  {}{}", describe(root, of(root), ""), of(root).map(at).unwrap_or_default());
     if let Some(evidence) = of(root) {
@@ -96,6 +97,10 @@ fn explain(out: &mut String, root: &Failure, evidence: &Evidence) {
     if let Some(file) = evidence.hang_file.as_ref().filter(|_| root.hung) {
         let _ = writeln!(out, "  evidence: {}", escaped(&file.to_string_lossy()));
     }
+    // From the stacks that its Python program printed before it was ended.
+    if let Some(place) = python::fault(&evidence.stderr).filter(|_| root.hung) {
+        let _ = writeln!(out, "  location: {}", escaped(&place.to_string()));
+    }
     // A rank that hung was ended by xlaunch, whatever it made of that.
     if let Some(cause) = cause_of_root(evidence).filter(|_| !root.hung) {
         let _ = writeln!(out, "  cause: {}", escaped(&cause.what));
@@ -124,7 +129,7 @@ fn describe(failure: &Failure, evidence: Option<&Evidence>, known: &str) -> Stri
         let _ = write!(who, " on {}", escaped(&evidence.host));
     }
     match evidence.exit {
-        _ if failure.hung => format!("{who}: {}", escaped(&failure.message)),
+        _ if failure.hung || failure.preempted => format!("{who}: {}", escaped(&failure.message)),
         // Only the command knows the meaning of its exit codes.
         Some(Exit::Code(code @ 1..)) => format!("{who}: exit code {code}"),
         Some(exit @ Exit::Signal(2 | 9 | 15)) if evidence.signalled => {

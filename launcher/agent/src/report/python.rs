@@ -91,12 +91,11 @@ pub(super) fn last_traceback(lines: &[String]) -> Option<usize> {
     lines.iter().rposition(|line| without_rank(line).starts_with("Traceback (most recent call last)"))
 }
 
-/// The innermost frame of the user's code in a crash report of faulthandler, which lists frames innermost first.
+/// The innermost frame of the user's code in a crash report of faulthandler, which lists frames innermost first. It is
+/// that of the thread that crashed, which need not be the first one.
 pub(super) fn fault(lines: &[String]) -> Option<Place> {
-    let current = |line: &String| {
-        (line.starts_with("Current thread") || line.starts_with("Thread ")) && line.ends_with("first):")
-    };
-    let begin = lines.iter().position(current)?;
+    let thread = |start| lines.iter().position(|line| line.starts_with(start) && line.ends_with("first):"));
+    let begin = thread("Current thread").or_else(|| thread("Thread "))?;
     let stack = lines[begin + 1..].iter().take_while(|line| line.starts_with(' '));
     stack.filter_map(|line| frame(line)).find(|place| is_users(&place.file))
 }
@@ -183,6 +182,25 @@ pkg.errors.Odd
         assert_eq!(seen(text), Some(("SyntaxError: invalid syntax".into(), Some("/t.py:3".into()))));
         assert_eq!(seen("  File \"/t.py\", line 3, in f\nstep 7 done\n"), None);
         assert_eq!(seen("no traceback at all\n"), None);
+    }
+
+    #[test]
+    fn fault_is_in_the_users_code_of_the_current_thread() {
+        let text = "\
+Fatal Python error: Aborted
+
+Thread 0x00007f01 (most recent call first):
+  File \"/home/u/loader.py\", line 3 in wait
+
+Current thread 0x00007f02 (most recent call first):
+  File \"/usr/lib/python3.11/threading.py\", line 9 in join
+  File \"/home/u/train.py\", line 12 in load_batch
+  File \"/home/u/train.py\", line 30 in <module>
+";
+        let place = fault(&lines(text)).unwrap();
+        assert_eq!((place.file.as_str(), place.line.as_str()), ("/home/u/train.py", "12"));
+        let only_thread = text.replace("Current thread", "Other");
+        assert_eq!(fault(&lines(&only_thread)).unwrap().line, "3");
     }
 
     #[test]

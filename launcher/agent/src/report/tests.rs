@@ -11,6 +11,7 @@ fn job(kind: Kind, world: u32) -> Job {
         world,
         kind,
         restarts: Restarts::default(),
+        requeue_codes: [99].into(),
         shutdown_timeout: Duration::from_secs(30),
         shutdown_timeout_max: Duration::from_secs(600),
         propagate_exit_code: false,

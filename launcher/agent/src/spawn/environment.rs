@@ -9,15 +9,17 @@ use xlaunch_proto::env;
 
 use crate::command::ResolvedCommand;
 use crate::devices::Placement;
+use crate::spawn::flight_recorder;
 
 /// Variables with a value for each worker or attempt, beside the `CUDA_VISIBLE_DEVICES` of a virtual local rank.
-const OF_ONE_WORKER: [&str; 7] = [
+const OF_ONE_WORKER: [&str; 8] = [
     "RANK",
     "LOCAL_RANK",
     "ROLE_RANK",
     "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_ERROR_FILE",
+    flight_recorder::DUMP_FILE,
     env::ATTEMPT,
 ];
 
@@ -182,6 +184,13 @@ pub(crate) fn command_variables(
     if inherited("OMP_NUM_THREADS").is_none() {
         all.push(("OMP_NUM_THREADS", threads.to_string().into()));
     }
+    // Python prints its stacks at SIGABRT, which ranks that hang are sent.
+    if inherited("PYTHONFAULTHANDLER").is_none() {
+        all.push(("PYTHONFAULTHANDLER", "1".into()));
+    }
+    if spec.flight_recorder {
+        all.extend(flight_recorder::variables(&inherited, dir, group.socket));
+    }
     all
 }
 
@@ -239,7 +248,7 @@ impl Shared<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
+    use std::collections::{BTreeMap, BTreeSet};
 
     use super::*;
     use crate::command::{LogOptions, Restarts, Signal};
@@ -257,10 +266,13 @@ mod tests {
             virtual_local_rank: false,
             binding: None,
             restarts: Restarts { most: 3, ..Restarts::default() },
+            requeue_codes: BTreeSet::new(),
             shutdown_timeout: std::time::Duration::from_secs(30),
             signals: vec![Signal::Term, Signal::Hup],
             propagate_exit_code: false,
             stall_timeout: std::time::Duration::from_secs(300),
+            hang_timeout: None,
+            flight_recorder: false,
             logs: LogOptions::default(),
         }
     }
@@ -299,18 +311,21 @@ mod tests {
             ("OMP_NUM_THREADS", "6"),
             ("XLAUNCH_AGENT_SOCKET", "/run/agent.sock"),
             ("XLAUNCH_JOB_ID", "id"),
+            ("PYTHONFAULTHANDLER", "1"),
         ] {
             assert_eq!(found.get(name).map(String::as_str), Some(value), "{name}");
         }
         // Inherited unchanged.
         assert!(!found.contains_key("CUDA_VISIBLE_DEVICES"));
+        assert!(!found.keys().any(|name| name.starts_with("TORCH_NCCL_TRACE")), "without --flight-recorder");
     }
 
     #[test]
     fn variables_set_by_the_user_are_kept() {
-        let inherited = [("OMP_NUM_THREADS", "5"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")];
+        let inherited =
+            [("OMP_NUM_THREADS", "5"), ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"), ("PYTHONFAULTHANDLER", "")];
         let found = variables(&spec(), &inherited);
-        assert!(!found.contains_key("OMP_NUM_THREADS"));
+        assert!(!found.contains_key("OMP_NUM_THREADS") && !found.contains_key("PYTHONFAULTHANDLER"));
         assert_eq!(found["TORCH_NCCL_ASYNC_ERROR_HANDLING"], "3");
     }
 

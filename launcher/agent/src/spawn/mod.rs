@@ -14,6 +14,7 @@
 //! environment, affinity, port, gpu_memory     what a worker needs to start
 //! helper          a program of the system that prints something, such as a debugger
 //! exit, oom                                   how it ended
+//! faulthandler, flight_recorder               stacks of Python programs, and PyTorch's record of collectives
 //! ```
 
 pub mod affinity;
@@ -21,6 +22,8 @@ mod cgroup;
 mod children;
 pub mod environment;
 mod exit;
+pub(crate) mod faulthandler;
+pub(crate) mod flight_recorder;
 pub(crate) mod gpu_memory;
 pub(crate) mod helper;
 mod membership;

@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use xlaunch_proto::exit::ExitCode;
 
-use super::{Action, Event, Failure, Job, Kind, Phase, SIGTERM, exits};
+use super::{Action, Event, Failure, Job, Kind, Phase, STACKS_TIMEOUT, exits};
 use crate::spawn::Exit;
 
 /// How far a trainer's rank is, as its session shows.
@@ -149,7 +149,8 @@ impl Job {
         )
     }
 
-    /// Ends the attempt at once: a rank that hangs never exits by itself. While the job is stopping there is a deadline
+    /// Ends the attempt: a rank that hangs never exits by itself. A trainer's ranks are killed at once, Python programs
+    /// of a command first get [`STACKS_TIMEOUT`] to print their stacks. While the job is stopping there is a deadline
     /// for that already.
     pub(super) fn hung(&mut self, ranks: &[u32], message: &str, now: Instant) -> Vec<Action> {
         if self.phase == Phase::Stopping {
@@ -164,7 +165,10 @@ impl Job {
         self.phase = Phase::Stopping;
         match self.rules.kind {
             Kind::Trainer => [self.kill(), self.prepare_next()].concat(),
-            Kind::Command => self.terminate(SIGTERM, now),
+            Kind::Command => {
+                self.deadline = Some(now + STACKS_TIMEOUT);
+                vec![Action::PrintStacks(hung)]
+            }
         }
     }
 
@@ -172,7 +176,19 @@ impl Job {
     pub(super) fn command_failure(&mut self, rank: u32, exit: Exit, now: Instant) -> Option<Failure> {
         let silent = Symptom { kind: Written::Nothing, at: now };
         let lost_peer = self.symptoms.entry(rank).or_insert(silent).kind == Written::LostPeer;
-        exits::of_command(rank, exit, self.rules.propagate_exit_code, self.terminated || lost_peer)
+        // A worker may use a requeue code after SIGTERM, too: that is preemption if xlaunch was stopped, but not if
+        // another rank has failed.
+        let has_failed = self.failures.iter().any(|failure| !failure.consequence && !failure.preempted);
+        match exit {
+            Exit::Code(code) if self.rules.requeue_codes.contains(&code) && !has_failed => {
+                Some(Failure::preempted(rank, exit, code))
+            }
+            _ => {
+                let hung = self.failures.iter().any(|failure| failure.hung);
+                let consequence = self.terminated || hung || lost_peer;
+                exits::of_command(rank, exit, self.rules.propagate_exit_code, consequence)
+            }
+        }
     }
 
     /// Puts the failures of a command in the order in which ranks wrote about them, and those that have written nothing
@@ -188,9 +204,12 @@ impl Job {
                 failure.consequence = false;
             }
         }
-        // Failures of the group, to start and verdicts on hangs are known before any exit: None sorts first.
-        self.failures
-            .sort_by_key(|failure| symptom(failure).filter(|_| !failure.hung).map(|symptom| symptom.at));
+        // Failures of the group, to start and verdicts on hangs are known before any exit, and preemption decides how
+        // the job ends: None sorts first.
+        let comes_first = |failure: &Failure| failure.hung || failure.preempted;
+        self.failures.sort_by_key(|failure| {
+            symptom(failure).filter(|_| !comes_first(failure)).map(|symptom| symptom.at)
+        });
     }
 }
 

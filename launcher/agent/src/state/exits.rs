@@ -117,12 +117,28 @@ impl Failure {
 
     pub(super) fn of_group(message: String, exit: ExitCode) -> Self {
         let infrastructure = is_infrastructure(exit);
-        Self { rank: None, message, status: None, exit, hung: false, consequence: false, infrastructure }
+        Self {
+            rank: None,
+            message,
+            status: None,
+            exit,
+            hung: false,
+            preempted: false,
+            consequence: false,
+            infrastructure,
+        }
     }
 
     /// A rank that hangs on its own (`message`), or together with the first of the hung ranks.
     pub(super) fn hung(rank: u32, message: String) -> Self {
         Self { hung: true, ..Self::of_rank(rank, message, ExitCode::Retryable) }
+    }
+
+    /// A worker has exited with one of the codes for preemption.
+    pub(super) fn preempted(rank: u32, exit: Exit, code: i32) -> Self {
+        let message = format!("exit code {code}: preempted (--requeue-codes)");
+        let failure = Self::of_rank(rank, message, ExitCode::Retryable);
+        Self { status: Some(exit), preempted: true, ..failure }
     }
 
     /// The rank of this failure, which was known before, has exited.

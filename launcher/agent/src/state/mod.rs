@@ -14,8 +14,10 @@
 //! the last worker has exited, the restart policy decides between Ended and another attempt (`restart`, `policy`).
 //! Which of several failures was the first is decided in `blame`.
 //!
-//! - **Ranks that hang** are a failure that the hang detector reports: a trainer's workers are killed at once, those of
-//!   a command are terminated as after any failure.
+//! - **Ranks that hang** are a failure that the hang detector reports: a trainer's workers are killed at once. Those of
+//!   a command first print their Python stacks, for [`STACKS_TIMEOUT`] at most; then all are terminated as after any
+//!   failure.
+//! - **Preemption**: a command's worker that exits with a requeue code ends the job without a restart.
 //! - **A command** is sent SIGTERM after a failure, or the signal that xlaunch received, and `shutdown_timeout` later
 //!   SIGKILL.
 //! - **A trainer's** workers ignore signals, and hold nothing that SIGTERM would save. A stop asks them for a
@@ -53,6 +55,8 @@ pub use types::{Action, Event, Failure, Kind, Outcome, Phase, Rules, StopCause};
 const FAILURE_GRACE: Duration = Duration::from_secs(5);
 /// An attempt of a command that ran this long before it failed has made progress.
 const HEALTHY_AFTER: Duration = Duration::from_secs(60);
+/// For the Python programs of ranks that hang to print their stacks, before they are terminated.
+const STACKS_TIMEOUT: Duration = Duration::from_secs(5);
 const SIGINT: i32 = 2;
 const SIGTERM: i32 = 15;
 
@@ -230,6 +234,10 @@ impl Job {
                 Vec::new()
             }
             Event::Hung { ranks, message } => self.hung(&ranks, &message, now),
+            Event::NoStacks if self.rules.kind == Kind::Command && !self.terminated => {
+                self.terminate(SIGTERM, now)
+            }
+            Event::NoStacks => Vec::new(),
             Event::Killed { rank, signal } => self.killed_by(rank, signal, now),
             Event::Exited { rank, exit } => self.exited(rank, exit, now),
             Event::Stop(cause) => self.stop(cause, now),
@@ -314,11 +322,12 @@ impl Job {
             return Vec::new();
         }
         let is_known = self.first_done.is_some() || self.failures.iter().any(|failure| !failure.consequence);
-        if self.rules.kind == Kind::Command && is_known {
-            return self.terminate(SIGTERM, now);
-        }
         let is_exiting =
             self.failures.iter().filter_map(|failure| failure.rank).any(|rank| self.is_about_to_exit(rank));
+        if self.rules.kind == Kind::Command && is_known {
+            // Ranks that hang may still print their stacks.
+            return if is_exiting { Vec::new() } else { self.terminate(SIGTERM, now) };
+        }
         if is_known && !is_exiting {
             return [self.kill(), self.prepare_next()].concat();
         }
@@ -396,7 +405,8 @@ impl Job {
             return Vec::new();
         }
         if self.rules.kind == Kind::Command && !self.terminated {
-            // Ranks have lost a peer, but none of the others has failed meanwhile.
+            // Ranks have lost a peer, but none of the others has failed meanwhile; or not all ranks that hang have
+            // printed their stacks.
             return self.terminate(SIGTERM, now);
         }
         let alive = (0..).zip(&self.alive).filter(|(_, alive)| **alive);

@@ -33,9 +33,9 @@ impl End<'_> {
             (Some(_), Kind::Trainer) if self.none_stopped && failures.is_empty() => clean(ExitCode::Done),
             (Some(_), Kind::Trainer) => self.without_checkpoint(failures),
             // Consequences of a stop are not failures of the job.
-            (Some(cause), Kind::Command) => match failures.iter().all(|failure| failure.consequence) {
-                true => clean(u8::try_from(cause.signal()).map_or(ExitCode::Internal, ExitCode::Signal)),
-                false => failed(failures),
+            (Some(cause), Kind::Command) => match failures.iter().find(|failure| !failure.consequence) {
+                None => clean(u8::try_from(cause.signal()).map_or(ExitCode::Internal, ExitCode::Signal)),
+                Some(failure) => Outcome { stopped: failure.preempted, ..failed(failures) },
             },
         }
     }

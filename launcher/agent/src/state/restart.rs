@@ -15,7 +15,8 @@ impl Job {
         self.order_by_symptoms();
         let failures = std::mem::take(&mut self.failures);
         let root = outcome::root_of(&failures).map(|index| failures[index].clone());
-        let Some(root) = root.filter(|_| self.stop.is_none()) else { return self.end(failures) };
+        let is_final = self.stop.is_some() || failures.iter().any(|failure| failure.preempted);
+        let Some(root) = root.filter(|_| !is_final) else { return self.end(failures) };
         let code = root.code();
         let code_text = match (self.rules.kind, root.status) {
             (_, None) => String::new(),

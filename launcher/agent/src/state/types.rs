@@ -1,5 +1,6 @@
 //! Events, actions and outcomes of the state machine.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,8 @@ pub struct Rules {
     pub kind: Kind,
     /// Which failures lead to a restart.
     pub restarts: Restarts,
+    /// Exit codes of a command's workers that mean that the job was preempted: it ends, to be queued again.
+    pub requeue_codes: BTreeSet<i32>,
     /// Between the request to stop, or the signal that ends a command's workers, and SIGKILL.
     pub shutdown_timeout: Duration,
     /// The same for a trainer whose workers save or evaluate: they get `shutdown_timeout` after each sign of
@@ -94,6 +97,8 @@ pub enum Event {
         /// One line about the first rank.
         message: String,
     },
+    /// The ranks that hang have no stacks to print.
+    NoStacks,
     /// A worker has made progress in saving or evaluating.
     Progress,
     /// The job is further than ever: a step beyond the furthest of all attempts, or a heartbeat of a command.
@@ -167,6 +172,9 @@ pub enum Action {
     RequestStop,
     /// Send a signal to the process groups of all workers.
     Signal(i32),
+    /// Let these ranks print the stacks of their Python programs, which ends them. [`Event::NoStacks`] follows if none
+    /// runs Python.
+    PrintStacks(Vec<u32>),
     /// Send SIGKILL to everything that the workers started.
     Kill,
     /// Show the user a line.
@@ -218,6 +226,8 @@ pub struct Failure {
     pub(crate) exit: ExitCode,
     /// The rank hung and xlaunch ended it, so its exit status says nothing about the cause.
     pub(crate) hung: bool,
+    /// The rank has exited with a code that means so.
+    pub(crate) preempted: bool,
     /// Another failure or a stop has led to this one: a lost peer, or a signal from xlaunch.
     pub(crate) consequence: bool,
     /// Neither the job's program nor its GPU is at fault: the same job may succeed elsewhere or later.

@@ -78,6 +78,8 @@ struct Rank {
     /// From the hang detector.
     hint: Option<String>,
     activity: Option<ActivityRecord>,
+    /// The last step that a command's rank wrote as a heartbeat.
+    heartbeat_step: Option<u64>,
 }
 
 impl Board {
@@ -184,6 +186,16 @@ impl Board {
                 history::count(self.totals.get_or_insert_default(), step);
             }
             _ => {}
+        }
+    }
+
+    /// A command's rank has sent a heartbeat, perhaps with its step.
+    pub(crate) fn heartbeat(&mut self, rank: u32, step: Option<u64>, now: Instant) {
+        if let Some(rank) = self.rank(rank) {
+            rank.last_report = Some(now);
+            rank.heartbeat_step = step.or(rank.heartbeat_step);
+            rank.status.step = rank.heartbeat_step.unwrap_or(0);
+            self.time.heartbeat(now);
         }
     }
 
@@ -294,6 +306,7 @@ impl Board {
             ..rank.status.clone()
         });
         let step = self.last_step.unwrap_or_default();
+        let lowest_step = self.ranks.iter().filter_map(|rank| rank.heartbeat_step).min();
         StatusReply {
             job_id: self.launch.id.clone(),
             job_name: self.launch.name.clone(),
@@ -301,7 +314,7 @@ impl Board {
             state: self.state.into(),
             world_size: self.world(),
             ranks: ranks.collect(),
-            step: self.last_step.map_or(0, |step| step.step),
+            step: self.last_step.map(|step| step.step).or(lowest_step).unwrap_or(0),
             total_steps: self.train.as_ref().map_or(0, |started| started.total_steps),
             loss: step.loss,
             tokens_per_second: history::speed(&step),
@@ -384,6 +397,27 @@ mod tests {
         assert_eq!(board.hint(1, at(1100)).as_deref(), Some("no output for 795 s, CPU idle"));
         board.exited(1, "exit code 0".into());
         assert_eq!(board.hint(1, at(1100)), None, "it is gone");
+    }
+
+    #[test]
+    fn step_of_a_command_is_the_lowest_that_its_ranks_wrote() {
+        let (mut board, now) = (board(), Instant::now());
+        (0..2).for_each(|rank| board.spawned(rank, 42, now));
+        let seen = |board: &Board| {
+            let reply = board.reply(now + Duration::from_secs(3), false);
+            (
+                reply.step,
+                [0, 1].map(|rank| (reply.ranks[rank].step, reply.ranks[rank].seconds_since_heartbeat)),
+            )
+        };
+        assert_eq!(seen(&board), (0, [(0, 0.0), (0, 0.0)]));
+        board.heartbeat(1, Some(8), now);
+        assert_eq!(seen(&board), (8, [(0, 0.0), (8, 3.0)]), "rank 0 reports no step");
+        board.heartbeat(0, Some(7), now);
+        board.heartbeat(0, None, now + Duration::from_secs(1));
+        assert_eq!(seen(&board), (7, [(7, 2.0), (8, 3.0)]));
+        board.reset(2, 2);
+        assert_eq!(seen(&board), (0, [(0, 0.0), (0, 0.0)]));
     }
 
     #[test]

@@ -157,6 +157,13 @@ impl TimeAccount {
         self.current = if step.step < self.furthest { Use::Repeated } else { Use::Step };
     }
 
+    /// A rank of a command has sent a heartbeat: it did not hang until now.
+    pub(crate) fn heartbeat(&mut self, now: Instant) {
+        if !self.hangs_now {
+            self.settle(now);
+        }
+    }
+
     /// Ranks are reported to hang: there has been no progress since the last report.
     pub(crate) fn hung(&mut self) {
         if !self.hangs_now {

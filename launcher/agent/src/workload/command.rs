@@ -1,31 +1,41 @@
-//! A job of any command, under torchrun's contract: environment, master port, CPU affinity and output of its workers.
+//! A job of any command, under torchrun's contract: environment, master port, CPU affinity, output and heartbeats of
+//! its workers.
+//!
+//! Heartbeats show how far the job is, and ranks whose heartbeats stop hang (see `heartbeat`). The driver ends them
+//! once there is evidence, and with `--flight-recorder` dumps of it.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::hash::{BuildHasher, RandomState};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use tokio::sync::watch;
 use tonic::Status;
+use xlaunch_proto::env;
 use xlaunch_proto::v1::JobKind;
 
 use crate::command::{LogOptions, ResolvedCommand, quote_line};
 use crate::logs::Output;
+use crate::process::Process;
 use crate::python;
 use crate::rendezvous::service::Message;
 use crate::run_dir::RunDir;
 use crate::spawn::affinity::Affinity;
 use crate::spawn::environment::{self, BaseEnvironment, CommandGroup};
+use crate::spawn::flight_recorder::FlightRecorders;
 use crate::spawn::port::MasterPort;
 use crate::spawn::preload::PreloadPlan;
 use crate::spawn::{Options, inherits_stdin};
+use crate::stacks::Subject;
 use crate::state::{Event, Job, Kind, Rules};
 use crate::status::board::{self, Board};
-use crate::workload::{Hang, Workload};
+use crate::workload::heartbeat::HeartbeatMonitor;
+use crate::workload::heartbeat::files::{self, Change, HeartbeatFiles};
+use crate::workload::{Hang, HangReport, Workload};
 
 /// Size at which a log file rotates that is removed with the run. Temporary directories are often memory.
 const TEMPORARY_LOG_BYTES: u64 = 8 << 20;
@@ -55,18 +65,52 @@ pub(crate) struct CommandWorkload<'a> {
     port: Option<MasterPort>,
     /// Ranks that were reported as stalled.
     stalled: BTreeSet<u32>,
+    /// Of this attempt.
+    exited: BTreeSet<u32>,
+    /// `None` before the first attempt.
+    heartbeat_files: Option<HeartbeatFiles>,
+    heartbeats: HeartbeatMonitor,
 }
 
 impl<'a> CommandWorkload<'a> {
     pub(crate) fn new(plan: CommandPlan<'a>, run: &'a RunDir) -> std::io::Result<Self> {
         let CommandPlan { spec, affinities, base } = plan;
         let output = Output::new(&bounded(&spec.logs), &spec.role, spec.nproc)?;
-        Ok(Self { spec, affinities, base, run, output, port: None, stalled: BTreeSet::new() })
+        Ok(Self {
+            spec,
+            affinities,
+            base,
+            run,
+            output,
+            port: None,
+            stalled: BTreeSet::new(),
+            exited: BTreeSet::new(),
+            heartbeat_files: None,
+            heartbeats: HeartbeatMonitor::new(spec.hang_timeout, Instant::now()),
+        })
     }
 
     /// Gives the console time for the last lines. Call it when the job is over.
     pub(crate) async fn finish(self) {
         self.output.flush(CONSOLE_FLUSH_TIMEOUT).await;
+    }
+
+    /// Beside the socket, in a private and local directory: logs may be on a network file system.
+    fn heartbeat_dir(&self) -> PathBuf {
+        self.run.socket.with_file_name("heartbeats")
+    }
+
+    /// Reports ranks that neither print nor compute.
+    fn report_idle_ranks(&mut self, board: &watch::Sender<Board>, now: Instant) {
+        for rank in (0..self.spec.nproc).filter(|rank| !self.heartbeats.reported().contains(rank)) {
+            match board.borrow().hint(rank, now) {
+                Some(hint) if self.stalled.insert(rank) => {
+                    self.output.print(&format!("xlaunch: rank {rank}: {hint}; it may hang"));
+                }
+                Some(_) => {}
+                None => drop(self.stalled.remove(&rank)),
+            }
+        }
     }
 }
 
@@ -97,6 +141,7 @@ impl Workload for CommandWorkload<'_> {
             world: self.spec.nproc,
             kind: Kind::Command,
             restarts: self.spec.restarts.clone(),
+            requeue_codes: self.spec.requeue_codes.clone(),
             shutdown_timeout: self.spec.shutdown_timeout,
             shutdown_timeout_max: self.spec.shutdown_timeout,
             propagate_exit_code: self.spec.propagate_exit_code,
@@ -123,6 +168,11 @@ impl Workload for CommandWorkload<'_> {
     /// Every attempt has another port: survivors of the last one may still hold theirs.
     fn begin_attempt(&mut self, _attempt: u32) -> std::io::Result<()> {
         self.stalled.clear();
+        self.exited.clear();
+        self.heartbeats.begin_attempt(Instant::now());
+        // In this order: dropping the files of the last attempt removes the directory.
+        self.heartbeat_files = None;
+        self.heartbeat_files = Some(HeartbeatFiles::create(self.heartbeat_dir(), self.spec.nproc)?);
         if self.spec.master_port.is_none() {
             self.port = Some(MasterPort::reserve()?);
         }
@@ -136,6 +186,7 @@ impl Workload for CommandWorkload<'_> {
         command.args(arguments.iter().map(|argument| for_rank(argument, rank)));
         self.base.apply(&mut command);
         command.envs(environment::command_variables(&self.group(attempt), rank, dir, self.threads(rank)));
+        command.env(env::HEARTBEAT, files::path(&self.heartbeat_dir(), rank));
         let cpus = self.affinities.get(rank as usize).and_then(Affinity::cpus).copied();
         let inherit_stdin = inherits_stdin(spec.nproc);
         Ok((command, Options { inherit_stdin, cpus, ..Options::default() }))
@@ -185,19 +236,57 @@ impl Workload for CommandWorkload<'_> {
         None
     }
 
-    /// Reports ranks that neither print nor compute.
-    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
-        for rank in 0..self.spec.nproc {
-            match board.borrow().hint(rank, now) {
-                Some(hint) if self.stalled.insert(rank) => {
-                    self.output.print(&format!("xlaunch: rank {rank}: {hint}; it may hang"));
+    fn worker_exited(&mut self, rank: u32) {
+        self.exited.insert(rank);
+        self.heartbeats.remove(rank);
+    }
+
+    fn flight_recorders(&self) -> Option<FlightRecorders> {
+        self.spec.flight_recorder.then(|| FlightRecorders::new(self.base, &self.run.socket))
+    }
+
+    fn read_heartbeats(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Event> {
+        let changes = self.heartbeat_files.as_mut().map(HeartbeatFiles::poll).unwrap_or_default();
+        let mut advanced = false;
+        for (rank, change) in changes {
+            match change {
+                // Written before its exit, and seen after it.
+                _ if self.exited.contains(&rank) => {}
+                Change::Heartbeat { step, age } => {
+                    advanced |= self.heartbeats.record(rank, step, age, now);
+                    board.send_modify(|board| board.heartbeat(rank, step, now));
                 }
-                Some(_) => {}
-                None => drop(self.stalled.remove(&rank)),
+                Change::Removed => self.heartbeats.remove(rank),
             }
         }
-        None
+        advanced.then_some(Event::Advanced)
     }
+
+    fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
+        self.report_idle_ranks(board, now);
+        let HangReport { message, rank_hints, hang } =
+            self.heartbeats.poll(now, || stopped_ranks(&board.borrow().subjects()))?;
+        self.output.print(&format!("xlaunch: {message}"));
+        board.send_modify(|board| {
+            match hang {
+                Some(_) => board.time.hung(),
+                None => board.time.continues(now),
+            }
+            board.set_hints(rank_hints);
+        });
+        hang
+    }
+
+    fn hang_lasts(&self, hang: &Hang) -> bool {
+        self.heartbeats.lasts(hang)
+    }
+}
+
+/// The ranks of which a process is stopped by a signal.
+fn stopped_ranks(subjects: &[Subject]) -> BTreeSet<u32> {
+    let all = Process::all();
+    let is_stopped = |subject: &&Subject| Process::tree(&all, subject.pid).iter().any(|it| it.is_stopped());
+    subjects.iter().filter(is_stopped).map(|subject| subject.rank).collect()
 }
 
 /// Logs that are removed with the run are bounded in size.

@@ -29,7 +29,7 @@ use xlaunch_proto::v1::{Heartbeat, Phase};
 /// Heartbeats are sent every second. A rank that misses them for this long is stopped, or its host is overloaded.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(15);
 /// The detector is polled every second. A longer gap means that the agent itself was suspended, so the clock restarts.
-const AGENT_SUSPENDED_AFTER: Duration = Duration::from_secs(5);
+pub(super) const AGENT_SUSPENDED_AFTER: Duration = Duration::from_secs(5);
 /// Minimum of the hang timeout unless the user has set one.
 const DEFAULT_MINIMUM: Duration = Duration::from_secs(60);
 /// Minimum on GPUs for the first step, and for evaluation and samples: they may compile kernels and time algorithms.

@@ -7,6 +7,7 @@
 mod checkpoint_requests;
 pub mod command;
 mod hang;
+mod heartbeat;
 mod save;
 mod sessions;
 pub mod snapshots;
@@ -26,10 +27,11 @@ use crate::logs::Output;
 use crate::rendezvous::service::Message;
 use crate::spawn::Options;
 use crate::spawn::environment::BaseEnvironment;
+use crate::spawn::flight_recorder::FlightRecorders;
 use crate::spawn::preload::PreloadPlan;
 use crate::state::{Event, Job, Rules};
 use crate::status::board::{self, Board};
-pub(crate) use hang::{Hang, ranks_text};
+pub(crate) use hang::{Hang, HangReport, ranks_text};
 
 /// The part of a running job that depends on its kind.
 ///
@@ -51,6 +53,12 @@ pub(crate) trait Workload {
     /// An attempt is about to start. After an error no worker of it is started, and all of them count as failed: with
     /// exit code 65 if the error is `InvalidData`.
     fn begin_attempt(&mut self, attempt: u32) -> std::io::Result<()>;
+
+    /// The GPUs of the ranks, as in `CUDA_VISIBLE_DEVICES`, if they are to be checked before an attempt. Inner `None`:
+    /// all GPUs of the node.
+    fn gpus_to_check(&self) -> Option<Option<String>> {
+        None
+    }
 
     /// The command that starts one worker; `dir`, which exists, holds its files.
     fn command(&self, attempt: u32, rank: u32, dir: &Path) -> std::io::Result<(Command, Options)>;
@@ -100,6 +108,17 @@ pub(crate) trait Workload {
 
     /// A worker's call or report. Callers are answered, or learn that the agent is ending when `message` is dropped.
     fn message(&mut self, message: Message, job: &Job, board: &watch::Sender<Board>) -> Option<Event>;
+
+    /// The flight recorders of the workers, if they are turned on.
+    fn flight_recorders(&self) -> Option<FlightRecorders> {
+        None
+    }
+
+    /// Called every second while the job runs, and before the first failure of an attempt counts: takes note of
+    /// heartbeats that workers write to files. Returns [`Event::Advanced`] if they show progress.
+    fn read_heartbeats(&mut self, _board: &watch::Sender<Board>, _now: Instant) -> Option<Event> {
+        None
+    }
 
     /// What a worker of this attempt records of itself.
     fn activity(&self, _rank: u32) -> Option<ActivityRecord> {

@@ -16,7 +16,7 @@ use xlaunch_proto::convert::Join;
 use xlaunch_proto::env;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::snapshot::SnapshotId;
-use xlaunch_proto::spec::{JobSpec, OnHang};
+use xlaunch_proto::spec::{DoctorMode, JobSpec, OnHang};
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::{Bench, GetJobReply, GetJobRequest, JobKind, MemorySnapshot, StopCommand};
 
@@ -280,6 +280,7 @@ impl Workload for TrainerWorkload<'_> {
                 not_after: final_codes.into(),
                 free: [i32::from(ExitCode::DamagedCheckpoint.code())].into(),
             },
+            requeue_codes: BTreeSet::new(),
             shutdown_timeout: Duration::from_secs_f64(launch.shutdown_timeout),
             shutdown_timeout_max: Duration::from_secs_f64(launch.shutdown_timeout_max),
             propagate_exit_code: false,
@@ -351,6 +352,14 @@ impl Workload for TrainerWorkload<'_> {
             inherited.push(activity.file());
         }
         Ok((command, Options { leave_signals_to_agent: true, inherited, ..Options::default() }))
+    }
+
+    fn gpus_to_check(&self) -> Option<Option<String>> {
+        let placement = self.plan.placement;
+        let is_wanted = placement.cuda && self.plan.bench.is_none();
+        let inherited = || self.plan.base.get("CUDA_VISIBLE_DEVICES")?.into_string().ok();
+        (is_wanted && self.plan.spec.launch.doctor == DoctorMode::Quick)
+            .then(|| placement.visible.clone().or_else(inherited))
     }
 
     fn base_environment(&self) -> &BaseEnvironment {

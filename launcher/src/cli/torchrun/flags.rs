@@ -120,6 +120,11 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
                 Value("CODES"),
                 "never restart after these exit codes, such as 2,78",
             ),
+            Flag::xlaunch(
+                "requeue-codes",
+                Value("CODES"),
+                "these exit codes mean preempted: no restart, exit with 75",
+            ),
             Flag::torchrun("shutdown-timeout", Value("SECONDS"), "time between SIGTERM and SIGKILL [30]"),
             Flag::torchrun(
                 "signals-to-handle",
@@ -135,6 +140,16 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
                 "stall-timeout",
                 Value("SECONDS"),
                 "report ranks without output and CPU time [300]",
+            ),
+            Flag::xlaunch(
+                "hang-timeout",
+                Value("SECONDS"),
+                "end ranks whose heartbeats stop; 0 never [adapts, at least 60]",
+            ),
+            Flag::xlaunch(
+                "flight-recorder",
+                Nothing,
+                "turn on PyTorch's flight recorder; dump it when a rank hangs",
             ),
         ],
     ),

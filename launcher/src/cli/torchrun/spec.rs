@@ -48,10 +48,13 @@ pub(super) fn command(
         binding: reader.parsed("numa-binding", values::binding)?,
         max_restarts: reader.parsed("max-restarts", values::whole)?.unwrap_or(defaults.max_restarts),
         no_restart_codes: reader.parsed("no-restart-codes", values::exit_codes)?.unwrap_or_default(),
+        requeue_codes: reader.parsed("requeue-codes", values::exit_codes)?.unwrap_or_default(),
         shutdown_timeout: shutdown_timeout.unwrap_or(defaults.shutdown_timeout),
         signals: reader.parsed("signals-to-handle", values::signals)?.unwrap_or(defaults.signals),
         propagate_exit_code: reader.is_set("propagate-exit-code")?,
         stall_timeout: reader.parsed("stall-timeout", values::seconds)?.unwrap_or(defaults.stall_timeout),
+        hang_timeout: reader.parsed("hang-timeout", values::seconds)?,
+        flight_recorder: reader.is_set("flight-recorder")?,
         logs: logs(reader)?,
         program: defaults.program,
     })

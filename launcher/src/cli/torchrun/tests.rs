@@ -55,6 +55,7 @@ fn defaults_match_torchrun() {
         (spec.shutdown_timeout, spec.stall_timeout),
         (Duration::from_secs(30), Duration::from_secs(300))
     );
+    assert!(spec.hang_timeout.is_none() && spec.requeue_codes.is_empty() && !spec.flight_recorder);
     assert!(!spec.virtual_local_rank && !spec.propagate_exit_code && spec.binding.is_none());
     assert_eq!((spec.logs.redirects.of(0), spec.logs.tee.of(0)), Default::default());
     assert!(spec.logs.dir.is_none() && spec.logs.shown.is_none() && spec.logs.prefix.is_none());
@@ -95,6 +96,7 @@ fn flags_mean_the_same_as_in_torchrun() {
     let spec = spec(
         "--nproc-per-node=2 --role trainer --max_restarts 3 --no-restart-codes 2,78 --shutdown-timeout 5 \
          --signals-to-handle SIGTERM,SIGUSR1 --propagate-exit-code --stall-timeout 60 --numa-binding core-complex \
+         --hang-timeout 90 --requeue-codes 85,99 --flight-recorder \
          --virtual-local-rank --log-dir /logs -r 0:1 -t 2 --log-line-prefix-template ${rank}: \
          --local-ranks-filter 0,2 --duplicate-stdout-filters a,,b,c --log-rotate 64M --rdzv-conf a=1,'b=2 \
          --rdzv-backend c10d --monitor-interval 5 --start-method fork --event-log-handler console --nnodes 1:1 \
@@ -107,6 +109,8 @@ fn flags_mean_the_same_as_in_torchrun() {
         (spec.shutdown_timeout, spec.stall_timeout),
         (Duration::from_secs(5), Duration::from_secs(60))
     );
+    assert_eq!((spec.hang_timeout, spec.requeue_codes), (Some(Duration::from_secs(90)), [85, 99].into()));
+    assert!(spec.flight_recorder);
     assert_eq!(spec.signals, [Signal::Term, Signal::Usr1]);
     assert!(spec.propagate_exit_code && spec.virtual_local_rank);
     assert_eq!(spec.binding, Some(Binding::CoreComplex));

@@ -1,0 +1,201 @@
+//! Checks of the node's GPUs: readings in, findings out. Pure.
+//!
+//! ```text
+//! NVML --readings, with a deadline--> NodeReadings --gpus--> findings --> `xlaunch doctor`
+//! /dev/kmsg --kernel_log--> Xid errors --xids--^
+//! ```
+//! A failure means that work on the GPU would fail or give wrong results. What only slows it down, and what cannot be
+//! read, is a warning: a missing or hanging NVML stops nothing.
+
+mod kernel_log;
+mod readings;
+
+use std::time::Duration;
+
+use crate::devices;
+pub use kernel_log::{Xid, xids};
+pub use readings::{GpuReadings, NodeReadings, NvLinks, PcieLink, read};
+
+/// For a check before work starts.
+pub const QUICK_TIMEOUT: Duration = Duration::from_millis(200);
+/// Xid errors that mean a fault of the GPU or its links, not of the program that used it (NVIDIA's catalog of Xid
+/// errors), with their meaning.
+const FAULTS: [(u32, &str); 9] = [
+    (48, "double-bit memory error"),
+    (64, "failed to retire a memory page"),
+    (74, "NVLink error"),
+    (79, "the GPU has fallen off the bus"),
+    (94, "contained memory error"),
+    (95, "uncontained memory error"),
+    (119, "the GPU's system processor does not respond"),
+    (120, "error of the GPU's system processor"),
+    (140, "unrecovered memory error"),
+];
+/// An older fault was perhaps repaired by a reset, so it is a warning.
+const RECENT_FAULT: Duration = Duration::from_secs(3600);
+
+/// The result of a check.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    pub level: Level,
+    /// `None` if it concerns the node.
+    pub gpu: Option<GpuName>,
+    /// One line.
+    pub message: String,
+    /// What to do.
+    pub help: Option<&'static str>,
+}
+
+/// How bad a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    Ok,
+    Warning,
+    Failure,
+}
+
+/// Identifies a GPU for people.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GpuName {
+    /// As nvidia-smi numbers them.
+    pub index: u32,
+    /// Empty if it cannot be read.
+    pub uuid: String,
+}
+
+impl Level {
+    /// The name, in lower case.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Failure => "failure",
+        }
+    }
+}
+
+impl Finding {
+    /// A finding about the node.
+    pub fn of_node(level: Level, message: impl Into<String>) -> Self {
+        Self { level, gpu: None, message: message.into(), help: None }
+    }
+
+    /// A finding about a GPU.
+    pub fn of_gpu(level: Level, gpu: &GpuName, message: impl Into<String>) -> Self {
+        Self { gpu: Some(gpu.clone()), ..Self::of_node(level, message) }
+    }
+
+    /// The same with advice.
+    #[must_use]
+    pub fn with_help(self, help: &'static str) -> Self {
+        Self { help: Some(help), ..self }
+    }
+}
+
+/// The findings about the driver and all GPUs, without those that need the kernel's log. Every GPU has at least one.
+pub fn gpus(node: &NodeReadings) -> Vec<Finding> {
+    if let Some(problem) = &node.problem {
+        return vec![Finding::of_node(Level::Warning, format!("GPUs are not checked: {problem}"))];
+    }
+    if node.gpus.is_empty() {
+        return vec![Finding::of_node(Level::Ok, "there is no GPU")];
+    }
+    let mut all = Vec::new();
+    if let Some(driver) = &node.driver {
+        let cuda = node.cuda.as_ref().map_or(String::new(), |cuda| format!(", CUDA {cuda}"));
+        all.push(Finding::of_node(Level::Ok, format!("driver {driver}{cuda}")));
+    }
+    let most_links = node.gpus.iter().filter_map(|gpu| gpu.nvlinks.as_ref()).map(|links| links.up).max();
+    for gpu in &node.gpus {
+        let found = gpu_findings(gpu, most_links.unwrap_or(0));
+        if found.is_empty() {
+            all.push(Finding::of_gpu(Level::Ok, &gpu.name, gpu.summary()));
+        }
+        all.extend(found);
+    }
+    all
+}
+
+/// The faults of the GPUs of the first `world` ranks, with the rank. `visible` is `CUDA_VISIBLE_DEVICES`.
+pub fn faults(node: &NodeReadings, visible: Option<&str>, world: u32) -> Vec<(u32, String)> {
+    let known: Vec<(String, String)> =
+        node.gpus.iter().map(|gpu| (gpu.name.uuid.clone(), gpu.name.index.to_string())).collect();
+    let of_ranks: Vec<String> = devices::visible_addresses(&known, visible);
+    let failures = gpus(node).into_iter().filter(|finding| finding.level == Level::Failure);
+    let with_rank = failures.filter_map(|finding| {
+        let gpu = finding.gpu?;
+        let rank = of_ranks.iter().position(|index| *index == gpu.index.to_string())?;
+        let rank = u32::try_from(rank).ok().filter(|rank| *rank < world)?;
+        Some((rank, format!("GPU {} ({}): {}", gpu.index, gpu.uuid, finding.message)))
+    });
+    with_rank.collect()
+}
+
+/// What is wrong with a GPU. `most_links` is the largest number of its node's GPUs.
+fn gpu_findings(gpu: &GpuReadings, most_links: u32) -> Vec<Finding> {
+    if let Some(reason) = &gpu.lost {
+        let lost = Finding::of_gpu(Level::Failure, &gpu.name, format!("the driver cannot read it: {reason}"));
+        return vec![
+            lost.with_help("look for Xid errors in the kernel's log; reset the GPU or reboot the node"),
+        ];
+    }
+    let mut all = Vec::new();
+    let mut add =
+        |level, message: String, help| all.push(Finding::of_gpu(level, &gpu.name, message).with_help(help));
+    if let Some(errors @ 1..) = gpu.uncorrected_errors {
+        let message = format!("{errors} uncorrected ECC errors since the driver was loaded");
+        add(Level::Failure, message, "reset the GPU while it is idle; replace it if they come back");
+    }
+    if gpu.has_pending_pages == Some(true) {
+        let message = "memory pages wait to be retired".to_owned();
+        add(Level::Warning, message, "reset the GPU while it is idle");
+    }
+    if !gpu.slowdowns.is_empty() {
+        let message = format!("clocks are lowered: {}", gpu.slowdowns.join(", "));
+        add(Level::Warning, message, "check cooling and power; a job runs at the speed of its slowest GPU");
+    }
+    if let Some(PcieLink { width, most }) = gpu.pcie.filter(|link| link.width < link.most) {
+        let message = format!("PCIe link has {width} of {most} lanes");
+        add(Level::Warning, message, "reseat the card or its riser");
+    }
+    if let Some(links) = gpu.nvlinks.filter(|links| links.up < most_links) {
+        let message = format!("{} NVLinks are up, but {most_links} of another GPU of this node", links.up);
+        add(Level::Failure, message, "reset the GPUs and restart nvidia-fabricmanager; check the cables");
+    }
+    if !gpu.processes.is_empty() {
+        let pids = gpu.processes.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+        let noun = if gpu.processes.len() == 1 { "process" } else { "processes" };
+        let message = format!("in use by {noun} {pids}");
+        add(Level::Warning, message, "they take memory and time from a job; end them if they are left over");
+    }
+    all
+}
+
+/// The findings of Xid errors in the kernel's log, the newest of each number and GPU; `None` if it cannot be read.
+pub fn xid_findings(node: &NodeReadings, xids: Option<&[Xid]>) -> Vec<Finding> {
+    let Some(xids) = xids else {
+        let message = "Xid errors are unknown: the kernel's log cannot be read";
+        return vec![
+            Finding::of_node(Level::Warning, message).with_help("run as root, or look at `journalctl -k`"),
+        ];
+    };
+    let mut all = Vec::new();
+    for gpu in &node.gpus {
+        let mut own: Vec<&Xid> = xids.iter().filter(|xid| Some(&xid.bus) == gpu.bus.as_ref()).collect();
+        own.sort_by_key(|xid| (xid.number, xid.age));
+        own.dedup_by_key(|xid| xid.number);
+        for Xid { number, age, .. } in own {
+            let fault = FAULTS.iter().find(|(known, _)| known == number).map(|(_, meaning)| *meaning);
+            let meaning = fault.unwrap_or("mostly an error of the program");
+            let message = format!("Xid {number} {} min ago: {meaning}", age.as_secs() / 60);
+            let is_failure = fault.is_some() && *age < RECENT_FAULT;
+            let level = if is_failure { Level::Failure } else { Level::Warning };
+            let help = "see NVIDIA's catalog of Xid errors; drain the GPU if it comes back";
+            all.push(Finding::of_gpu(level, &gpu.name, message).with_help(help));
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,137 @@
+//! PyTorch's flight recorder: a ring of the last collectives of each rank, which NCCL process groups keep and dump.
+//!
+//! It is set up by environment variables. Each rank makes a pipe at `TORCH_NCCL_DEBUG_INFO_PIPE_FILE` + rank + `.pipe`,
+//! which its monitoring thread reads every second; whatever is written there makes it write a dump to
+//! `TORCH_NCCL_DEBUG_INFO_TEMP_FILE` + rank. Process groups of gloo have no such thread.
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+use std::time::Duration;
+
+use fs_err::os::unix::fs::OpenOptionsExt;
+use rustix::fs::OFlags;
+
+use crate::spawn::environment::BaseEnvironment;
+
+/// Time from [`FlightRecorders::trigger`] to the complete dump: a second for the monitoring thread to notice, and to
+/// write it.
+const DUMP_TIME: Duration = Duration::from_secs(3);
+
+/// Start of the names of dumps; it differs between workers.
+pub(super) const DUMP_FILE: &str = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE";
+const PIPE: &str = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE";
+/// Events that the ring holds.
+const BUFFER_SIZE: &str = "2000";
+/// Start of the names of dumps and pipes; the rank follows.
+const STEM: &str = "nccl_trace_rank_";
+
+/// What a worker gets unless it inherits it. Dumps go to its log directory `dir`, pipes to the directory of `socket`,
+/// which is local. Each variable is followed by another name of it in newer versions.
+pub(super) fn variables(
+    inherited: &dyn Fn(&str) -> Option<OsString>,
+    dir: &Path,
+    socket: &Path,
+) -> Vec<(&'static str, OsString)> {
+    let wanted: [(&'static str, &str, OsString); 4] = [
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE", BUFFER_SIZE.into()),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_ON_TIMEOUT", "1".into()),
+        (DUMP_FILE, "TORCH_FR_DUMP_TEMP_FILE", dir.join(STEM).into()),
+        (PIPE, PIPE, socket.with_file_name(STEM).into()),
+    ];
+    let is_unset = |name: &str| inherited(name).is_none();
+    let unset = wanted.into_iter().filter(|(name, newer, _)| is_unset(name) && is_unset(newer));
+    unset.map(|(name, _, value)| (name, value)).collect()
+}
+
+/// The flight recorders of the workers of a launch.
+#[derive(Clone, Debug)]
+pub(crate) struct FlightRecorders {
+    /// Start of the names of the pipes.
+    pipes: OsString,
+}
+
+impl FlightRecorders {
+    /// Of workers that inherit `base`.
+    pub(crate) fn new(base: &BaseEnvironment, socket: &Path) -> Self {
+        Self { pipes: base.get(PIPE).unwrap_or_else(|| socket.with_file_name(STEM).into()) }
+    }
+
+    /// Makes ranks dump their flight recorders, and gives them the time for it. Returns how many listen: they have a
+    /// process group of NCCL. Blocks.
+    pub(crate) fn dump(&self, ranks: impl Iterator<Item = u32>) -> usize {
+        let told = ranks.filter(|rank| self.trigger(*rank)).count();
+        if told > 0 {
+            std::thread::sleep(DUMP_TIME);
+        }
+        told
+    }
+
+    fn trigger(&self, rank: u32) -> bool {
+        let mut pipe = self.pipes.clone();
+        pipe.push(format!("{rank}.pipe"));
+        write_to_pipe(Path::new(&pipe)).is_ok()
+    }
+}
+
+fn write_to_pipe(pipe: &Path) -> std::io::Result<()> {
+    let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
+    // Fails if nothing reads from the pipe.
+    let mut file =
+        fs_err::OpenOptions::new().write(true).custom_flags(flags.bits().cast_signed()).open(pipe)?;
+    match file.metadata()?.file_type().is_fifo() {
+        true => file.write_all(b"1"),
+        false => Err(std::io::ErrorKind::InvalidInput.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    fn set(inherited: &[&str]) -> Vec<(&'static str, OsString)> {
+        let find = |name: &str| inherited.contains(&name).then(|| OsString::from("x"));
+        variables(&find, Path::new("/logs/1"), Path::new("/run/agent.sock"))
+    }
+
+    #[test]
+    fn variables_are_set_unless_inherited_under_either_name() {
+        let all: [(&str, OsString); 4] = [
+            ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000".into()),
+            ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1".into()),
+            ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/logs/1/nccl_trace_rank_".into()),
+            ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "/run/nccl_trace_rank_".into()),
+        ];
+        assert_eq!(set(&[]), all);
+        assert_eq!(set(&["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"]), all[2..]);
+        assert_eq!(set(&[PIPE, "TORCH_FR_DUMP_TEMP_FILE"]), all[..2]);
+    }
+
+    #[test]
+    fn rank_that_listens_is_told_to_dump() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("agent.sock");
+        let submitted = |variables: &[(&str, &Path)]| {
+            let variables = variables.iter().map(|(name, value)| ((*name).into(), (*value).into()));
+            BaseEnvironment::Submitted(variables.collect())
+        };
+        let recorders = FlightRecorders::new(&submitted(&[]), &socket);
+        assert!(!recorders.trigger(3), "there is no pipe");
+        let pipe = dir.path().join("nccl_trace_rank_3.pipe");
+        let mode = rustix::fs::Mode::RWXU;
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        assert!(!recorders.trigger(3), "nothing reads");
+        let flags = OFlags::NONBLOCK.bits().cast_signed();
+        let mut reader = fs_err::OpenOptions::new().read(true).custom_flags(flags).open(&pipe).unwrap();
+        assert!(recorders.trigger(3));
+        assert_eq!(reader.read(&mut [0; 128]).unwrap(), 1);
+        let stem = dir.path().join("nccl_trace_rank_");
+        let chosen = FlightRecorders::new(&submitted(&[(PIPE, &stem)]), Path::new("/nowhere/agent.sock"));
+        assert!(chosen.trigger(3), "the user has chosen the place");
+        fs_err::write(dir.path().join("nccl_trace_rank_4.pipe"), "").unwrap();
+        assert!(!recorders.trigger(4), "a file is not a pipe");
+    }
+}

@@ -1,0 +1,204 @@
+//! The files by which the ranks of a command send heartbeats, one per rank, in the run's private directory.
+//!
+//! A file exists, empty, before its worker starts. Whatever changes it is a heartbeat; a decimal number in it is the
+//! rank's step, and anything else a mere touch. A worker that removes its file turns hang detection off for its rank
+//! until it writes the file again. The directory is on a local file system, so a poll costs one system call per rank,
+//! and it opens only what has changed, without following links or waiting for a writer.
+
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use fs_err::os::unix::fs::OpenOptionsExt;
+use rustix::fs::OFlags;
+
+/// Bytes of a file that are read: more than any step has.
+const MAX_STEP_BYTES: u64 = 32;
+
+/// The files of one attempt, and what was seen of them.
+#[derive(Debug)]
+pub(in crate::workload) struct HeartbeatFiles {
+    dir: PathBuf,
+    /// By rank; `None` while the file does not exist.
+    seen: Vec<Option<Version>>,
+}
+
+/// Differs after every change of a file.
+type Version = (i64, i64, u64, u64);
+
+/// What a rank has done with its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::workload) enum Change {
+    Heartbeat {
+        /// The number in the file.
+        step: Option<u64>,
+        /// Time since the file changed.
+        age: Duration,
+    },
+    Removed,
+}
+
+impl HeartbeatFiles {
+    /// Creates empty files for ranks 0 to `world` - 1 in `dir`, in place of those of an earlier attempt.
+    pub(in crate::workload) fn create(dir: PathBuf, world: u32) -> io::Result<Self> {
+        match fs_err::remove_dir_all(&dir) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => fs_err::create_dir(&dir)?,
+        }
+        let mut files = Self { dir, seen: Vec::new() };
+        for rank in 0..world {
+            let created = fs_err::File::create_new(path(&files.dir, rank))?.metadata()?;
+            files.seen.push(Some(version(&created)));
+        }
+        Ok(files)
+    }
+
+    /// The changes since the last poll, by rank.
+    pub(in crate::workload) fn poll(&mut self) -> Vec<(u32, Change)> {
+        let now = SystemTime::now();
+        let mut changes = Vec::new();
+        for (rank, seen) in (0..).zip(&mut self.seen) {
+            let path = path(&self.dir, rank);
+            let found = fs_err::symlink_metadata(&path).ok();
+            let current = found.as_ref().map(version);
+            if current == std::mem::replace(seen, current) {
+                continue;
+            }
+            let change = match found {
+                Some(found) => Change::Heartbeat {
+                    step: read_step(&path),
+                    age: found
+                        .modified()
+                        .ok()
+                        .and_then(|then| now.duration_since(then).ok())
+                        .unwrap_or_default(),
+                },
+                None => Change::Removed,
+            };
+            changes.push((rank, change));
+        }
+        changes
+    }
+}
+
+/// The file of a rank.
+pub(in crate::workload) fn path(dir: &Path, rank: u32) -> PathBuf {
+    dir.join(rank.to_string())
+}
+
+impl Drop for HeartbeatFiles {
+    fn drop(&mut self) {
+        // Errors are ignored: in the foreground the whole directory is removed with the run.
+        let _ = fs_err::remove_dir_all(&self.dir);
+    }
+}
+
+fn version(found: &std::fs::Metadata) -> Version {
+    (found.mtime(), found.mtime_nsec(), found.size(), found.ino())
+}
+
+fn read_step(path: &Path) -> Option<u64> {
+    let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
+    let file =
+        fs_err::OpenOptions::new().read(true).custom_flags(flags.bits().cast_signed()).open(path).ok()?;
+    file.metadata().ok().filter(std::fs::Metadata::is_file)?;
+    let mut text = String::new();
+    file.take(MAX_STEP_BYTES).read_to_string(&mut text).ok()?;
+    text.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    impl HeartbeatFiles {
+        fn path(&self, rank: u32) -> PathBuf {
+            path(&self.dir, rank)
+        }
+    }
+
+    fn files(dir: &tempfile::TempDir) -> HeartbeatFiles {
+        HeartbeatFiles::create(dir.path().join("heartbeats"), 2).unwrap()
+    }
+
+    fn steps(files: &mut HeartbeatFiles) -> Vec<(u32, Option<u64>)> {
+        let step = |(rank, change)| match change {
+            Change::Heartbeat { step, .. } => (rank, step),
+            Change::Removed => panic!("rank {rank} has removed its file"),
+        };
+        files.poll().into_iter().map(step).collect()
+    }
+
+    #[test]
+    fn step_is_read_and_anything_else_is_a_touch() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut files = files(&dir);
+        assert_eq!(files.poll(), [], "the files are empty and nobody has written");
+        let long = "9".repeat(10_000);
+        for (text, step) in [
+            ("12", Some(12)),
+            (" 13\n", Some(13)),
+            ("0", Some(0)),
+            ("", None),
+            ("epoch 3", None),
+            ("-1", None),
+            ("1.5", None),
+            (&long, None),
+            ("18446744073709551616", None),
+        ] {
+            fs_err::write(files.path(1), text).unwrap();
+            assert_eq!(steps(&mut files), [(1, step)], "{text:.20}");
+            assert_eq!(files.poll(), [], "{text:.20}: nothing has changed since");
+        }
+        fs_err::write(files.path(0), b"\xff\xfe").unwrap();
+        assert_eq!(steps(&mut files), [(0, None)]);
+    }
+
+    #[test]
+    fn touch_and_replacement_are_heartbeats() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut files = files(&dir);
+        let file = fs_err::File::open(files.path(0)).unwrap();
+        file.file().set_modified(SystemTime::now() - Duration::from_secs(3600)).unwrap();
+        match files.poll()[..] {
+            [(0, Change::Heartbeat { step: None, age })] => {
+                assert!(age >= Duration::from_secs(3599), "{age:?}")
+            }
+            ref other => panic!("{other:?}"),
+        }
+        fs_err::write(dir.path().join("new"), "7").unwrap();
+        fs_err::rename(dir.path().join("new"), files.path(0)).unwrap();
+        assert_eq!(steps(&mut files), [(0, Some(7))]);
+        fs_err::remove_file(files.path(0)).unwrap();
+        assert_eq!(files.poll(), [(0, Change::Removed)]);
+        assert_eq!(files.poll(), []);
+    }
+
+    #[test]
+    fn links_pipes_and_directories_are_not_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut files = files(&dir);
+        fs_err::write(dir.path().join("other"), "5").unwrap();
+        fs_err::remove_file(files.path(0)).unwrap();
+        symlink(dir.path().join("other"), files.path(0)).unwrap();
+        fs_err::remove_file(files.path(1)).unwrap();
+        // Without O_NONBLOCK, opening it would wait for a writer for ever.
+        let mode = rustix::fs::Mode::RWXU;
+        rustix::fs::mknodat(rustix::fs::CWD, files.path(1), rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        assert_eq!(steps(&mut files), [(0, None), (1, None)]);
+    }
+
+    #[test]
+    fn files_of_the_last_attempt_are_replaced_and_removed_with_the_last() {
+        let dir = tempfile::tempdir().unwrap();
+        let last = files(&dir);
+        fs_err::write(last.path(0), "99").unwrap();
+        drop(last);
+        assert_eq!(fs_err::read_dir(dir.path()).unwrap().count(), 0);
+        let mut files = files(&dir);
+        assert_eq!((files.poll(), fs_err::read(files.path(0)).unwrap().len()), (vec![], 0));
+    }
+}

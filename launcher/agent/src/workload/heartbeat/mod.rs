@@ -1,0 +1,249 @@
+//! Hang detection for any command, by the heartbeats of its ranks. Pure: no clock, no IO.
+//!
+//! ```text
+//! files --changes--> HeartbeatMonitor --progress, HangReport--> the workload
+//! ```
+//! A rank's first heartbeat turns detection on for it. A rank is overdue when it has sent none for the hang timeout.
+//! The ranks that hang are then told apart from those that wait for them, by the first rule that applies:
+//! 1. ranks whose process is stopped, and which have been silent for half of the timeout;
+//! 2. if all ranks report steps: ranks that are overdue at the lowest step. While none of these is overdue, the others
+//!    wait for a rank that is slow, and none hangs;
+//! 3. ranks that are overdue.
+//!
+//! In rules 2 and 3, the rank that has been silent for longest counts. Ranks that run in lockstep fell silent within
+//! one interval of it: they cannot be told apart, and are all named.
+//!
+//! Invariants:
+//! - a rank without a heartbeat in this attempt, and one that has exited, never hangs;
+//! - time during which the agent itself was suspended never counts;
+//! - a set of ranks that hang is reported once, and so is its recovery.
+
+pub(super) mod files;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::{Duration, Instant};
+
+use super::hang::{AGENT_SUSPENDED_AFTER, Hang, HangReport, ranks_text};
+
+/// Minimum of the default timeout.
+const MIN_TIMEOUT: Duration = Duration::from_secs(60);
+/// Minimum of the default timeout up to heartbeat number [`WARM_UP_HEARTBEATS`]: first steps compile kernels.
+const WARM_UP_TIMEOUT: Duration = Duration::from_secs(300);
+const WARM_UP_HEARTBEATS: usize = 3;
+/// Default timeout as a multiple of the 99th percentile of the last [`INTERVAL_HISTORY`] intervals of the rank.
+const SLOW_INTERVAL_FACTOR: u32 = 5;
+const INTERVAL_HISTORY: usize = 200;
+
+/// The heartbeats of the ranks of one attempt.
+#[derive(Debug)]
+pub(super) struct HeartbeatMonitor {
+    /// From the command line: zero is never, `None` the default.
+    timeout: Option<Duration>,
+    /// By rank, for those that have sent a heartbeat.
+    ranks: BTreeMap<u32, RankHeartbeats>,
+    /// By rank, of the last heartbeats; kept across attempts.
+    intervals: BTreeMap<u32, VecDeque<Duration>>,
+    last_poll: Instant,
+    /// The highest step that any rank has written in any attempt.
+    furthest: Option<u64>,
+    /// The ranks that were reported.
+    reported: BTreeSet<u32>,
+    /// Number of the last report.
+    reports: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct RankHeartbeats {
+    last: Instant,
+    count: usize,
+    /// The last one that it wrote.
+    step: Option<u64>,
+}
+
+/// Ranks that hang.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Found {
+    /// Not empty.
+    ranks: Vec<u32>,
+    /// What happened to them, without a subject: `sent no heartbeat for 62 s (step 12); rank 0 is waiting for it`.
+    message: String,
+    /// For the status of each of them.
+    hints: BTreeMap<u32, String>,
+}
+
+impl HeartbeatMonitor {
+    pub(super) fn new(timeout: Option<Duration>, now: Instant) -> Self {
+        Self {
+            timeout,
+            ranks: BTreeMap::new(),
+            intervals: BTreeMap::new(),
+            last_poll: now,
+            furthest: None,
+            reported: BTreeSet::new(),
+            reports: 0,
+        }
+    }
+
+    pub(super) fn begin_attempt(&mut self, now: Instant) {
+        self.ranks.clear();
+        self.reported.clear();
+        self.last_poll = now;
+    }
+
+    /// A heartbeat that was sent `age` ago. Without a step, the last one stays. Returns whether it is progress: a step
+    /// beyond the furthest of all attempts, or any heartbeat as long as no rank has written a step.
+    pub(super) fn record(&mut self, rank: u32, step: Option<u64>, age: Duration, now: Instant) -> bool {
+        let advances = self.furthest.is_none_or(|furthest| step.is_some_and(|step| step > furthest));
+        self.furthest = self.furthest.max(step);
+        // It was found in this poll and not in the last one, whatever the clock of the file system says.
+        let age = age.min(now.saturating_duration_since(self.last_poll));
+        let at = now.checked_sub(age).unwrap_or(now);
+        let Some(known) = self.ranks.get_mut(&rank) else {
+            self.ranks.insert(rank, RankHeartbeats { last: at, count: 1, step });
+            return advances;
+        };
+        let intervals = self.intervals.entry(rank).or_default();
+        if intervals.len() == INTERVAL_HISTORY {
+            intervals.pop_front();
+        }
+        intervals.push_back(at.saturating_duration_since(known.last));
+        *known = RankHeartbeats { last: at, count: known.count + 1, step: step.or(known.step) };
+        advances
+    }
+
+    /// The rank has exited, or removed its file: it sends no more heartbeats.
+    pub(super) fn remove(&mut self, rank: u32) {
+        self.ranks.remove(&rank);
+    }
+
+    /// The ranks that were reported to hang, and still do.
+    pub(super) fn reported(&self) -> &BTreeSet<u32> {
+        &self.reported
+    }
+
+    /// Whether this hang is the one that was reported last, and still lasts.
+    pub(super) fn lasts(&self, hang: &Hang) -> bool {
+        hang.number == self.reports && !self.reported.is_empty()
+    }
+
+    /// Call once a second, after the heartbeats of this second were recorded. `None` if the ranks that hang, if any,
+    /// have been reported before. `stopped` finds the ranks whose process is stopped by a signal; it is called only if
+    /// a rank is overdue.
+    pub(super) fn poll(
+        &mut self,
+        now: Instant,
+        stopped: impl FnOnce() -> BTreeSet<u32>,
+    ) -> Option<HangReport> {
+        let found = if self.tick(now) { self.find(&stopped(), now) } else { None };
+        let ranks: BTreeSet<u32> = found.iter().flat_map(|found| &found.ranks).copied().collect();
+        if ranks == self.reported {
+            return None;
+        }
+        self.reported = ranks;
+        self.reports += 1;
+        let Some(Found { ranks, message, hints }) = found else {
+            let message = "heartbeats continue".into();
+            return Some(HangReport { message, rank_hints: BTreeMap::new(), hang: None });
+        };
+        let line = format!("{} {message}", ranks_text(&ranks));
+        let hang = Hang { number: self.reports, culprits: ranks, cause: message, ends: true };
+        Some(HangReport { message: line, rank_hints: hints, hang: Some(hang) })
+    }
+
+    /// The lowest last step of the ranks that report steps.
+    fn step(&self) -> Option<u64> {
+        self.ranks.values().filter_map(|rank| rank.step).min()
+    }
+
+    /// Whether a rank is overdue.
+    fn tick(&mut self, now: Instant) -> bool {
+        let since_poll = now.saturating_duration_since(std::mem::replace(&mut self.last_poll, now));
+        if since_poll > AGENT_SUSPENDED_AFTER {
+            self.ranks.values_mut().for_each(|rank| rank.last = (rank.last + since_poll).min(now));
+        }
+        self.ranks.keys().any(|rank| self.is_overdue(*rank, now))
+    }
+
+    /// The ranks that hang. `stopped` are ranks whose process is stopped by a signal.
+    fn find(&self, stopped: &BTreeSet<u32>, now: Instant) -> Option<Found> {
+        let overdue = |number: &u32| self.is_overdue(*number, now);
+        if !self.ranks.keys().any(overdue) {
+            return None;
+        }
+        let is_stopped = |(number, rank): &(&u32, &RankHeartbeats)| {
+            stopped.contains(number) && silence(rank, now) > self.timeout(**number) / 2
+        };
+        let mut ranks: Vec<u32> = self.ranks.iter().filter(is_stopped).map(|(number, _)| *number).collect();
+        if ranks.is_empty() {
+            let has_steps = self.ranks.values().all(|rank| rank.step.is_some());
+            let lowest = self.step().filter(|_| has_steps);
+            let candidates = || {
+                self.ranks.iter().filter(|(_, rank)| lowest.is_none_or(|lowest| rank.step == Some(lowest)))
+            };
+            let longest = candidates()
+                .filter(|(number, _)| overdue(number))
+                .map(|(_, rank)| silence(rank, now))
+                .max()?;
+            let in_lockstep = |(number, rank): &(&u32, &RankHeartbeats)| {
+                silence(rank, now) + self.lockstep(**number) >= longest
+            };
+            ranks = candidates().filter(in_lockstep).map(|(number, _)| *number).collect();
+        }
+        (!ranks.is_empty()).then(|| self.describe(ranks, stopped, now))
+    }
+
+    fn describe(&self, ranks: Vec<u32>, stopped: &BTreeSet<u32>, now: Instant) -> Found {
+        let hint = |number: &u32| {
+            let rank = self.ranks.get(number)?;
+            let state = if stopped.contains(number) { "; its process is stopped" } else { "" };
+            let step = rank.step.map_or(String::new(), |step| format!(" (step {step})"));
+            Some(format!("sent no heartbeat for {} s{step}{state}", silence(rank, now).as_secs()))
+        };
+        let hints: BTreeMap<u32, String> =
+            ranks.iter().filter_map(|number| Some((*number, hint(number)?))).collect();
+        let is_waiting = |(number, rank): &(&u32, &RankHeartbeats)| {
+            !ranks.contains(number) && silence(rank, now) > self.timeout(**number) / 2
+        };
+        let waiting: Vec<&u32> = self.ranks.iter().filter(is_waiting).map(|(number, _)| number).collect();
+        let them = if ranks.len() == 1 { "it" } else { "them" };
+        let waiting = match waiting.len() {
+            0 => String::new(),
+            1 => format!("; {} is waiting for {them}", ranks_text(waiting)),
+            _ => format!("; {} are waiting for {them}", ranks_text(waiting)),
+        };
+        let first = ranks.first().and_then(|first| hints.get(first)).cloned().unwrap_or_default();
+        Found { ranks, message: first + &waiting, hints }
+    }
+
+    fn is_overdue(&self, number: u32, now: Instant) -> bool {
+        self.ranks.get(&number).is_some_and(|rank| silence(rank, now) > self.timeout(number))
+    }
+
+    fn timeout(&self, number: u32) -> Duration {
+        if let Some(timeout) = self.timeout {
+            return if timeout.is_zero() { Duration::MAX } else { timeout };
+        }
+        let warms_up = self.ranks.get(&number).is_none_or(|rank| rank.count < WARM_UP_HEARTBEATS);
+        let least = if warms_up { WARM_UP_TIMEOUT } else { MIN_TIMEOUT };
+        least.max(self.slow_interval(number).saturating_mul(SLOW_INTERVAL_FACTOR))
+    }
+
+    /// Ranks that wait for each other in every step send their heartbeats within this time.
+    fn lockstep(&self, number: u32) -> Duration {
+        self.slow_interval(number).min(self.timeout(number) / 4)
+    }
+
+    /// The 99th percentile of the last intervals; zero without any.
+    fn slow_interval(&self, number: u32) -> Duration {
+        let mut sorted: Vec<Duration> = self.intervals.get(&number).into_iter().flatten().copied().collect();
+        sorted.sort_unstable();
+        sorted.get(sorted.len() * 99 / 100).copied().unwrap_or_default()
+    }
+}
+
+fn silence(rank: &RankHeartbeats, now: Instant) -> Duration {
+    now.saturating_duration_since(rank.last)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,307 @@
+//! `xlaunch doctor`: whether work on this node's GPUs would succeed, at the usual speed.
+//!
+//! ```text
+//! NVML, with a deadline --> agent's doctor (pure) --> findings --> table or JSON, exit code 0 or 76
+//! long form: kernel's log, libraries, directories, a worker per idle GPU, an all-reduce of them --^
+//! ```
+
+use std::fmt::Write as _;
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use serde_json::{Value, json};
+use xlaunch_agent::Refusal;
+use xlaunch_agent::devices::Placement;
+use xlaunch_agent::doctor::{self, Finding, GpuReadings, Level, NodeReadings};
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::Calibration;
+
+use super::bench::default_job;
+use super::output::{QueryError, print};
+use crate::bench::all_reduce::{self, Dtype};
+use crate::bench::device;
+use crate::render::text::escape;
+
+/// Loading the driver takes seconds on some nodes.
+const NVML_TIMEOUT: Duration = Duration::from_secs(20);
+/// A lower rate than this part of the cached one is a failure.
+const LOWEST_RATE: f64 = 0.8;
+/// Largest message of the all-reduce.
+const ALL_REDUCE_BYTES: u64 = 16 << 20;
+/// Written to measure a directory.
+const DIRECTORY_BYTES: usize = 64 << 20;
+/// A directory that is slower than this, in bytes per second, delays checkpoints.
+const SLOW_DIRECTORY: f64 = 100e6;
+/// Libraries that workers on GPUs load, by alternative names.
+const LIBRARIES: [&[&str]; 3] = [
+    &["libcuda.so.1"],
+    &["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"],
+    &["libnccl.so.2", "libnccl.so"],
+];
+/// Where the dynamic linker looks after `LD_LIBRARY_PATH`.
+const SYSTEM_DIRS: [&str; 5] =
+    ["/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/cuda/lib64"];
+
+/// Options of `xlaunch doctor`.
+#[derive(Debug, Args)]
+pub(super) struct Doctor {
+    /// Only read the driver's counters, within 200 ms
+    #[arg(long)]
+    quick: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) async fn run(options: Doctor) -> Result<ExitCode, QueryError> {
+    let node = doctor::read(if options.quick { doctor::QUICK_TIMEOUT } else { NVML_TIMEOUT });
+    let mut findings = doctor::gpus(&node);
+    if !options.quick {
+        findings.extend(libraries(!node.gpus.is_empty()));
+        findings.extend([PathBuf::from("."), std::env::temp_dir()].iter().map(|dir| directory(dir)));
+        if !node.gpus.is_empty() {
+            let xids = doctor::xids();
+            findings.extend(doctor::xid_findings(&node, xids.as_deref()));
+            findings.extend(measure(&node, &findings).await?);
+        }
+    }
+    let text = if options.json { format!("{:#}\n", as_json(&findings)) } else { table(&findings) };
+    print(text.as_bytes())?;
+    Ok(exit_code(&findings))
+}
+
+fn exit_code(findings: &[Finding]) -> ExitCode {
+    let fails = findings.iter().any(|finding| finding.level == Level::Failure);
+    if fails { ExitCode::Gpu } else { ExitCode::Done }
+}
+
+/// Runs workers on the GPUs that are idle and not known to be broken.
+async fn measure(node: &NodeReadings, findings: &[Finding]) -> Result<Vec<Finding>, Refusal> {
+    let is_broken = |gpu: &GpuReadings| {
+        findings.iter().any(|it| it.level == Level::Failure && it.gpu.as_ref() == Some(&gpu.name))
+    };
+    let idle: Vec<&GpuReadings> =
+        node.gpus.iter().filter(|gpu| gpu.processes.is_empty() && !is_broken(gpu)).collect();
+    let mut found = Vec::new();
+    if idle.is_empty() {
+        return Ok(found);
+    }
+    let (spec, placement) = default_job("doctor", Some(1))?;
+    for gpu in &idle {
+        let placement = on(&placement, std::slice::from_ref(gpu));
+        match device::check(&spec, &placement).await {
+            Ok(rates) => found.extend(rate_findings(gpu, &rates)),
+            Err(refusal) => {
+                let message = format!("a worker failed on it: {}", one_line(&refusal.message));
+                found.push(Finding::of_gpu(Level::Failure, &gpu.name, message));
+            }
+        }
+    }
+    if idle.len() > 1 {
+        let placement = on(&placement, &idle);
+        let count = placement.workers;
+        found.push(match all_reduce::run(&spec, &placement, 8, ALL_REDUCE_BYTES, Dtype::Fp32).await {
+            Ok(rows) => {
+                let wrong: u64 = rows.iter().map(|row| row.wrong).sum();
+                let speed = rows.last().map_or(0.0, |row| row.busbw);
+                match wrong {
+                    0 => Finding::of_node(Level::Ok, format!("all-reduce of {count} GPUs: {speed:.1} GB/s")),
+                    _ => Finding::of_node(
+                        Level::Failure,
+                        format!("all-reduce of {count} GPUs: {wrong} wrong elements"),
+                    ),
+                }
+            }
+            Err(refusal) => Finding::of_node(
+                Level::Failure,
+                format!("all-reduce of {count} GPUs failed: {}", one_line(&refusal.message)),
+            ),
+        });
+    }
+    Ok(found)
+}
+
+/// One worker on each of these GPUs.
+fn on(placement: &Placement, gpus: &[&GpuReadings]) -> Placement {
+    let uuids: Vec<&str> = gpus.iter().map(|gpu| gpu.name.uuid.as_str()).collect();
+    let workers = u32::try_from(gpus.len()).unwrap_or(1);
+    Placement { workers, visible: Some(uuids.join(",")), ..placement.clone() }
+}
+
+/// The results and rates of a GPU, compared with those that were measured on it before.
+fn rate_findings(gpu: &GpuReadings, found: &Calibration) -> Vec<Finding> {
+    let mut all = Vec::new();
+    if let Some(wrong @ 1..) = found.wrong {
+        let message = format!("matrix multiplication: {wrong} wrong elements");
+        let failure = Finding::of_gpu(Level::Failure, &gpu.name, message);
+        all.push(failure.with_help("take the GPU out of service: it gives wrong results"));
+    }
+    let Some(reference) = &found.reference else {
+        let message = "rates are measured for the first time; later runs compare with them";
+        all.push(Finding::of_gpu(Level::Ok, &gpu.name, message));
+        return all;
+    };
+    let mut lowest = f64::INFINITY;
+    for (name, rate, before) in pairs(found, reference) {
+        lowest = lowest.min(rate / before);
+        if rate < LOWEST_RATE * before {
+            let percent = 100.0 * rate / before;
+            let message = format!("{name} runs at {percent:.0} % of the rate that was measured before");
+            let failure = Finding::of_gpu(Level::Failure, &gpu.name, message);
+            all.push(failure.with_help("check clocks and cooling; `xlaunch bench device` measures it anew"));
+        }
+    }
+    if all.is_empty() && lowest.is_finite() {
+        let message =
+            format!("results are right; rates are at least {:.0} % of those before", 100.0 * lowest);
+        all.push(Finding::of_gpu(Level::Ok, &gpu.name, message));
+    }
+    all
+}
+
+/// Name, rate and earlier rate of everything that both have measured.
+fn pairs(found: &Calibration, reference: &Calibration) -> Vec<(String, f64, f64)> {
+    let before = device::gemm_rates(reference);
+    let gemm = device::gemm_rates(found).into_iter().filter_map(|(name, rate)| {
+        let (_, before) = before.iter().find(|(known, _)| *known == name)?;
+        Some((format!("{name} GEMM"), rate, *before))
+    });
+    let copy = ("copy".to_owned(), found.copy_bytes_per_second, reference.copy_bytes_per_second);
+    gemm.chain((copy.2 > 0.0).then_some(copy)).collect()
+}
+
+/// Where the libraries are that workers load. Without a GPU none is needed.
+fn libraries(has_gpus: bool) -> Vec<Finding> {
+    let search = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let dirs: Vec<PathBuf> = std::env::split_paths(&search).chain(SYSTEM_DIRS.map(PathBuf::from)).collect();
+    let find = |names: &[&str]| {
+        dirs.iter().flat_map(|dir| names.iter().map(move |name| dir.join(name))).find(|file| file.exists())
+    };
+    let finding = |names: &[&str]| match find(names) {
+        Some(file) => Finding::of_node(Level::Ok, file.display().to_string()),
+        None => {
+            let message = format!(
+                "{} is not in LD_LIBRARY_PATH or the system's directories",
+                names.first().copied().unwrap_or_default()
+            );
+            Finding::of_node(if has_gpus { Level::Warning } else { Level::Ok }, message)
+        }
+    };
+    LIBRARIES.into_iter().map(finding).collect()
+}
+
+/// Whether a directory can be written, and how fast.
+fn directory(dir: &Path) -> Finding {
+    let shown = dir.canonicalize().unwrap_or_else(|_| dir.into()).display().to_string();
+    match write_speed(dir) {
+        Ok(speed) if speed < SLOW_DIRECTORY => {
+            Finding::of_node(Level::Warning, format!("{shown} is slow: {:.0} MB/s", speed / 1e6))
+                .with_help("checkpoints and logs take long there; choose a faster file system")
+        }
+        Ok(speed) => Finding::of_node(Level::Ok, format!("{shown} is written at {:.0} MB/s", speed / 1e6)),
+        Err(error) => Finding::of_node(Level::Warning, format!("{shown} cannot be written: {error}")),
+    }
+}
+
+/// Bytes per second, to the disk.
+#[expect(clippy::cast_precision_loss, reason = "a rate")]
+fn write_speed(dir: &Path) -> io::Result<f64> {
+    let mut file = tempfile::tempfile_in(dir)?;
+    let block = vec![0x5a; 1 << 20];
+    let start = Instant::now();
+    for _ in 0..DIRECTORY_BYTES / block.len() {
+        file.write_all(&block)?;
+    }
+    file.sync_all()?;
+    Ok(DIRECTORY_BYTES as f64 / start.elapsed().as_secs_f64())
+}
+
+fn one_line(message: &str) -> String {
+    message.lines().map(str::trim).filter(|line| !line.is_empty()).take(2).collect::<Vec<_>>().join(": ")
+}
+
+fn table(findings: &[Finding]) -> String {
+    let mut out = String::new();
+    for Finding { level, gpu, message, help } in findings {
+        let who = gpu.as_ref().map_or(String::new(), |gpu| format!("GPU {} ({}): ", gpu.index, gpu.uuid));
+        // Writing to a String cannot fail.
+        let _ = writeln!(out, "{:<9}{}", level.name(), escape(&format!("{who}{message}")));
+        if let Some(help) = help {
+            let _ = writeln!(out, "{:<9}help: {help}", "");
+        }
+    }
+    out
+}
+
+fn as_json(findings: &[Finding]) -> Value {
+    let one = |Finding { level, gpu, message, help }: &Finding| {
+        let gpu = gpu.as_ref().map(|gpu| json!({ "index": gpu.index, "uuid": gpu.uuid }));
+        json!({ "level": level.name(), "gpu": gpu, "message": message, "help": help })
+    };
+    let exit = exit_code(findings);
+    json!({ "healthy": exit == ExitCode::Done, "findings": findings.iter().map(one).collect::<Vec<_>>() })
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_agent::doctor::GpuName;
+
+    use super::*;
+
+    fn gpu() -> GpuReadings {
+        GpuReadings { name: GpuName { index: 3, uuid: "GPU-x".into() }, ..GpuReadings::default() }
+    }
+
+    fn rates(bf16: f64, copy: f64) -> Calibration {
+        Calibration {
+            bf16_gemm_flops: bf16,
+            copy_bytes_per_second: copy,
+            wrong: Some(0),
+            ..Calibration::default()
+        }
+    }
+
+    fn compared(found: Calibration, before: Option<Calibration>) -> Vec<(Level, String)> {
+        let found = Calibration { reference: before.map(Box::new), ..found };
+        rate_findings(&gpu(), &found).into_iter().map(|it| (it.level, it.message)).collect()
+    }
+
+    #[test]
+    fn rates_below_80_percent_of_the_cached_ones_fail() {
+        let before = || Some(rates(100.0, 10.0));
+        let found = compared(rates(81.0, 9.0), before());
+        assert_eq!(found, [(Level::Ok, "results are right; rates are at least 81 % of those before".into())]);
+        let found = compared(rates(79.0, 9.0), before());
+        let slow = "bf16 GEMM runs at 79 % of the rate that was measured before";
+        assert_eq!(found, [(Level::Failure, slow.into())]);
+        let found = compared(rates(100.0, 7.0), before());
+        assert_eq!(
+            found,
+            [(Level::Failure, "copy runs at 70 % of the rate that was measured before".into())]
+        );
+        assert_eq!(compared(rates(1.0, 1.0), None)[0].0, Level::Ok, "nothing to compare with");
+    }
+
+    #[test]
+    fn wrong_results_fail_at_any_speed() {
+        let found = compared(Calibration { wrong: Some(2), ..rates(100.0, 10.0) }, Some(rates(100.0, 10.0)));
+        assert_eq!(found, [(Level::Failure, "matrix multiplication: 2 wrong elements".into())]);
+    }
+
+    #[test]
+    fn table_and_json_name_the_gpu_and_what_to_do() {
+        let failure = Finding::of_gpu(Level::Failure, &gpu().name, "broken\u{1b}").with_help("replace it");
+        let findings = [Finding::of_node(Level::Ok, "driver 1"), failure];
+        let expected = "\
+ok       driver 1
+failure  GPU 3 (GPU-x): broken\\u{1b}
+         help: replace it
+";
+        assert_eq!(table(&findings), expected);
+        let json = as_json(&findings);
+        assert_eq!((&json["healthy"], &json["findings"][1]["gpu"]["uuid"]), (&false.into(), &"GPU-x".into()));
+        assert_eq!((exit_code(&findings), exit_code(&findings[..1])), (ExitCode::Gpu, ExitCode::Done));
+    }
+}
