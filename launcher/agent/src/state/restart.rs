@@ -68,7 +68,9 @@ impl Job {
     fn end_failed(&mut self, failures: Vec<Failure>, root: &Failure) -> Vec<Action> {
         let first = std::mem::take(&mut self.first_failures);
         let first_root = outcome::root_of(&first).map(|index| first[index].clone());
-        let first_root = first_root.filter(|_| self.policy.fruitless() > 1);
+        // A fault that was found in a GPU before the attempt is a consequence of nothing.
+        let is_refused = root.status.is_none() && root.exit == ExitCode::Gpu;
+        let first_root = first_root.filter(|_| self.policy.fruitless() > 1 && !is_refused);
         let Some(first_root) = first_root.filter(|first| who(first) != who(root)) else {
             let retryable = self.is_retryable(root);
             return self.end_with(failures, |outcome| {
