@@ -153,10 +153,12 @@ fn promtool_accepts_metrics_and_alerts() {
     promtool(&["test", "rules", &deployed("rules_test.yml")], "");
     let metrics = Case::new().get("/metrics");
     // It reads the older text format, in which comments name counters with their suffix.
-    let counters = ["xlaunch_worker_restarts", "xlaunch_tokens", "xlaunch_allreduce_bytes"];
-    let older = counters
-        .iter()
-        .fold(metrics, |text, name| text.replace(&format!("{name} "), &format!("{name}_total ")));
+    let counters = metrics.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.strip_suffix(" counter"));
+    let older = counters.fold(metrics.clone(), |text, name| {
+        ["HELP", "TYPE"].iter().fold(text, |text, comment| {
+            text.replace(&format!("# {comment} {name} "), &format!("# {comment} {name}_total "))
+        })
+    });
     promtool(&["check", "metrics"], &older);
 }
 
