@@ -260,12 +260,9 @@ impl HangDetector {
     /// `; ranks 0-2 are waiting for it`.
     fn waiting_text(&self, culprits: &Culprits) -> String {
         let victims: Vec<&u32> = self.ranks.keys().filter(|rank| !culprits.contains_key(rank)).collect();
-        let them = if culprits.len() == 1 { "it" } else { "them" };
-        match victims.len() {
-            0 if culprits.len() == 1 => String::new(),
-            0 => "; all ranks are waiting: check the network and the GPUs".into(),
-            1 => format!("; {} is waiting for {them}", ranks_text(victims)),
-            _ => format!("; {} are waiting for {them}", ranks_text(victims)),
+        match victims.is_empty() && culprits.len() != 1 {
+            true => "; all ranks are waiting: check the network and the GPUs".into(),
+            false => waiting_text(culprits.len(), &victims),
         }
     }
 
@@ -378,6 +375,17 @@ fn select(ranks: &Culprits, predicate: impl Fn(&RankActivity) -> bool) -> Option
     let selected = ranks.iter().filter(|(_, rank)| predicate(rank));
     let selected: Culprits = selected.map(|(number, rank)| (*number, *rank)).collect();
     (!selected.is_empty()).then_some(selected)
+}
+
+/// `; ranks 0-2 are waiting for it`, for this number of culprits; empty if no rank waits.
+pub(super) fn waiting_text(culprits: usize, waiting: &[&u32]) -> String {
+    let them = if culprits == 1 { "it" } else { "them" };
+    let are = match waiting.len() {
+        0 => return String::new(),
+        1 => "is",
+        _ => "are",
+    };
+    format!("; {} {are} waiting for {them}", ranks_text(waiting.iter().copied()))
 }
 
 /// `rank 3`, or `ranks 0-2, 5`.

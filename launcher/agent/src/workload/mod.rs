@@ -38,8 +38,9 @@ pub(crate) use hang::{Hang, HangReport, ranks_text};
 /// The driver's task makes all calls, one at a time, so no method may block on a disk, a socket or a terminal. Order:
 /// the descriptions ([`rules`](Self::rules), [`launch`](Self::launch), [`stop_signals`](Self::stop_signals)) once,
 /// before anything starts; then for every attempt [`begin_attempt`](Self::begin_attempt), [`command`](Self::command)
-/// for each rank, and the events of its workers in the order in which they happen. Workers of an earlier attempt are
-/// gone when the next one begins, but their last messages may still arrive.
+/// for each rank, and the events of its workers in the order in which they happen. Workers of a trainer may be started
+/// before their attempt begins: [`command`](Self::command) comes first then, and so may their first calls. Workers of
+/// an earlier attempt are gone when the next one begins, but their last messages may still arrive.
 pub(crate) trait Workload {
     /// What the state machine needs to know.
     fn rules(&self) -> Rules;

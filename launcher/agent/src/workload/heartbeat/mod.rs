@@ -23,7 +23,7 @@ pub(super) mod files;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
-use super::hang::{AGENT_SUSPENDED_AFTER, Hang, HangReport, ranks_text};
+use super::hang::{AGENT_SUSPENDED_AFTER, Hang, HangReport, ranks_text, waiting_text};
 
 /// Minimum of the default timeout.
 const MIN_TIMEOUT: Duration = Duration::from_secs(60);
@@ -205,12 +205,7 @@ impl HeartbeatMonitor {
             !ranks.contains(number) && silence(rank, now) > self.timeout(**number) / 2
         };
         let waiting: Vec<&u32> = self.ranks.iter().filter(is_waiting).map(|(number, _)| number).collect();
-        let them = if ranks.len() == 1 { "it" } else { "them" };
-        let waiting = match waiting.len() {
-            0 => String::new(),
-            1 => format!("; {} is waiting for {them}", ranks_text(waiting)),
-            _ => format!("; {} are waiting for {them}", ranks_text(waiting)),
-        };
+        let waiting = waiting_text(ranks.len(), &waiting);
         let first = ranks.first().and_then(|first| hints.get(first)).cloned().unwrap_or_default();
         Found { ranks, message: first + &waiting, hints }
     }
