@@ -9,10 +9,11 @@
 use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use xlaunch_engine::Marks;
 use xlaunch_proto::activity::Activity;
 use xlaunch_proto::v1::Phase;
 
@@ -20,6 +21,8 @@ use xlaunch_proto::v1::Phase;
 static PROGRESS: AtomicU64 = AtomicU64::new(0);
 /// Collectives that the training thread has started. Never reset.
 static COLLECTIVES: AtomicU64 = AtomicU64::new(0);
+/// Of this process's device, once it is open.
+static MARKS: OnceLock<Marks> = OnceLock::new();
 
 thread_local! {
     static TRACKER: Arc<PhaseTracker> = Arc::default();
@@ -147,6 +150,17 @@ pub(crate) fn add_collectives(count: u64) {
 /// Collectives that the training thread has started.
 pub(crate) fn collectives() -> u64 {
     COLLECTIVES.load(Ordering::Relaxed)
+}
+
+/// Heartbeats report the marks that this device passes.
+pub(crate) fn show_marks(marks: Marks) {
+    // A process opens one device.
+    let _ = MARKS.set(marks);
+}
+
+/// Marks that the device has passed; 0 on devices without marks.
+pub(crate) fn marks() -> u64 {
+    MARKS.get().map_or(0, Marks::passed)
 }
 
 /// How long the calling thread has waited for collectives since the last call.

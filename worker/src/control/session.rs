@@ -98,7 +98,7 @@ fn heartbeat_of(shared: &Shared) -> Heartbeat {
     let step = shared.step.load(Ordering::Relaxed);
     let phase_seconds = duration.as_secs_f64();
     let (progress, collectives) = (phase::progress(), phase::collectives());
-    Heartbeat { step, phase: phase.into(), phase_seconds, progress, collectives }
+    Heartbeat { step, phase: phase.into(), phase_seconds, progress, collectives, marks: phase::marks() }
 }
 
 /// Unblocks the training thread after the agent was lost, and exits the process if that does not end it.

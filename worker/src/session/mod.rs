@@ -86,6 +86,9 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     // Weights of large models take a second or more, as do opening the device and the communicator: do both at once.
     let reading = Reading::start(context, &shape, memory.clone(), moments)?;
     let device = OpenDevice::new(environment, spec)?;
+    if let Some(marks) = device.backend.open_marks()? {
+        phase::show_marks(marks);
+    }
     let run_dir = PathBuf::from(&job.run_dir);
     device.backend.pool().snapshot_on_failure(&run_dir);
     let rows = Rows { batch: spec.train.batch, seq: shape.seq };

@@ -283,8 +283,11 @@ impl Run<'_> {
             }
         }
         let (done, elapsed) = (step + 1, completed - *since);
-        // The host does not wait for collectives of a GPU.
-        let waited = (!self.backend.is_asynchronous()).then(phase::take_waited);
+        // The host does not wait for collectives of a GPU, which measures its own time.
+        let own_seconds = match self.backend.is_asynchronous() {
+            true => f64::from(result.own_seconds),
+            false => elapsed.saturating_sub(phase::take_waited()).as_secs_f64(),
+        };
         self.skips
             .record(done, result.loss, result.grad_norm)
             .map_err(|what| WorkerError::Diverged { step: done, what })?;
@@ -306,7 +309,7 @@ impl Run<'_> {
             skipped: self.skips.is_skipping(),
             skipped_steps: self.skips.total(),
             checkpoint_seconds: std::mem::take(&mut self.checkpoint_delay).as_secs_f64(),
-            own_seconds: waited.map(|waited| elapsed.saturating_sub(waited).as_secs_f64()),
+            own_seconds: Some(own_seconds),
         }));
         *since = completed;
         Ok(result.requests)

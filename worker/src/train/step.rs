@@ -21,7 +21,7 @@
 use std::ops::Range;
 
 use xlaunch_comm::{Collective, Sharding, bucket};
-use xlaunch_engine::{Accumulate, DType, PendingRead, SquaredNorm, Tensor};
+use xlaunch_engine::{Accumulate, DType, Mark, PendingRead, SquaredNorm, Tensor};
 use xlaunch_proto::spec::{JobSpec, SpecError, WireDtype};
 use xlaunch_proto::v1::Phase;
 
@@ -34,14 +34,15 @@ use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, Rows};
 use crate::optim::AdamW;
 
-/// Slots of the tensor that is read back after a step. All are all-reduced. Without sharding every rank computes the
-/// norm of all gradients itself, and writes it after that all-reduce.
+/// Slots of the tensor that is read back after a step. Those before `OWN_SECONDS` are all-reduced. Without sharding every
+/// rank computes the norm of all gradients itself, and writes it after that all-reduce.
 mod slot {
     pub(super) const LOSS: usize = 0;
     pub(super) const STOP: usize = 1;
     pub(super) const CHECKPOINT: usize = 2;
     pub(super) const GRAD_NORM_SQ: usize = 3;
-    pub(super) const COUNT: usize = 4;
+    pub(super) const OWN_SECONDS: usize = 4;
+    pub(super) const COUNT: usize = 5;
 }
 
 /// Cap of the first bucket: a small one lets communication start early in backward.
@@ -65,6 +66,9 @@ pub struct StepResult {
     pub grad_norm: f32,
     /// Requests that any rank received.
     pub requests: Requests,
+    /// What this rank's device took for forward and backward, without waiting for other ranks; with a sharded optimizer,
+    /// from the end of the last gather on. 0 on devices without marks.
+    pub own_seconds: f32,
 }
 
 /// A step that was enqueued and has not been waited for.
@@ -235,6 +239,7 @@ impl Stepper {
                 stop: results[slot::STOP] > 0.0,
                 checkpoint: results[slot::CHECKPOINT] > 0.0,
             },
+            own_seconds: results[slot::OWN_SECONDS],
         })
     }
 
@@ -271,10 +276,17 @@ impl Stepper {
             (true, false) => optimizer.gather(model, collective)?,
             (false, _) => {}
         }
+        if first {
+            self.backend.mark(Mark::Begin)?;
+        }
         let mut gathers = bucket::GatherProgress::new(self.sharding.plan());
         let acts = model.forward_with_gathers::<WorkerError>(self.rows, self.tokens.all(), |start| {
-            for _ in 0..gathers.needed_from(start) {
+            let waits = gathers.needed_from(start);
+            for _ in 0..waits {
                 collective.wait_gather()?;
+            }
+            if waits > 0 && first && self.sharding.is_sharded() {
+                self.backend.mark(Mark::Begin)?;
             }
             Ok(())
         })?;
@@ -319,11 +331,12 @@ impl Stepper {
         let _tag = xlaunch_pool::tag("optimizer");
         let [loss, grad_norm_sq] =
             [slot::LOSS, slot::GRAD_NORM_SQ].map(|slot| self.results.slice(slot..slot + 1));
+        self.backend.mark(Mark::End(self.results.slice(slot::OWN_SECONDS..slot::COUNT)))?;
         let all_reduce = trace::span(Phase::AllReduce);
         fail::at(Place::AllReduce);
         let grads = match &self.grad_shard {
             None => {
-                collective.all_reduce(self.results.lend(0..slot::COUNT), DType::F32)?;
+                collective.all_reduce(self.results.lend(0..slot::OWN_SECONDS), DType::F32)?;
                 collective.wait_all()?;
                 self.backend.squared_norm(SquaredNorm { x: self.grads.all(), out: grad_norm_sq })?;
                 &self.grads
@@ -331,7 +344,7 @@ impl Stepper {
             Some(shard) => {
                 collective.wait_all()?;
                 self.backend.squared_norm(SquaredNorm { x: shard.all(), out: grad_norm_sq })?;
-                collective.all_reduce(self.results.lend(0..slot::COUNT), DType::F32)?;
+                collective.all_reduce(self.results.lend(0..slot::OWN_SECONDS), DType::F32)?;
                 collective.wait_all()?;
                 shard
             }

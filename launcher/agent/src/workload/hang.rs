@@ -5,7 +5,8 @@
 //! 1. ranks whose process is stopped and that sent no heartbeat for [`HEARTBEAT_TIMEOUT`];
 //! 2. after the hang timeout without progress, the ranks that remain after these conditions, of which one is skipped
 //!    if no rank meets it: no heartbeats; a phase that waits for no other rank (anything but all-reduce and read back);
-//!    the fewest steps; the fewest collectives, as a rank that skipped one has started fewer than the others.
+//!    the fewest steps; the fewest collectives, as a rank that skipped one has started fewer than the others; the fewest
+//!    marks that their GPU has passed, as the host only enqueues work and cannot tell which GPU waits for the others.
 //!
 //! If no rank differs, all ranks are culprits: they wait for the network or for a GPU.
 //!
@@ -81,6 +82,7 @@ struct RankActivity {
     /// The counters of its last heartbeat.
     progress: u64,
     collectives: u64,
+    marks: u64,
 }
 
 type Culprits = BTreeMap<u32, RankActivity>;
@@ -141,7 +143,8 @@ impl HangDetector {
 
     fn add(&mut self, rank: u32, opened: bool, now: Instant) {
         let (last_heartbeat, phase) = (now, Phase::Unspecified);
-        let activity = RankActivity { opened, last_heartbeat, steps: 0, phase, progress: 0, collectives: 0 };
+        let (steps, progress, collectives, marks) = (0, 0, 0, 0);
+        let activity = RankActivity { opened, last_heartbeat, steps, phase, progress, collectives, marks };
         self.ranks.insert(rank, activity);
         self.last_progress = now;
     }
@@ -252,7 +255,9 @@ impl HangDetector {
         let steps = candidates.values().map(|rank| rank.steps).min()?;
         let candidates = select(&candidates, |rank| rank.steps == steps)?;
         let collectives = candidates.values().map(|rank| rank.collectives).min()?;
-        let culprits = select(&candidates, |rank| rank.collectives == collectives)?;
+        let candidates = select(&candidates, |rank| rank.collectives == collectives)?;
+        let marks = candidates.values().map(|rank| rank.marks).min()?;
+        let culprits = select(&candidates, |rank| rank.marks == marks)?;
         let what = if is_silent { What::Silent(now) } else { What::Stalled(stalled) };
         Some(Found { culprits, what, ends: true })
     }
@@ -289,8 +294,8 @@ impl RankActivity {
     /// Takes over a heartbeat. Returns whether it shows progress of work between steps; within a step, the counter is
     /// that of a checkpoint in the background.
     fn update(&mut self, heartbeat: &Heartbeat) -> bool {
-        (self.steps, self.phase, self.collectives) =
-            (heartbeat.step, heartbeat.phase(), heartbeat.collectives);
+        (self.steps, self.phase) = (heartbeat.step, heartbeat.phase());
+        (self.collectives, self.marks) = (heartbeat.collectives, heartbeat.marks);
         let rises = heartbeat.progress > std::mem::replace(&mut self.progress, heartbeat.progress);
         let between_steps = matches!(
             self.phase,

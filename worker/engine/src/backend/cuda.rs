@@ -15,11 +15,12 @@ use crate::handles::{Capture, PendingRead};
 use crate::host_buffer::HostAllocator;
 use crate::ops::attention::cuda::Attention;
 use crate::ops::gelu::cuda::Gelu;
+use crate::ops::mark::cuda::Counter;
 use crate::ops::{
     self, AdamWStep, AttentionBackward, AttentionForward, AttentionShape, Checksum, EmbedBackward,
     EmbedForward, FusedClassifier, GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight,
-    LinearForward, LinearGeluForward, NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward,
-    SwigluForward,
+    LinearForward, LinearGeluForward, Mark, Marks, NormBackward, NormForward, SquaredNorm, Sum,
+    SwigluBackward, SwigluForward,
 };
 use crate::options::{CudaOptions, DeviceInfo};
 use crate::profile::KernelSpan;
@@ -30,6 +31,7 @@ use crate::tensor::Slice;
 pub struct CudaBackend {
     attention: Attention,
     pub(crate) gelu: Gelu,
+    marks: Counter,
     staging: Rc<Staging>,
     gpu: Gpu,
 }
@@ -42,7 +44,13 @@ impl CudaBackend {
     pub fn open(ordinal: usize, options: CudaOptions) -> Result<Self> {
         let gpu = Gpu::open(ordinal, options, &ops::KERNEL_FILES)?;
         let staging = Rc::new(Staging::new(&gpu.device)?);
-        Ok(Self { attention: Attention::default(), gelu: Gelu::default(), staging, gpu })
+        Ok(Self {
+            attention: Attention::default(),
+            gelu: Gelu::default(),
+            marks: Counter::default(),
+            staging,
+            gpu,
+        })
     }
 
     /// The compute stream, which collectives synchronise with by events.
@@ -103,6 +111,14 @@ impl Backend for CudaBackend {
 
     fn prepare(&self, attention: AttentionShape) {
         self.attention.prepare(&self.gpu, attention);
+    }
+
+    fn open_marks(&self) -> Result<Option<Marks>> {
+        self.marks.open(&self.gpu).map(Some)
+    }
+
+    fn mark(&self, mark: Mark<'_>) -> Result<()> {
+        self.marks.mark(&self.gpu, mark)
     }
 
     fn zero(&self, x: Slice<'_>) -> Result<()> {

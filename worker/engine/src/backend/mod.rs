@@ -14,7 +14,8 @@ use crate::host_buffer::HostAllocator;
 use crate::ops::{
     AdamWStep, AttentionBackward, AttentionForward, AttentionShape, Checksum, EmbedBackward, EmbedForward,
     FusedClassifier, GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight, LinearForward,
-    LinearGeluForward, NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward,
+    LinearGeluForward, Mark, Marks, NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward,
+    SwigluForward,
 };
 use crate::options::DeviceInfo;
 use crate::profile::KernelSpan;
@@ -83,6 +84,16 @@ pub trait Backend {
     /// Allocates host memory for large [`read_f32`](Self::read_f32)s.
     fn host_allocator(&self) -> HostAllocator {
         HostAllocator::default()
+    }
+
+    /// Counts the marks from now on. `None` on devices without marks, which ignore them.
+    fn open_marks(&self) -> Result<Option<Marks>> {
+        Ok(None)
+    }
+
+    /// Enqueues a mark.
+    fn mark(&self, _mark: Mark<'_>) -> Result<()> {
+        Ok(())
     }
 
     /// Sets every element to zero.

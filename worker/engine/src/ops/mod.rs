@@ -15,6 +15,7 @@
 //! | `embed` | EmbedShape, EmbedForward, EmbedBackward | |
 //! | `gelu` | LinearGeluForward, GeluLinearBackward | linear, reduce |
 //! | `linear` | LinearShape, LinearForward, LinearBackwardInput, LinearBackwardWeight | reduce |
+//! | `mark` | Mark, Marks | |
 //! | `norm` | NormShape, NormKind, NormForward, NormBackward | reduce |
 //! | `reduce` | Sum, SquaredNorm; column sums | |
 //! | `rope` | rotation of query and key heads by their positions | |
@@ -28,6 +29,7 @@ pub(crate) mod classifier;
 pub(crate) mod embed;
 pub(crate) mod gelu;
 pub(crate) mod linear;
+pub(crate) mod mark;
 pub(crate) mod norm;
 pub(crate) mod reduce;
 pub(crate) mod rope;
@@ -40,6 +42,7 @@ pub use classifier::{ClassifierShape, FusedClassifier};
 pub use embed::{EmbedBackward, EmbedForward, EmbedShape};
 pub use gelu::{GeluLinearBackward, LinearGeluForward};
 pub use linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearShape};
+pub use mark::{Mark, Marks};
 pub use norm::{NormBackward, NormForward, NormKind, NormShape, ResidualAdd};
 pub use reduce::{SquaredNorm, Sum};
 pub use swiglu::{SwigluBackward, SwigluForward};
@@ -56,13 +59,14 @@ pub enum Accumulate {
 }
 
 /// Kernel files that are compiled when a GPU is opened. Those of attention are compiled per head width, on first use.
-pub(crate) const KERNEL_FILES: [&KernelFile; 10] = [
+pub(crate) const KERNEL_FILES: [&KernelFile; 11] = [
     &adamw::cuda::KERNELS,
     &cast::cuda::KERNELS,
     &checksum::cuda::KERNELS,
     &classifier::cuda::KERNELS,
     &embed::cuda::KERNELS,
     &gelu::cuda::KERNELS,
+    &mark::cuda::KERNELS,
     &norm::cuda::KERNELS,
     &reduce::cuda::KERNELS,
     &rope::cuda::KERNELS,

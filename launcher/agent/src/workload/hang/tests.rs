@@ -10,6 +10,7 @@ struct Simulation {
     ranks: [Option<(u64, Phase)>; 3],
     /// By rank: collectives that it has started, and its progress between steps.
     collectives: [u64; 3],
+    marks: [u64; 3],
     progress: [u64; 3],
     /// Ranks whose process is stopped.
     stopped: Vec<u32>,
@@ -36,6 +37,7 @@ impl Simulation {
             seconds: 0,
             ranks: [Some((0, Phase::Forward)); 3],
             collectives: [0; 3],
+            marks: [0; 3],
             progress: [0; 3],
             stopped: Vec::new(),
             messages: Vec::new(),
@@ -53,7 +55,9 @@ impl Simulation {
                 let Some((step, phase)) = state else { continue };
                 let (collectives, progress) = (self.collectives[rank as usize], self.progress[rank as usize]);
                 let phase_seconds = 0.0;
-                let heartbeat = Heartbeat { step, phase: phase.into(), phase_seconds, progress, collectives };
+                let marks = self.marks[rank as usize];
+                let heartbeat =
+                    Heartbeat { step, phase: phase.into(), phase_seconds, progress, collectives, marks };
                 self.detector.record(rank, &Report::Heartbeat(heartbeat), self.now());
             }
             self.poll();
@@ -263,6 +267,18 @@ fn rank_that_skipped_a_collective_is_the_culprit() {
     job.run(60);
     let message =
         "rank 2 made no progress for 46 s (phase: all-reduce, step 2); ranks 0-1 are waiting for it";
+    assert_eq!(job.messages(), [(47, message.to_owned())]);
+}
+
+#[test]
+fn rank_whose_gpu_hangs_is_the_culprit_though_all_hosts_wait() {
+    let mut job = Simulation::new();
+    job.step(1);
+    job.ranks = [Some((1, Phase::ReadBack)); 3];
+    (job.collectives, job.marks) = ([12; 3], [4, 3, 4]);
+    job.run(60);
+    let message =
+        "rank 1 made no progress for 46 s (phase: read back, step 2); ranks 0, 2 are waiting for it";
     assert_eq!(job.messages(), [(47, message.to_owned())]);
 }
 
