@@ -13,6 +13,7 @@ use xlaunch_comm::{Collective, Sharding};
 use xlaunch_engine::DType;
 use xlaunch_proto::VERSION;
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::flops;
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::{JobSpec, SpecError, Tokenizer};
 use xlaunch_proto::v1::bench::Kind;
@@ -124,6 +125,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         optimizer: &trainer.optimizer,
         stepper: &trainer.stepper,
         evaluator: &trainer.evaluator,
+        seconds_at_peak: seconds_at_peak(&trainer, &device, &*collective),
         collective: &mut *collective,
         dataset: &dataset,
         loader: &loader,
@@ -285,6 +287,13 @@ fn start_loader(
     };
     Loader::start(dataset.train.clone(), order, schedule)
         .map_err(|source| WorkerError::Io { what: "failed to start the data loader".into(), source })
+}
+
+/// Time of a step at the peak rate of the devices, if that is known.
+fn seconds_at_peak(trainer: &Trainer, device: &OpenDevice, collective: &dyn Collective) -> Option<f64> {
+    let (shape, tokens) = (&trainer.model.shape, trainer.stepper.tokens_per_step());
+    let name = &device.backend.device().name;
+    flops::seconds_at_peak(shape, tokens, collective.world_size(), name, device.precision)
 }
 
 fn train_started(

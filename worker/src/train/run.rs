@@ -52,6 +52,8 @@ pub struct Run<'a> {
     pub unsaved: Option<Option<f64>>,
     /// Directory for a trace of the pool's requests during the first step.
     pub pool_trace: Option<&'a Path>,
+    /// Time of a step at the peak rate of the devices, if that is known.
+    pub seconds_at_peak: Option<f64>,
     /// The step, from 1, whose kernels are timed.
     pub profile: Option<u64>,
     /// A benchmark, whose profile is reported to the agent.
@@ -307,6 +309,7 @@ impl Run<'_> {
             skipped_steps: self.skips.total(),
             checkpoint_seconds: std::mem::take(&mut self.checkpoint_delay).as_secs_f64(),
             own_seconds: waited.map(|waited| elapsed.saturating_sub(waited).as_secs_f64()),
+            mfu: self.seconds_at_peak.map(|seconds| seconds / elapsed.as_secs_f64().max(1e-9)),
         }));
         *since = completed;
         Ok(result.requests)

@@ -38,7 +38,7 @@ impl Metrics {
 
     #[expect(clippy::cast_precision_loss, reason = "a speed")]
     fn step(&mut self, step: &StepReport) -> io::Result<()> {
-        self.write(json!({
+        let mut line = json!({
             "_step": step.step,
             "_timestamp": now(),
             "train/loss": decimal(step.loss),
@@ -52,7 +52,11 @@ impl Metrics {
             "pool/peak_bytes": step.pool_peak_bytes,
             "pool/fragmentation": decimal(step.pool_fragmentation),
             "pool/driver_allocations": step.pool_driver_allocations,
-        }))
+        });
+        if let Some(mfu) = step.mfu {
+            line["perf/mfu"] = mfu.into();
+        }
+        self.write(line)
     }
 
     fn eval(&mut self, eval: &EvalReport) -> io::Result<()> {
@@ -82,13 +86,21 @@ mod tests {
     fn each_line_is_a_json_object_with_exact_decimals() {
         let dir = tempfile::tempdir().unwrap();
         let mut metrics = Metrics::create(dir.path()).unwrap();
-        let step = StepReport { step: 3, loss: 0.1, step_seconds: 0.5, tokens: 100, ..Default::default() };
+        let step = StepReport {
+            step: 3,
+            loss: 0.1,
+            step_seconds: 0.5,
+            tokens: 100,
+            mfu: Some(0.25),
+            ..Default::default()
+        };
         metrics.step(&step).unwrap();
         metrics.eval(&EvalReport { step: 4, loss: 2.5, tokens: 10 }).unwrap();
         let text = fs_err::read_to_string(Metrics::path(dir.path())).unwrap();
         let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!((&lines[0]["_step"], &lines[0]["train/loss"]), (&json!(3), &json!(0.1)));
         assert_eq!(lines[0]["perf/tokens_per_second"], json!(200.0));
+        assert_eq!(lines[0]["perf/mfu"], json!(0.25));
         assert_eq!(lines[1]["val/loss"], json!(2.5));
     }
 }

@@ -119,13 +119,19 @@ impl Progress {
     fn describe(&self, step: &StepReport) -> String {
         let left = self.total.saturating_sub(step.step) as f64 * self.seconds_per_step;
         format!(
-            "loss {:.4}  lr {:.2e}  grad norm {:.2}  {} tok/s  {} left",
+            "loss {:.4}  lr {:.2e}  grad norm {:.2}  {} tok/s{}  {} left",
             step.loss,
             step.learning_rate,
             step.grad_norm,
             count(step.tokens as f64 / self.seconds_per_step.max(1e-9)),
+            self.mfu(step).map_or_else(String::new, |mfu| format!("  MFU {:.1} %", 100.0 * mfu)),
             clock(left)
         )
+    }
+
+    /// At the speed that the line shows.
+    fn mfu(&self, step: &StepReport) -> Option<f64> {
+        step.mfu.map(|mfu| mfu * step.step_seconds / self.seconds_per_step.max(1e-9))
     }
 
     fn eval(&self, eval: &EvalReport) {
@@ -214,11 +220,13 @@ mod tests {
             learning_rate: 1e-3,
             grad_norm: 0.75,
             tokens: 1024,
+            step_seconds: 0.25,
+            mfu: Some(0.824),
             ..Default::default()
         };
         assert_eq!(
             progress.describe(&step),
-            "loss 2.5000  lr 1.00e-3  grad norm 0.75  2.05K tok/s  45s left"
+            "loss 2.5000  lr 1.00e-3  grad norm 0.75  2.05K tok/s  MFU 41.2 %  45s left"
         );
     }
 }

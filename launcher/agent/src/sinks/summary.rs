@@ -96,8 +96,9 @@ impl Summary {
                 line("val loss", format!("{:.4}", eval.loss));
             }
             #[expect(clippy::cast_precision_loss, reason = "shown to people")]
-            let speed = last.tokens as f64 / self.median_seconds();
-            line("speed", format!("{} tok/s", count(speed)));
+            let (seconds, tokens) = (self.median_seconds(), last.tokens as f64);
+            let mfu = last.mfu.map(|mfu| format!(", MFU {:.1} %", 100.0 * mfu * last.step_seconds / seconds));
+            line("speed", format!("{} tok/s{}", count(tokens / seconds), mfu.unwrap_or_default()));
         }
         if let Some(difference) = self.replica_difference {
             line("replicas", format!("largest parameter difference {difference:e}"));

@@ -85,7 +85,7 @@ impl TensorBoard {
     #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "speeds and times")]
     fn step(&mut self, step: &StepReport) -> io::Result<()> {
         let speed = step.tokens as f64 / step.step_seconds.max(1e-9);
-        let values = [
+        let mut values = vec![
             ("train/loss", step.loss),
             ("lr", step.learning_rate),
             ("train/grad_norm", step.grad_norm),
@@ -93,6 +93,7 @@ impl TensorBoard {
             ("perf/tokens_per_s", speed as f32),
             ("perf/step_seconds", step.step_seconds as f32),
         ];
+        values.extend(step.mfu.map(|mfu| ("perf/mfu", mfu as f32)));
         self.scalars(step.step, &values)
     }
 
@@ -175,6 +176,7 @@ mod tests {
             learning_rate: 1e-4,
             step_seconds: 0.5,
             tokens: 100,
+            mfu: Some(0.25),
             ..Default::default()
         };
         board.step(&step).unwrap();
@@ -189,6 +191,7 @@ mod tests {
             ("train/skipped_steps", 2.0),
             ("perf/tokens_per_s", 200.0),
             ("perf/step_seconds", 0.5),
+            ("perf/mfu", 0.25),
         ];
         assert_eq!(scalars(&events[1]), expected);
         assert!(matches!(scalars(&events[2])[..], [("val/loss", loss)] if loss.is_nan()));
