@@ -2,9 +2,11 @@
 //! depends on the worker.
 
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use xlaunch_agent::Refusal;
+use xlaunch_agent::environment::{DataSet, Parent};
 use xlaunch_agent::workload::trainer::Recover;
 use xlaunch_proto::spec::JobSpec;
 
@@ -25,6 +27,10 @@ pub(crate) struct Trainer {
 pub(crate) struct Preflight {
     /// Checkpoint to resume from.
     pub(crate) resume_from: Option<PathBuf>,
+    /// The run that is resumed.
+    pub(crate) parent: Option<Parent>,
+    /// The data, by split.
+    pub(crate) data: BTreeMap<&'static str, DataSet>,
     /// Steps of warm-up of the run that is resumed.
     pub(crate) warmup: Option<u64>,
     /// Bytes of the state that checkpoints contain.

@@ -12,6 +12,7 @@ use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::config::{self, Layer, Override};
 use xlaunch_agent::devices::{self, Node, Placement};
 use xlaunch_agent::driver::{self, Finished};
+use xlaunch_agent::environment::{self, Facts};
 use xlaunch_agent::report::Evidence;
 use xlaunch_agent::run_dir::{self, RunDir};
 use xlaunch_agent::spawn::affinity::{self, Affinity};
@@ -20,7 +21,7 @@ use xlaunch_agent::state::Outcome;
 use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::snapshots::{MemoryUse, memory_use};
 use xlaunch_agent::workload::trainer::TrainerPlan;
-use xlaunch_agent::{Refusal, memory, report};
+use xlaunch_agent::{Refusal, ending, memory, report};
 
 /// A launch of the built-in trainer.
 #[derive(Debug)]
@@ -94,6 +95,14 @@ pub(super) async fn train(
     eprintln!("xlaunch: {} x {device}, run {}", placement.workers, run.path.display());
     note.iter().for_each(|note| eprintln!("xlaunch: {note}"));
     let start = Instant::now();
+    let facts = Facts {
+        run: run.id.clone(),
+        commit: option_env!("XLAUNCH_COMMIT"),
+        placement: placement.clone(),
+        data: ready.data,
+        parent: ready.parent,
+    };
+    let environment = environment::write(&run.path, facts).map_err(|error| failed(&error))?;
     let plan = TrainerPlan {
         spec,
         placement,
@@ -103,8 +112,13 @@ pub(super) async fn train(
         bench: None,
         base,
     };
-    let logs = run.logs.clone();
+    let (dir, logs) = (run.path.clone(), run.logs.clone());
     let (finished, results) = driver::run_trainer(plan, run).await.map_err(|error| failed(&error))?;
+    let seconds = start.elapsed().as_secs_f64();
+    let described = environment.join().unwrap_or_else(|_| Err(std::io::Error::other("the thread panicked")));
+    if let Err(error) = described.and_then(|()| ending::write(&dir, &finished, seconds)) {
+        eprintln!("warning: failed to describe the run: {error}");
+    }
     let summary = match results.summary.steps() {
         0 => String::new(),
         _ => {
