@@ -119,9 +119,7 @@ fn survey(sources: &[Source]) -> io::Result<Survey> {
         let found = each_point(source, u64::MAX, &mut line, |line, point| survey.add(line, point))?;
         survey.bytes.push(found.bytes);
         if found.broken > 0 {
-            let what = if found.broken == 1 { "1 line is" } else { &format!("{} lines are", found.broken) };
-            let path = source.path.display();
-            survey.notes.push(format!("{path}: {what} broken, and left out"));
+            survey.notes.push(super::broken_lines(&source.path, found.broken));
         }
     }
     Ok(survey)

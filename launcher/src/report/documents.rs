@@ -167,7 +167,7 @@ pub(crate) fn samples(run: &Path, notes: &mut Vec<String>) -> Vec<Sample> {
         }
     }
     if broken > 0 {
-        notes.push(format!("{}: {broken} broken lines are left out", path.display()));
+        notes.push(super::broken_lines(&path, broken));
     }
     let mut samples: Vec<Sample> = Vec::new();
     for sample in thinned.into_items().into_iter().chain(last) {
@@ -228,7 +228,7 @@ mod tests {
         fs_err::write(dir.path().join(SAMPLES), lines).unwrap();
         let texts: Vec<_> = samples(dir.path(), &mut notes).into_iter().map(|s| (s.step, s.text)).collect();
         assert_eq!(texts, [(10, "a".to_owned()), (20, "c".to_owned())]);
-        assert!(notes[0].ends_with("1 broken lines are left out"), "{notes:?}");
+        assert!(notes[0].ends_with("1 line is broken, and left out"), "{notes:?}");
         let lines: String = (1..=1000).map(|step| line(step, "x")).collect();
         fs_err::write(dir.path().join(SAMPLES), lines).unwrap();
         let found = samples(dir.path(), &mut notes);

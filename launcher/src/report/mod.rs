@@ -20,7 +20,7 @@ mod reduce;
 mod rewinds;
 mod thinned;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 use xlaunch_agent::{Refusal, ending, environment};
@@ -83,6 +83,12 @@ fn read_run(files: &RunFiles) -> Result<Run, Refusal> {
     let samples = files.dir.as_deref().map(|dir| documents::samples(dir, &mut notes)).unwrap_or_default();
     let path = files.dir.as_ref().unwrap_or(&files.metrics).display().to_string();
     Ok(Run { label: files.label.clone(), path, curves, config, environment, ending, samples, notes })
+}
+
+/// A note for the reader.
+fn broken_lines(path: &Path, count: u64) -> String {
+    let what = if count == 1 { "1 line is".into() } else { format!("{count} lines are") };
+    format!("{}: {what} broken, and left out", path.display())
 }
 
 /// What could not be read, with the run.

@@ -1,5 +1,5 @@
 //! The built-in trainer on CPUs: runs, checkpoints on disk and in memory, its memory pool, benchmarks and traces,
-//! TensorBoard.
+//! reports, TensorBoard.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -10,9 +10,10 @@ mod divergence;
 mod fail_points;
 mod memory;
 mod pool;
+mod report;
 mod runs;
 mod tensorboard;
 
 xlaunch_harness::suite! {
-    modules bench, chaos, checkpoints, divergence, fail_points, memory, pool, runs, tensorboard;
+    modules bench, chaos, checkpoints, divergence, fail_points, memory, pool, report, runs, tensorboard;
 }
