@@ -19,7 +19,8 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::thread::JoinHandle;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
@@ -32,6 +33,9 @@ use crate::devices::{self, Placement};
 
 /// Name of the file.
 pub const ENVIRONMENT_FILE: &str = "environment.json";
+
+/// Longest that the end of a job waits for the driver's description of the GPUs.
+const DRIVER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What the launcher knows about a run that starts.
 #[derive(Clone, Debug)]
@@ -68,13 +72,28 @@ pub struct Parent {
     pub checkpoint: PathBuf,
 }
 
+/// A file that is being written.
+#[derive(Debug)]
+pub struct Writing(Receiver<io::Result<()>>);
+
 /// Writes the file on a thread of its own: NVML takes a moment to load, which workers do not have to wait for.
-pub fn write(dir: &Path, facts: Facts) -> io::Result<JoinHandle<io::Result<()>>> {
+pub fn write(dir: &Path, facts: Facts) -> io::Result<Writing> {
     let dir = dir.to_owned();
     let started = clock::unix().as_secs();
-    std::thread::Builder::new()
-        .name("environment".into())
-        .spawn(move || write_json(&dir.join(ENVIRONMENT_FILE), &describe(&facts, started)))
+    let (sender, result) = channel();
+    std::thread::Builder::new().name("environment".into()).spawn(move || {
+        // The receiver may have given up.
+        let _ = sender.send(write_json(&dir.join(ENVIRONMENT_FILE), &describe(&facts, started)));
+    })?;
+    Ok(Writing(result))
+}
+
+impl Writing {
+    /// Waits until the file is written. A GPU that is broken can block NVML for good, but not the end of a job.
+    pub fn finish(self) -> io::Result<()> {
+        let result = self.0.recv_timeout(DRIVER_TIMEOUT);
+        result.unwrap_or_else(|_| Err(io::Error::other("the driver does not answer")))
+    }
 }
 
 /// Writes a file that is complete or does not exist.
@@ -162,7 +181,7 @@ mod tests {
             data: [("train", data)].into(),
             parent: Some(Parent { run: "a".into(), step: 5, checkpoint: "/x/step-00000005".into() }),
         };
-        write(dir.path(), facts).unwrap().join().unwrap().unwrap();
+        write(dir.path(), facts).unwrap().finish().unwrap();
         let path = dir.path().join(ENVIRONMENT_FILE);
         let text = fs_err::read_to_string(&path).unwrap();
         let read: Value = serde_json::from_str(&text).unwrap();

@@ -115,9 +115,10 @@ pub(super) async fn train(
     let (dir, logs) = (run.path.clone(), run.logs.clone());
     let (finished, results) = driver::run_trainer(plan, run).await.map_err(|error| failed(&error))?;
     let seconds = start.elapsed().as_secs_f64();
-    let described = environment.join().unwrap_or_else(|_| Err(std::io::Error::other("the thread panicked")));
-    if let Err(error) = described.and_then(|()| ending::write(&dir, &finished, seconds)) {
-        eprintln!("warning: failed to describe the run: {error}");
+    for described in [environment.finish(), ending::write(&dir, &finished, seconds)] {
+        if let Err(error) = described {
+            eprintln!("warning: failed to describe the run in {}: {error}", dir.display());
+        }
     }
     let summary = match results.summary.steps() {
         0 => String::new(),

@@ -284,3 +284,79 @@ fn short(value: Option<f64>) -> Value {
     let digits = value.map(|value| (value as f32).to_string());
     digits.and_then(|digits| digits.parse::<f64>().ok()).map_or(Value::Null, Value::from)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::curves::Curves;
+    use crate::report::documents::Sample;
+
+    const HOSTILE: &str = "</script><script>alert(1)</script><!-- \" ' & \u{1b}[2J";
+
+    fn run(label: &str, config: &Value) -> Run {
+        let mut curves = Curves::default();
+        curves.points[0] = vec![(1, Some(0.1)), (2, None)];
+        let environment = Some(json!({ "host": { "name": label } }));
+        Run { label: label.into(), config: Some(config.clone()), environment, curves, ..Run::default() }
+    }
+
+    #[test]
+    fn texts_of_runs_are_content_only() {
+        let mut hostile = run(HOSTILE, &json!({ HOSTILE: HOSTILE }));
+        hostile.samples = vec![Sample { step: 1, prompt: HOSTILE.into(), text: HOSTILE.into() }];
+        hostile.notes = vec![HOSTILE.into()];
+        hostile.path = HOSTILE.into();
+        let page = html(&[hostile]);
+        // Those of the page itself.
+        assert_eq!((page.matches("<script").count(), page.matches("</script").count()), (2, 2));
+        assert_eq!(page.matches("<!--").count(), 1);
+        assert!(page.contains("&lt;/script&gt;&lt;script&gt;alert(1)") && !page.contains('\u{1b}'));
+        // Label, title, configuration, sample and note, each once or more; and the data of the script.
+        assert!(page.matches("&lt;script&gt;alert(1)").count() >= 8, "{page}");
+        assert!(page.contains("\"\\u003c/script>\\u003cscript>alert(1)"), "{page}");
+    }
+
+    #[test]
+    fn policy_allows_the_pages_own_script_and_style_only() {
+        // `printf %s 'alert(1)' | openssl dgst -sha256 -binary | base64`.
+        assert_eq!(source_hash("alert(1)"), "sha256-bhHHL3z2vDgxUt0W3dWQOrprscmda2Y5pLsLg4GF+pI=");
+        let page = html(&[run("a", &json!({}))]);
+        let policy = page.lines().find(|line| line.contains("Content-Security-Policy")).unwrap();
+        assert!(policy.contains("default-src 'none'") && !policy.contains("unsafe"), "{policy}");
+        for (start, end) in [("<style>", "</style>"), ("<script>", "</script>")] {
+            let text = page.split_once(start).unwrap().1.split_once(end).unwrap().0;
+            assert!(policy.contains(&source_hash(text)), "{policy}");
+        }
+        assert!(page.starts_with(MARK));
+    }
+
+    #[test]
+    fn differences_are_marked_and_equal_values_can_be_opened() {
+        let runs =
+            [run("a", &json!({ "lr": 1, "seed": 7 })), run("b", &json!({ "lr": 2, "seed": 7, "new": true }))];
+        let page = html(&runs);
+        let section =
+            page.split_once("<section id=\"configuration\">").unwrap().1.split_once("</section>").unwrap().0;
+        let (differing, equal) = section.split_once("<details>").unwrap();
+        let rows = |text: &str| text.matches("class=\"differs\"").count();
+        assert_eq!((rows(differing), rows(equal)), (2, 0));
+        assert!(differing.contains("</span> lr</th><td>1</td><td>2</td>"), "{differing}");
+        assert!(differing.contains("</span> new</th><td>–</td><td>true</td>"), "{differing}");
+        assert!(
+            equal.contains("1 equal in all runs") && equal.contains(">seed</th><td>7</td><td>7</td>"),
+            "{equal}"
+        );
+        // A run without a configuration, as older ones may be, differs in nothing.
+        let runs = [Run { config: None, ..run("a", &Value::Null) }, run("b", &json!({ "seed": 7 }))];
+        assert!(!html(&runs).contains("</span> seed"));
+    }
+
+    #[test]
+    fn values_of_the_script_have_the_digits_of_an_f32() {
+        let data = data(&[run("a", &json!({}))]);
+        let curve = &data["charts"][0]["curves"][0];
+        assert_eq!((&curve["steps"], &curve["values"]), (&json!([1, 2]), &json!([0.1, null])));
+        assert_eq!(data["charts"].as_array().map(Vec::len), Some(1), "no empty charts");
+        assert_eq!(short(Some(207_512.348_211_9)).to_string(), "207512.34");
+    }
+}
