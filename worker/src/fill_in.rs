@@ -21,8 +21,16 @@ impl From<DataError> for FillInError {
     }
 }
 
-/// Takes from the data what the configuration leaves open: the vocabulary of a prepared directory.
+/// Takes from the data what the configuration leaves open: the vocabulary of a prepared directory. Replaces symbolic
+/// links in the path to resume from, as `latest` is another run as soon as this one starts.
 pub fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
+    let resume = &mut spec.checkpoint.resume;
+    if resume != "off" && resume != "auto" {
+        // What does not exist is reported by the preflight check.
+        let resolved =
+            fs_err::canonicalize(&*resume).ok().and_then(|path| path.into_os_string().into_string().ok());
+        *resume = resolved.unwrap_or_else(|| std::mem::take(resume));
+    }
     match Prepared::of("data.train", &spec.data.train)? {
         Some(prepared) => prepared.fill_in(spec).map_err(FillInError::Invalid),
         None => Ok(()),
