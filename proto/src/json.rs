@@ -110,7 +110,7 @@ pub fn status(reply: &StatusReply) -> Value {
         "past_restarts": reply.past_restarts.iter().map(restart).collect::<Vec<_>>(),
         "log_dir": reply.log_dir, "world_size": reply.world_size, "step": reply.step,
         "total_steps": reply.total_steps, "loss": single(reply.loss),
-        "tokens_per_second": number(reply.tokens_per_second),
+        "tokens_per_second": number(reply.tokens_per_second), "mfu": reply.mfu.map(number),
         "accounting": reply.accounting.as_ref().map(accounting),
         "ranks": reply.ranks.iter().map(rank).collect::<Vec<_>>(),
     })

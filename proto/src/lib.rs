@@ -11,6 +11,7 @@
 //! - [`paths`] normalizes the paths of a job description;
 //! - [`json`] and [`labels`] render messages for programs and people;
 //! - [`snapshot`] is the header of memory snapshots, which workers write and agents read;
+//! - [`flops`] counts the operations of training, and knows the peak rates of GPUs;
 //! - [`accounting`] names what the time of a job was used for;
 //! - [`quantities`] are times and sizes as users write them;
 //! - [`ids`] are typed ids, [`exit`] is the table of exit codes, [`mod@env`] names the environment variables of
@@ -24,6 +25,7 @@ pub mod command;
 pub mod convert;
 pub mod env;
 pub mod exit;
+pub mod flops;
 pub mod ids;
 mod invalid;
 pub mod json;

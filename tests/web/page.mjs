@@ -6,34 +6,26 @@
 // playwright-core, in the node_modules of $XLAUNCH_TEST_BROWSER or of the current directory, and Chromium: $CHROMIUM or
 // /usr/bin/chromium. Prints one line per check and exits with 1 if any has failed.
 
-import { createRequire } from "node:module";
-import { join, resolve } from "node:path";
+import { check, compare, contrast, finish, launch, screenshot, until, TIMEOUT_MS } from "./checks.mjs";
 
 const [url, job, directory] = process.argv.slice(2);
 if (!url || !/^[0-9]+$/.test(job ?? "")) {
   console.error("usage: node tests/web/page.mjs URL JOB [DIRECTORY]");
   process.exit(2);
 }
-const modules = resolve(process.env.XLAUNCH_TEST_BROWSER ?? ".", "node_modules");
-const { chromium } = createRequire(modules)("playwright-core");
 
-const TIMEOUT_MS = 30000;
 /** As in page.js: how often the page polls. */
 const POLL_INTERVAL_MS = 2000;
 const PHONE = { width: 375, height: 800 };
 const DESKTOP = { width: 1280, height: 900 };
 
-const browser = await chromium.launch({
-  executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium",
-  args: ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
-});
-let failed = 0;
+const browser = await launch();
 try {
   await main();
 } finally {
   await browser.close();
 }
-process.exit(failed ? 1 : 0);
+finish();
 
 async function main() {
   const context = await browser.newContext({ viewport: DESKTOP, reducedMotion: "reduce" });
@@ -57,15 +49,15 @@ async function main() {
   for (const scheme of ["light", "dark"]) {
     await page.emulateMedia({ colorScheme: scheme });
     await check(`contrast is sufficient (${scheme})`, () => contrast(page));
-    await screenshot(page, `desktop-${scheme}`);
+    await screenshot(page, directory, `desktop-${scheme}`);
   }
   await page.setViewportSize(PHONE);
   await check("the job fits a phone", () => fitsWidth(page));
-  await screenshot(page, "phone-job");
+  await screenshot(page, directory, "phone-job");
   await page.goto(`${url}/#`);
   await page.locator("#jobs tbody a").first().waitFor();
   await check("the list fits a phone", () => fitsWidth(page));
-  await screenshot(page, "phone-list");
+  await screenshot(page, directory, "phone-list");
   await page.setViewportSize(DESKTOP);
   await check("an unknown job is reported", async () => {
     await page.evaluate(() => { location.hash = "#job=999999999"; });
@@ -77,30 +69,6 @@ async function main() {
   await check("the console has no errors", () => unexpected.length && unexpected.join("; "));
   await check("a hidden tab sends no requests", () => hiddenTab(page));
   await check("an unreachable daemon is reported until it is back", () => unreachableDaemon(page));
-}
-
-/** Repeats a check until it finds no problem: the page may not show the latest reply yet. */
-async function check(name, test) {
-  let problem = "";
-  try {
-    const end = Date.now() + TIMEOUT_MS / 3;
-    do {
-      problem = await test();
-      if (problem) await new Promise((done) => setTimeout(done, 100));
-    } while (problem && Date.now() < end);
-  } catch (error) {
-    problem = String(error);
-  }
-  if (problem) failed++;
-  console.log(problem ? `FAILED  ${name}: ${problem}` : `ok      ${name}`);
-}
-
-async function until(condition, problem) {
-  const end = Date.now() + TIMEOUT_MS;
-  while (!(await condition())) {
-    if (Date.now() > end) throw new Error(problem);
-    await new Promise((done) => setTimeout(done, 50));
-  }
 }
 
 /** Rows of a table, each an object with the texts of its cells by column. */
@@ -186,11 +154,6 @@ async function compareJob(page, replies) {
   return problems.join("; ");
 }
 
-function compare(problems, what, shown, expected) {
-  if (shown === expected) return;
-  problems.push(`${what} is shown as ${JSON.stringify(shown)} instead of ${JSON.stringify(expected)}`);
-}
-
 /** Compares a number that is shown rounded, possibly with a unit prefix. */
 function near(problems, what, shown, expected, tolerance) {
   if (expected === null || typeof expected === "string") return compare(problems, what, shown, expected ?? "–");
@@ -223,36 +186,6 @@ async function focusIsKept(page) {
   await page.waitForResponse(/api\/v1\/node/);
   await page.evaluate(() => new Promise(requestAnimationFrame));
   return (await link.evaluate((link) => link === document.activeElement)) ? "" : "the focus is lost";
-}
-
-/** Contrast ratio of all texts by WCAG 2.2: at least 4.5 for level AA. */
-function contrast(page) {
-  return page.evaluate(() => {
-    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-    const mix = (...colors) => {
-      canvas.clearRect(0, 0, 1, 1);
-      for (const color of colors) { canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1); }
-      return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
-    };
-    const light = (rgb) => {
-      const [r, g, b] = rgb.map((c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-      return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const problems = new Set();
-    for (const element of document.querySelectorAll("body *")) {
-      const text = [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim());
-      if (!text || !element.checkVisibility() || element.closest("noscript, svg title, svg desc")) continue;
-      const backs = [];
-      for (let at = element; at; at = at.parentElement) backs.unshift(getComputedStyle(at).backgroundColor);
-      const style = getComputedStyle(element);
-      const back = ["white", ...backs];
-      const [a, b] = [light(mix(...back)), light(mix(...back, element.closest("svg") ? style.fill : style.color))];
-      const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-      const name = `${element.tagName} ${element.className?.baseVal ?? element.className}`;
-      if (ratio < 4.5) problems.add(`${name} ${ratio.toFixed(2)}`);
-    }
-    return [...problems].join("; ");
-  });
 }
 
 /** Whether the page needs no horizontal scrolling. */
@@ -291,10 +224,4 @@ async function unreachableDaemon(page) {
   await banner.waitFor({ state: "visible", timeout: TIMEOUT_MS });
   await page.unroute("**/api/**");
   await banner.waitFor({ state: "hidden", timeout: TIMEOUT_MS });
-}
-
-async function screenshot(page, name) {
-  if (!directory) return;
-  await page.evaluate(() => window.scrollTo(0, 0));
-  await page.screenshot({ path: join(directory, `${name}.png`), fullPage: true });
 }

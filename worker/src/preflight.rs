@@ -1,6 +1,7 @@
 //! Checks of a job before any worker is started: data, initial weights, the directory of checkpoints, and the one to
 //! resume from.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use xlaunch_proto::exit::ExitCode;
@@ -8,8 +9,8 @@ use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::{Invalid, JobSpec};
 
 use crate::checkpoint::directory::{self, Choice};
-use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError};
-use crate::data::{Dataset, Fingerprint};
+use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError, Parent};
+use crate::data::{Dataset, Fingerprint, TokenizerSource};
 use crate::error::WorkerError;
 use crate::fail;
 use crate::model::layout::Layout;
@@ -22,6 +23,12 @@ const BYTES_PER_PARAMETER: u64 = 12;
 pub struct Preflight {
     /// Checkpoint to resume from.
     pub resume_from: Option<PathBuf>,
+    /// Run and step of that checkpoint. The run is empty if the checkpoint does not say it.
+    pub parent: Option<Parent>,
+    /// It has all steps of the job: this many.
+    pub complete: Option<u64>,
+    /// The data, by split.
+    pub data: BTreeMap<&'static str, Fingerprint>,
     /// Steps of warm-up of the run that is resumed, unless the configuration has its own.
     pub warmup: Option<u64>,
     /// Bytes of the state that checkpoints contain, as it is in memory.
@@ -73,11 +80,21 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     spec.check().map_err(usage)?;
     let shape = spec.model.resolve().map_err(usage)?;
     let dataset = Dataset::open(spec, &shape).map_err(WorkerError::from)?;
-    let mut ready = Preflight::default();
+    let data = Fingerprint::of(&dataset.train).map_err(WorkerError::from)?;
+    let mut ready = Preflight { data: [("train", data.clone())].into(), ..Preflight::default() };
+    if let Some(val) = &dataset.val {
+        ready.data.insert("validation", Fingerprint::of(val).map_err(WorkerError::from)?);
+    }
     if dataset.val.is_none() && spec.train.eval_every != 0 {
         let problem = "evaluation is off: the held-out data is shorter than one sequence";
-        ready.warnings.push(format!("{problem}; raise `data.val_fraction` or lower `model.seq`"));
+        let remedy = match dataset.tokenizer {
+            TokenizerSource::File { .. } => "prepare the data with a larger `--val`",
+            _ => "raise `data.val_fraction`",
+        };
+        ready.warnings.push(format!("{problem}; {remedy} or lower `model.seq`"));
     }
+    // Checkpoints contain it, even if no text is sampled.
+    dataset.tokenizer.load().map_err(WorkerError::from)?;
     let layout = Layout::new(&shape);
     if let Some(path) = &spec.checkpoint.init {
         checkpoint::check_weights(Path::new(path), &layout)?;
@@ -91,7 +108,7 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     }
     let source = source(spec, job_dir, &mut ready.warnings)?;
     match source {
-        Some(path) => resume(spec, &shape, world, &dataset, path, &mut ready)?,
+        Some(path) => resume(spec, &shape, world, &data, path, &mut ready)?,
         None => start_afresh(spec, job_dir, &mut ready.warnings)?,
     }
     Ok(ready)
@@ -171,13 +188,12 @@ fn resume(
     spec: &JobSpec,
     shape: &ModelShape,
     world: u32,
-    dataset: &Dataset,
+    data: &Fingerprint,
     path: PathBuf,
     ready: &mut Preflight,
 ) -> Result<(), Refusal> {
     let state = directory::open(&path, shape)?;
-    let data = Fingerprint::of(&dataset.train).map_err(WorkerError::from)?;
-    let Changes { refused, others } = state.changes(spec, world, &data);
+    let Changes { refused, others } = state.changes(spec, world, data);
     let warnings = &mut ready.warnings;
     if !refused.is_empty() && !spec.checkpoint.resume_changed {
         let message = format!(
@@ -192,11 +208,9 @@ fn resume(
         warnings.push(format!("since checkpoint {}: {}", path.display(), changes.join("; ")));
     }
     if state.step >= spec.train.steps {
-        warnings.push(format!(
-            "checkpoint {} has all {} steps: there is nothing left to train",
-            path.display(),
-            state.step
-        ));
+        ready.complete = Some(state.step);
+        ready.resume_from = Some(path);
+        return Ok(());
     }
     if let Some(dir) = &spec.checkpoint.dir {
         // Later checkpoints than the one that the run continues from are not part of it.
@@ -205,6 +219,7 @@ fn resume(
     if spec.train.warmup.is_none() {
         ready.warmup = state.warmup;
     }
+    ready.parent = Some(Parent { run: state.run, step: state.step });
     ready.resume_from = Some(path);
     Ok(())
 }

@@ -15,6 +15,7 @@
 //! - [`rendezvous`], [`status`], `logs`: calls of workers and clients over gRPC;
 //! - [`stacks`]: what the processes of a rank are doing;
 //! - [`report`]: why a job failed; [`sinks`]: progress, metrics, TensorBoard, summary;
+//! - [`environment`] and [`ending`]: what a run was made with, and how it ended, for its directory;
 //! - [`doctor`]: health of the node's GPUs; [`memory`]: how much is free;
 //! - [`config`]: from `train.toml`, environment and flags to a checked job description.
 //!
@@ -27,6 +28,8 @@ pub mod config;
 pub mod devices;
 pub mod doctor;
 pub mod driver;
+pub mod ending;
+pub mod environment;
 mod logs;
 pub mod memory;
 pub mod names;

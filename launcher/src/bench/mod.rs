@@ -4,13 +4,12 @@
 //! - [`all_reduce`]: all-reduce by message size, with the columns of nccl-tests;
 //! - [`device`]: peak rates of a device;
 //! - [`launches`]: launching itself; [`rendezvous`]: rendezvous of many ranks;
-//! - [`flops`]: operations per token of a model; [`kernels`]: the kernels of a step by family.
+//! - [`kernels`]: the kernels of a step by family.
 //!
 //! Run directories are temporary. They are kept only if a launch fails.
 
 pub(crate) mod all_reduce;
 pub(crate) mod device;
-pub(crate) mod flops;
 pub(crate) mod kernels;
 pub(crate) mod launches;
 pub(crate) mod rendezvous;
@@ -49,6 +48,7 @@ async fn run_workers(spec: &JobSpec, placement: &Placement, kind: Kind) -> Resul
         spec: &spec,
         placement,
         resume_from: None,
+        parent: None,
         recover: |_, _, _, _| Ok(Recovered::default()),
         memory_snapshots: false,
         bench: Some(Bench { kind: Some(kind) }),

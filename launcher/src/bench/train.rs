@@ -12,13 +12,14 @@ use std::time::Instant;
 
 use serde::Serialize;
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::flops;
 use xlaunch_proto::spec::{CheckpointSection, JobSpec, ObserveSection};
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{StepReport, TrainBench, TrainStarted};
 
 use super::kernels::{self, Kernel};
-use super::{RankReport, device, flops, missing_report, quantile, run_workers};
+use super::{RankReport, device, missing_report, quantile, run_workers};
 use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Placement};

@@ -2,7 +2,8 @@
 //!
 //! - `status`, `logs`, `stacks`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
 //! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`: call the daemon;
-//! - `daemon`, `agent`: services; `bench`, `doctor`; `gen`: generated files for packages.
+//! - `report`: training runs as a page; `bench`, `doctor`;
+//! - `daemon`, `agent`: services; `gen`: generated files for packages.
 //!
 //! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.
 
@@ -23,6 +24,7 @@ mod launch;
 mod logs;
 mod node;
 mod output;
+mod report;
 mod scheduling;
 mod stacks;
 mod status;
@@ -83,6 +85,8 @@ enum Subcommands {
     Top(top::Top),
     /// Stop starting jobs on the node or on some of its GPUs
     Drain(drain::Drain),
+    /// Write curves and settings of training runs to an HTML file
+    Report(report::Report),
     /// Run one job of a node's daemon
     #[command(hide = true)]
     Agent(agent::Agent),
@@ -182,7 +186,7 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Stacks(options) => stacks::run(options).await,
         Run::Stop(options) => stop::run(options).await,
         Run::Checkpoint(options) => checkpoint::run(options).await,
-        Run::Submit(options) => submit::run(options).await,
+        Run::Submit(options) => submit::run(options, trainer.fill_in).await,
         Run::Jobs(options) => jobs::run(options).await,
         Run::History(options) => history::run(options).await,
         Run::Cancel(options) => cancel::run(options).await,
@@ -192,6 +196,7 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Node(options) => node::run(options).await,
         Run::Top(options) => top::run(options).await,
         Run::Drain(options) => drain::run(options).await,
+        Run::Report(options) => report::run(&options),
         Run::Gen(what) => r#gen::run(&what, command_definition()),
     })
 }

@@ -63,11 +63,12 @@ pub(crate) fn restarts(reply: &StatusReply, now: u64) -> String {
 /// One line of training progress.
 pub(crate) fn training(reply: &StatusReply) -> String {
     format!(
-        "step {}/{}  loss {:.4}  {} tok/s\n",
+        "step {}/{}  loss {:.4}  {} tok/s{}\n",
         reply.step,
         reply.total_steps,
         reply.loss,
-        count(reply.tokens_per_second)
+        count(reply.tokens_per_second),
+        reply.mfu.map_or_else(String::new, |mfu| format!("  MFU {:.1} %", 100.0 * mfu))
     )
 }
 

@@ -93,11 +93,14 @@ impl Summary {
             line("steps", format!("{}{resumed} in {}", last.step, clock(wall.as_secs_f64())));
             line("loss", format!("{:.4} -> {:.4}", first.loss, last.loss));
             if let Some(eval) = &self.eval {
-                line("val loss", format!("{:.4}", eval.loss));
+                let bits =
+                    eval.bits_per_byte.map_or_else(String::new, |bits| format!(", {bits:.4} bits per byte"));
+                line("val loss", format!("{:.4}{bits}", eval.loss));
             }
             #[expect(clippy::cast_precision_loss, reason = "shown to people")]
-            let speed = last.tokens as f64 / self.median_seconds();
-            line("speed", format!("{} tok/s", count(speed)));
+            let (seconds, tokens) = (self.median_seconds(), last.tokens as f64);
+            let mfu = last.mfu.map(|mfu| format!(", MFU {:.1} %", 100.0 * mfu * last.step_seconds / seconds));
+            line("speed", format!("{} tok/s{}", count(tokens / seconds), mfu.unwrap_or_default()));
         }
         if let Some(difference) = self.replica_difference {
             line("replicas", format!("largest parameter difference {difference:e}"));

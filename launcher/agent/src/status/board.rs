@@ -318,6 +318,7 @@ impl Board {
             total_steps: self.train.as_ref().map_or(0, |started| started.total_steps),
             loss: step.loss,
             tokens_per_second: history::speed(&step),
+            mfu: step.mfu,
             reason: self.reason.clone(),
             kind: self.launch.kind.into(),
             command_line: self.launch.command_line.clone(),

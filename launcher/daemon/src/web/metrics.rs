@@ -158,6 +158,8 @@ impl Scrape {
         out.gauge("xlaunch_loss", "Training loss of the last step, in nats per token.", losses)?;
         let speeds = trained(self.unfinished(), |_, status| Some(status.tokens_per_second));
         out.gauge("xlaunch_tokens_per_second", "Throughput of the last step, over all ranks.", speeds)?;
+        let mfu = trained(self.unfinished(), |_, status| status.mfu);
+        out.gauge("xlaunch_mfu_ratio", "Model FLOPs utilisation of the last step, from 0 to 1.", mfu)?;
         let totals = |job: &JobView| Some((of(job), job.status.as_ref()?.0.totals.clone()?));
         let totals: Vec<_> = self.recent().filter_map(totals).collect();
         let help = "Duration of training steps with pauses between them; steps repeated after a restart count again.";

@@ -103,6 +103,7 @@ fn ended_jobs_are_exported_for_an_hour_without_throughput() {
         "xlaunch_tokens_total{job=\"7\"} 26214400",
         "xlaunch_allreduce_bytes_total{job=\"7\"} 107040000000",
         "xlaunch_tokens_per_second{job=\"7\"} 4",
+        "xlaunch_mfu_ratio{job=\"7\"} 0.41",
         "xlaunch_worker_restarts_total{job=\"7\"} 1",
         "xlaunch_restarts_total{job=\"7\",cause=\"killed\"} 1",
         "xlaunch_hangs_total{job=\"7\"} 1",

@@ -122,6 +122,7 @@ pub(super) fn sample_node(now: u64, steps: u64) -> NodeView {
         total_steps: 2000,
         loss: last.loss,
         tokens_per_second: last.tokens_per_second,
+        mfu: Some(0.41),
         reason: "rank 2: signal 9 (SIGKILL: killed); restarting (1 of 3)".into(),
         totals: Some(Totals {
             tokens: steps * 32_768,

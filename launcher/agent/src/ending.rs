@@ -1,0 +1,32 @@
+//! `summary.json` in the directory of a training run: how it ended, and where its time went.
+//!
+//! ```text
+//! { "version": 1, "exit_code": 0, "reason": "", "seconds": 93.1, "attempts": 1,
+//!   "accounting": { "seconds": { "step": 80.2, ... }, "useful_percent": 88.9, ... } }
+//! ```
+//! Absent while the run trains, and if xlaunch itself was killed.
+
+use std::io;
+use std::path::Path;
+
+use serde_json::json;
+
+use crate::driver::Finished;
+use crate::report;
+use xlaunch_proto::json;
+
+/// Name of the file.
+pub const SUMMARY_FILE: &str = "summary.json";
+
+/// Writes the file. `seconds` is how long the run took.
+pub fn write(dir: &Path, finished: &Finished, seconds: f64) -> io::Result<()> {
+    let value = json!({
+        "version": 1,
+        "exit_code": finished.outcome.exit.code(),
+        "reason": report::headline(&finished.outcome, &finished.evidence).unwrap_or_default(),
+        "seconds": json::number(seconds),
+        "attempts": finished.status.attempt + 1,
+        "accounting": finished.status.accounting.as_ref().map(json::accounting),
+    });
+    crate::environment::write_json(&dir.join(SUMMARY_FILE), &value)
+}

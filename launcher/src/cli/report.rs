@@ -1,0 +1,118 @@
+//! `xlaunch report`: training runs as one HTML file.
+
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use xlaunch_agent::Refusal;
+use xlaunch_proto::exit::ExitCode;
+
+use super::output::{QueryError, print, print_note};
+use crate::report::{self, MARK};
+
+/// Options of `xlaunch report`.
+#[derive(Debug, Args)]
+pub(super) struct Report {
+    /// Directories of runs or of jobs (their newest run), or files such as `metrics.jsonl`; at most 8
+    #[arg(value_name = "RUN", required = true)]
+    runs: Vec<PathBuf>,
+    /// Write the page to this file; an older report is replaced, another file is not
+    #[arg(long, short, value_name = "FILE", default_value = "report.html")]
+    output: PathBuf,
+    /// Print the figures as JSON, and write no page
+    #[arg(long, conflicts_with = "output")]
+    json: bool,
+}
+
+pub(super) fn run(options: &Report) -> Result<ExitCode, QueryError> {
+    if options.runs.len() > report::MAX_RUNS {
+        let message = format!("{} runs: a report shows at most {}", options.runs.len(), report::MAX_RUNS);
+        return Err(Refusal::new(ExitCode::Usage, message).into());
+    }
+    if !options.json {
+        check_output(&options.output)?;
+    }
+    let runs = report::read(&options.runs)?;
+    if options.json {
+        print(format!("{:#}\n", report::json(&runs)).as_bytes())?;
+        return Ok(ExitCode::Done);
+    }
+    write(&options.output, &report::html(&runs)).map_err(|error| write_error(&options.output, &error))?;
+    report::notes(&runs).iter().for_each(|note| print_note(&format!("note: {note}")));
+    print(format!("{}\n", options.output.display()).as_bytes())?;
+    Ok(ExitCode::Done)
+}
+
+/// Nothing but a report is replaced: a name in place of another one must not cost a file.
+fn check_output(path: &Path) -> Result<(), Refusal> {
+    let refuse = |problem: &str| {
+        let message = format!("{}: {problem}; choose another --output", path.display());
+        Err(Refusal::new(ExitCode::Usage, message))
+    };
+    match fs_err::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(write_error(path, &error)),
+        Ok(found) if !found.is_file() => refuse("it exists, and is not a regular file"),
+        Ok(_) => {
+            let mut begin = Vec::new();
+            let read = fs_err::File::open(path)
+                .and_then(|file| file.take(MARK.len() as u64).read_to_end(&mut begin));
+            match read {
+                Ok(_) if begin == MARK.as_bytes() => Ok(()),
+                Ok(_) => refuse("it exists, and is not a report"),
+                Err(error) => Err(write_error(path, &error)),
+            }
+        }
+    }
+}
+
+/// Writes a file that is complete or remains as it was.
+fn write(path: &Path, text: &str) -> io::Result<()> {
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut file = tempfile::Builder::new().permissions(readable()).tempfile_in(dir)?;
+    file.write_all(text.as_bytes())?;
+    file.persist(path)?;
+    Ok(())
+}
+
+/// The mode of an ordinary file, before the umask: temporary ones are private.
+fn readable() -> std::fs::Permissions {
+    std::os::unix::fs::PermissionsExt::from_mode(0o666)
+}
+
+fn write_error(path: &Path, error: &io::Error) -> Refusal {
+    Refusal::new(
+        ExitCode::Usage,
+        format!("failed to write {}: {error}; choose another --output", path.display()),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_reports_are_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("report.html");
+        assert!(check_output(&path).is_ok());
+        write(&path, &format!("{MARK}old")).unwrap();
+        assert!(check_output(&path).is_ok());
+        write(&path, &format!("{MARK}new")).unwrap();
+        assert!(fs_err::read_to_string(&path).unwrap().ends_with("new"));
+        assert_eq!(fs_err::read_dir(dir.path()).unwrap().count(), 1);
+        let link = dir.path().join("link");
+        fs_err::os::unix::fs::symlink(&path, &link).unwrap();
+        for (other, text) in [("page.html", "<!doctype html>\n<p>"), ("empty", "")] {
+            fs_err::write(dir.path().join(other), text).unwrap();
+            let refusal = check_output(&dir.path().join(other)).unwrap_err();
+            assert!(
+                refusal.exit == ExitCode::Usage && refusal.message.contains("not a report"),
+                "{refusal:?}"
+            );
+        }
+        assert!(check_output(&link).unwrap_err().message.contains("not a regular file"));
+        assert!(check_output(dir.path()).is_err());
+        assert!(write(&dir.path().join("no/such/dir.html"), "").is_err());
+    }
+}

@@ -1,0 +1,304 @@
+//! The curves and figures of a run, from its `metrics.jsonl` and those of the runs that it continues.
+//!
+//! The files are read twice, oldest run first: once to learn where steps repeat and how long the curves are, once to
+//! reduce them. So memory does not depend on the number of steps.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use super::lines::{self, KEYS, Lines, Point, key};
+use super::reduce::{self, Reducer};
+use super::rewinds::Rewinds;
+use super::thinned::Thinned;
+
+/// Values from which a median is taken: evenly spaced, all of them in shorter runs.
+const MEDIAN_VALUES: usize = 1 << 16;
+
+/// What the files contain.
+#[derive(Debug, Default)]
+pub(crate) struct Curves {
+    /// By key, reduced.
+    pub(crate) points: [Vec<reduce::Point>; KEYS.len()],
+    pub(crate) figures: Figures,
+    /// What could not be used, for the reader.
+    pub(crate) notes: Vec<String>,
+}
+
+/// Figures of all steps, not of the reduced curves.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Figures {
+    /// The last step.
+    pub(crate) steps: u64,
+    pub(crate) tokens: f64,
+    /// Time of the steps of the curve, without what is between them.
+    pub(crate) step_seconds: f64,
+    pub(crate) loss: Extremes,
+    pub(crate) val_loss: Extremes,
+    pub(crate) bits_per_byte: Extremes,
+    pub(crate) tokens_per_second: Option<f64>,
+    pub(crate) mfu: Option<f64>,
+    pub(crate) skipped_steps: f64,
+    /// Times that the run went back to an earlier step.
+    pub(crate) restarts: u64,
+}
+
+/// The last and the lowest value of a curve.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Extremes {
+    pub(crate) last: Option<f64>,
+    /// With its step.
+    pub(crate) best: Option<(f64, u64)>,
+}
+
+impl Extremes {
+    fn add(&mut self, step: u64, value: f64) {
+        self.last = Some(value);
+        if value.is_finite() && self.best.is_none_or(|(best, _)| value < best) {
+            self.best = Some((value, step));
+        }
+    }
+
+    /// Null where there is no value, or none that is finite.
+    pub(crate) fn json(&self) -> Value {
+        json!({ "last": self.last, "best": self.best.map(|(best, _)| best), "best_step": self.best.map(|(_, at)| at) })
+    }
+}
+
+/// A file to read, with the last step that belongs to the curve.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Source {
+    pub(crate) path: PathBuf,
+    pub(crate) until: u64,
+}
+
+/// The first pass.
+#[derive(Debug, Default)]
+struct Survey {
+    /// By source: bytes that were read.
+    bytes: Vec<u64>,
+    steps: Rewinds,
+    evaluations: Rewinds,
+    /// By key, with those that are not part of the final curve.
+    counts: [u64; KEYS.len()],
+    first: Option<u64>,
+    last: u64,
+    notes: Vec<String>,
+}
+
+/// Reads a run: the files of the runs that it continues, and its own.
+pub(crate) fn read(sources: &[Source]) -> io::Result<Curves> {
+    let survey = survey(sources)?;
+    let first = survey.first.unwrap_or(0);
+    let mut reducers = survey.counts.map(|count| Reducer::new(count, first, survey.last));
+    let mut totals = Totals::default();
+    let limits = survey.bytes.iter().copied();
+    let mut line = 0;
+    for (source, limit) in sources.iter().zip(limits) {
+        each_point(source, limit, &mut line, |line, point| {
+            let kept = survey.steps.keeps(line, point.step)
+                && (point.is_step() || survey.evaluations.keeps(line, point.step));
+            if kept {
+                let values = reducers.iter_mut().zip(point.values);
+                values.for_each(|(reducer, value)| {
+                    value.into_iter().for_each(|value| reducer.add(point.step, value))
+                });
+                totals.add(point);
+            }
+        })?;
+    }
+    let figures = Figures { restarts: survey.steps.count, ..totals.finish() };
+    Ok(Curves { points: reducers.map(Reducer::finish), figures, notes: survey.notes })
+}
+
+fn survey(sources: &[Source]) -> io::Result<Survey> {
+    let mut survey = Survey::default();
+    let mut line = 0;
+    for source in sources {
+        let found = each_point(source, u64::MAX, &mut line, |line, point| survey.add(line, point))?;
+        survey.bytes.push(found.bytes);
+        if found.broken > 0 {
+            survey.notes.push(super::broken_lines(&source.path, found.broken));
+        }
+    }
+    Ok(survey)
+}
+
+impl Survey {
+    fn add(&mut self, line: u64, point: &Point) {
+        if point.is_step() {
+            self.steps.add(line, point.step);
+        } else if point.values[key::VAL_LOSS].is_some() {
+            self.evaluations.add(line, point.step);
+        }
+        let counts = self.counts.iter_mut().zip(point.values);
+        counts.for_each(|(count, value)| *count += u64::from(value.is_some()));
+        self.first = Some(self.first.map_or(point.step, |first| first.min(point.step)));
+        self.last = self.last.max(point.step);
+    }
+}
+
+/// What a pass over a file has found.
+struct Found {
+    bytes: u64,
+    broken: u64,
+}
+
+/// Calls `take` with each point of a file and the number of its line, counted over all files.
+fn each_point(
+    source: &Source,
+    limit: u64,
+    line: &mut u64,
+    mut take: impl FnMut(u64, &Point),
+) -> io::Result<Found> {
+    let mut lines = Lines::open(&source.path, limit)?;
+    let mut broken = 0;
+    while let Some((text, cut)) = lines.next()? {
+        *line += 1;
+        match lines::parse(text) {
+            Some(point) if point.step <= source.until => take(*line, &point),
+            Some(_) => {}
+            // The run is writing it.
+            None if cut => {}
+            None => broken += 1,
+        }
+    }
+    Ok(Found { bytes: lines.read, broken: broken + lines.too_long })
+}
+
+/// Sums up the points of the curve.
+#[derive(Debug)]
+struct Totals {
+    figures: Figures,
+    speeds: Thinned<f64>,
+    utilisations: Thinned<f64>,
+}
+
+impl Default for Totals {
+    fn default() -> Self {
+        let (speeds, utilisations) = (Thinned::new(MEDIAN_VALUES), Thinned::new(MEDIAN_VALUES));
+        Self { figures: Figures::default(), speeds, utilisations }
+    }
+}
+
+impl Totals {
+    fn add(&mut self, point: &Point) {
+        let (figures, value) = (&mut self.figures, |index: usize| point.values[index]);
+        let finite = |index: usize| value(index).filter(|value| value.is_finite());
+        figures.steps = figures.steps.max(point.step);
+        let curves = [
+            (&mut figures.loss, key::LOSS),
+            (&mut figures.val_loss, key::VAL_LOSS),
+            (&mut figures.bits_per_byte, key::BITS_PER_BYTE),
+        ];
+        for (extremes, index) in curves {
+            value(index).into_iter().for_each(|value| extremes.add(point.step, value));
+        }
+        if let (Some(speed), Some(seconds)) = (finite(key::TOKENS_PER_SECOND), finite(key::STEP_SECONDS)) {
+            figures.tokens += speed * seconds;
+            figures.step_seconds += seconds;
+        }
+        figures.skipped_steps = finite(key::SKIPPED_STEPS).unwrap_or(figures.skipped_steps);
+        finite(key::TOKENS_PER_SECOND).into_iter().for_each(|speed| self.speeds.add(speed));
+        finite(key::MFU).into_iter().for_each(|mfu| self.utilisations.add(mfu));
+    }
+
+    fn finish(self) -> Figures {
+        let (tokens_per_second, mfu) = (median(self.speeds), median(self.utilisations));
+        // Speeds are rounded, tokens are whole.
+        Figures { tokens: self.figures.tokens.round(), tokens_per_second, mfu, ..self.figures }
+    }
+}
+
+fn median(values: Thinned<f64>) -> Option<f64> {
+    let mut values = values.into_items();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
+}
+
+impl Source {
+    /// All of a file.
+    pub(crate) fn all(path: &Path) -> Self {
+        Self { path: path.to_owned(), until: u64::MAX }
+    }
+
+    /// The first step of the file; `None` if it has none.
+    pub(crate) fn first_step(&self) -> Option<u64> {
+        let mut lines = Lines::open(&self.path, u64::MAX).ok()?;
+        while let Ok(Some((text, _))) = lines.next() {
+            if let Some(point) = lines::parse(text) {
+                return Some(point.step);
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(dir: &Path, name: &str, lines: &[Value], rest: &str) -> Source {
+        let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
+        let path = dir.join(name);
+        fs_err::write(&path, text + rest).unwrap();
+        Source::all(&path)
+    }
+
+    fn step(step: u64, loss: f64) -> Value {
+        json!({
+            "_step": step, "train/loss": loss, "perf/tokens_per_second": 200.0 + loss, "perf/step_seconds": 0.5,
+            "perf/mfu": loss / 10.0,
+        })
+    }
+
+    fn losses(curves: &Curves, index: usize) -> Vec<(u64, f64)> {
+        curves.points[index].iter().map(|(step, value)| (*step, value.unwrap_or(f64::INFINITY))).collect()
+    }
+
+    #[test]
+    fn continued_and_restarted_run_is_one_curve_of_the_last_values() {
+        let dir = tempfile::tempdir().unwrap();
+        let eval = |step: u64, loss: f64| json!({ "_step": step, "val/loss": loss });
+        let parent = [step(1, 9.0), step(2, 8.0), eval(2, 8.5), step(3, 7.0), step(4, 6.0), eval(4, 6.5)];
+        let parent = Source { until: 3, ..file(dir.path(), "parent", &parent, "") };
+        // Steps 5 and 6 are repeated after a restart, which ends before the second evaluation of step 6.
+        let own = [step(4, 5.0), eval(4, 5.5), step(5, 4.0), step(6, 3.0), eval(6, 3.5), step(5, 2.0)];
+        let own = file(dir.path(), "own", &own, "");
+        let curves = read(&[parent, own]).unwrap();
+        assert_eq!(losses(&curves, key::LOSS), [(1, 9.0), (2, 8.0), (3, 7.0), (4, 5.0), (5, 2.0)]);
+        assert_eq!(losses(&curves, key::VAL_LOSS), [(2, 8.5), (4, 5.5)]);
+        let figures = &curves.figures;
+        assert_eq!((figures.steps, figures.restarts, figures.step_seconds), (5, 1, 2.5));
+        assert_eq!(figures.loss, Extremes { last: Some(2.0), best: Some((2.0, 5)) });
+        assert_eq!((figures.tokens_per_second, figures.mfu), (Some(207.0), Some(0.7)));
+        // (209 + 208 + 207 + 205 + 202) / 2, rounded.
+        assert_eq!(figures.tokens, 516.0);
+        assert!(curves.notes.is_empty());
+    }
+
+    #[test]
+    fn values_that_are_not_finite_are_gaps_and_never_the_best() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut nan = step(2, 1.0);
+        nan["train/loss"] = Value::Null;
+        let source = file(dir.path(), "a", &[step(1, 3.0), nan], "");
+        let curves = read(&[source]).unwrap();
+        assert_eq!(curves.points[key::LOSS], [(1, Some(3.0)), (2, None)]);
+        assert_eq!(curves.figures.loss.json(), json!({ "last": null, "best": 3.0, "best_step": 1 }));
+    }
+
+    #[test]
+    fn broken_lines_are_counted_but_not_the_one_that_is_being_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let rest = "not JSON\n{\"_step\": \"x\"}\n{\"_step\": 2, \"train/lo";
+        let source = file(dir.path(), "a", &[step(1, 3.0)], rest);
+        let curves = read(std::slice::from_ref(&source)).unwrap();
+        assert_eq!(losses(&curves, key::LOSS), [(1, 3.0)]);
+        assert_eq!(curves.notes, [format!("{}: 2 lines are broken, and left out", source.path.display())]);
+        let empty = file(dir.path(), "b", &[], "");
+        let curves = read(&[empty]).unwrap();
+        assert!(curves.points.iter().all(Vec::is_empty) && curves.figures == Figures::default());
+    }
+}

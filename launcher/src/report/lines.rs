@@ -1,0 +1,250 @@
+//! Lines of `metrics.jsonl`, one at a time: a file of any size takes the memory of its longest line, up to a limit.
+//!
+//! A line that is not a JSON object with a step in `_step` is broken; the reader skips and counts it. The last line of
+//! a run that is being written may be cut, which is not an error. Unknown keys are ignored.
+
+use std::fmt;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
+
+use fs_err::File;
+use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+
+/// Bytes of the longest line that is read.
+const MAX_LINE_BYTES: u64 = 1 << 20;
+
+/// What is read of a line beside its step.
+pub(crate) const KEYS: [&str; 9] = [
+    "train/loss",
+    "val/loss",
+    "val/bits_per_byte",
+    "train/lr",
+    "train/grad_norm",
+    "perf/tokens_per_second",
+    "perf/mfu",
+    "perf/step_seconds",
+    "train/skipped_steps",
+];
+
+/// Places in [`KEYS`].
+pub(crate) mod key {
+    pub(crate) const LOSS: usize = 0;
+    pub(crate) const VAL_LOSS: usize = 1;
+    pub(crate) const BITS_PER_BYTE: usize = 2;
+    pub(crate) const TOKENS_PER_SECOND: usize = 5;
+    pub(crate) const MFU: usize = 6;
+    pub(crate) const STEP_SECONDS: usize = 7;
+    pub(crate) const SKIPPED_STEPS: usize = 8;
+}
+
+/// A line: a step or an evaluation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Point {
+    pub(crate) step: u64,
+    /// By key; NaN where the value is not finite, `None` where there is none.
+    pub(crate) values: [Option<f64>; KEYS.len()],
+}
+
+impl Point {
+    /// Whether it is of a training step, rather than of an evaluation after one.
+    pub(crate) fn is_step(&self) -> bool {
+        self.values[key::LOSS].is_some()
+    }
+}
+
+/// The lines of a file.
+#[derive(Debug)]
+pub(crate) struct Lines {
+    reader: io::Take<BufReader<File>>,
+    line: Vec<u8>,
+    /// Bytes read.
+    pub(crate) read: u64,
+    /// Lines that were longer than the limit.
+    pub(crate) too_long: u64,
+}
+
+impl Lines {
+    /// At most the first `limit` bytes of the file, which may be growing.
+    pub(crate) fn open(path: &Path, limit: u64) -> io::Result<Self> {
+        let reader = BufReader::with_capacity(1 << 16, File::open(path)?).take(limit);
+        Ok(Self { reader, line: Vec::new(), read: 0, too_long: 0 })
+    }
+
+    /// The next line that is not empty, and whether it is the last one, without an end.
+    pub(crate) fn next(&mut self) -> io::Result<Option<(&[u8], bool)>> {
+        loop {
+            self.line.clear();
+            let bytes = self.reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut self.line)?;
+            self.read += bytes as u64;
+            if bytes == 0 {
+                return Ok(None);
+            }
+            let ended = self.line.last() == Some(&b'\n');
+            if !ended && bytes as u64 == MAX_LINE_BYTES {
+                self.read += self.reader.skip_until(b'\n')? as u64;
+                self.too_long += 1;
+            } else if !self.line.trim_ascii().is_empty() {
+                return Ok(Some((&self.line, !ended)));
+            }
+        }
+    }
+}
+
+/// Parses a line; `None` if it is broken.
+pub(crate) fn parse(line: &[u8]) -> Option<Point> {
+    serde_json::from_slice(line).ok()
+}
+
+impl<'de> Deserialize<'de> for Point {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(PointVisitor)
+    }
+}
+
+struct PointVisitor;
+
+impl<'de> Visitor<'de> for PointVisitor {
+    type Value = Point;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object with `_step`")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Point, A::Error> {
+        let (mut step, mut values) = (None, [None; KEYS.len()]);
+        while let Some(key) = map.next_key()? {
+            match key {
+                Key::Step => step = map.next_value::<Number>()?.0,
+                Key::Value(index) => values[index] = map.next_value::<Number>()?.0,
+                Key::Other => drop(map.next_value::<IgnoredAny>()?),
+            }
+        }
+        let step = step.and_then(whole).ok_or_else(|| serde::de::Error::missing_field("_step"))?;
+        Ok(Point { step, values })
+    }
+}
+
+/// A step as JSON has it.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "in the range of exact integers")]
+fn whole(value: f64) -> Option<u64> {
+    const EXACT: f64 = 9_007_199_254_740_992.0;
+    ((0.0..=EXACT).contains(&value) && value.fract() == 0.0).then_some(value as u64)
+}
+
+enum Key {
+    Step,
+    Value(usize),
+    Other,
+}
+
+impl<'de> Deserialize<'de> for Key {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct KeyVisitor;
+        impl Visitor<'_> for KeyVisitor {
+            type Value = Key;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a key")
+            }
+
+            fn visit_str<E>(self, name: &str) -> Result<Key, E> {
+                let index = || KEYS.iter().position(|key| *key == name);
+                Ok(if name == "_step" { Key::Step } else { index().map_or(Key::Other, Key::Value) })
+            }
+        }
+        deserializer.deserialize_identifier(KeyVisitor)
+    }
+}
+
+/// A number; NaN for null and for the names that JSON writers use for numbers which are not finite; `None` for anything
+/// else.
+struct Number(Option<f64>);
+
+impl<'de> Deserialize<'de> for Number {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(NumberVisitor)
+    }
+}
+
+struct NumberVisitor;
+
+#[expect(clippy::cast_precision_loss, reason = "values of a chart")]
+impl<'de> Visitor<'de> for NumberVisitor {
+    type Value = Number;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a number")
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Number, E> {
+        Ok(Number(Some(if value.is_finite() { value } else { f64::NAN })))
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Number, E> {
+        Ok(Number(Some(value as f64)))
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Number, E> {
+        Ok(Number(Some(value as f64)))
+    }
+
+    fn visit_unit<E>(self) -> Result<Number, E> {
+        Ok(Number(Some(f64::NAN)))
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Number, E> {
+        Ok(Number(["NaN", "Infinity", "-Infinity"].contains(&text).then_some(f64::NAN)))
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<Number, E> {
+        Ok(Number(None))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Number, A::Error> {
+        while seq.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(Number(None))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Number, A::Error> {
+        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+        Ok(Number(None))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unknown_keys_are_ignored_and_odd_values_are_no_values() {
+        let point = parse(
+            br#"{"x": {"y": [1]}, "_step": 3, "train/loss": 0.1, "val/loss": null, "train/lr": "NaN",
+                "train/grad_norm": "high", "perf/mfu": [1, {"a": 2}], "perf/step_seconds": {"a": 1}, "\u0041": 1}"#,
+        );
+        let values = point.unwrap().values.map(|value| value.map(|value| value.to_string()));
+        let expected = [Some("0.1"), Some("NaN"), None, Some("NaN"), None, None, None, None, None];
+        assert_eq!(values, expected.map(|value| value.map(str::to_owned)));
+        for broken in
+            ["{}", "[1]", "3", "{\"_step\": -1}", "{\"_step\": 1.5}", "{\"_step\": \"1\"}", "{\"_step\": 1"]
+        {
+            assert_eq!(parse(broken.as_bytes()), None, "{broken}");
+        }
+    }
+
+    #[test]
+    fn long_lines_are_skipped_and_the_end_of_a_growing_file_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let long = "x".repeat(3 << 20);
+        fs_err::write(&path, format!("a\n\n{long}\nb\n  \nc")).unwrap();
+        let mut lines = Lines::open(&path, u64::MAX).unwrap();
+        let mut found = Vec::new();
+        while let Some((line, cut)) = lines.next().unwrap() {
+            found.push((String::from_utf8_lossy(line).trim().to_owned(), cut));
+        }
+        assert_eq!(found, [("a".into(), false), ("b".into(), false), ("c".into(), true)]);
+        assert_eq!((lines.too_long, lines.read), (1, fs_err::metadata(&path).unwrap().len()));
+        let mut lines = Lines::open(&path, 2).unwrap();
+        assert!(lines.next().unwrap().is_some() && lines.next().unwrap().is_none());
+    }
+}
