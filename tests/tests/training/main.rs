@@ -1,5 +1,5 @@
-//! The built-in trainer on CPUs: runs, prepared data, continued runs, checkpoints on disk and in memory, its memory pool,
-//! benchmarks and traces, TensorBoard.
+//! The built-in trainer on CPUs: runs, prepared data, continued runs, checkpoints on disk and in memory, its memory
+//! pool, benchmarks and traces, TensorBoard.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
