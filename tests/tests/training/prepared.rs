@@ -210,6 +210,9 @@ fn directory_that_is_not_prepared_data_is_refused() {
     let longer =
         |dir: &Path| std::fs::write(dir.join("tokenizer.json"), Tokenizer::gpt2().to_json()).unwrap();
     refused(&longer, one, &["tokenizer.json", "50257 ids", "256"]);
+    let other = |dir: &Path| drop(prepare(&dir.with_file_name("other"), &Tokenizer::gpt2()));
+    let both = "train = \"tokens\"\nval = \"other\"";
+    refused(&other, both, &["data.train", "data.val", "different tokenizers", "bytes (256 ids)", "gpt2"]);
     let several = "train = [\"tokens\", \"text/*.txt\"]";
     refused(&|_| {}, several, &["data.train", "tokens must be the only entry"]);
     refused(&|_| {}, "train = \"missing\"", &["data.train", "no file matches"]);
