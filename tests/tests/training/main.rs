@@ -1,4 +1,4 @@
-//! The built-in trainer on CPUs: runs, checkpoints on disk and in memory, its memory pool, benchmarks and traces,
+//! The built-in trainer on CPUs: data, runs, checkpoints on disk and in memory, its memory pool, benchmarks and traces,
 //! TensorBoard.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
@@ -6,6 +6,7 @@
 mod bench;
 mod chaos;
 mod checkpoints;
+mod data;
 mod divergence;
 mod fail_points;
 mod memory;
@@ -14,5 +15,5 @@ mod runs;
 mod tensorboard;
 
 xlaunch_harness::suite! {
-    modules bench, chaos, checkpoints, divergence, fail_points, memory, pool, runs, tensorboard;
+    modules bench, chaos, checkpoints, data, divergence, fail_points, memory, pool, runs, tensorboard;
 }
