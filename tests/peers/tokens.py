@@ -3,9 +3,10 @@
     cargo build --release && python3 tests/peers/tokens.py        # needs tiktoken, tokenizers, transformers
 
 Texts are prose and code of this machine (Python's library, documentation, manual pages, this repository), and random
-Unicode. GPT-2 is compared with tiktoken, whose ranks are rebuilt from the `tokenizer.json` that xlaunch writes: tiktoken
-checks their SHA-256. Files like those of Llama 2, Llama 3 and SmolLM are trained here and compared with `tokenizers`.
-Each text is one document, which xlaunch cuts into pieces, and the documents of its lines. Exit code 1 on a difference.
+Unicode. GPT-2 is compared with tiktoken, whose ranks are rebuilt from the `tokenizer.json` that xlaunch writes:
+tiktoken checks their SHA-256. Files like those of Llama 2, Llama 3 and SmolLM are trained here and compared with
+`tokenizers`. Each text is one document, which xlaunch cuts into pieces, and the documents of its lines. Exit code 1 on
+a difference.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import time
 import tiktoken
 import tokenizers
 import transformers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 R50K_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
@@ -145,7 +146,6 @@ def trained(text):
     llama3.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
     yield "Llama 3", llama3
     smollm = tokenizers.Tokenizer(models.BPE())
-    smollm.normalizer = normalizers.NFC()
     smollm.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     smollm.decoder = decoders.ByteLevel()

@@ -118,8 +118,8 @@ fn full_disk_leaves_nothing_that_is_accepted() {
     let job = Job::new();
     job.write("big.txt", "some words\n".repeat(200_000));
     // A file system of 1 MiB that only this shell sees.
-    let script = "mount -t tmpfs -o size=1m none disk && \"$0\" data prepare --tokenizer bytes --output disk/out big.txt; \
-                  code=$?; ls -A disk; exit $code";
+    let script = "mount -t tmpfs -o size=1m none disk && \"$0\" data prepare --tokenizer bytes --output disk/out \
+                  big.txt; code=$?; ls -A disk; exit $code";
     std::fs::create_dir(job.path().join("disk")).unwrap();
     let mut command = Command::new("unshare");
     command.args(["-m", "sh", "-c", script]).arg(xlaunch_path()).current_dir(job.path());
