@@ -71,17 +71,17 @@ def random_unicode(size):
 
 
 class Xlaunch:
-    def __init__(self, binary, folder):
-        self.binary, self.folder, self.runs = binary, folder, 0
+    def __init__(self, binary, folder, options=()):
+        self.binary, self.folder, self.options, self.runs = binary, folder, options, 0
 
-    def prepare(self, tokenizer, text, documents="file"):
+    def prepare(self, tokenizer, text, documents="file", suffix="txt"):
         """The ids of the text, the directory, and seconds."""
         self.runs += 1
-        source, out = self.folder / f"{self.runs}.txt", self.folder / f"{self.runs}"
+        source, out = self.folder / f"{self.runs}.{suffix}", self.folder / f"{self.runs}"
         source.write_bytes(text.encode())
         start = time.monotonic()
         command = [self.binary, "data", "prepare", "--tokenizer", tokenizer, "--documents", documents, "--val", "0",
-                   "--output", out, source]
+                   "--output", out, *self.options, source]
         subprocess.run(command, check=True, capture_output=True)
         seconds = time.monotonic() - start
         manifest, ids = json.loads((out / "manifest.json").read_text()), []
