@@ -85,7 +85,7 @@ fn directory(dir: &Path) -> Result<Report, PrepareError> {
         return Err(PrepareError::Data(format!("{}: {reason}", path.display())));
     }
     let part = |name: &str, split: &Split| {
-        let mut scan = Scan::new(Some(&tokenizer), Some(split.documents), split.tokens);
+        let mut scan = Scan::new(Some(&tokenizer), Some(split.documents));
         for shard in &split.shards {
             scan_shard(dir, shard, &manifest, &mut scan)?;
         }
@@ -148,7 +148,7 @@ fn token_file(path: &Path) -> Result<Report, PrepareError> {
         false => Some(Tokenizer::gpt2()).filter(|_| layout.width == 2),
     };
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let mut scan = Scan::new(tokenizer.as_ref(), None, layout.tokens);
+    let mut scan = Scan::new(tokenizer.as_ref(), None);
     scan.file(path, file, layout)?;
     let highest = scan.highest;
     let mut part = scan.part(&name, 1);
@@ -194,7 +194,7 @@ fn open(path: &Path) -> Result<(File, Option<Layout>, u64), PrepareError> {
 /// Counts the ids of one or more files that follow each other.
 struct Scan<'a> {
     tokenizer: Option<&'a Tokenizer>,
-    /// Numbers of documents (or ids, without an end-of-text id) at which samples start.
+    /// Numbers of documents that are shown. Without an end-of-text id, the first ids are.
     sample_at: [u64; 2],
     tokens: u64,
     highest: Option<u32>,
@@ -208,12 +208,11 @@ struct Scan<'a> {
 }
 
 impl<'a> Scan<'a> {
-    fn new(tokenizer: Option<&'a Tokenizer>, documents: Option<u64>, tokens: u64) -> Self {
+    fn new(tokenizer: Option<&'a Tokenizer>, documents: Option<u64>) -> Self {
         let by_document = tokenizer.is_some_and(|tokenizer| tokenizer.end_of_text().is_some());
-        let count = if by_document { documents.unwrap_or(0) } else { tokens };
         Self {
             tokenizer,
-            sample_at: [0, count / 2],
+            sample_at: [0, documents.unwrap_or(0) / 2],
             tokens: 0,
             highest: None,
             documents: 0,
@@ -259,7 +258,7 @@ impl<'a> Scan<'a> {
         }
         let starts_sample = match end_of_text {
             Some(_) => starts_document && self.sampling,
-            None => self.sample_at.contains(&self.tokens),
+            None => self.tokens == 0,
         };
         if starts_sample {
             self.samples.push(Vec::new());
@@ -353,12 +352,12 @@ mod tests {
     }
 
     #[test]
-    fn bytes_have_samples_without_documents() {
+    fn bytes_have_a_sample_without_documents() {
         let dir = prepared(Tokenizer::bytes(), "first\nsecond\n");
         let report = inspect(&dir.path().join("out")).unwrap();
         let train = &report.parts[0];
         assert_eq!((train.documents, train.tokens, train.lengths), (Some(2), 11, None));
-        assert_eq!(train.samples, ["first", "second"]);
+        assert_eq!(train.samples, ["firstsecond"]);
     }
 
     #[test]

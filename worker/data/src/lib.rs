@@ -11,6 +11,8 @@
 //! - the same input gives the same bytes for any number of threads;
 //! - nothing read from a file is allocated before its size is checked.
 
+#[cfg(feature = "fuzzing")]
+pub mod fuzz;
 mod inspect;
 mod manifest;
 mod prepare;

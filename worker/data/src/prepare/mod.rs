@@ -9,12 +9,14 @@
 //!              v
 //!            caller's thread: in order, each document to train or val --> shards --> manifest, last
 //! ```
-//! Where blocks are cut depends on the input alone, and blocks are written in order: any number of threads gives the same
-//! bytes. The first error in that order is the one that is reported.
+//! Where blocks are cut depends on the input alone, and blocks are written in order: any number of threads gives the
+//! same bytes. The first error in that order is the one that is reported.
 
 mod blocks;
 mod encode;
 mod error;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzz;
 mod inputs;
 mod output;
 mod pipeline;
@@ -148,7 +150,7 @@ fn write_all(
     }
     if manifest.train.documents == 0 {
         return Err(PrepareError::Usage(format!(
-            "no document is left to train on: with --val {}, all {} were held out\nhelp: lower --val, or see --documents",
+            "no document is left to train on: with --val {}, all {} are held out\nhelp: lower --val",
             options.val, manifest.val.documents
         )));
     }

@@ -4,7 +4,7 @@
 //! empty or new --claim--> lock file --> shards, tokenizer.json --complete--> manifest.json, no lock file
 //! ```
 //! - A directory with a manifest is complete. It is replaced only if asked for, and its manifest is removed first.
-//! - A directory with a lock file and no manifest was interrupted, or is being written by a process that holds the lock.
+//! - A directory with a lock file and no manifest was interrupted, or is written by a process that holds the lock.
 //! - A directory with anything else is not touched, and nothing is ever deleted but files of these names.
 
 use std::fs::{File, OpenOptions};

@@ -194,7 +194,7 @@ struct Budget {
 }
 
 impl Budget {
-    /// Waits until there is room. A block that is larger than all of it waits for all others. Returns false once closed.
+    /// Waits until there is room. A block larger than all of it waits for all others. Returns false once closed.
     fn take(&self, bytes: usize) -> bool {
         let mut used = lock(&self.used);
         loop {

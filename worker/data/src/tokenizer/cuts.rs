@@ -1,7 +1,7 @@
 //! Where a text can be cut without changing its ids. Pure.
 //!
-//! Long texts are encoded in pieces: memory stays bounded, and threads share the work. Ids are the same as for the whole
-//! text if no word, as the tokenizer sees words, spans the cut:
+//! Long texts are encoded in pieces: memory stays bounded, and threads share the work. Ids are those of the whole text
+//! if no word, as the tokenizer sees words, spans the cut:
 //!
 //! - GPT-2's words end before white space that follows anything else;
 //! - for files, a letter or digit before white space ends a word in every expression that the crate `tokenizers` knows,
