@@ -45,6 +45,11 @@ pub fn lightning() -> Requirement {
     python_modules(&["torch", "lightning"])
 }
 
+/// Tokenizers to compare ids with.
+pub fn tokenizers() -> Requirement {
+    python_modules(&["tiktoken", "tokenizers", "transformers"])
+}
+
 /// TensorBoard, to read event files.
 pub fn tensorboard() -> Requirement {
     python_modules(&["tensorboard"])

@@ -1,5 +1,7 @@
 //! Completes a configuration from the files that it names, before the job is planned.
 
+use std::path::Path;
+
 use xlaunch_proto::spec::{Invalid, JobSpec};
 
 use crate::data::{DataError, Prepared};
@@ -22,14 +24,15 @@ impl From<DataError> for FillInError {
 }
 
 /// Takes from the data what the configuration leaves open: the vocabulary of a prepared directory. Replaces symbolic
-/// links in the path to resume from, as `latest` is another run as soon as this one starts.
+/// links in the paths of other runs, as `latest` is another run as soon as this one starts.
 pub fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
-    let resume = &mut spec.checkpoint.resume;
-    if resume != "off" && resume != "auto" {
-        // What does not exist is reported by the preflight check.
-        let resolved =
-            fs_err::canonicalize(&*resume).ok().and_then(|path| path.into_os_string().into_string().ok());
-        *resume = resolved.unwrap_or_else(|| std::mem::take(resume));
+    let checkpoint = &mut spec.checkpoint;
+    for path in [Some(&mut checkpoint.resume), checkpoint.init.as_mut()].into_iter().flatten() {
+        // What does not exist, or is `off` or `auto`, stays: the preflight check reports the former.
+        let resolved = Path::new(path).is_absolute().then(|| fs_err::canonicalize(&*path).ok()).flatten();
+        if let Some(resolved) = resolved.and_then(|path| path.into_os_string().into_string().ok()) {
+            *path = resolved;
+        }
     }
     match Prepared::of("data.train", &spec.data.train)? {
         Some(prepared) => prepared.fill_in(spec).map_err(FillInError::Invalid),

@@ -2,11 +2,12 @@
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use xlaunch_tests::{Job, wait_for};
+use xlaunch_tests::{Job, Output, wait_for};
 
 xlaunch_harness::tests! {
     continued_run_starts_with_the_points_of_its_parent,
     restarted_run_repeats_no_step,
+    restart_with_other_data_is_refused,
     resume_with_nothing_left_leaves_the_newest_run_alone,
     wsd_decays_at_the_end_and_can_be_continued_before;
 }
@@ -56,7 +57,8 @@ fn continued_run_starts_with_the_points_of_its_parent() {
     }
 }
 
-fn restarted_run_repeats_no_step() {
+/// Runs a job of 300 steps, and kills a worker in the middle, after `meanwhile`.
+fn killed_in_the_middle(meanwhile: impl FnOnce(&Job)) -> (Job, Output) {
     let job = Job::new();
     let settings =
         ["train.steps=300", "checkpoint.every=20", "checkpoint.memory=off", "launch.max_restarts=1"];
@@ -69,11 +71,30 @@ fn restarted_run_repeats_no_step() {
     let status: Value = serde_json::from_slice(&status.stdout).unwrap();
     let launch = status.as_array().map_or(&status, |launches| &launches[0]);
     let worker = launch["ranks"][1]["pid"].as_i64().unwrap();
+    meanwhile(&job);
     kill_process(Pid::from_raw(worker as i32).unwrap(), Signal::KILL).unwrap();
-    let run = run.wait();
+    let output = run.wait();
+    (job, output)
+}
+
+fn restarted_run_repeats_no_step() {
+    let (job, run) = killed_in_the_middle(|_| {});
     assert_eq!(run.code, 0, "{}", run.stderr);
     assert!(run.stderr.contains("resuming at step"), "{}", run.stderr);
     assert_eq!(steps(&job), (1..=300).collect::<Vec<_>>());
+}
+
+fn restart_with_other_data_is_refused() {
+    // The running workers go on with the file that they have opened.
+    let replace = |job: &Job| {
+        let path = job.path().join("text/a.txt");
+        let text = std::fs::read_to_string(&path).unwrap().replace("line", "LINE");
+        job.write("text/new", text);
+        std::fs::rename(job.path().join("text/new"), path).unwrap();
+    };
+    let (_, run) = killed_in_the_middle(replace);
+    assert_eq!(run.code, 65, "{}", run.stderr);
+    assert!(run.stderr.contains("the training data has changed during the run"), "{}", run.stderr);
 }
 
 fn resume_with_nothing_left_leaves_the_newest_run_alone() {

@@ -1,5 +1,5 @@
-//! The built-in trainer on CPUs: runs, prepared data, continued runs, checkpoints on disk and in memory, its memory pool,
-//! benchmarks and traces, reports, TensorBoard.
+//! The built-in trainer on CPUs: data, runs and what continues them, checkpoints on disk and in memory, its memory
+//! pool, benchmarks and traces, reports, TensorBoard.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -7,6 +7,7 @@ mod bench;
 mod chaos;
 mod checkpoints;
 mod continued;
+mod data;
 mod divergence;
 mod fail_points;
 mod memory;
@@ -17,6 +18,6 @@ mod runs;
 mod tensorboard;
 
 xlaunch_harness::suite! {
-    modules bench, chaos, checkpoints, continued, divergence, fail_points, memory, pool, prepared, report, runs,
-        tensorboard;
+    modules bench, chaos, checkpoints, continued, data, divergence, fail_points, memory, pool, prepared, report, runs,
+            tensorboard;
 }

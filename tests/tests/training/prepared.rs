@@ -7,6 +7,7 @@ use xlaunch_data::{Manifest, Shard, Split, Tokenizer, shard};
 use xlaunch_tests::{Job, Output};
 
 xlaunch_harness::tests! {
+    text_is_prepared_trained_on_and_sampled,
     prepared_directory_brings_tokenizer_vocabulary_and_validation_data,
     samples_follow_the_prompt_during_training,
     vocabularies_above_65536_train_from_32_bit_shards,
@@ -80,6 +81,19 @@ fn prepare(dir: &Path, tokenizer: &Tokenizer) -> Manifest {
     std::fs::write(dir.join("tokenizer.json"), tokenizer.to_json()).unwrap();
     std::fs::write(dir.join(Manifest::FILE), serde_json::to_vec(&manifest).unwrap()).unwrap();
     manifest
+}
+
+fn text_is_prepared_trained_on_and_sampled() {
+    let job = job("train = \"tokens\"");
+    let prepare = ["data", "prepare", "--tokenizer", "gpt2", "--documents", "line", "--val", "0.3"];
+    let prepared = job.command(&[&prepare[..], &["--output", "tokens", "text"]].concat()).output().unwrap();
+    assert!(prepared.status.success(), "{}", String::from_utf8_lossy(&prepared.stderr));
+    let run = job.run_ok(&["--set", "train.eval_tokens=64", "--set", "train.sample_prompt=line"]);
+    assert!(run.stderr.contains("(64 tokens)"), "{}", run.stderr);
+    assert!(run.stdout.contains("the model writes:\n  | line"), "{}", run.stdout);
+    // What an interrupted `prepare` leaves.
+    std::fs::remove_file(job.path().join("tokens/manifest.json")).unwrap();
+    assert_refused(&job.run(&[]), 65, &["tokens has no manifest.json", "interrupted"]);
 }
 
 fn prepared_directory_brings_tokenizer_vocabulary_and_validation_data() {
@@ -210,6 +224,9 @@ fn directory_that_is_not_prepared_data_is_refused() {
     let longer =
         |dir: &Path| std::fs::write(dir.join("tokenizer.json"), Tokenizer::gpt2().to_json()).unwrap();
     refused(&longer, one, &["tokenizer.json", "50257 ids", "256"]);
+    let other = |dir: &Path| drop(prepare(&dir.with_file_name("other"), &Tokenizer::gpt2()));
+    let both = "train = \"tokens\"\nval = \"other\"";
+    refused(&other, both, &["data.train", "data.val", "different tokenizers", "bytes (256 ids)", "gpt2"]);
     let several = "train = [\"tokens\", \"text/*.txt\"]";
     refused(&|_| {}, several, &["data.train", "tokens must be the only entry"]);
     refused(&|_| {}, "train = \"missing\"", &["data.train", "no file matches"]);

@@ -152,7 +152,7 @@ impl Progress {
         let mut times = self.first_times.clone();
         times.sort_by(f64::total_cmp);
         let seconds = left as f64 * times[times.len() / 2];
-        Some(format!("xlaunch: expected time {} for the other {left} steps", clock(seconds)))
+        Some(format!("xlaunch: expected time: {} for the remaining {left} steps", clock(seconds)))
     }
 
     #[expect(clippy::cast_precision_loss, reason = "shown to people")]
@@ -295,7 +295,10 @@ mod tests {
         let mut lines = (1..=20).filter_map(|step| {
             progress.expected_time(&StepReport { step, step_seconds: seconds(step), ..Default::default() })
         });
-        assert_eq!(lines.next().as_deref(), Some("xlaunch: expected time 8m15s for the other 990 steps"));
+        assert_eq!(
+            lines.next().as_deref(),
+            Some("xlaunch: expected time: 8m15s for the remaining 990 steps")
+        );
         assert_eq!(lines.next(), None);
     }
 

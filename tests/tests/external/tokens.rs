@@ -1,0 +1,21 @@
+//! Token ids next to tiktoken's and those of Hugging Face's tokenizers.
+
+use std::path::Path;
+use std::process::Command;
+
+use xlaunch_tests::{Process, requirements, xlaunch_path};
+
+xlaunch_harness::tests! {
+    needs requirements::tokenizers:
+    token_ids_equal_those_of_tiktoken_and_tokenizers;
+}
+
+/// The whole comparison is `python3 tests/peers/tokens.py`.
+fn token_ids_equal_those_of_tiktoken_and_tokenizers() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/tokens.py");
+    let mut command = Command::new(requirements::python_path());
+    command.arg(script).arg("--binary").arg(xlaunch_path()).args(["--megabytes", "0.5"]);
+    let output = Process::spawn(&mut command).wait();
+    assert_eq!(output.code, 0, "{}\n{}", output.stdout, output.stderr);
+    assert!(output.stdout.matches("  equal").count() >= 20, "{}", output.stdout);
+}
