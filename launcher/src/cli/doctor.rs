@@ -4,6 +4,7 @@
 //! NVML, with a deadline --> agent's doctor (pure) --> findings --> table or JSON, exit code 0 or 76
 //! long form: kernel's log, libraries, directories, a worker per idle GPU, an all-reduce of them --^
 //! ```
+//! With `--daemon`, the node's daemon runs it: see [`examine`].
 
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
@@ -19,6 +20,7 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::Calibration;
 
 use super::bench::default_job;
+use super::examine;
 use super::output::{QueryError, print};
 use crate::bench::all_reduce::{self, Dtype};
 use crate::bench::device;
@@ -50,6 +52,11 @@ pub(super) struct Doctor {
     /// Only read the driver's counters, within 200 ms
     #[arg(long)]
     quick: bool,
+    /// Let the node's daemon examine idle GPUs and drain those that fail (administrators)
+    #[arg(long, conflicts_with = "quick")]
+    daemon: bool,
+    #[command(flatten)]
+    examine: examine::Examine,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -59,17 +66,20 @@ pub(super) struct Doctor {
 }
 
 pub(super) async fn run(options: Doctor) -> Result<ExitCode, QueryError> {
+    if options.daemon {
+        return examine::run(options.examine, options.json).await;
+    }
     if !options.while_stdin_is_open {
-        return examine(&options).await;
+        return check(&options).await;
     }
     tokio::select! {
-        result = examine(&options) => result,
+        result = check(&options) => result,
         // When this process has exited, the reaper ends the workers.
         () = end_of_stdin() => Err("the daemon has ended the examination".to_owned().into()),
     }
 }
 
-async fn examine(options: &Doctor) -> Result<ExitCode, QueryError> {
+async fn check(options: &Doctor) -> Result<ExitCode, QueryError> {
     let node = doctor::read(if options.quick { doctor::QUICK_TIMEOUT } else { NVML_TIMEOUT });
     // A GPU's links are compared with those of all others.
     let mut findings = doctor::gpus(&node);
@@ -107,7 +117,7 @@ async fn measure(node: &NodeReadings, findings: &[Finding]) -> Result<Vec<Findin
     let is_broken = |gpu: &GpuReadings| {
         findings.iter().any(|it| it.level == Level::Failure && it.gpu.as_ref() == Some(&gpu.name))
     };
-    let idle: Vec<&GpuReadings> =
+    let mut idle: Vec<&GpuReadings> =
         node.gpus.iter().filter(|gpu| gpu.processes.is_empty() && !is_broken(gpu)).collect();
     let mut found = Vec::new();
     if idle.is_empty() {
@@ -121,6 +131,11 @@ async fn measure(node: &NodeReadings, findings: &[Finding]) -> Result<Vec<Findin
             Err(refusal) => found.push(worker_failure(gpu, &refusal)),
         }
     }
+    let has_failed = |gpu: &GpuReadings| {
+        let of_gpu = |it: &&Finding| it.gpu.as_ref() == Some(&gpu.name);
+        found.iter().filter(of_gpu).any(|it| it.level == Level::Failure)
+    };
+    idle.retain(|gpu| !has_failed(gpu));
     if idle.len() > 1 {
         let placement = on(&placement, &idle);
         let count = placement.workers;
@@ -320,7 +335,10 @@ mod tests {
     #[test]
     fn missing_library_is_not_the_fault_of_the_gpu() {
         let failed = |exit| worker_failure(&gpu(), &Refusal::new(exit, "failed to load NVRTC")).gpu.is_some();
-        assert_eq!([ExitCode::Internal, ExitCode::Gpu, ExitCode::WorkerFailed].map(failed), [false, true, true]);
+        assert_eq!(
+            [ExitCode::Internal, ExitCode::Gpu, ExitCode::WorkerFailed].map(failed),
+            [false, true, true]
+        );
     }
 
     #[test]

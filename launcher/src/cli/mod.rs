@@ -1,7 +1,8 @@
 //! The command line: a subcommand, one file each, or a launch with torchrun's flags ([`torchrun`], [`launch`]).
 //!
 //! - `status`, `logs`, `stacks`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
-//! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`: call the daemon;
+//! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`,
+//!   `doctor --daemon` ([`examine`]): call the daemon;
 //! - `daemon`, `agent`: services; `bench`, `doctor`; `gen`: generated files for packages.
 //!
 //! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.
@@ -15,6 +16,7 @@ mod daemon;
 mod daemon_tests;
 mod doctor;
 mod drain;
+mod examine;
 mod r#gen;
 mod history;
 mod job_list;

@@ -166,7 +166,8 @@ fn gpu_findings(gpu: &GpuReadings, most_links: u32) -> Vec<Finding> {
     if let Some(reason) = &gpu.lost {
         let message = format!("the driver cannot read it: {reason}");
         return vec![
-            Finding::of_gpu(Level::Failure, &gpu.name, "driver", message).with_help("look for Xid errors in the kernel's log; reset the GPU or reboot the node"),
+            Finding::of_gpu(Level::Failure, &gpu.name, "driver", message)
+                .with_help("look for Xid errors in the kernel's log; reset the GPU or reboot the node"),
         ];
     }
     let mut all = Vec::new();
@@ -183,7 +184,12 @@ fn gpu_findings(gpu: &GpuReadings, most_links: u32) -> Vec<Finding> {
     }
     if !gpu.slowdowns.is_empty() {
         let message = format!("clocks are lowered: {}", gpu.slowdowns.join(", "));
-        add(Level::Warning, "clocks", message, "check cooling and power; a job runs at the speed of its slowest GPU");
+        add(
+            Level::Warning,
+            "clocks",
+            message,
+            "check cooling and power; a job runs at the speed of its slowest GPU",
+        );
     }
     if let Some(PcieLink { width, most }) = gpu.pcie.filter(|link| link.width < link.most) {
         let message = format!("PCIe link has {width} of {most} lanes");
@@ -191,13 +197,23 @@ fn gpu_findings(gpu: &GpuReadings, most_links: u32) -> Vec<Finding> {
     }
     if let Some(links) = gpu.nvlinks.filter(|links| links.up < most_links) {
         let message = format!("{} NVLinks are up, but {most_links} of another GPU of this node", links.up);
-        add(Level::Failure, "nvlink", message, "reset the GPUs and restart nvidia-fabricmanager; check the cables");
+        add(
+            Level::Failure,
+            "nvlink",
+            message,
+            "reset the GPUs and restart nvidia-fabricmanager; check the cables",
+        );
     }
     if !gpu.processes.is_empty() {
         let pids = gpu.processes.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
         let noun = if gpu.processes.len() == 1 { "process" } else { "processes" };
         let message = format!("in use by {noun} {pids}");
-        add(Level::Warning, "processes", message, "they take memory and time from a job; end them if they are left over");
+        add(
+            Level::Warning,
+            "processes",
+            message,
+            "they take memory and time from a job; end them if they are left over",
+        );
     }
     all
 }
@@ -207,7 +223,8 @@ pub fn xid_findings(node: &NodeReadings, xids: Option<&[Xid]>) -> Vec<Finding> {
     let Some(xids) = xids else {
         let message = "Xid errors are unknown: the kernel's log cannot be read";
         return vec![
-            Finding::of_node(Level::Warning, "xid", message).with_help("run as root, or look at `journalctl -k`"),
+            Finding::of_node(Level::Warning, "xid", message)
+                .with_help("run as root, or look at `journalctl -k`"),
         ];
     };
     let mut all = Vec::new();

@@ -137,7 +137,8 @@ fn faults_name_the_rank_that_would_use_the_gpu() {
 fn report_is_read_back_from_its_json() {
     let name = GpuName { index: 3, uuid: "GPU-x".into() };
     let failure = Finding::of_gpu(Level::Failure, &name, "ecc", "broken").with_help("replace it");
-    let report = Report { healthy: false, findings: vec![Finding::of_node(Level::Ok, "driver", "1"), failure] };
+    let report =
+        Report { healthy: false, findings: vec![Finding::of_node(Level::Ok, "driver", "1"), failure] };
     let text = serde_json::to_string(&report).unwrap();
     assert_eq!(serde_json::from_str::<Report>(&text).unwrap(), report);
     let json: serde_json::Value = serde_json::from_str(&text).unwrap();
