@@ -7,12 +7,14 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::v1::{
-    Accounting, CheckpointReply, Gpu, Job, NodeStatus, ProcessStacks, Progress, RankStacks, RankStatus,
-    RecordedActivity, Restart, StackDump, StatusReply, ThreadState,
+    Accounting, CheckpointReply, ExamineReply, ExaminedGpu, Finding, Gpu, Job, NodeStatus, ProcessStacks,
+    Progress, RankStacks, RankStatus, RecordedActivity, Restart, StackDump, StatusReply, ThreadState,
 };
 use serde_json::{Value, json};
 
-use crate::labels::{gpu_state, job_state, kind, node_job_state, rank_state};
+use crate::labels::{
+    examination_state, finding_level, gpu_state, job_state, kind, node_job_state, rank_state,
+};
 
 /// A node with its GPUs.
 pub fn node(node: &NodeStatus) -> Value {
@@ -33,6 +35,28 @@ fn gpu(gpu: &Gpu) -> Value {
         "busy_percent": gpu.busy_percent.map(number), "memory_used_bytes": gpu.memory_used_bytes,
         "memory_bytes": gpu.memory_bytes, "power_watts": gpu.power_watts.map(number),
         "temperature_celsius": gpu.temperature_celsius.map(number),
+    })
+}
+
+/// The result of an examination of GPUs. Findings are those of `xlaunch doctor --json`.
+pub fn examination(reply: &ExamineReply, healthy: bool) -> Value {
+    let gpu = |gpu: &ExaminedGpu| {
+        json!({
+            "index": gpu.index, "uuid": gpu.uuid, "state": examination_state(gpu.state()),
+            "reason": gpu.reason,
+        })
+    };
+    let finding = |finding: &Finding| {
+        let gpu = finding.gpu_index.map(|index| json!({ "index": index, "uuid": finding.gpu_uuid }));
+        json!({
+            "level": finding_level(finding.level()), "check": finding.check, "gpu": gpu,
+            "message": finding.message, "help": (!finding.help.is_empty()).then_some(&finding.help),
+        })
+    };
+    json!({
+        "healthy": healthy,
+        "gpus": reply.gpus.iter().map(gpu).collect::<Vec<_>>(),
+        "findings": reply.findings.iter().map(finding).collect::<Vec<_>>(),
     })
 }
 

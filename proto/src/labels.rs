@@ -1,6 +1,6 @@
 //! Labels of states and kinds, the same on the terminal, in JSON and in metrics.
 
-use crate::v1::{GpuState, JobKind, JobState, NodeJobState, RankState};
+use crate::v1::{ExaminationState, FindingLevel, GpuState, JobKind, JobState, NodeJobState, RankState};
 
 /// The label of a job's kind.
 pub fn kind(kind: JobKind) -> &'static str {
@@ -48,6 +48,29 @@ pub fn gpu_state(state: GpuState) -> &'static str {
         GpuState::Drained => "drained",
         GpuState::Sick => "sick",
         GpuState::Foreign => "foreign",
+        GpuState::Examined => "examined",
+    }
+}
+
+/// The label of what an examination did with a GPU.
+pub fn examination_state(state: ExaminationState) -> &'static str {
+    match state {
+        ExaminationState::Unspecified => "unknown",
+        ExaminationState::Skipped => "skipped",
+        ExaminationState::Examined => "examined",
+        ExaminationState::Passed => "passed",
+        ExaminationState::Failed => "failed",
+        ExaminationState::Unknown => "unknown",
+    }
+}
+
+/// The label of how bad a finding is.
+pub fn finding_level(level: FindingLevel) -> &'static str {
+    match level {
+        FindingLevel::Unspecified => "unknown",
+        FindingLevel::Ok => "ok",
+        FindingLevel::Warning => "warning",
+        FindingLevel::Failure => "failure",
     }
 }
 

@@ -76,6 +76,11 @@ impl Node {
         self.path().join("gpus")
     }
 
+    /// Where the program belongs that examines simulated GPUs in place of a worker.
+    pub fn examining_worker(&self) -> PathBuf {
+        self.path().join("worker")
+    }
+
     /// The directory from which jobs are submitted.
     pub fn path(&self) -> &Path {
         self.dir.path()
@@ -140,6 +145,8 @@ impl Node {
         command.args(["daemon", "--foreground", "--config"]).arg(self.path().join("daemon.toml"));
         command.arg("--state-dir").arg(self.state_dir()).arg("--socket").arg(self.socket());
         command.current_dir("/").env_remove("XLAUNCH_SOCKET");
+        // Jobs do not get it.
+        command.env("XLAUNCH_WORKER_PROGRAM", self.examining_worker());
         command
     }
 

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
-use xlaunch_proto::convert::node::{Submit, Update};
-use xlaunch_proto::v1::{Job, NodeStatus};
+use xlaunch_proto::convert::node::{Examine, Submit, Update};
+use xlaunch_proto::v1::{ExamineReply, Job, NodeStatus};
 
 use super::users::Account;
 use super::view::{Caller, NodeView};
@@ -62,6 +62,12 @@ pub enum Command {
         undo: bool,
         reason: String,
         reply: Reply<NodeStatus>,
+    },
+    /// Examines idle GPUs. Of the reply's two messages, one is there at once.
+    Examine {
+        caller: Caller,
+        examine: Examine,
+        reply: Reply<mpsc::Receiver<ExamineReply>>,
     },
 }
 
@@ -143,6 +149,15 @@ impl NodeHandle {
         reason: String,
     ) -> Result<NodeStatus, CommandError> {
         self.send(caller, |reply| Command::Drain { caller, gpus, undo, reason, reply }).await
+    }
+
+    /// Examines idle GPUs and drains those that fail. The first message says which, the last one has the results.
+    pub async fn examine(
+        &self,
+        caller: Caller,
+        examine: Examine,
+    ) -> Result<mpsc::Receiver<ExamineReply>, CommandError> {
+        self.send(caller, |reply| Command::Examine { caller, examine, reply }).await
     }
 
     async fn send<T>(

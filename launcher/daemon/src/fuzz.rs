@@ -204,6 +204,6 @@ pub fn seal(json: &[u8]) -> Vec<u8> {
 pub fn page_and_metrics(view: &JobView) -> (Value, String) {
     let now = 3;
     let jobs = BTreeMap::from([(view.job.id, Arc::new(view.clone()))]);
-    let node = NodeView { node: NodeStatus::default(), jobs };
+    let node = NodeView { jobs, ..NodeView::default() };
     (api::job(view, now), metrics::text(Arc::new(node), now).unwrap_or_default())
 }

@@ -100,8 +100,8 @@ pub(super) fn view(job: Job, runtime: Option<&JobRuntime>, socket: PathBuf, logs
     })
 }
 
-/// Why no job may be placed on a GPU, drains by administrators aside. Only meaningful for a GPU that no job holds: the
-/// processes of a job would count as foreign.
+/// Why no job may be placed on a GPU, drains by administrators aside. Only meaningful for a GPU that no job holds and
+/// that is not being examined: those processes would count as foreign.
 pub(super) fn unusable(gpu: &GpuFacts, reserved: &[String]) -> Option<(GpuState, String)> {
     if let Some(sick) = &gpu.sick {
         return Some((GpuState::Sick, sick.clone()));
@@ -118,18 +118,12 @@ pub(super) fn unusable(gpu: &GpuFacts, reserved: &[String]) -> Option<(GpuState,
 
 /// The message for the node with its GPUs. `base` has the fields that never change; `reserved` is `jobs.leave_gpus`.
 pub(super) fn node(base: &NodeStatus, jobs: &Jobs, inventory: &Inventory, reserved: &[String]) -> NodeStatus {
-    let holder = |uuid: &str| {
-        jobs.active().find_map(|(job, entry)| match &entry.phase {
-            Phase::Active { gpus, .. } if gpus.iter().any(|gpu| gpu == uuid) => Some(job),
-            _ => None,
-        })
-    };
     let gpu = |facts: &GpuFacts| {
         let mut gpu = Gpu {
             index: facts.index,
             uuid: facts.uuid.clone(),
             name: facts.name.clone(),
-            job: holder(&facts.uuid).unwrap_or(0),
+            job: jobs.holder(&facts.uuid).unwrap_or(0),
             busy_percent: facts.busy_percent,
             memory_used_bytes: facts.memory_used_bytes,
             memory_bytes: facts.memory_bytes,
@@ -139,6 +133,10 @@ pub(super) fn node(base: &NodeStatus, jobs: &Jobs, inventory: &Inventory, reserv
         };
         let (state, reason) = match (gpu.job, jobs.drained_gpus.get(&facts.uuid), unusable(facts, reserved)) {
             (1.., _, _) => (GpuState::Held, facts.sick.clone().unwrap_or_default()),
+            // Its processes count as foreign.
+            (0, _, _) if jobs.is_examined(&facts.uuid) => {
+                (GpuState::Examined, "`xlaunch doctor` examines it".into())
+            }
             (0, _, Some((GpuState::Sick, reason))) => (GpuState::Sick, reason),
             (0, Some(reason), _) => (GpuState::Drained, reason.clone()),
             (0, None, Some((state, reason))) => (state, reason),

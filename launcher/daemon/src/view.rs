@@ -14,6 +14,8 @@ use xlaunch_proto::v1::{Job, NodeJobState, NodeStatus, Progress, StatusReply};
 pub struct NodeView {
     /// The node with its GPUs and the jobs that hold them.
     pub node: NodeStatus,
+    /// GPUs examined since the daemon was started, by result: passed, failed, unknown.
+    pub examined: [u64; 3],
     /// By id; ended jobs only as far as they are remembered.
     pub jobs: BTreeMap<u64, Arc<JobView>>,
 }

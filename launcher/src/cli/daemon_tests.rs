@@ -204,6 +204,12 @@ impl Node for FakeDaemon {
         Err(Status::permission_denied("draining is for administrators"))
     }
 
+    type ExamineStream = Replies<ExamineReply>;
+
+    async fn examine(&self, _: Request<ExamineRequest>) -> Result<Response<Self::ExamineStream>, Status> {
+        Err(Status::permission_denied("examining is for administrators"))
+    }
+
     async fn status(&self, _: Request<NodeStatusRequest>) -> Result<Response<NodeStatus>, Status> {
         Ok(Response::new(NodeStatus { host: "node-17".into(), ..Default::default() }))
     }

@@ -4,6 +4,7 @@
 //! NVML, with a deadline --> agent's doctor (pure) --> findings --> table or JSON, exit code 0 or 76
 //! long form: kernel's log, libraries, directories, a worker per idle GPU, an all-reduce of them --^
 //! ```
+//! With `--daemon`, the node's daemon runs it: see [`examine`].
 
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
@@ -11,14 +12,15 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use serde_json::{Value, json};
+use serde_json::json;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::Placement;
-use xlaunch_agent::doctor::{self, Finding, GpuReadings, Level, NodeReadings};
+use xlaunch_agent::doctor::{self, Finding, GpuName, GpuReadings, Level, NodeReadings, Report};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::Calibration;
 
 use super::bench::default_job;
+use super::examine;
 use super::output::{QueryError, print};
 use crate::bench::all_reduce::{self, Dtype};
 use crate::bench::device;
@@ -50,31 +52,64 @@ pub(super) struct Doctor {
     /// Only read the driver's counters, within 200 ms
     #[arg(long)]
     quick: bool,
+    /// Let the node's daemon examine idle GPUs and drain those that fail (administrators)
+    #[arg(long, conflicts_with = "quick")]
+    daemon: bool,
+    #[command(flatten)]
+    examine: examine::Examine,
     /// Print JSON
     #[arg(long)]
     json: bool,
+    /// End with stdin. The daemon holds its other end
+    #[arg(long, hide = true)]
+    while_stdin_is_open: bool,
 }
 
 pub(super) async fn run(options: Doctor) -> Result<ExitCode, QueryError> {
+    if options.daemon {
+        return examine::run(options.examine, options.json).await;
+    }
+    if !options.while_stdin_is_open {
+        return check(&options).await;
+    }
+    tokio::select! {
+        result = check(&options) => result,
+        // When this process has exited, the reaper ends the workers.
+        () = end_of_stdin() => Err("the daemon has ended the examination".to_owned().into()),
+    }
+}
+
+async fn check(options: &Doctor) -> Result<ExitCode, QueryError> {
     let node = doctor::read(if options.quick { doctor::QUICK_TIMEOUT } else { NVML_TIMEOUT });
+    // A GPU's links are compared with those of all others.
     let mut findings = doctor::gpus(&node);
+    let node = node.visible(std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref());
+    findings.retain(|it| it.gpu.as_ref().is_none_or(|name| node.gpus.iter().any(|gpu| gpu.name == *name)));
     if !options.quick {
         findings.extend(libraries(!node.gpus.is_empty()));
-        findings.extend([PathBuf::from("."), std::env::temp_dir()].iter().map(|dir| directory(dir)));
+        let mut dirs = vec![canonical(Path::new(".")), canonical(&std::env::temp_dir())];
+        dirs.dedup();
+        findings.extend(dirs.iter().map(|dir| directory(dir)));
         if !node.gpus.is_empty() {
             let xids = doctor::xids();
             findings.extend(doctor::xid_findings(&node, xids.as_deref()));
             findings.extend(measure(&node, &findings).await?);
         }
     }
-    let text = if options.json { format!("{:#}\n", as_json(&findings)) } else { table(&findings) };
+    let healthy = findings.iter().all(|finding| finding.level != Level::Failure);
+    let exit = if healthy { ExitCode::Done } else { ExitCode::Gpu };
+    let text = match options.json {
+        true => format!("{:#}\n", json!(Report { healthy, findings })),
+        false => table(&findings),
+    };
     print(text.as_bytes())?;
-    Ok(exit_code(&findings))
+    Ok(exit)
 }
 
-fn exit_code(findings: &[Finding]) -> ExitCode {
-    let fails = findings.iter().any(|finding| finding.level == Level::Failure);
-    if fails { ExitCode::Gpu } else { ExitCode::Done }
+/// Returns when the other end of stdin is closed.
+async fn end_of_stdin() {
+    // An error ends the input, too.
+    let _ = tokio::task::spawn_blocking(|| io::copy(&mut io::stdin(), &mut io::sink())).await;
 }
 
 /// Runs workers on the GPUs that are idle and not known to be broken.
@@ -82,7 +117,7 @@ async fn measure(node: &NodeReadings, findings: &[Finding]) -> Result<Vec<Findin
     let is_broken = |gpu: &GpuReadings| {
         findings.iter().any(|it| it.level == Level::Failure && it.gpu.as_ref() == Some(&gpu.name))
     };
-    let idle: Vec<&GpuReadings> =
+    let mut idle: Vec<&GpuReadings> =
         node.gpus.iter().filter(|gpu| gpu.processes.is_empty() && !is_broken(gpu)).collect();
     let mut found = Vec::new();
     if idle.is_empty() {
@@ -93,34 +128,47 @@ async fn measure(node: &NodeReadings, findings: &[Finding]) -> Result<Vec<Findin
         let placement = on(&placement, std::slice::from_ref(gpu));
         match device::check(&spec, &placement).await {
             Ok(rates) => found.extend(rate_findings(gpu, &rates)),
-            Err(refusal) => {
-                let message = format!("a worker failed on it: {}", one_line(&refusal.message));
-                found.push(Finding::of_gpu(Level::Failure, &gpu.name, message));
-            }
+            Err(refusal) => found.push(worker_failure(gpu, &refusal)),
         }
     }
+    let has_failed = |gpu: &GpuReadings| {
+        let of_gpu = |it: &&Finding| it.gpu.as_ref() == Some(&gpu.name);
+        found.iter().filter(of_gpu).any(|it| it.level == Level::Failure)
+    };
+    idle.retain(|gpu| !has_failed(gpu));
     if idle.len() > 1 {
         let placement = on(&placement, &idle);
         let count = placement.workers;
+        let failure = |message| Finding::of_node(Level::Failure, "all-reduce", message);
         found.push(match all_reduce::run(&spec, &placement, 8, ALL_REDUCE_BYTES, Dtype::Fp32).await {
             Ok(rows) => {
                 let wrong: u64 = rows.iter().map(|row| row.wrong).sum();
                 let speed = rows.last().map_or(0.0, |row| row.busbw);
                 match wrong {
-                    0 => Finding::of_node(Level::Ok, format!("all-reduce of {count} GPUs: {speed:.1} GB/s")),
-                    _ => Finding::of_node(
-                        Level::Failure,
-                        format!("all-reduce of {count} GPUs: {wrong} wrong elements"),
-                    ),
+                    0 => {
+                        let message = format!("all-reduce of {count} GPUs: {speed:.1} GB/s");
+                        Finding::of_node(Level::Ok, "all-reduce", message)
+                    }
+                    _ => failure(format!("all-reduce of {count} GPUs: {wrong} wrong elements")),
                 }
             }
-            Err(refusal) => Finding::of_node(
-                Level::Failure,
-                format!("all-reduce of {count} GPUs failed: {}", one_line(&refusal.message)),
-            ),
+            Err(refusal) => {
+                failure(format!("all-reduce of {count} GPUs failed: {}", one_line(&refusal.message)))
+            }
         });
     }
     Ok(found)
+}
+
+/// The GPU is to blame unless the worker lacks a library or could not be started.
+fn worker_failure(gpu: &GpuReadings, refusal: &Refusal) -> Finding {
+    let why = one_line(&refusal.message);
+    if matches!(refusal.exit, ExitCode::Internal | ExitCode::Usage) {
+        let GpuName { index, uuid } = &gpu.name;
+        let message = format!("GPU {index} ({uuid}) could not be measured: {why}");
+        return Finding::of_node(Level::Failure, "worker", message);
+    }
+    Finding::of_gpu(Level::Failure, &gpu.name, "worker", format!("a worker failed on it: {why}"))
 }
 
 /// One worker on each of these GPUs.
@@ -135,12 +183,12 @@ fn rate_findings(gpu: &GpuReadings, found: &Calibration) -> Vec<Finding> {
     let mut all = Vec::new();
     if let Some(wrong @ 1..) = found.wrong {
         let message = format!("matrix multiplication: {wrong} wrong elements");
-        let failure = Finding::of_gpu(Level::Failure, &gpu.name, message);
+        let failure = Finding::of_gpu(Level::Failure, &gpu.name, "results", message);
         all.push(failure.with_help("take the GPU out of service: it gives wrong results"));
     }
     let Some(reference) = &found.reference else {
         let message = "rates are measured for the first time; later runs compare with them";
-        all.push(Finding::of_gpu(Level::Ok, &gpu.name, message));
+        all.push(Finding::of_gpu(Level::Ok, &gpu.name, "rates", message));
         return all;
     };
     let mut lowest = f64::INFINITY;
@@ -149,14 +197,14 @@ fn rate_findings(gpu: &GpuReadings, found: &Calibration) -> Vec<Finding> {
         if rate < LOWEST_RATE * before {
             let percent = 100.0 * rate / before;
             let message = format!("{name} runs at {percent:.0} % of the rate that was measured before");
-            let failure = Finding::of_gpu(Level::Failure, &gpu.name, message);
+            let failure = Finding::of_gpu(Level::Failure, &gpu.name, "rates", message);
             all.push(failure.with_help("check clocks and cooling; `xlaunch bench device` measures it anew"));
         }
     }
     if all.is_empty() && lowest.is_finite() {
         let message =
             format!("results are right; rates are at least {:.0} % of those before", 100.0 * lowest);
-        all.push(Finding::of_gpu(Level::Ok, &gpu.name, message));
+        all.push(Finding::of_gpu(Level::Ok, &gpu.name, "rates", message));
     }
     all
 }
@@ -180,13 +228,13 @@ fn libraries(has_gpus: bool) -> Vec<Finding> {
         dirs.iter().flat_map(|dir| names.iter().map(move |name| dir.join(name))).find(|file| file.exists())
     };
     let finding = |names: &[&str]| match find(names) {
-        Some(file) => Finding::of_node(Level::Ok, file.display().to_string()),
+        Some(file) => Finding::of_node(Level::Ok, "library", file.display().to_string()),
         None => {
             let message = format!(
                 "{} is not in LD_LIBRARY_PATH or the system's directories",
                 names.first().copied().unwrap_or_default()
             );
-            Finding::of_node(if has_gpus { Level::Warning } else { Level::Ok }, message)
+            Finding::of_node(if has_gpus { Level::Warning } else { Level::Ok }, "library", message)
         }
     };
     LIBRARIES.into_iter().map(finding).collect()
@@ -194,15 +242,20 @@ fn libraries(has_gpus: bool) -> Vec<Finding> {
 
 /// Whether a directory can be written, and how fast.
 fn directory(dir: &Path) -> Finding {
-    let shown = dir.canonicalize().unwrap_or_else(|_| dir.into()).display().to_string();
+    let of_node = |level, message| Finding::of_node(level, "directory", message);
+    let shown = dir.display();
     match write_speed(dir) {
         Ok(speed) if speed < SLOW_DIRECTORY => {
-            Finding::of_node(Level::Warning, format!("{shown} is slow: {:.0} MB/s", speed / 1e6))
+            of_node(Level::Warning, format!("{shown} is slow: {:.0} MB/s", speed / 1e6))
                 .with_help("checkpoints and logs take long there; choose a faster file system")
         }
-        Ok(speed) => Finding::of_node(Level::Ok, format!("{shown} is written at {:.0} MB/s", speed / 1e6)),
-        Err(error) => Finding::of_node(Level::Warning, format!("{shown} cannot be written: {error}")),
+        Ok(speed) => of_node(Level::Ok, format!("{shown} is written at {:.0} MB/s", speed / 1e6)),
+        Err(error) => of_node(Level::Warning, format!("{shown} cannot be written: {error}")),
     }
+}
+
+fn canonical(dir: &Path) -> PathBuf {
+    dir.canonicalize().unwrap_or_else(|_| dir.into())
 }
 
 /// Bytes per second, to the disk.
@@ -224,7 +277,7 @@ fn one_line(message: &str) -> String {
 
 fn table(findings: &[Finding]) -> String {
     let mut out = String::new();
-    for Finding { level, gpu, message, help } in findings {
+    for Finding { level, gpu, message, help, .. } in findings {
         let who = gpu.as_ref().map_or(String::new(), |gpu| format!("GPU {} ({}): ", gpu.index, gpu.uuid));
         // Writing to a String cannot fail.
         let _ = writeln!(out, "{:<9}{}", level.name(), escape(&format!("{who}{message}")));
@@ -235,19 +288,8 @@ fn table(findings: &[Finding]) -> String {
     out
 }
 
-fn as_json(findings: &[Finding]) -> Value {
-    let one = |Finding { level, gpu, message, help }: &Finding| {
-        let gpu = gpu.as_ref().map(|gpu| json!({ "index": gpu.index, "uuid": gpu.uuid }));
-        json!({ "level": level.name(), "gpu": gpu, "message": message, "help": help })
-    };
-    let exit = exit_code(findings);
-    json!({ "healthy": exit == ExitCode::Done, "findings": findings.iter().map(one).collect::<Vec<_>>() })
-}
-
 #[cfg(test)]
 mod tests {
-    use xlaunch_agent::doctor::GpuName;
-
     use super::*;
 
     fn gpu() -> GpuReadings {
@@ -291,17 +333,23 @@ mod tests {
     }
 
     #[test]
-    fn table_and_json_name_the_gpu_and_what_to_do() {
-        let failure = Finding::of_gpu(Level::Failure, &gpu().name, "broken\u{1b}").with_help("replace it");
-        let findings = [Finding::of_node(Level::Ok, "driver 1"), failure];
+    fn missing_library_is_not_the_fault_of_the_gpu() {
+        let failed = |exit| worker_failure(&gpu(), &Refusal::new(exit, "failed to load NVRTC")).gpu.is_some();
+        assert_eq!(
+            [ExitCode::Internal, ExitCode::Gpu, ExitCode::WorkerFailed].map(failed),
+            [false, true, true]
+        );
+    }
+
+    #[test]
+    fn table_names_the_gpu_and_what_to_do() {
+        let failure = Finding::of_gpu(Level::Failure, &gpu().name, "ecc", "broken\u{1b}");
+        let findings = [Finding::of_node(Level::Ok, "driver", "driver 1"), failure.with_help("replace it")];
         let expected = "\
 ok       driver 1
 failure  GPU 3 (GPU-x): broken\\u{1b}
          help: replace it
 ";
         assert_eq!(table(&findings), expected);
-        let json = as_json(&findings);
-        assert_eq!((&json["healthy"], &json["findings"][1]["gpu"]["uuid"]), (&false.into(), &"GPU-x".into()));
-        assert_eq!((exit_code(&findings), exit_code(&findings[..1])), (ExitCode::Gpu, ExitCode::Done));
     }
 }

@@ -31,13 +31,7 @@ pub(super) struct Drain {
 
 pub(super) async fn run(options: Drain) -> Result<ExitCode, QueryError> {
     let mut daemon = DaemonClient::connect(&options.daemon).await?;
-    let gpus = match &options.gpus[..] {
-        [] => Vec::new(),
-        named => {
-            let known = daemon.node().await?.gpus;
-            named.iter().map(|name| uuid(&known, name)).collect::<Result<_, _>>()?
-        }
-    };
+    let gpus = uuids(&mut daemon, &options.gpus).await?;
     let request = DrainRequest { gpus: gpus.clone(), undo: options.undo, reason: options.reason };
     let node = daemon.drain(request).await?;
     let answer = match options.json {
@@ -46,6 +40,15 @@ pub(super) async fn run(options: Drain) -> Result<ExitCode, QueryError> {
     };
     print(answer.as_bytes())?;
     Ok(ExitCode::Done)
+}
+
+/// The UUIDs of GPUs that are named by index, UUID or UUID prefix.
+pub(super) async fn uuids(daemon: &mut DaemonClient, named: &[String]) -> Result<Vec<String>, Refusal> {
+    if named.is_empty() {
+        return Ok(Vec::new());
+    }
+    let known = daemon.node().await?.gpus;
+    named.iter().map(|name| uuid(&known, name)).collect()
 }
 
 /// The UUID of the GPU with this index, UUID or UUID prefix.

@@ -1,7 +1,8 @@
 //! The command line: a subcommand, one file each, or a launch with torchrun's flags ([`torchrun`], [`launch`]).
 //!
 //! - `status`, `logs`, `stacks`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
-//! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`: call the daemon;
+//! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`,
+//!   `doctor --daemon` ([`examine`]): call the daemon;
 //! - `data`: prepares text for training, [`mod@data`]; `report`: training runs as a page; `bench`, `doctor`;
 //! - `daemon`, `agent`: services; `gen`: generated files for packages.
 //!
@@ -17,6 +18,7 @@ mod daemon_tests;
 mod data;
 mod doctor;
 mod drain;
+mod examine;
 mod r#gen;
 mod history;
 mod job_list;

@@ -13,9 +13,10 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::net::connect::cause;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::{
-    CancelRequest, CheckpointReply, DrainRequest, GetRequest, HistoryRequest, Job, JobAccount,
-    JobCheckpointRequest, JobLogsRequest, JobStacksRequest, ListRequest, LogsRequest, NodeJobState,
-    NodeStatus, NodeStatusRequest, RankStacks, StacksRequest, SubmitReply, SubmitRequest, UpdateRequest,
+    CancelRequest, CheckpointReply, DrainRequest, ExamineReply, ExamineRequest, GetRequest, HistoryRequest,
+    Job, JobAccount, JobCheckpointRequest, JobLogsRequest, JobStacksRequest, ListRequest, LogsRequest,
+    NodeJobState, NodeStatus, NodeStatusRequest, RankStacks, StacksRequest, SubmitReply, SubmitRequest,
+    UpdateRequest,
 };
 
 use xlaunch_agent::Refusal;
@@ -202,6 +203,27 @@ impl DaemonClient {
     pub(crate) async fn drain(&mut self, request: DrainRequest) -> Result<NodeStatus, Refusal> {
         let reply = self.client.drain(request).await;
         self.check(reply)
+    }
+
+    /// Examines idle GPUs. `on_start` sees which; the result is the last message.
+    pub(crate) async fn examine(
+        &mut self,
+        request: ExamineRequest,
+        on_start: impl FnOnce(&ExamineReply),
+    ) -> Result<ExamineReply, Refusal> {
+        let reply = self.client.examine(request).await;
+        let mut replies = self.check(reply)?;
+        let mut on_start = Some(on_start);
+        loop {
+            match replies.message().await {
+                Ok(Some(reply)) if reply.done => return Ok(reply),
+                Ok(Some(reply)) => {
+                    on_start.take().into_iter().for_each(|on_start| on_start(&reply));
+                }
+                Ok(None) => return Err(self.refusal(&Status::unavailable("it is shutting down"))),
+                Err(status) => return Err(self.refusal(&status)),
+            }
+        }
     }
 
     pub(crate) async fn node(&mut self) -> Result<NodeStatus, Refusal> {

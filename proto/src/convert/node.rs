@@ -3,6 +3,7 @@
 //! Any user of the node may send anything. All lengths are bounded here, so that the daemon does not have to.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -22,6 +23,9 @@ const MAX_ENVIRONMENT_BYTES: usize = 256 << 10;
 /// More than any node has.
 const MAX_GPUS: u32 = 1024;
 const MAX_UUID_BYTES: usize = 128;
+/// Of an examination, in seconds.
+const DEFAULT_EXAMINATION_TIMEOUT: u64 = 600;
+const MAX_EXAMINATION_TIMEOUT: u64 = 86_400;
 /// The lowest priority is the negative of it.
 const MAX_PRIORITY: i32 = 1000;
 /// What is wrong with a request, which may quote the request, is sent back in a header of limited size.
@@ -132,14 +136,38 @@ impl TryFrom<v1::DrainRequest> for Drain {
     type Error = WireError;
 
     fn try_from(wire: v1::DrainRequest) -> Result<Self, WireError> {
-        if wire.gpus.len() > MAX_GPUS as usize {
-            let (got, expected) = (wire.gpus.len() as u64, format!("at most {MAX_GPUS}"));
-            return Err(WireError::Range { field: "gpus", got, expected });
-        }
-        let gpus =
-            wire.gpus.into_iter().map(|uuid| text("gpus", uuid, MAX_UUID_BYTES)).collect::<Result<_, _>>()?;
+        let gpus = gpus(wire.gpus)?;
         Ok(Self { gpus, undo: wire.undo, reason: text("reason", wire.reason, MAX_REASON_BYTES)? })
     }
+}
+
+/// A checked [`v1::ExamineRequest`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the fields are those of the message")]
+pub struct Examine {
+    pub gpus: Vec<String>,
+    pub timeout: Duration,
+}
+
+impl TryFrom<v1::ExamineRequest> for Examine {
+    type Error = WireError;
+
+    fn try_from(wire: v1::ExamineRequest) -> Result<Self, WireError> {
+        let got = wire.timeout_seconds.unwrap_or(DEFAULT_EXAMINATION_TIMEOUT);
+        if !(1..=MAX_EXAMINATION_TIMEOUT).contains(&got) {
+            let expected = format!("1 to {MAX_EXAMINATION_TIMEOUT}");
+            return Err(WireError::Range { field: "timeout_seconds", got, expected });
+        }
+        Ok(Self { gpus: gpus(wire.gpus)?, timeout: Duration::from_secs(got) })
+    }
+}
+
+fn gpus(wire: Vec<String>) -> Result<Vec<String>, WireError> {
+    if wire.len() > MAX_GPUS as usize {
+        let (got, expected) = (wire.len() as u64, format!("at most {MAX_GPUS}"));
+        return Err(WireError::Range { field: "gpus", got, expected });
+    }
+    wire.into_iter().map(|uuid| text("gpus", uuid, MAX_UUID_BYTES)).collect()
 }
 
 fn check_priority(priority: i32) -> Result<(), WireError> {
@@ -338,13 +366,18 @@ mod tests {
     }
 
     #[test]
-    fn empty_logs_request_and_oversized_drain_are_refused() {
+    fn empty_logs_request_and_values_out_of_range_are_refused() {
         assert!(JobLogs::try_from(v1::JobLogsRequest { job: 1, logs: None }).is_err());
         let drain = |count| v1::DrainRequest { gpus: vec!["GPU-1".into(); count], ..Default::default() };
         assert!(Drain::try_from(drain(1024)).is_ok() && Drain::try_from(drain(1025)).is_err());
         assert!(
             Drain::try_from(v1::DrainRequest { reason: "x".repeat(1025), ..Default::default() }).is_err()
         );
+        let examine = |timeout_seconds| {
+            let wire = v1::ExamineRequest { gpus: vec!["1".into()], timeout_seconds };
+            Examine::try_from(wire).map(|examine| examine.timeout.as_secs()).ok()
+        };
+        assert_eq!([None, Some(5), Some(0), Some(u64::MAX)].map(examine), [Some(600), Some(5), None, None]);
     }
 
     /// A request that was accepted must be within bounds.

@@ -6,6 +6,7 @@
 //! - `join` takes part in the rendezvous as a worker of this job; `join:version`, `join:config` and `join:layout` do so
 //!   with a value that differs from that of the other ranks. The agent's reply goes to stderr; a refusal ends the
 //!   process with exit code 69;
+//! - `bench` reports plausible results for the benchmark that the agent asks for;
 //! - `stderr:TEXT` writes a line; `env` writes the environment to stdout;
 //! - `sleep:MS` sleeps, `sleep` without a time does so forever; `ignore-sigterm` ignores SIGTERM from then on;
 //! - `grandchild` starts a process that sleeps, in the process group of the worker;
@@ -20,11 +21,16 @@ use std::process::Command;
 use std::time::Duration;
 
 use rustix::process::{Signal, getpid, kill_process};
+use tonic::transport::Channel;
 use xlaunch_proto::ids::Digest;
 use xlaunch_proto::net::connect::{connect, endpoint};
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::agent_client::AgentClient;
-use xlaunch_proto::v1::{GetJobRequest, JoinRequest};
+use xlaunch_proto::v1::bench::Kind;
+use xlaunch_proto::v1::worker_report::Report;
+use xlaunch_proto::v1::{
+    AllReduceReport, Calibration, Finished, GetJobReply, GetJobRequest, Hello, JoinRequest, WorkerReport,
+};
 use xlaunch_proto::{VERSION, env};
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -36,6 +42,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let (command, argument) = word.split_once(':').unwrap_or((word, ""));
         match command {
             "join" => join(rank, argument)?,
+            "bench" => bench(rank)?,
             "stderr" => eprintln!("{argument}"),
             "env" => std::env::vars().for_each(|(name, value)| println!("{name}={value}")),
             "sleep" if argument.is_empty() => loop {
@@ -71,11 +78,7 @@ fn ignore_sigterm() -> Result<(), Box<dyn Error>> {
 fn join(rank: u32, mismatch: &str) -> Result<(), Box<dyn Error>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let reply = runtime.block_on(async {
-        let socket = std::env::var(env::AGENT_SOCKET)?;
-        let mut agent = AgentClient::new(connect(Path::new(&socket), endpoint()).await?);
-        let attempt = std::env::var(env::ATTEMPT)?.parse()?;
-        let request = GetJobRequest { rank, attempt, version: VERSION.into() };
-        let job = agent.get_job(request).await?.into_inner();
+        let (mut agent, attempt, job) = get_job(rank).await?;
         let spec = JobSpec::from_json(&job.spec_json)?;
         let hash = |field: &str, common: Vec<u8>| {
             if mismatch == field { Digest::of(b"mismatch").0.to_vec() } else { common }
@@ -101,4 +104,42 @@ fn join(rank: u32, mismatch: &str) -> Result<(), Box<dyn Error>> {
         }
     }
     Ok(())
+}
+
+fn bench(rank: u32) -> Result<(), Box<dyn Error>> {
+    join(rank, "")?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let (mut agent, attempt, job) = get_job(rank).await?;
+        let results = match job.bench.and_then(|bench| bench.kind) {
+            Some(Kind::Device(_)) => {
+                let rates =
+                    Calibration { fp32_gemm_flops: 1e12, copy_bytes_per_second: 1e12, ..Default::default() };
+                vec![Report::Calibration(Calibration { wrong: Some(0), ..rates })]
+            }
+            Some(Kind::AllReduce(bench)) => {
+                let report = |count| Report::AllReduce(AllReduceReport { count, seconds: 1e-3, wrong: 0 });
+                bench.counts.into_iter().map(report).collect()
+            }
+            _ => return Err("no benchmark is asked for".into()),
+        };
+        let all = std::iter::once(Report::Hello(Hello { rank, attempt }))
+            .chain(results)
+            .chain([Report::Finished(Finished::default())]);
+        let all: Vec<_> = all.map(|report| WorkerReport { report: Some(report) }).collect();
+        let mut commands = agent.session(tokio_stream::iter(all)).await?.into_inner();
+        // Its end says that the last report has arrived.
+        while commands.message().await?.is_some() {}
+        Ok(())
+    })
+}
+
+/// Connects to the agent and asks for the job. Returns them with the attempt.
+async fn get_job(rank: u32) -> Result<(AgentClient<Channel>, u32, GetJobReply), Box<dyn Error>> {
+    let socket = std::env::var(env::AGENT_SOCKET)?;
+    let mut agent = AgentClient::new(connect(Path::new(&socket), endpoint()).await?);
+    let attempt = std::env::var(env::ATTEMPT)?.parse()?;
+    let request = GetJobRequest { rank, attempt, version: VERSION.into() };
+    let job = agent.get_job(request).await?.into_inner();
+    Ok((agent, attempt, job))
 }

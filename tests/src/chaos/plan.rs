@@ -32,13 +32,6 @@ const MAX_STEP_DELAY_MS: u64 = 30;
 /// Bits of the parameters; a fail point takes larger numbers modulo this.
 const PARAMETER_BITS: u64 = 1 << 20;
 
-/// What of xlaunch's the plan may rely on.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Abilities {
-    /// The agent ends an attempt in which a rank hangs.
-    pub ends_hangs: bool,
-}
-
 /// A job and its faults, in their order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobPlan {
@@ -103,7 +96,7 @@ pub enum Damage {
 
 impl JobPlan {
     /// The plan of job `number` of a run.
-    pub fn new(seed: u64, number: u64, abilities: Abilities) -> Self {
+    pub fn new(seed: u64, number: u64) -> Self {
         let mut random = Random::new(seed, number);
         let mut faults: Vec<Fault> = Vec::new();
         let mut attempt = 0;
@@ -111,10 +104,7 @@ impl JobPlan {
             let is_last = index + 1 == FAULTS_PER_JOB;
             // Taken in turn, so that all kinds are equally frequent.
             let turn = number * FAULTS_PER_JOB + index;
-            let kinds = Kind::ALL.len() as u64;
-            let candidates = (0..kinds).map(|more| Kind::ALL[((turn + more) % kinds) as usize]);
-            let possible = |kind: &Kind| *kind != StoppedRank || abilities.ends_hangs;
-            let Some(kind) = candidates.into_iter().find(possible) else { continue };
+            let kind = Kind::ALL[(turn % Kind::ALL.len() as u64) as usize];
             let first = WINDOW_START + index * WINDOW_INTERVAL;
             let action = action(kind, attempt, first, is_last, &mut random);
             faults.push(Fault { kind, attempt, action });
@@ -243,37 +233,29 @@ mod tests {
 
     use super::*;
 
-    const WITH_HANGS: Abilities = Abilities { ends_hangs: true };
-
-    fn plans(seed: u64, count: u64, abilities: Abilities) -> Vec<JobPlan> {
-        (0..count).map(|number| JobPlan::new(seed, number, abilities)).collect()
+    fn plans(seed: u64, count: u64) -> Vec<JobPlan> {
+        (0..count).map(|number| JobPlan::new(seed, number)).collect()
     }
 
     #[test]
     fn a_seed_gives_one_plan() {
-        assert_eq!(plans(7, 50, WITH_HANGS), plans(7, 50, WITH_HANGS));
-        assert_ne!(plans(7, 50, WITH_HANGS), plans(8, 50, WITH_HANGS));
+        assert_eq!(plans(7, 50), plans(7, 50));
+        assert_ne!(plans(7, 50), plans(8, 50));
     }
 
     #[test]
-    fn every_kind_is_equally_frequent_where_xlaunch_recovers_from_it() {
+    fn every_kind_is_equally_frequent() {
         let mut counts: BTreeMap<Kind, u32> = BTreeMap::new();
-        for plan in plans(7, 250, WITH_HANGS) {
+        for plan in plans(7, 250) {
             plan.faults.iter().for_each(|fault| *counts.entry(fault.kind).or_default() += 1);
         }
         assert_eq!(counts.len(), Kind::ALL.len());
         assert!(counts.values().all(|count| u64::from(*count) == 10 * FAULTS_PER_JOB), "{counts:?}");
-        let found: BTreeSet<Kind> = plans(7, 250, Abilities::default())
-            .iter()
-            .flat_map(|plan| plan.faults.iter().map(|fault| fault.kind))
-            .collect();
-        let all: BTreeSet<Kind> = Kind::ALL.into_iter().filter(|kind| *kind != StoppedRank).collect();
-        assert_eq!(found, all);
     }
 
     #[test]
     fn faults_follow_each_other_in_the_attempts_that_they_lead_to() {
-        for plan in plans(3, 500, WITH_HANGS) {
+        for plan in plans(3, 500) {
             let mut attempt = 0;
             for fault in &plan.faults {
                 assert_eq!(fault.attempt, attempt, "{plan:?}");
@@ -295,7 +277,7 @@ mod tests {
                 .map(|(rank, step)| (rank.parse().unwrap(), step.parse().unwrap_or(1)))
                 .collect()
         };
-        for plan in plans(9, 500, WITH_HANGS) {
+        for plan in plans(9, 500) {
             for fault in &plan.faults {
                 let found = match &fault.action {
                     Action::FailPoints(rules) => steps(rules),

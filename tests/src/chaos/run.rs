@@ -9,8 +9,7 @@ use serde_json::Value;
 
 use super::kind::Kind;
 use super::plan::{
-    Abilities, Action, Damage, EVALUATE_EVERY, FAULTS_PER_JOB, Fault, JobPlan, RANKS, SAVE_EVERY, STEPS,
-    Trigger,
+    Action, Damage, EVALUATE_EVERY, FAULTS_PER_JOB, Fault, JobPlan, RANKS, SAVE_EVERY, STEPS, Trigger,
 };
 use crate::process::xlaunch_with_fail_points;
 use crate::{Job, Process, children};
@@ -27,7 +26,6 @@ type SavedState = BTreeMap<String, Vec<u8>>;
 pub struct Runner {
     /// By `sharded` and `asynchronous`: the final state of an undisturbed job, and how long it took.
     undisturbed: BTreeMap<(bool, bool), (SavedState, Duration)>,
-    abilities: Abilities,
 }
 
 /// What happened to a job.
@@ -61,17 +59,17 @@ impl Runner {
     ///
     /// # Panics
     /// If one fails.
-    pub fn new(abilities: Abilities) -> Self {
+    pub fn prepare() -> Self {
         // Built before anything is timed.
         xlaunch_with_fail_points();
         let configurations = [(false, false), (false, true), (true, false), (true, true)];
         let undisturbed = configurations.map(|(sharded, asynchronous)| {
             let (job, start) = (Job::with_fail_points(""), Instant::now());
-            let output = job.run(&borrowed(&arguments(sharded, asynchronous, abilities)));
+            let output = job.run(&borrowed(&arguments(sharded, asynchronous)));
             assert_eq!(output.code, 0, "{}", output.stderr);
             ((sharded, asynchronous), (job.saved_state(STEPS), start.elapsed()))
         });
-        Self { undisturbed: undisturbed.into(), abilities }
+        Self { undisturbed: undisturbed.into() }
     }
 
     /// Runs a job with these faults.
@@ -79,7 +77,7 @@ impl Runner {
         let (expected, undisturbed) = &self.undisturbed[&(plan.sharded, plan.asynchronous)];
         let job = Job::with_fail_points(&plan.fail_points());
         let start = Instant::now();
-        let mut process = job.spawn(&borrowed(&arguments(plan.sharded, plan.asynchronous, self.abilities)));
+        let mut process = job.spawn(&borrowed(&arguments(plan.sharded, plan.asynchronous)));
         let mut observed = Observed { sent: vec![None; plan.faults.len()], ..Observed::default() };
         let (mut bytes, mut last_progress) = (0, Instant::now());
         while process.is_running() && last_progress.elapsed() < JOB_STALL_TIMEOUT {
@@ -129,8 +127,8 @@ fn borrowed(arguments: &[String]) -> Vec<&str> {
     arguments.iter().map(String::as_str).collect()
 }
 
-fn arguments(sharded: bool, asynchronous: bool, abilities: Abilities) -> Vec<String> {
-    let mut settings = vec![
+fn arguments(sharded: bool, asynchronous: bool) -> Vec<String> {
+    let settings = [
         format!("train.steps={STEPS}"),
         format!("train.eval_every={EVALUATE_EVERY}"),
         format!("checkpoint.every={SAVE_EVERY}"),
@@ -142,10 +140,8 @@ fn arguments(sharded: bool, asynchronous: bool, abilities: Abilities) -> Vec<Str
         // After every step: a flipped bit that is found later may have changed the gradients of all ranks.
         "observe.check_every=1".into(),
         "train.batch=2".into(),
+        "launch.hang_timeout=2".into(),
     ];
-    if abilities.ends_hangs {
-        settings.push("launch.hang_timeout=2".into());
-    }
     let settings = settings.into_iter().flat_map(|setting| ["--set".to_owned(), setting]);
     ["--nproc".to_owned(), RANKS.to_string()].into_iter().chain(settings).collect()
 }

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod crashes;
+mod examinations;
 mod full_disk;
 mod gpus;
 mod history;
@@ -17,6 +18,6 @@ mod scheduling;
 mod users;
 
 xlaunch_harness::suite! {
-    modules crashes, full_disk, gpus, history, hooks, hostile, hostile_actions, jobs, load, page, restarts,
-        scheduling, users;
+    modules crashes, examinations, full_disk, gpus, history, hooks, hostile, hostile_actions, jobs, load, page,
+        restarts, scheduling, users;
 }

@@ -13,6 +13,7 @@ xlaunch_harness::tests! {
     forked_worker_reads_standard_input_of_the_launcher,
     ranks_have_different_random_numbers,
     restarts_fork_from_the_same_process,
+    late_import_of_torch_is_preloaded_if_it_can_be,
     workers_start_without_it_if_an_import_fails,
     workers_start_without_it_if_an_import_initialises_cuda,
     workers_start_without_it_if_the_process_is_killed,
@@ -185,6 +186,30 @@ fn restarts_without_cgroups_fork_from_the_same_process() {
     let script = format!("umount -R /sys/fs/cgroup && exec '{}' \"$@\"", xlaunch_path().display());
     let run = launch.run(&[&["--mount", "sh", "-c", &script, "sh"], &ONE_RESTART[..]].concat());
     assert_restarted_from_the_same_process(&launch, &run);
+}
+
+fn late_import_of_torch_is_preloaded_if_it_can_be() {
+    for (late, module, found) in
+        [("", "torch", "True"), ("raise OSError", "torch", "False"), ("", "torch.other", "False")]
+    {
+        let launch = launch_with_module("");
+        std::fs::create_dir(launch.path().join("torch")).unwrap();
+        launch.write("torch/__init__.py", "");
+        launch.write("torch/other.py", "");
+        launch.write("torch/_dynamo.py", late);
+        launch.write(
+            "script.py",
+            "import sys; print('recorded' in sys.modules, 'torch._dynamo' in sys.modules)",
+        );
+        let modules = format!("{module},recorded");
+        let run = launch.run(&["--nproc-per-node", "1", "--preload", &modules, "script.py"]);
+        assert_eq!(
+            (run.code, run.stdout.as_str()),
+            (0, format!("True {found}\n").as_str()),
+            "{}",
+            run.stderr
+        );
+    }
 }
 
 fn assert_starts_without_it(launch: &Launch, run: &Output, reason: &str) {

@@ -6,8 +6,7 @@
 use std::sync::Mutex;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use xlaunch_tests::Job;
-use xlaunch_tests::chaos::{Abilities, FAULTS_PER_JOB, JobPlan, JobResult, Report, Runner};
+use xlaunch_tests::chaos::{FAULTS_PER_JOB, JobPlan, JobResult, Report, Runner};
 
 xlaunch_harness::tests! {
     faults_change_no_bit_of_the_result;
@@ -29,18 +28,15 @@ fn faults_change_no_bit_of_the_result() {
     let random =
         || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| u64::from(time.subsec_nanos()));
     let (faults, seed) = (number(FAULTS).unwrap_or(DEFAULT_FAULTS), number(SEED).unwrap_or_else(random));
-    let schema = Job::new().command(&["gen", "schema"]).output().unwrap();
-    let ends_hangs = String::from_utf8_lossy(&schema.stdout).contains("\"hang_timeout\"");
     eprintln!("chaos: {faults} faults, {SEED}={seed}");
-    let abilities = Abilities { ends_hangs };
-    let runner = Runner::new(abilities);
+    let runner = Runner::prepare();
     let jobs = faults.div_ceil(FAULTS_PER_JOB);
     let (next, results) = (Mutex::new(0..jobs), Mutex::new(Vec::<(u64, JobResult)>::new()));
     std::thread::scope(|scope| {
         for _ in 0..JOBS_AT_ONCE {
             scope.spawn(|| {
                 while let Some(number) = { next.lock().unwrap().next() } {
-                    let result = runner.run(&JobPlan::new(seed, number, abilities));
+                    let result = runner.run(&JobPlan::new(seed, number));
                     if let Some(problem) = &result.problem {
                         eprintln!("chaos: job {number}: {problem}");
                     }

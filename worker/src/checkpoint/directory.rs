@@ -22,6 +22,8 @@ use super::{CheckpointError, State, name, read};
 const PINNED: &str = ".keep";
 /// Suffix of checkpoints that were rejected.
 const DAMAGED: &str = ".damaged";
+/// Checkpoints of one name that can be set aside.
+const MAX_SET_ASIDE: u32 = 10_000;
 /// Suffix of checkpoints that do not belong to the run any more.
 const ABANDONED: &str = ".abandoned";
 
@@ -126,6 +128,11 @@ pub fn mark_damaged(path: &Path) -> io::Result<PathBuf> {
     set_aside(path, DAMAGED)
 }
 
+/// The name that [`mark_damaged`] has given to this checkpoint last, perhaps in another process.
+pub fn marked_damaged(path: &Path) -> Option<PathBuf> {
+    set_aside_names(path, DAMAGED).take_while(|name| name.symlink_metadata().is_ok()).last()
+}
+
 /// Renames the checkpoints of `dir` after `step`: a run continues from there, and writes others of the same names.
 /// Returns their new paths.
 pub fn abandon_after(dir: &Path, step: Option<u64>) -> io::Result<Vec<PathBuf>> {
@@ -135,17 +142,21 @@ pub fn abandon_after(dir: &Path, step: Option<u64>) -> io::Result<Vec<PathBuf>> 
 }
 
 fn set_aside(path: &Path, suffix: &str) -> io::Result<PathBuf> {
-    let candidates = (1..).map(|number| {
-        let number = if number == 1 { String::new() } else { format!("-{number}") };
-        let mut renamed = path.as_os_str().to_owned();
-        renamed.push(format!("{suffix}{number}"));
-        PathBuf::from(renamed)
-    });
-    let Some(free) = candidates.take(10_000).find(|candidate| candidate.symlink_metadata().is_err()) else {
+    let Some(free) = set_aside_names(path, suffix).find(|name| name.symlink_metadata().is_err()) else {
         return Err(io::Error::other(format!("too many entries like {}{suffix}", path.display())));
     };
     fs_err::rename(path, &free)?;
     Ok(free)
+}
+
+/// Names for a checkpoint that is set aside, in the order in which they are used.
+fn set_aside_names(path: &Path, suffix: &str) -> impl Iterator<Item = PathBuf> {
+    (1..=MAX_SET_ASIDE).map(move |number| {
+        let number = if number == 1 { String::new() } else { format!("-{number}") };
+        let mut renamed = path.as_os_str().to_owned();
+        renamed.push(format!("{suffix}{number}"));
+        PathBuf::from(renamed)
+    })
 }
 
 /// Removes what a job that was killed has left, and puts a checkpoint back that it was about to replace. Only for the
@@ -271,7 +282,12 @@ pub fn recover(
         Some(source) if !source.exists() => {
             let beside = source.parent().unwrap_or(source);
             let choice = choose(beside)?;
-            Some(choice.ok_or_else(|| CheckpointError::None { path: beside.into() })?.path)
+            let choice = choice.ok_or_else(|| CheckpointError::None { path: beside.into() })?;
+            // They may belong to another run, which has to set them aside. Those of this directory are known already.
+            let rejected = choice.rejected.iter().map(|(_, error)| error.to_string());
+            let rejected: Vec<String> = rejected.filter(|note| !notes.contains(note)).collect();
+            notes.extend(rejected);
+            Some(choice.path)
         }
         source => source.map(PathBuf::from),
     };

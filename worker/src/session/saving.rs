@@ -102,10 +102,13 @@ pub(super) fn set_aside(error: WorkerError, spec: &JobSpec, job: &GetJobReply) -
     let is_named = Path::new(&spec.checkpoint.resume) == path;
     match error {
         WorkerError::Checkpoint(error @ CheckpointError::Damaged { .. }) if !is_named => {
-            // Another rank may have renamed it already.
-            let renamed = !path.exists() || directory::mark_damaged(path).is_ok() || !path.exists();
-            let message = format!("{error}; renamed to {}.damaged", path.display());
-            if renamed { WorkerError::SetAside(message) } else { error.into() }
+            // Another rank may have renamed it already, or do so now.
+            let own = directory::mark_damaged(path).ok();
+            let renamed = own.or_else(|| directory::marked_damaged(path).filter(|_| !path.exists()));
+            match renamed {
+                Some(renamed) => WorkerError::SetAside(format!("{error}; renamed to {}", renamed.display())),
+                None => error.into(),
+            }
         }
         WorkerError::Checkpoint(error @ CheckpointError::DamagedMemory { .. }) => {
             WorkerError::SetAside(error.to_string())

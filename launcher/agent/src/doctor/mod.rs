@@ -10,7 +10,10 @@
 mod kernel_log;
 mod readings;
 
+use std::borrow::Cow;
 use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
 
 use crate::devices;
 pub use kernel_log::{Xid, xids};
@@ -34,20 +37,32 @@ const FAULTS: [(u32, &str); 9] = [
 /// An older fault was perhaps repaired by a reset, so it is a warning.
 const RECENT_FAULT: Duration = Duration::from_secs(3600);
 
-/// The result of a check.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// What `xlaunch doctor --json` prints.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// No finding is a failure.
+    pub healthy: bool,
+    pub findings: Vec<Finding>,
+}
+
+/// The result of a check. The daemon may read those of a newer version, whose checks it does not know.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
     pub level: Level,
+    /// Name of the check.
+    #[serde(default)]
+    pub check: Cow<'static, str>,
     /// `None` if it concerns the node.
     pub gpu: Option<GpuName>,
     /// One line.
     pub message: String,
     /// What to do.
-    pub help: Option<&'static str>,
+    pub help: Option<Cow<'static, str>>,
 }
 
 /// How bad a finding is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Level {
     Ok,
     Warning,
@@ -55,7 +70,7 @@ pub enum Level {
 }
 
 /// Identifies a GPU for people.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuName {
     /// As nvidia-smi numbers them.
     pub index: u32,
@@ -76,51 +91,66 @@ impl Level {
 
 impl Finding {
     /// A finding about the node.
-    pub fn of_node(level: Level, message: impl Into<String>) -> Self {
-        Self { level, gpu: None, message: message.into(), help: None }
+    pub fn of_node(level: Level, check: &'static str, message: impl Into<String>) -> Self {
+        Self { level, check: check.into(), gpu: None, message: message.into(), help: None }
     }
 
     /// A finding about a GPU.
-    pub fn of_gpu(level: Level, gpu: &GpuName, message: impl Into<String>) -> Self {
-        Self { gpu: Some(gpu.clone()), ..Self::of_node(level, message) }
+    pub fn of_gpu(level: Level, gpu: &GpuName, check: &'static str, message: impl Into<String>) -> Self {
+        Self { gpu: Some(gpu.clone()), ..Self::of_node(level, check, message) }
     }
 
     /// The same with advice.
     #[must_use]
     pub fn with_help(self, help: &'static str) -> Self {
-        Self { help: Some(help), ..self }
+        Self { help: Some(help.into()), ..self }
     }
 }
 
 /// The findings about the driver and all GPUs, without those that need the kernel's log. Every GPU has at least one.
 pub fn gpus(node: &NodeReadings) -> Vec<Finding> {
     if let Some(problem) = &node.problem {
-        return vec![Finding::of_node(Level::Warning, format!("GPUs are not checked: {problem}"))];
+        return vec![Finding::of_node(Level::Warning, "driver", format!("GPUs are not checked: {problem}"))];
     }
     if node.gpus.is_empty() {
-        return vec![Finding::of_node(Level::Ok, "there is no GPU")];
+        return vec![Finding::of_node(Level::Ok, "driver", "there is no GPU")];
     }
     let mut all = Vec::new();
     if let Some(driver) = &node.driver {
         let cuda = node.cuda.as_ref().map_or(String::new(), |cuda| format!(", CUDA {cuda}"));
-        all.push(Finding::of_node(Level::Ok, format!("driver {driver}{cuda}")));
+        all.push(Finding::of_node(Level::Ok, "driver", format!("driver {driver}{cuda}")));
     }
     let most_links = node.gpus.iter().filter_map(|gpu| gpu.nvlinks.as_ref()).map(|links| links.up).max();
     for gpu in &node.gpus {
         let found = gpu_findings(gpu, most_links.unwrap_or(0));
         if found.is_empty() {
-            all.push(Finding::of_gpu(Level::Ok, &gpu.name, gpu.summary()));
+            all.push(Finding::of_gpu(Level::Ok, &gpu.name, "counters", gpu.summary()));
         }
         all.extend(found);
     }
     all
 }
 
+impl NodeReadings {
+    /// The readings without GPUs that `CUDA_VISIBLE_DEVICES` hides.
+    #[must_use]
+    pub fn visible(mut self, visible: Option<&str>) -> Self {
+        let indices = self.visible_indices(visible);
+        self.gpus.retain(|gpu| indices.contains(&gpu.name.index.to_string()));
+        self
+    }
+
+    /// Indices of the visible GPUs, in CUDA's order.
+    fn visible_indices(&self, visible: Option<&str>) -> Vec<String> {
+        let known: Vec<(String, String)> =
+            self.gpus.iter().map(|gpu| (gpu.name.uuid.clone(), gpu.name.index.to_string())).collect();
+        devices::visible_addresses(&known, visible)
+    }
+}
+
 /// The faults of the GPUs of the first `world` ranks, with the rank. `visible` is `CUDA_VISIBLE_DEVICES`.
 pub fn faults(node: &NodeReadings, visible: Option<&str>, world: u32) -> Vec<(u32, String)> {
-    let known: Vec<(String, String)> =
-        node.gpus.iter().map(|gpu| (gpu.name.uuid.clone(), gpu.name.index.to_string())).collect();
-    let of_ranks: Vec<String> = devices::visible_addresses(&known, visible);
+    let of_ranks = node.visible_indices(visible);
     let failures = gpus(node).into_iter().filter(|finding| finding.level == Level::Failure);
     let with_rank = failures.filter_map(|finding| {
         let gpu = finding.gpu?;
@@ -134,39 +164,56 @@ pub fn faults(node: &NodeReadings, visible: Option<&str>, world: u32) -> Vec<(u3
 /// What is wrong with a GPU. `most_links` is the largest number of its node's GPUs.
 fn gpu_findings(gpu: &GpuReadings, most_links: u32) -> Vec<Finding> {
     if let Some(reason) = &gpu.lost {
-        let lost = Finding::of_gpu(Level::Failure, &gpu.name, format!("the driver cannot read it: {reason}"));
+        let message = format!("the driver cannot read it: {reason}");
         return vec![
-            lost.with_help("look for Xid errors in the kernel's log; reset the GPU or reboot the node"),
+            Finding::of_gpu(Level::Failure, &gpu.name, "driver", message)
+                .with_help("look for Xid errors in the kernel's log; reset the GPU or reboot the node"),
         ];
     }
     let mut all = Vec::new();
-    let mut add =
-        |level, message: String, help| all.push(Finding::of_gpu(level, &gpu.name, message).with_help(help));
+    let mut add = |level, check, message: String, help| {
+        all.push(Finding::of_gpu(level, &gpu.name, check, message).with_help(help));
+    };
     if let Some(errors @ 1..) = gpu.uncorrected_errors {
         let message = format!("{errors} uncorrected ECC errors since the driver was loaded");
-        add(Level::Failure, message, "reset the GPU while it is idle; replace it if they come back");
+        add(Level::Failure, "ecc", message, "reset the GPU while it is idle; replace it if they come back");
     }
     if gpu.has_pending_pages == Some(true) {
         let message = "memory pages wait to be retired".to_owned();
-        add(Level::Warning, message, "reset the GPU while it is idle");
+        add(Level::Warning, "ecc", message, "reset the GPU while it is idle");
     }
     if !gpu.slowdowns.is_empty() {
         let message = format!("clocks are lowered: {}", gpu.slowdowns.join(", "));
-        add(Level::Warning, message, "check cooling and power; a job runs at the speed of its slowest GPU");
+        add(
+            Level::Warning,
+            "clocks",
+            message,
+            "check cooling and power; a job runs at the speed of its slowest GPU",
+        );
     }
     if let Some(PcieLink { width, most }) = gpu.pcie.filter(|link| link.width < link.most) {
         let message = format!("PCIe link has {width} of {most} lanes");
-        add(Level::Warning, message, "reseat the card or its riser");
+        add(Level::Warning, "pcie", message, "reseat the card or its riser");
     }
     if let Some(links) = gpu.nvlinks.filter(|links| links.up < most_links) {
         let message = format!("{} NVLinks are up, but {most_links} of another GPU of this node", links.up);
-        add(Level::Failure, message, "reset the GPUs and restart nvidia-fabricmanager; check the cables");
+        add(
+            Level::Failure,
+            "nvlink",
+            message,
+            "reset the GPUs and restart nvidia-fabricmanager; check the cables",
+        );
     }
     if !gpu.processes.is_empty() {
         let pids = gpu.processes.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
         let noun = if gpu.processes.len() == 1 { "process" } else { "processes" };
         let message = format!("in use by {noun} {pids}");
-        add(Level::Warning, message, "they take memory and time from a job; end them if they are left over");
+        add(
+            Level::Warning,
+            "processes",
+            message,
+            "they take memory and time from a job; end them if they are left over",
+        );
     }
     all
 }
@@ -176,7 +223,8 @@ pub fn xid_findings(node: &NodeReadings, xids: Option<&[Xid]>) -> Vec<Finding> {
     let Some(xids) = xids else {
         let message = "Xid errors are unknown: the kernel's log cannot be read";
         return vec![
-            Finding::of_node(Level::Warning, message).with_help("run as root, or look at `journalctl -k`"),
+            Finding::of_node(Level::Warning, "xid", message)
+                .with_help("run as root, or look at `journalctl -k`"),
         ];
     };
     let mut all = Vec::new();
@@ -191,7 +239,7 @@ pub fn xid_findings(node: &NodeReadings, xids: Option<&[Xid]>) -> Vec<Finding> {
             let is_failure = fault.is_some() && *age < RECENT_FAULT;
             let level = if is_failure { Level::Failure } else { Level::Warning };
             let help = "see NVIDIA's catalog of Xid errors; drain the GPU if it comes back";
-            all.push(Finding::of_gpu(level, &gpu.name, message).with_help(help));
+            all.push(Finding::of_gpu(level, &gpu.name, "xid", message).with_help(help));
         }
     }
     all

@@ -132,3 +132,25 @@ fn faults_name_the_rank_that_would_use_the_gpu() {
     let broken = NodeReadings { problem: Some("NVML is missing".into()), ..NodeReadings::default() };
     assert_eq!(faults(&broken, None, 3), []);
 }
+
+#[test]
+fn report_is_read_back_from_its_json() {
+    let name = GpuName { index: 3, uuid: "GPU-x".into() };
+    let failure = Finding::of_gpu(Level::Failure, &name, "ecc", "broken").with_help("replace it");
+    let report =
+        Report { healthy: false, findings: vec![Finding::of_node(Level::Ok, "driver", "1"), failure] };
+    let text = serde_json::to_string(&report).unwrap();
+    assert_eq!(serde_json::from_str::<Report>(&text).unwrap(), report);
+    let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let finding = &json["findings"][1];
+    assert_eq!((&finding["level"], &finding["gpu"]["uuid"]), (&"failure".into(), &"GPU-x".into()));
+}
+
+#[test]
+fn hidden_gpus_are_left_out() {
+    let seen = |visible| {
+        let node = node(vec![gpu(0), gpu(1), gpu(2)]).visible(visible);
+        node.gpus.iter().map(|gpu| gpu.name.index).collect::<Vec<_>>()
+    };
+    assert_eq!((seen(None), seen(Some("GPU-2,0")), seen(Some(""))), (vec![0, 1, 2], vec![0, 2], vec![]));
+}

@@ -53,7 +53,7 @@ pub use types::{Action, Event, Failure, Kind, Outcome, Phase, Rules, StopCause};
 /// the connections of the others, and those may be the first to exit; and a rank that has reported an error of its own
 /// still has to exit.
 const FAILURE_GRACE: Duration = Duration::from_secs(5);
-/// An attempt of a command that ran this long before it failed has made progress.
+/// An attempt of a command that ran this long before it failed has made progress, unless the command counts steps.
 const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 /// For the Python programs of ranks that hang to print their stacks, before they are terminated.
 const STACKS_TIMEOUT: Duration = Duration::from_secs(5);
@@ -77,6 +77,8 @@ pub struct Job {
     new_failure: Option<Instant>,
     /// This attempt is further than those before.
     progressed: bool,
+    /// Progress is known from steps; kept across attempts.
+    counts_steps: bool,
     /// Of the trainer's ranks that train, or have done so.
     sessions: blame::Sessions,
     /// Of a command's ranks that have exited.
@@ -125,6 +127,7 @@ impl Job {
             failed_at: None,
             new_failure: None,
             progressed: false,
+            counts_steps: false,
             sessions: blame::Sessions::new(),
             symptoms: blame::Symptoms::new(),
             first_done: None,
@@ -229,8 +232,9 @@ impl Job {
                 self.symptoms.insert(rank, blame::Symptom { kind, at });
                 Vec::new()
             }
-            Event::Advanced => {
+            Event::Advanced { by_steps } => {
                 self.progressed = true;
+                self.counts_steps |= by_steps;
                 Vec::new()
             }
             Event::Hung { ranks, message } => self.hung(&ranks, &message, now),

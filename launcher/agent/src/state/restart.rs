@@ -24,7 +24,8 @@ impl Job {
             (Kind::Command, Some(exit)) => exit.of_command(),
         };
         let counted_as = exits::counted_as(&root, !self.differing.is_empty());
-        let progressed = self.progressed || self.rules.kind == Kind::Command && self.has_lived(now);
+        let by_age = self.rules.kind == Kind::Command && !self.counts_steps;
+        let progressed = self.progressed || by_age && self.has_lived(now);
         let differing = std::mem::take(&mut self.differing);
         let failure = AttemptFailure { code, code_text: &code_text, progressed, differing: &differing };
         match self.policy.decide(failure, now) {
@@ -72,19 +73,27 @@ impl Job {
         let is_refused = root.status.is_none() && root.exit == ExitCode::Gpu;
         let first_root = first_root.filter(|_| self.policy.fruitless() > 1 && !is_refused);
         let Some(first_root) = first_root.filter(|first| who(first) != who(root)) else {
-            let retryable = self.is_retryable(root);
-            return self.end_with(failures, |outcome| {
-                outcome.exit = if retryable { ExitCode::Retryable } else { outcome.exit };
-            });
+            return self.end_with_root(failures, root, |_| {});
         };
         let attempts = self.policy.fruitless();
         let note = format!(
             "this is the first error of {attempts} attempts without progress; the last one failed with {}",
             who(root)
         );
-        let retryable = self.is_retryable(&first_root);
-        self.end_with(first, |outcome| {
+        self.end_with_root(first, &first_root, |outcome| {
             (outcome.of_kept_attempt, outcome.note) = (true, Some(note));
+        })
+    }
+
+    fn end_with_root(
+        &mut self,
+        failures: Vec<Failure>,
+        root: &Failure,
+        change: impl FnOnce(&mut super::Outcome),
+    ) -> Vec<Action> {
+        let retryable = self.is_retryable(root);
+        self.end_with(failures, |outcome| {
+            change(outcome);
             outcome.exit = if retryable { ExitCode::Retryable } else { outcome.exit };
         })
     }

@@ -102,7 +102,10 @@ pub enum Event {
     /// A worker has made progress in saving or evaluating.
     Progress,
     /// The job is further than ever: a step beyond the furthest of all attempts, or a heartbeat of a command.
-    Advanced,
+    Advanced {
+        /// The job counts its steps, so a long life alone is not progress from now on.
+        by_steps: bool,
+    },
     /// The OOM killer has ended this rank, whose exit follows.
     OomKilled {
         /// The rank.

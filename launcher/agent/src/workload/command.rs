@@ -259,7 +259,7 @@ impl Workload for CommandWorkload<'_> {
                 Change::Removed => self.heartbeats.remove(rank),
             }
         }
-        advanced.then_some(Event::Advanced)
+        advanced.then(|| Event::Advanced { by_steps: self.heartbeats.has_steps() })
     }
 
     fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {

@@ -21,11 +21,13 @@
 //! - time during which the agent itself was suspended never counts;
 //! - a set of culprits is reported once, and so is its recovery.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Heartbeat, Phase};
+
+use super::recent::RecentDurations;
 
 /// Heartbeats are sent every second. A rank that misses them for this long is stopped, or its host is overloaded.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(15);
@@ -37,9 +39,8 @@ const DEFAULT_MINIMUM: Duration = Duration::from_secs(60);
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(300);
 /// Minimum for checkpoints: syncing a file to a slow disk reports no progress.
 const CHECKPOINT_TIMEOUT: Duration = Duration::from_secs(600);
-/// Hang timeout as a multiple of the 99th percentile of the last [`STEP_HISTORY`] step times.
-const SLOW_STEP_FACTOR: f64 = 5.0;
-const STEP_HISTORY: usize = 200;
+/// Hang timeout as a multiple of the 99th percentile of the last step times.
+const SLOW_STEP_FACTOR: u32 = 5;
 
 /// What the detector has to know of a job.
 #[derive(Clone, Copy, Debug)]
@@ -58,8 +59,8 @@ pub(crate) struct HangDetector {
     settings: Settings,
     /// Ranks that have joined, until their sessions close.
     ranks: BTreeMap<u32, RankActivity>,
-    /// Step times of rank 0, in seconds; kept across attempts.
-    step_seconds: VecDeque<f64>,
+    /// Step times of rank 0; kept across attempts.
+    step_times: RecentDurations,
     /// Whether this attempt has completed a step.
     stepped: bool,
     last_progress: Instant,
@@ -117,7 +118,7 @@ impl HangDetector {
         Self {
             settings: Settings { minimum, ..settings },
             ranks: BTreeMap::new(),
-            step_seconds: VecDeque::new(),
+            step_times: RecentDurations::default(),
             stepped: false,
             last_progress: now,
             last_poll: now,
@@ -163,10 +164,9 @@ impl HangDetector {
             Report::Step(step) => {
                 self.stepped = true;
                 if rank == 0 {
-                    if self.step_seconds.len() == STEP_HISTORY {
-                        self.step_seconds.pop_front();
-                    }
-                    self.step_seconds.push_back(step.step_seconds);
+                    // A worker may report any number.
+                    let time = Duration::try_from_secs_f64(step.step_seconds);
+                    self.step_times.record(time.unwrap_or(CHECKPOINT_TIMEOUT / SLOW_STEP_FACTOR));
                 }
                 true
             }
@@ -281,12 +281,7 @@ impl HangDetector {
         if self.settings.gpus && (!self.stepped || any(&[Phase::Evaluation, Phase::Sample])) {
             return minimum.max(COMPILE_TIMEOUT);
         }
-        let mut sorted: Vec<f64> = self.step_seconds.iter().copied().collect();
-        sorted.sort_by(f64::total_cmp);
-        let slow = sorted.get(sorted.len() * 99 / 100).copied().unwrap_or(0.0);
-        // A worker may report any number.
-        let adapted = Duration::try_from_secs_f64(SLOW_STEP_FACTOR * slow).unwrap_or(CHECKPOINT_TIMEOUT);
-        minimum.max(adapted)
+        minimum.max(self.step_times.slow().saturating_mul(SLOW_STEP_FACTOR))
     }
 }
 

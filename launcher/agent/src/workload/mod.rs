@@ -8,6 +8,7 @@ mod checkpoint_requests;
 pub mod command;
 mod hang;
 mod heartbeat;
+mod recent;
 mod save;
 mod sessions;
 pub mod snapshots;

@@ -12,6 +12,7 @@
 //! through a pidfd: never from anything that its user can write.
 
 pub(crate) mod connect;
+pub(crate) mod examination;
 pub(crate) mod follow;
 pub(crate) mod hooks;
 mod process;

@@ -4,6 +4,7 @@
 //! its main process; when that has exited, systemd kills what is left in the cgroup, and only then is the unit
 //! inactive. A reference keeps the unit loaded until the daemon has read what it has used.
 
+use std::fmt::Display;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
@@ -13,6 +14,7 @@ use tokio::io::unix::AsyncFd;
 use zbus::{Fd, OwnedObjectPath, Variant, proxy};
 
 use super::AgentStart;
+use super::examination::{DOCTOR, ExaminationStart, Stdio};
 use super::hooks::{HookStart, took_too_long};
 use super::process;
 use crate::measured::Usage;
@@ -122,11 +124,7 @@ impl Unit {
         start: &AgentStart,
         input: OwnedFd,
     ) -> zbus::Result<Self> {
-        let program = std::env::current_exe().map_err(|error| zbus::Error::InputOutput(error.into()))?;
-        // After an upgrade, the kernel marks the path of the running, replaced binary. The new one is at the path
-        // before it.
-        let program = program.to_string_lossy();
-        let program = program.strip_suffix(" (deleted)").unwrap_or(&program).to_owned();
+        let program = program()?;
         // systemd expands variables in ExecStart. ExecStartEx can turn that off, but systemd up to version 252 loses
         // such a unit at a daemon-reload.
         let dir = start.dir.to_string_lossy().replace('$', "$$");
@@ -165,6 +163,30 @@ impl Unit {
         };
         unit.release().await;
         Ok(done)
+    }
+
+    /// Starts the process that examines GPUs, as root.
+    pub(super) async fn start_doctor(
+        bus: &zbus::Connection,
+        start: &ExaminationStart,
+        stdio: Stdio,
+    ) -> zbus::Result<Self> {
+        let program = program()?;
+        let exec: Vec<Exec<'_>> = vec![(&program, [&[program.as_str()], &DOCTOR[..]].concat(), false)];
+        let mut properties = common_properties("xlaunch doctor".into(), None, &start.environment());
+        properties.extend([
+            ("Type", "exec".into()),
+            ("ExecStart", exec.into()),
+            ("WorkingDirectory", start.temporary().to_string_lossy().into_owned().into()),
+            ("StandardInputFileDescriptor", Fd::from(stdio.input).into()),
+            ("StandardOutputFileDescriptor", Fd::from(stdio.output).into()),
+            ("StandardErrorFileDescriptor", Fd::from(stdio.errors).into()),
+            ("KillMode", "mixed".into()),
+            ("LimitMEMLOCK", u64::MAX.into()),
+        ]);
+        let mut unit = Self::transient(bus, "xlaunch-doctor.service".into(), &properties).await?;
+        unit.open_main().await;
+        Ok(unit)
     }
 
     /// Starts a transient unit. One of the same name that is about to be forgotten is waited for.
@@ -268,6 +290,15 @@ impl Unit {
     }
 }
 
+/// The path of this program.
+fn program() -> zbus::Result<String> {
+    let program = std::env::current_exe().map_err(|error| zbus::Error::InputOutput(error.into()))?;
+    // After an upgrade, the kernel marks the path of the running, replaced binary. The new one is at the path before
+    // it.
+    let program = program.to_string_lossy();
+    Ok(program.strip_suffix(" (deleted)").unwrap_or(&program).to_owned())
+}
+
 fn is_unit_exists(error: &zbus::Error) -> bool {
     matches!(error, zbus::Error::MethodError(name, ..) if name.as_str() == "org.freedesktop.systemd1.UnitExists")
 }
@@ -317,7 +348,7 @@ fn properties<'a>(start: &AgentStart, input: OwnedFd) -> Vec<Property<'a>> {
 fn common_properties<'a>(
     description: String,
     uid: Option<u32>,
-    environment: &[(&str, String)],
+    environment: &[(impl Display, String)],
 ) -> Vec<Property<'a>> {
     let environment = environment.iter().map(|(name, value)| format!("{name}={value}"));
     let mut properties = vec![

@@ -35,6 +35,10 @@ impl Manager {
                 let result = self.drain(caller, &gpus, undo, &reason);
                 self.reply(reply, result);
             }
+            Command::Examine { caller, examine, reply } => {
+                let result = self.examine(caller, &examine);
+                self.reply(reply, result);
+            }
         }
     }
 

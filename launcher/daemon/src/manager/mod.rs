@@ -8,6 +8,7 @@
 //! as the end of a job, are applied all the same; the journal is rewritten as soon as the disk allows.
 
 mod commands;
+mod examination;
 mod publish;
 mod records;
 
@@ -31,11 +32,13 @@ use super::gpus::{GpuFacts, GpuMonitor, Inventory};
 use super::journal::Journal;
 use super::measured::Usage;
 use super::runtime::{JobRuntime, Stop};
+use super::state::examination::Ending;
 use super::state::limits::{Due, due};
 use super::state::schedule::{GpuSlot, Resources, Schedule, Wait, schedule};
 use super::state::{End, Entry, Jobs, Phase, Record, bounded};
 use super::view::NodeView;
 use super::{boot_id, snapshot};
+use examination::Running;
 use xlaunch_agent::clock::unix_ms;
 
 /// Capacity of the channel of agents' events.
@@ -52,6 +55,8 @@ pub(crate) struct Setup {
     pub(crate) dirs: JobDirs,
     pub(crate) accounting: Accounting,
     pub(crate) starter: AgentStarter,
+    /// Files of the examinations of GPUs.
+    pub(crate) doctor_dir: PathBuf,
     pub(crate) hooks: HooksSection,
     pub(crate) gpu_monitor: GpuMonitor,
     pub(crate) gpus: watch::Receiver<Inventory>,
@@ -74,7 +79,9 @@ pub(crate) async fn run(
     on_tick: impl Fn(&NodeStatus) + Send,
 ) {
     let (event_sender, mut events) = mpsc::channel(AGENT_EVENT_CAPACITY);
-    let mut manager = Manager::new(setup, event_sender, view);
+    // There is one examination at a time.
+    let (ending_sender, mut endings) = mpsc::channel(1);
+    let mut manager = Manager::new(setup, event_sender, ending_sender, view);
     manager.recover();
     let mut tick = tokio::time::interval(MANAGER_TICK_INTERVAL);
     manager.settle();
@@ -88,6 +95,7 @@ pub(crate) async fn run(
                 None => return,
             },
             Some((job, event)) = events.recv() => manager.on_agent_event(job, event),
+            Some(ending) = endings.recv() => manager.on_examined(ending),
             Ok(()) = manager.gpus.changed() => {}
             Ok(()) = manager.config.changed() => {}
             () = changed(&mut manager.page_problem) => {}
@@ -127,6 +135,12 @@ struct Manager {
     dirs: JobDirs,
     accounting: Accounting,
     starter: Arc<AgentStarter>,
+    doctor_dir: PathBuf,
+    /// The examination of GPUs that runs.
+    examination: Option<Running>,
+    /// GPUs examined since the start, as in [`NodeView::examined`].
+    examined: [u64; 3],
+    endings: mpsc::Sender<Ending>,
     hooks: Arc<HooksSection>,
     gpu_monitor: GpuMonitor,
     gpus: watch::Receiver<Inventory>,
@@ -160,10 +174,11 @@ impl Manager {
     fn new(
         setup: Setup,
         events: mpsc::Sender<(u64, AgentEvent)>,
+        endings: mpsc::Sender<Ending>,
         view: watch::Sender<Arc<NodeView>>,
     ) -> Self {
         let Setup { journal, jobs, dirs, accounting, starter, gpu_monitor, gpus, config, .. } = setup;
-        let Setup { hooks, how_to_configure, page_problem, cores, node, .. } = setup;
+        let Setup { doctor_dir, hooks, how_to_configure, page_problem, cores, node, .. } = setup;
         Self {
             changed: jobs.jobs.keys().copied().collect(),
             journal,
@@ -171,6 +186,10 @@ impl Manager {
             dirs,
             accounting,
             starter: Arc::new(starter),
+            doctor_dir,
+            examination: None,
+            examined: [0; 3],
+            endings,
             hooks: Arc::new(hooks),
             gpu_monitor,
             gpus,
@@ -437,9 +456,9 @@ impl Manager {
         let held: BTreeSet<&str> = self.jobs.active().flat_map(|(_, entry)| entry.gpus()).collect();
         let slot = |gpu: &GpuFacts| {
             let unusable = snapshot::unusable(gpu, &config.leave_gpus);
-            // The processes of a job count as foreign.
-            let unusable = unusable
-                .filter(|(state, _)| *state != GpuState::Foreign || !held.contains(gpu.uuid.as_str()));
+            // The processes of a job or an examination count as foreign.
+            let is_ours = held.contains(gpu.uuid.as_str()) || self.jobs.is_examined(&gpu.uuid);
+            let unusable = unusable.filter(|(state, _)| *state != GpuState::Foreign || !is_ours);
             GpuSlot { uuid: gpu.uuid.clone(), unusable: unusable.map(|(_, reason)| reason) }
         };
         Resources {

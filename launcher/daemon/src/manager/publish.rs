@@ -44,10 +44,12 @@ impl Manager {
     /// Replaces the view if something has changed. The queue was scheduled in the same turn.
     pub(super) fn publish(&mut self) {
         let node = self.node_message();
-        if self.changed.is_empty() && node == self.published.node {
+        if self.changed.is_empty() && node == self.published.node && self.examined == self.published.examined
+        {
             return;
         }
         self.published.node = node;
+        self.published.examined = self.examined;
         let is_queued = |job: &u64| {
             self.jobs.jobs.get(job).is_some_and(|entry| matches!(entry.phase, Phase::Queued { .. }))
         };

@@ -136,6 +136,7 @@ impl App {
             dirs,
             accounting: accounting.clone(),
             starter,
+            doctor_dir: state_dir.join("doctor"),
             hooks: config.hooks,
             gpu_monitor,
             gpus,

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! connection --listener: user, connection limits--> call --access: role, quotas--> handler
-//!     Submit, Cancel, Update, Drain: a command to the manager
+//!     Submit, Cancel, Update, Drain, Examine: a command to the manager
 //!     Status, List, Get, Watch: queries of the view
 //!     Logs: logs; Checkpoint: checkpoint; Stacks: stacks
 //! ```
@@ -23,22 +23,24 @@ mod stacks;
 mod tail;
 
 use std::io;
+use std::pin::Pin;
 use std::time::Duration;
 
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{mpsc, oneshot};
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt};
 use tonic::service::InterceptorLayer;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 use tower::layer::layer_fn;
-use xlaunch_proto::convert::node::{Drain, JobLogs, Submit, Update};
+use xlaunch_proto::convert::node::{Drain, Examine, JobLogs, Submit, Update};
 use xlaunch_proto::net::{self, Connections, Credentials};
 use xlaunch_proto::v1::node_server::{Node, NodeServer};
 use xlaunch_proto::v1::{
-    CancelRequest, CheckpointReply, DrainRequest, GetRequest, HistoryReply, HistoryRequest, Job,
-    JobCheckpointRequest, JobLogsRequest, JobStacksRequest, ListReply, ListRequest, LogsReply, NodeStatus,
-    NodeStatusRequest, StacksReply, SubmitReply, SubmitRequest, UpdateRequest,
+    CancelRequest, CheckpointReply, DrainRequest, ExamineReply, ExamineRequest, GetRequest, HistoryReply,
+    HistoryRequest, Job, JobCheckpointRequest, JobLogsRequest, JobStacksRequest, ListReply, ListRequest,
+    LogsReply, NodeStatus, NodeStatusRequest, StacksReply, SubmitReply, SubmitRequest, UpdateRequest,
 };
 
 pub(crate) use tail::log_tail;
@@ -345,6 +347,20 @@ impl Node for Service {
         let result = self.node.drain(caller, gpus, undo, reason).await.map_err(to_status);
         tracing::info!(uid, pid, gpus = named, undo, refusal = refusal(&result), "drain");
         result.map(Response::new)
+    }
+
+    type ExamineStream = Pin<Box<dyn Stream<Item = Result<ExamineReply, Status>> + Send>>;
+
+    async fn examine(
+        &self,
+        request: Request<ExamineRequest>,
+    ) -> Result<Response<Self::ExamineStream>, Status> {
+        let (call, caller) = self.caller(&request).await?;
+        let examine: Examine = checked(request.into_inner())?;
+        let (uid, pid, named) = (caller.uid, call.peer.pid, format!("{:?}", examine.gpus));
+        let result = self.node.examine(caller, examine).await.map_err(to_status);
+        tracing::info!(uid, pid, gpus = named, refusal = refusal(&result), "examine");
+        Ok(Response::new(Box::pin(ReceiverStream::new(result?).map(Ok))))
     }
 
     async fn status(&self, request: Request<NodeStatusRequest>) -> Result<Response<NodeStatus>, Status> {

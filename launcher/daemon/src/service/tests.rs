@@ -20,7 +20,9 @@ use xlaunch_proto::command::{CommandSpec, Program};
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::node_client::NodeClient;
 use xlaunch_proto::v1::submit_request::Work as Wire;
-use xlaunch_proto::v1::{Gpu, JobCheckpointRequest, JobStacksRequest, LogsRequest, NodeJobState};
+use xlaunch_proto::v1::{
+    ExaminedGpu, Gpu, JobCheckpointRequest, JobStacksRequest, LogsRequest, NodeJobState,
+};
 
 use super::*;
 use crate::commands::{Command, CommandError};
@@ -53,7 +55,7 @@ impl Case {
         let jobs = jobs.into_iter().map(view).collect();
         let gpus = vec![Gpu { job: 1, ..Default::default() }, Gpu { job: 2, ..Default::default() }];
         let node = NodeStatus { host: "here".into(), gpus, ..Default::default() };
-        let shown = watch::Sender::new(Arc::new(NodeView { node, jobs }));
+        let shown = watch::Sender::new(Arc::new(NodeView { node, jobs, ..NodeView::default() }));
         let (commands, receiver) = mpsc::channel(8);
         tokio::spawn(manage(receiver, refuse));
         let dir = tempfile::tempdir().unwrap();
@@ -129,6 +131,17 @@ async fn manage(mut commands: mpsc::Receiver<Command>, refuse: Option<CommandErr
             (Command::Cancel { job, reply, .. }, None) => {
                 drop(reply.send(Ok(Job { id: job, ..Default::default() })));
             }
+            (Command::Examine { reply, .. }, Some(refused)) => drop(reply.send(Err(refused.clone()))),
+            (Command::Examine { caller, examine, reply }, None) => {
+                let result = Jobs::default().choose(caller, &[], &[]).map(|_| {
+                    let (sender, receiver) = mpsc::channel(1);
+                    let gpu = ExaminedGpu { uuid: examine.gpus.join(","), ..Default::default() };
+                    let reply = ExamineReply { gpus: vec![gpu], done: true, ..Default::default() };
+                    sender.try_send(reply).unwrap();
+                    receiver
+                });
+                drop(reply.send(result));
+            }
             (Command::Drain { caller, gpus, reason, undo, reply }, None) => {
                 // As the real manager does, by the role that the service has found.
                 let result = Jobs::drain(caller, &[], undo, &reason, &[], 0).map(|_| {
@@ -194,6 +207,10 @@ async fn job_of_another_user_looks_nonexistent() {
         assert_eq!((error.code(), error.message()), (Code::FailedPrecondition, "job 2 has not started"));
     }
     assert_eq!(bob.drain(DrainRequest::default()).await.unwrap_err().code(), Code::PermissionDenied);
+    assert_eq!(bob.examine(ExamineRequest::default()).await.unwrap_err().code(), Code::PermissionDenied);
+    let examine = ExamineRequest { gpus: vec!["GPU-1".into()], ..Default::default() };
+    let mut replies = admin.examine(examine).await.unwrap().into_inner();
+    assert_eq!(replies.message().await.unwrap().unwrap().gpus[0].uuid, "GPU-1");
     let drain = DrainRequest { gpus: vec!["GPU-1".into()], undo: false, reason: "fan".into() };
     assert_eq!(admin.drain(drain).await.unwrap().into_inner().drained, "GPU-1 false fan");
 }

@@ -154,18 +154,23 @@ impl Jobs {
         if !caller.admin {
             return Err(CommandError::NotAllowed("only administrators may drain a node or its GPUs".into()));
         }
-        let find = |named: &String| {
-            let found = known.iter().find(|(index, uuid)| uuid == named || index.to_string() == *named);
-            found.map(|(_, uuid)| uuid.clone()).ok_or_else(|| {
-                let all: Vec<_> = known.iter().map(|(index, uuid)| format!("{index} ({uuid})")).collect();
-                let all = if all.is_empty() { "none".into() } else { all.join(", ") };
-                CommandError::Invalid(format!("there is no GPU `{named}` on this node; its GPUs: {all}"))
-            })
-        };
-        let gpus = gpus.iter().map(find).collect::<Result<_, _>>()?;
+        let gpus = find_gpus(gpus, known)?;
         let reason = if reason.is_empty() { "by an administrator" } else { reason };
         Ok(Record::Drained { gpus, undo, reason: bounded(reason.into()), uid: caller.uid, at })
     }
+}
+
+/// UUIDs of the GPUs with these UUIDs or indices. `known` are the node's GPUs by index and UUID.
+pub(super) fn find_gpus(named: &[String], known: &[(u32, String)]) -> Result<Vec<String>, CommandError> {
+    let find = |named: &String| {
+        let found = known.iter().find(|(index, uuid)| uuid == named || index.to_string() == *named);
+        found.map(|(_, uuid)| uuid.clone()).ok_or_else(|| {
+            let all: Vec<_> = known.iter().map(|(index, uuid)| format!("{index} ({uuid})")).collect();
+            let all = if all.is_empty() { "none".into() } else { all.join(", ") };
+            CommandError::Invalid(format!("there is no GPU `{named}` on this node; its GPUs: {all}"))
+        })
+    };
+    named.iter().map(find).collect()
 }
 
 fn check_priority(caller: Caller, priority: i32) -> Result<(), CommandError> {

@@ -18,11 +18,12 @@
 //! ended jobs beyond `jobs.keep` are forgotten, oldest first.
 //!
 //! Invariants: a job holds GPUs only while it is active; applying [`Jobs::records`] to an empty value gives an equal
-//! value.
+//! value, but for the examination of GPUs, which ends with the daemon.
 
 mod backfill;
 pub(crate) mod commands;
 mod dependencies;
+pub(crate) mod examination;
 pub(crate) mod limits;
 mod record;
 pub(crate) mod schedule;
@@ -39,6 +40,7 @@ pub use record::Submitted;
 pub(crate) use record::{Dependency, Element, End, Hold, Record, bounded};
 
 use dependencies::Dependents;
+use examination::Examination;
 use usage::FairShares;
 
 use crate::measured::Usage;
@@ -100,6 +102,8 @@ pub(crate) struct Jobs {
     pub(crate) drained: Option<String>,
     /// Why GPUs are drained, by UUID.
     pub(crate) drained_gpus: BTreeMap<String, String>,
+    /// GPUs that are reserved because they are being examined. Not in the journal.
+    pub(crate) examination: Option<Examination>,
     /// What users have used, for fair shares.
     pub(crate) usage: FairShares,
     /// Which queued jobs wait for which.

@@ -116,6 +116,11 @@ impl<'a> Pass<'a> {
             ahead: Demand::default(),
             reservations: [None, None],
         };
+        if let Some(examination) = &jobs.examination {
+            let gpus = examination.gpus.iter().filter(|gpu| usable.contains(gpu.as_str())).count();
+            let gpus = u32::try_from(gpus).unwrap_or(u32::MAX);
+            pass.ledger.hold(Demand { gpus, ..Demand::default() }, Some(examination.until));
+        }
         for (_, entry) in jobs.active() {
             let Phase::Active { at, .. } = entry.phase else { continue };
             // GPUs that were drained or broke since will not be free when the job ends.
@@ -228,6 +233,7 @@ fn free_gpus(jobs: &Jobs, resources: &Resources) -> Vec<String> {
     let usable = resources.gpus.iter().filter(|gpu| {
         gpu.unusable.is_none()
             && !held.contains(gpu.uuid.as_str())
+            && !jobs.is_examined(&gpu.uuid)
             && !jobs.drained_gpus.contains_key(&gpu.uuid)
     });
     usable.map(|gpu| gpu.uuid.clone()).collect()

@@ -11,11 +11,13 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
-use xlaunch_proto::v1::{Accounting, NodeJobState, RankState, RankStatus, StatusReply, StepTimes, Totals};
+use xlaunch_proto::v1::{
+    Accounting, ExaminationState, NodeJobState, RankState, RankStatus, StatusReply, StepTimes, Totals,
+};
 
 use super::api::has_trained;
 use crate::view::{JobView, NodeView};
-use xlaunch_proto::labels::{gpu_state, kind, node_job_state};
+use xlaunch_proto::labels::{examination_state, gpu_state, kind, node_job_state};
 
 pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 /// How long an ended job is exported, in milliseconds.
@@ -129,7 +131,11 @@ impl Scrape {
         out.gauge("xlaunch_gpu_info", "1 for each GPU, with its state for the daemon.", gpus)?;
         let held = node.gpus.iter().filter(|gpu| gpu.job != 0);
         let held = held.map(|gpu| (vec![("UUID", gpu.uuid.clone()), ("job", gpu.job.to_string())], 1.0));
-        out.gauge("xlaunch_gpu_job", "1 for each GPU that a job holds, with the job.", held)
+        out.gauge("xlaunch_gpu_job", "1 for each GPU that a job holds, with the job.", held)?;
+        let results = [ExaminationState::Passed, ExaminationState::Failed, ExaminationState::Unknown];
+        let results = results.map(|state| vec![("result", examination_state(state).to_owned())]);
+        let help = "GPUs examined by `xlaunch doctor --daemon` since the daemon was started.";
+        out.counter("xlaunch_gpus_examined", help, results.into_iter().zip(self.view.examined))
     }
 
     fn jobs(&self, out: &mut Out<'_>) -> fmt::Result {

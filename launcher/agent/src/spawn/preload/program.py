@@ -34,6 +34,9 @@ CUDA_ERROR_NOT_INITIALIZED = 3
 DESCRIPTORS = 3
 INT_BYTES = struct.calcsize("i")
 
+# Imported with the module that is named: scripts import it late, which takes seconds in every attempt.
+LATE_IMPORTS = {"torch": "torch._dynamo"}
+
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -74,6 +77,11 @@ def import_all(modules):
             traceback.print_exception(type(error), error, error.__traceback__.tb_next)
             reason = traceback.format_exception_only(type(error), error)[-1].strip()
             return f"`import {module}` failed: {reason}"
+        if module in LATE_IMPORTS:
+            try:
+                importlib.import_module(LATE_IMPORTS[module])
+            except BaseException:
+                pass  # the script may do without it
         used = cuda_in_use()
         if used:
             return f"`import {module}` initialised CUDA, which does not survive a fork: {used}"

@@ -17,7 +17,7 @@ fn fail(job: &mut Job, events: &[Event], now: Instant) -> Vec<Action> {
 fn restart_after_progress_is_immediate_however_often_the_job_fails() {
     let (mut job, now) = (trainer(1, 50), Instant::now());
     for attempt in 1..=50 {
-        let events = [Event::AllJoined, Event::Advanced, killed(0, 9)];
+        let events = [Event::AllJoined, Event::Advanced { by_steps: true }, killed(0, 9)];
         let actions: Vec<Action> = events.into_iter().flat_map(|event| job.handle(event, now)).collect();
         assert!(actions.contains(&Action::Start { attempt }), "{attempt}: {actions:?}");
     }
@@ -68,7 +68,7 @@ fn attempts_that_fail_in_the_same_way_end_with_the_evidence_of_the_last() {
 fn error_before_the_last_progress_is_not_kept() {
     let (mut job, now) = (trainer(1, 50), Instant::now());
     fail(&mut job, &[Event::AllJoined, exited(0, 3)], now);
-    fail(&mut job, &[Event::AllJoined, Event::Advanced, exited(0, 4)], now);
+    fail(&mut job, &[Event::AllJoined, Event::Advanced { by_steps: true }, exited(0, 4)], now);
     let mut actions = Vec::new();
     for code in [5, 6, 7] {
         actions = fail(&mut job, &[Event::AllJoined, exited(0, code)], now);
@@ -143,7 +143,13 @@ fn restarts_used_up_by_infrastructure_are_retryable_and_by_a_gpu_76() {
 fn replica_that_differs_twice_ends_the_job_with_76_and_its_name() {
     let (mut job, now) = (trainer(3, 9), Instant::now());
     let attempt = |rank| {
-        let reports = [Event::AllJoined, Event::Advanced, differs(rank), differs(rank), exited(rank, 76)];
+        let reports = [
+            Event::AllJoined,
+            Event::Advanced { by_steps: true },
+            differs(rank),
+            differs(rank),
+            exited(rank, 76),
+        ];
         let others = (0..3).filter(move |other| *other != rank).map(|other| exited(other, 76));
         reports.into_iter().chain(others).collect::<Vec<_>>()
     };
@@ -158,4 +164,20 @@ fn replica_that_differs_twice_ends_the_job_with_76_and_its_name() {
     let end = outcome(&actions);
     assert_eq!((end.exit, end.root.unwrap().rank, end.others.len()), (ExitCode::Gpu, Some(1), 2));
     assert!(end.others.iter().all(|failure| failure.consequence), "{:?}", end.others);
+}
+
+#[test]
+fn long_life_of_a_command_is_progress_until_it_counts_steps() {
+    let ends = |first: &[Event]| {
+        let (mut job, start) = (command(1, 50), Instant::now());
+        let mut now = start;
+        first.iter().for_each(|event| drop(job.handle(event.clone(), now)));
+        (0..5).all(|_| {
+            now += 61 * SECOND;
+            !fail(&mut job, &[exited(0, 3)], now).iter().any(|action| matches!(action, Action::End(_)))
+        })
+    };
+    let advanced = |by_steps| Event::Advanced { by_steps };
+    assert!(ends(&[]) && ends(&[advanced(false)]));
+    assert!(!ends(&[advanced(true)]), "steps stand still");
 }

@@ -20,19 +20,19 @@
 
 pub(super) mod files;
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use super::hang::{AGENT_SUSPENDED_AFTER, Hang, HangReport, ranks_text, waiting_text};
+use super::recent::RecentDurations;
 
 /// Minimum of the default timeout.
 const MIN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Minimum of the default timeout up to heartbeat number [`WARM_UP_HEARTBEATS`]: first steps compile kernels.
 const WARM_UP_TIMEOUT: Duration = Duration::from_secs(300);
 const WARM_UP_HEARTBEATS: usize = 3;
-/// Default timeout as a multiple of the 99th percentile of the last [`INTERVAL_HISTORY`] intervals of the rank.
+/// Default timeout as a multiple of the 99th percentile of the last intervals of the rank.
 const SLOW_INTERVAL_FACTOR: u32 = 5;
-const INTERVAL_HISTORY: usize = 200;
 
 /// The heartbeats of the ranks of one attempt.
 #[derive(Debug)]
@@ -41,8 +41,8 @@ pub(super) struct HeartbeatMonitor {
     timeout: Option<Duration>,
     /// By rank, for those that have sent a heartbeat.
     ranks: BTreeMap<u32, RankHeartbeats>,
-    /// By rank, of the last heartbeats; kept across attempts.
-    intervals: BTreeMap<u32, VecDeque<Duration>>,
+    /// By rank, between heartbeats; kept across attempts.
+    intervals: BTreeMap<u32, RecentDurations>,
     last_poll: Instant,
     /// The highest step that any rank has written in any attempt.
     furthest: Option<u64>,
@@ -102,11 +102,7 @@ impl HeartbeatMonitor {
             self.ranks.insert(rank, RankHeartbeats { last: at, count: 1, step });
             return advances;
         };
-        let intervals = self.intervals.entry(rank).or_default();
-        if intervals.len() == INTERVAL_HISTORY {
-            intervals.pop_front();
-        }
-        intervals.push_back(at.saturating_duration_since(known.last));
+        self.intervals.entry(rank).or_default().record(at.saturating_duration_since(known.last));
         *known = RankHeartbeats { last: at, count: known.count + 1, step: step.or(known.step) };
         advances
     }
@@ -114,6 +110,11 @@ impl HeartbeatMonitor {
     /// The rank has exited, or removed its file: it sends no more heartbeats.
     pub(super) fn remove(&mut self, rank: u32) {
         self.ranks.remove(&rank);
+    }
+
+    /// Whether a rank has written a step, in this attempt or an earlier one.
+    pub(super) fn has_steps(&self) -> bool {
+        self.furthest.is_some()
     }
 
     /// The ranks that were reported to hang, and still do.
@@ -228,11 +229,8 @@ impl HeartbeatMonitor {
         self.slow_interval(number).min(self.timeout(number) / 4)
     }
 
-    /// The 99th percentile of the last intervals; zero without any.
     fn slow_interval(&self, number: u32) -> Duration {
-        let mut sorted: Vec<Duration> = self.intervals.get(&number).into_iter().flatten().copied().collect();
-        sorted.sort_unstable();
-        sorted.get(sorted.len() * 99 / 100).copied().unwrap_or_default()
+        self.intervals.get(&number).map(RecentDurations::slow).unwrap_or_default()
     }
 }
 

@@ -16,6 +16,7 @@ fn view(jobs: impl IntoIterator<Item = Arc<JobView>>) -> NodeView {
     NodeView {
         node: NodeStatus { gpus: vec![gpu(0, 1), gpu(1, 2), gpu(2, 0)], ..Default::default() },
         jobs: jobs.into_iter().map(|job| (job.job.id, job)).collect(),
+        ..NodeView::default()
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod backfill;
 mod commands;
+mod examination;
 mod fairness;
 mod properties;
 mod schedule;

@@ -116,6 +116,8 @@ fn ended_jobs_are_exported_for_an_hour_without_throughput() {
         "xlaunch_pool_mapped_bytes{job=\"7\",rank=\"0\"} 3600000000.0",
         "xlaunch_gpu_job{UUID=\"GPU-5a1e0001-77d0-4c3f-9b52-0d3f5f1e2a00\",job=\"7\"} 1.0",
         "xlaunch_drained 0.0",
+        "xlaunch_gpus_examined_total{result=\"passed\"} 12",
+        "xlaunch_gpus_examined_total{result=\"failed\"} 1",
         // It failed ten minutes ago.
         "xlaunch_job_info{job=\"6\",name=\"gpt2-124m\",user=\"ada\",kind=\"trainer\",state=\"failed\"} 1.0",
         "xlaunch_loss{job=\"6\"} NaN",

@@ -224,6 +224,7 @@ pub(super) fn sample_node(now: u64, steps: u64) -> NodeView {
             jobs_ended: 4,
             gpu_problem: String::new(),
         },
+        examined: [12, 1, 0],
         jobs: jobs.into_iter().map(|job| (job.job.id, Arc::new(job))).collect(),
     }
 }

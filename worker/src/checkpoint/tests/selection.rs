@@ -1,0 +1,128 @@
+//! Which checkpoint of a directory is chosen, recovered, set aside or deleted.
+
+use super::*;
+
+#[test]
+fn newest_valid_checkpoint_is_chosen_and_the_rejected_ones_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    assert!(choose(dir.path()).unwrap().is_none());
+    assert!(choose(&dir.path().join("nowhere")).unwrap().is_none());
+    let older = save(dir.path(), 1);
+    let damaged = save(dir.path(), 2);
+    fs_err::remove_file(damaged.join(MANIFEST)).unwrap();
+    let choice = choose(dir.path()).unwrap().unwrap();
+    assert_eq!((choice.path, choice.state.step), (older.clone(), 1));
+    let (path, error) = &choice.rejected[0];
+    assert!(*path == damaged && error.to_string().contains("manifest.json"), "{error}");
+    let note = directory::reject(path, error);
+    assert!(note.ends_with("step-00000002.damaged") && !damaged.exists(), "{note}");
+
+    fs_err::write(older.join(STATE), "").unwrap();
+    let error = choose(dir.path()).unwrap_err().to_string();
+    assert!(error.starts_with("no valid checkpoint in") && error.contains(STATE), "{error}");
+}
+
+#[test]
+fn names_sort_by_step_and_pinned_ones_are_checkpoints() {
+    let dir = tempfile::tempdir().unwrap();
+    save(dir.path(), 7);
+    let pinned = dir.path().join("step-00000007.keep");
+    fs_err::rename(dir.path().join("step-00000007"), &pinned).unwrap();
+    for other in
+        ["step-8", "step-00000009.damaged", "step-00000009.abandoned", "latest", ".tmp-step-00000010"]
+    {
+        fs_err::create_dir(dir.path().join(other)).unwrap();
+    }
+    fs_err::create_dir(dir.path().join("step-100000000")).unwrap();
+    fs_err::create_dir(dir.path().join("step-99999999")).unwrap();
+    let found: Vec<_> =
+        scan(dir.path()).unwrap().into_iter().map(|found| (found.step, found.pinned)).collect();
+    assert_eq!(found, [(100_000_000, false), (99_999_999, false), (7, true)]);
+    assert_eq!(newest(dir.path()), Some(pinned));
+}
+
+#[test]
+fn recovery_finds_checkpoints_of_this_run_only_and_cleans_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let save_of = |run: &str, step| {
+        let settings = settings(dir.path(), Retention::default());
+        save_with(settings, Arc::new(Real), Alone::default(), state(run, step)).unwrap();
+    };
+    save_of("a", 10);
+    save_of("b", 20);
+    fs_err::create_dir(dir.path().join(".tmp-step-00000030")).unwrap();
+    // As if the process had been killed between the renames of a replacement.
+    fs_err::rename(dir.path().join(name(10)), dir.path().join(".old-step-00000010")).unwrap();
+    let recovered = recover(dir.path(), "a", None, None).unwrap();
+    assert_eq!(recovered.checkpoint, Some(dir.path().join(name(10))));
+    assert!(recovered.notes.is_empty(), "{recovered:?}");
+    assert!(!dir.path().join(".tmp-step-00000030").exists());
+    let of_c = |source: Option<u64>| {
+        let source = source.map(|step| dir.path().join(name(step)));
+        recover(dir.path(), "c", source.as_deref(), None).unwrap().checkpoint
+    };
+    assert_eq!(of_c(None), None, "a run that has saved nothing starts again");
+    assert_eq!(of_c(Some(10)), Some(dir.path().join(name(10))), "or from where it began");
+    assert_eq!(of_c(Some(30)), Some(dir.path().join(name(20))), "or, if that is gone, from the newest");
+    let empty = tempfile::tempdir().unwrap();
+    let elsewhere = |source: u64| {
+        let source = dir.path().join(name(source));
+        recover(empty.path(), "c", Some(&source), None).unwrap()
+    };
+    assert!(elsewhere(30).notes.is_empty());
+    fs_err::remove_file(dir.path().join(name(20)).join(MANIFEST)).unwrap();
+    let recovered = elsewhere(30);
+    assert_eq!(recovered.checkpoint, Some(dir.path().join(name(10))));
+    assert!(matches!(&recovered.notes[..], [note] if note.contains(&name(20))), "{recovered:?}");
+    let gone = recover(dir.path(), "c", Some(&empty.path().join(name(1))), None);
+    assert!(matches!(gone, Err(CheckpointError::None { .. })));
+    assert_complete(&dir.path().join(name(10)), 10);
+}
+
+#[test]
+fn newest_memory_snapshot_is_taken_without_opening_a_checkpoint_unless_one_is_newer() {
+    let dir = tempfile::tempdir().unwrap();
+    let save_of = |run: &str, step| {
+        let settings = settings(dir.path(), Retention::default());
+        save_with(settings, Arc::new(Real), Alone::default(), state(run, step)).unwrap();
+    };
+    let recovered = |snapshot| recover(dir.path(), "a", None, snapshot).unwrap();
+    assert!(recovered(Some(5)).from_memory, "nothing is on disk");
+    assert!(!recovered(None).from_memory);
+    save_of("a", 10);
+    assert!(recovered(Some(10)).from_memory, "the same step");
+    let newer = recovered(Some(9));
+    assert_eq!((newer.from_memory, newer.checkpoint), (false, Some(dir.path().join(name(10)))));
+    // By its name, so that it would be rejected and renamed if it were opened.
+    flip(&dir.path().join(name(10)).join(MANIFEST), 1);
+    let by_name = recovered(Some(10));
+    assert!(by_name.from_memory && by_name.notes.is_empty(), "{by_name:?}");
+    assert!(dir.path().join(name(10)).exists());
+    // Newer by name, but damaged or of another run.
+    save_of("b", 20);
+    let damaged = recovered(Some(9));
+    assert!(damaged.from_memory && damaged.notes[0].contains("step-00000010.damaged"), "{damaged:?}");
+}
+
+#[test]
+fn retention_deletes_own_and_continued_checkpoints_but_not_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let save_of = |run: &str, step, parents: &[Parent], source: Option<u64>| {
+        let retention = Retention { newest: 1, ..Retention::default() };
+        let source = source.map(|step| dir.path().join(name(step)));
+        let settings = Settings { source, ..settings(dir.path(), retention) };
+        let state = State { parents: parents.to_vec(), ..state(run, step) };
+        save_with(settings, Arc::new(Real), Alone::default(), state).unwrap();
+    };
+    let steps = || -> Vec<u64> { scan(dir.path()).unwrap().iter().map(|found| found.step).collect() };
+    save_of("other", 600, &[], None);
+    save_of("old", 20, &[], None);
+    assert_eq!(steps(), [600, 20], "the checkpoint of another run is left, and the new one kept");
+    // A run that continues from step 20 keeps that until the run ends.
+    let parents = [Parent { run: "old".into(), step: 20 }];
+    save_of("new", 30, &parents, Some(20));
+    save_of("new", 40, &parents, Some(20));
+    assert_eq!(steps(), [600, 40, 20]);
+    save_of("new", 50, &parents, None);
+    assert_eq!(steps(), [600, 50]);
+}
