@@ -18,6 +18,7 @@ pub mod error;
 mod fail;
 #[cfg(feature = "fuzzing")]
 pub mod fuzz;
+pub mod huggingface;
 pub mod model;
 pub mod nccl_windows;
 pub mod optim;
@@ -27,6 +28,7 @@ mod random;
 pub mod session;
 mod tracked;
 pub mod train;
+pub mod weights;
 
 use std::path::{Path, PathBuf};
 

@@ -52,6 +52,7 @@ pub use portion::Portion;
 pub use read::{Abandoned, Arena, Piece, Sink, check_weights, read, read_weights};
 pub use retention::Retention;
 pub use state::{Batch, Changes, Parent, State};
+pub(crate) use tensors::read_header;
 pub use write::Snapshot;
 
 /// Version of the directory layout above. Version 1, which is still read, has one file of whole moments,
