@@ -4,8 +4,8 @@
 //! environment --> session: data, device, model, rendezvous --> train::Run --> teardown
 //!                   control (own thread): job, join, heartbeats, reports, commands  <--gRPC--> agent
 //! ```
-//! [`main`] is `xlaunch worker`. The launcher calls [`preflight()`] before it starts workers, and [`recover`] before it
-//! restarts them.
+//! [`main`] is `xlaunch worker`. The launcher calls [`fill_in()`] when it reads a configuration, [`preflight()`] before it
+//! starts workers, and [`recover`] before it restarts them.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -16,6 +16,7 @@ pub mod divergence;
 pub mod environment;
 pub mod error;
 mod fail;
+mod fill_in;
 #[cfg(feature = "fuzzing")]
 pub mod fuzz;
 pub mod huggingface;
@@ -41,6 +42,7 @@ use error::WorkerError;
 use fail::Place;
 
 pub use checkpoint::directory::Recovered;
+pub use fill_in::{FillInError, fill_in};
 pub use preflight::{Preflight, Refusal, preflight};
 
 /// The newest complete checkpoint in `dir`.

@@ -9,7 +9,7 @@ use xlaunch_proto::spec::{Invalid, JobSpec};
 
 use crate::checkpoint::directory::{self, Choice};
 use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError};
-use crate::data::{Dataset, Fingerprint};
+use crate::data::{Dataset, Fingerprint, TokenizerSource};
 use crate::error::WorkerError;
 use crate::fail;
 use crate::model::layout::Layout;
@@ -23,6 +23,10 @@ const BYTES_PER_PARAMETER: u64 = 12;
 pub struct Preflight {
     /// Checkpoint to resume from.
     pub resume_from: Option<PathBuf>,
+    /// Id of the run that wrote it, if it says so.
+    pub parent: Option<String>,
+    /// It has all steps of the job: this many.
+    pub complete: Option<u64>,
     /// Steps of warm-up of the run that is resumed, unless the configuration has its own.
     pub warmup: Option<u64>,
     /// Bytes of the state that checkpoints contain, as it is in memory.
@@ -77,8 +81,14 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     let mut ready = Preflight::default();
     if dataset.val.is_none() && spec.train.eval_every != 0 {
         let problem = "evaluation is off: the held-out data is shorter than one sequence";
-        ready.warnings.push(format!("{problem}; raise `data.val_fraction` or lower `model.seq`"));
+        let remedy = match dataset.tokenizer {
+            TokenizerSource::File { .. } => "prepare the data with a larger `--val`",
+            _ => "raise `data.val_fraction`",
+        };
+        ready.warnings.push(format!("{problem}; {remedy} or lower `model.seq`"));
     }
+    // Checkpoints contain it, even if no text is sampled.
+    dataset.tokenizer.load().map_err(WorkerError::from)?;
     let layout = Layout::new(&shape);
     if let Some(path) = &spec.checkpoint.init {
         Weights::open(Path::new(path)).and_then(|weights| weights.check(&shape))?;
@@ -180,11 +190,9 @@ fn resume(
         warnings.push(format!("since checkpoint {}: {}", path.display(), changes.join("; ")));
     }
     if state.step >= spec.train.steps {
-        warnings.push(format!(
-            "checkpoint {} has all {} steps: there is nothing left to train",
-            path.display(),
-            state.step
-        ));
+        ready.complete = Some(state.step);
+        ready.resume_from = Some(path);
+        return Ok(());
     }
     if let Some(dir) = &spec.checkpoint.dir {
         // Later checkpoints than the one that the run continues from are not part of it.
@@ -193,6 +201,7 @@ fn resume(
     if spec.train.warmup.is_none() {
         ready.warmup = state.warmup;
     }
+    ready.parent = Some(state.run).filter(|run| !run.is_empty());
     ready.resume_from = Some(path);
     Ok(())
 }

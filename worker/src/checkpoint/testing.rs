@@ -33,7 +33,7 @@ pub(crate) fn shape() -> ModelShape {
 pub(crate) fn state(run: &str, step: u64) -> State {
     let spec = JobSpec::default();
     State {
-        version: VERSION,
+        version: version(false),
         step,
         sequences: 16 * step,
         world_size: 2,
@@ -109,6 +109,7 @@ pub(crate) fn settings(dir: &Path, retention: Retention) -> Settings {
         rank: 0,
         world: 1,
         retention,
+        tokenizer: None,
         source: None,
         host: HostAllocator::default(),
         memory: None,
