@@ -13,7 +13,7 @@ use crate::data::{Dataset, Fingerprint, TokenizerSource};
 use crate::error::WorkerError;
 use crate::fail;
 use crate::model::layout::Layout;
-use crate::weights::Weights;
+use crate::weights::{self, Weights};
 
 /// Bytes of a checkpoint per parameter: three arenas of F32.
 const BYTES_PER_PARAMETER: u64 = 12;
@@ -77,7 +77,7 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     // The configuration was checked when it was read, but the number of workers is known only now.
     spec.check().map_err(usage)?;
     let shape = spec.model.resolve().map_err(usage)?;
-    let dataset = Dataset::open(spec, &shape).map_err(WorkerError::from)?;
+    let dataset = weights::dataset(spec, &shape)?;
     let mut ready = Preflight::default();
     if dataset.val.is_none() && spec.train.eval_every != 0 {
         let problem = "evaluation is off: the held-out data is shorter than one sequence";

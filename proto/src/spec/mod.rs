@@ -59,7 +59,11 @@ impl CommSection {
 impl JobSpec {
     /// Checks all rules that depend on the values only, and returns the first violation.
     pub fn check(&self) -> Result<(), Invalid> {
-        let model = self.model.resolve()?;
+        // Sizes that are still to be read from weights are checked when they are known.
+        let model = match self.model.resolve() {
+            Err(_) if self.checkpoint.init.is_some() && self.model.has_open_sizes() => None,
+            resolved => Some(resolved?),
+        };
         let train = &self.train;
         let at_least_1 = |key, value: usize| match value {
             0 => Err(Invalid::new(key, "0 is out of range".into(), "at least 1".into())),
@@ -72,7 +76,7 @@ impl JobSpec {
         at_least_1("train.batch", train.batch)?;
         at_least_1("train.accumulate", train.accumulate)?;
         at_least_1("data.train", self.data.train.len())?;
-        sizes::check(self, &model)?;
+        model.as_ref().map_or(Ok(()), |model| sizes::check(self, model))?;
         positive_in_fp32("train.lr", train.lr)?;
         positive_in_fp32("train.eps", train.eps)?;
         positive("comm.bucket_mb", self.comm.bucket_mb)?;
@@ -93,10 +97,11 @@ impl JobSpec {
         within("train.clip", train.clip, 0.0, f64::MAX)?;
         within("data.val_fraction", self.data.val_fraction, 0.0, 0.5)?;
         within("checkpoint.every_seconds", self.checkpoint.every_seconds, 0.0, 1e9)?;
-        if self.data.tokenizer == Tokenizer::Bytes && model.vocab < 256 {
+        let vocab = model.map(|model| model.vocab).filter(|vocab| *vocab < 256);
+        if let Some(vocab) = vocab.filter(|_| self.data.tokenizer == Tokenizer::Bytes) {
             return Err(Invalid::new(
                 "model.vocab",
-                format!("{} token ids for the byte tokenizer", model.vocab),
+                format!("{vocab} token ids for the byte tokenizer"),
                 "at least 256".into(),
             ));
         }

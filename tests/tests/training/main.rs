@@ -7,6 +7,7 @@ mod bench;
 mod chaos;
 mod checkpoints;
 mod divergence;
+mod export;
 mod fail_points;
 mod memory;
 mod pool;
@@ -14,5 +15,5 @@ mod runs;
 mod tensorboard;
 
 xlaunch_harness::suite! {
-    modules bench, chaos, checkpoints, divergence, fail_points, memory, pool, runs, tensorboard;
+    modules bench, chaos, checkpoints, divergence, export, fail_points, memory, pool, runs, tensorboard;
 }

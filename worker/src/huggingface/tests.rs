@@ -354,7 +354,7 @@ fn files_with_other_tensors_are_refused_by_name() {
             let at = norm(tensors);
             tensors[at].1 = "I32".into();
         });
-        refused("do not match its shape", &|tensors| {
+        refused("invalid shape", &|tensors| {
             let at = norm(tensors);
             tensors[at].1 = "F16".into();
         });
