@@ -114,7 +114,7 @@ impl Weights {
     /// # Errors
     /// A key, or the preset, contradicts the weights.
     pub fn fill_in(&self, spec: &mut JobSpec) -> std::result::Result<(), Invalid> {
-        let Some(own) = self.shape() else { return Ok(()) };
+        let Some(own) = self.shape() else { return spec.model.resolve().map(drop) };
         if spec.model.preset.is_none() {
             complete(&mut spec.model, own);
         }

@@ -27,7 +27,7 @@ use crate::model::layout::Layout;
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// Values of a piece, unless a matrix has to be transposed.
-const PIECE_LEN: usize = 1 << 20;
+const READ_LEN: usize = 1 << 20;
 
 /// A directory with a model whose `config.json` describes one that this trainer can represent.
 #[derive(Clone, Debug)]
@@ -261,7 +261,7 @@ impl Part {
     fn pieces(&self) -> impl Iterator<Item = (&Self, Range<usize>)> {
         let len = self.tensor.elements.len();
         // A transposed matrix is read whole. Those of GPT-2 are small next to the model.
-        let step = if self.tensor.transposed { len.max(1) } else { PIECE_LEN };
+        let step = if self.tensor.transposed { len.max(1) } else { READ_LEN };
         (0..len).step_by(step).map(move |start| (self, start..(start + step).min(len)))
     }
 }
