@@ -46,7 +46,8 @@ pub struct ModelSection {
     pub ffn: Option<usize>,
     /// Sequence length in tokens (T). Default: the preset's.
     pub seq: Option<usize>,
-    /// Vocabulary size (V). At least 256 with `data.tokenizer = "bytes"`. Default: the preset's.
+    /// Vocabulary size (V). At least 256 with `data.tokenizer = "bytes"`, and at least the tokenizer's with prepared
+    /// data. Default: the tokenizer's of prepared data, otherwise the preset's.
     pub vocab: Option<usize>,
     /// Share the weights of the token embedding with the output head. Default: the preset's.
     pub tied: Option<bool>,

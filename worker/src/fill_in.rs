@@ -31,10 +31,22 @@ impl From<DataError> for FillInError {
 }
 
 /// Takes what the configuration leaves open from the files: the model's sizes from `checkpoint.init`, otherwise the
-/// vocabulary from a prepared directory.
+/// vocabulary from a prepared directory. Replaces symbolic links in the paths of other runs, as `latest` is another run
+/// as soon as this one starts, and a run in `checkpoint.init` by its newest checkpoint.
 pub fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
-    if let Some(init) = &spec.checkpoint.init {
+    let checkpoint = &mut spec.checkpoint;
+    for path in [Some(&mut checkpoint.resume), checkpoint.init.as_mut()].into_iter().flatten() {
+        // What does not exist, or is `off` or `auto`, stays: the preflight check reports the former.
+        let resolved = Path::new(path).is_absolute().then(|| fs_err::canonicalize(&*path).ok()).flatten();
+        if let Some(resolved) = resolved.and_then(|path| path.into_os_string().into_string().ok()) {
+            *path = resolved;
+        }
+    }
+    if let Some(init) = &mut spec.checkpoint.init {
         let weights = Weights::open(Path::new(init))?;
+        if let Some(path) = weights.path().to_str() {
+            path.clone_into(init);
+        }
         weights.fill_in(spec).map_err(FillInError::Invalid)?;
     }
     match Prepared::of("data.train", &spec.data.train)? {

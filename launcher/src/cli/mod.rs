@@ -2,7 +2,8 @@
 //!
 //! - `status`, `logs`, `stacks`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
 //! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`: call the daemon;
-//! - `export`: reads checkpoints; `daemon`, `agent`: services; `bench`, `doctor`; `gen`: generated files for packages.
+//! - `data`: prepares text for training, [`mod@data`]; `export`: writes checkpoints as models;
+//! - `daemon`, `agent`: services; `bench`, `doctor`; `gen`: generated files for packages.
 //!
 //! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.
 
@@ -13,6 +14,7 @@ mod checkpoint;
 mod daemon;
 #[cfg(test)]
 mod daemon_tests;
+mod data;
 mod doctor;
 mod drain;
 mod export;
@@ -89,6 +91,9 @@ enum Subcommands {
     Agent(agent::Agent),
     /// Run the node's daemon
     Daemon(daemon::Daemon),
+    /// Prepare text for training, and show prepared data
+    #[command(subcommand)]
+    Data(data::Data),
     /// Measure training, communication, launching and the device
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -179,6 +184,7 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Agent(options) => return agent::run(&options, trainer).await,
         Run::Daemon(options) => return daemon::run(options).await,
         Run::Bench(bench) => return bench::run(bench, trainer).await,
+        Run::Data(what) => data::run(what),
         Run::Doctor(options) => doctor::run(options).await,
         Run::Status(options) => status::run(options).await,
         Run::Logs(options) => logs::run(options).await,

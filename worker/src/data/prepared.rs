@@ -13,7 +13,7 @@ use xlaunch_proto::spec::{Invalid, JobSpec};
 use super::{DataError, Tokens, source};
 
 /// The largest tokenizer file that is read: those in use have up to 20 MB.
-const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
+pub(crate) const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 
 /// A prepared directory.
 #[derive(Clone, Debug)]

@@ -111,6 +111,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         Some(bench) if bench.skip_all_reduce => Box::new(SkipAllReduce(collective)),
         _ => collective,
     };
+    start.check_data(spec, &fingerprint).map_err(report)?;
     if job.memory_snapshot.is_some() {
         initial::exchange_portions(&trainer.model, &trainer.optimizer, &mut *collective).map_err(report)?;
     }
@@ -135,16 +136,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         loader: &loader,
         control,
         sampler: trainer.sampler.as_ref(),
-        checkpoints: saving::open(
-            context,
-            &device.backend,
-            &trainer.model,
-            &sharding,
-            &start,
-            &dataset,
-            fingerprint,
-            memory,
-        )?,
+        checkpoints: saving::open(context, &device.backend, &trainer, &start, &dataset, fingerprint, memory)?,
         skips: SkipCount::new(&spec.train),
         first_step: start.step,
         first_sequence: start.sequences,
