@@ -2,13 +2,15 @@
 
     python huggingface.py loss DIR TOKENS BYTES SEQ   # mean loss of DIR's model, in fp32, on a file of token ids
     python huggingface.py text DIR TEXT               # ids of a text, and the text of these ids
-    python huggingface.py make CASE DIR               # a model with random weights
-    python huggingface.py cases                       # the names of the cases
+    python huggingface.py make DIR                    # a model with random weights of each case, by its name
 
-Results are JSON on a line. BYTES per id: 1 or 2. The file is cut into windows of SEQ ids, each predicting the next one.
+Prints JSON on a line for each of several commands, which are separated by `--`, as importing takes most of the time.
+BYTES per id: 1 or 2. The file is cut into windows of SEQ ids, each predicting the next one.
 """
 
+import itertools
 import json
+import pathlib
 import sys
 
 import torch
@@ -38,15 +40,16 @@ CASES = {
 }
 
 
-def make(case, path):
-    torch.manual_seed(len(case))
-    create, dtype, size = CASES[case]
-    model = create()
-    with torch.no_grad():
-        # Larger than initial weights, and biases that are not zero, so that every term matters.
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.to(dtype).save_pretrained(path, max_shard_size=size)
+def make(path):
+    torch.manual_seed(7)
+    for case, (create, dtype, size) in CASES.items():
+        model = create()
+        with torch.no_grad():
+            # Larger than initial weights, and biases that are not zero, so that every term matters.
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        model.to(dtype).save_pretrained(pathlib.Path(path) / case, max_shard_size=size)
+    return list(CASES)
 
 
 def loss(path, tokens, width, seq):
@@ -70,11 +73,10 @@ def text(path, value):
 
 
 def main():
-    command, *rest = sys.argv[1:]
-    if command == "make":
-        make(*rest)
-    else:
-        print(json.dumps({"loss": loss, "text": text, "cases": lambda: list(CASES)}[command](*rest)))
+    for separates, words in itertools.groupby(sys.argv[1:], lambda word: word == "--"):
+        if not separates:
+            command, *rest = words
+            print(json.dumps({"loss": loss, "text": text, "make": make}[command](*rest)))
 
 
 if __name__ == "__main__":
