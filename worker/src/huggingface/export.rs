@@ -13,7 +13,6 @@ use super::destination::Destination;
 use super::writer::{Plan, Writer, write_error};
 use super::{INDEX, ModelError, card, names};
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, State, directory};
-use crate::error::WorkerError;
 use crate::model::layout::Layout;
 
 pub use super::writer::ExportDtype;
@@ -54,11 +53,11 @@ pub struct Exported {
 }
 
 /// Exports a checkpoint.
-pub fn export(options: &Export) -> Result<Exported, WorkerError> {
+pub fn export(options: &Export) -> Result<Exported, ModelError> {
     export_in_files(options, MAX_FILE_BYTES)
 }
 
-pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<Exported, WorkerError> {
+pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<Exported, ModelError> {
     let (path, rejected) = directory::locate(&options.checkpoint)?;
     let state = directory::state(&path)?;
     state
@@ -86,10 +85,10 @@ pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
 }
 
 /// Reads the checkpoint, verifies it, and writes its weights on the way.
-fn write_weights(path: &Path, state: &State, layout: &Layout, writer: Writer) -> Result<(), WorkerError> {
-    let threads = ThreadPoolBuilder::new().build().map_err(|error| WorkerError::Io {
-        what: "failed to start threads".into(),
-        source: std::io::Error::other(error),
+fn write_weights(path: &Path, state: &State, layout: &Layout, writer: Writer) -> Result<(), ModelError> {
+    let threads = ThreadPoolBuilder::new().build().map_err(|error| ModelError::Write {
+        path: writer.dir().into(),
+        reason: format!("failed to start threads: {error}"),
     })?;
     let failure = Mutex::new(None);
     let sink = |piece: Piece| {
@@ -100,8 +99,8 @@ fn write_weights(path: &Path, state: &State, layout: &Layout, writer: Writer) ->
     };
     checkpoint::read(path, &state.model, layout, &[], &threads, &sink)?;
     match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        Some(error) => Err(error.into()),
-        None => Ok(writer.finish()?),
+        Some(error) => Err(error),
+        None => writer.finish(),
     }
 }
 

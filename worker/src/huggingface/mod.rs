@@ -33,6 +33,8 @@ use std::path::PathBuf;
 
 use xlaunch_proto::exit::ExitCode;
 
+use crate::checkpoint::CheckpointError;
+
 pub use config::TokenIds;
 pub use source::Directory;
 
@@ -57,6 +59,8 @@ pub enum ModelError {
     Write { path: PathBuf, reason: String },
     #[error("cannot export to {}: {reason}", path.display())]
     Output { path: PathBuf, reason: String },
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
     #[error("tokenizer {name}: {reason}")]
     Tokenizer { name: String, reason: String },
 }

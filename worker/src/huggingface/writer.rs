@@ -193,6 +193,11 @@ impl Writer {
         Ok(Self { plan, files, dir: dir.into(), by_place, pending, written })
     }
 
+    /// Where the files are.
+    pub(super) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
     /// Writes values that start at element `at` of the arena.
     pub(super) fn put(&self, at: usize, values: &[f32]) -> Result<(), ModelError> {
         let piece = at..at + values.len();
