@@ -158,8 +158,9 @@ fn verify_last(
     }
     let failed = |reason: String| CheckpointError::Read { path: path.into(), reason };
     let threads = ThreadPoolBuilder::new().build().map_err(|error| failed(error.to_string()))?;
-    let everything = [0..layout.len];
-    checkpoint::read(path, shape, layout, &everything, &threads, &|_| Ok(())).map(drop)
+    let everything = 0..layout.len;
+    let moments = std::slice::from_ref(&everything);
+    checkpoint::read(path, shape, layout, moments, &threads, &|_| Ok(())).map(drop)
 }
 
 /// The checkpoint that `checkpoint.resume` means. Rejected ones are renamed and reported.
