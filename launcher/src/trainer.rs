@@ -13,7 +13,7 @@ use xlaunch_proto::spec::{Invalid, JobSpec};
 /// These run in the launcher's process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Trainer {
-    /// Takes from the data what a configuration leaves open.
+    /// Takes what a configuration leaves open from the weights and data that it names.
     pub(crate) fill_in: FillIn,
     /// Validates data and checkpoints before any worker starts. The path is the directory of the job's earlier runs,
     /// the number that of ranks.
@@ -22,6 +22,31 @@ pub(crate) struct Trainer {
     pub(crate) newest_checkpoint: fn(&Path) -> Option<PathBuf>,
     /// The newest complete checkpoint of a run in a directory.
     pub(crate) recover: Recover,
+    /// Writes a checkpoint in Hugging Face's layout.
+    pub(crate) export: fn(ExportRequest) -> Result<Exported, Refusal>,
+}
+
+/// What to export, and where to.
+#[derive(Clone, Debug)]
+pub(crate) struct ExportRequest {
+    pub(crate) checkpoint: PathBuf,
+    pub(crate) output: PathBuf,
+    /// Round the weights to bf16.
+    pub(crate) bf16: bool,
+    pub(crate) tokenizer: Option<String>,
+    pub(crate) overwrite: bool,
+}
+
+/// A finished export.
+#[derive(Clone, Debug)]
+pub(crate) struct Exported {
+    pub(crate) checkpoint: PathBuf,
+    pub(crate) step: u64,
+    pub(crate) output: PathBuf,
+    pub(crate) bytes: u64,
+    pub(crate) tokenizer: Option<String>,
+    /// For the user.
+    pub(crate) notes: Vec<String>,
 }
 
 /// Completes a configuration from the files that it names.

@@ -18,14 +18,14 @@ use crate::spec::Precision;
 /// Operations per token, forward and backward.
 #[expect(clippy::cast_precision_loss, reason = "a size")]
 pub fn per_token(shape: &ModelShape) -> f64 {
-    let heads = shape.heads as f64 * shape.head_width() as f64;
-    6.0 * matrix_parameters(shape) as f64 + 12.0 * shape.layers as f64 * heads * shape.seq as f64
+    let attention = shape.layers as f64 * shape.attention_width() as f64 * shape.seq as f64;
+    6.0 * matrix_parameters(shape) as f64 + 12.0 * attention
 }
 
 /// N: parameters in matrix multiplications.
 fn matrix_parameters(shape: &ModelShape) -> usize {
     let gates = if shape.arch == Arch::Llama { 2 } else { 1 };
-    let attention = shape.qkv_width() + shape.heads * shape.head_width();
+    let attention = shape.qkv_width() + shape.attention_width();
     let feed_forward = (gates + 1) * shape.ffn;
     shape.dim * (shape.layers * (attention + feed_forward) + shape.vocab)
 }

@@ -35,6 +35,11 @@ pub fn torch() -> Requirement {
     python_modules(&["torch"])
 }
 
+/// PyTorch and Hugging Face's models.
+pub fn transformers() -> Requirement {
+    python_modules(&["torch", "transformers"])
+}
+
 /// PyTorch and Accelerate.
 pub fn accelerate() -> Requirement {
     python_modules(&["torch", "accelerate"])

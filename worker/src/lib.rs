@@ -19,6 +19,7 @@ mod fail;
 mod fill_in;
 #[cfg(feature = "fuzzing")]
 pub mod fuzz;
+pub mod huggingface;
 pub mod model;
 pub mod nccl_windows;
 pub mod optim;
@@ -28,6 +29,7 @@ mod random;
 pub mod session;
 mod tracked;
 pub mod train;
+pub mod weights;
 
 use std::path::{Path, PathBuf};
 

@@ -11,10 +11,11 @@ use xlaunch_proto::spec::{Invalid, JobSpec};
 
 use crate::checkpoint::directory::{self, Choice};
 use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError, Parent};
-use crate::data::{Dataset, Fingerprint, TokenizerSource};
+use crate::data::{Fingerprint, TokenizerSource};
 use crate::error::WorkerError;
 use crate::fail;
 use crate::model::layout::Layout;
+use crate::weights::{self, Weights};
 
 /// Bytes of a checkpoint per parameter: three arenas of F32.
 const BYTES_PER_PARAMETER: u64 = 12;
@@ -80,7 +81,7 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     // The configuration was checked when it was read, but the number of workers is known only now.
     spec.check().map_err(usage)?;
     let shape = spec.model.resolve().map_err(usage)?;
-    let dataset = Dataset::open(spec, &shape).map_err(WorkerError::from)?;
+    let dataset = weights::dataset(spec, &shape)?;
     let data = Fingerprint::of(&dataset.train).map_err(WorkerError::from)?;
     let mut ready = Preflight { data: [("train", data.clone())].into(), ..Preflight::default() };
     if let Some(val) = &dataset.val {
@@ -98,7 +99,7 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     dataset.tokenizer.load().map_err(WorkerError::from)?;
     let layout = Layout::new(&shape);
     if let Some(path) = &spec.checkpoint.init {
-        checkpoint::check_weights(Path::new(path), &layout)?;
+        Weights::open(Path::new(path)).and_then(|weights| weights.check(&shape))?;
     }
     ready.state_bytes = (layout.len as u64).saturating_mul(BYTES_PER_PARAMETER);
     let bytes = (layout.parameters() as u64).saturating_mul(BYTES_PER_PARAMETER);
@@ -177,24 +178,11 @@ fn source(
 ) -> Result<Option<PathBuf>, CheckpointError> {
     let choice = match (spec.checkpoint.resume.as_str(), &spec.checkpoint.dir) {
         ("off", _) => None,
-        ("auto", Some(dir)) => directory::choose(Path::new(dir))?,
-        ("auto", None) => newest_of_runs(job_dir, warnings)?,
-        (path, _) => {
-            let path = PathBuf::from(path);
-            let is_checkpoint = path.join("manifest.json").exists()
-                || path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));
-            if is_checkpoint {
-                return Ok(Some(path));
-            }
-            // Not a checkpoint itself: the newest one of a directory of checkpoints, or of a run.
-            let choice = match directory::choose(&path)? {
-                Some(choice) => Some(choice),
-                None => directory::choose(&run_checkpoints(&path))?,
-            };
-            Some(choice.ok_or(CheckpointError::None { path })?)
-        }
+        ("auto", Some(dir)) => directory::choose(Path::new(dir))?.map(Choice::into_parts),
+        ("auto", None) => newest_of_runs(job_dir, warnings)?.map(Choice::into_parts),
+        (path, _) => Some(directory::locate(Path::new(path))?),
     };
-    Ok(choice.map(|Choice { path, rejected, .. }| {
+    Ok(choice.map(|(path, rejected)| {
         warnings.extend(rejected.iter().map(|(path, error)| directory::reject(path, error)));
         path
     }))
@@ -224,7 +212,7 @@ fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<C
 }
 
 fn run_checkpoints(run: &Path) -> PathBuf {
-    run.join("checkpoints")
+    run.join(directory::CHECKPOINTS)
 }
 
 /// Checks that the job can continue from a checkpoint, and sets later ones aside.

@@ -3,8 +3,9 @@
 //! - `status`, `logs`, `stacks`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
 //! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`,
 //!   `doctor --daemon` ([`examine`]): call the daemon;
-//! - `data`: prepares text for training, [`mod@data`]; `report`: training runs as a page; `bench`, `doctor`;
-//! - `daemon`, `agent`: services; `gen`: generated files for packages.
+//! - `data`: prepares text for training, [`mod@data`]; `export`: writes checkpoints as models; `report`: training runs as
+//!   a page;
+//! - `daemon`, `agent`: services; `bench`, `doctor`; `gen`: generated files for packages.
 //!
 //! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.
 
@@ -19,6 +20,7 @@ mod data;
 mod doctor;
 mod drain;
 mod examine;
+mod export;
 mod r#gen;
 mod history;
 mod job_list;
@@ -101,6 +103,8 @@ enum Subcommands {
     /// Measure training, communication, launching and the device
     #[command(subcommand)]
     Bench(bench::Bench),
+    /// Write a checkpoint as a model that other programs load
+    Export(export::Export),
     /// Check the node's GPUs: errors, clocks, links, results, rates
     Doctor(doctor::Doctor),
     /// Generate man pages, completions, JSON schema, config docs
@@ -192,6 +196,7 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Logs(options) => logs::run(options).await,
         Run::Stacks(options) => stacks::run(options).await,
         Run::Stop(options) => stop::run(options).await,
+        Run::Export(options) => export::run(options, trainer),
         Run::Checkpoint(options) => checkpoint::run(options).await,
         Run::Submit(options) => submit::run(options, trainer.fill_in).await,
         Run::Jobs(options) => jobs::run(options).await,

@@ -1,11 +1,13 @@
-//! xlaunch with the software of others: PyTorch's scripts and torchrun, tokenizers, systemd and dpkg.
+//! xlaunch with the software of others: PyTorch's scripts and torchrun, tokenizers, Hugging Face's models, systemd and
+//! dpkg.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod systemd;
 mod tokens;
 mod torch;
+mod transformers;
 
 xlaunch_harness::suite! {
-    modules systemd, tokens, torch;
+    modules systemd, tokens, torch, transformers;
 }

@@ -9,6 +9,7 @@ mod checkpoints;
 mod continued;
 mod data;
 mod divergence;
+mod export;
 mod fail_points;
 mod memory;
 mod pool;
@@ -18,6 +19,6 @@ mod runs;
 mod tensorboard;
 
 xlaunch_harness::suite! {
-    modules bench, chaos, checkpoints, continued, data, divergence, fail_points, memory, pool, prepared, report, runs,
-            tensorboard;
+    modules bench, chaos, checkpoints, continued, data, divergence, export, fail_points, memory, pool, prepared, report,
+            runs, tensorboard;
 }

@@ -55,6 +55,7 @@ pub use portion::Portion;
 pub use read::{Abandoned, Arena, Piece, Sink, check_weights, read, read_weights};
 pub use retention::Retention;
 pub use state::{Batch, Changes, Parent, State};
+pub(crate) use tensors::read_header;
 pub use tokenizer::tokenizer;
 pub use write::Snapshot;
 

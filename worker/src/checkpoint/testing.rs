@@ -137,3 +137,27 @@ pub(crate) fn save(dir: &Path, step: u64) -> PathBuf {
         .unwrap();
     dir.join(name(step))
 }
+
+/// Saves a checkpoint of another model with these parameters, after ten steps.
+pub(crate) fn save_model(dir: &Path, shape: &ModelShape, params: &[f32]) -> PathBuf {
+    let layout = Layout::new(shape);
+    let portion = Portion::new(&sharding(&layout, 0, 1, false), 0, 1);
+    let snapshot = Snapshot {
+        params: HostBuffer::from(
+            portion
+                .ranges()
+                .iter()
+                .flat_map(|owned| &params[owned.arena.clone()])
+                .copied()
+                .collect::<Vec<f32>>(),
+        ),
+        ..snapshot(&portion, 10)
+    };
+    let settings = Settings { layout, portion, ..settings(dir, Retention::default()) };
+    let state = State { model: shape.clone(), ..state("run", 10) };
+    let mut saver = Saver::with_disk(settings, Box::new(Alone::default()), Arc::new(Real)).unwrap();
+    saver.wait().unwrap();
+    saver.begin(snapshot, state, Instant::now());
+    saver.wait().unwrap();
+    dir.join(name(10))
+}

@@ -36,6 +36,7 @@ use crate::optim::AdamW;
 use crate::phase;
 use crate::tracked::Tracked;
 use crate::train::{self, Evaluator, Outcome, Run, Sampler, Stepper, Tracer};
+use crate::weights;
 use device::{Libraries, OpenDevice};
 use initial::{Reading, Start};
 use rendezvous::Meeting;
@@ -78,7 +79,7 @@ pub fn run(environment: &Environment) -> Result<ExitCode> {
 fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let Context { environment, control, spec, job } = *context;
     let shape = spec.model.resolve().map_err(SpecError::from)?;
-    let dataset = Dataset::open(spec, &shape)?;
+    let dataset = weights::dataset(spec, &shape)?;
     let fingerprint = Fingerprint::of(&dataset.train)?;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let layout = Layout::new(&shape);

@@ -1,0 +1,135 @@
+//! Models that Hugging Face's library and we compute alike.
+
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+use xlaunch_tests::{Job, Process, requirements};
+
+xlaunch_harness::tests! {
+    needs requirements::transformers:
+    exported_models_have_their_loss_in_transformers,
+    models_of_transformers_have_their_loss_here,
+    exported_tokenizers_are_loaded_by_transformers;
+}
+
+/// Largest difference of losses in fp32.
+const TOLERANCE: f64 = 1e-4;
+/// Evaluation on all windows after the last step.
+const EVALUATE: [&str; 6] =
+    ["--set", "train.eval_every=1000", "--set", "train.eval_batches=1000", "--set", "checkpoint.async=false"];
+
+/// Runs commands of `peers/huggingface.py`; what each of them prints.
+fn judge(commands: &[Vec<String>]) -> Vec<Value> {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/huggingface.py");
+    let mut python = Command::new(requirements::python_path());
+    python.arg(script).args(commands.join(&"--".to_owned()));
+    python.env("HF_HUB_OFFLINE", "1").env("TRANSFORMERS_VERBOSITY", "error");
+    let output = python.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines = String::from_utf8(output.stdout).unwrap();
+    let values: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(values.len(), commands.len());
+    values
+}
+
+fn command(words: &[&str]) -> Vec<String> {
+    words.iter().map(ToString::to_string).collect()
+}
+
+fn val_loss(job: &Job, step: u64) -> f64 {
+    let state: Value = serde_json::from_slice(&job.checkpoint(step, "state.json")).unwrap();
+    state["val_loss"].as_f64().unwrap()
+}
+
+/// Exports the newest run; the path of the directory.
+fn export(job: &Job, args: &[&str]) -> String {
+    let args = [&["export", "runs/train/latest", "--output"], args].concat();
+    let output = Process::spawn(&mut job.command(&args)).wait();
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    output.stdout.trim().to_owned()
+}
+
+fn assert_close(ours: f64, theirs: &Value, what: &str) {
+    let theirs = theirs["loss"].as_f64().unwrap();
+    assert!((ours - theirs).abs() <= TOLERANCE, "{what}: {ours} here, {theirs} in transformers");
+}
+
+fn path(job: &Job, name: &str) -> String {
+    job.path().join(name).display().to_string()
+}
+
+fn exported_models_have_their_loss_in_transformers() {
+    let scaling = "model.rope_scaling={rope_type=\"llama3\",factor=8.0,low_freq_factor=1.0,high_freq_factor=4.0,\
+                   original_max_position_embeddings=16}";
+    let models = [
+        (&["model.arch=gpt2", "model.tied=true", "model.norm_eps=1e-3"][..], "GPT2LMHeadModel"),
+        (&["model.arch=gpt2", "model.tied=false", "model.vocab=1100"], "GPT2LMHeadModel"),
+        (&["model.tied=true", "model.kv_heads=1", "model.norm_eps=1e-3"], "LlamaForCausalLM"),
+        (&["model.tied=false", "model.head_dim=32", "model.rope_theta=300.0"], "LlamaForCausalLM"),
+        (&["model.heads=4", "model.kv_heads=2", "model.head_dim=16", scaling], "LlamaForCausalLM"),
+    ];
+    let train = |model: &[&str]| {
+        let job = Job::new();
+        job.write("text/val.bin", "some other text, of which this is a line\n".repeat(20));
+        let mut args = EVALUATE.to_vec();
+        for set in model.iter().chain(&["train.steps=30", "data.val=[\"text/val.bin\"]"]) {
+            args.extend(["--set", set]);
+        }
+        job.run_ok(&args);
+        let judged = command(&["loss", &export(&job, &["out"]), &path(&job, "text/val.bin"), "1", "32"]);
+        (job, judged)
+    };
+    let (jobs, judged): (Vec<Job>, Vec<_>) = models.iter().map(|(model, _)| train(model)).unzip();
+    for ((job, theirs), (model, class)) in jobs.iter().zip(judge(&judged)).zip(models) {
+        assert_eq!(theirs["model"], class);
+        assert_close(val_loss(job, 30), &theirs, &format!("{model:?}"));
+    }
+}
+
+fn models_of_transformers_have_their_loss_here() {
+    let job = Job::new();
+    let cases = judge(&[command(&["make", &path(&job, "theirs")])]).remove(0);
+    let ids = (0..5000_u32).flat_map(|i| u16::try_from(i * i % 293).unwrap().to_le_bytes());
+    job.write("ids.bin", ids.collect::<Vec<u8>>());
+    let data = path(&job, "ids.bin");
+    let (mut losses, mut judged) = (Vec::new(), Vec::new());
+    for case in cases.as_array().unwrap() {
+        let case = case.as_str().unwrap();
+        let theirs = path(&job, &format!("theirs/{case}"));
+        let several = Path::new(&theirs).join("model.safetensors.index.json").exists();
+        assert_eq!(several, case.ends_with("files"), "{case}");
+        job.write(
+            "train.toml",
+            format!(
+                "[data]\ntrain = [\"ids.bin\"]\nval = [\"ids.bin\"]\ntokenizer = \"bin\"\n[engine]\ndevice = \"cpu\"\n\
+                 [checkpoint]\ninit = \"theirs/{case}\"\n\
+                 [train]\nsteps = 1\nwarmup = 0\nlr = 1.2e-38\nweight_decay = 0\n"
+            ),
+        );
+        job.run_ok(&EVALUATE);
+        // And back.
+        for model in [theirs, export(&job, &[&format!("ours/{case}")])] {
+            losses.push((val_loss(&job, 1), model.clone()));
+            judged.push(command(&["loss", &model, &data, "2", "64"]));
+        }
+    }
+    assert!(losses.len() >= 14);
+    for ((loss, model), theirs) in losses.into_iter().zip(judge(&judged)) {
+        assert_close(loss, &theirs, &model);
+    }
+}
+
+fn exported_tokenizers_are_loaded_by_transformers() {
+    let job = Job::new();
+    job.run_ok(&["--set", "model.vocab=50257", "--set", "train.steps=1"]);
+    let bytes = export(&job, &["bytes"]);
+    let gpt2 = export(&job, &["gpt2", "--tokenizer", "gpt2"]);
+    let text = "hé, <|endoftext|> 12\n\n it's";
+    let read = judge(&[command(&["text", &bytes, text]), command(&["text", &gpt2, "Hello world, it's 12"])]);
+    let expected: Vec<Value> = text.bytes().map(Value::from).collect();
+    assert_eq!((&read[0]["ids"], &read[0]["eos"]), (&Value::from(expected), &Value::Null));
+    assert_eq!(read[0]["text"], text);
+    assert_eq!(read[1]["ids"], serde_json::json!([15496, 995, 11, 340, 338, 1105]));
+    assert_eq!((&read[1]["eos"], &read[1]["length"]), (&50256.into(), &50257.into()));
+}
