@@ -80,8 +80,9 @@ class Training:
         wait_for("steps", lambda: len(runner.steps(self.out)) > 250, self.process)
 
     def wait_for_steps(self):
-        made = len(runner.steps(self.out))
-        wait_for("steps", lambda: len(runner.steps(self.out)) > made + 1, self.process)
+        # Steps that are made again replace the others.
+        since = time.time()
+        wait_for("steps", lambda: runner.steps(self.out)[-1]["_timestamp"] > since, self.process)
 
     def interrupt(self):
         self.process.send_signal(signal.SIGINT)

@@ -21,6 +21,8 @@ from runner import steps
 
 LIMIT = 180
 EVERY = 20
+# Seconds; no restart is as fast.
+IN_FLIGHT = 0.2
 
 
 def wait_for(what, poll, process):
@@ -40,11 +42,9 @@ def workers(launcher):
     return [int(pid) for pid in listed if is_worker(pid)]
 
 
-def first_step_after_restart(lines, number):
-    """Index of the first step after restart `number`, counted from 1; None if there is none yet."""
-    # Step numbers go back at each restart.
-    starts = [at for at in range(1, len(lines)) if lines[at]["_step"] <= lines[at - 1]["_step"]]
-    return starts[number - 1] if len(starts) >= number else None
+def first_step_since(lines, at):
+    """Index of the first step that was reported since this time; None if there is none yet."""
+    return next((index for index, line in enumerate(lines) if line["_timestamp"] >= at), None)
 
 
 def restart_torchrun(options, data, scratch):
@@ -91,22 +91,23 @@ def main():
         began = time.time()
         launched = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
+            first = 0
             for number in range(1, options.times + 1):
-                first = first_step_after_restart(steps(out), number - 1) if number > 1 else 0
                 wait_for("steps", lambda: len(steps(out)) >= first + 2 * EVERY + EVERY // 2, launched)
                 if number == 1:
                     print(f"first step {steps(out)[0]['_timestamp'] - began:.2f} s from the command")
-                killed = time.time()
+                before, killed = steps(out), time.time()
                 os.kill(workers(launched.pid)[-1], signal.SIGKILL)
-                at = wait_for("a new step", lambda: first_step_after_restart(steps(out), number), launched)
-                lines = steps(out)
-                took = lines[at]["_timestamp"] - killed
-                before = {line["_step"]: line["train/loss"] for line in lines[:at]}
-                wait_for("steps made again", lambda: steps(out)[-1]["_step"] > lines[at - 1]["_step"], launched)
-                again = [line for line in steps(out)[at:] if line["_step"] in before]
-                apart = max(abs(line["train/loss"] - before[line["_step"]]) for line in again)
-                print(f"kill {number}: {took:.2f} s from step {lines[at - 1]['_step']} to step {lines[at]['_step']}; "
-                      f"{len(again)} steps made again, losses at most {apart:.1e} apart", flush=True)
+                # Reports of the killed attempt may still be on their way. Steps that are made again replace the others.
+                since = killed + IN_FLIGHT
+                first = wait_for("a new step", lambda: first_step_since(steps(out), since), launched)
+                line = steps(out)[first]
+                wait_for("steps made again", lambda: steps(out)[-1]["_step"] > before[-1]["_step"], launched)
+                losses = {line["_step"]: line["train/loss"] for line in before}
+                again = [line for line in steps(out)[first:] if line["_step"] in losses]
+                apart = max((abs(line["train/loss"] - losses[line["_step"]]) for line in again), default=0.0)
+                print(f"kill {number}: {line['_timestamp'] - killed:.2f} s from step {before[-1]['_step']} to step "
+                      f"{line['_step']}; {len(again)} steps made again, losses at most {apart:.1e} apart", flush=True)
         finally:
             launched.terminate()
             print("\n".join(line for line in launched.communicate()[1].splitlines() if line.startswith("xlaunch:")))
