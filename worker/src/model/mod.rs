@@ -3,9 +3,11 @@
 //! - [`layout`]: offsets of each parameter in the flat arenas;
 //! - [`init`]: initial weights;
 //! - `forward` and `backward`: the operations of each block, in mirrored order;
+//! - [`decode`]: forward of new tokens over cached ones, for generation;
 //! - this file: the model's data and helpers that both passes use.
 
 mod backward;
+pub mod decode;
 mod forward;
 pub mod init;
 pub mod layout;
