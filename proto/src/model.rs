@@ -24,7 +24,8 @@ pub enum Arch {
 #[serde(default, deny_unknown_fields)]
 pub struct ModelSection {
     /// Named shape from which all other keys take their defaults: `byte-tiny` (0.8M parameters, byte vocabulary),
-    /// `llama-28m` or `gpt2-124m`. Default: byte-tiny.
+    /// `llama-28m`, `gpt2-124m`, `gpt2-medium`, `gpt2-large`, `gpt2-xl`, `smollm2-135m` or `llama-1b` (Llama 3.2 1B).
+    /// Default: byte-tiny.
     pub preset: Option<String>,
     /// Architecture of the transformer blocks. Default: the preset's.
     pub arch: Option<Arch>,
@@ -35,8 +36,10 @@ pub struct ModelSection {
     /// Number of key and value heads, for grouped-query attention (llama only). Must divide `heads`. Default: `heads`
     /// if that is set, otherwise the preset's.
     pub kv_heads: Option<usize>,
-    /// Width of the residual stream (C). A multiple of `heads`, so that `dim / heads` is a multiple of 8 and at most
-    /// 256. Default: the preset's.
+    /// Width of one attention head (D), a multiple of 8 and at most 256. Other widths than `dim / heads` are for llama
+    /// only. Default: `dim / heads`.
+    pub head_dim: Option<usize>,
+    /// Width of the residual stream (C). Without `head_dim`, a multiple of `heads`. Default: the preset's.
     pub dim: Option<usize>,
     /// Hidden width of the feed-forward layers (F). Default: the preset's.
     pub ffn: Option<usize>,
@@ -46,73 +49,211 @@ pub struct ModelSection {
     pub vocab: Option<usize>,
     /// Share the weights of the token embedding with the output head. Default: the preset's.
     pub tied: Option<bool>,
+    /// Added to the variance in every LayerNorm or RMSNorm. Default: the preset's, 1e-5 in all presets.
+    pub norm_eps: Option<f64>,
+    /// Base of the rotary position embedding's wavelengths (llama only). Default: the preset's.
+    pub rope_theta: Option<f64>,
+    /// Scaling of the rotary position embedding for longer sequences (llama only), as in the `config.json` of Llama 3.1
+    /// and 3.2: a table with rope_type = "llama3", factor, low_freq_factor, high_freq_factor and
+    /// original_max_position_embeddings. Default: the preset's.
+    pub rope_scaling: Option<RopeScaling>,
+}
+
+/// Scaling of the rotary position embedding, with the names of Hugging Face's `config.json`.
+///
+/// With `s = original_max_position_embeddings`: wavelengths above `s / low_freq_factor` are multiplied by `factor`,
+/// those below `s / high_freq_factor` stay, and those between are interpolated.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields)]
+#[expect(missing_docs, reason = "the fields are documented above")]
+pub struct RopeScaling {
+    pub rope_type: RopeType,
+    pub factor: f64,
+    pub low_freq_factor: f64,
+    pub high_freq_factor: f64,
+    pub original_max_position_embeddings: usize,
+}
+
+/// How wavelengths are scaled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum RopeType {
+    /// As in Llama 3.1 and 3.2.
+    Llama3,
 }
 
 /// A model's shape, with every size resolved.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(from = "StoredShape")]
 #[expect(missing_docs, reason = "the fields are documented in ModelSection")]
 pub struct ModelShape {
     pub arch: Arch,
     pub layers: usize,
     pub heads: usize,
     pub kv_heads: usize,
+    pub head_dim: usize,
     pub dim: usize,
     pub ffn: usize,
     pub seq: usize,
     pub vocab: usize,
     pub tied: bool,
+    pub norm_eps: f64,
+    pub rope_theta: f64,
+    pub rope_scaling: Option<RopeScaling>,
 }
 
-/// The presets, by name.
-pub const PRESETS: [(&str, ModelShape); 3] = [
-    (
-        "byte-tiny",
-        ModelShape {
-            arch: Arch::Llama,
-            layers: 4,
-            heads: 4,
-            kv_heads: 4,
-            dim: 128,
-            ffn: 352,
-            seq: 128,
-            vocab: 256,
-            tied: true,
-        },
-    ),
-    (
-        "llama-28m",
-        ModelShape {
-            arch: Arch::Llama,
-            layers: 12,
-            heads: 12,
-            kv_heads: 12,
-            dim: 384,
-            ffn: 1536,
-            seq: 256,
-            vocab: 50257,
-            tied: false,
-        },
-    ),
-    (
-        "gpt2-124m",
-        ModelShape {
-            arch: Arch::Gpt2,
-            layers: 12,
-            heads: 12,
-            kv_heads: 12,
-            dim: 768,
-            ffn: 3072,
-            seq: 1024,
-            vocab: 50257,
-            tied: true,
-        },
-    ),
+/// The serialised form of a [`ModelShape`]. Older checkpoints have none of the optional fields.
+#[derive(Deserialize)]
+struct StoredShape {
+    arch: Arch,
+    layers: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: Option<usize>,
+    dim: usize,
+    ffn: usize,
+    seq: usize,
+    vocab: usize,
+    tied: bool,
+    norm_eps: Option<f64>,
+    rope_theta: Option<f64>,
+    rope_scaling: Option<RopeScaling>,
+}
+
+impl From<StoredShape> for ModelShape {
+    fn from(stored: StoredShape) -> Self {
+        Self {
+            arch: stored.arch,
+            layers: stored.layers,
+            heads: stored.heads,
+            kv_heads: stored.kv_heads,
+            head_dim: stored.head_dim.unwrap_or_else(|| default_head_dim(stored.dim, stored.heads)),
+            dim: stored.dim,
+            ffn: stored.ffn,
+            seq: stored.seq,
+            vocab: stored.vocab,
+            tied: stored.tied,
+            norm_eps: stored.norm_eps.unwrap_or(NORM_EPS),
+            rope_theta: stored.rope_theta.unwrap_or(ROPE_THETA),
+            rope_scaling: stored.rope_scaling,
+        }
+    }
+}
+
+/// [`ModelShape::norm_eps`] where nothing else is said.
+pub const NORM_EPS: f64 = 1e-5;
+/// [`ModelShape::rope_theta`] where nothing else is said.
+pub const ROPE_THETA: f64 = 10_000.0;
+
+/// A shape of the GPT-2 family: heads of 64, a feed-forward width of 4 C, tied embeddings.
+const fn gpt2(layers: usize, heads: usize) -> ModelShape {
+    let dim = 64 * heads;
+    ModelShape {
+        arch: Arch::Gpt2,
+        layers,
+        heads,
+        kv_heads: heads,
+        head_dim: 64,
+        dim,
+        ffn: 4 * dim,
+        seq: 1024,
+        vocab: 50257,
+        tied: true,
+        norm_eps: NORM_EPS,
+        rope_theta: ROPE_THETA,
+        rope_scaling: None,
+    }
+}
+
+const BYTE_TINY: ModelShape = ModelShape {
+    arch: Arch::Llama,
+    layers: 4,
+    heads: 4,
+    kv_heads: 4,
+    head_dim: 32,
+    dim: 128,
+    ffn: 352,
+    seq: 128,
+    vocab: 256,
+    tied: true,
+    norm_eps: NORM_EPS,
+    rope_theta: ROPE_THETA,
+    rope_scaling: None,
+};
+
+const LLAMA_28M: ModelShape = ModelShape {
+    layers: 12,
+    heads: 12,
+    kv_heads: 12,
+    head_dim: 32,
+    dim: 384,
+    ffn: 1536,
+    seq: 256,
+    vocab: 50257,
+    tied: false,
+    ..BYTE_TINY
+};
+
+/// Its authors trained it with sequences of 2048 tokens; its published configuration allows 8192.
+const SMOLLM2_135M: ModelShape = ModelShape {
+    layers: 30,
+    heads: 9,
+    kv_heads: 3,
+    head_dim: 64,
+    dim: 576,
+    ffn: 1536,
+    seq: 2048,
+    vocab: 49152,
+    rope_theta: 100_000.0,
+    ..BYTE_TINY
+};
+
+/// Llama 3.2 1B. Its published configuration allows sequences of 131,072 tokens, too many for a default.
+const LLAMA_1B: ModelShape = ModelShape {
+    layers: 16,
+    heads: 32,
+    kv_heads: 8,
+    head_dim: 64,
+    dim: 2048,
+    ffn: 8192,
+    seq: 2048,
+    vocab: 128_256,
+    rope_theta: 500_000.0,
+    rope_scaling: Some(RopeScaling {
+        rope_type: RopeType::Llama3,
+        factor: 32.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 8192,
+    }),
+    ..BYTE_TINY
+};
+
+/// The presets, by name. In all of them, D = C / H.
+pub const PRESETS: [(&str, ModelShape); 8] = [
+    ("byte-tiny", BYTE_TINY),
+    ("llama-28m", LLAMA_28M),
+    ("gpt2-124m", gpt2(12, 12)),
+    ("gpt2-medium", gpt2(24, 16)),
+    ("gpt2-large", gpt2(36, 20)),
+    ("gpt2-xl", gpt2(48, 25)),
+    ("smollm2-135m", SMOLLM2_135M),
+    ("llama-1b", LLAMA_1B),
 ];
 
 /// Largest value accepted for any one size.
 const MAX_SIZE: usize = 1 << 20;
 /// Largest number of parameters. With [`MAX_SIZE`], it keeps products of sizes far from overflow.
 const MAX_PARAMETERS: u128 = 1 << 40;
+/// Largest accepted base of rotary wavelengths, and factor of their scaling.
+const MAX_ROPE: f64 = 1e15;
+
+/// C / H. 0 heads are refused elsewhere.
+fn default_head_dim(dim: usize, heads: usize) -> usize {
+    dim.checked_div(heads).unwrap_or_default()
+}
 
 impl ModelSection {
     /// Fills in the preset and checks the result.
@@ -127,18 +268,32 @@ impl ModelSection {
                     format!("one of {}", known.join(", ")),
                 )
             })?;
-        let heads = self.heads.unwrap_or(preset.heads);
+        let (heads, dim) = (self.heads.unwrap_or(preset.heads), self.dim.unwrap_or(preset.dim));
+        let arch = self.arch.unwrap_or(preset.arch);
+        let rotary = arch == Arch::Llama;
         let shape = ModelShape {
-            arch: self.arch.unwrap_or(preset.arch),
+            arch,
             layers: self.layers.unwrap_or(preset.layers),
             heads,
             kv_heads: self.kv_heads.unwrap_or(if self.heads.is_some() { heads } else { preset.kv_heads }),
-            dim: self.dim.unwrap_or(preset.dim),
+            head_dim: self.head_dim.unwrap_or_else(|| default_head_dim(dim, heads)),
+            dim,
             ffn: self.ffn.unwrap_or(preset.ffn),
             seq: self.seq.unwrap_or(preset.seq),
             vocab: self.vocab.unwrap_or(preset.vocab),
             tied: self.tied.unwrap_or(preset.tied),
+            norm_eps: self.norm_eps.unwrap_or(preset.norm_eps),
+            rope_theta: self.rope_theta.unwrap_or(if rotary { preset.rope_theta } else { ROPE_THETA }),
+            rope_scaling: self.rope_scaling.or(preset.rope_scaling.filter(|_| rotary)),
         };
+        shape.check_sizes()?;
+        if self.head_dim.is_none() && !dim.is_multiple_of(heads) {
+            return Err(Invalid::new(
+                "model.dim",
+                format!("{dim} is not a multiple of model.heads = {heads}"),
+                "a multiple of model.heads, or model.head_dim".into(),
+            ));
+        }
         shape.check()?;
         Ok(shape)
     }
@@ -147,7 +302,12 @@ impl ModelSection {
 impl ModelShape {
     /// D, the width of one head.
     pub fn head_width(&self) -> usize {
-        self.dim / self.heads
+        self.head_dim
+    }
+
+    /// H D, the width of attention's output.
+    pub fn attention_width(&self) -> usize {
+        self.heads * self.head_dim
     }
 
     /// Vp: V rounded up to a multiple that tensor cores handle well. Small vocabularies are not padded.
@@ -162,18 +322,25 @@ impl ModelShape {
 
     /// Parameters of all matrices, without key heads that are shared. Sizes have to be within [`MAX_SIZE`].
     fn matrix_parameters(&self) -> u128 {
-        let [layers, dim, ffn, vocab, seq] =
-            [self.layers, self.dim, self.ffn, self.vocab, self.seq].map(|size| size as u128);
+        let [layers, dim, ffn, vocab, seq, heads, head_dim] =
+            [self.layers, self.dim, self.ffn, self.vocab, self.seq, self.heads, self.head_dim]
+                .map(|size| size as u128);
         let (ffn_matrices, positions) = match self.arch {
             Arch::Gpt2 => (2, seq),
             Arch::Llama => (3, 0),
         };
         let embeddings = if self.tied { vocab } else { 2 * vocab };
-        dim * (layers * (4 * dim + ffn_matrices * ffn) + embeddings + positions)
+        dim * (layers * (4 * heads * head_dim + ffn_matrices * ffn) + embeddings + positions)
     }
 
     /// Checks the rules between sizes. The launcher and every worker apply them.
     pub fn check(&self) -> Result<(), Invalid> {
+        self.check_sizes()?;
+        self.check_heads()?;
+        self.check_numbers()
+    }
+
+    fn check_sizes(&self) -> Result<(), Invalid> {
         let sizes = [
             ("model.layers", self.layers),
             ("model.heads", self.heads),
@@ -188,6 +355,9 @@ impl ModelShape {
                 return Err(Invalid::new(key, format!("{size} is out of range"), format!("1 to {MAX_SIZE}")));
             }
         }
+        if self.head_dim > MAX_SIZE {
+            return Err(head_dim_invalid(self.head_dim));
+        }
         let matrices = self.matrix_parameters();
         if matrices > MAX_PARAMETERS {
             return Err(Invalid::new(
@@ -199,15 +369,15 @@ impl ModelShape {
                 "at most 2^40 parameters".into(),
             ));
         }
-        if !self.dim.is_multiple_of(self.heads) {
-            return Err(Invalid::new(
-                "model.dim",
-                format!("{} is not a multiple of model.heads = {}", self.dim, self.heads),
-                "a multiple of model.heads, as all heads have the same width".into(),
-            ));
-        }
-        let width = self.head_width();
-        if !width.is_multiple_of(8) || width > 256 {
+        Ok(())
+    }
+
+    fn check_heads(&self) -> Result<(), Invalid> {
+        let (width, derived) = (self.head_width(), self.dim == self.attention_width());
+        if width == 0 || !width.is_multiple_of(8) || width > 256 {
+            if !derived {
+                return Err(head_dim_invalid(width));
+            }
             return Err(Invalid::new(
                 "model.heads",
                 format!("the head width model.dim / model.heads is {width}"),
@@ -228,8 +398,57 @@ impl ModelShape {
                 "model.heads, as grouped-query attention needs model.arch = \"llama\"".into(),
             ));
         }
+        if self.arch == Arch::Gpt2 && !derived {
+            return Err(Invalid::new(
+                "model.head_dim",
+                format!("{width} is not model.dim / model.heads = {} / {}", self.dim, self.heads),
+                "model.dim / model.heads, as other widths need model.arch = \"llama\"".into(),
+            ));
+        }
         Ok(())
     }
+
+    fn check_numbers(&self) -> Result<(), Invalid> {
+        within("model.norm_eps", self.norm_eps, f64::from(f32::MIN_POSITIVE), 1.0, "1.2e-38 to 1")?;
+        if self.arch == Arch::Gpt2 && (self.rope_theta != ROPE_THETA || self.rope_scaling.is_some()) {
+            let key = if self.rope_scaling.is_some() { "model.rope_scaling" } else { "model.rope_theta" };
+            return Err(Invalid::new(
+                key,
+                "gpt2 has learned position embeddings".into(),
+                "no such key, or model.arch = \"llama\"".into(),
+            ));
+        }
+        within("model.rope_theta", self.rope_theta, 1.0, MAX_ROPE, "1 to 1e15")?;
+        let Some(scaling) = self.rope_scaling else { return Ok(()) };
+        let RopeScaling { factor, low_freq_factor: low, high_freq_factor: high, .. } = scaling;
+        let original = scaling.original_max_position_embeddings;
+        let ordered = low > 0.0 && low < high && high <= MAX_ROPE;
+        if !(1.0..=MAX_ROPE).contains(&factor) || !ordered || original == 0 || original > MAX_SIZE {
+            return Err(Invalid::new(
+                "model.rope_scaling",
+                format!(
+                    "factor = {factor}, low_freq_factor = {low}, high_freq_factor = {high}, \
+                     original_max_position_embeddings = {original}"
+                ),
+                format!(
+                    "factor of at least 1, 0 < low_freq_factor < high_freq_factor, \
+                     original_max_position_embeddings from 1 to {MAX_SIZE}"
+                ),
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn head_dim_invalid(width: usize) -> Invalid {
+    Invalid::new("model.head_dim", format!("{width} is out of range"), "a multiple of 8, at most 256".into())
+}
+
+fn within(key: &'static str, value: f64, low: f64, high: f64, expected: &str) -> Result<(), Invalid> {
+    if (low..=high).contains(&value) {
+        return Ok(());
+    }
+    Err(Invalid::new(key, format!("{value:e} is out of range"), expected.into()))
 }
 
 #[cfg(test)]
@@ -262,5 +481,60 @@ mod tests {
         assert_eq!(key(large), "model.dim");
         let gpt2 = ModelSection { preset: Some("gpt2-124m".into()), kv_heads: Some(4), ..Default::default() };
         assert_eq!(key(gpt2), "model.kv_heads");
+    }
+    #[test]
+    fn head_width_that_is_set_need_not_divide_the_model_width() {
+        let section = ModelSection { heads: Some(3), head_dim: Some(64), ..Default::default() };
+        let shape = section.resolve().unwrap();
+        assert_eq!((shape.dim, shape.attention_width(), shape.qkv_width()), (128, 192, 9 * 64));
+        let key = |section: ModelSection| section.resolve().unwrap_err().key;
+        for invalid in [0, 12, 264, usize::MAX] {
+            assert_eq!(key(ModelSection { head_dim: Some(invalid), ..section.clone() }), "model.head_dim");
+        }
+        assert_eq!(key(ModelSection { arch: Some(Arch::Gpt2), ..section.clone() }), "model.head_dim");
+        assert_eq!(key(ModelSection { head_dim: None, ..section }), "model.dim");
+    }
+
+    #[test]
+    fn norm_and_rotary_numbers_are_checked_and_rotary_ones_are_for_llama_only() {
+        let key = |section: ModelSection| section.resolve().unwrap_err().key;
+        for eps in [0.0, -1e-5, 2.0, 1e-50, f64::NAN] {
+            assert_eq!(key(ModelSection { norm_eps: Some(eps), ..Default::default() }), "model.norm_eps");
+        }
+        for theta in [0.0, 0.5, f64::INFINITY, f64::NAN] {
+            assert_eq!(
+                key(ModelSection { rope_theta: Some(theta), ..Default::default() }),
+                "model.rope_theta"
+            );
+        }
+        let scaling = LLAMA_1B.rope_scaling.unwrap();
+        let invalid = [
+            RopeScaling { factor: 0.5, ..scaling },
+            RopeScaling { low_freq_factor: 4.0, ..scaling },
+            RopeScaling { low_freq_factor: f64::NAN, ..scaling },
+            RopeScaling { original_max_position_embeddings: 0, ..scaling },
+        ];
+        for scaling in invalid {
+            let section = ModelSection { rope_scaling: Some(scaling), ..Default::default() };
+            assert_eq!(key(section), "model.rope_scaling");
+        }
+        let gpt2 = ModelSection { preset: Some("gpt2-124m".into()), ..Default::default() };
+        assert_eq!(key(ModelSection { rope_theta: Some(500.0), ..gpt2.clone() }), "model.rope_theta");
+        assert_eq!(key(ModelSection { rope_scaling: Some(scaling), ..gpt2 }), "model.rope_scaling");
+        // Another architecture than the preset's drops what it has no use for.
+        let preset = ModelSection { preset: Some("llama-1b".into()), ..Default::default() };
+        let section = ModelSection { arch: Some(Arch::Gpt2), kv_heads: Some(32), ..preset };
+        assert_eq!(section.resolve().unwrap().rope_scaling, None);
+    }
+
+    #[test]
+    fn shape_of_an_older_checkpoint_is_read() {
+        let json = r#"{"arch":"llama","layers":4,"heads":4,"kv_heads":4,"dim":128,"ffn":352,"seq":128,"vocab":256,
+                       "tied":true}"#;
+        assert_eq!(serde_json::from_str::<ModelShape>(json).unwrap(), BYTE_TINY);
+        for (name, shape) in &PRESETS {
+            let json = serde_json::to_vec(shape).unwrap();
+            assert_eq!(serde_json::from_slice::<ModelShape>(&json).unwrap(), *shape, "{name}");
+        }
     }
 }

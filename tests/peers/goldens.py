@@ -19,6 +19,9 @@ MODELS = {
     "gpt2": dict(arch="gpt2", tied=True, **SIZES),
     "llama": dict(arch="llama", tied=False, **SIZES),
     "llama_gqa": dict(arch="llama", tied=True, kv_heads=2, **SIZES),
+    "llama_wide": dict(arch="llama", tied=False, kv_heads=2, head_dim=16, norm_eps=1e-3, rope_theta=500.0,
+                       rope_scaling=dict(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                         original_max_position_embeddings=32), **SIZES),
 }
 B, T, V = 2, SIZES["seq"], SIZES["vocab"]
 

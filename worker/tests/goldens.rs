@@ -17,7 +17,7 @@ use xlaunch_engine::{
     Accumulate, CpuBackend, CudaBackend, CudaOptions, DType, EngineError, PoolMode, Precision, SquaredNorm,
     Tensor,
 };
-use xlaunch_proto::model::{Arch, ModelShape};
+use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA, RopeScaling, RopeType};
 use xlaunch_proto::spec::TrainSection;
 use xlaunch_worker::model::layout::Layout;
 use xlaunch_worker::model::{BackendHandle, Model, Rows};
@@ -29,11 +29,13 @@ const ROWS: Rows = Rows { batch: 2, seq: 16 };
 xlaunch_harness::suite! {
     gpt2_matches_pytorch_on_cpu,
     llama_matches_pytorch_on_cpu,
-    llama_with_grouped_query_attention_matches_pytorch_on_cpu;
+    llama_with_grouped_query_attention_matches_pytorch_on_cpu,
+    llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_cpu;
     needs require_gpu:
     gpt2_matches_pytorch_on_gpu,
     llama_matches_pytorch_on_gpu,
-    llama_with_grouped_query_attention_matches_pytorch_on_gpu;
+    llama_with_grouped_query_attention_matches_pytorch_on_gpu,
+    llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_gpu;
 }
 
 /// A model and the name of its file.
@@ -43,11 +45,41 @@ struct Case {
     arch: Arch,
     kv_heads: usize,
     tied: bool,
+    /// Heads wider than C / H, and other numbers of norms and rotation.
+    wide: bool,
 }
 
-const GPT2: Case = Case { name: "gpt2", arch: Arch::Gpt2, kv_heads: 4, tied: true };
-const LLAMA: Case = Case { name: "llama", arch: Arch::Llama, kv_heads: 4, tied: false };
-const LLAMA_GQA: Case = Case { name: "llama_gqa", arch: Arch::Llama, kv_heads: 2, tied: true };
+const GPT2: Case = Case { name: "gpt2", arch: Arch::Gpt2, kv_heads: 4, tied: true, wide: false };
+const LLAMA: Case = Case { name: "llama", arch: Arch::Llama, kv_heads: 4, tied: false, wide: false };
+const LLAMA_GQA: Case = Case { name: "llama_gqa", arch: Arch::Llama, kv_heads: 2, tied: true, wide: false };
+const LLAMA_WIDE: Case = Case { name: "llama_wide", arch: Arch::Llama, kv_heads: 2, tied: false, wide: true };
+
+/// The sizes in `tests/peers/goldens.py`.
+fn shape(case: Case) -> ModelShape {
+    let Case { arch, kv_heads, tied, wide, .. } = case;
+    let scaling = RopeScaling {
+        rope_type: RopeType::Llama3,
+        factor: 4.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 32,
+    };
+    ModelShape {
+        arch,
+        layers: 2,
+        heads: 4,
+        kv_heads,
+        head_dim: if wide { 16 } else { 8 },
+        dim: 32,
+        ffn: 48,
+        seq: 16,
+        vocab: 61,
+        tied,
+        norm_eps: if wide { 1e-3 } else { NORM_EPS },
+        rope_theta: if wide { 500.0 } else { ROPE_THETA },
+        rope_scaling: wide.then_some(scaling),
+    }
+}
 
 struct Golden {
     floats: HashMap<String, Vec<f32>>,
@@ -137,10 +169,8 @@ fn gpu() -> BackendHandle {
 
 impl Fixture {
     fn new(backend: BackendHandle, case: Case) -> Self {
-        let Case { name, arch, kv_heads, tied } = case;
-        let shape =
-            ModelShape { arch, layers: 2, heads: 4, kv_heads, dim: 32, ffn: 48, seq: 16, vocab: 61, tied };
-        let golden = Golden::read(name);
+        let shape = shape(case);
+        let golden = Golden::read(case.name);
         let model = Model::new(&backend, &shape, &golden.arena(&Layout::new(&shape), "param.")).unwrap();
         let grads = backend.alloc(DType::F32, model.layout.len).unwrap();
         backend.zero(grads.all()).unwrap();
@@ -251,6 +281,10 @@ fn llama_with_grouped_query_attention_matches_pytorch_on_cpu() {
     compare(cpu(), LLAMA_GQA);
 }
 
+fn llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_cpu() {
+    compare(cpu(), LLAMA_WIDE);
+}
+
 fn gpt2_matches_pytorch_on_gpu() {
     compare(gpu(), GPT2);
 }
@@ -261,4 +295,8 @@ fn llama_matches_pytorch_on_gpu() {
 
 fn llama_with_grouped_query_attention_matches_pytorch_on_gpu() {
     compare(gpu(), LLAMA_GQA);
+}
+
+fn llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_gpu() {
+    compare(gpu(), LLAMA_WIDE);
 }

@@ -1,6 +1,6 @@
 //! Floating-point operations of training a model, counted as in the literature: useful work only ("model FLOPs").
 //!
-//! Per token: `6 N + 6 L T C`. N is the number of parameters in matrix multiplications (with the head's V columns,
+//! Per token: `6 N + 6 L T H D`. N is the number of parameters in matrix multiplications (with the head's V columns,
 //! without the embedding lookup, norms and biases): 2 operations each in forward, 4 in backward (Kaplan et al. 2020,
 //! section 2.1, arXiv:2001.08361). The two matrix multiplications of attention take `4 T C` per layer in forward and
 //! twice that in backward (Chowdhery et al. 2022, appendix B, arXiv:2204.02311: `12 L H Q T` with H Q = C); a causal
@@ -13,14 +13,14 @@ use xlaunch_proto::model::{Arch, ModelShape};
 /// Operations per token, forward and backward.
 #[expect(clippy::cast_precision_loss, reason = "a size")]
 pub(crate) fn per_token(shape: &ModelShape) -> f64 {
-    let attention = shape.layers as f64 * shape.seq as f64 * shape.dim as f64;
+    let attention = shape.layers as f64 * shape.seq as f64 * shape.attention_width() as f64;
     6.0 * matrix_parameters(shape) as f64 + 6.0 * attention
 }
 
 /// N: parameters in matrix multiplications.
 fn matrix_parameters(shape: &ModelShape) -> usize {
     let gates = if shape.arch == Arch::Llama { 2 } else { 1 };
-    let attention = shape.qkv_width() + shape.dim;
+    let attention = shape.qkv_width() + shape.attention_width();
     let feed_forward = (gates + 1) * shape.ffn;
     shape.dim * (shape.layers * (attention + feed_forward) + shape.vocab)
 }

@@ -267,14 +267,19 @@ fn difference(saved: &ModelShape, wanted: &ModelShape) -> Option<String> {
     if saved.tied != wanted.tied {
         return Some(format!("model.tied is {} in the checkpoint, {} in this job", saved.tied, wanted.tied));
     }
-    let sizes = |shape: &ModelShape| {
-        [shape.layers, shape.heads, shape.kv_heads, shape.dim, shape.ffn, shape.seq, shape.vocab]
+    let names =
+        ["layers", "heads", "kv_heads", "head_dim", "dim", "ffn", "seq", "vocab", "norm_eps", "rope_theta"];
+    let values = |shape: &ModelShape| {
+        let ModelShape { layers, heads, kv_heads, head_dim, dim, ffn, seq, vocab, .. } = *shape;
+        let sizes = [layers, heads, kv_heads, head_dim, dim, ffn, seq, vocab].map(|size| size.to_string());
+        let numbers = [shape.norm_eps, shape.rope_theta].map(|number| number.to_string());
+        sizes.into_iter().chain(numbers)
     };
-    let names = ["layers", "heads", "kv_heads", "dim", "ffn", "seq", "vocab"];
-    let (saved, wanted) = (sizes(saved), sizes(wanted));
-    let index = (0..names.len()).find(|index| saved[*index] != wanted[*index])?;
-    Some(format!(
-        "model.{} is {} in the checkpoint, {} in this job",
-        names[index], saved[index], wanted[index]
-    ))
+    for ((name, saved), wanted) in names.into_iter().zip(values(saved)).zip(values(wanted)) {
+        if saved != wanted {
+            return Some(format!("model.{name} is {saved} in the checkpoint, {wanted} in this job"));
+        }
+    }
+    (saved.rope_scaling != wanted.rope_scaling)
+        .then(|| "model.rope_scaling differs between the checkpoint and this job".into())
 }

@@ -112,7 +112,7 @@ impl Model {
         let residual = Residual { dx, add: true, added: Some(&params.proj) };
         self.norm_backward(pass, &block.ln2, &params.ln2, &dy, residual)?;
 
-        let sizes = (shape.dim, shape.dim);
+        let sizes = (shape.attention_width(), shape.dim);
         let datt = self.linear_backward(pass, dx, &block.att, &params.proj, sizes, None)?;
         let dqkv = self.activation(block.qkv.len())?;
         self.backend.attention_backward(AttentionBackward {

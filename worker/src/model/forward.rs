@@ -136,7 +136,7 @@ impl Model {
     ) -> Result<(Block, Normed)> {
         let (n, shape) = (rows.count(), &self.shape);
         let qkv = self.linear(rows, &ln1.y, &params.qkv, shape.dim, shape.qkv_width())?;
-        let att = self.activation(n * shape.dim)?;
+        let att = self.activation(n * shape.attention_width())?;
         let lse = self.backend.alloc(DType::F32, n * shape.heads)?;
         self.backend.attention_forward(AttentionForward {
             shape: attention_shape(&self.shape, rows),
@@ -145,7 +145,7 @@ impl Model {
             out: att.all(),
             lse: lse.all(),
         })?;
-        let branch = self.linear(rows, &att, &params.proj, shape.dim, shape.dim)?;
+        let branch = self.linear(rows, &att, &params.proj, shape.attention_width(), shape.dim)?;
         let ln2 = self.add_norm(rows, &ln1.x, branch, &params.ln2)?;
 
         let a = self.activation(n * shape.ffn)?;

@@ -145,7 +145,7 @@ impl Layout {
                 let out = arena.linear(&name("out"), dim, shape.ffn, residual);
                 let fc = arena.linear(&name("fc"), gates * shape.ffn, dim, normal);
                 let ln2 = arena.norm(&name("ln2"), dim);
-                let proj = arena.linear(&name("proj"), dim, dim, residual);
+                let proj = arena.linear(&name("proj"), dim, shape.attention_width(), residual);
                 let qkv = arena.linear(&name("qkv"), shape.qkv_width(), dim, normal);
                 let ln1 = arena.norm(&name("ln1"), dim);
                 Block { ln1, qkv, proj, ln2, fc, out, end: arena.len }

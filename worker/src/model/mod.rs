@@ -2,6 +2,7 @@
 //!
 //! - [`layout`]: offsets of each parameter in the flat arenas;
 //! - [`init`]: initial weights;
+//! - `rope`: the table of rotary angles;
 //! - `forward` and `backward`: the operations of each block, in mirrored order;
 //! - [`decode`]: forward of new tokens over cached ones, for generation;
 //! - this file: the model's data and helpers that both passes use.
@@ -11,6 +12,7 @@ pub mod decode;
 mod forward;
 pub mod init;
 pub mod layout;
+mod rope;
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -22,11 +24,6 @@ use xlaunch_proto::model::{Arch, ModelShape};
 
 pub use forward::Activations;
 use layout::Layout;
-
-/// Added to the variance in every norm.
-const NORM_EPS: f32 = 1e-5;
-/// Base of the rotary angles.
-const ROPE_BASE: f64 = 10_000.0;
 
 /// A model on a device.
 #[derive(Debug)]
@@ -150,7 +147,7 @@ impl Model {
         let rope = match shape.arch {
             Arch::Gpt2 => None,
             Arch::Llama => {
-                let table = rope_table(shape.seq, shape.head_width());
+                let table = rope::table(shape);
                 let rope = backend.alloc_persistent(DType::F32, table.len())?;
                 backend.write_f32(rope.all(), &table)?;
                 Some(rope)
@@ -186,7 +183,9 @@ impl Model {
             Arch::Gpt2 => NormKind::Layer,
             Arch::Llama => NormKind::Rms,
         };
-        NormShape { rows: rows.count(), cols: self.shape.dim, kind, eps: NORM_EPS }
+        #[expect(clippy::cast_possible_truncation, reason = "norms compute in f32")]
+        let eps = self.shape.norm_eps as f32;
+        NormShape { rows: rows.count(), cols: self.shape.dim, kind, eps }
     }
 
     /// The part of the rotary table for these positions.
@@ -197,23 +196,4 @@ impl Model {
     fn linear_shape(rows: Rows, inputs: usize, outputs: usize) -> LinearShape {
         LinearShape { rows: rows.count(), inputs, outputs }
     }
-}
-
-/// `[T, D]`: D/2 cosines, then D/2 sines, of the angles `t / base^(2 i / D)`.
-#[expect(
-    clippy::cast_precision_loss,
-    clippy::cast_possible_truncation,
-    reason = "positions are small, and rounding to f32 is intended"
-)]
-fn rope_table(seq: usize, width: usize) -> Vec<f32> {
-    let half = width / 2;
-    // PyTorch implementations round frequencies and angles to f32. Doing the same keeps loss curves comparable.
-    let frequency = |i: usize| ROPE_BASE.powf(-((2 * i) as f64) / width as f64) as f32;
-    let angle = |t: usize, i: usize| f64::from(t as f32 * frequency(i));
-    (0..seq)
-        .flat_map(|t| {
-            let cosines = (0..half).map(move |i| angle(t, i).cos() as f32);
-            cosines.chain((0..half).map(move |i| angle(t, i).sin() as f32))
-        })
-        .collect()
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use xlaunch_comm::{Collective, Local, Ring, RingListener};
 use xlaunch_engine::{CpuBackend, PoolMode, Tensor};
-use xlaunch_proto::model::{Arch, ModelShape};
+use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA};
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
 use xlaunch_worker::model::{BackendHandle, Model, init, layout::Layout};
@@ -46,11 +46,15 @@ impl Rank {
             layers: 2,
             heads: 2,
             kv_heads: 2,
+            head_dim: 16,
             dim: 32,
             ffn: 48,
             seq: 40,
             vocab: 256,
             tied: false,
+            norm_eps: NORM_EPS,
+            rope_theta: ROPE_THETA,
+            rope_scaling: None,
         };
         let (rank, world) = (collective.rank(), collective.world_size());
         let dataset = Dataset::open(spec, &shape).unwrap();

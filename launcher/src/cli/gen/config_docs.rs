@@ -68,6 +68,7 @@ fn type_name(property: &Value) -> String {
     let name = property["type"].as_str().or_else(|| property["type"][0].as_str()).unwrap_or("any");
     match name {
         "array" => format!("list of {}s", type_name(&property["items"])),
+        "object" => "table".into(),
         name => name.into(),
     }
 }
