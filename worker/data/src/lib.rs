@@ -1,0 +1,22 @@
+//! From text to token files that a model trains on.
+//!
+//! ```text
+//! text, JSONL, .gz, .zst --documents--> documents --tokenizer--> ids --shard--> train_*.bin, val_*.bin, manifest.json
+//! ```
+//! [`Tokenizer`] encodes and decodes, [`shard`] knows the headers of token files, [`Manifest`] describes a prepared
+//! directory. Knows neither models nor devices, so that every command can use it.
+//!
+//! Invariants:
+//! - a directory without a valid manifest is not prepared data: the manifest is written last;
+//! - the same input gives the same bytes for any number of threads;
+//! - nothing read from a file is allocated before its size is checked.
+
+mod manifest;
+pub mod shard;
+mod tokenizer;
+
+pub use manifest::{Manifest, ManifestError, Shard, Split};
+pub use tokenizer::{Decoder, Tokenizer, TokenizerError};
+
+/// File in a prepared directory, a checkpoint and an export that holds the tokenizer.
+pub const TOKENIZER_FILE: &str = "tokenizer.json";

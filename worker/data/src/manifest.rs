@@ -1,0 +1,228 @@
+//! `manifest.json`: what a prepared directory holds. Written last, so a directory without it is not prepared data.
+
+use std::collections::BTreeSet;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// A manifest of a million shards has 100 MB.
+const MAX_BYTES: u64 = 128 << 20;
+/// Vocabularies that a manifest may have: far above all in use, and ids fit in i32.
+const MAX_VOCAB: usize = 1 << 30;
+
+/// The contents of `manifest.json`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// Format, first in the file.
+    pub version: u32,
+    /// The tokenizer's name: `bytes`, `gpt2`, or a file's.
+    pub tokenizer: String,
+    /// Highest id + 1.
+    pub vocab: usize,
+    /// The id that starts each document.
+    pub end_of_text: Option<u32>,
+    /// What is trained on.
+    pub train: Split,
+    /// What is held out.
+    pub val: Split,
+}
+
+/// One part of the data.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Split {
+    /// Number of documents.
+    pub documents: u64,
+    /// Their text, as UTF-8.
+    pub bytes: u64,
+    /// Their ids, with the end-of-text id of each.
+    pub tokens: u64,
+    /// Token files, in order. A document may continue in the next file.
+    pub shards: Vec<Shard>,
+}
+
+/// A token file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shard {
+    /// Name within the directory.
+    pub name: String,
+    /// Number of ids.
+    pub tokens: u64,
+    /// Size of the file.
+    pub bytes: u64,
+    /// Hash of the file, in hexadecimal.
+    pub xxh3_128: String,
+}
+
+/// Why a directory is not prepared data.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what the fields are")]
+pub enum ManifestError {
+    /// A directory that was never prepared, or whose preparation was interrupted.
+    #[error(
+        "{} has no {}: it is not prepared data, or `xlaunch data prepare` was interrupted",
+        dir.display(),
+        Manifest::FILE
+    )]
+    Missing { dir: PathBuf },
+    #[error("failed to read {}: {reason}", path.display())]
+    Read { path: PathBuf, reason: String },
+    #[error("{}: version {version} is not supported; expected version {}", path.display(), Manifest::VERSION)]
+    Version { path: PathBuf, version: u32 },
+    #[error("{} is damaged: {reason}", path.display())]
+    Damaged { path: PathBuf, reason: String },
+}
+
+#[derive(Deserialize)]
+struct Header {
+    version: u32,
+}
+
+impl Manifest {
+    /// Its name.
+    pub const FILE: &str = "manifest.json";
+    /// Format of the manifest and of what it describes.
+    pub const VERSION: u32 = 1;
+
+    /// Reads and checks the manifest of `dir`. Sizes and hashes of the shards are not compared with the files.
+    pub fn read(dir: &Path) -> Result<Self, ManifestError> {
+        let path = dir.join(Self::FILE);
+        let read =
+            |error: std::io::Error| ManifestError::Read { path: path.clone(), reason: error.to_string() };
+        let file = match std::fs::File::open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Err(ManifestError::Missing { dir: dir.into() });
+            }
+            Err(error) => return Err(read(error)),
+        };
+        let mut json = Vec::new();
+        file.take(MAX_BYTES + 1).read_to_end(&mut json).map_err(read)?;
+        if json.len() as u64 > MAX_BYTES {
+            return Err(ManifestError::Damaged { path, reason: format!("more than {MAX_BYTES} bytes") });
+        }
+        Self::parse(&path, &json)
+    }
+
+    /// Parses and checks the contents of `path`.
+    pub fn parse(path: &Path, json: &[u8]) -> Result<Self, ManifestError> {
+        let damaged = |reason: String| ManifestError::Damaged { path: path.into(), reason };
+        // First: the rest of another version may have any form.
+        let Header { version } = serde_json::from_slice(json).map_err(|error| damaged(error.to_string()))?;
+        if version != Self::VERSION {
+            return Err(ManifestError::Version { path: path.into(), version });
+        }
+        let manifest: Self = serde_json::from_slice(json).map_err(|error| damaged(error.to_string()))?;
+        manifest.check().map_err(damaged)?;
+        Ok(manifest)
+    }
+
+    /// Bytes of an id in the shards.
+    pub fn width(&self) -> usize {
+        crate::shard::width(self.vocab)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        if self.vocab == 0 || self.vocab > MAX_VOCAB {
+            return Err(format!("a vocabulary of {} ids", self.vocab));
+        }
+        if let Some(id) = self.end_of_text.filter(|id| usize::try_from(*id).is_ok_and(|id| id >= self.vocab))
+        {
+            return Err(format!(
+                "the end-of-text id {id} is not below the vocabulary's size, {}",
+                self.vocab
+            ));
+        }
+        let mut names = BTreeSet::new();
+        for (split, prefix) in [(&self.train, TRAIN_PREFIX), (&self.val, VAL_PREFIX)] {
+            let mut tokens = Some(0_u64);
+            for shard in &split.shards {
+                check_shard(shard, prefix, self.width())?;
+                if !names.insert(shard.name.as_str()) {
+                    return Err(format!("the shard `{}` is named twice", shard.name));
+                }
+                tokens = tokens.and_then(|tokens| tokens.checked_add(shard.tokens));
+            }
+            if tokens != Some(split.tokens) {
+                return Err(format!(
+                    "the tokens of the shards `{prefix}*` do not add up to {}",
+                    split.tokens
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Names of shards: prefix, six or more digits, [`SHARD_SUFFIX`].
+pub(crate) const TRAIN_PREFIX: &str = "train_";
+pub(crate) const VAL_PREFIX: &str = "val_";
+pub(crate) const SHARD_SUFFIX: &str = ".bin";
+
+/// Whether this is the name of a shard of the split that has this prefix.
+pub(crate) fn is_shard_name(name: &str, prefix: &str) -> bool {
+    let digits = name.strip_prefix(prefix).and_then(|rest| rest.strip_suffix(SHARD_SUFFIX));
+    digits.is_some_and(|digits| digits.len() >= 6 && digits.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+fn check_shard(shard: &Shard, prefix: &str, width: usize) -> Result<(), String> {
+    let name = &shard.name;
+    if !is_shard_name(name, prefix) {
+        return Err(format!("`{}` is not the name of a shard `{prefix}NNNNNN.bin`", name.escape_debug()));
+    }
+    let bytes = shard.tokens.checked_mul(width as u64);
+    let bytes = bytes.and_then(|bytes| bytes.checked_add(crate::shard::HEADER_BYTES as u64));
+    if shard.tokens > crate::shard::MAX_TOKENS || bytes != Some(shard.bytes) {
+        return Err(format!("{name}: {} bytes for {} tokens of {width} bytes", shard.bytes, shard.tokens));
+    }
+    match shard.xxh3_128.len() == 32 && shard.xxh3_128.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        true => Ok(()),
+        false => Err(format!("{name}: the hash is not 32 hexadecimal digits")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn valid() -> Value {
+        let shard = |name| json!({"name": name, "tokens": 3, "bytes": 1030, "xxh3_128": "0".repeat(32)});
+        json!({
+            "version": 1, "tokenizer": "gpt2", "vocab": 50257, "end_of_text": 50256, "later": 1,
+            "train": {"documents": 2, "bytes": 20, "tokens": 6,
+                "shards": [shard("train_000001.bin"), shard("train_000002.bin")]},
+            "val": {"documents": 1, "bytes": 10, "tokens": 3, "shards": [shard("val_000001.bin")]},
+        })
+    }
+
+    fn refusal(change: impl FnOnce(&mut Value)) -> String {
+        let mut value = valid();
+        change(&mut value);
+        Manifest::parse(Path::new("d/manifest.json"), value.to_string().as_bytes()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn valid_manifest_is_read_from_its_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(matches!(Manifest::read(dir.path()), Err(ManifestError::Missing { .. })));
+        std::fs::write(dir.path().join(Manifest::FILE), valid().to_string()).unwrap();
+        let manifest = Manifest::read(dir.path()).unwrap();
+        assert_eq!((manifest.train.shards.len(), manifest.val.tokens, manifest.width()), (2, 3, 2));
+    }
+
+    #[test]
+    fn contradictions_are_refused() {
+        assert!(refusal(|value| value["version"] = json!(2)).contains("version 2 is not supported"));
+        assert!(refusal(|value| value["vocab"] = json!(0)).contains("vocabulary of 0"));
+        assert!(refusal(|value| value["end_of_text"] = json!(50257)).contains("50257 is not below"));
+        assert!(refusal(|value| value["train"]["tokens"] = json!(7)).contains("do not add up to 7"));
+        let first = |value: &mut Value, key: &str, new: Value| value["train"]["shards"][0][key] = new;
+        assert!(refusal(|value| first(value, "name", json!("../train_000001.bin"))).contains("not the name"));
+        assert!(refusal(|value| first(value, "name", json!("train_000002.bin"))).contains("named twice"));
+        assert!(refusal(|value| first(value, "bytes", json!(1031))).contains("1031 bytes for 3 tokens"));
+        assert!(refusal(|value| first(value, "tokens", json!(u64::MAX))).contains("tokens of 2 bytes"));
+        assert!(refusal(|value| first(value, "xxh3_128", json!("zz"))).contains("hexadecimal"));
+    }
+}

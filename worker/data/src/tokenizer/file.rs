@@ -1,0 +1,235 @@
+//! Checks a `tokenizer.json`, and opens it with the crate `tokenizers`.
+//!
+//! That crate panics on some contradictions and renumbers added tokens whose ids do not follow the vocabulary, so all
+//! of this is checked first. Its remaining panics are caught.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use serde_json::{Map, Value};
+use tokenizers::pipeline::PipelineTokenizer;
+
+use super::Tokens;
+
+/// More than any vocabulary in use.
+const MAX_VOCAB_TOKENS: usize = 1 << 22;
+/// The crate's own limit.
+const MAX_TOKEN_BYTES: usize = 65_535;
+/// Values of JSON, each of which takes 32 bytes: 20 times those of a vocabulary of 128,256.
+const MAX_VALUES: usize = 1 << 24;
+/// Added tokens that end a text, the first that a file has.
+const END_OF_TEXT: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"];
+/// What files write for a space.
+const METASPACE: char = '\u{2581}';
+
+/// A file that can be used.
+pub(super) struct Opened {
+    pub(super) vocab: usize,
+    pub(super) end_of_text: Option<u32>,
+    pub(super) tokens: Tokens,
+    pub(super) bpe: PipelineTokenizer,
+}
+
+/// Opens the text of a file. The error is the reason.
+pub(super) fn open(json: &str) -> Result<Opened, String> {
+    let mut file = parse(json)?;
+    let vocab = check_model(&file)?;
+    let added = added_tokens(&file, &vocab)?;
+    canonicalize(&mut file)?;
+    let text = serde_json::to_string(&file).map_err(|error| error.to_string())?;
+    let bpe = catch_unwind(|| tokenizers::from_json(&text))
+        .map_err(|_| "not a tokenizer that can be used".to_owned())?
+        .map_err(|error| error.to_string())?;
+    let tokens = tokens(&file, &vocab, &added);
+    let end_of_text = END_OF_TEXT.iter().find_map(|name| {
+        let (id, _) = added.iter().find(|(_, token)| token.special && token.content == *name)?;
+        Some(*id)
+    });
+    // Errors and panics that only an encoding shows.
+    let sample = "A b\u{e9}\u{4e16}\n";
+    catch_unwind(AssertUnwindSafe(|| super::encode(&bpe, sample)))
+        .map_err(|_| "not a tokenizer that can be used".to_owned())?;
+    Ok(Opened { vocab: tokens.ends.len(), end_of_text, tokens, bpe })
+}
+
+fn parse(json: &str) -> Result<Map<String, Value>, String> {
+    let separators = json.bytes().filter(|byte| matches!(byte, b',' | b'[' | b'{')).count();
+    if separators > MAX_VALUES {
+        return Err(format!("more than {MAX_VALUES} values"));
+    }
+    match serde_json::from_str(json).map_err(|error| format!("not valid JSON: {error}"))? {
+        Value::Object(file) => Ok(file),
+        _ => Err("not a JSON object".into()),
+    }
+}
+
+/// Tokens of the model by id. Their ids are 0, 1, 2 ..., and merges join tokens to tokens.
+fn check_model(file: &Map<String, Value>) -> Result<BTreeMap<u32, String>, String> {
+    let model = file.get("model").and_then(Value::as_object).ok_or("it has no `model`")?;
+    if let Some(kind) = model.get("type").and_then(Value::as_str).filter(|kind| *kind != "BPE") {
+        return Err(format!("model type `{}` is not supported; expected `BPE`", shown(kind)));
+    }
+    for affix in ["continuing_subword_prefix", "end_of_word_suffix"] {
+        if model.get(affix).and_then(Value::as_str).is_some_and(|affix| !affix.is_empty()) {
+            return Err(format!("`model.{affix}` is not supported"));
+        }
+    }
+    let entries = model.get("vocab").and_then(Value::as_object).ok_or("it has no `model.vocab`")?;
+    if entries.is_empty() || entries.len() > MAX_VOCAB_TOKENS {
+        return Err(format!("a vocabulary of {} tokens; expected 1 to {MAX_VOCAB_TOKENS}", entries.len()));
+    }
+    let mut vocab = BTreeMap::new();
+    for (token, id) in entries {
+        let id = id.as_u64().filter(|id| *id < entries.len() as u64).and_then(|id| u32::try_from(id).ok());
+        let shown = shown(token);
+        let Some(id) = id else {
+            return Err(format!(
+                "the id of `{shown}` is not below the vocabulary's size, {}: ids must have no gaps",
+                entries.len()
+            ));
+        };
+        if token.len() > MAX_TOKEN_BYTES {
+            return Err(format!("the token `{shown}` has more than {MAX_TOKEN_BYTES} bytes"));
+        }
+        if let Some(other) = vocab.insert(id, token.clone()) {
+            let other = self::shown(&other);
+            return Err(format!("`{shown}` and `{other}` have the same id, {id}"));
+        }
+    }
+    check_merges(model.get("merges").unwrap_or(&Value::Null), entries)?;
+    Ok(vocab)
+}
+
+fn check_merges(merges: &Value, vocab: &Map<String, Value>) -> Result<(), String> {
+    let merges = merges.as_array().ok_or("it has no `model.merges`")?;
+    if merges.len() > MAX_VOCAB_TOKENS {
+        return Err(format!("more than {MAX_VOCAB_TOKENS} merges"));
+    }
+    let mut joined = String::new();
+    for (index, merge) in merges.iter().enumerate() {
+        let parts = match merge {
+            Value::String(text) if text.starts_with("#version") => continue,
+            Value::String(text) => text.split_once(' '),
+            Value::Array(pair) if pair.len() == 2 => pair[0].as_str().zip(pair[1].as_str()),
+            _ => None,
+        };
+        let (left, right) = parts.ok_or_else(|| format!("merge {index} is not a pair of tokens"))?;
+        joined.clear();
+        joined.push_str(left);
+        joined.push_str(right);
+        if let Some(unknown) = [left, right, &joined].into_iter().find(|token| !vocab.contains_key(*token)) {
+            let unknown = shown(unknown);
+            return Err(format!("merge {index} names `{unknown}`, which is not in the vocabulary"));
+        }
+    }
+    Ok(())
+}
+
+struct Added {
+    content: String,
+    special: bool,
+}
+
+/// Added tokens by id: each is in the vocabulary under its id, or they follow the vocabulary without gaps.
+fn added_tokens(
+    file: &Map<String, Value>,
+    vocab: &BTreeMap<u32, String>,
+) -> Result<BTreeMap<u32, Added>, String> {
+    let list = match file.get("added_tokens") {
+        None | Some(Value::Null) => return Ok(BTreeMap::new()),
+        Some(list) => list.as_array().ok_or("`added_tokens` is not a list")?,
+    };
+    if list.len() > MAX_VOCAB_TOKENS {
+        return Err(format!("more than {MAX_VOCAB_TOKENS} added tokens"));
+    }
+    let known: HashMap<&str, u32> = vocab.iter().map(|(id, token)| (token.as_str(), *id)).collect();
+    let (mut added, mut contents) = (BTreeMap::new(), HashSet::new());
+    for (index, token) in list.iter().enumerate() {
+        let content = token.get("content").and_then(Value::as_str);
+        let id = token.get("id").and_then(Value::as_u64).and_then(|id| u32::try_from(id).ok());
+        let (Some(content), Some(id)) = (content, id) else {
+            return Err(format!("added token {index} has no `content` or no valid `id`"));
+        };
+        let shown = shown(content);
+        let contradicts = match (known.get(content), vocab.get(&id)) {
+            (Some(known), _) => *known != id,
+            (None, other) => other.is_some(),
+        };
+        if content.is_empty() || content.len() > MAX_TOKEN_BYTES || contradicts || !contents.insert(content) {
+            return Err(format!("the added token `{shown}` (id {id}) contradicts the other tokens"));
+        }
+        let special = token.get("special").and_then(Value::as_bool).unwrap_or(false);
+        if added.insert(id, Added { content: content.to_owned(), special }).is_some() {
+            return Err(format!("two added tokens have the id {id}"));
+        }
+    }
+    let after = added.keys().filter(|id| !vocab.contains_key(id));
+    for (expected, id) in (vocab.len() as u64..).zip(after) {
+        if u64::from(*id) != expected {
+            return Err(format!("the added token of id {id} leaves a gap: the next id is {expected}"));
+        }
+    }
+    Ok(added)
+}
+
+/// To the form that the crate reads, without what frames a text: only callers add special tokens.
+fn canonicalize(file: &mut Map<String, Value>) -> Result<(), String> {
+    for frame in ["post_processor", "padding", "truncation"] {
+        file.remove(frame);
+    }
+    let mut value = Value::Object(std::mem::take(file));
+    tokenizers::canonicalize_value(&mut value).map_err(|error| error.to_string())?;
+    match value {
+        Value::Object(canonical) => *file = canonical,
+        _ => return Err("not a JSON object".into()),
+    }
+    Ok(())
+}
+
+fn tokens(file: &Map<String, Value>, vocab: &BTreeMap<u32, String>, added: &BTreeMap<u32, Added>) -> Tokens {
+    let flag = |key| file["model"].get(key).and_then(Value::as_bool).unwrap_or(false);
+    let (byte_level, byte_fallback) = (flag("byte_level"), flag("byte_fallback"));
+    let metaspace = file.get("decoder").is_some_and(|decoder| decoder.to_string().contains(METASPACE));
+    let mut tokens = Tokens { concatenate: byte_level, ..Tokens::default() };
+    let end = vocab.len().max(added.last_key_value().map_or(0, |(id, _)| *id as usize + 1));
+    for id in (0..).take(end) {
+        let out = &mut tokens.bytes;
+        match (added.get(&id), vocab.get(&id)) {
+            (Some(added), _) => out.extend(added.content.bytes()),
+            (None, Some(token)) if byte_level => out.extend(byte_level_bytes(token)),
+            (None, Some(token)) => match fallback_byte(token).filter(|_| byte_fallback) {
+                Some(byte) => out.push(byte),
+                None if metaspace => out.extend(token.replace(METASPACE, " ").bytes()),
+                None => out.extend(token.bytes()),
+            },
+            (None, None) => {}
+        }
+        tokens.ends.push(tokens.bytes.len());
+    }
+    tokens.special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
+    tokens
+}
+
+/// The bytes that the characters of a byte-level token stand for. Other characters stand for themselves, as in the
+/// crate.
+fn byte_level_bytes(token: &str) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(token.len());
+    for character in token.chars() {
+        match tokenizers::utils::byte_level::char_to_byte(character) {
+            Some(byte) => bytes.push(byte),
+            None => bytes.extend(character.encode_utf8(&mut [0; 4]).bytes()),
+        }
+    }
+    bytes
+}
+
+/// The start of a token, for messages.
+fn shown(token: &str) -> String {
+    token.escape_debug().take(40).collect()
+}
+
+/// The byte of `<0xNN>`.
+fn fallback_byte(token: &str) -> Option<u8> {
+    let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
+    u8::from_str_radix(digits, 16).ok().filter(|_| digits.len() == 2)
+}

@@ -1,0 +1,248 @@
+//! Text to token ids and back: bytes, GPT-2's BPE, or the BPE of a `tokenizer.json`.
+//!
+//! - `file` checks a `tokenizer.json` and opens it with the crate `tokenizers`;
+//! - `gpt2` writes the `tokenizer.json` of GPT-2 from its ranks, so GPT-2 is encoded by the same code as files;
+//! - `decoder` turns ids back into text as they come.
+//!
+//! Special tokens within text are text: only the caller adds ids such as that of `<|endoftext|>`.
+
+mod decoder;
+mod file;
+mod gpt2;
+
+use std::fmt;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, LazyLock};
+
+use tokenizers::pipeline::{EncodeOptions, Override, PipelineToken, PipelineTokenizer};
+
+pub use decoder::Decoder;
+
+/// A `tokenizer.json` may have this size. Those of the largest vocabularies in use have 35 MB.
+const MAX_FILE_BYTES: u64 = 64 << 20;
+/// Less than GPT-2's `tokenizer.json` has. Smaller files need not be compared with it.
+const MIN_GPT2_BYTES: usize = 1 << 20;
+/// GPT-2's `<|endoftext|>`.
+const GPT2_END_OF_TEXT: u32 = 50_256;
+
+static GPT2: LazyLock<Tokenizer> = LazyLock::new(Tokenizer::open_gpt2);
+static BYTES: LazyLock<Tokenizer> = LazyLock::new(Tokenizer::open_bytes);
+
+/// Encodes and decodes. Cheap to clone.
+#[derive(Clone)]
+pub struct Tokenizer {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    name: String,
+    /// Highest id + 1.
+    vocab: usize,
+    end_of_text: Option<u32>,
+    /// What each id stands for.
+    tokens: Tokens,
+    /// A `tokenizer.json`.
+    json: String,
+    /// `None`: an id is a byte.
+    bpe: Option<PipelineTokenizer>,
+}
+
+/// The bytes of all tokens, by id.
+#[derive(Debug, Default)]
+struct Tokens {
+    bytes: Vec<u8>,
+    /// Where the bytes of each id end.
+    ends: Vec<usize>,
+    /// Ids that stand for no text, in order.
+    special: Vec<u32>,
+    /// Whether the text of ids is that of their bytes one after the other.
+    concatenate: bool,
+}
+
+/// Why a `tokenizer.json` cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages say what the fields are")]
+pub enum TokenizerError {
+    #[error("failed to read {}: {reason}", path.display())]
+    Read { path: PathBuf, reason: String },
+    #[error("{name}: {reason}")]
+    Format { name: String, reason: String },
+}
+
+impl Tokenizer {
+    /// 256 ids, each a byte of UTF-8. There is no end-of-text id.
+    pub fn bytes() -> Self {
+        BYTES.clone()
+    }
+
+    /// GPT-2's 50,257 ids.
+    pub fn gpt2() -> Self {
+        GPT2.clone()
+    }
+
+    /// Reads a `tokenizer.json`. Its name is the file's.
+    pub fn from_file(path: &Path) -> Result<Self, TokenizerError> {
+        let read =
+            |error: std::io::Error| TokenizerError::Read { path: path.into(), reason: error.to_string() };
+        let file = std::fs::File::open(path).map_err(read)?;
+        let mut json = Vec::new();
+        file.take(MAX_FILE_BYTES + 1).read_to_end(&mut json).map_err(read)?;
+        let name = path.file_name().map_or_else(|| path.to_string_lossy(), |name| name.to_string_lossy());
+        Self::named(&name, &json)
+            .map_err(|reason| TokenizerError::Format { name: path.display().to_string(), reason })
+    }
+
+    /// Reads the text of a `tokenizer.json`.
+    pub fn from_json(json: &[u8]) -> Result<Self, TokenizerError> {
+        let name = crate::TOKENIZER_FILE;
+        Self::named(name, json).map_err(|reason| TokenizerError::Format { name: name.into(), reason })
+    }
+
+    /// `bytes`, `gpt2`, or the name of the file.
+    pub fn name(&self) -> &str {
+        &self.inner.name
+    }
+
+    /// Highest id + 1.
+    pub fn vocab(&self) -> usize {
+        self.inner.vocab
+    }
+
+    /// The id that starts each document.
+    pub fn end_of_text(&self) -> Option<u32> {
+        self.inner.end_of_text
+    }
+
+    /// The ids of a text. Special tokens within it are text.
+    pub fn encode(&self, text: &str) -> Vec<u32> {
+        match &self.inner.bpe {
+            None => text.bytes().map(u32::from).collect(),
+            Some(bpe) => encode(bpe, text),
+        }
+    }
+
+    /// The bytes of text that an id stands for: not whole characters. `None` for special tokens and unknown ids.
+    pub fn bytes_of(&self, id: u32) -> Option<&[u8]> {
+        let tokens = &self.inner.tokens;
+        tokens.special.binary_search(&id).err()?;
+        tokens.get(id)
+    }
+
+    /// Decodes ids as they come.
+    pub fn decoder(&self) -> Decoder {
+        Decoder::new(self.clone())
+    }
+
+    /// The text of ids. Special tokens are written as in the file, bytes that are not UTF-8 as U+FFFD, and ids outside
+    /// the vocabulary not at all.
+    pub fn decode(&self, ids: &[u32]) -> String {
+        let Inner { tokens, bpe, .. } = &*self.inner;
+        match bpe {
+            Some(bpe) if !tokens.concatenate => bpe.decode(ids, false).unwrap_or_default(),
+            _ => {
+                let bytes: Vec<u8> = ids.iter().filter_map(|id| tokens.get(*id)).flatten().copied().collect();
+                String::from_utf8_lossy(&bytes).into_owned()
+            }
+        }
+    }
+
+    /// A `tokenizer.json` that Hugging Face's libraries read: the file's own text, if there is one.
+    pub fn to_json(&self) -> String {
+        self.inner.json.clone()
+    }
+
+    fn named(name: &str, json: &[u8]) -> Result<Self, String> {
+        if json.len() as u64 > MAX_FILE_BYTES {
+            return Err(format!("larger than {} MiB", MAX_FILE_BYTES >> 20));
+        }
+        let known = if json.len() < MIN_GPT2_BYTES { &BYTES } else { &GPT2 };
+        if known.inner.json.as_bytes() == json {
+            return Ok((*known).clone());
+        }
+        let json = std::str::from_utf8(json).map_err(|error| error.to_string())?;
+        let file::Opened { vocab, end_of_text, tokens, bpe } = file::open(json)?;
+        Ok(Self {
+            inner: Arc::new(Inner {
+                name: name.into(),
+                vocab,
+                end_of_text,
+                tokens,
+                json: json.into(),
+                bpe: Some(bpe),
+            }),
+        })
+    }
+
+    fn open_bytes() -> Self {
+        let bytes: Vec<u8> = (0..=u8::MAX).collect();
+        let tokens =
+            Tokens { ends: (1..=bytes.len()).collect(), bytes, special: Vec::new(), concatenate: true };
+        let json = gpt2::bytes_json();
+        Self {
+            inner: Arc::new(Inner {
+                name: "bytes".into(),
+                vocab: 256,
+                end_of_text: None,
+                tokens,
+                json,
+                bpe: None,
+            }),
+        }
+    }
+
+    #[expect(clippy::panic, reason = "the ranks are part of the program, and a test opens them")]
+    fn open_gpt2() -> Self {
+        let json = gpt2::json();
+        match file::open(&json) {
+            Ok(file::Opened { vocab, tokens, bpe, .. }) => Self {
+                inner: Arc::new(Inner {
+                    name: "gpt2".into(),
+                    vocab,
+                    end_of_text: Some(GPT2_END_OF_TEXT),
+                    tokens,
+                    json,
+                    bpe: Some(bpe),
+                }),
+            },
+            Err(reason) => panic!("GPT-2's tokenizer: {reason}"),
+        }
+    }
+}
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { name, vocab, end_of_text, .. } = &*self.inner;
+        f.debug_struct("Tokenizer")
+            .field("name", name)
+            .field("vocab", vocab)
+            .field("end_of_text", end_of_text)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Tokens {
+    fn get(&self, id: u32) -> Option<&[u8]> {
+        let index = usize::try_from(id).ok()?;
+        let start = index.checked_sub(1).map_or(Some(&0), |before| self.ends.get(before))?;
+        self.bytes.get(*start..*self.ends.get(index)?)
+    }
+}
+
+#[expect(clippy::panic, reason = "fails only above 4 GiB, and callers cut texts far below that")]
+fn encode(bpe: &PipelineTokenizer, text: &str) -> Vec<u32> {
+    let options = EncodeOptions {
+        add_special_tokens: false,
+        encode_special_tokens: true,
+        padding: Override::Off,
+        truncation: Override::Off,
+    };
+    let mut ids = Vec::with_capacity(text.len() / 4);
+    if let Err(error) = bpe.encode_into(text, &options, &mut ids) {
+        panic!("encoding {} bytes: {error}", text.len());
+    }
+    PipelineToken::cast_slice(&ids).to_vec()
+}
+
+#[cfg(test)]
+mod tests;
