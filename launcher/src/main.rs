@@ -3,13 +3,14 @@
 //!
 //! - [`cli`]: subcommands and torchrun's flags; [`client`]: gRPC clients of agents and the daemon; [`render`]: tables;
 //! - [`mod@bench`]: the measurements of `xlaunch bench`;
-//! - [`trainer`]: functions of the worker crate, which is named only in this file.
+//! - [`trainer`]: functions of the worker crate, which is named only in this file and in `trained`.
 #![forbid(unsafe_code)]
 
 mod bench;
 mod cli;
 mod client;
 mod render;
+mod trained;
 mod trainer;
 
 use std::any::Any;
@@ -29,7 +30,8 @@ fn main() -> ExitCode {
         return xlaunch_worker::main().into();
     }
     let newest_checkpoint = xlaunch_worker::newest_checkpoint;
-    cli::main(Trainer { preflight, newest_checkpoint, recover }).into()
+    let (generate, evaluate) = (trained::generate, trained::evaluate);
+    cli::main(Trainer { preflight, newest_checkpoint, recover, generate, evaluate }).into()
 }
 
 fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight, Refusal> {

@@ -15,14 +15,17 @@ pub mod data;
 pub mod divergence;
 pub mod environment;
 pub mod error;
+pub mod evaluate;
 mod fail;
 #[cfg(feature = "fuzzing")]
 pub mod fuzz;
+pub mod generate;
 pub mod model;
 pub mod nccl_windows;
 pub mod optim;
 mod phase;
 mod preflight;
+pub mod pretrained;
 mod random;
 pub mod session;
 mod tracked;

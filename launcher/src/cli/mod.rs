@@ -2,6 +2,7 @@
 //!
 //! - `status`, `logs`, `stacks`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
 //! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`: call the daemon;
+//! - `generate`, `eval`: use a trained model;
 //! - `daemon`, `agent`: services; `bench`, `doctor`; `gen`: generated files for packages.
 //!
 //! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.
@@ -15,7 +16,9 @@ mod daemon;
 mod daemon_tests;
 mod doctor;
 mod drain;
+mod eval;
 mod r#gen;
+mod generate;
 mod history;
 mod job_list;
 mod jobs;
@@ -93,6 +96,10 @@ enum Subcommands {
     Bench(bench::Bench),
     /// Check the node's GPUs: errors, clocks, links, results, rates
     Doctor(doctor::Doctor),
+    /// Continue text with a trained model
+    Generate(generate::Generate),
+    /// Measure a trained model: loss, perplexity, HellaSwag
+    Eval(eval::Eval),
     /// Generate man pages, completions, JSON schema, config docs
     #[command(subcommand)]
     Gen(r#gen::Gen),
@@ -177,6 +184,8 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Daemon(options) => return daemon::run(options).await,
         Run::Bench(bench) => return bench::run(bench, trainer).await,
         Run::Doctor(options) => doctor::run(options).await,
+        Run::Generate(options) => generate::run(options, trainer).await,
+        Run::Eval(options) => eval::run(options, trainer).await,
         Run::Status(options) => status::run(options).await,
         Run::Logs(options) => logs::run(options).await,
         Run::Stacks(options) => stacks::run(options).await,

@@ -8,11 +8,12 @@ mod chaos;
 mod checkpoints;
 mod divergence;
 mod fail_points;
+mod generate;
 mod memory;
 mod pool;
 mod runs;
 mod tensorboard;
 
 xlaunch_harness::suite! {
-    modules bench, chaos, checkpoints, divergence, fail_points, memory, pool, runs, tensorboard;
+    modules bench, chaos, checkpoints, divergence, fail_points, generate, memory, pool, runs, tensorboard;
 }

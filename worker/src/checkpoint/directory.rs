@@ -121,6 +121,11 @@ pub fn open(path: &Path, shape: &ModelShape) -> Result<State, CheckpointError> {
     Ok(state)
 }
 
+/// The state of the checkpoint `path`, of whatever model.
+pub fn read_state(path: &Path) -> Result<State, CheckpointError> {
+    manifest::check(path).map(|Checked { state, .. }| state)
+}
+
 /// Renames a rejected checkpoint, so that it is neither tried nor counted again. Returns its new path.
 pub fn mark_damaged(path: &Path) -> io::Result<PathBuf> {
     set_aside(path, DAMAGED)

@@ -13,18 +13,17 @@ mod loader;
 mod order;
 mod source;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use xlaunch_proto::model::ModelShape;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::spec::{JobSpec, Tokenizer};
 
 pub use fingerprint::Fingerprint;
 pub(crate) use loader::read;
 pub use loader::{Batch, Loader, Schedule};
 pub use order::Order;
 pub use source::Tokens;
-#[cfg(feature = "fuzzing")]
 pub(crate) use source::open as open_tokens;
 
 /// Why data cannot be used.
@@ -82,4 +81,17 @@ impl Dataset {
         let val = (val.len() >= needed).then(|| Arc::new(val));
         Ok(Self { train: Arc::new(train), val })
     }
+}
+
+/// Opens the files that match a glob, relative to the working directory, outside of a job.
+pub(crate) fn open_files(
+    key: &'static str,
+    pattern: &str,
+    tokenizer: Tokenizer,
+    vocab: usize,
+) -> Result<Tokens, DataError> {
+    let absolute = std::path::absolute(pattern)
+        .map_err(|error| DataError::Read { path: pattern.into(), reason: error.to_string() })?;
+    let files = files::matching(key, &[absolute.to_string_lossy().into_owned()], Path::new(""))?;
+    source::open(&files, tokenizer, vocab)
 }

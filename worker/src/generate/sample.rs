@@ -102,7 +102,8 @@ mod tests {
     fn assert_shares(sampling: Sampling, expected: &[f64]) {
         let logits: Vec<f32> = [0.1_f32, 0.4, 0.05, 0.25, 0.2].iter().map(|p| p.ln() + 3.0).collect();
         let shares = shares(sampling, &logits);
-        let close = shares.iter().zip(expected).all(|(a, b)| (a - b).abs() < 0.015 && (*b > 0.0 || *a == 0.0));
+        let close =
+            shares.iter().zip(expected).all(|(a, b)| (a - b).abs() < 0.015 && (*b > 0.0 || *a == 0.0));
         assert!(close, "{sampling:?}: {shares:?} instead of {expected:?}");
     }
 
@@ -115,8 +116,7 @@ mod tests {
         assert_shares(Sampling { top_k: Some(3), top_p: 0.9, ..PLAIN }, &three);
         assert_shares(Sampling { top_p: 0.3, ..PLAIN }, &[0.0, 1.0, 0.0, 0.0, 0.0]);
         // p^2, normalised
-        let square: Vec<f64> =
-            [0.1_f64, 0.4, 0.05, 0.25, 0.2].iter().map(|p| p * p / 0.275).collect();
+        let square: Vec<f64> = [0.1_f64, 0.4, 0.05, 0.25, 0.2].iter().map(|p| p * p / 0.275).collect();
         assert_shares(Sampling { temperature: 0.5, ..PLAIN }, &square);
     }
 
