@@ -17,7 +17,7 @@ use std::any::Any;
 use std::path::Path;
 use std::process::ExitCode;
 
-use trainer::{Preflight, Trainer};
+use trainer::{FillInError, Preflight, Trainer};
 use xlaunch_agent::workload::trainer::Recovered;
 use xlaunch_agent::{Refusal, spawn};
 use xlaunch_proto::spec::JobSpec;
@@ -31,15 +31,25 @@ fn main() -> ExitCode {
     }
     let newest_checkpoint = xlaunch_worker::newest_checkpoint;
     let (generate, evaluate) = (trained::generate, trained::evaluate);
-    cli::main(Trainer { preflight, newest_checkpoint, recover, generate, evaluate }).into()
+    cli::main(Trainer { fill_in, preflight, newest_checkpoint, recover, generate, evaluate }).into()
+}
+
+fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
+    xlaunch_worker::fill_in(spec).map_err(|error| match error {
+        xlaunch_worker::FillInError::Invalid(invalid) => FillInError::Invalid(invalid),
+        xlaunch_worker::FillInError::Refused(refusal) => {
+            FillInError::Refused(Refusal::new(refusal.exit, refusal.message))
+        }
+    })
 }
 
 fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight, Refusal> {
     let ready = xlaunch_worker::preflight(spec, job_dir, world)
         .map_err(|refusal| Refusal::new(refusal.exit, refusal.message))?;
-    let xlaunch_worker::Preflight { resume_from, warmup, state_bytes, warnings, lock } = ready;
+    let xlaunch_worker::Preflight { resume_from, parent, complete, warmup, state_bytes, warnings, lock } =
+        ready;
     let lock = lock.map(|lock| Box::new(lock) as Box<dyn Any + Send>);
-    Ok(Preflight { resume_from, warmup, state_bytes, warnings, lock })
+    Ok(Preflight { resume_from, parent, complete, warmup, state_bytes, warnings, lock })
 }
 
 fn recover(dir: &Path, run: &str, source: Option<&Path>, snapshot: Option<u64>) -> Result<Recovered, String> {

@@ -6,11 +6,13 @@ use std::path::{Path, PathBuf};
 
 use xlaunch_agent::Refusal;
 use xlaunch_agent::workload::trainer::Recover;
-use xlaunch_proto::spec::{JobSpec, Precision};
+use xlaunch_proto::spec::{Invalid, JobSpec, Precision};
 
 /// These run in the launcher's process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Trainer {
+    /// Takes from the data what a configuration leaves open.
+    pub(crate) fill_in: FillIn,
     /// Validates data and checkpoints before any worker starts. The path is the directory of the job's earlier runs,
     /// the number that of ranks.
     pub(crate) preflight: fn(&JobSpec, &Path, u32) -> Result<Preflight, Refusal>,
@@ -106,11 +108,27 @@ impl Score {
     }
 }
 
+/// Completes a configuration from the files that it names.
+pub(crate) type FillIn = fn(&mut JobSpec) -> Result<(), FillInError>;
+
+/// Why a configuration cannot be completed.
+#[derive(Debug)]
+pub(crate) enum FillInError {
+    /// A key contradicts the files.
+    Invalid(Invalid),
+    /// The files cannot be used.
+    Refused(Refusal),
+}
+
 /// The result of a successful preflight check.
 #[derive(Debug, Default)]
 pub(crate) struct Preflight {
     /// Checkpoint to resume from.
     pub(crate) resume_from: Option<PathBuf>,
+    /// Id of the run that wrote it.
+    pub(crate) parent: Option<String>,
+    /// It has all steps of the job: this many.
+    pub(crate) complete: Option<u64>,
     /// Steps of warm-up of the run that is resumed.
     pub(crate) warmup: Option<u64>,
     /// Bytes of the state that checkpoints contain.

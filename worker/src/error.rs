@@ -5,6 +5,7 @@ use xlaunch_engine::EngineError;
 use xlaunch_proto::exit::ExitCode;
 
 use crate::checkpoint::CheckpointError;
+use crate::huggingface::ModelError;
 
 /// Result with a [`WorkerError`].
 pub type Result<T> = std::result::Result<T, WorkerError>;
@@ -27,6 +28,9 @@ pub enum WorkerError {
     /// A checkpoint cannot be read or written.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// A model in Hugging Face's layout cannot be read or written.
+    #[error(transparent)]
+    Model(#[from] ModelError),
     /// The device failed.
     #[error(transparent)]
     Engine(#[from] EngineError),
@@ -84,6 +88,7 @@ impl WorkerError {
             Self::Data(_) => ExitCode::Data,
             Self::Checkpoint(CheckpointError::Write { .. }) => ExitCode::SaveFailed,
             Self::Checkpoint(_) => ExitCode::Data,
+            Self::Model(error) => error.exit(),
             Self::SetAside(_) => ExitCode::DamagedCheckpoint,
             Self::Engine(EngineError::Cuda { .. }) | Self::Capture(_) => ExitCode::Gpu,
             Self::Engine(EngineError::Pool(_)) => ExitCode::Gpu,

@@ -4,8 +4,8 @@
 //! environment --> session: data, device, model, rendezvous --> train::Run --> teardown
 //!                   control (own thread): job, join, heartbeats, reports, commands  <--gRPC--> agent
 //! ```
-//! [`main`] is `xlaunch worker`. The launcher calls [`preflight()`] before it starts workers, and [`recover`] before it
-//! restarts them.
+//! [`main`] is `xlaunch worker`. The launcher calls [`fill_in()`] when it reads a configuration, [`preflight()`] before it
+//! starts workers, and [`recover`] before it restarts them.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -17,9 +17,11 @@ pub mod environment;
 pub mod error;
 pub mod evaluate;
 mod fail;
+mod fill_in;
 #[cfg(feature = "fuzzing")]
 pub mod fuzz;
 pub mod generate;
+pub mod huggingface;
 pub mod model;
 pub mod nccl_windows;
 pub mod optim;
@@ -30,6 +32,7 @@ mod random;
 pub mod session;
 mod tracked;
 pub mod train;
+pub mod weights;
 
 use std::path::{Path, PathBuf};
 
@@ -42,6 +45,7 @@ use error::WorkerError;
 use fail::Place;
 
 pub use checkpoint::directory::Recovered;
+pub use fill_in::{FillInError, fill_in};
 pub use preflight::{Preflight, Refusal, preflight};
 
 /// The newest complete checkpoint in `dir`.

@@ -9,10 +9,11 @@ use xlaunch_proto::spec::{Invalid, JobSpec};
 
 use crate::checkpoint::directory::{self, Choice};
 use crate::checkpoint::{self, Changes, CheckpointError, Lock, LockError};
-use crate::data::{Dataset, Fingerprint};
+use crate::data::{Dataset, Fingerprint, TokenizerSource};
 use crate::error::WorkerError;
 use crate::fail;
 use crate::model::layout::Layout;
+use crate::weights::Weights;
 
 /// Bytes of a checkpoint per parameter: three arenas of F32.
 const BYTES_PER_PARAMETER: u64 = 12;
@@ -22,6 +23,10 @@ const BYTES_PER_PARAMETER: u64 = 12;
 pub struct Preflight {
     /// Checkpoint to resume from.
     pub resume_from: Option<PathBuf>,
+    /// Id of the run that wrote it, if it says so.
+    pub parent: Option<String>,
+    /// It has all steps of the job: this many.
+    pub complete: Option<u64>,
     /// Steps of warm-up of the run that is resumed, unless the configuration has its own.
     pub warmup: Option<u64>,
     /// Bytes of the state that checkpoints contain, as it is in memory.
@@ -76,11 +81,17 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     let mut ready = Preflight::default();
     if dataset.val.is_none() && spec.train.eval_every != 0 {
         let problem = "evaluation is off: the held-out data is shorter than one sequence";
-        ready.warnings.push(format!("{problem}; raise `data.val_fraction` or lower `model.seq`"));
+        let remedy = match dataset.tokenizer {
+            TokenizerSource::File { .. } => "prepare the data with a larger `--val`",
+            _ => "raise `data.val_fraction`",
+        };
+        ready.warnings.push(format!("{problem}; {remedy} or lower `model.seq`"));
     }
+    // Checkpoints contain it, even if no text is sampled.
+    dataset.tokenizer.load().map_err(WorkerError::from)?;
     let layout = Layout::new(&shape);
     if let Some(path) = &spec.checkpoint.init {
-        checkpoint::check_weights(Path::new(path), &layout)?;
+        Weights::open(Path::new(path)).and_then(|weights| weights.check(&shape))?;
     }
     ready.state_bytes = (layout.len as u64).saturating_mul(BYTES_PER_PARAMETER);
     let bytes = (layout.parameters() as u64).saturating_mul(BYTES_PER_PARAMETER);
@@ -116,24 +127,11 @@ fn source(
 ) -> Result<Option<PathBuf>, CheckpointError> {
     let choice = match (spec.checkpoint.resume.as_str(), &spec.checkpoint.dir) {
         ("off", _) => None,
-        ("auto", Some(dir)) => directory::choose(Path::new(dir))?,
-        ("auto", None) => newest_of_runs(job_dir, warnings)?,
-        (path, _) => {
-            let path = PathBuf::from(path);
-            let is_checkpoint = path.join("manifest.json").exists()
-                || path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));
-            if is_checkpoint {
-                return Ok(Some(path));
-            }
-            // Not a checkpoint itself: the newest one of a directory of checkpoints, or of a run.
-            let choice = match directory::choose(&path)? {
-                Some(choice) => Some(choice),
-                None => directory::choose(&run_checkpoints(&path))?,
-            };
-            Some(choice.ok_or(CheckpointError::None { path })?)
-        }
+        ("auto", Some(dir)) => directory::choose(Path::new(dir))?.map(Choice::into_parts),
+        ("auto", None) => newest_of_runs(job_dir, warnings)?.map(Choice::into_parts),
+        (path, _) => Some(directory::locate(Path::new(path))?),
     };
-    Ok(choice.map(|Choice { path, rejected, .. }| {
+    Ok(choice.map(|(path, rejected)| {
         warnings.extend(rejected.iter().map(|(path, error)| directory::reject(path, error)));
         path
     }))
@@ -163,7 +161,7 @@ fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<C
 }
 
 fn run_checkpoints(run: &Path) -> PathBuf {
-    run.join("checkpoints")
+    run.join(directory::CHECKPOINTS)
 }
 
 /// Checks that the job can continue from a checkpoint, and sets later ones aside.
@@ -192,11 +190,9 @@ fn resume(
         warnings.push(format!("since checkpoint {}: {}", path.display(), changes.join("; ")));
     }
     if state.step >= spec.train.steps {
-        warnings.push(format!(
-            "checkpoint {} has all {} steps: there is nothing left to train",
-            path.display(),
-            state.step
-        ));
+        ready.complete = Some(state.step);
+        ready.resume_from = Some(path);
+        return Ok(());
     }
     if let Some(dir) = &spec.checkpoint.dir {
         // Later checkpoints than the one that the run continues from are not part of it.
@@ -205,6 +201,7 @@ fn resume(
     if spec.train.warmup.is_none() {
         ready.warmup = state.warmup;
     }
+    ready.parent = Some(state.run).filter(|run| !run.is_empty());
     ready.resume_from = Some(path);
     Ok(())
 }

@@ -4,23 +4,23 @@
 //! path --find--> Source: shape, where the weights are, tokenizer --load--> Model on a device
 //! ```
 //! The path is a checkpoint, a directory of checkpoints or a run's directory, of which the newest valid checkpoint is
-//! taken. Weights are hashed as they are read, go to the device piece by piece, and must be finite.
+//! taken, or a model in Hugging Face's layout. Weights are verified as they are read, go to the device piece by piece,
+//! and must be finite.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 
 use rayon::ThreadPool;
-use serde_json::Value;
 use xlaunch_data::{TOKENIZER_FILE, Tokenizer, TokenizerError};
 use xlaunch_engine::{self as engine, CpuBackend, CudaBackend, CudaOptions, EngineError, PoolMode};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::Precision;
 
-use crate::checkpoint::directory::{self, Choice};
-use crate::checkpoint::{self, Abandoned, CheckpointError, Piece};
+use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, Sink, directory};
 use crate::error::WorkerError;
+use crate::huggingface;
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
 use crate::preflight::Refusal;
@@ -46,39 +46,54 @@ pub struct Source {
     pub shape: ModelShape,
     /// What it was trained with, if that is known.
     pub tokenizer: Option<Tokenizer>,
-    /// The checkpoint.
-    pub path: PathBuf,
     /// For the user.
     pub notes: Vec<String>,
+    path: PathBuf,
+    weights: Weights,
+}
+
+/// Where the weights are.
+#[derive(Debug)]
+enum Weights {
+    Checkpoint,
+    HuggingFace(huggingface::Directory),
 }
 
 impl Source {
     /// Finds the model that `path` means.
     pub fn find(path: &Path) -> Result<Self, Refusal> {
-        let (path, state, notes) = if path.join("manifest.json").exists() {
-            (path.to_path_buf(), directory::read_state(path)?, Vec::new())
-        } else {
-            let choice = match directory::choose(path)? {
-                Some(choice) => choice,
-                None => directory::choose(&path.join("checkpoints"))?.ok_or_else(|| not_a_model(path))?,
-            };
-            let Choice { path, state, rejected } = choice;
-            let note = |(path, error): &(PathBuf, CheckpointError)| {
-                format!("skipped checkpoint {}: {error}", path.display())
-            };
-            (path, state, rejected.iter().map(note).collect())
-        };
-        let file = path.join(TOKENIZER_FILE);
-        let tokenizer = if file.exists() {
-            Some(Tokenizer::from_file(&file).map_err(|error| tokenizer_refusal(&error, ExitCode::Data))?)
-        } else {
-            (state.spec["data"]["tokenizer"] == Value::from("bytes")).then(Tokenizer::bytes)
-        };
-        state.model.check().map_err(|invalid| Refusal {
+        if !path.exists() {
+            let message = format!("failed to open a model: {} does not exist", path.display());
+            return Err(Refusal { exit: ExitCode::Usage, message });
+        }
+        if huggingface::Directory::is_one(path) {
+            return Self::hugging_face(path);
+        }
+        let (path, rejected) = directory::locate(path).map_err(|error| match error {
+            CheckpointError::None { path } => not_a_model(&path),
+            error => error.into(),
+        })?;
+        let notes = rejected.iter().map(|(path, error)| format!("skipped {}: {error}", path.display()));
+        let shape = directory::state(&path)?.model;
+        shape.check().map_err(|invalid| Refusal {
             exit: ExitCode::Data,
             message: format!("{}: {invalid}", path.display()),
         })?;
-        Ok(Self { shape: state.model, tokenizer, path, notes })
+        let tokenizer = checkpoint::tokenizer(&path)?;
+        Ok(Self { shape, tokenizer, notes: notes.collect(), path, weights: Weights::Checkpoint })
+    }
+
+    fn hugging_face(path: &Path) -> Result<Self, Refusal> {
+        let directory = huggingface::Directory::open(path).map_err(WorkerError::from)?;
+        let file = path.join(TOKENIZER_FILE);
+        let tokenizer = file.exists().then(|| Tokenizer::from_file(&file)).transpose();
+        Ok(Self {
+            shape: directory.shape().clone(),
+            tokenizer: tokenizer.map_err(|error| tokenizer_refusal(&error, ExitCode::Data))?,
+            notes: Vec::new(),
+            path: path.into(),
+            weights: Weights::HuggingFace(directory),
+        })
     }
 
     /// The tokenizer of this name (`bytes`, `gpt2`, or a file), or without a name, the model's own.
@@ -126,8 +141,7 @@ impl Source {
                     }
                     sender.send(piece).map_err(|_| Abandoned)
                 };
-                let layout = Layout::new(&self.shape);
-                checkpoint::read(&self.path, &self.shape, &layout, &[], &threads, &sink)
+                self.read(&threads, &sink)
             });
             // Dropped on an early return, which ends the reader.
             let pieces = pieces;
@@ -138,8 +152,7 @@ impl Source {
                 model.write_weights(at, &values).map_err(WorkerError::from)?;
             }
             drop(pieces);
-            let read = reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            read.map(drop).map_err(Refusal::from)
+            reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         });
         result?;
         if not_finite.into_inner() {
@@ -148,6 +161,20 @@ impl Source {
             return Err(Refusal { exit: ExitCode::Data, message });
         }
         Ok(model)
+    }
+
+    fn read(&self, threads: &ThreadPool, sink: Sink<'_>) -> Result<(), Refusal> {
+        let layout = Layout::new(&self.shape);
+        match &self.weights {
+            Weights::Checkpoint => {
+                checkpoint::read(&self.path, &self.shape, &layout, &[], threads, sink)?;
+            }
+            Weights::HuggingFace(directory) => {
+                let weights = directory.weights(&self.shape, &layout).map_err(WorkerError::from)?;
+                weights.read(threads, sink).map_err(WorkerError::from)?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -188,14 +215,11 @@ fn threads() -> Result<ThreadPool, Refusal> {
 }
 
 fn not_a_model(path: &Path) -> Refusal {
-    let message = if path.exists() {
-        format!(
-            "{} is neither a checkpoint, nor a directory of checkpoints, nor the directory of a run with checkpoints",
-            path.display()
-        )
-    } else {
-        format!("{} does not exist", path.display())
-    };
+    let message = format!(
+        "{} is neither a checkpoint, nor a directory of checkpoints, nor a run's directory with checkpoints, nor a \
+         model in Hugging Face's layout with a config.json",
+        path.display()
+    );
     Refusal { exit: ExitCode::Usage, message }
 }
 

@@ -119,6 +119,7 @@ fn save_until_killed(dir: &Path) {
         rank: 0,
         world: 1,
         retention: Retention { newest: 2, ..Retention::default() },
+        tokenizer: Some(b"{}".to_vec()),
         source: None,
         host: HostAllocator::default(),
         memory: None,

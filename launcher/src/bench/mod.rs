@@ -49,6 +49,7 @@ async fn run_workers(spec: &JobSpec, placement: &Placement, kind: Kind) -> Resul
         spec: &spec,
         placement,
         resume_from: None,
+        parent: None,
         recover: |_, _, _, _| Ok(Recovered::default()),
         memory_snapshots: false,
         bench: Some(Bench { kind: Some(kind) }),

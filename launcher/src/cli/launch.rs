@@ -7,7 +7,7 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::StatusReply;
 
-use crate::trainer::Trainer;
+use crate::trainer::{FillIn, FillInError, Trainer};
 use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::config::{self, Layer, Override};
 use xlaunch_agent::devices::{self, Node, Placement};
@@ -38,7 +38,7 @@ pub(crate) struct Launch {
 /// Trains in the foreground.
 #[expect(clippy::print_stderr, clippy::print_stdout, reason = "results to stdout, everything else to stderr")]
 pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
-    let (spec, placement) = match prepare(launch) {
+    let (spec, placement) = match prepare(launch, trainer.fill_in) {
         Ok(prepared) => prepared,
         Err(refusal) => return refuse(&refusal),
     };
@@ -71,6 +71,22 @@ pub(super) struct Ended {
     pub(super) report: String,
 }
 
+impl Ended {
+    /// There was nothing to do.
+    fn without_a_run() -> Self {
+        Self {
+            exit: ExitCode::Done,
+            stopped: false,
+            reason: String::new(),
+            rank: None,
+            status: StatusReply::default(),
+            peak_memory_bytes: 0,
+            summary: String::new(),
+            report: String::new(),
+        }
+    }
+}
+
 /// Trains. The run directory is created only after data and checkpoint have been validated.
 #[expect(clippy::print_stderr, reason = "warnings precede the output of workers")]
 pub(super) async fn train(
@@ -82,6 +98,14 @@ pub(super) async fn train(
 ) -> Result<Ended, Refusal> {
     let ready = (trainer.preflight)(spec, &run_dir::job_dir(spec), placement.workers)?;
     ready.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    if let (Some(checkpoint), Some(step)) = (&ready.resume_from, ready.complete) {
+        // Without a run: the newest one of the job stays the one that trained.
+        eprintln!(
+            "xlaunch: nothing is left to train: checkpoint {} has all {step} steps; raise `train.steps` to go on",
+            checkpoint.display()
+        );
+        return Ok(Ended::without_a_run());
+    }
     let mut spec = spec.clone();
     spec.train.warmup = spec.train.warmup.or(ready.warmup);
     let spec = &spec;
@@ -89,6 +113,8 @@ pub(super) async fn train(
         .map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
     // Held until the workers are gone.
     let _lock = ready.lock;
+    let parent = ready.resume_from.as_deref().zip(ready.parent.as_deref());
+    let parent = parent.and_then(|(checkpoint, run)| parent_dir(checkpoint, run, &run_dir::job_dir(spec)));
     let run = create(spec)?;
     let device = if placement.cuda { "GPU" } else { "CPU" };
     eprintln!("xlaunch: {} x {device}, run {}", placement.workers, run.path.display());
@@ -98,6 +124,7 @@ pub(super) async fn train(
         spec,
         placement,
         resume_from: ready.resume_from,
+        parent,
         recover: trainer.recover,
         memory_snapshots,
         bench: None,
@@ -118,6 +145,15 @@ pub(super) async fn train(
     let rank = finished.outcome.root.and_then(|root| root.rank);
     let Finished { status, peak_memory_bytes, .. } = finished;
     Ok(Ended { exit, stopped, reason, rank, status, peak_memory_bytes, summary, report })
+}
+
+/// Directory of the run that wrote a checkpoint: the one that the checkpoint is in or, with `checkpoint.dir`, a run of
+/// this job.
+fn parent_dir(checkpoint: &Path, run: &str, job_dir: &Path) -> Option<PathBuf> {
+    let around = checkpoint.parent().and_then(Path::parent).map(Path::to_path_buf);
+    // A name from a file must not lead elsewhere.
+    let of_job = Path::new(run).file_name().map(|run| job_dir.join(run));
+    [around, of_job].into_iter().flatten().find(|dir| dir.join("job.json").is_file())
 }
 
 fn reason(outcome: &Outcome, evidence: &[Evidence]) -> String {
@@ -176,18 +212,18 @@ fn failed(error: &std::io::Error) -> Refusal {
     Refusal::new(ExitCode::Internal, format!("failed to run the job: {error}"))
 }
 
-/// Resolves and validates everything that does not need the data.
-pub(super) fn prepare(launch: &Launch) -> Result<(JobSpec, Placement), Refusal> {
-    let mut spec = load(launch)?;
+/// Resolves and validates everything that does not need the tokens of the data.
+pub(super) fn prepare(launch: &Launch, fill_in: FillIn) -> Result<(JobSpec, Placement), Refusal> {
+    let mut spec = load(launch, fill_in)?;
     let placement = devices::place(&spec, &Node::inspect())?;
     // From here on the description has the actual number of workers: all ranks compare its digest.
     spec.launch.nproc = Some(placement.workers);
     Ok((spec, placement))
 }
 
-/// The job description from all layers of configuration, not yet placed on devices.
+/// The job description from all layers of configuration and the data that it names, not yet placed on devices.
 #[expect(clippy::print_stderr, reason = "warnings go to stderr")]
-pub(super) fn load(launch: &Launch) -> Result<JobSpec, Refusal> {
+pub(super) fn load(launch: &Launch, fill_in: FillIn) -> Result<JobSpec, Refusal> {
     let mut overrides = Override::from_environment(std::env::vars());
     let flag = |key: &str, value: String, source: String| Override {
         key: key.into(),
@@ -206,7 +242,14 @@ pub(super) fn load(launch: &Launch) -> Result<JobSpec, Refusal> {
     }
     let loaded = config::load(&launch.config, &overrides)?;
     loaded.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
-    Ok(loaded.spec)
+    let (mut spec, sources) = (loaded.spec, loaded.sources);
+    fill_in(&mut spec).map_err(|error| match error {
+        FillInError::Invalid(invalid) => sources.error(&invalid).into(),
+        FillInError::Refused(refusal) => refusal,
+    })?;
+    // What was filled in follows the same rules.
+    spec.check().map_err(|invalid| sources.error(&invalid))?;
+    Ok(spec)
 }
 
 #[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]

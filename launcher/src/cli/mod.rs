@@ -191,7 +191,7 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Stacks(options) => stacks::run(options).await,
         Run::Stop(options) => stop::run(options).await,
         Run::Checkpoint(options) => checkpoint::run(options).await,
-        Run::Submit(options) => submit::run(options).await,
+        Run::Submit(options) => submit::run(options, trainer.fill_in).await,
         Run::Jobs(options) => jobs::run(options).await,
         Run::History(options) => history::run(options).await,
         Run::Cancel(options) => cancel::run(options).await,

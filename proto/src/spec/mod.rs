@@ -3,6 +3,7 @@
 //! The launcher reads it from TOML, applies the layers (file, environment, flags) and checks it with
 //! [`JobSpec::check`]; workers receive it as JSON. The rendezvous compares the ranks' [`digest`](JobSpec::digest)s.
 
+mod one_or_more;
 mod sections;
 mod sizes;
 
@@ -85,6 +86,7 @@ impl JobSpec {
         within("launch.shutdown_timeout", self.launch.shutdown_timeout, 0.0, 86_400.0)?;
         within("launch.shutdown_timeout_max", self.launch.shutdown_timeout_max, 0.0, 86_400.0)?;
         within("train.min_lr_ratio", train.min_lr_ratio, 0.0, 1.0)?;
+        check_decay(train)?;
         within("train.beta1", train.beta1, 0.0, 0.999_999)?;
         within("train.beta2", train.beta2, 0.0, 0.999_999)?;
         within("train.weight_decay", train.weight_decay, 0.0, 100.0)?;
@@ -171,6 +173,20 @@ struct Versioned {
     spec: JobSpec,
 }
 
+/// A decay that was set must fit behind the warm-up; the default one is cut.
+fn check_decay(train: &TrainSection) -> Result<(), Invalid> {
+    let Some(decay) = train.decay_steps.filter(|_| train.schedule == Schedule::Wsd) else { return Ok(()) };
+    let (steps, warmup) = (train.steps, train.warmup_steps());
+    if (1..=steps - warmup).contains(&decay) {
+        return Ok(());
+    }
+    Err(Invalid::new(
+        "train.decay_steps",
+        format!("{decay} steps of decay with {warmup} of warm-up in a run of train.steps = {steps}"),
+        format!("1 to {}", steps - warmup),
+    ))
+}
+
 fn positive(key: &'static str, value: f64) -> Result<(), Invalid> {
     if value.is_finite() && value > 0.0 {
         return Ok(());
@@ -238,6 +254,29 @@ mod tests {
         assert_eq!(key(|s| s.train.beta2 = 1.0), "train.beta2");
         assert_eq!(key(|s| s.model.vocab = Some(100)), "model.vocab");
         assert_eq!(key(|s| s.data.train.clear()), "data.train");
+        let long_decay = |s: &mut JobSpec| {
+            s.train.schedule = Schedule::Wsd;
+            (s.train.steps, s.train.warmup, s.train.decay_steps) = (100, Some(20), Some(81));
+        };
+        assert_eq!(key(long_decay), "train.decay_steps");
+    }
+
+    #[test]
+    fn default_decay_is_a_fifth_of_the_steps_and_starts_after_the_warm_up() {
+        let decay = |steps, warmup| {
+            let train = TrainSection { steps, warmup: Some(warmup), ..TrainSection::default() };
+            train.decay_steps()
+        };
+        assert_eq!((decay(1000, 10), decay(1000, 900), decay(1, 1)), (200, 100, 0));
+    }
+
+    #[test]
+    fn data_is_one_string_or_a_list() {
+        let train = |json: &str| serde_json::from_str::<DataSection>(json).map(|data| data.train);
+        assert_eq!(train(r#"{"train": "tokens"}"#).unwrap(), ["tokens"]);
+        assert_eq!(train(r#"{"train": ["a", "b"]}"#).unwrap(), ["a", "b"]);
+        let error = train(r#"{"train": 3}"#).unwrap_err().to_string();
+        assert!(error.contains("expected a string or a list of strings"), "{error}");
     }
 
     #[test]

@@ -5,6 +5,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::one_or_more;
+
 /// Most ranks that can shard the optimizer. Parameters are aligned in the arena so that every bucket can be cut into
 /// this many equal shards.
 pub const MAX_SHARDS: usize = 8;
@@ -112,14 +114,21 @@ impl Default for LaunchSection {
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct DataSection {
-    /// Files with training data: paths or globs (`**` spans directories), relative to the configuration file. Hidden
-    /// directories, directories with a CACHEDIR.TAG and `job.output` are skipped.
+    /// Training data: a directory that `xlaunch data prepare` has written, or files as paths or globs (`**` spans
+    /// directories). Relative to the configuration file. A prepared directory brings its own tokenizer and validation
+    /// data. Of globs, hidden directories, directories with a CACHEDIR.TAG and `job.output` are skipped.
+    #[serde(deserialize_with = "one_or_more::deserialize")]
+    #[cfg_attr(feature = "schema", schemars(with = "one_or_more::OneOrMore"))]
     pub train: Vec<String>,
-    /// Files with evaluation data, like `train`. Default: the last `val_fraction` of the training tokens is held out.
+    /// Evaluation data, like `train`; of a prepared directory, its validation data. Default: the validation data of the
+    /// prepared directory `train`; with files, the last `val_fraction` of the training tokens is held out.
+    #[serde(deserialize_with = "one_or_more::deserialize")]
+    #[cfg_attr(feature = "schema", schemars(with = "one_or_more::OneOrMore"))]
     pub val: Vec<String>,
-    /// Fraction of the training tokens that is held out for evaluation when `val` is empty: 0 to 0.5.
+    /// Fraction of the training tokens that is held out for evaluation when `train` are files and `val` is empty: 0 to
+    /// 0.5.
     pub val_fraction: f64,
-    /// How files are turned into token ids.
+    /// How files are turned into token ids. A prepared directory has token ids, whatever this says.
     pub tokenizer: Tokenizer,
     /// Read sequences in a seeded random order, newly drawn each epoch. false reads them in file order.
     pub shuffle: bool,
@@ -145,7 +154,8 @@ impl Default for DataSection {
 pub enum Tokenizer {
     /// Every byte of a text file is one token; the vocabulary is 256.
     Bytes,
-    /// Files already contain 16-bit token ids, in llm.c's format (magic number 20240520) or nanoGPT's (no header).
+    /// Files already contain token ids: 16-bit or 32-bit in llm.c's formats (magic numbers 20240520 and 20240801) or
+    /// modded-nanogpt's (278895051), or 16-bit in nanoGPT's (no header).
     Bin,
 }
 
@@ -167,7 +177,9 @@ pub struct TrainSection {
     pub schedule: Schedule,
     /// Steps of linear warm-up from 0 to `lr`, at most `steps`. Default: 5 % of `steps`, at most 100.
     pub warmup: Option<u64>,
-    /// Final learning rate of the cosine schedule, as a fraction of `lr`: 0 to 1.
+    /// Steps at the end over which the wsd schedule lowers the learning rate. Default: 20 % of `steps`.
+    pub decay_steps: Option<u64>,
+    /// Learning rate at the end of the cosine and wsd schedules, as a fraction of `lr`: 0 to 1.
     pub min_lr_ratio: f64,
     /// Decay rate of AdamW's first moment.
     pub beta1: f64,
@@ -186,9 +198,17 @@ pub struct TrainSection {
     /// Maximum number of batches of `batch` sequences per evaluation, over all ranks. The sequences are the first ones
     /// in file order, the same for any number of ranks.
     pub eval_batches: usize,
-    /// Bytes of text to sample from the model after training and print. Models with `data.tokenizer = "bytes"` only; 0
-    /// turns it off.
+    /// Tokens per evaluation, rounded up to whole sequences: the first ones in file order, the same for any number of
+    /// ranks and any `batch`. 0 leaves it to `eval_batches`.
+    pub eval_tokens: u64,
+    /// Tokens of text to sample from the model after training and print; for bytes, their number. Needs a tokenizer: a
+    /// prepared directory's, or `data.tokenizer = "bytes"`. 0 turns sampling off.
     pub sample: usize,
+    /// Steps between samples during training, which `samples.jsonl` in the run's directory collects. 0 samples after
+    /// training only.
+    pub sample_every: u64,
+    /// Text that samples continue. Default: a line of the evaluation data.
+    pub sample_prompt: String,
 }
 
 impl Default for TrainSection {
@@ -200,6 +220,7 @@ impl Default for TrainSection {
             lr: 1e-3,
             schedule: Schedule::Cosine,
             warmup: None,
+            decay_steps: None,
             min_lr_ratio: 0.1,
             beta1: 0.9,
             beta2: 0.95,
@@ -209,7 +230,10 @@ impl Default for TrainSection {
             nonfinite: NonFinite::Stop,
             eval_every: 250,
             eval_batches: 16,
+            eval_tokens: 0,
             sample: 240,
+            sample_every: 0,
+            sample_prompt: String::new(),
         }
     }
 }
@@ -218,6 +242,12 @@ impl TrainSection {
     /// Steps of linear warm-up, with the default filled in, and no more than there are steps.
     pub fn warmup_steps(&self) -> u64 {
         self.warmup.unwrap_or_else(|| (self.steps / 20).min(100)).min(self.steps)
+    }
+
+    /// Steps over which the wsd schedule lowers the learning rate, with the default filled in, and no more than follow
+    /// the warm-up.
+    pub fn decay_steps(&self) -> u64 {
+        self.decay_steps.unwrap_or_else(|| self.steps.div_ceil(5)).min(self.steps - self.warmup_steps())
     }
 }
 
@@ -228,6 +258,9 @@ impl TrainSection {
 pub enum Schedule {
     /// Cosine decay from `lr` to `lr * min_lr_ratio` at the last step.
     Cosine,
+    /// Warm-up, stable, decay: `lr`, then linear decay to `lr * min_lr_ratio` over the last `decay_steps`. A run can be
+    /// continued for more steps from a checkpoint before the decay.
+    Wsd,
     /// `lr` at every step.
     Constant,
 }

@@ -13,7 +13,7 @@ xlaunch_harness::tests! {
     damaged_checkpoint_is_refused,
     interrupt_ends_generation,
     eval_gives_the_validation_loss_of_training,
-    hellaswag_prefers_the_completion_that_was_learned,
+    hellaswag_prefers_the_completion_that_was_learned;
 }
 
 /// A model that has seen enough of its text to continue it.

@@ -16,8 +16,10 @@ use xlaunch_proto::model::ModelShape;
 
 use super::manifest::{self, Checked};
 use super::write::{REPLACED, TEMPORARY};
-use super::{CheckpointError, State, name, read};
+use super::{CheckpointError, MANIFEST, State, name, read};
 
+/// Where a run has its checkpoints.
+pub const CHECKPOINTS: &str = "checkpoints";
 /// Suffix of checkpoints that are never deleted.
 const PINNED: &str = ".keep";
 /// Suffix of checkpoints that were rejected.
@@ -93,6 +95,13 @@ pub struct Choice {
     pub rejected: Vec<(PathBuf, CheckpointError)>,
 }
 
+impl Choice {
+    /// Path, and the rejected ones.
+    pub fn into_parts(self) -> (PathBuf, Vec<(PathBuf, CheckpointError)>) {
+        (self.path, self.rejected)
+    }
+}
+
 /// The newest valid checkpoint of a directory. `None` if it contains no checkpoint.
 ///
 /// # Errors
@@ -114,16 +123,31 @@ pub fn choose(dir: &Path) -> Result<Option<Choice>, CheckpointError> {
     }
 }
 
+/// The checkpoint that a user means by a path: that of a checkpoint, of a directory of checkpoints, or of a run, of
+/// which it is the newest valid one. Returns rejected ones, too.
+pub fn locate(path: &Path) -> Result<(PathBuf, Vec<(PathBuf, CheckpointError)>), CheckpointError> {
+    let is_checkpoint = path.join(MANIFEST).exists()
+        || path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));
+    if is_checkpoint {
+        return Ok((path.into(), Vec::new()));
+    }
+    let choice = match choose(path)? {
+        Some(choice) => Some(choice),
+        None => choose(&path.join(CHECKPOINTS))?,
+    };
+    choice.map(Choice::into_parts).ok_or_else(|| CheckpointError::None { path: path.into() })
+}
+
+/// The state of the checkpoint `path`.
+pub fn state(path: &Path) -> Result<State, CheckpointError> {
+    manifest::check(path).map(|checked| checked.state)
+}
+
 /// The state of the checkpoint `path`, which must be of this model.
 pub fn open(path: &Path, shape: &ModelShape) -> Result<State, CheckpointError> {
     let Checked { state, .. } = manifest::check(path)?;
     read::check_model(path, &state, shape)?;
     Ok(state)
-}
-
-/// The state of the checkpoint `path`, of whatever model.
-pub fn read_state(path: &Path) -> Result<State, CheckpointError> {
-    manifest::check(path).map(|Checked { state, .. }| state)
 }
 
 /// Renames a rejected checkpoint, so that it is neither tried nor counted again. Returns its new path.

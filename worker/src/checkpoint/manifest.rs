@@ -1,7 +1,7 @@
 //! The manifest: exactly the files of a checkpoint, with their sizes and XXH3-128 hashes.
 //!
-//! Version 2 has a hash per chunk of a file, as several ranks write one file and readers verify blocks on the way.
-//! Version 1 has one hash per file, which is read as a single chunk.
+//! Versions 2 and 3 have a hash per chunk of a file, as several ranks write one file and readers verify blocks on the
+//! way. Version 1 has one hash per file, which is read as a single chunk.
 
 use std::collections::BTreeSet;
 use std::io::{self, Read};
@@ -13,7 +13,7 @@ use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
-use super::{CheckpointError, MANIFEST, MODEL, STATE, State, VERSION, parse_optimizer_name};
+use super::{CheckpointError, MANIFEST, MODEL, STATE, State, TOKENIZER, VERSION, parse_optimizer_name};
 
 /// Limits for files that are read whole. A manifest of a model of 100 billion parameters has 30 MB.
 const MAX_MANIFEST_BYTES: u64 = 256 << 20;
@@ -123,7 +123,7 @@ pub(super) fn parse(dir: &Path, json: &[u8]) -> Result<Manifest, CheckpointError
     Ok(Manifest { version, files })
 }
 
-/// Requires the model, the state, and the moments of all ranks, each once, and nothing else.
+/// Requires the model, the state, and the moments of all ranks, each once. There may be a tokenizer, and nothing else.
 fn check_names(files: &[Entry]) -> Result<(), String> {
     let names: BTreeSet<&str> = files.iter().map(|entry| entry.name.as_str()).collect();
     if names.len() != files.len() {
@@ -132,7 +132,8 @@ fn check_names(files: &[Entry]) -> Result<(), String> {
     if let Some(missing) = [MODEL, STATE].into_iter().find(|name| !names.contains(name)) {
         return Err(format!("{MANIFEST} does not contain {missing}"));
     }
-    let others: Vec<&str> = names.into_iter().filter(|name| ![MODEL, STATE].contains(name)).collect();
+    let others: Vec<&str> =
+        names.into_iter().filter(|name| ![MODEL, STATE, TOKENIZER].contains(name)).collect();
     let ranks: Vec<_> = others.iter().map(|name| parse_optimizer_name(name)).collect();
     if let Some(at) = ranks.iter().position(Option::is_none) {
         return Err(format!("{MANIFEST} contains the file name {:?}", others[at]));
@@ -162,18 +163,7 @@ fn check_chunks(entry: &Entry) -> Result<(), String> {
 
 fn read_state(dir: &Path, manifest: &Manifest) -> Result<State, CheckpointError> {
     let damaged = |reason: String| CheckpointError::Damaged { path: dir.into(), reason };
-    let json = read_whole(&dir.join(STATE), MAX_STATE_BYTES).map_err(|error| unreadable(dir, &error))?;
-    let entry = manifest.files.iter().find(|entry| entry.name == STATE);
-    let verified = entry.is_some_and(|entry| {
-        entry.chunks.iter().all(|chunk| {
-            let (start, end) = (usize::try_from(chunk.offset), usize::try_from(chunk.end()));
-            let (Ok(start), Ok(end)) = (start, end) else { return false };
-            json.get(start..end).is_some_and(|bytes| Chunk::of(chunk.offset, bytes) == *chunk)
-        })
-    });
-    if !verified {
-        return Err(damaged(format!("{STATE} does not match its hash")));
-    }
+    let json = read_verified(dir, manifest, STATE, MAX_STATE_BYTES)?;
     let state: State = serde_json::from_slice(&json).map_err(|error| damaged(format!("{STATE}: {error}")))?;
     match state.version == manifest.version {
         true => Ok(state),
@@ -181,6 +171,29 @@ fn read_state(dir: &Path, manifest: &Manifest) -> Result<State, CheckpointError>
             Err(damaged(format!("{STATE} has version {}, {MANIFEST} {}", state.version, manifest.version)))
         }
     }
+}
+
+/// Reads a file of the manifest that is small, and compares it with its hash.
+pub(super) fn read_verified(
+    dir: &Path,
+    manifest: &Manifest,
+    name: &str,
+    max: u64,
+) -> Result<Vec<u8>, CheckpointError> {
+    let contents = read_whole(&dir.join(name), max).map_err(|error| unreadable(dir, &error))?;
+    let entry = manifest.files.iter().find(|entry| entry.name == name);
+    let verified = entry.is_some_and(|entry| {
+        contents.len() as u64 == entry.bytes
+            && entry.chunks.iter().all(|chunk| {
+                let (start, end) = (usize::try_from(chunk.offset), usize::try_from(chunk.end()));
+                let (Ok(start), Ok(end)) = (start, end) else { return false };
+                contents.get(start..end).is_some_and(|bytes| Chunk::of(chunk.offset, bytes) == *chunk)
+            })
+    });
+    let reason = || format!("{name} does not match its hash");
+    verified
+        .then_some(contents)
+        .ok_or_else(|| CheckpointError::Damaged { path: dir.into(), reason: reason() })
 }
 
 fn read_whole(path: &Path, max: u64) -> io::Result<Vec<u8>> {

@@ -5,6 +5,7 @@
 //!   model.safetensors                        parameters by name, F32
 //!   optimizer-00001-of-00002.safetensors     one per rank: AdamW's moments, `m.<name>[first:end]` and `v.<name>[..]`
 //!   state.json                               step, data position, run, what the data and the batch were
+//!   tokenizer.json                           of the data, if it came with one
 //!   manifest.json                            exactly the files above, their sizes and hashes; written last
 //! ```
 //! Saving (`saver`): at a step boundary every rank copies its [`Portion`] of the state to host memory and goes on. A
@@ -14,7 +15,8 @@
 //! Reading (`read`): in blocks, which are hashed as they are read, and passed on one by one. A run may resume with any
 //! number of ranks: each takes what it needs from all files.
 //!
-//! - `manifest`, `state`, `tensors`: the formats of the files; `portion`: what a rank saves;
+//! - `manifest`, `state`, `tensors`: the formats of the files; `portion`: what a rank saves; `tokenizer` reads that of a
+//!   checkpoint;
 //! - `directory`: what a directory of checkpoints contains; `lock`: one job per directory; `retention`: what to delete;
 //! - `write`: a rank's files, and the commit;
 //! - `memory`: snapshots in memory, from which an attempt resumes without reading files.
@@ -36,6 +38,7 @@ mod retention;
 pub mod saver;
 mod state;
 mod tensors;
+mod tokenizer;
 mod write;
 
 #[cfg(test)]
@@ -52,13 +55,18 @@ pub use portion::Portion;
 pub use read::{Abandoned, Arena, Piece, Sink, check_weights, read, read_weights};
 pub use retention::Retention;
 pub use state::{Batch, Changes, Parent, State};
+pub(crate) use tensors::read_header;
+pub use tokenizer::tokenizer;
 pub use write::Snapshot;
 
-/// Version of the directory layout above. Version 1, which is still read, has one file of whole moments,
-/// `m.<name>` and `v.<name>`, and one hash per file.
-pub const VERSION: u32 = 2;
+/// Newest version of the directory layout above, with a tokenizer. Without one, version 2 is written, which older builds
+/// read. Version 1, which is still read, has one file of whole moments, `m.<name>` and `v.<name>`, and one hash per
+/// file.
+pub const VERSION: u32 = 3;
+const VERSION_WITHOUT_TOKENIZER: u32 = 2;
 const MODEL: &str = "model.safetensors";
 const STATE: &str = "state.json";
+const TOKENIZER: &str = xlaunch_data::TOKENIZER_FILE;
 const MANIFEST: &str = "manifest.json";
 
 /// Why a checkpoint cannot be written or used.
@@ -85,6 +93,11 @@ pub enum CheckpointError {
     None { path: PathBuf },
     #[error("no valid checkpoint in {}: {}", path.display(), reasons.join("; "))]
     NoneValid { path: PathBuf, reasons: Vec<String> },
+}
+
+/// The version of a checkpoint with or without a tokenizer.
+pub fn version(tokenizer: bool) -> u32 {
+    if tokenizer { VERSION } else { VERSION_WITHOUT_TOKENIZER }
 }
 
 /// The directory name of a checkpoint after `step` steps.

@@ -20,7 +20,7 @@ pub use super::tensors::Arena;
 
 use super::manifest::{self, Checked, Chunk, Entry, check, hex};
 use super::tensors::{self, Stored};
-use super::{CheckpointError, MODEL, STATE, State};
+use super::{CheckpointError, MODEL, STATE, State, TOKENIZER};
 use crate::model::layout::Layout;
 
 /// Bytes that a thread reads at a time. Small in tests, as are chunks.
@@ -58,7 +58,7 @@ pub fn read(
     check_model(path, &state, shape)?;
     let mut files = Vec::new();
     let (mut params, mut optimizer) = (Vec::new(), Vec::new());
-    for entry in manifest.files.into_iter().filter(|entry| entry.name != STATE) {
+    for entry in manifest.files.into_iter().filter(|entry| ![STATE, TOKENIZER].contains(&&*entry.name)) {
         let is_model = entry.name == MODEL;
         let source = Source::open(path, entry, layout, !is_model)?;
         if is_model { &mut params } else { &mut optimizer }.extend_from_slice(&source.tensors);

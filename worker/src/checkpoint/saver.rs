@@ -51,6 +51,8 @@ pub struct Settings {
     pub rank: usize,
     pub world: usize,
     pub retention: Retention,
+    /// The contents of `tokenizer.json`, which rank 0 writes.
+    pub tokenizer: Option<Vec<u8>>,
     /// The checkpoint that the run was resumed from.
     pub source: Option<PathBuf>,
     /// Allocates the buffers for snapshots.
@@ -97,14 +99,16 @@ impl Saver {
         exchange: Box<dyn Exchange>,
         disk: Arc<dyn Disk>,
     ) -> io::Result<Self> {
-        let Settings { dir, layout, portion, rank, world, retention, source, host, memory, memory_required } =
-            settings;
+        let Settings { dir, layout, portion, rank, world, .. } = settings;
+        let Settings { retention, tokenizer, source, host, memory, memory_required, .. } = settings;
         let (jobs, queue) = channel();
         let (sender, ended) = channel();
         let busy = Arc::new(AtomicBool::new(false));
         let len = portion.len();
         let writer = Writer { layout, portion, rank, world };
-        let mut thread = Thread { dir, writer, retention, source, exchange, disk, reported_failure: false };
+        let reported_failure = false;
+        let mut thread =
+            Thread { dir, writer, retention, tokenizer, source, exchange, disk, reported_failure };
         let flag = busy.clone();
         thread::Builder::new().name("checkpoint".into()).spawn(move || {
             // Here, because touching gigabytes for the first time takes longer than a step.
@@ -197,6 +201,7 @@ struct Thread {
     dir: PathBuf,
     writer: Writer,
     retention: Retention,
+    tokenizer: Option<Vec<u8>>,
     source: Option<PathBuf>,
     exchange: Box<dyn Exchange>,
     disk: Arc<dyn Disk>,
@@ -221,7 +226,8 @@ impl Thread {
             return Ok(());
         }
         let saved = self.exchange.all_written(step).and_then(|parts| {
-            commit(&*self.disk, &self.dir, &state, parts).map_err(|error| error.to_string())
+            let tokenizer = self.tokenizer.as_deref();
+            commit(&*self.disk, &self.dir, &state, tokenizer, parts).map_err(|error| error.to_string())
         });
         match saved {
             Ok(path) => {

@@ -129,13 +129,16 @@ impl State {
 /// Lists the keys of a section whose values differ, apart from those that are compared on their own and those that may
 /// change at any time.
 fn compare(section: &str, saved: &serde_json::Value, new: &serde_json::Value, changes: &mut Vec<String>) {
-    const EXPECTED: [&str; 8] = [
+    const EXPECTED: [&str; 11] = [
         "train.batch",
         "train.accumulate",
         "train.warmup",
         "train.sample",
+        "train.sample_every",
+        "train.sample_prompt",
         "train.eval_every",
         "train.eval_batches",
+        "train.eval_tokens",
         "engine.memory_limit_mb",
         "engine.pool",
     ];

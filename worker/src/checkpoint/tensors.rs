@@ -100,7 +100,7 @@ pub(super) fn read_contents(
     moments: bool,
 ) -> Result<Vec<Stored>, CheckpointError> {
     let read = |reason: String| CheckpointError::Read { path: path.into(), reason };
-    let (header, data) = header(file).map_err(|error| read(error.to_string()))?;
+    let (header, data) = read_header(file).map_err(|error| read(error.to_string()))?;
     let mut tensors = Vec::new();
     let infos = header.tensors();
     for (name, info) in &infos {
@@ -155,8 +155,8 @@ fn find<'a>(layout: &'a Layout, name: &str, moments: bool) -> Option<(Arena, &'a
     Some((arena, param, elements))
 }
 
-/// The header of a file, and the offset of its data.
-fn header(file: &File) -> io::Result<(Metadata, u64)> {
+/// The header of a safetensors file, and the offset of its data.
+pub(crate) fn read_header(file: &File) -> io::Result<(Metadata, u64)> {
     let mut length = [0; LENGTH_BYTES];
     file.file().read_exact_at(&mut length, 0)?;
     let (length, begin) = (u64::from_le_bytes(length), LENGTH_BYTES as u64);

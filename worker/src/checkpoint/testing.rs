@@ -33,7 +33,7 @@ pub(crate) fn shape() -> ModelShape {
 pub(crate) fn state(run: &str, step: u64) -> State {
     let spec = JobSpec::default();
     State {
-        version: VERSION,
+        version: version(false),
         step,
         sequences: 16 * step,
         world_size: 2,
@@ -109,6 +109,7 @@ pub(crate) fn settings(dir: &Path, retention: Retention) -> Settings {
         rank: 0,
         world: 1,
         retention,
+        tokenizer: None,
         source: None,
         host: HostAllocator::default(),
         memory: None,
@@ -135,4 +136,27 @@ pub(crate) fn save(dir: &Path, step: u64) -> PathBuf {
     save_with(settings(dir, Retention::default()), Arc::new(Real), Alone::default(), state("run", step))
         .unwrap();
     dir.join(name(step))
+}
+
+/// Saves a checkpoint of another model with these parameters, after ten steps.
+pub(crate) fn save_model(dir: &Path, shape: &ModelShape, params: &[f32]) -> PathBuf {
+    let layout = Layout::new(shape);
+    let portion = Portion::new(&sharding(&layout, 0, 1, false), 0, 1);
+    let snapshot = Snapshot {
+        params: HostBuffer::from(
+            portion
+                .ranges()
+                .iter()
+                .flat_map(|owned| &params[owned.arena.clone()])
+                .copied()
+                .collect::<Vec<f32>>(),
+        ),
+        ..snapshot(&portion, 10)
+    };
+    let settings = Settings { layout, portion, ..settings(dir, Retention::default()) };
+    let state = State { model: shape.clone(), ..state("run", 10) };
+    let mut saver = Saver::with_disk(settings, Box::new(Alone::default()), Arc::new(Real)).unwrap();
+    saver.begin(snapshot, state, Instant::now());
+    saver.wait().unwrap();
+    dir.join(name(10))
 }

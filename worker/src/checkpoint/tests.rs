@@ -89,6 +89,7 @@ fn save_together(dir: &Path, step: u64, world: usize, sharded: bool) -> PathBuf 
                 rank,
                 world,
                 retention: Retention::default(),
+                tokenizer: None,
                 source: None,
                 host: xlaunch_engine::HostAllocator::default(),
                 memory: None,
@@ -286,8 +287,8 @@ fn manifest_lists_exactly_the_expected_files() {
         manifest["files"][at]["chunks"].as_array_mut().unwrap().remove(1);
     });
     assert!(gap.contains("do not follow each other"), "{gap}");
-    let other = rejected(|manifest| manifest["version"] = 3.into());
-    assert!(other.ends_with("has format version 3, but this build reads versions 1 to 2"), "{other}");
+    let other = rejected(|manifest| manifest["version"] = 4.into());
+    assert!(other.ends_with("has format version 4, but this build reads versions 1 to 3"), "{other}");
 }
 
 #[test]
@@ -685,4 +686,40 @@ fn power_cut_after_any_operation_leaves_a_complete_checkpoint() {
             assert!(scan(&work).unwrap().iter().all(|found| found.state.is_ok()), "cut {cut}");
         }
     }
+}
+
+#[test]
+fn tokenizer_is_part_of_a_checkpoint_and_older_ones_have_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let bytes = save(dir.path(), 1);
+    assert_eq!(tokenizer(&bytes).unwrap().unwrap().name(), "bytes", "the configuration says so");
+    assert_eq!(open_version(&bytes), 2, "older builds read it");
+
+    let json = xlaunch_data::Tokenizer::bytes().to_json().into_bytes();
+    let settings = Settings { tokenizer: Some(json.clone()), ..settings(dir.path(), Retention::default()) };
+    let mut state = state("run", 2);
+    (state.version, state.spec) = (version(true), serde_json::Value::Null);
+    save_with(settings, Arc::new(Real), Alone::default(), state).unwrap();
+    let path = dir.path().join(name(2));
+    assert_eq!((open_version(&path), fs_err::read(path.join(TOKENIZER)).unwrap()), (3, json));
+    assert_eq!(tokenizer(&path).unwrap().unwrap().vocab(), 256);
+    assert_complete(&path, 2);
+
+    let mut damaged = fs_err::read(path.join(TOKENIZER)).unwrap();
+    damaged[0] = b' ';
+    fs_err::write(path.join(TOKENIZER), damaged).unwrap();
+    let error = tokenizer(&path).unwrap_err();
+    assert!(
+        matches!(&error, CheckpointError::Damaged { reason, .. } if reason.contains(TOKENIZER)),
+        "{error}"
+    );
+    fs_err::remove_file(path.join(TOKENIZER)).unwrap();
+    assert!(matches!(read_all(&path), Err(CheckpointError::Damaged { .. })), "the manifest lists it");
+}
+
+/// The version in the manifest of a checkpoint.
+fn open_version(path: &Path) -> u64 {
+    let manifest: serde_json::Value =
+        serde_json::from_slice(&fs_err::read(path.join(MANIFEST)).unwrap()).unwrap();
+    manifest["version"].as_u64().unwrap()
 }

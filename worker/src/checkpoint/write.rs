@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! .tmp-step-N/  <- every rank: its ranges of the model, its moments; each file synced by its writers
-//!               <- rank 0, when all are done: state, manifest; directory synced; renamed to step-N/; parent synced
+//!               <- rank 0, when all are done: state, tokenizer, manifest; directory synced; renamed to step-N/; parent
+//!                  synced
 //! ```
 
 use std::collections::BTreeMap;
@@ -14,7 +15,7 @@ use xlaunch_engine::HostBuffer;
 use super::disk::{Disk, Writable};
 use super::manifest::{Chunk, Entry, Manifest};
 use super::tensors::{Contents, Stored};
-use super::{MANIFEST, MODEL, Portion, STATE, Slot, State, VERSION, name, optimizer_name};
+use super::{MANIFEST, MODEL, Portion, STATE, Slot, State, TOKENIZER, name, optimizer_name};
 use crate::fail::{self, Place};
 use crate::model::layout::Layout;
 use crate::phase;
@@ -114,6 +115,7 @@ pub(super) fn commit(
     disk: &dyn Disk,
     dir: &Path,
     state: &State,
+    tokenizer: Option<&[u8]>,
     written: impl IntoIterator<Item = Written>,
 ) -> io::Result<PathBuf> {
     let temporary = temporary(dir, state.step);
@@ -121,15 +123,19 @@ pub(super) fn commit(
     for Written { name, chunks } in written {
         files.entry(name).or_default().extend(chunks);
     }
-    let mut file = ChunkWriter::open(disk, &temporary, STATE)?;
-    file.put(0, &serde_json::to_vec_pretty(state)?)?;
-    let state_file = file.finish()?;
-    files.insert(state_file.name, state_file.chunks);
+    let state_json = serde_json::to_vec_pretty(state)?;
+    let whole = [Some((STATE, &*state_json)), tokenizer.map(|json| (TOKENIZER, json))];
+    for (name, contents) in whole.into_iter().flatten() {
+        let mut file = ChunkWriter::open(disk, &temporary, name)?;
+        file.put(0, contents)?;
+        let file = file.finish()?;
+        files.insert(file.name, file.chunks);
+    }
     let entry = |(name, mut chunks): (String, Vec<Chunk>)| {
         chunks.sort_by_key(|chunk| chunk.offset);
         Entry { name, bytes: chunks.last().map_or(0, Chunk::end), chunks }
     };
-    let manifest = Manifest { version: VERSION, files: files.into_iter().map(entry).collect() };
+    let manifest = Manifest { version: state.version, files: files.into_iter().map(entry).collect() };
     let mut file = ChunkWriter::open(disk, &temporary, MANIFEST)?;
     file.put(0, &serde_json::to_vec(&manifest)?)?;
     file.finish()?;

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! globs --files--> paths --source--> Tokens (one logical sequence) --split--> train, val
+//! prepared directory --prepared--> shards --source--> train, val; tokenizer
 //! sequence number --order--> window of the tokens --loader thread--> Batch, read ahead
 //! ```
 //! Invariant: the window of sequence k is a pure function of (seed, k), independent of time and threads. k counts the
@@ -9,13 +10,16 @@
 
 mod files;
 mod fingerprint;
+mod foreign;
 mod loader;
 mod order;
+mod prepared;
 mod source;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use xlaunch_data::ManifestError;
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::{JobSpec, Tokenizer};
 
@@ -23,7 +27,10 @@ pub use fingerprint::Fingerprint;
 pub(crate) use loader::read;
 pub use loader::{Batch, Loader, Schedule};
 pub use order::Order;
+pub(crate) use prepared::Prepared;
+pub use prepared::TokenizerSource;
 pub use source::Tokens;
+#[cfg(feature = "fuzzing")]
 pub(crate) use source::open as open_tokens;
 
 /// Why data cannot be used.
@@ -43,6 +50,22 @@ pub enum DataError {
         seq + 1
     )]
     TooShort { key: &'static str, tokens: u64, seq: usize },
+    #[error("{}: this is {what}; {remedy}", path.display())]
+    Foreign { path: PathBuf, what: &'static str, remedy: &'static str },
+    #[error("{key}: {source}; run it, or name files, such as `DIR/*.txt`")]
+    NotPrepared { key: &'static str, source: ManifestError },
+    #[error("{key}: the directory {} must be the only entry", dir.display())]
+    SeveralSources { key: &'static str, dir: PathBuf },
+    #[error(
+        "model.vocab = {vocab} is below the {needed} token ids of {}; it was prepared again after the job was configured",
+        dir.display()
+    )]
+    SmallModel { dir: PathBuf, needed: usize, vocab: usize },
+    #[error(
+        "data.train {} and data.val {} were prepared with different tokenizers: {tokenizers}",
+        train.display(), val.display()
+    )]
+    Tokenizers { train: PathBuf, val: PathBuf, tokenizers: String },
     #[error("{}: token id {id} at position {position} is not below model.vocab = {vocab}", path.display())]
     Vocabulary { path: PathBuf, id: u32, position: u64, vocab: usize },
 }
@@ -54,22 +77,40 @@ pub struct Dataset {
     pub train: Arc<Tokens>,
     /// Evaluation data: held out of the training data, or from `data.val`. `None` if it is shorter than one sequence.
     pub val: Option<Arc<Tokens>>,
+    /// Of the training data.
+    pub tokenizer: TokenizerSource,
+    /// Bytes of text per token of the evaluation data, if they are known.
+    val_bytes_per_token: Option<f64>,
 }
 
 impl Dataset {
     /// Opens the files of `[data]` and checks that the model can be trained on them.
     pub fn open(spec: &JobSpec, shape: &ModelShape) -> Result<Self, DataError> {
         let data = &spec.data;
-        let skip = PathBuf::from(&spec.job.output);
-        let open = |key, patterns: &[String]| {
-            let files = files::matching(key, patterns, &skip)?;
-            source::open(&files, data.tokenizer, shape.vocab)
+        let prepared = Prepared::of("data.train", &data.train)?;
+        let tokenizer = match (&prepared, data.tokenizer) {
+            (Some(prepared), _) => prepared.tokenizer(),
+            (None, Tokenizer::Bytes) => TokenizerSource::Bytes,
+            (None, Tokenizer::Bin) => TokenizerSource::Unknown,
         };
-        let all = open("data.train", &data.train)?;
-        let (train, val) = if data.val.is_empty() {
-            all.split(data.val_fraction)
-        } else {
-            (all, open("data.val", &data.val)?)
+        let train = match &prepared {
+            Some(prepared) => prepared.train(shape.vocab)?,
+            None => files(spec, shape, "data.train", &data.train)?,
+        };
+        let in_files = (data.tokenizer == Tokenizer::Bytes).then_some(1.0);
+        let (train, val, val_bytes_per_token) = match (&prepared, Prepared::of("data.val", &data.val)?) {
+            (of_train, Some(val)) => {
+                of_train.as_ref().map_or(Ok(()), |train| train.check_same_tokenizer(&val))?;
+                (train, val.val(shape.vocab)?, val.val_bytes_per_token())
+            }
+            (Some(of_train), None) if data.val.is_empty() => {
+                (train, of_train.val(shape.vocab)?, of_train.val_bytes_per_token())
+            }
+            (None, None) if data.val.is_empty() => {
+                let (train, val) = train.split(data.val_fraction);
+                (train, val, in_files)
+            }
+            (_, None) => (train, files(spec, shape, "data.val", &data.val)?, in_files),
         };
         let needed = shape.seq as u64 + 1;
         if train.len() < needed {
@@ -79,7 +120,12 @@ impl Dataset {
             return Err(DataError::TooShort { key: "data.val", tokens: val.len(), seq: shape.seq });
         }
         let val = (val.len() >= needed).then(|| Arc::new(val));
-        Ok(Self { train: Arc::new(train), val })
+        Ok(Self { train: Arc::new(train), val, tokenizer, val_bytes_per_token })
+    }
+
+    /// A loss on the evaluation data, in nats per token, as bits per byte of its text; `None` if that is unknown.
+    pub fn bits_per_byte(&self, loss: f64) -> Option<f64> {
+        Some(loss / std::f64::consts::LN_2 / self.val_bytes_per_token?)
     }
 }
 
@@ -94,4 +140,15 @@ pub(crate) fn open_files(
         .map_err(|error| DataError::Read { path: pattern.into(), reason: error.to_string() })?;
     let files = files::matching(key, &[absolute.to_string_lossy().into_owned()], Path::new(""))?;
     source::open(&files, tokenizer, vocab)
+}
+
+/// The tokens of files.
+fn files(
+    spec: &JobSpec,
+    shape: &ModelShape,
+    key: &'static str,
+    patterns: &[String],
+) -> Result<Tokens, DataError> {
+    let skip = PathBuf::from(&spec.job.output);
+    source::open(&files::matching(key, patterns, &skip)?, spec.data.tokenizer, shape.vocab)
 }

@@ -1,24 +1,22 @@
 //! One logical sequence of token ids over several files.
 //!
 //! Files are read with `pread`, not mapped. The page cache serves both alike, and a file that is truncated during a job
-//! causes an error instead of SIGBUS. Formats of token files, recognised by their content:
+//! causes an error instead of SIGBUS. A file that is replaced by another one is read to the end of the attempt as it was.
 //!
-//! - llm.c: 256 little-endian i32, `[20240520, 1, tokens, 0...]`, then u16 tokens; the size must match;
-//! - nanoGPT: u16 tokens, no header.
+//! Formats of token files are recognised by their content: those with a header are in [`xlaunch_data::shard`], nanoGPT's
+//! has none. Files that are plainly something else are refused: see [`foreign`].
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use xlaunch_data::{Shard, shard};
 use xlaunch_proto::spec::Tokenizer;
 
 use super::DataError;
+use super::foreign::{self, Foreign};
 
-/// First word of llm.c's header.
-const LLMC_MAGIC: i32 = 20_240_520;
-/// Bytes of llm.c's header.
-const LLMC_HEADER_BYTES: u64 = 1024;
 /// How many ids of each file are checked against the vocabulary when it is opened. The rest are checked when read.
 const IDS_CHECKED_AT_OPEN: u64 = 1 << 24;
 
@@ -40,28 +38,38 @@ struct Part {
     tokens: u64,
     /// Bytes before the first token.
     header: u64,
-    /// Bytes of a token: 1 for text, 2 for token files.
+    /// Bytes of a token: 1 for text, 2 or 4 for token files.
     width: usize,
 }
 
 /// Opens `files` as one sequence of ids below `vocab`.
 pub(crate) fn open(files: &[PathBuf], tokenizer: Tokenizer, vocab: usize) -> Result<Tokens, DataError> {
-    let mut parts = Vec::with_capacity(files.len());
-    let mut len = 0;
-    for path in files {
-        let part = match tokenizer {
-            Tokenizer::Bytes => Part::text(path, len)?,
-            Tokenizer::Bin => Part::token_file(path, len)?,
-        };
-        len += part.tokens;
-        parts.push(part);
-    }
-    let tokens = Tokens { parts: Arc::new(parts), start: 0, len, vocab };
-    tokens.check_first_ids()?;
-    Ok(tokens)
+    let part = |path: &PathBuf| match tokenizer {
+        Tokenizer::Bytes => Part::text(path),
+        Tokenizer::Bin => Part::token_file(path),
+    };
+    Tokens::of(files.iter().map(part), vocab)
+}
+
+/// Opens the shards of a prepared directory, which must be those of its manifest.
+pub(super) fn open_shards(dir: &Path, shards: &[Shard], vocab: usize) -> Result<Tokens, DataError> {
+    Tokens::of(shards.iter().map(|shard| Part::shard(dir, shard)), vocab)
 }
 
 impl Tokens {
+    fn of(files: impl Iterator<Item = Result<Part, DataError>>, vocab: usize) -> Result<Self, DataError> {
+        let (mut parts, mut len) = (Vec::new(), 0);
+        for part in files {
+            let part = Part { start: len, ..part? };
+            // Sizes of files: their sum is far below 2^64.
+            len += part.tokens;
+            parts.push(part);
+        }
+        let tokens = Self { parts: Arc::new(parts), start: 0, len, vocab };
+        tokens.check_first_ids()?;
+        Ok(tokens)
+    }
+
     /// Number of tokens.
     pub fn len(&self) -> u64 {
         self.len
@@ -118,41 +126,52 @@ impl Tokens {
 }
 
 impl Part {
-    fn text(path: &Path, start: u64) -> Result<Self, DataError> {
+    fn text(path: &Path) -> Result<Self, DataError> {
         let (file, bytes) = open_file(path)?;
-        Ok(Self { path: path.into(), file, start, tokens: bytes, header: 0, width: 1 })
+        refuse(path, foreign::not_text(&head(path, &file)?, bytes))?;
+        Ok(Self { path: path.into(), file, start: 0, tokens: bytes, header: 0, width: 1 })
     }
 
-    fn token_file(path: &Path, start: u64) -> Result<Self, DataError> {
+    fn token_file(path: &Path) -> Result<Self, DataError> {
         let (file, bytes) = open_file(path)?;
         let problem = |problem: String| DataError::Format { path: path.into(), problem };
-        let mut words = [0; 12];
-        let has_header = bytes >= LLMC_HEADER_BYTES && {
-            file.read_exact_at(&mut words, 0).map_err(|error| read_error(path, &error))?;
-            word(&words, 0) == LLMC_MAGIC
-        };
-        let (header, tokens) = if has_header {
-            let (version, tokens) = (word(&words, 1), u64::try_from(word(&words, 2)).unwrap_or(0));
-            if version != 1 {
-                return Err(problem(format!(
-                    "token file format version {version} is not supported; expected version 1"
-                )));
+        let head = head(path, &file)?;
+        let start = &head[..head.len().min(shard::HEADER_BYTES)];
+        let layout = match shard::layout(start, bytes).map_err(|error| problem(error.to_string()))? {
+            Some(layout) => layout,
+            None => {
+                refuse(path, foreign::not_ids(&head))?;
+                if bytes % 2 != 0 {
+                    return Err(problem(format!(
+                        "its size of {bytes} bytes is not a whole number of 16-bit token ids"
+                    )));
+                }
+                shard::Layout { header: 0, width: 2, tokens: bytes / 2 }
             }
-            if bytes != LLMC_HEADER_BYTES + 2 * tokens {
-                return Err(problem(format!(
-                    "truncated or damaged: the header says {tokens} tokens, {} bytes in all, but it has {bytes} bytes",
-                    LLMC_HEADER_BYTES + 2 * tokens
-                )));
-            }
-            (LLMC_HEADER_BYTES, tokens)
-        } else if bytes % 2 == 0 {
-            (0, bytes / 2)
-        } else {
-            return Err(problem(format!(
-                "its size of {bytes} bytes is not a whole number of 16-bit token ids"
-            )));
         };
-        Ok(Self { path: path.into(), file, start, tokens, header, width: 2 })
+        let shard::Layout { header, width, tokens } = layout;
+        Ok(Self { path: path.into(), file, start: 0, tokens, header, width })
+    }
+
+    fn shard(dir: &Path, shard: &Shard) -> Result<Self, DataError> {
+        let path = dir.join(&shard.name);
+        let (file, bytes) = open_file(&path)?;
+        let layout = shard::layout(&head(&path, &file)?[..], bytes);
+        match layout {
+            Ok(Some(shard::Layout { header, width, tokens }))
+                if bytes == shard.bytes && tokens == shard.tokens =>
+            {
+                Ok(Self { path, file, start: 0, tokens, header, width })
+            }
+            _ => {
+                let problem = format!(
+                    "it is not the shard that the manifest beside it describes, of {} tokens in {} bytes, but has {bytes} \
+                     bytes; prepare the directory again",
+                    shard.tokens, shard.bytes
+                );
+                Err(DataError::Format { path, problem })
+            }
+        }
     }
 
     fn read(&self, position: u64, count: u64, vocab: usize, out: &mut Vec<i32>) -> Result<(), DataError> {
@@ -162,21 +181,44 @@ impl Part {
             .read_exact_at(&mut bytes, self.header + position * width)
             .map_err(|error| read_error(&self.path, &error))?;
         let first = out.len();
+        // Ids of 32 bits may be negative as i32: the comparison below finds these, too.
         match self.width {
             1 => out.extend(bytes.iter().map(|byte| i32::from(*byte))),
-            _ => out.extend(bytes.chunks_exact(2).map(|id| i32::from(u16::from_le_bytes([id[0], id[1]])))),
+            2 => out.extend(bytes.chunks_exact(2).map(|id| i32::from(u16::from_le_bytes([id[0], id[1]])))),
+            _ => out.extend(bytes.chunks_exact(4).map(|id| i32::from_le_bytes([id[0], id[1], id[2], id[3]]))),
         }
-        let outside = |id: &i32| usize::try_from(*id).is_ok_and(|id| id >= vocab);
+        let outside = |id: &i32| usize::try_from(id.cast_unsigned()).is_ok_and(|id| id >= vocab);
         match out[first..].iter().position(outside) {
             None => Ok(()),
             Some(index) => Err(DataError::Vocabulary {
                 path: self.path.clone(),
-                id: out[first + index].unsigned_abs(),
+                id: out[first + index].cast_unsigned(),
                 position: position + index as u64,
                 vocab,
             }),
         }
     }
+}
+
+fn refuse(path: &Path, foreign: Option<Foreign>) -> Result<(), DataError> {
+    match foreign {
+        None => Ok(()),
+        Some(Foreign { what, remedy }) => Err(DataError::Foreign { path: path.into(), what, remedy }),
+    }
+}
+
+/// The first bytes of a file.
+fn head(path: &Path, file: &File) -> Result<Vec<u8>, DataError> {
+    let mut head = vec![0; foreign::HEAD_BYTES];
+    let mut filled = 0;
+    while filled < head.len() {
+        match file.read_at(&mut head[filled..], filled as u64).map_err(|error| read_error(path, &error))? {
+            0 => break,
+            bytes => filled += bytes,
+        }
+    }
+    head.truncate(filled);
+    Ok(head)
 }
 
 fn open_file(path: &Path) -> Result<(File, u64), DataError> {
@@ -193,11 +235,6 @@ fn read_error(path: &Path, error: &std::io::Error) -> DataError {
     DataError::Read { path: path.into(), reason }
 }
 
-fn word(bytes: &[u8], index: usize) -> i32 {
-    let at = 4 * index;
-    i32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -206,12 +243,18 @@ mod tests {
         values.iter().flat_map(|id| id.to_le_bytes()).collect()
     }
 
+    fn wide(values: &[u32]) -> Vec<u8> {
+        values.iter().flat_map(|id| id.to_le_bytes()).collect()
+    }
+
+    fn file(header: [i32; 4], body: &[u8]) -> Vec<u8> {
+        let mut bytes: Vec<u8> = header.iter().flat_map(|word| word.to_le_bytes()).collect();
+        bytes.resize(shard::HEADER_BYTES, 0);
+        [&bytes, body].concat()
+    }
+
     fn llmc_file(version: i32, tokens: i32, body: &[u16]) -> Vec<u8> {
-        let mut words = [0i32; 256];
-        words[..3].copy_from_slice(&[LLMC_MAGIC, version, tokens]);
-        let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        bytes.extend(ids(body));
-        bytes
+        file([20_240_520, version, tokens, 0], &ids(body))
     }
 
     fn open_bytes(files: &[Vec<u8>], tokenizer: Tokenizer, vocab: usize) -> Result<Vec<i32>, DataError> {
@@ -227,9 +270,16 @@ mod tests {
     }
 
     #[test]
-    fn both_token_formats_and_text_read_as_one_sequence() {
-        let files = [llmc_file(1, 3, &[1, 2, 3]), ids(&[4, 500])];
-        assert_eq!(open_bytes(&files, Tokenizer::Bin, 501).unwrap(), [1, 2, 3, 4, 500]);
+    fn all_token_formats_and_text_read_as_one_sequence() {
+        let files = [
+            llmc_file(1, 3, &[1, 2, 3]),
+            ids(&[4, 500]),
+            file([20_240_801, 1, 2, 0], &wide(&[70_000, 5])),
+            file([278_895_051, 1, 1, 2], &ids(&[6])),
+            file([278_895_051, 1, 1, 4], &wide(&[128_255])),
+        ];
+        let expected = [1, 2, 3, 4, 500, 70_000, 5, 6, 128_255];
+        assert_eq!(open_bytes(&files, Tokenizer::Bin, 128_256).unwrap(), expected);
         assert_eq!(open_bytes(&[b"ab".into(), b"c".into()], Tokenizer::Bytes, 256).unwrap(), [97, 98, 99]);
     }
 
@@ -253,10 +303,53 @@ mod tests {
         assert!(error(llmc_file(1, 5, &[1, 2, 3])).contains("truncated"));
         assert!(error(llmc_file(2, 3, &[1, 2, 3])).contains("version 2"));
         assert!(error(vec![1, 2, 3]).contains("16-bit"));
+        assert!(error(file([20_240_801, 1, i32::MAX, 0], &wide(&[1]))).contains("truncated"));
+        assert!(error(file([20_240_801, 1, -1, 0], &[])).contains("-1 tokens"));
+        assert!(error(file([278_895_051, 1, 1, 3], &wide(&[1]))).contains("3 bytes per token"));
+        let negative = error(file([20_240_801, 1, 2, 0], &wide(&[1, u32::MAX])));
+        assert!(negative.contains("id 4294967295 at position 1"), "{negative}");
         let outside = error(ids(&[5, 6, 100]));
         assert!(
             outside.contains("id 100") && outside.contains("position 2") && outside.contains("0.bin"),
             "{outside}"
         );
+    }
+
+    #[test]
+    fn files_of_another_kind_are_refused_with_the_key_to_change() {
+        let error = |bytes: &[u8], tokenizer| {
+            open_bytes(&[bytes.to_vec()], tokenizer, 70_000).unwrap_err().to_string()
+        };
+        let text = error(b"It was a dark and stormy night.", Tokenizer::Bin);
+        assert!(
+            text.contains("0.bin: this is text") && text.contains("data.tokenizer = \"bytes\""),
+            "{text}"
+        );
+        let shard = error(&llmc_file(1, 3, &[1, 2, 3]), Tokenizer::Bytes);
+        assert!(shard.contains("file of token ids") && shard.contains("data.tokenizer = \"bin\""), "{shard}");
+        for tokenizer in [Tokenizer::Bytes, Tokenizer::Bin] {
+            let archive = error(b"\x1f\x8b\x08\0\0\0\0\0", tokenizer);
+            assert!(archive.contains("gzip") && archive.contains("xlaunch data prepare"), "{archive}");
+        }
+        let wide = error(&wide(&[40_000; 100]), Tokenizer::Bin);
+        assert!(wide.contains("32-bit ids without a header") && wide.contains("20240801"), "{wide}");
+    }
+
+    #[test]
+    fn file_truncated_while_in_use_is_an_error_and_a_replaced_one_is_read_as_it_was() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("text");
+        fs_err::write(&path, "abcdef").unwrap();
+        let tokens = open(std::slice::from_ref(&path), Tokenizer::Bytes, 256).unwrap();
+        fs_err::write(dir.path().join("other"), "other text").unwrap();
+        fs_err::rename(dir.path().join("other"), &path).unwrap();
+        let mut out = Vec::new();
+        tokens.read(0, 6, &mut out).unwrap();
+        assert_eq!(out, b"abcdef".map(i32::from));
+
+        let tokens = open(std::slice::from_ref(&path), Tokenizer::Bytes, 256).unwrap();
+        fs_err::write(&path, "cut").unwrap();
+        let error = tokens.read(0, 6, &mut out).unwrap_err().to_string();
+        assert!(error.contains("truncated while it was in use") && error.contains("text"), "{error}");
     }
 }

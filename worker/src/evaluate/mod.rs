@@ -8,15 +8,15 @@
 mod command;
 pub mod hellaswag;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use xlaunch_data::{Manifest, ManifestError, TOKENIZER_FILE, Tokenizer};
+use xlaunch_data::Tokenizer;
 use xlaunch_engine::{DType, EngineError};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::Tokenizer as Format;
 
-use crate::data::{self, Order, Schedule, Tokens};
+use crate::data::{self, DataError, Order, Prepared, Schedule, TokenizerSource, Tokens};
 use crate::error::WorkerError;
 use crate::generate::GenerateError;
 use crate::model::{BackendHandle, Model, Rows};
@@ -49,9 +49,8 @@ pub struct Loss {
 impl Held {
     /// Opens the validation split of a prepared directory, or files: text for a model of bytes, otherwise token files.
     pub fn open(data: &str, shape: &ModelShape, tokenizer: Option<&Tokenizer>) -> Result<Self, Refusal> {
-        let dir = Path::new(data);
-        let held = if dir.is_dir() {
-            Self::prepared(dir, shape, tokenizer)?
+        let held = if Path::new(data).is_dir() {
+            Self::prepared(data, shape, tokenizer)?
         } else {
             let is_bytes = tokenizer.is_some_and(|tokenizer| tokenizer.name() == Tokenizer::bytes().name());
             let format = if is_bytes { Format::Bytes } else { Format::Bin };
@@ -60,49 +59,29 @@ impl Held {
         };
         let (tokens, seq) = (held.tokens.len(), shape.seq);
         if tokens <= seq as u64 {
-            let error = data::DataError::TooShort { key: "--data", tokens, seq };
+            let error = DataError::TooShort { key: "--data", tokens, seq };
             return Err(WorkerError::from(error).into());
         }
         Ok(held)
     }
 
-    fn prepared(dir: &Path, shape: &ModelShape, tokenizer: Option<&Tokenizer>) -> Result<Self, Refusal> {
-        let data = |message: String| Refusal { exit: ExitCode::Data, message };
-        let manifest = Manifest::read(dir).map_err(|error| Refusal {
-            exit: if matches!(error, ManifestError::Missing { .. }) {
-                ExitCode::Usage
-            } else {
-                ExitCode::Data
-            },
-            message: error.to_string(),
-        })?;
-        let prepared =
-            Tokenizer::from_file(&dir.join(TOKENIZER_FILE)).map_err(|error| data(error.to_string()))?;
-        if let Some(own) = tokenizer.filter(|own| own.to_json() != prepared.to_json()) {
-            return Err(data(format!(
-                "{} was prepared with tokenizer `{}`, but the model has `{}`: prepare the text with the model's",
-                dir.display(),
-                manifest.tokenizer,
-                own.name()
-            )));
+    fn prepared(dir: &str, shape: &ModelShape, tokenizer: Option<&Tokenizer>) -> Result<Self, Refusal> {
+        let refused = |message: String| Refusal { exit: ExitCode::Data, message };
+        let data = |error: DataError| Refusal::from(WorkerError::from(error));
+        let prepared = Prepared::of("--data", &[dir.into()]).map_err(data)?;
+        let prepared = prepared.ok_or_else(|| refused(format!("{dir} is not a directory")))?;
+        if let (TokenizerSource::File { path, .. }, Some(own)) = (prepared.tokenizer(), tokenizer) {
+            let theirs = Tokenizer::from_file(&path).map_err(|error| refused(error.to_string()))?;
+            if own.to_json() != theirs.to_json() {
+                let (own, theirs) = (own.name(), theirs.name());
+                return Err(refused(format!(
+                    "{dir} was prepared with tokenizer `{theirs}`, but the model has `{own}`: prepare the text with the \
+                     model's"
+                )));
+            }
         }
-        let split = &manifest.val;
-        if split.shards.is_empty() {
-            return Err(data(format!("{} has no validation split; prepare it with `--val`", dir.display())));
-        }
-        let files: Vec<PathBuf> = split.shards.iter().map(|shard| dir.join(&shard.name)).collect();
-        let tokens = data::open_tokens(&files, Format::Bin, shape.vocab).map_err(WorkerError::from)?;
-        if tokens.len() != split.tokens {
-            let found = tokens.len();
-            return Err(data(format!(
-                "{}: the validation shards have {found} tokens instead of {}; prepare the directory again",
-                dir.display(),
-                split.tokens
-            )));
-        }
-        #[expect(clippy::cast_precision_loss, reason = "a ratio")]
-        let ratio = split.bytes as f64 / split.tokens as f64;
-        Ok(Self { tokens, bytes_per_token: (split.bytes > 0).then_some(ratio) })
+        let tokens = prepared.val(shape.vocab).map_err(data)?;
+        Ok(Self { tokens, bytes_per_token: prepared.val_bytes_per_token() })
     }
 }
 

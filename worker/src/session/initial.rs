@@ -24,6 +24,7 @@ use crate::model::layout::Layout;
 use crate::model::{Model, init};
 use crate::optim::{AdamW, Part};
 use crate::phase;
+use crate::weights::Weights;
 
 /// Pieces of a checkpoint that wait for the model, of up to 4 MiB each.
 const PIECES_READ_AHEAD: usize = 8;
@@ -152,7 +153,7 @@ impl Source {
             return Ok(Some(state));
         }
         match &spec.checkpoint.init {
-            Some(path) => checkpoint::read_weights(Path::new(path), &layout, threads, &sink)?,
+            Some(path) => Weights::open(Path::new(path))?.read(&shape, &layout, threads, &sink)?,
             None => {
                 let values = init::weights(&layout, spec.job.seed, threads);
                 let _ = sink(Piece { arena: Arena::Params, at: 0, values });

@@ -14,10 +14,12 @@ use xlaunch_engine::DType;
 use xlaunch_proto::VERSION;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::model::ModelShape;
-use xlaunch_proto::spec::{JobSpec, SpecError, Tokenizer};
+use xlaunch_proto::spec::{JobSpec, SpecError};
 use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{Finished, GetJobReply, GetJobRequest, Hello, Phase, TrainBench, TrainStarted};
+use xlaunch_proto::v1::{
+    Finished, GetJobReply, GetJobRequest, Hello, Phase, SampleReport, TrainBench, TrainStarted,
+};
 
 use crate::bench::{self, SkipAllReduce};
 use crate::control::Control;
@@ -32,7 +34,7 @@ use crate::nccl_windows;
 use crate::optim::AdamW;
 use crate::phase;
 use crate::tracked::Tracked;
-use crate::train::{self, Evaluator, Outcome, Run, Stepper, Tracer};
+use crate::train::{self, Evaluator, Outcome, Run, Sampler, Stepper, Tracer};
 use device::{Libraries, OpenDevice};
 use initial::{Reading, Start};
 use rendezvous::Meeting;
@@ -93,7 +95,10 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let reduce_layout = agreement(spec, &layout, activations, &sharding, &fingerprint);
     let meeting = rendezvous::join(context, &reduce_layout, &device)?;
     let (collective, filled) = connect_and_fill(context, meeting, || {
-        let trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world)?;
+        let mut trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world)?;
+        if rank == 0 && bench.is_none() {
+            trainer.sampler = Sampler::new(spec, &dataset, shape.seq)?;
+        }
         fill(&trainer, reading, job).map(|start| (trainer, start))
     });
     let collective = collective?;
@@ -128,12 +133,14 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         dataset: &dataset,
         loader: &loader,
         control,
+        sampler: trainer.sampler.as_ref(),
         checkpoints: saving::open(
             context,
             &device.backend,
             &trainer.model,
             &sharding,
             &start,
+            &dataset,
             fingerprint,
             memory,
         )?,
@@ -149,7 +156,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     }
     .run()
     .map_err(report);
-    end(context, &device.backend, &trainer, collective, outcome, &dataset)
+    end(context, &device.backend, &trainer, collective, outcome)
 }
 
 /// Connects the ranks and opens the session, while `fill` fills the model: both take about as long. An error of one
@@ -189,14 +196,13 @@ fn end(
     trainer: &Trainer,
     mut collective: Box<dyn Collective>,
     outcome: Result<Outcome>,
-    dataset: &Dataset,
 ) -> Result<ExitCode> {
     let Context { control, spec, .. } = *context;
     // After an error too: closing the communicator waits for graphs that contain its collectives.
     trainer.stepper.drop_graphs();
     trainer.evaluator.drop_graphs();
     let outcome = outcome?;
-    let finished = finish(spec, backend, trainer, &mut *collective, outcome, dataset);
+    let finished = finish(spec, backend, trainer, control, &mut *collective, outcome);
     let finished = finished.map_err(|error| control.report_failure(error))?;
     collective.finalize()?;
     control.report(Report::Finished(finished));
@@ -237,6 +243,8 @@ struct Trainer {
     optimizer: AdamW,
     stepper: Stepper,
     evaluator: Evaluator,
+    /// On rank 0, if texts are sampled.
+    sampler: Option<Sampler>,
 }
 
 impl Trainer {
@@ -251,7 +259,7 @@ impl Trainer {
         let optimizer = AdamW::zeroed(backend, &model, sharding, &spec.train)?;
         let stepper = Stepper::new(backend, &model, spec, sharding, world)?;
         let evaluator = Evaluator::new(backend, &model, spec)?;
-        Ok(Self { model, optimizer, stepper, evaluator })
+        Ok(Self { model, optimizer, stepper, evaluator, sampler: None })
     }
 }
 
@@ -310,22 +318,25 @@ fn train_started(
 fn finish(
     spec: &JobSpec,
     backend: &BackendHandle,
-    Trainer { model, optimizer, .. }: &Trainer,
+    Trainer { model, optimizer, sampler, .. }: &Trainer,
+    control: &Control,
     collective: &mut dyn Collective,
     outcome: Outcome,
-    dataset: &Dataset,
 ) -> Result<Finished> {
     optimizer.gather(model, collective)?;
     let difference = match spec.observe.check_replicas {
         true => Some(train::max_difference_to_rank_0(backend, optimizer.replica(model), collective)?),
         false => None,
     };
-    let byte_level = spec.data.tokenizer == Tokenizer::Bytes && spec.train.sample > 0;
-    let sample = if collective.rank() == 0 && byte_level && !outcome.stopped_early {
-        let prompt = prompt(dataset, model.shape.seq / 4)?;
-        train::sample(backend, model, &prompt, spec.train.sample, spec.job.seed)?
-    } else {
-        String::new()
+    let sample = match sampler.as_ref().filter(|_| !outcome.stopped_early) {
+        Some(sampler) => {
+            let (step, prompt) = (outcome.steps, sampler.prompt().to_owned());
+            let text = sampler.sample(backend, model)?;
+            let sample = format!("{prompt}{text}");
+            control.report(Report::Sample(SampleReport { step, prompt, text }));
+            sample
+        }
+        None => String::new(),
     };
     Ok(Finished {
         steps: outcome.steps,
@@ -333,17 +344,4 @@ fn finish(
         sample,
         max_parameter_difference: difference,
     })
-}
-
-/// A prompt for the sample: the first line of the held-out text with at least 12 bytes, cut to `max_len` bytes.
-fn prompt(dataset: &Dataset, max_len: usize) -> Result<Vec<u8>> {
-    let tokens = dataset.val.as_ref().unwrap_or(&dataset.train);
-    let mut ids = Vec::new();
-    tokens.read(0, usize::try_from(tokens.len().min(4096)).unwrap_or(4096), &mut ids)?;
-    let bytes: Vec<u8> = ids.iter().filter_map(|id| u8::try_from(*id).ok()).collect();
-    // The held-out part usually starts in the middle of a line: skip that.
-    let line = bytes.split(|byte| *byte == b'\n').skip(1).find(|line| line.trim_ascii().len() >= 12);
-    let mut prompt = line.unwrap_or(b"\n").to_vec();
-    prompt.truncate(max_len.max(1));
-    Ok(prompt)
 }

@@ -12,7 +12,7 @@ use super::Context;
 use super::initial::Start;
 use crate::checkpoint::saver::{self, Saver};
 use crate::checkpoint::{self, Batch, CheckpointError, Memory, Portion, Retention, State, directory};
-use crate::data::Fingerprint;
+use crate::data::{Dataset, Fingerprint};
 use crate::error::{Result, WorkerError};
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
@@ -43,6 +43,7 @@ pub(super) fn open(
     model: &Model,
     sharding: &Sharding,
     start: &Start,
+    dataset: &Dataset,
     data: Fingerprint,
     memory: Option<Memory>,
 ) -> Result<Option<Checkpoints>> {
@@ -52,6 +53,9 @@ pub(super) fn open(
     }
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let portion = Portion::new(sharding, rank, world);
+    // On every rank, as all states must say the same version.
+    let tokenizer = dataset.tokenizer.json()?;
+    let version = checkpoint::version(tokenizer.is_some());
     let settings = saver::Settings {
         dir: checkpoint_dir(spec, Path::new(&job.run_dir)),
         layout: model.layout.clone(),
@@ -59,6 +63,7 @@ pub(super) fn open(
         rank,
         world,
         retention: Retention::of(&spec.checkpoint),
+        tokenizer: tokenizer.filter(|_| rank == 0),
         source: (!job.resume_from.is_empty()).then(|| PathBuf::from(&job.resume_from)),
         host: backend.host_allocator(),
         memory,
@@ -68,7 +73,7 @@ pub(super) fn open(
     let exchange =
         control.exchange().ok_or_else(|| failed(std::io::Error::other("it was started already")))?;
     let template = State {
-        version: checkpoint::VERSION,
+        version,
         step: start.step,
         sequences: start.sequences,
         world_size: environment.world_size.0,

@@ -2,13 +2,14 @@
 //!
 //! The batches of an evaluation are numbered, and rank r of n evaluates batches r, r + n, and so on. So a batch has the
 //! same sequences whatever the number of ranks. Every rank gets the loss of every sequence, and adds them in order in
-//! double precision: the result does not depend on the number of ranks.
+//! double precision: the result does not depend on the number of ranks. With `train.eval_tokens`, the number of sequences
+//! does not depend on the size of a batch, either.
 
 use std::sync::Arc;
 
 use xlaunch_comm::Collective;
 use xlaunch_engine::{DType, Tensor};
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::spec::{JobSpec, TrainSection};
 
 use super::replay::{Replay, Work};
 use crate::data::{self, Order, Tokens};
@@ -22,8 +23,8 @@ use crate::phase;
 pub struct Evaluator {
     backend: BackendHandle,
     rows: Rows,
-    /// Maximum number of batches per evaluation, over all ranks.
-    batches: u64,
+    /// Maximum number of sequences per evaluation, over all ranks.
+    max_sequences: u64,
     tokens: Tensor,
     targets: Tensor,
     losses: Tensor,
@@ -36,7 +37,7 @@ impl Evaluator {
         let rows = Rows { batch: spec.train.batch, seq: model.shape.seq };
         Ok(Self {
             rows,
-            batches: spec.train.eval_batches.max(1) as u64,
+            max_sequences: max_sequences(&spec.train, model.shape.seq),
             tokens: backend.alloc_persistent(DType::I32, rows.count())?,
             targets: backend.alloc_persistent(DType::I32, rows.count())?,
             losses: backend.alloc_persistent(DType::F32, rows.count())?,
@@ -45,8 +46,8 @@ impl Evaluator {
         })
     }
 
-    /// The mean loss over the first `train.eval_batches` batches of `tokens` in file order, or over all sequences if
-    /// there are fewer, and the number of tokens in that mean. Every rank calls it and gets the same result.
+    /// The mean loss over the first sequences of `tokens` in file order, as many as the configuration says or there are,
+    /// and the number of tokens in that mean. Every rank calls it and gets the same result.
     pub fn evaluate(
         &self,
         model: &Model,
@@ -54,7 +55,7 @@ impl Evaluator {
         tokens: &Arc<Tokens>,
     ) -> Result<(f64, u64)> {
         let order = Order::new(tokens.len(), self.rows.seq, None);
-        let sequences = order.windows().min(self.batches.saturating_mul(self.rows.batch as u64));
+        let sequences = order.windows().min(self.max_sequences);
         let mut losses = vec![0.0; usize::try_from(sequences).unwrap_or(usize::MAX)];
         self.evaluate_own_batches(model, collective, tokens, &order, &mut losses)?;
         fail::at(Place::Evaluation);
@@ -107,7 +108,30 @@ impl Evaluator {
     }
 }
 
+/// The most sequences of `seq` tokens that an evaluation takes.
+fn max_sequences(train: &TrainSection, seq: usize) -> u64 {
+    match train.eval_tokens {
+        0 => (train.eval_batches.max(1) as u64).saturating_mul(train.batch as u64),
+        tokens => tokens.div_ceil(seq as u64),
+    }
+}
+
 #[expect(clippy::cast_precision_loss, reason = "a count of losses")]
 fn mean(losses: &[f32]) -> f64 {
     losses.iter().copied().map(f64::from).sum::<f64>() / losses.len() as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn evaluated_tokens_are_rounded_up_to_sequences_whatever_the_batch() {
+        let sequences = |eval_tokens, batch| {
+            max_sequences(&TrainSection { eval_tokens, batch, eval_batches: 3, ..Default::default() }, 32)
+        };
+        assert_eq!((sequences(0, 4), sequences(0, 5)), (12, 15));
+        assert_eq!((sequences(320, 4), sequences(320, 5), sequences(321, 5)), (10, 10, 11));
+        assert_eq!(sequences(1, 4), 1);
+    }
 }

@@ -26,6 +26,6 @@ pub use compare::compare_replicas;
 pub use evaluate::Evaluator;
 pub use replicas::max_difference_to_rank_0;
 pub use run::{Outcome, Run};
-pub use sample::sample;
+pub use sample::Sampler;
 pub use step::{PendingStep, Requests, StepResult, Stepper, sharding, wire_dtype};
 pub use trace::Tracer;

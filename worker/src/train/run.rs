@@ -10,16 +10,19 @@ use xlaunch_comm::Collective;
 use xlaunch_engine::KernelTime;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{CheckpointSkipped, EvalReport, KernelReport, Phase, ProfileReport, StepReport};
+use xlaunch_proto::v1::{
+    CheckpointSkipped, EvalReport, KernelReport, Phase, ProfileReport, SampleReport, StepReport,
+};
 
 use super::checkpoints::{Checkpoints, Position};
 use super::compare::compare_replicas;
 use super::evaluate::Evaluator;
 use super::replicas::{Survey, survey};
+use super::sample::Sampler;
 use super::step::{PendingStep, Requests, Stepper};
 use super::trace::{self, Tracer};
 use crate::control::Control;
-use crate::data::{Dataset, Loader};
+use crate::data::{Dataset, Loader, TokenizerSource};
 use crate::divergence::{Divergence, SkipCount};
 use crate::error::{Result, WorkerError};
 use crate::fail::{self, Place};
@@ -41,6 +44,8 @@ pub struct Run<'a> {
     pub dataset: &'a Dataset,
     pub loader: &'a Loader,
     pub control: &'a Control,
+    /// `None` on other ranks than 0.
+    pub sampler: Option<&'a Sampler>,
     /// `None` for a benchmark.
     pub checkpoints: Option<Checkpoints>,
     pub skips: SkipCount,
@@ -140,6 +145,7 @@ impl Run<'_> {
         asynchronous
             && !self.compares_after(done)
             && !self.evaluates_after(done)
+            && !self.samples_after(done)
             && !self.saves_after(done)
             && !self.is_profiled(step)
             && !self.is_profiled(done)
@@ -155,6 +161,17 @@ impl Run<'_> {
     fn evaluates_after(&self, done: u64) -> bool {
         let every = self.spec.train.eval_every;
         every != 0 && (done.is_multiple_of(every) || done == self.spec.train.steps)
+    }
+
+    /// Whether a text is sampled when `done` steps are completed. The one after the last step follows the run. The same
+    /// on every rank.
+    fn samples_after(&self, done: u64) -> bool {
+        let train = &self.spec.train;
+        train.sample > 0
+            && train.sample_every != 0
+            && done.is_multiple_of(train.sample_every)
+            && done < train.steps
+            && self.dataset.tokenizer != TokenizerSource::Unknown
     }
 
     /// Whether a checkpoint is due when `done` steps are completed.
@@ -197,6 +214,9 @@ impl Run<'_> {
         if self.evaluates_after(step) {
             let _span = trace::span(Phase::Evaluation);
             val_loss = self.evaluate(step)?;
+        }
+        if self.samples_after(step) {
+            self.sample(step)?;
         }
         if !saves {
             return Ok(false);
@@ -349,10 +369,20 @@ impl Run<'_> {
             return Err(WorkerError::Diverged { step, what: Divergence::Validation { loss } });
         }
         if self.collective.rank() == 0 {
+            let bits_per_byte = self.dataset.bits_per_byte(loss);
             #[expect(clippy::cast_possible_truncation, reason = "the report has an f32")]
-            self.control.report(Report::Eval(EvalReport { step, loss: loss as f32, tokens }));
+            self.control.report(Report::Eval(EvalReport { step, loss: loss as f32, tokens, bits_per_byte }));
         }
         Ok(Some(loss))
+    }
+
+    /// Rank 0 samples and reports a text. The others wait for it in the next step.
+    fn sample(&mut self, step: u64) -> Result<()> {
+        self.optimizer.gather(self.model, self.collective)?;
+        let Some(sampler) = self.sampler else { return Ok(()) };
+        let text = sampler.sample(self.backend, self.model)?;
+        self.control.report(Report::Sample(SampleReport { step, prompt: sampler.prompt().into(), text }));
+        Ok(())
     }
 }
 

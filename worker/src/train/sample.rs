@@ -1,49 +1,113 @@
-//! Samples text from a byte-level model.
+//! Samples text from a model whose tokenizer is known.
 
+use xlaunch_data::Tokenizer;
 use xlaunch_engine::DType;
+use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::Phase;
 
 use super::trace;
+use crate::data::{DataError, Dataset, Tokens};
 use crate::error::Result;
 use crate::model::{BackendHandle, Model, Rows};
 use crate::phase;
 use crate::random::Random;
 
-/// Softmax temperature. Below 1 it favours likely bytes.
+/// Softmax temperature. Below 1 it favours likely tokens.
 const TEMPERATURE: f64 = 0.8;
+/// Held-out tokens in which a prompt is looked for.
+const PROMPT_TOKENS: usize = 4096;
+/// Fewest characters of a line that is a prompt.
+const MIN_PROMPT_CHARS: usize = 12;
 
-/// Returns `prompt` followed by `count` bytes sampled from the model. Invalid UTF-8, and control characters other than
-/// newline and tab, are replaced by `\u{fffd}`, so that a sample cannot send escape sequences to a terminal.
-pub fn sample(
-    backend: &BackendHandle,
-    model: &Model,
-    prompt: &[u8],
+/// Continues a prompt. The same prompt and random numbers every time, so that samples of a run can be compared.
+#[derive(Debug)]
+pub struct Sampler {
+    tokenizer: Tokenizer,
+    prompt: String,
+    ids: Vec<u32>,
+    /// Number of tokens to sample.
     count: usize,
     seed: u64,
-) -> Result<String> {
-    let _span = trace::span(Phase::Sample);
-    let (seq, vocab) = (model.shape.seq, model.shape.vocab.min(256));
-    let rows = Rows { batch: 1, seq };
-    let mut random = Random::new(seed, "sample");
-    let mut text: Vec<u8> = if prompt.is_empty() { vec![b'\n'] } else { prompt.to_vec() };
-    let tokens = backend.alloc(DType::I32, seq)?;
-    let mut logits = vec![0.0; vocab];
-    for _ in 0..count {
-        // Attention is causal: padding after the last byte has no effect, so one shape serves every length.
-        let context = &text[text.len().saturating_sub(seq)..];
-        let mut window: Vec<i32> = context.iter().map(|byte| i32::from(*byte)).collect();
-        window.resize(seq, 0);
-        backend.write_i32(tokens.all(), &window)?;
-        let acts = model.forward(rows, tokens.all())?;
-        backend.read_f32(acts.logits(context.len() - 1, vocab), &mut logits)?;
-        phase::advance();
-        text.push(draw(&logits, random.uniform()));
-    }
-    Ok(sanitize(&text))
 }
 
-/// The byte at which the cumulative softmax reaches `uniform`.
-fn draw(logits: &[f32], uniform: f64) -> u8 {
+impl Sampler {
+    /// For the rank that samples. `None` if the job does not sample, or its tokenizer is unknown.
+    pub fn new(spec: &JobSpec, dataset: &Dataset, seq: usize) -> Result<Option<Self>> {
+        if spec.train.sample == 0 {
+            return Ok(None);
+        }
+        let Some(tokenizer) = dataset.tokenizer.load()? else { return Ok(None) };
+        let mut ids = match spec.train.sample_prompt.as_str() {
+            "" => held_out_line(&tokenizer, dataset.val.as_ref().unwrap_or(&dataset.train), seq / 4)?,
+            prompt => tokenizer.encode(prompt),
+        };
+        if ids.is_empty() {
+            ids.push(tokenizer.end_of_text().unwrap_or(0));
+        }
+        let prompt = printable(&tokenizer.decode(&ids));
+        Ok(Some(Self { tokenizer, prompt, ids, count: spec.train.sample, seed: spec.job.seed }))
+    }
+
+    /// The prompt as text.
+    pub fn prompt(&self) -> &str {
+        &self.prompt
+    }
+
+    /// What the model writes after the prompt. It ends early at the end-of-text id.
+    pub fn sample(&self, backend: &BackendHandle, model: &Model) -> Result<String> {
+        let _span = trace::span(Phase::Sample);
+        let seq = model.shape.seq;
+        // A model may have more ids than its tokenizer, which mean nothing.
+        let vocab = model.shape.vocab.min(self.tokenizer.vocab());
+        let rows = Rows { batch: 1, seq };
+        let mut random = Random::new(self.seed, "sample");
+        let mut ids = self.ids.clone();
+        let tokens = backend.alloc(DType::I32, seq)?;
+        let mut logits = vec![0.0; vocab];
+        for _ in 0..self.count {
+            // Attention is causal: padding after the last token has no effect, so one shape serves every length.
+            let context = &ids[ids.len().saturating_sub(seq)..];
+            let mut window: Vec<i32> = context.iter().map(|id| id.cast_signed()).collect();
+            window.resize(seq, 0);
+            backend.write_i32(tokens.all(), &window)?;
+            let acts = model.forward(rows, tokens.all())?;
+            backend.read_f32(acts.logits(context.len() - 1, vocab), &mut logits)?;
+            phase::advance();
+            let next = u32::try_from(draw(&logits, random.uniform())).unwrap_or(0);
+            if Some(next) == self.tokenizer.end_of_text() {
+                break;
+            }
+            ids.push(next);
+        }
+        let mut decoder = self.tokenizer.decoder();
+        self.ids.iter().for_each(|id| drop(decoder.push(*id)));
+        let mut text: String = ids[self.ids.len()..].iter().map(|id| decoder.push(*id)).collect();
+        text += &decoder.finish();
+        Ok(printable(&text))
+    }
+}
+
+/// The first whole line of `tokens` that is long enough, cut to `max_len` tokens.
+fn held_out_line(
+    tokenizer: &Tokenizer,
+    tokens: &Tokens,
+    max_len: usize,
+) -> std::result::Result<Vec<u32>, DataError> {
+    let mut ids = Vec::new();
+    let count = usize::try_from(tokens.len()).unwrap_or(PROMPT_TOKENS).min(PROMPT_TOKENS);
+    tokens.read(0, count, &mut ids)?;
+    let ids: Vec<u32> = ids.into_iter().map(i32::cast_unsigned).collect();
+    let text = tokenizer.decode(&ids);
+    // The first line usually starts in its middle.
+    let mut lines = text.split('\n').skip(1);
+    let line = lines.find(|line| line.trim().chars().count() >= MIN_PROMPT_CHARS).unwrap_or("\n");
+    let mut prompt = tokenizer.encode(line);
+    prompt.truncate(max_len.max(1));
+    Ok(prompt)
+}
+
+/// The index at which the cumulative softmax reaches `uniform`.
+fn draw(logits: &[f32], uniform: f64) -> usize {
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weights: Vec<f64> =
         logits.iter().map(|logit| (f64::from(logit - largest) / TEMPERATURE).exp()).collect();
@@ -52,12 +116,13 @@ fn draw(logits: &[f32], uniform: f64) -> u8 {
         remaining -= weight;
         remaining <= 0.0
     });
-    u8::try_from(index.unwrap_or(0)).unwrap_or(0)
+    index.unwrap_or(0)
 }
 
-fn sanitize(text: &[u8]) -> String {
-    let shown = |c: char| if c.is_control() && c != '\n' && c != '\t' { '\u{fffd}' } else { c };
-    String::from_utf8_lossy(text).chars().map(shown).collect()
+/// Control characters other than newline and tab become `\u{fffd}`, so that a sample cannot send escape sequences to a
+/// terminal.
+fn printable(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() && c != '\n' && c != '\t' { '\u{fffd}' } else { c }).collect()
 }
 
 #[cfg(test)]
@@ -65,16 +130,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn draw_favours_likely_bytes_and_covers_the_whole_range() {
-        let mut logits = vec![-50.0; 256];
-        logits[b'x' as usize] = 50.0;
-        assert_eq!(draw(&logits, 0.5), b'x');
+    fn draw_favours_likely_tokens_and_covers_the_whole_range() {
+        let mut logits = vec![-50.0; 70_000];
+        logits[66_000] = 50.0;
+        assert_eq!(draw(&logits, 0.5), 66_000);
         let flat = vec![0.0; 256];
         assert_eq!((draw(&flat, 1.0 / 512.0), draw(&flat, 0.999)), (0, 255));
     }
 
     #[test]
-    fn sample_contains_no_control_characters_or_invalid_utf8() {
-        assert_eq!(sanitize(b"a\x1b[2J\n\xff"), "a\u{fffd}[2J\n\u{fffd}");
+    fn sample_contains_no_control_characters() {
+        assert_eq!(printable("a\x1b[2J\n\u{fffd}"), "a\u{fffd}[2J\n\u{fffd}");
     }
 }

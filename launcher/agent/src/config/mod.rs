@@ -7,6 +7,7 @@
 
 mod diagnostics;
 pub mod keys;
+mod sources;
 
 use std::path::Path;
 
@@ -17,6 +18,7 @@ use xlaunch_proto::paths::normalize;
 use xlaunch_proto::spec::JobSpec;
 
 pub use diagnostics::ConfigError;
+pub use sources::Sources;
 
 /// A layer of configuration above the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,6 +89,8 @@ pub struct Loaded {
     pub spec: JobSpec,
     /// For the user, a line each.
     pub warnings: Vec<String>,
+    /// For errors that are found later.
+    pub sources: Sources,
 }
 
 /// Reads and checks a configuration. `overrides` are in order of increasing precedence.
@@ -95,9 +99,9 @@ pub struct Loaded {
 /// The file cannot be read or parsed, or a key or value is invalid.
 pub fn load(path: &Path, overrides: &[Override]) -> Result<Loaded, ConfigError> {
     let text = fs_err::read_to_string(path).map_err(|error| ConfigError::unreadable(path, &error))?;
-    let Loaded { spec, warnings } = parse(path, &text, overrides)?;
+    let Loaded { spec, warnings, sources } = parse(path, &text, overrides)?;
     let here = std::env::current_dir().map_err(|error| ConfigError::unreadable(Path::new("."), &error))?;
-    Ok(Loaded { spec: resolve(spec, path, &here), warnings })
+    Ok(Loaded { spec: resolve(spec, path, &here), warnings, sources })
 }
 
 /// [`load`] without the file system.
@@ -115,23 +119,13 @@ fn parse(path: &Path, text: &str, overrides: &[Override]) -> Result<Loaded, Conf
             .map_err(|error| ConfigError::wrong_type(&change.source, error.message()))?;
     }
     let spec = JobSpec::deserialize(table).map_err(in_file)?;
-    spec.check().map_err(|invalid| {
-        let last = |key: &str| overrides.iter().rev().find(|change| change.key == key);
-        let error = match last(invalid.key) {
-            Some(change) => ConfigError::value(&change.source, &invalid.problem, &invalid.expected),
-            None => ConfigError::invalid(path, text, &invalid),
-        };
-        // The place is that of one key, but the value of another one may be the mistake.
-        let others = keys::all().into_iter().filter(|key| key != invalid.key && invalid.names(key));
-        others.filter_map(|key| last(&key)).fold(error, |error, change| {
-            error.and(&format!("{} = {} comes from {}", change.key, change.value, change.origin()))
-        })
-    })?;
+    let sources = Sources { path: path.into(), text: text.clone(), overrides };
+    spec.check().map_err(|invalid| sources.error(&invalid))?;
     if let Some(warmup) = spec.train.warmup.filter(|warmup| *warmup > spec.train.steps) {
         let steps = spec.train.steps;
         warnings.push(format!("train.warmup: {warmup} steps in a run of {steps}: all {steps} are warm-up"));
     }
-    Ok(Loaded { spec, warnings })
+    Ok(Loaded { spec, warnings, sources })
 }
 
 /// Replaces renamed keys in the text of the file, with a warning, so that nothing else has to know old names.
@@ -249,7 +243,8 @@ mod tests {
             ("[train]\nlr = [1]\n", "invalid type: list; expected a number"),
             ("[comm]\noverlap = 1\n", "invalid type: integer `1`; expected true or false"),
             ("[job]\nname = 1\n", "invalid type: integer `1`; expected a string"),
-            ("[data]\ntrain = \"a\"\n", "invalid type: string \"a\"; expected a list"),
+            ("[data]\ntrain = 1\n", "invalid type: integer `1`; expected a string or a list of strings"),
+            ("[launch]\ndevices = \"a\"\n", "invalid type: string \"a\"; expected a list"),
             ("[model]\narch = 3\n", "invalid type; expected a string"),
             ("[model]\narch = \"bert\"\n", "unknown value `bert`; expected `gpt2` or `llama`"),
             ("train = 3\n", "invalid type: integer `3`; expected a section"),

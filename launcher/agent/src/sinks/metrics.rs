@@ -1,24 +1,25 @@
-//! `metrics.jsonl`: one JSON object per line, with the keys that dashboards use.
+//! `metrics.jsonl`: one JSON object per line, with the keys that dashboards use. Steps rise; see [`Points`].
 
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
-use fs_err::File;
 use serde_json::{Value, json};
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{EvalReport, StepReport};
 
+use super::points::Points;
 use super::{RankReport, ReportSink};
 use crate::clock;
 
 #[derive(Debug)]
 pub(crate) struct Metrics {
-    file: File,
+    points: Points,
 }
 
 impl ReportSink for Metrics {
     fn report(&mut self, report: &RankReport) -> io::Result<()> {
         match &report.report {
+            Report::TrainStarted(started) => self.points.begin(started.first_step),
             Report::Step(step) => self.step(step),
             Report::Eval(eval) => self.eval(eval),
             _ => Ok(()),
@@ -27,9 +28,10 @@ impl ReportSink for Metrics {
 }
 
 impl Metrics {
-    /// Creates the file in the run's directory.
-    pub(crate) fn create(run_dir: &Path) -> io::Result<Self> {
-        Ok(Self { file: File::create(Self::path(run_dir))? })
+    /// Creates the file in the run's directory. `parent` is that of the run that this one continues.
+    pub(crate) fn create(run_dir: &Path, parent: Option<&Path>) -> io::Result<Self> {
+        let points = Points::new(Self::path(run_dir), parent.map(Self::path));
+        Ok(Self { points: points.created()? })
     }
 
     pub(crate) fn path(run_dir: &Path) -> PathBuf {
@@ -38,7 +40,7 @@ impl Metrics {
 
     #[expect(clippy::cast_precision_loss, reason = "a speed")]
     fn step(&mut self, step: &StepReport) -> io::Result<()> {
-        self.write(json!({
+        self.points.append(&json!({
             "_step": step.step,
             "_timestamp": now(),
             "train/loss": decimal(step.loss),
@@ -56,12 +58,11 @@ impl Metrics {
     }
 
     fn eval(&mut self, eval: &EvalReport) -> io::Result<()> {
-        self.write(json!({ "_step": eval.step, "_timestamp": now(), "val/loss": decimal(eval.loss) }))
-    }
-
-    fn write(&mut self, line: Value) -> io::Result<()> {
-        // One write per line, so that a reader that follows the file sees whole lines only.
-        self.file.write_all(format!("{line}\n").as_bytes())
+        let mut point = json!({ "_step": eval.step, "_timestamp": now(), "val/loss": decimal(eval.loss) });
+        if let Some(bits) = eval.bits_per_byte {
+            point["val/bits_per_byte"] = bits.into();
+        }
+        self.points.append(&point)
     }
 }
 
@@ -81,14 +82,16 @@ mod tests {
     #[test]
     fn each_line_is_a_json_object_with_exact_decimals() {
         let dir = tempfile::tempdir().unwrap();
-        let mut metrics = Metrics::create(dir.path()).unwrap();
+        let mut metrics = Metrics::create(dir.path(), None).unwrap();
         let step = StepReport { step: 3, loss: 0.1, step_seconds: 0.5, tokens: 100, ..Default::default() };
         metrics.step(&step).unwrap();
-        metrics.eval(&EvalReport { step: 4, loss: 2.5, tokens: 10 }).unwrap();
+        metrics.eval(&EvalReport { step: 4, loss: 2.5, tokens: 10, bits_per_byte: None }).unwrap();
+        metrics.eval(&EvalReport { step: 5, loss: 2.5, tokens: 10, bits_per_byte: Some(1.25) }).unwrap();
         let text = fs_err::read_to_string(Metrics::path(dir.path())).unwrap();
         let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!((&lines[0]["_step"], &lines[0]["train/loss"]), (&json!(3), &json!(0.1)));
         assert_eq!(lines[0]["perf/tokens_per_second"], json!(200.0));
-        assert_eq!(lines[1]["val/loss"], json!(2.5));
+        assert_eq!((&lines[1]["val/loss"], &lines[1]["val/bits_per_byte"]), (&json!(2.5), &Value::Null));
+        assert_eq!(lines[2]["val/bits_per_byte"], json!(1.25));
     }
 }

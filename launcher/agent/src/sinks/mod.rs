@@ -1,8 +1,9 @@
-//! Where the reports of a training job go: the progress line, `metrics.jsonl`, TensorBoard, the closing summary.
+//! Where the reports of a training job go: the progress line, `metrics.jsonl`, `samples.jsonl`, TensorBoard, the closing
+//! summary.
 //!
 //! ```text
 //!                               ,-> queue -> thread: Progress      (also takes lines for the user)
-//! driver's task -> Sinks::report -> queue -> thread: Metrics
+//! driver's task -> Sinks::report -> queue -> thread: Metrics, Samples
 //!                               '-> queue -> thread: TensorBoard
 //!               -> Summary                 in memory, updated by the driver's task itself
 //! ```
@@ -17,7 +18,9 @@
 //! - [`Sinks::finish`] flushes all queues within a deadline, files first.
 
 pub(crate) mod metrics;
+mod points;
 pub mod progress;
+pub(crate) mod samples;
 pub mod summary;
 pub(crate) mod tensorboard;
 mod writer;

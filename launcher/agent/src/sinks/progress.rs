@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use xlaunch_proto::v1::worker_report::Report;
-use xlaunch_proto::v1::{CheckpointFailed, CheckpointSkipped, EvalReport, StepReport, TrainStarted};
+use xlaunch_proto::v1::{
+    CheckpointFailed, CheckpointSkipped, EvalReport, SampleReport, StepReport, TrainStarted,
+};
 
 use super::{RankReport, ReportSink};
 
@@ -14,6 +16,9 @@ use super::{RankReport, ReportSink};
 const PLAIN_LINE_INTERVAL: Duration = Duration::from_secs(1);
 /// Weight of the newest step in the moving average of the step time.
 const STEP_TIME_SMOOTHING: f64 = 0.1;
+/// Steps of a run after which the expected time is printed: the median of their times is that of steps that neither
+/// compile kernels nor capture graphs.
+const STEPS_TO_ESTIMATE: usize = 10;
 
 #[derive(Debug)]
 pub(crate) struct Progress {
@@ -21,6 +26,10 @@ pub(crate) struct Progress {
     total: u64,
     last_line: Option<Instant>,
     seconds_per_step: f64,
+    /// The job was described.
+    described: bool,
+    /// Times of the first steps.
+    first_times: Vec<f64>,
 }
 
 impl Default for Progress {
@@ -35,6 +44,7 @@ impl ReportSink for Progress {
             Report::TrainStarted(started) => self.started(started),
             Report::Step(step) => self.step(step, report.at),
             Report::Eval(eval) => self.eval(eval),
+            Report::Sample(sample) => self.sample(sample),
             Report::CheckpointFailed(CheckpointFailed { step, path, reason }) => {
                 self.print(&format!("checkpoint of step {step} failed: {path}: {reason}"));
             }
@@ -78,11 +88,21 @@ impl Progress {
             );
             bar
         });
-        Self { bar, total: 0, last_line: None, seconds_per_step: 0.0 }
+        Self {
+            bar,
+            total: 0,
+            last_line: None,
+            seconds_per_step: 0.0,
+            described: false,
+            first_times: Vec::new(),
+        }
     }
 
     fn started(&mut self, started: &TrainStarted) {
         self.total = started.total_steps;
+        if !std::mem::replace(&mut self.described, true) {
+            self.print(&job_line(started));
+        }
         if let Some(bar) = &self.bar {
             bar.set_length(self.total);
             bar.set_position(started.first_step);
@@ -95,6 +115,9 @@ impl Progress {
             old => old + STEP_TIME_SMOOTHING * (step.step_seconds - old),
         };
         let done = step.step;
+        if let Some(line) = self.expected_time(step) {
+            self.print(&line);
+        }
         if step.skipped {
             let (loss, norm) = (step.loss, step.grad_norm);
             let total = self.total;
@@ -115,6 +138,23 @@ impl Progress {
         }
     }
 
+    /// The line with the expected time, once: when enough steps are done, if as many follow.
+    #[expect(clippy::cast_precision_loss, reason = "shown to people")]
+    fn expected_time(&mut self, step: &StepReport) -> Option<String> {
+        if self.first_times.len() >= STEPS_TO_ESTIMATE {
+            return None;
+        }
+        self.first_times.push(step.step_seconds);
+        let left = self.total.saturating_sub(step.step);
+        if self.first_times.len() < STEPS_TO_ESTIMATE || left < STEPS_TO_ESTIMATE as u64 {
+            return None;
+        }
+        let mut times = self.first_times.clone();
+        times.sort_by(f64::total_cmp);
+        let seconds = left as f64 * times[times.len() / 2];
+        Some(format!("xlaunch: expected time {} for the other {left} steps", clock(seconds)))
+    }
+
     #[expect(clippy::cast_precision_loss, reason = "shown to people")]
     fn describe(&self, step: &StepReport) -> String {
         let left = self.total.saturating_sub(step.step) as f64 * self.seconds_per_step;
@@ -129,7 +169,18 @@ impl Progress {
     }
 
     fn eval(&self, eval: &EvalReport) {
-        self.print(&format!("step {}  val loss {:.4} ({} tokens)", eval.step, eval.loss, eval.tokens));
+        let bits = eval.bits_per_byte.map_or_else(String::new, |bits| format!("  {bits:.4} bits per byte"));
+        self.print(&format!("step {}  val loss {:.4}{bits} ({} tokens)", eval.step, eval.loss, eval.tokens));
+    }
+
+    /// The summary has the last one.
+    fn sample(&self, sample: &SampleReport) {
+        if sample.step >= self.total {
+            return;
+        }
+        let text = format!("{}{}", sample.prompt, sample.text);
+        let lines: String = text.lines().map(|line| format!("\n  | {line}")).collect();
+        self.print(&format!("step {}  the model writes:{lines}", sample.step));
     }
 
     /// Prints a line, above the bar if there is one.
@@ -142,6 +193,21 @@ impl Progress {
             }
         }
     }
+}
+
+/// The line that describes a job when it starts: the size of the model, and how often it sees the data.
+#[expect(clippy::cast_precision_loss, reason = "shown to people")]
+fn job_line(started: &TrainStarted) -> String {
+    let TrainStarted { parameters, total_steps, tokens_per_step, train_tokens, .. } = started;
+    let tokens = *total_steps as f64 * *tokens_per_step as f64;
+    let epochs = tokens / (*train_tokens).max(1) as f64;
+    format!(
+        "xlaunch: {} parameters, {total_steps} steps of {} tokens: {} tokens, {epochs:.2} epochs of {}",
+        count(*parameters as f64),
+        count(*tokens_per_step as f64),
+        count(tokens),
+        count(*train_tokens as f64)
+    )
 }
 
 /// The line that says where an attempt resumes. Counts steps from 1, as the other lines do.
@@ -201,6 +267,30 @@ mod tests {
         let expected = "resuming at step 31 from /runs/a/checkpoints/step-00000030";
         assert_eq!(line(30).as_deref(), Some(expected));
         assert_eq!((line(0), line(100)), (None, None));
+    }
+
+    #[test]
+    fn first_lines_describe_the_job_and_its_expected_time() {
+        let started = TrainStarted {
+            parameters: 28_300_000,
+            total_steps: 1000,
+            tokens_per_step: 65_536,
+            train_tokens: 40_000_000,
+            ..Default::default()
+        };
+        let expected =
+            "xlaunch: 28.3M parameters, 1000 steps of 65.5K tokens: 65.5M tokens, 1.64 epochs of 40.0M";
+        assert_eq!(job_line(&started), expected);
+
+        let mut progress = Progress::new(false);
+        progress.started(&started);
+        // The first step compiles kernels.
+        let seconds = |step| if step == 1 { 60.0 } else { 0.5 };
+        let mut lines = (1..=20).filter_map(|step| {
+            progress.expected_time(&StepReport { step, step_seconds: seconds(step), ..Default::default() })
+        });
+        assert_eq!(lines.next().as_deref(), Some("xlaunch: expected time 8m15s for the other 990 steps"));
+        assert_eq!(lines.next(), None);
     }
 
     #[test]

@@ -93,7 +93,9 @@ impl Summary {
             line("steps", format!("{}{resumed} in {}", last.step, clock(wall.as_secs_f64())));
             line("loss", format!("{:.4} -> {:.4}", first.loss, last.loss));
             if let Some(eval) = &self.eval {
-                line("val loss", format!("{:.4}", eval.loss));
+                let bits =
+                    eval.bits_per_byte.map_or_else(String::new, |bits| format!(", {bits:.4} bits per byte"));
+                line("val loss", format!("{:.4}{bits}", eval.loss));
             }
             #[expect(clippy::cast_precision_loss, reason = "shown to people")]
             let speed = last.tokens as f64 / self.median_seconds();

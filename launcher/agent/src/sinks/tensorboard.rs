@@ -3,9 +3,12 @@
 //! The file is `tensorboard/events.out.tfevents.<seconds>.<host>.<process>` in the run's directory, with one TFRecord
 //! per event: length (u64, little-endian), checksum of the length, a protobuf message `Event`, checksum of the message.
 //! The messages below declare only the fields of TensorFlow's that scalars need.
+//!
+//! One run is one curve: a run that continues another one starts with its events up to the step it resumes at, and an
+//! attempt that resumes at an earlier step begins with a session log, at which TensorBoard drops the events after that.
 
-use std::io::{self, Write};
-use std::path::Path;
+use std::io::{self, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
 
 use fs_err::File;
 use prost::Message;
@@ -19,10 +22,20 @@ use crate::names::file_name;
 
 /// The first event of every file: identifies the format.
 const FILE_VERSION: &str = "brain.Event:2";
+/// `SessionStatus.START`.
+const SESSION_START: i32 = 1;
+/// Directory of event files in a run's directory.
+const DIR: &str = "tensorboard";
+/// Most bytes of an event that is copied: these hold scalars.
+const MAX_EVENT_BYTES: u64 = 1 << 20;
 
 #[derive(Debug)]
 pub(crate) struct TensorBoard {
     file: File,
+    /// Event files of the run that this one continues, until they have been copied.
+    parent: Vec<PathBuf>,
+    /// The last step that was written.
+    last_step: u64,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -32,7 +45,7 @@ struct Event {
     wall_time: f64,
     #[prost(int64, tag = "2")]
     step: i64,
-    #[prost(oneof = "What", tags = "3, 5")]
+    #[prost(oneof = "What", tags = "3, 5, 7")]
     what: Option<What>,
 }
 
@@ -42,6 +55,14 @@ enum What {
     FileVersion(String),
     #[prost(message, tag = "5")]
     Summary(Summary),
+    #[prost(message, tag = "7")]
+    SessionLog(SessionLog),
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+struct SessionLog {
+    #[prost(int32, tag = "1")]
+    status: i32,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -62,6 +83,7 @@ struct Value {
 impl ReportSink for TensorBoard {
     fn report(&mut self, report: &RankReport) -> io::Result<()> {
         match &report.report {
+            Report::TrainStarted(started) => self.begin(started.first_step),
             Report::Step(step) => self.step(step),
             Report::Eval(eval) => self.eval(eval),
             _ => Ok(()),
@@ -70,16 +92,43 @@ impl ReportSink for TensorBoard {
 }
 
 impl TensorBoard {
-    /// Creates the file in the run's directory.
-    pub(crate) fn create(run_dir: &Path) -> io::Result<Self> {
-        let dir = run_dir.join("tensorboard");
+    /// Creates the file in the run's directory. `parent` is that of the run that this one continues.
+    pub(crate) fn create(run_dir: &Path, parent: Option<&Path>) -> io::Result<Self> {
+        let dir = run_dir.join(DIR);
         fs_err::create_dir_all(&dir)?;
         let now = now();
         let (host, process) = (file_name(&devices::host_name()), std::process::id());
         let file = File::create(dir.join(format!("events.out.tfevents.{now:.0}.{host}.{process}")))?;
-        let mut board = Self { file };
+        let parent = parent.map(event_files).unwrap_or_default();
+        let mut board = Self { file, parent, last_step: 0 };
         board.write(0, What::FileVersion(FILE_VERSION.into()))?;
         Ok(board)
+    }
+
+    /// An attempt starts after `first_step` completed steps.
+    fn begin(&mut self, first_step: u64) -> io::Result<()> {
+        for path in std::mem::take(&mut self.parent) {
+            self.copy(&path, first_step)?;
+        }
+        if self.last_step > first_step {
+            let log = SessionLog { status: SESSION_START };
+            self.write(first_step + 1, What::SessionLog(log))?;
+        }
+        self.last_step = first_step;
+        Ok(())
+    }
+
+    /// Copies the events up to a step. A damaged file ends at the damage, as for TensorBoard.
+    fn copy(&mut self, path: &Path, last_step: u64) -> io::Result<()> {
+        let mut events = BufReader::new(File::open(path)?);
+        while let Some(data) = next_event(&mut events) {
+            let Ok(event) = Event::decode(&*data) else { return Ok(()) };
+            let is_earlier = u64::try_from(event.step).is_ok_and(|step| step <= last_step);
+            if is_earlier && !matches!(event.what, Some(What::FileVersion(_))) {
+                self.file.write_all(&record(&data))?;
+            }
+        }
+        Ok(())
     }
 
     #[expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "speeds and times")]
@@ -93,11 +142,17 @@ impl TensorBoard {
             ("perf/tokens_per_s", speed as f32),
             ("perf/step_seconds", step.step_seconds as f32),
         ];
+        self.last_step = step.step;
         self.scalars(step.step, &values)
     }
 
+    #[expect(clippy::cast_possible_truncation, reason = "a scalar is an f32")]
     fn eval(&mut self, eval: &EvalReport) -> io::Result<()> {
-        self.scalars(eval.step, &[("val/loss", eval.loss)])
+        let loss = ("val/loss", eval.loss);
+        match eval.bits_per_byte {
+            Some(bits) => self.scalars(eval.step, &[loss, ("val/bits_per_byte", bits as f32)]),
+            None => self.scalars(eval.step, &[loss]),
+        }
     }
 
     fn scalars(&mut self, step: u64, values: &[(&str, f32)]) -> io::Result<()> {
@@ -111,6 +166,29 @@ impl TensorBoard {
         // One write per event, so that a reader that follows the file sees whole events only.
         self.file.write_all(&record(&event.encode_to_vec()))
     }
+}
+
+/// The event files of a run, in the order of their creation.
+fn event_files(run_dir: &Path) -> Vec<PathBuf> {
+    let entries = fs_err::read_dir(run_dir.join(DIR)).into_iter().flatten().flatten();
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| path.is_file()).collect();
+    files.sort();
+    files
+}
+
+/// The data of the next record; `None` at the end or at damage.
+fn next_event(file: &mut impl Read) -> Option<Vec<u8>> {
+    let (mut len, mut crc) = ([0; 8], [0; 4]);
+    file.read_exact(&mut len).ok()?;
+    file.read_exact(&mut crc).ok()?;
+    let bytes = u64::from_le_bytes(len);
+    if crc != checksum(&len) || bytes > MAX_EVENT_BYTES {
+        return None;
+    }
+    let mut data = vec![0; usize::try_from(bytes).ok()?];
+    file.read_exact(&mut data).ok()?;
+    file.read_exact(&mut crc).ok()?;
+    (crc == checksum(&data)).then_some(data)
 }
 
 fn record(data: &[u8]) -> Vec<u8> {
@@ -166,7 +244,7 @@ mod tests {
     #[test]
     fn written_events_can_be_read_back() {
         let dir = tempfile::tempdir().unwrap();
-        let mut board = TensorBoard::create(dir.path()).unwrap();
+        let mut board = TensorBoard::create(dir.path(), None).unwrap();
         let step = StepReport {
             step: 3,
             loss: 0.1,
@@ -178,7 +256,7 @@ mod tests {
             ..Default::default()
         };
         board.step(&step).unwrap();
-        board.eval(&EvalReport { step: 4, loss: f32::NAN, tokens: 10 }).unwrap();
+        board.eval(&EvalReport { step: 4, loss: f32::NAN, tokens: 10, bits_per_byte: Some(1.5) }).unwrap();
         let events = events(dir.path());
         assert_eq!(events[0].what, Some(What::FileVersion("brain.Event:2".into())));
         assert_eq!(events.iter().map(|event| event.step).collect::<Vec<_>>(), [0, 3, 4]);
@@ -191,8 +269,29 @@ mod tests {
             ("perf/step_seconds", 0.5),
         ];
         assert_eq!(scalars(&events[1]), expected);
-        assert!(matches!(scalars(&events[2])[..], [("val/loss", loss)] if loss.is_nan()));
+        let eval = scalars(&events[2]);
+        assert!(matches!(eval[..], [("val/loss", loss), ("val/bits_per_byte", 1.5)] if loss.is_nan()));
         assert!(events.iter().all(|event| event.wall_time > 1.7e9));
+    }
+
+    #[test]
+    fn continued_and_restarted_runs_are_one_curve() {
+        let (parent, dir) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let train = |board: &mut TensorBoard, steps: std::ops::RangeInclusive<u64>| {
+            board.begin(steps.start() - 1).unwrap();
+            for step in steps {
+                board.step(&StepReport { step, ..Default::default() }).unwrap();
+            }
+        };
+        train(&mut TensorBoard::create(parent.path(), None).unwrap(), 1..=4);
+        let mut board = TensorBoard::create(dir.path(), Some(parent.path())).unwrap();
+        train(&mut board, 3..=5);
+        train(&mut board, 4..=5);
+        let steps: Vec<_> = events(dir.path()).iter().map(|event| event.step).collect();
+        // The file version, the parent's steps, this run's, the restart, and what it repeats.
+        assert_eq!(steps, [0, 1, 2, 3, 4, 5, 4, 4, 5]);
+        let restart = &events(dir.path())[6];
+        assert_eq!(restart.what, Some(What::SessionLog(SessionLog { status: SESSION_START })));
     }
 
     #[test]

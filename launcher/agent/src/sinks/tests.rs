@@ -169,7 +169,7 @@ async fn a_file_that_cannot_be_opened_for_now_delays_nothing_and_its_losses_are_
     let (console, shown) = TestSink::new();
     let mut sinks = Sinks::new(console).unwrap();
     let run_dir = dir.path().to_path_buf();
-    sinks.add_file("metrics", move || metrics::Metrics::create(&run_dir)).unwrap();
+    sinks.add_file("metrics", move || metrics::Metrics::create(&run_dir, None)).unwrap();
     let reports = QUEUE_LENGTH as u64 + 7;
     for number in 0..reports {
         sinks.report(step(0, number));

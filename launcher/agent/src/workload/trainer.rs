@@ -31,6 +31,7 @@ use crate::rendezvous::service::Message;
 use crate::run_dir::RunDir;
 use crate::sinks::metrics::Metrics;
 use crate::sinks::progress::Progress;
+use crate::sinks::samples::Samples;
 use crate::sinks::summary::Summary;
 use crate::sinks::tensorboard::TensorBoard;
 use crate::sinks::{RankReport, Sinks};
@@ -55,6 +56,8 @@ const SINK_FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 const DEFAULT_MASTER_PORT: u16 = 29_500;
 /// Name of the sink whose file the summary mentions.
 const METRICS: &str = "metrics.jsonl";
+/// Name of the sink of sampled texts.
+const SAMPLES: &str = "samples.jsonl";
 
 /// A job of the built-in trainer, ready to run.
 #[derive(Debug)]
@@ -65,6 +68,8 @@ pub struct TrainerPlan<'a> {
     pub placement: &'a Placement,
     /// Checkpoint of the first attempt.
     pub resume_from: Option<PathBuf>,
+    /// Directory of the run that wrote it, whose curves this one continues.
+    pub parent: Option<PathBuf>,
     /// Finds the checkpoint of this run that later attempts resume from.
     pub recover: Recover,
     /// Snapshots are kept in memory, too.
@@ -149,12 +154,17 @@ impl<'a> TrainerWorkload<'a> {
         let mut metrics_path = None;
         if observe.metrics {
             metrics_path = Some(Metrics::path(&run.path));
-            let dir = run.path.clone();
-            sinks.add_file(METRICS, move || Metrics::create(&dir))?;
+            let (dir, parent) = (run.path.clone(), plan.parent.clone());
+            sinks.add_file(METRICS, move || Metrics::create(&dir, parent.as_deref()))?;
+        }
+        if plan.bench.is_none() && plan.spec.train.sample > 0 {
+            let (dir, parent) = (run.path.clone(), plan.parent.clone());
+            sinks.add_file(SAMPLES, move || Ok(Samples::new(&dir, parent.as_deref())))?;
         }
         if observe.tensorboard {
-            let dir = run.path.clone();
-            sinks.add_file("TensorBoard's event file", move || TensorBoard::create(&dir))?;
+            let (dir, parent) = (run.path.clone(), plan.parent.clone());
+            let create = move || TensorBoard::create(&dir, parent.as_deref());
+            sinks.add_file("TensorBoard's event file", create)?;
         }
         let printer = sinks.printer().clone();
         Ok(Self {

@@ -64,6 +64,9 @@ fn type_name(property: &Value) -> String {
     if property["oneOf"].is_array() {
         return "string".into();
     }
+    if let Some(forms) = property["anyOf"].as_array() {
+        return forms.iter().map(type_name).collect::<Vec<_>>().join(" or ");
+    }
     // An optional key has two types, of which the second is null.
     let name = property["type"].as_str().or_else(|| property["type"][0].as_str()).unwrap_or("any");
     match name {
@@ -122,7 +125,7 @@ mod tests {
                 .unwrap_or_else(|| panic!("no {key}: {tables}"))
         };
         assert!(row("train.steps").starts_with("| `train.steps` | integer | `1000` | "));
-        assert!(row("data.train").contains("| list of strings | `[\"**/*.txt\","));
+        assert!(row("data.train").contains("| string or list of strings | `[\"**/*.txt\","));
         assert!(row("launch.nproc").contains("| integer | none | "));
         let precision = row("engine.precision");
         assert!(

@@ -1,0 +1,151 @@
+//! A file of points of a training curve: one JSON object per line, each with the step it belongs to in `_step`.
+//!
+//! One run leaves one curve, whatever happens to it:
+//! - a run that continues another one starts with the points of that run up to the step it resumes at;
+//! - when an attempt resumes at an earlier step, the points after that step are removed before they are repeated.
+
+use std::io::{self, BufRead, BufReader, BufWriter, Seek, SeekFrom, Write};
+use std::path::PathBuf;
+
+use fs_err::File;
+use serde::Deserialize;
+use serde_json::Value;
+
+#[derive(Debug)]
+pub(super) struct Points {
+    path: PathBuf,
+    /// The same file of the run that this one continues, until its points have been copied.
+    parent: Option<PathBuf>,
+    /// `None` until there is something to write.
+    file: Option<File>,
+}
+
+#[derive(Deserialize)]
+struct Point {
+    #[serde(rename = "_step")]
+    step: u64,
+}
+
+impl Points {
+    pub(super) fn new(path: PathBuf, parent: Option<PathBuf>) -> Self {
+        Self { path, parent, file: None }
+    }
+
+    /// Creates the file now, for readers that follow it.
+    pub(super) fn created(mut self) -> io::Result<Self> {
+        self.file()?;
+        Ok(self)
+    }
+
+    /// An attempt starts after `first_step` completed steps.
+    pub(super) fn begin(&mut self, first_step: u64) -> io::Result<()> {
+        match self.parent.take() {
+            // Without the other run's file, the curve starts here.
+            Some(parent) if parent.is_file() => self.copy(&parent, first_step),
+            _ if self.file.is_some() => self.rewind(first_step),
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn append(&mut self, point: &Value) -> io::Result<()> {
+        // One write per line, so that a reader that follows the file sees whole lines only.
+        self.file()?.write_all(format!("{point}\n").as_bytes())
+    }
+
+    fn file(&mut self) -> io::Result<&mut File> {
+        match &mut self.file {
+            Some(file) => Ok(file),
+            none => Ok(none.insert(File::create(&self.path)?)),
+        }
+    }
+
+    fn copy(&mut self, parent: &PathBuf, last_step: u64) -> io::Result<()> {
+        let mut lines = BufReader::new(File::open(parent)?);
+        let mut out = BufWriter::new(self.file()?);
+        let mut line = Vec::new();
+        while lines.read_until(b'\n', &mut line)? > 0 {
+            // The last line of a run that was killed may be cut.
+            if step_of(&line).is_some_and(|step| step <= last_step) {
+                out.write_all(&line)?;
+            }
+            line.clear();
+        }
+        out.flush()
+    }
+
+    /// Cuts the file before the first point after `last_step`.
+    fn rewind(&mut self, last_step: u64) -> io::Result<()> {
+        let mut lines = BufReader::new(File::open(&self.path)?);
+        let (mut line, mut end) = (Vec::new(), 0);
+        loop {
+            line.clear();
+            let bytes = lines.read_until(b'\n', &mut line)?;
+            if bytes == 0 {
+                return Ok(());
+            }
+            if step_of(&line).is_some_and(|step| step > last_step) {
+                let file = self.file()?;
+                file.set_len(end)?;
+                file.seek(SeekFrom::Start(end))?;
+                return Ok(());
+            }
+            end += bytes as u64;
+        }
+    }
+}
+
+/// The step of a whole line.
+fn step_of(line: &[u8]) -> Option<u64> {
+    let line = line.strip_suffix(b"\n")?;
+    Some(serde_json::from_slice::<Point>(line).ok()?.step)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn steps(path: &PathBuf) -> Vec<u64> {
+        let text = fs_err::read_to_string(path).unwrap();
+        text.lines().map(|line| serde_json::from_str::<Point>(line).unwrap().step).collect()
+    }
+
+    #[test]
+    fn attempt_that_resumes_earlier_repeats_no_step() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let mut points = Points::new(path.clone(), None);
+        points.begin(0).unwrap();
+        assert!(!path.exists(), "nothing to write yet");
+        for step in [1, 2, 2, 3, 4] {
+            points.append(&json!({ "_step": step })).unwrap();
+        }
+        points.begin(2).unwrap();
+        assert_eq!(steps(&path), [1, 2, 2]);
+        points.append(&json!({ "_step": 3 })).unwrap();
+        points.begin(3).unwrap();
+        assert_eq!(steps(&path), [1, 2, 2, 3]);
+    }
+
+    #[test]
+    fn continued_run_starts_with_the_points_of_its_parent() {
+        let dir = tempfile::tempdir().unwrap();
+        let (parent, path) = (dir.path().join("parent.jsonl"), dir.path().join("metrics.jsonl"));
+        let lines = "{\"_step\": 1}\nnot a point\n{\"_step\": 2, \"x\": null}\n{\"_step\": 3}\n{\"_step\": 2";
+        fs_err::write(&parent, lines).unwrap();
+        let mut points = Points::new(path.clone(), Some(parent)).created().unwrap();
+        points.begin(2).unwrap();
+        points.append(&json!({ "_step": 3 })).unwrap();
+        assert_eq!(steps(&path), [1, 2, 3]);
+        // A restart cuts what this run has written, and copies nothing again.
+        points.begin(2).unwrap();
+        assert_eq!(steps(&path), [1, 2]);
+
+        let missing = Some(dir.path().join("missing.jsonl"));
+        let mut points = Points::new(dir.path().join("other.jsonl"), missing);
+        points.begin(2).unwrap();
+        points.append(&json!({ "_step": 3 })).unwrap();
+        assert_eq!(steps(&points.path), [3]);
+    }
+}

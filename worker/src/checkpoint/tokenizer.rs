@@ -1,0 +1,25 @@
+//! The tokenizer of a checkpoint's model.
+
+use std::path::Path;
+
+use xlaunch_data::Tokenizer;
+
+use super::manifest::{self, Checked};
+use super::{CheckpointError, TOKENIZER};
+
+/// The largest `tokenizer.json` that is read.
+const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
+
+/// The tokenizer of the checkpoint `dir`: that in its `tokenizer.json`, or bytes if its run read files as bytes. `None`
+/// if it is unknown.
+pub fn tokenizer(dir: &Path) -> Result<Option<Tokenizer>, CheckpointError> {
+    let Checked { state, manifest } = manifest::check(dir)?;
+    if manifest.files.iter().any(|entry| entry.name == TOKENIZER) {
+        let json = manifest::read_verified(dir, &manifest, TOKENIZER, MAX_TOKENIZER_BYTES)?;
+        let damaged = |reason: String| CheckpointError::Damaged { path: dir.into(), reason };
+        let tokenizer = Tokenizer::from_json(&json);
+        return tokenizer.map(Some).map_err(|error| damaged(format!("{TOKENIZER}: {error}")));
+    }
+    let is_bytes = state.spec["data"]["tokenizer"] == "bytes";
+    Ok(is_bytes.then(Tokenizer::bytes))
+}

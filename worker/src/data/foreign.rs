@@ -1,0 +1,152 @@
+//! Recognises files that are plainly not what `data.tokenizer` says, by their first bytes. Pure.
+//!
+//! Every byte of any file is a valid token, so without these checks a model would train on an archive, or on text read
+//! as 16-bit ids, and nobody would notice but by its loss.
+
+use xlaunch_data::shard;
+
+/// Bytes of a file that are looked at.
+pub(super) const HEAD_BYTES: usize = 16 << 10;
+/// Of text, more than one byte in this many is never NUL. Ids below 256 and UTF-16 have many more.
+const NUL_SHARE: usize = 64;
+/// Fewest bytes and ids by which files of ids are told from others.
+const MIN_BYTES: usize = 16;
+const MIN_IDS: usize = 32;
+/// High halves of 32-bit ids are below this: vocabularies have at most 2^20 ids.
+const MAX_HIGH_HALF: u16 = 1 << 4;
+
+const UNPACK: &str = "decompress it, or prepare it with `xlaunch data prepare`";
+const PREPARE: &str = "prepare its text with `xlaunch data prepare`, or leave it out of the globs";
+const SET_BIN: &str = "set data.tokenizer = \"bin\"";
+const SET_BYTES: &str = "set data.tokenizer = \"bytes\", or prepare it with `xlaunch data prepare`";
+
+/// First bytes of formats, what they are, and what to do.
+const FORMATS: [(&[u8], &str, &str); 16] = [
+    (b"\x1f\x8b\x08", "a gzip archive", UNPACK),
+    (b"\x28\xb5\x2f\xfd", "a Zstandard archive", UNPACK),
+    (b"\xfd7zXZ\0", "an xz archive", UNPACK),
+    (b"BZh", "a bzip2 archive", UNPACK),
+    (b"PK\x03\x04", "a zip archive", PREPARE),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", PREPARE),
+    (b"\x7fELF", "a program", PREPARE),
+    (b"\x89PNG\r\n\x1a\n", "a PNG image", PREPARE),
+    (b"\xff\xd8\xff", "a JPEG image", PREPARE),
+    (b"PAR1", "a Parquet file", PREPARE),
+    (b"ARROW1\0", "an Arrow file", PREPARE),
+    (b"%PDF-", "a PDF document", PREPARE),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file", PREPARE),
+    (b"\x93NUMPY", "a NumPy array", PREPARE),
+    (b"SQLite format 3\0", "an SQLite database", PREPARE),
+    (b"\x80\x04\x95", "a Python pickle", PREPARE),
+];
+
+/// What a file is instead, and what to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Foreign {
+    pub(super) what: &'static str,
+    pub(super) remedy: &'static str,
+}
+
+/// What a file that starts with `head` and has `bytes` bytes is, if it is not text.
+pub(super) fn not_text(head: &[u8], bytes: u64) -> Option<Foreign> {
+    if let Some(known) = known_format(head) {
+        return Some(known);
+    }
+    if !matches!(shard::layout(head, bytes), Ok(None)) {
+        return Some(Foreign { what: "a file of token ids", remedy: SET_BIN });
+    }
+    let nuls = head.iter().filter(|byte| **byte == 0).count();
+    (nuls * NUL_SHARE > head.len()).then_some(Foreign {
+        what: "not text: it has many NUL bytes",
+        remedy: "set data.tokenizer = \"bin\" for token ids, convert UTF-16 to UTF-8, or leave it out of the globs",
+    })
+}
+
+/// What a file without a header that starts with `head` is, if it does not contain 16-bit ids.
+pub(super) fn not_ids(head: &[u8]) -> Option<Foreign> {
+    if let Some(known) = known_format(head) {
+        return Some(known);
+    }
+    if head.len() >= MIN_BYTES && is_text(head) {
+        return Some(Foreign { what: "text", remedy: SET_BYTES });
+    }
+    is_wide(head).then_some(Foreign {
+        what: "a file of 32-bit ids without a header",
+        remedy: "give it llm.c's header (magic number 20240801), or prepare the text with `xlaunch data prepare`",
+    })
+}
+
+fn known_format(head: &[u8]) -> Option<Foreign> {
+    let (_, what, remedy) = FORMATS.iter().find(|(magic, ..)| head.starts_with(magic))?;
+    Some(Foreign { what, remedy })
+}
+
+/// UTF-8 without control characters but those of text. 16-bit ids are not: half of their bytes are arbitrary.
+fn is_text(head: &[u8]) -> bool {
+    let text = match std::str::from_utf8(head) {
+        Ok(text) => text,
+        // The last character may be cut.
+        Err(error) if error.error_len().is_none() => {
+            std::str::from_utf8(&head[..error.valid_up_to()]).unwrap_or_default()
+        }
+        Err(_) => return false,
+    };
+    text.chars().all(|c| !c.is_control() || matches!(c, '\n' | '\r' | '\t' | '\x0c'))
+}
+
+/// Whether every second 16-bit number is the high half of a 32-bit id.
+fn is_wide(head: &[u8]) -> bool {
+    let halves: Vec<u16> = head.chunks_exact(2).map(|id| u16::from_le_bytes([id[0], id[1]])).collect();
+    let (low, high) = (halves.iter().step_by(2), halves.iter().skip(1).step_by(2));
+    let (low_max, high_max) = (low.max().copied().unwrap_or(0), high.max().copied().unwrap_or(0));
+    halves.len() >= MIN_IDS
+        && ((high_max == 0 && low_max > 0) || (high_max < MAX_HIGH_HALF && low_max >= 1 << 8))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ids(values: impl Iterator<Item = u16>) -> Vec<u8> {
+        values.flat_map(u16::to_le_bytes).collect()
+    }
+
+    fn wide(values: impl Iterator<Item = u32>) -> Vec<u8> {
+        values.flat_map(u32::to_le_bytes).collect()
+    }
+
+    #[test]
+    fn text_is_accepted_and_other_files_are_named() {
+        let text_of = |head: &[u8]| not_text(head, head.len() as u64).map(|foreign| foreign.what);
+        for text in ["", "a", "fn main() {}\n", "Grüße, 世界\r\n", "\x1b[0m\x08terminal log"] {
+            assert_eq!(text_of(text.as_bytes()), None, "{text:?}");
+        }
+        assert_eq!(text_of(b"latin-1: \xe4\xf6\xfc and some more"), None);
+        assert_eq!(text_of(b"\x1f\x8b\x08\0\0"), Some("a gzip archive"));
+        assert_eq!(text_of(b"PAR1\x15\x04"), Some("a Parquet file"));
+        let utf16: Vec<u8> = "some text".encode_utf16().flat_map(u16::to_le_bytes).collect();
+        assert!(text_of(&utf16).unwrap().contains("NUL"));
+        // Common ids of GPT-2 are below 256.
+        assert!(text_of(&ids((0..2000).map(|i| i * 31 % 2000))).unwrap().contains("NUL"));
+        for magic in [20_240_520_u32, 20_240_801, 278_895_051, 20_240_522] {
+            let foreign = not_text(&wide([magic, 1, 7].into_iter()), 2000).unwrap();
+            assert_eq!((foreign.what, foreign.remedy), ("a file of token ids", SET_BIN), "{magic}");
+        }
+    }
+
+    #[test]
+    fn ids_are_accepted_and_text_and_wide_ids_are_named() {
+        let of = |head: &[u8]| not_ids(head).map(|foreign| foreign.what);
+        assert_eq!(of(&ids((0..8000).map(|i| (i as u32 * 7919 % 50_257) as u16))), None);
+        assert_eq!(of(&ids((0..100).map(|i| i % 65))), None, "a vocabulary of characters");
+        assert_eq!(of(&ids((0..100).map(|i| i * i % 10))), None, "a vocabulary of digits");
+        assert_eq!(of(&ids([5, 0, 7, 0].into_iter())), None, "too short to tell");
+        assert_eq!(of(b"It was a dark and stormy night."), Some("text"));
+        let cut = "Straße".repeat(20);
+        assert_eq!(of(&cut.as_bytes()[..cut.len() - 2]), Some("text"), "a character is cut");
+        assert_eq!(of(b"\x1f\x8b\x08\0\0"), Some("a gzip archive"));
+        let wide_ids = "a file of 32-bit ids without a header";
+        assert_eq!(of(&wide((0..100).map(|i| i * 37 % 50_257))), Some(wide_ids));
+        assert_eq!(of(&wide((0..100).map(|i| i * 1281 % 128_256))), Some(wide_ids));
+    }
+}

@@ -1,0 +1,154 @@
+//! Directories that `xlaunch data prepare` has written, as training data.
+//!
+//! A manifest names the shards and the tokenizer, so nothing about them has to be configured. Sizes of the shards are
+//! compared with it, and their hashes by `xlaunch data inspect`.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use xlaunch_data::{Manifest, Split, TOKENIZER_FILE, Tokenizer};
+use xlaunch_proto::spec::{Invalid, JobSpec};
+
+use super::{DataError, Tokens, source};
+
+/// The largest tokenizer file that is read: those in use have up to 20 MB.
+const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
+
+/// A prepared directory.
+#[derive(Clone, Debug)]
+pub(crate) struct Prepared {
+    dir: PathBuf,
+    manifest: Manifest,
+}
+
+impl Prepared {
+    /// The prepared directory that `data.train` or `data.val` names; `None` if it names files.
+    pub(crate) fn of(key: &'static str, patterns: &[String]) -> Result<Option<Self>, DataError> {
+        let Some(dir) = patterns.iter().map(Path::new).find(|path| path.is_dir()) else { return Ok(None) };
+        if patterns.len() > 1 {
+            return Err(DataError::SeveralSources { key, dir: dir.into() });
+        }
+        let manifest = Manifest::read(dir).map_err(|source| DataError::NotPrepared { key, source })?;
+        Ok(Some(Self { dir: dir.into(), manifest }))
+    }
+
+    /// Completes the configuration of a job that trains on it.
+    ///
+    /// # Errors
+    /// The model has fewer ids than the data.
+    pub(crate) fn fill_in(&self, spec: &mut JobSpec) -> Result<(), Invalid> {
+        let Manifest { vocab, tokenizer, .. } = &self.manifest;
+        if let Some(set) = spec.model.vocab.filter(|set| set < vocab) {
+            return Err(Invalid::new(
+                "model.vocab",
+                format!(
+                    "{set} token ids, but {} was prepared with the tokenizer {tokenizer}",
+                    self.dir.display()
+                ),
+                format!("at least {vocab}, or no model.vocab"),
+            ));
+        }
+        spec.model.vocab.get_or_insert(*vocab);
+        // The bytes of these files are not tokens.
+        spec.data.tokenizer = xlaunch_proto::spec::Tokenizer::Bin;
+        Ok(())
+    }
+
+    /// The tokens to train on, below `vocab`, which may be larger than that of the data.
+    pub(super) fn train(&self, vocab: usize) -> Result<Tokens, DataError> {
+        self.check_vocab(vocab)?;
+        source::open_shards(&self.dir, &self.manifest.train.shards, vocab)
+    }
+
+    /// The tokens that were held out.
+    pub(crate) fn val(&self, vocab: usize) -> Result<Tokens, DataError> {
+        self.check_vocab(vocab)?;
+        source::open_shards(&self.dir, &self.manifest.val.shards, vocab)
+    }
+
+    /// Also when the directory has been prepared again since the job was configured.
+    fn check_vocab(&self, vocab: usize) -> Result<(), DataError> {
+        let needed = self.manifest.vocab;
+        match needed <= vocab {
+            true => Ok(()),
+            false => Err(DataError::SmallModel { dir: self.dir.clone(), needed, vocab }),
+        }
+    }
+
+    /// Bytes of text per held-out token; `None` without such tokens.
+    #[expect(clippy::cast_precision_loss, reason = "a ratio")]
+    pub(crate) fn val_bytes_per_token(&self) -> Option<f64> {
+        let Split { bytes, tokens, .. } = self.manifest.val;
+        (bytes > 0 && tokens > 0).then(|| bytes as f64 / tokens as f64)
+    }
+
+    /// Whether both have the same ids.
+    pub(super) fn check_same_tokenizer(&self, val: &Self) -> Result<(), DataError> {
+        let (ours, theirs) = (&self.manifest, &val.manifest);
+        if (&ours.tokenizer, ours.vocab, ours.end_of_text)
+            == (&theirs.tokenizer, theirs.vocab, theirs.end_of_text)
+        {
+            return Ok(());
+        }
+        let describe = |manifest: &Manifest| format!("{} ({} ids)", manifest.tokenizer, manifest.vocab);
+        Err(DataError::Tokenizers {
+            train: self.dir.clone(),
+            val: val.dir.clone(),
+            tokenizers: format!("{} and {}", describe(ours), describe(theirs)),
+        })
+    }
+
+    /// The file that its tokenizer was written to.
+    pub(crate) fn tokenizer(&self) -> TokenizerSource {
+        TokenizerSource::File { path: self.dir.join(TOKENIZER_FILE), vocab: self.manifest.vocab }
+    }
+}
+
+/// How to turn the ids of a job's data into text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TokenizerSource {
+    /// Files of token ids say nothing about it.
+    Unknown,
+    /// Every byte is one token.
+    Bytes,
+    /// A `tokenizer.json`, of this many ids.
+    #[expect(missing_docs, reason = "named after what they are")]
+    File { path: PathBuf, vocab: usize },
+}
+
+impl TokenizerSource {
+    /// Reads and parses it; `None` if it is unknown.
+    pub fn load(&self) -> Result<Option<Tokenizer>, DataError> {
+        let (path, vocab) = match self {
+            Self::Unknown => return Ok(None),
+            Self::Bytes => return Ok(Some(Tokenizer::bytes())),
+            Self::File { path, vocab } => (path, vocab),
+        };
+        let problem = |problem: String| DataError::Format { path: path.clone(), problem };
+        let json = self.json()?.unwrap_or_default();
+        let tokenizer = Tokenizer::from_json(&json).map_err(|error| problem(error.to_string()))?;
+        match tokenizer.vocab() == *vocab {
+            true => Ok(Some(tokenizer)),
+            false => Err(problem(format!(
+                "it has {} ids, but the manifest beside it says {vocab}; prepare the directory again",
+                tokenizer.vocab()
+            ))),
+        }
+    }
+
+    /// The contents of the file, if there is one.
+    pub fn json(&self) -> Result<Option<Vec<u8>>, DataError> {
+        let Self::File { path, .. } = self else { return Ok(None) };
+        let failed = |reason: String| DataError::Read { path: path.clone(), reason };
+        let file = File::open(path).map_err(|error| failed(error.to_string()))?;
+        let mut json = Vec::new();
+        file.take(MAX_TOKENIZER_BYTES + 1)
+            .read_to_end(&mut json)
+            .map_err(|error| failed(error.to_string()))?;
+        match json.len() as u64 > MAX_TOKENIZER_BYTES {
+            true => Err(failed(format!("it has more than {MAX_TOKENIZER_BYTES} bytes"))),
+            false => Ok(Some(json)),
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! The small files of an export: configurations, tokenizer, and the model card. Pure.
+
+use serde_json::{Value, json};
+use xlaunch_data::{TOKENIZER_FILE, Tokenizer};
+use xlaunch_proto::model::{Arch, ModelShape};
+
+use super::config::{self, TokenIds};
+use super::writer::ExportDtype;
+use super::{CONFIG, ModelError};
+use crate::checkpoint::State;
+use crate::model::layout::Layout;
+
+pub(super) const GENERATION_CONFIG: &str = "generation_config.json";
+pub(super) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+pub(super) const MODEL_CARD: &str = "README.md";
+
+/// Names and contents of all files but those with weights. `config.json`, without which nothing loads a directory, is
+/// the last one.
+pub(super) fn files(
+    state: &State,
+    layout: &Layout,
+    dtype: ExportDtype,
+    tokenizer: Option<&Tokenizer>,
+) -> Result<Vec<(&'static str, Vec<u8>)>, ModelError> {
+    let shape = &state.model;
+    if let Some(tokenizer) = tokenizer.filter(|tokenizer| tokenizer.vocab() > shape.vocab) {
+        let reason = format!("it has {} ids, but the model only {}", tokenizer.vocab(), shape.vocab);
+        return Err(ModelError::Tokenizer { name: tokenizer.name().into(), reason });
+    }
+    let ids = TokenIds { end_of_text: tokenizer.and_then(Tokenizer::end_of_text) };
+    let mut files = vec![(GENERATION_CONFIG, text(&config::generation(ids)))];
+    if let Some(tokenizer) = tokenizer {
+        files.push((TOKENIZER_FILE, tokenizer.to_json().into_bytes()));
+        files.push((TOKENIZER_CONFIG, text(&tokenizer_config(tokenizer, shape))));
+    }
+    files.push((MODEL_CARD, model_card(state, layout, dtype, tokenizer).into_bytes()));
+    files.push((CONFIG, text(&config::write(shape, ids, dtype.name()))));
+    Ok(files)
+}
+
+fn text(json: &Value) -> Vec<u8> {
+    format!("{json:#}\n").into_bytes()
+}
+
+fn tokenizer_config(tokenizer: &Tokenizer, shape: &ModelShape) -> Value {
+    // The class that takes everything from `tokenizer.json`.
+    let mut config = json!({
+        "clean_up_tokenization_spaces": false,
+        "model_max_length": shape.seq,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    });
+    if let Some(id) = tokenizer.end_of_text() {
+        let token = tokenizer.decode(&[id]);
+        for key in ["bos_token", "eos_token"] {
+            config[key] = json!(token);
+        }
+    }
+    config
+}
+
+fn model_card(state: &State, layout: &Layout, dtype: ExportDtype, tokenizer: Option<&Tokenizer>) -> String {
+    let shape = &state.model;
+    let (arch, tag) = match shape.arch {
+        Arch::Gpt2 => ("GPT-2", "gpt2"),
+        Arch::Llama => ("Llama", "llama"),
+    };
+    let tokens = u128::from(state.sequences) * shape.seq as u128;
+    let loss = state.val_loss.map_or("not measured".into(), |loss| format!("{loss:.4}"));
+    let head = if shape.tied { "tied to the embedding" } else { "of its own" };
+    let tokenizer = tokenizer.map_or("none", Tokenizer::name);
+    let rows = [
+        ("architecture", arch.to_owned()),
+        ("parameters", layout.parameters().to_string()),
+        ("layers", shape.layers.to_string()),
+        ("width", shape.dim.to_string()),
+        (
+            "attention heads",
+            format!("{} of {}, {} for keys and values", shape.heads, shape.head_dim, shape.kv_heads),
+        ),
+        ("feed-forward width", shape.ffn.to_string()),
+        ("sequence length", shape.seq.to_string()),
+        ("vocabulary", shape.vocab.to_string()),
+        ("output head", head.into()),
+        ("tokenizer", tokenizer.to_owned()),
+        ("element type", dtype.name().into()),
+        ("training steps", state.step.to_string()),
+        ("training tokens", tokens.to_string()),
+        ("validation loss", loss),
+    ];
+    // A table cell ends at `|`, and the tokenizer's name is that of a file.
+    let cell = |text: &str| text.replace(['|', '\n', '\r'], " ");
+    let rows: String = rows.iter().map(|(name, value)| format!("| {name} | {} |\n", cell(value))).collect();
+    format!(
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- xlaunch\n- {tag}\n---\n\n\
+         # A {arch} model trained with xlaunch\n\n| | |\n| --- | --- |\n{rows}\n```python\n\
+         from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
+         model = AutoModelForCausalLM.from_pretrained(\"PATH\")\n\
+         tokenizer = AutoTokenizer.from_pretrained(\"PATH\")\n```\n"
+    )
+}

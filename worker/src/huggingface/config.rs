@@ -1,0 +1,420 @@
+//! `config.json` from and to a [`ModelShape`]. Pure.
+//!
+//! A key that changes what the model computes is read or, if this trainer computes otherwise, refused. Keys of dropout
+//! and of generation are not about that, and are ignored. Missing keys have the defaults of the library `transformers`.
+
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA, RopeScaling, RopeType};
+
+use super::ModelError;
+
+/// Ids that generation starts and stops with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TokenIds {
+    /// The end-of-text id, with which documents also begin. Byte-level models have none.
+    pub end_of_text: Option<u32>,
+}
+
+/// The shape of the model that `config.json` describes. `path` is for messages.
+pub(super) fn parse(path: &Path, json: &[u8]) -> Result<ModelShape, ModelError> {
+    let invalid = |reason: String| ModelError::Read { path: path.into(), reason };
+    let values: Map<String, Value> =
+        serde_json::from_slice(json).map_err(|error| invalid(error.to_string()))?;
+    let keys = Keys { path, values: &values };
+    keys.only("quantization_config", &[])?;
+    let shape = match values.get("model_type").and_then(Value::as_str) {
+        Some("gpt2") => gpt2(&keys)?,
+        Some("llama") => llama(&keys)?,
+        _ => return Err(keys.refused("model_type", "only `gpt2` and `llama` are supported")),
+    };
+    shape.check().map_err(|invalid| {
+        let key = key_of(shape.arch, invalid.key);
+        keys.error(key, format!("{}; expected {}", invalid.problem, invalid.expected))
+    })?;
+    Ok(shape)
+}
+
+fn gpt2(keys: &Keys<'_>) -> Result<ModelShape, ModelError> {
+    keys.only("activation_function", &[json!("gelu_new"), json!("gelu_pytorch_tanh")])?;
+    keys.only("scale_attn_weights", &[json!(true)])?;
+    keys.only("scale_attn_by_inverse_layer_idx", &[json!(false)])?;
+    keys.only("add_cross_attention", &[json!(false)])?;
+    let (dim, heads) = (keys.size("n_embd", 768)?, keys.size("n_head", 12)?);
+    Ok(ModelShape {
+        arch: Arch::Gpt2,
+        layers: keys.size("n_layer", 12)?,
+        heads,
+        kv_heads: heads,
+        head_dim: dim.checked_div(heads).unwrap_or_default(),
+        dim,
+        ffn: keys.size("n_inner", dim.saturating_mul(4))?,
+        seq: keys.size("n_positions", 1024)?,
+        vocab: keys.size("vocab_size", 50257)?,
+        tied: keys.flag("tie_word_embeddings", true)?,
+        norm_eps: keys.number("layer_norm_epsilon", NORM_EPS)?,
+        rope_theta: ROPE_THETA,
+        rope_scaling: None,
+    })
+}
+
+fn llama(keys: &Keys<'_>) -> Result<ModelShape, ModelError> {
+    keys.only("hidden_act", &[json!("silu"), json!("swish")])?;
+    keys.only("attention_bias", &[json!(false)])?;
+    keys.only("mlp_bias", &[json!(false)])?;
+    keys.only("partial_rotary_factor", &[json!(1.0), json!(1)])?;
+    let (dim, heads) = (keys.size("hidden_size", 4096)?, keys.size("num_attention_heads", 32)?);
+    let seq = keys.size("max_position_embeddings", 2048)?;
+    // A window of at least the longest sequence hides nothing.
+    if keys.size("sliding_window", usize::MAX)? < seq {
+        return Err(keys.refused("sliding_window", "attention reaches all earlier positions"));
+    }
+    let (rope_theta, rope_scaling) = rotary(keys)?;
+    Ok(ModelShape {
+        arch: Arch::Llama,
+        layers: keys.size("num_hidden_layers", 32)?,
+        heads,
+        kv_heads: keys.size("num_key_value_heads", heads)?,
+        head_dim: keys.size("head_dim", dim.checked_div(heads).unwrap_or_default())?,
+        dim,
+        ffn: keys.size("intermediate_size", 11008)?,
+        seq,
+        vocab: keys.size("vocab_size", 32000)?,
+        tied: keys.flag("tie_word_embeddings", false)?,
+        norm_eps: keys.number("rms_norm_eps", 1e-6)?,
+        rope_theta,
+        rope_scaling,
+    })
+}
+
+/// Base and scaling of the rotary embedding: in `rope_parameters` since transformers 5, in `rope_theta` and
+/// `rope_scaling` before.
+fn rotary(keys: &Keys<'_>) -> Result<(f64, Option<RopeScaling>), ModelError> {
+    let tables = [keys.table("rope_parameters")?, keys.table("rope_scaling")?];
+    let mut theta = keys.optional_number("rope_theta")?;
+    let mut scaling = None;
+    for (name, table) in tables.iter().flatten() {
+        let inside = Keys { path: keys.path, values: table };
+        let named = |error| nested(error, name);
+        inside.only("partial_rotary_factor", &[json!(1.0), json!(1)]).map_err(named)?;
+        if let Some(inner) = inside.optional_number("rope_theta").map_err(named)? {
+            if theta.is_some_and(|outer| outer != inner) {
+                return Err(keys.error("rope_theta", format!("differs from that in `{name}`, {inner}")));
+            }
+            theta = Some(inner);
+        }
+        let found = scaling_of(&inside).map_err(named)?;
+        if scaling.is_some_and(|earlier| earlier != found) {
+            return Err(keys.error(name, "differs from `rope_parameters`".into()));
+        }
+        scaling = Some(found);
+    }
+    Ok((theta.unwrap_or(ROPE_THETA), scaling.flatten()))
+}
+
+fn scaling_of(keys: &Keys<'_>) -> Result<Option<RopeScaling>, ModelError> {
+    // `type` is the older name.
+    let key = if keys.values.contains_key("rope_type") { "rope_type" } else { "type" };
+    match keys.values.get(key).and_then(Value::as_str) {
+        Some("llama3") => Ok(Some(RopeScaling {
+            rope_type: RopeType::Llama3,
+            factor: keys.required_number("factor")?,
+            low_freq_factor: keys.required_number("low_freq_factor")?,
+            high_freq_factor: keys.required_number("high_freq_factor")?,
+            original_max_position_embeddings: keys.size("original_max_position_embeddings", 0)?,
+        })),
+        Some("default") => Ok(None),
+        None if !keys.values.contains_key(key) && !keys.values.contains_key("factor") => Ok(None),
+        _ => Err(keys.refused(key, "only `default` and `llama3` are supported")),
+    }
+}
+
+/// `config.json` of a model.
+pub(super) fn write(shape: &ModelShape, ids: TokenIds, dtype: &str) -> Value {
+    let mut config = match shape.arch {
+        Arch::Gpt2 => json!({
+            "activation_function": "gelu_new",
+            "architectures": ["GPT2LMHeadModel"],
+            "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "layer_norm_epsilon": shape.norm_eps,
+            "model_type": "gpt2",
+            "n_ctx": shape.seq,
+            "n_embd": shape.dim,
+            "n_head": shape.heads,
+            "n_inner": shape.ffn,
+            "n_layer": shape.layers,
+            "n_positions": shape.seq,
+            "reorder_and_upcast_attn": false,
+            "resid_pdrop": 0.0,
+            "scale_attn_by_inverse_layer_idx": false,
+            "scale_attn_weights": true,
+        }),
+        Arch::Llama => json!({
+            "architectures": ["LlamaForCausalLM"],
+            "attention_bias": false,
+            "attention_dropout": 0.0,
+            "head_dim": shape.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": shape.dim,
+            "intermediate_size": shape.ffn,
+            "max_position_embeddings": shape.seq,
+            "mlp_bias": false,
+            "model_type": "llama",
+            "num_attention_heads": shape.heads,
+            "num_hidden_layers": shape.layers,
+            "num_key_value_heads": shape.kv_heads,
+            "rms_norm_eps": shape.norm_eps,
+            "rope_parameters": rope_parameters(shape, true),
+            "rope_scaling": shape.rope_scaling.map(|_| rope_parameters(shape, false)),
+            "rope_theta": shape.rope_theta,
+        }),
+    };
+    config["bos_token_id"] = json!(ids.end_of_text);
+    config["eos_token_id"] = json!(ids.end_of_text);
+    config["dtype"] = json!(dtype);
+    config["torch_dtype"] = json!(dtype);
+    config["initializer_range"] = json!(0.02);
+    config["tie_word_embeddings"] = json!(shape.tied);
+    config["use_cache"] = json!(true);
+    config["vocab_size"] = json!(shape.vocab);
+    config
+}
+
+/// `theta`: in transformers 5, the base is one of the parameters.
+fn rope_parameters(shape: &ModelShape, theta: bool) -> Value {
+    let mut parameters = match shape.rope_scaling {
+        Some(scaling) => json!(scaling),
+        None => json!({"rope_type": "default"}),
+    };
+    if theta {
+        parameters["rope_theta"] = json!(shape.rope_theta);
+    }
+    parameters
+}
+
+/// `generation_config.json`: without it, libraries take ids from defaults of the architecture.
+pub(super) fn generation(ids: TokenIds) -> Value {
+    json!({"bos_token_id": ids.end_of_text, "eos_token_id": ids.end_of_text, "do_sample": false})
+}
+
+/// The key of `config.json` for a key of `[model]`.
+fn key_of(arch: Arch, key: &str) -> &'static str {
+    let names = match key {
+        "model.layers" => ["n_layer", "num_hidden_layers"],
+        "model.heads" => ["n_head", "num_attention_heads"],
+        "model.kv_heads" => ["n_head", "num_key_value_heads"],
+        "model.head_dim" => ["n_head", "head_dim"],
+        "model.ffn" => ["n_inner", "intermediate_size"],
+        "model.seq" => ["n_positions", "max_position_embeddings"],
+        "model.vocab" => ["vocab_size", "vocab_size"],
+        "model.norm_eps" => ["layer_norm_epsilon", "rms_norm_eps"],
+        "model.rope_theta" => ["rope_theta", "rope_theta"],
+        "model.rope_scaling" => ["rope_parameters", "rope_parameters"],
+        _ => ["n_embd", "hidden_size"],
+    };
+    names[usize::from(arch == Arch::Llama)]
+}
+
+/// Puts the name of a table before the key of an error.
+fn nested(error: ModelError, table: &str) -> ModelError {
+    match error {
+        ModelError::Config { path, key, problem } => {
+            ModelError::Config { path, key: format!("{table}.{key}"), problem }
+        }
+        other => other,
+    }
+}
+
+/// The keys of a table, with errors that name them. `null` is the same as no key.
+struct Keys<'a> {
+    path: &'a Path,
+    values: &'a Map<String, Value>,
+}
+
+impl<'a> Keys<'a> {
+    fn get(&self, key: &str) -> Option<&'a Value> {
+        self.values.get(key).filter(|value| !value.is_null())
+    }
+
+    fn error(&self, key: &str, problem: String) -> ModelError {
+        ModelError::Config { path: self.path.into(), key: key.into(), problem }
+    }
+
+    /// The value cannot be represented.
+    fn refused(&self, key: &str, reason: &str) -> ModelError {
+        // JSON text escapes control characters.
+        let value = self.values.get(key).unwrap_or(&Value::Null).to_string();
+        let short: String = value.chars().take(100).collect();
+        self.error(key, format!("{short} is not supported: {reason}"))
+    }
+
+    /// Refuses all values but these.
+    fn only(&self, key: &str, accepted: &[Value]) -> Result<(), ModelError> {
+        if self.get(key).is_none_or(|value| accepted.contains(value)) {
+            return Ok(());
+        }
+        let accepted: Vec<String> = accepted.iter().map(ToString::to_string).collect();
+        let reason = match accepted.is_empty() {
+            true => "weights must not be quantized".into(),
+            false => format!("this trainer computes {key} = {}", accepted.join(" or ")),
+        };
+        Err(self.refused(key, &reason))
+    }
+
+    fn size(&self, key: &str, default: usize) -> Result<usize, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(default) };
+        let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
+        size.ok_or_else(|| self.refused(key, "it must be a whole number"))
+    }
+
+    fn number(&self, key: &str, default: f64) -> Result<f64, ModelError> {
+        Ok(self.optional_number(key)?.unwrap_or(default))
+    }
+
+    fn required_number(&self, key: &str) -> Result<f64, ModelError> {
+        self.optional_number(key)?.ok_or_else(|| self.refused(key, "it must be a number"))
+    }
+
+    fn optional_number(&self, key: &str) -> Result<Option<f64>, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        value.as_f64().map(Some).ok_or_else(|| self.refused(key, "it must be a number"))
+    }
+
+    fn flag(&self, key: &str, default: bool) -> Result<bool, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(default) };
+        value.as_bool().ok_or_else(|| self.refused(key, "it must be true or false"))
+    }
+
+    fn table(&self, key: &'static str) -> Result<Option<(&'static str, &'a Map<String, Value>)>, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let table = value.as_object().ok_or_else(|| self.refused(key, "it must be an object"))?;
+        Ok(Some((key, table)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_proto::model::PRESETS;
+
+    use super::*;
+
+    fn read(config: &Value) -> Result<ModelShape, ModelError> {
+        parse(Path::new("config.json"), config.to_string().as_bytes())
+    }
+
+    #[test]
+    fn configuration_that_was_written_is_read_as_the_same_shape() {
+        for (name, preset) in &PRESETS {
+            for tied in [true, false] {
+                let shape = ModelShape { tied, norm_eps: 1.5e-6, ..preset.clone() };
+                let config = write(&shape, TokenIds { end_of_text: Some(7) }, "float32");
+                assert_eq!(read(&config).unwrap(), shape, "{name}");
+                assert_eq!((&config["bos_token_id"], &config["eos_token_id"]), (&json!(7), &json!(7)));
+                let config = write(&shape, TokenIds::default(), "float32");
+                assert!(config["eos_token_id"].is_null() && config.get("eos_token_id").is_some());
+            }
+        }
+        let wide = ModelShape { head_dim: 64, ..PRESETS[0].1.clone() };
+        assert_eq!(read(&write(&wide, TokenIds::default(), "float32")).unwrap(), wide);
+    }
+
+    #[test]
+    fn published_configurations_are_read_as_presets() {
+        let preset = |name: &str| PRESETS.iter().find(|(preset, _)| *preset == name).unwrap().1.clone();
+        let gpt2 = json!({
+            "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+            "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+            "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_type": "cls_index",
+            "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}},
+            "vocab_size": 50257
+        });
+        assert_eq!(read(&gpt2).unwrap(), preset("gpt2-124m"));
+        let llama = json!({
+            "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+            "bos_token_id": 128000, "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu",
+            "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+            "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",
+            "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+            "rope_theta": 500000.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+            "transformers_version": "4.45.0.dev0", "use_cache": true, "vocab_size": 128256
+        });
+        assert_eq!(read(&llama).unwrap(), ModelShape { seq: 131_072, ..preset("llama-1b") });
+        let smollm = json!({
+            "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 576,
+            "intermediate_size": 1536, "is_llama_config": true, "max_position_embeddings": 8192,
+            "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30,
+            "num_key_value_heads": 3, "rms_norm_eps": 1e-05, "rope_interleaved": false, "rope_scaling": null,
+            "rope_theta": 100000, "tie_word_embeddings": true, "vocab_size": 49152
+        });
+        assert_eq!(read(&smollm).unwrap(), ModelShape { seq: 8192, ..preset("smollm2-135m") });
+    }
+
+    #[test]
+    fn what_this_trainer_does_not_compute_is_refused_by_its_key() {
+        let refused = |arch: &str, key: &str, value: Value| {
+            let index = if arch == "gpt2" { 2 } else { 7 };
+            let mut config = write(&PRESETS[index].1, TokenIds::default(), "float32");
+            match key.split_once('.') {
+                Some((table, key)) => config[table][key] = value,
+                None => config[key] = value,
+            }
+            let error = read(&config).unwrap_err();
+            let ModelError::Config { key: named, .. } = &error else { panic!("{error}") };
+            assert_eq!(named, key, "{error}");
+        };
+        for (key, value) in [
+            ("activation_function", json!("relu")),
+            ("activation_function", json!("gelu")),
+            ("scale_attn_weights", json!(false)),
+            ("scale_attn_by_inverse_layer_idx", json!(true)),
+            ("add_cross_attention", json!(true)),
+            ("n_head", json!(7)),
+            ("n_layer", json!(-1)),
+            ("n_layer", json!(1u64 << 40)),
+            ("n_inner", json!("wide")),
+            ("layer_norm_epsilon", json!(0)),
+            ("quantization_config", json!({"bits": 4})),
+        ] {
+            refused("gpt2", key, value);
+        }
+        for (key, value) in [
+            ("model_type", json!("mamba\u{1b}[31m")),
+            ("hidden_act", json!("gelu")),
+            ("attention_bias", json!(true)),
+            ("mlp_bias", json!(true)),
+            ("sliding_window", json!(1024)),
+            ("partial_rotary_factor", json!(0.5)),
+            ("rope_theta", json!(7)),
+            ("rope_scaling", json!({"rope_type": "default"})),
+            ("rope_parameters.rope_type", json!("yarn")),
+            ("rope_parameters.partial_rotary_factor", json!(0.5)),
+            ("num_key_value_heads", json!(5)),
+            ("head_dim", json!(12)),
+            ("tie_word_embeddings", json!("yes")),
+        ] {
+            refused("llama", key, value);
+        }
+        let mut config = write(&PRESETS[0].1, TokenIds::default(), "float32");
+        config["rope_scaling"] = json!({"type": "llama3"});
+        assert!(read(&config).unwrap_err().to_string().contains("`rope_scaling.factor`"));
+        // A window that hides nothing, and another name of the same function.
+        let mut config = write(&PRESETS[0].1, TokenIds::default(), "float32");
+        (config["sliding_window"], config["hidden_act"]) = (json!(128), json!("swish"));
+        assert_eq!(read(&config).unwrap(), PRESETS[0].1);
+    }
+
+    #[test]
+    fn text_that_is_not_an_object_and_control_characters_give_safe_errors() {
+        for text in [&b"[1]"[..], b"{", b"", b"\xff", b"{\"model_type\": \"\x1b[31m\"}"] {
+            let error = parse(Path::new("config.json"), text).unwrap_err().to_string();
+            assert!(!error.chars().any(char::is_control), "{error:?}");
+        }
+        let error = read(&json!({"model_type": "\u{1b}[31m"})).unwrap_err().to_string();
+        assert!(!error.chars().any(char::is_control), "{error:?}");
+    }
+}

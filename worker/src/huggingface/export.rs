@@ -1,0 +1,136 @@
+//! `xlaunch export`: a checkpoint as a directory that Hugging Face's libraries load.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::PoisonError;
+
+use fs_err::File;
+use rayon::ThreadPoolBuilder;
+use xlaunch_data::{TOKENIZER_FILE, Tokenizer};
+
+use super::destination::Destination;
+use super::writer::{Plan, Writer, write_error};
+use super::{INDEX, ModelError, card, names};
+use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, State, directory};
+use crate::error::WorkerError;
+use crate::model::layout::Layout;
+
+pub use super::writer::ExportDtype;
+
+/// Most bytes of a file, as the library splits models.
+const MAX_FILE_BYTES: u64 = 5_000_000_000;
+
+/// What to export, and where to.
+#[derive(Clone, Debug)]
+pub struct Export {
+    /// A checkpoint, a directory of checkpoints, or a run.
+    pub checkpoint: PathBuf,
+    /// The directory to write.
+    pub output: PathBuf,
+    /// Element type of the weights.
+    pub dtype: ExportDtype,
+    /// In place of the checkpoint's: `bytes`, `gpt2`, or the path of a `tokenizer.json`.
+    pub tokenizer: Option<String>,
+    /// Replace an earlier export.
+    pub overwrite: bool,
+}
+
+/// A finished export.
+#[derive(Clone, Debug)]
+pub struct Exported {
+    /// The checkpoint.
+    pub checkpoint: PathBuf,
+    /// Its steps.
+    pub step: u64,
+    /// The directory.
+    pub output: PathBuf,
+    /// Bytes of the weights.
+    pub bytes: u64,
+    /// Name of the tokenizer; `None` if none is known.
+    pub tokenizer: Option<String>,
+    /// Newer checkpoints that are damaged, for the user.
+    pub notes: Vec<String>,
+}
+
+/// Exports a checkpoint.
+pub fn export(options: &Export) -> Result<Exported, WorkerError> {
+    export_in_files(options, MAX_FILE_BYTES)
+}
+
+pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<Exported, WorkerError> {
+    let (path, rejected) = directory::locate(&options.checkpoint)?;
+    let state = directory::state(&path)?;
+    state
+        .model
+        .check()
+        .map_err(|invalid| CheckpointError::Damaged { path: path.clone(), reason: invalid.to_string() })?;
+    let tokenizer = match &options.tokenizer {
+        Some(name) => Some(named_tokenizer(name)?),
+        None => own_tokenizer(&path, &state)?,
+    };
+    let layout = Layout::new(&state.model);
+    let files = card::files(&state, &layout, options.dtype, tokenizer.as_ref())?;
+    let destination = Destination::claim(&options.output, options.overwrite)?;
+    let plan = Plan::new(names::tensors(&state.model, &layout), options.dtype, max_file_bytes);
+    let (bytes, index) = (plan.bytes(), plan.index());
+    write_weights(&path, &state, &layout, Writer::create(plan, destination.path())?)?;
+    let index = index.map(|index| (INDEX, format!("{index:#}\n").into_bytes()));
+    for (name, contents) in index.into_iter().chain(files) {
+        write_file(&destination.path().join(name), &contents)?;
+    }
+    let output = destination.commit()?;
+    let notes = rejected.iter().map(|(_, error)| error.to_string()).collect();
+    let tokenizer = tokenizer.map(|tokenizer| tokenizer.name().to_owned());
+    Ok(Exported { checkpoint: path, step: state.step, output, bytes, tokenizer, notes })
+}
+
+/// Reads the checkpoint, verifies it, and writes its weights on the way.
+fn write_weights(path: &Path, state: &State, layout: &Layout, writer: Writer) -> Result<(), WorkerError> {
+    let threads = ThreadPoolBuilder::new().build().map_err(|error| WorkerError::Io {
+        what: "failed to start threads".into(),
+        source: std::io::Error::other(error),
+    })?;
+    let failure = Mutex::new(None);
+    let sink = |piece: Piece| {
+        writer.put(piece.at, &piece.values).map_err(|error| {
+            failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+            Abandoned
+        })
+    };
+    checkpoint::read(path, &state.model, layout, &[], &threads, &sink)?;
+    match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some(error) => Err(error.into()),
+        None => Ok(writer.finish()?),
+    }
+}
+
+fn write_file(path: &Path, contents: &[u8]) -> Result<(), ModelError> {
+    let written = File::create(path).and_then(|mut file| {
+        file.write_all(contents)?;
+        file.sync_all()
+    });
+    written.map_err(|error| write_error(path, &error))
+}
+
+/// The tokenizer of `--tokenizer`.
+fn named_tokenizer(name: &str) -> Result<Tokenizer, ModelError> {
+    match name {
+        "bytes" => Ok(Tokenizer::bytes()),
+        "gpt2" => Ok(Tokenizer::gpt2()),
+        path => Tokenizer::from_file(Path::new(path)).map_err(|error| ModelError::Tokenizer {
+            name: name.into(),
+            reason: format!("{error}; `bytes`, `gpt2` or the path of a {TOKENIZER_FILE}"),
+        }),
+    }
+}
+
+/// The tokenizer that the checkpoint's run had, if it is known.
+fn own_tokenizer(path: &Path, state: &State) -> Result<Option<Tokenizer>, ModelError> {
+    let file = path.join(TOKENIZER_FILE);
+    if file.exists() {
+        let read = Tokenizer::from_file(&file);
+        return read.map(Some).map_err(|error| ModelError::Read { path: file, reason: error.to_string() });
+    }
+    Ok((state.spec["data"]["tokenizer"] == "bytes").then(Tokenizer::bytes))
+}

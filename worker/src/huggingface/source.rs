@@ -1,0 +1,323 @@
+//! Reads a model in Hugging Face's layout: checks every tensor's name, shape and type first, then passes the values on
+//! as pieces of the arena.
+//!
+//! Links are followed, as the library's cache consists of them; names in the index must be plain file names.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{self, Read};
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use fs_err::File;
+use half::{bf16, f16};
+use rayon::ThreadPool;
+use rayon::prelude::*;
+use rustix::fs::OFlags;
+use safetensors::tensor::{Dtype, TensorInfo};
+use serde::Deserialize;
+use xlaunch_proto::model::ModelShape;
+
+use super::names::{self, Mapped};
+use super::{CONFIG, INDEX, ModelError, WEIGHTS, config};
+use crate::checkpoint::{Abandoned, Arena, Piece, Sink, read_header};
+use crate::model::layout::Layout;
+
+/// Limits for files that are read whole. An index has about 100 bytes per tensor.
+const MAX_CONFIG_BYTES: u64 = 4 << 20;
+const MAX_INDEX_BYTES: u64 = 64 << 20;
+/// Values of a piece, unless a matrix has to be transposed.
+const PIECE_LEN: usize = 1 << 20;
+
+/// A directory with a model whose `config.json` describes one that this trainer can represent.
+#[derive(Clone, Debug)]
+pub struct Directory {
+    path: PathBuf,
+    shape: ModelShape,
+}
+
+/// The files of a directory whose tensors are those of a model.
+#[derive(Debug)]
+pub(crate) struct Weights {
+    files: Vec<(PathBuf, File)>,
+    parts: Vec<Part>,
+}
+
+/// Where the values of a tensor are.
+#[derive(Debug)]
+struct Part {
+    tensor: Mapped,
+    file: usize,
+    /// Offset in the file.
+    at: u64,
+    dtype: Dtype,
+}
+
+/// Why reading ended early.
+enum Failure {
+    Model(ModelError),
+    Abandoned,
+}
+
+impl From<ModelError> for Failure {
+    fn from(error: ModelError) -> Self {
+        Self::Model(error)
+    }
+}
+
+impl Directory {
+    /// Whether this is a model in Hugging Face's layout.
+    pub fn is_one(path: &Path) -> bool {
+        path.join(CONFIG).is_file()
+    }
+
+    /// Reads `config.json`.
+    ///
+    /// # Errors
+    /// It cannot be read, or describes a model that cannot be represented.
+    pub fn open(path: &Path) -> Result<Self, ModelError> {
+        let file = path.join(CONFIG);
+        let shape = config::parse(&file, &read_whole(&file, MAX_CONFIG_BYTES)?)?;
+        Ok(Self { path: path.into(), shape })
+    }
+
+    /// Its path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The model's shape. Its sequence length is the longest one that the model supports.
+    pub fn shape(&self) -> &ModelShape {
+        &self.shape
+    }
+
+    /// Opens the weights, for a model that differs from this one at most in its sequence length. Nothing but headers
+    /// is read.
+    pub(crate) fn weights(&self, shape: &ModelShape, layout: &Layout) -> Result<Weights, ModelError> {
+        let files = self.files()?;
+        let mut found: HashMap<String, (usize, TensorInfo, u64)> = HashMap::new();
+        let mut opened = Vec::with_capacity(files.len());
+        for (index, (name, expected)) in files.into_iter().enumerate() {
+            let path = self.path.join(name);
+            let (file, bytes) = open(&path).map_err(|error| read_error(&path, &error))?;
+            let (header, data) = read_header(&file).map_err(|error| read_error(&path, &error))?;
+            for (name, info) in header.tensors() {
+                if found.contains_key(&name) {
+                    return Err(tensor_error(&path, &name, "another file contains it, too"));
+                }
+                check_place(&path, &name, info, data, bytes)?;
+                found.insert(name, (index, info.clone(), data));
+            }
+            if let Some(missing) = expected.iter().find(|name| !found.contains_key(*name)) {
+                return Err(tensor_error(&path, missing, &format!("not found, although {INDEX} names it")));
+            }
+            opened.push((path, file));
+        }
+        self.assign(shape, layout, opened, found)
+    }
+
+    /// Names of the files, with the tensors that the index expects in each.
+    fn files(&self) -> Result<BTreeMap<String, Vec<String>>, ModelError> {
+        let index = self.path.join(INDEX);
+        if self.path.join(WEIGHTS).exists() || !index.exists() {
+            return Ok(BTreeMap::from([(WEIGHTS.to_owned(), Vec::new())]));
+        }
+        files_of_index(&index, &read_whole(&index, MAX_INDEX_BYTES)?)
+    }
+
+    /// Finds every tensor of the model among those of the files, and refuses all others.
+    fn assign(
+        &self,
+        shape: &ModelShape,
+        layout: &Layout,
+        files: Vec<(PathBuf, File)>,
+        mut found: HashMap<String, (usize, TensorInfo, u64)>,
+    ) -> Result<Weights, ModelError> {
+        let prefix = names::prefix(shape.arch);
+        // Without the head, names start with what is after it.
+        let whole = found.keys().any(|name| name.starts_with(prefix));
+        let mut parts = Vec::new();
+        for tensor in names::tensors(shape, layout) {
+            let bare = tensor.name.strip_prefix(prefix).filter(|_| !whole).unwrap_or(&tensor.name);
+            let Some((file, info, data)) = found.remove(bare) else {
+                return Err(tensor_error(&self.path, bare, "not found"));
+            };
+            check_type(&files[file].0, bare, &info, &tensor)?;
+            let at = data.saturating_add(info.data_offsets.0 as u64);
+            parts.push(Part { tensor, file, at, dtype: info.dtype });
+        }
+        let mut others: Vec<&String> = found.keys().filter(|name| !names::is_derived(name, shape)).collect();
+        others.sort_unstable();
+        match others.first() {
+            None => Ok(Weights { files, parts }),
+            Some(name) => {
+                let (file, ..) = found[*name];
+                let reason = format!("the model of {CONFIG} has no such parameter");
+                Err(tensor_error(&files[file].0, name, &reason))
+            }
+        }
+    }
+}
+
+/// The files that an index names, each with its tensors.
+pub(super) fn files_of_index(path: &Path, json: &[u8]) -> Result<BTreeMap<String, Vec<String>>, ModelError> {
+    #[derive(Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let invalid = |reason: String| ModelError::Read { path: path.into(), reason };
+    let Index { weight_map } = serde_json::from_slice(json).map_err(|error| invalid(error.to_string()))?;
+    let mut files: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (tensor, file) in weight_map {
+        let plain = Path::new(&file).file_name().is_some_and(|name| name == &*file);
+        if !plain || !file.ends_with(".safetensors") || file.contains(char::is_control) {
+            return Err(tensor_error(
+                path,
+                &tensor,
+                &format!("{file:?} is not the name of a file beside it"),
+            ));
+        }
+        files.entry(file).or_default().push(tensor);
+    }
+    match files.is_empty() {
+        true => Err(invalid("it names no tensors".into())),
+        false => Ok(files),
+    }
+}
+
+/// Checks that a tensor is within its file.
+fn check_place(path: &Path, name: &str, info: &TensorInfo, data: u64, bytes: u64) -> Result<(), ModelError> {
+    let (begin, end) = info.data_offsets;
+    let inside = data.checked_add(end as u64).is_some_and(|end| end <= bytes);
+    match begin <= end && inside {
+        true => Ok(()),
+        false => Err(tensor_error(path, name, &format!("its data is outside the file of {bytes} bytes"))),
+    }
+}
+
+/// Checks that a tensor of a file is this one of the model.
+fn check_type(path: &Path, name: &str, info: &TensorInfo, tensor: &Mapped) -> Result<(), ModelError> {
+    let Some(width) = width(info.dtype) else {
+        let dtype = info.dtype;
+        return Err(tensor_error(
+            path,
+            name,
+            &format!("its type is {dtype:?}, but only F32, BF16 and F16 are read"),
+        ));
+    };
+    let same = match (&*info.shape, &*tensor.shape) {
+        ([rows, theirs], [wanted, ours]) if tensor.prefix => rows >= wanted && theirs == ours,
+        (theirs, ours) => theirs == ours,
+    };
+    if !same {
+        let (theirs, ours) = (&info.shape, &tensor.shape);
+        return Err(tensor_error(
+            path,
+            name,
+            &format!("its shape is {theirs:?}, but the model has {ours:?}"),
+        ));
+    }
+    let values = info.shape.iter().try_fold(1_usize, |product, size| product.checked_mul(*size));
+    let (begin, end) = info.data_offsets;
+    match values.and_then(|values| values.checked_mul(width)) == end.checked_sub(begin) {
+        true => Ok(()),
+        false => Err(tensor_error(path, name, "its data offsets do not match its shape")),
+    }
+}
+
+/// Bytes of a value, if values of this type are read.
+fn width(dtype: Dtype) -> Option<usize> {
+    match dtype {
+        Dtype::F32 => Some(4),
+        Dtype::BF16 | Dtype::F16 => Some(2),
+        _ => None,
+    }
+}
+
+impl Weights {
+    /// Reads all weights.
+    pub(crate) fn read(&self, threads: &ThreadPool, sink: Sink<'_>) -> Result<(), ModelError> {
+        let tasks: Vec<(&Part, Range<usize>)> = self.parts.iter().flat_map(Part::pieces).collect();
+        let read = |(part, values)| self.read_piece(part, values, sink);
+        match threads.install(|| tasks.into_par_iter().try_for_each(read)) {
+            Err(Failure::Model(error)) => Err(error),
+            Ok(()) | Err(Failure::Abandoned) => Ok(()),
+        }
+    }
+
+    fn read_piece(&self, part: &Part, range: Range<usize>, sink: Sink<'_>) -> Result<(), Failure> {
+        let (path, file) = &self.files[part.file];
+        let width = width(part.dtype).unwrap_or(size_of::<f32>());
+        let mut bytes = vec![0; range.len() * width];
+        let at = part.at + (range.start * width) as u64;
+        file.file().read_exact_at(&mut bytes, at).map_err(|error| read_error(path, &error))?;
+        let values = decode(&bytes, part.dtype);
+        if !values.iter().all(|value| value.is_finite()) {
+            return Err(tensor_error(path, &part.tensor.name, "it has values that are not finite").into());
+        }
+        let at = part.tensor.elements.start + range.start;
+        let values = match (part.tensor.transposed, &*part.tensor.shape) {
+            (true, [rows, cols]) => transpose(&values, *rows, *cols),
+            _ => values,
+        };
+        sink(Piece { arena: Arena::Params, at, values }).map_err(|Abandoned| Failure::Abandoned)
+    }
+}
+
+impl Part {
+    /// The values of each piece.
+    fn pieces(&self) -> impl Iterator<Item = (&Self, Range<usize>)> {
+        let len = self.tensor.elements.len();
+        // A transposed matrix is read whole. Those of GPT-2 are small next to the model.
+        let step = if self.tensor.transposed { len.max(1) } else { PIECE_LEN };
+        (0..len).step_by(step).map(move |start| (self, start..(start + step).min(len)))
+    }
+}
+
+fn decode(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
+    let pairs = || bytes.chunks_exact(2).map(|pair| [pair[0], pair[1]]);
+    match dtype {
+        Dtype::BF16 => pairs().map(|pair| bf16::from_le_bytes(pair).to_f32()).collect(),
+        Dtype::F16 => pairs().map(|pair| f16::from_le_bytes(pair).to_f32()).collect(),
+        _ => bytes
+            .chunks_exact(4)
+            .map(|four| f32::from_le_bytes([four[0], four[1], four[2], four[3]]))
+            .collect(),
+    }
+}
+
+/// `[cols, rows]` from `[rows, cols]`.
+pub(super) fn transpose(values: &[f32], rows: usize, cols: usize) -> Vec<f32> {
+    (0..cols).flat_map(|col| (0..rows).map(move |row| values[row * cols + col])).collect()
+}
+
+/// Opens a regular file, or a link to one. Returns its size, too.
+fn open(path: &Path) -> io::Result<(File, u64)> {
+    // Opening a FIFO would wait.
+    let flags = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or(0);
+    let file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let metadata = file.metadata()?;
+    match metadata.is_file() {
+        true => Ok((File::from_parts(file, path), metadata.len())),
+        false => Err(io::Error::new(io::ErrorKind::InvalidData, "it is not a regular file")),
+    }
+}
+
+fn read_whole(path: &Path, max: u64) -> Result<Vec<u8>, ModelError> {
+    let (file, _) = open(path).map_err(|error| read_error(path, &error))?;
+    let mut contents = Vec::new();
+    file.take(max + 1).read_to_end(&mut contents).map_err(|error| read_error(path, &error))?;
+    match contents.len() as u64 > max {
+        true => Err(ModelError::Read { path: path.into(), reason: format!("it has more than {max} bytes") }),
+        false => Ok(contents),
+    }
+}
+
+fn read_error(path: &Path, error: &io::Error) -> ModelError {
+    ModelError::Read { path: path.into(), reason: error.to_string() }
+}
+
+/// Names come from files: quoted, so that they cannot contain control characters.
+fn tensor_error(path: &Path, name: &str, problem: &str) -> ModelError {
+    ModelError::Tensor { path: path.into(), name: format!("{name:?}"), problem: problem.into() }
+}

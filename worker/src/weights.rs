@@ -1,0 +1,189 @@
+//! Where given weights come from: a model in Hugging Face's layout, a checkpoint, or a `model.safetensors` of this
+//! trainer.
+//!
+//! A model may be used with shorter sequences than it was made for. Everything else of its shape is a property of the
+//! weights.
+
+use std::path::{Path, PathBuf};
+
+use rayon::ThreadPool;
+use xlaunch_proto::model::{Arch, ModelSection, ModelShape};
+use xlaunch_proto::spec::{Invalid, JobSpec};
+
+use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, Sink, State, directory};
+use crate::error::{Result, WorkerError};
+use crate::huggingface::Directory;
+use crate::model::layout::Layout;
+
+/// Weights of a model, none of which has been read yet.
+#[derive(Clone, Debug)]
+pub enum Weights {
+    /// A model in Hugging Face's layout.
+    HuggingFace(Directory),
+    /// A checkpoint with its state.
+    Checkpoint(PathBuf, Box<State>),
+    /// A file of parameters by this trainer's names. It does not say which shape the model has.
+    File(PathBuf),
+}
+
+impl Weights {
+    /// Finds out what `path` is: a directory in Hugging Face's layout, a checkpoint, a directory of checkpoints or a
+    /// run, or a file.
+    pub fn open(path: &Path) -> Result<Self> {
+        if Directory::is_one(path) {
+            return Ok(Self::HuggingFace(Directory::open(path)?));
+        }
+        if !path.is_dir() {
+            return Ok(Self::File(path.into()));
+        }
+        let (path, _) = directory::locate(path)?;
+        let state = directory::state(&path)?;
+        state.model.check().map_err(|invalid| CheckpointError::Damaged {
+            path: path.clone(),
+            reason: invalid.to_string(),
+        })?;
+        Ok(Self::Checkpoint(path, Box::new(state)))
+    }
+
+    /// The directory or file.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::HuggingFace(directory) => directory.path(),
+            Self::Checkpoint(path, _) | Self::File(path) => path,
+        }
+    }
+
+    /// The shape of the model, unless only a file is known.
+    pub fn shape(&self) -> Option<&ModelShape> {
+        match self {
+            Self::HuggingFace(directory) => Some(directory.shape()),
+            Self::Checkpoint(_, state) => Some(&state.model),
+            Self::File(_) => None,
+        }
+    }
+
+    /// Checks all that can be checked without reading the values: that these are weights of such a model.
+    pub fn check(&self, shape: &ModelShape) -> Result<()> {
+        self.check_shape(shape)?;
+        match self {
+            Self::HuggingFace(directory) => drop(directory.weights(shape, &Layout::new(shape))?),
+            // Opening it has checked names and sizes of its files.
+            Self::Checkpoint(..) => {}
+            Self::File(path) => checkpoint::check_weights(path, &Layout::new(shape))?,
+        }
+        Ok(())
+    }
+
+    /// Reads all values, as parameters in the arena of `layout`, that of `shape`.
+    pub fn read(
+        &self,
+        shape: &ModelShape,
+        layout: &Layout,
+        threads: &ThreadPool,
+        sink: Sink<'_>,
+    ) -> Result<()> {
+        self.check_shape(shape)?;
+        match self {
+            Self::HuggingFace(directory) => directory.weights(shape, layout)?.read(threads, sink)?,
+            Self::Checkpoint(path, state) => read_checkpoint(path, &state.model, layout, threads, sink)?,
+            Self::File(path) => checkpoint::read_weights(path, layout, threads, sink)?,
+        }
+        Ok(())
+    }
+
+    fn check_shape(&self, wanted: &ModelShape) -> Result<()> {
+        let Some(own) = self.shape() else { return Ok(()) };
+        match contradiction(own, wanted) {
+            None => Ok(()),
+            Some((key, theirs, ours)) => Err(WorkerError::Checkpoint(CheckpointError::OtherModel {
+                path: self.path().into(),
+                difference: format!("{key} is {theirs} there, {ours} in this job"),
+            })),
+        }
+    }
+
+    /// Completes `[model]`: without a preset, keys that are not set take their values from the weights.
+    ///
+    /// # Errors
+    /// A key, or the preset, contradicts the weights.
+    pub fn fill_in(&self, spec: &mut JobSpec) -> std::result::Result<(), Invalid> {
+        let Some(own) = self.shape() else { return Ok(()) };
+        if spec.model.preset.is_none() {
+            complete(&mut spec.model, own);
+        }
+        let Some((key, theirs, ours)) = contradiction(own, &spec.model.resolve()?) else { return Ok(()) };
+        let whose = self.path().display();
+        let problem = format!("{ours} contradicts checkpoint.init: it is {theirs} in {whose}");
+        Err(Invalid::new(key, problem, format!("{theirs}, or no such key")))
+    }
+}
+
+/// Reads the parameters of a checkpoint into the arena of a model that may have shorter sequences.
+fn read_checkpoint(
+    path: &Path,
+    own: &ModelShape,
+    layout: &Layout,
+    threads: &ThreadPool,
+    sink: Sink<'_>,
+) -> Result<()> {
+    let saved = Layout::new(own);
+    // Both models have the same parameters, of which position embeddings may have fewer rows here.
+    let moved = |mut piece: Piece| {
+        let index = saved.params.partition_point(|param| param.range.end <= piece.at);
+        let (Some(from), Some(to)) = (saved.params.get(index), layout.params.get(index)) else {
+            return Err(Abandoned);
+        };
+        let first = piece.at - from.range.start;
+        piece.values.truncate(to.stored().len().saturating_sub(first));
+        piece.at = to.range.start + first;
+        if piece.values.is_empty() { Ok(()) } else { sink(piece) }
+    };
+    checkpoint::read(path, own, &saved, &[], threads, &moved)?;
+    Ok(())
+}
+
+fn complete(model: &mut ModelSection, own: &ModelShape) {
+    model.arch.get_or_insert(own.arch);
+    model.layers.get_or_insert(own.layers);
+    model.heads.get_or_insert(own.heads);
+    model.kv_heads.get_or_insert(own.kv_heads);
+    model.head_dim.get_or_insert(own.head_dim);
+    model.dim.get_or_insert(own.dim);
+    model.ffn.get_or_insert(own.ffn);
+    model.seq.get_or_insert(own.seq);
+    model.vocab.get_or_insert(own.vocab);
+    model.tied.get_or_insert(own.tied);
+    model.norm_eps.get_or_insert(own.norm_eps);
+    model.rope_theta.get_or_insert(own.rope_theta);
+    model.rope_scaling = model.rope_scaling.or(own.rope_scaling);
+}
+
+/// The first key by which a model of the shape `wanted` cannot use weights of the shape `own`, with both values.
+fn contradiction(own: &ModelShape, wanted: &ModelShape) -> Option<(&'static str, String, String)> {
+    // Rotary positions have no weights, so sequences may also be longer.
+    let seq = match own.arch {
+        Arch::Gpt2 => wanted.seq.max(own.seq),
+        Arch::Llama => own.seq,
+    };
+    let values = |shape: &ModelShape, seq: usize| {
+        let arch = format!("{:?}", shape.arch).to_lowercase();
+        let scaling = shape.rope_scaling.map_or("none".into(), |scaling| format!("{scaling:?}"));
+        [
+            ("model.arch", arch),
+            ("model.layers", shape.layers.to_string()),
+            ("model.heads", shape.heads.to_string()),
+            ("model.kv_heads", shape.kv_heads.to_string()),
+            ("model.head_dim", shape.head_dim.to_string()),
+            ("model.dim", shape.dim.to_string()),
+            ("model.ffn", shape.ffn.to_string()),
+            ("model.seq", seq.to_string()),
+            ("model.vocab", shape.vocab.to_string()),
+            ("model.tied", shape.tied.to_string()),
+            ("model.norm_eps", shape.norm_eps.to_string()),
+            ("model.rope_theta", shape.rope_theta.to_string()),
+            ("model.rope_scaling", scaling),
+        ]
+    };
+    let pairs = values(own, own.seq).into_iter().zip(values(wanted, seq));
+    pairs.into_iter().find(|(own, wanted)| own != wanted).map(|((key, own), (_, wanted))| (key, own, wanted))
+}
