@@ -40,6 +40,11 @@ pub fn accelerate() -> Requirement {
     python_modules(&["torch", "accelerate"])
 }
 
+/// PyTorch and transformers.
+pub fn transformers() -> Requirement {
+    python_modules(&["torch", "transformers"])
+}
+
 /// PyTorch and Lightning.
 pub fn lightning() -> Requirement {
     python_modules(&["torch", "lightning"])

@@ -2,9 +2,10 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+mod generate;
 mod systemd;
 mod torch;
 
 xlaunch_harness::suite! {
-    modules systemd, torch;
+    modules generate, systemd, torch;
 }
