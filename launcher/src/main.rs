@@ -17,10 +17,11 @@ use std::any::Any;
 use std::path::Path;
 use std::process::ExitCode;
 
-use trainer::{FillInError, Preflight, Trainer};
+use trainer::{ExportRequest, Exported, FillInError, Preflight, Trainer};
 use xlaunch_agent::workload::trainer::Recovered;
 use xlaunch_agent::{Refusal, spawn};
 use xlaunch_proto::spec::JobSpec;
+use xlaunch_worker::huggingface::export as hf;
 
 fn main() -> ExitCode {
     if std::env::args_os().next().is_some_and(|name| name == spawn::reaper::NAME) {
@@ -31,7 +32,7 @@ fn main() -> ExitCode {
     }
     let newest_checkpoint = xlaunch_worker::newest_checkpoint;
     let (generate, evaluate) = (trained::generate, trained::evaluate);
-    cli::main(Trainer { fill_in, preflight, newest_checkpoint, recover, generate, evaluate }).into()
+    cli::main(Trainer { fill_in, preflight, newest_checkpoint, recover, export, generate, evaluate }).into()
 }
 
 fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
@@ -56,4 +57,13 @@ fn recover(dir: &Path, run: &str, source: Option<&Path>, snapshot: Option<u64>) 
     let recovered = xlaunch_worker::recover(dir, run, source, snapshot).map_err(|error| error.to_string())?;
     let xlaunch_worker::Recovered { checkpoint, from_memory, on_disk, notes } = recovered;
     Ok(Recovered { checkpoint, from_memory, on_disk, notes })
+}
+
+fn export(request: ExportRequest) -> Result<Exported, Refusal> {
+    let ExportRequest { checkpoint, output, bf16, tokenizer, overwrite } = request;
+    let dtype = if bf16 { hf::ExportDtype::Bf16 } else { hf::ExportDtype::Fp32 };
+    let options = hf::Export { checkpoint, output, dtype, tokenizer, overwrite };
+    let exported = hf::export(&options).map_err(|error| Refusal::new(error.exit(), error.to_string()))?;
+    let hf::Exported { checkpoint, step, output, bytes, tokenizer, notes } = exported;
+    Ok(Exported { checkpoint, step, output, bytes, tokenizer, notes })
 }

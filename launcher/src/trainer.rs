@@ -11,7 +11,7 @@ use xlaunch_proto::spec::{Invalid, JobSpec, Precision};
 /// These run in the launcher's process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Trainer {
-    /// Takes from the data what a configuration leaves open.
+    /// Takes what a configuration leaves open from the weights and data that it names.
     pub(crate) fill_in: FillIn,
     /// Validates data and checkpoints before any worker starts. The path is the directory of the job's earlier runs,
     /// the number that of ranks.
@@ -31,6 +31,8 @@ pub(crate) struct Trainer {
     /// Measures a trained model. Gets lines for the user, and asks between batches whether to stop.
     pub(crate) evaluate:
         fn(&EvaluateCommand, &mut dyn FnMut(&str), &dyn Fn() -> bool) -> Result<Evaluation, Refusal>,
+    /// Writes a checkpoint in Hugging Face's layout.
+    pub(crate) export: fn(ExportRequest) -> Result<Exported, Refusal>,
 }
 
 /// Where to use a trained model.
@@ -106,6 +108,29 @@ impl Score {
     pub(crate) fn accuracy(&self) -> f64 {
         self.correct as f64 / self.questions.max(1) as f64
     }
+}
+
+/// What to export, and where to.
+#[derive(Clone, Debug)]
+pub(crate) struct ExportRequest {
+    pub(crate) checkpoint: PathBuf,
+    pub(crate) output: PathBuf,
+    /// Round the weights to bf16.
+    pub(crate) bf16: bool,
+    pub(crate) tokenizer: Option<String>,
+    pub(crate) overwrite: bool,
+}
+
+/// A finished export.
+#[derive(Clone, Debug)]
+pub(crate) struct Exported {
+    pub(crate) checkpoint: PathBuf,
+    pub(crate) step: u64,
+    pub(crate) output: PathBuf,
+    pub(crate) bytes: u64,
+    pub(crate) tokenizer: Option<String>,
+    /// For the user.
+    pub(crate) notes: Vec<String>,
 }
 
 /// Completes a configuration from the files that it names.

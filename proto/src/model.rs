@@ -18,7 +18,8 @@ pub enum Arch {
     Llama,
 }
 
-/// The model: a preset, and sizes that differ from it.
+/// The model: a preset, and sizes that differ from it. Without a preset, sizes come from the weights in
+/// `checkpoint.init`, if that is set.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
@@ -45,7 +46,8 @@ pub struct ModelSection {
     pub ffn: Option<usize>,
     /// Sequence length in tokens (T). Default: the preset's.
     pub seq: Option<usize>,
-    /// Vocabulary size (V). At least 256 with `data.tokenizer = "bytes"`. Default: the preset's.
+    /// Vocabulary size (V). At least 256 with `data.tokenizer = "bytes"`, and at least the tokenizer's with prepared
+    /// data. Default: the tokenizer's of prepared data, otherwise the preset's.
     pub vocab: Option<usize>,
     /// Share the weights of the token embedding with the output head. Default: the preset's.
     pub tied: Option<bool>,
@@ -256,6 +258,14 @@ fn default_head_dim(dim: usize, heads: usize) -> usize {
 }
 
 impl ModelSection {
+    /// Whether sizes are left to initial weights: there is no preset, and not every size is set.
+    pub fn has_open_sizes(&self) -> bool {
+        let sizes =
+            [self.layers, self.heads, self.kv_heads, self.head_dim, self.dim, self.ffn, self.seq, self.vocab];
+        let open = self.arch.is_none() || self.tied.is_none() || sizes.contains(&None);
+        self.preset.is_none() && open
+    }
+
     /// Fills in the preset and checks the result.
     pub fn resolve(&self) -> Result<ModelShape, Invalid> {
         let name = self.preset.as_deref().unwrap_or("byte-tiny");

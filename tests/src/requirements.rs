@@ -35,14 +35,14 @@ pub fn torch() -> Requirement {
     python_modules(&["torch"])
 }
 
+/// PyTorch and Hugging Face's models.
+pub fn transformers() -> Requirement {
+    python_modules(&["torch", "transformers"])
+}
+
 /// PyTorch and Accelerate.
 pub fn accelerate() -> Requirement {
     python_modules(&["torch", "accelerate"])
-}
-
-/// PyTorch and transformers.
-pub fn transformers() -> Requirement {
-    python_modules(&["torch", "transformers"])
 }
 
 /// PyTorch and Lightning.

@@ -1,10 +1,13 @@
 //! Completes a configuration from the files that it names, before the job is planned.
 
+use std::path::Path;
+
 use xlaunch_proto::spec::{Invalid, JobSpec};
 
 use crate::data::{DataError, Prepared};
 use crate::error::WorkerError;
 use crate::preflight::Refusal;
+use crate::weights::Weights;
 
 /// Why a configuration cannot be completed.
 #[derive(Debug)]
@@ -15,14 +18,37 @@ pub enum FillInError {
     Refused(Refusal),
 }
 
-impl From<DataError> for FillInError {
-    fn from(error: DataError) -> Self {
-        Self::Refused(WorkerError::from(error).into())
+impl From<WorkerError> for FillInError {
+    fn from(error: WorkerError) -> Self {
+        Self::Refused(error.into())
     }
 }
 
-/// Takes from the data what the configuration leaves open: the vocabulary of a prepared directory.
+impl From<DataError> for FillInError {
+    fn from(error: DataError) -> Self {
+        WorkerError::from(error).into()
+    }
+}
+
+/// Takes what the configuration leaves open from the files: the model's sizes from `checkpoint.init`, otherwise the
+/// vocabulary from a prepared directory. Replaces symbolic links in the paths of other runs, as `latest` is another run
+/// as soon as this one starts, and a run in `checkpoint.init` by its newest checkpoint.
 pub fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
+    let checkpoint = &mut spec.checkpoint;
+    for path in [Some(&mut checkpoint.resume), checkpoint.init.as_mut()].into_iter().flatten() {
+        // What does not exist, or is `off` or `auto`, stays: the preflight check reports the former.
+        let resolved = Path::new(path).is_absolute().then(|| fs_err::canonicalize(&*path).ok()).flatten();
+        if let Some(resolved) = resolved.and_then(|path| path.into_os_string().into_string().ok()) {
+            *path = resolved;
+        }
+    }
+    if let Some(init) = &mut spec.checkpoint.init {
+        let weights = Weights::open(Path::new(init))?;
+        if let Some(path) = weights.path().to_str() {
+            path.clone_into(init);
+        }
+        weights.fill_in(spec).map_err(FillInError::Invalid)?;
+    }
     match Prepared::of("data.train", &spec.data.train)? {
         Some(prepared) => prepared.fill_in(spec).map_err(FillInError::Invalid),
         None => Ok(()),

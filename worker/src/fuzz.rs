@@ -99,3 +99,16 @@ pub fn tokens(bytes: &[u8]) {
     }
     let _ = Fingerprint::of(&tokens);
 }
+
+/// Reads a `config.json`. A model that is accepted is described again by what an export writes.
+pub fn config(json: &[u8]) {
+    if let Some((shape, again)) = crate::huggingface::fuzz::config(json) {
+        assert_eq!(shape.check(), Ok(()));
+        assert_eq!(again, Some(shape), "as written");
+    }
+}
+
+/// The files that a `model.safetensors.index.json` names.
+pub fn index(json: &[u8]) -> Vec<String> {
+    crate::huggingface::fuzz::index(json)
+}

@@ -4,8 +4,8 @@
 //! environment --> session: data, device, model, rendezvous --> train::Run --> teardown
 //!                   control (own thread): job, join, heartbeats, reports, commands  <--gRPC--> agent
 //! ```
-//! [`main`] is `xlaunch worker`. The launcher calls [`fill_in()`] when it reads a configuration, [`preflight()`] before it
-//! starts workers, and [`recover`] before it restarts them.
+//! [`main`] is `xlaunch worker`. The launcher calls [`fill_in()`] when it reads a configuration, [`preflight()`] before
+//! it starts workers, and [`recover`] before it restarts them.
 #![forbid(unsafe_code)]
 
 mod bench;

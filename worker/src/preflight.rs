@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
+use rayon::ThreadPoolBuilder;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::{Invalid, JobSpec};
@@ -13,7 +14,7 @@ use crate::data::{Dataset, Fingerprint, TokenizerSource};
 use crate::error::WorkerError;
 use crate::fail;
 use crate::model::layout::Layout;
-use crate::weights::Weights;
+use crate::weights::{self, Weights};
 
 /// Bytes of a checkpoint per parameter: three arenas of F32.
 const BYTES_PER_PARAMETER: u64 = 12;
@@ -77,7 +78,7 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     // The configuration was checked when it was read, but the number of workers is known only now.
     spec.check().map_err(usage)?;
     let shape = spec.model.resolve().map_err(usage)?;
-    let dataset = Dataset::open(spec, &shape).map_err(WorkerError::from)?;
+    let dataset = weights::dataset(spec, &shape)?;
     let mut ready = Preflight::default();
     if dataset.val.is_none() && spec.train.eval_every != 0 {
         let problem = "evaluation is off: the held-out data is shorter than one sequence";
@@ -100,7 +101,7 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
         Some(dir) => ready.lock = Some(claim(dir, &spec.job.name, bytes)?),
         None => directory::check_room(job_dir, bytes)?,
     }
-    let source = source(spec, job_dir, &mut ready.warnings)?;
+    let source = verified_source(spec, &shape, &layout, job_dir, &mut ready.warnings)?;
     match source {
         Some(path) => resume(spec, &shape, world, &dataset, path, &mut ready)?,
         None => start_afresh(spec, job_dir, &mut ready.warnings)?,
@@ -117,6 +118,48 @@ fn claim(dir: &Path, job: &str, bytes: u64) -> Result<Lock, Refusal> {
     directory::clean(dir).map_err(write)?;
     directory::check_writable(dir, bytes)?;
     Ok(lock)
+}
+
+/// As [`source`], for a job that may have nothing left to train: no worker will read its checkpoint then, so its hashes
+/// are verified here.
+fn verified_source(
+    spec: &JobSpec,
+    shape: &ModelShape,
+    layout: &Layout,
+    job_dir: &Path,
+    warnings: &mut Vec<String>,
+) -> Result<Option<PathBuf>, CheckpointError> {
+    let mut damaged = None;
+    loop {
+        let found = source(spec, job_dir, warnings)?;
+        let Some(path) = found else { return damaged.map_or(Ok(None), Err) };
+        match verify_last(spec, shape, layout, &path) {
+            Err(error @ CheckpointError::Damaged { .. }) if Path::new(&spec.checkpoint.resume) != path => {
+                warnings.push(directory::reject(&path, &error));
+                if path.exists() {
+                    return Err(error);
+                }
+                damaged = Some(error);
+            }
+            result => return result.map(|()| Some(path)),
+        }
+    }
+}
+
+/// Reads all of a checkpoint that has all steps of the job.
+fn verify_last(
+    spec: &JobSpec,
+    shape: &ModelShape,
+    layout: &Layout,
+    path: &Path,
+) -> Result<(), CheckpointError> {
+    if directory::open(path, shape)?.step < spec.train.steps {
+        return Ok(());
+    }
+    let failed = |reason: String| CheckpointError::Read { path: path.into(), reason };
+    let threads = ThreadPoolBuilder::new().build().map_err(|error| failed(error.to_string()))?;
+    let everything = [0..layout.len];
+    checkpoint::read(path, shape, layout, &everything, &threads, &|_| Ok(())).map(drop)
 }
 
 /// The checkpoint that `checkpoint.resume` means. Rejected ones are renamed and reported.

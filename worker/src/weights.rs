@@ -7,10 +7,12 @@
 use std::path::{Path, PathBuf};
 
 use rayon::ThreadPool;
+use xlaunch_data::TOKENIZER_FILE;
 use xlaunch_proto::model::{Arch, ModelSection, ModelShape};
 use xlaunch_proto::spec::{Invalid, JobSpec};
 
 use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, Sink, State, directory};
+use crate::data::{Dataset, TokenizerSource};
 use crate::error::{Result, WorkerError};
 use crate::huggingface::Directory;
 use crate::model::layout::Layout;
@@ -91,6 +93,11 @@ impl Weights {
         Ok(())
     }
 
+    /// The file of the model's tokenizer, if one came with it.
+    fn tokenizer(&self) -> Option<PathBuf> {
+        Some(self.path().join(TOKENIZER_FILE)).filter(|path| path.is_file())
+    }
+
     fn check_shape(&self, wanted: &ModelShape) -> Result<()> {
         let Some(own) = self.shape() else { return Ok(()) };
         match contradiction(own, wanted) {
@@ -107,7 +114,7 @@ impl Weights {
     /// # Errors
     /// A key, or the preset, contradicts the weights.
     pub fn fill_in(&self, spec: &mut JobSpec) -> std::result::Result<(), Invalid> {
-        let Some(own) = self.shape() else { return Ok(()) };
+        let Some(own) = self.shape() else { return spec.model.resolve().map(drop) };
         if spec.model.preset.is_none() {
             complete(&mut spec.model, own);
         }
@@ -116,6 +123,18 @@ impl Weights {
         let problem = format!("{ours} contradicts checkpoint.init: it is {theirs} in {whose}");
         Err(Invalid::new(key, problem, format!("{theirs}, or no such key")))
     }
+}
+
+/// Opens a job's data. If nothing is known about its tokenizer, that of the initial weights is taken.
+pub fn dataset(spec: &JobSpec, shape: &ModelShape) -> Result<Dataset> {
+    let mut dataset = Dataset::open(spec, shape)?;
+    if let Some(init) =
+        spec.checkpoint.init.as_ref().filter(|_| dataset.tokenizer == TokenizerSource::Unknown)
+        && let Some(path) = Weights::open(Path::new(init))?.tokenizer()
+    {
+        dataset.tokenizer = TokenizerSource::File { path, vocab: None };
+    }
+    Ok(dataset)
 }
 
 /// Reads the parameters of a checkpoint into the arena of a model that may have shorter sequences.

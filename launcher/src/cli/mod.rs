@@ -3,6 +3,7 @@
 //! - `status`, `logs`, `stacks`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
 //! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`: call the daemon;
 //! - `generate`, `eval`: use a trained model;
+//! - `data`: prepares text for training, [`mod@data`]; `export`: writes checkpoints as models;
 //! - `daemon`, `agent`: services; `bench`, `doctor`; `gen`: generated files for packages.
 //!
 //! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.
@@ -14,9 +15,11 @@ mod checkpoint;
 mod daemon;
 #[cfg(test)]
 mod daemon_tests;
+mod data;
 mod doctor;
 mod drain;
 mod eval;
+mod export;
 mod r#gen;
 mod generate;
 mod history;
@@ -91,9 +94,14 @@ enum Subcommands {
     Agent(agent::Agent),
     /// Run the node's daemon
     Daemon(daemon::Daemon),
+    /// Prepare text for training, and show prepared data
+    #[command(subcommand)]
+    Data(data::Data),
     /// Measure training, communication, launching and the device
     #[command(subcommand)]
     Bench(bench::Bench),
+    /// Write a checkpoint as a model that other programs load
+    Export(export::Export),
     /// Check the node's GPUs: errors, clocks, links, results, rates
     Doctor(doctor::Doctor),
     /// Continue text with a trained model
@@ -183,6 +191,7 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Agent(options) => return agent::run(&options, trainer).await,
         Run::Daemon(options) => return daemon::run(options).await,
         Run::Bench(bench) => return bench::run(bench, trainer).await,
+        Run::Data(what) => data::run(what),
         Run::Doctor(options) => doctor::run(options).await,
         Run::Generate(options) => generate::run(options, trainer).await,
         Run::Eval(options) => eval::run(options, trainer).await,
@@ -190,6 +199,7 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Logs(options) => logs::run(options).await,
         Run::Stacks(options) => stacks::run(options).await,
         Run::Stop(options) => stop::run(options).await,
+        Run::Export(options) => export::run(options, trainer),
         Run::Checkpoint(options) => checkpoint::run(options).await,
         Run::Submit(options) => submit::run(options, trainer.fill_in).await,
         Run::Jobs(options) => jobs::run(options).await,

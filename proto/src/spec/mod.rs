@@ -59,7 +59,6 @@ impl CommSection {
 impl JobSpec {
     /// Checks all rules that depend on the values only, and returns the first violation.
     pub fn check(&self) -> Result<(), Invalid> {
-        let model = self.model.resolve()?;
         let train = &self.train;
         let at_least_1 = |key, value: usize| match value {
             0 => Err(Invalid::new(key, "0 is out of range".into(), "at least 1".into())),
@@ -72,7 +71,7 @@ impl JobSpec {
         at_least_1("train.batch", train.batch)?;
         at_least_1("train.accumulate", train.accumulate)?;
         at_least_1("data.train", self.data.train.len())?;
-        sizes::check(self, &model)?;
+        self.check_model()?;
         positive_in_fp32("train.lr", train.lr)?;
         positive_in_fp32("train.eps", train.eps)?;
         positive("comm.bucket_mb", self.comm.bucket_mb)?;
@@ -93,13 +92,6 @@ impl JobSpec {
         within("train.clip", train.clip, 0.0, f64::MAX)?;
         within("data.val_fraction", self.data.val_fraction, 0.0, 0.5)?;
         within("checkpoint.every_seconds", self.checkpoint.every_seconds, 0.0, 1e9)?;
-        if self.data.tokenizer == Tokenizer::Bytes && model.vocab < 256 {
-            return Err(Invalid::new(
-                "model.vocab",
-                format!("{} token ids for the byte tokenizer", model.vocab),
-                "at least 256".into(),
-            ));
-        }
         if self.comm.dtype == WireDtype::Bf16 && self.engine.precision.is_some_and(|p| p != Precision::Bf16) {
             return Err(Invalid::new(
                 "comm.dtype",
@@ -119,6 +111,23 @@ impl JobSpec {
                 "engine.precision",
                 "the CPU back end supports fp32 only".into(),
                 "\"fp32\" with engine.device = \"cpu\"".into(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Sizes that are still to be read from weights are checked when they are known.
+    fn check_model(&self) -> Result<(), Invalid> {
+        let model = match self.model.resolve() {
+            Err(_) if self.checkpoint.init.is_some() && self.model.has_open_sizes() => return Ok(()),
+            resolved => resolved?,
+        };
+        sizes::check(self, &model)?;
+        if self.data.tokenizer == Tokenizer::Bytes && model.vocab < 256 {
+            return Err(Invalid::new(
+                "model.vocab",
+                format!("{} token ids for the byte tokenizer", model.vocab),
+                "at least 256".into(),
             ));
         }
         Ok(())
@@ -277,6 +286,17 @@ mod tests {
         assert_eq!(train(r#"{"train": ["a", "b"]}"#).unwrap(), ["a", "b"]);
         let error = train(r#"{"train": 3}"#).unwrap_err().to_string();
         assert!(error.contains("expected a string or a list of strings"), "{error}");
+    }
+
+    #[test]
+    fn sizes_that_are_still_to_be_read_from_weights_are_not_compared_with_the_default_model() {
+        let mut spec = JobSpec::default();
+        spec.model.kv_heads = Some(3);
+        assert_eq!(spec.check().unwrap_err().key, "model.kv_heads");
+        spec.checkpoint.init = Some("model".into());
+        assert_eq!(spec.check(), Ok(()));
+        spec.model.preset = Some("byte-tiny".into());
+        assert_eq!(spec.check().unwrap_err().key, "model.kv_heads");
     }
 
     #[test]

@@ -456,7 +456,9 @@ pub struct CheckpointSection {
     pub resume_changed: bool,
     /// Start afresh in a `dir` that contains checkpoints, which are renamed to `step-<N>.abandoned`; `--overwrite`.
     pub overwrite: bool,
-    /// A model.safetensors file with initial weights, in place of random ones.
+    /// Initial weights, in place of random ones: a model in Hugging Face's layout (a directory with a config.json), a
+    /// checkpoint, a run, or a model.safetensors file of xlaunch. Keys of `[model]` that are not set take their values
+    /// from there, unless there is a `preset` or only a file; `seq` may be smaller.
     pub init: Option<String>,
 }
 

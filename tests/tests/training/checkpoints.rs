@@ -49,7 +49,7 @@ fn run_that_continues_from_an_earlier_step_sets_later_checkpoints_aside() {
     let keep_1 = ["--set", "checkpoint.keep=1", "--set", "checkpoint.every=2"];
     let output = job.run_ok(&[&args(&["--resume=saved/step-00000004"])[..], &keep_1].concat());
     assert!(output.stderr.contains("step-00000008.abandoned"), "{}", output.stderr);
-    assert_eq!(job.metrics()[0]["_step"], 5);
+    assert!(output.stderr.contains("resuming at step 5 "), "{}", output.stderr);
     // What the run began with is kept until another run begins.
     assert_eq!(entries(&job), ["step-00000004", "step-00000008", "step-00000008.abandoned"]);
 }
@@ -84,7 +84,7 @@ fn damaged_checkpoint_is_named_renamed_and_passed_over() {
         for text in ["saved/step-00000008", file, "step-00000008.damaged"] {
             assert!(output.stderr.contains(text), "{text} ({found_by} the start) in {}", output.stderr);
         }
-        assert_eq!(job.metrics()[0]["_step"], 5, "{file}: continued from the one before");
+        assert!(output.stderr.contains("resuming at step 5 "), "{file}: {}", output.stderr);
         assert_eq!(entries(&job), ["step-00000004", "step-00000008", "step-00000008.damaged"], "{file}");
     }
 }
@@ -167,8 +167,9 @@ fn resumed_run_keeps_its_warm_up() {
     let first = wait_for("the first step of the second run", || {
         // Until that has a directory, the newest run is the first one.
         let first = std::fs::read_to_string(job.run_dir().join("metrics.jsonl")).ok()?;
-        let line: serde_json::Value = serde_json::from_str(first.lines().next()?).ok()?;
-        (line["_step"] == 37).then_some(line)
+        // It starts with the steps of the first run before that.
+        let line: serde_json::Value = serde_json::from_str(first.lines().nth(36)?).ok()?;
+        (line["_step"] == 37 && first.lines().nth(40).is_some()).then_some(line)
     });
     drop(process);
     assert_eq!(first["train/lr"].as_f64(), Some(whole[36]));

@@ -8,7 +8,8 @@ use xlaunch_tests::{Job, requirements};
 
 xlaunch_harness::tests! {
     needs requirements::tensorboard:
-    event_file_has_the_values_of_metrics_jsonl;
+    event_file_has_the_values_of_metrics_jsonl,
+    continued_run_is_one_curve;
 }
 
 /// Prints `[step, tag, value]` for every scalar in a directory's event files, one per line.
@@ -22,7 +23,7 @@ for path in glob.glob(sys.argv[1] + "/events.out.tfevents.*"):
 "#;
 
 /// Tags of the event file, and the keys of `metrics.jsonl` with the same values.
-const TAGS: [(&str, &str); 7] = [
+const TAGS: [(&str, &str); 8] = [
     ("train/loss", "train/loss"),
     ("lr", "train/lr"),
     ("train/grad_norm", "train/grad_norm"),
@@ -30,6 +31,7 @@ const TAGS: [(&str, &str); 7] = [
     ("perf/tokens_per_s", "perf/tokens_per_second"),
     ("perf/step_seconds", "perf/step_seconds"),
     ("val/loss", "val/loss"),
+    ("val/bits_per_byte", "val/bits_per_byte"),
 ];
 
 /// Step, tag and value of every scalar.
@@ -52,11 +54,34 @@ fn event_file_has_the_values_of_metrics_jsonl() {
         TAGS.map(|(tag, key)| line[key].as_f64().map(|value| (step.clone(), tag, value)))
     };
     let expected: Vec<_> = metrics.iter().flat_map(of_line).flatten().collect();
-    assert_eq!(expected.len(), 8 * 6 + 2, "{expected:?}");
+    assert_eq!(expected.len(), 8 * 6 + 4, "{expected:?}");
     assert_eq!(found.len(), expected.len(), "{found:?}");
     for (found, (step, tag, value)) in found.iter().zip(expected) {
         assert_eq!((&found[0], &found[1]), (&step, &Value::from(tag)));
         let read = found[2].as_f64().unwrap_or(f64::NAN);
         assert!((read - value).abs() <= value.abs() * 1e-6, "{tag}: {read}, not {value}");
     }
+}
+
+/// Prints the steps of `train/loss` that TensorBoard shows for a directory.
+const ACCUMULATOR: &str = r#"
+import json, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator(sys.argv[1], size_guidance={"scalars": 0})
+events.Reload()
+print(json.dumps([event.step for event in events.Scalars("train/loss")]))
+"#;
+
+fn continued_run_is_one_curve() {
+    let job = Job::new();
+    let settings = ["--set", "observe.tensorboard=true", "--set", "checkpoint.every=5"];
+    job.run_ok(&settings);
+    let resume = format!("--resume={}", job.run_dir().join("checkpoints/step-00000005").display());
+    job.run_ok(&[&settings[..], &[&resume]].concat());
+    let dir = job.run_dir().join("tensorboard");
+    let output =
+        Command::new(requirements::python_path()).args(["-c", ACCUMULATOR]).arg(dir).output().unwrap();
+    let steps: Vec<u64> = serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)));
+    assert_eq!(steps, (1..=8).collect::<Vec<_>>());
 }

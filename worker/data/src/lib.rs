@@ -11,11 +11,15 @@
 //! - the same input gives the same bytes for any number of threads;
 //! - nothing read from a file is allocated before its size is checked.
 
+mod inspect;
 mod manifest;
+mod prepare;
 pub mod shard;
 mod tokenizer;
 
+pub use inspect::{Lengths, Part, Report, inspect};
 pub use manifest::{Manifest, ManifestError, Shard, Split};
+pub use prepare::{Documents, Event, Invalid, MAX_THREADS, Options, PrepareError, Progress, prepare};
 pub use tokenizer::{Decoder, Tokenizer, TokenizerError};
 
 /// File in a prepared directory, a checkpoint and an export that holds the tokenizer.

@@ -15,8 +15,8 @@
 //! Reading (`read`): in blocks, which are hashed as they are read, and passed on one by one. A run may resume with any
 //! number of ranks: each takes what it needs from all files.
 //!
-//! - `manifest`, `state`, `tensors`: the formats of the files; `portion`: what a rank saves; `tokenizer` reads that of a
-//!   checkpoint;
+//! - `manifest`, `state`, `tensors`: the formats of the files; `portion`: what a rank saves; `tokenizer`: reads that of
+//!   a checkpoint;
 //! - `directory`: what a directory of checkpoints contains; `lock`: one job per directory; `retention`: what to delete;
 //! - `write`: a rank's files, and the commit;
 //! - `memory`: snapshots in memory, from which an attempt resumes without reading files.
@@ -59,9 +59,9 @@ pub(crate) use tensors::read_header;
 pub use tokenizer::tokenizer;
 pub use write::Snapshot;
 
-/// Newest version of the directory layout above, with a tokenizer. Without one, version 2 is written, which older builds
-/// read. Version 1, which is still read, has one file of whole moments, `m.<name>` and `v.<name>`, and one hash per
-/// file.
+/// Newest version of the directory layout above, with a tokenizer. Without one, version 2 is written, which older
+/// builds read. Version 1, which is still read, has one file of whole moments, `m.<name>` and `v.<name>`, and one hash
+/// per file.
 pub const VERSION: u32 = 3;
 const VERSION_WITHOUT_TOKENIZER: u32 = 2;
 const MODEL: &str = "model.safetensors";

@@ -156,6 +156,7 @@ pub(crate) fn save_model(dir: &Path, shape: &ModelShape, params: &[f32]) -> Path
     let settings = Settings { layout, portion, ..settings(dir, Retention::default()) };
     let state = State { model: shape.clone(), ..state("run", 10) };
     let mut saver = Saver::with_disk(settings, Box::new(Alone::default()), Arc::new(Real)).unwrap();
+    saver.wait().unwrap();
     saver.begin(snapshot, state, Instant::now());
     saver.wait().unwrap();
     dir.join(name(10))

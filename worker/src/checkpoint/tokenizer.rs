@@ -6,9 +6,7 @@ use xlaunch_data::Tokenizer;
 
 use super::manifest::{self, Checked};
 use super::{CheckpointError, TOKENIZER};
-
-/// The largest `tokenizer.json` that is read.
-const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
+use crate::data::MAX_TOKENIZER_BYTES;
 
 /// The tokenizer of the checkpoint `dir`: that in its `tokenizer.json`, or bytes if its run read files as bytes. `None`
 /// if it is unknown.

@@ -1,7 +1,7 @@
 //! Recognises files that are plainly not what `data.tokenizer` says, by their first bytes. Pure.
 //!
 //! Every byte of any file is a valid token, so without these checks a model would train on an archive, or on text read
-//! as 16-bit ids, and nobody would notice but by its loss.
+//! as 16-bit ids, and only its loss would show that.
 
 use xlaunch_data::shard;
 

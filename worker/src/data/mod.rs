@@ -27,8 +27,8 @@ pub use fingerprint::Fingerprint;
 pub(crate) use loader::read;
 pub use loader::{Batch, Loader, Schedule};
 pub use order::Order;
-pub(crate) use prepared::Prepared;
 pub use prepared::TokenizerSource;
+pub(crate) use prepared::{MAX_TOKENIZER_BYTES, Prepared};
 pub use source::Tokens;
 #[cfg(feature = "fuzzing")]
 pub(crate) use source::open as open_tokens;
@@ -52,12 +52,18 @@ pub enum DataError {
     TooShort { key: &'static str, tokens: u64, seq: usize },
     #[error("{}: this is {what}; {remedy}", path.display())]
     Foreign { path: PathBuf, what: &'static str, remedy: &'static str },
+    #[error(
+        "the training data has changed during the run: it was {before}, is {now}; restore it, or resume with \
+         `--resume-changed`"
+    )]
+    Changed { before: String, now: String },
     #[error("{key}: {source}; run it, or name files, such as `DIR/*.txt`")]
     NotPrepared { key: &'static str, source: ManifestError },
     #[error("{key}: the directory {} must be the only entry", dir.display())]
     SeveralSources { key: &'static str, dir: PathBuf },
     #[error(
-        "model.vocab = {vocab} is below the {needed} token ids of {}; it was prepared again after the job was configured",
+        "model.vocab = {vocab} is below the {needed} token ids of {}; it was prepared again after the job was \
+         configured",
         dir.display()
     )]
     SmallModel { dir: PathBuf, needed: usize, vocab: usize },

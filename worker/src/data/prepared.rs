@@ -13,7 +13,7 @@ use xlaunch_proto::spec::{Invalid, JobSpec};
 use super::{DataError, Tokens, source};
 
 /// The largest tokenizer file that is read: those in use have up to 20 MB.
-const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
+pub(crate) const MAX_TOKENIZER_BYTES: u64 = 256 << 20;
 
 /// A prepared directory.
 #[derive(Clone, Debug)]
@@ -101,7 +101,7 @@ impl Prepared {
 
     /// The file that its tokenizer was written to.
     pub(crate) fn tokenizer(&self) -> TokenizerSource {
-        TokenizerSource::File { path: self.dir.join(TOKENIZER_FILE), vocab: self.manifest.vocab }
+        TokenizerSource::File { path: self.dir.join(TOKENIZER_FILE), vocab: Some(self.manifest.vocab) }
     }
 }
 
@@ -112,9 +112,9 @@ pub enum TokenizerSource {
     Unknown,
     /// Every byte is one token.
     Bytes,
-    /// A `tokenizer.json`, of this many ids.
+    /// A `tokenizer.json`, of this many ids if a manifest beside it says so.
     #[expect(missing_docs, reason = "named after what they are")]
-    File { path: PathBuf, vocab: usize },
+    File { path: PathBuf, vocab: Option<usize> },
 }
 
 impl TokenizerSource {
@@ -128,9 +128,9 @@ impl TokenizerSource {
         let problem = |problem: String| DataError::Format { path: path.clone(), problem };
         let json = self.json()?.unwrap_or_default();
         let tokenizer = Tokenizer::from_json(&json).map_err(|error| problem(error.to_string()))?;
-        match tokenizer.vocab() == *vocab {
-            true => Ok(Some(tokenizer)),
-            false => Err(problem(format!(
+        match vocab.filter(|vocab| *vocab != tokenizer.vocab()) {
+            None => Ok(Some(tokenizer)),
+            Some(vocab) => Err(problem(format!(
                 "it has {} ids, but the manifest beside it says {vocab}; prepare the directory again",
                 tokenizer.vocab()
             ))),

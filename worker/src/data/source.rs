@@ -1,10 +1,11 @@
 //! One logical sequence of token ids over several files.
 //!
 //! Files are read with `pread`, not mapped. The page cache serves both alike, and a file that is truncated during a job
-//! causes an error instead of SIGBUS. A file that is replaced by another one is read to the end of the attempt as it was.
+//! causes an error instead of SIGBUS. A file that is replaced by another one is read to the end of the attempt as it
+//! was.
 //!
-//! Formats of token files are recognised by their content: those with a header are in [`xlaunch_data::shard`], nanoGPT's
-//! has none. Files that are plainly something else are refused: see [`foreign`].
+//! Formats of token files are recognised by their content: those with a header are in [`xlaunch_data::shard`],
+//! nanoGPT's has none. Files that are plainly something else are refused: see [`foreign`].
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -165,8 +166,8 @@ impl Part {
             }
             _ => {
                 let problem = format!(
-                    "it is not the shard that the manifest beside it describes, of {} tokens in {} bytes, but has {bytes} \
-                     bytes; prepare the directory again",
+                    "it is not the shard that the manifest beside it describes, of {} tokens in {} bytes, but has \
+                     {bytes} bytes; prepare the directory again",
                     shard.tokens, shard.bytes
                 );
                 Err(DataError::Format { path, problem })

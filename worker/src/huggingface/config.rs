@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA, RopeScaling, RopeType};
 
 use super::ModelError;
+use super::keys::Keys;
 
 /// Ids that generation starts and stops with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -91,10 +92,10 @@ fn llama(keys: &Keys<'_>) -> Result<ModelShape, ModelError> {
 /// Base and scaling of the rotary embedding: in `rope_parameters` since transformers 5, in `rope_theta` and
 /// `rope_scaling` before.
 fn rotary(keys: &Keys<'_>) -> Result<(f64, Option<RopeScaling>), ModelError> {
-    let tables = [keys.table("rope_parameters")?, keys.table("rope_scaling")?];
     let mut theta = keys.optional_number("rope_theta")?;
     let mut scaling = None;
-    for (name, table) in tables.iter().flatten() {
+    for name in ["rope_parameters", "rope_scaling"] {
+        let Some(table) = keys.table(name)? else { continue };
         let inside = Keys { path: keys.path, values: table };
         let named = |error| nested(error, name);
         inside.only("partial_rotary_factor", &[json!(1.0), json!(1)]).map_err(named)?;
@@ -224,73 +225,6 @@ fn nested(error: ModelError, table: &str) -> ModelError {
             ModelError::Config { path, key: format!("{table}.{key}"), problem }
         }
         other => other,
-    }
-}
-
-/// The keys of a table, with errors that name them. `null` is the same as no key.
-struct Keys<'a> {
-    path: &'a Path,
-    values: &'a Map<String, Value>,
-}
-
-impl<'a> Keys<'a> {
-    fn get(&self, key: &str) -> Option<&'a Value> {
-        self.values.get(key).filter(|value| !value.is_null())
-    }
-
-    fn error(&self, key: &str, problem: String) -> ModelError {
-        ModelError::Config { path: self.path.into(), key: key.into(), problem }
-    }
-
-    /// The value cannot be represented.
-    fn refused(&self, key: &str, reason: &str) -> ModelError {
-        // JSON text escapes control characters.
-        let value = self.values.get(key).unwrap_or(&Value::Null).to_string();
-        let short: String = value.chars().take(100).collect();
-        self.error(key, format!("{short} is not supported: {reason}"))
-    }
-
-    /// Refuses all values but these.
-    fn only(&self, key: &str, accepted: &[Value]) -> Result<(), ModelError> {
-        if self.get(key).is_none_or(|value| accepted.contains(value)) {
-            return Ok(());
-        }
-        let accepted: Vec<String> = accepted.iter().map(ToString::to_string).collect();
-        let reason = match accepted.is_empty() {
-            true => "weights must not be quantized".into(),
-            false => format!("this trainer computes {key} = {}", accepted.join(" or ")),
-        };
-        Err(self.refused(key, &reason))
-    }
-
-    fn size(&self, key: &str, default: usize) -> Result<usize, ModelError> {
-        let Some(value) = self.get(key) else { return Ok(default) };
-        let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
-        size.ok_or_else(|| self.refused(key, "it must be a whole number"))
-    }
-
-    fn number(&self, key: &str, default: f64) -> Result<f64, ModelError> {
-        Ok(self.optional_number(key)?.unwrap_or(default))
-    }
-
-    fn required_number(&self, key: &str) -> Result<f64, ModelError> {
-        self.optional_number(key)?.ok_or_else(|| self.refused(key, "it must be a number"))
-    }
-
-    fn optional_number(&self, key: &str) -> Result<Option<f64>, ModelError> {
-        let Some(value) = self.get(key) else { return Ok(None) };
-        value.as_f64().map(Some).ok_or_else(|| self.refused(key, "it must be a number"))
-    }
-
-    fn flag(&self, key: &str, default: bool) -> Result<bool, ModelError> {
-        let Some(value) = self.get(key) else { return Ok(default) };
-        value.as_bool().ok_or_else(|| self.refused(key, "it must be true or false"))
-    }
-
-    fn table(&self, key: &'static str) -> Result<Option<(&'static str, &'a Map<String, Value>)>, ModelError> {
-        let Some(value) = self.get(key) else { return Ok(None) };
-        let table = value.as_object().ok_or_else(|| self.refused(key, "it must be an object"))?;
-        Ok(Some((key, table)))
     }
 }
 

@@ -67,7 +67,7 @@ pub(super) fn export_in_files(options: &Export, max_file_bytes: u64) -> Result<E
         .map_err(|invalid| CheckpointError::Damaged { path: path.clone(), reason: invalid.to_string() })?;
     let tokenizer = match &options.tokenizer {
         Some(name) => Some(named_tokenizer(name)?),
-        None => own_tokenizer(&path, &state)?,
+        None => checkpoint::tokenizer(&path)?,
     };
     let layout = Layout::new(&state.model);
     let files = card::files(&state, &layout, options.dtype, tokenizer.as_ref())?;
@@ -123,14 +123,4 @@ fn named_tokenizer(name: &str) -> Result<Tokenizer, ModelError> {
             reason: format!("{error}; `bytes`, `gpt2` or the path of a {TOKENIZER_FILE}"),
         }),
     }
-}
-
-/// The tokenizer that the checkpoint's run had, if it is known.
-fn own_tokenizer(path: &Path, state: &State) -> Result<Option<Tokenizer>, ModelError> {
-    let file = path.join(TOKENIZER_FILE);
-    if file.exists() {
-        let read = Tokenizer::from_file(&file);
-        return read.map(Some).map_err(|error| ModelError::Read { path: file, reason: error.to_string() });
-    }
-    Ok((state.spec["data"]["tokenizer"] == "bytes").then(Tokenizer::bytes))
 }

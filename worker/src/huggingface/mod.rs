@@ -5,7 +5,7 @@
 //! DIR/*.safetensors --source--> pieces of the arena          (`checkpoint.init`)
 //! checkpoint --export--> DIR: config, weights, tokenizer, model card
 //! ```
-//! - `config`: `config.json` from and to a [`ModelShape`](xlaunch_proto::model::ModelShape); pure;
+//! - `config`: `config.json` from and to a [`ModelShape`](xlaunch_proto::model::ModelShape), with `keys`; pure;
 //! - `names`: names and shapes of tensors; pure;
 //! - `source`: reads and checks a directory;
 //! - [`export`]: writes one; `destination`: its place, which holds a whole export or none; `writer`: its tensors;
@@ -20,6 +20,9 @@ mod card;
 mod config;
 mod destination;
 pub mod export;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzz;
+mod keys;
 mod names;
 mod source;
 #[cfg(test)]

@@ -300,24 +300,30 @@ fn tensors(path: &Path) -> Vec<(String, String, Vec<usize>, Vec<u8>)> {
 
 type Tensors = Vec<(String, String, Vec<usize>, Vec<u8>)>;
 
-/// Exports a model, and returns a function that reads it after its tensors were changed.
-fn changed(
-    dir: &Path,
-    shape: &ModelShape,
-) -> impl Fn(&dyn Fn(&mut Tensors)) -> Result<Vec<f32>, WorkerError> {
-    let (saved, _) = checkpoint(&dir.join("a"), shape);
-    let output = export(&options(&saved, &dir.join("out"))).unwrap().output;
-    let (shape, path) = (shape.clone(), output.join("model.safetensors"));
-    let original = tensors(&path);
-    move |change| {
-        let mut tensors = original.clone();
+/// An export whose tensors are changed.
+struct Changed {
+    output: PathBuf,
+    shape: ModelShape,
+    original: Tensors,
+}
+
+impl Changed {
+    fn new(dir: &Path, shape: &ModelShape) -> Self {
+        let (saved, _) = checkpoint(&dir.join("a"), shape);
+        let output = export(&options(&saved, &dir.join("out"))).unwrap().output;
+        let original = tensors(&output.join("model.safetensors"));
+        Self { output, shape: shape.clone(), original }
+    }
+
+    fn read(&self, change: &dyn Fn(&mut Tensors)) -> Result<Vec<f32>, WorkerError> {
+        let mut tensors = self.original.clone();
         change(&mut tensors);
         let borrowed: Vec<_> = tensors
             .iter()
             .map(|(name, dtype, shape, bytes)| (&**name, &**dtype, shape.clone(), bytes.clone()))
             .collect();
-        write_tensors(&path, &borrowed);
-        read(&output, &shape)
+        write_tensors(&self.output.join("model.safetensors"), &borrowed);
+        read(&self.output, &self.shape)
     }
 }
 
@@ -325,9 +331,9 @@ fn changed(
 fn files_with_other_tensors_are_refused_by_name() {
     for shape in shapes() {
         let dir = tempfile::tempdir().unwrap();
-        let changed = changed(dir.path(), &shape);
+        let changed = Changed::new(dir.path(), &shape);
         let refused = |what: &str, change: &dyn Fn(&mut Tensors)| {
-            let error = changed(change).unwrap_err();
+            let error = changed.read(change).unwrap_err();
             assert_eq!(error.exit(), ExitCode::Data, "{error}");
             let text = error.to_string();
             assert!(
@@ -335,7 +341,7 @@ fn files_with_other_tensors_are_refused_by_name() {
                 "{what}: {text}"
             );
         };
-        assert!(changed(&|_| {}).is_ok());
+        assert!(changed.read(&|_| {}).is_ok());
         let norm = |tensors: &Tensors| {
             tensors
                 .iter()
@@ -354,7 +360,7 @@ fn files_with_other_tensors_are_refused_by_name() {
             let at = norm(tensors);
             tensors[at].1 = "I32".into();
         });
-        refused("do not match its shape", &|tensors| {
+        refused("invalid shape", &|tensors| {
             let at = norm(tensors);
             tensors[at].1 = "F16".into();
         });
@@ -365,9 +371,9 @@ fn files_with_other_tensors_are_refused_by_name() {
 fn half_precision_base_models_and_derived_tensors_are_read() {
     for shape in shapes() {
         let dir = tempfile::tempdir().unwrap();
-        let changed = changed(dir.path(), &shape);
-        let exact = changed(&|_| {}).unwrap();
-        let halved = changed(&|tensors| {
+        let changed = Changed::new(dir.path(), &shape);
+        let exact = changed.read(&|_| {}).unwrap();
+        let halved = changed.read(&|tensors| {
             for (_, dtype, _, bytes) in tensors.iter_mut() {
                 *dtype = "F16".into();
                 let values = bytes.chunks_exact(4).map(|four| f32::from_le_bytes(four.try_into().unwrap()));
@@ -377,7 +383,7 @@ fn half_precision_base_models_and_derived_tensors_are_read() {
         let halved = halved.unwrap();
         assert!(exact.iter().zip(&halved).all(|(a, b)| f16::from_f32(*a).to_f32() == *b));
         let prefix = super::names::prefix(shape.arch);
-        let base = changed(&|tensors| {
+        let base = changed.read(&|tensors| {
             for (name, ..) in tensors.iter_mut() {
                 *name = name.strip_prefix(prefix).unwrap_or(name).to_owned();
             }
@@ -390,7 +396,7 @@ fn half_precision_base_models_and_derived_tensors_are_read() {
             ));
         });
         assert!(base.unwrap() == exact);
-        let head = changed(&|tensors| {
+        let head = changed.read(&|tensors| {
             let (rows, cols) = (shape.vocab, shape.dim);
             if shape.tied {
                 tensors.push((

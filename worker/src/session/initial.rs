@@ -19,6 +19,7 @@ use xlaunch_proto::spec::JobSpec;
 
 use super::Context;
 use crate::checkpoint::{self, Abandoned, Arena, Memory, Parent, Piece, Portion, State};
+use crate::data::{DataError, Fingerprint};
 use crate::error::{Result, WorkerError};
 use crate::model::layout::Layout;
 use crate::model::{Model, init};
@@ -40,6 +41,8 @@ pub(super) struct Start {
     pub(super) parents: Vec<Parent>,
     /// Of the state, if it was evaluated.
     pub(super) val_loss: Option<f64>,
+    /// What it was trained on.
+    data: Option<Fingerprint>,
 }
 
 /// The state while it is being read.
@@ -130,12 +133,22 @@ pub(super) fn exchange_portions(
 
 impl Start {
     fn after(state: State, run_id: &str) -> Self {
-        let State { step, sequences, run, mut parents, val_loss, .. } = state;
+        let State { step, sequences, run, mut parents, val_loss, data, .. } = state;
         // A restart continues its own run.
         if run != run_id {
             parents.push(Parent { run, step });
         }
-        Self { step, sequences, parents, val_loss }
+        Self { step, sequences, parents, val_loss, data }
+    }
+
+    /// Refuses to go on with other data. Before the first attempt, the preflight check has compared it.
+    pub(super) fn check_data(&self, spec: &JobSpec, now: &Fingerprint) -> Result<()> {
+        match self.data.as_ref().filter(|before| *before != now && !spec.checkpoint.resume_changed) {
+            None => Ok(()),
+            Some(before) => {
+                Err(DataError::Changed { before: before.to_string(), now: now.to_string() }.into())
+            }
+        }
     }
 }
 

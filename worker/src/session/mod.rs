@@ -35,6 +35,7 @@ use crate::optim::AdamW;
 use crate::phase;
 use crate::tracked::Tracked;
 use crate::train::{self, Evaluator, Outcome, Run, Sampler, Stepper, Tracer};
+use crate::weights;
 use device::{Libraries, OpenDevice};
 use initial::{Reading, Start};
 use rendezvous::Meeting;
@@ -77,7 +78,7 @@ pub fn run(environment: &Environment) -> Result<ExitCode> {
 fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let Context { environment, control, spec, job } = *context;
     let shape = spec.model.resolve().map_err(SpecError::from)?;
-    let dataset = Dataset::open(spec, &shape)?;
+    let dataset = weights::dataset(spec, &shape)?;
     let fingerprint = Fingerprint::of(&dataset.train)?;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let layout = Layout::new(&shape);
@@ -110,6 +111,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         Some(bench) if bench.skip_all_reduce => Box::new(SkipAllReduce(collective)),
         _ => collective,
     };
+    start.check_data(spec, &fingerprint).map_err(report)?;
     if job.memory_snapshot.is_some() {
         initial::exchange_portions(&trainer.model, &trainer.optimizer, &mut *collective).map_err(report)?;
     }
@@ -134,16 +136,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         loader: &loader,
         control,
         sampler: trainer.sampler.as_ref(),
-        checkpoints: saving::open(
-            context,
-            &device.backend,
-            &trainer.model,
-            &sharding,
-            &start,
-            &dataset,
-            fingerprint,
-            memory,
-        )?,
+        checkpoints: saving::open(context, &device.backend, &trainer, &start, &dataset, fingerprint, memory)?,
         skips: SkipCount::new(&spec.train),
         first_step: start.step,
         first_sequence: start.sequences,

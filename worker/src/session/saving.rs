@@ -8,14 +8,14 @@ use xlaunch_proto::snapshot::{Identity, SnapshotId};
 use xlaunch_proto::spec::{JobSpec, MemorySnapshots};
 use xlaunch_proto::v1::GetJobReply;
 
-use super::Context;
 use super::initial::Start;
+use super::{Context, Trainer};
 use crate::checkpoint::saver::{self, Saver};
 use crate::checkpoint::{self, Batch, CheckpointError, Memory, Portion, Retention, State, directory};
 use crate::data::{Dataset, Fingerprint};
 use crate::error::{Result, WorkerError};
+use crate::model::BackendHandle;
 use crate::model::layout::Layout;
-use crate::model::{BackendHandle, Model};
 use crate::train::Checkpoints;
 
 /// Opens the memory files that the agent keeps for this rank. `None` if there are none.
@@ -40,8 +40,7 @@ pub(super) fn memory(context: &Context<'_>, layout: &Layout, sharding: &Sharding
 pub(super) fn open(
     context: &Context<'_>,
     backend: &BackendHandle,
-    model: &Model,
-    sharding: &Sharding,
+    trainer: &Trainer,
     start: &Start,
     dataset: &Dataset,
     data: Fingerprint,
@@ -52,7 +51,7 @@ pub(super) fn open(
         return Ok(None);
     }
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
-    let portion = Portion::new(sharding, rank, world);
+    let (model, portion) = (&trainer.model, Portion::new(trainer.optimizer.sharding(), rank, world));
     // On every rank, as all states must say the same version.
     let tokenizer = dataset.tokenizer.json()?;
     let version = checkpoint::version(tokenizer.is_some());

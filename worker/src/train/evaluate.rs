@@ -2,8 +2,8 @@
 //!
 //! The batches of an evaluation are numbered, and rank r of n evaluates batches r, r + n, and so on. So a batch has the
 //! same sequences whatever the number of ranks. Every rank gets the loss of every sequence, and adds them in order in
-//! double precision: the result does not depend on the number of ranks. With `train.eval_tokens`, the number of sequences
-//! does not depend on the size of a batch, either.
+//! double precision: the result does not depend on the number of ranks. With `train.eval_tokens`, the number of
+//! sequences does not depend on the size of a batch, either.
 
 use std::sync::Arc;
 
@@ -46,8 +46,8 @@ impl Evaluator {
         })
     }
 
-    /// The mean loss over the first sequences of `tokens` in file order, as many as the configuration says or there are,
-    /// and the number of tokens in that mean. Every rank calls it and gets the same result.
+    /// The mean loss over the first sequences of `tokens` in file order, as many as the configuration says or there
+    /// are, and the number of tokens in that mean. Every rank calls it and gets the same result.
     pub fn evaluate(
         &self,
         model: &Model,

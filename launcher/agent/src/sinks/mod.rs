@@ -1,5 +1,5 @@
-//! Where the reports of a training job go: the progress line, `metrics.jsonl`, `samples.jsonl`, TensorBoard, the closing
-//! summary.
+//! Where the reports of a training job go: the progress line, `metrics.jsonl`, `samples.jsonl`, TensorBoard, the
+//! closing summary.
 //!
 //! ```text
 //!                               ,-> queue -> thread: Progress      (also takes lines for the user)

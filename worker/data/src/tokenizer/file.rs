@@ -10,6 +10,7 @@ use serde_json::{Map, Value};
 use tokenizers::pipeline::PipelineTokenizer;
 
 use super::Tokens;
+use super::cuts::Cuts;
 
 /// More than any vocabulary in use.
 const MAX_VOCAB_TOKENS: usize = 1 << 22;
@@ -20,14 +21,24 @@ const MAX_VALUES: usize = 1 << 24;
 /// Added tokens that end a text, the first that a file has.
 const END_OF_TEXT: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"];
 /// What files write for a space.
-const METASPACE: char = '\u{2581}';
+pub(super) const METASPACE: char = '\u{2581}';
 
 /// A file that can be used.
 pub(super) struct Opened {
     pub(super) vocab: usize,
     pub(super) end_of_text: Option<u32>,
     pub(super) tokens: Tokens,
-    pub(super) bpe: PipelineTokenizer,
+    pub(super) bpe: Bpe,
+}
+
+/// What encodes.
+#[derive(Clone)]
+pub(super) struct Bpe {
+    /// Texts, and first pieces of texts.
+    pub(super) start: PipelineTokenizer,
+    /// Pieces that continue a text, where that is another: without what is written before a text.
+    pub(super) rest: Option<PipelineTokenizer>,
+    pub(super) cuts: Cuts,
 }
 
 /// Opens the text of a file. The error is the reason.
@@ -36,19 +47,15 @@ pub(super) fn open(json: &str) -> Result<Opened, String> {
     let vocab = check_model(&file)?;
     let added = added_tokens(&file, &vocab)?;
     canonicalize(&mut file)?;
-    let text = serde_json::to_string(&file).map_err(|error| error.to_string())?;
-    let bpe = catch_unwind(|| tokenizers::from_json(&text))
-        .map_err(|_| "not a tokenizer that can be used".to_owned())?
-        .map_err(|error| error.to_string())?;
+    let start = load(&file)?;
     let tokens = tokens(&file, &vocab, &added);
+    let cuts = Cuts::of(&file, vocab.keys().filter_map(|id| tokens.get(*id)));
     let end_of_text = END_OF_TEXT.iter().find_map(|name| {
         let (id, _) = added.iter().find(|(_, token)| token.special && token.content == *name)?;
         Some(*id)
     });
-    // Errors and panics that only an encoding shows.
-    let sample = "A b\u{e9}\u{4e16}\n";
-    catch_unwind(AssertUnwindSafe(|| super::encode(&bpe, sample)))
-        .map_err(|_| "not a tokenizer that can be used".to_owned())?;
+    let rest = if remove_prefix(&mut file) { Some(load(&file)?) } else { None };
+    let bpe = Bpe { start, rest, cuts };
     Ok(Opened { vocab: tokens.ends.len(), end_of_text, tokens, bpe })
 }
 
@@ -184,6 +191,51 @@ fn canonicalize(file: &mut Map<String, Value>) -> Result<(), String> {
         _ => return Err("not a JSON object".into()),
     }
     Ok(())
+}
+
+/// Opens a file in canonical form.
+fn load(file: &Map<String, Value>) -> Result<PipelineTokenizer, String> {
+    const UNUSABLE: &str = "not a tokenizer that can be used";
+    let text = serde_json::to_string(file).map_err(|error| error.to_string())?;
+    let bpe = catch_unwind(|| tokenizers::from_json(&text))
+        .map_err(|_| UNUSABLE.to_owned())?
+        .map_err(|error| error.to_string())?;
+    // Errors and panics that only an encoding shows.
+    let sample = "A b\u{e9}\u{4e16}\n";
+    catch_unwind(AssertUnwindSafe(|| super::encode(&bpe, sample, &mut Vec::new())))
+        .map_err(|_| UNUSABLE.to_owned())?;
+    Ok(bpe)
+}
+
+/// Removes what the normalizers write before a text. Returns whether there was any.
+fn remove_prefix(file: &mut Map<String, Value>) -> bool {
+    let Some(normalizer) = file.get_mut("normalizer").filter(|normalizer| !normalizer.is_null()) else {
+        return false;
+    };
+    match normalizer["type"].as_str() {
+        Some("Sequence") => match normalizer["normalizers"].as_array_mut() {
+            Some(members) => {
+                let count = members.len();
+                members.retain(|member| member["type"] != "Prepend");
+                let removed = count != members.len();
+                members.iter_mut().fold(removed, |changed, member| never_prepend(member) | changed)
+            }
+            None => false,
+        },
+        Some("Prepend") => {
+            *normalizer = Value::Null;
+            true
+        }
+        _ => never_prepend(normalizer),
+    }
+}
+
+fn never_prepend(normalizer: &mut Value) -> bool {
+    let prepends = normalizer["type"] == "MetaspaceNormalizer" && normalizer["prepend"] != "never";
+    if prepends {
+        normalizer["prepend"] = "never".into();
+    }
+    prepends
 }
 
 fn tokens(file: &Map<String, Value>, vocab: &BTreeMap<u32, String>, added: &BTreeMap<u32, Added>) -> Tokens {

@@ -2,10 +2,12 @@
 //!
 //! - `file` checks a `tokenizer.json` and opens it with the crate `tokenizers`;
 //! - `gpt2` writes the `tokenizer.json` of GPT-2 from its ranks, so GPT-2 is encoded by the same code as files;
+//! - `cuts` says where a long text can be cut;
 //! - `decoder` turns ids back into text as they come.
 //!
 //! Special tokens within text are text: only the caller adds ids such as that of `<|endoftext|>`.
 
+pub(crate) mod cuts;
 mod decoder;
 mod file;
 mod gpt2;
@@ -13,16 +15,20 @@ mod gpt2;
 use std::fmt;
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
 use tokenizers::pipeline::{EncodeOptions, Override, PipelineToken, PipelineTokenizer};
 
+use cuts::{Cuts, LONGEST_PIECE, PIECE};
 pub use decoder::Decoder;
+use file::Bpe;
 
 /// A `tokenizer.json` may have this size. Those of the largest vocabularies in use have 35 MB.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 /// Less than GPT-2's `tokenizer.json` has. Smaller files need not be compared with it.
 const MIN_GPT2_BYTES: usize = 1 << 20;
+/// Pieces without a place to cut that take too much memory to be encoded by several threads.
+const LONG_PIECE: usize = 512 << 10;
 /// GPT-2's `<|endoftext|>`.
 const GPT2_END_OF_TEXT: u32 = 50_256;
 
@@ -45,7 +51,9 @@ struct Inner {
     /// A `tokenizer.json`.
     json: String,
     /// `None`: an id is a byte.
-    bpe: Option<PipelineTokenizer>,
+    bpe: Option<Bpe>,
+    /// Encodes [`LONG_PIECE`]s, one at a time: what a thread needs for one is kept for the next.
+    long: OnceLock<Mutex<Bpe>>,
 }
 
 /// The bytes of all tokens, by id.
@@ -116,10 +124,38 @@ impl Tokenizer {
 
     /// The ids of a text. Special tokens within it are text.
     pub fn encode(&self, text: &str) -> Vec<u32> {
-        match &self.inner.bpe {
-            None => text.bytes().map(u32::from).collect(),
-            Some(bpe) => encode(bpe, text),
+        let mut ids = Vec::with_capacity(text.len() / 4);
+        self.encode_part(text, true, &mut ids);
+        ids
+    }
+
+    /// Appends the ids of a part of a text, which was cut where [`Tokenizer::cuts`] says. `first`: the text's start.
+    pub(crate) fn encode_part(&self, text: &str, first: bool, ids: &mut Vec<u32>) {
+        let Some(bpe) = &self.inner.bpe else { return ids.extend(text.bytes().map(u32::from)) };
+        let (mut rest, mut first) = (text, first);
+        while !rest.is_empty() {
+            let piece = next_piece(rest, bpe.cuts);
+            if piece.len() > LONG_PIECE {
+                self.with_long(|bpe| encode_piece(bpe, piece, first, ids));
+            } else {
+                encode_piece(bpe, piece, first, ids);
+            }
+            (rest, first) = (&rest[piece.len()..], false);
         }
+    }
+
+    /// Where texts can be cut without changing their ids.
+    pub(crate) fn cuts(&self) -> Cuts {
+        self.inner.bpe.as_ref().map_or(Cuts::Anywhere, |bpe| bpe.cuts)
+    }
+
+    fn with_long(&self, encode: impl FnOnce(&Bpe)) {
+        let Some(bpe) = &self.inner.bpe else { return };
+        let long = self.inner.long.get_or_init(|| {
+            let copy = file::open(&self.inner.json).map(|opened| Bpe { cuts: bpe.cuts, ..opened.bpe });
+            Mutex::new(copy.unwrap_or_else(|_| bpe.clone()))
+        });
+        encode(&long.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
     /// The bytes of text that an id stands for: not whole characters. `None` for special tokens and unknown ids.
@@ -139,7 +175,7 @@ impl Tokenizer {
     pub fn decode(&self, ids: &[u32]) -> String {
         let Inner { tokens, bpe, .. } = &*self.inner;
         match bpe {
-            Some(bpe) if !tokens.concatenate => bpe.decode(ids, false).unwrap_or_default(),
+            Some(bpe) if !tokens.concatenate => bpe.start.decode(ids, false).unwrap_or_default(),
             _ => {
                 let bytes: Vec<u8> = ids.iter().filter_map(|id| tokens.get(*id)).flatten().copied().collect();
                 String::from_utf8_lossy(&bytes).into_owned()
@@ -170,6 +206,7 @@ impl Tokenizer {
                 tokens,
                 json: json.into(),
                 bpe: Some(bpe),
+                long: OnceLock::new(),
             }),
         })
     }
@@ -187,6 +224,7 @@ impl Tokenizer {
                 tokens,
                 json,
                 bpe: None,
+                long: OnceLock::new(),
             }),
         }
     }
@@ -202,7 +240,9 @@ impl Tokenizer {
                     end_of_text: Some(GPT2_END_OF_TEXT),
                     tokens,
                     json,
-                    bpe: Some(bpe),
+                    // GPT-2's own expression allows more cuts than can be shown for files.
+                    bpe: Some(Bpe { cuts: Cuts::WordEnd, ..bpe }),
+                    long: OnceLock::new(),
                 }),
             },
             Err(reason) => panic!("GPT-2's tokenizer: {reason}"),
@@ -229,19 +269,40 @@ impl Tokens {
     }
 }
 
-#[expect(clippy::panic, reason = "fails only above 4 GiB, and callers cut texts far below that")]
-fn encode(bpe: &PipelineTokenizer, text: &str) -> Vec<u32> {
+/// The longest start of a text that is encoded at once.
+fn next_piece(text: &str, cuts: Cuts) -> &str {
+    let bytes = text.as_bytes();
+    let (mut min, mut limit) = (0, PIECE);
+    while limit < bytes.len() {
+        if let Some(cut) = cuts.last(&bytes[..limit], min) {
+            return &text[..cut];
+        }
+        if limit == LONGEST_PIECE {
+            return &text[..cuts::character_start(bytes, limit)];
+        }
+        (min, limit) = (limit - 1, LONGEST_PIECE.min(limit * 2));
+    }
+    text
+}
+
+fn encode_piece(bpe: &Bpe, piece: &str, first: bool, ids: &mut Vec<u32>) {
+    let pipeline = bpe.rest.as_ref().filter(|_| !first).unwrap_or(&bpe.start);
+    encode(pipeline, piece, ids);
+}
+
+#[expect(clippy::panic, reason = "fails only above 4 GiB, and pieces are far below that")]
+fn encode(pipeline: &PipelineTokenizer, piece: &str, ids: &mut Vec<u32>) {
     let options = EncodeOptions {
         add_special_tokens: false,
         encode_special_tokens: true,
         padding: Override::Off,
         truncation: Override::Off,
     };
-    let mut ids = Vec::with_capacity(text.len() / 4);
-    if let Err(error) = bpe.encode_into(text, &options, &mut ids) {
-        panic!("encoding {} bytes: {error}", text.len());
+    let mut new: Vec<PipelineToken> = Vec::with_capacity(piece.len() / 3);
+    if let Err(error) = pipeline.encode_into(piece, &options, &mut new) {
+        panic!("encoding {} bytes: {error}", piece.len());
     }
-    PipelineToken::cast_slice(&ids).to_vec()
+    ids.extend_from_slice(PipelineToken::cast_slice(&new));
 }
 
 #[cfg(test)]

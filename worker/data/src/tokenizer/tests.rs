@@ -37,6 +37,36 @@ fn tokenizers_come_back_from_their_files() {
 }
 
 #[test]
+fn long_texts_have_the_ids_of_the_whole() {
+    let gpt2 = Tokenizer::gpt2();
+    let words: String = (0..40_000).map(|n| format!("{n} it's  \u{4e16},\n")).collect();
+    let whole = |text: &str| {
+        let mut ids = Vec::new();
+        encode(&gpt2.inner.bpe.as_ref().unwrap().start, text, &mut ids);
+        ids
+    };
+    assert!(words.len() > 4 * PIECE);
+    assert_eq!(gpt2.encode(&words), whole(&words));
+    let spaces = format!("a{}x y", " ".repeat(4 << 20));
+    assert_eq!(gpt2.encode(&spaces), whole(&spaces));
+    let unbroken = "ab".repeat(LONGEST_PIECE);
+    assert_eq!(gpt2.decode(&gpt2.encode(&unbroken)), unbroken);
+}
+
+#[test]
+fn prefix_is_written_before_the_text_alone() {
+    let normalizer = r#"{"type": "Sequence", "normalizers": [
+        {"type": "Prepend", "prepend": "\u2581"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]}"#;
+    let model = r#"{"type": "BPE", "vocab": {"a": 0, "\u2581": 1, "\u2581a": 2}, "merges": ["\u2581 a"]}"#;
+    let json = format!(r#"{{"normalizer": {normalizer}, "model": {model}}}"#);
+    let tokenizer = Tokenizer::from_json(json.as_bytes()).unwrap();
+    assert_eq!(tokenizer.encode("a a"), [2, 2]);
+    let long = "a ".repeat(PIECE);
+    assert_eq!(tokenizer.encode(&long), [&[2].repeat(PIECE)[..], &[1]].concat());
+}
+
+#[test]
 fn decoder_returns_whole_characters() {
     let text = "a\u{e9}\u{4e16}\u{1f980}!";
     for tokenizer in [Tokenizer::bytes(), Tokenizer::gpt2()] {

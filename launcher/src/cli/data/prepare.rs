@@ -1,0 +1,195 @@
+//! `xlaunch data prepare`: options, progress and result.
+
+use std::io::{self, IsTerminal};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueEnum};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use xlaunch_agent::Refusal;
+use xlaunch_data::{Documents, Event, Invalid, Manifest, Options, Progress, Split, Tokenizer};
+use xlaunch_proto::exit::ExitCode;
+
+use super::super::output::{QueryError, print, print_note};
+use super::refusal;
+use crate::render::text::{bytes, columns, escape};
+
+/// Time between lines of progress where stderr is not a terminal.
+const PROGRESS_LINE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Options of `xlaunch data prepare`.
+#[derive(Debug, Args)]
+pub(in crate::cli) struct Prepare {
+    /// Files, directories, globs, or `-` for standard input: text or JSONL, also compressed with gzip or zstd
+    #[arg(value_name = "INPUT", required = true)]
+    inputs: Vec<String>,
+    /// How text becomes ids: bytes, gpt2, or a tokenizer.json
+    #[arg(long, value_name = "bytes|gpt2|FILE.json")]
+    tokenizer: String,
+    /// Directory to write; must be new, empty, or left by an interrupted preparation
+    #[arg(long, value_name = "DIR")]
+    output: PathBuf,
+    /// Where documents end in text: with the file, with the line, or at a separator, in which \n and \t can be written
+    #[arg(long, value_name = "file|line|SEPARATOR", default_value = "file")]
+    documents: String,
+    /// Read all inputs as JSONL with the text in this field [default: `text` of files named .jsonl or .ndjson]
+    #[arg(long, value_name = "NAME")]
+    field: Option<String>,
+    /// Share of documents to hold out for validation
+    #[arg(long, value_name = "SHARE", default_value_t = 0.005)]
+    val: f64,
+    /// Token ids per file, such as 500K or 100M
+    #[arg(long, value_name = "N", default_value = "100M", value_parser = tokens)]
+    shard_tokens: u64,
+    /// What to do with text that is not UTF-8
+    #[arg(long, value_name = "error|replace", default_value = "error")]
+    invalid: InvalidText,
+    /// Replace prepared data in the output directory
+    #[arg(long)]
+    overwrite: bool,
+    /// Number of encoding threads; the result does not depend on it [default: one per CPU]
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+    /// Print the manifest as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum InvalidText {
+    Error,
+    Replace,
+}
+
+pub(super) fn run(options: Prepare) -> Result<ExitCode, QueryError> {
+    let json = options.json;
+    let options = resolve(options)?;
+    let mut display = Display::new(io::stderr().is_terminal());
+    let prepared = xlaunch_data::prepare(&options, &mut |event| display.show(event));
+    display.finish();
+    let manifest = prepared.map_err(refusal)?;
+    let text = match json {
+        true => format!("{:#}\n", serde_json::json!(manifest)),
+        false => table(&options.output, &manifest),
+    };
+    print(text.as_bytes())?;
+    Ok(ExitCode::Done)
+}
+
+fn resolve(options: Prepare) -> Result<Options, QueryError> {
+    let tokenizer = match options.tokenizer.as_str() {
+        "bytes" => Tokenizer::bytes(),
+        "gpt2" => Tokenizer::gpt2(),
+        file => Tokenizer::from_file(Path::new(file)).map_err(|error| {
+            let help = "help: expected bytes, gpt2 or a tokenizer.json";
+            Refusal::new(ExitCode::Usage, format!("--tokenizer: {error}\n{help}"))
+        })?,
+    };
+    let available =
+        || std::thread::available_parallelism().map_or(1, usize::from).min(xlaunch_data::MAX_THREADS);
+    Ok(Options {
+        tokenizer,
+        output: options.output,
+        inputs: options.inputs,
+        documents: match options.documents.as_str() {
+            "file" => Documents::File,
+            "line" => Documents::Line,
+            separator => Documents::Separator(separator.replace("\\n", "\n").replace("\\t", "\t")),
+        },
+        field: options.field,
+        val: options.val,
+        shard_tokens: options.shard_tokens,
+        invalid: match options.invalid {
+            InvalidText::Error => Invalid::Error,
+            InvalidText::Replace => Invalid::Replace,
+        },
+        overwrite: options.overwrite,
+        threads: options.threads.unwrap_or_else(available),
+    })
+}
+
+fn tokens(text: &str) -> Result<u64, String> {
+    let units = [("K", 1000), ("M", 1_000_000), ("G", 1_000_000_000)];
+    let unit = units.iter().find_map(|(unit, factor)| Some((text.strip_suffix(unit)?, *factor)));
+    let (digits, factor) = unit.unwrap_or((text, 1));
+    let number = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(factor));
+    number.filter(|tokens| *tokens > 0).ok_or_else(|| "expected a number such as 500K or 100M".into())
+}
+
+fn table(output: &Path, manifest: &Manifest) -> String {
+    let row = |name: &str, split: &Split| {
+        let count = |number: u64| number.to_string();
+        let shards = split.shards.len().to_string();
+        vec![name.into(), count(split.documents), count(split.bytes), count(split.tokens), shards]
+    };
+    let head = ["split", "documents", "bytes", "tokens", "shards"];
+    let rows = [row("train", &manifest.train), row("val", &manifest.val)];
+    let (output, tokenizer) = (output.display().to_string(), escape(&manifest.tokenizer));
+    format!("{}: tokenizer {tokenizer}, {} ids\n{}", escape(&output), manifest.vocab, columns(&head, &rows))
+}
+
+/// Progress on stderr: a bar on a terminal, lines otherwise.
+struct Display {
+    bar: Option<ProgressBar>,
+    last_line: Instant,
+}
+
+impl Display {
+    fn new(terminal: bool) -> Self {
+        let bar = terminal.then(|| ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr()));
+        Self { bar, last_line: Instant::now() }
+    }
+
+    fn show(&mut self, event: Event) {
+        match (event, &self.bar) {
+            (Event::Note(note), Some(bar)) => bar.suspend(|| print_note(&note)),
+            (Event::Note(note), None) => print_note(&note),
+            (Event::Progress(progress), Some(bar)) => draw(bar, progress),
+            (Event::Progress(progress), None) => {
+                if self.last_line.elapsed() >= PROGRESS_LINE_INTERVAL {
+                    self.last_line = Instant::now();
+                    let size = progress.size.map_or_else(String::new, |size| format!(" of {}", bytes(size)));
+                    print_note(&format!("read {}{size} bytes: {}", bytes(progress.read), written(progress)));
+                }
+            }
+        }
+    }
+
+    fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn draw(bar: &ProgressBar, progress: Progress) {
+    if bar.position() == 0 {
+        let template = match progress.size {
+            Some(_) => "{bar:12.cyan/blue} {bytes}/{total_bytes} {bytes_per_sec} {eta} {wide_msg}",
+            None => "{spinner} {bytes} {bytes_per_sec} {wide_msg}",
+        };
+        bar.set_style(
+            ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()),
+        );
+        if let Some(size) = progress.size {
+            bar.set_length(size);
+        }
+    }
+    bar.set_position(progress.read);
+    bar.set_message(written(progress));
+}
+
+fn written(progress: Progress) -> String {
+    format!("{} documents, {} tokens", bytes(progress.documents), bytes(progress.tokens))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn token_units_are_powers_of_1000() {
+        assert_eq!(["8", "500K", "100M"].map(|text| tokens(text).ok()), [8, 500_000, 100_000_000].map(Some));
+        assert!(["", "0", "-1", "1T", "99999999999999G"].iter().all(|text| tokens(text).is_err()));
+    }
+}

@@ -1,0 +1,86 @@
+//! `xlaunch export`.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use serde_json::json;
+use xlaunch_proto::exit::ExitCode;
+
+use super::output::{QueryError, print, print_note};
+use crate::render::text::escape;
+use crate::trainer::{ExportRequest, Exported, Trainer};
+
+/// Options of `xlaunch export`.
+#[derive(Debug, Args)]
+pub(super) struct Export {
+    /// A checkpoint, a directory of checkpoints, or a run: its newest checkpoint
+    checkpoint: PathBuf,
+    /// Directory to write, which must not exist or be empty
+    #[arg(long, short)]
+    output: PathBuf,
+    /// Layout of the directory
+    #[arg(long, value_enum, default_value_t)]
+    format: Format,
+    /// Element type of the weights
+    #[arg(long, value_enum, default_value_t)]
+    dtype: Dtype,
+    /// Tokenizer in place of the checkpoint's: bytes, gpt2 or the path of a tokenizer.json
+    #[arg(long, value_name = "NAME|FILE")]
+    tokenizer: Option<String>,
+    /// Replace an earlier export
+    #[arg(long)]
+    overwrite: bool,
+    /// Print directory, checkpoint, step, bytes and tokenizer as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+enum Format {
+    /// Hugging Face: config.json, model.safetensors, tokenizer
+    #[default]
+    Hf,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum Dtype {
+    /// As in the checkpoint
+    #[default]
+    Fp32,
+    /// Rounded; half the size
+    Bf16,
+}
+
+/// Exports a checkpoint, and prints the directory.
+pub(super) fn run(options: Export, trainer: Trainer) -> Result<ExitCode, QueryError> {
+    let Export { checkpoint, output, format: Format::Hf, dtype, tokenizer, overwrite, json } = options;
+    let bf16 = dtype == Dtype::Bf16;
+    let exported = (trainer.export)(ExportRequest { checkpoint, output, bf16, tokenizer, overwrite })?;
+    exported.notes.iter().for_each(|note| print_note(&format!("warning: {note}")));
+    if exported.tokenizer.is_none() {
+        print_note(
+            "warning: no tokenizer files were written, as the tokenizer of the data is not known; name it with \
+             `--tokenizer gpt2|bytes|FILE.json`",
+        );
+    }
+    print(text(&exported, json).as_bytes())?;
+    Ok(ExitCode::Done)
+}
+
+fn text(exported: &Exported, as_json: bool) -> String {
+    let Exported { checkpoint, step, output, bytes, tokenizer, .. } = exported;
+    let path = |path: &PathBuf| path.to_string_lossy().into_owned();
+    match as_json {
+        true => {
+            let value = json!({
+                "output": path(output),
+                "checkpoint": path(checkpoint),
+                "step": step,
+                "weights_bytes": bytes,
+                "tokenizer": tokenizer,
+            });
+            format!("{value:#}\n")
+        }
+        false => format!("{}\n", escape(&path(output))),
+    }
+}

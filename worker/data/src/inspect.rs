@@ -1,0 +1,388 @@
+//! `xlaunch data inspect`: reads prepared data or a token file whole, verifies it, and says what it contains.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::manifest::{Manifest, ManifestError, Shard, Split};
+use crate::shard::{self, HEADER_BYTES, Layout};
+use crate::{PrepareError, TOKENIZER_FILE, Tokenizer, TokenizerError};
+
+const READ_BYTES: usize = 1 << 20;
+/// Ids of a sample.
+const SAMPLE_TOKENS: usize = 64;
+
+/// What a directory or a token file contains.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// The argument.
+    pub path: PathBuf,
+    /// The tokenizer's name. For a token file without a `tokenizer.json` beside it, `gpt2` if its ids could be that.
+    pub tokenizer: Option<String>,
+    /// Highest id + 1 of the tokenizer.
+    pub vocab: Option<usize>,
+    /// The id that starts each document.
+    pub end_of_text: Option<u32>,
+    /// `train` and `val`, or the file.
+    pub parts: Vec<Part>,
+}
+
+/// A split of a prepared directory, or a token file.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Part {
+    /// `train`, `val`, or the name of the file.
+    pub name: String,
+    /// Number of shards.
+    pub shards: usize,
+    /// Number of ids.
+    pub tokens: u64,
+    /// Bytes of text, which only a manifest says.
+    pub bytes: Option<u64>,
+    /// Number of documents.
+    pub documents: Option<u64>,
+    /// Ids per document, without the end-of-text id.
+    pub lengths: Option<Lengths>,
+    /// Starts of some documents.
+    pub samples: Vec<String>,
+    /// Whether the contents match the hashes of a manifest. `None` without one.
+    pub verified: Option<bool>,
+}
+
+/// Ids per document.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[expect(missing_docs, reason = "the names say it")]
+pub struct Lengths {
+    pub min: u64,
+    pub median: u64,
+    pub p99: u64,
+    pub max: u64,
+}
+
+/// Reads and verifies a prepared directory or a token file.
+pub fn inspect(path: &Path) -> Result<Report, PrepareError> {
+    match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_dir() => directory(path),
+        Ok(_) => token_file(path),
+        Err(error) => Err(PrepareError::read(path.display(), &error)),
+    }
+}
+
+fn directory(dir: &Path) -> Result<Report, PrepareError> {
+    let manifest = Manifest::read(dir).map_err(|error| match error {
+        ManifestError::Missing { .. } | ManifestError::Read { .. } => PrepareError::Usage(error.to_string()),
+        ManifestError::Version { .. } | ManifestError::Damaged { .. } => {
+            PrepareError::Data(error.to_string())
+        }
+    })?;
+    let tokenizer = tokenizer(dir)?;
+    if (tokenizer.vocab(), tokenizer.end_of_text()) != (manifest.vocab, manifest.end_of_text) {
+        let path = dir.join(TOKENIZER_FILE);
+        let reason = "its vocabulary is not that of the manifest: it was replaced or damaged";
+        return Err(PrepareError::Data(format!("{}: {reason}", path.display())));
+    }
+    let part = |name: &str, split: &Split| {
+        let mut scan = Scan::new(Some(&tokenizer), Some(split.documents), split.tokens);
+        for shard in &split.shards {
+            scan_shard(dir, shard, &manifest, &mut scan)?;
+        }
+        let mut part = scan.part(name, split.shards.len());
+        if part.documents.is_some_and(|documents| documents != split.documents) {
+            let found = part.documents.unwrap_or_default();
+            let reason = format!("{} documents in `{name}`, but {found} end-of-text ids", split.documents);
+            return Err(PrepareError::Data(format!("{}: {reason}", dir.join(Manifest::FILE).display())));
+        }
+        (part.documents, part.bytes, part.verified) = (Some(split.documents), Some(split.bytes), Some(true));
+        Ok(part)
+    };
+    Ok(Report {
+        path: dir.into(),
+        tokenizer: Some(manifest.tokenizer.clone()),
+        vocab: Some(manifest.vocab),
+        end_of_text: manifest.end_of_text,
+        parts: vec![part("train", &manifest.train)?, part("val", &manifest.val)?],
+    })
+}
+
+fn scan_shard(
+    dir: &Path,
+    shard: &Shard,
+    manifest: &Manifest,
+    scan: &mut Scan<'_>,
+) -> Result<(), PrepareError> {
+    let path = dir.join(&shard.name);
+    let damaged = |reason: &str| Err(PrepareError::Data(format!("{}: damaged: {reason}", path.display())));
+    let (file, layout, bytes) = open(&path)?;
+    let Some(layout) = layout else { return damaged("it has no header") };
+    if (bytes, layout.tokens, layout.width) != (shard.bytes, shard.tokens, manifest.width()) {
+        return damaged("its size is not that of the manifest");
+    }
+    let hash = scan.file(&path, file, layout)?;
+    if !hash.eq_ignore_ascii_case(&shard.xxh3_128) {
+        return damaged("its contents do not match the hash of the manifest");
+    }
+    match scan.highest {
+        Some(id) if u64::from(id) >= manifest.vocab as u64 => {
+            damaged(&format!("id {id} is not below the vocabulary's size, {}", manifest.vocab))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn token_file(path: &Path) -> Result<Report, PrepareError> {
+    let (file, layout, bytes) = open(path)?;
+    let layout = match layout {
+        Some(layout) => layout,
+        None if bytes % 2 == 0 => Layout { header: 0, width: 2, tokens: bytes / 2 },
+        None => {
+            let reason = "no header, and its size is not a whole number of 16-bit ids";
+            return Err(PrepareError::Data(format!("{}: not a token file: {reason}", path.display())));
+        }
+    };
+    let beside = path.parent().unwrap_or(Path::new("")).join(TOKENIZER_FILE);
+    let tokenizer = match beside.exists() {
+        true => Some(Tokenizer::from_file(&beside).map_err(unusable)?),
+        false => Some(Tokenizer::gpt2()).filter(|_| layout.width == 2),
+    };
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let mut scan = Scan::new(tokenizer.as_ref(), None, layout.tokens);
+    scan.file(path, file, layout)?;
+    let highest = scan.highest;
+    let mut part = scan.part(&name, 1);
+    // Ids of another tokenizer.
+    let fits = |tokenizer: &Tokenizer| highest.is_none_or(|id| u64::from(id) < tokenizer.vocab() as u64);
+    let tokenizer = tokenizer.filter(fits);
+    if tokenizer.is_none() {
+        part = Part { documents: None, lengths: None, samples: Vec::new(), ..part };
+    }
+    Ok(Report {
+        path: path.into(),
+        tokenizer: tokenizer.as_ref().map(|tokenizer| tokenizer.name().into()),
+        vocab: tokenizer.as_ref().map(Tokenizer::vocab),
+        end_of_text: tokenizer.as_ref().and_then(Tokenizer::end_of_text),
+        parts: vec![part],
+    })
+}
+
+fn tokenizer(dir: &Path) -> Result<Tokenizer, PrepareError> {
+    Tokenizer::from_file(&dir.join(TOKENIZER_FILE)).map_err(unusable)
+}
+
+fn unusable(error: TokenizerError) -> PrepareError {
+    PrepareError::Data(error.to_string())
+}
+
+/// Opens a token file. Returns its size, too.
+fn open(path: &Path) -> Result<(File, Option<Layout>, u64), PrepareError> {
+    let failed = |error: io::Error| match error.kind() {
+        io::ErrorKind::NotFound => PrepareError::Data(format!("{} is missing", path.display())),
+        _ => PrepareError::read(path.display(), &error),
+    };
+    let mut file = File::open(path).map_err(failed)?;
+    let bytes = file.metadata().map_err(failed)?.len();
+    let mut head = Vec::with_capacity(HEADER_BYTES);
+    Read::by_ref(&mut file).take(HEADER_BYTES as u64).read_to_end(&mut head).map_err(failed)?;
+    io::Seek::rewind(&mut file).map_err(failed)?;
+    let layout = shard::layout(&head, bytes)
+        .map_err(|error| PrepareError::Data(format!("{}: {error}", path.display())))?;
+    Ok((file, layout, bytes))
+}
+
+/// Counts the ids of one or more files that follow each other.
+struct Scan<'a> {
+    tokenizer: Option<&'a Tokenizer>,
+    /// Numbers of documents (or ids, without an end-of-text id) at which samples start.
+    sample_at: [u64; 2],
+    tokens: u64,
+    highest: Option<u32>,
+    documents: u64,
+    length: u64,
+    /// Number of documents by length: far fewer than documents.
+    lengths: BTreeMap<u64, u64>,
+    samples: Vec<Vec<u32>>,
+    /// Whether ids belong to the last sample.
+    sampling: bool,
+}
+
+impl<'a> Scan<'a> {
+    fn new(tokenizer: Option<&'a Tokenizer>, documents: Option<u64>, tokens: u64) -> Self {
+        let by_document = tokenizer.is_some_and(|tokenizer| tokenizer.end_of_text().is_some());
+        let count = if by_document { documents.unwrap_or(0) } else { tokens };
+        Self {
+            tokenizer,
+            sample_at: [0, count / 2],
+            tokens: 0,
+            highest: None,
+            documents: 0,
+            length: 0,
+            lengths: BTreeMap::new(),
+            samples: Vec::new(),
+            sampling: !by_document,
+        }
+    }
+
+    /// Returns the file's hash.
+    fn file(&mut self, path: &Path, mut file: File, layout: Layout) -> Result<String, PrepareError> {
+        let (mut hash, mut buffer) = (Xxh3::new(), Vec::with_capacity(READ_BYTES));
+        let mut skip = usize::try_from(layout.header).unwrap_or(usize::MAX);
+        loop {
+            buffer.clear();
+            let read = Read::by_ref(&mut file).take(READ_BYTES as u64).read_to_end(&mut buffer);
+            if read.map_err(|error| PrepareError::read(path.display(), &error))? == 0 {
+                return Ok(format!("{:032x}", hash.digest128()));
+            }
+            hash.update(&buffer);
+            let ids = buffer.get(skip..).unwrap_or_default();
+            skip = 0;
+            match layout.width {
+                2 => ids.chunks_exact(2).for_each(|id| self.id(u16::from_le_bytes([id[0], id[1]]).into())),
+                _ => ids
+                    .chunks_exact(4)
+                    .for_each(|id| self.id(u32::from_le_bytes([id[0], id[1], id[2], id[3]]))),
+            }
+        }
+    }
+
+    fn id(&mut self, id: u32) {
+        self.highest = self.highest.max(Some(id));
+        let end_of_text = self.tokenizer.and_then(Tokenizer::end_of_text);
+        let starts_document = end_of_text == Some(id);
+        if starts_document {
+            self.end_document();
+            self.sampling = self.sample_at.contains(&self.documents);
+            self.documents += 1;
+        } else {
+            self.length += 1;
+        }
+        let starts_sample = match end_of_text {
+            Some(_) => starts_document && self.sampling,
+            None => self.sample_at.contains(&self.tokens),
+        };
+        if starts_sample {
+            self.samples.push(Vec::new());
+        }
+        let sample = self.samples.last_mut().filter(|sample| sample.len() < SAMPLE_TOKENS);
+        if let Some(sample) = sample.filter(|_| self.sampling && !starts_document) {
+            sample.push(id);
+        }
+        self.tokens += 1;
+    }
+
+    fn end_document(&mut self) {
+        if self.documents > 0 {
+            *self.lengths.entry(self.length).or_insert(0) += 1;
+        }
+        self.length = 0;
+    }
+
+    fn part(mut self, name: &str, shards: usize) -> Part {
+        self.end_document();
+        let has_documents = self.tokenizer.is_some_and(|tokenizer| tokenizer.end_of_text().is_some());
+        let decode =
+            |ids: &Vec<u32>| self.tokenizer.map(|tokenizer| tokenizer.decode(ids)).unwrap_or_default();
+        Part {
+            name: name.into(),
+            shards,
+            tokens: self.tokens,
+            documents: has_documents.then_some(self.documents),
+            lengths: quantiles(&self.lengths).filter(|_| has_documents),
+            samples: self.samples.iter().map(decode).collect(),
+            bytes: None,
+            verified: None,
+        }
+    }
+}
+
+fn quantiles(lengths: &BTreeMap<u64, u64>) -> Option<Lengths> {
+    let count: u64 = lengths.values().sum();
+    // The smallest length that at least this share of the documents do not exceed.
+    let at = |share: u64| {
+        let rank = (count * share).div_ceil(100).max(1);
+        let mut below = 0;
+        lengths.iter().find_map(|(length, count)| {
+            below += count;
+            (below >= rank).then_some(*length)
+        })
+    };
+    Some(Lengths { min: at(0)?, median: at(50)?, p99: at(99)?, max: at(100)? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Documents, Invalid, Options, prepare};
+
+    fn prepared(tokenizer: Tokenizer, lines: &str) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let input = dir.path().join("a.txt");
+        fs_err::write(&input, lines).unwrap();
+        let options = Options {
+            tokenizer,
+            output: dir.path().join("out"),
+            inputs: vec![input.display().to_string()],
+            documents: Documents::Line,
+            field: None,
+            val: 0.0,
+            shard_tokens: 150,
+            invalid: Invalid::Error,
+            overwrite: false,
+            threads: 1,
+        };
+        prepare(&options, &mut |_| {}).unwrap();
+        dir
+    }
+
+    #[test]
+    fn counts_lengths_and_samples_of_documents() {
+        // Documents of 1 to 100 ids.
+        let lines: String = (1..=100).map(|length| " a".repeat(length) + "\n").collect();
+        let dir = prepared(Tokenizer::gpt2(), &lines);
+        let report = inspect(&dir.path().join("out")).unwrap();
+        let train = &report.parts[0];
+        assert_eq!((train.documents, train.tokens, train.shards), (Some(100), 5150, 35));
+        assert_eq!(train.lengths, Some(Lengths { min: 1, median: 50, p99: 99, max: 100 }));
+        assert_eq!(train.samples, [" a".to_owned(), " a".repeat(51)]);
+        assert_eq!((train.verified, report.parts[1].tokens), (Some(true), 0));
+        // A document that starts in the shard before is none of the file's.
+        let file = inspect(&dir.path().join("out/train_000001.bin")).unwrap();
+        assert_eq!((file.parts[0].documents, file.parts[0].verified), (Some(16), None));
+        assert_eq!(file.tokenizer.as_deref(), Some("gpt2"));
+    }
+
+    #[test]
+    fn bytes_have_samples_without_documents() {
+        let dir = prepared(Tokenizer::bytes(), "first\nsecond\n");
+        let report = inspect(&dir.path().join("out")).unwrap();
+        let train = &report.parts[0];
+        assert_eq!((train.documents, train.tokens, train.lengths), (Some(2), 11, None));
+        assert_eq!(train.samples, ["first", "second"]);
+    }
+
+    #[test]
+    fn damage_is_found() {
+        let dir = prepared(Tokenizer::gpt2(), &"some words\n".repeat(100));
+        let out = dir.path().join("out");
+        let refusal = || match inspect(&out).unwrap_err() {
+            PrepareError::Data(reason) => reason,
+            other => panic!("{other}"),
+        };
+        let path = out.join("train_000002.bin");
+        let whole = fs_err::read(&path).unwrap();
+        let mut flipped = whole.clone();
+        flipped[1100] ^= 1;
+        fs_err::write(&path, &flipped).unwrap();
+        assert!(refusal().contains("train_000002.bin: damaged: its contents do not match"));
+        fs_err::write(&path, &whole[..whole.len() - 2]).unwrap();
+        assert!(refusal().contains("truncated or damaged"));
+        fs_err::remove_file(&path).unwrap();
+        assert!(refusal().contains("train_000002.bin is missing"));
+        fs_err::write(&path, &whole).unwrap();
+        fs_err::write(out.join(TOKENIZER_FILE), Tokenizer::bytes().to_json()).unwrap();
+        assert!(refusal().contains("not that of the manifest"));
+        fs_err::remove_file(out.join(Manifest::FILE)).unwrap();
+        assert!(matches!(inspect(&out), Err(PrepareError::Usage(reason)) if reason.contains("interrupted")));
+    }
+}

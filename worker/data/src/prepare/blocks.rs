@@ -1,0 +1,150 @@
+//! Cuts the text of an input into blocks, each the work of one encoder. Where it cuts depends on the text alone.
+//!
+//! A block is cut after a delimiter, so that it holds whole documents. A document that is longer than a block is cut
+//! where the tokenizer allows it, and continues in the next block. Since a block starts where the last one ended, the
+//! cuts within a document depend on nothing but that document.
+
+use std::sync::Arc;
+
+use memchr::memmem::Finder;
+
+use super::PrepareError;
+use super::source::Source;
+use crate::tokenizer::cuts::{Cuts, LONGEST_PIECE, character_start};
+
+/// Blocks have about this size.
+const BLOCK_BYTES: usize = 512 << 10;
+/// Bytes at the start of a document by which it goes to train or val. A block never ends before them within a document.
+pub(super) const HASHED_BYTES: usize = 64 << 10;
+/// The longest line of JSONL. It is parsed as a whole.
+const MAX_JSON_LINE_BYTES: usize = 64 << 20;
+/// The longest separator of documents.
+pub(super) const MAX_DELIMITER_BYTES: usize = 1 << 10;
+
+/// How an input is read.
+#[derive(Clone, Debug)]
+pub(super) enum Form {
+    /// Each line is a JSON object.
+    Json,
+    /// Documents end with this, or with the input if it is empty.
+    Text { delimiter: Vec<u8> },
+}
+
+/// A part of an input.
+#[derive(Debug)]
+pub(super) struct Block {
+    pub(super) label: Arc<str>,
+    pub(super) form: Arc<Form>,
+    pub(super) bytes: Vec<u8>,
+    /// Whether it starts within a document.
+    pub(super) continues: bool,
+    /// Where it starts in the input's text.
+    pub(super) offset: u64,
+    /// The number of its first line, from 1.
+    pub(super) line: u64,
+    /// Bytes of the input's file that were read since the block before.
+    pub(super) read: u64,
+}
+
+/// Yields the blocks of an input.
+pub(super) struct Blocks {
+    source: Source,
+    form: Arc<Form>,
+    cuts: Cuts,
+    delimiter: Option<Finder<'static>>,
+    buffer: Vec<u8>,
+    continues: bool,
+    offset: u64,
+    line: u64,
+    read: u64,
+}
+
+impl Blocks {
+    pub(super) fn new(source: Source, form: Form, cuts: Cuts) -> Self {
+        let delimiter = match &form {
+            Form::Json => b"\n".as_slice(),
+            Form::Text { delimiter } => delimiter,
+        };
+        let delimiter = (!delimiter.is_empty()).then(|| Finder::new(delimiter).into_owned());
+        let form = Arc::new(form);
+        Self {
+            source,
+            form,
+            cuts,
+            delimiter,
+            buffer: Vec::new(),
+            continues: false,
+            offset: 0,
+            line: 1,
+            read: 0,
+        }
+    }
+
+    /// The next block; `None` at the end.
+    pub(super) fn next(&mut self) -> Result<Option<Block>, PrepareError> {
+        let (mut limit, mut min) = (BLOCK_BYTES, if self.continues { 0 } else { HASHED_BYTES });
+        loop {
+            self.source.read(limit.saturating_sub(self.buffer.len()), &mut self.buffer)?;
+            let at_end = self.buffer.len() < limit;
+            if let Some(end) = self.last_delimiter() {
+                return Ok(Some(self.take(end, false)));
+            }
+            if at_end {
+                let rest = self.buffer.len();
+                return Ok((rest > 0).then(|| self.take(rest, false)));
+            }
+            // A delimiter may start at the end of the buffer.
+            let partial = self.delimiter.as_ref().map_or(0, |delimiter| delimiter.needle().len() - 1);
+            let text = &self.buffer[..self.buffer.len() - partial];
+            if matches!(*self.form, Form::Json) {
+                if limit >= MAX_JSON_LINE_BYTES {
+                    let (label, line) = (&self.source.label, self.line);
+                    let reason =
+                        format!("{label}:{line}: a line of more than {} MiB", MAX_JSON_LINE_BYTES >> 20);
+                    return Err(PrepareError::Data(reason));
+                }
+                limit *= 2;
+                continue;
+            }
+            if let Some(cut) = self.cuts.last(text, min) {
+                return Ok(Some(self.take(cut, true)));
+            }
+            if text.len() > LONGEST_PIECE {
+                let cut = character_start(text, LONGEST_PIECE);
+                return Ok(Some(self.take(cut, true)));
+            }
+            min = text.len() - 1;
+            limit = (limit * 2).min(LONGEST_PIECE + 1 + partial);
+        }
+    }
+
+    /// Where the last delimiter of the buffer ends. Delimiters do not overlap: they are found from the start.
+    fn last_delimiter(&self) -> Option<usize> {
+        let delimiter = self.delimiter.as_ref()?;
+        let length = delimiter.needle().len();
+        if length == 1 {
+            return memchr::memrchr(delimiter.needle()[0], &self.buffer).map(|start| start + 1);
+        }
+        delimiter.find_iter(&self.buffer).last().map(|start| start + length)
+    }
+
+    fn take(&mut self, end: usize, continued: bool) -> Block {
+        let rest = self.buffer.split_off(end);
+        let bytes = std::mem::replace(&mut self.buffer, rest);
+        let position = self.source.position();
+        let block = Block {
+            label: Arc::clone(&self.source.label),
+            form: Arc::clone(&self.form),
+            continues: std::mem::replace(&mut self.continues, continued),
+            offset: self.offset,
+            line: self.line,
+            read: position - std::mem::replace(&mut self.read, position),
+            bytes,
+        };
+        self.offset += block.bytes.len() as u64;
+        if matches!(*self.form, Form::Json) {
+            self.line += memchr::memchr_iter(b'\n', &block.bytes).count() as u64;
+        }
+        block
+    }
+}

@@ -1,0 +1,34 @@
+//! Why data could not be prepared or inspected.
+
+use std::io;
+use std::path::Path;
+
+/// Messages for users. The variant decides the exit code.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PrepareError {
+    /// The arguments, or files that they name, cannot be used.
+    #[error("{0}")]
+    Usage(String),
+    /// The contents of an input, or of prepared data, are wrong.
+    #[error("{0}")]
+    Data(String),
+    /// A bug.
+    #[error("{0}")]
+    Internal(String),
+}
+
+impl PrepareError {
+    pub(crate) fn read(what: impl std::fmt::Display, error: &io::Error) -> Self {
+        Self::Usage(format!("failed to read {what}: {error}"))
+    }
+
+    pub(crate) fn write(path: &Path, error: &io::Error) -> Self {
+        let help = match error.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+                "\nhelp: free space, or name another directory with --output"
+            }
+            _ => "",
+        };
+        Self::Usage(format!("failed to write {}: {error}{help}", path.display()))
+    }
+}

@@ -1,0 +1,128 @@
+//! Expands arguments to files, in a stable order.
+//!
+//! Directories are searched for files. Those that cannot be meant as text are skipped: hidden ones, caches (tagged with
+//! `CACHEDIR.TAG`) and the output.
+
+use std::collections::HashSet;
+use std::path::{Component, Path, PathBuf};
+
+use walkdir::{DirEntry, WalkDir};
+
+use super::PrepareError;
+
+/// Something to read.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Input {
+    Stdin,
+    File(PathBuf),
+}
+
+/// The files that `arguments` name, in the order of the arguments, each argument's sorted by path; each file once.
+pub(super) fn find(arguments: &[String], output: &Path) -> Result<Vec<Input>, PrepareError> {
+    let (mut inputs, mut seen) = (Vec::new(), HashSet::new());
+    for argument in arguments {
+        let found = match argument.as_str() {
+            "-" => vec![Input::Stdin],
+            argument => files(argument, output)?.into_iter().map(Input::File).collect(),
+        };
+        inputs.extend(found.into_iter().filter(|input| seen.insert(input.clone())));
+    }
+    match inputs.is_empty() {
+        true => Err(PrepareError::Usage("no input: name files, directories, globs, or `-`".into())),
+        false => Ok(inputs),
+    }
+}
+
+fn files(argument: &str, output: &Path) -> Result<Vec<PathBuf>, PrepareError> {
+    let path = Path::new(argument);
+    // A file may have a name that looks like a glob.
+    match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_dir() => walk(path, None, output, argument),
+        Ok(_) => Ok(vec![path.into()]),
+        Err(_) if argument.contains(['*', '?', '[', '{']) => {
+            let glob = path.to_string_lossy();
+            if let Err(error) = fast_glob::validate(glob.as_ref()) {
+                return Err(PrepareError::Usage(format!("`{argument}` is not a valid glob: {error}")));
+            }
+            let wild =
+                |part: &Component<'_>| part.as_os_str().to_string_lossy().contains(['*', '?', '[', '{']);
+            let base: PathBuf = path.components().take_while(|part| !wild(part)).collect();
+            walk(&base, Some(&glob), output, argument)
+        }
+        Err(error) => Err(PrepareError::read(argument, &error)),
+    }
+}
+
+fn walk(
+    base: &Path,
+    glob: Option<&str>,
+    output: &Path,
+    argument: &str,
+) -> Result<Vec<PathBuf>, PrepareError> {
+    // With a glob of no directory, paths must start as it does.
+    let root = if base.as_os_str().is_empty() { Path::new(".") } else { base };
+    let wanted =
+        |entry: &DirEntry| entry.depth() == 0 || !entry.file_type().is_dir() || !skipped(entry, output);
+    let mut files = Vec::new();
+    for entry in WalkDir::new(root).sort_by_file_name().into_iter().filter_entry(wanted) {
+        let entry =
+            entry.map_err(|error| PrepareError::Usage(format!("failed to read {argument}: {error}")))?;
+        let path = match base.as_os_str().is_empty() {
+            true => entry.path().strip_prefix(".").unwrap_or(entry.path()),
+            false => entry.path(),
+        };
+        let hidden = entry.file_name().to_string_lossy().starts_with('.');
+        let matches = match glob {
+            Some(glob) => fast_glob::glob_match(glob, path.as_os_str().as_encoded_bytes()),
+            None => !hidden,
+        };
+        if entry.file_type().is_file() && matches {
+            files.push(path.to_path_buf());
+        }
+    }
+    files.sort();
+    match files.is_empty() {
+        true => Err(PrepareError::Usage(format!("no file matches `{argument}`"))),
+        false => Ok(files),
+    }
+}
+
+fn skipped(entry: &DirEntry, output: &Path) -> bool {
+    entry.file_name().to_string_lossy().starts_with('.')
+        || entry.path().join("CACHEDIR.TAG").is_file()
+        || entry.path().canonicalize().is_ok_and(|path| path == output)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directories_and_globs_skip_caches_hidden_files_and_output() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().canonicalize().unwrap();
+        for file in
+            ["b.txt", "a.txt", "sub/c.txt", ".git/d.txt", ".e.txt", "target/f.txt", "out/g.txt", "h[1]"]
+        {
+            let path = root.join(file);
+            fs_err::create_dir_all(path.parent().unwrap()).unwrap();
+            fs_err::write(path, "x").unwrap();
+        }
+        fs_err::write(root.join("target/CACHEDIR.TAG"), "").unwrap();
+        let names = |arguments: &[&str]| -> Vec<String> {
+            let arguments: Vec<String> =
+                arguments.iter().map(|argument| format!("{}/{argument}", root.display())).collect();
+            let name = |input: Input| match input {
+                Input::Stdin => "-".to_owned(),
+                Input::File(path) => path.strip_prefix(&root).unwrap().display().to_string(),
+            };
+            find(&arguments, &root.join("out")).unwrap().into_iter().map(name).collect()
+        };
+        assert_eq!(names(&["."]), ["a.txt", "b.txt", "h[1]", "sub/c.txt"]);
+        assert_eq!(names(&["sub", "*.txt", "sub/*"]), ["sub/c.txt", ".e.txt", "a.txt", "b.txt"]);
+        assert_eq!(names(&["h[1]", ".git/d.txt"]), ["h[1]", ".git/d.txt"]);
+        let refusal = |argument: &str| find(&[argument.to_owned()], &root).unwrap_err().to_string();
+        assert!(refusal("/nonexistent/a").contains("No such file"));
+        assert!(refusal(&format!("{}/*.md", root.display())).contains("no file matches"));
+    }
+}

@@ -1,0 +1,165 @@
+//! `xlaunch data prepare`: from text to shards.
+//!
+//! ```text
+//! inputs --> reader thread: open, decompress, cut into blocks
+//!              | blocks, numbered, a bounded number of bytes
+//!              v
+//!            encoder threads: check UTF-8, parse JSON, split into documents, encode
+//!              | ids of each block, in any order
+//!              v
+//!            caller's thread: in order, each document to train or val --> shards --> manifest, last
+//! ```
+//! Where blocks are cut depends on the input alone, and blocks are written in order: any number of threads gives the same
+//! bytes. The first error in that order is the one that is reported.
+
+mod blocks;
+mod encode;
+mod error;
+mod inputs;
+mod output;
+mod pipeline;
+mod source;
+mod write;
+
+use std::path::{Path, PathBuf};
+
+use crate::Tokenizer;
+use crate::manifest::Manifest;
+
+pub use error::PrepareError;
+
+/// The most threads that encode: more would wait for the one that reads.
+pub const MAX_THREADS: usize = 64;
+
+/// What to prepare, and how.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Gives the ids.
+    pub tokenizer: Tokenizer,
+    /// The directory that is written.
+    pub output: PathBuf,
+    /// Files, directories, globs, and `-` for standard input.
+    pub inputs: Vec<String>,
+    /// Where documents end in text that is not JSONL.
+    pub documents: Documents,
+    /// The field of JSONL that holds the text. If given, every input is JSONL, otherwise those that their name says.
+    pub field: Option<String>,
+    /// The share of documents that is held out.
+    pub val: f64,
+    /// Ids of a shard.
+    pub shard_tokens: u64,
+    /// What to do with text that is not UTF-8.
+    pub invalid: Invalid,
+    /// Replace a prepared directory.
+    pub overwrite: bool,
+    /// Threads that encode.
+    pub threads: usize,
+}
+
+/// Where documents end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Documents {
+    /// A file is a document.
+    File,
+    /// A line is a document.
+    Line,
+    /// Documents are separated by this text.
+    Separator(String),
+}
+
+/// What to do with text that is not UTF-8.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Invalid {
+    /// Fail.
+    Error,
+    /// Write U+FFFD.
+    Replace,
+}
+
+/// What happens during a preparation.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// Something that the user should know.
+    Note(String),
+    /// A block was written.
+    Progress(Progress),
+}
+
+/// What was read and written so far.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Progress {
+    /// Bytes of the inputs, as they are on disk.
+    pub read: u64,
+    /// Size of all inputs. `None` with standard input.
+    pub size: Option<u64>,
+    /// Documents written.
+    pub documents: u64,
+    /// Ids written.
+    pub tokens: u64,
+}
+
+/// Writes the directory. If it fails, what was written is removed.
+pub fn prepare(options: &Options, report: &mut dyn FnMut(Event)) -> Result<Manifest, PrepareError> {
+    check(options)?;
+    // First: a mistyped input must not cost the data that is replaced.
+    let inputs = inputs::find(&options.inputs, &output::resolved(&options.output))?;
+    let output = output::Output::claim(&options.output, options.overwrite)?;
+    let written = write_all(options, inputs, output.dir(), report);
+    match written.and_then(|manifest| output.complete(&manifest, options).map(|()| manifest)) {
+        Ok(manifest) => Ok(manifest),
+        Err(error) => {
+            output.abandon();
+            Err(error)
+        }
+    }
+}
+
+fn check(options: &Options) -> Result<(), PrepareError> {
+    let usage = |reason: String| Err(PrepareError::Usage(reason));
+    if !(0.0..1.0).contains(&options.val) {
+        return usage(format!("--val: `{}` is not a share of documents; expected 0 to below 1", options.val));
+    }
+    if options.shard_tokens == 0 || options.shard_tokens > crate::shard::MAX_TOKENS {
+        let max = crate::shard::MAX_TOKENS;
+        return usage(format!("--shard-tokens: {} is outside of 1 to {max}", options.shard_tokens));
+    }
+    if !(1..=MAX_THREADS).contains(&options.threads) {
+        return usage(format!("--threads: {} is outside of 1 to {MAX_THREADS}", options.threads));
+    }
+    match &options.documents {
+        Documents::Separator(text) if text.is_empty() || text.len() > blocks::MAX_DELIMITER_BYTES => {
+            usage(format!("--documents: a separator has 1 to {} bytes", blocks::MAX_DELIMITER_BYTES))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn write_all(
+    options: &Options,
+    inputs: Vec<inputs::Input>,
+    dir: &Path,
+    report: &mut dyn FnMut(Event),
+) -> Result<Manifest, PrepareError> {
+    let mut writer = write::Writer::new(dir, &options.tokenizer, options.val, options.shard_tokens);
+    pipeline::run(options, inputs, &mut writer, report)?;
+    let manifest = writer.finish()?;
+    if manifest.train.documents == 0 && manifest.val.documents == 0 {
+        return Err(PrepareError::Data("the inputs contain no documents: all are empty".into()));
+    }
+    if manifest.train.documents == 0 {
+        return Err(PrepareError::Usage(format!(
+            "no document is left to train on: with --val {}, all {} were held out\nhelp: lower --val, or see --documents",
+            options.val, manifest.val.documents
+        )));
+    }
+    if manifest.val.documents == 0 && options.val > 0.0 {
+        report(Event::Note(format!(
+            "no document was held out for validation ({} in all, --val {}); raise --val, or see --documents",
+            manifest.train.documents, options.val
+        )));
+    }
+    Ok(manifest)
+}
+
+#[cfg(test)]
+mod tests;

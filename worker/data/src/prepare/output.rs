@@ -1,0 +1,184 @@
+//! The directory that is written: who may write there, and when it is complete.
+//!
+//! ```text
+//! empty or new --claim--> lock file --> shards, tokenizer.json --complete--> manifest.json, no lock file
+//! ```
+//! - A directory with a manifest is complete. It is replaced only if asked for, and its manifest is removed first.
+//! - A directory with a lock file and no manifest was interrupted, or is being written by a process that holds the lock.
+//! - A directory with anything else is not touched, and nothing is ever deleted but files of these names.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+
+use super::PrepareError;
+use crate::TOKENIZER_FILE;
+use crate::manifest::{Manifest, TRAIN_PREFIX, VAL_PREFIX, is_shard_name};
+use crate::prepare::Options;
+
+const LOCK_FILE: &str = ".prepare.lock";
+const UNFINISHED_MANIFEST: &str = ".manifest.json.tmp";
+
+/// A directory that this process alone writes.
+#[derive(Debug)]
+pub(super) struct Output {
+    dir: PathBuf,
+    /// Whether this process made the directory.
+    created: bool,
+    /// Locked until the process ends.
+    _lock: File,
+}
+
+impl Output {
+    /// Makes the directory and removes what an interrupted preparation left in it.
+    pub(super) fn claim(dir: &Path, overwrite: bool) -> Result<Self, PrepareError> {
+        let failed = |error: io::Error| PrepareError::write(dir, &error);
+        let created = !dir.exists();
+        std::fs::create_dir_all(dir).map_err(failed)?;
+        // Symbolic links are followed once, here.
+        let dir = dir.canonicalize().map_err(failed)?;
+        let interrupted = dir.join(LOCK_FILE).exists();
+        let before = survey(&dir, interrupted, overwrite)?;
+        let lock = lock(&dir)?;
+        // Another process may have come first.
+        let present = survey(&dir, true, overwrite)?;
+        if before.is_empty() && !present.is_empty() && !interrupted {
+            return Err(in_use(&dir));
+        }
+        // The manifest first: from here on the directory is incomplete.
+        for name in present.iter().filter(|name| *name == Manifest::FILE) {
+            remove(&dir, name)?;
+            sync(&dir)?;
+        }
+        for name in present.iter().filter(|name| *name != Manifest::FILE) {
+            remove(&dir, name)?;
+        }
+        Ok(Self { dir, created, _lock: lock })
+    }
+
+    pub(super) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Makes what was written valid: the manifest is the last to appear.
+    pub(super) fn complete(&self, manifest: &Manifest, options: &Options) -> Result<(), PrepareError> {
+        let dir = &self.dir;
+        write_synced(&dir.join(TOKENIZER_FILE), options.tokenizer.to_json().as_bytes())?;
+        sync(dir)?;
+        let json = serde_json::to_string_pretty(manifest)
+            .map_err(|error| PrepareError::Internal(error.to_string()))?;
+        let unfinished = dir.join(UNFINISHED_MANIFEST);
+        write_synced(&unfinished, format!("{json}\n").as_bytes())?;
+        let path = dir.join(Manifest::FILE);
+        std::fs::rename(unfinished, &path).map_err(|error| PrepareError::write(&path, &error))?;
+        sync(dir)?;
+        remove(dir, LOCK_FILE)
+    }
+
+    /// Removes what this process has written. What cannot be removed is left: without a manifest it is not accepted.
+    pub(super) fn abandon(&self) {
+        let _ = std::fs::remove_file(self.dir.join(Manifest::FILE));
+        for entry in std::fs::read_dir(&self.dir).into_iter().flatten().flatten() {
+            if entry.file_name().to_str().is_some_and(|name| is_ours(name) && name != LOCK_FILE) {
+                let _ = std::fs::remove_file(entry.path());
+            }
+        }
+        let _ = std::fs::remove_file(self.dir.join(LOCK_FILE));
+        if self.created {
+            let _ = std::fs::remove_dir(&self.dir);
+        }
+    }
+}
+
+/// The directory itself, if it is named by a symbolic link.
+pub(super) fn resolved(dir: &Path) -> PathBuf {
+    dir.canonicalize().or_else(|_| std::path::absolute(dir)).unwrap_or_else(|_| dir.into())
+}
+
+/// The files that may be removed. An error if the directory must not be written.
+fn survey(dir: &Path, interrupted: bool, overwrite: bool) -> Result<Vec<String>, PrepareError> {
+    let failed = |error: io::Error| PrepareError::read(dir.display(), &error);
+    let refused = |reason: String| Err(PrepareError::Usage(format!("--output {}: {reason}", dir.display())));
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        let name = entry.file_name();
+        let is_file = entry.file_type().map_err(failed)?.is_file();
+        match name.to_str().filter(|name| is_file && is_ours(name)) {
+            Some(LOCK_FILE) => {}
+            Some(name) => names.push(name.to_owned()),
+            None => {
+                return refused(format!(
+                    "the directory contains `{}`, which no preparation writes\nhelp: name a new or empty directory",
+                    name.to_string_lossy().escape_debug()
+                ));
+            }
+        }
+    }
+    if names.iter().any(|name| name == Manifest::FILE) {
+        let Ok(manifest) = Manifest::read(dir) else {
+            return refused(
+                "its manifest.json is not one of prepared data\nhelp: name another directory".into(),
+            );
+        };
+        let listed = |name: &String| {
+            let shards = manifest.train.shards.iter().chain(&manifest.val.shards);
+            !name.ends_with(".bin") || shards.map(|shard| &shard.name).any(|shard| shard == name)
+        };
+        return match (overwrite, names.iter().find(|name| !listed(name))) {
+            (false, _) => refused("it is prepared data already\nhelp: replace it with --overwrite".into()),
+            (true, Some(name)) if !interrupted => refused(format!("its manifest does not name `{name}`")),
+            (true, _) => Ok(names),
+        };
+    }
+    match names.first().filter(|_| !interrupted) {
+        Some(name) => {
+            refused(format!("the directory contains `{name}`, but no manifest\nhelp: name another directory"))
+        }
+        None => Ok(names),
+    }
+}
+
+fn is_ours(name: &str) -> bool {
+    [LOCK_FILE, UNFINISHED_MANIFEST, Manifest::FILE, TOKENIZER_FILE].contains(&name)
+        || [TRAIN_PREFIX, VAL_PREFIX].iter().any(|prefix| is_shard_name(name, prefix))
+}
+
+fn lock(dir: &Path) -> Result<File, PrepareError> {
+    let path = dir.join(LOCK_FILE);
+    let file = OpenOptions::new().write(true).create(true).truncate(false).open(&path);
+    let file = file.map_err(|error| PrepareError::write(&path, &error))?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(in_use(dir)),
+        Err(error) => Err(PrepareError::write(&path, &error.into())),
+    }
+}
+
+fn in_use(dir: &Path) -> PrepareError {
+    PrepareError::Usage(format!(
+        "--output {}: another `xlaunch data prepare` is writing there",
+        dir.display()
+    ))
+}
+
+fn write_synced(path: &Path, contents: &[u8]) -> Result<(), PrepareError> {
+    let write = || {
+        let mut file = File::create(path)?;
+        file.write_all(contents)?;
+        file.sync_all()
+    };
+    write().map_err(|error| PrepareError::write(path, &error))
+}
+
+fn remove(dir: &Path, name: &str) -> Result<(), PrepareError> {
+    let path = dir.join(name);
+    std::fs::remove_file(&path)
+        .map_err(|error| PrepareError::Usage(format!("failed to remove {}: {error}", path.display())))
+}
+
+fn sync(dir: &Path) -> Result<(), PrepareError> {
+    File::open(dir).and_then(|dir| dir.sync_all()).map_err(|error| PrepareError::write(dir, &error))
+}

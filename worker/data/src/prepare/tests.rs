@@ -1,0 +1,313 @@
+use std::collections::BTreeMap;
+use std::io::Write;
+
+use super::*;
+use crate::shard;
+
+/// A directory with inputs, and what is prepared from them in `out`.
+struct Prepared {
+    dir: tempfile::TempDir,
+    options: Options,
+}
+
+impl Prepared {
+    fn new(tokenizer: Tokenizer) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let options = Options {
+            tokenizer,
+            output: dir.path().join("out"),
+            inputs: Vec::new(),
+            documents: Documents::File,
+            field: None,
+            val: 0.0,
+            shard_tokens: 1 << 20,
+            invalid: Invalid::Error,
+            overwrite: false,
+            threads: 2,
+        };
+        Self { dir, options }
+    }
+
+    fn with(mut self, name: &str, contents: impl AsRef<[u8]>) -> Self {
+        let path = self.dir.path().join(name);
+        fs_err::write(&path, contents).unwrap();
+        self.options.inputs.push(path.display().to_string());
+        self
+    }
+
+    fn run(&self) -> Result<(Manifest, Vec<String>), PrepareError> {
+        let mut notes = Vec::new();
+        let manifest = prepare(&self.options, &mut |event| match event {
+            Event::Note(note) => notes.push(note),
+            Event::Progress(_) => {}
+        })?;
+        assert_eq!(Manifest::read(&self.options.output).unwrap(), manifest);
+        Ok((manifest, notes))
+    }
+
+    fn error(&self) -> String {
+        let error = self.run().unwrap_err().to_string();
+        assert!(!self.options.output.join(Manifest::FILE).exists());
+        error
+    }
+
+    fn ids(&self, split: &crate::Split) -> Vec<u32> {
+        let mut ids = Vec::new();
+        for shard in &split.shards {
+            let bytes = fs_err::read(self.options.output.join(&shard.name)).unwrap();
+            let layout = shard::layout(&bytes[..1024], bytes.len() as u64).unwrap().unwrap();
+            assert_eq!((layout.tokens, bytes.len() as u64), (shard.tokens, shard.bytes));
+            let id = |id: &[u8]| id.iter().rev().fold(0, |id, byte| id << 8 | u32::from(*byte));
+            ids.extend(bytes[1024..].chunks(layout.width).map(id));
+        }
+        ids
+    }
+
+    /// The texts of the documents of a split prepared with GPT-2.
+    fn texts(&self, split: &crate::Split) -> Vec<String> {
+        let ids = self.ids(split);
+        assert_eq!(ids.first(), Some(&50_256));
+        ids[1..].split(|id| *id == 50_256).map(|ids| self.options.tokenizer.decode(ids)).collect()
+    }
+
+    fn files(&self) -> BTreeMap<String, Vec<u8>> {
+        let read = |entry: std::fs::DirEntry| {
+            (entry.file_name().into_string().unwrap(), fs_err::read(entry.path()).unwrap())
+        };
+        std::fs::read_dir(&self.options.output).unwrap().map(|entry| read(entry.unwrap())).collect()
+    }
+}
+
+fn gzip(text: &[u8]) -> Vec<u8> {
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    encoder.write_all(text).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn zstd(text: &[u8]) -> Vec<u8> {
+    ruzstd::encoding::compress_to_vec(text, ruzstd::encoding::CompressionLevel::Fastest)
+}
+
+#[test]
+fn documents_start_with_the_end_of_text_id() {
+    let prepared = Prepared::new(Tokenizer::gpt2()).with("b", "hello world").with("a", "x<|endoftext|>y");
+    let (manifest, _) = prepared.run().unwrap();
+    assert_eq!((manifest.train.documents, manifest.train.bytes), (2, 26));
+    assert_eq!(prepared.texts(&manifest.train), ["hello world", "x<|endoftext|>y"]);
+    let bytes = fs_err::read(prepared.options.output.join("train_000001.bin")).unwrap();
+    assert_eq!(bytes[..12], [20_240_520_i32, 1, 13].map(i32::to_le_bytes).concat());
+    let tokenizer = Tokenizer::from_file(&prepared.options.output.join(crate::TOKENIZER_FILE)).unwrap();
+    assert_eq!((tokenizer.name(), manifest.tokenizer.as_str()), ("gpt2", "gpt2"));
+}
+
+#[test]
+fn forms_of_input_give_the_same_documents() {
+    let texts = ["one two", "three\tfour \u{e9}\u{1f980}", "5"];
+    let lines = texts.join("\r\n") + "\n\n";
+    let json: String = texts
+        .iter()
+        .map(|text| format!("{}\n\n", serde_json::json!({"id": {"text": [1]}, "body": text, "z": null})))
+        .collect();
+    let prepared = |name: &str, contents: &[u8], documents: Documents, field: Option<&str>| {
+        let mut prepared = Prepared::new(Tokenizer::gpt2()).with(name, contents);
+        prepared.options.documents = documents;
+        prepared.options.field = field.map(Into::into);
+        let (manifest, _) = prepared.run().unwrap();
+        prepared.texts(&manifest.train)
+    };
+    assert_eq!(prepared("a.txt", lines.as_bytes(), Documents::Line, None), texts);
+    let separated = texts.join("\n--\n");
+    let separator = Documents::Separator("\n--\n".into());
+    assert_eq!(prepared("a.txt", separated.as_bytes(), separator.clone(), None), texts);
+    assert_eq!(prepared("a.jsonl", json.as_bytes(), Documents::File, Some("body")), texts);
+    assert_eq!(prepared("a.gz", &gzip(json.as_bytes()), Documents::File, Some("body")), texts);
+    let named = json.replace("body", "text").replace("\"id\"", "\"i\"");
+    assert_eq!(prepared("a.jsonl.zst", &zstd(named.as_bytes()), Documents::File, None), texts);
+    // Members and frames one after the other.
+    let parts = |compress: fn(&[u8]) -> Vec<u8>| {
+        let (first, second) = separated.as_bytes().split_at(9);
+        [compress(first), compress(second)].concat()
+    };
+    assert_eq!(prepared("a", &parts(gzip), separator.clone(), None), texts);
+    assert_eq!(prepared("a", &parts(zstd), separator, None), texts);
+}
+
+/// Text with short and long documents, one of which has no place to cut for megabytes.
+fn mixed() -> String {
+    let words: String = (0..300_000).map(|n| format!("w{n}, it's\n")).collect();
+    format!("short\u{0}{words}\u{0}\u{0}{}{}end\u{0}last", "x".repeat(700_000), " ".repeat(1_500_000))
+}
+
+#[test]
+fn any_number_of_threads_gives_the_same_bytes() {
+    let mut first = None;
+    for threads in [1, 2, 7] {
+        let mut prepared =
+            Prepared::new(Tokenizer::gpt2()).with("a", mixed()).with("b.gz", gzip(mixed().as_bytes()));
+        prepared.options.documents = Documents::Separator("\u{0}".into());
+        prepared.options.shard_tokens = 100_003;
+        prepared.options.threads = threads;
+        prepared.run().unwrap();
+        let files = prepared.files();
+        assert!(files.len() > 10);
+        assert_eq!(first.get_or_insert_with(|| files.clone()), &files, "{threads} threads");
+    }
+}
+
+#[test]
+fn long_documents_have_the_ids_of_the_whole() {
+    for tokenizer in [Tokenizer::gpt2(), Tokenizer::bytes()] {
+        let mut prepared = Prepared::new(tokenizer.clone()).with("a", mixed());
+        prepared.options.documents = Documents::Separator("\u{0}".into());
+        let (manifest, _) = prepared.run().unwrap();
+        let expected: Vec<u32> = mixed()
+            .split('\u{0}')
+            .filter(|text| !text.is_empty())
+            .flat_map(|text| tokenizer.end_of_text().into_iter().chain(tokenizer.encode(text)))
+            .collect();
+        assert!(prepared.ids(&manifest.train) == expected, "{}", tokenizer.name());
+        assert_eq!(manifest.train.documents, 4);
+        assert_eq!(manifest.train.bytes, mixed().len() as u64 - 4);
+    }
+}
+
+#[test]
+fn copies_of_a_document_are_on_one_side() {
+    let lines: String = (0..2000).map(|n| format!("document {n}\n")).collect();
+    let mut prepared = Prepared::new(Tokenizer::gpt2()).with("a", &lines).with("b", &lines);
+    prepared.options.documents = Documents::Line;
+    prepared.options.val = 0.1;
+    let (manifest, _) = prepared.run().unwrap();
+    assert!((300..500).contains(&manifest.val.documents), "{}", manifest.val.documents);
+    assert_eq!(manifest.train.documents + manifest.val.documents, 4000);
+    let mut counts = BTreeMap::new();
+    for text in prepared.texts(&manifest.val) {
+        *counts.entry(text).or_insert(0) += 1;
+    }
+    assert!(counts.values().all(|count| *count == 2));
+}
+
+#[test]
+fn wrong_text_is_refused_with_its_place() {
+    let prepared = |name: &str, contents: &[u8]| Prepared::new(Tokenizer::gpt2()).with(name, contents);
+    let long = [&b"word ".repeat(200_000), b"\xe9!".as_slice()].concat();
+    let error = prepared("a.txt", &long).error();
+    assert!(error.contains("a.txt: not valid UTF-8 at byte 1000000"), "{error}");
+    let mut replaced = prepared("a.txt", b"caf\xe9!");
+    replaced.options.invalid = Invalid::Replace;
+    let (manifest, _) = replaced.run().unwrap();
+    assert_eq!(replaced.texts(&manifest.train), ["caf\u{fffd}!"]);
+    let line =
+        |line: &str| prepared("a.jsonl", format!("{{\"text\": \"a\"}}\n\n{line}\n").as_bytes()).error();
+    for (text, expected) in [
+        ("{\"text\": \"a\"", "a.jsonl:3: not valid JSONL: EOF"),
+        ("{\"text\": 5}", "a.jsonl:3: not valid JSONL: invalid type: integer `5`, expected a string"),
+        ("[1]", "a.jsonl:3: not valid JSONL: invalid type: sequence, expected an object"),
+        ("{\"a\": 1}", "a.jsonl:3: the object has no field `text`"),
+        ("{\"text\": \"a\"} {}", "a.jsonl:3: not valid JSONL: trailing characters"),
+        ("{\"text\": \"a\", \"text\": \"b\"}", "is there twice"),
+        (&"[".repeat(100_000), "expected an object"),
+        (&format!("{{\"a\": {}", "[".repeat(100_000)), "EOF while parsing"),
+    ] {
+        let error = line(text);
+        assert!(error.contains(expected), "{error}");
+    }
+    // The first error in the order of the input, whichever thread finds one first.
+    let many: String =
+        (0..200_000).map(|n| if n < 100_000 { "{\"text\": \"a\"}\n" } else { "x\n" }).collect();
+    let error = prepared("a.jsonl", many.as_bytes()).error();
+    assert!(error.contains("a.jsonl:100001: "), "{error}");
+    let huge = [b"{\"text\": \"".as_slice(), &b"a".repeat(65 << 20)].concat();
+    let error = prepared("a.jsonl", &huge).error();
+    assert!(error.contains("a.jsonl:1: a line of more than 64 MiB"), "{error}");
+}
+
+#[test]
+fn damaged_compression_is_refused() {
+    let text: String = (0..100_000).map(|n| format!("{n} ")).collect();
+    for (name, whole) in [("gzip", gzip(text.as_bytes())), ("zstd", zstd(text.as_bytes()))] {
+        let cut = Prepared::new(Tokenizer::gpt2()).with("a", &whole[..whole.len() - 20]).error();
+        assert!(cut.contains("damaged or truncated") && cut.contains(name), "{cut}");
+        let mut flipped = whole.clone();
+        flipped[whole.len() / 2] ^= 0x55;
+        let flipped = Prepared::new(Tokenizer::gpt2()).with("a", &flipped);
+        assert!(matches!(flipped.run(), Err(PrepareError::Data(_))), "{name}");
+        assert!(!flipped.options.output.exists(), "what was made is removed");
+    }
+}
+
+#[test]
+fn inputs_without_text_are_noted() {
+    let (_, notes) = Prepared::new(Tokenizer::gpt2()).with("a", "").with("b", "b").run().unwrap();
+    assert!(notes[0].contains("a is empty: skipped"), "{notes:?}");
+    assert!(Prepared::new(Tokenizer::gpt2()).with("a", "").error().contains("no documents"));
+    let mut held_out = Prepared::new(Tokenizer::gpt2()).with("a", "a");
+    held_out.options.val = 0.999_999;
+    assert!(held_out.error().contains("no document is left to train on"));
+    held_out.options.val = 0.000_001;
+    let (_, notes) = held_out.run().unwrap();
+    assert!(notes[0].contains("no document was held out"), "{notes:?}");
+}
+
+#[test]
+fn only_prepared_directories_are_replaced() {
+    let mut prepared = Prepared::new(Tokenizer::bytes()).with("a", "first");
+    let out = prepared.options.output.clone();
+    prepared.run().unwrap();
+    assert!(prepared.run().unwrap_err().to_string().contains("--overwrite"));
+    prepared.options.overwrite = true;
+    prepared.options.inputs = vec!["/nonexistent".into()];
+    prepared.run().unwrap_err();
+    assert!(Manifest::read(&out).is_ok(), "a mistyped input costs nothing");
+    prepared = prepared.with("b", "second");
+    prepared.options.inputs.remove(0);
+    let (manifest, _) = prepared.run().unwrap();
+    assert_eq!(prepared.ids(&manifest.train), b"second".map(u32::from));
+    // A file of the user's is neither removed nor written beside.
+    fs_err::write(out.join("notes.txt"), "mine").unwrap();
+    assert!(prepared.run().unwrap_err().to_string().contains("`notes.txt`"));
+    fs_err::remove_file(out.join("notes.txt")).unwrap();
+    fs_err::write(out.join("train_000002.bin"), "mine").unwrap();
+    assert!(prepared.run().unwrap_err().to_string().contains("does not name `train_000002.bin`"));
+    fs_err::remove_file(out.join(Manifest::FILE)).unwrap();
+    assert!(prepared.run().unwrap_err().to_string().contains("no manifest"));
+    assert_eq!(fs_err::read(out.join("train_000002.bin")).unwrap(), b"mine");
+}
+
+#[test]
+fn leftovers_of_an_interrupted_preparation_are_replaced() {
+    let prepared = Prepared::new(Tokenizer::bytes()).with("a", "text");
+    let out = &prepared.options.output;
+    fs_err::create_dir(out).unwrap();
+    for name in
+        [".prepare.lock", "train_000001.bin", "val_000007.bin", "tokenizer.json", ".manifest.json.tmp"]
+    {
+        fs_err::write(out.join(name), "left").unwrap();
+    }
+    prepared.run().unwrap();
+    let names: Vec<String> = prepared.files().into_keys().collect();
+    assert_eq!(names, ["manifest.json", "tokenizer.json", "train_000001.bin"]);
+    // While another process writes there, it is not touched.
+    let other = Prepared::new(Tokenizer::bytes()).with("a", "text");
+    let claim = output::Output::claim(&other.options.output, false).unwrap();
+    assert!(other.run().unwrap_err().to_string().contains("another `xlaunch data prepare`"));
+    claim.abandon();
+    other.run().unwrap();
+}
+
+#[test]
+fn output_may_be_a_symbolic_link() {
+    let mut prepared = Prepared::new(Tokenizer::bytes()).with("a", "text");
+    let (target, link) = (prepared.dir.path().join("target"), prepared.dir.path().join("link"));
+    fs_err::create_dir(&target).unwrap();
+    fs_err::os::unix::fs::symlink(&target, &link).unwrap();
+    prepared.options.output = link;
+    prepared.run().unwrap();
+    assert!(Manifest::read(&target).is_ok());
+    let dangling = prepared.dir.path().join("dangling");
+    fs_err::os::unix::fs::symlink("/nonexistent/x", &dangling).unwrap();
+    prepared.options.output = dangling;
+    prepared.run().unwrap_err();
+    prepared.options.output = prepared.dir.path().join("a");
+    assert!(prepared.run().unwrap_err().to_string().contains("failed to write"));
+}

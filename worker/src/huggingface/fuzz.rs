@@ -1,0 +1,20 @@
+//! What the fuzz targets call.
+
+use std::path::Path;
+
+use xlaunch_proto::model::ModelShape;
+
+use super::{CONFIG, INDEX, config, source};
+
+/// The shape that a `config.json` describes, and the one read from the configuration that an export writes for it.
+pub(crate) fn config(json: &[u8]) -> Option<(ModelShape, Option<ModelShape>)> {
+    let shape = config::parse(Path::new(CONFIG), json).ok()?;
+    let written = config::write(&shape, config::TokenIds::default(), "float32").to_string();
+    let again = config::parse(Path::new(CONFIG), written.as_bytes()).ok();
+    Some((shape, again))
+}
+
+/// The files that an index names, if it is accepted.
+pub(crate) fn index(json: &[u8]) -> Vec<String> {
+    source::files_of_index(Path::new(INDEX), json).unwrap_or_default().into_keys().collect()
+}

@@ -1,0 +1,74 @@
+//! Typed access to the keys of `config.json`, with errors that name them.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::ModelError;
+
+/// The keys of a table, with errors that name them. `null` is the same as no key.
+pub(super) struct Keys<'a> {
+    /// For messages.
+    pub(super) path: &'a Path,
+    pub(super) values: &'a Map<String, Value>,
+}
+
+impl<'a> Keys<'a> {
+    fn get(&self, key: &str) -> Option<&'a Value> {
+        self.values.get(key).filter(|value| !value.is_null())
+    }
+
+    pub(super) fn error(&self, key: &str, problem: String) -> ModelError {
+        ModelError::Config { path: self.path.into(), key: key.into(), problem }
+    }
+
+    /// The value cannot be represented.
+    pub(super) fn refused(&self, key: &str, reason: &str) -> ModelError {
+        // JSON text escapes control characters.
+        let value = self.values.get(key).unwrap_or(&Value::Null).to_string();
+        let short: String = value.chars().take(100).collect();
+        self.error(key, format!("{short} is not supported: {reason}"))
+    }
+
+    /// Refuses all values but these.
+    pub(super) fn only(&self, key: &str, accepted: &[Value]) -> Result<(), ModelError> {
+        if self.get(key).is_none_or(|value| accepted.contains(value)) {
+            return Ok(());
+        }
+        let accepted: Vec<String> = accepted.iter().map(ToString::to_string).collect();
+        let reason = match accepted.is_empty() {
+            true => "weights must not be quantized".into(),
+            false => format!("this trainer computes {key} = {}", accepted.join(" or ")),
+        };
+        Err(self.refused(key, &reason))
+    }
+
+    pub(super) fn size(&self, key: &str, default: usize) -> Result<usize, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(default) };
+        let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
+        size.ok_or_else(|| self.refused(key, "it must be a whole number"))
+    }
+
+    pub(super) fn number(&self, key: &str, default: f64) -> Result<f64, ModelError> {
+        Ok(self.optional_number(key)?.unwrap_or(default))
+    }
+
+    pub(super) fn required_number(&self, key: &str) -> Result<f64, ModelError> {
+        self.optional_number(key)?.ok_or_else(|| self.refused(key, "it must be a number"))
+    }
+
+    pub(super) fn optional_number(&self, key: &str) -> Result<Option<f64>, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        value.as_f64().map(Some).ok_or_else(|| self.refused(key, "it must be a number"))
+    }
+
+    pub(super) fn flag(&self, key: &str, default: bool) -> Result<bool, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(default) };
+        value.as_bool().ok_or_else(|| self.refused(key, "it must be true or false"))
+    }
+
+    pub(super) fn table(&self, key: &str) -> Result<Option<&'a Map<String, Value>>, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        value.as_object().map(Some).ok_or_else(|| self.refused(key, "it must be an object"))
+    }
+}
