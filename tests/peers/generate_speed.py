@@ -59,7 +59,7 @@ def main():
         rounds = [(ours(), theirs(TOKENS)) for _ in range(ROUNDS)]
     equal = all(mine[0] == other[0] for mine, other in rounds)
     mine, other = (max(speeds) for speeds in zip(*((mine[1], other[1]) for mine, other in rounds)))
-    print(f"{threads} threads, torch {torch.__version__}: xlaunch {mine:.1f} tokens/s, transformers {other:.1f} tokens/s, "
+    print(f"{threads} threads, torch {torch.__version__}: xlaunch {mine:.1f}, transformers {other:.1f} tokens/s: "
           f"{mine / other:.2f}x, goal {GOAL}x; tokens are {'equal' if equal else 'different'}")
     sys.exit(not equal or mine < GOAL * other)
 

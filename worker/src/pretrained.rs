@@ -26,7 +26,7 @@ use crate::model::{BackendHandle, Model};
 use crate::preflight::Refusal;
 
 /// Pieces of weights that wait for the device, of up to 4 MiB each.
-const PIECES_READ_AHEAD: usize = 8;
+const WEIGHTS_READ_AHEAD: usize = 8;
 
 /// Where to compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,7 +129,7 @@ impl Source {
     pub fn load(&self, backend: &BackendHandle, interrupted: &dyn Fn() -> bool) -> Result<Model, Refusal> {
         let model = Model::zeroed(backend, &self.shape).map_err(WorkerError::from)?;
         let not_finite = AtomicBool::new(false);
-        let (sender, pieces) = sync_channel::<Piece>(PIECES_READ_AHEAD);
+        let (sender, pieces) = sync_channel::<Piece>(WEIGHTS_READ_AHEAD);
         let threads = threads()?;
         let result = std::thread::scope(|scope| {
             let not_finite = &not_finite;
@@ -147,7 +147,7 @@ impl Source {
             let pieces = pieces;
             for Piece { at, values, .. } in &pieces {
                 if interrupted() {
-                    return Err(crate::generate::GenerateError::Interrupted.into());
+                    return Err(Refusal::interrupted());
                 }
                 model.write_weights(at, &values).map_err(WorkerError::from)?;
             }

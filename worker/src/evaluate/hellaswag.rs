@@ -15,12 +15,11 @@ use xlaunch_proto::exit::ExitCode;
 
 use super::losses;
 use crate::error::WorkerError;
-use crate::generate::GenerateError;
 use crate::model::{BackendHandle, Model, Rows};
 use crate::preflight::Refusal;
 
 const MAGIC: i32 = 20_240_522;
-const VERSION: i32 = 1;
+const FILE_VERSION: i32 = 1;
 const HEADER_BYTES: usize = 1024;
 const START: u16 = u16::MAX;
 const COMPLETIONS: usize = 4;
@@ -74,8 +73,8 @@ pub fn parse(bytes: &[u8]) -> Result<Vec<Question>, String> {
         return Err(format!("it does not start with {MAGIC}, as HellaSwag files of llm.c do"));
     }
     let version = word(1).unwrap_or(0);
-    if version != VERSION {
-        return Err(format!("format version {version} is not supported; expected {VERSION}"));
+    if version != FILE_VERSION {
+        return Err(format!("format version {version} is not supported; expected {FILE_VERSION}"));
     }
     let said = word(2).and_then(|count| usize::try_from(count).ok()).unwrap_or(0);
     let mut rest = bytes.get(HEADER_BYTES..).ok_or("truncated within its header")?;
@@ -137,7 +136,7 @@ pub fn score(
     let mut correct = 0;
     for questions_of_batch in questions.chunks(BATCH) {
         if interrupted() {
-            return Err(GenerateError::Interrupted.into());
+            return Err(Refusal::interrupted());
         }
         let answers = answers(backend, model, questions_of_batch)?;
         correct += questions_of_batch.iter().zip(answers).filter(|(it, answer)| it.label == *answer).count();
@@ -151,7 +150,8 @@ fn check(questions: &[Question], seq: usize, vocab: usize) -> Result<(), Refusal
         let ids = question.completions.iter().chain([&question.context]).flatten();
         let problem = match ids.max().map(|id| usize::from(*id)) {
             Some(id) if id >= vocab => format!(
-                "contains token id {id}, but the model's vocabulary has {vocab} ids; these files are for GPT-2's tokenizer"
+                "contains token id {id}, but the model's vocabulary has {vocab} ids; these files are for GPT-2's \
+                 tokenizer"
             ),
             _ if length(question) > seq => {
                 format!("has {} tokens, but the model's context has {seq} (model.seq)", length(question))
@@ -204,7 +204,7 @@ mod tests {
 
     fn encode(questions: &[(u16, &[u16], [&[u16]; 4])], count: i32) -> Vec<u8> {
         let mut header = [0_i32; 256];
-        header[..4].copy_from_slice(&[MAGIC, VERSION, count, 100]);
+        header[..4].copy_from_slice(&[MAGIC, FILE_VERSION, count, 100]);
         let mut bytes: Vec<u8> = header.iter().flat_map(|word| word.to_le_bytes()).collect();
         for (index, (label, context, completions)) in questions.iter().enumerate() {
             let mut words = vec![START, 0, u16::try_from(index).unwrap(), *label, 4];

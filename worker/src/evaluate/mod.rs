@@ -18,7 +18,6 @@ use xlaunch_proto::spec::Tokenizer as Format;
 
 use crate::data::{self, DataError, Order, Prepared, Schedule, TokenizerSource, Tokens};
 use crate::error::WorkerError;
-use crate::generate::GenerateError;
 use crate::model::{BackendHandle, Model, Rows};
 use crate::preflight::Refusal;
 
@@ -75,8 +74,8 @@ impl Held {
             if own.to_json() != theirs.to_json() {
                 let (own, theirs) = (own.name(), theirs.name());
                 return Err(refused(format!(
-                    "{dir} was prepared with tokenizer `{theirs}`, but the model has `{own}`: prepare the text with the \
-                     model's"
+                    "{dir} was prepared with tokenizer `{theirs}`, but the model has `{own}`: prepare the text with \
+                     the model's"
                 )));
             }
         }
@@ -103,7 +102,7 @@ pub fn loss(
     let (mut total, mut done) = (0.0, 0);
     for round in 0..windows.div_ceil(batch as u64) {
         if interrupted() {
-            return Err(GenerateError::Interrupted.into());
+            return Err(Refusal::interrupted());
         }
         let read = data::read(&held.tokens, &order, schedule, round).map_err(WorkerError::from)?;
         let losses = losses(backend, model, rows, &read.tokens, &read.targets).map_err(WorkerError::from)?;

@@ -7,8 +7,8 @@
 //! - `batch`: which requests are in the cache, and the steps until each has ended;
 //! - `sample`: draws a token from logits (pure); `text`: stop strings (pure); `command`: `xlaunch generate`.
 //!
-//! The command runs in the launcher's own process: there is one device, nobody else to supervise, and the process ends
-//! with the text. [`generate`] itself takes an open model, so that training can use it too.
+//! The command runs in the launcher's own process: there is one device, no process to supervise, and it ends with the
+//! text. [`generate`] itself takes an open model, so that training can use it too.
 //!
 //! Invariants: the text of a prompt does not depend on other prompts of the batch; what is reported is whole
 //! characters, and ends before a stop string.
@@ -135,7 +135,7 @@ impl From<GenerateError> for Refusal {
     fn from(error: GenerateError) -> Self {
         match error {
             GenerateError::Engine(error) => crate::error::WorkerError::from(error).into(),
-            GenerateError::Interrupted => Self { exit: ExitCode::Signal(2), message: error.to_string() },
+            GenerateError::Interrupted => Self::interrupted(),
             _ => Self { exit: ExitCode::Data, message: error.to_string() },
         }
     }

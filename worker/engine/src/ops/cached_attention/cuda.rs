@@ -12,14 +12,14 @@ use crate::cuda::{Arg, Gpu, Launch, Macro, Source, args, expect, source};
 use crate::error::{EngineError, Result};
 
 /// Threads of a block.
-const THREADS: u32 = 256;
+const CACHED_THREADS: u32 = 256;
 /// Positions whose keys and values a thread fetches together.
 const UNROLL: usize = 4;
 /// Most query heads that a block keeps in registers.
 const MAX_GROUP: usize = 4;
 
 const SOURCE: Source = source!("cached_attention/kernel.cu");
-const NAMES: [&str; 2] = ["cached_attention", "cache_store"];
+const CACHED_KERNELS: [&str; 2] = ["cached_attention", "cache_store"];
 
 /// The kernels loaded so far, by name, head width and query heads of a block.
 #[derive(Debug, Default)]
@@ -31,10 +31,10 @@ pub(crate) fn source_for(width: usize, group: usize) -> (Source, Vec<Macro>, Vec
         Macro::int("WIDTH", width),
         Macro::int("GROUP", group),
         Macro::int("LANES", (width / 8).next_power_of_two()),
-        Macro::int("THREADS", THREADS as usize),
+        Macro::int("THREADS", CACHED_THREADS as usize),
         Macro::int("UNROLL", UNROLL),
     ];
-    (SOURCE, macros, NAMES.to_vec())
+    (SOURCE, macros, CACHED_KERNELS.to_vec())
 }
 
 impl CachedKernels {
@@ -52,13 +52,13 @@ impl CachedKernels {
         let group = group(s);
         let blocks = s.heads / group;
         if !a.distinct {
-            let threads = (s.width / 8 * s.kv_heads).next_multiple_of(32).min(THREADS as usize) as u32;
+            let threads = (s.width / 8 * s.kv_heads).next_multiple_of(32).min(CACHED_THREADS as usize) as u32;
             let args =
                 args![a.qkv, a.rope, a.slots, a.positions, a.keys, a.values, s.heads, s.kv_heads, s.capacity];
             // SAFETY: checked above; slots and positions are within the cache by the operation's contract.
             unsafe { self.launch(gpu, "cache_store", s, Launch::blocks(s.rows, threads), args) }?;
         }
-        let launch = Launch { grid: (s.splits(), blocks, s.rows), block: (THREADS, 1), shared: 0 };
+        let launch = Launch { grid: (s.splits(), blocks, s.rows), block: (CACHED_THREADS, 1), shared: 0 };
         let args = args![
             a.qkv,
             a.rope,

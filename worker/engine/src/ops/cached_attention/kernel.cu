@@ -129,7 +129,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
             int key = base + u * TEAMS + team;
-            if (inside && key <= last) ks[u] = fetch8(keys + key * (i64)WIDTH), vs[u] = fetch8(values + key * (i64)WIDTH);
+            if (!inside || key > last) continue;
+            ks[u] = fetch8(keys + key * (i64)WIDTH);
+            vs[u] = fetch8(values + key * (i64)WIDTH);
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {

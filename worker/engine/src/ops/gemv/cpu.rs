@@ -1,6 +1,6 @@
 //! Matrix-vector multiplication on threads, which split the outputs.
 //!
-//! A dot product is a sum over `LANES` interleaved parts, whatever tile it is computed in, so that tiles of different
+//! A dot product is a sum over `GEMV_LANES` interleaved parts, whatever tile it is computed in, so that tiles of different
 //! sizes give the same bits.
 
 use std::array::from_fn;
@@ -14,7 +14,7 @@ use crate::ops::LinearShape;
 use crate::ops::gelu::cpu::gelu;
 
 /// Partial sums of a dot product: an AVX-512 register.
-const LANES: usize = 16;
+const GEMV_LANES: usize = 16;
 /// Outputs and rows of a tile, whose partial sums stay in registers.
 const TILE_OUTPUTS: usize = 4;
 const TILE_ROWS: usize = 4;
@@ -96,14 +96,14 @@ fn rows_of_tile<const O: usize>(s: LinearShape, x: &[f32], w: &[f32], output: us
 /// The dot products of R rows of x with O rows of w.
 #[inline(always)]
 fn tile<const O: usize, const R: usize>(inputs: usize, x: &[f32], w: &[f32]) -> [[f32; O]; R] {
-    let xs: [(&[[f32; LANES]], &[f32]); R] = from_fn(|r| x[r * inputs..(r + 1) * inputs].as_chunks());
-    let ws: [(&[[f32; LANES]], &[f32]); O] = from_fn(|o| w[o * inputs..(o + 1) * inputs].as_chunks());
-    let mut sums = [[[0.0_f32; LANES]; O]; R];
-    for k in 0..inputs / LANES {
+    let xs: [(&[[f32; GEMV_LANES]], &[f32]); R] = from_fn(|r| x[r * inputs..(r + 1) * inputs].as_chunks());
+    let ws: [(&[[f32; GEMV_LANES]], &[f32]); O] = from_fn(|o| w[o * inputs..(o + 1) * inputs].as_chunks());
+    let mut sums = [[[0.0_f32; GEMV_LANES]; O]; R];
+    for k in 0..inputs / GEMV_LANES {
         for (r, sums) in sums.iter_mut().enumerate() {
             for (o, sums) in sums.iter_mut().enumerate() {
-                for lane in 0..LANES {
-                    sums[lane] = ws[o].0[k][lane].mul_add(xs[r].0[k][lane], sums[lane]);
+                for ((sum, w), x) in sums.iter_mut().zip(&ws[o].0[k]).zip(&xs[r].0[k]) {
+                    *sum = w.mul_add(*x, *sum);
                 }
             }
         }
@@ -111,7 +111,7 @@ fn tile<const O: usize, const R: usize>(inputs: usize, x: &[f32], w: &[f32]) -> 
     from_fn(|r| {
         from_fn(|o| {
             let mut lanes = sums[r][o];
-            let mut width = LANES;
+            let mut width = GEMV_LANES;
             while width > 1 {
                 width /= 2;
                 for lane in 0..width {

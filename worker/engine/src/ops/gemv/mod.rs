@@ -1,7 +1,7 @@
 //! Linear layers of a few rows, as decoding has them: `y = f(x w^T + bias)`, where f is the identity or GELU.
 //!
-//! Reading the weights takes all the time, so each kernel reads them once. A row of y is the same, bit for bit, whatever
-//! the other rows are and however many: a sequence gets the same logits alone and in a batch.
+//! Reading the weights takes all the time, so each kernel reads them once. A row of y is the same, bit for bit,
+//! whatever the other rows are and however many: a sequence gets the same logits alone and in a batch.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;

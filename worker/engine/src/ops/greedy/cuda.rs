@@ -7,7 +7,7 @@ use crate::cuda::{Gpu, KernelFile, Launch, args, expect, source};
 use crate::error::Result;
 
 /// Threads of a block, which has one row.
-const THREADS: u32 = 1024;
+const GREEDY_THREADS: u32 = 1024;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("greedy/kernel.cu"),
@@ -24,5 +24,5 @@ pub(crate) fn run(gpu: &Gpu, a: Greedy<'_>) -> Result<()> {
     expect(a.ids, DType::F32, a.rows);
     let args = args![a.logits, a.tokens, a.positions, a.ids, a.vocab, padded, a.last];
     // SAFETY: checked above.
-    unsafe { gpu.launch("greedy", Launch::blocks(a.rows, THREADS), args) }
+    unsafe { gpu.launch("greedy", Launch::blocks(a.rows, GREEDY_THREADS), args) }
 }
