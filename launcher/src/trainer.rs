@@ -20,20 +20,23 @@ pub(crate) struct Trainer {
     pub(crate) newest_checkpoint: fn(&Path) -> Option<PathBuf>,
     /// The newest complete checkpoint of a run in a directory.
     pub(crate) recover: Recover,
-    /// Continues prompts. Asks between steps whether to stop; gets lines for the user, and passes on updates by the
-    /// numbers of prompt and sample.
-    pub(crate) generate: fn(
-        &GenerateCommand,
-        &dyn Fn() -> bool,
-        &mut dyn FnMut(&str),
-        &mut dyn FnMut(usize, usize, Generated<'_>),
-    ) -> Result<(), Refusal>,
-    /// Measures a trained model. Gets lines for the user, and asks between batches whether to stop.
-    pub(crate) evaluate:
-        fn(&EvaluateCommand, &mut dyn FnMut(&str), &dyn Fn() -> bool) -> Result<Evaluation, Refusal>,
+    /// Continues prompts.
+    pub(crate) generate: GenerateFn,
+    /// Measures a trained model.
+    pub(crate) evaluate: EvaluateFn,
     /// Writes a checkpoint in Hugging Face's layout.
     pub(crate) export: fn(ExportRequest) -> Result<Exported, Refusal>,
 }
+
+/// Asked between steps or batches: whether to stop.
+pub(crate) type Interrupted<'a> = &'a dyn Fn() -> bool;
+/// Gets lines for the user.
+pub(crate) type Note<'a> = &'a mut dyn FnMut(&str);
+/// Gets what happens to the texts, by the numbers of prompt and sample.
+pub(crate) type TextSink<'a> = &'a mut dyn FnMut(usize, usize, Generated<'_>);
+pub(crate) type GenerateFn =
+    fn(&GenerateCommand, Interrupted<'_>, Note<'_>, TextSink<'_>) -> Result<(), Refusal>;
+pub(crate) type EvaluateFn = fn(&EvaluateCommand, Note<'_>, Interrupted<'_>) -> Result<Evaluation, Refusal>;
 
 /// Where to use a trained model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
