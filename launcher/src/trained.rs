@@ -5,13 +5,16 @@ use xlaunch_worker::evaluate as evaluation;
 use xlaunch_worker::generate::{self, Completion, Options, Sampling, Update};
 use xlaunch_worker::pretrained;
 
-use crate::trainer::{Device, EvaluateCommand, Evaluation, GenerateCommand, Generated, HeldOutLoss, Score};
+use crate::trainer::{
+    Device, EvaluateCommand, Evaluation, GenerateCommand, Generated, HeldOutLoss, Interrupted, Note, Score,
+    TextSink,
+};
 
 pub(crate) fn generate(
     command: &GenerateCommand,
-    interrupted: &dyn Fn() -> bool,
-    note: &mut dyn FnMut(&str),
-    sink: &mut dyn FnMut(usize, usize, Generated<'_>),
+    interrupted: Interrupted<'_>,
+    note: Note<'_>,
+    sink: TextSink<'_>,
 ) -> Result<(), Refusal> {
     let GenerateCommand { temperature, top_k, top_p, .. } = *command;
     let options = Options {
@@ -43,8 +46,8 @@ pub(crate) fn generate(
 
 pub(crate) fn evaluate(
     command: &EvaluateCommand,
-    note: &mut dyn FnMut(&str),
-    interrupted: &dyn Fn() -> bool,
+    note: Note<'_>,
+    interrupted: Interrupted<'_>,
 ) -> Result<Evaluation, Refusal> {
     let command = evaluation::Command {
         model: command.model.clone(),

@@ -1,6 +1,5 @@
 //! The operations of decoding on the CPU against plain implementations.
 
-#![expect(clippy::unwrap_used, reason = "a test")]
 #![expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "small numbers")]
 
 mod common;

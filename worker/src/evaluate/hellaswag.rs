@@ -202,7 +202,10 @@ fn answers(backend: &BackendHandle, model: &Model, questions: &[Question]) -> Re
 mod tests {
     use super::*;
 
-    fn encode(questions: &[(u16, &[u16], [&[u16]; 4])], count: i32) -> Vec<u8> {
+    /// Label, context and completions.
+    type Example<'a> = (u16, &'a [u16], [&'a [u16]; 4]);
+
+    fn encode(questions: &[Example<'_>], count: i32) -> Vec<u8> {
         let mut header = [0_i32; 256];
         header[..4].copy_from_slice(&[MAGIC, FILE_VERSION, count, 100]);
         let mut bytes: Vec<u8> = header.iter().flat_map(|word| word.to_le_bytes()).collect();
@@ -218,7 +221,7 @@ mod tests {
         bytes
     }
 
-    const QUESTION: (u16, &[u16], [&[u16]; 4]) = (2, &[5, 6], [&[1], &[2, 3], &[4, 4, 4], &[9]]);
+    const QUESTION: Example<'_> = (2, &[5, 6], [&[1], &[2, 3], &[4, 4, 4], &[9]]);
 
     #[test]
     fn questions_are_read() {
