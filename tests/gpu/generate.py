@@ -56,7 +56,7 @@ def ours(binary, path, texts, tokens, precision):
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"FAIL xlaunch generate: exit code {done.returncode}: {done.stderr}")
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in done.stdout.split("\n")[:-1]]
     return found, sum(it["tokens"] for it in found) / max(it["seconds"] for it in found)
 
 

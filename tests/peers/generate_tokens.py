@@ -55,7 +55,8 @@ def main():
         if done.returncode != 0:
             sys.exit(f"{name}: exit code {done.returncode}: {done.stderr}")
         equal = 0
-        for text, line in zip(texts, done.stdout.splitlines()):
+        # Not splitlines, which also cuts at characters within a text.
+        for text, line in zip(texts, done.stdout.split("\n")):
             ids = torch.tensor([byte_vocabulary.encode(text)])
             with torch.no_grad():
                 out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False,
