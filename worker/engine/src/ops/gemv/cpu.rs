@@ -1,7 +1,7 @@
 //! Matrix-vector multiplication on threads, which split the outputs.
 //!
-//! A dot product is a sum over `GEMV_LANES` interleaved parts, whatever tile it is computed in, so that tiles of different
-//! sizes give the same bits.
+//! A dot product is a sum over `GEMV_LANES` interleaved parts, whatever tile it is computed in, so that tiles of
+//! different sizes give the same bits.
 
 use std::array::from_fn;
 
