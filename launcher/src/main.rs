@@ -3,7 +3,7 @@
 //!
 //! - [`cli`]: subcommands and torchrun's flags; [`client`]: gRPC clients of agents and the daemon; [`render`]: tables;
 //! - [`mod@bench`]: the measurements of `xlaunch bench`; [`report`]: training runs as a page;
-//! - [`trainer`]: functions of the worker crate, which is named only in this file.
+//! - [`trainer`]: functions of the worker crate, which is named only in this file and in `trained`.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -11,6 +11,7 @@ mod cli;
 mod client;
 mod render;
 mod report;
+mod trained;
 mod trainer;
 
 use std::any::Any;
@@ -32,7 +33,8 @@ fn main() -> ExitCode {
         return xlaunch_worker::main().into();
     }
     let newest_checkpoint = xlaunch_worker::newest_checkpoint;
-    cli::main(Trainer { fill_in, preflight, newest_checkpoint, recover, export }).into()
+    let (generate, evaluate) = (trained::generate, trained::evaluate);
+    cli::main(Trainer { fill_in, preflight, newest_checkpoint, recover, export, generate, evaluate }).into()
 }
 
 fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use xlaunch_agent::Refusal;
 use xlaunch_agent::environment::{DataSet, Parent};
 use xlaunch_agent::workload::trainer::Recover;
-use xlaunch_proto::spec::{Invalid, JobSpec};
+use xlaunch_proto::spec::{Invalid, JobSpec, Precision};
 
 /// These run in the launcher's process.
 #[derive(Clone, Copy, Debug)]
@@ -22,8 +22,97 @@ pub(crate) struct Trainer {
     pub(crate) newest_checkpoint: fn(&Path) -> Option<PathBuf>,
     /// The newest complete checkpoint of a run in a directory.
     pub(crate) recover: Recover,
+    /// Continues prompts.
+    pub(crate) generate: GenerateFn,
+    /// Measures a trained model.
+    pub(crate) evaluate: EvaluateFn,
     /// Writes a checkpoint in Hugging Face's layout.
     pub(crate) export: fn(ExportRequest) -> Result<Exported, Refusal>,
+}
+
+/// Asked between steps or batches: whether to stop.
+pub(crate) type Interrupted<'a> = &'a dyn Fn() -> bool;
+/// Gets lines for the user.
+pub(crate) type Note<'a> = &'a mut dyn FnMut(&str);
+/// Gets what happens to the texts, by the numbers of prompt and sample.
+pub(crate) type TextSink<'a> = &'a mut dyn FnMut(usize, usize, Generated<'_>);
+pub(crate) type GenerateFn =
+    fn(&GenerateCommand, Interrupted<'_>, Note<'_>, TextSink<'_>) -> Result<(), Refusal>;
+pub(crate) type EvaluateFn = fn(&EvaluateCommand, Note<'_>, Interrupted<'_>) -> Result<Evaluation, Refusal>;
+
+/// Where to use a trained model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Device {
+    Auto,
+    Cuda,
+    Cpu,
+}
+
+/// `xlaunch generate`.
+#[derive(Clone, Debug)]
+pub(crate) struct GenerateCommand {
+    pub(crate) model: PathBuf,
+    pub(crate) tokenizer: Option<String>,
+    pub(crate) prompts: Vec<String>,
+    pub(crate) samples: usize,
+    pub(crate) max_tokens: usize,
+    pub(crate) temperature: f64,
+    pub(crate) top_k: Option<usize>,
+    pub(crate) top_p: f64,
+    pub(crate) seed: u64,
+    pub(crate) stop: Vec<String>,
+    pub(crate) device: Device,
+    pub(crate) precision: Precision,
+}
+
+/// What happens to a text.
+#[derive(Debug)]
+pub(crate) enum Generated<'a> {
+    /// It goes on with this.
+    Text(&'a str),
+    /// It is complete.
+    Finished { tokens: usize, reason: &'static str, seconds: f64 },
+}
+
+/// `xlaunch eval`.
+#[derive(Clone, Debug)]
+pub(crate) struct EvaluateCommand {
+    pub(crate) model: PathBuf,
+    pub(crate) data: Option<String>,
+    pub(crate) tokens: Option<u64>,
+    pub(crate) hellaswag: Option<PathBuf>,
+    pub(crate) device: Device,
+    pub(crate) precision: Precision,
+}
+
+/// Its results.
+#[derive(Clone, Debug)]
+pub(crate) struct Evaluation {
+    pub(crate) loss: Option<HeldOutLoss>,
+    pub(crate) hellaswag: Option<Score>,
+}
+
+/// Loss on held-out data, in nats per token.
+#[derive(Clone, Debug)]
+pub(crate) struct HeldOutLoss {
+    pub(crate) loss: f64,
+    pub(crate) tokens: u64,
+    pub(crate) bits_per_byte: Option<f64>,
+}
+
+/// Answers to questions.
+#[derive(Clone, Debug)]
+pub(crate) struct Score {
+    pub(crate) questions: usize,
+    pub(crate) correct: usize,
+}
+
+impl Score {
+    /// Share of right answers.
+    #[expect(clippy::cast_precision_loss, reason = "a count of questions")]
+    pub(crate) fn accuracy(&self) -> f64 {
+        self.correct as f64 / self.questions.max(1) as f64
+    }
 }
 
 /// What to export, and where to.

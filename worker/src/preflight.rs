@@ -50,6 +50,13 @@ pub struct Refusal {
     pub message: String,
 }
 
+impl Refusal {
+    /// The user has interrupted a command.
+    pub(crate) fn interrupted() -> Self {
+        Self { exit: ExitCode::Signal(2), message: "interrupted".into() }
+    }
+}
+
 impl From<WorkerError> for Refusal {
     fn from(error: WorkerError) -> Self {
         Self { exit: error.exit(), message: error.to_string() }

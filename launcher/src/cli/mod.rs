@@ -3,8 +3,8 @@
 //! - `status`, `logs`, `stacks`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
 //! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`,
 //!   `doctor --daemon` ([`examine`]): call the daemon;
-//! - `data`: prepares text for training, [`mod@data`]; `export`: writes checkpoints as models; `report`: training runs as
-//!   a page;
+//! - `data`: prepares text for training, [`mod@data`]; `export`: writes checkpoints as models; `generate`, `eval`: use a
+//!   trained model; `report`: training runs as a page;
 //! - `daemon`, `agent`: services; `bench`, `doctor`; `gen`: generated files for packages.
 //!
 //! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.
@@ -19,9 +19,11 @@ mod daemon_tests;
 mod data;
 mod doctor;
 mod drain;
+mod eval;
 mod examine;
 mod export;
 mod r#gen;
+mod generate;
 mod history;
 mod job_list;
 mod jobs;
@@ -107,6 +109,10 @@ enum Subcommands {
     Export(export::Export),
     /// Check the node's GPUs: errors, clocks, links, results, rates
     Doctor(doctor::Doctor),
+    /// Continue text with a trained model
+    Generate(generate::Generate),
+    /// Measure a trained model: loss, perplexity, HellaSwag
+    Eval(eval::Eval),
     /// Generate man pages, completions, JSON schema, config docs
     #[command(subcommand)]
     Gen(r#gen::Gen),
@@ -192,6 +198,8 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Bench(bench) => return bench::run(bench, trainer).await,
         Run::Data(what) => data::run(what),
         Run::Doctor(options) => doctor::run(options).await,
+        Run::Generate(options) => generate::run(options, trainer).await,
+        Run::Eval(options) => eval::run(options, trainer).await,
         Run::Status(options) => status::run(options).await,
         Run::Logs(options) => logs::run(options).await,
         Run::Stacks(options) => stacks::run(options).await,

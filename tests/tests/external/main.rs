@@ -3,11 +3,12 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+mod generate;
 mod systemd;
 mod tokens;
 mod torch;
 mod transformers;
 
 xlaunch_harness::suite! {
-    modules systemd, tokens, torch, transformers;
+    modules generate, systemd, tokens, torch, transformers;
 }

@@ -11,6 +11,7 @@ mod data;
 mod divergence;
 mod export;
 mod fail_points;
+mod generate;
 mod memory;
 mod pool;
 mod prepared;
@@ -19,6 +20,6 @@ mod runs;
 mod tensorboard;
 
 xlaunch_harness::suite! {
-    modules bench, chaos, checkpoints, continued, data, divergence, export, fail_points, memory, pool, prepared, report,
-            runs, tensorboard;
+    modules bench, chaos, checkpoints, continued, data, divergence, export, fail_points, generate, memory, pool, prepared,
+            report, runs, tensorboard;
 }

@@ -9,7 +9,7 @@ use crate::error::EngineError;
 use crate::ops::attention::cudnn::{AttentionPlan, Direction};
 use crate::ops::attention::variant::OwnKernels;
 pub use crate::ops::gelu::cuda::GeluVariant;
-use crate::ops::{AttentionShape, KERNEL_FILES, LinearShape};
+use crate::ops::{AttentionShape, KERNEL_FILES, LinearShape, cached_attention};
 use crate::options::{CudaOptions, Precision};
 
 /// Makes a back end use this variant of GELU for the layers of these shapes before and after it.
@@ -53,7 +53,10 @@ pub fn compile_kernels(arch: &str, precision: Precision, widths: &[usize]) -> Re
             (source, macros, kernels.kernels().0)
         })
     });
-    for (source, macros, names) in common.into_iter().chain(attention) {
+    let cached = widths
+        .iter()
+        .flat_map(|width| [1, 3, 4].map(|group| cached_attention::cuda::source_for(*width, group)));
+    for (source, macros, names) in common.into_iter().chain(attention).chain(cached) {
         let options = compile::options(arch, precision.activations(), &macros);
         let cubin = compile::compile(source, arch, &options).map_err(|error| error.to_string())?;
         for name in names {

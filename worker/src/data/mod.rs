@@ -16,7 +16,7 @@ mod order;
 mod prepared;
 mod source;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use xlaunch_data::ManifestError;
@@ -133,6 +133,19 @@ impl Dataset {
     pub fn bits_per_byte(&self, loss: f64) -> Option<f64> {
         Some(loss / std::f64::consts::LN_2 / self.val_bytes_per_token?)
     }
+}
+
+/// Opens the files that match a glob, relative to the working directory, outside of a job.
+pub(crate) fn open_files(
+    key: &'static str,
+    pattern: &str,
+    tokenizer: Tokenizer,
+    vocab: usize,
+) -> Result<Tokens, DataError> {
+    let absolute = std::path::absolute(pattern)
+        .map_err(|error| DataError::Read { path: pattern.into(), reason: error.to_string() })?;
+    let files = files::matching(key, &[absolute.to_string_lossy().into_owned()], Path::new(""))?;
+    source::open(&files, tokenizer, vocab)
 }
 
 /// The tokens of files.

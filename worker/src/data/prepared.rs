@@ -62,7 +62,7 @@ impl Prepared {
     }
 
     /// The tokens that were held out.
-    pub(super) fn val(&self, vocab: usize) -> Result<Tokens, DataError> {
+    pub(crate) fn val(&self, vocab: usize) -> Result<Tokens, DataError> {
         self.check_vocab(vocab)?;
         source::open_shards(&self.dir, &self.manifest.val.shards, vocab)
     }
@@ -78,7 +78,7 @@ impl Prepared {
 
     /// Bytes of text per held-out token; `None` without such tokens.
     #[expect(clippy::cast_precision_loss, reason = "a ratio")]
-    pub(super) fn val_bytes_per_token(&self) -> Option<f64> {
+    pub(crate) fn val_bytes_per_token(&self) -> Option<f64> {
         let Split { bytes, tokens, .. } = self.manifest.val;
         (bytes > 0 && tokens > 0).then(|| bytes as f64 / tokens as f64)
     }
@@ -100,7 +100,7 @@ impl Prepared {
     }
 
     /// The file that its tokenizer was written to.
-    pub(super) fn tokenizer(&self) -> TokenizerSource {
+    pub(crate) fn tokenizer(&self) -> TokenizerSource {
         TokenizerSource::File { path: self.dir.join(TOKENIZER_FILE), vocab: Some(self.manifest.vocab) }
     }
 }

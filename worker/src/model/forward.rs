@@ -111,7 +111,14 @@ impl Model {
         let wpe = self.layout.wpe.as_ref().map(|wpe| self.param(wpe));
         let wte = self.param(&self.layout.wte);
         let shape = self.embed_shape(rows);
-        self.backend.embed_forward(EmbedForward { shape, tokens, wte, wpe, out: x.all() })?;
+        self.backend.embed_forward(EmbedForward {
+            shape,
+            tokens,
+            wte,
+            wpe,
+            positions: None,
+            out: x.all(),
+        })?;
         Ok(x)
     }
 

@@ -4,9 +4,11 @@
 //! - [`init`]: initial weights;
 //! - `rope`: the table of rotary angles;
 //! - `forward` and `backward`: the operations of each block, in mirrored order;
+//! - [`decode`]: forward of new tokens over cached ones, for generation;
 //! - this file: the model's data and helpers that both passes use.
 
 mod backward;
+pub mod decode;
 mod forward;
 pub mod init;
 pub mod layout;

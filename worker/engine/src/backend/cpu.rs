@@ -9,9 +9,10 @@ use super::Backend;
 use crate::cpu::{Access, Threads};
 use crate::error::Result;
 use crate::ops::{
-    self, AdamWStep, AttentionBackward, AttentionForward, Checksum, EmbedBackward, EmbedForward,
-    FusedClassifier, GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight, LinearForward,
-    LinearGeluForward, NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward,
+    self, AdamWStep, AttentionBackward, AttentionForward, CachedAttention, Checksum, EmbedBackward,
+    EmbedForward, FusedClassifier, GeluLinearBackward, Gemv, Greedy, LinearBackwardInput,
+    LinearBackwardWeight, LinearForward, LinearGeluForward, NormBackward, NormForward, SquaredNorm, Sum,
+    SwigluBackward, SwigluForward,
 };
 use crate::options::DeviceInfo;
 use crate::tensor::Slice;
@@ -161,6 +162,21 @@ impl Backend for CpuBackend {
 
     fn adamw(&self, args: AdamWStep<'_>) -> Result<()> {
         ops::adamw::cpu::step(&self.threads, args);
+        Ok(())
+    }
+
+    fn gemv(&self, args: Gemv<'_>) -> Result<()> {
+        ops::gemv::cpu::run(&self.threads, args);
+        Ok(())
+    }
+
+    fn cached_attention(&self, args: CachedAttention<'_>) -> Result<()> {
+        ops::cached_attention::cpu::run(&self.threads, args);
+        Ok(())
+    }
+
+    fn greedy(&self, args: Greedy<'_>) -> Result<()> {
+        ops::greedy::cpu::run(args);
         Ok(())
     }
 

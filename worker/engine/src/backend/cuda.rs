@@ -14,13 +14,14 @@ use crate::error::Result;
 use crate::handles::{Capture, PendingRead};
 use crate::host_buffer::HostAllocator;
 use crate::ops::attention::cuda::Attention;
+use crate::ops::cached_attention::cuda::CachedKernels;
 use crate::ops::gelu::cuda::Gelu;
 use crate::ops::mark::cuda::Counter;
 use crate::ops::{
-    self, AdamWStep, AttentionBackward, AttentionForward, AttentionShape, Checksum, EmbedBackward,
-    EmbedForward, FusedClassifier, GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight,
-    LinearForward, LinearGeluForward, Mark, Marks, NormBackward, NormForward, SquaredNorm, Sum,
-    SwigluBackward, SwigluForward,
+    self, AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CachedAttention, Checksum,
+    EmbedBackward, EmbedForward, FusedClassifier, GeluLinearBackward, Gemv, Greedy, LinearBackwardInput,
+    LinearBackwardWeight, LinearForward, LinearGeluForward, Mark, Marks, NormBackward, NormForward,
+    SquaredNorm, Sum, SwigluBackward, SwigluForward,
 };
 use crate::options::{CudaOptions, DeviceInfo};
 use crate::profile::KernelSpan;
@@ -30,6 +31,7 @@ use crate::tensor::Slice;
 #[derive(Debug)]
 pub struct CudaBackend {
     attention: Attention,
+    cached_attention: CachedKernels,
     pub(crate) gelu: Gelu,
     marks: Counter,
     staging: Rc<Staging>,
@@ -44,13 +46,9 @@ impl CudaBackend {
     pub fn open(ordinal: usize, options: CudaOptions) -> Result<Self> {
         let gpu = Gpu::open(ordinal, options, &ops::KERNEL_FILES)?;
         let staging = Rc::new(Staging::new(&gpu.device)?);
-        Ok(Self {
-            attention: Attention::default(),
-            gelu: Gelu::default(),
-            marks: Counter::default(),
-            staging,
-            gpu,
-        })
+        let (attention, cached_attention) = (Attention::default(), CachedKernels::default());
+        let (gelu, marks) = (Gelu::default(), Counter::default());
+        Ok(Self { attention, cached_attention, gelu, marks, staging, gpu })
     }
 
     /// The compute stream, which collectives synchronise with by events.
@@ -240,6 +238,18 @@ impl Backend for CudaBackend {
 
     fn adamw(&self, args: AdamWStep<'_>) -> Result<()> {
         ops::adamw::cuda::step(&self.gpu, args)
+    }
+
+    fn gemv(&self, args: Gemv<'_>) -> Result<()> {
+        ops::gemv::cuda::run(&self.gpu, args)
+    }
+
+    fn cached_attention(&self, args: CachedAttention<'_>) -> Result<()> {
+        self.cached_attention.run(&self.gpu, args)
+    }
+
+    fn greedy(&self, args: Greedy<'_>) -> Result<()> {
+        ops::greedy::cuda::run(&self.gpu, args)
     }
 
     fn checksum(&self, args: Checksum<'_>) -> Result<()> {

@@ -12,10 +12,10 @@ use crate::error::{EngineError, Result};
 use crate::handles::{Capture, PendingRead};
 use crate::host_buffer::HostAllocator;
 use crate::ops::{
-    AdamWStep, AttentionBackward, AttentionForward, AttentionShape, Checksum, EmbedBackward, EmbedForward,
-    FusedClassifier, GeluLinearBackward, LinearBackwardInput, LinearBackwardWeight, LinearForward,
-    LinearGeluForward, Mark, Marks, NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward,
-    SwigluForward,
+    AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CachedAttention, Checksum, EmbedBackward,
+    EmbedForward, FusedClassifier, GeluLinearBackward, Gemv, Greedy, LinearBackwardInput,
+    LinearBackwardWeight, LinearForward, LinearGeluForward, Mark, Marks, NormBackward, NormForward,
+    SquaredNorm, Sum, SwigluBackward, SwigluForward,
 };
 use crate::options::DeviceInfo;
 use crate::profile::KernelSpan;
@@ -175,6 +175,15 @@ pub trait Backend {
 
     /// One AdamW step over a flat arena.
     fn adamw(&self, args: AdamWStep<'_>) -> Result<()>;
+
+    /// A linear layer of a few rows.
+    fn gemv(&self, args: Gemv<'_>) -> Result<()>;
+
+    /// Attention of new tokens over the cached keys and values of their sequences.
+    fn cached_attention(&self, args: CachedAttention<'_>) -> Result<()>;
+
+    /// The likeliest tokens, as inputs of the next step.
+    fn greedy(&self, args: Greedy<'_>) -> Result<()>;
 
     /// A checksum of the bits of a tensor.
     fn checksum(&self, args: Checksum<'_>) -> Result<()>;

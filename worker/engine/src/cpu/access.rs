@@ -58,6 +58,13 @@ impl Access {
         unsafe { std::slice::from_raw_parts(address as *const i32, len) }
     }
 
+    /// `len` token ids to write (and read).
+    pub(crate) fn write_i32<'a>(&'a self, x: Slice<'a>, len: usize) -> &'a mut [i32] {
+        let address = self.take(x, DType::I32, len, true);
+        // SAFETY: as in `write`, with elements of type i32.
+        unsafe { std::slice::from_raw_parts_mut(address as *mut i32, len) }
+    }
+
     /// All bytes, to read.
     pub(crate) fn read_bytes<'a>(&'a self, x: Slice<'a>) -> &'a [u8] {
         let address = self.take(x, x.dtype(), x.len(), false);

@@ -9,11 +9,14 @@
 //! |---|---|---|
 //! | `adamw` | AdamWConfig, AdamWStep, scalar, DECAY_CHUNK | |
 //! | `attention` | AttentionShape, AttentionForward, AttentionBackward | rope |
+//! | `cached_attention` | CachedAttentionShape, CachedAttention | |
 //! | `cast` | conversion between F32 and Bf16 | |
 //! | `checksum` | Checksum, CHECKSUM_DIGITS | |
 //! | `classifier` | ClassifierShape, FusedClassifier | |
 //! | `embed` | EmbedShape, EmbedForward, EmbedBackward | |
 //! | `gelu` | LinearGeluForward, GeluLinearBackward | linear, reduce |
+//! | `gemv` | Gemv, GEMV_ROWS | linear, gelu |
+//! | `greedy` | Greedy | |
 //! | `linear` | LinearShape, LinearForward, LinearBackwardInput, LinearBackwardWeight | reduce |
 //! | `mark` | Mark, Marks | |
 //! | `norm` | NormShape, NormKind, NormForward, NormBackward | reduce |
@@ -23,11 +26,14 @@
 
 pub(crate) mod adamw;
 pub(crate) mod attention;
+pub(crate) mod cached_attention;
 pub(crate) mod cast;
 pub(crate) mod checksum;
 pub(crate) mod classifier;
 pub(crate) mod embed;
 pub(crate) mod gelu;
+pub(crate) mod gemv;
+pub(crate) mod greedy;
 pub(crate) mod linear;
 pub(crate) mod mark;
 pub(crate) mod norm;
@@ -37,10 +43,13 @@ pub(crate) mod swiglu;
 
 pub use adamw::{AdamWConfig, AdamWStep, DECAY_CHUNK, scalar};
 pub use attention::{AttentionBackward, AttentionForward, AttentionShape};
+pub use cached_attention::{CachedAttention, CachedAttentionShape};
 pub use checksum::{CHECKSUM_DIGITS, Checksum};
 pub use classifier::{ClassifierShape, FusedClassifier};
 pub use embed::{EmbedBackward, EmbedForward, EmbedShape};
 pub use gelu::{GeluLinearBackward, LinearGeluForward};
+pub use gemv::{GEMV_ROWS, Gemv};
+pub use greedy::Greedy;
 pub use linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearShape};
 pub use mark::{Mark, Marks};
 pub use norm::{NormBackward, NormForward, NormKind, NormShape, ResidualAdd};
@@ -59,13 +68,15 @@ pub enum Accumulate {
 }
 
 /// Kernel files that are compiled when a GPU is opened. Those of attention are compiled per head width, on first use.
-pub(crate) const KERNEL_FILES: [&KernelFile; 11] = [
+pub(crate) const KERNEL_FILES: [&KernelFile; 13] = [
     &adamw::cuda::KERNELS,
     &cast::cuda::KERNELS,
     &checksum::cuda::KERNELS,
     &classifier::cuda::KERNELS,
     &embed::cuda::KERNELS,
     &gelu::cuda::KERNELS,
+    &gemv::cuda::KERNELS,
+    &greedy::cuda::KERNELS,
     &mark::cuda::KERNELS,
     &norm::cuda::KERNELS,
     &reduce::cuda::KERNELS,
@@ -83,7 +94,9 @@ mod tests {
     fn every_kernel_starts_with_the_pdl_wait() {
         let attention = [Precision::Fp32, Precision::Tf32, Precision::Bf16]
             .map(|precision| attention::variant::OwnKernels::select(precision, (9, 0), 32).source().0);
-        for source in KERNEL_FILES.map(|file| file.source).into_iter().chain(attention) {
+        let cached = cached_attention::cuda::source_for(32, 1).0;
+        let sources = KERNEL_FILES.map(|file| file.source).into_iter().chain(attention).chain([cached]);
+        for source in sources {
             let mut kernels = 0;
             for kernel in source.text.split("extern \"C\" __global__").skip(1) {
                 let (name, body) =

@@ -4,6 +4,8 @@
 
 #![allow(dead_code, clippy::unwrap_used, clippy::cast_precision_loss, reason = "helpers of several tests")]
 
+pub(crate) mod decoding;
+
 use xlaunch_engine::*;
 
 /// Named results of one operation.
@@ -100,7 +102,8 @@ impl Ops<'_> {
         let out = self.out(dout.len());
         let wpe_slice = wpe_t.as_ref().map(Tensor::all);
         let (shape, tokens) = (s, tokens.all());
-        let forward = EmbedForward { shape, tokens, wte: wte_t.all(), wpe: wpe_slice, out: out.all() };
+        let forward =
+            EmbedForward { shape, tokens, wte: wte_t.all(), wpe: wpe_slice, positions: None, out: out.all() };
         self.backend.embed_forward(forward).unwrap();
         // These gradients always accumulate.
         let dwte = self.grad(Accumulate::Add, wte.len());
@@ -515,5 +518,6 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             Box::new(move |ops| ops.adamw(ADAMW, &params, &grads, &decay, &steps)),
         ));
     }
+    cases.extend(decoding::cases(values));
     cases
 }

@@ -8,11 +8,13 @@ pub(crate) fn forward(args: EmbedForward<'_>) {
     let rows = s.batch * s.seq;
     let wpe = args.wpe.map(|wpe| a.read(wpe, wpe.len()));
     let wte = a.read(args.wte, args.wte.len());
+    let positions = args.positions.map(|positions| a.read_i32(positions, rows));
     let (tokens, out) = (a.read_i32(args.tokens, rows), a.write(args.out, rows * s.cols));
     for (n, (out, token)) in out.chunks_exact_mut(s.cols).zip(tokens).enumerate() {
         out.copy_from_slice(&wte[index(*token) * s.cols..][..s.cols]);
         if let Some(wpe) = wpe {
-            let position = &wpe[n % s.seq * s.cols..][..s.cols];
+            let position = positions.map_or(n % s.seq, |positions| index(positions[n]));
+            let position = &wpe[position * s.cols..][..s.cols];
             out.iter_mut().zip(position).for_each(|(out, position)| *out += position);
         }
     }

@@ -43,11 +43,15 @@ pub(crate) fn forward(gpu: &Gpu, a: EmbedForward<'_>) -> Result<()> {
     expect(a.tokens, DType::I32, rows);
     gpu.expect_act(a.wte, a.wte.len().max(s.vocab * s.cols));
     if let Some(wpe) = a.wpe {
-        gpu.expect_act(wpe, wpe.len().max(s.seq * s.cols));
+        let least = if a.positions.is_some() { s.cols } else { s.seq * s.cols };
+        gpu.expect_act(wpe, wpe.len().max(least));
+    }
+    if let Some(positions) = a.positions {
+        expect(positions, DType::I32, rows);
     }
     gpu.expect_act(a.out, rows * s.cols);
-    let args = args![a.tokens, a.wte, a.wpe, a.out, s.seq, s.cols];
-    // SAFETY: checked above; token ids are below V by the operation's contract.
+    let args = args![a.tokens, a.wte, a.wpe, a.positions, a.out, s.seq, s.cols];
+    // SAFETY: checked above; token ids are below V and positions within wpe by the operation's contract.
     unsafe { gpu.launch("embed_fwd", Launch::blocks(rows, FORWARD_THREADS), args) }
 }
 

@@ -1,5 +1,6 @@
-//! Token and position embedding: `out[b, t] = wte[tokens[b, t]] (+ wpe[t])`. Backward adds the rows of `dout` to the
-//! rows of the tables they came from, in a fixed order.
+//! Token and position embedding: `out[b, t] = wte[tokens[b, t]] (+ wpe[t])`, or with positions,
+//! `(+ wpe[positions[b, t]])`. Backward adds the rows of `dout` to the rows of the tables they came from, in a fixed
+//! order.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
@@ -30,6 +31,8 @@ pub struct EmbedForward<'a> {
     pub wte: Slice<'a>,
     /// (>= T, C).
     pub wpe: Option<Slice<'a>>,
+    /// (B, T) I32: rows of wpe in place of t. The caller has checked them.
+    pub positions: Option<Slice<'a>>,
     /// (B, T, C).
     pub out: Slice<'a>,
 }

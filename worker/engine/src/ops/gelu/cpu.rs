@@ -19,12 +19,18 @@ pub(crate) fn forward(t: &Threads, args: LinearGeluForward<'_>) {
         a.par_chunks_mut(ELEMENTS).zip(h.par_chunks(ELEMENTS)).for_each(|(a, h)| {
             simd!({
                 for (a, x) in a.iter_mut().zip(h) {
-                    let inner = GELU_SCALE * (x + GELU_CUBE * x * x * x);
-                    *a = 0.5 * x * (1.0 + tanh(inner));
+                    *a = gelu(*x);
                 }
             });
         });
     });
+}
+
+/// `x (1 + tanh(u)) / 2`.
+#[inline(always)]
+pub(crate) fn gelu(x: f32) -> f32 {
+    let inner = GELU_SCALE * (x + GELU_CUBE * x * x * x);
+    0.5 * x * (1.0 + tanh(inner))
 }
 
 pub(crate) fn backward(t: &Threads, args: GeluLinearBackward<'_>) {

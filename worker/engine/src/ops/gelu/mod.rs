@@ -10,8 +10,8 @@ use super::{Accumulate, LinearShape};
 use crate::tensor::Slice;
 
 /// sqrt(2 / pi).
-const GELU_SCALE: f32 = 0.797_884_6;
-const GELU_CUBE: f32 = 0.044_715;
+pub(crate) const GELU_SCALE: f32 = 0.797_884_6;
+pub(crate) const GELU_CUBE: f32 = 0.044_715;
 
 /// `h = x w^T + bias`, `a = gelu(h)`.
 #[derive(Clone, Copy, Debug)]

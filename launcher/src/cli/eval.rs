@@ -1,0 +1,88 @@
+//! `xlaunch eval`: loss, perplexity and bits per byte of a trained model, and its answers to HellaSwag's questions.
+
+use std::fmt::Write;
+use std::path::PathBuf;
+
+use clap::{ArgGroup, Args};
+use serde_json::{Value, json};
+use xlaunch_proto::exit::ExitCode;
+
+use super::generate::{DeviceOptions, until_interrupted};
+use super::output::{QueryError, print, print_note};
+use crate::trainer::{EvaluateCommand, Evaluation, Trainer};
+
+/// Options of `xlaunch eval`.
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("task").required(true).multiple(true))]
+pub(super) struct Eval {
+    /// A checkpoint, a directory of checkpoints or a run's directory (the newest valid one is taken)
+    #[arg(value_name = "MODEL")]
+    model: PathBuf,
+    /// Prepared data, of which the validation split is used, or a glob of files: text for a model of bytes, otherwise
+    /// token files
+    #[arg(long, value_name = "DIR|GLOB", group = "task")]
+    data: Option<String>,
+    /// Evaluate only the first N tokens of the data, rounded up to whole windows
+    #[arg(long, value_name = "N", requires = "data", value_parser = clap::value_parser!(u64).range(1..))]
+    tokens: Option<u64>,
+    /// HellaSwag's questions in llm.c's format
+    #[arg(long, value_name = "FILE", group = "task")]
+    hellaswag: Option<PathBuf>,
+    #[command(flatten)]
+    device: DeviceOptions,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) async fn run(options: Eval, trainer: Trainer) -> Result<ExitCode, QueryError> {
+    let command = EvaluateCommand {
+        model: options.model,
+        data: options.data,
+        tokens: options.tokens,
+        hellaswag: options.hellaswag,
+        device: options.device.device(),
+        precision: options.device.precision(),
+    };
+    let json = options.json;
+    until_interrupted(move |interrupted| {
+        let found = (trainer.evaluate)(&command, &mut print_note, &interrupted)?;
+        let text = if json { format!("{:#}\n", as_json(&found)) } else { table(&found) };
+        print(text.as_bytes())
+    })
+    .await
+}
+
+fn table(found: &Evaluation) -> String {
+    let mut out = String::new();
+    let mut line = |name: &str, value: String| {
+        // Writing to a String cannot fail.
+        let _ = writeln!(out, "{name:<16}{value}");
+    };
+    if let Some(loss) = &found.loss {
+        line("loss", format!("{:.4} nats per token", loss.loss));
+        line("perplexity", format!("{:.3}", loss.loss.exp()));
+        if let Some(bits) = loss.bits_per_byte {
+            line("bits per byte", format!("{bits:.4}"));
+        }
+        line("tokens", loss.tokens.to_string());
+    }
+    if let Some(score) = &found.hellaswag {
+        let (correct, questions) = (score.correct, score.questions);
+        line("HellaSwag", format!("{:.2} % ({correct} of {questions} questions)", 100.0 * score.accuracy()));
+    }
+    out
+}
+
+fn as_json(found: &Evaluation) -> Value {
+    let loss = found.loss.as_ref().map(|loss| {
+        json!({
+            "loss": loss.loss, "perplexity": loss.loss.exp(), "bits_per_byte": loss.bits_per_byte,
+            "tokens": loss.tokens,
+        })
+    });
+    let hellaswag = found.hellaswag.as_ref().map(|score| {
+        json!({ "accuracy": score.accuracy(), "correct": score.correct, "questions": score.questions })
+    });
+    json!({ "data": loss, "hellaswag": hellaswag })
+}

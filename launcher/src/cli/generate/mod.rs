@@ -1,0 +1,233 @@
+//! `xlaunch generate`: text from a trained model.
+//!
+//! ```text
+//! --prompt or a file --> prompts --> worker crate, on a thread of its own --> updates --output--> stdout
+//!                             SIGINT --> flag, asked between steps --^
+//! ```
+
+mod output;
+mod prompts;
+
+use std::io::{IsTerminal, Read};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use clap::{ArgGroup, Args, ValueEnum};
+use fs_err::File;
+use serde_json::Value;
+use xlaunch_agent::Refusal;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::spec::Precision;
+
+use super::output::{QueryError, print_note};
+use crate::trainer::{Device, GenerateCommand, Generated, Trainer};
+use output::{Form, Output};
+use prompts::Prompt;
+
+/// A file of prompts may have this size.
+const MAX_PROMPTS_BYTES: u64 = 256 << 20;
+
+/// Options of `xlaunch generate`.
+#[derive(Debug, Args)]
+#[command(group = ArgGroup::new("input").required(true))]
+pub(super) struct Generate {
+    /// A checkpoint, a directory of checkpoints or a run's directory (the newest valid one is taken)
+    #[arg(value_name = "MODEL")]
+    model: PathBuf,
+    /// Text to continue; empty starts a new document
+    #[arg(long, value_name = "TEXT", group = "input")]
+    prompt: Option<String>,
+    /// File with one JSON object with `prompt` and, optionally, `id` per line; `-` is stdin
+    #[arg(long, value_name = "FILE.jsonl", group = "input")]
+    prompts: Option<PathBuf>,
+    /// Most tokens per text
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = positive)]
+    max_tokens: usize,
+    /// Softmax temperature; 0 takes the likeliest token (greedy)
+    #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = temperature)]
+    temperature: f64,
+    /// Draw from the K likeliest tokens only
+    #[arg(long, value_name = "K", value_parser = positive)]
+    top_k: Option<usize>,
+    /// Draw from the likeliest tokens that together have this probability only
+    #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = share)]
+    top_p: f64,
+    /// Seed of the random numbers
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    seed: u64,
+    /// End a text before this string; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Number of texts per prompt
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = positive)]
+    samples: usize,
+    /// Tokenizer in place of the model's own: `bytes`, `gpt2` or a tokenizer.json
+    #[arg(long, value_name = "TOKENIZER")]
+    tokenizer: Option<String>,
+    #[command(flatten)]
+    device: DeviceOptions,
+    /// Print one JSON object per text
+    #[arg(long)]
+    json: bool,
+}
+
+/// Where to compute.
+#[derive(Clone, Debug, Args)]
+pub(super) struct DeviceOptions {
+    /// Where to compute; `auto` is the first GPU, or the CPU without one
+    #[arg(long, value_enum, default_value_t = DeviceName::Auto)]
+    device: DeviceName,
+    /// Arithmetic on a GPU; the CPU computes in fp32
+    #[arg(long, value_enum, default_value_t = PrecisionName::Bf16)]
+    precision: PrecisionName,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum DeviceName {
+    Auto,
+    Cuda,
+    Cpu,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum PrecisionName {
+    Fp32,
+    Tf32,
+    Bf16,
+}
+
+impl DeviceOptions {
+    pub(super) fn device(&self) -> Device {
+        match self.device {
+            DeviceName::Auto => Device::Auto,
+            DeviceName::Cuda => Device::Cuda,
+            DeviceName::Cpu => Device::Cpu,
+        }
+    }
+
+    pub(super) fn precision(&self) -> Precision {
+        match self.precision {
+            PrecisionName::Fp32 => Precision::Fp32,
+            PrecisionName::Tf32 => Precision::Tf32,
+            PrecisionName::Bf16 => Precision::Bf16,
+        }
+    }
+}
+
+pub(super) async fn run(options: Generate, trainer: Trainer) -> Result<ExitCode, QueryError> {
+    let prompts = read_prompts(&options)?;
+    let command = GenerateCommand {
+        model: options.model,
+        tokenizer: options.tokenizer,
+        prompts: prompts.iter().map(|prompt| prompt.prompt.clone()).collect(),
+        samples: options.samples,
+        max_tokens: options.max_tokens,
+        temperature: options.temperature,
+        top_k: options.top_k,
+        top_p: options.top_p,
+        seed: options.seed,
+        stop: options.stop,
+        device: options.device.device(),
+        precision: options.device.precision(),
+    };
+    let form = match (options.json, prompts.len(), options.samples) {
+        (true, ..) => Form::Json,
+        (false, 1, 1) => Form::Stream { is_terminal: std::io::stdout().is_terminal() },
+        _ => Form::Texts { is_terminal: std::io::stdout().is_terminal() },
+    };
+    until_interrupted(move |interrupted| {
+        let mut output = Output::new(form, prompts, command.samples);
+        let closed = AtomicBool::new(false);
+        let stop = || interrupted() || closed.load(Ordering::Relaxed);
+        let mut sink = |prompt: usize, sample: usize, generated: Generated<'_>| {
+            if output.update(prompt, sample, generated).is_err() {
+                closed.store(true, Ordering::Relaxed);
+            }
+        };
+        let result = (trainer.generate)(&command, &stop, &mut print_note, &mut sink);
+        let ended = output.end();
+        match closed.load(Ordering::Relaxed) {
+            true => Err(QueryError::StdoutClosed),
+            false => result.map_err(QueryError::Refused).and(ended),
+        }
+    })
+    .await
+}
+
+/// Runs `work` on a thread of its own, because it computes. The first SIGINT lets it end where it asks whether it is
+/// interrupted; a second one does not wait for that.
+pub(super) async fn until_interrupted<T: Send + 'static>(
+    work: impl FnOnce(&dyn Fn() -> bool) -> Result<T, QueryError> + Send + 'static,
+) -> Result<ExitCode, QueryError> {
+    static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+    let mut work = tokio::task::spawn_blocking(move || work(&|| INTERRUPTED.load(Ordering::Relaxed)));
+    for first in [true, false] {
+        tokio::select! {
+            result = &mut work => return match result {
+                _ if INTERRUPTED.load(Ordering::Relaxed) => Ok(ExitCode::Signal(2)),
+                Ok(result) => result.map(|_| ExitCode::Done),
+                Err(error) => {
+                    Err(Refusal::new(ExitCode::Internal, format!("the computation failed: {error}")).into())
+                }
+            },
+            signal = tokio::signal::ctrl_c() => {
+                if signal.is_err() && first {
+                    break;
+                }
+                INTERRUPTED.store(true, Ordering::Relaxed);
+            }
+        }
+    }
+    Ok(ExitCode::Signal(2))
+}
+
+fn read_prompts(options: &Generate) -> Result<Vec<Prompt>, Refusal> {
+    let Some(path) = &options.prompts else {
+        let prompt = options.prompt.clone().unwrap_or_default();
+        return Ok(vec![Prompt { prompt, id: None }]);
+    };
+    let (name, text) = if path == Path::new("-") {
+        ("stdin".into(), read_capped(std::io::stdin().lock()))
+    } else {
+        let text = File::open(path).and_then(read_capped);
+        (path.display().to_string(), text)
+    };
+    let failed = |reason: String| Refusal::new(ExitCode::Data, reason);
+    let text = text.map_err(|error| failed(format!("failed to read prompts: {name}: {error}")))?;
+    if text.len() as u64 > MAX_PROMPTS_BYTES {
+        return Err(failed(format!("{name}: larger than {} MiB; split it", MAX_PROMPTS_BYTES >> 20)));
+    }
+    prompts::parse(&name, &text).map_err(failed)
+}
+
+fn read_capped(file: impl Read) -> std::io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    file.take(MAX_PROMPTS_BYTES + 1).read_to_end(&mut text)?;
+    Ok(text)
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    text.parse()
+        .ok()
+        .filter(|number| *number > 0)
+        .ok_or_else(|| "expected a whole number of at least 1".into())
+}
+
+fn temperature(text: &str) -> Result<f64, String> {
+    let valid = |number: &f64| number.is_finite() && *number >= 0.0;
+    text.parse().ok().filter(valid).ok_or_else(|| "expected a number of at least 0".into())
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    let valid = |number: &f64| *number > 0.0 && *number <= 1.0;
+    text.parse().ok().filter(valid).ok_or_else(|| "expected a number above 0, at most 1".into())
+}
+
+/// The `id` of a prompt, or its number from 1.
+fn label(prompt: &Prompt, index: usize) -> String {
+    match &prompt.id {
+        None => (index + 1).to_string(),
+        Some(Value::String(id)) => id.clone(),
+        Some(id) => id.to_string(),
+    }
+}

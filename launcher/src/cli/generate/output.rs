@@ -1,0 +1,119 @@
+//! Generated text on stdout: of one prompt as it comes, of several in the order of the prompts, or as JSON.
+
+use std::collections::BTreeMap;
+
+use serde_json::json;
+
+use super::label;
+use super::prompts::Prompt;
+use crate::cli::output::{QueryError, print};
+use crate::render::sanitize::LogSanitizer;
+use crate::render::text::escape;
+use crate::trainer::Generated;
+
+/// What to print.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Form {
+    /// The text of one prompt, as it comes.
+    Stream { is_terminal: bool },
+    /// The texts of several prompts, each after a line that names it.
+    Texts { is_terminal: bool },
+    /// One object per text.
+    Json,
+}
+
+/// Prints updates.
+pub(super) struct Output {
+    form: Form,
+    prompts: Vec<Prompt>,
+    samples: usize,
+    sanitizer: LogSanitizer,
+    /// Texts so far, by number of the text.
+    texts: BTreeMap<usize, String>,
+    /// What is to be printed of texts that are complete, after those of earlier prompts.
+    ready: BTreeMap<usize, String>,
+    /// Number of texts printed.
+    printed: usize,
+    line_open: bool,
+}
+
+impl Output {
+    pub(super) fn new(form: Form, prompts: Vec<Prompt>, samples: usize) -> Self {
+        Self {
+            form,
+            prompts,
+            samples,
+            sanitizer: LogSanitizer::default(),
+            texts: BTreeMap::new(),
+            ready: BTreeMap::new(),
+            printed: 0,
+            line_open: false,
+        }
+    }
+
+    /// Prints what can be printed now.
+    pub(super) fn update(
+        &mut self,
+        prompt: usize,
+        sample: usize,
+        generated: Generated<'_>,
+    ) -> Result<(), QueryError> {
+        let number = prompt * self.samples + sample;
+        match (self.form, generated) {
+            (_, Generated::Text("")) => Ok(()),
+            (Form::Stream { is_terminal }, Generated::Text(text)) => {
+                self.line_open = is_terminal && !text.ends_with('\n');
+                print(self.shown(text, is_terminal).as_bytes())
+            }
+            (Form::Stream { .. }, Generated::Finished { .. }) => Ok(()),
+            (_, Generated::Text(text)) => {
+                self.texts.entry(number).or_default().push_str(text);
+                Ok(())
+            }
+            (form, Generated::Finished { tokens, reason, seconds }) => {
+                let text = self.texts.remove(&number).unwrap_or_default();
+                let of = &self.prompts[prompt];
+                let ready = match form {
+                    Form::Json => {
+                        #[expect(clippy::cast_precision_loss, reason = "a count of tokens")]
+                        let speed = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
+                        let mut object = json!({
+                            "prompt": of.prompt, "sample": sample, "text": text, "tokens": tokens,
+                            "finish_reason": reason, "seconds": seconds, "tokens_per_second": speed,
+                        });
+                        if let Some(id) = &of.id {
+                            object["id"] = id.clone();
+                        }
+                        format!("{object}\n")
+                    }
+                    Form::Texts { is_terminal } | Form::Stream { is_terminal } => {
+                        let sample =
+                            if self.samples > 1 { format!(", sample {}", sample + 1) } else { String::new() };
+                        let name = escape(&label(of, prompt));
+                        format!("== {name}{sample} ==\n{}\n", self.shown(&text, is_terminal))
+                    }
+                };
+                self.ready.insert(number, ready);
+                self.print_ready()
+            }
+        }
+    }
+
+    /// Ends the last line on a terminal.
+    pub(super) fn end(self) -> Result<(), QueryError> {
+        if self.line_open { print(b"\n") } else { Ok(()) }
+    }
+
+    fn print_ready(&mut self) -> Result<(), QueryError> {
+        while let Some(text) = self.ready.remove(&self.printed) {
+            self.printed += 1;
+            print(text.as_bytes())?;
+        }
+        Ok(())
+    }
+
+    /// A terminal gets no control characters: the model may have learned any.
+    fn shown(&mut self, text: &str, is_terminal: bool) -> String {
+        if is_terminal { self.sanitizer.text(text.as_bytes()) } else { text.to_owned() }
+    }
+}

@@ -1,0 +1,71 @@
+"""Greedy texts of `xlaunch generate` are those of transformers, for models with random weights of both architectures.
+
+    python3 tests/peers/generate_tokens.py --xlaunch PATH      # needs torch, transformers
+
+64 tokens after each of 20 prompts of different lengths, on the CPU in fp32: all prompts in one batch here, one by one
+there. Exit code 1 if any text differs.
+"""
+
+import argparse
+import json
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import byte_vocabulary
+
+VOCAB, TOKENS, PROMPTS = 700, 64, 20
+
+
+def models():
+    torch.manual_seed(1)
+    gpt2 = GPT2Config(vocab_size=VOCAB, n_positions=192, n_embd=64, n_layer=3, n_head=4, initializer_range=0.2,
+                      attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    yield "gpt2", GPT2LMHeadModel(gpt2)
+    for kv_heads, tied in [(4, False), (2, True), (1, False)]:
+        llama = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=192, hidden_size=64, intermediate_size=96,
+                            num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=kv_heads,
+                            tie_word_embeddings=tied, initializer_range=0.2, bos_token_id=None, eos_token_id=None)
+        yield f"llama, {kv_heads} key heads, {'tied' if tied else 'untied'}", LlamaForCausalLM(llama)
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--xlaunch", required=True)
+    binary = options.parse_args().xlaunch
+    pick = random.Random(3)
+    texts = ["".join(pick.choices("abc de\nf\u00e9", k=pick.randint(1, 100))) for _ in range(PROMPTS)]
+    different = 0
+    for name, model in models():
+        model = model.eval()
+        model.generation_config.eos_token_id = None
+        with tempfile.TemporaryDirectory() as directory:
+            path = pathlib.Path(directory)
+            model.save_pretrained(path)
+            byte_vocabulary.write(path / "tokenizer.json", VOCAB)
+            lines = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
+            command = [binary, "generate", directory, "--prompts", "-", "--device", "cpu", "--temperature", "0",
+                       "--max-tokens", str(TOKENS), "--json"]
+            done = subprocess.run(command, input=lines, capture_output=True, text=True)
+        if done.returncode != 0:
+            sys.exit(f"{name}: exit code {done.returncode}: {done.stderr}")
+        equal = 0
+        # Not splitlines, which also cuts at characters within a text.
+        for text, line in zip(texts, done.stdout.split("\n")):
+            ids = torch.tensor([byte_vocabulary.encode(text)])
+            with torch.no_grad():
+                out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False,
+                                     pad_token_id=0)
+            equal += byte_vocabulary.decode(out[0, ids.shape[1]:].tolist()) == json.loads(line)["text"]
+        print(f"{name}: {equal} of {PROMPTS} texts of {TOKENS} tokens are equal")
+        different += PROMPTS - equal
+    sys.exit(different > 0)
+
+
+if __name__ == "__main__":
+    main()

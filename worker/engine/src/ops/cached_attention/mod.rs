@@ -1,0 +1,103 @@
+//! Attention of new tokens over the cached keys and values of their sequences, as generation needs it.
+//!
+//! A row is one new token: of the sequence in cache slot `slots[n]`, at position `positions[n]`. Its key and value are
+//! stored there, after the rotation by the position where there is a rotary table, and its query heads attend to all
+//! positions of the slot up to its own: `s = q k^T / sqrt(D)`, `p = softmax(s)`, `out = p v`. Rows of a prompt, of
+//! several prompts of different lengths, and of one step of several sequences are the same to this operation.
+//!
+//! Slots and positions are read on the device, so that a captured step can be replayed at other positions. The cache is
+//! (S, Hkv, T, D) for keys and the same for values: a block reads the keys of one head from consecutive addresses.
+//!
+//! On a GPU a block serves all query heads of a key head, so that the cache is read once. Where that gives too few
+//! blocks to fill the device, the positions are split among several, and the last one combines their results.
+
+pub(crate) mod cpu;
+pub(crate) mod cuda;
+
+use crate::tensor::Slice;
+
+/// Blocks that fill a large GPU.
+const BLOCKS: usize = 264;
+/// Fewest positions of a split.
+const MIN_SPLIT: usize = 64;
+
+/// Attention of N rows over a cache of S slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CachedAttentionShape {
+    /// N.
+    pub rows: usize,
+    /// H.
+    pub heads: usize,
+    /// Hkv, a divisor of H.
+    pub kv_heads: usize,
+    /// D, a multiple of 8, at most 256.
+    pub width: usize,
+    /// S.
+    pub slots: usize,
+    /// T: positions of a slot.
+    pub capacity: usize,
+}
+
+impl CachedAttentionShape {
+    /// Elements of `qkv` in one row.
+    pub fn qkv_width(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.width
+    }
+
+    /// Elements of the cache of keys, and of that of values.
+    pub fn cache(&self) -> usize {
+        self.slots * self.kv_heads * self.capacity * self.width
+    }
+
+    /// Factor of the scores.
+    #[expect(clippy::cast_precision_loss, reason = "head widths are small")]
+    pub fn scale(&self) -> f32 {
+        1.0 / (self.width as f32).sqrt()
+    }
+
+    /// Positions of a split: all where the rows alone fill a GPU.
+    pub(crate) fn split(&self) -> usize {
+        let splits = (BLOCKS / (self.rows * self.kv_heads)).max(1);
+        self.capacity.div_ceil(splits).next_multiple_of(MIN_SPLIT).min(self.capacity)
+    }
+
+    /// Number of splits of a full slot.
+    pub(crate) fn splits(&self) -> usize {
+        self.capacity.div_ceil(self.split())
+    }
+
+    /// F32 elements of scratch memory for the results of splits: of each, D sums, a maximum and a denominator.
+    pub fn partials(&self) -> usize {
+        match self.splits() {
+            1 => 0,
+            splits => self.rows * self.heads * splits * (self.width + 2),
+        }
+    }
+}
+
+/// Stores the keys and values of new tokens, and attends.
+#[derive(Clone, Copy, Debug)]
+pub struct CachedAttention<'a> {
+    /// Sizes.
+    pub shape: CachedAttentionShape,
+    /// (N, (H + 2 Hkv) D), not rotated.
+    pub qkv: Slice<'a>,
+    /// (>= T, D) F32 rotary table: D/2 cosines, then D/2 sines per position. Pairs are (i, i + D/2).
+    pub rope: Option<Slice<'a>>,
+    /// (N,) I32 below S: the caller has checked them.
+    pub slots: Slice<'a>,
+    /// (N,) I32 below T: the caller has checked them. Positions before those of the rows are in the cache.
+    pub positions: Slice<'a>,
+    /// Whether all rows are of different slots, which saves a pass.
+    pub distinct: bool,
+    /// (S, Hkv, T, D).
+    pub keys: Slice<'a>,
+    /// (S, Hkv, T, D).
+    pub values: Slice<'a>,
+    /// At least [`CachedAttentionShape::partials`] F32.
+    pub partials: Slice<'a>,
+    /// (>= N H,) I32, zero; they are zero again afterwards.
+    pub counters: Slice<'a>,
+    /// (N, H D).
+    pub out: Slice<'a>,
+}

@@ -1,0 +1,119 @@
+// Linear layers of a few rows: y (N, O) = f(x (N, I) w (O, I)^T + bias), f the identity or GELU; y is bf16 or float.
+//
+// Weights are read once, with 16-byte loads. The sum of an output has the same order for every number of rows.
+
+// gelu(x) = x (1 + tanh(u)) / 2 = x sigmoid(2 u)
+__device__ inline float gemv_finish(float x, const ACT* bias, i64 output, bool gelu) {
+    if (bias) x += load(bias, output);
+    return gelu ? x * sigmoid_for<ACT>(2.0f * GELU_SCALE * (x + GELU_CUBE * x * x * x)) : x;
+}
+
+// Rows whose sums a warp of gemv_fma keeps at a time.
+#define FMA_ROWS 8
+
+// On FP32 units, for any element type and any I. Grid: one warp per output.
+extern "C" __global__ void gemv_fma(const ACT* __restrict__ x, const ACT* __restrict__ w, const ACT* __restrict__ bias,
+                                    void* __restrict__ y, bool y_bf16, bool gelu, i64 rows, i64 inputs, i64 outputs) {
+    pdl_wait_and_launch();
+    i64 output = blockIdx.x * (i64)(blockDim.x / 32) + threadIdx.x / 32;
+    if (output >= outputs) return;
+    int lane = threadIdx.x % 32;
+    w += output * inputs;
+    bool wide = is_wide(w, inputs) && is_wide(x, inputs);
+    for (i64 first = 0; first < rows; first += FMA_ROWS) {
+        float sums[FMA_ROWS] = {};
+#pragma unroll 2
+        for (i64 i = lane * 8; i < inputs; i += 32 * 8) {
+            Vec8 weights = load8(w, i, inputs, wide);
+#pragma unroll
+            for (int r = 0; r < FMA_ROWS; r++) {
+                if (first + r >= rows) continue;
+                Vec8 values = load8(x + (first + r) * inputs, i, inputs, wide);
+#pragma unroll
+                for (int j = 0; j < 8; j++) sums[r] += weights.x[j] * values.x[j];
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < FMA_ROWS; r++) {
+            if (first + r >= rows) continue;
+            float sum = warp_sum(sums[r]);
+            if (lane == 0) store_grad(y, y_bf16, (first + r) * outputs + output, gemv_finish(sum, bias, output, gelu));
+        }
+    }
+}
+
+// c (16, 8) += a (16, 16) b (16, 8) in bf16, with the operands in the registers of a warp as PTX defines them.
+__device__ inline void mma_16_8_16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                   unsigned b1) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#endif
+}
+
+// bf16 on tensor cores: a block computes 16 outputs of up to 8 TILES rows; its warps split the inputs, 32 at a time.
+//
+// The order of the inputs within a multiplication does not matter as long as both operands have the same: each thread
+// takes eight neighbouring inputs of its rows, which are one 16-byte load, as its parts of two multiplications.
+template <int TILES>
+__device__ inline void gemv_tiles(const ACT* x, const ACT* w, const ACT* bias, void* y, bool y_bf16, bool gelu,
+                                  i64 rows, i64 inputs, i64 outputs) {
+    __shared__ float partials[GEMV_WARPS][8 * TILES][17];
+    int warp = threadIdx.x / 32, warps = blockDim.x / 32, group = threadIdx.x % 32 / 4, part = threadIdx.x % 4;
+    i64 first = blockIdx.x * 16ll, low = first + group, high = low + 8;
+    float sums[TILES][4] = {};
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll 4
+    for (i64 i = warp * 32 + part * 8; i < inputs; i += warps * 32) {
+        uint4 a = low < outputs ? *(const uint4*)(w + low * inputs + i) : zero;
+        uint4 b = high < outputs ? *(const uint4*)(w + high * inputs + i) : zero;
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+            i64 row = t * 8 + group;
+            uint4 c = row < rows ? *(const uint4*)(x + row * inputs + i) : zero;
+            mma_16_8_16(sums[t], a.x, b.x, a.y, b.y, c.x, c.y);
+            mma_16_8_16(sums[t], a.z, b.z, a.w, b.w, c.z, c.w);
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+        int row = t * 8 + part * 2;
+        partials[warp][row][group] = sums[t][0];
+        partials[warp][row + 1][group] = sums[t][1];
+        partials[warp][row][group + 8] = sums[t][2];
+        partials[warp][row + 1][group + 8] = sums[t][3];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 16 * rows; i += blockDim.x) {
+        int row = i / 16, column = i % 16;
+        i64 output = first + column;
+        if (output >= outputs) continue;
+        float sum = 0.0f;
+        for (int other = 0; other < warps; other++) sum += partials[other][row][column];
+        store_grad(y, y_bf16, row * outputs + output, gemv_finish(sum, bias, output, gelu));
+    }
+}
+
+// Grid of all three: one block per 16 outputs, of at most GEMV_WARPS warps. I is a multiple of 32.
+extern "C" __global__ void gemv_mma_8(const ACT* __restrict__ x, const ACT* __restrict__ w,
+                                      const ACT* __restrict__ bias, void* __restrict__ y, bool y_bf16, bool gelu,
+                                      i64 rows, i64 inputs, i64 outputs) {
+    pdl_wait_and_launch();
+    gemv_tiles<1>(x, w, bias, y, y_bf16, gelu, rows, inputs, outputs);
+}
+
+extern "C" __global__ void gemv_mma_16(const ACT* __restrict__ x, const ACT* __restrict__ w,
+                                       const ACT* __restrict__ bias, void* __restrict__ y, bool y_bf16, bool gelu,
+                                       i64 rows, i64 inputs, i64 outputs) {
+    pdl_wait_and_launch();
+    gemv_tiles<2>(x, w, bias, y, y_bf16, gelu, rows, inputs, outputs);
+}
+
+extern "C" __global__ void gemv_mma_32(const ACT* __restrict__ x, const ACT* __restrict__ w,
+                                       const ACT* __restrict__ bias, void* __restrict__ y, bool y_bf16, bool gelu,
+                                       i64 rows, i64 inputs, i64 outputs) {
+    pdl_wait_and_launch();
+    gemv_tiles<4>(x, w, bias, y, y_bf16, gelu, rows, inputs, outputs);
+}

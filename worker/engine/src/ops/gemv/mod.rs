@@ -1,0 +1,30 @@
+//! Linear layers of a few rows, as decoding has them: `y = f(x w^T + bias)`, where f is the identity or GELU.
+//!
+//! Reading the weights takes all the time, so each kernel reads them once. A row of y is the same, bit for bit,
+//! whatever the other rows are and however many: a sequence gets the same logits alone and in a batch.
+
+pub(crate) mod cpu;
+pub(crate) mod cuda;
+
+use super::LinearShape;
+use crate::tensor::Slice;
+
+/// Most rows of a [`Gemv`].
+pub const GEMV_ROWS: usize = 32;
+
+/// `y = f(x w^T + bias)` of at most [`GEMV_ROWS`] rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Gemv<'a> {
+    /// Sizes.
+    pub shape: LinearShape,
+    /// (N, I).
+    pub x: Slice<'a>,
+    /// (O, I).
+    pub w: Slice<'a>,
+    /// (O,).
+    pub bias: Option<Slice<'a>>,
+    /// Whether f is GELU.
+    pub gelu: bool,
+    /// (N, O), in F32 or the element type of activations.
+    pub y: Slice<'a>,
+}

@@ -1,0 +1,29 @@
+//! Greedy decoding on the device: the likeliest token becomes the next step's input, without the host.
+//!
+//! Of each row: `id = argmax of its logits` (the lowest of equal ones, -1 if none is a number), `tokens = max(id, 0)`,
+//! `positions = min(positions + 1, last)`. The bound keeps steps that are enqueued after the end of a sequence within
+//! the cache.
+
+pub(crate) mod cpu;
+pub(crate) mod cuda;
+
+use crate::tensor::Slice;
+
+/// Takes the likeliest token of every row.
+#[derive(Clone, Copy, Debug)]
+pub struct Greedy<'a> {
+    /// N.
+    pub rows: usize,
+    /// V.
+    pub vocab: usize,
+    /// (N, Vp) F32, Vp >= V.
+    pub logits: Slice<'a>,
+    /// (N,) I32.
+    pub tokens: Slice<'a>,
+    /// (N,) I32.
+    pub positions: Slice<'a>,
+    /// The largest position.
+    pub last: usize,
+    /// (N,) F32, which holds ids exactly up to 2^24.
+    pub ids: Slice<'a>,
+}

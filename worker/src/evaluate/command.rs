@@ -1,0 +1,61 @@
+//! `xlaunch eval`: opens the model that a path means, and measures it.
+
+use std::path::PathBuf;
+
+use xlaunch_proto::spec::Precision;
+
+use super::hellaswag::{self, Score};
+use super::{Held, Loss, loss};
+use crate::preflight::Refusal;
+use crate::pretrained::{self, Device, Source};
+
+/// What the command line asks for.
+#[derive(Clone, Debug)]
+pub struct Command {
+    /// See [`Source::find`].
+    pub model: PathBuf,
+    /// See [`Held::open`].
+    pub data: Option<String>,
+    /// Tokens of the data to evaluate at least; all without it.
+    pub tokens: Option<u64>,
+    /// A file of questions.
+    pub hellaswag: Option<PathBuf>,
+    /// Where.
+    pub device: Device,
+    /// On a GPU.
+    pub precision: Precision,
+}
+
+/// Results of what was asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Results {
+    /// On the data.
+    pub loss: Option<Loss>,
+    /// On the questions.
+    pub hellaswag: Option<Score>,
+}
+
+/// Runs the command. `note` gets lines for the user; `interrupted` is asked between batches.
+pub fn run(
+    command: &Command,
+    note: &mut dyn FnMut(&str),
+    interrupted: &dyn Fn() -> bool,
+) -> Result<Results, Refusal> {
+    let source = Source::find(&command.model)?;
+    source.notes.iter().for_each(|line| note(line));
+    // Both before the weights are read.
+    let open = |data: &String| Held::open(data, &source.shape, source.tokenizer.as_ref());
+    let held = command.data.as_ref().map(open).transpose()?;
+    let questions = command.hellaswag.as_deref().map(hellaswag::read).transpose()?;
+    // Batches of questions have several shapes, so that timing kernels for each would take longer than it saves.
+    let backend = pretrained::open_device(command.device, command.precision, questions.is_none())?;
+    let model = source.load(&backend, interrupted)?;
+    let mut results = Results::default();
+    if let Some(held) = held {
+        results.loss = Some(loss(&backend, &model, &held, command.tokens, interrupted)?);
+    }
+    if let Some(questions) = questions {
+        results.hellaswag = Some(hellaswag::score(&backend, &model, &questions, interrupted)?);
+    }
+    Ok(results)
+}

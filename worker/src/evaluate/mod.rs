@@ -1,0 +1,146 @@
+//! How well a trained model predicts text that it has not seen: `xlaunch eval`.
+//!
+//! The loss is the mean over windows of the model's context, one after another from the start of the data, as during
+//! training. Bits per byte of text makes models with different tokenizers comparable.
+//!
+//! Runs in the launcher's own process, like [`crate::generate`].
+
+mod command;
+pub mod hellaswag;
+
+use std::path::Path;
+
+use xlaunch_data::Tokenizer;
+use xlaunch_engine::{DType, EngineError};
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::model::ModelShape;
+use xlaunch_proto::spec::Tokenizer as Format;
+
+use crate::data::{self, DataError, Order, Prepared, Schedule, TokenizerSource, Tokens};
+use crate::error::WorkerError;
+use crate::model::{BackendHandle, Model, Rows};
+use crate::preflight::Refusal;
+
+pub use command::{Command, Results, run};
+
+/// Most tokens of a batch.
+const BATCH_TOKENS: usize = 8192;
+
+/// Held-out data.
+#[derive(Debug)]
+pub struct Held {
+    tokens: Tokens,
+    /// Bytes of text per token, if that is known.
+    bytes_per_token: Option<f64>,
+}
+
+/// The loss on held-out data.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Loss {
+    /// Mean per token, in nats.
+    pub loss: f64,
+    /// Number of tokens predicted.
+    pub tokens: u64,
+    /// `None` if the data has no text.
+    pub bits_per_byte: Option<f64>,
+}
+
+impl Held {
+    /// Opens the validation split of a prepared directory, or files: text for a model of bytes, otherwise token files.
+    pub fn open(data: &str, shape: &ModelShape, tokenizer: Option<&Tokenizer>) -> Result<Self, Refusal> {
+        let held = if Path::new(data).is_dir() {
+            Self::prepared(data, shape, tokenizer)?
+        } else {
+            let is_bytes = tokenizer.is_some_and(|tokenizer| tokenizer.name() == Tokenizer::bytes().name());
+            let format = if is_bytes { Format::Bytes } else { Format::Bin };
+            let tokens = data::open_files("--data", data, format, shape.vocab).map_err(WorkerError::from)?;
+            Self { tokens, bytes_per_token: is_bytes.then_some(1.0) }
+        };
+        let (tokens, seq) = (held.tokens.len(), shape.seq);
+        if tokens <= seq as u64 {
+            let error = DataError::TooShort { key: "--data", tokens, seq };
+            return Err(WorkerError::from(error).into());
+        }
+        Ok(held)
+    }
+
+    fn prepared(dir: &str, shape: &ModelShape, tokenizer: Option<&Tokenizer>) -> Result<Self, Refusal> {
+        let refused = |message: String| Refusal { exit: ExitCode::Data, message };
+        let data = |error: DataError| Refusal::from(WorkerError::from(error));
+        let prepared = Prepared::of("--data", &[dir.into()]).map_err(data)?;
+        let prepared = prepared.ok_or_else(|| refused(format!("{dir} is not a directory")))?;
+        if let (TokenizerSource::File { path, .. }, Some(own)) = (prepared.tokenizer(), tokenizer) {
+            let theirs = Tokenizer::from_file(&path).map_err(|error| refused(error.to_string()))?;
+            if own.to_json() != theirs.to_json() {
+                let (own, theirs) = (own.name(), theirs.name());
+                return Err(refused(format!(
+                    "{dir} was prepared with tokenizer `{theirs}`, but the model has `{own}`: prepare the text with \
+                     the model's"
+                )));
+            }
+        }
+        let tokens = prepared.val(shape.vocab).map_err(data)?;
+        Ok(Self { tokens, bytes_per_token: prepared.val_bytes_per_token() })
+    }
+}
+
+/// The loss over all windows or, with `limit`, over the first ones with at least as many tokens.
+pub fn loss(
+    backend: &BackendHandle,
+    model: &Model,
+    held: &Held,
+    limit: Option<u64>,
+    interrupted: &dyn Fn() -> bool,
+) -> Result<Loss, Refusal> {
+    let seq = model.shape.seq;
+    let order = Order::new(held.tokens.len(), seq, None);
+    let wanted = limit.map_or(u64::MAX, |tokens| tokens.div_ceil(seq as u64));
+    let windows = order.windows().min(wanted);
+    let batch = (BATCH_TOKENS / seq).clamp(1, usize::try_from(windows).unwrap_or(usize::MAX));
+    let schedule = Schedule { first: 0, rank: 0, world: 1, batch, seq };
+    let rows = Rows { batch, seq };
+    let (mut total, mut done) = (0.0, 0);
+    for round in 0..windows.div_ceil(batch as u64) {
+        if interrupted() {
+            return Err(Refusal::interrupted());
+        }
+        let read = data::read(&held.tokens, &order, schedule, round).map_err(WorkerError::from)?;
+        let losses = losses(backend, model, rows, &read.tokens, &read.targets).map_err(WorkerError::from)?;
+        // In the last batch, windows beyond the end repeat others.
+        let count = (windows - done).min(batch as u64);
+        let counted = usize::try_from(count).unwrap_or(usize::MAX) * seq;
+        total += losses[..counted].iter().copied().map(f64::from).sum::<f64>();
+        done += count;
+    }
+    let tokens = windows * seq as u64;
+    #[expect(clippy::cast_precision_loss, reason = "a count of tokens")]
+    let loss = total / tokens as f64;
+    if !loss.is_finite() {
+        let message = format!("the loss is {loss}: the weights are damaged or the model has diverged");
+        return Err(Refusal { exit: ExitCode::Data, message });
+    }
+    let bits_per_byte = held.bytes_per_token.map(|bytes| loss / std::f64::consts::LN_2 / bytes);
+    Ok(Loss { loss, tokens, bits_per_byte })
+}
+
+/// The loss of every token of a batch.
+fn losses(
+    backend: &BackendHandle,
+    model: &Model,
+    rows: Rows,
+    tokens: &[i32],
+    targets: &[i32],
+) -> Result<Vec<f32>, EngineError> {
+    let write = |values: &[i32]| {
+        let tensor = backend.alloc(DType::I32, values.len())?;
+        backend.write_i32(tensor.all(), values)?;
+        Ok::<_, EngineError>(tensor)
+    };
+    let (tokens, targets) = (write(tokens)?, write(targets)?);
+    let losses = backend.alloc(DType::F32, rows.count())?;
+    let acts = model.forward(rows, tokens.all())?;
+    model.loss(&acts, targets.all(), losses.all(), None)?;
+    let mut values = vec![0.0; losses.len()];
+    backend.read_f32(losses.all(), &mut values)?;
+    Ok(values)
+}

@@ -1,0 +1,253 @@
+//! Generates for many requests at a time.
+//!
+//! ```text
+//! waiting --free slot, prefill--> active --step, step, ... --> finished: its slot is free again
+//! ```
+//! Prompts that wait are taken as soon as slots are free. The rows of a step are the active sequences, so a sequence
+//! that has ended costs nothing more.
+//!
+//! With greedy decoding on a GPU, the next step is enqueued before the tokens of one are read: the device never waits
+//! for the host. What that step computes for sequences that have ended meanwhile is ignored.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use xlaunch_data::{Decoder as TextDecoder, Tokenizer};
+
+use super::sample::Sampler;
+use super::text::{Shown, StopText};
+use super::{Completion, FinishReason, GenerateError, Options, Request, Update};
+use crate::model::Model;
+use crate::model::decode::{Decoder, MAX_SLOTS, Row};
+
+type Result<T> = std::result::Result<T, GenerateError>;
+
+/// Most bytes of the cache, unless one sequence takes more.
+const CACHE_BYTES: usize = 8 << 30;
+
+/// Gets updates by the number of the request.
+type Sink<'a> = &'a mut dyn FnMut(usize, Update<'_>);
+
+/// Continues all requests. `interrupted` is asked between steps.
+///
+/// # Errors
+/// A prompt that does not fit the model, before anything is generated; logits that are not finite; the device's errors.
+pub fn generate(
+    model: &Model,
+    tokenizer: &Tokenizer,
+    requests: &[Request],
+    options: &Options,
+    interrupted: &dyn Fn() -> bool,
+    sink: &mut dyn FnMut(usize, Update<'_>),
+) -> Result<()> {
+    check(model, requests)?;
+    let seq = model.shape.seq;
+    let longest = requests.iter().map(|request| request.tokens.len()).max().unwrap_or(1);
+    let capacity = longest.saturating_add(options.max_tokens).min(seq);
+    let room = CACHE_BYTES / Decoder::slot_bytes(model, capacity).max(1);
+    let slots = requests.len().min(MAX_SLOTS).min(room.max(1));
+    let decoder = Decoder::new(model, slots, capacity, tokenizer.vocab())?;
+    let mut batch = Batch {
+        tokenizer,
+        requests,
+        options,
+        interrupted,
+        waiting: (0..requests.len()).collect(),
+        free: (0..decoder.slots()).rev().collect(),
+        active: Vec::new(),
+        seq,
+        logits: vec![0.0; if options.sampling.is_greedy() { 0 } else { decoder.vocab() }],
+        decoder,
+    };
+    while !batch.waiting.is_empty() || !batch.active.is_empty() {
+        batch.admit(sink)?;
+        batch.decode(sink)?;
+    }
+    Ok(())
+}
+
+/// Checks that all prompts fit the model.
+fn check(model: &Model, requests: &[Request]) -> Result<()> {
+    let (seq, vocab) = (model.shape.seq, model.shape.vocab);
+    for (index, request) in requests.iter().enumerate() {
+        let tokens = request.tokens.len();
+        if tokens > seq {
+            return Err(GenerateError::PromptTooLong { index, tokens, seq });
+        }
+        let outside = request.tokens.iter().find(|id| usize::try_from(**id).is_ok_and(|id| id >= vocab));
+        if let Some(id) = outside {
+            return Err(GenerateError::Vocabulary { index, id: *id, vocab });
+        }
+    }
+    Ok(())
+}
+
+struct Batch<'a> {
+    decoder: Decoder<'a>,
+    tokenizer: &'a Tokenizer,
+    requests: &'a [Request],
+    options: &'a Options,
+    interrupted: &'a dyn Fn() -> bool,
+    waiting: VecDeque<usize>,
+    free: Vec<usize>,
+    active: Vec<Sequence>,
+    /// The model's context.
+    seq: usize,
+    /// Of one row; empty if tokens are not drawn.
+    logits: Vec<f32>,
+}
+
+/// A request in a slot of the cache.
+struct Sequence {
+    request: usize,
+    /// Its last token, which is not in the cache yet.
+    row: Row,
+    tokens: usize,
+    decoder: TextDecoder,
+    text: StopText,
+    sampler: Sampler,
+    started: Instant,
+}
+
+impl Batch<'_> {
+    /// Starts waiting requests in free slots, with their first tokens.
+    fn admit(&mut self, sink: Sink<'_>) -> Result<()> {
+        if self.free.is_empty() || self.waiting.is_empty() {
+            return Ok(());
+        }
+        let started = Instant::now();
+        let mut new = Vec::new();
+        while let Some(slot) = self.free.pop() {
+            let Some(request) = self.waiting.pop_front() else {
+                self.free.push(slot);
+                break;
+            };
+            let Request { tokens, sample } = &self.requests[request];
+            let mut decoder = self.tokenizer.decoder();
+            // The text of a token may depend on those before it.
+            tokens.iter().for_each(|id| drop(decoder.push(*id)));
+            let row = Row { slot, position: tokens.len(), token: 0 };
+            let sampler = Sampler::new(self.options.sampling, self.options.seed, *sample);
+            let text = StopText::new(&self.options.stop);
+            new.push(Sequence { request, row, tokens: 0, decoder, text, sampler, started });
+        }
+        let prompts: Vec<(usize, &[u32])> = new
+            .iter()
+            .map(|sequence| (sequence.row.slot, &self.requests[sequence.request].tokens[..]))
+            .collect();
+        self.decoder.prefill(&prompts)?;
+        let ids = self.choose(&mut new)?;
+        let mut going_on = self.accept(new, &ids, sink);
+        self.active.append(&mut going_on);
+        Ok(())
+    }
+
+    /// Makes steps until a sequence ends.
+    fn decode(&mut self, sink: Sink<'_>) -> Result<()> {
+        let count = self.active.len();
+        if count == 0 {
+            return Ok(());
+        }
+        let run_ahead = self.options.sampling.is_greedy() && self.decoder.is_asynchronous();
+        self.set_rows()?;
+        self.decoder.step()?;
+        while self.active.len() == count {
+            if (self.interrupted)() {
+                return Err(GenerateError::Interrupted);
+            }
+            let mut active = std::mem::take(&mut self.active);
+            let ids = if run_ahead {
+                let pending = self.decoder.begin_ids()?;
+                self.decoder.step()?;
+                self.ids(pending, &active)?
+            } else {
+                self.choose(&mut active)?
+            };
+            self.active = self.accept(active, &ids, sink);
+            if !run_ahead && self.active.len() == count {
+                self.set_rows()?;
+                self.decoder.step()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn set_rows(&mut self) -> Result<()> {
+        let rows: Vec<Row> = self.active.iter().map(|sequence| sequence.row).collect();
+        Ok(self.decoder.set_rows(&rows)?)
+    }
+
+    /// The next token of each sequence, whose rows the decoder has just computed.
+    fn choose(&mut self, sequences: &mut [Sequence]) -> Result<Vec<u32>> {
+        if self.options.sampling.is_greedy() {
+            let pending = self.decoder.begin_ids()?;
+            return self.ids(pending, sequences);
+        }
+        let mut ids = Vec::with_capacity(sequences.len());
+        for (row, sequence) in sequences.iter_mut().enumerate() {
+            self.decoder.read_logits(row, &mut self.logits)?;
+            let drawn = sequence.sampler.draw(&self.logits);
+            ids.push(drawn.ok_or(GenerateError::NotFinite { index: sequence.request })?);
+        }
+        Ok(ids)
+    }
+
+    /// Waits for the likeliest tokens.
+    fn ids(&self, pending: xlaunch_engine::PendingRead, sequences: &[Sequence]) -> Result<Vec<u32>> {
+        let mut ids = vec![0.0; sequences.len()];
+        pending.wait(&mut ids)?;
+        let id = |(id, sequence): (f32, &Sequence)| {
+            // Exact: ids are whole numbers below 2^24.
+            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a whole number")]
+            let token = (id >= 0.0).then_some(id as u32);
+            token.ok_or(GenerateError::NotFinite { index: sequence.request })
+        };
+        ids.into_iter().zip(sequences).map(id).collect()
+    }
+
+    /// Adds a token to each sequence. Returns those that go on; the others' slots are free.
+    fn accept(&mut self, sequences: Vec<Sequence>, ids: &[u32], sink: Sink<'_>) -> Vec<Sequence> {
+        let mut going_on = Vec::with_capacity(sequences.len());
+        for (mut sequence, id) in sequences.into_iter().zip(ids) {
+            match self.next(&mut sequence, *id, sink) {
+                None => going_on.push(sequence),
+                Some(reason) => {
+                    self.free.push(sequence.row.slot);
+                    let Sequence { request, tokens, decoder, mut text, started, .. } = sequence;
+                    if reason != FinishReason::Stop {
+                        // Of a character that is not complete, and what may have become a stop string.
+                        let Shown { text: last, stopped } = text.push(&decoder.finish());
+                        sink(request, Update::Text(&last));
+                        if !stopped {
+                            sink(request, Update::Text(&text.finish()));
+                        }
+                    }
+                    let time = started.elapsed();
+                    sink(request, Update::Finished(Completion { tokens, reason, time }));
+                }
+            }
+        }
+        going_on
+    }
+
+    /// Adds a token; returns why the text ends with it, if it does.
+    fn next(&self, sequence: &mut Sequence, id: u32, sink: Sink<'_>) -> Option<FinishReason> {
+        if self.tokenizer.end_of_text() == Some(id) {
+            return Some(FinishReason::EndOfText);
+        }
+        sequence.tokens += 1;
+        let Shown { text, stopped } = sequence.text.push(&sequence.decoder.push(id));
+        sink(sequence.request, Update::Text(&text));
+        if stopped {
+            return Some(FinishReason::Stop);
+        }
+        if sequence.tokens >= self.options.max_tokens {
+            return Some(FinishReason::Length);
+        }
+        // The next step puts this token into the cache, at the position after those before.
+        sequence.row.token = id;
+        let position = self.requests[sequence.request].tokens.len() + sequence.tokens - 1;
+        sequence.row.position = position;
+        (position >= self.seq).then_some(FinishReason::Context)
+    }
+}

@@ -1,0 +1,550 @@
+//! Forward for generation: of new tokens alone, over a cache of the keys and values of those before them.
+//!
+//! ```text
+//! prompts --> prefill: rows of all prompts, one after another, in passes --> logits of each prompt's last row
+//! set_rows --> step: one row per sequence --> logits, and the likeliest tokens as rows of the next step --> step ...
+//! ```
+//! A sequence has a slot of the cache. A row is one new token: of a slot, at a position. Prompts of different lengths
+//! need no padding, as rows name their slots and positions.
+//!
+//! On a GPU a step is captured per number of rows, and replayed: everything that changes from step to step is in device
+//! memory, and all buffers of a step are allocated once. A greedy step takes its tokens from the one before, so the
+//! host need not wait between them.
+//!
+//! Invariant: the logits of a row are a function of the tokens of its sequence alone.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+use xlaunch_engine::{
+    CachedAttention, CachedAttentionShape, Capture, DType, EmbedForward, EmbedShape, GEMV_ROWS, Gemv, Greedy,
+    LinearForward, LinearGeluForward, LinearShape, NormForward, PendingRead, ResidualAdd, Result, Slice,
+    SwigluForward, Tensor,
+};
+use xlaunch_proto::model::Arch;
+
+use super::layout::{self, Linear};
+use super::{Model, Rows};
+
+/// Most sequences that are decoded at a time.
+pub const MAX_SLOTS: usize = GEMV_ROWS;
+/// Most rows of a pass over prompts.
+const PREFILL_ROWS: usize = 512;
+
+/// The next token of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// Slot of the sequence.
+    pub slot: usize,
+    /// Number of tokens before this one.
+    pub position: usize,
+    /// Its id, below the vocabulary.
+    pub token: u32,
+}
+
+/// A model with a cache.
+#[derive(Debug)]
+pub struct Decoder<'a> {
+    model: &'a Model,
+    slots: usize,
+    capacity: usize,
+    /// Ids below it can be generated.
+    vocab: usize,
+    cache: Vec<BlockCache>,
+    step: Buffers,
+    /// Rows of the next step.
+    rows: usize,
+    /// Outputs of the last block, normalised, of the rows whose logits are wanted.
+    last: Tensor,
+    /// (rows, Vp) F32.
+    logits: Tensor,
+    /// Likeliest token of each row, F32.
+    ids: Tensor,
+    /// Captured steps by number of rows; `None` if it ran once, which has loaded its kernels.
+    graphs: RefCell<HashMap<usize, Option<Capture>>>,
+}
+
+/// Keys and values of one block, (slots, Hkv, capacity, D) each.
+#[derive(Debug)]
+struct BlockCache {
+    keys: Tensor,
+    values: Tensor,
+}
+
+/// Inputs and activations of a pass of up to `rows` rows.
+#[derive(Debug)]
+struct Buffers {
+    tokens: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    /// The residual stream, before and after an addition.
+    x: [Tensor; 2],
+    y: Tensor,
+    stats: Tensor,
+    qkv: Tensor,
+    att: Tensor,
+    branch: Tensor,
+    h: Tensor,
+    a: Tensor,
+    partials: Tensor,
+    counters: Tensor,
+}
+
+impl<'a> Decoder<'a> {
+    /// A cache of `slots` sequences of up to `capacity` tokens. Only ids below `vocab` are taken for the likeliest.
+    pub fn new(model: &'a Model, slots: usize, capacity: usize, vocab: usize) -> Result<Self> {
+        let (shape, backend) = (&model.shape, &model.backend);
+        let (slots, capacity) = (slots.clamp(1, MAX_SLOTS), capacity.clamp(1, shape.seq));
+        let act = backend.activation_dtype();
+        let len = slots * capacity * shape.kv_heads * shape.head_width();
+        let block = |_| {
+            let [keys, values] = [backend.alloc_persistent(act, len)?, backend.alloc_persistent(act, len)?];
+            Ok(BlockCache { keys, values })
+        };
+        let cache = (0..shape.layers).map(block).collect::<Result<_>>()?;
+        Ok(Self {
+            model,
+            slots,
+            capacity,
+            vocab: vocab.min(shape.vocab),
+            cache,
+            step: Buffers::new(model, slots, slots, capacity)?,
+            rows: 0,
+            last: backend.alloc_persistent(act, slots * shape.dim)?,
+            logits: backend.alloc_persistent(DType::F32, slots * shape.padded_vocab())?,
+            ids: backend.alloc_persistent(DType::F32, slots)?,
+            graphs: RefCell::default(),
+        })
+    }
+
+    /// Bytes that a slot of the cache takes.
+    pub fn slot_bytes(model: &Model, capacity: usize) -> usize {
+        let shape = &model.shape;
+        let elements = 2 * shape.layers * capacity * shape.kv_heads * shape.head_width();
+        elements * model.backend.activation_dtype().size()
+    }
+
+    /// Number of slots.
+    pub fn slots(&self) -> usize {
+        self.slots
+    }
+
+    /// Whether steps only enqueue work, so that the next may be enqueued before the results of one are read.
+    pub fn is_asynchronous(&self) -> bool {
+        self.model.backend.is_asynchronous()
+    }
+
+    /// Fills slots with prompts, each of at least one token and at most as many as the cache holds, up to one per slot.
+    /// Afterwards row i of the logits and ids belongs to the token after prompt i.
+    pub fn prefill(&mut self, prompts: &[(usize, &[u32])]) -> Result<()> {
+        let rows: Vec<Row> = prompts
+            .iter()
+            .flat_map(|(slot, tokens)| {
+                let row = |(position, token): (usize, &u32)| Row { slot: *slot, position, token: *token };
+                tokens.iter().enumerate().map(row)
+            })
+            .collect();
+        let mut ends = Vec::with_capacity(prompts.len());
+        for (_, tokens) in prompts {
+            ends.push(ends.last().copied().unwrap_or(0) + tokens.len());
+        }
+        let buffers = Buffers::new(self.model, rows.len().min(PREFILL_ROWS), self.slots, self.capacity)?;
+        let dim = self.model.shape.dim;
+        let mut done = 0;
+        for (pass, rows) in rows.chunks(PREFILL_ROWS).enumerate() {
+            let first = pass * PREFILL_ROWS;
+            buffers.write(self.model, rows)?;
+            self.pass(&buffers, rows.len(), false)?;
+            let ended = ends[done..].iter().take_while(|end| **end <= first + rows.len()).count();
+            if ended > 0 {
+                let wanted: Vec<i32> =
+                    ends[done..done + ended].iter().map(|end| id(end - 1 - first)).collect();
+                let out = self.last.slice(done * dim..(done + ended) * dim);
+                self.gather(&buffers, rows.len(), &wanted, out)?;
+                done += ended;
+            }
+        }
+        self.rows = prompts.len();
+        self.head(&self.last)
+    }
+
+    /// Sets the rows of the next step, one per sequence.
+    pub fn set_rows(&mut self, rows: &[Row]) -> Result<()> {
+        self.rows = rows.len();
+        self.step.write(self.model, rows)
+    }
+
+    /// Enqueues a step of the rows that were set, or of the likeliest tokens of the step before.
+    pub fn step(&self) -> Result<()> {
+        let enqueue = || {
+            self.pass(&self.step, self.rows, true)?;
+            self.head(&self.step.y)
+        };
+        let backend = &self.model.backend;
+        if !backend.is_asynchronous() {
+            return enqueue();
+        }
+        let mut graphs = self.graphs.borrow_mut();
+        match graphs.get(&self.rows) {
+            Some(Some(graph)) => return graph.launch(),
+            Some(None) => {}
+            None => {
+                graphs.insert(self.rows, None);
+                return enqueue();
+            }
+        }
+        if !backend.begin_capture()? {
+            return enqueue();
+        }
+        let done = enqueue();
+        // After an error too, as the stream would otherwise stay in capture mode.
+        let graph = backend.end_capture();
+        done?;
+        graphs.entry(self.rows).insert_entry(Some(graph?)).get().as_ref().map_or(Ok(()), Capture::launch)
+    }
+
+    /// Starts to read the likeliest token of each row: -1 where no logit is a number.
+    pub fn begin_ids(&self) -> Result<PendingRead> {
+        self.model.backend.begin_read(self.ids.slice(0..self.rows))
+    }
+
+    /// The logits of a row.
+    pub fn read_logits(&self, row: usize, logits: &mut [f32]) -> Result<()> {
+        let first = row * self.model.shape.padded_vocab();
+        self.model.backend.read_f32(self.logits.slice(first..first + logits.len()), logits)
+    }
+
+    /// Number of ids that can be generated.
+    pub fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    /// All blocks; the normalised output is in `b.y`. Rows are of different slots if `distinct`.
+    fn pass(&self, b: &Buffers, rows: usize, distinct: bool) -> Result<()> {
+        let (model, shape) = (self.model, &self.model.shape);
+        let (dim, width) = (shape.dim, shape.heads * shape.head_width());
+        let embed = EmbedShape { batch: rows, seq: 1, cols: dim, vocab: shape.vocab };
+        let positions = b.positions.slice(0..rows);
+        model.backend.embed_forward(EmbedForward {
+            shape: embed,
+            tokens: b.tokens.slice(0..rows),
+            wte: model.param(&model.layout.wte),
+            wpe: model.layout.wpe.as_ref().map(|wpe| model.param(wpe)),
+            positions: model.layout.wpe.as_ref().map(|_| positions),
+            out: b.x[0].slice(0..rows * dim),
+        })?;
+        self.norm(b, rows, 0, false, &model.layout.blocks[0].ln1)?;
+        for (index, params) in model.layout.blocks.iter().enumerate() {
+            let next = model.layout.blocks.get(index + 1).map_or(&model.layout.lnf, |block| &block.ln1);
+            self.linear(rows, &b.y, &params.qkv, (dim, shape.qkv_width()), &b.qkv)?;
+            self.attention(b, rows, index, distinct)?;
+            self.linear(rows, &b.att, &params.proj, (width, dim), &b.branch)?;
+            self.norm(b, rows, 0, true, &params.ln2)?;
+            self.mlp(b, rows, params)?;
+            self.linear(rows, &b.a, &params.out, (shape.ffn, dim), &b.branch)?;
+            self.norm(b, rows, 1, true, next)?;
+        }
+        Ok(())
+    }
+
+    /// `y = norm(x)` or, with `add`, `x' = x + branch`, `y = norm(x')`, from stream `x` to the other one.
+    fn norm(&self, b: &Buffers, rows: usize, x: usize, add: bool, params: &layout::Norm) -> Result<()> {
+        let (model, len) = (self.model, rows * self.model.shape.dim);
+        let shape = model.norm_shape(Rows { batch: rows, seq: 1 });
+        let residual = ResidualAdd { branch: b.branch.slice(0..len), sum: b.x[1 - x].slice(0..len) };
+        model.backend.norm_forward(NormForward {
+            shape,
+            x: b.x[x].slice(0..len),
+            residual: add.then_some(residual),
+            gamma: model.param(&params.weight),
+            beta: params.bias.as_ref().map(|bias| model.param(bias)),
+            y: b.y.slice(0..len),
+            stats: b.stats.slice(0..shape.stats()),
+        })
+    }
+
+    fn attention(&self, b: &Buffers, rows: usize, block: usize, distinct: bool) -> Result<()> {
+        let shape = CachedAttentionShape { rows, ..attention_shape(self.model, self.slots, self.capacity) };
+        self.model.backend.cached_attention(CachedAttention {
+            shape,
+            qkv: b.qkv.slice(0..rows * shape.qkv_width()),
+            rope: self.model.rope.as_ref().map(Tensor::all),
+            slots: b.slots.slice(0..rows),
+            positions: b.positions.slice(0..rows),
+            distinct,
+            keys: self.cache[block].keys.all(),
+            values: self.cache[block].values.all(),
+            partials: b.partials.all(),
+            counters: b.counters.all(),
+            out: b.att.slice(0..rows * shape.heads * shape.width),
+        })
+    }
+
+    /// From `y` to the inputs `a` of the block's last layer.
+    fn mlp(&self, b: &Buffers, rows: usize, params: &layout::Block) -> Result<()> {
+        let (model, shape) = (self.model, &self.model.shape);
+        let (a, ffn) = (b.a.slice(0..rows * shape.ffn), shape.ffn);
+        match (shape.arch, &params.fc.bias) {
+            (Arch::Gpt2, Some(bias)) => {
+                let (x, w) = (b.y.slice(0..rows * shape.dim), model.param(&params.fc.weight));
+                let (bias, shape) =
+                    (model.param(bias), LinearShape { rows, inputs: shape.dim, outputs: ffn });
+                if rows <= GEMV_ROWS {
+                    return model.backend.gemv(Gemv { shape, x, w, bias: Some(bias), gelu: true, y: a });
+                }
+                let h = b.h.slice(0..rows * ffn);
+                model.backend.linear_gelu_forward(LinearGeluForward { shape, x, w, bias, h, a })
+            }
+            _ => {
+                self.linear(rows, &b.y, &params.fc, (shape.dim, 2 * ffn), &b.h)?;
+                let h = b.h.slice(0..2 * rows * ffn);
+                model.backend.swiglu_forward(SwigluForward { rows, ffn, h, a })
+            }
+        }
+    }
+
+    /// `sizes` are the numbers of inputs and outputs.
+    fn linear(
+        &self,
+        rows: usize,
+        x: &Tensor,
+        params: &Linear,
+        sizes: (usize, usize),
+        y: &Tensor,
+    ) -> Result<()> {
+        let (model, shape) = (self.model, LinearShape { rows, inputs: sizes.0, outputs: sizes.1 });
+        let (x, y) = (x.slice(0..rows * sizes.0), y.slice(0..rows * sizes.1));
+        let (w, bias) = (model.param(&params.weight), params.bias.as_ref().map(|bias| model.param(bias)));
+        match rows <= GEMV_ROWS {
+            true => model.backend.gemv(Gemv { shape, x, w, bias, gelu: false, y }),
+            false => model.backend.linear_forward(LinearForward { shape, x, w, bias, y }),
+        }
+    }
+
+    /// `out` = these rows of the pass's output.
+    fn gather(&self, b: &Buffers, rows: usize, wanted: &[i32], out: Slice<'_>) -> Result<()> {
+        let (backend, cols) = (&self.model.backend, self.model.shape.dim);
+        let indices = backend.alloc(DType::I32, wanted.len())?;
+        backend.write_i32(indices.all(), wanted)?;
+        let shape = EmbedShape { batch: wanted.len(), seq: 1, cols, vocab: rows };
+        let (tokens, wte) = (indices.all(), b.y.slice(0..rows * cols));
+        backend.embed_forward(EmbedForward { shape, tokens, wte, wpe: None, positions: None, out })
+    }
+
+    /// The logits of the rows of `x`, and their likeliest tokens as rows of the next step.
+    fn head(&self, x: &Tensor) -> Result<()> {
+        let (model, rows, dim) = (self.model, self.rows, self.model.shape.dim);
+        let padded = model.shape.padded_vocab();
+        let logits = self.logits.slice(0..rows * padded);
+        model.backend.gemv(Gemv {
+            shape: LinearShape { rows, inputs: dim, outputs: padded },
+            x: x.slice(0..rows * dim),
+            w: model.param(&model.layout.head),
+            bias: None,
+            gelu: false,
+            y: logits,
+        })?;
+        model.backend.greedy(Greedy {
+            rows,
+            vocab: self.vocab,
+            logits,
+            tokens: self.step.tokens.slice(0..rows),
+            positions: self.step.positions.slice(0..rows),
+            last: self.capacity - 1,
+            ids: self.ids.slice(0..rows),
+        })
+    }
+}
+
+impl Buffers {
+    fn new(model: &Model, rows: usize, slots: usize, capacity: usize) -> Result<Self> {
+        let (shape, backend) = (&model.shape, &model.backend);
+        let attention = attention_shape(model, slots, capacity);
+        let act = |cols: usize| backend.alloc_persistent(backend.activation_dtype(), rows * cols);
+        let ints = |len: usize| {
+            let tensor = backend.alloc_persistent(DType::I32, len)?;
+            backend.zero(tensor.all())?;
+            Ok::<Tensor, xlaunch_engine::EngineError>(tensor)
+        };
+        let partials = (1..=rows).map(|rows| CachedAttentionShape { rows, ..attention }.partials()).max();
+        let gates = if shape.arch == Arch::Llama { 2 } else { 1 };
+        let stats = model.norm_shape(Rows { batch: rows, seq: 1 }).stats();
+        Ok(Self {
+            tokens: ints(rows)?,
+            slots: ints(rows)?,
+            positions: ints(rows)?,
+            x: [act(shape.dim)?, act(shape.dim)?],
+            y: act(shape.dim)?,
+            stats: backend.alloc_persistent(DType::F32, stats)?,
+            qkv: act(shape.qkv_width())?,
+            att: act(shape.heads * shape.head_width())?,
+            branch: act(shape.dim)?,
+            h: act(gates * shape.ffn)?,
+            a: act(shape.ffn)?,
+            partials: backend.alloc_persistent(DType::F32, partials.unwrap_or(0))?,
+            counters: ints(rows * shape.heads)?,
+        })
+    }
+
+    fn write(&self, model: &Model, rows: &[Row]) -> Result<()> {
+        let write = |tensor: &Tensor, value: fn(&Row) -> usize| {
+            let values: Vec<i32> = rows.iter().map(|row| id(value(row))).collect();
+            model.backend.write_i32(tensor.slice(0..rows.len()), &values)
+        };
+        write(&self.tokens, |row| row.token as usize)?;
+        write(&self.slots, |row| row.slot)?;
+        write(&self.positions, |row| row.position)
+    }
+}
+
+fn attention_shape(model: &Model, slots: usize, capacity: usize) -> CachedAttentionShape {
+    let shape = &model.shape;
+    let (heads, kv_heads, width) = (shape.heads, shape.kv_heads, shape.head_width());
+    CachedAttentionShape { rows: 0, heads, kv_heads, width, slots, capacity }
+}
+
+/// Sizes of a model are below 2^31.
+fn id(number: usize) -> i32 {
+    i32::try_from(number).unwrap_or(i32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{BackendHandle, init};
+    use xlaunch_engine::{CpuBackend, PoolMode};
+    use xlaunch_proto::model::{ModelSection, ModelShape};
+
+    fn shapes() -> Vec<ModelShape> {
+        let shape = |arch, kv_heads, tied| {
+            let section = ModelSection {
+                arch: Some(arch),
+                layers: Some(3),
+                heads: Some(4),
+                kv_heads: Some(kv_heads),
+                dim: Some(64),
+                ffn: Some(100),
+                seq: Some(48),
+                vocab: Some(1100),
+                tied: Some(tied),
+                ..ModelSection::default()
+            };
+            section.resolve().unwrap()
+        };
+        vec![shape(Arch::Gpt2, 4, true), shape(Arch::Llama, 2, false), shape(Arch::Llama, 1, true)]
+    }
+
+    fn model(shape: &ModelShape) -> Model {
+        let backend = BackendHandle::new(CpuBackend::new(2, PoolMode::On));
+        let threads = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+        let layout = layout::Layout::new(shape);
+        let mut weights = init::weights(&layout, 3, &threads);
+        // Larger weights than at the start of training, and biases, so that logits differ.
+        let mut random = crate::random::Random::new(1, "test");
+        for weight in &mut weights {
+            #[expect(clippy::cast_possible_truncation, reason = "test data")]
+            let noise = (random.uniform() - 0.5) as f32;
+            *weight = 3.0 * *weight + 0.1 * noise;
+        }
+        Model::new(&backend, shape, &weights).unwrap()
+    }
+
+    /// Logits of the last of these tokens by the forward of training.
+    fn forward(model: &Model, tokens: &[u32]) -> Vec<f32> {
+        let rows = Rows { batch: 1, seq: model.shape.seq };
+        let ids = model.backend.alloc(DType::I32, rows.seq).unwrap();
+        let mut window: Vec<i32> = tokens.iter().map(|token| id(*token as usize)).collect();
+        window.resize(rows.seq, 0);
+        model.backend.write_i32(ids.all(), &window).unwrap();
+        let acts = model.forward(rows, ids.all()).unwrap();
+        let mut logits = vec![0.0; model.shape.vocab];
+        model.backend.read_f32(acts.logits(tokens.len() - 1, logits.len()), &mut logits).unwrap();
+        logits
+    }
+
+    fn argmax(logits: &[f32]) -> u32 {
+        let best = (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best });
+        u32::try_from(best).unwrap()
+    }
+
+    fn ids(decoder: &Decoder<'_>) -> Vec<u32> {
+        let mut ids = vec![0.0; decoder.rows];
+        decoder.begin_ids().unwrap().wait(&mut ids).unwrap();
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "ids are small")]
+        ids.into_iter().map(|id| id as u32).collect()
+    }
+
+    fn prompt(len: usize, seed: u32) -> Vec<u32> {
+        (0..len as u32).map(|i| (seed + i * i * 31) % 1100).collect()
+    }
+
+    #[test]
+    fn cached_steps_equal_forward_over_the_whole_sequence() {
+        for shape in shapes() {
+            let model = model(&shape);
+            let mut tokens = prompt(9, 5);
+            let mut decoder = Decoder::new(&model, 1, shape.seq, shape.vocab).unwrap();
+            decoder.prefill(&[(0, &tokens)]).unwrap();
+            for step in 0..20 {
+                let expected = forward(&model, &tokens);
+                let mut logits = vec![0.0; shape.vocab];
+                decoder.read_logits(0, &mut logits).unwrap();
+                let distance = logits.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                let largest = expected.iter().fold(0.0, |largest: f32, logit| largest.max(logit.abs()));
+                assert!(
+                    distance < 1e-5 * largest,
+                    "{:?}, step {step}: {distance:.2e} of {largest}",
+                    shape.arch
+                );
+                assert_eq!(ids(&decoder), [argmax(&expected)], "{:?}, step {step}", shape.arch);
+                let token = ids(&decoder)[0];
+                if step % 2 == 0 {
+                    decoder.set_rows(&[Row { slot: 0, position: tokens.len(), token }]).unwrap();
+                }
+                tokens.push(token);
+                decoder.step().unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn ragged_batch_equals_single_sequences_bit_for_bit_in_steps() {
+        for shape in shapes() {
+            let model = model(&shape);
+            let prompts = [prompt(3, 1), prompt(40, 2), prompt(1, 3), prompt(17, 4)];
+            let generate = |prompts: &[Vec<u32>]| {
+                let mut decoder = Decoder::new(&model, prompts.len(), shape.seq, shape.vocab).unwrap();
+                let slots: Vec<(usize, &[u32])> =
+                    prompts.iter().enumerate().map(|(slot, prompt)| (slot, &prompt[..])).collect();
+                decoder.prefill(&slots).unwrap();
+                let mut generated = vec![ids(&decoder)];
+                let row =
+                    |(slot, token): (usize, &u32)| Row { slot, position: prompts[slot].len(), token: *token };
+                let rows: Vec<Row> = generated[0].iter().enumerate().map(row).collect();
+                decoder.set_rows(&rows).unwrap();
+                for _ in 0..7 {
+                    decoder.step().unwrap();
+                    generated.push(ids(&decoder));
+                }
+                generated
+            };
+            let together = generate(&prompts);
+            for (index, prompt) in prompts.iter().enumerate() {
+                let alone: Vec<u32> = generate(std::slice::from_ref(prompt)).concat();
+                let batch: Vec<u32> = together.iter().map(|ids| ids[index]).collect();
+                assert_eq!(alone, batch, "{:?}, prompt {index}", shape.arch);
+            }
+        }
+    }
+
+    #[test]
+    fn long_prompts_take_several_passes() {
+        let shape = ModelShape { seq: 3 * PREFILL_ROWS, ..shapes().remove(1) };
+        let model = model(&shape);
+        let prompts = [prompt(2 * PREFILL_ROWS, 1), prompt(5, 2)];
+        let mut decoder = Decoder::new(&model, 2, shape.seq, shape.vocab).unwrap();
+        decoder.prefill(&[(1, &prompts[0]), (0, &prompts[1])]).unwrap();
+        let expected: Vec<u32> = prompts.iter().map(|prompt| argmax(&forward(&model, prompt))).collect();
+        assert_eq!(ids(&decoder), expected);
+    }
+}

@@ -1,0 +1,228 @@
+//! Opens a trained model for use outside of training: its shape, tokenizer and weights, and a device.
+//!
+//! ```text
+//! path --find--> Source: shape, where the weights are, tokenizer --load--> Model on a device
+//! ```
+//! The path is a checkpoint, a directory of checkpoints or a run's directory, of which the newest valid checkpoint is
+//! taken, or a model in Hugging Face's layout. Weights are verified as they are read, go to the device piece by piece,
+//! and must be finite.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::sync_channel;
+
+use rayon::ThreadPool;
+use xlaunch_data::{TOKENIZER_FILE, Tokenizer, TokenizerError};
+use xlaunch_engine::{self as engine, CpuBackend, CudaBackend, CudaOptions, EngineError, PoolMode};
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::model::ModelShape;
+use xlaunch_proto::spec::Precision;
+
+use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, Sink, directory};
+use crate::error::WorkerError;
+use crate::huggingface;
+use crate::model::layout::Layout;
+use crate::model::{BackendHandle, Model};
+use crate::preflight::Refusal;
+
+/// Pieces of weights that wait for the device, of up to 4 MiB each.
+const WEIGHTS_READ_AHEAD: usize = 8;
+
+/// Where to compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    /// The first GPU if there is one, otherwise the CPU.
+    Auto,
+    /// The first GPU.
+    Cuda,
+    /// On all cores, in fp32.
+    Cpu,
+}
+
+/// A trained model on disk.
+#[derive(Debug)]
+pub struct Source {
+    /// Its sizes.
+    pub shape: ModelShape,
+    /// What it was trained with, if that is known.
+    pub tokenizer: Option<Tokenizer>,
+    /// For the user.
+    pub notes: Vec<String>,
+    path: PathBuf,
+    weights: Weights,
+}
+
+/// Where the weights are.
+#[derive(Debug)]
+enum Weights {
+    Checkpoint,
+    HuggingFace(huggingface::Directory),
+}
+
+impl Source {
+    /// Finds the model that `path` means.
+    pub fn find(path: &Path) -> Result<Self, Refusal> {
+        if !path.exists() {
+            let message = format!("failed to open a model: {} does not exist", path.display());
+            return Err(Refusal { exit: ExitCode::Usage, message });
+        }
+        if huggingface::Directory::is_one(path) {
+            return Self::hugging_face(path);
+        }
+        let (path, rejected) = directory::locate(path).map_err(|error| match error {
+            CheckpointError::None { path } => not_a_model(&path),
+            error => error.into(),
+        })?;
+        let notes = rejected.iter().map(|(path, error)| format!("skipped {}: {error}", path.display()));
+        let shape = directory::state(&path)?.model;
+        shape.check().map_err(|invalid| Refusal {
+            exit: ExitCode::Data,
+            message: format!("{}: {invalid}", path.display()),
+        })?;
+        let tokenizer = checkpoint::tokenizer(&path)?;
+        Ok(Self { shape, tokenizer, notes: notes.collect(), path, weights: Weights::Checkpoint })
+    }
+
+    fn hugging_face(path: &Path) -> Result<Self, Refusal> {
+        let directory = huggingface::Directory::open(path).map_err(WorkerError::from)?;
+        let file = path.join(TOKENIZER_FILE);
+        let tokenizer = file.exists().then(|| Tokenizer::from_file(&file)).transpose();
+        Ok(Self {
+            shape: directory.shape().clone(),
+            tokenizer: tokenizer.map_err(|error| tokenizer_refusal(&error, ExitCode::Data))?,
+            notes: Vec::new(),
+            path: path.into(),
+            weights: Weights::HuggingFace(directory),
+        })
+    }
+
+    /// The tokenizer of this name (`bytes`, `gpt2`, or a file), or without a name, the model's own.
+    pub fn tokenizer(&self, name: Option<&str>) -> Result<Tokenizer, Refusal> {
+        let tokenizer = match (name, &self.tokenizer) {
+            (Some("bytes"), _) => Tokenizer::bytes(),
+            (Some("gpt2"), _) => Tokenizer::gpt2(),
+            (Some(file), _) => Tokenizer::from_file(Path::new(file))
+                .map_err(|error| tokenizer_refusal(&error, ExitCode::Usage))?,
+            (None, Some(tokenizer)) => tokenizer.clone(),
+            (None, None) => {
+                let message = format!(
+                    "{} has no tokenizer: it was trained on token files; name theirs with `--tokenizer \
+                     gpt2|bytes|FILE.json`",
+                    self.path.display()
+                );
+                return Err(Refusal { exit: ExitCode::Usage, message });
+            }
+        };
+        let (ids, vocab) = (tokenizer.vocab(), self.shape.vocab);
+        if ids > vocab {
+            let message = format!(
+                "tokenizer `{}` has {ids} ids, but the model's vocabulary has {vocab}: it was trained with another one",
+                tokenizer.name()
+            );
+            let exit = if name.is_some() { ExitCode::Usage } else { ExitCode::Data };
+            return Err(Refusal { exit, message });
+        }
+        Ok(tokenizer)
+    }
+
+    /// Loads the weights onto a device.
+    pub fn load(&self, backend: &BackendHandle, interrupted: &dyn Fn() -> bool) -> Result<Model, Refusal> {
+        let model = Model::zeroed(backend, &self.shape).map_err(WorkerError::from)?;
+        let not_finite = AtomicBool::new(false);
+        let (sender, pieces) = sync_channel::<Piece>(WEIGHTS_READ_AHEAD);
+        let threads = threads()?;
+        let result = std::thread::scope(|scope| {
+            let not_finite = &not_finite;
+            let reader = scope.spawn(move || {
+                let sink = |piece: Piece| {
+                    if !piece.values.iter().all(|value| value.is_finite()) {
+                        not_finite.store(true, Ordering::Relaxed);
+                        return Err(Abandoned);
+                    }
+                    sender.send(piece).map_err(|_| Abandoned)
+                };
+                self.read(&threads, &sink)
+            });
+            // Dropped on an early return, which ends the reader.
+            let pieces = pieces;
+            for Piece { at, values, .. } in &pieces {
+                if interrupted() {
+                    return Err(Refusal::interrupted());
+                }
+                model.write_weights(at, &values).map_err(WorkerError::from)?;
+            }
+            drop(pieces);
+            reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        result?;
+        if not_finite.into_inner() {
+            let message =
+                format!("{}: weights are not finite; take an earlier checkpoint", self.path.display());
+            return Err(Refusal { exit: ExitCode::Data, message });
+        }
+        Ok(model)
+    }
+
+    fn read(&self, threads: &ThreadPool, sink: Sink<'_>) -> Result<(), Refusal> {
+        let layout = Layout::new(&self.shape);
+        match &self.weights {
+            Weights::Checkpoint => {
+                checkpoint::read(&self.path, &self.shape, &layout, &[], threads, sink)?;
+            }
+            Weights::HuggingFace(directory) => {
+                let weights = directory.weights(&self.shape, &layout).map_err(WorkerError::from)?;
+                weights.read(threads, sink).map_err(WorkerError::from)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Opens a device. `precision` is for GPUs. `timed` selects kernels by timing them, which pays for long work only.
+pub fn open_device(device: Device, precision: Precision, timed: bool) -> Result<BackendHandle, Refusal> {
+    if device != Device::Cpu {
+        let precision = match precision {
+            Precision::Fp32 => engine::Precision::Fp32,
+            Precision::Tf32 => engine::Precision::Tf32,
+            Precision::Bf16 => engine::Precision::Bf16,
+        };
+        let options = CudaOptions { deterministic: !timed, ..CudaOptions::new(precision, PoolMode::On) };
+        match CudaBackend::open(0, options) {
+            Ok(backend) => return Ok(BackendHandle::new(backend)),
+            Err(error)
+                if device == Device::Cuda
+                    || !matches!(error, EngineError::Library { .. } | EngineError::Device { .. }) =>
+            {
+                let Refusal { exit, message } = WorkerError::from(error).into();
+                return Err(Refusal { exit, message: format!("{message}; `--device cpu` needs no GPU") });
+            }
+            // A host without a driver, or without a GPU.
+            Err(_) => {}
+        }
+    }
+    Ok(BackendHandle::new(CpuBackend::new(cores(), PoolMode::On)))
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+fn threads() -> Result<ThreadPool, Refusal> {
+    rayon::ThreadPoolBuilder::new().num_threads(cores()).build().map_err(|error| Refusal {
+        exit: ExitCode::Internal,
+        message: format!("failed to start threads: {error}"),
+    })
+}
+
+fn not_a_model(path: &Path) -> Refusal {
+    let message = format!(
+        "{} is neither a checkpoint, nor a directory of checkpoints, nor a run's directory with checkpoints, nor a \
+         model in Hugging Face's layout with a config.json",
+        path.display()
+    );
+    Refusal { exit: ExitCode::Usage, message }
+}
+
+fn tokenizer_refusal(error: &TokenizerError, exit: ExitCode) -> Refusal {
+    Refusal { exit, message: error.to_string() }
+}
