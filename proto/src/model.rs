@@ -18,8 +18,7 @@ pub enum Arch {
     Llama,
 }
 
-/// The model: a preset, and sizes that differ from it. Without a preset, sizes come from the weights in
-/// `checkpoint.init`, if that is set.
+/// The model: a preset, and sizes that differ from it. Without a preset, sizes are those of `checkpoint.init`, if set.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]

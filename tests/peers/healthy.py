@@ -92,7 +92,8 @@ def run(options, mount):
     steps = max(json.loads(line)["_step"] for line in lines)
     minutes = (time.monotonic() - began) / 60
     print(f"{minutes:.0f} minutes, {options.ranks} ranks, {steps} steps, load {os.getloadavg()[2]:.0f} of "
-          f"{os.cpu_count()} cores, {freezes} frozen disks, {suspensions} suspensions: {len(alarms)} alarms, exit code {code}")
+          f"{os.cpu_count()} cores, {freezes} frozen disks, {suspensions} suspensions: {len(alarms)} alarms, "
+          f"exit code {code}")
     print("\n".join(alarms))
     sys.exit(bool(alarms) or code != 143)
 

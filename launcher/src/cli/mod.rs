@@ -3,8 +3,8 @@
 //! - `status`, `logs`, `stacks`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
 //! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`,
 //!   `doctor --daemon` ([`examine`]): call the daemon;
-//! - `data`: prepares text for training, [`mod@data`]; `export`: writes checkpoints as models; `generate`, `eval`: use a
-//!   trained model; `report`: training runs as a page;
+//! - `data`: prepares text for training, [`mod@data`]; `export`: writes checkpoints as models; `generate`, `eval`: use
+//!   a trained model; `report`: training runs as a page;
 //! - `daemon`, `agent`: services; `bench`, `doctor`; `gen`: generated files for packages.
 //!
 //! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.

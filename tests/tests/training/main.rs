@@ -20,6 +20,6 @@ mod runs;
 mod tensorboard;
 
 xlaunch_harness::suite! {
-    modules bench, chaos, checkpoints, continued, data, divergence, export, fail_points, generate, memory, pool, prepared,
-            report, runs, tensorboard;
+    modules bench, chaos, checkpoints, continued, data, divergence, export, fail_points, generate, memory, pool,
+            prepared, report, runs, tensorboard;
 }

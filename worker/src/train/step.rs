@@ -34,8 +34,8 @@ use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model, Rows};
 use crate::optim::AdamW;
 
-/// Slots of the tensor that is read back after a step. Those before `OWN_SECONDS` are all-reduced. Without sharding every
-/// rank computes the norm of all gradients itself, and writes it after that all-reduce.
+/// Slots of the tensor that is read back after a step. Those before `OWN_SECONDS` are all-reduced. Without sharding
+/// every rank computes the norm of all gradients itself, and writes it after that all-reduce.
 mod slot {
     pub(super) const LOSS: usize = 0;
     pub(super) const STOP: usize = 1;
@@ -66,8 +66,8 @@ pub struct StepResult {
     pub grad_norm: f32,
     /// Requests that any rank received.
     pub requests: Requests,
-    /// What this rank's device took for forward and backward, without waiting for other ranks; with a sharded optimizer,
-    /// from the end of the last gather on. 0 on devices without marks.
+    /// What this rank's device took for forward and backward, without waiting for other ranks; with a sharded
+    /// optimizer, from the end of the last gather on. 0 on devices without marks.
     pub own_seconds: f32,
 }
 

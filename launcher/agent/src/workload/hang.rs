@@ -5,8 +5,8 @@
 //! 1. ranks whose process is stopped and that sent no heartbeat for [`HEARTBEAT_TIMEOUT`];
 //! 2. after the hang timeout without progress, the ranks that remain after these conditions, of which one is skipped
 //!    if no rank meets it: no heartbeats; a phase that waits for no other rank (anything but all-reduce and read back);
-//!    the fewest steps; the fewest collectives, as a rank that skipped one has started fewer than the others; the fewest
-//!    marks that their GPU has passed, as the host only enqueues work and cannot tell which GPU waits for the others.
+//!    the fewest steps; the fewest collectives, as a rank that skipped one has started fewer than the others; the
+//!    fewest marks that their GPU has passed, as the host only enqueues work and does not see which GPU waits.
 //!
 //! If no rank differs, all ranks are culprits: they wait for the network or for a GPU.
 //!
