@@ -1,10 +1,11 @@
 //! Matrix-vector multiplication on threads, which split the outputs.
 //!
-//! A dot product is a sum over `GEMV_LANES` interleaved parts, whatever tile it is computed in, so that tiles of
-//! different sizes give the same bits.
+//! A dot product is a sum over interleaved parts, the lanes of [`SUMS`] vectors, whatever number of rows it is computed
+//! with, so that a row gives the same bits alone and in a batch.
 
 use std::array::from_fn;
 
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::Gemv;
@@ -13,10 +14,9 @@ use crate::cpu::{Access, Threads};
 use crate::ops::LinearShape;
 use crate::ops::gelu::cpu::gelu;
 
-/// Partial sums of a dot product: an AVX-512 register.
-const GEMV_LANES: usize = 16;
-/// Outputs and rows of a tile, whose partial sums stay in registers.
-const TILE_OUTPUTS: usize = 4;
+/// Vectors of partial sums of a dot product: additions do not wait for each other for long.
+const SUMS: usize = 2;
+/// Rows that share what is read of the weights. Their partial sums stay in registers.
 const TILE_ROWS: usize = 4;
 /// Tasks per thread, which balances the load.
 const TASKS: usize = 4;
@@ -26,13 +26,13 @@ pub(crate) fn run(t: &Threads, args: Gemv<'_>) {
     let (x, w) = (a.read(args.x, s.rows * s.inputs), a.read(args.w, s.outputs * s.inputs));
     let bias = args.bias.map(|bias| a.read(bias, s.outputs));
     let y = a.write(args.y, s.rows * s.outputs);
-    let per_task = s.outputs.div_ceil(TASKS * t.count()).next_multiple_of(TILE_OUTPUTS);
+    let per_task = s.outputs.div_ceil(TASKS * t.count());
     // The outputs `first..` of all rows, as (N, len / N).
     let outputs = |first: usize, out: &mut [f32]| {
         let count = out.len() / s.rows;
-        let (w, part) = (&w[first * s.inputs..], LinearShape { outputs: count, ..s });
+        let (w, shape) = (&w[first * s.inputs..], LinearShape { outputs: count, ..s });
+        Arch::new().dispatch(DotProducts { shape, x, w, out });
         simd!({
-            dot_products(part, x, w, out);
             for row in out.chunks_exact_mut(count) {
                 if let Some(bias) = bias {
                     row.iter_mut().zip(&bias[first..]).for_each(|(y, bias)| *y += bias);
@@ -65,60 +65,59 @@ pub(crate) fn run(t: &Threads, args: Gemv<'_>) {
     });
 }
 
-/// `out (N, O) = x (N, I) w (O, I)^T`.
-#[inline(always)]
-fn dot_products(s: LinearShape, x: &[f32], w: &[f32], out: &mut [f32]) {
-    let whole = s.outputs / TILE_OUTPUTS * TILE_OUTPUTS;
-    for output in (0..whole).step_by(TILE_OUTPUTS) {
-        rows_of_tile::<TILE_OUTPUTS>(s, x, &w[output * s.inputs..], output, out);
-    }
-    for output in whole..s.outputs {
-        rows_of_tile::<1>(s, x, &w[output * s.inputs..], output, out);
-    }
+/// `out (N, O) = x (N, I) w (O, I)^T`, in explicit vectors: the compiler makes scalars of sums in nested arrays.
+struct DotProducts<'a> {
+    shape: LinearShape,
+    x: &'a [f32],
+    w: &'a [f32],
+    out: &'a mut [f32],
 }
 
-#[inline(always)]
-fn rows_of_tile<const O: usize>(s: LinearShape, x: &[f32], w: &[f32], output: usize, out: &mut [f32]) {
-    let whole = s.rows / TILE_ROWS * TILE_ROWS;
-    let mut put = |row: usize, sums: &[[f32; O]]| {
-        for (r, sums) in sums.iter().enumerate() {
-            out[(row + r) * s.outputs + output..][..O].copy_from_slice(sums);
-        }
-    };
-    for row in (0..whole).step_by(TILE_ROWS) {
-        put(row, &tile::<O, TILE_ROWS>(s.inputs, &x[row * s.inputs..], w));
-    }
-    for row in whole..s.rows {
-        put(row, &tile::<O, 1>(s.inputs, &x[row * s.inputs..], w));
-    }
-}
+impl WithSimd for DotProducts<'_> {
+    type Output = ();
 
-/// The dot products of R rows of x with O rows of w.
-#[inline(always)]
-fn tile<const O: usize, const R: usize>(inputs: usize, x: &[f32], w: &[f32]) -> [[f32; O]; R] {
-    let xs: [(&[[f32; GEMV_LANES]], &[f32]); R] = from_fn(|r| x[r * inputs..(r + 1) * inputs].as_chunks());
-    let ws: [(&[[f32; GEMV_LANES]], &[f32]); O] = from_fn(|o| w[o * inputs..(o + 1) * inputs].as_chunks());
-    let mut sums = [[[0.0_f32; GEMV_LANES]; O]; R];
-    for k in 0..inputs / GEMV_LANES {
-        for (r, sums) in sums.iter_mut().enumerate() {
-            for (o, sums) in sums.iter_mut().enumerate() {
-                for ((sum, w), x) in sums.iter_mut().zip(&ws[o].0[k]).zip(&xs[r].0[k]) {
-                    *sum = w.mul_add(*x, *sum);
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { shape: s, x, w, out } = self;
+        let whole = s.rows / TILE_ROWS * TILE_ROWS;
+        for (output, w) in w.chunks_exact(s.inputs).take(s.outputs).enumerate() {
+            for row in (0..whole).step_by(TILE_ROWS) {
+                let sums = tile::<S, TILE_ROWS>(simd, s.inputs, &x[row * s.inputs..], w);
+                for (r, sum) in sums.into_iter().enumerate() {
+                    out[(row + r) * s.outputs + output] = sum;
                 }
+            }
+            for row in whole..s.rows {
+                [out[row * s.outputs + output]] = tile::<S, 1>(simd, s.inputs, &x[row * s.inputs..], w);
+            }
+        }
+    }
+}
+
+/// The dot products of R rows of x with one row of w.
+#[inline(always)]
+fn tile<S: Simd, const R: usize>(simd: S, inputs: usize, x: &[f32], w: &[f32]) -> [f32; R] {
+    let xs: [(&[S::f32s], &[f32]); R] = from_fn(|r| S::as_simd_f32s(&x[r * inputs..(r + 1) * inputs]));
+    let (vectors, rest) = S::as_simd_f32s(w);
+    let (groups, last) = vectors.as_chunks::<SUMS>();
+    let mut sums = [[simd.splat_f32s(0.0); SUMS]; R];
+    for (k, w) in groups.iter().enumerate() {
+        for r in 0..R {
+            let x = &xs[r].0[k * SUMS..(k + 1) * SUMS];
+            for i in 0..SUMS {
+                sums[r][i] = simd.mul_add_f32s(w[i], x[i], sums[r][i]);
             }
         }
     }
     from_fn(|r| {
-        from_fn(|o| {
-            let mut lanes = sums[r][o];
-            let mut width = GEMV_LANES;
-            while width > 1 {
-                width /= 2;
-                for lane in 0..width {
-                    lanes[lane] += lanes[lane + width];
-                }
-            }
-            xs[r].1.iter().zip(ws[o].1).fold(lanes[0], |sum, (x, w)| w.mul_add(*x, sum))
-        })
+        let (x, x_rest) = xs[r];
+        for ((sum, w), x) in sums[r].iter_mut().zip(last).zip(&x[groups.len() * SUMS..]) {
+            *sum = simd.mul_add_f32s(*w, *x, *sum);
+        }
+        let sum = sums[r]
+            .into_iter()
+            .reduce(|a, b| simd.add_f32s(a, b))
+            .map_or(0.0, |sum| simd.reduce_sum_f32s(sum));
+        x_rest.iter().zip(rest).fold(sum, |sum, (x, w)| w.mul_add(*x, sum))
     })
 }
