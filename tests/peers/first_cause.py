@@ -185,7 +185,6 @@ def trainer_run(options, kind, rank, scratch):
         workers = launch.wait_for("workers", launch.workers)
         if kind == "killed while joining":
             time.sleep(random.random() * 0.1)
-        before = len(steps(scratch))
         failed = time.time()
         inject(launch, workers)
         launch.wait_for("failure", lambda: "; restarting" in launch.text(), exited_is_fine=True)
@@ -193,7 +192,7 @@ def trainer_run(options, kind, rank, scratch):
         if "; restarting" in launch.text():
             new = launch.wait_for("restart", lambda: (w := launch.workers()) and w[0] != workers[0] and w)
             start = started(new[0]) - failed
-            after = launch.wait_for("step", lambda: [at for at in steps(scratch)[before:] if at[1] > failed + start])
+            after = launch.wait_for("step", lambda: [at for at in steps(scratch) if at[1] > failed + start])
             step = after[0][1] - failed
         blamed, cause = named(launch.text())
         right = blamed in ranks and words in cause
