@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! queue order --> held, dependency, limit of the user or array? --> waits, blocks no other
-//!             --> does not fit, first of its kind               --> reservation (`backfill`)
+//!             --> does not fit, or would delay the other kind,
+//!                 first of its kind                             --> reservation (`backfill`)
 //!             --> fits, and delays no reservation               --> starts
 //! ```
 //! Kinds are GPU jobs and CPU jobs. They compete for memory only: the cores that GPU jobs hold and the workers of CPU
@@ -157,20 +158,26 @@ impl<'a> Pass<'a> {
         let free = self.ledger.free();
         // The list is shorter than the count if a reload has changed the GPUs.
         let fits = demand.fits(free) && self.free_gpus.len() >= submitted.gpus as usize;
-        if !fits && self.reservations[kind].is_none() {
-            let reservation = self.reserve(job, submitted, demand);
-            let starts_by = reservation.at.filter(|_| !demand.competes_with(self.ahead));
-            self.reservations[kind] = Some(reservation);
-            return Err(Wait { reason: shortage(submitted, demand, free), starts_by });
-        }
         let released = super::limits::released_by(submitted, self.now);
         let candidate = Candidate { uid: submitted.uid, on_gpus: submitted.gpus > 0, demand, released };
         let held = self.gpus_by_user.get(&submitted.uid).copied().unwrap_or(0);
         let limit = self.resources.gpus_per_user;
         let delayed = |reservation: &&Reservation| reservation.is_delayed_by(&candidate, free, held, limit);
-        if let Some(first) = self.reservations.iter().flatten().find(|it| !fits || delayed(it)) {
+        let first = self.reservations.iter().flatten().find(|it| !fits || delayed(it)).map(|first| first.job);
+        let behind = |first: u64| format!("waits for job {first} to start first");
+        if self.reservations[kind].is_none() && (!fits || first.is_some()) {
+            let reservation = self.reserve(job, submitted, demand);
+            // A job that only waits for one of the other kind holds up its own kind if it is known until when.
+            if !fits || reservation.at.is_some() {
+                let starts_by = reservation.at.filter(|_| !demand.competes_with(self.ahead));
+                self.reservations[kind] = Some(reservation);
+                let reason = first.filter(|_| fits).map_or_else(|| shortage(submitted, demand, free), behind);
+                return Err(Wait { reason, starts_by });
+            }
+        }
+        if let Some(first) = first {
             self.ahead = self.ahead.plus(demand);
-            return wait(format!("waits for job {} to start first", first.job));
+            return wait(behind(first));
         }
         self.reservations.iter_mut().flatten().for_each(|reservation| reservation.give(&candidate));
         self.ledger.hold(demand, released);

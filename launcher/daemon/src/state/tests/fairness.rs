@@ -174,6 +174,27 @@ proptest! {
 }
 
 #[test]
+fn job_that_waits_for_one_of_the_other_kind_is_not_overtaken_by_its_own() {
+    let plan = |arrives, runs, limit, gpus, cpus, memory| {
+        let (uid, after, parallel) = (0, 0, 0);
+        Plan { arrives, runs, limit, uid, gpus, cpus, memory, after, parallel }
+    };
+    let plans = [
+        plan(0, 190_000, None, 1, None, None),
+        plan(0, 77_000, Some(77), 0, None, None),
+        // Waits for a CPU that job 2 holds.
+        plan(0, 1000, Some(1), 0, Some(4), Some(1)),
+        // Would fit, and delay job 3, which needs some of the memory.
+        plan(1, 11_000, None, 1, None, Some(16)),
+        // Would take the GPU that job 4 needs then.
+        plan(1, 300_000, Some(300), 3, None, None),
+    ];
+    let mut promised = BTreeMap::new();
+    let started = run(&plans, &node(0), false, |_, _, all| promised.clone_from(all));
+    assert!(started[&4] <= promised[&4] && started[&4] < started[&5], "{started:?} {promised:?}");
+}
+
+#[test]
 fn reservation_allows_for_the_time_that_stopping_takes() {
     let submitted = Submitted { time_limit: Some(100), shutdown_timeout: 30.0, ..Submitted::default() };
     assert_eq!(released_by(&submitted, 5000), Some(5000 + 100_000 + 30_000 + 60_000));
