@@ -2,8 +2,8 @@
 
     python3 tests/peers/serve.py --binary target/release/xlaunch [--steps 500]     # needs transformers[serving], torch
 
-Trains the README's job (or fewer steps of it), exports it in fp32, starts `transformers serve`, and compares the text of
-/v1/completions with `xlaunch generate` for a few prompts.
+Trains the README's job (or fewer steps of it), exports it in fp32, starts `transformers serve`, and compares the text
+of /v1/completions with `xlaunch generate` for a few prompts.
 """
 
 import argparse

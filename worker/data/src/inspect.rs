@@ -136,9 +136,12 @@ fn token_file(path: &Path) -> Result<Report, PrepareError> {
     let (file, layout, bytes) = open(path)?;
     let layout = match layout {
         Some(layout) => layout,
-        None if bytes % 2 == 0 => Layout { header: 0, width: 2, tokens: bytes / 2 },
+        None if bytes > 0 && bytes % 2 == 0 => Layout { header: 0, width: 2, tokens: bytes / 2 },
         None => {
-            let reason = "no header, and its size is not a whole number of 16-bit ids";
+            let reason = match bytes {
+                0 => "it is empty",
+                _ => "no header, and its size is not a whole number of 16-bit ids",
+            };
             return Err(PrepareError::Data(format!("{}: not a token file: {reason}", path.display())));
         }
     };
@@ -358,6 +361,17 @@ mod tests {
         let train = &report.parts[0];
         assert_eq!((train.documents, train.tokens, train.lengths), (Some(2), 11, None));
         assert_eq!(train.samples, ["firstsecond"]);
+    }
+
+    #[test]
+    fn empty_files_and_odd_sizes_are_no_token_files() {
+        let dir = tempfile::tempdir().unwrap();
+        for (contents, reason) in [(&b""[..], "it is empty"), (b"abc", "16-bit")] {
+            let path = dir.path().join("file");
+            fs_err::write(&path, contents).unwrap();
+            let error = inspect(&path).unwrap_err();
+            assert!(matches!(&error, PrepareError::Data(text) if text.contains(reason)), "{error}");
+        }
     }
 
     #[test]

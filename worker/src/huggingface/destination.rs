@@ -105,7 +105,8 @@ fn resolve(output: &Path) -> Result<PathBuf, ModelError> {
     let failed = |error: io::Error| write_error(output, &error);
     let unnamed = || ModelError::Output { path: output.into(), reason: "it has no name".into() };
     if output.symlink_metadata().is_ok() {
-        let target = fs_err::canonicalize(output).map_err(failed)?;
+        let broken = |_| ModelError::Output { path: output.into(), reason: "it is a link to nothing".into() };
+        let target = fs_err::canonicalize(output).map_err(broken)?;
         return target.file_name().is_some().then(|| target.clone()).ok_or_else(unnamed);
     }
     let name = output.file_name().ok_or_else(unnamed)?;
@@ -208,7 +209,7 @@ mod tests {
         std::os::unix::fs::symlink("missing", dir.path().join("dangling")).unwrap();
         assert!(refusal("file").contains("not a directory"));
         assert!(refusal("full").contains("files that are not of an export"));
-        assert!(matches!(claim("dangling"), Err(ModelError::Write { .. })));
+        assert!(refusal("dangling").contains("it is a link to nothing"));
         assert!(refusal("..").contains("files that are not of an export"));
 
         let destination = claim("link").unwrap();
