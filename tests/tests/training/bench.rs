@@ -57,10 +57,10 @@ fn train_reports_consistent_figures_and_leaves_no_files() {
     close(get("tokens_per_second"), get("tokens_per_step") / (get("step_ms") / 1e3));
     assert!(0.0 < get("step_ms_p5") && get("step_ms_p5") <= get("step_ms"), "{found}");
     assert!(get("step_ms") <= get("step_ms_p95"), "{found}");
-    // 6 N + 6 L T C for 2 layers, width 32, gated feed-forward of 48, vocabulary 256, sequences of 32.
+    // 6 N + 12 L H D T for 2 layers, width 32, gated feed-forward of 48, vocabulary 256, sequences of 32.
     close(
         get("flops_per_token"),
-        6.0 * 32.0 * (2.0 * (4.0 * 32.0 + 3.0 * 48.0) + 256.0) + 6.0 * 2.0 * 32.0 * 32.0,
+        6.0 * 32.0 * (2.0 * (4.0 * 32.0 + 3.0 * 48.0) + 256.0) + 12.0 * 2.0 * 32.0 * 32.0,
     );
     close(get("tflops_per_rank"), get("flops_per_token") * get("tokens_per_second") / 2.0 / 1e12);
     close(get("share_of_ceiling"), get("tflops_per_rank") / get("ceiling_tflops"));
