@@ -31,7 +31,7 @@ const ENDLESS: &str = "train.steps=1000000";
 /// Beyond the hang timeout, and the time after which a worker gives up on its agent.
 const LONG_HANG: Duration = Duration::from_secs(16);
 /// Steps of a job that is restarted, and between its checkpoints.
-const STEPS: u64 = 1200;
+const STEPS: u64 = 3000;
 const RESTARTED: [&str; 10] = [
     "--nproc",
     "2",
@@ -40,7 +40,7 @@ const RESTARTED: [&str; 10] = [
     "--set",
     "launch.max_restarts=1",
     "--set",
-    "train.steps=1200",
+    "train.steps=3000",
     "--set",
     "checkpoint.every=100",
 ];
