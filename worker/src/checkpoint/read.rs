@@ -267,11 +267,12 @@ fn difference(saved: &ModelShape, wanted: &ModelShape) -> Option<String> {
     if saved.tied != wanted.tied {
         return Some(format!("model.tied is {} in the checkpoint, {} in this job", saved.tied, wanted.tied));
     }
+    // The head width follows from `dim` unless it is set, so it comes after that.
     let names =
-        ["layers", "heads", "kv_heads", "head_dim", "dim", "ffn", "seq", "vocab", "norm_eps", "rope_theta"];
+        ["layers", "heads", "kv_heads", "dim", "head_dim", "ffn", "seq", "vocab", "norm_eps", "rope_theta"];
     let values = |shape: &ModelShape| {
-        let ModelShape { layers, heads, kv_heads, head_dim, dim, ffn, seq, vocab, .. } = *shape;
-        let sizes = [layers, heads, kv_heads, head_dim, dim, ffn, seq, vocab].map(|size| size.to_string());
+        let ModelShape { layers, heads, kv_heads, dim, head_dim, ffn, seq, vocab, .. } = *shape;
+        let sizes = [layers, heads, kv_heads, dim, head_dim, ffn, seq, vocab].map(|size| size.to_string());
         let numbers = [shape.norm_eps, shape.rope_theta].map(|number| number.to_string());
         sizes.into_iter().chain(numbers)
     };
