@@ -114,12 +114,8 @@ fn write_file(path: &Path, contents: &[u8]) -> Result<(), ModelError> {
 
 /// The tokenizer of `--tokenizer`.
 fn named_tokenizer(name: &str) -> Result<Tokenizer, ModelError> {
-    match name {
-        "bytes" => Ok(Tokenizer::bytes()),
-        "gpt2" => Ok(Tokenizer::gpt2()),
-        path => Tokenizer::from_file(Path::new(path)).map_err(|error| ModelError::Tokenizer {
-            name: name.into(),
-            reason: format!("{error}; `bytes`, `gpt2` or the path of a {TOKENIZER_FILE}"),
-        }),
-    }
+    Tokenizer::open(name).map_err(|error| ModelError::Tokenizer {
+        name: name.into(),
+        reason: format!("{error}; `bytes`, `gpt2` or the path of a {TOKENIZER_FILE}"),
+    })
 }

@@ -77,14 +77,10 @@ pub(super) fn run(options: Prepare) -> Result<ExitCode, QueryError> {
 }
 
 fn resolve(options: Prepare) -> Result<Options, QueryError> {
-    let tokenizer = match options.tokenizer.as_str() {
-        "bytes" => Tokenizer::bytes(),
-        "gpt2" => Tokenizer::gpt2(),
-        file => Tokenizer::from_file(Path::new(file)).map_err(|error| {
-            let help = "help: expected bytes, gpt2 or a tokenizer.json";
-            Refusal::new(ExitCode::Usage, format!("--tokenizer: {error}\n{help}"))
-        })?,
-    };
+    let tokenizer = Tokenizer::open(&options.tokenizer).map_err(|error| {
+        let help = "help: expected bytes, gpt2 or a tokenizer.json";
+        Refusal::new(ExitCode::Usage, format!("--tokenizer: {error}\n{help}"))
+    })?;
     let available =
         || std::thread::available_parallelism().map_or(1, usize::from).min(xlaunch_data::MAX_THREADS);
     Ok(Options {

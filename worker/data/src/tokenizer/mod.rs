@@ -89,6 +89,15 @@ impl Tokenizer {
         GPT2.clone()
     }
 
+    /// What `--tokenizer` names: `bytes`, `gpt2`, or the path of a `tokenizer.json`.
+    pub fn open(name: &str) -> Result<Self, TokenizerError> {
+        match name {
+            "bytes" => Ok(Self::bytes()),
+            "gpt2" => Ok(Self::gpt2()),
+            file => Self::from_file(Path::new(file)),
+        }
+    }
+
     /// Reads a `tokenizer.json`. Its name is the file's.
     pub fn from_file(path: &Path) -> Result<Self, TokenizerError> {
         let read =
