@@ -319,6 +319,31 @@ impl ModelShape {
         self.heads * self.head_dim
     }
 
+    /// The first key in which two shapes differ, with both values.
+    pub fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
+        let pairs = self.values().into_iter().zip(other.values());
+        pairs.into_iter().find(|(own, other)| own != other).map(|((key, own), (_, other))| (key, own, other))
+    }
+
+    fn values(&self) -> [(&'static str, String); 13] {
+        [
+            ("model.arch", format!("{:?}", self.arch).to_lowercase()),
+            ("model.layers", self.layers.to_string()),
+            ("model.heads", self.heads.to_string()),
+            ("model.kv_heads", self.kv_heads.to_string()),
+            // The head width follows from `dim` unless it is set, so it comes after that.
+            ("model.dim", self.dim.to_string()),
+            ("model.head_dim", self.head_dim.to_string()),
+            ("model.ffn", self.ffn.to_string()),
+            ("model.seq", self.seq.to_string()),
+            ("model.vocab", self.vocab.to_string()),
+            ("model.tied", self.tied.to_string()),
+            ("model.norm_eps", self.norm_eps.to_string()),
+            ("model.rope_theta", self.rope_theta.to_string()),
+            ("model.rope_scaling", self.rope_scaling.map_or("none".into(), |scaling| format!("{scaling:?}"))),
+        ]
+    }
+
     /// Vp: V rounded up to a multiple that tensor cores handle well. Small vocabularies are not padded.
     pub fn padded_vocab(&self) -> usize {
         if self.vocab <= 1024 { self.vocab } else { self.vocab.next_multiple_of(128) }

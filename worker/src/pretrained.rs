@@ -7,7 +7,7 @@
 //! taken, or a model in Hugging Face's layout. Weights are verified as they are read, go to the device piece by piece,
 //! and must be finite.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 
@@ -18,12 +18,13 @@ use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::Precision;
 
-use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, Sink, directory};
+use crate::checkpoint::{self, Abandoned, CheckpointError, Piece, directory};
 use crate::error::WorkerError;
 use crate::huggingface;
 use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
 use crate::preflight::Refusal;
+use crate::weights::Weights;
 
 /// Pieces of weights that wait for the device, of up to 4 MiB each.
 const WEIGHTS_READ_AHEAD: usize = 8;
@@ -48,15 +49,7 @@ pub struct Source {
     pub tokenizer: Option<Tokenizer>,
     /// For the user.
     pub notes: Vec<String>,
-    path: PathBuf,
     weights: Weights,
-}
-
-/// Where the weights are.
-#[derive(Debug)]
-enum Weights {
-    Checkpoint,
-    HuggingFace(huggingface::Directory),
 }
 
 impl Source {
@@ -74,13 +67,14 @@ impl Source {
             error => error.into(),
         })?;
         let notes = rejected.iter().map(|(path, error)| format!("skipped {}: {error}", path.display()));
-        let shape = directory::state(&path)?.model;
+        let state = directory::state(&path)?;
+        let shape = state.model.clone();
         shape.check().map_err(|invalid| Refusal {
             exit: ExitCode::Data,
             message: format!("{}: {invalid}", path.display()),
         })?;
-        let tokenizer = checkpoint::tokenizer(&path)?;
-        Ok(Self { shape, tokenizer, notes: notes.collect(), path, weights: Weights::Checkpoint })
+        let (tokenizer, notes) = (checkpoint::tokenizer(&path)?, notes.collect());
+        Ok(Self { shape, tokenizer, notes, weights: Weights::Checkpoint(path, Box::new(state)) })
     }
 
     fn hugging_face(path: &Path) -> Result<Self, Refusal> {
@@ -91,7 +85,6 @@ impl Source {
             shape: directory.shape().clone(),
             tokenizer: tokenizer.map_err(|error| tokenizer_refusal(&error, ExitCode::Data))?,
             notes: Vec::new(),
-            path: path.into(),
             weights: Weights::HuggingFace(directory),
         })
     }
@@ -99,16 +92,15 @@ impl Source {
     /// The tokenizer of this name (`bytes`, `gpt2`, or a file), or without a name, the model's own.
     pub fn tokenizer(&self, name: Option<&str>) -> Result<Tokenizer, Refusal> {
         let tokenizer = match (name, &self.tokenizer) {
-            (Some("bytes"), _) => Tokenizer::bytes(),
-            (Some("gpt2"), _) => Tokenizer::gpt2(),
-            (Some(file), _) => Tokenizer::from_file(Path::new(file))
-                .map_err(|error| tokenizer_refusal(&error, ExitCode::Usage))?,
+            (Some(name), _) => {
+                Tokenizer::open(name).map_err(|error| tokenizer_refusal(&error, ExitCode::Usage))?
+            }
             (None, Some(tokenizer)) => tokenizer.clone(),
             (None, None) => {
                 let message = format!(
                     "{} has no tokenizer: it was trained on token files; name theirs with `--tokenizer \
                      gpt2|bytes|FILE.json`",
-                    self.path.display()
+                    self.weights.path().display()
                 );
                 return Err(Refusal { exit: ExitCode::Usage, message });
             }
@@ -141,7 +133,8 @@ impl Source {
                     }
                     sender.send(piece).map_err(|_| Abandoned)
                 };
-                self.read(&threads, &sink)
+                let layout = Layout::new(&self.shape);
+                self.weights.read(&self.shape, &layout, &threads, &sink).map_err(Refusal::from)
             });
             // Dropped on an early return, which ends the reader.
             let pieces = pieces;
@@ -156,25 +149,11 @@ impl Source {
         });
         result?;
         if not_finite.into_inner() {
-            let message =
-                format!("{}: weights are not finite; take an earlier checkpoint", self.path.display());
+            let path = self.weights.path().display();
+            let message = format!("{path}: weights are not finite; take an earlier checkpoint");
             return Err(Refusal { exit: ExitCode::Data, message });
         }
         Ok(model)
-    }
-
-    fn read(&self, threads: &ThreadPool, sink: Sink<'_>) -> Result<(), Refusal> {
-        let layout = Layout::new(&self.shape);
-        match &self.weights {
-            Weights::Checkpoint => {
-                checkpoint::read(&self.path, &self.shape, &layout, &[], threads, sink)?;
-            }
-            Weights::HuggingFace(directory) => {
-                let weights = directory.weights(&self.shape, &layout).map_err(WorkerError::from)?;
-                weights.read(threads, sink).map_err(WorkerError::from)?;
-            }
-        }
-        Ok(())
     }
 }
 

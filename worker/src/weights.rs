@@ -179,30 +179,10 @@ fn complete(model: &mut ModelSection, own: &ModelShape) {
 
 /// The first key by which a model of the shape `wanted` cannot use weights of the shape `own`, with both values.
 fn contradiction(own: &ModelShape, wanted: &ModelShape) -> Option<(&'static str, String, String)> {
-    // Rotary positions have no weights, so sequences may also be longer.
+    // Sequences may be shorter, and as rotary positions have no weights, with these also longer.
     let seq = match own.arch {
         Arch::Gpt2 => wanted.seq.max(own.seq),
         Arch::Llama => own.seq,
     };
-    let values = |shape: &ModelShape, seq: usize| {
-        let arch = format!("{:?}", shape.arch).to_lowercase();
-        let scaling = shape.rope_scaling.map_or("none".into(), |scaling| format!("{scaling:?}"));
-        [
-            ("model.arch", arch),
-            ("model.layers", shape.layers.to_string()),
-            ("model.heads", shape.heads.to_string()),
-            ("model.kv_heads", shape.kv_heads.to_string()),
-            ("model.head_dim", shape.head_dim.to_string()),
-            ("model.dim", shape.dim.to_string()),
-            ("model.ffn", shape.ffn.to_string()),
-            ("model.seq", seq.to_string()),
-            ("model.vocab", shape.vocab.to_string()),
-            ("model.tied", shape.tied.to_string()),
-            ("model.norm_eps", shape.norm_eps.to_string()),
-            ("model.rope_theta", shape.rope_theta.to_string()),
-            ("model.rope_scaling", scaling),
-        ]
-    };
-    let pairs = values(own, own.seq).into_iter().zip(values(wanted, seq));
-    pairs.into_iter().find(|(own, wanted)| own != wanted).map(|((key, own), (_, wanted))| (key, own, wanted))
+    own.difference(&ModelShape { seq, ..wanted.clone() })
 }

@@ -118,9 +118,12 @@ fn open_weights(path: &Path, layout: &Layout) -> Result<Source, CheckpointError>
 
 /// Checks that a checkpoint is of this model.
 pub(super) fn check_model(path: &Path, state: &State, shape: &ModelShape) -> Result<(), CheckpointError> {
-    match difference(&state.model, shape) {
+    match state.model.difference(shape) {
         None => Ok(()),
-        Some(difference) => Err(CheckpointError::OtherModel { path: path.into(), difference }),
+        Some((key, saved, wanted)) => Err(CheckpointError::OtherModel {
+            path: path.into(),
+            difference: format!("{key} is {saved} in the checkpoint, {wanted} in this job"),
+        }),
     }
 }
 
@@ -254,33 +257,4 @@ fn blocks(range: Range<u64>, origin: u64) -> impl Iterator<Item = Range<u64>> {
         start = block.end;
         (block.start < block.end).then_some(block)
     })
-}
-
-/// Describes the first difference between two shapes.
-fn difference(saved: &ModelShape, wanted: &ModelShape) -> Option<String> {
-    if saved.arch != wanted.arch {
-        return Some(format!(
-            "model.arch is {:?} in the checkpoint, {:?} in this job",
-            saved.arch, wanted.arch
-        ));
-    }
-    if saved.tied != wanted.tied {
-        return Some(format!("model.tied is {} in the checkpoint, {} in this job", saved.tied, wanted.tied));
-    }
-    // The head width follows from `dim` unless it is set, so it comes after that.
-    let names =
-        ["layers", "heads", "kv_heads", "dim", "head_dim", "ffn", "seq", "vocab", "norm_eps", "rope_theta"];
-    let values = |shape: &ModelShape| {
-        let ModelShape { layers, heads, kv_heads, dim, head_dim, ffn, seq, vocab, .. } = *shape;
-        let sizes = [layers, heads, kv_heads, dim, head_dim, ffn, seq, vocab].map(|size| size.to_string());
-        let numbers = [shape.norm_eps, shape.rope_theta].map(|number| number.to_string());
-        sizes.into_iter().chain(numbers)
-    };
-    for ((name, saved), wanted) in names.into_iter().zip(values(saved)).zip(values(wanted)) {
-        if saved != wanted {
-            return Some(format!("model.{name} is {saved} in the checkpoint, {wanted} in this job"));
-        }
-    }
-    (saved.rope_scaling != wanted.rope_scaling)
-        .then(|| "model.rope_scaling differs between the checkpoint and this job".into())
 }

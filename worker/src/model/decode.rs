@@ -222,7 +222,7 @@ impl<'a> Decoder<'a> {
     /// All blocks; the normalised output is in `b.y`. Rows are of different slots if `distinct`.
     fn pass(&self, b: &Buffers, rows: usize, distinct: bool) -> Result<()> {
         let (model, shape) = (self.model, &self.model.shape);
-        let (dim, width) = (shape.dim, shape.heads * shape.head_width());
+        let (dim, width) = (shape.dim, shape.attention_width());
         let embed = EmbedShape { batch: rows, seq: 1, cols: dim, vocab: shape.vocab };
         let positions = b.positions.slice(0..rows);
         model.backend.embed_forward(EmbedForward {
@@ -377,7 +377,7 @@ impl Buffers {
             y: act(shape.dim)?,
             stats: backend.alloc_persistent(DType::F32, stats)?,
             qkv: act(shape.qkv_width())?,
-            att: act(shape.heads * shape.head_width())?,
+            att: act(shape.attention_width())?,
             branch: act(shape.dim)?,
             h: act(gates * shape.ffn)?,
             a: act(shape.ffn)?,
