@@ -18,6 +18,7 @@ mod manifest;
 mod prepare;
 pub mod shard;
 mod tokenizer;
+pub mod walk;
 
 pub use inspect::{Lengths, Part, Report, inspect};
 pub use manifest::{Manifest, ManifestError, Shard, Split};

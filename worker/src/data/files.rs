@@ -1,11 +1,10 @@
 //! Expands globs to a sorted list of files.
 //!
-//! Directories that cannot be meant as training data are skipped: hidden ones, caches (tagged with `CACHEDIR.TAG`, like
-//! cargo's target directory) and the job's own output.
+//! Directories that cannot be meant as training data are skipped ([`walk`]), and the job's own output.
 
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
-use walkdir::{DirEntry, WalkDir};
+use xlaunch_data::walk;
 use xlaunch_proto::paths::normalize;
 
 use super::DataError;
@@ -23,7 +22,7 @@ pub(super) fn matching(
         match rest {
             None if base.is_file() => files.push(base),
             None => {}
-            Some(rest) => walk(&base, &glob(key, pattern, &base.join(rest))?, skip, &mut files)?,
+            Some(rest) => search(&base, &glob(key, pattern, &base.join(rest))?, skip, &mut files)?,
         }
     }
     files.sort();
@@ -36,10 +35,8 @@ pub(super) fn matching(
 
 /// The leading components without wildcards, and the rest, if any.
 fn split(pattern: &Path) -> (PathBuf, Option<PathBuf>) {
-    let wild =
-        |component: &Component<'_>| component.as_os_str().to_string_lossy().contains(['*', '?', '[', '{']);
-    let base: PathBuf = pattern.components().take_while(|component| !wild(component)).collect();
-    let rest: PathBuf = pattern.components().skip_while(|component| !wild(component)).collect();
+    let base = walk::literal_base(pattern);
+    let rest = pattern.strip_prefix(&base).unwrap_or(pattern).to_path_buf();
     (base, (!rest.as_os_str().is_empty()).then_some(rest))
 }
 
@@ -51,13 +48,11 @@ fn glob(key: &'static str, pattern: &str, full: &Path) -> Result<String, DataErr
     }
 }
 
-fn walk(base: &Path, glob: &str, skip: &Path, files: &mut Vec<PathBuf>) -> Result<(), DataError> {
+fn search(base: &Path, glob: &str, skip: &Path, files: &mut Vec<PathBuf>) -> Result<(), DataError> {
     let matches = |path: &Path| fast_glob::glob_match(glob, path.as_os_str().as_encoded_bytes());
-    let wanted =
-        |entry: &DirEntry| entry.depth() == 0 || !entry.file_type().is_dir() || !skipped(entry, skip);
-    for entry in WalkDir::new(base).sort_by_file_name().into_iter().filter_entry(wanted) {
+    for entry in walk::files_below(base, |path| path == skip) {
         match entry {
-            Ok(entry) if entry.file_type().is_file() && matches(entry.path()) => {
+            Ok(entry) if matches(entry.path()) => {
                 files.push(entry.into_path());
             }
             Ok(_) => {}
@@ -70,12 +65,6 @@ fn walk(base: &Path, glob: &str, skip: &Path, files: &mut Vec<PathBuf>) -> Resul
         }
     }
     Ok(())
-}
-
-fn skipped(entry: &DirEntry, skip: &Path) -> bool {
-    entry.file_name().to_string_lossy().starts_with('.')
-        || entry.path() == skip
-        || entry.path().join("CACHEDIR.TAG").is_file()
 }
 
 #[cfg(test)]

@@ -1,14 +1,12 @@
 //! Expands arguments to files, in a stable order.
 //!
-//! Directories are searched for files. Those that cannot be meant as text are skipped: hidden ones, caches (tagged with
-//! `CACHEDIR.TAG`) and the output.
+//! Directories are searched for files. Those that cannot be meant as text are skipped ([`walk`]), and the output.
 
 use std::collections::HashSet;
-use std::path::{Component, Path, PathBuf};
-
-use walkdir::{DirEntry, WalkDir};
+use std::path::{Path, PathBuf};
 
 use super::PrepareError;
+use crate::walk;
 
 /// Something to read.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -37,23 +35,20 @@ fn files(argument: &str, output: &Path) -> Result<Vec<PathBuf>, PrepareError> {
     let path = Path::new(argument);
     // A file may have a name that looks like a glob.
     match std::fs::metadata(path) {
-        Ok(metadata) if metadata.is_dir() => walk(path, None, output, argument),
+        Ok(metadata) if metadata.is_dir() => search(path, None, output, argument),
         Ok(_) => Ok(vec![path.into()]),
-        Err(_) if argument.contains(['*', '?', '[', '{']) => {
+        Err(_) if argument.contains(walk::WILDCARDS) => {
             let glob = path.to_string_lossy();
             if let Err(error) = fast_glob::validate(glob.as_ref()) {
                 return Err(PrepareError::Usage(format!("`{argument}` is not a valid glob: {error}")));
             }
-            let wild =
-                |part: &Component<'_>| part.as_os_str().to_string_lossy().contains(['*', '?', '[', '{']);
-            let base: PathBuf = path.components().take_while(|part| !wild(part)).collect();
-            walk(&base, Some(&glob), output, argument)
+            search(&walk::literal_base(path), Some(&glob), output, argument)
         }
         Err(error) => Err(PrepareError::read(argument, &error)),
     }
 }
 
-fn walk(
+fn search(
     base: &Path,
     glob: Option<&str>,
     output: &Path,
@@ -61,10 +56,9 @@ fn walk(
 ) -> Result<Vec<PathBuf>, PrepareError> {
     // With a glob of no directory, paths must start as it does.
     let root = if base.as_os_str().is_empty() { Path::new(".") } else { base };
-    let wanted =
-        |entry: &DirEntry| entry.depth() == 0 || !entry.file_type().is_dir() || !skipped(entry, output);
+    let is_output = |path: &Path| path.canonicalize().is_ok_and(|path| path == output);
     let mut files = Vec::new();
-    for entry in WalkDir::new(root).sort_by_file_name().into_iter().filter_entry(wanted) {
+    for entry in walk::files_below(root, is_output) {
         let entry =
             entry.map_err(|error| PrepareError::Usage(format!("failed to read {argument}: {error}")))?;
         let path = match base.as_os_str().is_empty() {
@@ -76,7 +70,7 @@ fn walk(
             Some(glob) => fast_glob::glob_match(glob, path.as_os_str().as_encoded_bytes()),
             None => !hidden,
         };
-        if entry.file_type().is_file() && matches {
+        if matches {
             files.push(path.to_path_buf());
         }
     }
@@ -85,12 +79,6 @@ fn walk(
         true => Err(PrepareError::Usage(format!("no file matches `{argument}`"))),
         false => Ok(files),
     }
-}
-
-fn skipped(entry: &DirEntry, output: &Path) -> bool {
-    entry.file_name().to_string_lossy().starts_with('.')
-        || entry.path().join("CACHEDIR.TAG").is_file()
-        || entry.path().canonicalize().is_ok_and(|path| path == output)
 }
 
 #[cfg(test)]
