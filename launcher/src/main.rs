@@ -3,6 +3,7 @@
 //!
 //! - [`cli`]: subcommands and torchrun's flags; [`client`]: gRPC clients of agents and the daemon; [`render`]: tables;
 //! - [`mod@bench`]: the measurements of `xlaunch bench`; [`report`]: training runs as a page;
+//! - [`ssh`]: launches on several hosts;
 //! - [`trainer`]: functions of the worker crate, which is named only in this file and in `trained`.
 #![forbid(unsafe_code)]
 
@@ -11,6 +12,7 @@ mod cli;
 mod client;
 mod render;
 mod report;
+mod ssh;
 mod trained;
 mod trainer;
 
@@ -46,19 +48,14 @@ fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
     })
 }
 
-fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight, Refusal> {
-    let ready = xlaunch_worker::preflight(spec, job_dir, world)
-        .map_err(|refusal| Refusal::new(refusal.exit, refusal.message))?;
-    let xlaunch_worker::Preflight {
-        resume_from,
-        parent,
-        complete,
-        data,
-        warmup,
-        state_bytes,
-        warnings,
-        lock,
-    } = ready;
+fn preflight(spec: &JobSpec, job_dir: &Path, world: u32, leads: bool) -> Result<Preflight, Refusal> {
+    let checked = match leads {
+        true => xlaunch_worker::preflight(spec, job_dir, world),
+        false => xlaunch_worker::preflight_data(spec),
+    };
+    let ready = checked.map_err(|refusal| Refusal::new(refusal.exit, refusal.message))?;
+    let xlaunch_worker::Preflight { resume_from, parent, complete, data, state_bytes, warnings, lock } =
+        ready;
     let parent = parent.zip(resume_from.as_ref()).map(|(parent, path)| {
         let checkpoint = std::path::absolute(path).unwrap_or_else(|_| path.clone());
         Parent { run: parent.run, step: parent.step, checkpoint }
@@ -67,7 +64,7 @@ fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight, Re
         data.into_iter().map(|(split, data)| (split, DataSet { tokens: data.tokens, hash: data.hash }));
     let data = data.collect();
     let lock = lock.map(|lock| Box::new(lock) as Box<dyn Any + Send>);
-    Ok(Preflight { resume_from, parent, complete, data, warmup, state_bytes, warnings, lock })
+    Ok(Preflight { resume_from, parent, complete, data, state_bytes, warnings, lock })
 }
 
 fn recover(dir: &Path, run: &str, source: Option<&Path>, snapshot: Option<u64>) -> Result<Recovered, String> {

@@ -16,8 +16,8 @@ pub(crate) struct Trainer {
     /// Takes what a configuration leaves open from the weights and data that it names.
     pub(crate) fill_in: FillIn,
     /// Validates data and checkpoints before any worker starts. The path is the directory of the job's earlier runs,
-    /// the number that of ranks.
-    pub(crate) preflight: fn(&JobSpec, &Path, u32) -> Result<Preflight, Refusal>,
+    /// the number that of ranks. Checkpoints concern only the node that has rank 0.
+    pub(crate) preflight: fn(&JobSpec, &Path, u32, bool) -> Result<Preflight, Refusal>,
     /// The newest complete checkpoint in a directory.
     pub(crate) newest_checkpoint: fn(&Path) -> Option<PathBuf>,
     /// The newest complete checkpoint of a run in a directory.
@@ -161,8 +161,6 @@ pub(crate) struct Preflight {
     pub(crate) complete: Option<u64>,
     /// The data, by split.
     pub(crate) data: BTreeMap<&'static str, DataSet>,
-    /// Steps of warm-up of the run that is resumed.
-    pub(crate) warmup: Option<u64>,
     /// Bytes of the state that checkpoints contain.
     pub(crate) state_bytes: u64,
     /// Printed before the workers start.

@@ -4,7 +4,7 @@
 pub mod node;
 pub mod scheduling;
 
-use crate::ids::{Attempt, Digest, NcclId, Rank, WorldSize};
+use crate::ids::{Attempt, Digest, NcclId, Rank, RingKey, WorldSize};
 use crate::v1;
 
 /// Why a message is invalid.
@@ -109,7 +109,17 @@ pub struct Joined {
     pub world_size: WorldSize,
     pub attempt: Attempt,
     pub nccl_id: Option<NcclId>,
-    pub ring_addresses: Vec<String>,
+    /// `None` with NCCL.
+    pub ring: Option<RingNeighbour>,
+}
+
+/// How a rank connects to the next one of its ring.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RingNeighbour {
+    /// Where the next rank listens.
+    pub address: String,
+    /// Of the attempt.
+    pub key: RingKey,
 }
 
 impl TryFrom<v1::JoinReply> for Joined {
@@ -119,30 +129,28 @@ impl TryFrom<v1::JoinReply> for Joined {
         if wire.world_size == 0 {
             return Err(WireError::Range { field: "world_size", got: 0, expected: "at least 1".into() });
         }
-        let addresses = wire.ring_addresses.len();
-        if addresses != 0 && addresses != wire.world_size as usize {
-            return Err(WireError::Range {
-                field: "ring_addresses",
-                got: addresses as u64,
-                expected: format!("none or {}", wire.world_size),
-            });
-        }
+        let ring = match text("next_ring_address", wire.next_ring_address)? {
+            address if address.is_empty() => None,
+            address => Some(RingNeighbour { address, key: ring_key(&wire.ring_key)? }),
+        };
         Ok(Self {
             world_size: WorldSize(wire.world_size),
             attempt: Attempt(wire.attempt),
             nccl_id: nccl_id(&wire.nccl_id)?,
-            ring_addresses: wire.ring_addresses,
+            ring,
         })
     }
 }
 
 impl From<Joined> for v1::JoinReply {
     fn from(joined: Joined) -> Self {
+        let (address, key) = joined.ring.map(|ring| (ring.address, ring.key.0.to_vec())).unwrap_or_default();
         Self {
             world_size: joined.world_size.0,
             attempt: joined.attempt.0,
             nccl_id: joined.nccl_id.map(|id| id.0.to_vec()).unwrap_or_default(),
-            ring_addresses: joined.ring_addresses,
+            next_ring_address: address,
+            ring_key: key,
         }
     }
 }
@@ -202,6 +210,11 @@ fn nccl_id(bytes: &[u8]) -> Result<Option<NcclId>, WireError> {
     })
 }
 
+fn ring_key(bytes: &[u8]) -> Result<RingKey, WireError> {
+    let wrong = |_| WireError::Length { field: "ring_key", got: bytes.len(), expected: "32" };
+    bytes.try_into().map(RingKey).map_err(wrong)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -235,11 +248,24 @@ mod tests {
     }
 
     #[test]
-    fn join_reply_with_inconsistent_world_size_is_refused() {
+    fn join_reply_without_a_world_or_a_ring_key_is_refused() {
         let wire = v1::JoinReply { world_size: 0, ..Default::default() };
         assert!(Joined::try_from(wire).is_err());
-        let wire = v1::JoinReply { world_size: 3, ring_addresses: vec!["a".into()], ..Default::default() };
-        assert!(Joined::try_from(wire).is_err());
+        let wire = v1::JoinReply { world_size: 3, next_ring_address: "a".into(), ..Default::default() };
+        let error = Joined::try_from(wire).unwrap_err().to_string();
+        assert!(error.contains("ring_key") && error.contains("expected 32"), "{error}");
+    }
+
+    #[test]
+    fn join_reply_round_trips_in_a_size_that_does_not_depend_on_the_world() {
+        let joined = |world| Joined {
+            world_size: WorldSize(world),
+            attempt: Attempt(1),
+            nccl_id: None,
+            ring: Some(RingNeighbour { address: "tcp:10.0.0.1:4000".into(), key: RingKey([7; 32]) }),
+        };
+        assert_eq!(Joined::try_from(v1::JoinReply::from(joined(4))), Ok(joined(4)));
+        assert!(encoded_size(&v1::JoinReply::from(joined(10_000))) < 100);
     }
 
     #[test]
@@ -253,7 +279,8 @@ mod tests {
     }
 
     #[test]
-    fn debug_output_hides_the_nccl_id() {
+    fn debug_output_hides_secrets() {
         assert!(!format!("{:?}", join()).contains("7, 7"));
+        assert_eq!(format!("{:?}", RingKey([7; 32])), "RingKey(secret)");
     }
 }

@@ -4,6 +4,8 @@
 /// Set by the agent: number of an open file in which the training thread records what it is doing. See
 /// [`activity`](crate::activity).
 pub const ACTIVITY_FD: &str = "XLAUNCH_ACTIVITY_FD";
+/// Set by the agent of a job on several nodes: the IP address at which other nodes reach this one.
+pub const ADVERTISED_ADDRESS: &str = "XLAUNCH_ADVERTISED_ADDRESS";
 /// Set by the agent: path of its unix socket.
 pub const AGENT_SOCKET: &str = "XLAUNCH_AGENT_SOCKET";
 /// Set by the agent: the attempt, which is the number of restarts so far.
@@ -29,8 +31,13 @@ pub const PROFILE: &str = "XLAUNCH_PROFILE";
 pub const SCOPE: &str = "XLAUNCH_SCOPE";
 /// Set by the agent: the worker's descriptors for memory snapshots, as `N,M`. Not set without them.
 pub const SNAPSHOT_FDS: &str = "XLAUNCH_SNAPSHOT_FDS";
+/// Set by users: the token of a job on several nodes. A secret: never in a worker's environment.
+pub const TOKEN: &str = "XLAUNCH_TOKEN";
 /// Read by the agent: a program to start in place of `xlaunch worker`. For tests of the launcher.
 pub const WORKER_PROGRAM: &str = "XLAUNCH_WORKER_PROGRAM";
+/// Set by the agent of a job whose nodes do not share the directory of the run: the number of ranks, from 0, that see
+/// the one of rank 0. Not set where all do.
+pub const WRITERS: &str = "XLAUNCH_WRITERS";
 /// First job of the job's array.
 pub const ARRAY_JOB: &str = "XLAUNCH_ARRAY_JOB";
 /// Index of the job in its array.

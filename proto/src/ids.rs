@@ -1,6 +1,7 @@
 //! Typed ids, so that a rank cannot be mistaken for a count.
 
 use std::fmt;
+use std::io;
 
 macro_rules! number {
     ($(#[$doc:meta])* $name:ident) => {
@@ -47,6 +48,30 @@ pub struct NcclId(pub [u8; 128]);
 impl fmt::Debug for NcclId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("NcclId(secret)")
+    }
+}
+
+/// With which the ranks of one attempt prove to each other that they belong to it when they connect their ring. Anyone
+/// who knows it can change gradients, so it is a secret: `Debug` does not print it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct RingKey(pub [u8; 32]);
+
+impl RingKey {
+    /// A new key.
+    ///
+    /// # Errors
+    /// The kernel has no random numbers yet, or none at all.
+    pub fn random() -> io::Result<Self> {
+        let mut key = [0; 32];
+        // Reads of up to 256 bytes are never short.
+        rustix::rand::getrandom(&mut key, rustix::rand::GetRandomFlags::empty())?;
+        Ok(Self(key))
+    }
+}
+
+impl fmt::Debug for RingKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("RingKey(secret)")
     }
 }
 

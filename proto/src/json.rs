@@ -7,13 +7,14 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::v1::{
-    Accounting, CheckpointReply, ExamineReply, ExaminedGpu, Finding, Gpu, Job, NodeStatus, ProcessStacks,
-    Progress, RankStacks, RankStatus, RecordedActivity, Restart, StackDump, StatusReply, ThreadState,
+    Accounting, CheckpointReply, ExamineReply, ExaminedGpu, Finding, Gpu, Job, MemberStatus, NodeStatus,
+    ProcessStacks, Progress, RankStacks, RankStatus, RecordedActivity, Restart, StackDump, StatusReply,
+    ThreadState,
 };
 use serde_json::{Value, json};
 
 use crate::labels::{
-    examination_state, finding_level, gpu_state, job_state, kind, node_job_state, rank_state,
+    examination_state, finding_level, gpu_state, job_state, kind, member_state, node_job_state, rank_state,
 };
 
 /// A node with its GPUs.
@@ -136,7 +137,16 @@ pub fn status(reply: &StatusReply) -> Value {
         "total_steps": reply.total_steps, "loss": single(reply.loss),
         "tokens_per_second": number(reply.tokens_per_second), "mfu": reply.mfu.map(number),
         "accounting": reply.accounting.as_ref().map(accounting),
+        "nodes": reply.nodes.iter().map(member).collect::<Vec<_>>(),
         "ranks": reply.ranks.iter().map(rank).collect::<Vec<_>>(),
+    })
+}
+
+fn member(node: &MemberStatus) -> Value {
+    json!({
+        "node_rank": node.node_rank, "host": node.host, "address": node.address,
+        "state": member_state(node.state()), "first_rank": node.first_rank, "workers": node.workers,
+        "seconds_since_heartbeat": number(node.seconds_since_heartbeat),
     })
 }
 
@@ -161,7 +171,7 @@ fn restart(restart: &Restart) -> Value {
 
 fn rank(rank: &RankStatus) -> Value {
     json!({
-        "rank": rank.rank, "local_rank": rank.local_rank, "pid": rank.pid,
+        "rank": rank.rank, "local_rank": rank.local_rank, "node_rank": rank.node_rank, "pid": rank.pid,
         "state": rank_state(rank.state()), "device_uuid": rank.device_uuid, "step": rank.step,
         "seconds_since_heartbeat": number(rank.seconds_since_heartbeat), "exit": rank.exit,
         "seconds_since_output": rank.seconds_since_output.map(number),

@@ -1,6 +1,8 @@
 //! Labels of states and kinds, the same on the terminal, in JSON and in metrics.
 
-use crate::v1::{ExaminationState, FindingLevel, GpuState, JobKind, JobState, NodeJobState, RankState};
+use crate::v1::{
+    ExaminationState, FindingLevel, GpuState, JobKind, JobState, MemberState, NodeJobState, RankState,
+};
 
 /// The label of a job's kind.
 pub fn kind(kind: JobKind) -> &'static str {
@@ -71,6 +73,17 @@ pub fn finding_level(level: FindingLevel) -> &'static str {
         FindingLevel::Ok => "ok",
         FindingLevel::Warning => "warning",
         FindingLevel::Failure => "failure",
+    }
+}
+
+/// The label of a state of a node of a job.
+pub fn member_state(state: MemberState) -> &'static str {
+    match state {
+        MemberState::Unspecified => "unknown",
+        MemberState::Active => "active",
+        MemberState::Spare => "spare",
+        MemberState::Silent => "silent",
+        MemberState::Lost => "lost",
     }
 }
 

@@ -233,7 +233,7 @@ def command_run(options, kind, rank, scratch, torchrun=None):
         if torchrun is not None:
             return Result(True, "", start, step)
         blamed, cause = named(launch.text())
-        words = {"exception": "exit code 1", "exit": "code 0", "nothing": "SIGKILL"}[how]
+        words = {"exception": "RuntimeError: the disk is on fire", "exit": "code 0", "nothing": "SIGKILL"}[how]
         right = blamed == rank and words in cause
         return Result(right, f"{blamed}: {cause[:200]}" if not right else "", start, step)
     finally:

@@ -1,6 +1,7 @@
 """Hugging Face's models beside ours.
 
     python huggingface.py loss DIR TOKENS BYTES SEQ   # mean loss of DIR's model, in fp32, on a file of token ids
+    python huggingface.py logits DIR OUT ID...        # logits after each id, in fp32, as a file of f32
     python huggingface.py text DIR TEXT               # ids of a text, and the text of these ids
     python huggingface.py make DIR                    # a model with random weights of each case, by its name
 
@@ -66,6 +67,14 @@ def loss(path, tokens, width, seq):
     return {"loss": value.item(), "windows": len(windows), "model": type(model).__name__, "vocab": logits.shape[-1]}
 
 
+def logits(path, out, *ids):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        values = model(torch.tensor([[int(id) for id in ids]])).logits
+    pathlib.Path(out).write_bytes(values.float().numpy().tobytes())
+    return {"model": type(model).__name__, "vocab": values.shape[-1]}
+
+
 def text(path, value):
     tokenizer = AutoTokenizer.from_pretrained(path)
     ids = tokenizer(value)["input_ids"]
@@ -76,7 +85,7 @@ def main():
     for separates, words in itertools.groupby(sys.argv[1:], lambda word: word == "--"):
         if not separates:
             command, *rest = words
-            print(json.dumps({"loss": loss, "text": text, "make": make}[command](*rest)))
+            print(json.dumps({"loss": loss, "logits": logits, "text": text, "make": make}[command](*rest)))
 
 
 if __name__ == "__main__":

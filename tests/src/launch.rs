@@ -11,6 +11,16 @@ use crate::{Output, Process, xlaunch_path};
 /// Prefixes of environment variables that would change a launch.
 const LAUNCHER_VARIABLES: [&str; 6] = ["PET_", "XLAUNCH_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "OMP_"];
 
+/// Removes what the launch around this test, if any, has set.
+pub(crate) fn without_launcher_variables(command: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        let name = name.to_string_lossy();
+        if LAUNCHER_VARIABLES.iter().any(|prefix| name.starts_with(prefix)) {
+            command.env_remove(&*name);
+        }
+    }
+}
+
 /// A directory to launch commands in.
 #[derive(Debug)]
 pub struct Launch {
@@ -73,12 +83,7 @@ impl Launch {
         let mut command = Command::new(&self.program);
         command.args(args).current_dir(self.path());
         command.env("XDG_RUNTIME_DIR", self.runtime_dir()).env("TMPDIR", self.runtime_dir());
-        for (name, _) in std::env::vars_os() {
-            let name = name.to_string_lossy();
-            if LAUNCHER_VARIABLES.iter().any(|prefix| name.starts_with(prefix)) {
-                command.env_remove(&*name);
-            }
-        }
+        without_launcher_variables(&mut command);
         command
     }
 

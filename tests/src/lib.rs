@@ -2,6 +2,7 @@
 //!
 //! - [`Job`]: a training configuration and text; runs the built-in trainer or scripted workers.
 //! - [`Launch`]: a directory to launch any command in.
+//! - [`Hosts`]: hosts with a network that can fail, on this machine; [`Sshd`] and [`Slurm`] on them.
 //! - [`Node`]: a daemon with its state, its jobs and, if wanted, simulated GPUs.
 //! - [`requirements`]: what a test needs of the machine; see `xlaunch_harness`.
 //!
@@ -14,15 +15,18 @@ mod cgroup;
 pub mod chaos;
 mod freeze;
 mod hang;
+mod hosts;
 mod job;
 mod launch;
 mod node;
 mod process;
 pub mod requirements;
+mod slurm;
 
 pub use cgroup::MemoryCgroup;
 pub use freeze::FrozenThread;
 pub use hang::{HangMode, InjectedHang};
+pub use hosts::{Host, Hosts, ProcessInfo, Sshd};
 pub use job::{Job, read_state};
 pub use launch::Launch;
 pub use node::{NOBODY, Node, spawn_daemon};
@@ -30,6 +34,7 @@ pub use process::{
     BINARY_VARIABLE, Output, Process, children, has_program, is_alive, process_name, send_signal,
     xlaunch_path, xlaunch_with_fail_points,
 };
+pub use slurm::Slurm;
 
 use std::time::{Duration, Instant};
 

@@ -110,6 +110,8 @@ impl Output {
 #[derive(Debug)]
 pub struct Process {
     child: Child,
+    /// Of the program itself, where `child` only enters namespaces and waits for it.
+    pid: u32,
     stdout: Option<Collector>,
     stderr: Option<Collector>,
 }
@@ -130,12 +132,27 @@ impl Process {
             .unwrap_or_else(|error| panic!("{}: {error}", command.get_program().display()));
         let stdout = child.stdout.take().map(Collector::spawn);
         let stderr = child.stderr.take().map(Collector::spawn);
-        Self { child, stdout, stderr }
+        Self { pid: child.id(), child, stdout, stderr }
+    }
+
+    /// Starts a command that enters a PID namespace, and so forks: signals go to its child, a program with a session
+    /// of its own. See [`crate::Host::command`].
+    ///
+    /// # Panics
+    /// If it does not start.
+    pub fn spawn_inside(command: &mut Command) -> Self {
+        let mut process = Self::spawn(command);
+        let entered = wait_for("a process in the namespaces", || {
+            let child = children(process.child.id()).first().copied();
+            child.map(Some).or_else(|| (!process.is_running()).then_some(None))
+        });
+        process.pid = entered.unwrap_or(process.pid);
+        process
     }
 
     /// Process id.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.pid
     }
 
     /// Whether it has not exited.
@@ -173,7 +190,9 @@ impl Process {
 
     /// Sends a signal to the process, not to its group.
     pub fn signal(&self, signal: Signal) {
-        let _ = kill_process(Pid::from_child(&self.child), signal);
+        if let Some(pid) = to_pid(self.pid) {
+            let _ = kill_process(pid, signal);
+        }
     }
 
     /// Waits until it has exited.
@@ -189,9 +208,11 @@ impl Process {
 impl Drop for Process {
     fn drop(&mut self) {
         if self.is_running() {
-            let children = children(self.pid());
+            let children = children(self.pid);
             // Before its children: a daemon would start the next job.
-            kill_group(self.pid());
+            kill_group(self.pid);
+            // It may not have its group yet.
+            self.signal(Signal::KILL);
             children.into_iter().for_each(kill_group);
             let _ = self.child.wait();
         }

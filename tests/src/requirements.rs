@@ -7,7 +7,8 @@ use std::process::{Command, Output, Stdio};
 
 use xlaunch_harness::Requirement;
 
-use crate::{FrozenThread, MemoryCgroup, Process, has_program};
+use crate::hosts::sshd_path;
+use crate::{FrozenThread, Hosts, MemoryCgroup, Process, has_program};
 
 /// The interpreter for Python scripts.
 pub fn python_path() -> PathBuf {
@@ -55,6 +56,11 @@ pub fn tokenizers() -> Requirement {
     python_modules(&["tiktoken", "tokenizers", "transformers"])
 }
 
+/// Schemas of Kubernetes and Kubeflow Trainer.
+pub fn kubernetes_schemas() -> Requirement {
+    python_modules(&["kubernetes_validate", "kubeflow_trainer_api"])
+}
+
 /// TensorBoard, to read event files.
 pub fn tensorboard() -> Requirement {
     python_modules(&["tensorboard"])
@@ -87,6 +93,38 @@ pub fn mount_namespace() -> Requirement {
     unshare.args(["--mount", "mount", "-t", "tmpfs", "none", "/tmp"]);
     succeeds(&mut unshare, "a private mount (`unshare` and `nsenter` of util-linux, and root)")?;
     programs(&["nsenter"])
+}
+
+/// Hosts as namespaces with a network between them.
+pub fn hosts() -> Requirement {
+    root()?;
+    programs(&["ip", "nft", "nsenter", "unshare", "setsid"])
+        .map_err(|error| format!("{error} (install `iproute2`, `nftables` and `util-linux`)"))?;
+    let hosts = Hosts::try_new(1).map(drop);
+    hosts.map_err(|error| format!("needs network, mount and PID namespaces: {error}"))
+}
+
+/// Hosts, and PyTorch for their workers.
+pub fn torch_on_hosts() -> Requirement {
+    hosts()?;
+    torch()
+}
+
+/// Hosts with ssh servers.
+pub fn sshd() -> Requirement {
+    hosts()?;
+    programs(&["ssh", "ssh-keygen"]).map_err(|error| format!("{error} (install `openssh-client`)"))?;
+    match sshd_path() {
+        Some(_) => Ok(()),
+        None => Err("needs `sshd`, which is not in PATH or /usr/sbin (install `openssh-server`)".into()),
+    }
+}
+
+/// Hosts with a Slurm.
+pub fn slurm() -> Requirement {
+    hosts()?;
+    programs(&["slurmctld", "slurmd", "srun", "munged", "setpriv"])
+        .map_err(|error| format!("{error} (install `slurmctld`, `slurmd`, `slurm-client` and `munge`)"))
 }
 
 /// A C compiler, for libraries that tests load into other processes.

@@ -1,5 +1,6 @@
 //! The environment variables that the agent sets for a worker, and those that users may set.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use xlaunch_proto::env;
@@ -16,6 +17,10 @@ pub struct Environment {
     pub world_size: WorldSize,
     pub attempt: Attempt,
     pub agent_socket: PathBuf,
+    /// The address at which other nodes reach this one; `None` if the job has one node.
+    pub advertised_address: Option<IpAddr>,
+    /// Ranks below this one see the directory of the run of rank 0, and write checkpoints there.
+    pub writers: u32,
     /// Descriptors of memory files for snapshots; empty without them.
     pub snapshot_fds: Vec<u32>,
     /// Number of the file in which the training thread records what it does.
@@ -43,6 +48,11 @@ pub enum Device {
 }
 
 impl Environment {
+    /// Whether all ranks see the directory of the run.
+    pub fn is_shared(&self) -> bool {
+        self.writers >= self.world_size.0
+    }
+
     /// Reads the variables with `get`.
     pub fn read(get: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let text =
@@ -63,6 +73,9 @@ impl Environment {
                 }
             },
         };
+        let advertised_address = get(env::ADVERTISED_ADDRESS).map(|value| ip_address(&value)).transpose()?;
+        let world_size = number("WORLD_SIZE")?;
+        let writers = get(env::WRITERS).map(|_| number(env::WRITERS)).transpose()?.unwrap_or(world_size);
         let threads = get("OMP_NUM_THREADS").and_then(|threads| threads.parse().ok()).unwrap_or(1);
         let pool_debug = get(env::POOL_DEBUG).map(|value| fill_byte(&value)).transpose()?;
         let profile = get(env::PROFILE).map(|value| step_number(&value)).transpose()?;
@@ -70,9 +83,12 @@ impl Environment {
         Ok(Self {
             rank: Rank(number("RANK")?),
             local_rank: LocalRank(number("LOCAL_RANK")?),
-            world_size: WorldSize(number("WORLD_SIZE")?),
+            world_size: WorldSize(world_size),
             attempt: Attempt(number(env::ATTEMPT)?),
             agent_socket: text(env::AGENT_SOCKET)?.into(),
+            advertised_address,
+            // Rank 0 always writes.
+            writers: writers.clamp(1, world_size.max(1)),
             snapshot_fds: get(env::SNAPSHOT_FDS).map_or(Ok(Vec::new()), |value| descriptors(&value))?,
             activity_fd: get(env::ACTIVITY_FD).and_then(|fd| fd.parse().ok()),
             device,
@@ -83,6 +99,12 @@ impl Environment {
             log_fallback: log_fallback.unwrap_or(false),
         })
     }
+}
+
+fn ip_address(value: &str) -> Result<IpAddr> {
+    value.parse().map_err(|_| {
+        WorkerError::Environment(format!("{} is `{value}`, not an IP address", env::ADVERTISED_ADDRESS))
+    })
 }
 
 fn descriptors(value: &str) -> Result<Vec<u32>> {
@@ -144,6 +166,15 @@ mod tests {
     }
 
     #[test]
+    fn all_ranks_write_unless_the_agent_says_how_many() {
+        let writers = |value: Option<&'static str>| {
+            let with = |name: &str| if name == env::WRITERS { value.map(Into::into) } else { variable(name) };
+            Environment::read(with).unwrap().writers
+        };
+        assert_eq!([None, Some("2"), Some("0"), Some("9")].map(writers), [4, 2, 1, 4]);
+    }
+
+    #[test]
     fn missing_or_invalid_variable_is_named() {
         let without = |missing: &'static str| move |name: &str| variable(name).filter(|_| name != missing);
         for name in ["RANK", "WORLD_SIZE", env::AGENT_SOCKET, env::DEVICE] {
@@ -165,6 +196,11 @@ mod tests {
                 |name: &str| if name == env::LOG_FALLBACK { Some(value.into()) } else { variable(name) };
             let read = Environment::read(with).map(|environment| environment.log_fallback);
             assert_eq!(read.ok(), on, "{value}");
+        }
+        for (name, value) in [(env::ADVERTISED_ADDRESS, "node-1"), (env::WRITERS, "some")] {
+            let with = |wanted: &str| if wanted == name { Some(value.into()) } else { variable(wanted) };
+            let error = Environment::read(with).unwrap_err().to_string();
+            assert!(error.contains(name) && error.contains(value), "{error}");
         }
         let invalid = |name: &str| if name == env::DEVICE { Some("tpu".into()) } else { variable(name) };
         assert!(Environment::read(invalid).unwrap_err().to_string().contains("tpu"));

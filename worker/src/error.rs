@@ -49,6 +49,19 @@ pub enum WorkerError {
     /// The job description is invalid.
     #[error(transparent)]
     Spec(#[from] xlaunch_proto::spec::SpecError),
+    /// Ranks have shards of the state that they cannot save.
+    #[error(
+        "`comm.shard_optimizer` needs a directory of checkpoints that all nodes share: ranks {writers} to {} \
+         cannot save their shards in that of rank 0; set `job.output` to a shared directory, or \
+         `comm.shard_optimizer = false`",
+        world - 1
+    )]
+    NotShared {
+        /// Ranks below this one can.
+        writers: u32,
+        /// Number of ranks.
+        world: u32,
+    },
     /// Training diverged.
     #[error(
         "training diverged at step {step}: {what}; \
@@ -101,7 +114,9 @@ impl WorkerError {
             Self::Rendezvous(_) => ExitCode::Rendezvous,
             Self::Diverged { .. } => ExitCode::Diverged,
             Self::ReplicasDiffer { .. } => ExitCode::Gpu,
-            Self::Environment(_) | Self::Setting(_) | Self::Spec(_) => ExitCode::Usage,
+            Self::Environment(_) | Self::Setting(_) | Self::Spec(_) | Self::NotShared { .. } => {
+                ExitCode::Usage
+            }
             Self::Io { .. } => ExitCode::Internal,
         }
     }

@@ -44,7 +44,9 @@ fn print_outcome(ranks: usize, registered: bool, wanted: bool) {
         (false, true) => {
             "NCCL's buffers, not windows: NCCL is older than 2.27 or cannot register this memory"
         }
-        (false, false) => "NCCL's buffers, not windows: `comm.windows` or `engine.pool` is off",
+        (false, false) => {
+            "NCCL's buffers, not windows: `comm.windows` or `engine.pool` is off, or there are several nodes"
+        }
     };
     eprintln!("collectives over {ranks} ranks use {memory}");
 }

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use rayon::ThreadPoolBuilder;
 use xlaunch_proto::exit::ExitCode;
@@ -31,8 +32,6 @@ pub struct Preflight {
     pub complete: Option<u64>,
     /// The data, by split.
     pub data: BTreeMap<&'static str, Fingerprint>,
-    /// Steps of warm-up of the run that is resumed, unless the configuration has its own.
-    pub warmup: Option<u64>,
     /// Bytes of the state that checkpoints contain, as it is in memory.
     pub state_bytes: u64,
     /// For the user; the job starts all the same.
@@ -80,11 +79,35 @@ impl From<LockError> for Refusal {
 }
 
 /// Opens the data, locks and checks `checkpoint.dir`, and finds the checkpoint to resume from. `job_dir` holds the
-/// job's earlier runs; `world` is the number of ranks.
+/// job's earlier runs; `world` is the number of ranks. For the node of rank 0; others do with [`preflight_data`].
 pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight, Refusal> {
+    let (mut ready, shape, data) = check_data(spec)?;
+    let layout = Layout::new(&shape);
+    if let Some(path) = &spec.checkpoint.init {
+        Weights::open(Path::new(path)).and_then(|weights| weights.check(&shape))?;
+    }
+    let bytes = (layout.parameters() as u64).saturating_mul(BYTES_PER_PARAMETER);
+    let dir = spec.checkpoint.dir.as_ref().map(Path::new);
+    match dir {
+        Some(dir) => ready.lock = Some(claim(dir, &spec.job.name, bytes)?),
+        None => directory::check_room(job_dir, bytes)?,
+    }
+    let source = verified_source(spec, &shape, &layout, job_dir, &mut ready.warnings)?;
+    match source {
+        Some(path) => resume(spec, &shape, world, &data, path, &mut ready)?,
+        None => start_afresh(spec, job_dir, &mut ready.warnings)?,
+    }
+    Ok(ready)
+}
+
+/// Checks configuration and data alone, and looks at no checkpoint: the part of [`preflight`] that every node needs.
+pub fn preflight_data(spec: &JobSpec) -> Result<Preflight, Refusal> {
+    check_data(spec).map(|(ready, ..)| ready)
+}
+
+fn check_data(spec: &JobSpec) -> Result<(Preflight, ModelShape, Fingerprint), Refusal> {
     // In the launcher's environment. The workers check the variable again: a job of the daemon has its own.
     fail::check().map_err(WorkerError::Setting)?;
-    let usage = |invalid: Invalid| Refusal { exit: ExitCode::Usage, message: invalid.to_string() };
     // The configuration was checked when it was read, but the number of workers is known only now.
     spec.check().map_err(usage)?;
     let shape = spec.model.resolve().map_err(usage)?;
@@ -104,23 +127,12 @@ pub fn preflight(spec: &JobSpec, job_dir: &Path, world: u32) -> Result<Preflight
     }
     // Checkpoints contain it, even if no text is sampled.
     dataset.tokenizer.load().map_err(WorkerError::from)?;
-    let layout = Layout::new(&shape);
-    if let Some(path) = &spec.checkpoint.init {
-        Weights::open(Path::new(path)).and_then(|weights| weights.check(&shape))?;
-    }
-    ready.state_bytes = (layout.len as u64).saturating_mul(BYTES_PER_PARAMETER);
-    let bytes = (layout.parameters() as u64).saturating_mul(BYTES_PER_PARAMETER);
-    let dir = spec.checkpoint.dir.as_ref().map(Path::new);
-    match dir {
-        Some(dir) => ready.lock = Some(claim(dir, &spec.job.name, bytes)?),
-        None => directory::check_room(job_dir, bytes)?,
-    }
-    let source = verified_source(spec, &shape, &layout, job_dir, &mut ready.warnings)?;
-    match source {
-        Some(path) => resume(spec, &shape, world, &data, path, &mut ready)?,
-        None => start_afresh(spec, job_dir, &mut ready.warnings)?,
-    }
-    Ok(ready)
+    ready.state_bytes = (Layout::new(&shape).len as u64).saturating_mul(BYTES_PER_PARAMETER);
+    Ok((ready, shape, data))
+}
+
+fn usage(invalid: Invalid) -> Refusal {
+    Refusal { exit: ExitCode::Usage, message: invalid.to_string() }
 }
 
 /// Locks a directory of checkpoints, removes what killed jobs have left there, and checks that it can be written.
@@ -195,15 +207,16 @@ fn source(
     }))
 }
 
-/// The newest checkpoint of the newest run that has one. Runs are named by their start time, so names sort by time.
+/// The newest checkpoint of the newest run that has one.
 ///
 /// # Errors
 /// If there are checkpoints and none is valid.
 fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<Choice>, CheckpointError> {
     let mut runs: Vec<PathBuf> =
         fs_err::read_dir(job_dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    runs.retain(|path| !path.is_symlink());
-    runs.sort();
+    // Beside runs: the link to the newest one, and marks of nodes.
+    runs.retain(|path| !path.is_symlink() && path.is_dir());
+    runs.sort_by_cached_key(|path| (started(path), path.clone()));
     let mut failure = None;
     for run in runs.iter().rev() {
         match directory::choose(&run_checkpoints(run)) {
@@ -216,6 +229,12 @@ fn newest_of_runs(job_dir: &Path, warnings: &mut Vec<String>) -> Result<Option<C
         }
     }
     failure.map_or(Ok(None), Err)
+}
+
+/// When a run started: it writes its description first. Names do not tell on several nodes, whose runs have the id of
+/// the batch system's job or the user's.
+fn started(run: &Path) -> Option<SystemTime> {
+    fs_err::metadata(run.join("job.json")).and_then(|found| found.modified()).ok()
 }
 
 fn run_checkpoints(run: &Path) -> PathBuf {
@@ -254,9 +273,6 @@ fn resume(
     if let Some(dir) = &spec.checkpoint.dir {
         // Later checkpoints than the one that the run continues from are not part of it.
         abandon(Path::new(dir), Some(state.step), warnings)?;
-    }
-    if spec.train.warmup.is_none() {
-        ready.warmup = state.warmup;
     }
     ready.parent = Some(Parent { run: state.run, step: state.step });
     ready.resume_from = Some(path);
@@ -329,6 +345,22 @@ mod tests {
         let spec = resuming(empty.path().to_str().unwrap());
         let error = source(&spec, Path::new(""), &mut Vec::new()).unwrap_err();
         assert!(matches!(error, CheckpointError::None { path } if path == empty.path()));
+    }
+
+    #[test]
+    fn newest_run_is_the_one_that_started_last_whatever_its_name() {
+        let job = tempfile::tempdir().unwrap();
+        for run in ["slurm-9.0", "slurm-10.0"] {
+            let run = job.path().join(run);
+            save(&run.join("checkpoints"), 10);
+            fs_err::write(run.join("job.json"), "{}").unwrap();
+            // Timestamps of files may be that coarse.
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        // Of an agent that runs, and one that was killed.
+        fs_err::write(job.path().join(".node-0123456789abcdef"), "").unwrap();
+        let found = source(&resuming("auto"), job.path(), &mut Vec::new()).unwrap();
+        assert_eq!(found, Some(job.path().join("slurm-10.0/checkpoints/step-00000010")));
     }
 
     #[test]

@@ -117,7 +117,7 @@ fn save_until_killed(dir: &Path) {
         layout,
         portion,
         rank: 0,
-        world: 1,
+        writers: 1,
         retention: Retention { newest: 2, ..Retention::default() },
         tokenizer: Some(b"{}".to_vec()),
         source: None,

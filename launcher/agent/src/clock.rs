@@ -1,6 +1,9 @@
-//! Wall-clock time.
+//! Wall-clock time, and how long loops sleep that wait for nothing.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// An event loop's sleep if no deadline is set.
+pub(crate) const IDLE_SLEEP: Duration = Duration::from_secs(3600);
 
 /// Time since the Unix epoch; zero if the clock is set to before it.
 pub fn unix() -> Duration {

@@ -8,11 +8,13 @@
 //!     workload: trainer or command -------'--> sinks (writer threads), report
 //! logs: output of the workers --> files, console, tail
 //! ```
-//! - [`state`] decides: a pure function from events to actions, and the restart policy;
+//! - [`state`] decides what happens on this node: a pure function from events to actions;
+//! - [`group`]: the coordinator, which decides about membership and restarts, and the link to it;
 //! - [`driver`] acts: the only code that touches processes and sockets on behalf of the job;
 //! - [`workload`]: the two kinds of job behind one trait; hang detection;
 //! - [`spawn`]: process trees, cgroups, environment, CPU affinity, exit codes;
 //! - [`rendezvous`], [`status`], `logs`: calls of workers and clients over gRPC;
+//! - [`group`]: the agents of a job's other nodes;
 //! - [`stacks`]: what the processes of a rank are doing;
 //! - [`report`]: why a job failed; [`sinks`]: progress, metrics, TensorBoard, summary;
 //! - [`environment`] and [`ending`]: what a run was made with, and how it ended, for its directory;
@@ -30,7 +32,8 @@ pub mod doctor;
 pub mod driver;
 pub mod ending;
 pub mod environment;
-mod logs;
+pub mod group;
+pub mod logs;
 pub mod memory;
 pub mod names;
 pub mod process;
@@ -40,7 +43,7 @@ pub mod registry;
 pub mod rendezvous;
 pub mod report;
 pub mod run_dir;
-mod signals;
+pub mod signals;
 pub mod sinks;
 pub mod spawn;
 pub mod stacks;

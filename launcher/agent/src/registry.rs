@@ -95,7 +95,10 @@ impl Entry {
     /// Links the entry to the run's directory `run`, and that directory to the socket.
     pub(crate) fn link_run_dir(&self, run: &Path) -> io::Result<()> {
         fs_err::os::unix::fs::symlink(std::path::absolute(run)?, self.path.join(RUN_LINK))?;
-        fs_err::os::unix::fs::symlink(self.socket(), run.join(SOCKET))
+        // An agent of the same node that was killed has left its link: a new one replaces it.
+        let new = run.join(format!(".{SOCKET}-{}", self.name));
+        fs_err::os::unix::fs::symlink(self.socket(), &new)?;
+        fs_err::rename(new, run.join(SOCKET))
     }
 
     /// The entry's directory, private to this user.
@@ -293,6 +296,19 @@ mod tests {
         std::os::unix::net::UnixListener::bind(entry.socket()).unwrap();
         let deep = dir.path().join("d".repeat(100));
         assert!(Entry::create_in(&deep, "n", "1").unwrap_err().to_string().contains("too long"));
+    }
+
+    #[test]
+    fn new_agent_replaces_the_link_of_one_that_was_killed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (registry, run) = (dir.path().join("registry"), dir.path().join("run"));
+        fs_err::create_dir(&run).unwrap();
+        let entry = || Entry::create_in(&registry, "n", "1").unwrap();
+        let (killed, new) = (entry(), entry());
+        killed.link_run_dir(&run).unwrap();
+        new.link_run_dir(&run).unwrap();
+        assert_eq!(fs_err::read_link(run.join(SOCKET)).unwrap(), new.socket());
+        assert_eq!(fs_err::read_dir(&run).unwrap().count(), 1);
     }
 
     #[test]

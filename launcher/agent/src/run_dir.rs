@@ -62,6 +62,26 @@ impl RunDir {
         Ok(Self { logs: agent.join("logs"), socket: agent.join(SOCKET), path, id, entry: None })
     }
 
+    /// The directory of a training run on several nodes, which may share it: `node_<rank>/` has this node's logs.
+    pub fn for_nodes(spec: &JobSpec, run_id: &str, node_rank: u32) -> Result<Self, Refusal> {
+        let jobs = job_dir(spec);
+        let id = file_name(run_id);
+        let path = jobs.join(&id);
+        let refuse = |error: std::io::Error| run_dir_error(spec, &error);
+        fs_err::create_dir_all(&path).map_err(refuse)?;
+        if node_rank == 0 {
+            let description = serde_json::to_vec_pretty(spec).unwrap_or_default();
+            fs_err::write(path.join("job.json"), description).map_err(refuse)?;
+            update_latest_link(&jobs, &id);
+        }
+        let entry = Entry::create(&spec.job.name, &id)?;
+        let logs = path.join(format!("node_{node_rank}"));
+        fs_err::create_dir_all(&logs).map_err(refuse)?;
+        // The directory has one agent's socket: that of rank 0.
+        entry.link_run_dir(if node_rank == 0 { &path } else { &logs }).map_err(refuse)?;
+        Ok(Self { logs, socket: entry.socket(), path, id, entry: Some(entry) })
+    }
+
     fn training(spec: &JobSpec) -> Result<(PathBuf, String), Refusal> {
         let jobs = job_dir(spec);
         let refuse = |error: std::io::Error| run_dir_error(spec, &error);
@@ -113,7 +133,13 @@ impl Drop for RunDir {
     fn drop(&mut self) {
         // The entry removes itself. A dangling link to its socket would mislead `xlaunch status`.
         if self.private().is_some_and(|private| private != self.path) {
-            let _ = fs_err::remove_file(self.path.join(SOCKET));
+            for dir in [&self.path, &self.logs] {
+                let link = dir.join(SOCKET);
+                // On a shared directory there are links of other nodes' agents, too.
+                if fs_err::read_link(&link).is_ok_and(|socket| socket == self.socket) {
+                    let _ = fs_err::remove_file(link);
+                }
+            }
         }
     }
 }

@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 
 /// What a signal requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SignalRequest {
+pub enum SignalRequest {
     /// Stop the job.
     Stop(Signal),
     /// Send it to the workers.
@@ -25,7 +25,7 @@ pub(crate) enum SignalRequest {
 }
 
 /// Replaces the default actions of all these signals by a stream, in the order of arrival.
-pub(crate) fn listen(stopping: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiver<SignalRequest>> {
+pub fn listen(stopping: &[Signal]) -> std::io::Result<mpsc::UnboundedReceiver<SignalRequest>> {
     let forwarded = [Signal::USR1, Signal::USR2].into_iter().filter(|signal| !stopping.contains(signal));
     let all = stopping.iter().map(|signal| (*signal, SignalRequest::Stop(*signal)));
     let all = all.chain(forwarded.map(|signal| (signal, SignalRequest::Forward(signal))));

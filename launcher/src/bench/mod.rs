@@ -3,7 +3,8 @@
 //! - [`train`]: training steps, relative to the peak rates of the device;
 //! - [`all_reduce`]: all-reduce by message size, with the columns of nccl-tests;
 //! - [`device`]: peak rates of a device;
-//! - [`launches`]: launching itself; [`rendezvous`]: rendezvous of many ranks;
+//! - [`launches`]: launching itself;
+//! - [`rendezvous`]: rendezvous of many ranks on one node; [`nodes`]: of many nodes;
 //! - [`kernels`]: the kernels of a step by family.
 //!
 //! Run directories are temporary. They are kept only if a launch fails.
@@ -12,6 +13,7 @@ pub(crate) mod all_reduce;
 pub(crate) mod device;
 pub(crate) mod kernels;
 pub(crate) mod launches;
+pub(crate) mod nodes;
 pub(crate) mod rendezvous;
 pub(crate) mod train;
 
@@ -22,6 +24,7 @@ use xlaunch_proto::v1::bench::Kind;
 
 use xlaunch_agent::devices::Placement;
 use xlaunch_agent::driver;
+use xlaunch_agent::group::join::{self, Work};
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::sinks::RankReport;
 use xlaunch_agent::spawn::environment::BaseEnvironment;
@@ -53,8 +56,10 @@ async fn run_workers(spec: &JobSpec, placement: &Placement, kind: Kind) -> Resul
         memory_snapshots: false,
         bench: Some(Bench { kind: Some(kind) }),
     };
+    let work = Work::of_trainer(&spec, placement.workers, None);
+    let group = join::join(None, work, |_| {}).await?;
     let (finished, results) =
-        driver::run_trainer(plan, run).await.map_err(|error| internal("run the workers", error))?;
+        driver::run_trainer(plan, run, group).await.map_err(|error| internal("run the workers", error))?;
     match report::text(&finished.outcome, &finished.evidence, Some(&logs)) {
         None if finished.outcome.exit == ExitCode::Done => Ok(results.reports),
         None => Err(Refusal::new(finished.outcome.exit, "stopped before the measurement was complete")),

@@ -19,11 +19,13 @@ use tonic::transport::Channel;
 use xlaunch_proto::VERSION;
 use xlaunch_proto::convert::Join;
 use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::ids::{Attempt, Digest, NcclId, Rank};
+use xlaunch_proto::ids::{Attempt, Digest, NcclId, Rank, RingKey};
 use xlaunch_proto::v1::agent_client::AgentClient;
 use xlaunch_proto::v1::{JobKind, JoinRequest};
 
 use xlaunch_agent::Refusal;
+use xlaunch_agent::group::Assignment;
+use xlaunch_agent::group::rendezvous as group;
 use xlaunch_agent::rendezvous::Rendezvous;
 use xlaunch_agent::rendezvous::barrier::{JoinBarrier, JoinOutcome};
 use xlaunch_agent::rendezvous::service::{self, Message};
@@ -33,7 +35,7 @@ use xlaunch_agent::status::board::{Board, Launch};
 const RENDEZVOUS_TIMEOUT: Duration = Duration::from_secs(120);
 /// Delay before another attempt to connect if the backlog of the socket is full.
 const CONNECT_RETRY_DELAY: Duration = Duration::from_millis(2);
-/// File descriptors that each process needs in addition to one per rank.
+/// File descriptors that each process needs in addition to one per connection.
 const OTHER_DESCRIPTORS: u64 = 100;
 /// Hashed as the configuration of all ranks, which must agree.
 const CONFIG: &[u8] = b"bench";
@@ -73,7 +75,7 @@ pub(crate) fn table(measured: &[Measured]) -> String {
 
 /// Runs the agent's service, and the ranks in a child process.
 async fn measure(ranks: u32) -> io::Result<Measured> {
-    raise_file_limit(ranks)?;
+    raise_file_limit(ranks, "ranks")?;
     let dir = super::scratch_dir()?;
     let socket = dir.path().join("agent.sock");
     let (messages, mut inbox) = mpsc::channel(1024);
@@ -86,20 +88,26 @@ async fn measure(ranks: u32) -> io::Result<Measured> {
         log_dir: dir.path().into(),
         stall_timeout: RENDEZVOUS_TIMEOUT,
     }));
-    board.send_modify(|board| board.reset(0, ranks));
+    let assignment = Assignment { nodes: 1, world: ranks, ..Assignment::default() };
+    board.send_modify(|board| board.reset(0, ranks, &assignment));
     let serving = service::serve(&socket, messages, board.clone()).await?;
     let mut child = Command::new(std::env::current_exe()?);
     child.args(["bench", "rendezvous", "--ranks", &ranks.to_string(), "--join-at"]).arg(&socket);
     let child = child.stdin(Stdio::null()).stdout(Stdio::piped()).kill_on_drop(true).spawn()?;
     let deadline = Instant::now() + RENDEZVOUS_TIMEOUT;
-    let mut barrier = JoinBarrier::new(Rendezvous::new(ranks, 0, Digest::of(CONFIG), deadline));
+    let mut barrier = JoinBarrier::new(Rendezvous::new(0..ranks, ranks, 0, Digest::of(CONFIG), deadline));
     let answer = async {
         while let Some(message) = inbox.recv().await {
             let Message::Join(join, reply) = message else { continue };
             let (rank, device) = (join.rank.0, join.device_uuid.clone());
             match barrier.join(join, reply) {
-                JoinOutcome::Waiting | JoinOutcome::Complete => {
-                    board.send_modify(|board| board.joined(rank, &device))
+                JoinOutcome::Waiting => board.send_modify(|board| board.joined(rank, &device)),
+                JoinOutcome::Complete(node) => {
+                    board.send_modify(|board| board.joined(rank, &device));
+                    match group::join_alone(ranks, node, RingKey([0; 32])) {
+                        Ok(group) => barrier.finish(&group),
+                        Err(problem) => return problem,
+                    }
                 }
                 JoinOutcome::Ignored => {}
                 JoinOutcome::Failed(problem) => return problem,
@@ -122,7 +130,7 @@ async fn measure(ranks: u32) -> io::Result<Measured> {
 /// # Errors
 /// That of the first rank that could not join.
 pub(crate) async fn join_all(socket: &Path, ranks: u32) -> Result<String, Refusal> {
-    raise_file_limit(ranks).map_err(|error| failed(&error))?;
+    raise_file_limit(ranks, "ranks").map_err(|error| failed(&error))?;
     let start = Instant::now();
     let mut joining = JoinSet::new();
     for rank in 0..ranks {
@@ -164,9 +172,9 @@ async fn connect(socket: &Path) -> io::Result<Channel> {
     }
 }
 
-/// Raises the soft limit of open files to one per rank.
-fn raise_file_limit(ranks: u32) -> io::Result<()> {
-    let needed = u64::from(ranks) + OTHER_DESCRIPTORS;
+/// Raises the soft limit of open files to one for each of `count` connections, which are those of `what`.
+pub(super) fn raise_file_limit(count: u32, what: &str) -> io::Result<()> {
+    let needed = u64::from(count) + OTHER_DESCRIPTORS;
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current.is_none_or(|current| current >= needed) {
         return Ok(());
@@ -174,7 +182,7 @@ fn raise_file_limit(ranks: u32) -> io::Result<()> {
     if maximum.is_some_and(|maximum| maximum < needed) {
         let limit = maximum.unwrap_or_default();
         return Err(io::Error::other(format!(
-            "{ranks} ranks need {needed} file descriptors, {limit} are allowed (ulimit -Hn)"
+            "{count} {what} need {needed} file descriptors, {limit} are allowed (ulimit -Hn)"
         )));
     }
     Ok(setrlimit(Resource::Nofile, Rlimit { current: Some(needed), maximum })?)

@@ -84,7 +84,7 @@ pub(crate) async fn run(
     let shape = spec.model.resolve();
     let shape = shape.map_err(|invalid| Refusal::new(ExitCode::Usage, invalid.to_string()))?;
     let spec = measured_job(spec, extent);
-    (trainer.preflight)(&spec, "".as_ref(), placement.workers)?;
+    (trainer.preflight)(&spec, "".as_ref(), placement.workers, true)?;
     let profile_step = extent.profile.then_some(extent.end() + 1);
     announce("training");
     let bench = TrainBench { skip_all_reduce: false, profile_step };

@@ -22,10 +22,10 @@ use xlaunch_proto::convert::node::Work;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::{Device, JobSpec};
 
-use super::launch::{self, Ended};
+use super::launch::{self, Ended, Place};
 use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
-use xlaunch_agent::command::{self, Streams};
+use xlaunch_agent::command::{self, ResolvedCommand, Streams};
 use xlaunch_agent::devices::{self, Node};
 use xlaunch_agent::registry::SOCKET;
 use xlaunch_agent::run_dir::RunDir;
@@ -151,7 +151,8 @@ impl Start {
                     self.remember_run(&run.path);
                     Ok(run)
                 };
-                launch::train(&spec, &placement, trainer, &self.base, create).await
+                let place = Place { base: &self.base, group: None };
+                launch::train(&spec, &placement, trainer, place, create).await
             }
             Work::Command(spec) => {
                 let variable = |name: &str| self.base.get(name);
@@ -161,10 +162,11 @@ impl Start {
                 command.name.clone_from(&self.description.name);
                 // There is no other launcher above this one that expects torchrun's code.
                 command.propagate_exit_code = true;
-                launch::run_workers(&command, &self.base, || {
-                    Ok(RunDir::for_agent(&command, self.description.job, &self.dir))
-                })
-                .await
+                let create = |command: &ResolvedCommand| {
+                    Ok(RunDir::for_agent(command, self.description.job, &self.dir))
+                };
+                let place = Place { base: &self.base, group: None };
+                launch::run_workers(&command, place, create).await
             }
         }
     }

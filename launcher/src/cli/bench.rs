@@ -1,7 +1,7 @@
 //! `xlaunch bench`: options, and dispatch to [`crate::bench`].
 
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::Subcommand;
 use xlaunch_proto::exit::ExitCode;
@@ -10,7 +10,7 @@ use xlaunch_proto::spec::JobSpec;
 use super::launch::{self, Launch};
 use crate::bench::all_reduce::{self, Dtype};
 use crate::bench::train::{self, Extent};
-use crate::bench::{device, launches, rendezvous};
+use crate::bench::{device, launches, nodes, rendezvous};
 use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Node, Placement};
@@ -79,18 +79,30 @@ pub(super) enum Bench {
         #[arg(long)]
         json: bool,
     },
-    /// Rendezvous of simulated ranks, each with its own connection
+    /// Rendezvous of simulated ranks on one node, or of simulated nodes, each with its own connection
     Rendezvous {
         /// Number of ranks; may be repeated
         #[arg(long, value_name = "N", default_values_t = [1000, 10_000])]
         #[arg(value_parser = clap::value_parser!(u32).range(1..=100_000))]
         ranks: Vec<u32>,
+        /// Number of nodes, whose agents connect to a coordinator over TCP
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=10_000))]
+        nodes: Option<u32>,
+        /// Encrypt and authenticate the connections of nodes
+        #[arg(long, requires = "nodes")]
+        tls: bool,
+        /// Seconds during which no node may be lost
+        #[arg(long, value_name = "SECONDS", default_value_t = 3, requires = "nodes")]
+        hold: u32,
         /// Print JSON
         #[arg(long)]
         json: bool,
         /// Simulate the ranks that join at this socket
         #[arg(long, hide = true)]
         join_at: Option<PathBuf>,
+        /// Simulate the agents of nodes, as described on stdin
+        #[arg(long, hide = true)]
+        simulate_agents: bool,
     },
     /// Peak rates of the first device: GEMM, copies, kernel launches; updates the cached calibration
     Device {
@@ -143,7 +155,16 @@ async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
         Bench::Rendezvous { ranks, join_at: Some(socket), .. } => {
             rendezvous::join_all(&socket, ranks.first().copied().unwrap_or_default()).await
         }
-        Bench::Rendezvous { ranks, json, join_at: None } => {
+        Bench::Rendezvous { simulate_agents: true, .. } => nodes::simulate().await,
+        Bench::Rendezvous { ranks, nodes: Some(nodes), tls, hold, json, .. } => {
+            let mut found = Vec::new();
+            for ranks in ranks {
+                let hold = Duration::from_secs(hold.into());
+                found.push(nodes::run(nodes::Setting { nodes, ranks, tls, hold }).await?);
+            }
+            Ok(if json { as_json(&serde_json::json!(found)) } else { nodes::table(&found) })
+        }
+        Bench::Rendezvous { ranks, json, .. } => {
             let found = rendezvous::run(&ranks).await?;
             Ok(if json { as_json(&serde_json::json!(found)) } else { rendezvous::table(&found) })
         }

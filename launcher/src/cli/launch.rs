@@ -3,16 +3,20 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use xlaunch_proto::command::GroupSpec;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::StatusReply;
 
-use crate::trainer::{FillIn, FillInError, Trainer};
+use crate::trainer::{FillIn, FillInError, Preflight, Trainer};
 use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::config::{self, Layer, Override};
 use xlaunch_agent::devices::{self, Node, Placement};
 use xlaunch_agent::driver::{self, Finished};
 use xlaunch_agent::environment::{self, Facts, Parent};
+use xlaunch_agent::group::interface;
+use xlaunch_agent::group::join::{self, Group, Nodes, Work};
+use xlaunch_agent::group::shared::{self, Mark};
 use xlaunch_agent::report::Evidence;
 use xlaunch_agent::run_dir::{self, RunDir};
 use xlaunch_agent::spawn::affinity::{self, Affinity};
@@ -36,20 +40,40 @@ pub(crate) struct Launch {
     pub(super) resume: Option<String>,
 }
 
-/// Trains in the foreground.
+/// Trains in the foreground, as one of the nodes of `group` if there is one.
 #[expect(clippy::print_stderr, clippy::print_stdout, reason = "results to stdout, everything else to stderr")]
-pub(super) async fn run(launch: &Launch, trainer: Trainer) -> ExitCode {
-    let (spec, placement) = match prepare(launch, trainer.fill_in) {
+pub(super) async fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> ExitCode {
+    let (mut spec, placement) = match prepare(launch, trainer.fill_in) {
         Ok(prepared) => prepared,
         Err(refusal) => return refuse(&refusal),
     };
-    match train(&spec, &placement, trainer, &BaseEnvironment::Own, RunDir::create).await {
+    if group.is_some() {
+        // `job.json` describes all nodes, which may differ in this.
+        spec.launch.nproc = None;
+    }
+    let place = Place { base: &BaseEnvironment::Own, group };
+    match train(&spec, &placement, trainer, place, RunDir::create).await {
         Ok(ended) => {
             print!("{}", ended.summary);
             eprint!("{}", ended.report);
             ended.exit
         }
         Err(refusal) => refuse(&refusal),
+    }
+}
+
+/// Where a job runs.
+#[derive(Clone, Copy)]
+pub(super) struct Place<'a> {
+    /// What the workers inherit.
+    pub(super) base: &'a BaseEnvironment,
+    /// The nodes, if there are several.
+    pub(super) group: Option<&'a Nodes>,
+}
+
+impl Place<'_> {
+    fn spec(&self) -> Option<&GroupSpec> {
+        self.group.map(|nodes| &nodes.spec)
     }
 }
 
@@ -89,78 +113,144 @@ impl Ended {
 }
 
 /// Trains. The run directory is created only after data and checkpoint have been validated.
-#[expect(clippy::print_stderr, reason = "warnings precede the output of workers")]
 pub(super) async fn train(
     spec: &JobSpec,
     placement: &Placement,
     trainer: Trainer,
-    base: &BaseEnvironment,
+    place: Place<'_>,
     create: impl FnOnce(&JobSpec) -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
-    let ready = (trainer.preflight)(spec, &run_dir::job_dir(spec), placement.workers)?;
-    ready.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
-    if let (Some(checkpoint), Some(step)) = (&ready.resume_from, ready.complete) {
+    let work = Work::of_trainer(spec, placement.workers, place.spec());
+    let mark = place.group.map(|_| Mark::leave(&shared::directory(spec), &work.instance));
+    let _mark = mark.transpose().map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
+    let group = join::join(place.group, work, &notify).await?;
+    let ready = match ready(spec, &group, trainer, create) {
+        Ok(ready) => ready,
+        Err(refusal) => {
+            group.refuse(&refusal).await;
+            return if refusal.exit == ExitCode::Done { Ok(Ended::without_a_run()) } else { Err(refusal) };
+        }
+    };
+    run_trainer(placement, group, trainer, place.base, ready).await
+}
+
+/// What a training job needs before its workers start.
+struct Ready {
+    spec: JobSpec,
+    checks: Preflight,
+    run: RunDir,
+    memory_snapshots: bool,
+    parent_dir: Option<PathBuf>,
+}
+
+/// Checks data and checkpoint, then creates the directory of the run. Refuses with [`ExitCode::Done`] if nothing is
+/// left to train.
+#[expect(clippy::print_stderr, reason = "warnings precede the output of workers")]
+fn ready(
+    spec: &JobSpec,
+    group: &Group,
+    trainer: Trainer,
+    create: impl FnOnce(&JobSpec) -> Result<RunDir, Refusal>,
+) -> Result<Ready, Refusal> {
+    let (job_dir, leads) = (run_dir::job_dir(spec), group.first.node_rank == 0);
+    let checks = (trainer.preflight)(spec, &job_dir, group.first.world_size, leads)?;
+    checks.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    if let (Some(checkpoint), Some(step)) = (&checks.resume_from, checks.complete) {
         // Without a run: the newest one of the job stays the one that trained.
-        eprintln!(
-            "xlaunch: nothing is left to train: checkpoint {} has all {step} steps; raise `train.steps` to go on",
-            checkpoint.display()
+        let checkpoint = checkpoint.display();
+        let message = format!(
+            "nothing is left to train: checkpoint {checkpoint} has all {step} steps; raise `train.steps` to go on"
         );
-        return Ok(Ended::without_a_run());
+        notify(&message);
+        return Err(Refusal::new(ExitCode::Done, message));
     }
-    let mut spec = spec.clone();
-    spec.train.warmup = spec.train.warmup.or(ready.warmup);
-    let spec = &spec;
-    let MemoryUse { used: memory_snapshots, note } = memory_use(spec, ready.state_bytes, memory::available())
-        .map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
-    // Held until the workers are gone.
-    let _lock = ready.lock;
-    let parent = ready.parent.as_ref().filter(|parent| !parent.run.is_empty());
-    let parent = parent
-        .and_then(|Parent { run, checkpoint, .. }| parent_dir(checkpoint, run, &run_dir::job_dir(spec)));
-    let run = create(spec)?;
+    let spec = spec.clone();
+    let (mut memory_snapshots, mut note) = (false, None);
+    // A node that is lost takes its memory with it.
+    if !group.has_peers() {
+        let memory = memory_use(&spec, checks.state_bytes, memory::available())
+            .map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
+        MemoryUse { used: memory_snapshots, note } = memory;
+    }
+    let parent = checks.parent.as_ref().filter(|parent| !parent.run.is_empty());
+    let parent_dir = parent.and_then(|Parent { run, checkpoint, .. }| parent_dir(checkpoint, run, &job_dir));
+    let run = match group.has_peers() {
+        true => RunDir::for_nodes(&spec, &group.run_id, group.first.node_rank)?,
+        false => create(&spec)?,
+    };
+    note.iter().for_each(|note| notify(note));
+    Ok(Ready { spec, checks, run, memory_snapshots, parent_dir })
+}
+
+#[expect(clippy::print_stderr, reason = "warnings precede the output of workers")]
+async fn run_trainer(
+    placement: &Placement,
+    group: Group,
+    trainer: Trainer,
+    base: &BaseEnvironment,
+    ready: Ready,
+) -> Result<Ended, Refusal> {
+    let Ready { spec, checks, run, memory_snapshots, parent_dir } = ready;
     let device = if placement.cuda { "GPU" } else { "CPU" };
-    eprintln!("xlaunch: {} x {device}, run {}", placement.workers, run.path.display());
-    note.iter().for_each(|note| eprintln!("xlaunch: {note}"));
-    let start = Instant::now();
+    let (first, path) = (&group.first, run.path.display());
+    let node = if group.has_peers() {
+        format!("node {} of {}, ", first.node_rank, first.nodes)
+    } else {
+        String::new()
+    };
+    notify(&format!("{node}{} x {device}, run {path}", placement.workers));
+    // Held until the workers are gone.
+    let _lock = checks.lock;
+    let (start, leads) = (Instant::now(), first.node_rank == 0);
     let facts = Facts {
         run: run.id.clone(),
         commit: option_env!("XLAUNCH_COMMIT"),
         placement: placement.clone(),
-        data: ready.data,
-        parent: ready.parent,
+        data: checks.data,
+        parent: checks.parent,
     };
-    let environment = environment::write(&run.path, facts).map_err(|error| failed(&error))?;
+    let environment = leads.then(|| environment::write(&run.path, facts)).transpose();
+    let environment = environment.map_err(|error| failed(&error))?;
     let plan = TrainerPlan {
-        spec,
+        spec: &spec,
         placement,
-        resume_from: ready.resume_from,
-        parent,
+        resume_from: checks.resume_from,
+        parent: parent_dir,
         recover: trainer.recover,
         memory_snapshots,
         bench: None,
         base,
     };
     let (dir, logs) = (run.path.clone(), run.logs.clone());
-    let (finished, results) = driver::run_trainer(plan, run).await.map_err(|error| failed(&error))?;
-    let seconds = start.elapsed().as_secs_f64();
-    for problem in
-        [environment.finish(), ending::write(&dir, &finished, seconds)].into_iter().filter_map(Result::err)
-    {
-        eprintln!("warning: failed to describe the run in {}: {problem}", dir.display());
+    let (finished, results) = driver::run_trainer(plan, run, group).await.map_err(|error| failed(&error))?;
+    if let Some(environment) = environment {
+        let written = [environment.finish(), ending::write(&dir, &finished, start.elapsed().as_secs_f64())];
+        for problem in written.into_iter().filter_map(Result::err) {
+            eprintln!("warning: failed to describe the run in {}: {problem}", dir.display());
+        }
     }
     let summary = match results.summary.steps() {
         0 => String::new(),
         _ => {
             let accounting = finished.status.accounting.as_ref();
-            results.summary.text(placement.workers, start.elapsed(), results.metrics, accounting)
+            let world = finished.status.world_size;
+            results.summary.text(world, start.elapsed(), results.metrics, accounting)
         }
     };
-    let report = report::text(&finished.outcome, &finished.evidence, Some(&logs)).unwrap_or_default();
+    Ok(ended(finished, summary, Some(&logs)))
+}
+
+fn ended(finished: Finished, summary: String, logs: Option<&Path>) -> Ended {
+    let report = report::text(&finished.outcome, &finished.evidence, logs).unwrap_or_default();
     let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
-    let stopped = finished.outcome.stopped;
-    let rank = finished.outcome.root.and_then(|root| root.rank);
+    let (stopped, rank) = (finished.outcome.stopped, finished.outcome.rank());
     let Finished { status, peak_memory_bytes, .. } = finished;
-    Ok(Ended { exit, stopped, reason, rank, status, peak_memory_bytes, summary, report })
+    Ended { exit, stopped, reason, rank, status, peak_memory_bytes, summary, report }
+}
+
+#[expect(clippy::print_stderr, reason = "lines for the user go to stderr")]
+fn notify(text: &str) {
+    eprintln!("xlaunch: {text}");
 }
 
 /// Directory of the run that wrote a checkpoint: the one that the checkpoint is in or, with `checkpoint.dir`, a run of
@@ -177,9 +267,9 @@ fn reason(outcome: &Outcome, evidence: &[Evidence]) -> String {
     report::headline(outcome, evidence).unwrap_or_else(|| meaning.into())
 }
 
-/// Runs a command in the foreground.
+/// Runs a command in the foreground, on one of the nodes of `group` if there is one.
 #[expect(clippy::print_stderr, reason = "the report goes to stderr")]
-pub(super) async fn run_command(spec: CommandSpec) -> ExitCode {
+pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> ExitCode {
     let command = match command::resolve(spec, &|name| std::env::var_os(name), &Node::inspect) {
         Ok(command) => command,
         Err(refusal) => return refuse(&refusal),
@@ -188,7 +278,8 @@ pub(super) async fn run_command(spec: CommandSpec) -> ExitCode {
         let message = "--flight-recorder needs --log-dir: without it, the dumps are removed with the logs";
         return refuse(&Refusal::new(ExitCode::Usage, message));
     }
-    match run_workers(&command, &BaseEnvironment::Own, || RunDir::for_command(&command)).await {
+    let place = Place { base: &BaseEnvironment::Own, group };
+    match run_workers(&command, place, RunDir::for_command).await {
         Ok(ended) => {
             eprint!("{}", ended.report);
             ended.exit
@@ -200,20 +291,31 @@ pub(super) async fn run_command(spec: CommandSpec) -> ExitCode {
 /// Runs the workers of a command. `create` makes the run directory.
 pub(super) async fn run_workers(
     spec: &ResolvedCommand,
-    base: &BaseEnvironment,
-    create: impl FnOnce() -> Result<RunDir, Refusal>,
+    place: Place<'_>,
+    create: impl FnOnce(&ResolvedCommand) -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
     let affinities = affinities(spec).map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
-    let run = create()?;
+    let group = join::join(place.group, Work::of_command(spec, place.spec()), &notify).await?;
+    let mut spec = spec.clone();
+    if group.has_peers() {
+        // The same on all nodes.
+        spec.run_id = Some(group.run_id.clone());
+    }
+    let run = match create(&spec) {
+        Ok(run) => run,
+        Err(refusal) => {
+            group.refuse(&refusal).await;
+            return Err(refusal);
+        }
+    };
     let kept = (spec.logs.dir.is_some() || run.private().is_none()).then(|| run.logs.clone());
-    let plan = CommandPlan { spec, affinities, base };
-    let finished = driver::run_command(plan, run).await.map_err(|error| failed(&error))?;
-    let report = report::text(&finished.outcome, &finished.evidence, kept.as_deref()).unwrap_or_default();
-    let (exit, reason) = (finished.outcome.exit, reason(&finished.outcome, &finished.evidence));
-    let stopped = finished.outcome.stopped;
-    let rank = finished.outcome.root.and_then(|root| root.rank);
-    let Finished { status, peak_memory_bytes, .. } = finished;
-    Ok(Ended { exit, stopped, reason, rank, status, peak_memory_bytes, summary: String::new(), report })
+    let interface = group
+        .has_peers()
+        .then(|| interface::of_node(place.group.map(|nodes| &nodes.spec), &group.address))
+        .flatten();
+    let plan = CommandPlan { spec: &spec, affinities, base: place.base, interface };
+    let finished = driver::run_command(plan, run, group).await.map_err(|error| failed(&error))?;
+    Ok(ended(finished, String::new(), kept.as_deref()))
 }
 
 fn affinities(spec: &ResolvedCommand) -> Result<Vec<Affinity>, String> {

@@ -1,11 +1,12 @@
-//! The command line: a subcommand, one file each, or a launch with torchrun's flags ([`torchrun`], [`launch`]).
+//! The command line: a subcommand, one file each, or a launch with torchrun's flags ([`torchrun`], [`mod@launch`]).
 //!
 //! - `status`, `logs`, `stacks`, `stop`, `checkpoint`: call the agent of a launch or the daemon, see [`target`];
 //! - `submit`, `jobs`, `history`, `cancel`, `hold`, `release`, `reprioritise`, `node`, `top`, `drain`,
 //!   `doctor --daemon` ([`examine`]): call the daemon;
 //! - `data`: prepares text for training, [`mod@data`]; `export`: writes checkpoints as models; `generate`, `eval`: use
 //!   a trained model; `report`: training runs as a page;
-//! - `daemon`, `agent`: services; `bench`, `doctor`; `gen`: generated files for packages.
+//! - `env`: what the engine of a launch on several nodes says, [`engine`];
+//! - `daemon`, `agent`, `rendezvous`: services; `bench`, `doctor`; `gen`: generated files for packages.
 //!
 //! Results go to stdout, everything else to stderr ([`output`]). Errors are messages for users with an exit code.
 
@@ -17,8 +18,12 @@ mod daemon;
 #[cfg(test)]
 mod daemon_tests;
 mod data;
+#[cfg(test)]
+mod deploy_tests;
 mod doctor;
 mod drain;
+mod engine;
+mod env;
 mod eval;
 mod examine;
 mod export;
@@ -31,6 +36,8 @@ mod launch;
 mod logs;
 mod node;
 mod output;
+mod remote;
+mod rendezvous;
 mod report;
 mod scheduling;
 mod stacks;
@@ -48,9 +55,11 @@ use std::io::Write;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use xlaunch_proto::exit::ExitCode;
 
+use crate::ssh;
 use crate::trainer::Trainer;
-use torchrun::{Name, Request};
+use torchrun::{Group, Name, Request, Scope};
 use xlaunch_agent::Refusal;
+use xlaunch_agent::group::join::Nodes;
 
 /// Launches and supervises one worker process per GPU
 #[derive(Debug, Parser)]
@@ -97,8 +106,13 @@ enum Subcommands {
     /// Run one job of a node's daemon
     #[command(hide = true)]
     Agent(agent::Agent),
+    /// Run the part of a launch over ssh that is this host's
+    #[command(hide = true)]
+    Remote(remote::Remote),
     /// Run the node's daemon
     Daemon(daemon::Daemon),
+    /// Coordinate the nodes of one job, outside of all of them
+    Rendezvous(rendezvous::Rendezvous),
     /// Prepare text for training, and show prepared data
     #[command(subcommand)]
     Data(data::Data),
@@ -109,6 +123,8 @@ enum Subcommands {
     Export(export::Export),
     /// Check the node's GPUs: errors, clocks, links, results, rates
     Doctor(doctor::Doctor),
+    /// Show the engine of this launch (Slurm, ...) and its nodes
+    Env(env::Env),
     /// Continue text with a trained model
     Generate(generate::Generate),
     /// Measure a trained model: loss, perplexity, HellaSwag
@@ -119,35 +135,62 @@ enum Subcommands {
 }
 
 /// Runs the command line of this process.
-#[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]
 pub(crate) fn main(trainer: Trainer) -> ExitCode {
     let mut arguments = std::env::args_os();
     let name = Name::of(&arguments.next().unwrap_or_default());
     let arguments: Vec<OsString> = arguments.collect();
-    torchrun::print_deprecated_flags(name, &arguments);
-    if name == Name::Xlaunch && arguments.first().is_some_and(is_subcommand) {
-        return match parse_subcommand(&arguments) {
-            Ok(cli) => run(dispatch(cli.command, trainer)),
-            Err(error) => {
-                // If the stream is closed, the exit code still reports the result.
-                let _ = error.print();
-                if error.use_stderr() { ExitCode::Usage } else { ExitCode::Done }
+    match arguments.split_first() {
+        Some((first, rest)) if name == Name::Xlaunch && first == "remote" => {
+            remote::run(rest, |name, arguments| launch(name, arguments, trainer))
+        }
+        Some((first, _)) if name == Name::Xlaunch && is_subcommand(first) => {
+            match parse_subcommand(&arguments) {
+                Ok(cli) => run(dispatch(cli.command, trainer)),
+                Err(error) => {
+                    // If the stream is closed, the exit code still reports the result.
+                    let _ = error.print();
+                    if error.use_stderr() { ExitCode::Usage } else { ExitCode::Done }
+                }
             }
-        };
+        }
+        _ => launch(name, &arguments, trainer),
     }
-    match torchrun::parse(name, &arguments, &|variable| std::env::var_os(variable)) {
+}
+
+/// Runs what a command line without a subcommand launches.
+#[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]
+fn launch(name: Name, arguments: &[OsString], trainer: Trainer) -> ExitCode {
+    torchrun::print_deprecated_flags(name, arguments);
+    let scope = Scope::Nodes(&engine::of_this_process);
+    match torchrun::parse(name, arguments, &|variable| std::env::var_os(variable), scope) {
         Ok(Request::Text(text)) => {
             // The reader may have closed stdout, as `head` does.
             let _ = std::io::stdout().write_all(text.as_bytes());
             ExitCode::Done
         }
-        Ok(Request::Trainer(launch)) => run(launch::run(&launch, trainer)),
-        Ok(Request::Command(spec)) => run(launch::run_command(*spec)),
+        Ok(Request::Trainer(launch, group)) => {
+            warn(group.as_deref());
+            run(launch::run(&launch, nodes(group).as_ref(), trainer))
+        }
+        Ok(Request::Command(spec, group)) => {
+            warn(group.as_deref());
+            run(launch::run_command(*spec, nodes(group).as_ref()))
+        }
+        Ok(Request::Ssh(launch)) => run(ssh::run(*launch)),
         Err(Refusal { exit, message }) => {
             eprintln!("error: {message}");
             exit
         }
     }
+}
+
+fn nodes(group: Option<Box<Group>>) -> Option<Nodes> {
+    group.map(|group| Nodes { spec: group.spec, token_file: group.token_file })
+}
+
+fn warn(group: Option<&Group>) {
+    let warnings = group.into_iter().flat_map(|group| &group.warnings);
+    warnings.for_each(|warning| output::print_note(&format!("warning: {warning}")));
 }
 
 fn parse_subcommand(arguments: &[OsString]) -> Result<Cli, clap::Error> {
@@ -198,6 +241,8 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Bench(bench) => return bench::run(bench, trainer).await,
         Run::Data(what) => data::run(what),
         Run::Doctor(options) => doctor::run(options).await,
+        Run::Env(options) => env::run(&options),
+        Run::Rendezvous(options) => rendezvous::run(options).await,
         Run::Generate(options) => generate::run(options, trainer).await,
         Run::Eval(options) => eval::run(options, trainer).await,
         Run::Status(options) => status::run(options).await,
@@ -217,6 +262,8 @@ async fn dispatch(command: Subcommands, trainer: Trainer) -> ExitCode {
         Run::Top(options) => top::run(options).await,
         Run::Drain(options) => drain::run(options).await,
         Run::Report(options) => report::run(&options),
+        // `main` runs it: what it launches has a command line of its own.
+        Run::Remote(_) => return ExitCode::Internal,
         Run::Gen(what) => r#gen::run(&what, command_definition()),
     })
 }

@@ -6,7 +6,8 @@ use std::time::Duration;
 use clap::Args;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::json;
-use xlaunch_proto::v1::StatusReply;
+use xlaunch_proto::labels::{job_state, node_job_state};
+use xlaunch_proto::v1::{JobState, StatusReply};
 
 use super::output::{QueryError, print, redraw, terminal_width, unix_seconds};
 use super::target::{Launches, Server, Target};
@@ -27,15 +28,55 @@ pub(super) struct Status {
     /// Print JSON; with --watch, one line per update
     #[arg(long)]
     json: bool,
+    /// Print nothing, and exit with 0 only if workers run here
+    ///
+    /// For readiness probes. The exit code is 0 if the workers of a launch on this host run; those of a training job
+    /// have then joined the ranks of all nodes. Otherwise it is 1, with one line on stderr that says why: there is no
+    /// launch, it is starting or waits for other nodes, is between two attempts, is stopping, or has ended.
+    #[arg(long, conflicts_with_all = ["watch", "json"])]
+    ready: bool,
 }
 
 pub(super) async fn run(options: Status) -> Result<ExitCode, QueryError> {
+    if options.ready {
+        return ready(options.target).await;
+    }
     let mut output = Output { watch: options.watch, json: options.json, first: true };
     match options.target.server("status").await? {
         Server::Daemon(daemon, id) => show_job(daemon, id, &mut output).await?,
         Server::Agents(launches) => show_launches(&launches, &mut output).await?,
     }
     Ok(ExitCode::Done)
+}
+
+/// Whether workers run here, as the exit code.
+async fn ready(target: Target) -> Result<ExitCode, QueryError> {
+    let (mut ready, mut why) = (false, Vec::new());
+    match target.server("status").await? {
+        Server::Daemon(mut daemon, id) => {
+            let job = daemon.get(id).await?;
+            let state = job.status.as_ref().filter(|_| !has_ended(job.state())).map(StatusReply::state);
+            ready = state == Some(JobState::Running);
+            why.push(format!(
+                "job {id} is in state `{}`",
+                state.map_or(node_job_state(job.state()), job_state)
+            ));
+        }
+        Server::Agents(launches) => {
+            for (name, reply) in launches::status_here(&launches.all().await?).await {
+                let state = reply.map(|reply| reply.state());
+                ready |= state == Ok(JobState::Running);
+                why.push(match state {
+                    Ok(state) => format!("{name} is in state `{}`", job_state(state)),
+                    Err(problem) => problem,
+                });
+            }
+        }
+    }
+    match ready {
+        true => Ok(ExitCode::Done),
+        false => Err(format!("not ready: {}", why.join("; ")).into()),
+    }
 }
 
 /// Prints updates in the form that was asked for.

@@ -20,7 +20,7 @@ use xlaunch_proto::v1::{Job, NodeJobState, SubmitRequest};
 use super::launch;
 use super::output::{QueryError, print, print_note};
 use super::scheduling::Scheduling;
-use super::torchrun::{self, Name, Request};
+use super::torchrun::{self, Name, Request, Scope};
 use crate::client::daemon::{DaemonAddress, DaemonClient};
 use crate::render::job;
 use crate::trainer::FillIn;
@@ -163,14 +163,20 @@ fn work(
     environment: &dyn Fn(&str) -> Option<OsString>,
     fill_in: FillIn,
 ) -> Result<Parsed, Refusal> {
-    Ok(match torchrun::parse(Name::Xlaunch, target, environment).map_err(misplaced_option)? {
+    let parsed = torchrun::parse(Name::Xlaunch, target, environment, Scope::OneNode);
+    Ok(match parsed.map_err(misplaced_option)? {
         Request::Text(text) => Parsed::Text(text),
-        Request::Trainer(launch) => {
+        Request::Trainer(launch, _) => {
             Parsed::Work(Work::TrainerSpecJson(launch::load(&launch, fill_in)?.to_json()))
         }
-        Request::Command(spec) => {
+        Request::Command(spec, _) => {
             command::check_script(&spec.program, environment)?;
             Parsed::Work(Work::CommandSpecJson(spec.to_json()))
+        }
+        Request::Ssh(_) => {
+            let message =
+                "the daemon runs jobs on its own node: `xlaunch --hosts` starts one on several hosts";
+            return Err(Refusal::new(ExitCode::Usage, message));
         }
     })
 }
@@ -219,9 +225,9 @@ fn request_id() -> String {
 
 /// The job's environment, each variable as `NAME=VALUE`.
 fn environment(variables: impl Iterator<Item = (OsString, OsString)>) -> Result<Vec<Vec<u8>>, String> {
-    let is_worker_variable =
-        |name: &OsString| name == env::SCOPE || WORKER_VARIABLES.iter().any(|known| name == known);
-    let kept = variables.filter(|(name, _)| !name.is_empty() && !is_worker_variable(name));
+    let is_left_out =
+        |name: &OsString| [env::SCOPE, env::TOKEN].iter().chain(&WORKER_VARIABLES).any(|known| name == known);
+    let kept = variables.filter(|(name, _)| !name.is_empty() && !is_left_out(name));
     let pairs: Vec<_> = kept.map(|(name, value)| [name.into_vec(), value.into_vec()].join(&b'=')).collect();
     let bytes: usize = pairs.iter().map(Vec::len).sum();
     if bytes > MAX_ENVIRONMENT_BYTES {
@@ -329,7 +335,8 @@ mod tests {
         }
         for (line, problem) in [
             ("--nprok 2 -- a", "unknown flag --nprok"),
-            ("--nnodes 2 -- a", "several nodes"),
+            ("--nnodes 2 -- a", "--nnodes 2: the daemon runs jobs on one node; use Slurm or Kubernetes"),
+            ("--nnodes 1:4 x.toml", "--nnodes 1:4: the daemon runs jobs on one node"),
             ("--nproc 2 nosuch.py --lr 3", "nosuch.py: no such file"),
             ("a", "-- a"),
             ("--nproc 2 --name x -- a", "--name is an option of `submit` itself"),
@@ -373,6 +380,7 @@ mod tests {
             ("MASTER_PORT", "1"),
             ("XLAUNCH_SCOPE", "1"),
             ("XLAUNCH_JOB_ID", "1"),
+            ("XLAUNCH_TOKEN", "a secret of a job"),
             ("XLAUNCH_POOL_DEBUG", "0xff"),
             ("NCCL_DEBUG", "INFO"),
         ]));

@@ -130,18 +130,31 @@ pub(crate) async fn connect_without_call_timeout(launch: &Running) -> Result<Age
 }
 
 pub(crate) async fn status(launch: &Running) -> Result<StatusReply, String> {
+    ask_status(launch, StatusRequest::default()).await
+}
+
+async fn ask_status(launch: &Running, request: StatusRequest) -> Result<StatusReply, String> {
     let mut agent = connect(launch).await?;
-    let reply = agent.status(StatusRequest::default()).await;
+    let reply = agent.status(request).await;
     reply.map(tonic::Response::into_inner).map_err(|status| call_error(launch, &status))
 }
 
 /// The status of each launch, with its name. Asked concurrently, so that one stopped agent does not delay the others.
 pub(crate) async fn status_of_all(launches: &[Running]) -> Vec<(String, Result<StatusReply, String>)> {
+    ask_all(launches, StatusRequest::default()).await
+}
+
+/// The same, of this node only.
+pub(crate) async fn status_here(launches: &[Running]) -> Vec<(String, Result<StatusReply, String>)> {
+    ask_all(launches, StatusRequest { local: true, ..StatusRequest::default() }).await
+}
+
+async fn ask_all(launches: &[Running], request: StatusRequest) -> Vec<(String, Result<StatusReply, String>)> {
     let calls: Vec<_> = launches
         .iter()
         .map(|launch| {
             let owned = launch.clone();
-            (launch.name.clone(), tokio::spawn(async move { status(&owned).await }))
+            (launch.name.clone(), tokio::spawn(async move { ask_status(&owned, request).await }))
         })
         .collect();
     let mut replies = Vec::new();

@@ -1,10 +1,10 @@
 //! A launch and its ranks.
 
-use xlaunch_proto::v1::{JobKind, RankStatus, Restart, StatusReply};
+use xlaunch_proto::v1::{JobKind, MemberState, MemberStatus, RankStatus, Restart, StatusReply};
 
-use super::text::{bytes, escape, fit, or_dash, percent, seconds};
+use super::text::{bytes, columns, escape, fit, or_dash, percent, seconds};
 use xlaunch_agent::sinks::progress::{clock, count};
-use xlaunch_proto::labels::{job_state, rank_state};
+use xlaunch_proto::labels::{job_state, member_state, rank_state};
 
 /// Only the last restarts are listed.
 const MAX_RESTARTS_SHOWN: usize = 3;
@@ -14,8 +14,34 @@ pub(crate) fn table(reply: &StatusReply, now: u64, width: usize) -> String {
     let mut out = heading(reply, now);
     out += &restarts(reply, now);
     out += "\n";
+    if !reply.nodes.is_empty() {
+        out += &nodes(&reply.nodes);
+        out += "\n";
+    }
     out += &ranks(reply, width);
     fit(&out, width)
+}
+
+/// A line per node of a job on several.
+fn nodes(nodes: &[MemberStatus]) -> String {
+    let row = |node: &MemberStatus| {
+        // A spare runs none.
+        let ranks = node.node_rank.filter(|_| node.workers > 0).map(|_| match node.workers {
+            1 => node.first_rank.to_string(),
+            workers => format!("{}-{}", node.first_rank, u64::from(node.first_rank) + u64::from(workers) - 1),
+        });
+        let is_quiet = matches!(node.state(), MemberState::Silent | MemberState::Lost);
+        vec![
+            or_dash(node.node_rank, |rank| rank.to_string()),
+            member_state(node.state()).to_owned(),
+            ranks.unwrap_or_else(|| "-".into()),
+            or_dash(is_quiet.then_some(node.seconds_since_heartbeat), clock),
+            node.host.clone(),
+            node.address.clone(),
+        ]
+    };
+    let rows: Vec<_> = nodes.iter().map(row).collect();
+    columns(&["NODE", "STATE", "RANKS", "SILENT", "HOST", "ADDRESS"], &rows)
 }
 
 /// A line per rank, not truncated: `width` decides where notes go.
@@ -250,6 +276,36 @@ RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG
 ";
         assert_eq!(ranks(&reply, 100), expected);
         assert_eq!(expected.find("  DEVICE"), Some(80));
+    }
+
+    #[test]
+    fn nodes_are_listed_above_the_ranks() {
+        let mut reply = reply();
+        let node = |rank, state: MemberState, host: &str| MemberStatus {
+            node_rank: rank,
+            host: host.into(),
+            address: "10.0.0.1".into(),
+            state: state.into(),
+            first_rank: rank.map_or(0, |rank| 8 * rank),
+            workers: 8,
+            seconds_since_heartbeat: 4.2,
+        };
+        reply.nodes = vec![
+            node(Some(0), MemberState::Active, "node-17"),
+            node(Some(1), MemberState::Silent, "a\nb"),
+            node(Some(2), MemberState::Lost, "node-19"),
+            node(None, MemberState::Spare, "node-20"),
+        ];
+        let expected = "\n
+NODE  STATE   RANKS  SILENT  HOST     ADDRESS
+0     active  0-7    -       node-17  10.0.0.1
+1     silent  8-15   4s      a\\u{a}b  10.0.0.1
+2     lost    16-23  4s      node-19  10.0.0.1
+-     spare   -      -       node-20  10.0.0.1
+
+RANK ";
+        let text = table(&reply, 1185, 100);
+        assert!(text.contains(expected), "{text}");
     }
 
     #[test]

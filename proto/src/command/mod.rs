@@ -6,6 +6,7 @@
 //! The command line is parsed once, where the user typed it. What depends on the node that runs the command stays
 //! unresolved: the interpreter of Python programs, and how many workers `auto`, `gpu` and `cpu` are.
 
+mod group;
 mod os_text;
 mod shell;
 
@@ -18,6 +19,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+pub use group::{
+    Backend, Endpoint, GroupSpec, MAX_ENDPOINT_PORTS, MAX_LOSS_TIMEOUT, MAX_NODES, MIN_KEEP_ALIVE_INTERVAL,
+    MIN_LOSS_TIMEOUT, NodeCount, Security,
+};
 pub use shell::quote_line;
 
 /// Version of the serialised form.

@@ -1,8 +1,9 @@
-//! gRPC channels over unix sockets.
+//! gRPC channels over unix sockets, and over streams that are already open.
 
 use std::io;
 use std::path::Path;
 
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 
@@ -24,7 +25,10 @@ pub async fn connect(socket: &Path, endpoint: Endpoint) -> io::Result<Channel> {
 }
 
 /// A channel over a connection that is already open. If it breaks, calls fail.
-pub async fn connect_stream(stream: UnixStream, endpoint: Endpoint) -> io::Result<Channel> {
+pub async fn connect_stream<S>(stream: S, endpoint: Endpoint) -> io::Result<Channel>
+where
+    S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+{
     let mut stream = Some(hyper_util::rt::TokioIo::new(stream));
     let connector = tower::service_fn(move |_: Uri| {
         let stream = stream.take().ok_or(io::ErrorKind::NotConnected);

@@ -133,9 +133,12 @@ impl JobSpec {
         Ok(())
     }
 
-    /// The hash that the rendezvous compares. Equal descriptions have equal digests.
+    /// The hash that the rendezvous compares. Equal descriptions have equal digests. Nodes may differ in how many
+    /// workers they have, and on which devices.
     pub fn digest(&self) -> Digest {
-        Digest::of(&self.to_json())
+        let mut common = self.clone();
+        (common.launch.nproc, common.launch.devices) = (None, Vec::new());
+        Digest::of(&common.to_json())
     }
 
     /// The serialised form that workers receive.
@@ -232,10 +235,13 @@ mod tests {
     }
 
     #[test]
-    fn digest_depends_on_every_value() {
+    fn digest_depends_on_every_value_that_nodes_share() {
         let mut other = JobSpec::default();
         other.train.lr *= 1.000_001;
         assert_ne!(JobSpec::default().digest(), other.digest());
+        let mut node = JobSpec::default();
+        (node.launch.nproc, node.launch.devices) = (Some(2), vec!["1".into()]);
+        assert_eq!(JobSpec::default().digest(), node.digest());
     }
 
     #[test]

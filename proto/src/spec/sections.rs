@@ -307,8 +307,8 @@ pub struct CommSection {
     /// the rest. Saves memory; needs 1, 2, 4 or 8 ranks.
     pub shard_optimizer: bool,
     /// Register buffers with NCCL as symmetric memory windows, so that GPUs access each other's memory directly. Needs
-    /// NCCL 2.27, peer access between the GPUs and `engine.pool` other than "off". Not faster on every machine: measure
-    /// with `xlaunch bench allreduce`.
+    /// NCCL 2.27, peer access between the GPUs and `engine.pool` other than "off". Not used on
+    /// several nodes. Not faster on every machine: measure with `xlaunch bench allreduce`.
     pub windows: bool,
 }
 

@@ -1,15 +1,17 @@
 //! Jobs of a node: submission, order, output, cancellation, and what is kept of them.
 
+use std::path::Path;
 use std::process::Command;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Node, Process, is_alive, send_signal, wait_for, xlaunch_path};
+use xlaunch_tests::{Node, Process, is_alive, read_state, send_signal, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
     job_runs_in_directory_and_environment_of_its_submission,
     submit_wait_returns_exit_code_and_report,
     queued_jobs_start_by_priority_and_order,
+    job_that_starts_from_the_weights_of_another_takes_its_model_and_refuses_contradictions,
     checkpoint_and_stacks_of_a_training_job_are_taken_on_request,
     cancelled_training_job_without_checkpoint_is_cancelled_with_exit_code_75,
     cancel_kills_all_processes_of_the_job,
@@ -63,6 +65,42 @@ fn queued_jobs_start_by_priority_and_order() {
     node.write("go", "");
     node.wait(low, "done");
     assert_eq!(node.lines("order"), ["first", "next", "low"]);
+}
+
+fn job_that_starts_from_the_weights_of_another_takes_its_model_and_refuses_contradictions() {
+    let node = Node::new("");
+    let first = node.submit(&[&node.write_tiny_job(2), "--nproc", "1"]);
+    node.wait(first, "done");
+    let runs = std::fs::read_dir(node.path().join("runs")).unwrap().next().unwrap().unwrap().path();
+    let run = std::fs::canonicalize(runs.join("latest")).unwrap();
+    let weights = |run: &Path, step: u64| {
+        let mut state = read_state(&run.join(format!("checkpoints/step-{step:08}")));
+        state.retain(|name, _| !name.starts_with("m.") && !name.starts_with("v."));
+        state
+    };
+    // No `[model]`, and a step that changes no weight. The path is relative to the submitter's directory.
+    let init = run.strip_prefix(std::fs::canonicalize(node.path()).unwrap()).unwrap().display().to_string();
+    let config = format!(
+        "[data]\ntrain = [\"text.txt\"]\n[engine]\ndevice = \"cpu\"\n[checkpoint]\n\
+         init = \"{init}\"\n[train]\nsteps = 1\n\
+         warmup = 0\nlr = 1.2e-38\nweight_decay = 0\nbatch = 1\neval_every = 0\nsample = 0\n"
+    );
+    node.write("init.toml", &config);
+    let job = node.submit(&["init.toml", "--nproc", "1", "--set", "job.name=second"]);
+    node.wait(job, "done");
+    let second = node.path().join("runs/second/latest");
+    assert!(weights(&second, 1) == weights(&run, 2));
+    let refused = node.run(&["submit", "init.toml", "--set", "model.layers=7"]);
+    assert_eq!(refused.code, 2, "{}", refused.stderr);
+    assert!(
+        refused.stderr.contains("model.layers=7: 7 contradicts checkpoint.init: it is 4 in "),
+        "{}",
+        refused.stderr
+    );
+    node.write("init.toml", &config.replace(&init, "nowhere"));
+    let missing = node.submit(&["init.toml"]);
+    let failed = node.wait(missing, "failed");
+    assert!(failed["exit_code"] == 65 && failed.to_string().contains("nowhere"), "{failed}");
 }
 
 fn checkpoint_and_stacks_of_a_training_job_are_taken_on_request() {

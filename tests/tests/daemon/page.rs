@@ -105,7 +105,7 @@ fn http_api_and_metrics_agree_with_grpc() {
     }
     assert!(client["history"].as_array().unwrap().len() > 100, "{client}");
     let page_only =
-        ["unix_ms", "step", "total_steps", "loss", "tokens_per_second", "restarts", "max_restarts"];
+        ["unix_ms", "step", "total_steps", "loss", "tokens_per_second", "mfu", "restarts", "max_restarts"];
     // Differs by the time between the two requests.
     let age = ["status_age_seconds"];
     assert_eq!(without(without(page, &page_only), &age), without(client, &age));

@@ -1,14 +1,15 @@
-//! xlaunch with the software of others: PyTorch's scripts and torchrun, tokenizers, Hugging Face's models, systemd and
-//! dpkg.
+//! xlaunch with the software of others: PyTorch's scripts and torchrun, tokenizers, Hugging Face's models, systemd,
+//! dpkg and the schemas of Kubernetes.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod generate;
+mod manifests;
 mod systemd;
 mod tokens;
 mod torch;
 mod transformers;
 
 xlaunch_harness::suite! {
-    modules generate, systemd, tokens, torch, transformers;
+    modules generate, manifests, systemd, tokens, torch, transformers;
 }

@@ -4,16 +4,21 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
+use xlaunch_engine::DType;
+use xlaunch_proto::spec::Precision;
 use xlaunch_tests::{Job, Process, requirements};
+use xlaunch_worker::model::decode::{Decoder, Row};
+use xlaunch_worker::model::{BackendHandle, Model, Rows};
+use xlaunch_worker::pretrained::{Device, Source, open_device};
 
 xlaunch_harness::tests! {
     needs requirements::transformers:
-    exported_models_have_their_loss_in_transformers,
-    models_of_transformers_have_their_loss_here,
+    exported_models_have_their_loss_and_logits_in_transformers,
+    models_of_transformers_have_their_loss_and_logits_here,
     exported_tokenizers_are_loaded_by_transformers;
 }
 
-/// Largest difference of losses in fp32.
+/// Largest difference of losses, and of logits, in fp32.
 const TOLERANCE: f64 = 1e-4;
 /// Evaluation on all windows after the last step.
 const EVALUATE: [&str; 6] =
@@ -55,11 +60,73 @@ fn assert_close(ours: f64, theirs: &Value, what: &str) {
     assert!((ours - theirs).abs() <= TOLERANCE, "{what}: {ours} here, {theirs} in transformers");
 }
 
+/// Ids of the longest prompt that all models take, below the smallest vocabulary.
+fn prompt() -> Vec<u32> {
+    (0..32).map(|i| (i * i * 31 + 7) % 256).collect()
+}
+
+/// Compares the logits that transformers computes after each id of [`prompt`] with those of the forward pass of
+/// training and of cached decoding. Each model is a pair of what is opened here, and there.
+fn assert_logits(job: &Job, models: &[(String, String)]) {
+    let ids: Vec<String> = prompt().iter().map(ToString::to_string).collect();
+    let out = |index: usize| path(job, &format!("logits-{index}"));
+    let commands = models
+        .iter()
+        .enumerate()
+        .map(|(index, (_, theirs))| [command(&["logits", theirs, &out(index)]), ids.clone()].concat());
+    judge(&commands.collect::<Vec<_>>());
+    for (index, (ours, _)) in models.iter().enumerate() {
+        let bytes = std::fs::read(out(index)).unwrap();
+        let words = bytes.chunks_exact(4).map(|word| word.try_into().unwrap());
+        let theirs: Vec<f32> = words.map(f32::from_le_bytes).collect();
+        let backend = open_device(Device::Cpu, Precision::Fp32, false).unwrap();
+        let model = Source::find(Path::new(ours)).unwrap().load(&backend, &|| false).unwrap();
+        for (how, values) in [("forward", forward(&backend, &model)), ("decoding", decoding(&model))] {
+            assert_eq!(values.len(), theirs.len(), "{ours}");
+            let distance = values.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(f64::from(distance) <= TOLERANCE, "{ours}: logits of {how} differ by {distance:.2e}");
+        }
+    }
+}
+
+/// The logits after each id of the prompt, by the forward pass of training.
+fn forward(backend: &BackendHandle, model: &Model) -> Vec<f32> {
+    let ids: Vec<i32> = prompt().into_iter().map(u32::cast_signed).collect();
+    let tokens = backend.alloc(DType::I32, ids.len()).unwrap();
+    backend.write_i32(tokens.all(), &ids).unwrap();
+    let acts = model.forward(Rows { batch: 1, seq: ids.len() }, tokens.all()).unwrap();
+    let row = |row: usize| {
+        let mut logits = vec![0.0; model.shape.vocab];
+        backend.read_f32(acts.logits(row, logits.len()), &mut logits).unwrap();
+        logits
+    };
+    (0..ids.len()).flat_map(row).collect()
+}
+
+/// The same by a cache: of the first ids at once, then of one after the other.
+fn decoding(model: &Model) -> Vec<f32> {
+    let ids = prompt();
+    let mut decoder = Decoder::new(model, 1, ids.len(), model.shape.vocab).unwrap();
+    let mut values = Vec::new();
+    for position in 0..ids.len() {
+        if position < ids.len() / 2 {
+            decoder.prefill(&[(0, &ids[..=position])]).unwrap();
+        } else {
+            decoder.set_rows(&[Row { slot: 0, position, token: ids[position] }]).unwrap();
+            decoder.step().unwrap();
+        }
+        let mut logits = vec![0.0; model.shape.vocab];
+        decoder.read_logits(0, &mut logits).unwrap();
+        values.extend(logits);
+    }
+    values
+}
+
 fn path(job: &Job, name: &str) -> String {
     job.path().join(name).display().to_string()
 }
 
-fn exported_models_have_their_loss_in_transformers() {
+fn exported_models_have_their_loss_and_logits_in_transformers() {
     let scaling = "model.rope_scaling={rope_type=\"llama3\",factor=8.0,low_freq_factor=1.0,high_freq_factor=4.0,\
                    original_max_position_embeddings=16}";
     let models = [
@@ -85,9 +152,12 @@ fn exported_models_have_their_loss_in_transformers() {
         assert_eq!(theirs["model"], class);
         assert_close(val_loss(job, 30), &theirs, &format!("{model:?}"));
     }
+    let checkpoint = |job: &Job| job.run_dir().join("checkpoints/step-00000030").display().to_string();
+    let models: Vec<_> = jobs.iter().map(|job| (checkpoint(job), path(job, "out"))).collect();
+    assert_logits(&jobs[0], &models);
 }
 
-fn models_of_transformers_have_their_loss_here() {
+fn models_of_transformers_have_their_loss_and_logits_here() {
     let job = Job::new();
     let cases = judge(&[command(&["make", &path(&job, "theirs")])]).remove(0);
     let ids = (0..5000_u32).flat_map(|i| u16::try_from(i * i % 293).unwrap().to_le_bytes());
@@ -118,6 +188,9 @@ fn models_of_transformers_have_their_loss_here() {
     for ((loss, model), theirs) in losses.into_iter().zip(judge(&judged)) {
         assert_close(loss, &theirs, &model);
     }
+    let case = |case: &Value| path(&job, &format!("theirs/{}", case.as_str().unwrap()));
+    let models: Vec<_> = cases.as_array().unwrap().iter().map(|it| (case(it), case(it))).collect();
+    assert_logits(&job, &models);
 }
 
 fn exported_tokenizers_are_loaded_by_transformers() {

@@ -10,6 +10,7 @@ xlaunch_harness::tests! {
     diverged_is_a_word_in_the_report;
     needs requirements::python3:
     rank_of_a_command_that_raised_is_the_cause_though_its_peer_exits_first,
+    exception_of_a_rank_that_is_aborted_while_it_exits_is_the_cause,
     rank_of_a_command_that_is_done_too_early_is_the_cause;
 }
 
@@ -89,8 +90,11 @@ if rank == 1:
     def close():
         [peer.close() for peer in peers]
         time.sleep(float(sys.argv[2]))
+        if sys.argv[1] == "abort":
+            print("terminate called without an active exception", file=sys.stderr, flush=True)
+            os.abort()
     atexit.register(close)
-    if sys.argv[1] == "raise":
+    if sys.argv[1] != "return":
         raise ValueError("the disk is on fire")
 else:
     server = socket.socket(socket.AF_UNIX)
@@ -113,6 +117,21 @@ fn rank_of_a_command_that_raised_is_the_cause_though_its_peer_exits_first() {
         assert_eq!(run.code, 1, "{}", run.stderr);
         assert_root(&run, &["rank 1 (pid", "ValueError: the disk is on fire"], &["rank 0", "rank 2"]);
     }
+}
+
+/// As by a thread of gloo that notices that the connections are closed.
+fn exception_of_a_rank_that_is_aborted_while_it_exits_is_the_cause() {
+    let launch = Launch::new();
+    launch.write("peers.py", PEERS);
+    let run = launch.run(&["--nproc-per-node", "3", "--max-restarts", "1", "peers.py", "abort", "0.5"]);
+    assert_eq!(run.code, 1, "{}", run.stderr);
+    assert_root(
+        &run,
+        &["rank 1 (pid", "SIGABRT", "cause: ValueError: the disk is on fire ("],
+        &["rank 0", "rank 2"],
+    );
+    let restart = "rank 1: signal 6 (SIGABRT: aborted): ValueError: the disk is on fire; restarting (1 of 1)";
+    assert!(run.stderr.contains(restart), "{}", run.stderr);
 }
 
 fn rank_of_a_command_that_is_done_too_early_is_the_cause() {

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Launch, Output, Process, children, is_alive, requirements, send_signal, wait_for};
+use xlaunch_tests::{
+    Launch, Output, Process, children, is_alive, process_name, requirements, send_signal, wait_for,
+};
 
 xlaunch_harness::tests! {
     rank_whose_heartbeats_stop_is_named_and_the_job_restarts,
@@ -231,7 +233,9 @@ fn rank_under_a_debugger_is_only_reported() {
     let launch = Launch::new();
     let script = "while [ ! -e hang ]; do echo 1 > $XLAUNCH_HEARTBEAT; sleep 0.1; done; exec sleep 1000";
     let run = launch.spawn_shell(&["--hang-timeout", "2"], 1, script);
-    let worker = wait_for("the worker", || <[u32; 1]>::try_from(children(run.pid())).ok())[0];
+    // Other processes of xlaunch have its name before they have their own.
+    let worker =
+        wait_for("the worker", || children(run.pid()).into_iter().find(|child| process_name(*child) == "sh"));
     let mut strace = Command::new("strace");
     let debugger = Process::spawn(strace.args([
         "-qq",

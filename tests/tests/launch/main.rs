@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+mod bench;
 mod cleanup;
 mod commands;
 mod doctor;
@@ -12,9 +13,12 @@ mod hangs;
 mod heartbeats;
 mod input;
 mod limits;
+mod nodes_status;
+mod placement;
 mod preload;
 mod restarts;
 mod signals;
+mod ssh;
 mod status;
 mod stopping;
 
@@ -22,9 +26,12 @@ mod stopping;
 const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
-    modules cleanup, commands, doctor, environment, failures, first_cause, hangs, heartbeats, input, limits, preload,
-        restarts, signals, status, stopping;
+    modules bench, cleanup, commands, doctor, environment, failures, first_cause, hangs, heartbeats, input, limits,
+        nodes_status, placement, preload, restarts, signals, ssh, status, stopping;
 }
+
+/// The ssh client that runs commands on this machine.
+const FAKE_SSH: &str = env!("CARGO_BIN_EXE_fake_ssh");
 
 /// Lines of a text, sorted: ranks write in any order.
 fn sorted_lines(text: &str) -> Vec<&str> {

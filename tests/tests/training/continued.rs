@@ -57,15 +57,16 @@ fn continued_run_starts_with_the_points_of_its_parent() {
     }
 }
 
-/// Runs a job of 300 steps, and kills a worker in the middle, after `meanwhile`.
+/// Runs a job of 600 steps, and kills a worker in the middle, after `meanwhile`.
 fn killed_in_the_middle(meanwhile: impl FnOnce(&Job)) -> (Job, Output) {
     let job = Job::new();
     let settings =
-        ["train.steps=300", "checkpoint.every=20", "checkpoint.memory=off", "launch.max_restarts=1"];
+        ["train.steps=600", "checkpoint.every=20", "checkpoint.memory=off", "launch.max_restarts=1"];
     let run = job.spawn(&[&["--nproc", "2"], &set(&settings)[..]].concat());
     wait_for("steps after a checkpoint", || {
         let text = std::fs::read_to_string(job.run_dir().join("metrics.jsonl")).ok()?;
-        (text.lines().count() > 45).then_some(())
+        let saved = job.run_dir().join("checkpoints/step-00000020/manifest.json").exists();
+        (saved && text.lines().count() > 45).then_some(())
     });
     let status = job.command(&["status", "--json"]).output().unwrap();
     let status: Value = serde_json::from_slice(&status.stdout).unwrap();
@@ -81,7 +82,7 @@ fn restarted_run_repeats_no_step() {
     let (job, run) = killed_in_the_middle(|_| {});
     assert_eq!(run.code, 0, "{}", run.stderr);
     assert!(run.stderr.contains("resuming at step"), "{}", run.stderr);
-    assert_eq!(steps(&job), (1..=300).collect::<Vec<_>>());
+    assert_eq!(steps(&job), (1..=600).collect::<Vec<_>>());
 }
 
 fn restart_with_other_data_is_refused() {

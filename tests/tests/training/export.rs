@@ -1,11 +1,12 @@
 //! `xlaunch export`, and training that starts from others' weights.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Job, Output, Process, read_state};
+use xlaunch_tests::{Job, Output, Process, read_state, requirements, xlaunch_path};
 
 xlaunch_harness::tests! {
     exported_model_is_where_another_job_starts,
@@ -13,6 +14,8 @@ xlaunch_harness::tests! {
     damaged_model_directory_is_refused_before_any_run,
     killed_export_is_complete_or_absent,
     export_says_what_it_did_and_refuses_used_directories;
+    needs requirements::mount_namespace:
+    export_to_a_full_disk_leaves_nothing;
 }
 
 const EXPORTS_KILLED: u64 = 100;
@@ -176,4 +179,26 @@ fn export_says_what_it_did_and_refuses_used_directories() {
     assert_eq!(text.code, 2, "{}", text.stderr);
     assert_eq!(export(&job, &["nowhere", "--output", "new"]).code, 65);
     assert!(!job.path().join("new").exists());
+}
+
+fn export_to_a_full_disk_leaves_nothing() {
+    let job = Job::new();
+    job.run_ok(&["--set", "model.vocab=20000", "--set", "train.steps=1"]);
+    std::fs::create_dir(job.path().join("disk")).unwrap();
+    // The weights do not fit; with fewer bytes left, neither do the small files or the directory.
+    for size in ["1m", "8k", "4k"] {
+        // A file system that only this shell sees. An earlier export in it stays as it was.
+        let script = format!(
+            "mount -t tmpfs -o size={size} none disk && mkdir disk/old && echo x > disk/old/README.md && \"$0\" export \
+             runs/train/latest --output disk/out; code=$?; ls -A disk disk/old; exit $code"
+        );
+        let mut command = Command::new("unshare");
+        command.args(["-m", "sh", "-c", &script]).arg(xlaunch_path()).current_dir(job.path());
+        let output = Process::spawn(&mut command).wait();
+        assert_eq!(output.code, 65, "{size}: {}", output.stderr);
+        assert_eq!(output.stdout, "disk:\nold\n\ndisk/old:\nREADME.md\n", "{size}");
+        for text in ["No space left on device", "help: free space"] {
+            assert!(output.stderr.contains(text), "{size}: {}", output.stderr);
+        }
+    }
 }

@@ -11,6 +11,7 @@ xlaunch_harness::tests! {
     samples_depend_on_seed_and_text_ends_before_stop_string,
     invalid_requests_are_refused_by_exit_code,
     damaged_checkpoint_is_refused,
+    weights_that_are_not_finite_are_refused,
     interrupt_ends_generation,
     eval_gives_the_validation_loss_of_training,
     hellaswag_prefers_the_completion_that_was_learned;
@@ -139,6 +140,21 @@ fn damaged_checkpoint_is_refused() {
     assert!(output.stderr.contains("does not match its hash"), "{output:?}");
     std::fs::write(&file, &bytes[..last]).unwrap();
     assert_eq!(generate(&job, &["--prompt", "a"]).code, 65);
+}
+
+fn weights_that_are_not_finite_are_refused() {
+    let job = trained(&["--set", "train.steps=1"]);
+    assert_eq!(run(&job, &["export", "runs/train/latest", "--output", "out"]).code, 0);
+    let file = job.path().join("out/model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let end = bytes.len();
+    bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(&file, bytes).unwrap();
+    let output = run(&job, &["generate", "out", "--device", "cpu", "--prompt", "line 4"]);
+    assert_eq!((output.code, output.stdout.as_str()), (65, ""), "{output:?}");
+    for text in ["model.safetensors", "not finite"] {
+        assert!(output.stderr.contains(text), "{text} in {}", output.stderr);
+    }
 }
 
 fn interrupt_ends_generation() {

@@ -13,6 +13,7 @@ mod export;
 mod fail_points;
 mod generate;
 mod memory;
+mod nodes;
 mod pool;
 mod prepared;
 mod report;
@@ -20,6 +21,6 @@ mod runs;
 mod tensorboard;
 
 xlaunch_harness::suite! {
-    modules bench, chaos, checkpoints, continued, data, divergence, export, fail_points, generate, memory, pool,
+    modules bench, chaos, checkpoints, continued, data, divergence, export, fail_points, generate, memory, nodes, pool,
             prepared, report, runs, tensorboard;
 }

@@ -17,5 +17,5 @@ mod sharding;
 pub use collective::{AbortHandle, Collective, CommError, Result};
 pub use local::Local;
 pub use nccl::{Nccl, load_library, unique_id};
-pub use ring::{Ring, RingListener};
+pub use ring::{Ring, RingListener, RingPlace};
 pub use sharding::Sharding;

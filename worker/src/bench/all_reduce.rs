@@ -122,7 +122,7 @@ fn expected(i: usize, world: usize) -> f32 {
 mod tests {
     use super::*;
     use std::time::Duration;
-    use xlaunch_comm::{Ring, RingListener};
+    use xlaunch_comm::{Ring, RingListener, RingPlace};
     use xlaunch_engine::{CpuBackend, PoolMode};
 
     use crate::bench::SkipAllReduce;
@@ -135,7 +135,8 @@ mod tests {
         let listeners: Vec<_> = (0..2).map(|rank| RingListener::bind(dir.path(), rank).unwrap()).collect();
         let addresses: Vec<_> = listeners.iter().map(|listener| listener.address().to_string()).collect();
         let rank = |rank: usize, listener: RingListener| {
-            let ring = Ring::connect(listener, rank, &addresses, Duration::from_secs(20)).unwrap();
+            let place = RingPlace { rank, world: 2, next_address: &addresses[1 - rank], key: &[7; 32] };
+            let ring = Ring::connect(listener, &place, Duration::from_secs(20)).unwrap();
             let backend = BackendHandle::new(CpuBackend::new(1, PoolMode::On)).with_windows(true);
             let bench = AllReduceBench { counts: BENCH.to_vec(), bf16: false };
             let (mut collective, mut wrong) = (wrap(ring), Vec::new());

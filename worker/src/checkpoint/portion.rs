@@ -23,8 +23,8 @@ pub struct Owned {
 }
 
 impl Portion {
-    /// What rank `rank` of `world` saves.
-    pub fn new(sharding: &Sharding, rank: usize, world: usize) -> Self {
+    /// What rank `rank` saves if the ranks below `writers` write checkpoints. A sharded optimizer needs all ranks.
+    pub fn new(sharding: &Sharding, rank: usize, writers: usize) -> Self {
         if sharding.is_sharded() {
             let owned = |bucket: &Range<usize>| Owned {
                 arena: sharding.in_arena(bucket),
@@ -32,9 +32,12 @@ impl Portion {
             };
             return Self { ranges: sharding.plan().buckets().iter().map(owned).collect() };
         }
+        if rank >= writers {
+            return Self { ranges: Vec::new() };
+        }
         // u128: the product of a length and a rank may exceed 64 bits only in theory, but must not wrap.
         let cut = |rank: usize| {
-            let cut = sharding.arena_len() as u128 * rank as u128 / world.max(1) as u128;
+            let cut = sharding.arena_len() as u128 * rank as u128 / writers.max(1) as u128;
             usize::try_from(cut).unwrap_or(usize::MAX)
         };
         let arena = cut(rank)..cut(rank + 1);
@@ -109,6 +112,7 @@ mod tests {
                 prop_assert_eq!(within, packed.iter().filter(|element| (3..len - 1).contains(*element)).count());
             }
             prop_assert!(seen.iter().all(|count| *count == 1));
+            prop_assert!(Portion::new(&Sharding::replicated(plan), world, world).is_empty(), "it does not write");
         }
     }
 }

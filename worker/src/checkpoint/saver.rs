@@ -49,7 +49,8 @@ pub struct Settings {
     pub layout: Layout,
     pub portion: Portion,
     pub rank: usize,
-    pub world: usize,
+    /// Ranks below this one write; the others have an empty portion, and do not answer.
+    pub writers: usize,
     pub retention: Retention,
     /// The contents of `tokenizer.json`, which rank 0 writes.
     pub tokenizer: Option<Vec<u8>>,
@@ -99,13 +100,13 @@ impl Saver {
         exchange: Box<dyn Exchange>,
         disk: Arc<dyn Disk>,
     ) -> io::Result<Self> {
-        let Settings { dir, layout, portion, rank, world, .. } = settings;
+        let Settings { dir, layout, portion, rank, writers, .. } = settings;
         let Settings { retention, tokenizer, source, host, memory, memory_required, .. } = settings;
         let (jobs, queue) = channel();
         let (sender, ended) = channel();
         let busy = Arc::new(AtomicBool::new(false));
         let len = portion.len();
-        let writer = Writer { layout, portion, rank, world };
+        let writer = Writer { layout, portion, rank, writers };
         let reported_failure = false;
         let mut thread =
             Thread { dir, writer, retention, tokenizer, source, exchange, disk, reported_failure };
@@ -211,6 +212,9 @@ struct Thread {
 impl Thread {
     fn save(&mut self, snapshot: &Snapshot, state: State, start: Instant) -> Result<(), CheckpointError> {
         let step = state.step;
+        if self.writer.rank >= self.writer.writers {
+            return Ok(());
+        }
         fail::set_step(step);
         let path = self.dir.join(name(step));
         let failed = |reason: String| CheckpointError::Write { path: path.clone(), reason };

@@ -107,7 +107,7 @@ pub(crate) fn settings(dir: &Path, retention: Retention) -> Settings {
         layout,
         portion,
         rank: 0,
-        world: 1,
+        writers: 1,
         retention,
         tokenizer: None,
         source: None,

@@ -91,7 +91,7 @@ fn save_together(dir: &Path, step: u64, world: usize, sharded: bool) -> PathBuf 
                 layout: layout.clone(),
                 portion,
                 rank,
-                world,
+                writers: world,
                 retention: Retention::default(),
                 tokenizer: None,
                 source: None,

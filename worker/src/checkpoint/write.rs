@@ -66,7 +66,7 @@ pub(super) struct Writer {
     pub(super) layout: Layout,
     pub(super) portion: Portion,
     pub(super) rank: usize,
-    pub(super) world: usize,
+    pub(super) writers: usize,
 }
 
 /// The directory in which the checkpoint of `step` is written.
@@ -86,7 +86,7 @@ impl Writer {
         self.put(&mut file, &model.tensors, &snapshot.params)?;
         let model = file.finish()?;
 
-        let name = optimizer_name(self.rank, self.world);
+        let name = optimizer_name(self.rank, self.writers);
         let moments = Contents::moments(&self.layout, &self.portion)?;
         let mut file = ChunkWriter::open(disk, to, &name)?;
         file.put(0, &moments.header)?;

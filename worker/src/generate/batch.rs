@@ -251,3 +251,66 @@ impl Batch<'_> {
         (position >= self.seq).then_some(FinishReason::Context)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use xlaunch_engine::{CpuBackend, PoolMode};
+    use xlaunch_proto::model::{Arch, ModelSection};
+
+    use super::*;
+    use crate::generate::Sampling;
+    use crate::model::BackendHandle;
+
+    /// The width of the model, and the first position after which it ends the document.
+    const DIM: usize = 8;
+    const END_POSITION: usize = 5;
+
+    /// A model whose next token depends on the position alone: `a`, and the end of the text from [`END_POSITION`] on.
+    fn model(tokenizer: &Tokenizer) -> Model {
+        let section = ModelSection {
+            arch: Some(Arch::Gpt2),
+            layers: Some(1),
+            heads: Some(1),
+            dim: Some(DIM),
+            ffn: Some(8),
+            seq: Some(16),
+            vocab: Some(tokenizer.vocab()),
+            tied: Some(false),
+            ..ModelSection::default()
+        };
+        let backend = BackendHandle::new(CpuBackend::new(1, PoolMode::On));
+        let model = Model::zeroed(&backend, &section.resolve().unwrap()).unwrap();
+        let (before, after) = ([1.0, -1.0, 0.0, 0.0], [0.0, 0.0, 1.0, -1.0]);
+        let write = |at: usize, half: [f32; 4]| model.write_weights(at, &[half, half].concat()).unwrap();
+        let positions = model.layout.wpe.clone().unwrap().start;
+        for position in 0..16 {
+            write(positions + position * DIM, if position < END_POSITION { before } else { after });
+        }
+        model.write_weights(model.layout.lnf.weight.start, &[1.0; DIM]).unwrap();
+        let row = |id: u32| model.layout.head.start + id as usize * DIM;
+        write(row(tokenizer.encode("a")[0]), before);
+        write(row(tokenizer.end_of_text().unwrap()), after);
+        model
+    }
+
+    #[test]
+    fn end_of_text_ends_each_sequence_of_a_batch_at_its_position() {
+        let tokenizer = Tokenizer::gpt2();
+        let model = model(&tokenizer);
+        for temperature in [0.0, 0.01] {
+            let sampling = Sampling { temperature, top_k: None, top_p: 1.0 };
+            let options = Options { max_tokens: 12, sampling, seed: 1, stop: Vec::new() };
+            let prompts = [vec![1], vec![2, 3, 4], vec![5; END_POSITION + 1]];
+            let requests = prompts.map(|tokens| Request { tokens, sample: 0 });
+            let mut texts = vec![String::new(); 3];
+            let mut ends = vec![None; 3];
+            let mut sink = |request: usize, update: Update<'_>| match update {
+                Update::Text(text) => texts[request] += text,
+                Update::Finished(completion) => ends[request] = Some((completion.tokens, completion.reason)),
+            };
+            generate(&model, &tokenizer, &requests, &options, &|| false, &mut sink).unwrap();
+            assert_eq!(texts, ["aaaaa", "aaa", ""]);
+            assert_eq!(ends, [5, 3, 0].map(|tokens| Some((tokens, FinishReason::EndOfText))));
+        }
+    }
+}

@@ -191,4 +191,25 @@ mod tests {
             assert!(llama.contains(&(name.into(), shape)), "{name} in {llama:?}");
         }
     }
+
+    #[test]
+    fn matrices_of_gpt2_blocks_are_transposed_and_gates_come_before_up_projections() {
+        let list = |index: usize| {
+            let shape = ModelShape { layers: 1, ..PRESETS[index].1.clone() };
+            tensors(&shape, &Layout::new(&shape))
+        };
+        // The library's Conv1D, also where the matrix is square.
+        for tensor in list(2) {
+            let conv1d = tensor.name.contains(".c_") && tensor.name.ends_with(".weight");
+            assert_eq!(tensor.transposed, conv1d, "{}", tensor.name);
+        }
+        let llama = list(7);
+        assert!(llama.iter().all(|tensor| !tensor.transposed));
+        let parts = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"];
+        let starts: Vec<usize> = parts
+            .iter()
+            .map(|part| llama.iter().find(|tensor| tensor.name.contains(part)).unwrap().elements.start)
+            .collect();
+        assert!(starts[..3].is_sorted() && starts[3] < starts[4], "{starts:?}");
+    }
 }

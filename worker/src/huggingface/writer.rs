@@ -266,7 +266,9 @@ impl Writer {
 }
 
 pub(super) fn write_error(path: &Path, error: &io::Error) -> ModelError {
-    ModelError::Write { path: path.into(), reason: error.to_string() }
+    let is_full = matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
+    let help = if is_full { "\nhelp: free space, or name another directory with --output" } else { "" };
+    ModelError::Write { path: path.into(), reason: format!("{error}{help}") }
 }
 
 #[cfg(test)]

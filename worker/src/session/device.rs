@@ -93,7 +93,9 @@ impl OpenDevice {
                 };
                 let backend = CudaBackend::open(ordinal, options)?;
                 let stream = Some(backend.stream());
-                let windows = nccl_windows::wanted(spec, environment.world_size.index());
+                // Windows need memory that all ranks can access, which those of other nodes cannot.
+                let one_node = environment.advertised_address.is_none();
+                let windows = one_node && nccl_windows::wanted(spec, environment.world_size.index());
                 Self { backend: BackendHandle::new(backend).with_windows(windows), stream, precision }
             }
         })

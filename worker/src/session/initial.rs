@@ -13,6 +13,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
+use serde::{Deserialize, Serialize};
 use xlaunch_comm::Collective;
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::JobSpec;
@@ -31,7 +32,7 @@ use crate::weights::Weights;
 const PIECES_READ_AHEAD: usize = 8;
 
 /// Where a run starts.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Start {
     /// Steps completed.
     pub(super) step: u64,
@@ -41,6 +42,8 @@ pub(super) struct Start {
     pub(super) parents: Vec<Parent>,
     /// Of the state, if it was evaluated.
     pub(super) val_loss: Option<f64>,
+    /// Steps of warm-up of the run that is continued, unless the configuration has its own.
+    pub(super) warmup: Option<u64>,
     /// What it was trained on.
     data: Option<Fingerprint>,
 }
@@ -133,12 +136,19 @@ pub(super) fn exchange_portions(
 
 impl Start {
     fn after(state: State, run_id: &str) -> Self {
-        let State { step, sequences, run, mut parents, val_loss, data, .. } = state;
+        let State { step, sequences, run, mut parents, val_loss, warmup, data, .. } = state;
         // A restart continues its own run.
         if run != run_id {
             parents.push(Parent { run, step });
         }
-        Self { step, sequences, parents, val_loss, data }
+        Self { step, sequences, parents, val_loss, warmup, data }
+    }
+
+    /// The job with what it takes over from the run that is continued.
+    pub(super) fn complete(&self, spec: &JobSpec) -> JobSpec {
+        let mut spec = spec.clone();
+        spec.train.warmup = spec.train.warmup.or(self.warmup);
+        spec
     }
 
     /// Refuses to go on with other data. Before the first attempt, the preflight check has compared it.

@@ -4,7 +4,9 @@ mod device;
 mod initial;
 mod rendezvous;
 mod saving;
+mod share;
 
+use std::ops::Range;
 use std::panic::resume_unwind;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -23,6 +25,7 @@ use xlaunch_proto::v1::{
 };
 
 use crate::bench::{self, SkipAllReduce};
+use crate::checkpoint::Memory;
 use crate::control::Control;
 use crate::data::{Dataset, Fingerprint, Loader, Order, Schedule};
 use crate::divergence::SkipCount;
@@ -84,11 +87,11 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let layout = Layout::new(&shape);
     let activations = device::activation_dtype(environment, spec);
-    let sharding = train::sharding(spec, &layout, activations, rank, world)?;
+    let sharding = sharding(context, &layout, activations)?;
     let moments = sharding.plan().buckets().iter().map(|bucket| sharding.in_arena(bucket)).collect();
     let memory = saving::memory(context, &layout, &sharding)?;
     // Weights of large models take a second or more, as do opening the device and the communicator: do both at once.
-    let reading = Reading::start(context, &shape, memory.clone(), moments)?;
+    let reading = start_reading(context, &shape, memory.clone(), moments)?;
     let device = OpenDevice::new(environment, spec)?;
     if let Some(marks) = device.backend.open_marks()? {
         phase::show_marks(marks);
@@ -111,14 +114,14 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let report = |error| control.report_failure(error);
     let (trainer, start) = filled.map_err(|error| report(saving::set_aside(error, spec, job)))?;
     // Shadowed here so that it is dropped before the tensors that its collectives use.
-    let mut collective: Box<dyn Collective> = match bench {
-        Some(bench) if bench.skip_all_reduce => Box::new(SkipAllReduce(collective)),
-        _ => collective,
-    };
-    start.check_data(spec, &fingerprint).map_err(report)?;
-    if job.memory_snapshot.is_some() {
-        initial::exchange_portions(&trainer.model, &trainer.optimizer, &mut *collective).map_err(report)?;
+    let mut collective = collective;
+    let start = complete_start(context, &device.backend, &trainer, start, &fingerprint, &mut *collective);
+    let start = start.map_err(report)?;
+    if bench.is_some_and(|bench| bench.skip_all_reduce) {
+        collective = Box::new(SkipAllReduce(collective));
     }
+    let spec = &start.complete(spec);
+    let context = &Context { spec, ..*context };
     let buffers = trainer.stepper.reduce_buffers().chain(trainer.optimizer.gather_buffers(&trainer.model));
     nccl_windows::register(&device.backend, buffers, &mut *collective, environment.log_fallback)
         .map_err(report)?;
@@ -157,6 +160,28 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     end(context, &device.backend, &trainer, collective, outcome)
 }
 
+/// The shards that this rank updates and saves.
+fn sharding(context: &Context<'_>, layout: &Layout, activations: DType) -> Result<Sharding> {
+    let Context { environment, spec, .. } = *context;
+    let (rank, world) = (environment.rank.index(), environment.world_size.index());
+    let sharding = train::sharding(spec, layout, activations, rank, world)?;
+    match sharding.is_sharded() && !environment.is_shared() {
+        true => Err(WorkerError::NotShared { writers: environment.writers, world: environment.world_size.0 }),
+        false => Ok(sharding),
+    }
+}
+
+/// Starts to read what training starts from, on the ranks that can. The others get it from rank 0.
+fn start_reading(
+    context: &Context<'_>,
+    shape: &ModelShape,
+    memory: Option<Memory>,
+    moments: Vec<Range<usize>>,
+) -> Result<Option<Reading>> {
+    let reads = context.environment.is_shared() || context.environment.rank.0 == 0;
+    reads.then(|| Reading::start(context, shape, memory, moments)).transpose()
+}
+
 /// Connects the ranks and opens the session, while `fill` fills the model: both take about as long. An error of one
 /// does not end the other, for which other ranks wait.
 fn connect_and_fill<T>(
@@ -179,12 +204,35 @@ fn connect_and_fill<T>(
     both
 }
 
-/// Passes the state that training starts from to the model and its optimizer.
-fn fill(trainer: &Trainer, reading: Reading, job: &GetJobReply) -> Result<Start> {
+/// Passes the state that training starts from to the model and its optimizer. Without `reading`, rank 0 has it.
+fn fill(trainer: &Trainer, reading: Option<Reading>, job: &GetJobReply) -> Result<Start> {
+    let Some(reading) = reading else { return Ok(Start::default()) };
     if job.memory_snapshot.is_some() || !job.resume_from.is_empty() {
         fail::at(Place::Resume);
     }
     reading.finish(&trainer.model, &trainer.optimizer)
+}
+
+/// Completes what this rank starts from with what other ranks have, and refuses to go on with other data. Every rank
+/// calls it.
+fn complete_start(
+    context: &Context<'_>,
+    backend: &BackendHandle,
+    trainer: &Trainer,
+    start: Start,
+    data: &Fingerprint,
+    collective: &mut dyn Collective,
+) -> Result<Start> {
+    let Trainer { model, optimizer, .. } = trainer;
+    if context.job.memory_snapshot.is_some() {
+        initial::exchange_portions(model, optimizer, collective)?;
+    }
+    let start = match context.environment.is_shared() {
+        true => start,
+        false => share::from_rank_0(backend, model, optimizer, &start, collective)?,
+    };
+    start.check_data(context.spec, data)?;
+    Ok(start)
 }
 
 /// After the last step, or an error: closes the communicator and reports the end.

@@ -1,17 +1,18 @@
-//! The rendezvous: this rank joins, learns the others' addresses or the NCCL id, and connects to them.
+//! The rendezvous: this rank joins, learns the next one's address or the NCCL id, and connects to them.
 
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::CudaStream;
-use xlaunch_comm::{Collective, Local, Nccl, Ring, RingListener};
+use xlaunch_comm::{Collective, Local, Nccl, Ring, RingListener, RingPlace};
 use xlaunch_proto::VERSION;
-use xlaunch_proto::convert::{Join, Joined};
+use xlaunch_proto::convert::{Join, Joined, RingNeighbour};
 use xlaunch_proto::ids::{Digest, NcclId};
 
 use super::Context;
 use super::device::OpenDevice;
+use crate::environment::Environment;
 use crate::error::{Result, WorkerError};
 use crate::fail::{self, Place};
 
@@ -27,7 +28,7 @@ pub(super) struct Meeting {
 
 enum Connection {
     Nccl { stream: Arc<CudaStream>, id: NcclId },
-    Ring { listener: RingListener, addresses: Vec<String>, timeout: Duration },
+    Ring { listener: RingListener, next: RingNeighbour, timeout: Duration },
     Single,
 }
 
@@ -37,8 +38,9 @@ impl Meeting {
         let Self { rank, world, by } = self;
         Ok(match by {
             Connection::Nccl { stream, id } => Box::new(Nccl::new(stream, rank, world, id.0)?),
-            Connection::Ring { listener, addresses, timeout } => {
-                Box::new(Ring::connect(listener, rank, &addresses, timeout)?)
+            Connection::Ring { listener, next: RingNeighbour { address, key }, timeout } => {
+                let place = RingPlace { rank, world, next_address: &address, key: &key.0 };
+                Box::new(Ring::connect(listener, &place, timeout)?)
             }
             Connection::Single => Box::new(Local),
         })
@@ -52,7 +54,7 @@ pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) ->
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let single = world == 1;
     let listener = match device.stream {
-        None if !single => Some(RingListener::bind(Path::new(&job.run_dir), rank)?),
+        None if !single => Some(listen(environment, Path::new(&job.run_dir))?),
         _ => None,
     };
     let nccl_id = match device.stream {
@@ -60,7 +62,7 @@ pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) ->
         _ => None,
     };
     fail::at(Place::Join);
-    let Joined { world_size, nccl_id, ring_addresses, .. } = control.join(Join {
+    let Joined { world_size, nccl_id, ring, .. } = control.join(Join {
         rank: environment.rank,
         attempt: environment.attempt,
         version: VERSION.into(),
@@ -82,9 +84,19 @@ pub(super) fn join(context: &Context<'_>, layout: &[u8], device: &OpenDevice) ->
         }
         (None, Some(listener)) => {
             let timeout = Duration::from_secs_f64(spec.launch.join_timeout) + RING_CONNECT_MARGIN;
-            Connection::Ring { listener, addresses: ring_addresses, timeout }
+            let no_ring = || WorkerError::Rendezvous("the agent named no next rank of the ring".into());
+            Connection::Ring { listener, next: ring.ok_or_else(no_ring)?, timeout }
         }
         _ => Connection::Single,
     };
     Ok(Meeting { rank, world, by })
+}
+
+/// Listens for the rank before this one: on TCP if that is on another node.
+fn listen(environment: &Environment, run_dir: &Path) -> Result<RingListener> {
+    let rank = environment.rank.index();
+    Ok(match environment.advertised_address.filter(|_| environment.local_rank.0 == 0) {
+        Some(ip) => RingListener::bind_tcp(ip, rank)?,
+        None => RingListener::bind(run_dir, rank)?,
+    })
 }

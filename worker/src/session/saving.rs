@@ -21,7 +21,8 @@ use crate::train::Checkpoints;
 /// Opens the memory files that the agent keeps for this rank. `None` if there are none.
 pub(super) fn memory(context: &Context<'_>, layout: &Layout, sharding: &Sharding) -> Result<Option<Memory>> {
     let Context { environment, job, .. } = *context;
-    if environment.snapshot_fds.is_empty() {
+    // Ranks that save nothing have no portion to resume from.
+    if environment.snapshot_fds.is_empty() || !environment.is_shared() {
         return Ok(None);
     }
     let (rank, world) = (environment.rank, environment.world_size);
@@ -50,8 +51,8 @@ pub(super) fn open(
     if job.bench.is_some() {
         return Ok(None);
     }
-    let (rank, world) = (environment.rank.index(), environment.world_size.index());
-    let (model, portion) = (&trainer.model, Portion::new(trainer.optimizer.sharding(), rank, world));
+    let (rank, writers) = (environment.rank.index(), environment.writers as usize);
+    let (model, portion) = (&trainer.model, Portion::new(trainer.optimizer.sharding(), rank, writers));
     // On every rank, as all states must say the same version.
     let tokenizer = dataset.tokenizer.json()?;
     let version = checkpoint::version(tokenizer.is_some());
@@ -60,7 +61,7 @@ pub(super) fn open(
         layout: model.layout.clone(),
         portion: portion.clone(),
         rank,
-        world,
+        writers,
         retention: Retention::of(&spec.checkpoint),
         tokenizer: tokenizer.filter(|_| rank == 0),
         source: (!job.resume_from.is_empty()).then(|| PathBuf::from(&job.resume_from)),

@@ -1,4 +1,7 @@
 //! Samples text from a model whose tokenizer is known.
+//!
+//! Each token takes a forward over the whole context, whose activations fit in the memory of a training step. The cache
+//! of [`crate::model::decode`] would be faster, but needs memory of its own, and a text ends where the context is full.
 
 use xlaunch_data::Tokenizer;
 use xlaunch_engine::DType;

@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use xlaunch_comm::{Collective, Local, Ring, RingListener};
+use xlaunch_comm::{Collective, Local, Ring, RingListener, RingPlace};
 use xlaunch_engine::{CpuBackend, PoolMode, Tensor};
 use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA};
 use xlaunch_proto::spec::JobSpec;
@@ -111,9 +111,11 @@ pub(crate) fn on_ranks(spec: &JobSpec, dir: &Path, world: usize, f: impl Fn(Rank
         for (rank, listener) in listeners.into_iter().enumerate() {
             let (addresses, f) = (&addresses, &f);
             scope.spawn(move || {
+                let next_address = &addresses[(rank + 1) % world];
+                let place = RingPlace { rank, world, next_address, key: &[7; 32] };
                 let collective: Box<dyn Collective> = match world {
                     1 => Box::new(Local),
-                    _ => Box::new(Ring::connect(listener, rank, addresses, CONNECT_TIMEOUT).unwrap()),
+                    _ => Box::new(Ring::connect(listener, &place, CONNECT_TIMEOUT).unwrap()),
                 };
                 f(Rank::new(BackendHandle::new(CpuBackend::new(1, PoolMode::On)), spec, collective));
             });

@@ -8,7 +8,10 @@ use crate::Error;
 
 /// Code and encoded descriptors.
 pub(super) fn generate(dir: &Path) -> Result<(String, Vec<u8>), Error> {
-    let files = protox::compile(["xlaunch/v1/agent.proto", "xlaunch/v1/node.proto"], [dir])?;
+    let files = protox::compile(
+        ["xlaunch/v1/agent.proto", "xlaunch/v1/group.proto", "xlaunch/v1/node.proto"],
+        [dir],
+    )?;
     let descriptors = files.encode_to_vec();
     let out = tempfile::tempdir()?;
     tonic_prost_build::configure().out_dir(out.path()).compile_fds(files)?;

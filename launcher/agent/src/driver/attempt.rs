@@ -58,6 +58,8 @@ pub(super) struct WorkerExit {
 pub(super) struct WorkerEnd {
     pub(super) exit: Option<Exit>,
     pub(super) time: Option<SystemTime>,
+    /// The same, to compare with the times of its output.
+    pub(super) at: Option<Instant>,
     /// xlaunch had sent it a signal.
     pub(super) signalled: bool,
     /// The error number of a failed start.
@@ -116,7 +118,8 @@ impl Attempt {
 
     pub(super) fn exited(&mut self, rank: u32, exit: Exit) {
         if let Some(end) = self.ends.get_mut(rank as usize) {
-            (end.exit, end.time, end.signalled) = (Some(exit), Some(SystemTime::now()), self.signalled);
+            (end.exit, end.signalled) = (Some(exit), self.signalled);
+            (end.time, end.at) = (Some(SystemTime::now()), Some(Instant::now()));
         }
     }
 }
@@ -124,7 +127,7 @@ impl Attempt {
 impl Driver<'_> {
     /// Starts all workers of an attempt; returns the actions for those that could not be started.
     pub(super) async fn start(&mut self, attempt: u32) -> Vec<Action> {
-        if attempt > 0 {
+        if !self.attempt.workers.is_empty() {
             let pids: Vec<u32> = self.attempt.workers.iter().flatten().map(|it| it.worker.pid).collect();
             self.end_attempt().await;
             if std::mem::take(&mut self.keep_evidence) {
@@ -134,9 +137,10 @@ impl Driver<'_> {
                 self.notify("GPU memory of the last attempt is still held; starting anyway");
             }
         }
-        self.attempt = Attempt::new(attempt, self.world);
+        self.attempt = Attempt::new(attempt, self.workers);
+        let assignment = self.membership.assignment().clone();
         self.board.send_modify(|board| {
-            board.reset(attempt, self.world);
+            board.reset(attempt, self.workers, &assignment);
             board.time.begin_attempt(Instant::now());
         });
         let faults = self.gpu_faults().await;
@@ -144,15 +148,15 @@ impl Driver<'_> {
             self.take_next(attempt, false).await;
             return self.refuse_gpus(&faults);
         }
-        let begun = self.workload.begin_attempt(attempt);
+        let begun = self.workload.begin_attempt(attempt, &assignment);
         if let Some(waiting) = self.take_next(attempt, begun.is_ok()).await {
             self.attempt = waiting;
             self.publish_workers();
             return Vec::new();
         }
-        let mut processes = ProcessTree::create(&self.run.id, attempt, self.world);
+        let mut processes = ProcessTree::create(&self.run.id, attempt, self.workers);
         let mut actions = Vec::new();
-        for rank in 0..self.world {
+        for rank in 0..self.workers {
             let started = match &begun {
                 Ok(()) => self.start_worker(&mut processes, attempt, rank).await,
                 Err(error) => Err(io::Error::new(error.kind(), error.to_string())),
@@ -179,12 +183,12 @@ impl Driver<'_> {
     async fn gpu_faults(&self) -> Vec<(u32, String)> {
         let Some(visible) = self.workload.gpus_to_check() else { return Vec::new() };
         let node = tokio::task::spawn_blocking(|| doctor::read(doctor::QUICK_TIMEOUT)).await;
-        node.map_or_else(|_| Vec::new(), |node| doctor::faults(&node, visible.as_deref(), self.world))
+        node.map_or_else(|_| Vec::new(), |node| doctor::faults(&node, visible.as_deref(), self.workers))
     }
 
     /// Starts no worker, because of these faults.
     fn refuse_gpus(&mut self, faults: &[(u32, String)]) -> Vec<Action> {
-        let others = (0..self.world).filter(|rank| !faults.iter().any(|(faulty, _)| faulty == rank));
+        let others = (0..self.workers).filter(|rank| !faults.iter().any(|(faulty, _)| faulty == rank));
         let reason = "another rank's GPU has a fault";
         // The first one is the root cause. A GPU may have several faults.
         let mut reasons: Vec<(u32, &str)> =

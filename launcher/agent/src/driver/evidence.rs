@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::Driver;
 use super::hang::HANG_FILE;
 use crate::devices;
-use crate::report::{self, Evidence};
+use crate::report::{self, Evidence, Symptom};
 use crate::run_dir::rank_dir;
 use crate::spawn::Exit;
 use crate::state::Event;
@@ -19,7 +19,7 @@ const MAX_ERROR_FILE_BYTES: u64 = 1 << 20;
 impl Driver<'_> {
     /// The evidence of the current or last attempt, by rank.
     pub(super) fn all_evidence(&self) -> Vec<Evidence> {
-        (0..self.world).map(|rank| self.evidence(rank)).collect()
+        (0..self.workers).map(|rank| self.evidence(rank)).collect()
     }
 
     /// What a command's worker, which has exited, has written about its failure.
@@ -28,8 +28,9 @@ impl Driver<'_> {
         if exit == Exit::Code(0) || self.workload.program().is_none() {
             return None;
         }
-        let symptom = report::symptom(&started.output.timed_tail(), exit, Instant::now())?;
-        Some(Event::Symptom { rank, lost_peer: symptom.lost_peer, at: symptom.at })
+        let Symptom { error, lost_peer, at } =
+            report::symptom(&started.output.timed_tail(), exit, Instant::now())?;
+        Some(Event::Symptom { rank, error, lost_peer, at })
     }
 
     fn evidence(&self, rank: u32) -> Evidence {
@@ -38,15 +39,21 @@ impl Driver<'_> {
         let program = self.workload.program();
         let rank_dir = rank_dir(&self.run.logs, self.job.attempt(), rank);
         let hang_file = rank_dir.join(HANG_FILE);
+        let tail = started.map(|started| started.output.timed_tail()).unwrap_or_default();
+        let is_old = |at: Instant| {
+            end.at.is_some_and(|exited| exited.saturating_duration_since(at) >= report::MAX_SYMPTOM_AGE)
+        };
         let oom_kills = self.attempt.processes.as_ref().map(|processes| processes.oom_kills(rank));
         Evidence {
             pid: started.map_or(0, |started| started.worker.pid),
             host: devices::host_name(),
+            node_rank: self.membership.node_rank(),
             // Exit codes of the built-in trainer have their own meanings; signals mean the same everywhere.
             exit: end.exit.filter(|exit| program.is_some() || matches!(exit, Exit::Signal(_))),
             exit_time: end.time,
             signalled: end.signalled,
-            stderr: started.map(|started| started.output.tail()).unwrap_or_default(),
+            old_lines: tail.iter().take_while(|(_, at)| at.is_none_or(is_old)).count(),
+            stderr: tail.into_iter().map(|(line, _)| line).collect(),
             error_file: read_start(&rank_dir.join("error.json")),
             hang_file: hang_file.exists().then_some(hang_file),
             oom_kills: oom_kills.unwrap_or_default(),

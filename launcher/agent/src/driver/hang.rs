@@ -47,7 +47,8 @@ impl Driver<'_> {
         let ranks = self.board.borrow().subjects();
         let ranks = ranks.into_iter().map(|subject| (dir(subject.rank), subject)).collect();
         let recorders = self.workload.flight_recorders();
-        let examination = Examination { hang, ranks, recorders, results: self.examined.clone() };
+        let first_rank = self.membership.assignment().first_rank;
+        let examination = Examination { hang, first_rank, ranks, recorders, results: self.examined.clone() };
         let started = std::thread::Builder::new().name("hang".into()).spawn(move || examination.run());
         if let Err(error) = started {
             self.notify(&format!("no evidence of the hang: failed to start a thread: {error}"));
@@ -66,6 +67,7 @@ impl Driver<'_> {
             self.notify(&format!("told {dumps} ranks to dump their flight recorders"));
         }
         if let Some(Tracer { rank, pid, debugger: (name, tracer) }) = tracer {
+            let rank = self.membership.assignment().first_rank + rank;
             self.notify(&format!(
                 "rank {rank} (process {pid}) is traced by {name} (process {tracer}): the hang is only reported"
             ));
@@ -79,6 +81,8 @@ impl Driver<'_> {
 /// What the thread works on.
 struct Examination {
     hang: Hang,
+    /// For messages: everything else goes by local ranks.
+    first_rank: u32,
     /// All running ranks, with their directories.
     ranks: Vec<(PathBuf, Subject)>,
     recorders: Option<FlightRecorders>,
@@ -123,7 +127,8 @@ impl Examination {
         let asked: Vec<_> =
             self.ranks.iter().map(|(_, subject)| (subject.clone(), detail(subject.rank))).collect();
         let found = stacks::collect(&asked);
-        let culprits = crate::workload::ranks_text(&self.hang.culprits);
+        let culprits: Vec<u32> = self.hang.culprits.iter().map(|rank| self.first_rank + rank).collect();
+        let culprits = crate::workload::ranks_text(&culprits);
         let head = format!("{} UTC: {culprits}: {}\n\n", timestamp(clock::unix().as_secs()), self.hang.cause);
         let mut first = Err("its process has exited".to_owned());
         for ((dir, subject), rank) in self.ranks.iter().zip(&found) {

@@ -3,6 +3,7 @@
 //! ```text
 //! exits (pidfds), calls (gRPC), signals, deadlines --events--> Job (pure) --actions--> start, signal, kill, notify
 //! ```
+//! - `group`: what the coordinator says, and is told;
 //! - `attempt`: the processes of one attempt; `next_attempt`: those that wait for it to end; `preload`: the process
 //!   that forks them, if there is one; `evidence`: what is known about a failure; `hang`: what is known about ranks
 //!   that hang, and their end.
@@ -12,6 +13,7 @@
 
 mod attempt;
 mod evidence;
+mod group;
 mod hang;
 mod next_attempt;
 mod preload;
@@ -26,10 +28,13 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{MissedTickBehavior, sleep_until};
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::{JobState, Restart, StatusReply};
 
 use crate::clock;
+use crate::group::join::Group;
 use crate::process::Process;
+use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::{self, Message};
 use crate::report::Evidence;
 use crate::run_dir::RunDir;
@@ -37,19 +42,18 @@ use crate::signals::{self, SignalRequest};
 use crate::spawn::preload::Preloader;
 use crate::spawn::reaper::Reaper;
 use crate::spawn::{Exit, Spawner, adopt_orphans, reap_orphans};
-use crate::state::{Action, Event, Job, Outcome, Phase, StopCause};
+use crate::state::{Action, Event, Job, Outcome, Phase};
 use crate::status::board::Board;
 use crate::workload::Workload;
 use crate::workload::command::{CommandPlan, CommandWorkload};
 use crate::workload::trainer::{TrainerPlan, TrainerWorkload, TrainingResults};
 use attempt::{Attempt, WorkerExit};
+use group::Membership;
 use hang::Examined;
 
 /// Calls that may wait for this task.
 const MESSAGE_QUEUE: usize = 1024;
 const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// The event loop's sleep if no deadline is set.
-const IDLE_SLEEP: Duration = Duration::from_secs(3600);
 
 /// The end of a job of either kind.
 #[derive(Debug)]
@@ -68,10 +72,14 @@ pub struct Finished {
 ///
 /// # Errors
 /// System errors before the first worker is started.
-pub async fn run_trainer(plan: TrainerPlan<'_>, run: RunDir) -> io::Result<(Finished, TrainingResults)> {
+pub async fn run_trainer(
+    plan: TrainerPlan<'_>,
+    run: RunDir,
+    group: Group,
+) -> io::Result<(Finished, TrainingResults)> {
     with_reaper(run, async |run, reaper| {
-        let mut workload = TrainerWorkload::new(plan, run)?;
-        let finished = drive(&mut workload, run, reaper).await?;
+        let mut workload = TrainerWorkload::new(plan, run, &group)?;
+        let finished = drive(&mut workload, run, reaper, group).await?;
         Ok((finished, workload.finish().await))
     })
     .await
@@ -81,10 +89,10 @@ pub async fn run_trainer(plan: TrainerPlan<'_>, run: RunDir) -> io::Result<(Fini
 ///
 /// # Errors
 /// System errors before the first worker is started.
-pub async fn run_command(plan: CommandPlan<'_>, run: RunDir) -> io::Result<Finished> {
+pub async fn run_command(plan: CommandPlan<'_>, run: RunDir, group: Group) -> io::Result<Finished> {
     with_reaper(run, async |run, reaper| {
         let mut workload = CommandWorkload::new(plan, run)?;
-        let finished = drive(&mut workload, run, reaper).await?;
+        let finished = drive(&mut workload, run, reaper, group).await?;
         workload.finish().await;
         Ok(finished)
     })
@@ -105,10 +113,16 @@ async fn with_reaper<T>(
     result
 }
 
-async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io::Result<Finished> {
+async fn drive(
+    workload: &mut dyn Workload,
+    run: &RunDir,
+    reaper: &Reaper,
+    mut group: Group,
+) -> io::Result<Finished> {
     let (messages, mut inbox) = mpsc::channel(MESSAGE_QUEUE);
     let board = watch::Sender::new(Board::new(workload.launch()));
-    let service = service::serve(&run.socket, messages, board.clone()).await?;
+    let others = group.may_have_peers().then(|| Peers::new(group.link.sender()));
+    let service = service::serve_node(&run.socket, messages, board.clone(), others).await?;
     let (exits, mut exited) = mpsc::unbounded_channel();
     let (examined, mut hangs) = mpsc::unbounded_channel();
     let mut requests = signals::listen(&workload.stop_signals())?;
@@ -121,12 +135,15 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
         workload,
         run,
         reaper,
-        world: rules.world,
-        job: if plan.is_some() { Job::preloading(rules, now) } else { Job::new(rules, now) },
+        workers: rules.workers,
+        job: Job::new(rules, now),
+        membership: Membership::new(&group),
+        peers: service.peers.clone(),
         spawner: Spawner::start()?,
         attempt: Attempt::default(),
         next: None,
         preloader: None,
+        importing: false,
         board,
         failed: false,
         keep_evidence: false,
@@ -135,10 +152,12 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
         examined,
     };
 
-    let mut outcome = match plan {
+    match plan {
+        // The node is ready for its first attempt when the imports are done.
         Some(plan) => driver.preload(plan, imported).await,
-        None => driver.act(vec![Action::Start { attempt: 0 }]).await,
-    };
+        None => driver.prepare_attempt(group.first.clone()),
+    }
+    let mut outcome = None;
     while outcome.is_none() {
         let deadline = driver.deadline();
         let events = tokio::select! {
@@ -149,7 +168,11 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
                 events.extend(driver.exited(exit));
                 events
             }
-            Some(imported) = imports.recv() => vec![driver.imported(imported)],
+            Some(message) = group.link.next() => driver.group_message(message),
+            Some(imported) = imports.recv() => {
+                driver.imported(imported);
+                Vec::new()
+            }
             Some(message) = inbox.recv() => driver.message(message),
             Some(request) = requests.recv() => Vec::from_iter(driver.signal_request(request)),
             Some(examined) = hangs.recv() => Vec::from_iter(driver.hang_examined(examined)),
@@ -166,7 +189,9 @@ async fn drive(workload: &mut dyn Workload, run: &RunDir, reaper: &Reaper) -> io
         }
     }
     service.finish().await;
-    Ok(driver.finish(outcome))
+    let finished = driver.finish(outcome);
+    group.finish().await;
+    Ok(finished)
 }
 
 struct Driver<'a> {
@@ -174,12 +199,18 @@ struct Driver<'a> {
     run: &'a RunDir,
     reaper: &'a Reaper,
     job: Job,
-    world: u32,
+    /// On this node.
+    workers: u32,
+    membership: Membership,
+    /// Of a job that may have several nodes.
+    peers: Option<Peers>,
     spawner: Spawner,
     attempt: Attempt,
     /// Workers that wait for the next attempt.
     next: Option<Attempt>,
     preloader: Option<Preloader>,
+    /// Until the imports are done, the node is not ready for an attempt.
+    importing: bool,
     board: watch::Sender<Board>,
     /// The job has ended with a failure.
     failed: bool,
@@ -194,7 +225,7 @@ struct Driver<'a> {
 impl Driver<'_> {
     fn deadline(&self) -> Instant {
         let deadlines = [self.job.deadline(), self.workload.deadline(&self.job)];
-        deadlines.into_iter().flatten().min().unwrap_or_else(|| Instant::now() + IDLE_SLEEP)
+        deadlines.into_iter().flatten().min().unwrap_or_else(|| Instant::now() + clock::IDLE_SLEEP)
     }
 
     fn timer(&self, now: Instant) -> Event {
@@ -231,6 +262,11 @@ impl Driver<'_> {
         let mut outcome = None;
         while let Some(action) = queue.pop_front() {
             match action {
+                Action::ReportFailure(failed) => self.membership.send(FromAgent::Failed(failed)),
+                Action::ReportEnd(ended) => {
+                    self.send_logs().await;
+                    self.membership.send(FromAgent::Ended(ended));
+                }
                 Action::Start { attempt } => queue.extend(self.start(attempt).await),
                 Action::Prepare { attempt } => self.prepare(attempt).await,
                 Action::RequestStop => {
@@ -283,7 +319,7 @@ impl Driver<'_> {
 
     fn publish_state(&self) {
         let state = match self.job.phase() {
-            Phase::Preloading | Phase::RestartDelay => JobState::Starting,
+            Phase::Waiting => JobState::Starting,
             Phase::Rendezvous => JobState::Rendezvous,
             Phase::Running => JobState::Running,
             Phase::Stopping => JobState::Stopping,
@@ -316,14 +352,20 @@ impl Driver<'_> {
 
     fn message(&mut self, message: Message) -> Vec<Event> {
         let event = match message {
-            Message::Stop => Some(Event::Stop(StopCause::Call)),
+            Message::Stop => {
+                self.membership.request_stop(None);
+                None
+            }
             Message::Signal(signal) => {
                 // Like a signal that xlaunch forwards: the job goes on, so its state does not change.
                 Signal::from_named_raw(signal)
                     .map(SignalRequest::Forward)
                     .and_then(|it| self.signal_request(it))
             }
-            other => self.workload.message(other, &self.job, &self.board),
+            other => {
+                let message = self.membership.of_local_rank(other);
+                message.and_then(|message| self.workload.message(message, &self.job, &self.board))
+            }
         };
         let killed = match event {
             Some(Event::SessionClosed { rank }) => self.killed(rank),
@@ -341,14 +383,14 @@ impl Driver<'_> {
 
     fn signal_request(&mut self, request: SignalRequest) -> Option<Event> {
         match request {
-            SignalRequest::Stop(signal) => return Some(Event::Stop(StopCause::Signal(signal.as_raw()))),
+            SignalRequest::Stop(signal) => self.membership.request_stop(Some(signal)),
             SignalRequest::Forward(signal) => {
                 if !self.workload.takes_signal(signal, &self.job) {
                     self.attempt.forward(signal);
                 }
             }
             SignalRequest::Suspend => match &self.preloader {
-                Some(preloader) if self.job.phase() == Phase::Preloading => preloader.suspend(),
+                Some(preloader) if self.job.phase() == Phase::Waiting => preloader.suspend(),
                 _ => self.attempt.suspend(),
             },
             SignalRequest::Resume => {
@@ -366,6 +408,8 @@ impl Driver<'_> {
             others: Vec::new(),
             of_kept_attempt: false,
             stopped: false,
+            first_rank: 0,
+            elsewhere: None,
             note: None,
         };
         let outcome = outcome.unwrap_or_else(internal);

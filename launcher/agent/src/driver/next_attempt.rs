@@ -9,9 +9,13 @@ use crate::spawn::process_tree::ProcessTree;
 impl Driver<'_> {
     /// Starts the workers of the next attempt. If one cannot be started, none is kept: the attempt starts them itself.
     pub(super) async fn prepare(&mut self, number: u32) {
-        let mut next = Attempt::new(number, self.world);
-        let mut processes = ProcessTree::create(&self.run.id, number, self.world);
-        for rank in 0..self.world {
+        if self.membership.assignment().has_peers() {
+            // Where this node's ranks begin may change.
+            return;
+        }
+        let mut next = Attempt::new(number, self.workers);
+        let mut processes = ProcessTree::create(&self.run.id, number, self.workers);
+        for rank in 0..self.workers {
             let started = self.start_worker(&mut processes, number, rank).await;
             if let Some(current) = &mut self.attempt.processes {
                 current.spare(&processes);

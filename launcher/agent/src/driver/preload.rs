@@ -10,35 +10,31 @@ use super::Driver;
 use crate::spawn::preload::{Imported, PreloadPlan, Preloader};
 use crate::spawn::process_tree::ProcessTree;
 use crate::spawn::{Options, Spawned};
-use crate::state::{Event, Outcome};
 
 impl Driver<'_> {
-    /// Starts the preloading process. The first attempt starts when its imports are done: see [`Self::imported`].
-    pub(super) async fn preload(
-        &mut self,
-        plan: PreloadPlan,
-        imported: mpsc::UnboundedSender<Imported>,
-    ) -> Option<Outcome> {
+    /// Starts the preloading process. The node is ready for its first attempt when the imports are done.
+    pub(super) async fn preload(&mut self, plan: PreloadPlan, imported: mpsc::UnboundedSender<Imported>) {
+        self.importing = true;
         let reason = format!("importing {}", plan.modules.join(", "));
         self.board.send_modify(|board| board.set_reason(&reason));
+        let failed = imported.clone();
         match Preloader::start(plan, self.workload.base_environment(), &self.run.id, &self.spawner, imported)
             .await
         {
             Ok(preloader) => {
                 self.preloader = Some(preloader);
                 self.publish_state();
-                None
             }
             Err(error) => {
-                self.notify(&without(&error.to_string()));
-                let actions = self.job.handle(Event::Preloaded, std::time::Instant::now());
-                self.act(actions).await
+                let reason = Err(error.to_string());
+                // The driver's task has the receiver.
+                let _ = failed.send(Imported { output: String::new(), threads: reason });
             }
         }
     }
 
     /// The imports are done, or have failed.
-    pub(super) fn imported(&mut self, imported: Imported) -> Event {
+    pub(super) fn imported(&mut self, imported: Imported) {
         for line in imported.output.lines() {
             self.workload.notify(&format!("[preload] {line}"));
         }
@@ -54,7 +50,9 @@ impl Driver<'_> {
             }
         }
         self.board.send_modify(|board| board.set_reason(""));
-        Event::Preloaded
+        self.importing = false;
+        // The members may have changed meanwhile.
+        self.prepare_attempt(self.membership.prepare());
     }
 
     /// Forks a worker if there is a preloading process; `None` if it has to be spawned.

@@ -24,7 +24,7 @@ const OWN_WRITER: u64 = 0;
 
 /// An output descriptor that several writers share.
 #[derive(Debug)]
-pub(super) struct Console {
+pub struct Console {
     pub(super) terminal: bool,
     queue: Mutex<Queue>,
     turn_over: Condvar,
@@ -62,7 +62,7 @@ impl Console {
     }
 
     /// xlaunch's stdout and stderr: one console where both are the same terminal, pipe or file.
-    pub(super) fn own() -> std::io::Result<[Arc<Self>; 2]> {
+    pub fn own() -> std::io::Result<[Arc<Self>; 2]> {
         let (out, err) = (std::io::stdout(), std::io::stderr());
         let same = match (rustix::fs::fstat(&out), rustix::fs::fstat(&err)) {
             (Ok(out), Ok(err)) => (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino),
@@ -154,7 +154,7 @@ fn line_start<'a>(fresh: bool, prefix: &[u8], text: &'a [u8]) -> (Vec<u8>, &'a [
 
 /// One stream of one rank on the console.
 #[derive(Debug)]
-pub(super) struct View {
+pub struct View {
     console: Arc<Console>,
     writer: u64,
     /// `None` passes bytes through unchanged.
@@ -171,13 +171,14 @@ struct Prefixed {
 
 impl View {
     /// A stream whose lines get this prefix; `None` passes bytes through unchanged.
-    pub(super) fn new(console: Arc<Console>, prefix: Option<Vec<u8>>) -> Self {
+    pub fn new(console: Arc<Console>, prefix: Option<Vec<u8>>) -> Self {
         let writer = console.next_writer.fetch_add(1, Ordering::Relaxed);
         let lines = prefix.map(|prefix| Prefixed { lines: Lines::default(), prefix, after_return: false });
         Self { console, writer, lines }
     }
 
-    pub(super) fn feed(&mut self, bytes: &[u8]) {
+    /// Prints the lines that these bytes complete.
+    pub fn feed(&mut self, bytes: &[u8]) {
         match &mut self.lines {
             None => bytes.chunks(TURN_BYTES).for_each(|part| self.console.pass(self.writer, part)),
             Some(Prefixed { lines, prefix, after_return }) => {
@@ -189,7 +190,7 @@ impl View {
     }
 
     /// Prints an unfinished line.
-    pub(super) fn flush(&mut self) {
+    pub fn flush(&mut self) {
         if let Some(Prefixed { lines, prefix, after_return }) = &mut self.lines {
             let mut turn = Turn::new(&self.console, self.writer, prefix, after_return);
             lines.flush(|piece| turn.push(piece));
@@ -198,7 +199,7 @@ impl View {
     }
 
     /// Whether an unfinished line is held back.
-    pub(super) fn has_partial_line(&self) -> bool {
+    pub fn has_partial_line(&self) -> bool {
         self.lines.as_ref().is_some_and(|prefixed| prefixed.lines.has_partial_line())
     }
 }

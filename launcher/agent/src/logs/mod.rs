@@ -10,7 +10,7 @@
 //! - A line on the console belongs to one writer. See `console` for lines that do not end.
 //! - Memory is bounded. A worker that writes faster than the console is slowed down; the others get their turns.
 
-mod console;
+pub mod console;
 mod files;
 mod lines;
 mod prefix;
@@ -19,6 +19,7 @@ mod tail;
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -29,7 +30,7 @@ use crate::command::LogOptions;
 use console::{Console, View};
 use files::{Filter, LogFile};
 use lines::{Lines, Piece};
-use prefix::Prefix;
+use prefix::{Prefix, Ranks};
 pub(crate) use pump::Written;
 use pump::{Destinations, Pump, Shown};
 use tail::Tail;
@@ -41,7 +42,11 @@ const MAX_LINE_BYTES: usize = 4096;
 
 /// The output of all workers of a run.
 #[derive(Debug)]
-pub(crate) struct Output(Kind);
+pub(crate) struct Output {
+    kind: Kind,
+    /// Rank of the first worker on this node in the current attempt.
+    first_rank: AtomicU32,
+}
 
 #[derive(Debug)]
 enum Kind {
@@ -90,7 +95,11 @@ impl Output {
     /// The output of the built-in trainer's workers: stdout goes to its file alone, lines of stderr are also printed by
     /// `print`, which must not block, with the prefix `[rank N] `.
     pub(crate) fn for_trainer(print: impl Fn(String) + Send + Sync + 'static) -> Self {
-        Self(Kind::Trainer(PrintLine(Arc::new(print))))
+        Self::of(Kind::Trainer(PrintLine(Arc::new(print))))
+    }
+
+    fn of(kind: Kind) -> Self {
+        Self { kind, first_rank: AtomicU32::new(0) }
     }
 
     fn on(
@@ -112,7 +121,7 @@ impl Output {
                 }
             }
         })?;
-        Ok(Self(Kind::Command(Box::new(Shared {
+        Ok(Self::of(Kind::Command(Box::new(Shared {
             prefix: Prefix::new(role, options.prefix.as_deref()),
             several: (0..world).filter(on_console).count() > 1,
             consoles,
@@ -123,6 +132,11 @@ impl Output {
             options: options.clone(),
             messages,
         }))))
+    }
+
+    /// Lines of workers that start from now on are labelled with ranks from this one.
+    pub(crate) fn begin_attempt(&self, first_rank: u32) {
+        self.first_rank.store(first_rank, Ordering::Relaxed);
     }
 
     /// Starts to move a worker's output; `dir`, which must exist, is `<logs>/attempt_<n>/<local rank>`.
@@ -137,13 +151,14 @@ impl Output {
         stderr: impl Into<OwnedFd>,
     ) -> std::io::Result<RankOutput> {
         let tail = Arc::new(Tail::default());
+        let ranks = Ranks { rank: self.first_rank.load(Ordering::Relaxed) + local_rank, local_rank };
         let start = |stream: usize, pipe: OwnedFd, name: &str, tail: Option<Arc<Tail>>| {
             let path = dir.join(name);
-            let (destinations, console) = match &self.0 {
+            let (destinations, console) = match &self.kind {
                 Kind::Command(shared) => {
-                    (shared.destinations(local_rank, stream, &path, tail)?, Some(&shared.consoles[stream]))
+                    (shared.destinations(ranks, stream, &path, tail)?, Some(&shared.consoles[stream]))
                 }
-                Kind::Trainer(print) => (trainer_destinations(print, local_rank, &path, tail)?, None),
+                Kind::Trainer(print) => (trainer_destinations(print, ranks.rank, &path, tail)?, None),
             };
             Pump::start(pipe, destinations, console.cloned())
         };
@@ -157,7 +172,7 @@ impl Output {
     /// Prints a line of xlaunch's own to stderr, never within a worker's line. Does not wait: a blocked console must
     /// not block xlaunch, and loses lines.
     pub(crate) fn print(&self, line: &str) {
-        match &self.0 {
+        match &self.kind {
             Kind::Command(shared) => drop(shared.messages.try_send(ConsoleMessage::Line(line.into()))),
             Kind::Trainer(print) => (print.0)(line.into()),
         }
@@ -165,7 +180,7 @@ impl Output {
 
     /// Waits until the console has taken all lines of [`print`](Self::print), at most for `timeout`.
     pub(crate) async fn flush(&self, timeout: Duration) {
-        if let Kind::Command(shared) = &self.0 {
+        if let Kind::Command(shared) = &self.kind {
             let (done, flushed) = oneshot::channel();
             if shared.messages.try_send(ConsoleMessage::Flush(done)).is_ok() {
                 // The console may be blocked.
@@ -187,23 +202,24 @@ fn shows(options: &LogOptions, local_rank: u32, stream: usize) -> bool {
 impl Shared {
     fn destinations(
         &self,
-        local_rank: u32,
+        ranks: Ranks,
         stream: usize,
         path: &Path,
         tail: Option<Arc<Tail>>,
     ) -> std::io::Result<Destinations> {
+        let local_rank = ranks.local_rank;
         let shown = shows(&self.options, local_rank, stream);
         let tee = self.options.tee.of(local_rank);
         let tee = [tee.stdout, tee.stderr][stream];
         // Like torchrun, filter what is teed; if nothing is, filter everything that is shown.
         let attempt = path.ancestors().nth(2).unwrap_or(path);
         let filtered = match shown && (tee || self.options.tee == Default::default()) {
-            true => self.filters[stream].open(attempt, self.prefix.filled(local_rank))?,
+            true => self.filters[stream].open(attempt, self.prefix.filled(ranks))?,
             false => None,
         };
         let console = &self.consoles[stream];
         let view = || {
-            let prefix = self.prefix.of(local_rank, tee, self.several, console.terminal);
+            let prefix = self.prefix.of(ranks, tee, self.several, console.terminal);
             View::new(console.clone(), prefix)
         };
         Ok(Destinations {
@@ -252,12 +268,7 @@ pub(crate) struct RankOutput {
 }
 
 impl RankOutput {
-    /// The last lines of stderr, oldest first.
-    pub(crate) fn tail(&self) -> Vec<String> {
-        self.tail.lines()
-    }
-
-    /// The same, with the time at which each began to arrive.
+    /// The last lines of stderr, oldest first, with the time at which each began to arrive.
     pub(crate) fn timed_tail(&self) -> Vec<(String, Option<Instant>)> {
         self.tail.timed_lines()
     }

@@ -14,6 +14,13 @@ const DEFAULT_TEMPLATE: &str = "[${role_name}${local_rank}]:";
 /// ANSI foreground colours of ranks. Red is reserved for errors.
 const COLOURS: [u8; 10] = [36, 33, 35, 32, 34, 96, 93, 95, 92, 94];
 
+/// The numbers of a worker: in the job, and on this node.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ranks {
+    pub(super) rank: u32,
+    pub(super) local_rank: u32,
+}
+
 /// The settings that all ranks share.
 #[derive(Debug)]
 pub(super) struct Prefix {
@@ -36,27 +43,29 @@ impl Prefix {
     }
 
     /// The prefix for one stream of a rank; `None` passes bytes through unchanged.
-    pub(super) fn of(&self, local_rank: u32, tee: bool, several: bool, terminal: bool) -> Option<Vec<u8>> {
+    pub(super) fn of(&self, ranks: Ranks, tee: bool, several: bool, terminal: bool) -> Option<Vec<u8>> {
         if tee || self.template.is_some() {
-            return Some(self.filled(local_rank));
+            return Some(self.filled(ranks));
         }
+        let rank = ranks.rank;
         several.then(|| match (terminal, self.colours) {
             (false, _) => Vec::new(),
-            (true, false) => format!("[{local_rank}] ").into_bytes(),
+            (true, false) => format!("[{rank}] ").into_bytes(),
             (true, true) => {
-                let colour = COLOURS[local_rank as usize % COLOURS.len()];
-                format!("\x1b[{colour}m[{local_rank}]\x1b[0m ").into_bytes()
+                let colour = COLOURS[rank as usize % COLOURS.len()];
+                format!("\x1b[{colour}m[{rank}]\x1b[0m ").into_bytes()
             }
         })
     }
 
-    /// The template filled in for this rank. On one node, rank and local rank are the same.
-    pub(super) fn filled(&self, local_rank: u32) -> Vec<u8> {
+    /// The template filled in for this rank.
+    pub(super) fn filled(&self, Ranks { rank, local_rank }: Ranks) -> Vec<u8> {
         let template = self.template.as_deref().unwrap_or(DEFAULT_TEMPLATE);
-        let rank = local_rank.to_string();
+        let [rank, local_rank] = [rank, local_rank].map(|number| number.to_string());
         let value = |name: &str| match name {
             "role_name" => Some(self.role.as_str()),
-            "local_rank" | "rank" => Some(rank.as_str()),
+            "local_rank" => Some(local_rank.as_str()),
+            "rank" => Some(rank.as_str()),
             "hostname" => Some(self.hostname.as_str()),
             _ => None,
         };
@@ -101,10 +110,14 @@ mod tests {
         Prefix { role: "default".into(), template, hostname: "node7".into(), colours }
     }
 
+    fn ranks(rank: u32) -> Ranks {
+        Ranks { rank, local_rank: rank }
+    }
+
     #[test]
     fn prefix_depends_on_tee_terminal_and_number_of_ranks() {
         let form = |tee, several, terminal, colours| {
-            let prefix = prefix(None, colours).of(3, tee, several, terminal);
+            let prefix = prefix(None, colours).of(ranks(3), tee, several, terminal);
             prefix.map(|bytes| String::from_utf8(bytes).unwrap())
         };
         assert_eq!(form(true, true, true, true).unwrap(), "[default3]:");
@@ -117,10 +130,13 @@ mod tests {
 
     #[test]
     fn template_is_filled_in_like_torchruns() {
-        let filled = |template| String::from_utf8(prefix(Some(template), true).filled(2)).unwrap();
+        let filled = |template| String::from_utf8(prefix(Some(template), true).filled(ranks(2))).unwrap();
         assert_eq!(filled("${hostname}:${rank}: "), "node7:2: ");
         assert_eq!(filled("[$role_name/$local_rank]"), "[default/2]");
         assert_eq!(filled("$$${rank} ${unknown} $ ${open"), "$2 ${unknown} $ ${open");
-        assert_eq!(prefix(Some("r${rank}|"), true).of(1, false, false, false).unwrap(), b"r1|");
+        let on_second_node = Ranks { rank: 5, local_rank: 2 };
+        let text = prefix(Some("${rank} is $local_rank: "), true).filled(on_second_node);
+        assert_eq!(text, b"5 is 2: ");
+        assert_eq!(prefix(Some("r${rank}|"), true).of(ranks(1), false, false, false).unwrap(), b"r1|");
     }
 }

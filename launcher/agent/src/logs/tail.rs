@@ -45,14 +45,10 @@ impl Tail {
         }
     }
 
-    /// [`lines`](Self::lines) with the time at which each began to arrive, as far as it is known.
+    /// The last lines, oldest first, without colours and without text that a carriage return has overwritten, with the
+    /// time at which each began to arrive, as far as it is known.
     pub(super) fn timed_lines(&self) -> Vec<(String, Option<Instant>)> {
         lock(&self.0).lines()
-    }
-
-    /// The last lines, oldest first, without colours and without text that a carriage return has overwritten.
-    pub(super) fn lines(&self) -> Vec<String> {
-        lock(&self.0).lines().into_iter().map(|(line, _)| line).collect()
     }
 }
 
@@ -118,7 +114,7 @@ mod tests {
         let tail = Tail::default();
         // In chunks, as from a pipe.
         text.chunks(1000).for_each(|piece| tail.feed(piece));
-        tail.lines()
+        tail.timed_lines().into_iter().map(|(line, _)| line).collect()
     }
 
     #[test]

@@ -85,7 +85,7 @@ fn single_rank_passes_through_byte_by_byte() {
     fake.stdout.write_all(&bytes).unwrap();
     fake.stderr.write_all(b"\xff no newline").unwrap();
     let output = end(fake);
-    assert_eq!(output.tail(), ["\u{fffd} no newline"]);
+    assert_eq!(output.timed_tail()[0].0, "\u{fffd} no newline");
     assert_eq!(
         (set.file("0/stdout.log"), set.file("0/stderr.log")),
         (bytes.clone(), b"\xff no newline".to_vec())
@@ -309,12 +309,13 @@ fn trainer_stderr_is_printed_line_by_line_with_its_rank() {
     let (lines, shown) = std::sync::mpsc::sync_channel(3);
     let output = Output::for_trainer(move |line| drop(lines.try_send(line)));
     let [(out, mut stdout), (err, mut stderr)] = [pipe().unwrap(), pipe().unwrap()];
-    let started = output.start(5, dir.path(), out, err).unwrap();
+    output.begin_attempt(4);
+    let started = output.start(1, dir.path(), out, err).unwrap();
     stdout.write_all(b"stdout\n").unwrap();
     let text = format!("one\r\n{}\nthree\nleft to the file\n", "y".repeat(5000));
     stderr.write_all(text.as_bytes()).unwrap();
     let ended = end(Fake { output: started, stdout, stderr });
-    assert_eq!(ended.tail().last().unwrap(), "left to the file");
+    assert_eq!(ended.timed_tail().last().unwrap().0, "left to the file");
     let cut = format!("[rank 5] {} [...]", "y".repeat(4096));
     let seen: Vec<String> = std::iter::from_fn(|| shown.try_recv().ok()).collect();
     assert_eq!(seen, ["[rank 5] one".to_string(), cut, "[rank 5] three".to_string()]);

@@ -8,25 +8,27 @@ use xlaunch_proto::convert::Join;
 use xlaunch_proto::v1::JoinReply;
 
 use super::{Progress, Rendezvous};
+use crate::group::rendezvous::{GroupJoin, NodeJoin};
 
 /// Answers the `Join` call of one rank.
 pub type Reply = oneshot::Sender<Result<JoinReply, Status>>;
 
-/// The rendezvous of one attempt with its waiting callers. Callers that are not answered when it is dropped learn that
-/// the agent is ending.
+/// The rendezvous of one attempt on one node with its waiting callers. Callers that are not answered when it is dropped
+/// learn that the agent is ending.
 #[derive(Debug)]
 pub struct JoinBarrier {
     rendezvous: Rendezvous,
-    waiting: Vec<Reply>,
+    /// With the callers' local ranks.
+    waiting: Vec<(usize, Reply)>,
 }
 
-/// The result of a `Join` call, whose caller has been answered unless others are missing.
+/// The result of a `Join` call. The caller waits in the first two cases, and has been answered in the others.
 #[derive(Debug, PartialEq, Eq)]
 pub enum JoinOutcome {
-    /// The rank has joined; others are missing.
+    /// The rank has joined; others of this node are missing.
     Waiting,
-    /// The rank was the last one: all callers have been answered.
-    Complete,
+    /// The rank was the last one of this node: [`JoinBarrier::finish`] answers its ranks once all nodes have joined.
+    Complete(NodeJoin),
     /// The rank does not belong to the rendezvous; its caller alone was refused.
     Ignored,
     /// The rendezvous has failed for this reason: all callers were refused.
@@ -39,36 +41,44 @@ impl JoinBarrier {
         Self { rendezvous, waiting: Vec::new() }
     }
 
-    /// Adds a rank, and answers the callers if that completes or fails the rendezvous.
+    /// Adds a rank, and refuses the callers if that fails the rendezvous.
     pub fn join(&mut self, join: Join, reply: Reply) -> JoinOutcome {
+        let local_rank = self.rendezvous.local_rank(join.rank.0).unwrap_or_default();
         match self.rendezvous.join(join) {
             Progress::Waiting => {
-                self.waiting.push(reply);
+                self.waiting.push((local_rank, reply));
                 JoinOutcome::Waiting
             }
-            Progress::Complete(joined) => {
-                self.waiting.push(reply);
-                for reply in self.waiting.drain(..) {
-                    // The caller may be gone; here and below.
-                    let _ = reply.send(Ok(joined.clone().into()));
-                }
-                JoinOutcome::Complete
+            Progress::Complete(node) => {
+                self.waiting.push((local_rank, reply));
+                JoinOutcome::Complete(node)
             }
             Progress::Ignored(problem) => {
+                // The caller may be gone; here and below.
                 let _ = reply.send(Err(Status::already_exists(problem)));
                 JoinOutcome::Ignored
             }
             Progress::Failed(problem) => {
-                self.waiting.push(reply);
+                self.waiting.push((local_rank, reply));
                 self.refuse(&problem);
                 JoinOutcome::Failed(problem)
             }
         }
     }
 
+    /// All nodes have joined: answers the callers.
+    pub fn finish(&mut self, group: &GroupJoin) {
+        let joined = self.rendezvous.finish(group);
+        for (local_rank, reply) in self.waiting.drain(..) {
+            if let Some(joined) = joined.get(local_rank) {
+                let _ = reply.send(Ok(joined.clone().into()));
+            }
+        }
+    }
+
     /// Refuses all waiting callers.
     pub fn refuse(&mut self, problem: &str) {
-        for reply in self.waiting.drain(..) {
+        for (_, reply) in self.waiting.drain(..) {
             let _ = reply.send(Err(Status::failed_precondition(problem)));
         }
     }
@@ -88,7 +98,7 @@ impl JoinBarrier {
 mod tests {
     use std::time::Duration;
 
-    use xlaunch_proto::ids::{Attempt, Digest, Rank};
+    use xlaunch_proto::ids::{Attempt, Digest, Rank, RingKey};
 
     use super::*;
 
@@ -96,7 +106,7 @@ mod tests {
 
     fn barrier(world: u32) -> JoinBarrier {
         let deadline = Instant::now() + Duration::from_secs(60);
-        JoinBarrier::new(Rendezvous::new(world, 0, Digest::of(b"job"), deadline))
+        JoinBarrier::new(Rendezvous::new(0..world, world, 0, Digest::of(b"job"), deadline))
     }
 
     fn join(barrier: &mut JoinBarrier, rank: u32, job: &[u8]) -> (JoinOutcome, Answer) {
@@ -108,7 +118,7 @@ mod tests {
             layout_hash: Digest::of(b"layout"),
             device_uuid: "cpu".into(),
             nccl_id: None,
-            ring_address: String::new(),
+            ring_address: format!("unix:/r{rank}"),
             pid: 1,
         };
         let (reply, answer) = oneshot::channel();
@@ -116,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn callers_wait_for_the_last_rank_and_all_get_the_reply() {
+    fn callers_wait_for_the_last_rank_of_all_nodes_and_each_gets_its_reply() {
         let mut barrier = barrier(2);
         let (outcome, mut first) = join(&mut barrier, 1, b"job");
         assert_eq!(outcome, JoinOutcome::Waiting);
@@ -125,9 +135,15 @@ mod tests {
         assert_eq!(outcome, JoinOutcome::Ignored);
         assert!(foreign.try_recv().unwrap().unwrap_err().message().contains("already joined"));
         let (outcome, mut second) = join(&mut barrier, 0, b"job");
-        assert_eq!(outcome, JoinOutcome::Complete);
-        assert_eq!(first.try_recv().unwrap().unwrap().world_size, 2);
-        assert_eq!(second.try_recv().unwrap().unwrap().world_size, 2);
+        let JoinOutcome::Complete(node) = outcome else { panic!("{outcome:?}") };
+        assert!(first.try_recv().is_err() && second.try_recv().is_err(), "other nodes may be missing");
+        assert_eq!((node.ring_address.as_str(), node.has_gpus), ("unix:/r0", false));
+        let (next_ring_address, ring_key) = ("tcp:10.0.0.2:1".to_owned(), RingKey([5; 32]));
+        barrier.finish(&GroupJoin { nccl_id: None, next_ring_address, ring_key });
+        for (answer, next) in [(&mut first, "tcp:10.0.0.2:1"), (&mut second, "unix:/r1")] {
+            let reply = answer.try_recv().unwrap().unwrap();
+            assert_eq!((reply.world_size, reply.next_ring_address.as_str()), (2, next));
+        }
         assert_eq!(barrier.deadline(), None);
     }
 

@@ -1,30 +1,45 @@
-//! The rendezvous of the ranks of one attempt: a pure state machine, the callers that wait for it, and the gRPC service
-//! that feeds it.
+//! The rendezvous of the ranks of one attempt: pure state machines, the callers that wait for them, and the gRPC
+//! service that feeds them.
 //!
 //! ```text
-//! waiting --last rank joined--> complete
-//!    | a rank disagrees (version, configuration, bucket layout, data): the rendezvous fails, naming both values
+//! waiting --last local rank joined--> NodeJoin --group: all nodes joined--> GroupJoin --finish--> a reply per rank
+//!    | a rank disagrees (version, configuration, bucket layout, data, device): the rendezvous fails and names both
 //!    '-- deadline: the rendezvous fails, naming the missing ranks
 //! ```
+//! There are two levels. The ranks of a node join their agent, which sums them up as a [`NodeJoin`]; the nodes join the
+//! coordinator, whose `GroupRendezvous` answers each with a [`GroupJoin`]; of that and of what it knows of its
+//! own ranks, the agent makes their replies. With one node, that coordinator is in
+//! the same process.
+//!
 //! A rank of another attempt, or one that has joined already, is refused without failing the others.
 
+mod answers;
 pub mod barrier;
+mod elsewhere;
+mod here;
 mod listener;
+pub mod peers;
 pub mod service;
 
+use std::ops::Range;
 use std::time::Instant;
 
-use xlaunch_proto::convert::{Join, Joined};
-use xlaunch_proto::ids::{Attempt, Digest, NcclId, WorldSize};
+use xlaunch_proto::convert::{Join, Joined, RingNeighbour};
+use xlaunch_proto::ids::{Attempt, Digest, WorldSize};
 
-/// The rendezvous of one attempt.
+use crate::group::rendezvous::{GroupJoin, NodeJoin};
+
+/// The rendezvous of the ranks of one node in one attempt.
 #[derive(Debug)]
 pub struct Rendezvous {
     world: WorldSize,
+    /// Of this node.
+    ranks: Range<u32>,
     attempt: Attempt,
     version: String,
     config_hash: Digest,
     deadline: Instant,
+    /// By local rank.
     joined: Vec<Option<Join>>,
 }
 
@@ -33,8 +48,8 @@ pub struct Rendezvous {
 pub enum Progress {
     /// Other ranks are missing.
     Waiting,
-    /// All ranks have joined: the reply for each of them.
-    Complete(Joined),
+    /// All ranks of the node have joined.
+    Complete(NodeJoin),
     /// The rank does not belong to this rendezvous, which continues without it; the reason.
     Ignored(String),
     /// The rank disagrees with the others: the rendezvous fails, for this reason.
@@ -42,21 +57,27 @@ pub enum Progress {
 }
 
 impl Rendezvous {
-    /// A rendezvous of `world` ranks that must run this version and this job.
-    pub fn new(world: u32, attempt: u32, config_hash: Digest, deadline: Instant) -> Self {
+    /// A rendezvous of `ranks`, those of this node among `world`, that must run this version and this job.
+    pub fn new(ranks: Range<u32>, world: u32, attempt: u32, config_hash: Digest, deadline: Instant) -> Self {
         Self {
             world: WorldSize(world),
+            joined: ranks.clone().map(|_| None).collect(),
+            ranks,
             attempt: Attempt(attempt),
             version: xlaunch_proto::VERSION.into(),
             config_hash,
             deadline,
-            joined: (0..world).map(|_| None).collect(),
         }
     }
 
-    /// When the rendezvous times out; `None` once all ranks have joined.
+    /// When the rendezvous times out; `None` once all ranks of the node have joined.
     pub fn deadline(&self) -> Option<Instant> {
         self.joined.iter().any(Option::is_none).then_some(self.deadline)
+    }
+
+    /// The index of a rank of this node.
+    pub fn local_rank(&self, rank: u32) -> Option<usize> {
+        self.ranks.contains(&rank).then(|| (rank - self.ranks.start) as usize)
     }
 
     /// Adds a rank.
@@ -68,30 +89,46 @@ impl Rendezvous {
                 join.attempt, self.attempt
             ));
         }
-        match self.joined.get(rank.index()) {
-            None => {
-                return Progress::Ignored(format!("rank {rank} does not exist in a job of {world} ranks"));
-            }
-            Some(Some(_)) => return Progress::Ignored(format!("rank {rank} has already joined")),
-            Some(None) => {}
+        let Some(local_rank) = self.local_rank(rank.0) else {
+            return Progress::Ignored(match rank.0 < world.0 {
+                true => format!("rank {rank} is not one of the ranks {:?} of this node", self.ranks),
+                false => format!("rank {rank} does not exist in a job of {world} ranks"),
+            });
+        };
+        if self.joined[local_rank].is_some() {
+            return Progress::Ignored(format!("rank {rank} has already joined"));
         }
         if let Some(problem) = self.disagreement(&join) {
             return Progress::Failed(problem);
         }
-        self.joined[rank.index()] = Some(join);
+        self.joined[local_rank] = Some(join);
         match self.complete() {
             None => Progress::Waiting,
-            Some(Ok(joined)) => Progress::Complete(joined),
+            Some(Ok(node)) => Progress::Complete(node),
             Some(Err(problem)) => Progress::Failed(problem),
         }
+    }
+
+    /// The reply for each rank of this node, by local rank, once all nodes have joined.
+    pub fn finish(&self, group: &GroupJoin) -> Vec<Joined> {
+        let own = self.joined.iter().skip(1).flatten().map(|join| join.ring_address.clone());
+        let next = own.chain([group.next_ring_address.clone()]);
+        let reply = |address: String| Joined {
+            world_size: self.world,
+            attempt: self.attempt,
+            nccl_id: group.nccl_id,
+            ring: (!address.is_empty()).then_some(RingNeighbour { address, key: group.ring_key }),
+        };
+        next.map(reply).collect()
     }
 
     /// The reason for a timeout at `now`, which names the missing ranks.
     pub fn expired(&self, now: Instant) -> Option<String> {
         self.deadline().filter(|deadline| now >= *deadline)?;
-        let missing: Vec<String> = (0..self.world.0)
-            .filter(|rank| self.joined[*rank as usize].is_none())
-            .map(|rank| rank.to_string())
+        let missing: Vec<String> = (self.ranks.clone())
+            .zip(&self.joined)
+            .filter(|(_, joined)| joined.is_none())
+            .map(|(rank, _)| rank.to_string())
             .collect();
         let (noun, list) = (if missing.len() == 1 { "rank" } else { "ranks" }, missing.join(", "));
         Some(format!("{noun} {list} of {} did not join in time (launch.join_timeout)", self.world))
@@ -113,38 +150,49 @@ impl Rendezvous {
             ));
         }
         let other = self.joined.iter().flatten().next()?;
-        (join.layout_hash != other.layout_hash).then(|| {
-            format!(
+        if join.layout_hash != other.layout_hash {
+            return Some(format!(
                 "rank {rank} has another bucket layout or other training data than rank {}: {} and {}",
                 other.rank, join.layout_hash, other.layout_hash
+            ));
+        }
+        (has_gpu(join) != has_gpu(other)).then(|| {
+            format!(
+                "rank {rank} computes on `{}`, rank {} on `{}`: a job runs on GPUs or on CPUs",
+                join.device_uuid, other.rank, other.device_uuid
             )
         })
     }
 
-    /// The reply once all ranks have joined, if what they sent allows a collective.
-    fn complete(&self) -> Option<Result<Joined, String>> {
+    /// The node's part in the rendezvous of all nodes once its ranks have joined.
+    fn complete(&self) -> Option<Result<NodeJoin, String>> {
         let all: Vec<&Join> = self.joined.iter().map(Option::as_ref).collect::<Option<_>>()?;
-        let nccl_id: Option<NcclId> = all.first().and_then(|join| join.nccl_id);
+        let first = all.first()?;
         let rings = all.iter().filter(|join| !join.ring_address.is_empty()).count();
-        let gpus = all.iter().any(|join| join.device_uuid != "cpu");
-        if all.len() > 1 && gpus && nccl_id.is_none() {
-            return Some(Err("rank 0 sent no NCCL id for a job on GPUs".into()));
-        }
         if rings != 0 && rings != all.len() {
             return Some(Err(format!("only {rings} of {} ranks sent a ring address", all.len())));
         }
-        let ring_addresses =
-            if rings == 0 { Vec::new() } else { all.iter().map(|join| join.ring_address.clone()).collect() };
-        Some(Ok(Joined { world_size: self.world, attempt: self.attempt, nccl_id, ring_addresses }))
+        Some(Ok(NodeJoin {
+            config_hash: first.config_hash,
+            layout_hash: first.layout_hash,
+            nccl_id: first.nccl_id.filter(|_| first.rank.0 == 0),
+            ring_address: first.ring_address.clone(),
+            has_gpus: has_gpu(first),
+        }))
     }
+}
+
+fn has_gpu(join: &Join) -> bool {
+    join.device_uuid != "cpu"
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::group::rendezvous as group;
     use proptest::prelude::*;
     use std::time::Duration;
-    use xlaunch_proto::ids::Rank;
+    use xlaunch_proto::ids::{Rank, RingKey};
 
     fn join(rank: u32) -> Join {
         Join {
@@ -161,7 +209,20 @@ mod tests {
     }
 
     fn rendezvous(world: u32) -> Rendezvous {
-        Rendezvous::new(world, 0, Digest::of(b"job"), Instant::now() + Duration::from_secs(60))
+        of_node(0..world, world)
+    }
+
+    fn of_node(ranks: Range<u32>, world: u32) -> Rendezvous {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        Rendezvous::new(ranks, world, 0, Digest::of(b"job"), deadline)
+    }
+
+    /// The addresses at which each rank of the node finds the next one.
+    fn next_addresses(rendezvous: &Rendezvous, next_ring_address: &str) -> Vec<String> {
+        let ring_key = RingKey([5; 32]);
+        let group = GroupJoin { nccl_id: None, next_ring_address: next_ring_address.into(), ring_key };
+        let replies = rendezvous.finish(&group);
+        replies.into_iter().filter_map(|joined| joined.ring).map(|ring| ring.address).collect()
     }
 
     #[test]
@@ -169,9 +230,34 @@ mod tests {
         let mut rendezvous = rendezvous(3);
         assert_eq!(rendezvous.join(join(2)), Progress::Waiting);
         assert_eq!(rendezvous.join(join(0)), Progress::Waiting);
-        let Progress::Complete(joined) = rendezvous.join(join(1)) else { panic!("not complete") };
-        assert_eq!(joined.ring_addresses, ["unix:/r0", "unix:/r1", "unix:/r2"]);
+        let Progress::Complete(node) = rendezvous.join(join(1)) else { panic!("not complete") };
+        let group = group::join_alone(3, node, RingKey([5; 32])).unwrap();
+        assert_eq!(
+            next_addresses(&rendezvous, &group.next_ring_address),
+            ["unix:/r1", "unix:/r2", "unix:/r0"]
+        );
         assert_eq!(rendezvous.deadline(), None);
+    }
+
+    #[test]
+    fn ranks_of_two_nodes_form_one_ring() {
+        let mut nodes = [of_node(0..2, 4), of_node(2..4, 4)];
+        let mut group = group::GroupRendezvous::new(2, 4, RingKey([5; 32]));
+        let mut replies = group::GroupProgress::Waiting;
+        for (node_rank, node) in (0..).zip(&mut nodes) {
+            let first = node.ranks.start;
+            assert_eq!(node.join(join(first + 1)), Progress::Waiting);
+            assert!(
+                node.expired(node.deadline().unwrap()).unwrap().starts_with(&format!("rank {first} of 4"))
+            );
+            let Progress::Complete(joined) = node.join(join(first)) else { panic!("not complete") };
+            replies = group.join(node_rank, joined);
+        }
+        let group::GroupProgress::Complete(replies) = replies else { panic!("{replies:?}") };
+        let next = |node: usize| next_addresses(&nodes[node], &replies[node].next_ring_address);
+        assert_eq!(next(0), ["unix:/r1", "unix:/r2"]);
+        assert_eq!(next(1), ["unix:/r3", "unix:/r0"]);
+        assert!(matches!(nodes[1].join(join(0)), Progress::Ignored(reason) if reason.contains("2..4")));
     }
 
     #[test]
@@ -193,7 +279,7 @@ mod tests {
         let reason = failed(Join { ring_address: String::new(), ..join(1) });
         assert!(reason.contains("ring address"), "{reason}");
         let reason = failed(Join { device_uuid: "GPU-1".into(), ..join(1) });
-        assert!(reason.contains("NCCL id"), "{reason}");
+        assert!(reason.contains("`GPU-1`") && reason.contains("`cpu`"), "{reason}");
     }
 
     #[test]
@@ -231,29 +317,6 @@ mod tests {
         assert!(matches!(rendezvous.join(join(1)), Progress::Complete(_)));
     }
 
-    #[test]
-    fn gpu_ranks_need_an_nccl_id_unless_there_is_one_rank() {
-        let gpu = |rank, nccl_id| Join {
-            device_uuid: "GPU-1".into(),
-            nccl_id,
-            ring_address: String::new(),
-            ..join(rank)
-        };
-        let id = NcclId([7; 128]);
-        let complete = |world, nccl_id| {
-            let mut rendezvous = rendezvous(world);
-            (1..world).for_each(|rank| drop(rendezvous.join(gpu(rank, None))));
-            match rendezvous.join(gpu(0, nccl_id)) {
-                Progress::Complete(joined) => Ok((joined.nccl_id, joined.ring_addresses)),
-                Progress::Failed(reason) => Err(reason),
-                other => panic!("{other:?}"),
-            }
-        };
-        assert_eq!(complete(2, Some(id)), Ok((Some(id), Vec::new())));
-        assert_eq!(complete(1, None), Ok((None, Vec::new())));
-        assert!(complete(2, None).unwrap_err().contains("NCCL id"));
-    }
-
     proptest! {
         #[test]
         fn any_order_with_foreign_joins_completes_exactly_once(
@@ -265,15 +328,13 @@ mod tests {
             let honest = (0..world).map(|rank| (rank, 0));
             for (rank, attempt) in noise.into_iter().chain(honest) {
                 match rendezvous.join(Join { attempt: Attempt(attempt), ..join(rank) }) {
-                    Progress::Complete(joined) => {
-                        complete += 1;
-                        prop_assert_eq!(joined.world_size.0, world);
-                    }
+                    Progress::Complete(_) => complete += 1,
                     Progress::Ignored(_) | Progress::Waiting => {}
                     Progress::Failed(reason) => prop_assert!(false, "{}", reason),
                 }
             }
             prop_assert_eq!(complete, 1);
+            prop_assert_eq!(next_addresses(&rendezvous, "tcp:next:1").len(), world as usize);
         }
     }
 }

@@ -3,11 +3,14 @@
 //!
 //! They decide nothing. A call that changes the job becomes a [`Message`] to the driver's task; queries are answered
 //! here, from the status board and the log files, so that callers neither keep that task busy nor wait for it.
+//!
+//! Any agent of a job on several nodes answers for all of them: callers name ranks of the job, and what concerns ranks
+//! elsewhere is asked there (`peers`, `elsewhere`).
 
 use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
@@ -16,22 +19,22 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 use tonic_health::server::HealthReporter;
+use xlaunch_proto::convert::Join;
 use xlaunch_proto::convert::scheduling::check_signal;
-use xlaunch_proto::convert::{Join, Logs};
 use xlaunch_proto::v1::agent_command::Command;
 use xlaunch_proto::v1::agent_server::{Agent, AgentServer};
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{
     AgentCommand, CheckpointReply, CheckpointRequest, GetJobReply, GetJobRequest, HeartbeatAck, JoinReply,
-    JoinRequest, LogsReply, LogsRequest, SignalReply, SignalRequest, StacksReply, StacksRequest, StatusReply,
-    StatusRequest, StopReply, StopRequest, WorkerReport,
+    JoinRequest, LogsReply, LogsRequest, Query, SignalReply, SignalRequest, StacksReply, StacksRequest,
+    StatusReply, StatusRequest, StopReply, StopRequest, WorkerReport,
 };
 
 use super::barrier::Reply;
-use super::listener;
-use crate::stacks::{self, Detail};
+use super::peers::Peers;
+use super::{answers, elsewhere, listener};
 use crate::status::board::Board;
-use crate::status::{Monitor, follow};
+use crate::status::{Monitor, merge};
 
 /// Commands that may wait for a worker. It reads them at once: a full queue means that it hangs.
 const COMMAND_QUEUE: usize = 16;
@@ -41,7 +44,7 @@ const MAX_CALLS: u32 = 16;
 const MAX_REQUEST_BYTES: usize = 1 << 20;
 const MAX_HEADER_BYTES: u32 = 16 << 10;
 /// Concurrent readers of logs. Each occupies a thread of the runtime whenever it polls its file.
-const MAX_LOG_READERS: usize = 64;
+pub(super) const MAX_LOG_READERS: usize = 64;
 /// For callers to receive the last replies when the job is over.
 const SERVICE_DRAIN_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -74,26 +77,43 @@ pub enum Message {
 /// The running services. They end with the process, or in [`finish`](Self::finish).
 #[derive(Debug)]
 pub struct RunningService {
+    /// The other nodes of a job that may have several.
+    pub(crate) peers: Option<Peers>,
     health: HealthReporter,
     shutdown: oneshot::Sender<()>,
     server: JoinHandle<Result<(), tonic::transport::Error>>,
 }
 
-/// Starts to serve on `socket`. Other users are refused.
+/// Starts to serve a job of one node on `socket`. Other users are refused.
 pub async fn serve(
     socket: &Path,
     messages: mpsc::Sender<Message>,
     board: watch::Sender<Board>,
 ) -> std::io::Result<RunningService> {
+    serve_node(socket, messages, board, None).await
+}
+
+/// The same on one of the nodes of a job, if it may have several: with the others, and their questions.
+pub(crate) async fn serve_node(
+    socket: &Path,
+    messages: mpsc::Sender<Message>,
+    board: watch::Sender<Board>,
+    others: Option<(Peers, mpsc::UnboundedReceiver<Query>)>,
+) -> std::io::Result<RunningService> {
     let incoming = listener::bind(socket)?;
-    let service = Service {
+    let service = Arc::new(Service {
         messages,
         board: board.subscribe(),
         monitor: Monitor::start(board)?,
         readers: Arc::new(Semaphore::new(MAX_LOG_READERS)),
         examiners: Arc::new(Semaphore::new(1)),
-    };
-    let agent = AgentServer::new(service).max_decoding_message_size(MAX_REQUEST_BYTES);
+        peers: others.as_ref().map(|(peers, _)| peers.clone()),
+    });
+    let peers = service.peers.clone();
+    if let Some((peers, questions)) = others {
+        tokio::spawn(answers::answer(questions, service.clone(), peers));
+    }
+    let agent = AgentServer::from_arc(service).max_decoding_message_size(MAX_REQUEST_BYTES);
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<AgentServer<Service>>().await;
     let reflection = tonic_reflection::server::Builder::configure()
@@ -112,7 +132,7 @@ pub async fn serve(
             // An error means that the sender was dropped, which stops the server, too.
             let _ = stopped.await;
         });
-    Ok(RunningService { health, shutdown, server: tokio::spawn(server) })
+    Ok(RunningService { peers, health, shutdown, server: tokio::spawn(server) })
 }
 
 impl RunningService {
@@ -127,22 +147,32 @@ impl RunningService {
 }
 
 #[derive(Debug)]
-struct Service {
+pub(super) struct Service {
     messages: mpsc::Sender<Message>,
-    board: watch::Receiver<Board>,
-    monitor: Monitor,
-    readers: Arc<Semaphore>,
+    pub(super) board: watch::Receiver<Board>,
+    pub(super) monitor: Monitor,
+    pub(super) readers: Arc<Semaphore>,
     /// Of stacks: one call at a time.
-    examiners: Arc<Semaphore>,
+    pub(super) examiners: Arc<Semaphore>,
+    /// Of a job that may have several nodes.
+    pub(super) peers: Option<Peers>,
 }
 
 impl Service {
     /// Sends a message to the driver's task and waits for the reply.
-    async fn call<T>(&self, message: impl FnOnce(oneshot::Sender<T>) -> Message) -> Result<T, Status> {
+    pub(super) async fn call<T>(
+        &self,
+        message: impl FnOnce(oneshot::Sender<T>) -> Message,
+    ) -> Result<T, Status> {
         let ending = || Status::unavailable("the agent is ending");
         let (reply, answer) = oneshot::channel();
         self.messages.send(message(reply)).await.map_err(|_| ending())?;
         answer.await.map_err(|_| ending())
+    }
+
+    /// The other nodes, if there are any in this attempt.
+    fn peers_of_attempt(&self) -> Option<&Peers> {
+        self.peers.as_ref().filter(|_| self.board.borrow().assignment().has_peers())
     }
 }
 
@@ -171,48 +201,50 @@ impl Agent for Service {
     }
 
     async fn status(&self, request: Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
-        let mut board = self.board.clone();
-        self.monitor.refresh(&mut board).await;
-        let reply = board.borrow().reply(Instant::now(), request.into_inner().history);
-        Ok(Response::new(reply))
+        let StatusRequest { history, local } = request.into_inner();
+        let Some(peers) = self.peers.as_ref().filter(|_| !local) else {
+            return Ok(Response::new(self.status_here(history).await));
+        };
+        let (own, survey) = tokio::join!(self.status_here(history), peers.survey());
+        Ok(Response::new(merge::merge(own, survey.nodes, survey.replies)))
     }
 
     type LogsStream = ReceiverStream<Result<LogsReply, Status>>;
 
     async fn logs(&self, request: Request<LogsRequest>) -> Result<Response<Self::LogsStream>, Status> {
-        let logs = Logs::try_from(request.into_inner())
-            .map_err(|error| Status::invalid_argument(error.to_string()))?;
-        let reader = self.readers.clone().try_acquire_owned().map_err(|_| {
-            Status::resource_exhausted(format!(
-                "{MAX_LOG_READERS} clients are reading logs of this launch: close one of them"
-            ))
-        })?;
-        Ok(Response::new(ReceiverStream::new(follow::stream(self.board.clone(), logs, reader)?)))
+        let request = request.into_inner();
+        let (world, is_here) = {
+            let board = self.board.borrow();
+            (board.assignment().world, board.local_rank(request.rank).is_some())
+        };
+        if request.rank >= world {
+            let rank = request.rank;
+            let message = format!("there is no rank {rank}: this launch has {world} ranks, counted from 0");
+            return Err(Status::invalid_argument(message));
+        }
+        let chunks = match self.peers_of_attempt().filter(|_| !is_here) {
+            Some(peers) => elsewhere::logs(peers, self.board.clone(), request, self.log_reader()?),
+            None => self.logs_here(request)?,
+        };
+        Ok(Response::new(ReceiverStream::new(chunks)))
     }
 
-    type StacksStream = tokio_stream::Iter<std::vec::IntoIter<Result<StacksReply, Status>>>;
+    type StacksStream = Pin<Box<dyn Stream<Item = Result<StacksReply, Status>> + Send>>;
 
     async fn stacks(&self, request: Request<StacksRequest>) -> Result<Response<Self::StacksStream>, Status> {
         let StacksRequest { rank } = request.into_inner();
-        let mut subjects = self.board.borrow().subjects();
-        subjects.retain(|subject| rank.is_none_or(|rank| subject.rank == rank));
-        if subjects.is_empty() {
-            let who = rank.map_or_else(|| "no rank is".into(), |rank| format!("rank {rank} is not"));
-            return Err(Status::not_found(format!("{who} running")));
-        }
-        let examiner = self.examiners.clone().try_acquire_owned().map_err(|_| {
-            Status::resource_exhausted("stacks of this launch are being taken: try again in some seconds")
-        })?;
-        let taken = tokio::task::spawn_blocking(move || {
-            let subjects: Vec<_> = subjects.into_iter().map(|subject| (subject, Detail::Stacks)).collect();
-            let ranks = stacks::collect(&subjects);
-            // Held by the thread rather than the call: two debuggers cannot be attached to a process.
-            drop(examiner);
-            ranks
-        });
-        let ranks = taken.await.map_err(|error| Status::internal(error.to_string()))?;
-        let replies: Vec<_> = stacks::split(ranks).into_iter().map(Ok).collect();
-        Ok(Response::new(tokio_stream::iter(replies)))
+        let is_here = rank.is_some_and(|rank| self.board.borrow().local_rank(rank).is_some());
+        let replies: Self::StacksStream = match (self.peers_of_attempt().filter(|_| !is_here), rank) {
+            (Some(peers), Some(of)) => Box::pin(elsewhere::stacks(peers, &[of], rank)),
+            (Some(peers), None) => {
+                let own = self.board.borrow().assignment().node_rank;
+                let nodes = elsewhere::first_ranks(peers, own).await;
+                let others = elsewhere::stacks(peers, &nodes, None);
+                Box::pin(tokio_stream::iter(self.stacks_here(None).await?).map(Ok).chain(others))
+            }
+            (None, rank) => Box::pin(tokio_stream::iter(self.stacks_here(rank).await?).map(Ok)),
+        };
+        Ok(Response::new(replies))
     }
 
     async fn stop(&self, _: Request<StopRequest>) -> Result<Response<StopReply>, Status> {
@@ -222,7 +254,12 @@ impl Agent for Service {
     }
 
     async fn checkpoint(&self, _: Request<CheckpointRequest>) -> Result<Response<CheckpointReply>, Status> {
-        Ok(Response::new(self.call(Message::Checkpoint).await??))
+        let is_elsewhere = self.board.borrow().assignment().node_rank > 0;
+        let reply = match self.peers_of_attempt().filter(|_| is_elsewhere) {
+            Some(peers) => elsewhere::checkpoint(peers).await?,
+            None => self.checkpoint_here().await?,
+        };
+        Ok(Response::new(reply))
     }
 
     async fn signal(&self, request: Request<SignalRequest>) -> Result<Response<SignalReply>, Status> {

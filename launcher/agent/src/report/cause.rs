@@ -5,15 +5,15 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::Evidence;
 use super::python::{self, Exception};
+use super::{Evidence, escaped};
 use crate::spawn::{Exit, OomKills};
 
 /// Prefix of the message of an uncaught C++ exception.
 const CPP_WHAT: &str = "what():  ";
 
 /// From what a worker writes about its failure to its exit: Python's cleanup may take seconds.
-const MAX_SYMPTOM_AGE: Duration = Duration::from_secs(10);
+pub(crate) const MAX_SYMPTOM_AGE: Duration = Duration::from_secs(10);
 /// Parts of the messages of PyTorch's back ends after the loss of another rank, or of the store that rank 0 serves.
 const LOST_PEER: [&str; 8] = [
     "gloo/transport",
@@ -66,34 +66,37 @@ pub(super) fn cause(evidence: &Evidence) -> Option<Cause> {
 }
 
 /// What a failed worker has written about its failure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Symptom {
+    /// One line, escaped: `ValueError: bad`.
+    pub(crate) error: String,
     /// It has lost the connection to another rank.
     pub(crate) lost_peer: bool,
     /// When it began to write that.
     pub(crate) at: Instant,
 }
 
-/// The symptom in the last lines of stderr of a worker that has exited just now: the last Python exception, or the line
-/// of a C++ exception if the worker was aborted. Older ones were handled.
+/// The symptom in the last lines of stderr of a worker that has exited just now: the last Python exception, or, if the
+/// worker was aborted without one, the line of a C++ exception. Older ones were handled.
 pub(crate) fn symptom(stderr: &[(String, Option<Instant>)], exit: Exit, now: Instant) -> Option<Symptom> {
     let lines: Vec<String> = stderr.iter().map(|(line, _)| line.clone()).collect();
-    let exception = || Some((python::last_traceback(&lines)?, python::exception(&lines)?.line));
+    let symptom = |begin: usize, line: &str| {
+        let at = stderr.get(begin)?.1.filter(|at| now.saturating_duration_since(*at) < MAX_SYMPTOM_AGE)?;
+        let lost_peer = LOST_PEER.iter().any(|part| line.contains(part));
+        Some(Symptom { error: escaped(line), lost_peer, at })
+    };
+    let exception =
+        |lines: &[String]| symptom(python::last_traceback(lines)?, &python::exception(lines)?.line);
     let aborted = || {
         let at = lines.iter().position(|line| line.contains(CPP_WHAT))?;
-        Some((at, lines[at].clone()))
+        symptom(at, cpp_message(&lines[at]))
     };
-    let found = match ended_by_signal(exit) {
-        None | Some(15) => [exception(), None],
-        // A rank that ends with an exception may be aborted by a thread of a library while it exits.
-        Some(6) => [exception(), aborted()],
-        Some(_) => [None, None],
-    };
-    let symptoms = found.into_iter().flatten().filter_map(|(begin, text)| {
-        let at = stderr.get(begin)?.1.filter(|at| now.saturating_duration_since(*at) < MAX_SYMPTOM_AGE)?;
-        Some(Symptom { lost_peer: LOST_PEER.iter().any(|part| text.contains(part)), at })
-    });
-    symptoms.max_by_key(|symptom| symptom.lost_peer)
+    match ended_by_signal(exit) {
+        None | Some(15) => exception(&lines),
+        // The exception closes the connections of a rank, which may make a thread of a library abort it as it exits.
+        Some(6) => exception(python::before_abort(&lines)).or_else(aborted),
+        Some(_) => None,
+    }
 }
 
 /// The same for the root cause. That may be a rank that xlaunch ended after it had failed, but before it exited.
@@ -167,14 +170,21 @@ fn worker_output(exit: Exit, evidence: &Evidence) -> Option<Cause> {
         return None;
     }
     let recorded = evidence.error_file.as_deref().and_then(python::from_error_file);
-    let sure = recorded.is_some() || exit == Exit::Code(1);
-    // A program that was ended by a signal had handled its earlier exceptions.
-    let traced = || python::exception(&evidence.stderr).filter(|_| killed.is_none());
-    let Exception { line, place } = match recorded.or_else(traced) {
-        Some(exception) => exception,
-        None => return stderr_line(killed, evidence),
+    let recent = python::before_abort(evidence.stderr.get(evidence.old_lines..).unwrap_or_default());
+    let traced = || match killed {
+        None => python::exception(&evidence.stderr),
+        // A thread of a library may abort a program that exits because of an exception.
+        Some(6) => python::exception(recent),
+        // A program that was ended by another signal had handled its earlier exceptions.
+        Some(_) => None,
+    };
+    let is_recorded = recorded.is_some();
+    let Some(Exception { line, place }) = recorded.or_else(traced) else {
+        return stderr_line(killed, evidence);
     };
     let place = place.map_or(String::new(), |place| format!(" ({place})"));
+    let is_last = || recent.last().is_some_and(|last| python::without_rank(last).trim_end() == line);
+    let sure = is_recorded || exit == Exit::Code(1) || killed == Some(6) && is_last();
     let perhaps = if sure { "" } else { "perhaps " };
     known(&line, &format!("{line}{place}"), evidence)
         .or_else(|| Some(Cause::new(format!("{perhaps}{line}{place}"))))
@@ -191,10 +201,16 @@ fn stderr_line(killed: Option<i32>, evidence: &Evidence) -> Option<Cause> {
     let is_known = |line: &&str| [python, abort, &any].concat().iter().any(|part| line.contains(part));
     let mut lines = evidence.stderr.iter().rev().map(|line| python::without_rank(line).trim());
     let line = lines.find(is_known)?;
-    let line = line.strip_prefix(CPP_WHAT).unwrap_or(line);
+    let line = cpp_message(line);
     let place = python::fault(&evidence.stderr).map_or(String::new(), |place| format!(" ({place})"));
     let whole = format!("{line}{place}");
     known(line, &whole, evidence).or_else(|| Some(Cause::new(whole)))
+}
+
+/// A line of stderr, without the prefix of the message of an uncaught C++ exception.
+fn cpp_message(line: &str) -> &str {
+    let line = line.trim();
+    line.strip_prefix(CPP_WHAT).unwrap_or(line)
 }
 
 /// Failures with known help. `whole` is the line with its place in the source.

@@ -15,7 +15,7 @@ use crate::run_dir;
 use crate::spawn::{Exit, OomKills};
 use crate::state::{Failure, Outcome};
 
-pub(crate) use cause::symptom;
+pub(crate) use cause::{MAX_SYMPTOM_AGE, Symptom, symptom};
 use cause::{cause, cause_of_root};
 
 /// Lines of stderr in a report.
@@ -27,6 +27,8 @@ pub struct Evidence {
     /// Process id; 0 if it was never started.
     pub pid: u32,
     pub host: String,
+    /// The rank of its node, if the job has several.
+    pub node_rank: Option<u32>,
     /// How the process ended. `None` if it has not, and for exit codes of the built-in trainer, whose meaning is in the
     /// failure's message.
     pub exit: Option<Exit>,
@@ -36,6 +38,8 @@ pub struct Evidence {
     pub signalled: bool,
     /// Its last lines of stderr, oldest first.
     pub stderr: Vec<String>,
+    /// How many of these it had written more than [`MAX_SYMPTOM_AGE`] before it exited.
+    pub old_lines: usize,
     /// The contents of `TORCHELASTIC_ERROR_FILE`.
     pub error_file: Option<String>,
     /// What was found out about its hang, or about its waiting for a rank that hung.
@@ -52,12 +56,25 @@ pub struct Evidence {
 
 /// The report; `None` if nothing failed. `evidence` is by rank; `logs` is the directory of logs that are kept.
 pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Option<String> {
-    let root = outcome.root.as_ref()?;
+    if let Some(elsewhere) = &outcome.elsewhere {
+        // That node has the evidence, and prints it.
+        return Some(format!(
+            "xlaunch: the job ended with exit code {}: {}\n",
+            outcome.exit.code(),
+            escaped(elsewhere)
+        ));
+    }
+    let (root, first_rank) = (outcome.root.as_ref()?, outcome.first_rank);
     let of = |failure: &Failure| failure.rank.and_then(|rank| evidence.get(rank as usize));
     let what = if root.preempted { "was preempted" } else { "failed" };
     let mut out = format!("xlaunch: the job {what}\n");
     // Writing to a String cannot fail.
-    let _ = writeln!(out, "  {}{}", describe(root, of(root), ""), of(root).map(at).unwrap_or_default());
+    let _ = writeln!(
+        out,
+        "  {}{}",
+        describe(root, first_rank, of(root), ""),
+        of(root).map(at).unwrap_or_default()
+    );
     if let Some(evidence) = of(root) {
         explain(&mut out, root, evidence);
     }
@@ -70,7 +87,7 @@ pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Op
         // The name of a signal says enough.
         let coded = of(other).filter(|evidence| matches!(evidence.exit, Some(Exit::Code(_))));
         let why = coded.and_then(cause).map_or(String::new(), |cause| format!(": {}", escaped(&cause.what)));
-        let _ = writeln!(out, "    {}{later}{why}", describe(other, of(other), known));
+        let _ = writeln!(out, "    {}{later}{why}", describe(other, first_rank, of(other), known));
     }
     if let Some(note) = &outcome.note {
         let _ = writeln!(out, "  {}", escaped(note));
@@ -84,12 +101,15 @@ pub fn text(outcome: &Outcome, evidence: &[Evidence], logs: Option<&Path>) -> Op
 
 /// The root cause in one line; `None` if nothing failed.
 pub fn headline(outcome: &Outcome, evidence: &[Evidence]) -> Option<String> {
+    if let Some(elsewhere) = &outcome.elsewhere {
+        return Some(escaped(elsewhere));
+    }
     let root = outcome.root.as_ref()?;
     let evidence = root.rank.and_then(|rank| evidence.get(rank as usize));
     let known = evidence.map_or("", |evidence| evidence.host.as_str());
     let cause = evidence.filter(|_| !root.hung).and_then(cause_of_root);
     let cause = cause.map(|cause| format!(": {}", escaped(&cause.what)));
-    Some(format!("{}{}", describe(root, evidence, known), cause.unwrap_or_default()))
+    Some(format!("{}{}", describe(root, outcome.first_rank, evidence, known), cause.unwrap_or_default()))
 }
 
 /// The cause of the root failure, what to do about it, and the last lines of its rank.
@@ -117,17 +137,23 @@ fn explain(out: &mut String, root: &Failure, evidence: &Evidence) {
     }
 }
 
-/// Rank, process id, host unless it is `known`, and how the process ended.
-fn describe(failure: &Failure, evidence: Option<&Evidence>, known: &str) -> String {
-    let Some(rank) = failure.rank else { return escaped(&failure.message) };
-    let mut who = format!("rank {rank}");
+/// Rank, local rank, process id, node and host unless it is `known`, and how the process ended.
+fn describe(failure: &Failure, first_rank: u32, evidence: Option<&Evidence>, known: &str) -> String {
+    let Some(local_rank) = failure.rank else { return escaped(&failure.message) };
+    let mut who = format!("rank {}", first_rank + local_rank);
     let Some(evidence) = evidence else { return format!("{who}: {}", escaped(&failure.message)) };
-    if evidence.pid != 0 {
-        let _ = write!(who, " (pid {})", evidence.pid);
+    let local = evidence.node_rank.map(|_| format!("local rank {local_rank}"));
+    let pid = Some(evidence.pid).filter(|pid| *pid != 0).map(|pid| format!("pid {pid}"));
+    let ids: Vec<String> = local.into_iter().chain(pid).collect();
+    if !ids.is_empty() {
+        let _ = write!(who, " ({})", ids.join(", "));
     }
-    if evidence.host != known {
-        let _ = write!(who, " on {}", escaped(&evidence.host));
-    }
+    let host = escaped(&evidence.host);
+    let _ = match evidence.node_rank {
+        _ if evidence.host == known => Ok(()),
+        Some(node) => write!(who, " on node {node} ({host})"),
+        None => write!(who, " on {host}"),
+    };
     match evidence.exit {
         _ if failure.hung || failure.preempted => format!("{who}: {}", escaped(&failure.message)),
         // Only the command knows the meaning of its exit codes.

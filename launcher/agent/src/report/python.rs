@@ -91,6 +91,17 @@ pub(super) fn last_traceback(lines: &[String]) -> Option<usize> {
     lines.iter().rposition(|line| without_rank(line).starts_with("Traceback (most recent call last)"))
 }
 
+/// The lines before the messages of an abort: that of C++, and faulthandler's stacks, whose frames look like those of a
+/// traceback.
+pub(super) fn before_abort(lines: &[String]) -> &[String] {
+    let begins = |line: &&String| {
+        let line = without_rank(line);
+        line.starts_with("terminate called ") || line.starts_with("Fatal Python error: ")
+    };
+    let end = lines.iter().take_while(|line| !begins(line)).count();
+    &lines[..end]
+}
+
 /// The innermost frame of the user's code in a crash report of faulthandler, which lists frames innermost first. It is
 /// that of the thread that crashed, which need not be the first one.
 pub(super) fn fault(lines: &[String]) -> Option<Place> {

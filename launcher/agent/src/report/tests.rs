@@ -2,22 +2,24 @@
 
 use std::time::{Duration, Instant};
 
+use xlaunch_proto::v1::GroupEnd;
+
 use super::*;
-use crate::command::Restarts;
 use crate::state::{Action, Event, Job, Kind, Rules};
 
-fn job(kind: Kind, world: u32) -> Job {
+fn job(kind: Kind, workers: u32) -> Job {
     let rules = Rules {
-        world,
+        workers,
         kind,
-        restarts: Restarts::default(),
+        has_restarts: false,
         requeue_codes: [99].into(),
         shutdown_timeout: Duration::from_secs(30),
         shutdown_timeout_max: Duration::from_secs(600),
         propagate_exit_code: false,
-        seed: 0,
     };
-    Job::new(rules, Instant::now())
+    let mut job = Job::new(rules, Instant::now());
+    job.handle(Event::Begin { attempt: 0, node_rank: 0, first_rank: 0 }, Instant::now());
+    job
 }
 
 /// The outcome of exits in this order.
@@ -31,11 +33,21 @@ fn outcome_of(kind: Kind, world: u32, exits: &[(u32, Exit)]) -> Outcome {
     job.handle(Event::AllJoined, now);
     let events = exits.iter().map(|(rank, exit)| Event::Exited { rank: *rank, exit: *exit });
     let actions = events.flat_map(|event| job.handle(event, now)).collect::<Vec<_>>();
-    let end = actions.into_iter().find_map(|action| match action {
-        Action::End(outcome) => Some(outcome),
+    end_after(&mut job, &actions)
+}
+
+/// The outcome if no other attempt follows the one that has ended with these actions.
+fn end_after(job: &mut Job, actions: &[Action]) -> Outcome {
+    let ended = actions.iter().find_map(|action| match action {
+        Action::ReportEnd(ended) => Some(ended.clone()),
         _ => None,
     });
-    end.unwrap()
+    let ended = ended.unwrap();
+    let root = ended.root.map_or_else(String::new, |root| root.message);
+    let end = GroupEnd { exit_code: ended.exit_code, node_rank: Some(0), root, ..GroupEnd::default() };
+    let actions = job.handle(Event::GroupEnded(end), Instant::now());
+    let Some(Action::End(outcome)) = actions.last() else { panic!("{actions:?}") };
+    outcome.clone()
 }
 
 fn of(pid: u32, exit: Exit, seconds: u64, stderr: &[&str]) -> Evidence {
@@ -93,6 +105,17 @@ xlaunch: the job failed
 }
 
 #[test]
+fn rank_of_one_of_several_nodes_is_named_with_local_rank_and_node() {
+    let exits = [(1, Exit::Code(7)), (0, Exit::Signal(11))];
+    let outcome = Outcome { first_rank: 4, ..outcome(2, &exits) };
+    let of_node = |pid, exit| Evidence { node_rank: Some(2), ..of(pid, exit, 0, &[]) };
+    let text = text(&outcome, &[of_node(100, exits[1].1), of_node(101, exits[0].1)], None).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines[1], "  rank 5 (local rank 1, pid 101) on node 2 (node7): exit code 7, at 04:50:35 UTC");
+    assert!(text.contains("\n    rank 4 (local rank 0, pid 100): signal 11"), "{text}");
+}
+
+#[test]
 fn worker_that_failed_to_start_is_reported_without_pid_and_logs() {
     let mut job = job(Kind::Command, 1);
     let reason = "No such file or directory (os error 2)".to_string();
@@ -100,7 +123,7 @@ fn worker_that_failed_to_start_is_reported_without_pid_and_logs() {
         Event::SpawnFailed { rank: 0, reason, exit: xlaunch_proto::exit::ExitCode::WorkerFailed },
         Instant::now(),
     );
-    let Some(Action::End(outcome)) = actions.last() else { panic!("{actions:?}") };
+    let outcome = &end_after(&mut job, &actions);
     let evidence = Evidence {
         spawn_error: Some(2),
         program: "trian".into(),
@@ -157,14 +180,11 @@ fn hang_is_reported_as_the_cause_whatever_ended_the_rank_and_names_the_evidence(
     let killed = |rank| Event::Exited { rank, exit: Exit::Signal(9) };
     let events = [Event::AllJoined, Event::Hung { ranks: vec![1], message }, killed(0), killed(1)];
     let actions = events.into_iter().flat_map(|event| job.handle(event, now)).collect::<Vec<_>>();
-    let outcome = actions.into_iter().find_map(|action| match action {
-        Action::End(outcome) => Some(outcome),
-        _ => None,
-    });
+    let outcome = end_after(&mut job, &actions);
     let hang_file = Some(PathBuf::from("/run/logs/attempt_0/1/hang.txt"));
     let evidence =
         |pid| Evidence { signalled: true, hang_file: hang_file.clone(), ..of(pid, Exit::Signal(9), 0, &[]) };
-    let report = text(&outcome.unwrap(), &[evidence(10), evidence(11)], None).unwrap();
+    let report = text(&outcome, &[evidence(10), evidence(11)], None).unwrap();
     let expected =
         "  rank 1 (pid 11) on node7: no progress for 61 s (phase: forward, step 9); rank 0 is waiting for it";
     let lines: Vec<&str> = report.lines().collect();

@@ -9,6 +9,8 @@ use xlaunch_proto::env;
 
 use crate::command::ResolvedCommand;
 use crate::devices::Placement;
+use crate::group::Assignment;
+use crate::group::interface::Interface;
 use crate::spawn::flight_recorder;
 
 /// Variables with a value for each worker or attempt, beside the `CUDA_VISIBLE_DEVICES` of a virtual local rank.
@@ -56,6 +58,8 @@ impl BaseEnvironment {
         if let Self::Submitted(variables) = self {
             command.env_clear().envs(variables);
         }
+        // A secret of the agents.
+        command.env_remove(env::TOKEN);
     }
 }
 
@@ -74,8 +78,10 @@ pub(crate) struct TrainerGroup<'a> {
     pub(crate) attempt: u32,
     /// Restarts allowed.
     pub(crate) max_restarts: u32,
-    /// For frameworks that rendezvous on their own.
-    pub(crate) master_port: u16,
+    /// The place of this node.
+    pub(crate) assignment: &'a Assignment,
+    /// At which other nodes reach this one.
+    pub(crate) address: &'a str,
 }
 
 /// What a command's workers of one attempt have in common.
@@ -91,13 +97,15 @@ pub(crate) struct CommandGroup<'a> {
     pub(crate) socket: &'a Path,
     /// From 0.
     pub(crate) attempt: u32,
-    /// Where rank 0 should listen.
-    pub(crate) master_port: u16,
+    /// The place of this node.
+    pub(crate) assignment: &'a Assignment,
+    /// That of this node's address, with several nodes.
+    pub(crate) interface: Option<&'a Interface>,
 }
 
 /// The command of one of the built-in trainer's workers. The rest of the environment (`NCCL_*`, `NVSHMEM_*`, `TORCH_*`,
 /// ...) is inherited unchanged.
-pub(crate) fn trainer_command(group: &TrainerGroup<'_>, rank: u32) -> std::io::Result<Command> {
+pub(crate) fn trainer_command(group: &TrainerGroup<'_>, local_rank: u32) -> std::io::Result<Command> {
     let mut command = match group.base.get(env::WORKER_PROGRAM) {
         Some(program) => Command::new(program),
         None => {
@@ -107,7 +115,7 @@ pub(crate) fn trainer_command(group: &TrainerGroup<'_>, rank: u32) -> std::io::R
         }
     };
     group.base.apply(&mut command);
-    command.envs(trainer_variables(group, rank));
+    command.envs(trainer_variables(group, local_rank));
     Ok(command)
 }
 
@@ -118,25 +126,33 @@ fn own_program() -> std::io::Result<PathBuf> {
     Ok(if path.exists() { path } else { PathBuf::from("/proc/self/exe") })
 }
 
-fn trainer_variables(group: &TrainerGroup<'_>, rank: u32) -> Vec<(&'static str, OsString)> {
-    let device = if group.placement.cuda { format!("cuda:{rank}") } else { "cpu".into() };
+fn trainer_variables(group: &TrainerGroup<'_>, local_rank: u32) -> Vec<(&'static str, OsString)> {
+    let device = if group.placement.cuda { format!("cuda:{local_rank}") } else { "cpu".into() };
     let shared = Shared {
         run_id: group.run_id,
         socket: group.socket,
         attempt: group.attempt,
         max_restarts: group.max_restarts,
-        world: group.placement.workers,
+        workers: group.placement.workers,
         role: "default",
-        master: ("127.0.0.1", group.master_port),
+        master_address: &group.assignment.master_address,
+        assignment: group.assignment,
     };
-    let mut all = shared.variables(rank);
-    all.push(("LOCAL_RANK", rank.to_string().into()));
+    let mut all = shared.variables(local_rank);
+    all.push(("LOCAL_RANK", local_rank.to_string().into()));
     all.push((env::DEVICE, device.into()));
     if group.base.get("OMP_NUM_THREADS").is_none() {
         all.push(("OMP_NUM_THREADS", group.placement.threads.to_string().into()));
     }
     if let Some(visible) = &group.placement.visible {
         all.push(("CUDA_VISIBLE_DEVICES", visible.into()));
+    }
+    if group.assignment.has_peers() {
+        all.push((env::ADVERTISED_ADDRESS, group.address.into()));
+        if group.assignment.writers < group.assignment.world {
+            all.push((env::WRITERS, group.assignment.writers.to_string().into()));
+        }
+        return all;
     }
     // All ranks are on this node, so the bootstrap needs no other interface; NCCL listens on the first one that is not
     // the loopback interface otherwise.
@@ -162,9 +178,13 @@ pub(crate) fn command_variables(
         socket: group.socket,
         attempt: group.attempt,
         max_restarts: spec.restarts.most,
-        world: spec.nproc,
+        workers: spec.nproc,
         role: &spec.role,
-        master: (&spec.master_addr, group.master_port),
+        master_address: match group.assignment.has_peers() {
+            true => &group.assignment.master_address,
+            false => &spec.master_addr,
+        },
+        assignment: group.assignment,
     };
     let mut all = shared.variables(local_rank);
     if spec.virtual_local_rank {
@@ -188,10 +208,24 @@ pub(crate) fn command_variables(
     if inherited("PYTHONFAULTHANDLER").is_none() {
         all.push(("PYTHONFAULTHANDLER", "1".into()));
     }
+    all.extend(interface_variables(group));
     if spec.flight_recorder {
         all.extend(flight_recorder::variables(&inherited, dir, group.socket));
     }
     all
+}
+
+/// Where gloo and NCCL find the network of several nodes. Both would search on their own: gloo by the host's name,
+/// which often leads to the loopback interface.
+fn interface_variables(group: &CommandGroup<'_>) -> Vec<(&'static str, OsString)> {
+    let Some(interface) = group.interface.filter(|_| group.assignment.has_peers()) else { return Vec::new() };
+    let names: &[&'static str] = match interface.is_chosen_by_user {
+        // By NCCL, too.
+        true => &["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"],
+        false => &["GLOO_SOCKET_IFNAME"],
+    };
+    let unset = names.iter().filter(|name| group.base.get(name).is_none());
+    unset.map(|name| (*name, interface.name.clone().into())).collect()
 }
 
 /// Variables of a command's workers that have the same value in all workers of all attempts.
@@ -215,32 +249,34 @@ struct Shared<'a> {
     socket: &'a Path,
     attempt: u32,
     max_restarts: u32,
-    world: u32,
+    workers: u32,
     role: &'a str,
-    master: (&'a str, u16),
+    master_address: &'a str,
+    assignment: &'a Assignment,
 }
 
 impl Shared<'_> {
     /// All but `LOCAL_RANK`.
-    fn variables(&self, rank: u32) -> Vec<(&'static str, OsString)> {
-        let (world, rank) = (self.world.to_string(), rank.to_string());
-        let (address, port) = self.master;
+    fn variables(&self, local_rank: u32) -> Vec<(&'static str, OsString)> {
+        let text = |number: u32| OsString::from(number.to_string());
+        let Assignment { node_rank, nodes, first_rank, world, restarts, master_port, .. } = self.assignment;
+        let rank = first_rank + local_rank;
         vec![
-            ("RANK", rank.clone().into()),
-            ("WORLD_SIZE", world.clone().into()),
-            ("LOCAL_WORLD_SIZE", world.clone().into()),
-            ("GROUP_RANK", "0".into()),
-            ("GROUP_WORLD_SIZE", "1".into()),
-            ("ROLE_RANK", rank.into()),
+            ("RANK", text(rank)),
+            ("WORLD_SIZE", text(*world)),
+            ("LOCAL_WORLD_SIZE", text(self.workers)),
+            ("GROUP_RANK", text(*node_rank)),
+            ("GROUP_WORLD_SIZE", text(*nodes)),
+            ("ROLE_RANK", text(rank)),
             ("ROLE_NAME", self.role.into()),
-            ("ROLE_WORLD_SIZE", world.into()),
-            ("MASTER_ADDR", address.into()),
-            ("MASTER_PORT", port.to_string().into()),
-            ("TORCHELASTIC_RESTART_COUNT", self.attempt.to_string().into()),
-            ("TORCHELASTIC_MAX_RESTARTS", self.max_restarts.to_string().into()),
+            ("ROLE_WORLD_SIZE", text(*world)),
+            ("MASTER_ADDR", self.master_address.into()),
+            ("MASTER_PORT", master_port.to_string().into()),
+            ("TORCHELASTIC_RESTART_COUNT", text(*restarts)),
+            ("TORCHELASTIC_MAX_RESTARTS", text(self.max_restarts)),
             ("TORCHELASTIC_RUN_ID", self.run_id.into()),
             (env::AGENT_SOCKET, self.socket.into()),
-            (env::ATTEMPT, self.attempt.to_string().into()),
+            (env::ATTEMPT, text(self.attempt)),
             (env::JOB_ID, self.run_id.into()),
         ]
     }
@@ -282,7 +318,10 @@ mod tests {
         let socket = Path::new("/run/agent.sock");
         let inherited = inherited.iter().map(|(name, value)| ((*name).into(), (*value).into()));
         let base = &BaseEnvironment::Submitted(inherited.collect());
-        let group = CommandGroup { base, spec, run_id: "id", socket, attempt: 1, master_port: 20_001 };
+        let assignment =
+            &Assignment { nodes: 1, world: 2, restarts: 1, master_port: 20_001, ..Assignment::default() };
+        let interface = None;
+        let group = CommandGroup { base, spec, run_id: "id", socket, attempt: 1, assignment, interface };
         let all = command_variables(&group, 1, Path::new("/logs/1"), 6);
         let count = all.len();
         let map: BTreeMap<_, _> =

@@ -42,7 +42,7 @@ pub struct User {
 }
 
 /// Sends the process SIGKILL when the thread that starts it dies.
-pub(super) fn die_with_parent(command: &mut Command) {
+pub fn die_with_parent(command: &mut Command) {
     let parent = getpid();
     let hook = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;

@@ -29,9 +29,11 @@ pub(super) enum Session {
 }
 
 /// What a command's rank that has failed wrote about it, and when; without that, when it exited.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Symptom {
     pub(super) kind: Written,
+    /// One line.
+    pub(super) error: Option<String>,
     pub(super) at: Instant,
 }
 
@@ -174,8 +176,9 @@ impl Job {
 
     /// The failure that the exit of a command's rank is.
     pub(super) fn command_failure(&mut self, rank: u32, exit: Exit, now: Instant) -> Option<Failure> {
-        let silent = Symptom { kind: Written::Nothing, at: now };
-        let lost_peer = self.symptoms.entry(rank).or_insert(silent).kind == Written::LostPeer;
+        let silent = Symptom { kind: Written::Nothing, error: None, at: now };
+        let symptom = self.symptoms.entry(rank).or_insert(silent);
+        let (lost_peer, error) = (symptom.kind == Written::LostPeer, symptom.error.clone());
         // A worker may use a requeue code after SIGTERM, too: that is preemption if xlaunch was stopped, but not if
         // another rank has failed.
         let has_failed = self.failures.iter().any(|failure| !failure.consequence && !failure.preempted);
@@ -186,7 +189,8 @@ impl Job {
             _ => {
                 let hung = self.failures.iter().any(|failure| failure.hung);
                 let consequence = self.terminated || hung || lost_peer;
-                exits::of_command(rank, exit, self.rules.propagate_exit_code, consequence)
+                let failure = exits::of_command(rank, exit, self.rules.propagate_exit_code, consequence)?;
+                Some(Failure { error, ..failure })
             }
         }
     }

@@ -1,5 +1,6 @@
 //! What the exit of a worker means: nothing, or a failure with its exit code and whether another failure led to it.
 
+use xlaunch_proto::accounting::RESTART_CAUSES;
 use xlaunch_proto::exit::ExitCode;
 
 use super::{Failure, SIGTERM};
@@ -80,6 +81,11 @@ pub(super) fn counted_as(root: &Failure, replicas_differ: bool) -> &'static str 
     }
 }
 
+/// The kind with this name, as the coordinator has it from a node.
+pub(super) fn known_kind(name: &str) -> &'static str {
+    RESTART_CAUSES.iter().find(|kind| **kind == name).unwrap_or(&"error")
+}
+
 /// The code of a job whose root cause is a trainer's worker with this one.
 pub(super) fn passed_on(known: Option<ExitCode>) -> ExitCode {
     match known {
@@ -120,12 +126,14 @@ impl Failure {
         Self {
             rank: None,
             message,
+            error: None,
             status: None,
             exit,
             hung: false,
             preempted: false,
             consequence: false,
             infrastructure,
+            elsewhere: false,
         }
     }
 
@@ -163,7 +171,7 @@ impl super::StopCause {
     pub(super) fn signal(self) -> i32 {
         match self {
             Self::Signal(signal) => signal,
-            Self::Call => SIGTERM,
+            Self::Call | Self::Pause => SIGTERM,
         }
     }
 }

@@ -1,18 +1,19 @@
-//! The state machine of a job: a pure function from (state, event, now) to actions.
+//! The state machine of a job on one node: a pure function from (state, event, now) to actions.
 //!
 //! ```text
-//!                 all joined                last worker exited, none failed
-//! Rendezvous ---------------> Running ------------------------------------> Ended
-//!      |  failed, stop           |  a worker failed, stop                      ^
-//!      '------------.   .--------'                                             | all exited, no restart
-//!                   v   v               deadline                               |
-//!                  Stopping ----------------------------> SIGKILL -------------'--> RestartDelay --> next attempt
+//!          Begin               all joined                last worker exited
+//! Waiting ------> Rendezvous ---------------> Running ------------------------.
+//!    ^                 |  failed, stop           |  a worker failed, stop      |
+//!    |                 '------------.   .--------'                             |
+//!    |                              v   v               deadline               |
+//!    |                             Stopping ----------------------> SIGKILL ---+
+//!    '-------------------------------------------------- report to coordinator-'     Waiting --GroupEnded--> Ended
 //! ```
-//! A job starts in Rendezvous; workers of a command do not join one, so their attempts start in Running. A command with
-//! modules to preload starts in Preloading, where no worker exists: a stop ends the job at once. The first
+//! An attempt starts in Rendezvous; workers of a command do not join one, so their attempts start in Running. The first
 //! failure, or a stop, leads to Stopping, which ends with SIGKILL for those that are still there at the deadline. When
-//! the last worker has exited, the restart policy decides between Ended and another attempt (`restart`, `policy`).
-//! Which of several failures was the first is decided in `blame`.
+//! the last worker has exited, the coordinator is told how the attempt has ended (`attempt_end`), and decides between
+//! another one and the end of the job: see [`group`](crate::group). Which of several failures on this node was the
+//! first is decided in `blame`.
 //!
 //! - **Ranks that hang** are a failure that the hang detector reports: a trainer's workers are killed at once. Those of
 //!   a command first print their Python stacks, for [`STACKS_TIMEOUT`] at most; then all are terminated as after any
@@ -25,14 +26,13 @@
 //!   `shutdown_timeout_max`. After a failure they are killed as soon as its cause is known: see [`FAILURE_GRACE`].
 //!
 //! Invariants: every started worker is accounted for by exactly one exit; the job ends once, after its last worker; an
-//! unknown exit is never success; after a stop there is no restart; a stopped training job ends as such only if every
+//! unknown exit is never success; a stopped training job ends as such only if every
 //! rank has confirmed the checkpoint of the last step.
 
+mod attempt_end;
 mod blame;
 mod exits;
 mod outcome;
-mod policy;
-mod restart;
 mod types;
 
 #[cfg(test)]
@@ -43,10 +43,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::{GroupEnd, NodeFailed};
 
 use crate::spawn::Exit;
 use blame::Written;
-use policy::Policy;
 pub use types::{Action, Event, Failure, Kind, Outcome, Phase, Rules, StopCause};
 
 /// For ranks of a trainer to exit by themselves after a failure whose cause is not known yet. A rank that fails breaks
@@ -60,15 +60,24 @@ const STACKS_TIMEOUT: Duration = Duration::from_secs(5);
 const SIGINT: i32 = 2;
 const SIGTERM: i32 = 15;
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Reported {
+    Consequence,
+    Cause,
+}
+
 /// The state of a job.
 #[derive(Debug)]
 pub struct Job {
     rules: Rules,
-    policy: Policy,
     phase: Phase,
     attempt: u32,
+    /// Of this node in this attempt.
+    node_rank: Option<u32>,
+    /// The rank of local rank 0.
+    first_rank: u32,
     attempt_start: Instant,
-    /// By rank.
+    /// By local rank.
     alive: Vec<bool>,
     failures: Vec<Failure>,
     /// When the first of them was noticed.
@@ -106,23 +115,28 @@ pub struct Job {
     killed: bool,
     /// When workers that have not exited are killed, or the next attempt starts.
     deadline: Option<Instant>,
-    /// During the restart delay: the failures of the last attempt, in case that no other follows.
-    last_failures: Vec<Failure>,
+    /// The coordinator knows of a failure of this attempt: of its cause, or of a consequence.
+    reported: Option<Reported>,
+    /// How the last attempt ended on this node.
+    last: Option<Outcome>,
     /// The failures of the first attempt since the last that made progress.
     first_failures: Vec<Failure>,
+    /// The job ends as soon as the last worker is gone.
+    group_end: Option<GroupEnd>,
     /// The newest checkpoint of this run.
     checkpoint: Option<(u64, PathBuf)>,
 }
 
 impl Job {
-    /// A job whose first attempt is about to start.
+    /// A job that waits for its first attempt.
     pub fn new(rules: Rules, now: Instant) -> Self {
         Self {
-            policy: Policy::new(rules.restarts.clone(), rules.seed),
-            phase: first_phase(rules.kind),
+            phase: Phase::Waiting,
             attempt: 0,
+            node_rank: None,
+            first_rank: 0,
             attempt_start: now,
-            alive: vec![true; rules.world as usize],
+            alive: vec![false; rules.workers as usize],
             failures: Vec::new(),
             failed_at: None,
             new_failure: None,
@@ -142,16 +156,13 @@ impl Job {
             terminated: false,
             killed: false,
             deadline: None,
-            last_failures: Vec::new(),
+            reported: None,
+            last: None,
             first_failures: Vec::new(),
+            group_end: None,
             checkpoint: None,
             rules,
         }
-    }
-
-    /// A job whose first attempt starts at [`Event::Preloaded`].
-    pub fn preloading(rules: Rules, now: Instant) -> Self {
-        Self { phase: Phase::Preloading, ..Self::new(rules, now) }
     }
 
     /// The phase that the job is in.
@@ -176,12 +187,12 @@ impl Job {
 
     /// The actions for an event at `now`, in order.
     pub fn handle(&mut self, event: Event, now: Instant) -> Vec<Action> {
-        match (self.phase, event) {
-            (Phase::Ended, _) => Vec::new(),
-            (Phase::Preloading, event) => self.while_preloading(&event, now),
-            (Phase::RestartDelay, event) => self.during_restart_delay(&event, now),
-            (_, event) => {
+        match self.phase {
+            Phase::Ended => Vec::new(),
+            Phase::Waiting => self.between_attempts(event, now),
+            _ => {
                 let mut actions = self.during_attempt(event, now);
+                actions.extend(self.report_failure());
                 if self.alive.iter().all(|alive| !alive) {
                     actions.extend(self.attempt_ended(now));
                 }
@@ -190,12 +201,17 @@ impl Job {
         }
     }
 
-    fn while_preloading(&mut self, event: &Event, now: Instant) -> Vec<Action> {
+    fn between_attempts(&mut self, event: Event, now: Instant) -> Vec<Action> {
         match event {
-            Event::Preloaded => self.begin_attempt(now),
+            Event::Begin { attempt, node_rank, first_rank } => {
+                (self.node_rank, self.first_rank) = (Some(node_rank), first_rank);
+                self.begin_attempt(attempt, now)
+            }
+            Event::Restarting(restarting) => self.restarting(restarting),
+            Event::GroupEnded(end) => self.end(&end),
             Event::Stop(cause) => {
-                self.stop = Some(*cause);
-                self.end(Vec::new())
+                self.stop = Some(cause);
+                Vec::new()
             }
             _ => Vec::new(),
         }
@@ -208,7 +224,14 @@ impl Job {
                 let message = format!("failed to start: {reason}");
                 self.fail(Failure::of_rank(rank, message, exit), now)
             }
-            Event::Preloaded => Vec::new(),
+            Event::Begin { .. } | Event::Restarting(_) => Vec::new(),
+            Event::PeerFailed(message) => self.peer_failed(message, now),
+            Event::Pause(reason) => self.pause(reason, now),
+            Event::CutOff(reason) => self.cut_off(reason, now),
+            Event::GroupEnded(end) => {
+                self.group_end = Some(end);
+                self.kill()
+            }
             Event::AllJoined => {
                 if self.phase == Phase::Rendezvous {
                     self.phase = Phase::Running;
@@ -227,9 +250,9 @@ impl Job {
                 self.out_of_memory.insert(rank);
                 Vec::new()
             }
-            Event::Symptom { rank, lost_peer, at } => {
+            Event::Symptom { rank, error, lost_peer, at } => {
                 let kind = if lost_peer { Written::LostPeer } else { Written::OwnError };
-                self.symptoms.insert(rank, blame::Symptom { kind, at });
+                self.symptoms.insert(rank, blame::Symptom { kind, error: Some(error), at });
                 Vec::new()
             }
             Event::Advanced { by_steps } => {
@@ -325,7 +348,8 @@ impl Job {
         if self.killed || (self.rules.kind == Kind::Command && self.terminated) {
             return Vec::new();
         }
-        let is_known = self.first_done.is_some() || self.failures.iter().any(|failure| !failure.consequence);
+        let is_cause = |failure: &Failure| failure.elsewhere || !failure.consequence;
+        let is_known = self.first_done.is_some() || self.failures.iter().any(is_cause);
         let is_exiting =
             self.failures.iter().filter_map(|failure| failure.rank).any(|rank| self.is_about_to_exit(rank));
         if self.rules.kind == Kind::Command && is_known {
@@ -349,7 +373,7 @@ impl Job {
 
     /// Starting processes takes as long as ending others. Whether they are needed is decided when those have ended.
     pub(super) fn prepare_next(&self) -> Vec<Action> {
-        match self.stop.is_none() && self.policy.has_budget() {
+        match self.stop.is_none() && self.rules.has_restarts {
             true => vec![Action::Prepare { attempt: self.attempt + 1 }],
             false => Vec::new(),
         }
@@ -368,7 +392,7 @@ impl Job {
     }
 
     fn stop(&mut self, cause: StopCause, now: Instant) -> Vec<Action> {
-        if self.stop.is_some() {
+        if self.stop.is_some_and(|earlier| earlier != StopCause::Pause) {
             if cause == StopCause::Signal(SIGINT) && !self.interrupted {
                 self.interrupted = true;
                 return vec![Action::Notify("second interrupt: killing the workers".into()), Action::Kill];
@@ -382,8 +406,17 @@ impl Job {
         if self.failed_before_stop {
             return Vec::new();
         }
+        if self.terminated || self.stop_limit.is_some() {
+            // They are asked to end already, because the group changes.
+            return Vec::new();
+        }
         let by_interrupt = cause == StopCause::Signal(SIGINT);
         let again = if by_interrupt { " (interrupt again to kill the workers)" } else { "" };
+        self.ask_to_stop(cause, joining, again, now)
+    }
+
+    /// Tells the workers to end, and the user.
+    fn ask_to_stop(&mut self, cause: StopCause, joining: bool, again: &str, now: Instant) -> Vec<Action> {
         match self.rules.kind {
             Kind::Command => {
                 let seconds = self.rules.shutdown_timeout.as_secs_f64();
@@ -404,6 +437,55 @@ impl Job {
         }
     }
 
+    /// Workers on another node have failed. Those here may not have noticed, or never will.
+    fn peer_failed(&mut self, message: String, now: Instant) -> Vec<Action> {
+        if self.failures.iter().any(|failure| failure.rank.is_none()) {
+            return Vec::new();
+        }
+        let failure = Failure::of_group(message, ExitCode::Retryable);
+        // What has been noticed here first is a consequence of it.
+        self.failures.push(Failure { consequence: true, elsewhere: true, ..failure });
+        self.note_failure(now);
+        self.phase = Phase::Stopping;
+        self.after_failure(now)
+    }
+
+    /// The workers save, and end; another attempt follows.
+    fn pause(&mut self, reason: String, now: Instant) -> Vec<Action> {
+        if self.stop.is_some() || !self.failures.is_empty() {
+            return Vec::new();
+        }
+        let notice = Action::Notify(format!("{reason}: starting again with a checkpoint"));
+        let joining = self.phase == Phase::Rendezvous;
+        (self.stop, self.phase) = (Some(StopCause::Pause), Phase::Stopping);
+        let actions = self.ask_to_stop(StopCause::Pause, joining, "", now);
+        let others = actions.into_iter().filter(|action| !matches!(action, Action::Notify(_)));
+        std::iter::once(notice).chain(others).collect()
+    }
+
+    /// The coordinator may start the ranks of this node elsewhere: none may live here.
+    fn cut_off(&mut self, reason: String, now: Instant) -> Vec<Action> {
+        self.failures.push(Failure::of_group(reason, ExitCode::Retryable));
+        self.note_failure(now);
+        self.phase = Phase::Stopping;
+        self.kill()
+    }
+
+    /// Tells the coordinator of the first failure, and once more if a cause is found for what was the loss of a peer.
+    fn report_failure(&mut self) -> Option<Action> {
+        let own = || self.failures.iter().filter(|failure| !failure.elsewhere);
+        let is_stopped = self.stop.is_some();
+        let root = own().find(|failure| !failure.consequence).or_else(|| own().next())?;
+        // The loss of a peer is reported at once, too: its node may not know that it has failed.
+        let kind = if root.consequence { Reported::Consequence } else { Reported::Cause };
+        if self.reported >= Some(kind) || is_stopped {
+            return None;
+        }
+        let cause = Some(self.cause(root));
+        self.reported = Some(kind);
+        Some(Action::ReportFailure(NodeFailed { attempt: self.attempt, cause }))
+    }
+
     fn tick(&mut self, now: Instant) -> Vec<Action> {
         if self.deadline.is_none_or(|deadline| now < deadline) {
             return Vec::new();
@@ -414,7 +496,10 @@ impl Job {
             return self.terminate(SIGTERM, now);
         }
         let alive = (0..).zip(&self.alive).filter(|(_, alive)| **alive);
-        let ranks = alive.map(|(rank, _): (u32, _)| rank.to_string()).collect::<Vec<_>>().join(", ");
+        let ranks = alive
+            .map(|(rank, _): (u32, _)| (self.first_rank + rank).to_string())
+            .collect::<Vec<_>>()
+            .join(", ");
         let notice = Action::Notify(format!("killing ranks that did not exit in time: {ranks}"));
         [vec![notice], self.kill()].concat()
     }

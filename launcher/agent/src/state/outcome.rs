@@ -6,6 +6,13 @@ use xlaunch_proto::exit::ExitCode;
 
 use super::{Failure, Kind, Outcome, StopCause};
 
+impl Outcome {
+    /// The rank of the root cause, if it is one on this node.
+    pub fn rank(&self) -> Option<u32> {
+        Some(self.first_rank + self.root.as_ref()?.rank?)
+    }
+}
+
 /// What is known when the last worker is gone, beside the failures.
 #[derive(Debug)]
 pub(super) struct End<'a> {
@@ -56,10 +63,19 @@ impl End<'_> {
 }
 
 /// The end of a job that was not stopped, or had failed before.
-fn failed(mut failures: Vec<Failure>) -> Outcome {
+pub(super) fn failed(mut failures: Vec<Failure>) -> Outcome {
     let root = root_of(&failures).map(|index| failures.remove(index));
     let exit = root.as_ref().map_or(ExitCode::Done, |root| root.exit);
-    Outcome { exit, root, others: failures, of_kept_attempt: false, stopped: false, note: None }
+    Outcome {
+        exit,
+        root,
+        others: failures,
+        of_kept_attempt: false,
+        stopped: false,
+        first_rank: 0,
+        elsewhere: None,
+        note: None,
+    }
 }
 
 /// The index of the root cause.

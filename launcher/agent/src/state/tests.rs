@@ -10,24 +10,159 @@ mod stops;
 use proptest::prelude::*;
 
 use super::*;
-use crate::command::Restarts;
+use crate::group::state::{Coordinator, Input, Output};
+use xlaunch_proto::v1::agent_message::Body as FromAgent;
+use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
+use xlaunch_proto::v1::{Begin, Greeting, GroupRules, GroupStop, NodePrepared, StopRequested};
 
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 const SHUTDOWN_TIMEOUT_MAX: Duration = Duration::from_secs(100);
 const MILLISECOND: Duration = Duration::from_millis(1);
 
-fn rules(kind: Kind, world: u32, restarts: u32) -> Rules {
-    let restarts =
-        Restarts { most: restarts, not_after: [2, 65].into(), free: [78].into(), ..Restarts::default() };
-    Rules {
-        world,
+/// The rules of a job, and its number of restarts.
+struct Given {
+    rules: Rules,
+    restarts: u32,
+}
+
+fn rules(kind: Kind, workers: u32, restarts: u32) -> Given {
+    let rules = Rules {
+        workers,
         kind,
-        restarts,
+        has_restarts: restarts > 0,
         requeue_codes: [99].into(),
         shutdown_timeout: SHUTDOWN_TIMEOUT,
         shutdown_timeout_max: SHUTDOWN_TIMEOUT_MAX,
         propagate_exit_code: false,
-        seed: 1,
+    };
+    Given { rules, restarts }
+}
+
+impl Given {
+    fn greeting(&self) -> Greeting {
+        let group = GroupRules {
+            trainer: self.rules.kind == Kind::Trainer,
+            max_restarts: self.restarts,
+            final_codes: vec![2, 65],
+            free_codes: vec![78],
+            fixed_ranks: true,
+            join_timeout: 600.0,
+            lease: 12.0,
+            ..GroupRules::default()
+        };
+        Greeting {
+            node_rank: Some(0),
+            workers: self.rules.workers,
+            min_nodes: 1,
+            max_nodes: 1,
+            new: true,
+            rules: Some(group),
+            ..Greeting::default()
+        }
+    }
+}
+
+/// A job on one node, with its coordinator: what they tell each other is delivered at once.
+struct Job {
+    job: super::Job,
+    coordinator: Coordinator,
+    is_ready: bool,
+}
+
+impl Job {
+    fn new(given: Given, now: Instant) -> Self {
+        let mut this = Self { is_ready: true, ..Self::without_attempt(&given, now) };
+        let actions = this.tell(Input::Greeted(Coordinator::HOST, given.greeting()), now);
+        assert_eq!(actions, [Action::Start { attempt: 0 }]);
+        this
+    }
+
+    /// A job whose node is not ready yet for its first attempt, and what it says when it is.
+    fn preparing(given: Given) -> (Self, Input) {
+        let now = Instant::now();
+        let mut this = Self::without_attempt(&given, now);
+        assert_eq!(this.tell(Input::Greeted(Coordinator::HOST, given.greeting()), now), []);
+        let prepared = FromAgent::Prepared(NodePrepared { shared: true, ..NodePrepared::default() });
+        (this, Input::Message(Coordinator::HOST, prepared))
+    }
+
+    fn without_attempt(given: &Given, now: Instant) -> Self {
+        let coordinator = Coordinator::new("run".into(), 1, || [0; 32], now);
+        Self { job: super::Job::new(given.rules.clone(), now), coordinator, is_ready: false }
+    }
+
+    fn phase(&self) -> Phase {
+        self.job.phase()
+    }
+
+    fn attempt(&self) -> u32 {
+        self.job.attempt()
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        self.job.deadline().into_iter().chain(self.coordinator.deadline()).min()
+    }
+
+    fn handle(&mut self, event: Event, now: Instant) -> Vec<Action> {
+        match event {
+            Event::Stop(cause) => {
+                let signal = match cause {
+                    StopCause::Signal(signal) => signal.try_into().unwrap(),
+                    _ => 0,
+                };
+                let request = FromAgent::StopRequested(StopRequested { signal });
+                self.tell(Input::Message(Coordinator::HOST, request), now)
+            }
+            Event::Tick => {
+                let actions = self.tell(Input::Tick, now);
+                [actions, self.act(Event::Tick, now)].concat()
+            }
+            event => self.act(event, now),
+        }
+    }
+
+    /// What the job does, and what follows from what it reports.
+    fn act(&mut self, event: Event, now: Instant) -> Vec<Action> {
+        let mut done = Vec::new();
+        for action in self.job.handle(event, now) {
+            let report = match action {
+                Action::ReportFailure(failed) => FromAgent::Failed(failed),
+                Action::ReportEnd(ended) => FromAgent::Ended(ended),
+                other => {
+                    done.push(other);
+                    continue;
+                }
+            };
+            done.extend(self.tell(Input::Message(Coordinator::HOST, report), now));
+        }
+        done
+    }
+
+    fn tell(&mut self, input: Input, now: Instant) -> Vec<Action> {
+        let mut actions = Vec::new();
+        for output in self.coordinator.handle(input, now) {
+            let Output::Send(_, message) = output else { continue };
+            actions.extend(match message {
+                ToAgent::Prepare(_) if !self.is_ready => Vec::new(),
+                ToAgent::Prepare(prepare) => {
+                    let attempt = prepare.attempt;
+                    let prepared = NodePrepared { attempt, shared: true, ..NodePrepared::default() };
+                    self.tell(Input::Message(Coordinator::HOST, FromAgent::Prepared(prepared)), now)
+                }
+                ToAgent::Begin(Begin { attempt, .. }) => {
+                    self.act(Event::Begin { attempt, node_rank: 0, first_rank: 0 }, now)
+                }
+                ToAgent::Stop(GroupStop { signal }) => {
+                    let signal = Some(signal.try_into().unwrap()).filter(|signal| *signal != 0);
+                    self.act(Event::Stop(signal.map_or(StopCause::Call, StopCause::Signal)), now)
+                }
+                ToAgent::Restarting(restarting) => self.act(Event::Restarting(restarting), now),
+                ToAgent::End(end) => self.act(Event::GroupEnded(end), now),
+                ToAgent::Welcome(_) => Vec::new(),
+                other => panic!("{other:?}"),
+            });
+        }
+        actions
     }
 }
 
@@ -203,10 +338,14 @@ fn command_skips_the_rendezvous_and_its_codes_are_not_interpreted() {
 #[test]
 fn root_cause_code_is_propagated_on_request() {
     for (event, code) in [(exited(1, 85), 85), (killed(1, 11), 139), (exited(1, 1), 1)] {
-        let mut job =
-            Job::new(Rules { propagate_exit_code: true, ..rules(Kind::Command, 2, 0) }, Instant::now());
+        let mut job = Job::new(propagating(rules(Kind::Command, 2, 0)), Instant::now());
         assert_eq!(outcome(&run(&mut job, &[event, exited(0, 3)])).exit.code(), code);
     }
+}
+
+fn propagating(mut given: Given) -> Given {
+    given.rules.propagate_exit_code = true;
+    given
 }
 
 fn notices(actions: &[Action]) -> Vec<&str> {

@@ -5,19 +5,19 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::{GroupEnd, NodeEnded, NodeFailed, Restarting};
 
-use crate::command::Restarts;
 use crate::spawn::Exit;
 
 /// The properties of a job that decide how it ends.
 #[derive(Clone, Debug)]
 pub struct Rules {
-    /// Number of workers.
-    pub world: u32,
+    /// Number of workers on this node.
+    pub workers: u32,
     /// What the workers are.
     pub kind: Kind,
-    /// Which failures lead to a restart.
-    pub restarts: Restarts,
+    /// Failures may be followed by restarts.
+    pub has_restarts: bool,
     /// Exit codes of a command's workers that mean that the job was preempted: it ends, to be queued again.
     pub requeue_codes: BTreeSet<i32>,
     /// Between the request to stop, or the signal that ends a command's workers, and SIGKILL.
@@ -27,8 +27,6 @@ pub struct Rules {
     pub shutdown_timeout_max: Duration,
     /// Exit with the code of the root cause.
     pub propagate_exit_code: bool,
-    /// Spreads the restarts of jobs that failed together.
-    pub seed: u64,
 }
 
 /// What workers are.
@@ -52,8 +50,25 @@ pub enum Event {
         /// What xlaunch exits with.
         exit: ExitCode,
     },
-    /// The imports before the first attempt are done.
-    Preloaded,
+    /// The coordinator begins an attempt.
+    Begin {
+        /// From 0.
+        attempt: u32,
+        /// Of this node.
+        node_rank: u32,
+        /// The rank of local rank 0.
+        first_rank: u32,
+    },
+    /// A failure on another node, for the user: the workers are to be ended.
+    PeerFailed(String),
+    /// The group changes: the workers are to save, and end.
+    Pause(String),
+    /// The failed attempt will be followed by another one.
+    Restarting(Restarting),
+    /// The job is over.
+    GroupEnded(GroupEnd),
+    /// The coordinator may consider this node lost soon, and start its workers elsewhere.
+    CutOff(String),
     /// The rendezvous is complete.
     AllJoined,
     /// The rendezvous failed, or the ranks did not open their communicator after it, for this reason.
@@ -115,6 +130,8 @@ pub enum Event {
     Symptom {
         /// The rank.
         rank: u32,
+        /// One line.
+        error: String,
         /// It has lost the connection to another rank.
         lost_peer: bool,
         /// When it wrote that.
@@ -155,11 +172,17 @@ pub enum StopCause {
     Signal(i32),
     /// The gRPC call `Stop`.
     Call,
+    /// The group changes: another attempt follows.
+    Pause,
 }
 
 /// What the driver has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
+    /// Tell the coordinator of the first failure of an attempt.
+    ReportFailure(NodeFailed),
+    /// Tell the coordinator that all workers of an attempt are gone.
+    ReportEnd(NodeEnded),
     /// Start all workers of an attempt.
     Start {
         /// From 0.
@@ -212,6 +235,10 @@ pub struct Outcome {
     pub of_kept_attempt: bool,
     /// A stop was requested before anything failed.
     pub stopped: bool,
+    /// The rank of local rank 0.
+    pub first_rank: u32,
+    /// The root cause if it is on another node, with node and rank.
+    pub elsewhere: Option<String>,
     /// What remains of a training job that was stopped without a checkpoint of its last step, or how the last attempt
     /// failed if that is not the root cause.
     pub note: Option<String>,
@@ -220,10 +247,12 @@ pub struct Outcome {
 /// The failure of one rank, or of the group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// `None` for a failure of the whole group.
+    /// The local rank; `None` for a failure of the whole group.
     pub rank: Option<u32>,
     /// What happened, for the user.
     pub message: String,
+    /// The error that a command's rank had written before it exited, in one line.
+    pub(crate) error: Option<String>,
     /// How the process ended; `None` without a process.
     pub status: Option<Exit>,
     pub(crate) exit: ExitCode,
@@ -235,21 +264,21 @@ pub struct Failure {
     pub(crate) consequence: bool,
     /// Neither the job's program nor its GPU is at fault: the same job may succeed elsewhere or later.
     pub(crate) infrastructure: bool,
+    /// It happened on another node.
+    pub(crate) elsewhere: bool,
 }
 
 /// The phase of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Modules are imported before the first attempt.
-    Preloading,
+    /// No workers exist: the coordinator begins the next attempt, or ends the job.
+    Waiting,
     /// Workers start and join.
     Rendezvous,
     /// Workers work.
     Running,
     /// Workers are being stopped.
     Stopping,
-    /// All workers are gone; the next attempt starts after a delay.
-    RestartDelay,
     /// The job is over.
     Ended,
 }

@@ -18,6 +18,7 @@ use super::time::TimeAccount;
 use crate::activity::ActivityRecord;
 use crate::clock;
 use crate::devices;
+use crate::group::Assignment;
 use crate::run_dir::rank_dir;
 use crate::stacks::Subject;
 
@@ -61,7 +62,11 @@ pub struct Board {
     totals: Option<Totals>,
     /// Where the time goes.
     pub(crate) time: TimeAccount,
+    /// By local rank, as everything here.
     ranks: Vec<Rank>,
+    assignment: Assignment,
+    /// No worker of the attempt writes any more.
+    attempt_over: bool,
     /// Time of the monitor's last sample.
     last_sample: Option<Instant>,
     /// Of all ranks together, over all samples.
@@ -99,16 +104,30 @@ impl Board {
             totals: None,
             time: TimeAccount::new(Instant::now()),
             ranks: Vec::new(),
+            assignment: Assignment::default(),
+            attempt_over: false,
             last_sample: None,
             peak_memory_bytes: 0,
         }
     }
 
-    /// A new attempt with `world` ranks starts.
-    pub fn reset(&mut self, attempt: u32, world: u32) {
+    /// A new attempt with `workers` ranks on this node starts.
+    pub fn reset(&mut self, attempt: u32, workers: u32, assignment: &Assignment) {
         self.attempt = attempt;
-        let status = |rank| RankStatus { rank, local_rank: rank, ..Default::default() };
-        self.ranks = (0..world).map(|rank| Rank { status: status(rank), ..Default::default() }).collect();
+        (self.assignment, self.attempt_over) = (assignment.clone(), false);
+        let Assignment { first_rank, node_rank, .. } = *assignment;
+        let status = |local_rank| RankStatus {
+            rank: first_rank + local_rank,
+            local_rank,
+            node_rank,
+            ..Default::default()
+        };
+        self.ranks = (0..workers).map(|rank| Rank { status: status(rank), ..Default::default() }).collect();
+    }
+
+    /// All output of the attempt is in its logs.
+    pub(crate) fn attempt_ended(&mut self) {
+        self.attempt_over = true;
     }
 
     /// Changes the state of the job.
@@ -255,13 +274,33 @@ impl Board {
         self.attempt
     }
 
-    /// The number of ranks.
-    pub(super) fn world(&self) -> u32 {
+    /// The number of ranks on this node.
+    pub(super) fn workers(&self) -> u32 {
         u32::try_from(self.ranks.len()).unwrap_or(u32::MAX)
     }
 
+    /// The rank in the job of a local rank.
+    pub(crate) fn rank_of(&self, local_rank: u32) -> u32 {
+        self.assignment.first_rank.saturating_add(local_rank)
+    }
+
+    /// The local rank of a rank of the job, if it is on this node.
+    pub(crate) fn local_rank(&self, rank: u32) -> Option<u32> {
+        rank.checked_sub(self.assignment.first_rank).filter(|local| *local < self.workers())
+    }
+
+    /// The place of this node in the attempt.
+    pub(crate) fn assignment(&self) -> &Assignment {
+        &self.assignment
+    }
+
+    /// Whether all output of the attempt is in its logs.
+    pub(super) fn is_attempt_over(&self) -> bool {
+        self.attempt_over
+    }
+
     /// Whether the job has ended.
-    pub(super) fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         matches!(self.state, JobState::Done | JobState::Failed)
     }
 
@@ -272,14 +311,14 @@ impl Board {
 
     /// Rank and process id of every running worker.
     pub(super) fn running(&self) -> Vec<(u32, u32)> {
-        self.ranks.iter().filter_map(|rank| Some((rank.status.rank, rank.pid()?))).collect()
+        self.ranks.iter().filter_map(|rank| Some((rank.status.local_rank, rank.pid()?))).collect()
     }
 
     /// Every running worker, to be examined.
     pub(crate) fn subjects(&self) -> Vec<Subject> {
         let subject = |rank: &Rank| {
             let activity = rank.activity.clone();
-            Some(Subject { rank: rank.status.rank, pid: rank.pid()?, activity })
+            Some(Subject { rank: rank.status.local_rank, pid: rank.pid()?, activity })
         };
         self.ranks.iter().filter_map(subject).collect()
     }
@@ -302,7 +341,7 @@ impl Board {
         let ranks = self.ranks.iter().map(|rank| RankStatus {
             seconds_since_heartbeat: rank.last_report.map_or(0.0, since),
             seconds_since_output: rank.last_output.map(since),
-            hint: self.hint(rank.status.rank, now).unwrap_or_default(),
+            hint: self.hint(rank.status.local_rank, now).unwrap_or_default(),
             ..rank.status.clone()
         });
         let step = self.last_step.unwrap_or_default();
@@ -312,18 +351,19 @@ impl Board {
             job_name: self.launch.name.clone(),
             attempt: self.attempt,
             state: self.state.into(),
-            world_size: self.world(),
+            world_size: self.assignment.world,
             ranks: ranks.collect(),
             step: self.last_step.map(|step| step.step).or(lowest_step).unwrap_or(0),
             total_steps: self.train.as_ref().map_or(0, |started| started.total_steps),
             loss: step.loss,
             tokens_per_second: history::speed(&step),
             mfu: step.mfu,
+            nodes: Vec::new(),
             reason: self.reason.clone(),
             kind: self.launch.kind.into(),
             command_line: self.launch.command_line.clone(),
             started_unix_seconds: self.started_unix_seconds,
-            restarts: self.attempt,
+            restarts: self.assignment.restarts,
             max_restarts: self.launch.max_restarts,
             host: self.host.clone(),
             launcher_pid: std::process::id(),
@@ -371,8 +411,12 @@ mod tests {
             log_dir: "/logs".into(),
             stall_timeout: Duration::from_secs(300),
         });
-        board.reset(1, 2);
+        board.reset(1, 2, &Assignment { restarts: 1, ..assignment() });
         board
+    }
+
+    fn assignment() -> Assignment {
+        Assignment { nodes: 1, world: 2, ..Assignment::default() }
     }
 
     fn usage(cpu_percent: f64, gpu_percent: Option<f64>) -> Usage {
@@ -417,7 +461,7 @@ mod tests {
         board.heartbeat(0, Some(7), now);
         board.heartbeat(0, None, now + Duration::from_secs(1));
         assert_eq!(seen(&board), (7, [(7, 2.0), (8, 3.0)]));
-        board.reset(2, 2);
+        board.reset(2, 2, &Assignment { restarts: 2, ..assignment() });
         assert_eq!(seen(&board), (0, [(0, 0.0), (0, 0.0)]));
     }
 
@@ -425,7 +469,7 @@ mod tests {
     fn samples_of_an_earlier_process_are_ignored() {
         let (mut board, now) = (board(), Instant::now());
         board.spawned(0, 42, now);
-        board.reset(2, 2);
+        board.reset(2, 2, &Assignment { restarts: 2, ..assignment() });
         board.spawned(0, 43, now);
         board.set_usage(0, 42, &usage(50.0, None), now);
         assert_eq!(board.reply(now, false).ranks[0].cpu_percent, None);

@@ -34,7 +34,7 @@ pub type Pieces = mpsc::Sender<Result<LogsReply, Status>>;
 /// Opens a log; `NotFound` if there is none.
 pub type Open = Arc<dyn Fn(&Path) -> std::io::Result<std::fs::File> + Send + Sync>;
 
-/// Streams the log that `logs` names; `held` is dropped when the stream has ended.
+/// Streams the log that `logs` names by local rank; `held` is dropped when the stream has ended.
 ///
 /// # Errors
 /// `INVALID_ARGUMENT` for a rank that does not exist; in the stream, `NOT_FOUND` if there is no log and `follow` is not
@@ -44,7 +44,28 @@ pub fn stream<T: Send + 'static>(
     logs: Logs,
     held: T,
 ) -> Result<mpsc::Receiver<Result<LogsReply, Status>>, Status> {
-    let world = board.borrow().world();
+    stream_until(Until::JobEnds, board, logs, held)
+}
+
+/// The same, until the attempt ends: another node may run the rank in the next one.
+///
+/// # Errors
+/// Those of [`stream`].
+pub(crate) fn stream_of_attempt<T: Send + 'static>(
+    board: watch::Receiver<Board>,
+    logs: Logs,
+    held: T,
+) -> Result<mpsc::Receiver<Result<LogsReply, Status>>, Status> {
+    stream_until(Until::AttemptEnds, board, logs, held)
+}
+
+fn stream_until<T: Send + 'static>(
+    until: Until,
+    board: watch::Receiver<Board>,
+    logs: Logs,
+    held: T,
+) -> Result<mpsc::Receiver<Result<LogsReply, Status>>, Status> {
+    let world = board.borrow().workers();
     if logs.rank.0 >= world {
         let message =
             format!("there is no rank {}: this launch has {world} ranks, counted from 0", logs.rank);
@@ -53,7 +74,7 @@ pub fn stream<T: Send + 'static>(
     let (chunks, stream) = mpsc::channel(REPLY_QUEUE_LENGTH);
     tokio::spawn(async move {
         tokio::select! {
-            result = send(&board, logs, &chunks) => if let Err(status) = result {
+            result = send(&board, logs, until, &chunks) => if let Err(status) = result {
                 // The caller may be gone.
                 let _ = chunks.send(Err(status)).await;
             },
@@ -62,6 +83,13 @@ pub fn stream<T: Send + 'static>(
         drop(held);
     });
     Ok(stream)
+}
+
+/// Where a stream with `follow` ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Until {
+    JobEnds,
+    AttemptEnds,
 }
 
 /// Where a stream begins.
@@ -102,7 +130,12 @@ pub async fn send_log(
     Ok(log.file.is_some())
 }
 
-async fn send(board: &watch::Receiver<Board>, logs: Logs, chunks: &Pieces) -> Result<(), Status> {
+async fn send(
+    board: &watch::Receiver<Board>,
+    logs: Logs,
+    until: Until,
+    chunks: &Pieces,
+) -> Result<(), Status> {
     let failed = |error: std::io::Error| Status::internal(format!("failed to read the log: {error}"));
     let name = if logs.stderr { "stderr.log" } else { "stdout.log" };
     let open: Open = Arc::new(|path| std::fs::File::open(path));
@@ -124,7 +157,9 @@ async fn send(board: &watch::Receiver<Board>, logs: Logs, chunks: &Pieces) -> Re
             // Checked before the log is read, so that everything written until then is sent.
             let (over, next) = {
                 let board = board.borrow();
-                (board.is_over(), board.attempt() != attempt)
+                let next = board.attempt() != attempt;
+                let is_last = until == Until::AttemptEnds && (next || board.is_attempt_over());
+                (board.is_over() || is_last, next)
             };
             log.send_all(chunks).await.map_err(failed)?;
             if over || next || !logs.follow {
@@ -133,7 +168,8 @@ async fn send(board: &watch::Receiver<Board>, logs: Logs, chunks: &Pieces) -> Re
             tokio::time::sleep(FOLLOW_POLL_INTERVAL).await;
         };
         if over && log.file.is_none() && !logs.follow {
-            return Err(Status::not_found(format!("rank {} has no log: {}", logs.rank, log.path.display())));
+            let rank = board.borrow().rank_of(logs.rank.0);
+            return Err(Status::not_found(format!("rank {rank} has no log: {}", log.path.display())));
         }
         if over {
             return Ok(());

@@ -6,7 +6,8 @@
 //!                      '--a snapshot--> rendezvous::service: Status
 //!    log files --------------> follow --> rendezvous::service: Logs
 //! ```
-//! `time` is a part of the board: where the time of the job has gone.
+//! `time` is a part of the board: where the time of the job has gone. `merge` makes one status of those of several
+//! nodes.
 //!
 //! Nothing here waits for the driver or makes it wait: the board is changed and read in place, under a lock that is
 //! held for microseconds.
@@ -15,6 +16,7 @@ pub mod board;
 pub mod follow;
 mod gpu;
 pub mod history;
+pub mod merge;
 mod monitor;
 pub mod sample;
 pub(crate) mod time;

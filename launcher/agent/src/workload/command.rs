@@ -6,7 +6,6 @@
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
-use std::hash::{BuildHasher, RandomState};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,6 +18,8 @@ use xlaunch_proto::env;
 use xlaunch_proto::v1::JobKind;
 
 use crate::command::{LogOptions, ResolvedCommand, quote_line};
+use crate::group::Assignment;
+use crate::group::interface::Interface;
 use crate::logs::Output;
 use crate::process::Process;
 use crate::python;
@@ -53,6 +54,8 @@ pub struct CommandPlan<'a> {
     pub affinities: Vec<Affinity>,
     /// What the workers inherit.
     pub base: &'a BaseEnvironment,
+    /// The network interface of this node's address, with several nodes.
+    pub interface: Option<Interface>,
 }
 
 pub(crate) struct CommandWorkload<'a> {
@@ -61,6 +64,8 @@ pub(crate) struct CommandWorkload<'a> {
     base: &'a BaseEnvironment,
     run: &'a RunDir,
     output: Output,
+    assignment: Assignment,
+    interface: Option<Interface>,
     /// Reserved while the attempt runs; `None` if the user chose a port.
     port: Option<MasterPort>,
     /// Ranks that were reported as stalled.
@@ -74,7 +79,7 @@ pub(crate) struct CommandWorkload<'a> {
 
 impl<'a> CommandWorkload<'a> {
     pub(crate) fn new(plan: CommandPlan<'a>, run: &'a RunDir) -> std::io::Result<Self> {
-        let CommandPlan { spec, affinities, base } = plan;
+        let CommandPlan { spec, affinities, base, interface } = plan;
         let output = Output::new(&bounded(&spec.logs), &spec.role, spec.nproc)?;
         Ok(Self {
             spec,
@@ -82,6 +87,8 @@ impl<'a> CommandWorkload<'a> {
             base,
             run,
             output,
+            assignment: Assignment::default(),
+            interface,
             port: None,
             stalled: BTreeSet::new(),
             exited: BTreeSet::new(),
@@ -102,10 +109,11 @@ impl<'a> CommandWorkload<'a> {
 
     /// Reports ranks that neither print nor compute.
     fn report_idle_ranks(&mut self, board: &watch::Sender<Board>, now: Instant) {
+        let first = self.assignment.first_rank;
         for rank in (0..self.spec.nproc).filter(|rank| !self.heartbeats.reported().contains(rank)) {
             match board.borrow().hint(rank, now) {
                 Some(hint) if self.stalled.insert(rank) => {
-                    self.output.print(&format!("xlaunch: rank {rank}: {hint}; it may hang"));
+                    self.output.print(&format!("xlaunch: rank {}: {hint}; it may hang", first + rank));
                 }
                 Some(_) => {}
                 None => drop(self.stalled.remove(&rank)),
@@ -116,14 +124,14 @@ impl<'a> CommandWorkload<'a> {
 
 impl CommandWorkload<'_> {
     fn group(&self, attempt: u32) -> CommandGroup<'_> {
-        let port = self.spec.master_port.or(self.port.as_ref().map(MasterPort::number));
         CommandGroup {
             base: self.base,
             spec: self.spec,
             run_id: &self.run.id,
             socket: &self.run.socket,
             attempt,
-            master_port: port.unwrap_or(0),
+            assignment: &self.assignment,
+            interface: self.interface.as_ref(),
         }
     }
 
@@ -138,14 +146,13 @@ impl CommandWorkload<'_> {
 impl Workload for CommandWorkload<'_> {
     fn rules(&self) -> Rules {
         Rules {
-            world: self.spec.nproc,
+            workers: self.spec.nproc,
             kind: Kind::Command,
-            restarts: self.spec.restarts.clone(),
+            has_restarts: self.spec.restarts.most > 0,
             requeue_codes: self.spec.requeue_codes.clone(),
             shutdown_timeout: self.spec.shutdown_timeout,
             shutdown_timeout_max: self.spec.shutdown_timeout,
             propagate_exit_code: self.spec.propagate_exit_code,
-            seed: RandomState::new().hash_one(&self.run.id),
         }
     }
 
@@ -165,18 +172,26 @@ impl Workload for CommandWorkload<'_> {
         self.spec.signals.iter().map(|signal| Signal::from(*signal)).collect()
     }
 
-    /// Every attempt has another port: survivors of the last one may still hold theirs.
-    fn begin_attempt(&mut self, _attempt: u32) -> std::io::Result<()> {
+    fn begin_attempt(&mut self, _attempt: u32, assignment: &Assignment) -> std::io::Result<()> {
+        self.assignment = assignment.clone();
+        self.output.begin_attempt(assignment.first_rank);
         self.stalled.clear();
         self.exited.clear();
-        self.heartbeats.begin_attempt(Instant::now());
+        self.heartbeats.begin_attempt(assignment.first_rank, Instant::now());
         // In this order: dropping the files of the last attempt removes the directory.
         self.heartbeat_files = None;
         self.heartbeat_files = Some(HeartbeatFiles::create(self.heartbeat_dir(), self.spec.nproc)?);
-        if self.spec.master_port.is_none() {
-            self.port = Some(MasterPort::reserve()?);
-        }
         Ok(())
+    }
+
+    /// Every attempt has another port: survivors of the last one may still hold theirs.
+    fn reserve_port(&mut self) -> std::io::Result<u16> {
+        if let Some(chosen) = self.spec.master_port {
+            return Ok(chosen);
+        }
+        // First: the new one is different.
+        let port = MasterPort::reserve()?;
+        Ok(self.port.insert(port).number())
     }
 
     fn command(&self, attempt: u32, rank: u32, dir: &Path) -> std::io::Result<(Command, Options)> {

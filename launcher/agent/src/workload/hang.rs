@@ -142,6 +142,13 @@ impl HangDetector {
         self.add(rank, true, now);
     }
 
+    /// A rank of another node has reported, so it has opened its session.
+    pub(crate) fn heard_of(&mut self, rank: u32, now: Instant) {
+        if self.ranks.get(&rank).is_some_and(|activity| !activity.opened) {
+            self.add(rank, true, now);
+        }
+    }
+
     fn add(&mut self, rank: u32, opened: bool, now: Instant) {
         let (last_heartbeat, phase) = (now, Phase::Unspecified);
         let (steps, progress, collectives, marks) = (0, 0, 0, 0);

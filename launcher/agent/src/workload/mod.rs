@@ -22,8 +22,10 @@ use std::time::Instant;
 
 use rustix::process::Signal;
 use tokio::sync::watch;
+use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 
 use crate::activity::ActivityRecord;
+use crate::group::Assignment;
 use crate::logs::Output;
 use crate::rendezvous::service::Message;
 use crate::spawn::Options;
@@ -54,7 +56,25 @@ pub(crate) trait Workload {
 
     /// An attempt is about to start. After an error no worker of it is started, and all of them count as failed: with
     /// exit code 65 if the error is `InvalidData`.
-    fn begin_attempt(&mut self, attempt: u32) -> std::io::Result<()>;
+    fn begin_attempt(&mut self, attempt: u32, assignment: &Assignment) -> std::io::Result<()>;
+
+    /// Reserves `MASTER_PORT` for the next attempt, if this node has rank 0.
+    fn reserve_port(&mut self) -> std::io::Result<u16>;
+
+    /// Whether this node sees the files of the agent of node rank 0.
+    fn is_shared(&self, _instance: &[u8]) -> bool {
+        true
+    }
+
+    /// What the coordinator, or the agent of another node, says about workers.
+    fn group_message(
+        &mut self,
+        _message: ToAgent,
+        _job: &Job,
+        _board: &watch::Sender<Board>,
+    ) -> Option<Event> {
+        None
+    }
 
     /// The GPUs of the ranks, as in `CUDA_VISIBLE_DEVICES`, if they are to be checked before an attempt. Inner `None`:
     /// all GPUs of the node.

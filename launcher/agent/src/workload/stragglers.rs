@@ -45,10 +45,11 @@ impl Stragglers {
     pub(super) fn record(&mut self, rank: u32, own_seconds: f64) -> Vec<String> {
         let Some(times) = self.ranks.get_mut(rank as usize) else { return Vec::new() };
         times.seconds.push(own_seconds);
-        if times.seconds.len() == WINDOW_STEPS {
-            let seconds = std::mem::take(&mut times.seconds);
-            times.windows.push_back(lower_median(seconds));
+        if times.seconds.len() < WINDOW_STEPS {
+            return Vec::new();
         }
+        let seconds = std::mem::take(&mut times.seconds);
+        times.windows.push_back(lower_median(seconds));
         let complete: Vec<f64> =
             self.ranks.iter().filter_map(|times| times.windows.front().copied()).collect();
         if complete.len() < self.ranks.len() {

@@ -1,28 +1,34 @@
 //! A job of the built-in trainer: rendezvous, sessions, reports of workers, and the checkpoint to resume from.
 
+mod nodes;
 mod reports;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tonic::Status;
 use xlaunch_proto::convert::Join;
 use xlaunch_proto::env;
-use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::snapshot::SnapshotId;
 use xlaunch_proto::spec::{DoctorMode, JobSpec, OnHang};
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
-use xlaunch_proto::v1::{Bench, GetJobReply, GetJobRequest, JobKind, MemorySnapshot, StopCommand};
+use xlaunch_proto::v1::agent_message::Body as FromAgent;
+use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
+use xlaunch_proto::v1::{
+    Bench, GetJobReply, GetJobRequest, JobKind, MemorySnapshot, NodeHung, NodeResume, RankReport, StopCommand,
+};
 
 use crate::activity::ActivityRecord;
-use crate::command::{Restarts, quote_line};
+use crate::command::quote_line;
 use crate::devices::Placement;
+use crate::group::Assignment;
+use crate::group::join::Group;
+use crate::group::shared;
 use crate::logs::Output;
 use crate::process::Process;
 use crate::rendezvous::Rendezvous;
@@ -34,7 +40,7 @@ use crate::sinks::progress::Progress;
 use crate::sinks::samples::Samples;
 use crate::sinks::summary::Summary;
 use crate::sinks::tensorboard::TensorBoard;
-use crate::sinks::{RankReport, Sinks};
+use crate::sinks::{self, Sinks};
 use crate::spawn::Options;
 use crate::spawn::environment::{self, BaseEnvironment, TrainerGroup};
 use crate::spawn::port::MasterPort;
@@ -105,11 +111,13 @@ pub struct TrainingResults {
     /// `metrics.jsonl`, if it was asked for and is complete.
     pub metrics: Option<PathBuf>,
     /// For a bench: all reports but heartbeats, in the order of arrival.
-    pub reports: Vec<RankReport>,
+    pub reports: Vec<sinks::RankReport>,
 }
 
 pub(crate) struct TrainerWorkload<'a> {
     plan: TrainerPlan<'a>,
+    /// What this attempt resumes from is known.
+    resume_known: bool,
     run: &'a RunDir,
     barrier: JoinBarrier,
     /// From 0.
@@ -132,43 +140,53 @@ pub(crate) struct TrainerWorkload<'a> {
     /// Hints of the hang detector that status shows.
     hang_hints: BTreeMap<u32, String>,
     stragglers: Stragglers,
+    /// For the agent of rank 0, sent once a second: with a message per report, a thousand nodes would be too many.
+    unsent_reports: Vec<RankReport>,
     /// By rank; `None` where the memory could not be created.
     activities: Vec<Option<ActivityRecord>>,
     saves: SaveBarrier,
     snapshots: Option<Snapshots>,
     /// The snapshot that this attempt resumes from.
     resume_snapshot: Option<MemorySnapshot>,
+    /// To the coordinator.
+    messages: mpsc::UnboundedSender<FromAgent>,
+    /// At which other nodes reach this one.
+    address: String,
+    /// Of this attempt.
+    assignment: Assignment,
     /// For frameworks that rendezvous on their own; the trainer does not.
     port: Option<MasterPort>,
     output: Output,
     sinks: Sinks,
     metrics_path: Option<PathBuf>,
     summary: Summary,
-    reports: Vec<RankReport>,
+    reports: Vec<sinks::RankReport>,
 }
 
 impl<'a> TrainerWorkload<'a> {
-    pub(crate) fn new(plan: TrainerPlan<'a>, run: &'a RunDir) -> std::io::Result<Self> {
+    pub(crate) fn new(plan: TrainerPlan<'a>, run: &'a RunDir, group: &Group) -> std::io::Result<Self> {
+        // The curves of a job are those of rank 0.
+        let leads = group.first.node_rank == 0;
         let observe = &plan.spec.observe;
         let mut sinks = Sinks::new(Progress::default())?;
         let mut metrics_path = None;
-        if observe.metrics {
+        if leads && observe.metrics {
             metrics_path = Some(Metrics::path(&run.path));
             let (dir, parent) = (run.path.clone(), plan.parent.clone());
             sinks.add_file(METRICS, move || Metrics::create(&dir, parent.as_deref()))?;
         }
-        if plan.bench.is_none() && plan.spec.train.sample > 0 {
+        if leads && plan.bench.is_none() && plan.spec.train.sample > 0 {
             let (dir, parent) = (run.path.clone(), plan.parent.clone());
             sinks.add_file(SAMPLES, move || Ok(Samples::new(&dir, parent.as_deref())))?;
         }
-        if observe.tensorboard {
+        if leads && observe.tensorboard {
             let (dir, parent) = (run.path.clone(), plan.parent.clone());
             let create = move || TensorBoard::create(&dir, parent.as_deref());
             sinks.add_file("TensorBoard's event file", create)?;
         }
         let printer = sinks.printer().clone();
         Ok(Self {
-            barrier: barrier(&plan, 0),
+            barrier: barrier(&plan, 0, &Assignment::default()),
             attempt: 0,
             waiting: Vec::new(),
             sessions: Sessions::default(),
@@ -181,6 +199,7 @@ impl<'a> TrainerWorkload<'a> {
             hang_detector: HangDetector::new(hang_settings(&plan), Instant::now()),
             hang_hints: BTreeMap::new(),
             stragglers: Stragglers::new(plan.placement.workers),
+            unsent_reports: Vec::new(),
             // Without them, training goes on: they are for people.
             activities: (0..plan.placement.workers).map(|_| ActivityRecord::create().ok()).collect(),
             saves: SaveBarrier::new(plan.placement.workers),
@@ -189,12 +208,16 @@ impl<'a> TrainerWorkload<'a> {
                 .then(|| Snapshots::create(&run.id, plan.placement.workers))
                 .transpose()?,
             resume_snapshot: None,
+            messages: group.link.sender(),
+            address: group.address.clone(),
+            assignment: Assignment::default(),
             port: None,
             output: Output::for_trainer(move |line| printer.print(line)),
             sinks,
             metrics_path,
             summary: Summary::default(),
             reports: Vec::new(),
+            resume_known: true,
             plan,
             run,
         })
@@ -253,20 +276,26 @@ impl<'a> TrainerWorkload<'a> {
     fn join(&mut self, join: Join, reply: Reply, board: &watch::Sender<Board>) -> Option<Event> {
         let (rank, device) = (join.rank.0, join.device_uuid.clone());
         let outcome = self.barrier.join(join, reply);
-        if matches!(outcome, JoinOutcome::Waiting | JoinOutcome::Complete) {
-            board.send_modify(|board| board.joined(rank, &device));
-            self.devices.insert(rank, device);
+        if matches!(outcome, JoinOutcome::Waiting | JoinOutcome::Complete(_)) {
+            let local_rank = rank.saturating_sub(self.assignment.first_rank);
+            board.send_modify(|board| board.joined(local_rank, &device));
+            self.devices.insert(local_rank, device);
         }
         match outcome {
             JoinOutcome::Waiting | JoinOutcome::Ignored => None,
-            JoinOutcome::Complete => {
-                let now = Instant::now();
-                self.sessions.all_joined(self.join_timeout(), now);
-                board.send_modify(|board| board.time.joined(now));
-                self.hang_detector.all_joined(self.plan.placement.workers, now);
-                Some(Event::AllJoined)
+            JoinOutcome::Complete(node) => {
+                self.send(FromAgent::Join(node.to_wire(self.attempt)));
+                None
             }
             JoinOutcome::Failed(problem) => Some(Event::RendezvousFailed(problem)),
+        }
+    }
+
+    /// Answers workers of this attempt that have asked for their job.
+    fn answer_waiting(&mut self) {
+        for (request, reply) in std::mem::take(&mut self.waiting) {
+            // The caller may be gone.
+            let _ = reply.send(self.get_job(&request));
         }
     }
 
@@ -278,23 +307,14 @@ impl<'a> TrainerWorkload<'a> {
 impl Workload for TrainerWorkload<'_> {
     fn rules(&self) -> Rules {
         let launch = &self.plan.spec.launch;
-        // A restart cannot repair the configuration, the data or a checkpoint, and would diverge again.
-        let final_codes =
-            [ExitCode::Usage, ExitCode::Data, ExitCode::Diverged].map(|exit| i32::from(exit.code()));
         Rules {
-            world: self.plan.placement.workers,
+            workers: self.plan.placement.workers,
             kind: Kind::Trainer,
-            restarts: Restarts {
-                most: launch.max_restarts,
-                window: Duration::from_secs_f64(launch.restart_window),
-                not_after: final_codes.into(),
-                free: [i32::from(ExitCode::DamagedCheckpoint.code())].into(),
-            },
+            has_restarts: launch.max_restarts > 0,
             requeue_codes: BTreeSet::new(),
             shutdown_timeout: Duration::from_secs_f64(launch.shutdown_timeout),
             shutdown_timeout_max: Duration::from_secs_f64(launch.shutdown_timeout_max),
             propagate_exit_code: false,
-            seed: RandomState::new().hash_one(&self.run.id),
         }
     }
 
@@ -316,40 +336,53 @@ impl Workload for TrainerWorkload<'_> {
     }
 
     /// Starts a new rendezvous; a restart resumes from the newest snapshot or checkpoint.
-    fn begin_attempt(&mut self, attempt: u32) -> std::io::Result<()> {
-        if attempt > 0 {
+    fn begin_attempt(&mut self, attempt: u32, assignment: &Assignment) -> std::io::Result<()> {
+        self.assignment = assignment.clone();
+        self.output.begin_attempt(assignment.first_rank);
+        self.attempt = attempt;
+        self.resume_known = self.leads();
+        if attempt > 0 && self.leads() {
             self.recover()?;
         }
         self.barrier.refuse("the attempt is over");
-        self.barrier = barrier(&self.plan, attempt);
-        if self.port.is_none() {
-            self.port = MasterPort::reserve().ok();
-        }
+        self.barrier = barrier(&self.plan, attempt, assignment);
         let world = self.plan.placement.workers;
         self.sessions.begin_attempt(world);
         self.progress = vec![0; world as usize];
         self.step = None;
         self.hang_detector.begin_attempt(Instant::now());
         self.hang_hints.clear();
-        self.stragglers = Stragglers::new(world);
-        self.saves = SaveBarrier::new(self.plan.placement.workers);
-        self.attempt = attempt;
-        for (request, reply) in std::mem::take(&mut self.waiting) {
-            // The caller may be gone.
-            let _ = reply.send(self.get_job(&request));
+        self.stragglers = Stragglers::new(assignment.world);
+        self.unsent_reports.clear();
+        self.saves = SaveBarrier::new(assignment.writers);
+        if self.leads() {
+            if assignment.writers < assignment.world && attempt == 0 {
+                let dir = self.checkpoint_dir();
+                self.notify(&format!(
+                    "xlaunch: nodes do not share {}: node 0 keeps the checkpoints, and the job ends if it is lost",
+                    dir.display()
+                ));
+            }
+            if assignment.has_peers() {
+                let path = self.plan.resume_from.as_deref().map(Path::to_string_lossy);
+                let path = path.unwrap_or_default().into_owned();
+                self.send(FromAgent::Resume(NodeResume { attempt, path }));
+            }
+            self.answer_waiting();
         }
         Ok(())
     }
 
     fn command(&self, attempt: u32, rank: u32, _dir: &Path) -> std::io::Result<(Command, Options)> {
         let group = TrainerGroup {
+            address: &self.address,
             base: self.plan.base,
             run_id: &self.run.id,
             socket: &self.run.socket,
             placement: self.plan.placement,
             attempt,
             max_restarts: self.plan.spec.launch.max_restarts,
-            master_port: self.port.as_ref().map_or(DEFAULT_MASTER_PORT, MasterPort::number),
+            assignment: &self.assignment,
         };
         let mut command = environment::trainer_command(&group, rank)?;
         let mut inherited =
@@ -362,6 +395,21 @@ impl Workload for TrainerWorkload<'_> {
             inherited.push(activity.file());
         }
         Ok((command, Options { leave_signals_to_agent: true, inherited, ..Options::default() }))
+    }
+
+    fn group_message(&mut self, message: ToAgent, _job: &Job, board: &watch::Sender<Board>) -> Option<Event> {
+        self.hear(message, board)
+    }
+
+    fn is_shared(&self, instance: &[u8]) -> bool {
+        shared::is_visible(&shared::directory(self.plan.spec), instance)
+    }
+
+    fn reserve_port(&mut self) -> io::Result<u16> {
+        if self.port.is_none() {
+            self.port = MasterPort::reserve().ok();
+        }
+        Ok(self.port.as_ref().map_or(DEFAULT_MASTER_PORT, MasterPort::number))
     }
 
     fn gpus_to_check(&self) -> Option<Option<String>> {
@@ -423,7 +471,7 @@ impl Workload for TrainerWorkload<'_> {
     fn message(&mut self, message: Message, job: &Job, board: &watch::Sender<Board>) -> Option<Event> {
         match message {
             Message::GetJob(request, reply) => {
-                match request.attempt > self.attempt {
+                match request.attempt > self.attempt || !self.resume_known {
                     true => self.waiting.push((request, reply)),
                     // The caller may be gone.
                     false => drop(reply.send(self.get_job(&request))),
@@ -435,7 +483,9 @@ impl Workload for TrainerWorkload<'_> {
                     if job.phase() == Phase::Stopping {
                         self.sessions.send(rank, WorkerCommand::Stop(StopCommand {}));
                     }
-                    self.hang_detector.session_opened(rank, Instant::now());
+                    if self.leads() {
+                        self.hang_detector.session_opened(rank, Instant::now());
+                    }
                     return Some(Event::SessionOpened { rank });
                 }
             }
@@ -462,6 +512,7 @@ impl Workload for TrainerWorkload<'_> {
     }
 
     fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
+        self.send_reports();
         let is_stopped = |rank| {
             let subjects = board.borrow().subjects();
             let pid = subjects.into_iter().find(|subject| subject.rank == rank).map(|subject| subject.pid);
@@ -475,11 +526,21 @@ impl Workload for TrainerWorkload<'_> {
         });
         self.hang_hints = report.rank_hints;
         self.show_hints(board);
-        report.hang
+        let mut hang = report.hang?;
+        let (local, others): (Vec<u32>, Vec<u32>) =
+            hang.culprits.iter().partition(|rank| self.local_rank(**rank).is_some());
+        if hang.ends && local.is_empty() {
+            // Their agent has the evidence, and ends them.
+            let message = hang.cause.clone();
+            self.send(FromAgent::Hung(NodeHung { attempt: self.attempt, ranks: others, message }));
+        }
+        hang.culprits = local;
+        (!hang.culprits.is_empty()).then_some(hang)
     }
 
     fn hang_lasts(&self, hang: &Hang) -> bool {
-        self.hang_detector.lasts(hang)
+        // What the agent of rank 0 has found is final.
+        !self.leads() || self.hang_detector.lasts(hang)
     }
 }
 
@@ -493,7 +554,9 @@ fn hang_settings(plan: &TrainerPlan<'_>) -> hang::Settings {
 }
 
 /// The rendezvous of an attempt that starts now.
-fn barrier(plan: &TrainerPlan<'_>, attempt: u32) -> JoinBarrier {
+fn barrier(plan: &TrainerPlan<'_>, attempt: u32, assignment: &Assignment) -> JoinBarrier {
     let deadline = Instant::now() + Duration::from_secs_f64(plan.spec.launch.join_timeout);
-    JoinBarrier::new(Rendezvous::new(plan.placement.workers, attempt, plan.spec.digest(), deadline))
+    let (first, world) = (assignment.first_rank, assignment.world);
+    let ranks = first..first + plan.placement.workers;
+    JoinBarrier::new(Rendezvous::new(ranks, world, attempt, plan.spec.digest(), deadline))
 }

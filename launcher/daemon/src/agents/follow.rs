@@ -385,7 +385,7 @@ impl Client {
     }
 
     async fn status(&mut self) -> Option<StatusReply> {
-        let call = self.connected().await?.status(StatusRequest { history: true });
+        let call = self.connected().await?.status(StatusRequest { history: true, local: true });
         let reply = timeout(AGENT_CALL_TIMEOUT, call).await.ok().and_then(Result::ok);
         if reply.is_none() {
             self.connected = None;

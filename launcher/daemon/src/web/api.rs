@@ -58,6 +58,7 @@ fn line(view: &JobView) -> Value {
     value["total_steps"] = json!(trained.map(|status| status.total_steps));
     value["loss"] = json!(trained.map(|status| json::single(status.loss)));
     value["tokens_per_second"] = json!(trained.map(|status| json::number(status.tokens_per_second)));
+    value["mfu"] = json!(trained.and_then(|status| status.mfu).map(json::number));
     value["restarts"] = json!(status.map(|status| status.restarts));
     value["max_restarts"] = json!(status.map(|status| status.max_restarts));
     value

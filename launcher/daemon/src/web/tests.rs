@@ -109,7 +109,10 @@ async fn api_serves_node_and_jobs_as_json() {
     assert_eq!((&node["jobs"][1]["step"], &node["jobs"][1]["started_unix_ms"]), (&Value::Null, &Value::Null));
     assert_eq!((&node["jobs"][2]["name"], &node["jobs"][3]["loss"]), (&json!(HOSTILE), &json!("NaN")));
 
+    assert_eq!((&node["jobs"][0]["mfu"], &node["jobs"][1]["mfu"]), (&json!(0.41), &Value::Null));
+
     let job = served.json("/api/v1/jobs/7").await;
+    assert_eq!(job["mfu"], 0.41);
     assert_eq!(job["history"].as_array().unwrap().len(), 400);
     assert_eq!(job["history"][399]["step"], 800);
     assert_eq!(job["status"]["ranks"][3]["hint"], "no output for 312 s, no CPU time");

@@ -74,6 +74,8 @@ impl Flag {
 /// Former names, accepted for one release with a warning: (old, new).
 const RENAMED: [(&str, &str); 1] = [("silence", "stall-timeout")];
 
+const SEVERAL_NODES: &str = "Several nodes";
+
 /// Flags under the headings of `--help`.
 pub(super) static GROUPS: &[(&str, &[Flag])] = &[
     (
@@ -193,24 +195,64 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
         ],
     ),
     (
-        "Rendezvous (on one node)",
+        SEVERAL_NODES,
         &[
-            Flag::torchrun("standalone", Nothing, "ignore --rdzv-* and --master-*, use a free port"),
-            Flag::torchrun("master-addr", Value("HOST"), "MASTER_ADDR [127.0.0.1]"),
-            Flag::torchrun("master-port", Value("PORT"), "MASTER_PORT [a free port]"),
-            Flag::torchrun("rdzv-endpoint", Value("HOST:PORT"), "MASTER_ADDR and MASTER_PORT in one"),
-            Flag::torchrun("rdzv-id", Value("ID"), "TORCHELASTIC_RUN_ID [random]"),
-            Flag::torchrun("rdzv-backend", Value("NAME"), "static or c10d; the same on one node"),
-            Flag::torchrun("local-addr", Value("HOST"), "MASTER_ADDR if no other flag sets it"),
-            Flag::torchrun("nnodes", Value("N"), "number of nodes: 1 or 1:1"),
-            Flag::torchrun("node-rank", Value("N"), "rank of this node: 0"),
+            Flag::torchrun(
+                "nnodes",
+                Value("N|MIN:MAX"),
+                "number of nodes [1, or the engine's: Slurm, LSF, PBS]",
+            ),
+            Flag::torchrun("node-rank", Value("N"), "rank of this node [the engine's, else 0]"),
+            Flag::torchrun(
+                "rdzv-backend",
+                Value("NAME"),
+                "static or c10d: nodes may join and leave [static]",
+            ),
+            Flag::torchrun(
+                "rdzv-endpoint",
+                Value("HOST:PORT"),
+                "coordinator of the nodes; on one node MASTER_ADDR, MASTER_PORT",
+            ),
+            Flag::torchrun("master-addr", Value("HOST"), "the same for static; on one node MASTER_ADDR"),
+            Flag::torchrun("master-port", Value("PORT"), "[29500; on one node a free port]"),
+            Flag::torchrun("rdzv-id", Value("ID"), "TORCHELASTIC_RUN_ID, equal on all nodes [random]"),
+            Flag::torchrun(
+                "rdzv-conf",
+                Value("KEYS"),
+                "join_timeout=600,keep_alive_interval=1,... or is_host=1",
+            ),
+            Flag::torchrun("local-addr", Value("HOST"), "address of this host for the others"),
+            Flag::xlaunch(
+                "interface",
+                Value("NAME"),
+                "network interface for nodes and workers, such as eth0",
+            ),
+            Flag::xlaunch(
+                "token-file",
+                Value("PATH"),
+                "the job's token; or XLAUNCH_TOKEN, or munge under Slurm",
+            ),
+            Flag::xlaunch("rdzv-insecure", Nothing, "no token and plain TCP, for a trusted network"),
+            Flag::torchrun("standalone", Nothing, "one node: ignore --rdzv-*, --master-* and engines"),
+        ],
+    ),
+    (
+        "Several hosts over ssh",
+        &[
+            Flag::xlaunch("hosts", Value("LIST"), "start on these hosts, with slots as workers: a,b:4"),
+            Flag::xlaunch(
+                "hostfile",
+                Value("FILE"),
+                "the same, a line per host: HOST, HOST slots=N or HOST:N",
+            ),
+            Flag::xlaunch("ssh", Value("COMMAND"), "ssh client and its options [ssh -o BatchMode=yes ...]"),
+            Flag::xlaunch("export", Value("NAME"), "variable that the hosts get, too; may be repeated"),
         ],
     ),
     (
         "Accepted without effect",
         &[
             Flag::torchrun("monitor-interval", Value("SECONDS"), "exits are noticed immediately"),
-            Flag::torchrun("rdzv-conf", Value("KEYS"), "on one node there is nothing to configure"),
             Flag::torchrun("start-method", Value("NAME"), "workers are always spawned"),
             Flag::torchrun("event-log-handler", Value("NAME"), "see `xlaunch status` instead"),
         ],
@@ -226,7 +268,7 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
         ],
     ),
     (
-        "Training configurations (these, --nproc, --max-restarts and --shutdown-timeout)",
+        "Training configurations (these, several nodes, --nproc, --max-restarts, --shutdown-timeout)",
         &[
             Flag::xlaunch("set", Value("SECTION.KEY=VALUE"), "override a key; may be repeated"),
             Flag::xlaunch(
@@ -253,6 +295,12 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
 
 /// Flags that only training configurations take.
 pub(super) const TRAINING: [&str; 4] = ["set", "resume", "resume-changed", "overwrite"];
+
+/// Flags of launches on several nodes: those under that heading.
+pub(super) fn several_nodes() -> impl Iterator<Item = &'static str> {
+    let group = GROUPS.iter().filter(|(heading, _)| *heading == SEVERAL_NODES);
+    group.flat_map(|(_, flags)| flags.iter().map(|flag| flag.name))
+}
 
 pub(super) fn all() -> impl Iterator<Item = &'static Flag> {
     GROUPS.iter().flat_map(|(_, flags)| flags.iter())

@@ -25,7 +25,7 @@ pub(in crate::cli) fn usage() -> String {
 /// The whole text. `subcommands` are names and descriptions.
 pub(super) fn text(name: Name, subcommands: &[(String, String)], exit_codes: &str) -> String {
     let mut out = match name {
-        Name::Torchrun => "Launches a script once per worker, as torchrun does on one node.\n\n\
+        Name::Torchrun => "Launches a script once per worker, as torchrun does.\n\n\
             Usage:\n  torchrun [FLAGS] SCRIPT [ARGUMENTS]\n  torchrun [FLAGS] -m MODULE [ARGUMENTS]\n"
             .to_owned(),
         Name::Xlaunch => {

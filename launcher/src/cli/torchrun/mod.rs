@@ -2,7 +2,9 @@
 //!
 //! ```text
 //! arguments --line--> flags and target --reader (+ PET_* variables), values--> spec --> CommandSpec
-//!             ^ flags: the table                                            `-> trainer --> Launch
+//!             ^ flags: the table                                            |-> trainer --> Launch
+//!                                               the engine's allocation ----|-> group --> GroupSpec, if several nodes
+//!                                                                           `-> hosts --> SshLaunch
 //! ```
 //! The parser is our own, over one table of flags. clap cannot express what makes a command line torchrun's: a prefix
 //! that is unambiguous among torchrun's flags must stay so beside xlaunch's; `--` before the target changes its
@@ -14,7 +16,9 @@
 
 mod arguments;
 mod flags;
+mod group;
 mod help;
+mod hosts;
 mod line;
 mod reader;
 mod spec;
@@ -27,12 +31,17 @@ use std::path::Path;
 
 use xlaunch_proto::exit::ExitCode;
 
+use super::engine::Sourced;
 use super::launch::Launch;
 use super::output::print_note;
+use crate::ssh::plan::SshLaunch;
 pub(super) use arguments::arguments;
+pub(super) use group::{DYNAMIC_PORT, Group, Scope, Settings};
 pub(super) use help::{ABOUT, usage};
+use hosts::Hosts;
 use line::{Line, Target};
 use reader::{Environment, Reader};
+pub(super) use values::group_endpoint;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::names::nearest;
 use xlaunch_proto::command::CommandSpec;
@@ -56,13 +65,25 @@ impl Name {
     }
 }
 
+impl Name {
+    /// As a word.
+    pub(super) fn word(self) -> &'static str {
+        match self {
+            Self::Xlaunch => "xlaunch",
+            Self::Torchrun => "torchrun",
+        }
+    }
+}
+
 /// The meaning of a command line.
 #[derive(Debug)]
 pub(crate) enum Request {
-    /// The built-in trainer.
-    Trainer(Launch),
+    /// The built-in trainer, on one node or several.
+    Trainer(Launch, Option<Box<Group>>),
     /// Any other command.
-    Command(Box<CommandSpec>),
+    Command(Box<CommandSpec>, Option<Box<Group>>),
+    /// Either of them, on other hosts.
+    Ssh(Box<SshLaunch>),
     /// Text for stdout.
     Text(String),
 }
@@ -75,11 +96,17 @@ pub(crate) fn parse(
     name: Name,
     arguments: &[OsString],
     environment: Environment<'_>,
+    scope: Scope<'_>,
 ) -> Result<Request, Refusal> {
-    request(name, arguments, environment).map_err(|message| Refusal::new(ExitCode::Usage, message))
+    request(name, arguments, environment, scope).map_err(|message| Refusal::new(ExitCode::Usage, message))
 }
 
-fn request(name: Name, arguments: &[OsString], environment: Environment<'_>) -> Result<Request, String> {
+fn request(
+    name: Name,
+    arguments: &[OsString],
+    environment: Environment<'_>,
+    scope: Scope<'_>,
+) -> Result<Request, String> {
     let line = Line::read(name, arguments)?;
     if line.last("help").is_some() {
         return Ok(Request::Text(help::text(name, &super::subcommands(), &super::exit_codes())));
@@ -87,20 +114,52 @@ fn request(name: Name, arguments: &[OsString], environment: Environment<'_>) -> 
     if line.last("version").is_some() {
         return Ok(Request::Text(format!("xlaunch {}\n", env!("CARGO_PKG_VERSION"))));
     }
+    if hosts::are_given(&line) {
+        return match hosts::launch(name, &line)? {
+            Hosts::Others(launch) => {
+                // A mistake in the rest is reported here, and once.
+                let here = Scope::Nodes(&|| Ok(None));
+                request(name, &launch.arguments, &|_| None, here).map(|_| Request::Ssh(Box::new(launch)))
+            }
+            Hosts::This(arguments) => request(name, &arguments, environment, scope),
+        };
+    }
     let reader = Reader { line: &line, environment };
+    let group = || Ok::<_, String>(group::resolve(&reader, name, scope, &mut Settings::new())?.map(Box::new));
     let command = |argv: &[OsString], is_program| {
-        let spec = spec::command(&reader, argv, is_program)?;
-        Ok(Request::Command(Box::new(spec)))
+        let group = group()?;
+        let spec = spec::command(&reader, argv, is_program, group.is_some())?;
+        Ok(Request::Command(Box::new(spec), group))
     };
     match &line.target {
         None => Err(nothing_to_launch(name)),
-        Some(Target::Trainer(config)) => trainer::launch(&reader, config).map(Request::Trainer),
+        Some(Target::Trainer(config)) => {
+            let launch = trainer::launch(&reader, config)?;
+            Ok(Request::Trainer(launch, group()?))
+        }
         Some(Target::Script(argv)) if name == Name::Xlaunch && !is_for_python(&reader, argv)? => {
             Err(not_a_script(argv))
         }
         Some(Target::Script(argv)) => command(argv, false),
         Some(Target::Program(argv)) => command(argv, true),
     }
+}
+
+/// Where a launch without flags would run, for `xlaunch env`: what was found goes to `settings`, also before an error.
+pub(super) fn placement(
+    environment: Environment<'_>,
+    scope: Scope<'_>,
+    settings: &mut Settings,
+) -> Result<Option<Group>, String> {
+    let line = Line::default();
+    let reader = Reader { line: &line, environment };
+    let workers = reader.sourced("nproc-per-node", |text| Ok(text.to_owned()))?;
+    settings.push(("workers per node", workers.unwrap_or_else(default_workers)));
+    group::resolve(&reader, Name::Xlaunch, scope, settings)
+}
+
+fn default_workers() -> Sourced<String> {
+    Sourced { value: "1; training: one per GPU".into(), source: "default".into() }
 }
 
 /// Warns on stderr about flags given by a former name.

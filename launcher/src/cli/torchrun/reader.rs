@@ -2,6 +2,7 @@
 
 use std::ffi::{OsStr, OsString};
 
+use super::super::engine::Sourced;
 use super::flags::{self, Flag};
 use super::line::Line;
 
@@ -41,7 +42,18 @@ impl Reader<'_> {
         name: &str,
         parse: impl FnOnce(&str) -> Result<T, String>,
     ) -> Result<Option<T>, String> {
-        self.written(name).map(|(value, source)| parse_value(&value, &source, parse)).transpose()
+        Ok(self.sourced(name, parse)?.map(|found| found.value))
+    }
+
+    /// The value of a flag, parsed, with its source for messages.
+    pub(super) fn sourced<T>(
+        &self,
+        name: &str,
+        parse: impl FnOnce(&str) -> Result<T, String>,
+    ) -> Result<Option<Sourced<T>>, String> {
+        let Some((value, source)) = self.written(name) else { return Ok(None) };
+        let value = parse_value(&value, &source, parse)?;
+        Ok(Some(Sourced { value, source }))
     }
 
     /// The value of an environment variable that does not belong to a flag, parsed.

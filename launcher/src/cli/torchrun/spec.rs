@@ -9,27 +9,30 @@ use super::reader::Reader;
 use super::{flags, values};
 use crate::cli::bench;
 
-/// The launch of `target`, which has at least one element, with its arguments; `is_program` if it follows `--`.
+/// The launch of `target`, which has at least one element, with its arguments; `is_program` if it follows `--`. On
+/// several nodes it is the same on all of them.
 pub(super) fn command(
     reader: &Reader<'_>,
     target: &[OsString],
     is_program: bool,
+    several_nodes: bool,
 ) -> Result<CommandSpec, String> {
     for flag in flags::TRAINING {
         if reader.line.last(flag).is_some() {
             return Err(format!("--{flag} is for training configurations, whose names end in .toml"));
         }
     }
-    reader.parsed("nnodes", values::one_node)?;
-    reader.parsed("node-rank", values::first_node)?;
-    reader.parsed("rdzv-backend", values::backend)?;
     reader.parsed("logs-specs", values::logs_specs)?;
-    let (run_id, master_addr, master_port) = rendezvous(reader)?;
+    let defaults = CommandSpec::new(program(reader, target, is_program)?, Vec::new());
+    let (run_id, master_addr, master_port) = match several_nodes {
+        // The coordinator tells the nodes.
+        true => (None, defaults.master_addr, None),
+        false => rendezvous(reader)?,
+    };
     let shutdown_timeout = match reader.parsed("shutdown-timeout", values::seconds)? {
         None => reader.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", values::seconds)?,
         given => given,
     };
-    let defaults = CommandSpec::new(program(reader, target, is_program)?, Vec::new());
     let preload = reader.parsed("preload", values::modules)?.unwrap_or_default();
     if !preload.is_empty() && matches!(defaults.program, Program::Binary(_)) {
         return Err(

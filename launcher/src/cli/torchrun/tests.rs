@@ -21,14 +21,15 @@ fn environment(variables: &[(&str, &str)]) -> impl Fn(&str) -> Option<OsString> 
 
 fn ask(name: Name, line: &[&str], variables: &[(&str, &str)]) -> Result<Request, String> {
     let arguments: Vec<OsString> = line.iter().map(OsString::from).collect();
-    parse(name, &arguments, &environment(variables)).map_err(|refusal| refusal.message)
+    parse(name, &arguments, &environment(variables), Scope::Nodes(&|| Ok(None)))
+        .map_err(|refusal| refusal.message)
 }
 
 /// What is started on a node with 4 GPUs and 12 cores.
 fn resolved(name: Name, line: &str, variables: &[(&str, &str)]) -> Result<ResolvedCommand, String> {
     let node = || Node { gpus: Ok(4), cores: 12 };
     match ask(name, &line.split_whitespace().collect::<Vec<_>>(), variables)? {
-        Request::Command(spec) => {
+        Request::Command(spec, None) => {
             resolve(*spec, &environment(variables), &node).map_err(|refusal| refusal.message)
         }
         other => panic!("{line}: {other:?}"),
@@ -85,7 +86,7 @@ fn target_is_a_script_a_module_or_a_program() {
     for line in [["a.toml", "b"], ["status", "b"], ["--", "a"]] {
         let request = ask(Name::Torchrun, &line, &[]);
         assert!(
-            matches!(&request, Ok(Request::Command(spec)) if matches!(spec.program, Program::Script(_))),
+            matches!(&request, Ok(Request::Command(spec, None)) if matches!(spec.program, Program::Script(_))),
             "{request:?}"
         );
     }
@@ -181,10 +182,13 @@ fn invalid_values_are_refused_with_what_was_expected() {
         ("-t 5 a.py", "-t 5: expected 0 (none), 1 (stdout)"),
         ("--nproc 0 a.py", "expected a number from 1"),
         ("--max-restarts -1 a.py", "--max-restarts -1: expected a whole number"),
-        ("--nnodes 2 a.py", "--nnodes 2: several nodes are not supported yet"),
-        ("--nnodes 1:4 a.py", "--nnodes 1:4: several nodes are not supported yet"),
-        ("--node-rank 1 a.py", "--node-rank 1: several nodes are not supported yet"),
-        ("--rdzv-backend etcd-v2 a.py", "--rdzv-backend etcd-v2: etcd joins several nodes"),
+        ("--nnodes 0 a.py", "--nnodes 0: expected a number of nodes, N or MIN:MAX, from 1 to 65536"),
+        ("--node-rank 1 a.py", "--node-rank 1 is outside the range: the job has one node"),
+        (
+            "--rdzv-backend etcd-v2 a.py",
+            "--rdzv-backend etcd-v2: etcd is not supported; expected static or c10d",
+        ),
+        ("--nproc many t.toml", "--nproc many: expected a whole number, auto or gpu"),
         ("--rdzv-backend mine a.py", "--rdzv-backend mine: plug-ins in Python are not supported"),
         ("--logs-specs mine a.py", "--logs-specs mine: plug-ins in Python are not supported"),
         (
@@ -230,7 +234,7 @@ fn training_configurations_take_flags_before_and_after() {
     let line = "--nproc 2 a.toml --set b.c=d --set=e.f=g --resume --max-restarts 1 --shutdown-timeout 2.5";
     // A variable of torchrun's means nothing to the trainer.
     match ask(Name::Xlaunch, &line.split(' ').collect::<Vec<_>>(), &[("PET_MAX_RESTARTS", "few")]) {
-        Ok(Request::Trainer(launch)) => {
+        Ok(Request::Trainer(launch, None)) => {
             assert_eq!((launch.config, launch.nproc), ("a.toml".into(), Some(2)));
             let keys = ["b.c=d", "e.f=g", "launch.max_restarts=1", "launch.shutdown_timeout=2.5"];
             assert_eq!(launch.set, keys);

@@ -12,10 +12,12 @@ const SHARED_FLAGS: [&str; 3] = ["nproc-per-node", "max-restarts", "shutdown-tim
 /// The launch of the configuration at `config`.
 pub(super) fn launch(reader: &Reader<'_>, config: &OsStr) -> Result<Launch, String> {
     let flags = [&SHARED_FLAGS[..], &flags::TRAINING].concat();
-    if let Some(other) = reader.line.given.iter().find(|given| !flags.contains(&given.flag.name)) {
+    let applies = |name: &str| flags.contains(&name) || flags::several_nodes().any(|flag| flag == name);
+    if let Some(other) = reader.line.given.iter().find(|given| !applies(given.flag.name)) {
         let allowed = flags.iter().map(|name| format!("--{name}")).collect::<Vec<_>>().join(", ");
         return Err(format!(
-            "{} does not apply to training configurations such as {}; they take {allowed}",
+            "{} does not apply to training configurations such as {}; they take {allowed} and the flags for several \
+             nodes",
             other.written,
             config.display()
         ));
@@ -42,5 +44,6 @@ pub(super) fn launch(reader: &Reader<'_>, config: &OsStr) -> Result<Launch, Stri
         Some(None) => Some("auto".into()),
         None => None,
     };
-    Ok(Launch { config: config.into(), nproc: reader.parsed("nproc-per-node", values::whole)?, set, resume })
+    let nproc = reader.parsed("nproc-per-node", values::trainer_workers)?.flatten();
+    Ok(Launch { config: config.into(), nproc, set, resume })
 }

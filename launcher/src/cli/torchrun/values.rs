@@ -3,7 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use xlaunch_proto::command::{Binding, MAX_TIMEOUT, Nproc, PerRank, Signal, Streams};
+use xlaunch_proto::command::{
+    Backend, Binding, MAX_NODES, MAX_TIMEOUT, NodeCount, Nproc, PerRank, Signal, Streams,
+};
 
 pub(super) fn whole(text: &str) -> Result<u32, String> {
     text.trim().parse().map_err(|_| "expected a whole number".into())
@@ -54,32 +56,60 @@ pub(super) fn address(text: &str) -> Result<String, String> {
     if is_valid { Ok(bare.into()) } else { Err("expected a host name or address".into()) }
 }
 
-/// One node, as `N` or `MIN:MAX`.
-pub(super) fn one_node(text: &str) -> Result<(), String> {
+/// A number of nodes, as `N` or `MIN:MAX`.
+pub(super) fn nodes(text: &str) -> Result<NodeCount, String> {
     let (least, most) = text.split_once(':').unwrap_or((text, text));
     match (whole(least), whole(most)) {
-        (Ok(1), Ok(1)) => Ok(()),
-        (Ok(least), Ok(most)) if 0 < least && least <= most => {
-            Err("several nodes are not supported yet".into())
-        }
-        _ => Err("expected a number of nodes, N or MIN:MAX".into()),
+        (Ok(min), Ok(max)) if 0 < min && min <= max && max <= MAX_NODES => Ok(NodeCount { min, max }),
+        _ => Err(format!("expected a number of nodes, N or MIN:MAX, from 1 to {MAX_NODES}")),
     }
 }
 
-pub(super) fn first_node(text: &str) -> Result<(), String> {
-    match whole(text)? {
-        0 => Ok(()),
-        _ => Err("several nodes are not supported yet".into()),
-    }
-}
-
-pub(super) fn backend(text: &str) -> Result<(), String> {
+pub(super) fn backend(text: &str) -> Result<Backend, String> {
     match text {
-        "static" | "c10d" => Ok(()),
+        "static" => Ok(Backend::Static),
+        "c10d" => Ok(Backend::Dynamic),
         "etcd" | "etcd-v2" => {
-            Err("etcd joins several nodes, which are not supported yet; expected static or c10d".into())
+            Err("etcd is not supported; expected static or c10d, which need no server".into())
         }
         _ => Err("plug-ins in Python are not supported; expected static or c10d".into()),
+    }
+}
+
+/// The endpoint of a group: without a port, that of the backend is meant.
+pub(crate) fn group_endpoint(text: &str) -> Result<(String, Option<u16>), String> {
+    let (host, port) = endpoint(text)?;
+    let has_port = !text.ends_with(']') && text.contains(':');
+    match (port, has_port) {
+        (None, true) => Err("expected a port from 1 to 65535: all nodes must know it".into()),
+        _ => Ok((host, port)),
+    }
+}
+
+/// `key=value,key=value`.
+pub(super) fn pairs(text: &str) -> Result<Vec<(String, String)>, String> {
+    let pair = |pair: &str| {
+        let (key, value) = pair.split_once('=')?;
+        Some((key.trim().to_owned(), value.trim().to_owned())).filter(|(key, _)| !key.is_empty())
+    };
+    let pairs = text.split(',').filter(|part| !part.trim().is_empty()).map(pair).collect::<Option<_>>();
+    pairs.ok_or_else(|| "expected KEY=VALUE, separated by commas".into())
+}
+
+/// What torchrun takes for true and false.
+pub(super) fn truth(text: &str) -> Result<bool, String> {
+    match text.to_lowercase().as_str() {
+        "1" | "true" | "t" | "yes" | "y" => Ok(true),
+        "0" | "false" | "f" | "no" | "n" => Ok(false),
+        _ => Err("expected true or false".into()),
+    }
+}
+
+/// Workers of the built-in trainer; `None`: one per GPU, or 1 without GPUs.
+pub(super) fn trainer_workers(text: &str) -> Result<Option<u32>, String> {
+    match text {
+        "auto" | "gpu" => Ok(None),
+        _ => whole(text).map(Some).map_err(|_| "expected a whole number, auto or gpu".into()),
     }
 }
 
@@ -227,13 +257,39 @@ mod tests {
     }
 
     #[test]
-    fn only_one_node_is_accepted() {
-        assert!(["1", "1:1"].iter().all(|text| one_node(text).is_ok()));
-        for text in ["2", "1:4", "2:2"] {
-            assert_eq!(one_node(text).unwrap_err(), "several nodes are not supported yet", "{text}");
+    fn nodes_are_a_number_or_a_range() {
+        for (text, min, max) in
+            [("1", 1, 1), ("1:1", 1, 1), ("4", 4, 4), ("1:4", 1, 4), ("65536", 65536, 65536)]
+        {
+            assert_eq!(nodes(text), Ok(NodeCount { min, max }), "{text}");
         }
-        for text in ["0", "1:2:3", "4:1", "many"] {
-            assert!(one_node(text).unwrap_err().contains("MIN:MAX"), "{text}");
+        for text in ["0", "0:2", "1:2:3", "4:1", "many", "", "65537", "-1"] {
+            assert!(nodes(text).unwrap_err().contains("MIN:MAX"), "{text}");
         }
+    }
+
+    #[test]
+    fn group_endpoint_has_a_fixed_port_or_none() {
+        for (text, host, port) in [
+            ("h", "h", None),
+            ("h:7", "h", Some(7)),
+            ("[fd77::1]", "fd77::1", None),
+            ("[::1]:7", "::1", Some(7)),
+        ] {
+            assert_eq!(group_endpoint(text), Ok((host.into(), port)), "{text}");
+        }
+        for text in ["h:0", "[::1]:0", "::1:29400", "h:70000", "h:"] {
+            assert!(group_endpoint(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn configuration_of_the_rendezvous_is_a_list_of_pairs() {
+        let found = pairs("timeout=5, is_host=1,").unwrap();
+        assert_eq!(found, [("timeout".into(), "5".into()), ("is_host".into(), "1".into())]);
+        assert!(pairs("").unwrap().is_empty());
+        assert!(["a", "=1", "a=1,b"].iter().all(|text| pairs(text).is_err()));
+        assert_eq!((truth("True"), truth("n")), (Ok(true), Ok(false)));
+        assert!(truth("2").is_err());
     }
 }

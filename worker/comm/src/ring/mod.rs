@@ -13,10 +13,18 @@
 //! - each sum is computed once, in an order that depends on the ranks only, and copied. So all ranks end with the same
 //!   bytes, and reduce-scatter plus all-gather gives the same bits as all-reduce;
 //! - before the data of a collective, neighbours exchange its number, kind and size (`announcement`): a rank that
-//!   leaves one out is an error, not wrong data.
+//!   leaves one out is an error, not wrong data;
+//! - neighbours have proved to each other that they know the attempt's key (`greeting`) before they exchange anything.
+//!
+//! Neighbours on one node use a unix socket (`listen`), others TCP. The bytes and their order are the same, so a ring
+//! over several nodes gives the same bits as one on a single node.
 
+mod accept;
 mod announcement;
 mod connect;
+mod dial;
+mod greeting;
+mod listen;
 mod thread;
 mod wire;
 
@@ -31,11 +39,30 @@ use std::time::Duration;
 use xlaunch_pool::{DType, Lease};
 
 use crate::collective::{AbortHandle, Collective, CommError, Result, expect_shards};
-pub use connect::RingListener;
+pub use listen::RingListener;
 use thread::Job;
 use wire::Socket;
 
-/// One rank's place in the ring. Dropping it without [`finalize`](Collective::finalize) breaks the ring for all.
+/// Where a rank is in the ring, and how it finds its next neighbour.
+#[derive(Clone, Copy)]
+pub struct RingPlace<'a> {
+    /// This rank.
+    pub rank: usize,
+    /// Number of ranks.
+    pub world: usize,
+    /// The address of the next rank's [`RingListener`].
+    pub next_address: &'a str,
+    /// The attempt's key: a secret, which `Debug` does not print.
+    pub key: &'a [u8; 32],
+}
+
+impl fmt::Debug for RingPlace<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RingPlace(rank {} of {}, next at {})", self.rank, self.world, self.next_address)
+    }
+}
+
+/// One rank's end of the ring. Dropping it without [`finalize`](Collective::finalize) breaks the ring for all.
 pub struct Ring {
     rank: usize,
     world: usize,
@@ -67,18 +94,13 @@ impl AbortState {
 }
 
 impl Ring {
-    /// Connects to the next rank and accepts the previous one. `addresses` is indexed by rank.
-    pub fn connect(
-        listener: RingListener,
-        rank: usize,
-        addresses: &[String],
-        timeout: Duration,
-    ) -> Result<Self> {
-        let world = addresses.len();
+    /// Connects to the next rank and accepts the previous one.
+    pub fn connect(listener: RingListener, place: &RingPlace<'_>, timeout: Duration) -> Result<Self> {
+        let (rank, world) = (place.rank, place.world);
         let lost =
             |peer: usize, error: &std::io::Error| CommError::PeerLost { peer, reason: error.to_string() };
         let (next, previous) = ((rank + 1) % world, (rank + world - 1) % world);
-        let (to_next, from_previous) = connect::neighbours(&listener, rank, addresses, timeout)?;
+        let (to_next, from_previous) = connect::neighbours(&listener, place, timeout)?;
         let abort = AbortState {
             aborted: AtomicBool::new(false),
             sockets: [
@@ -192,6 +214,14 @@ impl Drop for Ring {
             let _ = thread.join();
         }
     }
+}
+
+/// A nonce for a greeting.
+fn nonce() -> std::io::Result<greeting::Nonce> {
+    let mut nonce = greeting::Nonce::default();
+    // Reads of up to 256 bytes are never short.
+    rustix::rand::getrandom(&mut nonce, rustix::rand::GetRandomFlags::empty())?;
+    Ok(nonce)
 }
 
 #[cfg(test)]

@@ -1,16 +1,21 @@
 //! The ring over real sockets, with ranks as threads.
 
-use std::io::Write;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use xlaunch_pool::{DType, Mode, Pool, PoolBuf};
 
-use super::{Ring, RingListener};
+use super::{Ring, RingListener, RingPlace};
 use crate::collective::{Collective, CommError};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
+const KEY: [u8; 32] = [7; 32];
+
+fn place(rank: usize, addresses: &[String]) -> RingPlace<'_> {
+    let world = addresses.len();
+    RingPlace { rank, world, next_address: &addresses[(rank + 1) % world], key: &KEY }
+}
 
 fn listeners(world: usize, tcp: bool, dir: &std::path::Path) -> (Vec<RingListener>, Vec<String>) {
     let bind = |rank| match tcp {
@@ -26,13 +31,22 @@ fn listeners(world: usize, tcp: bool, dir: &std::path::Path) -> (Vec<RingListene
 fn on_ring<R: Send>(world: usize, tcp: bool, f: impl Fn(Box<Ring>) -> R + Sync) -> Vec<R> {
     let dir = tempfile::tempdir().unwrap();
     let (listeners, addresses) = listeners(world, tcp, dir.path());
-    let (f, addresses) = (&f, &addresses);
+    on_listeners(listeners, &addresses, f)
+}
+
+fn on_listeners<R: Send>(
+    listeners: Vec<RingListener>,
+    addresses: &[String],
+    f: impl Fn(Box<Ring>) -> R + Sync,
+) -> Vec<R> {
+    let f = &f;
     std::thread::scope(|scope| {
         let threads: Vec<_> = listeners
             .into_iter()
             .enumerate()
             .map(|(rank, listener)| {
-                scope.spawn(move || f(Box::new(Ring::connect(listener, rank, addresses, TIMEOUT).unwrap())))
+                let connect = move || Ring::connect(listener, &place(rank, addresses), TIMEOUT).unwrap();
+                scope.spawn(move || f(Box::new(connect())))
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -97,7 +111,14 @@ fn rank_that_leaves_out_a_collective_is_an_error_before_any_data_is_mixed() {
 }
 
 fn check_all_reduce(world: usize, tcp: bool, lens: &[usize]) {
-    let results = on_ring(world, tcp, |mut ring| {
+    let dir = tempfile::tempdir().unwrap();
+    let (listeners, addresses) = listeners(world, tcp, dir.path());
+    check_all_reduce_over(listeners, &addresses, lens);
+}
+
+fn check_all_reduce_over(listeners: Vec<RingListener>, addresses: &[String], lens: &[usize]) {
+    let world = addresses.len();
+    let results = on_listeners(listeners, addresses, |mut ring| {
         let pool = Pool::host(Mode::On);
         let buffers: Vec<_> = lens.iter().map(|len| start_all_reduce(&mut ring, &pool, *len)).collect();
         ring.wait_all().unwrap();
@@ -300,30 +321,4 @@ fn abort_from_another_thread_ends_a_blocked_all_reduce() {
     });
 }
 
-#[test]
-fn foreign_connections_are_ignored_while_ranks_connect() {
-    let dir = tempfile::tempdir().unwrap();
-    let (listeners, addresses) = listeners(2, true, dir.path());
-    let target = addresses[0].strip_prefix("tcp:").unwrap().to_string();
-    let mut foreign = std::net::TcpStream::connect(target).unwrap();
-    foreign.write_all(&[0xff; 64]).unwrap();
-    std::thread::scope(|scope| {
-        for (rank, listener) in listeners.into_iter().enumerate() {
-            let addresses = &addresses;
-            scope.spawn(move || {
-                let ring = Box::new(Ring::connect(listener, rank, addresses, TIMEOUT).unwrap());
-                ring.finalize().unwrap();
-            });
-        }
-    });
-}
-
-#[test]
-fn missing_neighbour_is_named_at_the_timeout() {
-    let dir = tempfile::tempdir().unwrap();
-    let (mut listeners, addresses) = listeners(2, false, dir.path());
-    let error = Ring::connect(listeners.remove(0), 0, &addresses, Duration::from_millis(100))
-        .unwrap_err()
-        .to_string();
-    assert!(error.contains("rank 1") && error.contains("did not connect"), "{error}");
-}
+mod connecting;

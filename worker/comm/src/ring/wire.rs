@@ -8,10 +8,19 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::sockopt;
 
-/// Send and receive buffer of each socket. A chunk of a small model's bucket fits, so that a rank need not wait until
-/// its neighbour is scheduled.
+/// Send and receive buffer of each unix socket. A chunk of a small model's bucket fits, so that a rank need not wait
+/// until its neighbour is scheduled.
 const SOCKET_BUFFER_BYTES: usize = 1 << 20;
+/// Transfers fail after this time without a packet from the neighbour's host: its agent is considered lost earlier, and
+/// the job's attempt is ended. Longer than what TCP needs to recover from a network that was cut for some seconds, as
+/// the pauses between retransmissions double.
+const TCP_STALL_TIMEOUT: Duration = Duration::from_secs(30);
+const TCP_KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
+const TCP_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
+/// The last of these probes ends when [`TCP_STALL_TIMEOUT`] does.
+const TCP_KEEPALIVE_PROBES: u32 = 4;
 
 /// A stream socket of either kind.
 #[derive(Debug)]
@@ -42,7 +51,7 @@ impl Socket {
         let _ = either!(self, socket => socket.shutdown(std::net::Shutdown::Both));
     }
 
-    /// For the handshake: blocking reads of at most `timeout`.
+    /// For the greeting: blocking reads of at most `timeout`.
     pub(super) fn set_blocking(&self, timeout: Duration) -> std::io::Result<()> {
         either!(self, socket => {
             socket.set_nonblocking(false)?;
@@ -50,14 +59,32 @@ impl Socket {
         })
     }
 
-    /// For transfers: non-blocking, with large buffers and without Nagle's delay of small messages.
-    pub(super) fn prepare(&self) -> std::io::Result<()> {
-        if let Self::Tcp(socket) = self {
-            socket.set_nodelay(true)?;
-        }
-        rustix::net::sockopt::set_socket_send_buffer_size(self.as_fd(), SOCKET_BUFFER_BYTES)?;
-        rustix::net::sockopt::set_socket_recv_buffer_size(self.as_fd(), SOCKET_BUFFER_BYTES)?;
+    pub(super) fn set_nonblocking(&self) -> std::io::Result<()> {
         either!(self, socket => socket.set_nonblocking(true))
+    }
+
+    /// For transfers: non-blocking, and what each kind needs.
+    pub(super) fn prepare(&self) -> std::io::Result<()> {
+        self.set_nonblocking()?;
+        let fd = self.as_fd();
+        match self {
+            Self::Unix(_) => {
+                sockopt::set_socket_send_buffer_size(fd, SOCKET_BUFFER_BYTES)?;
+                sockopt::set_socket_recv_buffer_size(fd, SOCKET_BUFFER_BYTES)?;
+            }
+            // Its buffers grow by themselves, and further than the limit for sizes that programs set.
+            Self::Tcp(socket) => {
+                // Without Nagle's delay of small messages.
+                socket.set_nodelay(true)?;
+                sockopt::set_socket_keepalive(fd, true)?;
+                sockopt::set_tcp_keepidle(fd, TCP_KEEPALIVE_IDLE)?;
+                sockopt::set_tcp_keepintvl(fd, TCP_KEEPALIVE_INTERVAL)?;
+                sockopt::set_tcp_keepcnt(fd, TCP_KEEPALIVE_PROBES)?;
+                let milliseconds = u32::try_from(TCP_STALL_TIMEOUT.as_millis()).unwrap_or(u32::MAX);
+                sockopt::set_tcp_user_timeout(fd, milliseconds)?;
+            }
+        }
+        Ok(())
     }
 }
 

@@ -197,6 +197,34 @@ fn no_evidence_no_cause() {
     assert_eq!(cause(&ours), None);
 }
 
+/// What gloo's thread and faulthandler write when a rank is aborted.
+const ABORTED: &str = "\
+terminate called after throwing an instance of 'gloo::IoException'
+  what():  [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1
+Fatal Python error: Aborted
+
+Current thread 0x00007f02 (most recent call first):
+  File \"/usr/lib/python3.11/threading.py\", line 9 in join
+  File \"/w/t.py\", line 30 in <module>
+";
+
+#[test]
+fn exception_before_an_abort_is_the_cause() {
+    let own = traceback("RuntimeError: the disk is on fire");
+    let aborted = evidence(Exit::Signal(6), &format!("step 1\n{own}{ABORTED}"));
+    assert_eq!(of(&aborted).0, "RuntimeError: the disk is on fire (/w/t.py, line 7)");
+    let by_shell = Evidence { exit: Some(Exit::Code(134)), ..aborted.clone() };
+    assert_eq!(of(&by_shell).0, "RuntimeError: the disk is on fire (/w/t.py, line 7)");
+    // It wrote more after the exception, so it may have handled it.
+    let went_on = evidence(Exit::Signal(6), &format!("{own}trying again\n{ABORTED}"));
+    assert_eq!(of(&went_on).0, "perhaps RuntimeError: the disk is on fire (/w/t.py, line 7)");
+    let old = Evidence { old_lines: 7, ..aborted.clone() };
+    assert!(!of(&old).0.contains("RuntimeError"), "it was handled long ago");
+    // An exception is no reason for other signals.
+    let killed = Evidence { exit: Some(Exit::Signal(11)), ..aborted };
+    assert!(!of(&killed).0.contains("RuntimeError"));
+}
+
 #[test]
 fn symptom_tells_the_loss_of_a_peer_from_an_error_of_the_ranks_own_and_when_it_was_written() {
     let start = Instant::now();
@@ -226,6 +254,18 @@ fn symptom_tells_the_loss_of_a_peer_from_an_error_of_the_ranks_own_and_when_it_w
         Some((true, at(0))),
         "aborted by a thread of gloo while it exited"
     );
+    let own_and_aborted = format!("{own}{ABORTED}");
+    assert_eq!(
+        seen(&own_and_aborted, Exit::Signal(6)),
+        Some((false, at(0))),
+        "its exception made the peers close their connections"
+    );
+    let found = symptom(&timed(&own_and_aborted), Exit::Signal(6), now).unwrap();
+    assert_eq!(found.error, "ValueError: bad");
+    let cpp = symptom(&timed(ABORTED), Exit::Signal(6), now).unwrap();
+    assert!(cpp.lost_peer && cpp.error.starts_with("[../third_party/gloo"), "{}", cpp.error);
+    let cursor = symptom(&timed(&traceback("ValueError: \x1b[2J")), Exit::Code(1), now).unwrap();
+    assert_eq!(cursor.error, "ValueError: \\u{1b}[2J");
     assert_eq!(seen("Killed\n", Exit::Code(137)), None);
     assert_eq!(seen(&own, Exit::Signal(9)), None, "what was written before is unrelated");
     assert_eq!(symptom(&timed(&own), Exit::Code(1), at(60_000)), None, "it was handled long ago");

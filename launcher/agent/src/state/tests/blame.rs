@@ -59,7 +59,7 @@ fn ranks_that_have_finished_may_exit_at_any_time() {
 }
 
 fn symptom(rank: u32, lost_peer: bool, at: Instant) -> Event {
-    Event::Symptom { rank, lost_peer, at }
+    Event::Symptom { rank, error: "ValueError: bad".into(), lost_peer, at }
 }
 
 #[test]
@@ -76,6 +76,17 @@ fn command_whose_peers_exit_first_is_the_root() {
     let end = outcome(&actions);
     assert_eq!((end.root.unwrap().rank, end.others.len()), (Some(1), 2));
     assert!(end.others.iter().all(|failure| failure.consequence), "{:?}", end.others);
+}
+
+#[test]
+fn restart_of_a_command_names_the_error_that_its_rank_wrote() {
+    let mut job = command(2, 1);
+    run(&mut job, &[symptom(1, false, Instant::now()), killed(1, 6)]);
+    let actions = run(&mut job, &[killed(0, 15)]);
+    let what = "signal 6 (SIGABRT: aborted): ValueError: bad";
+    assert!(actions.contains(&Action::Notify(format!("rank 1: {what}; restarting (1 of 1)"))), "{actions:?}");
+    let restart = |action: &Action| matches!(action, Action::Restart { cause, .. } if cause == what);
+    assert!(actions.iter().any(restart), "{actions:?}");
 }
 
 #[test]

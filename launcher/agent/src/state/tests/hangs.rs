@@ -66,8 +66,7 @@ fn requeue_code_of_any_rank_ends_the_job_without_a_restart() {
     let root = end.root.unwrap();
     assert_eq!((end.exit, root.rank, end.stopped), (ExitCode::Retryable, Some(2), false));
     assert_eq!(root.message, "exit code 99: preempted (--requeue-codes)");
-    let mut propagating =
-        Job::new(Rules { propagate_exit_code: true, ..rules(Kind::Command, 1, 0) }, Instant::now());
+    let mut propagating = Job::new(propagating(rules(Kind::Command, 1, 0)), Instant::now());
     assert_eq!(outcome(&run(&mut propagating, &[exited(0, 99)])).exit, ExitCode::Retryable);
 }
 
@@ -76,7 +75,7 @@ fn requeue_code_of_any_rank_ends_the_job_without_a_restart() {
 fn rank_that_is_preempted_is_the_root_cause_although_others_fail_first() {
     let mut job = command(3, 5);
     let now = Instant::now();
-    let symptom = |rank, lost_peer| Event::Symptom { rank, lost_peer, at: now };
+    let symptom = |rank, lost_peer| Event::Symptom { rank, error: "bad".into(), lost_peer, at: now };
     assert_eq!(run(&mut job, &[symptom(0, true), exited(0, 1)]), [], "waits for the culprit");
     assert_eq!(run(&mut job, &[exited(1, 99)]), [Action::Signal(15)]);
     let end = outcome(&run(&mut job, &[symptom(2, false), exited(2, 1)]));

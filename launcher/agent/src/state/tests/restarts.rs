@@ -92,7 +92,7 @@ fn sixty_seconds_until_the_failure_are_progress_of_a_command_but_not_of_a_traine
             now += (seconds + 30) * SECOND;
             job.handle(killed(1, 15), now);
         }
-        assert_eq!(job.phase() == Phase::RestartDelay, delayed, "{seconds} {kind:?}");
+        assert_eq!(job.phase() == Phase::Waiting, delayed, "{seconds} {kind:?}");
     }
 }
 
@@ -101,7 +101,7 @@ fn stop_during_the_delay_ends_the_job_with_its_last_failure() {
     let (mut job, now) = (command(1, 5), Instant::now());
     job.handle(exited(0, 1), now);
     job.handle(exited(0, 4), now);
-    assert_eq!(job.phase(), Phase::RestartDelay);
+    assert_eq!(job.phase(), Phase::Waiting);
     assert_eq!(job.handle(Event::Tick, job.deadline().unwrap() - MILLISECOND), []);
     let end = outcome(&job.handle(Event::Stop(StopCause::Signal(15)), now + SECOND));
     assert_eq!((end.exit, end.root.unwrap().status), (ExitCode::WorkerFailed, Some(Exit::Code(4))));

@@ -3,14 +3,15 @@
 use super::*;
 
 #[test]
-fn stop_while_modules_are_imported_ends_the_job_before_a_worker_starts() {
-    let preloading = || Job::preloading(rules(Kind::Command, 2, 1), Instant::now());
-    let mut job = preloading();
-    let end = outcome(&run(&mut job, &[Event::Stop(StopCause::Signal(SIGTERM)), Event::Preloaded]));
+fn stop_before_the_first_attempt_ends_the_job_before_a_worker_starts() {
+    let (mut job, prepared) = Job::preparing(rules(Kind::Command, 2, 1));
+    let end = outcome(&run(&mut job, &[Event::Stop(StopCause::Signal(SIGTERM))]));
     assert_eq!((end.exit, end.root, end.stopped), (ExitCode::Signal(15), None, true));
-    let mut job = preloading();
+    assert_eq!(job.tell(prepared, Instant::now()), []);
+    let (mut job, prepared) = Job::preparing(rules(Kind::Command, 2, 1));
     assert_eq!(run(&mut job, &[Event::Tick]), []);
-    assert_eq!(run(&mut job, &[Event::Preloaded, Event::Preloaded]), [Action::Start { attempt: 0 }]);
+    assert_eq!(job.tell(prepared.clone(), Instant::now()), [Action::Start { attempt: 0 }]);
+    assert_eq!(job.tell(prepared, Instant::now()), []);
     assert_eq!(job.phase(), Phase::Running);
 }
 

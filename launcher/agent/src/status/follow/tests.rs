@@ -5,6 +5,7 @@ use xlaunch_proto::v1::{JobKind, JobState};
 
 use super::super::board::Launch;
 use super::*;
+use crate::group::Assignment;
 
 struct Case {
     dir: tempfile::TempDir,
@@ -30,7 +31,7 @@ impl Case {
 
     fn attempt(&self, attempt: u32) {
         fs_err::create_dir_all(self.dir.path().join(format!("attempt_{attempt}/0"))).unwrap();
-        self.board.send_modify(|board| board.reset(attempt, 1));
+        self.board.send_modify(|board| board.reset(attempt, 1, &Assignment::default()));
     }
 
     fn path(&self) -> PathBuf {
@@ -143,4 +144,23 @@ async fn missing_log_and_missing_rank_are_errors() {
     let logs = Logs { rank: Rank(3), stderr: false, follow: false, tail_lines: None, after: None };
     let error = stream(case.board.subscribe(), logs, ()).unwrap_err();
     assert!(error.message().contains("no rank 3"), "{error}");
+}
+
+#[tokio::test]
+async fn log_for_another_node_ends_with_its_attempt_and_goes_on_with_the_next() {
+    let case = Case::new();
+    case.write("first\n");
+    let ask = |after| {
+        let logs = Logs { rank: Rank(0), stderr: false, follow: true, tail_lines: None, after };
+        stream_of_attempt(case.board.subscribe(), logs, ()).unwrap()
+    };
+    let mut followed = ask(None);
+    let chunk = followed.recv().await.unwrap().unwrap();
+    case.write("last\n");
+    case.board.send_modify(Board::attempt_ended);
+    assert_eq!((chunk.bytes.as_slice(), rest(&mut followed).await.as_str()), (&b"first\n"[..], "last\n"));
+    case.attempt(1);
+    case.write("second attempt\n");
+    case.board.send_modify(Board::attempt_ended);
+    assert_eq!(rest(&mut ask(chunk.position)).await, "last\nsecond attempt\n");
 }

@@ -39,6 +39,8 @@ const SLOW_INTERVAL_FACTOR: u32 = 5;
 pub(super) struct HeartbeatMonitor {
     /// From the command line: zero is never, `None` the default.
     timeout: Option<Duration>,
+    /// Messages name ranks of the job; everything else goes by local ranks.
+    first_rank: u32,
     /// By rank, for those that have sent a heartbeat.
     ranks: BTreeMap<u32, RankHeartbeats>,
     /// By rank, between heartbeats; kept across attempts.
@@ -75,6 +77,7 @@ impl HeartbeatMonitor {
     pub(super) fn new(timeout: Option<Duration>, now: Instant) -> Self {
         Self {
             timeout,
+            first_rank: 0,
             ranks: BTreeMap::new(),
             intervals: BTreeMap::new(),
             last_poll: now,
@@ -84,7 +87,8 @@ impl HeartbeatMonitor {
         }
     }
 
-    pub(super) fn begin_attempt(&mut self, now: Instant) {
+    pub(super) fn begin_attempt(&mut self, first_rank: u32, now: Instant) {
+        self.first_rank = first_rank;
         self.ranks.clear();
         self.reported.clear();
         self.last_poll = now;
@@ -146,7 +150,7 @@ impl HeartbeatMonitor {
             let message = "heartbeats continue".into();
             return Some(HangReport { message, rank_hints: BTreeMap::new(), hang: None });
         };
-        let line = format!("{} {message}", ranks_text(&ranks));
+        let line = format!("{} {message}", ranks_text(&self.in_job(&ranks)));
         let hang = Hang { number: self.reports, culprits: ranks, cause: message, ends: true };
         Some(HangReport { message: line, rank_hints: hints, hang: Some(hang) })
     }
@@ -205,10 +209,14 @@ impl HeartbeatMonitor {
         let is_waiting = |(number, rank): &(&u32, &RankHeartbeats)| {
             !ranks.contains(number) && silence(rank, now) > self.timeout(**number) / 2
         };
-        let waiting: Vec<&u32> = self.ranks.iter().filter(is_waiting).map(|(number, _)| number).collect();
-        let waiting = waiting_text(ranks.len(), &waiting);
+        let waiting = self.in_job(self.ranks.iter().filter(is_waiting).map(|(number, _)| number));
+        let waiting = waiting_text(ranks.len(), &waiting.iter().collect::<Vec<_>>());
         let first = ranks.first().and_then(|first| hints.get(first)).cloned().unwrap_or_default();
         Found { ranks, message: first + &waiting, hints }
+    }
+
+    fn in_job<'a>(&self, local_ranks: impl IntoIterator<Item = &'a u32>) -> Vec<u32> {
+        local_ranks.into_iter().map(|rank| self.first_rank + rank).collect()
     }
 
     fn is_overdue(&self, number: u32, now: Instant) -> bool {

@@ -69,6 +69,19 @@ fn rank_at_the_lowest_step_hangs_and_the_others_wait() {
 }
 
 #[test]
+fn messages_name_ranks_of_the_job() {
+    let mut run = Run::new(Some(10));
+    run.monitor.begin_attempt(4, run.now());
+    run.steps(&[0, 1], 1, 5);
+    assert!(!run.second(&[(0, Some(6))]));
+    run.silence(10);
+    run.second += 1;
+    let report = run.monitor.poll(run.now(), BTreeSet::new).unwrap();
+    assert_eq!(report.message, "rank 5 sent no heartbeat for 12 s (step 5); rank 4 is waiting for it");
+    assert_eq!(report.hang.unwrap().culprits, [1]);
+}
+
+#[test]
 fn ranks_that_fell_silent_in_the_same_step_are_all_named() {
     let mut run = Run::new(Some(10));
     run.steps(&[0, 1], 1, 5);
@@ -192,7 +205,7 @@ fn intervals_of_the_last_attempt_are_remembered() {
         run.silence(39);
         run.second(&[(0, Some(step))]);
     }
-    run.monitor.begin_attempt(run.now());
+    run.monitor.begin_attempt(0, run.now());
     assert!((0..1000).all(|_| !run.second(&[])), "no heartbeat in this attempt");
     run.steps(&[0], 1, 5);
     assert_eq!(run.silence_until_hang(&[]).0, 5 * 40 + 1);
@@ -208,7 +221,7 @@ fn step_beyond_the_furthest_of_all_attempts_is_progress() {
     assert!(beat(0, None) && beat(0, None), "no rank has written a step");
     assert!(beat(1, Some(0)) && beat(0, Some(4)) && !beat(1, Some(3)) && !beat(1, Some(4)));
     assert!(!beat(0, None), "a touch of a job that writes steps");
-    run.monitor.begin_attempt(run.now());
+    run.monitor.begin_attempt(0, run.now());
     let now = run.now();
     let mut beat = |step| run.monitor.record(0, Some(step), Duration::ZERO, now);
     assert!(!beat(3) && !beat(4) && beat(5));

@@ -2,13 +2,16 @@
 
 use std::time::{Duration, Instant};
 
+use prost::Message as _;
 use tokio::sync::watch;
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1;
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
+use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{
-    CheckpointCommand, CheckpointReply, CheckpointReport, Failed, FailedAck, Heartbeat, ShardSaved,
-    StepReport,
+    CheckpointCommand, CheckpointReply, CheckpointReport, Failed, FailedAck, Heartbeat, NodeSaved,
+    RankReports, ShardSaved, StepReport, WorkerReport,
 };
 
 use super::TrainerWorkload;
@@ -30,9 +33,16 @@ impl TrainerWorkload<'_> {
         report: Report,
         board: &watch::Sender<Board>,
     ) -> Option<Event> {
+        let global_rank = self.assignment.first_rank + rank;
         let report = match report {
+            Report::ShardSaved(shard) if self.leads() => {
+                self.shard_saved(global_rank, shard);
+                return None;
+            }
             Report::ShardSaved(shard) => {
-                self.shard_saved(rank, shard);
+                let saved =
+                    NodeSaved { attempt: self.attempt, rank: global_rank, shard: shard.encode_to_vec() };
+                self.send(FromAgent::Saved(saved));
                 return None;
             }
             other => other,
@@ -47,6 +57,11 @@ impl TrainerWorkload<'_> {
         if let Some((text, measured)) = restart {
             self.notify(&format!("xlaunch: {text}"));
             self.suggest_interval(measured);
+        }
+        if !self.leads() {
+            // The agent of rank 0 compares all ranks, and has their curves.
+            self.forward(global_rank, report);
+            return event;
         }
         self.hang_detector.record(rank, &report, at);
         if let Report::Step(StepReport { own_seconds: Some(own_seconds), .. }) = &report {
@@ -71,6 +86,32 @@ impl TrainerWorkload<'_> {
         }
         self.sinks.report(report);
         event
+    }
+
+    /// Keeps what the agent of rank 0 needs to find ranks that hang or are slow.
+    fn forward(&mut self, rank: u32, report: Report) {
+        if matches!(report, Report::Heartbeat(_) | Report::Step(_) | Report::TrainStarted(_)) {
+            let report = WorkerReport { report: Some(report) }.encode_to_vec();
+            self.unsent_reports.push(v1::RankReport { rank, report });
+        }
+    }
+
+    /// Sends what was kept.
+    pub(super) fn send_reports(&mut self) {
+        let reports = std::mem::take(&mut self.unsent_reports);
+        if !reports.is_empty() {
+            self.send(FromAgent::Reports(RankReports { attempt: self.attempt, reports }));
+        }
+    }
+
+    /// A rank of another node has reported.
+    pub(super) fn reported_elsewhere(&mut self, rank: u32, report: &Report, board: &watch::Sender<Board>) {
+        let now = Instant::now();
+        self.hang_detector.heard_of(rank, now);
+        self.hang_detector.record(rank, report, now);
+        if let Report::Step(StepReport { own_seconds: Some(own_seconds), .. }) = report {
+            self.rank_stepped(rank, *own_seconds, board);
+        }
     }
 
     /// Once per job, and only if it has restarts: others lose nothing.
@@ -104,7 +145,7 @@ impl TrainerWorkload<'_> {
     }
 
     /// Tells rank 0 when all ranks have written their parts of a checkpoint.
-    fn shard_saved(&mut self, rank: u32, shard: ShardSaved) {
+    pub(super) fn shard_saved(&mut self, rank: u32, shard: ShardSaved) {
         if let Some(commit) = self.saves.record(rank, shard) {
             self.sessions.send(0, WorkerCommand::CommitCheckpoint(commit));
         }
@@ -150,26 +191,34 @@ impl TrainerWorkload<'_> {
 
     fn rank_failed(&mut self, rank: u32, failed: &Failed) -> Event {
         let Failed { message, exit_code, differing_ranks } = failed;
-        let line = self.checkpoint_requests.fail(&format!("rank {rank} failed: {message}"));
+        let number = self.assignment.first_rank + rank;
+        let line = self.checkpoint_requests.fail(&format!("rank {number} failed: {message}"));
         self.notify_if(line);
         self.sessions.send(rank, WorkerCommand::FailedAck(FailedAck {}));
         let exit = i32::try_from(*exit_code).ok().and_then(ExitCode::of_worker);
         let message = message.lines().next().unwrap_or_default().to_owned();
         if !differing_ranks.is_empty() {
-            let ranks = differing_ranks.iter().map(|rank| (*rank, self.device(*rank))).collect();
-            return Event::ReplicasDiffer { ranks, message };
+            let local = differing_ranks.iter().filter_map(|rank| self.local_rank(*rank));
+            let ranks: Vec<_> = local.map(|rank| (rank, self.device(rank))).collect();
+            return match ranks.is_empty() {
+                // That node reports it.
+                true => Event::PeerFailed(message),
+                false => Event::ReplicasDiffer { ranks, message },
+            };
         }
         // Rank 0 reports for all of them that a save has failed.
         let saving = self.saves.failed_rank().filter(|_| exit == Some(ExitCode::SaveFailed));
+        let saving = saving.and_then(|rank| self.local_rank(rank));
         let rank = saving.unwrap_or(rank);
         Event::OwnError { rank, message, exit: exit.unwrap_or(ExitCode::WorkerFailed) }
     }
 
     /// The device of a rank, by which it is remembered over attempts.
     fn device(&self, rank: u32) -> String {
+        let number = self.assignment.first_rank + rank;
         match self.devices.get(&rank) {
-            Some(uuid) if uuid != CPU_DEVICE => format!("{uuid} (rank {rank})"),
-            _ => format!("rank {rank}"),
+            Some(uuid) if uuid != CPU_DEVICE => format!("{uuid} (rank {number})"),
+            _ => format!("rank {number}"),
         }
     }
 

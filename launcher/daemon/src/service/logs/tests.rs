@@ -4,6 +4,7 @@ use xlaunch_proto::ids::Rank;
 use xlaunch_proto::v1::{Job, JobKind, JobState};
 
 use super::*;
+use xlaunch_agent::group::Assignment;
 use xlaunch_agent::rendezvous::service::{RunningService, serve};
 use xlaunch_agent::status::board::{Board, Launch};
 
@@ -69,7 +70,8 @@ async fn agent(socket: PathBuf, log_dir: PathBuf) -> (watch::Sender<Board>, Runn
         log_dir,
         stall_timeout: Duration::from_secs(300),
     }));
-    board.send_modify(|board| board.reset(0, 1));
+    let assignment = Assignment { nodes: 1, world: 1, ..Assignment::default() };
+    board.send_modify(|board| board.reset(0, 1, &assignment));
     let serving = serve(&socket, mpsc::channel(1).0, board.clone()).await.unwrap();
     (board, serving)
 }

@@ -121,6 +121,7 @@ function showNode({ unix_ms, node, jobs, jobs_left_out }) {
     ["step", (job) => job.step === null ? null : `${job.step} of ${job.total_steps}`, "number"],
     ["loss", (job) => job.loss === null ? null : loss(job.loss), "number"],
     ["tok/s", (job) => job.tokens_per_second === null ? null : count(job.tokens_per_second), "number"],
+    ["MFU", mfu, "number"],
     ["runtime", (job) => runtime(job, unix_ms), "number"],
   ], "No jobs. Submit one with xlaunch submit.");
   for (const row of part("jobs").tBodies[0].rows) row.classList.toggle("chosen", row.dataset.key === String(chosen()));
@@ -171,6 +172,7 @@ function showJob(job, gpus) {
     "step": job.step === null ? null : `${job.step} of ${job.total_steps}`,
     "loss": job.loss === null ? null : loss(job.loss),
     "tok/s": job.tokens_per_second === null ? null : count(job.tokens_per_second),
+    "MFU": mfu(job),
     "useful time": account ? `${account.useful_percent.toFixed(1)} %` : null,
     "time for": account ? spent(account.seconds) : null,
     "hangs": account?.hangs || null,
@@ -207,6 +209,11 @@ function showJob(job, gpus) {
     ["hint", (rank) => hint(rank.exit || rank.hint), "wide"],
   ], "");
   options(part("log-rank"), ranks.length ? ranks.map((rank) => rank.rank) : [0]);
+}
+
+// Model FLOPs utilisation of the last step; null on devices whose peak rate is not known.
+function mfu(job) {
+  return job.mfu === null ? null : `${(100 * job.mfu).toFixed(1)} %`;
 }
 
 // What the time of a job was used for, without what took none.

@@ -59,6 +59,7 @@ fn training() -> Job {
         total_steps: 500,
         loss: 2.5,
         tokens_per_second: 46_123.0,
+        mfu: Some(0.412),
         ranks: vec![rank(0), rank(1)],
         ..Default::default()
     };
@@ -157,7 +158,7 @@ loss 2.5000  2.5000 to 5.0000            tok/s 45.9K  40.0K to 45.9K
 █▇▇▇▆▆▆▅▅▄▄▄▃▃▂▂▂▁▁▁                               ▁▂▃▃▄▅▆▆▇▃         ▁▁▂▃▄▄▅▆▇█
 ██████████████████████▇▇▇▆▆▅▅▅▄▄▄▃▃▂▂▂▁  ▁▂▃▄▄▅▆▇▇███████████▂▂▃▄▅▅▆▇███████████
 train.toml
-step 120/500  loss 2.5000  46.1K tok/s
+step 120/500  loss 2.5000  46.1K tok/s  MFU 41.2 %
 RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG
 0     812     running 120     0s     101%  -       98%  0     0       0     0%
 1     813     running 120     0s     101%  -       98%  0     0       0     0%
@@ -189,7 +190,7 @@ loss 2.5000  2.5000 to 5.0000            tok/s 45.9K  40.0K to 45.9K
 █▇▇▇▆▆▆▅▅▄▄▄▃▃▂▂▂▁▁▁                               ▁▂▃▃▄▅▆▆▇▃         ▁▁▂▃▄▄▅▆▇█
 ██████████████████████▇▇▇▆▆▅▅▅▄▄▄▃▃▂▂▂▁  ▁▂▃▄▄▅▆▇▇███████████▂▂▃▄▅▅▆▇███████████
 train.toml
-step 120/500  loss 2.5000  46.1K tok/s
+step 120/500  loss 2.5000  46.1K tok/s  MFU 41.2 %
 RANK  PID     STATE   STEP    BEAT   CPU   MEMORY  GPU  POOL  MAPPED  PEAK  FRAG
 0     812     running 120     0s     101%  -       98%  0     0       0     0%
 1     813     running 120     0s     101%  -       98%  0     0       0     0%

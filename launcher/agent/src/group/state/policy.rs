@@ -63,6 +63,10 @@ impl Policy {
         Self { restarts, seed, recent: VecDeque::new(), fruitless: 0, differed: BTreeSet::new() }
     }
 
+    pub(crate) fn seed(&self) -> u64 {
+        self.seed
+    }
+
     /// Whether failures are followed by restarts at all.
     pub(crate) fn has_budget(&self) -> bool {
         self.restarts.most > 0

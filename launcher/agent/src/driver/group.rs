@@ -1,0 +1,185 @@
+//! The driver's side of the group: preparations for an attempt, what the coordinator says, and numbers of ranks.
+//!
+//! Everything inside of the agent goes by local ranks; workers and users know ranks.
+
+use std::io;
+use std::net::{TcpStream, ToSocketAddrs};
+use std::time::Duration;
+
+use rustix::process::Signal;
+use tokio::sync::mpsc;
+use xlaunch_proto::v1::agent_message::Body as FromAgent;
+use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
+use xlaunch_proto::v1::{NodePrepared, Prepare, StopRequested};
+
+use super::Driver;
+use crate::group::Assignment;
+use crate::group::join::Group;
+use crate::group::link::FromGroup;
+use crate::rendezvous::peers::Peers;
+use crate::rendezvous::service::Message;
+use crate::state::{Event, StopCause};
+use crate::status::board::Board;
+use crate::workload::Hang;
+
+/// To connect to the next node.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
+/// For users on other nodes who follow logs to get the last lines of an attempt.
+const LAST_LINES_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// This node's place in the group.
+#[derive(Debug)]
+pub(super) struct Membership {
+    messages: mpsc::UnboundedSender<FromAgent>,
+    prepare: Prepare,
+    assignment: Assignment,
+}
+
+impl Membership {
+    pub(super) fn new(group: &Group) -> Self {
+        let assignment = Assignment::new(&group.first, &xlaunch_proto::v1::Begin::default());
+        Self { messages: group.link.sender(), prepare: group.first.clone(), assignment }
+    }
+
+    /// The attempt that the coordinator has announced last.
+    pub(super) fn prepare(&self) -> Prepare {
+        self.prepare.clone()
+    }
+
+    pub(super) fn assignment(&self) -> &Assignment {
+        &self.assignment
+    }
+
+    /// The rank of this node, if there are others.
+    pub(super) fn node_rank(&self) -> Option<u32> {
+        self.assignment.has_peers().then_some(self.assignment.node_rank)
+    }
+
+    pub(super) fn send(&self, message: FromAgent) {
+        // The link ends only after the job.
+        let _ = self.messages.send(message);
+    }
+
+    /// The user wants the job to stop, or the system this node. The coordinator answers.
+    pub(super) fn request_stop(&self, signal: Option<Signal>) {
+        let signal = signal.and_then(|signal| u32::try_from(signal.as_raw()).ok()).unwrap_or(0);
+        self.send(FromAgent::StopRequested(StopRequested { signal }));
+    }
+
+    /// A worker's message with its local rank; `None` if it is of a rank of another node, so of another attempt.
+    pub(super) fn of_local_rank(&self, mut message: Message) -> Option<Message> {
+        let first = self.assignment.first_rank;
+        let rank = match &mut message {
+            Message::GetJob(request, _) => &mut request.rank,
+            // The rendezvous goes by ranks.
+            Message::Join(..) => return Some(message),
+            Message::SessionOpened { rank, .. }
+            | Message::SessionClosed { rank, .. }
+            | Message::Report { rank, .. } => rank,
+            Message::Stop | Message::Checkpoint(_) | Message::Signal(_) => return Some(message),
+        };
+        *rank = rank.checked_sub(first)?;
+        Some(message)
+    }
+}
+
+impl Driver<'_> {
+    /// Gets ready for an attempt, and tells the coordinator: when the imports are done, if there are any.
+    pub(super) fn prepare_attempt(&mut self, prepare: Prepare) {
+        self.membership.prepare = prepare.clone();
+        if self.importing {
+            return;
+        }
+        let mut prepared = NodePrepared { attempt: prepare.attempt, ..NodePrepared::default() };
+        if prepare.node_rank == 0 {
+            match self.workload.reserve_port() {
+                Ok(port) => prepared.master_port = port.into(),
+                Err(error) => prepared.problem = format!("found no port for rank 0: {error}"),
+            }
+        }
+        if prepare.nodes == 1 {
+            prepared.shared = true;
+            return self.membership.send(FromAgent::Prepared(prepared));
+        }
+        prepared.shared = self.workload.is_shared(&prepare.master_instance);
+        let messages = self.membership.messages.clone();
+        tokio::task::spawn_blocking(move || {
+            if let Err(error) = reach_next(&prepare)
+                && prepared.problem.is_empty()
+            {
+                prepared.problem = format!(
+                    "cannot reach {} at {} port {}: {error}",
+                    prepare.next_host, prepare.next_address, prepare.next_probe_port
+                );
+            }
+            // The link ends only after the job.
+            let _ = messages.send(FromAgent::Prepared(prepared));
+        });
+    }
+
+    /// What the coordinator says.
+    pub(super) fn group_message(&mut self, message: FromGroup) -> Vec<Event> {
+        let message = match message {
+            FromGroup::CutOff(reason) => return vec![Event::CutOff(reason)],
+            FromGroup::Message(message) => message,
+        };
+        let attempt = self.job.attempt();
+        let event = match message {
+            ToAgent::Prepare(prepare) => {
+                self.prepare_attempt(prepare);
+                None
+            }
+            ToAgent::Begin(begin) if begin.attempt == self.membership.prepare.attempt => {
+                self.membership.assignment = Assignment::new(&self.membership.prepare, &begin);
+                let Assignment { node_rank, first_rank, .. } = self.membership.assignment;
+                Some(Event::Begin { attempt: begin.attempt, node_rank, first_rank })
+            }
+            ToAgent::PeerFailed(failed) if failed.attempt == attempt => {
+                Some(Event::PeerFailed(failed.message))
+            }
+            ToAgent::Pause(pause) if pause.attempt == attempt => Some(Event::Pause(pause.reason)),
+            ToAgent::Stop(stop) => {
+                let signal = i32::try_from(stop.signal).ok().filter(|signal| *signal != 0);
+                Some(Event::Stop(signal.map_or(StopCause::Call, StopCause::Signal)))
+            }
+            ToAgent::Restarting(restarting) => Some(Event::Restarting(restarting)),
+            ToAgent::End(end) => Some(Event::GroupEnded(end)),
+            ToAgent::Hung(hung) if hung.attempt == attempt => {
+                let first = self.membership.assignment.first_rank;
+                let culprits = hung.ranks.iter().filter_map(|rank| rank.checked_sub(first));
+                let culprits = culprits.filter(|rank| *rank < self.workers).collect();
+                self.examine(Hang { number: 0, culprits, cause: hung.message, ends: true });
+                None
+            }
+            ToAgent::Waiting(waiting) => {
+                self.notify(&waiting.text);
+                None
+            }
+            question @ (ToAgent::Nodes(_) | ToAgent::Query(_) | ToAgent::QueryReply(_)) => {
+                if let Some(peers) = &self.peers {
+                    peers.received(question);
+                }
+                None
+            }
+            other => self.workload.group_message(other, &self.job, &self.board),
+        };
+        event.into_iter().collect()
+    }
+
+    /// Sends the last lines of an attempt to other nodes that follow them. After the coordinator knows of its end, the
+    /// job may be over and the connection gone.
+    pub(super) async fn send_logs(&mut self) {
+        let Some(peers) = self.peers.clone().filter(Peers::is_sending_logs) else { return };
+        self.end_attempt().await;
+        self.board.send_modify(Board::attempt_ended);
+        peers.logs_sent(LAST_LINES_TIMEOUT).await;
+    }
+}
+
+/// Connects to the next node, as its workers are about to do.
+fn reach_next(prepare: &Prepare) -> io::Result<()> {
+    let port = u16::try_from(prepare.next_probe_port).map_err(io::Error::other)?;
+    let mut addresses = (prepare.next_address.as_str(), port).to_socket_addrs()?;
+    let address = addresses.next().ok_or(io::ErrorKind::NotFound)?;
+    TcpStream::connect_timeout(&address, PROBE_TIMEOUT).map(drop)
+}

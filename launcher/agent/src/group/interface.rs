@@ -1,0 +1,23 @@
+//! The network interface of this node's address.
+
+use xlaunch_proto::command::GroupSpec;
+
+use super::net::address;
+
+/// A network interface of this node.
+#[derive(Clone, Debug)]
+pub struct Interface {
+    /// Such as `eth0`.
+    pub name: String,
+    /// The user has named it with `--interface`.
+    pub is_chosen_by_user: bool,
+}
+
+/// The interface that the workers of a command shall use: that of `--interface`, or else of the node's address.
+pub fn of_node(group: Option<&GroupSpec>, address: &str) -> Option<Interface> {
+    if let Some(name) = group.and_then(|group| group.interface.clone()) {
+        return Some(Interface { name, is_chosen_by_user: true });
+    }
+    let name = address::interface_with(address.parse().ok()?)?;
+    Some(Interface { name, is_chosen_by_user: false })
+}

@@ -1,0 +1,421 @@
+//! From the start of an agent to its place in the first attempt.
+
+use std::ffi::OsString;
+use std::hash::{BuildHasher, RandomState};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use tonic::transport::Server;
+use xlaunch_proto::command::{self, Backend, GroupSpec};
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::ids::{Digest, RingKey};
+use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::v1::agent_message::Body as FromAgent;
+use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
+use xlaunch_proto::v1::group_server::GroupServer;
+use xlaunch_proto::v1::{Greeting, GroupRules, NodeRefused, Prepare};
+
+use super::coordinator::Handle;
+use super::link::{FromGroup, Link, new_instance};
+use super::net::{self, ListenError, Listener, Security, TOKEN_VARIABLE, Token, Wish};
+use super::rules;
+use super::service::Service;
+use super::state::Coordinator;
+use crate::clock;
+use crate::command::{ResolvedCommand, quote_line};
+use crate::{Refusal, devices, run_dir};
+
+/// Between attempts to resolve a name that does not exist yet.
+const RESOLVE_INTERVAL: Duration = Duration::from_millis(500);
+/// For the coordinator to learn that this node cannot run the job.
+const REFUSAL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Address of the only node of a job.
+const LOOPBACK: &str = "127.0.0.1";
+
+/// What an agent is about to run.
+#[derive(Debug)]
+pub struct Work {
+    /// Random: names the agent's process.
+    pub instance: Vec<u8>,
+    /// Of what all nodes have in common.
+    pub digest: Vec<u8>,
+    /// For messages.
+    pub text: String,
+    /// Workers on this node.
+    pub workers: u32,
+    /// Of restarts and membership.
+    pub rules: GroupRules,
+    /// The run's id, if the user chose one.
+    pub run_id: Option<String>,
+}
+
+impl Work {
+    /// Training.
+    pub fn of_trainer(spec: &JobSpec, workers: u32, group: Option<&GroupSpec>) -> Self {
+        let run_id = group.and_then(|group| group.run_id.clone());
+        Self {
+            instance: new_instance(),
+            digest: spec.digest().0.to_vec(),
+            text: format!("job {}", spec.job.name),
+            workers,
+            rules: rules::of_trainer(spec, group),
+            run_id,
+        }
+    }
+
+    /// A command. Nodes may differ in the directory of their interpreter, and in where logs go.
+    pub fn of_command(spec: &ResolvedCommand, group: Option<&GroupSpec>) -> Self {
+        let program = spec.argv.first().and_then(|program| Path::new(program).file_name());
+        let text = quote_line(program.into_iter().chain(spec.argv.iter().skip(1).map(OsString::as_os_str)));
+        let rules = rules::of_command(spec, group);
+        let common = format!("{text}\0{}\0{rules:?}", spec.role);
+        let run_id = group.and_then(|group| group.run_id.clone());
+        let digest = Digest::of(common.as_bytes()).0.to_vec();
+        Self { instance: new_instance(), digest, text, workers: spec.nproc, rules, run_id }
+    }
+}
+
+/// Several nodes.
+#[derive(Clone, Debug)]
+pub struct Nodes {
+    /// How they find each other.
+    pub spec: GroupSpec,
+    /// Where the token is, unless it is in the environment.
+    pub token_file: Option<PathBuf>,
+}
+
+/// The group that this agent is a member of.
+#[derive(Debug)]
+pub struct Group {
+    /// To the coordinator.
+    pub link: Link,
+    /// Of the job.
+    pub run_id: String,
+    /// The first attempt.
+    pub first: Prepare,
+    /// At which other nodes reach this one.
+    pub address: String,
+    coordinator: Option<Handle>,
+    /// Only with several nodes.
+    tasks: Option<Tasks>,
+}
+
+/// Tasks that end with the group.
+#[derive(Debug)]
+struct Tasks(Vec<JoinHandle<()>>);
+
+impl Drop for Tasks {
+    fn drop(&mut self) {
+        self.0.iter().for_each(JoinHandle::abort);
+    }
+}
+
+impl Group {
+    /// This node cannot run the job: ends it on all nodes.
+    pub async fn refuse(self, refusal: &Refusal) {
+        let exit_code = refusal.exit.code().into();
+        self.link.send(FromAgent::Refused(NodeRefused { exit_code, message: refusal.message.clone() }));
+        let mut link = self.link;
+        // Until the coordinator has it.
+        let ended = async {
+            while let Some(message) = link.next().await {
+                if matches!(message, FromGroup::Message(ToAgent::End(_))) {
+                    break;
+                }
+            }
+        };
+        let _ = tokio::time::timeout(REFUSAL_TIMEOUT, ended).await;
+        if let Some(coordinator) = self.coordinator {
+            coordinator.finish().await;
+        }
+    }
+
+    /// Whether other nodes take part, now or later.
+    pub fn may_have_peers(&self) -> bool {
+        self.tasks.is_some()
+    }
+
+    /// Whether other nodes take part in the first attempt.
+    pub fn has_peers(&self) -> bool {
+        self.first.nodes > 1
+    }
+
+    /// Lets the other agents learn of the end, if the coordinator runs here. Call it when the job is over.
+    pub async fn finish(self) {
+        drop(self.link);
+        if let Some(coordinator) = self.coordinator {
+            coordinator.finish().await;
+        }
+    }
+}
+
+/// Joins the group of a job on several nodes, or that of one node alone. Returns when the first attempt of which this
+/// node is a member is to be prepared. `notify` shows the user a line.
+///
+/// # Errors
+/// Rendezvous: the coordinator cannot be reached, nodes are missing at the deadline, or this one was refused.
+pub async fn join(nodes: Option<&Nodes>, work: Work, notify: impl Fn(&str)) -> Result<Group, Refusal> {
+    let Some(Nodes { spec, token_file }) = nodes else { return alone(work, notify).await };
+    let security = security(spec, token_file.as_deref()).await?;
+    let host = hosts_coordinator(spec).await;
+    let address = address(spec, host).await?;
+    let ip = resolved(&address).await?;
+    let probe = TcpListener::bind((ip, 0)).await.map_err(|error| {
+        refuse(format!("failed to listen on {ip}, the address of this node: {error}; see --local-addr"))
+    })?;
+    let probe_port = probe.local_addr().map_err(|error| refuse(error.to_string()))?.port();
+    let mut tasks = vec![tokio::spawn(async move {
+        // A connection alone shows that this node can be reached.
+        loop {
+            let _ = probe.accept().await;
+        }
+    })];
+    let greeting = Greeting {
+        node_rank: spec.node_rank,
+        address,
+        probe_port: probe_port.into(),
+        min_nodes: spec.nodes.min,
+        max_nodes: spec.nodes.max,
+        ..greeting(&work)
+    };
+    let mut coordinator = None;
+    let listener = match host {
+        true => listen(spec, &security).await?,
+        false => None,
+    };
+    let link = match listener {
+        Some(listener) => {
+            let handle = Handle::start(new_coordinator(random_run_id()), true);
+            let link = Link::local(&handle, greeting).await;
+            tasks.push(serve(listener, &handle));
+            coordinator = Some(handle);
+            link
+        }
+        None => Link::remote(spec.endpoint.clone(), security, greeting, spec.join_timeout),
+    };
+    first_attempt(link, notify, ip.to_string(), coordinator, Some(Tasks(tasks))).await
+}
+
+/// A coordinator of one job without an agent: the loss of any node that runs workers leaves it running.
+#[derive(Debug)]
+pub struct Standalone {
+    handle: Handle,
+    _server: Tasks,
+}
+
+impl Standalone {
+    /// Listens on the endpoint, which has to be an address of this host.
+    ///
+    /// # Errors
+    /// Rendezvous: it is not, or the port is taken. Usage: the token cannot be used.
+    pub async fn start(nodes: &Nodes) -> Result<Self, Refusal> {
+        let Nodes { spec, token_file } = nodes;
+        let failed = |why: &str| refuse(format!("failed to listen on {}: {why}", spec.endpoint));
+        match net::is_own(&spec.endpoint.host).await {
+            Ok(true) => {}
+            Ok(false) => return Err(failed("it is not an address of this host")),
+            Err(error) => return Err(failed(&error.to_string())),
+        }
+        let security = security(spec, token_file.as_deref()).await?;
+        let listener = Listener::bind_host(&spec.endpoint, security).await;
+        let listener = listener.map_err(|error| refuse(error.to_string()))?;
+        let coordinator = new_coordinator(random_run_id());
+        let coordinator = match &spec.run_id {
+            Some(run_id) => coordinator.for_run(run_id.clone()),
+            None => coordinator,
+        };
+        let handle = Handle::start(coordinator, false);
+        let server = Tasks(vec![serve(listener, &handle)]);
+        Ok(Self { handle, _server: server })
+    }
+
+    /// Waits until the job has ended and its agents know that. Returns its exit code.
+    pub async fn ended(self) -> Option<u32> {
+        self.handle.ended().await
+    }
+}
+
+async fn alone(work: Work, notify: impl Fn(&str)) -> Result<Group, Refusal> {
+    let run_id = work.run_id.clone().unwrap_or_default();
+    let handle = Handle::start(new_coordinator(run_id), true);
+    let greeting = Greeting {
+        node_rank: Some(0),
+        address: LOOPBACK.into(),
+        min_nodes: 1,
+        max_nodes: 1,
+        run_id: String::new(),
+        ..greeting(&work)
+    };
+    let link = Link::local(&handle, greeting).await;
+    first_attempt(link, notify, LOOPBACK.into(), Some(handle), None).await
+}
+
+fn greeting(work: &Work) -> Greeting {
+    Greeting {
+        instance: work.instance.clone(),
+        version: xlaunch_proto::VERSION.into(),
+        run_id: work.run_id.clone().unwrap_or_default(),
+        work: work.digest.clone(),
+        work_text: work.text.clone(),
+        host: devices::host_name(),
+        workers: work.workers,
+        new: true,
+        rules: Some(work.rules.clone()),
+        ..Greeting::default()
+    }
+}
+
+/// A coordinator without members.
+pub fn new_coordinator(run_id: String) -> Coordinator {
+    let seed = RandomState::new().hash_one(std::process::id());
+    Coordinator::new(run_id, seed, new_key, Instant::now())
+}
+
+/// Unique among runs that start in the same second, on whatever node.
+pub fn random_run_id() -> String {
+    let random = RandomState::new().hash_one(std::process::id());
+    format!("{}-{:06x}", run_dir::timestamp(clock::unix().as_secs()), random & 0xff_ffff)
+}
+
+/// A secret.
+fn new_key() -> [u8; 32] {
+    // Fails only before the system's entropy is initialised, long before users run programs.
+    RingKey::random().map_or([0; 32], |key| key.0)
+}
+
+async fn first_attempt(
+    mut link: Link,
+    notify: impl Fn(&str),
+    address: String,
+    coordinator: Option<Handle>,
+    tasks: Option<Tasks>,
+) -> Result<Group, Refusal> {
+    let mut run_id = String::new();
+    loop {
+        match link.next().await {
+            Some(FromGroup::Message(ToAgent::Welcome(welcome))) if !welcome.refusal.is_empty() => {
+                return Err(ended(welcome.exit_code, &welcome.refusal));
+            }
+            Some(FromGroup::Message(ToAgent::Welcome(welcome))) => run_id = welcome.run_id,
+            Some(FromGroup::Message(ToAgent::Waiting(waiting))) => notify(&waiting.text),
+            Some(FromGroup::Message(ToAgent::Prepare(first))) => {
+                return Ok(Group { link, run_id, first, address, coordinator, tasks });
+            }
+            Some(FromGroup::Message(ToAgent::End(end))) => {
+                if let Some(coordinator) = coordinator {
+                    coordinator.finish().await;
+                }
+                return Err(ended(end.exit_code, &end.root));
+            }
+            Some(_) => {}
+            None => return Err(Refusal::new(ExitCode::Internal, "the coordinator has ended".to_owned())),
+        }
+    }
+}
+
+fn ended(exit_code: u32, why: &str) -> Refusal {
+    let exit = ExitCode::from_code(i32::try_from(exit_code).unwrap_or(1)).unwrap_or(ExitCode::Rendezvous);
+    Refusal::new(exit, why.to_owned())
+}
+
+fn refuse(message: String) -> Refusal {
+    Refusal::new(ExitCode::Rendezvous, message)
+}
+
+/// Listens for other agents. Of several agents on the endpoint's host one has the coordinator, unless it is fixed
+/// which.
+async fn listen(spec: &GroupSpec, security: &Security) -> Result<Option<Listener>, Refusal> {
+    match Listener::bind_host(&spec.endpoint, security.clone()).await {
+        Ok(listener) => Ok(Some(listener)),
+        Err(ListenError::InUse(_))
+            if spec.backend == Backend::Dynamic && spec.hosts_coordinator.is_none() =>
+        {
+            Ok(None)
+        }
+        Err(error) => Err(refuse(error.to_string())),
+    }
+}
+
+async fn hosts_coordinator(spec: &GroupSpec) -> bool {
+    match (spec.hosts_coordinator, spec.backend) {
+        (Some(hosts), _) => hosts,
+        (None, Backend::Static) => spec.node_rank == Some(0),
+        // A name that does not resolve yet is another host's.
+        (None, Backend::Dynamic) => net::is_own(&spec.endpoint.host).await.unwrap_or(false),
+    }
+}
+
+/// With the keys of this job.
+async fn security(spec: &GroupSpec, token_file: Option<&Path>) -> Result<Security, Refusal> {
+    let token = match (spec.security, token_file) {
+        (command::Security::Insecure, _) => return Ok(Security::Insecure),
+        (command::Security::Munge, _) => {
+            let munge = Security::munge().await;
+            return munge.map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()));
+        }
+        (command::Security::Token, Some(path)) => Token::read(path).map(Some),
+        (command::Security::Token, None) => Token::from_environment(),
+    };
+    let token = token.map_err(|error| Refusal::new(error.exit_code(), error.to_string()))?;
+    let missing = || Refusal::new(ExitCode::Usage, format!("{TOKEN_VARIABLE} is not set"));
+    Security::from_token(&token.ok_or_else(missing)?)
+        .map_err(|error| Refusal::new(ExitCode::Internal, error.to_string()))
+}
+
+/// The address of this node for others, or the name that the user gave it.
+async fn address(spec: &GroupSpec, host: bool) -> Result<String, Refusal> {
+    let wish = Wish { local_addr: spec.local_addr.as_deref(), interface: spec.interface.as_deref() };
+    let deadline = Instant::now() + spec.join_timeout;
+    let endpoint = &spec.endpoint.host;
+    let connection = loop {
+        if host || spec.local_addr.is_some() {
+            break Ipv4Addr::LOCALHOST.into();
+        }
+        match routed(endpoint, spec.endpoint.ports.first().copied().unwrap_or(0)).await {
+            Ok(address) => break address,
+            Err(error) if Instant::now() >= deadline => {
+                return Err(refuse(format!("failed to reach the coordinator at {}: {error}", spec.endpoint)));
+            }
+            // Names of pods appear late.
+            Err(_) => tokio::time::sleep(RESOLVE_INTERVAL).await,
+        }
+    };
+    net::advertised(wish, endpoint, connection).await.map_err(|error| refuse(error.to_string()))
+}
+
+/// The address that a connection of this host to another would have.
+async fn routed(host: &str, port: u16) -> io::Result<IpAddr> {
+    for to in tokio::net::lookup_host((host, port)).await? {
+        let any: IpAddr = if to.is_ipv4() { [0; 4].into() } else { [0_u16; 8].into() };
+        // Sends nothing: the kernel only looks up the route.
+        let found = UdpSocket::bind((any, 0)).and_then(|socket| {
+            socket.connect(to)?;
+            socket.local_addr()
+        });
+        if let Ok(own) = found {
+            return Ok(own.ip());
+        }
+    }
+    Err(io::ErrorKind::NetworkUnreachable.into())
+}
+
+async fn resolved(address: &str) -> Result<IpAddr, Refusal> {
+    let found = tokio::net::lookup_host((address, 0)).await.map(|mut all| all.next());
+    let unknown =
+        || refuse(format!("the address of this node, {address}, does not resolve; see --local-addr"));
+    found.ok().flatten().map(|it| it.ip()).ok_or_else(unknown)
+}
+
+/// Serves the coordinator to agents that have proved that they belong to the job.
+pub fn serve(listener: Listener, handle: &Handle) -> JoinHandle<()> {
+    let service = GroupServer::new(Service { events: handle.events() });
+    let server = Server::builder().add_service(service);
+    tokio::spawn(async move {
+        // Without it, agents lose the coordinator.
+        let _ = server.serve_with_incoming(listener.incoming()).await;
+    })
+}

@@ -1,0 +1,283 @@
+//! An agent's link to the coordinator of its job.
+//!
+//! ```text
+//! driver --Body--> link --AgentMessage--> coordinator
+//! driver <--FromGroup-- link <--CoordinatorMessage--
+//! ```
+//! The coordinator in the same process is reached over channels. A remote one is reached over a connection that the
+//! link opens again whenever it is lost. What is said on it, and what follows from silence, is decided in `link_state`.
+
+use std::time::{Duration, Instant};
+
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{sleep, sleep_until, timeout};
+use tokio_stream::StreamExt;
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::transport::Channel;
+use tonic::{Response, Streaming};
+use xlaunch_proto::command::Endpoint;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::agent_message::Body as FromAgent;
+use xlaunch_proto::v1::group_client::GroupClient;
+use xlaunch_proto::v1::{AgentMessage, CoordinatorMessage, Greeting};
+
+use super::coordinator::{Event, Handle, HowClosed};
+pub use super::link_state::FromGroup;
+use super::link_state::{self, Closed, LinkState, RETRY_INTERVAL, Step};
+use super::net::connect::{ConnectError, Connection, Reason};
+use super::net::{self, Security};
+use super::shared::PROCESS_BYTES;
+
+/// A link to a coordinator.
+#[derive(Debug)]
+pub struct Link {
+    messages: mpsc::UnboundedSender<FromAgent>,
+    inbox: mpsc::UnboundedReceiver<FromGroup>,
+}
+
+impl Link {
+    /// A link to a coordinator in this process.
+    pub async fn local(coordinator: &Handle, greeting: Greeting) -> Self {
+        let (events, (replies, mut outgoing)) = (coordinator.events(), mpsc::unbounded_channel());
+        let (messages, mut own) = mpsc::unbounded_channel();
+        let (to_driver, inbox) = mpsc::unbounded_channel();
+        let (opened, connection) = oneshot::channel();
+        let _ = events.send(Event::Opened { greeting, acknowledged: 0, replies, opened });
+        // Without an answer the coordinator is gone, and both loops end at once.
+        if let Ok(connection) = connection.await {
+            tokio::spawn(async move {
+                let (mut sequence, mut acknowledged) = (0, 0);
+                loop {
+                    let body = tokio::select! {
+                        body = own.recv() => match body {
+                            Some(body) => { sequence += 1; Some(body) }
+                            None => break,
+                        },
+                        message = outgoing.recv() => match message {
+                            Some(CoordinatorMessage { sequence, body: Some(body), .. }) => {
+                                acknowledged = sequence;
+                                let _ = to_driver.send(FromGroup::Message(body));
+                                None
+                            }
+                            Some(_) => None,
+                            None => break,
+                        },
+                    };
+                    let sequence = if body.is_some() { sequence } else { 0 };
+                    let message = AgentMessage { sequence, acknowledged, body };
+                    let _ = events.send(Event::Received(connection, message));
+                }
+                let _ = events.send(Event::Closed(connection, HowClosed::ByAgent));
+            });
+        }
+        Self { messages, inbox }
+    }
+
+    /// A link to the coordinator at an endpoint.
+    pub fn remote(
+        endpoint: Endpoint,
+        security: Security,
+        greeting: Greeting,
+        join_timeout: Duration,
+    ) -> Self {
+        let (messages, own) = mpsc::unbounded_channel();
+        let (to_driver, inbox) = mpsc::unbounded_channel();
+        let remote = Remote {
+            endpoint,
+            security,
+            state: LinkState::new(greeting, join_timeout, Instant::now()),
+            own,
+            to_driver,
+            given_up: Vec::new(),
+        };
+        tokio::spawn(remote.run());
+        Self { messages, inbox }
+    }
+
+    /// Sends to the coordinator, now or when it can be reached again.
+    pub fn send(&self, body: FromAgent) {
+        // The link ends only after the end of the job.
+        let _ = self.messages.send(body);
+    }
+
+    /// Sends on behalf of others.
+    pub fn sender(&self) -> mpsc::UnboundedSender<FromAgent> {
+        self.messages.clone()
+    }
+
+    /// What comes next; `None` if the coordinator is gone after the end of the job.
+    pub async fn next(&mut self) -> Option<FromGroup> {
+        self.inbox.recv().await
+    }
+}
+
+struct Remote {
+    endpoint: Endpoint,
+    security: Security,
+    state: LinkState,
+    own: mpsc::UnboundedReceiver<FromAgent>,
+    to_driver: mpsc::UnboundedSender<FromGroup>,
+    /// Connections that were given up: if the coordinator knows no newer one, their closing would tell it that this
+    /// agent is gone.
+    given_up: Vec<Stream>,
+}
+
+/// An open connection with its stream.
+struct Stream {
+    _channel: Channel,
+    outgoing: mpsc::UnboundedSender<AgentMessage>,
+    replies: Option<Streaming<CoordinatorMessage>>,
+}
+
+impl Remote {
+    async fn run(mut self) {
+        let mut pause = RETRY_INTERVAL;
+        loop {
+            let time = self.state.connect_timeout(Instant::now());
+            let mut refused = false;
+            let problem = match timeout(time, net::connect(&self.endpoint, &self.security)).await {
+                Ok(Ok(Connection { channel, .. })) => {
+                    pause = RETRY_INTERVAL;
+                    match self.attend(channel).await {
+                        Closed::Over => return,
+                        Closed::Lost => self.problem("the connection was closed"),
+                        Closed::Forgotten => match self.renew().await {
+                            true => continue,
+                            false => return,
+                        },
+                    }
+                }
+                Ok(Err(error)) if !error.is_transient() => {
+                    return self.pass_on(link_state::end(ExitCode::Rendezvous, error.to_string()));
+                }
+                Ok(Err(error)) => {
+                    refused = matches!(error, ConnectError { reason: Reason::Refused, .. });
+                    error.to_string()
+                }
+                Err(_) => self.problem("it does not answer"),
+            };
+            if self.state.has_failed(refused, Instant::now()) {
+                return self.lost(problem);
+            }
+            if !self.wait(pause).await {
+                return;
+            }
+            pause = self.state.next_pause(pause);
+        }
+    }
+
+    /// Waits before the next attempt to connect. Whether the agent is still wanted.
+    async fn wait(&mut self, pause: Duration) -> bool {
+        let until = Instant::now() + pause;
+        loop {
+            let step = self.state.tick(Instant::now());
+            step.to_driver.into_iter().for_each(|message| self.pass_on(message));
+            tokio::select! {
+                body = self.own.recv() => match body {
+                    Some(body) => drop(self.state.send(body)),
+                    None => return false,
+                },
+                () = sleep_until(self.state.deadline().map_or(until, |at| at.min(until)).into()) => {
+                    if Instant::now() >= until {
+                        return true;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Uses one connection until it is lost.
+    async fn attend(&mut self, channel: Channel) -> Closed {
+        let (outgoing, messages) = mpsc::unbounded_channel();
+        let _ = outgoing.send(self.state.greet(Instant::now()));
+        let mut client = GroupClient::new(channel.clone());
+        let opening = client.attend(UnboundedReceiverStream::new(messages));
+        let opened = timeout(self.state.reply_timeout(), opening).await;
+        let replies = opened.ok().and_then(Result::ok).map(Response::into_inner);
+        let mut stream = Stream { _channel: channel, outgoing, replies };
+        let closed = self.exchange(&mut stream).await;
+        self.state.disconnected();
+        if closed == Closed::Lost {
+            self.given_up.push(stream);
+        }
+        closed
+    }
+
+    async fn exchange(&mut self, stream: &mut Stream) -> Closed {
+        let Some(replies) = &mut stream.replies else { return Closed::Lost };
+        for message in self.state.connected(Instant::now()) {
+            let _ = stream.outgoing.send(message);
+        }
+        loop {
+            // There is one as long as a connection is open.
+            let deadline = self.state.deadline().unwrap_or_else(Instant::now);
+            let step = tokio::select! {
+                reply = replies.next() => match reply {
+                    Some(Ok(reply)) => {
+                        // The coordinator knows this connection now.
+                        self.given_up.clear();
+                        self.state.receive(reply, Instant::now())
+                    }
+                    Some(Err(_)) | None => return Closed::Lost,
+                },
+                body = self.own.recv() => match body {
+                    Some(body) => Step { to_coordinator: Some(self.state.send(body)), ..Step::default() },
+                    None => return Closed::Over,
+                },
+                () = sleep_until(deadline.into()) => self.state.tick(Instant::now()),
+            };
+            step.to_driver.into_iter().for_each(|message| self.pass_on(message));
+            step.to_coordinator.into_iter().for_each(|message| _ = stream.outgoing.send(message));
+            match step.closed {
+                None => {}
+                Some(Closed::Lost) => return Closed::Lost,
+                Some(closed) => {
+                    // What was acknowledged last has to arrive.
+                    let _ = stream.outgoing.send(self.state.heartbeat());
+                    sleep(RETRY_INTERVAL).await;
+                    return closed;
+                }
+            }
+        }
+    }
+
+    /// Becomes a new member, once no worker of the old one lives. Whether the agent is still wanted.
+    async fn renew(&mut self) -> bool {
+        while self.state.is_attempting() {
+            let cut = self.state.cut("the coordinator considered this node lost".into());
+            cut.into_iter().for_each(|message| self.pass_on(message));
+            match self.own.recv().await {
+                Some(body) => drop(self.state.send(body)),
+                None => return false,
+            }
+        }
+        let process = self.state.instance().iter().take(PROCESS_BYTES).copied();
+        let instance = process.chain(new_instance()).take(2 * PROCESS_BYTES).collect();
+        self.state.renew(instance);
+        true
+    }
+
+    /// The coordinator does not come back.
+    fn lost(&self, problem: String) {
+        self.pass_on(match self.state.was_admitted() {
+            true => link_state::end(ExitCode::Retryable, format!("the coordinator was lost: {problem}")),
+            false => link_state::end(ExitCode::Rendezvous, problem),
+        });
+    }
+
+    fn problem(&self, what: &str) -> String {
+        format!("failed to reach the coordinator at {}: {what}", self.endpoint)
+    }
+
+    fn pass_on(&self, message: FromGroup) {
+        // The driver ends after the job.
+        let _ = self.to_driver.send(message);
+    }
+}
+
+/// An id for an agent's process.
+pub fn new_instance() -> Vec<u8> {
+    use std::hash::{BuildHasher, RandomState};
+    let half = || RandomState::new().hash_one(std::process::id()).to_be_bytes();
+    [half(), half()].concat()
+}

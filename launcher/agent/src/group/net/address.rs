@@ -1,0 +1,331 @@
+//! Addresses of this host: which the coordinator listens on, and which the agent tells the other nodes.
+//!
+//! Names are resolved and interfaces are listed at the edge; the choices are pure functions of both. Between hosts,
+//! neither loopback nor link-local addresses are usable. An endpoint that names the loopback itself (`localhost`,
+//! `127.0.0.1`, `::1`) says that all nodes of the job are agents on this host.
+
+use std::io;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use nix::ifaddrs::getifaddrs;
+use nix::net::if_::InterfaceFlags;
+
+pub(super) const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why there is no address.
+#[derive(Debug, thiserror::Error)]
+pub enum AddressError {
+    /// No such interface.
+    #[error("interface `{name}` does not exist on this host; it has {}", known.join(", "))]
+    UnknownInterface {
+        /// As given.
+        name: String,
+        /// Those that exist.
+        known: Vec<String>,
+    },
+    /// The interface has no address for other hosts.
+    #[error(
+        "interface `{name}` has no address that other hosts can reach; those that have one: {}",
+        list(usable)
+    )]
+    NoAddress {
+        /// As given.
+        name: String,
+        /// Interfaces with a usable address.
+        usable: Vec<String>,
+    },
+    /// The host has no address for other hosts.
+    #[error("this host has no address that other hosts can reach; set one with `--local-addr`")]
+    OnlyLoopback,
+    /// Interfaces cannot be listed.
+    #[error("failed to list the network interfaces: {0}")]
+    Interfaces(io::Error),
+}
+
+fn list(names: &[String]) -> String {
+    match names {
+        [] => "none".into(),
+        names => names.join(", "),
+    }
+}
+
+/// Which address the user wants the other nodes to use.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Wish<'a> {
+    /// `--local-addr`: a name or an address.
+    pub local_addr: Option<&'a str>,
+    /// `--interface`.
+    pub interface: Option<&'a str>,
+}
+
+/// An address of an interface that is up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Interface {
+    name: String,
+    /// `None` if it has neither an IPv4 nor an IPv6 address.
+    address: Option<IpAddr>,
+}
+
+/// Whether a name or an address is this host's. A loopback address is.
+///
+/// # Errors
+/// The name does not resolve (yet), or interfaces cannot be listed.
+pub async fn is_own(host: &str) -> io::Result<bool> {
+    if rustix::system::uname().nodename().to_bytes().eq_ignore_ascii_case(host.as_bytes()) {
+        return Ok(true);
+    }
+    let addresses = resolve(host).await?;
+    let interfaces = interfaces()?;
+    Ok(addresses.iter().any(|address| has(&interfaces, *address)))
+}
+
+/// The address of this host for the other nodes: `--local-addr` as it is, else of `--interface`, else this host's end
+/// of the connection to the coordinator. The coordinator's own host has a loopback connection: its address is what the
+/// endpoint's name resolves to, or else its first usable one.
+///
+/// # Errors
+/// The interface does not exist or has no usable address, or this host has none.
+pub async fn advertised(
+    wish: Wish<'_>,
+    endpoint_host: &str,
+    connection: IpAddr,
+) -> Result<String, AddressError> {
+    if let Some(address) = wish.local_addr {
+        return Ok(address.into());
+    }
+    let interfaces = interfaces().map_err(AddressError::Interfaces)?;
+    // A name that does not resolve just does not help to choose.
+    let endpoint = resolve(endpoint_host).await.unwrap_or_default();
+    let local = is_loopback(endpoint_host);
+    choose(wish.interface, connection.to_canonical(), local, &endpoint, &interfaces)
+        .map(|address| address.to_string())
+}
+
+/// The addresses that the coordinator listens on: this host's among those that the endpoint's name has, or else all
+/// that other hosts can reach. `0.0.0.0` and `::` stand for themselves.
+///
+/// # Errors
+/// This host has no usable address.
+pub async fn to_listen(endpoint_host: &str) -> Result<Vec<IpAddr>, AddressError> {
+    let interfaces = interfaces().map_err(AddressError::Interfaces)?;
+    let resolved = resolve(endpoint_host).await.unwrap_or_default();
+    let addresses = listening(is_loopback(endpoint_host), &resolved, &interfaces);
+    if addresses.is_empty() { Err(AddressError::OnlyLoopback) } else { Ok(addresses) }
+}
+
+async fn resolve(host: &str) -> io::Result<Vec<IpAddr>> {
+    let found = tokio::time::timeout(RESOLVE_TIMEOUT, tokio::net::lookup_host((host, 0))).await;
+    let found = found.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))?;
+    Ok(found.map(|address| address.ip().to_canonical()).collect())
+}
+
+/// All addresses of interfaces that are up, in the kernel's order.
+fn interfaces() -> io::Result<Vec<Interface>> {
+    let found = getifaddrs()?.filter(|entry| entry.flags.contains(InterfaceFlags::IFF_UP));
+    let interface = |entry: nix::ifaddrs::InterfaceAddress| {
+        let storage = entry.address;
+        let v4 = storage.and_then(|address| address.as_sockaddr_in().map(|address| IpAddr::V4(address.ip())));
+        let v6 =
+            || storage.and_then(|address| address.as_sockaddr_in6().map(|address| IpAddr::V6(address.ip())));
+        Interface { name: entry.interface_name, address: v4.or_else(v6) }
+    };
+    Ok(found.map(interface).collect())
+}
+
+/// The name of the interface that has this address.
+pub(in crate::group) fn interface_with(address: IpAddr) -> Option<String> {
+    let found = interfaces().ok()?.into_iter().find(|interface| interface.address == Some(address));
+    found.map(|interface| interface.name)
+}
+
+/// Whether the endpoint says that all nodes are on one host.
+fn is_loopback(host: &str) -> bool {
+    match host.parse::<IpAddr>() {
+        Ok(address) => address.to_canonical().is_loopback(),
+        Err(_) => host.eq_ignore_ascii_case("localhost"),
+    }
+}
+
+/// Whether other hosts can reach the address.
+fn is_usable(address: IpAddr) -> bool {
+    let link_local = match address {
+        IpAddr::V4(address) => address.is_link_local() || address.is_broadcast(),
+        IpAddr::V6(address) => address.is_unicast_link_local(),
+    };
+    !(link_local || address.is_loopback() || address.is_unspecified() || address.is_multicast())
+}
+
+fn has(interfaces: &[Interface], address: IpAddr) -> bool {
+    // Of 127.0.0.0/8, the interface lists one address only.
+    let any_v4_loopback = address.is_ipv4() && address.is_loopback();
+    any_v4_loopback || interfaces.iter().any(|interface| interface.address == Some(address))
+}
+
+/// The address to tell other nodes; see [`advertised`]. `local`: all nodes are on this host.
+fn choose(
+    wished: Option<&str>,
+    connection: IpAddr,
+    local: bool,
+    endpoint: &[IpAddr],
+    interfaces: &[Interface],
+) -> Result<IpAddr, AddressError> {
+    let usable = |address: &IpAddr| is_usable(*address) || (local && address.is_loopback());
+    let addresses = |wanted: Option<&str>| -> Vec<IpAddr> {
+        let named = interfaces.iter().filter(|interface| wanted.is_none_or(|name| interface.name == name));
+        named.filter_map(|interface| interface.address).filter(usable).collect()
+    };
+    let same_family = |found: Vec<IpAddr>| {
+        let same = found.iter().find(|address| address.is_ipv4() == connection.is_ipv4()).copied();
+        same.or(found.first().copied())
+    };
+    if let Some(name) = wished {
+        return same_family(addresses(Some(name))).ok_or_else(|| no_address(name, interfaces));
+    }
+    if usable(&connection) {
+        return Ok(connection);
+    }
+    let own: Vec<IpAddr> =
+        endpoint.iter().filter(|address| usable(address) && has(interfaces, **address)).copied().collect();
+    same_family(own).or_else(|| same_family(addresses(None))).ok_or(AddressError::OnlyLoopback)
+}
+
+fn no_address(name: &str, interfaces: &[Interface]) -> AddressError {
+    let names = |keep: &dyn Fn(&Interface) -> bool| {
+        let mut names: Vec<String> =
+            interfaces.iter().filter(|found| keep(found)).map(|found| found.name.clone()).collect();
+        names.sort();
+        names.dedup();
+        names
+    };
+    if interfaces.iter().any(|interface| interface.name == name) {
+        let usable = names(&|interface| interface.address.is_some_and(is_usable));
+        return AddressError::NoAddress { name: name.into(), usable };
+    }
+    AddressError::UnknownInterface { name: name.into(), known: names(&|_| true) }
+}
+
+/// See [`to_listen`]. `local`: all nodes are on this host.
+fn listening(local: bool, endpoint: &[IpAddr], interfaces: &[Interface]) -> Vec<IpAddr> {
+    let named = |address: &&IpAddr| {
+        address.is_unspecified() || (has(interfaces, **address) && (local || is_usable(**address)))
+    };
+    let named: Vec<IpAddr> = endpoint.iter().filter(named).copied().collect();
+    let all =
+        interfaces.iter().filter_map(|interface| interface.address).filter(|address| is_usable(*address));
+    let mut addresses = if named.is_empty() { all.collect() } else { named };
+    let mut seen = std::collections::BTreeSet::new();
+    addresses.retain(|address| seen.insert(*address));
+    addresses
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ips(texts: &[&str]) -> Vec<IpAddr> {
+        texts.iter().map(|text| ip(text)).collect()
+    }
+
+    fn ip(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    /// A host with two networks, one of them with both families.
+    fn host() -> Vec<Interface> {
+        let addresses = [
+            ("lo", "127.0.0.1"),
+            ("lo", "::1"),
+            ("eth0", "10.77.0.10"),
+            ("eth0", "fd77::10"),
+            ("eth0", "fe80::1"),
+            ("ib0", "10.88.0.10"),
+            ("link", "169.254.3.4"),
+        ];
+        let mut interfaces: Vec<Interface> = addresses
+            .map(|(name, address)| Interface { name: name.into(), address: Some(ip(address)) })
+            .into();
+        interfaces.push(Interface { name: "bare".into(), address: None });
+        interfaces
+    }
+
+    fn chosen(wished: Option<&str>, connection: &str, endpoint: &str) -> Result<String, String> {
+        let resolved: Vec<IpAddr> = match endpoint {
+            "h0" => ips(&["127.0.1.1", "fd77::10"]),
+            "other" => ips(&["10.77.0.11"]),
+            _ => endpoint.parse().into_iter().collect(),
+        };
+        let found = choose(wished, ip(connection), is_loopback(endpoint), &resolved, &host());
+        found.map(|address| address.to_string()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn advertised_address_is_that_of_the_connection_unless_it_is_loopback() {
+        for (connection, endpoint, expected) in [
+            ("10.77.0.10", "other", "10.77.0.10"),
+            ("fd77::10", "other", "fd77::10"),
+            // The coordinator's own host: Debian's /etc/hosts gives its name a loopback address first.
+            ("127.0.0.1", "h0", "fd77::10"),
+            ("127.0.0.1", "other", "10.77.0.10"),
+            ("::1", "other", "fd77::10"),
+            ("fe80::1", "other", "fd77::10"),
+            // All nodes are on this host.
+            ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+            ("::1", "::1", "::1"),
+        ] {
+            let found = chosen(None, connection, endpoint);
+            assert_eq!(found.as_deref(), Ok(expected), "{connection} {endpoint}");
+        }
+        let alone = [Interface { name: "lo".into(), address: Some(ip("127.0.0.1")) }];
+        let error = choose(None, ip("127.0.0.1"), false, &[], &alone).unwrap_err().to_string();
+        assert!(error.contains("no address that other hosts can reach; set one"), "{error}");
+    }
+
+    #[test]
+    fn interface_gives_an_address_of_the_connections_family() {
+        assert_eq!(chosen(Some("eth0"), "10.77.0.10", "other").as_deref(), Ok("10.77.0.10"));
+        assert_eq!(chosen(Some("eth0"), "fd77::10", "other").as_deref(), Ok("fd77::10"));
+        assert_eq!(chosen(Some("ib0"), "fd77::10", "other").as_deref(), Ok("10.88.0.10"));
+    }
+
+    #[test]
+    fn unsuitable_interface_is_named_with_those_that_exist() {
+        let error = chosen(Some("ib1"), "10.77.0.10", "other").unwrap_err();
+        assert_eq!(error, "interface `ib1` does not exist on this host; it has bare, eth0, ib0, link, lo");
+        for name in ["lo", "link", "bare"] {
+            let error = chosen(Some(name), "10.77.0.10", "other").unwrap_err();
+            assert!(error.starts_with(&format!("interface `{name}` has no address")), "{error}");
+            assert!(error.ends_with("those that have one: eth0, ib0"), "{error}");
+        }
+    }
+
+    #[test]
+    fn coordinator_listens_only_where_other_hosts_can_reach_it() {
+        let listens =
+            |host_name: &str, resolved: &[&str]| listening(is_loopback(host_name), &ips(resolved), &host());
+        assert_eq!(listens("h0", &["10.77.0.10"]), ips(&["10.77.0.10"]));
+        assert_eq!(listens("h0", &["127.0.1.1", "fd77::10"]), ips(&["fd77::10"]));
+        assert_eq!(listens("h0", &["127.0.1.1"]), ips(&["10.77.0.10", "fd77::10", "10.88.0.10"]));
+        assert_eq!(listens("service", &["10.96.0.1"]), ips(&["10.77.0.10", "fd77::10", "10.88.0.10"]));
+        assert_eq!(listens("localhost", &["::1", "127.0.0.1"]), ips(&["::1", "127.0.0.1"]));
+        assert_eq!(listens("0.0.0.0", &["0.0.0.0"]), ips(&["0.0.0.0"]));
+        assert!(listening(false, &[], &[]).is_empty());
+    }
+
+    #[tokio::test]
+    async fn own_names_and_addresses_are_recognised() {
+        let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        for host in ["127.0.0.1", "127.9.9.9", "localhost", &name.to_uppercase()] {
+            assert!(is_own(host).await.unwrap(), "{host}");
+        }
+        // Reserved for documentation.
+        assert!(!is_own("192.0.2.1").await.unwrap());
+        assert!(!is_own("2001:db8::1").await.unwrap());
+        for interface in interfaces().unwrap() {
+            if let Some(address) = interface.address {
+                assert!(is_own(&address.to_string()).await.unwrap(), "{interface:?}");
+            }
+        }
+        is_own("name.invalid").await.unwrap_err();
+    }
+}

@@ -1,0 +1,237 @@
+//! The coordinator's TCP listener: accepts, authenticates, and yields only connections of members.
+//!
+//! ```text
+//! accept --admission (at most MAX_PENDING)--> task: first bytes -> TLS -> munge -> preface --> stream --> tonic
+//! ```
+//! A caller costs a descriptor and a small task until it sends something, and then the state of one handshake. The
+//! tasks run on all threads of the runtime. Connections that were yielded are no longer counted: their callers are
+//! members. Without security the preface is all that a caller has to send, and the same limits hold until then.
+
+use std::fmt;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use rustix::net::sockopt;
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::mpsc;
+use tokio::task::{AbortHandle, JoinSet};
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use xlaunch_proto::command::Endpoint;
+
+use super::admission::{Pending, Room};
+use super::preface::{Io, PrefaceError, Stream};
+use super::socket::Addresses;
+use super::{AddressError, MungeError, Security, address, preface, socket, tls};
+
+/// Callers at once that have not been authenticated.
+pub const MAX_PENDING: usize = 64;
+/// From the accepted connection to the preface.
+pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Connections that wait in the kernel; it allows less if `net.core.somaxconn` is lower.
+const BACKLOG: u32 = 4096;
+/// Pause after accept(2) failed, for example for lack of descriptors.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
+
+/// Why the coordinator cannot listen.
+#[derive(Debug, thiserror::Error)]
+pub enum ListenError {
+    /// This host has no address to listen on.
+    #[error(transparent)]
+    Address(#[from] AddressError),
+    /// Another process listens on all the ports.
+    #[error(
+        "failed to listen on {}: another process does; end it, or choose another port with `--rdzv-endpoint`",
+        list(.0)
+    )]
+    InUse(Vec<SocketAddr>),
+    /// The system refuses.
+    #[error("failed to listen on {address}: {source}; choose another address with `--rdzv-endpoint`")]
+    Bind {
+        /// Where.
+        address: SocketAddr,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+fn list(addresses: &[SocketAddr]) -> String {
+    let texts: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+    texts.join(", ")
+}
+
+/// Sockets that listen for the agents of a job.
+pub struct Listener {
+    sockets: Vec<TcpListener>,
+    security: Security,
+}
+
+impl Listener {
+    /// Listens on this host's addresses that the endpoint names, on the first of its ports that is free on all of them.
+    ///
+    /// # Errors
+    /// No port is free, or this host has no suitable address.
+    pub async fn bind_host(endpoint: &Endpoint, security: Security) -> Result<Self, ListenError> {
+        let addresses = address::to_listen(&endpoint.host).await?;
+        let mut in_use = Vec::new();
+        for port in &endpoint.ports {
+            let wanted: Vec<SocketAddr> = addresses.iter().map(|ip| SocketAddr::new(*ip, *port)).collect();
+            match Self::bind(&wanted, security.clone()) {
+                Err(ListenError::InUse(addresses)) => in_use.extend(addresses),
+                result => return result,
+            }
+        }
+        Err(ListenError::InUse(in_use))
+    }
+
+    /// Listens on these addresses. Must be called in a runtime.
+    ///
+    /// # Errors
+    /// One of them cannot be bound.
+    pub fn bind(addresses: &[SocketAddr], security: Security) -> Result<Self, ListenError> {
+        let mut sockets = Vec::with_capacity(addresses.len());
+        for address in addresses {
+            sockets.push(listen(*address).map_err(|source| match source.kind() {
+                io::ErrorKind::AddrInUse => ListenError::InUse(vec![*address]),
+                _ => ListenError::Bind { address: *address, source },
+            })?);
+        }
+        Ok(Self { sockets, security })
+    }
+
+    /// Where it listens.
+    pub fn addresses(&self) -> Vec<SocketAddr> {
+        self.sockets.iter().filter_map(|socket| socket.local_addr().ok()).collect()
+    }
+
+    /// Accepts and authenticates until the returned stream is dropped. It has no end and no errors: a connection that
+    /// fails does not affect others.
+    pub fn incoming(self) -> UnboundedReceiverStream<io::Result<Stream>> {
+        let (connections, incoming) = mpsc::unbounded_channel();
+        tokio::spawn(accept_all(self.sockets, self.security, connections));
+        UnboundedReceiverStream::new(incoming)
+    }
+}
+
+impl fmt::Debug for Listener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Listener").field(&self.addresses()).finish()
+    }
+}
+
+fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = match address.ip() {
+        IpAddr::V4(_) => TcpSocket::new_v4()?,
+        IpAddr::V6(_) => {
+            let socket = TcpSocket::new_v6()?;
+            // IPv4 has sockets of its own.
+            sockopt::set_ipv6_v6only(&socket, true)?;
+            socket
+        }
+    };
+    // Connections of a coordinator that has ended do not keep the next one from its port.
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
+}
+
+async fn accept_all(
+    sockets: Vec<TcpListener>,
+    security: Security,
+    connections: mpsc::UnboundedSender<io::Result<Stream>>,
+) {
+    let mut pending = Pending::<AbortHandle>::new();
+    let mut handshakes = JoinSet::new();
+    loop {
+        let room = pending.room(Instant::now());
+        let next = async {
+            match room {
+                Room::Free | Room::Displace(_) => Some(accept(&sockets).await),
+                Room::After(time) => {
+                    tokio::time::sleep_until(time.into()).await;
+                    None
+                }
+            }
+        };
+        tokio::select! {
+            // Finished, aborted or panicked.
+            Some(_) = handshakes.join_next() => pending.remove_finished(AbortHandle::is_finished),
+            accepted = next => match accepted {
+                Some(Ok(stream)) => {
+                    if let Room::Displace(number) = room {
+                        pending.remove(number).iter().for_each(AbortHandle::abort);
+                    }
+                    let (security, connections) = (security.clone(), connections.clone());
+                    pending.add(Instant::now(), |has_sent| {
+                        handshakes.spawn(async move {
+                            let made = authenticate(stream, &security, &has_sent);
+                            if let Ok(Ok(stream)) = tokio::time::timeout(HANDSHAKE_TIMEOUT, made).await {
+                                // Nothing receives it if the server has ended.
+                                let _ = connections.send(Ok(stream));
+                            }
+                        })
+                    });
+                }
+                Some(Err(_)) => tokio::time::sleep(ACCEPT_RETRY_DELAY).await,
+                None => {}
+            },
+            () = connections.closed() => return,
+        }
+    }
+}
+
+/// The next connection on any of the sockets.
+async fn accept(sockets: &[TcpListener]) -> io::Result<TcpStream> {
+    std::future::poll_fn(|context| {
+        for socket in sockets {
+            if let Poll::Ready(accepted) = socket.poll_accept(context) {
+                return Poll::Ready(accepted.map(|(stream, _)| stream));
+            }
+        }
+        Poll::Pending
+    })
+    .await
+}
+
+/// Why a caller was not admitted.
+#[derive(Debug, thiserror::Error)]
+enum Refused {
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    #[error(transparent)]
+    Tls(#[from] rustls::Error),
+    #[error(transparent)]
+    Munge(#[from] MungeError),
+    #[error(transparent)]
+    Preface(#[from] PrefaceError),
+}
+
+async fn authenticate(
+    stream: TcpStream,
+    security: &Security,
+    has_sent: &Arc<AtomicBool>,
+) -> Result<Stream, Refused> {
+    socket::set_options(&stream)?;
+    let addresses = Addresses::of(&stream)?;
+    // The state of a handshake is allocated only for callers that send something.
+    if stream.peek(&mut [0]).await? == 0 {
+        return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+    }
+    has_sent.store(true, Ordering::Relaxed);
+    let io: Box<dyn Io> = match security {
+        Security::Insecure => Box::new(stream),
+        Security::Token(tls) => Box::new(tls.acceptor().accept(stream).await?),
+        Security::Munge(pair) => {
+            let (tls, munge) = pair.as_ref();
+            let mut stream = tls.acceptor().accept(stream).await?;
+            let channel = tls::channel_id(stream.get_ref().1)?;
+            munge.authenticate_agent(&mut stream, &channel).await?;
+            Box::new(stream)
+        }
+    };
+    Ok(preface::receive(io, addresses).await?)
+}

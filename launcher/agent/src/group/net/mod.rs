@@ -1,0 +1,99 @@
+//! Connections between the agents of a job and its coordinator: TCP, TLS 1.3, and who may take part.
+//!
+//! ```text
+//! agent        connect: resolve -> TCP --> TLS --> munge --> HTTP/2 preface --> tonic channel
+//!                                           |        |             |
+//! coordinator  Listener: admission -> TCP --'--------'-------------'--> stream of authenticated connections
+//! ```
+//! - [`token`]: the secret that the nodes of a job share, and the keys derived from it;
+//! - `tls`: configurations of both sides, with raw public keys in place of certificates;
+//! - `munge`: proof of the same user in place of a token, bound to the TLS channel;
+//! - `preface`: the first bytes of HTTP/2 in both directions, which prove that both sides speak the same;
+//! - [`listener`]: accepts and authenticates; `admission` (pure) decides which callers may wait for that;
+//! - [`mod@connect`]: one connection to the coordinator, and why there is none;
+//! - [`address`]: addresses of this host;
+//! - `socket`: options of TCP sockets.
+//!
+//! Invariants:
+//! - a stream that the listener yields, and a channel that [`connect()`] returns, are authenticated by both sides
+//!   unless the group is [`Security::Insecure`];
+//! - callers that have not proved anything are few, short-lived and cheap: at most [`listener::MAX_PENDING`] at once,
+//!   each for at most [`listener::HANDSHAKE_TIMEOUT`];
+//! - a token appears in no message, no `Debug` output and no description of a job.
+//!
+//! ```no_run
+//! # use xlaunch_agent::group::net::{self, Listener, Security, Token, Wish};
+//! # use xlaunch_proto::command::Endpoint;
+//! # async fn example(endpoint: Endpoint) -> Result<(), Box<dyn std::error::Error>> {
+//! let token = Token::read("token".as_ref())?;
+//! let security = Security::from_token(&token)?;
+//! // The coordinator:
+//! let listener = Listener::bind_host(&endpoint, security.clone()).await?;
+//! let addresses = listener.addresses();
+//! let server = tonic::transport::Server::builder(); // .add_service(...).serve_with_incoming(listener.incoming())
+//! // An agent:
+//! let connection = net::connect(&endpoint, &security).await?;
+//! let wish = Wish { local_addr: None, interface: Some("ib0") };
+//! let address = net::advertised(wish, &endpoint.host, connection.local.ip()).await?;
+//! # Ok(())
+//! # }
+//! ```
+
+pub mod address;
+mod admission;
+pub mod connect;
+pub mod listener;
+mod munge;
+mod preface;
+mod socket;
+mod tls;
+pub mod token;
+
+use std::sync::Arc;
+
+pub use address::{AddressError, Wish, advertised, is_own};
+pub use connect::{ConnectError, Connection, connect, connect_to_port};
+pub use listener::{ListenError, Listener};
+pub use munge::MungeError;
+pub use preface::Stream;
+pub use socket::Addresses;
+pub use tls::TlsError;
+pub use token::{TOKEN_VARIABLE, Token, TokenError};
+
+use munge::Munge;
+use tls::Tls;
+
+/// How agents and coordinator authenticate each other, with keys. Cheap to clone.
+#[derive(Clone, Debug)]
+pub enum Security {
+    /// Not at all, over plain TCP.
+    Insecure,
+    /// By keys derived from the job's token.
+    Token(Arc<Tls>),
+    /// By credentials of munge, over TLS with keys of this process.
+    Munge(Arc<(Tls, Munge)>),
+}
+
+impl Security {
+    /// Keys derived from the job's token.
+    ///
+    /// # Errors
+    /// The cryptographic library refuses the keys.
+    pub fn from_token(token: &Token) -> Result<Self, TlsError> {
+        Ok(Self::Token(Arc::new(Tls::from_token(token)?)))
+    }
+
+    /// Credentials of munge, which this host must have: one is made to find out.
+    ///
+    /// # Errors
+    /// munge is not installed or does not run, or the system has no random numbers.
+    pub async fn munge() -> Result<Self, MungeError> {
+        let munge = Munge::installed();
+        munge.check().await?;
+        let tls = Tls::ephemeral().map_err(MungeError::Tls)?;
+        Ok(Self::Munge(Arc::new((tls, munge))))
+    }
+}
+
+#[cfg(test)]
+mod tests;

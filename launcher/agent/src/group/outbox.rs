@@ -1,0 +1,87 @@
+//! Messages that arrive once and in order, although connections are lost.
+
+use std::collections::VecDeque;
+
+/// What was sent and has not been acknowledged, and what has arrived from the other side.
+#[derive(Debug)]
+pub struct Outbox<T> {
+    sent: u64,
+    received: u64,
+    waiting: VecDeque<(u64, T)>,
+}
+
+impl<T> Default for Outbox<T> {
+    fn default() -> Self {
+        Self { sent: 0, received: 0, waiting: VecDeque::new() }
+    }
+}
+
+impl<T> Outbox<T> {
+    /// Keeps a message until it is acknowledged. Returns its number, from 1.
+    pub fn push(&mut self, message: T) -> u64 {
+        self.sent += 1;
+        self.waiting.push_back((self.sent, message));
+        self.sent
+    }
+
+    /// The other side has everything up to this number.
+    pub fn acknowledge(&mut self, number: u64) {
+        while self.waiting.front().is_some_and(|(own, _)| *own <= number) {
+            self.waiting.pop_front();
+        }
+    }
+
+    /// Whether the message with this number is the next one. Others have arrived before, or come again.
+    pub fn accept(&mut self, number: u64) -> bool {
+        let is_next = number == self.received + 1;
+        self.received += u64::from(is_next);
+        is_next
+    }
+
+    /// The number of the last message that has arrived.
+    pub fn received(&self) -> u64 {
+        self.received
+    }
+
+    /// Messages to send again on a new connection.
+    pub fn waiting(&self) -> impl Iterator<Item = &(u64, T)> {
+        self.waiting.iter()
+    }
+
+    /// Whether everything has arrived.
+    pub fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Connections are lost after any number of messages, in both directions.
+        #[test]
+        fn messages_arrive_once_and_in_order(losses in prop::collection::vec((0usize..6, 0usize..6), 1..40)) {
+            let (mut sender, mut receiver) = (Outbox::default(), Outbox::<()>::default());
+            let (mut next, mut arrived) = (0, Vec::new());
+            for (new, delivered) in losses {
+                // A new connection: the receiver says what it has.
+                sender.acknowledge(receiver.received());
+                for _ in 0..new {
+                    sender.push(next);
+                    next += 1;
+                }
+                for (number, message) in sender.waiting().take(delivered) {
+                    if receiver.accept(*number) {
+                        arrived.push(*message);
+                    }
+                }
+            }
+            sender.acknowledge(receiver.received());
+            arrived.extend(sender.waiting().map(|(_, message)| *message));
+            prop_assert_eq!(arrived, (0..next).collect::<Vec<i32>>());
+        }
+    }
+}

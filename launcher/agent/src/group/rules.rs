@@ -1,0 +1,47 @@
+//! What a job's restarts and membership follow, from its description.
+
+use std::time::Duration;
+
+use xlaunch_proto::command::GroupSpec;
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::v1::GroupRules;
+
+use crate::command::{ResolvedCommand, Restarts};
+
+/// The rules of a training job.
+pub fn of_trainer(spec: &JobSpec, group: Option<&GroupSpec>) -> GroupRules {
+    let launch = &spec.launch;
+    // A restart cannot repair the configuration, the data or a checkpoint, and would diverge again.
+    let final_codes =
+        [ExitCode::Usage, ExitCode::Data, ExitCode::Diverged].map(|exit| i32::from(exit.code()));
+    let restarts = Restarts {
+        most: launch.max_restarts,
+        window: Duration::try_from_secs_f64(launch.restart_window).unwrap_or_default(),
+        not_after: final_codes.into(),
+        free: [i32::from(ExitCode::DamagedCheckpoint.code())].into(),
+    };
+    rules(true, &restarts, group)
+}
+
+/// The rules of a command.
+pub fn of_command(spec: &ResolvedCommand, group: Option<&GroupSpec>) -> GroupRules {
+    rules(false, &spec.restarts, group)
+}
+
+fn rules(trainer: bool, restarts: &Restarts, group: Option<&GroupSpec>) -> GroupRules {
+    let time =
+        |of: fn(&GroupSpec) -> Duration, other: f64| group.map_or(other, |group| of(group).as_secs_f64());
+    GroupRules {
+        trainer,
+        max_restarts: restarts.most,
+        restart_window: restarts.window.as_secs_f64(),
+        final_codes: restarts.not_after.iter().copied().collect(),
+        free_codes: restarts.free.iter().copied().collect(),
+        fixed_ranks: group.is_some_and(|group| group.backend == xlaunch_proto::command::Backend::Static),
+        join_timeout: time(|group| group.join_timeout, 600.0),
+        last_call_timeout: time(|group| group.last_call_timeout, 0.0),
+        heartbeat_interval: time(|group| group.keep_alive_interval, 1.0),
+        lease: time(GroupSpec::loss_timeout, 12.0),
+    }
+}

@@ -1,0 +1,53 @@
+//! Whether the nodes of a job share the directory of its runs: each agent leaves a mark there, and looks for that of
+//! the agent of node rank 0.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use xlaunch_proto::spec::JobSpec;
+
+use crate::run_dir::job_dir;
+
+/// Bytes of an instance that stay the same as long as the agent's process lives.
+pub(super) const PROCESS_BYTES: usize = 8;
+
+/// Where checkpoints are written, or runs with their checkpoints.
+pub fn directory(spec: &JobSpec) -> PathBuf {
+    spec.checkpoint.dir.as_ref().map_or_else(|| job_dir(spec), PathBuf::from)
+}
+
+/// A mark of this agent, removed with this.
+#[derive(Debug)]
+pub struct Mark {
+    path: PathBuf,
+}
+
+impl Mark {
+    /// Leaves a mark for other agents.
+    ///
+    /// # Errors
+    /// The directory cannot be written.
+    pub fn leave(dir: &Path, instance: &[u8]) -> io::Result<Self> {
+        fs_err::create_dir_all(dir)?;
+        let path = path(dir, instance);
+        fs_err::write(&path, "")?;
+        Ok(Self { path })
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        // An empty file that remains does no harm.
+        let _ = fs_err::remove_file(&self.path);
+    }
+}
+
+/// Whether the mark of this agent is in the directory.
+pub fn is_visible(dir: &Path, instance: &[u8]) -> bool {
+    path(dir, instance).exists()
+}
+
+fn path(dir: &Path, instance: &[u8]) -> PathBuf {
+    let process = instance.iter().take(PROCESS_BYTES).map(|byte| format!("{byte:02x}"));
+    dir.join(format!(".node-{}", process.collect::<String>()))
+}

@@ -1,0 +1,169 @@
+//! Who may become a member of the group.
+
+use std::time::{Duration, Instant};
+
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
+use xlaunch_proto::v1::{Greeting, GroupRules, Welcome};
+
+use super::{Coordinator, Member, MemberId, Output, Phase, Stage, gathering, name, policy::Policy};
+use crate::command::Restarts;
+
+impl Coordinator {
+    pub(super) fn greeted(&mut self, id: MemberId, greeting: Greeting, now: Instant) {
+        if let Some(refusal) = self.refusal(&greeting) {
+            let exit_code = match &self.phase {
+                Phase::Ended(end) if end.exit_code != 0 => end.exit_code,
+                _ => ExitCode::Rendezvous.code().into(),
+            };
+            self.send(id, ToAgent::Welcome(Welcome { refusal, exit_code, ..Welcome::default() }));
+            self.outputs.push(Output::Forget(id));
+            return;
+        }
+        // Its predecessor has closed its connection, and will not come back.
+        if let Some(id) = self.holder(&greeting) {
+            self.lose(id, now);
+        }
+        if self.reference.is_none() {
+            self.adopt(&greeting, now);
+        }
+        let welcome = Welcome {
+            run_id: self.run_id.clone(),
+            heartbeat_interval: self.rules.heartbeat_interval,
+            lease: self.rules.lease,
+            ..Welcome::default()
+        };
+        self.send(id, ToAgent::Welcome(welcome));
+        let member = Member {
+            hosts_coordinator: id == Self::HOST,
+            stop_requests: 0,
+            greeting,
+            node_rank: None,
+            first_rank: 0,
+            stage: Stage::Idle,
+            last_heard: now,
+            closed: None,
+            leaving: None,
+        };
+        self.members.insert(id, member);
+        self.grow();
+    }
+
+    /// The member in whose process the coordinator runs.
+    pub const HOST: MemberId = 0;
+
+    /// The first member's rules become those of the group.
+    fn adopt(&mut self, greeting: &Greeting, now: Instant) {
+        let rules = greeting.rules.clone().unwrap_or_default();
+        let restarts = Restarts {
+            most: rules.max_restarts,
+            window: seconds(rules.restart_window),
+            not_after: rules.final_codes.iter().copied().collect(),
+            free: rules.free_codes.iter().copied().collect(),
+        };
+        self.policy = Policy::new(restarts, self.policy.seed());
+        self.phase = gathering::phase(seconds(rules.join_timeout), now);
+        self.rules = rules;
+        if !greeting.run_id.is_empty() {
+            self.run_id.clone_from(&greeting.run_id);
+        }
+        self.reference = Some(greeting.clone());
+    }
+
+    /// Why this agent cannot be a member.
+    fn refusal(&self, greeting: &Greeting) -> Option<String> {
+        if let Phase::Ended(end) = &self.phase {
+            let why = if end.root.is_empty() { String::new() } else { format!(": {}", end.root) };
+            return Some(format!("the job has ended{why}"));
+        }
+        if !greeting.new {
+            // Its workers, if there were any, have been replaced.
+            return Some("the node was considered lost".into());
+        }
+        if let Some(problem) = malformed(greeting) {
+            return Some(problem);
+        }
+        if self.is_for_run && !greeting.run_id.is_empty() && greeting.run_id != self.run_id {
+            let own = name(greeting.node_rank, &greeting.host);
+            let (its, expected) = (quoted(&greeting.run_id), quoted(&self.run_id));
+            return Some(format!("{own} has the run id {its}, the coordinator has {expected}"));
+        }
+        if let Some(difference) = self.reference.as_ref().and_then(|it| difference(greeting, it)) {
+            return Some(difference);
+        }
+        let rules = greeting.rules.as_ref()?;
+        let rank = greeting.node_rank.filter(|_| rules.fixed_ranks)?;
+        if rank >= greeting.max_nodes {
+            return Some(format!(
+                "node rank {rank} does not exist in a group of {} nodes",
+                greeting.max_nodes
+            ));
+        }
+        let holder = self.members.get(&self.holder(greeting)?)?;
+        holder.closed.is_none().then(|| {
+            format!(
+                "node rank {rank} of {} ({}) is taken by {} ({})",
+                greeting.host, greeting.address, holder.greeting.host, holder.greeting.address
+            )
+        })
+    }
+
+    /// The member that has the fixed rank of this agent.
+    fn holder(&self, greeting: &Greeting) -> Option<MemberId> {
+        let rank = greeting.node_rank.filter(|_| self.rules.fixed_ranks)?;
+        let holder = self.members.iter().find(|(_, member)| member.greeting.node_rank == Some(rank));
+        holder.map(|(id, _)| *id)
+    }
+}
+
+/// A time from the wire.
+pub(super) fn seconds(value: f64) -> Duration {
+    Duration::try_from_secs_f64(value).unwrap_or_default()
+}
+
+fn malformed(greeting: &Greeting) -> Option<String> {
+    let rules = greeting.rules.as_ref();
+    let times = |rules: &GroupRules| {
+        let all = [rules.join_timeout, rules.last_call_timeout, rules.restart_window, rules.lease];
+        all.iter().all(|value| (0.0..=1e9).contains(value)) && rules.lease > 0.0
+    };
+    let is_valid = rules.is_some_and(times)
+        && greeting.workers > 0
+        && (1..=greeting.max_nodes).contains(&greeting.min_nodes)
+        && !(rules.is_some_and(|rules| rules.fixed_ranks) && greeting.node_rank.is_none());
+    (!is_valid).then(|| "the greeting is malformed".into())
+}
+
+/// How an agent differs from the first member.
+fn difference(greeting: &Greeting, first: &Greeting) -> Option<String> {
+    let (own, other) = (name(greeting.node_rank, &greeting.host), name(first.node_rank, &first.host));
+    let differ = |what: &str, a: &str, b: &str| Some(format!("{own} has {what} {a}, {other} has {b}"));
+    if greeting.version != first.version {
+        return differ("xlaunch", &greeting.version, &first.version);
+    }
+    if greeting.run_id != first.run_id {
+        return differ("the run id", &quoted(&greeting.run_id), &quoted(&first.run_id));
+    }
+    let nodes = |it: &Greeting| match it.min_nodes == it.max_nodes {
+        true => it.max_nodes.to_string(),
+        false => format!("{}:{}", it.min_nodes, it.max_nodes),
+    };
+    if nodes(greeting) != nodes(first) {
+        return differ("--nnodes", &nodes(greeting), &nodes(first));
+    }
+    if greeting.work == first.work {
+        return None;
+    }
+    match greeting.work_text == first.work_text {
+        false => Some(format!("{own} runs `{}`, {other} runs `{}`", greeting.work_text, first.work_text)),
+        true => {
+            let digest =
+                |it: &Greeting| it.work.iter().take(4).map(|byte| format!("{byte:02x}")).collect::<String>();
+            differ("another configuration: its digest is", &digest(greeting), &digest(first))
+        }
+    }
+}
+
+fn quoted(text: &str) -> String {
+    if text.is_empty() { "none".into() } else { format!("`{text}`") }
+}

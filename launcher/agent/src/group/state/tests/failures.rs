@@ -1,0 +1,157 @@
+//! Failures of ranks and nodes, their order, and what follows.
+
+use super::*;
+
+fn peer_failures(said: &[(MemberId, ToAgent)]) -> Vec<(MemberId, &str)> {
+    let failure = |(id, message): &'_ (MemberId, ToAgent)| match message {
+        ToAgent::PeerFailed(failed) => Some((*id, failed.message.as_str().to_owned())),
+        _ => None,
+    };
+    said.iter().filter_map(failure).map(|(id, text)| (id, &*Box::leak(text.into_boxed_str()))).collect()
+}
+
+#[test]
+fn failure_of_a_rank_ends_the_attempt_on_the_other_nodes_at_once() {
+    let mut group = Group::running(3, 0);
+    group.fail(2, 3, false);
+    let said = group.take();
+    let text = "node 1 (h1): rank 3: exit code 3";
+    assert_eq!(peer_failures(&said), [(1, text), (3, text)]);
+    group.all_end(&[1, 2, 3], 1);
+    let ends = group.ends();
+    assert_eq!(ends.len(), 3);
+    assert!(
+        ends.iter().all(|(_, end)| (end.exit_code, end.node_rank, end.root.as_str()) == (1, Some(1), text))
+    );
+    assert!(group.coordinator.is_over());
+}
+
+#[test]
+fn lost_peers_are_consequences_of_what_another_node_reports_later() {
+    let mut group = Group::running(3, 0);
+    group.fail(1, 0, true);
+    assert_eq!(peer_failures(&group.take()), [], "its cause may still come");
+    group.now += SECOND;
+    group.fail(3, 4, false);
+    let text = "node 2 (h2): rank 4: exit code 3";
+    assert_eq!(peer_failures(&group.take()), [(1, text), (2, text)]);
+    group.all_end(&[1, 2, 3], 1);
+    assert_eq!(group.ends()[0].1.root, text);
+}
+
+#[test]
+fn lost_peer_without_a_cause_ends_the_attempt_within_two_seconds() {
+    let mut group = Group::running(2, 0);
+    group.fail(1, 0, true);
+    group.wait(2 * SECOND, &[1, 2]);
+    assert_eq!(peer_failures(&group.take()), [(2, "node 0 (h0): rank 0: exit code 3")]);
+}
+
+#[test]
+fn agent_that_is_gone_is_the_root_cause_although_others_fail_first() {
+    let mut group = Group::running(2, 0);
+    group.now += 5 * SECOND;
+    group.input(Input::Heard(2));
+    group.input(Input::Heard(1));
+    group.input(Input::Disconnected(2));
+    group.fail(1, 0, true);
+    group.wait(2 * SECOND, &[1]);
+    assert!(peer_failures(&group.take()).contains(&(1, "node 1 (h1): the agent is gone")));
+    group.all_end(&[1], 75);
+    let ends = group.ends();
+    assert_eq!((ends[0].1.exit_code, ends[0].1.root.as_str()), (75, "node 1 (h1): the agent is gone"));
+}
+
+#[test]
+fn agent_that_connects_again_within_a_second_has_lost_nothing() {
+    let mut group = Group::running(2, 0);
+    group.input(Input::Disconnected(2));
+    group.wait(SECOND / 2, &[1]);
+    group.input(Input::Connected(2));
+    group.wait(10 * SECOND, &[1, 2]);
+    assert_eq!(group.take(), []);
+}
+
+#[test]
+fn silence_of_less_than_the_lease_is_shown_and_more_is_a_loss() {
+    let mut group = Group::running(2, 0);
+    group.wait(4 * SECOND, &[1]);
+    let state = |group: &Group| group.coordinator.nodes(group.now)[1].state();
+    assert_eq!((state(&group), group.take().len()), (MemberState::Silent, 0));
+    group.wait(7 * SECOND, &[1, 2]);
+    assert_eq!(state(&group), MemberState::Active);
+    group.wait(12 * SECOND, &[1]);
+    assert_eq!(peer_failures(&group.take()), [(1, "node 1 (h1): the node was silent for 12 s")]);
+}
+
+#[test]
+fn coordinator_that_was_suspended_waits_for_what_members_have_sent_meanwhile() {
+    let mut group = Group::running(2, 0);
+    group.now += 20 * SECOND;
+    group.input(Input::Tick);
+    group.input(Input::Heard(1));
+    group.wait(11 * SECOND, &[1]);
+    assert_eq!(group.take(), []);
+    group.wait(SECOND, &[1]);
+    assert_eq!(peer_failures(&group.take()), [(1, "node 1 (h1): the node was silent for 12 s")]);
+}
+
+#[test]
+fn attempt_begins_only_when_every_member_has_ended_the_last_one() {
+    let mut group = Group::running(3, 5);
+    group.fail(2, 3, false);
+    group.all_end(&[1, 2], 1);
+    group.wait(5 * SECOND, &[1, 2, 3]);
+    assert!(!group.take().iter().any(|(_, message)| matches!(message, ToAgent::Prepare(_))));
+    // What is said of the last attempt changes nothing in the next one.
+    group.all_end(&[3], 1);
+    let stale = NodeFailed { attempt: 0, cause: Some(cause(0, false)) };
+    assert_eq!(group.prepare_all().len(), 3);
+    group.tell(1, FromAgent::Failed(stale));
+    assert_eq!(group.take(), []);
+}
+
+#[test]
+fn lost_node_without_a_replacement_ends_the_job_with_75() {
+    let mut group = Group::running(2, 3);
+    group.input(Input::Disconnected(2));
+    group.wait(2 * SECOND, &[1]);
+    group.all_end(&[1], 75);
+    group.take();
+    group.wait(601 * SECOND, &[1]);
+    let ends = group.ends();
+    assert_eq!((ends.len(), ends[0].1.exit_code), (1, 75));
+    assert_eq!(ends[0].1.root, "node 1 (h1): the agent is gone; nothing has replaced it");
+}
+
+#[test]
+fn all_nodes_done_is_done_and_stop_is_passed_on() {
+    let mut group = Group::running(2, 0);
+    group.all_end(&[1], 0);
+    assert_eq!(group.ends(), []);
+    group.all_end(&[2], 0);
+    assert_eq!(group.ends().iter().map(|(_, end)| end.exit_code).collect::<Vec<_>>(), [0, 0]);
+    let mut group = Group::running(2, 3);
+    group.stop(2, 2);
+    assert!(matches!(group.take()[..], [(1, ToAgent::Stop(_)), (2, ToAgent::Stop(_))]));
+    // The same interrupt has arrived there, too; then a second one.
+    group.stop(1, 2);
+    assert_eq!(group.take(), []);
+    group.stop(1, 2);
+    assert_eq!(group.take().len(), 2);
+    for id in [1, 2] {
+        let ended = NodeEnded { r#final: true, exit_code: 130, ..NodeEnded::default() };
+        group.tell(id, FromAgent::Ended(ended));
+    }
+    assert_eq!(group.ends()[1].1.exit_code, 130);
+}
+
+#[test]
+fn node_that_refuses_the_job_ends_it_everywhere() {
+    let mut group = Group::new();
+    [0, 1].into_iter().for_each(|rank| group.greet(rank, greeting(Some(rank as u32), (2, 2), rules(5))));
+    let refused = xlaunch_proto::v1::NodeRefused { exit_code: 65, message: "bad data".into() };
+    group.tell(1, FromAgent::Refused(refused));
+    let ends = group.ends();
+    assert_eq!((ends[0].1.exit_code, ends[0].1.root.as_str()), (65, "node 1 (h1): bad data"));
+}

@@ -1,0 +1,83 @@
+//! What the agent knows of the ranks of its own node, by their ranks in the job.
+
+use std::time::Instant;
+
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tonic::Status;
+use xlaunch_proto::convert::Logs;
+use xlaunch_proto::ids::Rank;
+use xlaunch_proto::v1::{CheckpointReply, LogsReply, LogsRequest, StacksReply, StatusReply};
+
+use super::service::{MAX_LOG_READERS, Message, Service};
+use crate::stacks::{self, Detail};
+use crate::status::follow;
+
+/// A log, chunk by chunk.
+pub(super) type LogChunks = mpsc::Receiver<Result<LogsReply, Status>>;
+
+impl Service {
+    /// The status of this node.
+    pub(super) async fn status_here(&self, history: bool) -> StatusReply {
+        let mut board = self.board.clone();
+        self.monitor.refresh(&mut board).await;
+        board.borrow().reply(Instant::now(), history)
+    }
+
+    /// The log of a rank of this node.
+    pub(super) fn logs_here(&self, request: LogsRequest) -> Result<LogChunks, Status> {
+        follow::stream(self.board.clone(), self.local(request)?, self.log_reader()?)
+    }
+
+    /// The same, in the current attempt.
+    pub(super) fn logs_of_attempt(&self, request: LogsRequest) -> Result<LogChunks, Status> {
+        follow::stream_of_attempt(self.board.clone(), self.local(request)?, self.log_reader()?)
+    }
+
+    /// A request with the local rank.
+    fn local(&self, request: LogsRequest) -> Result<Logs, Status> {
+        let logs = Logs::try_from(request).map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let rank = self.board.borrow().local_rank(logs.rank.0);
+        let rank = rank.ok_or_else(|| Status::unavailable("the rank has moved to another node"))?;
+        Ok(Logs { rank: Rank(rank), ..logs })
+    }
+
+    /// Counts against the limit of readers until it is dropped.
+    pub(super) fn log_reader(&self) -> Result<OwnedSemaphorePermit, Status> {
+        self.readers.clone().try_acquire_owned().map_err(|_| {
+            Status::resource_exhausted(format!(
+                "{MAX_LOG_READERS} clients are reading logs of this launch: close one of them"
+            ))
+        })
+    }
+
+    /// The stacks of a rank of this node, or of all of them.
+    pub(super) async fn stacks_here(&self, rank: Option<u32>) -> Result<Vec<StacksReply>, Status> {
+        let (mut subjects, first_rank) = {
+            let board = self.board.borrow();
+            (board.subjects(), board.rank_of(0))
+        };
+        subjects.retain(|subject| rank.is_none_or(|rank| first_rank + subject.rank == rank));
+        if subjects.is_empty() {
+            let who = rank.map_or_else(|| "no rank is".into(), |rank| format!("rank {rank} is not"));
+            return Err(Status::not_found(format!("{who} running")));
+        }
+        let examiner = self.examiners.clone().try_acquire_owned().map_err(|_| {
+            Status::resource_exhausted("stacks of this launch are being taken: try again in some seconds")
+        })?;
+        let taken = tokio::task::spawn_blocking(move || {
+            let subjects: Vec<_> = subjects.into_iter().map(|subject| (subject, Detail::Stacks)).collect();
+            let ranks = stacks::collect(&subjects);
+            // Held by the thread rather than the call: two debuggers cannot be attached to a process.
+            drop(examiner);
+            ranks
+        });
+        let mut ranks = taken.await.map_err(|error| Status::internal(error.to_string()))?;
+        ranks.iter_mut().for_each(|stacks| stacks.rank += first_rank);
+        Ok(stacks::split(ranks))
+    }
+
+    /// Saves a checkpoint of a job whose rank 0 is on this node.
+    pub(super) async fn checkpoint_here(&self) -> Result<CheckpointReply, Status> {
+        self.call(Message::Checkpoint).await?
+    }
+}

@@ -1,0 +1,116 @@
+//! One status of a job, from those of its nodes. Pure.
+//!
+//! Ranks come from their own nodes, what concerns the whole job from the node of rank 0, and host, process, logs and
+//! command line are those of the agent that was asked. A rank whose node does not answer is listed with the
+//! reason as its hint.
+
+use std::collections::BTreeSet;
+
+use xlaunch_proto::labels::member_state;
+use xlaunch_proto::v1::{MemberState, MemberStatus, RankStatus, StatusReply};
+
+/// The status of the job. `own` is that of the agent that was asked, `others` those of other nodes that have answered.
+pub(crate) fn merge(own: StatusReply, nodes: Vec<MemberStatus>, others: Vec<StatusReply>) -> StatusReply {
+    let others: Vec<StatusReply> = others.into_iter().filter(|reply| reply.attempt == own.attempt).collect();
+    let mut ranks: Vec<RankStatus> =
+        own.ranks.iter().chain(others.iter().flat_map(|reply| &reply.ranks)).cloned().collect();
+    let known: BTreeSet<u32> = ranks.iter().map(|rank| rank.rank).collect();
+    for node in nodes.iter().filter(|node| is_member(node)) {
+        let of_node = node.first_rank..node.first_rank.saturating_add(node.workers).min(own.world_size);
+        let missing = of_node.enumerate().filter(|(_, rank)| !known.contains(rank));
+        ranks.extend(missing.map(|(local, rank)| RankStatus {
+            rank,
+            local_rank: u32::try_from(local).unwrap_or(u32::MAX),
+            node_rank: node.node_rank.unwrap_or(0),
+            hint: no_answer(node),
+            ..RankStatus::default()
+        }));
+    }
+    ranks.sort_by_key(|rank| rank.rank);
+    let leads = |reply: &StatusReply| reply.ranks.iter().any(|rank| rank.rank == 0);
+    let leader = others.into_iter().find(leads).unwrap_or_else(|| own.clone());
+    StatusReply {
+        nodes,
+        ranks,
+        host: own.host,
+        command_line: own.command_line,
+        launcher_pid: own.launcher_pid,
+        log_dir: own.log_dir,
+        started_unix_seconds: own.started_unix_seconds,
+        history: own.history,
+        ..leader
+    }
+}
+
+fn is_member(node: &MemberStatus) -> bool {
+    matches!(node.state(), MemberState::Active | MemberState::Silent)
+}
+
+fn no_answer(node: &MemberStatus) -> String {
+    match node.state() {
+        MemberState::Active => format!("{} did not answer in time", node.host),
+        state => format!("{} is {}", node.host, member_state(state)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reply(host: &str, first: u32, step: u64) -> StatusReply {
+        let rank = |rank| RankStatus { rank, node_rank: first / 2, pid: 7, ..RankStatus::default() };
+        StatusReply {
+            host: host.into(),
+            step,
+            world_size: 6,
+            ranks: vec![rank(first), rank(first + 1)],
+            ..StatusReply::default()
+        }
+    }
+
+    fn node(rank: u32, state: MemberState) -> MemberStatus {
+        MemberStatus {
+            node_rank: Some(rank),
+            host: format!("h{rank}"),
+            state: state.into(),
+            first_rank: 2 * rank,
+            workers: 2,
+            ..MemberStatus::default()
+        }
+    }
+
+    #[test]
+    fn status_is_the_same_whatever_node_is_asked() {
+        let nodes = || (0..3).map(|rank| node(rank, MemberState::Active)).collect();
+        let replies = || vec![reply("h0", 0, 9), reply("h1", 2, 8), reply("h2", 4, 7)];
+        let merged = (0..3).map(|own| {
+            let mut others = replies();
+            let own = others.remove(own);
+            (own.host.clone(), merge(own, nodes(), others))
+        });
+        for (host, merged) in merged {
+            let ranks: Vec<u32> = merged.ranks.iter().map(|rank| rank.rank).collect();
+            assert_eq!((ranks, merged.step, merged.host), ((0..6).collect(), 9, host));
+            assert!(merged.ranks.iter().all(|rank| rank.hint.is_empty()));
+        }
+    }
+
+    #[test]
+    fn ranks_of_nodes_without_an_answer_are_listed_with_the_reason() {
+        let states = [MemberState::Active, MemberState::Silent, MemberState::Active, MemberState::Lost];
+        let nodes = (0..).zip(states).map(|(rank, state)| node(rank, state)).collect();
+        let merged = merge(reply("h0", 0, 9), nodes, Vec::new());
+        let hints: Vec<&str> = merged.ranks.iter().map(|rank| rank.hint.as_str()).collect();
+        let late = "h2 did not answer in time";
+        assert_eq!(hints, ["", "", "h1 is silent", "h1 is silent", late, late]);
+        assert_eq!((merged.ranks[3].local_rank, merged.ranks[3].node_rank, merged.nodes.len()), (1, 1, 4));
+    }
+
+    #[test]
+    fn answers_about_another_attempt_do_not_count() {
+        let nodes = vec![node(0, MemberState::Active), node(1, MemberState::Active)];
+        let late = StatusReply { attempt: 1, ..reply("h1", 2, 3) };
+        let merged = merge(reply("h0", 0, 9), nodes, vec![late]);
+        assert!(merged.ranks[2..].iter().all(|rank| rank.pid == 0 && !rank.hint.is_empty()));
+    }
+}

@@ -1,0 +1,96 @@
+//! The other nodes of a training job: what the coordinator, and the agents of other nodes, say about workers.
+//!
+//! The agent of rank 0 leads: it finds the checkpoint to resume from, commits checkpoints, compares all ranks to find
+//! those that hang or are slow, and has the curves. Others pass on what their ranks report.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use prost::Message as _;
+use tokio::sync::watch;
+use xlaunch_proto::v1::agent_message::Body as FromAgent;
+use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
+use xlaunch_proto::v1::{self, NodeResume, RankReport, ShardSaved, WorkerReport};
+
+use super::TrainerWorkload;
+use crate::group::rendezvous::GroupJoin;
+use crate::state::Event;
+use crate::status::board::Board;
+
+impl TrainerWorkload<'_> {
+    /// Whether rank 0 is on this node, with the files of the run.
+    pub(super) fn leads(&self) -> bool {
+        self.assignment.node_rank == 0
+    }
+
+    /// Whether this rank of the whole job, or a report of it, belongs to this node; its local rank.
+    pub(super) fn local_rank(&self, rank: u32) -> Option<u32> {
+        rank.checked_sub(self.assignment.first_rank).filter(|local| *local < self.plan.placement.workers)
+    }
+
+    /// What a message means for this node's workers.
+    pub(super) fn hear(&mut self, message: ToAgent, board: &watch::Sender<Board>) -> Option<Event> {
+        match message {
+            ToAgent::Join(join) => self.group_joined(join, board),
+            ToAgent::Resume(resume) => {
+                self.resume(resume);
+                None
+            }
+            ToAgent::Saved(saved) if saved.attempt == self.attempt => {
+                if let Ok(shard) = ShardSaved::decode(&*saved.shard) {
+                    self.shard_saved(saved.rank, shard);
+                }
+                None
+            }
+            ToAgent::Reports(reports) if reports.attempt == self.attempt => {
+                for RankReport { rank, report } in reports.reports {
+                    let report = WorkerReport::decode(&*report).ok().and_then(|report| report.report);
+                    if let Some(report) = report {
+                        self.reported_elsewhere(rank, &report, board);
+                    }
+                }
+                None
+            }
+            _ => None,
+        }
+    }
+
+    /// The agent of rank 0 has found what this attempt resumes from.
+    fn resume(&mut self, resume: NodeResume) {
+        if resume.attempt != self.attempt || self.resume_known {
+            return;
+        }
+        self.resume_known = true;
+        self.plan.resume_from = Some(resume.path).filter(|path| !path.is_empty()).map(PathBuf::from);
+        self.answer_waiting();
+    }
+
+    /// All nodes have joined, or they disagree.
+    fn group_joined(&mut self, join: v1::GroupJoin, board: &watch::Sender<Board>) -> Option<Event> {
+        if join.attempt != self.attempt {
+            return None;
+        }
+        match GroupJoin::try_from(join) {
+            Ok(join) => {
+                self.barrier.finish(&join);
+                let now = Instant::now();
+                self.sessions.all_joined(self.join_timeout(), now);
+                board.send_modify(|board| board.time.joined(now));
+                if self.leads() {
+                    self.hang_detector.all_joined(self.assignment.world, now);
+                }
+                Some(Event::AllJoined)
+            }
+            Err(problem) => {
+                self.barrier.refuse(&problem);
+                Some(Event::RendezvousFailed(problem))
+            }
+        }
+    }
+
+    /// Tells the coordinator, or another agent.
+    pub(super) fn send(&self, message: FromAgent) {
+        // The link ends only after the job.
+        let _ = self.messages.send(message);
+    }
+}

@@ -1,0 +1,196 @@
+//! Detects the engine that started this launch on several nodes: Slurm, Kubernetes, `mpirun`, LSF or PBS. A pure
+//! function of the environment, the host's name and the host files that the environment names.
+//!
+//! ```text
+//! variables, host file, host name --detect--> Allocation --torchrun/group (flags and PET_* first)--> GroupSpec
+//! ```
+//! Invariants:
+//! - what an engine does not say is missing from its allocation, never guessed; only an engine that knows the number of
+//!   nodes makes a launch span several nodes by itself;
+//! - an engine whose variables are there but cannot work is an error that says what to do, never a job of one node;
+//! - all nodes of a job derive the same first host, ports and run id;
+//! - texts of the engine are bounded before anything is allocated for them.
+
+mod host_files;
+mod hostlist;
+mod kubernetes;
+mod mpi;
+mod slurm;
+
+use std::ffi::OsString;
+use std::io::Read;
+use std::path::Path;
+use std::str::FromStr;
+
+use xlaunch_agent::devices::host_name;
+use xlaunch_proto::command::{MAX_ENDPOINT_PORTS, MAX_NODES};
+use xlaunch_proto::env;
+
+/// Longest list of hosts, in a variable or a file.
+const MAX_HOSTS_BYTES: usize = 1 << 20;
+/// Ports that are derived from a job's id: below the range from which Linux takes ports of clients.
+const PORTS: std::ops::Range<u64> = 20_000..30_000;
+/// munged's socket.
+const MUNGE_SOCKET: &str = "/run/munge/munge.socket.2";
+
+/// What detection reads of this process and host.
+pub(super) struct Host<'a> {
+    pub(super) environment: &'a dyn Fn(&str) -> Option<OsString>,
+    /// The text of a host file.
+    pub(super) read: &'a dyn Fn(&Path) -> Result<String, String>,
+    pub(super) name: &'a str,
+    /// Whether munged runs here.
+    pub(super) munge: bool,
+}
+
+/// A value, and where it comes from: `--nnodes 2`, `PET_NNODES=2`, `SLURM_STEP_NUM_NODES=2`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Sourced<T> {
+    pub(super) value: T,
+    pub(super) source: String,
+}
+
+impl<T> Sourced<T> {
+    /// Another form of the value.
+    pub(super) fn map<U>(&self, change: impl FnOnce(&T) -> U) -> Sourced<U> {
+        Sourced { value: change(&self.value), source: self.source.clone() }
+    }
+}
+
+/// The place of this launch in an engine's allocation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Allocation {
+    pub(super) engine: &'static str,
+    /// The variables that were used.
+    pub(super) variables: Vec<(&'static str, String)>,
+    pub(super) nodes: Option<Sourced<u32>>,
+    pub(super) node_rank: Option<Sourced<u32>>,
+    /// The host of node rank 0, and the ports to try there.
+    pub(super) endpoint: Option<Sourced<(String, Vec<u16>)>>,
+    pub(super) run_id: Option<Sourced<String>>,
+    /// Whether munge can stand in for a token.
+    pub(super) munge: bool,
+}
+
+/// Detects the engine of this process.
+pub(super) fn of_this_process() -> Result<Option<Allocation>, String> {
+    detect(&Host {
+        environment: &|name| std::env::var_os(name),
+        read: &read_hosts,
+        name: &host_name(),
+        munge: Path::new(MUNGE_SOCKET).exists(),
+    })
+}
+
+/// Detects the engine; `None` outside any.
+///
+/// # Errors
+/// There is an engine, but it cannot give this launch its place: what is wrong, and what to do.
+pub(super) fn detect(host: &Host<'_>) -> Result<Option<Allocation>, String> {
+    // A launch in a worker of another one inherits the variables of an engine that did not start it.
+    if host.text(env::SCOPE)?.is_some() {
+        return Ok(None);
+    }
+    if let Some(mpi) = mpi::detect(host)? {
+        // mpirun knows how many and which; a host file of the engine below it knows where.
+        let files = [host_files::lsf(host)?, host_files::pbs(host)?].into_iter().flatten().next();
+        let same = |files: &Allocation| counts(files) == counts(&mpi);
+        return Ok(Some(files.filter(same).unwrap_or(mpi)));
+    }
+    for engine in [slurm::detect, host_files::lsf, host_files::pbs, kubernetes::detect] {
+        if let Some(found) = engine(host)? {
+            return Ok(Some(found));
+        }
+    }
+    Ok(None)
+}
+
+fn counts(allocation: &Allocation) -> Option<u32> {
+    allocation.nodes.as_ref().map(|nodes| nodes.value)
+}
+
+/// The same for all nodes of a job, and different for jobs that share a host: the coordinator listens on the first that
+/// is free.
+fn ports(job: &str) -> Vec<u16> {
+    // FNV-1a, then splitmix64 for each port.
+    let seed = job.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    let mut ports = Vec::with_capacity(MAX_ENDPOINT_PORTS);
+    let mut state = seed;
+    while ports.len() < MAX_ENDPOINT_PORTS {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        let port = PORTS.start + (mixed ^ (mixed >> 31)) % (PORTS.end - PORTS.start);
+        // The range ends below 2^16.
+        let port = u16::try_from(port).unwrap_or(u16::MAX);
+        if !ports.contains(&port) {
+            ports.push(port);
+        }
+    }
+    ports
+}
+
+fn read_hosts(path: &Path) -> Result<String, String> {
+    let mut text = String::new();
+    let limit = MAX_HOSTS_BYTES as u64 + 1;
+    let file = fs_err::File::open(path).map_err(|error| error.to_string())?;
+    file.take(limit).read_to_string(&mut text).map_err(|error| format!("{}: {error}", path.display()))?;
+    match text.len() > MAX_HOSTS_BYTES {
+        true => Err(format!("{} is longer than {MAX_HOSTS_BYTES} bytes", path.display())),
+        false => Ok(text),
+    }
+}
+
+impl Host<'_> {
+    /// The value of a variable. An empty one counts as unset.
+    fn text(&self, name: &str) -> Result<Option<String>, String> {
+        let value = (self.environment)(name).filter(|value| !value.is_empty());
+        value.map(|value| value.into_string().map_err(|_| format!("{name}: expected UTF-8"))).transpose()
+    }
+
+    fn number<T: FromStr>(&self, name: &str) -> Result<Option<Sourced<T>>, String> {
+        let Some(text) = self.text(name)? else { return Ok(None) };
+        let source = format!("{name}={text}");
+        let value = text.trim().parse().map_err(|_| format!("{source}: expected a whole number"))?;
+        Ok(Some(Sourced { value, source }))
+    }
+
+    /// The same for a variable without which the engine's others cannot be used.
+    fn required<T: FromStr>(&self, name: &str, engine: &str) -> Result<Sourced<T>, String> {
+        self.number(name)?.ok_or_else(|| {
+            format!(
+                "{engine}: {name} is not set, so this node's place in the job is unknown; pass the variables of the \
+                 engine on, or give --nnodes, --node-rank and --rdzv-endpoint"
+            )
+        })
+    }
+
+    /// Those of these variables that are set.
+    fn variables(&self, names: &[&'static str]) -> Vec<(&'static str, String)> {
+        let value = |name| (self.environment)(name).filter(|value| !value.is_empty());
+        names
+            .iter()
+            .filter_map(|&name| value(name).map(|value| (name, value.to_string_lossy().into_owned())))
+            .collect()
+    }
+}
+
+/// The number of nodes and this node's rank, if they fit together.
+fn check_place(nodes: &Sourced<u32>, rank: &Sourced<u32>) -> Result<(), String> {
+    let count = nodes.value;
+    if count == 0 || count > MAX_NODES {
+        return Err(format!("{}: expected 1 to {MAX_NODES} nodes", nodes.source));
+    }
+    if rank.value >= count {
+        return Err(format!(
+            "{} is outside the range: {} means ranks below {count}",
+            rank.source, nodes.source
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,83 @@
+//! Slurm: the place of this task in its step, from the step's variables alone. `scontrol` does not exist in containers.
+//!
+//! A batch script has `SLURM_NNODES=N` and `SLURM_NODEID=0` without being a task on every node: only `SLURM_STEP_*`
+//! count. `SLURM_LAUNCH_NODE_IPADDR` is the host of `srun`, not that of node rank 0.
+
+use super::{Allocation, Host, Sourced, check_place, hostlist, ports};
+
+const SLURM: &str = "Slurm";
+/// Step ids from here on are not those of `srun`: the batch script, the shell of `salloc`, external processes.
+const FIRST_SPECIAL_STEP: u32 = 0xffff_fff0;
+const VARIABLES: [&str; 9] = [
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NODELIST",
+    "SLURM_NODEID",
+    "SLURM_PROCID",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_RESTART_COUNT",
+];
+
+pub(super) fn detect(host: &Host<'_>) -> Result<Option<Allocation>, String> {
+    let Some(job) = host.number::<u32>("SLURM_JOB_ID")? else { return Ok(None) };
+    let step = host.number::<u32>("SLURM_STEP_ID")?.filter(|step| step.value < FIRST_SPECIAL_STEP);
+    let Some(step) = step else { return outside_of_steps(host).map(|()| None) };
+    let nodes = host.required::<u32>("SLURM_STEP_NUM_NODES", SLURM)?;
+    one_task_per_node(host, &nodes)?;
+    let node_rank = host.required("SLURM_NODEID", SLURM)?;
+    check_place(&nodes, &node_rank)?;
+    let list = host.required::<String>("SLURM_STEP_NODELIST", SLURM)?;
+    let hosts = hostlist::expand(&list.value).map_err(|problem| format!("SLURM_STEP_NODELIST: {problem}"))?;
+    let first = hosts
+        .first()
+        .filter(|_| hosts.len() == nodes.value as usize)
+        .ok_or_else(|| format!("SLURM_STEP_NODELIST has {} hosts, but {}", hosts.len(), nodes.source))?;
+    let restarts = host.number::<u32>("SLURM_RESTART_COUNT")?.map_or(0, |restarts| restarts.value);
+    let id = format!("{}.{}", job.value, step.value);
+    let run_id = match restarts {
+        0 => format!("slurm-{id}"),
+        _ => format!("slurm-{id}-r{restarts}"),
+    };
+    let of_step = "SLURM_JOB_ID, SLURM_STEP_ID";
+    Ok(Some(Allocation {
+        engine: SLURM,
+        variables: host.variables(&VARIABLES),
+        endpoint: Some(Sourced {
+            value: (first.clone(), ports(&id)),
+            source: format!("SLURM_STEP_NODELIST, {of_step}"),
+        }),
+        run_id: Some(Sourced { value: run_id, source: format!("{of_step}, SLURM_RESTART_COUNT") }),
+        nodes: Some(nodes),
+        node_rank: Some(node_rank),
+        munge: host.munge,
+    }))
+}
+
+/// A batch script or the shell of `salloc` runs on the first node alone.
+fn outside_of_steps(host: &Host<'_>) -> Result<(), String> {
+    let nodes = match host.number::<u32>("SLURM_JOB_NUM_NODES")? {
+        None => host.number("SLURM_NNODES")?,
+        given => given,
+    };
+    match nodes {
+        Some(nodes) if nodes.value > 1 => Err(format!(
+            "this process is not a task of a Slurm step, but the job has several nodes ({}): start one launch on each \
+             with `srun --ntasks-per-node=1 xlaunch ...`, or use this node alone with --standalone",
+            nodes.source
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn one_task_per_node(host: &Host<'_>, nodes: &Sourced<u32>) -> Result<(), String> {
+    match host.number::<u32>("SLURM_STEP_NUM_TASKS")? {
+        Some(tasks) if tasks.value > nodes.value => Err(format!(
+            "the Slurm step has several tasks per node ({}, {}), but one launch starts all workers of a node: use \
+             `srun --ntasks-per-node=1 xlaunch ...` and --nproc-per-node",
+            tasks.source, nodes.source
+        )),
+        _ => Ok(()),
+    }
+}

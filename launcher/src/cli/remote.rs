@@ -1,0 +1,33 @@
+//! `xlaunch remote`: see [`crate::ssh::remote`].
+
+use std::ffi::OsString;
+
+use clap::Args;
+use xlaunch_proto::exit::ExitCode;
+
+use super::output::print_note;
+use super::torchrun::Name;
+use crate::ssh::remote;
+
+/// Arguments of `xlaunch remote`, which [`run`] reads itself: they are a command line of their own.
+#[derive(Debug, Args)]
+pub(super) struct Remote {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    arguments: Vec<OsString>,
+}
+
+/// Becomes a launch, or runs one by `launch` if there are arguments.
+pub(super) fn run(arguments: &[OsString], launch: impl FnOnce(Name, &[OsString]) -> ExitCode) -> ExitCode {
+    let Some((name, arguments)) = arguments.split_first() else {
+        let Err(refusal) = remote::become_launch();
+        print_note(&format!("error: {}", refusal.message));
+        return refusal.exit;
+    };
+    match remote::obey_launcher() {
+        Ok(()) => launch(Name::of(name), arguments),
+        Err(error) => {
+            print_note(&format!("error: failed to read from the launching process: {error}"));
+            ExitCode::Internal
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! One ssh client: started, and followed until its host is ready to start the job.
+//!
+//! The client is in a session of its own: it gets no Ctrl-C of the terminal, which is passed on as a byte, and it
+//! cannot ask for a password there. It dies with this process.
+
+use std::ffi::OsStr;
+use std::pin::pin;
+use std::process::Stdio;
+use std::time::Duration;
+
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command};
+use tokio::time::timeout;
+use xlaunch_agent::spawn::sys;
+
+use super::outcome::Failure;
+use super::wire::{GREETING, READY};
+
+/// Time for ssh to connect and for the host to answer. ssh's own time-outs, which explain more, are shorter.
+const START_TIMEOUT: Duration = Duration::from_secs(90);
+/// Time for a client to exit whose output has ended.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Output before the greeting, such as that of a login script, is read up to this size.
+const MAX_EARLY_BYTES: usize = 64 << 10;
+
+/// A host that waits for the start.
+#[derive(Debug)]
+pub(super) struct Ready {
+    pub(super) child: Child,
+    pub(super) input: ChildStdin,
+    pub(super) stdout: BufReader<ChildStdout>,
+    pub(super) stderr: ChildStderr,
+    /// What came on stderr so far.
+    pub(super) early_stderr: Vec<u8>,
+}
+
+/// The client for `host`, which runs `remote_command` there.
+pub(super) fn command(ssh: &[String], host: &str, remote_command: &OsStr) -> Command {
+    let (program, arguments) =
+        ssh.split_first().map_or(("ssh", ssh), |(program, rest)| (program.as_str(), rest));
+    let mut command = std::process::Command::new(program);
+    command.args(arguments).arg(host).arg(remote_command);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    sys::start_in_session(&mut command, None);
+    sys::die_with_parent(&mut command);
+    let mut command = Command::from(command);
+    command.kill_on_drop(true);
+    command
+}
+
+/// Starts a client and sends the description.
+pub(super) async fn open(mut command: Command, description: &[u8], build: &str) -> Result<Ready, Failure> {
+    let mut child = command.spawn().map_err(|error| Failure::NoClient(error.to_string()))?;
+    let (Some(mut input), Some(stdout), Some(mut stderr)) =
+        (child.stdin.take(), child.stdout.take(), child.stderr.take())
+    else {
+        return Err(Failure::NoClient("it has no pipes".into()));
+    };
+    let mut stdout = BufReader::new(stdout);
+    let mut early_stderr = Vec::new();
+    let answer = {
+        let mut collected = pin!(collect(&mut stderr, &mut early_stderr));
+        let handshake = handshake(&mut input, &mut stdout, description, build);
+        let mut handshake = pin!(timeout(START_TIMEOUT, handshake));
+        tokio::select! {
+            answer = &mut handshake => answer,
+            () = &mut collected => handshake.await,
+        }
+    };
+    match answer {
+        Ok(Answer::Ready) => Ok(Ready { child, input, stdout, stderr, early_stderr }),
+        Ok(Answer::OtherBuild(other)) => Err(Failure::OtherBuild(other)),
+        Ok(Answer::Ended { greeted }) => {
+            drop(input);
+            // A background process of the client may keep the pipe open.
+            let _ = timeout(EXIT_TIMEOUT, collect(&mut stderr, &mut early_stderr)).await;
+            let status = timeout(EXIT_TIMEOUT, child.wait()).await.ok().and_then(Result::ok);
+            Err(Failure::Ended {
+                status: status.and_then(|status| status.code()),
+                greeted,
+                stderr: text(&early_stderr),
+            })
+        }
+        Err(_) => Err(Failure::Silent { seconds: START_TIMEOUT.as_secs(), stderr: text(&early_stderr) }),
+    }
+}
+
+enum Answer {
+    Ready,
+    OtherBuild(String),
+    Ended { greeted: bool },
+}
+
+async fn handshake(
+    input: &mut ChildStdin,
+    stdout: &mut BufReader<ChildStdout>,
+    description: &[u8],
+    build: &str,
+) -> Answer {
+    let mut early_bytes = 0;
+    let theirs = loop {
+        match line(stdout).await {
+            Some(line) if line.starts_with(GREETING) => break line[GREETING.len()..].to_owned(),
+            Some(line) if early_bytes <= MAX_EARLY_BYTES => early_bytes += line.len() + 1,
+            _ => return Answer::Ended { greeted: false },
+        }
+    };
+    if theirs != build {
+        return Answer::OtherBuild(theirs);
+    }
+    // A client that has ended says why by its exit code.
+    let _ = input.write_all(description).await;
+    match line(stdout).await {
+        Some(line) if line == READY => Answer::Ready,
+        _ => Answer::Ended { greeted: true },
+    }
+}
+
+/// A line without its end; `None` at the end of the stream.
+async fn line(from: &mut BufReader<ChildStdout>) -> Option<String> {
+    let mut line = Vec::new();
+    let mut from = from.take(MAX_EARLY_BYTES as u64);
+    from.read_until(b'\n', &mut line).await.ok()?;
+    let line = line.strip_suffix(b"\n")?;
+    Some(text(line.strip_suffix(b"\r").unwrap_or(line)))
+}
+
+/// Reads to the end; keeps the last [`MAX_EARLY_BYTES`].
+async fn collect(from: &mut (impl AsyncRead + Unpin), kept: &mut Vec<u8>) {
+    let mut chunk = [0; 4096];
+    while let Ok(count @ 1..) = from.read(&mut chunk).await {
+        kept.extend(chunk.iter().take(count));
+        let excess = kept.len().saturating_sub(MAX_EARLY_BYTES);
+        kept.drain(..excess);
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}

@@ -1,0 +1,284 @@
+//! The launching process: connects to all hosts, starts the job on all of them at once, passes signals on, and ends
+//! with the job's exit code.
+//!
+//! ```text
+//! connect: at most MAX_CONNECTING clients at a time --all ready--> GO --> supervise: until all clients have exited
+//!             `--a host fails--> every host that fails is named, none starts
+//! ```
+//! Signals act on every host as they would on an `xlaunch` there. After a second SIGINT the hosts have a moment; then
+//! their clients are killed, which ends the job on the hosts, too.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::io::{IsTerminal, Read};
+use std::process::ExitStatus;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use rustix::process::{Signal, getpid, kill_process};
+use tokio::io::AsyncWriteExt;
+use tokio::process::ChildStdin;
+use tokio::sync::{Semaphore, mpsc::UnboundedReceiver};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, interval_at, sleep_until};
+use xlaunch_agent::Refusal;
+use xlaunch_agent::logs::console::Console;
+use xlaunch_agent::signals::{self, SignalRequest};
+use xlaunch_proto::exit::ExitCode;
+
+use super::connection::{self, Ready};
+use super::outcome::{self, Context, Failure, Outcomes};
+use super::output::{HostStream, Pump};
+use super::plan::{Origin, SshLaunch, remote_command};
+use super::wire::{self, GO};
+
+/// Clients that connect at the same time. sshd refuses callers at random from 10 unauthenticated ones on, but these
+/// are for different hosts; a bastion host in between is the limit.
+const MAX_CONNECTING: usize = 64;
+/// After a host has failed, time for others to fail, so that all are named.
+const MORE_FAILURES_TIMEOUT: Duration = Duration::from_secs(5);
+/// Between lines about hosts that are waited for.
+const WAITING_NOTE_INTERVAL: Duration = Duration::from_secs(10);
+/// Names in such a line.
+const HOSTS_SHOWN: usize = 8;
+/// After a second SIGINT, time for the agents to kill their workers.
+const KILL_DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
+/// Open files of one client: three pipes and a pidfd.
+const FILES_PER_HOST: u64 = 4;
+/// Other open files.
+const OTHER_FILES: u64 = 64;
+/// Signals that are passed on to the agents, which know which of them stop the job.
+const PASSED_ON: [Signal; 4] = [Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT];
+
+type Signals = UnboundedReceiver<SignalRequest>;
+
+/// Runs the launch to its end.
+#[expect(clippy::print_stderr, reason = "errors go to stderr")]
+pub(crate) async fn run(launch: SshLaunch) -> ExitCode {
+    match connect_and_supervise(&launch).await {
+        Ok(exit) => exit,
+        Err(refusal) => {
+            eprintln!("error: {}", refusal.message);
+            refusal.exit
+        }
+    }
+}
+
+async fn connect_and_supervise(launch: &SshLaunch) -> Result<ExitCode, Refusal> {
+    let failed = |error: std::io::Error| {
+        Refusal::new(ExitCode::Internal, format!("failed to start the hosts: {error}"))
+    };
+    let program = std::env::current_exe().map_err(failed)?;
+    let descriptions = launch
+        .descriptions(&origin().map_err(failed)?)
+        .map_err(|message| Refusal::new(ExitCode::Usage, message))?;
+    allow_open_files(launch.hosts.len())?;
+    let mut signals = signals::listen(&PASSED_ON).map_err(failed)?;
+    let mut encoded = Vec::new();
+    for description in &descriptions {
+        encoded.push(description.encode().map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?);
+    }
+    let hosts = connect(launch, program.as_os_str(), encoded, &mut signals).await?;
+    supervise(launch, hosts, &mut signals).await.map_err(failed)
+}
+
+fn origin() -> std::io::Result<Origin> {
+    let mut random = [0; 32];
+    fs_err::File::open("/dev/urandom")?.read_exact(&mut random)?;
+    let directory = std::env::current_dir()?.into_os_string();
+    let terminal = std::io::stdout().is_terminal();
+    Ok(Origin { directory, environment: std::env::vars_os().collect(), random, terminal })
+}
+
+/// Raises the limit of open files, up to what the system allows this user.
+fn allow_open_files(hosts: usize) -> Result<(), Refusal> {
+    let needed = (hosts as u64).saturating_mul(FILES_PER_HOST).saturating_add(OTHER_FILES);
+    let refused = |reason: String| {
+        let message = format!("{hosts} hosts need {needed} open files: {reason}\nhelp: raise `ulimit -n`");
+        Refusal::new(ExitCode::Usage, message)
+    };
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).map_err(|error| refused(error.to_string()))?;
+    if soft >= needed {
+        return Ok(());
+    }
+    if hard < needed {
+        return Err(refused(format!("the limit is {hard}")));
+    }
+    setrlimit(Resource::RLIMIT_NOFILE, needed, hard).map_err(|error| refused(error.to_string()))
+}
+
+/// Waits until every host is ready.
+#[expect(clippy::print_stderr, reason = "notes go to stderr")]
+async fn connect(
+    launch: &SshLaunch,
+    program: &OsStr,
+    descriptions: Vec<Vec<u8>>,
+    signals: &mut Signals,
+) -> Result<Vec<Ready>, Refusal> {
+    let (remote, build) = (remote_command(program), wire::build());
+    let permits = Arc::new(Semaphore::new(MAX_CONNECTING));
+    let mut connecting = JoinSet::new();
+    for ((node, host), description) in launch.hosts.iter().enumerate().zip(descriptions) {
+        let (permits, build) = (permits.clone(), build.clone());
+        let command = connection::command(&launch.ssh, &host.name, &remote);
+        connecting.spawn(async move {
+            // Never closed.
+            let _permit = permits.acquire().await;
+            (node, connection::open(command, &description, &build).await)
+        });
+    }
+    let mut ready = BTreeMap::new();
+    let mut failures: BTreeMap<usize, Failure> = BTreeMap::new();
+    let mut give_up: Option<Instant> = None;
+    let mut note = interval_at(Instant::now() + WAITING_NOTE_INTERVAL, WAITING_NOTE_INTERVAL);
+    loop {
+        tokio::select! {
+            joined = connecting.join_next() => match joined {
+                None => break,
+                Some(Ok((node, Ok(host)))) => drop(ready.insert(node, host)),
+                Some(Ok((node, Err(failure)))) => {
+                    give_up = give_up.or(Some(Instant::now() + MORE_FAILURES_TIMEOUT));
+                    // All hosts would fail in the same way.
+                    let is_final = matches!(failure, Failure::NoClient(_));
+                    failures.insert(node, failure);
+                    if is_final {
+                        break;
+                    }
+                }
+                Some(Err(error)) => return Err(Refusal::new(ExitCode::Internal, error.to_string())),
+            },
+            Some(request) = signals.recv() => match request {
+                SignalRequest::Stop(signal) => return Err(interrupted(signal)),
+                SignalRequest::Suspend => suspend(),
+                SignalRequest::Forward(_) | SignalRequest::Resume => {}
+            },
+            _ = note.tick() => {
+                let done = |node: &usize| ready.contains_key(node) || failures.contains_key(node);
+                let missing = launch.hosts.iter().enumerate().filter(|(node, _)| !done(node));
+                let names: Vec<&str> = missing.map(|(_, host)| host.name.as_str()).collect();
+                eprintln!("xlaunch: waiting for {}", shorten(&names));
+            }
+            () = sleep_until(give_up.unwrap_or_else(Instant::now)), if give_up.is_some() => break,
+        }
+    }
+    if failures.is_empty() {
+        return Ok(ready.into_values().collect());
+    }
+    let program = program.to_string_lossy();
+    let context = Context { ssh: &launch.ssh, program: &program, build: &build };
+    let name = |node: usize| launch.hosts.get(node).map_or("", |host| host.name.as_str());
+    let failures: Vec<(&str, Failure)> =
+        failures.into_iter().map(|(node, failure)| (name(node), failure)).collect();
+    Err(outcome::refusal(&failures, context))
+}
+
+fn interrupted(signal: Signal) -> Refusal {
+    let number = u8::try_from(signal.as_raw()).unwrap_or_default();
+    Refusal::new(ExitCode::Signal(number), "interrupted before all hosts were ready")
+}
+
+/// Suspends this process alone: an agent that is suspended could not be continued through its input.
+fn suspend() {
+    // This process exists.
+    let _ = kill_process(getpid(), Signal::STOP);
+}
+
+/// `a, b and 7 more`.
+fn shorten(names: &[&str]) -> String {
+    let shown = names.iter().take(HOSTS_SHOWN).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+    match names.len().checked_sub(HOSTS_SHOWN) {
+        None | Some(0) => shown,
+        Some(more) => format!("{shown} and {more} more"),
+    }
+}
+
+/// Starts the job and follows it to its end.
+#[expect(clippy::print_stderr, reason = "the reason of the end goes to stderr")]
+async fn supervise(
+    launch: &SshLaunch,
+    hosts: Vec<Ready>,
+    signals: &mut Signals,
+) -> std::io::Result<ExitCode> {
+    let consoles = Console::own()?;
+    let mut outcomes = Outcomes::new(hosts.len());
+    let mut inputs = Vec::new();
+    let mut running = JoinSet::new();
+    for ((node, ready), host) in hosts.into_iter().enumerate().zip(&launch.hosts) {
+        let Ready { child, mut input, stdout, stderr, early_stderr } = ready;
+        // One that has ended meanwhile says so by its exit code.
+        let _ = input.write_all(&[GO]).await;
+        inputs.push(Some(input));
+        let [out, err] = &consoles;
+        let mark = (node > 0).then_some(host.name.as_str());
+        let pumps = [
+            Pump::start(Vec::new(), stdout, HostStream::new(out, None)),
+            Pump::start(early_stderr, stderr, HostStream::new(err, mark)),
+        ];
+        running.spawn(async move { (node, ended(child, pumps).await) });
+    }
+    let mut interrupts = 0;
+    let mut kill_at: Option<Instant> = None;
+    loop {
+        tokio::select! {
+            joined = running.join_next() => {
+                let Some(joined) = joined else { return Ok(outcomes.exit()) };
+                let Ok((node, status)) = joined else { continue };
+                inputs.get_mut(node).map(Option::take);
+                if outcomes.ended(node, status) {
+                    let host = launch.hosts.get(node).map_or("", |host| host.name.as_str());
+                    eprintln!("error: {}", outcome::lost(host, status));
+                    send(&mut inputs, Signal::TERM).await;
+                }
+            }
+            Some(request) = signals.recv() => match request {
+                SignalRequest::Stop(signal) => {
+                    send(&mut inputs, signal).await;
+                    interrupts += u32::from(signal == Signal::INT);
+                    if interrupts > 1 {
+                        kill_at = kill_at.or(Some(Instant::now() + KILL_DRAIN_TIMEOUT));
+                    }
+                }
+                SignalRequest::Forward(signal) => send(&mut inputs, signal).await,
+                SignalRequest::Suspend => suspend(),
+                SignalRequest::Resume => {}
+            },
+            () = sleep_until(kill_at.unwrap_or_else(Instant::now)), if kill_at.is_some() => {
+                running.abort_all();
+                return Ok(ExitCode::Interrupted);
+            }
+        }
+    }
+}
+
+/// Waits for a client and its output.
+async fn ended(mut child: tokio::process::Child, pumps: [Pump; 2]) -> Option<ExitStatus> {
+    let status = child.wait().await.ok();
+    for pump in pumps {
+        pump.finish().await;
+    }
+    status
+}
+
+/// Passes a signal on to the hosts that run.
+async fn send(inputs: &mut [Option<ChildStdin>], signal: Signal) {
+    let Some(byte) = wire::signal_byte(signal) else { return };
+    for input in inputs.iter_mut().flatten() {
+        // One that has ended is about to be reported.
+        let _ = input.write_all(&[byte]).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_lists_of_hosts_are_shortened() {
+        let names: Vec<String> = (0..20).map(|n| format!("n{n}")).collect();
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        assert_eq!(shorten(&names[..2]), "`n0`, `n1`");
+        assert!(shorten(&names).ends_with("`n7` and 12 more"));
+        assert!(shorten(&names[..8]).ends_with("`n7`"));
+    }
+}

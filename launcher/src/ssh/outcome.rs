@@ -1,0 +1,279 @@
+//! What the ends of the hosts mean: messages and exit codes. Pure.
+//!
+//! Before the job starts, every host that fails is named with its reason. Afterwards the exit code is that of the job:
+//! all agents end with the same one. A connection that is lost in between ends the job: its host has ended its part.
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
+
+use xlaunch_agent::Refusal;
+use xlaunch_proto::exit::ExitCode;
+
+use crate::render::text::escape;
+
+/// ssh's own exit code.
+const SSH_FAILED: i32 = 255;
+/// Exit codes of shells for programs that cannot be executed and that do not exist.
+const NOT_STARTED: [i32; 2] = [126, 127];
+/// Lines of ssh's stderr in a message.
+const SHOWN_LINES: usize = 3;
+
+/// Why a host is not ready to start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Failure {
+    /// The ssh client could not be started.
+    NoClient(String),
+    /// ssh, or the host, ended before the host was ready.
+    Ended { status: Option<i32>, greeted: bool, stderr: String },
+    /// The host has another build.
+    OtherBuild(String),
+    /// Nothing came in time.
+    Silent { seconds: u64, stderr: String },
+}
+
+/// What all messages need to know about the launch.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Context<'a> {
+    /// The ssh command.
+    pub(super) ssh: &'a [String],
+    /// Path of this program.
+    pub(super) program: &'a str,
+    pub(super) build: &'a str,
+}
+
+/// The message about hosts that failed before the start. They are not empty.
+pub(super) fn refusal(failures: &[(&str, Failure)], context: Context<'_>) -> Refusal {
+    let lines: Vec<String> = failures.iter().map(|(host, failure)| message(host, failure, context)).collect();
+    let exits = || failures.iter().map(|(_, failure)| exit(failure));
+    // A host that cannot be reached may be back later; anything else needs a change.
+    let code = exits().find(|exit| *exit == ExitCode::Usage).unwrap_or(ExitCode::Rendezvous);
+    let mut helps: Vec<String> =
+        failures.iter().map(|(host, failure)| help(host, failure, context)).collect();
+    helps.dedup_by_key(|help| help.split('`').next().unwrap_or_default().to_owned());
+    let helps = helps.iter().map(|help| format!("\nhelp: {help}")).collect::<String>();
+    Refusal::new(code, lines.join("\nerror: ") + &helps)
+}
+
+fn message(host: &str, failure: &Failure, context: Context<'_>) -> String {
+    let program = context.program;
+    match failure {
+        Failure::NoClient(error) => {
+            let client = context.ssh.first().map_or("ssh", String::as_str);
+            format!("failed to run `{client}`: {error}")
+        }
+        Failure::Ended { status: Some(status), greeted: false, stderr } if NOT_STARTED.contains(status) => {
+            format!("`{host}` cannot run `{program}`: {}", or_silent(stderr))
+        }
+        Failure::Ended { status: Some(SSH_FAILED) | None, stderr, .. } => {
+            format!("ssh to `{host}` failed: {}", or_silent(stderr))
+        }
+        Failure::Ended { status: Some(status), greeted: false, stderr } => {
+            format!("`{host}`: `{program}` did not start (exit code {status}): {}", or_silent(stderr))
+        }
+        Failure::Ended { stderr, .. } => {
+            let text = or_silent(stderr);
+            format!("`{host}`: {}", text.strip_prefix("error: ").unwrap_or(&text))
+        }
+        Failure::OtherBuild(other) => {
+            format!("`{host}` has xlaunch {} at `{program}`, but this is {}", escape(other), context.build)
+        }
+        Failure::Silent { seconds, stderr } => {
+            let said =
+                if stderr.trim().is_empty() { String::new() } else { format!(": {}", or_silent(stderr)) };
+            format!("ssh to `{host}` gave no answer within {seconds} s{said}")
+        }
+    }
+}
+
+fn exit(failure: &Failure) -> ExitCode {
+    match failure {
+        Failure::Ended { status: Some(SSH_FAILED) | None, .. } | Failure::Silent { .. } => {
+            ExitCode::Rendezvous
+        }
+        _ => ExitCode::Usage,
+    }
+}
+
+fn help(host: &str, failure: &Failure, context: Context<'_>) -> String {
+    match failure {
+        Failure::NoClient(_) => "give another ssh client with --ssh".into(),
+        Failure::Silent { .. } | Failure::Ended { status: Some(SSH_FAILED) | None, .. } => {
+            format!("this must work without a question: `{} {host} true`", context.ssh.join(" "))
+        }
+        Failure::Ended { greeted: true, .. } => {
+            "all hosts need the same directories under the same paths".into()
+        }
+        Failure::Ended { .. } | Failure::OtherBuild(_) => {
+            format!("all hosts need the same xlaunch under the same path, `{}`", context.program)
+        }
+    }
+}
+
+/// The last lines on stderr, in one line.
+fn or_silent(stderr: &str) -> String {
+    let lines: Vec<&str> = stderr.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    match lines.get(lines.len().saturating_sub(SHOWN_LINES)..) {
+        None | Some([]) => "it printed no reason".into(),
+        Some(last) => last.iter().map(|line| escape(line)).collect::<Vec<_>>().join("; "),
+    }
+}
+
+/// How the hosts of a running job ended.
+#[derive(Debug)]
+pub(super) struct Outcomes {
+    /// By node rank.
+    exits: Vec<Option<i32>>,
+    /// The first connection that was lost while the job ran, by node rank.
+    lost: Option<usize>,
+}
+
+impl Outcomes {
+    pub(super) fn new(hosts: usize) -> Self {
+        Self { exits: vec![None; hosts], lost: None }
+    }
+
+    /// A host has ended; returns whether its connection is the first to be lost.
+    pub(super) fn ended(&mut self, node: usize, status: Option<ExitStatus>) -> bool {
+        let code = status.and_then(|status| status.code());
+        // A job that has failed on other hosts may take the connection with it.
+        let failed = self.exits.iter().flatten().any(|code| *code != 0);
+        let is_lost = code.is_none_or(|code| code == SSH_FAILED);
+        if let Some(exit) = self.exits.get_mut(node) {
+            *exit = Some(code.unwrap_or(SSH_FAILED));
+        }
+        if is_lost && !failed && self.lost.is_none() {
+            self.lost = Some(node);
+            return true;
+        }
+        false
+    }
+
+    /// The exit code of the launch: that of the lowest node rank that did not succeed.
+    pub(super) fn exit(&self) -> ExitCode {
+        let failed = self.exits.iter().flatten().find(|code| **code != 0);
+        match (self.lost, failed) {
+            (Some(_), _) | (None, Some(&SSH_FAILED)) => ExitCode::Rendezvous,
+            (None, Some(code)) => exit_code(*code),
+            (None, None) => ExitCode::Done,
+        }
+    }
+}
+
+/// What ssh's end says about a host whose connection was lost.
+pub(super) fn lost(host: &str, status: Option<ExitStatus>) -> String {
+    let how = match status {
+        Some(status) if status.signal().is_some() => format!("its client ended by {status}"),
+        _ => "the connection was lost".into(),
+    };
+    format!("ssh to `{host}` failed: {how}; the other hosts are told to stop")
+}
+
+fn exit_code(code: i32) -> ExitCode {
+    let other = || u8::try_from(code).map_or(ExitCode::WorkerFailed, ExitCode::Worker);
+    ExitCode::from_code(code).unwrap_or_else(other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(failures: &[(&str, Failure)]) -> (u8, String) {
+        let ssh = ["ssh".to_owned(), "-F".into(), "config".into()];
+        let context = Context { ssh: &ssh, program: "/opt/xlaunch", build: "0.2.0" };
+        let refusal = refusal(failures, context);
+        (refusal.exit.code(), refusal.message)
+    }
+
+    fn ended(status: Option<i32>, greeted: bool, stderr: &str) -> Failure {
+        Failure::Ended { status, greeted, stderr: stderr.into() }
+    }
+
+    #[test]
+    fn each_host_that_failed_is_named_with_its_reason() {
+        let unknown_key = "No ED25519 host key is known for b.\r\nHost key verification failed.\r\n";
+        let (code, message) = refused(&[
+            ("b", ended(Some(255), false, unknown_key)),
+            ("c", ended(Some(255), false, "ada@c: Permission denied (publickey).\n")),
+        ]);
+        let expected = "ssh to `b` failed: No ED25519 host key is known for b.; Host key verification failed.\n\
+            error: ssh to `c` failed: ada@c: Permission denied (publickey).\n\
+            help: this must work without a question: `ssh -F config b true`";
+        assert_eq!((code, message.as_str()), (69, expected));
+    }
+
+    #[test]
+    fn missing_or_different_program_and_directory_are_named_with_their_host() {
+        let help = "\nhelp: all hosts need the same xlaunch under the same path, `/opt/xlaunch`";
+        for (failure, expected) in [
+            (
+                ended(Some(127), false, "sh: 1: exec: /opt/xlaunch: not found"),
+                "`b` cannot run `/opt/xlaunch`: sh: 1: exec: /opt/xlaunch: not found",
+            ),
+            (
+                Failure::OtherBuild("0.1.9".into()),
+                "`b` has xlaunch 0.1.9 at `/opt/xlaunch`, but this is 0.2.0",
+            ),
+            (
+                ended(Some(2), false, "error: unknown subcommand `remote`"),
+                "`b`: `/opt/xlaunch` did not start (exit code 2): error: unknown subcommand `remote`",
+            ),
+        ] {
+            assert_eq!(refused(&[("b", failure)]), (2, expected.to_owned() + help));
+        }
+        let (code, message) = refused(&[("b", ended(Some(2), true, "error: directory `/x`: not there\n"))]);
+        let expected =
+            "`b`: directory `/x`: not there\nhelp: all hosts need the same directories under the same paths";
+        assert_eq!((code, message.as_str()), (2, expected));
+    }
+
+    #[test]
+    fn silent_hosts_and_missing_clients_are_explained() {
+        let (code, message) =
+            refused(&[("b", Failure::Silent { seconds: 60, stderr: "Password:\n".into() })]);
+        assert!(
+            code == 69 && message.starts_with("ssh to `b` gave no answer within 60 s: Password:"),
+            "{message}"
+        );
+        let (code, message) = refused(&[("b", Failure::NoClient("No such file".into()))]);
+        let expected = "failed to run `ssh`: No such file\nhelp: give another ssh client with --ssh";
+        assert_eq!((code, message.as_str()), (2, expected));
+        let (_, message) = refused(&[("b", ended(None, false, ""))]);
+        assert!(message.starts_with("ssh to `b` failed: it printed no reason"), "{message}");
+    }
+
+    #[test]
+    fn foreign_text_cannot_act_on_the_terminal() {
+        let (_, message) = refused(&[("b", ended(Some(255), false, "\x1b[2Jgone"))]);
+        assert!(message.contains("\\u{1b}[2Jgone"), "{message}");
+    }
+
+    #[test]
+    fn exit_code_is_that_of_the_lowest_node_rank_that_failed() {
+        let exited = |codes: &[i32]| {
+            let mut outcomes = Outcomes::new(codes.len());
+            // The last host ends first.
+            for (node, code) in codes.iter().enumerate().rev() {
+                outcomes.ended(node, Some(ExitStatus::from_raw(code << 8)));
+            }
+            outcomes.exit().code()
+        };
+        assert_eq!(exited(&[0, 0]), 0);
+        assert_eq!(exited(&[0, 75, 1]), 75);
+        assert_eq!(exited(&[143, 143]), 143);
+        assert_eq!(exited(&[42, 0]), 42);
+        // The connection was lost after the job had failed.
+        assert_eq!(exited(&[1, 255, 1]), 1);
+    }
+
+    #[test]
+    fn lost_connection_decides_the_exit_code() {
+        let mut outcomes = Outcomes::new(2);
+        assert!(outcomes.ended(1, Some(ExitStatus::from_raw(255 << 8))));
+        assert!(!outcomes.ended(0, Some(ExitStatus::from_raw(143 << 8))));
+        assert_eq!(outcomes.exit(), ExitCode::Rendezvous);
+        let mut killed = Outcomes::new(1);
+        assert!(killed.ended(0, Some(ExitStatus::from_raw(9))));
+        let line = lost("b", Some(ExitStatus::from_raw(9)));
+        assert!(line.starts_with("ssh to `b` failed: its client ended by signal: 9"), "{line}");
+    }
+}

@@ -1,0 +1,22 @@
+//! Several hosts: the namespaces that stand for them, with ssh and Slurm, and jobs on several nodes.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod environment;
+mod network;
+mod nodes;
+mod security;
+mod slurm;
+mod slurm_launch;
+mod ssh;
+mod ssh_launch;
+mod torch;
+
+xlaunch_harness::suite! {
+    modules environment, network, nodes, security, slurm, slurm_launch, ssh, ssh_launch, torch;
+}
+
+/// Answers messages; see its documentation.
+const ECHO: &str = env!("CARGO_BIN_EXE_echo");
+/// A job's token.
+const TOKEN: &str = "a token that must be seen nowhere";

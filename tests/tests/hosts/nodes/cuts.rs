@@ -1,0 +1,104 @@
+//! Connections that fail for a while.
+
+use std::time::Duration;
+
+use xlaunch_tests::{Process, is_alive, requirements, wait_for};
+
+use super::{Group, places};
+
+xlaunch_harness::tests! {
+    needs requirements::hosts:
+    connections_that_fail_for_8_s_restart_nothing,
+    workers_of_a_host_that_is_cut_off_end_before_others_start_and_it_comes_back,
+    fixed_node_that_was_cut_off_takes_its_rank_again;
+}
+
+/// A short lease, so that tests are short.
+const LEASE: &str = "--rdzv-conf keep_alive_max_attempt=4,last_call_timeout=1";
+
+/// Process ids of the workers on a host, and of what they are about to start.
+fn workers(group: &Group, host: usize) -> Vec<u32> {
+    let processes = group.hosts[host].processes().into_iter();
+    processes.filter(|process| process.command == "sh worker.sh").map(|process| process.pid).collect()
+}
+
+/// Process ids of the two workers on a host.
+fn two_workers(group: &Group, host: usize) -> Vec<u32> {
+    wait_for("two workers", || Some(workers(group, host)).filter(|pids| pids.len() == 2))
+}
+
+fn connections_that_fail_for_8_s_restart_nothing() {
+    type Fault = fn(&Group);
+    // The first one waits for its end: the others last no longer than 8 s.
+    let faults: [(&str, Fault); 6] = [
+        ("h0-v6", |group| group.hosts[1].reset_connections(Duration::from_millis(500))),
+        ("h0", |group| group.hosts[1].cut()),
+        ("h0-v6", |group| group.hosts[0].cut()),
+        ("h0", |group| group.hosts.cut_one_way(0, 1)),
+        ("h0", |group| group.hosts.cut_one_way(1, 0)),
+        ("h0", |group| group.hosts[1].loss(10)),
+    ];
+    // The time is that of one, not the sum.
+    let groups = faults.map(|(endpoint, fault)| {
+        let group = Group::new(2, &format!("--nnodes 2 --rdzv-endpoint {endpoint} --max-restarts 1"));
+        let launches = group.start_all(2);
+        let pids = [0, 1].map(|host| two_workers(&group, host));
+        (group, launches, pids.concat(), fault)
+    });
+    for (group, _, _, fault) in &groups {
+        fault(group);
+    }
+    std::thread::sleep(Duration::from_secs(8));
+    for (group, ..) in &groups {
+        group.hosts[0].heal();
+        group.hosts[1].heal();
+    }
+    // What has been missed so far would be noticed when the lease is over.
+    std::thread::sleep(Duration::from_secs(5));
+    for (index, (group, launches, pids, _)) in groups.into_iter().enumerate() {
+        let errors = || launches.iter().map(Process::stderr).collect::<String>();
+        assert!(pids.iter().all(|pid| is_alive(*pid)), "fault {index} ended workers: {}", errors());
+        assert_eq!(group.starts().len(), 4, "fault {index}: {}", errors());
+        // Messages arrive again.
+        group.order(3, "exit 7");
+        let starts = group.wait_for_starts(8, &launches);
+        assert!(starts[4..].iter().all(|start| start.restarts == 1), "fault {index}: {starts:?}");
+        group.expect_success(launches);
+    }
+}
+
+fn workers_of_a_host_that_is_cut_off_end_before_others_start_and_it_comes_back() {
+    let group = Group::elastic(2, "1:2", &format!("--max-restarts 3 {LEASE}"));
+    // Those of the host that is cut off do not end when asked.
+    let stubborn =
+        super::WORKER.replace("trap 'exit 0' TERM", "[ $host = h0 ] && trap 'exit 0' TERM || trap '' TERM");
+    std::fs::write(group.file("worker.sh"), stubborn).unwrap();
+    let launches = group.start_all(2);
+    group.hosts[1].cut();
+    // The rest goes on alone.
+    let starts = group.wait_for_starts(6, &launches);
+    assert_eq!(places(&starts[4..]), [(0, "h0"), (1, "h0")]);
+    assert!(workers(&group, 1).is_empty(), "{}", launches[1].stderr());
+    let (ended, started) = (group.last_beat("h1"), starts[4].at.min(starts[5].at));
+    assert!(ended < started, "workers were alive at {ended} s, the others started at {started} s");
+    assert!(starts[4..].iter().all(|start| (start.world, start.restarts) == (2, 1)), "{starts:?}");
+    // Its agent is still there.
+    group.hosts[1].heal();
+    let starts = group.wait_for_starts(10, &launches);
+    assert_eq!(places(&starts[6..]), [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1")]);
+    assert!(starts[6..].iter().all(|start| (start.world, start.restarts) == (4, 1)), "{starts:?}");
+    group.expect_success(launches);
+}
+
+fn fixed_node_that_was_cut_off_takes_its_rank_again() {
+    let group = Group::fixed(3, &format!("--max-restarts 1 {LEASE}"));
+    let launches = group.start_all(3);
+    group.hosts[1].cut();
+    wait_for("workers to end", || (0..3).all(|host| workers(&group, host).is_empty()).then_some(()));
+    group.hosts[1].heal();
+    let starts = group.wait_for_starts(12, &launches);
+    let last = &starts[6..];
+    assert_eq!(places(last), [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1"), (4, "h2"), (5, "h2")]);
+    assert!(last.iter().all(|start| start.restarts == 1), "{last:?}");
+    group.expect_success(launches);
+}

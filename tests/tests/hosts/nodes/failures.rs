@@ -1,0 +1,126 @@
+//! Workers, agents and hosts that are killed.
+
+use rustix::process::Signal;
+use xlaunch_tests::{Output, requirements, wait_for};
+
+use super::{CRASH, Group, places};
+
+xlaunch_harness::tests! {
+    needs requirements::hosts:
+    killed_worker_is_reported_once_and_ends_all_nodes_alike,
+    failed_workers_of_all_nodes_share_one_budget_of_restarts,
+    killed_agent_ends_the_job_on_all_nodes,
+    killed_agent_of_the_coordinator_ends_the_others,
+    new_agent_takes_the_place_of_a_killed_one,
+    power_cut_ends_the_job_or_lets_the_host_come_back;
+}
+
+/// Outputs with a report of the failure, and those without.
+fn reports(outputs: &[Output]) -> (Vec<&Output>, Vec<&Output>) {
+    outputs.iter().partition(|output| !output.failure_report().is_empty())
+}
+
+fn killed_worker_is_reported_once_and_ends_all_nodes_alike() {
+    // The coordinator's node, and another one; by both families of addresses.
+    for (endpoint, master, rank) in [("h0-v4", "10.77.0.10", 3), ("[fd77::10]:29500", "fd77::10", 1)] {
+        let group = Group::new(3, &format!("--nnodes 3 --rdzv-endpoint {endpoint}"));
+        let launches = group.start_all(3);
+        let starts = group.starts();
+        let hosts = [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1"), (4, "h2"), (5, "h2")];
+        assert_eq!(places(&starts), hosts);
+        for start in &starts {
+            assert_eq!((start.node_rank, start.local_rank), (start.rank / 2, start.rank % 2));
+            assert_eq!((start.world, start.restarts), (6, 0));
+            // The endpoint is a name in one case, an address in the other.
+            assert!([master, endpoint].contains(&&*start.master.0), "{start:?}");
+            assert_eq!(start.master, starts[0].master);
+        }
+        group.order(rank, CRASH);
+        let outputs = group.expect_codes(launches, 1);
+        let (reporting, silent) = reports(&outputs);
+        assert_eq!((reporting.len(), silent.len()), (1, 2), "{outputs:#?}");
+        let (node, host) = (rank / 2, format!("h{}", rank / 2));
+        let root = reporting[0].root_cause();
+        let texts = [format!("rank {rank}"), "local rank 1".into(), format!("node {node}"), host.clone()];
+        for text in texts {
+            assert!(root.contains(&text), "{text} in {root}");
+        }
+        assert!(root.contains("SIGKILL"), "{root}");
+        for output in silent {
+            let line = format!("node {node} ({host}): rank {rank}: ");
+            assert_eq!(output.stderr.matches(&line).count(), 1, "{}", output.stderr);
+        }
+    }
+}
+
+fn failed_workers_of_all_nodes_share_one_budget_of_restarts() {
+    let group = Group::fixed(2, "--max-restarts 2");
+    let launches = group.start_all(2);
+    for (restarts, rank) in [(1, 0), (2, 3)] {
+        group.order(rank, "exit 7");
+        let starts = group.wait_for_starts(4 * (restarts + 1), &launches);
+        let last = &starts[4 * restarts..];
+        assert_eq!(places(last), [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1")]);
+        assert!(last.iter().all(|start| start.restarts as usize == restarts), "{last:?}");
+        assert!(last.iter().all(|start| start.master == last[0].master), "{last:?}");
+    }
+    group.order(2, "exit 7");
+    let outputs = group.expect_codes(launches, 1);
+    assert_eq!(reports(&outputs).0.len(), 1, "{outputs:#?}");
+    assert_eq!(group.starts().len(), 12);
+}
+
+fn killed_agent_ends_the_job_on_all_nodes() {
+    let group = Group::fixed(3, "");
+    let mut launches = group.start_all(3);
+    launches[1].signal(Signal::KILL);
+    assert_eq!(launches.remove(1).wait().code, 137);
+    let outputs = group.expect_codes(launches, 75);
+    assert!(outputs.iter().all(|output| output.stderr.contains("node 1 (h1)")), "{outputs:#?}");
+}
+
+fn killed_agent_of_the_coordinator_ends_the_others() {
+    let group = Group::fixed(2, "--max-restarts 3");
+    let mut launches = group.start_all(2);
+    launches[0].signal(Signal::KILL);
+    assert_eq!(launches.remove(0).wait().code, 137);
+    let outputs = group.expect_codes(launches, 75);
+    assert!(outputs[0].stderr.contains("the coordinator was lost"), "{}", outputs[0].stderr);
+}
+
+fn new_agent_takes_the_place_of_a_killed_one() {
+    let group = Group::fixed(3, "--max-restarts 3");
+    let mut launches = group.start_all(3);
+    launches[1].signal(Signal::KILL);
+    // Before that, its rank is taken.
+    launches[0].wait_for_stderr("the agent is gone");
+    assert_eq!(std::mem::replace(&mut launches[1], group.start(1)).wait().code, 137);
+    let starts = group.wait_for_starts(12, &launches);
+    let last = &starts[6..];
+    assert_eq!(places(last), [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1"), (4, "h2"), (5, "h2")]);
+    assert!(last.iter().all(|start| start.restarts == 1), "{last:?}");
+    group.expect_success(launches);
+}
+
+fn power_cut_ends_the_job_or_lets_the_host_come_back() {
+    let lease = "--rdzv-conf keep_alive_max_attempt=3";
+    let [ending, restarting] = [0, 1].map(|most| Group::fixed(2, &format!("--max-restarts {most} {lease}")));
+    let [mut ended, mut restarted] = [&ending, &restarting].map(|group| group.start_all(2));
+    ending.hosts[1].kill();
+    restarting.hosts[1].kill();
+    assert_eq!([ended.remove(1), restarted.remove(1)].map(|launch| launch.wait().code), [137, 137]);
+
+    let outputs = ending.expect_codes(ended, 75);
+    assert!(outputs[0].stderr.contains("node 1 (h1): the node was silent for "), "{}", outputs[0].stderr);
+
+    // The others have ended their workers, and wait.
+    wait_for("workers to end", || {
+        let workers = restarting.hosts[0].processes().into_iter();
+        (!workers.into_iter().any(|process| process.command == "sh worker.sh")).then_some(())
+    });
+    restarting.hosts[1].boot();
+    restarted.push(restarting.start(1));
+    let starts = restarting.wait_for_starts(8, &restarted);
+    assert_eq!(places(&starts[4..]), [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1")]);
+    restarting.expect_success(restarted);
+}

@@ -1,0 +1,73 @@
+//! Nodes that are missing, late, or do not belong to the job.
+
+use xlaunch_tests::{Process, requirements};
+
+use super::{Group, places};
+
+xlaunch_harness::tests! {
+    needs requirements::hosts:
+    missing_node_is_named_at_the_deadline,
+    late_node_is_named_every_10_s_and_joins,
+    node_that_differs_is_refused_with_both_values_and_the_others_keep_waiting,
+    name_of_the_coordinator_may_resolve_late;
+}
+
+fn missing_node_is_named_at_the_deadline() {
+    let group = Group::fixed(3, "--rdzv-conf join_timeout=3");
+    let outputs = group.expect_codes(vec![group.start(0), group.start(2)], 69);
+    assert!(outputs.iter().all(|output| output.stderr.contains("node 1 of 3")), "{outputs:#?}");
+    // The coordinator's node may be the missing one.
+    let outputs = group.expect_codes(vec![group.start(1)], 69);
+    assert!(outputs[0].stderr.contains("the coordinator at h0"), "{}", outputs[0].stderr);
+}
+
+fn late_node_is_named_every_10_s_and_joins() {
+    let group = Group::fixed(2, "");
+    let mut launches = vec![group.start(0)];
+    launches[0].wait_for_stderr("waiting for node 1 of 2");
+    launches.push(group.start(1));
+    group.wait_for_starts(4, &launches);
+    group.expect_success(launches);
+}
+
+fn node_that_differs_is_refused_with_both_values_and_the_others_keep_waiting() {
+    let group = Group::fixed(3, "--rdzv-id job");
+    let mut launches = vec![group.start(0), group.start(1)];
+    // Both must be members before others claim what is theirs.
+    launches[0].wait_for_stderr("waiting for node 2 of 3");
+    let shell = |host: usize, flags: &[&str], script: &str| {
+        let mut command = group.command(host);
+        command.args(flags).args(["--nproc-per-node", "2", "--", "sh", script]);
+        Process::spawn_inside(&mut command).wait()
+    };
+    let wrong: [(&[&str], &str, [&str; 2]); 4] = [
+        (&[], "other.sh", ["`sh other.sh`", "`sh worker.sh`"]),
+        (&["--rdzv-id", "other"], "worker.sh", ["`other`", "`job`"]),
+        (&["--nnodes", "4"], "worker.sh", ["node 2 (h2) has --nnodes 4", "node 0 (h0) has 3"]),
+        (&["--node-rank", "1"], "worker.sh", ["node rank 1 of h2 (", ") is taken by h1 ("]),
+    ];
+    for (flags, script, values) in wrong {
+        let refused = shell(2, flags, script);
+        assert_eq!(refused.code, 69, "{}", refused.stderr);
+        for value in values {
+            assert!(refused.stderr.contains(value), "{value} in {}", refused.stderr);
+        }
+    }
+    assert!(launches.iter_mut().all(Process::is_running));
+    launches.push(group.start(2));
+    let starts = group.wait_for_starts(6, &launches);
+    assert_eq!(places(&starts), [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1"), (4, "h2"), (5, "h2")]);
+    group.expect_success(launches);
+}
+
+fn name_of_the_coordinator_may_resolve_late() {
+    let group = Group::fixed(2, "");
+    group.hosts[1].set_names("");
+    let mut launches = vec![group.start(1)];
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    assert!(launches[0].is_running(), "{}", launches[0].stderr());
+    launches.push(group.start(0));
+    group.hosts[1].set_names(&group.hosts.names());
+    group.wait_for_starts(4, &launches);
+    group.expect_success(launches);
+}

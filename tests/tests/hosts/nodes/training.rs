@@ -1,0 +1,258 @@
+//! The trainer on several nodes that fail, come and go: its losses and weights are those of an undisturbed run.
+
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::Value;
+use xlaunch_tests::{Job, Process, is_alive, requirements, send_signal, wait_for, xlaunch_path};
+
+use super::Group;
+
+xlaunch_harness::tests! {
+    needs requirements::hosts:
+    training_goes_on_after_a_kill_with_the_weights_of_an_undisturbed_run,
+    training_saves_before_a_node_joins_and_before_one_leaves,
+    training_survives_a_cut_that_heals;
+    needs requirements::hosts, long:
+    ten_random_failures_leave_the_weights_of_an_undisturbed_run;
+}
+
+/// Runs tests that take minutes.
+const LONG_VARIABLE: &str = "XLAUNCH_TEST_LONG";
+/// Chooses other failures.
+const SEED_VARIABLE: &str = "XLAUNCH_TEST_SEED";
+
+/// Of a job of two nodes.
+const FLAGS: &str = "--rdzv-conf keep_alive_max_attempt=4,last_call_timeout=1 --max-restarts 30";
+
+fn long() -> xlaunch_harness::Requirement {
+    let wanted = std::env::var_os(LONG_VARIABLE).is_some();
+    wanted.then_some(()).ok_or_else(|| format!("takes minutes: set {LONG_VARIABLE}=1"))
+}
+
+/// Hosts that train a job in a directory which they share.
+struct Training {
+    group: Group,
+    job: Job,
+    /// Arguments after `train.toml`.
+    arguments: Vec<String>,
+}
+
+impl Training {
+    fn new(group: Group, steps: u64) -> Self {
+        let arguments = [format!("train.steps={steps}"), "checkpoint.every=10".into()];
+        let arguments = arguments.into_iter().flat_map(|setting| ["--set".to_owned(), setting]);
+        Self { group, job: Job::new(), arguments: arguments.collect() }
+    }
+
+    fn start(&self, host: usize) -> Process {
+        let mut command = self.group.hosts[host].command_in(self.job.path(), xlaunch_path());
+        command.env("XLAUNCH_TOKEN", "a token of the tests").env("RUST_BACKTRACE", "0");
+        command.args(&self.group.flags).args(["--nproc", "2"]);
+        if !self.group.flags.iter().any(|flag| flag == "c10d") {
+            command.args(["--node-rank", &host.to_string()]);
+        }
+        Process::spawn_inside(command.arg("train.toml").args(&self.arguments))
+    }
+
+    /// The lines of training in the run's metrics so far.
+    fn steps(&self) -> Vec<Value> {
+        let text = std::fs::read_to_string(self.job.run_dir().join("metrics.jsonl")).unwrap_or_default();
+        let lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        lines.filter(|line| line["train/loss"].is_number()).collect()
+    }
+
+    fn last_step(&self) -> u64 {
+        self.steps().last().and_then(|line| line["_step"].as_u64()).unwrap_or(0)
+    }
+
+    fn wait_for_step(&self, step: u64, launches: &mut [Process]) {
+        wait_for(&format!("step {step}"), || {
+            let running = launches.iter_mut().all(Process::is_running);
+            let errors = || launches.iter().map(Process::stderr).collect::<Vec<_>>().join("---\n");
+            assert!(running || self.last_step() >= step, "ended at step {}:\n{}", self.last_step(), errors());
+            (self.last_step() >= step).then_some(())
+        });
+    }
+
+    /// Process ids of the workers on a host.
+    fn workers(&self, host: usize) -> Vec<u32> {
+        let processes = self.group.hosts[host].processes().into_iter();
+        processes.filter(|process| process.command.contains(" worker")).map(|process| process.pid).collect()
+    }
+
+    /// Losses of all steps, each of which there is once.
+    fn losses(&self) -> Vec<f64> {
+        let lines = self.steps();
+        let steps: Vec<u64> = lines.iter().filter_map(|line| line["_step"].as_u64()).collect();
+        assert!(steps.iter().copied().eq(1..=steps.len() as u64), "not one curve: {steps:?}");
+        lines.iter().filter_map(|line| line["train/loss"].as_f64()).collect()
+    }
+}
+
+/// Trains with four ranks on one node.
+fn undisturbed(steps: u64) -> Job {
+    let job = Job::new();
+    let steps = format!("train.steps={steps}");
+    job.run_ok(&["--nproc", "4", "--set", &steps, "--set", "checkpoint.every=10"]);
+    job
+}
+
+fn expect_equal(training: &Training, reference: &Job, steps: u64) {
+    assert_eq!((training.losses().len() as u64, training.losses()), (steps, reference.losses()));
+    assert!(training.job.saved_state(steps) == reference.saved_state(steps), "weights differ");
+}
+
+fn training_goes_on_after_a_kill_with_the_weights_of_an_undisturbed_run() {
+    const STEPS: u64 = 1000;
+    let reference = undisturbed(STEPS);
+    let training = Training::new(Group::fixed(2, FLAGS), STEPS);
+    let mut launches = vec![training.start(0), training.start(1)];
+    training.wait_for_step(15, &mut launches);
+    send_signal(training.workers(1)[0], Signal::KILL);
+    launches[0].wait_for_stderr("restarting (1 of 30");
+    let step = training.last_step();
+    training.wait_for_step(step + 30, &mut launches);
+    launches[1].signal(Signal::KILL);
+    launches[0].wait_for_stderr("the agent is gone");
+    assert_eq!(std::mem::replace(&mut launches[1], training.start(1)).wait().code, 137);
+    training.group.expect_codes(launches, 0);
+    expect_equal(&training, &reference, STEPS);
+}
+
+fn training_saves_before_a_node_joins_and_before_one_leaves() {
+    const STEPS: u64 = 1_000_000;
+    let mut training = Training::new(Group::elastic(2, "1:2", FLAGS), STEPS);
+    // Only what membership asks for is saved.
+    training.arguments.extend(["--set", "checkpoint.every=100000"].map(String::from));
+    let mut launches = vec![training.start(0)];
+    training.wait_for_step(20, &mut launches);
+    launches.push(training.start(1));
+    launches[0].wait_for_stderr("joins");
+    wait_for("workers on the new node", || (training.workers(1).len() == 2).then_some(()));
+    let joined = training.last_step();
+    training.wait_for_step(joined + 20, &mut launches);
+    launches[1].signal(Signal::TERM);
+    let left = launches.remove(1).wait();
+    assert_eq!(left.code, 143, "{}", left.stderr);
+    let step = training.last_step();
+    training.wait_for_step(step + 20, &mut launches);
+    // No step was lost or repeated, and none began again.
+    assert!(training.losses().len() as u64 > step);
+    launches[0].signal(Signal::TERM);
+    training.group.expect_codes(launches, 143);
+}
+
+fn training_survives_a_cut_that_heals() {
+    let training = Training::new(Group::fixed(2, "--max-restarts 1"), 1_000_000);
+    let mut launches = vec![training.start(0), training.start(1)];
+    training.wait_for_step(10, &mut launches);
+    let pids = [0, 1].map(|host| training.workers(host)).concat();
+    assert_eq!(pids.len(), 4);
+    training.group.hosts[1].cut();
+    std::thread::sleep(Duration::from_secs(8));
+    training.group.hosts[1].heal();
+    let step = training.last_step();
+    training.wait_for_step(step + 50, &mut launches);
+    assert!(pids.iter().all(|pid| is_alive(*pid)), "{}", launches[0].stderr());
+    launches[1].signal(Signal::TERM);
+    training.group.expect_codes(launches, 143);
+    // All of it in one attempt.
+    assert!(training.losses().len() as u64 >= step + 50);
+}
+
+/// A failure of a job on two nodes.
+#[derive(Clone, Copy, Debug)]
+enum Failure {
+    Worker(usize),
+    Agent,
+    Power,
+    /// For this many seconds.
+    Cut(u64),
+    OneWay(usize, usize),
+    Loss,
+    Reset,
+}
+
+impl Failure {
+    fn random(random: &mut impl FnMut(u64) -> u64) -> Self {
+        match random(8) {
+            0 | 1 => Self::Worker(usize::try_from(random(2)).unwrap()),
+            2 => Self::Agent,
+            3 => Self::Power,
+            4 => Self::Cut(1 + random(10)),
+            5 => {
+                if random(2) == 0 {
+                    Self::OneWay(0, 1)
+                } else {
+                    Self::OneWay(1, 0)
+                }
+            }
+            6 => Self::Loss,
+            _ => Self::Reset,
+        }
+    }
+
+    fn inject(self, training: &Training, launches: &mut [Process]) {
+        let host = &training.group.hosts[1];
+        let heal_after = |seconds| {
+            std::thread::sleep(Duration::from_secs(seconds));
+            host.heal();
+        };
+        match self {
+            Self::Worker(index) => {
+                let workers = training.workers(index);
+                // It may be between two attempts.
+                workers.first().into_iter().for_each(|pid| send_signal(*pid, Signal::KILL));
+            }
+            Self::Agent => {
+                launches[1].signal(Signal::KILL);
+                launches[1] = training.start(1);
+            }
+            Self::Power => {
+                host.kill();
+                host.boot();
+                launches[1] = training.start(1);
+            }
+            Self::Cut(seconds) => {
+                host.cut();
+                heal_after(seconds);
+            }
+            Self::OneWay(from, to) => {
+                training.group.hosts.cut_one_way(from, to);
+                heal_after(3);
+            }
+            Self::Loss => {
+                host.loss(10);
+                heal_after(5);
+            }
+            Self::Reset => host.reset_connections(Duration::from_millis(300)),
+        }
+    }
+}
+
+fn ten_random_failures_leave_the_weights_of_an_undisturbed_run() {
+    const STEPS: u64 = 4000;
+    let seed = std::env::var(SEED_VARIABLE).ok().and_then(|seed| seed.parse().ok()).unwrap_or(1_u64);
+    let mut state = seed;
+    let mut random = move |below: u64| {
+        // Knuth's MMIX.
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % below
+    };
+    let reference = undisturbed(STEPS);
+    let training = Training::new(Group::fixed(2, FLAGS), STEPS);
+    let mut launches = vec![training.start(0), training.start(1)];
+    let (start, mut history) = (Instant::now(), Vec::new());
+    for _ in 0..10 {
+        let step = training.last_step();
+        training.wait_for_step(step + 5 + random(30), &mut launches);
+        let failure = Failure::random(&mut random);
+        history.push((start.elapsed().as_secs(), training.last_step(), failure));
+        failure.inject(&training, &mut launches);
+    }
+    assert!(training.last_step() < STEPS, "the run ended before the last failure: {history:?}");
+    let outputs: Vec<_> = launches.into_iter().map(Process::wait).collect();
+    assert!(outputs.iter().all(|output| output.code == 0), "seed {seed}: {history:?}\n{outputs:#?}");
+    expect_equal(&training, &reference, STEPS);
+}

@@ -1,0 +1,96 @@
+//! The state of rank 0 for ranks that cannot read it: where the nodes of a job do not share a directory, checkpoints
+//! and given weights are on the node of rank 0 alone.
+//!
+//! ```text
+//! rank 0: checkpoint, given or random weights --broadcast: position, weights, moments--> all ranks
+//! ```
+//! The collective copies bytes, so all ranks continue with the same bits. Random weights are copied, too: hosts with
+//! different mathematical libraries would round some of them differently.
+
+use serde::{Deserialize, Serialize};
+use xlaunch_comm::Collective;
+use xlaunch_engine::{DType, Tensor};
+
+use super::initial::Start;
+use crate::error::{Result, WorkerError};
+use crate::model::{BackendHandle, Model};
+use crate::optim::AdamW;
+use crate::phase;
+
+/// Elements of a broadcast. A ring passes one on while it receives the next.
+const BROADCAST_ELEMENTS: usize = 1 << 20;
+/// Broadcasts before their end is waited for, so that the agent sees progress.
+const BROADCASTS_IN_FLIGHT: usize = 64;
+/// A position has a few hundred bytes, and some more for each run that was continued.
+const MAX_POSITION_BYTES: usize = 16 << 20;
+
+/// Copies what rank 0 starts from to the other ranks: `start`, and the state of model and optimizer, which is not
+/// sharded. Every rank calls it.
+pub(super) fn from_rank_0(
+    backend: &BackendHandle,
+    model: &Model,
+    optimizer: &AdamW,
+    start: &Start,
+    collective: &mut dyn Collective,
+) -> Result<Start> {
+    let start: Start = broadcast_json(backend, start, collective)?;
+    let [weights, m, v] = optimizer.state(model);
+    broadcast(weights, collective)?;
+    if start.step > 0 {
+        broadcast(m, collective)?;
+        broadcast(v, collective)?;
+    }
+    optimizer.copy_masters_to(model)?;
+    Ok(start)
+}
+
+/// Rank 0's copy of a tensor.
+fn broadcast(tensor: &Tensor, collective: &mut dyn Collective) -> Result<()> {
+    for (index, first) in (0..tensor.len()).step_by(BROADCAST_ELEMENTS).enumerate() {
+        collective.broadcast(tensor.lend(first..tensor.len().min(first + BROADCAST_ELEMENTS)), 0)?;
+        if (index + 1) % BROADCASTS_IN_FLIGHT == 0 {
+            collective.wait_all()?;
+            phase::advance();
+        }
+    }
+    collective.wait_all()?;
+    Ok(collective.check()?)
+}
+
+/// Rank 0's value.
+fn broadcast_json<T: Serialize + for<'a> Deserialize<'a>>(
+    backend: &BackendHandle,
+    value: &T,
+    collective: &mut dyn Collective,
+) -> Result<T> {
+    let invalid = |reason: String| WorkerError::Io {
+        what: "failed to receive the position of rank 0".into(),
+        source: std::io::Error::new(std::io::ErrorKind::InvalidData, reason),
+    };
+    let json = serde_json::to_vec(value).map_err(|error| invalid(error.to_string()))?;
+    let length = broadcast_bytes(backend, &(json.len() as u64).to_le_bytes(), size_of::<u64>(), collective)?;
+    let length = length.try_into().map_or(u64::MAX, u64::from_le_bytes);
+    let length = usize::try_from(length).ok().filter(|length| *length <= MAX_POSITION_BYTES);
+    let length = length.ok_or_else(|| invalid(format!("it has more than {MAX_POSITION_BYTES} bytes")))?;
+    let json = broadcast_bytes(backend, &json, length, collective)?;
+    serde_json::from_slice(&json).map_err(|error| invalid(error.to_string()))
+}
+
+/// Rank 0's `length` bytes, each as an element of a tensor: backends copy numbers, not bytes, back to the host.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the numbers are bytes")]
+fn broadcast_bytes(
+    backend: &BackendHandle,
+    own: &[u8],
+    length: usize,
+    collective: &mut dyn Collective,
+) -> Result<Vec<u8>> {
+    let tensor = backend.alloc(DType::F32, length)?;
+    let mut numbers: Vec<f32> = own.iter().copied().map(f32::from).collect();
+    // On other ranks than 0 the own bytes may have another length; they are overwritten.
+    numbers.resize(length, 0.0);
+    backend.write_f32(tensor.all(), &numbers)?;
+    broadcast(&tensor, collective)?;
+    backend.read_f32(tensor.all(), &mut numbers)?;
+    collective.check()?;
+    Ok(numbers.into_iter().map(|number| number as u8).collect())
+}
