@@ -1,6 +1,6 @@
 //! Slurm on hosts.
 
-use xlaunch_tests::{Slurm, requirements};
+use xlaunch_tests::{Slurm, requirements, wait_for};
 
 xlaunch_harness::tests! {
     needs requirements::slurm:
@@ -27,8 +27,13 @@ fn srun_starts_a_task_on_every_node_as_an_ordinary_user() {
 
 fn job_is_preempted_and_requeued_by_one_of_the_high_partition() {
     let slurm = Slurm::start(2);
-    let job = slurm.submit(&["-N2", "--exclusive"], "srun --ntasks-per-node=1 sleep 1000");
-    slurm.wait_for_state(&job, "RUNNING");
+    // Ignores the SIGTERM at the start of the grace time: a batch script that ends of it is finished, not requeued.
+    let script = "trap '' TERM\n\
+        srun --ntasks-per-node=1 sh -c \"trap '' TERM; touch started.\\$SLURM_NODEID; sleep 1000\"";
+    let job = slurm.submit(&["-N2", "--exclusive"], script);
+    wait_for("both tasks", || {
+        ["started.0", "started.1"].iter().all(|file| slurm.home().join(file).exists()).then_some(())
+    });
     let preempting =
         slurm.run("srun", &["--partition=high", "-N2", "--exclusive", "--ntasks-per-node=1", "true"]);
     assert_eq!(preempting.code, 0, "{}", preempting.stderr);
