@@ -1,4 +1,8 @@
 //! Who may become a member of the group.
+//!
+//! A fixed rank has one holder. An agent that claims the rank of another one waits until that one shows that it lives,
+//! and is refused, or is lost, and is replaced: where a host lost power or an agent was killed, the next agent is often
+//! back before the lease is over.
 
 use std::time::{Duration, Instant};
 
@@ -9,20 +13,30 @@ use xlaunch_proto::v1::{Greeting, GroupRules, Welcome};
 use super::{Coordinator, Member, MemberId, Output, Phase, Stage, gathering, name, policy::Policy};
 use crate::command::Restarts;
 
+/// An agent that waits for the rank of a member.
+#[derive(Debug)]
+pub(super) struct Claim {
+    id: MemberId,
+    greeting: Greeting,
+    /// What is heard from the member later shows that it lives.
+    pub(super) since: Instant,
+}
+
 impl Coordinator {
     pub(super) fn greeted(&mut self, id: MemberId, greeting: Greeting, now: Instant) {
         if let Some(refusal) = self.refusal(&greeting) {
-            let exit_code = match &self.phase {
-                Phase::Ended(end) if end.exit_code != 0 => end.exit_code,
-                _ => ExitCode::Rendezvous.code().into(),
-            };
-            self.send(id, ToAgent::Welcome(Welcome { refusal, exit_code, ..Welcome::default() }));
-            self.outputs.push(Output::Forget(id));
-            return;
+            return self.refuse(id, refusal);
         }
-        // Its predecessor has closed its connection, and will not come back.
-        if let Some(id) = self.holder(&greeting) {
-            self.lose(id, now);
+        if let Some((holder, member)) = self.holder(&greeting) {
+            if member.hosts_coordinator {
+                let refusal = taken(&greeting, &member.greeting);
+                return self.refuse(id, refusal);
+            }
+            if member.closed.is_none() {
+                return self.claims.push(Claim { id, greeting, since: now });
+            }
+            // It will not come back.
+            self.lose(holder, now);
         }
         if self.reference.is_none() {
             self.adopt(&greeting, now);
@@ -47,6 +61,39 @@ impl Coordinator {
         };
         self.members.insert(id, member);
         self.grow();
+    }
+
+    fn refuse(&mut self, id: MemberId, refusal: String) {
+        let exit_code = match &self.phase {
+            Phase::Ended(end) if end.exit_code != 0 => end.exit_code,
+            _ => ExitCode::Rendezvous.code().into(),
+        };
+        self.send(id, ToAgent::Welcome(Welcome { refusal, exit_code, ..Welcome::default() }));
+        self.outputs.push(Output::Forget(id));
+    }
+
+    /// Decides about the agents that claim a rank, once that is possible.
+    pub(super) fn settle_claims(&mut self, now: Instant) {
+        for claim in std::mem::take(&mut self.claims) {
+            match self.holder(&claim.greeting).map(|(_, member)| member) {
+                Some(member) if member.closed.is_none() && !self.is_over() => {
+                    if member.last_heard > claim.since {
+                        let refusal = taken(&claim.greeting, &member.greeting);
+                        self.refuse(claim.id, refusal);
+                    } else {
+                        self.claims.push(claim);
+                    }
+                }
+                _ => self.greeted(claim.id, claim.greeting, now),
+            }
+        }
+    }
+
+    /// An agent has closed its connection. Whether it was one that claimed a rank.
+    pub(super) fn withdraw_claim(&mut self, id: MemberId) -> bool {
+        let before = self.claims.len();
+        self.claims.retain(|claim| claim.id != id);
+        self.claims.len() < before
     }
 
     /// The member in whose process the coordinator runs.
@@ -99,21 +146,23 @@ impl Coordinator {
                 greeting.max_nodes
             ));
         }
-        let holder = self.members.get(&self.holder(greeting)?)?;
-        holder.closed.is_none().then(|| {
-            format!(
-                "node rank {rank} of {} ({}) is taken by {} ({})",
-                greeting.host, greeting.address, holder.greeting.host, holder.greeting.address
-            )
-        })
+        None
     }
 
     /// The member that has the fixed rank of this agent.
-    fn holder(&self, greeting: &Greeting) -> Option<MemberId> {
+    fn holder(&self, greeting: &Greeting) -> Option<(MemberId, &Member)> {
         let rank = greeting.node_rank.filter(|_| self.rules.fixed_ranks)?;
         let holder = self.members.iter().find(|(_, member)| member.greeting.node_rank == Some(rank));
-        holder.map(|(id, _)| *id)
+        holder.map(|(id, member)| (*id, member))
     }
+}
+
+fn taken(greeting: &Greeting, holder: &Greeting) -> String {
+    let rank = greeting.node_rank.unwrap_or_default();
+    format!(
+        "node rank {rank} of {} ({}) is taken by {} ({})",
+        greeting.host, greeting.address, holder.host, holder.address
+    )
 }
 
 /// A time from the wire.

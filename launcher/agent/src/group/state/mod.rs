@@ -41,6 +41,7 @@ use xlaunch_proto::v1::{Greeting, GroupEnd, GroupRules, MemberState, MemberStatu
 
 use crate::command::Restarts;
 use crate::group::rendezvous::GroupRendezvous;
+use admission::Claim;
 use policy::Policy;
 
 /// Names an agent: one that was lost and comes back is another member.
@@ -96,6 +97,7 @@ pub struct Coordinator {
     rules: GroupRules,
     policy: Policy,
     members: BTreeMap<MemberId, Member>,
+    claims: Vec<Claim>,
     phase: Phase,
     /// The current attempt, or the next one; from 0.
     attempt: u32,
@@ -211,6 +213,7 @@ impl Coordinator {
             rules: GroupRules::default(),
             policy: Policy::new(Restarts::default(), seed),
             members: BTreeMap::new(),
+            claims: Vec::new(),
             // The first member brings the real time-outs.
             phase: gathering::phase(Duration::from_secs(600), now),
             attempt: 0,
@@ -282,6 +285,8 @@ impl Coordinator {
             Input::Disconnected(id) => {
                 if let Some(member) = self.members.get_mut(&id) {
                     member.closed = Some(now);
+                } else if self.withdraw_claim(id) {
+                    self.outputs.push(Output::Forget(id));
                 }
             }
             Input::Heard(id) => {
@@ -294,6 +299,7 @@ impl Coordinator {
         }
         self.sweep(now);
         self.settle(now);
+        self.settle_claims(now);
         std::mem::take(&mut self.outputs)
     }
 
@@ -332,6 +338,7 @@ impl Coordinator {
             for member in self.members.values_mut() {
                 (member.last_heard, member.closed) = (now, member.closed.map(|_| now));
             }
+            self.claims.iter_mut().for_each(|claim| claim.since = now);
         }
         let remote = self.members.values().any(|member| !member.hosts_coordinator);
         self.next_sweep = (remote && !self.is_over()).then(|| now + SWEEP_INTERVAL);

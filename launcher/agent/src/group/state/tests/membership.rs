@@ -57,6 +57,7 @@ fn node_that_differs_is_refused_with_both_values_while_the_others_wait() {
     for (id, (greeting, expected)) in (2..).zip(cases) {
         group.take();
         group.greet(id, greeting);
+        group.wait(SECOND, &[1]);
         let said = group.take();
         assert_eq!(said.iter().filter_map(refusal).collect::<Vec<_>>(), [(id, expected)]);
     }
@@ -156,6 +157,44 @@ fn agent_of_the_same_rank_replaces_one_whose_connection_has_closed() {
     assert!(group.take().iter().any(|(id, it)| *id == 1 && matches!(it, ToAgent::PeerFailed(_))));
     group.all_end(&[1], 75);
     assert_eq!(ranks(&group.prepare_all()), [(1, 0), (9, 1)]);
+}
+
+#[test]
+fn agent_of_the_same_rank_waits_until_the_holder_is_lost_or_shows_that_it_lives() {
+    let claim = || greeting(Some(1), (2, 2), rules(3));
+    let mut group = Group::running(2, 3);
+    group.input(Input::Heard(2));
+    // One waits, another gives up.
+    group.greet(9, claim());
+    group.greet(10, claim());
+    group.input(Input::Disconnected(10));
+    group.wait(11 * SECOND, &[1]);
+    assert_eq!(group.take(), []);
+    group.wait(2 * SECOND, &[1]);
+    assert!(group.take().iter().any(|(id, it)| *id == 1 && matches!(it, ToAgent::PeerFailed(_))));
+    group.all_end(&[1], 75);
+    assert_eq!(ranks(&group.prepare_all()), [(1, 0), (9, 1)]);
+
+    group.greet(11, claim());
+    group.input(Input::Heard(9));
+    assert_eq!(group.take(), []);
+    group.now += SECOND;
+    group.input(Input::Heard(9));
+    let said = group.take();
+    let expected = "node rank 1 of h1 (10.0.0.1) is taken by h1 (10.0.0.1)";
+    assert_eq!(said.iter().filter_map(refusal).collect::<Vec<_>>(), [(11, expected)]);
+    group.input(Input::Heard(9));
+    assert_eq!(group.take(), []);
+}
+
+#[test]
+fn agent_that_waits_for_a_rank_learns_that_the_loss_of_its_holder_has_ended_the_job() {
+    let mut group = Group::running(2, 0);
+    group.greet(9, greeting(Some(1), (2, 2), rules(0)));
+    group.wait(13 * SECOND, &[1]);
+    group.all_end(&[1], 75);
+    let ends = group.ends();
+    assert_eq!(ends.iter().map(|(id, end)| (*id, end.exit_code)).collect::<Vec<_>>(), [(1, 75), (9, 75)]);
 }
 
 #[test]
