@@ -82,6 +82,12 @@ fn run_block(root: &Path, script: &str) -> Result<Option<String>, Error> {
     path.push(std::env::var_os("PATH").unwrap_or_default());
     let mut shell = Command::new("timeout");
     shell.args(["--kill-after", "10", BLOCK_TIMEOUT_SECONDS, "sh", "-eu", "-c", script]);
+    // What cargo tells xtask of its package. Build scripts that read such variables of their own package, as that of
+    // ring does, would run again, and with them the build of all that depends on them.
+    let variables = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    for name in variables.filter(|it| it.starts_with("CARGO_MANIFEST_") || it.starts_with("CARGO_PKG_")) {
+        shell.env_remove(name);
+    }
     shell.current_dir(root).env("PATH", path).env("XDG_RUNTIME_DIR", runtime.path());
     let output = shell.stdin(Stdio::null()).output()?;
     let written =

@@ -1,7 +1,7 @@
 //! Workers, agents and hosts that are killed.
 
 use rustix::process::Signal;
-use xlaunch_tests::{Output, requirements, wait_for};
+use xlaunch_tests::{Output, requirements};
 
 use super::{CRASH, Group, places};
 
