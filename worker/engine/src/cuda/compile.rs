@@ -15,7 +15,12 @@ pub(crate) const BLOCK_THREADS: u32 = 256;
 pub(crate) const COLUMN_BLOCK: (u32, u32) = (32, 8);
 
 /// Text before every file.
-const PRELUDE: &str = include_str!("headers/prelude.cuh");
+const PRELUDE: &str = concat!(
+    "#line 1 \"ptx.cuh\"\n",
+    include_str!("headers/ptx.cuh"),
+    "#line 1 \"prelude.cuh\"\n",
+    include_str!("headers/prelude.cuh")
+);
 
 /// A `.cu` file with the headers it needs before it, each after a `#line` that names it in the compiler's messages.
 #[derive(Clone, Copy, Debug)]

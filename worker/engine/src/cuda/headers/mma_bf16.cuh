@@ -16,38 +16,14 @@ __device__ inline int swizzle(int row, int chunk) {
 #endif
 }
 
-__device__ inline void ldmatrix(u32 (&x)[4], const bf16* p) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"((u32)__cvta_generic_to_shared(p))
-                 : "memory");
-}
-
-__device__ inline void ldmatrix_transposed(u32 (&x)[4], const bf16* p) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"((u32)__cvta_generic_to_shared(p))
-                 : "memory");
-}
-
 // bf16 elements are operands without conversion.
 __device__ inline void prepare_copy(bf16*) {}
 
 // c += a b: 16 x 16 by 16 x 8.
-__device__ inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+__device__ inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(c, a, b0, b1); }
 
-// Pair floats as bf16, the first in the lower half. (cvt takes the upper half first.)
 typedef u32 Pair;
-__device__ inline Pair pack(float low, float high) {
-    u32 x;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
-    return x;
-}
+__device__ inline Pair pack(float low, float high) { return bf16_pair(low, high); }
 
 // c[rows of this warp][N * 8 rows of b] += a b^T over the head width.
 template <int M, int N>
@@ -57,11 +33,11 @@ __device__ inline void accumulate_rows(float (&c)[M][N][4], const bf16* a, const
     for (int k = 0; k < WIDTH / 16; k++) {
         u32 x[M][4];
 #pragma unroll
-        for (int m = 0; m < M; m++) ldmatrix(x[m], a + swizzle(warp_row + 16 * m + lane % 16, 2 * k + lane / 16));
+        for (int m = 0; m < M; m++) ldmatrix_x4(x[m], a + swizzle(warp_row + 16 * m + lane % 16, 2 * k + lane / 16));
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             u32 y[4];
-            ldmatrix(y, b + swizzle(8 * n + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+            ldmatrix_x4(y, b + swizzle(8 * n + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
 #pragma unroll
             for (int m = 0; m < M; m++) {
                 mma(c[m][n], x[m], y[0], y[1]);
@@ -88,7 +64,7 @@ __device__ inline void accumulate(float (&c)[M][WIDTH / 8][4], const float (&s)[
 #pragma unroll
         for (int n = 0; n < WIDTH / 8; n += 2) {
             u32 y[4];
-            ldmatrix_transposed(y, b + swizzle(16 * k + lane % 16, n + lane / 16));
+            ldmatrix_x4_transposed(y, b + swizzle(16 * k + lane % 16, n + lane / 16));
 #pragma unroll
             for (int m = 0; m < M; m++) {
                 mma(c[m][n], x[m], y[0], y[1]);

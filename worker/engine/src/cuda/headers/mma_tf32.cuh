@@ -19,12 +19,7 @@ __device__ inline int swizzle(int row, int chunk) {
 }
 
 // c += a b: 16 x 8 by 8 x 8.
-__device__ inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+__device__ inline void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_tf32(c, a, b0, b1); }
 
 // Rounds to the nearest 10-bit mantissa: (x + 2^13 x) - 2^13 x, where the sum keeps only the upper bits of x. Pair
 // instructions, cvt.rna.tf32 compiles to more. NaN stays NaN; where 2^13 x overflows the result is NaN.

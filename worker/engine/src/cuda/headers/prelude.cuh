@@ -9,7 +9,6 @@
 
 typedef long long i64;
 typedef unsigned char u8;
-typedef unsigned u32;
 
 struct bf16 {
     unsigned short bits;
@@ -18,32 +17,10 @@ struct bf16 {
 __device__ inline float load(const float* p, i64 i) { return p[i]; }
 __device__ inline float load(const bf16* p, i64 i) { return __uint_as_float((unsigned)p[i].bits << 16); }
 
-// Round to nearest even, as the CPU does; NaN stays NaN.
-__device__ inline bf16 to_bf16(float x) {
-    bf16 y;
-#if __CUDA_ARCH__ >= 800
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-#else
-    unsigned bits = __float_as_uint(x);
-    bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    y.bits = nan ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-#endif
-    return y;
-}
+__device__ inline bf16 to_bf16(float x) { return {bf16_bits(x)}; }
 
 __device__ inline void store(float* p, i64 i, float x) { p[i] = x; }
 __device__ inline void store(bf16* p, i64 i, float x) { p[i] = to_bf16(x); }
-
-// The first statement of every kernel. Kernels are launched with programmatic dependent launch (PDL): a grid may start
-// while its predecessor is still running, which hides most of the launch latency. Nothing before the wait may touch
-// global memory; after it, everything that earlier kernels wrote is visible. The successor is released right away: it
-// blocks in its own wait until this grid has finished, so the early release is always safe.
-__device__ inline void pdl_wait_and_launch() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 // Vec8 neighbouring elements, unpacked: one 16-byte access in bf16, two in float.
 struct Vec8 {
@@ -144,18 +121,14 @@ template <typename T>
 __device__ inline float exp_for(float x) { return expf(x); }
 template <>
 __device__ inline float exp_for<bf16>(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
-    return y;
+    return exp2_approx(x * 1.4426950408889634f);
 }
 
 template <typename T>
 __device__ inline float sigmoid_for(float x) { return 1.0f / (1.0f + expf(-x)); }
 template <>
 __device__ inline float sigmoid_for<bf16>(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + exp_for<bf16>(-x)));
-    return y;
+    return reciprocal_approx(1.0f + exp_for<bf16>(-x));
 }
 
 // Gradients of parameters: float or bf16, as the flag says.

@@ -32,12 +32,9 @@ __device__ inline void copy_rows(ACT* tile, const ACT* rows, i64 stride, i64 fir
         int r = i / ROW_COPIES, c = i % ROW_COPIES;
         bool in_range = first + r < seq;
         const ACT* from = rows + (in_range ? first + r : 0) * stride + c * COPY_ELEMENTS;
-        u32 to = (u32)__cvta_generic_to_shared(tile + copy_at(r, c));
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(in_range ? 16 : 0));
+        copy_async_16(tile + copy_at(r, c), from, in_range ? 16 : 0);
     }
 }
-
-__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;"); }
 
 // Converts what this thread itself has copied of a tile to operands; a thread's own copies are visible to it without a
 // barrier. Adjacent tiles may be treated as one if each gives all threads equally many copies.
@@ -52,7 +49,7 @@ __device__ inline void prepare(ACT* tile) {
 // rows that stay resident. Afterwards they are operands.
 template <int LATER, int RESIDENT, int COLS>
 __device__ inline void wait_for_tiles(bool first, ACT* resident, ACT* a, ACT* b) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+    wait_copies<LATER>();
     if (first) prepare<RESIDENT>(resident);
     prepare<COLS>(a);
     prepare<COLS>(b);
@@ -74,12 +71,6 @@ __device__ inline void wait_for_kv_tile(ACT* resident, ACT* k, ACT* v, const ACT
     } else {
         wait_for_tiles<0, RESIDENT, COLS>(tile == 0, resident, k + stage, v + stage);
     }
-}
-
-__device__ inline float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 template <int M, int N>
@@ -157,13 +148,13 @@ __device__ inline void online_softmax(float (&o)[M][WIDTH / 8][4], float (&row_m
                 }
             // The first step includes key 0, which every row sees: the maximum is finite from then on.
             new_max = fmaxf(row_max[m][half], quad_max(new_max) * scale_log2);
-            float rescale = exp2_fast(row_max[m][half] - new_max), sum = 0.0f;
+            float rescale = exp2_approx(row_max[m][half] - new_max), sum = 0.0f;
             row_max[m][half] = new_max;
 #pragma unroll
             for (int n = 0; n < N; n++)
 #pragma unroll
                 for (int i = 2 * half; i < 2 * half + 2; i++) {
-                    s[m][n][i] = exp2_fast(s[m][n][i] * scale_log2 - new_max);
+                    s[m][n][i] = exp2_approx(s[m][n][i] * scale_log2 - new_max);
                     sum += s[m][n][i];
                 }
             row_sum[m][half] = row_sum[m][half] * rescale + sum;
@@ -210,7 +201,7 @@ __device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const ACT* 
 #pragma unroll
             for (int n = 0; n < N; n++) {
                 bool visible = !diagonal || column_of(n, i) <= query;
-                float p = visible ? exp2_fast(s[m][n][i] * scale_log2 - row_lse[m][i / 2]) : 0.0f;
+                float p = visible ? exp2_approx(s[m][n][i] * scale_log2 - row_lse[m][i / 2]) : 0.0f;
                 s[m][n][i] = p * (dp[m][n][i] - row_delta[m][i / 2]);
             }
         }
@@ -239,7 +230,7 @@ __device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 bool visible = !diagonal || offset + row_of(m, i) <= column_of(n, i);
-                float p = exp2_fast(s[m][n][i] * scale_log2 - (i % 2 ? column_lse.y : column_lse.x));
+                float p = exp2_approx(s[m][n][i] * scale_log2 - (i % 2 ? column_lse.y : column_lse.x));
                 p = visible ? p : 0.0f;
                 s[m][n][i] = p;
                 dp[m][n][i] = p * (dp[m][n][i] - (i % 2 ? column_delta.y : column_delta.x));

@@ -111,7 +111,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (append && last == position) {
         // Blocks of other query heads of this key head write the same.
         i64 at = position * (i64)WIDTH - d;
-        if (team == 0 && inside) store_new(token, angles, keys + at, values + at, heads, kv_heads, kv, d);
+        if (team == 0 && inside) {
+            written_alike(keys + at + d, sizeof(Packed<ACT>));
+            written_alike(values + at + d, sizeof(Packed<ACT>));
+            store_new(token, angles, keys + at, values + at, heads, kv_heads, kv, d);
+        }
         __syncthreads();
     }
     Vec8 q[GROUP];

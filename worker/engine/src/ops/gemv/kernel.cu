@@ -42,17 +42,6 @@ extern "C" __global__ void gemv_fma(const ACT* __restrict__ x, const ACT* __rest
     }
 }
 
-// c (16, 8) += a (16, 16) b (16, 8) in bf16, with the operands in the registers of a warp as PTX defines them.
-__device__ inline void mma_16_8_16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                                   unsigned b1) {
-#if __CUDA_ARCH__ >= 800
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-#endif
-}
-
 // bf16 on tensor cores: a block computes 16 outputs of up to 8 TILES rows; its warps split the inputs, 32 at a time.
 //
 // The order of the inputs within a multiplication does not matter as long as both operands have the same: each thread
@@ -73,8 +62,8 @@ __device__ inline void gemv_tiles(const ACT* x, const ACT* w, const ACT* bias, v
         for (int t = 0; t < TILES; t++) {
             i64 row = t * 8 + group;
             uint4 c = row < rows ? *(const uint4*)(x + row * inputs + i) : zero;
-            mma_16_8_16(sums[t], a.x, b.x, a.y, b.y, c.x, c.y);
-            mma_16_8_16(sums[t], a.z, b.z, a.w, b.w, c.z, c.w);
+            mma_bf16(sums[t], {a.x, b.x, a.y, b.y}, c.x, c.y);
+            mma_bf16(sums[t], {a.z, b.z, a.w, b.w}, c.z, c.w);
         }
     }
 #pragma unroll
