@@ -7,6 +7,7 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::process::Command;
 
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
@@ -17,6 +18,7 @@ use xlaunch_engine::{
     Accumulate, CpuBackend, CudaBackend, CudaOptions, DType, EngineError, PoolMode, Precision, SquaredNorm,
     Tensor,
 };
+use xlaunch_harness::{Requirement, emulator};
 use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA, RopeScaling, RopeType};
 use xlaunch_proto::spec::TrainSection;
 use xlaunch_worker::model::layout::Layout;
@@ -24,6 +26,8 @@ use xlaunch_worker::model::{BackendHandle, Model, Rows};
 use xlaunch_worker::optim::AdamW;
 
 const TOLERANCE: f64 = 1e-5;
+/// Of bf16, which keeps 8 bits: roundings of 2^-9 in some ten operations, one after the other.
+const BF16_TOLERANCE: f64 = 3e-2;
 const ROWS: Rows = Rows { batch: 2, seq: 16 };
 
 xlaunch_harness::suite! {
@@ -35,7 +39,9 @@ xlaunch_harness::suite! {
     gpt2_matches_pytorch_on_gpu,
     llama_matches_pytorch_on_gpu,
     llama_with_grouped_query_attention_matches_pytorch_on_gpu,
-    llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_gpu;
+    llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_gpu,
+    bf16_is_near_pytorch_on_gpu;
+    needs emulated_gpu: tests_on_gpu_pass_in_the_emulator;
 }
 
 /// A model and the name of its file.
@@ -299,4 +305,49 @@ fn llama_with_grouped_query_attention_matches_pytorch_on_gpu() {
 
 fn llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_gpu() {
     compare(gpu(), LLAMA_WIDE);
+}
+
+fn bf16_is_near_pytorch_on_gpu() {
+    for case in [GPT2, LLAMA_GQA] {
+        let options = CudaOptions { deterministic: true, ..CudaOptions::new(Precision::Bf16, PoolMode::On) };
+        let f = Fixture::new(BackendHandle::new(CudaBackend::open(0, options).unwrap()), case);
+        let (loss, logits) = f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);
+        let expected = f64::from(f.golden.floats["loss"][0]);
+        assert!((loss - expected).abs() <= BF16_TOLERANCE * expected, "loss {loss} against {expected}");
+        let near = |what: &str, ours: &[f32], theirs: &[f32]| {
+            let distance = relative(ours, theirs);
+            assert!(distance <= BF16_TOLERANCE, "{} of {}: {distance:.2e}", what, case.name);
+        };
+        near("logits", &logits, &f.golden.floats["logits"]);
+        let grads = read(&f.backend, &f.grads);
+        let ours: Vec<f32> =
+            f.model.layout.params.iter().flat_map(|param| grads[param.stored()].to_vec()).collect();
+        let theirs: Vec<f32> = f
+            .model
+            .layout
+            .params
+            .iter()
+            .flat_map(|param| f.golden.floats[&format!("grad.{}", param.name)].clone())
+            .collect();
+        near("gradient", &ours, &theirs);
+    }
+}
+
+fn emulated_gpu() -> Requirement {
+    match emulator::directory() {
+        Some(_) => Err("it runs in the emulator already".into()),
+        None => emulator::find_compiler(),
+    }
+}
+
+/// The kernels of a GPU on CPU threads; see `tests/kernels`.
+fn tests_on_gpu_pass_in_the_emulator() {
+    let directory = tempfile::tempdir().unwrap();
+    emulator::build(directory.path()).unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    emulator::use_in(&mut command, directory.path());
+    let output = command.arg("on_gpu").output().unwrap();
+    let [stdout, stderr] =
+        [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    assert!(output.status.success() && stdout.contains("ok. 5 passed"), "{stdout}\n{stderr}");
 }

@@ -28,6 +28,8 @@
 //! per test.
 #![forbid(unsafe_code)]
 
+pub mod emulator;
+
 use std::panic::resume_unwind;
 use std::process::ExitCode;
 

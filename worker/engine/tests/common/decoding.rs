@@ -32,6 +32,8 @@ impl Ops<'_> {
     ) -> Outputs {
         let table = table.map(|table| self.tensor(DType::F32, table));
         let [keys, values] = [(); 2].map(|()| self.act(&vec![0.0; s.cache()]));
+        // Used again by every chunk: they are zero afterwards.
+        let counters = self.ints(&vec![0; chunks.iter().max().unwrap() * s.heads]);
         let mut outs = Vec::new();
         let mut first = 0;
         for rows in chunks.iter().copied() {
@@ -42,7 +44,7 @@ impl Ops<'_> {
             let distinct =
                 (0..s.slots as i32).all(|slot| places.iter().filter(|(s, _)| *s == slot).count() < 2);
             let partials = self.out_f32(shape.partials());
-            let (counters, out) = (self.ints(&vec![0; rows * s.heads]), self.out(rows * s.heads * s.width));
+            let out = self.out(rows * s.heads * s.width);
             self.backend
                 .cached_attention(CachedAttention {
                     shape,
@@ -54,7 +56,7 @@ impl Ops<'_> {
                     keys: keys.all(),
                     values: values.all(),
                     partials: partials.all(),
-                    counters: counters.all(),
+                    counters: counters.slice(0..rows * s.heads),
                     out: out.all(),
                 })
                 .unwrap();

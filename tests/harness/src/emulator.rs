@@ -1,0 +1,103 @@
+//! The emulator of a GPU (`tests/kernels`): built with the host's C++ compiler, used through the loader's path.
+
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::Requirement;
+
+/// Set in a process that runs with the emulator, to the directory of its libraries.
+const DIRECTORY: &str = "EMULATOR_DIRECTORY";
+
+/// From which the order of threads follows, which is another one in each launch. 0: that of their numbers.
+const SEED: &str = "EMULATOR_SEED";
+
+/// Library and sources; -O3 for what every load and store of a kernel calls.
+const LIBRARIES: [(&str, &[&str], &str); 3] = [
+    ("libcuda.so", &["driver.cpp", "launch.cpp", "memory.cpp"], "-O3"),
+    ("libnvrtc.so", &["nvrtc.cpp"], "-O1"),
+    ("libcublasLt.so", &["cublaslt.cpp"], "-O2"),
+];
+
+/// Builds the emulator in `to`: libraries in place of the CUDA driver, NVRTC and cuBLASLt.
+///
+/// # Errors
+/// What the compiler says, or that there is none.
+pub fn build(to: &Path) -> Result<(), String> {
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels");
+    let sources = sources.canonicalize().map_err(|error| format!("tests/kernels: {error}"))?;
+    std::fs::create_dir_all(to).map_err(|error| format!("{}: {error}", to.display()))?;
+    let compiler = compiler();
+    for (library, files, level) in LIBRARIES {
+        let mut command = Command::new(&compiler);
+        command.args(["-std=c++17", level, "-fPIC", "-shared", "-pthread", "-o"]).arg(to.join(library));
+        command.arg(format!("-DINCLUDE=\"{}\"", sources.display()));
+        command.arg(format!("-DLIBRARIES=\"{}\"", to.display()));
+        command.arg(format!("-Wl,-soname,{library}")).args(files.iter().map(|file| sources.join(file)));
+        if library != "libcuda.so" {
+            command.arg("-L").arg(to).args(["-lcuda", "-Wl,-rpath,$ORIGIN"]);
+        }
+        let output = command.output().map_err(|error| format!("no C++ compiler: {compiler}: {error}"))?;
+        if !output.status.success() {
+            return Err(format!("{compiler} fails:\n{}", String::from_utf8_lossy(&output.stderr)));
+        }
+    }
+    Ok(())
+}
+
+fn compiler() -> String {
+    std::env::var("CXX").unwrap_or_else(|_| "c++".into())
+}
+
+/// The requirement of tests that call [`build`].
+///
+/// # Errors
+/// If there is no compiler.
+pub fn find_compiler() -> Requirement {
+    let compiler = compiler();
+    let output = Command::new(&compiler).arg("--version").output();
+    output.map(drop).map_err(|error| format!("no C++ compiler: {compiler}: {error}"))
+}
+
+/// Makes a command use the emulator in `directory`. What it compiles is cached there, too.
+pub fn use_in(command: &mut Command, directory: &Path) {
+    command.env("LD_LIBRARY_PATH", directory).env("XLAUNCH_CACHE", directory.join("cache"));
+    command.env(DIRECTORY, directory);
+    if std::env::var_os(SEED).is_none() {
+        command.env(SEED, "1");
+    }
+}
+
+/// Where the emulator is that this process uses.
+pub fn directory() -> Option<PathBuf> {
+    std::env::var_os(DIRECTORY).map(PathBuf::from)
+}
+
+/// The requirement of suites that run with the emulator: their `main` begins with this. The first call builds it in
+/// `to` and starts this program again, as the loader's path is read at the start. A suite ends with [`leave`].
+///
+/// # Errors
+/// If there is no compiler.
+///
+/// # Panics
+/// If the emulator does not compile.
+pub fn enter(to: &Path) -> Requirement {
+    if directory().is_some() {
+        return Ok(());
+    }
+    find_compiler()?;
+    let program = std::env::current_exe().map_err(|error| error.to_string())?;
+    let directory = to.join(std::process::id().to_string());
+    build(&directory).unwrap_or_else(|error| panic!("{error}"));
+    let mut command = Command::new(program);
+    use_in(&mut command, &directory);
+    Err(command.args(std::env::args_os().skip(1)).exec().to_string())
+}
+
+/// Removes what [`enter`] has built.
+pub fn leave() {
+    if let Some(directory) = directory() {
+        // What is left over is in the build directory.
+        let _ = std::fs::remove_dir_all(directory);
+    }
+}

@@ -1,0 +1,128 @@
+// The subset of CUDA C++ that the kernels use, for the host's C++ compiler: included before the text of every kernel.
+//
+// A thread of a block is a fiber. What threads do together (barriers, shuffles, tensor core operations) is a call of
+// the emulator, which continues with other fibers until all that take part have arrived. Loads and stores are reported to
+// it by the instrumentation of the compiler's thread sanitizer, whose run-time library the emulator replaces.
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#include <utility>
+
+#include "interface.h"
+
+#define __device__
+#define __global__
+#define __launch_bounds__(...)
+#define __shared__ static __thread
+
+#define threadIdx emulator_thread_index()
+#define blockIdx emulator_block_index()
+#define blockDim emulator_block_size()
+#define gridDim emulator_grid_size()
+
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+template <typename To, typename From>
+inline To bit_cast(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+inline unsigned __float_as_uint(float x) { return bit_cast<unsigned>(x); }
+inline int __float_as_int(float x) { return bit_cast<int>(x); }
+inline float __uint_as_float(unsigned x) { return bit_cast<float>(x); }
+inline float __int_as_float(int x) { return bit_cast<float>(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+
+// CUDA's overloads.
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+template <typename A, typename B>
+inline auto min(A a, B b) -> decltype(a + b) {
+    return a < b ? a : b;
+}
+template <typename A, typename B>
+inline auto max(A a, B b) -> decltype(a + b) {
+    return a < b ? b : a;
+}
+template <typename T>
+inline T __ldg(const T* p) {
+    return *p;
+}
+template <typename T>
+inline void __stcs(T* p, T x) {
+    *p = x;
+}
+
+#define __syncthreads() emulator_barrier(__FILE__, __LINE__)
+#define __syncwarp() emulator_warp(EMULATOR_SYNC, 0xffffffffu, nullptr, __FILE__, __LINE__)
+#define __threadfence() emulator_fence()
+
+template <typename T>
+inline T emulator_shuffle(unsigned mask, T value, int from, const char* file, int line) {
+    static_assert(sizeof(T) <= 8);
+    EmulatorShuffle call = {0, from};
+    memcpy(&call.value, &value, sizeof value);
+    emulator_warp(EMULATOR_SHUFFLE, mask, &call, file, line);
+    memcpy(&value, &call.value, sizeof value);
+    return value;
+}
+#define EMULATOR_LANE ((int)(emulator_linear_thread() % 32))
+#define __shfl_sync(mask, value, lane) emulator_shuffle(mask, value, lane, __FILE__, __LINE__)
+#define __shfl_xor_sync(mask, value, lanes) \
+    emulator_shuffle(mask, value, EMULATOR_LANE ^ (lanes), __FILE__, __LINE__)
+#define __shfl_up_sync(mask, value, lanes) \
+    emulator_shuffle(mask, value, EMULATOR_LANE - (int)(lanes), __FILE__, __LINE__)
+#define __shfl_down_sync(mask, value, lanes) \
+    emulator_shuffle(mask, value, EMULATOR_LANE + (int)(lanes), __FILE__, __LINE__)
+
+template <typename T, typename U>
+inline T atomicAdd(T* p, U x) {
+    return __atomic_fetch_add(p, (T)x, __ATOMIC_SEQ_CST);
+}
+template <typename T, typename U>
+inline T atomicOr(T* p, U x) {
+    return __atomic_fetch_or(p, (T)x, __ATOMIC_SEQ_CST);
+}
+
+// A kernel as the emulator calls it: each of its arguments is behind a pointer, as for cuLaunchKernel.
+template <auto F>
+struct EmulatorCall;
+template <typename... A, void (*F)(A...)>
+struct EmulatorCall<F> {
+    static constexpr unsigned sizes[] = {sizeof(A)...};
+
+    __attribute__((no_sanitize("thread"))) static void call(void** args) {
+        call(args, std::index_sequence_for<A...>());
+    }
+
+    template <size_t... I>
+    __attribute__((no_sanitize("thread"))) static void call(void** args, std::index_sequence<I...>) {
+        F(*(std::remove_reference_t<A>*)args[I]...);
+    }
+
+    static constexpr EmulatorKernel kernel() { return {&call, sizeof...(A), sizes}; }
+};
+#define EMULATOR_KERNEL(name) extern "C" const EmulatorKernel emulator_kernel_##name = EmulatorCall<&name>::kernel();
+
+// Static shared memory is the thread-local memory of a kernel's library.
+static __thread char emulator_shared_anchor;
+extern "C" void* emulator_shared() { return &emulator_shared_anchor; }

@@ -1,0 +1,79 @@
+// Fibers: threads of control of one OS thread, which switch when they want to.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+
+#ifndef __x86_64__
+#include <ucontext.h>
+#endif
+
+namespace emulator {
+
+constexpr size_t STACK_BYTES = 256 << 10;
+
+#ifdef __x86_64__
+
+// Saves the registers that a call preserves on this stack, and continues with another one.
+extern "C" void emulator_switch(void** from, void* to);
+asm(R"(
+.text
+.globl emulator_switch
+.type emulator_switch, @function
+emulator_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+
+struct Context {
+    void* stack_pointer = nullptr;
+
+    void prepare(char* stack, void (*entry)()) {
+        // The return address is where a call would have put it: at the end of 16 aligned bytes.
+        void** top = reinterpret_cast<void**>(stack + STACK_BYTES - 16);
+        *top = reinterpret_cast<void*>(entry);
+        stack_pointer = top - 6;
+    }
+    void switch_to(Context& other) { emulator_switch(&stack_pointer, other.stack_pointer); }
+};
+
+#else
+
+struct Context {
+    ucontext_t context;
+
+    void prepare(char* stack, void (*entry)()) {
+        getcontext(&context);
+        context.uc_stack.ss_sp = stack;
+        context.uc_stack.ss_size = STACK_BYTES;
+        context.uc_link = nullptr;
+        makecontext(&context, entry, 0);
+    }
+    void switch_to(Context& other) { swapcontext(&context, &other.context); }
+};
+
+#endif
+
+inline char* new_stack() {
+    void* p = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) abort();
+    return static_cast<char*>(p);
+}
+
+}  // namespace emulator

@@ -1,0 +1,65 @@
+// What kernels, compiled as C++, and the emulator know of each other.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+struct EmulatorIndex {
+    unsigned x, y, z;
+};
+
+// Lanes exchange a value of at most 8 bytes. A lane that does not exist gives the own value.
+struct EmulatorShuffle {
+    uint64_t value;
+    int from;
+};
+
+// `row` is 16 bytes of shared memory; x are the fragments of four 8 x 8 matrices of 16-bit elements.
+struct EmulatorMatrix {
+    const void* row;
+    unsigned* x;
+};
+
+// Fragments as PTX defines them for mma.m16n8k16 (bf16) and m16n8k8 (tf32).
+struct EmulatorMma {
+    float* c;
+    const unsigned *a, *b;
+};
+
+// What the lanes of a warp do together.
+enum EmulatorOperation {
+    EMULATOR_SYNC,
+    EMULATOR_SHUFFLE,
+    EMULATOR_LDMATRIX,
+    EMULATOR_LDMATRIX_TRANSPOSED,
+    EMULATOR_MMA_BF16,
+    EMULATOR_MMA_TF32,
+};
+
+struct EmulatorKernel {
+    void (*call)(void** args);
+    unsigned args;
+    const unsigned* sizes;
+};
+
+extern "C" {
+EmulatorIndex emulator_thread_index();
+EmulatorIndex emulator_block_index();
+EmulatorIndex emulator_block_size();
+EmulatorIndex emulator_grid_size();
+unsigned emulator_linear_thread();
+uint64_t emulator_time();
+
+void emulator_barrier(const char* file, int line);
+void emulator_warp(EmulatorOperation operation, unsigned mask, void* data, const char* file, int line);
+void emulator_fence();
+void* emulator_dynamic_shared();
+// Several blocks write the same to these bytes.
+void emulator_written_alike(const void* p, size_t bytes);
+
+// 16 bytes to shared memory, of which the last `16 - bytes` become zero; done when a later wait says so.
+void emulator_copy_async(void* to, const void* from, unsigned bytes);
+void emulator_commit_copies();
+// Waits for all but the `later` newest groups.
+void emulator_wait_copies(unsigned later);
+}

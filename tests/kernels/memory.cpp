@@ -1,0 +1,142 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+namespace emulator {
+
+namespace {
+
+constexpr size_t PAGE = 4096, ARENA = size_t(64) << 30;
+constexpr int POISON = 0xff;  // a NaN, and an index that is far away
+
+uint8_t* reserve_lazily(size_t bytes) {
+    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return p == MAP_FAILED ? nullptr : static_cast<uint8_t*>(p);
+}
+
+// All of it is reserved at once; pages exist when they are touched.
+struct Arena {
+    uintptr_t base = reinterpret_cast<uintptr_t>(reserve_lazily(ARENA));
+    uint8_t* written = reserve_lazily(ARENA);
+    Cell* cells = reinterpret_cast<Cell*>(reserve_lazily(ARENA / 2 * sizeof(Cell)));
+    // End of the allocation that has this page; 0 if none.
+    std::atomic<uintptr_t>* ends = reinterpret_cast<std::atomic<uintptr_t>*>(reserve_lazily(ARENA / PAGE * 8));
+
+    bool contains(uintptr_t address) const { return address - base < ARENA; }
+};
+
+Arena& arena() {
+    static Arena arena;
+    return arena;
+}
+
+std::mutex lock;
+uintptr_t next_offset = PAGE;
+size_t total = 0;
+std::map<uintptr_t, size_t> allocations, host_ranges;
+
+uintptr_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+
+}  // namespace
+
+uintptr_t reserve(size_t bytes) {
+    std::lock_guard<std::mutex> guard(lock);
+    Arena& a = arena();
+    // A page that belongs to nobody stays between two ranges.
+    size_t size = round_up(bytes, PAGE) + PAGE;
+    if (!a.base || !a.written || !a.cells || !a.ends || next_offset + size > ARENA) return 0;
+    uintptr_t address = a.base + next_offset;
+    next_offset += size;
+    return address;
+}
+
+void map(uintptr_t address, size_t bytes) {
+    std::lock_guard<std::mutex> guard(lock);
+    Arena& a = arena();
+    uintptr_t end = address + bytes;
+    for (uintptr_t page = address; page < end; page += PAGE) a.ends[(page - a.base) / PAGE] = end;
+    memset(reinterpret_cast<void*>(address), POISON, bytes);
+    allocations[address] = bytes;
+    total += bytes;
+}
+
+void unmap(uintptr_t address) {
+    std::lock_guard<std::mutex> guard(lock);
+    Arena& a = arena();
+    auto found = allocations.find(address);
+    if (found == allocations.end()) return;
+    size_t bytes = found->second;
+    for (uintptr_t page = address; page < address + bytes; page += PAGE) a.ends[(page - a.base) / PAGE] = 0;
+    size_t offset = address - a.base, whole = round_up(bytes, PAGE);
+    madvise(reinterpret_cast<void*>(address), whole, MADV_DONTNEED);
+    madvise(a.written + offset, whole, MADV_DONTNEED);
+    madvise(a.cells + offset / 2, whole / 2 * sizeof(Cell), MADV_DONTNEED);
+    total -= bytes;
+    allocations.erase(found);
+}
+
+uintptr_t allocate(size_t bytes) {
+    uintptr_t address = allocated_bytes() + bytes <= TOTAL_BYTES ? reserve(bytes) : 0;
+    if (address) map(address, bytes);
+    return address;
+}
+
+size_t allocated_bytes() {
+    std::lock_guard<std::mutex> guard(lock);
+    return total;
+}
+
+void register_host(uintptr_t address, size_t bytes) {
+    std::lock_guard<std::mutex> guard(lock);
+    host_ranges[address] = bytes;
+}
+
+void unregister_host(uintptr_t address) {
+    std::lock_guard<std::mutex> guard(lock);
+    host_ranges.erase(address);
+}
+
+bool host_writes(uintptr_t address, size_t bytes) {
+    if (!bytes) return true;
+    Range range = find(address, bytes);
+    if (range.place != Place::Device || bytes > range.end - address) return false;
+    memset(written_of(address), 1, bytes);
+    return true;
+}
+
+bool host_reads(uintptr_t address, size_t bytes) {
+    Range range = find(address, bytes);
+    return !bytes || (range.place == Place::Device && bytes <= range.end - address);
+}
+
+Range find(uintptr_t address, size_t bytes) {
+    Arena& a = arena();
+    if (a.contains(address)) {
+        uintptr_t end = a.ends[(address - a.base) / PAGE].load(std::memory_order_relaxed);
+        if (address >= end) return {Place::Nowhere, 0};
+        // Mappings of one reserved range can be neighbours.
+        while (end - address < bytes && end % PAGE == 0) {
+            uintptr_t next = a.ends[(end - a.base) / PAGE].load(std::memory_order_relaxed);
+            if (next <= end) break;
+            end = next;
+        }
+        return {Place::Device, end};
+    }
+    std::lock_guard<std::mutex> guard(lock);
+    auto after = host_ranges.upper_bound(address);
+    if (after == host_ranges.begin()) return {Place::Nowhere, 0};
+    auto range = std::prev(after);
+    uintptr_t end = range->first + range->second;
+    return address < end ? Range{Place::Host, end} : Range{Place::Nowhere, 0};
+}
+
+Cell* cell_of(uintptr_t address) { return arena().cells + (address - arena().base) / 2; }
+
+uint8_t* written_of(uintptr_t address) { return arena().written + (address - arena().base); }
+
+}  // namespace emulator

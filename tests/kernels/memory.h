@@ -1,0 +1,58 @@
+// Device memory, and what is known of every byte of it.
+//
+// Device memory is a range of addresses of this process. Allocations are far from each other, and their addresses are
+// not used again, so that every access outside of one is found. For each byte it is known whether it was written; for
+// each pair of bytes, who last wrote and read it during the current launch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace emulator {
+
+// Threads are numbered within their block. Accesses are ordered if a barrier of the block (epoch), or one of the warp
+// (warp_epoch, for threads of the same warp), is between them.
+struct Access {
+    uint32_t block;  // number + 1; 0: none; MANY_BLOCKS: several
+    uint16_t thread;  // or a warp or all, see below
+    uint16_t epoch;
+    uint16_t warp_epoch;
+};
+constexpr uint32_t MANY_BLOCKS = 0xffffffff;
+constexpr uint16_t WHOLE_WARP = 0x8000, MANY_THREADS = 0xffff;
+
+// Of two bytes. Atomic accesses are known of shared memory only.
+struct Cell {
+    uint32_t launch;
+    bool alike;  // blocks write the same
+    Access writer, reader, atomic;
+};
+
+// Device memory. Returns 0 if there is no room.
+uintptr_t reserve(size_t bytes);
+void map(uintptr_t address, size_t bytes);
+void unmap(uintptr_t address);
+uintptr_t allocate(size_t bytes);
+size_t allocated_bytes();
+constexpr size_t TOTAL_BYTES = size_t(8) << 30;
+
+// Host memory that kernels may access.
+void register_host(uintptr_t address, size_t bytes);
+void unregister_host(uintptr_t address);
+
+// A copy or memset of the host; false if it leaves its allocation.
+bool host_writes(uintptr_t address, size_t bytes);
+bool host_reads(uintptr_t address, size_t bytes);
+
+// What an address belongs to, and where that ends: at least `bytes` later if it is as long.
+enum class Place { Nowhere, Device, Host };
+struct Range {
+    Place place;
+    uintptr_t end;
+};
+Range find(uintptr_t address, size_t bytes);
+Cell* cell_of(uintptr_t address);
+uint8_t* written_of(uintptr_t address);
+
+}  // namespace emulator

@@ -1,0 +1,173 @@
+//! Every kernel on CPU threads, in the emulator of `tests/kernels`: results are those of the CPU back end, no access is
+//! out of bounds, misaligned, of memory that nothing has written, or a data race, and nothing depends on the order in
+//! which threads run.
+//!
+//! The device is that of `CudaBackend`, so kernels, their arguments and launches are those of a GPU. Every buffer is a
+//! device allocation of its own. The order of threads is another one in each launch.
+
+#![expect(clippy::print_stdout, reason = "measurements are printed")]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+#[path = "kernels/broken.rs"]
+mod broken;
+mod common;
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use common::{Case, Ops, Outputs, cases, distance};
+use half::bf16;
+use xlaunch_engine::testing::kernel_names;
+use xlaunch_engine::*;
+use xlaunch_harness::{Requirement, emulator};
+
+xlaunch_harness::tests! {
+    needs cpp_compiler:
+        every_kernel_runs_and_matches_the_cpu,
+        results_do_not_depend_on_the_order_of_threads;
+}
+
+/// Sizes that take long here, of kernels that run in other sizes, too.
+const TOO_LARGE: [&str; 7] =
+    ["capacity: 600", "capacity: 200", "seq: 901", "rows: 1999", "1999 x", "seq: 384", "vocab: 128250"];
+
+fn main() -> ExitCode {
+    // Does not return where the emulator can be built.
+    let _ = cpp_compiler();
+    if let Some(code) = broken::child() {
+        return code;
+    }
+    let mut groups = tests();
+    groups.extend(broken::tests());
+    let code = xlaunch_harness::run(env!("CARGO_CRATE_NAME"), groups);
+    emulator::leave();
+    code
+}
+
+fn cpp_compiler() -> Requirement {
+    emulator::enter(&Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels"))
+}
+
+fn open(precision: Precision) -> CudaBackend {
+    let options = CudaOptions { deterministic: true, ..CudaOptions::new(precision, PoolMode::Off) };
+    CudaBackend::open(0, options).unwrap()
+}
+
+fn to_bf16(x: f32) -> f32 {
+    bf16::from_f32(x).to_f32()
+}
+
+/// Cases that are not too large and whose name has this part.
+fn selected(precision: Precision, part: &str) -> Vec<Case> {
+    let round: fn(f32) -> f32 = if precision == Precision::Bf16 { to_bf16 } else { |x| x };
+    let is_selected = |name: &str| name.contains(part) && !TOO_LARGE.iter().any(|size| name.contains(size));
+    cases(round).into_iter().filter(|(name, _)| is_selected(name)).collect()
+}
+
+/// Tolerances are those of the suite `cuda_ops`. Returns the outputs that differ by more.
+fn differences(cuda: &CudaBackend, precision: Precision, part: &str) -> Vec<String> {
+    let (tolerance, grads) = match precision {
+        Precision::Fp32 => (2e-6, DType::F32),
+        Precision::Tf32 => (2e-3, DType::F32),
+        Precision::Bf16 => (8e-3, DType::Bf16),
+    };
+    let cpu = CpuBackend::new(1, PoolMode::On);
+    let (cpu, cuda) = (Ops { backend: &cpu, grads: DType::F32 }, Ops { backend: cuda, grads });
+    let (mut largest, mut differences) = ((0.0, String::new()), Vec::new());
+    for (name, case) in selected(precision, part) {
+        let start = Instant::now();
+        let outputs = case(&cuda);
+        let took = start.elapsed().as_secs_f64();
+        println!("{took:7.2} s  {name}");
+        for ((output, theirs), (_, ours)) in outputs.iter().zip(&case(&cpu)) {
+            let distance = distance(theirs, ours);
+            if distance > largest.0 {
+                largest = (distance, format!("{output} of {name}"));
+            }
+            if distance.is_nan() || distance > tolerance {
+                differences.push(format!("{output} of {name}: {distance:.2e}"));
+            }
+        }
+    }
+    println!(
+        "{precision:?}, gradients {}: largest difference {:.2e}, {}",
+        cuda.grads.name(),
+        largest.0,
+        largest.1
+    );
+    differences
+}
+
+/// Kernels that no case runs by itself: both ways of casting, and marks.
+fn cast_and_mark(backend: &CudaBackend) {
+    let values = [0.0, 1.0, -2.5, 1.0 / 3.0, 1e-40, f32::MAX, f32::NEG_INFINITY];
+    let len = values.len();
+    let [x, y] = [0, 1].map(|_| backend.alloc(DType::F32, len).unwrap());
+    let half = backend.alloc(DType::Bf16, len).unwrap();
+    backend.write_f32(x.all(), &values).unwrap();
+    backend.cast(x.all(), half.all()).unwrap();
+    backend.cast(half.all(), y.all()).unwrap();
+    let mut rounded = vec![0.0; len];
+    backend.read_f32(y.all(), &mut rounded).unwrap();
+    assert_eq!(rounded, values.map(to_bf16));
+
+    let marks = backend.open_marks().unwrap().unwrap();
+    let seconds = backend.alloc(DType::F32, 1).unwrap();
+    backend.mark(Mark::Begin).unwrap();
+    backend.mark(Mark::End(seconds.all())).unwrap();
+    backend.read_f32(seconds.all(), &mut rounded[..1]).unwrap();
+    assert_eq!(marks.passed(), 2);
+    assert!((0.0..60.0).contains(&rounded[0]), "{} s", rounded[0]);
+}
+
+fn every_kernel_runs_and_matches_the_cpu() {
+    let run = |precision| {
+        let backend = open(precision);
+        backend.begin_profile();
+        cast_and_mark(&backend);
+        let differences = differences(&backend, precision, "");
+        let ran = backend.end_profile().unwrap().into_iter().map(|span| span.name);
+        (differences, ran.collect::<BTreeSet<String>>())
+    };
+    let precisions = [Precision::Bf16, Precision::Fp32, Precision::Tf32];
+    let (differences, ran): (Vec<_>, Vec<_>) = std::thread::scope(|scope| {
+        let threads = precisions.map(|precision| scope.spawn(move || run(precision)));
+        threads.into_iter().map(|thread| thread.join().unwrap()).unzip()
+    });
+    let differences = differences.concat();
+    assert!(differences.is_empty(), "{}", differences.join("\n"));
+    let ran: BTreeSet<String> = ran.into_iter().flatten().collect();
+    let names = precisions.into_iter().flat_map(kernel_names);
+    let missing: BTreeSet<_> = names.filter(|name| !ran.contains(*name)).collect();
+    assert!(missing.is_empty(), "no test runs {missing:?}");
+}
+
+/// Bit for bit, five times each; 100 times with `XLAUNCH_TEST_LONG=1`.
+fn results_do_not_depend_on_the_order_of_threads() {
+    let rounds = if std::env::var_os("XLAUNCH_TEST_LONG").is_some() { 100 } else { 5 };
+    let backend = open(Precision::Bf16);
+    let ops = Ops { backend: &backend, grads: DType::F32 };
+    let bits = |case: &dyn Fn(&Ops<'_>) -> Outputs| -> Vec<Vec<u32>> {
+        let outputs = case(&ops).into_iter();
+        outputs.map(|(_, values)| values.into_iter().map(f32::to_bits).collect()).collect()
+    };
+    let parts = [
+        "embed EmbedShape { batch: 3",
+        "rows: 67",
+        "seq: 37",
+        "seq: 70",
+        "reductions",
+        "adamw 64",
+        "checksum 31",
+    ];
+    for part in parts {
+        let cases = selected(Precision::Bf16, part);
+        assert!(!cases.is_empty(), "{part}");
+        for (name, case) in cases {
+            let first = bits(&case);
+            assert!((1..rounds).all(|_| bits(&case) == first), "{name}");
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! Kernels that were broken on purpose: the suite must find them, and name the line where a check does.
+
+use std::path::Path;
+use std::process::{Command, ExitCode};
+
+use xlaunch_engine::Precision::{self, Bf16, Fp32, Tf32};
+use xlaunch_harness::emulator;
+
+use crate::{cpp_compiler, differences, open};
+
+xlaunch_harness::tests! {
+    needs cpp_compiler: broken_kernels_are_found;
+}
+
+/// Precision and part of the names of the cases that a child runs.
+const CHILD: &str = "KERNELS_CHILD";
+
+/// A kernel and one mistake in it.
+struct Mistake {
+    /// What is compiled, relative to `src/ops`. The mistake may be in a header of it.
+    file: &'static str,
+    /// The first place of this text, in the headers and then in the file, is replaced by `by`.
+    text: &'static str,
+    by: &'static str,
+    precision: Precision,
+    /// Part of the names of cases that run the kernel.
+    cases: &'static str,
+    /// Part of the report.
+    found: &'static str,
+}
+
+const fn mistake(
+    file: &'static str,
+    text: &'static str,
+    by: &'static str,
+    precision: Precision,
+    cases: &'static str,
+    found: &'static str,
+) -> Mistake {
+    Mistake { file, text, by, precision, cases, found }
+}
+
+/// Headers in which a mistake may be, relative to `src/ops`.
+const HEADERS: [&str; 5] = [
+    "../cuda/headers/prelude.cuh",
+    "../cuda/headers/mma_bf16.cuh",
+    "../cuda/headers/mma_tf32.cuh",
+    "attention/qkv.cuh",
+    "attention/mma_common.cuh",
+];
+
+/// Cases of several mistakes.
+const LAYER: &str = "rows: 130, cols: 384, kind: Layer";
+const RMS: &str = "rows: 130, cols: 384, kind: Rms";
+const EMBED: &str = "embed EmbedShape { batch: 3, seq: 37";
+const ONE_TOKEN: &str = "seq: 1, heads: 1, kv_heads: 1, width: 8 }";
+const WIDTH_16: &str = "seq: 70, heads: 2, kv_heads: 1, width: 16 }";
+const WIDTH_24: &str = "seq: 37, heads: 2, kv_heads: 2, width: 24 }";
+const WIDTH_24_ROPE: &str = "seq: 37, heads: 2, kv_heads: 2, width: 24 }, rope";
+const WHOLE_HEAD: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }";
+const WHOLE_HEAD_ROPE: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }, rope";
+
+/// What the checks say. Which of two threads is the later one depends on their order.
+const RACE: &str = "data race: ";
+const SHARED_READ_RACE: &str = "data race: read of shared memory";
+const SHARED_WRITE_RACE: &str = "data race: write of shared memory";
+const READ_RACE: &str = "data race: read of device memory";
+const WRITE_RACE: &str = "data race: write of device memory";
+/// A data race, or a read before the first write: it depends on the order of threads.
+const TOO_EARLY: &str = " of shared memory";
+/// A data race with another block, or a write outside of all allocations: it depends on the order of blocks.
+const ANY_WRITE: &str = ": write of ";
+const UNWRITTEN: &str = "read of device memory that nothing has written";
+const SHARED_UNWRITTEN: &str = "of shared memory that nothing has written";
+const OUTSIDE: &str = "outside of all allocations";
+const OUTSIDE_ARRAY: &str = "an index is outside of its array";
+const UNALIGNED: &str = "not aligned";
+const DIVERGENCE: &str = "divergence";
+/// A result that differs from the CPU's.
+const DIFFERS: &str = "differs: ";
+
+// One line each where they fit, as a table.
+#[rustfmt::skip]
+const MISTAKES: &[Mistake] = &[
+    // Barriers that are missing.
+    mistake(
+        "norm/kernel.cu", "[i][warp] = x[i];\n    }\n    __syncthreads();",
+        "[i][warp] = x[i];\n    }", Fp32, RMS, SHARED_READ_RACE,
+    ),
+    mistake("norm/kernel.cu", "+ threadIdx.x;\n    __syncthreads();", "+ threadIdx.x;", Fp32, LAYER, TOO_EARLY),
+    mistake(
+        "checksum/kernel.cu", "total = 0;\n    __syncthreads();", "total = 0;", Fp32, "checksum 31", SHARED_UNWRITTEN,
+    ),
+    mistake(
+        "checksum/kernel.cu", "atomicAdd(&total, sum);\n    __syncthreads();",
+        "atomicAdd(&total, sum);", Fp32, "checksum 31", RACE,
+    ),
+    mistake(
+        "cached_attention/kernel.cu", "        }\n        __syncthreads();", "        }", Fp32, "capacity: 90", RACE,
+    ),
+    mistake(
+        "classifier/kernel.cu", "__syncthreads();\n    if (threadIdx.x == 0) store",
+        "if (threadIdx.x == 0) store", Fp32, "rows: 67, vocab: 50", WRITE_RACE,
+    ),
+    mistake(
+        "gemv/kernel.cu", "[3];\n    }\n    __syncthreads();", "[3];\n    }", Bf16, "rows: 8, inputs: 352", TOO_EARLY,
+    ),
+    mistake("attention/kernel.cu", "= s[i][j];\n    __syncwarp();", "= s[i][j];", Fp32, ONE_TOKEN, TOO_EARLY),
+    mistake("attention/mma_tiled.cu", "(b);\n    __syncthreads();", "(b);", Tf32, WIDTH_16, TOO_EARLY),
+    mistake(
+        "attention/mma_tiled.cu", "scale_log2);\n        __syncthreads();\n    }\n    float ones",
+        "scale_log2);\n    }\n    float ones", Tf32, WIDTH_16, TOO_EARLY,
+    ),
+    mistake(
+        "attention/mma_whole_head.cu", "rotate(k, table, seq);\n    __syncthreads();",
+        "rotate(k, table, seq);", Bf16, WHOLE_HEAD_ROPE, SHARED_READ_RACE,
+    ),
+    // A barrier of some threads only.
+    mistake(
+        "classifier/kernel.cu", "row_max = block_max(row_max);",
+        "if (first < padded) row_max = block_max(row_max);", Fp32, "rows: 67, vocab: 50", DIVERGENCE,
+    ),
+    // Copies that are still under way, and results that other blocks may not see yet.
+    mistake(
+        "attention/mma_tiled.cu", "wait_copies<LATER>", "wait_copies<LATER + 1>", Tf32, WIDTH_16, SHARED_UNWRITTEN,
+    ),
+    mistake(
+        "cached_attention/kernel.cu", "__threadfence();\n    __syncthreads();",
+        "__syncthreads();", Fp32, "capacity: 90", READ_RACE,
+    ),
+    // Several threads write the same place.
+    mistake("norm/kernel.cu", "row_sums(mean, 0)", "row_sums(mean, 1)", Fp32, LAYER, SHARED_WRITE_RACE),
+    mistake(
+        "cached_attention/kernel.cu", "if (threadIdx.x % 32 >= LANES) continue;",
+        "", Fp32, "capacity: 90", SHARED_WRITE_RACE,
+    ),
+    mistake(
+        "attention/mma_whole_head.cu", "if (c == 0) head_delta", "head_delta", Bf16, WHOLE_HEAD, SHARED_WRITE_RACE,
+    ),
+    mistake(
+        "cast/kernel.cu", "i += gridDim.x * (i64)blockDim.x", "i += blockDim.x", Bf16, "swiglu 67 x 44", WRITE_RACE,
+    ),
+    // Bounds, and offsets that pass them.
+    mistake("swiglu/kernel.cu", "first + i >= rows", "first + i > rows", Fp32, "swiglu 67 x 44", UNWRITTEN),
+    mistake("greedy/kernel.cu", "i < vocab", "i <= vocab", Fp32, "greedy 1 x 5", UNWRITTEN),
+    mistake("adamw/kernel.cu", "decay[i / DECAY_CHUNK]", "decay[i / DECAY_CHUNK + 1]", Fp32, "adamw 64", UNWRITTEN),
+    mistake("embed/kernel.cu", "i > 0 && i <= count", "i <= count", Fp32, EMBED, OUTSIDE_ARRAY),
+    mistake(
+        "reduce/kernel.cu", "if (first + i * step < end) dys", "dys", Fp32, "linear LinearShape { rows: 67", OUTSIDE,
+    ),
+    mistake(
+        "attention/mma_tiled.cu", "if (row >= seq) continue", "if (row > seq) continue", Tf32, WIDTH_24, ANY_WRITE,
+    ),
+    mistake("attention/kernel.cu", "kv_heads + kv(head)", "kv_heads + head", Fp32, WIDTH_16, OUTSIDE),
+    // Shared memory that nothing has written.
+    mistake("embed/kernel.cu", "if (threadIdx.x == 0) frequent_count = 0;", "", Fp32, EMBED, SHARED_UNWRITTEN),
+    mistake(
+        "reduce/kernel.cu", "lane < warps ? partial[lane] : 0.0f",
+        "partial[lane]", Fp32, "reductions 31", SHARED_UNWRITTEN,
+    ),
+    // Vectors at any address.
+    mistake("rope/kernel.cu", "half % 8 == 0 && is_wide", "is_wide", Bf16, WIDTH_24_ROPE, UNALIGNED),
+    mistake("attention/kernel.cu", "(WIDTH + ROW_PADDING)", "(WIDTH + 3)", Fp32, ONE_TOKEN, UNALIGNED),
+    // Wrong lanes, operands and factors.
+    mistake(
+        "attention/mma_tiled.cu", "x + __shfl_xor_sync(FULL_WARP, x, 2)",
+        "x + __shfl_xor_sync(FULL_WARP, x, 4)", Tf32, WIDTH_24, DIFFERS,
+    ),
+    mistake(
+        "attention/mma_tiled.cu", "lower.x, x[m][2] = upper.y", "upper.y, x[m][2] = lower.x", Tf32, WIDTH_24, DIFFERS,
+    ),
+    mistake("attention/mma_whole_head.cu", "2 * k + lane / 16)", "2 * k + lane / 8 % 2)", Bf16, WHOLE_HEAD, DIFFERS),
+    mistake("cached_attention/kernel.cu", "if (!valid) continue;", "", Fp32, "capacity: 4 }", DIFFERS),
+    mistake(
+        "cached_attention/kernel.cu", "if (threadIdx.x == 0) *counter = 0;", "", Fp32, "capacity: 90", DIFFERS,
+    ),
+    mistake("gelu/kernel.cu", "3.0f * GELU_CUBE", "2.0f * GELU_CUBE", Fp32, "gelu LinearShape { rows: 67", DIFFERS),
+];
+
+/// Runs the cases of a child; `None` in the process of the suite.
+pub(crate) fn child() -> Option<ExitCode> {
+    let cases = std::env::var(CHILD).ok()?;
+    let (precision, part) = cases.split_once(' ')?;
+    let precision = match precision {
+        "Fp32" => Fp32,
+        "Tf32" => Tf32,
+        _ => Bf16,
+    };
+    let differences = differences(&open(precision), precision, part);
+    assert!(differences.is_empty(), "{DIFFERS}{}", differences.join(", "));
+    Some(ExitCode::SUCCESS)
+}
+
+/// What a child reports; empty if nothing.
+fn report(mistake: &Mistake, number: usize) -> String {
+    let directory = emulator::directory().unwrap();
+    let cache = directory.join(format!("broken-{number}"));
+    std::fs::create_dir_all(&cache).unwrap();
+    let changed = mistake.file.replace('/', "-");
+    // What the mistake does not change is compiled already. Files of other kinds belong to a compilation under way.
+    for path in std::fs::read_dir(directory.join("cache")).unwrap().map(|entry| entry.unwrap().path()) {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if name.ends_with(".cubin") && !name.starts_with(&changed) {
+            std::fs::copy(&path, cache.join(name)).unwrap();
+        }
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.env("XLAUNCH_CACHE", &cache).env(CHILD, format!("{:?} {}", mistake.precision, mistake.cases));
+    let output =
+        command.env("EMULATOR_REPLACE", mistake.text).env("EMULATOR_BY", mistake.by).output().unwrap();
+    std::fs::remove_dir_all(cache).unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    if output.status.success() { String::new() } else { stderr }
+}
+
+/// The report of a mistake that was not found as it should be.
+fn missed(number: usize) -> Option<String> {
+    let mistake = &MISTAKES[number];
+    let report = report(mistake, number);
+    let has_line = mistake.found == DIFFERS || report.contains(".cu:") || report.contains(".cuh:");
+    let what = || format!("{}: `{}` to `{}`: {report}", mistake.file, mistake.text, mistake.by);
+    (!report.contains(mistake.found) || !has_line).then(what)
+}
+
+fn broken_kernels_are_found() {
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ops");
+    for mistake in MISTAKES {
+        let mut files = HEADERS.into_iter().chain([mistake.file]);
+        let found =
+            files.any(|file| std::fs::read_to_string(sources.join(file)).unwrap().contains(mistake.text));
+        assert!(found, "{}: no `{}`", mistake.file, mistake.text);
+    }
+    // Compiles what does not depend on a shape, for all children.
+    for precision in [Fp32, Tf32, Bf16] {
+        drop(open(precision));
+    }
+    let missed: Vec<String> = std::thread::scope(|scope| {
+        let halves = [0, 1].map(|half| {
+            scope.spawn(move || (half..MISTAKES.len()).step_by(2).filter_map(missed).collect::<Vec<_>>())
+        });
+        halves.into_iter().flat_map(|half| half.join().unwrap()).collect()
+    });
+    assert!(missed.is_empty(), "{} of {}:\n{}", missed.len(), MISTAKES.len(), missed.join("\n"));
+}
