@@ -19,27 +19,6 @@ constexpr size_t STACK_BYTES = 256 << 10;
 
 // Saves the registers that a call preserves on this stack, and continues with another one.
 extern "C" void emulator_switch(void** from, void* to);
-asm(R"(
-.text
-.globl emulator_switch
-.type emulator_switch, @function
-emulator_switch:
-    pushq %rbp
-    pushq %rbx
-    pushq %r12
-    pushq %r13
-    pushq %r14
-    pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15
-    popq %r14
-    popq %r13
-    popq %r12
-    popq %rbx
-    popq %rbp
-    ret
-)");
 
 struct Context {
     void* stack_pointer = nullptr;

@@ -12,9 +12,12 @@ const DIRECTORY: &str = "EMULATOR_DIRECTORY";
 /// From which the order of threads follows, which is another one in each launch. 0: that of their numbers.
 const SEED: &str = "EMULATOR_SEED";
 
+/// The first with `tsan-distinguish-volatile`.
+const OLDEST_GCC: u32 = 11;
+
 /// Library and sources; -O3 for what every load and store of a kernel calls.
 const LIBRARIES: [(&str, &[&str], &str); 3] = [
-    ("libcuda.so", &["driver.cpp", "launch.cpp", "memory.cpp"], "-O3"),
+    ("libcuda.so", &["driver.cpp", "launch.cpp", "access.cpp", "warp.cpp", "fiber.cpp", "memory.cpp"], "-O3"),
     ("libnvrtc.so", &["nvrtc.cpp"], "-O1"),
     ("libcublasLt.so", &["cublaslt.cpp"], "-O2"),
 ];
@@ -52,11 +55,20 @@ fn compiler() -> String {
 /// The requirement of tests that call [`build`].
 ///
 /// # Errors
-/// If there is no compiler.
+/// If there is no GCC, or an old one: kernels are compiled with its options for instrumentation.
 pub fn find_compiler() -> Requirement {
     let compiler = compiler();
-    let output = Command::new(&compiler).arg("--version").output();
-    output.map(drop).map_err(|error| format!("no C++ compiler: {compiler}: {error}"))
+    let ask = |option| {
+        let output = Command::new(&compiler).arg(option).output();
+        let output = output.map_err(|error| format!("no C++ compiler: {compiler}: {error}"))?;
+        Ok::<_, String>(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let (name, version) = (ask("--version")?, ask("-dumpversion")?);
+    let major = version.split('.').next().and_then(|major| major.parse::<u32>().ok());
+    match major {
+        Some(OLDEST_GCC..) if !name.contains("clang") => Ok(()),
+        _ => Err(format!("{compiler} {version} is not GCC {OLDEST_GCC} or later")),
+    }
 }
 
 /// Makes a command use the emulator in `directory`. What it compiles is cached there, too.

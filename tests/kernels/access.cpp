@@ -1,0 +1,214 @@
+// Checks of every load and store of a kernel. The compiler calls them in place of its sanitizers' libraries.
+
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstring>
+
+#include "runner.h"
+
+namespace emulator {
+
+namespace {
+
+bool ordered(const Access& a, uint16_t thread, uint16_t epoch, uint16_t warp_epoch) {
+    if (a.epoch != epoch || a.thread == thread) return true;
+    unsigned warp = a.thread & WHOLE_WARP ? a.thread & ~WHOLE_WARP : a.thread / WARP;
+    return a.thread != MANY_THREADS && warp == thread / WARP && a.warp_epoch != warp_epoch;
+}
+
+// Adds a reader to those that a later writer must be ordered after.
+void add_reader(Access& a, uint32_t block, uint16_t thread, uint16_t epoch, uint16_t warp_epoch) {
+    if (a.block && a.block != block) {
+        a.block = MANY_BLOCKS;
+    } else if (!a.block || a.epoch != epoch) {
+        a = {block, thread, epoch, warp_epoch};
+    } else if (a.thread != MANY_THREADS) {
+        unsigned warp = thread / WARP | WHOLE_WARP;
+        unsigned other = a.thread & WHOLE_WARP ? a.thread : a.thread / WARP | WHOLE_WARP;
+        if (other != warp) a.thread = MANY_THREADS;
+        else if (a.warp_epoch != warp_epoch) a = {block, thread, epoch, warp_epoch};
+        else if (a.thread != thread) a.thread = static_cast<uint16_t>(warp);
+    }
+}
+
+std::string name_of(const Access& a) {
+    char text[64];
+    if (a.thread == MANY_THREADS) return "several threads";
+    if (a.thread & WHOLE_WARP) snprintf(text, sizeof text, "threads of warp %d", a.thread & ~WHOLE_WARP);
+    else snprintf(text, sizeof text, "thread %d", a.thread);
+    return text;
+}
+
+}  // namespace
+
+std::string source_of(void* address) {
+    Dl_info info;
+    if (!dladdr(address, &info) || !info.dli_fname) return "?";
+    char command[4096], line[1024];
+    size_t offset = static_cast<char*>(address) - static_cast<char*>(info.dli_fbase) - 1;
+    snprintf(command, sizeof command, "addr2line -i -e '%s' 0x%zx 2>/dev/null", info.dli_fname, offset);
+    FILE* pipe = popen(command, "r");
+    std::string found = "?";
+    while (pipe && fgets(line, sizeof line, pipe)) {
+        std::string text(line);
+        text = text.substr(0, text.find_first_of(" \n"));
+        if (found == "?" && text.find("device.h:") == std::string::npos) found = text;
+    }
+    if (pipe) pclose(pipe);
+    return found;
+}
+
+void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, const char* site) {
+    Runner* r = runner;
+    if (!r || !r->current) return;
+    Fiber& self = *r->current;
+    uintptr_t stack = reinterpret_cast<uintptr_t>(self.stack);
+    if (address - stack < STACK_BYTES || !size) return;
+    auto at = [=] { return site ? std::string(site) : source_of(pc); };
+    const char* what = write ? "write" : "read";
+    Cell* cells;
+    uint8_t* written;
+    bool is_shared = false;
+    SharedMemory* shared = r->shared_at(address);
+    if (shared) {
+        if (size > shared->end - address) r->fail("%s: %s past the end of shared memory", at().c_str(), what);
+        cells = &shared->cells[(address - shared->begin) / 2];
+        written = &shared->written[address - shared->begin];
+        is_shared = true;
+    } else {
+        Range range = find(address, size);
+        if (range.place == Place::Nowhere) {
+            Dl_info info;
+            // Constants of the kernel's own library.
+            if (!write && pc && dladdr(reinterpret_cast<void*>(address), &info)) {
+                Dl_info own;
+                if (dladdr(pc, &own) && own.dli_fbase == info.dli_fbase) return;
+            }
+            r->fail("%s: %s of %zu bytes outside of all allocations", at().c_str(), what, size);
+        }
+        if (size > range.end - address)
+            r->fail("%s: %s of %zu bytes past the end of an allocation", at().c_str(), what, size);
+        if (range.place == Place::Host) return;
+        cells = cell_of(address);
+        written = written_of(address);
+    }
+    // A kernel's types are aligned to their sizes.
+    if (size <= 16 && (size & (size - 1)) == 0 && address % size)
+        r->fail("%s: %s of %zu bytes at an address that is not aligned to them", at().c_str(), what, size);
+    if ((!write || kind == Kind::Atomic) && memchr(written, 0, size))
+        r->fail("%s: %s of %s memory that nothing has written", at().c_str(), what, is_shared ? "shared" : "device");
+    if (write) memset(written, 1, size);
+    if ((kind == Kind::Atomic && !is_shared) || (kind == Kind::Volatile && write)) return;
+    uint16_t thread = r->number_of(self), epoch = r->epoch, warp_epoch = self.warp_epoch;
+    // Blocks have shared memory of their own.
+    uint32_t block = is_shared ? 1 : static_cast<uint32_t>(r->block + 1);
+    for (Cell *cell = cells, *end = cells + (size + address % 2 + 1) / 2; cell < end; cell++) {
+        if (cell->launch != r->grid.number) *cell = {r->grid.number, false, {}, {}, {}};
+        auto conflicts = [&](const Access& other) {
+            if (!other.block) return false;
+            if (other.block == block) return !ordered(other, thread, epoch, warp_epoch);
+            if (cell->alike) return false;
+            if (other.block == MANY_BLOCKS) return true;
+            uint64_t released = r->grid.released[other.block - 1], acquired = r->grid.acquired[r->block];
+            return !(released && released < acquired);
+        };
+        bool after_write = conflicts(cell->writer), after_atomic = kind != Kind::Atomic && conflicts(cell->atomic);
+        if (after_write || after_atomic || (write && conflicts(cell->reader))) {
+            const Access& other = after_write ? cell->writer : after_atomic ? cell->atomic : cell->reader;
+            std::string who = other.block == block ? name_of(other) : "another block";
+            const char* before = after_write || after_atomic ? "written" : "read";
+            r->fail("%s: data race: %s of %s memory by thread %d, %s by %s without a barrier in between", at().c_str(),
+                    what, is_shared ? "shared" : "device", thread, before, who.c_str());
+        }
+        if (kind == Kind::Volatile) continue;
+        if (kind == Kind::Atomic) add_reader(cell->atomic, block, thread, epoch, warp_epoch);
+        else if (write) cell->writer = {block, thread, epoch, warp_epoch};
+        else add_reader(cell->reader, block, thread, epoch, warp_epoch);
+    }
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+extern "C" {
+
+void emulator_fence() { runner->fenced = true; }
+
+void emulator_written_alike(const void* p, size_t bytes) {
+    auto address = reinterpret_cast<uintptr_t>(p);
+    if (find(address, bytes).place != Place::Device) return;
+    for (Cell *cell = cell_of(address), *end = cell + bytes / 2; cell < end; cell++) {
+        if (cell->launch != runner->grid.number) *cell = {runner->grid.number, false, {}, {}, {}};
+        cell->alike = true;
+    }
+}
+
+// What the compiler calls for -fsanitize=thread.
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+#define HOOK(name, size, write, kind) \
+    void __tsan_##name(void* p) {                                                                    \
+        access(reinterpret_cast<uintptr_t>(p), size, write, kind, __builtin_return_address(0)); \
+    }
+#define HOOKS(size)                                         \
+    HOOK(read##size, size, false, Kind::Plain)              \
+    HOOK(write##size, size, true, Kind::Plain)              \
+    HOOK(unaligned_read##size, size, false, Kind::Plain)    \
+    HOOK(unaligned_write##size, size, true, Kind::Plain)    \
+    HOOK(volatile_read##size, size, false, Kind::Volatile)  \
+    HOOK(volatile_write##size, size, true, Kind::Volatile)
+HOOKS(1)
+HOOKS(2)
+HOOKS(4)
+HOOKS(8)
+HOOKS(16)
+void __tsan_read_range(void* p, size_t size) {
+    access(reinterpret_cast<uintptr_t>(p), size, false, Kind::Plain, __builtin_return_address(0));
+}
+void __tsan_write_range(void* p, size_t size) {
+    access(reinterpret_cast<uintptr_t>(p), size, true, Kind::Plain, __builtin_return_address(0));
+}
+
+static void atomic(volatile void* p, size_t size, void* pc) {
+    if (!runner || !runner->current) return;
+    Runner& r = *runner;
+    auto address = reinterpret_cast<uintptr_t>(p);
+    access(address, size, true, Kind::Atomic, pc);
+    if (r.shared_at(address)) return;
+    uint64_t now = ++r.grid.clock;
+    if (r.fenced) r.grid.released[r.block] = now;
+    r.grid.acquired[r.block] = now;
+}
+#define ATOMIC(name, type, size, function)                         \
+    type __tsan_atomic##name(volatile type* p, type x, int) {      \
+        atomic(p, size, __builtin_return_address(0));              \
+        return function(p, x, __ATOMIC_SEQ_CST);                   \
+    }
+ATOMIC(32_fetch_add, uint32_t, 4, __atomic_fetch_add)
+ATOMIC(64_fetch_add, uint64_t, 8, __atomic_fetch_add)
+ATOMIC(32_fetch_or, uint32_t, 4, __atomic_fetch_or)
+ATOMIC(32_exchange, uint32_t, 4, __atomic_exchange_n)
+
+// What it calls for -fsanitize=undefined: the first field of each description is where.
+struct Where {
+    const char* file;
+    unsigned line, column;
+};
+static void undefined(const Where* where, const char* what) {
+    if (runner && runner->current) runner->fail("%s:%u: %s", where->file, where->line, what);
+}
+#define UNDEFINED(name, what, ...) \
+    void __ubsan_handle_##name(const Where* where, ##__VA_ARGS__) { undefined(where, what); }
+UNDEFINED(add_overflow, "an addition overflows", void*, void*)
+UNDEFINED(sub_overflow, "a subtraction overflows", void*, void*)
+UNDEFINED(mul_overflow, "a multiplication overflows", void*, void*)
+UNDEFINED(negate_overflow, "a negation overflows", void*)
+UNDEFINED(divrem_overflow, "a division by zero, or one that overflows", void*, void*)
+UNDEFINED(shift_out_of_bounds, "a shift is as wide as its type, or wider", void*, void*)
+UNDEFINED(out_of_bounds, "an index is outside of its array", void*)
+UNDEFINED(type_mismatch_v1, "an access at an address that is not aligned to its type", void*)
+UNDEFINED(pointer_overflow, "the address of an access overflows", void*, void*)
+}

@@ -1,0 +1,173 @@
+// What the lanes of a warp do together, and copies from device to shared memory.
+
+#include <cstring>
+
+#include "runner.h"
+
+namespace emulator {
+
+namespace {
+
+float from_bf16(unsigned bits) {
+    unsigned word = bits << 16;
+    float x;
+    memcpy(&x, &word, sizeof x);
+    return x;
+}
+
+float from_tf32(unsigned bits) {
+    unsigned word = bits & 0xffffe000u;
+    float x;
+    memcpy(&x, &word, sizeof x);
+    return x;
+}
+
+}  // namespace
+
+// Does what the lanes of the current warp have called together.
+void Runner::complete(EmulatorOperation operation) {
+    std::string site = std::string(current->file) + ":" + std::to_string(current->line);
+    switch (operation) {
+        case EMULATOR_SYNC:
+            for (unsigned i = 0; i < WARP; i++)
+                if (current->mask >> i & 1) lane(i).warp_epoch++;
+            break;
+        case EMULATOR_SHUFFLE: {
+            uint64_t values[WARP] = {};
+            for (unsigned i = 0; i < WARP; i++)
+                if (current->mask >> i & 1) values[i] = static_cast<EmulatorShuffle*>(lane(i).data)->value;
+            for (unsigned i = 0; i < WARP; i++) {
+                if (!(current->mask >> i & 1)) continue;
+                auto& call = *static_cast<EmulatorShuffle*>(lane(i).data);
+                if (call.from < 0 || call.from >= int(WARP)) continue;
+                if (!(current->mask >> call.from & 1))
+                    fail("%s: shuffle from a lane that does not take part", site.c_str());
+                call.value = values[call.from];
+            }
+            break;
+        }
+        case EMULATOR_LDMATRIX:
+        case EMULATOR_LDMATRIX_TRANSPOSED: {
+            uint16_t elements[WARP][8];
+            Fiber* self = current;
+            for (unsigned i = 0; i < WARP; i++) {
+                const void* row = static_cast<EmulatorMatrix*>(lane(i).data)->row;
+                auto address = reinterpret_cast<uintptr_t>(row);
+                if (!shared_at(address))
+                    fail("%s: ldmatrix from memory that is not shared", site.c_str());
+                // The access is that of the lane which gave the address.
+                current = &fibers[number_of(*self) / WARP * WARP + i];
+                access(address, 16, false, Kind::Plain, nullptr, site.c_str());
+                current = self;
+                memcpy(elements[i], row, 16);
+            }
+            for (unsigned i = 0; i < WARP; i++)
+                for (unsigned m = 0; m < 4; m++) {
+                    unsigned row = i / 4, column = i % 4 * 2;
+                    bool transposed = operation == EMULATOR_LDMATRIX_TRANSPOSED;
+                    unsigned low = transposed ? elements[8 * m + column][row] : elements[8 * m + row][column];
+                    unsigned high = transposed ? elements[8 * m + column + 1][row] : elements[8 * m + row][column + 1];
+                    static_cast<EmulatorMatrix*>(lane(i).data)->x[m] = high << 16 | low;
+                }
+            break;
+        }
+        case EMULATOR_MMA_BF16:
+        case EMULATOR_MMA_TF32: {
+            // Lane 4 g + t; see "Matrix Fragments for mma.m16n8k16" and "mma.m16n8k8" in the PTX ISA.
+            bool is_bf16 = operation == EMULATOR_MMA_BF16;
+            unsigned depth = is_bf16 ? 16 : 8;
+            float a[16][16] = {}, b[16][8] = {};
+            for (unsigned i = 0; i < WARP; i++) {
+                auto& call = *static_cast<EmulatorMma*>(lane(i).data);
+                unsigned g = i / 4, t = i % 4;
+                for (unsigned j = 0; j < 4; j++) {
+                    unsigned row = g + j % 2 * 8;
+                    if (is_bf16) {
+                        unsigned column = 2 * t + j / 2 * 8;
+                        a[row][column] = from_bf16(call.a[j] & 0xffff);
+                        a[row][column + 1] = from_bf16(call.a[j] >> 16);
+                    } else {
+                        a[row][t + j / 2 * 4] = from_tf32(call.a[j]);
+                    }
+                }
+                for (unsigned j = 0; j < 2; j++) {
+                    if (is_bf16) {
+                        b[2 * t + j * 8][g] = from_bf16(call.b[j] & 0xffff);
+                        b[2 * t + j * 8 + 1][g] = from_bf16(call.b[j] >> 16);
+                    } else {
+                        b[t + j * 4][g] = from_tf32(call.b[j]);
+                    }
+                }
+            }
+            for (unsigned i = 0; i < WARP; i++) {
+                auto& call = *static_cast<EmulatorMma*>(lane(i).data);
+                for (unsigned j = 0; j < 4; j++) {
+                    unsigned row = i / 4 + j / 2 * 8, column = i % 4 * 2 + j % 2;
+                    float sum = call.c[j];
+                    for (unsigned k = 0; k < depth; k++) sum += a[row][k] * b[k][column];
+                    call.c[j] = sum;
+                }
+            }
+            break;
+        }
+    }
+}
+
+void Runner::copy(const Copy& copy) {
+    memset(copy.to, 0, 16);
+    memcpy(copy.to, copy.from, copy.bytes);
+    auto address = reinterpret_cast<uintptr_t>(copy.to);
+    SharedMemory& shared = *shared_at(address);
+    memset(&shared.written[address - shared.begin], 1, 16);
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+extern "C" {
+
+void emulator_warp(EmulatorOperation operation, unsigned mask, void* data, const char* file, int line) {
+    Runner& r = *runner;
+    Fiber& self = *r.current;
+    self.state = State::InWarp, self.operation = operation, self.mask = mask, self.data = data;
+    self.file = file, self.line = line;
+    unsigned first = r.number_of(self) / WARP * WARP;
+    bool all = true;
+    for (unsigned i = 0; i < WARP; i++) {
+        if (!(mask >> i & 1)) continue;
+        const Fiber& other = r.fibers[first + i];
+        if (first + i >= r.count || other.state == State::Done)
+            r.fail("%s:%d: lane %u of the mask does not take part: it has returned or does not exist", file, line, i);
+        all = all && other.state == State::InWarp && other.operation == operation && other.mask == mask &&
+              other.line == line && !strcmp(other.file, file);
+    }
+    if (!all) return r.yield();
+    r.complete(operation);
+    for (unsigned i = 0; i < WARP; i++)
+        if (mask >> i & 1) r.fibers[first + i].state = State::Ready;
+}
+
+void emulator_copy_async(void* to, const void* from, unsigned bytes) {
+    Runner& r = *runner;
+    void* pc = __builtin_return_address(0);
+    auto address = reinterpret_cast<uintptr_t>(to);
+    access(reinterpret_cast<uintptr_t>(from), bytes, false, Kind::Plain, pc);
+    access(address, 16, true, Kind::Plain, pc);
+    SharedMemory* shared = r.shared_at(address);
+    if (!shared) r.fail("%s: cp.async to memory that is not shared", source_of(pc).c_str());
+    // Until the wait, what is there is not known.
+    memset(&shared->written[address - shared->begin], 0, 16);
+    r.current->copies.back().push_back({to, from, bytes});
+}
+
+void emulator_commit_copies() { runner->current->copies.emplace_back(); }
+
+void emulator_wait_copies(unsigned later) {
+    auto& groups = runner->current->copies;
+    while (groups.size() > later + 1) {
+        for (const Copy& copy : groups.front()) runner->copy(copy);
+        groups.erase(groups.begin());
+    }
+}
+}
