@@ -60,6 +60,15 @@ mod tests {
 
     use super::*;
 
+    #[test]
+    fn message_that_comes_again_or_too_early_is_not_accepted() {
+        let mut receiver = Outbox::<()>::default();
+        assert_eq!(
+            [1, 1, 3, 2, 1, 3].map(|number| receiver.accept(number)),
+            [true, false, false, true, false, true]
+        );
+    }
+
     proptest! {
         /// Connections are lost after any number of messages, in both directions.
         #[test]

@@ -1,6 +1,6 @@
 //! Nodes that are missing, late, or do not belong to the job.
 
-use xlaunch_tests::{Process, requirements};
+use xlaunch_tests::{Process, requirements, xlaunch_path};
 
 use super::{Group, places};
 
@@ -9,7 +9,8 @@ xlaunch_harness::tests! {
     missing_node_is_named_at_the_deadline,
     late_node_is_named_every_10_s_and_joins,
     node_that_differs_is_refused_with_both_values_and_the_others_keep_waiting,
-    name_of_the_coordinator_may_resolve_late;
+    name_of_the_coordinator_may_resolve_late,
+    pods_of_an_indexed_job_join_by_names_that_resolve_late;
 }
 
 fn missing_node_is_named_at_the_deadline() {
@@ -69,5 +70,31 @@ fn name_of_the_coordinator_may_resolve_late() {
     launches.push(group.start(0));
     group.hosts[1].set_names(&group.hosts.names());
     group.wait_for_starts(4, &launches);
+    group.expect_success(launches);
+}
+
+/// The environment and arguments of `deploy/kubernetes/indexed-job.yaml`, with a command in place of the configuration.
+fn pods_of_an_indexed_job_join_by_names_that_resolve_late() {
+    let manifest = include_str!("../../../../deploy/kubernetes/indexed-job.yaml");
+    let (_, args) = manifest.split_once("args: [").unwrap();
+    let (args, _) = args.split_once(", /etc/xlaunch/train.toml]").unwrap();
+    let args: Vec<&str> = args.split(", ").map(|arg| arg.trim_matches('"')).collect();
+    let group = Group::new(2, "");
+    group.hosts.iter().for_each(|host| host.set_names(""));
+    let pod = |index: usize| {
+        let mut command = group.hosts[index].command_in(&group.hosts.shared(), xlaunch_path());
+        command.env("KUBERNETES_SERVICE_HOST", "10.96.0.1").env("XLAUNCH_TOKEN", "a token of the tests");
+        command.env("JOB_COMPLETION_INDEX", index.to_string()).args(&args);
+        Process::spawn_inside(command.args(["--nproc-per-node", "2", "--", "sh", "worker.sh"]))
+    };
+    let mut launches = vec![pod(1), pod(0)];
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    assert!(launches.iter_mut().all(Process::is_running), "{}", launches[0].stderr());
+    // A headless service names its pods once they are there.
+    let names: String =
+        (0..2).map(|index| format!("{} train-{index}.train\n", group.hosts[index].address())).collect();
+    group.hosts.iter().for_each(|host| host.set_names(&names));
+    let starts = group.wait_for_starts(4, &launches);
+    assert_eq!(places(&starts), [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1")]);
     group.expect_success(launches);
 }

@@ -40,6 +40,34 @@ fn lost_peers_are_consequences_of_what_another_node_reports_later() {
 }
 
 #[test]
+fn messages_about_another_attempt_change_nothing() {
+    let mut group = Group::running(2, 3);
+    group.fail(2, 2, false);
+    group.all_end(&[1, 2], 1);
+    let prepares = group.take().into_iter().filter(|(_, it)| matches!(it, ToAgent::Prepare(_)));
+    assert_eq!(prepares.count(), 2);
+    // Both nodes say of the attempt before that they are ready: the new one must not begin.
+    for id in [1, 2] {
+        let prepared = NodePrepared { master_port: 20_000, shared: true, ..NodePrepared::default() };
+        group.tell(id, FromAgent::Prepared(prepared));
+    }
+    assert_eq!(group.take(), []);
+    for id in [1, 2] {
+        let (attempt, master_port) = (1, 20_000);
+        let prepared = NodePrepared { attempt, master_port, shared: true, ..NodePrepared::default() };
+        group.tell(id, FromAgent::Prepared(prepared));
+    }
+    assert!(group.take().iter().all(|(_, it)| matches!(it, ToAgent::Begin(_))));
+    for attempt in [0, 2] {
+        let cause = Some(cause(0, false));
+        group.tell(1, FromAgent::Failed(NodeFailed { attempt, cause }));
+        group.tell(1, FromAgent::Ended(NodeEnded { attempt, exit_code: 1, ..NodeEnded::default() }));
+    }
+    group.wait(3 * SECOND, &[1, 2]);
+    assert_eq!(group.take(), []);
+}
+
+#[test]
 fn lost_peer_without_a_cause_ends_the_attempt_within_two_seconds() {
     let mut group = Group::running(2, 0);
     group.fail(1, 0, true);
