@@ -54,7 +54,7 @@ fn job_at_its_time_limit_gets_the_signal_then_is_stopped() {
 
 fn time_limit_that_passes_while_the_daemon_is_down_is_enforced() {
     let mut node = Node::new("");
-    let warned = node.submit(&["--time", "1h", "--signal", "USR1@3600", "--", "sh", "-c", TRAPS]);
+    let warned = node.submit(&["--time", "1h", "--signal", "USR1@3595", "--", "sh", "-c", TRAPS]);
     node.wait(warned, "running");
     wait_for("the warning", || (node.lines("signals") == ["USR1"]).then_some(()));
     let late = node.submit(&["--time", "2s", "--", "sh", "-c", "trap '' TERM; exec sleep 1000"]);
