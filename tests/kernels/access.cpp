@@ -104,7 +104,7 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
     // Blocks have shared memory of their own.
     uint32_t block = is_shared ? 1 : static_cast<uint32_t>(r->block + 1);
     for (Cell *cell = cells, *end = cells + (size + address % 2 + 1) / 2; cell < end; cell++) {
-        if (cell->launch != r->grid.number) *cell = {r->grid.number, false, {}, {}, {}};
+        refresh(*cell, r->grid.number);
         auto conflicts = [&](const Access& other) {
             if (!other.block) return false;
             if (other.block == block) return !ordered(other, thread, epoch, warp_epoch);
@@ -140,7 +140,7 @@ void emulator_written_alike(const void* p, size_t bytes) {
     auto address = reinterpret_cast<uintptr_t>(p);
     if (find(address, bytes).place != Place::Device) return;
     for (Cell *cell = cell_of(address), *end = cell + bytes / 2; cell < end; cell++) {
-        if (cell->launch != runner->grid.number) *cell = {runner->grid.number, false, {}, {}, {}};
+        refresh(*cell, runner->grid.number);
         cell->alike = true;
     }
 }

@@ -46,15 +46,12 @@ inline To bit_cast(From x) {
     return y;
 }
 inline unsigned __float_as_uint(float x) { return bit_cast<unsigned>(x); }
-inline int __float_as_int(float x) { return bit_cast<int>(x); }
 inline float __uint_as_float(unsigned x) { return bit_cast<float>(x); }
 inline float __int_as_float(int x) { return bit_cast<float>(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 
 // CUDA's overloads.
-inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 template <typename A, typename B>
 inline auto min(A a, B b) -> decltype(a + b) {
     return a < b ? a : b;
@@ -62,14 +59,6 @@ inline auto min(A a, B b) -> decltype(a + b) {
 template <typename A, typename B>
 inline auto max(A a, B b) -> decltype(a + b) {
     return a < b ? b : a;
-}
-template <typename T>
-inline T __ldg(const T* p) {
-    return *p;
-}
-template <typename T>
-inline void __stcs(T* p, T x) {
-    *p = x;
 }
 
 #define __syncthreads() emulator_barrier(__FILE__, __LINE__)
@@ -86,13 +75,10 @@ inline T emulator_shuffle(unsigned mask, T value, int from, const char* file, in
     return value;
 }
 #define EMULATOR_LANE ((int)(emulator_linear_thread() % 32))
-#define __shfl_sync(mask, value, lane) emulator_shuffle(mask, value, lane, __FILE__, __LINE__)
 #define __shfl_xor_sync(mask, value, lanes) \
     emulator_shuffle(mask, value, EMULATOR_LANE ^ (lanes), __FILE__, __LINE__)
 #define __shfl_up_sync(mask, value, lanes) \
     emulator_shuffle(mask, value, EMULATOR_LANE - (int)(lanes), __FILE__, __LINE__)
-#define __shfl_down_sync(mask, value, lanes) \
-    emulator_shuffle(mask, value, EMULATOR_LANE + (int)(lanes), __FILE__, __LINE__)
 
 template <typename T, typename U>
 inline T atomicAdd(T* p, U x) {

@@ -95,7 +95,6 @@ int copy(uintptr_t to, uintptr_t from, size_t bytes, bool to_device, bool from_d
 extern "C" {
 
 int cuInit(unsigned) { return SUCCESS; }
-int cuDriverGetVersion(int* version) { return *version = 13000, SUCCESS; }
 int cuDeviceGet(int* device, int ordinal) {
     *device = 0;
     return ordinal == 0 ? SUCCESS : 101;  // CUDA_ERROR_INVALID_DEVICE
@@ -117,10 +116,6 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
         case VIRTUAL_MEMORY: *value = 1; break;
         default: *value = 0;
     }
-    return SUCCESS;
-}
-int cuDeviceGetPCIBusId(char* id, int bytes, int) {
-    strncpy(id, "0000:00:00.0", size_t(bytes));
     return SUCCESS;
 }
 int cuDevicePrimaryCtxRetain(void** result, int) { return *result = &context, SUCCESS; }
@@ -189,7 +184,6 @@ int cuMemAddressReserve(uintptr_t* address, size_t bytes, size_t, uintptr_t, uns
     *address = reserve(bytes);
     return *address ? SUCCESS : failed(OUT_OF_MEMORY, "no addresses are left");
 }
-int cuMemAddressFree(uintptr_t, size_t) { return SUCCESS; }
 // Memory exists when it is mapped, so handles are sizes.
 int cuMemCreate(unsigned long long* handle, size_t bytes, const void*, unsigned long long) {
     if (allocated_bytes() + bytes > TOTAL_BYTES) return failed(OUT_OF_MEMORY, "out of memory");

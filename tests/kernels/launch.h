@@ -11,7 +11,7 @@ namespace emulator {
 struct Launch {
     const char* name;
     const EmulatorKernel* kernel;
-    // The library with the kernel: any address in it, and its function that returns one in static shared memory.
+    // Of the library with the kernel: returns an address in its static shared memory.
     void* (*shared)();
     EmulatorIndex grid, block;
     size_t dynamic_shared;

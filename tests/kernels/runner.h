@@ -112,6 +112,11 @@ struct Runner {
     void copy(const Copy& copy);
 };
 
+// Forgets what was known of a cell before this launch.
+inline void refresh(Cell& cell, uint32_t launch) {
+    if (cell.launch != launch) cell = {launch, false, {}, {}, {}};
+}
+
 // Of this OS thread, while it runs blocks.
 extern __attribute__((tls_model("initial-exec"))) thread_local Runner* runner;
 

@@ -16,7 +16,7 @@ use crate::clock;
 
 /// For agents to learn how the job has ended, after a cut that loses no node, too.
 const MEMBER_DRAIN_TIMEOUT: Duration = Duration::from_secs(15);
-/// The same for one that is no member any more: its last message is on its way, or the node is lost.
+/// The same for one that is no longer a member: its last message is on its way, or the node is lost.
 const FORGOTTEN_DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What happens on connections of agents.

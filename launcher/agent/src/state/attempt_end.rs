@@ -42,7 +42,7 @@ impl Job {
         let outcome = self.outcome(own);
         let ended = NodeEnded {
             attempt: self.attempt,
-            // What follows from a pause is no failure.
+            // What follows from a pause is not a failure.
             root: root.filter(|root| !(paused && root.consequence)),
             progressed,
             differing: std::mem::take(&mut self.differing),

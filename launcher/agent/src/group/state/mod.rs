@@ -62,7 +62,7 @@ const SUSPENDED_AFTER: Duration = Duration::from_secs(1);
 /// Something that happened.
 #[derive(Clone, Debug)]
 pub enum Input {
-    /// An agent that is no member has introduced itself.
+    /// An agent that is not a member has introduced itself.
     Greeted(MemberId, Greeting),
     /// A member has opened another connection.
     Connected(MemberId),

@@ -220,7 +220,7 @@ fn exception_before_an_abort_is_the_cause() {
     assert_eq!(of(&went_on).0, "perhaps RuntimeError: the disk is on fire (/w/t.py, line 7)");
     let old = Evidence { old_lines: 7, ..aborted.clone() };
     assert!(!of(&old).0.contains("RuntimeError"), "it was handled long ago");
-    // An exception is no reason for other signals.
+    // An exception does not explain other signals.
     let killed = Evidence { exit: Some(Exit::Signal(11)), ..aborted };
     assert!(!of(&killed).0.contains("RuntimeError"));
 }
