@@ -4,7 +4,6 @@
 #
 #     tests/gpu/ops.sh [directory of test binaries]
 #
-# XLAUNCH_TIMES=1 in the environment adds times of attention by xlaunch's kernels and, if it is installed, by cuDNN's.
 # XLAUNCH_LOG_FALLBACK=1 prints which kernel was selected for each shape.
 #
 # Without a directory, cargo builds the tests. A directory, for hosts without cargo, contains the binaries cuda_ops,

@@ -71,7 +71,8 @@ pub fn compile_kernels(arch: &str, precision: Precision, widths: &[usize]) -> Re
 /// Names of all kernels of this precision.
 pub fn kernel_names(precision: Precision) -> Vec<&'static str> {
     let common = KERNEL_FILES.iter().flat_map(|file| file.kernels.iter().copied());
-    let attention = OwnKernels::select(precision, (9, 0), 64).kernels().0;
+    let widths = [32, 256].into_iter();
+    let attention = widths.flat_map(|width| OwnKernels::select(precision, (9, 0), width).kernels().0);
     let cached = cached_attention::cuda::source_for(64, 1).2;
     common.chain(attention).chain(cached).collect()
 }

@@ -19,7 +19,6 @@ use common::{Ops, Outputs, cases, distance, random};
 use half::bf16;
 use xlaunch_engine::testing::{GeluVariant, force_gelu_variant, require_gpu};
 use xlaunch_engine::*;
-use xlaunch_harness::Requirement;
 
 xlaunch_harness::suite! {
     needs require_gpu:
@@ -28,12 +27,6 @@ xlaunch_harness::suite! {
         bf16_matches_cpu_with_own_and_fastest_kernels,
         all_gelu_variants_agree,
         results_are_bitwise_reproducible_with_and_without_pool;
-    needs gpu_and_xlaunch_times: attention_times;
-}
-
-fn gpu_and_xlaunch_times() -> Requirement {
-    require_gpu()?;
-    std::env::var_os("XLAUNCH_TIMES").map(drop).ok_or_else(|| "runs with XLAUNCH_TIMES=1 only".into())
 }
 
 /// `own` selects deterministic variants: this crate's kernels, without cuDNN and without timing.
@@ -120,71 +113,4 @@ fn results_are_bitwise_reproducible_with_and_without_pool() {
             assert_eq!(first, bits(case(&off)), "{precision:?}, {name}, pool off");
         }
     }
-}
-
-/// Prints microseconds of attention: our own kernels and the fastest; strict fp32 and tf32.
-fn attention_times() {
-    let open = |precision, own| open(precision, PoolMode::On, own);
-    println!("microseconds: B, H, Hkv, T, D | own forward, backward | fastest forward, backward | by");
-    print_times(&open(Precision::Bf16, true), &open(Precision::Bf16, false));
-    println!("microseconds: B, H, Hkv, T, D | fp32 forward, backward | tf32 forward, backward | by");
-    print_times(&open(Precision::Fp32, true), &open(Precision::Tf32, true));
-}
-
-/// One line per shape.
-fn print_times(first: &CudaBackend, second: &CudaBackend) {
-    for (batch, heads, kv_heads, seq, width) in [
-        (32, 12, 12, 1024, 64),
-        (32, 12, 12, 256, 32),
-        (8, 16, 4, 2048, 128),
-        (4, 12, 12, 1000, 64),
-        (32, 12, 12, 256, 64),
-        (32, 12, 12, 512, 64),
-    ] {
-        let s = AttentionShape { batch, seq, heads, kv_heads, width };
-        let ([first_fwd, first_bwd], _) = times(first, s);
-        let ([fwd, bwd], by) = times(second, s);
-        println!(
-            "{batch}, {heads}, {kv_heads}, {seq}, {width} | {first_fwd:.1}, {first_bwd:.1} | {fwd:.1}, {bwd:.1} | {by}"
-        );
-    }
-}
-
-/// Median device time of forward and of backward in microseconds, and the kernels' names. Each round has enough calls
-/// that the device never waits for the host.
-fn times(backend: &CudaBackend, shape: AttentionShape) -> ([f64; 2], String) {
-    const ROUNDS: usize = 20;
-    const CALLS: usize = 20;
-    let (s, rows) = (shape, shape.batch * shape.seq);
-    let ops = Ops { backend, grads: DType::F32 };
-    let (qkv, out) = (ops.random(40, rows * s.qkv_width()), ops.random(41, rows * s.heads * s.width));
-    let (dout, dqkv) = (ops.random(42, rows * s.heads * s.width), ops.random(43, rows * s.qkv_width()));
-    let lse = backend.alloc(DType::F32, rows * s.heads).unwrap();
-    let mut names = Vec::new();
-    let mut median = |call: &dyn Fn()| {
-        let mut rounds: Vec<f64> = (0..=ROUNDS)
-            .map(|round| {
-                backend.begin_profile();
-                (0..CALLS).for_each(|_| call());
-                let times = KernelTime::by_name(&backend.end_profile().unwrap());
-                if round == 0 {
-                    names.extend(times.iter().map(|time| time.name.clone()));
-                }
-                times.iter().map(|time| time.seconds).sum::<f64>() * 1e6 / CALLS as f64
-            })
-            .collect();
-        // The first round builds plans and compiles kernels.
-        rounds.remove(0);
-        rounds.sort_by(f64::total_cmp);
-        rounds[ROUNDS / 2]
-    };
-    let (qkv, out, dout, lse, dqkv) = (qkv.all(), out.all(), dout.all(), lse.all(), dqkv.all());
-    let forward = median(&|| {
-        backend.attention_forward(AttentionForward { shape, qkv, rope: None, out, lse }).unwrap();
-    });
-    let backward = median(&|| {
-        let args = AttentionBackward { shape, qkv, rope: None, out, dout, lse, dqkv };
-        backend.attention_backward(args).unwrap();
-    });
-    ([forward, backward], names.join(", "))
 }

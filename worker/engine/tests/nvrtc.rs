@@ -8,7 +8,7 @@ xlaunch_harness::suite! {
     needs nvrtc: fp32_kernels_compile, tf32_kernels_compile, bf16_kernels_compile;
 }
 
-const WIDTHS: [usize; 5] = [8, 24, 32, 64, 128];
+const WIDTHS: [usize; 7] = [8, 24, 32, 64, 128, 144, 256];
 
 fn nvrtc() -> Requirement {
     if has_nvrtc() {

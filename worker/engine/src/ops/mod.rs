@@ -92,8 +92,10 @@ mod tests {
     /// With programmatic dependent launch a kernel may start before its predecessor has ended.
     #[test]
     fn every_kernel_starts_with_the_pdl_wait() {
-        let attention = [Precision::Fp32, Precision::Tf32, Precision::Bf16]
-            .map(|precision| attention::variant::OwnKernels::select(precision, (9, 0), 32).source().0);
+        let precisions = [Precision::Fp32, Precision::Tf32, Precision::Bf16].into_iter();
+        let attention = precisions.flat_map(|precision| {
+            [32, 256].map(|width| attention::variant::OwnKernels::select(precision, (9, 0), width).source().0)
+        });
         let cached = cached_attention::cuda::source_for(32, 1).0;
         let sources = KERNEL_FILES.map(|file| file.source).into_iter().chain(attention).chain([cached]);
         for source in sources {

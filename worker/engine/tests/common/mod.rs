@@ -406,8 +406,11 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         cases.push((format!("embed {s:?}"), Box::new(move |ops| ops.embed(s, &tokens, &wte, None, &dout))));
         cases.push((format!("embed wpe {s:?}"), Box::new(move |ops| ops.embed(s, &t, &w, Some(&with), &d))));
     }
-    // Rows that fit into registers and wider ones; rows that are not vectorizable; more rows than run at once.
-    for (rows, cols) in [(1, 8), (67, 100), (130, 384), (9, 1536), (5, 1544), (1999, 768)] {
+    // Rows that fit into registers of a part of a block, of a whole one, and wider ones; rows that are not vectorizable;
+    // more rows than run at once.
+    for (rows, cols) in
+        [(1, 8), (67, 100), (130, 384), (9, 1536), (15, 1544), (5, 8192), (137, 8192), (3, 8200), (1999, 768)]
+    {
         for kind in [NormKind::Layer, NormKind::Rms] {
             for acc in [Accumulate::Overwrite, Accumulate::Add] {
                 let s = NormShape { rows, cols, kind, eps: 1e-5 };
@@ -456,6 +459,8 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         (1, 321, 2, 2, 64),
         (1, 100, 3, 3, 128),
         (1, 193, 4, 1, 128),
+        (1, 75, 2, 1, 144),
+        (1, 150, 2, 2, 256),
         (3, 384, 2, 2, 64),
     ] {
         let s = AttentionShape { batch, seq, heads, kv_heads, width };
@@ -496,10 +501,16 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         let (h, da) = (values(23, 2 * rows * ffn), values(24, rows * ffn));
         cases.push((format!("swiglu {rows} x {ffn}"), Box::new(move |ops| ops.swiglu(rows, ffn, &h, &da))));
     }
-    // The last two are longer than 512 threads read at once, and than what fits into shared memory.
-    for (rows, vocab, padded) in
-        [(1, 2, 2), (67, 50, 50), (9, 1999, 2048), (3, 50_257, 50_304), (2, 128_250, 128_256)]
-    {
+    // The third from the end is longer than 512 threads read at once, the next than what fits into shared memory in
+    // float, the last in bf16.
+    for (rows, vocab, padded) in [
+        (1, 2, 2),
+        (67, 50, 50),
+        (9, 1999, 2048),
+        (3, 50_257, 50_304),
+        (1, 59_995, 60_000),
+        (2, 128_250, 128_256),
+    ] {
         let s = ClassifierShape { rows, vocab, padded };
         let logits: Vec<f32> = values(25, rows * padded).into_iter().map(|x| round(6.0 * x)).collect();
         let targets = ids(26, rows, vocab);

@@ -75,6 +75,13 @@ __device__ inline Packed<T> fetch8(const T* p) {
     return *(const Packed<T>*)p;
 }
 
+// Starts to copy a vector to shared memory. It is visible to this thread after wait_copies.
+template <typename T>
+__device__ inline void copy8_async(Packed<T>& to, const T* from) {
+#pragma unroll
+    for (int i = 0; i < (int)sizeof(Packed<T>); i += 16) copy_async_16((char*)&to + i, (const char*)from + i, 16);
+}
+
 template <typename T>
 __device__ inline void store8(T* p, const Vec8& e) {
     pack(e, *(Packed<T>*)p);

@@ -117,14 +117,19 @@ impl Attention {
         let delta = gpu.alloc(DType::F32, rows)?;
         let delta_args = args![out, dout, delta.all(), s.batch, s.seq, s.heads];
         let args = args![qkv, dout, lse, delta.all(), dqkv, s.seq, s.heads, s.kv_heads, s.scale()];
-        let delta_launch = own_kernels(gpu, s).delta_launch(rows);
-        // SAFETY: the caller has checked the operands; delta has one float per row and head; the last two kernels write
-        // disjoint parts of dqkv.
+        let own = own_kernels(gpu, s);
+        let delta_launch = own.delta_launch(rows);
+        // SAFETY: the caller has checked the operands; delta has one float per row and head; the others write disjoint
+        // parts of dqkv.
         unsafe {
             self.launch_named(gpu, s, DELTA, delta_launch, delta_args)?;
             self.launch(gpu, s, Kernel::BwdQueries, args)?;
-            self.launch(gpu, s, Kernel::BwdKeys, args)
+            self.launch(gpu, s, Kernel::BwdKeys, args)?;
+            if own.has_separate_values() {
+                self.launch(gpu, s, Kernel::BwdValues, args)?;
+            }
         }
+        Ok(())
     }
 
     /// Enqueues one of our own kernels.

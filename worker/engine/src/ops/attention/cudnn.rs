@@ -26,8 +26,9 @@ use crate::cuda::cudnn::{Cudnn, CudnnError};
 const BF16: DataType = DataType::CUDNN_DATA_BFLOAT16;
 const F32: DataType = DataType::CUDNN_DATA_FLOAT;
 
-/// Widest heads that all supported devices have backward kernels for.
-const MAX_WIDTH: usize = 128;
+/// Widest heads that the library has backward kernels for on some device (compute capability 9.0); others refuse the
+/// plan.
+const MAX_WIDTH: usize = 256;
 
 /// Alignment of tensors in scratch memory, in bytes.
 const SCRATCH_ALIGNMENT: usize = 256;
@@ -149,7 +150,7 @@ impl AttentionPlan {
     /// Builds the graph and the plan.
     pub(crate) fn new(s: AttentionShape, direction: Direction, target: &Target) -> Result<Self, CudnnError> {
         if s.width > MAX_WIDTH || s.seq == 1 {
-            return Err(CudnnError::new("shape", "heads are wider than 128, or sequences have one token"));
+            return Err(CudnnError::new("shape", "heads are wider than 256, or sequences have one token"));
         }
         let mut builder = Builder::new(s);
         match direction {

@@ -209,9 +209,9 @@ __device__ inline void query_gradients(float (&dq)[M][WIDTH / 8][4], const ACT* 
 }
 
 // dv += p^T dout and dk += ds^T q for the warp's keys, at `row` of k and v, over N * 8 queries with their o
-// (dout), lse (to base 2) and delta. `offset` is the first key's position minus the first query's. Rows of the scores
-// are keys here, columns queries. The scale is applied when dk is written.
-template <int M, int N>
+// (dout), lse (to base 2) and delta; DK and DV say which of the two are wanted. `offset` is the first key's position
+// minus the first query's. Rows of the scores are keys here, columns queries. The scale is applied when dk is written.
+template <bool DK, bool DV, int M, int N>
 __device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M][WIDTH / 8][4], const ACT* k,
                                      const ACT* v, const ACT* q, const ACT* o, const float* lse, const float* delta,
                                      int row, int offset, float scale_log2) {
@@ -219,7 +219,7 @@ __device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M
     if (offset >= 8 * N) return;
     float s[M][N][4], dp[M][N][4];
     scores(s, k, q, row);
-    scores(dp, v, o, row);
+    if constexpr (DK) scores(dp, v, o, row);
     bool diagonal = offset + 16 * M - 1 > 0;
 #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -233,11 +233,11 @@ __device__ inline void key_gradients(float (&dk)[M][WIDTH / 8][4], float (&dv)[M
                 float p = exp2_approx(s[m][n][i] * scale_log2 - (i % 2 ? column_lse.y : column_lse.x));
                 p = visible ? p : 0.0f;
                 s[m][n][i] = p;
-                dp[m][n][i] = p * (dp[m][n][i] - (i % 2 ? column_delta.y : column_delta.x));
+                if constexpr (DK) dp[m][n][i] = p * (dp[m][n][i] - (i % 2 ? column_delta.y : column_delta.x));
             }
     }
-    accumulate(dv, s, o);
-    accumulate(dk, dp, q);
+    if constexpr (DV) accumulate(dv, s, o);
+    if constexpr (DK) accumulate(dk, dp, q);
 }
 
 // Dot product of eight neighbouring elements.

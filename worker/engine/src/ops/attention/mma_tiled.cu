@@ -106,14 +106,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     write_rows(dqkv + layout.q_at(head), row, first + warp_row, seq, dq, scales);
 }
 
-// dk and dv. Grid: (tiles of keys, Hkv, B): a block visits all query heads of its key head, so that no two blocks add
-// to the same gradient. Shared: 2 tiles of keys and values, 4 of queries and dout, and lse and delta of two tiles of
-// queries.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
-                       i64 heads, i64 kv_heads, float scale) {
-    pdl_wait_and_launch();
-    constexpr int ROWS = BWD_K_ROWS, COLS = BWD_K_COLS, M = ROWS / 16 / WARPS, N = COLS / 8;
+// dk and dv, or one of them: the accumulators of both exceed a thread's registers for heads wider than 128.
+// A block visits all query heads of its key head, so that no two blocks add to the same gradient.
+template <bool DK, bool DV>
+__device__ inline void bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv,
+                                i64 seq, i64 heads, i64 kv_heads, float scale) {
+    // Values are used only by dk.
+    constexpr int ROWS = BWD_K_ROWS, COLS = BWD_K_COLS, M = ROWS / 16 / WARPS, N = COLS / 8,
+                  RESIDENT = DK ? 2 * ROWS : ROWS;
     extern __shared__ float4 memory[];
     ACT* k = (ACT*)memory;
     ACT *v = k + ROWS * WIDTH, *q = v + ROWS * WIDTH, *o = q + 2 * COLS * WIDTH;
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     };
     copy_rows<ROWS>(k, qkv + layout.k_at(first_head), row, first, seq);
-    copy_rows<ROWS>(v, qkv + layout.v_at(first_head), row, first, seq);
+    if constexpr (DK) copy_rows<ROWS>(v, qkv + layout.v_at(first_head), row, first, seq);
     start_copy(0);
     float dk[M][WIDTH / 8][4], dv[M][WIDTH / 8][4];
     zero(dk);
@@ -155,17 +155,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         int stage = tile % 2 * COLS;
         if (tile + 1 < tiles) {
             start_copy(tile + 1);
-            wait_for_tiles<1, 2 * ROWS, COLS>(tile == 0, k, q + stage * WIDTH, o + stage * WIDTH);
+            wait_for_tiles<1, RESIDENT, COLS>(tile == 0, k, q + stage * WIDTH, o + stage * WIDTH);
         } else {
-            wait_for_tiles<0, 2 * ROWS, COLS>(tile == 0, k, q + stage * WIDTH, o + stage * WIDTH);
+            wait_for_tiles<0, RESIDENT, COLS>(tile == 0, k, q + stage * WIDTH, o + stage * WIDTH);
         }
-        key_gradients<M, N>(dk, dv, k, v, q + stage * WIDTH, o + stage * WIDTH, stats + 2 * stage,
-                            stats + 2 * stage + COLS, warp_row, (int)(first - query) + warp_row, scale_log2);
+        key_gradients<DK, DV, M, N>(dk, dv, k, v, q + stage * WIDTH, o + stage * WIDTH, stats + 2 * stage,
+                                    stats + 2 * stage + COLS, warp_row, (int)(first - query) + warp_row, scale_log2);
         __syncthreads();
     }
     float ones[M][2], scales[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++) ones[m][0] = ones[m][1] = 1.0f, scales[m][0] = scales[m][1] = scale;
-    write_rows(dqkv + layout.k_at(first_head), row, first + warp_row, seq, dk, scales);
-    write_rows(dqkv + layout.v_at(first_head), row, first + warp_row, seq, dv, ones);
+    if constexpr (DK) write_rows(dqkv + layout.k_at(first_head), row, first + warp_row, seq, dk, scales);
+    if constexpr (DV) write_rows(dqkv + layout.v_at(first_head), row, first + warp_row, seq, dv, ones);
+}
+
+// dk, and dv unless attention_bwd_values computes it. Grid: (tiles of keys, Hkv, B). Shared: 2 tiles of keys and
+// values, 4 of queries and dout, and lse and delta of two tiles of queries.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_bwd_keys(const ACT* qkv, const ACT* dout, const float* lse, const float* delta, ACT* dqkv, i64 seq,
+                       i64 heads, i64 kv_heads, float scale) {
+    pdl_wait_and_launch();
+    bwd_keys<true, !SEPARATE_VALUES>(qkv, dout, lse, delta, dqkv, seq, heads, kv_heads, scale);
 }

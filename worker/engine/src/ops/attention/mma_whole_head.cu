@@ -135,8 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
         zero(dk);
         zero(dv);
         for (int query = first / WHOLE_BWD_COLS * WHOLE_BWD_COLS; query < seq; query += WHOLE_BWD_COLS)
-            key_gradients<M, N>(dk, dv, k, v, q + query * WIDTH, o + query * WIDTH, head_lse + query,
-                                head_delta + query, first, first - query, scale_log2);
+            key_gradients<true, true, M, N>(dk, dv, k, v, q + query * WIDTH, o + query * WIDTH, head_lse + query,
+                                            head_delta + query, first, first - query, scale_log2);
         rotate_back(dk, table, first, seq);
         write_rows(dqkv + layout.k_at(head), row, first, seq, dk, scales);
         write_rows(dqkv + layout.v_at(head), row, first, seq, dv, ones);

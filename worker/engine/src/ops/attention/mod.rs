@@ -9,8 +9,8 @@
 //! | variant | conditions | file |
 //! |---|---|---|
 //! | whole heads in shared memory | bf16, D 16 or 32, short sequences, Hkv = H | `mma_whole_head.cu` |
-//! | cuDNN | bf16, not deterministic, cuDNN 9.15.1 or newer, D up to 128 | `cudnn.rs` |
-//! | tiles on tensor cores | bf16 with D a multiple of 16, tf32 with D a multiple of 8, D up to 128 | `mma_tiled.cu` |
+//! | cuDNN | bf16, not deterministic, cuDNN 9.15.1 or newer, D up to 256 where it has kernels | `cudnn.rs` |
+//! | tiles on tensor cores | bf16 with D a multiple of 16, tf32 with D a multiple of 8, D up to 256 | `mma_tiled.cu` |
 //! | tiles on FP32 units | none | `kernel.cu` |
 
 pub(crate) mod cpu;

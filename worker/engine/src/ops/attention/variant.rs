@@ -22,6 +22,16 @@ const MMA_BF16: Source = source!(
     "attention/mma_tiled.cu",
     after "attention/qkv.cuh", after "../cuda/headers/mma_bf16.cuh", after "attention/mma_common.cuh"
 );
+const MMA_TF32_WIDE: Source = source!(
+    "attention/mma_values.cu",
+    after "attention/qkv.cuh", after "../cuda/headers/mma_tf32.cuh", after "attention/mma_common.cuh",
+    after "attention/mma_tiled.cu"
+);
+const MMA_BF16_WIDE: Source = source!(
+    "attention/mma_values.cu",
+    after "attention/qkv.cuh", after "../cuda/headers/mma_bf16.cuh", after "attention/mma_common.cuh",
+    after "attention/mma_tiled.cu"
+);
 const MMA_BF16_WHOLE_HEAD: Source = source!(
     "attention/mma_whole_head.cu",
     after "attention/qkv.cuh", after "../cuda/headers/mma_bf16.cuh", after "attention/mma_common.cuh",
@@ -42,6 +52,9 @@ pub(crate) struct Tiles {
     fwd: (usize, usize),
     bwd_queries: (usize, usize),
     bwd_keys: (usize, usize),
+    threads: u32,
+    /// Whether dv has a kernel of its own, because its accumulators and those of dk exceed a thread's registers.
+    separate_values: bool,
 }
 
 /// One of the kernels that keep parts of a head in shared memory.
@@ -50,6 +63,7 @@ pub(crate) enum Kernel {
     Fwd,
     BwdQueries,
     BwdKeys,
+    BwdValues,
     FwdWholeHead,
     BwdWholeHead,
 }
@@ -59,9 +73,8 @@ const WHOLE_HEAD_BYTES: usize = 64 << 10;
 /// Keys or queries that a warp of the whole-head kernels visits at a time, forward and backward.
 const WHOLE_HEAD_COLS: (usize, usize) = (32, 32);
 
-/// Threads of a block of the FP32 and of the tensor core kernels.
+/// Threads of a block of the FP32 kernels.
 const FP32_THREADS: u32 = 256;
-const MMA_THREADS: u32 = 128;
 /// Threads of a block of the delta kernels: the FP32 one is compiled with the same THREADS as its neighbours.
 const DELTA_THREADS: u32 = FP32_THREADS;
 /// Extra floats per row of the FP32 kernels' tiles in shared memory.
@@ -80,19 +93,20 @@ impl OwnKernels {
         if capability.0 < 8 || !width.is_multiple_of(multiple) {
             return plain;
         }
-        // The fastest of those tried on an H200 that keep the accumulators in a thread's 255 registers and, in tf32, a
-        // block within 99 KiB of shared memory, the limit of compute capability 8.6.
-        let tiles = match (precision, width) {
-            (Precision::Bf16, 0..=32) => Tiles { fwd: (128, 128), bwd_queries: (64, 64), bwd_keys: (64, 64) },
-            (Precision::Bf16, 33..=64) => {
-                Tiles { fwd: (128, 64), bwd_queries: (64, 64), bwd_keys: (128, 32) }
-            }
-            (Precision::Bf16, 65..=128) => Tiles { fwd: (64, 64), bwd_queries: (64, 32), bwd_keys: (64, 32) },
-            (_, 0..=32) => Tiles { fwd: (64, 64), bwd_queries: (128, 32), bwd_keys: (64, 32) },
-            (_, 33..=64) => Tiles { fwd: (128, 32), bwd_queries: (128, 32), bwd_keys: (128, 32) },
-            (_, 65..=128) => Tiles { fwd: (64, 32), bwd_queries: (64, 16), bwd_keys: (64, 16) },
+        // The fastest of those tried on an H200 that keep the accumulators in a thread's 255 registers and a block
+        // within 99 KiB of shared memory, the limit of compute capability 8.6.
+        let (threads, fwd, bwd_queries, bwd_keys) = match (precision, width) {
+            (Precision::Bf16, 0..=32) => (128, (128, 128), (64, 64), (64, 64)),
+            (Precision::Bf16, 33..=64) => (128, (128, 64), (64, 64), (128, 32)),
+            (Precision::Bf16, 65..=128) => (128, (64, 64), (64, 32), (64, 32)),
+            (Precision::Bf16, 129..=256) => (128, (64, 32), (64, 16), (64, 16)),
+            (_, 0..=32) => (128, (64, 64), (128, 32), (64, 32)),
+            (_, 33..=64) => (128, (128, 32), (128, 32), (128, 32)),
+            (_, 65..=128) => (128, (64, 32), (64, 16), (64, 16)),
+            (_, 129..=256) => (64, (32, 16), (32, 8), (32, 8)),
             _ => return plain,
         };
+        let tiles = Tiles { fwd, bwd_queries, bwd_keys, threads, separate_values: width > 128 };
         Self::Mma { activations, width, tiles }
     }
 
@@ -112,17 +126,24 @@ impl OwnKernels {
         };
         let mut macros = vec![
             Macro::int("WIDTH", width),
-            Macro::int("THREADS", MMA_THREADS as usize),
+            Macro::int("THREADS", tiles.threads as usize),
             Macro::int("FWD_ROWS", tiles.fwd.0),
             Macro::int("FWD_COLS", tiles.fwd.1),
             Macro::int("BWD_Q_ROWS", tiles.bwd_queries.0),
             Macro::int("BWD_Q_COLS", tiles.bwd_queries.1),
             Macro::int("BWD_K_ROWS", tiles.bwd_keys.0),
             Macro::int("BWD_K_COLS", tiles.bwd_keys.1),
+            Macro::int("SEPARATE_VALUES", usize::from(tiles.separate_values)),
             Macro::int("DELTA_LANES", self.delta_lanes()),
         ];
         let Some(seq) = self.max_whole_head_seq() else {
-            return (if activations == DType::Bf16 { MMA_BF16 } else { MMA_TF32 }, macros);
+            let source = match (activations, tiles.separate_values) {
+                (DType::Bf16, false) => MMA_BF16,
+                (DType::Bf16, true) => MMA_BF16_WIDE,
+                (_, false) => MMA_TF32,
+                (_, true) => MMA_TF32_WIDE,
+            };
+            return (source, macros);
         };
         macros.extend([
             Macro::int("MAX_SEQ", seq),
@@ -143,10 +164,18 @@ impl OwnKernels {
     /// The source's kernels, and those among them that use dynamic shared memory.
     pub(crate) fn kernels(self) -> (Vec<&'static str>, Vec<Kernel>) {
         let mut shared = vec![Kernel::Fwd, Kernel::BwdQueries, Kernel::BwdKeys];
+        if self.has_separate_values() {
+            shared.push(Kernel::BwdValues);
+        }
         if self.max_whole_head_seq().is_some() {
             shared.extend([Kernel::FwdWholeHead, Kernel::BwdWholeHead]);
         }
         (shared.iter().map(|kernel| kernel.name()).chain([DELTA]).collect(), shared)
+    }
+
+    /// Whether [`Kernel::BwdKeys`] leaves dv to [`Kernel::BwdValues`].
+    pub(crate) fn has_separate_values(self) -> bool {
+        matches!(self, Self::Mma { tiles, .. } if tiles.separate_values)
     }
 
     /// Longest sequence of which a block can keep a head. Wider heads leave too few registers for the accumulators.
@@ -168,11 +197,11 @@ impl OwnKernels {
     pub(crate) fn launch(self, kernel: Kernel, s: AttentionShape) -> Launch {
         let (rows, block) = match self {
             Self::Fp32 { width } => (fp32_tile(width), FP32_THREADS),
-            Self::Mma { tiles, .. } => (tiles.of(kernel).0, MMA_THREADS),
+            Self::Mma { tiles, .. } => (tiles.of(kernel).0, tiles.threads),
         };
         let grid = match kernel {
             Kernel::Fwd | Kernel::BwdQueries => (s.seq.div_ceil(rows), s.heads, s.batch),
-            Kernel::BwdKeys => (s.seq.div_ceil(rows), s.kv_heads, s.batch),
+            Kernel::BwdKeys | Kernel::BwdValues => (s.seq.div_ceil(rows), s.kv_heads, s.batch),
             Kernel::FwdWholeHead | Kernel::BwdWholeHead => (s.heads, s.batch, 1),
         };
         Launch { grid, block: (block, 1), shared: self.shared(kernel) }
@@ -205,7 +234,7 @@ impl OwnKernels {
                 let (held, stats) = match kernel {
                     Kernel::Fwd => (rows + 4 * cols, 0),
                     Kernel::BwdQueries => (2 * rows + 4 * cols, 0),
-                    Kernel::BwdKeys => (2 * rows + 4 * cols, 4 * cols),
+                    Kernel::BwdKeys | Kernel::BwdValues => (2 * rows + 4 * cols, 4 * cols),
                     Kernel::FwdWholeHead => (3 * seq, 0),
                     Kernel::BwdWholeHead => (4 * seq, 2 * seq),
                 };
@@ -220,7 +249,7 @@ impl Tiles {
         match kernel {
             Kernel::Fwd => self.fwd,
             Kernel::BwdQueries => self.bwd_queries,
-            Kernel::BwdKeys => self.bwd_keys,
+            Kernel::BwdKeys | Kernel::BwdValues => self.bwd_keys,
             // They have no tiles of their own.
             Kernel::FwdWholeHead | Kernel::BwdWholeHead => (0, 0),
         }
@@ -234,6 +263,7 @@ impl Kernel {
             Self::Fwd => "attention_fwd",
             Self::BwdQueries => "attention_bwd_queries",
             Self::BwdKeys => "attention_bwd_keys",
+            Self::BwdValues => "attention_bwd_values",
             Self::FwdWholeHead => "attention_fwd_whole",
             Self::BwdWholeHead => "attention_bwd_whole",
         }

@@ -1,4 +1,4 @@
-//! The classifier: one block per row, which keeps the row in shared memory if it fits.
+//! The classifier: blocks keep as much of a row in shared memory as fits.
 
 use xlaunch_pool::DType;
 
@@ -6,8 +6,11 @@ use super::FusedClassifier;
 use crate::cuda::{Gpu, KernelFile, Launch, Macro, VEC, args, expect, source};
 use crate::error::Result;
 
-/// Threads of a block. With rows of GPT-2's vocabulary in shared memory, a multiprocessor runs two blocks.
-const THREADS: u32 = 512;
+/// Threads of a block that has a multiprocessor to itself; half of them where it shares one.
+const THREADS: u32 = 1024;
+
+/// Bytes of shared memory that a block uses beyond its dynamic part, at most.
+const BLOCK_OVERHEAD: usize = 2048;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("classifier/kernel.cu"),
@@ -22,16 +25,19 @@ pub(crate) fn run(gpu: &Gpu, a: FusedClassifier<'_>) -> Result<()> {
     expect(a.targets, DType::I32, s.rows);
     expect(a.losses, DType::F32, s.rows);
     let scale = a.grad_scale.unwrap_or(0.0);
-    let bytes = s.padded.next_multiple_of(VEC) * gpu.activations.size();
-    let cached = bytes <= gpu.kernels.max_dynamic_shared();
-    let variant = if cached { "rows in shared memory" } else { "rows read three times" };
-    let instead_of = (!cached).then_some(("rows in shared memory", "they do not fit"));
-    gpu.variants.selected("classifier", s, variant, instead_of);
-    let shared = if cached { bytes } else { 0 };
-    let launch = Launch { shared, ..Launch::blocks(s.rows, THREADS) };
+    let vector = VEC * gpu.activations.size();
+    let vectors = s.padded.div_ceil(VEC);
+    let most = gpu.kernels.max_dynamic_shared();
+    let kept = vectors.min(most / vector);
+    let variant = if kept == vectors { "rows in shared memory" } else { "rows partly in shared memory" };
+    gpu.variants.selected("classifier", s, variant, None);
+    let per_multiprocessor = if kept * vector <= most / 2 - BLOCK_OVERHEAD { 2 } else { 1 };
+    let blocks = s.rows.min(per_multiprocessor * gpu.device.multiprocessors as usize);
+    let launch =
+        Launch { shared: kept * vector, ..Launch::blocks(blocks, THREADS / per_multiprocessor as u32) };
     let with_grad = a.grad_scale.is_some();
-    let args = args![a.logits, a.targets, a.losses, s.vocab, s.padded, with_grad, scale, cached];
-    // SAFETY: checked above; targets are below V by the operation's contract; a cached row has the shared memory it
-    // needs.
+    let args = args![a.logits, a.targets, a.losses, s.rows, s.vocab, s.padded, with_grad, scale, kept * VEC];
+    // SAFETY: checked above; targets are below V by the operation's contract; there is shared memory for the logits
+    // that are kept.
     unsafe { gpu.launch("classifier", launch, args) }
 }

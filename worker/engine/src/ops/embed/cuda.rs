@@ -9,8 +9,8 @@ use crate::cuda::{
 };
 use crate::error::Result;
 
-/// Threads of a block of `embed_fwd`, which copies one row.
-const FORWARD_THREADS: u32 = 128;
+/// Most threads of a row in `embed_fwd`.
+const ROW_THREADS: usize = 128;
 /// Threads of a block of `embed_starts` and of `embed_sort`.
 const STARTS_THREADS: u32 = 1024;
 const SORT_THREADS: u32 = 512;
@@ -50,9 +50,12 @@ pub(crate) fn forward(gpu: &Gpu, a: EmbedForward<'_>) -> Result<()> {
         expect(positions, DType::I32, rows);
     }
     gpu.expect_act(a.out, rows * s.cols);
-    let args = args![a.tokens, a.wte, a.wpe, a.positions, a.out, s.seq, s.cols];
+    let threads = s.cols.div_ceil(VEC).next_multiple_of(32).min(ROW_THREADS) as u32;
+    let block = (threads, BLOCK_THREADS / threads);
+    let launch = Launch::rows(rows.div_ceil(block.1 as usize), block);
+    let args = args![a.tokens, a.wte, a.wpe, a.positions, a.out, rows, s.seq, s.cols];
     // SAFETY: checked above; token ids are below V and positions within wpe by the operation's contract.
-    unsafe { gpu.launch("embed_fwd", Launch::blocks(rows, FORWARD_THREADS), args) }
+    unsafe { gpu.launch("embed_fwd", launch, args) }
 }
 
 pub(crate) fn backward(gpu: &Gpu, a: EmbedBackward<'_>) -> Result<()> {

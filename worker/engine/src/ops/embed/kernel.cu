@@ -1,12 +1,14 @@
 // Token and position embedding: out[n] = wte[tokens[n]] + wpe[n % T]; the gradients are segment sums of dout's rows.
 
-// tokens (N,), wte (V, C), wpe (T, C) or null, positions (N,) or null, out (N, C). Grid: one block per token.
+// tokens (N,), wte (V, C), wpe (T, C) or null, positions (N,) or null, out (N, C). Grid: one block per blockDim.y
+// tokens.
 extern "C" __global__ void embed_fwd(const int* tokens, const ACT* __restrict__ wte, const ACT* __restrict__ wpe,
-                                     const int* positions, ACT* __restrict__ out, i64 seq, i64 cols) {
+                                     const int* positions, ACT* __restrict__ out, i64 rows, i64 seq, i64 cols) {
     pdl_wait_and_launch();
-    i64 row = blockIdx.x;
+    i64 row = blockIdx.x * (i64)blockDim.y + threadIdx.y;
+    if (row >= rows) return;
     const ACT* token = wte + tokens[row] * cols;
-    const ACT* position = wpe ? wpe + (positions ? positions[row] : blockIdx.x % (unsigned)seq) * cols : nullptr;
+    const ACT* position = wpe ? wpe + (positions ? positions[row] : (unsigned)row % (unsigned)seq) * cols : nullptr;
     out += row * cols;
     bool wide = is_wide(token, cols) && is_wide(out, cols) && (!position || is_wide(position, cols));
     for (i64 c = threadIdx.x * 8ll; c < cols; c += blockDim.x * 8ll) {

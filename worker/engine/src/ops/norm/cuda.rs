@@ -10,11 +10,14 @@ use crate::error::Result;
 use crate::ops::reduce;
 use crate::tensor::Slice;
 
-/// Most threads of a block of the kernels that keep rows in registers, eight columns per thread.
-const MAX_THREADS: usize = 192;
-/// Rows that a thread works on at a time.
+/// Most threads of a block of the kernels that keep rows in registers, eight columns per thread: blocks of several rows,
+/// and of one.
+const THREADS: usize = 192;
+const WIDE_THREADS: usize = 1024;
+/// Rows that a thread works on at a time where a block has several.
 const NORM_ROWS: usize = 2;
-/// Blocks of `norm_bwd` that a multiprocessor runs at once, which limits the registers of a thread.
+/// Blocks of `norm_fwd` and of `norm_bwd` that a multiprocessor runs at once, which limits the registers of a thread.
+const FWD_BLOCKS: usize = 4;
 const BWD_BLOCKS_BF16: usize = 3;
 const BWD_BLOCKS_F32: usize = 2;
 /// Blocks of `norm_bwd_any` per multiprocessor.
@@ -22,14 +25,16 @@ const BWD_ANY_BLOCKS: usize = 2;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("norm/kernel.cu"),
-    kernels: &["norm_fwd", "norm_bwd", "norm_fwd_any", "norm_bwd_any"],
+    kernels: &["norm_fwd", "norm_bwd", "norm_fwd_wide", "norm_bwd_wide", "norm_fwd_any", "norm_bwd_any"],
     macros: &[
-        Macro::int("NORM_MAX_THREADS", MAX_THREADS),
+        Macro::int("NORM_THREADS", THREADS),
+        Macro::int("NORM_WIDE_THREADS", WIDE_THREADS),
         Macro::int("NORM_ROWS", NORM_ROWS),
+        Macro::int("NORM_FWD_BLOCKS", FWD_BLOCKS),
         Macro::int("NORM_BWD_BLOCKS_BF16", BWD_BLOCKS_BF16),
         Macro::int("NORM_BWD_BLOCKS_F32", BWD_BLOCKS_F32),
     ],
-    dynamic_shared: &[],
+    dynamic_shared: &["norm_fwd", "norm_bwd", "norm_fwd_wide", "norm_bwd_wide"],
 };
 
 pub(crate) fn forward(gpu: &Gpu, a: NormForward<'_>) -> Result<()> {
@@ -45,8 +50,10 @@ pub(crate) fn forward(gpu: &Gpu, a: NormForward<'_>) -> Result<()> {
     let (means, scales) = split_stats(s, a.stats);
     let operands: Vec<Slice<'_>> =
         [Some(a.x), branch, sum, Some(a.gamma), a.beta, Some(a.y)].into_iter().flatten().collect();
-    let (name, launch, instead_of) = match register_block(s, &operands) {
-        Some(block) => ("norm_fwd", Launch::rows(s.rows.div_ceil(block.1 as usize * NORM_ROWS), block), None),
+    let arrays = if a.residual.is_some() { 2 } else { 1 };
+    let (name, launch, instead_of) = match RegisterBlock::of(s, &operands) {
+        Some(block) if block.is_wide() => ("norm_fwd_wide", block.launch(gpu, s, arrays, 1), None),
+        Some(block) => ("norm_fwd", block.launch(gpu, s, arrays, FWD_BLOCKS), None),
         None => {
             let reason = "rows are too wide, or not multiples of 8 elements";
             ("norm_fwd_any", Launch::blocks(s.rows, BLOCK_THREADS), Some(("norm_fwd", reason)))
@@ -66,16 +73,15 @@ pub(crate) fn backward(gpu: &Gpu, a: NormBackward<'_>) -> Result<()> {
     let outputs: Vec<Slice<'_>> = [Some(a.dgamma), a.dbeta, a.dsum].into_iter().flatten().collect();
     outputs.iter().for_each(|grad| expect_grad(*grad, s.cols));
     let (means, scales) = split_stats(s, a.stats);
-    let multiprocessors = gpu.device.multiprocessors as usize;
-    let (name, launch) = match register_block(s, &[a.x, a.gamma, a.dy, a.dx]) {
+    let arrays = if a.add_to_dx { 3 } else { 2 };
+    let (name, launch) = match RegisterBlock::of(s, &[a.x, a.gamma, a.dy, a.dx]) {
+        Some(block) if block.is_wide() => ("norm_bwd_wide", block.launch(gpu, s, arrays, 1)),
         Some(block) => {
-            let per_sm = if gpu.activations == DType::Bf16 { BWD_BLOCKS_BF16 } else { BWD_BLOCKS_F32 };
-            let at_once = per_sm * MAX_THREADS / (block.0 * block.1) as usize * multiprocessors;
-            let blocks = s.rows.div_ceil(block.1 as usize * NORM_ROWS).min(at_once);
-            ("norm_bwd", Launch::rows(blocks, block))
+            let at_once = if gpu.activations == DType::Bf16 { BWD_BLOCKS_BF16 } else { BWD_BLOCKS_F32 };
+            ("norm_bwd", block.launch(gpu, s, arrays, at_once))
         }
         None => {
-            let blocks = s.rows.min(BWD_ANY_BLOCKS * multiprocessors);
+            let blocks = s.rows.min(BWD_ANY_BLOCKS * gpu.device.multiprocessors as usize);
             ("norm_bwd_any", Launch::blocks(blocks, BLOCK_THREADS))
         }
     };
@@ -99,10 +105,35 @@ fn split_stats(s: NormShape, stats: Slice<'_>) -> (Option<Slice<'_>>, Slice<'_>)
     }
 }
 
-/// Block of the kernels that keep rows in registers: threads per row, and rows. `None` if a row is too wide or cannot
-/// be accessed as vectors.
-fn register_block(s: NormShape, operands: &[Slice<'_>]) -> Option<(u32, u32)> {
-    let threads = s.cols.div_ceil(VEC).next_multiple_of(32);
-    (vectorizable(s.cols, operands) && threads <= MAX_THREADS)
-        .then(|| (threads as u32, (MAX_THREADS / threads) as u32))
+/// Block of the kernels that keep rows in registers.
+#[derive(Clone, Copy)]
+struct RegisterBlock {
+    /// Threads of a row.
+    threads: usize,
+    /// Rows at a time: side by side, and of each thread.
+    rows: (usize, usize),
+}
+
+impl RegisterBlock {
+    /// `None` if a row is too wide or cannot be accessed as vectors.
+    fn of(s: NormShape, operands: &[Slice<'_>]) -> Option<Self> {
+        let threads = s.cols.div_ceil(VEC).next_multiple_of(32);
+        let rows = if threads <= THREADS { (THREADS / threads, NORM_ROWS) } else { (1, 1) };
+        (vectorizable(s.cols, operands) && threads <= WIDE_THREADS).then_some(Self { threads, rows })
+    }
+
+    fn is_wide(self) -> bool {
+        self.threads > THREADS
+    }
+
+    /// As many blocks as run at once: `at_once` of the most threads per multiprocessor. Each copies rows of `arrays`
+    /// arrays to shared memory.
+    fn launch(self, gpu: &Gpu, s: NormShape, arrays: usize, at_once: usize) -> Launch {
+        let Self { threads, rows: (rows, per_thread) } = self;
+        let most = if self.is_wide() { WIDE_THREADS } else { THREADS };
+        let at_once = at_once * most / (threads * rows) * gpu.device.multiprocessors as usize;
+        let blocks = s.rows.div_ceil(rows * per_thread).min(at_once);
+        let shared = arrays * per_thread * threads * rows * VEC * gpu.activations.size();
+        Launch { shared, ..Launch::rows(blocks, (threads as u32, rows as u32)) }
+    }
 }

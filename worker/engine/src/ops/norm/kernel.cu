@@ -1,16 +1,17 @@
 // LayerNorm and RMSNorm of rows of C elements: xh = (x - mean) scale, y = xh gamma + beta, with
 // scale = 1 / sqrt(var + eps). RMSNorm has no mean (`means` is null), no beta, and the mean square in place of var.
 //
-// Rows of up to 8 NORM_MAX_THREADS columns stay in registers and are read once: the threads of a row (threadIdx.x,
-// whole warps) own eight neighbouring columns each, a block has several rows (threadIdx.y), and a thread works on
-// NORM_ROWS of them at a time. Wider rows, or rows that cannot be read as vectors, are read again for every pass:
-// *_any.
+// Rows of up to 8 NORM_WIDE_THREADS columns stay in registers: the threads of a row (threadIdx.x, whole warps) own eight
+// neighbouring columns each. Up to 8 NORM_THREADS columns, a block has several rows (threadIdx.y), and a thread works on
+// NORM_ROWS of them at a time; above, a block has one row at a time (*_wide). Blocks take rows round-robin, and copy
+// their next rows to shared memory while they work: without that, the memory is idle while the threads of a row wait
+// for each other. Even wider rows, or rows that cannot be read as vectors, are read again for every pass (*_any).
 
-// Sums over the threads of each row, returned to all of them. Calls alternate between buffer 0 and 1, which saves a
+// Sums over the threads of each row, returned to all of them. Calls alternate between two buffers, which saves a
 // barrier: a thread that writes a buffer again has passed the other buffer's barrier, so everyone has read this one.
-template <int COUNT>
-__device__ inline void row_sums(float (&x)[COUNT], int buffer) {
-    __shared__ float partial[2][COUNT][NORM_MAX_THREADS / 32];
+template <int THREADS, int COUNT>
+__device__ inline void row_sums(float (&x)[COUNT], int& buffer) {
+    __shared__ float partial[2][COUNT][THREADS / 32];
     int warps = blockDim.x / 32, first = threadIdx.y * warps, warp = first + threadIdx.x / 32;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
@@ -23,103 +24,159 @@ __device__ inline void row_sums(float (&x)[COUNT], int buffer) {
     for (int w = first; w < first + warps; w++)
 #pragma unroll
         for (int i = 0; i < COUNT; i++) x[i] += partial[buffer][i][w];
+    buffer ^= 1;
 }
 
-// y = norm(x), or with `branch`: sum = x + branch, y = norm(sum), where the rounded sum is what is normalised.
-// x, branch, sum, y (N, C); gamma, beta (C,); means, scales (N,). Grid: one block per blockDim.y * NORM_ROWS rows.
-extern "C" __global__ void __launch_bounds__(NORM_MAX_THREADS)
-    norm_fwd(const ACT* __restrict__ x, const ACT* __restrict__ branch, ACT* __restrict__ sum,
-             const ACT* __restrict__ gamma, const ACT* __restrict__ beta, ACT* __restrict__ y,
-             float* __restrict__ means, float* __restrict__ scales, i64 rows, i64 cols, float eps) {
-    pdl_wait_and_launch();
-    i64 c = threadIdx.x * 8ll, first = blockIdx.x * (i64)blockDim.y * NORM_ROWS + threadIdx.y;
-    bool inside = c < cols, valid[NORM_ROWS];
-    Packed<ACT> xs[NORM_ROWS] = {}, branches[NORM_ROWS] = {}, g = {}, b = {};
-#pragma unroll
-    for (int i = 0; i < NORM_ROWS; i++) {
-        i64 row = first + i * blockDim.y;
-        valid[i] = inside && row < rows;
-        if (valid[i]) xs[i] = fetch8(x + row * cols + c);
-        if (valid[i] && branch) branches[i] = fetch8(branch + row * cols + c);
+// The block's next rows, in dynamic shared memory: a vector per thread of each of ROWS rows of each of ARRAYS arrays.
+// A thread reads only what it has copied itself, so no barrier is needed.
+template <int ROWS, int ARRAYS>
+struct NextRows {
+    i64 rows, cols, column;
+    const ACT* arrays[ARRAYS];
+
+    __device__ Packed<ACT>& vector(int array, int i) {
+        extern __shared__ uint4 memory[];
+        int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
+        return ((Packed<ACT>*)memory)[(array * ROWS + i) * threads + thread];
     }
+
+    // Row i of this thread, where the block's first one is `first`.
+    __device__ i64 row(i64 first, int i) { return first + i * blockDim.y + threadIdx.y; }
+
+    __device__ bool has(i64 first, int i) { return column < cols && row(first, i) < rows; }
+
+    __device__ void start_copy(i64 first) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+#pragma unroll
+            for (int array = 0; array < ARRAYS; array++)
+                if (arrays[array] && has(first, i))
+                    copy8_async(vector(array, i), arrays[array] + row(first, i) * cols + column);
+        commit_copies();
+    }
+
+    // Zero where there is no such row or array.
+    __device__ Packed<ACT> fetch(i64 first, int array, int i) {
+        return arrays[array] && has(first, i) ? vector(array, i) : Packed<ACT>{};
+    }
+};
+
+// y = norm(x), or with `branch`: sum = x + branch, y = norm(sum), where the rounded sum is what is normalised.
+// x, branch, sum, y (N, C); gamma, beta (C,); means, scales (N,). Blocks have up to THREADS threads, each of which works
+// on ROWS rows at a time. Grid: any number of blocks.
+template <int THREADS, int ROWS>
+__device__ inline void forward(const ACT* x, const ACT* branch, ACT* sum, const ACT* __restrict__ gamma,
+                               const ACT* __restrict__ beta, ACT* __restrict__ y, float* __restrict__ means,
+                               float* __restrict__ scales, i64 rows, i64 cols, float eps) {
+    i64 c = threadIdx.x * 8ll, step = blockDim.y * ROWS, first = blockIdx.x * step;
+    NextRows<ROWS, 2> next = {rows, cols, c, {x, branch}};
+    next.start_copy(first);
+    bool inside = c < cols;
+    Packed<ACT> g = {}, b = {};
     if (inside) g = fetch8(gamma + c);
     if (inside && beta) b = fetch8(beta + c);
-    Vec8 a[NORM_ROWS];
-    float mean[NORM_ROWS] = {}, scale[NORM_ROWS] = {};
+    int buffer = 0;
+    for (; first < rows; first += gridDim.x * step) {
+        Vec8 a[ROWS];
+        float mean[ROWS] = {}, scale[ROWS] = {};
+        wait_copies<0>();
 #pragma unroll
-    for (int i = 0; i < NORM_ROWS; i++) {
-        a[i] = unpack(xs[i]);
-        if (branch) {
-            Vec8 added = unpack(branches[i]);
+        for (int i = 0; i < ROWS; i++) {
+            Packed<ACT> packed = next.fetch(first, 0, i);
+            a[i] = unpack(packed);
+            if (branch) {
+                Vec8 added = unpack(next.fetch(first, 1, i));
 #pragma unroll
-            for (int j = 0; j < 8; j++) a[i].x[j] += added.x[j];
-            pack(a[i], xs[i]);
-            a[i] = unpack(xs[i]);
-            if (valid[i]) store8(sum + (first + i * blockDim.y) * cols + c, a[i]);
+                for (int j = 0; j < 8; j++) a[i].x[j] += added.x[j];
+                pack(a[i], packed);
+                a[i] = unpack(packed);
+                if (next.has(first, i)) store8(sum + next.row(first, i) * cols + c, a[i]);
+            }
+#pragma unroll
+            for (int j = 0; j < 8; j++) mean[i] += a[i].x[j];
         }
+        next.start_copy(first + gridDim.x * step);
+        if (means) row_sums<THREADS>(mean, buffer);
 #pragma unroll
-        for (int j = 0; j < 8; j++) mean[i] += a[i].x[j];
-    }
-    if (means) row_sums(mean, 0);
+        for (int i = 0; i < ROWS; i++) {
+            mean[i] = means ? mean[i] / cols : 0.0f;
 #pragma unroll
-    for (int i = 0; i < NORM_ROWS; i++) {
-        mean[i] = means ? mean[i] / cols : 0.0f;
+            for (int j = 0; j < 8; j++) {
+                // Threads past the end of the row must not contribute to its variance.
+                float distance = inside ? a[i].x[j] - mean[i] : 0.0f;
+                scale[i] += distance * distance;
+            }
+        }
+        row_sums<THREADS>(scale, buffer);
+        Vec8 gs = unpack(g), bs = unpack(b);
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            // Threads past the end of the row must not contribute to its variance.
-            float distance = inside ? a[i].x[j] - mean[i] : 0.0f;
-            scale[i] += distance * distance;
+        for (int i = 0; i < ROWS; i++) {
+            if (!next.has(first, i)) continue;
+            i64 row = next.row(first, i);
+            scale[i] = 1.0f / sqrtf(scale[i] / cols + eps);
+#pragma unroll
+            for (int j = 0; j < 8; j++) a[i].x[j] = (a[i].x[j] - mean[i]) * scale[i] * gs.x[j] + bs.x[j];
+            store8(y + row * cols + c, a[i]);
+            if (threadIdx.x == 0) {
+                if (means) means[row] = mean[i];
+                scales[row] = scale[i];
+            }
         }
     }
-    row_sums(scale, 1);
-    Vec8 gs = unpack(g), bs = unpack(b);
-#pragma unroll
-    for (int i = 0; i < NORM_ROWS; i++) {
-        if (!valid[i]) continue;
-        i64 row = first + i * blockDim.y;
-        scale[i] = 1.0f / sqrtf(scale[i] / cols + eps);
-#pragma unroll
-        for (int j = 0; j < 8; j++) a[i].x[j] = (a[i].x[j] - mean[i]) * scale[i] * gs.x[j] + bs.x[j];
-        store8(y + row * cols + c, a[i]);
-        if (threadIdx.x == 0) {
-            if (means) means[row] = mean[i];
-            scales[row] = scale[i];
-        }
-    }
+}
+
+// x and sum may be the same.
+extern "C" __global__ void __launch_bounds__(NORM_THREADS, NORM_FWD_BLOCKS)
+    norm_fwd(const ACT* x, const ACT* branch, ACT* sum, const ACT* __restrict__ gamma, const ACT* __restrict__ beta,
+             ACT* __restrict__ y, float* __restrict__ means, float* __restrict__ scales, i64 rows, i64 cols,
+             float eps) {
+    pdl_wait_and_launch();
+    forward<NORM_THREADS, NORM_ROWS>(x, branch, sum, gamma, beta, y, means, scales, rows, cols, eps);
+}
+
+extern "C" __global__ void __launch_bounds__(NORM_WIDE_THREADS)
+    norm_fwd_wide(const ACT* x, const ACT* branch, ACT* sum, const ACT* __restrict__ gamma,
+                  const ACT* __restrict__ beta, ACT* __restrict__ y, float* __restrict__ means,
+                  float* __restrict__ scales, i64 rows, i64 cols, float eps) {
+    pdl_wait_and_launch();
+    forward<NORM_WIDE_THREADS, 1>(x, branch, sum, gamma, beta, y, means, scales, rows, cols, eps);
 }
 
 // With g = dy gamma: dx (+)= scale (g - mean(g) - xh mean(g xh)), without mean(g) for RMSNorm. Each block also writes
 // the sums over its rows of dy xh, dy and the new dx: dgammas, dbetas, dsums (gridDim.x, C); the last two may be null.
-// Grid: any number of blocks; rows are taken round-robin.
-extern "C" __global__ void __launch_bounds__(NORM_MAX_THREADS,
-                                             sizeof(ACT) == 2 ? NORM_BWD_BLOCKS_BF16 : NORM_BWD_BLOCKS_F32)
-    norm_bwd(const ACT* __restrict__ x, const ACT* __restrict__ gamma, const float* __restrict__ means,
-             const float* __restrict__ scales, const ACT* __restrict__ dy, ACT* __restrict__ dx, bool add,
-             float* __restrict__ dgammas, float* __restrict__ dbetas, float* __restrict__ dsums, i64 rows, i64 cols) {
-    pdl_wait_and_launch();
-    i64 c = threadIdx.x * 8ll, step = blockDim.y * NORM_ROWS;
+// Grid, THREADS and ROWS as above.
+template <int THREADS, int ROWS>
+__device__ inline void backward(const ACT* __restrict__ x, const ACT* __restrict__ gamma,
+                                const float* __restrict__ means, const float* __restrict__ scales,
+                                const ACT* __restrict__ dy, ACT* dx, bool add, float* __restrict__ dgammas,
+                                float* __restrict__ dbetas, float* __restrict__ dsums, i64 rows, i64 cols) {
+    i64 c = threadIdx.x * 8ll, step = blockDim.y * ROWS, first = blockIdx.x * step;
+    NextRows<ROWS, 3> next = {rows, cols, c, {x, dy, add ? dx : nullptr}};
+    next.start_copy(first);
     bool inside = c < cols;
     Packed<ACT> g = {};
     if (inside) g = fetch8(gamma + c);
     Vec8 dgamma = {}, dbeta = {}, dsum = {};
     int buffer = 0;
-    for (i64 first = blockIdx.x * step; first < rows; first += gridDim.x * step, buffer ^= 1) {
-        bool valid[NORM_ROWS];
-        Packed<ACT> xs[NORM_ROWS] = {}, dys[NORM_ROWS] = {}, olds[NORM_ROWS] = {};
-        float mean[NORM_ROWS] = {}, scale[NORM_ROWS] = {}, totals[2 * NORM_ROWS] = {};
+    for (; first < rows; first += gridDim.x * step) {
+        Packed<ACT> xs[ROWS], dys[ROWS], olds[ROWS];
+        float mean[ROWS] = {}, scale[ROWS] = {}, totals[2 * ROWS] = {};
 #pragma unroll
-        for (int i = 0; i < NORM_ROWS; i++) {
-            i64 row = first + i * blockDim.y + threadIdx.y;
-            valid[i] = inside && row < rows;
-            if (!valid[i]) continue;
-            xs[i] = fetch8(x + row * cols + c);
-            dys[i] = fetch8(dy + row * cols + c);
-            if (add) olds[i] = fetch8(dx + row * cols + c);
-            if (means) mean[i] = means[row];
-            scale[i] = scales[row];
+        for (int i = 0; i < ROWS; i++) {
+            if (!next.has(first, i)) continue;
+            if (means) mean[i] = means[next.row(first, i)];
+            scale[i] = scales[next.row(first, i)];
         }
+        wait_copies<0>();
 #pragma unroll
-        for (int i = 0; i < NORM_ROWS; i++) {
+        for (int i = 0; i < ROWS; i++) {
+            xs[i] = next.fetch(first, 0, i);
+            dys[i] = next.fetch(first, 1, i);
+            olds[i] = next.fetch(first, 2, i);
+        }
+        next.start_copy(first + gridDim.x * step);
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
             Vec8 a = unpack(xs[i]), d = unpack(dys[i]), gs = unpack(g);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
@@ -130,11 +187,10 @@ extern "C" __global__ void __launch_bounds__(NORM_MAX_THREADS,
                 dbeta.x[j] += d.x[j];
             }
         }
-        row_sums(totals, buffer);
+        row_sums<THREADS>(totals, buffer);
 #pragma unroll
-        for (int i = 0; i < NORM_ROWS; i++) {
-            if (!valid[i]) continue;
-            i64 row = first + i * blockDim.y + threadIdx.y;
+        for (int i = 0; i < ROWS; i++) {
+            if (!next.has(first, i)) continue;
             float mean_g = means ? totals[2 * i] / cols : 0.0f, mean_gx = totals[2 * i + 1] / cols;
             Vec8 a = unpack(xs[i]), d = unpack(dys[i]), gs = unpack(g), old = unpack(olds[i]);
 #pragma unroll
@@ -143,13 +199,39 @@ extern "C" __global__ void __launch_bounds__(NORM_MAX_THREADS,
                 old.x[j] += scale[i] * (d.x[j] * gs.x[j] - mean_g - normed * mean_gx);
                 dsum.x[j] += old.x[j];
             }
-            store8(dx + row * cols + c, old);
+            store8(dx + next.row(first, i) * cols + c, old);
         }
     }
-    i64 mine = blockIdx.x * cols;
-    store_column_sums(dgamma, dgammas + mine, c, cols);
-    if (dbetas) store_column_sums(dbeta, dbetas + mine, c, cols);
-    if (dsums) store_column_sums(dsum, dsums + mine, c, cols);
+    auto store_sums = [&](const Vec8& mine, float* sums) {
+        if (!sums) return;
+        sums += blockIdx.x * cols;
+        // Where a block has one row at a time, its threads have all of their columns' sums.
+        if constexpr (THREADS == NORM_THREADS)
+            store_column_sums(mine, sums, c, cols);
+        else if (inside)
+            store8(sums, c, cols, is_wide(sums, cols), mine);
+    };
+    store_sums(dgamma, dgammas);
+    store_sums(dbeta, dbetas);
+    store_sums(dsum, dsums);
+}
+
+extern "C" __global__ void __launch_bounds__(NORM_THREADS,
+                                             sizeof(ACT) == 2 ? NORM_BWD_BLOCKS_BF16 : NORM_BWD_BLOCKS_F32)
+    norm_bwd(const ACT* __restrict__ x, const ACT* __restrict__ gamma, const float* __restrict__ means,
+             const float* __restrict__ scales, const ACT* __restrict__ dy, ACT* dx, bool add,
+             float* __restrict__ dgammas, float* __restrict__ dbetas, float* __restrict__ dsums, i64 rows, i64 cols) {
+    pdl_wait_and_launch();
+    backward<NORM_THREADS, NORM_ROWS>(x, gamma, means, scales, dy, dx, add, dgammas, dbetas, dsums, rows, cols);
+}
+
+extern "C" __global__ void __launch_bounds__(NORM_WIDE_THREADS)
+    norm_bwd_wide(const ACT* __restrict__ x, const ACT* __restrict__ gamma, const float* __restrict__ means,
+                  const float* __restrict__ scales, const ACT* __restrict__ dy, ACT* dx, bool add,
+                  float* __restrict__ dgammas, float* __restrict__ dbetas, float* __restrict__ dsums, i64 rows,
+                  i64 cols) {
+    pdl_wait_and_launch();
+    backward<NORM_WIDE_THREADS, 1>(x, gamma, means, scales, dy, dx, add, dgammas, dbetas, dsums, rows, cols);
 }
 
 // Loop over the columns of a thread, eight at a time.

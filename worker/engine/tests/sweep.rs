@@ -1,0 +1,223 @@
+//! Times of operations over widths, vocabularies, head widths and sequence lengths, one line of JSON each, for
+//! `tests/gpu/sweep.py`, which compares them with the device's peak rates.
+//!
+//! A line has the operation, its axis and size, microseconds of device time (median), and the least bytes and
+//! floating-point operations that it needs. Activations and gradients are bf16.
+
+#![expect(clippy::print_stdout, reason = "measurements are printed")]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![expect(clippy::cast_precision_loss, reason = "sizes are below 2^52")]
+
+mod common;
+
+use std::collections::BTreeSet;
+
+use common::Ops;
+use xlaunch_engine::testing::require_gpu;
+use xlaunch_engine::*;
+use xlaunch_harness::Requirement;
+
+xlaunch_harness::suite! {
+    needs gpu_and_xlaunch_times: times;
+}
+
+/// Elements of the activations of most operations: far more than fit into the L2 cache.
+const ELEMENTS: usize = 1 << 25;
+const SEQ: usize = 1024;
+const WIDTHS: [usize; 9] = [384, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192];
+const VOCABULARIES: [usize; 6] = [32_000, 50_304, 65_536, 128_256, 200_064, 262_144];
+const HEAD_WIDTHS: [usize; 7] = [32, 64, 96, 128, 160, 192, 256];
+const SEQUENCES: [usize; 7] = [256, 512, 1024, 2048, 4096, 8192, 16_384];
+/// bf16.
+const ACT: usize = 2;
+
+fn gpu_and_xlaunch_times() -> Requirement {
+    require_gpu()?;
+    std::env::var_os("XLAUNCH_TIMES").map(drop).ok_or_else(|| "runs with XLAUNCH_TIMES=1 only".into())
+}
+
+fn open(precision: Precision, deterministic: bool) -> CudaBackend {
+    let log_fallback = std::env::var_os("XLAUNCH_LOG_FALLBACK").is_some();
+    let options = CudaOptions { deterministic, log_fallback, ..CudaOptions::new(precision, PoolMode::On) };
+    CudaBackend::open(0, options).unwrap()
+}
+
+fn times() {
+    let backend = open(Precision::Bf16, false);
+    let sweep = Sweep { ops: Ops { backend: &backend, grads: DType::Bf16 }, prefix: "" };
+    WIDTHS.into_iter().for_each(|cols| sweep.width(cols));
+    VOCABULARIES.into_iter().for_each(|vocab| sweep.vocabulary(vocab));
+    sweep.attention();
+    for (prefix, precision) in [("deterministic ", Precision::Bf16), ("tf32 ", Precision::Tf32)] {
+        let backend = open(precision, true);
+        Sweep { ops: Ops { backend: &backend, grads: DType::F32 }, prefix }.attention();
+    }
+}
+
+/// Least bytes and floating-point operations of an operation.
+struct Work {
+    bytes: usize,
+    flops: usize,
+}
+
+impl Work {
+    fn bytes(bytes: usize) -> Self {
+        Self { bytes, flops: 0 }
+    }
+
+    fn flops(flops: usize) -> Self {
+        Self { bytes: 0, flops }
+    }
+}
+
+struct Sweep<'a> {
+    ops: Ops<'a>,
+    /// Of the operations' names.
+    prefix: &'static str,
+}
+
+impl Sweep<'_> {
+    fn width(&self, cols: usize) {
+        let (ops, b) = (&self.ops, self.ops.backend);
+        let rows = (ELEMENTS / cols).next_multiple_of(SEQ);
+        let len = rows * cols;
+        let report = |name: &str, work: Work, call: &dyn Fn()| self.report(name, "width", cols, work, call);
+
+        let [x, branch, y, dy] = [1, 2, 3, 4].map(|seed| ops.random(seed, len));
+        let gamma = ops.random(5, cols);
+        let shape = NormShape { rows, cols, kind: NormKind::Rms, eps: 1e-5 };
+        let stats = b.alloc(DType::F32, shape.stats()).unwrap();
+        let dgamma = b.alloc(DType::Bf16, cols).unwrap();
+        report("norm forward", Work::bytes(4 * len * ACT), &|| {
+            let residual = Some(ResidualAdd { branch: branch.all(), sum: branch.all() });
+            let (x, gamma, y, stats) = (x.all(), gamma.all(), y.all(), stats.all());
+            b.norm_forward(NormForward { shape, x, residual, gamma, beta: None, y, stats }).unwrap();
+        });
+        report("norm backward", Work::bytes(4 * len * ACT), &|| {
+            let (x, gamma, stats, dy, dx) = (x.all(), gamma.all(), stats.all(), dy.all(), y.all());
+            b.norm_backward(NormBackward {
+                shape,
+                x,
+                gamma,
+                stats,
+                dy,
+                dx,
+                add_to_dx: true,
+                dgamma: dgamma.all(),
+                dbeta: None,
+                dsum: None,
+                acc: Accumulate::Overwrite,
+            })
+            .unwrap();
+        });
+
+        let [h, dh] = [6, 7].map(|seed| ops.random(seed, 2 * len));
+        let ffn = cols;
+        report("SwiGLU forward", Work::bytes(3 * len * ACT), &|| {
+            b.swiglu_forward(SwigluForward { rows, ffn, h: h.all(), a: y.all() }).unwrap();
+        });
+        report("SwiGLU backward", Work::bytes(5 * len * ACT), &|| {
+            b.swiglu_backward(SwigluBackward { rows, ffn, h: h.all(), da: dy.all(), dh: dh.all() }).unwrap();
+        });
+
+        let vocab = 50_304;
+        let shape = EmbedShape { batch: rows / SEQ, seq: SEQ, cols, vocab };
+        let ids = common::ids(8, rows, vocab);
+        let tokens = b.alloc(DType::I32, rows).unwrap();
+        b.write_i32(tokens.all(), &ids).unwrap();
+        // Each distinct token's gradient is read and written.
+        let touched = ids.into_iter().collect::<BTreeSet<i32>>().len() * cols;
+        let [wte, dwte] = [9, 10].map(|seed| ops.random(seed, vocab * cols));
+        report("embedding forward", Work::bytes(2 * len * ACT), &|| {
+            let (tokens, wte, out) = (tokens.all(), wte.all(), y.all());
+            b.embed_forward(EmbedForward { shape, tokens, wte, wpe: None, positions: None, out }).unwrap();
+        });
+        report("embedding backward", Work::bytes((len + 2 * touched) * ACT), &|| {
+            let (tokens, dout, dwte) = (tokens.all(), dy.all(), dwte.all());
+            b.embed_backward(EmbedBackward { shape, tokens, dout, dwte, dwpe: None }).unwrap();
+        });
+
+        let shape = LinearShape { rows, inputs: cols, outputs: cols };
+        let [w, dw] = [11, 12].map(|seed| ops.random(seed, cols * cols));
+        let flops = 2 * rows * cols * cols;
+        report("linear forward", Work::flops(flops), &|| {
+            b.linear_forward(LinearForward { shape, x: x.all(), w: w.all(), bias: None, y: y.all() })
+                .unwrap();
+        });
+        report("linear input gradient", Work::flops(flops), &|| {
+            b.linear_backward_input(LinearBackwardInput { shape, dy: dy.all(), w: w.all(), dx: y.all() })
+                .unwrap();
+        });
+        report("linear weight gradient", Work::flops(flops), &|| {
+            let (dy, x, dw, acc) = (dy.all(), x.all(), dw.all(), Accumulate::Overwrite);
+            b.linear_backward_weight(LinearBackwardWeight { shape, dy, x, dw, dbias: None, acc }).unwrap();
+        });
+    }
+
+    fn vocabulary(&self, vocab: usize) {
+        let (ops, b, rows) = (&self.ops, self.ops.backend, 4096);
+        let shape = ClassifierShape { rows, vocab: vocab - 3, padded: vocab };
+        let (logits, losses) = (ops.random(20, rows * vocab), b.alloc(DType::F32, rows).unwrap());
+        let targets = b.alloc(DType::I32, rows).unwrap();
+        b.write_i32(targets.all(), &common::ids(21, rows, vocab - 3)).unwrap();
+        self.report("classifier", "vocabulary", vocab, Work::bytes(2 * rows * vocab * ACT), &|| {
+            let (logits, targets, losses) = (logits.all(), targets.all(), losses.all());
+            b.classifier(FusedClassifier { shape, logits, targets, losses, grad_scale: Some(1.0) }).unwrap();
+        });
+    }
+
+    /// Head widths at 2,048 tokens, and sequence lengths at heads of 64 and 128: 16K tokens, 2,048 columns.
+    fn attention(&self) {
+        let shape = |seq: usize, width: usize| {
+            let heads = 2048 / width;
+            AttentionShape { batch: 16_384 / seq, seq, heads, kv_heads: heads, width }
+        };
+        HEAD_WIDTHS.into_iter().for_each(|width| self.attention_of("head width", width, shape(2048, width)));
+        for width in [64, 128] {
+            let axis = format!("sequence, heads of {width}");
+            SEQUENCES.into_iter().for_each(|seq| self.attention_of(&axis, seq, shape(seq, width)));
+        }
+    }
+
+    fn attention_of(&self, axis: &str, size: usize, shape: AttentionShape) {
+        let (s, rows, ops, b) = (shape, shape.batch * shape.seq, &self.ops, self.ops.backend);
+        let [qkv, dqkv] = [40, 41].map(|seed| ops.random(seed, rows * s.qkv_width()));
+        let [out, dout] = [42, 43].map(|seed| ops.random(seed, rows * s.heads * s.width));
+        let lse = b.alloc(DType::F32, rows * s.heads).unwrap();
+        // Two GEMMs forward and five backward, half of them above the diagonal.
+        let gemm = s.batch * s.heads * s.seq * (s.seq + 1) * s.width;
+        let (qkv, out, dout, lse, dqkv) = (qkv.all(), out.all(), dout.all(), lse.all(), dqkv.all());
+        self.report("attention forward", axis, size, Work::flops(2 * gemm), &|| {
+            b.attention_forward(AttentionForward { shape, qkv, rope: None, out, lse }).unwrap();
+        });
+        self.report("attention backward", axis, size, Work::flops(5 * gemm), &|| {
+            let args = AttentionBackward { shape, qkv, rope: None, out, dout, lse, dqkv };
+            b.attention_backward(args).unwrap();
+        });
+    }
+
+    /// Prints the median time of calls. Each round has several, so that the device never waits for the host; the first
+    /// one, which builds plans and compiles kernels, does not count.
+    fn report(&self, name: &str, axis: &str, size: usize, work: Work, call: &dyn Fn()) {
+        const ROUNDS: usize = 7;
+        const CALLS: usize = 6;
+        let b = self.ops.backend;
+        let mut names = Vec::new();
+        let mut rounds: Vec<f64> = (0..=ROUNDS)
+            .map(|_| {
+                b.begin_profile();
+                (0..CALLS).for_each(|_| call());
+                let times = KernelTime::by_name(&b.end_profile().unwrap());
+                names = times.iter().map(|time| time.name.clone()).collect();
+                times.iter().map(|time| time.seconds).sum::<f64>() * 1e6 / CALLS as f64
+            })
+            .skip(1)
+            .collect();
+        rounds.sort_by(f64::total_cmp);
+        let (prefix, us, by) = (self.prefix, rounds[ROUNDS / 2], names.join(", "));
+        let Work { bytes, flops } = work;
+        println!(
+            r#"{{"operation":"{prefix}{name}","axis":"{axis}","size":{size},"us":{us:.1},"bytes":{bytes},"flops":{flops},"by":"{by}"}}"#
+        );
+    }
+}
