@@ -1,10 +1,10 @@
-"""xlaunch and PyTorch compared: both models on 1, 2, ... GPUs of this host, in one run.
+"""xlaunch and PyTorch compared: models on 1, 2, ... GPUs of this host, in one run.
 
     python3 tests/gpu/compare.py --binary target/release/xlaunch --gpus 1 2 4
 
 Both train on the same tokens in the same order from the same weights with the same AdamW and clipping, in bf16 with
 fp32 master weights: 20 steps of warm-up and 60 measured ones; figures are medians. PyTorch runs `peer.py` in the faster
-of its modes for the model: reduce-overhead (CUDA graphs) for A, default for B. Columns:
+of its modes for the model: reduce-overhead (CUDA graphs) for A, default for others. Columns:
 
 - sharded: xlaunch with `comm.shard_optimizer`;
 - scaling: relative to 1 GPU of the same run;
@@ -27,7 +27,7 @@ import torch
 import peer
 import runner
 
-MODES = {"A": "reduce-overhead", "B": "default"}
+MODES = {"A": "reduce-overhead"}
 WARMUP, STEPS = 20, 60
 TOKENS = 12_000_000
 COLUMNS = ["model", "precision", "GPUs", "xlaunch tok/s", "sharded", "PyTorch tok/s", "ratio", "scaling", "exposed",
@@ -37,12 +37,13 @@ COLUMNS = ["model", "precision", "GPUs", "xlaunch tok/s", "sharded", "PyTorch to
 def run_xlaunch(binary, model, gpus, data, weights, precision, sharded=False):
     settings = {
         "data.train": [str(data)], "data.val_fraction": 0.0, "data.shuffle": False, "checkpoint.init": str(weights),
-        "train.batch": runner.BATCH, "train.lr": peer.LR, "train.schedule": "constant", "train.warmup": peer.WARMUP,
+        "train.batch": runner.BATCHES.get(model, runner.BATCH), "train.lr": peer.LR, "train.schedule": "constant", "train.warmup": peer.WARMUP,
         "engine.precision": precision, "engine.device": "cuda", "comm.shard_optimizer": sharded,
     }
-    command = [str(binary), "bench", "train", str(runner.ROOT / runner.MODELS[model]), "--json"]
+    config, sizes = runner.configuration(model)
+    command = [str(binary), "bench", "train", str(config), "--json"]
     command += ["--nproc", str(gpus), "--warmup", str(WARMUP), "--steps", str(STEPS)]
-    command += runner.overrides(settings)
+    command += runner.overrides(settings | sizes)
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-4000:]}")
@@ -67,7 +68,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--binary", type=pathlib.Path, default=runner.ROOT / "target/release/xlaunch")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--models", nargs="+", default=["A", "B"])
+    parser.add_argument("--models", nargs="+", default=["A", "B"], choices=runner.SIZES)
     parser.add_argument("--precisions", nargs="+", default=["bf16"])
     options = parser.parse_args()
     arguments = " ".join(sys.argv[1:])
@@ -94,7 +95,7 @@ def row(options, model, precision, gpus, data, weights, single):
     if gpus > 1:
         found = run_xlaunch(options.binary, model, gpus, data, weights, precision, sharded=True)
         sharded = f"{found['tokens_per_second'] / 1e3:.0f}K"
-    p = run_pytorch(model, gpus, data, weights, precision, MODES[model])
+    p = run_pytorch(model, gpus, data, weights, precision, MODES.get(model, "default"))
     scaling = []
     for name, side in [("xlaunch", x), ("PyTorch", p)]:
         if gpus == 1:

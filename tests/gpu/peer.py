@@ -24,13 +24,16 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
-from runner import BATCH, SIZES  # noqa: E402
+from runner import BATCH, BATCHES, SIZES  # noqa: E402
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "peers"))
 from model import GPT, loss, optimizer  # noqa: E402
 
 LR, WARMUP = 3e-4, 20
-PADDED_VOCAB = 50304
+
+
+def padded_vocab(sizes):
+    return -(-sizes["vocab"] // 128) * 128
 
 
 class WithLoss(torch.nn.Module):
@@ -39,7 +42,7 @@ class WithLoss(torch.nn.Module):
 
     def __init__(self, sizes):
         super().__init__()
-        self.model = GPT(sizes | {"vocab": PADDED_VOCAB})
+        self.model = GPT(sizes | {"vocab": padded_vocab(sizes)})
 
     def forward(self, tokens, targets):
         return loss(self.model(tokens), targets)
@@ -61,9 +64,10 @@ def save_initial(model, path):
 
 def load(net, path):
     state = load_file(path)
+    padded = net.wte.num_embeddings
     for name in ("wte.weight", "head.weight"):
         if name in state:
-            state[name] = pad(state[name], (0, 0, 0, PADDED_VOCAB - state[name].shape[0]))
+            state[name] = pad(state[name], (0, 0, 0, padded - state[name].shape[0]))
     net.load_state_dict(state, strict=False)
 
 
@@ -93,12 +97,13 @@ def main():
     if world > 1:
         net = DistributedDataParallel(net, device_ids=[local], gradient_as_bucket_view=True, static_graph=True)
     tokens = torch.from_numpy(numpy.fromfile(options.data, dtype=numpy.uint16).astype(numpy.int64))
-    seq, count = sizes["seq"], BATCH * sizes["seq"]
+    rows, seq = BATCHES.get(options.model, BATCH), sizes["seq"]
+    count = rows * seq
 
     def batch(step):
         first = ((step * world + rank) * count) % (len(tokens) - count - 1)
         window = tokens[first : first + count + 1]
-        return [x.view(BATCH, seq).pin_memory() for x in (window[:-1], window[1:])]
+        return [x.view(rows, seq).pin_memory() for x in (window[:-1], window[1:])]
 
     batches = [batch(step) for step in range(options.warmup + options.steps)]
 

@@ -8,13 +8,24 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODELS = {"A": "deploy/llama-28m.toml", "B": "deploy/gpt2-124m.toml"}
-# The sizes of these models, for PyTorch.
+# The sizes of these models, for PyTorch; and of others, which have no configuration of their own.
 SIZES = {
     "A": dict(arch="llama", layers=12, heads=12, kv_heads=12, dim=384, ffn=1536, seq=256, vocab=50257, tied=False),
     "B": dict(arch="gpt2", layers=12, heads=12, kv_heads=12, dim=768, ffn=3072, seq=1024, vocab=50257, tied=True),
+    "gpt2-medium": dict(arch="gpt2", layers=24, heads=16, kv_heads=16, dim=1024, ffn=4096, seq=1024, vocab=50257,
+                        tied=True),
+    "gpt2-xl": dict(arch="gpt2", layers=48, heads=25, kv_heads=25, dim=1600, ffn=6400, seq=1024, vocab=50257,
+                    tied=True),
+    "llama-1b": dict(arch="llama", layers=16, heads=32, kv_heads=8, dim=2048, ffn=8192, seq=2048, vocab=128256,
+                     tied=True),
+    "heads-256": dict(arch="llama", layers=12, heads=4, kv_heads=4, dim=1024, ffn=4096, seq=2048, vocab=50257,
+                      tied=False),
+    "wide": dict(arch="llama", layers=4, heads=32, kv_heads=32, dim=4096, ffn=11008, seq=2048, vocab=50257, tied=False),
+    "long": dict(arch="llama", layers=12, heads=6, kv_heads=6, dim=768, ffn=2048, seq=16384, vocab=50257, tied=False),
 }
-# Sequences per GPU.
+# Sequences per GPU: of models A and B, and of the others.
 BATCH = 32
+BATCHES = {"gpt2-medium": 16, "gpt2-xl": 8, "llama-1b": 4, "heads-256": 8, "wide": 4, "long": 1}
 
 
 def hardware():
@@ -34,6 +45,14 @@ def overrides(settings):
     """Configuration keys as `--set` options."""
     values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
     return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+
+
+def configuration(model):
+    """The configuration file of a model, and settings that give it the model's sizes."""
+    if model in MODELS:
+        return ROOT / MODELS[model], {}
+    sizes = SIZES[model]
+    return ROOT / MODELS["A" if sizes["arch"] == "llama" else "B"], {f"model.{key}": sizes[key] for key in sizes}
 
 
 def check(what, ok, found=""):

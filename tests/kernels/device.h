@@ -62,11 +62,11 @@ inline auto max(A a, B b) -> decltype(a + b) {
 }
 
 #define __syncthreads() emulator_barrier(__FILE__, __LINE__)
-#define __syncwarp() emulator_warp(EMULATOR_SYNC, 0xffffffffu, nullptr, __FILE__, __LINE__)
+#define __syncwarp() emulator_warp(EMULATOR_SYNC, FULL_WARP, nullptr, __FILE__, __LINE__)
 #define __threadfence() emulator_fence()
 
 template <typename T>
-inline T emulator_shuffle(unsigned mask, T value, int from, const char* file, int line) {
+inline T emulator_shuffle(uint64_t mask, T value, int from, const char* file, int line) {
     static_assert(sizeof(T) <= 8);
     EmulatorShuffle call = {0, from};
     memcpy(&call.value, &value, sizeof value);
@@ -74,11 +74,10 @@ inline T emulator_shuffle(unsigned mask, T value, int from, const char* file, in
     memcpy(&value, &call.value, sizeof value);
     return value;
 }
-#define EMULATOR_LANE ((int)(emulator_linear_thread() % 32))
 #define __shfl_xor_sync(mask, value, lanes) \
-    emulator_shuffle(mask, value, EMULATOR_LANE ^ (lanes), __FILE__, __LINE__)
+    emulator_shuffle(mask, value, (int)emulator_lane() ^ (lanes), __FILE__, __LINE__)
 #define __shfl_up_sync(mask, value, lanes) \
-    emulator_shuffle(mask, value, EMULATOR_LANE - (int)(lanes), __FILE__, __LINE__)
+    emulator_shuffle(mask, value, (int)emulator_lane() - (int)(lanes), __FILE__, __LINE__)
 
 template <typename T, typename U>
 inline T atomicAdd(T* p, U x) {

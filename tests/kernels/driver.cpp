@@ -33,6 +33,7 @@ enum Result {
 
 // CUdevice_attribute.
 enum Attribute {
+    WARP_SIZE = 10,
     MULTIPROCESSORS = 16,
     CAPABILITY_MAJOR = 75,
     CAPABILITY_MINOR = 76,
@@ -109,6 +110,7 @@ int cuDeviceGetUuid_v2(char* uuid, int device) { return cuDeviceGetUuid(uuid, de
 int cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = TOTAL_BYTES, SUCCESS; }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
     switch (attribute) {
+        case WARP_SIZE: *value = int(WARP); break;
         case MULTIPROCESSORS: *value = 3; break;
         case CAPABILITY_MAJOR: *value = 9; break;
         case CAPABILITY_MINOR: *value = 0; break;

@@ -47,11 +47,11 @@ EmulatorIndex emulator_thread_index();
 EmulatorIndex emulator_block_index();
 EmulatorIndex emulator_block_size();
 EmulatorIndex emulator_grid_size();
-unsigned emulator_linear_thread();
+unsigned emulator_lane();
 uint64_t emulator_time();
 
 void emulator_barrier(const char* file, int line);
-void emulator_warp(EmulatorOperation operation, unsigned mask, void* data, const char* file, int line);
+void emulator_warp(EmulatorOperation operation, uint64_t mask, void* data, const char* file, int line);
 void emulator_fence();
 void* emulator_dynamic_shared();
 // Several blocks write the same to these bytes.

@@ -158,7 +158,6 @@ std::string run(const Launch& launch) {
     uint64_t blocks = uint64_t(launch.grid.x) * launch.grid.y * launch.grid.z;
     unsigned threads = launch.block.x * launch.block.y * launch.block.z;
     if (threads == 0 || threads > MAX_THREADS) return "a block has " + std::to_string(threads) + " threads";
-    if (threads % WARP && threads != 1) return "a block of " + std::to_string(threads) + " threads is not whole warps";
     uint32_t number = ++launches;
     Grid grid{launch, number, seed ? strtoull(seed, nullptr, 10) * 1000003 + number : 0, {}};
     for (const std::string& arg : launch.args) grid.args.push_back(const_cast<char*>(arg.data()));
@@ -184,7 +183,7 @@ EmulatorIndex emulator_thread_index() { return runner->current->index; }
 EmulatorIndex emulator_block_index() { return runner->block_index; }
 EmulatorIndex emulator_block_size() { return runner->grid.launch.block; }
 EmulatorIndex emulator_grid_size() { return runner->grid.launch.grid; }
-unsigned emulator_linear_thread() { return runner->number_of(*runner->current); }
+unsigned emulator_lane() { return runner->number_of(*runner->current) % WARP; }
 void* emulator_dynamic_shared() { return reinterpret_cast<void*>(runner->dynamic.begin); }
 
 uint64_t emulator_time() {

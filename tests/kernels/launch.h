@@ -8,6 +8,9 @@
 
 namespace emulator {
 
+// Threads of a warp: $EMULATOR_WARP, or 32.
+extern const unsigned WARP;
+
 struct Launch {
     const char* name;
     const EmulatorKernel* kernel;

@@ -15,7 +15,7 @@
 
 namespace emulator {
 
-constexpr unsigned WARP = 32, MAX_THREADS = 1024;
+constexpr unsigned MAX_WARP = 64, MAX_THREADS = 1024;
 constexpr size_t MAX_SHARED = 228 << 10;
 
 enum class State { Ready, AtBarrier, InWarp, Done };
@@ -36,7 +36,7 @@ struct Fiber {
     const char* file;
     int line;
     EmulatorOperation operation;
-    unsigned mask;
+    uint64_t mask;
     void* data;
     // By group of cp.async; the last one is not committed yet.
     std::vector<std::vector<Copy>> copies;

@@ -1,5 +1,6 @@
 // What the lanes of a warp do together, and copies from device to shared memory.
 
+#include <cstdlib>
 #include <cstring>
 
 #include "runner.h"
@@ -24,6 +25,11 @@ float from_tf32(unsigned bits) {
 
 }  // namespace
 
+const unsigned WARP = [] {
+    const char* text = getenv("EMULATOR_WARP");
+    return text ? unsigned(strtoul(text, nullptr, 10)) : 32u;
+}();
+
 // Does what the lanes of the current warp have called together.
 void Runner::complete(EmulatorOperation operation) {
     std::string site = std::string(current->file) + ":" + std::to_string(current->line);
@@ -33,7 +39,7 @@ void Runner::complete(EmulatorOperation operation) {
                 if (current->mask >> i & 1) lane(i).warp_epoch++;
             break;
         case EMULATOR_SHUFFLE: {
-            uint64_t values[WARP] = {};
+            uint64_t values[MAX_WARP] = {};
             for (unsigned i = 0; i < WARP; i++)
                 if (current->mask >> i & 1) values[i] = static_cast<EmulatorShuffle*>(lane(i).data)->value;
             for (unsigned i = 0; i < WARP; i++) {
@@ -48,7 +54,7 @@ void Runner::complete(EmulatorOperation operation) {
         }
         case EMULATOR_LDMATRIX:
         case EMULATOR_LDMATRIX_TRANSPOSED: {
-            uint16_t elements[WARP][8];
+            uint16_t elements[MAX_WARP][8];
             Fiber* self = current;
             for (unsigned i = 0; i < WARP; i++) {
                 const void* row = static_cast<EmulatorMatrix*>(lane(i).data)->row;
@@ -127,11 +133,13 @@ using namespace emulator;
 
 extern "C" {
 
-void emulator_warp(EmulatorOperation operation, unsigned mask, void* data, const char* file, int line) {
+void emulator_warp(EmulatorOperation operation, uint64_t mask, void* data, const char* file, int line) {
     Runner& r = *runner;
     Fiber& self = *r.current;
     self.state = State::InWarp, self.operation = operation, self.mask = mask, self.data = data;
     self.file = file, self.line = line;
+    if (operation >= EMULATOR_LDMATRIX && WARP != 32)
+        r.fail("%s:%d: the instruction is one of warps of 32 threads, here they have %u", file, line, WARP);
     unsigned first = r.number_of(self) / WARP * WARP;
     bool all = true;
     for (unsigned i = 0; i < WARP; i++) {

@@ -5,6 +5,8 @@ use crate::cuda::compile;
 use crate::cuda::cudnn::descriptor::Descriptor;
 use crate::cuda::cudnn::graph::Target;
 use crate::cuda::cudnn::library::Library;
+use crate::cuda::device::NVIDIA_WARP;
+use crate::cuda::launch::STATIC_SHARED;
 use crate::error::EngineError;
 use crate::ops::attention::cudnn::{AttentionPlan, Direction};
 use crate::ops::attention::variant::OwnKernels;
@@ -39,12 +41,27 @@ pub fn has_nvrtc() -> bool {
     unsafe { cudarc::nvrtc::sys::is_culib_present() }
 }
 
+/// What the compiler says of a kernel: registers of a thread; bytes of them that it moves to memory, and of a block's
+/// static shared memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Resources {
+    pub kernel: String,
+    pub registers: usize,
+    pub spilled: usize,
+    pub shared: usize,
+}
+
 /// Compiles every kernel file for `arch` in this precision; attention's for these head widths, with tensor cores and
-/// without.
+/// without. Returns each file with its kernels' resources.
 ///
 /// # Errors
-/// The compiler's log, or the name of a kernel that a cubin lacks.
-pub fn compile_kernels(arch: &str, precision: Precision, widths: &[usize]) -> Result<(), String> {
+/// The compiler's log, the name of a kernel that a cubin lacks, or of one that leaves less dynamic shared memory than
+/// its launch may ask for.
+pub fn compile_kernels(
+    arch: &str,
+    precision: Precision,
+    widths: &[usize],
+) -> Result<Vec<(&'static str, Vec<Resources>)>, String> {
     let common = KERNEL_FILES.map(|file| (file.source, file.macros.to_vec(), file.kernels.to_vec()));
     let attention = widths.iter().flat_map(|width| {
         [(7, 5), (9, 0)].map(|capability| {
@@ -56,16 +73,53 @@ pub fn compile_kernels(arch: &str, precision: Precision, widths: &[usize]) -> Re
     let cached = widths
         .iter()
         .flat_map(|width| [1, 3, 4].map(|group| cached_attention::cuda::source_for(*width, group)));
+    let mut files = Vec::new();
     for (source, macros, names) in common.into_iter().chain(attention).chain(cached) {
-        let options = compile::options(arch, precision.activations(), &macros);
-        let cubin = compile::compile(source, arch, &options).map_err(|error| error.to_string())?;
+        let mut options = compile::options(arch, NVIDIA_WARP, precision.activations(), &macros);
+        options.push("--ptxas-options=-v".into());
+        let compiled = compile::compile_with_log(source, arch, &options);
+        let (cubin, log) = compiled.map_err(|error| error.to_string())?;
         for name in names {
             if !cubin.windows(name.len()).any(|window| window == name.as_bytes()) {
                 return Err(format!("{}: {name} is missing", source.file));
             }
         }
+        let resources = resources(&log);
+        let dynamic = KERNEL_FILES.iter().flat_map(|file| file.dynamic_shared);
+        for name in dynamic {
+            let large = |found: &&Resources| found.kernel == *name && found.shared > STATIC_SHARED as usize;
+            if let Some(found) = resources.iter().find(large) {
+                return Err(format!("{name}: {} bytes of static shared memory", found.shared));
+            }
+        }
+        files.push((source.file, resources));
     }
-    Ok(())
+    Ok(files)
+}
+
+/// Reads what `ptxas -v` prints, such as:
+///
+/// ```text
+/// ptxas info    : Compiling entry function 'norm_fwd' for 'sm_90'
+/// ptxas         .     8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads
+/// ptxas info    : Used 96 registers, used 1 barriers, 8 bytes cumulative stack size, 8384 bytes smem
+/// ```
+fn resources(log: &str) -> Vec<Resources> {
+    let before = |line: &str, unit: &str| -> Option<usize> {
+        line[..line.find(unit)?].trim_end().rsplit(' ').next()?.parse().ok()
+    };
+    let mut found: Vec<Resources> = Vec::new();
+    for line in log.lines() {
+        if let Some((_, name)) = line.split_once("Compiling entry function '") {
+            let kernel = name.split('\'').next().unwrap_or_default().to_owned();
+            found.push(Resources { kernel, registers: 0, spilled: 0, shared: 0 });
+        }
+        let Some(last) = found.last_mut() else { continue };
+        last.spilled = before(line, "bytes spill stores").unwrap_or(last.spilled);
+        last.registers = before(line, "registers").unwrap_or(last.registers);
+        last.shared = before(line, "bytes smem").unwrap_or(last.shared);
+    }
+    found
 }
 
 /// Names of all kernels of this precision.

@@ -47,11 +47,18 @@ fn times() {
     let sweep = Sweep { ops: Ops { backend: &backend, grads: DType::Bf16 }, prefix: "" };
     WIDTHS.into_iter().for_each(|cols| sweep.width(cols));
     VOCABULARIES.into_iter().for_each(|vocab| sweep.vocabulary(vocab));
-    sweep.attention();
+    sweep.head_widths();
+    sweep.sequences();
     for (prefix, precision) in [("deterministic ", Precision::Bf16), ("tf32 ", Precision::Tf32)] {
         let backend = open(precision, true);
-        Sweep { ops: Ops { backend: &backend, grads: DType::F32 }, prefix }.attention();
+        Sweep { ops: Ops { backend: &backend, grads: DType::F32 }, prefix }.head_widths();
     }
+}
+
+/// 16K tokens of 2,048 columns.
+fn attention_shape(seq: usize, width: usize) -> AttentionShape {
+    let heads = 2048 / width;
+    AttentionShape { batch: 16_384 / seq, seq, heads, kv_heads: heads, width }
 }
 
 /// Least bytes and floating-point operations of an operation.
@@ -166,20 +173,20 @@ impl Sweep<'_> {
         });
     }
 
-    /// Head widths at 2,048 tokens, and sequence lengths at heads of 64 and 128: 16K tokens, 2,048 columns.
-    fn attention(&self) {
-        let shape = |seq: usize, width: usize| {
-            let heads = 2048 / width;
-            AttentionShape { batch: 16_384 / seq, seq, heads, kv_heads: heads, width }
-        };
-        HEAD_WIDTHS.into_iter().for_each(|width| self.attention_of("head width", width, shape(2048, width)));
-        for width in [64, 128] {
-            let axis = format!("sequence, heads of {width}");
-            SEQUENCES.into_iter().for_each(|seq| self.attention_of(&axis, seq, shape(seq, width)));
+    fn head_widths(&self) {
+        for width in HEAD_WIDTHS {
+            self.attention("head width", width, attention_shape(2048, width));
         }
     }
 
-    fn attention_of(&self, axis: &str, size: usize, shape: AttentionShape) {
+    fn sequences(&self) {
+        for width in [64, 128] {
+            let axis = format!("sequence, heads of {width}");
+            SEQUENCES.into_iter().for_each(|seq| self.attention(&axis, seq, attention_shape(seq, width)));
+        }
+    }
+
+    fn attention(&self, axis: &str, size: usize, shape: AttentionShape) {
         let (s, rows, ops, b) = (shape, shape.batch * shape.seq, &self.ops, self.ops.backend);
         let [qkv, dqkv] = [40, 41].map(|seed| ops.random(seed, rows * s.qkv_width()));
         let [out, dout] = [42, 43].map(|seed| ops.random(seed, rows * s.heads * s.width));

@@ -80,10 +80,12 @@ impl Macro {
     }
 }
 
-/// Options that compile a file for this architecture and element type of activations. They are part of the cache key.
-pub(crate) fn options(arch: &str, activations: DType, macros: &[Macro]) -> Vec<String> {
+/// Options that compile a file for this architecture, number of threads of a warp, and element type of activations. They
+/// are part of the cache key.
+pub(crate) fn options(arch: &str, warp: u32, activations: DType, macros: &[Macro]) -> Vec<String> {
     let act = if activations == DType::Bf16 { "bf16" } else { "float" };
     let common = [
+        Macro::int("WARP", warp as usize),
         Macro::int("BLOCK_THREADS", BLOCK_THREADS as usize),
         Macro::int("COLUMN_BLOCK_X", COLUMN_BLOCK.0 as usize),
         Macro::int("COLUMN_BLOCK_Y", COLUMN_BLOCK.1 as usize),
@@ -121,6 +123,11 @@ fn version() -> (c_int, c_int) {
 
 /// Compiles one file, with the prelude before it.
 pub(crate) fn compile(source: Source, arch: &str, options: &[String]) -> Result<Vec<u8>> {
+    compile_with_log(source, arch, options).map(|(cubin, _)| cubin)
+}
+
+/// The machine code, and what the compiler says.
+pub(crate) fn compile_with_log(source: Source, arch: &str, options: &[String]) -> Result<(Vec<u8>, String)> {
     let failed = |log: String| EngineError::Compile { file: source.file, arch: arch.into(), log };
     let text = format!("{PRELUDE}\n{}", source.text);
     let text = CString::new(text).map_err(|_| failed("the source contains a zero byte".into()))?;
@@ -139,7 +146,7 @@ pub(crate) fn compile(source: Source, arch: &str, options: &[String]) -> Result<
     unsafe { sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()) }
         .result()
         .map_err(|error| failed(error.to_string()))?;
-    Ok(cubin)
+    Ok((cubin, program.log().unwrap_or_default()))
 }
 
 /// An NVRTC program.
@@ -170,7 +177,7 @@ mod tests {
         let source = Source { file: "norm/kernel.cu", text: "" };
         let name = |rows| {
             let macros = [Macro::int("ROWS", rows), Macro::float("SCALE", 0.797_884_6)];
-            file_name(source, &options("sm_90", DType::Bf16, &macros), (13, 0))
+            file_name(source, &options("sm_90", 32, DType::Bf16, &macros), (13, 0))
         };
         assert_eq!(name(2), name(2));
         assert_ne!(name(2), name(3));

@@ -10,6 +10,9 @@ use super::{cudnn, profile::Profiler};
 use crate::error::{EngineError, Result};
 use crate::options::DeviceInfo;
 
+/// Threads of a warp of all GPUs by NVIDIA: kernels are compiled with this constant where no device is open.
+pub(crate) const NVIDIA_WARP: u32 = 32;
+
 /// A context on one device and the stream that everything is enqueued to.
 #[derive(Clone, Debug)]
 pub(crate) struct Device {
@@ -21,6 +24,8 @@ pub(crate) struct Device {
     /// Compute capability, major and minor.
     pub(crate) capability: (i32, i32),
     pub(crate) multiprocessors: u32,
+    /// Threads of a warp.
+    pub(crate) warp: u32,
     pub(crate) profiler: Rc<Profiler>,
 }
 
@@ -34,9 +39,9 @@ impl Device {
         unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().map_err(failed)?;
         let (major, minor) = context.compute_capability().map_err(failed)?;
-        let count = context
-            .attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
-            .map_err(failed)?;
+        let attribute = |attribute| context.attribute(attribute).map_err(failed);
+        let count = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let warp = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_WARP_SIZE)?;
         let uuid = context.uuid().map_err(failed)?;
         let info = DeviceInfo { name: context.name().map_err(failed)?, uuid: uuid_text(uuid.bytes) };
         Ok(Self {
@@ -45,6 +50,7 @@ impl Device {
             arch: format!("sm_{major}{minor}"),
             capability: (major, minor),
             multiprocessors: u32::try_from(count).unwrap_or(1).max(1),
+            warp: u32::try_from(warp).unwrap_or(NVIDIA_WARP),
             profiler: Rc::default(),
             context,
         })

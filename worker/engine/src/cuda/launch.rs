@@ -21,7 +21,7 @@ use crate::tensor::Slice;
 pub(crate) const VEC: usize = 8;
 
 /// Shared memory of a block that is left to static allocations, in bytes.
-const STATIC_SHARED: i32 = 1024;
+pub(crate) const STATIC_SHARED: i32 = 1024;
 
 /// A kernel file that is compiled when a GPU is opened.
 #[derive(Clone, Copy, Debug)]
@@ -148,7 +148,7 @@ impl Kernels {
         macros: &[Macro],
         names: &[&'static str],
     ) -> Result<HashMap<&'static str, CudaFunction>> {
-        let options = compile::options(&self.device.arch, self.activations, macros);
+        let options = compile::options(&self.device.arch, self.device.warp, self.activations, macros);
         let module = compile::cubin(source, &self.device.arch, &options, |bytes| {
             let module = self.device.context.load_module(Ptx::from_binary(bytes));
             module.map_err(|error| driver_error(format!("failed to load {}", source.file), error))

@@ -139,6 +139,6 @@ pub(crate) fn vectorizable(cols: usize, arrays: &[Slice<'_>]) -> bool {
 }
 
 /// Threads of a block that processes a row as vectors: whole warps, at most [`BLOCK_THREADS`].
-pub(crate) fn vec_threads(cols: usize) -> u32 {
-    (cols.div_ceil(VEC).next_multiple_of(32) as u32).min(BLOCK_THREADS)
+pub(crate) fn vec_threads(gpu: &Gpu, cols: usize) -> u32 {
+    (cols.div_ceil(VEC) as u32).next_multiple_of(gpu.device.warp).min(BLOCK_THREADS)
 }

@@ -28,7 +28,7 @@ __device__ inline Pair pack(float low, float high) { return bf16_pair(low, high)
 // c[rows of this warp][N * 8 rows of b] += a b^T over the head width.
 template <int M, int N>
 __device__ inline void accumulate_rows(float (&c)[M][N][4], const bf16* a, const bf16* b, int warp_row) {
-    int lane = threadIdx.x % 32;
+    int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int k = 0; k < WIDTH / 16; k++) {
         u32 x[M][4];
@@ -50,7 +50,7 @@ __device__ inline void accumulate_rows(float (&c)[M][N][4], const bf16* a, const
 // c[rows of this warp][WIDTH] += s b, where s are scores in registers, N * 8 columns, and b has as many rows.
 template <int M, int N>
 __device__ inline void accumulate(float (&c)[M][WIDTH / 8][4], const float (&s)[M][N][4], const bf16* b) {
-    int lane = threadIdx.x % 32;
+    int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int k = 0; k < N / 2; k++) {
         u32 x[M][4];

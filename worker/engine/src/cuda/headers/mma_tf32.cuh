@@ -37,7 +37,7 @@ __device__ inline Pair pack(float first, float second) { return make_float2(firs
 // c[rows of this warp][N * 8 rows of b] += a b^T over the head width.
 template <int M, int N>
 __device__ inline void accumulate_rows(float (&c)[M][N][4], const float* a, const float* b, int warp_row) {
-    int group = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    int group = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
     a += warp_row * WIDTH;
 #pragma unroll
     for (int k = 0; k < WIDTH / 8; k++) {
@@ -62,7 +62,7 @@ __device__ inline void accumulate_rows(float (&c)[M][N][4], const float* a, cons
 // c[rows of this warp][WIDTH] += s b, where s are scores in registers, N * 8 columns, and b has as many rows.
 template <int M, int N>
 __device__ inline void accumulate(float (&c)[M][WIDTH / 8][4], const float (&s)[M][N][4], const float* b) {
-    int group = threadIdx.x % 32 / 4, row = threadIdx.x % 4 * 2;
+    int group = threadIdx.x % WARP / 4, row = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int k = 0; k < N; k++) {
         u32 x[M][4];

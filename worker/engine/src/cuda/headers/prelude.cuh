@@ -163,23 +163,27 @@ __device__ inline void add_grad8(void* p, bool is_bf16, i64 row, i64 i, i64 len,
     else add8((float*)p + row, i, len, e);
 }
 
+#if WARP == 32
 #define FULL_WARP 0xffffffffu
+#else
+#define FULL_WARP 0xffffffffffffffffu
+#endif
 
 __device__ inline float warp_sum(float x) {
-    for (int lane = 16; lane > 0; lane /= 2) x += __shfl_xor_sync(FULL_WARP, x, lane);
+    for (int lane = WARP / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(FULL_WARP, x, lane);
     return x;
 }
 
 __device__ inline float warp_max(float x) {
-    for (int lane = 16; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, lane));
+    for (int lane = WARP / 2; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, lane));
     return x;
 }
 
 // Sum over a block of at most 1024 threads, returned to every thread. The barrier before the write makes back-to-back
 // calls safe.
 __device__ inline float block_sum(float x) {
-    __shared__ float partial[32];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = (blockDim.x + 31) / 32;
+    __shared__ float partial[1024 / WARP];
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = (blockDim.x + WARP - 1) / WARP;
     x = warp_sum(x);
     __syncthreads();
     if (lane == 0) partial[warp] = x;
@@ -188,8 +192,8 @@ __device__ inline float block_sum(float x) {
 }
 
 __device__ inline float block_max(float x) {
-    __shared__ float partial[32];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = (blockDim.x + 31) / 32;
+    __shared__ float partial[1024 / WARP];
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = (blockDim.x + WARP - 1) / WARP;
     x = warp_max(x);
     __syncthreads();
     if (lane == 0) partial[warp] = x;

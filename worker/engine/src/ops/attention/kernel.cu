@@ -147,18 +147,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const ACT* q
     }
 }
 
-// delta[b,h,t] = dout . out. One warp per row of a head. Grid: B T H / (THREADS / 32).
+// delta[b,h,t] = dout . out. DELTA_LANES threads per row of a head.
 extern "C" __global__ void attention_bwd_delta(const ACT* out, const ACT* dout, float* delta, i64 batch, i64 seq,
                                                i64 heads) {
     pdl_wait_and_launch();
-    i64 i = blockIdx.x * (i64)(THREADS / 32) + threadIdx.x / 32;
-    if (i >= batch * seq * heads) return;
-    int lane = threadIdx.x % 32;
+    constexpr int LANES = DELTA_LANES;
+    i64 i = blockIdx.x * (i64)(THREADS / LANES) + threadIdx.x / LANES;
+    int lane = threadIdx.x % LANES;
+    bool in_range = i < batch * seq * heads;
     float sum = 0.0f;
-    for (int d = lane; d < WIDTH; d += 32) sum += load(out, i * WIDTH + d) * load(dout, i * WIDTH + d);
-    sum = warp_sum(sum);
+    for (int d = lane; in_range && d < WIDTH; d += LANES) sum += load(out, i * WIDTH + d) * load(dout, i * WIDTH + d);
+#pragma unroll
+    for (int other = LANES / 2; other > 0; other /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, other);
     i64 head = i % heads, t = i / heads % seq, b = i / heads / seq;
-    if (lane == 0) delta[(b * heads + head) * seq + t] = sum;
+    if (in_range && lane == 0) delta[(b * heads + head) * seq + t] = sum;
 }
 
 // dq. Grid: (tiles of queries, H, B). Shared: 4 tiles of width, 1 of scores.

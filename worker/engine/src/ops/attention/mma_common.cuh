@@ -11,7 +11,7 @@
 // Exponentials and lse are kept to base 2 inside the kernels (scale_log2 = scale log2(e)), which saves a multiplication
 // per score.
 
-#define WARPS (THREADS / 32)
+#define WARPS (THREADS / WARP)
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
 #define NEG_INF __int_as_float(0xff800000)
@@ -91,7 +91,7 @@ __device__ inline void scores(float (&c)[M][N][4], const ACT* a, const ACT* b, i
 }
 
 // Row (within the warp) and column of element i of accumulator (m, n) in this thread.
-__device__ inline int row_of(int m, int i) { return 16 * m + threadIdx.x % 32 / 4 + i / 2 * 8; }
+__device__ inline int row_of(int m, int i) { return 16 * m + threadIdx.x % WARP / 4 + i / 2 * 8; }
 __device__ inline int column_of(int n, int i) { return 8 * n + threadIdx.x % 4 * 2 + i % 2; }
 
 // Reductions over the 4 threads of a row.

@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_fwd(const ACT* q
     QkvLayout layout = {seq, heads, kv_heads};
     // Longest rows first: their blocks visit the most tiles, so starting them early balances the load.
     i64 first = (gridDim.x - 1 - blockIdx.x) * (i64)ROWS, head = blockIdx.y, row = layout.row();
-    int warp_row = threadIdx.x / 32 * 16 * M;
+    int warp_row = threadIdx.x / WARP * 16 * M;
     qkv += blockIdx.z * seq * row;
     const ACT *keys = qkv + layout.k_at(head), *values = qkv + layout.v_at(head);
     i64 end = first + ROWS < seq ? first + ROWS : seq;
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     ACT *o = q + ROWS * WIDTH, *k = o + ROWS * WIDTH, *v = k + 2 * COLS * WIDTH;
     QkvLayout layout = {seq, heads, kv_heads};
     i64 first = (gridDim.x - 1 - blockIdx.x) * (i64)ROWS, head = blockIdx.y, row = layout.row();
-    int warp_row = threadIdx.x / 32 * 16 * M;
+    int warp_row = threadIdx.x / WARP * 16 * M;
     qkv += blockIdx.z * seq * row;
     dqkv += blockIdx.z * seq * row;
     const ACT *keys = qkv + layout.k_at(head), *values = qkv + layout.v_at(head);
@@ -121,7 +121,7 @@ __device__ inline void bwd_keys(const ACT* qkv, const ACT* dout, const float* ls
     QkvLayout layout = {seq, heads, kv_heads};
     // Early keys first: the most queries see them, so starting their blocks early balances the load.
     i64 first = blockIdx.x * (i64)ROWS, group = heads / kv_heads, row = layout.row(), first_head = blockIdx.y * group;
-    int warp_row = threadIdx.x / 32 * 16 * M;
+    int warp_row = threadIdx.x / WARP * 16 * M;
     qkv += blockIdx.z * seq * row;
     dqkv += blockIdx.z * seq * row;
     dout += blockIdx.z * seq * heads * WIDTH;

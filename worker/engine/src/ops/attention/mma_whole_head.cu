@@ -4,7 +4,7 @@
 
 // The tile of rows that a warp takes in this round. The order reverses every round, which balances the causal triangle.
 __device__ inline int warp_tile(int round) {
-    int warp = threadIdx.x / 32;
+    int warp = threadIdx.x / WARP;
     return round * WARPS + (round % 2 ? WARPS - 1 - warp : warp);
 }
 

@@ -119,6 +119,7 @@ impl OwnKernels {
                     Macro::int("THREADS", FP32_THREADS as usize),
                     Macro::int("TILE", fp32_tile(width)),
                     Macro::int("ROW_PADDING", ROW_PADDING),
+                    Macro::int("DELTA_LANES", self.delta_lanes()),
                 ];
                 return (FP32, macros);
             }
@@ -212,7 +213,7 @@ impl OwnKernels {
         Launch::threads(rows * self.delta_lanes(), DELTA_THREADS)
     }
 
-    /// Threads per row of [`DELTA`]: a warp, or one per vector rounded up to a power of two.
+    /// Threads per row of [`DELTA`], a power of two that divides the warp: most of them, or one per vector.
     fn delta_lanes(self) -> usize {
         match self {
             Self::Fp32 { .. } => 32,

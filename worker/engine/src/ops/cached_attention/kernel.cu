@@ -8,7 +8,7 @@
 // its own, which are combined at the end: with m = max of m_i, sum = sum_i exp(m_i - m) sum_i.
 
 #define TEAMS (THREADS / LANES)
-#define WARPS (THREADS / 32)
+#define WARPS (THREADS / WARP)
 // Floats of the result of a warp or split for one head: WIDTH sums, the maximum, the denominator.
 #define RESULT (WIDTH + 2)
 
@@ -65,7 +65,7 @@ __device__ inline float rescale(float largest, float now) {
 // Combines the teams of a warp.
 __device__ inline void combine_teams(Softmax& s) {
 #pragma unroll
-    for (int distance = LANES; distance < 32; distance *= 2) {
+    for (int distance = LANES; distance < WARP; distance *= 2) {
         float largest = __shfl_xor_sync(FULL_WARP, s.largest, distance);
         float total = __shfl_xor_sync(FULL_WARP, s.total, distance);
         float now = fmaxf(s.largest, largest), mine = rescale(s.largest, now), theirs = rescale(largest, now);
@@ -160,11 +160,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     }
     __shared__ float results[GROUP][WARPS][RESULT];
-    int warp = threadIdx.x / 32;
+    int warp = threadIdx.x / WARP;
 #pragma unroll
     for (int g = 0; g < GROUP; g++) {
         combine_teams(state[g]);
-        if (threadIdx.x % 32 >= LANES) continue;
+        if (threadIdx.x % WARP >= LANES) continue;
         float* result = results[g][warp];
         for (int j = 0; inside && j < 8; j++) result[d + j] = state[g].sums.x[j];
         if (part == 0) result[WIDTH] = state[g].largest, result[WIDTH + 1] = state[g].total;

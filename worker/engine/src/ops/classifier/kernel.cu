@@ -88,15 +88,16 @@ extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS)
         int target = targets[rows - 1 - turn];
         float target_logit = load(row, target);
 
+        auto fetch = [&](int i) { return fetch8((const ACT*)row, i, padded, wide); };
         Softmax mine;
-        // Adds the thread's vectors of columns `start` to `end`, where `fetch` gets one.
-        auto add = [&](int start, int end, auto fetch) {
+        // Adds the thread's vectors of columns `start` to `end`, which are in shared memory or not.
+        auto add = [&](int start, int end, bool in_shared) {
             for (int i = start + first; i < end; i += VECS * step) {
                 Packed<ACT> packed[VECS] = {};
                 Vec8 e[VECS];
 #pragma unroll
                 for (int k = 0; k < VECS; k++)
-                    if (i + k * step < end) packed[k] = fetch(i + k * step);
+                    if (i + k * step < end) packed[k] = in_shared ? vectors[(i + k * step) / 8] : fetch(i + k * step);
 #pragma unroll
                 for (int k = 0; k < VECS; k++) e[k] = masked(packed[k], i + k * step < end ? i + k * step : (int)vocab);
                 mine.add(e);
@@ -105,9 +106,9 @@ extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS)
 #pragma unroll
         for (int group = 0; group < GROUPS; group++) {
             wait_group(group);
-            add(group * part, min((group + 1) * part, keep), [&](int i) { return vectors[i / 8]; });
+            add(group * part, min((group + 1) * part, keep), true);
         }
-        add(keep, (int)padded, [&](int i) { return fetch8((const ACT*)row, i, padded, wide); });
+        add(keep, (int)padded, false);
         float row_max = block_max(mine.max);
         float sum = block_sum(mine.sum * exp_for<ACT>(mine.max - row_max));
         if (threadIdx.x == 0) losses[rows - 1 - turn] = logf(sum) + row_max - target_logit;
@@ -125,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS)
         if (with_grad) {
 #pragma unroll 2
             for (int i = keep + first; i < padded; i += step)
-                store_gradient(i, fetch8((const ACT*)row, i, padded, wide));
+                store_gradient(i, fetch(i));
         }
         bool more = turn + gridDim.x < rows;
         for (int group = 0; group < GROUPS; group++) {

@@ -10,7 +10,7 @@ use crate::cuda::{
 use crate::error::Result;
 
 /// Most threads of a row in `embed_fwd`.
-const ROW_THREADS: usize = 128;
+const ROW_THREADS: u32 = 128;
 /// Threads of a block of `embed_starts` and of `embed_sort`.
 const STARTS_THREADS: u32 = 1024;
 const SORT_THREADS: u32 = 512;
@@ -50,7 +50,7 @@ pub(crate) fn forward(gpu: &Gpu, a: EmbedForward<'_>) -> Result<()> {
         expect(positions, DType::I32, rows);
     }
     gpu.expect_act(a.out, rows * s.cols);
-    let threads = s.cols.div_ceil(VEC).next_multiple_of(32).min(ROW_THREADS) as u32;
+    let threads = vec_threads(gpu, s.cols).min(ROW_THREADS);
     let block = (threads, BLOCK_THREADS / threads);
     let launch = Launch::rows(rows.div_ceil(block.1 as usize), block);
     let args = args![a.tokens, a.wte, a.wpe, a.positions, a.out, rows, s.seq, s.cols];
@@ -69,7 +69,7 @@ pub(crate) fn backward(gpu: &Gpu, a: EmbedBackward<'_>) -> Result<()> {
     expect_grad(dwpe, dwpe.len().max(s.seq * s.cols));
     let args = args![a.dout, dwpe, is_bf16(dwpe), s.batch, s.seq, s.cols];
     // SAFETY: checked above.
-    unsafe { gpu.launch("embed_bwd_positions", row_blocks(s.seq, s.cols), args) }
+    unsafe { gpu.launch("embed_bwd_positions", row_blocks(gpu, s.seq, s.cols), args) }
 }
 
 /// Adds to dwte. Operands were checked.
@@ -87,7 +87,7 @@ fn token_gradients(gpu: &Gpu, a: EmbedBackward<'_>) -> Result<()> {
     let each_row = Launch::threads(rows, BLOCK_THREADS);
     let each_token = Launch::threads(s.vocab, STARTS_THREADS);
     let each_sorted = Launch::threads(rows, SORT_THREADS);
-    let each_part = row_blocks(parts, s.cols);
+    let each_part = row_blocks(gpu, parts, s.cols);
     let (tokens, starts, bf16) = (a.tokens, starts.all(), is_bf16(a.dwte));
     let sums = args![tokens, sorted, a.dout, a.dwte, bf16, heads, tails, rows, s.cols];
     let joins = args![tokens, counts, starts, sorted, a.dwte, bf16, heads, tails, rows, s.cols];
@@ -104,8 +104,8 @@ fn token_gradients(gpu: &Gpu, a: EmbedBackward<'_>) -> Result<()> {
 }
 
 /// A grid of `count` by as many blocks as cover `cols` columns, eight per thread.
-fn row_blocks(count: usize, cols: usize) -> Launch {
-    let threads = vec_threads(cols);
+fn row_blocks(gpu: &Gpu, count: usize, cols: usize) -> Launch {
+    let threads = vec_threads(gpu, cols);
     let grid = (count, cols.div_ceil(VEC * threads as usize), 1);
     Launch { grid, ..Launch::blocks(1, threads) }
 }

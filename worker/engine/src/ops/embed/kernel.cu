@@ -37,13 +37,13 @@ extern "C" __global__ void embed_count(const int* __restrict__ tokens, int* coun
 template <int WARPS>
 __device__ inline int block_prefix_sum(int mine, int& before) {
     __shared__ int sums[WARPS];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, sum = mine;
-    for (int distance = 1; distance < 32; distance *= 2) {
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, sum = mine;
+    for (int distance = 1; distance < WARP; distance *= 2) {
         int other = __shfl_up_sync(FULL_WARP, sum, distance);
         if (lane >= distance) sum += other;
     }
     __syncthreads();
-    if (lane == 31) sums[warp] = sum;
+    if (lane == WARP - 1) sums[warp] = sum;
     __syncthreads();
     int start = before + sum - mine;
     for (int w = 0; w < WARPS; w++) {
@@ -61,8 +61,8 @@ extern "C" __global__ void embed_starts(const int* __restrict__ counts, int* __r
     int earlier = 0, before = 0;
 #pragma unroll 8
     for (i64 i = threadIdx.x; i < first; i += EMBED_STARTS_THREADS) earlier += counts[i];
-    block_prefix_sum<EMBED_STARTS_THREADS / 32>(earlier, before);
-    int start = block_prefix_sum<EMBED_STARTS_THREADS / 32>(token < vocab ? counts[token] : 0, before);
+    block_prefix_sum<EMBED_STARTS_THREADS / WARP>(earlier, before);
+    int start = block_prefix_sum<EMBED_STARTS_THREADS / WARP>(token < vocab ? counts[token] : 0, before);
     if (token < vocab) starts[token] = start;
 }
 
@@ -93,7 +93,7 @@ __device__ inline void sort_by_bits(const int* __restrict__ order, int* sorted, 
     int before = 0;
     for (int start = 0; start < words; start += EMBED_SORT_THREADS) {
         unsigned word = start + threadIdx.x < words ? bits[start + threadIdx.x] : 0;
-        int at = block_prefix_sum<EMBED_SORT_THREADS / 32>(__popc(word), before);
+        int at = block_prefix_sum<EMBED_SORT_THREADS / WARP>(__popc(word), before);
         for (; word; word &= word - 1) sorted[at++] = (start + threadIdx.x) * 32 + __ffs(word) - 1;
     }
 }

@@ -47,9 +47,9 @@ pub(crate) fn run(gpu: &Gpu, a: Gemv<'_>) -> Result<()> {
             _ => "gemv_mma_32",
         };
         let warps = s.inputs.div_ceil(MMA_INPUTS * MMA_READS).next_power_of_two().min(MMA_WARPS);
-        (name, Launch::blocks(s.outputs.div_ceil(MMA_OUTPUTS), 32 * warps as u32))
+        (name, Launch::blocks(s.outputs.div_ceil(MMA_OUTPUTS), gpu.device.warp * warps as u32))
     } else {
-        ("gemv_fma", Launch::blocks(s.outputs.div_ceil(FMA_WARPS), 32 * FMA_WARPS as u32))
+        ("gemv_fma", Launch::blocks(s.outputs.div_ceil(FMA_WARPS), gpu.device.warp * FMA_WARPS as u32))
     };
     let args = args![a.x, a.w, a.bias, a.y, y_bf16, a.gelu, s.rows, s.inputs, s.outputs];
     // SAFETY: checked above; y overlaps no input by the operation's contract.

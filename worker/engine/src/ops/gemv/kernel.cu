@@ -15,15 +15,15 @@ __device__ inline float gemv_finish(float x, const ACT* bias, i64 output, bool g
 extern "C" __global__ void gemv_fma(const ACT* __restrict__ x, const ACT* __restrict__ w, const ACT* __restrict__ bias,
                                     void* __restrict__ y, bool y_bf16, bool gelu, i64 rows, i64 inputs, i64 outputs) {
     pdl_wait_and_launch();
-    i64 output = blockIdx.x * (i64)(blockDim.x / 32) + threadIdx.x / 32;
+    i64 output = blockIdx.x * (i64)(blockDim.x / WARP) + threadIdx.x / WARP;
     if (output >= outputs) return;
-    int lane = threadIdx.x % 32;
+    int lane = threadIdx.x % WARP;
     w += output * inputs;
     bool wide = is_wide(w, inputs) && is_wide(x, inputs);
     for (i64 first = 0; first < rows; first += FMA_ROWS) {
         float sums[FMA_ROWS] = {};
 #pragma unroll 2
-        for (i64 i = lane * 8; i < inputs; i += 32 * 8) {
+        for (i64 i = lane * 8; i < inputs; i += WARP * 8) {
             Vec8 weights = load8(w, i, inputs, wide);
 #pragma unroll
             for (int r = 0; r < FMA_ROWS; r++) {
@@ -50,7 +50,7 @@ template <int TILES>
 __device__ inline void gemv_tiles(const ACT* x, const ACT* w, const ACT* bias, void* y, bool y_bf16, bool gelu,
                                   i64 rows, i64 inputs, i64 outputs) {
     __shared__ float partials[GEMV_WARPS][8 * TILES][17];
-    int warp = threadIdx.x / 32, warps = blockDim.x / 32, group = threadIdx.x % 32 / 4, part = threadIdx.x % 4;
+    int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, group = threadIdx.x % WARP / 4, part = threadIdx.x % 4;
     i64 first = blockIdx.x * 16ll, low = first + group, high = low + 8;
     float sums[TILES][4] = {};
     const uint4 zero = make_uint4(0, 0, 0, 0);

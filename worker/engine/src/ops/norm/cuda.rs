@@ -34,7 +34,7 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
         Macro::int("NORM_BWD_BLOCKS_BF16", BWD_BLOCKS_BF16),
         Macro::int("NORM_BWD_BLOCKS_F32", BWD_BLOCKS_F32),
     ],
-    dynamic_shared: &["norm_fwd", "norm_bwd", "norm_fwd_wide", "norm_bwd_wide"],
+    dynamic_shared: &["norm_fwd_wide", "norm_bwd_wide"],
 };
 
 pub(crate) fn forward(gpu: &Gpu, a: NormForward<'_>) -> Result<()> {
@@ -51,7 +51,7 @@ pub(crate) fn forward(gpu: &Gpu, a: NormForward<'_>) -> Result<()> {
     let operands: Vec<Slice<'_>> =
         [Some(a.x), branch, sum, Some(a.gamma), a.beta, Some(a.y)].into_iter().flatten().collect();
     let arrays = if a.residual.is_some() { 2 } else { 1 };
-    let (name, launch, instead_of) = match RegisterBlock::of(s, &operands) {
+    let (name, launch, instead_of) = match RegisterBlock::of(gpu, s, &operands) {
         Some(block) if block.is_wide() => ("norm_fwd_wide", block.launch(gpu, s, arrays, 1), None),
         Some(block) => ("norm_fwd", block.launch(gpu, s, arrays, FWD_BLOCKS), None),
         None => {
@@ -74,7 +74,7 @@ pub(crate) fn backward(gpu: &Gpu, a: NormBackward<'_>) -> Result<()> {
     outputs.iter().for_each(|grad| expect_grad(*grad, s.cols));
     let (means, scales) = split_stats(s, a.stats);
     let arrays = if a.add_to_dx { 3 } else { 2 };
-    let (name, launch) = match RegisterBlock::of(s, &[a.x, a.gamma, a.dy, a.dx]) {
+    let (name, launch) = match RegisterBlock::of(gpu, s, &[a.x, a.gamma, a.dy, a.dx]) {
         Some(block) if block.is_wide() => ("norm_bwd_wide", block.launch(gpu, s, arrays, 1)),
         Some(block) => {
             let at_once = if gpu.activations == DType::Bf16 { BWD_BLOCKS_BF16 } else { BWD_BLOCKS_F32 };
@@ -116,8 +116,8 @@ struct RegisterBlock {
 
 impl RegisterBlock {
     /// `None` if a row is too wide or cannot be accessed as vectors.
-    fn of(s: NormShape, operands: &[Slice<'_>]) -> Option<Self> {
-        let threads = s.cols.div_ceil(VEC).next_multiple_of(32);
+    fn of(gpu: &Gpu, s: NormShape, operands: &[Slice<'_>]) -> Option<Self> {
+        let threads = s.cols.div_ceil(VEC).next_multiple_of(gpu.device.warp as usize);
         let rows = if threads <= THREADS { (THREADS / threads, NORM_ROWS) } else { (1, 1) };
         (vectorizable(s.cols, operands) && threads <= WIDE_THREADS).then_some(Self { threads, rows })
     }

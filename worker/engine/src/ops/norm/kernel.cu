@@ -11,12 +11,12 @@
 // barrier: a thread that writes a buffer again has passed the other buffer's barrier, so everyone has read this one.
 template <int THREADS, int COUNT>
 __device__ inline void row_sums(float (&x)[COUNT], int& buffer) {
-    __shared__ float partial[2][COUNT][THREADS / 32];
-    int warps = blockDim.x / 32, first = threadIdx.y * warps, warp = first + threadIdx.x / 32;
+    __shared__ float partial[2][COUNT][THREADS / WARP];
+    int warps = blockDim.x / WARP, first = threadIdx.y * warps, warp = first + threadIdx.x / WARP;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         x[i] = warp_sum(x[i]);
-        if (threadIdx.x % 32 == 0) partial[buffer][i][warp] = x[i];
+        if (threadIdx.x % WARP == 0) partial[buffer][i][warp] = x[i];
     }
     __syncthreads();
 #pragma unroll

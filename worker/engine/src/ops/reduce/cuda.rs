@@ -15,7 +15,7 @@ use crate::tensor::{Slice, Tensor};
 const COLUMN_SUM_BLOCKS_PER_SM: usize = 4;
 /// Blocks of the first stage of a sum.
 const SUM_BLOCKS: usize = 1024;
-/// Rows and columns of threads of `column_sum_final`: the warp size.
+/// Rows and columns of threads of `column_sum_final`, at most as many as a warp has.
 const FINAL_TILE: u32 = 32;
 
 pub(crate) const KERNELS: KernelFile = KernelFile {

@@ -80,7 +80,7 @@ extern "C" __global__ void column_sum_partials(const ACT* __restrict__ dy, float
 
 // out[c] (+)= sum of partials[.., c], for up to three outputs with consecutive partials (count, C) each.
 //
-// Grid: (C / FINAL_TILE, outputs); block (FINAL_TILE, FINAL_TILE), where FINAL_TILE is the warp size.
+// Grid: (C / FINAL_TILE, outputs); block (FINAL_TILE, FINAL_TILE), where FINAL_TILE divides the warp size.
 extern "C" __global__ void column_sum_final(const float* __restrict__ partials, i64 count, i64 cols, void* first,
                                             void* second, void* third, bool out_bf16, bool add) {
     pdl_wait_and_launch();
@@ -94,8 +94,9 @@ extern "C" __global__ void column_sum_final(const float* __restrict__ partials, 
         for (i64 i = threadIdx.y; i < count; i += FINAL_TILE) sum += partials[i * cols + c];
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    // Transposed through shared memory: each warp reduces one column.
-    sum = warp_sum(sums[threadIdx.x][threadIdx.y]);
+    // Transposed through shared memory: neighbouring threads reduce one column.
+    sum = sums[threadIdx.x][threadIdx.y];
+    for (int lane = FINAL_TILE / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, lane);
     c = blockIdx.x * (i64)FINAL_TILE + threadIdx.y;
     if (threadIdx.x == 0 && c < cols) store_grad(out, out_bf16, c, add ? load_grad(out, out_bf16, c) + sum : sum);
 }

@@ -18,7 +18,7 @@ pub(crate) fn forward(gpu: &Gpu, args: SwigluForward<'_>) -> Result<()> {
     let SwigluForward { rows, ffn, h, a } = args;
     gpu.expect_act(h, 2 * rows * ffn);
     gpu.expect_act(a, rows * ffn);
-    let launch = Launch::blocks(rows.div_ceil(SWIGLU_ROWS), vec_threads(ffn));
+    let launch = Launch::blocks(rows.div_ceil(SWIGLU_ROWS), vec_threads(gpu, ffn));
     // SAFETY: checked above.
     unsafe { gpu.launch("swiglu_fwd", launch, args![h, a, rows, ffn]) }
 }
@@ -27,7 +27,7 @@ pub(crate) fn backward(gpu: &Gpu, args: SwigluBackward<'_>) -> Result<()> {
     let SwigluBackward { rows, ffn, h, da, dh } = args;
     [h, dh].into_iter().for_each(|x| gpu.expect_act(x, 2 * rows * ffn));
     gpu.expect_act(da, rows * ffn);
-    let launch = Launch::blocks(rows.div_ceil(SWIGLU_ROWS), vec_threads(ffn));
+    let launch = Launch::blocks(rows.div_ceil(SWIGLU_ROWS), vec_threads(gpu, ffn));
     // SAFETY: checked above.
     unsafe { gpu.launch("swiglu_bwd", launch, args![h, da, dh, rows, ffn]) }
 }

@@ -1,0 +1,89 @@
+//! Warps of 64 threads, as GPUs of other vendors have them: which kernels are written for any size of a warp.
+
+use std::collections::BTreeSet;
+use std::process::{Command, ExitCode, Output};
+
+use xlaunch_engine::Backend;
+use xlaunch_engine::Precision::{self, Bf16, Fp32, Tf32};
+use xlaunch_engine::testing::kernel_names;
+
+use crate::{cast_and_mark, cpp_compiler, differences, open};
+
+xlaunch_harness::tests! {
+    needs cpp_compiler: all_but_tensor_core_kernels_run_with_warps_of_64;
+}
+
+/// Precision, and parts of the names of the cases that a child runs, separated by `|`.
+const CHILD: &str = "KERNELS_WARPS_CHILD";
+/// Before the names of the kernels that a child has run.
+const RAN: &str = "ran: ";
+
+/// Each kernel that needs no tensor cores, in the precision that runs it.
+const ANY_WARP: [(Precision, &str); 2] = [
+    (
+        Fp32,
+        "embed EmbedShape { batch: 3|embed wpe EmbedShape { batch: 3|rows: 67, cols: 100|rows: 130, cols: 384\
+         |cols: 1544|linear LinearShape { rows: 67|seq: 37|reductions 31|checksum 31|gelu LinearShape { rows: 67\
+         |swiglu 67|rows: 67, vocab: 50|adamw 64|gemv LinearShape { rows: 5|capacity: 90|greedy 1",
+    ),
+    // bf16 has kernels of its own only where it needs tensor cores, and to convert.
+    (Bf16, "rows: 130, cols: 384|rows: 67, vocab: 50|adamw 64"),
+];
+
+/// Cases of the others: attention in tiles and by whole heads, decoding.
+const WARP_OF_32: [(Precision, &str); 4] = [
+    (Tf32, "seq: 37, heads: 2, kv_heads: 2, width: 24 }, rope"),
+    (Bf16, "seq: 70, heads: 2, kv_heads: 1, width: 16 }, rope"),
+    (Bf16, "seq: 17, heads: 3, kv_heads: 3, width: 16 }, rope"),
+    (Bf16, "gemv LinearShape { rows: 8"),
+];
+
+/// The kernels among these that have names of their own.
+const NAMES: [&str; 6] = [
+    "attention_bwd_values",
+    "attention_bwd_whole",
+    "attention_fwd_whole",
+    "gemv_mma_16",
+    "gemv_mma_32",
+    "gemv_mma_8",
+];
+
+/// Runs the cases of a child; `None` in the process of the suite.
+#[expect(clippy::print_stdout, reason = "read by the suite")]
+pub(crate) fn child() -> Option<ExitCode> {
+    let cases = std::env::var(CHILD).ok()?;
+    let (precision, parts) = cases.split_once(' ')?;
+    let precision = [Fp32, Tf32, Bf16].into_iter().find(|known| format!("{known:?}") == precision)?;
+    let backend = open(precision);
+    backend.begin_profile();
+    cast_and_mark(&backend);
+    let differences: Vec<String> =
+        parts.split('|').flat_map(|part| differences(&backend, precision, part)).collect();
+    assert!(differences.is_empty(), "{differences:?}");
+    let spans = backend.end_profile().unwrap();
+    spans.iter().for_each(|span| println!("{RAN}{}", span.name));
+    Some(ExitCode::SUCCESS)
+}
+
+fn run(precision: Precision, parts: &str) -> Output {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.env("EMULATOR_WARP", "64").env(CHILD, format!("{precision:?} {parts}")).output().unwrap()
+}
+
+fn all_but_tensor_core_kernels_run_with_warps_of_64() {
+    let mut ran = BTreeSet::new();
+    for (precision, parts) in ANY_WARP {
+        let output = run(precision, parts);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+        ran.extend(stdout.lines().filter_map(|line| line.strip_prefix(RAN).map(str::to_owned)));
+    }
+    let names = [Fp32, Bf16].into_iter().flat_map(kernel_names);
+    let others: BTreeSet<_> = names.filter(|name| !ran.contains(*name)).collect();
+    assert_eq!(others, NAMES.into());
+    for (precision, parts) in WARP_OF_32 {
+        let output = run(precision, parts);
+        let report = String::from_utf8_lossy(&output.stderr);
+        assert!(report.contains("the instruction is one of warps of 32 threads"), "{parts}: {report}");
+    }
+}
