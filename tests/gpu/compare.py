@@ -37,7 +37,8 @@ COLUMNS = ["model", "precision", "GPUs", "xlaunch tok/s", "sharded", "PyTorch to
 def run_xlaunch(binary, model, gpus, data, weights, precision, sharded=False):
     settings = {
         "data.train": [str(data)], "data.val_fraction": 0.0, "data.shuffle": False, "checkpoint.init": str(weights),
-        "train.batch": runner.BATCHES.get(model, runner.BATCH), "train.lr": peer.LR, "train.schedule": "constant", "train.warmup": peer.WARMUP,
+        "train.batch": runner.BATCHES.get(model, runner.BATCH), "train.lr": peer.LR,
+        "train.schedule": "constant", "train.warmup": peer.WARMUP,
         "engine.precision": precision, "engine.device": "cuda", "comm.shard_optimizer": sharded,
     }
     config, sizes = runner.configuration(model)

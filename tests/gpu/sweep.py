@@ -1,10 +1,10 @@
 """Every operation at many sizes, as a share of the least time that the device's peak rates allow.
 
-    python3 tests/gpu/sweep.py [--binary target/release/xlaunch] [--sweep PATH]
+    python3 tests/gpu/sweep.py [--binary target/release/xlaunch] [--sweep PATH] [--only NAME]
 
-`--sweep` is the test binary of that name, for hosts without cargo. The floor of an operation is its bytes at the rate of
-copies, or its floating-point operations at that of large bf16 GEMMs (`xlaunch bench device`, in the same run; tf32 has
-half the rate). An operation far below its neighbour in size is marked with `<`, and makes the exit code 1.
+`--sweep` is the test binary of that name, for hosts without cargo. The floor of an operation is its bytes at the rate
+of copies, or its floating-point operations at that of large GEMMs (`xlaunch bench device`, in the same run). One far
+below its neighbour in size is marked with `<`, and makes the exit code 1.
 """
 
 import argparse
@@ -26,10 +26,10 @@ def rates(binary):
     return found["copy_bytes_per_second"], found["gemm_flops"]
 
 
-def measure(sweep):
+def measure(sweep, only):
     command = [str(sweep)] if sweep else "cargo test --release -p xlaunch-engine --test sweep --".split()
     done = subprocess.run(command + ["--nocapture"], capture_output=True, text=True, cwd=runner.ROOT,
-                          env=os.environ | {"XLAUNCH_TIMES": "1"})
+                          env=os.environ | {"XLAUNCH_TIMES": only})
     if done.returncode != 0 or "not run:" in done.stderr:
         sys.exit(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -39,13 +39,14 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--binary", type=pathlib.Path, default=runner.ROOT / "target/release/xlaunch")
     parser.add_argument("--sweep", type=pathlib.Path)
+    parser.add_argument("--only", default="1", help="an operation, such as norm or `tf32 attention`")
     options = parser.parse_args()
     copy, gemm = rates(options.binary)
     print(f"{runner.hardware()}; python3 tests/gpu/sweep.py; copies {copy / 1e12:.2f} TB/s, "
           f"bf16 GEMMs {gemm['bf16'] / 1e12:.0f} TFLOP/s, tf32 {gemm['tf32'] / 1e12:.0f}\n")
     print("| operation | axis | size | us | share of the floor | by |\n|---|---|---|---|---|---|")
     last, cliff = {}, False
-    for row in measure(options.sweep):
+    for row in measure(options.sweep, options.only):
         precision = "tf32" if row["operation"].startswith("tf32") else "bf16"
         share = (row["bytes"] / copy + row["flops"] / gemm[precision]) * 1e6 / row["us"]
         series = row["operation"], row["axis"]

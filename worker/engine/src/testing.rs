@@ -1,12 +1,11 @@
 //! Internals that integration tests need: tests of kernels, NVRTC and cuDNN run only where these are installed.
 
 use crate::backend::CudaBackend;
-use crate::cuda::compile;
 use crate::cuda::cudnn::descriptor::Descriptor;
 use crate::cuda::cudnn::graph::Target;
 use crate::cuda::cudnn::library::Library;
 use crate::cuda::device::NVIDIA_WARP;
-use crate::cuda::launch::STATIC_SHARED;
+use crate::cuda::{STATIC_SHARED, compile};
 use crate::error::EngineError;
 use crate::ops::attention::cudnn::{AttentionPlan, Direction};
 use crate::ops::attention::variant::OwnKernels;

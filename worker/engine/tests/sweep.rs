@@ -2,7 +2,8 @@
 //! `tests/gpu/sweep.py`, which compares them with the device's peak rates.
 //!
 //! A line has the operation, its axis and size, microseconds of device time (median), and the least bytes and
-//! floating-point operations that it needs. Activations and gradients are bf16.
+//! floating-point operations that it needs. Activations and gradients are bf16. `XLAUNCH_TIMES` names the
+//! operations to measure, such as `norm` or `tf32 attention`; 1 means all.
 
 #![expect(clippy::print_stdout, reason = "measurements are printed")]
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -24,6 +25,8 @@ xlaunch_harness::suite! {
 /// Elements of the activations of most operations: far more than fit into the L2 cache.
 const ELEMENTS: usize = 1 << 25;
 const SEQ: usize = 1024;
+/// Elements of the classifier's input.
+const LOGITS: usize = 1 << 28;
 const WIDTHS: [usize; 9] = [384, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192];
 const VOCABULARIES: [usize; 6] = [32_000, 50_304, 65_536, 128_256, 200_064, 262_144];
 const HEAD_WIDTHS: [usize; 7] = [32, 64, 96, 128, 160, 192, 256];
@@ -53,6 +56,10 @@ fn times() {
         let backend = open(precision, true);
         Sweep { ops: Ops { backend: &backend, grads: DType::F32 }, prefix }.head_widths();
     }
+}
+
+fn rows(cols: usize) -> usize {
+    (ELEMENTS / cols).next_multiple_of(SEQ)
 }
 
 /// 16K tokens of 2,048 columns.
@@ -85,84 +92,108 @@ struct Sweep<'a> {
 
 impl Sweep<'_> {
     fn width(&self, cols: usize) {
-        let (ops, b) = (&self.ops, self.ops.backend);
-        let rows = (ELEMENTS / cols).next_multiple_of(SEQ);
-        let len = rows * cols;
-        let report = |name: &str, work: Work, call: &dyn Fn()| self.report(name, "width", cols, work, call);
+        if self.wants("norm") {
+            self.norm(cols);
+        }
+        if self.wants("SwiGLU") {
+            self.swiglu(cols);
+        }
+        if self.wants("embedding") {
+            self.embedding(cols);
+        }
+        if self.wants("linear") {
+            self.linear(cols);
+        }
+    }
 
+    /// Whether operations with this word in their names are measured.
+    fn wants(&self, word: &str) -> bool {
+        let part = std::env::var("XLAUNCH_TIMES").unwrap_or_default();
+        part == "1" || (part.contains(word) && part.starts_with(self.prefix))
+    }
+
+    fn norm(&self, cols: usize) {
+        let (ops, b, rows) = (&self.ops, self.ops.backend, rows(cols));
+        let len = rows * cols;
         let [x, branch, y, dy] = [1, 2, 3, 4].map(|seed| ops.random(seed, len));
         let gamma = ops.random(5, cols);
         let shape = NormShape { rows, cols, kind: NormKind::Rms, eps: 1e-5 };
         let stats = b.alloc(DType::F32, shape.stats()).unwrap();
         let dgamma = b.alloc(DType::Bf16, cols).unwrap();
-        report("norm forward", Work::bytes(4 * len * ACT), &|| {
+        self.report("norm forward", "width", cols, Work::bytes(4 * len * ACT), &|| {
             let residual = Some(ResidualAdd { branch: branch.all(), sum: branch.all() });
             let (x, gamma, y, stats) = (x.all(), gamma.all(), y.all(), stats.all());
             b.norm_forward(NormForward { shape, x, residual, gamma, beta: None, y, stats }).unwrap();
         });
-        report("norm backward", Work::bytes(4 * len * ACT), &|| {
+        self.report("norm backward", "width", cols, Work::bytes(4 * len * ACT), &|| {
             let (x, gamma, stats, dy, dx) = (x.all(), gamma.all(), stats.all(), dy.all(), y.all());
-            b.norm_backward(NormBackward {
-                shape,
-                x,
-                gamma,
-                stats,
-                dy,
-                dx,
-                add_to_dx: true,
-                dgamma: dgamma.all(),
-                dbeta: None,
-                dsum: None,
-                acc: Accumulate::Overwrite,
-            })
-            .unwrap();
+            let (dgamma, acc) = (dgamma.all(), Accumulate::Overwrite);
+            let (dbeta, dsum, add_to_dx) = (None, None, true);
+            let args = NormBackward { shape, x, gamma, stats, dy, dx, add_to_dx, dgamma, dbeta, dsum, acc };
+            b.norm_backward(args).unwrap();
         });
+    }
 
-        let [h, dh] = [6, 7].map(|seed| ops.random(seed, 2 * len));
-        let ffn = cols;
-        report("SwiGLU forward", Work::bytes(3 * len * ACT), &|| {
-            b.swiglu_forward(SwigluForward { rows, ffn, h: h.all(), a: y.all() }).unwrap();
+    fn swiglu(&self, ffn: usize) {
+        let (ops, b, rows) = (&self.ops, self.ops.backend, rows(ffn));
+        let len = rows * ffn;
+        let [a, da] = [6, 7].map(|seed| ops.random(seed, len));
+        let [h, dh] = [8, 9].map(|seed| ops.random(seed, 2 * len));
+        self.report("SwiGLU forward", "width", ffn, Work::bytes(3 * len * ACT), &|| {
+            b.swiglu_forward(SwigluForward { rows, ffn, h: h.all(), a: a.all() }).unwrap();
         });
-        report("SwiGLU backward", Work::bytes(5 * len * ACT), &|| {
-            b.swiglu_backward(SwigluBackward { rows, ffn, h: h.all(), da: dy.all(), dh: dh.all() }).unwrap();
+        self.report("SwiGLU backward", "width", ffn, Work::bytes(5 * len * ACT), &|| {
+            b.swiglu_backward(SwigluBackward { rows, ffn, h: h.all(), da: da.all(), dh: dh.all() }).unwrap();
         });
+    }
 
-        let vocab = 50_304;
+    fn embedding(&self, cols: usize) {
+        let (ops, b, rows, vocab) = (&self.ops, self.ops.backend, rows(cols), 50_304);
+        let len = rows * cols;
         let shape = EmbedShape { batch: rows / SEQ, seq: SEQ, cols, vocab };
-        let ids = common::ids(8, rows, vocab);
+        let ids = common::ids(10, rows, vocab);
         let tokens = b.alloc(DType::I32, rows).unwrap();
         b.write_i32(tokens.all(), &ids).unwrap();
         // Each distinct token's gradient is read and written.
         let touched = ids.into_iter().collect::<BTreeSet<i32>>().len() * cols;
-        let [wte, dwte] = [9, 10].map(|seed| ops.random(seed, vocab * cols));
-        report("embedding forward", Work::bytes(2 * len * ACT), &|| {
-            let (tokens, wte, out) = (tokens.all(), wte.all(), y.all());
+        let [wte, dwte] = [11, 12].map(|seed| ops.random(seed, vocab * cols));
+        let [out, dout] = [13, 14].map(|seed| ops.random(seed, len));
+        self.report("embedding forward", "width", cols, Work::bytes(2 * len * ACT), &|| {
+            let (tokens, wte, out) = (tokens.all(), wte.all(), out.all());
             b.embed_forward(EmbedForward { shape, tokens, wte, wpe: None, positions: None, out }).unwrap();
         });
-        report("embedding backward", Work::bytes((len + 2 * touched) * ACT), &|| {
-            let (tokens, dout, dwte) = (tokens.all(), dy.all(), dwte.all());
+        self.report("embedding backward", "width", cols, Work::bytes((len + 2 * touched) * ACT), &|| {
+            let (tokens, dout, dwte) = (tokens.all(), dout.all(), dwte.all());
             b.embed_backward(EmbedBackward { shape, tokens, dout, dwte, dwpe: None }).unwrap();
         });
+    }
 
+    fn linear(&self, cols: usize) {
+        let (ops, b, rows) = (&self.ops, self.ops.backend, rows(cols));
         let shape = LinearShape { rows, inputs: cols, outputs: cols };
-        let [w, dw] = [11, 12].map(|seed| ops.random(seed, cols * cols));
-        let flops = 2 * rows * cols * cols;
-        report("linear forward", Work::flops(flops), &|| {
-            b.linear_forward(LinearForward { shape, x: x.all(), w: w.all(), bias: None, y: y.all() })
-                .unwrap();
+        let [x, y] = [15, 16].map(|seed| ops.random(seed, rows * cols));
+        let [w, dw] = [17, 18].map(|seed| ops.random(seed, cols * cols));
+        let report = |name: &str, call: &dyn Fn()| {
+            self.report(name, "width", cols, Work::flops(2 * rows * cols * cols), call);
+        };
+        let (x, y, w, dw) = (x.all(), y.all(), w.all(), dw.all());
+        report("linear forward", &|| {
+            b.linear_forward(LinearForward { shape, x, w, bias: None, y }).unwrap();
         });
-        report("linear input gradient", Work::flops(flops), &|| {
-            b.linear_backward_input(LinearBackwardInput { shape, dy: dy.all(), w: w.all(), dx: y.all() })
-                .unwrap();
+        report("linear input gradient", &|| {
+            b.linear_backward_input(LinearBackwardInput { shape, dy: x, w, dx: y }).unwrap();
         });
-        report("linear weight gradient", Work::flops(flops), &|| {
-            let (dy, x, dw, acc) = (dy.all(), x.all(), dw.all(), Accumulate::Overwrite);
-            b.linear_backward_weight(LinearBackwardWeight { shape, dy, x, dw, dbias: None, acc }).unwrap();
+        report("linear weight gradient", &|| {
+            let (dbias, acc) = (None, Accumulate::Overwrite);
+            b.linear_backward_weight(LinearBackwardWeight { shape, dy: y, x, dw, dbias, acc }).unwrap();
         });
     }
 
     fn vocabulary(&self, vocab: usize) {
-        let (ops, b, rows) = (&self.ops, self.ops.backend, 4096);
+        if !self.wants("classifier") {
+            return;
+        }
+        let (ops, b, rows) = (&self.ops, self.ops.backend, LOGITS / vocab);
         let shape = ClassifierShape { rows, vocab: vocab - 3, padded: vocab };
         let (logits, losses) = (ops.random(20, rows * vocab), b.alloc(DType::F32, rows).unwrap());
         let targets = b.alloc(DType::I32, rows).unwrap();
@@ -187,6 +218,9 @@ impl Sweep<'_> {
     }
 
     fn attention(&self, axis: &str, size: usize, shape: AttentionShape) {
+        if !self.wants("attention") {
+            return;
+        }
         let (s, rows, ops, b) = (shape, shape.batch * shape.seq, &self.ops, self.ops.backend);
         let [qkv, dqkv] = [40, 41].map(|seed| ops.random(seed, rows * s.qkv_width()));
         let [out, dout] = [42, 43].map(|seed| ops.random(seed, rows * s.heads * s.width));
@@ -223,8 +257,7 @@ impl Sweep<'_> {
         rounds.sort_by(f64::total_cmp);
         let (prefix, us, by) = (self.prefix, rounds[ROUNDS / 2], names.join(", "));
         let Work { bytes, flops } = work;
-        println!(
-            r#"{{"operation":"{prefix}{name}","axis":"{axis}","size":{size},"us":{us:.1},"bytes":{bytes},"flops":{flops},"by":"{by}"}}"#
-        );
+        print!(r#"{{"operation":"{prefix}{name}","axis":"{axis}","size":{size},"us":{us:.1},"#);
+        println!(r#""bytes":{bytes},"flops":{flops},"by":"{by}"}}"#);
     }
 }

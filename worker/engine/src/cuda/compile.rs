@@ -80,8 +80,8 @@ impl Macro {
     }
 }
 
-/// Options that compile a file for this architecture, number of threads of a warp, and element type of activations. They
-/// are part of the cache key.
+/// Options that compile a file for this architecture, number of threads of a warp, and element type of activations.
+/// They are part of the cache key.
 pub(crate) fn options(arch: &str, warp: u32, activations: DType, macros: &[Macro]) -> Vec<String> {
     let act = if activations == DType::Bf16 { "bf16" } else { "float" };
     let common = [

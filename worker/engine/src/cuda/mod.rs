@@ -37,7 +37,7 @@ use device::Device;
 pub(crate) use device::driver_error;
 pub use device::{compute_stream, default_mempool_high, initialise_driver, load_libraries};
 use gemm::Gemm;
-pub(crate) use launch::{Arg, KernelFile, Kernels, Launch, VEC, args};
+pub(crate) use launch::{Arg, KernelFile, Kernels, Launch, STATIC_SHARED, VEC, args};
 use variant_log::VariantLog;
 
 /// An open GPU: its libraries, kernels and memory.

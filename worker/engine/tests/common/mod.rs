@@ -406,8 +406,8 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
         cases.push((format!("embed {s:?}"), Box::new(move |ops| ops.embed(s, &tokens, &wte, None, &dout))));
         cases.push((format!("embed wpe {s:?}"), Box::new(move |ops| ops.embed(s, &t, &w, Some(&with), &d))));
     }
-    // Rows that fit into registers of a part of a block, of a whole one, and wider ones; rows that are not vectorizable;
-    // more rows than run at once.
+    // Rows that fit into registers of a part of a block, of a whole one, and wider ones; rows that are not
+    // vectorizable; more rows than run at once.
     for (rows, cols) in
         [(1, 8), (67, 100), (130, 384), (9, 1536), (15, 1544), (5, 8192), (137, 8192), (3, 8200), (1999, 768)]
     {

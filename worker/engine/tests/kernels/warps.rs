@@ -24,7 +24,7 @@ const ANY_WARP: [(Precision, &str); 2] = [
         Fp32,
         "embed EmbedShape { batch: 3|embed wpe EmbedShape { batch: 3|rows: 67, cols: 100|rows: 130, cols: 384\
          |cols: 1544|linear LinearShape { rows: 67|seq: 37|reductions 31|checksum 31|gelu LinearShape { rows: 67\
-         |swiglu 67|rows: 67, vocab: 50|adamw 64|gemv LinearShape { rows: 5|capacity: 90|greedy 1",
+         |swiglu 67|rows: 67, vocab: 50|vocab: 59995|adamw 64|gemv LinearShape { rows: 5|capacity: 90|greedy 1",
     ),
     // bf16 has kernels of its own only where it needs tensor cores, and to convert.
     (Bf16, "rows: 130, cols: 384|rows: 67, vocab: 50|adamw 64"),

@@ -1,121 +1,194 @@
-// Softmax cross entropy, fused with its gradient, which replaces the logits. A block takes rows round-robin and keeps
-// the first `kept` logits of a row in shared memory, where copies bring those of its next row while it writes the
-// gradient of this one. The other logits are read again for the gradient, at once after the sum: they are still in the
-// L2 cache.
+// Softmax cross entropy, fused with its gradient, which replaces the logits.
 //
 // loss = log(sum exp(l - max)) + max - l[target]; dl = (softmax(l) - onehot(target)) grad_scale, 0 in the padding.
 
 #define NEG_INF __int_as_float(0xff800000)
 
-// Groups of copies of a row: the sum begins when the first group has arrived.
-constexpr int GROUPS = 4;
+// Vectors that a thread fetches at once.
+#define CLASSIFIER_VECS 5
 
-// Vectors that a thread works on at once.
-constexpr int VECS = 4;
+// logits (N, Vp), targets (N,), losses (N,). Grid: one block per row, which fits into shared memory; two of them on a
+// multiprocessor, so that one computes while the other waits for memory.
+extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS, sizeof(ACT) == 2 ? 2 : 1)
+    classifier(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses, i64 vocab, i64 padded,
+               bool with_grad, float grad_scale) {
+    pdl_wait_and_launch();
+    extern __shared__ uint4 memory[];
+    // In reverse order: the GEMM before this kernel wrote the last rows last, so they are still in the L2 cache.
+    i64 row = gridDim.x - 1 - blockIdx.x;
+    ACT* l = logits + row * padded;
+    int target = targets[row];
+    float target_logit = load(l, target);
+    bool wide = is_wide(l, padded);
+    // Logits in the padding are meaningless: they become -inf, so that their exponentials are 0.
+    auto masked = [&](Packed<ACT> p, i64 i) {
+        if (i + 8 <= vocab) return p;
+        Vec8 e = unpack(p);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (i + j >= vocab) e.x[j] = NEG_INF;
+        pack(e, p);
+        return p;
+    };
+    // Each thread reads back only the vectors that it wrote itself, so no barrier is needed.
+    auto reload = [&](i64 i) { return unpack(((Packed<ACT>*)memory)[(unsigned)i / 8]); };
 
-// Waits for group `group` of the copies of a row.
-__device__ inline void wait_group(int group) {
-    switch (group) {
-        case 0: wait_copies<GROUPS - 1>(); break;
-        case 1: wait_copies<GROUPS - 2>(); break;
-        case 2: wait_copies<GROUPS - 3>(); break;
-        default: wait_copies<0>();
+    i64 first = threadIdx.x * 8ll, step = blockDim.x * 8ll;
+    float row_max = NEG_INF;
+    for (i64 start = first; start < padded; start += CLASSIFIER_VECS * step) {
+        Packed<ACT> p[CLASSIFIER_VECS];
+#pragma unroll
+        for (int k = 0; k < CLASSIFIER_VECS; k++)
+            if (start + k * step < padded) p[k] = fetch8((const ACT*)l, start + k * step, padded, wide);
+#pragma unroll
+        for (int k = 0; k < CLASSIFIER_VECS; k++) {
+            i64 i = start + k * step;
+            if (i >= padded) break;
+            p[k] = masked(p[k], i);
+            ((Packed<ACT>*)memory)[(unsigned)i / 8] = p[k];
+            Vec8 e = unpack(p[k]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) row_max = fmaxf(row_max, e.x[j]);
+        }
     }
+    row_max = block_max(row_max);
+    float sum = 0.0f;
+#pragma unroll 2
+    for (i64 i = first; i < padded; i += step) {
+        Vec8 e = reload(i);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum += exp_for<ACT>(e.x[j] - row_max);
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) losses[row] = logf(sum) + row_max - target_logit;
+    if (!with_grad) return;
+    float factor = grad_scale / sum;
+#pragma unroll 2
+    for (i64 i = first; i < padded; i += step) {
+        Vec8 e = reload(i);
+#pragma unroll
+        for (int j = 0; j < 8; j++) e.x[j] = exp_for<ACT>(e.x[j] - row_max) * factor;
+        store8(l, i, padded, wide, e);
+    }
+    // Every thread has read the target's logit before the barriers of block_max. Its gradient is written last.
+    __syncthreads();
+    if (threadIdx.x == 0) store(l, target, exp_for<ACT>(target_logit - row_max) * factor - grad_scale);
 }
+
+// Rows of which a multiprocessor has room for one only. A block takes rows round-robin.
+//
+// The memory must not be idle while a block computes: each thread keeps its first HELD vectors of a row in registers,
+// and the first `slots` of them pass through shared memory, where copies bring those of the block's next row as soon as
+// a slot is free. Vectors beyond the slots are read again for the gradient, at once after the sum, so that they are
+// still in the L2 cache.
+
+constexpr int HELD = sizeof(ACT) == 2 ? CLASSIFIER_HELD_BF16 : CLASSIFIER_HELD_F32;
+
+// Other vectors that a thread works on at once.
+constexpr int VECS = 2;
 
 // The maximum of what a thread has read of a row, and the sum of exponentials relative to it.
 struct Softmax {
     float max = NEG_INF, sum = 0.0f;
 
-    __device__ void add(const Vec8 (&e)[VECS]) {
+    template <int N>
+    __device__ void add(const Packed<ACT> (&packed)[N]) {
         float new_max = max;
 #pragma unroll
-        for (int k = 0; k < VECS; k++)
+        for (int k = 0; k < N; k++) {
+            Vec8 e = unpack(packed[k]);
 #pragma unroll
-            for (int j = 0; j < 8; j++) new_max = fmaxf(new_max, e[k].x[j]);
+            for (int j = 0; j < 8; j++) new_max = fmaxf(new_max, e.x[j]);
+        }
         // Nothing but padding, or NaN, has been read where the maximum is still -inf.
         float reference = new_max == NEG_INF ? 0.0f : new_max;
         sum *= exp_for<ACT>(max - reference);
         max = new_max;
 #pragma unroll
-        for (int k = 0; k < VECS; k++)
+        for (int k = 0; k < N; k++) {
+            Vec8 e = unpack(packed[k]);
 #pragma unroll
-            for (int j = 0; j < 8; j++) sum += exp_for<ACT>(e[k].x[j] - reference);
+            for (int j = 0; j < 8; j++) sum += exp_for<ACT>(e.x[j] - reference);
+        }
     }
 };
 
-// logits (N, Vp), targets (N,), losses (N,). Grid: any number of blocks. `kept` is a multiple of 8; that many logits
-// fit into dynamic shared memory.
-extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS)
-    classifier(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses, i64 rows, i64 vocab,
-               i64 padded, bool with_grad, float grad_scale, i64 kept) {
+// Grid: any number of blocks. Shared: `slots` vectors per thread, of those that cover a row.
+extern "C" __global__ void __launch_bounds__(CLASSIFIER_WIDE_THREADS, 1)
+    classifier_wide(ACT* logits, const int* __restrict__ targets, float* __restrict__ losses, i64 rows, i64 vocab,
+               i64 padded, bool with_grad, float grad_scale, i64 slots) {
     pdl_wait_and_launch();
     extern __shared__ uint4 memory[];
-    Packed<ACT>* vectors = (Packed<ACT>*)memory;
+    Packed<ACT>* mine = (Packed<ACT>*)memory + threadIdx.x;
     bool wide = is_wide(logits, padded);
-    int first = threadIdx.x * 8, step = blockDim.x * 8, keep = (int)kept;
-    // Columns of a group of copies.
-    int part = (keep + GROUPS * step - 1) / (GROUPS * step) * step;
+    int width = (int)padded, step = blockDim.x * 8, count = (width + step - 1) / step;
+    int shared = (int)slots;
 
     // In reverse order: the GEMM before this kernel wrote the last rows last, so they are still in the L2 cache.
     auto row_of = [&](i64 turn) { return logits + (rows - 1 - turn) * padded; };
+    auto column_of = [&](int vector) { return (int)threadIdx.x * 8 + vector * step; };
     // Each thread reads only the vectors that it has copied itself, so no barrier is needed.
-    auto start_copy = [&](const ACT* row, int i) {
+    auto start_copy = [&](i64 turn, int vector) {
+        int i = column_of(vector);
+        if (turn >= rows || i >= width) return;
         if (wide)
-            copy8_async(vectors[i / 8], row + i);
+            copy8_async(mine[vector * blockDim.x], row_of(turn) + i);
         else
-            vectors[i / 8] = fetch8(row, i, padded, false);
+            mine[vector * blockDim.x] = fetch8((const ACT*)row_of(turn), i, padded, false);
     };
-    // Logits in the padding are meaningless: they become -inf, so that their exponentials are 0.
-    auto masked = [&](const Packed<ACT>& packed, int i) {
+    // A vector of the current row. Logits in the padding are meaningless: they become -inf, so that their exponentials
+    // are 0, and so do those behind the row.
+    auto fetch = [&](const ACT* row, int vector) {
+        int i = column_of(vector);
+        Packed<ACT> packed = {};
+        if (i < width && vector < shared) packed = mine[vector * blockDim.x];
+        else if (i < width) packed = fetch8(row, i, padded, wide);
+        if (i + 8 <= vocab) return packed;
         Vec8 e = unpack(packed);
-        if (i + 8 > vocab) {
 #pragma unroll
-            for (int j = 0; j < 8; j++)
-                if (i + j >= vocab) e.x[j] = NEG_INF;
-        }
-        return e;
+        for (int j = 0; j < 8; j++)
+            if (i + j >= vocab) e.x[j] = NEG_INF;
+        pack(e, packed);
+        return packed;
     };
 
-    if (blockIdx.x < rows)
-        for (int group = 0; group < GROUPS; group++) {
-            for (int i = group * part + first; i < min((group + 1) * part, keep); i += step)
-                start_copy(row_of(blockIdx.x), i);
-            commit_copies();
-        }
+    // Copies are waited for in two groups per row: vectors that will be held, and the others.
+    for (int vector = 0; vector < HELD && vector < shared; vector++) start_copy(blockIdx.x, vector);
+    commit_copies();
+    for (int vector = HELD; vector < shared; vector++) start_copy(blockIdx.x, vector);
+    commit_copies();
     for (i64 turn = blockIdx.x; turn < rows; turn += gridDim.x) {
         ACT* row = row_of(turn);
+        i64 next = turn + gridDim.x;
         int target = targets[rows - 1 - turn];
         float target_logit = load(row, target);
 
-        auto fetch = [&](int i) { return fetch8((const ACT*)row, i, padded, wide); };
-        Softmax mine;
-        // Adds the thread's vectors of columns `start` to `end`, which are in shared memory or not.
-        auto add = [&](int start, int end, bool in_shared) {
-            for (int i = start + first; i < end; i += VECS * step) {
-                Packed<ACT> packed[VECS] = {};
-                Vec8 e[VECS];
+        Softmax softmax;
+        Packed<ACT> held[HELD];
+        wait_copies<1>();
 #pragma unroll
-                for (int k = 0; k < VECS; k++)
-                    if (i + k * step < end) packed[k] = in_shared ? vectors[(i + k * step) / 8] : fetch(i + k * step);
-#pragma unroll
-                for (int k = 0; k < VECS; k++) e[k] = masked(packed[k], i + k * step < end ? i + k * step : (int)vocab);
-                mine.add(e);
-            }
-        };
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-            wait_group(group);
-            add(group * part, min((group + 1) * part, keep), true);
+        for (int vector = 0; vector < HELD; vector++) {
+            held[vector] = fetch(row, vector);
+            if (vector < shared) start_copy(next, vector);
         }
-        add(keep, (int)padded, false);
-        float row_max = block_max(mine.max);
-        float sum = block_sum(mine.sum * exp_for<ACT>(mine.max - row_max));
+        commit_copies();
+        softmax.add(held);
+        wait_copies<1>();
+        for (int vector = HELD; vector < count; vector += VECS) {
+            Packed<ACT> packed[VECS];
+#pragma unroll
+            for (int k = 0; k < VECS; k++) packed[k] = fetch(row, vector + k);
+            softmax.add(packed);
+        }
+        float row_max = block_max(softmax.max);
+        float sum = block_sum(softmax.sum * exp_for<ACT>(softmax.max - row_max));
         if (threadIdx.x == 0) losses[rows - 1 - turn] = logf(sum) + row_max - target_logit;
 
         float factor = grad_scale / sum;
-        auto store_gradient = [&](int i, const Packed<ACT>& packed) {
-            Vec8 e = masked(packed, i);
+        auto store_gradient = [&](int vector, const Packed<ACT>& packed) {
+            int i = column_of(vector);
+            if (!with_grad || i >= width) return;
+            Vec8 e = unpack(packed);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 e.x[j] = exp_for<ACT>(e.x[j] - row_max) * factor;
@@ -123,19 +196,15 @@ extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS)
             }
             store8(row, i, padded, wide, e);
         };
-        if (with_grad) {
 #pragma unroll 2
-            for (int i = keep + first; i < padded; i += step)
-                store_gradient(i, fetch(i));
-        }
-        bool more = turn + gridDim.x < rows;
-        for (int group = 0; group < GROUPS; group++) {
+        for (int vector = max(shared, HELD); vector < count; vector++) store_gradient(vector, fetch(row, vector));
 #pragma unroll 2
-            for (int i = group * part + first; i < min((group + 1) * part, keep); i += step) {
-                if (with_grad) store_gradient(i, vectors[i / 8]);
-                if (more) start_copy(row_of(turn + gridDim.x), i);
-            }
-            commit_copies();
+        for (int vector = HELD; vector < shared; vector++) {
+            store_gradient(vector, fetch(row, vector));
+            start_copy(next, vector);
         }
+        commit_copies();
+#pragma unroll
+        for (int vector = 0; vector < HELD; vector++) store_gradient(vector, held[vector]);
     }
 }

@@ -51,7 +51,8 @@ pub(crate) fn forward(gpu: &Gpu, a: EmbedForward<'_>) -> Result<()> {
     }
     gpu.expect_act(a.out, rows * s.cols);
     let threads = vec_threads(gpu, s.cols).min(ROW_THREADS);
-    let block = (threads, BLOCK_THREADS / threads);
+    let rows_at_once = if threads < ROW_THREADS { BLOCK_THREADS / threads } else { 1 };
+    let block = (threads, rows_at_once);
     let launch = Launch::rows(rows.div_ceil(block.1 as usize), block);
     let args = args![a.tokens, a.wte, a.wpe, a.positions, a.out, rows, s.seq, s.cols];
     // SAFETY: checked above; token ids are below V and positions within wpe by the operation's contract.

@@ -10,14 +10,13 @@ use crate::error::Result;
 use crate::ops::reduce;
 use crate::tensor::Slice;
 
-/// Most threads of a block of the kernels that keep rows in registers, eight columns per thread: blocks of several rows,
-/// and of one.
-const THREADS: usize = 192;
-const WIDE_THREADS: usize = 1024;
+/// Most threads of a block of the kernels that keep rows in registers, eight columns per thread: blocks of several
+/// rows, and of one.
+const NORM_THREADS: usize = 192;
+const NORM_WIDE_THREADS: usize = 1024;
 /// Rows that a thread works on at a time where a block has several.
 const NORM_ROWS: usize = 2;
-/// Blocks of `norm_fwd` and of `norm_bwd` that a multiprocessor runs at once, which limits the registers of a thread.
-const FWD_BLOCKS: usize = 4;
+/// Blocks of `norm_bwd` that a multiprocessor runs at once, which limits the registers of a thread.
 const BWD_BLOCKS_BF16: usize = 3;
 const BWD_BLOCKS_F32: usize = 2;
 /// Blocks of `norm_bwd_any` per multiprocessor.
@@ -27,10 +26,9 @@ pub(crate) const KERNELS: KernelFile = KernelFile {
     source: source!("norm/kernel.cu"),
     kernels: &["norm_fwd", "norm_bwd", "norm_fwd_wide", "norm_bwd_wide", "norm_fwd_any", "norm_bwd_any"],
     macros: &[
-        Macro::int("NORM_THREADS", THREADS),
-        Macro::int("NORM_WIDE_THREADS", WIDE_THREADS),
+        Macro::int("NORM_THREADS", NORM_THREADS),
+        Macro::int("NORM_WIDE_THREADS", NORM_WIDE_THREADS),
         Macro::int("NORM_ROWS", NORM_ROWS),
-        Macro::int("NORM_FWD_BLOCKS", FWD_BLOCKS),
         Macro::int("NORM_BWD_BLOCKS_BF16", BWD_BLOCKS_BF16),
         Macro::int("NORM_BWD_BLOCKS_F32", BWD_BLOCKS_F32),
     ],
@@ -50,10 +48,12 @@ pub(crate) fn forward(gpu: &Gpu, a: NormForward<'_>) -> Result<()> {
     let (means, scales) = split_stats(s, a.stats);
     let operands: Vec<Slice<'_>> =
         [Some(a.x), branch, sum, Some(a.gamma), a.beta, Some(a.y)].into_iter().flatten().collect();
-    let arrays = if a.residual.is_some() { 2 } else { 1 };
     let (name, launch, instead_of) = match RegisterBlock::of(gpu, s, &operands) {
-        Some(block) if block.is_wide() => ("norm_fwd_wide", block.launch(gpu, s, arrays, 1), None),
-        Some(block) => ("norm_fwd", block.launch(gpu, s, arrays, FWD_BLOCKS), None),
+        Some(block) if block.is_wide() => {
+            let arrays = if a.residual.is_some() { 2 } else { 1 };
+            ("norm_fwd_wide", block.launch(gpu, s, 1, arrays), None)
+        }
+        Some(block) => ("norm_fwd", block.launch(gpu, s, usize::MAX, 0), None),
         None => {
             let reason = "rows are too wide, or not multiples of 8 elements";
             ("norm_fwd_any", Launch::blocks(s.rows, BLOCK_THREADS), Some(("norm_fwd", reason)))
@@ -75,10 +75,10 @@ pub(crate) fn backward(gpu: &Gpu, a: NormBackward<'_>) -> Result<()> {
     let (means, scales) = split_stats(s, a.stats);
     let arrays = if a.add_to_dx { 3 } else { 2 };
     let (name, launch) = match RegisterBlock::of(gpu, s, &[a.x, a.gamma, a.dy, a.dx]) {
-        Some(block) if block.is_wide() => ("norm_bwd_wide", block.launch(gpu, s, arrays, 1)),
+        Some(block) if block.is_wide() => ("norm_bwd_wide", block.launch(gpu, s, 1, arrays)),
         Some(block) => {
             let at_once = if gpu.activations == DType::Bf16 { BWD_BLOCKS_BF16 } else { BWD_BLOCKS_F32 };
-            ("norm_bwd", block.launch(gpu, s, arrays, at_once))
+            ("norm_bwd", block.launch(gpu, s, at_once, arrays))
         }
         None => {
             let blocks = s.rows.min(BWD_ANY_BLOCKS * gpu.device.multiprocessors as usize);
@@ -108,32 +108,35 @@ fn split_stats(s: NormShape, stats: Slice<'_>) -> (Option<Slice<'_>>, Slice<'_>)
 /// Block of the kernels that keep rows in registers.
 #[derive(Clone, Copy)]
 struct RegisterBlock {
-    /// Threads of a row.
-    threads: usize,
-    /// Rows at a time: side by side, and of each thread.
-    rows: (usize, usize),
+    row_threads: usize,
+    /// Rows side by side.
+    rows: usize,
 }
 
 impl RegisterBlock {
     /// `None` if a row is too wide or cannot be accessed as vectors.
     fn of(gpu: &Gpu, s: NormShape, operands: &[Slice<'_>]) -> Option<Self> {
-        let threads = s.cols.div_ceil(VEC).next_multiple_of(gpu.device.warp as usize);
-        let rows = if threads <= THREADS { (THREADS / threads, NORM_ROWS) } else { (1, 1) };
-        (vectorizable(s.cols, operands) && threads <= WIDE_THREADS).then_some(Self { threads, rows })
+        let row_threads = s.cols.div_ceil(VEC).next_multiple_of(gpu.device.warp as usize);
+        let rows = (NORM_THREADS / row_threads).max(1);
+        (vectorizable(s.cols, operands) && row_threads <= NORM_WIDE_THREADS)
+            .then_some(Self { row_threads, rows })
     }
 
     fn is_wide(self) -> bool {
-        self.threads > THREADS
+        self.row_threads > NORM_THREADS
     }
 
-    /// As many blocks as run at once: `at_once` of the most threads per multiprocessor. Each copies rows of `arrays`
-    /// arrays to shared memory.
-    fn launch(self, gpu: &Gpu, s: NormShape, arrays: usize, at_once: usize) -> Launch {
-        let Self { threads, rows: (rows, per_thread) } = self;
-        let most = if self.is_wide() { WIDE_THREADS } else { THREADS };
-        let at_once = at_once * most / (threads * rows) * gpu.device.multiprocessors as usize;
-        let blocks = s.rows.div_ceil(rows * per_thread).min(at_once);
-        let shared = arrays * per_thread * threads * rows * VEC * gpu.activations.size();
-        Launch { shared, ..Launch::rows(blocks, (threads as u32, rows as u32)) }
+    /// As many blocks as there are rows for, and as run at once: `at_once` of the largest on a multiprocessor. Each
+    /// copies its next rows of `arrays` arrays to shared memory.
+    fn launch(self, gpu: &Gpu, s: NormShape, at_once: usize, arrays: usize) -> Launch {
+        let Self { row_threads, rows } = self;
+        let (most, per_thread) =
+            if self.is_wide() { (NORM_WIDE_THREADS, 1) } else { (NORM_THREADS, NORM_ROWS) };
+        let threads = row_threads * rows;
+        let blocks_at_once =
+            (at_once.saturating_mul(most) / threads).saturating_mul(gpu.device.multiprocessors as usize);
+        let blocks = s.rows.div_ceil(rows * per_thread).min(blocks_at_once);
+        let shared = arrays * per_thread * threads * VEC * gpu.activations.size();
+        Launch { shared, ..Launch::rows(blocks, (row_threads as u32, rows as u32)) }
     }
 }

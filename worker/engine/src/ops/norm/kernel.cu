@@ -1,11 +1,13 @@
 // LayerNorm and RMSNorm of rows of C elements: xh = (x - mean) scale, y = xh gamma + beta, with
 // scale = 1 / sqrt(var + eps). RMSNorm has no mean (`means` is null), no beta, and the mean square in place of var.
 //
-// Rows of up to 8 NORM_WIDE_THREADS columns stay in registers: the threads of a row (threadIdx.x, whole warps) own eight
-// neighbouring columns each. Up to 8 NORM_THREADS columns, a block has several rows (threadIdx.y), and a thread works on
-// NORM_ROWS of them at a time; above, a block has one row at a time (*_wide). Blocks take rows round-robin, and copy
-// their next rows to shared memory while they work: without that, the memory is idle while the threads of a row wait
-// for each other. Even wider rows, or rows that cannot be read as vectors, are read again for every pass (*_any).
+// Rows of up to 8 NORM_WIDE_THREADS columns stay in registers: the threads of a row (threadIdx.x, whole warps) own
+// eight neighbouring columns each. Up to 8 NORM_THREADS columns, a block has several rows (threadIdx.y), and a thread
+// works on NORM_ROWS of them at a time; above, a block has one row at a time (*_wide). Even wider rows, or rows that
+// cannot be read as vectors, are read again for every pass (*_any).
+//
+// Where few blocks fit on a multiprocessor, which are backward and wide rows, a block copies its next rows to shared
+// memory while it works: otherwise the memory would be idle while the threads of a row wait for each other.
 
 // Sums over the threads of each row, returned to all of them. Calls alternate between two buffers, which saves a
 // barrier: a thread that writes a buffer again has passed the other buffer's barrier, so everyone has read this one.
@@ -19,22 +21,30 @@ __device__ inline void row_sums(float (&x)[COUNT], int& buffer) {
         if (threadIdx.x % WARP == 0) partial[buffer][i][warp] = x[i];
     }
     __syncthreads();
+    if constexpr (THREADS == NORM_THREADS) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) x[i] = 0.0f;
-    for (int w = first; w < first + warps; w++)
+        for (int i = 0; i < COUNT; i++) x[i] = 0.0f;
+        for (int w = first; w < first + warps; w++)
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) x[i] += partial[buffer][i][w];
+            for (int i = 0; i < COUNT; i++) x[i] += partial[buffer][i][w];
+    } else {
+        // Each warp adds the sums of all warps, which are up to 32.
+        int lane = threadIdx.x % WARP;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) x[i] = warp_sum(lane < warps ? partial[buffer][i][lane] : 0.0f);
+    }
     buffer ^= 1;
 }
 
-// The block's next rows, in dynamic shared memory: a vector per thread of each of ROWS rows of each of ARRAYS arrays.
-// A thread reads only what it has copied itself, so no barrier is needed.
-template <int ROWS, int ARRAYS>
-struct NextRows {
+// A block's rows of ARRAYS arrays, of which each thread has a vector of each of ROWS rows. With AHEAD, start_copy
+// brings the next ones to dynamic shared memory. A thread reads only what it has copied itself, so no barrier is
+// needed.
+template <int ROWS, int ARRAYS, bool AHEAD>
+struct Rows {
     i64 rows, cols, column;
     const ACT* arrays[ARRAYS];
 
-    __device__ Packed<ACT>& vector(int array, int i) {
+    __device__ Packed<ACT>& slot(int array, int i) {
         extern __shared__ uint4 memory[];
         int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
         return ((Packed<ACT>*)memory)[(array * ROWS + i) * threads + thread];
@@ -45,32 +55,40 @@ struct NextRows {
 
     __device__ bool has(i64 first, int i) { return column < cols && row(first, i) < rows; }
 
+    __device__ const ACT* at(i64 first, int array, int i) { return arrays[array] + row(first, i) * cols + column; }
+
     __device__ void start_copy(i64 first) {
+        if constexpr (!AHEAD) return;
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
 #pragma unroll
             for (int array = 0; array < ARRAYS; array++)
-                if (arrays[array] && has(first, i))
-                    copy8_async(vector(array, i), arrays[array] + row(first, i) * cols + column);
+                if (arrays[array] && has(first, i)) copy8_async(slot(array, i), at(first, array, i));
         commit_copies();
+    }
+
+    __device__ void wait() {
+        if constexpr (AHEAD) wait_copies<0>();
     }
 
     // Zero where there is no such row or array.
     __device__ Packed<ACT> fetch(i64 first, int array, int i) {
-        return arrays[array] && has(first, i) ? vector(array, i) : Packed<ACT>{};
+        if (!arrays[array] || !has(first, i)) return {};
+        if constexpr (AHEAD) return slot(array, i);
+        return fetch8(at(first, array, i));
     }
 };
 
 // y = norm(x), or with `branch`: sum = x + branch, y = norm(sum), where the rounded sum is what is normalised.
-// x, branch, sum, y (N, C); gamma, beta (C,); means, scales (N,). Blocks have up to THREADS threads, each of which works
-// on ROWS rows at a time. Grid: any number of blocks.
+// x, branch, sum, y (N, C); gamma, beta (C,); means, scales (N,). Blocks have up to THREADS threads, each of which
+// works on ROWS rows at a time. Grid: any number of blocks.
 template <int THREADS, int ROWS>
 __device__ inline void forward(const ACT* x, const ACT* branch, ACT* sum, const ACT* __restrict__ gamma,
                                const ACT* __restrict__ beta, ACT* __restrict__ y, float* __restrict__ means,
                                float* __restrict__ scales, i64 rows, i64 cols, float eps) {
     i64 c = threadIdx.x * 8ll, step = blockDim.y * ROWS, first = blockIdx.x * step;
-    NextRows<ROWS, 2> next = {rows, cols, c, {x, branch}};
-    next.start_copy(first);
+    Rows<ROWS, 2, (THREADS > NORM_THREADS)> block = {rows, cols, c, {x, branch}};
+    block.start_copy(first);
     bool inside = c < cols;
     Packed<ACT> g = {}, b = {};
     if (inside) g = fetch8(gamma + c);
@@ -79,23 +97,31 @@ __device__ inline void forward(const ACT* x, const ACT* branch, ACT* sum, const 
     for (; first < rows; first += gridDim.x * step) {
         Vec8 a[ROWS];
         float mean[ROWS] = {}, scale[ROWS] = {};
-        wait_copies<0>();
+        bool valid[ROWS];
+        Packed<ACT> xs[ROWS] = {}, branches[ROWS] = {};
+        block.wait();
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            Packed<ACT> packed = next.fetch(first, 0, i);
-            a[i] = unpack(packed);
+            valid[i] = block.has(first, i);
+            if (!valid[i]) continue;
+            xs[i] = block.fetch(first, 0, i);
+            branches[i] = block.fetch(first, 1, i);
+        }
+        block.start_copy(first + gridDim.x * step);
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            a[i] = unpack(xs[i]);
             if (branch) {
-                Vec8 added = unpack(next.fetch(first, 1, i));
+                Vec8 added = unpack(branches[i]);
 #pragma unroll
                 for (int j = 0; j < 8; j++) a[i].x[j] += added.x[j];
-                pack(a[i], packed);
-                a[i] = unpack(packed);
-                if (next.has(first, i)) store8(sum + next.row(first, i) * cols + c, a[i]);
+                pack(a[i], xs[i]);
+                a[i] = unpack(xs[i]);
+                if (valid[i]) store8(sum + block.row(first, i) * cols + c, a[i]);
             }
 #pragma unroll
             for (int j = 0; j < 8; j++) mean[i] += a[i].x[j];
         }
-        next.start_copy(first + gridDim.x * step);
         if (means) row_sums<THREADS>(mean, buffer);
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
@@ -111,8 +137,8 @@ __device__ inline void forward(const ACT* x, const ACT* branch, ACT* sum, const 
         Vec8 gs = unpack(g), bs = unpack(b);
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            if (!next.has(first, i)) continue;
-            i64 row = next.row(first, i);
+            if (!valid[i]) continue;
+            i64 row = block.row(first, i);
             scale[i] = 1.0f / sqrtf(scale[i] / cols + eps);
 #pragma unroll
             for (int j = 0; j < 8; j++) a[i].x[j] = (a[i].x[j] - mean[i]) * scale[i] * gs.x[j] + bs.x[j];
@@ -126,7 +152,7 @@ __device__ inline void forward(const ACT* x, const ACT* branch, ACT* sum, const 
 }
 
 // x and sum may be the same.
-extern "C" __global__ void __launch_bounds__(NORM_THREADS, NORM_FWD_BLOCKS)
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     norm_fwd(const ACT* x, const ACT* branch, ACT* sum, const ACT* __restrict__ gamma, const ACT* __restrict__ beta,
              ACT* __restrict__ y, float* __restrict__ means, float* __restrict__ scales, i64 rows, i64 cols,
              float eps) {
@@ -151,8 +177,8 @@ __device__ inline void backward(const ACT* __restrict__ x, const ACT* __restrict
                                 const ACT* __restrict__ dy, ACT* dx, bool add, float* __restrict__ dgammas,
                                 float* __restrict__ dbetas, float* __restrict__ dsums, i64 rows, i64 cols) {
     i64 c = threadIdx.x * 8ll, step = blockDim.y * ROWS, first = blockIdx.x * step;
-    NextRows<ROWS, 3> next = {rows, cols, c, {x, dy, add ? dx : nullptr}};
-    next.start_copy(first);
+    Rows<ROWS, 3, true> block = {rows, cols, c, {x, dy, add ? dx : nullptr}};
+    block.start_copy(first);
     bool inside = c < cols;
     Packed<ACT> g = {};
     if (inside) g = fetch8(gamma + c);
@@ -163,18 +189,18 @@ __device__ inline void backward(const ACT* __restrict__ x, const ACT* __restrict
         float mean[ROWS] = {}, scale[ROWS] = {}, totals[2 * ROWS] = {};
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            if (!next.has(first, i)) continue;
-            if (means) mean[i] = means[next.row(first, i)];
-            scale[i] = scales[next.row(first, i)];
+            if (!block.has(first, i)) continue;
+            if (means) mean[i] = means[block.row(first, i)];
+            scale[i] = scales[block.row(first, i)];
         }
-        wait_copies<0>();
+        block.wait();
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            xs[i] = next.fetch(first, 0, i);
-            dys[i] = next.fetch(first, 1, i);
-            olds[i] = next.fetch(first, 2, i);
+            xs[i] = block.fetch(first, 0, i);
+            dys[i] = block.fetch(first, 1, i);
+            olds[i] = block.fetch(first, 2, i);
         }
-        next.start_copy(first + gridDim.x * step);
+        block.start_copy(first + gridDim.x * step);
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             Vec8 a = unpack(xs[i]), d = unpack(dys[i]), gs = unpack(g);
@@ -190,7 +216,7 @@ __device__ inline void backward(const ACT* __restrict__ x, const ACT* __restrict
         row_sums<THREADS>(totals, buffer);
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            if (!next.has(first, i)) continue;
+            if (!block.has(first, i)) continue;
             float mean_g = means ? totals[2 * i] / cols : 0.0f, mean_gx = totals[2 * i + 1] / cols;
             Vec8 a = unpack(xs[i]), d = unpack(dys[i]), gs = unpack(g), old = unpack(olds[i]);
 #pragma unroll
@@ -199,7 +225,7 @@ __device__ inline void backward(const ACT* __restrict__ x, const ACT* __restrict
                 old.x[j] += scale[i] * (d.x[j] * gs.x[j] - mean_g - normed * mean_gx);
                 dsum.x[j] += old.x[j];
             }
-            store8(dx + next.row(first, i) * cols + c, old);
+            store8(dx + block.row(first, i) * cols + c, old);
         }
     }
     auto store_sums = [&](const Vec8& mine, float* sums) {
