@@ -13,6 +13,8 @@ namespace {
 
 constexpr size_t PAGE = 4096, ARENA = size_t(64) << 30;
 constexpr int POISON = 0xff;  // a NaN, and an index that is far away
+// Larger allocations are zero instead, as poison would take as much memory of the host.
+constexpr size_t MOST_POISON = size_t(1) << 30;
 
 uint8_t* reserve_lazily(size_t bytes) {
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -60,7 +62,7 @@ void map(uintptr_t address, size_t bytes) {
     Arena& a = arena();
     uintptr_t end = address + bytes;
     for (uintptr_t page = address; page < end; page += PAGE) a.ends[(page - a.base) / PAGE] = end;
-    memset(reinterpret_cast<void*>(address), POISON, bytes);
+    if (bytes <= MOST_POISON) memset(reinterpret_cast<void*>(address), POISON, bytes);
     allocations[address] = bytes;
     total += bytes;
 }

@@ -34,7 +34,7 @@ void map(uintptr_t address, size_t bytes);
 void unmap(uintptr_t address);
 uintptr_t allocate(size_t bytes);
 size_t allocated_bytes();
-constexpr size_t TOTAL_BYTES = size_t(8) << 30;
+constexpr size_t TOTAL_BYTES = size_t(40) << 30;
 
 // Host memory that kernels may access.
 void register_host(uintptr_t address, size_t bytes);

@@ -11,6 +11,8 @@
 #[path = "kernels/broken.rs"]
 mod broken;
 mod common;
+#[path = "kernels/large.rs"]
+mod large;
 #[path = "kernels/warps.rs"]
 mod warps;
 
@@ -46,12 +48,13 @@ const TOO_LARGE: [&str; 8] = [
 fn main() -> ExitCode {
     // Does not return where the emulator can be built.
     let _ = cpp_compiler();
-    if let Some(code) = broken::child().or_else(warps::child) {
+    if let Some(code) = broken::child().or_else(warps::child).or_else(large::child) {
         return code;
     }
     let mut groups = tests();
     groups.extend(broken::tests());
     groups.extend(warps::tests());
+    groups.extend(large::tests());
     let code = xlaunch_harness::run(env!("CARGO_CRATE_NAME"), groups);
     emulator::leave();
     code
