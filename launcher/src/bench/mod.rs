@@ -24,7 +24,8 @@ use xlaunch_proto::v1::bench::Kind;
 
 use xlaunch_agent::devices::Placement;
 use xlaunch_agent::driver;
-use xlaunch_agent::group::join::{self, Work};
+use xlaunch_agent::group::join;
+use xlaunch_agent::group::work::Work;
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::sinks::RankReport;
 use xlaunch_agent::spawn::environment::BaseEnvironment;

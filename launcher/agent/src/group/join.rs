@@ -1,6 +1,5 @@
 //! From the start of an agent to its place in the first attempt.
 
-use std::ffi::OsString;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
@@ -12,21 +11,19 @@ use tokio::task::JoinHandle;
 use tonic::transport::Server;
 use xlaunch_proto::command::{self, Backend, GroupSpec};
 use xlaunch_proto::exit::ExitCode;
-use xlaunch_proto::ids::{Digest, RingKey};
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::ids::RingKey;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::group_server::GroupServer;
-use xlaunch_proto::v1::{Greeting, GroupRules, NodeRefused, Prepare};
+use xlaunch_proto::v1::{Greeting, NodeRefused, Prepare};
 
 use super::coordinator::Handle;
-use super::link::{FromGroup, Link, new_instance};
+use super::link::{FromGroup, Link};
 use super::net::{self, ListenError, Listener, Security, TOKEN_VARIABLE, Token, Wish};
-use super::rules;
 use super::service::Service;
 use super::state::Coordinator;
+use super::work::Work;
 use crate::clock;
-use crate::command::{ResolvedCommand, quote_line};
 use crate::{Refusal, devices, run_dir};
 
 /// Between attempts to resolve a name that does not exist yet.
@@ -35,49 +32,6 @@ const RESOLVE_INTERVAL: Duration = Duration::from_millis(500);
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Address of the only node of a job.
 const LOOPBACK: &str = "127.0.0.1";
-
-/// What an agent is about to run.
-#[derive(Debug)]
-pub struct Work {
-    /// Random: names the agent's process.
-    pub instance: Vec<u8>,
-    /// Of what all nodes have in common.
-    pub digest: Vec<u8>,
-    /// For messages.
-    pub text: String,
-    /// Workers on this node.
-    pub workers: u32,
-    /// Of restarts and membership.
-    pub rules: GroupRules,
-    /// The run's id, if the user chose one.
-    pub run_id: Option<String>,
-}
-
-impl Work {
-    /// Training.
-    pub fn of_trainer(spec: &JobSpec, workers: u32, group: Option<&GroupSpec>) -> Self {
-        let run_id = group.and_then(|group| group.run_id.clone());
-        Self {
-            instance: new_instance(),
-            digest: spec.digest().0.to_vec(),
-            text: format!("job {}", spec.job.name),
-            workers,
-            rules: rules::of_trainer(spec, group),
-            run_id,
-        }
-    }
-
-    /// A command. Nodes may differ in the directory of their interpreter, and in where logs go.
-    pub fn of_command(spec: &ResolvedCommand, group: Option<&GroupSpec>) -> Self {
-        let program = spec.argv.first().and_then(|program| Path::new(program).file_name());
-        let text = quote_line(program.into_iter().chain(spec.argv.iter().skip(1).map(OsString::as_os_str)));
-        let rules = rules::of_command(spec, group);
-        let common = format!("{text}\0{}\0{rules:?}", spec.role);
-        let run_id = group.and_then(|group| group.run_id.clone());
-        let digest = Digest::of(common.as_bytes()).0.to_vec();
-        Self { instance: new_instance(), digest, text, workers: spec.nproc, rules, run_id }
-    }
-}
 
 /// Several nodes.
 #[derive(Clone, Debug)]

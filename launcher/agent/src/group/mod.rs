@@ -9,7 +9,8 @@
 //! - [`link`] is an agent's side: it dials again when the connection is lost, repeats what has not arrived, and warns
 //!   the driver before the coordinator may consider the node lost; `link_state` is the pure part of it.
 //! - [`outbox`] keeps what has not been acknowledged; `service` is the gRPC service; [`join`] waits for the first
-//!   attempt; [`net`] has the connections; [`interface`] and [`shared`] find out what a node has and sees.
+//!   attempt of some [`work`]; [`net`] has the connections; [`interface`] and [`shared`] find out what a node has and
+//!   sees.
 //!
 //! A job on one node has a coordinator, too, and its driver a link to it, but no socket.
 
@@ -25,6 +26,7 @@ pub mod rules;
 mod service;
 pub mod shared;
 pub mod state;
+pub mod work;
 
 use xlaunch_proto::v1::{Begin, Prepare};
 

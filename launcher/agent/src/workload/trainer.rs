@@ -1,5 +1,7 @@
 //! A job of the built-in trainer: rendezvous, sessions, reports of workers, and the checkpoint to resume from.
 
+mod hangs;
+mod join;
 mod nodes;
 mod reports;
 
@@ -12,15 +14,13 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use tokio::sync::{mpsc, oneshot, watch};
 use tonic::Status;
-use xlaunch_proto::convert::Join;
 use xlaunch_proto::env;
-use xlaunch_proto::snapshot::SnapshotId;
-use xlaunch_proto::spec::{DoctorMode, JobSpec, OnHang};
+use xlaunch_proto::spec::{DoctorMode, JobSpec};
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 use xlaunch_proto::v1::{
-    Bench, GetJobReply, GetJobRequest, JobKind, MemorySnapshot, NodeHung, NodeResume, RankReport, StopCommand,
+    Bench, GetJobReply, GetJobRequest, JobKind, MemorySnapshot, NodeResume, RankReport, StopCommand,
 };
 
 use crate::activity::ActivityRecord;
@@ -30,9 +30,7 @@ use crate::group::Assignment;
 use crate::group::join::Group;
 use crate::group::shared;
 use crate::logs::Output;
-use crate::process::Process;
-use crate::rendezvous::Rendezvous;
-use crate::rendezvous::barrier::{JoinBarrier, JoinOutcome, Reply};
+use crate::rendezvous::barrier::JoinBarrier;
 use crate::rendezvous::service::Message;
 use crate::run_dir::RunDir;
 use crate::sinks::metrics::Metrics;
@@ -47,7 +45,7 @@ use crate::spawn::port::MasterPort;
 use crate::state::{Event, Job, Kind, Phase, Rules};
 use crate::status::board::{self, Board};
 use crate::workload::checkpoint_requests::{CheckpointRequests, Requester};
-use crate::workload::hang::{self, HangDetector};
+use crate::workload::hang::HangDetector;
 use crate::workload::save::SaveBarrier;
 use crate::workload::sessions::Sessions;
 use crate::workload::snapshots::{Snapshots, descriptor_list};
@@ -186,7 +184,7 @@ impl<'a> TrainerWorkload<'a> {
         }
         let printer = sinks.printer().clone();
         Ok(Self {
-            barrier: barrier(&plan, 0, &Assignment::default()),
+            barrier: join::barrier(&plan, 0, &Assignment::default()),
             attempt: 0,
             waiting: Vec::new(),
             sessions: Sessions::default(),
@@ -196,7 +194,7 @@ impl<'a> TrainerWorkload<'a> {
             furthest_step: 0,
             interval_suggested: false,
             devices: BTreeMap::new(),
-            hang_detector: HangDetector::new(hang_settings(&plan), Instant::now()),
+            hang_detector: HangDetector::new(hangs::settings(&plan), Instant::now()),
             hang_hints: BTreeMap::new(),
             stragglers: Stragglers::new(plan.placement.workers),
             unsent_reports: Vec::new(),
@@ -228,79 +226,6 @@ impl<'a> TrainerWorkload<'a> {
         let complete: BTreeSet<_> = self.sinks.finish(SINK_FLUSH_TIMEOUT).await;
         let metrics = self.metrics_path.filter(|_| complete.contains(METRICS));
         TrainingResults { summary: self.summary, metrics, reports: self.reports }
-    }
-
-    fn checkpoint_dir(&self) -> PathBuf {
-        let configured = self.plan.spec.checkpoint.dir.as_ref().map(PathBuf::from);
-        configured.unwrap_or_else(|| self.run.path.join("checkpoints"))
-    }
-
-    fn get_job(&self, request: &GetJobRequest) -> Result<GetJobReply, Status> {
-        if request.version != xlaunch_proto::VERSION {
-            let message = format!(
-                "rank {} runs xlaunch {}, the agent runs {}",
-                request.rank,
-                request.version,
-                xlaunch_proto::VERSION
-            );
-            return Err(Status::failed_precondition(message));
-        }
-        let path = |path: &Path| path.to_string_lossy().into_owned();
-        Ok(GetJobReply {
-            spec_json: self.plan.spec.to_json(),
-            run_dir: path(&self.run.path),
-            resume_from: self.plan.resume_from.as_deref().map(path).unwrap_or_default(),
-            bench: self.plan.bench.clone(),
-            run_id: self.run.id.clone(),
-            memory_snapshot: self.resume_snapshot,
-        })
-    }
-
-    /// Finds what the next attempt resumes from: the newest memory snapshot, or the newest checkpoint.
-    fn recover(&mut self) -> io::Result<()> {
-        let (dir, source) = (self.checkpoint_dir(), self.plan.resume_from.as_deref());
-        let snapshot = self.snapshots.as_ref().and_then(Snapshots::newest);
-        let recovered = (self.plan.recover)(&dir, &self.run.id, source, snapshot.map(|id| id.step));
-        let Recovered { checkpoint, from_memory, on_disk, notes } =
-            recovered.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-        notes.iter().for_each(|note| self.notify(&format!("xlaunch: {note}")));
-        self.resume_snapshot = snapshot
-            .filter(|_| from_memory)
-            .map(|SnapshotId { step, attempt }| MemorySnapshot { step, attempt, on_disk });
-        if !from_memory {
-            self.plan.resume_from = checkpoint;
-        }
-        Ok(())
-    }
-
-    fn join(&mut self, join: Join, reply: Reply, board: &watch::Sender<Board>) -> Option<Event> {
-        let (rank, device) = (join.rank.0, join.device_uuid.clone());
-        let outcome = self.barrier.join(join, reply);
-        if matches!(outcome, JoinOutcome::Waiting | JoinOutcome::Complete(_)) {
-            let local_rank = rank.saturating_sub(self.assignment.first_rank);
-            board.send_modify(|board| board.joined(local_rank, &device));
-            self.devices.insert(local_rank, device);
-        }
-        match outcome {
-            JoinOutcome::Waiting | JoinOutcome::Ignored => None,
-            JoinOutcome::Complete(node) => {
-                self.send(FromAgent::Join(node.to_wire(self.attempt)));
-                None
-            }
-            JoinOutcome::Failed(problem) => Some(Event::RendezvousFailed(problem)),
-        }
-    }
-
-    /// Answers workers of this attempt that have asked for their job.
-    fn answer_waiting(&mut self) {
-        for (request, reply) in std::mem::take(&mut self.waiting) {
-            // The caller may be gone.
-            let _ = reply.send(self.get_job(&request));
-        }
-    }
-
-    fn join_timeout(&self) -> Duration {
-        Duration::from_secs_f64(self.plan.spec.launch.join_timeout)
     }
 }
 
@@ -345,7 +270,7 @@ impl Workload for TrainerWorkload<'_> {
             self.recover()?;
         }
         self.barrier.refuse("the attempt is over");
-        self.barrier = barrier(&self.plan, attempt, assignment);
+        self.barrier = join::barrier(&self.plan, attempt, assignment);
         let world = self.plan.placement.workers;
         self.sessions.begin_attempt(world);
         self.progress = vec![0; world as usize];
@@ -512,51 +437,11 @@ impl Workload for TrainerWorkload<'_> {
     }
 
     fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
-        self.send_reports();
-        let is_stopped = |rank| {
-            let subjects = board.borrow().subjects();
-            let pid = subjects.into_iter().find(|subject| subject.rank == rank).map(|subject| subject.pid);
-            pid.and_then(Process::read).is_some_and(|process| process.state == 'T')
-        };
-        let report = self.hang_detector.poll(now, is_stopped)?;
-        self.notify(&format!("xlaunch: {}", report.message));
-        board.send_modify(|board| match report.rank_hints.is_empty() {
-            true => board.time.continues(now),
-            false => board.time.hung(),
-        });
-        self.hang_hints = report.rank_hints;
-        self.show_hints(board);
-        let mut hang = report.hang?;
-        let (local, others): (Vec<u32>, Vec<u32>) =
-            hang.culprits.iter().partition(|rank| self.local_rank(**rank).is_some());
-        if hang.ends && local.is_empty() {
-            // Their agent has the evidence, and ends them.
-            let message = hang.cause.clone();
-            self.send(FromAgent::Hung(NodeHung { attempt: self.attempt, ranks: others, message }));
-        }
-        hang.culprits = local;
-        (!hang.culprits.is_empty()).then_some(hang)
+        self.find_hang(board, now)
     }
 
     fn hang_lasts(&self, hang: &Hang) -> bool {
         // What the agent of rank 0 has found is final.
         !self.leads() || self.hang_detector.lasts(hang)
     }
-}
-
-fn hang_settings(plan: &TrainerPlan<'_>) -> hang::Settings {
-    hang::Settings {
-        minimum: Duration::from_secs_f64(plan.spec.launch.hang_timeout),
-        // What a benchmark does between reports may take any time.
-        ends: plan.spec.launch.hang == OnHang::Restart && plan.bench.is_none(),
-        gpus: plan.placement.cuda,
-    }
-}
-
-/// The rendezvous of an attempt that starts now.
-fn barrier(plan: &TrainerPlan<'_>, attempt: u32, assignment: &Assignment) -> JoinBarrier {
-    let deadline = Instant::now() + Duration::from_secs_f64(plan.spec.launch.join_timeout);
-    let (first, world) = (assignment.first_rank, assignment.world);
-    let ranks = first..first + plan.placement.workers;
-    JoinBarrier::new(Rendezvous::new(ranks, world, attempt, plan.spec.digest(), deadline))
 }

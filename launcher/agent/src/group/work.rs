@@ -1,0 +1,56 @@
+//! What the agents of one job must have in common, and the rules that the coordinator applies.
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use xlaunch_proto::command::GroupSpec;
+use xlaunch_proto::ids::Digest;
+use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::v1::GroupRules;
+
+use super::link::new_instance;
+use super::rules;
+use crate::command::{ResolvedCommand, quote_line};
+
+/// What an agent is about to run.
+#[derive(Debug)]
+pub struct Work {
+    /// Random: names the agent's process.
+    pub instance: Vec<u8>,
+    /// Of what all nodes have in common.
+    pub digest: Vec<u8>,
+    /// For messages.
+    pub text: String,
+    /// Workers on this node.
+    pub workers: u32,
+    /// Of restarts and membership.
+    pub rules: GroupRules,
+    /// The run's id, if the user chose one.
+    pub run_id: Option<String>,
+}
+
+impl Work {
+    /// Training.
+    pub fn of_trainer(spec: &JobSpec, workers: u32, group: Option<&GroupSpec>) -> Self {
+        let run_id = group.and_then(|group| group.run_id.clone());
+        Self {
+            instance: new_instance(),
+            digest: spec.digest().0.to_vec(),
+            text: format!("job {}", spec.job.name),
+            workers,
+            rules: rules::of_trainer(spec, group),
+            run_id,
+        }
+    }
+
+    /// A command. Nodes may differ in the directory of their interpreter, and in where logs go.
+    pub fn of_command(spec: &ResolvedCommand, group: Option<&GroupSpec>) -> Self {
+        let program = spec.argv.first().and_then(|program| Path::new(program).file_name());
+        let text = quote_line(program.into_iter().chain(spec.argv.iter().skip(1).map(OsString::as_os_str)));
+        let rules = rules::of_command(spec, group);
+        let common = format!("{text}\0{}\0{rules:?}", spec.role);
+        let run_id = group.and_then(|group| group.run_id.clone());
+        let digest = Digest::of(common.as_bytes()).0.to_vec();
+        Self { instance: new_instance(), digest, text, workers: spec.nproc, rules, run_id }
+    }
+}

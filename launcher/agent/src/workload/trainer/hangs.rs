@@ -1,0 +1,52 @@
+//! Ranks that hang: found by the agent of rank 0 among all, ended by the agent of their node.
+
+use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
+use xlaunch_proto::spec::OnHang;
+use xlaunch_proto::v1::NodeHung;
+use xlaunch_proto::v1::agent_message::Body as FromAgent;
+
+use super::{TrainerPlan, TrainerWorkload};
+use crate::process::Process;
+use crate::status::board::Board;
+use crate::workload::{Hang, Workload, hang};
+
+impl TrainerWorkload<'_> {
+    /// Reports a hang that has lasted. Returns it if ranks of this node are to be ended.
+    pub(super) fn find_hang(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
+        self.send_reports();
+        let is_stopped = |rank| {
+            let subjects = board.borrow().subjects();
+            let pid = subjects.into_iter().find(|subject| subject.rank == rank).map(|subject| subject.pid);
+            pid.and_then(Process::read).is_some_and(|process| process.state == 'T')
+        };
+        let report = self.hang_detector.poll(now, is_stopped)?;
+        self.notify(&format!("xlaunch: {}", report.message));
+        board.send_modify(|board| match report.rank_hints.is_empty() {
+            true => board.time.continues(now),
+            false => board.time.hung(),
+        });
+        self.hang_hints = report.rank_hints;
+        self.show_hints(board);
+        let mut hang = report.hang?;
+        let (local, others): (Vec<u32>, Vec<u32>) =
+            hang.culprits.iter().partition(|rank| self.local_rank(**rank).is_some());
+        if hang.ends && local.is_empty() {
+            // Their agent has the evidence, and ends them.
+            let message = hang.cause.clone();
+            self.send(FromAgent::Hung(NodeHung { attempt: self.attempt, ranks: others, message }));
+        }
+        hang.culprits = local;
+        (!hang.culprits.is_empty()).then_some(hang)
+    }
+}
+
+pub(super) fn settings(plan: &TrainerPlan<'_>) -> hang::Settings {
+    hang::Settings {
+        minimum: Duration::from_secs_f64(plan.spec.launch.hang_timeout),
+        // What a benchmark does between reports may take any time.
+        ends: plan.spec.launch.hang == OnHang::Restart && plan.bench.is_none(),
+        gpus: plan.placement.cuda,
+    }
+}
