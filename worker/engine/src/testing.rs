@@ -86,7 +86,7 @@ pub fn compile_kernels(
         let resources = resources(&log);
         let dynamic = KERNEL_FILES.iter().flat_map(|file| file.dynamic_shared);
         for name in dynamic {
-            let large = |found: &&Resources| found.kernel == *name && found.shared > STATIC_SHARED as usize;
+            let large = |found: &&Resources| found.kernel == *name && found.shared > STATIC_SHARED;
             if let Some(found) = resources.iter().find(large) {
                 return Err(format!("{name}: {} bytes of static shared memory", found.shared));
             }

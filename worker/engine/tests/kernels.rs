@@ -73,15 +73,25 @@ fn to_bf16(x: f32) -> f32 {
     bf16::from_f32(x).to_f32()
 }
 
-/// Cases that are not too large and whose name has this part.
-fn selected(precision: Precision, part: &str) -> Vec<Case> {
+/// The precision and parts of names in this environment variable, which a suite sets for a child of its own.
+fn child_cases(variable: &str) -> Option<(Precision, String)> {
+    let cases = std::env::var(variable).ok()?;
+    let (precision, parts) = cases.split_once(' ')?;
+    let known = [Precision::Fp32, Precision::Tf32, Precision::Bf16];
+    let precision = known.into_iter().find(|known| format!("{known:?}") == precision)?;
+    Some((precision, parts.to_owned()))
+}
+
+/// Cases that are not too large and whose name has one of these parts, separated by `|`.
+fn selected(precision: Precision, parts: &str) -> Vec<Case> {
     let round: fn(f32) -> f32 = if precision == Precision::Bf16 { to_bf16 } else { |x| x };
-    let is_selected = |name: &str| name.contains(part) && !TOO_LARGE.iter().any(|size| name.contains(size));
+    let has_part = |name: &str| parts.split('|').any(|part| name.contains(part));
+    let is_selected = |name: &str| has_part(name) && !TOO_LARGE.iter().any(|size| name.contains(size));
     cases(round).into_iter().filter(|(name, _)| is_selected(name)).collect()
 }
 
 /// Tolerances are those of the suite `cuda_ops`. Returns the outputs that differ by more.
-fn differences(cuda: &CudaBackend, precision: Precision, part: &str) -> Vec<String> {
+fn differences(cuda: &CudaBackend, precision: Precision, parts: &str) -> Vec<String> {
     let (tolerance, grads) = match precision {
         Precision::Fp32 => (2e-6, DType::F32),
         Precision::Tf32 => (2e-3, DType::F32),
@@ -90,7 +100,7 @@ fn differences(cuda: &CudaBackend, precision: Precision, part: &str) -> Vec<Stri
     let cpu = CpuBackend::new(1, PoolMode::On);
     let (cpu, cuda) = (Ops { backend: &cpu, grads: DType::F32 }, Ops { backend: cuda, grads });
     let (mut largest, mut differences) = ((0.0, String::new()), Vec::new());
-    for (name, case) in selected(precision, part) {
+    for (name, case) in selected(precision, parts) {
         let start = Instant::now();
         let outputs = case(&cuda);
         let took = start.elapsed().as_secs_f64();

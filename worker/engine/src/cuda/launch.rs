@@ -21,7 +21,7 @@ use crate::tensor::Slice;
 pub(crate) const VEC: usize = 8;
 
 /// Shared memory of a block that is left to static allocations, in bytes.
-pub(crate) const STATIC_SHARED: i32 = 1024;
+pub(crate) const STATIC_SHARED: usize = 1024;
 
 /// A kernel file that is compiled when a GPU is opened.
 #[derive(Clone, Copy, Debug)]
@@ -122,7 +122,7 @@ impl Kernels {
         let attribute = device.context.attribute(MAX_SHARED);
         let shared =
             attribute.map_err(|error| driver_error("failed to query the size of shared memory", error))?;
-        let max_dynamic_shared = (shared - STATIC_SHARED).max(0).unsigned_abs() as usize;
+        let max_dynamic_shared = usize::try_from(shared).unwrap_or(0).saturating_sub(STATIC_SHARED);
         let functions = HashMap::new();
         let mut kernels = Self { device: device.clone(), activations, functions, max_dynamic_shared };
         for file in files {

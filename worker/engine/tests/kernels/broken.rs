@@ -6,7 +6,7 @@ use std::process::{Command, ExitCode};
 use xlaunch_engine::Precision::{self, Bf16, Fp32, Tf32};
 use xlaunch_harness::emulator;
 
-use crate::{cpp_compiler, differences, open};
+use crate::{child_cases, cpp_compiler, differences, open};
 
 xlaunch_harness::tests! {
     needs cpp_compiler: broken_kernels_are_found;
@@ -184,14 +184,8 @@ const MISTAKES: &[Mistake] = &[
 
 /// Runs the cases of a child; `None` in the process of the suite.
 pub(crate) fn child() -> Option<ExitCode> {
-    let cases = std::env::var(CHILD).ok()?;
-    let (precision, part) = cases.split_once(' ')?;
-    let precision = match precision {
-        "Fp32" => Fp32,
-        "Tf32" => Tf32,
-        _ => Bf16,
-    };
-    let differences = differences(&open(precision), precision, part);
+    let (precision, part) = child_cases(CHILD)?;
+    let differences = differences(&open(precision), precision, &part);
     assert!(differences.is_empty(), "{DIFFERS}{}", differences.join(", "));
     Some(ExitCode::SUCCESS)
 }

@@ -57,11 +57,14 @@ impl<'a> Ends<'a> {
     }
 }
 
+/// One on that many rows; returns what is compared.
+type Operation = fn(&dyn Backend, usize) -> Vec<f32>;
+
 /// Runs the operations in the process of a child; `None` in that of the suite.
 pub(crate) fn child() -> Option<ExitCode> {
     std::env::var_os(CHILD)?;
     let (gpu, cpu) = (open(Fp32), CpuBackend::new(1, PoolMode::On));
-    let operations: [(&str, usize, fn(&dyn Backend, usize) -> Vec<f32>); 4] = [
+    let operations: [(&str, usize, Operation); 4] = [
         ("SwiGLU", 1 << 31 >> 13, swiglu),
         ("norm", (1 << 31) / 512, norm),
         ("embedding", (1 << 31) / 512, embedding),

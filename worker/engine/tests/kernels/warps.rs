@@ -7,7 +7,7 @@ use xlaunch_engine::Backend;
 use xlaunch_engine::Precision::{self, Bf16, Fp32, Tf32};
 use xlaunch_engine::testing::kernel_names;
 
-use crate::{cast_and_mark, cpp_compiler, differences, open};
+use crate::{cast_and_mark, child_cases, cpp_compiler, differences, open};
 
 xlaunch_harness::tests! {
     needs cpp_compiler: all_but_tensor_core_kernels_run_with_warps_of_64;
@@ -51,14 +51,11 @@ const NAMES: [&str; 6] = [
 /// Runs the cases of a child; `None` in the process of the suite.
 #[expect(clippy::print_stdout, reason = "read by the suite")]
 pub(crate) fn child() -> Option<ExitCode> {
-    let cases = std::env::var(CHILD).ok()?;
-    let (precision, parts) = cases.split_once(' ')?;
-    let precision = [Fp32, Tf32, Bf16].into_iter().find(|known| format!("{known:?}") == precision)?;
+    let (precision, parts) = child_cases(CHILD)?;
     let backend = open(precision);
     backend.begin_profile();
     cast_and_mark(&backend);
-    let differences: Vec<String> =
-        parts.split('|').flat_map(|part| differences(&backend, precision, part)).collect();
+    let differences = differences(&backend, precision, &parts);
     assert!(differences.is_empty(), "{differences:?}");
     let spans = backend.end_profile().unwrap();
     spans.iter().for_each(|span| println!("{RAN}{}", span.name));

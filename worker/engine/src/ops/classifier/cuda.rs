@@ -34,7 +34,7 @@ pub(crate) fn run(gpu: &Gpu, a: FusedClassifier<'_>) -> Result<()> {
     let (vectors, vector) = (s.padded.div_ceil(VEC), VEC * gpu.activations.size());
     let with_grad = a.grad_scale.is_some();
     let most = gpu.kernels.max_dynamic_shared();
-    if vectors * vector <= most / 2 - STATIC_SHARED as usize {
+    if vectors * vector <= most / 2 - STATIC_SHARED {
         gpu.variants.selected("classifier", s, "two rows in shared memory", None);
         let launch = Launch { shared: vectors * vector, ..Launch::blocks(s.rows, CLASSIFIER_THREADS) };
         let args = args![a.logits, a.targets, a.losses, s.vocab, s.padded, with_grad, scale];

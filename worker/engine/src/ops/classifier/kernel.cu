@@ -4,6 +4,18 @@
 
 #define NEG_INF __int_as_float(0xff800000)
 
+// The vector at column i of a row. Logits in the padding are meaningless: they become -inf, so that their exponentials
+// are 0.
+__device__ inline Packed<ACT> masked(Packed<ACT> p, i64 i, i64 vocab) {
+    if (i + 8 <= vocab) return p;
+    Vec8 e = unpack(p);
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        if (i + j >= vocab) e.x[j] = NEG_INF;
+    pack(e, p);
+    return p;
+}
+
 // Vectors that a thread fetches at once.
 #define CLASSIFIER_VECS 5
 
@@ -20,16 +32,6 @@ extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS, sizeof(ACT) == 
     int target = targets[row];
     float target_logit = load(l, target);
     bool wide = is_wide(l, padded);
-    // Logits in the padding are meaningless: they become -inf, so that their exponentials are 0.
-    auto masked = [&](Packed<ACT> p, i64 i) {
-        if (i + 8 <= vocab) return p;
-        Vec8 e = unpack(p);
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-            if (i + j >= vocab) e.x[j] = NEG_INF;
-        pack(e, p);
-        return p;
-    };
     // Each thread reads back only the vectors that it wrote itself, so no barrier is needed.
     auto reload = [&](i64 i) { return unpack(((Packed<ACT>*)memory)[(unsigned)i / 8]); };
 
@@ -44,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(CLASSIFIER_THREADS, sizeof(ACT) == 
         for (int k = 0; k < CLASSIFIER_VECS; k++) {
             i64 i = start + k * step;
             if (i >= padded) break;
-            p[k] = masked(p[k], i);
+            p[k] = masked(p[k], i, vocab);
             ((Packed<ACT>*)memory)[(unsigned)i / 8] = p[k];
             Vec8 e = unpack(p[k]);
 #pragma unroll
@@ -136,20 +138,13 @@ extern "C" __global__ void __launch_bounds__(CLASSIFIER_WIDE_THREADS, 1)
         else
             mine[vector * blockDim.x] = fetch8((const ACT*)row_of(turn), i, padded, false);
     };
-    // A vector of the current row. Logits in the padding are meaningless: they become -inf, so that their exponentials
-    // are 0, and so do those behind the row.
+    // A vector of the current row; -inf past its end.
     auto fetch = [&](const ACT* row, int vector) {
         int i = column_of(vector);
         Packed<ACT> packed = {};
         if (i < width && vector < shared) packed = mine[vector * blockDim.x];
         else if (i < width) packed = fetch8(row, i, padded, wide);
-        if (i + 8 <= vocab) return packed;
-        Vec8 e = unpack(packed);
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-            if (i + j >= vocab) e.x[j] = NEG_INF;
-        pack(e, packed);
-        return packed;
+        return masked(packed, i, vocab);
     };
 
     // Copies are waited for in two groups per row: vectors that will be held, and the others.

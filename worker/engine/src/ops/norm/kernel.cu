@@ -71,7 +71,7 @@ struct Rows {
         if constexpr (AHEAD) wait_copies<0>();
     }
 
-    // Zero where there is no such row or array.
+    // Zero past the last row, and for an array that is null.
     __device__ Packed<ACT> fetch(i64 first, int array, int i) {
         if (!arrays[array] || !has(first, i)) return {};
         if constexpr (AHEAD) return slot(array, i);
