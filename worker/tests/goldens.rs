@@ -20,9 +20,9 @@ use xlaunch_engine::{
 };
 use xlaunch_harness::{Requirement, emulator};
 use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA, RopeScaling, RopeType};
-use xlaunch_proto::spec::TrainSection;
+use xlaunch_proto::spec::{Recompute, TrainSection};
 use xlaunch_worker::model::layout::Layout;
-use xlaunch_worker::model::{BackendHandle, Model, Rows};
+use xlaunch_worker::model::{BackendHandle, LossGradients, MemoryUse, Model, Rows};
 use xlaunch_worker::optim::AdamW;
 
 const TOLERANCE: f64 = 1e-5;
@@ -34,12 +34,16 @@ xlaunch_harness::suite! {
     gpt2_matches_pytorch_on_cpu,
     llama_matches_pytorch_on_cpu,
     llama_with_grouped_query_attention_matches_pytorch_on_cpu,
-    llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_cpu;
+    llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_cpu,
+    losses_in_chunks_match_pytorch_on_cpu,
+    recomputed_blocks_give_the_same_bits_on_cpu;
     needs require_gpu:
     gpt2_matches_pytorch_on_gpu,
     llama_matches_pytorch_on_gpu,
     llama_with_grouped_query_attention_matches_pytorch_on_gpu,
     llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_gpu,
+    losses_in_chunks_match_pytorch_on_gpu,
+    recomputed_blocks_give_the_same_bits_on_gpu,
     bf16_is_near_pytorch_on_gpu;
     needs emulated_gpu: tests_on_gpu_pass_in_the_emulator;
 }
@@ -175,10 +179,15 @@ fn gpu() -> BackendHandle {
 
 impl Fixture {
     fn new(backend: BackendHandle, case: Case) -> Self {
+        Self::with(backend, case, MemoryUse::default(), DType::F32)
+    }
+
+    fn with(backend: BackendHandle, case: Case, memory: MemoryUse, grads: DType) -> Self {
         let shape = shape(case);
         let golden = Golden::read(case.name);
-        let model = Model::new(&backend, &shape, &golden.arena(&Layout::new(&shape), "param.")).unwrap();
-        let grads = backend.alloc(DType::F32, model.layout.len).unwrap();
+        let weights = golden.arena(&Layout::new(&shape), "param.");
+        let model = Model::new(&backend, &shape, &weights).unwrap().with_memory_use(memory);
+        let grads = backend.alloc(grads, model.layout.len).unwrap();
         backend.zero(grads.all()).unwrap();
         let tokens = backend.alloc(DType::I32, ROWS.count()).unwrap();
         let targets = backend.alloc(DType::I32, ROWS.count()).unwrap();
@@ -186,21 +195,22 @@ impl Fixture {
         Self { backend, model, golden, grads, tokens, targets, losses }
     }
 
-    /// Forward and backward of one batch. Returns the loss, and the logits from before they were overwritten.
+    /// Forward and backward of one batch. Returns the loss and the logits.
     fn pass(&self, tokens: &[i32], targets: &[i32]) -> (f64, Vec<f32>) {
         self.backend.write_i32(self.tokens.all(), tokens).unwrap();
         self.backend.write_i32(self.targets.all(), targets).unwrap();
         let acts = self.model.forward(ROWS, self.tokens.all()).unwrap();
         let vocab = self.model.shape.vocab;
-        let mut logits = vec![0.0; ROWS.count() * vocab];
-        for (row, values) in logits.chunks_mut(vocab).enumerate() {
-            self.backend.read_f32(acts.logits(row, vocab), values).unwrap();
-        }
-        let scale = 1.0 / ROWS.count() as f32;
-        self.model.loss(&acts, self.targets.all(), self.losses.all(), Some(scale)).unwrap();
+        let padded = read(&self.backend, &self.model.logits(&acts, 0..ROWS.count()).unwrap());
+        let rows = padded.chunks(padded.len() / ROWS.count());
+        let logits = rows.flat_map(|row| row[..vocab].to_vec()).collect();
+        let (scale, acc) = (1.0 / ROWS.count() as f32, Accumulate::Overwrite);
+        let head = LossGradients { scale, grads: &self.grads, acc };
+        let (targets, losses) = (self.targets.all(), self.losses.all());
+        let dy = self.model.loss_and_gradients(&acts, targets, losses, head).unwrap();
         let mut ends = Vec::new();
         self.model
-            .backward::<Failed>(acts, self.tokens.all(), &self.grads, Accumulate::Overwrite, |end, _| {
+            .backward::<Failed>(acts, dy, self.tokens.all(), &self.grads, acc, |end, _| {
                 ends.push(end);
                 Ok(())
             })
@@ -212,9 +222,12 @@ impl Fixture {
 }
 
 fn compare(backend: BackendHandle, case: Case) {
-    let f = Fixture::new(backend, case);
-    compare_pass(&f);
-    compare_steps(&f);
+    compare_all(&Fixture::new(backend, case));
+}
+
+fn compare_all(f: &Fixture) {
+    compare_pass(f);
+    compare_steps(f);
 }
 
 fn compare_pass(f: &Fixture) {
@@ -307,10 +320,63 @@ fn llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_gpu() {
     compare(gpu(), LLAMA_WIDE);
 }
 
+fn losses_in_chunks_match_pytorch_on_cpu() {
+    losses_in_chunks_match_pytorch(cpu);
+}
+
+fn losses_in_chunks_match_pytorch_on_gpu() {
+    losses_in_chunks_match_pytorch(gpu);
+}
+
+fn losses_in_chunks_match_pytorch(backend: fn() -> BackendHandle) {
+    // The last chunk has two rows, or all are in one.
+    for (case, classifier_chunk) in [(GPT2, 5), (LLAMA, 5), (LLAMA, 100)] {
+        let memory = MemoryUse { classifier_chunk, ..MemoryUse::default() };
+        let f = Fixture::with(backend(), case, memory, DType::F32);
+        compare_all(&f);
+        f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);
+        let trained = read(&f.backend, &f.losses);
+        let acts = f.model.forward(ROWS, f.tokens.all()).unwrap();
+        f.model.loss(&acts, f.targets.all(), f.losses.all()).unwrap();
+        assert_eq!(read(&f.backend, &f.losses), trained, "{}", case.name);
+    }
+}
+
+fn recomputed_blocks_give_the_same_bits_on_cpu() {
+    recomputed_blocks_give_the_same_bits(cpu);
+}
+
+fn recomputed_blocks_give_the_same_bits_on_gpu() {
+    recomputed_blocks_give_the_same_bits(gpu);
+    recomputed_blocks_give_the_same_bits(gpu_in_bf16);
+}
+
+fn recomputed_blocks_give_the_same_bits(backend: fn() -> BackendHandle) {
+    for case in [GPT2, LLAMA, LLAMA_GQA, LLAMA_WIDE] {
+        let [expected, cheap, block] =
+            [Recompute::None, Recompute::Cheap, Recompute::Block].map(|recompute| {
+                let memory = MemoryUse { recompute, ..MemoryUse::default() };
+                let f = Fixture::with(backend(), case, memory, DType::F32);
+                let (loss, _) = f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);
+                (loss.to_bits(), read(&f.backend, &f.grads).into_iter().map(f32::to_bits).collect::<Vec<_>>())
+            });
+        assert!(cheap == expected && block == expected, "{}", case.name);
+    }
+}
+
+fn gpu_in_bf16() -> BackendHandle {
+    let options = CudaOptions { deterministic: true, ..CudaOptions::new(Precision::Bf16, PoolMode::On) };
+    BackendHandle::new(CudaBackend::open(0, options).unwrap())
+}
+
 fn bf16_is_near_pytorch_on_gpu() {
-    for case in [GPT2, LLAMA_GQA] {
-        let options = CudaOptions { deterministic: true, ..CudaOptions::new(Precision::Bf16, PoolMode::On) };
-        let f = Fixture::new(BackendHandle::new(CudaBackend::open(0, options).unwrap()), case);
+    let chunked = MemoryUse { classifier_chunk: 5, ..MemoryUse::default() };
+    for (case, memory, grads) in [
+        (GPT2, MemoryUse::default(), DType::F32),
+        (LLAMA_GQA, MemoryUse::default(), DType::F32),
+        (LLAMA, chunked, DType::Bf16),
+    ] {
+        let f = Fixture::with(gpu_in_bf16(), case, memory, grads);
         let (loss, logits) = f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);
         let expected = f64::from(f.golden.floats["loss"][0]);
         assert!((loss - expected).abs() <= BF16_TOLERANCE * expected, "loss {loss} against {expected}");
@@ -349,5 +415,5 @@ fn tests_on_gpu_pass_in_the_emulator() {
     let output = command.arg("on_gpu").output().unwrap();
     let [stdout, stderr] =
         [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-    assert!(output.status.success() && stdout.contains("ok. 5 passed"), "{stdout}\n{stderr}");
+    assert!(output.status.success() && stdout.contains("ok. 7 passed"), "{stdout}\n{stderr}");
 }

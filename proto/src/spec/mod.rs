@@ -15,7 +15,7 @@ use crate::model::ModelSection;
 pub use sections::{
     CheckpointSection, CommSection, DataSection, Device, DoctorMode, EngineSection, Exec, JobSection,
     LaunchSection, MAX_SHARDS, MemorySnapshots, NonFinite, ObserveSection, OnHang, OnSaveError, PoolMode,
-    Precision, Schedule, Tokenizer, TrainSection, WireDtype,
+    Precision, Recompute, Schedule, Tokenizer, TrainSection, WireDtype,
 };
 
 /// Version of the serialised form.

@@ -171,6 +171,12 @@ pub struct TrainSection {
     /// Micro-steps per optimizer step (gradient accumulation). Increase it for a larger global batch than fits in
     /// memory.
     pub accumulate: usize,
+    /// What backward computes again instead of keeping it from forward. Saves memory, costs time, and changes no
+    /// result but for rounding.
+    pub recompute: Recompute,
+    /// Rows of logits (tokens) that are in memory at a time, with the gradients of the loss computed along with it. 0:
+    /// those of the whole micro-step. Saves memory where the vocabulary is large.
+    pub classifier_chunk: usize,
     /// Peak learning rate.
     pub lr: f64,
     /// Learning-rate schedule after warm-up.
@@ -217,6 +223,8 @@ impl Default for TrainSection {
             steps: 1000,
             batch: 8,
             accumulate: 1,
+            recompute: Recompute::None,
+            classifier_chunk: 0,
             lr: 1e-3,
             schedule: Schedule::Cosine,
             warmup: None,
@@ -249,6 +257,20 @@ impl TrainSection {
     pub fn decay_steps(&self) -> u64 {
         self.decay_steps.unwrap_or_else(|| self.steps.div_ceil(5)).min(self.steps - self.warmup_steps())
     }
+}
+
+/// What backward computes again instead of keeping it from forward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Recompute {
+    /// Nothing.
+    #[default]
+    None,
+    /// Outputs of norms and of the activation function, which take no matrix multiplication.
+    Cheap,
+    /// Everything in a block but its input. The forward pass is run almost twice.
+    Block,
 }
 
 /// Learning-rate schedule after warm-up.

@@ -139,7 +139,7 @@ fn losses(
     let (tokens, targets) = (write(tokens)?, write(targets)?);
     let losses = backend.alloc(DType::F32, rows.count())?;
     let acts = model.forward(rows, tokens.all())?;
-    model.loss(&acts, targets.all(), losses.all(), None)?;
+    model.loss(&acts, targets.all(), losses.all())?;
     let mut values = vec![0.0; losses.len()];
     backend.read_f32(losses.all(), &mut values)?;
     Ok(values)

@@ -41,13 +41,15 @@ struct Residual<'a> {
 }
 
 impl Model {
-    /// Writes (or adds, by `acc`) the gradients of all parameters to `grads`, an arena of the layout (F32 or Bf16) that
-    /// was zeroed once.
+    /// Writes (or adds, by `acc`) the gradients of all parameters but the head's to `grads`, an arena of the layout
+    /// (F32 or Bf16) that was zeroed once. The head's are there already: `dy` is what
+    /// [`loss_and_gradients`](Self::loss_and_gradients) returned.
     ///
     /// `finished(end, grads)` is called whenever all gradients below offset `end` have been enqueued.
     pub fn backward<E: From<xlaunch_engine::EngineError>>(
         &self,
         mut acts: Activations,
+        dy: Tensor,
         tokens: Slice<'_>,
         grads: &Tensor,
         acc: Accumulate,
@@ -55,14 +57,14 @@ impl Model {
     ) -> std::result::Result<(), E> {
         let _tag = xlaunch_pool::tag("backward");
         let pass = Pass { rows: acts.rows, grads, acc };
-        let dx = self.top_backward(pass, &acts)?;
-        drop(acts.logits);
+        let dx = self.top_backward(pass, &acts.last, dy)?;
         if !self.shape.tied {
             finished(self.layout.top_end, grads)?;
         }
-        while let Some(block) = acts.blocks.pop() {
+        while let Some(kept) = acts.blocks.pop() {
             let index = acts.blocks.len();
             let params = &self.layout.blocks[index];
+            let block = self.restore(pass.rows, kept, params)?;
             let below = index.checked_sub(1).map(|below| &self.layout.blocks[below]);
             self.block_backward(pass, block, params, below, &dx)?;
             finished(params.end, grads)?;
@@ -71,26 +73,12 @@ impl Model {
         finished(self.layout.len, grads)
     }
 
-    /// Head and final norm. Returns the gradient of the residual stream.
-    fn top_backward(&self, pass: Pass<'_>, acts: &Activations) -> Result<Tensor> {
-        let (rows, head) = (pass.rows, &self.layout.head);
-        let shape = Self::linear_shape(rows, self.shape.dim, self.shape.padded_vocab());
-        let dlogits = acts.logits.all();
-        let dy = self.activation(rows.count() * self.shape.dim)?;
-        let (w, dx) = (self.param(head), dy.all());
-        self.backend.linear_backward_input(LinearBackwardInput { shape, dy: dlogits, w, dx })?;
-        self.backend.linear_backward_weight(LinearBackwardWeight {
-            shape,
-            dy: dlogits,
-            x: acts.last.y.all(),
-            dw: pass.grads.slice(head.clone()),
-            dbias: None,
-            acc: pass.acc,
-        })?;
+    /// Final norm. Returns the gradient of the residual stream.
+    fn top_backward(&self, pass: Pass<'_>, last: &Normed, dy: Tensor) -> Result<Tensor> {
         let dx = self.activation(dy.len())?;
         let added = self.layout.blocks.last().map(|block| &block.out);
         let residual = Residual { dx: &dx, add: false, added };
-        self.norm_backward(pass, &acts.last, &self.layout.lnf, &dy, residual)?;
+        self.norm_backward(pass, last, &self.layout.lnf, &dy, residual)?;
         Ok(dx)
     }
 

@@ -458,7 +458,8 @@ mod tests {
         model.backend.write_i32(ids.all(), &window).unwrap();
         let acts = model.forward(rows, ids.all()).unwrap();
         let mut logits = vec![0.0; model.shape.vocab];
-        model.backend.read_f32(acts.logits(tokens.len() - 1, logits.len()), &mut logits).unwrap();
+        let last = model.logits(&acts, tokens.len() - 1..tokens.len()).unwrap();
+        model.backend.read_f32(last.slice(0..logits.len()), &mut logits).unwrap();
         logits
     }
 

@@ -1,12 +1,12 @@
-//! Forward: tokens to logits, keeping what backward needs.
+//! Forward: tokens to the output of the final norm, keeping what backward needs.
 
 use xlaunch_engine::{
-    Accumulate, AttentionForward, ClassifierShape, DType, EmbedForward, EmbedShape, EngineError,
-    FusedClassifier, LinearForward, LinearGeluForward, NormForward, ResidualAdd, Result, Slice, Sum,
-    SwigluForward, Tensor,
+    AttentionForward, DType, EmbedForward, EmbedShape, EngineError, LinearForward, LinearGeluForward,
+    NormForward, ResidualAdd, Result, Slice, SwigluForward, Tensor,
 };
 use xlaunch_proto::model::Arch;
 
+use super::kept::Kept;
 use super::layout::{self, Linear};
 use super::{Model, Rows, attention_shape};
 
@@ -14,11 +14,9 @@ use super::{Model, Rows, attention_shape};
 #[derive(Debug)]
 pub struct Activations {
     pub(super) rows: Rows,
-    pub(super) blocks: Vec<Block>,
+    pub(super) blocks: Vec<Kept>,
     /// Input of the final norm, its output and statistics.
     pub(super) last: Normed,
-    /// `[N, Vp]`. [`Model::loss`] with a gradient scale overwrites them with their gradients.
-    pub(super) logits: Tensor,
 }
 
 /// A norm's input (the residual stream at that point), output and statistics.
@@ -46,16 +44,8 @@ pub(super) struct Block {
     pub(super) a: Tensor,
 }
 
-impl Activations {
-    /// The V logits of row `row`.
-    pub fn logits(&self, row: usize, vocab: usize) -> Slice<'_> {
-        let padded = self.logits.len() / self.rows.count();
-        self.logits.slice(row * padded..row * padded + vocab)
-    }
-}
-
 impl Model {
-    /// Logits of `tokens` I32 `[B, T]`.
+    /// The pass of `tokens` I32 `[B, T]` up to the head.
     pub fn forward(&self, rows: Rows, tokens: Slice<'_>) -> Result<Activations> {
         self.forward_with_gathers(rows, tokens, |_| Ok(()))
     }
@@ -75,35 +65,13 @@ impl Model {
         for (index, params) in self.layout.blocks.iter().enumerate() {
             let next = self.layout.blocks.get(index + 1).map_or(&self.layout.lnf, |block| &block.ln1);
             needs(next.weight.start)?;
-            let (block, normed) = self.block(rows, ln1, params, next)?;
-            blocks.push(block);
-            ln1 = normed;
+            let block = self.block(rows, ln1, params)?;
+            let branch = self.linear(rows, &block.a, &params.out, self.shape.ffn, self.shape.dim)?;
+            ln1 = self.add_norm(rows, &block.ln2.x, branch, next)?;
+            blocks.push(Kept::new(block, self.memory.recompute));
         }
         needs(0)?;
-        let padded = self.shape.padded_vocab();
-        let logits = self.activation(rows.count() * padded)?;
-        let shape = Self::linear_shape(rows, self.shape.dim, padded);
-        let (w, y) = (self.param(&self.layout.head), logits.all());
-        self.backend.linear_forward(LinearForward { shape, x: ln1.y.all(), w, bias: None, y })?;
-        Ok(Activations { rows, blocks, last: ln1, logits })
-    }
-
-    /// Writes the cross-entropy loss of every row to `losses` F32 `[N]`. With `grad_scale`, the logits are overwritten
-    /// with the gradients of `grad_scale * sum(losses)`.
-    pub fn loss(
-        &self,
-        acts: &Activations,
-        targets: Slice<'_>,
-        losses: Slice<'_>,
-        grad_scale: Option<f32>,
-    ) -> Result<()> {
-        let shape = ClassifierShape {
-            rows: acts.rows.count(),
-            vocab: self.shape.vocab,
-            padded: self.shape.padded_vocab(),
-        };
-        let logits = acts.logits.all();
-        self.backend.classifier(FusedClassifier { shape, logits, targets, losses, grad_scale })
+        Ok(Activations { rows, blocks, last: ln1 })
     }
 
     fn embed(&self, rows: Rows, tokens: Slice<'_>) -> Result<Tensor> {
@@ -126,14 +94,8 @@ impl Model {
         EmbedShape { batch: rows.batch, seq: rows.seq, cols: self.shape.dim, vocab: self.shape.vocab }
     }
 
-    /// One block, from the output of its first norm to the output of the norm after it.
-    fn block(
-        &self,
-        rows: Rows,
-        ln1: Normed,
-        params: &layout::Block,
-        next: &layout::Norm,
-    ) -> Result<(Block, Normed)> {
+    /// One block, from its first norm up to the output of the activation function: all that backward needs.
+    pub(super) fn block(&self, rows: Rows, ln1: Normed, params: &layout::Block) -> Result<Block> {
         let (n, shape) = (rows.count(), &self.shape);
         let qkv = self.linear(rows, &ln1.y, &params.qkv, shape.dim, shape.qkv_width())?;
         let att = self.activation(n * shape.attention_width())?;
@@ -169,9 +131,7 @@ impl Model {
                 h
             }
         };
-        let branch = self.linear(rows, &a, &params.out, shape.ffn, shape.dim)?;
-        let next = self.add_norm(rows, &ln2.x, branch, next)?;
-        Ok((Block { ln1, qkv, att, lse, ln2, h, a }, next))
+        Ok(Block { ln1, qkv, att, lse, ln2, h, a })
     }
 
     fn linear(
@@ -190,12 +150,22 @@ impl Model {
         Ok(y)
     }
 
-    fn norm(&self, rows: Rows, x: Tensor, params: &layout::Norm) -> Result<Normed> {
-        let shape = self.norm_shape(rows);
+    pub(super) fn norm(&self, rows: Rows, x: Tensor, params: &layout::Norm) -> Result<Normed> {
+        let stats = self.backend.alloc(DType::F32, self.norm_shape(rows).stats())?;
+        self.norm_with_stats(rows, x, stats, params)
+    }
+
+    /// The norm of `x`; overwrites `stats`.
+    pub(super) fn norm_with_stats(
+        &self,
+        rows: Rows,
+        x: Tensor,
+        stats: Tensor,
+        params: &layout::Norm,
+    ) -> Result<Normed> {
         let y = self.activation(x.len())?;
-        let stats = self.backend.alloc(DType::F32, shape.stats())?;
         self.backend.norm_forward(NormForward {
-            shape,
+            shape: self.norm_shape(rows),
             x: x.all(),
             residual: None,
             gamma: self.param(&params.weight),
@@ -222,12 +192,5 @@ impl Model {
             stats: stats.all(),
         })?;
         Ok(Normed { x: sum, y, stats })
-    }
-
-    /// Writes (or adds) `weight * mean(losses)` to `out[0]`.
-    pub fn mean_loss(&self, losses: &Tensor, weight: f32, out: Slice<'_>, acc: Accumulate) -> Result<()> {
-        #[expect(clippy::cast_precision_loss, reason = "rows of one batch are far below 2^24")]
-        let scale = weight / losses.len() as f32;
-        self.backend.sum(Sum { x: losses.all(), scale, out, acc })
     }
 }

@@ -4,13 +4,17 @@
 //! - [`init`]: initial weights;
 //! - `rope`: the table of rotary angles;
 //! - `forward` and `backward`: the operations of each block, in mirrored order;
+//! - `kept`: what forward keeps of a block for backward, or backward computes again;
+//! - `head`: logits, loss and their gradients;
 //! - [`decode`]: forward of new tokens over cached ones, for generation;
 //! - this file: the model's data and helpers that both passes use.
 
 mod backward;
 pub mod decode;
 mod forward;
+mod head;
 pub mod init;
+mod kept;
 pub mod layout;
 mod rope;
 
@@ -21,8 +25,10 @@ use xlaunch_engine::{
     AttentionShape, Backend, DType, LinearShape, NormKind, NormShape, Result, Slice, Tensor,
 };
 use xlaunch_proto::model::{Arch, ModelShape};
+use xlaunch_proto::spec::{Recompute, TrainSection};
 
 pub use forward::Activations;
+pub use head::LossGradients;
 use layout::Layout;
 
 /// A model on a device.
@@ -36,9 +42,25 @@ pub struct Model {
     /// optimizer updates it; if it is Bf16, the optimizer has F32 master weights. With a sharded optimizer, other
     /// ranks' updates of the last step are missing until they are gathered.
     pub weights: Tensor,
+    memory: MemoryUse,
     /// Cosines and sines of the rotary angles, F32 `[T, D]`; llama only.
     rope: Option<Tensor>,
     backend: BackendHandle,
+}
+
+/// What a pass does to need less memory.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct MemoryUse {
+    /// What backward computes again.
+    pub recompute: Recompute,
+    /// Rows of logits in memory at a time; 0: all.
+    pub classifier_chunk: usize,
+}
+
+impl From<&TrainSection> for MemoryUse {
+    fn from(train: &TrainSection) -> Self {
+        Self { recompute: train.recompute, classifier_chunk: train.classifier_chunk }
+    }
 }
 
 /// The back end, shared by all parts of one worker.
@@ -153,7 +175,15 @@ impl Model {
                 Some(rope)
             }
         };
-        Ok(Self { shape: shape.clone(), layout, weights, rope, backend: backend.clone() })
+        let memory = MemoryUse::default();
+        Ok(Self { shape: shape.clone(), layout, weights, memory, rope, backend: backend.clone() })
+    }
+
+    /// Sets what passes do to need less memory. Default: nothing.
+    #[must_use]
+    pub fn with_memory_use(mut self, memory: MemoryUse) -> Self {
+        self.memory = memory;
+        self
     }
 
     /// Sets the weights from element `at` of the arena on.

@@ -301,7 +301,7 @@ impl Trainer {
         sharding: &Sharding,
         world: usize,
     ) -> Result<Self> {
-        let model = Model::zeroed(backend, shape)?;
+        let model = Model::zeroed(backend, shape)?.with_memory_use((&spec.train).into());
         let optimizer = AdamW::zeroed(backend, &model, sharding, &spec.train)?;
         let stepper = Stepper::new(backend, &model, spec, sharding, world)?;
         let evaluator = Evaluator::new(backend, &model, spec)?;

@@ -89,7 +89,7 @@ impl Evaluator {
             self.backend.write_i32(self.targets.all(), &read.targets)?;
             self.replay.run(Work::Evaluate, || {
                 let acts = model.forward(self.rows, self.tokens.all())?;
-                Ok(model.loss(&acts, self.targets.all(), self.losses.all(), None)?)
+                Ok(model.loss(&acts, self.targets.all(), self.losses.all())?)
             })?;
             self.backend.read_f32(self.losses.all(), &mut token_losses)?;
             for (loss, tokens) in losses[number * batch..].iter_mut().zip(token_losses.chunks_exact(seq)) {

@@ -74,7 +74,8 @@ impl Sampler {
             window.resize(seq, 0);
             backend.write_i32(tokens.all(), &window)?;
             let acts = model.forward(rows, tokens.all())?;
-            backend.read_f32(acts.logits(context.len() - 1, vocab), &mut logits)?;
+            let last = model.logits(&acts, context.len() - 1..context.len())?;
+            backend.read_f32(last.slice(0..vocab), &mut logits)?;
             phase::advance();
             let next = u32::try_from(draw(&logits, random.uniform())).unwrap_or(0);
             if Some(next) == self.tokenizer.end_of_text() {

@@ -31,7 +31,7 @@ use crate::data::Loader;
 use crate::error::{Result, WorkerError};
 use crate::fail::{self, Place};
 use crate::model::layout::Layout;
-use crate::model::{BackendHandle, Model, Rows};
+use crate::model::{BackendHandle, LossGradients, Model, Rows};
 use crate::optim::AdamW;
 
 /// Slots of the tensor that is read back after a step. Those before `OWN_SECONDS` are all-reduced. Without sharding
@@ -290,13 +290,14 @@ impl Stepper {
             }
             Ok(())
         })?;
-        model.loss(&acts, self.targets.all(), self.losses.all(), Some(scale))?;
+        let head = LossGradients { scale, grads: &self.grads, acc };
+        let dy = model.loss_and_gradients(&acts, self.targets.all(), self.losses.all(), head)?;
         model.mean_loss(&self.losses, weight, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
         drop(forward);
         let _backward = trace::span(Phase::Backward);
         let mut progress = bucket::ReduceProgress::new(self.sharding.plan());
         let (overlap, end) = (self.overlap, model.layout.len);
-        model.backward(acts, self.tokens.all(), &self.grads, acc, |finished, grads| {
+        model.backward(acts, dy, self.tokens.all(), &self.grads, acc, |finished, grads| {
             if last && (overlap || finished == end) {
                 for bucket in progress.written_up_to(finished) {
                     if !fail::skips(Place::Reduce) {

@@ -10,7 +10,7 @@ use crate::cpu::{Access, Threads};
 use crate::error::Result;
 use crate::ops::{
     self, AdamWStep, AttentionBackward, AttentionForward, CachedAttention, Checksum, EmbedBackward,
-    EmbedForward, FusedClassifier, GeluLinearBackward, Gemv, Greedy, LinearBackwardInput,
+    EmbedForward, FusedClassifier, GeluForward, GeluLinearBackward, Gemv, Greedy, LinearBackwardInput,
     LinearBackwardWeight, LinearForward, LinearGeluForward, NormBackward, NormForward, SquaredNorm, Sum,
     SwigluBackward, SwigluForward,
 };
@@ -127,6 +127,11 @@ impl Backend for CpuBackend {
 
     fn linear_gelu_forward(&self, args: LinearGeluForward<'_>) -> Result<()> {
         ops::gelu::cpu::forward(&self.threads, args);
+        Ok(())
+    }
+
+    fn gelu_forward(&self, args: GeluForward<'_>) -> Result<()> {
+        ops::gelu::cpu::activation(&self.threads, args);
         Ok(())
     }
 

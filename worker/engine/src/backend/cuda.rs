@@ -19,9 +19,9 @@ use crate::ops::gelu::cuda::Gelu;
 use crate::ops::mark::cuda::Counter;
 use crate::ops::{
     self, AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CachedAttention, Checksum,
-    EmbedBackward, EmbedForward, FusedClassifier, GeluLinearBackward, Gemv, Greedy, LinearBackwardInput,
-    LinearBackwardWeight, LinearForward, LinearGeluForward, Mark, Marks, NormBackward, NormForward,
-    SquaredNorm, Sum, SwigluBackward, SwigluForward,
+    EmbedBackward, EmbedForward, FusedClassifier, GeluForward, GeluLinearBackward, Gemv, Greedy,
+    LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward, Mark, Marks, NormBackward,
+    NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward,
 };
 use crate::options::{CudaOptions, DeviceInfo};
 use crate::profile::KernelSpan;
@@ -210,6 +210,10 @@ impl Backend for CudaBackend {
 
     fn linear_gelu_forward(&self, args: LinearGeluForward<'_>) -> Result<()> {
         self.gelu.forward(&self.gpu, args)
+    }
+
+    fn gelu_forward(&self, args: GeluForward<'_>) -> Result<()> {
+        ops::gelu::cuda::activation(&self.gpu, args)
     }
 
     fn gelu_linear_backward(&self, args: GeluLinearBackward<'_>) -> Result<()> {

@@ -13,7 +13,7 @@ use crate::handles::{Capture, PendingRead};
 use crate::host_buffer::HostAllocator;
 use crate::ops::{
     AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CachedAttention, Checksum, EmbedBackward,
-    EmbedForward, FusedClassifier, GeluLinearBackward, Gemv, Greedy, LinearBackwardInput,
+    EmbedForward, FusedClassifier, GeluForward, GeluLinearBackward, Gemv, Greedy, LinearBackwardInput,
     LinearBackwardWeight, LinearForward, LinearGeluForward, Mark, Marks, NormBackward, NormForward,
     SquaredNorm, Sum, SwigluBackward, SwigluForward,
 };
@@ -153,6 +153,9 @@ pub trait Backend {
 
     /// A linear layer fused with the GELU after it.
     fn linear_gelu_forward(&self, args: LinearGeluForward<'_>) -> Result<()>;
+
+    /// GELU alone.
+    fn gelu_forward(&self, args: GeluForward<'_>) -> Result<()>;
 
     /// The gradient of GELU's input from that of the linear layer after it, fused with the gradient of the bias before
     /// it.

@@ -14,7 +14,7 @@
 //! | `checksum` | Checksum, CHECKSUM_DIGITS | |
 //! | `classifier` | ClassifierShape, FusedClassifier | |
 //! | `embed` | EmbedShape, EmbedForward, EmbedBackward | |
-//! | `gelu` | LinearGeluForward, GeluLinearBackward | linear, reduce |
+//! | `gelu` | LinearGeluForward, GeluForward, GeluLinearBackward | linear, reduce |
 //! | `gemv` | Gemv, GEMV_ROWS | linear, gelu |
 //! | `greedy` | Greedy | |
 //! | `linear` | LinearShape, LinearForward, LinearBackwardInput, LinearBackwardWeight | reduce |
@@ -47,7 +47,7 @@ pub use cached_attention::{CachedAttention, CachedAttentionShape};
 pub use checksum::{CHECKSUM_DIGITS, Checksum};
 pub use classifier::{ClassifierShape, FusedClassifier};
 pub use embed::{EmbedBackward, EmbedForward, EmbedShape};
-pub use gelu::{GeluLinearBackward, LinearGeluForward};
+pub use gelu::{GeluForward, GeluLinearBackward, LinearGeluForward};
 pub use gemv::{GEMV_ROWS, Gemv};
 pub use greedy::Greedy;
 pub use linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearShape};

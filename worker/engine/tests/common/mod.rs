@@ -252,6 +252,8 @@ impl Ops<'_> {
         let forward =
             LinearGeluForward { shape: s, x: x.all(), w: w.all(), bias: bias.all(), h: h.all(), a: a.all() };
         b.linear_gelu_forward(forward).unwrap();
+        let again = self.out(a.len());
+        b.gelu_forward(GeluForward { h: h.all(), a: again.all() }).unwrap();
         let shape = LinearShape { rows: s.rows, inputs: s.outputs, outputs: dy.len() / s.rows };
         let (next, dy) = (self.act(next), self.act(dy));
         let (dh, dbias) = (self.out(h.len()), self.grad(acc, s.outputs));
@@ -266,7 +268,9 @@ impl Ops<'_> {
             acc,
         })
         .unwrap();
-        [("h", &h), ("a", &a), ("dh", &dh), ("dbias", &dbias)].map(|(n, t)| (n, self.read(t))).into()
+        [("h", &h), ("a", &a), ("a again", &again), ("dh", &dh), ("dbias", &dbias)]
+            .map(|(n, t)| (n, self.read(t)))
+            .into()
     }
 
     pub(crate) fn swiglu(&self, rows: usize, ffn: usize, h: &[f32], da: &[f32]) -> Outputs {

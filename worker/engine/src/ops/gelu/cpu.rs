@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{GELU_CUBE, GELU_SCALE, GeluLinearBackward, LinearGeluForward};
+use super::{GELU_CUBE, GELU_SCALE, GeluForward, GeluLinearBackward, LinearGeluForward};
 use crate::cpu::math::{simd, tanh};
 use crate::cpu::{Access, Threads};
 use crate::ops::{Accumulate, linear, reduce};
@@ -15,6 +15,15 @@ pub(crate) fn forward(t: &Threads, args: LinearGeluForward<'_>) {
     let (x, w) = (access.read(args.x, s.rows * s.inputs), access.read(args.w, s.outputs * s.inputs));
     let (h, a) = (access.write(args.h, s.rows * s.outputs), access.write(args.a, s.rows * s.outputs));
     linear::cpu::x_w_transposed(t, s, x, w, Some(access.read(args.bias, s.outputs)), h);
+    gelu_of(t, h, a);
+}
+
+pub(crate) fn activation(t: &Threads, args: GeluForward<'_>) {
+    let access = Access::new("gelu_forward");
+    gelu_of(t, access.read(args.h, args.a.len()), access.write(args.a, args.h.len()));
+}
+
+fn gelu_of(t: &Threads, h: &[f32], a: &mut [f32]) {
     t.run(|| {
         a.par_chunks_mut(ELEMENTS).zip(h.par_chunks(ELEMENTS)).for_each(|(a, h)| {
             simd!({

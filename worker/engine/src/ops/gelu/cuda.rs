@@ -12,7 +12,7 @@ use std::collections::HashMap;
 
 use xlaunch_pool::DType;
 
-use super::{GELU_CUBE, GELU_SCALE, GeluLinearBackward, LinearGeluForward};
+use super::{GELU_CUBE, GELU_SCALE, GeluForward, GeluLinearBackward, LinearGeluForward};
 use crate::cuda::gemm::{Epilogue, GemmCall, plain, transposed};
 use crate::cuda::{
     BLOCK_THREADS, Gpu, KernelFile, Launch, Macro, VEC, args, expect_grad, is_bf16, source, vectorizable,
@@ -76,6 +76,15 @@ fn backward_site(shape: LinearShape, variants: usize) -> Site {
     Site { operation: "gelu_linear_backward", shape, variants }
 }
 
+pub(crate) fn activation(gpu: &Gpu, args: GeluForward<'_>) -> Result<()> {
+    let GeluForward { h, a } = args;
+    gpu.expect_act(h, a.len());
+    gpu.expect_act(a, h.len());
+    let launch = Launch::threads(h.len().div_ceil(VEC * VECS), BLOCK_THREADS);
+    // SAFETY: checked above; a overlaps no input by the operation's contract.
+    unsafe { gpu.launch("gelu_fwd", launch, args![h, a, h.len()]) }
+}
+
 /// The fastest variants found so far.
 #[derive(Debug, Default)]
 pub(crate) struct Gelu(RefCell<HashMap<Site, GeluVariant>>);
@@ -96,11 +105,7 @@ impl Gelu {
         let run = |variant| match variant {
             GeluVariant::Kernel => {
                 gemm(Epilogue::Bias(bias), h)?;
-                let threads = h.len().div_ceil(VEC * VECS);
-                // SAFETY: checked above.
-                unsafe {
-                    gpu.launch("gelu_fwd", Launch::threads(threads, BLOCK_THREADS), args![h, a, h.len()])
-                }
+                activation(gpu, GeluForward { h, a })
             }
             GeluVariant::Epilogue | GeluVariant::EpilogueWithBiasGrad => gemm(Epilogue::Gelu { bias, h }, a),
         };

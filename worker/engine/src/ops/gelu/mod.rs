@@ -30,6 +30,15 @@ pub struct LinearGeluForward<'a> {
     pub a: Slice<'a>,
 }
 
+/// `a = gelu(h)`, for an `a` that [`LinearGeluForward`] computed and that was not kept.
+#[derive(Clone, Copy, Debug)]
+pub struct GeluForward<'a> {
+    /// Any length.
+    pub h: Slice<'a>,
+    /// As long as h.
+    pub a: Slice<'a>,
+}
+
 /// Backward of `y = gelu(h) w^T` to h: `dh = gelu'(h) (dy w)`, `dbias = sum of dh's rows`, the gradient of the bias
 /// that was added in h.
 #[derive(Clone, Copy, Debug)]

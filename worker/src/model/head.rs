@@ -1,0 +1,122 @@
+//! The head: from the output of the final norm to logits, the loss and their gradients.
+//!
+//! Logits are the largest tensor of a model with a large vocabulary, and nothing but the loss reads them. So the loss
+//! and the gradients that follow from them are computed chunk by chunk of rows, and one chunk's logits are in memory at
+//! a time. By default one chunk has all rows.
+
+use std::ops::Range;
+
+use xlaunch_engine::{
+    Accumulate, ClassifierShape, DType, FusedClassifier, LinearBackwardInput, LinearBackwardWeight,
+    LinearForward, LinearShape, Result, Slice, Sum, Tensor,
+};
+
+use super::Model;
+use super::forward::Activations;
+
+/// Where the loss goes, and its gradient with respect to the head's weights.
+#[derive(Clone, Copy, Debug)]
+pub struct LossGradients<'a> {
+    /// Factor of the sum of all losses, whose gradients are computed.
+    pub scale: f32,
+    /// Gradients of all parameters, an arena of the layout. The head's are written here.
+    pub grads: &'a Tensor,
+    /// Whether they are added.
+    pub acc: Accumulate,
+}
+
+impl Model {
+    /// Logits of `rows` of the pass, `[R, Vp]`.
+    pub fn logits(&self, acts: &Activations, rows: Range<usize>) -> Result<Tensor> {
+        let shape = self.head_shape(rows.len());
+        let logits = self.activation(shape.rows * shape.outputs)?;
+        let x = acts.last.y.slice(rows.start * shape.inputs..rows.end * shape.inputs);
+        let (w, y) = (self.param(&self.layout.head), logits.all());
+        self.backend.linear_forward(LinearForward { shape, x, w, bias: None, y })?;
+        Ok(logits)
+    }
+
+    /// Writes the cross-entropy loss of every row to `losses` F32 `[N]`.
+    pub fn loss(&self, acts: &Activations, targets: Slice<'_>, losses: Slice<'_>) -> Result<()> {
+        for rows in self.chunks(acts) {
+            let logits = self.logits(acts, rows.clone())?;
+            self.classifier(&logits, rows, targets, losses, None)?;
+        }
+        Ok(())
+    }
+
+    /// As [`loss`](Self::loss), with the gradients of the head. Returns the gradient of the final norm's output.
+    pub fn loss_and_gradients(
+        &self,
+        acts: &Activations,
+        targets: Slice<'_>,
+        losses: Slice<'_>,
+        LossGradients { scale, grads, acc }: LossGradients<'_>,
+    ) -> Result<Tensor> {
+        let dim = self.shape.dim;
+        let dy = self.activation(acts.last.y.len())?;
+        let dw = grads.slice(self.layout.head.clone());
+        let chunks = self.chunks(acts);
+        // Every chunk adds to the gradient, which loses precision where the sum is rounded to Bf16 each time.
+        let rounds = dw.dtype() == DType::Bf16 && chunks.len() > 1 && acc == Accumulate::Overwrite;
+        let exact = rounds.then(|| self.backend.alloc(DType::F32, dw.len())).transpose()?;
+        let sum = exact.as_ref().map_or(dw, Tensor::all);
+        for (number, rows) in chunks.enumerate() {
+            let logits = self.logits(acts, rows.clone())?;
+            self.classifier(&logits, rows.clone(), targets, losses, Some(scale))?;
+            let (shape, dlogits) = (self.head_shape(rows.len()), logits.all());
+            let elements = rows.start * dim..rows.end * dim;
+            let (w, dx) = (self.param(&self.layout.head), dy.slice(elements.clone()));
+            self.backend.linear_backward_input(LinearBackwardInput { shape, dy: dlogits, w, dx })?;
+            self.backend.linear_backward_weight(LinearBackwardWeight {
+                shape,
+                dy: dlogits,
+                x: acts.last.y.slice(elements),
+                dw: sum,
+                dbias: None,
+                acc: if number == 0 { acc } else { Accumulate::Add },
+            })?;
+        }
+        if let Some(exact) = exact {
+            self.backend.cast(exact.all(), dw)?;
+        }
+        Ok(dy)
+    }
+
+    /// Writes (or adds) `weight * mean(losses)` to `out[0]`.
+    pub fn mean_loss(&self, losses: &Tensor, weight: f32, out: Slice<'_>, acc: Accumulate) -> Result<()> {
+        #[expect(clippy::cast_precision_loss, reason = "rows of one batch are far below 2^24")]
+        let scale = weight / losses.len() as f32;
+        self.backend.sum(Sum { x: losses.all(), scale, out, acc })
+    }
+
+    /// The losses of a chunk's rows. With `grad_scale`, the logits are overwritten with their gradients.
+    fn classifier(
+        &self,
+        logits: &Tensor,
+        rows: Range<usize>,
+        targets: Slice<'_>,
+        losses: Slice<'_>,
+        grad_scale: Option<f32>,
+    ) -> Result<()> {
+        let (vocab, padded) = (self.shape.vocab, self.shape.padded_vocab());
+        self.backend.classifier(FusedClassifier {
+            shape: ClassifierShape { rows: rows.len(), vocab, padded },
+            logits: logits.all(),
+            targets: targets.slice(rows.clone()),
+            losses: losses.slice(rows),
+            grad_scale,
+        })
+    }
+
+    /// The rows of the pass, in chunks of `train.classifier_chunk`.
+    fn chunks(&self, acts: &Activations) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
+        let rows = acts.rows.count();
+        let most = if self.memory.classifier_chunk == 0 { rows } else { self.memory.classifier_chunk };
+        (0..rows.div_ceil(most)).map(move |chunk| chunk * most..rows.min((chunk + 1) * most))
+    }
+
+    fn head_shape(&self, rows: usize) -> LinearShape {
+        LinearShape { rows, inputs: self.shape.dim, outputs: self.shape.padded_vocab() }
+    }
+}
