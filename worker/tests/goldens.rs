@@ -11,8 +11,8 @@ use std::process::Command;
 
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
-use xlaunch_comm::Sharding;
 use xlaunch_comm::bucket::Plan;
+use xlaunch_comm::{Local, Sharding};
 use xlaunch_engine::testing::require_gpu;
 use xlaunch_engine::{
     Accumulate, CpuBackend, CudaBackend, CudaOptions, DType, EngineError, PoolMode, Precision, SquaredNorm,
@@ -24,6 +24,7 @@ use xlaunch_proto::spec::{Recompute, TrainSection};
 use xlaunch_worker::model::layout::Layout;
 use xlaunch_worker::model::{BackendHandle, LossGradients, MemoryUse, Model, Rows};
 use xlaunch_worker::optim::AdamW;
+use xlaunch_worker::train::Gradients;
 
 const TOLERANCE: f64 = 1e-5;
 /// Of bf16, which keeps 8 bits: roundings of 2^-9 in some ten operations, one after the other.
@@ -44,6 +45,7 @@ xlaunch_harness::suite! {
     llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_gpu,
     losses_in_chunks_match_pytorch_on_gpu,
     recomputed_blocks_give_the_same_bits_on_gpu,
+    micro_steps_are_added_in_fp32_and_rounded_once_on_gpu,
     bf16_is_near_pytorch_on_gpu;
     needs emulated_gpu: tests_on_gpu_pass_in_the_emulator;
 }
@@ -210,7 +212,7 @@ impl Fixture {
         let dy = self.model.loss_and_gradients(&acts, targets, losses, head).unwrap();
         let mut ends = Vec::new();
         self.model
-            .backward::<Failed>(acts, dy, self.tokens.all(), &self.grads, acc, |end, _| {
+            .backward::<Failed>(acts, dy, self.tokens.all(), &self.grads, acc, |end| {
                 ends.push(end);
                 Ok(())
             })
@@ -364,6 +366,29 @@ fn recomputed_blocks_give_the_same_bits(backend: fn() -> BackendHandle) {
     }
 }
 
+fn micro_steps_are_added_in_fp32_and_rounded_once_on_gpu() {
+    let backend = gpu_in_bf16();
+    let len = 1024;
+    let sharding = Sharding::replicated(Plan::new(&[512, len], 2, 1024, 1024));
+    // In bf16 each of these steps would be lost: 1 + 2^-9 is rounded to 1.
+    let (first, rest) = (vec![1.0; len], vec![1.0 + 3.0 * 2.0_f32.powi(-9); len]);
+    for (accumulate, world, expected, dtype) in
+        [(2, 2, 1.0 + 2.0_f32.powi(-7), DType::Bf16), (2, 1, rest[0], DType::F32), (1, 2, 1.0, DType::Bf16)]
+    {
+        let gradients = Gradients::new(&backend, &sharding, DType::Bf16, accumulate, world).unwrap();
+        let values = backend.alloc(DType::F32, len).unwrap();
+        for written in [&first, &rest].into_iter().take(accumulate) {
+            backend.write_f32(values.all(), written).unwrap();
+            backend.cast(values.all(), gradients.arena().all()).unwrap();
+        }
+        for bucket in sharding.plan().buckets() {
+            gradients.reduce(bucket.clone(), &mut Local).unwrap();
+        }
+        assert_eq!(gradients.reduced().dtype(), dtype);
+        assert_eq!(read(&backend, gradients.reduced()), vec![expected; len]);
+    }
+}
+
 fn gpu_in_bf16() -> BackendHandle {
     let options = CudaOptions { deterministic: true, ..CudaOptions::new(Precision::Bf16, PoolMode::On) };
     BackendHandle::new(CudaBackend::open(0, options).unwrap())
@@ -415,5 +440,5 @@ fn tests_on_gpu_pass_in_the_emulator() {
     let output = command.arg("on_gpu").output().unwrap();
     let [stdout, stderr] =
         [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-    assert!(output.status.success() && stdout.contains("ok. 7 passed"), "{stdout}\n{stderr}");
+    assert!(output.status.success() && stdout.contains("ok. 8 passed"), "{stdout}\n{stderr}");
 }

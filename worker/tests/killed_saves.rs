@@ -38,7 +38,7 @@ fn main() -> ExitCode {
     }
     let mut groups = Vec::new();
     xlaunch_harness::groups!(groups; no_kill_costs_a_reported_checkpoint_or_leaves_a_bad_one;);
-    xlaunch_harness::run(env!("CARGO_CRATE_NAME"), groups)
+    xlaunch_harness::run(env!("CARGO_CRATE_NAME"), 1, groups)
 }
 
 fn shape() -> ModelShape {

@@ -320,7 +320,7 @@ pub struct CommSection {
     /// Maximum size of a gradient bucket in MiB, like DDP's bucket_cap_mb. Smaller buckets overlap better with
     /// backward; larger ones use bandwidth better.
     pub bucket_mb: f64,
-    /// Element type in which gradients are stored and all-reduced.
+    /// Element type in which gradients are all-reduced. Micro-steps are added in fp32.
     pub dtype: WireDtype,
     /// All-reduce buckets while backward is still running, and all-gather sharded parameters while forward is running.
     /// Turn it off only to measure its effect.
@@ -346,12 +346,12 @@ impl Default for CommSection {
     }
 }
 
-/// Element type in which gradients are stored and all-reduced.
+/// Element type in which gradients are all-reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum WireDtype {
-    /// bf16 with `engine.precision = "bf16"` and no gradient accumulation, fp32 otherwise.
+    /// bf16 with `engine.precision = "bf16"`, fp32 otherwise.
     Auto,
     /// 4 bytes per gradient.
     Fp32,

@@ -18,6 +18,7 @@ mod scheduling;
 mod users;
 
 xlaunch_harness::suite! {
+    threads_per_core 3;
     modules crashes, examinations, full_disk, gpus, history, hooks, hostile, hostile_actions, jobs, load, page,
         restarts, scheduling, users;
 }

@@ -11,5 +11,6 @@ mod torch;
 mod transformers;
 
 xlaunch_harness::suite! {
+    threads_per_core 2;
     modules generate, manifests, systemd, tokens, torch, transformers;
 }

@@ -95,12 +95,10 @@ fn forward(backend: &BackendHandle, model: &Model) -> Vec<f32> {
     let tokens = backend.alloc(DType::I32, ids.len()).unwrap();
     backend.write_i32(tokens.all(), &ids).unwrap();
     let acts = model.forward(Rows { batch: 1, seq: ids.len() }, tokens.all()).unwrap();
-    let row = |row: usize| {
-        let mut logits = vec![0.0; model.shape.vocab];
-        backend.read_f32(acts.logits(row, logits.len()), &mut logits).unwrap();
-        logits
-    };
-    (0..ids.len()).flat_map(row).collect()
+    let logits = model.logits(&acts, 0..ids.len()).unwrap();
+    let mut padded = vec![0.0; logits.len()];
+    backend.read_f32(logits.all(), &mut padded).unwrap();
+    padded.chunks(padded.len() / ids.len()).flat_map(|row| row[..model.shape.vocab].to_vec()).collect()
 }
 
 /// The same by a cache: of the first ids at once, then of one after the other.

@@ -13,6 +13,7 @@ mod ssh_launch;
 mod torch;
 
 xlaunch_harness::suite! {
+    threads_per_core 2;
     modules environment, network, nodes, security, slurm, slurm_launch, ssh, ssh_launch, torch;
 }
 

@@ -26,6 +26,7 @@ mod stopping;
 const FAKE_WORKER: &str = env!("CARGO_BIN_EXE_fake_worker");
 
 xlaunch_harness::suite! {
+    threads_per_core 2;
     modules bench, cleanup, commands, doctor, environment, failures, first_cause, hangs, heartbeats, input, limits,
         nodes_status, placement, preload, restarts, signals, ssh, status, stopping;
 }

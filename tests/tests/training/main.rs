@@ -21,6 +21,7 @@ mod runs;
 mod tensorboard;
 
 xlaunch_harness::suite! {
+    threads_per_core 2;
     modules bench, chaos, checkpoints, continued, data, divergence, export, fail_points, generate, memory, nodes, pool,
             prepared, report, runs, tensorboard;
 }

@@ -55,7 +55,7 @@ fn main() -> ExitCode {
     groups.extend(broken::tests());
     groups.extend(warps::tests());
     groups.extend(large::tests());
-    let code = xlaunch_harness::run(env!("CARGO_CRATE_NAME"), groups);
+    let code = xlaunch_harness::run(env!("CARGO_CRATE_NAME"), 1, groups);
     emulator::leave();
     code
 }

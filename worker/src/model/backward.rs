@@ -45,7 +45,7 @@ impl Model {
     /// (F32 or Bf16) that was zeroed once. The head's are there already: `dy` is what
     /// [`loss_and_gradients`](Self::loss_and_gradients) returned.
     ///
-    /// `finished(end, grads)` is called whenever all gradients below offset `end` have been enqueued.
+    /// `finished(end)` is called whenever all gradients below offset `end` have been enqueued.
     pub fn backward<E: From<xlaunch_engine::EngineError>>(
         &self,
         mut acts: Activations,
@@ -53,13 +53,13 @@ impl Model {
         tokens: Slice<'_>,
         grads: &Tensor,
         acc: Accumulate,
-        mut finished: impl FnMut(usize, &Tensor) -> std::result::Result<(), E>,
+        mut finished: impl FnMut(usize) -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
         let _tag = xlaunch_pool::tag("backward");
         let pass = Pass { rows: acts.rows, grads, acc };
         let dx = self.top_backward(pass, &acts.last, dy)?;
         if !self.shape.tied {
-            finished(self.layout.top_end, grads)?;
+            finished(self.layout.top_end)?;
         }
         while let Some(kept) = acts.blocks.pop() {
             let index = acts.blocks.len();
@@ -67,10 +67,10 @@ impl Model {
             let block = self.restore(pass.rows, kept, params)?;
             let below = index.checked_sub(1).map(|below| &self.layout.blocks[below]);
             self.block_backward(pass, block, params, below, &dx)?;
-            finished(params.end, grads)?;
+            finished(params.end)?;
         }
         self.embed_backward(pass, tokens, &dx)?;
-        finished(self.layout.len, grads)
+        finished(self.layout.len)
     }
 
     /// Final norm. Returns the gradient of the residual stream.

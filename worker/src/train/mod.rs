@@ -2,6 +2,7 @@
 //!
 //! - `run`: the loop: learning rate, reports, evaluation, checkpoints, stopping;
 //! - `step`: one step: forward, backward overlapped with bucketed all-reduce, clipping, AdamW;
+//! - `gradients`: their buffers, and what of them is sent to other ranks;
 //! - `compare`: compares the parameters of all ranks;
 //! - `replay`: captures work as a CUDA graph and replays it;
 //! - `trace`: a timeline of some steps;
@@ -14,6 +15,7 @@
 mod checkpoints;
 mod compare;
 mod evaluate;
+mod gradients;
 mod replay;
 mod replicas;
 mod run;
@@ -24,6 +26,7 @@ mod trace;
 pub use checkpoints::Checkpoints;
 pub use compare::compare_replicas;
 pub use evaluate::Evaluator;
+pub use gradients::Gradients;
 pub use replicas::max_difference_to_rank_0;
 pub use run::{Outcome, Run};
 pub use sample::Sampler;

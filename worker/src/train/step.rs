@@ -18,13 +18,12 @@
 //! Everything that changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device
 //! memory before the work that reads it is enqueued. So the work itself can be captured and replayed: see [`Replay`].
 
-use std::ops::Range;
-
 use xlaunch_comm::{Collective, Sharding, bucket};
 use xlaunch_engine::{Accumulate, DType, Mark, PendingRead, SquaredNorm, Tensor};
 use xlaunch_proto::spec::{JobSpec, SpecError, WireDtype};
 use xlaunch_proto::v1::Phase;
 
+use super::gradients::Gradients;
 use super::replay::{Replay, Work};
 use super::trace;
 use crate::data::Loader;
@@ -83,9 +82,7 @@ pub struct Stepper {
     accumulate: usize,
     world: usize,
     overlap: bool,
-    grads: Tensor,
-    /// This rank's shard of the reduced gradients; `None` without sharding, where they are reduced in place.
-    grad_shard: Option<Tensor>,
+    gradients: Gradients,
     tokens: Tensor,
     targets: Tensor,
     losses: Tensor,
@@ -94,13 +91,12 @@ pub struct Stepper {
     replay: Replay,
 }
 
-/// Element type of gradients, in memory and on the wire.
+/// Element type of gradients on the wire.
 pub fn wire_dtype(spec: &JobSpec, activations: DType) -> DType {
     match spec.comm.dtype {
         WireDtype::Fp32 => DType::F32,
         WireDtype::Bf16 => DType::Bf16,
-        WireDtype::Auto if activations == DType::Bf16 && spec.train.accumulate == 1 => DType::Bf16,
-        WireDtype::Auto => DType::F32,
+        WireDtype::Auto => activations,
     }
 }
 
@@ -137,15 +133,13 @@ impl Stepper {
         world: usize,
     ) -> Result<Self> {
         let rows = Rows { batch: spec.train.batch, seq: model.shape.seq };
-        let dtype = wire_dtype(spec, backend.activation_dtype());
-        let shard = || backend.alloc_collective(dtype, sharding.len());
+        let wire = wire_dtype(spec, backend.activation_dtype());
         let stepper = Self {
             rows,
             accumulate: spec.train.accumulate,
             world,
             overlap: spec.comm.overlap,
-            grads: backend.alloc_collective(dtype, model.layout.len)?,
-            grad_shard: sharding.is_sharded().then(shard).transpose()?,
+            gradients: Gradients::new(backend, sharding, wire, spec.train.accumulate, world)?,
             tokens: backend.alloc_persistent(DType::I32, rows.count())?,
             targets: backend.alloc_persistent(DType::I32, rows.count())?,
             losses: backend.alloc_persistent(DType::F32, rows.count())?,
@@ -154,19 +148,13 @@ impl Stepper {
             replay: Replay::new(backend, spec.engine.exec),
             backend: backend.clone(),
         };
-        // Gaps between parameters are reduced and enter the norm, but are never written again.
-        backend.zero(stepper.grads.all())?;
         backend.zero(stepper.results.all())?;
-        if let Some(shard) = &stepper.grad_shard {
-            // Written by reduce-scatter only, which a benchmark may skip.
-            backend.zero(shard.all())?;
-        }
         Ok(stepper)
     }
 
     /// The buffers that are reduced, and those that results are written to.
     pub fn reduce_buffers(&self) -> impl Iterator<Item = &Tensor> {
-        [Some(&self.grads), self.grad_shard.as_ref(), Some(&self.results)].into_iter().flatten()
+        self.gradients.buffers().chain([&self.results])
     }
 
     /// Tokens of the global batch.
@@ -176,7 +164,7 @@ impl Stepper {
 
     /// Bytes of gradients that one rank contributes to the all-reduce of a step.
     pub fn all_reduce_bytes(&self) -> u64 {
-        if self.world > 1 { (self.grads.len() * self.grads.dtype().size()) as u64 } else { 0 }
+        if self.world > 1 { self.gradients.bytes() } else { 0 }
     }
 
     /// Sequences of the global batch.
@@ -290,41 +278,24 @@ impl Stepper {
             }
             Ok(())
         })?;
-        let head = LossGradients { scale, grads: &self.grads, acc };
+        let head = LossGradients { scale, grads: self.gradients.arena(), acc };
         let dy = model.loss_and_gradients(&acts, self.targets.all(), self.losses.all(), head)?;
         model.mean_loss(&self.losses, weight, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
         drop(forward);
         let _backward = trace::span(Phase::Backward);
         let mut progress = bucket::ReduceProgress::new(self.sharding.plan());
         let (overlap, end) = (self.overlap, model.layout.len);
-        model.backward(acts, dy, self.tokens.all(), &self.grads, acc, |finished, grads| {
+        model.backward(acts, dy, self.tokens.all(), self.gradients.arena(), acc, |finished| {
             if last && (overlap || finished == end) {
                 for bucket in progress.written_up_to(finished) {
                     if !fail::skips(Place::Reduce) {
-                        self.reduce_bucket(bucket, grads, collective)?;
+                        self.gradients.reduce(bucket, collective)?;
                     }
                     fail::at(Place::Backward);
                 }
             }
             Ok(())
         })
-    }
-
-    /// Starts the all-reduce or reduce-scatter of a bucket.
-    fn reduce_bucket(
-        &self,
-        bucket: Range<usize>,
-        grads: &Tensor,
-        collective: &mut dyn Collective,
-    ) -> Result<()> {
-        match &self.grad_shard {
-            None => collective.all_reduce(grads.lend(bucket), grads.dtype())?,
-            Some(shard) => {
-                let own = shard.lend(self.sharding.in_shard(&bucket));
-                collective.reduce_scatter(grads.lend(bucket), own, grads.dtype())?;
-            }
-        }
-        Ok(())
     }
 
     /// After the last micro-step: waits for the reduced gradients, and runs the optimizer.
@@ -335,21 +306,18 @@ impl Stepper {
         self.backend.mark(Mark::End(self.results.slice(slot::OWN_SECONDS..slot::COUNT)))?;
         let all_reduce = trace::span(Phase::AllReduce);
         fail::at(Place::AllReduce);
-        let grads = match &self.grad_shard {
-            None => {
-                collective.all_reduce(self.results.lend(0..slot::OWN_SECONDS), DType::F32)?;
-                collective.wait_all()?;
-                self.backend.squared_norm(SquaredNorm { x: self.grads.all(), out: grad_norm_sq })?;
-                &self.grads
-            }
-            Some(shard) => {
-                collective.wait_all()?;
-                self.backend.squared_norm(SquaredNorm { x: shard.all(), out: grad_norm_sq })?;
-                collective.all_reduce(self.results.lend(0..slot::OWN_SECONDS), DType::F32)?;
-                collective.wait_all()?;
-                shard
-            }
-        };
+        let grads = self.gradients.reduced();
+        let norm = SquaredNorm { x: grads.all(), out: grad_norm_sq };
+        if self.sharding.is_sharded() {
+            collective.wait_all()?;
+            self.backend.squared_norm(norm)?;
+            collective.all_reduce(self.results.lend(0..slot::OWN_SECONDS), DType::F32)?;
+            collective.wait_all()?;
+        } else {
+            collective.all_reduce(self.results.lend(0..slot::OWN_SECONDS), DType::F32)?;
+            collective.wait_all()?;
+            self.backend.squared_norm(norm)?;
+        }
         drop(all_reduce);
         let _span = trace::span(Phase::Optimizer);
         fail::at(Place::Optimizer);
