@@ -2,8 +2,10 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <thread>
 
 #include "runner.h"
 
@@ -39,6 +41,30 @@ std::string name_of(const Access& a) {
     else snprintf(text, sizeof text, "thread %d", a.thread);
     return text;
 }
+
+// Blocks run on several OS threads, which share the cells of device memory. Holds one group of neighbouring cells at a
+// time. Not held while a fiber is given up.
+class CellLock {
+public:
+    ~CellLock() { release(); }
+    void hold(const Cell* cell) {
+        auto& wanted = locks[reinterpret_cast<uintptr_t>(cell) / GROUP_BYTES % COUNT];
+        if (held == &wanted) return;
+        release();
+        while (wanted.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+        held = &wanted;
+    }
+    void release() {
+        if (held) held->clear(std::memory_order_release);
+        held = nullptr;
+    }
+
+private:
+    static constexpr size_t COUNT = 4096, GROUP_BYTES = 16 * sizeof(Cell);
+    static std::atomic_flag locks[COUNT];
+    std::atomic_flag* held = nullptr;
+};
+std::atomic_flag CellLock::locks[COUNT];
 
 }  // namespace
 
@@ -103,7 +129,9 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
     uint16_t thread = r->number_of(self), epoch = r->epoch, warp_epoch = self.warp_epoch;
     // Blocks have shared memory of their own.
     uint32_t block = is_shared ? 1 : static_cast<uint32_t>(r->block + 1);
+    CellLock lock;
     for (Cell *cell = cells, *end = cells + (size + address % 2 + 1) / 2; cell < end; cell++) {
+        if (!is_shared) lock.hold(cell);
         refresh(*cell, r->grid.number);
         auto conflicts = [&](const Access& other) {
             if (!other.block) return false;
@@ -115,7 +143,8 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
         };
         bool after_write = conflicts(cell->writer), after_atomic = kind != Kind::Atomic && conflicts(cell->atomic);
         if (after_write || after_atomic || (write && conflicts(cell->reader))) {
-            const Access& other = after_write ? cell->writer : after_atomic ? cell->atomic : cell->reader;
+            Access other = after_write ? cell->writer : after_atomic ? cell->atomic : cell->reader;
+            lock.release();
             std::string who = other.block == block ? name_of(other) : "another block";
             const char* before = after_write || after_atomic ? "written" : "read";
             r->fail("%s: data race: %s of %s memory by thread %d, %s by %s without a barrier in between", at().c_str(),
@@ -139,7 +168,9 @@ void emulator_fence() { runner->fenced = true; }
 void emulator_written_alike(const void* p, size_t bytes) {
     auto address = reinterpret_cast<uintptr_t>(p);
     if (find(address, bytes).place != Place::Device) return;
+    CellLock lock;
     for (Cell *cell = cell_of(address), *end = cell + bytes / 2; cell < end; cell++) {
+        lock.hold(cell);
         refresh(*cell, runner->grid.number);
         cell->alike = true;
     }
@@ -171,6 +202,21 @@ void __tsan_read_range(void* p, size_t size) {
 void __tsan_write_range(void* p, size_t size) {
     access(reinterpret_cast<uintptr_t>(p), size, true, Kind::Plain, __builtin_return_address(0));
 }
+
+// What Clang makes of a struct that is copied: before version 15, memcpy itself, which the linker replaces.
+#define COPIES(prefix)                                                                          \
+    void* prefix##memcpy(void* to, const void* from, size_t size) {                             \
+        void* pc = __builtin_return_address(0);                                                 \
+        access(reinterpret_cast<uintptr_t>(from), size, false, Kind::Plain, pc);                \
+        access(reinterpret_cast<uintptr_t>(to), size, true, Kind::Plain, pc);                   \
+        return memcpy(to, from, size);                                                          \
+    }                                                                                           \
+    void* prefix##memset(void* p, int value, size_t size) {                                     \
+        access(reinterpret_cast<uintptr_t>(p), size, true, Kind::Plain, __builtin_return_address(0)); \
+        return memset(p, value, size);                                                          \
+    }
+COPIES(__tsan_)
+COPIES(__wrap_)
 
 static void atomic(volatile void* p, size_t size, void* pc) {
     if (!runner || !runner->current) return;

@@ -22,8 +22,14 @@ struct Program {
 };
 
 const char* const FLAGS =
-    " -std=c++17 -O1 -g1 -fPIC -w -ffp-contract=off -fno-strict-aliasing -fno-gnu-unique"
-    " -fsanitize=thread --param tsan-distinguish-volatile=1"
+    " -std=c++17 -O1 -g1 -fPIC -w -ffp-contract=off -fno-strict-aliasing -fsanitize=thread"
+#ifdef __clang__
+    " -mllvm -tsan-distinguish-volatile"
+#define LINK_FLAGS " -Wl,--wrap=memcpy,--wrap=memset"
+#else
+#define LINK_FLAGS ""
+    " -fno-gnu-unique --param tsan-distinguish-volatile=1"
+#endif
     " -fsanitize=alignment,signed-integer-overflow,integer-divide-by-zero,shift,bounds"
     " -include " INCLUDE "/device.h";
 
@@ -81,7 +87,7 @@ int nvrtcCompileProgram(Program* program, int count, const char* const* options)
     // Linked by itself: the libraries of the sanitizers are replaced by libcuda.so.
     std::string object = base + ".o";
     std::string compile = cxx + FLAGS + macros + " -c " + base + ".cpp -o " + object;
-    std::string link = cxx + " -shared -Wl,-Bsymbolic " + object + " -o " + base + ".so -L" LIBRARIES " -lcuda";
+    std::string link = cxx + " -shared -Wl,-Bsymbolic" LINK_FLAGS " " + object + " -o " + base + ".so -L" LIBRARIES " -lcuda";
     std::string command = "{ " + compile + " && " + link + "; } > " + base + ".log 2>&1";
     int code = system(command.c_str());
     program->log = read(base + ".log");

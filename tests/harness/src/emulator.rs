@@ -14,6 +14,7 @@ const SEED: &str = "EMULATOR_SEED";
 
 /// The first with `tsan-distinguish-volatile`.
 const OLDEST_GCC: u32 = 11;
+const OLDEST_CLANG: u32 = 14;
 
 /// Library and sources; -O3 for what every load and store of a kernel calls.
 const LIBRARIES: [(&str, &[&str], &str); 3] = [
@@ -55,7 +56,7 @@ fn compiler() -> String {
 /// The requirement of tests that call [`build`].
 ///
 /// # Errors
-/// If there is no GCC, or an old one: kernels are compiled with its options for instrumentation.
+/// If there is none whose options for instrumentation are known.
 pub fn find_compiler() -> Requirement {
     let compiler = compiler();
     let ask = |option| {
@@ -65,10 +66,17 @@ pub fn find_compiler() -> Requirement {
     };
     let (name, version) = (ask("--version")?, ask("-dumpversion")?);
     let major = version.split('.').next().and_then(|major| major.parse::<u32>().ok());
+    let oldest = if name.contains("clang") { OLDEST_CLANG } else { OLDEST_GCC };
     match major {
-        Some(OLDEST_GCC..) if !name.contains("clang") => Ok(()),
-        _ => Err(format!("{compiler} {version} is not GCC {OLDEST_GCC} or later")),
+        Some(major) if major >= oldest => Ok(()),
+        _ => Err(format!("{compiler} {version} is not GCC {OLDEST_GCC} or Clang {OLDEST_CLANG}, or later")),
     }
+}
+
+/// Whether [`find_compiler`] has found Clang.
+pub fn is_clang() -> bool {
+    let output = Command::new(compiler()).arg("--version").output();
+    output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("clang"))
 }
 
 /// Makes a command use the emulator in `directory`. What it compiles is cached there, too.
