@@ -20,11 +20,12 @@ use std::any::Any;
 use std::path::Path;
 use std::process::ExitCode;
 
-use trainer::{ExportRequest, Exported, FillInError, Preflight, Trainer};
+use trainer::{ExportRequest, Exported, FillInError, Memory, Needs, Preflight, Saving, Trainer};
 use xlaunch_agent::environment::{DataSet, Parent};
 use xlaunch_agent::workload::trainer::Recovered;
 use xlaunch_agent::{Refusal, spawn};
 use xlaunch_proto::spec::JobSpec;
+use xlaunch_worker::dry_run;
 use xlaunch_worker::huggingface::export as hf;
 
 fn main() -> ExitCode {
@@ -36,7 +37,8 @@ fn main() -> ExitCode {
     }
     let newest_checkpoint = xlaunch_worker::newest_checkpoint;
     let (generate, evaluate) = (trained::generate, trained::evaluate);
-    cli::main(Trainer { fill_in, preflight, newest_checkpoint, recover, export, generate, evaluate }).into()
+    cli::main(Trainer { fill_in, preflight, memory, newest_checkpoint, recover, export, generate, evaluate })
+        .into()
 }
 
 fn fill_in(spec: &mut JobSpec) -> Result<(), FillInError> {
@@ -65,6 +67,22 @@ fn preflight(spec: &JobSpec, job_dir: &Path, world: u32, leads: bool) -> Result<
     let data = data.collect();
     let lock = lock.map(|lock| Box::new(lock) as Box<dyn Any + Send>);
     Ok(Preflight { resume_from, parent, complete, data, state_bytes, warnings, lock })
+}
+
+fn memory(spec: &JobSpec, cuda: bool, ranks: u32, limit: Option<u64>) -> Result<Needs, Refusal> {
+    let find = || {
+        let needed = dry_run::memory(spec, cuda, ranks as usize)?;
+        let savings = limit.map(|limit| dry_run::savings(spec, cuda, ranks as usize, limit));
+        Ok((needed, savings.transpose()?.unwrap_or_default()))
+    };
+    let (needed, savings) = find()
+        .map_err(|error: xlaunch_worker::error::WorkerError| Refusal::new(error.exit(), error.to_string()))?;
+    let total = needed.total();
+    let dry_run::Memory { parameters, tokens, weights, gradients, optimizer, activations, libraries } =
+        needed;
+    let needed = Memory { parameters, tokens, weights, gradients, optimizer, activations, libraries, total };
+    let saving = |saving: dry_run::Saving| Saving { total: saving.memory.total(), change: saving.change };
+    Ok((needed, savings.into_iter().map(saving).collect()))
 }
 
 fn recover(dir: &Path, run: &str, source: Option<&Path>, snapshot: Option<u64>) -> Result<Recovered, String> {

@@ -18,6 +18,9 @@ pub(crate) struct Trainer {
     /// Validates data and checkpoints before any worker starts. The path is the directory of the job's earlier runs,
     /// the number that of ranks. Checkpoints concern only the node that has rank 0.
     pub(crate) preflight: fn(&JobSpec, &Path, u32, bool) -> Result<Preflight, Refusal>,
+    /// The memory that a job needs on each rank, and changes with which it fits into so many bytes. On GPUs or not, by
+    /// this many ranks.
+    pub(crate) memory: fn(&JobSpec, bool, u32, Option<u64>) -> Result<Needs, Refusal>,
     /// The newest complete checkpoint in a directory.
     pub(crate) newest_checkpoint: fn(&Path) -> Option<PathBuf>,
     /// The newest complete checkpoint of a run in a directory.
@@ -28,6 +31,31 @@ pub(crate) struct Trainer {
     pub(crate) evaluate: EvaluateFn,
     /// Writes a checkpoint in Hugging Face's layout.
     pub(crate) export: fn(ExportRequest) -> Result<Exported, Refusal>,
+}
+
+/// What a job needs as it is, and changes that save memory.
+pub(crate) type Needs = (Memory, Vec<Saving>);
+
+/// Bytes of memory on each rank, unless noted otherwise.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Memory {
+    /// Parameters of the model.
+    pub(crate) parameters: u64,
+    /// Tokens of one rank in a step.
+    pub(crate) tokens: u64,
+    pub(crate) weights: u64,
+    pub(crate) gradients: u64,
+    pub(crate) optimizer: u64,
+    pub(crate) activations: u64,
+    pub(crate) libraries: u64,
+    pub(crate) total: u64,
+}
+
+/// A change of the configuration, and all bytes that each rank needs with it and those before it.
+#[derive(Clone, Debug)]
+pub(crate) struct Saving {
+    pub(crate) change: String,
+    pub(crate) total: u64,
 }
 
 /// Asked between steps or batches: whether to stop.

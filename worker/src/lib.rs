@@ -13,6 +13,7 @@ pub mod checkpoint;
 pub mod control;
 pub mod data;
 pub mod divergence;
+pub mod dry_run;
 pub mod environment;
 pub mod error;
 pub mod evaluate;

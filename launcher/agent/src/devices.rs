@@ -55,6 +55,14 @@ pub fn nvml_problem(error: &NvmlError) -> String {
     }
 }
 
+/// Bytes of memory of the smallest GPU; `None` without NVML.
+pub fn gpu_memory() -> Option<u64> {
+    let nvml = Nvml::init().ok()?;
+    let totals = (0..nvml.device_count().ok()?).map(|index| nvml.device_by_index(index)?.memory_info());
+    let totals: Vec<_> = totals.collect::<Result<_, NvmlError>>().ok()?;
+    totals.into_iter().map(|memory| memory.total).min()
+}
+
 /// PCI addresses of the visible GPUs, in CUDA's order if all GPUs are equal; empty without NVML.
 pub fn gpu_addresses() -> Vec<String> {
     let Ok(nvml) = Nvml::init() else { return Vec::new() };

@@ -130,8 +130,10 @@ async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
     let command_start = Instant::now();
     match bench {
         Bench::Train { config, nproc, set, steps, warmup, profile, json } => {
-            let (spec, placement) =
-                launch::prepare(&Launch { config, nproc, set, resume: None }, trainer.fill_in)?;
+            let (spec, placement) = launch::prepare(
+                &Launch { config, nproc, set, resume: None, dry_run: false },
+                trainer.fill_in,
+            )?;
             let extent = Extent { warmup, steps, profile };
             let found = train::run(spec, &placement, extent, command_start, trainer).await?;
             Ok(if json { as_json(&serde_json::json!(found)) } else { train::table(&found) })

@@ -39,6 +39,8 @@ pub(crate) struct Launch {
     pub(super) set: Vec<String>,
     /// `auto` for the newest checkpoint of this job, or the path of a checkpoint.
     pub(super) resume: Option<String>,
+    /// Start nothing.
+    pub(super) dry_run: bool,
 }
 
 /// Trains in the foreground, as one of the nodes of `group` if there is one.

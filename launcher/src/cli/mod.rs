@@ -22,6 +22,7 @@ mod data;
 mod deploy_tests;
 mod doctor;
 mod drain;
+mod dry_run;
 mod engine;
 mod env;
 mod eval;
@@ -169,6 +170,9 @@ fn launch(name: Name, arguments: &[OsString], trainer: Trainer) -> ExitCode {
             ExitCode::Done
         }
         Ok(Request::Trainer(launch, group)) => {
+            if launch.dry_run {
+                return dry_run::run(&launch, nodes(group).as_ref(), trainer);
+            }
             warn(group.as_deref());
             run(launch::run(&launch, nodes(group).as_ref(), trainer))
         }

@@ -9,6 +9,7 @@ mod checkpoints;
 mod continued;
 mod data;
 mod divergence;
+mod dry_run;
 mod export;
 mod fail_points;
 mod generate;
@@ -22,6 +23,6 @@ mod tensorboard;
 
 xlaunch_harness::suite! {
     threads_per_core 2;
-    modules bench, chaos, checkpoints, continued, data, divergence, export, fail_points, generate, memory, nodes, pool,
-            prepared, report, runs, tensorboard;
+    modules bench, chaos, checkpoints, continued, data, divergence, dry_run, export, fail_points, generate, memory,
+            nodes, pool, prepared, report, runs, tensorboard;
 }

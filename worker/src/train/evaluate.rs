@@ -87,10 +87,7 @@ impl Evaluator {
             let read = data::read(tokens, order, schedule, round as u64)?;
             self.backend.write_i32(self.tokens.all(), &read.tokens)?;
             self.backend.write_i32(self.targets.all(), &read.targets)?;
-            self.replay.run(Work::Evaluate, || {
-                let acts = model.forward(self.rows, self.tokens.all())?;
-                Ok(model.loss(&acts, self.targets.all(), self.losses.all())?)
-            })?;
+            self.run(model)?;
             self.backend.read_f32(self.losses.all(), &mut token_losses)?;
             for (loss, tokens) in losses[number * batch..].iter_mut().zip(token_losses.chunks_exact(seq)) {
                 #[expect(clippy::cast_possible_truncation, reason = "a collective sums F32")]
@@ -100,6 +97,14 @@ impl Evaluator {
             phase::advance();
         }
         Ok(())
+    }
+
+    /// The losses of the batch that was written last.
+    pub fn run(&self, model: &Model) -> Result<()> {
+        self.replay.run(Work::Evaluate, || {
+            let acts = model.forward(self.rows, self.tokens.all())?;
+            Ok(model.loss(&acts, self.targets.all(), self.losses.all())?)
+        })
     }
 
     /// As [`Stepper::drop_graphs`](super::Stepper::drop_graphs).

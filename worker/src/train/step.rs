@@ -204,13 +204,28 @@ impl Stepper {
             drop(waiting);
             self.backend.write_i32(self.tokens.all(), &batch.tokens)?;
             self.backend.write_i32(self.targets.all(), &batch.targets)?;
-            let (first, last) = (micro == 0, micro + 1 == self.accumulate);
-            self.replay.run(Work::Train { first, last }, || {
-                self.micro_step(model, optimizer, collective, first, last)?;
-                if last { self.update(model, optimizer, collective) } else { Ok(()) }
-            })?;
+            self.run(model, optimizer, collective, micro)?;
         }
         Ok(PendingStep(self.backend.begin_read(self.results.all())?))
+    }
+
+    /// One step without data, for what it allocates.
+    pub fn rehearse(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
+        (0..self.accumulate).try_for_each(|micro| self.run(model, optimizer, collective, micro))
+    }
+
+    fn run(
+        &self,
+        model: &Model,
+        optimizer: &AdamW,
+        collective: &mut dyn Collective,
+        micro: usize,
+    ) -> Result<()> {
+        let (first, last) = (micro == 0, micro + 1 == self.accumulate);
+        self.replay.run(Work::Train { first, last }, || {
+            self.micro_step(model, optimizer, collective, first, last)?;
+            if last { self.update(model, optimizer, collective) } else { Ok(()) }
+        })
     }
 
     /// Waits for a step. The next one may have been enqueued already.

@@ -282,6 +282,7 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
                 "resume although data, batch, seed or order have changed",
             ),
             Flag::xlaunch("overwrite", Nothing, "start afresh in a directory with checkpoints"),
+            Flag::xlaunch("dry-run", Nothing, "check the job and print the memory it needs; start nothing"),
         ],
     ),
     (
@@ -294,7 +295,7 @@ pub(super) static GROUPS: &[(&str, &[Flag])] = &[
 ];
 
 /// Flags that only training configurations take.
-pub(super) const TRAINING: [&str; 4] = ["set", "resume", "resume-changed", "overwrite"];
+pub(super) const TRAINING: [&str; 5] = ["set", "resume", "resume-changed", "overwrite", "dry-run"];
 
 /// Flags of launches on several nodes: those under that heading.
 pub(super) fn several_nodes() -> impl Iterator<Item = &'static str> {

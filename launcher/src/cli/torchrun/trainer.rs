@@ -45,5 +45,6 @@ pub(super) fn launch(reader: &Reader<'_>, config: &OsStr) -> Result<Launch, Stri
         None => None,
     };
     let nproc = reader.parsed("nproc-per-node", values::trainer_workers)?.flatten();
-    Ok(Launch { config: config.into(), nproc, set, resume })
+    let dry_run = reader.line.last("dry-run").is_some();
+    Ok(Launch { config: config.into(), nproc, set, resume, dry_run })
 }

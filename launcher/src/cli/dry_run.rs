@@ -1,0 +1,137 @@
+//! `--dry-run`: checks a training job and prints the memory that each rank needs, beside what there is. If that is too
+//! little, also changes of the configuration with which it fits. Starts nothing and writes nothing.
+
+use std::fmt::Write as _;
+
+use xlaunch_agent::devices::{self, Node};
+use xlaunch_agent::group::join::Nodes;
+use xlaunch_agent::sinks::progress::count;
+use xlaunch_agent::{Refusal, memory, run_dir};
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::quantities::bytes_text;
+use xlaunch_proto::spec::{Device, JobSpec};
+
+use super::launch::{self, Launch};
+use crate::trainer::{Memory, Saving, Trainer};
+
+/// What a job would run on.
+#[derive(Clone, Copy, Debug)]
+struct Target {
+    cuda: bool,
+    ranks_per_node: u32,
+    nodes: u32,
+    /// Bytes for each rank, if they are known here.
+    limit: Option<u64>,
+}
+
+impl Target {
+    fn of(spec: &JobSpec, group: Option<&Nodes>) -> Self {
+        let node = Node::inspect();
+        let gpus = node.gpus.unwrap_or(0);
+        // A GPU job can be planned on a machine without one.
+        let cuda = match spec.engine.device {
+            Device::Cuda => true,
+            Device::Auto => gpus > 0,
+            Device::Cpu => false,
+        };
+        let chosen = u32::try_from(spec.launch.devices.len()).unwrap_or(u32::MAX);
+        let present = if chosen == 0 { gpus } else { chosen };
+        let ranks_per_node = spec.launch.nproc.unwrap_or(if cuda { present.max(1) } else { 1 });
+        let configured = spec.engine.memory_limit_mb.map(|mib| mib.saturating_mul(1 << 20));
+        let present = match cuda {
+            true => devices::gpu_memory(),
+            false => memory::available().map(|bytes| bytes / u64::from(ranks_per_node.max(1))),
+        };
+        let limit = [configured, present].into_iter().flatten().min();
+        Self { cuda, ranks_per_node, nodes: group.map_or(1, |group| group.spec.nodes.max), limit }
+    }
+
+    fn ranks(self) -> u32 {
+        self.ranks_per_node.saturating_mul(self.nodes)
+    }
+}
+
+/// Prints the report. Fails with exit code 2 if the job does not fit.
+#[expect(clippy::print_stdout, clippy::print_stderr, reason = "results to stdout, everything else to stderr")]
+pub(super) fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> ExitCode {
+    match report(launch, group, trainer) {
+        Ok((text, exit)) => {
+            print!("{text}");
+            exit
+        }
+        Err(refusal) => {
+            eprintln!("error: {}", refusal.message.trim());
+            refusal.exit
+        }
+    }
+}
+
+#[expect(clippy::print_stderr, reason = "warnings go to stderr")]
+fn report(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> Result<(String, ExitCode), Refusal> {
+    let mut spec = launch::load(launch, trainer.fill_in)?;
+    let target = Target::of(&spec, group);
+    spec.launch.nproc = Some(target.ranks_per_node);
+    spec.check().map_err(|invalid| Refusal::new(ExitCode::Usage, invalid.to_string()))?;
+    // Checkpoints are left alone: looking for one to resume from would lock and clean their directory.
+    let checks = (trainer.preflight)(&spec, &run_dir::job_dir(&spec), target.ranks(), false)?;
+    checks.warnings.iter().for_each(|warning| eprintln!("warning: {warning}"));
+    let (needed, savings) = (trainer.memory)(&spec, target.cuda, target.ranks(), target.limit)?;
+    let tokens = checks.data.get("train").map_or(0, |data| data.tokens);
+    let text = text(&spec, target, tokens, &needed, &savings);
+    let fits = target.limit.is_none_or(|limit| needed.total <= limit);
+    Ok((text, if fits { ExitCode::Done } else { ExitCode::Usage }))
+}
+
+#[expect(clippy::cast_precision_loss, reason = "for display only")]
+fn text(spec: &JobSpec, target: Target, tokens: u64, needed: &Memory, savings: &[Saving]) -> String {
+    let mut out = String::new();
+    let mut line = |name: &str, value: String| {
+        // Writing to a String cannot fail.
+        let _ = writeln!(out, "{name:<14}{value}");
+    };
+    let device = if target.cuda { "GPU" } else { "CPU" };
+    let nodes = if target.nodes > 1 { format!(" on {} nodes", target.nodes) } else { String::new() };
+    line("ranks", format!("{} x {device}{nodes}", target.ranks()));
+    line("model", format!("{} parameters", count(needed.parameters as f64)));
+    let per_step = needed.tokens as f64 * f64::from(target.ranks());
+    let all = per_step * spec.train.steps as f64;
+    let epochs = all / (tokens as f64).max(1.0);
+    line(
+        "tokens",
+        format!(
+            "{} a step, {} in all, {epochs:.2} epochs of {}",
+            count(per_step),
+            count(all),
+            count(tokens as f64)
+        ),
+    );
+    let rows = [
+        ("weights", needed.weights),
+        ("gradients", needed.gradients),
+        ("optimizer", needed.optimizer),
+        ("activations", needed.activations),
+        ("libraries", needed.libraries),
+        ("each rank", needed.total),
+    ];
+    for (name, bytes) in rows.into_iter().filter(|(_, bytes)| *bytes > 0) {
+        line(name, bytes_text(bytes));
+    }
+    let Some(limit) = target.limit else {
+        line("fits", format!("the memory of a {device} is not known here"));
+        return out;
+    };
+    let limit_text = bytes_text(limit);
+    if needed.total <= limit {
+        line("fits", format!("yes, into {limit_text}"));
+        return out;
+    }
+    line("fits", format!("no, there is {limit_text}"));
+    for saving in savings {
+        let fits = if saving.total <= limit { ", which fits" } else { "" };
+        line("", format!("{}: {}{fits}", saving.change, bytes_text(saving.total)));
+    }
+    if savings.last().is_none_or(|last| last.total > limit) {
+        line("", "no further change of the configuration makes it fit".into());
+    }
+    out
+}

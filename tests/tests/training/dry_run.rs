@@ -1,0 +1,111 @@
+//! `--dry-run`, and the keys with which a job needs less memory.
+
+use xlaunch_tests::{Job, Output};
+
+xlaunch_harness::tests! {
+    dry_run_predicts_the_memory_of_the_run_and_starts_nothing,
+    job_that_does_not_fit_is_told_what_makes_it_fit,
+    job_on_gpus_is_planned_without_one,
+    mistakes_are_found_without_a_start,
+    recomputed_blocks_and_chunks_of_the_loss_train_alike;
+}
+
+/// The sizes that a report names, in MiB.
+fn sizes(report: &Output, name: &str) -> f64 {
+    let line = report.stdout.lines().find_map(|line| line.strip_prefix(name));
+    let line = line.unwrap_or_else(|| panic!("no {name} in {report:?}"));
+    let (number, unit) = line.trim().split_once(' ').unwrap();
+    assert_eq!(unit, "MiB", "{line}");
+    number.parse().unwrap()
+}
+
+fn dry_run_predicts_the_memory_of_the_run_and_starts_nothing() {
+    for change in [
+        "train.accumulate=1",
+        "train.accumulate=3",
+        "comm.shard_optimizer=true",
+        "train.recompute=\"cheap\"",
+        "train.recompute=\"block\"",
+        "train.classifier_chunk=50",
+        "model.arch=\"gpt2\"",
+    ] {
+        // Large enough for the pool to grow several times.
+        let args = ["--nproc", "2", "--set", "train.batch=40", "--set", "model.seq=64", "--set", change];
+        let job = Job::new();
+        let report = job.run(&[&args[..], &["--dry-run"]].concat());
+        assert_eq!(report.code, 0, "{report:?}");
+        assert!(!job.path().join("runs").exists(), "a run was created");
+        assert!(report.stdout.contains("fits          yes, into "), "{report:?}");
+        job.run_ok(&args);
+        let metrics = job.metrics();
+        let peak = metrics.iter().filter_map(|line| line["pool/peak_bytes"].as_u64()).max().unwrap();
+        let predicted = sizes(&report, "each rank");
+        assert!(
+            (predicted - peak as f64 / f64::from(1 << 20)).abs() < 0.1,
+            "{change}: {predicted} MiB, {peak}"
+        );
+    }
+}
+
+fn job_that_does_not_fit_is_told_what_makes_it_fit() {
+    let job = Job::new();
+    let mut args = ["--nproc", "2", "--set", "train.batch=40", "--set", "model.seq=64", "--dry-run"].to_vec();
+    let all = sizes(&job.run(&args), "each rank");
+    let limit = format!("engine.memory_limit_mb={}", (all / 2.0) as u64);
+    args.extend(["--set", &limit]);
+    let report = job.run(&args);
+    assert_eq!(report.code, 2, "{report:?}");
+    assert!(report.stdout.contains("fits          no, there is "), "{report:?}");
+    let changes = report.stdout.lines().skip_while(|line| !line.starts_with("fits")).skip(1);
+    let changes: Vec<&str> = changes.map(|line| line.split(": ").next().unwrap().trim()).collect();
+    assert!(!changes.is_empty() && report.stdout.ends_with(", which fits\n"), "{report:?}");
+    let keys: Vec<String> = changes.iter().flat_map(|line| line.split(", ")).map(str::to_owned).collect();
+    keys.iter().for_each(|key| args.extend(["--set", key]));
+    let report = job.run(&args);
+    assert!(report.code == 0 && report.stdout.contains("fits          yes, into "), "{report:?}");
+    args.retain(|arg| *arg != "--dry-run");
+    job.run_ok(&args);
+
+    // Weights alone are too large.
+    let report = job.run(&["--dry-run", "--set", "engine.memory_limit_mb=1"]);
+    assert_eq!(report.code, 2, "{report:?}");
+    assert!(report.stdout.ends_with("no further change of the configuration makes it fit\n"), "{report:?}");
+}
+
+fn job_on_gpus_is_planned_without_one() {
+    let job = Job::new();
+    let report = job.run(&["--dry-run", "--set", "engine.device=\"cuda\"", "--nproc", "8"]);
+    assert!(report.stdout.starts_with("ranks         8 x GPU\n"), "{report:?}");
+    assert!(report.stdout.contains("libraries "), "{report:?}");
+}
+
+fn mistakes_are_found_without_a_start() {
+    let job = Job::new();
+    for (args, code, words) in [
+        (vec!["--set", "data.train=[\"missing\"]"], 65, "data.train: no file matches"),
+        (vec!["--set", "train.recompute=\"some\""], 2, "train.recompute"),
+        (vec!["--set", "comm.shard_optimizer=true", "--nproc", "3"], 2, "3 ranks cannot shard"),
+    ] {
+        let report = job.run(&[&args[..], &["--dry-run"]].concat());
+        assert!(report.code == code && report.stderr.contains(words), "{args:?}: {report:?}");
+    }
+}
+
+fn recomputed_blocks_and_chunks_of_the_loss_train_alike() {
+    for arch in ["llama", "gpt2"] {
+        let train = |change: &str| {
+            let job = Job::new();
+            let arch = format!("model.arch=\"{arch}\"");
+            job.run_ok(&["--nproc", "2", "--set", &arch, "--set", change]);
+            (job.losses(), job.checkpoint(8, "model.safetensors"))
+        };
+        let expected = train("train.recompute=\"none\"");
+        for change in ["train.recompute=\"cheap\"", "train.recompute=\"block\""] {
+            assert_eq!(train(change), expected, "{arch} {change}");
+        }
+        // The gradient of the head is added up in another order.
+        let (losses, _) = train("train.classifier_chunk=7");
+        let near = losses.iter().zip(&expected.0).all(|(ours, theirs)| (ours - theirs).abs() < 1e-4 * theirs);
+        assert!(near && losses.len() == expected.0.len(), "{losses:?} {:?}", expected.0);
+    }
+}

@@ -1,0 +1,238 @@
+//! The memory that a job will need on each rank, without running it.
+//!
+//! The trainer itself runs a few steps, on a [`device`] without memory and with a collective without peers. So
+//! the sizes of all buffers, the order in which they are allocated and freed, and what the pool makes of it are those
+//! of the real job. What libraries take is a guess.
+
+mod alone;
+mod device;
+
+use xlaunch_engine::DType;
+use xlaunch_pool::Mode;
+use xlaunch_proto::spec::{JobSpec, PoolMode, Precision, Recompute, SpecError};
+
+use crate::error::Result;
+use crate::model::{BackendHandle, Model};
+use crate::optim::AdamW;
+use crate::train::{self, Evaluator, Stepper};
+use alone::Alone;
+use device::DryDevice;
+
+/// The CUDA context, kernels, libraries and NCCL's buffers: an allowance.
+const LIBRARIES: u64 = 1 << 30;
+/// The pool plans a step when it has seen it, and serves the next ones from the plan.
+const STEPS: u64 = 3;
+/// Rows of logits below which a smaller chunk makes matrix multiplications slow.
+const SMALLEST_CHUNK: usize = 2048;
+
+/// Bytes of memory on each rank, unless noted otherwise.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Memory {
+    /// Parameters of the model.
+    pub parameters: u64,
+    /// Tokens of one rank in a step.
+    pub tokens: u64,
+    /// The model's weights in the element type of activations.
+    pub weights: u64,
+    /// Gradients, and what of them is sent to other ranks.
+    pub gradients: u64,
+    /// Moments and, if the model is in bf16, master weights.
+    pub optimizer: u64,
+    /// The most that forward and backward need beside it.
+    pub activations: u64,
+    /// Of a GPU's libraries.
+    pub libraries: u64,
+}
+
+impl Memory {
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        self.weights + self.gradients + self.optimizer + self.activations + self.libraries
+    }
+}
+
+/// A change of the configuration and what the job needs with it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Saving {
+    /// Keys and values.
+    pub change: String,
+    /// With this change, and those before it.
+    pub memory: Memory,
+}
+
+/// What a job of `ranks` ranks needs on each of them, on GPUs or on the CPU.
+pub fn memory(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
+    let shape = spec.model.resolve().map_err(SpecError::from)?;
+    let precision = spec.engine.precision.unwrap_or(Precision::Bf16);
+    let activations = if cuda && precision == Precision::Bf16 { DType::Bf16 } else { DType::F32 };
+    let mode = match spec.engine.pool {
+        PoolMode::On if !cuda => Mode::On,
+        PoolMode::On | PoolMode::Plan => Mode::Plan,
+        PoolMode::Off => Mode::Off,
+    };
+    let backend = BackendHandle::new(DryDevice::new(cuda, activations, mode)?);
+    let live = || backend.pool().stats().live.current();
+    let workspace = live();
+    let model = Model::zeroed(&backend, &shape)?.with_memory_use((&spec.train).into());
+    let weights = live() - workspace;
+    let sharding = train::sharding(spec, &model.layout, activations, 0, ranks)?;
+    let optimizer = AdamW::zeroed(&backend, &model, &sharding, &spec.train)?;
+    let state = live() - workspace - weights;
+    let stepper = Stepper::new(&backend, &model, spec, &sharding, ranks)?;
+    let gradients = live() - workspace - weights - state;
+    let evaluator = Evaluator::new(&backend, &model, spec)?;
+    let mut collective = Alone(ranks);
+    for step in 0..STEPS {
+        optimizer.prepare(step, 1.0)?;
+        stepper.rehearse(&model, &optimizer, &mut collective)?;
+    }
+    if spec.train.eval_every != 0 {
+        (0..STEPS).try_for_each(|_| evaluator.run(&model))?;
+    }
+    let peak = backend.pool().stats().mapped.peak;
+    let activations = peak.saturating_sub(weights + gradients + state);
+    let libraries = if cuda { LIBRARIES } else { 0 };
+    let parameters = model.layout.parameters() as u64;
+    let tokens = (spec.train.batch * spec.train.accumulate * shape.seq) as u64;
+    Ok(Memory { parameters, tokens, weights, gradients, optimizer: state, activations, libraries })
+}
+
+/// Changes that make a job smaller, each on top of those before, from what costs little time to what costs more; up to
+/// the first with which it fits into `limit` bytes.
+pub fn savings(spec: &JobSpec, cuda: bool, ranks: usize, limit: u64) -> Result<Vec<Saving>> {
+    let (mut spec, mut found) = (spec.clone(), Vec::<Saving>::new());
+    let mut needed = memory(&spec, cuda, ranks)?;
+    while needed.total() > limit
+        && let Some((change, smaller)) = smaller(&spec, &needed, cuda, ranks)?
+    {
+        (spec, needed) = smaller;
+        // It replaces an earlier value of the same key.
+        let key = |change: &str| change.split(" = ").next().map(str::to_owned);
+        found.retain(|saving| key(&saving.change) != key(&change));
+        found.push(Saving { change, memory: needed });
+    }
+    Ok(found)
+}
+
+type Smaller = (String, (JobSpec, Memory));
+
+/// The first change that saves something.
+fn smaller(spec: &JobSpec, needed: &Memory, cuda: bool, ranks: usize) -> Result<Option<Smaller>> {
+    for (change, changed) in changes(spec, ranks)? {
+        let memory = memory(&changed, cuda, ranks)?;
+        if memory.total() < needed.total() {
+            return Ok(Some((change, (changed, memory))));
+        }
+    }
+    Ok(None)
+}
+
+fn changes(spec: &JobSpec, ranks: usize) -> Result<Vec<(String, JobSpec)>> {
+    let rows = spec.train.batch * spec.model.resolve().map_err(SpecError::from)?.seq;
+    let mut found = Vec::new();
+    let mut add = |change: String, apply: &dyn Fn(&mut JobSpec)| {
+        let mut changed = spec.clone();
+        apply(&mut changed);
+        found.push((change, changed));
+    };
+    let mut sharded = spec.comm.clone();
+    sharded.shard_optimizer = true;
+    if ranks > 1 && !spec.comm.shard_optimizer && sharded.check_ranks(ranks).is_ok() {
+        add("comm.shard_optimizer = true".into(), &|spec| spec.comm.shard_optimizer = true);
+    }
+    if spec.train.classifier_chunk == 0 && rows > SMALLEST_CHUNK {
+        let change = format!("train.classifier_chunk = {SMALLEST_CHUNK}");
+        add(change, &|spec| spec.train.classifier_chunk = SMALLEST_CHUNK);
+    }
+    if spec.train.recompute == Recompute::None {
+        add("train.recompute = \"cheap\"".into(), &|spec| spec.train.recompute = Recompute::Cheap);
+    }
+    if spec.train.recompute != Recompute::Block {
+        add("train.recompute = \"block\"".into(), &|spec| spec.train.recompute = Recompute::Block);
+    }
+    // Micro-steps are added in F32, so several may need more than the one before.
+    let mut parts = 2;
+    while spec.train.batch.is_multiple_of(parts) {
+        let (batch, accumulate) = (spec.train.batch / parts, spec.train.accumulate.saturating_mul(parts));
+        add(format!("train.batch = {batch}, train.accumulate = {accumulate}"), &|spec| {
+            (spec.train.batch, spec.train.accumulate) = (batch, accumulate);
+        });
+        parts *= 2;
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec() -> JobSpec {
+        let mut spec = JobSpec::default();
+        spec.model.preset = Some("llama-28m".into());
+        (spec.train.batch, spec.model.seq) = (32, Some(256));
+        spec
+    }
+
+    #[test]
+    fn sizes_are_those_of_parameters_and_their_element_types() {
+        let (spec, n) = (spec(), 4 * 512);
+        let parameters = crate::model::layout::Layout::new(&spec.model.resolve().unwrap()).len as u64;
+        let near = |bytes: u64, expected: u64| {
+            assert!(bytes >= expected && bytes - expected < n + expected / 50, "{bytes} {expected}");
+        };
+        let one = memory(&spec, true, 1).unwrap();
+        near(one.weights, 2 * parameters);
+        near(one.gradients, 2 * parameters);
+        near(one.optimizer, 12 * parameters);
+        let cpu = memory(&spec, false, 1).unwrap();
+        near(cpu.weights, 4 * parameters);
+        near(cpu.optimizer, 8 * parameters);
+        assert_eq!(cpu.libraries, 0);
+    }
+
+    #[test]
+    fn each_change_saves_what_it_says() {
+        let of = |change: fn(&mut JobSpec)| {
+            let mut spec = spec();
+            change(&mut spec);
+            memory(&spec, true, 4).unwrap()
+        };
+        let all = of(|_| {});
+        let cheap = of(|spec| spec.train.recompute = Recompute::Cheap);
+        let block = of(|spec| spec.train.recompute = Recompute::Block);
+        let shape = spec().model.resolve().unwrap();
+        // Of each token and block: two outputs of norms and one of SwiGLU; everything but the input.
+        let rows = 32 * 256 * shape.layers as u64;
+        let (dim, ffn) = (2 * shape.dim as u64, 2 * shape.ffn as u64);
+        let cheap_saves = all.activations - cheap.activations;
+        let expected = rows * (2 * dim + ffn);
+        assert!(cheap_saves.abs_diff(expected) < expected / 10, "{cheap_saves} {expected}");
+        assert!(all.activations - block.activations > rows * (7 * dim + 3 * ffn) * 9 / 10);
+        let chunk = of(|spec| spec.train.classifier_chunk = 1024);
+        let logits = (32 * 256 - 1024) * 2 * shape.padded_vocab() as u64;
+        assert!(all.activations - chunk.activations <= logits);
+        let sharded = of(|spec| spec.comm.shard_optimizer = true);
+        assert!(sharded.optimizer < all.optimizer * 35 / 100, "{sharded:?}");
+        let accumulated = of(|spec| spec.train.accumulate = 2);
+        // In F32, and rounded.
+        let ratio = accumulated.gradients as f64 / all.gradients as f64;
+        assert!((2.95..3.05).contains(&ratio), "{accumulated:?} {all:?}");
+    }
+
+    #[test]
+    fn savings_end_with_the_first_that_fits() {
+        let spec = spec();
+        let needed = memory(&spec, true, 4).unwrap().total();
+        assert_eq!(savings(&spec, true, 4, needed).unwrap(), []);
+        let some = savings(&spec, true, 4, needed - 1).unwrap();
+        assert_eq!(some.len(), 1, "{some:?}");
+        let all = savings(&spec, true, 4, LIBRARIES).unwrap();
+        let changes: Vec<&str> = all.iter().map(|saving| &*saving.change).collect();
+        let [.., "train.recompute = \"block\"", batch] = changes[..] else { panic!("{changes:?}") };
+        assert_eq!(batch, "train.batch = 1, train.accumulate = 32");
+        assert!(all.windows(2).all(|pair| pair[1].memory.total() < pair[0].memory.total()));
+        // Three ranks cannot shard.
+        let three = savings(&spec, true, 3, LIBRARIES).unwrap();
+        assert!(three.iter().all(|saving| !saving.change.contains("shard")), "{three:?}");
+    }
+}
