@@ -71,7 +71,8 @@ def run(options, data, out, gpus, rules="", signals=(), **settings):
 
 def phases(options, data, scratch, gpus, sharded):
     """Each phase alone."""
-    settings = {"train.steps": SHORT, "train.eval_every": 4, "checkpoint.every": 4, "comm.shard_optimizer": sharded}
+    settings = {"train.steps": SHORT, "train.eval_every": 4, "checkpoint.every": 4,
+                "comm.shard": "optimizer" if sharded else "none"}
     name = f"{gpus} GPUs{', sharded' if sharded else ''}"
     code, text, _ = run(options, data, scratch / "whole", gpus, **settings)
     check(f"{name}: whole run", code == 0, "" if code == 0 else text[-2000:])

@@ -6,7 +6,7 @@ Both train on the same tokens in the same order from the same weights with the s
 fp32 master weights: 20 steps of warm-up and 60 measured ones; figures are medians. PyTorch runs `peer.py` in the faster
 of its modes for the model: reduce-overhead (CUDA graphs) for A, default for others. Columns:
 
-- sharded: xlaunch with `comm.shard_optimizer`;
+- sharded: xlaunch with a sharded optimizer;
 - scaling: relative to 1 GPU of the same run;
 - exposed: share of a step's time that a step without all-reduces saves;
 - memory: peak of each side's allocator;
@@ -39,7 +39,7 @@ def run_xlaunch(binary, model, gpus, data, weights, precision, sharded=False):
         "data.train": [str(data)], "data.val_fraction": 0.0, "data.shuffle": False, "checkpoint.init": str(weights),
         "train.batch": runner.BATCHES.get(model, runner.BATCH), "train.lr": peer.LR,
         "train.schedule": "constant", "train.warmup": peer.WARMUP,
-        "engine.precision": precision, "engine.device": "cuda", "comm.shard_optimizer": sharded,
+        "engine.precision": precision, "engine.device": "cuda", "comm.shard": "optimizer" if sharded else "none",
     }
     config, sizes = runner.configuration(model)
     command = [str(binary), "bench", "train", str(config), "--json"]

@@ -51,9 +51,9 @@ pub enum WorkerError {
     Spec(#[from] xlaunch_proto::spec::SpecError),
     /// Ranks have shards of the state that they cannot save.
     #[error(
-        "`comm.shard_optimizer` needs a directory of checkpoints that all nodes share: ranks {writers} to {} \
+        "`comm.shard = \"optimizer\"` needs a directory of checkpoints that all nodes share: ranks {writers} to {} \
          cannot save their shards in that of rank 0; set `job.output` to a shared directory, or \
-         `comm.shard_optimizer = false`",
+         `comm.shard = \"none\"`",
         world - 1
     )]
     NotShared {

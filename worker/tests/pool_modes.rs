@@ -68,7 +68,7 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
         &rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap(),
     );
     let model = Model::new(&backend, &shape, &weights).unwrap();
-    let sharding = sharding(&spec, &model.layout, backend.activation_dtype(), 0, 1).unwrap();
+    let sharding = sharding(&spec, &model.layout, backend.activation_dtype(), 0, 1, false).unwrap();
     let optimizer = AdamW::new(&backend, &model, &weights, &sharding, &spec.train).unwrap();
     let stepper = Stepper::new(&backend, &model, &spec, &sharding, 1).unwrap();
     let evaluator = Evaluator::new(&backend, &model, &spec).unwrap();

@@ -15,7 +15,7 @@ use crate::model::ModelSection;
 pub use sections::{
     CheckpointSection, CommSection, DataSection, Device, DoctorMode, EngineSection, Exec, JobSection,
     LaunchSection, MAX_SHARDS, MemorySnapshots, NonFinite, ObserveSection, OnHang, OnSaveError, PoolMode,
-    Precision, Recompute, Schedule, Tokenizer, TrainSection, WireDtype,
+    Precision, Recompute, Schedule, Shard, Tokenizer, TrainSection, WireDtype,
 };
 
 /// Version of the serialised form.
@@ -23,7 +23,8 @@ pub const SPEC_VERSION: u32 = 1;
 
 /// Renamed keys: the old and the new dotted path. Configuration loaders accept the old one for a release, with a
 /// warning. A key cannot move to another section.
-pub const RENAMED_KEYS: &[(&str, &str)] = &[("launch.stall_timeout", "launch.hang_timeout")];
+pub const RENAMED_KEYS: &[(&str, &str)] =
+    &[("launch.stall_timeout", "launch.hang_timeout"), ("comm.shard_optimizer", "comm.shard")];
 
 /// A training job. Every key of `train.toml` has a default, and unknown keys are refused.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -45,11 +46,11 @@ pub struct JobSpec {
 impl CommSection {
     /// Checks that this many ranks can shard the optimizer, if it is to be sharded.
     pub fn check_ranks(&self, ranks: usize) -> Result<(), Invalid> {
-        if self.shard_optimizer && (ranks == 0 || !MAX_SHARDS.is_multiple_of(ranks)) {
+        if self.shard == Shard::Optimizer && (ranks == 0 || !MAX_SHARDS.is_multiple_of(ranks)) {
             return Err(Invalid::new(
-                "comm.shard_optimizer",
+                "comm.shard",
                 format!("{ranks} ranks cannot shard the optimizer equally"),
-                "1, 2, 4 or 8 ranks, or false".into(),
+                "1, 2, 4 or 8 ranks, or \"none\"".into(),
             ));
         }
         Ok(())
@@ -245,6 +246,34 @@ mod tests {
     }
 
     #[test]
+    fn optimizer_is_sharded_on_request_and_on_many_gpus() {
+        let shards = |value: &str, ranks, cuda, share_directory| {
+            let comm: CommSection = serde_json::from_str(&format!("{{\"shard\":{value}}}")).unwrap();
+            comm.shards_optimizer(ranks, cuda, share_directory)
+        };
+        for (ranks, cuda, share_directory, sharded) in [
+            (4, true, true, true),
+            (8, true, true, true),
+            (2, true, true, false),
+            (6, true, true, false),
+            (16, true, true, false),
+            (4, false, true, false),
+            (4, true, false, false),
+        ] {
+            assert_eq!(shards("\"auto\"", ranks, cuda, share_directory), sharded, "{ranks} {cuda}");
+            assert!(shards("\"optimizer\"", ranks, cuda, share_directory));
+            assert!(!shards("\"none\"", ranks, cuda, share_directory));
+            // The values of the old name.
+            assert!(shards("true", ranks, cuda, share_directory));
+            assert!(!shards("false", ranks, cuda, share_directory));
+        }
+        let old: CommSection = serde_json::from_str("{\"shard_optimizer\":true}").unwrap();
+        assert_eq!(old.shard, Shard::Optimizer);
+        let error = serde_json::from_str::<CommSection>("{\"shard\":\"some\"}").unwrap_err().to_string();
+        assert!(error.contains("expected one of `auto`, `none`, `optimizer`"), "{error}");
+    }
+
+    #[test]
     fn check_names_the_key_of_an_invalid_value() {
         let key = |change: fn(&mut JobSpec)| {
             let mut spec = JobSpec::default();
@@ -262,10 +291,10 @@ mod tests {
         };
         assert_eq!(key(bf16_on_cpu), "comm.dtype");
         let sharded_by_three = |s: &mut JobSpec| {
-            s.comm.shard_optimizer = true;
+            s.comm.shard = Shard::Optimizer;
             s.launch.nproc = Some(3);
         };
-        assert_eq!(key(sharded_by_three), "comm.shard_optimizer");
+        assert_eq!(key(sharded_by_three), "comm.shard");
         assert_eq!(key(|s| s.train.beta2 = 1.0), "train.beta2");
         assert_eq!(key(|s| s.model.vocab = Some(100)), "model.vocab");
         assert_eq!(key(|s| s.data.train.clear()), "data.train");

@@ -37,7 +37,7 @@ const PARAMETER_BITS: u64 = 1 << 20;
 pub struct JobPlan {
     /// The faults.
     pub faults: Vec<Fault>,
-    /// `comm.shard_optimizer`.
+    /// Whether `comm.shard` is "optimizer".
     pub sharded: bool,
     /// `checkpoint.async`.
     pub asynchronous: bool,

@@ -132,7 +132,7 @@ fn arguments(sharded: bool, asynchronous: bool) -> Vec<String> {
         format!("train.steps={STEPS}"),
         format!("train.eval_every={EVALUATE_EVERY}"),
         format!("checkpoint.every={SAVE_EVERY}"),
-        format!("comm.shard_optimizer={sharded}"),
+        format!("comm.shard={:?}", if sharded { "optimizer" } else { "none" }),
         format!("checkpoint.async={asynchronous}"),
         "checkpoint.keep=2".into(),
         "comm.bucket_mb=0.02".into(),

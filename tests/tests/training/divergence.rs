@@ -69,7 +69,7 @@ fn step_that_is_not_finite_ends_the_job_and_leaves_the_checkpoint_of_the_last_go
     let (job, resume) = trained_for_four_steps();
     let init = exploded_weights(&job, &resume);
     for ranks in [1, 2, 4] {
-        for sharded in ["comm.shard_optimizer=false", "comm.shard_optimizer=true"] {
+        for sharded in ["comm.shard=\"none\"", "comm.shard=\"optimizer\""] {
             let run = |settings: &[&str]| {
                 run(&job, ranks, &[&[sharded, "launch.max_restarts=2"], settings].concat())
             };
@@ -137,7 +137,7 @@ fn step_with_a_bad_batch_is_skipped_and_its_checkpoint_is_saved_after_the_next_g
         text[3 * 128 * ranks as usize + 40] = b'~';
         job.write("text/a.txt", text);
         let bad_batch = |settings: &[&str]| {
-            let sharded = format!("comm.shard_optimizer={sharded}");
+            let sharded = format!("comm.shard={:?}", if sharded { "optimizer" } else { "none" });
             let init = "checkpoint.init=bad.safetensors";
             let common = [init, "model.arch=gpt2", "model.tied=false", "data.shuffle=false", &sharded];
             run(&job, ranks, &[&common[..], settings].concat())
@@ -177,7 +177,7 @@ fn validation_loss_that_is_not_finite_ends_the_job() {
 
 fn weights_that_overflow_are_not_saved() {
     let (job, resume) = trained_for_four_steps();
-    for sharded in ["comm.shard_optimizer=false", "comm.shard_optimizer=true"] {
+    for sharded in ["comm.shard=\"none\"", "comm.shard=\"optimizer\""] {
         let output = run(&job, 2, &[&resume, sharded, "train.lr=3e38", "train.steps=5"]);
         assert_diverged(&job, &output, "training diverged at step 5: a weight", 0);
     }

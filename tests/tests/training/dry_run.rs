@@ -23,7 +23,7 @@ fn dry_run_predicts_the_memory_of_the_run_and_starts_nothing() {
     for change in [
         "train.accumulate=1",
         "train.accumulate=3",
-        "comm.shard_optimizer=true",
+        "comm.shard=\"optimizer\"",
         "train.recompute=\"cheap\"",
         "train.recompute=\"block\"",
         "train.classifier_chunk=50",
@@ -84,7 +84,7 @@ fn mistakes_are_found_without_a_start() {
     for (args, code, words) in [
         (vec!["--set", "data.train=[\"missing\"]"], 65, "data.train: no file matches"),
         (vec!["--set", "train.recompute=\"some\""], 2, "train.recompute"),
-        (vec!["--set", "comm.shard_optimizer=true", "--nproc", "3"], 2, "3 ranks cannot shard"),
+        (vec!["--set", "comm.shard=\"optimizer\"", "--nproc", "3"], 2, "3 ranks cannot shard"),
     ] {
         let report = job.run(&[&args[..], &["--dry-run"]].concat());
         assert!(report.code == code && report.stderr.contains(words), "{args:?}: {report:?}");

@@ -79,7 +79,7 @@ fn crash_in_any_phase_changes_no_bit_of_the_result_with_a_sharded_optimizer() {
 }
 
 fn crash_in_any_phase_changes_no_bit(ranks: u32, sharded: bool) {
-    let sharded = format!("comm.shard_optimizer={sharded}");
+    let sharded = format!("comm.shard={:?}", if sharded { "optimizer" } else { "none" });
     let (whole, _) = run_ok("", ranks, &[&sharded], 0);
     let last = ranks - 1;
     // Saves: of the last step, as any other one is skipped if the one before takes long.

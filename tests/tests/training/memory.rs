@@ -99,8 +99,8 @@ fn spoil(job: &Job) -> Vec<u64> {
 
 fn restart_resumes_from_memory_and_opens_no_checkpoint() {
     let cases: [(&str, &[&str]); 3] = [
-        ("3", &["comm.shard_optimizer=false"]),
-        ("2", &["comm.shard_optimizer=true"]),
+        ("3", &["comm.shard=\"none\""]),
+        ("2", &["comm.shard=\"optimizer\""]),
         ("1", &["checkpoint.async=false"]),
     ];
     for (ranks, settings) in cases {

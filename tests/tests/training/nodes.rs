@@ -16,7 +16,7 @@ use xlaunch_agent::rendezvous::service::{self, Message};
 use xlaunch_agent::status::board::{Board, Launch};
 use xlaunch_proto::env;
 use xlaunch_proto::ids::RingKey;
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::spec::{JobSpec, Shard};
 use xlaunch_proto::v1::agent_command::Command as WorkerCommand;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{AgentCommand, CommitCheckpoint, FailedAck, GetJobReply, JobKind, SavedFile};
@@ -98,11 +98,11 @@ fn sharded_optimizer_without_a_shared_directory_is_refused() {
     let job = Job::new();
     reference(&job);
     let mut sharded = Group { writers: Some(2), ..group(&job, &[2, 2]) };
-    sharded.spec.comm.shard_optimizer = true;
+    sharded.spec.comm.shard = Shard::Optimizer;
     let ended = sharded.train("sharded");
     assert_eq!(ended.codes, [Some(2); 4]);
     assert!(ended.losses.is_empty());
-    for text in ["`comm.shard_optimizer`", "`job.output`", "ranks 2 to 3"] {
+    for text in ["`comm.shard = ", "`job.output`", "ranks 2 to 3"] {
         let all = ended.errors.len() == 4 && ended.errors.iter().all(|error| error.contains(text));
         assert!(all, "{text}: {:?}", ended.errors);
     }

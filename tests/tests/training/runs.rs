@@ -20,7 +20,7 @@ xlaunch_harness::tests! {
 }
 
 const MODEL: &str = "model.safetensors";
-const SHARD_OPTIMIZER: &str = "comm.shard_optimizer=true";
+const SHARD_OPTIMIZER: &str = "comm.shard=\"optimizer\"";
 
 /// Asserts that the values differ by rounding only: an order of additions.
 fn assert_close(found: &[f64], expected: &[f64], what: &str) {
@@ -95,7 +95,7 @@ fn validation_loss_does_not_depend_on_number_of_ranks() {
     ] {
         let (one, _) = evaluate("1", &settings);
         for ranks in ["2", "4"] {
-            for sharded in ["comm.shard_optimizer=false", SHARD_OPTIMIZER] {
+            for sharded in ["comm.shard=\"none\"", SHARD_OPTIMIZER] {
                 let (losses, stderr) = evaluate(ranks, &[&settings[..], &[sharded]].concat());
                 assert_eq!(losses, one, "{ranks} ranks, {settings:?}, {sharded}");
                 assert!(stderr.contains(&format!("({tokens} tokens)")), "{tokens} in {stderr}");
@@ -225,7 +225,7 @@ fn sharded_and_replicated_optimizer_resume_from_each_others_checkpoints() {
     assert!(text.len() > 200, "{text}");
     for (before, after) in [(true, false), (false, true), (true, true)] {
         let job = Job::new();
-        let sharded = |shard: bool| format!("comm.shard_optimizer={shard}");
+        let sharded = |shard: bool| format!("comm.shard={:?}", if shard { "optimizer" } else { "none" });
         train(&job, 2, &[&common[..], &[&sharded(before)]].concat());
         let checkpoint = job.run_dir().join("checkpoints/step-00000004").display().to_string();
         let resume = format!("checkpoint.resume={checkpoint:?}");
@@ -250,7 +250,7 @@ fn sharded_optimizer_stops_resumes_and_evaluates() {
 fn sharded_optimizer_refuses_number_of_ranks_that_does_not_divide_evenly() {
     let run = Job::new().run(&["--nproc", "3", "--set", SHARD_OPTIMIZER]);
     assert_eq!(run.code, 2, "{}", run.stderr);
-    for text in ["comm.shard_optimizer", "3 ranks", "1, 2, 4 or 8"] {
+    for text in ["comm.shard", "3 ranks", "1, 2, 4 or 8"] {
         assert!(run.stderr.contains(text), "{text} in {}", run.stderr);
     }
 }

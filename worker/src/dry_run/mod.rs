@@ -9,7 +9,7 @@ mod device;
 
 use xlaunch_engine::DType;
 use xlaunch_pool::Mode;
-use xlaunch_proto::spec::{JobSpec, PoolMode, Precision, Recompute, SpecError};
+use xlaunch_proto::spec::{CommSection, JobSpec, PoolMode, Precision, Recompute, Shard, SpecError};
 
 use crate::error::Result;
 use crate::model::{BackendHandle, Model};
@@ -75,7 +75,8 @@ pub fn memory(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
     let workspace = live();
     let model = Model::zeroed(&backend, &shape)?.with_memory_use((&spec.train).into());
     let weights = live() - workspace;
-    let sharding = train::sharding(spec, &model.layout, activations, 0, ranks)?;
+    let sharded = spec.comm.shards_optimizer(ranks, cuda, true);
+    let sharding = train::sharding(spec, &model.layout, activations, 0, ranks, sharded)?;
     let optimizer = AdamW::zeroed(&backend, &model, &sharding, &spec.train)?;
     let state = live() - workspace - weights;
     let stepper = Stepper::new(&backend, &model, spec, &sharding, ranks)?;
@@ -118,7 +119,7 @@ type Smaller = (String, (JobSpec, Memory));
 
 /// The first change that saves something.
 fn smaller(spec: &JobSpec, needed: &Memory, cuda: bool, ranks: usize) -> Result<Option<Smaller>> {
-    for (change, changed) in changes(spec, ranks)? {
+    for (change, changed) in changes(spec, cuda, ranks)? {
         let memory = memory(&changed, cuda, ranks)?;
         if memory.total() < needed.total() {
             return Ok(Some((change, (changed, memory))));
@@ -127,7 +128,7 @@ fn smaller(spec: &JobSpec, needed: &Memory, cuda: bool, ranks: usize) -> Result<
     Ok(None)
 }
 
-fn changes(spec: &JobSpec, ranks: usize) -> Result<Vec<(String, JobSpec)>> {
+fn changes(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(String, JobSpec)>> {
     let rows = spec.train.batch * spec.model.resolve().map_err(SpecError::from)?.seq;
     let mut found = Vec::new();
     let mut add = |change: String, apply: &dyn Fn(&mut JobSpec)| {
@@ -135,10 +136,9 @@ fn changes(spec: &JobSpec, ranks: usize) -> Result<Vec<(String, JobSpec)>> {
         apply(&mut changed);
         found.push((change, changed));
     };
-    let mut sharded = spec.comm.clone();
-    sharded.shard_optimizer = true;
-    if ranks > 1 && !spec.comm.shard_optimizer && sharded.check_ranks(ranks).is_ok() {
-        add("comm.shard_optimizer = true".into(), &|spec| spec.comm.shard_optimizer = true);
+    let sharded = CommSection { shard: Shard::Optimizer, ..spec.comm.clone() };
+    if !spec.comm.shards_optimizer(ranks, cuda, true) && ranks > 1 && sharded.check_ranks(ranks).is_ok() {
+        add("comm.shard = \"optimizer\"".into(), &|spec| spec.comm.shard = Shard::Optimizer);
     }
     if spec.train.classifier_chunk == 0 && rows > SMALLEST_CHUNK {
         let change = format!("train.classifier_chunk = {SMALLEST_CHUNK}");
@@ -168,6 +168,7 @@ mod tests {
 
     fn spec() -> JobSpec {
         let mut spec = JobSpec::default();
+        spec.comm.shard = Shard::None;
         spec.model.preset = Some("llama-28m".into());
         (spec.train.batch, spec.model.seq) = (32, Some(256));
         spec
@@ -211,7 +212,7 @@ mod tests {
         let chunk = of(|spec| spec.train.classifier_chunk = 1024);
         let logits = (32 * 256 - 1024) * 2 * shape.padded_vocab() as u64;
         assert!(all.activations - chunk.activations <= logits);
-        let sharded = of(|spec| spec.comm.shard_optimizer = true);
+        let sharded = of(|spec| spec.comm.shard = Shard::Optimizer);
         assert!(sharded.optimizer < all.optimizer * 35 / 100, "{sharded:?}");
         let accumulated = of(|spec| spec.train.accumulate = 2);
         // In F32, and rounded.

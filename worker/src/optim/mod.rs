@@ -1,7 +1,7 @@
 //! AdamW with decoupled weight decay and global-norm clipping, over the flat arenas, in one kernel launch.
 //!
 //! ```text
-//!                        replicated                        sharded (`comm.shard_optimizer`)
+//!                        replicated                        sharded (`comm.shard`)
 //! model in F32:          model's weights                   masters ------------> all-gather -> model's weights
 //! model in Bf16:         masters -> model's weights        masters -> rounded -> all-gather -> model's weights
 //! ```

@@ -29,7 +29,7 @@ use crate::checkpoint::Memory;
 use crate::control::Control;
 use crate::data::{Dataset, Fingerprint, Loader, Order, Schedule};
 use crate::divergence::SkipCount;
-use crate::environment::Environment;
+use crate::environment::{Device, Environment};
 use crate::error::{Result, WorkerError};
 use crate::fail::{self, Place};
 use crate::model::layout::Layout;
@@ -164,8 +164,10 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
 fn sharding(context: &Context<'_>, layout: &Layout, activations: DType) -> Result<Sharding> {
     let Context { environment, spec, .. } = *context;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
-    let sharding = train::sharding(spec, layout, activations, rank, world)?;
-    match sharding.is_sharded() && !environment.is_shared() {
+    let (cuda, shared) = (environment.device != Device::Cpu, environment.is_shared());
+    let sharded = spec.comm.shards_optimizer(world, cuda, shared);
+    let sharding = train::sharding(spec, layout, activations, rank, world, sharded)?;
+    match sharding.is_sharded() && !shared {
         true => Err(WorkerError::NotShared { writers: environment.writers, world: environment.world_size.0 }),
         false => Ok(sharding),
     }
@@ -364,6 +366,7 @@ fn train_started(
         val_tokens: dataset.val.as_ref().map_or(0, |val| val.len()),
         device_name: device.backend.device().name.clone(),
         precision: device.precision_name().into(),
+        shards_optimizer: trainer.optimizer.sharding().is_sharded(),
     }
 }
 

@@ -7,7 +7,7 @@
 //! The all-reduce of a bucket starts as soon as backward has written its last gradient. Loss and flags share one small
 //! all-reduce, so that all ranks learn in the same step that any of them was told to stop.
 //!
-//! With a sharded optimizer (`comm.shard_optimizer`) the step begins with the all-gather of the parameters that the
+//! With a sharded optimizer (`comm.shard`) the step begins with the all-gather of the parameters that the
 //! previous step updated. Buckets are reduce-scattered, and the squared gradient norm, of which each rank has the part
 //! of its shard, is all-reduced with loss and flags:
 //! ```text
@@ -100,7 +100,7 @@ pub fn wire_dtype(spec: &JobSpec, activations: DType) -> DType {
     }
 }
 
-/// The buckets of this layout, and the shards of `rank`.
+/// The buckets of this layout and, if the optimizer is sharded, the shards of `rank`.
 ///
 /// # Errors
 /// If this number of ranks cannot shard the optimizer as the job says.
@@ -115,12 +115,13 @@ pub fn sharding(
     activations: DType,
     rank: usize,
     ranks: usize,
+    sharded: bool,
 ) -> Result<Sharding> {
     spec.comm.check_ranks(ranks).map_err(SpecError::from)?;
     let cap = (spec.comm.bucket_mb * f64::from(1 << 20)) as usize;
     let size = wire_dtype(spec, activations).size();
     let plan = bucket::Plan::new(&layout.ends(), size, cap, cap.min(FIRST_BUCKET_BYTES));
-    Ok(if spec.comm.shard_optimizer { Sharding::new(plan, rank, ranks) } else { Sharding::replicated(plan) })
+    Ok(if sharded { Sharding::new(plan, rank, ranks) } else { Sharding::replicated(plan) })
 }
 
 impl Stepper {

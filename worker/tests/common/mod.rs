@@ -8,7 +8,7 @@ use std::time::Duration;
 use xlaunch_comm::{Collective, Local, Ring, RingListener, RingPlace};
 use xlaunch_engine::{CpuBackend, PoolMode, Tensor};
 use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA};
-use xlaunch_proto::spec::JobSpec;
+use xlaunch_proto::spec::{JobSpec, Shard};
 use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
 use xlaunch_worker::model::{BackendHandle, Model, init, layout::Layout};
 use xlaunch_worker::optim::AdamW;
@@ -33,7 +33,7 @@ pub(crate) fn spec(dir: &Path, sharded: bool) -> JobSpec {
     let mut spec = JobSpec::default();
     spec.data.train = vec![dir.join("text").display().to_string()];
     (spec.train.batch, spec.train.accumulate) = (2, 2);
-    spec.comm.shard_optimizer = sharded;
+    spec.comm.shard = if sharded { Shard::Optimizer } else { Shard::None };
     // Several buckets.
     spec.comm.bucket_mb = 0.02;
     spec
@@ -61,7 +61,9 @@ impl Rank {
         let threads = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
         let weights = init::weights(&Layout::new(&shape), 7, &threads);
         let model = Model::new(&backend, &shape, &weights).unwrap();
-        let sharding = sharding(spec, &model.layout, backend.activation_dtype(), rank, world).unwrap();
+        let sharded = spec.comm.shards_optimizer(world, false, true);
+        let sharding =
+            sharding(spec, &model.layout, backend.activation_dtype(), rank, world, sharded).unwrap();
         let optimizer = AdamW::new(&backend, &model, &weights, &sharding, &spec.train).unwrap();
         let stepper = Stepper::new(&backend, &model, spec, &sharding, world).unwrap();
         let order = Order::new(dataset.train.len(), shape.seq, Some(7));

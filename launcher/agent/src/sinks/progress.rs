@@ -201,18 +201,20 @@ impl Progress {
     }
 }
 
-/// The line that describes a job when it starts: the size of the model, and how often it sees the data.
+/// The line that describes a job when it starts: the size of the model, how often it sees the data, and whether each
+/// rank has a part of the optimizer.
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
 fn job_line(started: &TrainStarted) -> String {
     let TrainStarted { parameters, total_steps, tokens_per_step, train_tokens, .. } = started;
     let tokens = *total_steps as f64 * *tokens_per_step as f64;
     let epochs = tokens / (*train_tokens).max(1) as f64;
     format!(
-        "xlaunch: {} parameters, {total_steps} steps of {} tokens: {} tokens, {epochs:.2} epochs of {}",
+        "xlaunch: {} parameters, {total_steps} steps of {} tokens: {} tokens, {epochs:.2} epochs of {}{}",
         count(*parameters as f64),
         count(*tokens_per_step as f64),
         count(tokens),
-        count(*train_tokens as f64)
+        count(*train_tokens as f64),
+        if started.shards_optimizer { "; optimizer sharded" } else { "" }
     )
 }
 
@@ -287,6 +289,8 @@ mod tests {
         let expected =
             "xlaunch: 28.3M parameters, 1000 steps of 65.5K tokens: 65.5M tokens, 1.64 epochs of 40.0M";
         assert_eq!(job_line(&started), expected);
+        let sharded = TrainStarted { shards_optimizer: true, ..started.clone() };
+        assert_eq!(job_line(&sharded), format!("{expected}; optimizer sharded"));
 
         let mut progress = Progress::new(false);
         progress.started(&started);
