@@ -1,25 +1,46 @@
 //! Initial weights: a pure function of (seed, parameter name, position), the same on every device, rank and layout, and
 //! for any number of threads.
 
+use std::convert::Infallible;
+use std::sync::{Mutex, PoisonError};
+
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::layout::{Init, Layout, Piece};
+use super::layout::{Init, Layout, Part};
 use crate::random::Random;
+
+/// Generates the initial values on these threads. `sink` gets the offset in the arena and the values of one part after
+/// the other, in any order; what is in no part is zero. An error of it ends the generation.
+pub fn generate<E: Send>(
+    layout: &Layout,
+    seed: u64,
+    threads: &ThreadPool,
+    sink: impl Fn(usize, Vec<f32>) -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let fill = |Part { param, first, len }: Part<'_>| {
+        let values = match param.init {
+            Init::Zeros => return Ok(()),
+            Init::Ones => vec![1.0; len],
+            Init::Normal(deviation) => {
+                let mut normal = Normal::at(seed, &param.name, first);
+                (0..len).map(|_| normal.next() * deviation).collect()
+            }
+        };
+        sink(param.range.start + first, values)
+    };
+    threads.install(|| layout.parts().into_par_iter().try_for_each(fill))
+}
 
 /// The whole parameter arena with its initial values.
 pub fn weights(layout: &Layout, seed: u64, threads: &ThreadPool) -> Vec<f32> {
-    let mut arena = vec![0.0; layout.len];
-    let fill = |Piece { param, first, values }: Piece<'_>| match param.init {
-        Init::Zeros => {}
-        Init::Ones => values.fill(1.0),
-        Init::Normal(deviation) => {
-            let mut normal = Normal::at(seed, &param.name, first);
-            values.fill_with(|| normal.next() * deviation);
-        }
-    };
-    threads.install(|| layout.pieces(&mut arena).into_par_iter().for_each(fill));
-    arena
+    let arena = Mutex::new(vec![0.0; layout.len]);
+    let Ok(()) = generate(layout, seed, threads, |at, values| {
+        let mut arena = arena.lock().unwrap_or_else(PoisonError::into_inner);
+        arena[at..at + values.len()].copy_from_slice(&values);
+        Ok::<_, Infallible>(())
+    });
+    arena.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Normally distributed numbers, in pairs, by the Box-Muller transform.
@@ -72,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_do_not_depend_on_pieces_and_threads() {
+    fn weights_do_not_depend_on_parts_and_threads() {
         let section = ModelSection {
             layers: Some(1),
             dim: Some(32),
@@ -88,7 +109,19 @@ mod tests {
             let values = &arena[param.stored()];
             assert!(values.iter().all(|value| *value == normal.next() * deviation), "{}", param.name);
         }
-        assert!(layout.params.iter().any(|param| param.stored().len() > 600_000), "more than two pieces");
+        assert!(layout.params.iter().any(|param| param.stored().len() > 600_000), "more than two parts");
+    }
+
+    #[test]
+    fn generation_ends_with_an_error_of_the_sink() {
+        let layout = Layout::new(&PRESETS[0].1);
+        let taken = std::sync::atomic::AtomicUsize::new(0);
+        let sink = |_, _| match taken.fetch_add(1, std::sync::atomic::Ordering::Relaxed) {
+            0..2 => Ok(()),
+            _ => Err("enough"),
+        };
+        assert_eq!(generate(&layout, 1, &threads(1), sink), Err("enough"));
+        assert_eq!(taken.into_inner(), 3);
     }
 
     #[test]

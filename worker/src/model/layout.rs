@@ -14,8 +14,8 @@ use xlaunch_proto::spec::MAX_SHARDS;
 /// covering two parameters, and makes every shard of a bucket a whole number of decay flags.
 const ALIGN: usize = DECAY_CHUNK * MAX_SHARDS;
 
-/// Most elements of a [`Piece`]: at least a millisecond of work, and even, as normal numbers are drawn in pairs.
-const PIECE_LEN: usize = 1 << 18;
+/// Most elements of a [`Part`]: at least a millisecond of work, and even, as normal numbers are drawn in pairs.
+const PART_LEN: usize = 1 << 18;
 
 /// How a parameter's initial values are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -98,30 +98,26 @@ pub struct Layout {
     pub len: usize,
 }
 
-/// A part of one parameter's values in an arena: the unit in which threads fill it.
-#[derive(Debug)]
-pub struct Piece<'a> {
+/// A part of one parameter's stored values: the unit in which threads compute them.
+#[derive(Clone, Copy, Debug)]
+pub struct Part<'a> {
     /// The parameter.
     pub param: &'a Param,
     /// Index of the first value among the stored values of the parameter. Even.
     pub first: usize,
-    /// The values, at most `PIECE_LEN`.
-    pub values: &'a mut [f32],
+    /// Number of values, at most `PART_LEN`.
+    pub len: usize,
 }
 
 impl Layout {
-    /// The stored values of all parameters in an arena, in pieces. Gaps and padding are in none.
-    pub fn pieces<'a>(&'a self, arena: &'a mut [f32]) -> Vec<Piece<'a>> {
-        let (mut pieces, mut rest, mut begin) = (Vec::new(), arena, 0);
-        for param in &self.params {
-            let stored = param.stored();
-            let (_, tail) = rest.split_at_mut(stored.start - begin);
-            let (values, tail) = tail.split_at_mut(stored.len());
-            (rest, begin) = (tail, stored.end);
-            let parts = values.chunks_mut(PIECE_LEN).enumerate();
-            pieces.extend(parts.map(|(number, values)| Piece { param, first: number * PIECE_LEN, values }));
-        }
-        pieces
+    /// The stored values of all parameters, in parts. Gaps and padding are in none.
+    pub fn parts(&self) -> Vec<Part<'_>> {
+        let parts = self.params.iter().flat_map(|param| {
+            let stored = param.stored().len();
+            let starts = (0..stored).step_by(PART_LEN);
+            starts.map(move |first| Part { param, first, len: PART_LEN.min(stored - first) })
+        });
+        parts.collect()
     }
 
     /// The layout of this model.

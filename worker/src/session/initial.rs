@@ -1,7 +1,7 @@
 //! The state that training starts from: a memory snapshot, a checkpoint, given weights, or random weights.
 //!
-//! It is read or generated on threads of its own from the moment the job is known, and handed over in pieces. A
-//! checkpoint is never in host memory as a whole: the threads wait until the model takes what they have read.
+//! It is read or generated on threads of its own from the moment the job is known, and handed over in pieces. It is
+//! never in host memory as a whole: the threads wait until the model takes what they have.
 //!
 //! Of a memory snapshot a rank has its own portion only. When all ranks have written theirs to the model, they exchange
 //! them ([`exchange_portions`]) through the collective, whose copies are exact.
@@ -178,8 +178,9 @@ impl Source {
         match &spec.checkpoint.init {
             Some(path) => Weights::open(Path::new(path))?.read(&shape, &layout, threads, &sink)?,
             None => {
-                let values = init::weights(&layout, spec.job.seed, threads);
-                let _ = sink(Piece { arena: Arena::Params, at: 0, values });
+                let params = |at, values| sink(Piece { arena: Arena::Params, at, values });
+                // Given up: the training thread has an error of its own.
+                let _ = init::generate(&layout, spec.job.seed, threads, params);
             }
         }
         Ok(None)

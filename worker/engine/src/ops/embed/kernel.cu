@@ -76,25 +76,32 @@ extern "C" __global__ void embed_places(const int* __restrict__ tokens, const in
     order[starts[token] + atomicAdd(placed + token, 1)] = (int)row;
 }
 
-// Tokens with at most this many rows are sorted by rank (comparing all pairs), others with a bitmap of all rows.
+// Tokens with at most this many rows are sorted by rank (comparing all pairs), others with bitmaps of all rows.
 #define RANK_SORT_MAX 512
-// Rows that fit into the bitmap in shared memory.
+// Rows that fit into a bitmap in shared memory.
 #define BITMAP_ROWS 131072
 
-// Sorts `count` rows by setting a bit for each and counting the bits before it. One block of EMBED_SORT_THREADS
-// threads.
+// Sorts `count` rows by setting a bit for each and counting the bits before it, BITMAP_ROWS rows at a time. One block of
+// EMBED_SORT_THREADS threads.
 __device__ inline void sort_by_bits(const int* __restrict__ order, int* sorted, int count, i64 rows) {
     __shared__ unsigned bits[BITMAP_ROWS / 32];
-    int words = (int)((rows + 31) / 32);
-    for (int i = threadIdx.x; i < words; i += EMBED_SORT_THREADS) bits[i] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < count; i += EMBED_SORT_THREADS) atomicOr(bits + order[i] / 32, 1u << order[i] % 32);
-    __syncthreads();
     int before = 0;
-    for (int start = 0; start < words; start += EMBED_SORT_THREADS) {
-        unsigned word = start + threadIdx.x < words ? bits[start + threadIdx.x] : 0;
-        int at = block_prefix_sum<EMBED_SORT_THREADS / WARP>(__popc(word), before);
-        for (; word; word &= word - 1) sorted[at++] = (start + threadIdx.x) * 32 + __ffs(word) - 1;
+    for (i64 first = 0; first < rows; first += BITMAP_ROWS) {
+        int here = (int)min(rows - first, (i64)BITMAP_ROWS), words = (here + 31) / 32;
+        for (int i = threadIdx.x; i < words; i += EMBED_SORT_THREADS) bits[i] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < count; i += EMBED_SORT_THREADS) {
+            i64 row = order[i] - first;
+            if (row >= 0 && row < here) atomicOr(bits + row / 32, 1u << row % 32);
+        }
+        __syncthreads();
+        for (int start = 0; start < words; start += EMBED_SORT_THREADS) {
+            unsigned word = start + threadIdx.x < words ? bits[start + threadIdx.x] : 0;
+            int at = block_prefix_sum<EMBED_SORT_THREADS / WARP>(__popc(word), before);
+            int row = (int)first + (start + threadIdx.x) * 32 - 1;
+            for (; word; word &= word - 1) sorted[at++] = row + __ffs(word);
+        }
+        __syncthreads();
     }
 }
 
@@ -110,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(EMBED_SORT_THREADS)
     i64 place = blockIdx.x * (i64)EMBED_SORT_THREADS + threadIdx.x;
     if (place < rows) {
         int row = order[place], token = tokens[row], start = starts[token], count = counts[token];
-        if (count <= RANK_SORT_MAX || rows > BITMAP_ROWS) {
+        if (count <= RANK_SORT_MAX) {
             int rank = 0;
 #pragma unroll 8
             for (int i = 0; i < count; i++) rank += order[start + i] < row;
