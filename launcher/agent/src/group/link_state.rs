@@ -16,7 +16,9 @@ use std::time::{Duration, Instant};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
-use xlaunch_proto::v1::{AgentMessage, CoordinatorMessage, Greeting, GroupEnd, NodeHeartbeat, Welcome};
+use xlaunch_proto::v1::{
+    AgentMessage, CoordinatorMessage, Greeting, GroupEnd, GroupRules, NodeHeartbeat, Welcome,
+};
 
 use super::outbox::Outbox;
 
@@ -27,7 +29,7 @@ pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 /// A coordinator that refuses connections for this long is gone.
 const REFUSED_TIMEOUT: Duration = Duration::from_secs(1);
-/// For a network to come back before an agent without workers gives up.
+/// For a network to come back before an agent without workers gives up, if the coordinator may wait for it.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(60);
 /// For the reply to a greeting on an open connection.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
@@ -214,7 +216,14 @@ impl LinkState {
     /// The coordinator had heard from this agent at `sent` or later.
     fn answered(&mut self, sent: Instant, now: Instant) {
         (self.alive, self.cut_off) = (self.alive.max(sent), false);
-        self.give_up = now + self.lease + RETURN_TIMEOUT;
+        self.is_there(now);
+    }
+
+    /// The coordinator is within reach.
+    fn is_there(&mut self, now: Instant) {
+        // Without restarts the job ends with the lease of a node that had workers.
+        let returns = !self.attempting || self.greeting.rules.as_ref().is_none_or(allows_restarts);
+        self.give_up = now + self.lease + if returns { RETURN_TIMEOUT } else { Duration::ZERO };
     }
 
     fn refused(&self, welcome: Welcome) -> Step {
@@ -234,6 +243,7 @@ impl LinkState {
             }
             ToAgent::Begin(_) => {
                 (self.attempting, self.cut_off) = (true, false);
+                self.is_there(now);
                 None
             }
             ToAgent::End(_) => Some(Closed::Over),
@@ -301,6 +311,11 @@ impl LinkState {
     pub(super) fn instance(&self) -> &[u8] {
         &self.greeting.instance
     }
+}
+
+/// Whether the loss of a node may be followed by another attempt.
+fn allows_restarts(rules: &GroupRules) -> bool {
+    rules.max_restarts > 0 || rules.free_codes.contains(&ExitCode::Retryable.code().into())
 }
 
 /// The end of the job as this agent sees it, without the coordinator.

@@ -465,10 +465,13 @@ impl Job {
 
     /// The coordinator may start the ranks of this node elsewhere: none may live here.
     fn cut_off(&mut self, reason: String, now: Instant) -> Vec<Action> {
+        let line = format!("{reason}: ending the workers of this node");
         self.failures.push(Failure::of_group(reason, ExitCode::Retryable));
         self.note_failure(now);
         self.phase = Phase::Stopping;
-        self.kill()
+        let mut actions = vec![Action::Notify(line)];
+        actions.extend(self.kill());
+        actions
     }
 
     /// Tells the coordinator of the first failure, and once more if a cause is found for what was the loss of a peer.

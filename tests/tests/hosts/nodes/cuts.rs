@@ -10,7 +10,8 @@ xlaunch_harness::tests! {
     needs requirements::hosts:
     connections_that_fail_for_8_s_restart_nothing,
     workers_of_a_host_that_is_cut_off_end_before_others_start_and_it_comes_back,
-    fixed_node_that_was_cut_off_takes_its_rank_again;
+    fixed_node_that_was_cut_off_takes_its_rank_again,
+    both_sides_of_a_cut_end_with_the_lease_where_nothing_restarts;
 }
 
 /// A short lease, so that tests are short.
@@ -101,4 +102,18 @@ fn fixed_node_that_was_cut_off_takes_its_rank_again() {
     assert_eq!(places(last), [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1"), (4, "h2"), (5, "h2")]);
     assert!(last.iter().all(|start| start.restarts == 1), "{last:?}");
     group.expect_success(launches);
+}
+
+fn both_sides_of_a_cut_end_with_the_lease_where_nothing_restarts() {
+    let group = Group::new(2, &format!("--nnodes 2 --rdzv-endpoint h0 --max-restarts 0 {LEASE}"));
+    let launches = group.start_all(2);
+    let cut = std::time::Instant::now();
+    group.hosts[1].cut();
+    let outputs = group.expect_codes(launches, 75);
+    // The lease is 4 s. A hang would be the minute for which others wait for the network.
+    assert!(cut.elapsed() < Duration::from_secs(30), "{:?}", cut.elapsed());
+    assert!(outputs[0].stderr.contains("node 1 (h1): the node was silent for "), "{outputs:#?}");
+    for text in ["no contact to the coordinator for ", "ending the workers of this node", "h0"] {
+        assert!(outputs[1].stderr.contains(text), "{text}: {outputs:#?}");
+    }
 }

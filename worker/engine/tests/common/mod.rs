@@ -397,8 +397,8 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
     let values =
         move |seed: u64, len: usize| -> Vec<f32> { random(seed, len).into_iter().map(round).collect() };
-    // In the last two, every token has more rows than are sorted by rank, and more than one block sums. The last has more
-    // rows than a bitmap.
+    // In the last two, every token has more rows than are sorted by rank, and more than one block sums. The last has
+    // more rows than a bitmap.
     for (batch, seq, cols, vocab) in [
         (1, 1, 8, 3),
         (3, 37, 36, 11),

@@ -81,8 +81,8 @@ extern "C" __global__ void embed_places(const int* __restrict__ tokens, const in
 // Rows that fit into a bitmap in shared memory.
 #define BITMAP_ROWS 131072
 
-// Sorts `count` rows by setting a bit for each and counting the bits before it, BITMAP_ROWS rows at a time. One block of
-// EMBED_SORT_THREADS threads.
+// Sorts `count` rows by setting a bit for each and counting the bits before it, BITMAP_ROWS rows at a time. One block
+// of EMBED_SORT_THREADS threads.
 __device__ inline void sort_by_bits(const int* __restrict__ order, int* sorted, int count, i64 rows) {
     __shared__ unsigned bits[BITMAP_ROWS / 32];
     int before = 0;
