@@ -15,7 +15,7 @@ const GEMM_WORKSPACE: usize = 32 << 20;
 /// Blocks of a kernel that writes one row of partial sums each, at most; two on each of an H200's multiprocessors.
 const SUM_ROWS: usize = 264;
 /// Rows of the embedding's gradient that one thread block adds.
-const EMBED_PART: usize = 32;
+const EMBED_PART: usize = 64;
 
 #[derive(Debug)]
 pub(super) struct DryDevice {

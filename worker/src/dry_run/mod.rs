@@ -1,7 +1,7 @@
 //! The memory that a job will need on each rank, without running it.
 //!
-//! The trainer itself runs a few steps, on a [`device`] without memory and with a collective without peers. So
-//! the sizes of all buffers, the order in which they are allocated and freed, and what the pool makes of it are those
+//! The trainer itself runs a few steps, on a [`device`] without memory and with a collective without peers. So the
+//! sizes of all buffers, the order in which they are allocated and freed, and what the pool makes of it are those
 //! of the real job. What libraries take is a guess.
 
 mod alone;
