@@ -72,7 +72,7 @@ fn preflight(spec: &JobSpec, job_dir: &Path, world: u32, leads: bool) -> Result<
 fn memory(spec: &JobSpec, cuda: bool, ranks: u32, limit: Option<u64>) -> Result<Needs, Refusal> {
     let find = || {
         let needed = dry_run::memory(spec, cuda, ranks as usize)?;
-        let savings = limit.map(|limit| dry_run::savings(spec, cuda, ranks as usize, limit));
+        let savings = limit.map(|limit| dry_run::savings(spec, needed, cuda, ranks as usize, limit));
         Ok((needed, savings.transpose()?.unwrap_or_default()))
     };
     let (needed, savings) = find()

@@ -52,17 +52,14 @@ impl Target {
 }
 
 /// Prints the report. Fails with exit code 2 if the job does not fit.
-#[expect(clippy::print_stdout, clippy::print_stderr, reason = "results to stdout, everything else to stderr")]
+#[expect(clippy::print_stdout, reason = "results go to stdout")]
 pub(super) fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> ExitCode {
     match report(launch, group, trainer) {
         Ok((text, exit)) => {
             print!("{text}");
             exit
         }
-        Err(refusal) => {
-            eprintln!("error: {}", refusal.message.trim());
-            refusal.exit
-        }
+        Err(refusal) => launch::refuse(&refusal),
     }
 }
 

@@ -39,7 +39,7 @@ pub(crate) struct Launch {
     pub(super) set: Vec<String>,
     /// `auto` for the newest checkpoint of this job, or the path of a checkpoint.
     pub(super) resume: Option<String>,
-    /// Start nothing.
+    /// Check the job and report the memory that it needs, instead of starting it.
     pub(super) dry_run: bool,
 }
 
@@ -374,7 +374,7 @@ pub(super) fn load(launch: &Launch, fill_in: FillIn) -> Result<JobSpec, Refusal>
 }
 
 #[expect(clippy::print_stderr, reason = "errors of the command line go to stderr")]
-fn refuse(refusal: &Refusal) -> ExitCode {
+pub(super) fn refuse(refusal: &Refusal) -> ExitCode {
     eprintln!("error: {}", refusal.message.trim());
     refusal.exit
 }

@@ -56,7 +56,7 @@ fn compiler() -> String {
 /// The requirement of tests that call [`build`].
 ///
 /// # Errors
-/// If there is none whose options for instrumentation are known.
+/// If the compiler is missing, or neither a supported GCC nor a supported Clang.
 pub fn find_compiler() -> Requirement {
     let compiler = compiler();
     let ask = |option| {

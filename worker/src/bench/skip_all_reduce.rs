@@ -1,4 +1,4 @@
-//! A collective that skips gradient communication, for benchmarks only: replicas drift apart.
+//! A collective that skips gradient communication, for benchmarks and dry runs only: replicas drift apart.
 //!
 //! The time that a training step saves with it is the communication time that backward does not hide.
 

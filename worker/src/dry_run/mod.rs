@@ -4,18 +4,17 @@
 //! sizes of all buffers, the order in which they are allocated and freed, and what the pool makes of it are those
 //! of the real job. What libraries take is a guess.
 
-mod alone;
 mod device;
 
-use xlaunch_engine::DType;
-use xlaunch_pool::Mode;
-use xlaunch_proto::spec::{CommSection, JobSpec, PoolMode, Precision, Recompute, Shard, SpecError};
+use xlaunch_comm::Local;
+use xlaunch_proto::spec::{CommSection, JobSpec, Recompute, Shard, SpecError};
 
+use crate::bench::SkipAllReduce;
 use crate::error::Result;
 use crate::model::{BackendHandle, Model};
 use crate::optim::AdamW;
+use crate::session;
 use crate::train::{self, Evaluator, Stepper};
-use alone::Alone;
 use device::DryDevice;
 
 /// The CUDA context, kernels, libraries and NCCL's buffers: an allowance.
@@ -45,7 +44,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// All of it.
+    /// The sum of all of these.
     pub fn total(&self) -> u64 {
         self.weights + self.gradients + self.optimizer + self.activations + self.libraries
     }
@@ -54,7 +53,7 @@ impl Memory {
 /// A change of the configuration and what the job needs with it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Saving {
-    /// Keys and values.
+    /// The keys with their new values, as in a configuration.
     pub change: String,
     /// With this change, and those before it.
     pub memory: Memory,
@@ -63,14 +62,8 @@ pub struct Saving {
 /// What a job of `ranks` ranks needs on each of them, on GPUs or on the CPU.
 pub fn memory(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
     let shape = spec.model.resolve().map_err(SpecError::from)?;
-    let precision = spec.engine.precision.unwrap_or(Precision::Bf16);
-    let activations = if cuda && precision == Precision::Bf16 { DType::Bf16 } else { DType::F32 };
-    let mode = match spec.engine.pool {
-        PoolMode::On if !cuda => Mode::On,
-        PoolMode::On | PoolMode::Plan => Mode::Plan,
-        PoolMode::Off => Mode::Off,
-    };
-    let backend = BackendHandle::new(DryDevice::new(cuda, activations, mode)?);
+    let activations = session::activation_dtype(spec, cuda);
+    let backend = BackendHandle::new(DryDevice::new(cuda, activations, session::pool_mode(spec, cuda))?);
     let live = || backend.pool().stats().live.current();
     let workspace = live();
     let model = Model::zeroed(&backend, &shape)?.with_memory_use((&spec.train).into());
@@ -82,7 +75,7 @@ pub fn memory(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
     let stepper = Stepper::new(&backend, &model, spec, &sharding, ranks)?;
     let gradients = live() - workspace - weights - state;
     let evaluator = Evaluator::new(&backend, &model, spec)?;
-    let mut collective = Alone(ranks);
+    let mut collective = SkipAllReduce(Box::new(Local));
     for step in 0..STEPS {
         optimizer.prepare(step, 1.0)?;
         stepper.rehearse(&model, &optimizer, &mut collective)?;
@@ -98,11 +91,16 @@ pub fn memory(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
     Ok(Memory { parameters, tokens, weights, gradients, optimizer: state, activations, libraries })
 }
 
-/// Changes that make a job smaller, each on top of those before, from what costs little time to what costs more; up to
-/// the first with which it fits into `limit` bytes.
-pub fn savings(spec: &JobSpec, cuda: bool, ranks: usize, limit: u64) -> Result<Vec<Saving>> {
+/// Changes that make a job smaller, which needs `needed` as it is: each on top of those before, from what costs little
+/// time to what costs more, up to the first with which it fits into `limit` bytes.
+pub fn savings(
+    spec: &JobSpec,
+    mut needed: Memory,
+    cuda: bool,
+    ranks: usize,
+    limit: u64,
+) -> Result<Vec<Saving>> {
     let (mut spec, mut found) = (spec.clone(), Vec::<Saving>::new());
-    let mut needed = memory(&spec, cuda, ranks)?;
     while needed.total() > limit
         && let Some((change, smaller)) = smaller(&spec, &needed, cuda, ranks)?
     {
@@ -223,17 +221,18 @@ mod tests {
     #[test]
     fn savings_end_with_the_first_that_fits() {
         let spec = spec();
-        let needed = memory(&spec, true, 4).unwrap().total();
-        assert_eq!(savings(&spec, true, 4, needed).unwrap(), []);
-        let some = savings(&spec, true, 4, needed - 1).unwrap();
+        let needed = memory(&spec, true, 4).unwrap();
+        assert_eq!(savings(&spec, needed, true, 4, needed.total()).unwrap(), []);
+        let some = savings(&spec, needed, true, 4, needed.total() - 1).unwrap();
         assert_eq!(some.len(), 1, "{some:?}");
-        let all = savings(&spec, true, 4, LIBRARIES).unwrap();
+        let all = savings(&spec, needed, true, 4, LIBRARIES).unwrap();
         let changes: Vec<&str> = all.iter().map(|saving| &*saving.change).collect();
         let [.., "train.recompute = \"block\"", batch] = changes[..] else { panic!("{changes:?}") };
         assert_eq!(batch, "train.batch = 1, train.accumulate = 32");
         assert!(all.windows(2).all(|pair| pair[1].memory.total() < pair[0].memory.total()));
         // Three ranks cannot shard.
-        let three = savings(&spec, true, 3, LIBRARIES).unwrap();
+        let three = memory(&spec, true, 3).unwrap();
+        let three = savings(&spec, three, true, 3, LIBRARIES).unwrap();
         assert!(three.iter().all(|saving| !saving.change.contains("shard")), "{three:?}");
     }
 }

@@ -14,7 +14,7 @@ use xlaunch_engine::{
 use super::Model;
 use super::forward::Activations;
 
-/// Where the loss goes, and its gradient with respect to the head's weights.
+/// The gradients that are computed along with the loss.
 #[derive(Clone, Copy, Debug)]
 pub struct LossGradients<'a> {
     /// Factor of the sum of all losses, whose gradients are computed.

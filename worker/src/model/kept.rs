@@ -23,7 +23,7 @@ pub(super) enum Kept {
         ln2: Unnormed,
         h: Tensor,
     },
-    /// Its input.
+    /// What its first norm reads, from which all of it is computed again.
     Input(Tensor),
 }
 

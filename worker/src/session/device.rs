@@ -45,10 +45,21 @@ impl Libraries {
 }
 
 /// Element type of activations on the device that will be opened.
-pub(super) fn activation_dtype(environment: &Environment, spec: &JobSpec) -> DType {
-    match (environment.device, spec.engine.precision.unwrap_or(Precision::Bf16)) {
-        (Device::Cuda(_), Precision::Bf16) => DType::Bf16,
+pub(crate) fn activation_dtype(spec: &JobSpec, cuda: bool) -> DType {
+    match (cuda, spec.engine.precision.unwrap_or(Precision::Bf16)) {
+        (true, Precision::Bf16) => DType::Bf16,
         _ => DType::F32,
+    }
+}
+
+/// How the pool of the device that will be opened serves requests.
+pub(crate) fn pool_mode(spec: &JobSpec, cuda: bool) -> engine::PoolMode {
+    match spec.engine.pool {
+        // A captured graph contains addresses, and only a plan gives every step the same ones.
+        PoolMode::On if cuda && spec.engine.exec == Exec::Graph => engine::PoolMode::Plan,
+        PoolMode::On => engine::PoolMode::On,
+        PoolMode::Plan => engine::PoolMode::Plan,
+        PoolMode::Off => engine::PoolMode::Off,
     }
 }
 
@@ -62,14 +73,7 @@ pub(super) struct OpenDevice {
 
 impl OpenDevice {
     pub(super) fn new(environment: &Environment, spec: &JobSpec) -> Result<Self> {
-        let graphs = spec.engine.exec == Exec::Graph && environment.device != Device::Cpu;
-        let mode = match spec.engine.pool {
-            // A captured graph contains addresses, and only a plan gives every step the same ones.
-            PoolMode::On if graphs => engine::PoolMode::Plan,
-            PoolMode::On => engine::PoolMode::On,
-            PoolMode::Plan => engine::PoolMode::Plan,
-            PoolMode::Off => engine::PoolMode::Off,
-        };
+        let mode = pool_mode(spec, environment.device != Device::Cpu);
         let limit = spec.engine.memory_limit_mb.map_or(u64::MAX, |mib| mib.saturating_mul(1 << 20));
         let trace = if environment.pool_trace.is_some() { MAX_POOL_TRACE_EVENTS } else { 0 };
         let pool = engine::PoolOptions { mode, limit, debug: environment.pool_debug, trace };

@@ -41,6 +41,7 @@ use crate::tracked::Tracked;
 use crate::train::{self, Evaluator, Outcome, Run, Sampler, Stepper, Tracer};
 use crate::weights;
 use device::{Libraries, OpenDevice};
+pub(crate) use device::{activation_dtype, pool_mode};
 use initial::{Reading, Start};
 use rendezvous::Meeting;
 
@@ -86,7 +87,7 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let fingerprint = Fingerprint::of(&dataset.train)?;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let layout = Layout::new(&shape);
-    let activations = device::activation_dtype(environment, spec);
+    let activations = activation_dtype(spec, environment.device != Device::Cpu);
     let sharding = sharding(context, &layout, activations)?;
     let moments = sharding.plan().buckets().iter().map(|bucket| sharding.in_arena(bucket)).collect();
     let memory = saving::memory(context, &layout, &sharding)?;

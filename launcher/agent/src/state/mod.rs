@@ -469,9 +469,7 @@ impl Job {
         self.failures.push(Failure::of_group(reason, ExitCode::Retryable));
         self.note_failure(now);
         self.phase = Phase::Stopping;
-        let mut actions = vec![Action::Notify(line)];
-        actions.extend(self.kill());
-        actions
+        [vec![Action::Notify(line)], self.kill()].concat()
     }
 
     /// Tells the coordinator of the first failure, and once more if a cause is found for what was the loss of a peer.

@@ -154,7 +154,7 @@ pub trait Backend {
     /// A linear layer fused with the GELU after it.
     fn linear_gelu_forward(&self, args: LinearGeluForward<'_>) -> Result<()>;
 
-    /// GELU alone.
+    /// GELU without the linear layer before it.
     fn gelu_forward(&self, args: GeluForward<'_>) -> Result<()>;
 
     /// The gradient of GELU's input from that of the linear layer after it, fused with the gradient of the bias before

@@ -33,9 +33,9 @@ pub struct LinearGeluForward<'a> {
 /// `a = gelu(h)`, for an `a` that [`LinearGeluForward`] computed and that was not kept.
 #[derive(Clone, Copy, Debug)]
 pub struct GeluForward<'a> {
-    /// Any length.
+    /// (L,) what [`LinearGeluForward`] has written.
     pub h: Slice<'a>,
-    /// As long as h.
+    /// (L,).
     pub a: Slice<'a>,
 }
 
