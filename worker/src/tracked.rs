@@ -44,6 +44,10 @@ impl Collective for Tracked {
         self.start(|inner| inner.all_gather(from, into))
     }
 
+    fn wait_scatter(&mut self) -> Result<()> {
+        phase::wait_for_collectives(|| self.0.wait_scatter())
+    }
+
     fn wait_gather(&mut self) -> Result<()> {
         phase::wait_for_collectives(|| self.0.wait_gather())
     }

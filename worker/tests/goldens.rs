@@ -19,12 +19,12 @@ use xlaunch_engine::{
     Tensor,
 };
 use xlaunch_harness::{Requirement, emulator};
-use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA, RopeScaling, RopeType};
+use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, PRESETS, ROPE_THETA, RopeScaling, RopeType};
 use xlaunch_proto::spec::{Recompute, TrainSection};
 use xlaunch_worker::model::layout::Layout;
-use xlaunch_worker::model::{BackendHandle, LossGradients, MemoryUse, Model, Rows};
+use xlaunch_worker::model::{BackendHandle, GradientArena, LossGradients, MemoryUse, Model, Progress, Rows};
 use xlaunch_worker::optim::AdamW;
-use xlaunch_worker::train::Gradients;
+use xlaunch_worker::train::{Division, Gradients};
 
 const TOLERANCE: f64 = 1e-5;
 /// Of bf16, which keeps 8 bits: roundings of 2^-9 in some ten operations, one after the other.
@@ -207,13 +207,17 @@ impl Fixture {
         let rows = padded.chunks(padded.len() / ROWS.count());
         let logits = rows.flat_map(|row| row[..vocab].to_vec()).collect();
         let (scale, acc) = (1.0 / ROWS.count() as f32, Accumulate::Overwrite);
-        let head = LossGradients { scale, grads: &self.grads, acc };
+        let grads = GradientArena { tensor: &self.grads, slots: None };
+        let head = LossGradients { scale, grads, acc };
         let (targets, losses) = (self.targets.all(), self.losses.all());
         let dy = self.model.loss_and_gradients(&acts, targets, losses, head).unwrap();
         let mut ends = Vec::new();
         self.model
-            .backward::<Failed>(acts, dy, self.tokens.all(), &self.grads, acc, |end| {
-                ends.push(end);
+            .backward::<Failed>(acts, dy, self.tokens.all(), grads, acc, |progress| {
+                ends.extend(match progress {
+                    Progress::Finished(end) => Some(end),
+                    Progress::NextPart => None,
+                });
                 Ok(())
             })
             .unwrap();
@@ -370,16 +374,18 @@ fn micro_steps_are_added_in_fp32_and_rounded_once_on_gpu() {
     let backend = gpu_in_bf16();
     let len = 1024;
     let sharding = Sharding::replicated(Plan::new(&[512, len], 2, 1024, 1024));
+    let division = Division { sharding: sharding.clone(), gradients: None, weights: None };
+    let layout = Layout::new(&PRESETS[0].1);
     // In bf16 each of these steps would be lost: 1 + 2^-9 is rounded to 1.
     let (first, rest) = (vec![1.0; len], vec![1.0 + 3.0 * 2.0_f32.powi(-9); len]);
     for (accumulate, world, expected, dtype) in
         [(2, 2, 1.0 + 2.0_f32.powi(-7), DType::Bf16), (2, 1, rest[0], DType::F32), (1, 2, 1.0, DType::Bf16)]
     {
-        let gradients = Gradients::new(&backend, &sharding, DType::Bf16, accumulate, world).unwrap();
+        let gradients = Gradients::new(&backend, &layout, &division, DType::Bf16, accumulate, world).unwrap();
         let values = backend.alloc(DType::F32, len).unwrap();
         for written in [&first, &rest].into_iter().take(accumulate) {
             backend.write_f32(values.all(), written).unwrap();
-            backend.cast(values.all(), gradients.arena().all()).unwrap();
+            backend.cast(values.all(), gradients.arena().tensor.all()).unwrap();
         }
         for bucket in sharding.plan().buckets() {
             gradients.reduce(bucket.clone(), &mut Local).unwrap();

@@ -12,12 +12,12 @@ use xlaunch_engine::cuda::default_mempool_high;
 use xlaunch_engine::testing::require_gpu;
 use xlaunch_engine::{CpuBackend, CudaBackend, CudaOptions, PoolMode, PoolOptions, PoolStats, Precision};
 use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA};
-use xlaunch_proto::spec::{Exec, JobSpec};
+use xlaunch_proto::spec::{Exec, JobSpec, Shard};
 use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
 use xlaunch_worker::model::layout::Layout;
 use xlaunch_worker::model::{BackendHandle, Model, init};
 use xlaunch_worker::optim::AdamW;
-use xlaunch_worker::train::{Evaluator, Requests, Stepper, sharding};
+use xlaunch_worker::train::{Division, Evaluator, Requests, Stepper};
 
 xlaunch_harness::suite! {
     pool_modes_and_graphs_train_bit_identically_on_cpu;
@@ -68,10 +68,11 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
         &rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap(),
     );
     let model = Model::new(&backend, &shape, &weights).unwrap();
-    let sharding = sharding(&spec, &model.layout, backend.activation_dtype(), 0, 1, false).unwrap();
-    let optimizer = AdamW::new(&backend, &model, &weights, &sharding, &spec.train).unwrap();
-    let stepper = Stepper::new(&backend, &model, &spec, &sharding, 1).unwrap();
-    let evaluator = Evaluator::new(&backend, &model, &spec).unwrap();
+    let division =
+        Division::new(&spec, &model.layout, backend.activation_dtype(), 0, 1, Shard::None).unwrap();
+    let optimizer = AdamW::new(&backend, &model, &weights, &division.sharding, &spec.train).unwrap();
+    let stepper = Stepper::new(&backend, &model, &spec, &division, 1).unwrap();
+    let evaluator = Evaluator::new(&backend, &model, &spec, &division).unwrap();
     let order = Order::new(dataset.train.len(), shape.seq, Some(7));
     let schedule = Schedule { first: 0, rank: 0, world: 1, batch: 3, seq: shape.seq };
     let loader = Loader::start(dataset.train.clone(), order, schedule).unwrap();
@@ -84,7 +85,8 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
         backend.pool().finish_planning();
     }
     let val = dataset.val.as_ref().unwrap();
-    trained.evaluated = [(); 2].map(|()| evaluator.evaluate(&model, &mut Local, val).unwrap().0.to_bits());
+    trained.evaluated =
+        [(); 2].map(|()| evaluator.evaluate(&model, &optimizer, &mut Local, val).unwrap().0.to_bits());
     trained
 }
 

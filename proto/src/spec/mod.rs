@@ -3,6 +3,7 @@
 //! The launcher reads it from TOML, applies the layers (file, environment, flags) and checks it with
 //! [`JobSpec::check`]; workers receive it as JSON. The rendezvous compares the ranks' [`digest`](JobSpec::digest)s.
 
+mod comm;
 mod one_or_more;
 mod sections;
 mod sizes;
@@ -12,10 +13,11 @@ use serde::{Deserialize, Serialize};
 use crate::ids::Digest;
 pub use crate::invalid::Invalid;
 use crate::model::ModelSection;
+pub use comm::{CommSection, MAX_SHARDS, Shard, WireDtype};
 pub use sections::{
-    CheckpointSection, CommSection, DataSection, Device, DoctorMode, EngineSection, Exec, JobSection,
-    LaunchSection, MAX_SHARDS, MemorySnapshots, NonFinite, ObserveSection, OnHang, OnSaveError, PoolMode,
-    Precision, Recompute, Schedule, Shard, Tokenizer, TrainSection, WireDtype,
+    CheckpointSection, DataSection, Device, DoctorMode, EngineSection, Exec, JobSection, LaunchSection,
+    MemorySnapshots, NonFinite, ObserveSection, OnHang, OnSaveError, PoolMode, Precision, Recompute,
+    Schedule, Tokenizer, TrainSection,
 };
 
 /// Version of the serialised form.
@@ -43,20 +45,6 @@ pub struct JobSpec {
     pub observe: ObserveSection,
 }
 
-impl CommSection {
-    /// Checks that this many ranks can shard the optimizer, if it is to be sharded.
-    pub fn check_ranks(&self, ranks: usize) -> Result<(), Invalid> {
-        if self.shard == Shard::Optimizer && (ranks == 0 || !MAX_SHARDS.is_multiple_of(ranks)) {
-            return Err(Invalid::new(
-                "comm.shard",
-                format!("{ranks} ranks cannot shard the optimizer equally"),
-                "1, 2, 4 or 8 ranks, or \"none\"".into(),
-            ));
-        }
-        Ok(())
-    }
-}
-
 impl JobSpec {
     /// Checks all rules that depend on the values only, and returns the first violation.
     pub fn check(&self) -> Result<(), Invalid> {
@@ -71,6 +59,7 @@ impl JobSpec {
         at_least_1("train.steps", usize::try_from(train.steps).unwrap_or(usize::MAX))?;
         at_least_1("train.batch", train.batch)?;
         at_least_1("train.accumulate", train.accumulate)?;
+        self.comm.check_accumulate(train.accumulate)?;
         at_least_1("data.train", self.data.train.len())?;
         self.check_model()?;
         positive_in_fp32("train.lr", train.lr)?;
@@ -246,34 +235,6 @@ mod tests {
     }
 
     #[test]
-    fn optimizer_is_sharded_on_request_and_on_many_gpus() {
-        let shards = |value: &str, ranks, cuda, share_directory| {
-            let comm: CommSection = serde_json::from_str(&format!("{{\"shard\":{value}}}")).unwrap();
-            comm.shards_optimizer(ranks, cuda, share_directory)
-        };
-        for (ranks, cuda, share_directory, sharded) in [
-            (4, true, true, true),
-            (8, true, true, true),
-            (2, true, true, false),
-            (6, true, true, false),
-            (16, true, true, false),
-            (4, false, true, false),
-            (4, true, false, false),
-        ] {
-            assert_eq!(shards("\"auto\"", ranks, cuda, share_directory), sharded, "{ranks} {cuda}");
-            assert!(shards("\"optimizer\"", ranks, cuda, share_directory));
-            assert!(!shards("\"none\"", ranks, cuda, share_directory));
-            // The values of the old name.
-            assert!(shards("true", ranks, cuda, share_directory));
-            assert!(!shards("false", ranks, cuda, share_directory));
-        }
-        let old: CommSection = serde_json::from_str("{\"shard_optimizer\":true}").unwrap();
-        assert_eq!(old.shard, Shard::Optimizer);
-        let error = serde_json::from_str::<CommSection>("{\"shard\":\"some\"}").unwrap_err().to_string();
-        assert!(error.contains("expected one of `auto`, `none`, `optimizer`"), "{error}");
-    }
-
-    #[test]
     fn check_names_the_key_of_an_invalid_value() {
         let key = |change: fn(&mut JobSpec)| {
             let mut spec = JobSpec::default();
@@ -295,6 +256,8 @@ mod tests {
             s.launch.nproc = Some(3);
         };
         assert_eq!(key(sharded_by_three), "comm.shard");
+        let divided_sums = |s: &mut JobSpec| (s.comm.shard, s.train.accumulate) = (Shard::Gradients, 2);
+        assert_eq!(key(divided_sums), "comm.shard");
         assert_eq!(key(|s| s.train.beta2 = 1.0), "train.beta2");
         assert_eq!(key(|s| s.model.vocab = Some(100)), "model.vocab");
         assert_eq!(key(|s| s.data.train.clear()), "data.train");

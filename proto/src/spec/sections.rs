@@ -3,16 +3,9 @@
 //! Doc comments of fields and variants are user documentation: the JSON schema and the configuration reference contain
 //! them, next to each key's type and default. So they are plain text without links, for a reader who knows PyTorch.
 
-use std::fmt;
-
-use serde::de::{self, Deserializer, IntoDeserializer, Visitor};
 use serde::{Deserialize, Serialize};
 
 use super::one_or_more;
-
-/// Most ranks that can shard the optimizer. Parameters are aligned in the arena so that every bucket can be cut into
-/// this many equal shards.
-pub const MAX_SHARDS: usize = 8;
 
 /// The job's name, seed and output directory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -313,99 +306,6 @@ impl NonFinite {
             Self::Skip => MAX_SKIPPED_STEPS,
         }
     }
-}
-
-/// Communication of gradients and parameters between ranks.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[serde(default, deny_unknown_fields)]
-pub struct CommSection {
-    /// Maximum size of a gradient bucket in MiB, like DDP's bucket_cap_mb. Smaller buckets overlap better with
-    /// backward; larger ones use bandwidth better.
-    pub bucket_mb: f64,
-    /// Element type in which gradients are all-reduced. Micro-steps are added in fp32.
-    pub dtype: WireDtype,
-    /// All-reduce buckets while backward is still running, and all-gather sharded parameters while forward is running.
-    /// Turn it off only to measure its effect.
-    pub overlap: bool,
-    /// What is divided among the ranks instead of being the same on each.
-    #[serde(alias = "shard_optimizer", deserialize_with = "shard_or_flag")]
-    pub shard: Shard,
-    /// Register buffers with NCCL as symmetric memory windows, so that GPUs access each other's memory directly. Needs
-    /// NCCL 2.27, peer access between the GPUs and `engine.pool` other than "off". Not used on
-    /// several nodes. Not faster on every machine: measure with `xlaunch bench allreduce`.
-    pub windows: bool,
-}
-
-impl Default for CommSection {
-    fn default() -> Self {
-        Self { bucket_mb: 25.0, dtype: WireDtype::Auto, overlap: true, shard: Shard::Auto, windows: false }
-    }
-}
-
-/// What is divided among the ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[serde(rename_all = "lowercase")]
-pub enum Shard {
-    /// What was fastest where it was measured: the optimizer on 4 or 8 GPUs that share their directory, nothing
-    /// elsewhere.
-    Auto,
-    /// Nothing.
-    None,
-    /// The optimizer's state (ZeRO stage 1): each rank updates a part of the parameters and all-gathers the rest. Saves
-    /// memory; needs 1, 2, 4 or 8 ranks.
-    Optimizer,
-}
-
-/// The fewest GPUs that are faster with a sharded optimizer.
-const GPUS_THAT_SHARD: usize = 4;
-
-impl CommSection {
-    /// Whether this many ranks, which share their directory or not, shard the optimizer.
-    pub fn shards_optimizer(&self, ranks: usize, cuda: bool, share_directory: bool) -> bool {
-        match self.shard {
-            Shard::None => false,
-            Shard::Optimizer => true,
-            Shard::Auto => {
-                cuda && share_directory && ranks >= GPUS_THAT_SHARD && MAX_SHARDS.is_multiple_of(ranks)
-            }
-        }
-    }
-}
-
-/// A [`Shard`], or the value of its old name, `comm.shard_optimizer`: true or false.
-fn shard_or_flag<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Shard, D::Error> {
-    struct Either;
-    impl Visitor<'_> for Either {
-        type Value = Shard;
-
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("\"auto\", \"none\" or \"optimizer\"")
-        }
-
-        fn visit_bool<E: de::Error>(self, sharded: bool) -> Result<Shard, E> {
-            Ok(if sharded { Shard::Optimizer } else { Shard::None })
-        }
-
-        fn visit_str<E: de::Error>(self, name: &str) -> Result<Shard, E> {
-            Shard::deserialize(name.into_deserializer())
-        }
-    }
-    deserializer.deserialize_any(Either)
-}
-
-/// Element type in which gradients are all-reduced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[serde(rename_all = "lowercase")]
-pub enum WireDtype {
-    /// bf16 with `engine.precision = "bf16"`, fp32 otherwise.
-    Auto,
-    /// 4 bytes per gradient.
-    Fp32,
-    /// 2 bytes per gradient. Needs `engine.precision = "bf16"`.
-    Bf16,
 }
 
 /// Device, arithmetic and memory of each worker.

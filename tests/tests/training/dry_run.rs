@@ -7,7 +7,8 @@ xlaunch_harness::tests! {
     job_that_does_not_fit_is_told_what_makes_it_fit,
     job_on_gpus_is_planned_without_one,
     mistakes_are_found_without_a_start,
-    recomputed_blocks_and_chunks_of_the_loss_train_alike;
+    recomputed_blocks_and_chunks_of_the_loss_train_alike,
+    divided_gradients_and_parameters_train_alike_and_continue_on_one_rank;
 }
 
 /// The sizes that a report names, in MiB.
@@ -24,6 +25,8 @@ fn dry_run_predicts_the_memory_of_the_run_and_starts_nothing() {
         "train.accumulate=1",
         "train.accumulate=3",
         "comm.shard=\"optimizer\"",
+        "comm.shard=\"gradients\"",
+        "comm.shard=\"parameters\"",
         "train.recompute=\"cheap\"",
         "train.recompute=\"block\"",
         "train.classifier_chunk=50",
@@ -84,7 +87,8 @@ fn mistakes_are_found_without_a_start() {
     for (args, code, words) in [
         (vec!["--set", "data.train=[\"missing\"]"], 65, "data.train: no file matches"),
         (vec!["--set", "train.recompute=\"some\""], 2, "train.recompute"),
-        (vec!["--set", "comm.shard=\"optimizer\"", "--nproc", "3"], 2, "3 ranks cannot shard"),
+        (vec!["--set", "comm.shard=\"optimizer\"", "--nproc", "3"], 2, "3 ranks cannot be given equal parts"),
+        (vec!["--set", "comm.shard=\"gradients\"", "--set", "train.accumulate=2"], 2, "train.accumulate = 1"),
     ] {
         let report = job.run(&[&args[..], &["--dry-run"]].concat());
         assert!(report.code == code && report.stderr.contains(words), "{args:?}: {report:?}");
@@ -107,5 +111,28 @@ fn recomputed_blocks_and_chunks_of_the_loss_train_alike() {
         let (losses, _) = train("train.classifier_chunk=7");
         let near = losses.iter().zip(&expected.0).all(|(ours, theirs)| (ours - theirs).abs() < 1e-4 * theirs);
         assert!(near && losses.len() == expected.0.len(), "{losses:?} {:?}", expected.0);
+    }
+}
+
+fn divided_gradients_and_parameters_train_alike_and_continue_on_one_rank() {
+    // Small buckets, of which several take turns in the same memory.
+    let common = ["--set", "comm.bucket_mb=0.01", "--set", "model.layers=4", "--set", "train.eval_every=3"];
+    let train = |shard: &str| {
+        let job = Job::new();
+        let shard = format!("comm.shard=\"{shard}\"");
+        let output = job.run_ok(&[&common[..], &["--nproc", "4", "--set", &shard]].concat());
+        let held_out: Vec<_> = job.metrics().iter().filter_map(|line| line["val/loss"].as_f64()).collect();
+        let found = (job.losses(), held_out, job.saved_state(8));
+        let more = [&common[..], &["--resume", "--set", "train.steps=10", "--set", &shard]].concat();
+        job.run_ok(&[&more[..], &["--nproc", "1"]].concat());
+        (output, found, job.losses())
+    };
+    let (_, expected, continued) = train("optimizer");
+    assert!(!expected.1.is_empty() && continued.len() == 10, "{:?} {continued:?}", expected.1);
+    for shard in ["gradients", "parameters"] {
+        let (output, found, more) = train(shard);
+        assert!(output.stderr.contains(&format!("; {shard} sharded\n")), "{}", output.stderr);
+        assert_eq!((&found.0, &found.1, &more), (&expected.0, &expected.1, &continued), "{shard}");
+        assert!(found.2 == expected.2, "{shard}");
     }
 }

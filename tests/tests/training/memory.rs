@@ -98,9 +98,10 @@ fn spoil(job: &Job) -> Vec<u64> {
 }
 
 fn restart_resumes_from_memory_and_opens_no_checkpoint() {
-    let cases: [(&str, &[&str]); 3] = [
+    let cases: [(&str, &[&str]); 4] = [
         ("3", &["comm.shard=\"none\""]),
         ("2", &["comm.shard=\"optimizer\""]),
+        ("2", &["comm.shard=\"parameters\""]),
         ("1", &["checkpoint.async=false"]),
     ];
     for (ranks, settings) in cases {

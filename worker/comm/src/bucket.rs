@@ -66,28 +66,6 @@ impl<'a> ReduceProgress<'a> {
     }
 }
 
-/// Tracks which buckets of parameters one forward pass has waited for. They are gathered from the last one down, which
-/// is the order in which forward reads them.
-#[derive(Clone, Debug)]
-pub struct GatherProgress<'a> {
-    pending: &'a [Range<usize>],
-}
-
-impl<'a> GatherProgress<'a> {
-    /// The start of forward: all gathers are under way.
-    pub fn new(plan: &'a Plan) -> Self {
-        Self { pending: &plan.buckets }
-    }
-
-    /// How many more gathers must have finished before parameters from `offset` on are read. Each is counted once.
-    pub fn needed_from(&mut self, offset: usize) -> usize {
-        let (pending, needed) =
-            self.pending.split_at(self.pending.partition_point(|bucket| bucket.end <= offset));
-        self.pending = pending;
-        needed.len()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -105,14 +83,6 @@ mod tests {
         assert_eq!(layout(&[10, 20, 40], 160), layout(&[10, 20, 40], 160));
         assert_ne!(layout(&[10, 20, 40], 160), layout(&[10, 20, 40], 80));
         assert_ne!(layout(&[10, 20, 40], 160), layout(&[10, 20, 41], 160));
-    }
-
-    #[test]
-    fn gathers_are_needed_once_from_the_last_bucket_down() {
-        let plan = Plan::new(&[10, 20, 40, 60, 500, 510], 4, 160, 60);
-        let mut progress = GatherProgress::new(&plan);
-        let needed = [505, 500, 499, 41, 39, 10, 0, 0].map(|offset| progress.needed_from(offset));
-        assert_eq!(needed, [1, 0, 1, 1, 1, 0, 1, 0]);
     }
 
     proptest! {

@@ -83,6 +83,10 @@ pub trait Collective: Send + fmt::Debug {
     /// shard `rank` is written to `into`. The contents of `from` are unspecified afterwards. Needs two ranks or more.
     fn reduce_scatter(&mut self, from: Lease, into: Lease, dtype: DType) -> Result<()>;
 
+    /// Waits for the oldest [`reduce_scatter`](Self::reduce_scatter) that has not been waited for, as
+    /// [`wait_gather`](Self::wait_gather) does for gathers.
+    fn wait_scatter(&mut self) -> Result<()>;
+
     /// Starts copying every rank's shard `from` to all ranks, into shard `rank` of `into`. Needs two ranks or more.
     fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()>;
 

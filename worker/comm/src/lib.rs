@@ -3,7 +3,8 @@
 //! - [`Collective`] is what a trainer uses; [`Nccl`], [`Ring`] and [`Local`] implement it;
 //! - [`bucket`] plans, as pure functions, which ranges of the gradient arena are reduced together, and tracks which of
 //!   them backward has finished;
-//! - [`Sharding`] says which shard of every bucket a rank updates when the optimizer is sharded.
+//! - [`Sharding`] says which shard of every bucket a rank updates when the optimizer is sharded;
+//! - [`Slots`] lets buckets take turns in memory where the rest of them is sharded, too.
 //!
 //! This crate knows buffers of the pool, not models or steps.
 
@@ -13,9 +14,11 @@ mod local;
 mod nccl;
 mod ring;
 mod sharding;
+mod slots;
 
 pub use collective::{AbortHandle, Collective, CommError, Result};
 pub use local::Local;
 pub use nccl::{Nccl, load_library, unique_id};
 pub use ring::{Ring, RingListener, RingPlace};
 pub use sharding::Sharding;
+pub use slots::{Slots, Turn, Write};

@@ -33,6 +33,10 @@ impl Collective for Local {
         unreachable!("one rank is never sharded")
     }
 
+    fn wait_scatter(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     fn wait_gather(&mut self) -> Result<()> {
         Ok(())
     }

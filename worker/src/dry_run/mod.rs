@@ -11,10 +11,11 @@ use xlaunch_proto::spec::{CommSection, JobSpec, Recompute, Shard, SpecError};
 
 use crate::bench::SkipAllReduce;
 use crate::error::Result;
+use crate::model::layout::Layout;
 use crate::model::{BackendHandle, Model};
 use crate::optim::AdamW;
 use crate::session;
-use crate::train::{self, Evaluator, Stepper};
+use crate::train::{Division, Evaluator, Stepper};
 use device::DryDevice;
 
 /// The CUDA context, kernels, libraries and NCCL's buffers: an allowance.
@@ -66,22 +67,23 @@ pub fn memory(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
     let backend = BackendHandle::new(DryDevice::new(cuda, activations, session::pool_mode(spec, cuda))?);
     let live = || backend.pool().stats().live.current();
     let workspace = live();
-    let model = Model::zeroed(&backend, &shape)?.with_memory_use((&spec.train).into());
+    let shard = spec.comm.shard(ranks, cuda, true);
+    let division = Division::new(spec, &Layout::new(&shape), activations, 0, ranks, shard)?;
+    let model = Model::with_slots(&backend, &shape, division.weights.clone())?;
+    let model = model.with_memory_use((&spec.train).into());
     let weights = live() - workspace;
-    let sharded = spec.comm.shards_optimizer(ranks, cuda, true);
-    let sharding = train::sharding(spec, &model.layout, activations, 0, ranks, sharded)?;
-    let optimizer = AdamW::zeroed(&backend, &model, &sharding, &spec.train)?;
+    let optimizer = AdamW::zeroed(&backend, &model, &division.sharding, &spec.train)?;
     let state = live() - workspace - weights;
-    let stepper = Stepper::new(&backend, &model, spec, &sharding, ranks)?;
+    let stepper = Stepper::new(&backend, &model, spec, &division, ranks)?;
     let gradients = live() - workspace - weights - state;
-    let evaluator = Evaluator::new(&backend, &model, spec)?;
+    let evaluator = Evaluator::new(&backend, &model, spec, &division)?;
     let mut collective = SkipAllReduce(Box::new(Local));
     for step in 0..STEPS {
         optimizer.prepare(step, 1.0)?;
         stepper.rehearse(&model, &optimizer, &mut collective)?;
     }
     if spec.train.eval_every != 0 {
-        (0..STEPS).try_for_each(|_| evaluator.run(&model))?;
+        (0..STEPS).try_for_each(|_| evaluator.run(&model, &optimizer, &mut collective))?;
     }
     let peak = backend.pool().stats().mapped.peak;
     let activations = peak.saturating_sub(weights + gradients + state);
@@ -134,13 +136,24 @@ fn changes(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(String, JobS
         apply(&mut changed);
         found.push((change, changed));
     };
-    let sharded = CommSection { shard: Shard::Optimizer, ..spec.comm.clone() };
-    if !spec.comm.shards_optimizer(ranks, cuda, true) && ranks > 1 && sharded.check_ranks(ranks).is_ok() {
-        add("comm.shard = \"optimizer\"".into(), &|spec| spec.comm.shard = Shard::Optimizer);
+    let shard = spec.comm.shard(ranks, cuda, true);
+    let divides = |more| {
+        let comm = CommSection { shard: more, ..spec.comm.clone() };
+        let possible =
+            comm.check_ranks(ranks).is_ok() && comm.check_accumulate(spec.train.accumulate).is_ok();
+        ranks > 1 && shard < more && possible
+    };
+    for (more, name) in [(Shard::Optimizer, "optimizer"), (Shard::Gradients, "gradients")] {
+        if divides(more) {
+            add(format!("comm.shard = \"{name}\""), &|spec| spec.comm.shard = more);
+        }
     }
     if spec.train.classifier_chunk == 0 && rows > SMALLEST_CHUNK {
         let change = format!("train.classifier_chunk = {SMALLEST_CHUNK}");
         add(change, &|spec| spec.train.classifier_chunk = SMALLEST_CHUNK);
+    }
+    if divides(Shard::Parameters) {
+        add("comm.shard = \"parameters\"".into(), &|spec| spec.comm.shard = Shard::Parameters);
     }
     if spec.train.recompute == Recompute::None {
         add("train.recompute = \"cheap\"".into(), &|spec| spec.train.recompute = Recompute::Cheap);

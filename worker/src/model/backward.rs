@@ -4,6 +4,9 @@
 //! sum too where this saves another pass over it: GELU's backward for `fc`, a norm's backward for `out` and `proj`,
 //! whose outputs were added to the residual stream that the norm reads.
 
+use std::ops::Range;
+
+use xlaunch_comm::Slots;
 use xlaunch_engine::{
     Accumulate, AttentionBackward, EmbedBackward, GeluLinearBackward, LinearBackwardInput,
     LinearBackwardWeight, NormBackward, Result, Slice, SwigluBackward, Tensor,
@@ -18,9 +21,33 @@ use super::{Model, Rows, attention_shape};
 #[derive(Clone, Copy)]
 struct Pass<'a> {
     rows: Rows,
-    /// An arena of the layout.
-    grads: &'a Tensor,
+    grads: GradientArena<'a>,
     acc: Accumulate,
+}
+
+/// Where the gradients of all parameters are: an arena of the layout (F32 or Bf16), or slots of its buckets.
+#[derive(Clone, Copy, Debug)]
+pub struct GradientArena<'a> {
+    /// Their memory.
+    pub tensor: &'a Tensor,
+    /// Where buckets are in it; `None` if all of them are at their place in the arena.
+    pub slots: Option<&'a Slots>,
+}
+
+impl<'a> GradientArena<'a> {
+    /// The gradient of a parameter.
+    pub(crate) fn slice(self, param: Range<usize>) -> Slice<'a> {
+        self.tensor.slice(self.slots.map_or(param.clone(), |slots| slots.place(&param)))
+    }
+}
+
+/// How far a backward pass is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// The next of the layout's [`backward_parts`](layout::Layout::backward_parts) is about to be computed.
+    NextPart,
+    /// All gradients below this offset of the arena have been enqueued.
+    Finished(usize),
 }
 
 impl<'a> Pass<'a> {
@@ -41,36 +68,35 @@ struct Residual<'a> {
 }
 
 impl Model {
-    /// Writes (or adds, by `acc`) the gradients of all parameters but the head's to `grads`, an arena of the layout
-    /// (F32 or Bf16) that was zeroed once. The head's are there already: `dy` is what
-    /// [`loss_and_gradients`](Self::loss_and_gradients) returned.
-    ///
-    /// `finished(end)` is called whenever all gradients below offset `end` have been enqueued.
+    /// Writes (or adds, by `acc`) the gradients of all parameters but the head's to `grads`, of which the gaps were
+    /// zeroed. The head's are there already: `dy` is what [`loss_and_gradients`](Self::loss_and_gradients) returned.
     pub fn backward<E: From<xlaunch_engine::EngineError>>(
         &self,
         mut acts: Activations,
         dy: Tensor,
         tokens: Slice<'_>,
-        grads: &Tensor,
+        grads: GradientArena<'_>,
         acc: Accumulate,
-        mut finished: impl FnMut(usize) -> std::result::Result<(), E>,
+        mut progress: impl FnMut(Progress) -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
         let _tag = xlaunch_pool::tag("backward");
         let pass = Pass { rows: acts.rows, grads, acc };
+        progress(Progress::NextPart)?;
         let dx = self.top_backward(pass, &acts.last, dy)?;
         if !self.shape.tied {
-            finished(self.layout.top_end)?;
+            progress(Progress::Finished(self.layout.top_end))?;
         }
         while let Some(kept) = acts.blocks.pop() {
             let index = acts.blocks.len();
             let params = &self.layout.blocks[index];
+            progress(Progress::NextPart)?;
             let block = self.restore(pass.rows, kept, params)?;
             let below = index.checked_sub(1).map(|below| &self.layout.blocks[below]);
             self.block_backward(pass, block, params, below, &dx)?;
-            finished(params.end)?;
+            progress(Progress::Finished(params.end))?;
         }
         self.embed_backward(pass, tokens, &dx)?;
-        finished(self.layout.len)
+        progress(Progress::Finished(self.layout.len))
     }
 
     /// Final norm. Returns the gradient of the residual stream.

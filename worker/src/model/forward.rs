@@ -47,30 +47,30 @@ pub(super) struct Block {
 impl Model {
     /// The pass of `tokens` I32 `[B, T]` up to the head.
     pub fn forward(&self, rows: Rows, tokens: Slice<'_>) -> Result<Activations> {
-        self.forward_with_gathers(rows, tokens, |_| Ok(()))
+        self.forward_with_gathers(rows, tokens, || Ok(()))
     }
 
-    /// [`forward`](Self::forward) while weights are still being gathered: `needs(start)` is called before weights from
-    /// offset `start` on are read, with decreasing `start` down to 0.
+    /// [`forward`](Self::forward) while weights are still being gathered: `next_part()` is called before each of the
+    /// layout's [`forward_parts`](layout::Layout::forward_parts), of which the last is the head's.
     pub fn forward_with_gathers<E: From<EngineError>>(
         &self,
         rows: Rows,
         tokens: Slice<'_>,
-        mut needs: impl FnMut(usize) -> std::result::Result<(), E>,
+        mut next_part: impl FnMut() -> std::result::Result<(), E>,
     ) -> std::result::Result<Activations, E> {
         let _tag = xlaunch_pool::tag("forward");
         let mut blocks = Vec::with_capacity(self.shape.layers);
-        needs(self.layout.blocks[0].ln1.weight.start)?;
+        next_part()?;
         let mut ln1 = self.norm(rows, self.embed(rows, tokens)?, &self.layout.blocks[0].ln1)?;
         for (index, params) in self.layout.blocks.iter().enumerate() {
             let next = self.layout.blocks.get(index + 1).map_or(&self.layout.lnf, |block| &block.ln1);
-            needs(next.weight.start)?;
+            next_part()?;
             let block = self.block(rows, ln1, params)?;
             let branch = self.linear(rows, &block.a, &params.out, self.shape.ffn, self.shape.dim)?;
             ln1 = self.add_norm(rows, &block.ln2.x, branch, next)?;
             blocks.push(Kept::new(block, self.memory.recompute));
         }
-        needs(0)?;
+        next_part()?;
         Ok(Activations { rows, blocks, last: ln1 })
     }
 

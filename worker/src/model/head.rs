@@ -11,16 +11,16 @@ use xlaunch_engine::{
     LinearForward, LinearShape, Result, Slice, Sum, Tensor,
 };
 
-use super::Model;
 use super::forward::Activations;
+use super::{GradientArena, Model};
 
 /// The gradients that are computed along with the loss.
 #[derive(Clone, Copy, Debug)]
 pub struct LossGradients<'a> {
     /// Factor of the sum of all losses, whose gradients are computed.
     pub scale: f32,
-    /// Gradients of all parameters, an arena of the layout. The head's are written here.
-    pub grads: &'a Tensor,
+    /// Gradients of all parameters. The head's are written here.
+    pub grads: GradientArena<'a>,
     /// Whether they are added.
     pub acc: Accumulate,
 }

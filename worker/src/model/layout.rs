@@ -120,6 +120,50 @@ impl Layout {
         parts.collect()
     }
 
+    /// What forward reads, part by part: for the embeddings, each block, and the head. The norm behind a part belongs
+    /// to it.
+    pub fn forward_parts(&self) -> Vec<Range<usize>> {
+        let embeddings = self.first_norm(0)..self.len;
+        let blocks = self.blocks.iter().enumerate();
+        let blocks = blocks.map(|(index, block)| self.first_norm(index + 1)..block.end);
+        [embeddings].into_iter().chain(blocks).chain([self.head.clone()]).collect()
+    }
+
+    /// What backward reads and writes, part by part, but for the head and the embeddings: the final norm, and the blocks
+    /// from last to first. The bias of the layer in front of a part belongs to it: its gradient is the sum of the
+    /// part's.
+    pub fn backward_parts(&self) -> Vec<Range<usize>> {
+        let front = |index: usize| index.checked_sub(1).map(|index| &self.blocks[index].out);
+        let end = |index: usize, end: usize| match front(index).and_then(|layer| layer.bias.as_ref()) {
+            Some(bias) => bias.end,
+            None => end,
+        };
+        let count = self.blocks.len();
+        let top = self.lnf.weight.start..end(count, self.top_end);
+        let blocks = (0..count).rev();
+        let blocks = blocks.map(|index| {
+            let block = &self.blocks[index];
+            block.out.weight.start..end(index, block.end)
+        });
+        [top].into_iter().chain(blocks).collect()
+    }
+
+    /// What passes need from begin to end: the embeddings and the head.
+    pub fn kept(&self) -> Vec<Range<usize>> {
+        [Some(&self.wte), self.wpe.as_ref(), Some(&self.head)].into_iter().flatten().cloned().collect()
+    }
+
+    /// What lies between the parameters.
+    pub fn gaps(&self) -> Vec<Range<usize>> {
+        let gaps = self.params.iter().zip(self.ends()).map(|(param, end)| param.range.end..end);
+        gaps.filter(|gap| !gap.is_empty()).collect()
+    }
+
+    /// Start of the norm in front of a block, or of the final one.
+    fn first_norm(&self, block: usize) -> usize {
+        self.blocks.get(block).map_or(&self.lnf, |block| &block.ln1).weight.start
+    }
+
     /// The layout of this model.
     pub fn new(shape: &ModelShape) -> Self {
         let (dim, padded) = (shape.dim, shape.padded_vocab());
@@ -253,6 +297,26 @@ mod tests {
         // GPT-2 124M: 124,439,808 by its paper's sizes. llama-28m: 28.3M in blocks and two 50257 x 384 tables.
         assert_eq!(size(2), 124_439_808);
         assert_eq!(size(1), 12 * (4 * 384 * 384 + 3 * 384 * 1536 + 2 * 384) + 384 + 2 * 50257 * 384);
+    }
+
+    #[test]
+    fn parts_cover_what_passes_use_and_neighbours_touch() {
+        for (name, shape) in &PRESETS {
+            let layout = Layout::new(shape);
+            let (forward, backward) = (layout.forward_parts(), layout.backward_parts());
+            assert_eq!((forward.len(), backward.len()), (shape.layers + 2, shape.layers + 1), "{name}");
+            let covers = |parts: &[Range<usize>], range: &Range<usize>| {
+                parts.iter().any(|part| part.start <= range.start && range.end <= part.end)
+            };
+            for param in &layout.params {
+                assert!(covers(&forward, &param.range), "{name} {}", param.name);
+                let kept = covers(&layout.kept(), &param.range);
+                assert!(kept || covers(&backward, &param.range), "{name} {}", param.name);
+            }
+            assert!(
+                backward.windows(2).all(|pair| pair[0].end >= pair[1].start && pair[0].start < pair[1].start)
+            );
+        }
     }
 
     #[test]

@@ -21,12 +21,14 @@ mod rope;
 use std::ops::Range;
 use std::rc::Rc;
 
+use xlaunch_comm::Slots;
 use xlaunch_engine::{
     AttentionShape, Backend, DType, LinearShape, NormKind, NormShape, Result, Slice, Tensor,
 };
 use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::{Recompute, TrainSection};
 
+pub use backward::{GradientArena, Progress};
 pub use forward::Activations;
 pub use head::LossGradients;
 use layout::Layout;
@@ -40,8 +42,11 @@ pub struct Model {
     pub layout: Layout,
     /// The weights that forward and backward read: an arena of the layout in the element type of activations. The
     /// optimizer updates it; if it is Bf16, the optimizer has F32 master weights. With a sharded optimizer, other
-    /// ranks' updates of the last step are missing until they are gathered.
+    /// ranks' updates of the last step are missing until they are gathered. With sharded parameters only buckets that
+    /// were gathered last are here, in `slots`.
     pub weights: Tensor,
+    /// Where buckets of the weights are; `None` if all of them are at their place in the arena.
+    pub slots: Option<Slots>,
     memory: MemoryUse,
     /// Cosines and sines of the rotary angles, F32 `[T, D]`; llama only.
     rope: Option<Tensor>,
@@ -163,8 +168,15 @@ impl Model {
 
     /// A model whose weights are zero until they are [written](Self::write_weights).
     pub fn zeroed(backend: &BackendHandle, shape: &ModelShape) -> Result<Self> {
+        Self::with_slots(backend, shape, None)
+    }
+
+    /// As [`zeroed`](Self::zeroed), with memory for the weights in these slots only, if there are any. Then weights
+    /// reach the model by gathering them alone.
+    pub fn with_slots(backend: &BackendHandle, shape: &ModelShape, slots: Option<Slots>) -> Result<Self> {
         let layout = Layout::new(shape);
-        let weights = backend.alloc_collective(backend.activation_dtype(), layout.len)?;
+        let len = slots.as_ref().map_or(layout.len, Slots::len);
+        let weights = backend.alloc_collective(backend.activation_dtype(), len)?;
         backend.zero(weights.all())?;
         let rope = match shape.arch {
             Arch::Gpt2 => None,
@@ -176,7 +188,7 @@ impl Model {
             }
         };
         let memory = MemoryUse::default();
-        Ok(Self { shape: shape.clone(), layout, weights, memory, rope, backend: backend.clone() })
+        Ok(Self { shape: shape.clone(), layout, weights, slots, memory, rope, backend: backend.clone() })
     }
 
     /// Sets what passes do to need less memory. Default: nothing.
@@ -186,8 +198,12 @@ impl Model {
         self
     }
 
-    /// Sets the weights from element `at` of the arena on.
+    /// Sets the weights from element `at` of the arena on. Does nothing with sharded parameters: they are gathered from
+    /// the optimizer's masters.
     pub fn write_weights(&self, at: usize, values: &[f32]) -> Result<()> {
+        if self.slots.is_some() {
+            return Ok(());
+        }
         let range = self.weights.slice(at..at + values.len());
         if self.weights.dtype() == DType::F32 {
             return self.backend.write_f32(range, values);
@@ -199,7 +215,10 @@ impl Model {
 
     /// A parameter in the element type of the activations.
     fn param(&self, range: &Range<usize>) -> Slice<'_> {
-        self.weights.slice(range.clone())
+        match &self.slots {
+            None => self.weights.slice(range.clone()),
+            Some(slots) => self.weights.slice(slots.place(range)),
+        }
     }
 
     /// A new tensor in the element type of the activations.

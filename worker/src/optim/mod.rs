@@ -16,6 +16,8 @@
 
 pub mod schedule;
 
+use std::ops::Range;
+
 use xlaunch_comm::{Collective, Sharding};
 use xlaunch_engine::{AdamWConfig, AdamWStep, DECAY_CHUNK, DType, Result, Slice, Tensor, scalar};
 use xlaunch_proto::spec::TrainSection;
@@ -162,7 +164,7 @@ impl AdamW {
         [self.masters.as_ref().unwrap_or(&model.weights), &self.m, &self.v]
     }
 
-    /// The most precise copy of all parameters that every rank has.
+    /// The most precise copy of parameters that every rank has: of all, or of those gathered last.
     pub fn replica<'a>(&'a self, model: &'a Model) -> &'a Tensor {
         if self.sharding.is_sharded() { &model.weights } else { self.state(model)[0] }
     }
@@ -232,21 +234,35 @@ impl AdamW {
         self.sharding.is_sharded().then_some([shard, &model.weights])
     }
 
-    /// All-gathers the shards that the last step updated, so that the model's weights are complete. Every rank calls
-    /// it; calling it again is harmless.
+    /// All-gathers the shards that the last step updated, so that the model's weights are complete; with sharded
+    /// parameters, those that are kept. Every rank calls it; calling it again is harmless.
     pub fn gather(&self, model: &Model, collective: &mut dyn Collective) -> xlaunch_comm::Result<()> {
-        self.start_gather(model, collective)?;
         // Without a collective under way, the wait would be for an event outside the capture, which CUDA refuses.
-        if self.sharding.is_sharded() { collective.wait_all() } else { Ok(()) }
+        if !self.sharding.is_sharded() {
+            return Ok(());
+        }
+        match &model.slots {
+            Some(slots) => {
+                slots.kept().try_for_each(|bucket| self.start_gather(model, bucket, collective))?
+            }
+            None => {
+                let mut buckets = self.sharding.plan().buckets().iter();
+                buckets.try_for_each(|bucket| self.start_gather(model, bucket, collective))?;
+            }
+        }
+        collective.wait_all()
     }
 
-    /// Starts [`gather`](Self::gather), bucket by bucket from the last one down, the order in which forward reads them.
-    pub fn start_gather(&self, model: &Model, collective: &mut dyn Collective) -> xlaunch_comm::Result<()> {
+    /// Starts to gather one bucket.
+    pub fn start_gather(
+        &self,
+        model: &Model,
+        bucket: &Range<usize>,
+        collective: &mut dyn Collective,
+    ) -> xlaunch_comm::Result<()> {
         let Some([shard, weights]) = self.gather_pair(model) else { return Ok(()) };
-        for bucket in self.sharding.plan().buckets().iter().rev() {
-            let own = shard.lend(self.sharding.in_shard(bucket));
-            collective.all_gather(own, weights.lend(bucket.clone()))?;
-        }
-        Ok(())
+        let own = shard.lend(self.sharding.in_shard(bucket));
+        let place = model.slots.as_ref().map_or(bucket.clone(), |slots| slots.place(bucket));
+        collective.all_gather(own, weights.lend(place))
     }
 }

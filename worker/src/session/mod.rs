@@ -11,7 +11,7 @@ use std::panic::resume_unwind;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use xlaunch_comm::{Collective, Sharding};
+use xlaunch_comm::Collective;
 use xlaunch_engine::DType;
 use xlaunch_proto::VERSION;
 use xlaunch_proto::exit::ExitCode;
@@ -38,7 +38,7 @@ use crate::nccl_windows;
 use crate::optim::AdamW;
 use crate::phase;
 use crate::tracked::Tracked;
-use crate::train::{self, Evaluator, Outcome, Run, Sampler, Stepper, Tracer};
+use crate::train::{self, Division, Evaluator, Outcome, Run, Sampler, Stepper, Tracer};
 use crate::weights;
 use device::{Libraries, OpenDevice};
 pub(crate) use device::{activation_dtype, pool_mode};
@@ -88,9 +88,10 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let layout = Layout::new(&shape);
     let activations = activation_dtype(spec, environment.device != Device::Cpu);
-    let sharding = sharding(context, &layout, activations)?;
+    let division = division(context, &layout, activations)?;
+    let sharding = &division.sharding;
     let moments = sharding.plan().buckets().iter().map(|bucket| sharding.in_arena(bucket)).collect();
-    let memory = saving::memory(context, &layout, &sharding)?;
+    let memory = saving::memory(context, &layout, sharding)?;
     // Weights of large models take a second or more, as do opening the device and the communicator: do both at once.
     let reading = start_reading(context, &shape, memory.clone(), moments)?;
     let device = OpenDevice::new(environment, spec)?;
@@ -101,11 +102,12 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     device.backend.pool().snapshot_on_failure(&run_dir);
     let rows = Rows { batch: spec.train.batch, seq: shape.seq };
     device.backend.prepare(attention_shape(&shape, rows));
-    let reduce_layout = agreement(spec, &layout, activations, &sharding, &fingerprint);
+    let reduce_layout = agreement(spec, &layout, activations, &division, &fingerprint);
     let meeting = rendezvous::join(context, &reduce_layout, &device)?;
     let (collective, filled) = connect_and_fill(context, meeting, || {
-        let mut trainer = Trainer::new(&device.backend, spec, &shape, &sharding, world)?;
-        if rank == 0 && bench.is_none() {
+        let mut trainer = Trainer::new(&device.backend, spec, &shape, &division, world)?;
+        // Sampling takes one rank alone, which has to have all weights.
+        if rank == 0 && bench.is_none() && division.weights.is_none() {
             trainer.sampler = Sampler::new(spec, &dataset, shape.seq)?;
         }
         fill(&trainer, reading, job).map(|start| (trainer, start))
@@ -129,7 +131,9 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
 
     let loader = start_loader(spec, &shape, &dataset, environment, start.sequences).map_err(report)?;
     if rank == 0 {
-        control.report(Report::TrainStarted(train_started(spec, &trainer, &device, &dataset, start.step)));
+        control.report(Report::TrainStarted(train_started(
+            spec, &trainer, &division, &device, &dataset, start.step,
+        )));
     }
     phase::enter(Phase::Unspecified);
     let outcome = Run {
@@ -161,16 +165,16 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     end(context, &device.backend, &trainer, collective, outcome)
 }
 
-/// The shards that this rank updates and saves.
-fn sharding(context: &Context<'_>, layout: &Layout, activations: DType) -> Result<Sharding> {
+/// What this rank has a part of, updates and saves.
+fn division(context: &Context<'_>, layout: &Layout, activations: DType) -> Result<Division> {
     let Context { environment, spec, .. } = *context;
     let (rank, world) = (environment.rank.index(), environment.world_size.index());
     let (cuda, shared) = (environment.device != Device::Cpu, environment.is_shared());
-    let sharded = spec.comm.shards_optimizer(world, cuda, shared);
-    let sharding = train::sharding(spec, layout, activations, rank, world, sharded)?;
-    match sharding.is_sharded() && !shared {
+    let shard = spec.comm.shard(world, cuda, shared);
+    let division = Division::new(spec, layout, activations, rank, world, shard)?;
+    match division.sharding.is_sharded() && !shared {
         true => Err(WorkerError::NotShared { writers: environment.writers, world: environment.world_size.0 }),
-        false => Ok(sharding),
+        false => Ok(division),
     }
 }
 
@@ -301,13 +305,14 @@ impl Trainer {
         backend: &BackendHandle,
         spec: &JobSpec,
         shape: &ModelShape,
-        sharding: &Sharding,
+        division: &Division,
         world: usize,
     ) -> Result<Self> {
-        let model = Model::zeroed(backend, shape)?.with_memory_use((&spec.train).into());
-        let optimizer = AdamW::zeroed(backend, &model, sharding, &spec.train)?;
-        let stepper = Stepper::new(backend, &model, spec, sharding, world)?;
-        let evaluator = Evaluator::new(backend, &model, spec)?;
+        let model = Model::with_slots(backend, shape, division.weights.clone())?;
+        let model = model.with_memory_use((&spec.train).into());
+        let optimizer = AdamW::zeroed(backend, &model, &division.sharding, &spec.train)?;
+        let stepper = Stepper::new(backend, &model, spec, division, world)?;
+        let evaluator = Evaluator::new(backend, &model, spec, division)?;
         Ok(Self { model, optimizer, stepper, evaluator, sampler: None })
     }
 }
@@ -318,11 +323,18 @@ fn agreement(
     spec: &JobSpec,
     layout: &Layout,
     activations: DType,
-    sharding: &Sharding,
+    division: &Division,
     data: &Fingerprint,
 ) -> Vec<u8> {
     let dtype = train::wire_dtype(spec, activations);
-    [layout.fingerprint(), dtype.name().into(), sharding.layout(), data.to_string().into_bytes()].concat()
+    [
+        layout.fingerprint(),
+        dtype.name().into(),
+        division.sharding.layout(),
+        division.sharded().into(),
+        data.to_string().into_bytes(),
+    ]
+    .concat()
 }
 
 fn start_loader(
@@ -354,6 +366,7 @@ fn seconds_at_peak(trainer: &Trainer, device: &OpenDevice, collective: &dyn Coll
 fn train_started(
     spec: &JobSpec,
     trainer: &Trainer,
+    division: &Division,
     device: &OpenDevice,
     dataset: &Dataset,
     first_step: u64,
@@ -367,7 +380,7 @@ fn train_started(
         val_tokens: dataset.val.as_ref().map_or(0, |val| val.len()),
         device_name: device.backend.device().name.clone(),
         precision: device.precision_name().into(),
-        shards_optimizer: trainer.optimizer.sharding().is_sharded(),
+        sharded: division.sharded().into(),
     }
 }
 

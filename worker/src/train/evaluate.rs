@@ -11,11 +11,14 @@ use xlaunch_comm::Collective;
 use xlaunch_engine::{DType, Tensor};
 use xlaunch_proto::spec::{JobSpec, TrainSection};
 
+use super::division::Division;
+use super::gathers::Gathers;
 use super::replay::{Replay, Work};
 use crate::data::{self, Order, Tokens};
 use crate::error::Result;
 use crate::fail::{self, Place};
 use crate::model::{BackendHandle, Model, Rows};
+use crate::optim::AdamW;
 use crate::phase;
 
 /// Buffers that all evaluations reuse, and the captured graph of one batch.
@@ -28,12 +31,16 @@ pub struct Evaluator {
     tokens: Tensor,
     targets: Tensor,
     losses: Tensor,
+    gathers: Gathers,
+    /// Whether a batch takes collectives, so that all ranks have to run as many.
+    together: bool,
     replay: Replay,
 }
 
 impl Evaluator {
     /// Allocates the buffers.
-    pub fn new(backend: &BackendHandle, model: &Model, spec: &JobSpec) -> Result<Self> {
+    pub fn new(backend: &BackendHandle, model: &Model, spec: &JobSpec, division: &Division) -> Result<Self> {
+        let parts = model.layout.forward_parts();
         let rows = Rows { batch: spec.train.batch, seq: model.shape.seq };
         Ok(Self {
             rows,
@@ -41,23 +48,27 @@ impl Evaluator {
             tokens: backend.alloc_persistent(DType::I32, rows.count())?,
             targets: backend.alloc_persistent(DType::I32, rows.count())?,
             losses: backend.alloc_persistent(DType::F32, rows.count())?,
+            gathers: Gathers::new(division, &parts, spec.comm.overlap, true),
+            together: division.weights.is_some(),
             replay: Replay::new(backend, spec.engine.exec),
             backend: backend.clone(),
         })
     }
 
     /// The mean loss over the first sequences of `tokens` in file order, as many as the configuration says or there
-    /// are, and the number of tokens in that mean. Every rank calls it and gets the same result.
+    /// are, and the number of tokens in that mean. Every rank calls it and gets the same result. The optimizer has
+    /// [gathered](AdamW::gather) the model's weights.
     pub fn evaluate(
         &self,
         model: &Model,
+        optimizer: &AdamW,
         collective: &mut dyn Collective,
         tokens: &Arc<Tokens>,
     ) -> Result<(f64, u64)> {
         let order = Order::new(tokens.len(), self.rows.seq, None);
         let sequences = order.windows().min(self.max_sequences);
         let mut losses = vec![0.0; usize::try_from(sequences).unwrap_or(usize::MAX)];
-        self.evaluate_own_batches(model, collective, tokens, &order, &mut losses)?;
+        self.evaluate_own_batches((model, optimizer), collective, tokens, &order, &mut losses)?;
         fail::at(Place::Evaluation);
         let gathered = self.backend.alloc(DType::F32, losses.len())?;
         self.backend.write_f32(gathered.all(), &losses)?;
@@ -72,8 +83,8 @@ impl Evaluator {
     /// Writes the mean loss of every sequence that this rank evaluates to `losses`.
     fn evaluate_own_batches(
         &self,
-        model: &Model,
-        collective: &dyn Collective,
+        (model, optimizer): (&Model, &AdamW),
+        collective: &mut dyn Collective,
         tokens: &Tokens,
         order: &Order,
         losses: &mut [f32],
@@ -82,14 +93,17 @@ impl Evaluator {
         let (rank, world) = (collective.rank(), collective.world_size());
         let schedule = data::Schedule { first: 0, rank, world, batch, seq };
         let mut token_losses = vec![0.0; self.rows.count()];
-        for (round, number) in (rank..losses.len().div_ceil(batch)).step_by(world).enumerate() {
-            // In the last batch of all, the sequences beyond the end repeat the first ones, and are ignored.
+        let batches = losses.len().div_ceil(batch);
+        let all = if self.together { batches.next_multiple_of(world) } else { batches };
+        for (round, number) in (rank..all).step_by(world).enumerate() {
+            // Sequences beyond the end repeat the first ones, and are ignored.
             let read = data::read(tokens, order, schedule, round as u64)?;
             self.backend.write_i32(self.tokens.all(), &read.tokens)?;
             self.backend.write_i32(self.targets.all(), &read.targets)?;
-            self.run(model)?;
+            self.run(model, optimizer, collective)?;
             self.backend.read_f32(self.losses.all(), &mut token_losses)?;
-            for (loss, tokens) in losses[number * batch..].iter_mut().zip(token_losses.chunks_exact(seq)) {
+            let own = losses.get_mut(number * batch..).unwrap_or_default();
+            for (loss, tokens) in own.iter_mut().zip(token_losses.chunks_exact(seq)) {
                 #[expect(clippy::cast_possible_truncation, reason = "a collective sums F32")]
                 let rounded = mean(tokens) as f32;
                 *loss = rounded;
@@ -100,9 +114,12 @@ impl Evaluator {
     }
 
     /// The losses of the batch that was written last.
-    pub fn run(&self, model: &Model) -> Result<()> {
+    pub fn run(&self, model: &Model, optimizer: &AdamW, collective: &mut dyn Collective) -> Result<()> {
         self.replay.run(Work::Evaluate, || {
-            let acts = model.forward(self.rows, self.tokens.all())?;
+            let mut part = 0..;
+            let acts = model.forward_with_gathers(self.rows, self.tokens.all(), || -> Result<()> {
+                self.gathers.begin_part(part.next().unwrap_or(0), model, optimizer, collective).map(drop)
+            })?;
             Ok(model.loss(&acts, self.targets.all(), self.losses.all())?)
         })
     }

@@ -5,16 +5,21 @@
 //! replicated:   arena (reduced in place)    arena (F32) -> rounded (reduced in place)
 //! sharded:      arena -> shard              arena (F32) -> rounded -> shard
 //! ```
+//! With `comm.shard = "gradients"` or `"parameters"` the arena has [`Slots`] for the buckets of a few blocks only: a
+//! bucket is reduced as soon as it is written, and another one takes its memory.
+//!
 //! Micro-steps are added in F32, as bf16 would lose most of what the later ones contribute. Only their sum is rounded,
 //! once, and only where it is sent to other ranks.
 
 use std::ops::Range;
 
-use xlaunch_comm::{Collective, Sharding};
+use xlaunch_comm::{Collective, Sharding, Slots, Write};
 use xlaunch_engine::{DType, Tensor};
 
+use super::division::Division;
 use crate::error::Result;
-use crate::model::BackendHandle;
+use crate::model::layout::Layout;
+use crate::model::{BackendHandle, GradientArena};
 
 /// The gradients of all parameters on one rank.
 #[derive(Debug)]
@@ -22,21 +27,30 @@ pub struct Gradients {
     backend: BackendHandle,
     sharding: Sharding,
     arena: Tensor,
+    slots: Option<Slots>,
+    /// Before each of the layout's parts of a backward pass; empty without slots.
+    writes: Vec<Write>,
+    /// What is in no parameter.
+    gaps: Vec<Range<usize>>,
     rounded: Option<Tensor>,
     /// This rank's shard of the reduced gradients; `None` without sharding.
     shard: Option<Tensor>,
 }
 
 impl Gradients {
-    /// Zero gradients of the layout that `sharding` cuts, to be reduced over `world` ranks in the element type `wire`.
+    /// Zero gradients of `layout`, to be reduced over `world` ranks in the element type `wire`. If they are divided,
+    /// there is a single micro-step.
     pub fn new(
         backend: &BackendHandle,
-        sharding: &Sharding,
+        layout: &Layout,
+        division: &Division,
         wire: DType,
         accumulate: usize,
         world: usize,
     ) -> Result<Self> {
-        let (len, own) = (sharding.arena_len(), if accumulate == 1 { wire } else { DType::F32 });
+        let Division { sharding, gradients: slots, .. } = division;
+        let own = if accumulate == 1 { wire } else { DType::F32 };
+        let len = slots.as_ref().map_or(sharding.arena_len(), Slots::len);
         let rounds = own != wire && world > 1;
         let arena = match rounds {
             true => backend.alloc_persistent(own, len),
@@ -49,6 +63,9 @@ impl Gradients {
                 .is_sharded()
                 .then(|| backend.alloc_collective(wire, sharding.len()))
                 .transpose()?,
+            writes: slots.as_ref().map_or_else(Vec::new, |slots| slots.writes(&layout.backward_parts())),
+            slots: slots.clone(),
+            gaps: layout.gaps(),
             sharding: sharding.clone(),
             backend: backend.clone(),
         };
@@ -60,9 +77,25 @@ impl Gradients {
         Ok(gradients)
     }
 
-    /// What backward writes and adds to: an arena of the layout.
-    pub fn arena(&self) -> &Tensor {
-        &self.arena
+    /// What backward writes and adds to.
+    pub fn arena(&self) -> GradientArena<'_> {
+        GradientArena { tensor: &self.arena, slots: self.slots.as_ref() }
+    }
+
+    /// Makes room for a part of a backward pass.
+    pub fn begin_part(&self, part: usize, collective: &mut dyn Collective) -> Result<()> {
+        let Some(write) = self.writes.get(part) else { return Ok(()) };
+        for _ in 0..write.waits {
+            collective.wait_scatter()?;
+        }
+        // Gaps contain what other buckets had there.
+        let is_written = |gap: &&Range<usize>| {
+            write.buckets.iter().any(|bucket| bucket.start <= gap.start && gap.end <= bucket.end)
+        };
+        for gap in self.gaps.iter().filter(is_written) {
+            self.backend.zero(self.arena().slice(gap.clone()))?;
+        }
+        Ok(())
     }
 
     /// Starts the all-reduce or reduce-scatter of a bucket that the last micro-step has written.
@@ -71,11 +104,12 @@ impl Gradients {
             self.backend.cast(self.arena.slice(bucket.clone()), rounded.slice(bucket.clone()))?;
         }
         let sent = self.sent();
+        let place = self.slots.as_ref().map_or(bucket.clone(), |slots| slots.place(&bucket));
         match &self.shard {
-            None => collective.all_reduce(sent.lend(bucket), sent.dtype())?,
+            None => collective.all_reduce(sent.lend(place), sent.dtype())?,
             Some(shard) => {
                 let own = shard.lend(self.sharding.in_shard(&bucket));
-                collective.reduce_scatter(sent.lend(bucket), own, sent.dtype())?;
+                collective.reduce_scatter(sent.lend(place), own, sent.dtype())?;
             }
         }
         Ok(())
@@ -93,7 +127,12 @@ impl Gradients {
 
     /// Bytes that this rank contributes to the reduction of a step.
     pub fn bytes(&self) -> u64 {
-        (self.sent().len() * self.sent().dtype().size()) as u64
+        (self.sharding.arena_len() * self.sent().dtype().size()) as u64
+    }
+
+    /// Whether a bucket has to be reduced as soon as it is written.
+    pub fn reduces_at_once(&self) -> bool {
+        self.slots.is_some()
     }
 
     fn sent(&self) -> &Tensor {

@@ -14,7 +14,9 @@
 
 mod checkpoints;
 mod compare;
+mod division;
 mod evaluate;
+mod gathers;
 mod gradients;
 mod replay;
 mod replicas;
@@ -25,10 +27,11 @@ mod trace;
 
 pub use checkpoints::Checkpoints;
 pub use compare::compare_replicas;
+pub use division::{Division, wire_dtype};
 pub use evaluate::Evaluator;
 pub use gradients::Gradients;
 pub use replicas::max_difference_to_rank_0;
 pub use run::{Outcome, Run};
 pub use sample::Sampler;
-pub use step::{PendingStep, Requests, StepResult, Stepper, sharding, wire_dtype};
+pub use step::{PendingStep, Requests, StepResult, Stepper};
 pub use trace::Tracer;

@@ -370,7 +370,7 @@ impl Run<'_> {
     fn evaluate(&mut self, step: u64) -> Result<Option<f64>> {
         let Some(val) = &self.dataset.val else { return Ok(None) };
         self.optimizer.gather(self.model, self.collective)?;
-        let (loss, tokens) = self.evaluator.evaluate(self.model, self.collective, val)?;
+        let (loss, tokens) = self.evaluator.evaluate(self.model, self.optimizer, self.collective, val)?;
         if !loss.is_finite() {
             return Err(WorkerError::Diverged { step, what: Divergence::Validation { loss } });
         }

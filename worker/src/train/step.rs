@@ -14,23 +14,26 @@
 //! compute stream: forward . . . . , backward ------> wait . grad norm .                      . AdamW . read back
 //! comm stream:    gather n . ... . 0     reduce-scatter ^              loss, flags and norm ^
 //! ```
+//! With sharded gradients, too, backward waits for reduce-scatters whose memory it takes, and with sharded parameters
+//! both passes gather them block by block, one ahead ([`Slots`]).
 //!
 //! Everything that changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device
 //! memory before the work that reads it is enqueued. So the work itself can be captured and replayed: see [`Replay`].
 
 use xlaunch_comm::{Collective, Sharding, bucket};
 use xlaunch_engine::{Accumulate, DType, Mark, PendingRead, SquaredNorm, Tensor};
-use xlaunch_proto::spec::{JobSpec, SpecError, WireDtype};
+use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::Phase;
 
+use super::division::{self, Division, wire_dtype};
+use super::gathers::Gathers;
 use super::gradients::Gradients;
 use super::replay::{Replay, Work};
 use super::trace;
 use crate::data::Loader;
-use crate::error::{Result, WorkerError};
+use crate::error::Result;
 use crate::fail::{self, Place};
-use crate::model::layout::Layout;
-use crate::model::{BackendHandle, LossGradients, Model, Rows};
+use crate::model::{BackendHandle, LossGradients, Model, Progress, Rows};
 use crate::optim::AdamW;
 
 /// Slots of the tensor that is read back after a step. Those before `OWN_SECONDS` are all-reduced. Without sharding
@@ -43,9 +46,6 @@ mod slot {
     pub(super) const OWN_SECONDS: usize = 4;
     pub(super) const COUNT: usize = 5;
 }
-
-/// Cap of the first bucket: a small one lets communication start early in backward.
-const FIRST_BUCKET_BYTES: usize = 1 << 20;
 
 /// Requests of the agent, in the step that all ranks agree on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -83,6 +83,8 @@ pub struct Stepper {
     world: usize,
     overlap: bool,
     gradients: Gradients,
+    /// Of the first micro-step, and of the others.
+    gathers: [Gathers; 2],
     tokens: Tensor,
     targets: Tensor,
     losses: Tensor,
@@ -91,61 +93,31 @@ pub struct Stepper {
     replay: Replay,
 }
 
-/// Element type of gradients on the wire.
-pub fn wire_dtype(spec: &JobSpec, activations: DType) -> DType {
-    match spec.comm.dtype {
-        WireDtype::Fp32 => DType::F32,
-        WireDtype::Bf16 => DType::Bf16,
-        WireDtype::Auto => activations,
-    }
-}
-
-/// The buckets of this layout and, if the optimizer is sharded, the shards of `rank`.
-///
-/// # Errors
-/// If this number of ranks cannot shard the optimizer as the job says.
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "positive by JobSpec::check; a cap above all memory means a single bucket"
-)]
-pub fn sharding(
-    spec: &JobSpec,
-    layout: &Layout,
-    activations: DType,
-    rank: usize,
-    ranks: usize,
-    sharded: bool,
-) -> Result<Sharding> {
-    spec.comm.check_ranks(ranks).map_err(SpecError::from)?;
-    let cap = (spec.comm.bucket_mb * f64::from(1 << 20)) as usize;
-    let size = wire_dtype(spec, activations).size();
-    let plan = bucket::Plan::new(&layout.ends(), size, cap, cap.min(FIRST_BUCKET_BYTES));
-    Ok(if sharded { Sharding::new(plan, rank, ranks) } else { Sharding::replicated(plan) })
-}
-
 impl Stepper {
     /// Allocates the buffers.
     pub fn new(
         backend: &BackendHandle,
         model: &Model,
         spec: &JobSpec,
-        sharding: &Sharding,
+        division: &Division,
         world: usize,
     ) -> Result<Self> {
         let rows = Rows { batch: spec.train.batch, seq: model.shape.seq };
-        let wire = wire_dtype(spec, backend.activation_dtype());
+        let (wire, accumulate) = (wire_dtype(spec, backend.activation_dtype()), spec.train.accumulate);
+        let parts = division::parts(&model.layout);
+        let gathers = |complete| Gathers::new(division, &parts, spec.comm.overlap, complete);
         let stepper = Self {
             rows,
-            accumulate: spec.train.accumulate,
+            accumulate,
             world,
             overlap: spec.comm.overlap,
-            gradients: Gradients::new(backend, sharding, wire, spec.train.accumulate, world)?,
+            gradients: Gradients::new(backend, &model.layout, division, wire, accumulate, world)?,
+            gathers: [gathers(false), gathers(true)],
             tokens: backend.alloc_persistent(DType::I32, rows.count())?,
             targets: backend.alloc_persistent(DType::I32, rows.count())?,
             losses: backend.alloc_persistent(DType::F32, rows.count())?,
             results: backend.alloc_collective(DType::F32, slot::COUNT)?,
-            sharding: sharding.clone(),
+            sharding: division.sharding.clone(),
             replay: Replay::new(backend, spec.engine.exec),
             backend: backend.clone(),
         };
@@ -275,40 +247,43 @@ impl Stepper {
 
         let forward = trace::span(Phase::Forward);
         fail::at(Place::Forward);
-        match (first, self.overlap) {
-            (true, true) => optimizer.start_gather(model, collective)?,
-            (true, false) => optimizer.gather(model, collective)?,
-            (false, _) => {}
-        }
         if first {
             self.backend.mark(Mark::Begin)?;
         }
-        let mut gathers = bucket::GatherProgress::new(self.sharding.plan());
-        let acts = model.forward_with_gathers::<WorkerError>(self.rows, self.tokens.all(), |start| {
-            let waits = gathers.needed_from(start);
-            for _ in 0..waits {
-                collective.wait_gather()?;
-            }
-            if waits > 0 && first && self.sharding.is_sharded() {
+        let gathers = &self.gathers[usize::from(!first)];
+        let mut part = 0..;
+        let mut next_part = |collective: &mut dyn Collective| -> Result<()> {
+            let waited = gathers.begin_part(part.next().unwrap_or(0), model, optimizer, collective)?;
+            // Of a sharded optimizer alone: with sharded parameters ranks wait for each other until the end.
+            if waited && first && model.slots.is_none() {
                 self.backend.mark(Mark::Begin)?;
             }
             Ok(())
-        })?;
+        };
+        let acts = model.forward_with_gathers(self.rows, self.tokens.all(), || next_part(collective))?;
         let head = LossGradients { scale, grads: self.gradients.arena(), acc };
         let dy = model.loss_and_gradients(&acts, self.targets.all(), self.losses.all(), head)?;
         model.mean_loss(&self.losses, weight, self.results.slice(slot::LOSS..slot::LOSS + 1), acc)?;
         drop(forward);
         let _backward = trace::span(Phase::Backward);
-        let mut progress = bucket::ReduceProgress::new(self.sharding.plan());
-        let (overlap, end) = (self.overlap, model.layout.len);
-        model.backward(acts, dy, self.tokens.all(), self.gradients.arena(), acc, |finished| {
-            if last && (overlap || finished == end) {
-                for bucket in progress.written_up_to(finished) {
-                    if !fail::skips(Place::Reduce) {
-                        self.gradients.reduce(bucket, collective)?;
-                    }
-                    fail::at(Place::Backward);
+        let mut buckets = bucket::ReduceProgress::new(self.sharding.plan());
+        let (at_once, end) = (self.overlap || self.gradients.reduces_at_once(), model.layout.len);
+        let mut written = 0..;
+        model.backward(acts, dy, self.tokens.all(), self.gradients.arena(), acc, |progress| {
+            match progress {
+                Progress::NextPart => {
+                    next_part(collective)?;
+                    self.gradients.begin_part(written.next().unwrap_or(0), collective)?;
                 }
+                Progress::Finished(finished) if last && (at_once || finished == end) => {
+                    for bucket in buckets.written_up_to(finished) {
+                        if !fail::skips(Place::Reduce) {
+                            self.gradients.reduce(bucket, collective)?;
+                        }
+                        fail::at(Place::Backward);
+                    }
+                }
+                Progress::Finished(_) => {}
             }
             Ok(())
         })

@@ -12,7 +12,7 @@ use xlaunch_proto::spec::{JobSpec, Shard};
 use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
 use xlaunch_worker::model::{BackendHandle, Model, init, layout::Layout};
 use xlaunch_worker::optim::AdamW;
-use xlaunch_worker::train::{PendingStep, Requests, Stepper, sharding};
+use xlaunch_worker::train::{Division, Evaluator, PendingStep, Requests, Stepper};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -22,6 +22,8 @@ pub(crate) struct Rank {
     pub(crate) model: Model,
     pub(crate) optimizer: AdamW,
     pub(crate) stepper: Stepper,
+    pub(crate) evaluator: Evaluator,
+    pub(crate) dataset: Dataset,
     pub(crate) loader: Loader,
     pub(crate) collective: Box<dyn Collective>,
 }
@@ -39,37 +41,51 @@ pub(crate) fn spec(dir: &Path, sharded: bool) -> JobSpec {
     spec
 }
 
+/// A tiny model.
+pub(crate) fn shape(arch: Arch, layers: usize, tied: bool) -> ModelShape {
+    ModelShape {
+        arch,
+        layers,
+        heads: 2,
+        kv_heads: 2,
+        head_dim: 16,
+        dim: 32,
+        ffn: 48,
+        seq: 40,
+        vocab: 256,
+        tied,
+        norm_eps: NORM_EPS,
+        rope_theta: ROPE_THETA,
+        rope_scaling: None,
+    }
+}
+
 impl Rank {
     pub(crate) fn new(backend: BackendHandle, spec: &JobSpec, collective: Box<dyn Collective>) -> Self {
-        let shape = ModelShape {
-            arch: Arch::Llama,
-            layers: 2,
-            heads: 2,
-            kv_heads: 2,
-            head_dim: 16,
-            dim: 32,
-            ffn: 48,
-            seq: 40,
-            vocab: 256,
-            tied: false,
-            norm_eps: NORM_EPS,
-            rope_theta: ROPE_THETA,
-            rope_scaling: None,
-        };
+        Self::with_shape(shape(Arch::Llama, 2, false), backend, spec, collective)
+    }
+
+    pub(crate) fn with_shape(
+        shape: ModelShape,
+        backend: BackendHandle,
+        spec: &JobSpec,
+        collective: Box<dyn Collective>,
+    ) -> Self {
         let (rank, world) = (collective.rank(), collective.world_size());
         let dataset = Dataset::open(spec, &shape).unwrap();
         let threads = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
         let weights = init::weights(&Layout::new(&shape), 7, &threads);
-        let model = Model::new(&backend, &shape, &weights).unwrap();
-        let sharded = spec.comm.shards_optimizer(world, false, true);
-        let sharding =
-            sharding(spec, &model.layout, backend.activation_dtype(), rank, world, sharded).unwrap();
-        let optimizer = AdamW::new(&backend, &model, &weights, &sharding, &spec.train).unwrap();
-        let stepper = Stepper::new(&backend, &model, spec, &sharding, world).unwrap();
+        let (shard, layout) = (spec.comm.shard(world, false, true), Layout::new(&shape));
+        let division = Division::new(spec, &layout, backend.activation_dtype(), rank, world, shard).unwrap();
+        let model = Model::with_slots(&backend, &shape, division.weights.clone()).unwrap();
+        model.write_weights(0, &weights).unwrap();
+        let optimizer = AdamW::new(&backend, &model, &weights, &division.sharding, &spec.train).unwrap();
+        let stepper = Stepper::new(&backend, &model, spec, &division, world).unwrap();
+        let evaluator = Evaluator::new(&backend, &model, spec, &division).unwrap();
         let order = Order::new(dataset.train.len(), shape.seq, Some(7));
         let schedule = Schedule { first: 0, rank, world, batch: spec.train.batch, seq: shape.seq };
         let loader = Loader::start(dataset.train.clone(), order, schedule).unwrap();
-        Self { backend, model, optimizer, stepper, loader, collective }
+        Self { backend, model, optimizer, stepper, evaluator, dataset, loader, collective }
     }
 
     /// Enqueues a step, from 0.
@@ -107,6 +123,17 @@ impl Rank {
 
 /// Calls `f` on threads, with what trains on each of `world` ranks.
 pub(crate) fn on_ranks(spec: &JobSpec, dir: &Path, world: usize, f: impl Fn(Rank) + Sync) {
+    on_ranks_with_shape(&shape(Arch::Llama, 2, false), spec, dir, world, f);
+}
+
+/// The same with a model of this shape.
+pub(crate) fn on_ranks_with_shape(
+    shape: &ModelShape,
+    spec: &JobSpec,
+    dir: &Path,
+    world: usize,
+    f: impl Fn(Rank) + Sync,
+) {
     let listeners: Vec<_> = (0..world).map(|rank| RingListener::bind(dir, rank).unwrap()).collect();
     let addresses: Vec<_> = listeners.iter().map(|listener| listener.address().to_owned()).collect();
     std::thread::scope(|scope| {
@@ -119,7 +146,8 @@ pub(crate) fn on_ranks(spec: &JobSpec, dir: &Path, world: usize, f: impl Fn(Rank
                     1 => Box::new(Local),
                     _ => Box::new(Ring::connect(listener, &place, CONNECT_TIMEOUT).unwrap()),
                 };
-                f(Rank::new(BackendHandle::new(CpuBackend::new(1, PoolMode::On)), spec, collective));
+                let backend = BackendHandle::new(CpuBackend::new(1, PoolMode::On));
+                f(Rank::with_shape(shape.clone(), backend, spec, collective));
             });
         }
     });

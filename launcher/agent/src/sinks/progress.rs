@@ -201,8 +201,8 @@ impl Progress {
     }
 }
 
-/// The line that describes a job when it starts: the size of the model, how often it sees the data, and whether each
-/// rank has a part of the optimizer.
+/// The line that describes a job when it starts: the size of the model, how often it sees the data, and what each
+/// rank has a part of.
 #[expect(clippy::cast_precision_loss, reason = "shown to people")]
 fn job_line(started: &TrainStarted) -> String {
     let TrainStarted { parameters, total_steps, tokens_per_step, train_tokens, .. } = started;
@@ -214,7 +214,10 @@ fn job_line(started: &TrainStarted) -> String {
         count(*tokens_per_step as f64),
         count(tokens),
         count(*train_tokens as f64),
-        if started.shards_optimizer { "; optimizer sharded" } else { "" }
+        match started.sharded.as_str() {
+            "" => String::new(),
+            what => format!("; {what} sharded"),
+        }
     )
 }
 
@@ -289,7 +292,7 @@ mod tests {
         let expected =
             "xlaunch: 28.3M parameters, 1000 steps of 65.5K tokens: 65.5M tokens, 1.64 epochs of 40.0M";
         assert_eq!(job_line(&started), expected);
-        let sharded = TrainStarted { shards_optimizer: true, ..started.clone() };
+        let sharded = TrainStarted { sharded: "optimizer".into(), ..started.clone() };
         assert_eq!(job_line(&sharded), format!("{expected}; optimizer sharded"));
 
         let mut progress = Progress::new(false);

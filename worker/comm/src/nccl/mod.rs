@@ -4,8 +4,8 @@
 //! compute stream:  gradients written --event--.                    .--event-- wait_all: work that needs the results
 //! comm stream:                                 `-- ncclAllReduce --'
 //! ```
-//! The host only enqueues. Leases are dropped in [`wait_all`](Collective::wait_all), those of a gather also in
-//! [`wait_gather`](Collective::wait_gather): everything enqueued on the compute stream from then on, including work on
+//! The host only enqueues. Leases are dropped in [`wait_all`](Collective::wait_all), those of a gather or a
+//! reduce-scatter also when it alone is waited for: everything enqueued on the compute stream from then on, including work on
 //! a block that the pool has handed out again, is ordered after the kernels that used them.
 //!
 //! A watchdog thread polls NCCL's asynchronous errors and aborts the communicator when it finds one.
@@ -55,15 +55,18 @@ pub struct Nccl {
     /// waits for the record that is current when the wait is enqueued.
     compute_done: CudaEvent,
     comm_done: CudaEvent,
-    /// Gathers that have not been waited for, oldest first: the event recorded after each, and its leases.
-    pending_gathers: VecDeque<(CudaEvent, Vec<Lease>)>,
-    /// Events of finished gathers, for reuse: creating one per gather would be a driver call per bucket and step.
+    pending_gathers: Pending,
+    pending_scatters: Pending,
+    /// Events of those waited for, for reuse: creating one each time would be a driver call per bucket and step.
     spare_events: Vec<CudaEvent>,
     /// Leases of all other collectives under way.
     leases: Vec<Lease>,
     windows: Windows,
     watchdog: Option<JoinHandle<()>>,
 }
+
+/// Collectives of one kind that have not been waited for, oldest first: the event recorded after each, and its leases.
+type Pending = VecDeque<(CudaEvent, [Lease; 2])>;
 
 impl fmt::Debug for Nccl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -92,7 +95,8 @@ impl Nccl {
             communicator,
             compute_done: event()?,
             comm_done: event()?,
-            pending_gathers: VecDeque::new(),
+            pending_gathers: Pending::new(),
+            pending_scatters: Pending::new(),
             spare_events: Vec::new(),
             compute,
             stream,
@@ -116,13 +120,58 @@ impl Nccl {
         leases: [Lease; N],
         call: impl FnOnce(&Library, ncclComm_t, [*mut c_void; N]) -> ncclResult_t,
     ) -> Result<()> {
+        let started = self.call(what, &leases, call);
+        self.leases.extend(leases);
+        started
+    }
+
+    /// As `enqueue`, with an event after it. Returns what to wait for.
+    fn enqueue_with_event(
+        &mut self,
+        what: &'static str,
+        leases: [Lease; 2],
+        call: impl FnOnce(&Library, ncclComm_t, [*mut c_void; 2]) -> ncclResult_t,
+    ) -> Result<(CudaEvent, [Lease; 2])> {
+        let done = self.spare_events.pop().map_or_else(|| new_event(self.compute.context()), Ok);
+        let started = done.and_then(|done| {
+            self.call(what, &leases, call)?;
+            done.record(&self.stream).map_err(order_error)?;
+            Ok(done)
+        });
+        match started {
+            Ok(done) => Ok((done, leases)),
+            // It may have been started.
+            Err(error) => {
+                self.leases.extend(leases);
+                Err(error)
+            }
+        }
+    }
+
+    fn call<const N: usize>(
+        &mut self,
+        what: &'static str,
+        leases: &[Lease; N],
+        call: impl FnOnce(&Library, ncclComm_t, [*mut c_void; N]) -> ncclResult_t,
+    ) -> Result<()> {
         assert!(leases.iter().all(|lease| lease.space() == Space::Cuda), "NCCL takes device memory only");
         self.check()?;
         self.wait_for_compute()?;
         let data = leases.each_ref().map(|lease| lease.address() as *mut c_void);
         let result = self.communicator.call(|library, comm| call(library, comm, data))?;
-        self.leases.extend(leases);
         self.communicator.check_result(what, result)
+    }
+
+    /// Orders the compute stream after the oldest one.
+    fn wait_for_oldest(&mut self, pending: fn(&mut Self) -> &mut Pending) -> Result<()> {
+        self.check()?;
+        let Some((done, leases)) = pending(self).pop_front() else { return Ok(()) };
+        let ordered = self.compute.wait(&done).map_err(order_error);
+        if ordered.is_err() {
+            self.leases.extend(leases);
+        }
+        self.spare_events.push(done);
+        ordered
     }
 }
 
@@ -157,34 +206,34 @@ impl Collective for Nccl {
         expect_shards(&from, &into, self.world);
         let (count, stream) = (into.bytes() / dtype.size(), self.stream.cu_stream().cast());
         let (kind, sum) = (data_type(dtype), ncclRedOp_t::ncclSum);
-        self.enqueue("failed to start a reduce-scatter", [from, into], |library, comm, [from, into]| {
+        let what = "failed to start a reduce-scatter";
+        let pending = self.enqueue_with_event(what, [from, into], |library, comm, [from, into]| {
             // SAFETY: as in `all_reduce`; `into` has `count` elements, `from` as many per rank, and two leases never
             // overlap.
             unsafe { (library.reduce_scatter)(from, into, count, kind, sum, comm, stream) }
-        })
+        })?;
+        self.pending_scatters.push_back(pending);
+        Ok(())
+    }
+
+    fn wait_scatter(&mut self) -> Result<()> {
+        self.wait_for_oldest(|this| &mut this.pending_scatters)
     }
 
     fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()> {
         expect_shards(&into, &from, self.world);
         let (bytes, stream) = (from.bytes(), self.stream.cu_stream().cast());
-        self.enqueue("failed to start an all-gather", [from, into], |library, comm, [from, into]| {
+        let what = "failed to start an all-gather";
+        let pending = self.enqueue_with_event(what, [from, into], |library, comm, [from, into]| {
             // SAFETY: as in `reduce_scatter`, with bytes as elements and the roles of the two swapped.
             unsafe { (library.all_gather)(from, into, bytes, ncclDataType_t::ncclUint8, comm, stream) }
         })?;
-        let gathered = self.spare_events.pop().map_or_else(|| new_event(self.compute.context()), Ok)?;
-        gathered.record(&self.stream).map_err(order_error)?;
-        // The two leases that `enqueue` has just kept end with this gather, not with `wait_all`.
-        let leases = self.leases.split_off(self.leases.len() - 2);
-        self.pending_gathers.push_back((gathered, leases));
+        self.pending_gathers.push_back(pending);
         Ok(())
     }
 
     fn wait_gather(&mut self) -> Result<()> {
-        self.check()?;
-        let Some((gathered, _)) = self.pending_gathers.front() else { return Ok(()) };
-        self.compute.wait(gathered).map_err(order_error)?;
-        self.spare_events.extend(self.pending_gathers.pop_front().map(|(gathered, _)| gathered));
-        Ok(())
+        self.wait_for_oldest(|this| &mut this.pending_gathers)
     }
 
     fn broadcast(&mut self, elements: Lease, root: usize) -> Result<()> {
@@ -200,7 +249,8 @@ impl Collective for Nccl {
         self.check()?;
         self.comm_done.record(&self.stream).map_err(order_error)?;
         self.compute.wait(&self.comm_done).map_err(order_error)?;
-        self.spare_events.extend(self.pending_gathers.drain(..).map(|(gathered, _)| gathered));
+        let pending = self.pending_gathers.drain(..).chain(self.pending_scatters.drain(..));
+        self.spare_events.extend(pending.map(|(done, _)| done));
         self.leases.clear();
         Ok(())
     }
@@ -222,6 +272,7 @@ impl Collective for Nccl {
         };
         self.stream.synchronize().map_err(cuda)?;
         self.pending_gathers.clear();
+        self.pending_scatters.clear();
         self.leases.clear();
         let windows = &mut self.windows;
         self.communicator.close(|library, comm| windows.deregister(library, comm))

@@ -68,10 +68,13 @@ pub struct Ring {
     world: usize,
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
-    /// One completion per gather that has not been waited for, oldest first.
-    pending_gathers: VecDeque<Receiver<Result<()>>>,
+    /// One completion per gather, and per reduce-scatter, that has not been waited for, oldest first.
+    pending_gathers: Pending,
+    pending_scatters: Pending,
     abort: Arc<AbortState>,
 }
+
+type Pending = VecDeque<Receiver<Result<()>>>;
 
 impl fmt::Debug for Ring {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -118,7 +121,8 @@ impl Ring {
                 reason: format!("failed to start its thread: {error}"),
             })?;
         let (jobs, thread) = (Some(jobs), Some(thread));
-        Ok(Self { rank, world, jobs, thread, pending_gathers: VecDeque::new(), abort: Arc::new(abort) })
+        let (pending_gathers, pending_scatters) = (Pending::new(), Pending::new());
+        Ok(Self { rank, world, jobs, thread, pending_gathers, pending_scatters, abort: Arc::new(abort) })
     }
 
     /// Queues a job for the comm thread, which runs as long as `self.jobs` is open.
@@ -164,7 +168,14 @@ impl Collective for Ring {
 
     fn reduce_scatter(&mut self, from: Lease, into: Lease, dtype: DType) -> Result<()> {
         expect_shards(&from, &into, self.world);
-        self.submit(Job::ReduceScatter(from, into, dtype))
+        self.submit(Job::ReduceScatter(from, into, dtype))?;
+        let done = self.submit_with_reply(Job::Flush)?;
+        self.pending_scatters.push_back(done);
+        Ok(())
+    }
+
+    fn wait_scatter(&mut self) -> Result<()> {
+        self.pending_scatters.pop_front().map_or(Ok(()), |done| self.wait(&done))
     }
 
     fn all_gather(&mut self, from: Lease, into: Lease) -> Result<()> {
@@ -185,6 +196,7 @@ impl Collective for Ring {
 
     fn wait_all(&mut self) -> Result<()> {
         self.pending_gathers.clear();
+        self.pending_scatters.clear();
         self.wait(&self.submit_with_reply(Job::Flush)?)
     }
 

@@ -1,0 +1,175 @@
+//! The section `[comm]`. As in `sections`, doc comments of fields and variants are user documentation.
+
+use std::fmt;
+
+use serde::de::{self, Deserializer, IntoDeserializer, Visitor};
+use serde::{Deserialize, Serialize};
+
+use crate::invalid::Invalid;
+
+/// Most ranks among which a job can be divided. Parameters are aligned in the arena so that every bucket can be cut into
+/// this many equal shards.
+pub const MAX_SHARDS: usize = 8;
+
+/// Communication of gradients and parameters between ranks.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct CommSection {
+    /// Maximum size of a gradient bucket in MiB, like DDP's bucket_cap_mb. Smaller buckets overlap better with
+    /// backward; larger ones use bandwidth better.
+    pub bucket_mb: f64,
+    /// Element type in which gradients are all-reduced. Micro-steps are added in fp32.
+    pub dtype: WireDtype,
+    /// All-reduce buckets while backward is still running, and all-gather sharded parameters while forward is running.
+    /// Turn it off only to measure its effect.
+    pub overlap: bool,
+    /// What is divided among the ranks instead of being the same on each. All but "none" need 1, 2, 4 or 8 ranks.
+    #[serde(alias = "shard_optimizer", deserialize_with = "shard_or_flag")]
+    pub shard: Shard,
+    /// Register buffers with NCCL as symmetric memory windows, so that GPUs access each other's memory directly. Needs
+    /// NCCL 2.27, peer access between the GPUs and `engine.pool` other than "off". Not used on
+    /// several nodes. Not faster on every machine: measure with `xlaunch bench allreduce`.
+    pub windows: bool,
+}
+
+impl Default for CommSection {
+    fn default() -> Self {
+        Self { bucket_mb: 25.0, dtype: WireDtype::Auto, overlap: true, shard: Shard::Auto, windows: false }
+    }
+}
+
+/// What is divided among the ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Shard {
+    /// What was fastest where it was measured: the optimizer on 4 or 8 GPUs that share their directory, nothing
+    /// elsewhere.
+    Auto,
+    /// Nothing.
+    None,
+    /// The optimizer's state (ZeRO stage 1): each rank updates a part of the parameters and all-gathers the rest.
+    Optimizer,
+    /// The gradients as well (ZeRO stage 2): those of a few blocks are in memory at a time. Not with
+    /// `train.accumulate`.
+    Gradients,
+    /// The parameters as well (ZeRO stage 3, FSDP): those of two blocks are in memory at a time, and are gathered before
+    /// forward and again before backward. Embeddings and head stay whole. Not with `train.accumulate`; no text is
+    /// sampled.
+    Parameters,
+}
+
+/// The fewest GPUs that are faster with a sharded optimizer.
+const GPUS_THAT_SHARD: usize = 4;
+
+impl CommSection {
+    /// What this many ranks, which share their directory or not, divide among them; never `Auto`.
+    pub fn shard(&self, ranks: usize, cuda: bool, share_directory: bool) -> Shard {
+        let shards = cuda && share_directory && ranks >= GPUS_THAT_SHARD && MAX_SHARDS.is_multiple_of(ranks);
+        match self.shard {
+            Shard::Auto if shards => Shard::Optimizer,
+            Shard::Auto => Shard::None,
+            _ if ranks == 1 => Shard::None,
+            chosen => chosen,
+        }
+    }
+
+    /// Checks that this many ranks can divide what they are to divide.
+    pub fn check_ranks(&self, ranks: usize) -> Result<(), Invalid> {
+        if self.shard >= Shard::Optimizer && (ranks == 0 || !MAX_SHARDS.is_multiple_of(ranks)) {
+            return Err(Invalid::new(
+                "comm.shard",
+                format!("{ranks} ranks cannot be given equal parts"),
+                "1, 2, 4 or 8 ranks, or \"none\"".into(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Checks that what is divided can be summed over so many micro-steps.
+    pub fn check_accumulate(&self, accumulate: usize) -> Result<(), Invalid> {
+        if self.shard >= Shard::Gradients && accumulate > 1 {
+            return Err(Invalid::new(
+                "comm.shard",
+                format!("gradients cannot be divided with train.accumulate = {accumulate}"),
+                "train.accumulate = 1, or comm.shard = \"optimizer\"".into(),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// A [`Shard`], or the value of its old name, `comm.shard_optimizer`: true or false.
+fn shard_or_flag<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Shard, D::Error> {
+    struct Either;
+    impl Visitor<'_> for Either {
+        type Value = Shard;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("\"auto\", \"none\", \"optimizer\", \"gradients\" or \"parameters\"")
+        }
+
+        fn visit_bool<E: de::Error>(self, sharded: bool) -> Result<Shard, E> {
+            Ok(if sharded { Shard::Optimizer } else { Shard::None })
+        }
+
+        fn visit_str<E: de::Error>(self, name: &str) -> Result<Shard, E> {
+            Shard::deserialize(name.into_deserializer())
+        }
+    }
+    deserializer.deserialize_any(Either)
+}
+
+/// Element type in which gradients are all-reduced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum WireDtype {
+    /// bf16 with `engine.precision = "bf16"`, fp32 otherwise.
+    Auto,
+    /// 4 bytes per gradient.
+    Fp32,
+    /// 2 bytes per gradient. Needs `engine.precision = "bf16"`.
+    Bf16,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_divided_follows_the_request_and_on_many_gpus_the_default() {
+        let shard = |value: &str, ranks, cuda, share_directory| {
+            let comm: CommSection = serde_json::from_str(&format!("{{\"shard\":{value}}}")).unwrap();
+            comm.shard(ranks, cuda, share_directory)
+        };
+        for (ranks, cuda, share_directory, default) in [
+            (4, true, true, Shard::Optimizer),
+            (8, true, true, Shard::Optimizer),
+            (2, true, true, Shard::None),
+            (6, true, true, Shard::None),
+            (16, true, true, Shard::None),
+            (4, false, true, Shard::None),
+            (4, true, false, Shard::None),
+        ] {
+            assert_eq!(shard("\"auto\"", ranks, cuda, share_directory), default, "{ranks} {cuda}");
+            for (value, chosen) in [
+                ("\"none\"", Shard::None),
+                ("\"optimizer\"", Shard::Optimizer),
+                ("\"gradients\"", Shard::Gradients),
+                ("\"parameters\"", Shard::Parameters),
+                // The values of the old name.
+                ("true", Shard::Optimizer),
+                ("false", Shard::None),
+            ] {
+                assert_eq!(shard(value, ranks, cuda, share_directory), chosen);
+                assert_eq!(shard(value, 1, cuda, share_directory), Shard::None, "one rank has all");
+            }
+        }
+        let old: CommSection = serde_json::from_str("{\"shard_optimizer\":true}").unwrap();
+        assert_eq!(old.shard, Shard::Optimizer);
+        let error = serde_json::from_str::<CommSection>("{\"shard\":\"some\"}").unwrap_err().to_string();
+        assert!(error.contains("`none`, `optimizer`, `gradients`, `parameters`"), "{error}");
+    }
+}

@@ -1,0 +1,147 @@
+use super::*;
+use proptest::prelude::*;
+
+/// One bucket per parameter.
+fn plan(sizes: &[usize]) -> Plan {
+    let ends: Vec<usize> = sizes
+        .iter()
+        .scan(0, |end, size| {
+            *end += size;
+            Some(*end)
+        })
+        .collect();
+    Plan::new(&ends, 1, 1, 1)
+}
+
+/// A pass down an arena and up again, in parts that end at `cuts`.
+fn down_and_up(cuts: &[usize]) -> Vec<Range<usize>> {
+    let up = cuts.windows(2).map(|cut| cut[0]..cut[1]);
+    up.clone().rev().chain(up).collect()
+}
+
+#[test]
+fn blocks_of_equal_size_take_turns_in_two_slots() {
+    let plan = plan(&[10; 6]);
+    let parts = down_and_up(&[10, 20, 30, 40, 50, 60]);
+    let slots = Slots::shared(&plan, &parts, &[0..10]);
+    assert_eq!(slots.len(), 30);
+    assert!(!slots.is_whole());
+    let places = [10..20, 20..30, 30..40, 40..50, 55..57, 0..10].map(|elements| slots.place(&elements));
+    assert_eq!(places, [0..10, 10..20, 0..10, 10..20, 5..7, 20..30]);
+    assert_eq!(slots.kept().cloned().collect::<Vec<_>>(), [0..10]);
+}
+
+#[test]
+fn next_part_is_gathered_while_one_is_computed() {
+    let plan = plan(&[10; 4]);
+    let parts = [30..40, 20..30, 10..20, 0..10, 0..10, 10..20];
+    let slots = Slots::shared(&plan, &parts, &[]);
+    assert_eq!(slots.len(), 20);
+    let turn = |now: &[Range<usize>], waits, later: &[Range<usize>]| Turn {
+        now: now.to_vec(),
+        waits,
+        later: later.to_vec(),
+    };
+    assert_eq!(
+        slots.gathers(&parts, 1, false),
+        [
+            turn(&[30..40], 1, &[20..30]),
+            turn(&[], 1, &[10..20]),
+            turn(&[], 1, &[0..10]),
+            turn(&[], 1, &[]),
+            turn(&[], 0, &[]),
+            turn(&[], 0, &[]),
+        ]
+    );
+    let not_ahead = slots.gathers(&parts[..2], 0, false);
+    assert_eq!(not_ahead, [turn(&[30..40], 1, &[]), turn(&[20..30], 1, &[])]);
+}
+
+#[test]
+fn whole_arena_is_gathered_at_once_and_awaited_part_by_part() {
+    let plan = plan(&[10; 3]);
+    let slots = Slots::whole(&plan);
+    assert!(slots.is_whole() && slots.len() == 30);
+    assert_eq!(slots.place(&(12..19)), 12..19);
+    let parts = [15..30, 5..20, 0..3];
+    let turns = slots.gathers(&parts, parts.len(), false);
+    assert_eq!(turns[0], Turn { now: vec![20..30, 10..20], waits: 2, later: vec![0..10] });
+    assert_eq!(turns[1..].iter().map(|turn| turn.waits).collect::<Vec<_>>(), [1, 0]);
+    assert!(slots.gathers(&parts, parts.len(), true).iter().all(|turn| *turn == Turn::default()));
+    assert!(slots.writes(&parts).iter().all(|write| write.waits == 0));
+}
+
+#[test]
+fn part_is_written_when_its_memory_was_reduced() {
+    let plan = plan(&[10; 5]);
+    let parts = [0..10, 10..20, 20..30, 30..40, 40..50];
+    let slots = Slots::shared(&plan, &parts, &[0..10]);
+    assert_eq!(slots.len(), 30);
+    // Bucket 3 takes the memory of bucket 1, which is the second to be reduced; bucket 4 that of bucket 2.
+    let writes = slots.writes(&parts);
+    assert_eq!(writes.iter().map(|write| write.waits).collect::<Vec<_>>(), [0, 0, 0, 2, 1]);
+    assert_eq!(writes[3].buckets, [30..40]);
+}
+
+#[test]
+#[should_panic(expected = "is not in")]
+fn elements_of_two_buckets_have_no_place() {
+    let _ = Slots::whole(&plan(&[10, 10])).place(&(5..15));
+}
+
+proptest! {
+    /// Whatever sizes buckets and parts have: a part finds its buckets in memory, and neither a gather nor a later part
+    /// overwrites what is still needed.
+    #[test]
+    fn buckets_are_there_when_they_are_needed(
+        sizes in prop::collection::vec(1usize..40, 3..40),
+        cuts in prop::collection::btree_set(0usize..800, 2..12),
+        kept in 0usize..800,
+        ahead in 0usize..2,
+        kept_present: bool,
+    ) {
+        let (plan, total) = (plan(&sizes), sizes.iter().sum::<usize>());
+        let mut cuts: Vec<usize> = cuts.into_iter().filter(|cut| *cut < total).collect();
+        cuts.push(total);
+        cuts.insert(0, 0);
+        cuts.dedup();
+        let parts = down_and_up(&cuts);
+        let kept = kept.min(total - 1)..(kept + 5).min(total);
+        let slots = Slots::shared(&plan, &parts, std::slice::from_ref(&kept));
+        prop_assert!(slots.len() <= total);
+
+        // The bucket whose elements are in each element of the tensor.
+        let mut memory = vec![usize::MAX; slots.len()];
+        let bucket_at = |range: &Range<usize>| slots.needed(range).start;
+        let store = |memory: &mut Vec<usize>, bucket: usize| memory[slots.slot(bucket)].fill(bucket);
+        if kept_present {
+            slots.kept().for_each(|range| store(&mut memory, bucket_at(range)));
+        }
+        let mut under_way = std::collections::VecDeque::new();
+        for (part, turn) in parts.iter().zip(slots.gathers(&parts, ahead, kept_present)) {
+            under_way.extend(turn.now.iter().map(bucket_at));
+            for bucket in under_way.drain(..turn.waits) {
+                store(&mut memory, bucket);
+            }
+            under_way.extend(turn.later.iter().map(bucket_at));
+            for bucket in slots.needed(part) {
+                prop_assert!(memory[slots.slot(bucket)].iter().all(|found| *found == bucket));
+                prop_assert!(under_way.iter().all(|other| !overlaps(&slots.slot(*other), &slots.slot(bucket))));
+            }
+        }
+
+        let up = &parts[parts.len() / 2..];
+        let (mut written, mut reduced, mut memory) = (0, 0, vec![usize::MAX; slots.len()]);
+        for (part, write) in up.iter().zip(slots.writes(up)) {
+            reduced += write.waits;
+            prop_assert!(plan.buckets()[..reduced].iter().all(|bucket| bucket.end <= part.start));
+            prop_assert_eq!(write.buckets.len(), slots.needed(part).end - written.max(slots.needed(part).start));
+            for bucket in write.buckets.iter().map(bucket_at) {
+                let old = &memory[slots.slot(bucket)];
+                prop_assert!(old.iter().all(|old| *old == usize::MAX || *old < reduced));
+                store(&mut memory, bucket);
+            }
+            written = slots.needed(part).end;
+        }
+    }
+}

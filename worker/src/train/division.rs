@@ -1,0 +1,83 @@
+//! What each rank has a part of (`comm.shard`), and where buckets are that are not all in memory.
+
+use std::ops::Range;
+
+use xlaunch_comm::{Sharding, Slots, bucket};
+use xlaunch_engine::DType;
+use xlaunch_proto::spec::{JobSpec, Shard, SpecError, WireDtype};
+
+use crate::error::Result;
+use crate::model::layout::Layout;
+
+/// Cap of the first bucket: a small one lets communication start early in backward.
+const FIRST_BUCKET_BYTES: usize = 1 << 20;
+
+/// How a job is divided among its ranks.
+#[derive(Clone, Debug)]
+pub struct Division {
+    /// Which parameters this rank updates.
+    pub sharding: Sharding,
+    /// Memory for the gradients of a few blocks; `None`: for all.
+    pub gradients: Option<Slots>,
+    /// Memory for the weights of a few blocks; `None`: for all.
+    pub weights: Option<Slots>,
+}
+
+impl Division {
+    /// Of a job with this layout among `ranks`, which divide `shard`. The buckets do not depend on that, so neither does
+    /// the order in which gradients are summed.
+    ///
+    /// # Errors
+    /// If this number of ranks cannot divide it.
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "positive by JobSpec::check; a cap above all memory means a single bucket"
+    )]
+    pub fn new(
+        spec: &JobSpec,
+        layout: &Layout,
+        activations: DType,
+        rank: usize,
+        ranks: usize,
+        shard: Shard,
+    ) -> Result<Self> {
+        spec.comm.check_ranks(ranks).map_err(SpecError::from)?;
+        let cap = (spec.comm.bucket_mb * f64::from(1 << 20)) as usize;
+        let size = wire_dtype(spec, activations).size();
+        let plan = bucket::Plan::new(&layout.ends(), size, cap, cap.min(FIRST_BUCKET_BYTES));
+        let slots = || Slots::shared(&plan, &parts(layout), &layout.kept());
+        Ok(Self {
+            gradients: (shard >= Shard::Gradients).then(slots),
+            weights: (shard >= Shard::Parameters).then(slots),
+            sharding: match shard {
+                Shard::Auto | Shard::None => Sharding::replicated(plan),
+                _ => Sharding::new(plan, rank, ranks),
+            },
+        })
+    }
+
+    /// What each rank has a part of, as `comm.shard` names it; empty if nothing.
+    pub fn sharded(&self) -> &'static str {
+        match self {
+            Self { weights: Some(_), .. } => "parameters",
+            Self { gradients: Some(_), .. } => "gradients",
+            Self { sharding, .. } if sharding.is_sharded() => "optimizer",
+            Self { .. } => "",
+        }
+    }
+}
+
+/// The parts of a forward and a backward pass.
+pub(super) fn parts(layout: &Layout) -> Vec<Range<usize>> {
+    [layout.forward_parts(), layout.backward_parts()].concat()
+}
+
+/// Element type of gradients on the wire.
+pub fn wire_dtype(spec: &JobSpec, activations: DType) -> DType {
+    match spec.comm.dtype {
+        WireDtype::Fp32 => DType::F32,
+        WireDtype::Bf16 => DType::Bf16,
+        WireDtype::Auto => activations,
+    }
+}

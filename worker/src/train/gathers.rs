@@ -1,0 +1,52 @@
+//! The weights of other ranks' shards, gathered for one pass after the other.
+//!
+//! ```text
+//! sharded optimizer:   all weights, at the begin of a step; forward waits for them part by part
+//! sharded parameters:  embeddings and head at the begin of a step, those of a block while the one before it is computed
+//! ```
+
+use std::ops::Range;
+
+use xlaunch_comm::{Collective, Slots, Turn};
+
+use super::division::Division;
+use crate::error::Result;
+use crate::model::Model;
+use crate::optim::AdamW;
+
+/// What is gathered before each part of a pass.
+#[derive(Debug)]
+pub(super) struct Gathers(Vec<Turn>);
+
+impl Gathers {
+    /// For passes over these parts of the model. With `complete`, what is gathered once per step is there already.
+    pub(super) fn new(division: &Division, parts: &[Range<usize>], overlap: bool, complete: bool) -> Self {
+        if !division.sharding.is_sharded() {
+            return Self(Vec::new());
+        }
+        Self(match &division.weights {
+            Some(slots) => slots.gathers(parts, usize::from(overlap), complete),
+            None => {
+                let ahead = if overlap { parts.len() } else { 0 };
+                Slots::whole(division.sharding.plan()).gathers(parts, ahead, complete)
+            }
+        })
+    }
+
+    /// Completes the weights of a part before it is computed. Whether that had to wait for other ranks.
+    pub(super) fn begin_part(
+        &self,
+        part: usize,
+        model: &Model,
+        optimizer: &AdamW,
+        collective: &mut dyn Collective,
+    ) -> Result<bool> {
+        let Some(Turn { now, waits, later }) = self.0.get(part) else { return Ok(false) };
+        now.iter().try_for_each(|bucket| optimizer.start_gather(model, bucket, collective))?;
+        for _ in 0..*waits {
+            collective.wait_gather()?;
+        }
+        later.iter().try_for_each(|bucket| optimizer.start_gather(model, bucket, collective))?;
+        Ok(*waits > 0)
+    }
+}
