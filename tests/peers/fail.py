@@ -1,9 +1,10 @@
 """Ranks that all-reduce endlessly until one of them fails, to test what the launcher does.
 
-    torchrun --nproc-per-node 2 tests/peers/fail.py --how exception|exit|memory|nothing [--rank 1] [--times FILE]
+    torchrun --nproc-per-node 2 tests/peers/fail.py --how exception|exit|memory|assert|nothing [--rank 1] [--times FILE]
 
-Just before, the failing rank prints `failing TIME PID`. With `nothing` it goes on, to be killed from outside. After a
-restart no rank fails. Rank 0 appends `start TIME` and `step TIME`, for the first step, of each attempt to a log.
+Just before, the failing rank prints `failing TIME PID`. With `assert` an index is out of range, which on a GPU a kernel
+finds. With `nothing` the rank goes on, to be killed from outside. After a restart no rank fails. Rank 0 appends `start
+TIME` and `step TIME`, for the first step, of each attempt to a log.
 """
 
 import argparse
@@ -24,7 +25,7 @@ def log(options, event):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--how", choices=["exception", "exit", "memory", "nothing"], required=True)
+    parser.add_argument("--how", choices=["exception", "exit", "memory", "assert", "nothing"], required=True)
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--times")
     options = parser.parse_args()
@@ -51,6 +52,8 @@ def main():
             if options.how == "memory":
                 hold = [torch.empty(1 << 34, device=device) for _ in range(1000)]
                 print(len(hold))
+            if options.how == "assert":
+                print(x[torch.tensor([x.numel()], device=device)])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-/* Makes a worker of the trainer hang, for tests. Loaded by LD_PRELOAD; see hang.rs.
+/* Makes a worker of the trainer hang or fail, for tests. Loaded by LD_PRELOAD; see hang.rs.
  *
  * Acts in the worker of rank HANG_RANK, in its first attempt, once the file HANG_TRIGGER exists. HANG_MODE:
  *
@@ -6,14 +6,20 @@
  *     slow    the training thread sleeps for 10 ms at the begin of phase HANG_PHASE
  *     read    another thread, which is the data loader, never returns from reading a file
  *     kernel  at the begin of phase HANG_PHASE the training thread starts a kernel that occupies its GPU for ever
+ *     fault   at the begin of phase HANG_PHASE the training thread starts a kernel that stores to an illegal address
+ *     sockets at the begin of phase HANG_PHASE the process shuts its TCP connections down
  *
  * The training thread writes a record of 64 bytes at each change of its phase, with the phase's number at byte 12. */
 
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
+#include <netinet/in.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
 #include <time.h>
@@ -33,11 +39,18 @@ static int active(const char *mode) {
 static int is_main_thread(void) { return syscall(SYS_gettid) == getpid(); }
 
 /* The types of cuda.h are pointers and integers. */
-static const char KERNEL[] =
+static const char KERNELS[] =
     ".version 7.0\n.target sm_70\n.address_size 64\n"
-    ".visible .entry endless() { again: bra again; }\n";
+    ".visible .entry endless() { again: bra again; }\n"
+    ".visible .entry fault() {\n"
+    "  .reg .b64 %nowhere;\n"
+    "  mov.u64 %nowhere, 0;\n"
+    "  st.global.u64 [%nowhere], %nowhere;\n"
+    "  ret;\n"
+    "}\n";
 
-static void start_endless_kernel(void) {
+/* Enough threads to occupy the whole GPU. */
+static void start_kernel(const char *name) {
     enum { THREADS = 1024, BLOCKS_PER_PROCESSOR = 2, PROCESSOR_COUNT = 16 };
     void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *module, *function, *stream;
     int device, processors;
@@ -49,10 +62,28 @@ static void start_endless_kernel(void) {
     int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
                   void **) = dlsym(cuda, "cuLaunchKernel");
     const unsigned non_blocking = 1;
-    if (get_device(&device) || get_attribute(&processors, PROCESSOR_COUNT, device) || load(&module, KERNEL) ||
-        get_function(&function, module, "endless") || new_stream(&stream, non_blocking) ||
+    if (get_device(&device) || get_attribute(&processors, PROCESSOR_COUNT, device) || load(&module, KERNELS) ||
+        get_function(&function, module, name) || new_stream(&stream, non_blocking) ||
         launch(function, processors * BLOCKS_PER_PROCESSOR, 1, 1, THREADS, 1, 1, 0, stream, NULL, NULL))
         abort();
+}
+
+static void shut_connections_down(void) {
+    int count = 0;
+    DIR *open = opendir("/proc/self/fd");
+    if (!open) abort();
+    for (struct dirent *entry; (entry = readdir(open));) {
+        int fd = atoi(entry->d_name), type;
+        struct sockaddr_storage peer;
+        socklen_t type_size = sizeof type, peer_size = sizeof peer;
+        /* Neither what is no socket, nor the connection to the agent, nor sockets that listen. */
+        if (!getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &type_size) && type == SOCK_STREAM &&
+            !getpeername(fd, (struct sockaddr *)&peer, &peer_size) &&
+            (peer.ss_family == AF_INET || peer.ss_family == AF_INET6))
+            count += !shutdown(fd, SHUT_RDWR);
+    }
+    closedir(open);
+    fprintf(stderr, "%d connections shut down\n", count);
 }
 
 ssize_t pwrite64(int fd, const void *data, size_t size, off64_t offset) {
@@ -65,10 +96,13 @@ ssize_t pwrite64(int fd, const void *data, size_t size, off64_t offset) {
         memcpy(&current, (const char *)data + 12, sizeof current);
         if (current == (uint32_t)atoi(phase)) {
             if (active("spin")) for (;;) __asm__ volatile("");
-            static int started;
-            if (!started && active("kernel")) {
-                started = 1;
-                start_endless_kernel();
+            static int done;
+            int kernel = active("kernel"), fault = active("fault"), sockets = active("sockets");
+            if (!done && (kernel || fault || sockets)) {
+                done = 1;
+                if (kernel) start_kernel("endless");
+                if (fault) start_kernel("fault");
+                if (sockets) shut_connections_down();
             }
             struct timespec pause = {0, 10 * 1000 * 1000};
             if (active("slow")) nanosleep(&pause, NULL);

@@ -112,7 +112,12 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         }
         fill(&trainer, reading, job).map(|start| (trainer, start))
     });
-    let collective = collective?;
+    let collective = match collective {
+        Ok(collective) => collective,
+        // A GPU without memory for the model may have none for NCCL either, which says less about it. What fails in
+        // `fill` is never the fault of another rank.
+        Err(error) => return Err(filled.err().map_or(error, |own| saving::set_aside(own, spec, job))),
+    };
     // From here on, other ranks fail when this one drops its collective.
     let report = |error| control.report_failure(error);
     let (trainer, start) = filled.map_err(|error| report(saving::set_aside(error, spec, job)))?;

@@ -62,6 +62,8 @@ pub(super) struct WorkerEnd {
     pub(super) at: Option<Instant>,
     /// xlaunch had sent it a signal.
     pub(super) signalled: bool,
+    /// It was being killed before that.
+    killed_before: bool,
     /// The error number of a failed start.
     pub(super) spawn_error: Option<i32>,
 }
@@ -116,9 +118,16 @@ impl Attempt {
         started.is_some_and(|started| started.worker.pid == pid)
     }
 
+    /// A worker that has not exited is being killed. It takes a process with a GPU a while to exit.
+    pub(super) fn dying(&mut self, rank: u32) {
+        if let Some(end) = self.ends.get_mut(rank as usize) {
+            end.killed_before = !self.signalled;
+        }
+    }
+
     pub(super) fn exited(&mut self, rank: u32, exit: Exit) {
         if let Some(end) = self.ends.get_mut(rank as usize) {
-            (end.exit, end.signalled) = (Some(exit), self.signalled);
+            (end.exit, end.signalled) = (Some(exit), self.signalled && !end.killed_before);
             (end.time, end.at) = (Some(SystemTime::now()), Some(Instant::now()));
         }
     }
@@ -272,5 +281,23 @@ impl Driver<'_> {
         for started in attempt.workers.iter_mut().flatten() {
             started.output.end(OUTPUT_DRAIN_TIMEOUT).await;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn worker_that_was_being_killed_before_the_others_were_ended_was_not_killed_by_xlaunch() {
+        let mut attempt = Attempt::new(0, 3);
+        attempt.dying(1);
+        attempt.kill();
+        attempt.dying(2);
+        for rank in 0..3 {
+            attempt.exited(rank, Exit::Signal(Signal::KILL.as_raw()));
+        }
+        let signalled: Vec<bool> = attempt.ends.iter().map(|end| end.signalled).collect();
+        assert_eq!(signalled, [true, false, true]);
     }
 }

@@ -246,6 +246,10 @@ fn known(line: &str, whole: &str, evidence: &Evidence) -> Option<Cause> {
         Cause::new(format!("a collective timed out: {}", whole.what)).with_help(
             "a rank may hang, have exited, or have called another collective: compare the last lines of all ranks",
         )
+    } else if has(&["CUDA error: "]) {
+        whole.with_help(
+            "an earlier operation on the GPU may have failed: set CUDA_LAUNCH_BLOCKING=1 to find the one that did",
+        )
     } else if has(&LOST_PEER) {
         whole.with_help("perhaps another rank exited first: check its last lines")
     } else if has(&["NCCL", "DistBackendError"]) {

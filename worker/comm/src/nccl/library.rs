@@ -60,6 +60,7 @@ pub(super) struct Library {
     /// `None` before NCCL 2.27. All ranks of a communicator have the same version, which NCCL enforces.
     pub(super) windows: Option<WindowCalls>,
     get_error_string: unsafe extern "C" fn(ncclResult_t) -> *const c_char,
+    get_last_error: unsafe extern "C" fn(ncclComm_t) -> *const c_char,
     /// Keeps the functions above mapped.
     _library: libloading::Library,
 }
@@ -130,24 +131,47 @@ impl Library {
             comm_abort: function!(b"ncclCommAbort\0"),
             windows: WindowCalls::find(&library),
             get_error_string: function!(b"ncclGetErrorString\0"),
+            get_last_error: function!(b"ncclGetLastError\0"),
             _library: library,
         })
     }
 
-    /// Converts a failure to an error with NCCL's text.
+    /// Converts a failure to an error with NCCL's texts.
     pub(super) fn check(&self, what: &'static str, result: ncclResult_t) -> Result<()> {
         if result == ncclResult_t::ncclSuccess || result == ncclResult_t::ncclInProgress {
             return Ok(());
         }
         // SAFETY: the function returns a static string for any value.
-        let text = unsafe { (self.get_error_string)(result) };
-        let reason = if text.is_null() {
-            format!("error {}", result as u32)
-        } else {
-            // SAFETY: a non-null result is a C string that lives as long as the library.
-            unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-        };
-        Err(CommError::Nccl { what, reason })
+        let text = unsafe { text_at((self.get_error_string)(result)) };
+        // SAFETY: the function ignores its argument, and returns a buffer of the library that always ends with 0.
+        let details = unsafe { text_at((self.get_last_error)(std::ptr::null_mut())) };
+        Err(error(what, result, &text, &details))
+    }
+}
+
+/// A C string that lives as long as the library; empty if there is none.
+///
+/// # Safety
+/// `text` is null or such a string.
+unsafe fn text_at(text: *const c_char) -> String {
+    if text.is_null() {
+        return String::new();
+    }
+    // SAFETY: the caller's promise.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+/// The error for a result, with NCCL's text for it and the last warning that NCCL gave in this process, which may be
+/// empty. A CUDA call of NCCL that failed is a fault of this rank's GPU, not the loss of a peer.
+fn error(what: &'static str, result: ncclResult_t, text: &str, details: &str) -> CommError {
+    let text = if text.is_empty() { format!("error {}", result as u32) } else { text.to_owned() };
+    let reason = match details.lines().next().map(str::trim) {
+        None | Some("") => text,
+        Some(details) => format!("{text}: {details}"),
+    };
+    match result {
+        ncclResult_t::ncclUnhandledCudaError => CommError::Cuda { what, reason },
+        _ => CommError::Nccl { what, reason },
     }
 }
 
@@ -160,6 +184,22 @@ mod tests {
         // This test program lacks both functions, as NCCL before 2.27 does.
         let program = libloading::Library::from(libloading::os::unix::Library::this());
         assert!(WindowCalls::find(&program).is_none());
+    }
+
+    #[test]
+    fn failed_cuda_call_of_nccl_is_a_fault_of_the_gpu() {
+        let what = "a collective failed";
+        let text = "unhandled cuda error (run with NCCL_DEBUG=INFO for details)";
+        let details = "Cuda failure 700 'an illegal memory access was encountered'\n";
+        let cuda = error(what, ncclResult_t::ncclUnhandledCudaError, text, details);
+        assert!(matches!(cuda, CommError::Cuda { .. }), "{cuda:?}");
+        let expected = format!("{what}: CUDA says {text}: {}", details.trim());
+        assert_eq!(cuda.to_string(), expected);
+        let lost = error(what, ncclResult_t::ncclRemoteError, "remote process exited", "");
+        assert!(matches!(lost, CommError::Nccl { .. }), "{lost:?}");
+        assert_eq!(lost.to_string(), format!("{what}: NCCL says remote process exited"));
+        let unknown = error(what, ncclResult_t::ncclSystemError, "", "");
+        assert_eq!(unknown.to_string(), format!("{what}: NCCL says error 2"));
     }
 
     #[test]

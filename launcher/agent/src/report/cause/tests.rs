@@ -61,6 +61,28 @@ fn gpu_and_host_out_of_memory() {
 }
 
 #[test]
+fn fault_of_a_gpu_is_the_cause_whichever_thread_of_torch_finds_it() {
+    let help = "an earlier operation on the GPU may have failed: set CUDA_LAUNCH_BLOCKING=1 to find the one that did";
+    let assertion = "/pytorch/aten/src/ATen/native/cuda/IndexKernel.cu:111: operator(): block: [0,0,0], thread: \
+                     [0,0,0] Assertion `-sizes[i] <= index && index < sizes[i] && \"index out of bounds\"` failed.\n";
+    let more = "Search for `cudaErrorAssert' in the documentation for more information.\nCUDA kernel errors might be \
+                asynchronously reported at some other API call.\n";
+    let line = "torch.AcceleratorError: CUDA error: device-side assert triggered";
+    let raised = format!("{assertion}{}{more}", traceback(line));
+    assert_eq!(failed(&raised), (format!("{line} (/w/t.py, line 7)"), help.into()));
+    let thread = "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: CUDA \
+                  error: device-side assert triggered";
+    let aborted = format!(
+        "{assertion}[rank1]:[E1123 ProcessGroupNCCL.cpp:2057] {thread}\n{more}terminate called after throwing an \
+         instance of 'c10::DistBackendError'\n  what():  {thread}\n{more}frame #0: c10::Error::Error\n"
+    );
+    assert_eq!(of(&evidence(Exit::Signal(6), &aborted)), (thread.into(), help.into()));
+    let stderr: Vec<_> = aborted.lines().map(|line| (line.to_owned(), Some(Instant::now()))).collect();
+    let symptom = symptom(&stderr, Exit::Signal(6), Instant::now()).unwrap();
+    assert!(!symptom.lost_peer && symptom.error == thread, "{symptom:?}");
+}
+
+#[test]
 fn oom_kills_by_counter() {
     let killed = evidence(Exit::Signal(9), &traceback("ValueError: got over this"));
     assert_eq!(of(&killed).0, "killed by SIGKILL, not sent by xlaunch: perhaps by the OOM killer");
