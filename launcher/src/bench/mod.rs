@@ -56,6 +56,7 @@ async fn run_workers(spec: &JobSpec, placement: &Placement, kind: Kind) -> Resul
         recover: |_, _, _, _| Ok(Recovered::default()),
         memory_snapshots: false,
         bench: Some(Bench { kind: Some(kind) }),
+        rank_threads: false,
     };
     let work = Work::of_trainer(&spec, placement.workers, None);
     let group = join::join(None, work, |_| {}).await?;
