@@ -24,8 +24,8 @@ import runner
 WARMUP = 10
 # Step after which plans are in use and the pool makes no driver allocations.
 SETTLED = 5
-# For a run of --threads, in seconds. Threads share the driver's locks, so that they may deadlock.
-RUN_TIMEOUT = 300
+# For a run of --threads, in seconds: threads share the locks of the driver, so that one may wait for another forever.
+RUN_TIMEOUT = 120
 
 
 class Utilisation(threading.Thread):
