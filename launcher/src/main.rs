@@ -22,6 +22,7 @@ use std::process::ExitCode;
 
 use trainer::{ExportRequest, Exported, FillInError, Memory, Needs, Preflight, Saving, Trainer};
 use xlaunch_agent::environment::{DataSet, Parent};
+use xlaunch_agent::spawn::environment;
 use xlaunch_agent::workload::trainer::Recovered;
 use xlaunch_agent::{Refusal, spawn};
 use xlaunch_proto::spec::JobSpec;
@@ -33,7 +34,8 @@ fn main() -> ExitCode {
         return spawn::reaper::main();
     }
     if std::env::args_os().nth(1).is_some_and(|argument| argument == "worker") {
-        return xlaunch_worker::main().into();
+        let rank_threads = std::env::args_os().nth(2).is_some_and(|it| it == environment::RANK_THREADS);
+        return xlaunch_worker::main(rank_threads).into();
     }
     let newest_checkpoint = xlaunch_worker::newest_checkpoint;
     let (generate, evaluate) = (trained::generate, trained::evaluate);

@@ -3,7 +3,8 @@
     python3 tests/gpu/memory.py --binary target/release/xlaunch [--models A B llama-1b] [--limit 3]
 
 Used memory is the device's, by NVML, without what was used before; pool is the peak of the trainer's own allocator.
-`other` is the rest: context, kernels, libraries, NCCL. Exit code 1 if a prediction is off by more than `--limit` percent.
+`other` is the rest: context, kernels, libraries, NCCL. Exit code 1 if a prediction is off by more than `--limit`
+percent.
 """
 
 import argparse

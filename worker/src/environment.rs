@@ -53,6 +53,21 @@ impl Environment {
         self.writers >= self.world_size.0
     }
 
+    /// The place of another rank of this node that is a thread of the same process. Its activity is not recorded.
+    pub(crate) fn of_thread(&self, local_rank: u32) -> Self {
+        let device = match self.device {
+            Device::Cpu => Device::Cpu,
+            Device::Cuda(first) => Device::Cuda(first + local_rank as usize),
+        };
+        Self {
+            rank: Rank(self.rank.0 + local_rank),
+            local_rank: LocalRank(local_rank),
+            device,
+            activity_fd: self.activity_fd.filter(|_| local_rank == 0),
+            ..self.clone()
+        }
+    }
+
     /// Reads the variables with `get`.
     pub fn read(get: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let text =
@@ -163,6 +178,22 @@ mod tests {
             (environment.rank, environment.device, environment.threads),
             (Rank(3), Device::Cuda(1), 1)
         );
+    }
+
+    #[test]
+    fn threads_of_a_process_have_consecutive_ranks_and_devices() {
+        let first = Environment::read(|name| match name {
+            "RANK" | "LOCAL_RANK" => Some("0".into()),
+            env::DEVICE => Some("cuda:0".into()),
+            env::ACTIVITY_FD => Some("5".into()),
+            _ => variable(name),
+        });
+        let first = first.unwrap();
+        assert_eq!(first.of_thread(0), first);
+        let other = first.of_thread(2);
+        assert_eq!((other.rank, other.local_rank, other.device), (Rank(2), LocalRank(2), Device::Cuda(2)));
+        // Two threads that wrote to the same record would overwrite each other's.
+        assert_eq!((first.activity_fd, other.activity_fd), (Some(5), None));
     }
 
     #[test]

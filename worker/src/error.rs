@@ -84,6 +84,14 @@ pub enum WorkerError {
         /// Ranks that differ from the majority; all if there is none.
         ranks: Vec<usize>,
     },
+    /// One of several ranks of this process cannot go on.
+    #[error("rank {rank}: {error}")]
+    OfRank {
+        /// The rank.
+        rank: u32,
+        /// Its error.
+        error: Box<WorkerError>,
+    },
     /// A system call failed.
     #[error("{what}: {source}")]
     Io {
@@ -117,6 +125,7 @@ impl WorkerError {
             Self::Environment(_) | Self::Setting(_) | Self::Spec(_) | Self::NotShared { .. } => {
                 ExitCode::Usage
             }
+            Self::OfRank { error, .. } => error.exit(),
             Self::Io { .. } => ExitCode::Internal,
         }
     }

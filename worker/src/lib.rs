@@ -30,6 +30,7 @@ mod phase;
 mod preflight;
 pub mod pretrained;
 mod random;
+mod rank_threads;
 pub mod session;
 mod tracked;
 pub mod train;
@@ -65,14 +66,18 @@ pub fn recover(
     directory::recover(dir, run, source, snapshot)
 }
 
-/// `xlaunch worker`. Errors go to stderr, whose last lines the agent includes in its report of a failure.
+/// `xlaunch worker`: one rank, or with `rank_threads` all ranks of a job on one node. Errors go to stderr, whose last
+/// lines the agent includes in its report of a failure.
 #[expect(clippy::print_stderr, reason = "the agent reports the tail of a failed worker's stderr")]
-pub fn main() -> ExitCode {
+pub fn main(rank_threads: bool) -> ExitCode {
     let environment = Environment::read(|name| std::env::var(name).ok());
     let result = environment.and_then(|environment| {
         fail::arm(environment.rank.0, environment.attempt.0).map_err(WorkerError::Setting)?;
         fail::at(Place::Start);
-        session::run(&environment)
+        match rank_threads {
+            true => rank_threads::run(&environment, session::run),
+            false => session::run(&environment),
+        }
     });
     match result {
         Ok(exit) => exit,

@@ -1,4 +1,4 @@
-//! What this process is doing: the phase and the collectives of the training thread, and a counter of what any thread
+//! What a rank is doing: the phase and the collectives of the training thread, and a counter of what any thread
 //! gets done between steps.
 //!
 //! ```text
@@ -17,12 +17,8 @@ use xlaunch_engine::Marks;
 use xlaunch_proto::activity::Activity;
 use xlaunch_proto::v1::Phase;
 
-/// Never reset, and of the whole process: the agent looks only for changes.
+/// Never reset, and of the whole process, as threads of all kinds advance: the agent looks only for changes.
 static PROGRESS: AtomicU64 = AtomicU64::new(0);
-/// Collectives that the training thread has started. Never reset.
-static COLLECTIVES: AtomicU64 = AtomicU64::new(0);
-/// Of this process's device, once it is open.
-static MARKS: OnceLock<Marks> = OnceLock::new();
 
 thread_local! {
     static TRACKER: Arc<PhaseTracker> = Arc::default();
@@ -41,11 +37,20 @@ const PHASE_BITS: u32 = 4;
 pub(crate) struct PhaseTracker {
     start: Instant,
     packed: AtomicU64,
+    /// Collectives that the thread has started. Never reset.
+    collectives: AtomicU64,
+    /// Of its device, once it is open.
+    marks: OnceLock<Marks>,
 }
 
 impl Default for PhaseTracker {
     fn default() -> Self {
-        Self { start: Instant::now(), packed: AtomicU64::new(0) }
+        Self {
+            start: Instant::now(),
+            packed: AtomicU64::new(0),
+            collectives: AtomicU64::new(0),
+            marks: OnceLock::new(),
+        }
     }
 }
 
@@ -60,6 +65,16 @@ impl PhaseTracker {
         let packed = self.packed.load(Ordering::Relaxed);
         let began = Duration::from_micros(packed >> PHASE_BITS);
         (unpack(packed), self.start.elapsed().saturating_sub(began))
+    }
+
+    /// Collectives that the thread has started.
+    pub(crate) fn collectives(&self) -> u64 {
+        self.collectives.load(Ordering::Relaxed)
+    }
+
+    /// Marks that its device has passed; 0 on devices without marks.
+    pub(crate) fn marks(&self) -> u64 {
+        self.marks.get().map_or(0, Marks::passed)
     }
 }
 
@@ -109,7 +124,7 @@ pub(crate) fn begin_step(step: u64) {
 
 /// The training thread is about to start a collective.
 pub(crate) fn begin_collective() {
-    let started = 1 + COLLECTIVES.fetch_add(1, Ordering::Relaxed);
+    let started = count_collectives(1);
     record(|activity| {
         (activity.collectives, activity.starting) = (started, true);
         activity.bucket += 1;
@@ -140,27 +155,27 @@ pub(crate) fn wait_for_collectives<T>(wait: impl FnOnce() -> T) -> T {
 
 /// Counts collectives that were started without [`begin_collective`]: by a graph that contains them.
 pub(crate) fn add_collectives(count: u64) {
-    let started = count + COLLECTIVES.fetch_add(count, Ordering::Relaxed);
+    let started = count_collectives(count);
     record(|activity| {
         activity.collectives = started;
         true
     });
 }
 
-/// Collectives that the training thread has started.
+/// Counts collectives of the calling thread. Returns their number.
+fn count_collectives(count: u64) -> u64 {
+    count + TRACKER.with(|tracker| tracker.collectives.fetch_add(count, Ordering::Relaxed))
+}
+
+/// Collectives that the calling thread has started.
 pub(crate) fn collectives() -> u64 {
-    COLLECTIVES.load(Ordering::Relaxed)
+    TRACKER.with(|tracker| tracker.collectives())
 }
 
-/// Heartbeats report the marks that this device passes.
+/// Heartbeats report the marks that the device of the calling thread passes.
 pub(crate) fn show_marks(marks: Marks) {
-    // A process opens one device.
-    let _ = MARKS.set(marks);
-}
-
-/// Marks that the device has passed; 0 on devices without marks.
-pub(crate) fn marks() -> u64 {
-    MARKS.get().map_or(0, Marks::passed)
+    // A rank opens one device.
+    let _ = TRACKER.with(|tracker| tracker.marks.set(marks));
 }
 
 /// How long the calling thread has waited for collectives since the last call.
@@ -238,9 +253,13 @@ mod tests {
         assert_eq!((read(&file).phase, read(&file).bucket), (Phase::Backward, 0));
         add_collectives(5);
         assert_eq!(read(&file).collectives, before + 7);
-        // Other threads leave the record alone.
-        std::thread::spawn(|| enter(Phase::Sample)).join().unwrap();
-        assert_eq!(read(&file).phase, Phase::Backward);
+        // Other threads, which may be other ranks, leave record and counter alone.
+        let other = std::thread::spawn(|| {
+            begin_collective();
+            enter(Phase::Sample)
+        });
+        other.join().unwrap();
+        assert_eq!((read(&file).phase, collectives()), (Phase::Backward, before + 7));
         enter(outer);
     }
 }

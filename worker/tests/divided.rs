@@ -1,5 +1,5 @@
-//! What is divided among the ranks (`comm.shard`) changes memory, and nothing else: no bit with the optimizer sharded or
-//! more. Without, the gradient norm is summed in another order, which can change its last bit.
+//! What is divided among the ranks (`comm.shard`) changes memory, and nothing else: no bit with the optimizer sharded
+//! or more. Without, the gradient norm is summed in another order, which can change its last bit.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 

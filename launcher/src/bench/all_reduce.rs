@@ -13,7 +13,7 @@ use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{AllReduceBench, AllReduceReport};
 
-use super::{RankReport, missing_report, run_workers};
+use super::{Mode, RankReport, missing_report, run_workers};
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::Placement;
 
@@ -70,7 +70,7 @@ pub(crate) async fn run(
     }
     let counts = counts(min, max, dtype);
     let request = AllReduceBench { counts: counts.clone(), bf16: dtype == Dtype::Bf16 };
-    let reports = run_workers(spec, placement, Kind::AllReduce(request)).await?;
+    let reports = run_workers(spec, placement, Mode::Processes, Kind::AllReduce(request)).await?;
     let rows: Option<Vec<Row>> =
         counts.iter().map(|count| row(*count, dtype, placement.workers, &reports)).collect();
     rows.ok_or_else(|| missing_report("every size"))

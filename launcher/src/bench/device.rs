@@ -8,7 +8,7 @@ use xlaunch_proto::v1::bench::Kind;
 use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{Calibration, DeviceBench};
 
-use super::{missing_report, run_workers};
+use super::{Mode, missing_report, run_workers};
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Placement};
 
@@ -37,7 +37,7 @@ async fn measure(spec: &JobSpec, placement: &Placement, bench: DeviceBench) -> R
     (spec.engine.pool, spec.engine.exec, spec.engine.memory_limit_mb) = (PoolMode::On, Exec::Stream, None);
     let single = Placement { workers: 1, ..placement.clone() };
     let request = DeviceBench { platform: devices::platform(placement.cuda), ..bench };
-    let reports = run_workers(&spec, &single, Kind::Device(request)).await?;
+    let reports = run_workers(&spec, &single, Mode::Processes, Kind::Device(request)).await?;
     let calibration = reports.into_iter().find_map(|received| match received.report {
         Report::Calibration(calibration) => Some(calibration),
         _ => None,

@@ -17,6 +17,7 @@ pub(crate) mod nodes;
 pub(crate) mod rendezvous;
 pub(crate) mod train;
 
+use serde::Serialize;
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::spec::JobSpec;
 use xlaunch_proto::v1::Bench;
@@ -32,11 +33,26 @@ use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::workload::trainer::{Recovered, TrainerPlan};
 use xlaunch_agent::{Refusal, report};
 
+/// What the ranks of a measurement are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Mode {
+    /// A process each, as in a job.
+    Processes,
+    /// Threads of one process.
+    Threads,
+}
+
 /// Runs the workers of one measurement and returns their reports.
 ///
 /// # Errors
 /// A worker failed (with the agent's failure report), or the user interrupted the launch.
-async fn run_workers(spec: &JobSpec, placement: &Placement, kind: Kind) -> Result<Vec<RankReport>, Refusal> {
+async fn run_workers(
+    spec: &JobSpec,
+    placement: &Placement,
+    mode: Mode,
+    kind: Kind,
+) -> Result<Vec<RankReport>, Refusal> {
     let internal = |what: &str, error: std::io::Error| {
         Refusal::new(ExitCode::Internal, format!("failed to {what}: {error}"))
     };
@@ -56,6 +72,7 @@ async fn run_workers(spec: &JobSpec, placement: &Placement, kind: Kind) -> Resul
         recover: |_, _, _, _| Ok(Recovered::default()),
         memory_snapshots: false,
         bench: Some(Bench { kind: Some(kind) }),
+        rank_threads: mode == Mode::Threads,
     };
     let work = Work::of_trainer(&spec, placement.workers, None);
     let group = join::join(None, work, |_| {}).await?;

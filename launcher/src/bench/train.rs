@@ -19,7 +19,7 @@ use xlaunch_proto::v1::worker_report::Report;
 use xlaunch_proto::v1::{StepReport, TrainBench, TrainStarted};
 
 use super::kernels::{self, Kernel};
-use super::{RankReport, device, missing_report, quantile, run_workers};
+use super::{Mode, RankReport, device, missing_report, quantile, run_workers};
 use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Placement};
@@ -42,6 +42,7 @@ pub(crate) struct Measured {
     pub(crate) device: String,
     pub(crate) platform: String,
     pub(crate) ranks: u32,
+    pub(crate) mode: Mode,
     pub(crate) job: String,
     pub(crate) parameters: u64,
     pub(crate) precision: String,
@@ -77,6 +78,7 @@ pub(crate) struct Measured {
 pub(crate) async fn run(
     spec: JobSpec,
     placement: &Placement,
+    mode: Mode,
     extent: Extent,
     command_start: Instant,
     trainer: Trainer,
@@ -88,7 +90,7 @@ pub(crate) async fn run(
     let profile_step = extent.profile.then_some(extent.end() + 1);
     announce("training");
     let bench = TrainBench { skip_all_reduce: false, profile_step };
-    let reports = run_workers(&spec, placement, Kind::Train(bench)).await?;
+    let reports = run_workers(&spec, placement, mode, Kind::Train(bench)).await?;
     let seconds = step_seconds(&reports, extent);
     let median = quantile(&seconds, 0.5);
     let median_without_all_reduce = if placement.workers == 1 {
@@ -96,7 +98,8 @@ pub(crate) async fn run(
     } else {
         announce("training without all-reduce: replicas diverge, losses are meaningless");
         let bench = TrainBench { skip_all_reduce: true, profile_step: None };
-        quantile(&step_seconds(&run_workers(&spec, placement, Kind::Train(bench)).await?, extent), 0.5)
+        let reports = run_workers(&spec, placement, mode, Kind::Train(bench)).await?;
+        quantile(&step_seconds(&reports, extent), 0.5)
     };
     announce("calibrating the device, unless it is cached");
     let calibration = device::run(&spec, placement, false).await?;
@@ -114,6 +117,7 @@ pub(crate) async fn run(
         device: started.device_name.clone(),
         platform: devices::platform(placement.cuda),
         ranks: placement.workers,
+        mode,
         job: spec.job.name.clone(),
         parameters: started.parameters,
         precision: started.precision.clone(),
@@ -214,6 +218,11 @@ pub(crate) fn table(m: &Measured) -> String {
         let _ = writeln!(out, "{name:<13}{value}");
     };
     line("hardware", format!("{} x {}, {}", m.ranks, m.device, m.platform));
+    let mode = match m.mode {
+        Mode::Processes => "a process each",
+        Mode::Threads => "threads of one process",
+    };
+    line("ranks", format!("{}, {mode}", m.ranks));
     let parameters = count(m.parameters as f64);
     line(
         "model",

@@ -10,7 +10,7 @@ use xlaunch_proto::spec::JobSpec;
 use super::launch::{self, Launch};
 use crate::bench::all_reduce::{self, Dtype};
 use crate::bench::train::{self, Extent};
-use crate::bench::{device, launches, nodes, rendezvous};
+use crate::bench::{Mode, device, launches, nodes, rendezvous};
 use crate::trainer::Trainer;
 use xlaunch_agent::Refusal;
 use xlaunch_agent::devices::{self, Node, Placement};
@@ -29,6 +29,9 @@ pub(super) enum Bench {
         /// Number of workers [default: one per GPU, or 1 without GPUs]
         #[arg(long, value_name = "N")]
         nproc: Option<u32>,
+        /// Run all ranks as threads of one process, to compare that with a process each
+        #[arg(long)]
+        threads: bool,
         /// Override a key of the configuration; may be repeated
         #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
         set: Vec<String>,
@@ -129,13 +132,14 @@ pub(super) async fn run(bench: Bench, trainer: Trainer) -> ExitCode {
 async fn measure(bench: Bench, trainer: Trainer) -> Result<String, Refusal> {
     let command_start = Instant::now();
     match bench {
-        Bench::Train { config, nproc, set, steps, warmup, profile, json } => {
+        Bench::Train { config, nproc, threads, set, steps, warmup, profile, json } => {
             let (spec, placement) = launch::prepare(
                 &Launch { config, nproc, set, resume: None, dry_run: false },
                 trainer.fill_in,
             )?;
             let extent = Extent { warmup, steps, profile };
-            let found = train::run(spec, &placement, extent, command_start, trainer).await?;
+            let mode = if threads { Mode::Threads } else { Mode::Processes };
+            let found = train::run(spec, &placement, mode, extent, command_start, trainer).await?;
             Ok(if json { as_json(&serde_json::json!(found)) } else { train::table(&found) })
         }
         Bench::AllReduce { nproc, min, max, dtype, windows, json } => {

@@ -222,6 +222,7 @@ async fn run_trainer(
         recover: trainer.recover,
         memory_snapshots,
         bench: None,
+        rank_threads: false,
         base,
     };
     let (dir, logs) = (run.path.clone(), run.logs.clone());

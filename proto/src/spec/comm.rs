@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::invalid::Invalid;
 
-/// Most ranks among which a job can be divided. Parameters are aligned in the arena so that every bucket can be cut into
-/// this many equal shards.
+/// Most ranks among which a job can be divided. Parameters are aligned in the arena so that every bucket can be cut
+/// into this many equal shards.
 pub const MAX_SHARDS: usize = 8;
 
 /// Communication of gradients and parameters between ranks.
@@ -54,7 +54,7 @@ pub enum Shard {
     /// The gradients as well (ZeRO stage 2): those of a few blocks are in memory at a time. Not with
     /// `train.accumulate`.
     Gradients,
-    /// The parameters as well (ZeRO stage 3, FSDP): those of two blocks are in memory at a time, and are gathered before
+    /// The parameters as well (ZeRO stage 3, FSDP): those of two blocks are in memory at a time, gathered before
     /// forward and again before backward. Embeddings and head stay whole. Not with `train.accumulate`; no text is
     /// sampled.
     Parameters,

@@ -1,14 +1,18 @@
 //! `xlaunch bench` and traces of the trainer.
 
 use std::path::Path;
+use std::time::Duration;
 
+use rustix::process::Signal;
 use serde_json::Value;
-use xlaunch_tests::{Job, Launch, Output, Process, xlaunch_path};
+use xlaunch_tests::{Job, Launch, Output, Process, children, is_alive, send_signal, xlaunch_path};
 
 xlaunch_harness::tests! {
     train_reports_consistent_figures_and_leaves_no_files,
     train_has_the_losses_of_the_job,
     train_that_fails_says_why,
+    train_with_threads_has_the_losses_of_processes,
+    train_with_threads_that_fails_says_why_and_leaves_no_process,
     allreduce_results_are_correct_and_busbw_follows_algbw,
     rendezvous_of_simulated_ranks_needs_enough_file_descriptors,
     launch_measures_cleanup_and_hang_detection,
@@ -44,6 +48,13 @@ fn number(value: &Value, key: &str) -> f64 {
 fn file_names(dir: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+}
+
+/// The children that have become workers. One that was only forked so far may be any other process.
+fn workers(pid: u32) -> Vec<u32> {
+    let command_line = |pid: &u32| std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let is_worker = |pid: &u32| command_line(pid).split(|byte| *byte == 0).nth(1) == Some(b"worker");
+    children(pid).into_iter().filter(is_worker).collect()
 }
 
 fn train_reports_consistent_figures_and_leaves_no_files() {
@@ -91,6 +102,58 @@ fn train_that_fails_says_why() {
     assert!(failed.stderr.contains("out of memory") && failed.stdout.is_empty(), "{}", failed.stderr);
     let missing = bench(&job, &["train", "nowhere.toml"]);
     assert!(missing.code == 2 && missing.stderr.contains("nowhere.toml"), "{}", missing.stderr);
+}
+
+fn train_with_threads_has_the_losses_of_processes() {
+    let job = job();
+    let run = |options: &[&str]| {
+        let args =
+            ["bench", "train", "train.toml", "--nproc", "2", "--steps", "60", "--warmup", "2", "--json"];
+        let mut process = Process::spawn(&mut job.command(&[&args, options].concat()));
+        let mut most_workers = 0;
+        while process.is_running() {
+            most_workers = most_workers.max(workers(process.pid()).len());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let output = process.wait();
+        assert_eq!(output.code, 0, "{}", output.stderr);
+        (most_workers, serde_json::from_str::<Value>(&output.stdout).unwrap())
+    };
+    for options in [&[][..], &["--set", "comm.shard=\"optimizer\"", "--set", "engine.pool=off"]] {
+        let (workers, processes) = run(options);
+        assert_eq!((workers, &processes["mode"]), (2, &"processes".into()), "{processes}");
+        let (workers, threads) = run(&[options, &["--threads"]].concat());
+        assert_eq!((workers, &threads["mode"]), (1, &"threads".into()), "{threads}");
+        assert_eq!(number(&threads, "final_loss"), number(&processes, "final_loss"));
+        let keys = |value: &Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+        assert_eq!((keys(&threads), &threads["ranks"]), (keys(&processes), &processes["ranks"]));
+    }
+}
+
+fn train_with_threads_that_fails_says_why_and_leaves_no_process() {
+    let job = job();
+    let args = ["bench", "train", "train.toml", "--threads", "--nproc", "2"];
+    let start = |options: &[&str]| Process::spawn(&mut job.command(&[&args, options].concat()));
+    let failed = start(&["--set", "engine.memory_limit_mb=1"]).wait();
+    assert_eq!(failed.code, 76, "{}", failed.stderr);
+    assert!(failed.stderr.contains("error: rank ") && failed.stderr.contains("out of memory"), "{failed:?}");
+
+    let running = start(&["--steps", "100000"]);
+    running.wait_for_stderr("step 1/");
+    let workers = workers(running.pid());
+    let [worker] = workers[..] else { panic!("{workers:?}") };
+    let tasks = std::fs::read_dir(format!("/proc/{worker}/task")).unwrap().flatten();
+    let names: Vec<_> =
+        tasks.map(|task| std::fs::read_to_string(task.path().join("comm")).unwrap_or_default()).collect();
+    assert!(["rank 0\n", "rank 1\n"].iter().all(|name| names.iter().any(|it| it == name)), "{names:?}");
+    send_signal(worker, Signal::KILL);
+    let killed = running.wait();
+    assert_eq!(killed.code, 1, "{}", killed.stderr);
+    assert!(killed.stderr.contains("signal 9") && killed.stdout.is_empty(), "{killed:?}");
+    assert!(!is_alive(worker));
+
+    let several_nodes = start(&["--nnodes", "2"]).wait();
+    assert!(several_nodes.code == 2 && several_nodes.stderr.contains("--nnodes"), "{several_nodes:?}");
 }
 
 fn allreduce_results_are_correct_and_busbw_follows_algbw() {

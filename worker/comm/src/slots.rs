@@ -138,8 +138,8 @@ impl Slots {
         turns
     }
 
-    /// What to wait for before each of `parts`, which are written in this order. Buckets are reduced in their order, each
-    /// when the last part that needs it was written.
+    /// What to wait for before each of `parts`, which are written in this order. Buckets are reduced in their order,
+    /// each when the last part that needs it was written.
     pub fn writes(&self, parts: &[Range<usize>]) -> Vec<Write> {
         let (mut written, mut waited) = (0, 0);
         let mut writes = Vec::with_capacity(parts.len());
@@ -161,7 +161,7 @@ impl Slots {
         start..self.buckets.partition_point(|bucket| bucket.start < part.end).max(start)
     }
 
-    /// Stores buckets one after the other in a ring of `len` elements, from the start again where the rest is too short.
+    /// Stores buckets one after the other in a ring of `len` elements, at its start again where the rest is too short.
     fn put_in_ring(&mut self, buckets: &[usize], len: usize) {
         let mut at = 0;
         for bucket in buckets {

@@ -97,8 +97,15 @@ fn heartbeat_of(shared: &Shared) -> Heartbeat {
     let (phase, duration) = shared.trainer.read();
     let step = shared.step.load(Ordering::Relaxed);
     let phase_seconds = duration.as_secs_f64();
-    let (progress, collectives) = (phase::progress(), phase::collectives());
-    Heartbeat { step, phase: phase.into(), phase_seconds, progress, collectives, marks: phase::marks() }
+    let (progress, collectives) = (phase::progress(), shared.trainer.collectives());
+    Heartbeat {
+        step,
+        phase: phase.into(),
+        phase_seconds,
+        progress,
+        collectives,
+        marks: shared.trainer.marks(),
+    }
 }
 
 /// Unblocks the training thread after the agent was lost, and exits the process if that does not end it.

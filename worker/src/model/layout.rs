@@ -129,9 +129,9 @@ impl Layout {
         [embeddings].into_iter().chain(blocks).chain([self.head.clone()]).collect()
     }
 
-    /// What backward reads and writes, part by part, but for the head and the embeddings: the final norm, and the blocks
-    /// from last to first. The bias of the layer in front of a part belongs to it: its gradient is the sum of the
-    /// part's.
+    /// What backward reads and writes, part by part, but for the head and the embeddings: the final norm, and the
+    /// blocks from last to first. The bias of the layer in front of a part belongs to it, as the part's backward sums
+    /// its gradient.
     pub fn backward_parts(&self) -> Vec<Range<usize>> {
         let front = |index: usize| index.checked_sub(1).map(|index| &self.blocks[index].out);
         let end = |index: usize, end: usize| match front(index).and_then(|layer| layer.bias.as_ref()) {

@@ -100,31 +100,23 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
     }
     let run_dir = PathBuf::from(&job.run_dir);
     device.backend.pool().snapshot_on_failure(&run_dir);
-    let rows = Rows { batch: spec.train.batch, seq: shape.seq };
-    device.backend.prepare(attention_shape(&shape, rows));
-    let reduce_layout = agreement(spec, &layout, activations, &division, &fingerprint);
-    let meeting = rendezvous::join(context, &reduce_layout, &device)?;
+    device.backend.prepare(attention_shape(&shape, Rows { batch: spec.train.batch, seq: shape.seq }));
+    let agreement = agreement(spec, &layout, activations, &division, &fingerprint);
+    let meeting = rendezvous::join(context, &agreement, &device)?;
     let (collective, filled) = connect_and_fill(context, meeting, || {
         let mut trainer = Trainer::new(&device.backend, spec, &shape, &division, world)?;
         // Sampling takes one rank alone, which has to have all weights.
-        if rank == 0 && bench.is_none() && division.weights.is_none() {
-            trainer.sampler = Sampler::new(spec, &dataset, shape.seq)?;
-        }
+        let samples = rank == 0 && bench.is_none() && division.weights.is_none();
+        trainer.sampler = if samples { Sampler::new(spec, &dataset, shape.seq)? } else { None };
         fill(&trainer, reading, job).map(|start| (trainer, start))
-    });
-    let collective = match collective {
-        Ok(collective) => collective,
-        // A GPU without memory for the model may have none for NCCL either, which says less about it. What fails in
-        // `fill` is never the fault of another rank.
-        Err(error) => return Err(filled.err().map_or(error, |own| saving::set_aside(own, spec, job))),
-    };
+    })?;
     // From here on, other ranks fail when this one drops its collective.
     let report = |error| control.report_failure(error);
-    let (trainer, start) = filled.map_err(|error| report(saving::set_aside(error, spec, job)))?;
+    let (trainer, start) = filled.map_err(report)?;
     // Shadowed here so that it is dropped before the tensors that its collectives use.
     let mut collective = collective;
-    let start = complete_start(context, &device.backend, &trainer, start, &fingerprint, &mut *collective);
-    let start = start.map_err(report)?;
+    let start = complete_start(context, &device.backend, &trainer, start, &fingerprint, &mut *collective)
+        .map_err(report)?;
     if bench.is_some_and(|bench| bench.skip_all_reduce) {
         collective = Box::new(SkipAllReduce(collective));
     }
@@ -200,20 +192,25 @@ fn connect_and_fill<T>(
     context: &Context<'_>,
     meeting: Meeting,
     fill: impl FnOnce() -> Result<T>,
-) -> (Result<Box<dyn Collective>>, Result<T>) {
-    let both = std::thread::scope(|scope| {
+) -> Result<(Box<dyn Collective>, Result<T>)> {
+    let (connected, filled) = std::thread::scope(|scope| {
         let connecting = scope.spawn(|| {
             let collective: Box<dyn Collective> = Box::new(Tracked(meeting.connect()?));
             context.control.open_session(context.hello(), collective.abort_handle());
             Ok(collective)
         });
         phase::enter(Phase::Initialize);
-        let filled = fill();
+        let filled = fill().map_err(|error| saving::set_aside(error, context.spec, context.job));
         phase::enter(Phase::OpenCommunicator);
         (connecting.join().unwrap_or_else(|panic| resume_unwind(panic)), filled)
     });
     fail::at(Place::Session);
-    both
+    match connected {
+        Ok(collective) => Ok((collective, filled)),
+        // A GPU without memory for the model may have none for NCCL either, which says less about it. What fails in
+        // `fill` is never the fault of another rank.
+        Err(error) => Err(filled.err().unwrap_or(error)),
+    }
 }
 
 /// Passes the state that training starts from to the model and its optimizer. Without `reading`, rank 0 has it.

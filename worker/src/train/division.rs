@@ -24,8 +24,8 @@ pub struct Division {
 }
 
 impl Division {
-    /// Of a job with this layout among `ranks`, which divide `shard`. The buckets do not depend on that, so neither does
-    /// the order in which gradients are summed.
+    /// Of a job with this layout among `ranks`, which divide `shard`. The buckets do not depend on that, so neither
+    /// does the order in which gradients are summed.
     ///
     /// # Errors
     /// If this number of ranks cannot divide it.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! sharded optimizer:   all weights, at the begin of a step; forward waits for them part by part
-//! sharded parameters:  embeddings and head at the begin of a step, those of a block while the one before it is computed
+//! sharded parameters:  embeddings and head at the begin of a step, those of a block while one before is computed
 //! ```
 
 use std::ops::Range;

@@ -1,6 +1,7 @@
 //! The processes of one attempt: started together, signalled together, and all gone before the next attempt.
 
 use std::io;
+use std::ops::Range;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -31,7 +32,7 @@ pub(super) struct Attempt {
     /// Declared, and so dropped, before `workers`: it identifies workers by process ids, which cannot be reused while a
     /// [`Worker`] is kept.
     pub(super) processes: Option<ProcessTree>,
-    /// By rank; `None` if the worker could not be started.
+    /// By rank; `None` if the worker could not be started. A single one if all ranks are its threads.
     pub(super) workers: Vec<Option<StartedWorker>>,
     /// By rank.
     pub(super) ends: Vec<WorkerEnd>,
@@ -69,11 +70,16 @@ pub(super) struct WorkerEnd {
 }
 
 impl Attempt {
-    pub(super) fn new(number: u32, world: u32) -> Self {
+    pub(super) fn new(number: u32, ranks: u32, processes: u32) -> Self {
         let mut attempt = Self { number, ..Self::default() };
-        attempt.workers.resize_with(world as usize, || None);
-        attempt.ends.resize_with(world as usize, WorkerEnd::default);
+        attempt.workers.resize_with(processes as usize, || None);
+        attempt.ends.resize_with(ranks as usize, WorkerEnd::default);
         attempt
+    }
+
+    /// The process that this rank is, or is a thread of.
+    pub(super) fn process(&self, rank: u32) -> Option<&StartedWorker> {
+        self.workers.get(rank as usize).or(self.workers.first())?.as_ref()
     }
 
     /// Sends a signal that ends the workers.
@@ -89,7 +95,7 @@ impl Attempt {
 
     /// Lets the Python programs of these ranks print their stacks and exit. Whether there are any.
     pub(super) fn print_stacks(&self, ranks: &[u32]) -> bool {
-        let started = ranks.iter().filter_map(|rank| self.workers.get(*rank as usize)?.as_ref());
+        let started = ranks.iter().filter_map(|rank| self.process(*rank));
         faulthandler::print_stacks(&started.map(|started| started.worker.pid).collect::<Vec<_>>())
     }
 
@@ -114,8 +120,7 @@ impl Attempt {
 
     /// Whether the process of this rank has this id.
     pub(super) fn has(&self, rank: u32, pid: u32) -> bool {
-        let started = self.workers.get(rank as usize).and_then(Option::as_ref);
-        started.is_some_and(|started| started.worker.pid == pid)
+        self.process(rank).is_some_and(|started| started.worker.pid == pid)
     }
 
     /// A worker that has not exited is being killed. It takes a process with a GPU a while to exit.
@@ -146,7 +151,7 @@ impl Driver<'_> {
                 self.notify("GPU memory of the last attempt is still held; starting anyway");
             }
         }
-        self.attempt = Attempt::new(attempt, self.workers);
+        self.attempt = Attempt::new(attempt, self.workers, self.workload.processes());
         let assignment = self.membership.assignment().clone();
         self.board.send_modify(|board| {
             board.reset(attempt, self.workers, &assignment);
@@ -165,26 +170,37 @@ impl Driver<'_> {
         }
         let mut processes = ProcessTree::create(&self.run.id, attempt, self.workers);
         let mut actions = Vec::new();
-        for rank in 0..self.workers {
+        for process in 0..self.workload.processes() {
             let started = match &begun {
-                Ok(()) => self.start_worker(&mut processes, attempt, rank).await,
+                Ok(()) => self.start_worker(&mut processes, attempt, process).await,
                 Err(error) => Err(io::Error::new(error.kind(), error.to_string())),
             };
             match started {
-                Ok(started) => self.attempt.workers[rank as usize] = Some(started),
-                Err(error) => {
-                    self.attempt.ends[rank as usize].spawn_error = error.raw_os_error();
-                    let exit = match error.kind() {
-                        io::ErrorKind::InvalidData => ExitCode::Data,
-                        _ => ExitCode::WorkerFailed,
-                    };
-                    let event = Event::SpawnFailed { rank, reason: error.to_string(), exit };
-                    actions.extend(self.decide(event));
-                }
+                Ok(started) => self.attempt.workers[process as usize] = Some(started),
+                Err(error) => actions.extend(self.not_started(process, &error)),
             }
         }
         self.attempt.processes = Some(processes);
         self.publish_workers();
+        actions
+    }
+
+    /// The ranks of a process: the one with its number, or all of them.
+    fn ranks_of(&self, process: u32) -> Range<u32> {
+        if self.workload.processes() == self.workers { process..process + 1 } else { 0..self.workers }
+    }
+
+    /// What follows from a process that could not be started.
+    fn not_started(&mut self, process: u32, error: &io::Error) -> Vec<Action> {
+        let exit = match error.kind() {
+            io::ErrorKind::InvalidData => ExitCode::Data,
+            _ => ExitCode::WorkerFailed,
+        };
+        let mut actions = Vec::new();
+        for rank in self.ranks_of(process) {
+            self.attempt.ends[rank as usize].spawn_error = error.raw_os_error();
+            actions.extend(self.decide(Event::SpawnFailed { rank, reason: error.to_string(), exit }));
+        }
         actions
     }
 
@@ -214,7 +230,7 @@ impl Driver<'_> {
     /// Records in status that the workers of the attempt have started.
     fn publish_workers(&self) {
         let is_command = self.workload.program().is_some();
-        let pids = self.attempt.workers.iter().map(|it| it.as_ref().map(|started| started.worker.pid));
+        let pids = (0..self.workers).map(|rank| Some(self.attempt.process(rank)?.worker.pid));
         let mut restarted = None;
         self.board.send_modify(|board| {
             for (rank, pid) in (0..).zip(pids) {
@@ -231,6 +247,7 @@ impl Driver<'_> {
         }
     }
 
+    /// Starts the process of this rank, of which the others may be threads.
     pub(super) async fn start_worker(
         &mut self,
         processes: &mut ProcessTree,
@@ -251,15 +268,17 @@ impl Driver<'_> {
         // An error from here on leaves the process to the process tree. No exit is reported: the rank has not started.
         let output = self.workload.output().start(rank, dir, stdout, stderr)?;
         let (exits, pid, pidfd) = (self.exits.clone(), worker.pid, worker.watch()?);
-        let written = self.workload.program().map(|_| output.written());
+        let (ranks, written) = (self.ranks_of(rank), self.workload.program().map(|_| output.written()));
         tokio::spawn(async move {
             let exit = Worker::exit(pidfd).await;
             if let Some(written) = written.filter(|_| exit != Exit::Code(0)) {
                 // What it has written about its failure is needed to judge it.
                 written.wait(LAST_WORDS_TIMEOUT).await;
             }
-            // The driver outlives the job; it is gone only if the whole process ends.
-            let _ = exits.send(WorkerExit { pid, rank, exit });
+            for rank in ranks {
+                // The driver outlives the job; it is gone only if the whole process ends.
+                let _ = exits.send(WorkerExit { pid, rank, exit });
+            }
         });
         Ok(StartedWorker { worker, output })
     }
@@ -290,7 +309,7 @@ mod tests {
 
     #[test]
     fn worker_that_was_being_killed_before_the_others_were_ended_was_not_killed_by_xlaunch() {
-        let mut attempt = Attempt::new(0, 3);
+        let mut attempt = Attempt::new(0, 3, 3);
         attempt.dying(1);
         attempt.kill();
         attempt.dying(2);

@@ -24,7 +24,7 @@ impl Driver<'_> {
 
     /// What a command's worker, which has exited, has written about its failure.
     pub(super) fn symptom(&self, rank: u32, exit: Exit) -> Option<Event> {
-        let started = self.attempt.workers.get(rank as usize)?.as_ref()?;
+        let started = self.attempt.process(rank)?;
         if exit == Exit::Code(0) || self.workload.program().is_none() {
             return None;
         }
@@ -34,7 +34,7 @@ impl Driver<'_> {
     }
 
     fn evidence(&self, rank: u32) -> Evidence {
-        let started = self.attempt.workers.get(rank as usize).and_then(Option::as_ref);
+        let started = self.attempt.process(rank);
         let end = self.attempt.ends.get(rank as usize).copied().unwrap_or_default();
         let program = self.workload.program();
         let rank_dir = rank_dir(&self.run.logs, self.job.attempt(), rank);

@@ -376,7 +376,7 @@ impl Driver<'_> {
 
     /// A process closes its connections before it releases its GPU: whether this one is being killed.
     fn killed(&mut self, rank: u32) -> Option<Event> {
-        let started = self.attempt.workers.get(rank as usize)?.as_ref()?;
+        let started = self.attempt.process(rank)?;
         let signal = Process::killed_by(started.worker.pid)?;
         self.attempt.dying(rank);
         Some(Event::Killed { rank, signal })

@@ -13,9 +13,9 @@ impl Driver<'_> {
             // Where this node's ranks begin may change.
             return;
         }
-        let mut next = Attempt::new(number, self.workers);
+        let mut next = Attempt::new(number, self.workers, self.workload.processes());
         let mut processes = ProcessTree::create(&self.run.id, number, self.workers);
-        for rank in 0..self.workers {
+        for rank in 0..self.workload.processes() {
             let started = self.start_worker(&mut processes, number, rank).await;
             if let Some(current) = &mut self.attempt.processes {
                 current.spare(&processes);

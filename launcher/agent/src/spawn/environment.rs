@@ -25,6 +25,9 @@ const OF_ONE_WORKER: [&str; 8] = [
     env::ATTEMPT,
 ];
 
+/// Argument of `xlaunch worker`: this process has all ranks of the job as threads, and gets the environment of rank 0.
+pub const RANK_THREADS: &str = "--rank-threads";
+
 /// What workers inherit.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum BaseEnvironment {
@@ -82,6 +85,8 @@ pub(crate) struct TrainerGroup<'a> {
     pub(crate) assignment: &'a Assignment,
     /// At which other nodes reach this one.
     pub(crate) address: &'a str,
+    /// Whether one process has all ranks.
+    pub(crate) rank_threads: bool,
 }
 
 /// What a command's workers of one attempt have in common.
@@ -114,6 +119,7 @@ pub(crate) fn trainer_command(group: &TrainerGroup<'_>, local_rank: u32) -> std:
             command
         }
     };
+    command.args(group.rank_threads.then_some(RANK_THREADS));
     group.base.apply(&mut command);
     command.envs(trainer_variables(group, local_rank));
     Ok(command)

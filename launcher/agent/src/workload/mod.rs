@@ -85,6 +85,11 @@ pub(crate) trait Workload {
     /// The command that starts one worker; `dir`, which exists, holds its files.
     fn command(&self, attempt: u32, rank: u32, dir: &Path) -> std::io::Result<(Command, Options)>;
 
+    /// Number of processes to start: one per rank, or one that has all ranks as threads.
+    fn processes(&self) -> u32 {
+        self.rules().workers
+    }
+
     /// The process that forks the workers, if the user wants one.
     fn preload(&self) -> Option<PreloadPlan> {
         None

@@ -80,6 +80,8 @@ pub struct TrainerPlan<'a> {
     pub memory_snapshots: bool,
     /// What `xlaunch bench` measures; `None` trains.
     pub bench: Option<Bench>,
+    /// All ranks are threads of one process, on a single node, to compare that with a process per rank.
+    pub rank_threads: bool,
     /// What the workers inherit.
     pub base: &'a BaseEnvironment,
 }
@@ -308,6 +310,7 @@ impl Workload for TrainerWorkload<'_> {
             attempt,
             max_restarts: self.plan.spec.launch.max_restarts,
             assignment: &self.assignment,
+            rank_threads: self.plan.rank_threads,
         };
         let mut command = environment::trainer_command(&group, rank)?;
         let mut inherited =
@@ -320,6 +323,10 @@ impl Workload for TrainerWorkload<'_> {
             inherited.push(activity.file());
         }
         Ok((command, Options { leave_signals_to_agent: true, inherited, ..Options::default() }))
+    }
+
+    fn processes(&self) -> u32 {
+        if self.plan.rank_threads { 1 } else { self.plan.placement.workers }
     }
 
     fn group_message(&mut self, message: ToAgent, _job: &Job, board: &watch::Sender<Board>) -> Option<Event> {

@@ -5,8 +5,8 @@
 //! comm stream:                                 `-- ncclAllReduce --'
 //! ```
 //! The host only enqueues. Leases are dropped in [`wait_all`](Collective::wait_all), those of a gather or a
-//! reduce-scatter also when it alone is waited for: everything enqueued on the compute stream from then on, including work on
-//! a block that the pool has handed out again, is ordered after the kernels that used them.
+//! reduce-scatter also when it alone is waited for: everything enqueued on the compute stream from then on, including
+//! work on a block that the pool has handed out again, is ordered after the kernels that used them.
 //!
 //! A watchdog thread polls NCCL's asynchronous errors and aborts the communicator when it finds one.
 
