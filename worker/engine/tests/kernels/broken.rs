@@ -203,7 +203,7 @@ fn report(mistake: &Mistake, number: usize) -> String {
     for path in std::fs::read_dir(directory.join("cache")).unwrap().map(|entry| entry.unwrap().path()) {
         let name = path.file_name().unwrap().to_str().unwrap();
         if name.ends_with(".cubin") && !name.starts_with(&changed) {
-            std::fs::copy(&path, cache.join(name)).unwrap();
+            std::fs::hard_link(&path, cache.join(name)).unwrap();
         }
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
