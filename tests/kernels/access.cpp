@@ -15,8 +15,8 @@ namespace {
 
 bool ordered(const Access& a, uint16_t thread, uint16_t epoch, uint16_t warp_epoch) {
     if (a.epoch != epoch || a.thread == thread) return true;
-    unsigned warp = a.thread & WHOLE_WARP ? a.thread & ~WHOLE_WARP : a.thread / WARP;
-    return a.thread != MANY_THREADS && warp == thread / WARP && a.warp_epoch != warp_epoch;
+    unsigned warp = a.thread & WHOLE_WARP ? a.thread & ~WHOLE_WARP : warp_of(a.thread);
+    return a.thread != MANY_THREADS && warp == warp_of(thread) && a.warp_epoch != warp_epoch;
 }
 
 // Adds a reader to those that a later writer must be ordered after.
@@ -26,8 +26,8 @@ void add_reader(Access& a, uint32_t block, uint16_t thread, uint16_t epoch, uint
     } else if (!a.block || a.epoch != epoch) {
         a = {block, thread, epoch, warp_epoch};
     } else if (a.thread != MANY_THREADS) {
-        unsigned warp = thread / WARP | WHOLE_WARP;
-        unsigned other = a.thread & WHOLE_WARP ? a.thread : a.thread / WARP | WHOLE_WARP;
+        unsigned warp = warp_of(thread) | WHOLE_WARP;
+        unsigned other = a.thread & WHOLE_WARP ? a.thread : warp_of(a.thread) | WHOLE_WARP;
         if (other != warp) a.thread = MANY_THREADS;
         else if (a.warp_epoch != warp_epoch) a = {block, thread, epoch, warp_epoch};
         else if (a.thread != thread) a.thread = static_cast<uint16_t>(warp);
@@ -85,21 +85,39 @@ std::string source_of(void* address) {
     return found;
 }
 
-void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, const char* site) {
+// Whether all of these flags, each 0 or 1, are 1.
+static bool all_set(const uint8_t* flags, size_t count) {
+    if (count == 4) {
+        uint32_t word;
+        memcpy(&word, flags, 4);
+        return word == 0x01010101;
+    }
+    return count == 2 ? flags[0] & flags[1] : !memchr(flags, 0, count);
+}
+
+static void set_all(uint8_t* flags, size_t count) {
+    if (count == 4) memset(flags, 1, 4);
+    else if (count == 2) memset(flags, 1, 2);
+    else memset(flags, 1, count);
+}
+
+void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, const Site* site) {
     Runner* r = runner;
     if (!r || !r->current) return;
     Fiber& self = *r->current;
     uintptr_t stack = reinterpret_cast<uintptr_t>(self.stack);
     if (address - stack < STACK_BYTES || !size) return;
-    auto at = [=] { return site ? std::string(site) : source_of(pc); };
+    auto at = [=] { return site ? site->file + (":" + std::to_string(site->line)) : source_of(pc); };
     const char* what = write ? "write" : "read";
     Cell* cells;
+    Access* atomics = nullptr;
     uint8_t* written;
     bool is_shared = false;
     SharedMemory* shared = r->shared_at(address);
     if (shared) {
         if (size > shared->end - address) r->fail("%s: %s past the end of shared memory", at().c_str(), what);
         cells = &shared->cells[(address - shared->begin) / 2];
+        atomics = &shared->atomics[(address - shared->begin) / 2];
         written = &shared->written[address - shared->begin];
         is_shared = true;
     } else {
@@ -122,17 +140,20 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
     // A kernel's types are aligned to their sizes.
     if (size <= 16 && (size & (size - 1)) == 0 && address % size)
         r->fail("%s: %s of %zu bytes at an address that is not aligned to them", at().c_str(), what, size);
-    if ((!write || kind == Kind::Atomic) && memchr(written, 0, size))
+    if ((!write || kind == Kind::Atomic) && !all_set(written, size))
         r->fail("%s: %s of %s memory that nothing has written", at().c_str(), what, is_shared ? "shared" : "device");
-    if (write) memset(written, 1, size);
+    if (write) set_all(written, size);
     if ((kind == Kind::Atomic && !is_shared) || (kind == Kind::Volatile && write)) return;
     uint16_t thread = r->number_of(self), epoch = r->epoch, warp_epoch = self.warp_epoch;
     // Blocks have shared memory of their own.
     uint32_t block = is_shared ? 1 : static_cast<uint32_t>(r->block + 1);
+    uint32_t time = is_shared ? shared->time : r->grid.number;
+    bool is_contended = !is_shared && r->grid.is_parallel;
     CellLock lock;
     for (Cell *cell = cells, *end = cells + (size + address % 2 + 1) / 2; cell < end; cell++) {
-        if (!is_shared) lock.hold(cell);
-        refresh(*cell, r->grid.number);
+        if (is_contended) lock.hold(cell);
+        Access* atomic = atomics ? atomics + (cell - cells) : nullptr;
+        if (refresh(*cell, time) && atomic) *atomic = {};
         auto conflicts = [&](const Access& other) {
             if (!other.block) return false;
             if (other.block == block) return !ordered(other, thread, epoch, warp_epoch);
@@ -141,9 +162,9 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
             uint64_t released = r->grid.released[other.block - 1], acquired = r->grid.acquired[r->block];
             return !(released && released < acquired);
         };
-        bool after_write = conflicts(cell->writer), after_atomic = kind != Kind::Atomic && conflicts(cell->atomic);
+        bool after_write = conflicts(cell->writer), after_atomic = atomic && kind != Kind::Atomic && conflicts(*atomic);
         if (after_write || after_atomic || (write && conflicts(cell->reader))) {
-            Access other = after_write ? cell->writer : after_atomic ? cell->atomic : cell->reader;
+            Access other = after_write ? cell->writer : after_atomic ? *atomic : cell->reader;
             lock.release();
             std::string who = other.block == block ? name_of(other) : "another block";
             const char* before = after_write || after_atomic ? "written" : "read";
@@ -151,7 +172,7 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
                     what, is_shared ? "shared" : "device", thread, before, who.c_str());
         }
         if (kind == Kind::Volatile) continue;
-        if (kind == Kind::Atomic) add_reader(cell->atomic, block, thread, epoch, warp_epoch);
+        if (kind == Kind::Atomic) add_reader(*atomic, block, thread, epoch, warp_epoch);
         else if (write) cell->writer = {block, thread, epoch, warp_epoch};
         else add_reader(cell->reader, block, thread, epoch, warp_epoch);
     }
@@ -172,7 +193,7 @@ void emulator_written_alike(const void* p, size_t bytes) {
     for (Cell *cell = cell_of(address), *end = cell + bytes / 2; cell < end; cell++) {
         lock.hold(cell);
         refresh(*cell, runner->grid.number);
-        cell->alike = true;
+        cell->alike = 1;
     }
 }
 

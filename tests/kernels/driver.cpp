@@ -42,6 +42,7 @@ enum Attribute {
 };
 
 constexpr int SHARED_PER_BLOCK = 232448, DEFAULT_SHARED = 48 << 10, SHARED_LIMIT_ATTRIBUTE = 8;
+constexpr unsigned MAX_GRID_YZ = 65535;
 
 struct Module {
     void* library;
@@ -65,6 +66,14 @@ struct LaunchConfig {
     void* attributes;
     unsigned attribute_count;
 };
+
+// For operands that are too large to compute all of: so many multiprocessors that a block has no second turn in a
+// grid-stride loop, and kernels that are not run ($EMULATOR_MULTIPROCESSORS, $EMULATOR_SKIP).
+const int multiprocessors = [] {
+    const char* text = getenv("EMULATOR_MULTIPROCESSORS");
+    return text ? atoi(text) : 3;
+}();
+const char* const skipped = getenv("EMULATOR_SKIP");
 
 // The last failure, as cuGetErrorString tells it.
 std::mutex lock;
@@ -111,7 +120,7 @@ int cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = TOTAL_BYTES, SUCCE
 int cuDeviceGetAttribute(int* value, int attribute, int) {
     switch (attribute) {
         case WARP_SIZE: *value = int(WARP); break;
-        case MULTIPROCESSORS: *value = 3; break;
+        case MULTIPROCESSORS: *value = multiprocessors; break;
         case CAPABILITY_MAJOR: *value = 9; break;
         case CAPABILITY_MINOR: *value = 0; break;
         case MAX_SHARED: *value = SHARED_PER_BLOCK; break;
@@ -261,6 +270,10 @@ int cuFuncSetAttribute(Function* function, int attribute, int value) {
 int cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** args, void**) {
     if (config->shared > function->shared_limit)
         return failed(INVALID_VALUE, "more dynamic shared memory than the kernel's limit");
+    if (!config->grid_x || !config->grid_y || !config->grid_z || config->grid_x > INT32_MAX ||
+        config->grid_y > MAX_GRID_YZ || config->grid_z > MAX_GRID_YZ)
+        return failed(INVALID_VALUE, "a grid of no blocks, or of too many in one dimension");
+    if (skipped && function->name == skipped) return SUCCESS;
     Launch launch{function->name.c_str(),
                   function->kernel,
                   function->module->shared,

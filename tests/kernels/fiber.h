@@ -23,9 +23,11 @@ extern "C" void emulator_switch(void** from, void* to);
 struct Context {
     void* stack_pointer = nullptr;
 
-    void prepare(char* stack, void (*entry)()) {
+    void prepare(char* stack, unsigned number, void (*entry)()) {
+        // Stacks begin in different lines of their pages, or all would compete for the same lines of the cache.
+        size_t begin = STACK_BYTES - number % 16 * 192;
         // The return address is where a call would have put it: at the end of 16 aligned bytes.
-        void** top = reinterpret_cast<void**>(stack + STACK_BYTES - 16);
+        void** top = reinterpret_cast<void**>(stack + begin - 16);
         *top = reinterpret_cast<void*>(entry);
         stack_pointer = top - 6;
     }
@@ -37,7 +39,7 @@ struct Context {
 struct Context {
     ucontext_t context;
 
-    void prepare(char* stack, void (*entry)()) {
+    void prepare(char* stack, unsigned, void (*entry)()) {
         getcontext(&context);
         context.uc_stack.ss_sp = stack;
         context.uc_stack.ss_size = STACK_BYTES;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -55,9 +56,53 @@ const uint64_t edge_blocks = [] {
 }();
 
 std::atomic<uint32_t> launches{0};
-std::mutex one_launch;
+
+// The cores that a launch runs on. Several launches, by threads of the host, share them: with more OS threads than
+// cores, one would wait for the lock of a cell that another one holds and that does not run.
+class Cores {
+public:
+    explicit Cores(uint64_t blocks) {
+        std::unique_lock<std::mutex> guard(lock);
+        freed.wait(guard, [] { return idle > 0; });
+        count = unsigned(std::min<uint64_t>(idle, std::max<uint64_t>(blocks, 1)));
+        idle -= count;
+    }
+    ~Cores() {
+        {
+            std::lock_guard<std::mutex> guard(lock);
+            idle += count;
+        }
+        freed.notify_all();
+    }
+    unsigned count;
+
+private:
+    static std::mutex lock;
+    static std::condition_variable freed;
+    static unsigned idle;
+};
+std::mutex Cores::lock;
+std::condition_variable Cores::freed;
+unsigned Cores::idle = std::max(1u, std::thread::hardware_concurrency());
+
+// Those that no OS thread uses.
+std::mutex spare_lock;
+std::vector<std::unique_ptr<Resources>> spare;
 
 }  // namespace
+
+std::unique_ptr<Resources> Resources::take() {
+    std::lock_guard<std::mutex> guard(spare_lock);
+    if (spare.empty()) return std::make_unique<Resources>();
+    auto resources = std::move(spare.back());
+    spare.pop_back();
+    return resources;
+}
+
+void Resources::give_back(std::unique_ptr<Resources> resources) {
+    std::lock_guard<std::mutex> guard(spare_lock);
+    spare.push_back(std::move(resources));
+}
 
 void Runner::report(std::string problem) {
     std::lock_guard<std::mutex> guard(grid.lock);
@@ -80,6 +125,10 @@ void Runner::fail(const char* format, ...) {
 void Runner::run_blocks() {
     runner = this;
     const Launch& launch = grid.launch;
+    // The same for all blocks of this OS thread.
+    uintptr_t shared;
+    size_t shared_bytes;
+    find_shared(launch.shared(), &shared, &shared_bytes);
     uint64_t x = launch.grid.x, y = launch.grid.y, blocks = x * y * launch.grid.z;
     while (!grid.failed) {
         // With a seed, blocks begin in an order of their own, too: from a random one on.
@@ -88,45 +137,50 @@ void Runner::run_blocks() {
         block = (next + (grid.seed ? grid.seed % blocks : 0)) % blocks;
         if (block >= edge_blocks && blocks - block > edge_blocks) continue;
         block_index = {unsigned(block % x), unsigned(block / x % y), unsigned(block / x / y)};
-        run_block();
+        run_block(shared, shared_bytes);
     }
     runner = nullptr;
 }
 
-void Runner::run_block() {
+void Runner::run_block(uintptr_t shared, size_t shared_bytes) {
     const Launch& launch = grid.launch;
     count = launch.block.x * launch.block.y * launch.block.z;
-    random.seed(grid.seed ? grid.seed * 0x9e3779b97f4a7c15ull + block : 0);
+    random.state = grid.seed * 0x9e3779b97f4a7c15 + block;
     epoch = 0, fenced = false;
-    uintptr_t begin;
-    size_t bytes;
-    find_shared(launch.shared(), &begin, &bytes);
-    fixed.reset(begin, bytes);
-    dynamic.reset((reinterpret_cast<uintptr_t>(dynamic_bytes.get()) + 15) / 16 * 16, launch.dynamic_shared);
+    std::fill(std::begin(awaited), std::end(awaited), 0);
+    fixed.reset(shared, shared_bytes);
+    char* dynamic_bytes = resources->dynamic_bytes.get();
+    dynamic.reset((reinterpret_cast<uintptr_t>(dynamic_bytes) + 15) / 16 * 16, launch.dynamic_shared);
     for (unsigned i = 0; i < count; i++) {
         Fiber& fiber = fibers[i];
         if (!fiber.stack) fiber.stack = new_stack();
-        fiber.context.prepare(fiber.stack, fiber_main);
+        fiber.context.prepare(fiber.stack, i, fiber_main);
         fiber.state = State::Ready;
         fiber.index = {i % launch.block.x, i / launch.block.x % launch.block.y, i / launch.block.x / launch.block.y};
         fiber.warp_epoch = 0;
-        fiber.copies.assign(1, {});
+        fiber.copies.resize(1);
+        fiber.copies[0].clear();
     }
-    std::vector<unsigned> ready;
+    do resume_ready();
+    while (!grid.failed && release_barrier());
+}
+
+// Until all threads wait or are done.
+void Runner::resume_ready() {
+    std::vector<unsigned>& ready = resources->ready;
     do {
         ready.clear();
         for (unsigned i = 0; i < count; i++)
             if (fibers[i].state == State::Ready) ready.push_back(i);
-        if (grid.seed) std::shuffle(ready.begin(), ready.end(), random);
+        if (grid.seed)
+            for (size_t i = ready.size(); i > 1; i--) std::swap(ready[i - 1], ready[random.below(unsigned(i))]);
         for (unsigned i : ready) {
-            // Another one may have been resumed in its turn by what a fiber before it did.
-            if (fibers[i].state != State::Ready) continue;
             current = &fibers[i];
             scheduler.switch_to(fibers[i].context);
             current = nullptr;
             if (grid.failed) return;
         }
-    } while (!ready.empty() || release_barrier());
+    } while (!ready.empty());
 }
 
 // Lets all threads go on that wait at a barrier, if those are all. Returns whether there are any.
@@ -160,20 +214,19 @@ bool Runner::release_barrier() {
 }
 
 std::string run(const Launch& launch) {
-    std::lock_guard<std::mutex> guard(one_launch);
     const char* seed = getenv("EMULATOR_SEED");
     uint64_t blocks = uint64_t(launch.grid.x) * launch.grid.y * launch.grid.z;
     unsigned threads = launch.block.x * launch.block.y * launch.block.z;
     if (threads == 0 || threads > MAX_THREADS) return "a block has " + std::to_string(threads) + " threads";
     uint32_t number = ++launches;
-    Grid grid{launch, number, seed ? strtoull(seed, nullptr, 10) * 1000003 + number : 0, {}};
+    Cores cores(blocks);
+    Grid grid{launch, number, seed ? strtoull(seed, nullptr, 10) * 1000003 + number : 0, cores.count > 1, {}};
     for (const std::string& arg : launch.args) grid.args.push_back(const_cast<char*>(arg.data()));
     grid.released.reset(new std::atomic<uint64_t>[blocks]());
     grid.acquired.reset(new std::atomic<uint64_t>[blocks]());
     auto work = [&] { Runner(grid).run_blocks(); };
     std::vector<std::thread> others;
-    uint64_t cores = std::min<uint64_t>(std::max(1u, std::thread::hardware_concurrency()), blocks);
-    for (uint64_t i = 1; i < cores; i++) others.emplace_back(work);
+    for (unsigned i = 1; i < cores.count; i++) others.emplace_back(work);
     // Not on the caller's own thread, whose static shared memory would stay.
     std::thread(work).join();
     for (auto& other : others) other.join();
@@ -190,7 +243,7 @@ EmulatorIndex emulator_thread_index() { return runner->current->index; }
 EmulatorIndex emulator_block_index() { return runner->block_index; }
 EmulatorIndex emulator_block_size() { return runner->grid.launch.block; }
 EmulatorIndex emulator_grid_size() { return runner->grid.launch.grid; }
-unsigned emulator_lane() { return runner->number_of(*runner->current) % WARP; }
+unsigned emulator_lane() { return runner->number_of(*runner->current) & (WARP - 1); }
 void* emulator_dynamic_shared() { return reinterpret_cast<void*>(runner->dynamic.begin); }
 
 uint64_t emulator_time() {

@@ -1,4 +1,4 @@
-// Runs kernels: one launch at a time, its blocks on all cores.
+// Runs kernels: the blocks of a launch on all cores.
 #pragma once
 
 #include <string>
@@ -8,8 +8,11 @@
 
 namespace emulator {
 
-// Threads of a warp: $EMULATOR_WARP, or 32.
+// Threads of a warp: $EMULATOR_WARP, or 32. A power of two.
 extern const unsigned WARP;
+// Its logarithm. Most accesses ask for a thread's warp, and a division takes long.
+extern const unsigned WARP_BITS;
+inline unsigned warp_of(unsigned thread) { return thread >> WARP_BITS; }
 
 struct Launch {
     const char* name;
@@ -21,7 +24,8 @@ struct Launch {
     std::vector<std::string> args;
 };
 
-// Returns what the kernel did wrong, or nothing.
+// Returns what the kernel did wrong, or nothing. Launches at the same time, by several threads of the host, must not
+// use the same memory.
 std::string run(const Launch& launch);
 
 }  // namespace emulator

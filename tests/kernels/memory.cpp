@@ -2,7 +2,6 @@
 
 #include <sys/mman.h>
 
-#include <atomic>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -11,7 +10,6 @@ namespace emulator {
 
 namespace {
 
-constexpr size_t PAGE = 4096, ARENA = size_t(64) << 30;
 constexpr int POISON = 0xff;  // a NaN, and an index that is far away
 // Larger allocations are zero instead, as poison would take as much memory of the host.
 constexpr size_t MOST_POISON = size_t(1) << 30;
@@ -19,22 +17,6 @@ constexpr size_t MOST_POISON = size_t(1) << 30;
 uint8_t* reserve_lazily(size_t bytes) {
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return p == MAP_FAILED ? nullptr : static_cast<uint8_t*>(p);
-}
-
-// All of it is reserved at once; pages exist when they are touched.
-struct Arena {
-    uintptr_t base = reinterpret_cast<uintptr_t>(reserve_lazily(ARENA));
-    uint8_t* written = reserve_lazily(ARENA);
-    Cell* cells = reinterpret_cast<Cell*>(reserve_lazily(ARENA / 2 * sizeof(Cell)));
-    // End of the allocation that has this page; 0 if none.
-    std::atomic<uintptr_t>* ends = reinterpret_cast<std::atomic<uintptr_t>*>(reserve_lazily(ARENA / PAGE * 8));
-
-    bool contains(uintptr_t address) const { return address - base < ARENA; }
-};
-
-Arena& arena() {
-    static Arena arena;
-    return arena;
 }
 
 std::mutex lock;
@@ -46,9 +28,16 @@ uintptr_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to;
 
 }  // namespace
 
+const Arena arena = {
+    reinterpret_cast<uintptr_t>(reserve_lazily(ARENA)),
+    reserve_lazily(ARENA),
+    reinterpret_cast<Cell*>(reserve_lazily(ARENA / 2 * sizeof(Cell))),
+    reinterpret_cast<std::atomic<uintptr_t>*>(reserve_lazily(ARENA / PAGE * 8)),
+};
+
 uintptr_t reserve(size_t bytes) {
     std::lock_guard<std::mutex> guard(lock);
-    Arena& a = arena();
+    const Arena& a = arena;
     // A page that belongs to nobody stays between two ranges.
     size_t size = round_up(bytes, PAGE) + PAGE;
     if (!a.base || !a.written || !a.cells || !a.ends || next_offset + size > ARENA) return 0;
@@ -59,7 +48,7 @@ uintptr_t reserve(size_t bytes) {
 
 void map(uintptr_t address, size_t bytes) {
     std::lock_guard<std::mutex> guard(lock);
-    Arena& a = arena();
+    const Arena& a = arena;
     uintptr_t end = address + bytes;
     for (uintptr_t page = address; page < end; page += PAGE) a.ends[(page - a.base) / PAGE] = end;
     if (bytes <= MOST_POISON) memset(reinterpret_cast<void*>(address), POISON, bytes);
@@ -69,7 +58,7 @@ void map(uintptr_t address, size_t bytes) {
 
 void unmap(uintptr_t address) {
     std::lock_guard<std::mutex> guard(lock);
-    Arena& a = arena();
+    const Arena& a = arena;
     auto found = allocations.find(address);
     if (found == allocations.end()) return;
     size_t bytes = found->second;
@@ -117,13 +106,13 @@ bool host_reads(uintptr_t address, size_t bytes) {
 }
 
 Range find(uintptr_t address, size_t bytes) {
-    Arena& a = arena();
+    const Arena& a = arena;
     if (a.contains(address)) {
-        uintptr_t end = a.ends[(address - a.base) / PAGE].load(std::memory_order_relaxed);
+        uintptr_t end = a.end_of(address);
         if (address >= end) return {Place::Nowhere, 0};
         // Mappings of one reserved range can be neighbours.
         while (end - address < bytes && end % PAGE == 0) {
-            uintptr_t next = a.ends[(end - a.base) / PAGE].load(std::memory_order_relaxed);
+            uintptr_t next = a.end_of(end);
             if (next <= end) break;
             end = next;
         }
@@ -136,9 +125,5 @@ Range find(uintptr_t address, size_t bytes) {
     uintptr_t end = range->first + range->second;
     return address < end ? Range{Place::Host, end} : Range{Place::Nowhere, 0};
 }
-
-Cell* cell_of(uintptr_t address) { return arena().cells + (address - arena().base) / 2; }
-
-uint8_t* written_of(uintptr_t address) { return arena().written + (address - arena().base); }
 
 }  // namespace emulator

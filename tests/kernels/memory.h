@@ -5,14 +5,15 @@
 // each pair of bytes, who last wrote and read it during the current launch.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
 namespace emulator {
 
 // Threads are numbered within their block. Accesses are ordered if a barrier of the block (epoch), or one of the warp
-// (warp_epoch, for threads of the same warp), is between them.
-struct Access {
+// (warp_epoch, for threads of the same warp), is between them. Packed, as cells are most of what an access touches.
+struct __attribute__((packed, aligned(2))) Access {
     uint32_t block;  // number + 1; 0: none; MANY_BLOCKS: several
     uint16_t thread;  // or a warp or all, see below
     uint16_t epoch;
@@ -21,12 +22,14 @@ struct Access {
 constexpr uint32_t MANY_BLOCKS = 0xffffffff;
 constexpr uint16_t WHOLE_WARP = 0x8000, MANY_THREADS = 0xffff;
 
-// Of two bytes. Atomic accesses are known of shared memory only.
+// Of two bytes.
 struct Cell {
-    uint32_t launch;
-    bool alike;  // blocks write the same
-    Access writer, reader, atomic;
+    // The launch (device memory) or block (shared memory) that it describes; what is older is forgotten.
+    uint32_t time : 31;
+    uint32_t alike : 1;  // blocks write the same
+    Access writer, reader;
 };
+static_assert(sizeof(Cell) == 24);
 
 // Device memory. Returns 0 if there is no room.
 uintptr_t reserve(size_t bytes);
@@ -34,7 +37,7 @@ void map(uintptr_t address, size_t bytes);
 void unmap(uintptr_t address);
 uintptr_t allocate(size_t bytes);
 size_t allocated_bytes();
-constexpr size_t TOTAL_BYTES = size_t(40) << 30;
+constexpr size_t TOTAL_BYTES = size_t(80) << 30;
 
 // Host memory that kernels may access.
 void register_host(uintptr_t address, size_t bytes);
@@ -51,7 +54,25 @@ struct Range {
     uintptr_t end;
 };
 Range find(uintptr_t address, size_t bytes);
-Cell* cell_of(uintptr_t address);
-uint8_t* written_of(uintptr_t address);
+
+constexpr size_t PAGE = 4096, ARENA = size_t(96) << 30;
+
+// All of it is reserved at once; pages exist when they are touched. Here, as every access needs it.
+struct Arena {
+    uintptr_t base;
+    uint8_t* written;
+    Cell* cells;
+    // End of the allocation that has this page; 0 if none.
+    std::atomic<uintptr_t>* ends;
+
+    bool contains(uintptr_t address) const { return address - base < ARENA; }
+    uintptr_t end_of(uintptr_t address) const {
+        return ends[(address - base) / PAGE].load(std::memory_order_relaxed);
+    }
+};
+extern __attribute__((visibility("hidden"))) const Arena arena;
+
+inline Cell* cell_of(uintptr_t address) { return arena.cells + (address - arena.base) / 2; }
+inline uint8_t* written_of(uintptr_t address) { return arena.written + (address - arena.base); }
 
 }  // namespace emulator

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -15,7 +14,7 @@
 
 namespace emulator {
 
-constexpr unsigned MAX_WARP = 64, MAX_THREADS = 1024;
+constexpr unsigned MIN_WARP = 32, MAX_WARP = 64, MAX_THREADS = 1024;
 constexpr size_t MAX_SHARED = 228 << 10;
 
 enum class State { Ready, AtBarrier, InWarp, Done };
@@ -47,6 +46,7 @@ struct Grid {
     const Launch& launch;
     uint32_t number;
     uint64_t seed;
+    bool is_parallel;
     std::vector<void*> args;
     std::atomic<uint64_t> next_block{0};
     std::atomic<bool> failed{false};
@@ -57,44 +57,73 @@ struct Grid {
     std::atomic<uint64_t> clock{0};
 };
 
-// Shared memory: two bytes each.
+// Shared memory. A cell and who accessed it atomically are of two bytes.
 struct SharedMemory {
     uintptr_t begin = 0, end = 0;
+    uint32_t time = 0;
     std::vector<Cell> cells;
+    std::vector<Access> atomics;
     std::vector<uint8_t> written;
 
     void reset(uintptr_t at, size_t bytes) {
         begin = at, end = at + bytes;
         if (bytes) memset(reinterpret_cast<void*>(at), 0xff, bytes);
-        cells.assign(bytes / 2 + 1, Cell{});
+        // Cells of the block before are older than this.
+        time++;
+        if (cells.size() <= bytes / 2) cells.resize(bytes / 2 + 1), atomics.resize(bytes / 2 + 1);
         written.assign(bytes, 0);
     }
     bool contains(uintptr_t address) const { return address >= begin && address < end; }
 };
 
+// Numbers of an order of threads: splitmix64.
+struct Random {
+    uint64_t state;
+
+    // Below a limit that is small against 2^32.
+    unsigned below(unsigned limit) {
+        uint64_t x = state += 0x9e3779b97f4a7c15;
+        x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+        x = (x ^ x >> 27) * 0x94d049bb133111eb;
+        return unsigned(((x ^ x >> 31) >> 32) * limit >> 32);
+    }
+};
+
+// What an OS thread needs to run blocks. Later launches use it again: threads of a block are stacks, which take long to
+// map.
+struct Resources {
+    std::unique_ptr<Fiber[]> fibers{new Fiber[MAX_THREADS]};
+    SharedMemory fixed, dynamic;
+    std::unique_ptr<char[]> dynamic_bytes{new char[MAX_SHARED + 16]};
+    std::vector<unsigned> ready;
+
+    static std::unique_ptr<Resources> take();
+    static void give_back(std::unique_ptr<Resources> resources);
+};
+
 // Runs the blocks of one OS thread, one after the other.
 struct Runner {
     Grid& grid;
+    std::unique_ptr<Resources> resources = Resources::take();
+    Fiber* const fibers = resources->fibers.get();
+    SharedMemory &fixed = resources->fixed, &dynamic = resources->dynamic;
     Context scheduler;
-    std::unique_ptr<Fiber[]> fibers{new Fiber[MAX_THREADS]};
     unsigned count;
     Fiber* current = nullptr;
     uint64_t block;
     EmulatorIndex block_index;
     uint16_t epoch;
     bool fenced;
-    std::mt19937_64 random;
-    SharedMemory fixed, dynamic;
-    std::unique_ptr<char[]> dynamic_bytes{new char[MAX_SHARED + 16]};
+    Random random;
+    // For each warp, the lane that its other ones wait for.
+    unsigned awaited[MAX_THREADS / MIN_WARP];
 
     explicit Runner(Grid& grid) : grid(grid) {}
-    ~Runner() {
-        for (unsigned i = 0; i < MAX_THREADS; i++)
-            if (fibers[i].stack) munmap(fibers[i].stack, STACK_BYTES);
-    }
+    ~Runner() { Resources::give_back(std::move(resources)); }
 
     void run_blocks();
-    void run_block();
+    void run_block(uintptr_t shared, size_t shared_bytes);
+    void resume_ready();
     bool release_barrier();
     [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
     void report(std::string problem);
@@ -102,8 +131,8 @@ struct Runner {
         if (fixed.contains(address)) return &fixed;
         return dynamic.contains(address) ? &dynamic : nullptr;
     }
-    unsigned number_of(const Fiber& fiber) const { return &fiber - fibers.get(); }
-    Fiber& lane(unsigned i) { return fibers[number_of(*current) / WARP * WARP + i]; }
+    unsigned number_of(const Fiber& fiber) const { return unsigned(&fiber - fibers); }
+    Fiber& lane(unsigned i) { return fibers[warp_of(number_of(*current)) * WARP + i]; }
     void yield() {
         Fiber& self = *current;
         self.context.switch_to(scheduler);
@@ -112,9 +141,11 @@ struct Runner {
     void copy(const Copy& copy);
 };
 
-// Forgets what was known of a cell before this launch.
-inline void refresh(Cell& cell, uint32_t launch) {
-    if (cell.launch != launch) cell = {launch, false, {}, {}, {}};
+// Forgets what was known of a cell before this time; returns whether it was older.
+inline bool refresh(Cell& cell, uint32_t time) {
+    if (cell.time == time) return false;
+    cell = {time, 0, {}, {}};
+    return true;
 }
 
 // Of this OS thread, while it runs blocks.
@@ -123,8 +154,13 @@ extern __attribute__((tls_model("initial-exec"))) thread_local Runner* runner;
 // Volatile accesses may overlap with each other; so may atomic ones, which are no plain ones either.
 enum class Kind { Plain, Volatile, Atomic };
 
+struct Site {
+    const char* file;
+    int line;
+};
+
 // Checks and records an access of the current thread. `pc` or else `site` says where it is.
-void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, const char* site = nullptr);
+void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, const Site* site = nullptr);
 
 // `file:line` of an address in a kernel: of the innermost call that is not in device.h.
 std::string source_of(void* address);

@@ -29,10 +29,11 @@ const unsigned WARP = [] {
     const char* text = getenv("EMULATOR_WARP");
     return text ? unsigned(strtoul(text, nullptr, 10)) : 32u;
 }();
+const unsigned WARP_BITS = unsigned(__builtin_ctz(WARP));
 
 // Does what the lanes of the current warp have called together.
 void Runner::complete(EmulatorOperation operation) {
-    std::string site = std::string(current->file) + ":" + std::to_string(current->line);
+    const Site site = {current->file, current->line};
     switch (operation) {
         case EMULATOR_SYNC:
             for (unsigned i = 0; i < WARP; i++)
@@ -47,7 +48,7 @@ void Runner::complete(EmulatorOperation operation) {
                 auto& call = *static_cast<EmulatorShuffle*>(lane(i).data);
                 if (call.from < 0 || call.from >= int(WARP)) continue;
                 if (!(current->mask >> call.from & 1))
-                    fail("%s: shuffle from a lane that does not take part", site.c_str());
+                    fail("%s:%d: shuffle from a lane that does not take part", site.file, site.line);
                 call.value = values[call.from];
             }
             break;
@@ -60,10 +61,10 @@ void Runner::complete(EmulatorOperation operation) {
                 const void* row = static_cast<EmulatorMatrix*>(lane(i).data)->row;
                 auto address = reinterpret_cast<uintptr_t>(row);
                 if (!shared_at(address))
-                    fail("%s: ldmatrix from memory that is not shared", site.c_str());
+                    fail("%s:%d: ldmatrix from memory that is not shared", site.file, site.line);
                 // The access is that of the lane which gave the address.
-                current = &fibers[number_of(*self) / WARP * WARP + i];
-                access(address, 16, false, Kind::Plain, nullptr, site.c_str());
+                current = &fibers[warp_of(number_of(*self)) * WARP + i];
+                access(address, 16, false, Kind::Plain, nullptr, &site);
                 current = self;
                 memcpy(elements[i], row, 16);
             }
@@ -82,7 +83,7 @@ void Runner::complete(EmulatorOperation operation) {
             // Lane 4 g + t; see "Matrix Fragments for mma.m16n8k16" and "mma.m16n8k8" in the PTX ISA.
             bool is_bf16 = operation == EMULATOR_MMA_BF16;
             unsigned depth = is_bf16 ? 16 : 8;
-            float a[16][16] = {}, b[16][8] = {};
+            float a[16][16] = {}, b[16][8] = {}, c[16][8];
             for (unsigned i = 0; i < WARP; i++) {
                 auto& call = *static_cast<EmulatorMma*>(lane(i).data);
                 unsigned g = i / 4, t = i % 4;
@@ -107,12 +108,14 @@ void Runner::complete(EmulatorOperation operation) {
             }
             for (unsigned i = 0; i < WARP; i++) {
                 auto& call = *static_cast<EmulatorMma*>(lane(i).data);
-                for (unsigned j = 0; j < 4; j++) {
-                    unsigned row = i / 4 + j / 2 * 8, column = i % 4 * 2 + j % 2;
-                    float sum = call.c[j];
-                    for (unsigned k = 0; k < depth; k++) sum += a[row][k] * b[k][column];
-                    call.c[j] = sum;
-                }
+                for (unsigned j = 0; j < 4; j++) c[i / 4 + j / 2 * 8][i % 4 * 2 + j % 2] = call.c[j];
+            }
+            for (unsigned row = 0; row < 16; row++)
+                for (unsigned k = 0; k < depth; k++)
+                    for (unsigned column = 0; column < 8; column++) c[row][column] += a[row][k] * b[k][column];
+            for (unsigned i = 0; i < WARP; i++) {
+                auto& call = *static_cast<EmulatorMma*>(lane(i).data);
+                for (unsigned j = 0; j < 4; j++) call.c[j] = c[i / 4 + j / 2 * 8][i % 4 * 2 + j % 2];
             }
             break;
         }
@@ -140,17 +143,19 @@ void emulator_warp(EmulatorOperation operation, uint64_t mask, void* data, const
     self.file = file, self.line = line;
     if (operation >= EMULATOR_LDMATRIX && WARP != 32)
         r.fail("%s:%d: the instruction is one of warps of 32 threads, here they have %u", file, line, WARP);
-    unsigned first = r.number_of(self) / WARP * WARP;
-    bool all = true;
-    for (unsigned i = 0; i < WARP; i++) {
-        if (!(mask >> i & 1)) continue;
-        const Fiber& other = r.fibers[first + i];
-        if (first + i >= r.count || other.state == State::Done)
-            r.fail("%s:%d: lane %u of the mask does not take part: it has returned or does not exist", file, line, i);
-        all = all && other.state == State::InWarp && other.operation == operation && other.mask == mask &&
-              other.line == line && !strcmp(other.file, file);
+    unsigned warp = warp_of(r.number_of(self)), first = warp * WARP;
+    // Begins with the lane that was missing last. Most lanes then look at one other lane only, and the last one at all.
+    unsigned& awaited = r.awaited[warp];
+    for (unsigned looked = 0; looked < WARP; looked++, awaited = (awaited + 1) % WARP) {
+        if (!(mask >> awaited & 1)) continue;
+        const Fiber& other = r.fibers[first + awaited];
+        if (first + awaited >= r.count || other.state == State::Done)
+            r.fail("%s:%d: lane %u of the mask does not take part: it has returned or does not exist", file, line,
+                   awaited);
+        bool has_arrived = other.state == State::InWarp && other.operation == operation && other.mask == mask &&
+                           other.line == line && (other.file == file || !strcmp(other.file, file));
+        if (!has_arrived) return r.yield();
     }
-    if (!all) return r.yield();
     r.complete(operation);
     for (unsigned i = 0; i < WARP; i++)
         if (mask >> i & 1) r.fibers[first + i].state = State::Ready;

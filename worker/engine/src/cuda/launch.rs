@@ -108,6 +108,11 @@ impl Launch {
     }
 }
 
+/// Most blocks in the dimensions of a grid, on devices of every compute capability. Attention has sequences in the
+/// second or third one.
+const MAX_GRID_X: usize = i32::MAX as usize;
+const MAX_GRID_YZ: usize = 65_535;
+
 /// The kernels of one device that are compiled when it is opened.
 #[derive(Debug)]
 pub(crate) struct Kernels {
@@ -201,6 +206,10 @@ impl Kernels {
             return Ok(());
         }
         let failed = |reason: String| EngineError::Cuda { what: format!("failed to launch {name}"), reason };
+        if x > MAX_GRID_X || y.max(z) > MAX_GRID_YZ {
+            let limits = format!("CUDA allows {MAX_GRID_X} x {MAX_GRID_YZ} x {MAX_GRID_YZ}");
+            return Err(failed(format!("a grid of {x} x {y} x {z} blocks is too large: {limits}")));
+        }
         let size = |size: usize| u32::try_from(size).map_err(|_| failed(format!("{size} is too large")));
         let mut pointers: Vec<*mut c_void> = args
             .iter()

@@ -6,7 +6,7 @@ use std::process::{Command, ExitCode};
 use xlaunch_engine::Precision::{self, Bf16, Fp32, Tf32};
 use xlaunch_harness::emulator;
 
-use crate::{child_cases, cpp_compiler, differences, open};
+use crate::{child_cases, cpp_compiler, differences, in_two_threads, open};
 
 xlaunch_harness::tests! {
     needs cpp_compiler: broken_kernels_are_found;
@@ -203,7 +203,7 @@ fn report(mistake: &Mistake, number: usize) -> String {
     for path in std::fs::read_dir(directory.join("cache")).unwrap().map(|entry| entry.unwrap().path()) {
         let name = path.file_name().unwrap().to_str().unwrap();
         if name.ends_with(".cubin") && !name.starts_with(&changed) {
-            std::fs::copy(&path, cache.join(name)).unwrap();
+            std::fs::hard_link(&path, cache.join(name)).unwrap();
         }
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -239,11 +239,6 @@ fn broken_kernels_are_found() {
     for precision in [Fp32, Tf32, Bf16] {
         drop(open(precision));
     }
-    let missed: Vec<String> = std::thread::scope(|scope| {
-        let halves = [0, 1].map(|half| {
-            scope.spawn(move || (half..MISTAKES.len()).step_by(2).filter_map(missed).collect::<Vec<_>>())
-        });
-        halves.into_iter().flat_map(|half| half.join().unwrap()).collect()
-    });
+    let missed: Vec<String> = in_two_threads(MISTAKES.len(), missed).into_iter().flatten().collect();
     assert!(missed.is_empty(), "{} of {}:\n{}", missed.len(), MISTAKES.len(), missed.join("\n"));
 }

@@ -1,16 +1,19 @@
 //! Operands of more than 2^31 elements: their last rows are computed as those of small ones. Only blocks at the ends of
-//! a grid run, and only the memory that they access exists.
+//! a grid run, and only the memory that they access exists. Each operation runs in a child of its own, as the device
+//! differs. What cannot be that large is refused.
 
 use std::process::{Command, ExitCode};
 
-use xlaunch_engine::Precision::Fp32;
+use xlaunch_engine::Precision::{Bf16, Fp32, Tf32};
 use xlaunch_engine::*;
 
-use crate::common::{ids, random};
-use crate::{cpp_compiler, open};
+use crate::common::{ADAMW, ids, random};
+use crate::{cpp_compiler, in_two_threads, open, to_bf16};
 
 xlaunch_harness::tests! {
-    needs cpp_compiler: offsets_beyond_2_31_are_computed_in_64_bits;
+    needs cpp_compiler:
+        offsets_beyond_2_31_are_computed_in_64_bits,
+        more_sequences_than_a_grid_has_are_refused;
 }
 
 const CHILD: &str = "KERNELS_LARGE_CHILD";
@@ -24,26 +27,36 @@ const ROWS: usize = 2;
 /// An operand that exists at its ends only.
 struct Ends<'a> {
     backend: &'a dyn Backend,
-    /// Of the rows that are compared.
-    offset: usize,
+    cols: usize,
     tensor: Tensor,
 }
 
 impl<'a> Ends<'a> {
     /// `rows` rows of `cols` elements, the first and last ones random.
     fn random(backend: &'a dyn Backend, seed: u64, rows: usize, cols: usize) -> Self {
+        Self::random_of(backend, seed, rows, cols, |x| x)
+    }
+
+    fn random_of(backend: &'a dyn Backend, seed: u64, rows: usize, cols: usize, f: fn(f32) -> f32) -> Self {
         let ends = Self::empty(backend, rows, cols);
-        let values = random(seed, WRITTEN * cols);
-        let last = (rows - WRITTEN) * cols;
-        for start in [0, last] {
-            backend.write_f32(ends.tensor.slice(start..start + values.len()), &values).unwrap();
+        // Exact in BF16, too.
+        let values: Vec<f32> = random(seed, WRITTEN * cols).into_iter().map(|x| f(to_bf16(x))).collect();
+        let wide = backend.alloc(DType::F32, values.len()).unwrap();
+        backend.write_f32(wide.all(), &values).unwrap();
+        for start in [0, (rows - WRITTEN) * cols] {
+            let slice = ends.tensor.slice(start..start + values.len());
+            if slice.dtype() == DType::F32 {
+                backend.write_f32(slice, &values).unwrap();
+            } else {
+                cast(backend, wide.all(), slice);
+            }
         }
         ends
     }
 
     fn empty(backend: &'a dyn Backend, rows: usize, cols: usize) -> Self {
-        let tensor = backend.alloc(DType::F32, rows * cols).unwrap();
-        Self { backend, offset: (rows - ROWS) * cols, tensor }
+        let tensor = backend.alloc(backend.activation_dtype(), rows * cols).unwrap();
+        Self { backend, cols, tensor }
     }
 
     fn all(&self) -> Slice<'_> {
@@ -51,31 +64,116 @@ impl<'a> Ends<'a> {
     }
 
     fn read(&self) -> Vec<f32> {
-        let mut values = vec![0.0; self.tensor.len() - self.offset];
-        self.backend.read_f32(self.tensor.slice(self.offset..self.tensor.len()), &mut values).unwrap();
+        self.read_last(ROWS)
+    }
+
+    fn read_last(&self, rows: usize) -> Vec<f32> {
+        let mut values = vec![0.0; rows * self.cols];
+        let last = self.tensor.slice(self.tensor.len() - values.len()..self.tensor.len());
+        if last.dtype() == DType::F32 {
+            self.backend.read_f32(last, &mut values).unwrap();
+        } else {
+            let wide = self.backend.alloc(DType::F32, values.len()).unwrap();
+            cast(self.backend, last, wide.all());
+            self.backend.read_f32(wide.all(), &mut values).unwrap();
+        }
         values
+    }
+}
+
+/// In pieces of which all blocks run.
+fn cast(backend: &dyn Backend, x: Slice<'_>, y: Slice<'_>) {
+    let piece = 2 * EDGE_BLOCKS * 256;
+    for start in (0..x.len()).step_by(piece) {
+        let range = start..(start + piece).min(x.len());
+        backend.cast(x.slice(range.clone()), y.slice(range)).unwrap();
     }
 }
 
 /// One on that many rows; returns what is compared.
 type Operation = fn(&dyn Backend, usize) -> Vec<f32>;
 
-/// Runs the operations in the process of a child; `None` in that of the suite.
-pub(crate) fn child() -> Option<ExitCode> {
-    std::env::var_os(CHILD)?;
-    let (gpu, cpu) = (open(Fp32), CpuBackend::new(1, PoolMode::On));
-    let operations: [(&str, usize, Operation); 4] = [
-        ("SwiGLU", 1 << 31 >> 13, swiglu),
-        ("norm", (1 << 31) / 512, norm),
-        ("embedding", (1 << 31) / 512, embedding),
-        ("classifier", (1 << 31) / 1024, classifier),
-    ];
-    for (name, rows, run) in operations {
-        let (large, small) = (run(&gpu, rows + WRITTEN), run(&cpu, WRITTEN));
-        assert_eq!(large.len(), small.len());
-        for (i, (a, b)) in large.iter().zip(&small).enumerate() {
-            assert!((a - b).abs() <= 1e-5 * b.abs().max(1.0), "{name}, element {i}: {a}, expected {b}");
+/// An operation and the launches of it that run.
+struct Large {
+    name: &'static str,
+    precision: Precision,
+    /// Elements of a row of the smallest operand that has more than 2^31 of them.
+    row: usize,
+    run: Operation,
+    /// Blocks at either end of a grid.
+    edge_blocks: usize,
+    /// Of the device: enough for a block per row in grid-stride loops.
+    multiprocessors: usize,
+}
+
+impl Large {
+    const fn new(name: &'static str, row: usize, run: Operation) -> Self {
+        Self { name, precision: Fp32, row, run, edge_blocks: EDGE_BLOCKS, multiprocessors: 1 << 22 }
+    }
+
+    /// Rows of which the last ones begin after 2^31 elements.
+    fn rows(&self) -> usize {
+        (1_usize << 31).div_ceil(self.row) + WRITTEN
+    }
+
+    /// That of the suites `kernels` and `cuda_ops`, by element.
+    fn tolerance(&self) -> f32 {
+        match self.precision {
+            Fp32 => 1e-5,
+            Tf32 => 1e-2,
+            Bf16 => 3e-2,
         }
+    }
+}
+
+const OPERATIONS: [Large; 12] = [
+    Large::new("SwiGLU", 4096, swiglu),
+    Large::new("norm", 512, |b, rows| norm(b, NormKind::Layer, rows, 512)),
+    Large::new("norm of wide rows", 2048, |b, rows| norm(b, NormKind::Rms, rows, 2048)),
+    Large::new("norm of any rows", 500, |b, rows| norm(b, NormKind::Rms, rows, 500)),
+    Large::new("embedding", 512, embedding),
+    Large::new("classifier", 1024, |b, rows| classifier(b, rows, 1000, 1024)),
+    Large::new("classifier of wide rows", WIDE_ROW, |b, rows| classifier(b, rows, WIDE_ROW - 5, WIDE_ROW)),
+    // Exactly the blocks that have elements.
+    Large { multiprocessors: ADAMW_BLOCKS / 8, ..Large::new("AdamW", ADAMW_ROW, adamw) },
+    Large { edge_blocks: 17, ..Large::new("attention", TILES.0, |b, rows| attention(b, rows, TILES.1)) },
+    Large {
+        precision: Tf32,
+        edge_blocks: 17,
+        ..Large::new("attention on tensor cores", TILES.0, |b, rows| attention(b, rows, TILES.1))
+    },
+    Large {
+        precision: Bf16,
+        edge_blocks: 17,
+        ..Large::new("attention in BF16", TILES.0, |b, rows| attention(b, rows, TILES.1))
+    },
+    Large {
+        precision: Bf16,
+        edge_blocks: 16,
+        ..Large::new("attention by whole heads", WHOLE.0, |b, rows| attention(b, rows, WHOLE.1))
+    },
+];
+
+/// Longer than two rows in shared memory.
+const WIDE_ROW: usize = 60_000;
+/// Elements of a block, and blocks, which are eight per multiprocessor.
+const ADAMW_ROW: usize = 8 * 256;
+const ADAMW_BLOCKS: usize = (1 << 31 >> 11) + WRITTEN;
+/// Elements of a sequence of `out`, and its shape. A grid has at most 65535 sequences. Each kernel has as many blocks
+/// for a sequence as there are heads, so that those at the ends of grids work on the same sequences.
+const TILES: (usize, [usize; 3]) = (8 * 17 * 256, [8, 17, 256]);
+const WHOLE: (usize, [usize; 3]) = (80 * 16 * 32, [80, 16, 32]);
+
+/// Runs the operation of a child; `None` in the process of the suite.
+pub(crate) fn child() -> Option<ExitCode> {
+    let name = std::env::var(CHILD).ok()?;
+    let large = OPERATIONS.iter().find(|large| large.name == name)?;
+    let (gpu, cpu) = (open(large.precision), CpuBackend::new(1, PoolMode::On));
+    let (ours, theirs) = ((large.run)(&gpu, large.rows()), (large.run)(&cpu, WRITTEN));
+    assert_eq!(ours.len(), theirs.len());
+    for (i, (a, b)) in ours.iter().zip(&theirs).enumerate() {
+        let tolerance = large.tolerance() * b.abs().max(1.0);
+        assert!((a - b).abs() <= tolerance, "{name}, element {i}: {a}, expected {b}");
     }
     Some(ExitCode::SUCCESS)
 }
@@ -91,17 +189,44 @@ fn swiglu(b: &dyn Backend, rows: usize) -> Vec<f32> {
     [a.read(), dh.read()].concat()
 }
 
-fn norm(b: &dyn Backend, rows: usize) -> Vec<f32> {
-    let cols = 512;
-    let shape = NormShape { rows, cols, kind: NormKind::Rms, eps: 1e-5 };
+/// Forward and backward. The gradients of the parameters are sums over all rows, which do not run.
+fn norm(b: &dyn Backend, kind: NormKind, rows: usize, cols: usize) -> Vec<f32> {
+    let shape = NormShape { rows, cols, kind, eps: 1e-5 };
     let x = Ends::random(b, 3, rows, cols);
-    let gamma = b.alloc(DType::F32, cols).unwrap();
-    b.write_f32(gamma.all(), &random(4, cols)).unwrap();
-    let (y, stats) = (Ends::empty(b, rows, cols), Ends::empty(b, rows, 1));
-    let (x, gamma, beta) = (x.all(), gamma.all(), None);
-    let args = NormForward { shape, x, residual: None, gamma, beta, y: y.all(), stats: stats.all() };
+    let [gamma, dgamma, dbeta] = [4, 0, 0].map(|seed| {
+        let tensor = b.alloc(DType::F32, cols).unwrap();
+        b.write_f32(tensor.all(), &random(seed, cols)).unwrap();
+        tensor
+    });
+    let has_beta = kind == NormKind::Layer;
+    let stats = b.alloc(DType::F32, shape.stats()).unwrap();
+    let (x, gamma, stats_slice, beta) = (x.all(), gamma.all(), stats.all(), has_beta.then(|| gamma.all()));
+    let y = Ends::empty(b, rows, cols);
+    let args = NormForward { shape, x, residual: None, gamma, beta, y: y.all(), stats: stats_slice };
     b.norm_forward(args).unwrap();
-    [y.read(), stats.read()].concat()
+    let mut results = y.read();
+    drop(y);
+    let mut last_stats = vec![0.0; ROWS];
+    b.read_f32(stats.slice(stats.len() - ROWS..stats.len()), &mut last_stats).unwrap();
+    results.extend(last_stats);
+
+    let (dy, dx) = (Ends::random(b, 9, rows, cols), Ends::empty(b, rows, cols));
+    let backward = NormBackward {
+        shape,
+        x,
+        gamma,
+        stats: stats_slice,
+        dy: dy.all(),
+        dx: dx.all(),
+        add_to_dx: false,
+        dgamma: dgamma.all(),
+        dbeta: has_beta.then(|| dbeta.all()),
+        dsum: None,
+        acc: Accumulate::Overwrite,
+    };
+    b.norm_backward(backward).unwrap();
+    results.extend(dx.read());
+    results
 }
 
 fn embedding(b: &dyn Backend, rows: usize) -> Vec<f32> {
@@ -118,8 +243,7 @@ fn embedding(b: &dyn Backend, rows: usize) -> Vec<f32> {
     out.read()
 }
 
-fn classifier(b: &dyn Backend, rows: usize) -> Vec<f32> {
-    let (vocab, padded) = (1000, 1024);
+fn classifier(b: &dyn Backend, rows: usize, vocab: usize, padded: usize) -> Vec<f32> {
     let shape = ClassifierShape { rows, vocab, padded };
     let logits = Ends::random(b, 7, rows, padded);
     let targets = b.alloc(DType::I32, rows).unwrap();
@@ -132,9 +256,83 @@ fn classifier(b: &dyn Backend, rows: usize) -> Vec<f32> {
     [losses.read(), logits.read()].concat()
 }
 
-fn offsets_beyond_2_31_are_computed_in_64_bits() {
+fn adamw(b: &dyn Backend, rows: usize) -> Vec<f32> {
+    let [params, grads, m] = [10, 11, 12].map(|seed| Ends::random(b, seed, rows, ADAMW_ROW));
+    // Its square root is computed.
+    let v = Ends::random_of(b, 13, rows, ADAMW_ROW, f32::abs);
+    let decay = b.alloc(DType::U8, (rows * ADAMW_ROW).div_ceil(DECAY_CHUNK)).unwrap();
+    let flags: Vec<u8> = (0..WRITTEN * ADAMW_ROW / DECAY_CHUNK).map(|i| u8::from(i % 3 != 0)).collect();
+    for start in [0, decay.len() - flags.len()] {
+        b.write_u8(decay.slice(start..start + flags.len()), &flags).unwrap();
+    }
+    let [scalars, grad_norm_sq, loss, skipped] =
+        [&[1e-2, 10.0, 20.0, 0.0][..], &[0.04], &[3.0], &[0.0]].map(|values| {
+            let tensor = b.alloc(DType::F32, values.len()).unwrap();
+            b.write_f32(tensor.all(), values).unwrap();
+            tensor
+        });
+    let step = AdamWStep {
+        config: ADAMW,
+        params: params.all(),
+        grads: grads.all(),
+        m: m.all(),
+        v: v.all(),
+        work: None,
+        decay: decay.all(),
+        scalars: scalars.all(),
+        grad_norm_sq: grad_norm_sq.all(),
+        loss: loss.all(),
+        skipped: skipped.all(),
+    };
+    b.adamw(step).unwrap();
+    [params.read(), m.read(), v.read()].concat()
+}
+
+/// Forward and backward of sequences of this length, number of heads and width of a head.
+fn attention(b: &dyn Backend, batch: usize, [seq, heads, width]: [usize; 3]) -> Vec<f32> {
+    let shape = AttentionShape { batch, seq, heads, kv_heads: heads, width };
+    let (row, qkv_row) = (seq * heads * width, seq * shape.qkv_width());
+    let (qkv, dout) = (Ends::random(b, 14, batch, qkv_row), Ends::random(b, 15, batch, row));
+    let (out, dqkv) = (Ends::empty(b, batch, row), Ends::empty(b, batch, qkv_row));
+    let lse = b.alloc(DType::F32, batch * heads * seq).unwrap();
+    let (qkv, out_slice, lse, rope) = (qkv.all(), out.all(), lse.all(), None);
+    b.attention_forward(AttentionForward { shape, qkv, rope, out: out_slice, lse }).unwrap();
+    let (dout, dqkv_slice) = (dout.all(), dqkv.all());
+    let backward = AttentionBackward { shape, qkv, rope, out: out_slice, dout, lse, dqkv: dqkv_slice };
+    b.attention_backward(backward).unwrap();
+    // Those of the last sequence, which all kernels have computed.
+    [out, dqkv].map(|ends| ends.read_last(1)).concat()
+}
+
+/// What an operation's child reports; empty if nothing.
+fn report(large: &Large) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.env(CHILD, "1").env("EMULATOR_EDGE_BLOCKS", EDGE_BLOCKS.to_string());
-    let output = command.output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    command.env(CHILD, large.name).env("EMULATOR_EDGE_BLOCKS", large.edge_blocks.to_string());
+    command.env("EMULATOR_MULTIPROCESSORS", large.multiprocessors.to_string());
+    // It would read partial sums of blocks that do not run.
+    let output = command.env("EMULATOR_SKIP", "column_sum_final").output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    if output.status.success() { String::new() } else { format!("{}: {stderr}", large.name) }
+}
+
+fn offsets_beyond_2_31_are_computed_in_64_bits() {
+    let reports = in_two_threads(OPERATIONS.len(), |i| report(&OPERATIONS[i]));
+    let failed: Vec<_> = reports.into_iter().filter(|report| !report.is_empty()).collect();
+    assert!(failed.is_empty(), "{}", failed.join("\n"));
+}
+
+fn more_sequences_than_a_grid_has_are_refused() {
+    // In tiles, and by whole heads.
+    for (precision, width) in [(Fp32, 8), (Bf16, 16)] {
+        let gpu = open(precision);
+        let shape = AttentionShape { batch: 65_536, seq: 1, heads: 1, kv_heads: 1, width };
+        let dtype = gpu.activation_dtype();
+        let qkv = gpu.alloc(dtype, shape.batch * shape.qkv_width()).unwrap();
+        let out = gpu.alloc(dtype, shape.batch * width).unwrap();
+        let lse = gpu.alloc(DType::F32, shape.batch).unwrap();
+        let (qkv, out, lse) = (qkv.all(), out.all(), lse.all());
+        let refused = gpu.attention_forward(AttentionForward { shape, qkv, rope: None, out, lse });
+        let error = refused.unwrap_err().to_string();
+        assert!(error.contains("65536") && error.contains("too large: CUDA allows"), "{error}");
+    }
 }

@@ -67,10 +67,17 @@ fn run(precision: Precision, parts: &str) -> Output {
     command.env("EMULATOR_WARP", "64").env(CHILD, format!("{precision:?} {parts}")).output().unwrap()
 }
 
+/// All at once: most of their time is compilation.
+fn run_all(cases: &[(Precision, &str)]) -> Vec<Output> {
+    std::thread::scope(|scope| {
+        let children: Vec<_> = cases.iter().map(|case| scope.spawn(|| run(case.0, case.1))).collect();
+        children.into_iter().map(|child| child.join().unwrap()).collect()
+    })
+}
+
 fn all_but_tensor_core_kernels_run_with_warps_of_64() {
     let mut ran = BTreeSet::new();
-    for (precision, parts) in ANY_WARP {
-        let output = run(precision, parts);
+    for output in run_all(&ANY_WARP) {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
         ran.extend(stdout.lines().filter_map(|line| line.strip_prefix(RAN).map(str::to_owned)));
@@ -78,8 +85,7 @@ fn all_but_tensor_core_kernels_run_with_warps_of_64() {
     let names = [Fp32, Bf16].into_iter().flat_map(kernel_names);
     let others: BTreeSet<_> = names.filter(|name| !ran.contains(*name)).collect();
     assert_eq!(others, NAMES.into());
-    for (precision, parts) in WARP_OF_32 {
-        let output = run(precision, parts);
+    for ((_, parts), output) in WARP_OF_32.iter().zip(run_all(&WARP_OF_32)) {
         let report = String::from_utf8_lossy(&output.stderr);
         assert!(report.contains("the instruction is one of warps of 32 threads"), "{parts}: {report}");
     }
