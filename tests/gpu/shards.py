@@ -43,7 +43,8 @@ def main():
     parser.add_argument("--models", nargs="+", default=["B", "llama-1b"], choices=runner.SIZES)
     options = parser.parse_args()
     pynvml.nvmlInit()
-    print(f"{runner.hardware()}; python3 tests/gpu/shards.py --gpus {options.gpus} --models {' '.join(options.models)}\n")
+    arguments = f"--gpus {options.gpus} --models {' '.join(options.models)}"
+    print(f"{runner.hardware()}; python3 tests/gpu/shards.py {arguments}\n")
     print("| model | comm.shard | tok/s | exposed | pool | used | predicted | first step | loss, deterministic |")
     print("|---|---|---|---|---|---|---|---|---|")
     gib, differ = lambda size: f"{size / 2**30:.2f} GiB", False

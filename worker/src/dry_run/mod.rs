@@ -2,7 +2,7 @@
 //!
 //! The trainer itself runs a few steps, on a [`device`] without memory and with a collective without peers. So the
 //! sizes of all buffers, the order in which they are allocated and freed, and what the pool makes of it are those
-//! of the real job. What libraries take is a guess.
+//! of the real job. What libraries take was measured on one kind of GPU.
 
 mod device;
 
@@ -18,8 +18,10 @@ use crate::session;
 use crate::train::{Division, Evaluator, Stepper};
 use device::DryDevice;
 
-/// The CUDA context, kernels, libraries and NCCL's buffers: an allowance.
-const LIBRARIES: u64 = 1 << 30;
+/// The CUDA context, kernels and libraries of a GPU, as measured on an H200 (`tests/gpu/memory.py`).
+const LIBRARIES: u64 = 544 << 20;
+/// NCCL's buffers and kernels in addition, with two GPUs.
+const NCCL: u64 = 848 << 20;
 /// The pool plans a step when it has seen it, and serves the next ones from the plan.
 const STEPS: u64 = 3;
 /// Rows of logits below which a smaller chunk makes matrix multiplications slow.
@@ -87,7 +89,11 @@ pub fn memory(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
     }
     let peak = backend.pool().stats().mapped.peak;
     let activations = peak.saturating_sub(weights + gradients + state);
-    let libraries = if cuda { LIBRARIES } else { 0 };
+    let libraries = match (cuda, ranks) {
+        (false, _) => 0,
+        (true, 1) => LIBRARIES,
+        (true, _) => LIBRARIES + NCCL,
+    };
     let parameters = model.layout.parameters() as u64;
     let tokens = (spec.train.batch * spec.train.accumulate * shape.seq) as u64;
     Ok(Memory { parameters, tokens, weights, gradients, optimizer: state, activations, libraries })
@@ -95,7 +101,27 @@ pub fn memory(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
 
 /// Changes that make a job smaller, which needs `needed` as it is: each on top of those before, from what costs little
 /// time to what costs more, up to the first with which it fits into `limit` bytes.
-pub fn savings(
+pub fn savings(spec: &JobSpec, needed: Memory, cuda: bool, ranks: usize, limit: u64) -> Result<Vec<Saving>> {
+    let total = |savings: &[Saving]| savings.last().map_or(needed.total(), |saving| saving.memory.total());
+    let divided = savings_on(Way::Divide, spec, needed, cuda, ranks, limit)?;
+    if total(&divided) <= limit {
+        return Ok(divided);
+    }
+    let split = savings_on(Way::Split, spec, needed, cuda, ranks, limit)?;
+    Ok(if total(&split) < total(&divided) { split } else { divided })
+}
+
+/// Two ways that exclude each other.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// Gradients and parameters are divided among the ranks.
+    Divide,
+    /// A step is split into several micro-steps.
+    Split,
+}
+
+fn savings_on(
+    way: Way,
     spec: &JobSpec,
     mut needed: Memory,
     cuda: bool,
@@ -104,7 +130,7 @@ pub fn savings(
 ) -> Result<Vec<Saving>> {
     let (mut spec, mut found) = (spec.clone(), Vec::<Saving>::new());
     while needed.total() > limit
-        && let Some((change, smaller)) = smaller(&spec, &needed, cuda, ranks)?
+        && let Some((change, smaller)) = smaller(way, &spec, &needed, cuda, ranks)?
     {
         (spec, needed) = smaller;
         // It replaces an earlier value of the same key.
@@ -118,8 +144,8 @@ pub fn savings(
 type Smaller = (String, (JobSpec, Memory));
 
 /// The first change that saves something.
-fn smaller(spec: &JobSpec, needed: &Memory, cuda: bool, ranks: usize) -> Result<Option<Smaller>> {
-    for (change, changed) in changes(spec, cuda, ranks)? {
+fn smaller(way: Way, spec: &JobSpec, needed: &Memory, cuda: bool, ranks: usize) -> Result<Option<Smaller>> {
+    for (change, changed) in changes(way, spec, cuda, ranks)? {
         let memory = memory(&changed, cuda, ranks)?;
         if memory.total() < needed.total() {
             return Ok(Some((change, (changed, memory))));
@@ -128,7 +154,7 @@ fn smaller(spec: &JobSpec, needed: &Memory, cuda: bool, ranks: usize) -> Result<
     Ok(None)
 }
 
-fn changes(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(String, JobSpec)>> {
+fn changes(way: Way, spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(String, JobSpec)>> {
     let rows = spec.train.batch * spec.model.resolve().map_err(SpecError::from)?.seq;
     let mut found = Vec::new();
     let mut add = |change: String, apply: &dyn Fn(&mut JobSpec)| {
@@ -141,7 +167,8 @@ fn changes(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(String, JobS
         let comm = CommSection { shard: more, ..spec.comm.clone() };
         let possible =
             comm.check_ranks(ranks).is_ok() && comm.check_accumulate(spec.train.accumulate).is_ok();
-        ranks > 1 && shard < more && possible
+        let wanted = way == Way::Divide || more == Shard::Optimizer;
+        ranks > 1 && shard < more && possible && wanted
     };
     for (more, name) in [(Shard::Optimizer, "optimizer"), (Shard::Gradients, "gradients")] {
         if divides(more) {
@@ -163,7 +190,7 @@ fn changes(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Vec<(String, JobS
     }
     // Micro-steps are added in F32, so several may need more than the one before.
     let mut parts = 2;
-    while spec.train.batch.is_multiple_of(parts) {
+    while way == Way::Split && shard < Shard::Gradients && spec.train.batch.is_multiple_of(parts) {
         let (batch, accumulate) = (spec.train.batch / parts, spec.train.accumulate.saturating_mul(parts));
         add(format!("train.batch = {batch}, train.accumulate = {accumulate}"), &|spec| {
             (spec.train.batch, spec.train.accumulate) = (batch, accumulate);
@@ -225,6 +252,12 @@ mod tests {
         assert!(all.activations - chunk.activations <= logits);
         let sharded = of(|spec| spec.comm.shard = Shard::Optimizer);
         assert!(sharded.optimizer < all.optimizer * 35 / 100, "{sharded:?}");
+        let gradients = of(|spec| spec.comm.shard = Shard::Gradients);
+        let parameters = of(|spec| spec.comm.shard = Shard::Parameters);
+        // Two tables of 50,304 rows stay whole, and 25 MiB of buckets at a time.
+        let kept = 2 * 2 * 50_304 * 384 + (51 << 20);
+        assert!(gradients.gradients < kept + sharded.weights / 4 + 1000, "{gradients:?}");
+        assert!(parameters.weights < kept && parameters.weights < sharded.weights, "{parameters:?}");
         let accumulated = of(|spec| spec.train.accumulate = 2);
         // In F32, and rounded.
         let ratio = accumulated.gradients as f64 / all.gradients as f64;
@@ -242,6 +275,14 @@ mod tests {
         let changes: Vec<&str> = all.iter().map(|saving| &*saving.change).collect();
         let [.., "train.recompute = \"block\"", batch] = changes[..] else { panic!("{changes:?}") };
         assert_eq!(batch, "train.batch = 1, train.accumulate = 32");
+        // What fits into the memory of divided parameters does not need micro-steps.
+        let [.., smallest] = &savings_on(Way::Divide, &spec, needed, true, 4, LIBRARIES).unwrap()[..] else {
+            panic!("no savings");
+        };
+        let divided = savings(&spec, needed, true, 4, smallest.memory.total()).unwrap();
+        assert_eq!(divided.last(), Some(smallest));
+        let changes: Vec<&str> = divided.iter().map(|saving| &*saving.change).collect();
+        assert!(changes.contains(&"comm.shard = \"parameters\""), "{changes:?}");
         assert!(all.windows(2).all(|pair| pair[1].memory.total() < pair[0].memory.total()));
         // Three ranks cannot shard.
         let three = memory(&spec, true, 3).unwrap();

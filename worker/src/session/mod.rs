@@ -127,10 +127,9 @@ fn train(context: &Context<'_>, bench: Option<TrainBench>) -> Result<ExitCode> {
         .map_err(report)?;
 
     let loader = start_loader(spec, &shape, &dataset, environment, start.sequences).map_err(report)?;
+    let started = train_started(spec, &trainer, &division, &device, &dataset, start.step);
     if rank == 0 {
-        control.report(Report::TrainStarted(train_started(
-            spec, &trainer, &division, &device, &dataset, start.step,
-        )));
+        control.report(Report::TrainStarted(started));
     }
     phase::enter(Phase::Unspecified);
     let outcome = Run {
