@@ -16,6 +16,8 @@ use crate::{Job, Process, children};
 
 /// How often a job is examined: its steps take about as long.
 const EXAMINE_INTERVAL: Duration = Duration::from_millis(5);
+/// The launcher notices the exit of a rank within milliseconds.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// A step takes milliseconds, a restart at most seconds. A job without a step for this long hangs.
 const JOB_STALL_TIMEOUT: Duration = Duration::from_secs(120);
 /// Parameters and moments by name.
@@ -164,6 +166,8 @@ struct Observed {
     started: Option<(u32, Instant)>,
     /// By fault: when its signal was sent.
     sent: Vec<Option<f64>>,
+    /// The fault whose signal was sent last to a starting rank, and the number of restarts until then.
+    unanswered: Option<(usize, usize, Instant)>,
 }
 
 impl Observed {
@@ -171,6 +175,7 @@ impl Observed {
     fn examine(&mut self, plan: &JobPlan, job: &Job, process: &Process) {
         let restarts = process.stderr().matches("; restarting").count();
         self.restarts.resize(restarts.max(self.restarts.len()), now());
+        self.repeat_unanswered();
         let next = plan
             .faults
             .iter()
@@ -201,6 +206,9 @@ impl Observed {
             damage_newest(&job.run_dir().join("checkpoints"), *damage);
         }
         self.sent[index] = Some(now());
+        if matches!(trigger, Trigger::Start(_)) {
+            self.unanswered = Some((index, self.restarts.len(), Instant::now()));
+        }
         let signals = |signal| targets.iter().for_each(|pid| send(*pid, signal));
         signals(*signal);
         if *signal == Signal::SEGV {
@@ -212,6 +220,17 @@ impl Observed {
         if let Some(delay) = resume_after_ms {
             std::thread::sleep(Duration::from_millis(*delay));
             signals(Signal::CONT);
+        }
+    }
+
+    /// A rank that is killed while it waits for its attempt to begin is replaced without a restart: later faults, which
+    /// expect one, would not be reached.
+    fn repeat_unanswered(&mut self) {
+        let Some((fault, restarts, at)) = self.unanswered else { return };
+        if self.restarts.len() > restarts {
+            self.unanswered = None;
+        } else if at.elapsed() > ANSWER_TIMEOUT {
+            (self.sent[fault], self.unanswered) = (None, None);
         }
     }
 

@@ -86,11 +86,6 @@ impl Slots {
         self.len == 0
     }
 
-    /// Whether every bucket has memory of its own.
-    pub fn is_whole(&self) -> bool {
-        self.kept.iter().all(|kept| *kept)
-    }
-
     /// Where these elements of one bucket are in the tensor.
     ///
     /// # Panics

@@ -27,7 +27,6 @@ fn blocks_of_equal_size_take_turns_in_two_slots() {
     let parts = down_and_up(&[10, 20, 30, 40, 50, 60]);
     let slots = Slots::shared(&plan, &parts, &[0..10]);
     assert_eq!(slots.len(), 30);
-    assert!(!slots.is_whole());
     let places = [10..20, 20..30, 30..40, 40..50, 55..57, 0..10].map(|elements| slots.place(&elements));
     assert_eq!(places, [0..10, 10..20, 0..10, 10..20, 5..7, 20..30]);
     assert_eq!(slots.kept().cloned().collect::<Vec<_>>(), [0..10]);
@@ -63,7 +62,7 @@ fn next_part_is_gathered_while_one_is_computed() {
 fn whole_arena_is_gathered_at_once_and_awaited_part_by_part() {
     let plan = plan(&[10; 3]);
     let slots = Slots::whole(&plan);
-    assert!(slots.is_whole() && slots.len() == 30);
+    assert_eq!(slots.len(), 30);
     assert_eq!(slots.place(&(12..19)), 12..19);
     let parts = [15..30, 5..20, 0..3];
     let turns = slots.gathers(&parts, parts.len(), false);
