@@ -15,7 +15,7 @@
 //! comm stream:    gather n . ... . 0     reduce-scatter ^              loss, flags and norm ^
 //! ```
 //! With sharded gradients, too, backward waits for reduce-scatters whose memory it takes, and with sharded parameters
-//! both passes gather them block by block, one ahead ([`Slots`]).
+//! both passes gather them block by block, one ahead (see [`xlaunch_comm::Slots`]).
 //!
 //! Everything that changes from step to step (tokens, targets, flags, the optimizer's scalars) is written to device
 //! memory before the work that reads it is enqueued. So the work itself can be captured and replayed: see [`Replay`].
