@@ -34,10 +34,10 @@ import traceback
 
 import launch
 import runner
+from hang import HANG, PHASE
 from restart import workers
 from runner import steps
 
-HANG = runner.ROOT / "tests/src/hang.c"
 EXAMPLE = runner.ROOT / "examples/ddp.py"
 # Seconds that anything may take.
 LIMIT = 60
@@ -45,8 +45,6 @@ LIMIT = 60
 HANG_TIMEOUT = 20
 # Of the command that hangs.
 COMMAND_HANG_TIMEOUT = 15
-# `PHASE_WAIT_FOR_DATA`: a replayed graph has no phases between that and read back.
-PHASE = 1
 STEPS = 20
 # NCCL has no other way between ranks than TCP.
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}

@@ -45,10 +45,7 @@ def run_xlaunch(binary, model, gpus, data, weights, precision, sharded=False):
     command = [str(binary), "bench", "train", str(config), "--json"]
     command += ["--nproc", str(gpus), "--warmup", str(WARMUP), "--steps", str(STEPS)]
     command += runner.overrides(settings | sizes)
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout)
+    return runner.bench(command)
 
 
 def run_pytorch(model, gpus, data, weights, precision, mode):

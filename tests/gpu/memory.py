@@ -8,7 +8,6 @@ percent.
 """
 
 import argparse
-import json
 import pathlib
 import re
 import subprocess
@@ -80,24 +79,31 @@ def main():
     sys.exit(off)
 
 
-def row(options, model, changed, data):
-    """Measures and prints one row. By how many percent the prediction is off."""
+def measure(binary, model, gpus, data, changed, warmup, steps):
+    """The JSON of a run, what the first GPU used, and what was predicted for a rank and its libraries."""
     config, sizes = runner.configuration(model)
     settings = {"data.train": [str(data)], "data.val_fraction": 0.0, "engine.device": "cuda",
                 "train.batch": runner.BATCHES.get(model, runner.BATCH)} | sizes | changed
-    words = [str(config), "--nproc", "1", *runner.overrides(settings)]
-    total, libraries = predicted([str(options.binary), "--dry-run", *words])
-    command = [str(options.binary), "bench", "train", *words, "--json", "--warmup", str(WARMUP), "--steps", str(STEPS)]
+    words = [str(config), "--nproc", str(gpus), *runner.overrides(settings)]
+    total, libraries = predicted([str(binary), "--dry-run", *words])
+    command = [str(binary), "bench", "train", *words, "--json", "--warmup", str(warmup), "--steps", str(steps)]
     with Used() as used:
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-4000:]}")
-    found, gib = json.loads(done.stdout), lambda size: f"{size / 2**30:.2f} GiB"
+        found = runner.bench(command)
+    return found, used.peak, total, libraries
+
+
+def gib(size):
+    return f"{size / 2**30:.2f} GiB"
+
+
+def row(options, model, changed, data):
+    """Measures and prints one row. By how many percent the prediction is off."""
+    found, used, total, libraries = measure(options.binary, model, 1, data, changed, WARMUP, STEPS)
     pool = found["pool_peak_bytes"]
-    difference = 100 * (total - used.peak) / used.peak
+    difference = 100 * (total - used) / used
     name = ", ".join(f"{key} = {value}" for key, value in changed.items()) or "-"
-    print(f"| {model} | {name} | {gib(total)} | {gib(used.peak)} | {difference:+.1f} % | "
-          f"{gib(pool)} (predicted {gib(total - libraries)}) | {gib(used.peak - pool)} | "
+    print(f"| {model} | {name} | {gib(total)} | {gib(used)} | {difference:+.1f} % | "
+          f"{gib(pool)} (predicted {gib(total - libraries)}) | {gib(used - pool)} | "
           f"{found['tokens_per_second'] / 1e3:.0f}K | {found['first_step_seconds']:.1f} s |", flush=True)
     return difference
 

@@ -11,7 +11,6 @@ the pool, by `xlaunch bench train`. Fails if a run fails or takes too long, or i
 """
 
 import argparse
-import json
 import pathlib
 import statistics
 import subprocess
@@ -130,14 +129,12 @@ def bench(options, data, mode, pool, gpus):
                "--warmup", str(WARMUP), "--steps", str(options.steps), *runner.overrides(keys)]
     command += ["--threads"] if mode == "threads" else []
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT)
+        return runner.bench(command, timeout=RUN_TIMEOUT)
     except subprocess.TimeoutExpired:
         print(f"{' '.join(command)}: not over after {RUN_TIMEOUT} s", file=sys.stderr)
-        return None
-    if done.returncode != 0:
-        print(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-4000:]}", file=sys.stderr)
-        return None
-    return json.loads(done.stdout)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+    return None
 
 
 if __name__ == "__main__":

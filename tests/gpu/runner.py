@@ -57,6 +57,14 @@ def configuration(model):
     return ROOT / MODELS["A" if sizes["arch"] == "llama" else "B"], {f"model.{key}": sizes[key] for key in sizes}
 
 
+def bench(command, **options):
+    """The JSON of `xlaunch bench train --json`; raises with stderr if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout)
+
+
 def check(what, ok, found=""):
     """Prints the result of a check. A failed one ends the script."""
     print(f"{'ok  ' if ok else 'FAIL'} {what}{f': {found}' if found else ''}", flush=True)

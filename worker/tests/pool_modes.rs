@@ -7,11 +7,14 @@
     reason = "a test fails by panicking, and prints what it compared"
 )]
 
+mod common;
+
+use common::shape;
 use xlaunch_comm::Local;
 use xlaunch_engine::cuda::default_mempool_high;
 use xlaunch_engine::testing::require_gpu;
 use xlaunch_engine::{CpuBackend, CudaBackend, CudaOptions, PoolMode, PoolOptions, PoolStats, Precision};
-use xlaunch_proto::model::{Arch, ModelShape, NORM_EPS, ROPE_THETA};
+use xlaunch_proto::model::{Arch, ModelShape};
 use xlaunch_proto::spec::{Exec, JobSpec, Shard};
 use xlaunch_worker::data::{Dataset, Loader, Order, Schedule};
 use xlaunch_worker::model::layout::Layout;
@@ -46,21 +49,7 @@ fn train(backend: BackendHandle, arch: Arch, exec: Exec) -> Trained {
     spec.train.batch = 3;
     spec.train.accumulate = 2;
     let (kv_heads, tied) = if arch == Arch::Gpt2 { (4, true) } else { (2, false) };
-    let shape = ModelShape {
-        arch,
-        layers: 2,
-        heads: 4,
-        kv_heads,
-        head_dim: 16,
-        dim: 64,
-        ffn: 96,
-        seq: 40,
-        vocab: 256,
-        tied,
-        norm_eps: NORM_EPS,
-        rope_theta: ROPE_THETA,
-        rope_scaling: None,
-    };
+    let shape = ModelShape { heads: 4, kv_heads, dim: 64, ffn: 96, ..shape(arch, 2, tied) };
     let dataset = Dataset::open(&spec, &shape).unwrap();
     let weights = init::weights(
         &Layout::new(&shape),

@@ -81,7 +81,7 @@ impl Slots {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// True for an arena without buckets.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

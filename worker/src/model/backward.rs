@@ -37,7 +37,12 @@ pub struct GradientArena<'a> {
 impl<'a> GradientArena<'a> {
     /// The gradient of a parameter.
     pub(crate) fn slice(self, param: Range<usize>) -> Slice<'a> {
-        self.tensor.slice(self.slots.map_or(param.clone(), |slots| slots.place(&param)))
+        self.tensor.slice(self.place(&param))
+    }
+
+    /// Where elements of one bucket of the arena are in the tensor.
+    pub(crate) fn place(self, elements: &Range<usize>) -> Range<usize> {
+        self.slots.map_or(elements.clone(), |slots| slots.place(elements))
     }
 }
 

@@ -215,10 +215,12 @@ impl Model {
 
     /// A parameter in the element type of the activations.
     fn param(&self, range: &Range<usize>) -> Slice<'_> {
-        match &self.slots {
-            None => self.weights.slice(range.clone()),
-            Some(slots) => self.weights.slice(slots.place(range)),
-        }
+        self.weights.slice(self.place(range))
+    }
+
+    /// Where elements of one bucket of the arena are in `weights`.
+    pub(crate) fn place(&self, elements: &Range<usize>) -> Range<usize> {
+        self.slots.as_ref().map_or(elements.clone(), |slots| slots.place(elements))
     }
 
     /// A new tensor in the element type of the activations.

@@ -262,7 +262,6 @@ impl AdamW {
     ) -> xlaunch_comm::Result<()> {
         let Some([shard, weights]) = self.gather_pair(model) else { return Ok(()) };
         let own = shard.lend(self.sharding.in_shard(bucket));
-        let place = model.slots.as_ref().map_or(bucket.clone(), |slots| slots.place(bucket));
-        collective.all_gather(own, weights.lend(place))
+        collective.all_gather(own, weights.lend(model.place(bucket)))
     }
 }

@@ -46,10 +46,10 @@ impl Division {
         let cap = (spec.comm.bucket_mb * f64::from(1 << 20)) as usize;
         let size = wire_dtype(spec, activations).size();
         let plan = bucket::Plan::new(&layout.ends(), size, cap, cap.min(FIRST_BUCKET_BYTES));
-        let slots = || Slots::shared(&plan, &parts(layout), &layout.kept());
+        let slots = (shard >= Shard::Gradients).then(|| Slots::shared(&plan, &parts(layout), &layout.kept()));
         Ok(Self {
-            gradients: (shard >= Shard::Gradients).then(slots),
-            weights: (shard >= Shard::Parameters).then(slots),
+            weights: slots.clone().filter(|_| shard >= Shard::Parameters),
+            gradients: slots,
             sharding: match shard {
                 Shard::Auto | Shard::None => Sharding::replicated(plan),
                 _ => Sharding::new(plan, rank, ranks),

@@ -104,7 +104,7 @@ impl Gradients {
             self.backend.cast(self.arena.slice(bucket.clone()), rounded.slice(bucket.clone()))?;
         }
         let sent = self.sent();
-        let place = self.slots.as_ref().map_or(bucket.clone(), |slots| slots.place(&bucket));
+        let place = self.arena().place(&bucket);
         match &self.shard {
             None => collective.all_reduce(sent.lend(place), sent.dtype())?,
             Some(shard) => {
