@@ -1,0 +1,191 @@
+// Instructions of compute capability 9.0 for matrix multiplication, after ptx.cuh and the prelude: tiles copied by an
+// SM's copy engine (TMA), barriers in shared memory, and wgmma. Compiled for sm_90a.
+//
+// The other version of each is for the emulator, as in ptx.cuh.
+
+// A description of a tensor in device memory, made by cuTensorMapEncodeTiled.
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+// A barrier in shared memory. A phase of it ends when all arrivals are there and all bytes that were announced; waiting
+// threads name the phase by its parity: that of 0, 1, 0, ...
+typedef unsigned long long Barrier;
+
+#if ON_GPU
+__device__ inline u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+#endif
+
+__device__ inline void barrier_init(Barrier* barrier, u32 arrivals) {
+#if ON_GPU
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+#else
+    emulator_barrier_init(barrier, arrivals, __FILE__, __LINE__);
+#endif
+}
+
+// Makes initialised barriers visible to the copy engine. The block's threads need a __syncthreads in addition.
+__device__ inline void fence_barriers() {
+#if ON_GPU
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ inline void barrier_arrive(Barrier* barrier) {
+#if ON_GPU
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+#else
+    emulator_barrier_arrive(barrier, 0, __FILE__, __LINE__);
+#endif
+}
+
+// Arrives, and announces bytes that copies to shared memory will bring.
+__device__ inline void barrier_arrive_and_expect(Barrier* barrier, u32 bytes) {
+#if ON_GPU
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+#else
+    emulator_barrier_arrive(barrier, bytes, __FILE__, __LINE__);
+#endif
+}
+
+// Waits until the phase of this parity has ended; the one before it has.
+__device__ inline void barrier_wait(Barrier* barrier, u32 parity) {
+#if ON_GPU
+    asm volatile(
+        "{\n"
+        ".reg .pred ended;\n"
+        "AGAIN:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1;\n"
+        "@!ended bra AGAIN;\n"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+#else
+    emulator_barrier_wait(barrier, parity, __FILE__, __LINE__);
+#endif
+}
+
+// Starts to copy the map's box at these coordinates to shared memory; what is outside of the tensor becomes zero. The
+// barrier gets the bytes of the box when they are there. `to` is a multiple of 1,024 bytes.
+__device__ inline void copy_box(void* to, const TensorMap* map, Barrier* barrier, int x, int y, int z) {
+#if ON_GPU
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
+        : "memory");
+#else
+    emulator_copy_box(to, map, barrier, x, y, z, __FILE__, __LINE__);
+#endif
+}
+
+// More or fewer registers per thread, for all threads of a warpgroup.
+template <int COUNT>
+__device__ inline void raise_registers() {
+#if ON_GPU
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+template <int COUNT>
+__device__ inline void lower_registers() {
+#if ON_GPU
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
+// Before the first wgmma that uses registers which other instructions wrote.
+__device__ inline void wgmma_fence() {
+#if ON_GPU
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+
+__device__ inline void wgmma_commit() {
+#if ON_GPU
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#else
+    emulator_wgmma_commit(__FILE__, __LINE__);
+#endif
+}
+
+// Waits for this warpgroup's multiplications but those of the LATER newest groups. Only then are their results in
+// registers, and may their operands in shared memory be overwritten.
+template <int LATER>
+__device__ inline void wgmma_wait() {
+#if ON_GPU
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
+#else
+    emulator_wgmma_wait(LATER, __FILE__, __LINE__);
+#endif
+}
+
+#if ON_GPU
+// Description of an operand in shared memory whose rows of 64 elements have the 128-byte swizzle; "Shared Memory Matrix
+// Layout" in the PTX ISA. Groups of 8 rows follow each other; `ACROSS`: blocks of 64 rows of k follow each other.
+template <bool ACROSS>
+__device__ inline unsigned long long wgmma_operand(const void* p) {
+    const unsigned long long block = ACROSS ? 8192 : 16, group = 1024, swizzle_128 = 1ull << 62;
+    return (shared_address(p) & 0x3ffff) >> 4 | block >> 4 << 16 | group >> 4 << 32 | swizzle_128;
+}
+#endif
+
+// Operands of an instruction with 64 or 128 registers for results.
+#define WGMMA_0_63 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_64_127 \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_8(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define WGMMA_32(i) WGMMA_8(i), WGMMA_8(i + 8), WGMMA_8(i + 16), WGMMA_8(i + 24)
+#define WGMMA_64(i) WGMMA_32(i), WGMMA_32(i + 32)
+
+// d (64, N) = a b, or d += a b, by a warpgroup: a (64, 16), b (16, N) in bf16, N twice the length of d. Starts; see
+// wgmma_wait. Elements 4 j and 4 j + 1 of each thread are of row 16 warp + lane / 4 and of columns 8 j + lane % 4 * 2
+// and the next one; the two after them are of 8 rows below.
+//
+// Operands are tiles that copy_box has written with the 128-byte swizzle. Rows of a, and columns of b, are rows of the
+// tile. If ACROSS, k runs down the tile: each 64 rows of a, or columns of b, are the columns of a tile of their own.
+template <bool A_ACROSS, bool B_ACROSS>
+__device__ inline void wgmma(float (&d)[64], const void* a, const void* b, bool add) {
+#if ON_GPU
+    asm volatile(
+        "{\n"
+        ".reg .pred add;\n"
+        "setp.ne.b32 add, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_0_63 "}, %64, %65, add, 1, 1, %67, %68;\n"
+        "}"
+        : WGMMA_64(0)
+        : "l"(wgmma_operand<A_ACROSS>(a)), "l"(wgmma_operand<B_ACROSS>(b)), "r"((int)add), "n"(A_ACROSS),
+          "n"(B_ACROSS));
+#else
+    EmulatorWgmma call = {d, 128, a, b, add, A_ACROSS, B_ACROSS};
+    emulator_wgmma(&call, __FILE__, __LINE__);
+#endif
+}
+
+template <bool A_ACROSS, bool B_ACROSS>
+__device__ inline void wgmma(float (&d)[128], const void* a, const void* b, bool add) {
+#if ON_GPU
+    asm volatile(
+        "{\n"
+        ".reg .pred add;\n"
+        "setp.ne.b32 add, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WGMMA_0_63 ", " WGMMA_64_127
+        "}, %128, %129, add, 1, 1, %131, %132;\n"
+        "}"
+        : WGMMA_64(0), WGMMA_64(64)
+        : "l"(wgmma_operand<A_ACROSS>(a)), "l"(wgmma_operand<B_ACROSS>(b)), "r"((int)add), "n"(A_ACROSS),
+          "n"(B_ACROSS));
+#else
+    EmulatorWgmma call = {d, 256, a, b, add, A_ACROSS, B_ACROSS};
+    emulator_wgmma(&call, __FILE__, __LINE__);
+#endif
+}
