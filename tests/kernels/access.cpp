@@ -68,7 +68,15 @@ std::atomic_flag CellLock::locks[COUNT];
 
 }  // namespace
 
-std::string source_of(void* address) {
+std::string source_of(const Site& site) {
+    for (void* pc : {site.callers.own, site.callers.outer}) {
+        std::string found = pc ? source_of(pc, site.file) : "?";
+        if (found != "?") return found;
+    }
+    return site.file + (":" + std::to_string(site.line));
+}
+
+std::string source_of(void* address, const char* header) {
     Dl_info info;
     if (!dladdr(address, &info) || !info.dli_fname) return "?";
     char command[4096], line[1024];
@@ -79,6 +87,7 @@ std::string source_of(void* address) {
     while (pipe && fgets(line, sizeof line, pipe)) {
         std::string text(line);
         text = text.substr(0, text.find_first_of(" \n"));
+        if (header && text.find(header + std::string(":")) != std::string::npos) continue;
         if (found == "?" && text.find("device.h:") == std::string::npos) found = text;
     }
     if (pipe) pclose(pipe);
@@ -106,9 +115,12 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
     if (!r || !r->current) return;
     Fiber& self = *r->current;
     uintptr_t stack = reinterpret_cast<uintptr_t>(self.stack);
-    if (address - stack < STACK_BYTES || !size) return;
-    auto at = [=] { return site ? site->file + (":" + std::to_string(site->line)) : source_of(pc); };
     const char* what = write ? "write" : "read";
+    if (address - stack < STACK_BYTES || !size) {
+        if (r->async.multiplies) r->check_registers(address, size, what, site ? *site : Site{"?", 0, {pc, nullptr}});
+        return;
+    }
+    auto at = [=] { return site ? source_of(*site) : source_of(pc); };
     Cell* cells;
     Access* atomics = nullptr;
     uint8_t* written;
@@ -120,6 +132,7 @@ void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, con
         atomics = &shared->atomics[(address - shared->begin) / 2];
         written = &shared->written[address - shared->begin];
         is_shared = true;
+        if (write && r->async.multiplies) r->check_operands(address, size, site ? *site : Site{"?", 0, {pc, nullptr}});
     } else {
         Range range = find(address, size);
         if (range.place == Place::Nowhere) {

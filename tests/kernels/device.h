@@ -15,6 +15,7 @@
 #define __device__
 #define __global__
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __shared__ static __thread
 
 #define threadIdx emulator_thread_index()

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <string>
 
+#include "hopper.h"
 #include "launch.h"
 #include "memory.h"
 
@@ -267,6 +268,35 @@ int cuFuncSetAttribute(Function* function, int attribute, int value) {
     if (attribute == SHARED_LIMIT_ATTRIBUTE) function->shared_limit = size_t(value);
     return value <= SHARED_PER_BLOCK ? SUCCESS : failed(INVALID_VALUE, "more shared memory than a block can have");
 }
+// Of tensors of three dimensions in bf16, in boxes whose rows of 64 elements have the 128-byte swizzle.
+int cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* address, const uint64_t* sizes,
+                           const uint64_t* strides, const unsigned* box, const unsigned* element_strides,
+                           int interleave, int swizzle, int, int fill) {
+    constexpr int BFLOAT16 = 9, NONE = 0, SWIZZLE_128B = 3;
+    constexpr unsigned ROW_BYTES = 128, MOST_BOX = 256;
+    constexpr uint64_t MOST_SIZE = uint64_t(1) << 32, STRIDE_LIMIT = uint64_t(1) << 40;
+    if (type != BFLOAT16 || rank != 3 || interleave != NONE || swizzle != SWIZZLE_128B || fill != NONE)
+        return failed(NOT_SUPPORTED, "a tensor map of a kind that the emulator does not have");
+    if (reinterpret_cast<uintptr_t>(map) % 64 || reinterpret_cast<uintptr_t>(address) % 16)
+        return failed(INVALID_VALUE, "a tensor map, or the address in it, is not aligned");
+    TensorMap result = {TensorMap::MAGIC, reinterpret_cast<uintptr_t>(address), {}, {2}, {}};
+    for (unsigned i = 0; i < rank; i++) {
+        if (!sizes[i] || sizes[i] > MOST_SIZE || !box[i] || box[i] > MOST_BOX || element_strides[i] != 1)
+            return failed(INVALID_VALUE, "a tensor map with a size, a box or an element stride out of range");
+        if (i > 0 && (strides[i - 1] % 16 || strides[i - 1] >= STRIDE_LIMIT))
+            return failed(INVALID_VALUE, "a tensor map with a stride that is not a multiple of 16, or too large");
+        result.sizes[i] = sizes[i], result.box[i] = box[i];
+        if (i > 0) result.strides[i] = strides[i - 1];
+    }
+    if (box[0] * 2 > ROW_BYTES || box[0] * 2 % 16)
+        return failed(INVALID_VALUE, "a tensor map whose box is wider than the swizzle, or no multiple of 16 bytes");
+    if (box[0] * 2 < ROW_BYTES)
+        return failed(NOT_SUPPORTED, "the emulator has no boxes that are narrower than the swizzle");
+    memset(map, 0, 128);
+    memcpy(map, &result, sizeof result);
+    return SUCCESS;
+}
+
 int cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** args, void**) {
     if (config->shared > function->shared_limit)
         return failed(INVALID_VALUE, "more dynamic shared memory than the kernel's limit");
@@ -282,7 +312,7 @@ int cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** args
                   config->shared,
                   {}};
     for (unsigned i = 0; i < function->kernel->args; i++)
-        launch.args.emplace_back(static_cast<const char*>(args[i]), function->kernel->sizes[i]);
+        launch.args.emplace_back(args[i], function->kernel->sizes[i]);
     std::string problem = run(launch);
     return problem.empty() ? SUCCESS : failed(LAUNCH_FAILED, problem);
 }

@@ -26,6 +26,14 @@ struct EmulatorMma {
     const unsigned *a, *b;
 };
 
+// `d` has n / 2 floats of this thread. If across, k runs down the tile.
+struct EmulatorWgmma {
+    float* d;
+    unsigned n;
+    const void *a, *b;
+    bool add, a_across, b_across;
+};
+
 // What the lanes of a warp do together.
 enum EmulatorOperation {
     EMULATOR_SYNC,
@@ -62,4 +70,15 @@ void emulator_copy_async(void* to, const void* from, unsigned bytes);
 void emulator_commit_copies();
 // Waits for all but the `later` newest groups.
 void emulator_wait_copies(unsigned later);
+
+// Of compute capability 9.0. A barrier is 8 bytes of shared memory; an arrival announces bytes of copies, or none.
+void emulator_barrier_init(void* barrier, unsigned arrivals, const char* file, int line);
+void emulator_barrier_arrive(void* barrier, unsigned bytes, const char* file, int line);
+void emulator_barrier_wait(void* barrier, unsigned parity, const char* file, int line);
+// Copies a box, whose map cuTensorMapEncodeTiled has made, to shared memory; the barrier gets its bytes.
+void emulator_copy_box(void* to, const void* map, void* barrier, int x, int y, int z, const char* file, int line);
+// Called by all threads of a warpgroup; done when a later wait says so.
+void emulator_wgmma(EmulatorWgmma* call, const char* file, int line);
+void emulator_wgmma_commit(const char* file, int line);
+void emulator_wgmma_wait(unsigned later, const char* file, int line);
 }

@@ -23,6 +23,7 @@ void fiber_main() {
     Runner* r = runner;
     Fiber& self = *r->current;
     r->grid.launch.kernel->call(r->grid.args.data());
+    r->finish_multiplications();
     self.state = State::Done;
     r->yield();
     abort();
@@ -149,8 +150,10 @@ void Runner::run_block(uintptr_t shared, size_t shared_bytes) {
     epoch = 0, fenced = false;
     std::fill(std::begin(awaited), std::end(awaited), 0);
     fixed.reset(shared, shared_bytes);
-    char* dynamic_bytes = resources->dynamic_bytes.get();
-    dynamic.reset((reinterpret_cast<uintptr_t>(dynamic_bytes) + 15) / 16 * 16, launch.dynamic_shared);
+    // Aligned to 16 bytes and no more: a kernel must not rely on what CUDA does not promise.
+    auto dynamic_bytes = reinterpret_cast<uintptr_t>(resources->dynamic_bytes.get());
+    dynamic.reset((dynamic_bytes + 1023) / 1024 * 1024 + 16, launch.dynamic_shared);
+    async.reset();
     for (unsigned i = 0; i < count; i++) {
         Fiber& fiber = fibers[i];
         if (!fiber.stack) fiber.stack = new_stack();
@@ -158,6 +161,7 @@ void Runner::run_block(uintptr_t shared, size_t shared_bytes) {
         fiber.state = State::Ready;
         fiber.index = {i % launch.block.x, i / launch.block.x % launch.block.y, i / launch.block.x / launch.block.y};
         fiber.warp_epoch = 0;
+        fiber.completed = {};
         fiber.copies.resize(1);
         fiber.copies[0].clear();
     }
@@ -183,7 +187,8 @@ void Runner::resume_ready() {
     } while (!ready.empty());
 }
 
-// Lets all threads go on that wait at a barrier, if those are all. Returns whether there are any.
+// Lets all threads go on that wait at a barrier, if those are all, or else delivers a copy. Returns whether a thread may
+// go on.
 bool Runner::release_barrier() {
     const Fiber *first = nullptr, *other = nullptr;
     for (unsigned i = 0; i < count; i++) {
@@ -194,10 +199,15 @@ bool Runner::release_barrier() {
                     !strcmp(fiber.file, first->file);
         if (!same) other = &fiber;
     }
-    if (!first) return false;
+    if (!first) return check_copies_done(), false;
     if (other) {
+        if (deliver_copy()) return true;
+        std::string waits = describe_waits();
+        if (!waits.empty()) return report(waits), false;
         auto describe = [&](const Fiber& fiber) {
-            const char* what = fiber.state == State::AtBarrier ? "at the barrier" : "for its warp";
+            const char* what = fiber.state == State::AtBarrier ? "at the barrier"
+                               : fiber.state == State::InWarp    ? "for its warp"
+                                                                 : "for its warpgroup";
             return "thread " + std::to_string(number_of(fiber)) + " waits " + what + " at " + fiber.file + ":" +
                    std::to_string(fiber.line);
         };
@@ -208,6 +218,7 @@ bool Runner::release_barrier() {
         return false;
     }
     epoch++;
+    join_clocks(0, count, ~uint64_t(0));
     for (unsigned i = 0; i < count; i++)
         if (fibers[i].state == State::AtBarrier) fibers[i].state = State::Ready;
     return true;
@@ -221,7 +232,7 @@ std::string run(const Launch& launch) {
     uint32_t number = ++launches;
     Cores cores(blocks);
     Grid grid{launch, number, seed ? strtoull(seed, nullptr, 10) * 1000003 + number : 0, cores.count > 1, {}};
-    for (const std::string& arg : launch.args) grid.args.push_back(const_cast<char*>(arg.data()));
+    for (const Argument& arg : launch.args) grid.args.push_back(const_cast<Argument::Line*>(arg.lines.data()));
     grid.released.reset(new std::atomic<uint64_t>[blocks]());
     grid.acquired.reset(new std::atomic<uint64_t>[blocks]());
     auto work = [&] { Runner(grid).run_blocks(); };

@@ -1,6 +1,7 @@
 // Runs kernels: the blocks of a launch on all cores.
 #pragma once
 
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,16 @@ extern const unsigned WARP;
 extern const unsigned WARP_BITS;
 inline unsigned warp_of(unsigned thread) { return thread >> WARP_BITS; }
 
+// A copy of a kernel's argument, with the alignment of the largest one, a TensorMap.
+struct Argument {
+    struct alignas(64) Line {
+        char bytes[64];
+    };
+    std::vector<Line> lines;
+
+    Argument(const void* from, size_t bytes) : lines((bytes + 63) / 64) { memcpy(lines.data(), from, bytes); }
+};
+
 struct Launch {
     const char* name;
     const EmulatorKernel* kernel;
@@ -21,7 +32,7 @@ struct Launch {
     void* (*shared)();
     EmulatorIndex grid, block;
     size_t dynamic_shared;
-    std::vector<std::string> args;
+    std::vector<Argument> args;
 };
 
 // Returns what the kernel did wrong, or nothing. Launches at the same time, by several threads of the host, must not

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "fiber.h"
+#include "hopper.h"
 #include "launch.h"
 #include "memory.h"
 
@@ -17,7 +18,7 @@ namespace emulator {
 constexpr unsigned MIN_WARP = 32, MAX_WARP = 64, MAX_THREADS = 1024;
 constexpr size_t MAX_SHARED = 228 << 10;
 
-enum class State { Ready, AtBarrier, InWarp, Done };
+enum class State { Ready, AtBarrier, AtMbarrier, InWarp, InWarpgroup, Done };
 
 struct Copy {
     void* to;
@@ -37,6 +38,11 @@ struct Fiber {
     EmulatorOperation operation;
     uint64_t mask;
     void* data;
+    Callers callers;
+    uintptr_t barrier;
+    unsigned parity;
+    // What this thread knows of multiplications.
+    Clock completed;
     // By group of cp.async; the last one is not committed yet.
     std::vector<std::vector<Copy>> copies;
 };
@@ -94,7 +100,8 @@ struct Random {
 struct Resources {
     std::unique_ptr<Fiber[]> fibers{new Fiber[MAX_THREADS]};
     SharedMemory fixed, dynamic;
-    std::unique_ptr<char[]> dynamic_bytes{new char[MAX_SHARED + 16]};
+    std::unique_ptr<char[]> dynamic_bytes{new char[MAX_SHARED + 1024 + 16]};
+    Async async;
     std::vector<unsigned> ready;
 
     static std::unique_ptr<Resources> take();
@@ -107,6 +114,7 @@ struct Runner {
     std::unique_ptr<Resources> resources = Resources::take();
     Fiber* const fibers = resources->fibers.get();
     SharedMemory &fixed = resources->fixed, &dynamic = resources->dynamic;
+    Async& async = resources->async;
     Context scheduler;
     unsigned count;
     Fiber* current = nullptr;
@@ -139,6 +147,22 @@ struct Runner {
     }
     void complete(EmulatorOperation operation);
     void copy(const Copy& copy);
+
+    // hopper.cpp
+    Mbarrier& barrier_at(uintptr_t address, const Site& site);
+    bool end_phase(uintptr_t address, const Site& site);
+    bool deliver_copy();
+    void check_copies_done();
+    std::string describe_waits();
+    bool gather_warpgroup(void* data, const Site& site);
+    void release_warpgroup();
+    void start_multiplication(const Site& site);
+    void finish_groups(unsigned later);
+    void finish_multiplications();
+    void join_clocks(unsigned first, unsigned threads, uint64_t mask);
+    // Fail if registers, or bytes to write, are those of a multiplication that is not known to have ended.
+    void check_registers(uintptr_t address, size_t size, const char* what, const Site& site);
+    void check_operands(uintptr_t address, size_t size, const Site& site);
 };
 
 // Forgets what was known of a cell before this time; returns whether it was older.
@@ -154,15 +178,13 @@ extern __attribute__((tls_model("initial-exec"))) thread_local Runner* runner;
 // Volatile accesses may overlap with each other; so may atomic ones, which are no plain ones either.
 enum class Kind { Plain, Volatile, Atomic };
 
-struct Site {
-    const char* file;
-    int line;
-};
-
 // Checks and records an access of the current thread. `pc` or else `site` says where it is.
 void access(uintptr_t address, size_t size, bool write, Kind kind, void* pc, const Site* site = nullptr);
 
 // `file:line` of an address in a kernel: of the innermost call that is not in device.h.
-std::string source_of(void* address);
+// If `header` is not null, the call is not in that file either; "?" if all of them are.
+std::string source_of(void* address, const char* header = nullptr);
+// The same for a call of the emulator: the innermost one outside of the header with the instruction's function.
+std::string source_of(const Site& site);
 
 }  // namespace emulator

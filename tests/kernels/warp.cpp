@@ -33,11 +33,12 @@ const unsigned WARP_BITS = unsigned(__builtin_ctz(WARP));
 
 // Does what the lanes of the current warp have called together.
 void Runner::complete(EmulatorOperation operation) {
-    const Site site = {current->file, current->line};
+    const Site site = {current->file, current->line, {}};
     switch (operation) {
         case EMULATOR_SYNC:
             for (unsigned i = 0; i < WARP; i++)
                 if (current->mask >> i & 1) lane(i).warp_epoch++;
+            join_clocks(number_of(lane(0)), WARP, current->mask);
             break;
         case EMULATOR_SHUFFLE: {
             uint64_t values[MAX_WARP] = {};

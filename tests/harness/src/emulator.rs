@@ -18,7 +18,11 @@ const OLDEST_CLANG: u32 = 14;
 
 /// Library and sources; -O3 for what every load and store of a kernel calls.
 const LIBRARIES: [(&str, &[&str], &str); 3] = [
-    ("libcuda.so", &["driver.cpp", "launch.cpp", "access.cpp", "warp.cpp", "fiber.cpp", "memory.cpp"], "-O3"),
+    (
+        "libcuda.so",
+        &["driver.cpp", "launch.cpp", "access.cpp", "warp.cpp", "hopper.cpp", "fiber.cpp", "memory.cpp"],
+        "-O3",
+    ),
     ("libnvrtc.so", &["nvrtc.cpp"], "-O1"),
     ("libcublasLt.so", &["cublaslt.cpp"], "-O2"),
 ];

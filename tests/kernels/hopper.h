@@ -1,0 +1,102 @@
+// Instructions of compute capability 9.0 that are under way in a block: barriers in shared memory (mbarrier), copies of
+// boxes (TMA), and multiplications of warpgroups (wgmma).
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+namespace emulator {
+
+constexpr unsigned WARPGROUP = 128, MAX_WARPGROUPS = 8, MAX_WARPGROUP_WARPS = 32, WARPS_OF_GROUP = 4;
+
+// Return addresses of a call of the emulator, and of the call of the function that it is in.
+struct Callers {
+    void *own, *outer;
+};
+
+struct Site {
+    const char* file;
+    int line;
+    Callers callers;
+};
+
+// What a thread knows of each warp: the number of the newest multiplication that the warp has waited for. Barriers pass
+// it on. Multiplications of a warpgroup are numbered from 1.
+using Clock = std::array<uint32_t, MAX_WARPGROUP_WARPS>;
+
+// In the 128 bytes of a CUtensorMap. Sizes in elements, strides in bytes.
+struct TensorMap {
+    static constexpr uint64_t MAGIC = 0x70616d726f736e74;
+    uint64_t magic, address, sizes[3], strides[3];
+    uint32_t box[3];
+};
+static_assert(sizeof(TensorMap) <= 128);
+
+struct Mbarrier {
+    uint32_t arrivals;
+    // What the current phase lacks. Bytes can be copied before they are announced.
+    uint32_t pending;
+    int64_t bytes = 0;
+    uint32_t phase = 0;
+    // Whether a thread has waited for the phase before the current one.
+    bool observed = true;
+    // From the arrivals of the current phase, and from those of earlier ones.
+    Clock arrived{}, released{};
+};
+
+struct BoxCopy {
+    TensorMap map;
+    int64_t at[3];
+    uintptr_t to, barrier;
+    size_t bytes;
+    Site site;
+};
+
+// Registers of a warpgroup that multiplications under way add to, and the sums so far, (64, n).
+struct Accumulator {
+    unsigned n;
+    std::array<float*, WARPGROUP> d;
+    std::vector<float> sums;
+    unsigned users = 0;
+};
+
+struct Multiplication {
+    Accumulator* to;
+    const char *a, *b;
+    bool add, a_across, b_across;
+    uint32_t number;
+    // Groups that were committed before.
+    uint32_t group;
+    Site site;
+};
+
+struct Warpgroup {
+    std::vector<Multiplication> pending;
+    std::vector<std::unique_ptr<Accumulator>> accumulators;
+    uint32_t issued = 0, committed = 0;
+    // The thread that the other ones wait for.
+    unsigned awaited = 0;
+};
+
+// Of a block.
+struct Async {
+    std::unordered_map<uintptr_t, Mbarrier> barriers;
+    std::vector<BoxCopy> copies;
+    Warpgroup warpgroups[MAX_WARPGROUPS];
+    bool multiplies = false;
+    // For each 16 bytes of dynamic shared memory and each warpgroup, the newest multiplication that reads them.
+    std::vector<std::array<uint32_t, MAX_WARPGROUPS>> readers;
+
+    void reset() {
+        barriers.clear(), copies.clear(), readers.clear();
+        if (multiplies)
+            for (Warpgroup& group : warpgroups) group = {};
+        multiplies = false;
+    }
+};
+
+}  // namespace emulator
