@@ -1,10 +1,11 @@
 // Barriers in shared memory, copies of boxes and multiplications of warpgroups, as functions of hopper.cuh call them.
 //
 // Copies and multiplications are done as late as a GPU may do them: a copy when no thread can go on without it, a
-// multiplication at the wait for its group. Until then what they write is not known, and what they read must not change.
+// multiplication at the wait for its group. Until then, what they write is not known and what they read must not change.
 
 #include "hopper.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -87,7 +88,8 @@ template <typename F>
 void for_registers(unsigned n, F f) {
     for (unsigned thread = 0; thread < WARPGROUP; thread++)
         for (unsigned i = 0; i < n / 2; i++) {
-            unsigned row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + thread % 4 * 2 + i % 2;
+            unsigned row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
+            unsigned column = i / 4 * 8 + thread % 4 * 2 + i % 2;
             f(thread, i, row * n + column);
         }
 }
@@ -141,7 +143,8 @@ bool Runner::deliver_copy() {
     size_t offset = copy.to - shared.begin;
     memset(&shared.written[offset], 1, copy.bytes);
     // From now on the barrier orders accesses after the copy.
-    for (size_t i = offset / 2; i < (offset + copy.bytes) / 2; i++) shared.cells[i].writer = shared.cells[i].reader = {};
+    for (size_t i = offset / 2; i < (offset + copy.bytes) / 2; i++)
+        shared.cells[i].writer = shared.cells[i].reader = {};
     async.barriers[copy.barrier].bytes -= int64_t(copy.bytes);
     end_phase(copy.barrier, copy.site);
     return true;
@@ -219,6 +222,13 @@ void Runner::start_multiplication(const Site& site) {
                 fail("%s: a multiplication reads outside of dynamic shared memory", source_of(site).c_str());
             if (memchr(&dynamic.written[offset], 0, 16))
                 fail("%s: a multiplication reads shared memory that nothing has written", source_of(site).c_str());
+            // What threads write is not seen by multiplications; a copy has removed its thread when it has ended.
+            for (size_t i = offset / 2; i < offset / 2 + 8; i++) {
+                const Cell& cell = dynamic.cells[i];
+                if (cell.time == dynamic.time && cell.writer.block)
+                    fail("%s: a multiplication reads shared memory that thread %u has written: only copies of boxes "
+                         "are ordered before it", source_of(site).c_str(), cell.writer.thread);
+            }
             async.readers[offset / 16][index] = number;
         });
     };
@@ -228,12 +238,16 @@ void Runner::start_multiplication(const Site& site) {
     for (auto& accumulator : group.accumulators)
         for (unsigned i = 0; i < WARPGROUP; i++) {
             float *d = call(i).d, *other = accumulator->d[i];
-            bool same = d == other && own.n == accumulator->n, apart = d + own.n / 2 <= other || other + accumulator->n / 2 <= d;
+            bool same = d == other && own.n == accumulator->n;
+            bool apart = d + own.n / 2 <= other || other + accumulator->n / 2 <= d;
             if (same && i == 0) to = accumulator.get();
             if (same ? to != accumulator.get() : !apart || to == accumulator.get())
                 fail("%s: multiplications under way share some of their registers only", source_of(site).c_str());
         }
     if (!to) {
+        for (unsigned i = 0; i < WARPGROUP; i++)
+            if (!fibers[index * WARPGROUP + i].fenced)
+                fail("%s: a multiplication uses registers without a wgmma_fence before it", source_of(site).c_str());
         group.accumulators.emplace_back(to = new Accumulator{own.n, {}, std::vector<float>(ROWS * own.n)});
         for (unsigned i = 0; i < WARPGROUP; i++) to->d[i] = call(i).d;
         for_registers(to->n, [&](unsigned thread, unsigned i, unsigned element) {
@@ -250,7 +264,7 @@ void Runner::start_multiplication(const Site& site) {
 void Runner::finish_groups(unsigned later) {
     unsigned index = number_of(*current) / WARPGROUP;
     Warpgroup& group = async.warpgroups[index];
-    auto &pending = group.pending;
+    auto& pending = group.pending;
     size_t done = 0;
     for (; done < pending.size() && pending[done].group + later < group.committed; done++) {
         multiply(pending[done]);
@@ -267,6 +281,7 @@ void Runner::finish_groups(unsigned later) {
         for_registers(from.n, [&](unsigned thread, unsigned j, unsigned element) {
             from.d[thread][j] = from.sums[element];
         });
+        for (unsigned j = 0; j < WARPGROUP; j++) fibers[index * WARPGROUP + j].fenced = false;
         accumulators.erase(accumulators.begin() + long(i));
     }
 }
@@ -331,7 +346,14 @@ void emulator_barrier_init(void* barrier, unsigned arrivals, const char* file, i
     if (!arrivals || arrivals > MOST_ARRIVALS)
         r.fail("%s: a barrier of %u arrivals", source_of(site).c_str(), arrivals);
     access(address, 8, true, Kind::Plain, nullptr, &site);
-    r.async.barriers[address] = {arrivals, arrivals};
+    Mbarrier& to = r.async.barriers[address] = {};
+    to.arrivals = to.pending = arrivals;
+    to.initialised_by = r.number_of(*r.current);
+}
+
+void emulator_fence_barriers() {
+    for (auto& barrier : runner->async.barriers)
+        if (barrier.second.initialised_by == runner->number_of(*runner->current)) barrier.second.fenced = true;
 }
 
 void emulator_barrier_arrive(void* barrier, unsigned bytes, const char* file, int line) {
@@ -372,7 +394,8 @@ void emulator_copy_box(void* to, const void* map, void* barrier, int x, int y, i
     require_warps_of_32(site);
     BoxCopy copy = {{}, {x, y, z}, reinterpret_cast<uintptr_t>(to), reinterpret_cast<uintptr_t>(barrier), 0, site};
     memcpy(&copy.map, map, sizeof copy.map);
-    r.barrier_at(copy.barrier, site);
+    if (!r.barrier_at(copy.barrier, site).fenced)
+        r.fail("%s: a copy of a box to a barrier without a fence after its initialisation", source_of(site).c_str());
     SharedMemory* shared = r.shared_at(copy.to);
     if (copy.map.magic != TensorMap::MAGIC)
         r.fail("%s: a tensor map that cuTensorMapEncodeTiled has not made", source_of(site).c_str());
@@ -391,6 +414,8 @@ void emulator_copy_box(void* to, const void* map, void* barrier, int x, int y, i
     memset(&shared->written[copy.to - shared->begin], 0, copy.bytes);
     r.async.copies.push_back(copy);
 }
+
+void emulator_wgmma_fence() { runner->current->fenced = true; }
 
 void emulator_wgmma(EmulatorWgmma* call, const char* file, int line) {
     const Site site = SITE;

@@ -44,6 +44,9 @@ struct Mbarrier {
     uint32_t phase = 0;
     // Whether a thread has waited for the phase before the current one.
     bool observed = true;
+    // Copies may use it after a fence of the thread that initialised it.
+    unsigned initialised_by;
+    bool fenced = false;
     // From the arrivals of the current phase, and from those of earlier ones.
     Clock arrived{}, released{};
 };

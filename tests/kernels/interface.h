@@ -73,10 +73,12 @@ void emulator_wait_copies(unsigned later);
 
 // Of compute capability 9.0. A barrier is 8 bytes of shared memory; an arrival announces bytes of copies, or none.
 void emulator_barrier_init(void* barrier, unsigned arrivals, const char* file, int line);
+void emulator_fence_barriers();
 void emulator_barrier_arrive(void* barrier, unsigned bytes, const char* file, int line);
 void emulator_barrier_wait(void* barrier, unsigned parity, const char* file, int line);
 // Copies a box, whose map cuTensorMapEncodeTiled has made, to shared memory; the barrier gets its bytes.
 void emulator_copy_box(void* to, const void* map, void* barrier, int x, int y, int z, const char* file, int line);
+void emulator_wgmma_fence();
 // Called by all threads of a warpgroup; done when a later wait says so.
 void emulator_wgmma(EmulatorWgmma* call, const char* file, int line);
 void emulator_wgmma_commit(const char* file, int line);

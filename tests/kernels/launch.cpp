@@ -161,7 +161,7 @@ void Runner::run_block(uintptr_t shared, size_t shared_bytes) {
         fiber.state = State::Ready;
         fiber.index = {i % launch.block.x, i / launch.block.x % launch.block.y, i / launch.block.x / launch.block.y};
         fiber.warp_epoch = 0;
-        fiber.completed = {};
+        fiber.completed = {}, fiber.fenced = false;
         fiber.copies.resize(1);
         fiber.copies[0].clear();
     }

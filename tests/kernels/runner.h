@@ -43,6 +43,8 @@ struct Fiber {
     unsigned parity;
     // What this thread knows of multiplications.
     Clock completed;
+    // Whether a wgmma_fence came after the last wait that gave registers back.
+    bool fenced;
     // By group of cp.async; the last one is not committed yet.
     std::vector<std::vector<Copy>> copies;
 };

@@ -28,6 +28,8 @@ __device__ inline void barrier_init(Barrier* barrier, u32 arrivals) {
 __device__ inline void fence_barriers() {
 #if ON_GPU
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#else
+    emulator_fence_barriers();
 #endif
 }
 
@@ -98,6 +100,8 @@ __device__ inline void lower_registers() {
 __device__ inline void wgmma_fence() {
 #if ON_GPU
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#else
+    emulator_wgmma_fence();
 #endif
 }
 
