@@ -276,22 +276,22 @@ int cuTensorMapEncodeTiled(TensorMap* map, int type, unsigned rank, void* addres
     constexpr unsigned ROW_BYTES = 128, MOST_BOX = 256;
     constexpr uint64_t MOST_SIZE = uint64_t(1) << 32, STRIDE_LIMIT = uint64_t(1) << 40;
     if (type != BFLOAT16 || rank != 3 || interleave != NONE || swizzle != SWIZZLE_128B || fill != NONE)
-        return failed(NOT_SUPPORTED, "a tensor map of a kind that the emulator does not have");
+        return failed(NOT_SUPPORTED, "this kind of tensor map is not emulated");
     if (reinterpret_cast<uintptr_t>(map) % 64 || reinterpret_cast<uintptr_t>(address) % 16)
-        return failed(INVALID_VALUE, "a tensor map, or the address in it, is not aligned");
+        return failed(INVALID_VALUE, "the tensor map or the address of the tensor is not aligned");
     TensorMap result = {TensorMap::MAGIC, reinterpret_cast<uintptr_t>(address), {}, {2}, {}};
     for (unsigned i = 0; i < rank; i++) {
         if (!sizes[i] || sizes[i] > MOST_SIZE || !box[i] || box[i] > MOST_BOX || element_strides[i] != 1)
-            return failed(INVALID_VALUE, "a tensor map with a size, a box or an element stride out of range");
+            return failed(INVALID_VALUE, "a size, box or element stride of a tensor map is out of range");
         if (i > 0 && (strides[i - 1] % 16 || strides[i - 1] >= STRIDE_LIMIT))
-            return failed(INVALID_VALUE, "a tensor map with a stride that is not a multiple of 16, or too large");
+            return failed(INVALID_VALUE, "a stride of a tensor map is not a multiple of 16 bytes, or too large");
         result.sizes[i] = sizes[i], result.box[i] = box[i];
         if (i > 0) result.strides[i] = strides[i - 1];
     }
     if (box[0] * 2 > ROW_BYTES || box[0] * 2 % 16)
-        return failed(INVALID_VALUE, "a tensor map whose box is wider than the swizzle, or no multiple of 16 bytes");
+        return failed(INVALID_VALUE, "a box is wider than its swizzle, or its width is not a multiple of 16 bytes");
     if (box[0] * 2 < ROW_BYTES)
-        return failed(NOT_SUPPORTED, "the emulator has no boxes that are narrower than the swizzle");
+        return failed(NOT_SUPPORTED, "boxes narrower than the swizzle are not emulated");
     memset(map, 0, 128);
     memcpy(map, &result, sizeof result);
     return SUCCESS;

@@ -1,7 +1,7 @@
 // Barriers in shared memory, copies of boxes and multiplications of warpgroups, as functions of hopper.cuh call them.
 //
 // Copies and multiplications are done as late as a GPU may do them: a copy when no thread can go on without it, a
-// multiplication at the wait for its group. Until then, what they write is not known and what they read must not change.
+// multiplication at the wait for its group. Until then, what they write is unknown and what they read must not change.
 
 #include "hopper.h"
 
@@ -15,7 +15,7 @@ namespace emulator {
 
 namespace {
 
-constexpr unsigned ROW_BYTES = 128, DEPTH = 16, ROWS = 64, MOST_COLUMNS = 256;
+constexpr unsigned ROW_BYTES = 128, DEPTH = Operands::DEPTH, ROWS = Operands::ROWS;
 constexpr uint32_t MOST_ARRIVALS = (1 << 20) - 1;
 
 uintptr_t swizzled(uintptr_t address) { return address ^ (address >> 7 & 7) << 4; }
@@ -67,8 +67,8 @@ void unpack(const char* p, unsigned rows, bool across, float* to) {
     });
 }
 
-void multiply(const Multiplication& m) {
-    static thread_local float a[DEPTH * ROWS], b[DEPTH * MOST_COLUMNS];
+void multiply(const Multiplication& m, Operands& operands) {
+    float *a = operands.a, *b = operands.b;
     unsigned n = m.to->n;
     unpack(m.a, ROWS, m.a_across, a);
     unpack(m.b, n, m.b_across, b);
@@ -97,9 +97,9 @@ void for_registers(unsigned n, F f) {
 }  // namespace
 
 Mbarrier& Runner::barrier_at(uintptr_t address, const Site& site) {
-    if (!shared_at(address)) fail("%s: a barrier that is not in shared memory", source_of(site).c_str());
+    if (!shared_at(address)) fail("%s: barrier that is not in shared memory", source_of(site).c_str());
     auto found = async.barriers.find(address);
-    if (found == async.barriers.end()) fail("%s: a barrier that was not initialised", source_of(site).c_str());
+    if (found == async.barriers.end()) fail("%s: use of a barrier that was not initialised", source_of(site).c_str());
     // Ordered after the initialisation, or else a data race with it.
     access(address, 8, false, Kind::Plain, nullptr, &site);
     return found->second;
@@ -109,12 +109,12 @@ Mbarrier& Runner::barrier_at(uintptr_t address, const Site& site) {
 bool Runner::end_phase(uintptr_t address, const Site& site) {
     Mbarrier& barrier = async.barriers[address];
     if (!barrier.pending && barrier.bytes < 0)
-        report(source_of(site) + ": a barrier gets " + std::to_string(-barrier.bytes) +
-               " bytes more than the phase was announced");
+        report(source_of(site) + ": a barrier receives " + std::to_string(-barrier.bytes) +
+               " more bytes than its phase expects");
     if (barrier.pending || barrier.bytes) return false;
     if (!barrier.observed)
         report(source_of(site) + ": too many arrivals at a barrier: phase " + std::to_string(barrier.phase) +
-               " ends before a thread has waited for the one before it");
+               " ends before a thread has waited for phase " + std::to_string(barrier.phase - 1));
     merge(barrier.released, barrier.arrived);
     barrier.pending = barrier.arrivals, barrier.phase++, barrier.observed = false;
     for (unsigned i = 0; i < count; i++) {
@@ -151,7 +151,8 @@ bool Runner::deliver_copy() {
 }
 
 void Runner::check_copies_done() {
-    if (!async.copies.empty()) report(source_of(async.copies[0].site) + ": the kernel ends before this copy has ended");
+    if (async.copies.empty()) return;
+    report(source_of(async.copies[0].site) + ": the kernel ends before this TMA copy is complete");
 }
 
 // Of threads that wait for barriers in shared memory; empty if there are none.
@@ -165,8 +166,8 @@ std::string Runner::describe_waits() {
         std::string at = source_of(Site{fiber.file, fiber.line, fiber.callers});
         if (first) return text + "; thread " + std::to_string(i) + " waits at " + at;
         first = &fiber;
-        text = at + ": thread " + std::to_string(i) + " waits for a barrier that is never completed: phase " +
-               std::to_string(barrier.phase) + " lacks " + std::to_string(barrier.pending) + " of " +
+        text = at + ": thread " + std::to_string(i) + " waits for a barrier that never completes: phase " +
+               std::to_string(barrier.phase) + " is missing " + std::to_string(barrier.pending) + " of " +
                std::to_string(barrier.arrivals) + " arrivals and " + std::to_string(barrier.bytes) + " bytes";
     }
     return text;
@@ -207,7 +208,7 @@ void Runner::start_multiplication(const Site& site) {
         const EmulatorWgmma& other = call(i);
         if (other.a != own.a || other.b != own.b || other.n != own.n || other.add != own.add ||
             other.a_across != own.a_across || other.b_across != own.b_across)
-            fail("%s: divergence: threads 0 and %u of the warpgroup multiply different operands",
+            fail("%s: divergence: threads 0 and %u of the warpgroup pass different operands to wgmma",
                  source_of(site).c_str(), i);
     }
     if (!async.multiplies) async.readers.assign((dynamic.end - dynamic.begin + 15) / 16, {});
@@ -215,19 +216,19 @@ void Runner::start_multiplication(const Site& site) {
     uint32_t number = ++group.issued;
     auto check = [&](const void* p, unsigned rows, bool across) {
         if (reinterpret_cast<uintptr_t>(p) % 16)
-            fail("%s: an operand of a multiplication is not aligned to 16 bytes", source_of(site).c_str());
+            fail("%s: wgmma operand that is not aligned to 16 bytes", source_of(site).c_str());
         for_operand(static_cast<const char*>(p), rows, across, [&](uintptr_t address, unsigned, unsigned) {
             size_t offset = address - dynamic.begin;
             if (!dynamic.contains(address) || !dynamic.contains(address + 15))
-                fail("%s: a multiplication reads outside of dynamic shared memory", source_of(site).c_str());
+                fail("%s: wgmma reads outside of dynamic shared memory", source_of(site).c_str());
             if (memchr(&dynamic.written[offset], 0, 16))
-                fail("%s: a multiplication reads shared memory that nothing has written", source_of(site).c_str());
-            // What threads write is not seen by multiplications; a copy has removed its thread when it has ended.
+                fail("%s: wgmma reads shared memory that nothing has written", source_of(site).c_str());
+            // wgmma does not see what threads write. A delivered copy has no writer any more.
             for (size_t i = offset / 2; i < offset / 2 + 8; i++) {
                 const Cell& cell = dynamic.cells[i];
                 if (cell.time == dynamic.time && cell.writer.block)
-                    fail("%s: a multiplication reads shared memory that thread %u has written: only copies of boxes "
-                         "are ordered before it", source_of(site).c_str(), cell.writer.thread);
+                    fail("%s: wgmma reads shared memory that thread %u has written: only TMA copies are ordered before "
+                         "it", source_of(site).c_str(), cell.writer.thread);
             }
             async.readers[offset / 16][index] = number;
         });
@@ -242,12 +243,13 @@ void Runner::start_multiplication(const Site& site) {
             bool apart = d + own.n / 2 <= other || other + accumulator->n / 2 <= d;
             if (same && i == 0) to = accumulator.get();
             if (same ? to != accumulator.get() : !apart || to == accumulator.get())
-                fail("%s: multiplications under way share some of their registers only", source_of(site).c_str());
+                fail("%s: wgmma shares only some of its registers with one that was not waited for",
+                     source_of(site).c_str());
         }
     if (!to) {
         for (unsigned i = 0; i < WARPGROUP; i++)
             if (!fibers[index * WARPGROUP + i].fenced)
-                fail("%s: a multiplication uses registers without a wgmma_fence before it", source_of(site).c_str());
+                fail("%s: wgmma uses registers without a wgmma_fence before it", source_of(site).c_str());
         group.accumulators.emplace_back(to = new Accumulator{own.n, {}, std::vector<float>(ROWS * own.n)});
         for (unsigned i = 0; i < WARPGROUP; i++) to->d[i] = call(i).d;
         for_registers(to->n, [&](unsigned thread, unsigned i, unsigned element) {
@@ -267,7 +269,7 @@ void Runner::finish_groups(unsigned later) {
     auto& pending = group.pending;
     size_t done = 0;
     for (; done < pending.size() && pending[done].group + later < group.committed; done++) {
-        multiply(pending[done]);
+        multiply(pending[done], async.operands);
         pending[done].to->users--;
     }
     if (!done) return;
@@ -290,7 +292,7 @@ void Runner::finish_groups(unsigned later) {
 void Runner::finish_multiplications() {
     const auto& pending = async.warpgroups[number_of(*current) / WARPGROUP].pending;
     if (!pending.empty())
-        fail("%s: a thread ends without a wait for this multiplication", source_of(pending[0].site).c_str());
+        fail("%s: a thread ends without waiting for this wgmma", source_of(pending[0].site).c_str());
 }
 
 // After a barrier of these threads.
@@ -309,7 +311,7 @@ void Runner::check_registers(uintptr_t address, size_t size, const char* what, c
     for (const auto& accumulator : async.warpgroups[thread / WARPGROUP].accumulators) {
         auto begin = reinterpret_cast<uintptr_t>(accumulator->d[thread % WARPGROUP]);
         if (address < begin + accumulator->n / 2 * sizeof(float) && begin < address + size)
-            fail("%s: %s of registers of a multiplication that was not waited for", source_of(site).c_str(), what);
+            fail("%s: %s of registers of a wgmma that was not waited for", source_of(site).c_str(), what);
     }
 }
 
@@ -318,7 +320,7 @@ void Runner::check_operands(uintptr_t address, size_t size, const Site& site) {
     for (size_t i = (address - dynamic.begin) / 16; i <= (address + size - 1 - dynamic.begin) / 16; i++)
         for (unsigned warp = 0; warp < (count + 31) / 32; warp++)
             if (async.readers[i][warp / WARPS_OF_GROUP] > current->completed[warp])
-                fail("%s: write of shared memory that a multiplication of warp %u reads, not ordered after its wait",
+                fail("%s: write of shared memory that wgmma of warp %u reads, without a barrier after its wgmma_wait",
                      source_of(site).c_str(), warp);
 }
 
@@ -342,9 +344,9 @@ void emulator_barrier_init(void* barrier, unsigned arrivals, const char* file, i
     Runner& r = *runner;
     require_warps_of_32(site);
     auto address = reinterpret_cast<uintptr_t>(barrier);
-    if (!r.shared_at(address)) r.fail("%s: a barrier that is not in shared memory", source_of(site).c_str());
+    if (!r.shared_at(address)) r.fail("%s: barrier that is not in shared memory", source_of(site).c_str());
     if (!arrivals || arrivals > MOST_ARRIVALS)
-        r.fail("%s: a barrier of %u arrivals", source_of(site).c_str(), arrivals);
+        r.fail("%s: barrier with %u arrivals per phase", source_of(site).c_str(), arrivals);
     access(address, 8, true, Kind::Plain, nullptr, &site);
     Mbarrier& to = r.async.barriers[address] = {};
     to.arrivals = to.pending = arrivals;
@@ -363,7 +365,7 @@ void emulator_barrier_arrive(void* barrier, unsigned bytes, const char* file, in
     auto address = reinterpret_cast<uintptr_t>(barrier);
     Mbarrier& to = r.barrier_at(address, site);
     if (!to.pending)
-        r.fail("%s: too many arrivals at a barrier: phase %u has all of its %u and lacks bytes only",
+        r.fail("%s: too many arrivals at a barrier: phase %u has all %u of them and is only missing bytes",
                source_of(site).c_str(), to.phase, to.arrivals);
     to.bytes += bytes, to.pending--;
     merge(to.arrived, r.current->completed);
@@ -378,7 +380,7 @@ void emulator_barrier_wait(void* barrier, unsigned parity, const char* file, int
     require_warps_of_32(site);
     auto address = reinterpret_cast<uintptr_t>(barrier);
     Mbarrier& from = r.barrier_at(address, site);
-    if (parity > 1) r.fail("%s: a parity of %u", source_of(site).c_str(), parity);
+    if (parity > 1) r.fail("%s: barrier parity %u is neither 0 nor 1", source_of(site).c_str(), parity);
     while (from.phase % 2 == parity) {
         self.state = State::AtMbarrier, self.barrier = address, self.parity = parity;
         self.file = file, self.line = line, self.callers = site.callers;
@@ -395,17 +397,17 @@ void emulator_copy_box(void* to, const void* map, void* barrier, int x, int y, i
     BoxCopy copy = {{}, {x, y, z}, reinterpret_cast<uintptr_t>(to), reinterpret_cast<uintptr_t>(barrier), 0, site};
     memcpy(&copy.map, map, sizeof copy.map);
     if (!r.barrier_at(copy.barrier, site).fenced)
-        r.fail("%s: a copy of a box to a barrier without a fence after its initialisation", source_of(site).c_str());
+        r.fail("%s: TMA copy to a barrier without a fence after its initialisation", source_of(site).c_str());
     SharedMemory* shared = r.shared_at(copy.to);
     if (copy.map.magic != TensorMap::MAGIC)
-        r.fail("%s: a tensor map that cuTensorMapEncodeTiled has not made", source_of(site).c_str());
-    if (!shared) r.fail("%s: a copy of a box to memory that is not shared", source_of(site).c_str());
+        r.fail("%s: tensor map that was not encoded by cuTensorMapEncodeTiled", source_of(site).c_str());
+    if (!shared) r.fail("%s: TMA copy to memory that is not shared", source_of(site).c_str());
     if (copy.to % 1024)
-        r.fail("%s: a copy of a box to an address that is not aligned to 1024 bytes", source_of(site).c_str());
+        r.fail("%s: TMA copy to an address that is not aligned to 1024 bytes", source_of(site).c_str());
     copy.bytes = size_t(copy.map.box[0]) * copy.map.box[1] * copy.map.box[2] * 2;
     for (const BoxCopy& other : r.async.copies)
         if (copy.to < other.to + other.bytes && other.to < copy.to + copy.bytes)
-            r.fail("%s: a copy of a box to shared memory that another copy still writes", source_of(site).c_str());
+            r.fail("%s: TMA copy to shared memory that another copy is still writing", source_of(site).c_str());
     for_rows(copy, [&](int64_t, int64_t begin, int64_t end, uintptr_t from) {
         access(from, size_t(2 * (end - begin)), false, Kind::Plain, nullptr, &site);
     });

@@ -77,6 +77,13 @@ struct Multiplication {
     Site site;
 };
 
+// Of a multiplication that is being done: (DEPTH, ROWS) and (DEPTH, n). No thread-local memory: a library that is
+// loaded later has little of it.
+struct Operands {
+    static constexpr unsigned DEPTH = 16, ROWS = 64, MOST_COLUMNS = 256;
+    float a[DEPTH * ROWS], b[DEPTH * MOST_COLUMNS];
+};
+
 struct Warpgroup {
     std::vector<Multiplication> pending;
     std::vector<std::unique_ptr<Accumulator>> accumulators;
@@ -93,6 +100,7 @@ struct Async {
     bool multiplies = false;
     // For each 16 bytes of dynamic shared memory and each warpgroup, the newest multiplication that reads them.
     std::vector<std::array<uint32_t, MAX_WARPGROUPS>> readers;
+    Operands operands;
 
     void reset() {
         barriers.clear(), copies.clear(), readers.clear();
