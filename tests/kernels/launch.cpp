@@ -187,8 +187,8 @@ void Runner::resume_ready() {
     } while (!ready.empty());
 }
 
-// Lets all threads go on that wait at a barrier, if those are all, or else delivers a copy. Returns whether a thread may
-// go on.
+// Lets all threads go on that wait at a barrier, if those are all, or else delivers a TMA copy. Returns whether it did
+// either.
 bool Runner::release_barrier() {
     const Fiber *first = nullptr, *other = nullptr;
     for (unsigned i = 0; i < count; i++) {
