@@ -10,6 +10,8 @@ use crate::error::EngineError;
 use crate::ops::attention::cudnn::{AttentionPlan, Direction};
 use crate::ops::attention::variant::OwnKernels;
 pub use crate::ops::gelu::cuda::GeluVariant;
+use crate::ops::swiglu::hopper;
+pub use crate::ops::swiglu::hopper::Tiling;
 use crate::ops::{AttentionShape, KERNEL_FILES, LinearShape, cached_attention};
 use crate::options::{CudaOptions, Precision};
 
@@ -21,6 +23,11 @@ pub fn force_gelu_variant(
     variant: GeluVariant,
 ) {
     backend.gelu.force(before, after, variant);
+}
+
+/// Makes a back end compute linear layers with SwiGLU by our own GEMM with this tiling, where that supports them.
+pub fn force_swiglu_tiling(backend: &CudaBackend, tiling: Option<Tiling>) {
+    backend.swiglu.force(tiling);
 }
 
 /// The requirement of tests on a GPU: the first one can be opened.
@@ -73,7 +80,10 @@ pub fn compile_kernels(
         .iter()
         .flat_map(|width| [1, 3, 4].map(|group| cached_attention::cuda::source_for(*width, group)));
     let mut files = Vec::new();
-    for (source, macros, names) in common.into_iter().chain(attention).chain(cached) {
+    // Only bf16, and only for the compute capability whose instructions they use.
+    let own_gemms = hopper::KERNELS.iter().filter(|_| precision == Precision::Bf16 && arch == "sm_90a");
+    let own_gemms = own_gemms.map(|kernel| (kernel.source, kernel.macros.to_vec(), vec![kernel.name]));
+    for (source, macros, names) in common.into_iter().chain(attention).chain(cached).chain(own_gemms) {
         let mut options = compile::options(arch, NVIDIA_WARP, precision.activations(), &macros);
         options.push("--ptxas-options=-v".into());
         let compiled = compile::compile_with_log(source, arch, &options);

@@ -17,7 +17,7 @@ mod common;
 
 use common::{Ops, Outputs, cases, distance, random};
 use half::bf16;
-use xlaunch_engine::testing::{GeluVariant, force_gelu_variant, require_gpu};
+use xlaunch_engine::testing::{GeluVariant, Tiling, force_gelu_variant, force_swiglu_tiling, require_gpu};
 use xlaunch_engine::*;
 
 xlaunch_harness::suite! {
@@ -25,6 +25,7 @@ xlaunch_harness::suite! {
         fp32_matches_cpu,
         tf32_matches_cpu,
         bf16_matches_cpu_with_own_and_fastest_kernels,
+        swiglu_in_gemms_matches_cpu,
         all_gelu_variants_agree,
         results_are_bitwise_reproducible_with_and_without_pool;
 }
@@ -38,11 +39,24 @@ fn open(precision: Precision, mode: PoolMode, own: bool) -> CudaBackend {
 
 fn compare(precision: Precision, grads: DType, own: bool, round: fn(f32) -> f32, tolerance: f64) {
     let cuda = open(precision, PoolMode::On, own);
+    let kernels = if own { "own kernels" } else { "fastest kernels" };
+    compare_cases(&cuda, grads, kernels, "", round, tolerance);
+}
+
+/// Cases with this part in their names.
+fn compare_cases(
+    cuda: &CudaBackend,
+    grads: DType,
+    kernels: &str,
+    part: &str,
+    round: fn(f32) -> f32,
+    tolerance: f64,
+) {
     let cpu = CpuBackend::new(2, PoolMode::On);
     let cpu = Ops { backend: &cpu, grads: DType::F32 };
-    let cuda = Ops { backend: &cuda, grads };
+    let cuda = Ops { backend: cuda, grads };
     let (mut worst, mut failures) = ((0.0, String::new()), Vec::new());
-    for (name, case) in cases(round) {
+    for (name, case) in cases(round).into_iter().filter(|(name, _)| name.contains(part)) {
         for ((output, theirs), (_, ours)) in case(&cuda).iter().zip(&case(&cpu)) {
             let distance = distance(theirs, ours);
             if distance > worst.0 {
@@ -53,9 +67,8 @@ fn compare(precision: Precision, grads: DType, own: bool, round: fn(f32) -> f32,
             }
         }
     }
-    let kernels = if own { "own kernels" } else { "fastest kernels" };
     let grads = grads.name();
-    println!("{precision:?}, gradients {grads}, {kernels}: largest difference {:.2e}, {}", worst.0, worst.1);
+    println!("gradients {grads}, {kernels}: largest difference {:.2e}, {}", worst.0, worst.1);
     assert!(failures.is_empty(), "above {tolerance:.0e}:\n{}", failures.join("\n"));
 }
 
@@ -75,6 +88,15 @@ fn bf16_matches_cpu_with_own_and_fastest_kernels() {
     compare(Precision::Bf16, DType::F32, true, to_bf16, 8e-3);
     compare(Precision::Bf16, DType::Bf16, true, to_bf16, 8e-3);
     compare(Precision::Bf16, DType::Bf16, false, to_bf16, 8e-3);
+}
+
+/// Other tests see the fastest variant only.
+fn swiglu_in_gemms_matches_cpu() {
+    let backend = open(Precision::Bf16, PoolMode::On, true);
+    for tiling in [Tiling::Halves, Tiling::Turns] {
+        force_swiglu_tiling(&backend, Some(tiling));
+        compare_cases(&backend, DType::Bf16, &format!("{tiling:?}"), "swiglu, to", to_bf16, 8e-3);
+    }
 }
 
 /// Other tests see the fastest variant only.

@@ -22,26 +22,28 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use common::{Case, Ops, Outputs, cases, distance};
+use common::{Case, Ops, cases, distance};
 use half::bf16;
-use xlaunch_engine::testing::kernel_names;
+use xlaunch_engine::testing::{Tiling, force_swiglu_tiling, kernel_names};
 use xlaunch_engine::*;
 use xlaunch_harness::{Requirement, emulator};
 
 xlaunch_harness::tests! {
     needs cpp_compiler:
         every_kernel_runs_and_matches_the_cpu,
+        swiglu_in_gemms_matches_the_cpu,
         results_do_not_depend_on_the_order_of_threads;
 }
 
 /// Sizes that take long here, of kernels that run in other sizes, too.
-const TOO_LARGE: [&str; 9] = [
+const TOO_LARGE: [&str; 10] = [
     "wpe EmbedShape { batch: 1, seq: 140000",
     "capacity: 600",
     "capacity: 200",
     "seq: 901",
     "rows: 137",
     "rows: 1999",
+    "rows: 2100",
     "1999 x",
     "seq: 384",
     "vocab: 128250",
@@ -193,15 +195,25 @@ fn every_kernel_runs_and_matches_the_cpu() {
     assert!(missing.is_empty(), "no test runs {missing:?}");
 }
 
-/// Bit for bit, 20 times each; 100 times with `XLAUNCH_TEST_LONG=1`.
-fn results_do_not_depend_on_the_order_of_threads() {
-    let rounds = if std::env::var_os("XLAUNCH_TEST_LONG").is_some() { 100 } else { 20 };
+/// Linear layers with SwiGLU, of which GPUs of other compute capabilities run the other variant.
+const SWIGLU: &str = "swiglu, to";
+
+fn swiglu_in_gemms_matches_the_cpu() {
     let backend = open(Precision::Bf16);
-    let ops = Ops { backend: &backend, grads: DType::F32 };
-    let bits = |case: &dyn Fn(&Ops<'_>) -> Outputs| -> Vec<Vec<u32>> {
-        let outputs = case(&ops).into_iter();
-        outputs.map(|(_, values)| values.into_iter().map(f32::to_bits).collect()).collect()
-    };
+    for tiling in [Tiling::Halves, Tiling::Turns] {
+        force_swiglu_tiling(&backend, Some(tiling));
+        backend.begin_profile();
+        let differences = differences(&backend, Precision::Bf16, SWIGLU);
+        assert!(differences.is_empty(), "{tiling:?}: {}", differences.join("\n"));
+        let ran = backend.end_profile().unwrap().into_iter().filter(|span| span.name == "linear_swiglu");
+        // All cases but that of rows which are not whole vectors, forward and backward.
+        assert_eq!(ran.count(), 2 * (selected(Precision::Bf16, SWIGLU).len() - 1), "{tiling:?}");
+        same_bits_in_any_order(&backend, SWIGLU);
+    }
+}
+
+fn results_do_not_depend_on_the_order_of_threads() {
+    let backend = open(Precision::Bf16);
     let parts = [
         "embed EmbedShape { batch: 3",
         "rows: 67",
@@ -212,11 +224,22 @@ fn results_do_not_depend_on_the_order_of_threads() {
         "checksum 31",
     ];
     for part in parts {
-        let cases = selected(Precision::Bf16, part);
-        assert!(!cases.is_empty(), "{part}");
-        for (name, case) in cases {
-            let first = bits(&case);
-            assert!((1..rounds).all(|_| bits(&case) == first), "{name}");
-        }
+        same_bits_in_any_order(&backend, part);
+    }
+}
+
+/// Bit for bit, 20 times each; 100 times with `XLAUNCH_TEST_LONG=1`.
+fn same_bits_in_any_order(backend: &CudaBackend, part: &str) {
+    let rounds = if std::env::var_os("XLAUNCH_TEST_LONG").is_some() { 100 } else { 20 };
+    let ops = Ops { backend, grads: DType::F32 };
+    let bits = |case: &Case| -> Vec<Vec<u32>> {
+        let outputs = case.1(&ops).into_iter();
+        outputs.map(|(_, values)| values.into_iter().map(f32::to_bits).collect()).collect()
+    };
+    let cases = selected(Precision::Bf16, part);
+    assert!(!cases.is_empty(), "{part}");
+    for case in cases {
+        let first = bits(&case);
+        assert!((1..rounds).all(|_| bits(&case) == first), "{}", case.0);
     }
 }

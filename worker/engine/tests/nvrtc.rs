@@ -25,7 +25,7 @@ fn nvrtc() -> Requirement {
 }
 
 fn compile(precision: Precision) {
-    let files = compile_kernels("sm_90", precision, &WIDTHS).unwrap_or_else(|error| panic!("{error}"));
+    let files = compile_kernels("sm_90a", precision, &WIDTHS).unwrap_or_else(|error| panic!("{error}"));
     let mut spilling = Vec::new();
     for (file, kernels) in files {
         assert!(!kernels.is_empty(), "{file}: the compiler names no kernel");

@@ -9,7 +9,7 @@ use std::ops::Range;
 use xlaunch_comm::Slots;
 use xlaunch_engine::{
     Accumulate, AttentionBackward, EmbedBackward, GeluLinearBackward, LinearBackwardInput,
-    LinearBackwardWeight, NormBackward, Result, Slice, SwigluBackward, Tensor,
+    LinearBackwardWeight, NormBackward, Result, Slice, SwigluLinearBackward, Tensor,
 };
 use xlaunch_proto::model::Arch;
 
@@ -157,23 +157,22 @@ impl Model {
         params: &layout::Block,
         dx: &Tensor,
     ) -> Result<Tensor> {
-        let (rows, shape, acc) = (pass.rows, &self.shape, pass.acc);
+        let acc = pass.acc;
+        let shape = Self::linear_shape(pass.rows, self.shape.ffn, self.shape.dim);
+        let (dy, w) = (dx.all(), self.param(&params.out.weight));
         let (h, dh) = (block.h.all(), self.activation(block.h.len())?);
-        match (shape.arch, pass.bias(&params.fc)) {
+        let (x, dw) = (block.a.all(), pass.grads.slice(params.out.weight.clone()));
+        let args = LinearBackwardWeight { shape, dy, x, dw, dbias: None, acc };
+        self.backend.linear_backward_weight(args)?;
+        match (self.shape.arch, pass.bias(&params.fc)) {
             (Arch::Gpt2, Some(dbias)) => {
-                let shape = Self::linear_shape(rows, shape.ffn, shape.dim);
-                let (dy, w) = (dx.all(), self.param(&params.out.weight));
-                let (x, dw) = (block.a.all(), pass.grads.slice(params.out.weight.clone()));
-                let args = LinearBackwardWeight { shape, dy, x, dw, dbias: None, acc };
-                self.backend.linear_backward_weight(args)?;
                 let args = GeluLinearBackward { shape, dy, w, h, dh: dh.all(), dbias, acc };
                 self.backend.gelu_linear_backward(args)?;
             }
             _ => {
-                let (sizes, ffn) = ((shape.ffn, shape.dim), shape.ffn);
-                let da = self.linear_backward(pass, dx, &block.a, &params.out, sizes, None)?;
-                let (rows, da) = (rows.count(), da.all());
-                self.backend.swiglu_backward(SwigluBackward { rows, ffn, h, da, dh: dh.all() })?;
+                let da = self.activation(block.a.len())?;
+                let args = SwigluLinearBackward { shape, dy, w, h, da: da.all(), dh: dh.all() };
+                self.backend.swiglu_linear_backward(args)?;
             }
         }
         Ok(dh)

@@ -2,7 +2,7 @@
 
 use xlaunch_engine::{
     AttentionForward, DType, EmbedForward, EmbedShape, EngineError, LinearForward, LinearGeluForward,
-    NormForward, ResidualAdd, Result, Slice, SwigluForward, Tensor,
+    LinearSwigluForward, NormForward, ResidualAdd, Result, Slice, Tensor,
 };
 use xlaunch_proto::model::Arch;
 
@@ -125,9 +125,14 @@ impl Model {
                 h
             }
             _ => {
-                let h = self.linear(rows, &ln2.y, &params.fc, shape.dim, 2 * shape.ffn)?;
-                let args = SwigluForward { rows: n, ffn: shape.ffn, h: h.all(), a: a.all() };
-                self.backend.swiglu_forward(args)?;
+                let h = self.activation(2 * a.len())?;
+                self.backend.linear_swiglu_forward(LinearSwigluForward {
+                    shape: Self::linear_shape(rows, shape.dim, 2 * shape.ffn),
+                    x: ln2.y.all(),
+                    w: self.param(&params.fc.weight),
+                    h: h.all(),
+                    a: a.all(),
+                })?;
                 h
             }
         };

@@ -17,11 +17,12 @@ use crate::ops::attention::cuda::Attention;
 use crate::ops::cached_attention::cuda::CachedKernels;
 use crate::ops::gelu::cuda::Gelu;
 use crate::ops::mark::cuda::Counter;
+use crate::ops::swiglu::cuda::Swiglu;
 use crate::ops::{
     self, AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CachedAttention, Checksum,
     EmbedBackward, EmbedForward, FusedClassifier, GeluForward, GeluLinearBackward, Gemv, Greedy,
-    LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward, Mark, Marks, NormBackward,
-    NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward,
+    LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward, LinearSwigluForward, Mark,
+    Marks, NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward, SwigluLinearBackward,
 };
 use crate::options::{CudaOptions, DeviceInfo};
 use crate::profile::KernelSpan;
@@ -33,6 +34,7 @@ pub struct CudaBackend {
     attention: Attention,
     cached_attention: CachedKernels,
     pub(crate) gelu: Gelu,
+    pub(crate) swiglu: Swiglu,
     marks: Counter,
     staging: Rc<Staging>,
     gpu: Gpu,
@@ -47,8 +49,8 @@ impl CudaBackend {
         let gpu = Gpu::open(ordinal, options, &ops::KERNEL_FILES)?;
         let staging = Rc::new(Staging::new(&gpu.device)?);
         let (attention, cached_attention) = (Attention::default(), CachedKernels::default());
-        let (gelu, marks) = (Gelu::default(), Counter::default());
-        Ok(Self { attention, cached_attention, gelu, marks, staging, gpu })
+        let (gelu, swiglu, marks) = (Gelu::default(), Swiglu::default(), Counter::default());
+        Ok(Self { attention, cached_attention, gelu, swiglu, marks, staging, gpu })
     }
 
     /// The compute stream, which collectives synchronise with by events.
@@ -226,6 +228,14 @@ impl Backend for CudaBackend {
 
     fn swiglu_backward(&self, args: SwigluBackward<'_>) -> Result<()> {
         ops::swiglu::cuda::backward(&self.gpu, args)
+    }
+
+    fn linear_swiglu_forward(&self, args: LinearSwigluForward<'_>) -> Result<()> {
+        self.swiglu.linear_forward(&self.gpu, args)
+    }
+
+    fn swiglu_linear_backward(&self, args: SwigluLinearBackward<'_>) -> Result<()> {
+        self.swiglu.linear_backward(&self.gpu, args)
     }
 
     fn classifier(&self, args: FusedClassifier<'_>) -> Result<()> {

@@ -14,8 +14,8 @@ use crate::host_buffer::HostAllocator;
 use crate::ops::{
     AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CachedAttention, Checksum, EmbedBackward,
     EmbedForward, FusedClassifier, GeluForward, GeluLinearBackward, Gemv, Greedy, LinearBackwardInput,
-    LinearBackwardWeight, LinearForward, LinearGeluForward, Mark, Marks, NormBackward, NormForward,
-    SquaredNorm, Sum, SwigluBackward, SwigluForward,
+    LinearBackwardWeight, LinearForward, LinearGeluForward, LinearSwigluForward, Mark, Marks, NormBackward,
+    NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward, SwigluLinearBackward,
 };
 use crate::options::DeviceInfo;
 use crate::profile::KernelSpan;
@@ -166,6 +166,20 @@ pub trait Backend {
 
     /// The gradient of SwiGLU's input.
     fn swiglu_backward(&self, args: SwigluBackward<'_>) -> Result<()>;
+
+    /// A linear layer and the SwiGLU after it.
+    fn linear_swiglu_forward(&self, args: LinearSwigluForward<'_>) -> Result<()> {
+        let LinearSwigluForward { shape, x, w, h, a } = args;
+        self.linear_forward(LinearForward { shape, x, w, bias: None, y: h })?;
+        self.swiglu_forward(SwigluForward { rows: shape.rows, ffn: shape.outputs / 2, h, a })
+    }
+
+    /// The gradient of SwiGLU's input from that of the output of the linear layer after it.
+    fn swiglu_linear_backward(&self, args: SwigluLinearBackward<'_>) -> Result<()> {
+        let SwigluLinearBackward { shape, dy, w, h, da, dh } = args;
+        self.linear_backward_input(LinearBackwardInput { shape, dy, w, dx: da })?;
+        self.swiglu_backward(SwigluBackward { rows: shape.rows, ffn: shape.inputs, h, da, dh })
+    }
 
     /// Softmax cross entropy, fused with its gradient.
     fn classifier(&self, args: FusedClassifier<'_>) -> Result<()>;

@@ -19,7 +19,7 @@ pub(crate) struct Device {
     pub(crate) context: Arc<CudaContext>,
     pub(crate) stream: Arc<CudaStream>,
     pub(crate) info: DeviceInfo,
-    /// Such as `sm_90`.
+    /// Such as `sm_90a`.
     pub(crate) arch: String,
     /// Compute capability, major and minor.
     pub(crate) capability: (i32, i32),
@@ -47,7 +47,7 @@ impl Device {
         Ok(Self {
             stream,
             info,
-            arch: format!("sm_{major}{minor}"),
+            arch: arch((major, minor)),
             capability: (major, minor),
             multiprocessors: u32::try_from(count).unwrap_or(1).max(1),
             warp: u32::try_from(warp).unwrap_or(NVIDIA_WARP),
@@ -55,6 +55,12 @@ impl Device {
             context,
         })
     }
+}
+
+/// The compiler's name of a compute capability; for Hopper, with the instructions that only it has.
+fn arch((major, minor): (i32, i32)) -> String {
+    let own = if (major, minor) == (9, 0) { "a" } else { "" };
+    format!("sm_{major}{minor}{own}")
 }
 
 /// Loads the libraries, which opening a GPU then does not have to wait for, without any call. What is missing is
@@ -143,6 +149,11 @@ fn uuid_text(bytes: impl IntoIterator<Item = std::ffi::c_char>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn hopper_is_compiled_for_with_its_own_instructions() {
+        assert_eq!([(8, 6), (9, 0), (10, 0)].map(arch), ["sm_86", "sm_90a", "sm_100"]);
+    }
 
     #[test]
     fn uuid_is_formatted_like_nvidia_smi() {

@@ -7,7 +7,8 @@ use cudarc::driver::CudaFunction;
 use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as MAX_SHARED;
 use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as SHARED_LIMIT;
 use cudarc::driver::sys::{
-    CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue, CUlaunchConfig, cuLaunchKernelEx,
+    CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue, CUlaunchConfig, CUtensorMap,
+    cuLaunchKernelEx,
 };
 use cudarc::nvrtc::Ptx;
 use xlaunch_pool::DType;
@@ -43,6 +44,8 @@ pub(crate) enum Arg {
     Float(f32),
     /// A `bool`.
     Flag(bool),
+    /// A `TensorMap`.
+    TensorMap(CUtensorMap),
 }
 
 impl From<Slice<'_>> for Arg {
@@ -141,6 +144,10 @@ impl Kernels {
         Ok(kernels)
     }
 
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// Most bytes of dynamic shared memory that a block can have.
     pub(crate) fn max_dynamic_shared(&self) -> usize {
         self.max_dynamic_shared
@@ -201,6 +208,22 @@ impl Kernels {
         launch: Launch,
         args: &[Arg],
     ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        let enqueue = || unsafe { self.enqueue(name, function, launch, args) };
+        self.device.profiler.time(&self.device.stream, || name.to_owned(), enqueue)
+    }
+
+    /// Enqueues a kernel of [`load`](Self::load), whose time the caller records.
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    pub(crate) unsafe fn enqueue(
+        &self,
+        name: &'static str,
+        function: &CudaFunction,
+        launch: Launch,
+        args: &[Arg],
+    ) -> Result<()> {
         let (x, y, z) = launch.grid;
         if x == 0 || y == 0 || z == 0 {
             return Ok(());
@@ -217,9 +240,9 @@ impl Kernels {
                 Arg::Word(word) => std::ptr::from_ref(word).cast_mut().cast(),
                 Arg::Float(number) => std::ptr::from_ref(number).cast_mut().cast(),
                 Arg::Flag(flag) => std::ptr::from_ref(flag).cast_mut().cast(),
+                Arg::TensorMap(map) => std::ptr::from_ref(map).cast_mut().cast(),
             })
             .collect();
-        let stream = &self.device.stream;
         let mut pdl = pdl_attribute();
         let config = CUlaunchConfig {
             gridDimX: size(x)?,
@@ -229,31 +252,18 @@ impl Kernels {
             blockDimY: launch.block.1,
             blockDimZ: 1,
             sharedMemBytes: size(launch.shared)?,
-            hStream: stream.cu_stream(),
+            hStream: self.device.stream.cu_stream(),
             attrs: &raw mut pdl,
             // Programmatic dependent launch exists from compute capability 9.0 on.
             numAttrs: u32::from(self.device.capability >= (9, 0)),
         };
-        let no_extra = std::ptr::null_mut();
-        self.device.profiler.time(
-            stream,
-            || name.to_owned(),
-            || {
-                // SAFETY: the function belongs to a loaded module of this context; config and `pointers` refer to
-                // values that live until the call has copied them; the rest is the caller's promise. An early start
-                // under PDL is not observable: every kernel's first statement waits for its predecessor.
-                unsafe {
-                    cuLaunchKernelEx(
-                        &raw const config,
-                        function.cu_function(),
-                        pointers.as_mut_ptr(),
-                        no_extra,
-                    )
-                }
-                .result()
-                .map_err(|error| driver_error(format!("failed to launch {name}"), error))
-            },
-        )
+        let (function, no_extra) = (function.cu_function(), std::ptr::null_mut());
+        // SAFETY: the function belongs to a loaded module of this context; config and `pointers` refer to values that
+        // live until the call has copied them; the rest is the caller's promise. An early start under PDL is not
+        // observable: every kernel's first statement waits for its predecessor.
+        unsafe { cuLaunchKernelEx(&raw const config, function, pointers.as_mut_ptr(), no_extra) }
+            .result()
+            .map_err(|error| driver_error(format!("failed to launch {name}"), error))
     }
 }
 

@@ -3,11 +3,12 @@
 //! - `device`: libraries, context, stream;
 //! - `compile`, `launch`: `.cu` files to machine code, loaded and launched by name;
 //! - `gemm`: matrix multiplication by cuBLASLt;
+//! - `hopper`: our own GEMMs on compute capability 9.0;
 //! - `cudnn`: cuDNN's graph API;
 //! - `graph`: capture into CUDA graphs;
 //! - `profile`: times of kernels;
 //! - `staging`: host to device and back through pinned memory;
-//! - `variant_log`: which variant of an operation was selected;
+//! - `variants`: which variant of an operation runs; `variant_log`: prints which one was selected;
 //! - this file: an open GPU, and the checks of operands.
 //!
 //! Everything is enqueued to one stream, in the order of the calls, so memory that a dropped tensor returns to the pool
@@ -19,10 +20,12 @@ pub(crate) mod cudnn;
 pub(crate) mod device;
 pub(crate) mod gemm;
 pub(crate) mod graph;
+pub(crate) mod hopper;
 pub(crate) mod launch;
 pub(crate) mod profile;
 pub(crate) mod staging;
 pub(crate) mod variant_log;
+pub(crate) mod variants;
 
 use std::rc::Rc;
 
@@ -37,6 +40,7 @@ use device::Device;
 pub(crate) use device::driver_error;
 pub use device::{compute_stream, default_mempool_high, initialise_driver, load_libraries};
 use gemm::Gemm;
+use hopper::Hopper;
 pub(crate) use launch::{Arg, KernelFile, Kernels, Launch, STATIC_SHARED, VEC, args};
 use variant_log::VariantLog;
 
@@ -48,8 +52,9 @@ pub(crate) struct Gpu {
     /// Element type of activations.
     pub(crate) activations: DType,
     pub(crate) deterministic: bool,
-    pub(crate) kernels: Kernels,
+    pub(crate) kernels: Rc<Kernels>,
     pub(crate) gemm: Gemm,
+    pub(crate) hopper: Hopper,
     pub(crate) variants: Rc<VariantLog>,
     pub(crate) pool: Pool,
 }
@@ -62,12 +67,14 @@ impl Gpu {
         let pool = Pool::cuda(&device.stream, pool)?;
         let variants = Rc::new(VariantLog::new(log_fallback));
         let activations = precision.activations();
+        let kernels = Rc::new(Kernels::new(&device, activations, files)?);
         Ok(Self {
             precision,
             activations,
             deterministic,
-            kernels: Kernels::new(&device, activations, files)?,
+            hopper: Hopper::new(&kernels),
             gemm: Gemm::new(&device, precision, !deterministic, &variants, &pool)?,
+            kernels,
             variants,
             device,
             pool,

@@ -22,7 +22,7 @@
 //! | `norm` | NormShape, NormKind, NormForward, NormBackward | reduce |
 //! | `reduce` | Sum, SquaredNorm; column sums | |
 //! | `rope` | rotation of query and key heads by their positions | |
-//! | `swiglu` | SwigluForward, SwigluBackward | |
+//! | `swiglu` | SwigluForward, SwigluBackward, LinearSwigluForward, SwigluLinearBackward | linear |
 
 pub(crate) mod adamw;
 pub(crate) mod attention;
@@ -54,7 +54,7 @@ pub use linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward, Linea
 pub use mark::{Mark, Marks};
 pub use norm::{NormBackward, NormForward, NormKind, NormShape, ResidualAdd};
 pub use reduce::{SquaredNorm, Sum};
-pub use swiglu::{SwigluBackward, SwigluForward};
+pub use swiglu::{LinearSwigluForward, SwigluBackward, SwigluForward, SwigluLinearBackward};
 
 use crate::cuda::KernelFile;
 

@@ -281,6 +281,34 @@ impl Ops<'_> {
         vec![("a", self.read(&a)), ("dh", self.read(&dh))]
     }
 
+    /// A linear layer followed by SwiGLU, and the gradient of SwiGLU's input from that of the output of the next linear
+    /// layer, whose weights are `next`.
+    pub(crate) fn linear_swiglu(
+        &self,
+        s: LinearShape,
+        x: &[f32],
+        w: &[f32],
+        next: &[f32],
+        dy: &[f32],
+    ) -> Outputs {
+        let (rows, ffn) = (s.rows, s.outputs / 2);
+        let (x, w, next, dy) = (self.act(x), self.act(w), self.act(next), self.act(dy));
+        let [h, dh] = [0, 1].map(|_| self.out(2 * rows * ffn));
+        let [a, da] = [0, 1].map(|_| self.out(rows * ffn));
+        let forward = LinearSwigluForward { shape: s, x: x.all(), w: w.all(), h: h.all(), a: a.all() };
+        self.backend.linear_swiglu_forward(forward).unwrap();
+        let backward = SwigluLinearBackward {
+            shape: LinearShape { rows, inputs: ffn, outputs: dy.len() / rows },
+            dy: dy.all(),
+            w: next.all(),
+            h: h.all(),
+            da: da.all(),
+            dh: dh.all(),
+        };
+        self.backend.swiglu_linear_backward(backward).unwrap();
+        vec![("h", self.read(&h)), ("a", self.read(&a)), ("dh", self.read(&dh))]
+    }
+
     /// Losses with and without gradient, and the gradient.
     pub(crate) fn classifier(
         &self,
@@ -440,7 +468,9 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             }
         }
     }
-    for (rows, inputs, outputs) in [(1, 8, 16), (67, 40, 24), (130, 256, 72), (1999, 8, 264)] {
+    for (rows, inputs, outputs) in
+        [(1, 8, 16), (67, 40, 24), (130, 256, 72), (300, 136, 520), (1999, 8, 264), (2100, 72, 3000)]
+    {
         for (with_bias, acc) in
             [(false, Accumulate::Overwrite), (true, Accumulate::Overwrite), (true, Accumulate::Add)]
         {
@@ -510,6 +540,16 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     for (rows, ffn) in [(1, 1), (67, 44), (5, 1536), (3, 2056)] {
         let (h, da) = (values(23, 2 * rows * ffn), values(24, rows * ffn));
         cases.push((format!("swiglu {rows} x {ffn}"), Box::new(move |ops| ops.swiglu(rows, ffn, &h, &da))));
+    }
+    // The second is not vectorizable.
+    for (rows, inputs, ffn, outputs) in
+        [(1, 8, 8, 8), (67, 40, 44, 24), (130, 72, 264, 40), (300, 456, 520, 472), (2100, 64, 1480, 136)]
+    {
+        let s = LinearShape { rows, inputs, outputs: 2 * ffn };
+        let (x, w) = (values(33, rows * inputs), values(34, 2 * ffn * inputs));
+        let (next, dy) = (values(35, outputs * ffn), values(36, rows * outputs));
+        let case = move |ops: &Ops<'_>| ops.linear_swiglu(s, &x, &w, &next, &dy);
+        cases.push((format!("linear {s:?}, swiglu, to {outputs}"), Box::new(case)));
     }
     // The third from the end is longer than 512 threads read at once, the next than what fits into shared memory in
     // float, the last in bf16.

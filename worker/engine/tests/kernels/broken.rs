@@ -4,9 +4,10 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use xlaunch_engine::Precision::{self, Bf16, Fp32, Tf32};
+use xlaunch_engine::testing::{Tiling, force_swiglu_tiling};
 use xlaunch_harness::emulator;
 
-use crate::{child_cases, cpp_compiler, differences, in_two_threads, open};
+use crate::{SWIGLU, child_cases, cpp_compiler, differences, in_two_threads, open};
 
 xlaunch_harness::tests! {
     needs cpp_compiler: broken_kernels_are_found;
@@ -41,10 +42,11 @@ const fn mistake(
 }
 
 /// Headers in which a mistake may be, relative to `src/ops`.
-const HEADERS: [&str; 5] = [
+const HEADERS: [&str; 6] = [
     "../cuda/headers/prelude.cuh",
     "../cuda/headers/mma_bf16.cuh",
     "../cuda/headers/mma_tf32.cuh",
+    "../cuda/headers/hopper_tiles.cuh",
     "attention/qkv.cuh",
     "attention/mma_common.cuh",
 ];
@@ -58,6 +60,8 @@ const WIDTH_16: &str = "seq: 70, heads: 2, kv_heads: 1, width: 16 }";
 const WIDTH_24: &str = "seq: 37, heads: 2, kv_heads: 2, width: 24 }";
 const WIDTH_24_ROPE: &str = "seq: 37, heads: 2, kv_heads: 2, width: 24 }, rope";
 const WHOLE_HEAD: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }";
+/// Both products are deeper than the ring of tiles.
+const LINEAR_SWIGLU: &str = "rows: 300, inputs: 456, outputs: 1040 }, swiglu, to 472";
 const WHOLE_HEAD_ROPE: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }, rope";
 
 /// Clang splits the copies of vectors that this misaligns, and their parts are aligned.
@@ -79,6 +83,12 @@ const OUTSIDE: &str = "outside of all allocations";
 const OUTSIDE_ARRAY: &str = "an index is outside of its array";
 const UNALIGNED: &str = "not aligned";
 const DIVERGENCE: &str = "divergence";
+/// What the checks of tiles that are copied and multiplied asynchronously say.
+const EARLY_COPY: &str = "write of shared memory that wgmma";
+const EARLY_WGMMA: &str = "wgmma reads shared memory that nothing has written";
+const EARLY_USE: &str = "read of registers of a wgmma that was not waited for";
+const ARRIVALS: &str = "too many arrivals at a barrier";
+const STUCK: &str = "waits for a barrier that never completes";
 /// A result that differs from the CPU's.
 const DIFFERS: &str = "differs: ";
 
@@ -136,6 +146,29 @@ const MISTAKES: &[Mistake] = &[
         "cached_attention/kernel.cu", "__threadfence();\n    __syncthreads();",
         "__syncthreads();", Fp32, "capacity: 90", READ_RACE,
     ),
+    // Tiles that are read or overwritten too early, and barriers that are used wrongly.
+    mistake("swiglu/hopper.cu", "barrier_wait(&s.empty[stage], at", "(at", Bf16, LINEAR_SWIGLU, ARRIVALS),
+    mistake("swiglu/hopper.cu", "at / STAGES % 2 ^ 1", "at / STAGES % 2", Bf16, LINEAR_SWIGLU, STUCK),
+    mistake(
+        "swiglu/hopper.cu", "barrier_wait(&s.full[stage], at", "(at", Bf16, LINEAR_SWIGLU, EARLY_WGMMA,
+    ),
+    mistake("swiglu/hopper.cu", "wgmma_wait<1>();", "wgmma_wait<2>();", Bf16, LINEAR_SWIGLU, EARLY_COPY),
+    mistake("swiglu/hopper.cu", "        wgmma_wait<0>();\n", "", Bf16, LINEAR_SWIGLU, EARLY_USE),
+    mistake(
+        "swiglu/hopper.cu", "sizeof s.a[0] + sizeof s.b[0]", "sizeof s.a[0]", Bf16, LINEAR_SWIGLU, ".cu:",
+    ),
+    mistake(
+        "swiglu/hopper.cu", "barrier_wait(&s.h_full[warp][slot], used", "(used", Bf16, LINEAR_SWIGLU, SHARED_UNWRITTEN,
+    ),
+    mistake("swiglu/hopper.cu", "__syncwarp();\n                fetch_h", "fetch_h", Bf16, LINEAR_SWIGLU, RACE),
+    mistake(
+        "swiglu/hopper.cu", "if (TURNS) barrier_wait(&s.turn[group], turn);", "", Bf16, LINEAR_SWIGLU, ".cu:",
+    ),
+    mistake(
+        "swiglu/hopper.cu", "if (TURNS && lane == 0) barrier", "if (TURNS) barrier", Bf16, LINEAR_SWIGLU, ARRIVALS,
+    ),
+    mistake("swiglu/hopper.cu", "n / 8 + j ^ lane / 4", "n / 8 + j", Bf16, LINEAR_SWIGLU, DIFFERS),
+    mistake("swiglu/hopper.cu", "if (col >= cols) return;", "", Bf16, LINEAR_SWIGLU, ANY_WRITE),
     // Several threads write the same place.
     mistake("norm/kernel.cu", "    buffer ^= 1;\n", "", Fp32, LAYER, SHARED_WRITE_RACE),
     mistake(
@@ -188,8 +221,14 @@ const MISTAKES: &[Mistake] = &[
 /// Runs the cases of a child; `None` in the process of the suite.
 pub(crate) fn child() -> Option<ExitCode> {
     let (precision, part) = child_cases(CHILD)?;
-    let differences = differences(&open(precision), precision, &part);
-    assert!(differences.is_empty(), "{DIFFERS}{}", differences.join(", "));
+    let backend = open(precision);
+    // Others do not depend on a tiling.
+    let tilings = [Some(Tiling::Halves), Some(Tiling::Turns)];
+    for tiling in if part.contains(SWIGLU) { &tilings[..] } else { &[None] } {
+        force_swiglu_tiling(&backend, *tiling);
+        let differences = differences(&backend, precision, &part);
+        assert!(differences.is_empty(), "{DIFFERS}{}", differences.join(", "));
+    }
     Some(ExitCode::SUCCESS)
 }
 

@@ -146,6 +146,11 @@ impl Gemm {
         Ok(Self { device, handle, compute, timed, variants, workspace, plans: RefCell::default(), warm_up })
     }
 
+    /// Scratch memory of the library, for other work of the same stream.
+    pub(crate) fn workspace(&self) -> &PoolBuf<u8> {
+        &self.workspace
+    }
+
     /// Enqueues a matrix multiplication.
     ///
     /// # Safety

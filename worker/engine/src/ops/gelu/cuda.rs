@@ -1,19 +1,15 @@
 //! Linear layers with GELU: which variant runs, and its launches.
 //!
 //! The epilogue of a cuBLASLt GEMM saves the pass in which a kernel reads and writes (N, F) once more. But a GEMM with
-//! such an epilogue can be slower than a plain one by as much. So when a shape is first seen, all variants of the
-//! operation are timed as a whole, on its own operands, and the choice is kept on disk. Where no choice is possible
-//! (F32, rows that are not multiples of 8 elements, deterministic runs, during a capture) the kernel runs.
-//!
-//! Every variant writes the same outputs and partial sums and reads none of them, so they can be timed in any order.
-
-use std::cell::RefCell;
-use std::collections::HashMap;
+//! such an epilogue can be slower than a plain one by as much. So all variants of the operation are timed as a whole.
+//! Where no choice is possible (F32, rows that are not multiples of 8 elements, deterministic runs, during a capture)
+//! the kernel runs. Every variant writes the same outputs and partial sums and reads none of them.
 
 use xlaunch_pool::DType;
 
 use super::{GELU_CUBE, GELU_SCALE, GeluForward, GeluLinearBackward, LinearGeluForward};
 use crate::cuda::gemm::{Epilogue, GemmCall, plain, transposed};
+use crate::cuda::variants::{Fastest, Site, Variant};
 use crate::cuda::{
     BLOCK_THREADS, Gpu, KernelFile, Launch, Macro, VEC, args, expect_grad, is_bf16, source, vectorizable,
 };
@@ -45,7 +41,7 @@ pub enum GeluVariant {
     EpilogueWithBiasGrad,
 }
 
-impl GeluVariant {
+impl Variant for GeluVariant {
     fn name(self) -> &'static str {
         match self {
             Self::Kernel => "kernel",
@@ -55,24 +51,15 @@ impl GeluVariant {
     }
 }
 
-/// What a choice depends on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Site {
-    operation: &'static str,
-    shape: LinearShape,
-    /// Number of variants to choose from.
-    variants: usize,
-}
-
 const FORWARD: [GeluVariant; 2] = [GeluVariant::Kernel, GeluVariant::Epilogue];
 const BACKWARD: [GeluVariant; 3] =
     [GeluVariant::Kernel, GeluVariant::Epilogue, GeluVariant::EpilogueWithBiasGrad];
 
-fn forward_site(shape: LinearShape) -> Site {
+fn forward_site(shape: LinearShape) -> Site<LinearShape> {
     Site { operation: "linear_gelu_forward", shape, variants: FORWARD.len() }
 }
 
-fn backward_site(shape: LinearShape, variants: usize) -> Site {
+fn backward_site(shape: LinearShape, variants: usize) -> Site<LinearShape> {
     Site { operation: "gelu_linear_backward", shape, variants }
 }
 
@@ -85,9 +72,9 @@ pub(crate) fn activation(gpu: &Gpu, args: GeluForward<'_>) -> Result<()> {
     unsafe { gpu.launch("gelu_fwd", launch, args![h, a, h.len()]) }
 }
 
-/// The fastest variants found so far.
+/// Linear layers with GELU.
 #[derive(Debug, Default)]
-pub(crate) struct Gelu(RefCell<HashMap<Site, GeluVariant>>);
+pub(crate) struct Gelu(Fastest<LinearShape>);
 
 impl Gelu {
     pub(crate) fn forward(&self, gpu: &Gpu, args: LinearGeluForward<'_>) -> Result<()> {
@@ -159,55 +146,25 @@ impl Gelu {
     pub(crate) fn force(&self, forward: LinearShape, backward: LinearShape, variant: GeluVariant) {
         let forward_variant = if variant == GeluVariant::Kernel { variant } else { GeluVariant::Epilogue };
         let backward = backward_site(backward, BACKWARD.len());
-        self.0.borrow_mut().extend([(forward_site(forward), forward_variant), (backward, variant)]);
+        self.0.set(forward_site(forward), forward_variant as usize);
+        self.0.set(backward, variant as usize);
     }
 
     /// The fastest of these variants. The first one supports every shape and type.
     fn select(
         &self,
         gpu: &Gpu,
-        site: Site,
+        site: Site<LinearShape>,
         vectors: bool,
         variants: &[GeluVariant],
         run: impl Fn(GeluVariant) -> Result<()>,
     ) -> Result<GeluVariant> {
-        let no_choice = match () {
+        let unsupported = match () {
             () if gpu.activations != DType::Bf16 => Some("activations are not bf16"),
             () if !vectors => Some("rows are not multiples of 8 elements"),
-            () if gpu.deterministic => Some("the run is deterministic"),
             () => None,
         };
-        let (variant, reason) = match no_choice {
-            Some(reason) => (GeluVariant::Kernel, reason),
-            None => match self.fastest(gpu, site, variants, run)? {
-                Some(variant) => (variant, "it is slower, or the library has none"),
-                None => (GeluVariant::Kernel, "it was first seen during a capture, which runs nothing"),
-            },
-        };
-        let faster = (variant == GeluVariant::Kernel).then_some(("GEMM epilogue", reason));
-        gpu.variants.selected(site.operation, site.shape, variant.name(), faster);
-        Ok(variant)
-    }
-
-    /// The fastest variant by timing; `None` if it is not known yet and nothing can be timed now.
-    fn fastest(
-        &self,
-        gpu: &Gpu,
-        site: Site,
-        variants: &[GeluVariant],
-        run: impl Fn(GeluVariant) -> Result<()>,
-    ) -> Result<Option<GeluVariant>> {
-        if let Some(variant) = self.0.borrow().get(&site) {
-            return Ok(Some(*variant));
-        }
-        // The choice depends on how fast our own kernels are.
-        let kernels = [KERNELS, reduce::cuda::KERNELS].map(|file| file.source.text).concat();
-        let name = format!("{site:?} {kernels}");
-        let found = gpu.gemm.fastest_variant(&name, variants.len(), |index| run(variants[index]))?;
-        let found = found.map(|index| variants[index]);
-        if let Some(variant) = found {
-            self.0.borrow_mut().insert(site, variant);
-        }
-        Ok(found)
+        let sources = [KERNELS.source, reduce::cuda::KERNELS.source];
+        self.0.select(gpu, site, unsupported, &sources, variants, run)
     }
 }

@@ -4,7 +4,9 @@
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
+pub(crate) mod hopper;
 
+use super::LinearShape;
 use crate::tensor::Slice;
 
 /// `a = silu(g) u`.
@@ -30,6 +32,38 @@ pub struct SwigluBackward<'a> {
     /// (N, 2 F), as in forward.
     pub h: Slice<'a>,
     /// (N, F).
+    pub da: Slice<'a>,
+    /// (N, 2 F).
+    pub dh: Slice<'a>,
+}
+
+/// A linear layer and the SwiGLU after it: `h = x w^T`, `a = silu(g) u`.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearSwigluForward<'a> {
+    /// (N, I) to (N, 2 F).
+    pub shape: LinearShape,
+    /// (N, I).
+    pub x: Slice<'a>,
+    /// (2 F, I): first the rows of g, then those of u.
+    pub w: Slice<'a>,
+    /// (N, 2 F): g and u side by side in each row.
+    pub h: Slice<'a>,
+    /// (N, F).
+    pub a: Slice<'a>,
+}
+
+/// The gradient of SwiGLU's input `h` from that of the output of the linear layer after it: `da = dy w`.
+#[derive(Clone, Copy, Debug)]
+pub struct SwigluLinearBackward<'a> {
+    /// Of the layer after it: (N, F) to (N, O).
+    pub shape: LinearShape,
+    /// (N, O).
+    pub dy: Slice<'a>,
+    /// (O, F).
+    pub w: Slice<'a>,
+    /// (N, 2 F), as in forward.
+    pub h: Slice<'a>,
+    /// (N, F): scratch memory; what is in it afterwards is not specified.
     pub da: Slice<'a>,
     /// (N, 2 F).
     pub dh: Slice<'a>,

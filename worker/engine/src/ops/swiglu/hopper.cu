@@ -1,35 +1,27 @@
-// Matrix multiplication on compute capability 9.0: c (rows, cols) = a b in bf16, summed in fp32 over k in its order.
+// Linear layers with SwiGLU on compute capability 9.0: products of (rows, k) and (k, cols) in bf16, summed in fp32 over
+// k in its order. SwiGLU or its derivative is applied before they are written.
 //
-// One block per SM goes through the tiles of c, TILE_M x TILE_N each. One thread asks for the tiles of a and b that are
+// One block per SM goes through the tiles of the product, TILE_M x TILE_N each. One thread asks for tiles of a and b,
 // TILE_K deep, into a ring of STAGES buffers in shared memory. Two warpgroups multiply them:
 // TURNS 0: 64 rows of each tile by each warpgroup, with TILE_N columns in registers;
 // TURNS 1: tiles of their own, in turn. One writes its results while the other one multiplies, for small k.
 //
-// ACROSS_A 0: a is in memory as (rows, k); 1: as (k, rows). ACROSS_B 0: b is in memory as (cols, k); 1: as (k, cols).
-// EPILOGUE PLAIN:       c = a b + bias.
-//          SWIGLU:      (g, u) = a b, h (rows, 2 cols) = g and u side by side, c = silu(g) u. b is in memory as
-//                       (2, cols, k), and a tile has as many columns of g as of u.
-//          SWIGLU_GRAD: da = a b, c (rows, 2 cols) = dg and du of SwiGLU (see swiglu/kernel.cu), side by side like g
-//                       and u in h. The tiles of h are fetched while a and b are multiplied.
+// GRADIENT 0: (g, u) = x w^T, h (rows, 2 cols) = g and u side by side, c (rows, cols) = silu(g) u. x is (rows, k), w is
+//             (2, cols, k). A tile has as many columns of g as of u.
+// GRADIENT 1: da = dy w, c (rows, 2 cols) = dg and du (see kernel.cu) side by side, like g and u in h. dy is (rows, k),
+//             w is (k, cols): "across" in hopper.cuh. Tiles of h are fetched while dy and w are multiplied.
 //
-// Boxes of the maps are 64 elements wide, swizzled: a (64, TILE_M, 1), or (64, 64, 1) if ACROSS_A, of (k, rows, 1) or
-// (rows, k, 1); b (64, columns of one of its tiles, 1), or (64, 64, 1) if ACROSS_B; h (64, 1, 16) of (cols, 2, rows).
-// cols and the innermost lengths are multiples of 8, and addresses of 16 bytes.
+// Boxes of the maps are 64 elements wide, swizzled: a (64, TILE_M, 1) of (k, rows, 1); b (64, TILE_N / 2, 1) of (k,
+// cols, 2), or (64, 64, 1) of (cols, k, 1) for gradients; h (64, 1, 16) of (cols, 2, rows). k and cols are multiples of
+// 8, and addresses of 16 bytes.
 
-#define PLAIN 0
-#define SWIGLU 1
-#define SWIGLU_GRAD 2
-
-#define TILE_M 128
-#define TILE_K 64
 // Columns of c that a tile covers.
-#define TILE_COLS (EPILOGUE == SWIGLU ? TILE_N / 2 : TILE_N)
+#define TILE_COLS (GRADIENT ? TILE_N : TILE_N / 2)
 // Of 64 rows that a warpgroup has of a tile.
 #define PARTS (TURNS ? 2 : 1)
 #define MULTIPLIERS 8
 
-// Bytes of a tile of 64 x 64 elements, and of 64 columns of g and u in the 16 rows of a warp.
-#define SQUARE 8192
+// Bytes of 64 columns of g and u in the 16 rows of a warp.
 #define H_BYTES 4096
 // h is fetched so many pieces of 64 columns ahead.
 #define H_AHEAD 2
@@ -37,7 +29,7 @@
 struct Shared {
     char a[STAGES][TILE_M * TILE_K * 2];
     char b[STAGES][TILE_N * TILE_K * 2];
-#if EPILOGUE == SWIGLU_GRAD
+#if GRADIENT
     char h[MULTIPLIERS][H_AHEAD][H_BYTES];
 #endif
     // Of a stage: its tiles are there; they are not needed any more.
@@ -72,70 +64,21 @@ __device__ inline void load_tiles(Shared& s, const TensorMap& a_map, const Tenso
             char *a = s.a[stage], *b = s.b[stage];
             Barrier* full = &s.full[stage];
             barrier_arrive_and_expect(full, sizeof s.a[0] + sizeof s.b[0]);
-            if (ACROSS_A) {
-                for (int j = 0; j < TILE_M / 64; j++) copy_box(a + j * SQUARE, &a_map, full, row + 64 * j, k, 0);
-            } else {
-                copy_box(a, &a_map, full, k, row, 0);
-            }
-            if (ACROSS_B) {
+            copy_box(a, &a_map, full, k, row, 0);
+            if (GRADIENT) {
                 for (int j = 0; j < TILE_N / 64; j++) copy_box(b + j * SQUARE, &b_map, full, col + 64 * j, k, 0);
             } else {
                 copy_box(b, &b_map, full, k, col, 0);
-                if (EPILOGUE == SWIGLU) copy_box(b + sizeof s.b[0] / 2, &b_map, full, k, col, 1);
+                copy_box(b + sizeof s.b[0] / 2, &b_map, full, k, col, 1);
             }
         }
     }
-}
-
-// Of each four lanes, lane i has words i of four groups of four words; afterwards it has the words of group i.
-__device__ inline void transpose(u32 (&w)[4]) {
-    bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-    u32 x = __shfl_xor_sync(FULL_WARP, odd ? w[0] : w[1], 1), y = __shfl_xor_sync(FULL_WARP, odd ? w[2] : w[3], 1);
-    if (odd) w[0] = x, w[2] = y;
-    else w[1] = x, w[3] = y;
-    x = __shfl_xor_sync(FULL_WARP, high ? w[0] : w[2], 2), y = __shfl_xor_sync(FULL_WARP, high ? w[1] : w[3], 2);
-    if (high) w[0] = x, w[1] = y;
-    else w[2] = x, w[3] = y;
-}
-
-// Pairs of 32 columns from the registers of a warp: of row lane / 4, and of the one 8 below.
-struct Pairs {
-    u32 upper[4], lower[4];
-};
-
-// Rows `row` to `row + 16` of 32 columns. Each thread writes 16 bytes of a row.
-__device__ inline void write(bf16* c, i64 stride, int row, int rows, int col, int cols, Pairs& x) {
-    transpose(x.upper);
-    transpose(x.lower);
-    int lane = threadIdx.x % WARP;
-    row += lane / 4, col += lane % 4 * 8;
-    if (col >= cols) return;
-    bf16* to = c + row * stride + col;
-    if (row < rows) *(uint4*)to = make_uint4(x.upper[0], x.upper[1], x.upper[2], x.upper[3]);
-    if (row + 8 < rows) *(uint4*)(to + 8 * stride) = make_uint4(x.lower[0], x.lower[1], x.lower[2], x.lower[3]);
 }
 
 __device__ inline float low_half(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high_half(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-#if EPILOGUE == PLAIN
-// `d` are the results of this thread in 16 rows of its warp.
-__device__ inline void write_results(const float* d, bf16* c, const bf16* bias, int row, int rows, int col, int cols) {
-#pragma unroll
-    for (int n = 0; n < TILE_N; n += 32) {
-        Pairs x;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float* e = d + n / 2 + 4 * j;
-            int at = col + n + 8 * j + threadIdx.x % 4 * 2;
-            u32 add = bias && at < cols ? *(const u32*)(bias + at) : 0;
-            x.upper[j] = bf16_pair(e[0] + low_half(add), e[1] + high_half(add));
-            x.lower[j] = bf16_pair(e[2] + low_half(add), e[3] + high_half(add));
-        }
-        write(c, cols, row, rows, col + n, cols, x);
-    }
-}
-#elif EPILOGUE == SWIGLU
+#if !GRADIENT
 // From g and u as they are written, so that the same follows from h later.
 __device__ inline u32 swiglu(u32 g, u32 u) {
     float g0 = low_half(g), g1 = high_half(g);
@@ -191,14 +134,14 @@ __device__ inline void write_gradients(const float* d, bf16* c, const char* h, i
 #endif
 
 // The tiles of this warpgroup, number `group` of two.
-__device__ inline void multiply(Shared& s, const TensorMap& h_map, bf16* c, bf16* extra, const Tiles& tiles, int rows,
+__device__ inline void multiply(Shared& s, const TensorMap& h_map, bf16* c, bf16* h, const Tiles& tiles, int rows,
                                 int cols, int k_tiles) {
     int warp = threadIdx.x / WARP - 4, lane = threadIdx.x % WARP, group = warp / 4;
     int step = TURNS ? 2 * gridDim.x : gridDim.x, begin = blockIdx.x + (TURNS ? group * gridDim.x : 0);
     // Stages that this warpgroup has passed; the other's too where they work in turn.
     int at = TURNS ? group * k_tiles : 0;
     auto first_row = [&](int part) { return TURNS ? 64 * part + warp % 4 * 16 : warp * 16; };
-#if EPILOGUE == SWIGLU_GRAD
+#if GRADIENT
     // Pieces of h: by tile, part, 64 columns.
     const int pieces = PARTS * TILE_N / 64;
     int fetched = 0, used = 0, fetched_tile = begin;
@@ -233,8 +176,8 @@ __device__ inline void multiply(Shared& s, const TensorMap& h_map, bf16* c, bf16
             for (int j = 0; j < TILE_K / 16; j++)
 #pragma unroll
                 for (int part = 0; part < PARTS; part++)
-                    wgmma<ACROSS_A, ACROSS_B>(d[part], a + part * SQUARE + j * (ACROSS_A ? 2048 : 32),
-                                              b + j * (ACROSS_B ? 2048 : 32), k + j > 0);
+                    wgmma<false, GRADIENT>(d[part], a + part * SQUARE + j * 32, b + j * (GRADIENT ? 2048 : 32),
+                                           k + j > 0);
             wgmma_commit();
             // The stage before this one has been read when its group of multiplications has ended.
             if (k > 0) {
@@ -248,7 +191,7 @@ __device__ inline void multiply(Shared& s, const TensorMap& h_map, bf16* c, bf16
         if (TURNS) at += k_tiles;
 #pragma unroll
         for (int part = 0; part < PARTS; part++) {
-#if EPILOGUE == SWIGLU_GRAD
+#if GRADIENT
 #pragma unroll
             for (int n = 0; n < TILE_N; n += 64, used++) {
                 int slot = used % H_AHEAD;
@@ -258,16 +201,16 @@ __device__ inline void multiply(Shared& s, const TensorMap& h_map, bf16* c, bf16
                 fetch_h();
             }
 #else
-            write_results(d[part], c, extra, row + first_row(part), rows, col, cols);
+            write_results(d[part], c, h, row + first_row(part), rows, col, cols);
 #endif
         }
     }
 }
 
-// `extra` is the bias, or null (PLAIN), or h (SWIGLU).
+// `h` is written in forward; backward reads it by its map. `group`: see Tiles.
 extern "C" __global__ void __launch_bounds__(384, 1)
-    hopper_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                const __grid_constant__ TensorMap h_map, bf16* c, bf16* extra, i64 rows, i64 cols, i64 k, i64 group) {
+    linear_swiglu(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+                  const __grid_constant__ TensorMap h_map, bf16* c, bf16* h, i64 rows, i64 cols, i64 k, i64 group) {
     pdl_wait_and_launch();
     extern __shared__ uint4 bytes[];
     Shared& s = *(Shared*)(((unsigned long long)bytes + 1023) / 1024 * 1024);
@@ -290,6 +233,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         if (threadIdx.x == 0) load_tiles(s, a_map, b_map, tiles, k_tiles);
     } else {
         raise_registers<232>();
-        multiply(s, h_map, c, extra, tiles, rows, cols, k_tiles);
+        multiply(s, h_map, c, h, tiles, rows, cols, k_tiles);
     }
 }

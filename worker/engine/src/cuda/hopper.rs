@@ -1,0 +1,127 @@
+//! What launches of our GEMMs for compute capability 9.0 have in common: kernels that are compiled when they are first
+//! needed, and descriptions of their operands (`headers/hopper.cuh`).
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::mem::MaybeUninit;
+use std::rc::Rc;
+
+use cudarc::driver::CudaFunction;
+use cudarc::driver::sys::{
+    CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion,
+    CUtensorMapSwizzle, cuTensorMapEncodeTiled,
+};
+use xlaunch_pool::DType;
+
+use super::compile::{Macro, Source};
+use super::device::driver_error;
+use super::launch::{Arg, Kernels, Launch, VEC};
+use crate::error::{EngineError, Result};
+use crate::tensor::Slice;
+
+/// Threads of a block: a warpgroup that loads tiles and two that multiply.
+pub(crate) const THREADS: u32 = 384;
+/// Rows of a tile, its depth, and the edge of the squares that operands with k in their rows are loaded in.
+pub(crate) const TILE_M: usize = 128;
+pub(crate) const TILE_K: usize = 64;
+pub(crate) const SQUARE: usize = 64;
+/// Dynamic shared memory besides tiles: barriers, and room to begin at a multiple of 1,024.
+pub(crate) const OTHER_SHARED: usize = 2048;
+
+/// A kernel and what it is compiled with.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HopperKernel {
+    pub(crate) source: Source,
+    pub(crate) name: &'static str,
+    pub(crate) macros: &'static [Macro],
+    /// Dynamic shared memory, in bytes.
+    pub(crate) shared: usize,
+}
+
+/// The kernels that were needed so far.
+#[derive(Debug)]
+pub(crate) struct Hopper {
+    kernels: Rc<Kernels>,
+    /// By address, as they are statics.
+    loaded: RefCell<HashMap<*const HopperKernel, CudaFunction>>,
+}
+
+impl Hopper {
+    pub(crate) fn new(kernels: &Rc<Kernels>) -> Self {
+        Self { kernels: kernels.clone(), loaded: RefCell::default() }
+    }
+
+    /// Whether this device can run the kernels, and they can access these operands as arrays with innermost dimensions
+    /// of these lengths: bf16, and whole vectors. Other dimensions must fit into an `int`, too.
+    pub(crate) fn supports(&self, operands: &[Slice<'_>], inner: &[usize], other: &[usize]) -> bool {
+        self.kernels.device().capability == (9, 0)
+            && operands.iter().all(|x| x.dtype() == DType::Bf16 && x.address().is_multiple_of(16))
+            && inner.iter().all(|len| len.is_multiple_of(VEC))
+            && inner.iter().chain(other).all(|len| (1..i32::MAX as usize / 2).contains(len))
+    }
+
+    /// Streaming multiprocessors: blocks that run at a time.
+    pub(crate) fn multiprocessors(&self) -> usize {
+        self.kernels.device().multiprocessors as usize
+    }
+
+    /// Enqueues a kernel with this grid.
+    ///
+    /// # Safety
+    /// As [`Kernels::launch`].
+    pub(crate) unsafe fn launch(
+        &self,
+        kernel: &'static HopperKernel,
+        grid: (usize, usize, usize),
+        args: &[Arg],
+    ) -> Result<()> {
+        let function = self.function(kernel)?;
+        let launch = Launch { grid, block: (THREADS, 1), shared: kernel.shared };
+        // SAFETY: the caller's promise.
+        unsafe { self.kernels.launch_function(kernel.name, &function, launch, args) }
+    }
+
+    /// The kernel, compiled or loaded when it is first needed.
+    fn function(&self, kernel: &'static HopperKernel) -> Result<CudaFunction> {
+        let HopperKernel { source, name, macros, shared } = *kernel;
+        if let Some(function) = self.loaded.borrow().get(&std::ptr::from_ref(kernel)) {
+            return Ok(function.clone());
+        }
+        let function = self.kernels.load(source, macros, &[name])?.remove(name);
+        let function = function.ok_or_else(|| EngineError::no_kernel(name))?;
+        self.kernels.allow_dynamic_shared(name, &function, shared)?;
+        self.loaded.borrow_mut().insert(kernel, function.clone());
+        Ok(function)
+    }
+}
+
+/// Describes a dense array, innermost dimension first, that is loaded in boxes with the 128-byte swizzle. Elements
+/// outside of it read as zero.
+pub(crate) fn tensor_map(x: Slice<'_>, dims: [usize; 3], tile: [usize; 3]) -> Result<CUtensorMap> {
+    let mut map = MaybeUninit::uninit();
+    let size = DType::Bf16.size() as u64;
+    let dims = dims.map(|dim| dim as u64);
+    let strides = [dims[0] * size, dims[0] * dims[1] * size];
+    let (tile, steps) = (tile.map(|len| len as u32), [1; 3]);
+    // SAFETY: the arrays have as many elements as the rank says, and the map is valid for a write.
+    let made = unsafe {
+        cuTensorMapEncodeTiled(
+            map.as_mut_ptr(),
+            CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            dims.len() as u32,
+            x.address() as *mut _,
+            dims.as_ptr(),
+            strides.as_ptr(),
+            tile.as_ptr(),
+            steps.as_ptr(),
+            CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    };
+    made.result()
+        .map_err(|error| driver_error(format!("failed to describe {dims:?} in tiles {tile:?}"), error))?;
+    // SAFETY: the call succeeded, so it has written the map.
+    Ok(unsafe { map.assume_init() })
+}

@@ -1,0 +1,89 @@
+//! Which variant of an operation runs: the fastest by timing, found once per host.
+//!
+//! All variants of an operation write the same outputs and read none of them, so that they can be timed in any order, on
+//! the operation's own operands, when a shape is first seen. The choice is kept on disk. Where there is none, the first
+//! variant runs, which supports everything.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::fmt::Debug;
+use std::hash::Hash;
+
+use super::{Gpu, Source};
+use crate::error::Result;
+
+/// What a choice depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Site<S> {
+    pub(crate) operation: &'static str,
+    pub(crate) shape: S,
+    /// Number of variants to choose from.
+    pub(crate) variants: usize,
+}
+
+/// One of several ways to compute an operation.
+pub(crate) trait Variant: Copy {
+    fn name(self) -> &'static str;
+}
+
+/// Numbers of the fastest variants that were found so far.
+#[derive(Debug)]
+pub(crate) struct Fastest<S>(RefCell<HashMap<Site<S>, usize>>);
+
+impl<S> Default for Fastest<S> {
+    fn default() -> Self {
+        Self(RefCell::default())
+    }
+}
+
+impl<S: Copy + Debug + Eq + Hash> Fastest<S> {
+    /// The variant to run, which is also printed to the log. `unsupported` says why none but the first can run, if so;
+    /// `sources` are our own kernels, as the choice depends on how fast they are. `run` may be called any number of
+    /// times.
+    pub(crate) fn select<V: Variant>(
+        &self,
+        gpu: &Gpu,
+        site: Site<S>,
+        unsupported: Option<&str>,
+        sources: &[Source],
+        variants: &[V],
+        run: impl Fn(V) -> Result<()>,
+    ) -> Result<V> {
+        let no_choice = unsupported.or(gpu.deterministic.then_some("the run is deterministic"));
+        let found = match no_choice {
+            Some(_) => None,
+            None => self.find(gpu, site, sources, variants, run)?,
+        };
+        let not_faster = if found.is_some() { "it is slower" } else { "it was first seen during a capture" };
+        let selected = variants[found.unwrap_or(0)];
+        let faster = (found.unwrap_or(0) == 0).then(|| (variants[1].name(), no_choice.unwrap_or(not_faster)));
+        gpu.variants.selected(site.operation, site.shape, selected.name(), faster);
+        Ok(selected)
+    }
+
+    /// Selects this variant from now on.
+    pub(crate) fn set(&self, site: Site<S>, variant: usize) {
+        self.0.borrow_mut().insert(site, variant);
+    }
+
+    /// The number of the fastest; `None` if it is not known yet and nothing can be timed now.
+    fn find<V: Variant>(
+        &self,
+        gpu: &Gpu,
+        site: Site<S>,
+        sources: &[Source],
+        variants: &[V],
+        run: impl Fn(V) -> Result<()>,
+    ) -> Result<Option<usize>> {
+        if let Some(variant) = self.0.borrow().get(&site) {
+            return Ok(Some(*variant));
+        }
+        let sources: String = sources.iter().map(|source| source.text).collect();
+        let name = format!("{site:?} {sources}");
+        let found = gpu.gemm.fastest_variant(&name, variants.len(), |index| run(variants[index]))?;
+        if let Some(variant) = found {
+            self.set(site, variant);
+        }
+        Ok(found)
+    }
+}
