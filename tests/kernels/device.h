@@ -77,6 +77,7 @@ inline T emulator_shuffle(uint64_t mask, T value, int from, const char* file, in
 }
 #define __shfl_xor_sync(mask, value, lanes) \
     emulator_shuffle(mask, value, (int)emulator_lane() ^ (lanes), __FILE__, __LINE__)
+#define __shfl_sync(mask, value, lane) emulator_shuffle(mask, value, (int)(lane), __FILE__, __LINE__)
 #define __shfl_up_sync(mask, value, lanes) \
     emulator_shuffle(mask, value, (int)emulator_lane() - (int)(lanes), __FILE__, __LINE__)
 

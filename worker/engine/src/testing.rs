@@ -10,6 +10,7 @@ use crate::error::EngineError;
 use crate::ops::attention::cudnn::{AttentionPlan, Direction};
 use crate::ops::attention::variant::OwnKernels;
 pub use crate::ops::gelu::cuda::GeluVariant;
+use crate::ops::linear::weight_grads;
 use crate::ops::swiglu::hopper;
 pub use crate::ops::swiglu::hopper::Tiling;
 use crate::ops::{AttentionShape, KERNEL_FILES, LinearShape, cached_attention};
@@ -28,6 +29,12 @@ pub fn force_gelu_variant(
 /// Makes a back end compute linear layers with SwiGLU by our own GEMM with this tiling, where that supports them.
 pub fn force_swiglu_tiling(backend: &CudaBackend, tiling: Option<Tiling>) {
     backend.swiglu.force(tiling);
+}
+
+/// Makes a back end compute the gradients of two layers' weights in one kernel, with the rows in so many parts, where
+/// that supports them.
+pub fn force_weight_grads_together(backend: &CudaBackend, parts: Option<usize>) {
+    backend.weight_grads.force(parts);
 }
 
 /// The requirement of tests on a GPU: the first one can be opened.
@@ -81,7 +88,8 @@ pub fn compile_kernels(
         .flat_map(|width| [1, 3, 4].map(|group| cached_attention::cuda::source_for(*width, group)));
     let mut files = Vec::new();
     // Only bf16, and only for the compute capability whose instructions they use.
-    let own_gemms = hopper::KERNELS.iter().filter(|_| precision == Precision::Bf16 && arch == "sm_90a");
+    let own_gemms = hopper::KERNELS.iter().chain([&weight_grads::KERNEL]);
+    let own_gemms = own_gemms.filter(|_| precision == Precision::Bf16 && arch == "sm_90a");
     let own_gemms = own_gemms.map(|kernel| (kernel.source, kernel.macros.to_vec(), vec![kernel.name]));
     for (source, macros, names) in common.into_iter().chain(attention).chain(cached).chain(own_gemms) {
         let mut options = compile::options(arch, NVIDIA_WARP, precision.activations(), &macros);

@@ -17,7 +17,9 @@ mod common;
 
 use common::{Ops, Outputs, cases, distance, random};
 use half::bf16;
-use xlaunch_engine::testing::{GeluVariant, Tiling, force_gelu_variant, force_swiglu_tiling, require_gpu};
+use xlaunch_engine::testing::{
+    GeluVariant, Tiling, force_gelu_variant, force_swiglu_tiling, force_weight_grads_together, require_gpu,
+};
 use xlaunch_engine::*;
 
 xlaunch_harness::suite! {
@@ -26,6 +28,7 @@ xlaunch_harness::suite! {
         tf32_matches_cpu,
         bf16_matches_cpu_with_own_and_fastest_kernels,
         swiglu_in_gemms_matches_cpu,
+        gradients_of_two_layers_in_one_kernel_match_cpu,
         all_gelu_variants_agree,
         results_are_bitwise_reproducible_with_and_without_pool;
 }
@@ -96,6 +99,16 @@ fn swiglu_in_gemms_matches_cpu() {
     for tiling in [Tiling::Halves, Tiling::Turns] {
         force_swiglu_tiling(&backend, Some(tiling));
         compare_cases(&backend, DType::Bf16, &format!("{tiling:?}"), "swiglu, to", to_bf16, 8e-3);
+    }
+}
+
+/// Other tests see the fastest variant only.
+fn gradients_of_two_layers_in_one_kernel_match_cpu() {
+    let backend = open(Precision::Bf16, PoolMode::On, true);
+    for parts in [1, 3, 7] {
+        force_weight_grads_together(&backend, Some(parts));
+        let name = format!("{parts} parts");
+        compare_cases(&backend, DType::Bf16, &name, "weights of two layers", to_bf16, 8e-3);
     }
 }
 

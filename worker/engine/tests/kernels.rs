@@ -24,7 +24,7 @@ use std::time::Instant;
 
 use common::{Case, Ops, cases, distance};
 use half::bf16;
-use xlaunch_engine::testing::{Tiling, force_swiglu_tiling, kernel_names};
+use xlaunch_engine::testing::{Tiling, force_swiglu_tiling, force_weight_grads_together, kernel_names};
 use xlaunch_engine::*;
 use xlaunch_harness::{Requirement, emulator};
 
@@ -32,6 +32,7 @@ xlaunch_harness::tests! {
     needs cpp_compiler:
         every_kernel_runs_and_matches_the_cpu,
         swiglu_in_gemms_matches_the_cpu,
+        gradients_of_two_layers_in_one_kernel_match_the_cpu,
         results_do_not_depend_on_the_order_of_threads;
 }
 
@@ -212,6 +213,23 @@ fn swiglu_in_gemms_matches_the_cpu() {
     }
 }
 
+/// Gradients of the weights of two layers, of which other GPUs run a GEMM for each layer.
+const TWO_LAYERS: &str = "weights of two layers";
+
+fn gradients_of_two_layers_in_one_kernel_match_the_cpu() {
+    let backend = open(Precision::Bf16);
+    for parts in [1, 3, 7] {
+        force_weight_grads_together(&backend, Some(parts));
+        backend.begin_profile();
+        let differences = differences(&backend, Precision::Bf16, TWO_LAYERS);
+        assert!(differences.is_empty(), "{parts} parts: {}", differences.join("\n"));
+        let ran = backend.end_profile().unwrap().into_iter().filter(|span| span.name == "weight_grads");
+        // All cases but those of rows that are not whole vectors, and that add.
+        assert_eq!(ran.count(), selected(Precision::Bf16, TWO_LAYERS).len() - 2, "{parts} parts");
+        same_bits_in_any_order(&backend, TWO_LAYERS);
+    }
+}
+
 fn results_do_not_depend_on_the_order_of_threads() {
     let backend = open(Precision::Bf16);
     let parts = [
@@ -231,7 +249,7 @@ fn results_do_not_depend_on_the_order_of_threads() {
 /// Bit for bit, 20 times each; 100 times with `XLAUNCH_TEST_LONG=1`.
 fn same_bits_in_any_order(backend: &CudaBackend, part: &str) {
     let rounds = if std::env::var_os("XLAUNCH_TEST_LONG").is_some() { 100 } else { 20 };
-    let ops = Ops { backend, grads: DType::F32 };
+    let ops = Ops { backend, grads: DType::Bf16 };
     let bits = |case: &Case| -> Vec<Vec<u32>> {
         let outputs = case.1(&ops).into_iter();
         outputs.map(|(_, values)| values.into_iter().map(f32::to_bits).collect()).collect()

@@ -123,16 +123,12 @@ impl Model {
         below: Option<&layout::Block>,
         dx: &Tensor,
     ) -> Result<()> {
-        let (n, shape) = (pass.rows.count(), &self.shape);
-        let dh = self.mlp_backward(pass, &block, params, dx)?;
-        let sizes = (shape.dim, block.h.len() / n);
-        let dy = self.linear_backward(pass, &dh, &block.ln2.y, &params.fc, sizes, None)?;
-        drop(dh);
+        let dy = self.mlp_backward(pass, &block, params, dx)?;
         let residual = Residual { dx, add: true, added: Some(&params.proj) };
         self.norm_backward(pass, &block.ln2, &params.ln2, &dy, residual)?;
 
-        let sizes = (shape.attention_width(), shape.dim);
-        let datt = self.linear_backward(pass, dx, &block.att, &params.proj, sizes, None)?;
+        let proj = Self::layer_backward(pass, dx, &block.att, &params.proj, None);
+        let datt = self.input_backward(proj, &params.proj)?;
         let dqkv = self.activation(block.qkv.len())?;
         self.backend.attention_backward(AttentionBackward {
             shape: attention_shape(&self.shape, pass.rows),
@@ -143,13 +139,14 @@ impl Model {
             lse: block.lse.all(),
             dqkv: dqkv.all(),
         })?;
-        let (sizes, dbias) = ((shape.dim, shape.qkv_width()), pass.bias(&params.qkv));
-        let dy = self.linear_backward(pass, &dqkv, &block.ln1.y, &params.qkv, sizes, dbias)?;
+        let qkv = Self::layer_backward(pass, &dqkv, &block.ln1.y, &params.qkv, pass.bias(&params.qkv));
+        self.backend.linear_backward_weights([proj, qkv])?;
+        let dy = self.input_backward(qkv, &params.qkv)?;
         let added = below.map(|block| &block.out);
         self.norm_backward(pass, &block.ln1, &params.ln1, &dy, Residual { dx, add: true, added })
     }
 
-    /// The gradient of `fc`'s output from that of the block's output, with the gradients of `out`.
+    /// The gradient of the norm's output before `fc`, from that of the block's output.
     fn mlp_backward(
         &self,
         pass: Pass<'_>,
@@ -157,13 +154,9 @@ impl Model {
         params: &layout::Block,
         dx: &Tensor,
     ) -> Result<Tensor> {
-        let acc = pass.acc;
-        let shape = Self::linear_shape(pass.rows, self.shape.ffn, self.shape.dim);
-        let (dy, w) = (dx.all(), self.param(&params.out.weight));
         let (h, dh) = (block.h.all(), self.activation(block.h.len())?);
-        let (x, dw) = (block.a.all(), pass.grads.slice(params.out.weight.clone()));
-        let args = LinearBackwardWeight { shape, dy, x, dw, dbias: None, acc };
-        self.backend.linear_backward_weight(args)?;
+        let out = Self::layer_backward(pass, dx, &block.a, &params.out, None);
+        let (shape, dy, w, acc) = (out.shape, out.dy, self.param(&params.out.weight), out.acc);
         match (self.shape.arch, pass.bias(&params.fc)) {
             (Arch::Gpt2, Some(dbias)) => {
                 let args = GeluLinearBackward { shape, dy, w, h, dh: dh.all(), dbias, acc };
@@ -175,7 +168,9 @@ impl Model {
                 self.backend.swiglu_linear_backward(args)?;
             }
         }
-        Ok(dh)
+        let fc = Self::layer_backward(pass, &dh, &block.ln2.y, &params.fc, None);
+        self.backend.linear_backward_weights([out, fc])?;
+        self.input_backward(fc, &params.fc)
     }
 
     fn embed_backward(&self, pass: Pass<'_>, tokens: Slice<'_>, dx: &Tensor) -> Result<()> {
@@ -191,23 +186,24 @@ impl Model {
         self.backend.embed_backward(EmbedBackward { shape, tokens, dout: dx.all(), dwte, dwpe })
     }
 
-    /// Gradients of a matrix, of its bias unless another kernel computes it (`dbias`), and of its input, which is
-    /// returned. `sizes` are the numbers of inputs and outputs.
-    fn linear_backward(
-        &self,
-        pass: Pass<'_>,
-        dy: &Tensor,
-        x: &Tensor,
+    /// The gradients of a layer's matrix and, unless another kernel computes it, of its bias (`dbias`).
+    fn layer_backward<'a>(
+        pass: Pass<'a>,
+        dy: &'a Tensor,
+        x: &'a Tensor,
         params: &Linear,
-        sizes: (usize, usize),
-        dbias: Option<Slice<'_>>,
-    ) -> Result<Tensor> {
-        let shape = Self::linear_shape(pass.rows, sizes.0, sizes.1);
-        let (dy, dw) = (dy.all(), pass.grads.slice(params.weight.clone()));
-        let args = LinearBackwardWeight { shape, dy, x: x.all(), dw, dbias, acc: pass.acc };
-        self.backend.linear_backward_weight(args)?;
-        let dx = self.activation(x.len())?;
-        let w = self.param(&params.weight);
+        dbias: Option<Slice<'a>>,
+    ) -> LinearBackwardWeight<'a> {
+        let n = pass.rows.count();
+        let shape = Self::linear_shape(pass.rows, x.len() / n, dy.len() / n);
+        let dw = pass.grads.slice(params.weight.clone());
+        LinearBackwardWeight { shape, dy: dy.all(), x: x.all(), dw, dbias, acc: pass.acc }
+    }
+
+    /// The gradient of a layer's input.
+    fn input_backward(&self, layer: LinearBackwardWeight<'_>, params: &Linear) -> Result<Tensor> {
+        let LinearBackwardWeight { shape, dy, .. } = layer;
+        let (dx, w) = (self.activation(shape.rows * shape.inputs)?, self.param(&params.weight));
         self.backend.linear_backward_input(LinearBackwardInput { shape, dy, w, dx: dx.all() })?;
         Ok(dx)
     }

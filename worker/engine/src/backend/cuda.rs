@@ -16,6 +16,7 @@ use crate::host_buffer::HostAllocator;
 use crate::ops::attention::cuda::Attention;
 use crate::ops::cached_attention::cuda::CachedKernels;
 use crate::ops::gelu::cuda::Gelu;
+use crate::ops::linear::weight_grads::WeightGrads;
 use crate::ops::mark::cuda::Counter;
 use crate::ops::swiglu::cuda::Swiglu;
 use crate::ops::{
@@ -35,6 +36,7 @@ pub struct CudaBackend {
     cached_attention: CachedKernels,
     pub(crate) gelu: Gelu,
     pub(crate) swiglu: Swiglu,
+    pub(crate) weight_grads: WeightGrads,
     marks: Counter,
     staging: Rc<Staging>,
     gpu: Gpu,
@@ -49,8 +51,9 @@ impl CudaBackend {
         let gpu = Gpu::open(ordinal, options, &ops::KERNEL_FILES)?;
         let staging = Rc::new(Staging::new(&gpu.device)?);
         let (attention, cached_attention) = (Attention::default(), CachedKernels::default());
-        let (gelu, swiglu, marks) = (Gelu::default(), Swiglu::default(), Counter::default());
-        Ok(Self { attention, cached_attention, gelu, swiglu, marks, staging, gpu })
+        let (gelu, swiglu, weight_grads) = (Gelu::default(), Swiglu::default(), WeightGrads::default());
+        let marks = Counter::default();
+        Ok(Self { attention, cached_attention, gelu, swiglu, weight_grads, marks, staging, gpu })
     }
 
     /// The compute stream, which collectives synchronise with by events.
@@ -200,6 +203,10 @@ impl Backend for CudaBackend {
 
     fn linear_backward_weight(&self, args: LinearBackwardWeight<'_>) -> Result<()> {
         ops::linear::cuda::backward_weight(&self.gpu, args)
+    }
+
+    fn linear_backward_weights(&self, layers: [LinearBackwardWeight<'_>; 2]) -> Result<()> {
+        self.weight_grads.run(&self.gpu, layers)
     }
 
     fn attention_forward(&self, args: AttentionForward<'_>) -> Result<()> {

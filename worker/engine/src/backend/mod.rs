@@ -145,6 +145,11 @@ pub trait Backend {
     /// Gradients of a linear layer's parameters.
     fn linear_backward_weight(&self, args: LinearBackwardWeight<'_>) -> Result<()>;
 
+    /// Gradients of the parameters of two linear layers.
+    fn linear_backward_weights(&self, layers: [LinearBackwardWeight<'_>; 2]) -> Result<()> {
+        layers.into_iter().try_for_each(|layer| self.linear_backward_weight(layer))
+    }
+
     /// Causal attention, fused with the rotary embedding.
     fn attention_forward(&self, args: AttentionForward<'_>) -> Result<()>;
 

@@ -309,6 +309,31 @@ impl Ops<'_> {
         vec![("h", self.read(&h)), ("a", self.read(&a)), ("dh", self.read(&dh))]
     }
 
+    /// Gradients of two layers, each with its inputs x and the gradient of its outputs dy; the second one has a bias.
+    pub(crate) fn two_layers(
+        &self,
+        shapes: [LinearShape; 2],
+        x: &[f32],
+        dy: &[f32],
+        acc: Accumulate,
+    ) -> Outputs {
+        let operands = shapes.map(|s| {
+            let (x, dy) = (self.act(&x[..s.rows * s.inputs]), self.act(&dy[..s.rows * s.outputs]));
+            (x, dy, self.grad(acc, s.outputs * s.inputs))
+        });
+        let dbias = self.grad(acc, shapes[1].outputs);
+        let layers = [0, 1].map(|i| {
+            let (x, dy, dw) = &operands[i];
+            let (dw, dbias) = (dw.all(), (i == 1).then(|| dbias.all()));
+            LinearBackwardWeight { shape: shapes[i], dy: dy.all(), x: x.all(), dw, dbias, acc }
+        });
+        self.backend.linear_backward_weights(layers).unwrap();
+        let [(.., first), (.., second)] = &operands;
+        [("first dw", first), ("second dw", second), ("second dbias", &dbias)]
+            .map(|(n, t)| (n, self.read(t)))
+            .into()
+    }
+
     /// Losses with and without gradient, and the gradient.
     pub(crate) fn classifier(
         &self,
@@ -540,6 +565,22 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
     for (rows, ffn) in [(1, 1), (67, 44), (5, 1536), (3, 2056)] {
         let (h, da) = (values(23, 2 * rows * ffn), values(24, rows * ffn));
         cases.push((format!("swiglu {rows} x {ffn}"), Box::new(move |ops| ops.swiglu(rows, ffn, &h, &da))));
+    }
+    for (rows, [first, second], acc) in [
+        (1, [(8, 8), (16, 8)], Accumulate::Overwrite),
+        // Not vectorizable.
+        (67, [(44, 40), (24, 12)], Accumulate::Overwrite),
+        (130, [(264, 136), (40, 200)], Accumulate::Overwrite),
+        (130, [(264, 136), (40, 200)], Accumulate::Add),
+        (1500, [(72, 136), (136, 24)], Accumulate::Overwrite),
+    ] {
+        let shapes = [first, second].map(|(outputs, inputs)| LinearShape { rows, inputs, outputs });
+        let (x, dy) = (values(37, rows * 300), values(38, rows * 300));
+        let case = move |ops: &Ops<'_>| ops.two_layers(shapes, &x, &dy, acc);
+        cases.push((
+            format!("weights of two layers, {rows} x {first:?} and {second:?} {acc:?}"),
+            Box::new(case),
+        ));
     }
     // The second is not vectorizable.
     for (rows, inputs, ffn, outputs) in

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use xlaunch_engine::Precision::{self, Bf16, Fp32, Tf32};
-use xlaunch_engine::testing::{Tiling, force_swiglu_tiling};
+use xlaunch_engine::testing::{Tiling, force_swiglu_tiling, force_weight_grads_together};
 use xlaunch_harness::emulator;
 
 use crate::{SWIGLU, child_cases, cpp_compiler, differences, in_two_threads, open};
@@ -60,6 +60,7 @@ const WIDTH_16: &str = "seq: 70, heads: 2, kv_heads: 1, width: 16 }";
 const WIDTH_24: &str = "seq: 37, heads: 2, kv_heads: 2, width: 24 }";
 const WIDTH_24_ROPE: &str = "seq: 37, heads: 2, kv_heads: 2, width: 24 }, rope";
 const WHOLE_HEAD: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }";
+const LAYERS: &str = "weights of two layers, 1500";
 /// Both products are deeper than the ring of tiles.
 const LINEAR_SWIGLU: &str = "rows: 300, inputs: 456, outputs: 1040 }, swiglu, to 472";
 const WHOLE_HEAD_ROPE: &str = "seq: 17, heads: 3, kv_heads: 3, width: 16 }, rope";
@@ -169,6 +170,11 @@ const MISTAKES: &[Mistake] = &[
     ),
     mistake("swiglu/hopper.cu", "n / 8 + j ^ lane / 4", "n / 8 + j", Bf16, LINEAR_SWIGLU, DIFFERS),
     mistake("swiglu/hopper.cu", "if (col >= cols) return;", "", Bf16, LINEAR_SWIGLU, ANY_WRITE),
+    mistake("linear/weight_grads.cu", "barrier_wait(&s.empty[stage], i", "(i", Bf16, LAYERS, ARRIVALS),
+    mistake("linear/weight_grads.cu", "        }\n    }\n    wgmma_wait<0>();\n", "        }\n    }\n", Bf16, LAYERS, EARLY_USE),
+    mistake("linear/weight_grads.cu", "__threadfence();\n    __syncwarp();", "__syncwarp();", Bf16, LAYERS, READ_RACE),
+    mistake("linear/weight_grads.cu", "part < parts; part++", "part < parts - 1; part++", Bf16, LAYERS, DIFFERS),
+    mistake("linear/weight_grads.cu", "= sums(part);", "= sums(0);", Bf16, LAYERS, DIFFERS),
     // Several threads write the same place.
     mistake("norm/kernel.cu", "    buffer ^= 1;\n", "", Fp32, LAYER, SHARED_WRITE_RACE),
     mistake(
@@ -226,6 +232,7 @@ pub(crate) fn child() -> Option<ExitCode> {
     let tilings = [Some(Tiling::Halves), Some(Tiling::Turns)];
     for tiling in if part.contains(SWIGLU) { &tilings[..] } else { &[None] } {
         force_swiglu_tiling(&backend, *tiling);
+        force_weight_grads_together(&backend, Some(3));
         let differences = differences(&backend, precision, &part);
         assert!(differences.is_empty(), "{DIFFERS}{}", differences.join(", "));
     }

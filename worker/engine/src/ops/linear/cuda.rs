@@ -49,10 +49,25 @@ pub(crate) fn backward_input(gpu: &Gpu, args: LinearBackwardInput<'_>) -> Result
 }
 
 pub(crate) fn backward_weight(gpu: &Gpu, args: LinearBackwardWeight<'_>) -> Result<()> {
-    let LinearBackwardWeight { shape: s, dy, x, dw, dbias, acc } = args;
+    check_backward_weight(gpu, &args);
+    weight_gradient(gpu, args)?;
+    bias_gradient(gpu, args)
+}
+
+/// Panics unless the operands have the types and lengths of the operation.
+pub(super) fn check_backward_weight(gpu: &Gpu, args: &LinearBackwardWeight<'_>) {
+    let LinearBackwardWeight { shape: s, dy, x, dw, dbias, .. } = *args;
     gpu.expect_act(dy, s.rows * s.outputs);
     gpu.expect_act(x, s.rows * s.inputs);
     expect_grad(dw, s.outputs * s.inputs);
+    if let Some(dbias) = dbias {
+        expect_grad(dbias, s.outputs);
+    }
+}
+
+/// `dw` of operands that were checked.
+pub(super) fn weight_gradient(gpu: &Gpu, args: LinearBackwardWeight<'_>) -> Result<()> {
+    let LinearBackwardWeight { shape: s, dy, x, dw, acc, .. } = args;
     let call = GemmCall {
         m: s.inputs,
         n: s.outputs,
@@ -63,10 +78,13 @@ pub(crate) fn backward_weight(gpu: &Gpu, args: LinearBackwardWeight<'_>) -> Resu
         c: dw,
         accumulate: acc == Accumulate::Add,
     };
-    // SAFETY: checked above; dw overlaps no input by the operation's contract.
-    unsafe { gpu.gemm.run(&call) }?;
-    let Some(dbias) = dbias else { return Ok(()) };
-    expect_grad(dbias, s.outputs);
+    // SAFETY: the caller has checked the operands; dw overlaps no input by the operation's contract.
+    unsafe { gpu.gemm.run(&call) }
+}
+
+/// `dbias`, if any, of operands that were checked.
+pub(super) fn bias_gradient(gpu: &Gpu, args: LinearBackwardWeight<'_>) -> Result<()> {
+    let LinearBackwardWeight { shape: s, dy, dbias: Some(dbias), acc, .. } = args else { return Ok(()) };
     let sums = reduce::cuda::ColumnSums::new(gpu, s.rows, s.outputs)?;
     sums.partials_of(gpu, dy)?;
     sums.finish(gpu, dbias, acc)

@@ -4,6 +4,7 @@
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
+pub(crate) mod weight_grads;
 
 use super::Accumulate;
 use crate::tensor::Slice;

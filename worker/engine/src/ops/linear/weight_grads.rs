@@ -1,0 +1,145 @@
+//! Gradients of the weights of two layers in one launch, on compute capability 9.0: launches of `weight_grads.cu`.
+//!
+//! In small models, one layer's weights have fewer tiles than the device has SMs. Those of two layers, with the rows
+//! divided where that is not enough, fill it better. It runs where it is faster than a GEMM for each layer.
+
+use std::cell::{Cell, OnceCell};
+
+use xlaunch_pool::DType;
+
+use super::{LinearBackwardWeight, LinearShape, cuda};
+use crate::cuda::hopper::{HopperKernel, OTHER_SHARED, SQUARE, TILE_K, TILE_M, tensor_map};
+use crate::cuda::variants::{Fastest, Site, Variant};
+use crate::cuda::{Arg, Gpu, Macro, args, source};
+use crate::error::Result;
+use crate::ops::Accumulate;
+use crate::tensor::Tensor;
+
+const TILE_N: usize = 128;
+/// Warps that multiply, each of which has a counter per tile.
+const MULTIPLIERS: usize = 8;
+/// Tiles of each operand in shared memory at a time.
+const STAGES: usize = 6;
+
+pub(crate) static KERNEL: HopperKernel = HopperKernel {
+    source: source!(
+        "linear/weight_grads.cu",
+        after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh"
+    ),
+    name: "weight_grads",
+    macros: &[Macro::int("STAGES", STAGES)],
+    shared: STAGES * (TILE_M + TILE_N) * TILE_K * size_of::<u16>() + OTHER_SHARED,
+};
+
+/// How the gradients of two layers' weights are computed.
+#[derive(Clone, Copy, Debug)]
+enum Launches {
+    /// A GEMM for each layer.
+    Separate,
+    /// One kernel.
+    Together,
+}
+
+impl Variant for Launches {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Separate => "a GEMM for each layer",
+            Self::Together => "one kernel for both layers",
+        }
+    }
+}
+
+const VARIANTS: [Launches; 2] = [Launches::Separate, Launches::Together];
+
+/// Gradients of two layers' weights.
+#[derive(Debug, Default)]
+pub(crate) struct WeightGrads {
+    fastest: Fastest<[LinearShape; 2]>,
+    /// See the kernel.
+    counters: OnceCell<Tensor>,
+    /// For tests: parts of the rows, in one kernel wherever it supports the operands.
+    forced: Cell<Option<usize>>,
+}
+
+impl WeightGrads {
+    pub(crate) fn run(&self, gpu: &Gpu, layers: [LinearBackwardWeight<'_>; 2]) -> Result<()> {
+        layers.iter().for_each(|layer| cuda::check_backward_weight(gpu, layer));
+        let shapes = layers.map(|layer| layer.shape);
+        let parts = self.forced.get().unwrap_or_else(|| parts(gpu, shapes));
+        let is_supported = parts > 0 && supports(gpu, &layers);
+        let run = |launches| match launches {
+            Launches::Separate => layers.into_iter().try_for_each(|layer| cuda::weight_gradient(gpu, layer)),
+            Launches::Together => self.together(gpu, &layers, parts),
+        };
+        if self.forced.get().is_some() && is_supported {
+            run(Launches::Together)?;
+        } else {
+            let site = Site { operation: "linear_backward_weights", shape: shapes, variants: VARIANTS.len() };
+            let unsupported = "it is not bf16, not aligned, adds, has too many tiles, or not on Hopper";
+            let unsupported = (!is_supported).then_some(unsupported);
+            run(self.fastest.select(gpu, site, unsupported, &[KERNEL.source], &VARIANTS, run)?)?;
+        }
+        layers.into_iter().try_for_each(|layer| cuda::bias_gradient(gpu, layer))
+    }
+
+    /// From now on, one kernel computes all that it supports, with the rows in so many parts; or what was selected.
+    pub(crate) fn force(&self, parts: Option<usize>) {
+        self.forced.set(parts);
+    }
+
+    fn together(&self, gpu: &Gpu, layers: &[LinearBackwardWeight<'_>; 2], parts: usize) -> Result<()> {
+        let [first, second] = layers;
+        let (rows, tiles) = (first.shape.rows, tiles(first.shape) + tiles(second.shape));
+        let parts = parts.min(gpu.gemm.workspace().len() / (tiles * TILE_M * TILE_N * size_of::<f32>()));
+        let parts = parts.clamp(1, rows.div_ceil(TILE_K));
+        let mut args = Vec::new();
+        for layer in layers {
+            let LinearShape { inputs, outputs, .. } = layer.shape;
+            args.push(Arg::TensorMap(tensor_map(layer.dy, [outputs, rows, 1], [SQUARE, SQUARE, 1])?));
+            args.push(Arg::TensorMap(tensor_map(layer.x, [inputs, rows, 1], [SQUARE, SQUARE, 1])?));
+        }
+        for layer in layers {
+            args.extend_from_slice(args![layer.dw, layer.shape.outputs, layer.shape.inputs]);
+        }
+        let counters = self.counters(gpu)?;
+        let partials = Arg::Word(gpu.gemm.workspace().address());
+        args.extend([Arg::from(rows), partials, Arg::from(counters.all())]);
+        // SAFETY: the operands were checked; the workspace has room for the sums of all blocks, there is a counter for
+        // each warp of each tile, and all other work that uses them is enqueued to the same stream.
+        unsafe { gpu.hopper.launch(&KERNEL, (tiles, parts, 1), &args) }
+    }
+
+    fn counters(&self, gpu: &Gpu) -> Result<&Tensor> {
+        if let Some(counters) = self.counters.get() {
+            return Ok(counters);
+        }
+        let counters = Tensor::new(&gpu.pool.persistent(), DType::I32, MULTIPLIERS * max_tiles(gpu))?;
+        gpu.zero(counters.all())?;
+        Ok(self.counters.get_or_init(|| counters))
+    }
+}
+
+/// Most tiles that there are counters for: more than blocks that run at a time, for tests.
+fn max_tiles(gpu: &Gpu) -> usize {
+    gpu.hopper.multiprocessors().max(64)
+}
+
+/// Parts of the rows with which all blocks fit on the device at once; 0 if there are too many tiles.
+fn parts(gpu: &Gpu, shapes: [LinearShape; 2]) -> usize {
+    gpu.hopper.multiprocessors() / shapes.into_iter().map(tiles).sum::<usize>().max(1)
+}
+
+fn tiles(shape: LinearShape) -> usize {
+    shape.outputs.div_ceil(TILE_M) * shape.inputs.div_ceil(TILE_N)
+}
+
+fn supports(gpu: &Gpu, layers: &[LinearBackwardWeight<'_>; 2]) -> bool {
+    let [first, second] = layers;
+    let supports = |layer: &LinearBackwardWeight<'_>| {
+        let inner = [layer.shape.inputs, layer.shape.outputs];
+        layer.acc == Accumulate::Overwrite
+            && gpu.hopper.supports(&[layer.dy, layer.x, layer.dw], &inner, &[layer.shape.rows])
+    };
+    let tiles = tiles(first.shape) + tiles(second.shape);
+    first.shape.rows == second.shape.rows && tiles <= max_tiles(gpu) && supports(first) && supports(second)
+}
