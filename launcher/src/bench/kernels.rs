@@ -7,7 +7,7 @@ use xlaunch_proto::v1::KernelReport;
 
 /// Families by prefixes of kernel names. The first match counts.
 const FAMILIES: [(&str, &[&str]); 9] = [
-    ("GEMM", &["gemm"]),
+    ("GEMM", &["gemm", "linear_swiglu", "weight_grads"]),
     ("attention", &["attention", "rope"]),
     ("norms", &["norm"]),
     ("activations", &["gelu", "swiglu"]),

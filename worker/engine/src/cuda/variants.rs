@@ -1,7 +1,7 @@
 //! Which variant of an operation runs: the fastest by timing, found once per host.
 //!
-//! All variants of an operation write the same outputs and read none of them, so that they can be timed in any order, on
-//! the operation's own operands, when a shape is first seen. The choice is kept on disk. Where there is none, the first
+//! All variants of an operation write the same outputs and read none of them. So they can be timed in any order, on the
+//! operation's own operands, when a shape is first seen. The choice is kept on disk. Where there is none, the first
 //! variant runs, which supports everything.
 
 use std::cell::RefCell;

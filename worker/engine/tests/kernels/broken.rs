@@ -171,7 +171,7 @@ const MISTAKES: &[Mistake] = &[
     mistake("swiglu/hopper.cu", "n / 8 + j ^ lane / 4", "n / 8 + j", Bf16, LINEAR_SWIGLU, DIFFERS),
     mistake("swiglu/hopper.cu", "if (col >= cols) return;", "", Bf16, LINEAR_SWIGLU, ANY_WRITE),
     mistake("linear/weight_grads.cu", "barrier_wait(&s.empty[stage], i", "(i", Bf16, LAYERS, ARRIVALS),
-    mistake("linear/weight_grads.cu", "        }\n    }\n    wgmma_wait<0>();\n", "        }\n    }\n", Bf16, LAYERS, EARLY_USE),
+    mistake("linear/weight_grads.cu", "    }\n    wgmma_wait<0>();\n", "    }\n", Bf16, LAYERS, EARLY_USE),
     mistake("linear/weight_grads.cu", "__threadfence();\n    __syncwarp();", "__syncwarp();", Bf16, LAYERS, READ_RACE),
     mistake("linear/weight_grads.cu", "part < parts; part++", "part < parts - 1; part++", Bf16, LAYERS, DIFFERS),
     mistake("linear/weight_grads.cu", "= sums(part);", "= sums(0);", Bf16, LAYERS, DIFFERS),

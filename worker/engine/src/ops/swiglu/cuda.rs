@@ -128,6 +128,6 @@ impl Swiglu {
         }
         let unsupported = "it is not bf16, not aligned, or not on compute capability 9.0";
         let unsupported = (!is_supported).then_some(unsupported);
-        self.fastest.select(gpu, site, unsupported, &[KERNELS.source, hopper::SOURCE], &VARIANTS, run)
+        self.fastest.select(gpu, site, unsupported, &[KERNELS.source, hopper::HOPPER_SOURCE], &VARIANTS, run)
     }
 }

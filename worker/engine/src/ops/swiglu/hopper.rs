@@ -7,7 +7,7 @@ use crate::cuda::{Arg, Gpu, Macro, Source, source};
 use crate::error::Result;
 use crate::ops::{LinearSwigluForward, SwigluLinearBackward};
 
-pub(crate) const SOURCE: Source = source!(
+pub(crate) const HOPPER_SOURCE: Source = source!(
     "swiglu/hopper.cu",
     after "../cuda/headers/hopper.cuh", after "../cuda/headers/hopper_tiles.cuh"
 );
@@ -19,8 +19,8 @@ const H_BYTES: usize = 8 * 2 * 4096;
 /// Rows of tiles whose blocks run one after another have so many bytes of the left operand, which then stay in the L2
 /// cache (50 MiB) while the right one passes. H200, 8192 cubed: 785 TFLOP/s with 8 rows of tiles, 698 with 32.
 const CACHED_BYTES: usize = 16 << 20;
-const MIN_GROUP: usize = 8;
-const MAX_GROUP: usize = 64;
+const MIN_TILE_ROWS: usize = 8;
+const MAX_TILE_ROWS: usize = 64;
 
 /// How the two warpgroups that multiply share the tiles of the product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -62,7 +62,7 @@ pub(crate) static KERNELS: [HopperKernel; 4] = [
 const fn kernel(tiling: Tiling, gradient: bool, macros: &'static [Macro]) -> HopperKernel {
     let tiles = stages(tiling, gradient) * (TILE_M + tiling.tile_n()) * TILE_K * size_of::<u16>();
     let h = if gradient { H_BYTES } else { 0 };
-    HopperKernel { source: SOURCE, name: "linear_swiglu", macros, shared: tiles + h + OTHER_SHARED }
+    HopperKernel { source: HOPPER_SOURCE, name: "linear_swiglu", macros, shared: tiles + h + OTHER_SHARED }
 }
 
 const fn macros(tiling: Tiling, gradient: bool) -> [Macro; 4] {
@@ -130,7 +130,7 @@ unsafe fn launch(
     written: [Arg; 2],
     [rows, cols, k]: [usize; 3],
 ) -> Result<()> {
-    let group = (CACHED_BYTES / (TILE_M * k * size_of::<u16>())).clamp(MIN_GROUP, MAX_GROUP);
+    let group = (CACHED_BYTES / (TILE_M * k * size_of::<u16>())).clamp(MIN_TILE_ROWS, MAX_TILE_ROWS);
     let tile_cols = if gradient { tiling.tile_n() } else { tiling.tile_n() / 2 };
     let blocks = (rows.div_ceil(TILE_M) * cols.div_ceil(tile_cols)).min(gpu.hopper.multiprocessors());
     let sizes = [rows, cols, k, group].map(Arg::from);
