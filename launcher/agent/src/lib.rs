@@ -10,6 +10,7 @@
 //! ```
 //! - [`state`] decides what happens on this node: a pure function from events to actions;
 //! - [`group`]: the coordinator, which decides about membership and restarts, and the link to it;
+//! - [`waiting`]: an agent before its first attempt;
 //! - [`driver`] acts: the only code that touches processes and sockets on behalf of the job;
 //! - [`workload`]: the two kinds of job behind one trait; hang detection;
 //! - [`spawn`]: process trees, cgroups, environment, CPU affinity, exit codes;
@@ -49,6 +50,7 @@ pub mod spawn;
 pub mod stacks;
 pub mod state;
 pub mod status;
+pub mod waiting;
 pub mod workload;
 
 pub use refusal::Refusal;

@@ -49,9 +49,10 @@ pub fn rank_dir(logs: &Path, attempt: u32, local_rank: u32) -> PathBuf {
 
 impl RunDir {
     /// Creates the directory of a training run that starts now, with `job.json` in it and the link `latest` beside it.
-    pub fn create(spec: &JobSpec) -> Result<Self, Refusal> {
+    /// Here and below, `entry` is that of an agent that listens already.
+    pub fn create(spec: &JobSpec, entry: Option<Entry>) -> Result<Self, Refusal> {
         let (path, id) = Self::training(spec)?;
-        let entry = Entry::create(&spec.job.name, &id)?;
+        let entry = entry.map_or_else(|| Entry::create(&spec.job.name, &id), Ok)?;
         entry.link_run_dir(&path).map_err(|error| run_dir_error(spec, &error))?;
         Ok(Self { logs: path.join("logs"), socket: entry.socket(), path, id, entry: Some(entry) })
     }
@@ -63,7 +64,12 @@ impl RunDir {
     }
 
     /// The directory of a training run on several nodes, which may share it: `node_<rank>/` has this node's logs.
-    pub fn for_nodes(spec: &JobSpec, run_id: &str, node_rank: u32) -> Result<Self, Refusal> {
+    pub fn for_nodes(
+        spec: &JobSpec,
+        run_id: &str,
+        node_rank: u32,
+        entry: Option<Entry>,
+    ) -> Result<Self, Refusal> {
         let jobs = job_dir(spec);
         let id = file_name(run_id);
         let path = jobs.join(&id);
@@ -74,7 +80,7 @@ impl RunDir {
             fs_err::write(path.join("job.json"), description).map_err(refuse)?;
             update_latest_link(&jobs, &id);
         }
-        let entry = Entry::create(&spec.job.name, &id)?;
+        let entry = entry.map_or_else(|| Entry::create(&spec.job.name, &id), Ok)?;
         let logs = path.join(format!("node_{node_rank}"));
         fs_err::create_dir_all(&logs).map_err(refuse)?;
         // The directory has one agent's socket: that of rank 0.
@@ -94,10 +100,11 @@ impl RunDir {
     }
 
     /// Creates the directory of a command's run that starts now.
-    pub fn for_command(spec: &ResolvedCommand) -> Result<Self, Refusal> {
+    pub fn for_command(spec: &ResolvedCommand, entry: Option<Entry>) -> Result<Self, Refusal> {
         let id = spec.run_id.as_deref().map_or_else(|| timestamp(now()), file_name);
+        let new = |id: &str| Entry::create(&spec.name, id);
         let Some(logs) = &spec.logs.dir else {
-            let entry = Entry::create(&spec.name, &id)?;
+            let entry = entry.map_or_else(|| new(&id), Ok)?;
             let path = entry.path().to_path_buf();
             return Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry: Some(entry) });
         };
@@ -112,7 +119,7 @@ impl RunDir {
         // Absolute, because workers may change their directory.
         let logs = std::path::absolute(logs).map_err(refuse)?;
         let (path, id) = unique(&logs, &id, KEPT_DIR_MODE).map_err(refuse)?;
-        let entry = Entry::create(&spec.name, &id)?;
+        let entry = entry.map_or_else(|| new(&id), Ok)?;
         entry.link_run_dir(&path).map_err(refuse)?;
         Ok(Self { logs: path.clone(), socket: entry.socket(), path, id, entry: Some(entry) })
     }
@@ -198,7 +205,7 @@ mod tests {
         let mut spec = JobSpec::default();
         spec.job.output = dir.path().display().to_string();
         spec.job.name = "n".into();
-        let (a, b) = (RunDir::create(&spec).unwrap(), RunDir::create(&spec).unwrap());
+        let (a, b) = (RunDir::create(&spec, None).unwrap(), RunDir::create(&spec, None).unwrap());
         assert_ne!(a.path, b.path);
         let latest = fs_err::canonicalize(dir.path().join("n/latest")).unwrap();
         assert_eq!(latest, fs_err::canonicalize(&b.path).unwrap());
@@ -215,14 +222,14 @@ mod tests {
         fs_err::write(&file, "").unwrap();
         let mut spec = JobSpec::default();
         spec.job.output = file.display().to_string();
-        let refusal = RunDir::create(&spec).unwrap_err();
+        let refusal = RunDir::create(&spec, None).unwrap_err();
         assert!(refusal.exit == ExitCode::Usage && refusal.message.contains("job.output"), "{refusal:?}");
     }
 
     #[test]
     fn command_run_without_log_dir_leaves_nothing() {
         use std::os::unix::fs::PermissionsExt;
-        let run = RunDir::for_command(&command("train")).unwrap();
+        let run = RunDir::for_command(&command("train"), None).unwrap();
         assert_eq!(fs_err::metadata(&run.path).unwrap().permissions().mode() & 0o777, 0o700);
         assert!(run.socket.starts_with(&run.path) && run.private() == Some(&*run.path), "{run:?}");
         fs_err::create_dir_all(run.logs.join("attempt_0/0")).unwrap();
@@ -237,7 +244,7 @@ mod tests {
         let mut spec = command("train");
         spec.run_id = Some("../my run".into());
         spec.logs.dir = Some(dir.path().join("logs"));
-        let (a, b) = (RunDir::for_command(&spec).unwrap(), RunDir::for_command(&spec).unwrap());
+        let (a, b) = (RunDir::for_command(&spec, None).unwrap(), RunDir::for_command(&spec, None).unwrap());
         assert_eq!((a.path.clone(), b.id.as_str()), (dir.path().join("logs/_._my_run"), "_._my_run-2"));
         let path = a.path.clone();
         drop((a, b));

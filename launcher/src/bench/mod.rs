@@ -30,7 +30,8 @@ use xlaunch_agent::group::work::Work;
 use xlaunch_agent::run_dir::RunDir;
 use xlaunch_agent::sinks::RankReport;
 use xlaunch_agent::spawn::environment::BaseEnvironment;
-use xlaunch_agent::workload::trainer::{Recovered, TrainerPlan};
+use xlaunch_agent::waiting;
+use xlaunch_agent::workload::trainer::{self, Recovered, TrainerPlan};
 use xlaunch_agent::{Refusal, report};
 
 /// What the ranks of a measurement are.
@@ -61,7 +62,7 @@ async fn run_workers(
     spec.job.output = dir.path().display().to_string();
     spec.launch.nproc = Some(placement.workers);
     spec.launch.max_restarts = 0;
-    let run = RunDir::create(&spec)?;
+    let run = RunDir::create(&spec, None)?;
     let logs = run.logs.clone();
     let plan = TrainerPlan {
         base: &BaseEnvironment::Own,
@@ -75,7 +76,8 @@ async fn run_workers(
         rank_threads: mode == Mode::Threads,
     };
     let work = Work::of_trainer(&spec, placement.workers, None);
-    let group = join::join(None, work, |_| {}).await?;
+    let joining = join::join(None, work).await?;
+    let group = waiting::first_attempt(joining, trainer::launch(&spec), |_| {}).await?;
     let (finished, results) =
         driver::run_trainer(plan, run, group).await.map_err(|error| internal("run the workers", error))?;
     match report::text(&finished.outcome, &finished.evidence, Some(&logs)) {

@@ -146,7 +146,7 @@ impl Start {
                     self.resume(&mut spec, trainer.newest_checkpoint);
                 }
                 let placement = devices::place(&spec, &Node::inspect())?;
-                let create = |spec: &JobSpec| {
+                let create = |spec: &JobSpec, _| {
                     let run = RunDir::create_for_agent(spec, &self.dir)?;
                     self.remember_run(&run.path);
                     Ok(run)
@@ -162,7 +162,7 @@ impl Start {
                 command.name.clone_from(&self.description.name);
                 // There is no other launcher above this one that expects torchrun's code.
                 command.propagate_exit_code = true;
-                let create = |command: &ResolvedCommand| {
+                let create = |command: &ResolvedCommand, _| {
                     Ok(RunDir::for_agent(command, self.description.job, &self.dir))
                 };
                 let place = Place { base: &self.base, group: None };

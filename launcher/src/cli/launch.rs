@@ -15,18 +15,20 @@ use xlaunch_agent::devices::{self, Node, Placement};
 use xlaunch_agent::driver::{self, Finished};
 use xlaunch_agent::environment::{self, Facts, Parent};
 use xlaunch_agent::group::interface;
-use xlaunch_agent::group::join::{self, Group, Nodes};
+use xlaunch_agent::group::join::{self, Nodes};
 use xlaunch_agent::group::shared::{self, Mark};
 use xlaunch_agent::group::work::Work;
+use xlaunch_agent::registry::Entry;
 use xlaunch_agent::report::Evidence;
 use xlaunch_agent::run_dir::{self, RunDir};
 use xlaunch_agent::spawn::affinity::{self, Affinity};
 use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::state::Outcome;
+use xlaunch_agent::waiting::{self, Group};
 use xlaunch_agent::workload::command::CommandPlan;
 use xlaunch_agent::workload::snapshots::{MemoryUse, memory_use};
 use xlaunch_agent::workload::trainer::TrainerPlan;
-use xlaunch_agent::{Refusal, ending, memory, report};
+use xlaunch_agent::{Refusal, ending, memory, report, workload};
 
 /// A launch of the built-in trainer.
 #[derive(Debug)]
@@ -121,13 +123,14 @@ pub(super) async fn train(
     placement: &Placement,
     trainer: Trainer,
     place: Place<'_>,
-    create: impl FnOnce(&JobSpec) -> Result<RunDir, Refusal>,
+    create: impl FnOnce(&JobSpec, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
     let work = Work::of_trainer(spec, placement.workers, place.spec());
     let mark = place.group.map(|_| Mark::leave(&shared::directory(spec), &work.instance));
     let _mark = mark.transpose().map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
-    let group = join::join(place.group, work, &notify).await?;
-    let ready = match ready(spec, &group, trainer, create) {
+    let joining = join::join(place.group, work).await?;
+    let mut group = waiting::first_attempt(joining, workload::trainer::launch(spec), &notify).await?;
+    let ready = match ready(spec, &mut group, trainer, create) {
         Ok(ready) => ready,
         Err(refusal) => {
             group.refuse(&refusal).await;
@@ -151,9 +154,9 @@ struct Ready {
 #[expect(clippy::print_stderr, reason = "warnings precede the output of workers")]
 fn ready(
     spec: &JobSpec,
-    group: &Group,
+    group: &mut Group,
     trainer: Trainer,
-    create: impl FnOnce(&JobSpec) -> Result<RunDir, Refusal>,
+    create: impl FnOnce(&JobSpec, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ready, Refusal> {
     let (job_dir, leads) = (run_dir::job_dir(spec), group.first.node_rank == 0);
     let checks = (trainer.preflight)(spec, &job_dir, group.first.world_size, leads)?;
@@ -178,8 +181,8 @@ fn ready(
     let parent = checks.parent.as_ref().filter(|parent| !parent.run.is_empty());
     let parent_dir = parent.and_then(|Parent { run, checkpoint, .. }| parent_dir(checkpoint, run, &job_dir));
     let run = match group.has_peers() {
-        true => RunDir::for_nodes(&spec, &group.run_id, group.first.node_rank)?,
-        false => create(&spec)?,
+        true => RunDir::for_nodes(&spec, &group.run_id, group.first.node_rank, group.entry.take())?,
+        false => create(&spec, group.entry.take())?,
     };
     note.iter().for_each(|note| notify(note));
     Ok(Ready { spec, checks, run, memory_snapshots, parent_dir })
@@ -296,16 +299,17 @@ pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> Exi
 pub(super) async fn run_workers(
     spec: &ResolvedCommand,
     place: Place<'_>,
-    create: impl FnOnce(&ResolvedCommand) -> Result<RunDir, Refusal>,
+    create: impl FnOnce(&ResolvedCommand, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
     let affinities = affinities(spec).map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
-    let group = join::join(place.group, Work::of_command(spec, place.spec()), &notify).await?;
+    let joining = join::join(place.group, Work::of_command(spec, place.spec())).await?;
+    let mut group = waiting::first_attempt(joining, workload::command::launch(spec), &notify).await?;
     let mut spec = spec.clone();
     if group.has_peers() {
         // The same on all nodes.
         spec.run_id = Some(group.run_id.clone());
     }
-    let run = match create(&spec) {
+    let run = match create(&spec, group.entry.take()) {
         Ok(run) => run,
         Err(refusal) => {
             group.refuse(&refusal).await;

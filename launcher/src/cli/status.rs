@@ -28,11 +28,12 @@ pub(super) struct Status {
     /// Print JSON; with --watch, one line per update
     #[arg(long)]
     json: bool,
-    /// Print nothing, and exit with 0 only if workers run here
+    /// Print nothing, and exit with 0 only if workers run here, or this node is a spare
     ///
     /// For readiness probes. The exit code is 0 if the workers of a launch on this host run; those of a training job
-    /// have then joined the ranks of all nodes. Otherwise it is 1, with one line on stderr that says why: there is no
-    /// launch, it is starting or waits for other nodes, is between two attempts, is stopping, or has ended.
+    /// have then joined the ranks of all nodes. It is 0 as well if the launch is a spare of a job on several nodes, and
+    /// is connected to the coordinator. Otherwise it is 1, with one line on stderr that says why: there is no launch, it
+    /// is starting or waits for other nodes, is between two attempts, is stopping, or has ended.
     #[arg(long, conflicts_with_all = ["watch", "json"])]
     ready: bool,
 }
@@ -64,11 +65,12 @@ async fn ready(target: Target) -> Result<ExitCode, QueryError> {
         }
         Server::Agents(launches) => {
             for (name, reply) in launches::status_here(&launches.all().await?).await {
-                let state = reply.map(|reply| reply.state());
-                ready |= state == Ok(JobState::Running);
+                let (state, spare) =
+                    (reply.as_ref().map(StatusReply::state), reply.as_ref().is_ok_and(|it| it.spare));
+                ready |= spare || state == Ok(JobState::Running);
                 why.push(match state {
                     Ok(state) => format!("{name} is in state `{}`", job_state(state)),
-                    Err(problem) => problem,
+                    Err(problem) => problem.clone(),
                 });
             }
         }

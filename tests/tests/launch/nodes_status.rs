@@ -13,6 +13,7 @@ xlaunch_harness::tests! {
     either_node_shows_all_ranks_and_stops_the_job,
     log_of_another_node_is_followed_through_a_restart_to_the_last_line,
     node_is_ready_while_its_workers_run,
+    spare_answers_for_the_job_and_is_ready,
     coordinator_outside_of_the_nodes_survives_the_loss_of_any_of_them,
     coordinator_that_is_terminated_says_so;
 }
@@ -163,6 +164,58 @@ fn node_is_ready_while_its_workers_run() {
     run.wait_for_stderr("waiting");
     let output = Process::spawn(&mut job.command(&["status", "--ready"])).wait();
     assert!(output.code == 1 && output.stderr.contains("is in state `rendezvous`"), "{}", output.stderr);
+}
+
+fn spare_answers_for_the_job_and_is_ready() {
+    let (nodes, endpoint) = ([Launch::new(), Launch::new(), Launch::new()], free_endpoint());
+    let script = "trap 'exit 0' TERM; echo rank $RANK, attempt $TORCHELASTIC_RESTART_COUNT; \
+        while :; do sleep 0.1; done";
+    let place = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-insecure", "--max-restarts", "3"];
+    let agent = |node: usize| {
+        let place = [&place[..], &["--rdzv-endpoint", &endpoint]].concat();
+        nodes[node].spawn_shell(&place, 1, script)
+    };
+    let run = |node: usize, args: &[&str]| nodes[node].run(args);
+    let ready = |node: usize| run(node, &["status", "--ready"]).code == 0;
+    let status = |node: usize| -> Value {
+        serde_json::from_str(&run(node, &["status", "--json"]).stdout).unwrap_or_default()
+    };
+    let first = agent(0);
+    first.wait_for_stderr("plain TCP");
+    let waiting = wait_for("an answer", || Some(status(0)).filter(|it| it["state"] == "starting"));
+    assert_eq!(states(&waiting), [(None, "spare".into())]);
+    assert!(!ready(0), "it waits for the others");
+
+    let second = agent(1);
+    wait_for("both nodes", || (ready(0) && ready(1)).then_some(()));
+    let spare = agent(2);
+    spare.wait_for_stderr("this node is a spare: the job has 2 of 2 nodes");
+    assert!(ready(2), "{}", run(2, &["status", "--ready"]).stderr);
+    let seen = status(2);
+    let expected = [(Some(0), "active"), (Some(1), "active"), (None, "spare")];
+    assert_eq!(states(&seen), expected.map(|(rank, state)| (rank, state.to_owned())));
+    assert_eq!((&seen["state"], &seen["world_size"]), (&"running".into(), &2.into()), "{seen}");
+    assert!(seen["ranks"].as_array().unwrap().iter().all(|rank| rank["pid"].as_u64() > Some(0)), "{seen}");
+    assert_eq!(run(2, &["logs", "--rank", "1"]).stdout, "rank 1, attempt 0\n");
+    let unknown = run(2, &["logs", "--rank", "2"]);
+    assert!(unknown.code == 1 && unknown.stderr.contains("this launch has 2 ranks"), "{}", unknown.stderr);
+    let refused = run(2, &["checkpoint"]);
+    assert!(refused.code == 1 && refused.stderr.contains("runs a command"), "{}", refused.stderr);
+
+    // A log that is followed through the spare goes on when that runs the rank itself.
+    let followed = nodes[2].spawn(&["logs", "--rank", "1", "-f"]);
+    wait_for_stdout(&followed, "rank 1, attempt 0\n");
+    second.signal(Signal::KILL);
+    second.wait();
+    wait_for_stdout(&followed, "rank 1, attempt 1\n");
+    let another = agent(1);
+    another.wait_for_stderr("this node is a spare");
+    assert_eq!(status(1)["attempt"], 1);
+    let stopped = run(1, &["stop"]);
+    assert_eq!(stopped.code, 0, "{}", stopped.stderr);
+    let codes = [first, spare, another].map(|agent| agent.wait().code);
+    assert!(codes.iter().all(|code| *code == codes[0]), "{codes:?}");
+    assert_eq!(followed.wait().code, 0);
 }
 
 fn coordinator_outside_of_the_nodes_survives_the_loss_of_any_of_them() {

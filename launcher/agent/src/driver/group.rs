@@ -14,12 +14,12 @@ use xlaunch_proto::v1::{NodePrepared, Prepare, StopRequested};
 
 use super::Driver;
 use crate::group::Assignment;
-use crate::group::join::Group;
 use crate::group::link::FromGroup;
 use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::Message;
 use crate::state::{Event, StopCause};
 use crate::status::board::Board;
+use crate::waiting::Group;
 use crate::workload::Hang;
 
 /// To connect to the next node.
@@ -121,11 +121,16 @@ impl Driver<'_> {
     pub(super) fn group_message(&mut self, message: FromGroup) -> Vec<Event> {
         let message = match message {
             FromGroup::CutOff(reason) => return vec![Event::CutOff(reason)],
+            FromGroup::Connected(connected) => {
+                self.board.send_modify(|board| board.set_connected(connected));
+                return Vec::new();
+            }
             FromGroup::Message(message) => message,
         };
         let attempt = self.job.attempt();
         let event = match message {
             ToAgent::Prepare(prepare) => {
+                self.board.send_modify(|board| board.set_spare(false));
                 self.prepare_attempt(prepare);
                 None
             }
@@ -152,7 +157,10 @@ impl Driver<'_> {
                 None
             }
             ToAgent::Waiting(waiting) => {
-                self.notify(&waiting.text);
+                if !(waiting.spare && self.board.borrow().is_spare()) {
+                    self.notify(&waiting.text);
+                }
+                self.board.send_modify(|board| board.set_spare(waiting.spare));
                 None
             }
             question @ (ToAgent::Nodes(_) | ToAgent::Query(_) | ToAgent::QueryReply(_)) => {

@@ -32,10 +32,9 @@ use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::{JobState, Restart, StatusReply};
 
 use crate::clock;
-use crate::group::join::Group;
 use crate::process::Process;
 use crate::rendezvous::peers::Peers;
-use crate::rendezvous::service::{self, Message};
+use crate::rendezvous::service::Message;
 use crate::report::Evidence;
 use crate::run_dir::RunDir;
 use crate::signals::{self, SignalRequest};
@@ -44,6 +43,7 @@ use crate::spawn::reaper::Reaper;
 use crate::spawn::{Exit, Spawner, adopt_orphans, reap_orphans};
 use crate::state::{Action, Event, Job, Outcome, Phase};
 use crate::status::board::Board;
+use crate::waiting::{Group, Queries};
 use crate::workload::Workload;
 use crate::workload::command::{CommandPlan, CommandWorkload};
 use crate::workload::trainer::{TrainerPlan, TrainerWorkload, TrainingResults};
@@ -51,8 +51,8 @@ use attempt::{Attempt, WorkerExit};
 use group::Membership;
 use hang::Examined;
 
-/// Calls that may wait for this task.
-const MESSAGE_QUEUE: usize = 1024;
+/// Calls that are taken before an exit.
+const MAX_EARLIER_CALLS: usize = 1024;
 const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The end of a job of either kind.
@@ -119,10 +119,11 @@ async fn drive(
     reaper: &Reaper,
     mut group: Group,
 ) -> io::Result<Finished> {
-    let (messages, mut inbox) = mpsc::channel(MESSAGE_QUEUE);
-    let board = watch::Sender::new(Board::new(workload.launch()));
-    let others = group.may_have_peers().then(|| Peers::new(group.link.sender()));
-    let service = service::serve_node(&run.socket, messages, board.clone(), others).await?;
+    let Queries { service, mut inbox, board } = match group.queries.take() {
+        Some(queries) => queries,
+        None => Queries::open(&run.socket, workload.launch(), None).await?,
+    };
+    board.send_modify(|board| board.set_launch(workload.launch()));
     let (exits, mut exited) = mpsc::unbounded_channel();
     let (examined, mut hangs) = mpsc::unbounded_channel();
     let mut requests = signals::listen(&workload.stop_signals())?;
@@ -163,7 +164,7 @@ async fn drive(
         let events = tokio::select! {
             Some(exit) = exited.recv() => {
                 // What workers have reported before this exit counts first.
-                let earlier = std::iter::from_fn(|| inbox.try_recv().ok()).take(MESSAGE_QUEUE);
+                let earlier = std::iter::from_fn(|| inbox.try_recv().ok()).take(MAX_EARLIER_CALLS);
                 let mut events: Vec<Event> = earlier.flat_map(|message| driver.message(message)).collect();
                 events.extend(driver.exited(exit));
                 events

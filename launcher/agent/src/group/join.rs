@@ -1,4 +1,4 @@
-//! From the start of an agent to its place in the first attempt.
+//! From the start of an agent to its link to the coordinator.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io;
@@ -12,13 +12,11 @@ use tonic::transport::Server;
 use xlaunch_proto::command::{self, Backend, GroupSpec};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::ids::RingKey;
-use xlaunch_proto::v1::agent_message::Body as FromAgent;
-use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
+use xlaunch_proto::v1::Greeting;
 use xlaunch_proto::v1::group_server::GroupServer;
-use xlaunch_proto::v1::{Greeting, NodeRefused, Prepare};
 
 use super::coordinator::Handle;
-use super::link::{FromGroup, Link};
+use super::link::Link;
 use super::net::{self, ListenError, Listener, Security, TOKEN_VARIABLE, Token, Wish};
 use super::service::Service;
 use super::state::Coordinator;
@@ -28,8 +26,6 @@ use crate::{Refusal, devices, run_dir};
 
 /// Between attempts to resolve a name that does not exist yet.
 const RESOLVE_INTERVAL: Duration = Duration::from_millis(500);
-/// For the coordinator to learn that this node cannot run the job.
-const REFUSAL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Address of the only node of a job.
 const LOOPBACK: &str = "127.0.0.1";
 
@@ -42,25 +38,21 @@ pub struct Nodes {
     pub token_file: Option<PathBuf>,
 }
 
-/// The group that this agent is a member of.
+/// An agent that has introduced itself to the coordinator, and waits for its place in an attempt.
 #[derive(Debug)]
-pub struct Group {
-    /// To the coordinator.
-    pub link: Link,
-    /// Of the job.
-    pub run_id: String,
-    /// The first attempt.
-    pub first: Prepare,
+pub struct Joining {
+    pub(crate) link: Link,
     /// At which other nodes reach this one.
-    pub address: String,
-    coordinator: Option<Handle>,
+    pub(crate) address: String,
+    /// If it runs in this process.
+    pub(crate) coordinator: Option<Handle>,
     /// Only with several nodes.
-    tasks: Option<Tasks>,
+    pub(crate) tasks: Option<Tasks>,
 }
 
 /// Tasks that end with the group.
 #[derive(Debug)]
-struct Tasks(Vec<JoinHandle<()>>);
+pub(crate) struct Tasks(Vec<JoinHandle<()>>);
 
 impl Drop for Tasks {
     fn drop(&mut self) {
@@ -68,52 +60,12 @@ impl Drop for Tasks {
     }
 }
 
-impl Group {
-    /// This node cannot run the job: ends it on all nodes.
-    pub async fn refuse(self, refusal: &Refusal) {
-        let exit_code = refusal.exit.code().into();
-        self.link.send(FromAgent::Refused(NodeRefused { exit_code, message: refusal.message.clone() }));
-        let mut link = self.link;
-        // Until the coordinator has it.
-        let ended = async {
-            while let Some(message) = link.next().await {
-                if matches!(message, FromGroup::Message(ToAgent::End(_))) {
-                    break;
-                }
-            }
-        };
-        let _ = tokio::time::timeout(REFUSAL_TIMEOUT, ended).await;
-        if let Some(coordinator) = self.coordinator {
-            coordinator.finish().await;
-        }
-    }
-
-    /// Whether other nodes take part, now or later.
-    pub fn may_have_peers(&self) -> bool {
-        self.tasks.is_some()
-    }
-
-    /// Whether other nodes take part in the first attempt.
-    pub fn has_peers(&self) -> bool {
-        self.first.nodes > 1
-    }
-
-    /// Lets the other agents learn of the end, if the coordinator runs here. Call it when the job is over.
-    pub async fn finish(self) {
-        drop(self.link);
-        if let Some(coordinator) = self.coordinator {
-            coordinator.finish().await;
-        }
-    }
-}
-
-/// Joins the group of a job on several nodes, or that of one node alone. Returns when the first attempt of which this
-/// node is a member is to be prepared. `notify` shows the user a line.
+/// Introduces this agent to the coordinator of a job on several nodes, or to that of one node alone.
 ///
 /// # Errors
-/// Rendezvous: the coordinator cannot be reached, nodes are missing at the deadline, or this one was refused.
-pub async fn join(nodes: Option<&Nodes>, work: Work, notify: impl Fn(&str)) -> Result<Group, Refusal> {
-    let Some(Nodes { spec, token_file }) = nodes else { return alone(work, notify).await };
+/// Rendezvous: the endpoint, or the address of this node, is not usable. Usage: the token cannot be used.
+pub async fn join(nodes: Option<&Nodes>, work: Work) -> Result<Joining, Refusal> {
+    let Some(Nodes { spec, token_file }) = nodes else { return Ok(alone(work).await) };
     let security = security(spec, token_file.as_deref()).await?;
     let host = hosts_coordinator(spec).await;
     let address = address(spec, host).await?;
@@ -151,7 +103,7 @@ pub async fn join(nodes: Option<&Nodes>, work: Work, notify: impl Fn(&str)) -> R
         }
         None => Link::remote(spec.endpoint.clone(), security, greeting, spec.join_timeout),
     };
-    first_attempt(link, notify, ip.to_string(), coordinator, Some(Tasks(tasks))).await
+    Ok(Joining { link, address: ip.to_string(), coordinator, tasks: Some(Tasks(tasks)) })
 }
 
 /// A coordinator of one job without an agent: the loss of any node that runs workers leaves it running.
@@ -193,7 +145,7 @@ impl Standalone {
     }
 }
 
-async fn alone(work: Work, notify: impl Fn(&str)) -> Result<Group, Refusal> {
+async fn alone(work: Work) -> Joining {
     let run_id = work.run_id.clone().unwrap_or_default();
     let handle = Handle::start(new_coordinator(run_id), true);
     let greeting = Greeting {
@@ -205,7 +157,7 @@ async fn alone(work: Work, notify: impl Fn(&str)) -> Result<Group, Refusal> {
         ..greeting(&work)
     };
     let link = Link::local(&handle, greeting).await;
-    first_attempt(link, notify, LOOPBACK.into(), Some(handle), None).await
+    Joining { link, address: LOOPBACK.into(), coordinator: Some(handle), tasks: None }
 }
 
 fn greeting(work: &Work) -> Greeting {
@@ -239,41 +191,6 @@ pub fn random_run_id() -> String {
 fn new_key() -> [u8; 32] {
     // Fails only before the system's entropy is initialised, long before users run programs.
     RingKey::random().map_or([0; 32], |key| key.0)
-}
-
-async fn first_attempt(
-    mut link: Link,
-    notify: impl Fn(&str),
-    address: String,
-    coordinator: Option<Handle>,
-    tasks: Option<Tasks>,
-) -> Result<Group, Refusal> {
-    let mut run_id = String::new();
-    loop {
-        match link.next().await {
-            Some(FromGroup::Message(ToAgent::Welcome(welcome))) if !welcome.refusal.is_empty() => {
-                return Err(ended(welcome.exit_code, &welcome.refusal));
-            }
-            Some(FromGroup::Message(ToAgent::Welcome(welcome))) => run_id = welcome.run_id,
-            Some(FromGroup::Message(ToAgent::Waiting(waiting))) => notify(&waiting.text),
-            Some(FromGroup::Message(ToAgent::Prepare(first))) => {
-                return Ok(Group { link, run_id, first, address, coordinator, tasks });
-            }
-            Some(FromGroup::Message(ToAgent::End(end))) => {
-                if let Some(coordinator) = coordinator {
-                    coordinator.finish().await;
-                }
-                return Err(ended(end.exit_code, &end.root));
-            }
-            Some(_) => {}
-            None => return Err(Refusal::new(ExitCode::Internal, "the coordinator has ended".to_owned())),
-        }
-    }
-}
-
-fn ended(exit_code: u32, why: &str) -> Refusal {
-    let exit = ExitCode::from_code(i32::try_from(exit_code).unwrap_or(1)).unwrap_or(ExitCode::Rendezvous);
-    Refusal::new(exit, why.to_owned())
 }
 
 fn refuse(message: String) -> Refusal {

@@ -197,6 +197,7 @@ impl Remote {
         let mut stream = Stream { _channel: channel, outgoing, replies };
         let closed = self.exchange(&mut stream).await;
         self.state.disconnected();
+        self.pass_on(FromGroup::Connected(false));
         if closed == Closed::Lost {
             self.given_up.push(stream);
         }
@@ -208,6 +209,7 @@ impl Remote {
         for message in self.state.connected(Instant::now()) {
             let _ = stream.outgoing.send(message);
         }
+        self.pass_on(FromGroup::Connected(true));
         loop {
             // There is one as long as a connection is open.
             let deadline = self.state.deadline().unwrap_or_else(Instant::now);

@@ -45,6 +45,8 @@ const MIN_FENCE: Duration = Duration::from_millis(500);
 pub enum FromGroup {
     /// The coordinator has sent this.
     Message(ToAgent),
+    /// The coordinator is reached over a connection, or no longer.
+    Connected(bool),
     /// The coordinator has not answered for so long that it may soon consider this node lost; for the user.
     CutOff(String),
 }

@@ -74,12 +74,18 @@ async fn forward_log(
     Ok(())
 }
 
-/// The first rank of each other node that answers.
-pub(super) async fn first_ranks(peers: &Peers, own: u32) -> Vec<u32> {
-    let nodes = peers.survey().await.nodes;
-    let others =
-        nodes.iter().filter(|node| node.state() == MemberState::Active && node.node_rank != Some(own));
+/// The first rank of each active node of another rank than `own`.
+pub(super) async fn first_ranks(peers: &Peers, own: Option<u32>) -> Vec<u32> {
+    let nodes = peers.survey(own.is_none()).await.nodes;
+    let others = nodes.iter().filter(|node| node.state() == MemberState::Active && node.node_rank != own);
     others.map(|node| node.first_rank).collect()
+}
+
+/// The number of ranks, as a node knows it that has none.
+pub(super) async fn world(peers: &Peers) -> u32 {
+    let nodes = peers.survey(true).await.nodes;
+    let members = nodes.iter().filter(|node| node.node_rank.is_some());
+    members.map(|node| node.first_rank.saturating_add(node.workers)).max().unwrap_or(0)
 }
 
 /// Streams the stacks of one rank, or of all ranks of their nodes, from the nodes of these ranks.

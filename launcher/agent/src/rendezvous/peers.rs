@@ -98,8 +98,9 @@ impl Peers {
         }
     }
 
-    /// The status of all nodes. If the coordinator does not answer, its last list counts, with nodes that are silent.
-    pub(super) async fn survey(&self) -> Survey {
+    /// The status of all nodes, of which this one may be a spare. If the coordinator does not answer, its last list counts,
+    /// with nodes that are silent.
+    pub(super) async fn survey(&self, is_spare: bool) -> Survey {
         let mut last = self.shared.survey.lock().await;
         if let Some((at, survey)) = &*last
             && at.elapsed() < MAX_SURVEY_AGE
@@ -112,8 +113,8 @@ impl Peers {
         let is_heard = timeout_at(deadline, nodes.changed()).await.is_ok();
         let mut survey = Survey { nodes: nodes.borrow().clone(), replies: Vec::new() };
         let is_active = |node: &&mut MemberStatus| node.state() == MemberState::Active;
-        // This node is one of them.
-        let expected = survey.nodes.iter_mut().filter(is_active).count().saturating_sub(1);
+        let own = usize::from(!is_spare);
+        let expected = survey.nodes.iter_mut().filter(is_active).count().saturating_sub(own);
         if !is_heard {
             survey.nodes.iter_mut().filter(is_active).for_each(|node| node.set_state(MemberState::Silent));
         }

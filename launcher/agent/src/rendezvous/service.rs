@@ -172,7 +172,14 @@ impl Service {
 
     /// The other nodes, if there are any in this attempt.
     fn peers_of_attempt(&self) -> Option<&Peers> {
-        self.peers.as_ref().filter(|_| self.board.borrow().assignment().has_peers())
+        let board = self.board.borrow();
+        self.peers.as_ref().filter(|_| board.is_spare() || board.assignment().has_peers())
+    }
+
+    /// `None` for a spare.
+    fn node_rank(&self) -> Option<u32> {
+        let board = self.board.borrow();
+        (!board.is_spare()).then_some(board.assignment().node_rank)
     }
 }
 
@@ -205,7 +212,8 @@ impl Agent for Service {
         let Some(peers) = self.peers.as_ref().filter(|_| !local) else {
             return Ok(Response::new(self.status_here(history).await));
         };
-        let (own, survey) = tokio::join!(self.status_here(history), peers.survey());
+        let survey = peers.survey(self.node_rank().is_none());
+        let (own, survey) = tokio::join!(self.status_here(history), survey);
         Ok(Response::new(merge::merge(own, survey.nodes, survey.replies)))
     }
 
@@ -213,10 +221,13 @@ impl Agent for Service {
 
     async fn logs(&self, request: Request<LogsRequest>) -> Result<Response<Self::LogsStream>, Status> {
         let request = request.into_inner();
-        let (world, is_here) = {
+        let (mut world, is_here) = {
             let board = self.board.borrow();
             (board.assignment().world, board.local_rank(request.rank).is_some())
         };
+        if let Some(peers) = self.peers.as_ref().filter(|_| self.node_rank().is_none()) {
+            world = elsewhere::world(peers).await;
+        }
         if request.rank >= world {
             let rank = request.rank;
             let message = format!("there is no rank {rank}: this launch has {world} ranks, counted from 0");
@@ -237,10 +248,11 @@ impl Agent for Service {
         let replies: Self::StacksStream = match (self.peers_of_attempt().filter(|_| !is_here), rank) {
             (Some(peers), Some(of)) => Box::pin(elsewhere::stacks(peers, &[of], rank)),
             (Some(peers), None) => {
-                let own = self.board.borrow().assignment().node_rank;
+                let own = self.node_rank();
                 let nodes = elsewhere::first_ranks(peers, own).await;
                 let others = elsewhere::stacks(peers, &nodes, None);
-                Box::pin(tokio_stream::iter(self.stacks_here(None).await?).map(Ok).chain(others))
+                let here = if own.is_some() { self.stacks_here(None).await? } else { Vec::new() };
+                Box::pin(tokio_stream::iter(here).map(Ok).chain(others))
             }
             (None, rank) => Box::pin(tokio_stream::iter(self.stacks_here(rank).await?).map(Ok)),
         };
@@ -254,7 +266,7 @@ impl Agent for Service {
     }
 
     async fn checkpoint(&self, _: Request<CheckpointRequest>) -> Result<Response<CheckpointReply>, Status> {
-        let is_elsewhere = self.board.borrow().assignment().node_rank > 0;
+        let is_elsewhere = self.node_rank() != Some(0);
         let reply = match self.peers_of_attempt().filter(|_| is_elsewhere) {
             Some(peers) => elsewhere::checkpoint(peers).await?,
             None => self.checkpoint_here().await?,

@@ -65,6 +65,10 @@ pub struct Board {
     /// By local rank, as everything here.
     ranks: Vec<Rank>,
     assignment: Assignment,
+    /// This node waits to replace another.
+    spare: bool,
+    /// The coordinator can be reached.
+    connected: bool,
     /// No worker of the attempt writes any more.
     attempt_over: bool,
     /// Time of the monitor's last sample.
@@ -105,16 +109,41 @@ impl Board {
             time: TimeAccount::new(Instant::now()),
             ranks: Vec::new(),
             assignment: Assignment::default(),
+            spare: false,
+            connected: true,
             attempt_over: false,
             last_sample: None,
             peak_memory_bytes: 0,
         }
     }
 
+    /// The launch has a run now.
+    pub(crate) fn set_launch(&mut self, launch: Launch) {
+        self.launch = launch;
+    }
+
+    /// This node waits to replace another, without ranks, or does so no longer.
+    pub(crate) fn set_spare(&mut self, spare: bool) {
+        if spare {
+            self.reset(self.attempt, 0, &Assignment::default());
+        }
+        self.spare = spare;
+    }
+
+    /// Whether this node waits to replace another.
+    pub(crate) fn is_spare(&self) -> bool {
+        self.spare
+    }
+
+    /// The coordinator can be reached, or not.
+    pub(crate) fn set_connected(&mut self, connected: bool) {
+        self.connected = connected;
+    }
+
     /// A new attempt with `workers` ranks on this node starts.
     pub fn reset(&mut self, attempt: u32, workers: u32, assignment: &Assignment) {
         self.attempt = attempt;
-        (self.assignment, self.attempt_over) = (assignment.clone(), false);
+        (self.assignment, self.spare, self.attempt_over) = (assignment.clone(), false, false);
         let Assignment { first_rank, node_rank, .. } = *assignment;
         let status = |local_rank| RankStatus {
             rank: first_rank + local_rank,
@@ -359,6 +388,7 @@ impl Board {
             tokens_per_second: history::speed(&step),
             mfu: step.mfu,
             nodes: Vec::new(),
+            spare: self.spare && self.connected,
             reason: self.reason.clone(),
             kind: self.launch.kind.into(),
             command_line: self.launch.command_line.clone(),

@@ -11,12 +11,16 @@ use xlaunch_proto::v1::{MemberState, MemberStatus, RankStatus, StatusReply};
 
 /// The status of the job. `own` is that of the agent that was asked, `others` those of other nodes that have answered.
 pub(crate) fn merge(own: StatusReply, nodes: Vec<MemberStatus>, others: Vec<StatusReply>) -> StatusReply {
-    let others: Vec<StatusReply> = others.into_iter().filter(|reply| reply.attempt == own.attempt).collect();
+    // A node without ranks knows no attempt.
+    let newest = others.iter().map(|reply| reply.attempt).max();
+    let attempt = newest.filter(|_| own.world_size == 0).unwrap_or(own.attempt);
+    let others: Vec<StatusReply> = others.into_iter().filter(|reply| reply.attempt == attempt).collect();
+    let world = others.iter().map(|reply| reply.world_size).fold(own.world_size, u32::max);
     let mut ranks: Vec<RankStatus> =
         own.ranks.iter().chain(others.iter().flat_map(|reply| &reply.ranks)).cloned().collect();
     let known: BTreeSet<u32> = ranks.iter().map(|rank| rank.rank).collect();
     for node in nodes.iter().filter(|node| is_member(node)) {
-        let of_node = node.first_rank..node.first_rank.saturating_add(node.workers).min(own.world_size);
+        let of_node = node.first_rank..node.first_rank.saturating_add(node.workers).min(world);
         let missing = of_node.enumerate().filter(|(_, rank)| !known.contains(rank));
         ranks.extend(missing.map(|(local, rank)| RankStatus {
             rank,
@@ -38,6 +42,7 @@ pub(crate) fn merge(own: StatusReply, nodes: Vec<MemberStatus>, others: Vec<Stat
         log_dir: own.log_dir,
         started_unix_seconds: own.started_unix_seconds,
         history: own.history,
+        spare: own.spare,
         ..leader
     }
 }
@@ -104,6 +109,19 @@ mod tests {
         let late = "h2 did not answer in time";
         assert_eq!(hints, ["", "", "h1 is silent", "h1 is silent", late, late]);
         assert_eq!((merged.ranks[3].local_rank, merged.ranks[3].node_rank, merged.nodes.len()), (1, 1, 4));
+    }
+
+    #[test]
+    fn spare_shows_the_newest_attempt_of_the_others() {
+        let nodes = vec![node(0, MemberState::Active), node(1, MemberState::Active)];
+        let spare = StatusReply { host: "h2".into(), ..StatusReply::default() };
+        let second = |reply| StatusReply { attempt: 1, world_size: 4, ..reply };
+        let others = vec![second(reply("h1", 2, 8)), second(reply("h0", 0, 9))];
+        let merged = merge(spare.clone(), nodes.clone(), others);
+        let pids: Vec<u32> = merged.ranks.iter().map(|rank| rank.pid).collect();
+        assert_eq!((pids, merged.attempt, merged.step, &*merged.host), (vec![7; 4], 1, 9, "h2"));
+        let silent = merge(spare, nodes, vec![second(reply("h1", 2, 8))]);
+        assert_eq!(silent.ranks[0].hint, "h0 did not answer in time");
     }
 
     #[test]

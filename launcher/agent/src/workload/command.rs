@@ -143,6 +143,19 @@ impl CommandWorkload<'_> {
     }
 }
 
+/// A launch that has no run yet.
+pub fn launch(spec: &ResolvedCommand) -> board::Launch {
+    board::Launch {
+        kind: JobKind::Command,
+        id: String::new(),
+        name: spec.name.clone(),
+        command_line: quote_line(spec.argv.iter().map(AsRef::<OsStr>::as_ref)),
+        max_restarts: spec.restarts.most,
+        log_dir: PathBuf::new(),
+        stall_timeout: spec.stall_timeout,
+    }
+}
+
 impl Workload for CommandWorkload<'_> {
     fn rules(&self) -> Rules {
         Rules {
@@ -157,15 +170,8 @@ impl Workload for CommandWorkload<'_> {
     }
 
     fn launch(&self) -> board::Launch {
-        board::Launch {
-            kind: JobKind::Command,
-            id: self.run.id.clone(),
-            name: self.spec.name.clone(),
-            command_line: quote_line(self.spec.argv.iter().map(AsRef::<OsStr>::as_ref)),
-            max_restarts: self.spec.restarts.most,
-            log_dir: self.run.logs.clone(),
-            stall_timeout: self.spec.stall_timeout,
-        }
+        let (id, log_dir) = (self.run.id.clone(), self.run.logs.clone());
+        board::Launch { id, log_dir, ..launch(self.spec) }
     }
 
     fn stop_signals(&self) -> Vec<Signal> {

@@ -27,7 +27,6 @@ use crate::activity::ActivityRecord;
 use crate::command::quote_line;
 use crate::devices::Placement;
 use crate::group::Assignment;
-use crate::group::join::Group;
 use crate::group::shared;
 use crate::logs::Output;
 use crate::rendezvous::barrier::JoinBarrier;
@@ -44,6 +43,7 @@ use crate::spawn::environment::{self, BaseEnvironment, TrainerGroup};
 use crate::spawn::port::MasterPort;
 use crate::state::{Event, Job, Kind, Phase, Rules};
 use crate::status::board::{self, Board};
+use crate::waiting::Group;
 use crate::workload::checkpoint_requests::{CheckpointRequests, Requester};
 use crate::workload::hang::HangDetector;
 use crate::workload::save::SaveBarrier;
@@ -231,6 +231,20 @@ impl<'a> TrainerWorkload<'a> {
     }
 }
 
+/// A launch that has no run yet.
+pub fn launch(spec: &JobSpec) -> board::Launch {
+    let arguments: Vec<_> = std::env::args_os().collect();
+    board::Launch {
+        kind: JobKind::Trainer,
+        id: String::new(),
+        name: spec.job.name.clone(),
+        command_line: quote_line(arguments.iter().map(|argument| argument.as_os_str())),
+        max_restarts: spec.launch.max_restarts,
+        log_dir: PathBuf::new(),
+        stall_timeout: IDLE_STALL_TIMEOUT,
+    }
+}
+
 impl Workload for TrainerWorkload<'_> {
     fn rules(&self) -> Rules {
         let launch = &self.plan.spec.launch;
@@ -246,16 +260,8 @@ impl Workload for TrainerWorkload<'_> {
     }
 
     fn launch(&self) -> board::Launch {
-        let arguments: Vec<_> = std::env::args_os().collect();
-        board::Launch {
-            kind: JobKind::Trainer,
-            id: self.run.id.clone(),
-            name: self.plan.spec.job.name.clone(),
-            command_line: quote_line(arguments.iter().map(|argument| argument.as_os_str())),
-            max_restarts: self.plan.spec.launch.max_restarts,
-            log_dir: self.run.logs.clone(),
-            stall_timeout: IDLE_STALL_TIMEOUT,
-        }
+        let (id, log_dir) = (self.run.id.clone(), self.run.logs.clone());
+        board::Launch { id, log_dir, ..launch(self.plan.spec) }
     }
 
     fn stop_signals(&self) -> Vec<Signal> {

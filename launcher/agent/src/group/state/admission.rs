@@ -60,6 +60,9 @@ impl Coordinator {
             leaving: None,
         };
         self.members.insert(id, member);
+        if matches!(self.phase, Phase::Preparing { .. } | Phase::Running) && self.nodes >= self.most() {
+            self.tell_spare(id);
+        }
         self.grow();
     }
 

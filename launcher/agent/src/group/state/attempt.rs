@@ -177,7 +177,7 @@ impl Coordinator {
 
     /// A node that waits could take part: the others save, and all begin again.
     pub(super) fn grow(&mut self) {
-        let most = self.reference.as_ref().map_or(1, |reference| reference.max_nodes);
+        let most = self.most();
         let is_spare = |it: &&Member| it.stage == Stage::Idle && it.leaving.is_none() && it.closed.is_none();
         let spare = self.members.values().find(is_spare);
         if matches!(self.phase, Phase::Running)

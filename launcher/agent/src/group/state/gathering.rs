@@ -67,7 +67,8 @@ impl Coordinator {
             *next_notice = now + NOTICE_INTERVAL;
             let text = format!("waiting for {}", self.missing());
             let ids: Vec<_> = self.members.keys().copied().collect();
-            ids.into_iter().for_each(|id| self.send(id, ToAgent::Waiting(Waiting { text: text.clone() })));
+            ids.into_iter()
+                .for_each(|id| self.send(id, ToAgent::Waiting(Waiting { text: text.clone(), spare: false })));
         }
     }
 
@@ -112,7 +113,7 @@ impl Coordinator {
 
     /// Chooses the members of the next attempt, and tells them.
     fn prepare(&mut self, now: Instant) {
-        let most = self.reference.as_ref().map_or(1, |reference| reference.max_nodes);
+        let most = self.most();
         let chosen = self.choose(most as usize);
         self.nodes = u32::try_from(chosen.len()).unwrap_or(u32::MAX);
         for member in self.members.values_mut() {
@@ -149,8 +150,22 @@ impl Coordinator {
         // The newest of those whose places are still free.
         let places = most.saturating_sub(self.nodes) as usize;
         self.lost.drain(..self.lost.len().saturating_sub(places));
+        let spares: Vec<_> =
+            self.members.iter().filter(|(_, it)| it.node_rank.is_none()).map(|(id, _)| *id).collect();
+        spares.into_iter().for_each(|id| self.tell_spare(id));
         self.after_loss = false;
         self.phase = Phase::Preparing { deadline: now + seconds(self.rules.join_timeout) };
+    }
+
+    /// Tells a member that the attempt has all nodes without it.
+    pub(super) fn tell_spare(&mut self, id: MemberId) {
+        let text = format!("this node is a spare: the job has {} of {} nodes", self.nodes, self.most());
+        self.send(id, ToAgent::Waiting(Waiting { text, spare: true }));
+    }
+
+    /// The nodes that the job may have.
+    pub(super) fn most(&self) -> u32 {
+        self.reference.as_ref().map_or(1, |reference| reference.max_nodes)
     }
 
     /// At most `most` members, by node rank.

@@ -117,6 +117,30 @@ fn node_that_joins_pauses_the_others_and_all_begin_again_outside_the_budget() {
 }
 
 #[test]
+fn node_beyond_the_most_is_told_that_it_is_a_spare_at_every_attempt() {
+    let spares = |said: Vec<(MemberId, ToAgent)>| -> Vec<MemberId> {
+        let is_spare = |message: &ToAgent| matches!(message, ToAgent::Waiting(it) if it.spare);
+        said.into_iter().filter(|(_, message)| is_spare(message)).map(|(id, _)| id).collect()
+    };
+    let mut group = Group::new();
+    (1..=2).for_each(|id| group.greet(id, dynamic(id as u32, (1, 2))));
+    group.prepare_all();
+    group.greet(3, dynamic(3, (1, 2)));
+    assert_eq!(spares(group.take()), [3]);
+    group.fail(1, 0, false);
+    group.all_end(&[1, 2], 1);
+    group.wait(2 * SECOND, &[1, 2, 3]);
+    assert_eq!(spares(group.take()), [3]);
+    // One that joins below the most is not.
+    let mut group = Group::new();
+    group.greet(1, dynamic(1, (1, 2)));
+    group.wait(40 * SECOND, &[1]);
+    group.prepare_all();
+    group.greet(2, dynamic(2, (1, 2)));
+    assert!(spares(group.take()).is_empty());
+}
+
+#[test]
 fn spare_takes_the_rank_of_a_lost_node_at_once() {
     let mut group = Group::new();
     [1, 2, 3].into_iter().for_each(|id| group.greet(id, dynamic(id as u32, (2, 2))));

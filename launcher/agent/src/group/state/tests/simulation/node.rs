@@ -285,6 +285,7 @@ impl World {
                 self.summary.cut_off += 1;
                 return self.job_event(host, Event::CutOff(reason));
             }
+            FromGroup::Connected(_) => return,
             FromGroup::Message(message) => message,
         };
         let is_over = self.agent(host).phase == LinkPhase::Over && self.agent(host).connection.is_none();

@@ -1,0 +1,226 @@
+//! From the link to the coordinator to the first attempt, for which an agent waits: for other nodes, or as a spare until
+//! one is lost.
+//!
+//! ```text
+//! Joining --welcome--> the agent's socket exists, and queries are answered --Prepare--> Group, for the driver
+//! ```
+//! An agent that waits has no run and no ranks, but it is one of the job's nodes: its service asks the others. The
+//! driver takes the same service over, so that a log that is being followed goes on when a spare replaces a node.
+
+use std::future::pending;
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, watch};
+use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::v1::agent_message::Body as FromAgent;
+use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
+use xlaunch_proto::v1::{JobState, NodeRefused, Prepare, StopRequested};
+
+use crate::Refusal;
+use crate::group::coordinator::Handle;
+use crate::group::join::{Joining, Tasks};
+use crate::group::link::{FromGroup, Link};
+use crate::registry::Entry;
+use crate::rendezvous::peers::Peers;
+use crate::rendezvous::service::{self, Message, RunningService};
+use crate::status::board::{Board, Launch};
+
+/// Calls that may wait for the driver's task.
+const MESSAGE_QUEUE: usize = 1024;
+/// For the coordinator to learn that this node cannot run the job.
+const REFUSAL_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The group that this agent is a member of.
+#[derive(Debug)]
+pub struct Group {
+    /// To the coordinator.
+    pub link: Link,
+    /// Of the job.
+    pub run_id: String,
+    /// The first attempt.
+    pub first: Prepare,
+    /// At which other nodes reach this one.
+    pub address: String,
+    /// Where this agent listens, with several nodes.
+    pub entry: Option<Entry>,
+    /// What listens there.
+    pub(crate) queries: Option<Queries>,
+    coordinator: Option<Handle>,
+    _tasks: Option<Tasks>,
+}
+
+/// The agent's service and what it works on.
+#[derive(Debug)]
+pub(crate) struct Queries {
+    pub(crate) service: RunningService,
+    pub(crate) inbox: mpsc::Receiver<Message>,
+    pub(crate) board: watch::Sender<Board>,
+}
+
+/// Waits until the first attempt of which this node is a member is to be prepared. `notify` shows the user a line.
+///
+/// # Errors
+/// Rendezvous: the coordinator cannot be reached, nodes are missing at the deadline, or this one was refused.
+pub async fn first_attempt(
+    joining: Joining,
+    launch: Launch,
+    notify: impl Fn(&str),
+) -> Result<Group, Refusal> {
+    let Joining { mut link, address, coordinator, tasks } = joining;
+    let (mut run_id, mut entry, mut queries) = (String::new(), None, None);
+    loop {
+        let message = tokio::select! {
+            message = link.next() => message,
+            call = next_call(&mut queries) => {
+                if matches!(call, Message::Stop) {
+                    link.send(FromAgent::StopRequested(StopRequested { signal: 0 }));
+                }
+                continue;
+            }
+        };
+        match message {
+            Some(FromGroup::Message(ToAgent::Welcome(welcome))) if !welcome.refusal.is_empty() => {
+                return Err(ended(welcome.exit_code, &welcome.refusal));
+            }
+            Some(FromGroup::Message(ToAgent::Welcome(welcome))) => {
+                run_id = welcome.run_id;
+                if tasks.is_some() && queries.is_none() {
+                    let own = Entry::create(&launch.name, &run_id)?;
+                    let launch = Launch { id: run_id.clone(), ..launch.clone() };
+                    queries = Some(Queries::open(&own.socket(), launch, Some(&link)).await.map_err(failed)?);
+                    entry = Some(own);
+                }
+            }
+            Some(FromGroup::Message(ToAgent::Prepare(first))) => {
+                queries.iter().for_each(Queries::take_part);
+                return Ok(Group {
+                    link,
+                    run_id,
+                    first,
+                    address,
+                    entry,
+                    queries,
+                    coordinator,
+                    _tasks: tasks,
+                });
+            }
+            Some(FromGroup::Message(ToAgent::End(end))) => {
+                if let Some(queries) = queries {
+                    queries.finish(end.exit_code).await;
+                }
+                if let Some(coordinator) = coordinator {
+                    coordinator.finish().await;
+                }
+                return Err(ended(end.exit_code, &end.root));
+            }
+            Some(message) => queries.iter().for_each(|queries| queries.heard(&message, &notify)),
+            None => return Err(Refusal::new(ExitCode::Internal, "the coordinator has ended".to_owned())),
+        }
+    }
+}
+
+/// The next call that the service does not answer itself.
+async fn next_call(queries: &mut Option<Queries>) -> Message {
+    let call = match queries {
+        Some(queries) => queries.inbox.recv().await,
+        None => None,
+    };
+    match call {
+        Some(call) => call,
+        None => pending().await,
+    }
+}
+
+fn ended(exit_code: u32, why: &str) -> Refusal {
+    let exit = ExitCode::from_code(i32::try_from(exit_code).unwrap_or(1)).unwrap_or(ExitCode::Rendezvous);
+    Refusal::new(exit, why.to_owned())
+}
+
+fn failed(error: io::Error) -> Refusal {
+    Refusal::new(ExitCode::Internal, format!("failed to answer queries: {error}"))
+}
+
+impl Queries {
+    /// Starts the service. `link` is that of a job that may have several nodes.
+    pub(crate) async fn open(socket: &Path, launch: Launch, link: Option<&Link>) -> io::Result<Self> {
+        let (messages, inbox) = mpsc::channel(MESSAGE_QUEUE);
+        let board = watch::Sender::new(Board::new(launch));
+        let others = link.map(|link| Peers::new(link.sender()));
+        let service = service::serve_node(socket, messages, board.clone(), others).await?;
+        Ok(Self { service, inbox, board })
+    }
+
+    /// What the coordinator says to a node that takes part in no attempt.
+    fn heard(&self, message: &FromGroup, notify: impl Fn(&str)) {
+        match message {
+            FromGroup::Connected(connected) => {
+                self.board.send_modify(|board| board.set_connected(*connected));
+            }
+            FromGroup::Message(ToAgent::Waiting(waiting)) => {
+                // A spare is told at the beginning of every attempt.
+                if !(waiting.spare && self.board.borrow().is_spare()) {
+                    notify(&waiting.text);
+                }
+                self.board.send_modify(|board| {
+                    board.set_spare(waiting.spare);
+                    board.set_reason(&waiting.text);
+                });
+            }
+            FromGroup::Message(answer) => {
+                self.service.peers.iter().for_each(|peers| peers.received(answer.clone()));
+            }
+            FromGroup::CutOff(_) => {}
+        }
+    }
+
+    /// The node waits no longer.
+    fn take_part(&self) {
+        self.board.send_modify(|board| {
+            board.set_spare(false);
+            board.set_reason("");
+        });
+    }
+
+    /// The job is over without an attempt here.
+    async fn finish(self, exit_code: u32) {
+        let state = if exit_code == 0 { JobState::Done } else { JobState::Failed };
+        self.board.send_modify(|board| board.set_state(state));
+        self.service.finish().await;
+    }
+}
+
+impl Group {
+    /// This node cannot run the job: ends it on all nodes.
+    pub async fn refuse(self, refusal: &Refusal) {
+        let exit_code = refusal.exit.code().into();
+        self.link.send(FromAgent::Refused(NodeRefused { exit_code, message: refusal.message.clone() }));
+        let mut link = self.link;
+        // Until the coordinator has it.
+        let ended = async {
+            while let Some(message) = link.next().await {
+                if matches!(message, FromGroup::Message(ToAgent::End(_))) {
+                    break;
+                }
+            }
+        };
+        let _ = tokio::time::timeout(REFUSAL_TIMEOUT, ended).await;
+        if let Some(coordinator) = self.coordinator {
+            coordinator.finish().await;
+        }
+    }
+
+    /// Whether other nodes take part in the first attempt.
+    pub fn has_peers(&self) -> bool {
+        self.first.nodes > 1
+    }
+
+    /// Lets the other agents learn of the end, if the coordinator runs here. Call it when the job is over.
+    pub async fn finish(self) {
+        drop(self.link);
+        if let Some(coordinator) = self.coordinator {
+            coordinator.finish().await;
+        }
+    }
+}
