@@ -3,7 +3,7 @@
     python3 tests/peers/several_nodes.py torchrun target/release/xlaunch [--rounds 10] [--cases start,worker] [--json F]
 
 The nodes are network namespaces of this machine (root; `ip`, `nft`, `nsenter`, `unshare`), and the Python that runs
-this script must have PyTorch. Every round has new namespaces. Ranks all-reduce every 50 ms; failures come after 2 s of
+this script must have PyTorch. Every round has new namespaces. `--preload torch` is passed on to xlaunch, as `PET_PRELOAD`. Ranks all-reduce every 50 ms; failures come after 2 s of
 that, on node 1. Times are in seconds:
 
     start      from the start of both launchers to rank 0's first all-reduce
@@ -77,12 +77,12 @@ class Namespaces:
 class Host(Namespaces):
     FILES = {"net": "net", "uts": "uts", "ipc": "ipc", "mount": "mnt", "pid": "pid_for_children"}
 
-    def __init__(self, name, scratch):
+    def __init__(self, name, scratch, variables):
         setup = f"echo {name} > /proc/sys/kernel/hostname\nmount -t tmpfs t /dev/shm\nmount -t tmpfs t /run\n"
         setup += f"mkdir -m 700 -p /run/user/0 /run/tmp\nmount --bind {scratch}/names /etc/hosts"
         options = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         super().__init__(options, self.FILES, setup)
-        self.name, self.scratch = name, scratch
+        self.name, self.scratch, self.variables = name, scratch, variables
         init = pathlib.Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()[0]
         self.proc = pathlib.Path(f"/proc/{init}/root/proc")
 
@@ -91,7 +91,7 @@ class Host(Namespaces):
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLAUNCH_", "PET_", "TORCHELASTIC_"))}
         environment |= {"XDG_RUNTIME_DIR": "/run/user/0", "TMPDIR": "/run/tmp", "CUDA_VISIBLE_DEVICES": ""}
         environment |= {"PYTHON_EXEC": sys.executable, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-        environment["XLAUNCH_TOKEN"] = "several-nodes-on-one-machine"
+        environment |= {"XLAUNCH_TOKEN": "several-nodes-on-one-machine", **self.variables}
         command = [*self.enter, f"--wdns={self.scratch}", "setsid", *command]
         with open(self.scratch / f"{self.name}.log", "w") as log:
             return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -123,14 +123,14 @@ class Line:
 class Round:
     """Two hosts on a switch, and a launcher on each."""
 
-    def __init__(self, launcher, restarts, backend, scratch):
+    def __init__(self, launcher, restarts, backend, variables, scratch):
         self.scratch, self.log = scratch, scratch / "log"
         (scratch / "names").write_text("127.0.0.1 localhost\n10.77.0.10 h0\n10.77.0.11 h1\n")
         self.switch = Namespaces(["--net"], {"net": "net"}, "")
         run([*self.switch.enter, "ip", "-batch", "-"], "link add br0 type bridge\nlink set br0 up\n")
         self.hosts = []
         for index in range(2):
-            host = Host(f"h{index}", scratch)
+            host = Host(f"h{index}", scratch, variables)
             self.hosts.append(host)
             port = f"link add p{index} type veth peer name eth0 netns {host.pid}\n"
             port += f"link set p{index} master br0\nlink set p{index} up\n"
@@ -223,6 +223,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--backend", choices=["c10d", "static"], default="c10d")
+    parser.add_argument("--preload", help="Python modules that xlaunch preloads")
     parser.add_argument("--limit", type=float, default=60)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
@@ -230,6 +231,7 @@ def main():
         return worker(options.worker)
     print("| case | launcher | median (s) | 99 % (s) | never |\n|---|---|---|---|---|")
     results = []
+    variables = {"PET_PRELOAD": options.preload} if options.preload else {}
     for case in options.cases.split(","):
         for launcher in options.launchers:
             name = pathlib.Path(launcher).name
@@ -238,7 +240,7 @@ def main():
             for _ in range(options.rounds):
                 with tempfile.TemporaryDirectory(prefix="xsn-") as scratch:
                     restarts = 3 if case == "restart" else 0
-                    round = Round(path, restarts, options.backend, pathlib.Path(scratch))
+                    round = Round(path, restarts, options.backend, variables, pathlib.Path(scratch))
                     try:
                         times.append(measure(case, round, options.limit))
                     finally:

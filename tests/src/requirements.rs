@@ -110,6 +110,12 @@ pub fn torch_on_hosts() -> Requirement {
     torch()
 }
 
+/// Hosts, and Python 3.
+pub fn python3_on_hosts() -> Requirement {
+    hosts()?;
+    python3()
+}
+
 /// Hosts with ssh servers.
 pub fn sshd() -> Requirement {
     hosts()?;

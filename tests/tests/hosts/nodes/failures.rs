@@ -1,7 +1,7 @@
 //! Workers, agents and hosts that are killed.
 
 use rustix::process::Signal;
-use xlaunch_tests::{Output, requirements};
+use xlaunch_tests::{Output, Process, requirements};
 
 use super::{CRASH, Group, places};
 
@@ -13,7 +13,30 @@ xlaunch_harness::tests! {
     killed_agent_of_the_coordinator_ends_the_others,
     new_agent_takes_the_place_of_a_killed_one,
     power_cut_ends_the_job_or_lets_the_host_come_back;
+    needs requirements::python3_on_hosts:
+    restart_on_two_nodes_forks_from_the_processes_that_have_preloaded;
 }
+
+/// A module that records its imports and the process in which they happen.
+const MODULE: &str = "
+import os
+PROCESS = os.getpid()
+with open('imports', 'a') as file:
+    file.write(f'{os.uname().nodename} {PROCESS}\\n')
+";
+/// Rank 3 fails in the first attempt.
+const SCRIPT: &str = "
+import os, recorded, time
+host, attempt = os.uname().nodename, os.environ['TORCHELASTIC_RESTART_COUNT']
+with open('forks', 'a') as file:
+    file.write(f'{attempt} {host} {recorded.PROCESS}\\n')
+while open('forks').read().count('\\n') < 4:
+    time.sleep(0.05)
+if (os.environ['RANK'], attempt) == ('3', '0'):
+    os.abort()
+while open('forks').read().count('\\n') < 8:
+    time.sleep(0.05)
+";
 
 /// Outputs with a report of the failure, and those without.
 fn reports(outputs: &[Output]) -> (Vec<&Output>, Vec<&Output>) {
@@ -117,4 +140,28 @@ fn power_cut_ends_the_job_or_lets_the_host_come_back() {
     let starts = restarting.wait_for_starts(8, &restarted);
     assert_eq!(places(&starts[4..]), [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1")]);
     restarting.expect_success(restarted);
+}
+
+fn restart_on_two_nodes_forks_from_the_processes_that_have_preloaded() {
+    let group = Group::fixed(2, "--max-restarts 1 --nproc-per-node 2");
+    std::fs::write(group.file("recorded.py"), MODULE).unwrap();
+    std::fs::write(group.file("train.py"), SCRIPT).unwrap();
+    let launches = [0, 1].map(|host| {
+        let mut command = group.command(host);
+        Process::spawn_inside(command.arg("train.py").env("PET_PRELOAD", "recorded"))
+    });
+    group.expect_codes(launches.into(), 0);
+    let lines = |name: &str| -> Vec<String> {
+        let text = std::fs::read_to_string(group.file(name)).unwrap();
+        let mut lines: Vec<_> = text.lines().map(String::from).collect();
+        lines.sort_unstable();
+        lines
+    };
+    let imports = lines("imports");
+    assert!(
+        imports.len() == 2 && imports[0].starts_with("h0 ") && imports[1].starts_with("h1 "),
+        "{imports:?}"
+    );
+    let attempt = |number: u32| imports.iter().flat_map(move |import| vec![format!("{number} {import}"); 2]);
+    assert_eq!(lines("forks"), attempt(0).chain(attempt(1)).collect::<Vec<_>>());
 }
