@@ -152,7 +152,9 @@ impl Driver<'_> {
             ToAgent::Hung(hung) if hung.attempt == attempt => {
                 let first = self.membership.assignment.first_rank;
                 let culprits = hung.ranks.iter().filter_map(|rank| rank.checked_sub(first));
-                let culprits = culprits.filter(|rank| *rank < self.workers).collect();
+                let culprits: Vec<u32> = culprits.filter(|rank| *rank < self.workers).collect();
+                let hints = culprits.iter().map(|rank| (*rank, hung.message.clone())).collect();
+                self.board.send_modify(|board| board.set_hints(hints));
                 self.examine(Hang { number: 0, culprits, cause: hung.message, ends: true });
                 None
             }

@@ -34,7 +34,8 @@ pub(super) struct Examined {
     hang: Hang,
     /// The debugger because of which the attempt is not ended.
     tracer: Option<Tracer>,
-    /// Evidence on the first culprit, or why it could not be written. `None` if that was said before.
+    /// Evidence on the first culprit, or why it could not be written. `None` if that was said before, or if none is on
+    /// this node.
     file: Option<Result<PathBuf, String>>,
     /// Ranks that were told to dump their flight recorders, and have had the time to.
     dumps: usize,
@@ -66,6 +67,10 @@ impl Driver<'_> {
         if dumps > 0 {
             self.notify(&format!("told {dumps} ranks to dump their flight recorders"));
         }
+        if hang.culprits.is_empty() {
+            // Another node ends them.
+            return None;
+        }
         if let Some(Tracer { rank, pid, debugger: (name, tracer) }) = tracer {
             let rank = self.membership.assignment().first_rank + rank;
             self.notify(&format!(
@@ -93,9 +98,9 @@ impl Examination {
     fn run(self) {
         let tracer = self.tracer();
         let traced = tracer.is_some();
-        let file = Some(self.write_evidence());
+        let file = self.write_evidence();
         self.report(tracer, file);
-        if !traced || !self.hang.ends {
+        if !traced || !self.hang.ends || self.hang.culprits.is_empty() {
             return;
         }
         while self.tracer().is_some() {
@@ -121,21 +126,24 @@ impl Examination {
         stacks::tracer(self.ranks.iter().map(|(_, subject)| subject))
     }
 
-    /// Returns the file of the first culprit.
-    fn write_evidence(&self) -> Result<PathBuf, String> {
+    /// Returns the file of the first culprit, if one is on this node.
+    fn write_evidence(&self) -> Option<Result<PathBuf, String>> {
         let detail = |rank| if self.hang.culprits.contains(&rank) { Detail::Stacks } else { Detail::Kernel };
         let asked: Vec<_> =
             self.ranks.iter().map(|(_, subject)| (subject.clone(), detail(subject.rank))).collect();
         let found = stacks::collect(&asked);
         let culprits: Vec<u32> = self.hang.culprits.iter().map(|rank| self.first_rank + rank).collect();
-        let culprits = crate::workload::ranks_text(&culprits);
+        let culprits = match culprits.is_empty() {
+            true => "ranks of another node".into(),
+            false => crate::workload::ranks_text(&culprits),
+        };
         let head = format!("{} UTC: {culprits}: {}\n\n", timestamp(clock::unix().as_secs()), self.hang.cause);
-        let mut first = Err("its process has exited".to_owned());
+        let mut first = self.hang.culprits.first().map(|_| Err("its process has exited".to_owned()));
         for ((dir, subject), rank) in self.ranks.iter().zip(&found) {
             let path = dir.join(HANG_FILE);
             let written = write(&path, &format!("{head}{}", stacks::text(rank))).map(|()| path);
             if self.hang.culprits.first() == Some(&subject.rank) {
-                first = written;
+                first = Some(written);
             }
         }
         first

@@ -91,7 +91,7 @@ pub async fn run_trainer(
 /// System errors before the first worker is started.
 pub async fn run_command(plan: CommandPlan<'_>, run: RunDir, group: Group) -> io::Result<Finished> {
     with_reaper(run, async |run, reaper| {
-        let mut workload = CommandWorkload::new(plan, run)?;
+        let mut workload = CommandWorkload::new(plan, run, &group)?;
         let finished = drive(&mut workload, run, reaper, group).await?;
         workload.finish().await;
         Ok(finished)
@@ -235,10 +235,12 @@ impl Driver<'_> {
 
     /// Called every second: looks for progress, and for ranks that hang.
     fn poll(&mut self, now: Instant) -> Option<Event> {
-        if self.job.phase() != Phase::Running {
-            return None;
-        }
-        let progress = self.workload.read_heartbeats(&self.board, now);
+        let progress = match self.job.phase() {
+            Phase::Running => self.workload.read_heartbeats(&self.board, now),
+            // Those of other nodes may hang after the last one of this node has exited.
+            Phase::Waiting if self.job.waits_for_other_nodes() => None,
+            _ => return None,
+        };
         if let Some(hang) = self.workload.report_stalls(&self.board, now) {
             self.examine(hang);
         }

@@ -282,6 +282,14 @@ impl Job {
         }
     }
 
+    /// Whether the workers of this node have done their part of an attempt of a command.
+    pub fn waits_for_other_nodes(&self) -> bool {
+        let is_done = |last: &Outcome| last.root.is_none() && last.others.is_empty() && !last.stopped;
+        self.rules.kind == Kind::Command
+            && self.phase == Phase::Waiting
+            && self.last.as_ref().is_some_and(is_done)
+    }
+
     fn exited(&mut self, rank: u32, exit: Exit, now: Instant) -> Vec<Action> {
         self.alive[rank as usize] = false;
         // At most one: the error that the rank has reported, or its hang.

@@ -1,8 +1,10 @@
 //! A job of any command, under torchrun's contract: environment, master port, CPU affinity, output and heartbeats of
 //! its workers.
 //!
-//! Heartbeats show how far the job is, and ranks whose heartbeats stop hang (see `heartbeat`). The driver ends them
-//! once there is evidence, and with `--flight-recorder` dumps of it.
+//! Heartbeats show how far the job is, and ranks whose heartbeats stop hang (see `hangs`). The driver ends them once
+//! there is evidence, and with `--flight-recorder` dumps of it.
+
+mod hangs;
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -12,16 +14,17 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tonic::Status;
 use xlaunch_proto::env;
 use xlaunch_proto::v1::JobKind;
+use xlaunch_proto::v1::agent_message::Body as FromAgent;
+use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
 
 use crate::command::{LogOptions, ResolvedCommand, quote_line};
 use crate::group::Assignment;
 use crate::group::interface::Interface;
 use crate::logs::Output;
-use crate::process::Process;
 use crate::python;
 use crate::rendezvous::service::Message;
 use crate::run_dir::RunDir;
@@ -31,12 +34,13 @@ use crate::spawn::flight_recorder::FlightRecorders;
 use crate::spawn::port::MasterPort;
 use crate::spawn::preload::PreloadPlan;
 use crate::spawn::{Options, inherits_stdin};
-use crate::stacks::Subject;
 use crate::state::{Event, Job, Kind, Rules};
 use crate::status::board::{self, Board};
+use crate::waiting::Group;
 use crate::workload::heartbeat::HeartbeatMonitor;
-use crate::workload::heartbeat::files::{self, Change, HeartbeatFiles};
-use crate::workload::{Hang, HangReport, Workload};
+use crate::workload::heartbeat::files::{self, HeartbeatFiles};
+use crate::workload::{Hang, Workload};
+use hangs::{Elsewhere, Unsent};
 
 /// Size at which a log file rotates that is removed with the run. Temporary directories are often memory.
 const TEMPORARY_LOG_BYTES: u64 = 8 << 20;
@@ -72,13 +76,20 @@ pub(crate) struct CommandWorkload<'a> {
     stalled: BTreeSet<u32>,
     /// Of this attempt.
     exited: BTreeSet<u32>,
+    /// From 0.
+    attempt: u32,
     /// `None` before the first attempt.
     heartbeat_files: Option<HeartbeatFiles>,
+    /// Of all ranks on the node of rank 0, elsewhere of the node's own.
     heartbeats: HeartbeatMonitor,
+    unsent: Unsent,
+    elsewhere: Elsewhere,
+    /// To the coordinator.
+    messages: mpsc::UnboundedSender<FromAgent>,
 }
 
 impl<'a> CommandWorkload<'a> {
-    pub(crate) fn new(plan: CommandPlan<'a>, run: &'a RunDir) -> std::io::Result<Self> {
+    pub(crate) fn new(plan: CommandPlan<'a>, run: &'a RunDir, group: &Group) -> std::io::Result<Self> {
         let CommandPlan { spec, affinities, base, interface } = plan;
         let output = Output::new(&bounded(&spec.logs), &spec.role, spec.nproc)?;
         Ok(Self {
@@ -92,8 +103,12 @@ impl<'a> CommandWorkload<'a> {
             port: None,
             stalled: BTreeSet::new(),
             exited: BTreeSet::new(),
+            attempt: 0,
             heartbeat_files: None,
             heartbeats: HeartbeatMonitor::new(spec.hang_timeout, Instant::now()),
+            unsent: Unsent::default(),
+            elsewhere: Elsewhere::default(),
+            messages: group.link.sender(),
         })
     }
 
@@ -110,7 +125,8 @@ impl<'a> CommandWorkload<'a> {
     /// Reports ranks that neither print nor compute.
     fn report_idle_ranks(&mut self, board: &watch::Sender<Board>, now: Instant) {
         let first = self.assignment.first_rank;
-        for rank in (0..self.spec.nproc).filter(|rank| !self.heartbeats.reported().contains(rank)) {
+        for rank in (0..self.spec.nproc).filter(|rank| !self.heartbeats.reported().contains(&(first + rank)))
+        {
             match board.borrow().hint(rank, now) {
                 Some(hint) if self.stalled.insert(rank) => {
                     self.output.print(&format!("xlaunch: rank {}: {hint}; it may hang", first + rank));
@@ -178,12 +194,12 @@ impl Workload for CommandWorkload<'_> {
         self.spec.signals.iter().map(|signal| Signal::from(*signal)).collect()
     }
 
-    fn begin_attempt(&mut self, _attempt: u32, assignment: &Assignment) -> std::io::Result<()> {
-        self.assignment = assignment.clone();
+    fn begin_attempt(&mut self, attempt: u32, assignment: &Assignment) -> std::io::Result<()> {
+        (self.attempt, self.assignment) = (attempt, assignment.clone());
         self.output.begin_attempt(assignment.first_rank);
         self.stalled.clear();
         self.exited.clear();
-        self.heartbeats.begin_attempt(assignment.first_rank, Instant::now());
+        self.begin_heartbeats(Instant::now());
         // In this order: dropping the files of the last attempt removes the directory.
         self.heartbeat_files = None;
         self.heartbeat_files = Some(HeartbeatFiles::create(self.heartbeat_dir(), self.spec.nproc)?);
@@ -259,7 +275,19 @@ impl Workload for CommandWorkload<'_> {
 
     fn worker_exited(&mut self, rank: u32) {
         self.exited.insert(rank);
-        self.heartbeats.remove(rank);
+        self.send_exit(rank);
+    }
+
+    fn group_message(
+        &mut self,
+        message: ToAgent,
+        _job: &Job,
+        _board: &watch::Sender<Board>,
+    ) -> Option<Event> {
+        if let ToAgent::Heartbeats(heartbeats) = message {
+            self.heard(heartbeats, Instant::now());
+        }
+        None
     }
 
     fn flight_recorders(&self) -> Option<FlightRecorders> {
@@ -267,47 +295,17 @@ impl Workload for CommandWorkload<'_> {
     }
 
     fn read_heartbeats(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Event> {
-        let changes = self.heartbeat_files.as_mut().map(HeartbeatFiles::poll).unwrap_or_default();
-        let mut advanced = false;
-        for (rank, change) in changes {
-            match change {
-                // Written before its exit, and seen after it.
-                _ if self.exited.contains(&rank) => {}
-                Change::Heartbeat { step, age } => {
-                    advanced |= self.heartbeats.record(rank, step, age, now);
-                    board.send_modify(|board| board.heartbeat(rank, step, now));
-                }
-                Change::Removed => self.heartbeats.remove(rank),
-            }
-        }
-        advanced.then(|| Event::Advanced { by_steps: self.heartbeats.has_steps() })
+        self.poll_heartbeats(board, now)
     }
 
     fn report_stalls(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
         self.report_idle_ranks(board, now);
-        let HangReport { message, rank_hints, hang } =
-            self.heartbeats.poll(now, || stopped_ranks(&board.borrow().subjects()))?;
-        self.output.print(&format!("xlaunch: {message}"));
-        board.send_modify(|board| {
-            match hang {
-                Some(_) => board.time.hung(),
-                None => board.time.continues(now),
-            }
-            board.set_hints(rank_hints);
-        });
-        hang
+        self.find_hang(board, now)
     }
 
     fn hang_lasts(&self, hang: &Hang) -> bool {
-        self.heartbeats.lasts(hang)
+        self.lasts(hang, Instant::now())
     }
-}
-
-/// The ranks of which a process is stopped by a signal.
-fn stopped_ranks(subjects: &[Subject]) -> BTreeSet<u32> {
-    let all = Process::all();
-    let is_stopped = |subject: &&Subject| Process::tree(&all, subject.pid).iter().any(|it| it.is_stopped());
-    subjects.iter().filter(is_stopped).map(|subject| subject.rank).collect()
 }
 
 /// Logs that are removed with the run are bounded in size.

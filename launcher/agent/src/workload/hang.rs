@@ -104,7 +104,7 @@ pub(crate) struct HangReport {
 pub(crate) struct Hang {
     /// Tells it from others of the job.
     pub(crate) number: u64,
-    /// Not empty; the first is the root cause.
+    /// The first is the root cause. As the driver gets them: those of this node, or none.
     pub(crate) culprits: Vec<u32>,
     /// What the first culprit does, and who waits for it.
     pub(crate) cause: String,

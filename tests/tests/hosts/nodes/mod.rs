@@ -5,6 +5,7 @@
 
 mod cuts;
 mod failures;
+mod hangs;
 mod joining;
 mod membership;
 mod training;
@@ -15,7 +16,7 @@ use std::process::Command;
 use xlaunch_tests::{Hosts, Output, Process, is_alive, wait_for, xlaunch_path};
 
 xlaunch_harness::tests! {
-    modules cuts, failures, joining, membership, training;
+    modules cuts, failures, hangs, joining, membership, training;
 }
 
 /// A worker: beats until `done` exists; a file `fail-RANK` has what the worker of that rank shall do.

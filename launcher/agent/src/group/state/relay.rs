@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
-use xlaunch_proto::v1::{self as wire, GroupNodes, Query, QueryReply};
+use xlaunch_proto::v1::{self as wire, GroupNodes, NodeHung, Query, QueryReply};
 
 use super::{Coordinator, Member, MemberId, Output, Stage};
 use crate::group::rendezvous::{GroupProgress, NodeJoin};
@@ -23,11 +23,10 @@ impl Coordinator {
             FromAgent::Reports(reports) if is_current(reports.attempt) => {
                 self.send_to_rank(0, ToAgent::Reports(reports));
             }
-            FromAgent::Hung(hung) if is_current(hung.attempt) => {
-                if let Some(rank) = hung.ranks.first() {
-                    self.send_to_rank(*rank, ToAgent::Hung(hung));
-                }
+            FromAgent::Heartbeats(heartbeats) if is_current(heartbeats.attempt) => {
+                self.send_to_rank(0, ToAgent::Heartbeats(heartbeats));
             }
+            FromAgent::Hung(hung) if is_current(hung.attempt) => self.hung(id, &hung),
             FromAgent::Query(query) => self.query(id, query, now),
             FromAgent::QueryReply(reply) => {
                 let asker = reply.asker;
@@ -86,6 +85,20 @@ impl Coordinator {
             return self.send(id, ToAgent::QueryReply(reply));
         }
         asked.into_iter().for_each(|id| self.send(id, ToAgent::Query(query.clone())));
+    }
+
+    /// Ranks hang: the node of the first one ends those that it has, and all others collect evidence.
+    fn hung(&mut self, id: MemberId, hung: &NodeHung) {
+        let culprit = hung.ranks.first().and_then(|rank| self.member_of(*rank));
+        let others = self.members.iter().filter(|(it, member)| **it != id && member.stage == Stage::Running);
+        let others = others.map(|(id, member)| {
+            let own = member.first_rank..member.first_rank + member.greeting.workers;
+            let is_own = |rank: &&u32| culprit == Some(*id) && own.contains(rank);
+            let ranks = hung.ranks.iter().filter(is_own).copied().collect();
+            (*id, NodeHung { attempt: hung.attempt, ranks, message: hung.message.clone() })
+        });
+        let others: Vec<_> = others.collect();
+        others.into_iter().for_each(|(id, hung)| self.send(id, ToAgent::Hung(hung)));
     }
 
     fn send_to_rank(&mut self, rank: u32, message: ToAgent) {

@@ -23,7 +23,7 @@ pub(super) mod files;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use super::hang::{AGENT_SUSPENDED_AFTER, Hang, HangReport, ranks_text, waiting_text};
+use super::hang::{AGENT_SUSPENDED_AFTER, Hang, HangReport, waiting_text};
 use super::recent::RecentDurations;
 
 /// Minimum of the default timeout.
@@ -39,9 +39,7 @@ const SLOW_INTERVAL_FACTOR: u32 = 5;
 pub(super) struct HeartbeatMonitor {
     /// From the command line: zero is never, `None` the default.
     timeout: Option<Duration>,
-    /// Messages name ranks of the job; everything else goes by local ranks.
-    first_rank: u32,
-    /// By rank, for those that have sent a heartbeat.
+    /// By rank of the job, as everything here, for those that have sent a heartbeat.
     ranks: BTreeMap<u32, RankHeartbeats>,
     /// By rank, between heartbeats; kept across attempts.
     intervals: BTreeMap<u32, RecentDurations>,
@@ -77,7 +75,6 @@ impl HeartbeatMonitor {
     pub(super) fn new(timeout: Option<Duration>, now: Instant) -> Self {
         Self {
             timeout,
-            first_rank: 0,
             ranks: BTreeMap::new(),
             intervals: BTreeMap::new(),
             last_poll: now,
@@ -87,8 +84,7 @@ impl HeartbeatMonitor {
         }
     }
 
-    pub(super) fn begin_attempt(&mut self, first_rank: u32, now: Instant) {
-        self.first_rank = first_rank;
+    pub(super) fn begin_attempt(&mut self, now: Instant) {
         self.ranks.clear();
         self.reported.clear();
         self.last_poll = now;
@@ -99,16 +95,21 @@ impl HeartbeatMonitor {
     pub(super) fn record(&mut self, rank: u32, step: Option<u64>, age: Duration, now: Instant) -> bool {
         let advances = self.furthest.is_none_or(|furthest| step.is_some_and(|step| step > furthest));
         self.furthest = self.furthest.max(step);
+        self.record_elsewhere(rank, step, age, now);
+        advances
+    }
+
+    /// The same of a rank on another node, which judges its progress.
+    pub(super) fn record_elsewhere(&mut self, rank: u32, step: Option<u64>, age: Duration, now: Instant) {
         // It was found in this poll and not in the last one, whatever the clock of the file system says.
         let age = age.min(now.saturating_duration_since(self.last_poll));
         let at = now.checked_sub(age).unwrap_or(now);
         let Some(known) = self.ranks.get_mut(&rank) else {
             self.ranks.insert(rank, RankHeartbeats { last: at, count: 1, step });
-            return advances;
+            return;
         };
         self.intervals.entry(rank).or_default().record(at.saturating_duration_since(known.last));
         *known = RankHeartbeats { last: at, count: known.count + 1, step: step.or(known.step) };
-        advances
     }
 
     /// The rank has exited, or removed its file: it sends no more heartbeats.
@@ -133,13 +134,16 @@ impl HeartbeatMonitor {
 
     /// Call once a second, after the heartbeats of this second were recorded. `None` if the ranks that hang, if any,
     /// have been reported before. `stopped` finds the ranks whose process is stopped by a signal; it is called only if
-    /// a rank is overdue.
+    /// a rank is overdue. `names` is what the ranks that hang are called.
     pub(super) fn poll(
         &mut self,
         now: Instant,
         stopped: impl FnOnce() -> BTreeSet<u32>,
+        names: impl FnOnce(&[u32]) -> String,
     ) -> Option<HangReport> {
-        let found = if self.tick(now) { self.find(&stopped(), now) } else { None };
+        self.tick(now);
+        let is_overdue = self.ranks.keys().any(|rank| self.is_overdue(*rank, now));
+        let found = if is_overdue { self.find(&stopped(), now) } else { None };
         let ranks: BTreeSet<u32> = found.iter().flat_map(|found| &found.ranks).copied().collect();
         if ranks == self.reported {
             return None;
@@ -150,7 +154,7 @@ impl HeartbeatMonitor {
             let message = "heartbeats continue".into();
             return Some(HangReport { message, rank_hints: BTreeMap::new(), hang: None });
         };
-        let line = format!("{} {message}", ranks_text(&self.in_job(&ranks)));
+        let line = format!("{} {message}", names(&ranks));
         let hang = Hang { number: self.reports, culprits: ranks, cause: message, ends: true };
         Some(HangReport { message: line, rank_hints: hints, hang: Some(hang) })
     }
@@ -160,13 +164,18 @@ impl HeartbeatMonitor {
         self.ranks.values().filter_map(|rank| rank.step).min()
     }
 
-    /// Whether a rank is overdue.
-    fn tick(&mut self, now: Instant) -> bool {
+    /// Call once a second where [`poll`](Self::poll) is not. Whether a rank has been silent for half of its timeout.
+    pub(super) fn tick(&mut self, now: Instant) -> bool {
         let since_poll = now.saturating_duration_since(std::mem::replace(&mut self.last_poll, now));
         if since_poll > AGENT_SUSPENDED_AFTER {
             self.ranks.values_mut().for_each(|rank| rank.last = (rank.last + since_poll).min(now));
         }
-        self.ranks.keys().any(|rank| self.is_overdue(*rank, now))
+        self.ranks.keys().any(|rank| self.is_silent(*rank, now))
+    }
+
+    /// Whether a rank has been silent for half of its timeout.
+    pub(super) fn is_silent(&self, number: u32, now: Instant) -> bool {
+        self.ranks.get(&number).is_some_and(|rank| silence(rank, now) > self.timeout(number) / 2)
     }
 
     /// The ranks that hang. `stopped` are ranks whose process is stopped by a signal.
@@ -175,10 +184,8 @@ impl HeartbeatMonitor {
         if !self.ranks.keys().any(overdue) {
             return None;
         }
-        let is_stopped = |(number, rank): &(&u32, &RankHeartbeats)| {
-            stopped.contains(number) && silence(rank, now) > self.timeout(**number) / 2
-        };
-        let mut ranks: Vec<u32> = self.ranks.iter().filter(is_stopped).map(|(number, _)| *number).collect();
+        let is_stopped = |number: &u32| stopped.contains(number) && self.is_silent(*number, now);
+        let mut ranks: Vec<u32> = self.ranks.keys().copied().filter(is_stopped).collect();
         if ranks.is_empty() {
             let has_steps = self.ranks.values().all(|rank| rank.step.is_some());
             let lowest = self.step().filter(|_| has_steps);
@@ -206,17 +213,11 @@ impl HeartbeatMonitor {
         };
         let hints: BTreeMap<u32, String> =
             ranks.iter().filter_map(|number| Some((*number, hint(number)?))).collect();
-        let is_waiting = |(number, rank): &(&u32, &RankHeartbeats)| {
-            !ranks.contains(number) && silence(rank, now) > self.timeout(**number) / 2
-        };
-        let waiting = self.in_job(self.ranks.iter().filter(is_waiting).map(|(number, _)| number));
-        let waiting = waiting_text(ranks.len(), &waiting.iter().collect::<Vec<_>>());
+        let is_waiting = |number: &&u32| !ranks.contains(number) && self.is_silent(**number, now);
+        let waiting: Vec<&u32> = self.ranks.keys().filter(is_waiting).collect();
+        let waiting = waiting_text(ranks.len(), &waiting);
         let first = ranks.first().and_then(|first| hints.get(first)).cloned().unwrap_or_default();
         Found { ranks, message: first + &waiting, hints }
-    }
-
-    fn in_job<'a>(&self, local_ranks: impl IntoIterator<Item = &'a u32>) -> Vec<u32> {
-        local_ranks.into_iter().map(|rank| self.first_rank + rank).collect()
     }
 
     fn is_overdue(&self, number: u32, now: Instant) -> bool {

@@ -1,6 +1,7 @@
 //! Who hangs, and when.
 
 use super::*;
+use crate::workload::ranks_text;
 
 /// Heartbeats at given seconds, polled every second as the agent does.
 struct Run {
@@ -26,7 +27,13 @@ impl Run {
         for (rank, step) in heartbeats {
             self.monitor.record(*rank, *step, Duration::ZERO, now);
         }
-        self.monitor.tick(now)
+        self.monitor.tick(now);
+        self.is_overdue()
+    }
+
+    fn is_overdue(&self) -> bool {
+        let now = self.now();
+        self.monitor.ranks.keys().any(|rank| self.monitor.is_overdue(*rank, now))
     }
 
     /// The ranks make these many steps in lockstep, one per second, up to the step of this number.
@@ -69,16 +76,30 @@ fn rank_at_the_lowest_step_hangs_and_the_others_wait() {
 }
 
 #[test]
-fn messages_name_ranks_of_the_job() {
+fn ranks_that_hang_are_called_by_their_names() {
     let mut run = Run::new(Some(10));
-    run.monitor.begin_attempt(4, run.now());
-    run.steps(&[0, 1], 1, 5);
-    assert!(!run.second(&[(0, Some(6))]));
+    run.steps(&[4, 5], 1, 5);
+    assert!(!run.second(&[(4, Some(6))]));
     run.silence(10);
     run.second += 1;
-    let report = run.monitor.poll(run.now(), BTreeSet::new).unwrap();
-    assert_eq!(report.message, "rank 5 sent no heartbeat for 12 s (step 5); rank 4 is waiting for it");
-    assert_eq!(report.hang.unwrap().culprits, [1]);
+    let names = |ranks: &[u32]| format!("h1: {ranks:?}");
+    let report = run.monitor.poll(run.now(), BTreeSet::new, names).unwrap();
+    assert_eq!(report.message, "h1: [5] sent no heartbeat for 12 s (step 5); rank 4 is waiting for it");
+    assert_eq!(report.hang.unwrap().culprits, [5]);
+}
+
+#[test]
+fn steps_of_other_nodes_are_compared_and_are_not_progress_of_this_one() {
+    let mut run = Run::new(Some(10));
+    run.steps(&[0], 1, 5);
+    run.monitor.record_elsewhere(2, Some(6), Duration::ZERO, run.now());
+    run.second += 1;
+    let now = run.now();
+    assert!(run.monitor.record(0, Some(6), Duration::ZERO, now));
+    run.monitor.record_elsewhere(3, Some(5), Duration::ZERO, now);
+    let (_, hang) = run.silence_until_hang(&[]);
+    assert_eq!(hang.message, "sent no heartbeat for 11 s (step 5); ranks 0, 2 are waiting for it");
+    assert_eq!(hang.ranks, [3]);
 }
 
 #[test]
@@ -185,7 +206,8 @@ fn age_of_a_file_cannot_exceed_the_time_since_the_last_poll() {
     run.second += 1;
     let now = run.now();
     run.monitor.record(0, Some(4), Duration::from_secs(86_400), now);
-    assert!(!run.monitor.tick(now));
+    run.monitor.tick(now);
+    assert!(!run.is_overdue());
     assert_eq!(run.silence_until_hang(&[]).0, 10, "the clock of the file system is ignored");
 }
 
@@ -205,7 +227,7 @@ fn intervals_of_the_last_attempt_are_remembered() {
         run.silence(39);
         run.second(&[(0, Some(step))]);
     }
-    run.monitor.begin_attempt(0, run.now());
+    run.monitor.begin_attempt(run.now());
     assert!((0..1000).all(|_| !run.second(&[])), "no heartbeat in this attempt");
     run.steps(&[0], 1, 5);
     assert_eq!(run.silence_until_hang(&[]).0, 5 * 40 + 1);
@@ -221,7 +243,7 @@ fn step_beyond_the_furthest_of_all_attempts_is_progress() {
     assert!(beat(0, None) && beat(0, None), "no rank has written a step");
     assert!(beat(1, Some(0)) && beat(0, Some(4)) && !beat(1, Some(3)) && !beat(1, Some(4)));
     assert!(!beat(0, None), "a touch of a job that writes steps");
-    run.monitor.begin_attempt(0, run.now());
+    run.monitor.begin_attempt(run.now());
     let now = run.now();
     let mut beat = |step| run.monitor.record(0, Some(step), Duration::ZERO, now);
     assert!(!beat(3) && !beat(4) && beat(5));
@@ -240,7 +262,7 @@ fn hang_is_reported_once_and_lasts_until_heartbeats_continue() {
             run.monitor.record(1, Some(4), Duration::ZERO, now);
             run.monitor.record(0, Some(5), Duration::ZERO, now);
         }
-        reports.extend(run.monitor.poll(now, BTreeSet::new));
+        reports.extend(run.monitor.poll(now, BTreeSet::new, |ranks| ranks_text(ranks)));
         if let [HangReport { hang: Some(hang), .. }] = &reports[..] {
             assert!(run.monitor.lasts(hang) && run.monitor.reported().contains(&1));
         }

@@ -13,7 +13,7 @@ use crate::status::board::Board;
 use crate::workload::{Hang, Workload, hang};
 
 impl TrainerWorkload<'_> {
-    /// Reports a hang that has lasted. Returns it if ranks of this node are to be ended.
+    /// Reports a hang that has lasted. Returns it if there is to be evidence on this node.
     pub(super) fn find_hang(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
         self.send_reports();
         let is_stopped = |rank| {
@@ -32,13 +32,14 @@ impl TrainerWorkload<'_> {
         let mut hang = report.hang?;
         let (local, others): (Vec<u32>, Vec<u32>) =
             hang.culprits.iter().partition(|rank| self.local_rank(**rank).is_some());
-        if hang.ends && local.is_empty() {
-            // Their agent has the evidence, and ends them.
+        if hang.ends && self.assignment.has_peers() {
+            // If none is on this node, the agent of the first one ends them. All agents collect evidence.
+            let ranks = if local.is_empty() { others } else { Vec::new() };
             let message = hang.cause.clone();
-            self.send(FromAgent::Hung(NodeHung { attempt: self.attempt, ranks: others, message }));
+            self.send(FromAgent::Hung(NodeHung { attempt: self.attempt, ranks, message }));
         }
         hang.culprits = local;
-        (!hang.culprits.is_empty()).then_some(hang)
+        (hang.ends || !hang.culprits.is_empty()).then_some(hang)
     }
 }
 

@@ -1,0 +1,260 @@
+//! Ranks of a command that hang. With several nodes, the agent of rank 0 compares the heartbeats of all ranks, and the
+//! agent of the ranks that hang ends them.
+//!
+//! ```text
+//! files --> agent of another node --RankHeartbeats--> agent of rank 0: HeartbeatMonitor --NodeHung--> agent of the ranks
+//! ```
+//! An agent sends what its own ranks have written, once a second and when one exits, and only to the agent of rank 0: so
+//! the traffic grows with the ranks of the job, not with their square.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
+use xlaunch_proto::v1::agent_message::Body as FromAgent;
+use xlaunch_proto::v1::{NodeHung, RankHeartbeat, RankHeartbeats};
+
+use super::CommandWorkload;
+use crate::devices;
+use crate::process::Process;
+use crate::stacks::Subject;
+use crate::state::Event;
+use crate::status::board::Board;
+use crate::workload::heartbeat::files::{Change, HeartbeatFiles};
+use crate::workload::{Hang, HangReport, ranks_text};
+
+/// Heartbeats that are compared on another node, as far as they have not been sent.
+#[derive(Debug, Default)]
+pub(super) struct Unsent {
+    changes: Vec<RankHeartbeat>,
+    /// Ranks whose process was stopped, as it was sent last.
+    stopped: Vec<u32>,
+}
+
+/// What other nodes have sent in this attempt.
+#[derive(Debug, Default)]
+pub(super) struct Elsewhere {
+    /// By first rank: node rank and host.
+    nodes: BTreeMap<u32, (u32, String)>,
+    /// Ranks whose process is stopped.
+    stopped: BTreeSet<u32>,
+}
+
+impl CommandWorkload<'_> {
+    /// Whether rank 0 is on this node, so that all heartbeats are compared here.
+    fn leads(&self) -> bool {
+        self.assignment.node_rank == 0
+    }
+
+    /// Forgets what is known of the last attempt.
+    pub(super) fn begin_heartbeats(&mut self, now: Instant) {
+        self.heartbeats.begin_attempt(now);
+        (self.unsent, self.elsewhere) = (Unsent::default(), Elsewhere::default());
+        if self.assignment.has_peers() {
+            self.elsewhere.add(0, 0, devices::host_name());
+        }
+    }
+
+    /// Records the heartbeats that ranks of this node have written since the last call.
+    pub(super) fn poll_heartbeats(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Event> {
+        let changes = self.heartbeat_files.as_mut().map(HeartbeatFiles::poll).unwrap_or_default();
+        let first = self.assignment.first_rank;
+        let mut advanced = false;
+        for (local, change) in changes {
+            match change {
+                // Written before its exit, and seen after it.
+                _ if self.exited.contains(&local) => {}
+                Change::Heartbeat { step, age } => {
+                    advanced |= self.heartbeats.record(first + local, step, age, now);
+                    board.send_modify(|board| board.heartbeat(local, step, now));
+                    self.add_unsent(RankHeartbeat {
+                        rank: first + local,
+                        step,
+                        age: age.as_secs_f64(),
+                        ended: false,
+                    });
+                }
+                Change::Removed => self.heartbeats_end(local),
+            }
+        }
+        advanced.then(|| Event::Advanced { by_steps: self.heartbeats.has_steps() })
+    }
+
+    /// A rank of this node sends no more heartbeats.
+    pub(super) fn heartbeats_end(&mut self, local_rank: u32) {
+        let rank = self.assignment.first_rank + local_rank;
+        self.heartbeats.remove(rank);
+        self.add_unsent(RankHeartbeat { rank, ended: true, ..RankHeartbeat::default() });
+    }
+
+    fn add_unsent(&mut self, change: RankHeartbeat) {
+        if !self.leads() {
+            self.unsent.changes.push(change);
+        }
+    }
+
+    /// Reports ranks that hang, or passes on what is needed to find them. Returns a hang of which there is to be evidence
+    /// on this node.
+    pub(super) fn find_hang(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
+        if !self.leads() {
+            let stopped = match self.heartbeats.tick(now) {
+                true => self.in_job(stopped_ranks(&board.borrow().subjects())),
+                false => Vec::new(),
+            };
+            self.send_heartbeats(stopped);
+            return None;
+        }
+        let elsewhere = &self.elsewhere;
+        let stopped = || &stopped_ranks(&board.borrow().subjects()) | &elsewhere.stopped;
+        let HangReport { message, rank_hints, hang } =
+            self.heartbeats.poll(now, stopped, |ranks| elsewhere.names(ranks))?;
+        self.output.print(&format!("xlaunch: {message}"));
+        board.send_modify(|board| {
+            match hang {
+                Some(_) => board.time.hung(),
+                None => board.time.continues(now),
+            }
+            board.set_hints(rank_hints);
+        });
+        let mut hang = hang?;
+        let (local, others): (Vec<u32>, Vec<u32>) =
+            hang.culprits.iter().partition(|rank| **rank < self.spec.nproc);
+        if self.assignment.has_peers() {
+            // If none is on this node, the agent of the first one ends them. All agents collect evidence.
+            let ranks = if local.is_empty() { others } else { Vec::new() };
+            let message = hang.cause.clone();
+            self.send(FromAgent::Hung(NodeHung { attempt: self.attempt, ranks, message }));
+        }
+        hang.culprits = local;
+        Some(hang)
+    }
+
+    /// Sends what is new. `stopped` are ranks whose process is stopped.
+    pub(super) fn send_heartbeats(&mut self, stopped: Vec<u32>) {
+        if self.unsent.changes.is_empty() && self.unsent.stopped == stopped {
+            return;
+        }
+        self.unsent.stopped.clone_from(&stopped);
+        let changes = std::mem::take(&mut self.unsent.changes);
+        self.send(FromAgent::Heartbeats(RankHeartbeats {
+            attempt: self.attempt,
+            node_rank: self.assignment.node_rank,
+            host: devices::host_name(),
+            first_rank: self.assignment.first_rank,
+            changes,
+            stopped,
+        }));
+    }
+
+    /// A rank has exited: other nodes learn of it at once, as this one may look for hangs no more.
+    pub(super) fn send_exit(&mut self, local_rank: u32) {
+        self.heartbeats_end(local_rank);
+        self.send_heartbeats(self.unsent.stopped.clone());
+    }
+
+    /// What another node has sent.
+    pub(super) fn heard(&mut self, heartbeats: RankHeartbeats, now: Instant) {
+        if heartbeats.attempt != self.attempt || !self.leads() {
+            return;
+        }
+        for RankHeartbeat { rank, step, age, ended } in &heartbeats.changes {
+            let age = Duration::try_from_secs_f64(*age).unwrap_or_default();
+            match ended {
+                true => self.heartbeats.remove(*rank),
+                false => self.heartbeats.record_elsewhere(*rank, *step, age, now),
+            }
+        }
+        self.elsewhere.heard(heartbeats);
+    }
+
+    /// Whether ranks of this node that hang have not gone on.
+    pub(super) fn lasts(&self, hang: &Hang, now: Instant) -> bool {
+        match self.leads() {
+            true => self.heartbeats.lasts(hang),
+            false => {
+                let culprits = self.in_job(hang.culprits.iter().copied());
+                culprits.iter().any(|rank| self.heartbeats.is_silent(*rank, now))
+            }
+        }
+    }
+
+    fn in_job(&self, local_ranks: impl IntoIterator<Item = u32>) -> Vec<u32> {
+        local_ranks.into_iter().map(|rank| self.assignment.first_rank + rank).collect()
+    }
+
+    fn send(&self, message: FromAgent) {
+        // The link ends only after the job.
+        let _ = self.messages.send(message);
+    }
+}
+
+impl Elsewhere {
+    fn heard(&mut self, heartbeats: RankHeartbeats) {
+        let RankHeartbeats { node_rank, host, first_rank, stopped, .. } = heartbeats;
+        self.add(first_rank, node_rank, host);
+        let next = self.nodes.range(first_rank + 1..).next().map_or(u32::MAX, |(first, _)| *first);
+        self.stopped.retain(|rank| !(first_rank..next).contains(rank));
+        self.stopped.extend(stopped);
+    }
+
+    fn add(&mut self, first_rank: u32, node_rank: u32, host: String) {
+        self.nodes.insert(first_rank, (node_rank, host));
+    }
+
+    /// `node 1 (host): ranks 2-3 (local ranks 0-1)`; `rank 3` on one node.
+    fn names(&self, ranks: &[u32]) -> String {
+        let mut by_node: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+        for rank in ranks {
+            let first = self.nodes.range(..=rank).next_back().map_or(0, |(first, _)| *first);
+            by_node.entry(first).or_default().push(*rank);
+        }
+        let names = by_node.iter().map(|(first, ranks)| match self.nodes.get(first) {
+            Some((node_rank, host)) => {
+                let local: Vec<u32> = ranks.iter().map(|rank| rank - first).collect();
+                format!("node {node_rank} ({host}): {} (local {})", ranks_text(ranks), ranks_text(&local))
+            }
+            None => ranks_text(ranks),
+        });
+        names.collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// The local ranks of which a process is stopped by a signal.
+fn stopped_ranks(subjects: &[Subject]) -> BTreeSet<u32> {
+    let all = Process::all();
+    let is_stopped = |subject: &&Subject| Process::tree(&all, subject.pid).iter().any(|it| it.is_stopped());
+    subjects.iter().filter(is_stopped).map(|subject| subject.rank).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn from(node_rank: u32, first_rank: u32, stopped: &[u32]) -> RankHeartbeats {
+        let host = format!("h{node_rank}");
+        RankHeartbeats { node_rank, host, first_rank, stopped: stopped.into(), ..RankHeartbeats::default() }
+    }
+
+    #[test]
+    fn ranks_are_named_with_node_host_and_local_rank() {
+        let mut elsewhere = Elsewhere::default();
+        assert_eq!(elsewhere.names(&[1, 2]), "ranks 1-2", "of one node");
+        elsewhere.add(0, 0, "h0".into());
+        elsewhere.heard(from(1, 2, &[]));
+        assert_eq!(elsewhere.names(&[3]), "node 1 (h1): rank 3 (local rank 1)");
+        elsewhere.heard(from(2, 4, &[]));
+        let expected = "node 0 (h0): rank 1 (local rank 1), node 2 (h2): ranks 4-6 (local ranks 0-2)";
+        assert_eq!(elsewhere.names(&[1, 4, 5, 6]), expected);
+    }
+
+    #[test]
+    fn stopped_ranks_of_a_node_replace_its_earlier_ones() {
+        let mut elsewhere = Elsewhere::default();
+        elsewhere.heard(from(1, 2, &[2, 3]));
+        elsewhere.heard(from(2, 4, &[5]));
+        elsewhere.heard(from(1, 2, &[3]));
+        assert_eq!(elsewhere.stopped, [3, 5].into());
+        elsewhere.heard(from(2, 4, &[]));
+        assert_eq!(elsewhere.stopped, [3].into());
+    }
+}
