@@ -75,7 +75,7 @@ async fn run_workers(
         bench: Some(Bench { kind: Some(kind) }),
         rank_threads: mode == Mode::Threads,
     };
-    let work = Work::of_trainer(&spec, placement.workers, None);
+    let work = Work::of_trainer(&spec, None, placement.workers, None);
     let joining = join::join(None, work).await?;
     let group = waiting::first_attempt(joining, trainer::launch(&spec), |_| {}).await?;
     let (finished, results) =

@@ -151,7 +151,7 @@ impl Start {
                     self.remember_run(&run.path);
                     Ok(run)
                 };
-                let place = Place { base: &self.base, group: None };
+                let place = Place { base: &self.base, group: None, declared: None };
                 launch::train(&spec, &placement, trainer, place, create).await
             }
             Work::Command(spec) => {
@@ -165,7 +165,7 @@ impl Start {
                 let create = |command: &ResolvedCommand, _| {
                     Ok(RunDir::for_agent(command, self.description.job, &self.dir))
                 };
-                let place = Place { base: &self.base, group: None };
+                let place = Place { base: &self.base, group: None, declared: None };
                 launch::run_workers(&command, place, create).await
             }
         }

@@ -5,10 +5,11 @@ use std::time::Instant;
 
 use xlaunch_proto::command::GroupSpec;
 use xlaunch_proto::exit::ExitCode;
+use xlaunch_proto::ids::Digest;
 use xlaunch_proto::spec::JobSpec;
-use xlaunch_proto::v1::StatusReply;
+use xlaunch_proto::v1::{Prepare, StatusReply};
 
-use crate::trainer::{FillIn, FillInError, Preflight, Trainer};
+use crate::trainer::{FillInError, Preflight, Trainer};
 use xlaunch_agent::command::{self, CommandSpec, ResolvedCommand};
 use xlaunch_agent::config::{self, Layer, Override};
 use xlaunch_agent::devices::{self, Node, Placement};
@@ -26,7 +27,7 @@ use xlaunch_agent::spawn::environment::BaseEnvironment;
 use xlaunch_agent::state::Outcome;
 use xlaunch_agent::waiting::{self, Group};
 use xlaunch_agent::workload::command::CommandPlan;
-use xlaunch_agent::workload::snapshots::{MemoryUse, memory_use};
+use xlaunch_agent::workload::snapshots::{MemoryUse, memory_use, memory_use_of_nodes};
 use xlaunch_agent::workload::trainer::TrainerPlan;
 use xlaunch_agent::{Refusal, ending, memory, report, workload};
 
@@ -48,7 +49,12 @@ pub(crate) struct Launch {
 /// Trains in the foreground, as one of the nodes of `group` if there is one.
 #[expect(clippy::print_stderr, clippy::print_stdout, reason = "results to stdout, everything else to stderr")]
 pub(super) async fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer) -> ExitCode {
-    let (mut spec, placement) = match prepare(launch, trainer.fill_in) {
+    let mut declared = None;
+    let fill_in = |spec: &mut JobSpec| {
+        declared = spec.checkpoint.init.is_some().then(|| spec.digest());
+        (trainer.fill_in)(spec)
+    };
+    let (mut spec, placement) = match prepare(launch, fill_in) {
         Ok(prepared) => prepared,
         Err(refusal) => return refuse(&refusal),
     };
@@ -56,7 +62,7 @@ pub(super) async fn run(launch: &Launch, group: Option<&Nodes>, trainer: Trainer
         // `job.json` describes all nodes, which may differ in this.
         spec.launch.nproc = None;
     }
-    let place = Place { base: &BaseEnvironment::Own, group };
+    let place = Place { base: &BaseEnvironment::Own, group, declared };
     match train(&spec, &placement, trainer, place, RunDir::create).await {
         Ok(ended) => {
             print!("{}", ended.summary);
@@ -74,6 +80,8 @@ pub(super) struct Place<'a> {
     pub(super) base: &'a BaseEnvironment,
     /// The nodes, if there are several.
     pub(super) group: Option<&'a Nodes>,
+    /// Of the configuration as the user wrote it, if initial weights complete it.
+    pub(super) declared: Option<Digest>,
 }
 
 impl Place<'_> {
@@ -125,11 +133,12 @@ pub(super) async fn train(
     place: Place<'_>,
     create: impl FnOnce(&JobSpec, Option<Entry>) -> Result<RunDir, Refusal>,
 ) -> Result<Ended, Refusal> {
-    let work = Work::of_trainer(spec, placement.workers, place.spec());
+    let work = Work::of_trainer(spec, place.declared, placement.workers, place.spec());
     let mark = place.group.map(|_| Mark::leave(&shared::directory(spec), &work.instance));
     let _mark = mark.transpose().map_err(|error| Refusal::new(ExitCode::Usage, error.to_string()))?;
     let joining = join::join(place.group, work).await?;
     let mut group = waiting::first_attempt(joining, workload::trainer::launch(spec), &notify).await?;
+    let spec = &as_completed(spec, &group.first);
     let ready = match ready(spec, &mut group, trainer, create) {
         Ok(ready) => ready,
         Err(refusal) => {
@@ -138,6 +147,16 @@ pub(super) async fn train(
         }
     };
     run_trainer(placement, group, trainer, place.base, ready).await
+}
+
+/// The model and the path of initial weights are those of node rank 0, which alone needs to have the weights.
+fn as_completed(spec: &JobSpec, first: &Prepare) -> JobSpec {
+    let mut spec = spec.clone();
+    // Empty if the configuration is complete without files.
+    if let Ok(JobSpec { model, checkpoint, .. }) = JobSpec::from_json(&first.master_completed) {
+        (spec.model, spec.checkpoint.init) = (model, checkpoint.init);
+    }
+    spec
 }
 
 /// What a training job needs before its workers start.
@@ -171,20 +190,19 @@ fn ready(
         return Err(Refusal::new(ExitCode::Done, message));
     }
     let spec = spec.clone();
-    let (mut memory_snapshots, mut note) = (false, None);
-    // A node that is lost takes its memory with it.
-    if !group.has_peers() {
-        let memory = memory_use(&spec, checks.state_bytes, memory::available())
-            .map_err(|reason| Refusal::new(ExitCode::Usage, reason))?;
-        MemoryUse { used: memory_snapshots, note } = memory;
-    }
+    let MemoryUse { used: memory_snapshots, note } = match group.has_peers() {
+        true => memory_use_of_nodes(&spec),
+        false => memory_use(&spec, checks.state_bytes, memory::available())
+            .map_err(|reason| Refusal::new(ExitCode::Usage, reason))?,
+    };
     let parent = checks.parent.as_ref().filter(|parent| !parent.run.is_empty());
     let parent_dir = parent.and_then(|Parent { run, checkpoint, .. }| parent_dir(checkpoint, run, &job_dir));
     let run = match group.has_peers() {
         true => RunDir::for_nodes(&spec, &group.run_id, group.first.node_rank, group.entry.take())?,
         false => create(&spec, group.entry.take())?,
     };
-    note.iter().for_each(|note| notify(note));
+    // One node says it for all.
+    note.iter().filter(|_| leads).for_each(|note| notify(note));
     Ok(Ready { spec, checks, run, memory_snapshots, parent_dir })
 }
 
@@ -285,7 +303,7 @@ pub(super) async fn run_command(spec: CommandSpec, group: Option<&Nodes>) -> Exi
         let message = "--flight-recorder needs --log-dir: without it, the dumps are removed with the logs";
         return refuse(&Refusal::new(ExitCode::Usage, message));
     }
-    let place = Place { base: &BaseEnvironment::Own, group };
+    let place = Place { base: &BaseEnvironment::Own, group, declared: None };
     match run_workers(&command, place, RunDir::for_command).await {
         Ok(ended) => {
             eprint!("{}", ended.report);
@@ -339,7 +357,10 @@ fn failed(error: &std::io::Error) -> Refusal {
 }
 
 /// Resolves and validates everything that does not need the tokens of the data.
-pub(super) fn prepare(launch: &Launch, fill_in: FillIn) -> Result<(JobSpec, Placement), Refusal> {
+pub(super) fn prepare(
+    launch: &Launch,
+    fill_in: impl FnOnce(&mut JobSpec) -> Result<(), FillInError>,
+) -> Result<(JobSpec, Placement), Refusal> {
     let mut spec = load(launch, fill_in)?;
     let placement = devices::place(&spec, &Node::inspect())?;
     // From here on the description has the actual number of workers: all ranks compare its digest.
@@ -349,7 +370,10 @@ pub(super) fn prepare(launch: &Launch, fill_in: FillIn) -> Result<(JobSpec, Plac
 
 /// The job description from all layers of configuration and the data that it names, not yet placed on devices.
 #[expect(clippy::print_stderr, reason = "warnings go to stderr")]
-pub(super) fn load(launch: &Launch, fill_in: FillIn) -> Result<JobSpec, Refusal> {
+pub(super) fn load(
+    launch: &Launch,
+    fill_in: impl FnOnce(&mut JobSpec) -> Result<(), FillInError>,
+) -> Result<JobSpec, Refusal> {
     let mut overrides = Override::from_environment(std::env::vars());
     let flag = |key: &str, value: String, source: String| Override {
         key: key.into(),

@@ -171,6 +171,7 @@ fn greeting(work: &Work) -> Greeting {
         workers: work.workers,
         new: true,
         rules: Some(work.rules.clone()),
+        completed: work.completed.clone(),
         ..Greeting::default()
     }
 }

@@ -19,6 +19,8 @@ pub struct Work {
     pub instance: Vec<u8>,
     /// Of what all nodes have in common.
     pub digest: Vec<u8>,
+    /// The configuration, if the files of this node complete it.
+    pub completed: Vec<u8>,
     /// For messages.
     pub text: String,
     /// Workers on this node.
@@ -30,12 +32,20 @@ pub struct Work {
 }
 
 impl Work {
-    /// Training.
-    pub fn of_trainer(spec: &JobSpec, workers: u32, group: Option<&GroupSpec>) -> Self {
+    /// Training. `declared` is the digest of the configuration as the user wrote it, if initial weights complete it:
+    /// only node rank 0 needs to have these.
+    pub fn of_trainer(
+        spec: &JobSpec,
+        declared: Option<Digest>,
+        workers: u32,
+        group: Option<&GroupSpec>,
+    ) -> Self {
         let run_id = group.and_then(|group| group.run_id.clone());
+        let completed = if declared.is_some() { spec.to_json() } else { Vec::new() };
         Self {
             instance: new_instance(),
-            digest: spec.digest().0.to_vec(),
+            digest: declared.unwrap_or_else(|| spec.digest()).0.to_vec(),
+            completed,
             text: format!("job {}", spec.job.name),
             workers,
             rules: rules::of_trainer(spec, group),
@@ -51,6 +61,14 @@ impl Work {
         let common = format!("{text}\0{}\0{rules:?}", spec.role);
         let run_id = group.and_then(|group| group.run_id.clone());
         let digest = Digest::of(common.as_bytes()).0.to_vec();
-        Self { instance: new_instance(), digest, text, workers: spec.nproc, rules, run_id }
+        Self {
+            instance: new_instance(),
+            digest,
+            completed: Vec::new(),
+            text,
+            workers: spec.nproc,
+            rules,
+            run_id,
+        }
     }
 }

@@ -65,6 +65,17 @@ pub fn memory_use(spec: &JobSpec, state_bytes: u64, available: Option<u64>) -> R
     }
 }
 
+/// The same on several nodes, where no snapshots are used: a node that is lost takes its memory with it.
+pub fn memory_use_of_nodes(spec: &JobSpec) -> MemoryUse {
+    let is_wanted = match spec.checkpoint.memory {
+        MemorySnapshots::Off => false,
+        MemorySnapshots::On => true,
+        MemorySnapshots::Auto => restarts_from_checkpoints(spec),
+    };
+    let note = "restarts read checkpoints: with several nodes, there are no snapshots in memory";
+    MemoryUse { used: false, note: is_wanted.then(|| note.into()) }
+}
+
 /// Whether a restart may find a snapshot: without restarts none is used, and without intervals none is taken.
 fn restarts_from_checkpoints(spec: &JobSpec) -> bool {
     spec.launch.max_restarts > 0 && (spec.checkpoint.every > 0 || spec.checkpoint.every_seconds > 0.0)
@@ -166,6 +177,19 @@ mod tests {
         let error = memory_use(&on, GIB, Some(2 * GIB - 1)).unwrap_err();
         assert!(error.contains("need 2048 MiB") && error.contains("checkpoint.memory"), "{error}");
         assert_eq!(memory_use(&spec(MemorySnapshots::Off), 1, Some(GIB)).unwrap(), MemoryUse::default());
+    }
+
+    #[test]
+    fn several_nodes_use_none_and_say_so_where_a_restart_could() {
+        let note = |memory, max_restarts| {
+            let mut spec = spec(memory);
+            spec.launch.max_restarts = max_restarts;
+            let MemoryUse { used, note } = memory_use_of_nodes(&spec);
+            assert!(!used);
+            note.is_some_and(|note| note.contains("no snapshots in memory"))
+        };
+        let (auto, on) = (MemorySnapshots::Auto, MemorySnapshots::On);
+        assert!(note(auto, 3) && note(on, 0) && !note(auto, 0) && !note(MemorySnapshots::Off, 3));
     }
 
     fn write(snapshots: &Snapshots, rank: u32, file: usize, bytes: &[u8]) {

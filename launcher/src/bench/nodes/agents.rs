@@ -138,7 +138,7 @@ fn link(plan: &Plan, node: u32, security: Security) -> Link {
     let mut spec = JobSpec::default();
     spec.launch.max_restarts = 0;
     let workers = workers(plan, node);
-    let work = Work::of_trainer(&spec, workers, Some(&group));
+    let work = Work::of_trainer(&spec, None, workers, Some(&group));
     let greeting = Greeting {
         instance: work.instance,
         version: xlaunch_proto::VERSION.into(),

@@ -11,6 +11,7 @@ use super::Group;
 xlaunch_harness::tests! {
     needs requirements::hosts:
     training_goes_on_after_a_kill_with_the_weights_of_an_undisturbed_run,
+    initial_weights_on_the_first_node_are_enough,
     training_saves_before_a_node_joins_and_before_one_leaves,
     training_survives_a_cut_that_heals;
     needs requirements::hosts, long:
@@ -115,8 +116,33 @@ fn training_goes_on_after_a_kill_with_the_weights_of_an_undisturbed_run() {
     training.wait_for_step(step + 30, &mut launches);
     launches[1].signal(Signal::KILL);
     assert_eq!(std::mem::replace(&mut launches[1], training.start(1)).wait().code, 137);
-    training.group.expect_codes(launches, 0);
+    let outputs = training.group.expect_codes(launches, 0);
+    let notes = outputs.iter().map(|output| output.stderr.matches("no snapshots in memory").count());
+    assert_eq!(notes.collect::<Vec<_>>(), [1, 0], "node 0 says it once");
     expect_equal(&training, &reference, STEPS);
+}
+
+/// The nodes do not share the directory of the run, and no key of `[model]` is set.
+fn initial_weights_on_the_first_node_are_enough() {
+    const CONFIG: &str = "[data]\ntrain = [\"text/*.txt\"]\n[train]\nsteps = 8\nbatch = 4\neval_every = 0\nsample = 0\n\
+        [engine]\ndevice = \"cpu\"\n[checkpoint]\ninit = \"first\"\n";
+    let first = Job::new();
+    first.run_ok(&[]);
+    let reference = Job::new();
+    let training = Training::new(Group::fixed(2, "--rdzv-conf join_timeout=20"), 8);
+    for job in [&reference, &training.job] {
+        job.write("train.toml", CONFIG);
+        std::os::unix::fs::symlink(first.run_dir(), job.path().join("first")).unwrap();
+    }
+    reference.run_ok(&["--nproc", "4", "--set", "train.steps=8", "--set", "checkpoint.every=10"]);
+    // On the second host there is another directory of this name, without the weights.
+    let dir = training.job.path().display();
+    let hide = format!("cp -r {dir} /run/own && rm /run/own/first && mount --bind /run/own {dir}");
+    let hidden = Process::spawn_inside(training.group.hosts[1].command("sh").args(["-c", &hide])).wait();
+    assert_eq!(hidden.code, 0, "{}", hidden.stderr);
+    let outputs = training.group.expect_codes(vec![training.start(0), training.start(1)], 0);
+    assert!(outputs[0].stderr.contains("nodes do not share"), "{}", outputs[0].stderr);
+    expect_equal(&training, &reference, 8);
 }
 
 fn training_saves_before_a_node_joins_and_before_one_leaves() {

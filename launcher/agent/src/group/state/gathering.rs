@@ -144,6 +144,7 @@ impl Coordinator {
                 next_probe_port: next.map_or(0, |next| next.probe_port),
                 master_address: master.greeting.address.clone(),
                 master_instance: master.greeting.instance.clone(),
+                master_completed: master.greeting.completed.clone(),
             };
             self.outputs.push(super::Output::Send(*id, ToAgent::Prepare(prepare)));
         }
