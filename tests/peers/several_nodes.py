@@ -3,8 +3,8 @@
     python3 tests/peers/several_nodes.py torchrun target/release/xlaunch [--rounds 10] [--cases start,worker] [--json F]
 
 The nodes are network namespaces of this machine (root; `ip`, `nft`, `nsenter`, `unshare`), and the Python that runs
-this script must have PyTorch. Every round has new namespaces. `--preload torch` is passed on to xlaunch, as `PET_PRELOAD`. Ranks all-reduce every 50 ms; failures come after 2 s of
-that, on node 1. Times are in seconds:
+this script must have PyTorch. Every round has new namespaces. Ranks all-reduce every 50 ms; failures come after 2 s of
+that, on node 1. `--preload torch` is passed on to xlaunch, as `PET_PRELOAD`. Times are in seconds:
 
     start      from the start of both launchers to rank 0's first all-reduce
     worker     a worker is killed, no restart is allowed: until no process is left on either node

@@ -1,5 +1,5 @@
-//! From the link to the coordinator to the first attempt, for which an agent waits: for other nodes, or as a spare until
-//! one is lost.
+//! From the link to the coordinator to the first attempt: an agent waits for other nodes, or as a spare until one is
+//! lost.
 //!
 //! ```text
 //! Joining --welcome--> the agent's socket exists, and queries are answered --Prepare--> Group, for the driver
@@ -46,7 +46,7 @@ pub struct Group {
     /// Where this agent listens, with several nodes.
     pub entry: Option<Entry>,
     /// What listens there.
-    pub(crate) queries: Option<Queries>,
+    queries: Option<Queries>,
     coordinator: Option<Handle>,
     _tasks: Option<Tasks>,
 }
@@ -214,6 +214,13 @@ impl Group {
     /// Whether other nodes take part in the first attempt.
     pub fn has_peers(&self) -> bool {
         self.first.nodes > 1
+    }
+
+    /// The agent's service, of a launch that has a run now: the one that has answered meanwhile, or one on `socket`.
+    pub(crate) async fn take_queries(&mut self, socket: &Path, launch: Launch) -> io::Result<Queries> {
+        let Some(queries) = self.queries.take() else { return Queries::open(socket, launch, None).await };
+        queries.board.send_modify(|board| board.set_launch(launch));
+        Ok(queries)
     }
 
     /// Lets the other agents learn of the end, if the coordinator runs here. Call it when the job is over.

@@ -31,9 +31,9 @@ pub(super) struct Status {
     /// Print nothing, and exit with 0 only if workers run here, or this node is a spare
     ///
     /// For readiness probes. The exit code is 0 if the workers of a launch on this host run; those of a training job
-    /// have then joined the ranks of all nodes. It is 0 as well if the launch is a spare of a job on several nodes, and
-    /// is connected to the coordinator. Otherwise it is 1, with one line on stderr that says why: there is no launch, it
-    /// is starting or waits for other nodes, is between two attempts, is stopping, or has ended.
+    /// have then joined the ranks of all nodes. It is 0 as well if the launch is a spare of a job on several nodes and
+    /// is connected to the coordinator. Otherwise it is 1, with one line on stderr that says why: there is no launch,
+    /// it is starting or waits for other nodes, is between two attempts, is stopping, or has ended.
     #[arg(long, conflicts_with_all = ["watch", "json"])]
     ready: bool,
 }

@@ -119,11 +119,8 @@ async fn drive(
     reaper: &Reaper,
     mut group: Group,
 ) -> io::Result<Finished> {
-    let Queries { service, mut inbox, board } = match group.queries.take() {
-        Some(queries) => queries,
-        None => Queries::open(&run.socket, workload.launch(), None).await?,
-    };
-    board.send_modify(|board| board.set_launch(workload.launch()));
+    let queries = group.take_queries(&run.socket, workload.launch()).await?;
+    let Queries { service, mut inbox, board } = queries;
     let (exits, mut exited) = mpsc::unbounded_channel();
     let (examined, mut hangs) = mpsc::unbounded_channel();
     let mut requests = signals::listen(&workload.stop_signals())?;

@@ -98,8 +98,8 @@ impl Peers {
         }
     }
 
-    /// The status of all nodes, of which this one may be a spare. If the coordinator does not answer, its last list counts,
-    /// with nodes that are silent.
+    /// The status of all nodes, of which this one may be a spare. If the coordinator does not answer, its last list
+    /// counts, with nodes that are silent.
     pub(super) async fn survey(&self, is_spare: bool) -> Survey {
         let mut last = self.shared.survey.lock().await;
         if let Some((at, survey)) = &*last

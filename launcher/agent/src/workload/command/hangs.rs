@@ -2,9 +2,9 @@
 //! agent of the ranks that hang ends them.
 //!
 //! ```text
-//! files --> agent of another node --RankHeartbeats--> agent of rank 0: HeartbeatMonitor --NodeHung--> agent of the ranks
+//! files --> agent of another node --RankHeartbeats--> agent of rank 0: HeartbeatMonitor --NodeHung--> all agents
 //! ```
-//! An agent sends what its own ranks have written, once a second and when one exits, and only to the agent of rank 0: so
+//! An agent sends what its own ranks have written, once a second and when one exits, and only to the agent of rank 0:
 //! the traffic grows with the ranks of the job, not with their square.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -93,8 +93,8 @@ impl CommandWorkload<'_> {
         }
     }
 
-    /// Reports ranks that hang, or passes on what is needed to find them. Returns a hang of which there is to be evidence
-    /// on this node.
+    /// Reports ranks that hang, or passes on what is needed to find them. Returns a hang of which there is to be
+    /// evidence on this node.
     pub(super) fn find_hang(&mut self, board: &watch::Sender<Board>, now: Instant) -> Option<Hang> {
         if !self.leads() {
             let stopped = match self.heartbeats.tick(now) {
