@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use xlaunch_tests::{Process, is_alive, requirements, wait_for};
+use serde_json::Value;
+use xlaunch_tests::{Process, is_alive, requirements, wait_for, xlaunch_path};
 
 use super::{Group, places};
 
@@ -11,6 +12,7 @@ xlaunch_harness::tests! {
     connections_that_fail_for_8_s_restart_nothing,
     workers_of_a_host_that_is_cut_off_end_before_others_start_and_it_comes_back,
     fixed_node_that_was_cut_off_takes_its_rank_again,
+    spare_is_ready_while_it_reaches_the_coordinator_also_if_it_was_active_before,
     both_sides_of_a_cut_end_with_the_lease_where_nothing_restarts;
 }
 
@@ -101,6 +103,40 @@ fn fixed_node_that_was_cut_off_takes_its_rank_again() {
     let last = &starts[6..];
     assert_eq!(places(last), [(0, "h0"), (1, "h0"), (2, "h1"), (3, "h1"), (4, "h2"), (5, "h2")]);
     assert!(last.iter().all(|start| start.restarts == 1), "{last:?}");
+    group.expect_success(launches);
+}
+
+fn spare_is_ready_while_it_reaches_the_coordinator_also_if_it_was_active_before() {
+    let group = Group::elastic(3, "2", &format!("--max-restarts 3 {LEASE}"));
+    let query = |host: usize, option: &str| {
+        Process::spawn_inside(group.hosts[host].command(xlaunch_path()).args(["status", option])).wait()
+    };
+    let wait_until = |host: usize, is_ready: bool| {
+        wait_for(&format!("ready of h{host} to be {is_ready}"), || {
+            ((query(host, "--ready").code == 0) == is_ready).then_some(())
+        });
+    };
+    let mut launches = group.start_all(2);
+    launches.push(group.start(2));
+    wait_until(2, true);
+    group.hosts[2].cut();
+    wait_until(2, false);
+    group.hosts[2].heal();
+    wait_until(2, true);
+
+    group.hosts[1].cut();
+    let starts = group.wait_for_starts(8, &launches);
+    assert_eq!(places(&starts[4..]), [(0, "h0"), (1, "h0"), (2, "h2"), (3, "h2")]);
+    wait_until(1, false);
+    group.hosts[1].heal();
+    wait_until(1, true);
+    let status: Value = serde_json::from_str(&query(1, "--json").stdout).unwrap();
+    let list = |name: &str, key: &str| -> Vec<Value> {
+        status[name].as_array().unwrap().iter().map(|it| it[key].clone()).collect()
+    };
+    assert_eq!(list("nodes", "state"), ["active", "active", "spare"], "{status}");
+    assert_eq!((list("ranks", "rank").len(), &status["attempt"]), (4, &1.into()), "{status}");
+    assert!(list("ranks", "pid").iter().all(|pid| pid.as_u64() > Some(0)), "{status}");
     group.expect_success(launches);
 }
 
