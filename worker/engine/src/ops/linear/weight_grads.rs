@@ -49,7 +49,7 @@ impl Variant for Launches {
     }
 }
 
-const LAUNCHES: [Launches; 2] = [Launches::Separate, Launches::Together];
+const WAYS: [Launches; 2] = [Launches::Separate, Launches::Together];
 
 /// Gradients of two layers' weights.
 #[derive(Debug, Default)]
@@ -74,10 +74,10 @@ impl WeightGrads {
         if self.forced.get().is_some() && is_supported {
             run(Launches::Together)?;
         } else {
-            let site = Site { operation: "linear_backward_weights", shape: shapes, variants: LAUNCHES.len() };
+            let site = Site { operation: "linear_backward_weights", shape: shapes, variants: WAYS.len() };
             let unsupported = "it is not bf16, not aligned, adds, has too many tiles, or not on Hopper";
             let unsupported = (!is_supported).then_some(unsupported);
-            run(self.fastest.select(gpu, site, unsupported, &[KERNEL.source], &LAUNCHES, run)?)?;
+            run(self.fastest.select(gpu, site, unsupported, &[KERNEL.source], &WAYS, run)?)?;
         }
         layers.into_iter().try_for_each(|layer| cuda::bias_gradient(gpu, layer))
     }
