@@ -44,8 +44,24 @@ impl<'a> Mat<'a> {
     }
 }
 
+/// Most products that the `gemm` crate sums at once, whatever the other sizes are. Of longer sums it makes parts whose
+/// length depends on them, so that results would depend on how rows are split among threads.
+const DEPTH: usize = 512;
+
 /// `out = scale a b`, added to the contents of `out` if `add`. Rows of `out` are `stride` apart.
 pub(crate) fn gemm(out: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, scale: f32, add: bool) {
+    assert!(a.cols == b.rows && a.fits() && b.fits());
+    for first in (0..a.cols.max(1)).step_by(DEPTH) {
+        let depth = DEPTH.min(a.cols - first);
+        let data = |mat: Mat<'_>, stride: usize| first * stride.min(mat.data.len());
+        let a = Mat { data: &a.data[data(a, a.col_stride)..], cols: depth, ..a };
+        let b = Mat { data: &b.data[data(b, b.row_stride)..], rows: depth, ..b };
+        gemm_at_once(out, stride, a, b, scale, add || first > 0);
+    }
+}
+
+/// The same, with at most [`DEPTH`] products in each sum.
+fn gemm_at_once(out: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, scale: f32, add: bool) {
     let shape = Mat { data: out, rows: a.rows, cols: b.cols, row_stride: stride, col_stride: 1 };
     assert!(a.cols == b.rows && a.fits() && b.fits() && shape.fits() && stride >= b.cols);
     // SAFETY: every element that the call reads or writes is inside its slice, as `fits` has checked; `out` is borrowed
@@ -76,15 +92,21 @@ pub(crate) fn gemm(out: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, scale
     }
 }
 
-/// `out = a b`, added to the contents of `out` if `add`, with the rows of `out` split among threads.
+/// `out = a b`, added to the contents of `out` if `add`, with the rows of `out` split among threads. None gets a single
+/// row of several, which the `gemm` crate would sum in another order.
 pub(crate) fn parallel_gemm(threads: &Threads, out: &mut [f32], a: Mat<'_>, b: Mat<'_>, add: bool) {
-    let cols = b.cols;
-    let per_thread = a.rows.div_ceil(threads.count()).max(1);
+    let parts = threads.count().min(a.rows / 2).max(1);
+    let (mut rest, mut tasks) = (out, Vec::with_capacity(parts));
+    for part in 0..parts {
+        let rows = a.rows * part / parts..a.rows * (part + 1) / parts;
+        let (own, others) = rest.split_at_mut(rows.len() * b.cols);
+        tasks.push((rows, own));
+        rest = others;
+    }
     threads.run(|| {
-        out.par_chunks_mut(per_thread * cols).enumerate().for_each(|(index, out)| {
-            let first = index * per_thread;
-            let part = Mat { data: &a.data[first * a.row_stride..], rows: out.len() / cols, ..a };
-            gemm(out, cols, part, b, 1.0, add);
+        tasks.into_par_iter().for_each(|(rows, out)| {
+            let part = Mat { data: &a.data[rows.start * a.row_stride..], rows: rows.len(), ..a };
+            gemm(out, b.cols, part, b, 1.0, add);
         });
     });
 }
