@@ -23,10 +23,16 @@ struct Site {
     int line;
     Callers callers;
 };
+// Where the function of hopper.cuh was called that calls the emulator's function with these parameters.
+#define SITE {file, line, {__builtin_return_address(0), __builtin_return_address(1)}}
 
 // What a thread knows of each warp: the number of the newest multiplication that the warp has waited for. Barriers pass
 // it on. Multiplications of a warpgroup are numbered from 1.
 using Clock = std::array<uint32_t, MAX_WARPGROUP_WARPS>;
+
+// Rows of boxes in shared memory: eight chunks of 16 bytes, in an order that depends on the row.
+constexpr unsigned ROW_BYTES = 128;
+inline uintptr_t swizzled(uintptr_t address) { return address ^ (address >> 7 & 7) << 4; }
 
 // In the 128 bytes of a CUtensorMap. Sizes in elements, strides in bytes.
 struct TensorMap {
@@ -109,5 +115,8 @@ struct Async {
         multiplies = false;
     }
 };
+
+// Fails unless warps have the 32 threads that the instructions are made for.
+void require_warps_of_32(const Site& site);
 
 }  // namespace emulator

@@ -150,7 +150,7 @@ struct Runner {
     void complete(EmulatorOperation operation);
     void copy(const Copy& copy);
 
-    // hopper.cpp
+    // mbarrier.cpp, wgmma.cpp
     Mbarrier& barrier_at(uintptr_t address, const Site& site);
     bool end_phase(uintptr_t address, const Site& site);
     bool deliver_copy();

@@ -20,7 +20,16 @@ const OLDEST_CLANG: u32 = 14;
 const LIBRARIES: [(&str, &[&str], &str); 3] = [
     (
         "libcuda.so",
-        &["driver.cpp", "launch.cpp", "access.cpp", "warp.cpp", "hopper.cpp", "fiber.cpp", "memory.cpp"],
+        &[
+            "driver.cpp",
+            "launch.cpp",
+            "access.cpp",
+            "warp.cpp",
+            "mbarrier.cpp",
+            "wgmma.cpp",
+            "fiber.cpp",
+            "memory.cpp",
+        ],
         "-O3",
     ),
     ("libnvrtc.so", &["nvrtc.cpp"], "-O1"),

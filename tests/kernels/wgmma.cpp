@@ -1,44 +1,20 @@
-// Barriers in shared memory, copies of boxes and multiplications of warpgroups, as functions of hopper.cuh call them.
+// Multiplications of warpgroups, as functions of hopper.cuh call them.
 //
-// Copies and multiplications are done as late as a GPU may do them: a copy when no thread can go on without it, a
-// multiplication at the wait for its group. Until then, what they write is unknown and what they read must not change.
-
-#include "hopper.h"
+// A multiplication is done as late as a GPU may do it: at the wait for its group. Until then, what is in its registers
+// is not known, and what it reads must not change.
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
+#include "hopper.h"
 #include "runner.h"
 
 namespace emulator {
 
 namespace {
 
-constexpr unsigned ROW_BYTES = 128, DEPTH = Operands::DEPTH, ROWS = Operands::ROWS;
-constexpr uint32_t MOST_ARRIVALS = (1 << 20) - 1;
-
-uintptr_t swizzled(uintptr_t address) { return address ^ (address >> 7 & 7) << 4; }
-
-void merge(Clock& to, const Clock& from) {
-    for (size_t i = 0; i < to.size(); i++) to[i] = std::max(to[i], from[i]);
-}
-
-// For each row of a box: its number, and elements `begin` to `end` of it that are in the tensor, from this address on.
-template <typename F>
-void for_rows(const BoxCopy& copy, F f) {
-    const TensorMap& map = copy.map;
-    auto size = [&](int i) { return int64_t(map.sizes[i]); };
-    int64_t begin = std::max<int64_t>(0, -copy.at[0]);
-    int64_t end = std::min<int64_t>(map.box[0], size(0) - copy.at[0]);
-    for (int64_t row = 0; row < int64_t(map.box[1]) * map.box[2]; row++) {
-        int64_t y = copy.at[1] + row % map.box[1], z = copy.at[2] + row / map.box[1];
-        bool inside = begin < end && y >= 0 && y < size(1) && z >= 0 && z < size(2);
-        int64_t offset = 2 * (copy.at[0] + begin) + y * int64_t(map.strides[1]) + z * int64_t(map.strides[2]);
-        if (inside) f(row, begin, end, map.address + uintptr_t(offset));
-        else f(row, 0, 0, 0);
-    }
-}
+constexpr unsigned DEPTH = Operands::DEPTH, ROWS = Operands::ROWS;
 
 // For each 16 bytes of an operand with `rows` rows, or columns: address, row, element of k. They are eight elements of
 // k, or eight rows if `across`. Tiles have groups of 8 x 128 bytes.
@@ -95,83 +71,6 @@ void for_registers(unsigned n, F f) {
 }
 
 }  // namespace
-
-Mbarrier& Runner::barrier_at(uintptr_t address, const Site& site) {
-    if (!shared_at(address)) fail("%s: barrier that is not in shared memory", source_of(site).c_str());
-    auto found = async.barriers.find(address);
-    if (found == async.barriers.end()) fail("%s: use of a barrier that was not initialised", source_of(site).c_str());
-    // Ordered after the initialisation, or else a data race with it.
-    access(address, 8, false, Kind::Plain, nullptr, &site);
-    return found->second;
-}
-
-// Ends the phase if it lacks nothing. Returns whether threads may go on.
-bool Runner::end_phase(uintptr_t address, const Site& site) {
-    Mbarrier& barrier = async.barriers[address];
-    if (!barrier.pending && barrier.bytes < 0)
-        report(source_of(site) + ": a barrier receives " + std::to_string(-barrier.bytes) +
-               " more bytes than its phase expects");
-    if (barrier.pending || barrier.bytes) return false;
-    if (!barrier.observed)
-        report(source_of(site) + ": too many arrivals at a barrier: phase " + std::to_string(barrier.phase) +
-               " ends before a thread has waited for phase " + std::to_string(barrier.phase - 1));
-    merge(barrier.released, barrier.arrived);
-    barrier.pending = barrier.arrivals, barrier.phase++, barrier.observed = false;
-    for (unsigned i = 0; i < count; i++) {
-        Fiber& fiber = fibers[i];
-        if (fiber.state != State::AtMbarrier || fiber.barrier != address || fiber.parity == barrier.phase % 2) continue;
-        fiber.state = State::Ready;
-        barrier.observed = true;
-    }
-    return true;
-}
-
-// Does one of the copies that were asked for, if any. The first one without a seed.
-bool Runner::deliver_copy() {
-    auto& copies = async.copies;
-    if (copies.empty()) return false;
-    auto it = copies.begin() + (grid.seed ? random.below(unsigned(copies.size())) : 0);
-    BoxCopy copy = *it;
-    copies.erase(it);
-    for_rows(copy, [&](int64_t row, int64_t begin, int64_t end, uintptr_t from) {
-        char elements[ROW_BYTES] = {};
-        if (end > begin) memcpy(elements + 2 * begin, reinterpret_cast<void*>(from), size_t(2 * (end - begin)));
-        for (unsigned i = 0; i < ROW_BYTES; i += 16)
-            memcpy(reinterpret_cast<void*>(swizzled(copy.to + size_t(row) * ROW_BYTES + i)), elements + i, 16);
-    });
-    SharedMemory& shared = *shared_at(copy.to);
-    size_t offset = copy.to - shared.begin;
-    memset(&shared.written[offset], 1, copy.bytes);
-    // From now on the barrier orders accesses after the copy.
-    for (size_t i = offset / 2; i < (offset + copy.bytes) / 2; i++)
-        shared.cells[i].writer = shared.cells[i].reader = {};
-    async.barriers[copy.barrier].bytes -= int64_t(copy.bytes);
-    end_phase(copy.barrier, copy.site);
-    return true;
-}
-
-void Runner::check_copies_done() {
-    if (async.copies.empty()) return;
-    report(source_of(async.copies[0].site) + ": the kernel ends before this TMA copy is complete");
-}
-
-// Of threads that wait for barriers in shared memory; empty if there are none.
-std::string Runner::describe_waits() {
-    std::string text;
-    const Fiber* first = nullptr;
-    for (unsigned i = 0; i < count; i++) {
-        const Fiber& fiber = fibers[i];
-        if (fiber.state != State::AtMbarrier || (first && fiber.barrier == first->barrier)) continue;
-        const Mbarrier& barrier = async.barriers[fiber.barrier];
-        std::string at = source_of(Site{fiber.file, fiber.line, fiber.callers});
-        if (first) return text + "; thread " + std::to_string(i) + " waits at " + at;
-        first = &fiber;
-        text = at + ": thread " + std::to_string(i) + " waits for a barrier that never completes: phase " +
-               std::to_string(barrier.phase) + " is missing " + std::to_string(barrier.pending) + " of " +
-               std::to_string(barrier.arrivals) + " arrivals and " + std::to_string(barrier.bytes) + " bytes";
-    }
-    return text;
-}
 
 // Waits for the other threads of the warpgroup. True for the last one, which does for all of them what they called.
 bool Runner::gather_warpgroup(void* data, const Site& site) {
@@ -295,17 +194,6 @@ void Runner::finish_multiplications() {
         fail("%s: a thread ends without waiting for this wgmma", source_of(pending[0].site).c_str());
 }
 
-// After a barrier of these threads.
-void Runner::join_clocks(unsigned first, unsigned threads, uint64_t mask) {
-    if (!async.multiplies) return;
-    Clock joined{};
-    auto takes_part = [&](unsigned i) { return threads > MAX_WARP || mask >> i & 1; };
-    for (unsigned i = 0; i < threads; i++)
-        if (takes_part(i)) merge(joined, fibers[first + i].completed);
-    for (unsigned i = 0; i < threads; i++)
-        if (takes_part(i)) fibers[first + i].completed = joined;
-}
-
 void Runner::check_registers(uintptr_t address, size_t size, const char* what, const Site& site) {
     unsigned thread = number_of(*current);
     for (const auto& accumulator : async.warpgroups[thread / WARPGROUP].accumulators) {
@@ -329,93 +217,6 @@ void Runner::check_operands(uintptr_t address, size_t size, const Site& site) {
 using namespace emulator;
 
 extern "C" {
-
-// Where the function of hopper.cuh was called that calls the emulator.
-#define SITE {file, line, {__builtin_return_address(0), __builtin_return_address(1)}}
-
-static void require_warps_of_32(const Site& site) {
-    if (WARP != 32)
-        runner->fail("%s: the instruction is one of warps of 32 threads, here they have %u", source_of(site).c_str(),
-                     WARP);
-}
-
-void emulator_barrier_init(void* barrier, unsigned arrivals, const char* file, int line) {
-    const Site site = SITE;
-    Runner& r = *runner;
-    require_warps_of_32(site);
-    auto address = reinterpret_cast<uintptr_t>(barrier);
-    if (!r.shared_at(address)) r.fail("%s: barrier that is not in shared memory", source_of(site).c_str());
-    if (!arrivals || arrivals > MOST_ARRIVALS)
-        r.fail("%s: barrier with %u arrivals per phase", source_of(site).c_str(), arrivals);
-    access(address, 8, true, Kind::Plain, nullptr, &site);
-    Mbarrier& to = r.async.barriers[address] = {};
-    to.arrivals = to.pending = arrivals;
-    to.initialised_by = r.number_of(*r.current);
-}
-
-void emulator_fence_barriers() {
-    for (auto& barrier : runner->async.barriers)
-        if (barrier.second.initialised_by == runner->number_of(*runner->current)) barrier.second.fenced = true;
-}
-
-void emulator_barrier_arrive(void* barrier, unsigned bytes, const char* file, int line) {
-    const Site site = SITE;
-    Runner& r = *runner;
-    require_warps_of_32(site);
-    auto address = reinterpret_cast<uintptr_t>(barrier);
-    Mbarrier& to = r.barrier_at(address, site);
-    if (!to.pending)
-        r.fail("%s: too many arrivals at a barrier: phase %u has all %u of them and is only missing bytes",
-               source_of(site).c_str(), to.phase, to.arrivals);
-    to.bytes += bytes, to.pending--;
-    merge(to.arrived, r.current->completed);
-    // Threads that go on may overtake this one.
-    if (r.end_phase(address, site) || r.grid.failed) r.yield();
-}
-
-void emulator_barrier_wait(void* barrier, unsigned parity, const char* file, int line) {
-    const Site site = SITE;
-    Runner& r = *runner;
-    Fiber& self = *r.current;
-    require_warps_of_32(site);
-    auto address = reinterpret_cast<uintptr_t>(barrier);
-    Mbarrier& from = r.barrier_at(address, site);
-    if (parity > 1) r.fail("%s: barrier parity %u is neither 0 nor 1", source_of(site).c_str(), parity);
-    while (from.phase % 2 == parity) {
-        self.state = State::AtMbarrier, self.barrier = address, self.parity = parity;
-        self.file = file, self.line = line, self.callers = site.callers;
-        r.yield();
-    }
-    from.observed = true;
-    merge(self.completed, from.released);
-}
-
-void emulator_copy_box(void* to, const void* map, void* barrier, int x, int y, int z, const char* file, int line) {
-    const Site site = SITE;
-    Runner& r = *runner;
-    require_warps_of_32(site);
-    BoxCopy copy = {{}, {x, y, z}, reinterpret_cast<uintptr_t>(to), reinterpret_cast<uintptr_t>(barrier), 0, site};
-    memcpy(&copy.map, map, sizeof copy.map);
-    if (!r.barrier_at(copy.barrier, site).fenced)
-        r.fail("%s: TMA copy to a barrier without a fence after its initialisation", source_of(site).c_str());
-    SharedMemory* shared = r.shared_at(copy.to);
-    if (copy.map.magic != TensorMap::MAGIC)
-        r.fail("%s: tensor map that was not encoded by cuTensorMapEncodeTiled", source_of(site).c_str());
-    if (!shared) r.fail("%s: TMA copy to memory that is not shared", source_of(site).c_str());
-    if (copy.to % 1024)
-        r.fail("%s: TMA copy to an address that is not aligned to 1024 bytes", source_of(site).c_str());
-    copy.bytes = size_t(copy.map.box[0]) * copy.map.box[1] * copy.map.box[2] * 2;
-    for (const BoxCopy& other : r.async.copies)
-        if (copy.to < other.to + other.bytes && other.to < copy.to + copy.bytes)
-            r.fail("%s: TMA copy to shared memory that another copy is still writing", source_of(site).c_str());
-    for_rows(copy, [&](int64_t, int64_t begin, int64_t end, uintptr_t from) {
-        access(from, size_t(2 * (end - begin)), false, Kind::Plain, nullptr, &site);
-    });
-    access(copy.to, copy.bytes, true, Kind::Plain, nullptr, &site);
-    // Until the copy is done, what is there is not known.
-    memset(&shared->written[copy.to - shared->begin], 0, copy.bytes);
-    r.async.copies.push_back(copy);
-}
 
 void emulator_wgmma_fence() { runner->current->fenced = true; }
 
