@@ -199,6 +199,10 @@ impl Process {
         if let Some(pid) = to_pid(self.pid) {
             let _ = kill_process(pid, signal);
         }
+        // What has entered namespaces for it stops with it, and has to go on to see its end.
+        if let (Signal::KILL, Some(outer)) = (signal, to_pid(self.child.id())) {
+            let _ = kill_process(outer, Signal::CONT);
+        }
     }
 
     /// Waits until it has exited.

@@ -35,7 +35,7 @@ pub enum Event {
     },
     /// A message has arrived.
     Received(Connection, AgentMessage),
-    /// The connection is closed.
+    /// The connection is closed. It may become known only later that it was the agent who has closed it.
     Closed(Connection, HowClosed),
 }
 

@@ -18,6 +18,7 @@ use xlaunch_proto::v1::group_server::GroupServer;
 use super::coordinator::Handle;
 use super::link::Link;
 use super::net::{self, ListenError, Listener, Security, TOKEN_VARIABLE, Token, Wish};
+use super::presence;
 use super::service::Service;
 use super::state::Coordinator;
 use super::work::Work;
@@ -74,12 +75,7 @@ pub async fn join(nodes: Option<&Nodes>, work: Work) -> Result<Joining, Refusal>
         refuse(format!("failed to listen on {ip}, the address of this node: {error}; see --local-addr"))
     })?;
     let probe_port = probe.local_addr().map_err(|error| refuse(error.to_string()))?.port();
-    let mut tasks = vec![tokio::spawn(async move {
-        // A connection alone shows that this node can be reached.
-        loop {
-            let _ = probe.accept().await;
-        }
-    })];
+    let mut tasks = vec![tokio::spawn(presence::hold(probe))];
     let greeting = Greeting {
         node_rank: spec.node_rank,
         address,

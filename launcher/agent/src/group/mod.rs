@@ -8,9 +8,9 @@
 //! - [`coordinator`] is the task that owns that state; it runs in one of the agents, or alone.
 //! - [`link`] is an agent's side: it dials again when the connection is lost, repeats what has not arrived, and warns
 //!   the driver before the coordinator may consider the node lost; `link_state` is the pure part of it.
-//! - [`outbox`] keeps what has not been acknowledged; `service` is the gRPC service; [`join`] opens the link of an
-//!   agent that has some [`work`]; [`net`] has the connections; [`interface`] and [`shared`] find out what a node has
-//!   and sees.
+//! - [`outbox`] keeps what has not been acknowledged; `service` is the gRPC service; `presence` tells it whether the
+//!   process of an agent is gone; [`join`] opens the link of an agent that has some [`work`]; [`net`] has the
+//!   connections; [`interface`] and [`shared`] find out what a node has and sees.
 //!
 //! A job on one node has a coordinator, too, and its driver a link to it, but no socket.
 
@@ -21,6 +21,7 @@ pub mod link;
 mod link_state;
 pub mod net;
 pub mod outbox;
+mod presence;
 pub mod rendezvous;
 pub mod rules;
 mod service;

@@ -14,6 +14,7 @@ use xlaunch_proto::v1::group_server::Group;
 use xlaunch_proto::v1::{AgentMessage, CoordinatorMessage};
 
 use super::coordinator::{Event, HowClosed};
+use super::presence::Presence;
 
 /// For an agent to send its greeting.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
@@ -41,6 +42,10 @@ impl Group for Service {
         };
         let (replies, outgoing) = mpsc::unbounded_channel();
         let (opened, connection) = oneshot::channel();
+        let presence = match u16::try_from(greeting.probe_port) {
+            Ok(port) if port > 0 => Some(Presence::watch(greeting.address.clone(), port)),
+            _ => None,
+        };
         let event = Event::Opened { greeting, acknowledged, replies, opened };
         self.events.send(event).map_err(|_| ending())?;
         let connection = connection.await.map_err(|_| ending())?;
@@ -59,13 +64,18 @@ impl Group for Service {
             };
             // The coordinator may have ended.
             let _ = events.send(Event::Closed(connection, how));
+            if let (HowClosed::ByNetwork, Some(presence)) = (how, presence)
+                && presence.ends().await
+            {
+                let _ = events.send(Event::Closed(connection, HowClosed::ByAgent));
+            }
         });
         Ok(Response::new(Box::pin(UnboundedReceiverStream::new(outgoing).map(Ok))))
     }
 }
 
 /// Whether a stream has ended because the agent's kernel has closed the connection, as it does when the process is
-/// gone. A reset may come from anything on the way.
+/// gone. A reset may come from anything on the way; see `presence`.
 fn is_end_of_file(status: &Status) -> bool {
     let mut source = status.source();
     while let Some(error) = source {

@@ -1,7 +1,9 @@
 //! Workers, agents and hosts that are killed.
 
+use std::time::{Duration, Instant};
+
 use rustix::process::Signal;
-use xlaunch_tests::{Output, Process, requirements};
+use xlaunch_tests::{Output, Process, requirements, xlaunch_path};
 
 use super::{CRASH, Group, places};
 
@@ -10,6 +12,7 @@ xlaunch_harness::tests! {
     killed_worker_is_reported_once_and_ends_all_nodes_alike,
     failed_workers_of_all_nodes_share_one_budget_of_restarts,
     killed_agent_ends_the_job_on_all_nodes,
+    killed_agent_that_had_not_read_everything_is_lost_at_once,
     killed_agent_of_the_coordinator_ends_the_others,
     new_agent_takes_the_place_of_a_killed_one,
     power_cut_ends_the_job_or_lets_the_host_come_back;
@@ -100,6 +103,23 @@ fn killed_agent_ends_the_job_on_all_nodes() {
     assert_eq!(launches.remove(1).wait().code, 137);
     let outputs = group.expect_codes(launches, 75);
     assert!(outputs.iter().all(|output| output.stderr.contains("node 1 (h1)")), "{outputs:#?}");
+}
+
+/// Its kernel then sends a reset, as a network may.
+fn killed_agent_that_had_not_read_everything_is_lost_at_once() {
+    // The lease alone would take longer than any deadline here.
+    let group = Group::fixed(2, "--rdzv-conf keep_alive_max_attempt=60");
+    let mut launches = group.start_all(2);
+    launches[1].signal(Signal::STOP);
+    // Asks the other node, too, which does not read it.
+    let mut status = group.hosts[0].command(xlaunch_path());
+    Process::spawn_inside(status.args(["status"])).wait();
+    let killed = Instant::now();
+    launches[1].signal(Signal::KILL);
+    assert_eq!(launches.remove(1).wait().code, 137);
+    let outputs = group.expect_codes(launches, 75);
+    assert!(outputs[0].stderr.contains("node 1 (h1)"), "{}", outputs[0].stderr);
+    assert!(killed.elapsed() < Duration::from_secs(30), "{:?}", killed.elapsed());
 }
 
 fn killed_agent_of_the_coordinator_ends_the_others() {
