@@ -16,7 +16,7 @@ use tokio::sync::{mpsc, watch};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::v1::agent_message::Body as FromAgent;
 use xlaunch_proto::v1::coordinator_message::Body as ToAgent;
-use xlaunch_proto::v1::{JobState, NodeRefused, Prepare, StopRequested};
+use xlaunch_proto::v1::{JobState, NodeRefused, Prepare, StopRequested, Waiting};
 
 use crate::Refusal;
 use crate::group::coordinator::Handle;
@@ -133,6 +133,14 @@ async fn next_call(queries: &mut Option<Queries>) -> Message {
     }
 }
 
+/// The coordinator has told why this node waits. A spare is told at the beginning of every attempt, its user once.
+pub(crate) fn waits(board: &watch::Sender<Board>, waiting: &Waiting, notify: impl Fn(&str)) {
+    if !(waiting.spare && board.borrow().is_spare()) {
+        notify(&waiting.text);
+    }
+    board.send_modify(|board| board.set_spare(waiting.spare));
+}
+
 fn ended(exit_code: u32, why: &str) -> Refusal {
     let exit = ExitCode::from_code(i32::try_from(exit_code).unwrap_or(1)).unwrap_or(ExitCode::Rendezvous);
     Refusal::new(exit, why.to_owned())
@@ -159,14 +167,8 @@ impl Queries {
                 self.board.send_modify(|board| board.set_connected(*connected));
             }
             FromGroup::Message(ToAgent::Waiting(waiting)) => {
-                // A spare is told at the beginning of every attempt.
-                if !(waiting.spare && self.board.borrow().is_spare()) {
-                    notify(&waiting.text);
-                }
-                self.board.send_modify(|board| {
-                    board.set_spare(waiting.spare);
-                    board.set_reason(&waiting.text);
-                });
+                waits(&self.board, waiting, notify);
+                self.board.send_modify(|board| board.set_reason(&waiting.text));
             }
             FromGroup::Message(answer) => {
                 self.service.peers.iter().for_each(|peers| peers.received(answer.clone()));

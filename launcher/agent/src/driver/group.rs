@@ -19,7 +19,7 @@ use crate::rendezvous::peers::Peers;
 use crate::rendezvous::service::Message;
 use crate::state::{Event, StopCause};
 use crate::status::board::Board;
-use crate::waiting::Group;
+use crate::waiting::{self, Group};
 use crate::workload::Hang;
 
 /// To connect to the next node.
@@ -159,10 +159,7 @@ impl Driver<'_> {
                 None
             }
             ToAgent::Waiting(waiting) => {
-                if !(waiting.spare && self.board.borrow().is_spare()) {
-                    self.notify(&waiting.text);
-                }
-                self.board.send_modify(|board| board.set_spare(waiting.spare));
+                waiting::waits(&self.board, &waiting, |text| self.notify(text));
                 None
             }
             question @ (ToAgent::Nodes(_) | ToAgent::Query(_) | ToAgent::QueryReply(_)) => {

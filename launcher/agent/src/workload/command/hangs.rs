@@ -146,7 +146,7 @@ impl CommandWorkload<'_> {
         }));
     }
 
-    /// A rank has exited: other nodes learn of it at once, as this one may look for hangs no more.
+    /// A rank has exited: other nodes learn of it at once, as this one may no longer look for hangs.
     pub(super) fn send_exit(&mut self, local_rank: u32) {
         self.heartbeats_end(local_rank);
         self.send_heartbeats(self.unsent.stopped.clone());
