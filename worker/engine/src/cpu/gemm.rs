@@ -1,5 +1,7 @@
 //! Matrix multiplication by the `gemm` crate, with rows split among threads.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::threads::Threads;
@@ -36,6 +38,12 @@ impl<'a> Mat<'a> {
         }
     }
 
+    /// Some of its rows, in the same memory.
+    fn part(self, rows: Range<usize>) -> Self {
+        let data = self.data.get(rows.start * self.row_stride..).unwrap_or_default();
+        Self { data, rows: rows.len(), ..self }
+    }
+
     fn fits(self) -> bool {
         let last = |count: usize, stride: usize| count.saturating_sub(1) * stride;
         self.rows == 0
@@ -50,12 +58,10 @@ const DEPTH: usize = 512;
 
 /// `out = scale a b`, added to the contents of `out` if `add`. Rows of `out` are `stride` apart.
 pub(crate) fn gemm(out: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, scale: f32, add: bool) {
-    assert!(a.cols == b.rows && a.fits() && b.fits());
+    assert!(a.cols == b.rows);
     for first in (0..a.cols.max(1)).step_by(DEPTH) {
-        let depth = DEPTH.min(a.cols - first);
-        let data = |mat: Mat<'_>, stride: usize| first * stride.min(mat.data.len());
-        let a = Mat { data: &a.data[data(a, a.col_stride)..], cols: depth, ..a };
-        let b = Mat { data: &b.data[data(b, b.row_stride)..], rows: depth, ..b };
+        let depth = first..(first + DEPTH).min(a.cols);
+        let (a, b) = (a.t().part(depth.clone()).t(), b.part(depth));
         gemm_at_once(out, stride, a, b, scale, add || first > 0);
     }
 }
@@ -105,8 +111,7 @@ pub(crate) fn parallel_gemm(threads: &Threads, out: &mut [f32], a: Mat<'_>, b: M
     }
     threads.run(|| {
         tasks.into_par_iter().for_each(|(rows, out)| {
-            let part = Mat { data: &a.data[rows.start * a.row_stride..], rows: rows.len(), ..a };
-            gemm(out, b.cols, part, b, 1.0, add);
+            gemm(out, b.cols, a.part(rows), b, 1.0, add);
         });
     });
 }

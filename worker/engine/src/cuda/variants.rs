@@ -4,7 +4,7 @@
 //! operation's own operands, when a shape is first seen. The choice is kept on disk. Where there is none, the first
 //! variant runs, which supports everything.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::fmt::Debug;
 use std::hash::Hash;
@@ -28,11 +28,15 @@ pub(crate) trait Variant: Copy {
 
 /// Numbers of the fastest variants that were found so far.
 #[derive(Debug)]
-pub(crate) struct Fastest<S>(RefCell<HashMap<Site<S>, usize>>);
+pub(crate) struct Fastest<S> {
+    found: RefCell<HashMap<Site<S>, usize>>,
+    /// For tests: the variant of all sites that it supports.
+    forced: Cell<Option<usize>>,
+}
 
 impl<S> Default for Fastest<S> {
     fn default() -> Self {
-        Self(RefCell::default())
+        Self { found: RefCell::default(), forced: Cell::default() }
     }
 }
 
@@ -49,6 +53,9 @@ impl<S: Copy + Debug + Eq + Hash> Fastest<S> {
         variants: &[V],
         run: impl Fn(V) -> Result<()>,
     ) -> Result<V> {
+        if let Some(variant) = self.forced.get().filter(|_| unsupported.is_none()) {
+            return Ok(variants[variant]);
+        }
         let no_choice = unsupported.or(gpu.deterministic.then_some("the run is deterministic"));
         let found = match no_choice {
             Some(_) => None,
@@ -61,9 +68,14 @@ impl<S: Copy + Debug + Eq + Hash> Fastest<S> {
         Ok(selected)
     }
 
+    /// From now on, selects this variant for all sites that it supports, in deterministic runs too; or the fastest.
+    pub(crate) fn force(&self, variant: Option<usize>) {
+        self.forced.set(variant);
+    }
+
     /// Selects this variant from now on.
     pub(crate) fn set(&self, site: Site<S>, variant: usize) {
-        self.0.borrow_mut().insert(site, variant);
+        self.found.borrow_mut().insert(site, variant);
     }
 
     /// The number of the fastest; `None` if it is not known yet and nothing can be timed now.
@@ -75,7 +87,7 @@ impl<S: Copy + Debug + Eq + Hash> Fastest<S> {
         variants: &[V],
         run: impl Fn(V) -> Result<()>,
     ) -> Result<Option<usize>> {
-        if let Some(variant) = self.0.borrow().get(&site) {
+        if let Some(variant) = self.found.borrow().get(&site) {
             return Ok(Some(*variant));
         }
         let sources: String = sources.iter().map(|source| source.text).collect();

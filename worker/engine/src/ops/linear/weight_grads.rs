@@ -57,34 +57,31 @@ pub(crate) struct WeightGrads {
     fastest: Fastest<[LinearShape; 2]>,
     /// See the kernel.
     counters: OnceCell<Tensor>,
-    /// For tests: parts of the rows, in one kernel wherever it supports the operands.
-    forced: Cell<Option<usize>>,
+    /// For tests: parts of the rows.
+    parts: Cell<Option<usize>>,
 }
 
 impl WeightGrads {
     pub(crate) fn run(&self, gpu: &Gpu, layers: [LinearBackwardWeight<'_>; 2]) -> Result<()> {
         layers.iter().for_each(|layer| cuda::check_backward_weight(gpu, layer));
         let shapes = layers.map(|layer| layer.shape);
-        let parts = self.forced.get().unwrap_or_else(|| parts(gpu, shapes));
+        let parts = self.parts.get().unwrap_or_else(|| parts(gpu, shapes));
         let is_supported = parts > 0 && supports(gpu, &layers);
         let run = |launches| match launches {
             Launches::Separate => layers.into_iter().try_for_each(|layer| cuda::weight_gradient(gpu, layer)),
             Launches::Together => self.together(gpu, &layers, parts),
         };
-        if self.forced.get().is_some() && is_supported {
-            run(Launches::Together)?;
-        } else {
-            let site = Site { operation: "linear_backward_weights", shape: shapes, variants: WAYS.len() };
-            let unsupported = "it is not bf16, not aligned, adds, has too many tiles, or not on Hopper";
-            let unsupported = (!is_supported).then_some(unsupported);
-            run(self.fastest.select(gpu, site, unsupported, &[KERNEL.source], &WAYS, run)?)?;
-        }
+        let site = Site { operation: "linear_backward_weights", shape: shapes, variants: WAYS.len() };
+        let unsupported = "it is not bf16, not aligned, adds, has too many tiles, or not on Hopper";
+        let unsupported = (!is_supported).then_some(unsupported);
+        run(self.fastest.select(gpu, site, unsupported, &[KERNEL.source], &WAYS, run)?)?;
         layers.into_iter().try_for_each(|layer| cuda::bias_gradient(gpu, layer))
     }
 
     /// From now on, one kernel computes all that it supports, with the rows in so many parts; or what was selected.
     pub(crate) fn force(&self, parts: Option<usize>) {
-        self.forced.set(parts);
+        self.parts.set(parts);
+        self.fastest.force(parts.map(|_| Launches::Together as usize));
     }
 
     fn together(&self, gpu: &Gpu, layers: &[LinearBackwardWeight<'_>; 2], parts: usize) -> Result<()> {

@@ -3,8 +3,6 @@
 //! Our own GEMM applies SwiGLU, or its derivative, before it writes its result, which saves the pass in which a kernel
 //! reads and writes (N, 2 F) once more. It runs where it is faster than a GEMM with a kernel after it.
 
-use std::cell::Cell;
-
 use super::hopper::{self, Tiling};
 use super::{LinearSwigluForward, SwigluBackward, SwigluForward, SwigluLinearBackward};
 use crate::cuda::variants::{Fastest, Site, Variant};
@@ -59,16 +57,13 @@ impl Variant for SwigluVariant {
     }
 }
 
+/// The kernel, and the tilings in their order.
 const VARIANTS: [SwigluVariant; 3] =
     [SwigluVariant::Kernel, SwigluVariant::Epilogue(Tiling::Halves), SwigluVariant::Epilogue(Tiling::Turns)];
 
 /// Linear layers with SwiGLU.
 #[derive(Debug, Default)]
-pub(crate) struct Swiglu {
-    fastest: Fastest<LinearShape>,
-    /// For tests: the variant of all shapes that it supports.
-    forced: Cell<Option<Tiling>>,
-}
+pub(crate) struct Swiglu(Fastest<LinearShape>);
 
 impl Swiglu {
     pub(crate) fn linear_forward(&self, gpu: &Gpu, args: LinearSwigluForward<'_>) -> Result<()> {
@@ -112,7 +107,7 @@ impl Swiglu {
 
     /// From now on, this variant computes all that it supports, or that which was selected.
     pub(crate) fn force(&self, tiling: Option<Tiling>) {
-        self.forced.set(tiling);
+        self.0.force(tiling.map(|tiling| 1 + tiling as usize));
     }
 
     /// The fastest variant. The kernel supports every shape and type.
@@ -123,11 +118,8 @@ impl Swiglu {
         is_supported: bool,
         run: impl Fn(SwigluVariant) -> Result<()>,
     ) -> Result<SwigluVariant> {
-        if let Some(tiling) = self.forced.get().filter(|_| is_supported) {
-            return Ok(SwigluVariant::Epilogue(tiling));
-        }
         let unsupported = "it is not bf16, not aligned, or not on compute capability 9.0";
         let unsupported = (!is_supported).then_some(unsupported);
-        self.fastest.select(gpu, site, unsupported, &[KERNELS.source, hopper::HOPPER_SOURCE], &VARIANTS, run)
+        self.0.select(gpu, site, unsupported, &[KERNELS.source, hopper::HOPPER_SOURCE], &VARIANTS, run)
     }
 }
