@@ -272,6 +272,13 @@ ATOMIC(64_fetch_add, uint64_t, 8, __atomic_fetch_add)
 ATOMIC(32_fetch_or, uint32_t, 4, __atomic_fetch_or)
 ATOMIC(32_exchange, uint32_t, 4, __atomic_exchange_n)
 
+unsigned emulator_atomic_max(unsigned* p, unsigned x) {
+    atomic(p, sizeof x, __builtin_return_address(0));
+    unsigned old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
+    while (old < x && !__atomic_compare_exchange_n(p, &old, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) continue;
+    return old;
+}
+
 // What it calls for -fsanitize=undefined: the first field of each description is where.
 struct Where {
     const char* file;

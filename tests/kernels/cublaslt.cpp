@@ -28,13 +28,14 @@ enum Status : int32_t {
     EXECUTION_FAILED = 13,
     NOT_SUPPORTED = 15,
 };
-constexpr int32_t R_32F = 0, R_16BF = 14;
+constexpr int32_t R_32F = 0, R_16BF = 14, R_8F_E4M3 = 28, R_8F_E5M2 = 29;
 constexpr int32_t COMPUTE_32F = 68, COMPUTE_32F_PEDANTIC = 69, FAST_16BF = 75, FAST_TF32 = 77;
 constexpr int32_t OP_N = 0, OP_T = 1;
 constexpr uint32_t EPILOGUE_DEFAULT = 1, EPILOGUE_BIAS = 4, EPILOGUE_GELU_AUX_BIAS = 164;
 constexpr uint32_t EPILOGUE_DGELU = 192, EPILOGUE_DGELU_BGRAD = 208;
 constexpr int32_t DESC_TRANSA = 3, DESC_TRANSB = 4, DESC_EPILOGUE = 7, DESC_BIAS_POINTER = 8;
 constexpr int32_t DESC_EPILOGUE_AUX_POINTER = 11, DESC_EPILOGUE_AUX_LD = 12;
+constexpr int32_t DESC_A_SCALE_POINTER = 17, DESC_B_SCALE_POINTER = 18, DESC_FAST_ACCUM = 25;
 constexpr int32_t PREF_MAX_WORKSPACE_BYTES = 1, PREF_MIN_ALIGNMENT_A_BYTES = 5, PREF_MIN_ALIGNMENT_D_BYTES = 8;
 
 // The bits that epilogues consist of. Derivatives have AUX too.
@@ -47,6 +48,8 @@ struct MatmulDesc {
     uint32_t epilogue = EPILOGUE_DEFAULT;
     void *bias = nullptr, *aux = nullptr;
     int64_t aux_ld = 0;
+    // Factors of FP8 operands, in device memory.
+    const float *a_scale = nullptr, *b_scale = nullptr;
 };
 
 struct MatrixLayout {
@@ -98,24 +101,40 @@ uint16_t to_bf16(float x) {
     return std::isnan(x) ? 0x7fff : uint16_t(bit_cast<uint32_t>(round_bits(x, 16)) >> 16);
 }
 
-// Elements of one of the two types.
+bool is_fp8(int32_t type) { return type == R_8F_E4M3 || type == R_8F_E5M2; }
+
+float from_fp8(uint8_t code, int32_t type) {
+    int mantissa_bits = type == R_8F_E5M2 ? 2 : 3, bias = type == R_8F_E5M2 ? 15 : 7;
+    int magnitude = code & 0x7f, exponent = magnitude >> mantissa_bits;
+    double x = magnitude & ((1 << mantissa_bits) - 1);
+    if (type == R_8F_E5M2 ? exponent == 31 : magnitude == 0x7f)
+        x = type == R_8F_E5M2 && x == 0 ? INFINITY : NAN;
+    else
+        x = exponent == 0 ? std::ldexp(x, 1 - bias - mantissa_bits)
+                          : std::ldexp(x + (1 << mantissa_bits), exponent - bias - mantissa_bits);
+    return float(code & 0x80 ? -x : x);
+}
+
+// Elements of one type.
 struct Elements {
     char* p;
-    bool bf16;
+    int32_t type;
 
-    Elements(const void* p, int32_t type) : p(const_cast<char*>(static_cast<const char*>(p))), bf16(type == R_16BF) {}
+    Elements(const void* p, int32_t type) : p(const_cast<char*>(static_cast<const char*>(p))), type(type) {}
 
     float load(size_t i) const {
-        if (!bf16) return reinterpret_cast<const float*>(p)[i];
+        if (type == R_32F) return reinterpret_cast<const float*>(p)[i];
+        if (is_fp8(type)) return from_fp8(uint8_t(p[i]), type);
         return bit_cast<float>(uint32_t(reinterpret_cast<const uint16_t*>(p)[i]) << 16);
     }
+    // Results are never FP8.
     void store(size_t i, double x) const {
-        if (bf16) reinterpret_cast<uint16_t*>(p)[i] = to_bf16(float(x));
+        if (type == R_16BF) reinterpret_cast<uint16_t*>(p)[i] = to_bf16(float(x));
         else reinterpret_cast<float*>(p)[i] = float(x);
     }
 };
 
-uint64_t element_size(int32_t type) { return type == R_16BF ? 2 : 4; }
+uint64_t element_size(int32_t type) { return is_fp8(type) ? 1 : type == R_16BF ? 2 : 4; }
 bool is_aligned(const void* p, uint64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 // A factor of which element (i, l) is at i * along_i + l * along_k, where l counts along the sum.
@@ -210,6 +229,17 @@ struct Product {
     }
 };
 
+// What the library documents for FP8 on compute capability 8.9 and 9.0: sums run along the columns of both operands in
+// memory, which are multiples of 16 bytes apart, like those of the result; not both are E5M2; no epilogue but a bias.
+Status check_fp8(const MatmulDesc& desc, const MatrixLayout& a, const MatrixLayout& b, const MatrixLayout& d, uint64_t m,
+                 uint64_t n, uint64_t k) {
+    bool is_valid = is_fp8(a.type) && is_fp8(b.type) && !(a.type == R_8F_E5M2 && b.type == R_8F_E5M2) &&
+                    desc.transpose_a == OP_T && desc.transpose_b == OP_N && desc.compute == COMPUTE_32F &&
+                    (desc.epilogue == EPILOGUE_DEFAULT || (desc.epilogue == EPILOGUE_BIAS && d.type == R_16BF));
+    for (uint64_t size : {m, n, k, uint64_t(a.ld), uint64_t(b.ld), uint64_t(d.ld)}) is_valid &= size % 16 == 0;
+    return is_valid ? SUCCESS : NOT_SUPPORTED;
+}
+
 // Checks everything that does not depend on the operands' addresses.
 Status check(const MatmulDesc& desc, const MatrixLayout& a, const MatrixLayout& b, const MatrixLayout& c,
              const MatrixLayout& d) {
@@ -220,7 +250,9 @@ Status check(const MatmulDesc& desc, const MatrixLayout& a, const MatrixLayout& 
     if (k != (tb ? b.cols : b.rows)) return INVALID_VALUE;
     if (c.rows != m || c.cols != n || d.rows != m || d.cols != n) return INVALID_VALUE;
 
-    if (a.type != b.type || c.type != d.type || desc.scale != R_32F) return NOT_SUPPORTED;
+    if (c.type != d.type || desc.scale != R_32F) return NOT_SUPPORTED;
+    if (is_fp8(a.type) || is_fp8(b.type)) return check_fp8(desc, a, b, d, m, n, k);
+    if (a.type != b.type) return NOT_SUPPORTED;
     bool from_f32 = a.type == R_32F && d.type == R_32F;
     bool from_bf16 = a.type == R_16BF && (d.type == R_16BF || d.type == R_32F);
     bool plain = desc.compute == COMPUTE_32F || desc.compute == COMPUTE_32F_PEDANTIC;
@@ -293,6 +325,13 @@ Status cublasLtMatmulDescSetAttribute(MatmulDesc* desc, int32_t attribute, const
     case DESC_BIAS_POINTER: return read(value, size, desc->bias);
     case DESC_EPILOGUE_AUX_POINTER: return read(value, size, desc->aux);
     case DESC_EPILOGUE_AUX_LD: return read(value, size, desc->aux_ld);
+    case DESC_A_SCALE_POINTER: return read(value, size, desc->a_scale);
+    case DESC_B_SCALE_POINTER: return read(value, size, desc->b_scale);
+    case DESC_FAST_ACCUM: {
+        // Sums are exact here.
+        int8_t fast;
+        return read_one_of(value, size, fast, {int8_t(0), int8_t(1)});
+    }
     case DESC_EPILOGUE:
         return read_one_of(value, size, desc->epilogue,
                            {EPILOGUE_DEFAULT, EPILOGUE_BIAS, EPILOGUE_GELU_AUX_BIAS, EPILOGUE_DGELU,
@@ -397,6 +436,13 @@ Status cublasLtMatmul(Handle* handle, const MatmulDesc* desc, const void* alpha,
         is_read = is_read && all(emulator_device_writes, desc->aux, rows, cols, desc->aux_ld, types[3]);
     if (desc->epilogue & BIAS_GRAD) is_read = is_read && all(emulator_device_writes, desc->bias, rows, 1, 0, types[3]);
     if (!is_read || !all(emulator_device_writes, d, rows, cols, d_layout->ld, types[3])) return EXECUTION_FAILED;
+
+    for (const float* factor : {desc->a_scale, desc->b_scale}) {
+        if (!factor) continue;
+        if (!is_fp8(types[0]) || !is_aligned(factor, 16) || !emulator_device_reads(factor, sizeof *factor))
+            return EXECUTION_FAILED;
+        product.alpha *= *factor;
+    }
 
     // An exception must not leave the library.
     try {

@@ -49,6 +49,13 @@ inline To bit_cast(From x) {
 inline unsigned __float_as_uint(float x) { return bit_cast<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return bit_cast<float>(x); }
 inline float __int_as_float(int x) { return bit_cast<float>(x); }
+// Bytes of b and a, b in the upper half, that the four lowest digits of the selector name.
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    uint64_t bytes = (uint64_t)b << 32 | a;
+    unsigned x = 0;
+    for (int i = 0; i < 4; i++) x |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return x;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
@@ -89,6 +96,8 @@ template <typename T, typename U>
 inline T atomicOr(T* p, U x) {
     return __atomic_fetch_or(p, (T)x, __ATOMIC_SEQ_CST);
 }
+
+inline unsigned atomicMax(unsigned* p, unsigned x) { return emulator_atomic_max(p, x); }
 
 // A kernel as the emulator calls it: each of its arguments is behind a pointer, as for cuLaunchKernel.
 template <auto F>

@@ -61,6 +61,8 @@ uint64_t emulator_time();
 void emulator_barrier(const char* file, int line);
 void emulator_warp(EmulatorOperation operation, uint64_t mask, void* data, const char* file, int line);
 void emulator_fence();
+// Compilers have no such operation. Returns the previous number.
+unsigned emulator_atomic_max(unsigned* p, unsigned x);
 void* emulator_dynamic_shared();
 // Several blocks write the same to these bytes.
 void emulator_written_alike(const void* p, size_t bytes);

@@ -62,6 +62,11 @@ pub enum WorkerError {
         /// Number of ranks.
         world: u32,
     },
+    /// The GPU cannot multiply FP8.
+    #[error(
+        "`engine.precision = \"fp8\"` needs compute capability 8.9 or newer, which {0} does not have; set it to \"bf16\""
+    )]
+    NoFp8(String),
     /// Training diverged.
     #[error(
         "training diverged at step {step}: {what}; \
@@ -122,9 +127,11 @@ impl WorkerError {
             Self::Rendezvous(_) => ExitCode::Rendezvous,
             Self::Diverged { .. } => ExitCode::Diverged,
             Self::ReplicasDiffer { .. } => ExitCode::Gpu,
-            Self::Environment(_) | Self::Setting(_) | Self::Spec(_) | Self::NotShared { .. } => {
-                ExitCode::Usage
-            }
+            Self::Environment(_)
+            | Self::Setting(_)
+            | Self::Spec(_)
+            | Self::NotShared { .. }
+            | Self::NoFp8(_) => ExitCode::Usage,
             Self::OfRank { error, .. } => error.exit(),
             Self::Io { .. } => ExitCode::Internal,
         }

@@ -13,7 +13,7 @@ use std::sync::mpsc::sync_channel;
 
 use rayon::ThreadPool;
 use xlaunch_data::{TOKENIZER_FILE, Tokenizer, TokenizerError};
-use xlaunch_engine::{self as engine, CpuBackend, CudaBackend, CudaOptions, EngineError, PoolMode};
+use xlaunch_engine::{CpuBackend, CudaBackend, CudaOptions, EngineError, PoolMode};
 use xlaunch_proto::exit::ExitCode;
 use xlaunch_proto::model::ModelShape;
 use xlaunch_proto::spec::Precision;
@@ -160,11 +160,7 @@ impl Source {
 /// Opens a device. `precision` is for GPUs. `timed` selects kernels by timing them, which pays for long work only.
 pub fn open_device(device: Device, precision: Precision, timed: bool) -> Result<BackendHandle, Refusal> {
     if device != Device::Cpu {
-        let precision = match precision {
-            Precision::Fp32 => engine::Precision::Fp32,
-            Precision::Tf32 => engine::Precision::Tf32,
-            Precision::Bf16 => engine::Precision::Bf16,
-        };
+        let precision = crate::session::engine_precision(precision);
         let options = CudaOptions { deterministic: !timed, ..CudaOptions::new(precision, PoolMode::On) };
         match CudaBackend::open(0, options) {
             Ok(backend) => return Ok(BackendHandle::new(backend)),

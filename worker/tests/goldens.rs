@@ -29,6 +29,8 @@ use xlaunch_worker::train::{Division, Gradients};
 const TOLERANCE: f64 = 1e-5;
 /// Of bf16, which keeps 8 bits: roundings of 2^-9 in some ten operations, one after the other.
 const BF16_TOLERANCE: f64 = 3e-2;
+/// Of FP8: E5M2 rounds each gradient by up to an eighth, E4M3 weights and inputs by up to a sixteenth.
+const FP8_TOLERANCE: f64 = 0.15;
 const ROWS: Rows = Rows { batch: 2, seq: 16 };
 
 xlaunch_harness::suite! {
@@ -37,7 +39,8 @@ xlaunch_harness::suite! {
     llama_with_grouped_query_attention_matches_pytorch_on_cpu,
     llama_with_wide_heads_and_scaled_rotation_matches_pytorch_on_cpu,
     losses_in_chunks_match_pytorch_on_cpu,
-    recomputed_blocks_give_the_same_bits_on_cpu;
+    recomputed_blocks_give_the_same_bits_on_cpu,
+    fp8_is_near_pytorch_on_cpu;
     needs require_gpu:
     gpt2_matches_pytorch_on_gpu,
     llama_matches_pytorch_on_gpu,
@@ -46,7 +49,8 @@ xlaunch_harness::suite! {
     losses_in_chunks_match_pytorch_on_gpu,
     recomputed_blocks_give_the_same_bits_on_gpu,
     micro_steps_are_added_in_fp32_and_rounded_once_on_gpu,
-    bf16_is_near_pytorch_on_gpu;
+    bf16_is_near_pytorch_on_gpu,
+    fp8_is_near_pytorch_on_gpu;
     needs emulated_gpu: tests_on_gpu_pass_in_the_emulator;
 }
 
@@ -182,6 +186,12 @@ fn gpu() -> BackendHandle {
 impl Fixture {
     fn new(backend: BackendHandle, case: Case) -> Self {
         Self::with(backend, case, MemoryUse::default(), DType::F32)
+    }
+
+    fn in_fp8(backend: BackendHandle, case: Case, memory: MemoryUse) -> Self {
+        let grads = backend.activation_dtype();
+        let f = Self::with(backend, case, memory, grads);
+        Self { model: f.model.with_fp8(true), ..f }
     }
 
     fn with(backend: BackendHandle, case: Case, memory: MemoryUse, grads: DType) -> Self {
@@ -358,15 +368,23 @@ fn recomputed_blocks_give_the_same_bits_on_gpu() {
 }
 
 fn recomputed_blocks_give_the_same_bits(backend: fn() -> BackendHandle) {
-    for case in [GPT2, LLAMA, LLAMA_GQA, LLAMA_WIDE] {
+    // On a GPU, FP8 comes with bf16.
+    let (on, fp8) = (backend(), [false, true]);
+    let fp8 = match on.is_asynchronous() && (on.activation_dtype() == DType::F32 || !on.supports_fp8()) {
+        true => &fp8[..1],
+        false => &fp8[..],
+    };
+    let cases = [GPT2, LLAMA, LLAMA_GQA, LLAMA_WIDE].into_iter();
+    for (case, fp8) in cases.flat_map(|case| fp8.iter().map(move |fp8| (case, *fp8))) {
         let [expected, cheap, block] =
             [Recompute::None, Recompute::Cheap, Recompute::Block].map(|recompute| {
                 let memory = MemoryUse { recompute, ..MemoryUse::default() };
                 let f = Fixture::with(backend(), case, memory, DType::F32);
+                let f = Fixture { model: f.model.with_fp8(fp8), ..f };
                 let (loss, _) = f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);
                 (loss.to_bits(), read(&f.backend, &f.grads).into_iter().map(f32::to_bits).collect::<Vec<_>>())
             });
-        assert!(cheap == expected && block == expected, "{}", case.name);
+        assert!(cheap == expected && block == expected, "{}, FP8 {fp8}", case.name);
     }
 }
 
@@ -407,26 +425,45 @@ fn bf16_is_near_pytorch_on_gpu() {
         (LLAMA_GQA, MemoryUse::default(), DType::F32),
         (LLAMA, chunked, DType::Bf16),
     ] {
-        let f = Fixture::with(gpu_in_bf16(), case, memory, grads);
-        let (loss, logits) = f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);
-        let expected = f64::from(f.golden.floats["loss"][0]);
-        assert!((loss - expected).abs() <= BF16_TOLERANCE * expected, "loss {loss} against {expected}");
-        let near = |what: &str, ours: &[f32], theirs: &[f32]| {
-            let distance = relative(ours, theirs);
-            assert!(distance <= BF16_TOLERANCE, "{} of {}: {distance:.2e}", what, case.name);
-        };
-        near("logits", &logits, &f.golden.floats["logits"]);
-        let grads = read(&f.backend, &f.grads);
-        let ours: Vec<f32> =
-            f.model.layout.params.iter().flat_map(|param| grads[param.stored()].to_vec()).collect();
-        let theirs: Vec<f32> = f
-            .model
-            .layout
-            .params
-            .iter()
-            .flat_map(|param| f.golden.floats[&format!("grad.{}", param.name)].clone())
-            .collect();
-        near("gradient", &ours, &theirs);
+        near_pytorch(&Fixture::with(gpu_in_bf16(), case, memory, grads), BF16_TOLERANCE);
+    }
+}
+
+fn near_pytorch(f: &Fixture, tolerance: f64) {
+    let (loss, logits) = f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);
+    let expected = f64::from(f.golden.floats["loss"][0]);
+    assert!((loss - expected).abs() <= tolerance * expected, "loss {loss} against {expected}");
+    let near = |what: &str, ours: &[f32], theirs: &[f32]| {
+        let distance = relative(ours, theirs);
+        assert!(distance <= tolerance, "{what}: {distance:.2e}");
+    };
+    near("logits", &logits, &f.golden.floats["logits"]);
+    let (grads, params) = (read(&f.backend, &f.grads), &f.model.layout.params);
+    let ours: Vec<f32> = params.iter().flat_map(|param| grads[param.stored()].to_vec()).collect();
+    let theirs: Vec<f32> =
+        params.iter().flat_map(|param| f.golden.floats[&format!("grad.{}", param.name)].clone()).collect();
+    near("gradient", &ours, &theirs);
+}
+
+fn fp8_is_near_pytorch_on_cpu() {
+    fp8_is_near_pytorch(cpu);
+}
+
+fn fp8_is_near_pytorch_on_gpu() {
+    let gpu = gpu_in_bf16();
+    if gpu.supports_fp8() {
+        drop(gpu);
+        fp8_is_near_pytorch(gpu_in_bf16);
+    }
+}
+
+/// And not so near that nothing was rounded.
+fn fp8_is_near_pytorch(backend: fn() -> BackendHandle) {
+    for case in [GPT2, LLAMA, LLAMA_GQA, LLAMA_WIDE] {
+        let f = Fixture::in_fp8(backend(), case, MemoryUse::default());
+        near_pytorch(&f, FP8_TOLERANCE);
+        let (_, logits) = f.pass(&f.golden.ids["tokens"], &f.golden.ids["targets"]);
+        assert!(relative(&logits, &f.golden.floats["logits"]) > 5e-3, "{}", case.name);
     }
 }
 
@@ -446,5 +483,5 @@ fn tests_on_gpu_pass_in_the_emulator() {
     let output = command.arg("on_gpu").output().unwrap();
     let [stdout, stderr] =
         [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-    assert!(output.status.success() && stdout.contains("ok. 8 passed"), "{stdout}\n{stderr}");
+    assert!(output.status.success() && stdout.contains("ok. 9 passed"), "{stdout}\n{stderr}");
 }

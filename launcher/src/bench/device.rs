@@ -82,7 +82,8 @@ pub(crate) fn gemm_rates(found: &Calibration) -> Vec<(&'static str, f64)> {
     all.into_iter().filter(|(_, rate)| *rate > 0.0).collect()
 }
 
-/// The GEMM rate in this precision, in FLOP/s.
+/// The GEMM rate in this precision, in FLOP/s; for fp8, that of bf16, in which the head and attention are.
 pub(crate) fn gemm_rate(found: &Calibration, precision: &str) -> Option<f64> {
+    let precision = if precision == "fp8" { "bf16" } else { precision };
     gemm_rates(found).into_iter().find(|(name, _)| *name == precision).map(|(_, rate)| rate)
 }

@@ -126,11 +126,11 @@ fn shard_or_flag<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Shard, D:
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum WireDtype {
-    /// bf16 with `engine.precision = "bf16"`, fp32 otherwise.
+    /// bf16 with `engine.precision = "bf16"` or `"fp8"`, fp32 otherwise.
     Auto,
     /// 4 bytes per gradient.
     Fp32,
-    /// 2 bytes per gradient. Needs `engine.precision = "bf16"`.
+    /// 2 bytes per gradient. Needs `engine.precision = "bf16"` or `"fp8"`.
     Bf16,
 }
 

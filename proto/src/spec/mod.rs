@@ -82,11 +82,12 @@ impl JobSpec {
         within("train.clip", train.clip, 0.0, f64::MAX)?;
         within("data.val_fraction", self.data.val_fraction, 0.0, 0.5)?;
         within("checkpoint.every_seconds", self.checkpoint.every_seconds, 0.0, 1e9)?;
-        if self.comm.dtype == WireDtype::Bf16 && self.engine.precision.is_some_and(|p| p != Precision::Bf16) {
+        let precision = self.engine.precision;
+        if self.comm.dtype == WireDtype::Bf16 && precision.is_some_and(|p| !p.has_bf16_activations()) {
             return Err(Invalid::new(
                 "comm.dtype",
                 "bf16 gradients need bf16 activations".into(),
-                "engine.precision = \"bf16\"".into(),
+                "engine.precision = \"bf16\" or \"fp8\"".into(),
             ));
         }
         if self.engine.device == Device::Cpu && self.comm.dtype == WireDtype::Bf16 {
@@ -96,7 +97,7 @@ impl JobSpec {
                 "\"auto\" or \"fp32\" with engine.device = \"cpu\"".into(),
             ));
         }
-        if self.engine.device == Device::Cpu && self.engine.precision.is_some_and(|p| p != Precision::Fp32) {
+        if self.engine.device == Device::Cpu && precision.is_some_and(|p| p != Precision::Fp32) {
             return Err(Invalid::new(
                 "engine.precision",
                 "the CPU back end supports fp32 only".into(),

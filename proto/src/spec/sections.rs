@@ -365,6 +365,26 @@ pub enum Precision {
     Tf32,
     /// bf16 weights, activations and matrix multiplications, with fp32 accumulation.
     Bf16,
+    /// As bf16, but the linear layers of all blocks multiply FP8 (E4M3, gradients E5M2) with a scale per tensor. Faster
+    /// from about a billion parameters on. Needs compute capability 8.9, and sizes that are multiples of 16.
+    Fp8,
+}
+
+impl Precision {
+    /// Whether activations, and gradients on the wire, are bf16.
+    pub fn has_bf16_activations(self) -> bool {
+        matches!(self, Self::Bf16 | Self::Fp8)
+    }
+
+    /// Its name in configurations.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fp32 => "fp32",
+            Self::Tf32 => "tf32",
+            Self::Bf16 => "bf16",
+            Self::Fp8 => "fp8",
+        }
+    }
 }
 
 /// How the operations of a step are launched on a GPU.

@@ -1,9 +1,9 @@
 //! Limits of everything that is multiplied from the configuration: tokens of a micro-step, of a step and of a run.
-//! Within them no product of sizes overflows. They are far above what any device can train.
+//! Within them no product of sizes overflows. They are far above what any device can train. And what FP8 needs of sizes.
 
 use crate::invalid::Invalid;
 use crate::model::ModelShape;
-use crate::spec::JobSpec;
+use crate::spec::{JobSpec, Precision};
 
 /// Tokens of one rank in a micro-step: rows of the activations.
 const MAX_MICRO_STEP_TOKENS: u64 = 1 << 31;
@@ -11,6 +11,8 @@ const MAX_MICRO_STEP_TOKENS: u64 = 1 << 31;
 const MAX_STEP_TOKENS: u64 = 1 << 48;
 /// Tokens of all ranks in all steps: the position in the data is a 64-bit number.
 const MAX_RUN_TOKENS: u64 = 1 << 62;
+/// Sizes of FP8 matrices on tensor cores are multiples of this.
+const FP8_MULTIPLE: usize = 16;
 
 /// Checks the products of sizes, of which each factor is at least 1.
 pub(super) fn check(spec: &JobSpec, model: &ModelShape) -> Result<(), Invalid> {
@@ -40,7 +42,23 @@ pub(super) fn check(spec: &JobSpec, model: &ModelShape) -> Result<(), Invalid> {
             format!("at most 2^62 tokens per run, {most} steps"),
         )
     })?;
-    Ok(())
+    if spec.engine.precision == Some(Precision::Fp8) { check_fp8(spec, model) } else { Ok(()) }
+}
+
+/// Layers of blocks have inputs and outputs of these sizes, and a row per token of a micro-step.
+fn check_fp8(spec: &JobSpec, model: &ModelShape) -> Result<(), Invalid> {
+    let sizes = [
+        ("model.dim", "model.dim", model.dim),
+        ("model.ffn", "model.ffn", model.ffn),
+        ("model.heads", "the width of all heads", model.attention_width()),
+        ("model.kv_heads", "the width of queries, keys and values", model.qkv_width()),
+        ("train.batch", "train.batch times model.seq", spec.train.batch * model.seq),
+    ];
+    let other = sizes.into_iter().find(|(_, _, size)| !size.is_multiple_of(FP8_MULTIPLE));
+    other.map_or(Ok(()), |(key, what, size)| {
+        let problem = format!("{what} is {size}, which engine.precision = \"fp8\" cannot multiply");
+        Err(Invalid::new(key, problem, format!("a multiple of {FP8_MULTIPLE}")))
+    })
 }
 
 /// The product, or the largest `factor` whose product is within the limit.
@@ -75,6 +93,21 @@ mod tests {
         ] {
             assert_eq!(error(change).map(|invalid| invalid.key), Some(key));
         }
+    }
+
+    #[test]
+    fn fp8_needs_multiples_of_16() {
+        let error = |change: fn(&mut JobSpec)| {
+            let mut spec = JobSpec::default();
+            spec.engine.precision = Some(Precision::Fp8);
+            change(&mut spec);
+            spec.check().err().map(|invalid| invalid.key)
+        };
+        assert_eq!(error(|_| ()), None);
+        assert_eq!(error(|s| s.model.ffn = Some(1000)), Some("model.ffn"));
+        assert_eq!(error(|s| (s.train.batch, s.model.seq) = (3, Some(100))), Some("train.batch"));
+        assert_eq!(error(|s| (s.model.dim, s.model.heads) = (Some(40), Some(1))), Some("model.dim"));
+        assert_eq!(error(|s| (s.train.batch, s.model.seq) = (4, Some(100))), None);
     }
 
     #[test]

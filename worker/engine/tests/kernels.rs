@@ -53,8 +53,8 @@ const TOO_LARGE: [&str; 10] = [
 /// Cases that TF32 changes: attention and the GEMMs. All others launch the same kernels as FP32.
 const TF32_CASES: &str = "attention AttentionShape|linear |gelu LinearShape";
 
-/// Sorting more rows than a bitmap has does not depend on the type of activations.
-const BF16_ONLY: &str = "seq: 140000";
+/// FP8 comes with bf16, and sorting more rows than a bitmap has does not depend on the type of activations.
+const BF16_ONLY: [&str; 2] = ["fp8", "seq: 140000"];
 
 fn main() -> ExitCode {
     // Does not return where the emulator can be built.
@@ -98,7 +98,7 @@ fn selected(precision: Precision, parts: &str) -> Vec<Case> {
     let round: fn(f32) -> f32 = if precision == Precision::Bf16 { to_bf16 } else { |x| x };
     let has_part = |name: &str| parts.split('|').any(|part| name.contains(part));
     let is_skipped = |name: &str| {
-        let bf16_only = precision != Precision::Bf16 && name.contains(BF16_ONLY);
+        let bf16_only = precision != Precision::Bf16 && BF16_ONLY.iter().any(|part| name.contains(part));
         bf16_only || TOO_LARGE.iter().any(|size| name.contains(size))
     };
     let is_selected = |name: &str| has_part(name) && !is_skipped(name);

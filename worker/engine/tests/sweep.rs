@@ -178,14 +178,14 @@ impl Sweep<'_> {
         };
         let (x, y, w, dw) = (x.all(), y.all(), w.all(), dw.all());
         report("linear forward", &|| {
-            b.linear_forward(LinearForward { shape, x, w, bias: None, y }).unwrap();
+            b.linear_forward(LinearForward { shape, x, w, bias: None, addend: None, y }).unwrap();
         });
         report("linear input gradient", &|| {
             b.linear_backward_input(LinearBackwardInput { shape, dy: x, w, dx: y }).unwrap();
         });
         report("linear weight gradient", &|| {
-            let (dbias, acc) = (None, Accumulate::Overwrite);
-            b.linear_backward_weight(LinearBackwardWeight { shape, dy: y, x, dw, dbias, acc }).unwrap();
+            let acc = Accumulate::Overwrite;
+            b.linear_backward_weight(LinearBackwardWeight { shape, dy: y, x, dw, acc }).unwrap();
         });
     }
 

@@ -2,10 +2,11 @@
 //! allocates on it is what it allocates on the real one.
 
 use xlaunch_engine::{
-    AdamWStep, AttentionBackward, AttentionForward, Backend, CachedAttention, Checksum, DType, DeviceInfo,
-    EmbedBackward, EmbedForward, FusedClassifier, GeluForward, GeluLinearBackward, Gemv, Greedy,
-    LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward, NormBackward, NormForward,
-    Result, Slice, SquaredNorm, Sum, SwigluBackward, SwigluForward, Tensor,
+    AdamWStep, AttentionBackward, AttentionForward, Backend, CachedAttention, Checksum, ColumnSum, DType,
+    DeviceInfo, EmbedBackward, EmbedForward, FusedClassifier, GeluBackward, GeluForward, GeluLinearBackward,
+    GemmFp8, Gemv, Greedy, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward,
+    NormBackward, NormForward, QuantizeFp8, Result, Slice, SquaredNorm, Sum, SwigluBackward, SwigluForward,
+    Tensor,
 };
 use xlaunch_pool::backing::{Backing, Purpose, Result as MapResult};
 use xlaunch_pool::{Mode, Pool, Space, StreamId};
@@ -105,9 +106,8 @@ impl Backend for DryDevice {
         Ok(())
     }
 
-    fn linear_backward_weight(&self, args: LinearBackwardWeight<'_>) -> Result<()> {
-        let bias = args.dbias.map_or(0, Slice::len);
-        if bias == 0 { Ok(()) } else { self.scratch(DType::F32, SUM_ROWS * bias) }
+    fn linear_backward_weight(&self, _: LinearBackwardWeight<'_>) -> Result<()> {
+        Ok(())
     }
 
     fn attention_forward(&self, _: AttentionForward<'_>) -> Result<()> {
@@ -132,11 +132,23 @@ impl Backend for DryDevice {
         self.scratch(DType::F32, SUM_ROWS * args.shape.inputs)
     }
 
+    fn gelu_backward(&self, args: GeluBackward<'_>) -> Result<()> {
+        self.scratch(DType::F32, SUM_ROWS * args.cols)
+    }
+
     fn swiglu_forward(&self, _: SwigluForward<'_>) -> Result<()> {
         Ok(())
     }
 
     fn swiglu_backward(&self, _: SwigluBackward<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    fn quantize_fp8(&self, _: QuantizeFp8<'_>) -> Result<()> {
+        self.scratch(DType::I32, 1)
+    }
+
+    fn gemm_fp8(&self, _: GemmFp8<'_>) -> Result<()> {
         Ok(())
     }
 
@@ -146,6 +158,10 @@ impl Backend for DryDevice {
 
     fn sum(&self, _: Sum<'_>) -> Result<()> {
         Ok(())
+    }
+
+    fn column_sum(&self, args: ColumnSum<'_>) -> Result<()> {
+        self.scratch(DType::F32, SUM_ROWS * args.cols)
     }
 
     fn squared_norm(&self, _: SquaredNorm<'_>) -> Result<()> {

@@ -72,7 +72,7 @@ pub fn memory(spec: &JobSpec, cuda: bool, ranks: usize) -> Result<Memory> {
     let shard = spec.comm.shard(ranks, cuda, true);
     let division = Division::new(spec, &Layout::new(&shape), activations, 0, ranks, shard)?;
     let model = Model::with_slots(&backend, &shape, division.weights.clone())?;
-    let model = model.with_memory_use((&spec.train).into());
+    let model = model.with_job(spec);
     let weights = live() - workspace;
     let optimizer = AdamW::zeroed(&backend, &model, &division.sharding, &spec.train)?;
     let state = live() - workspace - weights;

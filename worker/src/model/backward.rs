@@ -5,16 +5,17 @@
 //! whose outputs were added to the residual stream that the norm reads.
 
 use std::ops::Range;
+use std::rc::Rc;
 
 use xlaunch_comm::Slots;
 use xlaunch_engine::{
-    Accumulate, AttentionBackward, EmbedBackward, GeluLinearBackward, LinearBackwardInput,
-    LinearBackwardWeight, NormBackward, Result, Slice, SwigluLinearBackward, Tensor,
+    Accumulate, AttentionBackward, ColumnSum, EmbedBackward, NormBackward, Result, Slice, Tensor,
 };
 use xlaunch_proto::model::Arch;
 
-use super::forward::{Activations, Block, Normed};
+use super::forward::{Activations, Block, Unnormed};
 use super::layout::{self, Linear};
+use super::linear::{LayerBackward, Operand};
 use super::{Model, Rows, attention_shape};
 
 /// What every part of one backward pass works with.
@@ -56,6 +57,19 @@ pub enum Progress {
 }
 
 impl<'a> Pass<'a> {
+    /// A layer with so many inputs and outputs.
+    fn layer(
+        self,
+        layer: &'a Linear,
+        [inputs, outputs]: [usize; 2],
+        x: &'a Operand,
+        dy: &'a Operand,
+    ) -> LayerBackward<'a> {
+        let shape = Model::linear_shape(self.rows, inputs, outputs);
+        let dw = self.grads.slice(layer.weight.clone());
+        LayerBackward { shape, layer, x, dy, dw, acc: self.acc }
+    }
+
     /// The gradient of a layer's bias, if it has one.
     fn bias(self, layer: &Linear) -> Option<Slice<'a>> {
         layer.bias.as_ref().map(|bias| self.grads.slice(bias.clone()))
@@ -87,7 +101,7 @@ impl Model {
         let _tag = xlaunch_pool::tag("backward");
         let pass = Pass { rows: acts.rows, grads, acc };
         progress(Progress::NextPart)?;
-        let dx = self.top_backward(pass, &acts.last, dy)?;
+        let dx = Rc::new(self.top_backward(pass, acts.last.split().1, dy)?);
         if !self.shape.tied {
             progress(Progress::Finished(self.layout.top_end))?;
         }
@@ -105,11 +119,11 @@ impl Model {
     }
 
     /// Final norm. Returns the gradient of the residual stream.
-    fn top_backward(&self, pass: Pass<'_>, last: &Normed, dy: Tensor) -> Result<Tensor> {
+    fn top_backward(&self, pass: Pass<'_>, last: Unnormed, dy: Tensor) -> Result<Tensor> {
         let dx = self.activation(dy.len())?;
         let added = self.layout.blocks.last().map(|block| &block.out);
         let residual = Residual { dx: &dx, add: false, added };
-        self.norm_backward(pass, last, &self.layout.lnf, &dy, residual)?;
+        self.norm_backward(pass, &last, &self.layout.lnf, &dy, residual)?;
         Ok(dx)
     }
 
@@ -121,15 +135,17 @@ impl Model {
         block: Block,
         params: &layout::Block,
         below: Option<&layout::Block>,
-        dx: &Tensor,
+        dx: &Rc<Tensor>,
     ) -> Result<()> {
         let dy = self.mlp_backward(pass, &block, params, dx)?;
         let residual = Residual { dx, add: true, added: Some(&params.proj) };
         self.norm_backward(pass, &block.ln2, &params.ln2, &dy, residual)?;
 
-        let proj = Self::layer_backward(pass, dx, &block.att, &params.proj, None);
-        let datt = self.input_backward(proj, &params.proj)?;
-        let dqkv = self.activation(block.qkv.len())?;
+        let n = pass.rows.count();
+        let (dproj, inputs, shape) = (self.output_gradient(n, dx.clone())?, &block.inputs, &self.shape);
+        let proj = pass.layer(&params.proj, [shape.attention_width(), shape.dim], &inputs.proj, &dproj);
+        let datt = self.input_gradient(proj)?;
+        let dqkv = Rc::new(self.activation(block.qkv.len())?);
         self.backend.attention_backward(AttentionBackward {
             shape: attention_shape(&self.shape, pass.rows),
             qkv: block.qkv.all(),
@@ -139,9 +155,14 @@ impl Model {
             lse: block.lse.all(),
             dqkv: dqkv.all(),
         })?;
-        let qkv = Self::layer_backward(pass, &dqkv, &block.ln1.y, &params.qkv, pass.bias(&params.qkv));
-        self.backend.linear_backward_weights([proj, qkv])?;
-        let dy = self.input_backward(qkv, &params.qkv)?;
+        let dqkv_operand = self.output_gradient(n, dqkv.clone())?;
+        let qkv = pass.layer(&params.qkv, [shape.dim, shape.qkv_width()], &inputs.qkv, &dqkv_operand);
+        self.weight_gradients([proj, qkv])?;
+        if let Some(out) = pass.bias(&params.qkv) {
+            let (rows, cols, x, acc) = (n, shape.qkv_width(), dqkv.all(), pass.acc);
+            self.backend.column_sum(ColumnSum { rows, cols, x, out, acc })?;
+        }
+        let dy = self.input_gradient(qkv)?;
         let added = below.map(|block| &block.out);
         self.norm_backward(pass, &block.ln1, &params.ln1, &dy, Residual { dx, add: true, added })
     }
@@ -152,25 +173,20 @@ impl Model {
         pass: Pass<'_>,
         block: &Block,
         params: &layout::Block,
-        dx: &Tensor,
+        dx: &Rc<Tensor>,
     ) -> Result<Tensor> {
-        let (h, dh) = (block.h.all(), self.activation(block.h.len())?);
-        let out = Self::layer_backward(pass, dx, &block.a, &params.out, None);
-        let (shape, dy, w, acc) = (out.shape, out.dy, self.param(&params.out.weight), out.acc);
-        match (self.shape.arch, pass.bias(&params.fc)) {
-            (Arch::Gpt2, Some(dbias)) => {
-                let args = GeluLinearBackward { shape, dy, w, h, dh: dh.all(), dbias, acc };
-                self.backend.gelu_linear_backward(args)?;
-            }
-            _ => {
-                let da = self.activation(block.a.len())?;
-                let args = SwigluLinearBackward { shape, dy, w, h, da: da.all(), dh: dh.all() };
-                self.backend.swiglu_linear_backward(args)?;
-            }
-        }
-        let fc = Self::layer_backward(pass, &dh, &block.ln2.y, &params.fc, None);
-        self.backend.linear_backward_weights([out, fc])?;
-        self.input_backward(fc, &params.fc)
+        let (n, inputs, shape) = (pass.rows.count(), &block.inputs, &self.shape);
+        let dout = self.output_gradient(n, dx.clone())?;
+        let out = pass.layer(&params.out, [shape.ffn, shape.dim], &inputs.out, &dout);
+        let dh = match (shape.arch, pass.bias(&params.fc)) {
+            (Arch::Gpt2, Some(dbias)) => self.gelu_gradient(out, &block.h, dbias)?,
+            _ => self.swiglu_gradient(out, &block.h)?,
+        };
+        let width = dh.len() / n;
+        let dh = self.output_gradient(n, Rc::new(dh))?;
+        let fc = pass.layer(&params.fc, [shape.dim, width], &inputs.fc, &dh);
+        self.weight_gradients([out, fc])?;
+        self.input_gradient(fc)
     }
 
     fn embed_backward(&self, pass: Pass<'_>, tokens: Slice<'_>, dx: &Tensor) -> Result<()> {
@@ -186,32 +202,10 @@ impl Model {
         self.backend.embed_backward(EmbedBackward { shape, tokens, dout: dx.all(), dwte, dwpe })
     }
 
-    /// The gradients of a layer's matrix and, unless another kernel computes it, of its bias (`dbias`).
-    fn layer_backward<'a>(
-        pass: Pass<'a>,
-        dy: &'a Tensor,
-        x: &'a Tensor,
-        params: &Linear,
-        dbias: Option<Slice<'a>>,
-    ) -> LinearBackwardWeight<'a> {
-        let n = pass.rows.count();
-        let shape = Self::linear_shape(pass.rows, x.len() / n, dy.len() / n);
-        let dw = pass.grads.slice(params.weight.clone());
-        LinearBackwardWeight { shape, dy: dy.all(), x: x.all(), dw, dbias, acc: pass.acc }
-    }
-
-    /// The gradient of a layer's input.
-    fn input_backward(&self, layer: LinearBackwardWeight<'_>, params: &Linear) -> Result<Tensor> {
-        let LinearBackwardWeight { shape, dy, .. } = layer;
-        let (dx, w) = (self.activation(shape.rows * shape.inputs)?, self.param(&params.weight));
-        self.backend.linear_backward_input(LinearBackwardInput { shape, dy, w, dx: dx.all() })?;
-        Ok(dx)
-    }
-
     fn norm_backward(
         &self,
         pass: Pass<'_>,
-        normed: &Normed,
+        normed: &Unnormed,
         params: &layout::Norm,
         dy: &Tensor,
         residual: Residual<'_>,

@@ -1,13 +1,16 @@
 //! Forward: tokens to the output of the final norm, keeping what backward needs.
 
+use std::rc::Rc;
+
 use xlaunch_engine::{
-    AttentionForward, DType, EmbedForward, EmbedShape, EngineError, LinearForward, LinearGeluForward,
-    LinearSwigluForward, NormForward, ResidualAdd, Result, Slice, Tensor,
+    AttentionForward, DType, EmbedForward, EmbedShape, EngineError, LinearShape, NormForward, Result, Slice,
+    Tensor,
 };
 use xlaunch_proto::model::Arch;
 
 use super::kept::Kept;
-use super::layout::{self, Linear};
+use super::layout;
+use super::linear::{Operand, Use};
 use super::{Model, Rows, attention_shape};
 
 /// The activations that backward needs. Backward frees each tensor after its last use.
@@ -27,21 +30,49 @@ pub(super) struct Normed {
     pub(super) stats: Tensor,
 }
 
+/// A norm's input and statistics.
+#[derive(Debug)]
+pub(super) struct Unnormed {
+    pub(super) x: Tensor,
+    pub(super) stats: Tensor,
+}
+
+impl Normed {
+    /// Its output, and what else there is.
+    pub(super) fn split(self) -> (Rc<Tensor>, Unnormed) {
+        let Self { x, y, stats } = self;
+        (Rc::new(y), Unnormed { x, stats })
+    }
+}
+
 /// One block's activations.
 #[derive(Debug)]
 pub(super) struct Block {
-    pub(super) ln1: Normed,
+    pub(super) ln1: Unnormed,
+    /// Inputs of the four layers.
+    pub(super) inputs: Inputs,
     /// `[B, T, (H + 2 Hkv) D]`, after attention, which may rotate it in place.
     pub(super) qkv: Tensor,
     /// `[B, T, H D]`.
-    pub(super) att: Tensor,
+    pub(super) att: Rc<Tensor>,
     /// `[B, H, T]`.
     pub(super) lse: Tensor,
-    pub(super) ln2: Normed,
+    pub(super) ln2: Unnormed,
     /// `[N, F]` or, with SwiGLU's gates, `[N, 2 F]`.
     pub(super) h: Tensor,
-    /// `[N, F]`.
-    pub(super) a: Tensor,
+}
+
+/// Inputs of a block's layers.
+#[derive(Debug)]
+pub(super) struct Inputs {
+    /// The first norm's output.
+    pub(super) qkv: Operand,
+    /// Attention's output.
+    pub(super) proj: Operand,
+    /// The second norm's output.
+    pub(super) fc: Operand,
+    /// The activation function's output `[N, F]`.
+    pub(super) out: Operand,
 }
 
 impl Model {
@@ -66,8 +97,9 @@ impl Model {
             let next = self.layout.blocks.get(index + 1).map_or(&self.layout.lnf, |block| &block.ln1);
             next_part()?;
             let block = self.block(rows, ln1, params)?;
-            let branch = self.linear(rows, &block.a, &params.out, self.shape.ffn, self.shape.dim)?;
-            ln1 = self.add_norm(rows, &block.ln2.x, branch, next)?;
+            let shape = Self::linear_shape(rows, self.shape.ffn, self.shape.dim);
+            let x = self.linear(shape, &block.inputs.out, &params.out, Some(&block.ln2.x))?;
+            ln1 = self.norm(rows, x, next)?;
             blocks.push(Kept::new(block, self.memory.recompute));
         }
         next_part()?;
@@ -97,8 +129,12 @@ impl Model {
     /// One block, from its first norm up to the output of the activation function: all that backward needs.
     pub(super) fn block(&self, rows: Rows, ln1: Normed, params: &layout::Block) -> Result<Block> {
         let (n, shape) = (rows.count(), &self.shape);
-        let qkv = self.linear(rows, &ln1.y, &params.qkv, shape.dim, shape.qkv_width())?;
-        let att = self.activation(n * shape.attention_width())?;
+        let (y, ln1) = ln1.split();
+        let qkv_input = self.input(n, y, Use::Both)?;
+        let qkv_shape = Self::linear_shape(rows, shape.dim, shape.qkv_width());
+        let qkv = self.linear(qkv_shape, &qkv_input, &params.qkv, None)?;
+        let qkv_input = qkv_input.kept();
+        let att = Rc::new(self.activation(n * shape.attention_width())?);
         let lse = self.backend.alloc(DType::F32, n * shape.heads)?;
         self.backend.attention_forward(AttentionForward {
             shape: attention_shape(&self.shape, rows),
@@ -107,52 +143,26 @@ impl Model {
             out: att.all(),
             lse: lse.all(),
         })?;
-        let branch = self.linear(rows, &att, &params.proj, shape.attention_width(), shape.dim)?;
-        let ln2 = self.add_norm(rows, &ln1.x, branch, &params.ln2)?;
+        let proj_input = self.input(n, att.clone(), Use::Both)?;
+        let proj_shape = Self::linear_shape(rows, shape.attention_width(), shape.dim);
+        let x = self.linear(proj_shape, &proj_input, &params.proj, Some(&ln1.x))?;
+        let proj_input = proj_input.kept();
 
-        let a = self.activation(n * shape.ffn)?;
-        let h = match (shape.arch, &params.fc.bias) {
+        let (y, ln2) = self.norm(rows, x, &params.ln2)?.split();
+        let fc_input = self.input(n, y, Use::Both)?;
+        let fc_shape = Self::linear_shape(rows, shape.dim, shape.ffn);
+        let [h, a] = match (shape.arch, &params.fc.bias) {
             (Arch::Gpt2, Some(bias)) => {
-                let h = self.activation(a.len())?;
-                self.backend.linear_gelu_forward(LinearGeluForward {
-                    shape: Self::linear_shape(rows, shape.dim, shape.ffn),
-                    x: ln2.y.all(),
-                    w: self.param(&params.fc.weight),
-                    bias: self.param(bias),
-                    h: h.all(),
-                    a: a.all(),
-                })?;
-                h
+                self.linear_gelu(fc_shape, &fc_input, &params.fc, self.param(bias))?
             }
             _ => {
-                let h = self.activation(2 * a.len())?;
-                self.backend.linear_swiglu_forward(LinearSwigluForward {
-                    shape: Self::linear_shape(rows, shape.dim, 2 * shape.ffn),
-                    x: ln2.y.all(),
-                    w: self.param(&params.fc.weight),
-                    h: h.all(),
-                    a: a.all(),
-                })?;
-                h
+                let gates = LinearShape { outputs: 2 * shape.ffn, ..fc_shape };
+                self.linear_swiglu(gates, &fc_input, &params.fc)?
             }
         };
-        Ok(Block { ln1, qkv, att, lse, ln2, h, a })
-    }
-
-    fn linear(
-        &self,
-        rows: Rows,
-        x: &Tensor,
-        params: &Linear,
-        inputs: usize,
-        outputs: usize,
-    ) -> Result<Tensor> {
-        let y = self.activation(rows.count() * outputs)?;
-        let bias = params.bias.as_ref().map(|bias| self.param(bias));
-        let shape = Self::linear_shape(rows, inputs, outputs);
-        let w = self.param(&params.weight);
-        self.backend.linear_forward(LinearForward { shape, x: x.all(), w, bias, y: y.all() })?;
-        Ok(y)
+        let out_input = self.input(n, Rc::new(a), Use::Both)?;
+        let inputs = Inputs { qkv: qkv_input, proj: proj_input, fc: fc_input.kept(), out: out_input };
+        Ok(Block { ln1, inputs, qkv, att, lse, ln2, h })
     }
 
     pub(super) fn norm(&self, rows: Rows, x: Tensor, params: &layout::Norm) -> Result<Normed> {
@@ -179,23 +189,5 @@ impl Model {
             stats: stats.all(),
         })?;
         Ok(Normed { x, y, stats })
-    }
-
-    /// The residual stream `x + branch` and its norm, in one kernel.
-    fn add_norm(&self, rows: Rows, x: &Tensor, branch: Tensor, params: &layout::Norm) -> Result<Normed> {
-        let shape = self.norm_shape(rows);
-        let sum = self.activation(x.len())?;
-        let y = self.activation(x.len())?;
-        let stats = self.backend.alloc(DType::F32, shape.stats())?;
-        self.backend.norm_forward(NormForward {
-            shape,
-            x: x.all(),
-            residual: Some(ResidualAdd { branch: branch.all(), sum: sum.all() }),
-            gamma: self.param(&params.weight),
-            beta: params.bias.as_ref().map(|bias| self.param(bias)),
-            y: y.all(),
-            stats: stats.all(),
-        })?;
-        Ok(Normed { x: sum, y, stats })
     }
 }

@@ -32,7 +32,7 @@ impl Model {
         let logits = self.activation(shape.rows * shape.outputs)?;
         let x = acts.last.y.slice(rows.start * shape.inputs..rows.end * shape.inputs);
         let (w, y) = (self.param(&self.layout.head), logits.all());
-        self.backend.linear_forward(LinearForward { shape, x, w, bias: None, y })?;
+        self.backend.linear_forward(LinearForward { shape, x, w, bias: None, addend: None, y })?;
         Ok(logits)
     }
 
@@ -73,7 +73,6 @@ impl Model {
                 dy: dlogits,
                 x: acts.last.y.slice(elements),
                 dw: sum,
-                dbias: None,
                 acc: if number == 0 { acc } else { Accumulate::Add },
             })?;
         }

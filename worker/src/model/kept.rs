@@ -3,22 +3,26 @@
 //! Bytes per token and block, with elements of two bytes, of a llama with F = 4 C and without grouped heads: 40 C with
 //! all, 28 C without what is cheap to compute, 2 C with the input alone.
 
+use std::rc::Rc;
+
 use xlaunch_engine::{GeluForward, Result, SwigluForward, Tensor};
 use xlaunch_proto::model::Arch;
 use xlaunch_proto::spec::Recompute;
 
-use super::forward::{Block, Normed};
+use super::forward::{Block, Inputs, Unnormed};
+use super::linear::Use;
 use super::{Model, Rows, layout};
 
 /// A block between forward and backward.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "there are as many as blocks")]
 pub(super) enum Kept {
     All(Block),
-    /// All but outputs of norms and of the activation function.
+    /// All but what layers multiply: outputs of norms and of the activation function, or those and attention's in FP8.
     Costly {
         ln1: Unnormed,
         qkv: Tensor,
-        att: Tensor,
+        att: Rc<Tensor>,
         lse: Tensor,
         ln2: Unnormed,
         h: Tensor,
@@ -27,27 +31,17 @@ pub(super) enum Kept {
     Input(Tensor),
 }
 
-/// A norm's input and statistics.
-#[derive(Debug)]
-pub(super) struct Unnormed {
-    x: Tensor,
-    stats: Tensor,
-}
-
-impl From<Normed> for Unnormed {
-    fn from(Normed { x, stats, y: _ }: Normed) -> Self {
-        Self { x, stats }
-    }
-}
-
 impl Kept {
     /// Frees what is computed again.
     pub(super) fn new(block: Block, recompute: Recompute) -> Self {
         match recompute {
-            Recompute::None => Self::All(block),
+            Recompute::None => {
+                let Inputs { qkv, proj, fc, out } = block.inputs;
+                Self::All(Block { inputs: Inputs { qkv, proj, fc, out: out.kept() }, ..block })
+            }
             Recompute::Cheap => {
-                let Block { ln1, qkv, att, lse, ln2, h, a: _ } = block;
-                Self::Costly { ln1: ln1.into(), qkv, att, lse, ln2: ln2.into(), h }
+                let Block { ln1, qkv, att, lse, ln2, h, inputs: _ } = block;
+                Self::Costly { ln1, qkv, att, lse, ln2, h }
             }
             Recompute::Block => Self::Input(block.ln1.x),
         }
@@ -62,10 +56,16 @@ impl Model {
             Kept::All(block) => Ok(block),
             Kept::Costly { ln1, qkv, att, lse, ln2, h } => {
                 // Their inputs are rounded sums, which is what was normalised.
-                let ln1 = self.norm_with_stats(rows, ln1.x, ln1.stats, &params.ln1)?;
-                let ln2 = self.norm_with_stats(rows, ln2.x, ln2.stats, &params.ln2)?;
-                let a = self.activated(rows, &h)?;
-                Ok(Block { ln1, qkv, att, lse, ln2, h, a })
+                let (y1, ln1) = self.norm_with_stats(rows, ln1.x, ln1.stats, &params.ln1)?.split();
+                let (y2, ln2) = self.norm_with_stats(rows, ln2.x, ln2.stats, &params.ln2)?.split();
+                let input = |x| self.input(rows.count(), x, Use::Columns);
+                let inputs = Inputs {
+                    qkv: input(y1)?,
+                    proj: input(att.clone())?,
+                    fc: input(y2)?,
+                    out: input(Rc::new(self.activated(rows, &h)?))?,
+                };
+                Ok(Block { ln1, inputs, qkv, att, lse, ln2, h })
             }
             Kept::Input(x) => self.block(rows, self.norm(rows, x, &params.ln1)?, params),
         }

@@ -4,6 +4,7 @@
 //! - [`init`]: initial weights;
 //! - `rope`: the table of rotary angles;
 //! - `forward` and `backward`: the operations of each block, in mirrored order;
+//! - `linear`: their linear layers, in the activations' type or in FP8;
 //! - `kept`: what forward keeps of a block for backward, or backward computes again;
 //! - `head`: logits, loss and their gradients;
 //! - [`decode`]: forward of new tokens over cached ones, for generation;
@@ -16,6 +17,7 @@ mod head;
 pub mod init;
 mod kept;
 pub mod layout;
+mod linear;
 mod rope;
 
 use std::ops::Range;
@@ -26,7 +28,7 @@ use xlaunch_engine::{
     AttentionShape, Backend, DType, LinearShape, NormKind, NormShape, Result, Slice, Tensor,
 };
 use xlaunch_proto::model::{Arch, ModelShape};
-use xlaunch_proto::spec::{Recompute, TrainSection};
+use xlaunch_proto::spec::{JobSpec, Precision, Recompute, TrainSection};
 
 pub use backward::{GradientArena, Progress};
 pub use forward::Activations;
@@ -48,6 +50,8 @@ pub struct Model {
     /// Where buckets of the weights are; `None` if all of them are at their place in the arena.
     pub slots: Option<Slots>,
     memory: MemoryUse,
+    /// Whether the linear layers of blocks multiply FP8.
+    fp8: bool,
     /// Cosines and sines of the rotary angles, F32 `[T, D]`; llama only.
     rope: Option<Tensor>,
     backend: BackendHandle,
@@ -188,7 +192,23 @@ impl Model {
             }
         };
         let memory = MemoryUse::default();
-        Ok(Self { shape: shape.clone(), layout, weights, slots, memory, rope, backend: backend.clone() })
+        Ok(Self {
+            shape: shape.clone(),
+            layout,
+            weights,
+            slots,
+            memory,
+            fp8: false,
+            rope,
+            backend: backend.clone(),
+        })
+    }
+
+    /// Sets how passes compute in this job.
+    #[must_use]
+    pub fn with_job(self, spec: &JobSpec) -> Self {
+        let fp8 = spec.engine.precision == Some(Precision::Fp8);
+        self.with_memory_use((&spec.train).into()).with_fp8(fp8)
     }
 
     /// Sets what passes do to need less memory. Default: nothing.
@@ -196,6 +216,13 @@ impl Model {
     pub fn with_memory_use(mut self, memory: MemoryUse) -> Self {
         self.memory = memory;
         self
+    }
+
+    /// Sets whether the linear layers of blocks multiply FP8, which their sizes and the back end must support. Default:
+    /// they do not.
+    #[must_use]
+    pub fn with_fp8(self, fp8: bool) -> Self {
+        Self { fp8, ..self }
     }
 
     /// Sets the weights from element `at` of the arena on. Does nothing with sharded parameters: they are gathered from

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 
 use cudarc::driver::CudaStream;
-use xlaunch_engine::{self as engine, CpuBackend, CudaBackend, CudaOptions, DType};
+use xlaunch_engine::{self as engine, Backend, CpuBackend, CudaBackend, CudaOptions, DType};
 use xlaunch_proto::spec::{Exec, JobSpec, PoolMode, Precision};
 
 use crate::environment::{Device, Environment};
-use crate::error::Result;
+use crate::error::{Result, WorkerError};
 use crate::model::BackendHandle;
 use crate::nccl_windows;
 
@@ -47,8 +47,17 @@ impl Libraries {
 /// Element type of activations on the device that will be opened.
 pub(crate) fn activation_dtype(spec: &JobSpec, cuda: bool) -> DType {
     match (cuda, spec.engine.precision.unwrap_or(Precision::Bf16)) {
-        (true, Precision::Bf16) => DType::Bf16,
+        (true, precision) if precision.has_bf16_activations() => DType::Bf16,
         _ => DType::F32,
+    }
+}
+
+/// The arithmetic of a GPU. With FP8, the model asks for it where it uses it.
+pub(crate) fn engine_precision(precision: Precision) -> engine::Precision {
+    match precision {
+        Precision::Fp32 => engine::Precision::Fp32,
+        Precision::Tf32 => engine::Precision::Tf32,
+        Precision::Bf16 | Precision::Fp8 => engine::Precision::Bf16,
     }
 }
 
@@ -86,16 +95,15 @@ impl OpenDevice {
             Device::Cuda(ordinal) => {
                 let precision = spec.engine.precision.unwrap_or(Precision::Bf16);
                 let options = CudaOptions {
-                    precision: match precision {
-                        Precision::Fp32 => engine::Precision::Fp32,
-                        Precision::Tf32 => engine::Precision::Tf32,
-                        Precision::Bf16 => engine::Precision::Bf16,
-                    },
+                    precision: engine_precision(precision),
                     deterministic: spec.engine.deterministic,
                     pool,
                     log_fallback: environment.log_fallback,
                 };
                 let backend = CudaBackend::open(ordinal, options)?;
+                if precision == Precision::Fp8 && !backend.supports_fp8() {
+                    return Err(WorkerError::NoFp8(backend.device().name.clone()));
+                }
                 let stream = Some(backend.stream());
                 // Windows need memory that all ranks can access, which those of other nodes cannot.
                 let one_node = environment.advertised_address.is_none();
@@ -103,14 +111,5 @@ impl OpenDevice {
                 Self { backend: BackendHandle::new(backend).with_windows(windows), stream, precision }
             }
         })
-    }
-
-    /// The precision's name in the configuration.
-    pub(super) fn precision_name(&self) -> &'static str {
-        match self.precision {
-            Precision::Fp32 => "fp32",
-            Precision::Tf32 => "tf32",
-            Precision::Bf16 => "bf16",
-        }
     }
 }

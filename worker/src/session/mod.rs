@@ -41,7 +41,7 @@ use crate::tracked::Tracked;
 use crate::train::{self, Division, Evaluator, Outcome, Run, Sampler, Stepper, Tracer};
 use crate::weights;
 use device::{Libraries, OpenDevice};
-pub(crate) use device::{activation_dtype, pool_mode};
+pub(crate) use device::{activation_dtype, engine_precision, pool_mode};
 use initial::{Reading, Start};
 use rendezvous::Meeting;
 
@@ -310,7 +310,7 @@ impl Trainer {
         world: usize,
     ) -> Result<Self> {
         let model = Model::with_slots(backend, shape, division.weights.clone())?;
-        let model = model.with_memory_use((&spec.train).into());
+        let model = model.with_job(spec);
         let optimizer = AdamW::zeroed(backend, &model, &division.sharding, &spec.train)?;
         let stepper = Stepper::new(backend, &model, spec, division, world)?;
         let evaluator = Evaluator::new(backend, &model, spec, division)?;
@@ -380,7 +380,7 @@ fn train_started(
         train_tokens: dataset.train.len(),
         val_tokens: dataset.val.as_ref().map_or(0, |val| val.len()),
         device_name: device.backend.device().name.clone(),
-        precision: device.precision_name().into(),
+        precision: device.precision.name().into(),
         sharded: division.sharded().into(),
     }
 }

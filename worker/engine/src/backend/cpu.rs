@@ -9,10 +9,10 @@ use super::Backend;
 use crate::cpu::{Access, Threads};
 use crate::error::Result;
 use crate::ops::{
-    self, AdamWStep, AttentionBackward, AttentionForward, CachedAttention, Checksum, EmbedBackward,
-    EmbedForward, FusedClassifier, GeluForward, GeluLinearBackward, Gemv, Greedy, LinearBackwardInput,
-    LinearBackwardWeight, LinearForward, LinearGeluForward, NormBackward, NormForward, SquaredNorm, Sum,
-    SwigluBackward, SwigluForward,
+    self, AdamWStep, AttentionBackward, AttentionForward, CachedAttention, Checksum, ColumnSum,
+    EmbedBackward, EmbedForward, FusedClassifier, GeluBackward, GeluForward, GeluLinearBackward, GemmFp8,
+    Gemv, Greedy, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward, NormBackward,
+    NormForward, QuantizeFp8, SquaredNorm, Sum, SwigluBackward, SwigluForward,
 };
 use crate::options::DeviceInfo;
 use crate::tensor::Slice;
@@ -140,6 +140,11 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn gelu_backward(&self, args: GeluBackward<'_>) -> Result<()> {
+        ops::gelu::cpu::activation_backward(&self.threads, args);
+        Ok(())
+    }
+
     fn swiglu_forward(&self, args: SwigluForward<'_>) -> Result<()> {
         ops::swiglu::cpu::forward(&self.threads, args);
         Ok(())
@@ -150,6 +155,16 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn quantize_fp8(&self, args: QuantizeFp8<'_>) -> Result<()> {
+        ops::fp8::cpu::quantize(&self.threads, args);
+        Ok(())
+    }
+
+    fn gemm_fp8(&self, args: GemmFp8<'_>) -> Result<()> {
+        ops::fp8::cpu::gemm(&self.threads, args);
+        Ok(())
+    }
+
     fn classifier(&self, args: FusedClassifier<'_>) -> Result<()> {
         ops::classifier::cpu::run(&self.threads, args);
         Ok(())
@@ -157,6 +172,11 @@ impl Backend for CpuBackend {
 
     fn sum(&self, args: Sum<'_>) -> Result<()> {
         ops::reduce::cpu::sum(&self.threads, args);
+        Ok(())
+    }
+
+    fn column_sum(&self, args: ColumnSum<'_>) -> Result<()> {
+        ops::reduce::cpu::column_sum(&self.threads, args);
         Ok(())
     }
 

@@ -21,9 +21,10 @@ use crate::ops::mark::cuda::Counter;
 use crate::ops::swiglu::cuda::Swiglu;
 use crate::ops::{
     self, AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CachedAttention, Checksum,
-    EmbedBackward, EmbedForward, FusedClassifier, GeluForward, GeluLinearBackward, Gemv, Greedy,
-    LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward, LinearSwigluForward, Mark,
-    Marks, NormBackward, NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward, SwigluLinearBackward,
+    ColumnSum, EmbedBackward, EmbedForward, FusedClassifier, GeluBackward, GeluForward, GeluLinearBackward,
+    GemmFp8, Gemv, Greedy, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward,
+    LinearSwigluForward, Mark, Marks, NormBackward, NormForward, QuantizeFp8, SquaredNorm, Sum,
+    SwigluBackward, SwigluForward, SwigluLinearBackward,
 };
 use crate::options::{CudaOptions, DeviceInfo};
 use crate::profile::KernelSpan;
@@ -229,6 +230,10 @@ impl Backend for CudaBackend {
         self.gelu.backward(&self.gpu, args)
     }
 
+    fn gelu_backward(&self, args: GeluBackward<'_>) -> Result<()> {
+        ops::gelu::cuda::activation_backward(&self.gpu, args)
+    }
+
     fn swiglu_forward(&self, args: SwigluForward<'_>) -> Result<()> {
         ops::swiglu::cuda::forward(&self.gpu, args)
     }
@@ -245,12 +250,28 @@ impl Backend for CudaBackend {
         self.swiglu.linear_backward(&self.gpu, args)
     }
 
+    fn supports_fp8(&self) -> bool {
+        self.gpu.device.capability >= (8, 9)
+    }
+
+    fn quantize_fp8(&self, args: QuantizeFp8<'_>) -> Result<()> {
+        ops::fp8::cuda::quantize(&self.gpu, args)
+    }
+
+    fn gemm_fp8(&self, args: GemmFp8<'_>) -> Result<()> {
+        ops::fp8::cuda::gemm(&self.gpu, args)
+    }
+
     fn classifier(&self, args: FusedClassifier<'_>) -> Result<()> {
         ops::classifier::cuda::run(&self.gpu, args)
     }
 
     fn sum(&self, args: Sum<'_>) -> Result<()> {
         ops::reduce::cuda::sum(&self.gpu, args)
+    }
+
+    fn column_sum(&self, args: ColumnSum<'_>) -> Result<()> {
+        ops::reduce::cuda::column_sum(&self.gpu, args)
     }
 
     fn squared_norm(&self, args: SquaredNorm<'_>) -> Result<()> {

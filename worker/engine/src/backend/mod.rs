@@ -12,10 +12,11 @@ use crate::error::{EngineError, Result};
 use crate::handles::{Capture, PendingRead};
 use crate::host_buffer::HostAllocator;
 use crate::ops::{
-    AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CachedAttention, Checksum, EmbedBackward,
-    EmbedForward, FusedClassifier, GeluForward, GeluLinearBackward, Gemv, Greedy, LinearBackwardInput,
-    LinearBackwardWeight, LinearForward, LinearGeluForward, LinearSwigluForward, Mark, Marks, NormBackward,
-    NormForward, SquaredNorm, Sum, SwigluBackward, SwigluForward, SwigluLinearBackward,
+    AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CachedAttention, Checksum, ColumnSum,
+    EmbedBackward, EmbedForward, FusedClassifier, GeluBackward, GeluForward, GeluLinearBackward, GemmFp8,
+    Gemv, Greedy, LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward,
+    LinearSwigluForward, Mark, Marks, NormBackward, NormForward, QuantizeFp8, SquaredNorm, Sum,
+    SwigluBackward, SwigluForward, SwigluLinearBackward,
 };
 use crate::options::DeviceInfo;
 use crate::profile::KernelSpan;
@@ -142,10 +143,10 @@ pub trait Backend {
     /// The gradient of a linear layer's input.
     fn linear_backward_input(&self, args: LinearBackwardInput<'_>) -> Result<()>;
 
-    /// Gradients of a linear layer's parameters.
+    /// The gradient of a linear layer's weights.
     fn linear_backward_weight(&self, args: LinearBackwardWeight<'_>) -> Result<()>;
 
-    /// Gradients of the parameters of two linear layers.
+    /// Gradients of the weights of two linear layers.
     fn linear_backward_weights(&self, layers: [LinearBackwardWeight<'_>; 2]) -> Result<()> {
         layers.into_iter().try_for_each(|layer| self.linear_backward_weight(layer))
     }
@@ -166,6 +167,9 @@ pub trait Backend {
     /// it.
     fn gelu_linear_backward(&self, args: GeluLinearBackward<'_>) -> Result<()>;
 
+    /// The gradient of GELU's input from that of its output.
+    fn gelu_backward(&self, args: GeluBackward<'_>) -> Result<()>;
+
     /// SwiGLU.
     fn swiglu_forward(&self, args: SwigluForward<'_>) -> Result<()>;
 
@@ -175,7 +179,7 @@ pub trait Backend {
     /// A linear layer and the SwiGLU after it.
     fn linear_swiglu_forward(&self, args: LinearSwigluForward<'_>) -> Result<()> {
         let LinearSwigluForward { shape, x, w, h, a } = args;
-        self.linear_forward(LinearForward { shape, x, w, bias: None, y: h })?;
+        self.linear_forward(LinearForward { shape, x, w, bias: None, addend: None, y: h })?;
         self.swiglu_forward(SwigluForward { rows: shape.rows, ffn: shape.outputs / 2, h, a })
     }
 
@@ -186,11 +190,25 @@ pub trait Backend {
         self.swiglu_backward(SwigluBackward { rows: shape.rows, ffn: shape.inputs, h, da, dh })
     }
 
+    /// Whether the device multiplies FP8 operands.
+    fn supports_fp8(&self) -> bool {
+        true
+    }
+
+    /// Rounds a tensor to FP8.
+    fn quantize_fp8(&self, args: QuantizeFp8<'_>) -> Result<()>;
+
+    /// A product of FP8 operands.
+    fn gemm_fp8(&self, args: GemmFp8<'_>) -> Result<()>;
+
     /// Softmax cross entropy, fused with its gradient.
     fn classifier(&self, args: FusedClassifier<'_>) -> Result<()>;
 
     /// A scaled sum.
     fn sum(&self, args: Sum<'_>) -> Result<()>;
+
+    /// Sums of columns.
+    fn column_sum(&self, args: ColumnSum<'_>) -> Result<()>;
 
     /// A squared norm.
     fn squared_norm(&self, args: SquaredNorm<'_>) -> Result<()>;

@@ -14,13 +14,14 @@
 //! | `checksum` | Checksum, CHECKSUM_DIGITS | |
 //! | `classifier` | ClassifierShape, FusedClassifier | |
 //! | `embed` | EmbedShape, EmbedForward, EmbedBackward | |
-//! | `gelu` | LinearGeluForward, GeluForward, GeluLinearBackward | linear, reduce |
+//! | `fp8` | QuantizeFp8, Fp8Operand, GemmFp8, FP8_MULTIPLE | linear |
+//! | `gelu` | LinearGeluForward, GeluForward, GeluLinearBackward, GeluBackward | linear, reduce |
 //! | `gemv` | Gemv, GEMV_ROWS | linear, gelu |
 //! | `greedy` | Greedy | |
-//! | `linear` | LinearShape, LinearForward, LinearBackwardInput, LinearBackwardWeight | reduce |
+//! | `linear` | LinearShape, LinearForward, LinearBackwardInput, LinearBackwardWeight | |
 //! | `mark` | Mark, Marks | |
 //! | `norm` | NormShape, NormKind, NormForward, NormBackward | reduce |
-//! | `reduce` | Sum, SquaredNorm; column sums | |
+//! | `reduce` | Sum, SquaredNorm, ColumnSum | |
 //! | `rope` | rotation of query and key heads by their positions | |
 //! | `swiglu` | SwigluForward, SwigluBackward, LinearSwigluForward, SwigluLinearBackward | linear |
 
@@ -31,6 +32,7 @@ pub(crate) mod cast;
 pub(crate) mod checksum;
 pub(crate) mod classifier;
 pub(crate) mod embed;
+pub(crate) mod fp8;
 pub(crate) mod gelu;
 pub(crate) mod gemv;
 pub(crate) mod greedy;
@@ -47,13 +49,14 @@ pub use cached_attention::{CachedAttention, CachedAttentionShape};
 pub use checksum::{CHECKSUM_DIGITS, Checksum};
 pub use classifier::{ClassifierShape, FusedClassifier};
 pub use embed::{EmbedBackward, EmbedForward, EmbedShape};
-pub use gelu::{GeluForward, GeluLinearBackward, LinearGeluForward};
+pub use fp8::{FP8_MULTIPLE, Fp8Operand, GemmFp8, QuantizeFp8};
+pub use gelu::{GeluBackward, GeluForward, GeluLinearBackward, LinearGeluForward};
 pub use gemv::{GEMV_ROWS, Gemv};
 pub use greedy::Greedy;
 pub use linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearShape};
 pub use mark::{Mark, Marks};
 pub use norm::{NormBackward, NormForward, NormKind, NormShape, ResidualAdd};
-pub use reduce::{SquaredNorm, Sum};
+pub use reduce::{ColumnSum, SquaredNorm, Sum};
 pub use swiglu::{LinearSwigluForward, SwigluBackward, SwigluForward, SwigluLinearBackward};
 
 use crate::cuda::KernelFile;
@@ -68,12 +71,13 @@ pub enum Accumulate {
 }
 
 /// Kernel files that are compiled when a GPU is opened. Those of attention are compiled per head width, on first use.
-pub(crate) const KERNEL_FILES: [&KernelFile; 13] = [
+pub(crate) const KERNEL_FILES: [&KernelFile; 14] = [
     &adamw::cuda::KERNELS,
     &cast::cuda::KERNELS,
     &checksum::cuda::KERNELS,
     &classifier::cuda::KERNELS,
     &embed::cuda::KERNELS,
+    &fp8::cuda::KERNELS,
     &gelu::cuda::KERNELS,
     &gemv::cuda::KERNELS,
     &greedy::cuda::KERNELS,

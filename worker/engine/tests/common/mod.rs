@@ -187,24 +187,82 @@ impl Ops<'_> {
         s: LinearShape,
         x: &[f32],
         w: &[f32],
-        bias: Option<&[f32]>,
+        [bias, addend]: [Option<&[f32]>; 2],
         dy: &[f32],
         acc: Accumulate,
     ) -> Outputs {
-        let (b, x, w, bias) = (self.backend, self.act(x), self.act(w), self.maybe_act(bias));
+        let (b, x, w) = (self.backend, self.act(x), self.act(w));
+        let [bias, addend] = [bias, addend].map(|values| self.maybe_act(values));
         let (y, dx) = (self.out(dy.len()), self.out(x.len()));
-        let (shape, bias_slice) = (s, bias.as_ref().map(Tensor::all));
-        let forward = LinearForward { shape, x: x.all(), w: w.all(), bias: bias_slice, y: y.all() };
+        let [bias_slice, addend] = [&bias, &addend].map(|values| values.as_ref().map(Tensor::all));
+        let shape = s;
+        let forward = LinearForward { shape, x: x.all(), w: w.all(), bias: bias_slice, addend, y: y.all() };
         b.linear_forward(forward).unwrap();
         let (dy, dw) = (self.act(dy), self.grad(acc, w.len()));
-        let dbias = bias.as_ref().map(|_| self.grad(acc, s.outputs));
-        let (dy, dbias_slice) = (dy.all(), dbias.as_ref().map(Tensor::all));
+        let (dy, dbias) = (dy.all(), self.grad(acc, s.outputs));
         b.linear_backward_input(LinearBackwardInput { shape, dy, w: w.all(), dx: dx.all() }).unwrap();
-        let backward = LinearBackwardWeight { shape, dy, x: x.all(), dw: dw.all(), dbias: dbias_slice, acc };
-        b.linear_backward_weight(backward).unwrap();
-        let mut outputs = vec![("y", self.read(&y)), ("dx", self.read(&dx)), ("dw", self.read(&dw))];
-        outputs.extend(dbias.map(|dbias| ("dbias", self.read(&dbias))));
-        outputs
+        b.linear_backward_weight(LinearBackwardWeight { shape, dy, x: x.all(), dw: dw.all(), acc }).unwrap();
+        let (rows, cols) = (s.rows, s.outputs);
+        b.column_sum(ColumnSum { rows, cols, x: dy, out: dbias.all(), acc }).unwrap();
+        [("y", &y), ("dx", &dx), ("dw", &dw), ("dbias", &dbias)].map(|(n, t)| (n, self.read(t))).into()
+    }
+
+    /// A linear layer and its gradients in FP8, and x as it was rounded.
+    pub(crate) fn fp8(
+        &self,
+        s: LinearShape,
+        x: &[f32],
+        w: &[f32],
+        [bias, addend]: [Option<&[f32]>; 2],
+        dy: &[f32],
+        acc: Accumulate,
+    ) -> Outputs {
+        let LinearShape { rows, inputs, outputs } = s;
+        let (e4m3, e5m2) = (DType::Fp8E4m3, DType::Fp8E5m2);
+        let is_diagonal = |at: usize| at.is_multiple_of(inputs + 1);
+        let identity: Vec<f32> =
+            (0..inputs * inputs).map(|at| f32::from(u8::from(is_diagonal(at)))).collect();
+        let x = self.quantized(rows, inputs, e4m3, x);
+        let [w, dy, identity] =
+            [(outputs, inputs, e4m3, w), (rows, outputs, e5m2, dy), (inputs, inputs, e4m3, &identity)]
+                .map(|(rows, cols, dtype, values)| self.quantized(rows, cols, dtype, values));
+        let [bias, addend] = [bias, addend].map(|values| self.maybe_act(values));
+        let [bias, addend] = [&bias, &addend].map(|values| values.as_ref().map(Tensor::all));
+        let gemm = |[rows, cols, depth]: [usize; 3],
+                    a,
+                    b,
+                    [bias, addend]: [Option<Slice<'_>>; 2],
+                    acc,
+                    y: Tensor| {
+            let args = GemmFp8 { rows, cols, depth, a, b, bias, addend, y: y.all(), acc };
+            self.backend.gemm_fp8(args).unwrap();
+            self.read(&y)
+        };
+        let (new, nothing) = (Accumulate::Overwrite, [None; 2]);
+        let sizes = [rows, outputs, inputs];
+        let y = gemm(sizes, x.rows(), w.rows(), [bias, addend], new, self.out(rows * outputs));
+        let sizes = [rows, inputs, outputs];
+        let dx = gemm(sizes, dy.rows(), w.columns(), nothing, new, self.out(rows * inputs));
+        let sizes = [outputs, inputs, rows];
+        let dw = gemm(sizes, dy.columns(), x.columns(), nothing, acc, self.grad(acc, outputs * inputs));
+        let sizes = [rows, inputs, inputs];
+        let rounded = gemm(sizes, x.rows(), identity.rows(), nothing, new, self.out(rows * inputs));
+        let scales = [&x, &w, &dy].map(|operand| self.read(&operand.scale)[0]);
+        vec![("y", y), ("dx", dx), ("dw", dw), ("rounded", rounded), ("scales", scales.into())]
+    }
+
+    fn quantized(&self, rows: usize, cols: usize, dtype: DType, values: &[f32]) -> Quantized {
+        let (x, scale) = (self.act(values), self.out_f32(1));
+        let [q, transposed] = [0, 1].map(|_| self.backend.alloc(dtype, x.len()).unwrap());
+        let [one, other] = [Some(q.all()), Some(transposed.all())];
+        let args =
+            QuantizeFp8 { rows, cols, dtype, x: x.all(), q: one, transposed: other, scale: scale.all() };
+        // Each by itself.
+        for (q, transposed) in [(one, None), (None, other)] {
+            [&q, &transposed].into_iter().flatten().for_each(|out| self.backend.zero(*out).unwrap());
+            self.backend.quantize_fp8(QuantizeFp8 { q, transposed, ..args }).unwrap();
+        }
+        Quantized { q, transposed, scale }
     }
 
     pub(crate) fn attention(
@@ -268,9 +326,22 @@ impl Ops<'_> {
             acc,
         })
         .unwrap();
-        [("h", &h), ("a", &a), ("a again", &again), ("dh", &dh), ("dbias", &dbias)]
-            .map(|(n, t)| (n, self.read(t)))
-            .into()
+        // The derivative alone, as if dy w had been `h`.
+        let (alone, dbias_alone) = (self.act(&self.read(&h)), self.grad(acc, s.outputs));
+        let (rows, cols, (h_slice, dh_slice)) = (s.rows, s.outputs, (h.all(), alone.all()));
+        b.gelu_backward(GeluBackward { rows, cols, h: h_slice, dh: dh_slice, dbias: dbias_alone.all(), acc })
+            .unwrap();
+        [
+            ("h", &h),
+            ("a", &a),
+            ("a again", &again),
+            ("dh", &dh),
+            ("dbias", &dbias),
+            ("dh alone", &alone),
+            ("dbias alone", &dbias_alone),
+        ]
+        .map(|(n, t)| (n, self.read(t)))
+        .into()
     }
 
     pub(crate) fn swiglu(&self, rows: usize, ffn: usize, h: &[f32], da: &[f32]) -> Outputs {
@@ -309,7 +380,7 @@ impl Ops<'_> {
         vec![("h", self.read(&h)), ("a", self.read(&a)), ("dh", self.read(&dh))]
     }
 
-    /// Gradients of two layers, each with its inputs x and the gradient of its outputs dy; the second one has a bias.
+    /// Gradients of two layers' weights, each from its inputs x and the gradient of its outputs dy.
     pub(crate) fn two_layers(
         &self,
         shapes: [LinearShape; 2],
@@ -321,17 +392,13 @@ impl Ops<'_> {
             let (x, dy) = (self.act(&x[..s.rows * s.inputs]), self.act(&dy[..s.rows * s.outputs]));
             (x, dy, self.grad(acc, s.outputs * s.inputs))
         });
-        let dbias = self.grad(acc, shapes[1].outputs);
         let layers = [0, 1].map(|i| {
             let (x, dy, dw) = &operands[i];
-            let (dw, dbias) = (dw.all(), (i == 1).then(|| dbias.all()));
-            LinearBackwardWeight { shape: shapes[i], dy: dy.all(), x: x.all(), dw, dbias, acc }
+            LinearBackwardWeight { shape: shapes[i], dy: dy.all(), x: x.all(), dw: dw.all(), acc }
         });
         self.backend.linear_backward_weights(layers).unwrap();
         let [(.., first), (.., second)] = &operands;
-        [("first dw", first), ("second dw", second), ("second dbias", &dbias)]
-            .map(|(n, t)| (n, self.read(t)))
-            .into()
+        [("first dw", first), ("second dw", second)].map(|(n, t)| (n, self.read(t))).into()
     }
 
     /// Losses with and without gradient, and the gradient.
@@ -420,6 +487,23 @@ impl Ops<'_> {
     }
 }
 
+/// A tensor in FP8.
+struct Quantized {
+    q: Tensor,
+    transposed: Tensor,
+    scale: Tensor,
+}
+
+impl Quantized {
+    fn rows(&self) -> Fp8Operand<'_> {
+        Fp8Operand { q: self.q.all(), scale: self.scale.all() }
+    }
+
+    fn columns(&self) -> Fp8Operand<'_> {
+        Fp8Operand { q: self.transposed.all(), scale: self.scale.all() }
+    }
+}
+
 /// Two skipped steps in a row end all updates.
 pub(crate) const ADAMW: AdamWConfig =
     AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: 1.0, skip_limit: 2.0 };
@@ -503,10 +587,25 @@ pub(crate) fn cases(round: fn(f32) -> f32) -> Vec<Case> {
             let (x, w, dy) =
                 (values(11, rows * inputs), values(12, outputs * inputs), values(13, rows * outputs));
             let bias = with_bias.then(|| values(14, outputs));
-            cases.push((
-                format!("linear {s:?} bias {with_bias} {acc:?}"),
-                Box::new(move |ops| ops.linear(s, &x, &w, bias.as_deref(), &dy, acc)),
-            ));
+            let addend = (acc == Accumulate::Add).then(|| values(15, rows * outputs));
+            let case =
+                move |ops: &Ops<'_>| ops.linear(s, &x, &w, [bias.as_deref(), addend.as_deref()], &dy, acc);
+            cases.push((format!("linear {s:?} bias {with_bias} {acc:?}"), Box::new(case)));
+        }
+    }
+    for (rows, inputs, outputs) in [(16, 16, 16), (144, 272, 48), (80, 400, 528)] {
+        for (with_bias, acc) in [(false, Accumulate::Overwrite), (true, Accumulate::Add)] {
+            let s = LinearShape { rows, inputs, outputs };
+            // Down to the smallest numbers of both formats.
+            let wide = |seed, len, scale: f32| -> Vec<f32> {
+                values(seed, len).into_iter().map(|x| round(scale * x * x.powi(8).max(1e-6))).collect()
+            };
+            let (x, w) = (wide(39, rows * inputs, 3.0), wide(40, outputs * inputs, 0.1));
+            let (dy, bias) = (wide(41, rows * outputs, 1e-4), with_bias.then(|| values(42, outputs)));
+            let addend = (acc == Accumulate::Add).then(|| values(43, rows * outputs));
+            let case =
+                move |ops: &Ops<'_>| ops.fp8(s, &x, &w, [bias.as_deref(), addend.as_deref()], &dy, acc);
+            cases.push((format!("fp8 {s:?} bias {with_bias} {acc:?}"), Box::new(case)));
         }
     }
     for (batch, seq, heads, kv_heads, width) in [

@@ -2,6 +2,7 @@
 
 use cudarc::cublaslt::sys::cublasLtEpilogue_t as LtEpilogue;
 
+use crate::ops::Accumulate;
 use crate::tensor::Slice;
 
 /// `c = epilogue(op(a) op(b))`, column-major: a (m, k), b (k, n) after `op`, c (m, n).
@@ -14,8 +15,27 @@ pub(crate) struct GemmCall<'a> {
     pub(crate) b: Operand<'a>,
     pub(crate) epilogue: Epilogue<'a>,
     pub(crate) c: Slice<'a>,
-    /// Whether the result is added to c; only without an epilogue.
-    pub(crate) accumulate: bool,
+    pub(crate) addend: Addend<'a>,
+}
+
+/// What is added to the product, after a bias and before it is rounded; nothing with other epilogues.
+#[derive(Clone, Copy)]
+pub(crate) enum Addend<'a> {
+    None,
+    /// The contents of c.
+    Contents,
+    /// Another matrix of c's shape and type.
+    Other(Slice<'a>),
+}
+
+impl Addend<'_> {
+    /// The contents of c, if gradients are to be added.
+    pub(crate) fn of(acc: Accumulate) -> Self {
+        match acc {
+            Accumulate::Overwrite => Self::None,
+            Accumulate::Add => Self::Contents,
+        }
+    }
 }
 
 /// What is applied to the result before it is written. Biases and their gradients have length m; `h` is laid out like
@@ -67,19 +87,26 @@ impl<'a> Epilogue<'a> {
     }
 }
 
-/// One operand: its memory, and whether it is transposed.
+/// One operand: its memory, whether it is transposed, and the F32 that FP8 elements are multiplied with.
 #[derive(Clone, Copy)]
 pub(crate) struct Operand<'a> {
     pub(super) slice: Slice<'a>,
     pub(super) transpose: bool,
+    pub(super) scale: Option<Slice<'a>>,
+}
+
+impl<'a> Operand<'a> {
+    pub(crate) fn scaled(self, scale: Slice<'a>) -> Self {
+        Self { scale: Some(scale), ..self }
+    }
 }
 
 /// As in memory, column-major.
 pub(crate) fn plain(slice: Slice<'_>) -> Operand<'_> {
-    Operand { slice, transpose: false }
+    Operand { slice, transpose: false, scale: None }
 }
 
 /// Transposed.
 pub(crate) fn transposed(slice: Slice<'_>) -> Operand<'_> {
-    Operand { slice, transpose: true }
+    Operand { slice, transpose: true, scale: None }
 }

@@ -27,7 +27,8 @@ use super::variant_log::VariantLog;
 use crate::error::{EngineError, Result};
 use crate::options::Precision;
 use crate::tensor::Slice;
-pub(crate) use call::{Epilogue, GemmCall, plain, transposed};
+use call::Operand;
+pub(crate) use call::{Addend, Epilogue, GemmCall, plain, transposed};
 
 /// Bytes of scratch memory for the library: what its documentation recommends for Hopper.
 const WORKSPACE: usize = 32 << 20;
@@ -47,19 +48,37 @@ struct Site {
     transpose_a: bool,
     transpose_b: bool,
     epilogue: LtEpilogue,
-    input: Element,
+    inputs: [Element; 2],
     output: Element,
-    /// Of a, b, c and the GELU input, in bytes.
+    /// Whether another matrix than c is added.
+    adds_other: bool,
+    /// Of a, b, c and, if there is one, the GELU input or the matrix that is added, in bytes.
     alignment: [u64; 4],
+}
+
+impl Site {
+    fn is_fp8(&self) -> bool {
+        self.inputs.iter().any(|input| matches!(input, Element::Fp8E4m3 | Element::Fp8E5m2))
+    }
+
+    /// Whether sums of FP8 products may have 14 bits, as tensor cores form them. Gradients get the CUDA cores' 24 bits
+    /// for every 128 products or so.
+    fn accumulates_fast(&self) -> bool {
+        self.inputs == [Element::Fp8E4m3; 2]
+    }
 }
 
 impl fmt::Display for Site {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "gemm {} x {} x {}", self.m, self.n, self.k)?;
+        if self.is_fp8() {
+            f.write_str(", FP8")?;
+        }
         match self.epilogue {
             LtEpilogue::CUBLASLT_EPILOGUE_GELU_AUX_BIAS => f.write_str(", GELU"),
             LtEpilogue::CUBLASLT_EPILOGUE_DGELU => f.write_str(", GELU gradient"),
             LtEpilogue::CUBLASLT_EPILOGUE_DGELU_BGRAD => f.write_str(", GELU and bias gradient"),
+            _ if self.adds_other => f.write_str(", sum"),
             _ => Ok(()),
         }
     }
@@ -70,17 +89,26 @@ impl fmt::Display for Site {
 enum Element {
     F32,
     Bf16,
+    Fp8E4m3,
+    Fp8E5m2,
 }
 
 impl Element {
     fn of(slice: Slice<'_>) -> Self {
-        if slice.dtype() == DType::Bf16 { Self::Bf16 } else { Self::F32 }
+        match slice.dtype() {
+            DType::Bf16 => Self::Bf16,
+            DType::Fp8E4m3 => Self::Fp8E4m3,
+            DType::Fp8E5m2 => Self::Fp8E5m2,
+            _ => Self::F32,
+        }
     }
 
     fn cuda(self) -> cudaDataType {
         match self {
             Self::F32 => cudaDataType::CUDA_R_32F,
             Self::Bf16 => cudaDataType::CUDA_R_16BF,
+            Self::Fp8E4m3 => cudaDataType::CUDA_R_8F_E4M3,
+            Self::Fp8E5m2 => cudaDataType::CUDA_R_8F_E5M2,
         }
     }
 }
@@ -156,7 +184,8 @@ impl Gemm {
     /// # Safety
     /// Every slice has the size that the call says, and nothing that is written overlaps another operand.
     pub(crate) unsafe fn run(&self, call: &GemmCall<'_>) -> Result<()> {
-        let GemmCall { m, n, k, a, b, epilogue, c, .. } = *call;
+        let GemmCall { m, n, k, a, b, epilogue, c, addend } = *call;
+        let added = if let Addend::Other(added) = addend { Some(added) } else { None };
         let site = Site {
             m,
             n,
@@ -164,9 +193,10 @@ impl Gemm {
             transpose_a: a.transpose,
             transpose_b: b.transpose,
             epilogue: epilogue.kind(),
-            input: Element::of(a.slice),
+            inputs: [a, b].map(|operand| Element::of(operand.slice)),
             output: Element::of(c),
-            alignment: [a.slice, b.slice, c, epilogue.h().unwrap_or(c)].map(alignment),
+            adds_other: added.is_some(),
+            alignment: [a.slice, b.slice, c, added.or(epilogue.h()).unwrap_or(c)].map(alignment),
         };
         let plan = self.plan(&site, call)?;
         self.device.profiler.time(
@@ -201,12 +231,17 @@ impl Gemm {
         algorithm: &sys::cublasLtMatmulAlgo_t,
         call: &GemmCall<'_>,
     ) -> std::result::Result<(), CublasError> {
-        let GemmCall { a, b, epilogue, c, accumulate, .. } = *call;
-        let (alpha, beta) = (1.0_f32, if accumulate { 1.0_f32 } else { 0.0 });
+        let GemmCall { a, b, epilogue, c, addend, .. } = *call;
+        let (alpha, beta, added) = match addend {
+            Addend::None => (1.0_f32, 0.0_f32, c),
+            Addend::Contents => (1.0, 1.0, c),
+            Addend::Other(added) => (1.0, 1.0, added),
+        };
         // SAFETY: the objects are never destroyed; the operands are as the caller promises; scalars are on the host,
         // the description's default pointer mode; the workspace has the size that algorithms are selected for.
         unsafe {
             set_epilogue_pointers(objects.description, epilogue)?;
+            set_scale_pointers(objects.description, a, b)?;
             result::matmul(
                 self.handle,
                 objects.description,
@@ -216,7 +251,7 @@ impl Gemm {
                 objects.a,
                 b.slice.address() as *const c_void,
                 objects.b,
-                c.address() as *const c_void,
+                added.address() as *const c_void,
                 objects.c,
                 c.address() as *mut c_void,
                 objects.c,
@@ -238,8 +273,8 @@ impl Gemm {
             if transpose { OP_T } else { OP_N }
         };
         let description = result::create_matmul_desc(self.compute, cudaDataType::CUDA_R_32F)?;
-        let a = layout(m, k, site.transpose_a, site.input)?;
-        let b = layout(k, n, site.transpose_b, site.input)?;
+        let a = layout(m, k, site.transpose_a, site.inputs[0])?;
+        let b = layout(k, n, site.transpose_b, site.inputs[1])?;
         let c = layout(m, n, false, site.output)?;
         // SAFETY: the description was just made; each value has the type that the attribute asks for.
         unsafe {
@@ -248,6 +283,10 @@ impl Gemm {
             set(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &site.epilogue)?;
             if epilogue.h().is_some() {
                 set(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(m.cast_signed() as i64))?;
+            }
+            if site.is_fp8() {
+                let fast = i8::from(site.accumulates_fast());
+                set(description, Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast)?;
             }
             // The heuristic considers the alignment of these pointers.
             set_epilogue_pointers(description, epilogue)?;
@@ -276,6 +315,27 @@ unsafe fn set_epilogue_pointers(
         }
         if let Some(h) = epilogue.h() {
             set(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &h.address())?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes the addresses of the operands' factors into a description.
+///
+/// # Safety
+/// The description is alive.
+unsafe fn set_scale_pointers(
+    description: sys::cublasLtMatmulDesc_t,
+    a: Operand<'_>,
+    b: Operand<'_>,
+) -> std::result::Result<(), CublasError> {
+    // SAFETY: the caller's promise; the attributes are pointers, which addresses have the size of.
+    unsafe {
+        if let Some(scale) = a.scale {
+            set(description, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &scale.address())?;
+        }
+        if let Some(scale) = b.scale {
+            set(description, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &scale.address())?;
         }
     }
     Ok(())

@@ -11,7 +11,7 @@ use cudarc::cublaslt::sys::{
 };
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::{Gemm, GemmCall, Objects, Site, WORKSPACE, failed};
+use super::{Addend, Gemm, GemmCall, Objects, Site, WORKSPACE, failed};
 use crate::cache::cached;
 use crate::cuda::device::Device;
 use crate::cuda::graph;
@@ -44,7 +44,9 @@ pub(super) fn algorithm(
     let first = *candidates.first().ok_or_else(|| none(NOT_SUPPORTED))?;
     let untimed = match () {
         () if !gemm.timed => Some("the run is deterministic"),
-        () if call.accumulate => Some("it accumulates, so it cannot be repeated for timing"),
+        () if matches!(call.addend, Addend::Contents) => {
+            Some("it accumulates, so it cannot be repeated for timing")
+        }
         () if graph::is_capturing(&gemm.device)? => {
             Some("it was first seen during a capture, which runs nothing")
         }

@@ -46,6 +46,35 @@ __device__ inline u32 bf16_pair(float low, float high) {
 #endif
 }
 
+// The bits of x as FP8 with 4 exponent and 3 mantissa bits, or 5 and 2: rounded to nearest even, the largest number for
+// what is larger; NaN stays NaN. From compute capability 8.9 on, fp8_pair has an instruction for it.
+template <bool E5M2>
+__device__ inline u32 fp8_bits(float x) {
+    const u32 mantissa = E5M2 ? 2 : 3, bias = E5M2 ? 15 : 7, dropped = 23 - mantissa;
+    const float largest = E5M2 ? 57344.0f : 448.0f, smallest_normal = E5M2 ? 1.0f / 16384 : 1.0f / 64;
+    u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80u;
+    bits &= 0x7fffffffu;
+    if (bits > 0x7f800000u) return 0x7fu;
+    x = __uint_as_float(bits);
+    if (x >= largest) x = largest, bits = __float_as_uint(largest);
+    // Adding 2^23 rounds a multiple of the smallest number to an integer.
+    if (x < smallest_normal) return sign | (__float_as_uint(x / smallest_normal * (1 << mantissa) + 8388608.0f) & 0xfu);
+    return sign | (bits + (1u << (dropped - 1)) - 1 + (bits >> dropped & 1u) >> dropped) - (127 - bias << mantissa);
+}
+
+// Two floats as FP8, the first in the lower byte. (cvt takes the upper byte first.)
+template <bool E5M2>
+__device__ inline u32 fp8_pair(float low, float high) {
+#if ON_GPU && __CUDA_ARCH__ >= 890
+    unsigned short x;
+    if (E5M2) asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(x) : "f"(high), "f"(low));
+    else asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(x) : "f"(high), "f"(low));
+    return x;
+#else
+    return fp8_bits<E5M2>(high) << 8 | fp8_bits<E5M2>(low);
+#endif
+}
+
 // 2^x and 1/x by the special-function unit: relative errors up to 2^-22 and 2^-23; subnormal results are 0.
 __device__ inline float exp2_approx(float x) {
     float y;

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{GELU_CUBE, GELU_SCALE, GeluForward, GeluLinearBackward, LinearGeluForward};
+use super::{GELU_CUBE, GELU_SCALE, GeluBackward, GeluForward, GeluLinearBackward, LinearGeluForward};
 use crate::cpu::math::{simd, tanh};
 use crate::cpu::{Access, Threads};
 use crate::ops::{Accumulate, linear, reduce};
@@ -14,7 +14,7 @@ pub(crate) fn forward(t: &Threads, args: LinearGeluForward<'_>) {
     let (access, s) = (Access::new("linear_gelu_forward"), args.shape);
     let (x, w) = (access.read(args.x, s.rows * s.inputs), access.read(args.w, s.outputs * s.inputs));
     let (h, a) = (access.write(args.h, s.rows * s.outputs), access.write(args.a, s.rows * s.outputs));
-    linear::cpu::x_w_transposed(t, s, x, w, Some(access.read(args.bias, s.outputs)), h);
+    linear::cpu::x_w_transposed(t, s, x, w, Some(access.read(args.bias, s.outputs)), None, h);
     gelu_of(t, h, a);
 }
 
@@ -49,6 +49,17 @@ pub(crate) fn backward(t: &Threads, args: GeluLinearBackward<'_>) {
     let (h, dh) = (access.read(args.h, len), access.write(args.dh, len));
     let dbias = access.write(args.dbias, s.inputs);
     linear::cpu::dy_w(t, s, dy, w, dh);
+    gradient(t, h, dh, s.inputs, dbias, args.acc);
+}
+
+pub(crate) fn activation_backward(t: &Threads, args: GeluBackward<'_>) {
+    let (access, len) = (Access::new("gelu_backward"), args.rows * args.cols);
+    let (h, dh) = (access.read(args.h, len), access.write(args.dh, len));
+    gradient(t, h, dh, args.cols, access.write(args.dbias, args.cols), args.acc);
+}
+
+/// The gradient of h from that of gelu(h), in place, and its sum over rows.
+fn gradient(t: &Threads, h: &[f32], dh: &mut [f32], cols: usize, dbias: &mut [f32], acc: Accumulate) {
     t.run(|| {
         dh.par_chunks_mut(ELEMENTS).zip(h.par_chunks(ELEMENTS)).for_each(|(d, h)| {
             simd!({
@@ -60,5 +71,5 @@ pub(crate) fn backward(t: &Threads, args: GeluLinearBackward<'_>) {
             });
         });
     });
-    reduce::cpu::column_sums(t, dh, s.inputs, dbias, args.acc == Accumulate::Add);
+    reduce::cpu::column_sums(t, dh, cols, dbias, acc == Accumulate::Add);
 }

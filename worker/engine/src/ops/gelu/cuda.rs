@@ -7,14 +7,16 @@
 
 use xlaunch_pool::DType;
 
-use super::{GELU_CUBE, GELU_SCALE, GeluForward, GeluLinearBackward, LinearGeluForward};
-use crate::cuda::gemm::{Epilogue, GemmCall, plain, transposed};
+use super::{GELU_CUBE, GELU_SCALE, GeluBackward, GeluForward, GeluLinearBackward, LinearGeluForward};
+use crate::cuda::gemm::{Addend, Epilogue, GemmCall, plain, transposed};
 use crate::cuda::variants::{Fastest, Site, Variant};
 use crate::cuda::{
     BLOCK_THREADS, Gpu, KernelFile, Launch, Macro, VEC, args, expect_grad, is_bf16, source, vectorizable,
 };
 use crate::error::Result;
+use crate::ops::reduce::cuda::ColumnSums;
 use crate::ops::{Accumulate, LinearShape, reduce};
+use crate::tensor::Slice;
 
 /// Vectors per thread of `gelu_fwd`.
 const VECS: usize = 4;
@@ -72,6 +74,29 @@ pub(crate) fn activation(gpu: &Gpu, args: GeluForward<'_>) -> Result<()> {
     unsafe { gpu.launch("gelu_fwd", launch, args![h, a, h.len()]) }
 }
 
+pub(crate) fn activation_backward(gpu: &Gpu, args: GeluBackward<'_>) -> Result<()> {
+    let GeluBackward { rows, cols, h, dh, dbias, acc } = args;
+    [h, dh].into_iter().for_each(|x| gpu.expect_act(x, rows * cols));
+    expect_grad(dbias, cols);
+    let sums = ColumnSums::new(gpu, rows, cols)?;
+    gradient(gpu, &sums, h, dh, rows, cols)?;
+    sums.finish(gpu, dbias, acc)
+}
+
+/// The gradient of h from that of gelu(h), in place, and partial sums over rows, of operands that were checked.
+fn gradient(
+    gpu: &Gpu,
+    sums: &ColumnSums,
+    h: Slice<'_>,
+    dh: Slice<'_>,
+    rows: usize,
+    cols: usize,
+) -> Result<()> {
+    let args = args![h, dh, sums.partials.all(), rows, cols];
+    // SAFETY: the caller has checked the operands; there is one row of partial sums per grid row.
+    unsafe { gpu.launch("gelu_bwd", sums.launch, args) }
+}
+
 /// Linear layers with GELU.
 #[derive(Debug, Default)]
 pub(crate) struct Gelu(Fastest<LinearShape>);
@@ -85,7 +110,7 @@ impl Gelu {
         [h, a].into_iter().for_each(|y| gpu.expect_act(y, s.rows * s.outputs));
         let gemm = |epilogue, c| {
             let (m, n, k) = (s.outputs, s.rows, s.inputs);
-            let call = GemmCall { m, n, k, a: transposed(w), b: plain(x), epilogue, c, accumulate: false };
+            let call = GemmCall { m, n, k, a: transposed(w), b: plain(x), epilogue, c, addend: Addend::None };
             // SAFETY: checked above; outputs overlap no input by the operation's contract.
             unsafe { gpu.gemm.run(&call) }
         };
@@ -108,10 +133,10 @@ impl Gelu {
         [h, dh].into_iter().for_each(|x| gpu.expect_act(x, rows * cols));
         expect_grad(dbias, cols);
         // Allocated for every variant, so that a step's requests to the pool do not depend on the choice.
-        let sums = reduce::cuda::ColumnSums::new(gpu, rows, cols)?;
+        let sums = ColumnSums::new(gpu, rows, cols)?;
         let gemm = |epilogue| {
             let (m, n, k) = (cols, rows, s.outputs);
-            let call = GemmCall { m, n, k, a: plain(w), b: plain(dy), epilogue, c: dh, accumulate: false };
+            let call = GemmCall { m, n, k, a: plain(w), b: plain(dy), epilogue, c: dh, addend: Addend::None };
             // SAFETY: checked above; outputs overlap no input by the operation's contract.
             unsafe { gpu.gemm.run(&call) }
         };
@@ -119,9 +144,7 @@ impl Gelu {
         let run = |variant| match variant {
             GeluVariant::Kernel => {
                 gemm(Epilogue::None)?;
-                let args = args![h, dh, sums.partials.all(), rows, cols];
-                // SAFETY: checked above; there is one row of partial sums per grid row.
-                unsafe { gpu.launch("gelu_bwd", sums.launch, args) }
+                gradient(gpu, &sums, h, dh, rows, cols)
             }
             GeluVariant::Epilogue => {
                 gemm(Epilogue::GeluGrad { h, dbias: None })?;

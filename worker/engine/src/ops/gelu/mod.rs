@@ -58,3 +58,20 @@ pub struct GeluLinearBackward<'a> {
     /// For `dbias`.
     pub acc: Accumulate,
 }
+
+/// The gradient of h from that of `a = gelu(h)`: `dh = gelu'(h) da`, `dbias = sum of dh's rows`.
+#[derive(Clone, Copy, Debug)]
+pub struct GeluBackward<'a> {
+    /// N.
+    pub rows: usize,
+    /// F.
+    pub cols: usize,
+    /// (N, F).
+    pub h: Slice<'a>,
+    /// (N, F): da before, dh afterwards.
+    pub dh: Slice<'a>,
+    /// (F,) gradient of the bias that was added in h.
+    pub dbias: Slice<'a>,
+    /// For `dbias`.
+    pub acc: Accumulate,
+}

@@ -3,29 +3,45 @@
 use super::{LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearShape};
 use crate::cpu::gemm::{Mat, parallel_gemm};
 use crate::cpu::{Access, Threads};
-use crate::ops::{Accumulate, reduce};
+use crate::ops::Accumulate;
 
 pub(crate) fn forward(t: &Threads, args: LinearForward<'_>) {
     let (a, s) = (Access::new("linear_forward"), args.shape);
     let (x, w) = (a.read(args.x, s.rows * s.inputs), a.read(args.w, s.outputs * s.inputs));
     let bias = args.bias.map(|bias| a.read(bias, s.outputs));
-    x_w_transposed(t, s, x, w, bias, a.write(args.y, s.rows * s.outputs));
+    let addend = args.addend.map(|addend| a.read(addend, s.rows * s.outputs));
+    x_w_transposed(t, s, x, w, bias, addend, a.write(args.y, s.rows * s.outputs));
 }
 
-/// `y = x w^T (+ bias)`.
+/// `y = x w^T (+ bias) (+ addend)`.
 pub(crate) fn x_w_transposed(
     t: &Threads,
     s: LinearShape,
     x: &[f32],
     w: &[f32],
     bias: Option<&[f32]>,
+    addend: Option<&[f32]>,
     y: &mut [f32],
 ) {
-    if let Some(bias) = bias {
-        y.chunks_exact_mut(s.outputs).for_each(|row| row.copy_from_slice(bias));
-    }
+    let add = begin_sum(y, s.outputs, bias, addend);
     let (x, w) = (Mat::new(x, s.rows, s.inputs), Mat::new(w, s.outputs, s.inputs));
-    parallel_gemm(t, y, x, w.t(), bias.is_some());
+    parallel_gemm(t, y, x, w.t(), add);
+}
+
+/// Sets y to what is to be added to a product. Whether there is anything.
+pub(crate) fn begin_sum(y: &mut [f32], cols: usize, bias: Option<&[f32]>, addend: Option<&[f32]>) -> bool {
+    if let Some(addend) = addend {
+        y.copy_from_slice(addend);
+    }
+    if let Some(bias) = bias {
+        for row in y.chunks_exact_mut(cols) {
+            match addend {
+                Some(_) => row.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias),
+                None => row.copy_from_slice(bias),
+            }
+        }
+    }
+    bias.is_some() || addend.is_some()
 }
 
 pub(crate) fn backward_input(t: &Threads, args: LinearBackwardInput<'_>) {
@@ -43,11 +59,7 @@ pub(crate) fn dy_w(t: &Threads, s: LinearShape, dy: &[f32], w: &[f32], dx: &mut 
 pub(crate) fn backward_weight(t: &Threads, args: LinearBackwardWeight<'_>) {
     let (a, s, add) = (Access::new("linear_backward_weight"), args.shape, args.acc == Accumulate::Add);
     let (dy, x) = (a.read(args.dy, s.rows * s.outputs), a.read(args.x, s.rows * s.inputs));
-    let dbias = args.dbias.map(|dbias| a.write(dbias, s.outputs));
     let dw = a.write(args.dw, s.outputs * s.inputs);
     // dw = dy^T x
     parallel_gemm(t, dw, Mat::new(dy, s.rows, s.outputs).t(), Mat::new(x, s.rows, s.inputs), add);
-    if let Some(dbias) = dbias {
-        reduce::cpu::column_sums(t, dy, s.outputs, dbias, add);
-    }
 }

@@ -4,16 +4,16 @@
 //! m = O, n = N, k = I, and the two gradients likewise.
 
 use super::{LinearBackwardInput, LinearBackwardWeight, LinearForward};
-use crate::cuda::gemm::{Epilogue, GemmCall, plain, transposed};
+use crate::cuda::gemm::{Addend, Epilogue, GemmCall, plain, transposed};
 use crate::cuda::{Gpu, expect_grad};
 use crate::error::Result;
-use crate::ops::{Accumulate, reduce};
 
 pub(crate) fn forward(gpu: &Gpu, args: LinearForward<'_>) -> Result<()> {
-    let LinearForward { shape: s, x, w, bias, y } = args;
+    let LinearForward { shape: s, x, w, bias, addend, y } = args;
     gpu.expect_act(x, s.rows * s.inputs);
     gpu.expect_act(w, s.outputs * s.inputs);
     gpu.expect_optional_act(bias, s.outputs);
+    gpu.expect_optional_act(addend, s.rows * s.outputs);
     gpu.expect_act(y, s.rows * s.outputs);
     let call = GemmCall {
         m: s.outputs,
@@ -23,7 +23,7 @@ pub(crate) fn forward(gpu: &Gpu, args: LinearForward<'_>) -> Result<()> {
         b: plain(x),
         epilogue: bias.map_or(Epilogue::None, Epilogue::Bias),
         c: y,
-        accumulate: false,
+        addend: addend.map_or(Addend::None, Addend::Other),
     };
     // SAFETY: checked above; y overlaps no input by the operation's contract.
     unsafe { gpu.gemm.run(&call) }
@@ -42,7 +42,7 @@ pub(crate) fn backward_input(gpu: &Gpu, args: LinearBackwardInput<'_>) -> Result
         b: plain(dy),
         epilogue: Epilogue::None,
         c: dx,
-        accumulate: false,
+        addend: Addend::None,
     };
     // SAFETY: checked above; dx overlaps no input by the operation's contract.
     unsafe { gpu.gemm.run(&call) }
@@ -50,19 +50,15 @@ pub(crate) fn backward_input(gpu: &Gpu, args: LinearBackwardInput<'_>) -> Result
 
 pub(crate) fn backward_weight(gpu: &Gpu, args: LinearBackwardWeight<'_>) -> Result<()> {
     check_backward_weight(gpu, &args);
-    weight_gradient(gpu, args)?;
-    bias_gradient(gpu, args)
+    weight_gradient(gpu, args)
 }
 
 /// Panics unless the operands have the types and lengths of the operation.
 pub(super) fn check_backward_weight(gpu: &Gpu, args: &LinearBackwardWeight<'_>) {
-    let LinearBackwardWeight { shape: s, dy, x, dw, dbias, .. } = *args;
+    let LinearBackwardWeight { shape: s, dy, x, dw, .. } = *args;
     gpu.expect_act(dy, s.rows * s.outputs);
     gpu.expect_act(x, s.rows * s.inputs);
     expect_grad(dw, s.outputs * s.inputs);
-    if let Some(dbias) = dbias {
-        expect_grad(dbias, s.outputs);
-    }
 }
 
 /// `dw` of operands that were checked.
@@ -76,16 +72,8 @@ pub(super) fn weight_gradient(gpu: &Gpu, args: LinearBackwardWeight<'_>) -> Resu
         b: transposed(dy),
         epilogue: Epilogue::None,
         c: dw,
-        accumulate: acc == Accumulate::Add,
+        addend: Addend::of(acc),
     };
     // SAFETY: the caller has checked the operands; dw overlaps no input by the operation's contract.
     unsafe { gpu.gemm.run(&call) }
-}
-
-/// `dbias`, if any, of operands that were checked.
-pub(super) fn bias_gradient(gpu: &Gpu, args: LinearBackwardWeight<'_>) -> Result<()> {
-    let LinearBackwardWeight { shape: s, dy, dbias: Some(dbias), acc, .. } = args else { return Ok(()) };
-    let sums = reduce::cuda::ColumnSums::new(gpu, s.rows, s.outputs)?;
-    sums.partials_of(gpu, dy)?;
-    sums.finish(gpu, dbias, acc)
 }

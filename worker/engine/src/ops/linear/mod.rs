@@ -1,6 +1,6 @@
-//! Linear layers: `y = x w^T (+ bias)`.
+//! Linear layers: `y = x w^T (+ bias) (+ addend)`.
 //!
-//! Backward: `dx = dy w`, `dw = dy^T x`, `dbias = sum of dy's rows`.
+//! Backward: `dx = dy w`, `dw = dy^T x`. The gradient of the bias is a [`ColumnSum`](super::ColumnSum) of dy.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
@@ -20,7 +20,7 @@ pub struct LinearShape {
     pub outputs: usize,
 }
 
-/// `y = x w^T (+ bias)`.
+/// `y = x w^T (+ bias) (+ addend)`.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearForward<'a> {
     /// Sizes.
@@ -31,6 +31,8 @@ pub struct LinearForward<'a> {
     pub w: Slice<'a>,
     /// (O,).
     pub bias: Option<Slice<'a>>,
+    /// (N, O): added before the sum is rounded.
+    pub addend: Option<Slice<'a>>,
     /// (N, O).
     pub y: Slice<'a>,
 }
@@ -48,7 +50,7 @@ pub struct LinearBackwardInput<'a> {
     pub dx: Slice<'a>,
 }
 
-/// `dw = dy^T x`, `dbias = sum of dy's rows`.
+/// `dw = dy^T x`.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearBackwardWeight<'a> {
     /// Sizes.
@@ -59,8 +61,6 @@ pub struct LinearBackwardWeight<'a> {
     pub x: Slice<'a>,
     /// (O, I) gradient.
     pub dw: Slice<'a>,
-    /// (O,) gradient.
-    pub dbias: Option<Slice<'a>>,
-    /// For both gradients.
+    /// Whether it is added.
     pub acc: Accumulate,
 }

@@ -74,8 +74,7 @@ impl WeightGrads {
         let site = Site { operation: "linear_backward_weights", shape: shapes, variants: WAYS.len() };
         let unsupported = "it is not bf16, not aligned, adds, has too many tiles, or not on Hopper";
         let unsupported = (!is_supported).then_some(unsupported);
-        run(self.fastest.select(gpu, site, unsupported, &[KERNEL.source], &WAYS, run)?)?;
-        layers.into_iter().try_for_each(|layer| cuda::bias_gradient(gpu, layer))
+        run(self.fastest.select(gpu, site, unsupported, &[KERNEL.source], &WAYS, run)?)
     }
 
     /// From now on, one kernel computes all that it supports, with the rows in so many parts; or what was selected.

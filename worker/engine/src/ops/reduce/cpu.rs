@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{SquaredNorm, Sum};
+use super::{ColumnSum, SquaredNorm, Sum};
 use crate::cpu::math::{self, simd};
 use crate::cpu::{Access, Threads};
 use crate::ops::Accumulate;
@@ -31,6 +31,11 @@ pub(crate) fn squared_norm(t: &Threads, args: SquaredNorm<'_>) {
 fn blocks(t: &Threads, x: &[f32], f: impl Fn(&[f32]) -> f32 + Sync) -> f64 {
     let sums: Vec<f32> = t.run(|| x.par_chunks(REDUCE_BLOCK).map(|block| simd!(f(block))).collect());
     sums.into_iter().map(f64::from).sum()
+}
+
+pub(crate) fn column_sum(t: &Threads, args: ColumnSum<'_>) {
+    let (a, add) = (Access::new("column_sum"), args.acc == Accumulate::Add);
+    column_sums(t, a.read(args.x, args.rows * args.cols), args.cols, a.write(args.out, args.cols), add);
 }
 
 /// `out = sum of the rows of x`, added to the contents of `out` if `add`.

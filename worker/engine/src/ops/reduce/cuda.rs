@@ -2,7 +2,7 @@
 
 use xlaunch_pool::DType;
 
-use super::{SquaredNorm, Sum};
+use super::{ColumnSum, SquaredNorm, Sum};
 use crate::cuda::{
     BLOCK_THREADS, COLUMN_BLOCK, Gpu, KernelFile, Launch, Macro, VEC, args, expect, expect_grad, is_bf16,
     source,
@@ -56,6 +56,15 @@ fn sum_final(gpu: &Gpu, partials: &Tensor, scale: f32, out: Slice<'_>, add: bool
     let args = args![partials.all(), SUM_BLOCKS, scale, out, add];
     // SAFETY: partials holds SUM_BLOCKS floats; the caller has checked `out`.
     unsafe { gpu.launch("sum_final", Launch::blocks(1, BLOCK_THREADS), args) }
+}
+
+pub(crate) fn column_sum(gpu: &Gpu, args: ColumnSum<'_>) -> Result<()> {
+    let ColumnSum { rows, cols, x, out, acc } = args;
+    gpu.expect_act(x, rows * cols);
+    expect_grad(out, cols);
+    let sums = ColumnSums::new(gpu, rows, cols)?;
+    sums.partials_of(gpu, x)?;
+    sums.finish(gpu, out, acc)
 }
 
 /// Column sums of an (N, C) array: memory for partial sums, and the launch of the kernel that writes them.

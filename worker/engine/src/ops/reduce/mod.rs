@@ -19,6 +19,21 @@ pub struct Sum<'a> {
     pub acc: Accumulate,
 }
 
+/// `out (+)= sum of the rows of x`: the gradient of a bias from that of its layer's output.
+#[derive(Clone, Copy, Debug)]
+pub struct ColumnSum<'a> {
+    /// N.
+    pub rows: usize,
+    /// C.
+    pub cols: usize,
+    /// (N, C).
+    pub x: Slice<'a>,
+    /// (C,) gradient.
+    pub out: Slice<'a>,
+    /// Whether `out` is added to.
+    pub acc: Accumulate,
+}
+
 /// `out[0] = sum(x^2)`.
 #[derive(Clone, Copy, Debug)]
 pub struct SquaredNorm<'a> {

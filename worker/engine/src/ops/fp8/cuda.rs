@@ -1,0 +1,74 @@
+//! FP8: launches of the kernels that round, and products by cuBLASLt.
+
+use xlaunch_pool::DType;
+
+use super::format::{SMALLEST_MAX, is_fp8};
+use super::{FP8_MULTIPLE, Fp8Operand, GemmFp8, QuantizeFp8};
+use crate::cuda::gemm::{Addend, Epilogue, GemmCall, plain, transposed};
+use crate::cuda::{Gpu, KernelFile, Launch, Macro, VEC, args, expect, source};
+use crate::error::Result;
+
+/// Edge of the tiles that blocks round, and the blocks' threads.
+const TILE: usize = 128;
+const THREADS: usize = (TILE / VEC) * (TILE / VEC);
+
+pub(crate) const KERNELS: KernelFile = KernelFile {
+    source: source!("fp8/kernel.cu"),
+    kernels: &["fp8_max", "fp8_quantize_e4m3", "fp8_quantize_e5m2"],
+    macros: &[
+        Macro::int("FP8_TILE", TILE),
+        Macro::int("FP8_THREADS", THREADS),
+        Macro::float("FP8_SMALLEST_MAX", SMALLEST_MAX),
+    ],
+    dynamic_shared: &[],
+};
+
+pub(crate) fn quantize(gpu: &Gpu, args: QuantizeFp8<'_>) -> Result<()> {
+    let QuantizeFp8 { rows, cols, dtype, x, q, transposed, scale } = args;
+    expect_multiples([rows, cols]);
+    assert!(is_fp8(dtype), "{} is not FP8", dtype.name());
+    gpu.expect_act(x, rows * cols);
+    [q, transposed].into_iter().flatten().for_each(|out| expect(out, dtype, rows * cols));
+    expect(scale, DType::F32, 1);
+    let max = gpu.alloc(DType::I32, 1)?;
+    gpu.zero(max.all())?;
+    // SAFETY: checked above.
+    unsafe { gpu.launch("fp8_max", gpu.grid_for(x.len().div_ceil(VEC)), args![x, max.all(), x.len()]) }?;
+    let name = if dtype == DType::Fp8E4m3 { "fp8_quantize_e4m3" } else { "fp8_quantize_e5m2" };
+    let launch = Launch::blocks(rows.div_ceil(TILE) * cols.div_ceil(TILE), THREADS as u32);
+    // SAFETY: checked above; outputs overlap no input by the operation's contract.
+    unsafe { gpu.launch(name, launch, args![x, max.all(), q, transposed, scale, rows, cols]) }
+}
+
+pub(crate) fn gemm(gpu: &Gpu, args: GemmFp8<'_>) -> Result<()> {
+    let GemmFp8 { rows, cols, depth, a, b, bias, addend, y, acc } = args;
+    expect_multiples([rows, cols, depth]);
+    for (Fp8Operand { q, scale }, rows) in [(a, rows), (b, cols)] {
+        assert!(is_fp8(q.dtype()), "{} is not FP8", q.dtype().name());
+        expect(q, q.dtype(), rows * depth);
+        expect(scale, DType::F32, 1);
+    }
+    expect(y, if bias.is_some() { gpu.activations } else { y.dtype() }, rows * cols);
+    gpu.expect_optional_act(bias, cols);
+    gpu.expect_optional_act(addend, rows * cols);
+    let addend = addend.map_or(Addend::of(acc), Addend::Other);
+    let call = GemmCall {
+        m: cols,
+        n: rows,
+        k: depth,
+        a: transposed(b.q).scaled(b.scale),
+        b: plain(a.q).scaled(a.scale),
+        epilogue: bias.map_or(Epilogue::None, Epilogue::Bias),
+        c: y,
+        addend,
+    };
+    // SAFETY: checked above; y overlaps no input by the operation's contract.
+    unsafe { gpu.gemm.run(&call) }
+}
+
+fn expect_multiples<const N: usize>(sizes: [usize; N]) {
+    assert!(
+        sizes.iter().all(|size| size.is_multiple_of(FP8_MULTIPLE)),
+        "FP8 needs multiples of 16: {sizes:?}"
+    );
+}

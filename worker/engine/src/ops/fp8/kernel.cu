@@ -1,0 +1,123 @@
+// Rounding of tensors to FP8 with one scale (see mod.rs). Two launches: the largest absolute value, then the rounding.
+//
+// Sizes are multiples of 16, so that every access is a whole vector.
+
+// The bits of a positive float, or of NaN, compare like unsigned numbers, NaN as the largest.
+__device__ inline u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// Vectors that a thread fetches at once.
+#define FP8_MAX_VECS 4
+
+// *found, zero before: the bits of the largest absolute value of x. Grid-stride loop.
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) fp8_max(const ACT* __restrict__ x, u32* found, i64 len) {
+    pdl_wait_and_launch();
+    __shared__ u32 warps[BLOCK_THREADS / WARP];
+    u32 largest = 0;
+    i64 step = gridDim.x * (i64)BLOCK_THREADS * 8;
+    for (i64 first = (blockIdx.x * (i64)BLOCK_THREADS + threadIdx.x) * 8; first < len; first += FP8_MAX_VECS * step) {
+        Packed<ACT> p[FP8_MAX_VECS] = {};
+#pragma unroll
+        for (int k = 0; k < FP8_MAX_VECS; k++)
+            if (first + k * step < len) p[k] = fetch8(x + first + k * step);
+#pragma unroll
+        for (int k = 0; k < FP8_MAX_VECS; k++) {
+            Vec8 e = unpack(p[k]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) largest = max(largest, magnitude(e.x[j]));
+        }
+    }
+    for (int lane = WARP / 2; lane > 0; lane /= 2) largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, lane));
+    if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = largest;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int warp = 1; warp < BLOCK_THREADS / WARP; warp++) largest = max(largest, warps[warp]);
+    atomicMax(found, largest);
+}
+
+// A block rounds a tile of FP8_TILE x FP8_TILE elements, each of its FP8_THREADS threads 8 x 8 of them.
+#define FP8_PIECES (FP8_TILE / 8)
+
+// Of a 4 x 4 matrix of bytes with these rows, the columns.
+__device__ inline void transpose_bytes(u32 (&w)[4]) {
+    u32 a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
+    u32 c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
+    w[0] = __byte_perm(a, b, 0x5410), w[1] = __byte_perm(a, b, 0x7632);
+    w[2] = __byte_perm(c, d, 0x5410), w[3] = __byte_perm(c, d, 0x7632);
+}
+
+template <bool E5M2>
+__device__ inline void quantize(const ACT* __restrict__ x, const u32* __restrict__ max_bits, u8* __restrict__ q,
+                                u8* __restrict__ transposed, float* __restrict__ scale, i64 rows, i64 cols) {
+    // Of each column of the tile, its rows in pieces of 8 bytes. Threads of a warp write pieces of different columns at
+    // a time, and read those of one column: so a piece is at the place whose number differs from its own in the bits
+    // of the column's number, and both use all banks.
+    __shared__ uint4 tile[FP8_TILE][FP8_PIECES / 2];
+    const float largest = E5M2 ? 57344.0f : 448.0f;
+    float x_max = __uint_as_float(*max_bits);
+    // NaN is not smaller.
+    if (x_max < FP8_SMALLEST_MAX) x_max = FP8_SMALLEST_MAX;
+    float inverse = largest / x_max;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *scale = x_max / largest;
+
+    int group = threadIdx.x % FP8_PIECES, piece = threadIdx.x / FP8_PIECES;
+    i64 across = (cols + FP8_TILE - 1) / FP8_TILE;
+    i64 first_row = blockIdx.x / across * FP8_TILE, first_col = blockIdx.x % across * FP8_TILE;
+    i64 row = first_row + 8 * piece, col = first_col + 8 * group;
+    bool inside = row < rows && col < cols;
+    Packed<ACT> p[8] = {};
+    if (inside)
+#pragma unroll
+        for (int i = 0; i < 8; i++) p[i] = fetch8(x + (row + i) * cols + col);
+    // By columns 0 to 3 and 4 to 7, rows 0 to 3 and 4 to 7.
+    u32 words[2][2][4];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        Vec8 e = unpack(p[i]);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float* v = e.x + 4 * half;
+            words[half][i / 4][i % 4] = fp8_pair<E5M2>(v[0] * inverse, v[1] * inverse) |
+                                        fp8_pair<E5M2>(v[2] * inverse, v[3] * inverse) << 16;
+        }
+        if (q && inside) {
+            uint2 bytes = {words[0][i / 4][i % 4], words[1][i / 4][i % 4]};
+            *(uint2*)(q + (row + i) * cols + col) = bytes;
+        }
+    }
+    if (!transposed) return;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        transpose_bytes(words[half][0]);
+        transpose_bytes(words[half][1]);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            uint2 bytes = {words[half][0][j], words[half][1][j]};
+            ((uint2*)tile[8 * group + 4 * half + j])[piece ^ group] = bytes;
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < FP8_TILE * FP8_PIECES / 2; i += FP8_THREADS) {
+        int column = i / (FP8_PIECES / 2), pair = i % (FP8_PIECES / 2), flip = column / 8;
+        i64 to_row = first_col + column, to_col = first_row + 16 * pair;
+        if (to_row >= cols || to_col >= rows) continue;
+        uint4 bytes = tile[column][pair ^ flip / 2];
+        // The two pieces of a pair are in turned order.
+        if (flip % 2) bytes = make_uint4(bytes.z, bytes.w, bytes.x, bytes.y);
+        *(uint4*)(transposed + to_row * rows + to_col) = bytes;
+    }
+}
+
+// x (N, C), q (N, C) or null, transposed (C, N) or null. Grid: one block per tile, row by row.
+extern "C" __global__ void __launch_bounds__(FP8_THREADS)
+    fp8_quantize_e4m3(const ACT* x, const u32* max_bits, u8* q, u8* transposed, float* scale, i64 rows,
+                      i64 cols) {
+    pdl_wait_and_launch();
+    quantize<false>(x, max_bits, q, transposed, scale, rows, cols);
+}
+
+extern "C" __global__ void __launch_bounds__(FP8_THREADS)
+    fp8_quantize_e5m2(const ACT* x, const u32* max_bits, u8* q, u8* transposed, float* scale, i64 rows,
+                      i64 cols) {
+    pdl_wait_and_launch();
+    quantize<true>(x, max_bits, q, transposed, scale, rows, cols);
+}

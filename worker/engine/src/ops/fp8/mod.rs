@@ -1,0 +1,73 @@
+//! FP8: tensors of one byte per element with one scale each, and products of them.
+//!
+//! Elements have the formats of Micikevicius et al. (2022): E4M3 for weights and activations, E5M2, with a larger range
+//! and less precision, for gradients. A tensor x is stored as `q = x / scale`, rounded to nearest even, with `scale =
+//! max|x| / largest`, so that its largest element becomes the largest number of the format. The scale is that of the
+//! tensor itself ("current scaling"), not of an earlier step. If an element of x is not finite, neither is any product
+//! with q.
+//!
+//! Tensor cores multiply FP8 operands only where the sum runs along the rows of both in memory. So a tensor is rounded
+//! together with its transpose where both are needed.
+
+pub(crate) mod cpu;
+pub(crate) mod cuda;
+pub(crate) mod format;
+
+use xlaunch_pool::DType;
+
+use super::Accumulate;
+use crate::tensor::Slice;
+
+/// Sizes of FP8 operands are multiples of this, in all dimensions.
+pub const FP8_MULTIPLE: usize = 16;
+
+/// `q = x / scale`, `scale = max|x| / largest`.
+#[derive(Clone, Copy, Debug)]
+pub struct QuantizeFp8<'a> {
+    /// N, a multiple of [`FP8_MULTIPLE`].
+    pub rows: usize,
+    /// C, likewise.
+    pub cols: usize,
+    /// The format.
+    pub dtype: DType,
+    /// (N, C).
+    pub x: Slice<'a>,
+    /// (N, C) q.
+    pub q: Option<Slice<'a>>,
+    /// (C, N) the transpose of q.
+    pub transposed: Option<Slice<'a>>,
+    /// (1,) F32.
+    pub scale: Slice<'a>,
+}
+
+/// What [`QuantizeFp8`] has written.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8Operand<'a> {
+    /// q or its transpose.
+    pub q: Slice<'a>,
+    /// (1,) F32.
+    pub scale: Slice<'a>,
+}
+
+/// `y (N, O) = a (N, K) b (O, K)^T (+ bias) (+ addend)`.
+#[derive(Clone, Copy, Debug)]
+pub struct GemmFp8<'a> {
+    /// N, a multiple of [`FP8_MULTIPLE`].
+    pub rows: usize,
+    /// O, likewise.
+    pub cols: usize,
+    /// K, likewise.
+    pub depth: usize,
+    /// (N, K).
+    pub a: Fp8Operand<'a>,
+    /// (O, K). At most one of a and b is E5M2.
+    pub b: Fp8Operand<'a>,
+    /// (O,) in the type of activations; only for a y of that type.
+    pub bias: Option<Slice<'a>>,
+    /// (N, O), likewise.
+    pub addend: Option<Slice<'a>>,
+    /// (N, O) activations, or a gradient.
+    pub y: Slice<'a>,
+    /// Whether the product is added to y; not with a bias or an addend.
+    pub acc: Accumulate,
+}

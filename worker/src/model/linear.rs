@@ -1,0 +1,287 @@
+//! The linear layers of blocks, in the element type of activations or in FP8.
+//!
+//! ```text
+//!                    activations' type      FP8: weights and inputs E4M3, gradients E5M2
+//! forward            y  = x w^T             x8 w8^T
+//! input's gradient   dx = dy w              dy8 (w8^T)^T
+//! weights' gradient  dw = dy^T x            dy8^T (x8^T)^T
+//! ```
+//! Tensor cores sum FP8 products along the rows of both operands in memory. So inputs and gradients are rounded together
+//! with their transposes, and what is kept of an input for backward is its transpose, in half the memory. Weights are
+//! rounded where they are used, as a pass may have those of a few blocks only. Results have the activations' type, and
+//! so has everything else of the model: the head, attention, norms and embeddings.
+
+use std::rc::Rc;
+
+use xlaunch_engine::{
+    Accumulate, DType, Fp8Operand, GeluBackward, GeluForward, GeluLinearBackward, GemmFp8,
+    LinearBackwardInput, LinearBackwardWeight, LinearForward, LinearGeluForward, LinearShape,
+    LinearSwigluForward, QuantizeFp8, Result, Slice, SwigluBackward, SwigluForward, SwigluLinearBackward,
+    Tensor,
+};
+
+use super::Model;
+use super::layout::Linear;
+
+/// A layer's input, or the gradient of its output.
+#[derive(Debug)]
+pub(super) enum Operand {
+    /// In the activations' type.
+    Plain(Rc<Tensor>),
+    /// Rounded.
+    Fp8(Fp8Tensor),
+}
+
+/// A tensor in FP8, as it is and transposed. Either may be missing.
+#[derive(Debug)]
+pub(super) struct Fp8Tensor {
+    rows: Option<Tensor>,
+    columns: Option<Tensor>,
+    /// F32 `[1]`.
+    scale: Tensor,
+}
+
+/// What is multiplied of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Use {
+    Rows,
+    Columns,
+    Both,
+}
+
+/// What backward of a layer reads, and where the gradient of its weights goes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LayerBackward<'a> {
+    pub(super) shape: LinearShape,
+    pub(super) layer: &'a Linear,
+    pub(super) x: &'a Operand,
+    pub(super) dy: &'a Operand,
+    pub(super) dw: Slice<'a>,
+    /// For gradients of parameters.
+    pub(super) acc: Accumulate,
+}
+
+impl Operand {
+    /// Without what only forward multiplies.
+    pub(super) fn kept(self) -> Self {
+        match self {
+            Self::Plain(tensor) => Self::Plain(tensor),
+            Self::Fp8(tensor) => Self::Fp8(Fp8Tensor { rows: None, ..tensor }),
+        }
+    }
+}
+
+impl<'a> LayerBackward<'a> {
+    /// For operands in the activations' type.
+    fn plain(self) -> Option<LinearBackwardWeight<'a>> {
+        let Self { shape, x, dy, dw, acc, .. } = self;
+        match (x, dy) {
+            (Operand::Plain(x), Operand::Plain(dy)) => {
+                Some(LinearBackwardWeight { shape, dy: dy.all(), x: x.all(), dw, acc })
+            }
+            _ => None,
+        }
+    }
+}
+
+impl Fp8Tensor {
+    /// Panics if this part is missing, which is a programming error.
+    #[expect(clippy::expect_used, reason = "whoever rounds a tensor knows how it will be used")]
+    fn part(&self, used: Use) -> Fp8Operand<'_> {
+        let part = if used == Use::Columns { &self.columns } else { &self.rows };
+        Fp8Operand { q: part.as_ref().expect("this part was rounded").all(), scale: self.scale.all() }
+    }
+}
+
+impl Model {
+    /// A layer's input `[N, I]`.
+    pub(super) fn input(&self, rows: usize, x: Rc<Tensor>, used: Use) -> Result<Operand> {
+        self.operand(rows, x, used, DType::Fp8E4m3)
+    }
+
+    /// The gradient of a layer's output `[N, O]`.
+    pub(super) fn output_gradient(&self, rows: usize, dy: Rc<Tensor>) -> Result<Operand> {
+        self.operand(rows, dy, Use::Both, DType::Fp8E5m2)
+    }
+
+    fn operand(&self, rows: usize, x: Rc<Tensor>, used: Use, format: DType) -> Result<Operand> {
+        if !self.fp8 {
+            return Ok(Operand::Plain(x));
+        }
+        let cols = x.len() / rows;
+        self.rounded(rows, cols, x.all(), used, format).map(Operand::Fp8)
+    }
+
+    fn rounded(&self, rows: usize, cols: usize, x: Slice<'_>, used: Use, dtype: DType) -> Result<Fp8Tensor> {
+        let part = |other| (used != other).then(|| self.backend.alloc(dtype, x.len())).transpose();
+        let rounded = Fp8Tensor {
+            rows: part(Use::Columns)?,
+            columns: part(Use::Rows)?,
+            scale: self.backend.alloc(DType::F32, 1)?,
+        };
+        let [q, transposed] = [&rounded.rows, &rounded.columns].map(|part| part.as_ref().map(Tensor::all));
+        let scale = rounded.scale.all();
+        self.backend.quantize_fp8(QuantizeFp8 { rows, cols, dtype, x, q, transposed, scale })?;
+        Ok(rounded)
+    }
+
+    /// A layer's weights.
+    fn rounded_weights(&self, layer: &Linear, shape: LinearShape, used: Use) -> Result<Fp8Tensor> {
+        let w = self.param(&layer.weight);
+        self.rounded(shape.outputs, shape.inputs, w, used, DType::Fp8E4m3)
+    }
+
+    /// `y = x w^T (+ bias) (+ addend)`.
+    pub(super) fn linear(
+        &self,
+        shape: LinearShape,
+        x: &Operand,
+        layer: &Linear,
+        addend: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let y = self.activation(shape.rows * shape.outputs)?;
+        let bias = layer.bias.as_ref().map(|bias| self.param(bias));
+        let addend = addend.map(Tensor::all);
+        match x {
+            Operand::Plain(x) => {
+                let (x, w, y) = (x.all(), self.param(&layer.weight), y.all());
+                self.backend.linear_forward(LinearForward { shape, x, w, bias, addend, y })?;
+            }
+            Operand::Fp8(x) => {
+                let w = self.rounded_weights(layer, shape, Use::Rows)?;
+                let LinearShape { rows, inputs: depth, outputs: cols } = shape;
+                let (a, b, y, acc) = (x.part(Use::Rows), w.part(Use::Rows), y.all(), Accumulate::Overwrite);
+                self.backend.gemm_fp8(GemmFp8 { rows, cols, depth, a, b, bias, addend, y, acc })?;
+            }
+        }
+        Ok(y)
+    }
+
+    /// A layer and GELU: what that reads, and what it writes.
+    pub(super) fn linear_gelu(
+        &self,
+        shape: LinearShape,
+        x: &Operand,
+        layer: &Linear,
+        bias: Slice<'_>,
+    ) -> Result<[Tensor; 2]> {
+        let a = self.activation(shape.rows * shape.outputs)?;
+        let h = if let Operand::Plain(x) = x {
+            let (h, x, w) = (self.activation(a.len())?, x.all(), self.param(&layer.weight));
+            self.backend.linear_gelu_forward(LinearGeluForward {
+                shape,
+                x,
+                w,
+                bias,
+                h: h.all(),
+                a: a.all(),
+            })?;
+            h
+        } else {
+            let h = self.linear(shape, x, layer, None)?;
+            self.backend.gelu_forward(GeluForward { h: h.all(), a: a.all() })?;
+            h
+        };
+        Ok([h, a])
+    }
+
+    /// A layer and SwiGLU: what that reads, and what it writes.
+    pub(super) fn linear_swiglu(
+        &self,
+        shape: LinearShape,
+        x: &Operand,
+        layer: &Linear,
+    ) -> Result<[Tensor; 2]> {
+        let (rows, ffn) = (shape.rows, shape.outputs / 2);
+        let a = self.activation(rows * ffn)?;
+        let h = if let Operand::Plain(x) = x {
+            let (h, x, w) = (self.activation(2 * a.len())?, x.all(), self.param(&layer.weight));
+            self.backend.linear_swiglu_forward(LinearSwigluForward {
+                shape,
+                x,
+                w,
+                h: h.all(),
+                a: a.all(),
+            })?;
+            h
+        } else {
+            let h = self.linear(shape, x, layer, None)?;
+            self.backend.swiglu_forward(SwigluForward { rows, ffn, h: h.all(), a: a.all() })?;
+            h
+        };
+        Ok([h, a])
+    }
+
+    /// The gradient of a layer's input.
+    pub(super) fn input_gradient(&self, args: LayerBackward<'_>) -> Result<Tensor> {
+        let LayerBackward { shape, layer, dy, .. } = args;
+        let dx = self.activation(shape.rows * shape.inputs)?;
+        match dy {
+            Operand::Plain(dy) => {
+                let (dy, w, dx) = (dy.all(), self.param(&layer.weight), dx.all());
+                self.backend.linear_backward_input(LinearBackwardInput { shape, dy, w, dx })?;
+            }
+            Operand::Fp8(dy) => {
+                let w = self.rounded_weights(layer, shape, Use::Columns)?;
+                let LinearShape { rows, inputs: cols, outputs: depth } = shape;
+                let (a, b, y) = (dy.part(Use::Rows), w.part(Use::Columns), dx.all());
+                let (bias, addend, acc) = (None, None, Accumulate::Overwrite);
+                self.backend.gemm_fp8(GemmFp8 { rows, cols, depth, a, b, bias, addend, y, acc })?;
+            }
+        }
+        Ok(dx)
+    }
+
+    /// The gradients of two layers' weights.
+    pub(super) fn weight_gradients(&self, layers: [LayerBackward<'_>; 2]) -> Result<()> {
+        if let [Some(first), Some(second)] = layers.map(LayerBackward::plain) {
+            return self.backend.linear_backward_weights([first, second]);
+        }
+        for LayerBackward { shape, x, dy, dw, acc, .. } in layers {
+            if let (Operand::Fp8(x), Operand::Fp8(dy)) = (x, dy) {
+                let LinearShape { rows: depth, inputs: cols, outputs: rows } = shape;
+                let (a, b) = (dy.part(Use::Columns), x.part(Use::Columns));
+                let (bias, addend) = (None, None);
+                self.backend.gemm_fp8(GemmFp8 { rows, cols, depth, a, b, bias, addend, y: dw, acc })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The gradient of GELU's input `h` from that of the output of the layer after it, and of the bias added in `h`.
+    pub(super) fn gelu_gradient(
+        &self,
+        args: LayerBackward<'_>,
+        h: &Tensor,
+        dbias: Slice<'_>,
+    ) -> Result<Tensor> {
+        let LayerBackward { shape, layer, dy, acc, .. } = args;
+        if let Operand::Plain(dy) = dy {
+            let (dh, w) = (self.activation(h.len())?, self.param(&layer.weight));
+            let (dy, h, dh_slice) = (dy.all(), h.all(), dh.all());
+            let args = GeluLinearBackward { shape, dy, w, h, dh: dh_slice, dbias, acc };
+            self.backend.gelu_linear_backward(args)?;
+            return Ok(dh);
+        }
+        let dh = self.input_gradient(args)?;
+        let (rows, cols) = (shape.rows, shape.inputs);
+        self.backend.gelu_backward(GeluBackward { rows, cols, h: h.all(), dh: dh.all(), dbias, acc })?;
+        Ok(dh)
+    }
+
+    /// The gradient of SwiGLU's input `h` from that of the output of the layer after it.
+    pub(super) fn swiglu_gradient(&self, args: LayerBackward<'_>, h: &Tensor) -> Result<Tensor> {
+        let LayerBackward { shape, layer, dy, .. } = args;
+        let dh = self.activation(h.len())?;
+        if let Operand::Plain(dy) = dy {
+            let (da, w) = (self.activation(h.len() / 2)?, self.param(&layer.weight));
+            let (dy, h, da, dh) = (dy.all(), h.all(), da.all(), dh.all());
+            self.backend.swiglu_linear_backward(SwigluLinearBackward { shape, dy, w, h, da, dh })?;
+        } else {
+            let da = self.input_gradient(args)?;
+            let (rows, ffn, h, da) = (shape.rows, shape.inputs, h.all(), da.all());
+            self.backend.swiglu_backward(SwigluBackward { rows, ffn, h, da, dh: dh.all() })?;
+        }
+        Ok(dh)
+    }
+}
