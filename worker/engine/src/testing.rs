@@ -37,6 +37,11 @@ pub fn force_weight_grads_together(backend: &CudaBackend, parts: Option<usize>) 
     backend.weight_grads.force(parts);
 }
 
+/// Makes a back end in TF32 transpose one operand of every gradient of weights, or none.
+pub fn force_transposed_weight_grads(backend: &CudaBackend, transposed: Option<bool>) {
+    backend.weight_grads.one.force(transposed);
+}
+
 /// The requirement of tests on a GPU: the first one can be opened.
 ///
 /// # Errors

@@ -18,7 +18,8 @@ mod common;
 use common::{Ops, Outputs, cases, distance, random};
 use half::bf16;
 use xlaunch_engine::testing::{
-    GeluVariant, Tiling, force_gelu_variant, force_swiglu_tiling, force_weight_grads_together, require_gpu,
+    GeluVariant, Tiling, force_gelu_variant, force_swiglu_tiling, force_transposed_weight_grads,
+    force_weight_grads_together, require_gpu,
 };
 use xlaunch_engine::*;
 
@@ -88,6 +89,11 @@ fn fp32_matches_cpu() {
 
 fn tf32_matches_cpu() {
     compare(Precision::Tf32, DType::F32, false, |x| x, 2e-3);
+    let backend = open(Precision::Tf32, PoolMode::On, true);
+    for transposed in [true, false] {
+        force_transposed_weight_grads(&backend, Some(transposed));
+        compare_cases(&backend, DType::F32, &format!("transposed {transposed}"), "linear ", |x| x, 2e-3);
+    }
 }
 
 fn bf16_matches_cpu_with_own_and_fastest_kernels() {

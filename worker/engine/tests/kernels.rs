@@ -24,7 +24,9 @@ use std::time::Instant;
 
 use common::{Case, Ops, cases, distance};
 use half::bf16;
-use xlaunch_engine::testing::{Tiling, force_swiglu_tiling, force_weight_grads_together, kernel_names};
+use xlaunch_engine::testing::{
+    Tiling, force_swiglu_tiling, force_transposed_weight_grads, force_weight_grads_together, kernel_names,
+};
 use xlaunch_engine::*;
 use xlaunch_harness::{Requirement, emulator};
 
@@ -175,6 +177,8 @@ fn cast_and_mark(backend: &CudaBackend) {
 fn every_kernel_runs_and_matches_the_cpu() {
     let run = |precision, parts| {
         let backend = open(precision);
+        // Otherwise no case would run the kernel.
+        force_transposed_weight_grads(&backend, Some(true));
         backend.begin_profile();
         cast_and_mark(&backend);
         let differences = differences(&backend, precision, parts);

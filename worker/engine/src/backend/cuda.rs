@@ -203,11 +203,11 @@ impl Backend for CudaBackend {
     }
 
     fn linear_backward_weight(&self, args: LinearBackwardWeight<'_>) -> Result<()> {
-        ops::linear::cuda::backward_weight(&self.gpu, args)
+        self.weight_grads.one(&self.gpu, args)
     }
 
     fn linear_backward_weights(&self, layers: [LinearBackwardWeight<'_>; 2]) -> Result<()> {
-        self.weight_grads.run(&self.gpu, layers)
+        self.weight_grads.two(&self.gpu, layers)
     }
 
     fn attention_forward(&self, args: AttentionForward<'_>) -> Result<()> {

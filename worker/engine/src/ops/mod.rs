@@ -71,7 +71,7 @@ pub enum Accumulate {
 }
 
 /// Kernel files that are compiled when a GPU is opened. Those of attention are compiled per head width, on first use.
-pub(crate) const KERNEL_FILES: [&KernelFile; 14] = [
+pub(crate) const KERNEL_FILES: [&KernelFile; 15] = [
     &adamw::cuda::KERNELS,
     &cast::cuda::KERNELS,
     &checksum::cuda::KERNELS,
@@ -81,6 +81,7 @@ pub(crate) const KERNEL_FILES: [&KernelFile; 14] = [
     &gelu::cuda::KERNELS,
     &gemv::cuda::KERNELS,
     &greedy::cuda::KERNELS,
+    &linear::transposed::KERNELS,
     &mark::cuda::KERNELS,
     &norm::cuda::KERNELS,
     &reduce::cuda::KERNELS,

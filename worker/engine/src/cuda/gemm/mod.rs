@@ -1,11 +1,12 @@
 //! Matrix multiplication by cuBLASLt.
 //!
 //! cuBLASLt is column-major: a row-major (n, k) array is its k x n matrix. Descriptors and the selected algorithm
-//! (`select`) are created once per site (shape, types, epilogue, alignment) and kept. All work goes to one stream, so
+//! (`select`, `timing`) are created once per site (shape, types, epilogue, alignment) and kept. All work goes to one stream, so
 //! that one workspace is enough.
 
 mod call;
 mod select;
+mod timing;
 mod warm_up;
 
 use std::cell::RefCell;

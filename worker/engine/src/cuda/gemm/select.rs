@@ -11,26 +11,13 @@ use cudarc::cublaslt::sys::{
 };
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::{Addend, Gemm, GemmCall, Objects, Site, WORKSPACE, failed};
+use super::{Addend, Gemm, GemmCall, Objects, Site, WORKSPACE, failed, timing};
 use crate::cache::cached;
-use crate::cuda::device::Device;
 use crate::cuda::graph;
-use crate::cuda::profile::{mark, seconds};
 use crate::error::Result;
 
 /// Algorithms requested from the heuristic.
 const CANDIDATES: usize = 32;
-/// A measurement is the shortest of SELECT_ROUNDS rounds of SELECT_LAUNCHES launches.
-const SELECT_ROUNDS: usize = 3;
-const SELECT_LAUNCHES: u16 = 4;
-/// Variants of an operation are timed after so many seconds of the same work: by then, a GPU at its power limit has
-/// lowered its clocks, which changes what is the fastest. (H200, SwiGLU in a GEMM of 8192 x 16384 x 2048: 1.2 times as
-/// fast as a kernel for a few milliseconds, then the same.)
-const WARM_UP_SECONDS: f64 = 0.1;
-/// A candidate replaces an earlier one if it takes less than this share of its time: noise must not decide.
-const CLEARLY_FASTER: f64 = 0.98;
-/// A candidate that takes more than this multiple of the best time in a round is not timed further.
-const MUCH_SLOWER: f64 = 1.2;
 
 /// The algorithm of a site. `call` may be repeated any number of times.
 pub(super) fn algorithm(
@@ -70,7 +57,7 @@ pub(super) fn algorithm(
         launched.map_err(|error| failed(&format!("failed to time {site}"), error))
     };
     cached(&file_name(gemm, "gemm", &format!("{site:?}")), parse, || {
-        let found = fastest(&gemm.device, candidates.len(), 0.0, launch)?;
+        let found = timing::fastest(&gemm.device, candidates.len(), timing::LONG_SECONDS, launch)?;
         Ok(bytes(found.map_or(first, |index| candidates[index])))
     })
 }
@@ -94,7 +81,7 @@ impl Gemm {
             _ => Err(failed("failed to read the fastest variant", NOT_SUPPORTED)),
         };
         cached(&file_name(self, "variant", site), parse, || {
-            let found = fastest(&self.device, count, WARM_UP_SECONDS, run)?.unwrap_or(0);
+            let found = timing::fastest(&self.device, count, 0.0, run)?.unwrap_or(0);
             Ok(vec![u8::try_from(found).unwrap_or(0)])
         })
     }
@@ -107,7 +94,7 @@ fn file_name(gemm: &Gemm, kind: &str, site: &str) -> String {
     // SAFETY: the function has no preconditions; opening the device has checked that the library is installed.
     let version = unsafe { sys::cublasLtGetVersion() };
     let (name, compute) = (&gemm.device.info.name, gemm.compute);
-    let key = format!("{version} {name} {compute:?} {WORKSPACE} {site}");
+    let key = format!("{version} {name} {compute:?} {WORKSPACE} {} {site}", timing::VERSION);
     format!("{kind}-{:032x}.choice", xxh3_128(key.as_bytes()))
 }
 
@@ -152,53 +139,6 @@ fn candidates(
     }
     let found = found.iter().take(usize::try_from(count).unwrap_or(0));
     Ok(found.filter(|result| result.state.result().is_ok()).map(|result| result.algo).collect())
-}
-
-/// The first of `count` candidates, or one that is clearly faster than those before it.
-fn fastest(
-    device: &Device,
-    count: usize,
-    warm_up: f64,
-    launch: impl Fn(usize) -> Result<()>,
-) -> Result<Option<usize>> {
-    let mut best: Option<(usize, f64)> = None;
-    for candidate in 0..count {
-        // The heuristic also returns algorithms that fail to run.
-        let best_time = best.map_or(f64::INFINITY, |(_, time)| time);
-        let Some(time) = time(device, || launch(candidate), best_time, warm_up)? else { continue };
-        if time < best_time * CLEARLY_FASTER {
-            best = Some((candidate, time));
-        }
-    }
-    Ok(best.map(|(candidate, _)| candidate))
-}
-
-/// Shortest time of a round, in seconds, after `warm_up` seconds of rounds; `None` if the launch fails. `best` is the
-/// best time of earlier candidates.
-fn time(device: &Device, launch: impl Fn() -> Result<()>, best: f64, warm_up: f64) -> Result<Option<f64>> {
-    let stream = &device.stream;
-    if launch().is_err() {
-        return Ok(None);
-    }
-    let round = || {
-        let begin = mark(stream)?;
-        for _ in 0..SELECT_LAUNCHES {
-            launch()?;
-        }
-        seconds(&begin, &mark(stream)?)
-    };
-    let mut warm = 0.0;
-    while warm < warm_up {
-        warm += round()?;
-    }
-    let mut shortest = f64::INFINITY;
-    for _ in 0..SELECT_ROUNDS {
-        shortest = shortest.min(round()?);
-        if shortest > best * MUCH_SLOWER {
-            break;
-        }
-    }
-    Ok(Some(shortest))
 }
 
 /// # Safety

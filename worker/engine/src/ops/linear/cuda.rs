@@ -48,11 +48,6 @@ pub(crate) fn backward_input(gpu: &Gpu, args: LinearBackwardInput<'_>) -> Result
     unsafe { gpu.gemm.run(&call) }
 }
 
-pub(crate) fn backward_weight(gpu: &Gpu, args: LinearBackwardWeight<'_>) -> Result<()> {
-    check_backward_weight(gpu, &args);
-    weight_gradient(gpu, args)
-}
-
 /// Panics unless the operands have the types and lengths of the operation.
 pub(super) fn check_backward_weight(gpu: &Gpu, args: &LinearBackwardWeight<'_>) {
     let LinearBackwardWeight { shape: s, dy, x, dw, .. } = *args;

@@ -4,6 +4,7 @@
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
+pub(crate) mod transposed;
 pub(crate) mod weight_grads;
 
 use super::Accumulate;

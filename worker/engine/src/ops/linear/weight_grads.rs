@@ -7,6 +7,7 @@ use std::cell::{Cell, OnceCell};
 
 use xlaunch_pool::DType;
 
+use super::transposed::WeightGrad;
 use super::{LinearBackwardWeight, LinearShape, cuda};
 use crate::cuda::hopper::{HopperKernel, OTHER_SHARED, SQUARE, TILE_K, TILE_M, tensor_map};
 use crate::cuda::variants::{Fastest, Site, Variant};
@@ -51,9 +52,10 @@ impl Variant for Launches {
 
 const WAYS: [Launches; 2] = [Launches::Separate, Launches::Together];
 
-/// Gradients of two layers' weights.
+/// Gradients of one layer's weights, and of two layers'.
 #[derive(Debug, Default)]
 pub(crate) struct WeightGrads {
+    pub(crate) one: WeightGrad,
     fastest: Fastest<[LinearShape; 2]>,
     /// See the kernel.
     counters: OnceCell<Tensor>,
@@ -62,13 +64,20 @@ pub(crate) struct WeightGrads {
 }
 
 impl WeightGrads {
-    pub(crate) fn run(&self, gpu: &Gpu, layers: [LinearBackwardWeight<'_>; 2]) -> Result<()> {
+    /// Of one layer.
+    pub(crate) fn one(&self, gpu: &Gpu, layer: LinearBackwardWeight<'_>) -> Result<()> {
+        cuda::check_backward_weight(gpu, &layer);
+        self.one.run(gpu, layer)
+    }
+
+    /// Of two layers.
+    pub(crate) fn two(&self, gpu: &Gpu, layers: [LinearBackwardWeight<'_>; 2]) -> Result<()> {
         layers.iter().for_each(|layer| cuda::check_backward_weight(gpu, layer));
         let shapes = layers.map(|layer| layer.shape);
         let parts = self.parts.get().unwrap_or_else(|| parts(gpu, shapes));
         let is_supported = parts > 0 && supports(gpu, &layers);
         let run = |launches| match launches {
-            Launches::Separate => layers.into_iter().try_for_each(|layer| cuda::weight_gradient(gpu, layer)),
+            Launches::Separate => layers.into_iter().try_for_each(|layer| self.one.run(gpu, layer)),
             Launches::Together => self.together(gpu, &layers, parts),
         };
         let site = Site { operation: "linear_backward_weights", shape: shapes, variants: WAYS.len() };
